@@ -1,0 +1,111 @@
+// The Python module jax_tcgemm._core: FFI handlers, kernel names, build and device facts.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#if JAX_TCGEMM_HAS_CUDA
+#include <cuda_runtime_api.h>
+
+#include "algorithm_names.h"
+#include "device.h"
+#include "dispatch.h"
+#include "ffi_handler.h"
+#endif
+
+namespace nb = nanobind;
+
+namespace jax_tcgemm {
+namespace {
+
+#if JAX_TCGEMM_HAS_CUDA
+
+nb::dict registrations() {
+  nb::dict result;
+  result["jax_tcgemm_gemm_v1"] = nb::capsule(gemm_handler(), "xla._CUSTOM_CALL_TARGET");
+  return result;
+}
+
+std::vector<std::string> kernel_names() {
+  std::vector<std::string> names;
+  for (const KernelEntry& entry : kernel_registry()) names.emplace_back(entry.name);
+  return names;
+}
+
+std::string cuda_version() {
+  return std::to_string(CUDART_VERSION / 1000) + "." + std::to_string(CUDART_VERSION % 1000 / 10);
+}
+
+std::string ffi_version() { return xla_ffi_api_version(); }
+
+nb::dict device_properties(int ordinal) {
+  const DeviceProperties* properties = nullptr;
+  const Status status = get_device_properties(ordinal, &properties);
+  if (!status.ok()) throw std::runtime_error(status.message());
+  int driver = 0;
+  cudaDriverGetVersion(&driver);
+  nb::dict result;
+  result["name"] = properties->name;
+  result["compute_capability"] = properties->compute_capability;
+  result["sm_count"] = properties->sm_count;
+  result["shared_memory_per_block"] = properties->shared_memory_per_block;
+  result["shared_memory_per_sm"] = properties->shared_memory_per_sm;
+  result["l2_bytes"] = properties->l2_bytes;
+  result["driver_cuda"] =
+      std::to_string(driver / 1000) + "." + std::to_string(driver % 1000 / 10);
+  return result;
+}
+
+std::string choose_config(const std::string& algorithm, int64_t m, int64_t n, int64_t k,
+                          int64_t batch, bool aligned, int sm_count, int shared_memory_per_block) {
+  const auto decoded = algorithm_from_name(algorithm);
+  if (!decoded) throw std::invalid_argument("unknown algorithm '" + algorithm + "'");
+  const KernelEntry* entry =
+      choose_kernel({*decoded, m, n, k, batch, aligned, sm_count, shared_memory_per_block});
+  return entry == nullptr ? "" : entry->name;
+}
+
+#else
+
+nb::dict registrations() { return nb::dict(); }
+std::vector<std::string> kernel_names() { return {}; }
+std::string cuda_version() { return ""; }
+std::string ffi_version() { return ""; }
+
+nb::dict device_properties(int) {
+  throw std::runtime_error("jax_tcgemm was built without CUDA (JAX_TCGEMM_CUDA=OFF)");
+}
+
+std::string choose_config(const std::string&, int64_t, int64_t, int64_t, int64_t, bool, int, int) {
+  return "";
+}
+
+#endif
+
+nb::dict build_info() {
+  nb::dict result;
+  result["cuda"] = cuda_version();
+  result["architectures"] = JAX_TCGEMM_ARCHITECTURES;
+  result["xla_ffi_api"] = ffi_version();
+  result["kernels_glob"] = JAX_TCGEMM_KERNELS_GLOB;
+  return result;
+}
+
+}  // namespace
+
+}  // namespace jax_tcgemm
+
+NB_MODULE(_core, module) {
+  using namespace jax_tcgemm;
+  module.def("registrations", &registrations);
+  module.def("kernel_names", &kernel_names);
+  module.def("build_info", &build_info);
+  module.def("device_properties", &device_properties, nb::arg("ordinal"));
+  module.def("choose_config", &choose_config, nb::arg("algorithm"), nb::arg("m"), nb::arg("n"),
+             nb::arg("k"), nb::arg("batch"), nb::arg("aligned"), nb::arg("sm_count"),
+             nb::arg("shared_memory_per_block"));
+}

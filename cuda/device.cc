@@ -1,0 +1,57 @@
+#include "device.h"
+
+#include <cuda_runtime_api.h>
+
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <utility>
+
+#include "status.h"
+
+namespace jax_tcgemm {
+namespace {
+
+Status query(int ordinal, DeviceProperties* properties) {
+  int major = 0;
+  int minor = 0;
+  const struct {
+    cudaDeviceAttr attribute;
+    int* value;
+  } queries[] = {
+      {cudaDevAttrComputeCapabilityMajor, &major},
+      {cudaDevAttrComputeCapabilityMinor, &minor},
+      {cudaDevAttrMultiProcessorCount, &properties->sm_count},
+      {cudaDevAttrMaxSharedMemoryPerBlockOptin, &properties->shared_memory_per_block},
+      {cudaDevAttrMaxSharedMemoryPerMultiprocessor, &properties->shared_memory_per_sm},
+      {cudaDevAttrL2CacheSize, &properties->l2_bytes},
+  };
+  for (const auto& q : queries) {
+    JAX_TCGEMM_CUDA_CHECK(cudaDeviceGetAttribute(q.value, q.attribute, ordinal), "attribute ",
+                          static_cast<int>(q.attribute), " of device ", ordinal);
+  }
+  cudaDeviceProp all;
+  JAX_TCGEMM_CUDA_CHECK(cudaGetDeviceProperties(&all, ordinal), "device ", ordinal);
+  properties->ordinal = ordinal;
+  std::strncpy(properties->name, all.name, sizeof(properties->name) - 1);
+  properties->compute_capability = 10 * major + minor;
+  return Status();
+}
+
+}  // namespace
+
+Status get_device_properties(int ordinal, const DeviceProperties** properties) {
+  static std::mutex mutex;
+  static std::map<int, DeviceProperties> known;  // nodes stay where they are
+  const std::lock_guard<std::mutex> lock(mutex);
+  auto found = known.find(ordinal);
+  if (found == known.end()) {
+    DeviceProperties fresh;
+    JAX_TCGEMM_RETURN_IF_ERROR(query(ordinal, &fresh));
+    found = known.emplace(ordinal, std::move(fresh)).first;
+  }
+  *properties = &found->second;
+  return Status();
+}
+
+}  // namespace jax_tcgemm

@@ -1,0 +1,25 @@
+// Properties of a GPU, read once per process and device.
+
+#ifndef JAX_TCGEMM_DEVICE_H_
+#define JAX_TCGEMM_DEVICE_H_
+
+namespace jax_tcgemm {
+
+class Status;
+
+struct DeviceProperties {
+  int ordinal = 0;
+  int compute_capability = 0;       // 10 * major + minor
+  int sm_count = 0;
+  int shared_memory_per_block = 0;  // bytes, with opt-in
+  int shared_memory_per_sm = 0;     // bytes
+  int l2_bytes = 0;
+  char name[256] = {};
+};
+
+// `properties` lives as long as the process.
+Status get_device_properties(int ordinal, const DeviceProperties** properties);
+
+}  // namespace jax_tcgemm
+
+#endif  // JAX_TCGEMM_DEVICE_H_

@@ -1,0 +1,174 @@
+#include "dispatch.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <iterator>
+#include <limits>
+#include <set>
+#include <string>
+
+#include "kernel_registry.inc"
+#include "pad_operand.h"
+
+namespace jax_tcgemm {
+namespace {
+
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+bool supports(const KernelConfig& config, const ChoiceInput& input) {
+  return config.algorithm == input.algorithm &&
+         (input.aligned || config.loader != Loader::kCpAsync) &&
+         config.shared_memory_bytes() <= input.shared_memory_per_block;
+}
+
+// Time one SM needs for its share of the tiles, in arbitrary units. Every SM works through
+// ceil(tiles / sm_count) tiles; a tile costs its padded volume, a fixed part for filling the ring
+// and writing D, and, by its warps' shape, more or less shared-memory traffic for each product.
+double estimated_time(const KernelConfig& config, const ChoiceInput& input) {
+  const int64_t tiles =
+      ceil_div(input.m, config.tile_m) * ceil_div(input.n, config.tile_n) * input.batch;
+  const double rounds = static_cast<double>(ceil_div(tiles, input.sm_count));
+  const double volume = double(config.tile_m) * config.tile_n;
+  const double k = static_cast<double>(ceil_div(input.k, config.tile_k) * config.tile_k);
+  const double traffic = 1.0 / config.warp_m() + 1.0 / config.warp_n();
+  const double rate = 1.0 / (1.0 + 24.0 * traffic);
+  const double loader_cost = config.loader == Loader::kRealign ? 1.3 : 1.0;
+  const double latency_bound = 5000.0;  // a lone small tile cannot fill an SM
+  return rounds * (std::max(volume, latency_bound) * k * loader_cost / rate + 150.0 * volume);
+}
+
+// One line for each distinct choice when JAX_TCGEMM_LOG is set.
+void log_choice(const GemmProblem& problem, const KernelEntry& entry) {
+  static const bool enabled = [] {
+    const char* value = std::getenv("JAX_TCGEMM_LOG");
+    return value != nullptr && *value != '\0' && std::string_view(value) != "0";
+  }();
+  if (!enabled) return;
+  const GemmParams& p = problem.params;
+  const std::string line = "jax_tcgemm: m=" + std::to_string(p.m) + " n=" + std::to_string(p.n) +
+                           " k=" + std::to_string(p.k) + " batch=" + std::to_string(p.batch) +
+                           (problem.aligned() ? "" : " unaligned") + " -> " + entry.name + "\n";
+  thread_local std::set<std::string> seen;
+  if (seen.insert(line).second) std::fputs(line.c_str(), stderr);
+}
+
+// Groups of about 1024 rows of D, whatever the tile, so that the blocks of one wave read few enough
+// rows of A and columns of B to share them in L2.
+Status set_tile_order(const KernelConfig& config, GemmParams* params) {
+  const int64_t tiles_m = ceil_div(params->m, config.tile_m);
+  const int64_t tiles_n = ceil_div(params->n, config.tile_n);
+  const int64_t width = std::min(tiles_m, int64_t{std::max(1, 1024 / config.tile_m)});
+  JAX_TCGEMM_REQUIRE(tiles_m * tiles_n <= std::numeric_limits<int32_t>::max(), "m=", params->m,
+                     " n=", params->n, " make ", tiles_m * tiles_n, " tiles");
+  const int64_t groups = ceil_div(tiles_m, width);
+  const auto divisor = [](int64_t value) { return make_fast_divisor(static_cast<int32_t>(value)); };
+  Raster& raster = params->raster;
+  raster.order = RasterOrder::kAlongM;
+  raster.tiles = divisor(tiles_m * tiles_n);
+  raster.tiles_per_group = divisor(width * tiles_n);
+  raster.width = divisor(width);
+  raster.last_width = divisor(tiles_m - (groups - 1) * width);
+  raster.last_group = static_cast<int32_t>(groups - 1);
+  return Status();
+}
+
+Status find_kernel(const GemmProblem& problem, const DeviceProperties& device,
+                   const KernelEntry** entry) {
+  const GemmParams& p = problem.params;
+  const ChoiceInput input{problem.algorithm, p.m,          p.n,
+                          p.k,               p.batch,      problem.aligned(),
+                          device.sm_count,   device.shared_memory_per_block};
+  *entry = nullptr;
+  if (!problem.config.empty()) {
+    const auto rows = kernel_registry();
+    const auto found = std::find_if(rows.begin(), rows.end(), [&](const KernelEntry& row) {
+      return row.name == problem.config;
+    });
+    JAX_TCGEMM_REQUIRE(found != rows.end(), "config '", problem.config,
+                       "' is not among the kernels this extension was built with");
+    // A base address is known only now. Where it is not aligned as the named row needs, any row
+    // that is right beats an error.
+    if (supports(found->config, input)) *entry = &*found;
+  }
+  if (*entry == nullptr) *entry = choose_kernel(input);
+  JAX_TCGEMM_REQUIRE(*entry != nullptr, "no kernel for m=", p.m, " n=", p.n, " k=", p.k,
+                     " aligned=", problem.aligned(), " within ", device.shared_memory_per_block,
+                     " bytes of shared memory on ", device.name);
+  return Status();
+}
+
+// Replaces an unaligned operand by a padded copy in the workspace, `*used` bytes of which are taken.
+Status pad_operand(const GemmProblem& problem, Major major, int32_t extent_mn, Operand* operand,
+                   bool* aligned, int64_t* used, cudaStream_t stream) {
+  const GemmParams& params = problem.params;
+  PadProblem pad = {};
+  pad.in = *operand;
+  pad.element_bytes = element_bytes(problem.algorithm);
+  pad.rows = major == Major::kK ? extent_mn : params.k;
+  pad.columns = major == Major::kK ? params.k : extent_mn;
+  pad.batch_rank = params.batch_rank;
+  std::copy(std::begin(params.batch_shape), std::end(params.batch_shape), pad.batch_shape);
+  pad.out = static_cast<char*>(problem.workspace) + *used;
+  const int64_t bytes = plan_pad(&pad);
+  JAX_TCGEMM_REQUIRE(*used + bytes <= problem.workspace_bytes, "a padded operand needs ", bytes,
+                     " bytes of a workspace of ", problem.workspace_bytes, " with ", *used,
+                     " taken");
+  JAX_TCGEMM_CUDA_CHECK(launch_pad(pad, stream), "padding ", pad.rows, " rows of ", pad.columns);
+  *used += bytes;
+  *operand = {pad.out, pad.out_ld, bytes / pad.element_bytes, pad.out_batch, true};
+  *aligned = true;
+  return Status();
+}
+
+Status pad_unaligned_operands(GemmProblem* problem, cudaStream_t stream) {
+  if (problem->workspace == nullptr) return Status();
+  GemmParams& params = problem->params;
+  int64_t used = 0;
+  if (!problem->aligned_a) {
+    JAX_TCGEMM_RETURN_IF_ERROR(pad_operand(*problem, problem->major_a, params.m, &params.a,
+                                           &problem->aligned_a, &used, stream));
+  }
+  if (!problem->aligned_b) {
+    JAX_TCGEMM_RETURN_IF_ERROR(pad_operand(*problem, problem->major_b, params.n, &params.b,
+                                           &problem->aligned_b, &used, stream));
+  }
+  return Status();
+}
+
+}  // namespace
+
+std::span<const KernelEntry> kernel_registry() { return kKernelEntries; }
+
+const KernelEntry* choose_kernel(const ChoiceInput& input) {
+  const KernelEntry* best = nullptr;
+  double best_time = std::numeric_limits<double>::infinity();
+  for (const KernelEntry& entry : kernel_registry()) {
+    if (!supports(entry.config, input)) continue;
+    const double time = estimated_time(entry.config, input);
+    if (time < best_time) {
+      best = &entry;
+      best_time = time;
+    }
+  }
+  return best;
+}
+
+Status run_gemm(GemmProblem problem, const DeviceProperties& device, cudaStream_t stream) {
+  JAX_TCGEMM_REQUIRE(device.compute_capability >= 80, device.name, " has compute capability ",
+                     device.compute_capability / 10, ".", device.compute_capability % 10,
+                     "; the kernels need 8.0 or later");
+  JAX_TCGEMM_RETURN_IF_ERROR(pad_unaligned_operands(&problem, stream));
+  const KernelEntry* entry = nullptr;
+  JAX_TCGEMM_RETURN_IF_ERROR(find_kernel(problem, device, &entry));
+  log_choice(problem, *entry);
+  GemmParams& params = problem.params;
+  JAX_TCGEMM_RETURN_IF_ERROR(set_tile_order(entry->config, &params));
+  JAX_TCGEMM_CUDA_CHECK(
+      entry->launch(params, problem.major_a, problem.major_b, device, stream), "launching ",
+      entry->name, " for m=", params.m, " n=", params.n, " k=", params.k, " batch=", params.batch,
+      " on ", device.name);
+  return Status();
+}
+
+}  // namespace jax_tcgemm

@@ -1,0 +1,53 @@
+// From a problem to a kernel: which configurations support it, and which of them to take.
+
+#ifndef JAX_TCGEMM_DISPATCH_H_
+#define JAX_TCGEMM_DISPATCH_H_
+
+#include <cuda_runtime_api.h>
+
+#include <span>
+#include <string_view>
+
+#include "device.h"
+#include "gemm_params.h"
+#include "kernel_entry.h"
+#include "status.h"
+
+namespace jax_tcgemm {
+
+// Everything a call asks for, and where its operands lie.
+struct GemmProblem {
+  Algorithm algorithm;
+  GemmParams params;  // complete but for the tile order
+  Major major_a;
+  Major major_b;
+  bool aligned_a;  // base, strides and contiguous extent are multiples of 16 bytes
+  bool aligned_b;
+  void* workspace;  // where padded copies of unaligned operands may go; null: nowhere
+  int64_t workspace_bytes;
+  std::string_view config;  // a row's name, or empty: choose
+
+  bool aligned() const { return aligned_a && aligned_b; }
+};
+
+// What the choice of a configuration depends on; a pure function of it, so that it can be tested
+// without a GPU.
+struct ChoiceInput {
+  Algorithm algorithm;
+  int64_t m, n, k, batch;
+  bool aligned;
+  int sm_count;
+  int shared_memory_per_block;  // bytes
+};
+
+std::span<const KernelEntry> kernel_registry();
+
+// The compiled row expected to be fastest; null when none supports the problem.
+const KernelEntry* choose_kernel(const ChoiceInput& input);
+
+// Enqueues the problem on `stream` of `device`.
+Status run_gemm(GemmProblem problem, const DeviceProperties& device, cudaStream_t stream);
+
+}  // namespace jax_tcgemm
+
+#endif  // JAX_TCGEMM_DISPATCH_H_

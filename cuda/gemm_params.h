@@ -1,0 +1,92 @@
+// What one kernel launch needs. Passed by value as a __grid_constant__ kernel parameter, so it is
+// plain data without host types.
+
+#ifndef JAX_TCGEMM_GEMM_PARAMS_H_
+#define JAX_TCGEMM_GEMM_PARAMS_H_
+
+#include <stdint.h>
+
+#include "common/fast_divisor.h"
+
+namespace jax_tcgemm {
+
+// Batch dimensions left after folding; each operand has its own stride in each (0 = broadcast).
+constexpr int kMaxBatchRank = 4;
+
+// Neighbouring columns of C and D that the epilogue reads and writes together.
+constexpr int kVectorColumns = 4;
+
+// Names as in jax_tcgemm/epilogues.py.
+enum class Activation { kNone, kRelu, kGelu, kGeluExact, kSilu, kSigmoid, kTanh };
+
+// Along which dimension consecutive tiles of one raster group go.
+enum class RasterOrder { kAlongM, kAlongN };
+
+// The order of tiles: see scheduler/raster.cuh.
+struct Raster {
+  RasterOrder order;
+  FastDivisor tiles;            // of one matrix
+  FastDivisor tiles_per_group;
+  FastDivisor width;            // tiles of a group along `order`
+  FastDivisor last_width;       // the same of the last group
+  int32_t last_group;
+  int32_t stride_index;         // blocks of the grid, as tiles of a matrix ...
+  int32_t stride_batch;         // ... and whole matrices
+};
+
+struct BatchStrides {
+  int64_t stride[kMaxBatchRank];  // elements
+};
+
+// A or B: (batch, mn, k) with one of mn, k contiguous; `ld` is the stride of the other one.
+struct Operand {
+  const void* data;
+  int64_t ld;
+  int64_t span;  // elements from `data` to the end of the last one that may be read
+  BatchStrides batch;
+  bool vectorizable;  // 4 contiguous elements may be read at once wherever a multiple of 4 is
+};
+
+// C: (batch, m, n) with any strides, in the type of D or in float32.
+struct Addend {
+  const void* data;  // null: absent
+  int64_t stride_m;
+  int64_t stride_n;
+  BatchStrides batch;
+  bool is_float32;
+  bool vectorizable;  // 4 neighbouring columns are contiguous and aligned to their size
+};
+
+// alpha or beta: a number, or one number per batch in device memory.
+struct Scalar {
+  float value;
+  const float* data;  // null: `value` holds
+  BatchStrides batch;
+};
+
+struct EpilogueParams {
+  Scalar alpha;
+  Scalar beta;
+  Addend c;
+  Addend bias;  // stride_m = 0
+  Activation activation;
+  void* d;    // (batch, m, n), contiguous
+  void* aux;  // (batch, m, n), contiguous: the pre-activation; null: not asked for
+  bool d_is_float32;
+  bool d_vectorizable;  // likewise D and aux
+};
+
+struct GemmParams {
+  int32_t m, n, k;
+  int32_t batch_rank;
+  int32_t batch;  // product of batch_shape
+  int32_t batch_shape[kMaxBatchRank];
+  Operand a;
+  Operand b;
+  EpilogueParams epilogue;
+  Raster raster;  // set when a configuration has been chosen
+};
+
+}  // namespace jax_tcgemm
+
+#endif  // JAX_TCGEMM_GEMM_PARAMS_H_

@@ -1,0 +1,27 @@
+// Predicated 16-byte loads from global memory.
+
+#pragma once
+
+#include <stdint.h>
+
+namespace jax_tcgemm::ptx {
+
+// Zeros unless `wanted`. Written as one predicated instruction: loads behind branches would wait for
+// one another.
+__device__ __forceinline__ void load_global_16_if(uint32_t (&word)[4], uint64_t address,
+                                                  bool wanted) {
+  asm volatile(
+      "{\n"
+      ".reg .pred wanted;\n"
+      "setp.ne.b32 wanted, %5, 0;\n"
+      "mov.b32 %0, 0;\n"
+      "mov.b32 %1, 0;\n"
+      "mov.b32 %2, 0;\n"
+      "mov.b32 %3, 0;\n"
+      "@wanted ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];\n"
+      "}\n"
+      : "=&r"(word[0]), "=&r"(word[1]), "=&r"(word[2]), "=&r"(word[3])
+      : "l"(address), "r"(static_cast<int>(wanted)));
+}
+
+}  // namespace jax_tcgemm::ptx

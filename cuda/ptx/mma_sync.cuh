@@ -1,0 +1,62 @@
+// mma.sync: D = A * B + D on one 16 x 8 tile of D, one warp (sm_80 and later).
+//
+// With group g = lane / 4 and t = lane % 4, and E = 2 (16-bit) or 1 (tf32) elements in a register:
+//   A, 4 registers: (row g, k E*t), (g + 8, E*t), (g, E*t + 4*E), (g + 8, E*t + 4*E)
+//   B, 2 registers: (k E*t, column g), (E*t + 4*E, g)
+// The statements are volatile to keep the order they are written in: the mainloop places loads from
+// shared memory between them.
+//   D: (row g, columns 2*t and 2*t + 1), then (row g + 8, the same); a float32 each, or packed in
+//      pairs when the accumulator is float16.
+
+#pragma once
+
+#include <cuda_fp16.h>
+#include <stdint.h>
+
+#include "kernel_config.h"
+
+namespace jax_tcgemm::ptx {
+
+template <Algorithm kAlgorithm>
+struct MmaSync;
+
+#define JAX_TCGEMM_MMA_F32(ALGORITHM, INSTRUCTION)                                                \
+  template <>                                                                                     \
+  struct MmaSync<ALGORITHM> {                                                                     \
+    using Accumulator = float[4];                                                                 \
+    static __device__ __forceinline__ void run(Accumulator& d, const uint32_t (&a)[4],            \
+                                               const uint32_t (&b)[2]) {                          \
+      asm volatile(INSTRUCTION " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};\n"        \
+          : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                        \
+          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));                    \
+    }                                                                                             \
+  }
+
+JAX_TCGEMM_MMA_F32(Algorithm::kBf16Bf16F32, "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32");
+JAX_TCGEMM_MMA_F32(Algorithm::kF16F16F32, "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32");
+JAX_TCGEMM_MMA_F32(Algorithm::kTf32Tf32F32, "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32");
+
+#undef JAX_TCGEMM_MMA_F32
+
+template <>
+struct MmaSync<Algorithm::kF16F16F16> {
+  using Accumulator = uint32_t[2];
+  static __device__ __forceinline__ void run(Accumulator& d, const uint32_t (&a)[4],
+                                             const uint32_t (&b)[2]) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {%0, %1}, {%2, %3, %4, %5}, {%6, %7}, "
+        "{%0, %1};\n"
+        : "+r"(d[0]), "+r"(d[1])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  }
+};
+
+// Row half `half` (rows g or g + 8) of an accumulator tile, as float32.
+__device__ __forceinline__ float2 accumulator_pair(const float (&tile)[4], int half) {
+  return {tile[2 * half], tile[2 * half + 1]};
+}
+__device__ __forceinline__ float2 accumulator_pair(const uint32_t (&tile)[2], int half) {
+  return __half22float2(*reinterpret_cast<const __half2*>(&tile[half]));
+}
+
+}  // namespace jax_tcgemm::ptx

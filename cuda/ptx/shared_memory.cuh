@@ -1,0 +1,26 @@
+// Accesses to shared memory by 32-bit shared addresses.
+
+#pragma once
+
+#include <stdint.h>
+
+namespace jax_tcgemm::ptx {
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+__device__ __forceinline__ uint32_t load_shared_4(uint32_t shared_address) {
+  uint32_t word;
+  asm volatile("ld.shared.b32 %0, [%1];\n" : "=r"(word) : "r"(shared_address));
+  return word;
+}
+
+__device__ __forceinline__ void store_shared_16(uint32_t shared_address,
+                                                const uint32_t (&word)[4]) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};\n" ::"r"(shared_address), "r"(word[0]),
+               "r"(word[1]), "r"(word[2]), "r"(word[3])
+               : "memory");
+}
+
+}  // namespace jax_tcgemm::ptx

@@ -1,0 +1,69 @@
+// Tile order. Consecutive blocks run at the same time, so their tiles should share rows of A and
+// columns of B in L2: tiles go in groups of `raster_group` tile rows (or columns), column after
+// column inside a group.
+
+#pragma once
+
+#include <stdint.h>
+
+#include "gemm_params.h"
+
+namespace jax_tcgemm {
+
+struct TileCoordinate {
+  int tile_m;  // index of the tile along m
+  int tile_n;  // index of the tile along n
+};
+
+__device__ __forceinline__ TileCoordinate raster_tile(const Raster& raster, int index) {
+  const int group = raster.tiles_per_group.divide(index);
+  const int rest = index - group * raster.tiles_per_group.divisor;
+  const FastDivisor& width = group == raster.last_group ? raster.last_width : raster.width;
+  const int major = width.divide(rest);
+  const int minor = group * raster.width.divisor + rest - major * width.divisor;
+  const bool along_m = raster.order == RasterOrder::kAlongM;
+  return {along_m ? minor : major, along_m ? major : minor};
+}
+
+// The tiles of one block of a persistent grid: blockIdx.x, then every gridDim.x-th of the tiles of all
+// batches.
+struct TileWalk {
+  int index;  // of the tile in its matrix
+  int batch;  // >= params.batch: no tile left
+
+  __device__ __forceinline__ explicit TileWalk(const GemmParams& params)
+      : batch(params.raster.tiles.divide(blockIdx.x)) {
+    index = blockIdx.x - batch * params.raster.tiles.divisor;
+  }
+
+  __device__ __forceinline__ bool done(const GemmParams& params) const {
+    return batch >= params.batch;
+  }
+
+  __device__ __forceinline__ void advance(const GemmParams& params) {
+    index += params.raster.stride_index;
+    batch += params.raster.stride_batch;
+    if (index >= params.raster.tiles.divisor) {
+      index -= params.raster.tiles.divisor;
+      ++batch;
+    }
+  }
+};
+
+// Offset, in elements, of flat batch index `batch` in an operand with its own strides.
+__device__ __forceinline__ int64_t batch_offset(const GemmParams& params, int batch,
+                                                const BatchStrides& strides) {
+  if (params.batch_rank == 0) return 0;
+  int64_t offset = 0;
+#pragma unroll
+  for (int i = kMaxBatchRank - 1; i > 0; --i) {
+    if (i < params.batch_rank) {
+      const int outer = batch / params.batch_shape[i];
+      offset += (batch - outer * params.batch_shape[i]) * strides.stride[i];
+      batch = outer;
+    }
+  }
+  return offset + batch * strides.stride[0];
+}
+
+}  // namespace jax_tcgemm

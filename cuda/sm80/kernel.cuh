@@ -1,0 +1,109 @@
+// The sm80 kernel: a persistent grid whose blocks compute one tile of D after the other.
+//
+// Roles: all warps alike; warp w computes rows (w / warps_n) * warp_m and columns
+//        (w % warps_n) * warp_n of a tile.
+// Barriers: those of the mainloop. A warp's epilogue reads what the warp itself wrote.
+// Timeline: fill the ring; then for each tile: mainloop (sm80/mainloop.cuh) -> 16 rows of accumulators
+//        to shared memory -> epilogue (epilogue/fused_epilogue.cuh) -> the next 16 rows. Meanwhile the
+//        ring fills with the next tile.
+
+#pragma once
+
+#include <stdint.h>
+
+#include "epilogue/accumulator_slab.cuh"
+#include "epilogue/fused_epilogue.cuh"
+#include "gemm_params.h"
+#include "kernel_config.h"
+#include "scheduler/raster.cuh"
+#include "sm80/mainloop.cuh"
+
+namespace jax_tcgemm::sm80 {
+
+template <KernelConfig kConfig, Major kMajorA, Major kMajorB>
+struct Kernel {
+  using Main = Mainloop<kConfig, kMajorA, kMajorB>;
+  using Element = typename Main::Element;
+  using Accumulators = typename Main::Accumulators;
+  using Slab = AccumulatorSlab<kConfig.warp_n()>;
+  using Epilogue = FusedEpilogue<Element>;
+
+  // How a warp goes over the 16 rows of a slab: whole row segments at a time, some passes together.
+  static constexpr int kLanesPerRow = kConfig.warp_n() / kVectorColumns;
+  static constexpr int kRowsPerPass = 32 / kLanesPerRow;
+  static constexpr int kPasses = Slab::kRows / kRowsPerPass;
+  static constexpr int kPassesTogether = kPasses < 4 ? kPasses : 4;
+  static_assert(kLanesPerRow <= 32 && kPasses % kPassesTogether == 0);
+
+  static __device__ __forceinline__ void clear(Accumulators& acc) {
+#pragma unroll
+    for (auto& row : acc.tile) {
+      for (auto& mma_tile : row) {
+        for (auto& value : mma_tile) value = 0;
+      }
+    }
+  }
+
+  static __device__ __forceinline__ void finish(const GemmParams& params, const TileWalk& walk,
+                                                int warp_row, int warp_column,
+                                                const Accumulators& acc, const Slab& slab) {
+    const TileCoordinate tile = raster_tile(params.raster, walk.index);
+    const int lane_row = threadIdx.x % 32 / kLanesPerRow;
+    const int lane_chunk = threadIdx.x % kLanesPerRow;
+    const int first_row = tile.tile_m * kConfig.tile_m + warp_row + lane_row;
+    const Epilogue epilogue(params, walk.batch, tile.tile_n * kConfig.tile_n + warp_column +
+                                                    lane_chunk * kVectorColumns);
+#pragma unroll 1
+    for (int i = 0; i < Main::kMmaM; ++i) {
+      Main::store_slab(acc, i, slab);
+      __syncwarp();
+#pragma unroll 1
+      for (int pass = 0; pass < kPasses; pass += kPassesTogether) {
+        Vector value[kPassesTogether];
+#pragma unroll
+        for (int j = 0; j < kPassesTogether; ++j) {
+          slab.load_vector(value[j], (pass + j) * kRowsPerPass + lane_row, lane_chunk);
+        }
+        epilogue.finish(value, first_row + i * Slab::kRows + pass * kRowsPerPass, kRowsPerPass);
+      }
+      __syncwarp();
+    }
+  }
+
+  static __device__ __forceinline__ void run(const GemmParams& params, uint32_t smem) {
+    const int warp = threadIdx.x / 32;
+    const int warp_row = warp / kConfig.warps_n * kConfig.warp_m();
+    const int warp_column = warp % kConfig.warps_n * kConfig.warp_n();
+    const Slab slab = {smem + kConfig.ring_bytes() + warp * kConfig.slab_bytes()};
+    typename Main::Pipeline pipeline(params, smem);
+    typename Main::Reader reader;
+    Main::start(pipeline, reader, warp_row, warp_column);
+#pragma unroll 1
+    for (TileWalk walk(params); !walk.done(params); walk.advance(params)) {
+      Accumulators acc;
+      clear(acc);
+      Main::run(acc, pipeline, reader);
+      finish(params, walk, warp_row, warp_column, acc, slab);
+    }
+    ptx::cp_async_wait_group<0>();
+  }
+};
+
+// Blocks on one SM at least; it caps the registers of a thread. Small accumulators leave room for
+// more blocks, which hide each other's prologue and epilogue.
+constexpr int min_blocks(const KernelConfig& config) {
+  const int accumulators = config.warp_m() * config.warp_n() / 32;
+  const int warps_per_sm = accumulators > 32 ? 8 : 12;
+  return warps_per_sm * 32 >= config.threads() ? warps_per_sm * 32 / config.threads() : 1;
+}
+
+// `Row` carries the configuration as a type: nvcc's host stubs cannot name class-type template
+// values.
+template <typename Row, Major kMajorA, Major kMajorB>
+__global__ void __launch_bounds__(Row::kConfig.threads(), min_blocks(Row::kConfig))
+    gemm_kernel(const __grid_constant__ GemmParams params) {
+  extern __shared__ __align__(128) char smem[];  // the ring, then the warps' slabs
+  Kernel<Row::kConfig, kMajorA, kMajorB>::run(params, ptx::shared_address(smem));
+}
+
+}  // namespace jax_tcgemm::sm80

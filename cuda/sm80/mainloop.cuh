@@ -1,0 +1,260 @@
+// The sm80 mainloop: the accumulators of one tile after the other, over all of k.
+//
+// Roles: every warp copies and every warp multiplies.
+// Ring: `stages` k-tiles of A and B in shared memory, (A tile, B tile) each. While a k-tile is
+// multiplied, the next `stages` - 1 are in flight. The stream of k-tiles runs on across tiles of D:
+// the first k-tiles of a block's next tile travel while the epilogue of this one runs.
+// Barriers: one __syncthreads() a k-tile. It makes the next k-tile visible and says that all warps
+// have read this one into registers, so that its stage may be written again.
+//
+// Timeline of a warp within a k-tile, in steps of 32 bytes of k; `|` runs side by side, the copies
+// and loads being written between the mma instructions:
+//   step 0         fetch k-tile t + stages - 1 | ldmatrix step 1     | mma of step 0
+//   step i                                       ldmatrix step i + 1 | mma of step i
+//   last step      settle, wait for k-tile t + 1, __syncthreads
+//                  ldmatrix step 0 of k-tile t + 1                   | mma of the last step
+
+#pragma once
+
+#include <stdint.h>
+
+#include "gemm_params.h"
+#include "kernel_config.h"
+#include "ptx/cp_async.cuh"
+#include "ptx/mma_sync.cuh"
+#include "scheduler/raster.cuh"
+#include "sm80/fragments.cuh"
+#include "sm80/loaders.cuh"
+#include "sm80/operand_tile.cuh"
+
+namespace jax_tcgemm::sm80 {
+
+template <KernelConfig kConfig, Major kMajorA, Major kMajorB>
+struct Mainloop {
+  using TileA = OperandTile<kConfig, OperandRole::kA, kMajorA>;
+  using TileB = OperandTile<kConfig, OperandRole::kB, kMajorB>;
+  using Element = typename TileA::Element;
+  template <typename Tile, Major kMajor>
+  using Loader =
+      typename LoaderOf<kConfig.loader>::template type<Tile, kMajor>;
+  using FragA = FragmentA<TileA, kMajorA, kConfig.warp_m()>;
+  using FragB = FragmentB<TileB, kMajorB, kConfig.warp_n()>;
+  using Mma = ptx::MmaSync<kConfig.algorithm>;
+  static constexpr int kMmaM = FragA::kMmaTiles;
+  static constexpr int kMmaN = FragB::kMmaTiles;
+  static constexpr int kSteps = kConfig.tile_k * element_bytes(kConfig.algorithm) / 32;
+  static constexpr int kStages = kConfig.stages;
+  // mma rows of a step over which its loads are spread: early enough to arrive in time.
+  static constexpr int kLoadRows = kMmaM > 1 ? kMmaM / 2 : 1;
+
+  struct Accumulators {
+    typename Mma::Accumulator tile[kMmaM][kMmaN];  // (warp_m / 16, warp_n / 8) mma tiles
+  };
+
+  // The stream of k-tiles: the tile of D it is at, the two loaders and the ring position to write.
+  struct Pipeline {
+    const GemmParams& params;
+    uint32_t smem;  // (stages, A tile then B tile)
+    TileWalk walk;
+    int k_tiles_left;  // of the tile that the stream is at
+    int write_stage = 0;
+    Loader<TileA, kMajorA> load_a;
+    Loader<TileB, kMajorB> load_b;
+
+    __device__ __forceinline__ Pipeline(const GemmParams& params, uint32_t smem)
+        : params(params),
+          smem(smem),
+          walk(params),
+          load_a(params.a),
+          load_b(params.b) {
+      aim();
+    }
+
+    __device__ __forceinline__ int k_tiles() const {
+      return max(1, (params.k + kConfig.tile_k - 1) / kConfig.tile_k);
+    }
+
+    // Takes note of `count` settled k-tiles of this tile; after its last the stream turns to the next.
+    __device__ __forceinline__ void count(int count) {
+      k_tiles_left -= count;
+      if (k_tiles_left > 0) return;
+      walk.advance(params);
+      aim();
+    }
+
+    __device__ __forceinline__ void aim() {
+      k_tiles_left = k_tiles();
+      if (walk.done(params)) {
+        load_a.cursor.stop();
+        load_b.cursor.stop();
+        return;
+      }
+      const TileCoordinate tile = raster_tile(params.raster, walk.index);
+      const auto matrix = [&](const Operand& operand) {
+        return static_cast<const Element*>(operand.data) +
+               batch_offset(params, walk.batch, operand.batch);
+      };
+      load_a.cursor.aim(matrix(params.a), params.a.ld, tile.tile_m * kConfig.tile_m, params.m,
+                        params.k);
+      load_b.cursor.aim(matrix(params.b), params.b.ld, tile.tile_n * kConfig.tile_n, params.n,
+                        params.k);
+    }
+
+    __device__ __forceinline__ uint32_t write_address() const {
+      return smem + write_stage * kConfig.stage_bytes();
+    }
+
+    // The `part`-th of `parts` equal shares of the copies of a k-tile.
+    __device__ __forceinline__ void fetch_part(int part, int parts) {
+      constexpr int kPasses = TileA::kPasses + TileB::kPasses;
+#pragma unroll
+      for (int i = 0; i < kPasses; ++i) {
+        if (i * parts / kPasses != part) continue;
+        if (i < TileA::kPasses) {
+          load_a.fetch(write_address(), i);
+        } else {
+          load_b.fetch(write_address() + TileA::kBytes, i - TileA::kPasses);
+        }
+      }
+    }
+    // Ends a k-tile's copies and moves on to the next.
+    __device__ __forceinline__ void settle() {
+      load_a.settle(write_address());
+      load_b.settle(write_address() + TileA::kBytes);
+      ptx::cp_async_commit_group();
+      write_stage = write_stage == kStages - 1 ? 0 : write_stage + 1;
+    }
+  };
+
+  // The fragments of one mma step.
+  struct Fragments {
+    FragA a;
+    FragB b;
+  };
+  // Shared-memory addresses of this lane in one stage: see FragmentA and FragmentB.
+  struct LaneAddress {
+    uint32_t a, b;
+  };
+
+  // The `part`-th of `parts` equal shares of the loads of a step.
+  static __device__ __forceinline__ void load_part(Fragments& fragments, LaneAddress base,
+                                                   int step, int part, int parts) {
+    constexpr int kLoads = FragA::kLoads + FragB::kLoads;
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      if (i * parts / kLoads != part) continue;
+      if (i < FragA::kLoads) {
+        fragments.a.load(base.a, step, i);
+      } else {
+        fragments.b.load(base.b, step, i - FragA::kLoads);
+      }
+    }
+  }
+
+  static __device__ __forceinline__ void multiply_row(Accumulators& acc, const Fragments& f,
+                                                      int i) {
+#pragma unroll
+    for (int j = 0; j < kMmaN; ++j) {
+      // Serpentine order: neighbouring instructions share a fragment.
+      const int column = i % 2 ? kMmaN - 1 - j : j;
+      Mma::run(acc.tile[i][column], f.a.reg[i], f.b.reg[column]);
+    }
+  }
+
+  // The side that reads the ring.
+  struct Reader {
+    LaneAddress base;  // in the stage being read
+    int stage = 0;
+
+    // Waits for the next k-tile to be read.
+    static __device__ __forceinline__ void wait() {
+      ptx::cp_async_wait_group<kStages - 2>();
+      __syncthreads();
+    }
+
+    __device__ __forceinline__ void advance() {
+      const bool wrap = stage == kStages - 1;
+      const int bytes = wrap ? -(kStages - 1) * kConfig.stage_bytes() : kConfig.stage_bytes();
+      stage = wrap ? 0 : stage + 1;
+      base = {base.a + bytes, base.b + bytes};
+    }
+  };
+
+  // Fills the ring. `warp_row`, `warp_column`: first row and column of the warp's part in a tile.
+  static __device__ __forceinline__ void start(Pipeline& pipeline, Reader& reader, int warp_row,
+                                               int warp_column) {
+#pragma unroll 1
+    for (int s = 0; s < kStages - 1; ++s) {
+      pipeline.fetch_part(0, 1);
+      pipeline.settle();
+      pipeline.count(1);
+    }
+    reader.base = {pipeline.smem + FragA::lane_offset(warp_row),
+                   pipeline.smem + TileA::kBytes + FragB::lane_offset(warp_column)};
+    reader.wait();
+  }
+
+  // Accumulates one tile. At its end the fragments of a k-tile too many have been read: those of the
+  // next tile of D, which its own run() reads again, since they would crowd the epilogue. The stream
+  // may turn to the next tile of D on the way; that is kept out of the loop over k-tiles, which has no
+  // registers to spare.
+  static __device__ __forceinline__ void run(Accumulators& acc, Pipeline& pipeline,
+                                             Reader& reader) {
+    Fragments fragments[2];  // (register buffers)
+    load_part(fragments[0], reader.base, 0, 0, 1);
+    int left = pipeline.k_tiles();
+#pragma unroll 1
+    while (left > 0) {
+      const int count = min(left, pipeline.k_tiles_left);
+#pragma unroll 1
+      for (int t = 0; t < count; ++t) multiply_k_tile(acc, fragments, pipeline, reader);
+      pipeline.count(count);
+      left -= count;
+    }
+  }
+
+  static __device__ __forceinline__ void multiply_k_tile(Accumulators& acc,
+                                                         Fragments (&fragments)[2],
+                                                         Pipeline& pipeline, Reader& reader) {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      const int next = (step + 1) % kSteps;
+      if (next == 0) {
+        pipeline.settle();
+        reader.wait();
+        reader.advance();
+      }
+#pragma unroll
+      for (int i = 0; i < kMmaM; ++i) {
+        if (i < kLoadRows) {
+          load_part(fragments[(step + 1) % 2], reader.base, next, i, kLoadRows);
+        }
+        if (step == 0) pipeline.fetch_part(i, kMmaM);
+        multiply_row(acc, fragments[step % 2], i);
+      }
+    }
+  }
+
+  // Accumulators of the `slab`-th 16 rows -> the warp's float32 slab in shared memory. `slab` is a
+  // run-time value, so that the epilogue behind stands in the kernel once; registers are still
+  // addressed by constants.
+  template <typename Slab>
+  static __device__ __forceinline__ void store_slab(const Accumulators& acc, int slab,
+                                                    const Slab& out) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < kMmaM; ++i) {
+      if (i != slab) continue;
+#pragma unroll
+      for (int j = 0; j < kMmaN; ++j) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          out.store_pair(half * 8 + lane / 4, j * 8 + lane % 4 * 2,
+                         ptx::accumulator_pair(acc.tile[i][j], half));
+        }
+      }
+    }
+  }
+};
+
+}  // namespace jax_tcgemm::sm80

@@ -1,0 +1,121 @@
+// The tile of one operand: its shape in shared memory and which part of it a thread copies.
+
+#pragma once
+
+#include <stdint.h>
+
+#include "common/dtype.cuh"
+#include "common/swizzle.cuh"
+#include "gemm_params.h"
+#include "kernel_config.h"
+
+namespace jax_tcgemm::sm80 {
+
+enum class OperandRole { kA, kB };
+
+// Compile-time facts of operand A or B of a configuration.
+template <KernelConfig kConfig, OperandRole kRole, Major kMajor>
+struct OperandTile {
+  using Element = typename AlgorithmTraits<kConfig.algorithm>::Element;
+  static constexpr int kChunkElements = 16 / sizeof(Element);
+  static constexpr int kExtentMn = kRole == OperandRole::kA ? kConfig.tile_m : kConfig.tile_n;
+  static constexpr int kExtentK = kConfig.tile_k;
+  static constexpr int kRows = kMajor == Major::kK ? kExtentMn : kExtentK;
+  static constexpr int kChunks = (kMajor == Major::kK ? kExtentK : kExtentMn) / kChunkElements;
+  static constexpr int kBytes = kRows * kChunks * 16;
+  static constexpr bool kIsTf32 = kConfig.algorithm == Algorithm::kTf32Tf32F32;
+  static constexpr SmemSwizzle kSwizzle = kMajor == Major::kMn && kIsTf32
+                                              ? SmemSwizzle::kFourRowsTwoChunks
+                                              : SmemSwizzle::kEightRows;
+
+  // A thread copies one column of chunks, every kRowStep-th row.
+  static constexpr int kThreads = kConfig.threads();
+  static constexpr int kRowStep = kThreads / kChunks;
+  static constexpr int kPasses = kRows / kRowStep;
+  static_assert(kThreads % kChunks == 0 && kRows % kRowStep == 0);
+
+  static __device__ __forceinline__ uint32_t offset(int row, int chunk) {
+    return swizzled_offset<kSwizzle, kChunks>(row, chunk);
+  }
+
+  // offset(row + pass * kRowStep, chunk), from its value at pass 0 where the swizzle allows.
+  static __device__ __forceinline__ uint32_t pass_offset(uint32_t offset0, int row, int chunk,
+                                                         int pass) {
+    if constexpr (kRowStep % kSwizzlePeriod == 0) {
+      return offset0 + pass * kRowStep * kChunks * 16;
+    } else {
+      return offset(row + pass * kRowStep, chunk);
+    }
+  }
+};
+
+// Where this thread's chunks of successive k-tiles lie in global memory, and how much of each is
+// inside the operand.
+template <typename Tile, Major kMajor>
+struct ChunkCursor {
+  using Element = typename Tile::Element;
+
+  const Element* source;  // this thread's chunk of pass 0 of the k-tile
+  int64_t row_step;       // elements from one pass to the next
+  int64_t k_step;         // elements from one k-tile to the next
+  int row, chunk;         // of pass 0, inside the tile
+  int rows_left;          // rows of the operand from this thread's first row on
+  int elements_left;      // elements of the operand from this thread's chunk on, along a row
+
+  __device__ __forceinline__ explicit ChunkCursor(int64_t ld)
+      : source(nullptr),
+        row_step(Tile::kRowStep * ld),
+        k_step(kMajor == Major::kK ? Tile::kExtentK : Tile::kExtentK * ld),
+        row(threadIdx.x / Tile::kChunks),
+        chunk(threadIdx.x % Tile::kChunks),
+        rows_left(0),
+        elements_left(0) {}
+
+  // Aims at the first k-tile of the tile whose first row (A) or column (B) is `first_mn`.
+  __device__ __forceinline__ void aim(const Element* matrix, int64_t ld, int first_mn,
+                                      int extent_mn, int extent_k) {
+    const int column = chunk * Tile::kChunkElements;
+    if constexpr (kMajor == Major::kK) {
+      source = matrix + (first_mn + row) * ld + column;
+      rows_left = extent_mn - first_mn - row;
+      elements_left = extent_k - column;
+    } else {
+      source = matrix + row * ld + first_mn + column;
+      rows_left = extent_k - row;
+      elements_left = extent_mn - first_mn - column;
+    }
+  }
+
+  // From here on everything reads as zeros.
+  __device__ __forceinline__ void stop() { elements_left = 0; }
+
+  // One k-tile less to go; moving `source` is the loader's.
+  __device__ __forceinline__ void count_k_tile() {
+    if constexpr (kMajor == Major::kK) {
+      elements_left -= Tile::kExtentK;
+    } else {
+      rows_left -= Tile::kExtentK;
+    }
+  }
+
+  __device__ __forceinline__ bool row_inside(int pass) const {
+    // Compared anew each time: kept across the mainloop, the answers for all passes would take
+    // registers from the accumulators.
+    int left = rows_left;
+    asm volatile("" : "+r"(left));
+    return pass * Tile::kRowStep < left;
+  }
+
+  // Whether the chunk of `pass` begins inside the operand; otherwise it reads as zeros.
+  __device__ __forceinline__ bool chunk_inside(int pass) const {
+    return elements_left > 0 && row_inside(pass);
+  }
+
+  // Bytes (0 to 16) of the chunk of `pass` that lie inside the operand.
+  __device__ __forceinline__ int valid_bytes(int pass) const {
+    const int elements = max(0, min(elements_left, Tile::kChunkElements));
+    return row_inside(pass) ? elements * int(sizeof(Element)) : 0;
+  }
+};
+
+}  // namespace jax_tcgemm::sm80

@@ -1,0 +1,64 @@
+// Success, or an error that says where it arose, which condition failed and with what values.
+
+#ifndef JAX_TCGEMM_STATUS_H_
+#define JAX_TCGEMM_STATUS_H_
+
+#include <sstream>
+#include <string>
+#include <utility>
+
+namespace jax_tcgemm {
+
+class [[nodiscard]] Status {
+ public:
+  enum class Code { kOk, kInvalidArgument, kInternal };
+
+  Status() = default;
+  Status(Code code, std::string message) : code_(code), message_(std::move(message)) {}
+
+  bool ok() const { return code_ == Code::kOk; }
+  Code code() const { return code_; }
+  const std::string& message() const { return message_; }
+
+ private:
+  Code code_ = Code::kOk;
+  std::string message_;
+};
+
+template <typename... Values>
+Status make_status(Status::Code code, const char* file, int line, const char* expression,
+                   const Values&... values) {
+  std::ostringstream message;
+  message << "jax_tcgemm: " << file << ":" << line << ": " << expression << ": ";
+  (message << ... << values);
+  return Status(code, message.str());
+}
+
+}  // namespace jax_tcgemm
+
+// Returns an invalid-argument Status from the enclosing function unless `condition` holds. The
+// further arguments, values included, make up the message.
+#define JAX_TCGEMM_REQUIRE(condition, ...)                                               \
+  do {                                                                                   \
+    if (!(condition)) {                                                                  \
+      return ::jax_tcgemm::make_status(::jax_tcgemm::Status::Code::kInvalidArgument,     \
+                                       __FILE_NAME__, __LINE__, #condition, __VA_ARGS__); \
+    }                                                                                    \
+  } while (0)
+
+#define JAX_TCGEMM_RETURN_IF_ERROR(expression)                                  \
+  do {                                                                          \
+    if (::jax_tcgemm::Status status = (expression); !status.ok()) return status; \
+  } while (0)
+
+// Returns an internal-error Status unless a CUDA call succeeded.
+#define JAX_TCGEMM_CUDA_CHECK(expression, ...)                                              \
+  do {                                                                                      \
+    if (const cudaError_t error = (expression); error != cudaSuccess) {                     \
+      return ::jax_tcgemm::make_status(::jax_tcgemm::Status::Code::kInternal, __FILE_NAME__, \
+                                       __LINE__, #expression, cudaGetErrorName(error), " (", \
+                                       cudaGetErrorString(error), ") ", __VA_ARGS__);        \
+    }                                                                                       \
+  } while (0)
+
+#endif  // JAX_TCGEMM_STATUS_H_

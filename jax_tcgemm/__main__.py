@@ -1,0 +1,213 @@
+"""``python -m jax_tcgemm``: what is installed, whether it computes right, and how fast.
+
+Prints versions, device and kernels, runs every kernel configuration on random problems against
+NumPy in float64, and on a GPU times a few products beside ``jnp.matmul``. The exit status is 1 if
+anything is wrong. The output is meant to be pasted into a bug report.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import pathlib
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jax_tcgemm
+from jax_tcgemm import _core, benchmarking, kernel_table, selftest
+
+_FAILURES_SHOWN = 10
+
+
+# --- What is installed -----------------------------------------------------------------------
+
+
+def _driver_version() -> str | None:
+    """Version of NVIDIA's kernel driver, or None if there is none."""
+    smi = shutil.which("nvidia-smi")
+    if smi:
+        query = [smi, "--query-gpu=driver_version", "--format=csv,noheader"]
+        result = subprocess.run(query, capture_output=True, text=True, check=False)
+        if result.returncode == 0 and result.stdout.strip():
+            return result.stdout.split()[0]
+    version_file = pathlib.Path("/proc/driver/nvidia/version")
+    return version_file.read_text().splitlines()[0] if version_file.exists() else None
+
+
+def _print_installation(device: Any) -> None:
+    build = _core.build_info()
+    built = _core.kernel_names()
+    driver = _driver_version()
+    rows = {
+        "jax_tcgemm": jax_tcgemm.__version__,
+        "location": str(pathlib.Path(jax_tcgemm.__file__).parent),
+        "jax, jaxlib": f"{jax.__version__}, {importlib.metadata.version('jaxlib')}",
+        "Python": f"{platform.python_version()} on {platform.platform()}",
+        "CUDA of the build": build["cuda"] or "none (built without CUDA kernels)",
+        "NVIDIA driver": driver or "none found",
+        "device": f"{device.device_kind} ({device.platform})",
+    }
+    if device.platform == "gpu":
+        properties = _core.device_properties(device.local_hardware_id or 0)
+        rows["device"] += (
+            f", compute capability {properties['compute_capability'] / 10:.1f}, "
+            f"{properties['sm_count']} SMs"
+        )
+    rows["kernels built"] = f"{len(built)} of {len(kernel_table.CONFIGS)} in the table"
+    if built:
+        rows["kernels built"] += f", for architectures {build['architectures']}"
+    rows["custom calls"] = ", ".join(_core.registrations()) or "none"
+    if _core.registrations():
+        rows["custom calls"] += f" (registered, XLA FFI {build['xla_ffi_api']})"
+    for name, value in rows.items():
+        print(f"{name + ':':<19}{value}")
+    if driver and device.platform == "cpu":
+        print(
+            "note: there is an NVIDIA driver, but JAX has no GPU plugin that works: "
+            'pip install "jax-tcgemm[cuda13]"'
+        )
+
+
+# --- Whether it computes right ---------------------------------------------------------------
+
+
+def _progress(items: list[selftest.Problem]) -> Iterator[selftest.Problem]:
+    """Yields the items with a bar on stderr, or a line now and then where that is no terminal."""
+    bar_width, lines = 40, 5
+    start = time.perf_counter()
+    for index, item in enumerate(items, start=1):
+        yield item
+        seconds = time.perf_counter() - start
+        text = f"{index}/{len(items)} problems, {seconds:.0f} s"
+        if sys.stderr.isatty():
+            bar = "#" * (bar_width * index // len(items))
+            end = "\n" if index == len(items) else ""
+            print(f"\r[{bar:<{bar_width}}] {text}", end=end, file=sys.stderr, flush=True)
+        elif lines * index // len(items) > lines * (index - 1) // len(items):
+            print(text, file=sys.stderr, flush=True)
+
+
+def _run_checks(on_gpu: bool, seed: int) -> int:
+    """Runs every kernel configuration; returns the number of problems that went wrong."""
+    built = set(_core.kernel_names())
+    use_config = on_gpu and bool(built)
+    configs = [c for c in kernel_table.CONFIGS if c.name in built or not use_config]
+    what = f"{len(configs)} kernels" if use_config else "the path without kernels (XLA's own)"
+    print(f"\nChecking {what} against float64, seed {seed}")
+    rng = np.random.default_rng(seed)
+    problems = [
+        selftest.draw_problem(config, rng, plain=index == 0)
+        for config in configs
+        for index in range(selftest.PROBLEMS_PER_CONFIG)
+    ]
+    failures = []
+    for problem in _progress(problems):
+        try:
+            wrong = selftest.check(problem, use_config=use_config)
+        except Exception as error:  # A failed launch counts, and the rest still runs.
+            wrong = f"{type(error).__name__}: {error}"
+        if wrong:
+            failures.append((problem, wrong))
+    for problem, wrong in failures[:_FAILURES_SHOWN]:
+        print(f"WRONG: {problem.describe()}: {wrong}")
+    if len(failures) > _FAILURES_SHOWN:
+        print(f"and {len(failures) - _FAILURES_SHOWN} more")
+    print(f"{len(problems) - len(failures)} of {len(problems)} problems right")
+    return len(failures)
+
+
+# --- How fast --------------------------------------------------------------------------------
+
+_SPEED_PROBLEMS = (
+    # m, n, k, dtype, with bias and gelu
+    (512, 512, 512, jnp.bfloat16, False),
+    (4096, 4096, 4096, jnp.bfloat16, False),
+    (4096, 4096, 4096, jnp.bfloat16, True),
+    (4097, 4097, 4097, jnp.bfloat16, False),
+    (4096, 4096, 4096, jnp.float16, False),
+    (4096, 4096, 4096, jnp.float32, False),
+)
+
+
+def _print_speed() -> None:
+    """Prints kernel times beside those of ``jnp.matmul``."""
+    print("\nSpeed, kernel time beside jnp.matmul; float32 by TF32")
+    print(f"{'m':>6}{'n':>6}{'k':>6}  {'dtype':<9}{'epilogue':<11}", end="")
+    print(f"{'gemm us':>10}{'jnp us':>10}{'TFLOP/s':>9}{'jnp/gemm':>10}")
+    methods = set()
+    for m, n, k, dtype, fused in _SPEED_PROBLEMS:
+        if fused:
+            competitors = {
+                "gemm": lambda a, b, bias: jax_tcgemm.gemm(a, b, bias=bias, activation="gelu"),
+                "jnp": lambda a, b, bias: jax.nn.gelu(jnp.matmul(a, b) + bias),
+            }
+        else:
+            competitors = {
+                "gemm": lambda a, b, _: jax_tcgemm.gemm(a, b),
+                "jnp": lambda a, b, _: jnp.matmul(a, b),
+            }
+        bytes_per_call = (m * k + k * n + m * n) * jnp.dtype(dtype).itemsize
+        keys = jax.random.split(
+            jax.random.key(0), (benchmarking.argument_set_count(bytes_per_call), 3)
+        )
+        sets = [
+            (
+                jax.random.normal(key[0], (m, k), dtype),
+                jax.random.normal(key[1], (k, n), dtype),
+                jax.random.normal(key[2], (n,), dtype),
+            )
+            for key in keys
+        ]
+        timings = benchmarking.time_interleaved(competitors, sets, reps=12)
+        ours, theirs = timings["gemm"].median, timings["jnp"].median
+        methods.add(timings["gemm"].method)
+        print(
+            f"{m:>6}{n:>6}{k:>6}  {jnp.dtype(dtype).name:<9}"
+            f"{'bias, gelu' if fused else '':<11}{ours * 1e6:>10.1f}{theirs * 1e6:>10.1f}"
+            f"{2e-12 * m * n * k / ours:>9.0f}{theirs / ours:>9.2f}x"
+        )
+    if "wall" in methods:
+        print("(CUPTI could not be used: these are wall times, launch gaps included)")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the report.
+
+    Args:
+        arguments: command line; by default the process's.
+
+    Returns:
+        The exit status: 0, or 1 if anything is wrong.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m jax_tcgemm",
+        description="Prints what is installed, whether it computes right, and how fast.",
+    )
+    parser.add_argument("--seed", type=int, help="of the random problems; by default a new one")
+    parser.add_argument("--no-speed", action="store_true", help="leave the speed table out")
+    args = parser.parse_args(arguments)
+    seed = args.seed if args.seed is not None else int(np.random.default_rng().integers(10**6))
+
+    device = benchmarking.default_device()
+    on_gpu = device.platform == "gpu"
+    _print_installation(device)
+    failures = _run_checks(on_gpu, seed)
+    if not on_gpu or not _core.kernel_names():
+        print("\nNo speed table: there is no kernel to time here")
+    elif not args.no_speed:
+        _print_speed()
+    print(f"\n{'FAILED' if failures else 'OK'}")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

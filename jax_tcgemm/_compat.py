@@ -1,0 +1,55 @@
+"""Everything here that JAX does not promise to keep: each private name is imported in this file.
+
+Written against JAX 0.8, 0.10 and 0.11.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax._src import core as _core
+from jax._src import xla_bridge as _xla_bridge
+from jax._src.lax import lax as _lax
+
+
+def canonicalize_precision(precision: Any) -> Any:
+    """Returns ``precision`` as ``lax.dot_general`` would store it.
+
+    ``None`` becomes the value of ``jax.default_matmul_precision``.
+
+    Raises:
+        ValueError: ``precision`` is none of what ``lax.dot_general`` takes.
+    """
+    canonical = _lax.canonicalize_precision(precision)
+    return (jax.lax.Precision.DEFAULT,) * 2 if canonical is None else canonical
+
+
+def match_varying(operands: Sequence[Any]) -> Sequence[Any]:
+    """Makes all operands vary over the same manual mesh axes, as every ``jax.lax`` function does.
+
+    Inside ``shard_map`` with ``check_vma=True`` a primitive may not mix replicated and varying
+    operands; the cast inserted here transposes to the sum over the mesh axes.
+    """
+    # The newer name first; JAX renamed it after 0.8.
+    for name in ("auto_insert_reshard", "standard_insert_pvary"):
+        if hasattr(_core, name):
+            return getattr(_core, name)(*operands)
+    return operands
+
+
+def result_aval(operand: Any, shape: tuple[int, ...], dtype: Any, weak_type: bool) -> Any:
+    """Returns the abstract value of a result that varies over the mesh axes ``operand`` does."""
+    sharding = _core.get_cur_mesh_sharding(jax.sharding.PartitionSpec(*[None] * len(shape)))
+    return operand.update(shape=shape, dtype=dtype, weak_type=weak_type, sharding=sharding)
+
+
+def initialized_cuda_devices() -> list[Any]:
+    """Returns this process's CUDA devices, or ``[]`` while no CUDA backend has been started."""
+    if not _xla_bridge.backends_are_initialized():
+        return []
+    try:
+        return jax.local_devices(backend="cuda")
+    except RuntimeError:
+        return []

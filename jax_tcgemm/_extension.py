@@ -1,0 +1,51 @@
+"""The compiled extension ``jax_tcgemm._core``: imported, compared with the table, registered."""
+
+from __future__ import annotations
+
+import pathlib
+
+import jax
+
+from jax_tcgemm import kernel_table
+
+try:
+    from jax_tcgemm import _core
+except ImportError as error:
+    raise ImportError(
+        f"jax_tcgemm was imported from {pathlib.Path(__file__).parent}, whose compiled extension "
+        f"cannot be loaded ({error}). In a clone of the repository, run `pip install .` and start "
+        "Python elsewhere or with `python -P`; otherwise reinstall jax_tcgemm."
+    ) from error
+
+GEMM_TARGET = "jax_tcgemm_gemm_v1"
+
+KERNEL_NAMES: frozenset[str] = frozenset(_core.kernel_names())
+
+
+def check_kernel_names(built: frozenset[str], build_info: dict[str, str]) -> None:
+    """Compares the kernels in the extension with the rows of the table.
+
+    Raises:
+        ImportError: the extension has a kernel that the table has not, or a full build lacks one.
+    """
+    table = {config.name for config in kernel_table.CONFIGS}
+    is_full_build = bool(build_info["cuda"]) and build_info["kernels_glob"] == "*"
+    unknown = sorted(built - table)
+    missing = sorted(table - built) if is_full_build else []
+    if unknown or missing:
+        raise ImportError(
+            "jax_tcgemm's compiled extension and its kernel table differ: rebuild (pip install .). "
+            f"Only in the extension: {unknown}; only in the table: {missing}."
+        )
+
+
+def has_kernel(algorithm: str) -> bool:
+    """Says whether a kernel for ``algorithm`` was compiled in."""
+    return any(row.name in KERNEL_NAMES for row in kernel_table.for_algorithm(algorithm))
+
+
+def load() -> None:
+    """Checks the extension and registers its custom calls; called once, on import."""
+    check_kernel_names(KERNEL_NAMES, _core.build_info())
+    for name, capsule in _core.registrations().items():
+        jax.ffi.register_ffi_target(name, capsule, platform="CUDA", api_version=1)

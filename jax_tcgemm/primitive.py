@@ -1,0 +1,227 @@
+"""``gemm_p``, the one primitive, and its rule under each JAX transformation."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.interpreters import partial_eval as pe
+
+from jax_tcgemm import _compat, lowering, reference
+from jax_tcgemm.epilogues import ACTIVATIONS
+from jax_tcgemm.spec import GemmSpec, accumulator_dtype, check_config, flatten
+from jax_tcgemm.strides import Operands, insert_batch
+from jax_tcgemm.transposition import transpose_operands
+
+gemm_p = Primitive("tcgemm")
+gemm_p.multiple_results = True
+
+
+def bind(x: Operands, spec: GemmSpec) -> list[jax.Array]:
+    """Applies the primitive.
+
+    Args:
+        x: the operands; those that are ``None`` have no axes in ``spec``.
+        spec: the static parameters.
+
+    Returns:
+        ``[d]``, or ``[d, preactivation]``.
+    """
+    return gemm_p.bind(*_compat.match_varying(flatten(x)), spec=spec)
+
+
+# Evaluation
+
+
+@functools.partial(jax.jit, static_argnames="spec")
+def _compiled(*operands: jax.Array, spec: GemmSpec) -> list[jax.Array]:
+    return gemm_p.bind(*operands, spec=spec)
+
+
+def _impl(*operands: jax.Array, spec: GemmSpec) -> list[jax.Array]:
+    # With jit disabled, this would come back here for ever.
+    with jax.disable_jit(False):
+        return _compiled(*operands, spec=spec)
+
+
+gemm_p.def_impl(_impl)
+
+
+# Abstract evaluation
+
+
+def _abstract_eval(*avals: Any, spec: GemmSpec) -> list[Any]:
+    x = spec.unflatten(avals)
+    shapes = Operands(*(None if aval is None else aval.shape for aval in x))
+    check_config(spec, Operands(x.a.dtype, x.b.dtype), shapes)
+    weak_type = x.a.weak_type and x.b.weak_type and x.a.dtype == spec.out_dtype
+    result = _compat.result_aval(x.a, spec.result_shape(shapes), spec.out_dtype, weak_type)
+    return [result] * (1 + spec.save_preactivation)
+
+
+gemm_p.def_abstract_eval(_abstract_eval)
+
+
+def _dce(used: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
+    """Drops the result that nobody reads: the kernel then doesn't compute or store it."""
+    if not any(used):
+        return [False] * len(eqn.invars), None
+    if not all(used):
+        spec = eqn.params["spec"]
+        if used[0]:
+            spec = dataclasses.replace(spec, save_preactivation=False)
+        else:
+            spec = dataclasses.replace(spec, save_preactivation=False, activation=None)
+        outvars = [var for var, is_used in zip(eqn.outvars, used, strict=True) if is_used]
+        eqn = eqn.replace(outvars=outvars, params={**eqn.params, "spec": spec})
+    return [True] * len(eqn.invars), eqn
+
+
+pe.dce_rules[gemm_p] = _dce
+
+
+# Forward derivative
+
+
+def _jvp(
+    primals: Sequence[Any], tangents: Sequence[Any], *, spec: GemmSpec
+) -> tuple[list[Any], list[Any]]:
+    """Derives ``d = f(z)``, ``z = alpha * A @ B + beta * C + bias``, by ``d' = f'(z) z'``.
+
+    The fused gemm gives ``z`` as its second result, rounded as ``d`` is; ``z'`` is linear gemms.
+    """
+    x = spec.unflatten(primals)
+    dx = spec.unflatten([None if type(t) is ad.Zero else t for t in tangents])
+    if spec.activation is None:
+        dz = _linear_tangent(x, dx, spec)
+        return bind(x, spec), [dz] * (1 + spec.save_preactivation)
+    d, z = bind(x, dataclasses.replace(spec, save_preactivation=True))
+    dz = _linear_tangent(x, dx, spec)
+    dd = _activation_tangent(spec.activation, z, dz)
+    count = 1 + spec.save_preactivation
+    return [d, z][:count], [dd, dz][:count]
+
+
+# Rematerialized, so that the reverse pass keeps z alone and none of f's float32 intermediates.
+@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=0)
+def _activation_tangent(activation: str, z: jax.Array, dz: jax.Array) -> jax.Array:
+    dtype = accumulator_dtype(z.dtype, z.dtype, z.dtype)
+    function = ACTIVATIONS[activation].reference
+    _, dd = jax.jvp(function, (z.astype(dtype),), (dz.astype(dtype),))
+    return dd.astype(z.dtype)
+
+
+def _linear_tangent(x: Operands, dx: Operands, spec: GemmSpec) -> jax.Array:
+    """Returns ``z'`` of ``z = alpha * A @ B + beta * C + bias``, a product for each factor's."""
+    axes = spec.axes
+    total = None
+    for name in ("a", "b", "alpha"):
+        factor = getattr(dx, name)
+        if factor is None:
+            continue
+        factors = Operands(x.a, x.b, alpha=x.alpha)._replace(**{name: factor})
+        if total is None:  # the first product takes the tangents of c and bias along
+            operands = factors._replace(c=dx.c, bias=dx.bias, beta=None if dx.c is None else x.beta)
+            beta, c_axes = spec.beta, axes.c
+        else:
+            operands = factors._replace(c=total)
+            beta, c_axes = 1.0, tuple(range(spec.batch_ndim + 2))
+        operand_axes = Operands(
+            *(
+                None if operand is None else present
+                for operand, present in zip(operands, axes._replace(c=c_axes), strict=True)
+            )
+        )
+        (total,) = bind(operands, spec.linear(axes=operand_axes, beta=beta))
+    dtype = accumulator_dtype(x.a.dtype, x.b.dtype, spec.out_dtype)
+    terms = []
+    if total is None:
+        terms = reference.addends(Operands(None, None, dx.c, dx.bias, beta=x.beta), spec, dtype)
+    if dx.beta is not None:
+        terms += reference.addends(Operands(None, None, x.c, beta=dx.beta), spec, dtype)
+    return _sum(total, terms, x, spec)
+
+
+def _sum(total: jax.Array | None, terms: list[jax.Array], x: Operands, spec: GemmSpec) -> jax.Array:
+    """Adds elementwise terms to a sum of products, or broadcasts them where there is none."""
+    if not terms:
+        assert total is not None, "the tangent of a gemm with no nonzero tangent"
+        return total
+    z = sum(terms[1:], terms[0])
+    if total is not None:
+        z = total.astype(z.dtype) + z
+    shapes = Operands(*(None if operand is None else jnp.shape(operand) for operand in x))
+    return jnp.broadcast_to(z, spec.result_shape(shapes)).astype(spec.out_dtype)
+
+
+ad.primitive_jvps[gemm_p] = _jvp
+
+
+# Transposition
+
+
+def _transpose(cotangents: Sequence[Any], *operands: Any, spec: GemmSpec) -> list[Any]:
+    cotangent = cotangents[0]
+    if type(cotangent) is ad.Zero:
+        return [None] * len(operands)
+    return transpose_operands(cotangent, spec.unflatten(operands), spec, bind)
+
+
+ad.primitive_transposes[gemm_p] = _transpose
+
+
+# Batching
+
+
+def _batch(
+    axis_data: Any, operands: Sequence[Any], dims: Sequence[int | None], *, spec: GemmSpec
+) -> tuple[list[jax.Array], list[int | None]]:
+    """Adds an outermost batch dimension; where an operand has it is a matter of its axes."""
+    x, dim = spec.unflatten(operands), spec.unflatten(dims)
+    if all(d is None for d in dims):
+        results = bind(x, spec)
+        return results, [None] * len(results)
+    axes = Operands(
+        *(
+            None if present is None else insert_batch(present, d)
+            for present, d in zip(spec.axes, dim, strict=True)
+        )
+    )
+    batched = dataclasses.replace(spec, axes=axes)
+    if dim.a is None and dim.b is None:
+        results = _one_product(x, spec, batched)
+    else:
+        results = bind(x, batched)
+    return results, [0] * len(results)
+
+
+def _one_product(x: Operands, spec: GemmSpec, batched: GemmSpec) -> list[jax.Array]:
+    """Computes one product for a batch that only the epilogue's operands have."""
+    dtype = accumulator_dtype(x.a.dtype, x.b.dtype, spec.out_dtype)
+    product = dataclasses.replace(
+        spec.linear(axes=Operands(spec.axes.a, spec.axes.b), out_dtype=dtype, alpha=1.0),
+        config=spec.config,
+    )
+    (accumulator,) = bind(Operands(x.a, x.b), product)
+    return reference.epilogue(lax.expand_dims(accumulator, (0,)), x, batched)
+
+
+batching.fancy_primitive_batchers[gemm_p] = _batch
+
+
+# Lowering
+
+for _platform, _function in (
+    (None, lowering.portable_gemm),
+    ("cpu", functools.partial(lowering.portable_gemm, widen=True)),
+    ("cuda", lowering.cuda_gemm),
+):
+    _rule = mlir.lower_fun(_function, multiple_results=True)
+    mlir.register_lowering(gemm_p, _rule, platform=_platform)

@@ -1,0 +1,124 @@
+"""The gemm in ``jax.numpy``: lowering where there is no kernel, and the oracle of the tests."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_tcgemm.epilogues import ACTIVATIONS
+from jax_tcgemm.spec import INPUT_DTYPES, GemmSpec, accumulator_dtype, resolve_algorithm
+from jax_tcgemm.strides import Axes, Operands, matrix_last
+
+
+def reference_gemm(*operands: jax.Array, spec: GemmSpec, widen: bool = False) -> list[jax.Array]:
+    """Computes what the primitive means.
+
+    Args:
+        *operands: the primitive's operands, those present of ``a, b, c, bias, alpha, beta``.
+        spec: the primitive's parameters.
+        widen: whether 16-bit operands are converted to the accumulator's type before the product,
+            which is exact; XLA's CPU compiler has products of 16-bit operands that it refuses to
+            accumulate in float32.
+
+    Returns:
+        ``[d]``, or ``[d, preactivation]``, of shape ``(*batch, m, n)`` and dtype
+        ``spec.out_dtype``. The accumulator and the epilogue are float32 for 16-bit results,
+        rounded once.
+    """
+    x = spec.unflatten(operands)
+    return epilogue(product(x.a, x.b, spec, widen), x, spec)
+
+
+def product(a: jax.Array, b: jax.Array, spec: GemmSpec, widen: bool) -> jax.Array:
+    """Returns the accumulator ``A @ B``, of shape ``(*batch, m, n)``."""
+    algorithm = resolve_algorithm(a.dtype, b.dtype, spec.out_dtype, spec.precision)
+    precision, dtype = spec.precision, accumulator_dtype(a.dtype, b.dtype, spec.out_dtype)
+    if algorithm is not None:
+        # The algorithm is spelled out in dtypes: XLA's CPU compiler knows few of the presets.
+        a, b = (x.astype(INPUT_DTYPES[algorithm]) for x in (a, b))
+        is_half = algorithm == "F16_F16_F16"
+        dtype = jnp.dtype(jnp.float16 if is_half else jnp.float32)
+        precision = lax.Precision.DEFAULT
+        if widen:
+            a, b = a.astype(dtype), b.astype(dtype)
+        elif is_half:
+            precision = lax.DotAlgorithmPreset.F16_F16_F16
+    elif a.dtype != b.dtype:
+        common = jnp.promote_types(a.dtype, b.dtype)
+        a, b = a.astype(common), b.astype(common)
+    return _dot(a, b, spec, precision, dtype)
+
+
+def _dot(a: jax.Array, b: jax.Array, spec: GemmSpec, precision, dtype: np.dtype) -> jax.Array:
+    batch = range(spec.batch_ndim)
+    a_axes, b_axes = spec.axes.a, spec.axes.b
+    both = [i for i in batch if a_axes[i] is not None and b_axes[i] is not None]
+    dimension_numbers = (
+        ([a_axes[-1]], [b_axes[-2]]),
+        ([a_axes[i] for i in both], [b_axes[i] for i in both]),
+    )
+    out = lax.dot_general(a, b, dimension_numbers, precision, dtype)
+    # dot_general's result has the shared batch, then what is left of a, then what is left of b.
+    m, n = spec.batch_ndim, spec.batch_ndim + 1
+    rest_a = {*batch, m}.difference(both)
+    rest_b = {*batch, n}.difference(both)
+    order = [*both, *_by_position(a_axes, rest_a), *_by_position(b_axes, rest_b)]
+    return lax.transpose(out, [order.index(i) for i in range(n + 1)])
+
+
+def _by_position(axes: Axes, roles: set[int]) -> list[int]:
+    """Returns those of ``roles`` that an operand has, in the order of its shape."""
+    located = sorted((axis, i) for i in roles if (axis := axes[i]) is not None)
+    return [i for _, i in located]
+
+
+def _absent(axes: Axes) -> list[int]:
+    return [i for i, axis in enumerate(axes) if axis is None]
+
+
+def epilogue(accumulator: jax.Array, x: Operands, spec: GemmSpec) -> list[jax.Array]:
+    """Returns ``[d]``, or ``[d, preactivation]``, of an accumulator.
+
+    Args:
+        accumulator: broadcasts to ``(*batch, m, n)``.
+        x: the operands; ``a`` and ``b`` are not looked at.
+        spec: the primitive's parameters.
+    """
+    dtype = accumulator_dtype(accumulator.dtype, accumulator.dtype, spec.out_dtype)
+    z = accumulator.astype(dtype)
+    alpha = scale(x.alpha, spec.axes.alpha, spec.alpha, dtype)
+    z = z if alpha is None else alpha * z
+    for term in addends(x, spec, dtype):
+        z = z + term
+    d = z if spec.activation is None else ACTIVATIONS[spec.activation].reference(z)
+    results = [d, z] if spec.save_preactivation else [d]
+    return [result.astype(spec.out_dtype) for result in results]
+
+
+def addends(x: Operands, spec: GemmSpec, dtype: np.dtype) -> list[jax.Array]:
+    """Returns those present of ``beta * c`` and ``bias``, broadcastable to ``(*batch, m, n)``."""
+    terms = []
+    if x.c is not None:
+        c = aligned(x.c, spec.axes.c).astype(dtype)
+        beta = scale(x.beta, spec.axes.beta, spec.beta, dtype)
+        terms.append(c if beta is None else beta * c)
+    if x.bias is not None:
+        axes = (*spec.axes.bias[:-1], None, spec.axes.bias[-1])
+        terms.append(aligned(x.bias, axes).astype(dtype))
+    return terms
+
+
+def scale(
+    operand: jax.Array | None, axes: Axes | None, static: complex, dtype: np.dtype
+) -> jax.Array | None:
+    """Returns ``alpha`` or ``beta``, broadcastable to ``(*batch, m, n)``; ``None`` for one."""
+    if operand is not None and axes is not None:
+        return aligned(operand, (*axes, None, None)).astype(dtype)
+    return None if static == 1 else jnp.asarray(static, dtype)
+
+
+def aligned(x: jax.Array, axes: Axes) -> jax.Array:
+    """Returns ``x`` in the order of ``axes``, with extent 1 where it has no such axis."""
+    return lax.expand_dims(lax.transpose(x, matrix_last(axes)), _absent(axes))

@@ -1,0 +1,202 @@
+"""Random problems for every row of the kernel table, checked against NumPy in float64."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_tcgemm import benchmarking, epilogues, kernel_table
+from jax_tcgemm.api import gemm
+
+PROBLEMS_PER_CONFIG = 3
+
+_erf = np.vectorize(math.erf, otypes=[np.float64])
+
+# Written apart from the package's own definitions, so that a mistake there is seen here.
+_ACTIVATIONS: dict[str | None, Callable[[np.ndarray], np.ndarray]] = {
+    None: lambda z: z,
+    "relu": lambda z: np.maximum(z, 0),
+    "gelu": lambda z: z / 2 * (1 + np.tanh((2 / np.pi) ** 0.5 * (z + 0.044715 * z**3))),
+    "gelu_exact": lambda z: z / 2 * (1 + _erf(z / 2**0.5)),
+    "silu": lambda z: z / (1 + np.exp(-z)),
+    "sigmoid": lambda z: 1 / (1 + np.exp(-z)),
+    "tanh": np.tanh,
+}
+INPUT_DTYPES = {
+    "BF16_BF16_F32": jnp.bfloat16,
+    "F16_F16_F32": jnp.float16,
+    "F16_F16_F16": jnp.float16,
+    "TF32_TF32_F32": jnp.float32,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One random problem for one row of the kernel table."""
+
+    config: kernel_table.KernelConfig
+    batch: int
+    m: int
+    n: int
+    k: int
+    transpose_a: bool
+    transpose_b: bool
+    activation: str | None
+    has_c: bool
+    has_bias: bool
+    float32_output: bool
+    seed: int
+
+    beta: ClassVar[float] = 0.5
+
+    @property
+    def alpha(self) -> float:
+        return self.k**-0.5
+
+    @property
+    def out_dtype(self) -> np.dtype:
+        dtype = INPUT_DTYPES[self.config.algorithm]
+        return jnp.dtype(jnp.float32 if self.float32_output else dtype)
+
+    def describe(self) -> str:
+        """One line to find the problem again by."""
+        fields = dataclasses.asdict(self) | {"config": self.config.name}
+        return ", ".join(f"{name}={value}" for name, value in fields.items())
+
+
+def draw_problem(
+    config: kernel_table.KernelConfig, rng: np.random.Generator, *, plain: bool
+) -> Problem:
+    """Draws a problem that ``config`` takes.
+
+    Args:
+        config: row of the kernel table.
+        rng: where the randomness comes from.
+        plain: whole tiles and no epilogue, instead of random extents, layouts and epilogue.
+
+    Returns:
+        The problem; equal generators give equal problems.
+    """
+    # cp_async rows need leading dimensions of a multiple of 16 bytes.
+    unit = 16 // config.element_bytes if config.loader == "cp_async" else 1
+
+    def extent(tile: int) -> int:
+        if plain:
+            return tile
+        # From 16 on: XLA computes very small products without TF32, so jnp.matmul would be no
+        # measure for them.
+        return unit * int(rng.integers(16 // unit, 2 * tile // unit + 1))
+
+    return Problem(
+        config=config,
+        batch=1 if plain else int(rng.integers(1, 4)),
+        m=extent(config.tile_m),
+        n=extent(config.tile_n),
+        k=extent(4 * config.tile_k),
+        transpose_a=not plain and bool(rng.integers(2)),
+        transpose_b=not plain and bool(rng.integers(2)),
+        activation=None if plain else str(rng.choice(sorted(epilogues.ACTIVATIONS))),
+        has_c=not plain and bool(rng.integers(2)),
+        has_bias=not plain and bool(rng.integers(2)),
+        float32_output=not plain and bool(rng.integers(2)),
+        seed=int(rng.integers(2**31)),
+    )
+
+
+def _draw_operands(problem: Problem) -> dict[str, jax.Array | None]:
+    dtype = INPUT_DTYPES[problem.config.algorithm]
+    rng = np.random.default_rng(problem.seed)
+    batch, m, n, k = problem.batch, problem.m, problem.n, problem.k
+
+    def normal(*shape: int, dtype: Any = dtype) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(shape), dtype)
+
+    return {
+        "a": normal(batch, k, m) if problem.transpose_a else normal(batch, m, k),
+        "b": normal(n, k) if problem.transpose_b else normal(k, n),
+        "c": normal(batch, m, n, dtype=problem.out_dtype) if problem.has_c else None,
+        "bias": normal(n, dtype=problem.out_dtype) if problem.has_bias else None,
+    }
+
+
+def _by_gemm(problem: Problem, use_config: bool, a, b, c, bias):
+    return gemm(
+        a,
+        b,
+        c,
+        bias=bias,
+        alpha=problem.alpha,
+        beta=problem.beta,
+        activation=problem.activation,
+        transpose_a=problem.transpose_a,
+        transpose_b=problem.transpose_b,
+        precision=jax.lax.DotAlgorithmPreset[problem.config.algorithm],
+        preferred_element_type=problem.out_dtype,
+        config=problem.config.name if use_config else None,
+    )
+
+
+def _preactivation(problem: Problem, accumulate: Callable, a, b, c, bias):
+    a, b = (a.mT if problem.transpose_a else a), (b.mT if problem.transpose_b else b)
+    z = problem.alpha * accumulate(a, b)
+    z = z if c is None else z + problem.beta * c
+    return z if bias is None else z + bias
+
+
+def _by_jnp(problem: Problem, on_cpu: bool, a, b, c, bias):
+    accumulate = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
+    if on_cpu:
+        # XLA's CPU compiler has no bfloat16 product with a float32 result for every layout; in
+        # float32 the same products are exact and accumulated alike.
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    c, bias = (None if x is None else x.astype(jnp.float32) for x in (c, bias))
+    z = _preactivation(problem, accumulate, a, b, c, bias)
+    if problem.activation is not None:
+        z = epilogues.ACTIVATIONS[problem.activation].reference(z)
+    return z.astype(problem.out_dtype)
+
+
+def _exact(x: Any) -> np.ndarray:
+    return np.asarray(x).astype(np.float64)
+
+
+def check(problem: Problem, *, use_config: bool) -> str | None:
+    """Runs one problem against float64.
+
+    The largest error may be at most twice that of ``jnp.matmul`` and the same epilogue in the same
+    dtypes, plus one rounding of the output.
+
+    Args:
+        problem: what to run.
+        use_config: ask for the problem's configuration by name.
+
+    Returns:
+        None if the result is right, else what is wrong.
+    """
+    operands = _draw_operands(problem)
+    got = jax.jit(functools.partial(_by_gemm, problem, use_config))(**operands)
+    shape = (problem.batch, problem.m, problem.n)
+    if got.shape != shape or got.dtype != problem.out_dtype:
+        return f"got {got.dtype}{got.shape}, expected {problem.out_dtype}{shape}"
+    on_cpu = benchmarking.default_device().platform == "cpu"
+    baseline = jax.jit(functools.partial(_by_jnp, problem, on_cpu))(**operands)
+    exact = {name: None if x is None else _exact(x) for name, x in operands.items()}
+    z = _preactivation(problem, np.matmul, **exact)
+    expected = _ACTIVATIONS[problem.activation](z)
+
+    error = np.abs(_exact(got) - expected).max()
+    allowed = 2 * np.abs(_exact(baseline) - expected).max()
+    allowed += float(jnp.finfo(problem.out_dtype).eps) * np.abs(expected).max()
+    if problem.config.algorithm == "F16_F16_F16":
+        # jnp.matmul accumulates in float32; a float16 accumulator is rounded every 16 steps of k.
+        roundings = -(-problem.k // 16) * float(jnp.finfo(jnp.float16).eps)
+        allowed += roundings * np.abs(z).max()
+    # A NaN fails as well.
+    return None if error <= allowed else f"error {error:.2e} is above {allowed:.2e}"

@@ -1,0 +1,222 @@
+"""``GemmSpec``, the static description of one gemm, and the rules that derive its arithmetic."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.lax import DotAlgorithmPreset, Precision
+
+from jax_tcgemm import kernel_table
+from jax_tcgemm.strides import (
+    Operands,
+    Shape,
+    StridedGemm,
+    fold,
+    has_unit_stride,
+    matrix_last,
+    permuted,
+    strided_gemm,
+)
+
+# The element type of a and b in each kernel algorithm.
+INPUT_DTYPES: dict[str, np.dtype] = {
+    "BF16_BF16_F32": jnp.dtype(jnp.bfloat16),
+    "F16_F16_F32": jnp.dtype(jnp.float16),
+    "F16_F16_F16": jnp.dtype(jnp.float16),
+    "TF32_TF32_F32": jnp.dtype(jnp.float32),
+}
+
+# What the default arithmetic on each input type is.
+_DEFAULT_ALGORITHMS = {
+    jnp.dtype(jnp.bfloat16): "BF16_BF16_F32",
+    jnp.dtype(jnp.float16): "F16_F16_F32",
+    jnp.dtype(jnp.float32): "TF32_TF32_F32",
+}
+
+_ALIGNMENT_BYTES = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class GemmSpec:
+    """The primitive's static parameters.
+
+    ``D = activation(alpha * A @ B + beta * C + bias)`` over ``(*batch, m, n)``, every operand read
+    through its axes (see ``strides``). An axis that is present has the result's full extent, and
+    each batch dimension is present in ``a`` or in ``b``.
+
+    Attributes:
+        axes: the axes of each operand; ``None`` for an operand that is absent.
+        alpha: the factor of the product while ``axes.alpha`` is ``None``.
+        beta: the factor of ``c`` while ``axes.beta`` is ``None``.
+        activation: a key of ``ACTIVATIONS``, or ``None``.
+        precision: canonical ``lax`` precision.
+        out_dtype: dtype of the result and of the pre-activation.
+        save_preactivation: whether ``alpha * A @ B + beta * C + bias`` is a second result.
+        config: name of the kernel configuration asked for, or ``None``.
+    """
+
+    axes: Operands
+    out_dtype: np.dtype
+    precision: Any
+    alpha: complex = 1.0
+    beta: complex = 1.0
+    activation: str | None = None
+    save_preactivation: bool = False
+    config: str | None = None
+
+    @property
+    def batch_ndim(self) -> int:
+        """Number of batch dimensions."""
+        return len(self.axes.a) - 2
+
+    def unflatten(self, values: Sequence[Any]) -> Operands:
+        """Returns the primitive's operands (or what goes with them) by name."""
+        remaining = iter(values)
+        return Operands(*(None if axes is None else next(remaining) for axes in self.axes))
+
+    def strided(self, shapes: Operands) -> StridedGemm:
+        """Returns the gemm in terms of dense row-major operands of these shapes."""
+        return strided_gemm(self.axes, shapes)
+
+    def result_shape(self, shapes: Operands) -> Shape:
+        """Returns the shape of the result for operands of these shapes."""
+        gemm = self.strided(shapes)
+        return (*gemm.batch, gemm.m, gemm.n)
+
+    def linear(self, **changes: Any) -> GemmSpec:
+        """Returns the same product without activation and configuration, changed as asked."""
+        return dataclasses.replace(
+            self, **{"activation": None, "save_preactivation": False, "config": None, **changes}
+        )
+
+
+def flatten(values: Operands) -> list[Any]:
+    """Returns the operands that are present, in the primitive's order."""
+    return [value for value in values if value is not None]
+
+
+def resolve_algorithm(a: np.dtype, b: np.dtype, out: np.dtype, precision: Any) -> str | None:
+    """Returns the kernel algorithm that computes a gemm, ``None`` where XLA's own product must.
+
+    Args:
+        a: dtype of ``a``.
+        b: dtype of ``b``.
+        out: dtype of the result.
+        precision: canonical ``lax`` precision.
+
+    Returns:
+        The name of a ``DotAlgorithmPreset`` for which there are kernels. Named explicitly as
+        ``precision`` it takes floating-point operands of any type, converted to its own;
+        otherwise the operands' common type decides, as in XLA's GPU compiler: float32 is computed
+        in TF32 unless ``Precision.HIGHEST`` is asked for.
+    """
+    if not jnp.issubdtype(out, jnp.floating) or out.itemsize > 4:
+        return None
+    if isinstance(precision, DotAlgorithmPreset) and precision is not DotAlgorithmPreset.DEFAULT:
+        are_floats = all(jnp.issubdtype(dtype, jnp.floating) for dtype in (a, b))
+        return precision.name if precision.name in INPUT_DTYPES and are_floats else None
+    common = a if a == b else jnp.promote_types(a, b)
+    algorithm = _DEFAULT_ALGORITHMS.get(jnp.dtype(common))
+    if precision is DotAlgorithmPreset.DEFAULT:
+        return algorithm
+    if not isinstance(precision, tuple) or not all(isinstance(p, Precision) for p in precision):
+        return None
+    if algorithm == "TF32_TF32_F32" and Precision.HIGHEST in precision:
+        return None
+    return algorithm
+
+
+def accumulator_dtype(a: np.dtype, b: np.dtype, out: np.dtype) -> np.dtype:
+    """Returns the dtype in which the product and the epilogue are computed, before one rounding.
+
+    At least float32 for an inexact result, the result's own type for integers and booleans.
+    """
+    if not jnp.issubdtype(out, jnp.inexact):
+        return out
+    wide = at_least_float32(out)
+    for operand in (a, b):
+        if jnp.issubdtype(operand, jnp.inexact):
+            wide = jnp.promote_types(wide, at_least_float32(operand))
+    return jnp.dtype(wide)
+
+
+def at_least_float32(dtype: np.dtype) -> np.dtype:
+    """Returns an inexact ``dtype``, or float32 for the narrower ones."""
+    is_wide = jnp.issubdtype(dtype, jnp.complexfloating) or dtype.itemsize >= 4
+    return jnp.dtype(dtype if is_wide else jnp.float32)
+
+
+def with_kernel_layouts(spec: GemmSpec, shapes: Operands) -> tuple[GemmSpec, Operands]:
+    """Says how ``a`` and ``b`` must lie in memory for a kernel to read them.
+
+    Returns:
+        ``spec`` with the axes that ``a`` and ``b`` have once they lie so, and for each operand the
+        permutation that gets it there, ``None`` where it can stay as it is. Only an operand whose
+        innermost axis is a batch dimension is moved, and only if that dimension does not fold.
+    """
+    gemm = fold(spec.strided(shapes))
+    extents = {"a": (gemm.m, gemm.k), "b": (gemm.k, gemm.n)}
+    permutations = {
+        name: matrix_last(getattr(spec.axes, name))
+        for name in ("a", "b")
+        if not has_unit_stride(getattr(gemm.strides, name), extents[name])
+    }
+    axes = {name: permuted(getattr(spec.axes, name)) for name in permutations}
+    moved = dataclasses.replace(spec, axes=spec.axes._replace(**axes))
+    return moved, Operands(permutations.get("a"), permutations.get("b"))
+
+
+def check_config(spec: GemmSpec, dtypes: Operands, shapes: Operands) -> None:
+    """Checks that the kernel configuration that ``spec`` asks for can compute this gemm.
+
+    Raises:
+        ValueError: there is no such configuration, it is of another algorithm, or it copies 16
+            bytes at a time and an operand's rows do not lie on multiples of 16 bytes.
+    """
+    if spec.config is None:
+        return
+    algorithm = resolve_algorithm(dtypes.a, dtypes.b, spec.out_dtype, spec.precision)
+    if algorithm is None:
+        raise ValueError(
+            f"config={spec.config!r}: no kernel computes a.dtype={dtypes.a}, b.dtype={dtypes.b} to "
+            f"{spec.out_dtype} with precision={spec.precision}; accepted here: config=None"
+        )
+    rows = {row.name: row for row in kernel_table.for_algorithm(algorithm)}
+    if spec.config not in rows:
+        raise ValueError(
+            f"config={spec.config!r} is not a kernel configuration for {algorithm}, which is what "
+            f"a.dtype={dtypes.a}, b.dtype={dtypes.b} and precision={spec.precision} ask for; "
+            f"accepted: {sorted(rows)}"
+        )
+    if rows[spec.config].loader == "cp_async":
+        realign = sorted(name for name, row in rows.items() if row.loader == "realign")
+        _check_alignment(spec, shapes, INPUT_DTYPES[algorithm].itemsize, realign)
+
+
+def _check_alignment(
+    spec: GemmSpec, shapes: Operands, itemsize: int, alternatives: list[str]
+) -> None:
+    moved, permutations = with_kernel_layouts(spec, shapes)
+    shapes = Operands(
+        *(
+            shape if order is None else tuple(shape[axis] for axis in order)
+            for shape, order in zip(shapes, permutations, strict=True)
+        )
+    )
+    gemm = fold(moved.strided(shapes))
+    for name, extents in (("a", (gemm.m, gemm.k)), ("b", (gemm.k, gemm.n))):
+        all_extents = (*gemm.batch, *extents)
+        what = ("batch stride",) * len(gemm.batch) + ("leading dimension",) * 2
+        strides = getattr(gemm.strides, name)
+        for stride, extent, kind in zip(strides, all_extents, what, strict=True):
+            is_contiguous_axis = kind == "leading dimension" and stride == 1
+            if extent > 1 and not is_contiguous_axis and stride * itemsize % _ALIGNMENT_BYTES:
+                raise ValueError(
+                    f"config={spec.config!r} needs operands whose leading dimensions and batch "
+                    f"strides are multiples of {_ALIGNMENT_BYTES} bytes; {name} has a {kind} of "
+                    f"{stride} elements of {itemsize} bytes; accepted: None or {alternatives}"
+                )

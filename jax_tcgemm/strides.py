@@ -1,0 +1,186 @@
+"""Where an operand's elements lie: pure functions of shapes, axes and strides, all integers.
+
+An operand's *axes* say at which position of its shape each role lies: its batch dimensions in the
+order of the result's, then its matrix roles (``ROLES``). ``None`` stands for a dimension that the
+operand lacks, along which it is broadcast; its stride is 0.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from typing import Any, NamedTuple
+
+Axes = tuple[int | None, ...]
+Shape = tuple[int, ...]
+
+
+class Operands(NamedTuple):
+    """One value for each operand of a gemm, in the order of the primitive's operands.
+
+    ``None`` where there is no such operand.
+    """
+
+    a: Any
+    b: Any
+    c: Any = None
+    bias: Any = None
+    alpha: Any = None
+    beta: Any = None
+
+
+# The matrix roles of each operand, in the order in which they follow the batch in its axes.
+ROLES = Operands(a="mk", b="kn", c="mn", bias="n", alpha="", beta="")
+
+
+@dataclasses.dataclass(frozen=True)
+class StridedGemm:
+    """A gemm as the kernel sees it.
+
+    Attributes:
+        m: rows of the result.
+        n: columns of the result.
+        k: contracted extent.
+        batch: batch extents; the result is row-major over ``(*batch, m, n)``.
+        strides: for each operand its strides in elements: the batch's, then its ``ROLES``'; all 0
+            where there is no such operand.
+    """
+
+    m: int
+    n: int
+    k: int
+    batch: Shape
+    strides: Operands
+
+
+def row_major(shape: Shape) -> Shape:
+    """Returns the strides, in elements, of a dense row-major array."""
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+
+
+def strided_gemm(axes: Operands, shapes: Operands) -> StridedGemm:
+    """Returns the gemm of dense row-major operands of these shapes."""
+    batch = tuple(
+        shapes.b[in_b] if in_a is None else shapes.a[in_a]
+        for in_a, in_b in zip(axes.a[:-2], axes.b[:-2], strict=True)
+    )
+
+    def strides(axes: Axes | None, shape: Shape | None, roles: str) -> Shape:
+        if axes is None or shape is None:
+            return (0,) * (len(batch) + len(roles))
+        dense = row_major(shape)
+        return tuple(0 if axis is None else dense[axis] for axis in axes)
+
+    return StridedGemm(
+        m=shapes.a[axes.a[-2]],
+        n=shapes.b[axes.b[-1]],
+        k=shapes.a[axes.a[-1]],
+        batch=batch,
+        strides=Operands(*map(strides, axes, shapes, ROLES)),
+    )
+
+
+def fold(gemm: StridedGemm) -> StridedGemm:
+    """Returns the same gemm with as few batch dimensions as strides can say.
+
+    Batch dimensions of extent 1 go; trailing ones that only continue the rows of ``a`` and ``c``
+    become rows, so that ``x (B, T, k) @ w (k, n)`` is one product; neighbours that one stride steps
+    through become one.
+    """
+    for i in reversed(range(len(gemm.batch))):
+        if gemm.batch[i] == 1:
+            gemm = _without_batch(gemm, i)
+    while gemm.batch and _batch_continues_rows(gemm):
+        gemm = _batch_as_rows(gemm)
+    for i in reversed(range(len(gemm.batch) - 1)):
+        inner = gemm.batch[i + 1]
+        if all(s[i] == s[i + 1] * inner for s in gemm.strides):
+            merged = (*gemm.batch[:i], gemm.batch[i] * inner, *gemm.batch[i + 2 :])
+            strides = Operands(*(s[:i] + s[i + 1 :] for s in gemm.strides))
+            gemm = dataclasses.replace(gemm, batch=merged, strides=strides)
+    return gemm
+
+
+def _without_batch(gemm: StridedGemm, i: int) -> StridedGemm:
+    strides = Operands(*(s[:i] + s[i + 1 :] for s in gemm.strides))
+    return dataclasses.replace(gemm, batch=gemm.batch[:i] + gemm.batch[i + 1 :], strides=strides)
+
+
+def _batch_continues_rows(gemm: StridedGemm) -> bool:
+    s = gemm.strides
+    innermost = len(gemm.batch) - 1
+    if any((s.b[innermost], s.bias[innermost], s.alpha[innermost], s.beta[innermost])):
+        return False
+    # With one row its stride is never used, and the batch's takes its place.
+    return gemm.m == 1 or all(x[innermost] == gemm.m * x[innermost + 1] for x in (s.a, s.c))
+
+
+def _batch_as_rows(gemm: StridedGemm) -> StridedGemm:
+    innermost = len(gemm.batch) - 1
+    rows = gemm.m * gemm.batch[innermost]
+    if gemm.m == 1:
+        swap = {
+            name: (*s[:innermost], s[innermost + 1], s[innermost], *s[innermost + 2 :])
+            for name, s in (("a", gemm.strides.a), ("c", gemm.strides.c))
+        }
+        gemm = dataclasses.replace(gemm, strides=gemm.strides._replace(**swap))
+    return dataclasses.replace(_without_batch(gemm, innermost), m=rows)
+
+
+def has_unit_stride(strides: Shape, extents: tuple[int, int]) -> bool:
+    """Says whether the kernel can read a matrix operand: it is contiguous along one of its axes.
+
+    Args:
+        strides: the operand's strides, its two matrix strides last.
+        extents: the extents of the two matrix axes; along an extent of 1 nothing is stepped.
+    """
+    return any(s == 1 or e <= 1 for s, e in zip(strides[-2:], extents, strict=True))
+
+
+def matrix_last(axes: Axes) -> tuple[int, ...]:
+    """Returns the permutation that brings an operand's axes into the order that ``axes`` has."""
+    return tuple(axis for axis in axes if axis is not None)
+
+
+def permuted(axes: Axes) -> Axes:
+    """Returns the axes of an operand that was transposed by ``matrix_last``."""
+    position = itertools.count()
+    return tuple(None if axis is None else next(position) for axis in axes)
+
+
+def insert_batch(axes: Axes, position: int | None) -> Axes:
+    """Returns the axes of an operand that gains an outermost batch dimension.
+
+    Args:
+        axes: the operand's axes without it.
+        position: where it lies in the operand's new shape; ``None`` broadcasts the operand.
+    """
+    if position is None:
+        return (None, *axes)
+    return (position, *(x if x is None or x < position else x + 1 for x in axes))
+
+
+def merge(axes: Axes, shape: Shape, outer: int, inner: int) -> tuple[Axes, Shape] | None:
+    """Merges role ``outer`` into role ``inner`` when they are neighbours in memory.
+
+    Args:
+        axes: an operand's axes.
+        shape: its shape.
+        outer: index in ``axes`` of the role that goes.
+        inner: index in ``axes`` of the role that absorbs it.
+
+    Returns:
+        The new axes and the shape to reshape to, without moving an element; ``None`` when the two
+        are not neighbours.
+    """
+    position = axes[outer]
+    if position is None or axes[inner] != position + 1:
+        return None
+    merged_shape = (
+        *shape[:position],
+        shape[position] * shape[position + 1],
+        *shape[position + 2 :],
+    )
+    merged = tuple(x if x is None or x <= position else x - 1 for x in axes)
+    return merged[:outer] + merged[outer + 1 :], merged_shape

@@ -1,0 +1,159 @@
+"""Fixtures that several test files share, and which tests this machine can run."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_tcgemm import _extension, kernel_table
+
+# Read when a backend starts. The shard_map tests need more than one device; on GPUs, tuning the
+# products of the baseline would take most of the time.
+_XLA_FLAGS = ("--xla_force_host_platform_device_count=4", "--xla_gpu_autotune_level=0")
+os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_XLA_FLAGS])
+
+
+def _compute_capability() -> float | None:
+    """Returns that of the GPU, or None where there is none."""
+    if jax.default_backend() != "gpu":
+        return None
+    return float(jax.devices()[0].compute_capability)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    capability = _compute_capability()
+    for item in items:
+        if "gpu" in item.keywords and capability is None:
+            item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU"))
+        elif "gpu" in item.keywords and not _extension.KERNEL_NAMES:
+            item.add_marker(pytest.mark.skip(reason="built without kernels"))
+        elif "sm90" in item.keywords and capability != 9.0:
+            item.add_marker(pytest.mark.skip(reason="no GPU of compute capability 9.0"))
+
+
+@pytest.fixture(autouse=True)
+def _device(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Runs what isn't marked `gpu` on the CPU, so that it means the same on every machine."""
+    if "gpu" in request.keywords:
+        yield
+    else:
+        with jax.default_device(jax.devices("cpu")[0]):
+            yield
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    """A generator of fresh numbers; JAX_TCGEMM_TEST_SEED repeats a run."""
+    seed = int(os.environ.get("JAX_TCGEMM_TEST_SEED", secrets.randbits(32)))
+    print(f"JAX_TCGEMM_TEST_SEED={seed}")
+    return np.random.default_rng(seed)
+
+
+@pytest.fixture
+def normal(rng: np.random.Generator) -> Callable[..., jax.Array]:
+    """Draws normally distributed arrays: `normal(2, 3, dtype=jnp.bfloat16)`."""
+
+    def draw(*shape: int, dtype: Any = jnp.float32) -> jax.Array:
+        if jnp.issubdtype(dtype, jnp.bool_) or jnp.issubdtype(dtype, jnp.integer):
+            return jnp.asarray(rng.integers(0, 2 if dtype == jnp.bool_ else 10, shape), dtype)
+        values = rng.standard_normal(shape)
+        if jnp.issubdtype(dtype, jnp.complexfloating):
+            values = values + 1j * rng.standard_normal(shape)
+        return jnp.asarray(values, dtype)
+
+    return draw
+
+
+def _exact(x: Any) -> np.ndarray:
+    x = np.asarray(x)
+    is_complex = np.issubdtype(x.dtype, np.complexfloating)
+    return x.astype(np.complex128 if is_complex else np.float64)
+
+
+@pytest.fixture
+def exact() -> Callable[[Any], np.ndarray]:
+    """Converts an array to float64 (complex128)."""
+    return _exact
+
+
+@pytest.fixture
+def assert_accurate() -> Callable[..., None]:
+    """The criterion: error against `exact` at most twice `baseline`'s, plus one output rounding."""
+
+    def check(actual: Any, baseline: Any, exact: Any, slack: float = 0.0) -> None:
+        exact = _exact(exact)
+        assert actual.shape == exact.shape
+        if not exact.size:
+            return
+        error = np.abs(_exact(actual) - exact).max()
+        baseline_error = np.abs(_exact(baseline) - exact).max()
+        rounding = float(jnp.finfo(actual.dtype).eps) * np.abs(exact).max()
+        allowed = 2 * baseline_error + rounding + slack
+        assert error <= allowed, f"error {error:.3e}, baseline's {baseline_error:.3e}"
+
+    return check
+
+
+@pytest.fixture
+def all_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pretends that every kernel of the table was compiled in, for lowering alone."""
+    names = frozenset(config.name for config in kernel_table.CONFIGS)
+    monkeypatch.setattr(_extension, "KERNEL_NAMES", names)
+
+
+def _attribute(text: str, type_name: str) -> Any:
+    if text.startswith('"'):
+        return text.strip('"')
+    if text in ("true", "false"):
+        return text == "true"
+    if text.startswith("dense"):
+        values = [int(value) for value in re.findall(r"-?\d+", text)]
+        size = int(type_name.removeprefix("tensor<").split("x")[0])
+        return values * size if len(values) != size else values
+    return float(text) if type_name == "f32" else int(text)
+
+
+_CALL = re.compile(
+    r"custom_call @jax_tcgemm_gemm_v1\(.*?mhlo\.backend_config = \{(.*?)\}, operand_layouts.*?"
+    r" : \((.*)\) -> (.*)"
+)
+_ATTRIBUTE = re.compile(r'(\w+) = ("[^"]*"|dense<[^>]*>|[^\s,]+)(?: : ([\w<>]+))?')
+
+
+@pytest.fixture
+def cuda_module(all_kernels: None) -> Callable[..., tuple[str, list[dict[str, Any]]]]:
+    """Lowers a function for CUDA, GPU or not: the module's text, and each custom call in it."""
+
+    def lower(function: Callable, *args: Any, **jit_options: Any):
+        traced = jax.jit(function, **jit_options).trace(*args)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        calls = []
+        for attributes, operands, results in _CALL.findall(text):
+            call: dict[str, Any] = {
+                name: _attribute(value, type_name)
+                for name, value, type_name in _ATTRIBUTE.findall(attributes)
+            }
+            tensors = re.findall(r"tensor<([\w]+)>", operands)
+            calls.append(call | {"operands": tensors, "results": re.findall(r"<(\w+)>", results)})
+        assert len(calls) == text.count("custom_call @jax_tcgemm"), text
+        return text, calls
+
+    return lower
+
+
+@pytest.fixture
+def count_gemms() -> Callable[..., int]:
+    """Counts the gemms that a function's program still has after unused ones are dropped."""
+
+    def count(function: Callable, *args: Any) -> int:
+        return jax.jit(function).lower(*args).as_text().count("stablehlo.dot_general")
+
+    return count

@@ -1,0 +1,65 @@
+"""The examples run, and fail when they should."""
+
+import importlib.util
+import pathlib
+import sys
+
+import pytest
+
+EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
+
+
+def load(name: str):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_quickstart(capsys):
+    load("quickstart").main()
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 7
+    assert "(8, 256, 128) bfloat16" in lines[5]
+
+
+def test_train_digits_learns_as_the_jnp_model_does(capsys):
+    load("train_digits").main(["--epochs", "12"])
+    output = capsys.readouterr().out
+    assert output.splitlines()[-1].startswith("OK: equal within rounding")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_train_digits_on_the_gpu(dtype, capsys):
+    load("train_digits").main(["--dtype", dtype])
+    output = capsys.readouterr().out
+    assert "(gpu)" in output
+    assert output.splitlines()[-1].startswith("OK: equal within rounding")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_train_digits_in_16_bits(dtype, capsys):
+    arguments = ["--epochs", "3", "--accuracy", "0.8", "--members", "2", "--dtype", dtype]
+    load("train_digits").main(arguments)
+    assert "OK" in capsys.readouterr().out
+
+
+def test_train_digits_fails_below_the_accuracy():
+    with pytest.raises(SystemExit, match="accuracy is not over"):
+        load("train_digits").main(["--epochs", "1", "--members", "1"])
+
+
+def test_train_digits_fails_when_the_curves_part(monkeypatch):
+    module = load("train_digits")
+    right = module.dense_gemm
+    monkeypatch.setattr(
+        module, "dense_gemm", lambda x, w, bias, last: right(x, w, bias, last) * 1.05
+    )
+    with pytest.raises(SystemExit, match="losses of epoch"):
+        module.main(["--epochs", "2", "--members", "1"])
+
+
+def test_every_example_is_tested():
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {"quickstart", "train_digits"}
+    assert not any(name in sys.modules for name in ("quickstart", "train_digits"))

@@ -1,0 +1,274 @@
+"""Every kernel configuration against float64: residues, layouts, alignments, epilogues, batches."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_tcgemm import _extension, gemm
+from jax_tcgemm.epilogues import ACTIVATIONS
+from jax_tcgemm.kernel_table import CONFIGS, KernelConfig
+from jax_tcgemm.spec import INPUT_DTYPES
+
+pytestmark = pytest.mark.gpu
+
+LAYOUTS = list(itertools.product((False, True), repeat=2))
+
+# Drawn afresh in each run: nearly all of the time goes into compiling one program for each.
+_RESIDUES_PER_LAYOUT = 4
+
+# How much more a float16 accumulator may be off; it is rounded after every 16 steps along k.
+_ACCUMULATION_STEP = {"F16_F16_F16": 16}
+
+
+BY_CONFIG = pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(
+            config,
+            id=config.name,
+            marks=pytest.mark.skipif(
+                config.name not in _extension.KERNEL_NAMES, reason="not in this build"
+            ),
+        )
+        for config in CONFIGS
+    ],
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One call of `gemm`, but for its arrays."""
+
+    config: KernelConfig
+    m: int
+    n: int
+    k: int
+    transpose_a: bool = False
+    transpose_b: bool = False
+    out_dtype: Any = None
+    activation: str | None = None
+    alpha: Any = 1.0
+    beta: Any = 1.0
+
+
+def poison(shape, dtype) -> None:
+    """Leaves NaNs in the memory that the next results of this shape are likely to get."""
+    blocks = [jnp.full(shape, jnp.nan, dtype) for _ in range(4)]
+    jax.block_until_ready(blocks)
+    for block in blocks:
+        block.delete()
+
+
+@pytest.fixture
+def check(normal, exact, assert_accurate):
+    """Runs a case on fresh arrays and holds its error against that of `jnp.matmul`."""
+
+    def run(case: Case, a_batch=(), b_batch=(), c_shape=None, bias_shape=None):
+        algorithm = case.config.algorithm
+        dtype = INPUT_DTYPES[algorithm]
+        out_dtype = jnp.dtype(case.out_dtype or dtype)
+        m, n, k = case.m, case.n, case.k
+        a = normal(*a_batch, *((k, m) if case.transpose_a else (m, k)), dtype=dtype)
+        b = normal(*b_batch, *((n, k) if case.transpose_b else (k, n)), dtype=dtype)
+        c = None if c_shape is None else normal(*c_shape, dtype=out_dtype)
+        bias = None if bias_shape is None else normal(*bias_shape, dtype=out_dtype)
+
+        def by_gemm(a, b, c, bias):
+            return gemm(
+                a,
+                b,
+                c,
+                bias=bias,
+                alpha=case.alpha,
+                beta=case.beta,
+                activation=case.activation,
+                transpose_a=case.transpose_a,
+                transpose_b=case.transpose_b,
+                precision=algorithm,
+                preferred_element_type=out_dtype,
+                config=case.config.name,
+            )
+
+        def epilogue(product, c, bias):
+            z = case.alpha * product
+            z = z if c is None else z + case.beta * c
+            z = z if bias is None else z + bias[..., None, :]
+            return z if case.activation is None else ACTIVATIONS[case.activation].reference(z)
+
+        def by_matmul(a, b, c, bias):
+            a, b = a.mT if case.transpose_a else a, b.mT if case.transpose_b else b
+            wide = [None if x is None else x.astype(jnp.float32) for x in (c, bias)]
+            product = jnp.matmul(a, b, preferred_element_type=jnp.float32)
+            return epilogue(product, *wide).astype(out_dtype)
+
+        args = (a, b, c, bias)
+        baseline = jax.jit(by_matmul)(*args)
+        poison(baseline.shape, out_dtype)
+        got = jax.jit(by_gemm)(*args)
+        assert got.dtype == out_dtype
+        a64 = exact(a).swapaxes(-1, -2) if case.transpose_a else exact(a)
+        b64 = exact(b).swapaxes(-1, -2) if case.transpose_b else exact(b)
+        c64, bias64 = (None if x is None else exact(x) for x in (c, bias))
+        product = a64 @ b64
+        with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
+            expected = np.asarray(epilogue(jnp.asarray(product), c64, bias64))
+        slack = 0.0
+        if (step := _ACCUMULATION_STEP.get(algorithm)) and product.size:
+            eps = float(jnp.finfo(jnp.float16).eps)
+            slack = math.ceil(k / step) * eps * np.abs(product).max() * abs(float(case.alpha))
+        assert_accurate(got, baseline, expected, slack)
+
+    return run
+
+
+def residues(tile: int, unit: int, large: int) -> list[int]:
+    """Extents around a tile, in multiples of what alignment allows."""
+    if unit == 1:
+        return [0, 1, 7, tile - 1, tile, tile + 1, large + 3]
+    return [0, unit, tile - unit, tile, tile + unit, large + unit]
+
+
+def units(config: KernelConfig, transpose_a: bool, transpose_b: bool) -> tuple[int, int, int]:
+    """Returns what m, n and k must be multiples of: 16 bytes where they are contiguous."""
+    chunk = 16 // config.element_bytes if config.loader == "cp_async" else 1
+    m = chunk if transpose_a else 1
+    n = 1 if transpose_b else chunk
+    k = chunk if not transpose_a or transpose_b else 1
+    return m, n, k
+
+
+@pytest.mark.parametrize(("transpose_a", "transpose_b"), LAYOUTS)
+@BY_CONFIG
+def test_residues(check, rng, config, transpose_a, transpose_b):
+    unit_m, unit_n, unit_k = units(config, transpose_a, transpose_b)
+    all_m = residues(config.tile_m, unit_m, 3 * config.tile_m)
+    all_n = residues(config.tile_n, unit_n, 2 * config.tile_n)
+    all_k = residues(config.tile_k, unit_k, 9 * config.tile_k)
+    for extents in (all_m, all_n, all_k):
+        rng.shuffle(extents)
+    for m, n, k in itertools.islice(zip(all_m, all_n, all_k, strict=False), _RESIDUES_PER_LAYOUT):
+        check(Case(config, m, n, k, transpose_a, transpose_b))
+
+
+@BY_CONFIG
+def test_float32_output(check, config):
+    shape = 2 * config.tile_m, config.tile_n + 8, 5 * config.tile_k
+    check(Case(config, *shape, out_dtype=jnp.float32))
+
+
+@pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
+@BY_CONFIG
+def test_epilogue(check, rng, config, activation):
+    m, n, k = config.tile_m + 8, config.tile_n + 8, 4 * config.tile_k
+    out_dtype = rng.choice([None, jnp.float32])
+    c_shape = [None, (m, n), (n,), (m, 1)][rng.integers(4)]
+    bias_shape = [None, (n,)][rng.integers(2)]
+    case = Case(config, m, n, k, out_dtype=out_dtype, activation=activation, alpha=0.125, beta=-2.0)
+    check(case, c_shape=c_shape, bias_shape=bias_shape)
+    check(case, c_shape=(m, n), bias_shape=(n,))
+
+
+@pytest.mark.parametrize(
+    ("a_batch", "b_batch"), [((3,), (3,)), ((3,), ()), ((), (3,)), ((2, 1), (1, 3)), ((2, 3), (3,))]
+)
+@BY_CONFIG
+def test_batches(check, config, a_batch, b_batch):
+    batch = np.broadcast_shapes(a_batch, b_batch)
+    case = Case(config, 24, 40, 72, activation="relu", alpha=0.5)
+    check(case, a_batch, b_batch, c_shape=(*batch, 24, 40), bias_shape=(batch[-1], 40))
+
+
+@pytest.mark.parametrize("algorithm", INPUT_DTYPES)
+@pytest.mark.parametrize("shape", [(5, 7, 9), (65, 33, 130), (127, 129, 257), (1, 1000, 513)])
+def test_heuristic_takes_any_alignment(normal, exact, assert_accurate, algorithm, shape):
+    """Odd leading dimensions and batch strides, with no configuration named."""
+    m, n, k = shape
+    dtype = INPUT_DTYPES[algorithm]
+    for transpose_a, transpose_b in LAYOUTS:
+        a = normal(3, *((k, m) if transpose_a else (m, k)), dtype=dtype)
+        b = normal(3, *((n, k) if transpose_b else (k, n)), dtype=dtype)
+        flags = {"transpose_a": transpose_a, "transpose_b": transpose_b}
+        got = jax.jit(lambda a, b, flags=flags: gemm(a, b, precision=algorithm, **flags))(a, b)
+        a, b = a.mT if transpose_a else a, b.mT if transpose_b else b
+        expected = exact(a) @ exact(b)
+        slack = 0.0
+        if algorithm == "F16_F16_F16":
+            slack = math.ceil(k / 16) * float(jnp.finfo(dtype).eps) * np.abs(expected).max()
+        assert_accurate(got, jnp.matmul(a, b), expected, slack)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_traced_scalars_and_preactivation(normal, exact, dtype):
+    a, b, bias = normal(200, 136, dtype=dtype), normal(136, 72, dtype=dtype), normal(72)
+
+    def f(a, b, alpha, beta):
+        return gemm(a, b, bias, bias=bias, alpha=alpha, beta=beta, activation="gelu")
+
+    args = (a, b, jnp.float32(0.1), jnp.float32(-0.5))
+    got, tangent = jax.jit(lambda *x: jax.jvp(f, x, (a, b, *args[2:])))(*args)
+    product = exact(a) @ exact(b)
+    z = 0.1 * product + 0.5 * exact(bias)
+    dz = 0.3 * product - 0.5 * exact(bias)
+    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
+        expected = jax.jvp(ACTIVATIONS["gelu"].reference, (jnp.asarray(z),), (jnp.asarray(dz),))
+    tolerance = 4 * max(float(jnp.finfo(dtype).eps), 2.0**-10)
+    for x, y in zip((got, tangent), expected, strict=True):
+        np.testing.assert_allclose(exact(x), y, rtol=tolerance, atol=tolerance * np.abs(y).max())
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_gradients(normal, exact, assert_accurate, dtype):
+    x, w = normal(4, 33, 80, dtype=dtype), normal(80, 48, dtype=dtype)
+    bias, g = normal(48, dtype=dtype), normal(4, 33, 48, dtype=dtype)
+    actual = jax.jit(lambda *p: jax.vjp(lambda x, w, b: gemm(x, w, bias=b), *p)[1](g))(x, w, bias)
+    baseline = jax.jit(lambda *p: jax.vjp(lambda x, w, b: x @ w + b, *p)[1](g))(x, w, bias)
+    expected = (
+        exact(g) @ exact(w).T,
+        np.einsum("imk,imn->kn", exact(x), exact(g)),
+        exact(g).sum((0, 1)),
+    )
+    for got, base, z in zip(actual, baseline, expected, strict=True):
+        assert_accurate(got, base, z)
+
+
+@pytest.mark.parametrize("in_axes", [(0, None), (1, None), (2, 0), (1, 1), (None, 2), (0, 0)])
+def test_vmap(normal, exact, assert_accurate, in_axes):
+    shapes = [(40, 72), (72, 24)]
+    args = [
+        normal(*(shape if axis is None else np.insert(shape, axis, 5)), dtype=jnp.bfloat16)
+        for shape, axis in zip(shapes, in_axes, strict=True)
+    ]
+    f = jax.jit(jax.vmap(lambda a, b: gemm(a, b), in_axes))
+    g = jax.jit(jax.vmap(jnp.matmul, in_axes))
+    moved = [
+        exact(x) if axis is None else np.moveaxis(exact(x), axis, 0)
+        for x, axis in zip(args, in_axes, strict=True)
+    ]
+    assert_accurate(f(*args), g(*args), moved[0] @ moved[1])
+
+
+def test_large_batch(normal, exact, assert_accurate):
+    """More batches than one grid dimension holds."""
+    a, b = normal(70000, 5, 8, dtype=jnp.bfloat16), normal(70000, 8, 3, dtype=jnp.bfloat16)
+    assert_accurate(jax.jit(gemm)(a, b), jnp.matmul(a, b), exact(a) @ exact(b))
+
+
+@pytest.mark.slow
+def test_more_than_2_to_the_31_elements(normal, exact):
+    """The last rows of a product whose operand and result both pass 2^31 elements."""
+    m, n, k = 2**16 + 8, 2**15 + 8, 2**15 + 64
+    a = jnp.zeros((m, k), jnp.bfloat16).at[-4:].set(normal(4, k, dtype=jnp.bfloat16))
+    b = jnp.zeros((k, n), jnp.bfloat16).at[:, -4:].set(normal(k, 4, dtype=jnp.bfloat16))
+    got = jax.jit(gemm)(a, b)
+    expected = exact(a[-4:]) @ exact(b[:, -4:])
+    np.testing.assert_allclose(exact(got[-4:, -4:]), expected, rtol=1e-2, atol=1)
+    assert not bool(jnp.any(got[:-4]))
+    assert not bool(jnp.any(got[:, :-4]))
