@@ -55,8 +55,7 @@ nb::dict device_properties(int ordinal) {
   result["shared_memory_per_block"] = properties->shared_memory_per_block;
   result["shared_memory_per_sm"] = properties->shared_memory_per_sm;
   result["l2_bytes"] = properties->l2_bytes;
-  result["driver_cuda"] =
-      std::to_string(driver / 1000) + "." + std::to_string(driver % 1000 / 10);
+  result["driver_cuda"] = std::to_string(driver / 1000) + "." + std::to_string(driver % 1000 / 10);
   return result;
 }
 

@@ -9,7 +9,7 @@ class Status;
 
 struct DeviceProperties {
   int ordinal = 0;
-  int compute_capability = 0;       // 10 * major + minor
+  int compute_capability = 0;  // 10 * major + minor
   int sm_count = 0;
   int shared_memory_per_block = 0;  // bytes, with opt-in
   int shared_memory_per_sm = 0;     // bytes

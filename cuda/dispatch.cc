@@ -16,28 +16,6 @@ namespace {
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-bool supports(const KernelConfig& config, const ChoiceInput& input) {
-  return config.algorithm == input.algorithm &&
-         (input.aligned || config.loader != Loader::kCpAsync) &&
-         config.shared_memory_bytes() <= input.shared_memory_per_block;
-}
-
-// Time one SM needs for its share of the tiles, in arbitrary units. Every SM works through
-// ceil(tiles / sm_count) tiles; a tile costs its padded volume, a fixed part for filling the ring
-// and writing D, and, by its warps' shape, more or less shared-memory traffic for each product.
-double estimated_time(const KernelConfig& config, const ChoiceInput& input) {
-  const int64_t tiles =
-      ceil_div(input.m, config.tile_m) * ceil_div(input.n, config.tile_n) * input.batch;
-  const double rounds = static_cast<double>(ceil_div(tiles, input.sm_count));
-  const double volume = double(config.tile_m) * config.tile_n;
-  const double k = static_cast<double>(ceil_div(input.k, config.tile_k) * config.tile_k);
-  const double traffic = 1.0 / config.warp_m() + 1.0 / config.warp_n();
-  const double rate = 1.0 / (1.0 + 24.0 * traffic);
-  const double loader_cost = config.loader == Loader::kRealign ? 1.3 : 1.0;
-  const double latency_bound = 5000.0;  // a lone small tile cannot fill an SM
-  return rounds * (std::max(volume, latency_bound) * k * loader_cost / rate + 150.0 * volume);
-}
-
 // One line for each distinct choice when JAX_TCGEMM_LOG is set.
 void log_choice(const GemmProblem& problem, const KernelEntry& entry) {
   static const bool enabled = [] {
@@ -76,9 +54,14 @@ Status set_tile_order(const KernelConfig& config, GemmParams* params) {
 Status find_kernel(const GemmProblem& problem, const DeviceProperties& device,
                    const KernelEntry** entry) {
   const GemmParams& p = problem.params;
-  const ChoiceInput input{problem.algorithm, p.m,          p.n,
-                          p.k,               p.batch,      problem.aligned(),
-                          device.sm_count,   device.shared_memory_per_block};
+  const ChoiceInput input{problem.algorithm,
+                          p.m,
+                          p.n,
+                          p.k,
+                          p.batch,
+                          problem.aligned(),
+                          device.sm_count,
+                          device.shared_memory_per_block};
   *entry = nullptr;
   if (!problem.config.empty()) {
     const auto rows = kernel_registry();
@@ -98,7 +81,8 @@ Status find_kernel(const GemmProblem& problem, const DeviceProperties& device,
   return Status();
 }
 
-// Replaces an unaligned operand by a padded copy in the workspace, `*used` bytes of which are taken.
+// Replaces an unaligned operand by a padded copy in the workspace, `*used` bytes of which are
+// taken.
 Status pad_operand(const GemmProblem& problem, Major major, int32_t extent_mn, Operand* operand,
                    bool* aligned, int64_t* used, cudaStream_t stream) {
   const GemmParams& params = problem.params;
@@ -116,7 +100,7 @@ Status pad_operand(const GemmProblem& problem, Major major, int32_t extent_mn, O
                      " taken");
   JAX_TCGEMM_CUDA_CHECK(launch_pad(pad, stream), "padding ", pad.rows, " rows of ", pad.columns);
   *used += bytes;
-  *operand = {pad.out, pad.out_ld, bytes / pad.element_bytes, pad.out_batch, true};
+  *operand = {pad.out, pad.out_ld, bytes / pad.element_bytes, pad.out_batch};
   *aligned = true;
   return Status();
 }
@@ -145,7 +129,7 @@ const KernelEntry* choose_kernel(const ChoiceInput& input) {
   double best_time = std::numeric_limits<double>::infinity();
   for (const KernelEntry& entry : kernel_registry()) {
     if (!supports(entry.config, input)) continue;
-    const double time = estimated_time(entry.config, input);
+    const double time = estimated_cycles(entry.config, input);
     if (time < best_time) {
       best = &entry;
       best_time = time;
@@ -164,10 +148,9 @@ Status run_gemm(GemmProblem problem, const DeviceProperties& device, cudaStream_
   log_choice(problem, *entry);
   GemmParams& params = problem.params;
   JAX_TCGEMM_RETURN_IF_ERROR(set_tile_order(entry->config, &params));
-  JAX_TCGEMM_CUDA_CHECK(
-      entry->launch(params, problem.major_a, problem.major_b, device, stream), "launching ",
-      entry->name, " for m=", params.m, " n=", params.n, " k=", params.k, " batch=", params.batch,
-      " on ", device.name);
+  JAX_TCGEMM_CUDA_CHECK(entry->launch(params, problem.major_a, problem.major_b, device, stream),
+                        "launching ", entry->name, " for m=", params.m, " n=", params.n,
+                        " k=", params.k, " batch=", params.batch, " on ", device.name);
   return Status();
 }
 

@@ -10,6 +10,7 @@
 
 #include "device.h"
 #include "gemm_params.h"
+#include "heuristic.h"
 #include "kernel_entry.h"
 #include "status.h"
 
@@ -28,16 +29,6 @@ struct GemmProblem {
   std::string_view config;  // a row's name, or empty: choose
 
   bool aligned() const { return aligned_a && aligned_b; }
-};
-
-// What the choice of a configuration depends on; a pure function of it, so that it can be tested
-// without a GPU.
-struct ChoiceInput {
-  Algorithm algorithm;
-  int64_t m, n, k, batch;
-  bool aligned;
-  int sm_count;
-  int shared_memory_per_block;  // bytes
 };
 
 std::span<const KernelEntry> kernel_registry();

@@ -1,5 +1,5 @@
-// The way from XLA to the kernels: decodes a custom call into a GemmProblem, checks every extent and
-// stride against the buffers, and turns a Status into an ffi::Error.
+// The way from XLA to the kernels: decodes a custom call into a GemmProblem, checks every extent
+// and stride against the buffers, and turns a Status into an ffi::Error.
 
 #include "ffi_handler.h"
 
@@ -53,8 +53,7 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     ::xla::ffi::StructMember<bool>("has_c"), ::xla::ffi::StructMember<bool>("has_bias"),
     ::xla::ffi::StructMember<bool>("has_alpha"), ::xla::ffi::StructMember<bool>("has_beta"),
     ::xla::ffi::StructMember<bool>("has_aux"), ::xla::ffi::StructMember<bool>("has_workspace"),
-    ::xla::ffi::StructMember<float>("alpha"),
-    ::xla::ffi::StructMember<float>("beta"),
+    ::xla::ffi::StructMember<float>("alpha"), ::xla::ffi::StructMember<float>("beta"),
     ::xla::ffi::StructMember<std::string_view>("activation"),
     ::xla::ffi::StructMember<std::string_view>("algorithm"),
     ::xla::ffi::StructMember<std::string_view>("config"));
@@ -91,8 +90,7 @@ Status checked_span(const Buffer& buffer, const GemmAttributes& attributes,
   int64_t last = 0;
   bool empty = false;
   for (size_t i = 0; i < batch_rank + kRank; ++i) {
-    const int64_t extent =
-        i < batch_rank ? attributes.batch_shape[i] : extents[i - batch_rank];
+    const int64_t extent = i < batch_rank ? attributes.batch_shape[i] : extents[i - batch_rank];
     JAX_TCGEMM_REQUIRE(buffer.strides[i] >= 0, buffer.name, " stride ", i, " is ",
                        buffer.strides[i]);
     empty |= extent == 0;
@@ -140,8 +138,6 @@ Status decode_operand(const Buffer& buffer, const GemmAttributes& attributes, in
   operand->span = span;
   operand->batch = batch_strides(buffer.strides, attributes.batch_shape.size());
   const int64_t bytes = element_bytes(buffer.data.element_type());
-  operand->vectorizable =
-      is_aligned(operand->data, operand->ld, operand->batch, bytes, kVectorColumns * bytes);
   *aligned = is_aligned(operand->data, operand->ld, operand->batch, bytes, 16) &&
              is_multiple((k_major ? extent_k : extent_mn) * bytes, 16);
   return Status();
@@ -160,9 +156,9 @@ Status decode_addend(const Buffer& buffer, const GemmAttributes& attributes, ffi
   addend->stride_n = buffer.strides[batch_rank + rank - 1];
   addend->batch = batch_strides(buffer.strides, batch_rank);
   addend->is_float32 = type == ffi::F32;
-  addend->vectorizable =
-      addend->stride_n == 1 && is_aligned(addend->data, addend->stride_m, addend->batch,
-                                          element_bytes(type), kVectorColumns * element_bytes(type));
+  addend->vectorizable = addend->stride_n == 1 &&
+                         is_aligned(addend->data, addend->stride_m, addend->batch,
+                                    element_bytes(type), kVectorColumns * element_bytes(type));
   return Status();
 }
 
@@ -170,9 +166,9 @@ Status decode_activation(std::string_view name, Activation* activation) {
   constexpr struct {
     std::string_view name;
     Activation activation;
-  } kNames[] = {{"", Activation::kNone},         {"Relu", Activation::kRelu},
-                {"Gelu", Activation::kGelu},     {"GeluExact", Activation::kGeluExact},
-                {"Silu", Activation::kSilu},     {"Sigmoid", Activation::kSigmoid},
+  } kNames[] = {{"", Activation::kNone},     {"Relu", Activation::kRelu},
+                {"Gelu", Activation::kGelu}, {"GeluExact", Activation::kGeluExact},
+                {"Silu", Activation::kSilu}, {"Sigmoid", Activation::kSigmoid},
                 {"Tanh", Activation::kTanh}};
   for (const auto& entry : kNames) {
     if (entry.name == name) {
@@ -185,8 +181,8 @@ Status decode_activation(std::string_view name, Activation* activation) {
 
 Status decode_shape(const GemmAttributes& attributes, GemmParams* params) {
   for (const int64_t extent : {attributes.m, attributes.n, attributes.k}) {
-    JAX_TCGEMM_REQUIRE(0 <= extent && extent <= kMaxExtent, "m=", attributes.m,
-                       " n=", attributes.n, " k=", attributes.k);
+    JAX_TCGEMM_REQUIRE(0 <= extent && extent <= kMaxExtent, "m=", attributes.m, " n=", attributes.n,
+                       " k=", attributes.k);
   }
   JAX_TCGEMM_REQUIRE(attributes.batch_shape.size() <= size_t{kMaxBatchRank},
                      attributes.batch_shape.size(), " batch dimensions, at most ", kMaxBatchRank);
@@ -207,11 +203,11 @@ Status decode_shape(const GemmAttributes& attributes, GemmParams* params) {
 }
 
 Status check_types(Algorithm algorithm, ffi::DataType a, ffi::DataType b, ffi::DataType d) {
-  const ffi::DataType input = algorithm == Algorithm::kBf16Bf16F32    ? ffi::BF16
+  const ffi::DataType input = algorithm == Algorithm::kBf16Bf16F32   ? ffi::BF16
                               : algorithm == Algorithm::kTf32Tf32F32 ? ffi::F32
-                                                                      : ffi::F16;
-  JAX_TCGEMM_REQUIRE(a == input && b == input, "element types of A and B are ",
-                     static_cast<int>(a), " and ", static_cast<int>(b), ", the algorithm takes ",
+                                                                     : ffi::F16;
+  JAX_TCGEMM_REQUIRE(a == input && b == input, "element types of A and B are ", static_cast<int>(a),
+                     " and ", static_cast<int>(b), ", the algorithm takes ",
                      static_cast<int>(input));
   JAX_TCGEMM_REQUIRE(d == input || d == ffi::F32, "element type of D is ", static_cast<int>(d));
   return Status();

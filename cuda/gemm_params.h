@@ -25,13 +25,13 @@ enum class RasterOrder { kAlongM, kAlongN };
 // The order of tiles: see scheduler/raster.cuh.
 struct Raster {
   RasterOrder order;
-  FastDivisor tiles;            // of one matrix
+  FastDivisor tiles;  // of one matrix
   FastDivisor tiles_per_group;
-  FastDivisor width;            // tiles of a group along `order`
-  FastDivisor last_width;       // the same of the last group
+  FastDivisor width;       // tiles of a group along `order`
+  FastDivisor last_width;  // the same of the last group
   int32_t last_group;
-  int32_t stride_index;         // blocks of the grid, as tiles of a matrix ...
-  int32_t stride_batch;         // ... and whole matrices
+  int32_t stride_index;  // blocks of the grid, as tiles of a matrix ...
+  int32_t stride_batch;  // ... and whole matrices
 };
 
 struct BatchStrides {
@@ -44,7 +44,6 @@ struct Operand {
   int64_t ld;
   int64_t span;  // elements from `data` to the end of the last one that may be read
   BatchStrides batch;
-  bool vectorizable;  // 4 contiguous elements may be read at once wherever a multiple of 4 is
 };
 
 // C: (batch, m, n) with any strides, in the type of D or in float32.
@@ -78,13 +77,13 @@ struct EpilogueParams {
 
 struct GemmParams {
   int32_t m, n, k;
-  int32_t batch_rank;
   int32_t batch;  // product of batch_shape
-  int32_t batch_shape[kMaxBatchRank];
+  Raster raster;  // set when a configuration has been chosen
   Operand a;
   Operand b;
   EpilogueParams epilogue;
-  Raster raster;  // set when a configuration has been chosen
+  int32_t batch_rank;
+  int32_t batch_shape[kMaxBatchRank];
 };
 
 }  // namespace jax_tcgemm

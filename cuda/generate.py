@@ -1,7 +1,7 @@
 """Writes the kernel table out for the C++ build.
 
-One ``<config name>.cu`` per row, which instantiates that kernel, and ``kernel_registry.inc``, the list
-of them. Run by CMake; the results live in the build directory and are never committed.
+One ``<config name>.cu`` per row, which instantiates that kernel, and ``kernel_registry.inc``, the
+list of them. Run by CMake; the results live in the build directory and are never committed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ struct Row_{name} {{
 
 cudaError_t launch_{name}(const GemmParams& params, Major major_a, Major major_b,
                           const DeviceProperties& device, cudaStream_t stream) {{
-  return launch_row<{arch}::Family, Row_{name}>(params, major_a, major_b, device, stream);
+  return {arch}::launch<Row_{name}>(params, major_a, major_b, device, stream);
 }}
 
 }}  // namespace jax_tcgemm
@@ -95,7 +95,9 @@ def registry(configs) -> str:
     """The list of kernels that dispatch.cc includes, in the order of the table."""
     return _REGISTRY.format(
         declarations="\n".join(f"KernelLaunch launch_{c.name};" for c in configs),
-        entries="\n".join(f'    {{"{c.name}", {cpp_config(c)}, launch_{c.name}}},' for c in configs),
+        entries="\n".join(
+            f'    {{"{c.name}", {cpp_config(c)}, launch_{c.name}}},' for c in configs
+        ),
     )
 
 

@@ -11,7 +11,8 @@
 
 namespace jax_tcgemm {
 
-// Enqueues a kernel; `params` is complete but for the grid's strides. Capturable: no allocation, no synchronisation.
+// Enqueues a kernel; `params` is complete but for the grid's strides. Capturable: no allocation, no
+// synchronisation.
 using KernelLaunch = cudaError_t(const GemmParams& params, Major major_a, Major major_b,
                                  const DeviceProperties& device, cudaStream_t stream);
 

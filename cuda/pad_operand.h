@@ -1,6 +1,6 @@
 // A copy of an operand whose rows start and end on 16-byte boundaries, for operands that cp.async
-// cannot address. One pass over the operand is much cheaper than realigning every tile of it each time
-// it is read.
+// cannot address. One pass over the operand is much cheaper than realigning every tile of it each
+// time it is read.
 
 #ifndef JAX_TCGEMM_PAD_OPERAND_H_
 #define JAX_TCGEMM_PAD_OPERAND_H_

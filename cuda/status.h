@@ -38,27 +38,27 @@ Status make_status(Status::Code code, const char* file, int line, const char* ex
 
 // Returns an invalid-argument Status from the enclosing function unless `condition` holds. The
 // further arguments, values included, make up the message.
-#define JAX_TCGEMM_REQUIRE(condition, ...)                                               \
-  do {                                                                                   \
-    if (!(condition)) {                                                                  \
-      return ::jax_tcgemm::make_status(::jax_tcgemm::Status::Code::kInvalidArgument,     \
+#define JAX_TCGEMM_REQUIRE(condition, ...)                                                \
+  do {                                                                                    \
+    if (!(condition)) {                                                                   \
+      return ::jax_tcgemm::make_status(::jax_tcgemm::Status::Code::kInvalidArgument,      \
                                        __FILE_NAME__, __LINE__, #condition, __VA_ARGS__); \
-    }                                                                                    \
+    }                                                                                     \
   } while (0)
 
-#define JAX_TCGEMM_RETURN_IF_ERROR(expression)                                  \
-  do {                                                                          \
+#define JAX_TCGEMM_RETURN_IF_ERROR(expression)                                   \
+  do {                                                                           \
     if (::jax_tcgemm::Status status = (expression); !status.ok()) return status; \
   } while (0)
 
 // Returns an internal-error Status unless a CUDA call succeeded.
-#define JAX_TCGEMM_CUDA_CHECK(expression, ...)                                              \
-  do {                                                                                      \
-    if (const cudaError_t error = (expression); error != cudaSuccess) {                     \
+#define JAX_TCGEMM_CUDA_CHECK(expression, ...)                                               \
+  do {                                                                                       \
+    if (const cudaError_t error = (expression); error != cudaSuccess) {                      \
       return ::jax_tcgemm::make_status(::jax_tcgemm::Status::Code::kInternal, __FILE_NAME__, \
                                        __LINE__, #expression, cudaGetErrorName(error), " (", \
                                        cudaGetErrorString(error), ") ", __VA_ARGS__);        \
-    }                                                                                       \
+    }                                                                                        \
   } while (0)
 
 #endif  // JAX_TCGEMM_STATUS_H_

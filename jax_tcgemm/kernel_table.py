@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 
-# Bytes of shared memory one thread block may use on the smallest GPU of each architecture that must
-# run every row: sm_80 and sm_90 give 163 KiB and 227 KiB, sm_86 and sm_89 give 99 KiB. Rows above the
-# device's own limit are skipped at run time; no row may be above this one.
+# Bytes of shared memory a thread block may use on the GPUs that have most (sm_90). sm_80 gives
+# 163 KiB, sm_86 and sm_89 99 KiB: rows above a device's own limit are skipped at run time.
 MAX_SHARED_MEMORY_BYTES = 227 * 1024
 
 ELEMENT_BYTES = {
@@ -67,8 +66,7 @@ class KernelConfig:
         require(self.algorithm in ELEMENT_BYTES, f"algorithm must be one of {set(ELEMENT_BYTES)}")
         if self.arch == "simt":
             require(self.loader == "direct", "simt kernels load directly")
-            require(self.tile_k % 4 == 0, "tile_k must be a multiple of 4")
-            require(self.tile_m * self.tile_n == 4 * self.threads, "a thread computes 4 columns")
+            require(self.tile_m * self.tile_n == self.threads, "a thread computes one element")
             return
         require(self.arch == "sm80", "arch must be sm80 or simt")
         require(self.loader in ("cp_async", "realign"), "loader must be cp_async or realign")
@@ -120,37 +118,45 @@ class KernelConfig:
         )
 
 
-def _sm80_rows() -> list[KernelConfig]:
+def _rows() -> list[KernelConfig]:
     rows = []
     for algorithm in ("BF16_BF16_F32", "F16_F16_F32"):
         rows += [
+            # 64 x 64 a warp is as much as registers hold; fewer bytes from shared memory for each
+            # product mean more products.
+            KernelConfig("sm80", algorithm, 128, 256, 64, 2, 4, 3),
+            KernelConfig("sm80", algorithm, 256, 128, 64, 4, 2, 3),
+            KernelConfig("sm80", algorithm, 128, 128, 64, 2, 2, 3),
+            # The same for GPUs with 163 and 99 KiB of shared memory.
             KernelConfig("sm80", algorithm, 128, 256, 32, 2, 4, 4),
-            KernelConfig("sm80", algorithm, 256, 128, 32, 4, 2, 4),
             KernelConfig("sm80", algorithm, 128, 128, 32, 2, 2, 4),
+            # For fewer or smaller tiles.
             KernelConfig("sm80", algorithm, 128, 64, 64, 2, 2, 3),
-            KernelConfig("sm80", algorithm, 64, 64, 64, 2, 2, 4),
-            KernelConfig("sm80", algorithm, 16, 128, 64, 1, 4, 4),
+            KernelConfig("sm80", algorithm, 64, 128, 64, 2, 2, 3),
+            KernelConfig("sm80", algorithm, 64, 64, 64, 2, 2, 3),
+            KernelConfig("sm80", algorithm, 16, 64, 64, 1, 2, 3),
             KernelConfig("sm80", algorithm, 128, 128, 32, 2, 4, 3, "realign"),
             KernelConfig("sm80", algorithm, 64, 64, 32, 2, 2, 3, "realign"),
         ]
     rows += [
-        KernelConfig("sm80", "F16_F16_F16", 128, 256, 32, 2, 4, 4),
-        KernelConfig("sm80", "F16_F16_F16", 64, 64, 64, 2, 2, 4),
+        KernelConfig("sm80", "F16_F16_F16", 128, 256, 64, 2, 4, 3),
+        KernelConfig("sm80", "F16_F16_F16", 64, 64, 64, 2, 2, 3),
         KernelConfig("sm80", "F16_F16_F16", 64, 64, 32, 2, 2, 3, "realign"),
-    ]
-    rows += [
-        KernelConfig("sm80", "TF32_TF32_F32", 128, 256, 16, 2, 4, 4),
-        KernelConfig("sm80", "TF32_TF32_F32", 256, 128, 16, 4, 2, 4),
+        KernelConfig("sm80", "TF32_TF32_F32", 256, 128, 32, 4, 2, 3),
+        KernelConfig("sm80", "TF32_TF32_F32", 128, 256, 32, 2, 4, 3),
+        KernelConfig("sm80", "TF32_TF32_F32", 128, 128, 32, 2, 2, 3),
         KernelConfig("sm80", "TF32_TF32_F32", 128, 128, 16, 2, 2, 4),
         KernelConfig("sm80", "TF32_TF32_F32", 128, 64, 32, 2, 2, 3),
-        KernelConfig("sm80", "TF32_TF32_F32", 64, 64, 32, 2, 2, 4),
-        KernelConfig("sm80", "TF32_TF32_F32", 128, 128, 16, 2, 4, 3, "realign"),
+        KernelConfig("sm80", "TF32_TF32_F32", 64, 64, 32, 2, 2, 3),
+        KernelConfig("sm80", "TF32_TF32_F32", 128, 128, 32, 2, 4, 3, "realign"),
         KernelConfig("sm80", "TF32_TF32_F32", 64, 64, 16, 2, 2, 3, "realign"),
     ]
+    for algorithm in ELEMENT_BYTES:
+        rows.append(KernelConfig("simt", algorithm, 4, 32, 16, 4, 1, 1, "direct"))
     return rows
 
 
-CONFIGS: tuple[KernelConfig, ...] = tuple(_sm80_rows())
+CONFIGS: tuple[KernelConfig, ...] = tuple(_rows())
 
 _BY_NAME = {config.name: config for config in CONFIGS}
 if len(_BY_NAME) != len(CONFIGS):

@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 
 from jax_tcgemm import _compat, _extension, reference
+from jax_tcgemm.alignment import padding_bytes
 from jax_tcgemm.epilogues import ACTIVATIONS
 from jax_tcgemm.spec import (
     INPUT_DTYPES,
@@ -104,10 +105,15 @@ def _custom_call(x: Operands, spec: GemmSpec, algorithm: str) -> list[jax.Array]
     shapes = _shapes(x)
     strided = fold(spec.strided(shapes))
     result = jax.ShapeDtypeStruct(spec.result_shape(shapes), out_dtype)
-    results = jax.ffi.ffi_call(_extension.GEMM_TARGET, (result,) * (1 + spec.save_preactivation))(
-        *flatten(x), **_attributes(strided, spec, algorithm)
+    results = (result,) * (1 + spec.save_preactivation)
+    workspace = 0 if spec.config is not None else padding_bytes(strided, in_dtype.itemsize)
+    call = jax.ffi.ffi_call(
+        _extension.GEMM_TARGET,
+        (*results, jax.ShapeDtypeStruct((workspace,), jnp.uint8)) if workspace else results,
     )
-    return [result.astype(spec.out_dtype) for result in results]
+    attributes = _attributes(strided, spec, algorithm, has_workspace=workspace > 0)
+    outputs = call(*flatten(x), **attributes)
+    return [output.astype(spec.out_dtype) for output in outputs[: len(results)]]
 
 
 def _as_epilogue_operand(x: jax.Array | None, out_dtype: np.dtype) -> jax.Array | None:
@@ -149,7 +155,9 @@ def _with_dense_batch(x: Operands, spec: GemmSpec) -> tuple[Operands, GemmSpec]:
     return Operands(*dense), dataclasses.replace(spec, axes=Operands(*axes))
 
 
-def _attributes(gemm: StridedGemm, spec: GemmSpec, algorithm: str) -> dict[str, Any]:
+def _attributes(
+    gemm: StridedGemm, spec: GemmSpec, algorithm: str, has_workspace: bool
+) -> dict[str, Any]:
     """Returns the attributes of the custom call; ``cuda/ffi_handler.cc`` reads the same names."""
     has = {f"has_{name}": axes is not None for name, axes in spec.axes._asdict().items()}
     strides = {
@@ -165,6 +173,7 @@ def _attributes(gemm: StridedGemm, spec: GemmSpec, algorithm: str) -> dict[str, 
         **strides,
         **{name: present for name, present in has.items() if name not in ("has_a", "has_b")},
         "has_aux": spec.save_preactivation,
+        "has_workspace": has_workspace,
         "alpha": np.float32(np.real(spec.alpha)),
         "beta": np.float32(np.real(spec.beta)),
         "activation": activation,

@@ -69,8 +69,9 @@ def _abstract_eval(*avals: Any, spec: GemmSpec) -> list[Any]:
 gemm_p.def_abstract_eval(_abstract_eval)
 
 
-def _dce(used: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
+def _dce(used: Sequence[bool], *arguments: Any) -> tuple[list[bool], Any]:
     """Drops the result that nobody reads: the kernel then doesn't compute or store it."""
+    eqn = arguments[-1]  # jax 0.12 puts another argument before it
     if not any(used):
         return [False] * len(eqn.invars), None
     if not all(used):

@@ -11,6 +11,7 @@ import numpy as np
 from jax.lax import DotAlgorithmPreset, Precision
 
 from jax_tcgemm import kernel_table
+from jax_tcgemm.alignment import COPY_BYTES, misalignment
 from jax_tcgemm.strides import (
     Operands,
     Shape,
@@ -36,8 +37,6 @@ _DEFAULT_ALGORITHMS = {
     jnp.dtype(jnp.float16): "F16_F16_F32",
     jnp.dtype(jnp.float32): "TF32_TF32_F32",
 }
-
-_ALIGNMENT_BYTES = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,8 +192,8 @@ def check_config(spec: GemmSpec, dtypes: Operands, shapes: Operands) -> None:
             f"accepted: {sorted(rows)}"
         )
     if rows[spec.config].loader == "cp_async":
-        realign = sorted(name for name, row in rows.items() if row.loader == "realign")
-        _check_alignment(spec, shapes, INPUT_DTYPES[algorithm].itemsize, realign)
+        others = sorted(name for name, row in rows.items() if row.loader != "cp_async")
+        _check_alignment(spec, shapes, INPUT_DTYPES[algorithm].itemsize, others)
 
 
 def _check_alignment(
@@ -208,15 +207,10 @@ def _check_alignment(
         )
     )
     gemm = fold(moved.strided(shapes))
-    for name, extents in (("a", (gemm.m, gemm.k)), ("b", (gemm.k, gemm.n))):
-        all_extents = (*gemm.batch, *extents)
-        what = ("batch stride",) * len(gemm.batch) + ("leading dimension",) * 2
-        strides = getattr(gemm.strides, name)
-        for stride, extent, kind in zip(strides, all_extents, what, strict=True):
-            is_contiguous_axis = kind == "leading dimension" and stride == 1
-            if extent > 1 and not is_contiguous_axis and stride * itemsize % _ALIGNMENT_BYTES:
-                raise ValueError(
-                    f"config={spec.config!r} needs operands whose leading dimensions and batch "
-                    f"strides are multiples of {_ALIGNMENT_BYTES} bytes; {name} has a {kind} of "
-                    f"{stride} elements of {itemsize} bytes; accepted: None or {alternatives}"
-                )
+    for name in ("a", "b"):
+        what = misalignment(gemm, name, itemsize)
+        if what is not None:
+            raise ValueError(
+                f"config={spec.config!r} copies {COPY_BYTES} bytes at a time; {name} has {what} of "
+                f"{itemsize} bytes, not a multiple; accepted: None or {alternatives}"
+            )

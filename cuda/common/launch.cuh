@@ -34,8 +34,7 @@ inline cudaError_t prepare_kernel(KernelPointer kernel, const KernelConfig& conf
 
 // `Family::kernel<Row, kMajorA, kMajorB>()` is the kernel of a configuration (Row::kConfig).
 template <typename Family, typename Row, Major kMajorA, Major kMajorB>
-cudaError_t launch_layouts(GemmParams params, const DeviceProperties& device,
-                           cudaStream_t stream) {
+cudaError_t launch_layouts(GemmParams params, const DeviceProperties& device, cudaStream_t stream) {
   constexpr KernelConfig kConfig = Row::kConfig;
   const KernelPointer kernel = Family::template kernel<Row, kMajorA, kMajorB>();
   static int cache[64] = {};

@@ -17,8 +17,7 @@ __device__ __forceinline__ void funnel(uint32_t (&word)[4], const uint32_t (&low
   for (int i = 0; i < 5; ++i) all[i] = shift & 4 ? all[i + 1] : all[i];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    word[i] =
-        sizeof(Element) == 4 ? all[i] : __funnelshift_r(all[i], all[i + 1], (shift & 2) * 8);
+    word[i] = sizeof(Element) == 4 ? all[i] : __funnelshift_r(all[i], all[i + 1], (shift & 2) * 8);
   }
 }
 
@@ -33,8 +32,8 @@ __device__ __forceinline__ void keep_leading_bytes(uint32_t (&word)[4], int byte
 
 // The elements of 16 aligned bytes that lie in [begin, end); zeros for the others.
 template <typename Element>
-__device__ __forceinline__ void load_elements(uint32_t (&word)[4], uint64_t address,
-                                              uint64_t begin, uint64_t end) {
+__device__ __forceinline__ void load_elements(uint32_t (&word)[4], uint64_t address, uint64_t begin,
+                                              uint64_t end) {
   constexpr int kPerWord = 4 / sizeof(Element);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {

@@ -1,8 +1,8 @@
 // Where a 16-byte chunk of an operand tile lies in shared memory.
 //
-// A stage of an operand is (rows, chunks): rows of the strided dimension, `chunks` 16-byte pieces of
-// the contiguous one, without padding. A chunk is stored at column `chunk ^ key(row)`, with a key
-// that sends the eight rows which one warp-wide access touches to different banks. Which eight
+// A stage of an operand is (rows, chunks): rows of the strided dimension, `chunks` 16-byte pieces
+// of the contiguous one, without padding. A chunk is stored at column `chunk ^ key(row)`, with a
+// key that sends the eight rows which one warp-wide access touches to different banks. Which eight
 // rows these are depends on how the operand's fragments are read (sm80/fragments.cuh), so the
 // pattern is named after the reader.
 

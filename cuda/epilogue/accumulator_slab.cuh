@@ -1,5 +1,5 @@
-// Rows of a warp's accumulators as float32 in shared memory, between a mainloop that deals them to lanes
-// as its instruction does and an epilogue that wants rows of neighbouring columns.
+// Rows of a warp's accumulators as float32 in shared memory, between a mainloop that deals them to
+// lanes as its instruction does and an epilogue that wants rows of neighbouring columns.
 
 #pragma once
 
@@ -7,8 +7,8 @@
 
 namespace jax_tcgemm {
 
-// (16, kColumns) float32; 16-byte chunks are XORed with the row, so that neither the 8-byte stores of
-// mma.sync's layout (4 rows, 4 lanes each) nor 16-byte reads of rows meet bank conflicts.
+// (16, kColumns) float32; 16-byte chunks are XORed with the row, so that neither the 8-byte stores
+// of mma.sync's layout (4 rows, 4 lanes each) nor 16-byte reads of rows meet bank conflicts.
 template <int kColumns>
 struct AccumulatorSlab {
   static_assert(kColumns % 32 == 0);

@@ -1,5 +1,5 @@
-// Four neighbouring columns of C, bias, D and the pre-activation in global memory: one access where
-// strides and alignment allow, element by element where not.
+// Neighbouring columns of C, bias, D and the pre-activation in global memory: four in one access
+// where strides and alignment allow, element by element where not.
 
 #pragma once
 
@@ -10,60 +10,70 @@
 
 namespace jax_tcgemm {
 
-using Vector = float[kVectorColumns];
+template <int kWidth>
+using Vector = float[kWidth];
 
-// Reads `columns` (<= 0: none) columns as float32; the others are 0.
+// Reads kVectorColumns columns at once.
 template <typename Element>
-__device__ __forceinline__ void load_vector(Vector& out, const Addend& source, int64_t offset,
-                                            int columns) {
-  const bool whole = source.vectorizable && columns >= kVectorColumns;
+__device__ __forceinline__ void load_whole_vector(Vector<kVectorColumns>& out, const Addend& source,
+                                                  int64_t offset) {
   if (sizeof(Element) == 4 || source.is_float32) {
-    const float* in = static_cast<const float*>(source.data) + offset;
-    if (whole) {
-      const float4 value = *reinterpret_cast<const float4*>(in);
-      out[0] = value.x, out[1] = value.y, out[2] = value.z, out[3] = value.w;
-    } else {
-#pragma unroll
-      for (int j = 0; j < kVectorColumns; ++j) out[j] = j < columns ? in[j * source.stride_n] : 0.f;
-    }
+    const float4 value =
+        *reinterpret_cast<const float4*>(static_cast<const float*>(source.data) + offset);
+    out[0] = value.x, out[1] = value.y, out[2] = value.z, out[3] = value.w;
   } else if constexpr (sizeof(Element) == 2) {
-    const Element* in = static_cast<const Element*>(source.data) + offset;
-    if (whole) {
-      const uint2 packed = *reinterpret_cast<const uint2*>(in);
-      const float2 low = unpack<Element>(packed.x);
-      const float2 high = unpack<Element>(packed.y);
-      out[0] = low.x, out[1] = low.y, out[2] = high.x, out[3] = high.y;
-    } else {
-#pragma unroll
-      for (int j = 0; j < kVectorColumns; ++j) {
-        out[j] = j < columns ? float(in[j * source.stride_n]) : 0.f;
-      }
-    }
+    const uint2 packed =
+        *reinterpret_cast<const uint2*>(static_cast<const Element*>(source.data) + offset);
+    const float2 low = unpack<Element>(packed.x);
+    const float2 high = unpack<Element>(packed.y);
+    out[0] = low.x, out[1] = low.y, out[2] = high.x, out[3] = high.y;
   }
 }
 
-template <typename Out>
-__device__ __forceinline__ void store_elements(Out* out, const Vector& value, int columns) {
+// Reads `columns` (<= 0: none) columns as float32; the others are 0.
+template <typename Element, int kWidth>
+__device__ __forceinline__ void load_vector(Vector<kWidth>& out, const Addend& source,
+                                            int64_t offset, int columns) {
+  if constexpr (kWidth == kVectorColumns) {
+    if (source.vectorizable && columns >= kWidth)
+      return load_whole_vector<Element>(out, source, offset);
+  }
 #pragma unroll
-  for (int j = 0; j < kVectorColumns; ++j) {
+  for (int j = 0; j < kWidth; ++j) {
+    const int64_t at = offset + j * source.stride_n;
+    out[j] = j >= columns        ? 0.f
+             : source.is_float32 ? static_cast<const float*>(source.data)[at]
+                                 : float(static_cast<const Element*>(source.data)[at]);
+  }
+}
+
+template <typename Out, int kWidth>
+__device__ __forceinline__ void store_elements(Out* out, const Vector<kWidth>& value, int columns) {
+#pragma unroll
+  for (int j = 0; j < kWidth; ++j) {
     if (j < columns) out[j] = Out(value[j]);
   }
 }
 
 // Rounds to the type of D and writes `columns` (<= 0: none) columns.
-template <typename Element>
+template <typename Element, int kWidth>
 __device__ __forceinline__ void store_vector(void* matrix, bool is_float32, bool vectorizable,
-                                             int64_t offset, const Vector& value, int columns) {
-  const bool whole = vectorizable && columns >= kVectorColumns;
+                                             int64_t offset, const Vector<kWidth>& value,
+                                             int columns) {
+  const bool whole = kWidth == kVectorColumns && vectorizable && columns >= kWidth;
   if (sizeof(Element) == 4 || is_float32) {
     float* out = static_cast<float*>(matrix) + offset;
-    if (!whole) return store_elements(out, value, columns);
-    *reinterpret_cast<float4*>(out) = {value[0], value[1], value[2], value[3]};
+    if (!whole) return store_elements<float, kWidth>(out, value, columns);
+    if constexpr (kWidth == 4) {
+      *reinterpret_cast<float4*>(out) = {value[0], value[1], value[2], value[3]};
+    }
   } else if constexpr (sizeof(Element) == 2) {
     Element* out = static_cast<Element*>(matrix) + offset;
-    if (!whole) return store_elements(out, value, columns);
-    *reinterpret_cast<uint2*>(out) = {pack<Element>(value[0], value[1]),
-                                      pack<Element>(value[2], value[3])};
+    if (!whole) return store_elements<Element, kWidth>(out, value, columns);
+    if constexpr (kWidth == 4) {
+      *reinterpret_cast<uint2*>(out) = {pack<Element>(value[0], value[1]),
+                                        pack<Element>(value[2], value[3])};
+    }
   }
 }
 

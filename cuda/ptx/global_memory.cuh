@@ -6,8 +6,8 @@
 
 namespace jax_tcgemm::ptx {
 
-// Zeros unless `wanted`. Written as one predicated instruction: loads behind branches would wait for
-// one another.
+// Zeros unless `wanted`. Written as one predicated instruction: loads behind branches would wait
+// for one another.
 __device__ __forceinline__ void load_global_16_if(uint32_t (&word)[4], uint64_t address,
                                                   bool wanted) {
   asm volatile(

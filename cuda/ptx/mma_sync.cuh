@@ -20,16 +20,17 @@ namespace jax_tcgemm::ptx {
 template <Algorithm kAlgorithm>
 struct MmaSync;
 
-#define JAX_TCGEMM_MMA_F32(ALGORITHM, INSTRUCTION)                                                \
-  template <>                                                                                     \
-  struct MmaSync<ALGORITHM> {                                                                     \
-    using Accumulator = float[4];                                                                 \
-    static __device__ __forceinline__ void run(Accumulator& d, const uint32_t (&a)[4],            \
-                                               const uint32_t (&b)[2]) {                          \
-      asm volatile(INSTRUCTION " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};\n"        \
-          : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                        \
-          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));                    \
-    }                                                                                             \
+#define JAX_TCGEMM_MMA_F32(ALGORITHM, INSTRUCTION)                                      \
+  template <>                                                                           \
+  struct MmaSync<ALGORITHM> {                                                           \
+    using Accumulator = float[4];                                                       \
+    static __device__ __forceinline__ void run(Accumulator& d, const uint32_t (&a)[4],  \
+                                               const uint32_t (&b)[2]) {                \
+      asm volatile(INSTRUCTION                                                          \
+                   " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};\n" \
+                   : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                     \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1])); \
+    }                                                                                   \
   }
 
 JAX_TCGEMM_MMA_F32(Algorithm::kBf16Bf16F32, "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32");

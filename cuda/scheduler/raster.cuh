@@ -25,8 +25,8 @@ __device__ __forceinline__ TileCoordinate raster_tile(const Raster& raster, int 
   return {along_m ? minor : major, along_m ? major : minor};
 }
 
-// The tiles of one block of a persistent grid: blockIdx.x, then every gridDim.x-th of the tiles of all
-// batches.
+// The tiles of one block of a persistent grid: blockIdx.x, then every gridDim.x-th of the tiles of
+// all batches.
 struct TileWalk {
   int index;  // of the tile in its matrix
   int batch;  // >= params.batch: no tile left

@@ -1,9 +1,10 @@
-// The kernels of the simt family, for common/launch.cuh.
+// Launches a configuration of the simt family.
 
 #pragma once
 
 #include "common/launch.cuh"
 #include "simt/kernel.cuh"
+#include "simt/plain_kernel.cuh"
 
 namespace jax_tcgemm::simt {
 
@@ -13,5 +14,32 @@ struct Family {
     return gemm_kernel<Row, kMajorA, kMajorB>;
   }
 };
+
+template <typename Row>
+auto choose_plain_kernel(Major major_a, Major major_b) {
+  constexpr Major kK = Major::kK;
+  constexpr Major kMn = Major::kMn;
+  if (major_a == kK) return major_b == kK ? plain_kernel<Row, kK, kK> : plain_kernel<Row, kK, kMn>;
+  return major_b == kK ? plain_kernel<Row, kMn, kK> : plain_kernel<Row, kMn, kMn>;
+}
+
+template <typename Row>
+cudaError_t launch(const GemmParams& params, Major major_a, Major major_b,
+                   const DeviceProperties& device, cudaStream_t stream) {
+  constexpr KernelConfig kConfig = Row::kConfig;
+  const int64_t rows = (int64_t{params.m} + kConfig.tile_m - 1) / kConfig.tile_m;
+  if (!is_plain(params) || rows > 65535) {  // what y of a grid takes
+    return launch_row<Family, Row>(params, major_a, major_b, device, stream);
+  }
+  const int64_t columns = (int64_t{params.n} + kConfig.tile_n - 1) / kConfig.tile_n;
+  const PlainParams plain = {params.a.data, params.b.data, params.epilogue.d,
+                             params.a.ld,   params.b.ld,   params.m,
+                             params.n,      params.k,      params.epilogue.d_is_float32};
+  cudaLaunchConfig_t launch = {};
+  launch.gridDim = dim3(static_cast<unsigned>(columns), static_cast<unsigned>(rows));
+  launch.blockDim = dim3(kConfig.threads());
+  launch.stream = stream;
+  return cudaLaunchKernelEx(&launch, choose_plain_kernel<Row>(major_a, major_b), plain);
+}
 
 }  // namespace jax_tcgemm::simt

@@ -16,10 +16,10 @@
 
 namespace jax_tcgemm::sm80 {
 
-// Addresses: `base` is the stage's address plus lane_offset(), this lane's place in a stage at step 0
-// and mma tile 0; other steps and tiles differ from it by a constant that is added or, where it falls
-// into the swizzled bits, XORed. Extents of a warp's part are powers of two and stages start on 128
-// bytes, so no bit is met twice.
+// Addresses: `base` is the stage's address plus lane_offset(), this lane's place in a stage at step
+// 0 and mma tile 0; other steps and tiles differ from it by a constant that is added or, where it
+// falls into the swizzled bits, XORed. Extents of a warp's part are powers of two and stages start
+// on 128 bytes, so no bit is met twice.
 
 // A: (warp_m, 32 bytes of k) -> one fragment of 4 registers for each 16 rows.
 template <typename Tile, Major kMajor, int kWarpM>
@@ -47,14 +47,13 @@ struct FragmentA {
     if constexpr (kMajor == Major::kK) {
       ptx::ldmatrix_x4(reg[index], (base ^ (step * 32)) + index * 16 * kRowBytes);
     } else if constexpr (!Tile::kIsTf32) {
-      ptx::ldmatrix_x4_trans(reg[index],
-                             (base ^ (index * 32)) + step * 16 * kRowBytes);
+      ptx::ldmatrix_x4_trans(reg[index], (base ^ (index * 32)) + step * 16 * kRowBytes);
     } else {
       const int i = index / 4;
       const int r = index % 4;  // (g + 8 * (r % 2), t + 4 * (r / 2))
-      reg[i][r] = ptx::load_shared_4((base ^ ((i * 4 + r % 2 * 2) % 8 * 16)) +
-                                     (i * 4 + r % 2 * 2) / 8 * 128 +
-                                     (step * 8 + r / 2 * 4) * kRowBytes);
+      reg[i][r] =
+          ptx::load_shared_4((base ^ ((i * 4 + r % 2 * 2) % 8 * 16)) +
+                             (i * 4 + r % 2 * 2) / 8 * 128 + (step * 8 + r / 2 * 4) * kRowBytes);
     }
   }
 };

@@ -3,9 +3,10 @@
 // Roles: all warps alike; warp w computes rows (w / warps_n) * warp_m and columns
 //        (w % warps_n) * warp_n of a tile.
 // Barriers: those of the mainloop. A warp's epilogue reads what the warp itself wrote.
-// Timeline: fill the ring; then for each tile: mainloop (sm80/mainloop.cuh) -> 16 rows of accumulators
-//        to shared memory -> epilogue (epilogue/fused_epilogue.cuh) -> the next 16 rows. Meanwhile the
-//        ring fills with the next tile.
+// Timeline: fill the ring; then for each tile: mainloop (sm80/mainloop.cuh) -> 16 rows of
+// accumulators
+//        to shared memory -> epilogue (epilogue/fused_epilogue.cuh) -> the next 16 rows. Meanwhile
+//        the ring fills with the next tile.
 
 #pragma once
 
@@ -26,7 +27,7 @@ struct Kernel {
   using Element = typename Main::Element;
   using Accumulators = typename Main::Accumulators;
   using Slab = AccumulatorSlab<kConfig.warp_n()>;
-  using Epilogue = FusedEpilogue<Element>;
+  using Epilogue = FusedEpilogue<Element, kVectorColumns>;
 
   // How a warp goes over the 16 rows of a slab: whole row segments at a time, some passes together.
   static constexpr int kLanesPerRow = kConfig.warp_n() / kVectorColumns;
@@ -51,15 +52,16 @@ struct Kernel {
     const int lane_row = threadIdx.x % 32 / kLanesPerRow;
     const int lane_chunk = threadIdx.x % kLanesPerRow;
     const int first_row = tile.tile_m * kConfig.tile_m + warp_row + lane_row;
-    const Epilogue epilogue(params, walk.batch, tile.tile_n * kConfig.tile_n + warp_column +
-                                                    lane_chunk * kVectorColumns);
+    const Epilogue epilogue(
+        params, walk.batch,
+        tile.tile_n * kConfig.tile_n + warp_column + lane_chunk * kVectorColumns);
 #pragma unroll 1
     for (int i = 0; i < Main::kMmaM; ++i) {
       Main::store_slab(acc, i, slab);
       __syncwarp();
 #pragma unroll 1
       for (int pass = 0; pass < kPasses; pass += kPassesTogether) {
-        Vector value[kPassesTogether];
+        typename Epilogue::Vector value[kPassesTogether];
 #pragma unroll
         for (int j = 0; j < kPassesTogether; ++j) {
           slab.load_vector(value[j], (pass + j) * kRowsPerPass + lane_row, lane_chunk);

@@ -1,4 +1,4 @@
-// The kernels of the sm80 family, for common/launch.cuh.
+// Launches a configuration of the sm80 family.
 
 #pragma once
 
@@ -13,5 +13,11 @@ struct Family {
     return gemm_kernel<Row, kMajorA, kMajorB>;
   }
 };
+
+template <typename Row>
+cudaError_t launch(const GemmParams& params, Major major_a, Major major_b,
+                   const DeviceProperties& device, cudaStream_t stream) {
+  return launch_row<Family, Row>(params, major_a, major_b, device, stream);
+}
 
 }  // namespace jax_tcgemm::sm80

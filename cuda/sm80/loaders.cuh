@@ -20,7 +20,7 @@ namespace jax_tcgemm::sm80 {
 template <typename Tile, Major kMajor>
 struct CpAsyncLoader {
   ChunkCursor<Tile, kMajor> cursor;
-  uint32_t offset0;    // of pass 0 inside a stage
+  uint32_t offset0;     // of pass 0 inside a stage
   int64_t next_k_tile;  // elements from behind the last pass to pass 0 of the next k-tile
 
   __device__ __forceinline__ explicit CpAsyncLoader(const Operand& operand)
@@ -49,8 +49,8 @@ struct RealignLoader {
   using Element = typename Tile::Element;
 
   ChunkCursor<Tile, kMajor> cursor;
-  uint32_t offset0;     // of pass 0 inside a stage
-  uint64_t begin, end;  // addresses that may be read
+  uint32_t offset0;      // of pass 0 inside a stage
+  uint64_t begin, end;   // addresses that may be read
   uint32_t outside = 0;  // bit 2 * pass (+ 1): that pass's low (high) granule sticks out of them
   uint32_t low[Tile::kPasses][4];
   uint32_t high[Tile::kPasses][4];
@@ -100,7 +100,8 @@ struct RealignLoader {
     for (int pass = 0; pass < Tile::kPasses; ++pass) {
       const uint64_t granule = pass_address(pass) & ~uint64_t{15};
       if (outside >> (2 * pass) & 1) load_elements<Element>(low[pass], granule, begin, end);
-      if (outside >> (2 * pass + 1) & 1) load_elements<Element>(high[pass], granule + 16, begin, end);
+      if (outside >> (2 * pass + 1) & 1)
+        load_elements<Element>(high[pass], granule + 16, begin, end);
     }
     outside = 0;
   }

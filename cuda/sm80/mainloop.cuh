@@ -35,8 +35,7 @@ struct Mainloop {
   using TileB = OperandTile<kConfig, OperandRole::kB, kMajorB>;
   using Element = typename TileA::Element;
   template <typename Tile, Major kMajor>
-  using Loader =
-      typename LoaderOf<kConfig.loader>::template type<Tile, kMajor>;
+  using Loader = typename LoaderOf<kConfig.loader>::template type<Tile, kMajor>;
   using FragA = FragmentA<TileA, kMajorA, kConfig.warp_m()>;
   using FragB = FragmentB<TileB, kMajorB, kConfig.warp_n()>;
   using Mma = ptx::MmaSync<kConfig.algorithm>;
@@ -62,11 +61,7 @@ struct Mainloop {
     Loader<TileB, kMajorB> load_b;
 
     __device__ __forceinline__ Pipeline(const GemmParams& params, uint32_t smem)
-        : params(params),
-          smem(smem),
-          walk(params),
-          load_a(params.a),
-          load_b(params.b) {
+        : params(params), smem(smem), walk(params), load_a(params.a), load_b(params.b) {
       aim();
     }
 
@@ -74,7 +69,8 @@ struct Mainloop {
       return max(1, (params.k + kConfig.tile_k - 1) / kConfig.tile_k);
     }
 
-    // Takes note of `count` settled k-tiles of this tile; after its last the stream turns to the next.
+    // Takes note of `count` settled k-tiles of this tile; after its last the stream turns to the
+    // next.
     __device__ __forceinline__ void count(int count) {
       k_tiles_left -= count;
       if (k_tiles_left > 0) return;
@@ -137,8 +133,8 @@ struct Mainloop {
   };
 
   // The `part`-th of `parts` equal shares of the loads of a step.
-  static __device__ __forceinline__ void load_part(Fragments& fragments, LaneAddress base,
-                                                   int step, int part, int parts) {
+  static __device__ __forceinline__ void load_part(Fragments& fragments, LaneAddress base, int step,
+                                                   int part, int parts) {
     constexpr int kLoads = FragA::kLoads + FragB::kLoads;
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
@@ -194,10 +190,10 @@ struct Mainloop {
     reader.wait();
   }
 
-  // Accumulates one tile. At its end the fragments of a k-tile too many have been read: those of the
-  // next tile of D, which its own run() reads again, since they would crowd the epilogue. The stream
-  // may turn to the next tile of D on the way; that is kept out of the loop over k-tiles, which has no
-  // registers to spare.
+  // Accumulates one tile. At its end the fragments of a k-tile too many have been read: those of
+  // the next tile of D, which its own run() reads again, since they would crowd the epilogue. The
+  // stream may turn to the next tile of D on the way; that is kept out of the loop over k-tiles,
+  // which has no registers to spare.
   static __device__ __forceinline__ void run(Accumulators& acc, Pipeline& pipeline,
                                              Reader& reader) {
     Fragments fragments[2];  // (register buffers)

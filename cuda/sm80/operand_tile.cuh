@@ -24,9 +24,8 @@ struct OperandTile {
   static constexpr int kChunks = (kMajor == Major::kK ? kExtentK : kExtentMn) / kChunkElements;
   static constexpr int kBytes = kRows * kChunks * 16;
   static constexpr bool kIsTf32 = kConfig.algorithm == Algorithm::kTf32Tf32F32;
-  static constexpr SmemSwizzle kSwizzle = kMajor == Major::kMn && kIsTf32
-                                              ? SmemSwizzle::kFourRowsTwoChunks
-                                              : SmemSwizzle::kEightRows;
+  static constexpr SmemSwizzle kSwizzle =
+      kMajor == Major::kMn && kIsTf32 ? SmemSwizzle::kFourRowsTwoChunks : SmemSwizzle::kEightRows;
 
   // A thread copies one column of chunks, every kRowStep-th row.
   static constexpr int kThreads = kConfig.threads();

@@ -1,0 +1,28 @@
+// Which configuration to take: an analytic model of the time each would need.
+
+#ifndef JAX_TCGEMM_HEURISTIC_H_
+#define JAX_TCGEMM_HEURISTIC_H_
+
+#include <stdint.h>
+
+#include "kernel_config.h"
+
+namespace jax_tcgemm {
+
+// What the choice depends on; nothing else, so that it can be tested without a GPU.
+struct ChoiceInput {
+  Algorithm algorithm;
+  int64_t m, n, k, batch;
+  bool aligned;  // both operands: cp.async can address them
+  int sm_count;
+  int shared_memory_per_block;  // bytes
+};
+
+bool supports(const KernelConfig& config, const ChoiceInput& input);
+
+// Expected time in clock cycles, launch overhead apart.
+double estimated_cycles(const KernelConfig& config, const ChoiceInput& input);
+
+}  // namespace jax_tcgemm
+
+#endif  // JAX_TCGEMM_HEURISTIC_H_

@@ -1,0 +1,81 @@
+"""Which operands 16-byte copies can address, and the workspace for those they cannot."""
+
+from __future__ import annotations
+
+import math
+
+from jax_tcgemm.strides import StridedGemm
+
+# cp.async copies so many bytes at a time, between addresses that are multiples of it.
+COPY_BYTES = 16
+
+# A grid dimension of the padding kernel: cuda/pad_operand.cu.
+_MAX_PADDED_BATCH = 65535
+
+
+def misalignment(gemm: StridedGemm, name: str, itemsize: int) -> str | None:
+    """Says what keeps 16-byte copies from an operand, whatever its base address.
+
+    Args:
+        gemm: the folded gemm.
+        name: ``"a"`` or ``"b"``.
+        itemsize: bytes of an element.
+
+    Returns:
+        A phrase such as ``"a leading dimension of 1001 elements"``, or ``None``.
+    """
+    batch_strides, rows, row_stride, columns = _layout(gemm, name)
+    for what, value in (
+        *(("a batch stride", stride) for stride in batch_strides),
+        ("a leading dimension", row_stride if rows > 1 else 0),
+        ("a contiguous extent", columns),
+    ):
+        if value * itemsize % COPY_BYTES:
+            return f"{what} of {value} elements"
+    return None
+
+
+def padding_bytes(gemm: StridedGemm, itemsize: int) -> int:
+    """Returns the bytes of workspace in which misaligned operands are to be copied with padding.
+
+    One pass over an operand costs less than realigning it tile by tile each time it is read, once
+    it is read often enough; 0 where it is not.
+
+    Args:
+        gemm: the folded gemm.
+        itemsize: bytes of an element of ``a`` and ``b``.
+    """
+    reads = gemm.m * gemm.n / max(1, gemm.m + gemm.n)
+    products = gemm.m * gemm.n * gemm.k * math.prod(gemm.batch)
+    # Where the copies, two kernels more, break even with realigning: docs/performance.md.
+    if reads < 96 or products < 3e8:
+        return 0
+    total = 0
+    for name in ("a", "b"):
+        if misalignment(gemm, name, itemsize) is None:
+            continue
+        batch_strides, rows, _, columns = _layout(gemm, name)
+        batch = math.prod(
+            extent for extent, stride in zip(gemm.batch, batch_strides, strict=True) if stride
+        )
+        if batch > _MAX_PADDED_BATCH:
+            return 0
+        row_bytes = -(-columns * itemsize // COPY_BYTES) * COPY_BYTES
+        total += batch * rows * row_bytes
+    return total
+
+
+def _layout(gemm: StridedGemm, name: str) -> tuple[tuple[int, ...], int, int, int]:
+    """Returns an operand's batch strides, rows, row stride and columns, columns contiguous.
+
+    The choice where either axis may count as contiguous is that of ``cuda/ffi_handler.cc``.
+    """
+    strides = getattr(gemm.strides, name)
+    if name == "a":
+        extent_mn, stride_mn, stride_k = gemm.m, *strides[-2:]
+    else:
+        extent_mn, stride_k, stride_mn = gemm.n, *strides[-2:]
+    mn_major = stride_mn == 1 and (stride_k != 1 or gemm.k <= 1)
+    if not mn_major and (stride_k == 1 or gemm.k <= 1):
+        return strides[:-2], extent_mn, stride_mn, gemm.k
+    return strides[:-2], gemm.k, stride_k, extent_mn
