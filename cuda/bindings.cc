@@ -60,11 +60,12 @@ nb::dict device_properties(int ordinal) {
 }
 
 std::string choose_config(const std::string& algorithm, int64_t m, int64_t n, int64_t k,
-                          int64_t batch, bool aligned, int sm_count, int shared_memory_per_block) {
+                          int64_t batch, bool aligned, int sm_count, int shared_memory_per_block,
+                          bool float32_result) {
   const auto decoded = algorithm_from_name(algorithm);
   if (!decoded) throw std::invalid_argument("unknown algorithm '" + algorithm + "'");
-  const KernelEntry* entry =
-      choose_kernel({*decoded, m, n, k, batch, aligned, sm_count, shared_memory_per_block});
+  const KernelEntry* entry = choose_kernel(
+      {*decoded, m, n, k, batch, aligned, float32_result, sm_count, shared_memory_per_block});
   return entry == nullptr ? "" : entry->name;
 }
 
@@ -79,7 +80,8 @@ nb::dict device_properties(int) {
   throw std::runtime_error("jax_tcgemm was built without CUDA (JAX_TCGEMM_CUDA=OFF)");
 }
 
-std::string choose_config(const std::string&, int64_t, int64_t, int64_t, int64_t, bool, int, int) {
+std::string choose_config(const std::string&, int64_t, int64_t, int64_t, int64_t, bool, int, int,
+                          bool) {
   return "";
 }
 
@@ -106,5 +108,5 @@ NB_MODULE(_core, module) {
   module.def("device_properties", &device_properties, nb::arg("ordinal"));
   module.def("choose_config", &choose_config, nb::arg("algorithm"), nb::arg("m"), nb::arg("n"),
              nb::arg("k"), nb::arg("batch"), nb::arg("aligned"), nb::arg("sm_count"),
-             nb::arg("shared_memory_per_block"));
+             nb::arg("shared_memory_per_block"), nb::arg("float32_result") = false);
 }

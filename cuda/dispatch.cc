@@ -60,6 +60,7 @@ Status find_kernel(const GemmProblem& problem, const DeviceProperties& device,
                           p.k,
                           p.batch,
                           problem.aligned(),
+                          p.epilogue.d_is_float32,
                           device.sm_count,
                           device.shared_memory_per_block};
   *entry = nullptr;
@@ -126,12 +127,15 @@ std::span<const KernelEntry> kernel_registry() { return kKernelEntries; }
 
 const KernelEntry* choose_kernel(const ChoiceInput& input) {
   const KernelEntry* best = nullptr;
+  bool best_suits = false;
   double best_time = std::numeric_limits<double>::infinity();
   for (const KernelEntry& entry : kernel_registry()) {
     if (!supports(entry.config, input)) continue;
+    const bool entry_suits = suits(entry.config, input);
     const double time = estimated_cycles(entry.config, input);
-    if (time < best_time) {
+    if (entry_suits > best_suits || (entry_suits == best_suits && time < best_time)) {
       best = &entry;
+      best_suits = entry_suits;
       best_time = time;
     }
   }

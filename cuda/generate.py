@@ -75,6 +75,7 @@ def cpp_config(config) -> str:
         enumerator("Algorithm", config.algorithm),
         *map(str, numbers),
         enumerator("Loader", config.loader),
+        str(config.promote).lower(),
     ]
     return "{" + ", ".join(fields) + "}"
 

@@ -13,12 +13,17 @@ namespace jax_tcgemm {
 struct ChoiceInput {
   Algorithm algorithm;
   int64_t m, n, k, batch;
-  bool aligned;  // both operands: cp.async can address them
+  bool aligned;         // both operands: cp.async can address them
+  bool float32_result;  // of 16-bit operands: wants a promoted accumulator
   int sm_count;
   int shared_memory_per_block;  // bytes
 };
 
+// Whether a configuration can compute the problem.
 bool supports(const KernelConfig& config, const ChoiceInput& input);
+
+// Whether its result is as accurate as it should be.
+bool suits(const KernelConfig& config, const ChoiceInput& input);
 
 // Expected time in clock cycles, launch overhead apart.
 double estimated_cycles(const KernelConfig& config, const ChoiceInput& input);

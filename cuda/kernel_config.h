@@ -31,6 +31,9 @@ struct KernelConfig {
   int warps_n;
   int stages;
   Loader loader;
+  // Accumulate each k-tile apart and add it in float32. The tensor cores cut sums off instead of
+  // rounding them, which a float32 result of 16-bit operands would show.
+  bool promote;
 
   constexpr int warp_m() const { return tile_m / warps_m; }
   constexpr int warp_n() const { return tile_n / warps_n; }

@@ -13,4 +13,5 @@ def choose_config(
     aligned: bool,
     sm_count: int,
     shared_memory_per_block: int,
+    float32_result: bool = False,
 ) -> str: ...

@@ -57,6 +57,7 @@ class KernelConfig:
     warps_n: int
     stages: int
     loader: str = "cp_async"
+    promote: bool = False
 
     def __post_init__(self) -> None:
         def require(condition: bool, what: str) -> None:
@@ -75,6 +76,10 @@ class KernelConfig:
         require(self.warp_m % 16 == 0, "a warp's rows must be a multiple of 16")
         require(self.warp_n in (32, 64, 128), "a warp's columns must be 32, 64 or 128")
         require(self.stages >= 3, "the ring needs at least 3 stages")
+        require(
+            not self.promote or self.algorithm in ("BF16_BF16_F32", "F16_F16_F32"),
+            "only float32 sums of 16-bit products are promoted",
+        )
         require(
             self.shared_memory_bytes <= MAX_SHARED_MEMORY_BYTES,
             f"{self.shared_memory_bytes} bytes of shared memory",
@@ -111,6 +116,7 @@ class KernelConfig:
     def name(self) -> str:
         """File name, FFI attribute, tuning key and test id."""
         suffix = "_realign" if self.loader == "realign" else ""
+        suffix += "_promote" if self.promote else ""
         return (
             f"{self.arch}_{ALGORITHM_TAGS[self.algorithm]}"
             f"_{self.tile_m}x{self.tile_n}x{self.tile_k}"
@@ -137,6 +143,10 @@ def _rows() -> list[KernelConfig]:
             KernelConfig("sm80", algorithm, 16, 64, 64, 1, 2, 3),
             KernelConfig("sm80", algorithm, 128, 128, 32, 2, 4, 3, "realign"),
             KernelConfig("sm80", algorithm, 64, 64, 32, 2, 2, 3, "realign"),
+            # For float32 results: a second set of accumulators, so half as many of each.
+            KernelConfig("sm80", algorithm, 128, 128, 64, 2, 4, 3, promote=True),
+            KernelConfig("sm80", algorithm, 64, 64, 64, 2, 2, 3, promote=True),
+            KernelConfig("sm80", algorithm, 64, 64, 32, 2, 2, 3, "realign", promote=True),
         ]
     rows += [
         KernelConfig("sm80", "F16_F16_F16", 128, 256, 64, 2, 4, 3),

@@ -52,6 +52,16 @@ struct MmaSync<Algorithm::kF16F16F16> {
   }
 };
 
+// Rounds a float32 to tf32 in place; mma.sync itself would cut the lower 13 bits off, which doubles
+// the error and biases it.
+__device__ __forceinline__ void round_to_tf32(uint32_t& value) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cvt.rn.tf32.f32 %0, %1;\n" : "=r"(value) : "f"(__uint_as_float(value)));
+#else
+  asm volatile("cvt.rna.tf32.f32 %0, %1;\n" : "=r"(value) : "f"(__uint_as_float(value)));
+#endif
+}
+
 // Row half `half` (rows g or g + 8) of an accumulator tile, as float32.
 __device__ __forceinline__ float2 accumulator_pair(const float (&tile)[4], int half) {
   return {tile[2 * half], tile[2 * half + 1]};

@@ -36,15 +36,6 @@ struct Kernel {
   static constexpr int kPassesTogether = kPasses < 4 ? kPasses : 4;
   static_assert(kLanesPerRow <= 32 && kPasses % kPassesTogether == 0);
 
-  static __device__ __forceinline__ void clear(Accumulators& acc) {
-#pragma unroll
-    for (auto& row : acc.tile) {
-      for (auto& mma_tile : row) {
-        for (auto& value : mma_tile) value = 0;
-      }
-    }
-  }
-
   static __device__ __forceinline__ void finish(const GemmParams& params, const TileWalk& walk,
                                                 int warp_row, int warp_column,
                                                 const Accumulators& acc, const Slab& slab) {
@@ -83,7 +74,6 @@ struct Kernel {
 #pragma unroll 1
     for (TileWalk walk(params); !walk.done(params); walk.advance(params)) {
       Accumulators acc;
-      clear(acc);
       Main::run(acc, pipeline, reader);
       finish(params, walk, warp_row, warp_column, acc, slab);
     }
@@ -94,7 +84,7 @@ struct Kernel {
 // Blocks on one SM at least; it caps the registers of a thread. Small accumulators leave room for
 // more blocks, which hide each other's prologue and epilogue.
 constexpr int min_blocks(const KernelConfig& config) {
-  const int accumulators = config.warp_m() * config.warp_n() / 32;
+  const int accumulators = config.warp_m() * config.warp_n() / 32 * (config.promote ? 2 : 1);
   const int warps_per_sm = accumulators > 32 ? 8 : 12;
   return warps_per_sm * 32 >= config.threads() ? warps_per_sm * 32 / config.threads() : 1;
 }

@@ -45,6 +45,8 @@ struct Mainloop {
   static constexpr int kStages = kConfig.stages;
   // mma rows of a step over which its loads are spread: early enough to arrive in time.
   static constexpr int kLoadRows = kMmaM > 1 ? kMmaM / 2 : 1;
+  // ... and the rows behind which what was loaded is rounded (tf32).
+  static constexpr int kRoundRows = kMmaM > 1 ? kMmaM / 2 : 1;
 
   struct Accumulators {
     typename Mma::Accumulator tile[kMmaM][kMmaN];  // (warp_m / 16, warp_n / 8) mma tiles
@@ -147,6 +149,25 @@ struct Mainloop {
     }
   }
 
+  // Rounds the `part`-th of `parts` equal shares of a step's fragments to tf32.
+  static __device__ __forceinline__ void round_part(Fragments& f, int part, int parts) {
+    if constexpr (TileA::kIsTf32) {
+#pragma unroll
+      for (int i = 0; i < kMmaM; ++i) {
+        if (i * parts / kMmaM != part) continue;
+#pragma unroll
+        for (uint32_t& value : f.a.reg[i]) ptx::round_to_tf32(value);
+      }
+#pragma unroll
+      for (int j = 0; j < kMmaN; ++j) {
+        if (j * parts / kMmaN != part) continue;
+#pragma unroll
+        for (uint32_t& value : f.b.reg[j]) ptx::round_to_tf32(value);
+      }
+    }
+  }
+
+  // Rows 16 * i .. 16 * i + 15 of a step.
   static __device__ __forceinline__ void multiply_row(Accumulators& acc, const Fragments& f,
                                                       int i) {
 #pragma unroll
@@ -154,6 +175,26 @@ struct Mainloop {
       // Serpentine order: neighbouring instructions share a fragment.
       const int column = i % 2 ? kMmaN - 1 - j : j;
       Mma::run(acc.tile[i][column], f.a.reg[i], f.b.reg[column]);
+    }
+  }
+
+  static __device__ __forceinline__ void clear(Accumulators& acc) {
+#pragma unroll
+    for (auto& row : acc.tile) {
+      for (auto& mma_tile : row) {
+        for (auto& value : mma_tile) value = 0;
+      }
+    }
+  }
+
+  static __device__ __forceinline__ void add(Accumulators& acc, const Accumulators& partial) {
+#pragma unroll
+    for (int i = 0; i < kMmaM; ++i) {
+#pragma unroll
+      for (int j = 0; j < kMmaN; ++j) {
+#pragma unroll
+        for (int v = 0; v < 4; ++v) acc.tile[i][j][v] += partial.tile[i][j][v];
+      }
     }
   }
 
@@ -198,12 +239,23 @@ struct Mainloop {
                                              Reader& reader) {
     Fragments fragments[2];  // (register buffers)
     load_part(fragments[0], reader.base, 0, 0, 1);
+    round_part(fragments[0], 0, 1);
+    clear(acc);
     int left = pipeline.k_tiles();
 #pragma unroll 1
     while (left > 0) {
       const int count = min(left, pipeline.k_tiles_left);
 #pragma unroll 1
-      for (int t = 0; t < count; ++t) multiply_k_tile(acc, fragments, pipeline, reader);
+      for (int t = 0; t < count; ++t) {
+        if constexpr (kConfig.promote) {
+          Accumulators partial;
+          clear(partial);
+          multiply_k_tile(partial, fragments, pipeline, reader);
+          add(acc, partial);
+        } else {
+          multiply_k_tile(acc, fragments, pipeline, reader);
+        }
+      }
       pipeline.count(count);
       left -= count;
     }
@@ -227,6 +279,9 @@ struct Mainloop {
         }
         if (step == 0) pipeline.fetch_part(i, kMmaM);
         multiply_row(acc, fragments[step % 2], i);
+        if (i >= kMmaM - kRoundRows) {
+          round_part(fragments[(step + 1) % 2], i - (kMmaM - kRoundRows), kRoundRows);
+        }
       }
     }
   }
