@@ -163,19 +163,17 @@ Status decode_addend(const Buffer& buffer, const GemmAttributes& attributes, ffi
 }
 
 Status decode_activation(std::string_view name, Activation* activation) {
-  constexpr struct {
-    std::string_view name;
-    Activation activation;
-  } kNames[] = {{"", Activation::kNone},     {"Relu", Activation::kRelu},
-                {"Gelu", Activation::kGelu}, {"GeluExact", Activation::kGeluExact},
-                {"Silu", Activation::kSilu}, {"Sigmoid", Activation::kSigmoid},
-                {"Tanh", Activation::kTanh}};
-  for (const auto& entry : kNames) {
-    if (entry.name == name) {
-      *activation = entry.activation;
-      return Status();
-    }
+  if (name.empty()) {
+    *activation = Activation::kNone;
+    return Status();
   }
+#define JAX_TCGEMM_MATCH(Name)         \
+  if (name == #Name) {                 \
+    *activation = Activation::k##Name; \
+    return Status();                   \
+  }
+  JAX_TCGEMM_ACTIVATIONS(JAX_TCGEMM_MATCH)
+#undef JAX_TCGEMM_MATCH
   JAX_TCGEMM_REQUIRE(false, "unknown activation '", name, "'");
 }
 

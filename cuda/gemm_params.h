@@ -16,8 +16,16 @@ constexpr int kMaxBatchRank = 4;
 // Neighbouring columns of C and D that the epilogue reads and writes together.
 constexpr int kVectorColumns = 4;
 
-// Names as in jax_tcgemm/epilogues.py.
-enum class Activation { kNone, kRelu, kGelu, kGeluExact, kSilu, kSigmoid, kTanh };
+// The activations, by their C++ names in jax_tcgemm/epilogues.py; each is a functor in
+// epilogue/activations.cuh.
+#define JAX_TCGEMM_ACTIVATIONS(X) X(Relu) X(Gelu) X(GeluExact) X(Silu) X(Sigmoid) X(Tanh)
+
+enum class Activation {
+  kNone,
+#define JAX_TCGEMM_ENUMERATOR(name) k##name,
+  JAX_TCGEMM_ACTIVATIONS(JAX_TCGEMM_ENUMERATOR)
+#undef JAX_TCGEMM_ENUMERATOR
+};
 
 // Along which dimension consecutive tiles of one raster group go.
 enum class RasterOrder { kAlongM, kAlongN };

@@ -59,7 +59,7 @@ double tensor_core_cycles(const KernelConfig& config, const ChoiceInput& input, 
 
 // A trip to memory for every tile_k steps, on an SM's 16 blocks at a time.
 double simt_cycles(const KernelConfig& config, const ChoiceInput& input, int64_t tiles) {
-  constexpr double kTripCycles = 700.0;
+  constexpr double kTripCycles = 1000.0;
   const int64_t rounds = ceil_div(tiles, int64_t{16} * input.sm_count);
   return rounds * (ceil_div(input.k, config.tile_k) * kTripCycles);
 }

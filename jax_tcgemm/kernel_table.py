@@ -162,7 +162,7 @@ def _rows() -> list[KernelConfig]:
         KernelConfig("sm80", "TF32_TF32_F32", 64, 64, 16, 2, 2, 3, "realign"),
     ]
     for algorithm in ELEMENT_BYTES:
-        rows.append(KernelConfig("simt", algorithm, 4, 32, 16, 4, 1, 1, "direct"))
+        rows.append(KernelConfig("simt", algorithm, 4, 32, 32, 4, 1, 1, "direct"))
     return rows
 
 

@@ -17,7 +17,7 @@ MOVES = ("stablehlo.transpose", "stablehlo.convert", "stablehlo.broadcast", "sta
 ATTRIBUTES = {
     *("m", "n", "k", "batch_shape", "a_strides", "b_strides", "c_strides", "bias_strides"),
     *("alpha_strides", "beta_strides", "has_c", "has_bias", "has_alpha", "has_beta", "has_aux"),
-    *("alpha", "beta", "activation", "algorithm", "config", "operands", "results"),
+    *("has_workspace", "alpha", "beta", "activation", "algorithm", "config", "operands", "results"),
 }
 
 
@@ -270,3 +270,19 @@ def test_new_gpu_is_taken(cuda_module, monkeypatch):
 def test_static_scalars_are_float32_attributes(cuda_module):
     _, (call,) = cuda_module(lambda a, b: gemm(a, b, alpha=1 / 3), bf16(4, 6), bf16(6, 5))
     assert np.float32(call["alpha"]) == np.float32(1 / 3)
+
+
+def test_odd_rows_get_a_workspace(cuda_module):
+    """Large products of rows off 16 bytes are copied with padding, into a hidden result."""
+    text, (call,) = cuda_module(lambda a, b: gemm(a, b), bf16(1000, 1001), bf16(1001, 1000))
+    assert_nothing_moves(text)
+    assert call["has_workspace"]
+    assert call["results"] == ["1000x1000xbf16", f"{1000 * 1008 * 2}xui8"]
+    _, (call,) = cuda_module(lambda a, b: gemm(a, b), bf16(1000, 1000), bf16(1000, 1000))
+    assert not call["has_workspace"]
+    _, (call,) = cuda_module(
+        lambda a, b: gemm(a, b, config="sm80_bf16_64x64x32_w2x2_s3_realign"),
+        bf16(1000, 1001),
+        bf16(1001, 1000),
+    )
+    assert not call["has_workspace"]

@@ -97,18 +97,11 @@ __device__ __forceinline__ void visit_activation(Activation activation, Visitor&
   switch (activation) {
     case Activation::kNone:
       return;
-    case Activation::kRelu:
-      return visit(Relu{});
-    case Activation::kGelu:
-      return visit(Gelu{});
-    case Activation::kGeluExact:
-      return visit(GeluExact{});
-    case Activation::kSilu:
-      return visit(Silu{});
-    case Activation::kSigmoid:
-      return visit(Sigmoid{});
-    case Activation::kTanh:
-      return visit(Tanh{});
+#define JAX_TCGEMM_VISIT(Name) \
+  case Activation::k##Name:    \
+    return visit(Name{});
+      JAX_TCGEMM_ACTIVATIONS(JAX_TCGEMM_VISIT)
+#undef JAX_TCGEMM_VISIT
   }
 }
 

@@ -16,6 +16,7 @@
 #include "gemm_params.h"
 #include "kernel_config.h"
 #include "scheduler/raster.cuh"
+#include "simt/dot.cuh"
 
 namespace jax_tcgemm::simt {
 
@@ -40,14 +41,8 @@ struct Kernel {
     float acc = 0.f;
 #pragma unroll 1
     for (; k > 0; k -= kConfig.tile_k) {
-      float x[kConfig.tile_k], y[kConfig.tile_k];
-#pragma unroll
-      for (int i = 0; i < kConfig.tile_k; ++i) {
-        x[i] = i < k ? float(a.data[i * a.stride]) : 0.f;
-        y[i] = i < k ? float(b.data[i * b.stride]) : 0.f;
-      }
-#pragma unroll
-      for (int i = 0; i < kConfig.tile_k; ++i) acc = fmaf(x[i], y[i], acc);
+      acc = add_products<kConfig.tile_k>(acc, a.data, b.data, a.stride, b.stride,
+                                         [&](int i) { return i < k; });
       a.data += kConfig.tile_k * a.stride;
       b.data += kConfig.tile_k * b.stride;
     }

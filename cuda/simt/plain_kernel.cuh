@@ -9,6 +9,7 @@
 #include "common/dtype.cuh"
 #include "gemm_params.h"
 #include "kernel_config.h"
+#include "simt/dot.cuh"
 
 namespace jax_tcgemm::simt {
 
@@ -44,22 +45,12 @@ __device__ __forceinline__ void run_plain(const PlainParams& p) {
   int k = p.k;
 #pragma unroll 1
   for (; k >= kConfig.tile_k; k -= kConfig.tile_k) {
-    float x[kConfig.tile_k], y[kConfig.tile_k];
-#pragma unroll
-    for (int i = 0; i < kConfig.tile_k; ++i) {
-      x[i] = float(*a);
-      y[i] = float(*b);
-      a += step_a;
-      b += step_b;
-    }
-#pragma unroll
-    for (int i = 0; i < kConfig.tile_k; ++i) acc = fmaf(x[i], y[i], acc);
+    acc = add_products<kConfig.tile_k>(acc, a, b, step_a, step_b, [](int) { return true; });
+    a += kConfig.tile_k * step_a;
+    b += kConfig.tile_k * step_b;
   }
-#pragma unroll 1
-  for (; k > 0; --k) {
-    acc = fmaf(float(*a), float(*b), acc);
-    a += step_a;
-    b += step_b;
+  if (k > 0) {
+    acc = add_products<kConfig.tile_k>(acc, a, b, step_a, step_b, [&](int i) { return i < k; });
   }
   const int64_t element = int64_t{row} * p.n + column;
   if (sizeof(Element) == 4 || p.d_is_float32) {

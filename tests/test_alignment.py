@@ -1,0 +1,59 @@
+"""Which operands 16-byte copies can address, and how much workspace the others get."""
+
+from __future__ import annotations
+
+import pytest
+
+from jax_tcgemm.alignment import misalignment, padding_bytes
+from jax_tcgemm.strides import Operands, StridedGemm
+
+
+def gemm(m, n, k, a, b, batch=()):
+    none = (0,) * (len(batch) + 2)
+    rest = Operands(a, b, none, none[1:], none[2:], none[2:])
+    return StridedGemm(m, n, k, batch, rest)
+
+
+@pytest.mark.parametrize(
+    ("a", "k", "what"),
+    [
+        ((64, 1), 64, None),
+        ((1, 64), 64, None),
+        ((72, 1), 64, None),
+        ((65, 1), 64, "leading dimension of 65"),
+        ((1, 65), 64, "leading dimension of 65"),
+        ((64, 1), 63, "contiguous extent of 63"),
+        ((64, 1), 1, "contiguous extent of 1"),
+    ],
+)
+def test_matrices(a, k, what):
+    found = misalignment(gemm(64, 64, k, a, (64, 1)), "a", 2)
+    assert found is None if what is None else what in found
+
+
+def test_single_rows_and_batches():
+    assert misalignment(gemm(1, 64, 64, (7, 1), (64, 1)), "a", 2) is None
+    assert "batch stride of 4" in misalignment(
+        gemm(8, 8, 8, (4, 8, 1), (0, 8, 1), batch=(3,)), "a", 2
+    )
+    assert misalignment(gemm(8, 8, 8, (4, 8, 1), (0, 8, 1), batch=(3,)), "a", 4) is None
+    assert misalignment(gemm(8, 8, 8, (64, 8, 1), (0, 8, 1), batch=(3,)), "b", 2) is None
+
+
+def test_padding():
+    m, n, k = 1000, 2000, 1001
+    odd = gemm(m, n, k, (k, 1), (n, 1))
+    assert padding_bytes(odd, 2) == m * 1008 * 2  # b is aligned
+    transposed = gemm(m, n, k, (1, m), (1, k))
+    assert padding_bytes(transposed, 2) == n * 1008 * 2  # a is aligned
+    assert padding_bytes(gemm(m, n, 1008, (1008, 1), (n, 1)), 2) == 0
+    assert padding_bytes(odd, 4) == m * 1004 * 4
+
+
+def test_padding_is_for_large_products_and_copies_a_broadcast_operand_once():
+    assert padding_bytes(gemm(100, 100, 101, (101, 1), (100, 1)), 2) == 0
+    assert padding_bytes(gemm(4096, 16, 10001, (10001, 1), (16, 1)), 2) == 0
+    batch = gemm(512, 512, 501, (512 * 501, 501, 1), (0, 512, 1), batch=(8,))
+    assert padding_bytes(batch, 2) == 8 * 512 * 504 * 2
+    shared = gemm(512, 512, 501, (0, 501, 1), (501 * 512, 512, 1), batch=(8,))
+    assert padding_bytes(shared, 2) == 512 * 504 * 2
