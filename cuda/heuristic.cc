@@ -57,11 +57,12 @@ double tensor_core_cycles(const KernelConfig& config, const ChoiceInput& input, 
   return tiles_per_sm / resident * round(resident) + (rest > 0 ? round(rest) : 0.0);
 }
 
-// A trip to memory for every tile_k steps, on an SM's 16 blocks at a time.
+// A trip to memory for every tile_k steps; the loads of an SM's blocks queue behind one another.
 double simt_cycles(const KernelConfig& config, const ChoiceInput& input, int64_t tiles) {
-  constexpr double kTripCycles = 1000.0;
-  const int64_t rounds = ceil_div(tiles, int64_t{16} * input.sm_count);
-  return rounds * (ceil_div(input.k, config.tile_k) * kTripCycles);
+  constexpr double kTripCycles = 700.0;
+  const int64_t blocks = ceil_div(tiles, input.sm_count);
+  const double loads = 2.0 * config.tile_k * config.threads() / 32 * blocks;
+  return ceil_div(input.k, config.tile_k) * (kTripCycles + loads);
 }
 
 }  // namespace
