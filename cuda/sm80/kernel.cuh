@@ -4,8 +4,8 @@
 //        (w % warps_n) * warp_n of a tile.
 // Barriers: those of the mainloop. A warp's epilogue reads what the warp itself wrote.
 // Timeline: fill the ring; then for each tile: mainloop (sm80/mainloop.cuh), and 16 rows at a time:
-//        accumulators to shared memory -> epilogue (epilogue/fused_epilogue.cuh). Meanwhile the ring
-//        fills with the next tile.
+//        accumulators to shared memory -> epilogue (epilogue/fused_epilogue.cuh). Meanwhile the
+//        ring fills with the next tile.
 
 #pragma once
 
