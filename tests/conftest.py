@@ -72,6 +72,12 @@ def normal(rng: np.random.Generator) -> Callable[..., jax.Array]:
     return draw
 
 
+@pytest.fixture
+def operands(normal: Callable[..., jax.Array]) -> tuple[jax.Array, ...]:
+    """Operands of `fused_call.fused`."""
+    return normal(2, 5, 7), normal(7, 3), normal(5, 1), normal(3), normal(), normal()
+
+
 def _exact(x: Any) -> np.ndarray:
     x = np.asarray(x)
     is_complex = np.issubdtype(x.dtype, np.complexfloating)

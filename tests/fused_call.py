@@ -1,0 +1,35 @@
+"""The fused call that the tests of derivatives and transformations take apart, and its formula."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_tcgemm import gemm
+from jax_tcgemm.epilogues import ACTIVATIONS
+
+NAMES = ("a", "b", "c", "bias", "alpha", "beta")
+
+
+def fused(a, b, c, bias, alpha, beta, activation="gelu"):
+    return gemm(a, b, c, bias=bias, alpha=alpha, beta=beta, activation=activation)
+
+
+def formula(a, b, c, bias, alpha, beta, activation="gelu"):
+    z = alpha * jnp.matmul(a, b) + beta * c + bias[..., None, :]
+    return z if activation is None else ACTIVATIONS[activation].reference(z)
+
+
+def assert_trees_close(actual, expected, tolerance=2e-4):
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(
+            np.asarray(x, np.float32), np.asarray(y, np.float32), rtol=tolerance, atol=tolerance
+        ),
+        actual,
+        expected,
+    )
+
+
+def square_sum(function):
+    return lambda *args: jnp.sum(jnp.square(function(*args).astype(jnp.float32)))

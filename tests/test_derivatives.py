@@ -1,0 +1,214 @@
+"""Derivatives of `gemm` of every order and mode, against those of the formula in `jax.numpy`."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fused_call import NAMES, assert_trees_close, formula, fused, square_sum
+from jax.test_util import check_grads
+
+from jax_tcgemm import gemm
+from jax_tcgemm.epilogues import ACTIVATIONS
+
+
+@pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
+def test_derivatives_against_finite_differences(rng, activation):
+    with jax.enable_x64(True):
+        shapes = [(2, 3, 4), (4, 3), (3, 1), (3,), (), ()]
+        args = [jnp.asarray(rng.uniform(0.2, 1, shape)) for shape in shapes]
+        check_grads(functools.partial(fused, activation=activation), args, order=2)
+
+
+@pytest.mark.parametrize("transpose_a", [False, True])
+@pytest.mark.parametrize("transpose_b", [False, True])
+@pytest.mark.parametrize(
+    ("a_batch", "b_batch", "bias_batch"),
+    [
+        ((), (), ()),
+        ((3,), (), ()),
+        ((), (3,), (3,)),
+        ((2, 3), (3,), (2, 1)),
+        ((2, 3), (2, 1), (3,)),
+        ((2, 1), (1, 3), (2, 3)),
+        ((2, 3), (), (2, 1)),
+    ],
+)
+def test_grad_of_every_operand(normal, transpose_a, transpose_b, a_batch, b_batch, bias_batch):
+    a, b = normal(*a_batch, 4, 6), normal(*b_batch, 6, 5)
+    args = (a, b, normal(1, 5), normal(*bias_batch, 5), jnp.float32(0.7), jnp.float32(-0.4))
+
+    def stored(a, b, c, bias, alpha, beta):
+        return gemm(
+            a.mT if transpose_a else a,
+            b.mT if transpose_b else b,
+            c,
+            bias=bias,
+            alpha=alpha,
+            beta=beta,
+            activation="silu",
+            transpose_a=transpose_a,
+            transpose_b=transpose_b,
+        )
+
+    expected = jax.grad(square_sum(functools.partial(formula, activation="silu")), range(6))(*args)
+    actual = jax.grad(square_sum(stored), range(6))(*args)
+    assert_trees_close(actual, expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_forward_mode_one_operand_at_a_time(operands, name):
+    i = NAMES.index(name)
+
+    def along(function):
+        def of_one(x):
+            return function(*operands[:i], x, *operands[i + 1 :])
+
+        return jax.jvp(of_one, (operands[i],), (jnp.ones_like(operands[i]),))
+
+    assert_trees_close(along(fused), along(formula))
+
+
+@pytest.mark.parametrize("activation", [None, "gelu"])
+def test_jvp_linearize_and_vjp_agree(operands, normal, activation):
+    f = functools.partial(fused, activation=activation)
+    tangents = jax.tree.map(lambda x: normal(*x.shape), operands)
+    expected = jax.jvp(functools.partial(formula, activation=activation), operands, tangents)
+    assert_trees_close(jax.jvp(f, operands, tangents), expected)
+    primal, linear = jax.linearize(f, *operands)
+    assert_trees_close((primal, linear(*tangents)), expected)
+    primal, pullback = jax.vjp(f, *operands)
+    g = normal(*primal.shape)
+    inner = sum(jnp.vdot(x, y) for x, y in zip(pullback(g), tangents, strict=True))
+    np.testing.assert_allclose(inner, jnp.vdot(g, expected[1]), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("argnum", range(6))
+def test_hessian(operands, argnum):
+    def scalar(function):
+        return jax.hessian(square_sum(function), argnums=argnum)(*operands)
+
+    assert_trees_close(scalar(fused), scalar(formula), 5e-3)
+
+
+def test_constant_scalars(operands, normal):
+    tangents = jax.tree.map(lambda x: normal(*x.shape), operands[:4])
+
+    def both_modes(function):
+        def f(a, b, c, bias):
+            return function(a, b, c, bias, -1.5, 0.5, activation=None)
+
+        return jax.jvp(f, operands[:4], tangents), jax.grad(square_sum(f), range(4))(*operands[:4])
+
+    assert_trees_close(both_modes(fused), both_modes(formula))
+
+
+def test_linear_transpose(normal):
+    a, b, g = normal(4, 6), normal(6, 5), normal(4, 5)
+    (cotangent,) = jax.linear_transpose(lambda a: gemm(a, b), a)(g)
+    np.testing.assert_allclose(cotangent, g @ b.T, rtol=1e-5, atol=1e-5)
+    # alpha and beta, a and c: several operands are linear at once.
+    c = normal(4, 5)
+    f = jax.linear_transpose(lambda s, t: gemm(a, b, c, alpha=s, beta=t), 1.0, 1.0)
+    expected = (jnp.sum(g * (a @ b)), jnp.sum(g * c))
+    assert_trees_close(f(g), expected)
+    f = jax.linear_transpose(lambda a, c: gemm(a, b, c, alpha=2.0, beta=3.0), a, c)
+    assert_trees_close(f(g), (2 * g @ b.T, 3 * g))
+
+
+@pytest.mark.parametrize("preferred", [None, jnp.float32])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_16_bit_gradients(normal, exact, assert_accurate, dtype, preferred):
+    a, b, bias = normal(2, 16, 24, dtype=dtype), normal(24, 8, dtype=dtype), normal(8, dtype=dtype)
+    g = normal(2, 16, 8, dtype=preferred or dtype)
+
+    def f(a, b, bias):
+        return gemm(a, b, bias=bias, preferred_element_type=preferred)
+
+    def by_matmul(a, b, bias):
+        z = jnp.matmul(a, b, preferred_element_type=jnp.float32) + bias.astype(jnp.float32)
+        return z.astype(preferred or dtype)
+
+    actual = jax.vjp(f, a, b, bias)[1](g)
+    baseline = jax.vjp(by_matmul, a, b, bias)[1](g)
+    exact_grads = (
+        exact(g) @ exact(b).T,
+        np.einsum("imk,imn->kn", exact(a), exact(g)),
+        exact(g).sum((0, 1)),
+    )
+    for x, operand, y, z in zip(actual, (a, b, bias), baseline, exact_grads, strict=True):
+        assert x.dtype == operand.dtype
+        assert_accurate(x, y, z)
+
+
+def test_preset_gradients_are_not_rounded_to_the_algorithm_type(normal, exact):
+    a, b = normal(16, 24), normal(24, 8)
+    grad = jax.grad(lambda a: gemm(a, b, precision="BF16_BF16_F32").sum())(a)
+    expected = np.broadcast_to(exact(b.astype(jnp.bfloat16)).sum(1), (16, 24))
+    assert grad.dtype == jnp.float32
+    np.testing.assert_allclose(grad, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_integer_operand_has_no_gradient(normal):
+    a, b, bias = normal(3, 4, dtype=jnp.int8), normal(4, 5), normal(5)
+    expected = jax.grad(lambda b: jnp.sum(jnp.sin(a.astype(jnp.float32) @ b + bias)))(b)
+    actual = jax.grad(lambda b: jnp.sum(jnp.sin(gemm(a, b, bias=bias))))(b)
+    assert_trees_close(actual, expected)
+
+
+# What is not computed
+
+
+def test_zero_tangents_cost_nothing(operands, count_gemms):
+    a, b, c, bias, _, _ = operands
+
+    def f(c, bias):
+        return fused(a, b, c, bias, 1.5, 0.5)
+
+    tangents = (jnp.ones_like(c), jnp.ones_like(bias))
+    assert count_gemms(lambda *primals: jax.jvp(f, primals, tangents), c, bias) == 1
+    assert count_gemms(jax.grad(square_sum(lambda bias: f(c, bias))), bias) == 1
+
+
+def test_gradients_of_unused_operands_are_not_computed(operands, count_gemms):
+    loss = square_sum(fused)
+    assert count_gemms(loss, *operands) == 1
+    assert count_gemms(jax.grad(loss, argnums=1), *operands) == 2
+    assert count_gemms(jax.grad(loss, argnums=(0, 1)), *operands) == 3
+
+    def unused(*args):
+        _, grad_b = jax.grad(loss, argnums=(0, 1))(*args)
+        return grad_b
+
+    assert count_gemms(unused, *operands) == 2
+
+
+def test_linear_gradient_runs_no_forward_product(normal, count_gemms):
+    a, b = normal(4, 6), normal(6, 5)
+    assert count_gemms(jax.grad(lambda a, b: gemm(a, b).sum()), a, b) == 1
+
+
+def test_unread_preactivation_is_dropped(normal, cuda_module):
+    a, b = normal(8, 8), normal(8, 8)
+
+    def only_primal(a, b):
+        return jax.vjp(lambda a: gemm(a, b, activation="gelu"), a)[0]
+
+    _, (call,) = cuda_module(only_primal, a, b)
+    assert (call["has_aux"], call["activation"]) == (False, "Gelu")
+
+    def only_tangent(a, b):
+        return jax.grad(lambda a: gemm(a, b, activation="gelu").sum())(a)
+
+    _, (forward, _) = cuda_module(only_tangent, a, b)
+    assert (forward["has_aux"], forward["activation"]) == (False, "")
+
+
+def test_reverse_pass_keeps_one_residual_of_the_result_type(normal):
+    a, b = normal(16, 24, dtype=jnp.bfloat16), normal(24, 8, dtype=jnp.bfloat16)
+    _, pullback = jax.vjp(lambda a, b: gemm(a, b, activation="gelu"), a, b)
+    saved = [x for x in jax.tree.leaves(pullback) if x.shape == (16, 8)]
+    assert [x.dtype for x in saved] == [jnp.bfloat16]
