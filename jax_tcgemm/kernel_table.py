@@ -39,13 +39,16 @@ class KernelConfig:
         algorithm: name of the ``jax.lax.DotAlgorithmPreset`` it computes.
         tile_m: rows of D one thread block computes.
         tile_n: columns of D one thread block computes.
-        tile_k: elements of k in one stage of the shared-memory ring.
+        tile_k: elements of k in one stage of the shared-memory ring; in one trip to memory (simt).
         warps_m: warps along m; a warp computes ``tile_m / warps_m`` rows.
         warps_n: warps along n; a warp computes ``tile_n / warps_n`` columns.
         stages: stages of the shared-memory ring.
-        loader: ``"cp_async"`` copies 16-byte chunks asynchronously and needs operands whose base
-            and leading dimensions are multiples of 16 bytes; ``"realign"`` goes through registers
-            and takes any alignment.
+        loader: ``"cp_async"`` copies 16-byte chunks asynchronously and needs operands whose base,
+            strides and contiguous extent are multiples of 16 bytes; ``"realign"`` goes through
+            registers and takes any alignment; ``"direct"`` (simt) has no shared memory and takes
+            any too.
+        promote: accumulate each k-tile apart and add it in float32. The tensor cores cut sums off
+            instead of rounding them, which a float32 result of 16-bit operands would show.
     """
 
     arch: str
