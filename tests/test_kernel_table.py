@@ -112,8 +112,8 @@ def test_heuristic_chooses_a_row_that_fits(algorithm, aligned, sm_count, shared_
 @pytest.mark.parametrize(
     ("shape", "aligned", "float32_result", "expected"),
     [
-        # As the model was fitted: for the three large products one of the two fastest rows measured,
-        # for the others the kind of row that their size, alignment and result call for.
+        # For the three large products, one of the two fastest rows measured; for the others, the
+        # kind of row that their size, alignment and result call for.
         ((4096, 4096, 4096), True, False, ("128x256x64", "256x128x64")),
         ((8192, 8192, 8192), True, False, ("128x256x64", "256x128x64")),
         ((8192, 14336, 4096), True, False, ("128x256x64", "256x128x64")),
