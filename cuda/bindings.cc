@@ -61,11 +61,25 @@ nb::dict device_properties(int ordinal) {
 
 std::string choose_config(const std::string& algorithm, int64_t m, int64_t n, int64_t k,
                           int64_t batch, bool aligned, int sm_count, int shared_memory_per_block,
-                          bool float32_result) {
+                          bool float32_result, int compute_capability, const std::string& layout) {
   const auto decoded = algorithm_from_name(algorithm);
   if (!decoded) throw std::invalid_argument("unknown algorithm '" + algorithm + "'");
-  const KernelEntry* entry = choose_kernel(
-      {*decoded, m, n, k, batch, aligned, float32_result, sm_count, shared_memory_per_block});
+  if (layout.size() != 2) throw std::invalid_argument("layout '" + layout + "'");
+  ChoiceInput input = {};
+  input.algorithm = *decoded;
+  input.m = m;
+  input.n = n;
+  input.k = k;
+  input.batch = batch;
+  input.aligned = input.tma_addressable = input.tma_d = input.tma_c = aligned;
+  input.plain = true;
+  input.major_a = layout[0] == 't' ? Major::kMn : Major::kK;
+  input.major_b = layout[1] == 't' ? Major::kK : Major::kMn;
+  input.float32_result = float32_result;
+  input.compute_capability = compute_capability;
+  input.sm_count = sm_count;
+  input.shared_memory_per_block = shared_memory_per_block;
+  const KernelEntry* entry = choose_kernel(input);
   return entry == nullptr ? "" : entry->name;
 }
 
@@ -81,7 +95,7 @@ nb::dict device_properties(int) {
 }
 
 std::string choose_config(const std::string&, int64_t, int64_t, int64_t, int64_t, bool, int, int,
-                          bool) {
+                          bool, int, const std::string&) {
   return "";
 }
 
@@ -108,5 +122,6 @@ NB_MODULE(_core, module) {
   module.def("device_properties", &device_properties, nb::arg("ordinal"));
   module.def("choose_config", &choose_config, nb::arg("algorithm"), nb::arg("m"), nb::arg("n"),
              nb::arg("k"), nb::arg("batch"), nb::arg("aligned"), nb::arg("sm_count"),
-             nb::arg("shared_memory_per_block"), nb::arg("float32_result") = false);
+             nb::arg("shared_memory_per_block"), nb::arg("float32_result") = false,
+             nb::arg("compute_capability") = 80, nb::arg("layout") = "nn");
 }

@@ -10,6 +10,8 @@
 
 #include "kernel_registry.inc"
 #include "pad_operand.h"
+#include "sm90/output_tile.h"
+#include "sm90/tma_descriptor.h"
 
 namespace jax_tcgemm {
 namespace {
@@ -31,12 +33,15 @@ void log_choice(const GemmProblem& problem, const KernelEntry& entry) {
   if (seen.insert(line).second) std::fputs(line.c_str(), stderr);
 }
 
-// Groups of about 1024 rows of D, whatever the tile, so that the blocks of one wave read few enough
+// Groups of so many rows of D, whatever the tile, so that the blocks of one wave read few enough
 // rows of A and columns of B to share them in L2.
-Status set_tile_order(const KernelConfig& config, GemmParams* params) {
-  const int64_t tiles_m = ceil_div(params->m, config.tile_m);
-  const int64_t tiles_n = ceil_div(params->n, config.tile_n);
-  const int64_t width = std::min(tiles_m, int64_t{std::max(1, 1024 / config.tile_m)});
+Status set_tile_order(const KernelConfig& config, bool exchanged, GemmParams* params) {
+  const int64_t group_rows = config.arch == Arch::kSm90 ? 2048 : 1024;
+  const int64_t rows = config.tile_m * config.cluster_m;
+  const int64_t tiles_m = ceil_div(exchanged ? params->n : params->m, rows);
+  const int64_t tiles_n =
+      ceil_div(exchanged ? params->m : params->n, config.tile_n * config.cluster_n);
+  const int64_t width = std::min(tiles_m, std::max(int64_t{1}, group_rows / rows));
   JAX_TCGEMM_REQUIRE(tiles_m * tiles_n <= std::numeric_limits<int32_t>::max(), "m=", params->m,
                      " n=", params->n, " make ", tiles_m * tiles_n, " tiles");
   const int64_t groups = ceil_div(tiles_m, width);
@@ -60,7 +65,14 @@ Status find_kernel(const GemmProblem& problem, const DeviceProperties& device,
                           p.k,
                           p.batch,
                           problem.aligned(),
+                          problem.tma_addressable() && p.batch_rank <= 3,
+                          problem.major_a,
+                          problem.major_b,
+                          sm90::d_by_tma(problem),
+                          p.epilogue.c.data == nullptr || sm90::c_by_tma(problem),
+                          sm90::is_plain(p.epilogue),
                           p.epilogue.d_is_float32,
+                          device.compute_capability,
                           device.sm_count,
                           device.shared_memory_per_block};
   *entry = nullptr;
@@ -85,7 +97,7 @@ Status find_kernel(const GemmProblem& problem, const DeviceProperties& device,
 // Replaces an unaligned operand by a padded copy in the workspace, `*used` bytes of which are
 // taken.
 Status pad_operand(const GemmProblem& problem, Major major, int32_t extent_mn, Operand* operand,
-                   bool* aligned, int64_t* used, cudaStream_t stream) {
+                   bool* strides_aligned, bool* aligned, int64_t* used, cudaStream_t stream) {
   const GemmParams& params = problem.params;
   PadProblem pad = {};
   pad.in = *operand;
@@ -102,7 +114,7 @@ Status pad_operand(const GemmProblem& problem, Major major, int32_t extent_mn, O
   JAX_TCGEMM_CUDA_CHECK(launch_pad(pad, stream), "padding ", pad.rows, " rows of ", pad.columns);
   *used += bytes;
   *operand = {pad.out, pad.out_ld, bytes / pad.element_bytes, pad.out_batch};
-  *aligned = true;
+  *strides_aligned = *aligned = true;
   return Status();
 }
 
@@ -112,11 +124,13 @@ Status pad_unaligned_operands(GemmProblem* problem, cudaStream_t stream) {
   int64_t used = 0;
   if (!problem->aligned_a) {
     JAX_TCGEMM_RETURN_IF_ERROR(pad_operand(*problem, problem->major_a, params.m, &params.a,
-                                           &problem->aligned_a, &used, stream));
+                                           &problem->strides_aligned_a, &problem->aligned_a, &used,
+                                           stream));
   }
   if (!problem->aligned_b) {
     JAX_TCGEMM_RETURN_IF_ERROR(pad_operand(*problem, problem->major_b, params.n, &params.b,
-                                           &problem->aligned_b, &used, stream));
+                                           &problem->strides_aligned_b, &problem->aligned_b, &used,
+                                           stream));
   }
   return Status();
 }
@@ -151,10 +165,17 @@ Status run_gemm(GemmProblem problem, const DeviceProperties& device, cudaStream_
   JAX_TCGEMM_RETURN_IF_ERROR(find_kernel(problem, device, &entry));
   log_choice(problem, *entry);
   GemmParams& params = problem.params;
-  JAX_TCGEMM_RETURN_IF_ERROR(set_tile_order(entry->config, &params));
-  JAX_TCGEMM_CUDA_CHECK(entry->launch(params, problem.major_a, problem.major_b, device, stream),
-                        "launching ", entry->name, " for m=", params.m, " n=", params.n,
-                        " k=", params.k, " batch=", params.batch, " on ", device.name);
+  const KernelConfig& config = entry->config;
+  const bool exchanged = sm90::exchanges_operands(config, problem.major_a, problem.major_b);
+  JAX_TCGEMM_RETURN_IF_ERROR(set_tile_order(config, exchanged, &params));
+  sm90::TensorMaps maps;
+  if (config.arch == Arch::kSm90) {
+    JAX_TCGEMM_RETURN_IF_ERROR(sm90::encode_tensor_maps(problem, config, &maps));
+  }
+  const LaunchRequest request = {params, problem.major_a, problem.major_b, &maps, device, stream};
+  JAX_TCGEMM_CUDA_CHECK(entry->launch(request), "launching ", entry->name, " for m=", params.m,
+                        " n=", params.n, " k=", params.k, " batch=", params.batch, " on ",
+                        device.name);
   return Status();
 }
 

@@ -24,11 +24,14 @@ struct GemmProblem {
   Major major_b;
   bool aligned_a;  // base, strides and contiguous extent are multiples of 16 bytes
   bool aligned_b;
+  bool strides_aligned_a;  // base and strides are, which is enough for TMA
+  bool strides_aligned_b;
   void* workspace;  // where padded copies of unaligned operands may go; null: nowhere
   int64_t workspace_bytes;
   std::string_view config;  // a row's name, or empty: choose
 
   bool aligned() const { return aligned_a && aligned_b; }
+  bool tma_addressable() const { return strides_aligned_a && strides_aligned_b; }
 };
 
 std::span<const KernelEntry> kernel_registry();

@@ -123,7 +123,7 @@ bool is_aligned(const void* base, int64_t ld, const BatchStrides& batch, int64_t
 // A or B: which dimension is contiguous, and whether cp.async can address it.
 Status decode_operand(const Buffer& buffer, const GemmAttributes& attributes, int64_t extent_mn,
                       int64_t stride_mn, int64_t stride_k, int64_t span, Operand* operand,
-                      Major* major, bool* aligned) {
+                      Major* major, bool* strides_aligned, bool* aligned) {
   const int64_t extent_k = attributes.k;
   const bool mn_major = stride_mn == 1 && (stride_k != 1 || extent_k <= 1);
   const bool k_major = !mn_major && (stride_k == 1 || extent_k <= 1);
@@ -138,8 +138,8 @@ Status decode_operand(const Buffer& buffer, const GemmAttributes& attributes, in
   operand->span = span;
   operand->batch = batch_strides(buffer.strides, attributes.batch_shape.size());
   const int64_t bytes = element_bytes(buffer.data.element_type());
-  *aligned = is_aligned(operand->data, operand->ld, operand->batch, bytes, 16) &&
-             is_multiple((k_major ? extent_k : extent_mn) * bytes, 16);
+  *strides_aligned = is_aligned(operand->data, operand->ld, operand->batch, bytes, 16);
+  *aligned = *strides_aligned && is_multiple((k_major ? extent_k : extent_mn) * bytes, 16);
   return Status();
 }
 
@@ -246,13 +246,13 @@ Status decode_inputs(const Call& call, Algorithm algorithm, ffi::DataType d_type
       check_types(algorithm, a->data.element_type(), b->data.element_type(), d_type));
   problem->aligned_a = problem->aligned_b = true;
   JAX_TCGEMM_RETURN_IF_ERROR(checked_span<2>(*a, at, {at.m, at.k}, &span));
-  JAX_TCGEMM_RETURN_IF_ERROR(decode_operand(*a, at, at.m, at.a_strides[batch_rank],
-                                            at.a_strides[batch_rank + 1], span, &problem->params.a,
-                                            &problem->major_a, &problem->aligned_a));
+  JAX_TCGEMM_RETURN_IF_ERROR(decode_operand(
+      *a, at, at.m, at.a_strides[batch_rank], at.a_strides[batch_rank + 1], span,
+      &problem->params.a, &problem->major_a, &problem->strides_aligned_a, &problem->aligned_a));
   JAX_TCGEMM_RETURN_IF_ERROR(checked_span<2>(*b, at, {at.k, at.n}, &span));
-  JAX_TCGEMM_RETURN_IF_ERROR(decode_operand(*b, at, at.n, at.b_strides[batch_rank + 1],
-                                            at.b_strides[batch_rank], span, &problem->params.b,
-                                            &problem->major_b, &problem->aligned_b));
+  JAX_TCGEMM_RETURN_IF_ERROR(decode_operand(
+      *b, at, at.n, at.b_strides[batch_rank + 1], at.b_strides[batch_rank], span,
+      &problem->params.b, &problem->major_b, &problem->strides_aligned_b, &problem->aligned_b));
 
   EpilogueParams& epilogue = problem->params.epilogue;
   epilogue.alpha.value = at.alpha;

@@ -5,6 +5,8 @@
 
 #include <algorithm>
 
+#include "sm90/output_tile.h"
+
 namespace jax_tcgemm {
 namespace {
 
@@ -65,25 +67,128 @@ double simt_cycles(const KernelConfig& config, const ChoiceInput& input, int64_t
   return ceil_div(input.k, config.tile_k) * (kTripCycles + loads);
 }
 
+// The constants of the sm90 family: clock cycles at about 1.75 GHz, bytes per cycle.
+namespace sm90_model {
+constexpr double kStartCycles = 3530.0;  // barriers, descriptors, the first stage
+constexpr double kClusterStartCycles = 600.0;
+constexpr double kTensorFactor = 1.13;     // wgmma does not quite reach its rate
+constexpr double kFewStagesFactor = 1.02;  // fewer than 4
+constexpr double kPingpongFactor = 1.01;
+constexpr double kTransposeFactor = 1.34;
+// Into and out of one SM's shared memory.
+constexpr double kSharedMemoryRate = 137.0;
+// From L2 into all SMs, where it holds both operands and where not; into one SM where few rows
+// share weights that L2 does not hold.
+constexpr double kWarmRate = 8770.0;
+constexpr double kColdRate = 6220.0;
+constexpr double kColdRowsRate = 60.0;
+constexpr double kColdBytes = 27e6;
+constexpr double kMemoryRate = 1890.0;  // from device memory
+// Writing 2 bytes of D, without and with a sum over the blocks that split k.
+constexpr double kElementCycles = 0.072;
+constexpr double kReductionCycles = 1930.0;
+constexpr double kReducedElementCycles = 0.187;
+}  // namespace sm90_model
+
+// Clusters at a time. A cluster's blocks share a GPC, and not every GPC has a multiple of 4 SMs.
+int64_t concurrent_clusters(const KernelConfig& config, const ChoiceInput& input) {
+  const int size = config.cluster_size();
+  const double usable = size <= 2 ? 1.0 : size <= 8 ? 120.0 / 132 : 112.0 / 132;
+  return std::max<int64_t>(1, static_cast<int64_t>(input.sm_count * usable / size));
+}
+
+// Clusters' tiles in one batch.
+int64_t sm90_tiles(const KernelConfig& config, const ChoiceInput& input) {
+  const bool exchanged = sm90::exchanges_operands(config, input.major_a, input.major_b);
+  const int64_t rows = exchanged ? input.n : input.m;
+  const int64_t columns = exchanged ? input.m : input.n;
+  return ceil_div(rows, config.tile_m * config.cluster_m) *
+         ceil_div(columns, config.tile_n * config.cluster_n) * input.batch;
+}
+
+// Cycles of one stage: the slowest of tensor cores, shared memory (wgmma reads A once and B for
+// every 64 rows; TMA writes both) and L2.
+double sm90_stage_cycles(const KernelConfig& config, const ChoiceInput& input, int64_t blocks) {
+  using namespace sm90_model;
+  const int bytes = element_bytes(config.algorithm);
+  const double tensor = kTensorFactor * config.tile_m * config.tile_n / 32;
+  const double read = config.tile_m / 64.0 * (64 + config.tile_n) * 128;
+  const double shared = (read + config.stage_bytes()) / kSharedMemoryRate;
+  const bool cold =
+      static_cast<double>(bytes) * input.k * (input.m + input.n) * input.batch > kColdBytes;
+  const double loaded =
+      static_cast<double>(config.operand_bytes(config.tile_m)) / config.cluster_n +
+      static_cast<double>(config.operand_bytes(config.tile_n)) / config.cluster_m;
+  double cycles = std::max({tensor, shared, loaded * blocks / (cold ? kColdRate : kWarmRate)});
+  if (cold && config.tile_m == 64 && input.m <= 256) {
+    cycles = std::max(cycles, config.stage_bytes() / kColdRowsRate);
+  }
+  if (sm90::transposes_b(config, input.major_a, input.major_b)) cycles *= kTransposeFactor;
+  if (config.stages < 4) cycles *= kFewStagesFactor;
+  return config.schedule == Schedule::kPingpong ? cycles * kPingpongFactor : cycles;
+}
+
+double sm90_cycles(const KernelConfig& config, const ChoiceInput& input) {
+  using namespace sm90_model;
+  const int64_t tiles = sm90_tiles(config, input);
+  const int64_t capacity = concurrent_clusters(config, input);
+  const int64_t rounds = ceil_div(tiles, capacity);
+  const int64_t blocks = std::min(tiles, capacity) * config.cluster_size();
+  const double stages = ceil_div(input.k, config.tile_k) / static_cast<double>(config.split_k);
+  const double mainloop = stages * sm90_stage_cycles(config, input, blocks);
+  const double elements = config.tile_m * config.tile_n;
+  const int bytes = element_bytes(config.algorithm);
+  double output = kElementCycles * elements * (input.float32_result || bytes == 4 ? 2 : 1);
+  if (config.split_k > 1) output += kReductionCycles + kReducedElementCycles * elements;
+  // In pingpong one tile is written while the next is multiplied.
+  const bool hidden = config.schedule == Schedule::kPingpong && rounds > 1;
+  const double tensor_time = hidden ? rounds * mainloop + output : rounds * (mainloop + output);
+  const double traffic = static_cast<double>(input.batch) * bytes *
+                         (static_cast<double>(input.m) * input.k + input.k * input.n +
+                          static_cast<double>(input.m) * input.n);
+  const double start = kStartCycles + (config.cluster_size() > 1 ? kClusterStartCycles : 0.0);
+  return start + std::max(tensor_time, traffic / kMemoryRate);
+}
+
+// wgmma is an instruction of compute capability 9.0 alone.
+bool sm90_supports(const KernelConfig& config, const ChoiceInput& input) {
+  if (input.compute_capability != 90 || !input.tma_addressable) return false;
+  if (ceil_div(input.k, config.tile_k) < config.split_k) return false;
+  if (config.plain_only() && !(input.plain && input.tma_d)) return false;
+  if (element_bytes(config.algorithm) == 2) return true;
+  if (sm90::transposes_b(config, input.major_a, input.major_b)) {
+    return sm90::can_transpose_b(config);
+  }
+  // D^T is stored by TMA alone.
+  return !sm90::exchanges_operands(config, input.major_a, input.major_b) ||
+         (input.tma_d && input.tma_c && config.split_k == 1);
+}
+
 }  // namespace
 
 bool supports(const KernelConfig& config, const ChoiceInput& input) {
-  return config.algorithm == input.algorithm &&
-         (input.aligned || config.loader != Loader::kCpAsync) &&
-         config.shared_memory_bytes() <= input.shared_memory_per_block;
+  if (config.algorithm != input.algorithm ||
+      config.shared_memory_bytes() > input.shared_memory_per_block) {
+    return false;
+  }
+  if (config.arch == Arch::kSm90) return sm90_supports(config, input);
+  return input.aligned || config.loader != Loader::kCpAsync;
 }
 
 bool suits(const KernelConfig& config, const ChoiceInput& input) {
   const bool wants = input.float32_result && (input.algorithm == Algorithm::kBf16Bf16F32 ||
                                               input.algorithm == Algorithm::kF16F16F32);
-  return config.loader == Loader::kDirect || config.promote == wants;
+  return config.arch != Arch::kSm80 || config.promote == wants;
 }
 
 double estimated_cycles(const KernelConfig& config, const ChoiceInput& input) {
+  if (config.arch == Arch::kSm90) return sm90_cycles(config, input);
   const int64_t tiles =
       ceil_div(input.m, config.tile_m) * ceil_div(input.n, config.tile_n) * input.batch;
-  return config.loader == Loader::kDirect ? simt_cycles(config, input, tiles)
-                                          : tensor_core_cycles(config, input, tiles);
+  if (config.arch == Arch::kSimt) return simt_cycles(config, input, tiles);
+  // The model of the sm80 family knows nothing of memory and so flatters it.
+  const double factor = input.compute_capability == 90 ? 1.4 : 1.0;
+  return factor * tensor_core_cycles(config, input, tiles);
 }
 
 }  // namespace jax_tcgemm

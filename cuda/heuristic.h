@@ -13,8 +13,14 @@ namespace jax_tcgemm {
 struct ChoiceInput {
   Algorithm algorithm;
   int64_t m, n, k, batch;
-  bool aligned;         // both operands: cp.async can address them
-  bool float32_result;  // of 16-bit operands: wants a promoted accumulator
+  bool aligned;          // both operands: cp.async can address them
+  bool tma_addressable;  // both operands: TMA can
+  Major major_a, major_b;
+  bool tma_d;              // TMA can address D and the pre-activation
+  bool tma_c;              // and C, if there is one
+  bool plain;              // D is the product, rounded
+  bool float32_result;     // of 16-bit operands: wants a promoted accumulator
+  int compute_capability;  // 10 * major + minor
   int sm_count;
   int shared_memory_per_block;  // bytes
 };

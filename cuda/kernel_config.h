@@ -9,11 +9,21 @@ namespace jax_tcgemm {
 // The arithmetic, named as in jax.lax.DotAlgorithmPreset: type of A, type of B, accumulator.
 enum class Algorithm { kBf16Bf16F32, kF16F16F32, kF16F16F16, kTf32Tf32F32 };
 
+// The instructions a kernel is made of: float32 FMA; cp.async, ldmatrix and mma.sync; TMA, mbarrier
+// and wgmma.
+enum class Arch { kSimt, kSm80, kSm90 };
+
 // How operands travel from global to shared memory.
 //   kCpAsync: 16-byte cp.async; base, strides and contiguous extent are multiples of 16 bytes.
 //   kRealign: 16-byte loads through registers, shifted to the row's alignment; takes anything.
 //   kDirect:  no shared memory: from global memory to registers; takes anything.
-enum class Loader { kCpAsync, kRealign, kDirect };
+//   kTma:     boxes copied by TMA; base and strides are multiples of 16 bytes.
+enum class Loader { kCpAsync, kRealign, kDirect, kTma };
+
+// How the consumer warpgroups of an sm90 kernel share the work.
+//   kCooperative: each takes some rows of one tile.
+//   kPingpong:    two, each with a tile of its own; one multiplies while the other writes.
+enum class Schedule { kCooperative, kPingpong };
 
 // Which matrix dimension of an operand is contiguous in memory.
 enum class Major { kK, kMn };
@@ -23,10 +33,12 @@ constexpr int element_bytes(Algorithm algorithm) {
 }
 
 struct KernelConfig {
+  Arch arch;
   Algorithm algorithm;
   int tile_m;
   int tile_n;
   int tile_k;
+  // Warps that compute one tile.
   int warps_m;
   int warps_n;
   int stages;
@@ -34,19 +46,61 @@ struct KernelConfig {
   // Accumulate each k-tile apart and add it in float32. The tensor cores cut sums off instead of
   // rounding them, which a float32 result of 16-bit operands would show.
   bool promote;
+  // Of sm90 kernels: blocks of a cluster along m, n (which share operands) and k (which add up
+  // their accumulators).
+  int cluster_m;
+  int cluster_n;
+  int split_k;
+  Schedule schedule;
 
   constexpr int warp_m() const { return tile_m / warps_m; }
   constexpr int warp_n() const { return tile_n / warps_n; }
-  constexpr int threads() const { return 32 * warps_m * warps_n; }
-  constexpr int stage_bytes() const {
-    return (tile_m + tile_n) * tile_k * element_bytes(algorithm);
+  constexpr int cluster_size() const { return cluster_m * cluster_n * split_k; }
+
+  // sm90: float32 sums that a thread holds; with many of them no registers are left for an
+  // epilogue.
+  constexpr int accumulators() const { return tile_m * tile_n / (32 * warps_m * warps_n); }
+  constexpr bool plain_only() const { return arch == Arch::kSm90 && accumulators() > 128; }
+
+  // Warps that multiply; sm90 kernels have others that load.
+  constexpr int consumer_warps() const {
+    return warps_m * warps_n * (schedule == Schedule::kPingpong ? 2 : 1);
   }
-  // The ring, then a float32 slab of 16 rows of accumulators for each warp.
+  // A whole warpgroup where registers are to move from it to the consumers.
+  constexpr int producer_warps() const {
+    if (arch != Arch::kSm90) return 0;
+    return consumer_warps() > 4 ? 4 : 1;
+  }
+  constexpr int threads() const { return 32 * (consumer_warps() + producer_warps()); }
+
+  // sm90: an operand is rows of 128 bytes, and of an mn-major one whole rows are loaded.
+  constexpr int operand_bytes(int tile_mn) const {
+    const int row = 128 / element_bytes(algorithm);
+    if (arch == Arch::kSm90) tile_mn = (tile_mn + row - 1) / row * row;
+    return tile_mn * tile_k * element_bytes(algorithm);
+  }
+  constexpr int stage_bytes() const { return operand_bytes(tile_m) + operand_bytes(tile_n); }
   constexpr int ring_bytes() const { return stages * stage_bytes(); }
+  // A float32 slab of 16 rows of accumulators for each warp of an sm80 kernel; the buffers of
+  // the warps of an sm90 kernel, through which D leaves.
   constexpr int slab_bytes() const { return 16 * warp_n() * 4; }
+  constexpr int staging_bytes() const {
+    constexpr int kMany = 16 * 1024;
+    const int many = ring_bytes() + consumer_warps() / 4 * kMany + bias_bytes() + kBarrierBytes;
+    return many <= kMaxSharedMemoryBytes ? kMany : kMany / 2;
+  }
+  constexpr int output_bytes() const {
+    if (arch != Arch::kSm90) return consumer_warps() * slab_bytes();
+    return split_k > 1 ? 0 : consumer_warps() / 4 * staging_bytes();
+  }
+  // sm90: the barriers, and the bias of each warpgroup's tile.
+  constexpr int bias_bytes() const { return consumer_warps() / 4 * tile_n * 4; }
+  static constexpr int kBarrierBytes = 512;
+  static constexpr int kMaxSharedMemoryBytes = 227 * 1024;
   constexpr int shared_memory_bytes() const {
-    if (loader == Loader::kDirect) return 0;
-    return ring_bytes() + warps_m * warps_n * slab_bytes();
+    if (arch == Arch::kSimt) return 0;
+    const int extra = arch == Arch::kSm90 ? kBarrierBytes + bias_bytes() : 0;
+    return ring_bytes() + output_bytes() + extra;
   }
 };
 

@@ -11,10 +11,21 @@
 
 namespace jax_tcgemm {
 
-// Enqueues a kernel; `params` is complete but for the grid's strides. Capturable: no allocation, no
-// synchronisation.
-using KernelLaunch = cudaError_t(const GemmParams& params, Major major_a, Major major_b,
-                                 const DeviceProperties& device, cudaStream_t stream);
+namespace sm90 {
+struct TensorMaps;
+}
+
+struct LaunchRequest {
+  const GemmParams& params;  // complete but for the grid's strides
+  Major major_a;
+  Major major_b;
+  const sm90::TensorMaps* maps;  // null but for sm90 kernels
+  const DeviceProperties& device;
+  cudaStream_t stream;
+};
+
+// Enqueues a kernel. Capturable: no allocation, no synchronisation.
+using KernelLaunch = cudaError_t(const LaunchRequest& request);
 
 struct KernelEntry {
   const char* name;

@@ -14,4 +14,6 @@ def choose_config(
     sm_count: int,
     shared_memory_per_block: int,
     float32_result: bool = False,
+    compute_capability: int = 80,
+    layout: str = "nn",
 ) -> str: ...

@@ -8,6 +8,7 @@ library alone, so that the build can run it before anything is installed.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 # Bytes of shared memory a thread block may use on the GPUs that have most (sm_90). sm_80 gives
 # 163 KiB, sm_86 and sm_89 99 KiB: rows above a device's own limit are skipped at run time.
@@ -34,21 +35,28 @@ class KernelConfig:
     """One kernel configuration.
 
     Attributes:
-        arch: kernel family: ``"sm80"`` (cp.async, ldmatrix, mma.sync) or ``"simt"`` (float32 FMA,
-            for products too small for a pipeline).
+        arch: kernel family: ``"sm90"`` (TMA, mbarrier, wgmma), ``"sm80"`` (cp.async, ldmatrix,
+            mma.sync) or ``"simt"`` (float32 FMA, for products too small for a pipeline).
         algorithm: name of the ``jax.lax.DotAlgorithmPreset`` it computes.
         tile_m: rows of D one thread block computes.
         tile_n: columns of D one thread block computes.
         tile_k: elements of k in one stage of the shared-memory ring; in one trip to memory (simt).
-        warps_m: warps along m; a warp computes ``tile_m / warps_m`` rows.
-        warps_n: warps along n; a warp computes ``tile_n / warps_n`` columns.
+        warps_m: warps of a tile along m; a warp computes ``tile_m / warps_m`` rows.
+        warps_n: warps of a tile along n; a warp computes ``tile_n / warps_n`` columns.
         stages: stages of the shared-memory ring.
         loader: ``"cp_async"`` copies 16-byte chunks asynchronously and needs operands whose base,
             strides and contiguous extent are multiples of 16 bytes; ``"realign"`` goes through
             registers and takes any alignment; ``"direct"`` (simt) has no shared memory and takes
-            any too.
+            any too; ``"tma"`` (sm90) copies boxes and needs a base and strides that are multiples
+            of 16 bytes.
         promote: accumulate each k-tile apart and add it in float32. The tensor cores cut sums off
             instead of rounding them, which a float32 result of 16-bit operands would show.
+        cluster_m: blocks along m that share one load of their columns of B (sm90).
+        cluster_n: blocks along n that share one load of their rows of A (sm90).
+        split_k: blocks that share the k of one tile and add up their accumulators in a fixed order
+            (sm90).
+        schedule: ``"cooperative"``: all consumer warps compute one tile; ``"pingpong"`` (sm90):
+            two warpgroups compute a tile each, and one multiplies while the other writes.
     """
 
     arch: str
@@ -61,6 +69,10 @@ class KernelConfig:
     stages: int
     loader: str = "cp_async"
     promote: bool = False
+    cluster_m: int = 1
+    cluster_n: int = 1
+    split_k: int = 1
+    schedule: str = "cooperative"
 
     def __post_init__(self) -> None:
         def require(condition: bool, what: str) -> None:
@@ -72,28 +84,65 @@ class KernelConfig:
             require(self.loader == "direct", "simt kernels load directly")
             require(self.tile_m * self.tile_n == self.threads, "a thread computes one element")
             return
-        require(self.arch == "sm80", "arch must be sm80 or simt")
+        require(self.arch in ("sm80", "sm90"), "arch must be sm90, sm80 or simt")
+        require(self.stages >= 3, "the ring needs at least 3 stages")
+        require(
+            self.shared_memory_bytes <= MAX_SHARED_MEMORY_BYTES,
+            f"{self.shared_memory_bytes} bytes of shared memory",
+        )
+        (self._check_sm80 if self.arch == "sm80" else self._check_sm90)(require)
+
+    def _check_sm80(self, require: Callable[[bool, str], None]) -> None:
         require(self.loader in ("cp_async", "realign"), "loader must be cp_async or realign")
         row_bytes = self.tile_k * self.element_bytes
         require(row_bytes in (64, 128), "tile_k must span 64 or 128 bytes")
         require(self.warp_m % 16 == 0, "a warp's rows must be a multiple of 16")
         require(self.warp_n in (32, 64, 128), "a warp's columns must be 32, 64 or 128")
-        require(self.stages >= 3, "the ring needs at least 3 stages")
         require(
             not self.promote or self.algorithm in ("BF16_BF16_F32", "F16_F16_F32"),
             "only float32 sums of 16-bit products are promoted",
         )
-        require(
-            self.shared_memory_bytes <= MAX_SHARED_MEMORY_BYTES,
-            f"{self.shared_memory_bytes} bytes of shared memory",
-        )
+        require(self.cluster_size == 1, "sm80 kernels have no clusters")
         chunks = row_bytes // 16
         for extent in (self.tile_m, self.tile_n):
             require(extent * chunks % self.threads == 0, "tile must be a whole number of passes")
 
+    def _check_sm90(self, require: Callable[[bool, str], None]) -> None:
+        require(self.loader == "tma", "loader must be tma")
+        require(not self.promote, "wgmma rounds as it should")
+        require(self.algorithm != "F16_F16_F16", "sums are float32")
+        require(self.tile_k * self.element_bytes == 128, "tile_k must span 128 bytes")
+        require(self.warps_n == 1 and self.warps_m % 4 == 0, "warpgroups share a tile along m")
+        require(self.tile_m % (16 * self.warps_m) == 0, "a warpgroup computes 64 rows at a time")
+        require(self.tile_n % 32 == 0 and self.tile_n <= 256, "tile_n must be a multiple of 32")
+        require(self.schedule in ("cooperative", "pingpong"), "unknown schedule")
+        require(self.split_k in (1, 2, 4, 8, 16), "split_k must be 1, 2, 4, 8 or 16")
+        require(self.cluster_size <= 16, "a cluster has at most 16 blocks")
+        if self.split_k > 1:
+            require(self.schedule == "cooperative", "pingpong does not split k")
+            require(self.tile_m % self.split_k == 0, "each block finishes a share of the rows")
+            require(
+                self.tile_m * self.tile_n * 4 <= self.stages * (self.tile_m + self.tile_n) * 128,
+                "the accumulators must fit in the ring",
+            )
+            require(128 % (self.tile_n // 4) == 0, "tile_n must be a power of two")
+        for extent, sharers in ((self.tile_m, self.cluster_n), (self.tile_n, self.cluster_m)):
+            require(sharers in (1, 2, 4), "a cluster shares an operand by 1, 2 or 4")
+            require(extent % (8 * sharers) == 0, "a share must be a whole number of 8 rows")
+
     @property
     def element_bytes(self) -> int:
         return ELEMENT_BYTES[self.algorithm]
+
+    @property
+    def copies_whole_chunks(self) -> bool:
+        """Whether operands must be addressed in multiples of 16 bytes."""
+        return self.loader in ("cp_async", "tma")
+
+    @property
+    def rounds_sums(self) -> bool:
+        """Whether float32 results of 16-bit operands are as accurate as float32 sums."""
+        return self.promote or self.arch in ("simt", "sm90")
 
     @property
     def warp_m(self) -> int:
@@ -104,27 +153,78 @@ class KernelConfig:
         return self.tile_n // self.warps_n
 
     @property
+    def cluster_size(self) -> int:
+        return self.cluster_m * self.cluster_n * self.split_k
+
+    @property
+    def consumer_warps(self) -> int:
+        """Warps that multiply."""
+        return self.warps_m * self.warps_n * (2 if self.schedule == "pingpong" else 1)
+
+    @property
     def threads(self) -> int:
-        return 32 * self.warps_m * self.warps_n
+        producers = 0 if self.arch != "sm90" else 4 if self.consumer_warps > 4 else 1
+        return 32 * (self.consumer_warps + producers)
 
     @property
     def shared_memory_bytes(self) -> int:
-        """The ring, then a float32 slab of 16 rows of accumulators for each warp."""
+        """The ring, and what the epilogue needs: see ``cuda/kernel_config.h``."""
         if self.arch == "simt":
             return 0
-        ring = self.stages * (self.tile_m + self.tile_n) * self.tile_k * self.element_bytes
-        return ring + self.warps_m * 16 * self.tile_n * 4
+        if self.arch == "sm80":
+            ring = self.stages * (self.tile_m + self.tile_n) * self.tile_k * self.element_bytes
+            return ring + self.warps_m * 16 * self.tile_n * 4
+        row = 128 // self.element_bytes
+        rows = sum(-(-extent // row) * row for extent in (self.tile_m, self.tile_n))
+        warpgroups = self.consumer_warps // 4
+        fixed = self.stages * rows * 128 + 512 + warpgroups * self.tile_n * 4
+        if self.split_k > 1:
+            return fixed
+        many = fixed + warpgroups * 16 * 1024
+        return many if many <= MAX_SHARED_MEMORY_BYTES else fixed + warpgroups * 8 * 1024
 
     @property
     def name(self) -> str:
         """File name, FFI attribute, tuning key and test id."""
-        suffix = "_realign" if self.loader == "realign" else ""
-        suffix += "_promote" if self.promote else ""
-        return (
+        tile = (
             f"{self.arch}_{ALGORITHM_TAGS[self.algorithm]}"
             f"_{self.tile_m}x{self.tile_n}x{self.tile_k}"
-            f"_w{self.warps_m}x{self.warps_n}_s{self.stages}{suffix}"
         )
+        if self.arch == "sm90":
+            cluster = f"_c{self.cluster_m}x{self.cluster_n}"
+            split = f"_k{self.split_k}" if self.split_k > 1 else ""
+            return f"{tile}_s{self.stages}{cluster}{split}_{self.schedule}"
+        suffix = "_realign" if self.loader == "realign" else ""
+        suffix += "_promote" if self.promote else ""
+        return f"{tile}_w{self.warps_m}x{self.warps_n}_s{self.stages}{suffix}"
+
+
+def _sm90(
+    algorithm: str,
+    tile_m: int,
+    tile_n: int,
+    stages: int,
+    *,
+    cluster: tuple[int, int] = (1, 1),
+    split_k: int = 1,
+    schedule: str = "cooperative",
+) -> KernelConfig:
+    warpgroups = 1 if schedule == "pingpong" else min(2, tile_m // 64)
+    return KernelConfig(
+        "sm90",
+        algorithm,
+        tile_m,
+        tile_n,
+        tile_k=128 // ELEMENT_BYTES[algorithm],
+        warps_m=4 * warpgroups,
+        warps_n=1,
+        stages=stages,
+        loader="tma",
+        cluster_m=cluster[0],
+        cluster_n=cluster[1],
+        split_k=split_k,
+        schedule=schedule,
+    )
 
 
 def _rows() -> list[KernelConfig]:
@@ -163,6 +263,35 @@ def _rows() -> list[KernelConfig]:
         KernelConfig("sm80", "TF32_TF32_F32", 64, 64, 32, 2, 2, 3),
         KernelConfig("sm80", "TF32_TF32_F32", 128, 128, 32, 2, 4, 3, "realign"),
         KernelConfig("sm80", "TF32_TF32_F32", 64, 64, 16, 2, 2, 3, "realign"),
+    ]
+    for algorithm in ("BF16_BF16_F32", "F16_F16_F32"):
+        rows += [
+            # The most products for each byte from shared memory and from L2.
+            _sm90(algorithm, 128, 256, 4, cluster=(2, 1)),
+            _sm90(algorithm, 256, 128, 4, cluster=(1, 2)),
+            # For other numbers of whole waves. Above 128 accumulators a thread: no epilogue.
+            _sm90(algorithm, 256, 192, 3, cluster=(2, 1)),
+            _sm90(algorithm, 256, 160, 3, cluster=(2, 1)),
+            _sm90(algorithm, 128, 192, 4, cluster=(2, 1), schedule="pingpong"),
+            _sm90(algorithm, 128, 192, 4, cluster=(2, 1)),
+            _sm90(algorithm, 128, 128, 6, cluster=(2, 1), schedule="pingpong"),
+            _sm90(algorithm, 128, 128, 6, schedule="pingpong"),
+            # For few tiles.
+            _sm90(algorithm, 128, 64, 8),
+            _sm90(algorithm, 64, 128, 6, schedule="pingpong"),
+            _sm90(algorithm, 64, 128, 6, cluster=(2, 1), schedule="pingpong"),
+            _sm90(algorithm, 64, 64, 6),
+            # For so few that k is shared out.
+            _sm90(algorithm, 128, 128, 6, split_k=2),
+            _sm90(algorithm, 128, 64, 8, split_k=2),
+            _sm90(algorithm, 64, 64, 8, split_k=16),
+        ]
+    rows += [
+        _sm90("TF32_TF32_F32", 128, 256, 4, cluster=(2, 1)),
+        _sm90("TF32_TF32_F32", 256, 128, 4, cluster=(1, 2)),
+        _sm90("TF32_TF32_F32", 128, 128, 6, cluster=(2, 1)),
+        _sm90("TF32_TF32_F32", 64, 128, 6),
+        _sm90("TF32_TF32_F32", 64, 64, 6),
     ]
     for algorithm in ELEMENT_BYTES:
         rows.append(KernelConfig("simt", algorithm, 4, 32, 32, 4, 1, 1, "direct"))

@@ -84,8 +84,8 @@ def draw_problem(
     Returns:
         The problem; equal generators give equal problems.
     """
-    # cp_async rows need leading dimensions of a multiple of 16 bytes.
-    unit = 16 // config.element_bytes if config.loader == "cp_async" else 1
+    # Some rows need leading dimensions of a multiple of 16 bytes.
+    unit = 16 // config.element_bytes if config.copies_whole_chunks else 1
 
     def extent(tile: int) -> int:
         if plain:
@@ -95,7 +95,7 @@ def draw_problem(
         return unit * int(rng.integers(16 // unit, max(32, 2 * tile) // unit + 1))
 
     # What the other rows cut off in their sums would show in a float32 result.
-    rounds_sums = config.promote or config.arch == "simt" or config.element_bytes == 4
+    rounds_sums = config.rounds_sums or config.element_bytes == 4
     return Problem(
         config=config,
         batch=1 if plain else int(rng.integers(1, 4)),

@@ -191,8 +191,8 @@ def check_config(spec: GemmSpec, dtypes: Operands, shapes: Operands) -> None:
             f"a.dtype={dtypes.a}, b.dtype={dtypes.b} and precision={spec.precision} ask for; "
             f"accepted: {sorted(rows)}"
         )
-    if rows[spec.config].loader == "cp_async":
-        others = sorted(name for name, row in rows.items() if row.loader != "cp_async")
+    if rows[spec.config].copies_whole_chunks:
+        others = sorted(name for name, row in rows.items() if not row.copies_whole_chunks)
         _check_alignment(spec, shapes, INPUT_DTYPES[algorithm].itemsize, others)
 
 

@@ -32,7 +32,7 @@ def accumulation_slack(config: KernelConfig, out_dtype, k: int, largest: float) 
     """
     if config.algorithm == "F16_F16_F16":
         eps = jnp.finfo(jnp.float16).eps
-    elif out_dtype == jnp.float32 and config.element_bytes == 2 and not config.promote:
+    elif out_dtype == jnp.float32 and config.element_bytes == 2 and not config.rounds_sums:
         eps = jnp.finfo(jnp.float32).eps
     else:
         return 0.0
@@ -153,7 +153,7 @@ def residues(tile: int, unit: int, large: int) -> list[int]:
 
 def units(config: KernelConfig, transpose_a: bool, transpose_b: bool) -> tuple[int, int, int]:
     """Returns what m, n and k must be multiples of: 16 bytes where they are contiguous."""
-    chunk = 16 // config.element_bytes if config.loader == "cp_async" else 1
+    chunk = 16 // config.element_bytes if config.copies_whole_chunks else 1
     m = chunk if transpose_a else 1
     n = 1 if transpose_b else chunk
     k = chunk if not transpose_a or transpose_b else 1

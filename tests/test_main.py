@@ -73,7 +73,7 @@ def test_problems_fit_their_row_and_can_be_drawn_again(config):
     assert problems[0] == problems[1] != problems[2]
     for problem in problems:
         assert min(problem.m, problem.n, problem.k) >= 1
-        if config.loader == "cp_async":
+        if config.copies_whole_chunks:
             leading = (problem.m, problem.n, problem.k)
             assert not any(extent * config.element_bytes % 16 for extent in leading)
 

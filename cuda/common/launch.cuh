@@ -6,9 +6,7 @@
 #include <cuda_runtime_api.h>
 #include <stdint.h>
 
-#include "device.h"
-#include "gemm_params.h"
-#include "kernel_config.h"
+#include "kernel_entry.h"
 
 namespace jax_tcgemm {
 
@@ -34,16 +32,18 @@ inline cudaError_t prepare_kernel(KernelPointer kernel, const KernelConfig& conf
 
 // `Family::kernel<Row, kMajorA, kMajorB>()` is the kernel of a configuration (Row::kConfig).
 template <typename Family, typename Row, Major kMajorA, Major kMajorB>
-cudaError_t launch_layouts(GemmParams params, const DeviceProperties& device, cudaStream_t stream) {
+cudaError_t launch_layouts(const LaunchRequest& request) {
   constexpr KernelConfig kConfig = Row::kConfig;
   const KernelPointer kernel = Family::template kernel<Row, kMajorA, kMajorB>();
   static int cache[64] = {};
   int blocks_per_sm = 0;
-  const cudaError_t error = prepare_kernel(kernel, kConfig, device.ordinal, cache, &blocks_per_sm);
+  const cudaError_t error =
+      prepare_kernel(kernel, kConfig, request.device.ordinal, cache, &blocks_per_sm);
   if (error != cudaSuccess) return error;
 
+  GemmParams params = request.params;
   const int64_t tiles = int64_t{params.raster.tiles.divisor} * params.batch;
-  const int64_t capacity = int64_t{blocks_per_sm} * device.sm_count;
+  const int64_t capacity = int64_t{blocks_per_sm} * request.device.sm_count;
   const int blocks = static_cast<int>(tiles < capacity ? tiles : capacity);
   params.raster.stride_batch = blocks / params.raster.tiles.divisor;
   params.raster.stride_index = blocks % params.raster.tiles.divisor;
@@ -51,21 +51,20 @@ cudaError_t launch_layouts(GemmParams params, const DeviceProperties& device, cu
   launch.gridDim = dim3(blocks);
   launch.blockDim = dim3(kConfig.threads());
   launch.dynamicSmemBytes = kConfig.shared_memory_bytes();
-  launch.stream = stream;
+  launch.stream = request.stream;
   return cudaLaunchKernelEx(&launch, kernel, params);
 }
 
 template <typename Family, typename Row>
-cudaError_t launch_row(const GemmParams& params, Major major_a, Major major_b,
-                       const DeviceProperties& device, cudaStream_t stream) {
+cudaError_t launch_row(const LaunchRequest& request) {
   constexpr Major kK = Major::kK;
   constexpr Major kMn = Major::kMn;
-  if (major_a == kK) {
-    return major_b == kK ? launch_layouts<Family, Row, kK, kK>(params, device, stream)
-                         : launch_layouts<Family, Row, kK, kMn>(params, device, stream);
+  if (request.major_a == kK) {
+    return request.major_b == kK ? launch_layouts<Family, Row, kK, kK>(request)
+                                 : launch_layouts<Family, Row, kK, kMn>(request);
   }
-  return major_b == kK ? launch_layouts<Family, Row, kMn, kK>(params, device, stream)
-                       : launch_layouts<Family, Row, kMn, kMn>(params, device, stream);
+  return request.major_b == kK ? launch_layouts<Family, Row, kMn, kK>(request)
+                               : launch_layouts<Family, Row, kMn, kMn>(request);
 }
 
 }  // namespace jax_tcgemm

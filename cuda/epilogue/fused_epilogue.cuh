@@ -14,6 +14,11 @@
 
 namespace jax_tcgemm {
 
+__device__ __forceinline__ float scalar_of(const GemmParams& params, int batch,
+                                           const Scalar& scalar) {
+  return scalar.data ? scalar.data[batch_offset(params, batch, scalar.batch)] : scalar.value;
+}
+
 // One thread's part of the epilogue of a tile: vectors of the same columns.
 template <typename Element, int kWidth>
 struct FusedEpilogue {
@@ -29,11 +34,8 @@ struct FusedEpilogue {
 
   __device__ __forceinline__ FusedEpilogue(const GemmParams& problem, int batch, int column)
       : params(problem.epilogue), m(problem.m), columns(problem.n - column), d_stride(problem.n) {
-    const auto scalar = [&](const Scalar& s) {
-      return s.data ? s.data[batch_offset(problem, batch, s.batch)] : s.value;
-    };
-    alpha = scalar(params.alpha);
-    beta = scalar(params.beta);
+    alpha = scalar_of(problem, batch, params.alpha);
+    beta = scalar_of(problem, batch, params.beta);
     d_offset = int64_t{batch} * problem.m * problem.n + column;
     c_offset = batch_offset(problem, batch, params.c.batch) + column * params.c.stride_n;
     for (float& value : bias) value = 0.f;

@@ -16,6 +16,22 @@ __device__ __forceinline__ uint32_t load_shared_4(uint32_t shared_address) {
   return word;
 }
 
+__device__ __forceinline__ void load_shared_8(float& first, float& second,
+                                              uint32_t shared_address) {
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];\n"
+               : "=f"(first), "=f"(second)
+               : "r"(shared_address));
+}
+
+__device__ __forceinline__ void store_shared_4(uint32_t shared_address, float value) {
+  asm volatile("st.shared.f32 [%0], %1;\n" ::"r"(shared_address), "f"(value) : "memory");
+}
+
+__device__ __forceinline__ void store_shared_8(uint32_t shared_address, float first, float second) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};\n" ::"r"(shared_address), "f"(first), "f"(second)
+               : "memory");
+}
+
 __device__ __forceinline__ void store_shared_16(uint32_t shared_address,
                                                 const uint32_t (&word)[4]) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};\n" ::"r"(shared_address), "r"(word[0]),

@@ -25,15 +25,15 @@ __device__ __forceinline__ TileCoordinate raster_tile(const Raster& raster, int 
   return {along_m ? minor : major, along_m ? major : minor};
 }
 
-// The tiles of one block of a persistent grid: blockIdx.x, then every gridDim.x-th of the tiles of
-// all batches.
+// The tiles of one block (or cluster, which then counts as one) of a persistent grid: that of its
+// own number, then every so manieth of the tiles of all batches.
 struct TileWalk {
   int index;  // of the tile in its matrix
   int batch;  // >= params.batch: no tile left
 
-  __device__ __forceinline__ explicit TileWalk(const GemmParams& params)
-      : batch(params.raster.tiles.divide(blockIdx.x)) {
-    index = blockIdx.x - batch * params.raster.tiles.divisor;
+  __device__ __forceinline__ explicit TileWalk(const GemmParams& params, int first = blockIdx.x)
+      : batch(params.raster.tiles.divide(first)) {
+    index = first - batch * params.raster.tiles.divisor;
   }
 
   __device__ __forceinline__ bool done(const GemmParams& params) const {

@@ -24,12 +24,12 @@ auto choose_plain_kernel(Major major_a, Major major_b) {
 }
 
 template <typename Row>
-cudaError_t launch(const GemmParams& params, Major major_a, Major major_b,
-                   const DeviceProperties& device, cudaStream_t stream) {
+cudaError_t launch(const LaunchRequest& request) {
+  const GemmParams& params = request.params;
   constexpr KernelConfig kConfig = Row::kConfig;
   const int64_t rows = (int64_t{params.m} + kConfig.tile_m - 1) / kConfig.tile_m;
   if (!is_plain(params) || rows > 65535) {  // what y of a grid takes
-    return launch_row<Family, Row>(params, major_a, major_b, device, stream);
+    return launch_row<Family, Row>(request);
   }
   const int64_t columns = (int64_t{params.n} + kConfig.tile_n - 1) / kConfig.tile_n;
   const PlainParams plain = {params.a.data, params.b.data, params.epilogue.d,
@@ -38,8 +38,9 @@ cudaError_t launch(const GemmParams& params, Major major_a, Major major_b,
   cudaLaunchConfig_t launch = {};
   launch.gridDim = dim3(static_cast<unsigned>(columns), static_cast<unsigned>(rows));
   launch.blockDim = dim3(kConfig.threads());
-  launch.stream = stream;
-  return cudaLaunchKernelEx(&launch, choose_plain_kernel<Row>(major_a, major_b), plain);
+  launch.stream = request.stream;
+  return cudaLaunchKernelEx(&launch, choose_plain_kernel<Row>(request.major_a, request.major_b),
+                            plain);
 }
 
 }  // namespace jax_tcgemm::simt

@@ -15,9 +15,8 @@ struct Family {
 };
 
 template <typename Row>
-cudaError_t launch(const GemmParams& params, Major major_a, Major major_b,
-                   const DeviceProperties& device, cudaStream_t stream) {
-  return launch_row<Family, Row>(params, major_a, major_b, device, stream);
+cudaError_t launch(const LaunchRequest& request) {
+  return launch_row<Family, Row>(request);
 }
 
 }  // namespace jax_tcgemm::sm80

@@ -1,0 +1,154 @@
+// The sm90 kernel: a persistent grid of clusters whose blocks compute one tile of D after the
+// other.
+//
+// Roles: the first warpgroups are consumers; the warps after them the producer, of which one thread
+//        works (sm90/producer.cuh) and whose registers go to the consumers where those are many.
+//        Cooperative: consumer w computes rows w * tile_m / consumers of each tile of its block.
+//        Pingpong: consumers 0 and 1 compute every other tile each.
+// Barriers (sm90/ring.cuh): full[stage]: 1 arrival of the producer + the bytes of the stage;
+//        empty[stage]: each warp that reads the stage, of every block its producer writes to;
+//        turn[w] (pingpong): 4 warps of the other consumer; c_full: 1 + bytes; partial_full and
+//        partial_empty (split k): all consumer warps of the cluster. Named barrier 1 + w: the 128
+//        threads of consumer w.
+// Timeline, producer: wait empty -> expect bytes -> TMA A, B ...                 (tile after tile)
+//        consumer: send for C and bias -> [wait turn] -> mainloop (sm90/mainloop.cuh) -> [pass the
+//        turn] -> output (sm90/output.cuh, or sm90/reduction.cuh). The producer runs ahead into the
+//        next tile meanwhile; in pingpong the other consumer multiplies.
+// A cluster's blocks end together: none may be written to or read from after its end.
+
+#pragma once
+
+#include <stdint.h>
+
+#include "gemm_params.h"
+#include "kernel_config.h"
+#include "ptx/cluster.cuh"
+#include "scheduler/raster.cuh"
+#include "sm90/mainloop.cuh"
+#include "sm90/output.cuh"
+#include "sm90/producer.cuh"
+#include "sm90/reduction.cuh"
+#include "sm90/ring.cuh"
+#include "sm90/tensor_maps.h"
+
+namespace jax_tcgemm::sm90 {
+
+template <KernelConfig kConfig, Major kMajorA, Major kMajorB, bool kExchanged>
+struct Kernel {
+  using Smem = SharedMemory<kConfig>;
+  using Place = ClusterPlace<kConfig>;
+  using Main = Mainloop<kConfig, kMajorA, kMajorB>;
+  static constexpr bool kPingpong = kConfig.schedule == Schedule::kPingpong;
+  static constexpr int kWarpgroups = kConfig.consumer_warps() / 4;
+  // Of a thread; together they are all of an SM's.
+  static constexpr int kProducerRegisters = 40;
+  static constexpr int kConsumerRegisters = 232;
+
+  static __device__ __forceinline__ OutputPlace output_place(const GemmParams& params,
+                                                             const TileWalk& walk,
+                                                             const Place& place, int row) {
+    const TileCoordinate tile = raster_tile(params.raster, walk.index);
+    return {(tile.tile_m * kConfig.cluster_m + place.m) * kConfig.tile_m + row,
+            (tile.tile_n * kConfig.cluster_n + place.n) * kConfig.tile_n, walk.batch};
+  }
+
+  static __device__ __forceinline__ void consume(const GemmParams& params, const TensorMaps& maps,
+                                                 const Smem& smem, const Place& place) {
+    // Told to be uniform, so that what depends on it goes through uniform registers.
+    const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
+    const int row = kPingpong ? 0 : warpgroup * (kConfig.tile_m / kWarpgroups);  // of the tile
+    const int k_tiles = (params.k + kConfig.tile_k - 1) / kConfig.tile_k;
+    const int count = place.k_end(k_tiles) - place.k_begin(k_tiles);
+    Main mainloop(smem, place, row);
+    Output<kConfig, kExchanged> output(params, maps, smem, warpgroup);
+    SplitOutput<kConfig> split_output(params, smem, place);
+    TileWalk walk(params, blockIdx.x / kConfig.cluster_size());
+    uint32_t turn_phase = warpgroup ^ 1;  // the first turn is consumer 0's
+    if (kPingpong && warpgroup == 1) {
+      walk.advance(params);
+      mainloop.at.skip(count);
+    }
+#pragma unroll 1
+    while (!walk.done(params)) {
+      OutputPlace at;
+      typename Main::Accumulators acc;
+      if (maps.c_by_tma) output.prepare(output_place(params, walk, place, row));
+      if constexpr (kPingpong) ptx::mbarrier_wait(smem.turn(warpgroup), turn_phase);
+      mainloop.run(acc, count, [&] {
+        // While the last instructions run.
+        if constexpr (kPingpong) {
+          if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(smem.turn(warpgroup ^ 1));
+        }
+        at = output_place(params, walk, place, row);
+        if constexpr (kConfig.split_k == 1) output.share_bias(at);
+      });
+      if constexpr (kConfig.split_k > 1) {
+        split_output.finish(acc, row, at);
+      } else {
+        output.finish(acc, at);
+      }
+      walk.advance(params);
+      if constexpr (kPingpong) {
+        walk.advance(params);
+        mainloop.at.skip(count);
+        turn_phase ^= 1;
+      }
+    }
+    output.drain();
+  }
+
+  static __device__ __forceinline__ void run(const GemmParams& params, const TensorMaps& maps,
+                                             const Smem& smem) {
+    constexpr int kProducer = kConfig.consumer_warps();
+    const Place place;
+    if (threadIdx.x == kProducer * 32) {
+      smem.init_barriers();
+      ptx::prefetch_tensor_map(&maps.a);
+      ptx::prefetch_tensor_map(&maps.b);
+      ptx::prefetch_tensor_map(&maps.d);
+    }
+    if constexpr (kConfig.cluster_size() > 1) {
+      ptx::cluster_sync();
+    } else {
+      __syncthreads();
+    }
+    if (threadIdx.x / 32 >= kProducer) {
+      if constexpr (kWarpgroups > 1) ptx::decrease_registers<kProducerRegisters>();
+      if (threadIdx.x == kProducer * 32) {
+        Producer<kConfig, kMajorA, kMajorB>::run(params, maps, smem, place);
+      }
+    } else {
+      if constexpr (kWarpgroups > 1) ptx::increase_registers<kConsumerRegisters>();
+      consume(params, maps, smem, place);
+    }
+    if constexpr (kConfig.cluster_size() > 1) {
+      __syncwarp();
+      ptx::cluster_sync();
+    }
+  }
+};
+
+// Blocks that shared memory lets on one SM; it caps the registers of a thread.
+constexpr int min_blocks(const KernelConfig& config) {
+  constexpr int kSharedMemoryPerSm = 228 * 1024;
+  if (config.consumer_warps() > 4) return 1;  // the consumers take all registers
+  const int by_memory = kSharedMemoryPerSm / (config.shared_memory_bytes() + 1024);
+  const int by_registers = 64 * 1024 / (config.threads() * 168);
+  const int blocks = by_memory < by_registers ? by_memory : by_registers;
+  return blocks < 1 ? 1 : blocks;
+}
+
+// `Row` carries the configuration as a type: nvcc's host stubs cannot name class-type template
+// values.
+template <typename Row, Major kMajorA, Major kMajorB, bool kExchanged>
+__global__ void __launch_bounds__(Row::kConfig.threads(), min_blocks(Row::kConfig))
+    gemm_kernel(const __grid_constant__ GemmParams params,
+                const __grid_constant__ TensorMaps maps) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  extern __shared__ __align__(1024) char smem[];
+  Kernel<Row::kConfig, kMajorA, kMajorB, kExchanged>::run(params, maps,
+                                                          {ptx::shared_address(smem)});
+#endif
+}
+
+}  // namespace jax_tcgemm::sm90

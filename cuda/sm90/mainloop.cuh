@@ -1,0 +1,242 @@
+// The consumers' loop over k: a warpgroup multiplies its rows of A by all columns of B, stage after
+// stage of the ring.
+
+#pragma once
+
+#include <stdint.h>
+
+#include "kernel_config.h"
+#include "ptx/cluster.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/shared_memory.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/wgmma.cuh"
+#include "sm90/output_tile.h"
+#include "sm90/ring.cuh"
+
+namespace jax_tcgemm::sm90 {
+
+template <KernelConfig kConfig, Major kMajorA, Major kMajorB>
+struct Mainloop {
+  static constexpr int kElementBytes = element_bytes(kConfig.algorithm);
+  static constexpr int kBlocks = kConfig.tile_m / (16 * kConfig.warps_m);
+  static constexpr int kSteps = 4;  // of 32 bytes of k, in the 128 of a stage
+  static constexpr bool kAFromRegisters = kElementBytes == 4 && kMajorA == Major::kMn;
+  // From 128 bytes of mn to the next, of an mn-major operand.
+  static constexpr int kSlabBytes = kConfig.tile_k * 128;
+  using Instruction = ptx::Wgmma<kConfig.algorithm, kConfig.tile_n>;
+  using Accumulators = float[kBlocks][kConfig.tile_n / 2];
+
+  const SharedMemory<kConfig>& smem;
+  int first_row;  // of the warpgroup in the tile
+  int lane;
+  bool has_partner;  // block `lane` of the cluster loads for this one too
+  RingPosition<ring_stages(kConfig, kMajorA, kMajorB)> at;
+
+  __device__ __forceinline__ Mainloop(const SharedMemory<kConfig>& smem,
+                                      const ClusterPlace<kConfig>& place, int first_row)
+      : smem(smem), first_row(first_row), lane(threadIdx.x % 32) {
+    has_partner = place.shares_with(lane);
+  }
+
+  // Sets acc to the product over `count` stages. `passed` is called when no more instructions are
+  // to be issued.
+  template <typename Passed>
+  __device__ __forceinline__ void run(Accumulators& acc, int count, Passed&& passed) {
+    if constexpr (transposes_b(kConfig, kMajorA, kMajorB)) {
+      run_transposing(acc, count, passed);
+    } else if constexpr (kAFromRegisters) {
+      run_from_registers(acc, count, passed);
+    } else {
+      run_from_shared(acc, count, passed);
+    }
+  }
+
+ private:
+  // Tells the producers that write to this stage that this warp has read it.
+  __device__ __forceinline__ void release(int stage) const {
+    if constexpr (SharedMemory<kConfig>::kPartners == 1) {
+      if (lane == 0) ptx::mbarrier_arrive(smem.empty(stage));
+    } else {
+      if (has_partner) ptx::mbarrier_arrive_remote(smem.empty(stage), lane);
+    }
+  }
+
+  static __device__ __forceinline__ void fence(Accumulators& acc) {
+#pragma unroll
+    for (auto& block : acc) ptx::wgmma_fence_registers(block);
+  }
+
+  // An operand's descriptor at a step of k.
+  template <Major kMajor>
+  static __device__ __forceinline__ uint64_t descriptor(uint32_t address) {
+    return ptx::matrix_descriptor(address, kMajor == Major::kK ? 16 : kSlabBytes);
+  }
+  template <Major kMajor>
+  static constexpr int kStepBytes = kMajor == Major::kK ? 32 : 32 / kElementBytes * 128;
+  // From one block of rows of A to the next.
+  static constexpr int kBlockBytes =
+      kMajorA == Major::kK ? kBlockRows * 128 : kBlockRows * kElementBytes / 128 * kSlabBytes;
+
+  __device__ __forceinline__ void issue_stage(Accumulators& acc, bool first) const {
+    const uint64_t a = descriptor<kMajorA>(smem.a(at.stage) + first_row / kBlockRows * kBlockBytes);
+    const uint64_t b = descriptor<kMajorB>(smem.b(at.stage));
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+      for (int i = 0; i < kBlocks; ++i) {
+        Instruction::template from_shared<kMajorA, kMajorB>(
+            acc[i], ptx::advance(a, i * kBlockBytes + step * kStepBytes<kMajorA>),
+            ptx::advance(b, step * kStepBytes<kMajorB>), step > 0 || !first);
+      }
+    }
+  }
+
+  // One stage is always in flight; the one before it is released.
+  template <typename Passed>
+  __device__ __forceinline__ void run_from_shared(Accumulators& acc, int count, Passed& passed) {
+    int previous = 0;
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+      ptx::mbarrier_wait(smem.full(at.stage), at.phase);
+      fence(acc);
+      ptx::wgmma_fence();
+      issue_stage(acc, i == 0);
+      ptx::wgmma_commit();
+      fence(acc);
+      ptx::wgmma_wait<1>();
+      if (i > 0) release(previous);
+      previous = at.stage;
+      at.advance();
+    }
+    passed();
+    ptx::wgmma_wait<0>();
+    fence(acc);
+    release(previous);
+  }
+
+  // Fragments of an m-major A. Register 2 j + h holds row 8 h + lane / 4 and k = 4 j + lane % 4.
+  // Odd lanes fetch the two halves of k in the other order, which spreads a warp over all banks.
+  struct FragmentReader {
+    uint32_t offset[4];  // bytes, of the registers in the order they are fetched
+    bool odd;
+
+    __device__ __forceinline__ explicit FragmentReader(int row) {
+      const int lane = threadIdx.x % 32;
+      odd = lane % 2 != 0;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int m = row + 16 * (threadIdx.x / 32 % 4) + 8 * (i % 2) + lane / 4;
+        const int k = lane % 4 + 4 * (odd ? 1 - i / 2 : i / 2);
+        offset[i] = m / 32 * kSlabBytes + k * 128 + (m % 32 / 4 ^ k) * 16 + m % 4 * 4;
+      }
+    }
+
+    __device__ __forceinline__ void read(uint32_t (&fragment)[4], uint32_t address) const {
+      uint32_t word[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) word[i] = ptx::load_shared_4(address + offset[i]);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) fragment[i] = odd ? word[i ^ 2] : word[i];
+    }
+  };
+
+  // A step of k with A from registers; the instructions of the step before may still run.
+  __device__ __forceinline__ void issue_step(Accumulators& acc, uint32_t (&fragment)[kBlocks][4],
+                                             const FragmentReader& reader, uint64_t b, int step,
+                                             bool first) const {
+#pragma unroll
+    for (int j = 0; j < kBlocks; ++j) {
+      reader.read(fragment[j], smem.a(at.stage) + j * kBlockBytes + step * kStepBytes<kMajorA>);
+    }
+    fence(acc);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int j = 0; j < kBlocks; ++j) {
+      Instruction::from_registers(acc[j], fragment[j], ptx::advance(b, step * 32),
+                                  step > 0 || !first);
+    }
+    ptx::wgmma_commit();
+    fence(acc);
+  }
+
+  // Two sets of fragments: one is read while the instructions that take the other are in flight.
+  template <typename Passed>
+  __device__ __forceinline__ void run_from_registers(Accumulators& acc, int count, Passed& passed) {
+    const FragmentReader reader(first_row);
+    uint32_t fragment[2][kBlocks][4];
+    int previous = 0;
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+      ptx::mbarrier_wait(smem.full(at.stage), at.phase);
+      const uint64_t b = descriptor<Major::kK>(smem.b(at.stage));
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        issue_step(acc, fragment[step % 2], reader, b, step, i == 0);
+        ptx::wgmma_wait<1>();
+        if (step == 0 && i > 0) release(previous);
+      }
+      previous = at.stage;
+      at.advance();
+    }
+    passed();
+    ptx::wgmma_wait<0>();
+    fence(acc);
+    release(previous);
+  }
+
+  // Writes this warp's part of an n-major B to `target` as k-major. A lane has one n and four k.
+  __device__ __forceinline__ void transpose_b(uint32_t target) const {
+    constexpr int kUnits = kConfig.tile_n / 32 * 8;  // 32 n, 4 k
+    const uint32_t source = smem.b(at.stage);
+#pragma unroll
+    for (int i = 0; i < kUnits / kConfig.warps_m; ++i) {
+      const int unit = i * kConfig.warps_m + threadIdx.x / 32;
+      const int slab = unit / 8;
+      const int chunk = unit % 8;
+      uint32_t word[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int k = 4 * chunk + j;
+        word[j] = ptx::load_shared_4(source + slab * kSlabBytes + k * 128 +
+                                     (lane / 4 ^ k % 8) * 16 + lane % 4 * 4);
+      }
+      ptx::store_shared_16(target + (slab * 32 + lane) * 128 + (chunk ^ lane % 8) * 16, word);
+    }
+  }
+
+  // While one k-tile is multiplied, B of the next one is transposed.
+  template <typename Passed>
+  __device__ __forceinline__ void run_transposing(Accumulators& acc, int count, Passed& passed) {
+    constexpr int kThreads = kConfig.consumer_warps() * 32;
+    const FragmentReader reader(first_row);
+    const uint32_t buffers = smem.a(kConfig.stages - 1);
+    uint32_t fragment[2][kBlocks][4];
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+      const uint32_t buffer = buffers + i % 2 * kConfig.tile_n * 128;
+      ptx::mbarrier_wait(smem.full(at.stage), at.phase);
+      transpose_b(buffer);
+      ptx::fence_proxy_async();
+      // Behind the barrier the buffer is written, and the other one no longer read.
+      ptx::wgmma_wait<0>();
+      fence(acc);
+      ptx::named_barrier_sync(kConsumerBarrier, kThreads);
+      const uint64_t b = descriptor<Major::kK>(buffer);
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        issue_step(acc, fragment[step % 2], reader, b, step, i == 0);
+        if (step < kSteps - 1) ptx::wgmma_wait<1>();
+      }
+      release(at.stage);  // A is in registers
+      at.advance();
+    }
+    passed();
+    ptx::wgmma_wait<0>();
+    fence(acc);
+    // The next tile's first k-tile may go into the buffer that the last one of this tile read.
+    ptx::named_barrier_sync(kConsumerBarrier, kThreads);
+  }
+};
+
+}  // namespace jax_tcgemm::sm90

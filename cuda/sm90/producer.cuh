@@ -1,0 +1,132 @@
+// The producer: one thread that keeps the ring full of both operands, by TMA.
+
+#pragma once
+
+#include <stdint.h>
+
+#include "gemm_params.h"
+#include "ptx/mbarrier.cuh"
+#include "ptx/tma.cuh"
+#include "scheduler/raster.cuh"
+#include "sm90/output_tile.h"
+#include "sm90/ring.cuh"
+#include "sm90/tensor_maps.h"
+
+namespace jax_tcgemm::sm90 {
+
+// Coordinates of a matrix in an operand's batch dimensions.
+struct BatchCoordinates {
+  int z, u, v;
+};
+
+__device__ __forceinline__ BatchCoordinates
+batch_coordinates(const GemmParams& params, int batch, const uint8_t (&moves)[kMaxBatchRank]) {
+  int index[3] = {batch, 0, 0};
+#pragma unroll
+  for (int i = 2; i > 0; --i) {
+    if (i < params.batch_rank) {
+      const int outer = index[0] / params.batch_shape[i];
+      index[i] = index[0] - outer * params.batch_shape[i];
+      index[0] = outer;
+    }
+  }
+  return {moves[0] ? index[0] : 0, moves[1] ? index[1] : 0, moves[2] ? index[2] : 0};
+}
+
+// Loads of one operand: a tile of (kTileMn, tile_k), of which each of kSharers blocks fetches a
+// part for all.
+template <KernelConfig kConfig, int kTileMn, Major kMajor, int kSharers>
+struct OperandLoader {
+  const TensorMap* map;
+  bool many_batch_dimensions;
+  int share;
+  uint16_t sharers;
+  int first;  // of m or n
+  BatchCoordinates batch;
+
+  __device__ __forceinline__ void copy(uint32_t shared, uint32_t barrier, int x, int y) const {
+    if constexpr (kSharers == 1) {
+      if (!many_batch_dimensions) {
+        ptx::tma_load(shared, map, barrier, x, y, batch.z);
+      } else {
+        ptx::tma_load(shared, map, barrier, x, y, batch.z, batch.u, batch.v);
+      }
+    } else {
+      if (!many_batch_dimensions) {
+        ptx::tma_load_multicast(shared, map, barrier, sharers, x, y, batch.z);
+      } else {
+        ptx::tma_load_multicast(shared, map, barrier, sharers, x, y, batch.z, batch.u, batch.v);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void load(uint32_t shared, uint32_t barrier, int k) const {
+    if constexpr (kMajor == Major::kK) {
+      constexpr int kRows = kTileMn / kSharers;
+      copy(shared + share * kRows * 128, barrier, k, first + share * kRows);
+    } else {
+      constexpr int kWidth = 128 / element_bytes(kConfig.algorithm);
+      constexpr int kSlabs = (kTileMn + kWidth - 1) / kWidth;
+      // Whole slabs for each sharer if they come out even, else some k of every slab.
+      constexpr bool kWhole = kSlabs % kSharers == 0;
+      constexpr int kRows = kWhole ? kConfig.tile_k : kConfig.tile_k / kSharers;
+      constexpr int kCopies = kWhole ? kSlabs / kSharers : kSlabs;
+#pragma unroll
+      for (int i = 0; i < kCopies; ++i) {
+        const int slab = kWhole ? share * kCopies + i : i;
+        const int row = kWhole ? 0 : share * kRows;
+        copy(shared + (slab * kConfig.tile_k + row) * 128, barrier, first + slab * kWidth, k + row);
+      }
+    }
+  }
+};
+
+template <KernelConfig kConfig, Major kMajorA, Major kMajorB>
+struct Producer {
+  using LoaderA = OperandLoader<kConfig, kConfig.tile_m, kMajorA, kConfig.cluster_n>;
+  using LoaderB = OperandLoader<kConfig, kConfig.tile_n, kMajorB, kConfig.cluster_m>;
+
+  // By one thread.
+  static __device__ __forceinline__ void run(const GemmParams& params, const TensorMaps& maps,
+                                             const SharedMemory<kConfig>& smem,
+                                             const ClusterPlace<kConfig>& place) {
+    const int k_tiles = (params.k + kConfig.tile_k - 1) / kConfig.tile_k;
+    const int k_begin = place.k_begin(k_tiles);
+    const int k_end = place.k_end(k_tiles);
+    const bool many = params.batch_rank > 1;
+    LoaderA a = {&maps.a, many, place.n, place.sharers_of_a(), 0, {}};
+    LoaderB b = {&maps.b, many, place.m, place.sharers_of_b(), 0, {}};
+    RingPosition<ring_stages(kConfig, kMajorA, kMajorB)> at;
+    uint32_t partial_phase = 1;
+#pragma unroll 1
+    for (TileWalk walk(params, blockIdx.x / kConfig.cluster_size()); !walk.done(params);
+         walk.advance(params)) {
+      if constexpr (kConfig.split_k > 1) {
+        ptx::mbarrier_wait_cluster(smem.partial_empty(), partial_phase);
+        partial_phase ^= 1;
+      }
+      const TileCoordinate tile = raster_tile(params.raster, walk.index);
+      a.first = (tile.tile_m * kConfig.cluster_m + place.m) * kConfig.tile_m;
+      b.first = (tile.tile_n * kConfig.cluster_n + place.n) * kConfig.tile_n;
+      a.batch = batch_coordinates(params, walk.batch, maps.a_moves);
+      b.batch = batch_coordinates(params, walk.batch, maps.b_moves);
+#pragma unroll 1
+      for (int k = k_begin; k < k_end; ++k, at.advance()) {
+        ptx::mbarrier_wait(smem.empty(at.stage), at.phase ^ 1);
+        ptx::mbarrier_arrive_expect(smem.full(at.stage), kStageBytes);
+        a.load(smem.a(at.stage), smem.full(at.stage), k * kConfig.tile_k);
+        b.load(smem.b(at.stage), smem.full(at.stage), k * kConfig.tile_k);
+      }
+    }
+  }
+
+ private:
+  // Bytes that arrive in a stage; mn-major operands come in whole rows.
+  static constexpr int bytes(int tile_mn, Major major) {
+    return major == Major::kK ? tile_mn * 128 : kConfig.operand_bytes(tile_mn);
+  }
+  static constexpr int kStageBytes =
+      bytes(kConfig.tile_m, kMajorA) + bytes(kConfig.tile_n, kMajorB);
+};
+
+}  // namespace jax_tcgemm::sm90

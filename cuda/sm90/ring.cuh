@@ -1,0 +1,143 @@
+// Shared memory of an sm90 block, and the ring of stages between its producer and its consumers.
+
+#pragma once
+
+#include <stdint.h>
+
+#include "kernel_config.h"
+#include "ptx/cluster.cuh"
+#include "ptx/mbarrier.cuh"
+
+namespace jax_tcgemm::sm90 {
+
+// Named barriers: 1 + w of the 128 threads of consumer warpgroup w, and one of all consumers.
+constexpr int kWarpgroupBarrier = 1;
+constexpr int kConsumerBarrier = 3;
+
+// Where a warp stands in the ring.
+template <int kStages>
+struct RingPosition {
+  int stage = 0;
+  uint32_t phase = 0;
+
+  __device__ __forceinline__ void advance() {
+    const bool last = stage == kStages - 1;
+    stage = last ? 0 : stage + 1;
+    phase ^= last;
+  }
+  __device__ __forceinline__ void skip(int steps) {
+    stage += steps;
+    phase ^= stage / kStages & 1;
+    stage %= kStages;
+  }
+};
+
+// Addresses in shared memory: the ring, the output of each warp, the bias of each warpgroup, the
+// barriers.
+template <KernelConfig kConfig>
+struct SharedMemory {
+  static constexpr int kTileWarps = kConfig.warps_m * kConfig.warps_n;
+  static constexpr int kMaxBuffers = 4;
+  static constexpr int kPartners = kConfig.cluster_m + kConfig.cluster_n - 1;
+
+  uint32_t base;
+
+  __device__ __forceinline__ uint32_t a(int stage) const {
+    return base + stage * kConfig.stage_bytes();
+  }
+  __device__ __forceinline__ uint32_t b(int stage) const {
+    return a(stage) + kConfig.operand_bytes(kConfig.tile_m);
+  }
+  __device__ __forceinline__ uint32_t output(int warp) const {
+    return base + kConfig.ring_bytes() + warp * (kConfig.staging_bytes() / 4);
+  }
+  __device__ __forceinline__ uint32_t bias(int warpgroup) const {
+    return base + kConfig.ring_bytes() + kConfig.output_bytes() + warpgroup * kConfig.tile_n * 4;
+  }
+  __device__ __forceinline__ uint32_t barrier(int index) const {
+    return base + kConfig.ring_bytes() + kConfig.output_bytes() + kConfig.bias_bytes() + index * 8;
+  }
+  // A stage has been filled: one arrival, of the producer, and the bytes of both operands.
+  __device__ __forceinline__ uint32_t full(int stage) const { return barrier(stage); }
+  // A stage has been read by every warp of every block that this block's producer writes to.
+  __device__ __forceinline__ uint32_t empty(int stage) const {
+    return barrier(kConfig.stages + stage);
+  }
+  // Pingpong: it is this warpgroup's turn to multiply; the warps of the other arrive.
+  __device__ __forceinline__ uint32_t turn(int warpgroup) const {
+    return barrier(2 * kConfig.stages + warpgroup);
+  }
+  // An output buffer of a warp holds a sub-tile of C.
+  __device__ __forceinline__ uint32_t c_full(int warp, int buffer) const {
+    return barrier(2 * kConfig.stages + 2 + warp * kMaxBuffers + buffer);
+  }
+  // Split k: every block that shares this one's tile has written its accumulators over the ring;
+  // every block of the cluster has read what it needed of them.
+  __device__ __forceinline__ uint32_t partial_full() const {
+    return barrier(2 * kConfig.stages + 2 + kConfig.consumer_warps() * kMaxBuffers);
+  }
+  __device__ __forceinline__ uint32_t partial_empty() const {
+    return barrier(2 * kConfig.stages + 3 + kConfig.consumer_warps() * kMaxBuffers);
+  }
+  static_assert((2 * kConfig.stages + 4 + kConfig.consumer_warps() * kMaxBuffers) * 8 <=
+                KernelConfig::kBarrierBytes);
+
+  // By one thread, before any other uses a barrier.
+  __device__ __forceinline__ void init_barriers() const {
+    for (int stage = 0; stage < kConfig.stages; ++stage) {
+      ptx::mbarrier_init(full(stage), 1);
+      ptx::mbarrier_init(empty(stage), kTileWarps * kPartners);
+    }
+    for (int i = 0; i < 2; ++i) ptx::mbarrier_init(turn(i), 4);
+    for (int i = 0; i < kConfig.consumer_warps() * kMaxBuffers; ++i)
+      ptx::mbarrier_init(c_full(0, i), 1);
+    ptx::mbarrier_init(partial_full(), kTileWarps * kConfig.split_k);
+    ptx::mbarrier_init(partial_empty(), kTileWarps * kConfig.cluster_size());
+    ptx::fence_mbarrier_init();
+  }
+};
+
+// A block's place in its cluster: along m, n, and k.
+template <KernelConfig kConfig>
+struct ClusterPlace {
+  int m = 0;
+  int n = 0;
+  int k = 0;
+
+  __device__ __forceinline__ ClusterPlace() {
+    if constexpr (kConfig.cluster_size() > 1) {
+      const int rank = ptx::cluster_rank();
+      k = rank % kConfig.split_k;
+      n = rank / kConfig.split_k % kConfig.cluster_n;
+      m = rank / kConfig.split_k / kConfig.cluster_n;
+    }
+  }
+  static __device__ __forceinline__ int rank(int m, int n, int k) {
+    return (m * kConfig.cluster_n + n) * kConfig.split_k + k;
+  }
+  // Blocks (a bit each) with the same rows of A; with the same columns of B.
+  __device__ __forceinline__ uint16_t sharers_of_a() const {
+    uint16_t blocks = 0;
+    for (int i = 0; i < kConfig.cluster_n; ++i) blocks |= 1 << rank(m, i, k);
+    return blocks;
+  }
+  __device__ __forceinline__ uint16_t sharers_of_b() const {
+    uint16_t blocks = 0;
+    for (int i = 0; i < kConfig.cluster_m; ++i) blocks |= 1 << rank(i, n, k);
+    return blocks;
+  }
+  // Whether block `other` of the cluster loads for this one too.
+  __device__ __forceinline__ bool shares_with(int other) const {
+    const uint32_t blocks = sharers_of_a() | sharers_of_b();
+    return other < kConfig.cluster_size() && (blocks >> other & 1);
+  }
+  // The blocks' shares of k, in k-tiles.
+  __device__ __forceinline__ int k_begin(int k_tiles) const {
+    return k * k_tiles / kConfig.split_k;
+  }
+  __device__ __forceinline__ int k_end(int k_tiles) const {
+    return (k + 1) * k_tiles / kConfig.split_k;
+  }
+};
+
+}  // namespace jax_tcgemm::sm90

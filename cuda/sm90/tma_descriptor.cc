@@ -1,0 +1,212 @@
+#include "sm90/tma_descriptor.h"
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include <array>
+#include <cstring>
+#include <string>
+
+#include "sm90/output_tile.h"
+
+namespace jax_tcgemm::sm90 {
+namespace {
+
+static_assert(sizeof(TensorMap) == sizeof(CUtensorMap));
+
+using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
+
+// The driver's function, without linking to the driver: the module must import where there is none.
+Status find_encoder(EncodeTiled* encode) {
+  static const std::pair<cudaError_t, void*> found = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult query;
+    cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
+                                                         cudaEnableDefault, &query);
+    if (error == cudaSuccess && query != cudaDriverEntryPointSuccess) {
+      error = cudaErrorSymbolNotFound;
+    }
+    return std::pair(error, function);
+  }();
+  JAX_TCGEMM_CUDA_CHECK(found.first, "cuTensorMapEncodeTiled");
+  *encode = reinterpret_cast<EncodeTiled>(found.second);
+  return Status();
+}
+
+// A tensor and the box that one copy takes from it, the contiguous dimension first.
+struct Tiling {
+  const char* name;
+  CUtensorMapDataType type;
+  const void* data;
+  int bytes;  // of an element
+  cuuint32_t rank;
+  std::array<cuuint64_t, 5> extent;
+  std::array<cuuint64_t, 5> stride;  // bytes; that of dimension 0 is not used
+  std::array<cuuint32_t, 5> box;
+  CUtensorMapSwizzle swizzle;
+};
+
+template <typename Values>
+std::string join(const Values& values, size_t count) {
+  std::string text;
+  for (size_t i = 0; i < count; ++i) text += (i ? ", " : "") + std::to_string(values[i]);
+  return "(" + text + ")";
+}
+
+Status encode(const Tiling& t, TensorMap* map) {
+  EncodeTiled encode_tiled = nullptr;
+  JAX_TCGEMM_RETURN_IF_ERROR(find_encoder(&encode_tiled));
+  static constexpr cuuint32_t kElementStrides[5] = {1, 1, 1, 1, 1};
+  const CUresult result =
+      encode_tiled(reinterpret_cast<CUtensorMap*>(map), t.type, t.rank, const_cast<void*>(t.data),
+                   t.extent.data(), t.stride.data() + 1, t.box.data(), kElementStrides,
+                   CU_TENSOR_MAP_INTERLEAVE_NONE, t.swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result == CUDA_SUCCESS) return Status();
+  return make_status(Status::Code::kInternal, __FILE_NAME__, __LINE__, "cuTensorMapEncodeTiled",
+                     "CUresult ", static_cast<int>(result), " for ", t.name, ": type ",
+                     static_cast<int>(t.type), ", address ", t.data, ", rank ", t.rank,
+                     ", extents ", join(t.extent, t.rank), ", byte strides ",
+                     join(t.stride, t.rank), ", box ", join(t.box, t.rank), ", swizzle ",
+                     static_cast<int>(t.swizzle));
+}
+
+CUtensorMapDataType data_type(Algorithm algorithm) {
+  switch (algorithm) {
+    case Algorithm::kBf16Bf16F32:
+      return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    case Algorithm::kTf32Tf32F32:
+      return CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+    default:
+      return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  }
+}
+
+// Dimensions 2 and up: the batch. Those along which the operand does not move have one element.
+void add_batch(const GemmParams& params, const BatchStrides& strides, Tiling* t,
+               uint8_t (*moves)[kMaxBatchRank]) {
+  t->rank = params.batch_rank <= 1 ? 3 : 5;
+  for (cuuint32_t i = 0; i < t->rank - 2; ++i) {
+    const bool moving = static_cast<int>(i) < params.batch_rank && strides.stride[i] != 0;
+    (*moves)[i] = moving;
+    t->extent[2 + i] = moving ? params.batch_shape[i] : 1;
+    t->stride[2 + i] = moving ? strides.stride[i] * t->bytes : 16;
+    t->box[2 + i] = 1;
+  }
+}
+
+// A or B, whose tile is loaded in boxes of 128 bytes by rows, each of `sharers` blocks a part.
+Status encode_operand(const char* name, const Operand& operand, Major major, int32_t extent_mn,
+                      int tile_mn, int sharers, const GemmParams& params,
+                      const KernelConfig& config, TensorMap* map, uint8_t (*moves)[kMaxBatchRank]) {
+  const bool k_major = major == Major::kK;
+  Tiling t = {};
+  t.name = name;
+  t.bytes = element_bytes(config.algorithm);
+  // TMA rounds to tf32 on the way, as XLA does; wgmma itself would cut off.
+  t.type = t.bytes == 4 ? CU_TENSOR_MAP_DATA_TYPE_TFLOAT32 : data_type(config.algorithm);
+  t.data = operand.data;
+  t.extent[0] = k_major ? params.k : extent_mn;
+  t.extent[1] = k_major ? extent_mn : params.k;
+  // A single row has no stride of its own.
+  t.stride[1] = operand.ld != 0 ? operand.ld * t.bytes : (t.extent[0] * t.bytes + 15) / 16 * 16;
+  t.box[0] = 128 / t.bytes;
+  // As sm90/producer.cuh divides a tile among the blocks that share it.
+  const int slabs = (tile_mn * t.bytes + 127) / 128;
+  t.box[1] = k_major                ? tile_mn / sharers
+             : slabs % sharers == 0 ? config.tile_k
+                                    : config.tile_k / sharers;
+  t.swizzle = CU_TENSOR_MAP_SWIZZLE_128B;
+  add_batch(params, operand.batch, &t, moves);
+  return encode(t, map);
+}
+
+// C, D or the pre-activation: (batch, m, n).
+Status encode_result(const char* name, const void* data, int64_t stride_m, int64_t stride_batch,
+                     bool plain, const GemmProblem& problem, const KernelConfig& config,
+                     TensorMap* map) {
+  const GemmParams& params = problem.params;
+  Tiling t = {};
+  t.name = name;
+  t.type =
+      params.epilogue.d_is_float32 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : data_type(config.algorithm);
+  t.bytes = params.epilogue.d_is_float32 ? 4 : 2;
+  t.data = data;
+  t.rank = 3;
+  const auto n = static_cast<cuuint64_t>(params.n);
+  const auto m = static_cast<cuuint64_t>(params.m);
+  t.extent = {n, m, stride_batch != 0 ? static_cast<cuuint64_t>(params.batch) : 1};
+  t.stride = {0, static_cast<cuuint64_t>(stride_m) * t.bytes,
+              stride_batch != 0 ? static_cast<cuuint64_t>(stride_batch) * t.bytes : 16};
+  const OutputBox box = output_box(
+      config, t.bytes, exchanges_operands(config, problem.major_a, problem.major_b), plain);
+  t.box = {static_cast<cuuint32_t>(box.row_bytes / t.bytes), static_cast<cuuint32_t>(box.rows), 1};
+  t.swizzle = box.row_bytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
+  return encode(t, map);
+}
+
+bool is_multiple_of_16(int64_t bytes) { return bytes % 16 == 0; }
+
+bool is_aligned(const void* data) { return is_multiple_of_16(reinterpret_cast<intptr_t>(data)); }
+
+}  // namespace
+
+bool c_by_tma(const GemmProblem& problem) {
+  const EpilogueParams& epilogue = problem.params.epilogue;
+  const Addend& c = epilogue.c;
+  const int bytes = epilogue.d_is_float32 ? 4 : 2;
+  return c.data != nullptr && c.is_float32 == epilogue.d_is_float32 && c.stride_n == 1 &&
+         c.stride_m > 0 && is_multiple_of_16(c.stride_m * bytes) &&
+         problem.params.batch_rank <= 1 && is_multiple_of_16(c.batch.stride[0] * bytes) &&
+         is_aligned(c.data);
+}
+
+bool d_by_tma(const GemmProblem& problem) {
+  const EpilogueParams& epilogue = problem.params.epilogue;
+  return is_multiple_of_16(int64_t{problem.params.n} * (epilogue.d_is_float32 ? 4 : 2)) &&
+         is_aligned(epilogue.d) && is_aligned(epilogue.aux);
+}
+
+bool is_plain(const EpilogueParams& epilogue) {
+  return epilogue.alpha.data == nullptr && epilogue.alpha.value == 1.f &&
+         epilogue.c.data == nullptr && epilogue.bias.data == nullptr && epilogue.aux == nullptr &&
+         epilogue.activation == Activation::kNone;
+}
+
+Status encode_tensor_maps(const GemmProblem& problem, const KernelConfig& config,
+                          TensorMaps* maps) {
+  const GemmParams& params = problem.params;
+  // What the kernel calls A gives the rows of the accumulators.
+  const bool exchanged = exchanges_operands(config, problem.major_a, problem.major_b);
+  JAX_TCGEMM_RETURN_IF_ERROR(encode_operand(
+      "a", params.a, problem.major_a, params.m, exchanged ? config.tile_n : config.tile_m,
+      exchanged ? config.cluster_m : config.cluster_n, params, config,
+      exchanged ? &maps->b : &maps->a, exchanged ? &maps->b_moves : &maps->a_moves));
+  JAX_TCGEMM_RETURN_IF_ERROR(encode_operand(
+      "b", params.b, problem.major_b, params.n, exchanged ? config.tile_m : config.tile_n,
+      exchanged ? config.cluster_n : config.cluster_m, params, config,
+      exchanged ? &maps->a : &maps->b, exchanged ? &maps->a_moves : &maps->b_moves));
+
+  const EpilogueParams& epilogue = params.epilogue;
+  maps->d_by_tma = d_by_tma(problem) && (epilogue.c.data == nullptr || c_by_tma(problem));
+  maps->c_by_tma = maps->d_by_tma && epilogue.c.data != nullptr;
+  maps->plain = maps->d_by_tma && is_plain(epilogue);
+  if (!maps->d_by_tma) return Status();
+  const int64_t matrix = int64_t{params.m} * params.n;
+  JAX_TCGEMM_RETURN_IF_ERROR(
+      encode_result("d", epilogue.d, params.n, matrix, maps->plain, problem, config, &maps->d));
+  if (epilogue.aux != nullptr) {
+    JAX_TCGEMM_RETURN_IF_ERROR(encode_result("aux", epilogue.aux, params.n, matrix, maps->plain,
+                                             problem, config, &maps->aux));
+  }
+  if (maps->c_by_tma) {
+    const Addend& c = epilogue.c;
+    maps->c_moves = params.batch_rank == 1 && c.batch.stride[0] != 0;
+    JAX_TCGEMM_RETURN_IF_ERROR(encode_result("c", c.data, c.stride_m,
+                                             maps->c_moves ? c.batch.stride[0] : 0, false, problem,
+                                             config, &maps->c));
+  }
+  return Status();
+}
+
+}  // namespace jax_tcgemm::sm90

@@ -1,0 +1,23 @@
+// Describes the operands of a problem to TMA.
+
+#ifndef JAX_TCGEMM_SM90_TMA_DESCRIPTOR_H_
+#define JAX_TCGEMM_SM90_TMA_DESCRIPTOR_H_
+
+#include "dispatch.h"
+#include "sm90/tensor_maps.h"
+
+namespace jax_tcgemm::sm90 {
+
+// Whether TMA can address C, D and the pre-activation. What it cannot, threads read and write.
+bool c_by_tma(const GemmProblem& problem);
+bool d_by_tma(const GemmProblem& problem);
+
+// Whether D is the product, rounded.
+bool is_plain(const EpilogueParams& epilogue);
+
+// Fills `maps` for the tiles of `config`.
+Status encode_tensor_maps(const GemmProblem& problem, const KernelConfig& config, TensorMaps* maps);
+
+}  // namespace jax_tcgemm::sm90
+
+#endif  // JAX_TCGEMM_SM90_TMA_DESCRIPTOR_H_
