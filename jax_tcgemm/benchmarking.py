@@ -13,7 +13,8 @@ import dataclasses
 import functools
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -97,27 +98,29 @@ def time_interleaved(
         raise ValueError("time_interleaved needs at least one function and one argument set")
     if reps < 1 or block < 1:
         raise ValueError(f"reps={reps} and block={block} must be at least 1")
-    argument_sets = [tuple(arguments) for arguments in argument_sets]
-    chains = {name: _compile_chain(f, argument_sets) for name, f in functions.items()}
-    if method is None:
-        method = "cupti" if _cupti_works(next(iter(chains.values()))) else "wall"
-    sample = _cupti_samples if method == "cupti" else _wall_samples
-
-    samples: dict[str, list[float]] = {name: [] for name in functions}
-    order = list(functions)
-    while len(samples[order[0]]) < reps:
-        for name in order:
-            seconds = sample(chains[name], block)
-            samples[name] += [second / len(argument_sets) for second in seconds]
-        order.reverse()
-    return {name: Timing(tuple(samples[name]), method) for name in functions}
+    chains = {name: compile_chain(f, argument_sets) for name, f in functions.items()}
+    return time_chains(chains, reps=reps, block=block, method=method)
 
 
-Chain = Callable[[], Any]
+@dataclasses.dataclass(frozen=True)
+class Chain:
+    """One call of a function per argument set, one after the other, compiled.
+
+    Attributes:
+        compiled: takes the argument sets, returns the list of results.
+        argument_sets: tuples of arrays.
+    """
+
+    compiled: Callable[..., list[Any]]
+    argument_sets: list[tuple[Any, ...]]
+
+    def __call__(self) -> list[Any]:
+        return self.compiled(self.argument_sets)
 
 
-def _compile_chain(function: Callable[..., Any], argument_sets: list[tuple[Any, ...]]) -> Chain:
-    """Compiles one call per argument set, one after the other, and runs it once."""
+def compile_chain(function: Callable[..., Any], argument_sets: Sequence[tuple[Any, ...]]) -> Chain:
+    """Compiles one call per argument set and runs it once."""
+    sets = [tuple(arguments) for arguments in argument_sets]
 
     def chain(sets):
         return [function(*arguments) for arguments in sets]
@@ -126,9 +129,58 @@ def _compile_chain(function: Callable[..., Any], argument_sets: list[tuple[Any, 
     if default_device().platform == "gpu":
         # A CUDA graph may run independent calls at the same time; a stream does not.
         options["compiler_options"] = {"xla_gpu_graph_min_graph_size": 2**30}
-    compiled = jax.jit(chain, **options).lower(argument_sets).compile()
-    jax.block_until_ready(compiled(argument_sets))
-    return functools.partial(compiled, argument_sets)
+    compiled = Chain(jax.jit(chain, **options).lower(sets).compile(), sets)
+    jax.block_until_ready(compiled())
+    return compiled
+
+
+def time_chains(
+    chains: Mapping[str, Chain],
+    *,
+    reps: int = 20,
+    block: int = 4,
+    seconds: float = 0.0,
+    method: Method | None = None,
+) -> dict[str, Timing]:
+    """Times compiled chains against each other, as ``time_interleaved`` does functions.
+
+    Args:
+        chains: the competitors by name.
+        reps: samples of each, at least.
+        block: samples of one before the next has its turn.
+        seconds: go on for this long, all competitors together. The GPU has no rest meanwhile, so
+            that its clock settles where its power limit lets it.
+        method: ``"cupti"`` or ``"wall"``; by default CUPTI where it works.
+
+    Returns:
+        One ``Timing`` per name, its samples in the order in which they were taken.
+
+    Raises:
+        RuntimeError: ``method="cupti"`` and CUPTI cannot be used here.
+    """
+    if method is None:
+        method = "cupti" if _cupti_works(default_device()) else "wall"
+    if method == "cupti":
+        try:
+            return _one_cupti_session(chains, reps, block, seconds)
+        except RuntimeError as error:
+            warnings.warn(f"one CUPTI session for each block, because {error}", stacklevel=2)
+    sample = _cupti_samples if method == "cupti" else _wall_samples
+    samples: dict[str, list[float]] = {name: [] for name in chains}
+    for name in _turns(list(chains), reps, block, seconds):
+        calls = len(chains[name].argument_sets)
+        samples[name] += [second / calls for second in sample(chains[name], block)]
+    return {name: Timing(tuple(samples[name]), method) for name in chains}
+
+
+def _turns(names: list[str], reps: int, block: int, seconds: float) -> Iterator[str]:
+    """Yields whose block is next, until each had ``reps`` samples and the time is over."""
+    start = time.perf_counter()
+    done = 0
+    while done < reps or time.perf_counter() - start < seconds:
+        yield from names
+        names = names[::-1]
+        done += block
 
 
 def default_device() -> Any:
@@ -136,29 +188,108 @@ def default_device() -> Any:
     return next(iter(jnp.zeros(()).devices()))
 
 
-def _cupti_works(chain: Chain) -> bool:
-    if default_device().platform != "gpu":
+@functools.cache
+def _cupti_works(device: Any) -> bool:
+    if device.platform != "gpu":
         return False
     try:
-        _cupti_samples(chain, 1)
+        _cupti_samples(compile_chain(jnp.negative, [(jnp.ones(8),)]), 1)
     except Exception:  # Whatever CUPTI or JAX's wrapper of it raises, wall time remains.
         return False
     return True
 
 
-def _cupti_samples(chain: Chain, count: int) -> list[float]:
-    """Kernel seconds of ``count`` runs of the chain."""
+def _profiler() -> Any:
     try:
         from jax.experimental.mosaic.gpu import profiler
     except ImportError as error:
         raise RuntimeError(f"this JAX has no CUPTI timer: {error}") from error
-    assert isinstance(chain, functools.partial)
-    _, milliseconds = profiler.measure(chain.func, iterations=count)(*chain.args)
+    return profiler
+
+
+def _cupti_samples(chain: Chain, count: int) -> list[float]:
+    """Kernel seconds of ``count`` runs of the chain."""
+    measure = _profiler().measure(chain.compiled, iterations=count)
+    _, milliseconds = measure(chain.argument_sets)
     if milliseconds is None:
         raise RuntimeError("CUPTI saw no kernel")
     if not isinstance(milliseconds, list):
         milliseconds = [milliseconds]
     return [ms * 1e-3 for ms in milliseconds]
+
+
+def _one_cupti_session(
+    chains: Mapping[str, Chain], reps: int, block: int, seconds: float
+) -> dict[str, Timing]:
+    """Takes all samples in one CUPTI session, so that nothing interrupts the kernels.
+
+    A kernel of another kind goes before each block and divides the session's record.
+
+    Raises:
+        RuntimeError: the record cannot be had or divided.
+    """
+    try:
+        extension = _profiler().mosaic_gpu_lib._mosaic_gpu_ext
+        start, finish = extension._cupti_init, extension._cupti_get_timings
+    except AttributeError as error:
+        raise RuntimeError(f"this JAX's CUPTI timer is another: {error}") from error
+    angle = jnp.ones(())
+    marker = jax.jit(jnp.arctan2).lower(angle, angle).compile()
+    jax.block_until_ready(marker(angle, angle))
+    order, running = [], []
+    start()
+    try:
+        for name in _turns(list(chains), reps, block, seconds):
+            order.append(name)
+            marker(angle, angle)
+            for _ in range(block - 1):
+                chains[name]()
+            running.append(chains[name]())
+            # The next block is queued while this one runs, but no more than that.
+            if len(running) > 1:
+                jax.block_until_ready(running.pop(0))
+        jax.block_until_ready(running)
+    finally:
+        kernels = finish(False)
+    samples = divide_kernels(kernels, order, block)
+    return {
+        name: Timing(tuple(ms * 1e-3 / len(chain.argument_sets) for ms in samples[name]), "cupti")
+        for name, chain in chains.items()
+    }
+
+
+def divide_kernels(
+    kernels: Sequence[tuple[str, float]], order: Sequence[str], block: int
+) -> dict[str, list[float]]:
+    """Divides the record of a session among those who had a turn in it.
+
+    Args:
+        kernels: name and time of each kernel; the first is the marker, which goes before each turn.
+        order: who had a turn.
+        block: samples in a turn.
+
+    Returns:
+        By name the samples: sums of kernel times.
+
+    Raises:
+        RuntimeError: the kernels do not divide so.
+    """
+    turns: list[list[tuple[str, float]]] = []
+    for kernel in kernels:
+        if kernel[0] == kernels[0][0]:
+            turns.append([])
+        else:
+            turns[-1].append(kernel)
+    if len(turns) != len(order):
+        raise RuntimeError(f"CUPTI saw {len(turns)} of {len(order)} turns")
+    samples: dict[str, list[float]] = {name: [] for name in order}
+    for name, turn in zip(order, turns, strict=True):
+        count = len(turn) // block
+        parts = [turn[start : start + count] for start in range(0, len(turn), max(1, count))]
+        if len(parts) != block or len({tuple(kernel for kernel, _ in part) for part in parts}) > 1:
+            raise RuntimeError(f"the kernels of {name} are not {block} times the same")
+        samples[name] += [sum(time for _, time in part) for part in parts]
+    return samples
 
 
 def _wall_samples(chain: Chain, count: int) -> list[float]:

@@ -1,0 +1,244 @@
+"""The cases of ``suite.json``: their operands, ``jax_tcgemm`` for each, and the natural JAX."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import pathlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_tcgemm import _compat, gemm, primitive
+from jax_tcgemm.benchmarking import argument_set_count
+from jax_tcgemm.epilogues import ACTIVATIONS
+from jax_tcgemm.spec import GemmSpec, resolve_algorithm
+from jax_tcgemm.strides import Operands
+
+SUITE_FILE = pathlib.Path(__file__).parent / "suite.json"
+
+DTYPES = {
+    "bf16": jnp.dtype(jnp.bfloat16),
+    "f16": jnp.dtype(jnp.float16),
+    "f32": jnp.dtype(jnp.float32),
+}
+
+# What an epilogue may be joined from, besides the names of activations.
+_EPILOGUE_PARTS = {"none", "bias", "c", "aux", "alpha", "beta_c", "silu_glu"}
+
+ALPHA = 0.5
+BETA = 2.0
+
+# The operands of one call by name: a, b, and bias or c where the epilogue has them.
+Arrays = dict[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One product of the suite; benchmarks/README.md says what the fields mean."""
+
+    suite: str
+    m: int
+    n: int
+    k: int
+    dtype: str
+    layout: str
+    batch: int = 1
+    broadcast: str = ""
+    epilogue: str = "none"
+    out: str | None = None
+    group_sizes: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        unknown = set(self.parts) - _EPILOGUE_PARTS - set(ACTIVATIONS)
+        if unknown:
+            raise ValueError(f"epilogue={self.epilogue!r}: unknown parts {sorted(unknown)}")
+        if self.layout not in ("nn", "nt", "tn", "tt"):
+            raise ValueError(f"layout={self.layout!r} must be two letters n or t")
+        if self.broadcast not in ("", "a", "b"):
+            raise ValueError(f"broadcast={self.broadcast!r} must be a or b")
+
+    @property
+    def parts(self) -> list[str]:
+        return self.epilogue.split("+")
+
+    @property
+    def activation(self) -> str | None:
+        return next((part for part in self.parts if part in ACTIVATIONS), None)
+
+    @property
+    def has_c(self) -> bool:
+        return "c" in self.parts or "beta_c" in self.parts
+
+    @property
+    def out_dtype(self) -> np.dtype:
+        return DTYPES[self.out or self.dtype]
+
+    @property
+    def label(self) -> str:
+        """The case in a few words, by which result files know it."""
+        words = [f"{self.dtype} {self.layout} {self.m}x{self.n}x{self.k}"]
+        if self.batch > 1:
+            words.append(f"batch {self.batch}")
+        if self.broadcast:
+            words.append(f"one {self.broadcast}")
+        if self.epilogue != "none":
+            words.append(self.epilogue)
+        if self.out:
+            words.append(f"to {self.out}")
+        if self.group_sizes:
+            kind = "even" if len(set(self.group_sizes)) == 1 else "uneven"
+            words.append(f"{len(self.group_sizes)} {kind} groups")
+        return " ".join(words)
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of the products alone."""
+        return 2.0 * self.m * self.n * self.k * self.batch * (2 if "silu_glu" in self.parts else 1)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the operands and results, each read or written once."""
+        out_itemsize = self.out_dtype.itemsize
+        outputs = self.batch * self.m * self.n * (2 if "aux" in self.parts else 1)
+        elements = {name: math.prod(shape) for name, shape in self.shapes.items()}
+        inputs = elements.pop("a") + elements.pop("b")
+        return inputs * DTYPES[self.dtype].itemsize + out_itemsize * (
+            outputs + sum(elements.values())
+        )
+
+    @property
+    def unsupported(self) -> str | None:
+        """Why there is nothing to compare yet, or None."""
+        if "silu_glu" in self.parts:
+            return "not supported yet: gated products"
+        if self.group_sizes:
+            return "not supported yet: ragged products"
+        return None
+
+    @property
+    def algorithm(self) -> str | None:
+        """The kernel algorithm that computes the case."""
+        dtype = DTYPES[self.dtype]
+        return resolve_algorithm(dtype, dtype, self.out_dtype, _compat.canonicalize_precision(None))
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the operands by name."""
+        batch = (self.batch,) if self.batch > 1 else ()
+        a = (self.k, self.m) if self.layout[0] == "t" else (self.m, self.k)
+        b = (self.n, self.k) if self.layout[1] == "t" else (self.k, self.n)
+        groups = (len(self.group_sizes),) if self.group_sizes else ()
+        weights = (2,) if "silu_glu" in self.parts else ()
+        shapes = {"a": a, "b": (*weights, *groups, *b)}
+        shapes = {
+            name: shape if name == self.broadcast else (*batch, *shape)
+            for name, shape in shapes.items()
+        }
+        if "bias" in self.parts:
+            shapes["bias"] = (self.n,)
+        if self.has_c:
+            shapes["c"] = (*batch, self.m, self.n)
+        return shapes
+
+    def argument_sets(self, seed: int | None = None) -> list[tuple[Arrays]]:
+        """Draws normal operands, as many sets as no cache holds together.
+
+        ``b`` is scaled so that the product's elements are about 1: a bias or an activation that is
+        wrong then shows.
+
+        Args:
+            seed: of the random numbers; by default a new one.
+        """
+
+        def draw(key: jax.Array) -> Arrays:
+            arrays = {}
+            for name, shape in self.shapes.items():
+                key, subkey = jax.random.split(key)
+                dtype = DTYPES[self.dtype] if name in ("a", "b") else self.out_dtype
+                values = jax.random.normal(subkey, shape, dtype)
+                arrays[name] = values * dtype.type(self.k**-0.5) if name == "b" else values
+            return arrays
+
+        # Of JAX's generators, rbg is compiled and run in the least time.
+        key = jax.random.key(time.time_ns() if seed is None else seed, impl="rbg")
+        drawn = jax.jit(draw)
+        return [(drawn(key),) for key in jax.random.split(key, argument_set_count(self.bytes))]
+
+    def ours(self, config: str | None = None) -> Callable[[Arrays], Any]:
+        """Returns the case computed by this package.
+
+        Args:
+            config: name of the kernel configuration; None lets the heuristic choose.
+        """
+        if "aux" in self.parts:
+            return lambda arrays: self._with_preactivation(arrays, config)
+        return lambda arrays: gemm(
+            arrays["a"],
+            arrays["b"],
+            arrays.get("c"),
+            bias=arrays.get("bias"),
+            alpha=ALPHA if "alpha" in self.parts else 1.0,
+            beta=BETA if "beta_c" in self.parts else 1.0,
+            activation=self.activation,
+            transpose_a=self.layout[0] == "t",
+            transpose_b=self.layout[1] == "t",
+            preferred_element_type=self.out_dtype if self.out else None,
+            config=config,
+        )
+
+    def _with_preactivation(self, arrays: Arrays, config: str | None) -> Any:
+        """Binds the primitive as the derivative of ``gemm`` does: no public function asks for z."""
+
+        def axes(name: str, letter: str = "n") -> tuple[int | None, ...] | None:
+            if name not in arrays:
+                return None
+            roles = 1 if name == "bias" else 2
+            leading = arrays[name].ndim - roles
+            matrix = [leading + role for role in range(roles)]
+            missing = (None,) * ((self.batch > 1) - leading)
+            return (*missing, *range(leading), *(matrix[::-1] if letter == "t" else matrix))
+
+        a, b = axes("a", self.layout[0]), axes("b", self.layout[1])
+        spec = GemmSpec(
+            Operands(a, b, axes("c"), axes("bias")),
+            self.out_dtype,
+            _compat.canonicalize_precision(None),
+            alpha=ALPHA if "alpha" in self.parts else 1.0,
+            beta=BETA if "beta_c" in self.parts else 1.0,
+            activation=self.activation,
+            save_preactivation=True,
+            config=config,
+        )
+        names = ("a", "b", "c", "bias")
+        return primitive.bind(Operands(*(arrays.get(name) for name in names)), spec)
+
+    def xla(self, arrays: Arrays) -> Any:
+        """Computes the case by the natural JAX expression."""
+        a, b = (
+            jnp.swapaxes(arrays[name], -1, -2) if letter == "t" else arrays[name]
+            for name, letter in zip("ab", self.layout, strict=True)
+        )
+        z = jnp.matmul(a, b, preferred_element_type=self.out_dtype if self.out else None)
+        if "alpha" in self.parts:
+            z = ALPHA * z
+        if self.has_c:
+            z = z + (BETA * arrays["c"] if "beta_c" in self.parts else arrays["c"])
+        if "bias" in self.parts:
+            z = z + arrays["bias"]
+        d = ACTIVATIONS[self.activation].reference(z) if self.activation else z
+        return [d, z] if "aux" in self.parts else d
+
+
+def load_cases(path: pathlib.Path = SUITE_FILE) -> list[Case]:
+    """Reads the cases, in the order of the file."""
+    return [
+        Case(suite, **{**fields, "group_sizes": tuple(fields.get("group_sizes", ()))})
+        for suite, rows in json.loads(path.read_text()).items()
+        for fields in rows
+    ]

@@ -1,0 +1,242 @@
+"""One case: compared with its rivals, then timed beside them."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import fnmatch
+import os
+import re
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pallas_rival
+from cases import Case
+
+from jax_tcgemm import _extension, kernel_table
+from jax_tcgemm.benchmarking import Chain, Timing, compile_chain, time_chains
+
+# Largest norm of the difference between two results, relative to that of one. Each is rounded once
+# or twice more than the other; TF32 cuts 13 bits off float32 operands, and XLA may do without.
+TOLERANCES = {"bf16": 2**-6, "f16": 2**-9, "f32": 2**-9}
+
+_SUSTAINED_ABOVE_US = 100.0
+_SUSTAINED_BLOCK_SECONDS = 0.05
+_CONFIG_REPS = 6
+# Above this a simt kernel takes longer than all others together.
+_SIMT_FLOPS = 2e9
+
+_CHOICE = re.compile(r"^jax_tcgemm: m=.* -> (\S+)$", re.MULTILINE)
+
+Row = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What to measure.
+
+    Attributes:
+        against: the rivals, of ``"xla"`` and ``"pallas"``.
+        reps: samples of each competitor, at least.
+        seconds: of the sustained measurement; 0 for none.
+        configs: glob over the kernel configurations to time as well, or None.
+    """
+
+    against: tuple[str, ...] = ("xla",)
+    reps: int = 20
+    seconds: float = 1.5
+    configs: str | None = None
+
+
+def measure_case(case: Case, options: Options) -> Row:
+    """Returns the row of a case; see ``benchmarks/README.md`` for its keys."""
+    row: Row = {"suite": case.suite, "case": case.label, "config": None}
+    row |= dict.fromkeys(("us", "xla_us", "pallas_us", "ratio", "tflops"))
+    if case.unsupported:
+        return row | {"note": case.unsupported}
+    try:
+        return row | _measure(case, options)
+    except Exception as error:  # One case that fails must not cost the others.
+        return row | {"error": describe(error)}
+
+
+def _measure(case: Case, options: Options) -> Row:
+    sets = case.argument_sets()
+    ours, config = compile_ours(case, sets)
+    xla = compile_chain(case.xla, sets)
+    row: Row = {"config": config}
+    expected = xla()
+    wrong = disagreement(case, ours(), expected)
+    if wrong:
+        return row | {"error": f"differs from XLA's result: {wrong}"}
+    chains = {"us": ours}
+    if "xla" in options.against:
+        chains["xla_us"] = xla
+    if "pallas" in options.against:
+        try:
+            chains["pallas_us"], row["pallas_config"] = _best_pallas(case, sets, expected)
+        except Exception as error:  # Most cases are beyond that kernel, in many ways.
+            row["pallas_note"] = describe(error)
+    del expected
+    timings = time_chains(chains, reps=options.reps)
+    row |= {name: microseconds(timing) for name, timing in timings.items()}
+    rivals = [row[name] for name in timings if name != "us"]
+    row["ratio"] = min(rivals) / row["us"] if rivals else None
+    row["tflops"] = case.flops / row["us"] * 1e-6
+    row["method"] = timings["us"].method
+    row["spread"] = timings["us"].spread
+    if options.seconds and row["us"] > _SUSTAINED_ABOVE_US:
+        row |= _sustained(chains, row["us"], options.seconds)
+    if options.configs is not None:
+        row |= _all_configs(case, sets, ours, config, options.configs)
+    return row
+
+
+def compile_ours(
+    case: Case, sets: list[tuple[Any, ...]], config: str | None = None
+) -> tuple[Chain, str | None]:
+    """Compiles this package's product; returns it and the kernel configuration that runs.
+
+    The configuration is what the dispatch logs. It logs each choice once in each thread, so a new
+    thread asks.
+    """
+    chain, log = with_stderr(lambda: compile_chain(case.ours(config), sets))
+    with concurrent.futures.ThreadPoolExecutor(1) as executor:
+        run = lambda: executor.submit(lambda: jax.block_until_ready(chain())).result()  # noqa: E731
+        log += with_stderr(run)[1]
+    chosen = _CHOICE.findall(log)
+    return chain, chosen[-1] if chosen else None
+
+
+def with_stderr(function: Callable[[], Any]) -> tuple[Any, str]:
+    """Calls a function; returns its result and what was written to file descriptor 2 meanwhile.
+
+    What this package did not write there is passed on.
+    """
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as file:
+        saved = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        try:
+            result = function()
+        finally:
+            sys.stderr.flush()
+            os.dup2(saved, 2)
+            os.close(saved)
+            file.seek(0)
+            text = file.read().decode(errors="replace")
+            for line in text.splitlines():
+                if not line.startswith("jax_tcgemm: "):
+                    print(line, file=sys.stderr)
+    return result, text
+
+
+@jax.jit
+def _difference(x: jax.Array, y: jax.Array) -> jax.Array:
+    x, y = x.astype(jnp.float32), y.astype(jnp.float32)
+    return jnp.linalg.norm((x - y).ravel()) / jnp.linalg.norm(y.ravel())
+
+
+def disagreement(case: Case, actual: Any, expected: Any) -> str | None:
+    """Says how far results are from those expected, None if they are near enough."""
+    got, wanted = ([(x.shape, x.dtype) for x in jax.tree.leaves(y)] for y in (actual, expected))
+    if got != wanted:
+        return f"{got} instead of {wanted}"
+    differences = jax.tree.leaves(jax.tree.map(_difference, actual, expected))
+    # The largest of several, one of which may be NaN.
+    largest = float(jnp.max(jnp.stack(differences)))
+    tolerance = TOLERANCES[case.dtype]
+    return None if largest <= tolerance else f"by {largest:.1e} of its norm, over {tolerance:.1e}"
+
+
+def _best_pallas(case: Case, sets: list[tuple[Any, ...]], expected: Any) -> tuple[Chain, str]:
+    """Compiles JAX's Pallas kernel in several configurations; returns the fastest and its name."""
+    chains, problems = {}, []
+    for name, function in pallas_rival.candidates(case).items():
+        try:
+            chain = compile_chain(function, sets)
+        except Exception as error:  # Too much shared memory, for instance.
+            problems.append(f"{name}: {describe(error)}")
+            continue
+        wrong = disagreement(case, chain(), expected)
+        if wrong:
+            problems.append(f"{name}: differs from XLA's result {wrong}")
+        else:
+            chains[name] = chain
+    if not chains:
+        raise ValueError("; ".join(problems)[:500])
+    timings = time_chains(chains, reps=_CONFIG_REPS, block=2)
+    best = min(timings, key=lambda name: timings[name].median)
+    return chains[best], best
+
+
+def _sustained(chains: dict[str, Chain], us: float, seconds: float) -> Row:
+    """Times ours and XLA's with the clock at its power limit: the second half of each's samples."""
+    chains = {name: chain for name, chain in chains.items() if name != "pallas_us"}
+    run_seconds = us * 1e-6 * len(chains["us"].argument_sets)
+    block = max(1, round(_SUSTAINED_BLOCK_SECONDS / run_seconds))
+    timings = time_chains(chains, block=block, reps=2 * block, seconds=seconds)
+    medians = {
+        name: statistics.median(timing.seconds[len(timing.seconds) // 2 :]) * 1e6
+        for name, timing in timings.items()
+    }
+    xla = medians.get("xla_us")
+    return {
+        "sustained_us": medians["us"],
+        "sustained_xla_us": xla,
+        "sustained_ratio": xla / medians["us"] if xla else None,
+    }
+
+
+def config_names(case: Case, glob: str) -> list[str]:
+    """Returns the kernel configurations that may compute a case."""
+    return [
+        row.name
+        for row in kernel_table.for_algorithm(case.algorithm or "")
+        if row.name in _extension.KERNEL_NAMES
+        and fnmatch.fnmatchcase(row.name, glob)
+        and (row.arch != "simt" or case.flops <= _SIMT_FLOPS)
+    ]
+
+
+def _all_configs(
+    case: Case, sets: list[tuple[Any, ...]], ours: Chain, chosen: str | None, glob: str
+) -> Row:
+    """Times every configuration beside the choice, which may pad operands where none of them do."""
+    chains = {"": ours}
+    for name in config_names(case, glob):
+        try:
+            chain, used = compile_ours(case, sets, name)
+        except Exception:  # A configuration that cannot compute the case.
+            continue
+        # Where the named row cannot, the dispatch takes another.
+        if used in (None, name):
+            chains[name] = chain
+    timings = time_chains(chains, reps=_CONFIG_REPS, block=2)
+    us = {name: microseconds(timing) for name, timing in timings.items()}
+    choice_us = us.pop("")
+    best = min(us, key=us.__getitem__, default=None)
+    if best is None or choice_us <= us[best]:
+        best, best_us = chosen, choice_us
+    else:
+        best_us = us[best]
+    return {
+        "configs": us,
+        "best_config": best,
+        "best_us": best_us,
+        "choice_loss": choice_us / best_us,
+    }
+
+
+def microseconds(timing: Timing) -> float:
+    return timing.median * 1e6
+
+
+def describe(error: Exception) -> str:
+    """The first lines of an error."""
+    return f"{type(error).__name__}: {error}"[:300]
