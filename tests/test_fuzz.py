@@ -1,0 +1,154 @@
+"""The fuzzer: what it draws, what it finds, and how a run is continued. On the CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import fuzz
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_tcgemm import gemm, kernel_table
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Runs the script in this process: its exit status and what it printed."""
+    monkeypatch.setattr(fuzz, "_set_environment", lambda jobs: None)
+
+    def call(*arguments: object) -> tuple[int, str]:
+        status = fuzz.main([*map(str, arguments), "--jobs", "0"])
+        return status, capsys.readouterr().out
+
+    return call
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Only small problems."""
+    monkeypatch.setattr(fuzz, "_MOST_PRODUCTS", 1e5)
+
+
+def checked_indices(monkeypatch) -> list[int]:
+    """Records the problems that are run, and makes each pass."""
+    indices = []
+
+    def record(seed, kernels, index):
+        indices.append(index)
+        return fuzz.Result("none", "passed")
+
+    monkeypatch.setattr(fuzz, "run_problem", record)
+    return indices
+
+
+def test_a_problem_depends_on_seed_and_index_alone():
+    first = [fuzz.draw(3, i) for i in range(50)]
+    assert [fuzz.draw(3, i) for i in reversed(range(50))] == first[::-1]
+    assert [fuzz.draw(4, i) for i in range(50)] != first
+
+
+def test_what_is_drawn():
+    problems = [fuzz.draw(0, i) for i in range(1500)]
+    assert {problem.algorithm for problem in problems} == set(kernel_table.ELEMENT_BYTES)
+    for extent in ("m", "n", "k"):
+        values = {getattr(problem, extent) for problem in problems}
+        assert {0, 1} <= values
+    assert any(problem.row for problem in problems)
+    assert any(problem.mapped for problem in problems)
+    assert {len(problem.batch) for problem in problems} == {0, 1, 2}
+    assert {name for problem in problems for name in problem.operands} == {
+        "a",
+        "b",
+        "c",
+        "bias",
+        "alpha",
+        "beta",
+    }
+
+
+def test_rows_by_name():
+    rows = {fuzz.draw(0, i, "sm80_tf32_*").row for i in range(100)}
+    assert {row.algorithm for row in rows if row} == {"TF32_TF32_F32"}
+    assert len(rows) > 3
+
+
+def test_right_results_pass(run, small):
+    status, text = run("--count", 10, "--seed", 1)
+    assert status == 0, text
+    assert text.startswith("seed 1\n")
+    assert "10 problems of seed 1, 0 failed" in text
+
+
+@pytest.mark.parametrize("value", [1.0, jnp.nan])
+def test_one_wrong_element_is_found(monkeypatch, run, small, value):
+    def wrong(*args, **kwargs):
+        d = gemm(*args, **kwargs)
+        return d.at[..., -1:, -1:].add(value)
+
+    seed, index = next((1, i) for i in range(50) if np.prod(fuzz.draw(1, i).shape) > 0)
+    monkeypatch.setattr(fuzz, "gemm", wrong)
+    status, text = run("--count", 1, "--seed", seed, "--start", index)
+    assert status == 1
+    assert f"--seed {seed} --start {index} --count 1" in text
+    assert "elements are wrong" in text
+    assert "Problem(algorithm=" in text
+
+
+def test_a_failure_does_not_end_the_run(monkeypatch, run, small):
+    def refuse(*args, **kwargs):
+        raise ValueError("no")
+
+    monkeypatch.setattr(fuzz, "gemm", refuse)
+    status, text = run("--count", 3)
+    assert status == 1
+    assert "3 failed" in text
+    assert "ValueError: no" in text
+
+
+def test_other_dtypes_and_shapes_are_found(monkeypatch, run, small):
+    monkeypatch.setattr(fuzz, "gemm", lambda *args, **kwargs: gemm(*args, **kwargs)[..., None])
+    assert run("--count", 2)[0] == 1
+
+
+def test_a_run_is_continued(monkeypatch, run, tmp_path):
+    indices = checked_indices(monkeypatch)
+    state = tmp_path / "state"
+    assert run("--count", 4, "--seed", 9, "--start", 2, "--state", state)[0] == 0
+    assert indices == [2, 3, 4, 5]
+    status, text = run("--count", 7, "--state", state)
+    assert (status, indices) == (0, list(range(2, 9)))
+    assert text.startswith("seed 9\n")
+    assert "7 problems of seed 9" in text
+    assert [path.name for path in tmp_path.iterdir()] == ["state"]
+    with pytest.raises(SystemExit, match="seed 9"):
+        run("--seed", 8, "--state", state)
+
+
+def test_failures_are_kept(monkeypatch, run, tmp_path):
+    failed = fuzz.Result("none", "failed", "why")
+    monkeypatch.setattr(fuzz, "run_problem", lambda *arguments: failed)
+    run("--count", 1, "--state", tmp_path / "state")
+    checked_indices(monkeypatch)
+    status, text = run("--count", 2, "--state", tmp_path / "state")
+    assert status == 1
+    assert "--start 0 --count 1" in text
+    assert json.loads((tmp_path / "state").read_text())["failures"] == {"0": "why"}
+
+
+def test_time_is_limited(monkeypatch, run):
+    assert checked_indices(monkeypatch) == []
+    status, text = run("--count", 5, "--start", 3, "--minutes", 0)
+    assert status == 0
+    assert "stopped before problem 3" in text
+
+
+def test_processes():
+    command = [sys.executable, "-P", fuzz.__file__, "--jobs", "2", "--count", "4", "--seed", "1"]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "4 problems of seed 1, 0 failed" in done.stdout
