@@ -61,7 +61,8 @@ nb::dict device_properties(int ordinal) {
 
 std::string choose_config(const std::string& algorithm, int64_t m, int64_t n, int64_t k,
                           int64_t batch, bool aligned, int sm_count, int shared_memory_per_block,
-                          bool float32_result, int compute_capability, const std::string& layout) {
+                          bool float32_result, int compute_capability, const std::string& layout,
+                          int max_splits) {
   const auto decoded = algorithm_from_name(algorithm);
   if (!decoded) throw std::invalid_argument("unknown algorithm '" + algorithm + "'");
   if (layout.size() != 2) throw std::invalid_argument("layout '" + layout + "'");
@@ -79,8 +80,11 @@ std::string choose_config(const std::string& algorithm, int64_t m, int64_t n, in
   input.compute_capability = compute_capability;
   input.sm_count = sm_count;
   input.shared_memory_per_block = shared_memory_per_block;
-  const KernelEntry* entry = choose_kernel(input);
-  return entry == nullptr ? "" : entry->name;
+  input.max_splits = max_splits;
+  const Choice choice = choose_kernel(input);
+  if (choice.entry == nullptr) return "";
+  const std::string name = choice.entry->name;
+  return choice.splits == 1 ? name : name + " splits=" + std::to_string(choice.splits);
 }
 
 #else
@@ -95,7 +99,7 @@ nb::dict device_properties(int) {
 }
 
 std::string choose_config(const std::string&, int64_t, int64_t, int64_t, int64_t, bool, int, int,
-                          bool, int, const std::string&) {
+                          bool, int, const std::string&, int) {
   return "";
 }
 
@@ -123,5 +127,6 @@ NB_MODULE(_core, module) {
   module.def("choose_config", &choose_config, nb::arg("algorithm"), nb::arg("m"), nb::arg("n"),
              nb::arg("k"), nb::arg("batch"), nb::arg("aligned"), nb::arg("sm_count"),
              nb::arg("shared_memory_per_block"), nb::arg("float32_result") = false,
-             nb::arg("compute_capability") = 80, nb::arg("layout") = "nn");
+             nb::arg("compute_capability") = 80, nb::arg("layout") = "nn",
+             nb::arg("max_splits") = 1);
 }

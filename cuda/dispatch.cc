@@ -12,6 +12,7 @@
 #include "pad_operand.h"
 #include "sm90/output_tile.h"
 #include "sm90/tma_descriptor.h"
+#include "sum_splits.h"
 
 namespace jax_tcgemm {
 namespace {
@@ -28,7 +29,9 @@ void log_choice(const GemmProblem& problem, const KernelEntry& entry) {
   const GemmParams& p = problem.params;
   const std::string line = "jax_tcgemm: m=" + std::to_string(p.m) + " n=" + std::to_string(p.n) +
                            " k=" + std::to_string(p.k) + " batch=" + std::to_string(p.batch) +
-                           (problem.aligned() ? "" : " unaligned") + " -> " + entry.name + "\n";
+                           (problem.aligned() ? "" : " unaligned") +
+                           (p.splits > 1 ? " splits=" + std::to_string(p.splits) : "") + " -> " +
+                           entry.name + "\n";
   thread_local std::set<std::string> seen;
   if (seen.insert(line).second) std::fputs(line.c_str(), stderr);
 }
@@ -56,8 +59,8 @@ Status set_tile_order(const KernelConfig& config, bool exchanged, GemmParams* pa
   return Status();
 }
 
-Status find_kernel(const GemmProblem& problem, const DeviceProperties& device,
-                   const KernelEntry** entry) {
+Status find_kernel(const GemmProblem& problem, const DeviceProperties& device, int max_splits,
+                   Choice* choice) {
   const GemmParams& p = problem.params;
   const ChoiceInput input{problem.algorithm,
                           p.m,
@@ -72,10 +75,11 @@ Status find_kernel(const GemmProblem& problem, const DeviceProperties& device,
                           p.epilogue.c.data == nullptr || sm90::c_by_tma(problem),
                           sm90::is_plain(p.epilogue),
                           p.epilogue.d_is_float32,
+                          max_splits,
                           device.compute_capability,
                           device.sm_count,
                           device.shared_memory_per_block};
-  *entry = nullptr;
+  *choice = {nullptr, 1};
   if (!problem.config.empty()) {
     const auto rows = kernel_registry();
     const auto found = std::find_if(rows.begin(), rows.end(), [&](const KernelEntry& row) {
@@ -85,10 +89,10 @@ Status find_kernel(const GemmProblem& problem, const DeviceProperties& device,
                        "' is not among the kernels this extension was built with");
     // A base address is known only now. Where it is not aligned as the named row needs, any row
     // that is right beats an error.
-    if (supports(found->config, input)) *entry = &*found;
+    if (supports(found->config, input)) choice->entry = &*found;
   }
-  if (*entry == nullptr) *entry = choose_kernel(input);
-  JAX_TCGEMM_REQUIRE(*entry != nullptr, "no kernel for m=", p.m, " n=", p.n, " k=", p.k,
+  if (choice->entry == nullptr) *choice = choose_kernel(input);
+  JAX_TCGEMM_REQUIRE(choice->entry != nullptr, "no kernel for m=", p.m, " n=", p.n, " k=", p.k,
                      " aligned=", problem.aligned(), " within ", device.shared_memory_per_block,
                      " bytes of shared memory on ", device.name);
   return Status();
@@ -118,20 +122,61 @@ Status pad_operand(const GemmProblem& problem, Major major, int32_t extent_mn, O
   return Status();
 }
 
-Status pad_unaligned_operands(GemmProblem* problem, cudaStream_t stream) {
+Status pad_unaligned_operands(GemmProblem* problem, int64_t* used, cudaStream_t stream) {
   if (problem->workspace == nullptr) return Status();
   GemmParams& params = problem->params;
-  int64_t used = 0;
   if (!problem->aligned_a) {
     JAX_TCGEMM_RETURN_IF_ERROR(pad_operand(*problem, problem->major_a, params.m, &params.a,
-                                           &problem->strides_aligned_a, &problem->aligned_a, &used,
+                                           &problem->strides_aligned_a, &problem->aligned_a, used,
                                            stream));
   }
   if (!problem->aligned_b) {
     JAX_TCGEMM_RETURN_IF_ERROR(pad_operand(*problem, problem->major_b, params.n, &params.b,
-                                           &problem->strides_aligned_b, &problem->aligned_b, &used,
+                                           &problem->strides_aligned_b, &problem->aligned_b, used,
                                            stream));
   }
+  return Status();
+}
+
+// How many float32 copies of D the rest of the workspace holds.
+int max_splits(const GemmProblem& problem, int64_t used) {
+  const GemmParams& p = problem.params;
+  constexpr int kMaxGridRows = 65535;
+  if (problem.workspace == nullptr || p.batch != 1 || p.n % kVectorColumns != 0 ||
+      p.m > kMaxGridRows) {
+    return 1;
+  }
+  const int64_t copies = (problem.workspace_bytes - used) / (int64_t{4} * p.m * p.n);
+  return static_cast<int>(std::clamp<int64_t>(copies, 1, 64));
+}
+
+// The products over parts of k, as a batch of float32 matrices in the workspace.
+GemmProblem split_problem(const GemmProblem& whole, int splits, void* partial) {
+  GemmProblem problem = whole;
+  problem.params.batch = problem.params.splits = splits;
+  problem.params.batch_rank = 0;
+  problem.params.epilogue = {};
+  problem.params.epilogue.alpha.value = 1.f;
+  problem.params.epilogue.d = partial;
+  problem.params.epilogue.d_is_float32 = problem.params.epilogue.d_vectorizable = true;
+  return problem;
+}
+
+Status launch(GemmProblem* problem, const KernelEntry& entry, const DeviceProperties& device,
+              cudaStream_t stream) {
+  log_choice(*problem, entry);
+  GemmParams& params = problem->params;
+  const KernelConfig& config = entry.config;
+  const bool exchanged = sm90::exchanges_operands(config, problem->major_a, problem->major_b);
+  JAX_TCGEMM_RETURN_IF_ERROR(set_tile_order(config, exchanged, &params));
+  sm90::TensorMaps maps;
+  if (config.arch == Arch::kSm90) {
+    JAX_TCGEMM_RETURN_IF_ERROR(sm90::encode_tensor_maps(*problem, config, &maps));
+  }
+  const LaunchRequest request = {params, problem->major_a, problem->major_b, &maps, device, stream};
+  JAX_TCGEMM_CUDA_CHECK(entry.launch(request), "launching ", entry.name, " for m=", params.m,
+                        " n=", params.n, " k=", params.k, " batch=", params.batch, " on ",
+                        device.name);
   return Status();
 }
 
@@ -139,18 +184,21 @@ Status pad_unaligned_operands(GemmProblem* problem, cudaStream_t stream) {
 
 std::span<const KernelEntry> kernel_registry() { return kKernelEntries; }
 
-const KernelEntry* choose_kernel(const ChoiceInput& input) {
-  const KernelEntry* best = nullptr;
+Choice choose_kernel(const ChoiceInput& input) {
+  Choice best = {nullptr, 1};
   bool best_suits = false;
   double best_time = std::numeric_limits<double>::infinity();
   for (const KernelEntry& entry : kernel_registry()) {
     if (!supports(entry.config, input)) continue;
     const bool entry_suits = suits(entry.config, input);
-    const double time = estimated_cycles(entry.config, input);
-    if (entry_suits > best_suits || (entry_suits == best_suits && time < best_time)) {
-      best = &entry;
-      best_suits = entry_suits;
-      best_time = time;
+    for (int splits = 1; splits <= input.max_splits; splits *= 2) {
+      if (splits > 1 && !supports_splits(entry.config, input, splits)) continue;
+      const double time = estimated_cycles(entry.config, input, splits);
+      if (entry_suits > best_suits || (entry_suits == best_suits && time < best_time)) {
+        best = {&entry, splits};
+        best_suits = entry_suits;
+        best_time = time;
+      }
     }
   }
   return best;
@@ -160,22 +208,19 @@ Status run_gemm(GemmProblem problem, const DeviceProperties& device, cudaStream_
   JAX_TCGEMM_REQUIRE(device.compute_capability >= 80, device.name, " has compute capability ",
                      device.compute_capability / 10, ".", device.compute_capability % 10,
                      "; the kernels need 8.0 or later");
-  JAX_TCGEMM_RETURN_IF_ERROR(pad_unaligned_operands(&problem, stream));
-  const KernelEntry* entry = nullptr;
-  JAX_TCGEMM_RETURN_IF_ERROR(find_kernel(problem, device, &entry));
-  log_choice(problem, *entry);
-  GemmParams& params = problem.params;
-  const KernelConfig& config = entry->config;
-  const bool exchanged = sm90::exchanges_operands(config, problem.major_a, problem.major_b);
-  JAX_TCGEMM_RETURN_IF_ERROR(set_tile_order(config, exchanged, &params));
-  sm90::TensorMaps maps;
-  if (config.arch == Arch::kSm90) {
-    JAX_TCGEMM_RETURN_IF_ERROR(sm90::encode_tensor_maps(problem, config, &maps));
-  }
-  const LaunchRequest request = {params, problem.major_a, problem.major_b, &maps, device, stream};
-  JAX_TCGEMM_CUDA_CHECK(entry->launch(request), "launching ", entry->name, " for m=", params.m,
-                        " n=", params.n, " k=", params.k, " batch=", params.batch, " on ",
-                        device.name);
+  int64_t used = 0;
+  JAX_TCGEMM_RETURN_IF_ERROR(pad_unaligned_operands(&problem, &used, stream));
+  used = ceil_div(used, 16) * 16;
+  Choice choice;
+  JAX_TCGEMM_RETURN_IF_ERROR(find_kernel(problem, device, max_splits(problem, used), &choice));
+  if (choice.splits == 1) return launch(&problem, *choice.entry, device, stream);
+  void* partial = static_cast<char*>(problem.workspace) + used;
+  GemmProblem parts = split_problem(problem, choice.splits, partial);
+  JAX_TCGEMM_RETURN_IF_ERROR(launch(&parts, *choice.entry, device, stream));
+  JAX_TCGEMM_CUDA_CHECK(
+      launch_sum_splits(problem.params, problem.algorithm, static_cast<const float*>(partial),
+                        choice.splits, stream),
+      "adding ", choice.splits, " products of m=", problem.params.m, " n=", problem.params.n);
   return Status();
 }
 

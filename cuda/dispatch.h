@@ -36,8 +36,14 @@ struct GemmProblem {
 
 std::span<const KernelEntry> kernel_registry();
 
-// The compiled row expected to be fastest; null when none supports the problem.
-const KernelEntry* choose_kernel(const ChoiceInput& input);
+// A compiled row, and into how many products it splits k.
+struct Choice {
+  const KernelEntry* entry;  // null: no row supports the problem
+  int splits;
+};
+
+// What is expected to be fastest.
+Choice choose_kernel(const ChoiceInput& input);
 
 // Enqueues the problem on `stream` of `device`.
 Status run_gemm(GemmProblem problem, const DeviceProperties& device, cudaStream_t stream);

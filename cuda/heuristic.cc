@@ -71,23 +71,27 @@ double simt_cycles(const KernelConfig& config, const ChoiceInput& input, int64_t
 namespace sm90_model {
 constexpr double kStartCycles = 3530.0;  // barriers, descriptors, the first stage
 constexpr double kClusterStartCycles = 600.0;
-constexpr double kTensorFactor = 1.13;     // wgmma does not quite reach its rate
-constexpr double kFewStagesFactor = 1.02;  // fewer than 4
-constexpr double kPingpongFactor = 1.01;
+constexpr double kLargeClusterStartCycles = 6000.0;  // of 16 blocks
+constexpr double kTensorFactor = 1.13;               // wgmma does not quite reach its rate
+constexpr double kFewStagesFactor = 1.02;            // fewer than 4
 constexpr double kTransposeFactor = 1.34;
 // Into and out of one SM's shared memory.
 constexpr double kSharedMemoryRate = 137.0;
+constexpr double kSharedMemoryPeak = 128.0;
+constexpr double kContention = 0.4;  // for what is wanted beyond the peak
 // From L2 into all SMs, where it holds both operands and where not; into one SM where few rows
 // share weights that L2 does not hold.
 constexpr double kWarmRate = 8770.0;
 constexpr double kColdRate = 6220.0;
-constexpr double kColdRowsRate = 60.0;
+constexpr double kColdRowsRate = 47.0;
 constexpr double kColdBytes = 27e6;
 constexpr double kMemoryRate = 1890.0;  // from device memory
+constexpr double kMemorySms = 0.75;     // share of the SMs that it takes
 // Writing 2 bytes of D, without and with a sum over the blocks that split k.
 constexpr double kElementCycles = 0.072;
 constexpr double kReductionCycles = 1930.0;
 constexpr double kReducedElementCycles = 0.187;
+constexpr double kSumCycles = 5000.0;  // the kernel that adds up splits
 }  // namespace sm90_model
 
 // Clusters at a time. A cluster's blocks share a GPC, and not every GPC has a multiple of 4 SMs.
@@ -98,12 +102,12 @@ int64_t concurrent_clusters(const KernelConfig& config, const ChoiceInput& input
 }
 
 // Clusters' tiles in one batch.
-int64_t sm90_tiles(const KernelConfig& config, const ChoiceInput& input) {
+int64_t sm90_tiles(const KernelConfig& config, const ChoiceInput& input, int splits) {
   const bool exchanged = sm90::exchanges_operands(config, input.major_a, input.major_b);
   const int64_t rows = exchanged ? input.n : input.m;
   const int64_t columns = exchanged ? input.m : input.n;
   return ceil_div(rows, config.tile_m * config.cluster_m) *
-         ceil_div(columns, config.tile_n * config.cluster_n) * input.batch;
+         ceil_div(columns, config.tile_n * config.cluster_n) * input.batch * splits;
 }
 
 // Cycles of one stage: the slowest of tensor cores, shared memory (wgmma reads A once and B for
@@ -111,34 +115,38 @@ int64_t sm90_tiles(const KernelConfig& config, const ChoiceInput& input) {
 double sm90_stage_cycles(const KernelConfig& config, const ChoiceInput& input, int64_t blocks) {
   using namespace sm90_model;
   const int bytes = element_bytes(config.algorithm);
-  const double tensor = kTensorFactor * config.tile_m * config.tile_n / 32;
-  const double read = config.tile_m / 64.0 * (64 + config.tile_n) * 128;
-  const double shared = (read + config.stage_bytes()) / kSharedMemoryRate;
+  const double ideal = config.tile_m * config.tile_n / 32.0;
+  const double shared_bytes =
+      config.tile_m / 64.0 * (64 + config.tile_n) * 128 + config.stage_bytes();
+  const double shared = shared_bytes / kSharedMemoryRate;
   const bool cold =
       static_cast<double>(bytes) * input.k * (input.m + input.n) * input.batch > kColdBytes;
   const double loaded =
       static_cast<double>(config.operand_bytes(config.tile_m)) / config.cluster_n +
       static_cast<double>(config.operand_bytes(config.tile_n)) / config.cluster_m;
+  const double excess = std::max(0.0, shared_bytes / (kSharedMemoryPeak * ideal) - 1.0);
+  const double tensor = kTensorFactor * ideal * (cold ? 1.0 + kContention * excess : 1.0);
   double cycles = std::max({tensor, shared, loaded * blocks / (cold ? kColdRate : kWarmRate)});
   if (cold && config.tile_m == 64 && input.m <= 256) {
     cycles = std::max(cycles, config.stage_bytes() / kColdRowsRate);
   }
   if (sm90::transposes_b(config, input.major_a, input.major_b)) cycles *= kTransposeFactor;
-  if (config.stages < 4) cycles *= kFewStagesFactor;
-  return config.schedule == Schedule::kPingpong ? cycles * kPingpongFactor : cycles;
+  return config.stages < 4 ? cycles * kFewStagesFactor : cycles;
 }
 
-double sm90_cycles(const KernelConfig& config, const ChoiceInput& input) {
+double sm90_cycles(const KernelConfig& config, const ChoiceInput& input, int splits) {
   using namespace sm90_model;
-  const int64_t tiles = sm90_tiles(config, input);
+  const int64_t tiles = sm90_tiles(config, input, splits);
   const int64_t capacity = concurrent_clusters(config, input);
   const int64_t rounds = ceil_div(tiles, capacity);
   const int64_t blocks = std::min(tiles, capacity) * config.cluster_size();
-  const double stages = ceil_div(input.k, config.tile_k) / static_cast<double>(config.split_k);
+  const double stages =
+      ceil_div(input.k, config.tile_k) / static_cast<double>(config.split_k * splits);
   const double mainloop = stages * sm90_stage_cycles(config, input, blocks);
   const double elements = config.tile_m * config.tile_n;
   const int bytes = element_bytes(config.algorithm);
-  double output = kElementCycles * elements * (input.float32_result || bytes == 4 ? 2 : 1);
+  double output =
+      kElementCycles * elements * (input.float32_result || bytes == 4 || splits > 1 ? 2 : 1);
   if (config.split_k > 1) output += kReductionCycles + kReducedElementCycles * elements;
   // In pingpong one tile is written while the next is multiplied.
   const bool hidden = config.schedule == Schedule::kPingpong && rounds > 1;
@@ -146,8 +154,15 @@ double sm90_cycles(const KernelConfig& config, const ChoiceInput& input) {
   const double traffic = static_cast<double>(input.batch) * bytes *
                          (static_cast<double>(input.m) * input.k + input.k * input.n +
                           static_cast<double>(input.m) * input.n);
-  const double start = kStartCycles + (config.cluster_size() > 1 ? kClusterStartCycles : 0.0);
-  return start + std::max(tensor_time, traffic / kMemoryRate);
+  const int size = config.cluster_size();
+  const double start = kStartCycles + (size > 8   ? kLargeClusterStartCycles
+                                       : size > 1 ? kClusterStartCycles
+                                                  : 0.0);
+  // The partial sums are written and read again, in L2.
+  const double sum = splits > 1 ? kSumCycles + 8.0 * splits * input.m * input.n / kWarmRate : 0.0;
+  // Few SMs cannot ask for all that memory could give.
+  const double asked = std::min(1.0, blocks / (kMemorySms * input.sm_count));
+  return start + std::max(tensor_time, traffic / (kMemoryRate * asked)) + sum;
 }
 
 // wgmma is an instruction of compute capability 9.0 alone.
@@ -178,11 +193,19 @@ bool supports(const KernelConfig& config, const ChoiceInput& input) {
 bool suits(const KernelConfig& config, const ChoiceInput& input) {
   const bool wants = input.float32_result && (input.algorithm == Algorithm::kBf16Bf16F32 ||
                                               input.algorithm == Algorithm::kF16F16F32);
-  return config.arch != Arch::kSm80 || config.promote == wants;
+  return config.arch == Arch::kSimt || config.promote == wants;
 }
 
-double estimated_cycles(const KernelConfig& config, const ChoiceInput& input) {
-  if (config.arch == Arch::kSm90) return sm90_cycles(config, input);
+bool supports_splits(const KernelConfig& config, const ChoiceInput& input, int splits) {
+  const int64_t k_tiles = ceil_div(input.k, config.tile_k);
+  // In pingpong each warpgroup skips the stages of the other, as many as its own.
+  const bool even = config.schedule == Schedule::kCooperative || k_tiles % splits == 0;
+  return config.arch == Arch::kSm90 && config.split_k == 1 && even && input.batch == 1 &&
+         k_tiles >= splits;
+}
+
+double estimated_cycles(const KernelConfig& config, const ChoiceInput& input, int splits) {
+  if (config.arch == Arch::kSm90) return sm90_cycles(config, input, splits);
   const int64_t tiles =
       ceil_div(input.m, config.tile_m) * ceil_div(input.n, config.tile_n) * input.batch;
   if (config.arch == Arch::kSimt) return simt_cycles(config, input, tiles);

@@ -20,6 +20,7 @@ struct ChoiceInput {
   bool tma_c;              // and C, if there is one
   bool plain;              // D is the product, rounded
   bool float32_result;     // of 16-bit operands: wants a promoted accumulator
+  int max_splits;          // of k, through a workspace; 1: there is none
   int compute_capability;  // 10 * major + minor
   int sm_count;
   int shared_memory_per_block;  // bytes
@@ -31,8 +32,12 @@ bool supports(const KernelConfig& config, const ChoiceInput& input);
 // Whether its result is as accurate as it should be.
 bool suits(const KernelConfig& config, const ChoiceInput& input);
 
-// Expected time in clock cycles, launch overhead apart.
-double estimated_cycles(const KernelConfig& config, const ChoiceInput& input);
+// Expected time in clock cycles, launch overhead apart, with k split into so many products that a
+// second kernel adds up.
+double estimated_cycles(const KernelConfig& config, const ChoiceInput& input, int splits = 1);
+
+// Whether this kernel can compute so many.
+bool supports_splits(const KernelConfig& config, const ChoiceInput& input, int splits);
 
 }  // namespace jax_tcgemm
 

@@ -3,8 +3,10 @@
 #ifndef JAX_TCGEMM_STATUS_H_
 #define JAX_TCGEMM_STATUS_H_
 
-#include <sstream>
+#include <cstdio>
 #include <string>
+#include <string_view>
+#include <type_traits>
 #include <utility>
 
 namespace jax_tcgemm {
@@ -25,13 +27,29 @@ class [[nodiscard]] Status {
   std::string message_;
 };
 
+// No iostream: its locale clashes with the C++ library that jaxlib carries within itself.
+template <typename Value>
+void append_value(std::string* text, const Value& value) {
+  if constexpr (std::is_convertible_v<Value, std::string_view>) {
+    text->append(std::string_view(value));
+  } else if constexpr (std::is_pointer_v<Value>) {
+    char digits[32];
+    std::snprintf(digits, sizeof(digits), "%p", static_cast<const void*>(value));
+    text->append(digits);
+  } else {
+    text->append(std::to_string(value));
+  }
+}
+
 template <typename... Values>
 Status make_status(Status::Code code, const char* file, int line, const char* expression,
                    const Values&... values) {
-  std::ostringstream message;
-  message << "jax_tcgemm: " << file << ":" << line << ": " << expression << ": ";
-  (message << ... << values);
-  return Status(code, message.str());
+  std::string message = "jax_tcgemm: ";
+  message.append(file).append(":");
+  append_value(&message, line);
+  message.append(": ").append(expression).append(": ");
+  (append_value(&message, values), ...);
+  return Status(code, std::move(message));
 }
 
 }  // namespace jax_tcgemm

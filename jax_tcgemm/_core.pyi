@@ -16,4 +16,5 @@ def choose_config(
     float32_result: bool = False,
     compute_capability: int = 80,
     layout: str = "nn",
+    max_splits: int = 1,
 ) -> str: ...

@@ -1,4 +1,4 @@
-"""Which operands 16-byte copies can address, and the workspace for those they cannot."""
+"""Which operands 16-byte copies can address, and the workspace that a gemm is given."""
 
 from __future__ import annotations
 
@@ -33,6 +33,35 @@ def misalignment(gemm: StridedGemm, name: str, itemsize: int) -> str | None:
         if value * itemsize % COPY_BYTES:
             return f"{what} of {value} elements"
     return None
+
+
+# Float32 copies of the result that are worth adding up, and from which k on they are.
+_MAX_SPLITS = 64
+_SPLIT_ELEMENTS = 132 * 128 * 256  # results that keep every SM of the largest GPU busy
+_SPLIT_K = 8192
+
+
+def workspace_bytes(gemm: StridedGemm, itemsize: int) -> int:
+    """Returns the bytes of workspace for padded operands and for products over parts of k.
+
+    Args:
+        gemm: the folded gemm.
+        itemsize: bytes of an element of ``a`` and ``b``.
+    """
+    padding = padding_bytes(gemm, itemsize)
+    return -(-padding // COPY_BYTES) * COPY_BYTES + split_bytes(gemm)
+
+
+def split_bytes(gemm: StridedGemm) -> int:
+    """Returns the bytes in which a small result of a long k may be computed in parts.
+
+    Whether it is, and in how many, is decided when the GPU is known.
+    """
+    elements = gemm.m * gemm.n
+    if not elements or gemm.k < _SPLIT_K or math.prod(gemm.batch) != 1:
+        return 0
+    splits = min(_MAX_SPLITS, _SPLIT_ELEMENTS // elements)
+    return 4 * splits * elements if splits > 1 else 0
 
 
 def padding_bytes(gemm: StridedGemm, itemsize: int) -> int:

@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from jax_tcgemm import _compat, _extension, reference
-from jax_tcgemm.alignment import padding_bytes
+from jax_tcgemm.alignment import workspace_bytes
 from jax_tcgemm.epilogues import ACTIVATIONS
 from jax_tcgemm.spec import (
     INPUT_DTYPES,
@@ -106,7 +106,7 @@ def _custom_call(x: Operands, spec: GemmSpec, algorithm: str) -> list[jax.Array]
     strided = fold(spec.strided(shapes))
     result = jax.ShapeDtypeStruct(spec.result_shape(shapes), out_dtype)
     results = (result,) * (1 + spec.save_preactivation)
-    workspace = 0 if spec.config is not None else padding_bytes(strided, in_dtype.itemsize)
+    workspace = 0 if spec.config is not None else workspace_bytes(strided, in_dtype.itemsize)
     call = jax.ffi.ffi_call(
         _extension.GEMM_TARGET,
         (*results, jax.ShapeDtypeStruct((workspace,), jnp.uint8)) if workspace else results,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jax_tcgemm.alignment import misalignment, padding_bytes
+from jax_tcgemm.alignment import misalignment, padding_bytes, split_bytes, workspace_bytes
 from jax_tcgemm.strides import Operands, StridedGemm
 
 
@@ -57,3 +57,19 @@ def test_padding_is_for_large_products_and_copies_a_broadcast_operand_once():
     assert padding_bytes(batch, 2) == 8 * 512 * 504 * 2
     shared = gemm(512, 512, 501, (0, 501, 1), (501 * 512, 512, 1), batch=(8,))
     assert padding_bytes(shared, 2) == 512 * 504 * 2
+
+
+def test_room_for_partial_products():
+    assert split_bytes(gemm(128, 128, 65536, (65536, 1), (128, 1))) == 64 * 128 * 128 * 4
+    assert split_bytes(gemm(1024, 1024, 16384, (16384, 1), (1024, 1))) == 4 * 1024 * 1024 * 4
+    assert split_bytes(gemm(1024, 1024, 4096, (4096, 1), (1024, 1))) == 0  # k too short
+    assert split_bytes(gemm(4096, 4096, 16384, (16384, 1), (4096, 1))) == 0  # tiles enough
+    assert split_bytes(gemm(0, 128, 65536, (65536, 1), (128, 1))) == 0
+    batch = gemm(8, 8, 65536, (8 * 65536, 65536, 1), (0, 8, 1), batch=(2,))
+    assert split_bytes(batch) == 0
+
+
+def test_the_workspace_holds_both():
+    odd = gemm(1000, 1000, 10001, (10001, 1), (1000, 1))
+    assert workspace_bytes(odd, 2) == 1000 * 10008 * 2 + split_bytes(odd)
+    assert split_bytes(odd) > 0

@@ -108,6 +108,44 @@ def test_runs_are_bit_identical(normal, dtype, shape):
         np.testing.assert_array_equal(np.asarray(f(a, b)).view(np.uint8), first)
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+@pytest.mark.parametrize("shape", [(128, 128, 65536), (256, 520, 16384), (300, 132, 8200)])
+def test_long_k(normal, exact, assert_accurate, dtype, shape):
+    """Where k is split, through a workspace or within a cluster: right, and the same every time."""
+    m, n, k = shape
+    a, b, bias = normal(m, k, dtype=dtype), normal(k, n, dtype=dtype), normal(n, dtype=dtype)
+    f = jax.jit(lambda a, b, bias: gemm(a, b, bias=bias, alpha=0.5))
+    got = f(a, b, bias)
+    baseline = jax.jit(lambda a, b, bias: (0.5 * jnp.matmul(a, b) + bias).astype(dtype))(a, b, bias)
+    expected = 0.5 * (exact(a) @ exact(b)) + exact(bias)
+    assert_accurate(got, baseline, expected, 2e-4 * np.abs(expected).max())
+    for _ in range(5):
+        np.testing.assert_array_equal(
+            np.asarray(f(a, b, bias)).view(np.uint8), np.asarray(got).view(np.uint8)
+        )
+
+
+def test_an_error_of_the_handler_is_an_exception():
+    """What tracing cannot rule out, a custom call made by hand, must not end the process."""
+    a = jnp.ones((64, 64), jnp.bfloat16)
+    attributes = {
+        **{name: np.int64(64) for name in "mnk"},
+        "batch_shape": np.asarray([], np.int64),
+        **{f"{name}_strides": np.asarray([64, 1], np.int64) for name in ("a", "b", "c")},
+        "bias_strides": np.asarray([1], np.int64),
+        **{f"{name}_strides": np.asarray([], np.int64) for name in ("alpha", "beta")},
+        **{f"has_{name}": False for name in ("c", "bias", "alpha", "beta", "aux", "workspace")},
+        "alpha": np.float32(1),
+        "beta": np.float32(0),
+        "activation": "NoSuchActivation",
+        "algorithm": "BF16_BF16_F32",
+        "config": "",
+    }
+    call = jax.ffi.ffi_call(TARGET, [jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)])
+    with pytest.raises(jax.errors.JaxRuntimeError, match="unknown activation 'NoSuchActivation'"):
+        jax.block_until_ready(jax.jit(lambda a: call(a, a, **attributes))(a))
+
+
 def test_nan_and_infinity_stay_in_their_rows(normal):
     a = normal(130, 70, dtype=jnp.bfloat16).at[5, 3].set(jnp.nan).at[64, 0].set(jnp.inf)
     b = jnp.abs(normal(70, 90, dtype=jnp.bfloat16)) + 1

@@ -9,11 +9,12 @@
 //        empty[stage]: each warp that reads the stage, of every block its producer writes to;
 //        turn[w] (pingpong): 4 warps of the other consumer; c_full: 1 + bytes; partial_full and
 //        partial_empty (split k): all consumer warps of the cluster. Named barrier 1 + w: the 128
-//        threads of consumer w.
+//        threads of consumer w; 3: all consumers.
 // Timeline, producer: wait empty -> expect bytes -> TMA A, B ...                 (tile after tile)
-//        consumer: send for C and bias -> [wait turn] -> mainloop (sm90/mainloop.cuh) -> [pass the
-//        turn] -> output (sm90/output.cuh, or sm90/reduction.cuh). The producer runs ahead into the
-//        next tile meanwhile; in pingpong the other consumer multiplies.
+//        consumer: send for C -> [wait turn] -> mainloop (sm90/mainloop.cuh); while its last
+//        instructions run: [pass the turn], fetch the bias -> output (sm90/output.cuh, or
+//        sm90/reduction.cuh). The producer runs ahead into the next tile meanwhile; in pingpong the
+//        other consumer multiplies.
 // A cluster's blocks end together: none may be written to or read from after its end.
 
 #pragma once
@@ -58,7 +59,10 @@ struct Kernel {
     const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
     const int row = kPingpong ? 0 : warpgroup * (kConfig.tile_m / kWarpgroups);  // of the tile
     const int k_tiles = (params.k + kConfig.tile_k - 1) / kConfig.tile_k;
-    const int count = place.k_end(k_tiles) - place.k_begin(k_tiles);
+    const auto stages = [&](int matrix) {
+      const auto range = place.k_range(k_tiles, params.splits, matrix);
+      return range.end - range.begin;
+    };
     Main mainloop(smem, place, row);
     Output<kConfig, kExchanged> output(params, maps, smem, warpgroup);
     SplitOutput<kConfig> split_output(params, smem, place);
@@ -66,7 +70,7 @@ struct Kernel {
     uint32_t turn_phase = warpgroup ^ 1;  // the first turn is consumer 0's
     if (kPingpong && warpgroup == 1) {
       walk.advance(params);
-      mainloop.at.skip(count);
+      mainloop.at.skip(stages(0));  // as many for every tile
     }
 #pragma unroll 1
     while (!walk.done(params)) {
@@ -74,7 +78,7 @@ struct Kernel {
       typename Main::Accumulators acc;
       if (maps.c_by_tma) output.prepare(output_place(params, walk, place, row));
       if constexpr (kPingpong) ptx::mbarrier_wait(smem.turn(warpgroup), turn_phase);
-      mainloop.run(acc, count, [&] {
+      mainloop.run(acc, stages(walk.batch), [&] {
         // While the last instructions run.
         if constexpr (kPingpong) {
           if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(smem.turn(warpgroup ^ 1));
@@ -90,7 +94,7 @@ struct Kernel {
       walk.advance(params);
       if constexpr (kPingpong) {
         walk.advance(params);
-        mainloop.at.skip(count);
+        mainloop.at.skip(stages(0));
         turn_phase ^= 1;
       }
     }

@@ -91,8 +91,6 @@ struct Producer {
                                              const SharedMemory<kConfig>& smem,
                                              const ClusterPlace<kConfig>& place) {
     const int k_tiles = (params.k + kConfig.tile_k - 1) / kConfig.tile_k;
-    const int k_begin = place.k_begin(k_tiles);
-    const int k_end = place.k_end(k_tiles);
     const bool many = params.batch_rank > 1;
     LoaderA a = {&maps.a, many, place.n, place.sharers_of_a(), 0, {}};
     LoaderB b = {&maps.b, many, place.m, place.sharers_of_b(), 0, {}};
@@ -110,8 +108,9 @@ struct Producer {
       b.first = (tile.tile_n * kConfig.cluster_n + place.n) * kConfig.tile_n;
       a.batch = batch_coordinates(params, walk.batch, maps.a_moves);
       b.batch = batch_coordinates(params, walk.batch, maps.b_moves);
+      const auto range = place.k_range(k_tiles, params.splits, walk.batch);
 #pragma unroll 1
-      for (int k = k_begin; k < k_end; ++k, at.advance()) {
+      for (int k = range.begin; k < range.end; ++k, at.advance()) {
         ptx::mbarrier_wait(smem.empty(at.stage), at.phase ^ 1);
         ptx::mbarrier_arrive_expect(smem.full(at.stage), kStageBytes);
         a.load(smem.a(at.stage), smem.full(at.stage), k * kConfig.tile_k);

@@ -131,12 +131,17 @@ struct ClusterPlace {
     const uint32_t blocks = sharers_of_a() | sharers_of_b();
     return other < kConfig.cluster_size() && (blocks >> other & 1);
   }
-  // The blocks' shares of k, in k-tiles.
-  __device__ __forceinline__ int k_begin(int k_tiles) const {
-    return k * k_tiles / kConfig.split_k;
-  }
-  __device__ __forceinline__ int k_end(int k_tiles) const {
-    return (k + 1) * k_tiles / kConfig.split_k;
+  // This block's share of k, in k-tiles: of all of it, or of the part that makes a matrix of D.
+  struct Range {
+    int begin, end;
+  };
+  __device__ __forceinline__ Range k_range(int k_tiles, int splits, int matrix) const {
+    if constexpr (kConfig.split_k > 1) {
+      return {k * k_tiles / kConfig.split_k, (k + 1) * k_tiles / kConfig.split_k};
+    }
+    if (splits <= 1) return {0, k_tiles};
+    return {static_cast<int>(int64_t{matrix} * k_tiles / splits),
+            static_cast<int>((int64_t{matrix} + 1) * k_tiles / splits)};
   }
 };
 
