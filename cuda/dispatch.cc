@@ -112,9 +112,8 @@ Status pad_operand(const GemmProblem& problem, Major major, int32_t extent_mn, O
   std::copy(std::begin(params.batch_shape), std::end(params.batch_shape), pad.batch_shape);
   pad.out = static_cast<char*>(problem.workspace) + *used;
   const int64_t bytes = plan_pad(&pad);
-  JAX_TCGEMM_REQUIRE(*used + bytes <= problem.workspace_bytes, "a padded operand needs ", bytes,
-                     " bytes of a workspace of ", problem.workspace_bytes, " with ", *used,
-                     " taken");
+  JAX_TCGEMM_REQUIRE(*used + bytes <= problem.padding_bytes, "a padded operand needs ", bytes,
+                     " bytes of padding of ", problem.padding_bytes, " with ", *used, " taken");
   JAX_TCGEMM_CUDA_CHECK(launch_pad(pad, stream), "padding ", pad.rows, " rows of ", pad.columns);
   *used += bytes;
   *operand = {pad.out, pad.out_ld, bytes / pad.element_bytes, pad.out_batch};
@@ -123,7 +122,7 @@ Status pad_operand(const GemmProblem& problem, Major major, int32_t extent_mn, O
 }
 
 Status pad_unaligned_operands(GemmProblem* problem, int64_t* used, cudaStream_t stream) {
-  if (problem->workspace == nullptr) return Status();
+  if (problem->padding_bytes == 0) return Status();
   GemmParams& params = problem->params;
   if (!problem->aligned_a) {
     JAX_TCGEMM_RETURN_IF_ERROR(pad_operand(*problem, problem->major_a, params.m, &params.a,

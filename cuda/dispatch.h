@@ -26,8 +26,11 @@ struct GemmProblem {
   bool aligned_b;
   bool strides_aligned_a;  // base and strides are, which is enough for TMA
   bool strides_aligned_b;
-  void* workspace;  // where padded copies of unaligned operands may go; null: nowhere
+  // For padded copies of unaligned operands, then for products over parts of k; null: there is
+  // none.
+  void* workspace;
   int64_t workspace_bytes;
+  int64_t padding_bytes;    // 0: unaligned operands are not to be copied
   std::string_view config;  // a row's name, or empty: choose
 
   bool aligned() const { return aligned_a && aligned_b; }

@@ -26,6 +26,7 @@ using Strides = ffi::Span<const int64_t>;
 // The attributes of the custom call, set by jax_tcgemm/primitive.py. Strides are in elements.
 struct GemmAttributes {
   int64_t m, n, k;
+  int64_t padding_bytes;  // of the workspace, for padded copies of unaligned operands
   Strides batch_shape;
   Strides a_strides;      // (batch..., m, k)
   Strides b_strides;      // (batch..., k, n)
@@ -43,6 +44,7 @@ struct GemmAttributes {
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     ::jax_tcgemm::GemmAttributes, ::xla::ffi::StructMember<int64_t>("m"),
     ::xla::ffi::StructMember<int64_t>("n"), ::xla::ffi::StructMember<int64_t>("k"),
+    ::xla::ffi::StructMember<int64_t>("padding_bytes"),
     ::xla::ffi::StructMember<::jax_tcgemm::Strides>("batch_shape"),
     ::xla::ffi::StructMember<::jax_tcgemm::Strides>("a_strides"),
     ::xla::ffi::StructMember<::jax_tcgemm::Strides>("b_strides"),
@@ -293,6 +295,10 @@ Status decode_results(const Call& call, GemmProblem* problem, ffi::DataType* d_t
     JAX_TCGEMM_REQUIRE(workspace.has_value(), "the workspace is missing");
     problem->workspace = (*workspace)->untyped_data();
     problem->workspace_bytes = static_cast<int64_t>((*workspace)->size_bytes());
+    JAX_TCGEMM_REQUIRE(0 <= at.padding_bytes && at.padding_bytes <= problem->workspace_bytes,
+                       at.padding_bytes, " bytes of padding in a workspace of ",
+                       problem->workspace_bytes);
+    problem->padding_bytes = at.padding_bytes;
   }
   for (size_t i = 0; i < matrices; ++i) {
     auto result = call.results.get<ffi::AnyBuffer>(i);

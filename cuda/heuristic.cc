@@ -78,7 +78,7 @@ constexpr double kTransposeFactor = 1.34;
 // Into and out of one SM's shared memory.
 constexpr double kSharedMemoryRate = 137.0;
 constexpr double kSharedMemoryPeak = 128.0;
-constexpr double kContention = 0.4;  // for what is wanted beyond the peak
+constexpr double kContention = 0.1;  // for what is wanted beyond the peak
 // From L2 into all SMs, where it holds both operands and where not; into one SM where few rows
 // share weights that L2 does not hold.
 constexpr double kWarmRate = 8770.0;
@@ -197,11 +197,9 @@ bool suits(const KernelConfig& config, const ChoiceInput& input) {
 }
 
 bool supports_splits(const KernelConfig& config, const ChoiceInput& input, int splits) {
-  const int64_t k_tiles = ceil_div(input.k, config.tile_k);
-  // In pingpong each warpgroup skips the stages of the other, as many as its own.
-  const bool even = config.schedule == Schedule::kCooperative || k_tiles % splits == 0;
-  return config.arch == Arch::kSm90 && config.split_k == 1 && even && input.batch == 1 &&
-         k_tiles >= splits;
+  return config.arch == Arch::kSm90 && config.split_k == 1 &&
+         config.schedule == Schedule::kCooperative && input.batch == 1 &&
+         ceil_div(input.k, config.tile_k) >= splits;
 }
 
 double estimated_cycles(const KernelConfig& config, const ChoiceInput& input, int splits) {

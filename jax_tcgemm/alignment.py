@@ -41,17 +41,6 @@ _SPLIT_ELEMENTS = 132 * 128 * 256  # results that keep every SM of the largest G
 _SPLIT_K = 8192
 
 
-def workspace_bytes(gemm: StridedGemm, itemsize: int) -> int:
-    """Returns the bytes of workspace for padded operands and for products over parts of k.
-
-    Args:
-        gemm: the folded gemm.
-        itemsize: bytes of an element of ``a`` and ``b``.
-    """
-    padding = padding_bytes(gemm, itemsize)
-    return -(-padding // COPY_BYTES) * COPY_BYTES + split_bytes(gemm)
-
-
 def split_bytes(gemm: StridedGemm) -> int:
     """Returns the bytes in which a small result of a long k may be computed in parts.
 

@@ -282,7 +282,6 @@ def _rows() -> list[KernelConfig]:
             _sm90(algorithm, 64, 128, 6, cluster=(2, 1), schedule="pingpong"),
             _sm90(algorithm, 64, 64, 6),
             # For so few that k is shared out.
-            _sm90(algorithm, 128, 128, 6, split_k=2),
             _sm90(algorithm, 128, 64, 8, split_k=2),
             _sm90(algorithm, 64, 64, 8, split_k=16),
         ]

@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from jax_tcgemm import _compat, _extension, reference
-from jax_tcgemm.alignment import workspace_bytes
+from jax_tcgemm.alignment import COPY_BYTES, padding_bytes, split_bytes
 from jax_tcgemm.epilogues import ACTIVATIONS
 from jax_tcgemm.spec import (
     INPUT_DTYPES,
@@ -106,12 +106,15 @@ def _custom_call(x: Operands, spec: GemmSpec, algorithm: str) -> list[jax.Array]
     strided = fold(spec.strided(shapes))
     result = jax.ShapeDtypeStruct(spec.result_shape(shapes), out_dtype)
     results = (result,) * (1 + spec.save_preactivation)
-    workspace = 0 if spec.config is not None else workspace_bytes(strided, in_dtype.itemsize)
+    padding = workspace = 0
+    if spec.config is None:
+        padding = padding_bytes(strided, in_dtype.itemsize)
+        workspace = -(-padding // COPY_BYTES) * COPY_BYTES + split_bytes(strided)
     call = jax.ffi.ffi_call(
         _extension.GEMM_TARGET,
         (*results, jax.ShapeDtypeStruct((workspace,), jnp.uint8)) if workspace else results,
     )
-    attributes = _attributes(strided, spec, algorithm, has_workspace=workspace > 0)
+    attributes = _attributes(strided, spec, algorithm, padding, has_workspace=workspace > 0)
     outputs = call(*flatten(x), **attributes)
     return [output.astype(spec.out_dtype) for output in outputs[: len(results)]]
 
@@ -156,7 +159,7 @@ def _with_dense_batch(x: Operands, spec: GemmSpec) -> tuple[Operands, GemmSpec]:
 
 
 def _attributes(
-    gemm: StridedGemm, spec: GemmSpec, algorithm: str, has_workspace: bool
+    gemm: StridedGemm, spec: GemmSpec, algorithm: str, padding: int, has_workspace: bool
 ) -> dict[str, Any]:
     """Returns the attributes of the custom call; ``cuda/ffi_handler.cc`` reads the same names."""
     has = {f"has_{name}": axes is not None for name, axes in spec.axes._asdict().items()}
@@ -174,6 +177,7 @@ def _attributes(
         **{name: present for name, present in has.items() if name not in ("has_a", "has_b")},
         "has_aux": spec.save_preactivation,
         "has_workspace": has_workspace,
+        "padding_bytes": np.int64(padding),
         "alpha": np.float32(np.real(spec.alpha)),
         "beta": np.float32(np.real(spec.beta)),
         "activation": activation,

@@ -17,7 +17,8 @@ MOVES = ("stablehlo.transpose", "stablehlo.convert", "stablehlo.broadcast", "sta
 ATTRIBUTES = {
     *("m", "n", "k", "batch_shape", "a_strides", "b_strides", "c_strides", "bias_strides"),
     *("alpha_strides", "beta_strides", "has_c", "has_bias", "has_alpha", "has_beta", "has_aux"),
-    *("has_workspace", "alpha", "beta", "activation", "algorithm", "config", "operands", "results"),
+    *("has_workspace", "padding_bytes", "alpha", "beta", "activation", "algorithm", "config"),
+    *("operands", "results"),
 }
 
 
@@ -277,6 +278,7 @@ def test_odd_rows_get_a_workspace(cuda_module):
     text, (call,) = cuda_module(lambda a, b: gemm(a, b), bf16(1000, 1001), bf16(1001, 1000))
     assert_nothing_moves(text)
     assert call["has_workspace"]
+    assert call["padding_bytes"] == 1000 * 1008 * 2
     assert call["results"] == ["1000x1000xbf16", f"{1000 * 1008 * 2}xui8"]
     _, (call,) = cuda_module(lambda a, b: gemm(a, b), bf16(1000, 1000), bf16(1000, 1000))
     assert not call["has_workspace"]
@@ -286,3 +288,17 @@ def test_odd_rows_get_a_workspace(cuda_module):
         bf16(1001, 1000),
     )
     assert not call["has_workspace"]
+
+
+def test_a_long_k_gets_a_workspace(cuda_module):
+    """Room for products over parts of k behind that for padding; what is unpadded stays so."""
+    _, (call,) = cuda_module(lambda a, b: gemm(a, b), bf16(128, 65536), bf16(65536, 128))
+    assert call["has_workspace"]
+    assert call["padding_bytes"] == 0
+    assert call["results"] == ["128x128xbf16", f"{64 * 128 * 128 * 4}xui8"]
+    _, (call,) = cuda_module(lambda a, b: gemm(a, b), bf16(256, 30001), bf16(30001, 27))
+    assert call["padding_bytes"] == 0  # read too seldom to be worth it
+    assert call["results"][1] == f"{64 * 256 * 27 * 4}xui8"
+    _, (call,) = cuda_module(lambda a, b: gemm(a, b), bf16(1000, 10001), bf16(10001, 1000))
+    assert call["padding_bytes"] == 1000 * 10008 * 2
+    assert call["results"][1] == f"{1000 * 10008 * 2 + 4 * 1000 * 1000 * 4}xui8"
