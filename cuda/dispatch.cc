@@ -27,11 +27,12 @@ void log_choice(const GemmProblem& problem, const KernelEntry& entry) {
   }();
   if (!enabled) return;
   const GemmParams& p = problem.params;
-  const std::string line = "jax_tcgemm: m=" + std::to_string(p.m) + " n=" + std::to_string(p.n) +
-                           " k=" + std::to_string(p.k) + " batch=" + std::to_string(p.batch) +
-                           (problem.aligned() ? "" : " unaligned") +
-                           (p.splits > 1 ? " splits=" + std::to_string(p.splits) : "") + " -> " +
-                           entry.name + "\n";
+  const std::string line =
+      "jax_tcgemm: m=" + std::to_string(p.m) + " n=" + std::to_string(p.n) +
+      " k=" + std::to_string(p.k) + " batch=" + std::to_string(p.batch) +
+      (problem.aligned() ? "" : " unaligned") +
+      (p.split_stages > 0 ? " split_stages=" + std::to_string(p.split_stages) : "") + " -> " +
+      entry.name + "\n";
   thread_local std::set<std::string> seen;
   if (seen.insert(line).second) std::fputs(line.c_str(), stderr);
 }
@@ -150,9 +151,10 @@ int max_splits(const GemmProblem& problem, int64_t used) {
 }
 
 // The products over parts of k, as a batch of float32 matrices in the workspace.
-GemmProblem split_problem(const GemmProblem& whole, int splits, void* partial) {
+GemmProblem split_problem(const GemmProblem& whole, int stages, int splits, void* partial) {
   GemmProblem problem = whole;
-  problem.params.batch = problem.params.splits = splits;
+  problem.params.split_stages = stages;
+  problem.params.batch = splits;
   problem.params.batch_rank = 0;
   problem.params.epilogue = {};
   problem.params.epilogue.alpha.value = 1.f;
@@ -214,12 +216,16 @@ Status run_gemm(GemmProblem problem, const DeviceProperties& device, cudaStream_
   JAX_TCGEMM_RETURN_IF_ERROR(find_kernel(problem, device, max_splits(problem, used), &choice));
   if (choice.splits == 1) return launch(&problem, *choice.entry, device, stream);
   void* partial = static_cast<char*>(problem.workspace) + used;
-  GemmProblem parts = split_problem(problem, choice.splits, partial);
+  // Equal parts, but for the last, and none of them empty.
+  const int64_t k_tiles = ceil_div(problem.params.k, choice.entry->config.tile_k);
+  const int64_t stages = ceil_div(k_tiles, choice.splits);
+  const int splits = static_cast<int>(ceil_div(k_tiles, stages));
+  GemmProblem parts = split_problem(problem, static_cast<int>(stages), splits, partial);
   JAX_TCGEMM_RETURN_IF_ERROR(launch(&parts, *choice.entry, device, stream));
-  JAX_TCGEMM_CUDA_CHECK(
-      launch_sum_splits(problem.params, problem.algorithm, static_cast<const float*>(partial),
-                        choice.splits, stream),
-      "adding ", choice.splits, " products of m=", problem.params.m, " n=", problem.params.n);
+  JAX_TCGEMM_CUDA_CHECK(launch_sum_splits(problem.params, problem.algorithm,
+                                          static_cast<const float*>(partial), splits, stream),
+                        "adding ", splits, " products of m=", problem.params.m,
+                        " n=", problem.params.n);
   return Status();
 }
 

@@ -85,9 +85,9 @@ struct EpilogueParams {
 
 struct GemmParams {
   int32_t m, n, k;
-  int32_t batch;   // product of batch_shape; with splits, their number
-  int32_t splits;  // > 1: matrix i of D is the product over the i-th part of k
-  Raster raster;   // set when a configuration has been chosen
+  int32_t batch;         // product of batch_shape; with split_stages, the number of parts of k
+  int32_t split_stages;  // > 0: matrix i of D is the product over the i-th so many stages of k
+  Raster raster;         // set when a configuration has been chosen
   Operand a;
   Operand b;
   EpilogueParams epilogue;

@@ -60,7 +60,7 @@ struct Kernel {
     const int row = kPingpong ? 0 : warpgroup * (kConfig.tile_m / kWarpgroups);  // of the tile
     const int k_tiles = (params.k + kConfig.tile_k - 1) / kConfig.tile_k;
     const auto stages = [&](int matrix) {
-      const auto range = place.k_range(k_tiles, params.splits, matrix);
+      const auto range = place.k_range(k_tiles, params.split_stages, matrix);
       return range.end - range.begin;
     };
     Main mainloop(smem, place, row);

@@ -108,7 +108,7 @@ struct Producer {
       b.first = (tile.tile_n * kConfig.cluster_n + place.n) * kConfig.tile_n;
       a.batch = batch_coordinates(params, walk.batch, maps.a_moves);
       b.batch = batch_coordinates(params, walk.batch, maps.b_moves);
-      const auto range = place.k_range(k_tiles, params.splits, walk.batch);
+      const auto range = place.k_range(k_tiles, params.split_stages, walk.batch);
 #pragma unroll 1
       for (int k = range.begin; k < range.end; ++k, at.advance()) {
         ptx::mbarrier_wait(smem.empty(at.stage), at.phase ^ 1);

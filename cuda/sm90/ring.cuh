@@ -135,13 +135,13 @@ struct ClusterPlace {
   struct Range {
     int begin, end;
   };
-  __device__ __forceinline__ Range k_range(int k_tiles, int splits, int matrix) const {
+  __device__ __forceinline__ Range k_range(int k_tiles, int split_stages, int matrix) const {
     if constexpr (kConfig.split_k > 1) {
       return {k * k_tiles / kConfig.split_k, (k + 1) * k_tiles / kConfig.split_k};
     }
-    if (splits <= 1) return {0, k_tiles};
-    return {static_cast<int>(int64_t{matrix} * k_tiles / splits),
-            static_cast<int>((int64_t{matrix} + 1) * k_tiles / splits)};
+    if (split_stages == 0) return {0, k_tiles};
+    const int begin = matrix * split_stages;
+    return {begin, begin + split_stages < k_tiles ? begin + split_stages : k_tiles};
   }
 };
 
