@@ -64,7 +64,7 @@ def test_impossible_rows(changes, message):
         ({"algorithm": "F16_F16_F16"}, "float32"),
         ({"tile_k": 32}, "128 bytes"),
         ({"tile_m": 96}, "64 rows"),
-        ({"tile_n": 72}, "multiple of 32"),
+        ({"tile_n": 40}, "multiple of 32"),
         ({"stages": 12}, "shared memory"),
         ({"schedule": "streaming"}, "schedule"),
         ({"schedule": "pingpong", "split_k": 2}, "pingpong"),
