@@ -58,7 +58,7 @@ struct Kernel {
     // Told to be uniform, so that what depends on it goes through uniform registers.
     const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
     const int row = kPingpong ? 0 : warpgroup * (kConfig.tile_m / kWarpgroups);  // of the tile
-    const int k_tiles = (params.k + kConfig.tile_k - 1) / kConfig.tile_k;
+    const int k_tiles = (params.k - 1) / kConfig.tile_k + 1;
     const auto stages = [&](int matrix) {
       const auto range = place.k_range(k_tiles, params.split_stages, matrix);
       return range.end - range.begin;
@@ -111,6 +111,7 @@ struct Kernel {
       ptx::prefetch_tensor_map(&maps.b);
       ptx::prefetch_tensor_map(&maps.d);
     }
+    __syncwarp();
     if constexpr (kConfig.cluster_size() > 1) {
       ptx::cluster_sync();
     } else {

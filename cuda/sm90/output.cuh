@@ -62,6 +62,8 @@ class Output {
   __device__ __forceinline__ void share_bias(const OutputPlace& place) const {
     if constexpr (!kExchanged && !kConfig.plain_only()) {
       if (params_.epilogue.bias.data == nullptr || !maps_.d_by_tma) return;
+      // No warp still reads the bias of the tile before.
+      ptx::named_barrier_sync(kWarpgroupBarrier + warpgroup_, 128);
 #pragma unroll 1
       for (int column = threadIdx.x % 128; column < kConfig.tile_n; column += 128) {
         ptx::store_shared_4(bias_address(column), load_bias(place.batch, place.column + column));
@@ -171,11 +173,13 @@ class Output {
 
   template <typename Sub>
   __device__ __forceinline__ void prefetch_c(const OutputPlace& place) {
-    if (lane() != 0) return;
-    ptx::tma_store_wait_read<0>();
-    for (int i = 0; i < c_ahead<Sub>() && i < kSubtiles<Sub>; ++i) {
-      load_c<Sub>(place, i, (buffer_ + i * buffers_per_subtile()) % Sub::kBuffers);
+    if (lane() == 0) {
+      ptx::tma_store_wait_read<0>();
+      for (int i = 0; i < c_ahead<Sub>() && i < kSubtiles<Sub>; ++i) {
+        load_c<Sub>(place, i, (buffer_ + i * buffers_per_subtile()) % Sub::kBuffers);
+      }
     }
+    __syncwarp();
   }
 
   // Writes a sub-tile to its buffer, which is free, sends it off and waits until the next is.
@@ -213,11 +217,14 @@ class Output {
   template <typename Sub>
   __device__ __forceinline__ void send_for_c(const OutputPlace& place, int index) {
     const int ahead = c_ahead<Sub>();
-    if (ahead == 0 || index + ahead >= kSubtiles<Sub> || lane() != 0) return;
-    ptx::tma_store_wait_read<1>();
-    // buffer_ is that of sub-tile index + 1 by now.
-    load_c<Sub>(place, index + ahead,
-                (buffer_ + (ahead - 1) * buffers_per_subtile()) % Sub::kBuffers);
+    if (ahead == 0 || index + ahead >= kSubtiles<Sub>) return;
+    if (lane() == 0) {
+      ptx::tma_store_wait_read<1>();
+      // buffer_ is that of sub-tile index + 1 by now.
+      load_c<Sub>(place, index + ahead,
+                  (buffer_ + (ahead - 1) * buffers_per_subtile()) % Sub::kBuffers);
+    }
+    __syncwarp();
   }
 
   // Without arithmetic. Unrolled, for accumulators need no moves then: this code runs once a tile,

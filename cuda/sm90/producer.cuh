@@ -90,7 +90,7 @@ struct Producer {
   static __device__ __forceinline__ void run(const GemmParams& params, const TensorMaps& maps,
                                              const SharedMemory<kConfig>& smem,
                                              const ClusterPlace<kConfig>& place) {
-    const int k_tiles = (params.k + kConfig.tile_k - 1) / kConfig.tile_k;
+    const int k_tiles = (params.k - 1) / kConfig.tile_k + 1;
     const bool many = params.batch_rank > 1;
     LoaderA a = {&maps.a, many, place.n, place.sharers_of_a(), 0, {}};
     LoaderB b = {&maps.b, many, place.m, place.sharers_of_b(), 0, {}};
