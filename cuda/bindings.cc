@@ -72,7 +72,7 @@ std::string choose_config(const std::string& algorithm, int64_t m, int64_t n, in
   input.n = n;
   input.k = k;
   input.batch = batch;
-  input.aligned = input.tma_addressable = input.tma_d = input.tma_c = aligned;
+  input.aligned = input.tma_addressable = aligned;
   input.plain = true;
   input.major_a = layout[0] == 't' ? Major::kMn : Major::kK;
   input.major_b = layout[1] == 't' ? Major::kK : Major::kMn;

@@ -18,16 +18,22 @@ struct alignas(64) TensorMap {
 struct TensorMaps {
   TensorMap a;  // (batch..., m, k) or (batch..., k, m), the contiguous dimension last
   TensorMap b;
-  TensorMap c;    // (batch, m, n); used if c_by_tma
-  TensorMap d;    // (batch, m, n); used if d_by_tma
-  TensorMap aux;  // likewise, if there is one
+  TensorMap b2;    // of a gated product
+  TensorMap c;     // (batch, m, n); used if c_by_tma
+  TensorMap c2;    // likewise, if has_c2
+  TensorMap d;     // (batch, m, n); used if d_by_tma
+  TensorMap aux;   // likewise, if there is one
+  TensorMap aux2;  // likewise
   // Batch dimensions along which an operand moves; the others are broadcast.
   uint8_t a_moves[kMaxBatchRank];
   uint8_t b_moves[kMaxBatchRank];
   bool c_moves;
+  bool has_c2;
   bool c_by_tma;
   bool d_by_tma;
-  bool plain;  // D is the accumulators, rounded
+  bool adds_c;  // c_by_tma, no further results, and D is accumulators, bias and C added up
+  bool simple;  // d_by_tma, no further results, and D depends on accumulators and bias alone
+  bool plain;   // and is the accumulators, rounded
 };
 
 }  // namespace jax_tcgemm::sm90
