@@ -6,6 +6,8 @@ import jax
 
 from jax_tcgemm import _extension
 from jax_tcgemm.api import gemm
+from jax_tcgemm.epilogues import clip, softcap
+from jax_tcgemm.primitive import PREACTIVATION
 
 _extension.load()
 
@@ -24,4 +26,11 @@ def export_disabled_checks() -> list[jax.export.DisabledSafetyCheck]:
     return [jax.export.DisabledSafetyCheck.custom_call(_extension.GEMM_TARGET)]
 
 
-__all__ = ["__version__", "export_disabled_checks", "gemm"]
+__all__ = [
+    "PREACTIVATION",
+    "__version__",
+    "clip",
+    "export_disabled_checks",
+    "gemm",
+    "softcap",
+]
