@@ -5,7 +5,7 @@ import importlib.metadata
 import jax
 
 from jax_tcgemm import _extension
-from jax_tcgemm.api import gemm
+from jax_tcgemm.api import gated_gemm, gemm
 from jax_tcgemm.epilogues import clip, softcap
 from jax_tcgemm.primitive import PREACTIVATION
 
@@ -31,6 +31,7 @@ __all__ = [
     "__version__",
     "clip",
     "export_disabled_checks",
+    "gated_gemm",
     "gemm",
     "softcap",
 ]

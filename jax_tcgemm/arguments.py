@@ -151,6 +151,23 @@ def placed(x: jax.Array, extents: Shape, swap: bool = False) -> tuple[jax.Array,
     return x, tuple(kept.index(axis) if axis in kept else None for axis in axes)
 
 
+def like(name: str, value: Any, model_name: str, model: jax.Array) -> jax.Array:
+    """Returns an operand of the shape and dtype of another."""
+    x = array(name, value)
+    if x.shape != model.shape:
+        raise ValueError(
+            f"{name} must have the shape of {model_name}, got {name}.shape={x.shape} and "
+            f"{model_name}.shape={model.shape}"
+        )
+    x = _strong(x, model.dtype)
+    if x.dtype != model.dtype:
+        raise TypeError(
+            f"{name} must have the dtype of {model_name}, got {name}.dtype={x.dtype} and "
+            f"{model_name}.dtype={model.dtype}"
+        )
+    return x
+
+
 def addend(name: str, value: Any, shape: Shape, out_dtype: np.dtype) -> jax.Array:
     """Returns ``c`` or ``residual`` once it is known to broadcast to ``shape``."""
     x = array(name, value)

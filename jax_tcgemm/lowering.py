@@ -14,10 +14,11 @@ import numpy as np
 from jax import lax
 
 from jax_tcgemm import _compat, _extension, reference
-from jax_tcgemm.alignment import COPY_BYTES, padding_bytes, split_bytes
+from jax_tcgemm.alignment import COPY_BYTES, misalignment, padding_bytes, split_bytes
 from jax_tcgemm.epilogues import resolve
 from jax_tcgemm.spec import (
     INPUT_DTYPES,
+    GatedSpec,
     GemmSpec,
     flatten,
     resolve_algorithm,
@@ -61,12 +62,42 @@ def cuda_gemm(*operands: jax.Array, spec: GemmSpec) -> list[jax.Array]:
     log(_describe(x, spec, obstacle or f"{algorithm}, config {spec.config or 'by heuristic'}"))
     if algorithm is None or obstacle is not None:
         return reference.reference_gemm(*operands, spec=spec)
+    _check_built(spec)
+    return _custom_call(*_laid_out(x, spec), algorithm)
+
+
+def portable_gated(*operands: jax.Array, spec: GatedSpec, widen: bool = False) -> list[jax.Array]:
+    """Computes the gated primitive on a platform without kernels."""
+    log(_describe(spec.unflatten(operands), spec, "reference: no kernels for this platform"))
+    return reference.reference_gated(*operands, spec=spec, widen=widen)
+
+
+def cuda_gated(*operands: jax.Array, spec: GatedSpec) -> list[jax.Array]:
+    """Computes the gated primitive on CUDA devices, where ``D`` is among its results.
+
+    Raises:
+        ValueError: ``spec.config`` names a kernel that this build leaves out.
+    """
+    x = spec.unflatten(operands)
+    algorithm = resolve_algorithm(x.a.dtype, x.b.dtype, spec.out_dtype, spec.precision)
+    obstacle = _obstacle(algorithm, spec, x) or _gated_obstacle(algorithm, spec, x)
+    log(_describe(x, spec, obstacle or f"{algorithm}, config {spec.config or 'by heuristic'}"))
+    if algorithm is None or obstacle is not None:
+        return reference.reference_gated(*operands, spec=spec)
+    _check_built(spec)
+    saves = any(spec.results[1:])
+    results = _custom_call(x, dataclasses.replace(spec, results=(True, saves, saves)), algorithm)
+    if not saves:
+        return results
+    return [result for result, wanted in zip(results, spec.results, strict=True) if wanted]
+
+
+def _check_built(spec: GemmSpec) -> None:
     if spec.config is not None and spec.config not in _extension.KERNEL_NAMES:
         raise ValueError(
             f"config={spec.config!r} is not in this build of jax_tcgemm; accepted: None or "
             f"{sorted(_extension.KERNEL_NAMES)}"
         )
-    return _custom_call(x, spec, algorithm)
 
 
 def _obstacle(algorithm: str | None, spec: GemmSpec, x: Operands) -> str | None:
@@ -90,6 +121,32 @@ def _obstacle(algorithm: str | None, spec: GemmSpec, x: Operands) -> str | None:
     return None
 
 
+def _gated_obstacle(algorithm: str | None, spec: GatedSpec, x: Operands) -> str | None:
+    """Says why no gated kernel can be used, where an ordinary one could."""
+    if algorithm not in ("BF16_BF16_F32", "F16_F16_F32"):
+        return f"reference: no gated kernel for {algorithm}"
+    if not spec.packed and spec.axes.b2 != spec.axes.b:
+        return "reference: the two weights lie differently"
+    gemm = fold(spec.strided(_shapes(x)))
+    if len(gemm.batch) > _MAX_BATCH_NDIM:
+        return f"reference: {len(gemm.batch)} batch dimensions that do not fold"
+    if with_kernel_layouts(spec, _shapes(x))[0] != spec:
+        return "reference: an operand without a contiguous axis"
+    itemsize = INPUT_DTYPES[algorithm].itemsize
+    for name in ("a", "b"):
+        what = misalignment(gemm, name, itemsize)
+        if what is not None:
+            return f"reference: {name} has {what}, off {COPY_BYTES} bytes"
+    if _second_weight_offset(gemm, spec) * itemsize % COPY_BYTES:
+        return f"reference: the second weight's columns begin off {COPY_BYTES} bytes"
+    return None
+
+
+def _second_weight_offset(gemm: StridedGemm, spec: GatedSpec) -> int:
+    """Returns the elements from the start of a packed weight to its second half."""
+    return gemm.n * gemm.strides.b[-1] if spec.packed else 0
+
+
 def _device_without_kernels() -> str | None:
     """Names a local GPU that is too old; with no GPU here, the target is taken to be new enough."""
     for device in _compat.initialized_cuda_devices():
@@ -103,13 +160,13 @@ def _custom_call(x: Operands, spec: GemmSpec, algorithm: str) -> list[jax.Array]
     """Emits the custom call and the conversions that its element types need."""
     in_dtype = INPUT_DTYPES[algorithm]
     out_dtype = spec.out_dtype if spec.out_dtype in _OUT_DTYPES else _FLOAT32
-    x, spec = _laid_out(_converted(x, in_dtype, out_dtype), spec)
+    x = _converted(x, in_dtype, out_dtype)
     shapes = _shapes(x)
     strided = fold(spec.strided(shapes))
     result = jax.ShapeDtypeStruct(spec.result_shape(shapes), out_dtype)
     results = (result,) * spec.result_count
     padding = workspace = 0
-    if spec.config is None:
+    if spec.config is None and not isinstance(spec, GatedSpec):
         padding = padding_bytes(strided, in_dtype.itemsize)
         workspace = -(-padding // COPY_BYTES) * COPY_BYTES + split_bytes(strided)
     call = jax.ffi.ffi_call(
@@ -185,6 +242,7 @@ def _attributes(
     }
     activation = resolve(spec.activation)
     p0, p1 = (*activation.parameters, 0.0, 0.0)[:2]
+    gated = isinstance(spec, GatedSpec)
     return {
         "m": np.int64(gemm.m),
         "n": np.int64(gemm.n),
@@ -201,8 +259,8 @@ def _attributes(
         "activation": activation.cpp_name,
         "activation_p0": np.float32(p0),
         "activation_p1": np.float32(p1),
-        "gated": False,
-        "b2_offset": np.int64(0),
+        "gated": gated,
+        "b2_offset": np.int64(_second_weight_offset(gemm, spec) if gated else 0),
         "algorithm": algorithm,
         "config": spec.config or "",
     }
@@ -210,7 +268,8 @@ def _attributes(
 
 def _describe(x: Operands, spec: GemmSpec, decision: str) -> str:
     shapes = " x ".join(f"{operand.dtype}{list(operand.shape)}" for operand in (x.a, x.b))
-    return f"gemm {shapes} -> {spec.out_dtype}: {decision}"
+    kind = "gated gemm" if isinstance(spec, GatedSpec) else "gemm"
+    return f"{kind} {shapes} -> {spec.out_dtype}: {decision}"
 
 
 @functools.cache

@@ -257,11 +257,9 @@ def _batch(
         )
     )
     batched = dataclasses.replace(spec, axes=axes)
-    if dim.a is None and dim.b is None:
-        results = _one_product(x, spec, batched)
-    else:
-        results = bind(x, batched)
-    return results, [0] * len(results)
+    is_shared = dim.a is None and dim.b is None
+    results = _one_product(x, spec, batched) if is_shared else bind(x, batched)
+    return reference.batch_dims(results, axis_data.size)
 
 
 def _one_product(x: Operands, spec: GemmSpec, batched: GemmSpec) -> list[jax.Array]:

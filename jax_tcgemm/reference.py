@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from jax_tcgemm.epilogues import resolve
-from jax_tcgemm.spec import INPUT_DTYPES, GemmSpec, accumulator_dtype, resolve_algorithm
+from jax_tcgemm.spec import (
+    INPUT_DTYPES,
+    GatedSpec,
+    GemmSpec,
+    accumulator_dtype,
+    resolve_algorithm,
+)
 from jax_tcgemm.strides import Axes, Operands, matrix_last, result_axes
 
 
@@ -28,6 +36,24 @@ def reference_gemm(*operands: jax.Array, spec: GemmSpec, widen: bool = False) ->
     """
     x = spec.unflatten(operands)
     return epilogue(product(x.a, x.b, spec, widen), x, spec)
+
+
+def reference_gated(*operands: jax.Array, spec: GatedSpec, widen: bool = False) -> list[jax.Array]:
+    """Computes what the gated primitive means; arguments as those of ``reference_gemm``."""
+    x = spec.unflatten(operands)
+    first = product(x.a, x.b, spec, widen)
+    if spec.packed:
+        gate, up = halves(first)
+    else:
+        second = dataclasses.replace(spec, axes=spec.axes._replace(b=spec.axes.b2))
+        gate, up = first, product(x.a, x.b2, second, widen)
+    return gated_epilogue(gate, up, x, spec)
+
+
+def halves(both: jax.Array) -> list[jax.Array]:
+    """Splits the columns of a packed weight, or of a product with it, between gate and up."""
+    n = both.shape[-1] // 2
+    return lax.split(both, (n, n), axis=both.ndim - 1)
 
 
 def product(a: jax.Array, b: jax.Array, spec: GemmSpec, widen: bool) -> jax.Array:
@@ -101,6 +127,26 @@ def epilogue(accumulator: jax.Array, x: Operands, spec: GemmSpec) -> list[jax.Ar
     return [result.astype(spec.out_dtype) for result in results]
 
 
+def gated_epilogue(gate: jax.Array, up: jax.Array, x: Operands, spec: GatedSpec) -> list[jax.Array]:
+    """Returns those results of the gated primitive that ``spec`` asks for.
+
+    Args:
+        gate: the accumulator ``A @ B``; broadcasts to ``(*batch, m, n)``.
+        up: the accumulator ``A @ B2``, of the same shape.
+        x: the operands; only the biases are looked at.
+        spec: the primitive's parameters.
+    """
+    dtype = accumulator_dtype(gate.dtype, gate.dtype, spec.out_dtype)
+    gate, up = gate.astype(dtype), up.astype(dtype)
+    if x.bias is not None:
+        gate = gate + over_result("bias", x, spec, dtype)
+    if x.bias2 is not None:
+        up = up + over_result("bias2", x, spec, dtype)
+    results = (resolve(spec.activation).reference(gate) * up, gate, up)
+    wanted = zip(results, spec.results, strict=True)
+    return [result.astype(spec.out_dtype) for result, is_wanted in wanted if is_wanted]
+
+
 def cotangents(z: jax.Array, x: Operands, spec: GemmSpec) -> list[jax.Array]:
     """Takes a cotangent ``z`` back through ``activation(C)``, or ``activation(C) * C2``."""
     activation = resolve(spec.activation)
@@ -110,6 +156,16 @@ def cotangents(z: jax.Array, x: Operands, spec: GemmSpec) -> list[jax.Array]:
         c2 = over_result("c2", x, spec, z.dtype)
         results = [results[0] * c2, z * activation.reference(c)]
     return [result.astype(spec.out_dtype) for result in results]
+
+
+def batch_dims(results: list[jax.Array], size: int) -> tuple[list[jax.Array], list[int | None]]:
+    """Returns results of an epilogue whose outermost dimension may be 1, and where it is mapped."""
+    mapped = [result.shape[0] == size for result in results]
+    pairs = list(zip(results, mapped, strict=True))
+    return (
+        [result if is_mapped else result[0] for result, is_mapped in pairs],
+        [0 if is_mapped else None for is_mapped in mapped],
+    )
 
 
 def factors(x: Operands, spec: GemmSpec, dtype: np.dtype) -> list[jax.Array]:

@@ -114,6 +114,39 @@ class GemmSpec:
         return dataclasses.replace(self, **{**plain, **changes})
 
 
+@dataclasses.dataclass(frozen=True)
+class GatedSpec(GemmSpec):
+    """The static parameters of the gated primitive.
+
+    ``D = activation(G) * U`` with ``G = A @ B + bias`` and ``U = A @ B2 + bias2``. There is no C,
+    no scale, and ``c_role`` and ``save_preactivation`` have no part in it.
+
+    Attributes:
+        packed: whether ``b`` has the columns of both weights, those of the gate first, and there is
+            no ``b2``.
+        results: which of ``D``, ``G``, ``U`` are results, at least one.
+    """
+
+    packed: bool = False
+    results: tuple[bool, bool, bool] = (True, False, False)
+
+    @property
+    def result_count(self) -> int:
+        """Number of results."""
+        return sum(self.results)
+
+    def strided(self, shapes: Operands) -> StridedGemm:
+        """Returns the gemm of the gate in terms of dense row-major operands of these shapes."""
+        gemm = strided_gemm(self.axes, shapes)
+        return dataclasses.replace(gemm, n=gemm.n // 2) if self.packed else gemm
+
+    def plain(self, **changes: Any) -> GemmSpec:
+        """Returns the product ``A @ B`` alone, of all columns of ``b``, changed as asked."""
+        axes = Operands(self.axes.a, self.axes.b)
+        spec = GemmSpec(axes, self.out_dtype, self.precision)
+        return dataclasses.replace(spec, **changes)
+
+
 def flatten(values: Operands) -> list[Any]:
     """Returns the operands that are present, in the primitive's order."""
     return [value for value in values if value is not None]

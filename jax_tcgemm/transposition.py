@@ -19,7 +19,7 @@ from jax import lax
 from jax.interpreters import ad
 
 from jax_tcgemm import reference
-from jax_tcgemm.spec import GemmSpec, accumulator_dtype
+from jax_tcgemm.spec import GatedSpec, GemmSpec, accumulator_dtype
 from jax_tcgemm.strides import Axes, Operands, matrix_last, merge, result_axes
 
 Bind = Callable[[Operands, GemmSpec], list[jax.Array]]
@@ -69,6 +69,39 @@ def transpose_operands(
     return [results.get(name) for name, present in axes._asdict().items() if present is not None]
 
 
+def transpose_pair(
+    cotangents: Sequence[Any], x: Operands, spec: GatedSpec, bind: Bind
+) -> jax.Array:
+    """Returns the cotangent of ``a`` in ``G = A @ B``, ``U = A @ B2``.
+
+    For two weights the second product takes the first along as its C; for a packed one the sum runs
+    over the columns of both at once.
+
+    Args:
+        cotangents: those of ``G`` and ``U``, shape ``(*batch, m, n)``; at most one is zero.
+        x: the operands; ``a`` is an ``UndefinedPrimal``.
+        spec: the parameters of the gated primitive.
+        bind: applies the primitive of the plain product.
+    """
+    axes = spec.axes
+
+    def product(g: jax.Array, b: _Factor, addend: jax.Array | None = None) -> jax.Array:
+        full, a = _Factor(g, tuple(range(g.ndim))), _Factor(x.a, axes.a)
+        plain = Operands(x.a, b.array)
+        return _left_cotangent(full, a, b, plain, spec.plain(), bind, addend)
+
+    if spec.packed:
+        both = jnp.concatenate([ad.instantiate_zeros(g) for g in cotangents], axis=-1)
+        return product(both, _Factor(x.b, axes.b))
+    total = None
+    weights = (_Factor(x.b, axes.b), _Factor(x.b2, axes.b2))
+    for g, weight in zip(cotangents, weights, strict=True):
+        if type(g) is not ad.Zero:
+            total = product(g, weight, total)
+    assert total is not None, "both cotangents are zero"
+    return total
+
+
 def _through_activation(cotangents: Sequence[Any], x: Operands, spec: GemmSpec) -> jax.Array:
     """Returns the cotangent of the product ``z`` of which the results are multiples."""
     dtype = accumulator_dtype(spec.out_dtype, spec.out_dtype, spec.out_dtype)
@@ -95,7 +128,13 @@ def _scaled(g: jax.Array, x: Operands, spec: GemmSpec) -> jax.Array:
 
 
 def _left_cotangent(
-    g: _Factor, left: _Factor, right: _Factor, x: Operands, spec: GemmSpec, bind: Bind
+    g: _Factor,
+    left: _Factor,
+    right: _Factor,
+    x: Operands,
+    spec: GemmSpec,
+    bind: Bind,
+    addend: jax.Array | None = None,
 ) -> jax.Array:
     """Returns ``alpha * g @ right^T``, summed over the batch dimensions that ``left`` lacks.
 
@@ -106,6 +145,7 @@ def _left_cotangent(
         x: all operands, for ``alpha``.
         spec: the parameters of the gemm that is transposed.
         bind: applies the primitive.
+        addend: what is added to it, such as another part of the same cotangent.
     """
     aval = left.array.aval
     batch = list(range(spec.batch_ndim))
@@ -139,10 +179,16 @@ def _left_cotangent(
         out_dtype=dtype,
         beta=1.0,
     )
-    (result,) = bind(Operands(first.array, second.array, alpha=x.alpha), product)
+    # Where the result's axes are in what left is.
+    source = (*(left.axes[i] for i in kept), *sorted((m, k)))
+    operands = Operands(first.array, second.array, alpha=x.alpha)
+    if addend is not None and not summed:
+        operands = operands._replace(c=addend)
+        product = dataclasses.replace(product, axes=product.axes._replace(c=source))
+    (result,) = bind(operands, product)
     result = jnp.sum(result, axis=tuple(range(len(summed)))) if summed else result
-    source = [*(left.axes[i] for i in kept), *sorted((m, k))]
-    return lax.transpose(result, np.argsort(source)).astype(aval.dtype)
+    result = lax.transpose(result, np.argsort(source)).astype(aval.dtype)
+    return result + addend if addend is not None and summed else result
 
 
 def _fold(g: _Factor, right: _Factor, i: int, batch_ndim: int) -> tuple[_Factor, _Factor] | None:
