@@ -7,7 +7,8 @@ import jax
 from jax_tcgemm import _extension
 from jax_tcgemm.api import gated_gemm, gemm
 from jax_tcgemm.epilogues import clip, softcap
-from jax_tcgemm.primitive import PREACTIVATION
+from jax_tcgemm.mlp import gated_mlp, mlp
+from jax_tcgemm.primitive import ACTIVATION, PREACTIVATION
 
 _extension.load()
 
@@ -27,11 +28,14 @@ def export_disabled_checks() -> list[jax.export.DisabledSafetyCheck]:
 
 
 __all__ = [
+    "ACTIVATION",
     "PREACTIVATION",
     "__version__",
     "clip",
     "export_disabled_checks",
     "gated_gemm",
+    "gated_mlp",
     "gemm",
+    "mlp",
     "softcap",
 ]

@@ -117,7 +117,7 @@ def _jvp(
     else:
         d, g, u = bind(x, dataclasses.replace(spec, results=(True, True, True)))
         g, u = checkpoint_name(g, PREACTIVATION), checkpoint_name(u, PREACTIVATION)
-        d_tangent = _product_tangent(spec.activation, g, u, dg, du)
+        d_tangent = product_tangent(spec.activation, g, u, dg, du)
         results = [r for r, wanted in zip((d, g, u), spec.results, strict=True) if wanted]
     wanted = [t for t, wanted in zip((d_tangent, dg, du), spec.results, strict=True) if wanted]
     return results, [
@@ -128,13 +128,14 @@ def _jvp(
 
 # Rematerialized, so that the reverse pass keeps g and u alone.
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=0)
-def _product_tangent(
+def product_tangent(
     activation: str | Activation | None,
     g: jax.Array,
     u: jax.Array,
     dg: jax.Array | None,
     du: jax.Array | None,
 ) -> jax.Array:
+    """Returns ``f'(g) dg u + f(g) du`` in the type of ``g``, rounded once; None for a zero."""
     dtype = accumulator_dtype(g.dtype, g.dtype, g.dtype)
     activated = resolve(activation).reference
     f, df = activated(g.astype(dtype)), None

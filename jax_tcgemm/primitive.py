@@ -21,8 +21,9 @@ from jax_tcgemm.spec import GemmSpec, accumulator_dtype, check_config, flatten
 from jax_tcgemm.strides import FACTORS, Operands, insert_batch
 from jax_tcgemm.transposition import transpose_operands
 
-# What jax.checkpoint's policies know the pre-activations by.
+# What the policies of jax.checkpoint know a layer by, before and after its activation.
 PREACTIVATION = "tcgemm_preactivation"
+ACTIVATION = "tcgemm_activation"
 
 gemm_p = Primitive("tcgemm")
 gemm_p.multiple_results = True
@@ -130,16 +131,17 @@ def _jvp(
     dz, dd = jnp.zeros_like(z), None
     if any(t is not None for t in dx):
         dz = linear_tangent(x, dx, spec)
-        dd = _activation_tangent(spec.activation, z, dz)
+        dd = activation_tangent(spec.activation, z, dz)
     count = 1 + spec.save_preactivation
     return [d, z][:count], [_sum(dd, terms, x, spec), dz][:count]
 
 
 # Rematerialized, so that the reverse pass keeps z alone and none of f's float32 intermediates.
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=0)
-def _activation_tangent(
+def activation_tangent(
     activation: str | Activation | None, z: jax.Array, dz: jax.Array
 ) -> jax.Array:
+    """Returns ``f'(z) dz`` in the type of ``z``, rounded once."""
     dtype = accumulator_dtype(z.dtype, z.dtype, z.dtype)
     function = resolve(activation).reference
     _, dd = jax.jvp(function, (z.astype(dtype),), (dz.astype(dtype),))
