@@ -5,7 +5,10 @@ import importlib.metadata
 import jax
 
 from jax_tcgemm import _extension
-from jax_tcgemm.api import gemm
+from jax_tcgemm.api import gated_gemm, gemm
+from jax_tcgemm.epilogues import clip, softcap
+from jax_tcgemm.mlp import gated_mlp, mlp
+from jax_tcgemm.primitive import ACTIVATION, PREACTIVATION
 
 _extension.load()
 
@@ -24,4 +27,15 @@ def export_disabled_checks() -> list[jax.export.DisabledSafetyCheck]:
     return [jax.export.DisabledSafetyCheck.custom_call(_extension.GEMM_TARGET)]
 
 
-__all__ = ["__version__", "export_disabled_checks", "gemm"]
+__all__ = [
+    "ACTIVATION",
+    "PREACTIVATION",
+    "__version__",
+    "clip",
+    "export_disabled_checks",
+    "gated_gemm",
+    "gated_mlp",
+    "gemm",
+    "mlp",
+    "softcap",
+]

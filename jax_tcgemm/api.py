@@ -1,20 +1,17 @@
-"""``gemm``: names, shapes and dtypes checked, and one ``GemmSpec`` made of them."""
+"""``gemm`` and ``gated_gemm``: arguments checked, and one ``GemmSpec`` made of them."""
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_tcgemm import _compat, primitive
-from jax_tcgemm.epilogues import ACTIVATIONS
-from jax_tcgemm.spec import GemmSpec, accumulator_dtype, resolve_algorithm
-from jax_tcgemm.strides import Axes, Operands, Shape
+from jax_tcgemm import _compat, arguments, gated, primitive
+from jax_tcgemm.epilogues import Activation
+from jax_tcgemm.spec import GatedSpec, GemmSpec, accumulator_dtype
+from jax_tcgemm.strides import Operands
 
 
 def gemm(
@@ -25,7 +22,10 @@ def gemm(
     bias: ArrayLike | None = None,
     alpha: ArrayLike = 1.0,
     beta: ArrayLike = 1.0,
-    activation: str | None = None,
+    activation: str | Activation | None = None,
+    residual: ArrayLike | None = None,
+    row_scale: ArrayLike | None = None,
+    column_scale: ArrayLike | None = None,
     transpose_a: bool = False,
     transpose_b: bool = False,
     precision: Any = None,
@@ -34,7 +34,8 @@ def gemm(
 ) -> jax.Array:
     """Matrix product with a fused epilogue.
 
-    ``D = activation(alpha * op(A) @ op(B) + beta * C + bias)``. On NVIDIA GPUs of compute
+    ``D = activation(alpha * row_scale * column_scale * (op(A) @ op(B)) + beta * C + bias) +
+    residual``, the scales going over rows and columns. On NVIDIA GPUs of compute
     capability 8.0 and newer this is one hand-written tensor-core kernel for bfloat16, float16 and
     (in TF32 arithmetic) float32 operands. Elsewhere, and for what has no kernel but ``jnp.matmul``
     takes, it is the same formula in ``jax.numpy``. The product is accumulated in float32 for 16-bit
@@ -46,21 +47,28 @@ def gemm(
         a: ``(..., m, k)``, or ``(..., k, m)`` with ``transpose_a``.
         b: ``(..., k, n)``, or ``(..., n, k)`` with ``transpose_b``. Leading dimensions of ``a`` and
             ``b`` broadcast as in ``jnp.matmul``, and a broadcast operand is never copied.
-        c: broadcasts to ``(..., m, n)``. Neither ``c`` nor ``bias``, ``alpha`` or ``beta`` widens
-            the result's dtype.
+        c: broadcasts to ``(..., m, n)``. Nothing but ``a`` and ``b`` has a say in the result's
+            dtype.
         bias: ``(n,)`` or ``(..., n)``; its leading dimensions broadcast against those of the
             result, ``m`` excepted.
         alpha: factor of the product. A Python number is a constant of the compiled program, an
             array of shape ``()`` an operand, which may be traced and differentiated.
         beta: factor of ``c``, like ``alpha``; without ``c`` it has no effect.
-        activation: ``None``, ``"relu"``, ``"gelu"`` (tanh form, as ``jax.nn.gelu``),
-            ``"gelu_exact"``, ``"silu"``, ``"sigmoid"`` or ``"tanh"``.
+        activation: ``None``, ``"relu"``, ``"relu_squared"``, ``"gelu"`` (tanh form, as
+            ``jax.nn.gelu``), ``"gelu_exact"``, ``"silu"``, ``"sigmoid"``, ``"tanh"``, or what
+            ``softcap(cap)`` or ``clip(lower, upper)`` of this package return.
+        residual: added after the activation; broadcasts to ``(..., m, n)``, and ``beta`` is not for
+            it. Beside a ``c`` it is added outside of the kernel, after the result was rounded.
+        row_scale: factors of the product's rows, ``(m,)`` or ``(..., m)`` (a scale per token).
+        column_scale: factors of its columns, ``(n,)`` or ``(..., n)`` (a scale per channel). The
+            leading dimensions of both broadcast as those of ``bias`` do.
         transpose_a: whether ``a`` holds the transpose of ``A``; nothing is moved in memory.
         transpose_b: whether ``b`` holds the transpose of ``B``.
         precision: as in ``jnp.matmul``; also the name of a ``jax.lax.DotAlgorithmPreset``.
             ``None`` is ``jax.default_matmul_precision``. float32 is computed in TF32 unless
             ``"highest"`` or a wider preset is asked for.
-        preferred_element_type: dtype of the result; ``None`` is that of ``jnp.matmul(a, b)``.
+        preferred_element_type: dtype of the result; ``None`` is that of ``jnp.matmul(a, b)``. The
+            kernels write bfloat16, float16 and float32, whatever the operands are.
         config: name of a kernel configuration (a row of ``jax_tcgemm.kernel_table``), or ``None``
             for the one that a heuristic chooses. Derivatives choose their own.
 
@@ -71,181 +79,156 @@ def gemm(
         TypeError: an argument's type or dtype is not accepted.
         ValueError: an argument's shape or value is not accepted.
     """
-    a, b = _matrix("a", a), _matrix("b", b)
-    batch, m, n, k = _extents(a, b, transpose_a, transpose_b)
+    a, b = arguments.matrix("a", a), arguments.matrix("b", b)
+    batch, m, n, k = arguments.extents(a, b, transpose_a, transpose_b)
     precision = _compat.canonicalize_precision(precision)
-    a, b, out_dtype = _promoted(a, b, precision, preferred_element_type)
-    _check_activation(activation, out_dtype)
-    if not (config is None or isinstance(config, str)):
-        raise TypeError(f"config={config!r} must be None or the name of a kernel configuration")
+    a, b, out_dtype = arguments.promoted(a, b, precision, preferred_element_type)
+    arguments.check_activation(activation, out_dtype)
+    arguments.check_config(config)
+    if c is not None:
+        c = arguments.addend("c", c, (*batch, m, n), out_dtype)
+    c_role, added_later = "add", None
+    if residual is not None:
+        residual = arguments.addend("residual", residual, (*batch, m, n), out_dtype)
+        if c is not None:  # the kernel has one place for an operand of this shape
+            added_later = residual
+        else:
+            c, beta = residual, 1.0
+            c_role = "add" if activation is None else "residual"
     placed = {
-        "a": _placed(a, (*batch, m, k), transpose_a),
-        "b": _placed(b, (*batch, k, n), transpose_b),
+        "a": arguments.placed(a, (*batch, m, k), transpose_a),
+        "b": arguments.placed(b, (*batch, k, n), transpose_b),
     }
     if c is not None:
-        placed["c"] = _placed(_addend("c", c, (*batch, m, n), out_dtype), (*batch, m, n))
-    if bias is not None:
-        placed["bias"] = _placed(_addend("bias", bias, (*batch, n), out_dtype), (*batch, n))
+        placed["c"] = arguments.placed(c, (*batch, m, n))
+    vectors = {"bias": (bias, n), "row_scale": (row_scale, m), "column_scale": (column_scale, n)}
+    for name, (value, extent) in vectors.items():
+        if value is not None:
+            vector = arguments.vector(name, value, (*batch, extent), out_dtype)
+            placed[name] = arguments.placed(vector, (*batch, extent))
     constants = {}
     for name, value in (("alpha", alpha), ("beta", beta)):
-        if isinstance(value, _NUMBERS) and not isinstance(value, np.generic):
-            constants[name] = _constant(name, value, out_dtype)
+        if arguments.is_number(value):
+            constants[name] = arguments.constant(name, value, out_dtype)
             continue
-        scalar = _scalar(name, value, out_dtype)
+        scalar = arguments.scalar(name, value, out_dtype)
         if name == "alpha" or c is not None:
             scalar = scalar.astype(accumulator_dtype(a.dtype, b.dtype, out_dtype))
             placed[name] = scalar, (None,) * len(batch)
     operands = Operands(**{name: operand for name, (operand, _) in placed.items()})
     axes = Operands(**{name: axes for name, (_, axes) in placed.items()})
-    spec = GemmSpec(axes, out_dtype, precision, **constants, activation=activation, config=config)
-    return primitive.bind(operands, spec)[0]
+    spec = GemmSpec(
+        axes,
+        out_dtype,
+        precision,
+        **constants,
+        activation=activation,
+        config=config,
+        c_role=c_role,
+    )
+    (d,) = primitive.bind(operands, spec)
+    if added_later is None:
+        return d
+    wide = accumulator_dtype(out_dtype, out_dtype, out_dtype)
+    return (d.astype(wide) + added_later.astype(wide)).astype(out_dtype)
 
 
-_NUMBERS = (bool, int, float, complex)
+def gated_gemm(
+    x: ArrayLike,
+    w_gate: ArrayLike,
+    w_up: ArrayLike | None = None,
+    *,
+    activation: str | Activation | None = "silu",
+    bias_gate: ArrayLike | None = None,
+    bias_up: ArrayLike | None = None,
+    transpose_w: bool = False,
+    precision: Any = None,
+    preferred_element_type: DTypeLike | None = None,
+    config: str | None = None,
+) -> jax.Array:
+    """Gated linear unit: two products of one left operand and what joins them, fused.
 
-
-def _array(name: str, value: Any) -> jax.Array:
-    if not isinstance(value, (jax.Array, np.ndarray, np.generic, *_NUMBERS)) and not hasattr(
-        value, "__jax_array__"
-    ):
-        raise TypeError(f"{name} must be an array, got {name}={value!r} of {type(value)}")
-    return jnp.asarray(value)
-
-
-def _matrix(name: str, value: Any) -> jax.Array:
-    x = _array(name, value)
-    if x.ndim < 2:
-        raise ValueError(f"{name} must have at least 2 dimensions, got {name}.shape={x.shape}")
-    return x
-
-
-def _extents(
-    a: jax.Array, b: jax.Array, transpose_a: bool, transpose_b: bool
-) -> tuple[Shape, int, int, int]:
-    """Returns the result's batch, ``m``, ``n`` and ``k``."""
-    for name, flag in (("transpose_a", transpose_a), ("transpose_b", transpose_b)):
-        if not isinstance(flag, (bool, np.bool_)):
-            raise TypeError(f"{name}={flag!r} must be True or False")
-    m, k = a.shape[-2:][::-1] if transpose_a else a.shape[-2:]
-    b_k, n = b.shape[-2:][::-1] if transpose_b else b.shape[-2:]
-    shapes = f"a.shape={a.shape}, b.shape={b.shape}, {transpose_a=}, {transpose_b=}"
-    if k != b_k:
-        raise ValueError(f"a and b must agree in k, got {k} and {b_k} from {shapes}")
-    try:
-        batch = jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-    except ValueError:
-        raise ValueError(f"leading dimensions of a and b must broadcast, got {shapes}") from None
-    return batch, m, n, k
-
-
-def _promoted(
-    a: jax.Array, b: jax.Array, precision: Any, preferred: DTypeLike | None
-) -> tuple[jax.Array, jax.Array, np.dtype]:
-    """Returns the operands and the dtype of the result, as ``jnp.matmul`` has them.
-
-    Operands of two strong types stay as they are: the conversion is part of the product, so that
-    each cotangent is rounded only once.
-    """
-    got = f"a.dtype={a.dtype}, b.dtype={b.dtype}"
-    try:
-        common = jnp.result_type(a, b)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"a and b must have dtypes that jnp.matmul takes, got {got}") from error
-    a, b = (_strong(x, common) for x in (a, b))
-    out_dtype = common if preferred is None else jax.dtypes.canonicalize_dtype(preferred)
-    if resolve_algorithm(a.dtype, b.dtype, out_dtype, precision) is None:
-        matmul = functools.partial(
-            jnp.matmul, precision=precision, preferred_element_type=preferred
-        )
-        try:
-            jax.eval_shape(matmul, *(jax.ShapeDtypeStruct((1, 1), x.dtype) for x in (a, b)))
-        except (TypeError, ValueError) as error:
-            raise TypeError(
-                "a, b, precision and preferred_element_type must be what jnp.matmul takes, got "
-                f"{got}, precision={precision}, preferred_element_type={preferred}: {error}"
-            ) from error
-    return a, b, jnp.dtype(out_dtype)
-
-
-def _strong(x: jax.Array, dtype: np.dtype) -> jax.Array:
-    """Converts an operand whose type is only a Python number's to the type that rules."""
-    return x.astype(dtype) if jax.typeof(x).weak_type and x.dtype != dtype else x
-
-
-def _check_activation(activation: str | None, out_dtype: np.dtype) -> None:
-    if activation is None:
-        return
-    if activation not in ACTIVATIONS:
-        raise ValueError(
-            f"activation={activation!r} is unknown; accepted: None or {sorted(ACTIVATIONS)}"
-        )
-    if not jnp.issubdtype(out_dtype, jnp.floating):
-        raise TypeError(
-            f"activation={activation!r} needs a real floating-point result, got {out_dtype}"
-        )
-
-
-def _placed(x: jax.Array, extents: Shape, swap: bool = False) -> tuple[jax.Array, Axes]:
-    """Returns an operand without the dimensions along which it is broadcast, and its axes.
+    ``D = activation(x @ w_gate + bias_gate) * (x @ w_up + bias_up)`` (Shazeer, 2020, "GLU variants
+    improve transformer"). For bfloat16 and float16 this is one kernel that reads ``x`` once; both
+    products are accumulated and joined in float32 and the result is rounded once. Elsewhere, and
+    for float32, it is the same formula in ``jax.numpy``. It can be differentiated and batched as
+    ``gemm`` can; the forward pass of a derivative writes the two pre-activations as well.
 
     Args:
-        x: the operand; its shape broadcasts to ``extents``, once its last two are swapped if asked.
-        extents: the result's extents in the operand's roles.
-        swap: whether the last two dimensions are in the other order than the roles.
+        x: ``(..., m, k)``.
+        w_gate: ``(..., k, n)``, or ``(..., n, k)`` with ``transpose_w``. Leading dimensions of
+            ``x`` and the weights broadcast as in ``jnp.matmul``.
+        w_up: of the shape and dtype of ``w_gate``. ``None`` says that ``w_gate`` holds both, side
+            by side, those columns first that are activated: ``(..., k, 2 * n)``, or
+            ``(..., 2 * n, k)`` with ``transpose_w``.
+        activation: as in ``gemm``; ``None`` is the plain product of the two.
+        bias_gate: ``(n,)`` or ``(..., n)``, added before the activation.
+        bias_up: ``(n,)`` or ``(..., n)``.
+        transpose_w: whether the weights are stored transposed; nothing is moved in memory.
+        precision: as in ``gemm``.
+        preferred_element_type: dtype of the result; ``None`` is that of ``jnp.matmul(x, w_gate)``.
+        config: name of a kernel configuration, or ``None``.
+
+    Returns:
+        ``(..., m, n)``.
+
+    Raises:
+        TypeError: an argument's type or dtype is not accepted.
+        ValueError: an argument's shape or value is not accepted.
     """
-    missing = len(extents) - x.ndim
-    axes: list[int | None] = [None] * missing + list(range(x.ndim))
-    if swap:
-        axes[-2:] = axes[:-3:-1]
-    dropped = [
-        axis
-        for axis, extent in zip(axes, extents, strict=True)
-        if axis is not None and x.shape[axis] == 1 and extent != 1
-    ]
-    kept = [axis for axis in range(x.ndim) if axis not in dropped]
-    x = lax.squeeze(x, dropped) if dropped else x
-    return x, tuple(kept.index(axis) if axis in kept else None for axis in axes)
+    operands, spec = gated_operands(
+        x,
+        w_gate,
+        w_up,
+        bias_gate,
+        bias_up,
+        transpose_w=transpose_w,
+        precision=_compat.canonicalize_precision(precision),
+        preferred_element_type=preferred_element_type,
+    )
+    arguments.check_activation(activation, spec.out_dtype)
+    arguments.check_config(config)
+    return gated.bind(operands, dataclasses.replace(spec, activation=activation, config=config))[0]
 
 
-def _addend(name: str, value: Any, shape: Shape, out_dtype: np.dtype) -> jax.Array:
-    """Returns ``c`` or ``bias`` once it is known to fit."""
-    x = _array(name, value)
-    _check_kind(name, x.dtype, out_dtype)
-    accepted = f"a shape that broadcasts to {shape}"
-    if name == "bias":
-        accepted = f"({shape[-1]},) or {accepted} and ends in {shape[-1]}"
-        fits = x.ndim >= 1 and x.shape[-1] == shape[-1]
+_GATED_NAMES = arguments.Names("x", "w_gate", "", "transpose_w")
+
+
+def gated_operands(
+    x: ArrayLike,
+    w_gate: ArrayLike,
+    w_up: ArrayLike | None,
+    bias_gate: ArrayLike | None,
+    bias_up: ArrayLike | None,
+    *,
+    transpose_w: bool,
+    precision: Any,
+    preferred_element_type: DTypeLike | None,
+) -> tuple[Operands, GatedSpec]:
+    """Checks and places the operands of ``gated_gemm``; ``precision`` is canonical."""
+    x, w_gate = arguments.matrix("x", x), arguments.matrix("w_gate", w_gate)
+    batch, m, n, k = arguments.extents(x, w_gate, False, transpose_w, _GATED_NAMES)
+    x, w_gate, out_dtype = arguments.promoted(
+        x, w_gate, precision, preferred_element_type, _GATED_NAMES
+    )
+    placed = {
+        "a": arguments.placed(x, (*batch, m, k)),
+        "b": arguments.placed(w_gate, (*batch, k, n), transpose_w),
+    }
+    if w_up is None:
+        if n % 2:
+            raise ValueError(
+                f"w_gate.shape={w_gate.shape} holds both weights where w_up is None, so that the "
+                f"extent {n} must be even"
+            )
+        n //= 2
     else:
-        fits = True
-    if fits and x.ndim <= len(shape):
-        own = zip(x.shape[::-1], shape[::-1], strict=False)
-        if all(extent in (1, full) for extent, full in own):
-            return x
-    raise ValueError(f"{name}.shape={x.shape} does not fit; accepted: {accepted}")
-
-
-def _constant(name: str, value: Any, out_dtype: np.dtype) -> Any:
-    # The default is the float 1.0, also where the result is an integer.
-    if value != 1:
-        _check_kind(name, jnp.result_type(type(value)), out_dtype, value)
-    return value
-
-
-def _scalar(name: str, value: Any, out_dtype: np.dtype) -> jax.Array:
-    x = _array(name, value)
-    if x.ndim:
-        raise ValueError(f"{name} must be a number or an array of shape (), got shape {x.shape}")
-    _check_kind(name, x.dtype, out_dtype)
-    return x
-
-
-def _check_kind(name: str, dtype: Any, out_dtype: np.dtype, value: Any = None) -> None:
-    """Checks that values of ``dtype`` can be added to the result without losing their kind."""
-    kinds = (jnp.complexfloating, jnp.floating, jnp.integer, jnp.bool_)
-    out_kind = next((i for i, kind in enumerate(kinds) if jnp.issubdtype(out_dtype, kind)), 0)
-    if not any(jnp.issubdtype(dtype, kind) for kind in kinds[out_kind:]):
-        got = f"{name}={value!r}" if value is not None else f"{name}.dtype={dtype}"
-        raise TypeError(
-            f"{got} does not fit a result of {out_dtype}; accepted: "
-            f"{', '.join(kind.__name__ for kind in kinds[out_kind:])} values"
-        )
+        w_up = arguments.like("w_up", w_up, "w_gate", w_gate)
+        placed["b2"] = arguments.placed(w_up, (*batch, k, n), transpose_w)
+    for name, own, value in (("bias_gate", "bias", bias_gate), ("bias_up", "bias2", bias_up)):
+        if value is not None:
+            vector = arguments.vector(name, value, (*batch, n), out_dtype)
+            placed[own] = arguments.placed(vector, (*batch, n))
+    operands = Operands(**{name: operand for name, (operand, _) in placed.items()})
+    axes = Operands(**{name: axes for name, (_, axes) in placed.items()})
+    return operands, GatedSpec(axes, out_dtype, precision, packed=w_up is None)

@@ -2,13 +2,14 @@
 
 One row each: the name users give, the C++ functor of the same role, and the ``jax.numpy`` function,
 which is the lowering on platforms without a kernel, the basis of the derivative and the oracle of
-the tests.
+the tests. An activation with parameters has a function that makes it from them instead of a name.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 
 import jax
@@ -17,21 +18,49 @@ import jax.numpy as jnp
 
 @dataclasses.dataclass(frozen=True)
 class Activation:
-    """One activation of the fused epilogue.
+    """One activation of the fused epilogue; hashable, and equal to another of the same values.
 
     Attributes:
-        name: what users pass as ``activation=``.
+        name: what users pass as ``activation=``, or the function that makes it.
         cpp_name: the functor in ``cuda/epilogue``, and the custom call's attribute.
-        reference: the same function of a ``jax.Array``.
+        function: the same of a ``jax.Array`` and the parameters.
+        parameters: float32 numbers, at most two; the custom call's ``activation_p0`` and ``_p1``.
     """
 
     name: str
     cpp_name: str
-    reference: Callable[[jax.Array], jax.Array]
+    function: Callable[..., jax.Array]
+    parameters: tuple[float, ...] = ()
+
+    def reference(self, x: jax.Array) -> jax.Array:
+        """Returns the activation of ``x``, elementwise."""
+        return self.function(x, *self.parameters)
+
+    def derivative(self, x: jax.Array) -> jax.Array:
+        """Returns the derivative of the activation at ``x``, elementwise."""
+        return jax.jvp(self.reference, (x,), (jnp.ones_like(x),))[1]
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name}({', '.join(map(str, self.parameters))})" if self.parameters else self.name
+        )
+
+
+def _identity(x: jax.Array) -> jax.Array:
+    return x
+
+
+def _relu_squared(x: jax.Array) -> jax.Array:
+    return jnp.square(jax.nn.relu(x))
+
+
+def _softcap(x: jax.Array, cap: float) -> jax.Array:
+    return cap * jnp.tanh(x / cap)
 
 
 _ROWS = (
     Activation("relu", "Relu", jax.nn.relu),
+    Activation("relu_squared", "ReluSquared", _relu_squared),
     Activation("gelu", "Gelu", functools.partial(jax.nn.gelu, approximate=True)),
     Activation("gelu_exact", "GeluExact", functools.partial(jax.nn.gelu, approximate=False)),
     Activation("silu", "Silu", jax.nn.silu),
@@ -39,4 +68,65 @@ _ROWS = (
     Activation("tanh", "Tanh", jnp.tanh),
 )
 
+_IDENTITY = Activation("none", "", _identity)
+
 ACTIVATIONS: dict[str, Activation] = {row.name: row for row in _ROWS}
+
+
+def softcap(cap: float) -> Activation:
+    """Returns the activation ``cap * tanh(x / cap)``, for ``activation=``.
+
+    Args:
+        cap: a Python number above 0, which no result passes.
+
+    Raises:
+        TypeError: ``cap`` is not a number (a traced one cannot be a parameter).
+        ValueError: ``cap`` is not above 0 and finite.
+    """
+    cap = _parameter("cap", cap)
+    if not 0 < cap < math.inf:
+        raise ValueError(f"cap={cap} must be above 0 and finite")
+    return Activation("softcap", "Softcap", _softcap, (cap,))
+
+
+def clip(lower: float, upper: float) -> Activation:
+    """Returns the activation ``min(max(x, lower), upper)``, for ``activation=``.
+
+    Args:
+        lower: a Python number, which may be ``-inf``.
+        upper: a Python number, which may be ``inf``. NaN passes, as in ``jnp.clip``.
+
+    Raises:
+        TypeError: a bound is not a number (a traced one cannot be a parameter).
+        ValueError: ``lower`` is above ``upper``, or one of them is NaN.
+    """
+    lower, upper = _parameter("lower", lower), _parameter("upper", upper)
+    if not lower <= upper:
+        raise ValueError(f"lower={lower} must not be above upper={upper}")
+    return Activation("clip", "Clip", jnp.clip, (lower, upper))
+
+
+def _parameter(name: str, value: float) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:  # A tracer raises a TypeError of JAX's own.
+        raise TypeError(f"{name}={value!r} must be a Python number") from error
+
+
+def resolve(activation: str | Activation | None) -> Activation:
+    """Returns the activation that ``activation=`` stands for; for ``None`` the identity.
+
+    Raises:
+        ValueError: there is no activation of that name.
+    """
+    if activation is None:
+        return _IDENTITY
+    if isinstance(activation, Activation):
+        return activation
+    row = ACTIVATIONS.get(activation) if isinstance(activation, str) else None
+    if row is None:
+        raise ValueError(
+            f"activation={activation!r} is unknown; accepted: None, {sorted(ACTIVATIONS)}, "
+            "jax_tcgemm.softcap(...) or jax_tcgemm.clip(...)"
+        )
+    return row

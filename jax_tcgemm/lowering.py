@@ -14,10 +14,11 @@ import numpy as np
 from jax import lax
 
 from jax_tcgemm import _compat, _extension, reference
-from jax_tcgemm.alignment import COPY_BYTES, padding_bytes, split_bytes
-from jax_tcgemm.epilogues import ACTIVATIONS
+from jax_tcgemm.alignment import COPY_BYTES, misalignment, padding_bytes, split_bytes
+from jax_tcgemm.epilogues import resolve
 from jax_tcgemm.spec import (
     INPUT_DTYPES,
+    GatedSpec,
     GemmSpec,
     flatten,
     resolve_algorithm,
@@ -32,10 +33,16 @@ _OLDEST_COMPUTE_CAPABILITY = (8, 0)
 
 _FLOAT32 = jnp.dtype(jnp.float32)
 
+# What the kernels write.
+_OUT_DTYPES = frozenset(INPUT_DTYPES.values())
+
+# Operands that lie as another does, whose strides serve for both.
+_ALIKE = ("b2", "c2")
+
 
 def portable_gemm(*operands: jax.Array, spec: GemmSpec, widen: bool = False) -> list[jax.Array]:
     """Computes the primitive on a platform without kernels; see ``reference.reference_gemm``."""
-    _log(_describe(spec.unflatten(operands), spec, "reference: no kernels for this platform"))
+    log(_describe(spec.unflatten(operands), spec, "reference: no kernels for this platform"))
     return reference.reference_gemm(*operands, spec=spec, widen=widen)
 
 
@@ -52,15 +59,45 @@ def cuda_gemm(*operands: jax.Array, spec: GemmSpec) -> list[jax.Array]:
     x = spec.unflatten(operands)
     algorithm = resolve_algorithm(x.a.dtype, x.b.dtype, spec.out_dtype, spec.precision)
     obstacle = _obstacle(algorithm, spec, x)
-    _log(_describe(x, spec, obstacle or f"{algorithm}, config {spec.config or 'by heuristic'}"))
+    log(_describe(x, spec, obstacle or f"{algorithm}, config {spec.config or 'by heuristic'}"))
     if algorithm is None or obstacle is not None:
         return reference.reference_gemm(*operands, spec=spec)
+    _check_built(spec)
+    return _custom_call(*_laid_out(x, spec), algorithm)
+
+
+def portable_gated(*operands: jax.Array, spec: GatedSpec, widen: bool = False) -> list[jax.Array]:
+    """Computes the gated primitive on a platform without kernels."""
+    log(_describe(spec.unflatten(operands), spec, "reference: no kernels for this platform"))
+    return reference.reference_gated(*operands, spec=spec, widen=widen)
+
+
+def cuda_gated(*operands: jax.Array, spec: GatedSpec) -> list[jax.Array]:
+    """Computes the gated primitive on CUDA devices, where ``D`` is among its results.
+
+    Raises:
+        ValueError: ``spec.config`` names a kernel that this build leaves out.
+    """
+    x = spec.unflatten(operands)
+    algorithm = resolve_algorithm(x.a.dtype, x.b.dtype, spec.out_dtype, spec.precision)
+    obstacle = _obstacle(algorithm, spec, x) or _gated_obstacle(algorithm, spec, x)
+    log(_describe(x, spec, obstacle or f"{algorithm}, config {spec.config or 'by heuristic'}"))
+    if algorithm is None or obstacle is not None:
+        return reference.reference_gated(*operands, spec=spec)
+    _check_built(spec)
+    saves = any(spec.results[1:])
+    results = _custom_call(x, dataclasses.replace(spec, results=(True, saves, saves)), algorithm)
+    if not saves:
+        return results
+    return [result for result, wanted in zip(results, spec.results, strict=True) if wanted]
+
+
+def _check_built(spec: GemmSpec) -> None:
     if spec.config is not None and spec.config not in _extension.KERNEL_NAMES:
         raise ValueError(
             f"config={spec.config!r} is not in this build of jax_tcgemm; accepted: None or "
             f"{sorted(_extension.KERNEL_NAMES)}"
         )
-    return _custom_call(x, spec, algorithm)
 
 
 def _obstacle(algorithm: str | None, spec: GemmSpec, x: Operands) -> str | None:
@@ -72,12 +109,42 @@ def _obstacle(algorithm: str | None, spec: GemmSpec, x: Operands) -> str | None:
         )
     if not _extension.has_kernel(algorithm):
         return f"reference: no kernel for {algorithm} in this build"
+    if spec.is_derivative and algorithm == "F16_F16_F16":
+        return f"reference: no kernel for the {spec.c_role} epilogue in {algorithm}"
+    if spec.axes.c2 is not None and spec.axes.c2 != spec.axes.c:
+        return "reference: c and c2 lie differently"
     if not all(isinstance(extent, int) for extent in (*x.a.shape, *x.b.shape)):
         return "reference: symbolic shapes"
     old = _device_without_kernels()
     if old is not None:
         return f"reference: no kernel for {old}, whose compute capability is below 8.0"
     return None
+
+
+def _gated_obstacle(algorithm: str | None, spec: GatedSpec, x: Operands) -> str | None:
+    """Says why no gated kernel can be used, where an ordinary one could."""
+    if algorithm not in ("BF16_BF16_F32", "F16_F16_F32"):
+        return f"reference: no gated kernel for {algorithm}"
+    if not spec.packed and spec.axes.b2 != spec.axes.b:
+        return "reference: the two weights lie differently"
+    gemm = fold(spec.strided(_shapes(x)))
+    if len(gemm.batch) > _MAX_BATCH_NDIM:
+        return f"reference: {len(gemm.batch)} batch dimensions that do not fold"
+    if with_kernel_layouts(spec, _shapes(x))[0] != spec:
+        return "reference: an operand without a contiguous axis"
+    itemsize = INPUT_DTYPES[algorithm].itemsize
+    for name in ("a", "b"):
+        what = misalignment(gemm, name, itemsize)
+        if what is not None:
+            return f"reference: {name} has {what}, off {COPY_BYTES} bytes"
+    if _second_weight_offset(gemm, spec) * itemsize % COPY_BYTES:
+        return f"reference: the second weight's columns begin off {COPY_BYTES} bytes"
+    return None
+
+
+def _second_weight_offset(gemm: StridedGemm, spec: GatedSpec) -> int:
+    """Returns the elements from the start of a packed weight to its second half."""
+    return gemm.n * gemm.strides.b[-1] if spec.packed else 0
 
 
 def _device_without_kernels() -> str | None:
@@ -92,22 +159,14 @@ def _device_without_kernels() -> str | None:
 def _custom_call(x: Operands, spec: GemmSpec, algorithm: str) -> list[jax.Array]:
     """Emits the custom call and the conversions that its element types need."""
     in_dtype = INPUT_DTYPES[algorithm]
-    out_dtype = spec.out_dtype if spec.out_dtype in (in_dtype, _FLOAT32) else _FLOAT32
-    x = Operands(
-        a=x.a.astype(in_dtype),
-        b=x.b.astype(in_dtype),
-        c=_as_epilogue_operand(x.c, out_dtype),
-        bias=_as_epilogue_operand(x.bias, out_dtype),
-        alpha=None if x.alpha is None else x.alpha.astype(_FLOAT32),
-        beta=None if x.beta is None else x.beta.astype(_FLOAT32),
-    )
-    x, spec = _laid_out(x, spec)
+    out_dtype = spec.out_dtype if spec.out_dtype in _OUT_DTYPES else _FLOAT32
+    x = _converted(x, in_dtype, out_dtype)
     shapes = _shapes(x)
     strided = fold(spec.strided(shapes))
     result = jax.ShapeDtypeStruct(spec.result_shape(shapes), out_dtype)
-    results = (result,) * (1 + spec.save_preactivation)
+    results = (result,) * spec.result_count
     padding = workspace = 0
-    if spec.config is None:
+    if spec.config is None and not isinstance(spec, GatedSpec):
         padding = padding_bytes(strided, in_dtype.itemsize)
         workspace = -(-padding // COPY_BYTES) * COPY_BYTES + split_bytes(strided)
     call = jax.ffi.ffi_call(
@@ -119,9 +178,22 @@ def _custom_call(x: Operands, spec: GemmSpec, algorithm: str) -> list[jax.Array]
     return [output.astype(spec.out_dtype) for output in outputs[: len(results)]]
 
 
-def _as_epilogue_operand(x: jax.Array | None, out_dtype: np.dtype) -> jax.Array | None:
-    """Converts ``c`` or ``bias`` to float32 unless it is of the result's type already."""
-    return x if x is None or x.dtype == out_dtype else x.astype(_FLOAT32)
+def _converted(x: Operands, in_dtype: np.dtype, out_dtype: np.dtype) -> Operands:
+    """Converts operands to the element types that the kernels take."""
+
+    def convert(name: str, operand: jax.Array | None) -> jax.Array | None:
+        if operand is None:
+            return None
+        if name in ("a", "b", "b2"):
+            return operand.astype(in_dtype)
+        # The addends are of the result's type or float32; c and c2 of one.
+        alike = {"c": (x.c, x.c2), "c2": (x.c, x.c2), "bias": (x.bias,), "bias2": (x.bias2,)}
+        group = [other for other in alike.get(name, ()) if other is not None]
+        if group and all(other.dtype == out_dtype for other in group):
+            return operand
+        return operand.astype(_FLOAT32)
+
+    return Operands(*map(convert, x._fields, x))
 
 
 def _shapes(x: Operands) -> Operands:
@@ -166,8 +238,11 @@ def _attributes(
     strides = {
         f"{name}_strides": np.asarray(values, np.int64)
         for name, values in gemm.strides._asdict().items()
+        if name not in _ALIKE
     }
-    activation = "" if spec.activation is None else ACTIVATIONS[spec.activation].cpp_name
+    activation = resolve(spec.activation)
+    p0, p1 = (*activation.parameters, 0.0, 0.0)[:2]
+    gated = isinstance(spec, GatedSpec)
     return {
         "m": np.int64(gemm.m),
         "n": np.int64(gemm.n),
@@ -175,12 +250,17 @@ def _attributes(
         "batch_shape": np.asarray(gemm.batch, np.int64),
         **strides,
         **{name: present for name, present in has.items() if name not in ("has_a", "has_b")},
-        "has_aux": spec.save_preactivation,
+        "has_aux": spec.result_count > 1,
         "has_workspace": has_workspace,
         "padding_bytes": np.int64(padding),
         "alpha": np.float32(np.real(spec.alpha)),
         "beta": np.float32(np.real(spec.beta)),
-        "activation": activation,
+        "c_role": spec.c_role,
+        "activation": activation.cpp_name,
+        "activation_p0": np.float32(p0),
+        "activation_p1": np.float32(p1),
+        "gated": gated,
+        "b2_offset": np.int64(_second_weight_offset(gemm, spec) if gated else 0),
         "algorithm": algorithm,
         "config": spec.config or "",
     }
@@ -188,11 +268,12 @@ def _attributes(
 
 def _describe(x: Operands, spec: GemmSpec, decision: str) -> str:
     shapes = " x ".join(f"{operand.dtype}{list(operand.shape)}" for operand in (x.a, x.b))
-    return f"gemm {shapes} -> {spec.out_dtype}: {decision}"
+    kind = "gated gemm" if isinstance(spec, GatedSpec) else "gemm"
+    return f"{kind} {shapes} -> {spec.out_dtype}: {decision}"
 
 
 @functools.cache
-def _log(line: str) -> None:
+def log(line: str) -> None:
     """Prints a decision once, if ``JAX_TCGEMM_LOG=1``."""
     if os.environ.get("JAX_TCGEMM_LOG") == "1":
         print(f"jax_tcgemm: {line}", file=sys.stderr)

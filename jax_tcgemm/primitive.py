@@ -10,15 +10,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 
 from jax_tcgemm import _compat, lowering, reference
-from jax_tcgemm.epilogues import ACTIVATIONS
+from jax_tcgemm.epilogues import Activation, resolve
 from jax_tcgemm.spec import GemmSpec, accumulator_dtype, check_config, flatten
-from jax_tcgemm.strides import Operands, insert_batch
+from jax_tcgemm.strides import FACTORS, Operands, insert_batch
 from jax_tcgemm.transposition import transpose_operands
+
+# What the policies of jax.checkpoint know a layer by, before and after its activation.
+PREACTIVATION = "tcgemm_preactivation"
+ACTIVATION = "tcgemm_activation"
 
 gemm_p = Primitive("tcgemm")
 gemm_p.multiple_results = True
@@ -32,7 +37,7 @@ def bind(x: Operands, spec: GemmSpec) -> list[jax.Array]:
         spec: the static parameters.
 
     Returns:
-        ``[d]``, or ``[d, preactivation]``.
+        ``[d]``, or two results; see ``GemmSpec``.
     """
     return gemm_p.bind(*_compat.match_varying(flatten(x)), spec=spec)
 
@@ -63,7 +68,7 @@ def _abstract_eval(*avals: Any, spec: GemmSpec) -> list[Any]:
     check_config(spec, Operands(x.a.dtype, x.b.dtype), shapes)
     weak_type = x.a.weak_type and x.b.weak_type and x.a.dtype == spec.out_dtype
     result = _compat.result_aval(x.a, spec.result_shape(shapes), spec.out_dtype, weak_type)
-    return [result] * (1 + spec.save_preactivation)
+    return [result] * spec.result_count
 
 
 gemm_p.def_abstract_eval(_abstract_eval)
@@ -74,15 +79,26 @@ def _dce(used: Sequence[bool], *arguments: Any) -> tuple[list[bool], Any]:
     eqn = arguments[-1]  # jax 0.12 puts another argument before it
     if not any(used):
         return [False] * len(eqn.invars), None
-    if not all(used):
-        spec = eqn.params["spec"]
-        if used[0]:
-            spec = dataclasses.replace(spec, save_preactivation=False)
-        else:
-            spec = dataclasses.replace(spec, save_preactivation=False, activation=None)
-        outvars = [var for var, is_used in zip(eqn.outvars, used, strict=True) if is_used]
-        eqn = eqn.replace(outvars=outvars, params={**eqn.params, "spec": spec})
-    return [True] * len(eqn.invars), eqn
+    spec = eqn.params["spec"]
+    if all(used) or not spec.save_preactivation:
+        return [True] * len(eqn.invars), eqn
+    spec, kept = dataclasses.replace(spec, save_preactivation=False), spec.axes
+    if not used[0]:
+        if spec.c_role == "residual":  # which only the other result needs
+            kept = kept._replace(c=None, beta=None)
+        spec = dataclasses.replace(spec, axes=kept, activation=None, c_role="add")
+    # By name of the operands that there were, whether they are needed.
+    needed = [
+        now is not None
+        for now, before in zip(kept, eqn.params["spec"].axes, strict=True)
+        if before is not None
+    ]
+    eqn = eqn.replace(
+        invars=[var for var, is_needed in zip(eqn.invars, needed, strict=True) if is_needed],
+        outvars=[var for var, is_used in zip(eqn.outvars, used, strict=True) if is_used],
+        params={**eqn.params, "spec": spec},
+    )
+    return needed, eqn
 
 
 pe.dce_rules[gemm_p] = _dce
@@ -94,45 +110,71 @@ pe.dce_rules[gemm_p] = _dce
 def _jvp(
     primals: Sequence[Any], tangents: Sequence[Any], *, spec: GemmSpec
 ) -> tuple[list[Any], list[Any]]:
-    """Derives ``d = f(z)``, ``z = alpha * A @ B + beta * C + bias``, by ``d' = f'(z) z'``.
+    """Derives ``d = f(z)`` by ``d' = f'(z) z'``, plus ``beta * C'`` where C is a residual.
 
     The fused gemm gives ``z`` as its second result, rounded as ``d`` is; ``z'`` is linear gemms.
     """
     x = spec.unflatten(primals)
     dx = spec.unflatten([None if type(t) is ad.Zero else t for t in tangents])
-    if spec.activation is None:
-        dz = _linear_tangent(x, dx, spec)
+    if spec.is_derivative:
+        return _jvp_of_derivative(x, dx, spec)
+    if spec.activation is None and spec.c_role == "add":
+        dz = linear_tangent(x, dx, spec)
         return bind(x, spec), [dz] * (1 + spec.save_preactivation)
     d, z = bind(x, dataclasses.replace(spec, save_preactivation=True))
-    dz = _linear_tangent(x, dx, spec)
-    dd = _activation_tangent(spec.activation, z, dz)
+    z = checkpoint_name(z, PREACTIVATION)
+    terms = []
+    if spec.c_role == "residual":
+        terms = _addend_tangents(x, dx._replace(bias=None), spec)
+        x, dx = x._replace(c=None, beta=None), dx._replace(c=None, beta=None)
+        spec = dataclasses.replace(spec, axes=spec.axes._replace(c=None, beta=None))
+    dz, dd = jnp.zeros_like(z), None
+    if any(t is not None for t in dx):
+        dz = linear_tangent(x, dx, spec)
+        dd = activation_tangent(spec.activation, z, dz)
     count = 1 + spec.save_preactivation
-    return [d, z][:count], [dd, dz][:count]
+    return [d, z][:count], [_sum(dd, terms, x, spec), dz][:count]
 
 
 # Rematerialized, so that the reverse pass keeps z alone and none of f's float32 intermediates.
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=0)
-def _activation_tangent(activation: str, z: jax.Array, dz: jax.Array) -> jax.Array:
+def activation_tangent(
+    activation: str | Activation | None, z: jax.Array, dz: jax.Array
+) -> jax.Array:
+    """Returns ``f'(z) dz`` in the type of ``z``, rounded once."""
     dtype = accumulator_dtype(z.dtype, z.dtype, z.dtype)
-    function = ACTIVATIONS[activation].reference
+    function = resolve(activation).reference
     _, dd = jax.jvp(function, (z.astype(dtype),), (dz.astype(dtype),))
     return dd.astype(z.dtype)
 
 
-def _linear_tangent(x: Operands, dx: Operands, spec: GemmSpec) -> jax.Array:
-    """Returns ``z'`` of ``z = alpha * A @ B + beta * C + bias``, a product for each factor's."""
+def linear_tangent(x: Operands, dx: Operands, spec: GemmSpec) -> jax.Array:
+    """Returns the tangent of the pre-activation, a product for each factor that has one.
+
+    Args:
+        x: the operands.
+        dx: their tangents, ``None`` where that is zero; at least one is not.
+        spec: the primitive's parameters; C, where there is one, is added to the product.
+    """
     axes = spec.axes
     total = None
-    for name in ("a", "b", "alpha"):
+    for name in FACTORS:
         factor = getattr(dx, name)
         if factor is None:
             continue
-        factors = Operands(x.a, x.b, alpha=x.alpha)._replace(**{name: factor})
+        operands = Operands(
+            *(
+                operand if key in FACTORS else None
+                for key, operand in zip(x._fields, x, strict=True)
+            )
+        )._replace(**{name: factor})
         if total is None:  # the first product takes the tangents of c and bias along
-            operands = factors._replace(c=dx.c, bias=dx.bias, beta=None if dx.c is None else x.beta)
+            operands = operands._replace(
+                c=dx.c, bias=dx.bias, beta=None if dx.c is None else x.beta
+            )
             beta, c_axes = spec.beta, axes.c
         else:
-            operands = factors._replace(c=total)
+            operands = operands._replace(c=total)
             beta, c_axes = 1.0, tuple(range(spec.batch_ndim + 2))
         operand_axes = Operands(
             *(
@@ -141,13 +183,17 @@ def _linear_tangent(x: Operands, dx: Operands, spec: GemmSpec) -> jax.Array:
             )
         )
         (total,) = bind(operands, spec.linear(axes=operand_axes, beta=beta))
+    terms = _addend_tangents(x, dx if total is None else dx._replace(c=None, bias=None), spec)
+    return _sum(total, terms, x, spec)
+
+
+def _addend_tangents(x: Operands, dx: Operands, spec: GemmSpec) -> list[jax.Array]:
+    """Returns the elementwise terms of the tangent of ``beta * C + bias``."""
     dtype = accumulator_dtype(x.a.dtype, x.b.dtype, spec.out_dtype)
-    terms = []
-    if total is None:
-        terms = reference.addends(Operands(None, None, dx.c, dx.bias, beta=x.beta), spec, dtype)
+    terms = reference.addends(Operands(None, None, dx.c, dx.bias, beta=x.beta), spec, dtype)
     if dx.beta is not None:
         terms += reference.addends(Operands(None, None, x.c, beta=dx.beta), spec, dtype)
-    return _sum(total, terms, x, spec)
+    return terms
 
 
 def _sum(total: jax.Array | None, terms: list[jax.Array], x: Operands, spec: GemmSpec) -> jax.Array:
@@ -162,6 +208,24 @@ def _sum(total: jax.Array | None, terms: list[jax.Array], x: Operands, spec: Gem
     return jnp.broadcast_to(z, spec.result_shape(shapes)).astype(spec.out_dtype)
 
 
+def _jvp_of_derivative(
+    x: Operands, dx: Operands, spec: GemmSpec
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Derives what is itself part of a derivative, as the composition of its pieces."""
+    present = [t is not None for t in dx]
+
+    def composed(*varied: Any) -> list[jax.Array]:
+        values = iter(varied)
+        y = Operands(*(next(values) if p else o for p, o in zip(present, x, strict=True)))
+        axes = spec.axes._replace(c=None, c2=None)
+        dtype = accumulator_dtype(y.a.dtype, y.b.dtype, spec.out_dtype)
+        (z,) = bind(y._replace(c=None, c2=None), spec.linear(axes=axes, out_dtype=dtype))
+        return reference.cotangents(z, y, spec)
+
+    varied = [operand for operand, p in zip(x, present, strict=True) if p]
+    return jax.jvp(composed, varied, [t for t in dx if t is not None])
+
+
 ad.primitive_jvps[gemm_p] = _jvp
 
 
@@ -169,10 +233,9 @@ ad.primitive_jvps[gemm_p] = _jvp
 
 
 def _transpose(cotangents: Sequence[Any], *operands: Any, spec: GemmSpec) -> list[Any]:
-    cotangent = cotangents[0]
-    if type(cotangent) is ad.Zero:
+    if all(type(cotangent) is ad.Zero for cotangent in cotangents):
         return [None] * len(operands)
-    return transpose_operands(cotangent, spec.unflatten(operands), spec, bind)
+    return transpose_operands(cotangents, spec.unflatten(operands), spec, bind)
 
 
 ad.primitive_transposes[gemm_p] = _transpose
@@ -196,11 +259,9 @@ def _batch(
         )
     )
     batched = dataclasses.replace(spec, axes=axes)
-    if dim.a is None and dim.b is None:
-        results = _one_product(x, spec, batched)
-    else:
-        results = bind(x, batched)
-    return results, [0] * len(results)
+    is_shared = dim.a is None and dim.b is None
+    results = _one_product(x, spec, batched) if is_shared else bind(x, batched)
+    return reference.batch_dims(results, axis_data.size)
 
 
 def _one_product(x: Operands, spec: GemmSpec, batched: GemmSpec) -> list[jax.Array]:

@@ -2,33 +2,58 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_tcgemm.epilogues import ACTIVATIONS
-from jax_tcgemm.spec import INPUT_DTYPES, GemmSpec, accumulator_dtype, resolve_algorithm
-from jax_tcgemm.strides import Axes, Operands, matrix_last
+from jax_tcgemm.epilogues import resolve
+from jax_tcgemm.spec import (
+    INPUT_DTYPES,
+    GatedSpec,
+    GemmSpec,
+    accumulator_dtype,
+    resolve_algorithm,
+)
+from jax_tcgemm.strides import Axes, Operands, matrix_last, result_axes
 
 
 def reference_gemm(*operands: jax.Array, spec: GemmSpec, widen: bool = False) -> list[jax.Array]:
     """Computes what the primitive means.
 
     Args:
-        *operands: the primitive's operands, those present of ``a, b, c, bias, alpha, beta``.
+        *operands: the primitive's operands, those present of ``Operands``.
         spec: the primitive's parameters.
         widen: whether 16-bit operands are converted to the accumulator's type before the product,
             which is exact; XLA's CPU compiler has products of 16-bit operands that it refuses to
             accumulate in float32.
 
     Returns:
-        ``[d]``, or ``[d, preactivation]``, of shape ``(*batch, m, n)`` and dtype
-        ``spec.out_dtype``. The accumulator and the epilogue are float32 for 16-bit results,
-        rounded once.
+        ``[d]``, or two results, of shape ``(*batch, m, n)`` and dtype ``spec.out_dtype``. The
+        accumulator and the epilogue are float32 for 16-bit results, rounded once.
     """
     x = spec.unflatten(operands)
     return epilogue(product(x.a, x.b, spec, widen), x, spec)
+
+
+def reference_gated(*operands: jax.Array, spec: GatedSpec, widen: bool = False) -> list[jax.Array]:
+    """Computes what the gated primitive means; arguments as those of ``reference_gemm``."""
+    x = spec.unflatten(operands)
+    first = product(x.a, x.b, spec, widen)
+    if spec.packed:
+        gate, up = halves(first)
+    else:
+        second = dataclasses.replace(spec, axes=spec.axes._replace(b=spec.axes.b2))
+        gate, up = first, product(x.a, x.b2, second, widen)
+    return gated_epilogue(gate, up, x, spec)
+
+
+def halves(both: jax.Array) -> list[jax.Array]:
+    """Splits the columns of a packed weight, or of a product with it, between gate and up."""
+    n = both.shape[-1] // 2
+    return lax.split(both, (n, n), axis=both.ndim - 1)
 
 
 def product(a: jax.Array, b: jax.Array, spec: GemmSpec, widen: bool) -> jax.Array:
@@ -79,7 +104,7 @@ def _absent(axes: Axes) -> list[int]:
 
 
 def epilogue(accumulator: jax.Array, x: Operands, spec: GemmSpec) -> list[jax.Array]:
-    """Returns ``[d]``, or ``[d, preactivation]``, of an accumulator.
+    """Returns the results of an accumulator; see ``GemmSpec``.
 
     Args:
         accumulator: broadcasts to ``(*batch, m, n)``.
@@ -88,35 +113,93 @@ def epilogue(accumulator: jax.Array, x: Operands, spec: GemmSpec) -> list[jax.Ar
     """
     dtype = accumulator_dtype(accumulator.dtype, accumulator.dtype, spec.out_dtype)
     z = accumulator.astype(dtype)
-    alpha = scale(x.alpha, spec.axes.alpha, spec.alpha, dtype)
-    z = z if alpha is None else alpha * z
-    for term in addends(x, spec, dtype):
+    for factor in factors(x, spec, dtype):
+        z = factor * z
+    adds_c = spec.c_role == "add"
+    for term in addends(x if adds_c else x._replace(c=None), spec, dtype):
         z = z + term
-    d = z if spec.activation is None else ACTIVATIONS[spec.activation].reference(z)
+    if spec.is_derivative:
+        return cotangents(z, x, spec)
+    d = resolve(spec.activation).reference(z)
+    if spec.c_role == "residual":
+        d = d + addends(x._replace(bias=None), spec, dtype)[0]
     results = [d, z] if spec.save_preactivation else [d]
     return [result.astype(spec.out_dtype) for result in results]
+
+
+def gated_epilogue(gate: jax.Array, up: jax.Array, x: Operands, spec: GatedSpec) -> list[jax.Array]:
+    """Returns those results of the gated primitive that ``spec`` asks for.
+
+    Args:
+        gate: the accumulator ``A @ B``; broadcasts to ``(*batch, m, n)``.
+        up: the accumulator ``A @ B2``, of the same shape.
+        x: the operands; only the biases are looked at.
+        spec: the primitive's parameters.
+    """
+    dtype = accumulator_dtype(gate.dtype, gate.dtype, spec.out_dtype)
+    gate, up = gate.astype(dtype), up.astype(dtype)
+    if x.bias is not None:
+        gate = gate + over_result("bias", x, spec, dtype)
+    if x.bias2 is not None:
+        up = up + over_result("bias2", x, spec, dtype)
+    results = (resolve(spec.activation).reference(gate) * up, gate, up)
+    wanted = zip(results, spec.results, strict=True)
+    return [result.astype(spec.out_dtype) for result, is_wanted in wanted if is_wanted]
+
+
+def cotangents(z: jax.Array, x: Operands, spec: GemmSpec) -> list[jax.Array]:
+    """Takes a cotangent ``z`` back through ``activation(C)``, or ``activation(C) * C2``."""
+    activation = resolve(spec.activation)
+    c = over_result("c", x, spec, z.dtype)
+    results = [z * activation.derivative(c)]
+    if spec.c_role == "gated_derivative":
+        c2 = over_result("c2", x, spec, z.dtype)
+        results = [results[0] * c2, z * activation.reference(c)]
+    return [result.astype(spec.out_dtype) for result in results]
+
+
+def batch_dims(results: list[jax.Array], size: int) -> tuple[list[jax.Array], list[int | None]]:
+    """Returns results of an epilogue whose outermost dimension may be 1, and where it is mapped."""
+    mapped = [result.shape[0] == size for result in results]
+    pairs = list(zip(results, mapped, strict=True))
+    return (
+        [result if is_mapped else result[0] for result, is_mapped in pairs],
+        [0 if is_mapped else None for is_mapped in mapped],
+    )
+
+
+def factors(x: Operands, spec: GemmSpec, dtype: np.dtype) -> list[jax.Array]:
+    """Returns those present of ``alpha`` and the scales, broadcastable to ``(*batch, m, n)``."""
+    scales = [
+        over_result(name, x, spec, dtype)
+        for name in ("alpha", "row_scale", "column_scale")
+        if getattr(x, name) is not None
+    ]
+    return scales if spec.alpha == 1 else [jnp.asarray(spec.alpha, dtype), *scales]
 
 
 def addends(x: Operands, spec: GemmSpec, dtype: np.dtype) -> list[jax.Array]:
     """Returns those present of ``beta * c`` and ``bias``, broadcastable to ``(*batch, m, n)``."""
     terms = []
     if x.c is not None:
-        c = aligned(x.c, spec.axes.c).astype(dtype)
-        beta = scale(x.beta, spec.axes.beta, spec.beta, dtype)
+        beta = beta_factor(x, spec, dtype)
+        c = over_result("c", x, spec, dtype)
         terms.append(c if beta is None else beta * c)
     if x.bias is not None:
-        axes = (*spec.axes.bias[:-1], None, spec.axes.bias[-1])
-        terms.append(aligned(x.bias, axes).astype(dtype))
+        terms.append(over_result("bias", x, spec, dtype))
     return terms
 
 
-def scale(
-    operand: jax.Array | None, axes: Axes | None, static: complex, dtype: np.dtype
-) -> jax.Array | None:
-    """Returns ``alpha`` or ``beta``, broadcastable to ``(*batch, m, n)``; ``None`` for one."""
-    if operand is not None and axes is not None:
-        return aligned(operand, (*axes, None, None)).astype(dtype)
-    return None if static == 1 else jnp.asarray(static, dtype)
+def beta_factor(x: Operands, spec: GemmSpec, dtype: np.dtype) -> jax.Array | None:
+    """Returns ``beta``, broadcastable to ``(*batch, m, n)``; ``None`` for one."""
+    if x.beta is not None:
+        return over_result("beta", x, spec, dtype)
+    return None if spec.beta == 1 else jnp.asarray(spec.beta, dtype)
+
+
+def over_result(name: str, x: Operands, spec: GemmSpec, dtype: np.dtype) -> jax.Array:
+    """Returns an operand of the epilogue, broadcastable to ``(*batch, m, n)``."""
+    return aligned(getattr(x, name), result_axes(name, getattr(spec.axes, name))).astype(dtype)
 
 
 def aligned(x: jax.Array, axes: Axes) -> jax.Array:

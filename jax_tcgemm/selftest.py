@@ -23,6 +23,7 @@ _erf = np.vectorize(math.erf, otypes=[np.float64])
 _ACTIVATIONS: dict[str | None, Callable[[np.ndarray], np.ndarray]] = {
     None: lambda z: z,
     "relu": lambda z: np.maximum(z, 0),
+    "relu_squared": lambda z: np.maximum(z, 0) ** 2,
     "gelu": lambda z: z / 2 * (1 + np.tanh((2 / np.pi) ** 0.5 * (z + 0.044715 * z**3))),
     "gelu_exact": lambda z: z / 2 * (1 + _erf(z / 2**0.5)),
     "silu": lambda z: z / (1 + np.exp(-z)),

@@ -12,6 +12,7 @@ from jax.lax import DotAlgorithmPreset, Precision
 
 from jax_tcgemm import kernel_table
 from jax_tcgemm.alignment import COPY_BYTES, misalignment
+from jax_tcgemm.epilogues import Activation
 from jax_tcgemm.strides import (
     Operands,
     Shape,
@@ -43,19 +44,29 @@ _DEFAULT_ALGORITHMS = {
 class GemmSpec:
     """The primitive's static parameters.
 
-    ``D = activation(alpha * A @ B + beta * C + bias)`` over ``(*batch, m, n)``, every operand read
-    through its axes (see ``strides``). An axis that is present has the result's full extent, and
-    each batch dimension is present in ``a`` or in ``b``.
+    With ``Z = alpha * row_scale * column_scale * (A @ B) + bias`` over ``(*batch, m, n)``, the role
+    of C says what becomes of it:
+
+    - ``"add"``: ``D = activation(Z + beta * C)``, what is in brackets being the pre-activation;
+    - ``"residual"``: ``D = activation(Z) + beta * C``;
+    - ``"derivative"``: ``D = Z * activation'(C)``;
+    - ``"gated_derivative"``: ``D = Z * C2 * activation'(C)``, and ``Z * activation(C)`` is a second
+      result: the cotangents of ``g = C`` and ``u = C2`` where ``Z`` is that of
+      ``activation(g) * u``.
+
+    Every operand is read through its axes (see ``strides``). An axis that is present has the
+    result's full extent, and each batch dimension is present in ``a`` or in ``b``.
 
     Attributes:
         axes: the axes of each operand; ``None`` for an operand that is absent.
         alpha: the factor of the product while ``axes.alpha`` is ``None``.
         beta: the factor of ``c`` while ``axes.beta`` is ``None``.
-        activation: a key of ``ACTIVATIONS``, or ``None``.
+        activation: a key of ``ACTIVATIONS``, an ``Activation``, or ``None``.
         precision: canonical ``lax`` precision.
-        out_dtype: dtype of the result and of the pre-activation.
-        save_preactivation: whether ``alpha * A @ B + beta * C + bias`` is a second result.
+        out_dtype: dtype of the results.
+        save_preactivation: whether the pre-activation is a second result.
         config: name of the kernel configuration asked for, or ``None``.
+        c_role: what ``c`` is for.
     """
 
     axes: Operands
@@ -63,9 +74,20 @@ class GemmSpec:
     precision: Any
     alpha: complex = 1.0
     beta: complex = 1.0
-    activation: str | None = None
+    activation: str | Activation | None = None
     save_preactivation: bool = False
     config: str | None = None
+    c_role: str = "add"
+
+    @property
+    def result_count(self) -> int:
+        """Number of results."""
+        return 1 + (self.save_preactivation or self.c_role == "gated_derivative")
+
+    @property
+    def is_derivative(self) -> bool:
+        """Whether the product is a cotangent, taken back through the activation at ``c``."""
+        return self.c_role in ("derivative", "gated_derivative")
 
     @property
     def batch_ndim(self) -> int:
@@ -88,9 +110,41 @@ class GemmSpec:
 
     def linear(self, **changes: Any) -> GemmSpec:
         """Returns the same product without activation and configuration, changed as asked."""
-        return dataclasses.replace(
-            self, **{"activation": None, "save_preactivation": False, "config": None, **changes}
-        )
+        plain = {"activation": None, "save_preactivation": False, "config": None, "c_role": "add"}
+        return dataclasses.replace(self, **{**plain, **changes})
+
+
+@dataclasses.dataclass(frozen=True)
+class GatedSpec(GemmSpec):
+    """The static parameters of the gated primitive.
+
+    ``D = activation(G) * U`` with ``G = A @ B + bias`` and ``U = A @ B2 + bias2``. There is no C,
+    no scale, and ``c_role`` and ``save_preactivation`` have no part in it.
+
+    Attributes:
+        packed: whether ``b`` has the columns of both weights, those of the gate first, and there is
+            no ``b2``.
+        results: which of ``D``, ``G``, ``U`` are results, at least one.
+    """
+
+    packed: bool = False
+    results: tuple[bool, bool, bool] = (True, False, False)
+
+    @property
+    def result_count(self) -> int:
+        """Number of results."""
+        return sum(self.results)
+
+    def strided(self, shapes: Operands) -> StridedGemm:
+        """Returns the gemm of the gate in terms of dense row-major operands of these shapes."""
+        gemm = strided_gemm(self.axes, shapes)
+        return dataclasses.replace(gemm, n=gemm.n // 2) if self.packed else gemm
+
+    def plain(self, **changes: Any) -> GemmSpec:
+        """Returns the product ``A @ B`` alone, of all columns of ``b``, changed as asked."""
+        axes = Operands(self.axes.a, self.axes.b)
+        spec = GemmSpec(axes, self.out_dtype, self.precision)
+        return dataclasses.replace(spec, **changes)
 
 
 def flatten(values: Operands) -> list[Any]:

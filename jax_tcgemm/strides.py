@@ -28,10 +28,32 @@ class Operands(NamedTuple):
     bias: Any = None
     alpha: Any = None
     beta: Any = None
+    row_scale: Any = None
+    column_scale: Any = None
+    b2: Any = None
+    bias2: Any = None
+    c2: Any = None
 
 
 # The matrix roles of each operand, in the order in which they follow the batch in its axes.
-ROLES = Operands(a="mk", b="kn", c="mn", bias="n", alpha="", beta="")
+ROLES = Operands(
+    a="mk",
+    b="kn",
+    c="mn",
+    bias="n",
+    alpha="",
+    beta="",
+    row_scale="m",
+    column_scale="n",
+    b2="kn",
+    bias2="n",
+    c2="mn",
+)
+# In each of these the product is linear.
+FACTORS = ("a", "b", "alpha", "row_scale", "column_scale")
+
+_WITH_ROWS = tuple(name for name, roles in ROLES._asdict().items() if "m" in roles)
+_WITHOUT_ROWS = tuple(name for name, roles in ROLES._asdict().items() if "m" not in roles)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +74,19 @@ class StridedGemm:
     k: int
     batch: Shape
     strides: Operands
+
+
+def result_axes(name: str, axes: Axes) -> Axes:
+    """Returns the axes of an operand in the roles of the result, ``(*batch, m, n)``.
+
+    Args:
+        name: an operand whose matrix roles are among those of the result.
+        axes: its axes.
+    """
+    roles = getattr(ROLES, name)
+    batch, matrix = axes[: len(axes) - len(roles)], axes[len(axes) - len(roles) :]
+    position = dict(zip(roles, matrix, strict=True))
+    return (*batch, position.get("m"), position.get("n"))
 
 
 def row_major(shape: Shape) -> Shape:
@@ -84,9 +119,9 @@ def strided_gemm(axes: Operands, shapes: Operands) -> StridedGemm:
 def fold(gemm: StridedGemm) -> StridedGemm:
     """Returns the same gemm with as few batch dimensions as strides can say.
 
-    Batch dimensions of extent 1 go; trailing ones that only continue the rows of ``a`` and ``c``
-    become rows, so that ``x (B, T, k) @ w (k, n)`` is one product; neighbours that one stride steps
-    through become one.
+    Batch dimensions of extent 1 go; trailing ones that only continue the rows of all operands that
+    have rows become rows, so that ``x (B, T, k) @ w (k, n)`` is one product; neighbours that one
+    stride steps through become one.
     """
     for i in reversed(range(len(gemm.batch))):
         if gemm.batch[i] == 1:
@@ -108,23 +143,23 @@ def _without_batch(gemm: StridedGemm, i: int) -> StridedGemm:
 
 
 def _batch_continues_rows(gemm: StridedGemm) -> bool:
-    s = gemm.strides
     innermost = len(gemm.batch) - 1
-    if any((s.b[innermost], s.bias[innermost], s.alpha[innermost], s.beta[innermost])):
+    if any(getattr(gemm.strides, name)[innermost] for name in _WITHOUT_ROWS):
         return False
     # With one row its stride is never used, and the batch's takes its place.
-    return gemm.m == 1 or all(x[innermost] == gemm.m * x[innermost + 1] for x in (s.a, s.c))
+    strides = (getattr(gemm.strides, name) for name in _WITH_ROWS)
+    return gemm.m == 1 or all(s[innermost] == gemm.m * s[innermost + 1] for s in strides)
 
 
 def _batch_as_rows(gemm: StridedGemm) -> StridedGemm:
     innermost = len(gemm.batch) - 1
     rows = gemm.m * gemm.batch[innermost]
     if gemm.m == 1:
-        swap = {
-            name: (*s[:innermost], s[innermost + 1], s[innermost], *s[innermost + 2 :])
-            for name, s in (("a", gemm.strides.a), ("c", gemm.strides.c))
-        }
-        gemm = dataclasses.replace(gemm, strides=gemm.strides._replace(**swap))
+        swapped = {}
+        for name in _WITH_ROWS:
+            s = getattr(gemm.strides, name)
+            swapped[name] = (*s[:innermost], s[innermost + 1], s[innermost], *s[innermost + 2 :])
+        gemm = dataclasses.replace(gemm, strides=gemm.strides._replace(**swapped))
     return dataclasses.replace(_without_batch(gemm, innermost), m=rows)
 
 

@@ -1,14 +1,15 @@
 """The transpose of the primitive: the cotangent of each operand of a linear gemm.
 
 With ``z = alpha * A @ B + beta * C + bias`` and the cotangent ``g`` of ``z``, those of ``a`` and
-``b`` are gemms of ``g`` with the other operand. A gemm writes its result row-major, so which of
-``g @ B^T`` and ``B @ g^T`` is formed decides that it comes out in the operand's own axis order.
+``b`` are gemms of ``g`` with the other operand; scales of rows and columns go into ``g`` first. A
+gemm writes its result row-major, so which of ``g @ B^T`` and ``B @ g^T`` is formed decides that it
+comes out in the operand's own axis order.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,8 +19,8 @@ from jax import lax
 from jax.interpreters import ad
 
 from jax_tcgemm import reference
-from jax_tcgemm.spec import GemmSpec, accumulator_dtype
-from jax_tcgemm.strides import Axes, Operands, matrix_last, merge
+from jax_tcgemm.spec import GatedSpec, GemmSpec, accumulator_dtype
+from jax_tcgemm.strides import Axes, Operands, matrix_last, merge, result_axes
 
 Bind = Callable[[Operands, GemmSpec], list[jax.Array]]
 
@@ -37,34 +38,103 @@ class _Factor:
         return _Factor(self.array, (*batch, columns, rows))
 
 
-def transpose_operands(g: jax.Array, x: Operands, spec: GemmSpec, bind: Bind) -> list[Any]:
+def transpose_operands(
+    cotangents: Sequence[Any], x: Operands, spec: GemmSpec, bind: Bind
+) -> list[Any]:
     """Returns the cotangents of the primitive's operands, ``None`` for those that are not linear.
 
     Args:
-        g: the cotangent of the result, shape ``(*batch, m, n)``.
+        cotangents: those of the results, shape ``(*batch, m, n)``; not all are zero.
         x: the operands; each that is to be transposed is an ``UndefinedPrimal``.
-        spec: the primitive's parameters; linear, so there is no activation.
+        spec: the primitive's parameters; there is no activation but that of a derivative.
         bind: applies the primitive.
     """
-    assert spec.activation is None, spec
-    full = _Factor(g, tuple(range(g.ndim)))
-    cotangents: dict[str, Any] = {}
+    axes = spec.axes
+    if spec.is_derivative:
+        g = _through_activation(cotangents, x, spec)
+        x = x._replace(c=None, c2=None)
+        spec = spec.linear(axes=axes._replace(c=None, c2=None))
+    else:
+        assert spec.activation is None, spec
+        (g,) = cotangents
+    results = _scale_cotangents(g, x, spec, bind) | _addend_cotangents(g, x, spec)
+    a, b = _Factor(x.a, axes.a), _Factor(x.b, axes.b)
     if ad.is_undefined_primal(x.a):
-        left = _Factor(x.a, spec.axes.a)
-        cotangents["a"] = _left_cotangent(full, left, _Factor(x.b, spec.axes.b), x, spec, bind)
+        scaled = _Factor(_scaled(g, x, spec), tuple(range(g.ndim)))
+        results["a"] = _left_cotangent(scaled, a, b, x, spec, bind)
     if ad.is_undefined_primal(x.b):
+        scaled = _Factor(_scaled(g, x, spec), tuple(range(g.ndim))).swapped()
         # Z^T = B^T A^T: b is the left operand of the transposed product.
-        left = _Factor(x.b, spec.axes.b).swapped()
-        right = _Factor(x.a, spec.axes.a).swapped()
-        cotangents["b"] = _left_cotangent(full.swapped(), left, right, x, spec, bind)
-    if ad.is_undefined_primal(x.alpha):
-        cotangents["alpha"] = _alpha_cotangent(g, x, spec, bind)
-    cotangents |= _addend_cotangents(g, x, spec)
-    return [cotangents.get(name) for name, axes in spec.axes._asdict().items() if axes is not None]
+        results["b"] = _left_cotangent(scaled, b.swapped(), a.swapped(), x, spec, bind)
+    return [results.get(name) for name, present in axes._asdict().items() if present is not None]
+
+
+def transpose_pair(
+    cotangents: Sequence[Any], x: Operands, spec: GatedSpec, bind: Bind
+) -> jax.Array:
+    """Returns the cotangent of ``a`` in ``G = A @ B``, ``U = A @ B2``.
+
+    For two weights the second product takes the first along as its C; for a packed one the sum runs
+    over the columns of both at once.
+
+    Args:
+        cotangents: those of ``G`` and ``U``, shape ``(*batch, m, n)``; at most one is zero.
+        x: the operands; ``a`` is an ``UndefinedPrimal``.
+        spec: the parameters of the gated primitive.
+        bind: applies the primitive of the plain product.
+    """
+    axes = spec.axes
+
+    def product(g: jax.Array, b: _Factor, addend: jax.Array | None = None) -> jax.Array:
+        full, a = _Factor(g, tuple(range(g.ndim))), _Factor(x.a, axes.a)
+        plain = Operands(x.a, b.array)
+        return _left_cotangent(full, a, b, plain, spec.plain(), bind, addend)
+
+    if spec.packed:
+        both = jnp.concatenate([ad.instantiate_zeros(g) for g in cotangents], axis=-1)
+        return product(both, _Factor(x.b, axes.b))
+    total = None
+    weights = (_Factor(x.b, axes.b), _Factor(x.b2, axes.b2))
+    for g, weight in zip(cotangents, weights, strict=True):
+        if type(g) is not ad.Zero:
+            total = product(g, weight, total)
+    assert total is not None, "both cotangents are zero"
+    return total
+
+
+def _through_activation(cotangents: Sequence[Any], x: Operands, spec: GemmSpec) -> jax.Array:
+    """Returns the cotangent of the product ``z`` of which the results are multiples."""
+    dtype = accumulator_dtype(spec.out_dtype, spec.out_dtype, spec.out_dtype)
+    wide = dataclasses.replace(spec, out_dtype=dtype)
+    multiples = reference.cotangents(jnp.ones((), dtype), x, wide)
+    terms = [
+        cotangent.astype(dtype) * multiple
+        for cotangent, multiple in zip(cotangents, multiples, strict=True)
+        if type(cotangent) is not ad.Zero
+    ]
+    return sum(terms[1:], terms[0]).astype(spec.out_dtype)
+
+
+def _scaled(g: jax.Array, x: Operands, spec: GemmSpec) -> jax.Array:
+    """Multiplies by the scales: along the axis that a product sums over, no epilogue can."""
+    if x.row_scale is None and x.column_scale is None:
+        return g
+    dtype = accumulator_dtype(g.dtype, g.dtype, g.dtype)
+    scales = Operands(None, None, row_scale=x.row_scale, column_scale=x.column_scale)
+    scaled = g.astype(dtype)
+    for factor in reference.factors(scales, dataclasses.replace(spec, alpha=1.0), dtype):
+        scaled = factor * scaled
+    return scaled.astype(g.dtype)
 
 
 def _left_cotangent(
-    g: _Factor, left: _Factor, right: _Factor, x: Operands, spec: GemmSpec, bind: Bind
+    g: _Factor,
+    left: _Factor,
+    right: _Factor,
+    x: Operands,
+    spec: GemmSpec,
+    bind: Bind,
+    addend: jax.Array | None = None,
 ) -> jax.Array:
     """Returns ``alpha * g @ right^T``, summed over the batch dimensions that ``left`` lacks.
 
@@ -75,6 +145,7 @@ def _left_cotangent(
         x: all operands, for ``alpha``.
         spec: the parameters of the gemm that is transposed.
         bind: applies the primitive.
+        addend: what is added to it, such as another part of the same cotangent.
     """
     aval = left.array.aval
     batch = list(range(spec.batch_ndim))
@@ -108,10 +179,16 @@ def _left_cotangent(
         out_dtype=dtype,
         beta=1.0,
     )
-    (result,) = bind(Operands(first.array, second.array, alpha=x.alpha), product)
+    # Where the result's axes are in what left is.
+    source = (*(left.axes[i] for i in kept), *sorted((m, k)))
+    operands = Operands(first.array, second.array, alpha=x.alpha)
+    if addend is not None and not summed:
+        operands = operands._replace(c=addend)
+        product = dataclasses.replace(product, axes=product.axes._replace(c=source))
+    (result,) = bind(operands, product)
     result = jnp.sum(result, axis=tuple(range(len(summed)))) if summed else result
-    source = [*(left.axes[i] for i in kept), *sorted((m, k))]
-    return lax.transpose(result, np.argsort(source)).astype(aval.dtype)
+    result = lax.transpose(result, np.argsort(source)).astype(aval.dtype)
+    return result + addend if addend is not None and summed else result
 
 
 def _fold(g: _Factor, right: _Factor, i: int, batch_ndim: int) -> tuple[_Factor, _Factor] | None:
@@ -131,29 +208,45 @@ def _fold(g: _Factor, right: _Factor, i: int, batch_ndim: int) -> tuple[_Factor,
     )
 
 
-def _alpha_cotangent(g: jax.Array, x: Operands, spec: GemmSpec, bind: Bind) -> jax.Array:
+def _scale_cotangents(
+    g: jax.Array, x: Operands, spec: GemmSpec, bind: Bind
+) -> dict[str, jax.Array]:
+    """Returns the cotangents of ``alpha`` and the scales: sums of ``g`` times the product."""
+    names = ("alpha", "row_scale", "column_scale")
+    linear = [name for name in names if ad.is_undefined_primal(getattr(x, name))]
+    if not linear:
+        return {}
     axes = Operands(spec.axes.a, spec.axes.b)
     dtype = accumulator_dtype(x.a.dtype, x.b.dtype, spec.out_dtype)
     (product,) = bind(Operands(x.a, x.b), spec.linear(axes=axes, out_dtype=dtype, alpha=1.0))
-    return _reduced(g.astype(dtype) * product, (*spec.axes.alpha, None, None), x.alpha.aval.dtype)
+    product = g.astype(dtype) * product
+    for factor in reference.factors(x._replace(**dict.fromkeys(linear)), spec, dtype):
+        product = factor * product
+    return {
+        name: _reduced(
+            product, result_axes(name, getattr(spec.axes, name)), getattr(x, name).aval.dtype
+        )
+        for name in linear
+    }
 
 
 def _addend_cotangents(g: jax.Array, x: Operands, spec: GemmSpec) -> dict[str, jax.Array]:
     """Returns the cotangents of ``c``, ``bias`` and ``beta``, which no product takes part in."""
     dtype = accumulator_dtype(spec.out_dtype, spec.out_dtype, spec.out_dtype)
-    cotangents = {}
+    terms = {}
     if ad.is_undefined_primal(x.c):
-        beta = reference.scale(x.beta, spec.axes.beta, spec.beta, dtype)
-        scaled = g if beta is None else beta * g.astype(dtype)
-        cotangents["c"] = _reduced(scaled, spec.axes.c, x.c.aval.dtype)
+        beta = reference.beta_factor(x, spec, dtype)
+        terms["c"] = g if beta is None else beta * g.astype(dtype)
     if ad.is_undefined_primal(x.bias):
-        axes = (*spec.axes.bias[:-1], None, spec.axes.bias[-1])
-        cotangents["bias"] = _reduced(g, axes, x.bias.aval.dtype)
+        terms["bias"] = g
     if ad.is_undefined_primal(x.beta):
-        c = reference.aligned(x.c, spec.axes.c).astype(dtype)
-        axes = (*spec.axes.beta, None, None)
-        cotangents["beta"] = _reduced(g.astype(dtype) * c, axes, x.beta.aval.dtype)
-    return cotangents
+        terms["beta"] = g.astype(dtype) * reference.over_result("c", x, spec, dtype)
+    return {
+        name: _reduced(
+            term, result_axes(name, getattr(spec.axes, name)), getattr(x, name).aval.dtype
+        )
+        for name, term in terms.items()
+    }
 
 
 def _reduced(x: jax.Array, axes: Axes, dtype: np.dtype) -> jax.Array:

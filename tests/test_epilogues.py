@@ -10,57 +10,63 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_tcgemm import gemm
-from jax_tcgemm.epilogues import ACTIVATIONS
+from jax_tcgemm import clip, gemm, softcap
+from jax_tcgemm.epilogues import ACTIVATIONS, resolve
 
 _erf = np.vectorize(math.erf, otypes=[np.float64])
 
 # Written apart from the package's references.
 FORMULAS = {
     "relu": lambda z: np.maximum(z, 0),
+    "relu_squared": lambda z: np.maximum(z, 0) ** 2,
     "gelu": lambda z: z / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3))),
     "gelu_exact": lambda z: z / 2 * (1 + _erf(z / math.sqrt(2))),
     "silu": lambda z: z / (1 + np.exp(-z)),
     "sigmoid": lambda z: 1 / (1 + np.exp(-z)),
     "tanh": np.tanh,
+    softcap(2.5): lambda z: 2.5 * np.tanh(z / 2.5),
+    clip(-0.5, 1.25): lambda z: np.minimum(np.maximum(z, -0.5), 1.25),
+    clip(-math.inf, 1): lambda z: np.minimum(z, 1),
 }
+EACH = pytest.mark.parametrize("activation", FORMULAS, ids=str)
 
 
 def test_every_activation_has_a_formula():
-    assert set(FORMULAS) == set(ACTIVATIONS)
-    assert len({row.cpp_name for row in ACTIVATIONS.values()}) == len(ACTIVATIONS)
+    names = {row if isinstance(row, str) else row.name for row in FORMULAS}
+    assert names == {*ACTIVATIONS, "softcap", "clip"}
+    assert len({resolve(row).cpp_name for row in FORMULAS}) == len(names)
 
 
-@pytest.mark.parametrize("name", ACTIVATIONS)
-def test_reference(name):
+@EACH
+def test_reference(activation):
     z = np.linspace(-30, 30, 4001)
-    got = ACTIVATIONS[name].reference(jnp.asarray(z, jnp.float32))
+    got = resolve(activation).reference(jnp.asarray(z, jnp.float32))
     np.testing.assert_allclose(
-        got, FORMULAS[name](z.astype(np.float32).astype(np.float64)), rtol=2e-6, atol=2e-6
+        got, FORMULAS[activation](z.astype(np.float32).astype(np.float64)), rtol=2e-6, atol=2e-6
     )
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("name", ACTIVATIONS)
-def test_fused(normal, exact, assert_accurate, name, dtype):
+@EACH
+def test_fused(normal, exact, assert_accurate, activation, dtype):
     a, b, bias = normal(12, 20, dtype=dtype), normal(20, 9, dtype=dtype), normal(9, dtype=dtype)
-    got = gemm(a, b, bias=bias, alpha=0.5, activation=name)
+    got = gemm(a, b, bias=bias, alpha=0.5, activation=activation)
     z = 0.5 * jnp.matmul(a, b, preferred_element_type=jnp.float32) + bias.astype(jnp.float32)
-    baseline = ACTIVATIONS[name].reference(z).astype(dtype)
+    baseline = resolve(activation).reference(z).astype(dtype)
     exact_z = 0.5 * (exact(a) @ exact(b)) + exact(bias)
-    assert_accurate(got, baseline, FORMULAS[name](exact_z))
+    assert_accurate(got, baseline, FORMULAS[activation](exact_z))
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("name", ACTIVATIONS)
-def test_derivative_is_rounded_once(exact, rng, name, dtype):
+@EACH
+def test_derivative_is_rounded_once(exact, rng, activation, dtype):
     """With an identity matrix the derivative is that of the activation at the rounded sum."""
     z = jnp.asarray(rng.uniform(-4, 4, (8, 8)), dtype)
     eye = jnp.eye(8, dtype=dtype)
-    _, got = jax.jvp(lambda z: gemm(z, eye, activation=name), (z,), (jnp.ones_like(z),))
+    _, got = jax.jvp(lambda z: gemm(z, eye, activation=activation), (z,), (jnp.ones_like(z),))
     with jax.enable_x64(True):
         wide = jnp.asarray(exact(z))
-        _, expected = jax.jvp(ACTIVATIONS[name].reference, (wide,), (jnp.ones_like(wide),))
+        expected = resolve(activation).derivative(wide)
     half = float(jnp.finfo(dtype).eps) / 2
     # Far from zero the float32 derivative cancels down to this.
     np.testing.assert_allclose(exact(got), expected, rtol=1.01 * half, atol=1e-5)
@@ -71,5 +77,37 @@ def test_functors_exist():
     if not source.exists():
         pytest.skip("no source tree beside the tests")
     text = source.read_text()
-    for row in ACTIVATIONS.values():
-        assert f"struct {row.cpp_name}" in text or f'"{row.cpp_name}"' in text
+    for name in FORMULAS:
+        assert f"struct {resolve(name).cpp_name} " in text
+
+
+def test_activations_with_parameters_are_values():
+    assert softcap(30) == softcap(30.0) != softcap(31)
+    assert hash(clip(-1, 1)) == hash(clip(-1.0, np.float32(1)))
+    assert [str(x) for x in (softcap(30), clip(0, 6))] == ["softcap(30.0)", "clip(0.0, 6.0)"]
+
+
+def test_nan_passes():
+    nan = jnp.full((2, 2), jnp.nan)
+    for activation in (clip(-1, 1), softcap(3), "relu_squared"):
+        assert jnp.isnan(gemm(nan, nan, activation=activation)).all()
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "part"),
+    [
+        (lambda: softcap(0), ValueError, "cap=0.0 must be above 0"),
+        (lambda: softcap(-1.5), ValueError, "cap=-1.5"),
+        (lambda: softcap(math.inf), ValueError, "cap=inf"),
+        (lambda: softcap("x"), TypeError, "cap='x' must be a Python number"),
+        (lambda: softcap(None), TypeError, "cap=None"),
+        (lambda: jax.jit(softcap)(2.0), TypeError, "cap="),
+        (lambda: clip(2, 1), ValueError, "lower=2.0 must not be above upper=1.0"),
+        (lambda: clip(math.nan, 1), ValueError, "lower=nan"),
+        (lambda: clip(0, jnp.ones(2)), TypeError, "upper="),
+    ],
+)
+def test_bad_parameters(make, error, part):
+    with pytest.raises(error) as raised:
+        make()
+    assert part in str(raised.value)

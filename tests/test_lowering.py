@@ -9,15 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_tcgemm import _compat, _extension, gemm, lowering, primitive, reference
-from jax_tcgemm.spec import flatten
+from jax_tcgemm import _compat, _extension, clip, gemm, lowering, primitive, reference, softcap
+from jax_tcgemm.spec import GemmSpec, flatten
 from jax_tcgemm.strides import Operands
 
 MOVES = ("stablehlo.transpose", "stablehlo.convert", "stablehlo.broadcast", "stablehlo.slice")
 ATTRIBUTES = {
     *("m", "n", "k", "batch_shape", "a_strides", "b_strides", "c_strides", "bias_strides"),
-    *("alpha_strides", "beta_strides", "has_c", "has_bias", "has_alpha", "has_beta", "has_aux"),
-    *("has_workspace", "padding_bytes", "alpha", "beta", "activation", "algorithm", "config"),
+    *("alpha_strides", "beta_strides", "row_scale_strides", "column_scale_strides"),
+    *("bias2_strides", "has_c", "has_bias", "has_alpha", "has_beta", "has_row_scale"),
+    *("has_column_scale", "has_b2", "has_bias2", "has_c2", "has_aux", "has_workspace"),
+    *("padding_bytes", "alpha", "beta", "c_role", "activation", "activation_p0"),
+    *("activation_p1", "gated", "b2_offset", "algorithm", "config"),
     *("operands", "results"),
 }
 
@@ -42,6 +45,7 @@ def test_plain(cuda_module):
     assert picked(call, "a_strides", "b_strides", "c_strides") == ([6, 1], [5, 1], [0, 0])
     assert picked(call, "alpha", "beta", "activation", "config") == (1.0, 1.0, "", "")
     assert call["algorithm"] == "BF16_BF16_F32"
+    assert picked(call, "c_role", "gated", "b2_offset") == ("add", False, 0)
     assert not any(call[name] for name in call if name.startswith("has_"))
     assert picked(call, "operands", "results") == (["4x6xbf16", "6x5xbf16"], ["4x5xbf16"])
 
@@ -82,6 +86,86 @@ def test_epilogue_attributes(cuda_module):
     assert picked(call, "alpha", "beta", "has_alpha", "has_beta") == (0.5, -2.0, False, False)
 
 
+def test_scales_are_operands(cuda_module):
+    def f(a, b, row_scale, column_scale):
+        return gemm(a, b, row_scale=row_scale, column_scale=column_scale)
+
+    args = (bf16(2, 3, 4, 6), bf16(6, 5), jnp.zeros((2, 3, 4)), jnp.zeros(5))
+    text, (call,) = cuda_module(f, *args)
+    assert_nothing_moves(text)
+    assert picked(call, "has_row_scale", "has_column_scale", "has_alpha") == (True, True, False)
+    assert picked(call, "m", "row_scale_strides", "column_scale_strides") == (24, [1], [1])
+    assert call["operands"][2:] == ["2x3x4xf32", "5xf32"]
+    # Not a scale for each row of the folded batch: the batch stays.
+    _, (call,) = cuda_module(f, *args[:2], bf16(4), bf16(2, 3, 5))
+    assert picked(call, "batch_shape", "row_scale_strides") == ([6], [0, 1])
+    assert call["column_scale_strides"] == [5, 1]
+    assert call["operands"][2:] == ["4xf32", "2x3x5xf32"]
+
+
+@pytest.mark.parametrize(
+    ("activation", "name", "parameters"),
+    [
+        ("relu_squared", "ReluSquared", (0.0, 0.0)),
+        (softcap(30), "Softcap", (30.0, 0.0)),
+        (clip(-0.1, 6), "Clip", (np.float32(-0.1), 6.0)),
+    ],
+)
+def test_parameters_are_attributes(cuda_module, activation, name, parameters):
+    _, (call,) = cuda_module(lambda a, b: gemm(a, b, activation=activation), bf16(4, 6), bf16(6, 5))
+    assert call["activation"] == name
+    assert tuple(np.float32(call[f"activation_p{i}"]) for i in (0, 1)) == parameters
+
+
+def test_residual_takes_the_place_of_c(cuda_module):
+    def f(a, b, residual, activation="gelu"):
+        return gemm(a, b, residual=residual, activation=activation, beta=3.0)
+
+    args = (bf16(4, 6), bf16(6, 5), bf16(4, 5))
+    text, (call,) = cuda_module(f, *args)
+    assert_nothing_moves(text)
+    assert picked(call, "c_role", "has_c", "beta", "c_strides") == ("residual", True, 1.0, [5, 1])
+    # Without an activation there is no difference.
+    _, (call,) = cuda_module(functools.partial(f, activation=None), *args)
+    assert picked(call, "c_role", "has_c", "beta") == ("add", True, 1.0)
+
+    def both(a, b, residual):
+        return gemm(a, b, residual, residual=residual, activation="gelu", beta=3.0)
+
+    text, (call,) = cuda_module(both, *args)
+    assert picked(call, "c_role", "has_c", "beta") == ("add", True, 3.0)
+    assert text.count("stablehlo.add") == 1
+
+
+def _derivative(c_role, c2=None, activation="gelu"):
+    present = (0, 1)
+    axes = Operands(present, present, present, c2=c2)
+    precision = _compat.canonicalize_precision(None)
+    dtype = jnp.dtype(jnp.bfloat16)
+    spec = GemmSpec(axes, dtype, precision, activation=activation, c_role=c_role)
+    return lambda *x: primitive.bind(Operands(*x[:3], c2=x[3] if c2 else None), spec)
+
+
+def test_derivatives_of_activations_are_epilogues(cuda_module):
+    args = (bf16(4, 6), bf16(6, 5), bf16(4, 5), bf16(4, 5))
+    text, (call,) = cuda_module(_derivative("derivative"), *args[:3])
+    assert_nothing_moves(text)
+    assert picked(call, "c_role", "activation", "has_c", "has_c2", "has_aux") == (
+        *("derivative", "Gelu", True, False, False),
+    )
+    text, (call,) = cuda_module(_derivative("gated_derivative", (0, 1)), *args)
+    assert_nothing_moves(text)
+    assert picked(call, "c_role", "has_c", "has_c2", "has_aux") == (
+        *("gated_derivative", True, True, True),
+    )
+    assert call["operands"][2:] == call["results"] == ["4x5xbf16"] * 2
+    # Both of one dtype, and of one layout.
+    _, (call,) = cuda_module(_derivative("gated_derivative", (0, 1)), *args[:3], jnp.zeros((4, 5)))
+    assert call["operands"][2:] == ["4x5xf32"] * 2
+    _, calls = cuda_module(_derivative("gated_derivative", (1, 0)), *args[:3], bf16(5, 4))
+    assert not calls
+
+
 def test_float32_addends_are_not_rounded(cuda_module):
     def f(a, b, c, bias):
         return gemm(a, b, c, bias=bias)
@@ -99,11 +183,15 @@ def test_float32_addends_are_not_rounded(cuda_module):
     ("dtype", "options", "algorithm", "operand", "result", "converts"),
     [
         (jnp.bfloat16, {"preferred_element_type": jnp.float32}, "BF16_BF16_F32", "bf16", "f32", 0),
-        (jnp.bfloat16, {"preferred_element_type": jnp.float16}, "BF16_BF16_F32", "bf16", "f32", 1),
+        (jnp.bfloat16, {"preferred_element_type": jnp.float16}, "BF16_BF16_F32", "bf16", "f16", 0),
+        (
+            *(jnp.bfloat16, {"preferred_element_type": jnp.float8_e5m2}),
+            *("BF16_BF16_F32", "bf16", "f32", 1),
+        ),
         (jnp.float16, {"precision": "highest"}, "F16_F16_F32", "f16", "f16", 0),
         (jnp.float16, {"precision": "F16_F16_F16"}, "F16_F16_F16", "f16", "f16", 0),
         (jnp.float32, {}, "TF32_TF32_F32", "f32", "f32", 0),
-        (jnp.float32, {"preferred_element_type": jnp.bfloat16}, "TF32_TF32_F32", "f32", "f32", 1),
+        (jnp.float32, {"preferred_element_type": jnp.bfloat16}, "TF32_TF32_F32", "f32", "bf16", 0),
         (jnp.float32, {"precision": "BF16_BF16_F32"}, "BF16_BF16_F32", "bf16", "f32", 2),
     ],
 )

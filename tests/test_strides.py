@@ -22,18 +22,24 @@ def read(flat: np.ndarray, shape: tuple[int, ...], steps: tuple[int, ...]) -> np
     return flat[address]
 
 
+def formula(x: Operands) -> np.ndarray:
+    """Something in which each operand has a part, of operands with all batch and matrix axes."""
+    alpha, beta = (scale[..., None, None] for scale in (x.alpha, x.beta))
+    scale = alpha * x.row_scale[..., :, None] * x.column_scale[..., None, :]
+    first = scale * (x.a @ x.b) + beta * x.c + x.bias[..., None, :]
+    return first - (x.a @ x.b2 + x.bias2[..., None, :]) * x.c2
+
+
 def evaluate(gemm: StridedGemm, data: Operands) -> np.ndarray:
-    """Returns the row-major result of `alpha * A @ B + beta * C + bias`, flat."""
+    """Returns the row-major result of the formula, flat."""
     extents = {"m": gemm.m, "n": gemm.n, "k": gemm.k}
 
-    def operand(name):
-        roles, flat = getattr(strides.ROLES, name), getattr(data, name)
+    def operand(roles, flat, steps):
         shape = (*gemm.batch, *(extents[role] for role in roles))
-        return read(flat, shape, getattr(gemm.strides, name))
+        return read(flat, shape, steps)
 
-    scales = [operand(name)[..., None, None] for name in ("alpha", "beta")]
-    product = operand("a") @ operand("b")
-    return (scales[0] * product + scales[1] * operand("c") + operand("bias")[..., None, :]).ravel()
+    operands = map(operand, strides.ROLES, data, gemm.strides)
+    return formula(Operands(*operands)).ravel()
 
 
 def random_operand(rng, extents):
@@ -76,8 +82,7 @@ def test_folding_keeps_the_result(rng, batch_ndim, draw):
         else x.transpose(axis)
         for x, axis in zip(data, axes, strict=True)
     ]
-    a, b, c, bias, alpha, beta = aligned
-    expected = alpha[..., None, None] * (a @ b) + beta[..., None, None] * c + bias[..., None, :]
+    expected = formula(Operands(*aligned))
     expected = np.broadcast_to(expected, (*batch, m, n)).ravel()
     flat = Operands(*(x.ravel() for x in data))
     np.testing.assert_allclose(evaluate(plain, flat), expected)

@@ -1,0 +1,165 @@
+"""``hidden_tangent_p``: the tangent of a hidden layer, taken through the activation and a product.
+
+``activation'(Z) * T @ W``, or ``(activation'(G) * U * TG + activation(G) * TU) @ W`` for a gated
+layer. It is a primitive for the sake of its transpose, which is one gemm with the derivative of the
+activation in its epilogue; everything else about it is the composition of its parts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from jax_tcgemm import _compat, primitive
+from jax_tcgemm.gated import product_tangent
+from jax_tcgemm.primitive import activation_tangent
+from jax_tcgemm.spec import GemmSpec
+from jax_tcgemm.strides import Operands, insert_batch
+
+hidden_tangent_p = Primitive("tcgemm_hidden_tangent")
+
+
+def bind(
+    tangents: Sequence[jax.Array], saved: Sequence[jax.Array], w: jax.Array, spec: GemmSpec
+) -> jax.Array:
+    """Applies the primitive.
+
+    Args:
+        tangents: ``[t]``, or ``[tg, tu]`` of a gated layer.
+        saved: the pre-activations ``[z]`` or ``[g, u]``; like the tangents ``(*batch, m, k)``.
+        w: the second factor, wherever its axes lie.
+        spec: of the product; its ``c_role`` is ``"derivative"`` or ``"gated_derivative"``, which is
+            what the transpose does, and its ``axes`` are those of the hidden layer and of ``w``.
+
+    Returns:
+        ``(*batch, m, n)``.
+    """
+    return hidden_tangent_p.bind(*_compat.match_varying([*tangents, *saved, w]), spec=spec)
+
+
+def _split(operands: Sequence[Any], spec: GemmSpec) -> tuple[list[Any], list[Any], Any]:
+    """Returns the tangents, what was saved, and ``w``."""
+    *hidden, w = operands
+    half = 2 if spec.c_role == "gated_derivative" else 1
+    return hidden[:half], hidden[half:], w
+
+
+def _composed(*operands: jax.Array, spec: GemmSpec) -> jax.Array:
+    tangents, saved, w = _split(operands, spec)
+    function = product_tangent if len(saved) == 2 else activation_tangent
+    t = function(spec.activation, *saved, *tangents)
+    return primitive.bind(Operands(t, w), spec.linear())[0]
+
+
+# Evaluation
+
+
+@functools.partial(jax.jit, static_argnames="spec")
+def _compiled(*operands: jax.Array, spec: GemmSpec) -> jax.Array:
+    return hidden_tangent_p.bind(*operands, spec=spec)
+
+
+def _impl(*operands: jax.Array, spec: GemmSpec) -> jax.Array:
+    # With jit disabled, this would come back here for ever.
+    with jax.disable_jit(False):
+        return _compiled(*operands, spec=spec)
+
+
+hidden_tangent_p.def_impl(_impl)
+
+
+# Abstract evaluation
+
+
+def _abstract_eval(*avals: Any, spec: GemmSpec) -> Any:
+    shape = spec.result_shape(Operands(avals[0].shape, avals[-1].shape))
+    return _compat.result_aval(avals[0], shape, spec.out_dtype, False)
+
+
+hidden_tangent_p.def_abstract_eval(_abstract_eval)
+
+
+# Forward derivative
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, spec: GemmSpec) -> tuple[Any, Any]:
+    """Linear in the tangents of the layer, which are tangents of tangents here."""
+    linear, saved, w = _split(primals, spec)
+    varied, *_ = _split(tangents, spec)
+    result = hidden_tangent_p.bind(*primals, spec=spec)
+    terms = []
+    if any(type(t) is not ad.Zero for t in varied):
+        terms.append(bind([ad.instantiate_zeros(t) for t in varied], saved, w, spec))
+    others = {i: t for i, t in enumerate(tangents) if i >= len(linear) and type(t) is not ad.Zero}
+    if others:
+
+        def of_others(*values: Any) -> jax.Array:
+            operands = list(primals)
+            for i, value in zip(others, values, strict=True):
+                operands[i] = value
+            return _composed(*operands, spec=spec)
+
+        points = [primals[i] for i in others]
+        terms.append(jax.jvp(of_others, points, list(others.values()))[1])
+    return result, sum(terms[1:], terms[0])
+
+
+ad.primitive_jvps[hidden_tangent_p] = _jvp
+
+
+# Transposition
+
+
+def _transpose(cotangent: Any, *operands: Any, spec: GemmSpec) -> list[Any]:
+    tangents, saved, w = _split(operands, spec)
+    linear = [ad.is_undefined_primal(t) for t in tangents]
+    assert any(linear), "linear in the tangents of the hidden layer alone"
+    if type(cotangent) is ad.Zero:
+        return [None] * len(operands)
+    dense = tuple(range(spec.batch_ndim + 2))
+    *batch, rows, columns = spec.axes.b
+    axes = Operands(dense, (*batch, columns, rows))
+    x = Operands(cotangent, w)
+    if spec.activation is not None or len(saved) == 2:
+        axes = axes._replace(c=dense, c2=dense if len(saved) == 2 else None)
+        x = x._replace(c=saved[0], c2=saved[1] if len(saved) == 2 else None)
+    else:
+        spec = spec.linear()
+    aval = next(t.aval for t, is_linear in zip(tangents, linear, strict=True) if is_linear)
+    results = primitive.bind(x, dataclasses.replace(spec, axes=axes, out_dtype=aval.dtype))
+    wanted = [r if is_linear else None for r, is_linear in zip(results, linear, strict=True)]
+    return [*wanted, *[None] * (len(operands) - len(wanted))]
+
+
+ad.primitive_transposes[hidden_tangent_p] = _transpose
+
+
+# Batching
+
+
+def _batch(
+    axis_data: Any, operands: Sequence[Any], dims: Sequence[int | None], *, spec: GemmSpec
+) -> tuple[jax.Array, int]:
+    """Adds an outermost batch dimension; all of the hidden layer's operands have it."""
+    *hidden, w = operands
+    *hidden_dims, w_dim = dims
+    hidden = [
+        batching.bdim_at_front(x, d, axis_data.size)
+        for x, d in zip(hidden, hidden_dims, strict=True)
+    ]
+    axes = Operands(insert_batch(spec.axes.a, 0), insert_batch(spec.axes.b, w_dim))
+    return hidden_tangent_p.bind(*hidden, w, spec=dataclasses.replace(spec, axes=axes)), 0
+
+
+batching.fancy_primitive_batchers[hidden_tangent_p] = _batch
+
+
+# Lowering
+
+mlir.register_lowering(hidden_tangent_p, mlir.lower_fun(_composed, multiple_results=False))

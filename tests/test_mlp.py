@@ -1,0 +1,434 @@
+"""`mlp` and `gated_mlp`: values, derivatives, transformations, and which gemms they come to."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fused_call import assert_trees_close, square_sum
+from jax.sharding import PartitionSpec
+from jax.test_util import check_grads
+
+import jax_tcgemm
+from jax_tcgemm import clip, gated_mlp, mlp
+from jax_tcgemm.epilogues import resolve
+
+
+def plain(x, w1, b1, w2, b2, **options):
+    return mlp(x, w1, b1, w2, b2, **options)
+
+
+def transposed(x, w1, b1, w2, b2, **options):
+    return mlp(x, w1.T, b1, w2.T, b2, transpose_w=True, **options)
+
+
+def plain_formula(x, w1, b1, w2, b2, activation="gelu"):
+    return resolve(activation).reference(x @ w1 + b1) @ w2 + b2
+
+
+def gated(x, w1, b1, w2, b2, **options):
+    w_gate, w_up = jnp.split(w1, 2, axis=-1)
+    bias_gate, bias_up = jnp.split(b1, 2)
+    biases = {"bias_gate": bias_gate, "bias_up": bias_up, "bias_down": b2}
+    return gated_mlp(x, w_gate, w_up, w2[: w2.shape[0] // 2], **biases, **options)
+
+
+def packed(x, w1, b1, w2, b2, transpose_w=False, **options):
+    bias_gate, bias_up = jnp.split(b1, 2)
+    biases = {"bias_gate": bias_gate, "bias_up": bias_up, "bias_down": b2}
+    w2 = w2[: w2.shape[0] // 2]
+    w1, w2 = (w1.T, w2.T) if transpose_w else (w1, w2)
+    return gated_mlp(x, w1, None, w2, transpose_w=transpose_w, **biases, **options)
+
+
+packed_transposed = functools.partial(packed, transpose_w=True)
+
+
+def gated_formula(x, w1, b1, w2, b2, activation="silu"):
+    gate, up = jnp.split(x @ w1 + b1, 2, axis=-1)
+    return (resolve(activation).reference(gate) * up) @ w2[: w2.shape[0] // 2] + b2
+
+
+FORMS = {
+    "plain": (plain, plain_formula),
+    "transposed": (transposed, plain_formula),
+    "recomputing": (functools.partial(plain, recompute_activation=True), plain_formula),
+    "gated": (gated, gated_formula),
+    "packed": (packed, gated_formula),
+    "packed transposed": (packed_transposed, gated_formula),
+    "gated, recomputing": (functools.partial(gated, recompute_activation=True), gated_formula),
+}
+EACH = pytest.mark.parametrize(("form", "formula"), FORMS.values(), ids=FORMS)
+TWO = pytest.mark.parametrize(
+    ("form", "formula"), [FORMS["plain"], FORMS["gated"]], ids=["plain", "gated"]
+)
+SHAPES = [(2, 5, 6), (6, 8), (8,), (8, 3), (3,)]
+EVERY = range(5)
+
+
+@pytest.fixture
+def args(normal):
+    """x, w1, b1, w2, b2; the gated forms take halves of them."""
+    return tuple(normal(*shape) for shape in SHAPES)
+
+
+# Values
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+@EACH
+def test_values(normal, exact, assert_accurate, form, formula, dtype):
+    args = [normal(*shape, dtype=dtype) for shape in ((2, 12, 20), (20, 18), (18,), (18, 7), (7,))]
+    got = form(*args)
+    assert got.dtype == dtype
+    with jax.enable_x64(True):
+        expected = formula(*(jnp.asarray(exact(x)) for x in args))
+    assert_accurate(got, formula(*args), expected)
+
+
+@pytest.mark.parametrize("activation", [None, "relu_squared", clip(-1, 1)], ids=str)
+@TWO
+def test_activations(args, form, formula, activation):
+    f, g = (functools.partial(function, activation=activation) for function in (form, formula))
+    assert_trees_close(f(*args), g(*args))
+    actual = jax.grad(square_sum(f), EVERY)(*args)
+    assert_trees_close(actual, jax.grad(square_sum(g), EVERY)(*args), 1e-3)
+
+
+@TWO
+def test_residual(args, normal, form, formula):
+    for shape in ((2, 5, 3), (5, 1), ()):
+        residual = normal(*shape)
+
+        def f(residual, *args):
+            return form(*args, residual=residual)
+
+        def g(residual, *args):
+            return formula(*args) + residual
+
+        assert_trees_close(f(residual, *args), g(residual, *args))
+        for argnums in (range(6), (0,), (0, 5), (0, 1)):
+            actual = jax.grad(square_sum(f), argnums)(residual, *args)
+            expected = jax.grad(square_sum(g), argnums)(residual, *args)
+            assert_trees_close(actual, expected, 1e-3)
+
+
+def test_biases_are_optional(args):
+    x, w1, _, w2, _ = args
+    assert_trees_close(mlp(x, w1, None, w2), plain_formula(x, w1, 0, w2, 0))
+    got = gated_mlp(x, w1, None, w2[:4])
+    assert_trees_close(got, gated_formula(x, w1, 0, w2, 0))
+
+
+@TWO
+def test_float32_master_weights_get_float32_gradients(exact, normal, form, formula):
+    x, *weights = (normal(*shape) for shape in ((64, 32), (32, 16), (16,), (16, 8), (8,)))
+    x = x.astype(jnp.bfloat16)
+    options = {"precision": "BF16_BF16_F32", "preferred_element_type": jnp.bfloat16}
+
+    def loss(x, *weights):
+        y = form(x, *weights, **options)
+        assert y.dtype == jnp.bfloat16
+        return jnp.sum(y.astype(jnp.float32))
+
+    grads = jax.grad(loss, EVERY)(x, *weights)
+    assert [g.dtype for g in grads] == [jnp.bfloat16] + [jnp.float32] * 4
+    rounded = [x, *(w.astype(jnp.bfloat16).astype(jnp.float32) for w in weights)]
+    expected = jax.grad(lambda x, *w: formula(x.astype(jnp.float32), *w).sum(), EVERY)(*rounded)
+    for got, wanted in zip(grads, expected, strict=True):
+        scale = np.abs(exact(wanted)).max()
+        np.testing.assert_allclose(exact(got), exact(wanted), atol=0.02 * scale)
+    # The gradient of the first weight is a float32 sum, not rounded to bfloat16 afterwards.
+    assert not np.array_equal(grads[1], grads[1].astype(jnp.bfloat16))
+
+
+# Derivatives
+
+
+@pytest.mark.parametrize("name", ["plain", "recomputing", "gated", "packed"])
+def test_derivatives_against_finite_differences(rng, name):
+    with jax.enable_x64(True):
+        shapes = [(2, 3), (3, 4), (4,), (4, 3), (3,)]
+        args = [jnp.asarray(rng.uniform(-1, 1, shape)) for shape in shapes]
+        check_grads(FORMS[name][0], args, order=2)
+
+
+@TWO
+def test_second_order_in_float32(rng, form, formula):
+    shapes = [(2, 3), (3, 4), (4,), (4, 3), (3,)]
+    args = [jnp.asarray(rng.uniform(-1, 1, shape), jnp.float32) for shape in shapes]
+    with jax.default_matmul_precision("highest"):
+        check_grads(form, args, order=2, rtol=2e-2, atol=2e-2)
+
+
+@EACH
+def test_both_modes(args, normal, form, formula):
+    tangents = jax.tree.map(lambda x: normal(*x.shape), args)
+    expected = jax.jvp(formula, args, tangents)
+    assert_trees_close(jax.jvp(form, args, tangents), expected, 1e-3)
+    primal, linear = jax.linearize(form, *args)
+    assert_trees_close((primal, linear(*tangents)), expected, 1e-3)
+    assert_trees_close(
+        jax.jit(jax.grad(square_sum(form), EVERY))(*args),
+        jax.grad(square_sum(formula), EVERY)(*args),
+        1e-3,
+    )
+
+
+@TWO
+def test_each_operand_alone(args, form, formula):
+    for argnum in EVERY:
+        actual = jax.jit(jax.grad(square_sum(form), argnum))(*args)
+        assert_trees_close(actual, jax.grad(square_sum(formula), argnum)(*args), 1e-3)
+        hessian = jax.jit(jax.hessian(square_sum(form), argnum))(*args)
+        assert_trees_close(hessian, jax.hessian(square_sum(formula), argnum)(*args), 5e-3)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@EACH
+def test_16_bit_gradients(normal, exact, assert_accurate, form, formula, dtype):
+    shapes = ((2, 16, 24), (24, 32), (32,), (32, 8), (8,))
+    args = [
+        normal(*shape, dtype=dtype) / (shape[0] if len(shape) == 2 else 1) ** 0.5
+        for shape in shapes
+    ]
+    g = normal(2, 16, 8, dtype=dtype)
+    actual = jax.vjp(form, *args)[1](g)
+    baseline = jax.vjp(formula, *args)[1](g)
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(exact(x)) for x in args]
+        expected = jax.vjp(formula, *wide)[1](jnp.asarray(exact(g)))
+    for x, operand, y, z in zip(actual, args, baseline, expected, strict=True):
+        assert x.dtype == operand.dtype
+        assert_accurate(x, y, z)
+
+
+@pytest.mark.parametrize(
+    ("form", "count"),
+    [(plain, 2), (gated, 3), (FORMS["recomputing"][0], 1), (FORMS["gated, recomputing"][0], 2)],
+)
+def test_what_the_reverse_pass_keeps(normal, form, count):
+    args = [normal(*s, dtype=jnp.bfloat16) for s in ((16, 6), (6, 48), (48,), (48, 5), (5,))]
+    columns = 24 if count == 3 or form is FORMS["gated, recomputing"][0] else 48
+    _, pullback = jax.vjp(form, *args)
+    saved = [x for x in jax.tree.leaves(pullback) if x.shape == (16, columns)]
+    assert [x.dtype for x in saved] == [jnp.bfloat16] * count
+
+
+# Transformations
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        (0, None, None, None, None),
+        (1, 2, 0, 1, 1),
+        (None, 0, 0, 0, 0),
+        (None, None, 1, None, None),
+        (None, None, None, 1, None),
+        (None, None, None, None, 0),
+        (0, 1, None, None, None),
+    ],
+)
+@EACH
+def test_vmap(normal, form, formula, axes):
+    shapes = [(4, 6), (6, 8), (8,), (8, 3), (3,)]
+    args = [
+        normal(*(shape if axis is None else np.insert(shape, axis, 2)))
+        for shape, axis in zip(shapes, axes, strict=True)
+    ]
+
+    def of_batch(f):
+        return jax.vmap(f, axes)(*args), jax.grad(square_sum(jax.vmap(f, axes)), EVERY)(*args)
+
+    def per_example(f):
+        return jax.vmap(jax.grad(square_sum(f), EVERY), axes)(*args)
+
+    for both in (of_batch, per_example):
+        actual, expected = (jax.jit(both, static_argnums=0)(f) for f in (form, formula))
+        assert_trees_close(actual, expected, 2e-3)
+
+
+POLICIES = jax.checkpoint_policies
+BOTH_NAMES = (jax_tcgemm.PREACTIVATION, jax_tcgemm.ACTIVATION)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        None,
+        POLICIES.everything_saveable,
+        POLICIES.save_only_these_names(BOTH_NAMES[0]),
+        POLICIES.save_only_these_names(*BOTH_NAMES),
+    ],
+)
+@TWO
+def test_scan_and_remat(normal, form, formula, policy):
+    shapes = [(6, 8), (8,), (8, 6), (6,)]
+    x, weights = normal(4, 6), [0.4 * normal(3, *shape) for shape in shapes]
+
+    def loss(f, **options):
+        def layer(x, weights):
+            return jax.checkpoint(f, **options)(x, *weights), None
+
+        return lambda x, weights: jnp.sum(jax.lax.scan(layer, x, weights)[0] ** 2)
+
+    actual = jax.jit(jax.value_and_grad(loss(form, policy=policy), (0, 1)))(x, weights)
+    expected = jax.value_and_grad(loss(formula), (0, 1))(x, weights)
+    assert_trees_close(actual, expected, 2e-3)
+
+
+@pytest.mark.parametrize(
+    ("options", "names", "products"),
+    [
+        ({}, None, 6),
+        ({}, (), 7),  # the first layer again
+        ({}, BOTH_NAMES, 6),
+        ({}, BOTH_NAMES[:1], 7),  # the activation is the first layer's
+        ({"recompute_activation": True}, BOTH_NAMES[:1], 6),
+        ({"recompute_activation": True}, (), 7),
+    ],
+)
+def test_policies_choose_what_is_computed_again(args, count_gemms, options, names, products):
+    f = functools.partial(mlp, **options)
+    if names is not None:
+        f = jax.checkpoint(f, policy=POLICIES.save_only_these_names(*names))
+    grads = jax.grad(lambda *args: jnp.sum(jnp.sin(f(*args))), EVERY)
+    assert count_gemms(grads, *args) == products
+
+
+def test_gradients_of_unused_operands_are_not_computed(args, count_gemms):
+    loss = square_sum(plain)
+    counts = [count_gemms(jax.grad(loss, argnums), *args) for argnums in ((4,), (3,), (1,), (0,))]
+    assert counts == [2, 3, 4, 4]
+
+
+def test_disabled_jit(args):
+    with jax.disable_jit():
+        got = jax.grad(square_sum(plain))(*args)
+    assert_trees_close(got, jax.grad(square_sum(plain_formula))(*args), 1e-3)
+
+
+@TWO
+def test_export(args, form, formula):
+    pytest.importorskip("flatbuffers")
+    checks = jax_tcgemm.export_disabled_checks()
+    export = jax.export.export(jax.jit(form), platforms=("cpu", "cuda"), disabled_checks=checks)
+    loaded = jax.export.deserialize(export(*args).serialize(vjp_order=1))
+    assert_trees_close(loaded.call(*args), formula(*args))
+    actual = jax.grad(square_sum(loaded.call), EVERY)(*args)
+    assert_trees_close(actual, jax.grad(square_sum(formula), EVERY)(*args), 1e-3)
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+@EACH
+def test_shard_map(normal, form, formula, check_vma):
+    mesh = jax.make_mesh(
+        (4,), ("x",), (jax.sharding.AxisType.Auto,), devices=jax.devices("cpu")[:4]
+    )
+    rows, whole = PartitionSpec("x"), PartitionSpec()
+    args = tuple(normal(*shape) for shape in [(8, 6), *SHAPES[1:]])
+    sharded = jax.shard_map(
+        form, mesh=mesh, in_specs=(rows, *[whole] * 4), out_specs=rows, check_vma=check_vma
+    )
+    assert_trees_close(jax.jit(sharded)(*args), formula(*args))
+    for argnums in (EVERY, (3,)):
+        actual = jax.jit(jax.grad(square_sum(sharded), argnums))(*args)
+        assert_trees_close(actual, jax.grad(square_sum(formula), argnums)(*args), 1e-3)
+
+
+# Errors
+
+X, W1, W2 = jnp.zeros((4, 6)), jnp.zeros((6, 8)), jnp.zeros((8, 3))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "parts"),
+    [
+        (lambda: mlp(X, W1.T, None, W2), ValueError, ["x and w1 must agree in k, got 6 and 8"]),
+        (lambda: mlp(X, W1, None, W1), ValueError, ["hidden layer and w2", "got 8 and 6"]),
+        (lambda: mlp(X, W1[None], None, W2), ValueError, ["w1.shape=(1, 6, 8)", "jax.vmap"]),
+        (lambda: mlp(X, W1, X, W2), ValueError, ["b1.shape=(4, 6)", "(8,)"]),
+        (lambda: mlp(X, W1, None, W2, X), ValueError, ["b2.shape=(4, 6)", "(3,)"]),
+        (lambda: mlp(X, W1, None, W2, residual=X), ValueError, ["residual.shape=(4, 6)", "(4, 3)"]),
+        (lambda: mlp(X, W1, None, W2, activation="swish"), ValueError, ["'swish'"]),
+        (lambda: mlp(X, W1, None, None), TypeError, ["w2 must be an array"]),
+        (lambda: gated_mlp(X, W1, None, W2), ValueError, ["hidden layer and w_down", "4 and 8"]),
+        (lambda: gated_mlp(X, W1, W1.T, W2), ValueError, ["w_up.shape=(8, 6)"]),
+        (lambda: gated_mlp(X, W1, W1, W2, bias_down=X), ValueError, ["bias_down.shape=(4, 6)"]),
+        (lambda: gated_mlp(X, W1[None], W1[None], W2), ValueError, ["w_gate", "jax.vmap"]),
+    ],
+)
+def test_errors(call, error, parts):
+    with pytest.raises(error) as raised:
+        call()
+    for part in parts:
+        assert part in str(raised.value)
+
+
+# Lowering for CUDA
+
+
+def bf16(*shape):
+    return jnp.zeros(shape, jnp.bfloat16)
+
+
+CUDA_ARGS = (bf16(2, 8, 16), bf16(16, 32), bf16(32), bf16(32, 24), bf16(24))
+
+
+def step(form, *args):
+    y, pullback = jax.vjp(form, *args)
+    return y, pullback(y)
+
+
+def roles(calls):
+    return [call["c_role"] for call in calls]
+
+
+@pytest.mark.parametrize("form", [plain, transposed])
+def test_gemms_of_a_step(cuda_module, form):
+    text, calls = cuda_module(functools.partial(step, form), *CUDA_ARGS)
+    assert len(calls) == 6
+    first, second, *backward = calls
+    assert (first["activation"], first["has_aux"], first["has_bias"]) == ("Gelu", True, True)
+    assert (second["activation"], second["has_aux"], second["has_bias"]) == ("", False, True)
+    assert sorted(roles(backward)) == ["add", "add", "add", "derivative"]
+    fused = next(call for call in backward if call["c_role"] == "derivative")
+    assert (fused["m"], fused["n"], fused["k"]) == (16, 32, 24)
+    assert (fused["activation"], fused["c_strides"]) == ("Gelu", [32, 1])
+    assert not any(call["has_c"] for call in backward if call is not fused)
+    # Nothing else is left but the sums of the biases.
+    assert text.count("stablehlo.reduce(") == 2
+    assert not any(f"stablehlo.{op} " in text for op in ("multiply", "tanh", "select"))
+
+
+@pytest.mark.parametrize(("form", "gemms"), [(gated, 8), (packed, 6)])
+def test_gemms_of_a_gated_step(cuda_module, form, gemms):
+    x, *weights = CUDA_ARGS
+    text, calls = cuda_module(functools.partial(step, form), x, *weights)
+    assert len(calls) == gemms
+    first = calls[0]
+    assert (first["gated"], first["has_aux"], first["n"]) == (True, True, 16)
+    assert roles(calls).count("gated_derivative") == 1
+    fused = next(call for call in calls if call["c_role"] == "gated_derivative")
+    assert fused["results"] == ["2x8x16xbf16"] * 2
+    assert (fused["has_c"], fused["has_c2"], fused["has_aux"]) == (True, True, True)
+    assert "stablehlo.logistic" not in text
+
+
+@TWO
+def test_batched_step_is_fused_too(cuda_module, form, formula):
+    axes = (0, 0, None, 0, None)
+    args = [
+        x if axis is None else jnp.stack([x] * 3) for x, axis in zip(CUDA_ARGS, axes, strict=True)
+    ]
+    role = "gated_derivative" if form is gated else "derivative"
+    for f in (
+        lambda *args: step(jax.vmap(form, axes), *args),
+        jax.vmap(functools.partial(step, form), axes),
+    ):
+        _, calls = cuda_module(f, *args)
+        assert roles(calls).count(role) == 1
