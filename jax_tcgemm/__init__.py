@@ -6,6 +6,7 @@ import jax
 
 from jax_tcgemm import _extension
 from jax_tcgemm.api import gemm
+from jax_tcgemm.contraction import dot_general
 
 _extension.load()
 
@@ -24,4 +25,4 @@ def export_disabled_checks() -> list[jax.export.DisabledSafetyCheck]:
     return [jax.export.DisabledSafetyCheck.custom_call(_extension.GEMM_TARGET)]
 
 
-__all__ = ["__version__", "export_disabled_checks", "gemm"]
+__all__ = ["__version__", "dot_general", "export_disabled_checks", "gemm"]

@@ -35,7 +35,7 @@ _FLOAT32 = jnp.dtype(jnp.float32)
 
 def portable_gemm(*operands: jax.Array, spec: GemmSpec, widen: bool = False) -> list[jax.Array]:
     """Computes the primitive on a platform without kernels; see ``reference.reference_gemm``."""
-    _log(_describe(spec.unflatten(operands), spec, "reference: no kernels for this platform"))
+    log(_describe(spec.unflatten(operands), spec, "reference: no kernels for this platform"))
     return reference.reference_gemm(*operands, spec=spec, widen=widen)
 
 
@@ -52,7 +52,7 @@ def cuda_gemm(*operands: jax.Array, spec: GemmSpec) -> list[jax.Array]:
     x = spec.unflatten(operands)
     algorithm = resolve_algorithm(x.a.dtype, x.b.dtype, spec.out_dtype, spec.precision)
     obstacle = _obstacle(algorithm, spec, x)
-    _log(_describe(x, spec, obstacle or f"{algorithm}, config {spec.config or 'by heuristic'}"))
+    log(_describe(x, spec, obstacle or f"{algorithm}, config {spec.config or 'by heuristic'}"))
     if algorithm is None or obstacle is not None:
         return reference.reference_gemm(*operands, spec=spec)
     if spec.config is not None and spec.config not in _extension.KERNEL_NAMES:
@@ -192,7 +192,7 @@ def _describe(x: Operands, spec: GemmSpec, decision: str) -> str:
 
 
 @functools.cache
-def _log(line: str) -> None:
+def log(line: str) -> None:
     """Prints a decision once, if ``JAX_TCGEMM_LOG=1``."""
     if os.environ.get("JAX_TCGEMM_LOG") == "1":
         print(f"jax_tcgemm: {line}", file=sys.stderr)

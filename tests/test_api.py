@@ -236,7 +236,7 @@ def test_default_matmul_precision_is_respected(normal, cuda_module):
 
 
 def test_log_says_what_was_chosen(normal, monkeypatch, capsys, cuda_module):
-    lowering._log.cache_clear()
+    lowering.log.cache_clear()
     monkeypatch.setenv("JAX_TCGEMM_LOG", "1")
     a, b = normal(11, 13), normal(13, 12)
     cuda_module(lambda a, b: gemm(a, b), a, b)
