@@ -89,6 +89,9 @@ constexpr double kMemoryRate = 1890.0;  // from device memory
 constexpr double kMemorySms = 0.75;     // share of the SMs that it takes
 // Writing 2 bytes of D, without and with a sum over the blocks that split k.
 constexpr double kElementCycles = 0.072;
+// An epilogue's own, with code that is fetched from afar the first time.
+constexpr double kFusedElementCycles = 0.18;
+constexpr double kFusedStartCycles = 3500.0;
 constexpr double kReductionCycles = 1930.0;
 constexpr double kReducedElementCycles = 0.187;
 constexpr double kSumCycles = 5000.0;  // the kernel that adds up splits
@@ -147,6 +150,8 @@ double sm90_cycles(const KernelConfig& config, const ChoiceInput& input, int spl
   const int bytes = element_bytes(config.algorithm);
   double output =
       kElementCycles * elements * (input.float32_result || bytes == 4 || splits > 1 ? 2 : 1);
+  const bool fused = !input.plain && splits == 1;
+  if (fused) output += kFusedElementCycles * elements;
   if (config.split_k > 1) output += kReductionCycles + kReducedElementCycles * elements;
   // In pingpong one tile is written while the next is multiplied.
   const bool hidden = config.schedule == Schedule::kPingpong && rounds > 1;
@@ -156,9 +161,10 @@ double sm90_cycles(const KernelConfig& config, const ChoiceInput& input, int spl
       (static_cast<double>(input.m) * input.k + (input.gated ? 2 : 1) * input.k * input.n +
        static_cast<double>(input.m) * input.n);
   const int size = config.cluster_size();
-  const double start = kStartCycles + (size > 8   ? kLargeClusterStartCycles
-                                       : size > 1 ? kClusterStartCycles
-                                                  : 0.0);
+  const double start = kStartCycles + (fused ? kFusedStartCycles : 0.0) +
+                       (size > 8   ? kLargeClusterStartCycles
+                        : size > 1 ? kClusterStartCycles
+                                   : 0.0);
   // The partial sums are written and read again, in L2.
   const double sum = splits > 1 ? kSumCycles + 8.0 * splits * input.m * input.n / kWarmRate : 0.0;
   // Few SMs cannot ask for all that memory could give.

@@ -17,14 +17,6 @@
 
 namespace jax_tcgemm::sm90 {
 
-// What the epilogue has to ask for in its loop, where each question costs as much as several
-// values.
-enum class Fusion {
-  kNothing,  // D = f(alpha * acc + bias), gated or not
-  kC,        // D = alpha * acc + bias + beta * C, with C by TMA
-  kAll,      // anything
-};
-
 // Calls use(i, accumulator) for the 8 of a thread in 16 columns: number `index` of those kPerBlock
 // in each block that begin with kFirst. Registers have no index at run time: a jump to code for
 // each.
@@ -60,11 +52,13 @@ __device__ __forceinline__ void visit_chunk(const float (&acc)[kBlocks][kBlockVa
   }
 }
 
-template <KernelConfig kConfig, bool kExchanged, Fusion kFusion>
+// kGeneral: anything; else D = f(alpha * acc + bias), gated or not. Each question asked in the loop
+// costs as much as several values.
+template <KernelConfig kConfig, bool kExchanged, bool kGeneral>
 struct FusedOutput {
   using Buffers = OutputBuffers<kConfig, kExchanged>;
   using Element = typename AlgorithmTraits<kConfig.algorithm>::Element;
-  using Sub = FusedSubtile<kConfig, Element, kExchanged, kFusion == Fusion::kNothing>;
+  using Sub = FusedSubtile<kConfig, Element, kExchanged, !kGeneral>;
   using Accumulators = float[Buffers::kBlocks][kConfig.tile_n / 2];
 
   const GemmParams& params;
@@ -80,7 +74,7 @@ struct FusedOutput {
         run_chunks(acc, tile,
                    [&](Chunk& value, const Position& at) { gate(functor, value, acc, at); });
       });
-    } else if constexpr (kFusion == Fusion::kNothing) {
+    } else if constexpr (!kGeneral) {
       // A loop for each activation: its code lies together.
       visit_activation(epilogue, [&]<ActivationFunctor Functor>(const Functor& functor) {
         run_chunks(acc, tile,
@@ -89,10 +83,10 @@ struct FusedOutput {
     } else {
       const float beta = scalar_of(params, tile.batch, epilogue.beta);
       run_chunks(acc, tile, [&](Chunk& value, const Position& at) {
-        const auto c = [&](Chunk& c) { load_c(c, epilogue.c, buffers.results - 1, at); };
-        if constexpr (kFusion == Fusion::kC) return add_c(beta, value, c);
         finish_values(
-            epilogue, beta, value, c, [&](Chunk& c2) { load_c(c2, epilogue.c2, 0, at); },
+            epilogue, beta, value,
+            [&](Chunk& c) { load_c(c, epilogue.c, buffers.results - 1, at); },
+            [&](Chunk& c2) { load_c(c2, epilogue.c2, 0, at); },
             [&](const Chunk& aux) { store(aux, 0, at); });
       });
     }
@@ -116,14 +110,14 @@ struct FusedOutput {
       const Position at = {index, index & (sub.chunks() - 1), place, place.column - tile.column};
       Chunk value;
       take<0>(value, acc, at, alpha, params.epilogue.bias);
-      if constexpr (kFusion != Fusion::kNothing) {
+      if constexpr (kGeneral) {
         if (at.chunk == 0 && buffers.maps.c_by_tma) buffers.template wait_for_c<Sub>(place);
       }
       finish(value, at);
-      store(value, kFusion == Fusion::kAll ? buffers.results - 1 : 0, at);
+      store(value, kGeneral ? buffers.results - 1 : 0, at);
       if (at.chunk < sub.chunks() - 1) continue;
       buffers.send(sub, Buffers::place_of(tile, index - at.chunk));
-      if constexpr (kFusion != Fusion::kNothing) {
+      if constexpr (kGeneral) {
         if (buffers.maps.c_by_tma) buffers.prefetch_next_c(sub, tile, index + 1);
       }
     }
@@ -142,7 +136,7 @@ struct FusedOutput {
                                        const Accumulators& acc, const Position& at) const {
     Chunk up;
     take<Buffers::kBlockChunks>(up, acc, at, 1.f, params.epilogue.bias2);
-    if constexpr (kFusion == Fusion::kAll) {
+    if constexpr (kGeneral) {
       if (params.epilogue.aux != nullptr) {
         store(value, 0, at);
         store(up, 1, at);
@@ -175,9 +169,7 @@ struct FusedOutput {
 
   __device__ __forceinline__ void load_c(Chunk& value, const Addend& source, int result,
                                          const Position& at) const {
-    if (kFusion == Fusion::kC || buffers.maps.c_by_tma) {
-      return sub.load(value, address(result), at.chunk);
-    }
+    if (buffers.maps.c_by_tma) return sub.load(value, address(result), at.chunk);
     const int64_t batch = batch_offset(params, at.place.batch, source.batch);
     visit_places(at.place, [&](int i, int m, int n) {
       const bool inside = m < params.m && n < params.n;
@@ -192,7 +184,7 @@ struct FusedOutput {
     float of[4] = {};  // columns 0, 1, 8, 9 of the thread; exchanged: rows 0, 8
     read_bias(of, source, at.place, kFirst * kChunkColumns + at.tile_column);
     const auto bias_of = [&](int i) { return of[kExchanged ? i / 2 % 2 : i / 4 * 2 + i % 2]; };
-    const bool scales = kFusion == Fusion::kAll && !kConfig.gated;
+    const bool scales = kGeneral && !kConfig.gated;
     visit_chunk<kFirst, Buffers::kBlockChunks>(acc, at.index, [&](int i, float a) {
       ptx::multiply_add(value[i], alpha, a, scales ? 0.f : bias_of(i));
     });

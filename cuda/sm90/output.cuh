@@ -1,5 +1,6 @@
-// How accumulators become D: without arithmetic (here) or with an epilogue (sm90/fused_output.cuh),
-// through the buffers of sm90/output_buffers.cuh.
+// How accumulators become D: by straight code where there is little to do
+// (sm90/unrolled_output.cuh), by a loop for any epilogue (sm90/fused_output.cuh), both through the
+// buffers of sm90/output_buffers.cuh.
 
 #pragma once
 
@@ -14,6 +15,7 @@
 #include "sm90/ring.cuh"
 #include "sm90/subtile.cuh"
 #include "sm90/tensor_maps.h"
+#include "sm90/unrolled_output.cuh"
 
 namespace jax_tcgemm::sm90 {
 
@@ -32,7 +34,7 @@ class Output {
   // Before the mainloop of a tile: sends for its first C. Places are those of the warpgroup.
   __device__ __forceinline__ void prepare(const OutputPlace& place) {
     if constexpr (kConfig.split_k > 1) return;
-    if (maps_.c_by_tma) buffers_.prefetch_c(fused_output<Fusion::kAll>().sub, of_warp(place));
+    if (maps_.c_by_tma) buffers_.prefetch_c(fused<true>().sub, of_warp(place));
   }
 
   // While its last instructions run: fetches the bias, and behind it that of a second weight.
@@ -56,20 +58,20 @@ class Output {
   // After it. acc is only read.
   __device__ __forceinline__ void finish(const Accumulators& acc, const OutputPlace& tile_place) {
     const OutputPlace place = of_warp(tile_place);
-    if (!maps_.simple) {
-      if (!kConfig.gated && maps_.adds_c) {
-        fused_output<Fusion::kC>().run(acc, place);
-      } else {
-        fused_output<Fusion::kAll>().run(acc, place);
-      }
-    } else if (!maps_.plain) {
-      fused_output<Fusion::kNothing>().run(acc, place);
-    } else if constexpr (kConfig.gated) {
-      return;  // never plain
-    } else if (sizeof(Element) == 4 || params_.epilogue.d_is_float32) {
-      finish_plain<OutputSubtile<kConfig, Element, true, kExchanged, true>>(acc, place);
-    } else if constexpr (sizeof(Element) == 2) {
-      finish_plain<OutputSubtile<kConfig, Element, false, kExchanged, true>>(acc, place);
+    switch (maps_.finish) {
+      case Finish::kProduct:
+        if (sizeof(Element) == 4 || params_.epilogue.d_is_float32) {
+          return unrolled<true, Finish::kProduct>(acc, place);
+        }
+        return unrolled<false, Finish::kProduct>(acc, place);
+      case Finish::kAddBias:
+        return unrolled<false, Finish::kAddBias>(acc, place);
+      case Finish::kAddC:
+        return unrolled<false, Finish::kAddC>(acc, place);
+      case Finish::kActivate:
+        return fused<false>().run(acc, place);
+      case Finish::kAnything:
+        return fused<true>().run(acc, place);
     }
   }
 
@@ -91,26 +93,18 @@ class Output {
     return buffers_.smem.bias(warpgroup_);
   }
 
-  template <Fusion kFusion>
-  __device__ __forceinline__ FusedOutput<kConfig, kExchanged, kFusion> fused_output() {
+  template <bool kGeneral>
+  __device__ __forceinline__ FusedOutput<kConfig, kExchanged, kGeneral> fused() {
     return {params_, buffers_, {params_.epilogue.d_is_float32}, bias_address()};
   }
 
-  // Unrolled, for accumulators need no moves then: this code runs once a tile, so that fetching its
-  // instructions is what takes the time.
-  template <typename Sub>
-  __device__ __forceinline__ void finish_plain(const Accumulators& acc, const OutputPlace& place) {
-#pragma unroll
-    for (int index = 0; index < decltype(buffers_)::kChunks; ++index) {
-      Chunk value;
-#pragma unroll
-      for (int i = 0; i < kChunkValues; ++i) {
-        const int flat = index * kChunkValues + i;
-        value[i] = acc[flat / kBlockValues][flat % kBlockValues];
-      }
-      const int chunk = index % Sub::kChunks;
-      Sub::store(value, buffers_.template address<Sub>(buffers_.set, 0), chunk);
-      if (chunk == Sub::kChunks - 1) buffers_.send(Sub(), buffers_.place_of(place, index - chunk));
+  template <bool kWide, Finish kFinish>
+  __device__ __forceinline__ void unrolled(const Accumulators& acc, const OutputPlace& place) {
+    constexpr bool kIsSum = kFinish != Finish::kProduct;
+    if constexpr (!kConfig.gated && (!kIsSum || (kConfig.unrolls_sums() && !kExchanged))) {
+      UnrolledOutput<kConfig, kExchanged, kWide || sizeof(Element) == 4, kFinish>{params_, buffers_,
+                                                                                  bias_address()}
+          .run(acc, place);
     }
   }
 

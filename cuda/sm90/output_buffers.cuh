@@ -98,7 +98,7 @@ struct OutputBuffers {
   // is free.
   template <typename Sub>
   __device__ __forceinline__ void send(const Sub& sub, const OutputPlace& at) {
-    if constexpr (!Sub::kWholeRows) {
+    if constexpr (Sub::kCopiesOut) {
       if (!maps.d_by_tma) return copy_out(sub, at);
     }
     ptx::fence_proxy_async();

@@ -14,6 +14,20 @@ struct alignas(64) TensorMap {
   uint64_t words[16];
 };
 
+// What becomes of the accumulators, from the least to the most work.
+enum class Finish {
+  kProduct,   // D is the product, rounded
+  kAddBias,   // alpha * product + bias
+  kAddC,      // alpha * product + bias + beta * C, with C by TMA
+  kActivate,  // f(alpha * product + bias), gated or not, and no further result
+  kAnything,
+};
+
+// Whether D leaves in whole rows: see output_box.
+constexpr bool in_whole_rows(Finish finish) {
+  return finish != Finish::kAddC && finish != Finish::kAnything;
+}
+
 // A __grid_constant__ kernel parameter. Boxes are what one TMA instruction copies.
 struct TensorMaps {
   TensorMap a;  // (batch..., m, k) or (batch..., k, m), the contiguous dimension last
@@ -31,9 +45,7 @@ struct TensorMaps {
   bool has_c2;
   bool c_by_tma;
   bool d_by_tma;
-  bool adds_c;  // c_by_tma, no further results, and D is accumulators, bias and C added up
-  bool simple;  // d_by_tma, no further results, and D depends on accumulators and bias alone
-  bool plain;   // and is the accumulators, rounded
+  Finish finish;
 };
 
 }  // namespace jax_tcgemm::sm90

@@ -166,27 +166,28 @@ bool d_by_tma(const GemmProblem& problem) {
          is_aligned(epilogue.d) && is_aligned(epilogue.aux) && is_aligned(epilogue.aux2);
 }
 
-// Whether D is formed in one pass over accumulators, bias and perhaps C.
-bool is_one_result(const EpilogueParams& epilogue) {
-  return epilogue.aux == nullptr && epilogue.row_scale.data == nullptr &&
-         epilogue.column_scale.data == nullptr;
-}
-
-bool is_simple(const EpilogueParams& epilogue) {
-  return is_one_result(epilogue) && epilogue.c.data == nullptr;
-}
-
-bool adds_c(const EpilogueParams& epilogue) {
-  return is_one_result(epilogue) && epilogue.activation == Activation::kNone &&
-         (epilogue.role_of_c == RoleOfC::kAdd || epilogue.role_of_c == RoleOfC::kResidual);
+// What the kernel has to do; the paths for sums are for D in the type of the operands.
+Finish finish_of(const EpilogueParams& epilogue, const TensorMaps& maps, bool exchanged,
+                 const KernelConfig& config) {
+  if (!maps.d_by_tma || epilogue.aux != nullptr || epilogue.row_scale.data != nullptr ||
+      epilogue.column_scale.data != nullptr) {
+    return Finish::kAnything;
+  }
+  if (is_plain(epilogue)) return Finish::kProduct;
+  const bool is_sum = epilogue.activation == Activation::kNone && config.unrolls_sums() &&
+                      !exchanged && epilogue.d_is_float32 == (element_bytes(config.algorithm) == 4);
+  if (epilogue.c.data == nullptr) return is_sum ? Finish::kAddBias : Finish::kActivate;
+  const bool adds = epilogue.role_of_c == RoleOfC::kAdd || epilogue.role_of_c == RoleOfC::kResidual;
+  return is_sum && adds && maps.c_by_tma ? Finish::kAddC : Finish::kAnything;
 }
 
 }  // namespace
 
 bool is_plain(const EpilogueParams& epilogue) {
-  return is_simple(epilogue) && epilogue.alpha.data == nullptr && epilogue.alpha.value == 1.f &&
-         epilogue.bias.data == nullptr && epilogue.activation == Activation::kNone &&
-         !epilogue.gated;
+  return epilogue.alpha.data == nullptr && epilogue.alpha.value == 1.f &&
+         epilogue.c.data == nullptr && epilogue.bias.data == nullptr && epilogue.aux == nullptr &&
+         epilogue.row_scale.data == nullptr && epilogue.column_scale.data == nullptr &&
+         epilogue.activation == Activation::kNone && !epilogue.gated;
 }
 
 Status encode_tensor_maps(const GemmProblem& problem, const KernelConfig& config,
@@ -214,13 +215,11 @@ Status encode_tensor_maps(const GemmProblem& problem, const KernelConfig& config
   maps->d_by_tma = d_by_tma(problem);
   maps->c_by_tma = maps->d_by_tma && c_by_tma(problem);
   maps->has_c2 = maps->c_by_tma && epilogue.c2.data != nullptr;
-  maps->adds_c = maps->c_by_tma && adds_c(epilogue);
-  maps->simple = maps->d_by_tma && is_simple(epilogue);
-  maps->plain = maps->d_by_tma && is_plain(epilogue);
+  maps->finish = finish_of(epilogue, *maps, exchanged, config);
   if (!maps->d_by_tma) return Status();
   const int64_t matrix = int64_t{params.m} * params.n;
-  JAX_TCGEMM_RETURN_IF_ERROR(
-      encode_result("d", epilogue.d, params.n, matrix, maps->simple, problem, config, &maps->d));
+  JAX_TCGEMM_RETURN_IF_ERROR(encode_result("d", epilogue.d, params.n, matrix,
+                                           in_whole_rows(maps->finish), problem, config, &maps->d));
   if (epilogue.aux != nullptr) {
     JAX_TCGEMM_RETURN_IF_ERROR(
         encode_result("aux", epilogue.aux, params.n, matrix, false, problem, config, &maps->aux));
