@@ -25,6 +25,10 @@ enum class Loader { kCpAsync, kRealign, kDirect, kTma };
 //   kPingpong:    two, each with a tile of its own; one multiplies while the other writes.
 enum class Schedule { kCooperative, kPingpong };
 
+// What consecutive groups, whose sizes only the device knows, divide: nothing; the rows of A and D,
+// so that each group has its own B; k, so that each group makes its own D.
+enum class Ragged { kNone, kRows, kDepth };
+
 // Which matrix dimension of an operand is contiguous in memory.
 enum class Major { kK, kMn };
 
@@ -54,6 +58,7 @@ struct KernelConfig {
   Schedule schedule;
   // tile_n is half of one weight's columns and half of the other's.
   bool gated;
+  Ragged ragged;
 
   constexpr int warp_m() const { return tile_m / warps_m; }
   constexpr int warp_n() const { return tile_n / warps_n; }

@@ -59,6 +59,9 @@ class KernelConfig:
             two warpgroups compute a tile each, and one multiplies while the other writes.
         gated: ``tile_n`` is half of one weight's columns and half of the other's, and D has the
             columns of one (sm90).
+        ragged: what groups divide whose sizes only the device knows (sm90): ``"none"``; ``"rows"``,
+            those of A and D, so that each group has its own B; or ``"depth"``, k, so that each
+            group makes its own D.
     """
 
     arch: str
@@ -76,6 +79,7 @@ class KernelConfig:
     split_k: int = 1
     schedule: str = "cooperative"
     gated: bool = False
+    ragged: str = "none"
 
     def __post_init__(self) -> None:
         def require(condition: bool, what: str) -> None:
@@ -107,6 +111,7 @@ class KernelConfig:
         )
         require(self.cluster_size == 1, "sm80 kernels have no clusters")
         require(not self.gated, "sm80 kernels have one weight")
+        require(self.ragged == "none", "sm80 kernels know no groups")
         chunks = row_bytes // 16
         for extent in (self.tile_m, self.tile_n):
             require(extent * chunks % self.threads == 0, "tile must be a whole number of passes")
@@ -133,6 +138,10 @@ class KernelConfig:
         if self.gated:
             require(self.element_bytes == 2 and self.split_k == 1, "gated rows are 16-bit, unsplit")
             require(self.tile_n % 128 == 0, "half of tile_n must be a multiple of 64")
+        require(self.ragged in ("none", "rows", "depth"), "unknown ragged")
+        if self.ragged != "none":
+            require(self.element_bytes == 2 and self.split_k == 1, "ragged rows are 16-bit, unsplit")
+            require(self.tile_n % 64 == 0 and not self.gated, "ragged rows have whole slabs")
         for extent, sharers in ((self.tile_m, self.cluster_n), (self.tile_n, self.cluster_m)):
             require(sharers in (1, 2, 4), "a cluster shares an operand by 1, 2 or 4")
             require(extent % (8 * sharers) == 0, "a share must be a whole number of 8 rows")
@@ -201,7 +210,8 @@ class KernelConfig:
             cluster = f"_c{self.cluster_m}x{self.cluster_n}"
             split = f"_k{self.split_k}" if self.split_k > 1 else ""
             gated = "_gated" if self.gated else ""
-            return f"{tile}_s{self.stages}{cluster}{split}_{self.schedule}{gated}"
+            ragged = f"_ragged_{self.ragged}" if self.ragged != "none" else ""
+            return f"{tile}_s{self.stages}{cluster}{split}_{self.schedule}{gated}{ragged}"
         suffix = "_realign" if self.loader == "realign" else ""
         suffix += "_promote" if self.promote else ""
         return f"{tile}_w{self.warps_m}x{self.warps_n}_s{self.stages}{suffix}"
@@ -217,6 +227,7 @@ def _sm90(
     split_k: int = 1,
     schedule: str = "cooperative",
     gated: bool = False,
+    ragged: str = "none",
 ) -> KernelConfig:
     warpgroups = 1 if schedule == "pingpong" else min(2, tile_m // 64)
     return KernelConfig(
@@ -234,6 +245,7 @@ def _sm90(
         split_k=split_k,
         schedule=schedule,
         gated=gated,
+        ragged=ragged,
     )
 
 
@@ -297,6 +309,14 @@ def _rows() -> list[KernelConfig]:
             # Two weights.
             _sm90(algorithm, 128, 256, 4, cluster=(2, 1), gated=True),
             _sm90(algorithm, 128, 128, 6, cluster=(2, 1), schedule="pingpong", gated=True),
+            # Groups of rows, from many rows in each to few.
+            _sm90(algorithm, 128, 256, 4, cluster=(2, 1), ragged="rows"),
+            _sm90(algorithm, 128, 256, 4, ragged="rows"),
+            _sm90(algorithm, 128, 128, 6, schedule="pingpong", ragged="rows"),
+            _sm90(algorithm, 64, 128, 6, schedule="pingpong", ragged="rows"),
+            # Groups of k.
+            _sm90(algorithm, 128, 256, 4, cluster=(2, 1), ragged="depth"),
+            _sm90(algorithm, 128, 128, 6, schedule="pingpong", ragged="depth"),
         ]
     rows += [
         _sm90("TF32_TF32_F32", 128, 256, 4, cluster=(2, 1)),

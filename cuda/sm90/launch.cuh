@@ -52,6 +52,10 @@ cudaError_t launch_layouts(const LaunchRequest& request) {
   if (error != cudaSuccess) return error;
 
   GemmParams params = request.params;
+  if constexpr (kConfig.ragged != Ragged::kNone) {
+    launch.gridDim = dim3(capacity * kConfig.cluster_size());
+    return cudaLaunchKernelEx(&launch, kernel, params, *request.maps);
+  }
   const int64_t tiles = int64_t{params.raster.tiles.divisor} * params.batch;
   const int clusters = static_cast<int>(tiles < capacity ? tiles : capacity);
   params.raster.stride_batch = clusters / params.raster.tiles.divisor;
@@ -61,7 +65,7 @@ cudaError_t launch_layouts(const LaunchRequest& request) {
 }
 
 template <typename Row>
-cudaError_t launch(const LaunchRequest& request) {
+cudaError_t launch_any_layout(const LaunchRequest& request) {
   constexpr Major kK = Major::kK;
   constexpr Major kMn = Major::kMn;
   constexpr bool kExchanges = exchanges_operands(Row::kConfig, kK, kMn);
@@ -78,6 +82,20 @@ cudaError_t launch(const LaunchRequest& request) {
     return cudaErrorNotSupported;
   else
     return launch_layouts<Row, kMn, kMn, false>(request);
+}
+
+template <typename Row>
+cudaError_t launch(const LaunchRequest& request) {
+  constexpr Major kK = Major::kK;
+  constexpr Major kMn = Major::kMn;
+  if constexpr (Row::kConfig.ragged == Ragged::kDepth) {
+    return launch_layouts<Row, kMn, kMn, false>(request);
+  } else if constexpr (Row::kConfig.ragged == Ragged::kRows) {
+    return request.major_b == kK ? launch_layouts<Row, kK, kK, false>(request)
+                                 : launch_layouts<Row, kK, kMn, false>(request);
+  } else {
+    return launch_any_layout<Row>(request);
+  }
 }
 
 }  // namespace jax_tcgemm::sm90
