@@ -24,7 +24,7 @@ struct RaggedAttributes {
   int64_t m, n, k, groups;
   bool depth, transpose_rhs, has_bias, has_aux;
   float activation_p0, activation_p1;
-  std::string_view activation, algorithm;
+  std::string_view activation, algorithm, config;
 };
 
 }  // namespace jax_tcgemm
@@ -37,7 +37,8 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     ::xla::ffi::StructMember<bool>("has_aux"), ::xla::ffi::StructMember<float>("activation_p0"),
     ::xla::ffi::StructMember<float>("activation_p1"),
     ::xla::ffi::StructMember<std::string_view>("activation"),
-    ::xla::ffi::StructMember<std::string_view>("algorithm"));
+    ::xla::ffi::StructMember<std::string_view>("algorithm"),
+    ::xla::ffi::StructMember<std::string_view>("config"));
 
 namespace jax_tcgemm {
 namespace {
@@ -134,6 +135,7 @@ Status decode_and_run(ffi::RemainingArgs& operands, ffi::RemainingRets& results,
                      "groups of k have no epilogue");
   GemmProblem problem = {};
   problem.algorithm = *algorithm;
+  problem.config = at.config;
   GemmParams& p = problem.params;
   p.m = static_cast<int32_t>(at.m);
   p.n = static_cast<int32_t>(at.n);

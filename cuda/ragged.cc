@@ -33,6 +33,22 @@ ChoiceInput even_groups(const GemmProblem& problem, Ragged ragged, const DeviceP
   return input;
 }
 
+Status find_kernel(const GemmProblem& problem, const ChoiceInput& input,
+                   const KernelEntry** entry) {
+  const GemmParams& p = problem.params;
+  if (problem.config.empty()) {
+    *entry = choose_kernel(input).entry;
+  } else {
+    for (const KernelEntry& row : kernel_registry()) {
+      if (row.name == problem.config && supports(row.config, input)) *entry = &row;
+    }
+  }
+  JAX_TCGEMM_REQUIRE(*entry != nullptr, "no kernel for groups of m=", p.m, " n=", p.n, " k=", p.k,
+                     " tma_addressable=", problem.tma_addressable(), " config='", problem.config,
+                     "' on compute capability ", input.compute_capability);
+  return Status();
+}
+
 // The device counts tiles in 32 bits.
 Status check_tiles(const GemmParams& p, Ragged ragged, const KernelConfig& config) {
   const int64_t rows = config.tile_m * config.cluster_m;
@@ -50,19 +66,16 @@ Status check_tiles(const GemmParams& p, Ragged ragged, const KernelConfig& confi
 Status run_ragged(GemmProblem problem, Ragged ragged, const DeviceProperties& device,
                   cudaStream_t stream) {
   const GemmParams& p = problem.params;
-  const ChoiceInput input = even_groups(problem, ragged, device);
-  const Choice choice = choose_kernel(input);
-  JAX_TCGEMM_REQUIRE(choice.entry != nullptr, "no kernel for groups of m=", p.m, " n=", p.n,
-                     " k=", p.k, " tma_addressable=", problem.tma_addressable(), " on ",
-                     device.name);
-  const KernelConfig& config = choice.entry->config;
-  log_choice(problem, *choice.entry);
+  const KernelEntry* entry = nullptr;
+  JAX_TCGEMM_RETURN_IF_ERROR(find_kernel(problem, even_groups(problem, ragged, device), &entry));
+  const KernelConfig& config = entry->config;
+  log_choice(problem, *entry);
   JAX_TCGEMM_RETURN_IF_ERROR(check_tiles(p, ragged, config));
   sm90::TensorMaps maps;
   JAX_TCGEMM_RETURN_IF_ERROR(sm90::encode_tensor_maps(problem, config, &maps));
   JAX_TCGEMM_REQUIRE(maps.d_by_tma, "n=", p.n, " or a result's address is not aligned");
   const LaunchRequest request = {p, problem.major_a, problem.major_b, &maps, device, stream};
-  JAX_TCGEMM_CUDA_CHECK(choice.entry->launch(request), "launching ", choice.entry->name,
+  JAX_TCGEMM_CUDA_CHECK(entry->launch(request), "launching ", entry->name,
                         " for m=", p.m, " n=", p.n, " k=", p.k, " groups=", p.batch, " on ",
                         device.name);
   return Status();

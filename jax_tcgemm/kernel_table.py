@@ -141,7 +141,9 @@ class KernelConfig:
         require(self.ragged in ("none", "rows", "depth"), "unknown ragged")
         if self.ragged != "none":
             require(self.element_bytes == 2 and self.split_k == 1, "ragged rows are 16-bit, unsplit")
-            require(self.tile_n % 64 == 0 and not self.gated, "ragged rows have whole slabs")
+            require(not self.gated, "ragged rows have one weight")
+        if self.ragged == "depth":
+            require(self.tile_m % 64 == 0 and self.tile_n % 64 == 0, "tiles must be whole slabs")
         for extent, sharers in ((self.tile_m, self.cluster_n), (self.tile_n, self.cluster_m)):
             require(sharers in (1, 2, 4), "a cluster shares an operand by 1, 2 or 4")
             require(extent % (8 * sharers) == 0, "a share must be a whole number of 8 rows")
@@ -309,13 +311,13 @@ def _rows() -> list[KernelConfig]:
             # Two weights.
             _sm90(algorithm, 128, 256, 4, cluster=(2, 1), gated=True),
             _sm90(algorithm, 128, 128, 6, cluster=(2, 1), schedule="pingpong", gated=True),
-            # Groups of rows, from many rows in each to few.
-            _sm90(algorithm, 128, 256, 4, cluster=(2, 1), ragged="rows"),
-            _sm90(algorithm, 128, 256, 4, ragged="rows"),
+            # Groups of rows. Blocks that share rows of one group waste nothing, whatever its size.
+            _sm90(algorithm, 128, 256, 4, cluster=(1, 2), ragged="rows"),
             _sm90(algorithm, 128, 128, 6, schedule="pingpong", ragged="rows"),
             _sm90(algorithm, 64, 128, 6, schedule="pingpong", ragged="rows"),
             # Groups of k.
             _sm90(algorithm, 128, 256, 4, cluster=(2, 1), ragged="depth"),
+            _sm90(algorithm, 128, 192, 4, cluster=(2, 1), schedule="pingpong", ragged="depth"),
             _sm90(algorithm, 128, 128, 6, schedule="pingpong", ragged="depth"),
         ]
     rows += [

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_tcgemm import _compat, arguments, ragged_primitive
+from jax_tcgemm import _compat, arguments, kernel_table, ragged_primitive
 from jax_tcgemm.epilogues import Activation
 from jax_tcgemm.ragged_lowering import RaggedSpec
+from jax_tcgemm.spec import resolve_algorithm
 
 _NAMES = arguments.Names("lhs", "rhs", "", "transpose_rhs")
 
@@ -26,6 +27,7 @@ def ragged_dot(
     precision: Any = None,
     preferred_element_type: DTypeLike | None = None,
     transpose_rhs: bool = False,
+    config: str | None = None,
 ) -> jax.Array:
     """Product of consecutive groups of rows with a matrix each, with a fused epilogue.
 
@@ -49,6 +51,8 @@ def ragged_dot(
         precision: as in ``gemm``.
         preferred_element_type: dtype of the result; ``None`` is that of ``jnp.matmul(lhs, rhs)``.
         transpose_rhs: whether the matrices are stored transposed; nothing is moved in memory.
+        config: name of a kernel configuration for groups of rows (a row of
+            ``jax_tcgemm.kernel_table``), or ``None`` for the one that a heuristic chooses.
 
     Returns:
         ``(m, n)``.
@@ -67,13 +71,25 @@ def ragged_dot(
     precision = _compat.canonicalize_precision(precision)
     lhs, rhs, out_dtype = arguments.promoted(lhs, rhs, precision, preferred_element_type, _NAMES)
     arguments.check_activation(activation, out_dtype)
+    _check_config(config, resolve_algorithm(lhs.dtype, rhs.dtype, out_dtype, precision))
     groups = rhs.shape[0]
     operands = [lhs, rhs, _sizes(group_sizes, groups)]
     if bias is not None:
         bias = arguments.vector("bias", bias, (groups, n), out_dtype)
         operands.append(jnp.broadcast_to(bias, (groups, n)))
-    spec = RaggedSpec(out_dtype, precision, bool(transpose_rhs), activation)
+    spec = RaggedSpec(out_dtype, precision, bool(transpose_rhs), activation, config=config)
     return ragged_primitive.dot(spec, *operands)[0]
+
+
+def _check_config(config: str | None, algorithm: str | None) -> None:
+    arguments.check_config(config)
+    rows = kernel_table.for_algorithm(algorithm) if algorithm is not None else ()
+    accepted = sorted(row.name for row in rows if row.ragged == "rows")
+    if config is not None and config not in accepted:
+        raise ValueError(
+            f"config={config!r} is no kernel configuration for groups of rows in {algorithm}; "
+            f"accepted: None or {accepted}"
+        )
 
 
 def _sizes(group_sizes: ArrayLike, groups: int) -> jax.Array:

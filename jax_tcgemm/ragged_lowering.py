@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_tcgemm import _extension, kernel_table, lowering
+from jax_tcgemm import _compat, _extension, kernel_table, lowering
 from jax_tcgemm.alignment import COPY_BYTES
 from jax_tcgemm.epilogues import Activation, resolve
 from jax_tcgemm.spec import INPUT_DTYPES, accumulator_dtype, resolve_algorithm
@@ -30,6 +30,7 @@ class RaggedSpec:
         transpose_rhs: whether ``rhs`` is ``(g, n, k)``.
         activation: a key of ``ACTIVATIONS``, an ``Activation``, or ``None``.
         save_preactivation: whether the pre-activation is a second result.
+        config: name of the kernel configuration asked for, or ``None``.
     """
 
     out_dtype: np.dtype
@@ -37,6 +38,7 @@ class RaggedSpec:
     transpose_rhs: bool = False
     activation: str | Activation | None = None
     save_preactivation: bool = False
+    config: str | None = None
 
     @property
     def result_count(self) -> int:
@@ -86,7 +88,7 @@ def reference_dot(
         return jnp.where((begin <= rows) & (rows < end), own, z), None
 
     n = rhs.shape[1 if spec.transpose_rhs else 2]
-    z = jnp.zeros((lhs.shape[0], n), wide)
+    z, *_ = _compat.match_varying((jnp.zeros((lhs.shape[0], n), wide), lhs, rhs))
     bounds = group_bounds(group_sizes, lhs.shape[0])
     z, _ = lax.scan(add_group, z, (rhs, *bounds, *bias))
     d = z
@@ -173,6 +175,7 @@ def cuda_dot(
         activation_p0=np.float32(p0),
         activation_p1=np.float32(p1),
         algorithm=algorithm,
+        config=spec.config or "",
     )
     return [result[:, :n].astype(spec.out_dtype) for result in results]
 
@@ -201,6 +204,7 @@ def cuda_contraction(
         activation_p0=np.float32(0),
         activation_p1=np.float32(0),
         algorithm=algorithm,
+        config=spec.config or "",
     )
     return [result[:, : lhs.shape[1], : rhs.shape[1]].astype(spec.out_dtype)]
 
@@ -238,6 +242,8 @@ def _kernel_algorithm(
     obstacle = _obstacle(algorithm, (*lhs.shape, *rhs.shape, *group_sizes.shape))
     shapes = f"{lhs.dtype}{list(lhs.shape)} x {rhs.dtype}{list(rhs.shape)}"
     lowering.log(f"{what} {shapes} -> {spec.out_dtype}: {obstacle or algorithm}")
+    if obstacle is None and spec.config not in (None, *_extension.KERNEL_NAMES):
+        raise ValueError(f"config={spec.config!r} is not in this build of jax_tcgemm")
     return algorithm if obstacle is None else None
 
 

@@ -109,7 +109,7 @@ def _linear_tangent(primals: Sequence[Any], tangents: Sequence[Any], spec: Ragge
     """Returns the tangent of the pre-activation, a linear product for each operand's."""
     lhs, rhs, group_sizes, *_ = primals
     dlhs, drhs, *dbias = tangents
-    plain = dataclasses.replace(spec, activation=None, save_preactivation=False)
+    plain = dataclasses.replace(spec, activation=None, save_preactivation=False, config=None)
     terms = []
     if dlhs is not None:
         terms += dot(plain, dlhs, rhs, group_sizes)
@@ -174,7 +174,7 @@ def _contraction_transpose(
 
 
 def _of_aval(spec: RaggedSpec, aval: Any, **changes: Any) -> RaggedSpec:
-    return dataclasses.replace(spec, out_dtype=aval.dtype, **changes)
+    return dataclasses.replace(spec, out_dtype=aval.dtype, config=None, **changes)
 
 
 # Batching

@@ -1,0 +1,398 @@
+"""ragged_dot: values, derivatives and transformations, beside loops in float64 and jax.lax's own."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+
+import jax_tcgemm
+from jax_tcgemm import _extension, ragged_dot, ragged_primitive
+from jax_tcgemm.epilogues import ACTIVATIONS
+from jax_tcgemm.ragged_lowering import RaggedSpec
+
+F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
+
+
+def bounds(sizes: Any, rows: int) -> np.ndarray:
+    """Where the groups begin, and the last one ends."""
+    ends = np.cumsum(np.clip(np.asarray(sizes, np.int64), 0, rows))
+    return np.concatenate([[0], np.minimum(ends, rows)])
+
+
+def looped(lhs: Any, rhs: Any, sizes: Any, bias: Any = None, activation: str | None = None) -> Any:
+    """The definition, group after group in float64; rhs is (g, k, n)."""
+    lhs, rhs = (np.asarray(x, np.float64) for x in (lhs, rhs))
+    at = bounds(sizes, len(lhs))
+    d = np.zeros((len(lhs), rhs.shape[2]))
+    for group in range(len(rhs)):
+        rows = slice(at[group], at[group + 1])
+        d[rows] = lhs[rows] @ rhs[group]
+        if bias is not None:
+            d[rows] += np.asarray(bias, np.float64)[group]
+        if activation is not None:
+            with jax.enable_x64(True):
+                d[rows] = ACTIVATIONS[activation].reference(jnp.asarray(d[rows]))
+    return d
+
+
+def contracted(lhs: Any, rhs: Any, sizes: Any) -> np.ndarray:
+    lhs, rhs = (np.asarray(x, np.float64) for x in (lhs, rhs))
+    at = bounds(sizes, len(lhs))
+    return np.stack([lhs[i:j].T @ rhs[i:j] for i, j in zip(at, at[1:], strict=False)])
+
+
+def drawn_sizes(rng: np.random.Generator, groups: int, rows: int) -> np.ndarray:
+    """Sizes of many a kind: even, uneven, empty, negative, short of the rows or beyond them."""
+    mean = rows // max(groups, 1)
+    kind = rng.integers(6)
+    if kind == 0:
+        return np.full(groups, mean)
+    sizes = rng.integers(0, 2 * mean + 2, groups)
+    if kind == 1:
+        sizes[rng.random(groups) < 0.5] = 0
+    elif kind == 2:
+        sizes //= 2
+    elif kind == 3:
+        sizes = mean - sizes
+    elif kind == 4:
+        sizes[rng.integers(groups)] = 2**31 - 1
+    return sizes
+
+
+def random_problem(rng: np.random.Generator, normal: Callable, dtype: Any) -> dict[str, Any]:
+    groups = int(rng.choice([1, 2, 3, 5, 8, 33, 70]))
+    m, n, k = (int(x) for x in rng.integers(1, (300, 150, 150)))
+    transposed = bool(rng.integers(2))
+    return {
+        "lhs": normal(m, k, dtype=dtype),
+        "rhs": normal(groups, *((n, k) if transposed else (k, n)), dtype=dtype),
+        "group_sizes": jnp.asarray(drawn_sizes(rng, groups, m), jnp.int32),
+        "bias": normal(groups, n, dtype=dtype) if rng.integers(2) else None,
+        "activation": [None, "silu", "gelu", "relu"][rng.integers(4)],
+        "transpose_rhs": transposed,
+    }
+
+
+def check_problem(p: dict[str, Any], assert_accurate: Callable) -> None:
+    rhs = jnp.swapaxes(p["rhs"], 1, 2) if p["transpose_rhs"] else p["rhs"]
+    sizes = np.diff(bounds(p["group_sizes"], p["lhs"].shape[0])).astype(np.int32)
+    d = ragged_dot(**p)
+    assert d.dtype == p["lhs"].dtype
+    z = jax.lax.ragged_dot(p["lhs"], rhs, jnp.asarray(sizes), preferred_element_type=F32)
+    if p["bias"] is not None:
+        rows = jnp.repeat(p["bias"], sizes, axis=0, total_repeat_length=sizes.sum())
+        z = z.at[: sizes.sum()].add(rows.astype(F32))
+    function = ACTIVATIONS[p["activation"]].reference if p["activation"] else lambda x: x
+    baseline = function(z).at[sizes.sum() :].set(0).astype(d.dtype)
+    exact = looped(p["lhs"], rhs, sizes, p["bias"], p["activation"])
+    assert_accurate(d, baseline, exact, slack=1e-30)
+    assert not np.asarray(d[sizes.sum() :]).any()
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+def test_equals_the_loop_and_lax(rng, normal, assert_accurate, dtype):
+    for _ in range(4):
+        check_problem(random_problem(rng, normal, dtype), assert_accurate)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("part", range(10))
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_equals_the_loop_and_lax_on_the_gpu(rng, normal, assert_accurate, dtype, part):
+    for _ in range(25):
+        check_problem(random_problem(rng, normal, dtype), assert_accurate)
+
+
+@pytest.mark.parametrize("sizes", [[3, 4], [0, 0], [7, 7], [-5, 6], [2**31 - 1] * 2, [-(2**31), 9]])
+def test_sizes_that_do_not_fit_are_clamped(normal, sizes):
+    lhs, rhs = normal(9, 4), normal(2, 4, 3)
+    d = ragged_dot(lhs, rhs, jnp.asarray(sizes, jnp.int32), precision="highest")
+    np.testing.assert_allclose(d, looped(lhs, rhs, sizes), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int64, np.uint32, np.uint64])
+def test_sizes_of_any_integer_type(normal, dtype):
+    lhs, rhs = normal(9, 4), normal(2, 4, 3)
+    sizes = np.asarray([4, np.iinfo(dtype).max], dtype)
+    with jax.enable_x64(True):
+        d = ragged_dot(lhs, rhs, sizes, precision="highest")
+    np.testing.assert_allclose(d, looped(lhs, rhs, [4, 5]), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 3, 2), (5, 0, 3, 2), (5, 4, 0, 2), (5, 4, 3, 0)])
+def test_empty_extents(normal, shape):
+    m, k, n, groups = shape
+    bias = normal(groups, n)
+    sizes = jnp.full(groups, 2, jnp.int32)
+    d = ragged_dot(normal(m, k), normal(groups, k, n), sizes, bias=bias, activation="relu")
+    assert d.shape == (m, n)
+    if k == 0:
+        np.testing.assert_array_equal(d[:4], np.repeat(np.maximum(bias, 0), 2, axis=0))
+
+
+def test_values_of_other_groups_and_of_none_do_not_matter(normal):
+    """Infinities outside of a group reach neither its rows nor its contraction."""
+    lhs, rhs = normal(9, 4).at[6:].set(jnp.inf), normal(2, 4, 3).at[1].set(jnp.nan)
+    d = ragged_dot(lhs, rhs, jnp.array([6, 0]))
+    assert np.isfinite(d).all()
+    spec = RaggedSpec(jnp.dtype(F32), (jax.lax.Precision.HIGHEST,) * 2)
+    (d,) = ragged_primitive.contraction(spec, lhs, normal(9, 3), jnp.array([4, 2]))
+    assert np.isfinite(d).all()
+
+
+@pytest.mark.parametrize("types", [(BF16, F32), (F32, BF16), (F16, None), (jnp.int8, None)])
+def test_result_dtype_is_that_of_lax(normal, types):
+    a, b = types
+    lhs, rhs = normal(6, 4, dtype=a), normal(2, 4, 3, dtype=b or a)
+    ours = functools.partial(ragged_dot, group_sizes=jnp.array([2, 3]))
+    lax = functools.partial(jax.lax.ragged_dot, group_sizes=jnp.array([2, 3]))
+    assert ours(lhs, rhs).dtype == lax(lhs, rhs).dtype
+    preferred = {"preferred_element_type": F32}
+    assert ours(lhs, rhs, **preferred).dtype == lax(lhs, rhs, **preferred).dtype == F32
+
+
+# Derivatives
+
+
+def _indexed(lhs, rhs, sizes, bias, activation):
+    """The definition as an ordinary JAX function, each row with a copy of its matrix."""
+    at = bounds(sizes, lhs.shape[0])
+    groups = np.repeat(np.arange(len(rhs)), np.diff(at))
+    rows = lhs[: len(groups)]
+    z = jnp.einsum("mk,mkn->mn", rows, rhs[groups], precision="highest") + bias[groups]
+    d = ACTIVATIONS[activation].reference(z) if activation else z
+    return jnp.pad(d, ((0, lhs.shape[0] - len(groups)), (0, 0)))
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("sizes", [[3, 0, 4], [1, 2, 9], [0, 0, 0]])
+def test_derivatives(normal, activation, transposed, sizes):
+    lhs, rhs, bias, weight = normal(8, 4), normal(3, 4, 5), normal(3, 5), normal(8, 5)
+    sizes = jnp.asarray(sizes)
+
+    def ours(lhs, rhs, bias):
+        rhs = jnp.swapaxes(rhs, 1, 2) if transposed else rhs
+        options = {"bias": bias, "activation": activation, "transpose_rhs": transposed}
+        return (weight * ragged_dot(lhs, rhs, sizes, precision="highest", **options)).sum()
+
+    def natural(lhs, rhs, bias):
+        return (weight * _indexed(lhs, rhs, sizes, bias, activation)).sum()
+
+    x = lhs, rhs, bias
+    for transform in (
+        lambda f: jax.grad(f, (0, 1, 2)),
+        lambda f: jax.jacfwd(f, (0, 1, 2)),
+        lambda f: jax.hessian(f, (0, 1, 2)),
+        lambda f: jax.grad(jax.checkpoint(f), (0, 1, 2)),
+    ):
+        for actual, wanted in zip(
+            jax.tree.leaves(transform(ours)(*x)),
+            jax.tree.leaves(transform(natural)(*x)),
+            strict=True,
+        ):
+            np.testing.assert_allclose(actual, wanted, rtol=2e-4, atol=2e-5)
+
+
+def test_check_grads_to_second_order(normal):
+    sizes = jnp.array([3, 0, 2])
+    function = functools.partial(
+        ragged_dot, group_sizes=sizes, activation="tanh", precision="highest"
+    )
+    check_grads(lambda a, b, c: function(a, b, bias=c), (normal(6, 3), normal(3, 3, 2), normal(3, 2)), 2)  # fmt: skip
+
+
+def test_derivatives_of_16_bit_operands_are_products_of_them(normal, assert_accurate):
+    """Each cotangent is rounded once, and those of rhs are zero for empty groups."""
+    sizes = np.array([9, 0, 20])
+    lhs, rhs, ct = (normal(*s, dtype=BF16) for s in ((33, 12), (3, 12, 7), (33, 7)))
+    _, pullback = jax.vjp(lambda a, b: ragged_dot(a, b, jnp.asarray(sizes)), lhs, rhs)
+    dlhs, drhs = pullback(ct)
+    assert dlhs.dtype == drhs.dtype == BF16
+    exact = looped(ct, jnp.swapaxes(rhs, 1, 2), sizes), contracted(lhs, ct, sizes)
+    for actual, wanted in zip((dlhs, drhs), exact, strict=True):
+        assert_accurate(actual, jnp.asarray(wanted, BF16), wanted)
+    assert not np.asarray(drhs[1]).any()
+
+
+def test_group_sizes_have_no_derivative(normal):
+    lhs, rhs, sizes = normal(6, 3), normal(2, 3, 2), jnp.array([2, 3])
+    grad = jax.grad(lambda s: ragged_dot(lhs, rhs, s).sum(), allow_int=True)(sizes)
+    assert grad.dtype == jax.dtypes.float0
+
+
+def test_unused_preactivation_is_not_computed(normal, cuda_text):
+    operands = normal(16, 8, dtype=BF16), normal(2, 8, 8, dtype=BF16), jnp.array([8, 8])
+    forward = functools.partial(ragged_dot, activation="silu")
+    assert cuda_text(forward, *operands).count("has_aux = false") == 1
+    gradient = jax.grad(lambda *x: forward(*x).astype(F32).sum(), (0, 1))
+    text = cuda_text(gradient, *operands)
+    assert text.count("custom_call @jax_tcgemm_ragged_dot_v1") == 3  # z, dlhs, drhs
+    assert text.count("has_aux = true") == 0  # whose sum needs no d
+
+
+# Transformations
+
+
+@pytest.mark.parametrize("mapped", [(0, None, None), (None, 0, None), (None, None, 0), (1, 2, 0)])
+def test_vmap(normal, mapped):
+    operands = [normal(7, 4), normal(3, 4, 5), jnp.array([3, 0, 2])]
+    batched = [
+        operand
+        if dim is None
+        else jnp.stack([jnp.roll(operand, i, axis=0) for i in range(2)], axis=dim)
+        for operand, dim in zip(operands, mapped, strict=True)
+    ]
+    actual = jax.vmap(ragged_dot, mapped)(*batched)
+    for i in range(2):
+        own = [
+            operand if dim is None else jnp.take(operand, i, axis=dim)
+            for operand, dim in zip(batched, mapped, strict=True)
+        ]
+        np.testing.assert_allclose(actual[i], ragged_dot(*own), rtol=1e-6, atol=1e-6)
+
+
+def test_vmap_of_the_gradient(normal):
+    lhs, rhs, sizes = normal(2, 7, 4), normal(3, 4, 5), jnp.array([[3, 0, 2], [1, 1, 5]])
+    grad = jax.grad(lambda a, b, s: (ragged_dot(a, b, s) ** 2).sum(), (0, 1))
+    actual = jax.vmap(grad, (0, None, 0))(lhs, rhs, sizes)
+    for i in range(2):
+        for one, wanted in zip(actual, grad(lhs[i], rhs, sizes[i]), strict=True):
+            np.testing.assert_allclose(one[i], wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_scan_over_layers_and_traced_sizes(normal):
+    x, layers = normal(6, 4), normal(3, 2, 4, 4)
+    sizes = jnp.array([2, 3])
+
+    @jax.jit
+    def network(x, layers, sizes):
+        return jax.lax.scan(lambda x, w: (ragged_dot(x, w, sizes), None), x, layers)[0]
+
+    wanted = x
+    for w in layers:
+        wanted = ragged_dot(wanted, w, sizes)
+    np.testing.assert_allclose(network(x, layers, sizes), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_runs_with_jit_disabled(normal):
+    with jax.disable_jit():
+        assert ragged_dot(normal(6, 4), normal(2, 4, 3), jnp.array([2, 3])).shape == (6, 3)
+
+
+def test_shard_map_over_columns(normal):
+    if len(jax.devices("cpu")) < 2:
+        pytest.skip("one device")
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices("cpu")[:2]), ("x",))
+    P = jax.sharding.PartitionSpec
+    lhs, rhs, sizes = normal(6, 4), normal(2, 4, 8), jnp.array([2, 3])
+    sharded = jax.shard_map(
+        ragged_dot,
+        mesh=mesh,
+        in_specs=(P(), P(None, None, "x"), P()),
+        out_specs=P(None, "x"),
+    )
+    np.testing.assert_allclose(sharded(lhs, rhs, sizes), ragged_dot(lhs, rhs, sizes), rtol=1e-5)
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"lhs": (6, 4, 1)}, ValueError, r"lhs.shape=\(6, 4, 1\)"),
+        ({"rhs": (4, 3)}, ValueError, r"rhs.shape=\(4, 3\)"),
+        ({"rhs": (2, 5, 3)}, ValueError, "agree in k"),
+        ({"sizes": jnp.array([1.0, 2.0])}, TypeError, "group_sizes must be integers"),
+        ({"sizes": jnp.array([1, 2, 3])}, ValueError, "2 matrices"),
+        ({"bias": (4,)}, ValueError, "bias.shape"),
+        ({"activation": "selu"}, ValueError, "activation='selu'"),
+        ({"transpose_rhs": 1}, TypeError, "transpose_rhs"),
+    ],
+)
+def test_errors(normal, changes, error, words):
+    shapes = {"lhs": (6, 4), "rhs": (2, 4, 3)}
+    lhs, rhs = (normal(*changes.get(name, shape)) for name, shape in shapes.items())
+    options = {name: changes[name] for name in ("activation", "transpose_rhs") if name in changes}
+    if "bias" in changes:
+        options["bias"] = normal(*changes["bias"])
+    with pytest.raises(error, match=words):
+        ragged_dot(lhs, rhs, changes.get("sizes", jnp.array([2, 3])), **options)
+
+
+# Lowering for CUDA
+
+
+@pytest.fixture
+def cuda_text(all_kernels) -> Callable[..., str]:
+    """Lowers a function for CUDA, GPU or not, and returns the module's text."""
+
+    def lower(function: Callable, *args: Any) -> str:
+        return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+    return lower
+
+
+def test_one_custom_call_with_what_it_needs(normal, cuda_text):
+    operands = normal(20, 16, dtype=BF16), normal(3, 8, 16, dtype=BF16), jnp.array([8, 8, 1])
+    text = cuda_text(
+        lambda a, b, s, c: ragged_dot(a, b, s, bias=c, activation="gelu", transpose_rhs=True),
+        *operands,
+        normal(3, 8),
+    )
+    assert text.count(f"custom_call @{_extension.RAGGED_DOT_TARGET}") == 1
+    for part in ("m = 20", "n = 8", "k = 16", "groups = 3", 'activation = "Gelu"', "depth = false"):
+        assert part in text, part
+    for part in ("has_bias = true", "transpose_rhs = true", "has_aux = false", "BF16_BF16_F32"):
+        assert part in text, part
+    assert "pad" not in text
+
+
+def test_what_tma_cannot_step_over_is_padded(normal, cuda_text):
+    operands = normal(20, 13, dtype=F16), normal(3, 13, 9, dtype=F16), jnp.array([8, 8, 1])
+    text = cuda_text(ragged_dot, *operands)
+    assert text.count(f"custom_call @{_extension.RAGGED_DOT_TARGET}") == 1
+    assert "n = 16" in text and "k = 16" in text
+    assert "tensor<20x9xf16>" in text
+
+
+@pytest.mark.parametrize("dtype", [F32, jnp.int8])
+def test_other_dtypes_lower_to_the_reference(normal, cuda_text, dtype):
+    operands = normal(20, 16, dtype=dtype), normal(3, 16, 8, dtype=dtype), jnp.array([8, 8, 1])
+    assert "custom_call @jax_tcgemm" not in cuda_text(ragged_dot, *operands)
+
+
+def test_targets_are_registered_and_can_be_exported():
+    registered = set(_extension._core.registrations())
+    assert not registered or registered == set(_extension.TARGETS)
+    checks = jax_tcgemm.export_disabled_checks()
+    assert len(checks) == len(_extension.TARGETS)
+
+
+# GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.sm90
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_gradients_on_the_gpu(rng, normal, assert_accurate, dtype):
+    for _ in range(6):
+        m, k, n = (int(x) for x in rng.integers(1, (700, 400, 400)))
+        groups = int(rng.integers(1, 40))
+        sizes = drawn_sizes(rng, groups, m)
+        lhs, rhs, ct = (normal(*s, dtype=dtype) for s in ((m, k), (groups, k, n), (m, n)))
+        used = int(bounds(sizes, m)[-1])
+        lhs, ct = lhs.at[used:].set(jnp.nan), ct.at[used:].set(jnp.inf)
+        product = functools.partial(ragged_dot, group_sizes=jnp.asarray(sizes, jnp.int32))
+        dlhs, drhs = jax.jit(lambda a, b, c: jax.vjp(product, a, b)[1](c))(lhs, rhs, ct)
+        exact = looped(ct, jnp.swapaxes(rhs, 1, 2), sizes), contracted(lhs, ct, sizes)
+        for actual, wanted in zip((dlhs, drhs), exact, strict=True):
+            assert_accurate(actual, jnp.asarray(wanted, dtype), wanted, slack=1e-5 * (m * n) ** 0.5)
