@@ -180,10 +180,18 @@ def _custom_call(x: Operands, spec: GemmSpec, algorithm: str) -> list[jax.Array]
     call = jax.ffi.ffi_call(
         _extension.GEMM_TARGET,
         (*results, jax.ShapeDtypeStruct((workspace,), jnp.uint8)) if workspace else results,
+        input_output_aliases={2: 0} if _can_overwrite_c(x, spec, result) else None,
     )
     attributes = _attributes(strided, spec, algorithm, padding, has_workspace=workspace > 0)
     outputs = call(*flatten(x), **attributes)
     return [output.astype(spec.out_dtype) for output in outputs[: len(results)]]
+
+
+def _can_overwrite_c(x: Operands, spec: GemmSpec, result: jax.ShapeDtypeStruct) -> bool:
+    """Says whether ``c``, the third operand, is to be overwritten and lies as the result does."""
+    if x.c is None or not spec.overwrite_c:
+        return False
+    return x.c.dtype == result.dtype and spec.axes.c == tuple(range(len(result.shape)))
 
 
 def _converted(x: Operands, in_dtype: np.dtype, out_dtype: np.dtype) -> Operands:

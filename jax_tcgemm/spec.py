@@ -67,6 +67,8 @@ class GemmSpec:
         save_preactivation: whether the pre-activation is a second result.
         config: name of the kernel configuration asked for, or ``None``.
         c_role: what ``c`` is for.
+        overwrite_c: whether the result takes the memory of ``c``. It always may; XLA copies ``c``
+            first where something else reads it later or where it was not donated.
     """
 
     axes: Operands
@@ -78,6 +80,7 @@ class GemmSpec:
     save_preactivation: bool = False
     config: str | None = None
     c_role: str = "add"
+    overwrite_c: bool = False
 
     @property
     def result_count(self) -> int:
@@ -110,7 +113,8 @@ class GemmSpec:
 
     def linear(self, **changes: Any) -> GemmSpec:
         """Returns the same product without activation and configuration, changed as asked."""
-        plain = {"activation": None, "save_preactivation": False, "config": None, "c_role": "add"}
+        plain = {"activation": None, "save_preactivation": False, "config": None}
+        plain |= {"c_role": "add", "overwrite_c": False}
         return dataclasses.replace(self, **{**plain, **changes})
 
 

@@ -385,6 +385,7 @@ def test_derivative_takes_three_results_of_one_pass(cuda_module):
     first, second = (call for call in rest if call["results"] == ["8x16xbf16"])
     assert picked(first, "has_c", "c_role") == (False, "add")
     assert picked(second, "has_c", "c_role", "beta", "c_strides") == (True, "add", 1.0, [16, 1])
+    assert text.count("operand_index = 2") == 1  # in place
     assert "stablehlo.transpose" not in text
 
 

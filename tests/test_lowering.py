@@ -317,6 +317,53 @@ def test_configuration_is_the_primal_calls(cuda_module):
     assert [call["config"] for call in calls] == [name, "", ""]
 
 
+def accumulate(x, dy, c, **options):
+    options = {"transpose_a": True, "preferred_element_type": jnp.float32, **options}
+    return gemm(x, dy, c, **options)
+
+
+ACCUMULATED = (bf16(16, 4), bf16(16, 6), jnp.zeros((4, 6)))
+
+
+def test_gradients_are_accumulated_in_place(cuda_module):
+    text, (call,) = cuda_module(accumulate, *ACCUMULATED, donate_argnums=2)
+    assert_nothing_moves(text)
+    assert picked(call, "c_role", "beta", "operands", "results") == (
+        *("add", 1.0, ["16x4xbf16", "16x6xbf16", "4x6xf32"], ["4x6xf32"]),
+    )
+    assert "output_tuple_indices = [], operand_index = 2" in text
+    assert "tf.aliasing_output = 0" in text  # the donation
+
+
+@pytest.mark.parametrize(
+    ("args", "options"),
+    [
+        (ACCUMULATED, {"beta": 2.0}),
+        (ACCUMULATED, {"beta": jnp.float32(1)}),
+        (ACCUMULATED, {"activation": "relu"}),
+        (ACCUMULATED, {"preferred_element_type": None}),
+        ((*ACCUMULATED[:2], jnp.zeros(6)), {}),
+        ((*ACCUMULATED[:2], bf16(4, 6)), {}),
+        (tuple(x.astype(jnp.float32) for x in ACCUMULATED), {}),
+    ],
+)
+def test_other_addends_stay(cuda_module, args, options):
+    f = functools.partial(accumulate, **options)
+    text, (call,) = cuda_module(f, *args)
+    assert call["has_c"]
+    assert "output_operand_alias" not in text
+
+
+def test_addends_of_a_batch_are_overwritten_where_they_lie_alike(cuda_module):
+    x, dy, c = (jnp.stack([x] * 3) for x in ACCUMULATED)
+    text, _ = cuda_module(jax.vmap(accumulate), x, dy, c)
+    assert "operand_index = 2" in text
+    text, _ = cuda_module(jax.vmap(accumulate, (0, 0, None)), x, dy, c[0])
+    assert "output_operand_alias" not in text
+    text, _ = cuda_module(jax.vmap(accumulate, (0, 0, 1)), x, dy, c.swapaxes(0, 1))
+    assert "output_operand_alias" not in text
+
+
 def test_row_major_layouts_are_asked_for(cuda_module):
     text, _ = cuda_module(lambda a, b: gemm(a, b), bf16(2, 4, 6), bf16(2, 6, 5))
     assert text.count("dense<[2, 1, 0]> : tensor<3xindex>") == 3
