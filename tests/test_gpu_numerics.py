@@ -151,6 +151,8 @@ def check(normal, exact, assert_accurate):
         largest = np.abs(product).max(initial=0.0) * abs(float(case.alpha))
         slack = accumulation_slack(case.config, out_dtype, k, largest)
         slack += luck_slack(algorithm, k, got.size) * abs(float(case.alpha))
+        if case.activation == "relu_squared":  # the one that amplifies what z is off
+            slack *= max(1.0, 2 * np.sqrt(np.abs(expected).max(initial=0.0)))
         assert_accurate(got, baseline, expected, slack)
 
     return run
