@@ -169,7 +169,8 @@ Status launch(GemmProblem* problem, const KernelEntry& entry, const DeviceProper
   log_choice(*problem, entry);
   GemmParams& params = problem->params;
   const KernelConfig& config = entry.config;
-  const bool exchanged = sm90::exchanges_operands(config, problem->major_a, problem->major_b);
+  const bool exchanged = sm90::exchanges_operands(config, problem->major_a, problem->major_b,
+                                                  params.m, params.n);
   JAX_TCGEMM_RETURN_IF_ERROR(set_tile_order(config, exchanged, &params));
   sm90::TensorMaps maps;
   if (config.arch == Arch::kSm90) {

@@ -57,6 +57,8 @@ class KernelConfig:
             (sm90).
         schedule: ``"cooperative"``: all consumer warps compute one tile; ``"pingpong"`` (sm90):
             two warpgroups compute a tile each, and one multiplies while the other writes.
+        skinny: for few rows or few columns (sm90): ``tile_m`` goes along the longer of m and n,
+            whichever operand that belongs to, and ``tile_n`` along the shorter.
     """
 
     arch: str
@@ -73,6 +75,7 @@ class KernelConfig:
     cluster_n: int = 1
     split_k: int = 1
     schedule: str = "cooperative"
+    skinny: bool = False
 
     def __post_init__(self) -> None:
         def require(condition: bool, what: str) -> None:
@@ -103,6 +106,7 @@ class KernelConfig:
             "only float32 sums of 16-bit products are promoted",
         )
         require(self.cluster_size == 1, "sm80 kernels have no clusters")
+        require(not self.skinny, "sm80 kernels have one place for m and n")
         chunks = row_bytes // 16
         for extent in (self.tile_m, self.tile_n):
             require(extent * chunks % self.threads == 0, "tile must be a whole number of passes")
@@ -114,6 +118,9 @@ class KernelConfig:
         require(self.tile_k * self.element_bytes == 128, "tile_k must span 128 bytes")
         require(self.warps_n == 1 and self.warps_m % 4 == 0, "warpgroups share a tile along m")
         require(self.tile_m % (16 * self.warps_m) == 0, "a warpgroup computes 64 rows at a time")
+        if self.skinny:
+            self._check_skinny(require)
+            return
         require(self.tile_n % 32 == 0 and self.tile_n <= 256, "tile_n must be a multiple of 32")
         require(self.schedule in ("cooperative", "pingpong"), "unknown schedule")
         require(self.split_k in (1, 2, 4, 8, 16), "split_k must be 1, 2, 4, 8 or 16")
@@ -129,6 +136,15 @@ class KernelConfig:
         for extent, sharers in ((self.tile_m, self.cluster_n), (self.tile_n, self.cluster_m)):
             require(sharers in (1, 2, 4), "a cluster shares an operand by 1, 2 or 4")
             require(extent % (8 * sharers) == 0, "a share must be a whole number of 8 rows")
+
+    def _check_skinny(self, require: Callable[[bool, str], None]) -> None:
+        require(self.element_bytes == 2, "float32 operands have layouts of their own")
+        require(self.tile_n in (16, 32, 64), "a skinny tile_n is 16, 32 or 64")
+        require(self.warps_m == 4, "a skinny kernel has one consumer warpgroup")
+        require(self.schedule == "cooperative", "a lone warpgroup has no other to alternate with")
+        require(self.cluster_m == self.cluster_n == 1, "skinny blocks share no operand")
+        require(self.split_k in (1, 2, 4, 8, 16), "split_k must be 1, 2, 4, 8 or 16")
+        require(4 * self.split_k <= self.tile_n, "each block finishes a share of the sums")
 
     @property
     def element_bytes(self) -> int:
@@ -174,6 +190,9 @@ class KernelConfig:
         if self.arch == "sm80":
             ring = self.stages * (self.tile_m + self.tile_n) * self.tile_k * self.element_bytes
             return ring + self.warps_m * 16 * self.tile_n * 4
+        if self.skinny:
+            ring = self.stages * (self.tile_m + self.tile_n) * 128
+            return ring + self.tile_m * (self.tile_n + 4) * 4 + 512
         row = 128 // self.element_bytes
         rows = sum(-(-extent // row) * row for extent in (self.tile_m, self.tile_n))
         warpgroups = self.consumer_warps // 4
@@ -193,7 +212,7 @@ class KernelConfig:
         if self.arch == "sm90":
             cluster = f"_c{self.cluster_m}x{self.cluster_n}"
             split = f"_k{self.split_k}" if self.split_k > 1 else ""
-            return f"{tile}_s{self.stages}{cluster}{split}_{self.schedule}"
+            return f"{tile}_s{self.stages}{cluster}{split}_{'skinny' if self.skinny else self.schedule}"
         suffix = "_realign" if self.loader == "realign" else ""
         suffix += "_promote" if self.promote else ""
         return f"{tile}_w{self.warps_m}x{self.warps_n}_s{self.stages}{suffix}"
@@ -208,8 +227,9 @@ def _sm90(
     cluster: tuple[int, int] = (1, 1),
     split_k: int = 1,
     schedule: str = "cooperative",
+    skinny: bool = False,
 ) -> KernelConfig:
-    warpgroups = 1 if schedule == "pingpong" else min(2, tile_m // 64)
+    warpgroups = 1 if skinny or schedule == "pingpong" else min(2, tile_m // 64)
     return KernelConfig(
         "sm90",
         algorithm,
@@ -224,6 +244,7 @@ def _sm90(
         cluster_n=cluster[1],
         split_k=split_k,
         schedule=schedule,
+        skinny=skinny,
     )
 
 
@@ -284,6 +305,22 @@ def _rows() -> list[KernelConfig]:
             # For so few that k is shared out.
             _sm90(algorithm, 128, 64, 8, split_k=2),
             _sm90(algorithm, 64, 64, 8, split_k=16),
+        ]
+        rows += [
+            _sm90(algorithm, tile_m, tile_n, stages, split_k=split_k, skinny=True)
+            for tile_m, tile_n, stages, splits in (
+                (64, 16, 10, (1, 2, 4)),
+                (64, 16, 21, (1, 2)),
+                (64, 16, 6, (4,)),
+                (128, 16, 5, (1, 2, 4)),
+                (128, 16, 12, (1, 2, 4)),
+                (64, 32, 8, (1, 2, 4)),
+                (128, 32, 4, (1, 4)),
+                (64, 64, 5, (1, 2, 4)),
+                (128, 64, 8, (1, 2, 4)),
+                (128, 64, 3, (1, 2)),
+            )
+            for split_k in splits
         ]
     rows += [
         _sm90("TF32_TF32_F32", 128, 256, 4, cluster=(2, 1)),

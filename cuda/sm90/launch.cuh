@@ -60,8 +60,24 @@ cudaError_t launch_layouts(const LaunchRequest& request) {
   return cudaLaunchKernelEx(&launch, kernel, params, *request.maps);
 }
 
+// Which operand is the longer one is known at run time.
 template <typename Row>
-cudaError_t launch(const LaunchRequest& request) {
+cudaError_t launch_skinny(const LaunchRequest& request) {
+  constexpr Major kK = Major::kK;
+  constexpr Major kMn = Major::kMn;
+  const bool exchanged = request.maps->exchanged;
+  const Major long_major = exchanged ? request.major_b : request.major_a;
+  const bool k_major = (exchanged ? request.major_a : request.major_b) == kK;
+  if (long_major == kK) {
+    return k_major ? launch_layouts<Row, kK, kK, false>(request)
+                   : launch_layouts<Row, kK, kMn, false>(request);
+  }
+  return k_major ? launch_layouts<Row, kMn, kK, false>(request)
+                 : launch_layouts<Row, kMn, kMn, false>(request);
+}
+
+template <typename Row>
+cudaError_t launch_by_layout(const LaunchRequest& request) {
   constexpr Major kK = Major::kK;
   constexpr Major kMn = Major::kMn;
   constexpr bool kExchanges = exchanges_operands(Row::kConfig, kK, kMn);
@@ -78,6 +94,14 @@ cudaError_t launch(const LaunchRequest& request) {
     return cudaErrorNotSupported;
   else
     return launch_layouts<Row, kMn, kMn, false>(request);
+}
+
+template <typename Row>
+cudaError_t launch(const LaunchRequest& request) {
+  if constexpr (Row::kConfig.skinny)
+    return launch_skinny<Row>(request);
+  else
+    return launch_by_layout<Row>(request);
 }
 
 }  // namespace jax_tcgemm::sm90

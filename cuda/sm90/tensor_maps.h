@@ -27,7 +27,8 @@ struct TensorMaps {
   bool c_moves;
   bool c_by_tma;
   bool d_by_tma;
-  bool plain;  // D is the accumulators, rounded
+  bool plain;      // D is the accumulators, rounded
+  bool exchanged;  // D^T is computed
 };
 
 }  // namespace jax_tcgemm::sm90

@@ -44,6 +44,7 @@ struct Tiling {
   std::array<cuuint64_t, 5> stride;  // bytes; that of dimension 0 is not used
   std::array<cuuint32_t, 5> box;
   CUtensorMapSwizzle swizzle;
+  CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B;
 };
 
 template <typename Values>
@@ -60,7 +61,7 @@ Status encode(const Tiling& t, TensorMap* map) {
   const CUresult result =
       encode_tiled(reinterpret_cast<CUtensorMap*>(map), t.type, t.rank, const_cast<void*>(t.data),
                    t.extent.data(), t.stride.data() + 1, t.box.data(), kElementStrides,
-                   CU_TENSOR_MAP_INTERLEAVE_NONE, t.swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                   CU_TENSOR_MAP_INTERLEAVE_NONE, t.swizzle, t.promotion,
                    CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result == CUDA_SUCCESS) return Status();
   return make_status(Status::Code::kInternal, __FILE_NAME__, __LINE__, "cuTensorMapEncodeTiled",
@@ -110,13 +111,18 @@ Status encode_operand(const char* name, const Operand& operand, Major major, int
   t.extent[1] = k_major ? extent_mn : params.k;
   // A single row has no stride of its own.
   t.stride[1] = operand.ld != 0 ? operand.ld * t.bytes : (t.extent[0] * t.bytes + 15) / 16 * 16;
-  t.box[0] = 128 / t.bytes;
+  const int row_bytes = k_major ? 128 : config.mn_row_bytes(tile_mn);
+  t.box[0] = row_bytes / t.bytes;
   // As sm90/producer.cuh divides a tile among the blocks that share it.
   const int slabs = (tile_mn * t.bytes + 127) / 128;
   t.box[1] = k_major                ? tile_mn / sharers
              : slabs % sharers == 0 ? config.tile_k
                                     : config.tile_k / sharers;
-  t.swizzle = CU_TENSOR_MAP_SWIZZLE_128B;
+  t.swizzle = row_bytes == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
+              : row_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
+                                : CU_TENSOR_MAP_SWIZZLE_32B;
+  // What lies beside a box is the business of another block, which loads it at the same time.
+  if (config.skinny) t.promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
   add_batch(params, operand.batch, &t, moves);
   return encode(t, map);
 }
@@ -177,7 +183,9 @@ Status encode_tensor_maps(const GemmProblem& problem, const KernelConfig& config
                           TensorMaps* maps) {
   const GemmParams& params = problem.params;
   // What the kernel calls A gives the rows of the accumulators.
-  const bool exchanged = exchanges_operands(config, problem.major_a, problem.major_b);
+  const bool exchanged =
+      exchanges_operands(config, problem.major_a, problem.major_b, params.m, params.n);
+  maps->exchanged = exchanged;
   JAX_TCGEMM_RETURN_IF_ERROR(encode_operand(
       "a", params.a, problem.major_a, params.m, exchanged ? config.tile_n : config.tile_m,
       exchanged ? config.cluster_m : config.cluster_n, params, config,
@@ -188,7 +196,8 @@ Status encode_tensor_maps(const GemmProblem& problem, const KernelConfig& config
       exchanged ? &maps->a : &maps->b, exchanged ? &maps->a_moves : &maps->b_moves));
 
   const EpilogueParams& epilogue = params.epilogue;
-  maps->d_by_tma = d_by_tma(problem) && (epilogue.c.data == nullptr || c_by_tma(problem));
+  maps->d_by_tma =
+      !config.skinny && d_by_tma(problem) && (epilogue.c.data == nullptr || c_by_tma(problem));
   maps->c_by_tma = maps->d_by_tma && epilogue.c.data != nullptr;
   maps->plain = maps->d_by_tma && is_plain(epilogue);
   if (!maps->d_by_tma) return Status();
