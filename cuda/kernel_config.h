@@ -106,6 +106,15 @@ struct KernelConfig {
   static constexpr int kSkinnyPadding = 4;  // float32 of a row of the slab
   // sm90: the barriers, and the bias of each warpgroup's tile.
   constexpr int bias_bytes() const { return skinny ? 0 : consumer_warps() / 4 * tile_n * 4; }
+  // Skinny: blocks that shared memory and registers let on one SM.
+  constexpr int skinny_blocks() const {
+    constexpr int kSharedMemoryPerSm = 228 * 1024;
+    constexpr int kReservedPerBlock = 1024;
+    constexpr int kRegisters = 64 * 1024;
+    const int by_memory = kSharedMemoryPerSm / (shared_memory_bytes() + kReservedPerBlock);
+    const int by_registers = kRegisters / (threads() * 128);
+    return by_memory < by_registers ? by_memory : by_registers;
+  }
   static constexpr int kBarrierBytes = 512;
   static constexpr int kMaxSharedMemoryBytes = 227 * 1024;
   constexpr int shared_memory_bytes() const {

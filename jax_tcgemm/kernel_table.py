@@ -145,6 +145,10 @@ class KernelConfig:
         require(self.cluster_m == self.cluster_n == 1, "skinny blocks share no operand")
         require(self.split_k in (1, 2, 4, 8, 16), "split_k must be 1, 2, 4, 8 or 16")
         require(4 * self.split_k <= self.tile_n, "each block finishes a share of the sums")
+        require(
+            self.tile_m <= 128 or 4 * self.split_k < self.tile_n,
+            "half of every 16 rows is read in one pass, of 128 rows at most",
+        )
 
     @property
     def element_bytes(self) -> int:
@@ -212,7 +216,8 @@ class KernelConfig:
         if self.arch == "sm90":
             cluster = f"_c{self.cluster_m}x{self.cluster_n}"
             split = f"_k{self.split_k}" if self.split_k > 1 else ""
-            return f"{tile}_s{self.stages}{cluster}{split}_{'skinny' if self.skinny else self.schedule}"
+            kind = "skinny" if self.skinny else self.schedule
+            return f"{tile}_s{self.stages}{cluster}{split}_{kind}"
         suffix = "_realign" if self.loader == "realign" else ""
         suffix += "_promote" if self.promote else ""
         return f"{tile}_w{self.warps_m}x{self.warps_n}_s{self.stages}{suffix}"
@@ -306,21 +311,25 @@ def _rows() -> list[KernelConfig]:
             _sm90(algorithm, 128, 64, 8, split_k=2),
             _sm90(algorithm, 64, 64, 8, split_k=16),
         ]
+        # Few rows or columns, for which memory is what counts: so many bytes on their way, and all
+        # blocks at once.
         rows += [
             _sm90(algorithm, tile_m, tile_n, stages, split_k=split_k, skinny=True)
-            for tile_m, tile_n, stages, splits in (
-                (64, 16, 10, (1, 2, 4)),
-                (64, 16, 21, (1, 2)),
-                (64, 16, 6, (4,)),
-                (128, 16, 5, (1, 2, 4)),
-                (128, 16, 12, (1, 2, 4)),
-                (64, 32, 8, (1, 2, 4)),
-                (128, 32, 4, (1, 4)),
-                (64, 64, 5, (1, 2, 4)),
-                (128, 64, 8, (1, 2, 4)),
-                (128, 64, 3, (1, 2)),
+            for tile_m, tile_n, stages, split_k in (
+                (64, 16, 8, 1),
+                (64, 16, 8, 2),
+                (128, 16, 4, 1),
+                (128, 16, 4, 4),
+                (256, 16, 3, 1),
+                (64, 32, 8, 1),
+                (64, 32, 8, 2),
+                (128, 32, 3, 1),
+                (256, 32, 3, 1),
+                (64, 64, 8, 1),
+                (64, 64, 8, 2),
+                (128, 64, 3, 1),
+                (256, 64, 3, 1),
             )
-            for split_k in splits
         ]
     rows += [
         _sm90("TF32_TF32_F32", 128, 256, 4, cluster=(2, 1)),

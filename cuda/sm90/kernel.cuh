@@ -30,7 +30,6 @@
 #include "sm90/producer.cuh"
 #include "sm90/reduction.cuh"
 #include "sm90/ring.cuh"
-#include "sm90/skinny_kernel.cuh"
 #include "sm90/tensor_maps.h"
 
 namespace jax_tcgemm::sm90 {
@@ -139,7 +138,7 @@ constexpr int min_blocks(const KernelConfig& config) {
   constexpr int kSharedMemoryPerSm = 228 * 1024;
   if (config.consumer_warps() > 4) return 1;  // the consumers take all registers
   const int by_memory = kSharedMemoryPerSm / (config.shared_memory_bytes() + 1024);
-  const int by_registers = 64 * 1024 / (config.threads() * (config.skinny ? 128 : 168));
+  const int by_registers = 64 * 1024 / (config.threads() * 168);
   const int blocks = by_memory < by_registers ? by_memory : by_registers;
   return blocks < 1 ? 1 : blocks;
 }
@@ -152,12 +151,8 @@ __global__ void __launch_bounds__(Row::kConfig.threads(), min_blocks(Row::kConfi
                 const __grid_constant__ TensorMaps maps) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) char smem[];
-  if constexpr (Row::kConfig.skinny) {
-    SkinnyKernel<Row::kConfig, kMajorA, kMajorB>::run(params, maps, {ptx::shared_address(smem)});
-  } else {
-    Kernel<Row::kConfig, kMajorA, kMajorB, kExchanged>::run(params, maps,
-                                                            {ptx::shared_address(smem)});
-  }
+  Kernel<Row::kConfig, kMajorA, kMajorB, kExchanged>::run(params, maps,
+                                                          {ptx::shared_address(smem)});
 #endif
 }
 

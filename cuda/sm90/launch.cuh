@@ -5,6 +5,7 @@
 #include "kernel_entry.h"
 #include "sm90/kernel.cuh"
 #include "sm90/output_tile.h"
+#include "sm90/skinny_kernel.cuh"
 
 namespace jax_tcgemm::sm90 {
 
@@ -34,7 +35,12 @@ inline cudaError_t prepare_kernel(KernelPointer kernel, const KernelConfig& conf
 template <typename Row, Major kMajorA, Major kMajorB, bool kExchanged>
 cudaError_t launch_layouts(const LaunchRequest& request) {
   constexpr KernelConfig kConfig = Row::kConfig;
-  const KernelPointer kernel = gemm_kernel<Row, kMajorA, kMajorB, kExchanged>;
+  KernelPointer kernel;
+  if constexpr (kConfig.skinny) {
+    kernel = skinny_kernel<Row, kMajorA, kMajorB>;
+  } else {
+    kernel = gemm_kernel<Row, kMajorA, kMajorB, kExchanged>;
+  }
   cudaLaunchAttribute cluster = {};
   cluster.id = cudaLaunchAttributeClusterDimension;
   cluster.val.clusterDim = {kConfig.cluster_size(), 1, 1};

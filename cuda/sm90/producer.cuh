@@ -99,7 +99,7 @@ struct Producer {
 #pragma unroll 1
     for (TileWalk walk(params, blockIdx.x / kConfig.cluster_size()); !walk.done(params);
          walk.advance(params)) {
-      if constexpr (kConfig.split_k > 1 && !kConfig.skinny) {
+      if constexpr (kConfig.split_k > 1) {
         ptx::mbarrier_wait_cluster(smem.partial_empty(), partial_phase);
         partial_phase ^= 1;
       }

@@ -11,6 +11,7 @@
 #include <stdint.h>
 
 #include "epilogue/fused_epilogue.cuh"
+#include "epilogue/vector_io.cuh"
 #include "gemm_params.h"
 #include "ptx/cluster.cuh"
 #include "ptx/mbarrier.cuh"
@@ -40,19 +41,21 @@ class SkinnyOutput {
                                           bool exchanged)
       : params_(params), smem_(smem), block_(block), exchanged_(exchanged) {}
 
-  // Before the mainloop of a tile whose first row and column these are, of the longer and of the
-  // shorter extent: fetches what the epilogue needs of each column.
-  __device__ __forceinline__ Epilogue prepare(int first_long, int first_short, int batch) {
+  // A tile whose first row and column these are, of the longer and of the shorter extent.
+  __device__ __forceinline__ void begin(int first_long, int first_short, int batch) {
     first_long_ = first_long;
     first_short_ = first_short + short_of_share();
-    const int chunk = threadIdx.x % chunks() * kVectorColumns;
-    return Epilogue(params_, batch,
-                    exchanged_ ? first_long + long_index(chunk) : first_short_ + chunk);
+    batch_ = batch;
   }
 
-  // `last`: this block has no other tile.
-  __device__ __forceinline__ void finish(const Accumulators& acc, const Epilogue& epilogue,
-                                         bool last) {
+  // Before the mainloop: fetches what the epilogue needs of each column.
+  __device__ __forceinline__ Epilogue epilogue() const {
+    return Epilogue(params_, batch_, column());
+  }
+
+  // After the mainloop: adds up and writes this block's share to the slab. `last`: the block has no
+  // other tile.
+  __device__ __forceinline__ void collect(const Accumulators& acc, bool last) {
     float sum[kBlocks][kShare];
     if constexpr (kSplit == 1) {
       static_assert(kShare == kBlockValues);
@@ -71,8 +74,27 @@ class SkinnyOutput {
     } else {
       write<false>(sum);
     }
+  }
+
+  // Then: finishes and stores it.
+  __device__ __forceinline__ void store(const Epilogue& epilogue) const {
     ptx::named_barrier_sync(kWarpgroupBarrier, kThreads);
-    read(epilogue);
+    visit_rows<kTogether>([&](typename Epilogue::Vector(&value)[kTogether], int row, int step) {
+      epilogue.finish(value, row, step);
+    });
+  }
+
+  // The same where D is the sum, rounded.
+  __device__ __forceinline__ void store_plain() const {
+    ptx::named_barrier_sync(kWarpgroupBarrier, kThreads);
+    const EpilogueParams& to = params_.epilogue;
+    const int columns = params_.n - column();
+    const int64_t first = int64_t{batch_} * params_.m * params_.n + column();
+    visit_rows<1>([&](typename Epilogue::Vector(&value)[1], int row, int) {
+      if (row >= params_.m) return;
+      store_vector<Element, kVectorColumns>(to.d, to.d_is_float32, to.d_vectorizable,
+                                            first + int64_t{row} * params_.n, value[0], columns);
+    });
   }
 
  private:
@@ -81,6 +103,8 @@ class SkinnyOutput {
   static constexpr int kLong = kHalves ? kConfig.tile_m / 2 : kConfig.tile_m;  // of a share
   static constexpr int kShort = kHalves ? 8 : 2 * kShare;
   static constexpr int kPasses = (kLong * kShort / kVectorColumns + kThreads - 1) / kThreads;
+  // Rows of a pass follow one another in D.
+  static_assert(!kHalves || kPasses == 1);
   // Passes whose loads are in flight together.
   static constexpr int kTogether = kPasses < 4 ? kPasses : 4;
   // From one row of the slab to the next, bytes: rows of D.
@@ -97,6 +121,31 @@ class SkinnyOutput {
   // Vectors of columns in a row of D.
   __device__ __forceinline__ int chunks() const {
     return (exchanged_ ? kLong : kShort) / kVectorColumns;
+  }
+
+  // The first column of D that this thread reads from the slab.
+  __device__ __forceinline__ int column() const {
+    const int chunk = threadIdx.x % chunks() * kVectorColumns;
+    return exchanged_ ? first_long_ + long_index(chunk) : first_short_ + chunk;
+  }
+
+  // Calls visit(vectors, row of D, from one to the next) for the rows of this thread.
+  template <int kCount, typename Visitor>
+  __device__ __forceinline__ void visit_rows(Visitor&& visit) const {
+    const int row_bytes = exchanged_ ? kExchangedRow : kRow;
+    const int rows = exchanged_ ? kShort : kLong;
+    const int step = kThreads / chunks();
+    const int first = exchanged_ ? first_short_ : first_long_;
+    const uint32_t address = slab() + threadIdx.x % chunks() * 16;
+#pragma unroll 1
+    for (int i = threadIdx.x / chunks(); i < rows; i += kCount * step) {
+      typename Epilogue::Vector value[kCount];
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) {
+        ptx::load_shared_16(value[j], address + (i + j * step) * row_bytes);
+      }
+      visit(value, first + (exchanged_ ? i : long_index(i)), step);
+    }
   }
 
   __device__ __forceinline__ uint32_t slot(int sender) const {
@@ -187,30 +236,13 @@ class SkinnyOutput {
     }
   }
 
-  __device__ __forceinline__ void read(const Epilogue& epilogue) const {
-    const int rows = exchanged_ ? kShort : kLong;
-    const int row_bytes = exchanged_ ? kExchangedRow : kRow;
-    const int step = kThreads / chunks();
-    const int first = exchanged_ ? first_short_ : first_long_;
-    const int row = threadIdx.x / chunks();
-    const uint32_t address = slab() + threadIdx.x % chunks() * 16;
-#pragma unroll 1
-    for (int i = row; i < rows; i += kTogether * step) {
-      typename Epilogue::Vector value[kTogether];
-#pragma unroll
-      for (int j = 0; j < kTogether; ++j) {
-        ptx::load_shared_16(value[j], address + (i + j * step) * row_bytes);
-      }
-      epilogue.finish(value, first + (exchanged_ ? i : long_index(i)), step);
-    }
-  }
-
   const GemmParams& params_;
   const SharedMemory<kConfig>& smem_;
   int block_;  // of those that share a tile
   bool exchanged_;
   int first_long_;
   int first_short_;
+  int batch_;
   bool first_tile_ = true;
   uint32_t phase_ = 0;
 };

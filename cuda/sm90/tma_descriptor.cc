@@ -58,11 +58,10 @@ Status encode(const Tiling& t, TensorMap* map) {
   EncodeTiled encode_tiled = nullptr;
   JAX_TCGEMM_RETURN_IF_ERROR(find_encoder(&encode_tiled));
   static constexpr cuuint32_t kElementStrides[5] = {1, 1, 1, 1, 1};
-  const CUresult result =
-      encode_tiled(reinterpret_cast<CUtensorMap*>(map), t.type, t.rank, const_cast<void*>(t.data),
-                   t.extent.data(), t.stride.data() + 1, t.box.data(), kElementStrides,
-                   CU_TENSOR_MAP_INTERLEAVE_NONE, t.swizzle, t.promotion,
-                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result = encode_tiled(
+      reinterpret_cast<CUtensorMap*>(map), t.type, t.rank, const_cast<void*>(t.data),
+      t.extent.data(), t.stride.data() + 1, t.box.data(), kElementStrides,
+      CU_TENSOR_MAP_INTERLEAVE_NONE, t.swizzle, t.promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result == CUDA_SUCCESS) return Status();
   return make_status(Status::Code::kInternal, __FILE_NAME__, __LINE__, "cuTensorMapEncodeTiled",
                      "CUresult ", static_cast<int>(result), " for ", t.name, ": type ",
@@ -200,6 +199,7 @@ Status encode_tensor_maps(const GemmProblem& problem, const KernelConfig& config
       !config.skinny && d_by_tma(problem) && (epilogue.c.data == nullptr || c_by_tma(problem));
   maps->c_by_tma = maps->d_by_tma && epilogue.c.data != nullptr;
   maps->plain = maps->d_by_tma && is_plain(epilogue);
+  if (config.skinny) maps->plain = is_plain(epilogue);
   if (!maps->d_by_tma) return Status();
   const int64_t matrix = int64_t{params.m} * params.n;
   JAX_TCGEMM_RETURN_IF_ERROR(
