@@ -59,6 +59,8 @@ class KernelConfig:
             two warpgroups compute a tile each, and one multiplies while the other writes.
         gated: ``tile_n`` is half of one weight's columns and half of the other's, and D has the
             columns of one (sm90).
+        skinny: for few rows or few columns (sm90): ``tile_m`` goes along the longer of m and n,
+            whichever operand that belongs to, and ``tile_n`` along the shorter.
     """
 
     arch: str
@@ -76,6 +78,7 @@ class KernelConfig:
     split_k: int = 1
     schedule: str = "cooperative"
     gated: bool = False
+    skinny: bool = False
 
     def __post_init__(self) -> None:
         def require(condition: bool, what: str) -> None:
@@ -107,6 +110,7 @@ class KernelConfig:
         )
         require(self.cluster_size == 1, "sm80 kernels have no clusters")
         require(not self.gated, "sm80 kernels have one weight")
+        require(not self.skinny, "sm80 kernels have one place for m and n")
         chunks = row_bytes // 16
         for extent in (self.tile_m, self.tile_n):
             require(extent * chunks % self.threads == 0, "tile must be a whole number of passes")
@@ -118,6 +122,9 @@ class KernelConfig:
         require(self.tile_k * self.element_bytes == 128, "tile_k must span 128 bytes")
         require(self.warps_n == 1 and self.warps_m % 4 == 0, "warpgroups share a tile along m")
         require(self.tile_m % (16 * self.warps_m) == 0, "a warpgroup computes 64 rows at a time")
+        if self.skinny:
+            self._check_skinny(require)
+            return
         require(self.tile_n % 32 == 0 and self.tile_n <= 256, "tile_n must be a multiple of 32")
         require(self.schedule in ("cooperative", "pingpong"), "unknown schedule")
         require(self.split_k in (1, 2, 4, 8, 16), "split_k must be 1, 2, 4, 8 or 16")
@@ -136,6 +143,19 @@ class KernelConfig:
         for extent, sharers in ((self.tile_m, self.cluster_n), (self.tile_n, self.cluster_m)):
             require(sharers in (1, 2, 4), "a cluster shares an operand by 1, 2 or 4")
             require(extent % (8 * sharers) == 0, "a share must be a whole number of 8 rows")
+
+    def _check_skinny(self, require: Callable[[bool, str], None]) -> None:
+        require(self.element_bytes == 2, "float32 operands have layouts of their own")
+        require(self.tile_n in (16, 32, 64), "a skinny tile_n is 16, 32 or 64")
+        require(self.warps_m == 4, "a skinny kernel has one consumer warpgroup")
+        require(self.schedule == "cooperative", "a lone warpgroup has no other to alternate with")
+        require(self.cluster_m == self.cluster_n == 1, "skinny blocks share no operand")
+        require(self.split_k in (1, 2, 4, 8, 16), "split_k must be 1, 2, 4, 8 or 16")
+        require(4 * self.split_k <= self.tile_n, "each block finishes a share of the sums")
+        require(
+            self.tile_m <= 128 or 4 * self.split_k < self.tile_n,
+            "half of every 16 rows is read in one pass, of 128 rows at most",
+        )
 
     @property
     def element_bytes(self) -> int:
@@ -181,6 +201,9 @@ class KernelConfig:
         if self.arch == "sm80":
             ring = self.stages * (self.tile_m + self.tile_n) * self.tile_k * self.element_bytes
             return ring + self.warps_m * 16 * self.tile_n * 4
+        if self.skinny:
+            ring = self.stages * (self.tile_m + self.tile_n) * 128
+            return ring + self.tile_m * (self.tile_n + 4) * 4 + 512
         row = 128 // self.element_bytes
         rows = sum(-(-extent // row) * row for extent in (self.tile_m, self.tile_n))
         warpgroups = self.consumer_warps // 4
@@ -200,8 +223,9 @@ class KernelConfig:
         if self.arch == "sm90":
             cluster = f"_c{self.cluster_m}x{self.cluster_n}"
             split = f"_k{self.split_k}" if self.split_k > 1 else ""
+            kind = "skinny" if self.skinny else self.schedule
             gated = "_gated" if self.gated else ""
-            return f"{tile}_s{self.stages}{cluster}{split}_{self.schedule}{gated}"
+            return f"{tile}_s{self.stages}{cluster}{split}_{kind}{gated}"
         suffix = "_realign" if self.loader == "realign" else ""
         suffix += "_promote" if self.promote else ""
         return f"{tile}_w{self.warps_m}x{self.warps_n}_s{self.stages}{suffix}"
@@ -217,8 +241,9 @@ def _sm90(
     split_k: int = 1,
     schedule: str = "cooperative",
     gated: bool = False,
+    skinny: bool = False,
 ) -> KernelConfig:
-    warpgroups = 1 if schedule == "pingpong" else min(2, tile_m // 64)
+    warpgroups = 1 if skinny or schedule == "pingpong" else min(2, tile_m // 64)
     return KernelConfig(
         "sm90",
         algorithm,
@@ -234,6 +259,7 @@ def _sm90(
         split_k=split_k,
         schedule=schedule,
         gated=gated,
+        skinny=skinny,
     )
 
 
@@ -297,6 +323,26 @@ def _rows() -> list[KernelConfig]:
             # Two weights.
             _sm90(algorithm, 128, 256, 4, cluster=(2, 1), gated=True),
             _sm90(algorithm, 128, 128, 6, cluster=(2, 1), schedule="pingpong", gated=True),
+        ]
+        # Few rows or columns, for which memory is what counts: so many bytes on their way, and all
+        # blocks at once.
+        rows += [
+            _sm90(algorithm, tile_m, tile_n, stages, split_k=split_k, skinny=True)
+            for tile_m, tile_n, stages, split_k in (
+                (64, 16, 8, 1),
+                (64, 16, 8, 2),
+                (128, 16, 4, 1),
+                (128, 16, 4, 4),
+                (256, 16, 3, 1),
+                (64, 32, 8, 1),
+                (64, 32, 8, 2),
+                (128, 32, 3, 1),
+                (256, 32, 3, 1),
+                (64, 64, 8, 1),
+                (64, 64, 8, 2),
+                (128, 64, 3, 1),
+                (256, 64, 3, 1),
+            )
         ]
     rows += [
         _sm90("TF32_TF32_F32", 128, 256, 4, cluster=(2, 1)),
