@@ -37,6 +37,9 @@ _GATED_COMPUTE_CAPABILITY = (9, 0)
 
 _OLDEST_COMPUTE_CAPABILITY = (8, 0)
 
+# Rows up to which a gated product is computed as two.
+_FEW_ROWS = 64
+
 _FLOAT32 = jnp.dtype(jnp.float32)
 
 # Operands that lie as another does, whose strides serve for both.
@@ -89,10 +92,38 @@ def cuda_gated(*operands: jax.Array, spec: GatedSpec) -> list[jax.Array]:
         return reference.reference_gated(*operands, spec=spec)
     _check_built(spec)
     saves = any(spec.results[1:])
+    if spec.config is None and fold(spec.strided(_shapes(x))).m <= _FEW_ROWS:
+        return _gated_by_products(x, spec, algorithm)
     results = _custom_call(x, dataclasses.replace(spec, results=(True, saves, saves)), algorithm)
     if not saves:
         return results
     return [result for result, wanted in zip(results, spec.results, strict=True) if wanted]
+
+
+def _gated_by_products(x: Operands, spec: GatedSpec, algorithm: str) -> list[jax.Array]:
+    """Computes a gated product of few rows, whose time is that of reading the weights.
+
+    The kernels made for few rows have one weight: ``U`` first, rounded, which the second product
+    takes as a factor; or of a packed weight both at once, rounded.
+    """
+    whole = tuple(range(spec.batch_ndim + 2))
+    if spec.packed:
+        both = spec.plain(out_dtype=spec.out_dtype)
+        (product,) = _custom_call(*_laid_out(Operands(x.a, x.b), both), algorithm)
+        return reference.gated_epilogue(*reference.halves(product), x, spec)
+    axes = spec.axes
+    up = spec.plain(axes=Operands(axes.a, axes.b2, bias=axes.bias2))
+    (u,) = _custom_call(*_laid_out(Operands(x.a, x.b2, bias=x.bias2), up), algorithm)
+    gate = spec.plain(
+        axes=Operands(axes.a, axes.b, c=whole, bias=axes.bias),
+        activation=spec.activation,
+        c_role="factor",
+        save_preactivation=spec.results[1],
+    )
+    d, *g = _custom_call(*_laid_out(Operands(x.a, x.b, c=u, bias=x.bias), gate), algorithm)
+    return [
+        result for result, wanted in zip((d, *(g or [u]), u), spec.results, strict=True) if wanted
+    ]
 
 
 def _check_built(spec: GemmSpec) -> None:
