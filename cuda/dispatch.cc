@@ -44,7 +44,7 @@ Status set_tile_order(const KernelConfig& config, bool exchanged, GemmParams* pa
   const int64_t rows = config.tile_m * config.cluster_m;
   const int64_t tiles_m = ceil_div(exchanged ? params->n : params->m, rows);
   const int64_t tiles_n =
-      ceil_div(exchanged ? params->m : params->n, config.tile_n * config.cluster_n);
+      ceil_div(exchanged ? params->m : params->n, config.output_n() * config.cluster_n);
   const int64_t width = std::min(tiles_m, std::max(int64_t{1}, group_rows / rows));
   JAX_TCGEMM_REQUIRE(tiles_m * tiles_n <= std::numeric_limits<int32_t>::max(), "m=", params->m,
                      " n=", params->n, " make ", tiles_m * tiles_n, " tiles");
@@ -72,9 +72,8 @@ Status find_kernel(const GemmProblem& problem, const DeviceProperties& device, i
                           problem.tma_addressable() && p.batch_rank <= 3,
                           problem.major_a,
                           problem.major_b,
-                          sm90::d_by_tma(problem),
-                          p.epilogue.c.data == nullptr || sm90::c_by_tma(problem),
                           sm90::is_plain(p.epilogue),
+                          p.epilogue.gated,
                           p.epilogue.d_is_float32,
                           max_splits,
                           device.compute_capability,
@@ -94,8 +93,8 @@ Status find_kernel(const GemmProblem& problem, const DeviceProperties& device, i
   }
   if (choice->entry == nullptr) *choice = choose_kernel(input);
   JAX_TCGEMM_REQUIRE(choice->entry != nullptr, "no kernel for m=", p.m, " n=", p.n, " k=", p.k,
-                     " aligned=", problem.aligned(), " within ", device.shared_memory_per_block,
-                     " bytes of shared memory on ", device.name);
+                     " aligned=", problem.aligned(), " gated=", p.epilogue.gated, " within ",
+                     device.shared_memory_per_block, " bytes of shared memory on ", device.name);
   return Status();
 }
 
@@ -124,7 +123,8 @@ Status pad_operand(const GemmProblem& problem, Major major, int32_t extent_mn, O
 }
 
 Status pad_unaligned_operands(GemmProblem* problem, int64_t* used, cudaStream_t stream) {
-  if (problem->padding_bytes == 0) return Status();
+  // A padded copy of one of two weights would not lie as the other does.
+  if (problem->padding_bytes == 0 || problem->params.epilogue.gated) return Status();
   GemmParams& params = problem->params;
   if (!problem->aligned_a) {
     JAX_TCGEMM_RETURN_IF_ERROR(pad_operand(*problem, problem->major_a, params.m, &params.a,

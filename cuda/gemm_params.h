@@ -18,7 +18,11 @@ constexpr int kVectorColumns = 4;
 
 // The activations, by their C++ names in jax_tcgemm/epilogues.py; each is a functor in
 // epilogue/activations.cuh.
-#define JAX_TCGEMM_ACTIVATIONS(X) X(Relu) X(Gelu) X(GeluExact) X(Silu) X(Sigmoid) X(Tanh)
+#define JAX_TCGEMM_ACTIVATIONS(X) \
+  X(Relu) X(ReluSquared) X(Gelu) X(GeluExact) X(Silu) X(Sigmoid) X(Tanh) X(Softcap) X(Clip)
+
+// Numbers that an activation may be given.
+constexpr int kActivationParameters = 2;
 
 enum class Activation {
   kNone,
@@ -26,6 +30,13 @@ enum class Activation {
   JAX_TCGEMM_ACTIVATIONS(JAX_TCGEMM_ENUMERATOR)
 #undef JAX_TCGEMM_ENUMERATOR
 };
+
+// What the epilogue does with C, once z = alpha * scales * acc + bias:
+//   kAdd:             D = f(z + beta * C)
+//   kResidual:        D = f(z) + beta * C
+//   kDerivative:      D = z * f'(C)
+//   kGatedDerivative: D = z * C2 * f'(C), and the second result is z * f(C)
+enum class RoleOfC { kAdd, kResidual, kDerivative, kGatedDerivative };
 
 // Along which dimension consecutive tiles of one raster group go.
 enum class RasterOrder { kAlongM, kAlongN };
@@ -71,14 +82,23 @@ struct Scalar {
   BatchStrides batch;
 };
 
+// Gated: with g = A B + bias and u = A B2 + bias2, D = f(g) * u, and aux and aux2 are g and u.
 struct EpilogueParams {
   Scalar alpha;
   Scalar beta;
   Addend c;
-  Addend bias;  // stride_m = 0
+  Addend c2;            // strides of c
+  Addend bias;          // stride_m = 0
+  Addend bias2;         // likewise
+  Addend row_scale;     // float32, stride_n = 0
+  Addend column_scale;  // float32, stride_m = 0
+  RoleOfC role_of_c;
+  bool gated;
   Activation activation;
-  void* d;    // (batch, m, n), contiguous
-  void* aux;  // (batch, m, n), contiguous: the pre-activation; null: not asked for
+  float activation_parameters[kActivationParameters];
+  void* d;     // (batch, m, n), contiguous
+  void* aux;   // (batch, m, n), contiguous: the pre-activation; null: not asked for
+  void* aux2;  // likewise
   bool d_is_float32;
   bool d_vectorizable;  // likewise D and aux
 };
@@ -90,6 +110,7 @@ struct GemmParams {
   Raster raster;         // set when a configuration has been chosen
   Operand a;
   Operand b;
+  const void* b2;  // the second weight of a gated product, laid out as b
   EpilogueParams epilogue;
   int32_t batch_rank;
   int32_t batch_shape[kMaxBatchRank];

@@ -77,6 +77,7 @@ def cpp_config(config) -> str:
         config.cluster_n,
         config.split_k,
         enumerator("Schedule", config.schedule),
+        str(config.gated).lower(),
     ]
     return "{" + ", ".join(map(str, fields)) + "}"
 

@@ -89,6 +89,9 @@ constexpr double kMemoryRate = 1890.0;  // from device memory
 constexpr double kMemorySms = 0.75;     // share of the SMs that it takes
 // Writing 2 bytes of D, without and with a sum over the blocks that split k.
 constexpr double kElementCycles = 0.072;
+// An epilogue's own, with code that is fetched from afar the first time.
+constexpr double kFusedElementCycles = 0.18;
+constexpr double kFusedStartCycles = 3500.0;
 constexpr double kReductionCycles = 1930.0;
 constexpr double kReducedElementCycles = 0.187;
 constexpr double kSumCycles = 5000.0;  // the kernel that adds up splits
@@ -107,7 +110,7 @@ int64_t sm90_tiles(const KernelConfig& config, const ChoiceInput& input, int spl
   const int64_t rows = exchanged ? input.n : input.m;
   const int64_t columns = exchanged ? input.m : input.n;
   return ceil_div(rows, config.tile_m * config.cluster_m) *
-         ceil_div(columns, config.tile_n * config.cluster_n) * input.batch * splits;
+         ceil_div(columns, config.output_n() * config.cluster_n) * input.batch * splits;
 }
 
 // Cycles of one stage: the slowest of tensor cores, shared memory (wgmma reads A once and B for
@@ -143,21 +146,25 @@ double sm90_cycles(const KernelConfig& config, const ChoiceInput& input, int spl
   const double stages =
       ceil_div(input.k, config.tile_k) / static_cast<double>(config.split_k * splits);
   const double mainloop = stages * sm90_stage_cycles(config, input, blocks);
-  const double elements = config.tile_m * config.tile_n;
+  const double elements = config.tile_m * config.output_n();
   const int bytes = element_bytes(config.algorithm);
   double output =
       kElementCycles * elements * (input.float32_result || bytes == 4 || splits > 1 ? 2 : 1);
+  const bool fused = !input.plain && splits == 1;
+  if (fused) output += kFusedElementCycles * elements;
   if (config.split_k > 1) output += kReductionCycles + kReducedElementCycles * elements;
   // In pingpong one tile is written while the next is multiplied.
   const bool hidden = config.schedule == Schedule::kPingpong && rounds > 1;
   const double tensor_time = hidden ? rounds * mainloop + output : rounds * (mainloop + output);
-  const double traffic = static_cast<double>(input.batch) * bytes *
-                         (static_cast<double>(input.m) * input.k + input.k * input.n +
-                          static_cast<double>(input.m) * input.n);
+  const double traffic =
+      static_cast<double>(input.batch) * bytes *
+      (static_cast<double>(input.m) * input.k + (input.gated ? 2 : 1) * input.k * input.n +
+       static_cast<double>(input.m) * input.n);
   const int size = config.cluster_size();
-  const double start = kStartCycles + (size > 8   ? kLargeClusterStartCycles
-                                       : size > 1 ? kClusterStartCycles
-                                                  : 0.0);
+  const double start = kStartCycles + (fused ? kFusedStartCycles : 0.0) +
+                       (size > 8   ? kLargeClusterStartCycles
+                        : size > 1 ? kClusterStartCycles
+                                   : 0.0);
   // The partial sums are written and read again, in L2.
   const double sum = splits > 1 ? kSumCycles + 8.0 * splits * input.m * input.n / kWarmRate : 0.0;
   // Few SMs cannot ask for all that memory could give.
@@ -169,20 +176,17 @@ double sm90_cycles(const KernelConfig& config, const ChoiceInput& input, int spl
 bool sm90_supports(const KernelConfig& config, const ChoiceInput& input) {
   if (input.compute_capability != 90 || !input.tma_addressable) return false;
   if (ceil_div(input.k, config.tile_k) < config.split_k) return false;
-  if (config.plain_only() && !(input.plain && input.tma_d)) return false;
   if (element_bytes(config.algorithm) == 2) return true;
   if (sm90::transposes_b(config, input.major_a, input.major_b)) {
     return sm90::can_transpose_b(config);
   }
-  // D^T is stored by TMA alone.
-  return !sm90::exchanges_operands(config, input.major_a, input.major_b) ||
-         (input.tma_d && input.tma_c && config.split_k == 1);
+  return !sm90::exchanges_operands(config, input.major_a, input.major_b) || config.split_k == 1;
 }
 
 }  // namespace
 
 bool supports(const KernelConfig& config, const ChoiceInput& input) {
-  if (config.algorithm != input.algorithm ||
+  if (config.algorithm != input.algorithm || config.gated != input.gated ||
       config.shared_memory_bytes() > input.shared_memory_per_block) {
     return false;
   }
@@ -197,9 +201,11 @@ bool suits(const KernelConfig& config, const ChoiceInput& input) {
 }
 
 bool supports_splits(const KernelConfig& config, const ChoiceInput& input, int splits) {
-  return config.arch == Arch::kSm90 && config.split_k == 1 &&
-         config.schedule == Schedule::kCooperative && input.batch == 1 &&
-         ceil_div(input.k, config.tile_k) >= splits;
+  const int64_t k_tiles = ceil_div(input.k, config.tile_k);
+  // In pingpong each consumer skips the stages of the other's tile: as many as of its own.
+  const bool even = config.schedule == Schedule::kCooperative || k_tiles % splits == 0;
+  return config.arch == Arch::kSm90 && config.split_k == 1 && !config.gated && even &&
+         input.batch == 1 && k_tiles >= splits;
 }
 
 double estimated_cycles(const KernelConfig& config, const ChoiceInput& input, int splits) {

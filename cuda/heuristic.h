@@ -16,9 +16,8 @@ struct ChoiceInput {
   bool aligned;          // both operands: cp.async can address them
   bool tma_addressable;  // both operands: TMA can
   Major major_a, major_b;
-  bool tma_d;              // TMA can address D and the pre-activation
-  bool tma_c;              // and C, if there is one
   bool plain;              // D is the product, rounded
+  bool gated;              // two weights
   bool float32_result;     // of 16-bit operands: wants a promoted accumulator
   int max_splits;          // of k, through a workspace; 1: there is none
   int compute_capability;  // 10 * major + minor

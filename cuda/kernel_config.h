@@ -52,15 +52,20 @@ struct KernelConfig {
   int cluster_n;
   int split_k;
   Schedule schedule;
+  // tile_n is half of one weight's columns and half of the other's.
+  bool gated;
 
   constexpr int warp_m() const { return tile_m / warps_m; }
   constexpr int warp_n() const { return tile_n / warps_n; }
   constexpr int cluster_size() const { return cluster_m * cluster_n * split_k; }
 
-  // sm90: float32 sums that a thread holds; with many of them no registers are left for an
-  // epilogue.
+  // Columns of D in a tile.
+  constexpr int output_n() const { return gated ? tile_n / 2 : tile_n; }
+
+  // sm90: float32 sums that a thread holds. With many of them no registers are left for the
+  // epilogues that are unrolled.
   constexpr int accumulators() const { return tile_m * tile_n / (32 * warps_m * warps_n); }
-  constexpr bool plain_only() const { return arch == Arch::kSm90 && accumulators() > 128; }
+  constexpr bool unrolls_sums() const { return accumulators() <= 128 && !gated; }
 
   // Warps that multiply; sm90 kernels have others that load.
   constexpr int consumer_warps() const {

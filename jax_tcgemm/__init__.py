@@ -6,6 +6,7 @@ import jax
 
 from jax_tcgemm import _extension
 from jax_tcgemm.api import gated_gemm, gemm
+from jax_tcgemm.contraction import dot_general
 from jax_tcgemm.epilogues import clip, softcap
 from jax_tcgemm.mlp import gated_mlp, mlp
 from jax_tcgemm.primitive import ACTIVATION, PREACTIVATION
@@ -32,6 +33,7 @@ __all__ = [
     "PREACTIVATION",
     "__version__",
     "clip",
+    "dot_general",
     "export_disabled_checks",
     "gated_gemm",
     "gated_mlp",

@@ -17,4 +17,6 @@ def choose_config(
     compute_capability: int = 80,
     layout: str = "nn",
     max_splits: int = 1,
+    plain: bool = True,
+    gated: bool = False,
 ) -> str: ...

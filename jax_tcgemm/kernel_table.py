@@ -57,6 +57,8 @@ class KernelConfig:
             (sm90).
         schedule: ``"cooperative"``: all consumer warps compute one tile; ``"pingpong"`` (sm90):
             two warpgroups compute a tile each, and one multiplies while the other writes.
+        gated: ``tile_n`` is half of one weight's columns and half of the other's, and D has the
+            columns of one (sm90).
     """
 
     arch: str
@@ -73,6 +75,7 @@ class KernelConfig:
     cluster_n: int = 1
     split_k: int = 1
     schedule: str = "cooperative"
+    gated: bool = False
 
     def __post_init__(self) -> None:
         def require(condition: bool, what: str) -> None:
@@ -103,6 +106,7 @@ class KernelConfig:
             "only float32 sums of 16-bit products are promoted",
         )
         require(self.cluster_size == 1, "sm80 kernels have no clusters")
+        require(not self.gated, "sm80 kernels have one weight")
         chunks = row_bytes // 16
         for extent in (self.tile_m, self.tile_n):
             require(extent * chunks % self.threads == 0, "tile must be a whole number of passes")
@@ -126,6 +130,9 @@ class KernelConfig:
                 "the accumulators must fit in the ring",
             )
             require(128 % (self.tile_n // 4) == 0, "tile_n must be a power of two")
+        if self.gated:
+            require(self.element_bytes == 2 and self.split_k == 1, "gated rows are 16-bit, unsplit")
+            require(self.tile_n % 128 == 0, "half of tile_n must be a multiple of 64")
         for extent, sharers in ((self.tile_m, self.cluster_n), (self.tile_n, self.cluster_m)):
             require(sharers in (1, 2, 4), "a cluster shares an operand by 1, 2 or 4")
             require(extent % (8 * sharers) == 0, "a share must be a whole number of 8 rows")
@@ -193,7 +200,8 @@ class KernelConfig:
         if self.arch == "sm90":
             cluster = f"_c{self.cluster_m}x{self.cluster_n}"
             split = f"_k{self.split_k}" if self.split_k > 1 else ""
-            return f"{tile}_s{self.stages}{cluster}{split}_{self.schedule}"
+            gated = "_gated" if self.gated else ""
+            return f"{tile}_s{self.stages}{cluster}{split}_{self.schedule}{gated}"
         suffix = "_realign" if self.loader == "realign" else ""
         suffix += "_promote" if self.promote else ""
         return f"{tile}_w{self.warps_m}x{self.warps_n}_s{self.stages}{suffix}"
@@ -208,6 +216,7 @@ def _sm90(
     cluster: tuple[int, int] = (1, 1),
     split_k: int = 1,
     schedule: str = "cooperative",
+    gated: bool = False,
 ) -> KernelConfig:
     warpgroups = 1 if schedule == "pingpong" else min(2, tile_m // 64)
     return KernelConfig(
@@ -224,6 +233,7 @@ def _sm90(
         cluster_n=cluster[1],
         split_k=split_k,
         schedule=schedule,
+        gated=gated,
     )
 
 
@@ -269,7 +279,7 @@ def _rows() -> list[KernelConfig]:
             # The most products for each byte from shared memory and from L2.
             _sm90(algorithm, 128, 256, 4, cluster=(2, 1)),
             _sm90(algorithm, 256, 128, 4, cluster=(1, 2)),
-            # For other numbers of whole waves. Above 128 accumulators a thread: no epilogue.
+            # For other numbers of whole waves.
             _sm90(algorithm, 256, 192, 3, cluster=(2, 1)),
             _sm90(algorithm, 256, 160, 3, cluster=(2, 1)),
             _sm90(algorithm, 128, 192, 4, cluster=(2, 1), schedule="pingpong"),
@@ -284,6 +294,9 @@ def _rows() -> list[KernelConfig]:
             # For so few that k is shared out.
             _sm90(algorithm, 128, 64, 8, split_k=2),
             _sm90(algorithm, 64, 64, 8, split_k=16),
+            # Two weights.
+            _sm90(algorithm, 128, 256, 4, cluster=(2, 1), gated=True),
+            _sm90(algorithm, 128, 128, 6, cluster=(2, 1), schedule="pingpong", gated=True),
         ]
     rows += [
         _sm90("TF32_TF32_F32", 128, 256, 4, cluster=(2, 1)),

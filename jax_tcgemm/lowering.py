@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -29,12 +30,14 @@ from jax_tcgemm.strides import ROLES, Operands, StridedGemm, fold
 # What the custom call takes; the kernel walks the batch with this many strides.
 _MAX_BATCH_NDIM = 4
 
+# The same of the kernels that load by TMA, and so of those for gated products; they need
+# instructions of this compute capability alone.
+_MAX_TMA_BATCH_NDIM = 3
+_GATED_COMPUTE_CAPABILITY = (9, 0)
+
 _OLDEST_COMPUTE_CAPABILITY = (8, 0)
 
 _FLOAT32 = jnp.dtype(jnp.float32)
-
-# What the kernels write.
-_OUT_DTYPES = frozenset(INPUT_DTYPES.values())
 
 # Operands that lie as another does, whose strides serve for both.
 _ALIKE = ("b2", "c2")
@@ -115,7 +118,7 @@ def _obstacle(algorithm: str | None, spec: GemmSpec, x: Operands) -> str | None:
         return "reference: c and c2 lie differently"
     if not all(isinstance(extent, int) for extent in (*x.a.shape, *x.b.shape)):
         return "reference: symbolic shapes"
-    old = _device_without_kernels()
+    old = _local_device(lambda capability: capability < _OLDEST_COMPUTE_CAPABILITY)
     if old is not None:
         return f"reference: no kernel for {old}, whose compute capability is below 8.0"
     return None
@@ -128,8 +131,11 @@ def _gated_obstacle(algorithm: str | None, spec: GatedSpec, x: Operands) -> str 
     if not spec.packed and spec.axes.b2 != spec.axes.b:
         return "reference: the two weights lie differently"
     gemm = fold(spec.strided(_shapes(x)))
-    if len(gemm.batch) > _MAX_BATCH_NDIM:
+    if len(gemm.batch) > _MAX_TMA_BATCH_NDIM:
         return f"reference: {len(gemm.batch)} batch dimensions that do not fold"
+    other = _local_device(lambda capability: capability != _GATED_COMPUTE_CAPABILITY)
+    if other is not None:
+        return f"reference: no gated kernel for {other}"
     if with_kernel_layouts(spec, _shapes(x))[0] != spec:
         return "reference: an operand without a contiguous axis"
     itemsize = INPUT_DTYPES[algorithm].itemsize
@@ -147,11 +153,13 @@ def _second_weight_offset(gemm: StridedGemm, spec: GatedSpec) -> int:
     return gemm.n * gemm.strides.b[-1] if spec.packed else 0
 
 
-def _device_without_kernels() -> str | None:
-    """Names a local GPU that is too old; with no GPU here, the target is taken to be new enough."""
+def _local_device(matches: Callable[[tuple[int, ...]], bool]) -> str | None:
+    """Names a local GPU whose compute capability matches.
+
+    With no GPU here, the one that a program is lowered for is taken to have every kernel.
+    """
     for device in _compat.initialized_cuda_devices():
-        capability = tuple(int(part) for part in str(device.compute_capability).split("."))
-        if capability < _OLDEST_COMPUTE_CAPABILITY:
+        if matches(tuple(int(part) for part in str(device.compute_capability).split("."))):
             return device.device_kind
     return None
 
@@ -159,7 +167,7 @@ def _device_without_kernels() -> str | None:
 def _custom_call(x: Operands, spec: GemmSpec, algorithm: str) -> list[jax.Array]:
     """Emits the custom call and the conversions that its element types need."""
     in_dtype = INPUT_DTYPES[algorithm]
-    out_dtype = spec.out_dtype if spec.out_dtype in _OUT_DTYPES else _FLOAT32
+    out_dtype = spec.out_dtype if spec.out_dtype in (in_dtype, _FLOAT32) else _FLOAT32
     x = _converted(x, in_dtype, out_dtype)
     shapes = _shapes(x)
     strided = fold(spec.strided(shapes))

@@ -9,6 +9,7 @@ comes out in the operand's own axis order.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -152,7 +153,10 @@ def _left_cotangent(
     alpha_axes = spec.axes.alpha
     for i in reversed(batch.copy()):
         is_constant = alpha_axes is None or alpha_axes[i] is None
-        if left.axes[i] is None and is_constant and (folded := _fold(g, right, i, len(batch))):
+        if left.axes[i] is not None or not is_constant:
+            continue
+        partial_sums = g.array.shape[g.axes[i]] * math.prod(aval.shape)
+        if folded := _fold(g, right, i, len(batch), partial_sums):
             g, right = folded
             left = _Factor(left.array, left.axes[:i] + left.axes[i + 1 :])
             alpha_axes = alpha_axes and alpha_axes[:i] + alpha_axes[i + 1 :]
@@ -192,21 +196,42 @@ def _left_cotangent(
     return result + addend if addend is not None and summed else result
 
 
-def _fold(g: _Factor, right: _Factor, i: int, batch_ndim: int) -> tuple[_Factor, _Factor] | None:
-    """Makes batch dimension ``i`` part of the contracted ``n`` where no element has to move.
+def _fold(
+    g: _Factor, right: _Factor, i: int, batch_ndim: int, partial_sums: int
+) -> tuple[_Factor, _Factor] | None:
+    """Makes batch dimension ``i`` part of the contracted ``n``.
 
-    So the weight gradient of ``x (B, T, k) @ w (k, n)`` is one product over all ``B * T`` rows.
+    So the weight gradient of ``x (B, T, k) @ w (k, n)`` is one product over all ``B * T`` rows. A
+    factor in which the two do not lie side by side is copied, unless more elements would move than
+    there are ``partial_sums``, which are written one by one and added up otherwise.
     """
-    merged_g = merge(g.axes, g.array.shape, i, batch_ndim + 1)
-    merged_right = merge(right.axes, right.array.shape, i, batch_ndim + 1)
-    if merged_g is None or merged_right is None:
-        return None
-    g_axes, g_shape = merged_g
-    right_axes, right_shape = merged_right
-    return (
-        _Factor(lax.reshape(g.array, g_shape), g_axes),
-        _Factor(lax.reshape(right.array, right_shape), right_axes),
-    )
+    n = batch_ndim + 1
+    apart = [x.array.size for x in (g, right) if merge(x.axes, x.array.shape, i, n) is None]
+    if apart:
+        spared = partial_sums - sum(apart)
+        if not isinstance(spared, int) or spared < 0:  # symbolic shapes do not compare
+            return None
+    folded = []
+    for factor in (g, right):
+        merged = merge(factor.axes, factor.array.shape, i, n)
+        if merged is None:
+            factor = _side_by_side(factor, i, n)
+            merged = merge(factor.axes, factor.array.shape, i, n)
+        assert merged is not None
+        axes, shape = merged
+        folded.append(_Factor(lax.reshape(factor.array, shape), axes))
+    return folded[0], folded[1]
+
+
+def _side_by_side(factor: _Factor, outer: int, inner: int) -> _Factor:
+    """Returns a copy in which role ``outer`` lies right before role ``inner``."""
+    moved, stays = factor.axes[outer], factor.axes[inner]
+    assert moved is not None
+    assert stays is not None
+    order = [axis for axis in range(factor.array.ndim) if axis != moved]
+    order.insert(order.index(stays), moved)
+    axes = tuple(None if axis is None else order.index(axis) for axis in factor.axes)
+    return _Factor(lax.transpose(factor.array, order), axes)
 
 
 def _scale_cotangents(

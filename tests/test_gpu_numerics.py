@@ -75,6 +75,17 @@ class Case:
     beta: Any = 1.0
 
 
+def luck_slack(algorithm: str, k: int, size: int) -> float:
+    """What the baseline's error may fall short of its typical value where it is that of few sums.
+
+    Of k products of normal numbers that are rounded to tf32's 11 bits (each by 0.42 units in the
+    last place, root mean square); rounded once, as 16-bit results are, sums have no such part.
+    """
+    if algorithm != "TF32_TF32_F32" or size >= 64:
+        return 0.0
+    return 4 * 0.6 * 2.0**-11 * k**0.5
+
+
 def poison(shape, dtype) -> None:
     """Leaves NaNs in the memory that the next results of this shape are likely to get."""
     blocks = [jnp.full(shape, jnp.nan, dtype) for _ in range(4)]
@@ -139,6 +150,7 @@ def check(normal, exact, assert_accurate):
             expected = np.asarray(epilogue(jnp.asarray(product), c64, bias64))
         largest = np.abs(product).max(initial=0.0) * abs(float(case.alpha))
         slack = accumulation_slack(case.config, out_dtype, k, largest)
+        slack += luck_slack(algorithm, k, got.size) * abs(float(case.alpha))
         assert_accurate(got, baseline, expected, slack)
 
     return run

@@ -1,5 +1,5 @@
-// The activation functors: float32 in, float32 out. Their names are the C++ names in
-// jax_tcgemm/epilogues.py, whose jnp functions are what they are tested against.
+// The activation functors and their derivatives: float32 in, float32 out. Their names are the C++
+// names in jax_tcgemm/epilogues.py, whose jnp functions are what they are tested against.
 //
 // All are accurate to a few float32 roundings: exp and reciprocal by the fast instructions (2 ulp),
 // nothing by tanh.approx, whose 2^-11 would show in float32 results.
@@ -13,54 +13,106 @@
 namespace jax_tcgemm {
 
 // scale(x) / (1 + exp(-argument(x))). Stated in two parts, so that two values can share a
-// reciprocal: the special-function unit is what an epilogue of this form waits for.
+// reciprocal: the special-function unit is what an epilogue of this form waits for. The slopes are
+// the derivatives of the parts.
 template <typename T>
-concept LogisticFunctor = requires(float x) {
-  { T::scale(x) } -> std::same_as<float>;
-  { T::argument(x) } -> std::same_as<float>;
+concept LogisticFunctor = requires(const T& functor, float x) {
+  { functor.scale(x) } -> std::same_as<float>;
+  { functor.scale_slope() } -> std::same_as<float>;
+  { functor.argument(x) } -> std::same_as<float>;
+  { functor.argument_slope(x) } -> std::same_as<float>;
 };
 
 template <typename T>
-concept PointwiseFunctor = requires(float x) {
-  { T::apply(x) } -> std::same_as<float>;
+concept PointwiseFunctor = requires(const T& functor, float x) {
+  { functor.apply(x) } -> std::same_as<float>;
+  { functor.derivative(x) } -> std::same_as<float>;
 };
 
 template <typename T>
 concept ActivationFunctor = LogisticFunctor<T> || PointwiseFunctor<T>;
 
+// A functor's parameters are the first of these.
+using ActivationParameters = float[kActivationParameters];
+
 struct Relu {
   // Written so that NaN passes, as in jnp.maximum(x, 0).
-  static __device__ __forceinline__ float apply(float x) { return x < 0.f ? 0.f : x; }
+  __device__ __forceinline__ float apply(float x) const { return x < 0.f ? 0.f : x; }
+  __device__ __forceinline__ float derivative(float x) const { return x > 0.f ? 1.f : 0.f; }
+};
+
+struct ReluSquared {
+  __device__ __forceinline__ float apply(float x) const { return x < 0.f ? 0.f : x * x; }
+  __device__ __forceinline__ float derivative(float x) const { return x < 0.f ? 0.f : 2.f * x; }
 };
 
 struct Gelu {
   // 0.5 x (1 + tanh(u)) with u = sqrt(2 / pi) (x + 0.044715 x^3), which is x / (1 + exp(-2 u)):
   // no cancellation where tanh is near -1.
-  static __device__ __forceinline__ float scale(float x) { return x; }
-  static __device__ __forceinline__ float argument(float x) {
-    constexpr float kTwice = 1.5957691216057308f;  // 2 sqrt(2 / pi)
+  static constexpr float kTwice = 1.5957691216057308f;  // 2 sqrt(2 / pi)
+  __device__ __forceinline__ float scale(float x) const { return x; }
+  __device__ __forceinline__ float scale_slope() const { return 1.f; }
+  __device__ __forceinline__ float argument(float x) const {
     return x * fmaf(kTwice * 0.044715f * x, x, kTwice);
+  }
+  __device__ __forceinline__ float argument_slope(float x) const {
+    return fmaf(3.f * kTwice * 0.044715f * x, x, kTwice);
   }
 };
 
 struct GeluExact {
-  static __device__ __forceinline__ float apply(float x) {
+  __device__ __forceinline__ float apply(float x) const {
     return 0.5f * x * erfcf(-0.7071067811865476f * x);
+  }
+  __device__ __forceinline__ float derivative(float x) const {
+    constexpr float kDensity = 0.3989422804014327f;  // 1 / sqrt(2 pi)
+    return fmaf(kDensity * x, __expf(-0.5f * x * x), 0.5f * erfcf(-0.7071067811865476f * x));
   }
 };
 
 struct Silu {
-  static __device__ __forceinline__ float scale(float x) { return x; }
-  static __device__ __forceinline__ float argument(float x) { return x; }
+  __device__ __forceinline__ float scale(float x) const { return x; }
+  __device__ __forceinline__ float scale_slope() const { return 1.f; }
+  __device__ __forceinline__ float argument(float x) const { return x; }
+  __device__ __forceinline__ float argument_slope(float) const { return 1.f; }
 };
 
 struct Sigmoid {
-  static __device__ __forceinline__ float scale(float) { return 1.f; }
-  static __device__ __forceinline__ float argument(float x) { return x; }
+  __device__ __forceinline__ float scale(float) const { return 1.f; }
+  __device__ __forceinline__ float scale_slope() const { return 0.f; }
+  __device__ __forceinline__ float argument(float x) const { return x; }
+  __device__ __forceinline__ float argument_slope(float) const { return 1.f; }
 };
 
 struct Tanh {
-  static __device__ __forceinline__ float apply(float x) { return tanhf(x); }
+  __device__ __forceinline__ float apply(float x) const { return tanhf(x); }
+  __device__ __forceinline__ float derivative(float x) const {
+    const float t = tanhf(x);
+    return fmaf(-t, t, 1.f);
+  }
+};
+
+struct Softcap {
+  float cap;
+  __device__ __forceinline__ explicit Softcap(const ActivationParameters& p) : cap(p[0]) {}
+  __device__ __forceinline__ float apply(float x) const { return cap * tanhf(x / cap); }
+  __device__ __forceinline__ float derivative(float x) const { return Tanh().derivative(x / cap); }
+};
+
+struct Clip {
+  float low, high;
+  __device__ __forceinline__ explicit Clip(const ActivationParameters& p) : low(p[0]), high(p[1]) {}
+  // Written so that NaN passes.
+  __device__ __forceinline__ float apply(float x) const {
+    x = x < low ? low : x;
+    return x > high ? high : x;
+  }
+  // Half at a bound, where jnp.minimum and jnp.maximum divide a cotangent evenly.
+  __device__ __forceinline__ float derivative(float x) const {
+    const float from_low = x < low ? 0.f : x == low ? 0.5f : 1.f;
+    x = x < low ? low : x;
+    return from_low * (x > high ? 0.f : x == high ? 0.5f : 1.f);
+  }
 };
 
 // 1 + exp(-x). The power is capped at 2^60, where the quotient has long vanished, so that the
@@ -73,33 +125,61 @@ __device__ __forceinline__ float one_plus_exp(float x) {
 }
 
 template <ActivationFunctor Functor, int kWidth>
-__device__ __forceinline__ void apply_activation(float (&x)[kWidth]) {
+__device__ __forceinline__ void apply_activation(const Functor& functor, float (&x)[kWidth]) {
   if constexpr (PointwiseFunctor<Functor>) {
 #pragma unroll
-    for (float& value : x) value = Functor::apply(value);
+    for (float& value : x) value = functor.apply(value);
   } else if constexpr (kWidth == 1) {
-    x[0] = __fdividef(Functor::scale(x[0]), one_plus_exp(Functor::argument(x[0])));
+    x[0] = __fdividef(functor.scale(x[0]), one_plus_exp(functor.argument(x[0])));
   } else {
 #pragma unroll
     for (int i = 0; i < kWidth; i += 2) {
-      const float first = one_plus_exp(Functor::argument(x[i]));
-      const float second = one_plus_exp(Functor::argument(x[i + 1]));
+      const float first = one_plus_exp(functor.argument(x[i]));
+      const float second = one_plus_exp(functor.argument(x[i + 1]));
       const float reciprocal = __fdividef(1.f, first * second);
-      x[i] = Functor::scale(x[i]) * (reciprocal * second);
-      x[i + 1] = Functor::scale(x[i + 1]) * (reciprocal * first);
+      x[i] = functor.scale(x[i]) * (reciprocal * second);
+      x[i + 1] = functor.scale(x[i + 1]) * (reciprocal * first);
     }
   }
 }
 
-// Calls `visit` with the functor of `activation`; a uniform branch around unrolled arithmetic.
+// x becomes f(x), slope f'(x).
+template <ActivationFunctor Functor>
+__device__ __forceinline__ void differentiate(const Functor& functor, float& x, float& slope) {
+  if constexpr (PointwiseFunctor<Functor>) {
+    slope = functor.derivative(x);
+    x = functor.apply(x);
+  } else {
+    // s sigma(a): s' sigma + s sigma (1 - sigma) a'
+    const float sigma = __fdividef(1.f, one_plus_exp(functor.argument(x)));
+    const float value = functor.scale(x) * sigma;
+    slope = fmaf(value * (1.f - sigma), functor.argument_slope(x), functor.scale_slope() * sigma);
+    x = value;
+  }
+}
+
+// Stands for no activation.
+struct Identity {
+  __device__ __forceinline__ float apply(float x) const { return x; }
+  __device__ __forceinline__ float derivative(float) const { return 1.f; }
+};
+
+// Calls `visit` with the functor of the activation; a uniform branch around unrolled arithmetic.
 template <typename Visitor>
-__device__ __forceinline__ void visit_activation(Activation activation, Visitor&& visit) {
-  switch (activation) {
+__device__ __forceinline__ void visit_activation(const EpilogueParams& epilogue, Visitor&& visit) {
+  const auto call = [&]<typename Functor>(const Functor* /*type*/) {
+    if constexpr (std::constructible_from<Functor, const ActivationParameters&>) {
+      visit(Functor(epilogue.activation_parameters));
+    } else {
+      visit(Functor());
+    }
+  };
+  switch (epilogue.activation) {
     case Activation::kNone:
-      return;
+      return visit(Identity());
 #define JAX_TCGEMM_VISIT(Name) \
   case Activation::k##Name:    \
-    return visit(Name{});
+    return call(static_cast<const Name*>(nullptr));
       JAX_TCGEMM_ACTIVATIONS(JAX_TCGEMM_VISIT)
 #undef JAX_TCGEMM_VISIT
   }

@@ -1,4 +1,4 @@
-// D = activation(alpha * acc + beta * C + bias), in float32 on the accumulator, rounded once.
+// The epilogue on accumulators of neighbouring columns, read and written in global memory.
 //
 // The contract between a mainloop and this epilogue is a vector: the float32 accumulators of kWidth
 // neighbouring columns of a row. How they came about, and by which instruction, is not known here.
@@ -7,79 +7,92 @@
 
 #include <stdint.h>
 
-#include "epilogue/activations.cuh"
+#include "epilogue/formula.cuh"
 #include "epilogue/vector_io.cuh"
 #include "gemm_params.h"
 #include "scheduler/raster.cuh"
 
 namespace jax_tcgemm {
 
-__device__ __forceinline__ float scalar_of(const GemmParams& params, int batch,
-                                           const Scalar& scalar) {
-  return scalar.data ? scalar.data[batch_offset(params, batch, scalar.batch)] : scalar.value;
-}
-
 // One thread's part of the epilogue of a tile: vectors of the same columns.
 template <typename Element, int kWidth>
 struct FusedEpilogue {
   using Vector = jax_tcgemm::Vector<kWidth>;
 
+  const GemmParams& problem;
   const EpilogueParams& params;
-  int m;
+  int batch;
   int columns;  // of kWidth that are inside D
   float alpha, beta;
   int64_t c_offset, d_offset;  // elements, of (0, column) of the batch
-  int64_t d_stride;
-  Vector bias;
+  Vector bias, column_factor;  // the latter with alpha
 
   __device__ __forceinline__ FusedEpilogue(const GemmParams& problem, int batch, int column)
-      : params(problem.epilogue), m(problem.m), columns(problem.n - column), d_stride(problem.n) {
-    alpha = scalar_of(problem, batch, params.alpha);
-    beta = scalar_of(problem, batch, params.beta);
+      : problem(problem),
+        params(problem.epilogue),
+        batch(batch),
+        columns(problem.n - column),
+        alpha(scalar_of(problem, batch, params.alpha)),
+        beta(scalar_of(problem, batch, params.beta)) {
     d_offset = int64_t{batch} * problem.m * problem.n + column;
     c_offset = batch_offset(problem, batch, params.c.batch) + column * params.c.stride_n;
-    for (float& value : bias) value = 0.f;
-    if (params.bias.data) {
-      load_vector<Element, kWidth>(
-          bias, params.bias,
-          batch_offset(problem, batch, params.bias.batch) + column * params.bias.stride_n, columns);
-    }
-  }
-
-  __device__ __forceinline__ void store(void* matrix, int row, const Vector& value) const {
-    if (row >= m) return;
-    store_vector<Element, kWidth>(matrix, params.d_is_float32, params.d_vectorizable,
-                                  d_offset + row * d_stride, value, columns);
+    load_columns(bias, params.bias, column, 0.f);
+    load_columns(column_factor, params.column_scale, column, 1.f);
+    for (float& value : column_factor) value *= alpha;
   }
 
   // Finishes the accumulators of rows `row`, `row + row_step`, ... and writes them; `value` is
   // clobbered. The loads of all rows are in flight together.
   template <int kCount>
   __device__ __forceinline__ void finish(Vector (&value)[kCount], int row, int row_step) const {
-    Vector c[kCount];
-    if (params.c.data) {
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        const int c_row = row + i * row_step;
-        load_vector<Element, kWidth>(c[i], params.c, c_offset + c_row * params.c.stride_m,
-                                     c_row < m ? columns : 0);
-      }
-    }
+    using Flat = float[kCount * kWidth];
+    auto& flat = reinterpret_cast<Flat&>(value);
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
+      const float factor = row_factor(row + i * row_step);
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) {
-        value[i][j] = fmaf(alpha, value[i][j], bias[j]);
-        if (params.c.data) value[i][j] = fmaf(beta, c[i][j], value[i][j]);
+        value[i][j] = fmaf(factor * column_factor[j], value[i][j], bias[j]);
       }
-      if (params.aux) store(params.aux, row + i * row_step, value[i]);
     }
-    visit_activation(params.activation, [&]<ActivationFunctor Functor>(Functor) {
+    const auto load = [&](const Addend& source, Flat& out) {
 #pragma unroll
-      for (Vector& vector : value) apply_activation<Functor>(vector);
-    });
+      for (int i = 0; i < kCount; ++i) {
+        const int at = row + i * row_step;
+        load_vector<Element, kWidth>(reinterpret_cast<Vector&>(out[i * kWidth]), source,
+                                     c_offset + at * source.stride_m, at < problem.m ? columns : 0);
+      }
+    };
+    const auto store = [&](void* matrix, const Flat& in) {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) store(params.d, row + i * row_step, value[i]);
+      for (int i = 0; i < kCount; ++i) {
+        const int at = row + i * row_step;
+        if (at >= problem.m) continue;
+        store_vector<Element, kWidth>(matrix, params.d_is_float32, params.d_vectorizable,
+                                      d_offset + int64_t{at} * problem.n,
+                                      reinterpret_cast<const Vector&>(in[i * kWidth]), columns);
+      }
+    };
+    finish_values(
+        params, beta, flat, [&](Flat& c) { load(params.c, c); },
+        [&](Flat& c2) { load(params.c2, c2); }, [&](const Flat& aux) { store(params.aux, aux); });
+    store(params.d, flat);
+  }
+
+ private:
+  __device__ __forceinline__ void load_columns(Vector& out, const Addend& source, int column,
+                                               float absent) const {
+    for (float& value : out) value = absent;
+    if (source.data == nullptr) return;
+    const int64_t at = batch_offset(problem, batch, source.batch) + column * source.stride_n;
+    load_vector<Element, kWidth>(out, source, at, columns);
+  }
+
+  __device__ __forceinline__ float row_factor(int row) const {
+    const Addend& source = params.row_scale;
+    if (source.data == nullptr || row >= problem.m) return 1.f;
+    return static_cast<const float*>(
+        source.data)[batch_offset(problem, batch, source.batch) + row * source.stride_m];
   }
 };
 

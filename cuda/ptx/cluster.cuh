@@ -47,6 +47,12 @@ __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }
 
+// target = a * b + c, by an instruction that stays where it stands. A jump over many of them stays
+// a jump; plain assignments would all be done under predicates.
+__device__ __forceinline__ void multiply_add(float& target, float a, float b, float c) {
+  asm volatile("fma.rn.f32 %0, %1, %2, %3;\n" : "=f"(target) : "f"(a), "f"(b), "f"(c));
+}
+
 // Registers of a thread of this warpgroup from here on; a multiple of 8.
 template <int kCount>
 __device__ __forceinline__ void increase_registers() {

@@ -50,7 +50,7 @@ struct Kernel {
                                                              const Place& place, int row) {
     const TileCoordinate tile = raster_tile(params.raster, walk.index);
     return {(tile.tile_m * kConfig.cluster_m + place.m) * kConfig.tile_m + row,
-            (tile.tile_n * kConfig.cluster_n + place.n) * kConfig.tile_n, walk.batch};
+            (tile.tile_n * kConfig.cluster_n + place.n) * kConfig.output_n(), walk.batch};
   }
 
   static __device__ __forceinline__ void consume(const GemmParams& params, const TensorMaps& maps,

@@ -19,12 +19,12 @@ struct OutputBox {
   int row_bytes;
 };
 
-// Long rows are quicker to store; half of them need half the registers, which an epilogue lacks.
+// Long rows are quicker to store; short ones leave room for C and for further results.
 constexpr OutputBox output_box(const KernelConfig& config, int element_bytes, bool exchanged,
-                               bool plain) {
+                               bool whole_rows) {
   if (exchanged) return {32, kWarpRows * element_bytes};
-  const bool whole = plain && config.tile_n * element_bytes % 128 == 0 &&
-                     config.staging_bytes() >= 2 * kBlockRows * 128;
+  const bool whole =
+      whole_rows && config.output_n() % 64 == 0 && config.staging_bytes() >= 2 * kBlockRows * 128;
   return {kWarpRows, whole ? 128 : 64};
 }
 

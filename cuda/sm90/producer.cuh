@@ -84,7 +84,7 @@ struct OperandLoader {
 template <KernelConfig kConfig, Major kMajorA, Major kMajorB>
 struct Producer {
   using LoaderA = OperandLoader<kConfig, kConfig.tile_m, kMajorA, kConfig.cluster_n>;
-  using LoaderB = OperandLoader<kConfig, kConfig.tile_n, kMajorB, kConfig.cluster_m>;
+  using LoaderB = OperandLoader<kConfig, kConfig.output_n(), kMajorB, kConfig.cluster_m>;
 
   // By one thread.
   static __device__ __forceinline__ void run(const GemmParams& params, const TensorMaps& maps,
@@ -94,6 +94,8 @@ struct Producer {
     const bool many = params.batch_rank > 1;
     LoaderA a = {&maps.a, many, place.n, place.sharers_of_a(), 0, {}};
     LoaderB b = {&maps.b, many, place.m, place.sharers_of_b(), 0, {}};
+    LoaderB b2 = b;
+    b2.map = &maps.b2;
     RingPosition<ring_stages(kConfig, kMajorA, kMajorB)> at;
     uint32_t partial_phase = 1;
 #pragma unroll 1
@@ -105,9 +107,9 @@ struct Producer {
       }
       const TileCoordinate tile = raster_tile(params.raster, walk.index);
       a.first = (tile.tile_m * kConfig.cluster_m + place.m) * kConfig.tile_m;
-      b.first = (tile.tile_n * kConfig.cluster_n + place.n) * kConfig.tile_n;
+      b2.first = b.first = (tile.tile_n * kConfig.cluster_n + place.n) * kConfig.output_n();
       a.batch = batch_coordinates(params, walk.batch, maps.a_moves);
-      b.batch = batch_coordinates(params, walk.batch, maps.b_moves);
+      b2.batch = b.batch = batch_coordinates(params, walk.batch, maps.b_moves);
       const auto range = place.k_range(k_tiles, params.split_stages, walk.batch);
 #pragma unroll 1
       for (int k = range.begin; k < range.end; ++k, at.advance()) {
@@ -115,6 +117,10 @@ struct Producer {
         ptx::mbarrier_arrive_expect(smem.full(at.stage), kStageBytes);
         a.load(smem.a(at.stage), smem.full(at.stage), k * kConfig.tile_k);
         b.load(smem.b(at.stage), smem.full(at.stage), k * kConfig.tile_k);
+        if constexpr (kConfig.gated) {
+          constexpr int kHalf = kConfig.operand_bytes(kConfig.tile_n) / 2;
+          b2.load(smem.b(at.stage) + kHalf, smem.full(at.stage), k * kConfig.tile_k);
+        }
       }
     }
   }

@@ -1,5 +1,5 @@
 // A sub-tile of D between the registers of a warp (16 rows of accumulators, dealt as wgmma does)
-// and a buffer in shared memory, swizzled as TMA wants it.
+// and a buffer in shared memory, swizzled as TMA wants it. Registers hold 16 columns at a time.
 
 #pragma once
 
@@ -15,33 +15,34 @@
 
 namespace jax_tcgemm::sm90 {
 
+// A thread's part of 16 x 16 accumulators: value i is of row lane / 4 + i / 2 % 2 * 8 and of column
+// lane % 4 * 2 + i % 2 + i / 4 * 8.
+constexpr int kChunkColumns = 16;
+constexpr int kChunkValues = 8;
+using Chunk = float[kChunkValues];
+
 // kWide: float32 in the buffer, else Element. kExchanged: rows of the accumulators are columns of
-// D. kPlain: there is no epilogue.
-template <KernelConfig kConfig, typename Element, bool kWide, bool kExchanged, bool kPlain>
+// D. kWhole: rows of 128 bytes where they fit.
+template <KernelConfig kConfig, typename Element, bool kWide, bool kExchanged, bool kWhole>
 struct OutputSubtile {
   static_assert(kWide || !kExchanged);
+  static constexpr bool kCopiesOut = false;
   static constexpr int kElementBytes = kWide ? 4 : 2;
-  static constexpr OutputBox kBox = output_box(kConfig, kElementBytes, kExchanged, kPlain);
+  static constexpr OutputBox kBox = output_box(kConfig, kElementBytes, kExchanged, kWhole);
   static constexpr int kRowBytes = kBox.row_bytes;
   static constexpr int kBytes = kBox.rows * kRowBytes;
   // Columns of accumulators.
   static constexpr int kColumns = kExchanged ? kBox.rows : kRowBytes / kElementBytes;
-  static constexpr int kPerBlock = kConfig.tile_n / kColumns;
-  static constexpr int kValues = kColumns / 2;  // of a thread
   static constexpr int kBuffers = kConfig.staging_bytes() / 4 / kBytes;
-  static_assert(kConfig.tile_n % kColumns == 0 && kBuffers >= 2 && kBuffers <= 4);
+  static constexpr int kChunks = kColumns / kChunkColumns;
+  static constexpr int chunks() { return kChunks; }
+  static_assert(kConfig.output_n() % kColumns == 0 && kBuffers >= 2 && kBuffers <= 4);
 
-  // A thread's bias: of its rows, if they are columns of D, or of its columns.
-  static constexpr int kBiasValues = kExchanged ? 2 : kValues / 2;
-  static constexpr int bias_index(int value) {
-    return kExchanged ? value / 2 % 2 : value / 4 * 2 + value % 2;
-  }
-
-  static __device__ __forceinline__ void store(const float (&value)[kValues], uint32_t buffer) {
-    const uint32_t address = buffer + lane_offset();
+  static __device__ __forceinline__ void store(const Chunk& value, uint32_t buffer, int chunk) {
+    const uint32_t address = chunk_address(buffer, chunk);
     if constexpr (kWide) {
 #pragma unroll
-      for (int i = 0; i < kValues; i += 2) {
+      for (int i = 0; i < kChunkValues; i += 2) {
         if constexpr (kExchanged) {
           ptx::store_shared_4(pair_address(address, i), value[i]);
           ptx::store_shared_4(pair_address(address, i) + kRowBytes, value[i + 1]);
@@ -50,70 +51,110 @@ struct OutputSubtile {
         }
       }
     } else {
-#pragma unroll
-      for (int i = 0; i < kValues; i += 8) {
-        const uint32_t matrices[4] = {
-            pack<Element>(value[i], value[i + 1]), pack<Element>(value[i + 2], value[i + 3]),
-            pack<Element>(value[i + 4], value[i + 5]), pack<Element>(value[i + 6], value[i + 7])};
-        ptx::stmatrix_x4<false>(address ^ (i / 8 * 32), matrices);
-      }
+      const uint32_t matrices[4] = {
+          pack<Element>(value[0], value[1]), pack<Element>(value[2], value[3]),
+          pack<Element>(value[4], value[5]), pack<Element>(value[6], value[7])};
+      ptx::stmatrix_x4<false>(address, matrices);
     }
   }
 
-  // value += beta * what the buffer holds.
-  static __device__ __forceinline__ void add(float (&value)[kValues], uint32_t buffer, float beta) {
-    const uint32_t address = buffer + lane_offset();
+  static __device__ __forceinline__ void load(Chunk& value, uint32_t buffer, int chunk) {
+    const uint32_t address = chunk_address(buffer, chunk);
     if constexpr (kWide) {
 #pragma unroll
-      for (int i = 0; i < kValues; i += 2) {
-        float c[2];
+      for (int i = 0; i < kChunkValues; i += 2) {
         if constexpr (kExchanged) {
-          c[0] = __uint_as_float(ptx::load_shared_4(pair_address(address, i)));
-          c[1] = __uint_as_float(ptx::load_shared_4(pair_address(address, i) + kRowBytes));
+          value[i] = __uint_as_float(ptx::load_shared_4(pair_address(address, i)));
+          value[i + 1] = __uint_as_float(ptx::load_shared_4(pair_address(address, i) + kRowBytes));
         } else {
-          ptx::load_shared_8(c[0], c[1], pair_address(address, i));
+          ptx::load_shared_8(value[i], value[i + 1], pair_address(address, i));
         }
-        value[i] = fmaf(beta, c[0], value[i]);
-        value[i + 1] = fmaf(beta, c[1], value[i + 1]);
       }
     } else {
+      uint32_t matrices[4];
+      ptx::ldmatrix_x4(matrices, address);
 #pragma unroll
-      for (int i = 0; i < kValues; i += 8) {
-        uint32_t matrices[4];
-        ptx::ldmatrix_x4(matrices, address ^ (i / 8 * 32));
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const float2 c = unpack<Element>(matrices[j]);
-          value[i + 2 * j] = fmaf(beta, c.x, value[i + 2 * j]);
-          value[i + 2 * j + 1] = fmaf(beta, c.y, value[i + 2 * j + 1]);
-        }
+      for (int i = 0; i < 4; ++i) {
+        const float2 pair = unpack<Element>(matrices[i]);
+        value[2 * i] = pair.x;
+        value[2 * i + 1] = pair.y;
       }
     }
   }
 
- private:
-  // Byte offset of a 16-byte chunk: TMA's swizzle. Buffers are aligned to its period, so that the
-  // chunk of an address changes by XOR.
+  // Byte offset of 16 bytes of a row of the buffer: TMA's swizzle. Buffers are aligned to its
+  // period, so that the chunk of an address changes by XOR.
   static __device__ __forceinline__ uint32_t chunk_offset(uint32_t row, uint32_t chunk) {
     const uint32_t key = kRowBytes == 128 ? row % 8 : row / 2 % 4;
     return row * kRowBytes + (chunk ^ key) * 16;
   }
 
-  // Of what this lane reads and writes first. 16-bit: the row it gives to ldmatrix and stmatrix, of
-  // matrices in the order (rows 0, 8; columns 0), (rows 0, 8; columns 8).
-  static __device__ __forceinline__ uint32_t lane_offset() {
+ private:
+  // Of what this lane reads and writes first of a chunk. 16-bit: the row it gives to ldmatrix and
+  // stmatrix, of matrices in the order (rows 0, 8; columns 0), (rows 0, 8; columns 8).
+  static __device__ __forceinline__ uint32_t chunk_address(uint32_t buffer, int chunk) {
     const uint32_t lane = ptx::volatile_lane();
-    if constexpr (!kWide) return chunk_offset(lane % 16, lane / 16);
+    if constexpr (!kWide) return (buffer + chunk_offset(lane % 16, lane / 16)) ^ (chunk * 32);
     const uint32_t row = lane / 4;
     const uint32_t column = lane % 4 * 2;
-    if constexpr (kExchanged) return chunk_offset(column, row / 4) + row % 4 * 4;
-    return chunk_offset(row, column / 4) + column % 4 * 4;
+    if constexpr (kExchanged) {
+      return buffer + chunk_offset(column, row / 4) + row % 4 * 4 + chunk * 16 * kRowBytes;
+    }
+    return (buffer + chunk_offset(row, column / 4) + column % 4 * 4) ^ (chunk * 64);
   }
 
-  // Of values i and i + 1: 8 rows further for every other i, 8 columns for every fourth.
+  // Of values i and i + 1: 8 rows further for every other pair, 8 columns for the last two.
   static __device__ __forceinline__ uint32_t pair_address(uint32_t address, int i) {
     if constexpr (kExchanged) return (address ^ (i / 2 % 2 * 32)) + i / 4 * 8 * kRowBytes;
     return (address ^ (i / 4 * 32)) + i / 2 % 2 * 8 * kRowBytes;
+  }
+};
+
+// A sub-tile whose type is known at run time, so that the code of an epilogue stands in a kernel
+// once.
+template <KernelConfig kConfig, typename Element, bool kExchanged, bool kWhole>
+struct FusedSubtile {
+  static constexpr bool kCopiesOut = !kWhole;  // see copy_out
+  static constexpr bool kAlwaysWide = sizeof(Element) == 4;
+  using Wide = OutputSubtile<kConfig, Element, true, kExchanged, kWhole>;
+  using Narrow = OutputSubtile<kConfig, Element, kAlwaysWide, kExchanged, kWhole>;
+  static constexpr int kBytes = Wide::kBytes;
+  static constexpr int kBuffers = Wide::kBuffers;
+  static_assert(Narrow::kBytes == kBytes && Narrow::kBuffers == kBuffers);
+
+  bool is_float32;
+
+  __device__ __forceinline__ bool wide() const { return kAlwaysWide || is_float32; }
+  __device__ __forceinline__ int chunks() const { return wide() ? Wide::kChunks : Narrow::kChunks; }
+
+  __device__ __forceinline__ void store(const Chunk& value, uint32_t buffer, int chunk) const {
+    wide() ? Wide::store(value, buffer, chunk) : Narrow::store(value, buffer, chunk);
+  }
+  __device__ __forceinline__ void load(Chunk& value, uint32_t buffer, int chunk) const {
+    wide() ? Wide::load(value, buffer, chunk) : Narrow::load(value, buffer, chunk);
+  }
+
+  // Writes what the buffer holds to the matrix of (m, n) at row y and column x, by all lanes. For
+  // rows of 64 bytes.
+  __device__ __forceinline__ void copy_out(uint32_t buffer, void* matrix, int m, int n, int y,
+                                           int x) const {
+    constexpr int kRows = Wide::kBox.rows;
+    const int shift = wide() ? 4 : 5;  // of columns
+    static_assert(Wide::kRowBytes == 64);
+#pragma unroll 1
+    for (int i = ptx::volatile_lane(); i < kRows << shift; i += 32) {
+      const int row = i >> shift;
+      const int column = i & ((1 << shift) - 1);
+      if (y + row >= m || x + column >= n) continue;
+      const int64_t at = (int64_t{y} + row) * n + x + column;
+      if (wide()) {
+        const uint32_t from = buffer + Wide::chunk_offset(row, column / 4) + column % 4 * 4;
+        static_cast<uint32_t*>(matrix)[at] = ptx::load_shared_4(from);
+      } else {
+        const uint32_t from = buffer + Wide::chunk_offset(row, column / 8) + column % 8 * 2;
+        static_cast<uint16_t*>(matrix)[at] = ptx::load_shared_2(from);
+      }
+    }
   }
 };
 

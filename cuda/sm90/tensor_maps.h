@@ -14,20 +14,38 @@ struct alignas(64) TensorMap {
   uint64_t words[16];
 };
 
+// What becomes of the accumulators, from the least to the most work.
+enum class Finish {
+  kProduct,   // D is the product, rounded
+  kAddBias,   // alpha * product + bias
+  kAddC,      // alpha * product + bias + beta * C, with C by TMA
+  kActivate,  // f(alpha * product + bias), gated or not, and no further result
+  kAnything,
+};
+
+// Whether D leaves in whole rows: see output_box.
+constexpr bool in_whole_rows(Finish finish) {
+  return finish != Finish::kAddC && finish != Finish::kAnything;
+}
+
 // A __grid_constant__ kernel parameter. Boxes are what one TMA instruction copies.
 struct TensorMaps {
   TensorMap a;  // (batch..., m, k) or (batch..., k, m), the contiguous dimension last
   TensorMap b;
-  TensorMap c;    // (batch, m, n); used if c_by_tma
-  TensorMap d;    // (batch, m, n); used if d_by_tma
-  TensorMap aux;  // likewise, if there is one
+  TensorMap b2;    // of a gated product
+  TensorMap c;     // (batch, m, n); used if c_by_tma
+  TensorMap c2;    // likewise, if has_c2
+  TensorMap d;     // (batch, m, n); used if d_by_tma
+  TensorMap aux;   // likewise, if there is one
+  TensorMap aux2;  // likewise
   // Batch dimensions along which an operand moves; the others are broadcast.
   uint8_t a_moves[kMaxBatchRank];
   uint8_t b_moves[kMaxBatchRank];
   bool c_moves;
+  bool has_c2;
   bool c_by_tma;
   bool d_by_tma;
-  bool plain;  // D is the accumulators, rounded
+  Finish finish;
 };
 
 }  // namespace jax_tcgemm::sm90

@@ -123,7 +123,7 @@ Status encode_operand(const char* name, const Operand& operand, Major major, int
 
 // C, D or the pre-activation: (batch, m, n).
 Status encode_result(const char* name, const void* data, int64_t stride_m, int64_t stride_batch,
-                     bool plain, const GemmProblem& problem, const KernelConfig& config,
+                     bool whole_rows, const GemmProblem& problem, const KernelConfig& config,
                      TensorMap* map) {
   const GemmParams& params = problem.params;
   Tiling t = {};
@@ -139,7 +139,7 @@ Status encode_result(const char* name, const void* data, int64_t stride_m, int64
   t.stride = {0, static_cast<cuuint64_t>(stride_m) * t.bytes,
               stride_batch != 0 ? static_cast<cuuint64_t>(stride_batch) * t.bytes : 16};
   const OutputBox box = output_box(
-      config, t.bytes, exchanges_operands(config, problem.major_a, problem.major_b), plain);
+      config, t.bytes, exchanges_operands(config, problem.major_a, problem.major_b), whole_rows);
   t.box = {static_cast<cuuint32_t>(box.row_bytes / t.bytes), static_cast<cuuint32_t>(box.rows), 1};
   t.swizzle = box.row_bytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
   return encode(t, map);
@@ -149,8 +149,7 @@ bool is_multiple_of_16(int64_t bytes) { return bytes % 16 == 0; }
 
 bool is_aligned(const void* data) { return is_multiple_of_16(reinterpret_cast<intptr_t>(data)); }
 
-}  // namespace
-
+// Whether TMA can address C, D and further results. What it cannot, threads read and write.
 bool c_by_tma(const GemmProblem& problem) {
   const EpilogueParams& epilogue = problem.params.epilogue;
   const Addend& c = epilogue.c;
@@ -158,19 +157,37 @@ bool c_by_tma(const GemmProblem& problem) {
   return c.data != nullptr && c.is_float32 == epilogue.d_is_float32 && c.stride_n == 1 &&
          c.stride_m > 0 && is_multiple_of_16(c.stride_m * bytes) &&
          problem.params.batch_rank <= 1 && is_multiple_of_16(c.batch.stride[0] * bytes) &&
-         is_aligned(c.data);
+         is_aligned(c.data) && is_aligned(epilogue.c2.data);
 }
 
 bool d_by_tma(const GemmProblem& problem) {
   const EpilogueParams& epilogue = problem.params.epilogue;
   return is_multiple_of_16(int64_t{problem.params.n} * (epilogue.d_is_float32 ? 4 : 2)) &&
-         is_aligned(epilogue.d) && is_aligned(epilogue.aux);
+         is_aligned(epilogue.d) && is_aligned(epilogue.aux) && is_aligned(epilogue.aux2);
 }
+
+// What the kernel has to do; the paths for sums are for D in the type of the operands.
+Finish finish_of(const EpilogueParams& epilogue, const TensorMaps& maps, bool exchanged,
+                 const KernelConfig& config) {
+  if (!maps.d_by_tma || epilogue.aux != nullptr || epilogue.row_scale.data != nullptr ||
+      epilogue.column_scale.data != nullptr) {
+    return Finish::kAnything;
+  }
+  if (is_plain(epilogue)) return Finish::kProduct;
+  const bool is_sum = epilogue.activation == Activation::kNone && config.unrolls_sums() &&
+                      !exchanged && epilogue.d_is_float32 == (element_bytes(config.algorithm) == 4);
+  if (epilogue.c.data == nullptr) return is_sum ? Finish::kAddBias : Finish::kActivate;
+  const bool adds = epilogue.role_of_c == RoleOfC::kAdd || epilogue.role_of_c == RoleOfC::kResidual;
+  return is_sum && adds && maps.c_by_tma ? Finish::kAddC : Finish::kAnything;
+}
+
+}  // namespace
 
 bool is_plain(const EpilogueParams& epilogue) {
   return epilogue.alpha.data == nullptr && epilogue.alpha.value == 1.f &&
          epilogue.c.data == nullptr && epilogue.bias.data == nullptr && epilogue.aux == nullptr &&
-         epilogue.activation == Activation::kNone;
+         epilogue.row_scale.data == nullptr && epilogue.column_scale.data == nullptr &&
+         epilogue.activation == Activation::kNone && !epilogue.gated;
 }
 
 Status encode_tensor_maps(const GemmProblem& problem, const KernelConfig& config,
@@ -183,28 +200,44 @@ Status encode_tensor_maps(const GemmProblem& problem, const KernelConfig& config
       exchanged ? config.cluster_m : config.cluster_n, params, config,
       exchanged ? &maps->b : &maps->a, exchanged ? &maps->b_moves : &maps->a_moves));
   JAX_TCGEMM_RETURN_IF_ERROR(encode_operand(
-      "b", params.b, problem.major_b, params.n, exchanged ? config.tile_m : config.tile_n,
+      "b", params.b, problem.major_b, params.n, exchanged ? config.tile_m : config.output_n(),
       exchanged ? config.cluster_n : config.cluster_m, params, config,
       exchanged ? &maps->a : &maps->b, exchanged ? &maps->a_moves : &maps->b_moves));
+  if (config.gated) {
+    Operand b2 = params.b;
+    b2.data = params.b2;
+    JAX_TCGEMM_RETURN_IF_ERROR(encode_operand("b2", b2, problem.major_b, params.n,
+                                              config.output_n(), config.cluster_m, params, config,
+                                              &maps->b2, &maps->b_moves));
+  }
 
   const EpilogueParams& epilogue = params.epilogue;
-  maps->d_by_tma = d_by_tma(problem) && (epilogue.c.data == nullptr || c_by_tma(problem));
-  maps->c_by_tma = maps->d_by_tma && epilogue.c.data != nullptr;
-  maps->plain = maps->d_by_tma && is_plain(epilogue);
+  maps->d_by_tma = d_by_tma(problem);
+  maps->c_by_tma = maps->d_by_tma && c_by_tma(problem);
+  maps->has_c2 = maps->c_by_tma && epilogue.c2.data != nullptr;
+  maps->finish = finish_of(epilogue, *maps, exchanged, config);
   if (!maps->d_by_tma) return Status();
   const int64_t matrix = int64_t{params.m} * params.n;
-  JAX_TCGEMM_RETURN_IF_ERROR(
-      encode_result("d", epilogue.d, params.n, matrix, maps->plain, problem, config, &maps->d));
+  JAX_TCGEMM_RETURN_IF_ERROR(encode_result("d", epilogue.d, params.n, matrix,
+                                           in_whole_rows(maps->finish), problem, config, &maps->d));
   if (epilogue.aux != nullptr) {
-    JAX_TCGEMM_RETURN_IF_ERROR(encode_result("aux", epilogue.aux, params.n, matrix, maps->plain,
-                                             problem, config, &maps->aux));
+    JAX_TCGEMM_RETURN_IF_ERROR(
+        encode_result("aux", epilogue.aux, params.n, matrix, false, problem, config, &maps->aux));
+  }
+  if (epilogue.aux2 != nullptr) {
+    JAX_TCGEMM_RETURN_IF_ERROR(encode_result("aux2", epilogue.aux2, params.n, matrix, false,
+                                             problem, config, &maps->aux2));
   }
   if (maps->c_by_tma) {
     const Addend& c = epilogue.c;
     maps->c_moves = params.batch_rank == 1 && c.batch.stride[0] != 0;
-    JAX_TCGEMM_RETURN_IF_ERROR(encode_result("c", c.data, c.stride_m,
-                                             maps->c_moves ? c.batch.stride[0] : 0, false, problem,
-                                             config, &maps->c));
+    const int64_t stride_batch = maps->c_moves ? c.batch.stride[0] : 0;
+    JAX_TCGEMM_RETURN_IF_ERROR(
+        encode_result("c", c.data, c.stride_m, stride_batch, false, problem, config, &maps->c));
+    if (maps->has_c2) {
+      JAX_TCGEMM_RETURN_IF_ERROR(encode_result("c2", epilogue.c2.data, c.stride_m, stride_batch,
+                                               false, problem, config, &maps->c2));
+    }
   }
   return Status();
 }

@@ -8,10 +8,6 @@
 
 namespace jax_tcgemm::sm90 {
 
-// Whether TMA can address C, D and the pre-activation. What it cannot, threads read and write.
-bool c_by_tma(const GemmProblem& problem);
-bool d_by_tma(const GemmProblem& problem);
-
 // Whether D is the product, rounded.
 bool is_plain(const EpilogueParams& epilogue);
 

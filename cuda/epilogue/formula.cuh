@@ -1,0 +1,73 @@
+// What the epilogue makes of z = alpha * scales * acc + bias, in float32: see RoleOfC and
+// EpilogueParams. sm80 and sm90 kernels differ only in where the values come from and go to, which
+// are the callbacks.
+
+#pragma once
+
+#include "epilogue/activations.cuh"
+#include "gemm_params.h"
+#include "scheduler/raster.cuh"
+
+namespace jax_tcgemm {
+
+__device__ __forceinline__ float scalar_of(const GemmParams& params, int batch,
+                                           const Scalar& scalar) {
+  return scalar.data ? scalar.data[batch_offset(params, batch, scalar.batch)] : scalar.value;
+}
+
+__device__ __forceinline__ bool takes_derivative(RoleOfC role) {
+  return role == RoleOfC::kDerivative || role == RoleOfC::kGatedDerivative;
+}
+
+// value += beta * C
+template <int kWidth, typename LoadC>
+__device__ __forceinline__ void add_c(float beta, float (&value)[kWidth], LoadC&& load_c) {
+  float c[kWidth];
+  load_c(c);
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i) value[i] = fmaf(beta, c[i], value[i]);
+}
+
+// value *= f'(C), and where gated z * f(C) and value *= C2. Few values are alive at a time.
+template <int kWidth, typename LoadC, typename LoadC2, typename StoreAux>
+__device__ __forceinline__ void multiply_derivative(const EpilogueParams& epilogue,
+                                                    float (&value)[kWidth], LoadC&& load_c,
+                                                    LoadC2&& load_c2, StoreAux&& store_aux) {
+  float c[kWidth];
+  float slope[kWidth];
+  load_c(c);
+  visit_activation(epilogue, [&]<ActivationFunctor Functor>(const Functor& functor) {
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) differentiate(functor, c[i], slope[i]);
+  });
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i) {
+    c[i] *= value[i];
+    value[i] *= slope[i];
+  }
+  if (epilogue.role_of_c != RoleOfC::kGatedDerivative) return;
+  load_c2(slope);
+  store_aux(c);
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i) value[i] *= slope[i];
+}
+
+// value: z -> D. The loads are called at most once, and store_aux exactly if there is a second
+// result.
+template <int kWidth, typename LoadC, typename LoadC2, typename StoreAux>
+__device__ __forceinline__ void finish_values(const EpilogueParams& epilogue, float beta,
+                                              float (&value)[kWidth], LoadC&& load_c,
+                                              LoadC2&& load_c2, StoreAux&& store_aux) {
+  if (takes_derivative(epilogue.role_of_c)) {
+    return multiply_derivative(epilogue, value, load_c, load_c2, store_aux);
+  }
+  const bool has_c = epilogue.c.data != nullptr;
+  if (has_c && epilogue.role_of_c == RoleOfC::kAdd) add_c(beta, value, load_c);
+  if (epilogue.aux != nullptr) store_aux(value);
+  visit_activation(epilogue, [&]<ActivationFunctor Functor>(const Functor& functor) {
+    apply_activation(functor, value);
+  });
+  if (has_c && epilogue.role_of_c == RoleOfC::kResidual) add_c(beta, value, load_c);
+}
+
+}  // namespace jax_tcgemm
