@@ -217,6 +217,7 @@ def config_names(case: Case, glob: str) -> list[str]:
         for row in kernel_table.for_algorithm(case.algorithm or "")
         if row.name in _extension.KERNEL_NAMES
         and fnmatch.fnmatchcase(row.name, glob)
+        and row.gated == case.is_gated
         and (row.arch != "simt" or case.flops <= _SIMT_FLOPS)
     ]
 

@@ -70,7 +70,7 @@ def gemm(
             ``None`` is ``jax.default_matmul_precision``. float32 is computed in TF32 unless
             ``"highest"`` or a wider preset is asked for.
         preferred_element_type: dtype of the result; ``None`` is that of ``jnp.matmul(a, b)``. The
-            kernels write bfloat16, float16 and float32, whatever the operands are.
+            kernels write the operands' dtype and float32, which is then converted to any other.
         config: name of a kernel configuration (a row of ``jax_tcgemm.kernel_table``), or ``None``
             for the one that a heuristic chooses. Derivatives choose their own.
 

@@ -86,7 +86,9 @@ def cuda_gated(*operands: jax.Array, spec: GatedSpec) -> list[jax.Array]:
     """
     x = spec.unflatten(operands)
     algorithm = resolve_algorithm(x.a.dtype, x.b.dtype, spec.out_dtype, spec.precision)
-    obstacle = _obstacle(algorithm, spec, x) or _gated_obstacle(algorithm, spec, x)
+    obstacle = _obstacle(algorithm, spec, x)
+    if algorithm is not None and obstacle is None:
+        obstacle = _gated_obstacle(algorithm, spec, x)
     log(_describe(x, spec, obstacle or f"{algorithm}, config {spec.config or 'by heuristic'}"))
     if algorithm is None or obstacle is not None:
         return reference.reference_gated(*operands, spec=spec)
@@ -141,8 +143,9 @@ def _obstacle(algorithm: str | None, spec: GemmSpec, x: Operands) -> str | None:
             f"reference: no kernel algorithm for {x.a.dtype} and {x.b.dtype} to {spec.out_dtype} "
             f"with precision {spec.precision}"
         )
-    if not _extension.has_kernel(algorithm):
-        return f"reference: no kernel for {algorithm} in this build"
+    gated = isinstance(spec, GatedSpec)
+    if not _extension.has_kernel(algorithm, gated=gated):
+        return f"reference: no{' gated' * gated} kernel for {algorithm} in this build"
     if spec.is_derivative and algorithm == "F16_F16_F16":
         return f"reference: no kernel for the {spec.c_role} epilogue in {algorithm}"
     if spec.axes.c2 is not None and spec.axes.c2 != spec.axes.c:
@@ -155,10 +158,8 @@ def _obstacle(algorithm: str | None, spec: GemmSpec, x: Operands) -> str | None:
     return None
 
 
-def _gated_obstacle(algorithm: str | None, spec: GatedSpec, x: Operands) -> str | None:
+def _gated_obstacle(algorithm: str, spec: GatedSpec, x: Operands) -> str | None:
     """Says why no gated kernel can be used, where an ordinary one could."""
-    if algorithm not in ("BF16_BF16_F32", "F16_F16_F32"):
-        return f"reference: no gated kernel for {algorithm}"
     if not spec.packed and spec.axes.b2 != spec.axes.b:
         return "reference: the two weights lie differently"
     gemm = fold(spec.strided(_shapes(x)))

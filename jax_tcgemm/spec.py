@@ -243,12 +243,14 @@ def check_config(spec: GemmSpec, dtypes: Operands, shapes: Operands) -> None:
             f"config={spec.config!r}: no kernel computes a.dtype={dtypes.a}, b.dtype={dtypes.b} to "
             f"{spec.out_dtype} with precision={spec.precision}; accepted here: config=None"
         )
-    rows = {row.name: row for row in kernel_table.for_algorithm(algorithm)}
+    gated = isinstance(spec, GatedSpec)
+    rows = {row.name: row for row in kernel_table.for_algorithm(algorithm) if row.gated == gated}
     if spec.config not in rows:
+        kind = f"gated products in {algorithm}" if gated else algorithm
         raise ValueError(
-            f"config={spec.config!r} is not a kernel configuration for {algorithm}, which is what "
+            f"config={spec.config!r} is not a kernel configuration for {kind}, which is what "
             f"a.dtype={dtypes.a}, b.dtype={dtypes.b} and precision={spec.precision} ask for; "
-            f"accepted: {sorted(rows)}"
+            f"accepted: None or {sorted(rows)}"
         )
     if rows[spec.config].copies_whole_chunks:
         others = sorted(name for name, row in rows.items() if not row.copies_whole_chunks)

@@ -44,19 +44,25 @@ def baseline_precision(algorithm: str):
     return algorithm if algorithm == "TF32_TF32_F32" else None
 
 
-BY_CONFIG = pytest.mark.parametrize(
-    "config",
-    [
-        pytest.param(
-            config,
-            id=config.name,
-            marks=pytest.mark.skipif(
-                config.name not in _extension.KERNEL_NAMES, reason="not in this build"
-            ),
-        )
-        for config in CONFIGS
-    ],
-)
+def by_config(*, gated: bool) -> pytest.MarkDecorator:
+    """Runs a test for each configuration, of one weight or of two."""
+    return pytest.mark.parametrize(
+        "config",
+        [
+            pytest.param(
+                config,
+                id=config.name,
+                marks=pytest.mark.skipif(
+                    config.name not in _extension.KERNEL_NAMES, reason="not in this build"
+                ),
+            )
+            for config in CONFIGS
+            if config.gated == gated
+        ],
+    )
+
+
+BY_CONFIG = by_config(gated=False)
 
 
 @dataclasses.dataclass(frozen=True)

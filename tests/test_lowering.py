@@ -183,7 +183,7 @@ def test_float32_addends_are_not_rounded(cuda_module):
     ("dtype", "options", "algorithm", "operand", "result", "converts"),
     [
         (jnp.bfloat16, {"preferred_element_type": jnp.float32}, "BF16_BF16_F32", "bf16", "f32", 0),
-        (jnp.bfloat16, {"preferred_element_type": jnp.float16}, "BF16_BF16_F32", "bf16", "f16", 0),
+        (jnp.bfloat16, {"preferred_element_type": jnp.float16}, "BF16_BF16_F32", "bf16", "f32", 1),
         (
             *(jnp.bfloat16, {"preferred_element_type": jnp.float8_e5m2}),
             *("BF16_BF16_F32", "bf16", "f32", 1),
@@ -191,7 +191,7 @@ def test_float32_addends_are_not_rounded(cuda_module):
         (jnp.float16, {"precision": "highest"}, "F16_F16_F32", "f16", "f16", 0),
         (jnp.float16, {"precision": "F16_F16_F16"}, "F16_F16_F16", "f16", "f16", 0),
         (jnp.float32, {}, "TF32_TF32_F32", "f32", "f32", 0),
-        (jnp.float32, {"preferred_element_type": jnp.bfloat16}, "TF32_TF32_F32", "f32", "bf16", 0),
+        (jnp.float32, {"preferred_element_type": jnp.bfloat16}, "TF32_TF32_F32", "f32", "f32", 1),
         (jnp.float32, {"precision": "BF16_BF16_F32"}, "BF16_BF16_F32", "bf16", "f32", 2),
     ],
 )
