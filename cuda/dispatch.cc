@@ -19,24 +19,6 @@ namespace {
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// One line for each distinct choice when JAX_TCGEMM_LOG is set.
-void log_choice(const GemmProblem& problem, const KernelEntry& entry) {
-  static const bool enabled = [] {
-    const char* value = std::getenv("JAX_TCGEMM_LOG");
-    return value != nullptr && *value != '\0' && std::string_view(value) != "0";
-  }();
-  if (!enabled) return;
-  const GemmParams& p = problem.params;
-  const std::string line =
-      "jax_tcgemm: m=" + std::to_string(p.m) + " n=" + std::to_string(p.n) +
-      " k=" + std::to_string(p.k) + " batch=" + std::to_string(p.batch) +
-      (problem.aligned() ? "" : " unaligned") +
-      (p.split_stages > 0 ? " split_stages=" + std::to_string(p.split_stages) : "") + " -> " +
-      entry.name + "\n";
-  thread_local std::set<std::string> seen;
-  if (seen.insert(line).second) std::fputs(line.c_str(), stderr);
-}
-
 // Groups of so many rows of D, whatever the tile, so that the blocks of one wave read few enough
 // rows of A and columns of B to share them in L2.
 Status set_tile_order(const KernelConfig& config, bool exchanged, GemmParams* params) {
@@ -186,6 +168,23 @@ Status launch(GemmProblem* problem, const KernelEntry& entry, const DeviceProper
 }
 
 }  // namespace
+
+void log_choice(const GemmProblem& problem, const KernelEntry& entry) {
+  static const bool enabled = [] {
+    const char* value = std::getenv("JAX_TCGEMM_LOG");
+    return value != nullptr && *value != '\0' && std::string_view(value) != "0";
+  }();
+  if (!enabled) return;
+  const GemmParams& p = problem.params;
+  const std::string line =
+      "jax_tcgemm: m=" + std::to_string(p.m) + " n=" + std::to_string(p.n) +
+      " k=" + std::to_string(p.k) + " batch=" + std::to_string(p.batch) +
+      (problem.aligned() ? "" : " unaligned") +
+      (p.split_stages > 0 ? " split_stages=" + std::to_string(p.split_stages) : "") + " -> " +
+      entry.name + "\n";
+  thread_local std::set<std::string> seen;
+  if (seen.insert(line).second) std::fputs(line.c_str(), stderr);
+}
 
 std::span<const KernelEntry> kernel_registry() { return kKernelEntries; }
 

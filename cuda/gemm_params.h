@@ -113,6 +113,7 @@ struct GemmParams {
   Operand b;
   const void* b2;  // the second weight of a gated product, laid out as b
   EpilogueParams epilogue;
+  const int32_t* group_sizes;  // ragged: of the batch's groups; see scheduler/ragged.cuh
   int32_t batch_rank;
   int32_t batch_shape[kMaxBatchRank];
 };

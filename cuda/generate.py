@@ -79,6 +79,7 @@ def cpp_config(config) -> str:
         enumerator("Schedule", config.schedule),
         str(config.gated).lower(),
         str(config.skinny).lower(),
+        enumerator("Ragged", config.ragged),
     ]
     return "{" + ", ".join(map(str, fields)) + "}"
 

@@ -233,6 +233,7 @@ bool sm90_supports(const KernelConfig& config, const ChoiceInput& input) {
 
 bool supports(const KernelConfig& config, const ChoiceInput& input) {
   if (config.algorithm != input.algorithm || config.gated != input.gated ||
+      config.ragged != input.ragged ||
       config.shared_memory_bytes() > input.shared_memory_per_block) {
     return false;
   }

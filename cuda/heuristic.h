@@ -24,6 +24,7 @@ struct ChoiceInput {
   int sm_count;
   int shared_memory_per_block;  // bytes
   int batch_rank;
+  Ragged ragged = Ragged::kNone;
 };
 
 // Whether a configuration can compute the problem.

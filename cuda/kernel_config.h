@@ -25,6 +25,10 @@ enum class Loader { kCpAsync, kRealign, kDirect, kTma };
 //   kPingpong:    two, each with a tile of its own; one multiplies while the other writes.
 enum class Schedule { kCooperative, kPingpong };
 
+// What consecutive groups, whose sizes only the device knows, divide: nothing; the rows of A and D,
+// so that each group has its own B; k, so that each group makes its own D.
+enum class Ragged { kNone, kRows, kDepth };
+
 // Which matrix dimension of an operand is contiguous in memory.
 enum class Major { kK, kMn };
 
@@ -57,6 +61,7 @@ struct KernelConfig {
   // sm90: for few rows or few columns. tile_m goes along the longer of m and n, whichever operand
   // that belongs to; where it is n, D^T = B^T A^T is computed.
   bool skinny;
+  Ragged ragged;
 
   constexpr int warp_m() const { return tile_m / warps_m; }
   constexpr int warp_n() const { return tile_n / warps_n; }

@@ -61,6 +61,9 @@ class KernelConfig:
             columns of one (sm90).
         skinny: for few rows or few columns (sm90): ``tile_m`` goes along the longer of m and n,
             whichever operand that belongs to, and ``tile_n`` along the shorter.
+        ragged: what groups divide whose sizes only the device knows (sm90): ``"none"``; ``"rows"``,
+            those of A and D, so that each group has its own B; or ``"depth"``, k, so that each
+            group makes its own D.
     """
 
     arch: str
@@ -79,6 +82,7 @@ class KernelConfig:
     schedule: str = "cooperative"
     gated: bool = False
     skinny: bool = False
+    ragged: str = "none"
 
     def __post_init__(self) -> None:
         def require(condition: bool, what: str) -> None:
@@ -111,6 +115,7 @@ class KernelConfig:
         require(self.cluster_size == 1, "sm80 kernels have no clusters")
         require(not self.gated, "sm80 kernels have one weight")
         require(not self.skinny, "sm80 kernels have one place for m and n")
+        require(self.ragged == "none", "sm80 kernels know no groups")
         chunks = row_bytes // 16
         for extent in (self.tile_m, self.tile_n):
             require(extent * chunks % self.threads == 0, "tile must be a whole number of passes")
@@ -140,6 +145,12 @@ class KernelConfig:
         if self.gated:
             require(self.element_bytes == 2 and self.split_k == 1, "gated rows are 16-bit, unsplit")
             require(self.tile_n % 128 == 0, "half of tile_n must be a multiple of 64")
+        require(self.ragged in ("none", "rows", "depth"), "unknown ragged")
+        if self.ragged != "none":
+            require(
+                self.element_bytes == 2 and self.split_k == 1, "ragged rows are 16-bit, unsplit"
+            )
+            require(self.tile_n % 64 == 0 and not self.gated, "ragged rows have whole slabs")
         for extent, sharers in ((self.tile_m, self.cluster_n), (self.tile_n, self.cluster_m)):
             require(sharers in (1, 2, 4), "a cluster shares an operand by 1, 2 or 4")
             require(extent % (8 * sharers) == 0, "a share must be a whole number of 8 rows")
@@ -225,7 +236,8 @@ class KernelConfig:
             split = f"_k{self.split_k}" if self.split_k > 1 else ""
             kind = "skinny" if self.skinny else self.schedule
             gated = "_gated" if self.gated else ""
-            return f"{tile}_s{self.stages}{cluster}{split}_{kind}{gated}"
+            ragged = f"_ragged_{self.ragged}" if self.ragged != "none" else ""
+            return f"{tile}_s{self.stages}{cluster}{split}_{kind}{gated}{ragged}"
         suffix = "_realign" if self.loader == "realign" else ""
         suffix += "_promote" if self.promote else ""
         return f"{tile}_w{self.warps_m}x{self.warps_n}_s{self.stages}{suffix}"
@@ -242,6 +254,7 @@ def _sm90(
     schedule: str = "cooperative",
     gated: bool = False,
     skinny: bool = False,
+    ragged: str = "none",
 ) -> KernelConfig:
     warpgroups = 1 if skinny or schedule == "pingpong" else min(2, tile_m // 64)
     return KernelConfig(
@@ -260,6 +273,7 @@ def _sm90(
         schedule=schedule,
         gated=gated,
         skinny=skinny,
+        ragged=ragged,
     )
 
 
@@ -323,6 +337,14 @@ def _rows() -> list[KernelConfig]:
             # Two weights.
             _sm90(algorithm, 128, 256, 4, cluster=(2, 1), gated=True),
             _sm90(algorithm, 128, 128, 6, cluster=(2, 1), schedule="pingpong", gated=True),
+            # Groups of rows, from many rows in each to few.
+            _sm90(algorithm, 128, 256, 4, cluster=(2, 1), ragged="rows"),
+            _sm90(algorithm, 128, 256, 4, ragged="rows"),
+            _sm90(algorithm, 128, 128, 6, schedule="pingpong", ragged="rows"),
+            _sm90(algorithm, 64, 128, 6, schedule="pingpong", ragged="rows"),
+            # Groups of k.
+            _sm90(algorithm, 128, 256, 4, cluster=(2, 1), ragged="depth"),
+            _sm90(algorithm, 128, 128, 6, schedule="pingpong", ragged="depth"),
         ]
         # Few rows or columns, for which memory is what counts: so many bytes on their way, and all
         # blocks at once.

@@ -152,7 +152,7 @@ def _obstacle(algorithm: str | None, spec: GemmSpec, x: Operands) -> str | None:
         return "reference: c and c2 lie differently"
     if not all(isinstance(extent, int) for extent in (*x.a.shape, *x.b.shape)):
         return "reference: symbolic shapes"
-    old = _local_device(lambda capability: capability < _OLDEST_COMPUTE_CAPABILITY)
+    old = local_device(lambda capability: capability < _OLDEST_COMPUTE_CAPABILITY)
     if old is not None:
         return f"reference: no kernel for {old}, whose compute capability is below 8.0"
     return None
@@ -165,7 +165,7 @@ def _gated_obstacle(algorithm: str, spec: GatedSpec, x: Operands) -> str | None:
     gemm = fold(spec.strided(_shapes(x)))
     if len(gemm.batch) > _MAX_TMA_BATCH_NDIM:
         return f"reference: {len(gemm.batch)} batch dimensions that do not fold"
-    other = _local_device(lambda capability: capability != _GATED_COMPUTE_CAPABILITY)
+    other = local_device(lambda capability: capability != _GATED_COMPUTE_CAPABILITY)
     if other is not None:
         return f"reference: no gated kernel for {other}"
     if with_kernel_layouts(spec, _shapes(x))[0] != spec:
@@ -185,7 +185,7 @@ def _second_weight_offset(gemm: StridedGemm, spec: GatedSpec) -> int:
     return gemm.n * gemm.strides.b[-1] if spec.packed else 0
 
 
-def _local_device(matches: Callable[[tuple[int, ...]], bool]) -> str | None:
+def local_device(matches: Callable[[tuple[int, ...]], bool]) -> str | None:
     """Names a local GPU whose compute capability matches.
 
     With no GPU here, the one that a program is lowered for is taken to have every kernel.

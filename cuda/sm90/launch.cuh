@@ -58,6 +58,10 @@ cudaError_t launch_layouts(const LaunchRequest& request) {
   if (error != cudaSuccess) return error;
 
   GemmParams params = request.params;
+  if constexpr (kConfig.ragged != Ragged::kNone) {
+    launch.gridDim = dim3(capacity * kConfig.cluster_size());
+    return cudaLaunchKernelEx(&launch, kernel, params, *request.maps);
+  }
   const int64_t tiles = int64_t{params.raster.tiles.divisor} * params.batch;
   const int clusters = static_cast<int>(tiles < capacity ? tiles : capacity);
   params.raster.stride_batch = clusters / params.raster.tiles.divisor;
@@ -83,7 +87,7 @@ cudaError_t launch_skinny(const LaunchRequest& request) {
 }
 
 template <typename Row>
-cudaError_t launch_by_layout(const LaunchRequest& request) {
+cudaError_t launch_any_layout(const LaunchRequest& request) {
   constexpr Major kK = Major::kK;
   constexpr Major kMn = Major::kMn;
   constexpr bool kExchanges = exchanges_operands(Row::kConfig, kK, kMn);
@@ -104,10 +108,18 @@ cudaError_t launch_by_layout(const LaunchRequest& request) {
 
 template <typename Row>
 cudaError_t launch(const LaunchRequest& request) {
-  if constexpr (Row::kConfig.skinny)
+  constexpr Major kK = Major::kK;
+  constexpr Major kMn = Major::kMn;
+  if constexpr (Row::kConfig.ragged == Ragged::kDepth) {
+    return launch_layouts<Row, kMn, kMn, false>(request);
+  } else if constexpr (Row::kConfig.ragged == Ragged::kRows) {
+    return request.major_b == kK ? launch_layouts<Row, kK, kK, false>(request)
+                                 : launch_layouts<Row, kK, kMn, false>(request);
+  } else if constexpr (Row::kConfig.skinny) {
     return launch_skinny<Row>(request);
-  else
-    return launch_by_layout<Row>(request);
+  } else {
+    return launch_any_layout<Row>(request);
+  }
 }
 
 }  // namespace jax_tcgemm::sm90
