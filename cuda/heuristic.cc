@@ -76,6 +76,7 @@ constexpr double kLargeClusterStartCycles = 6000.0;  // of 16 blocks
 constexpr double kTensorFactor = 1.13;               // wgmma does not quite reach its rate
 constexpr double kFewStagesFactor = 1.02;            // fewer than 4
 constexpr double kTransposeFactor = 1.34;
+constexpr double kPromoteFactor = 1.04;
 // Into and out of one SM's shared memory.
 constexpr double kSharedMemoryRate = 137.0;
 constexpr double kSharedMemoryPeak = 128.0;
@@ -153,6 +154,7 @@ double sm90_stage_cycles(const KernelConfig& config, const ChoiceInput& input, i
     cycles = std::max(cycles, config.stage_bytes() / kColdRowsRate);
   }
   if (sm90::transposes_b(config, input.major_a, input.major_b)) cycles *= kTransposeFactor;
+  if (config.promote) cycles *= kPromoteFactor;
   return config.stages < 4 ? cycles * kFewStagesFactor : cycles;
 }
 

@@ -49,7 +49,7 @@ class KernelConfig:
             registers and takes any alignment; ``"direct"`` (simt) has no shared memory and takes
             any too; ``"tma"`` (sm90) copies boxes and needs a base and strides that are multiples
             of 16 bytes.
-        promote: accumulate each k-tile apart and add it in float32. The tensor cores cut sums off
+        promote: accumulate each k-tile (sm90: eight) apart and add it in float32. The tensor cores cut sums off
             instead of rounding them, which a float32 result of 16-bit operands would show.
         cluster_m: blocks along m that share one load of their columns of B (sm90).
         cluster_n: blocks along n that share one load of their rows of A (sm90).
@@ -122,7 +122,15 @@ class KernelConfig:
 
     def _check_sm90(self, require: Callable[[bool, str], None]) -> None:
         require(self.loader == "tma", "loader must be tma")
-        require(not self.promote, "no sm90 kernel rounds its sums")
+        require(
+            not self.promote
+            or (
+                self.element_bytes == 2
+                and self.split_k == 1
+                and self.tile_m * self.tile_n // self.warps_m <= 80 * 32
+            ),
+            "promoting takes a second set of accumulators, of 16-bit products",
+        )
         require(self.algorithm != "F16_F16_F16", "sums are float32")
         require(self.tile_k * self.element_bytes == 128, "tile_k must span 128 bytes")
         require(self.warps_n == 1 and self.warps_m % 4 == 0, "warpgroups share a tile along m")
@@ -237,7 +245,8 @@ class KernelConfig:
             kind = "skinny" if self.skinny else self.schedule
             gated = "_gated" if self.gated else ""
             ragged = f"_ragged_{self.ragged}" if self.ragged != "none" else ""
-            return f"{tile}_s{self.stages}{cluster}{split}_{kind}{gated}{ragged}"
+            promote = "_promote" if self.promote else ""
+            return f"{tile}_s{self.stages}{cluster}{split}_{kind}{gated}{ragged}{promote}"
         suffix = "_realign" if self.loader == "realign" else ""
         suffix += "_promote" if self.promote else ""
         return f"{tile}_w{self.warps_m}x{self.warps_n}_s{self.stages}{suffix}"
@@ -255,6 +264,7 @@ def _sm90(
     gated: bool = False,
     skinny: bool = False,
     ragged: str = "none",
+    promote: bool = False,
 ) -> KernelConfig:
     warpgroups = 1 if skinny or schedule == "pingpong" else min(2, tile_m // 64)
     return KernelConfig(
@@ -274,6 +284,7 @@ def _sm90(
         gated=gated,
         skinny=skinny,
         ragged=ragged,
+        promote=promote,
     )
 
 
@@ -334,6 +345,10 @@ def _rows() -> list[KernelConfig]:
             # For so few that k is shared out.
             _sm90(algorithm, 128, 64, 8, split_k=2),
             _sm90(algorithm, 64, 64, 8, split_k=16),
+            # For float32 results.
+            _sm90(algorithm, 128, 160, 4, cluster=(2, 1), promote=True),
+            _sm90(algorithm, 128, 128, 6, cluster=(2, 1), promote=True),
+            _sm90(algorithm, 64, 128, 6, schedule="pingpong", promote=True),
             # Two weights.
             _sm90(algorithm, 128, 256, 4, cluster=(2, 1), gated=True),
             _sm90(algorithm, 128, 128, 6, cluster=(2, 1), schedule="pingpong", gated=True),

@@ -71,7 +71,7 @@ def test_impossible_rows(changes, message):
         ({"split_k": 3}, "split_k"),
         ({"split_k": 16, "cluster_m": 2}, "16 blocks"),
         ({"cluster_m": 3}, "1, 2 or 4"),
-        ({"promote": True}, "rounds"),
+        ({"promote": True, "tile_n": 256}, "second set"),
     ],
 )
 def test_impossible_sm90_rows(changes, message):
