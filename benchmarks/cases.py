@@ -13,8 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from steps import STEPS, Arrays, value_and_gradients
 
-from jax_tcgemm import _compat, gemm, primitive
+from jax_tcgemm import _compat, gated_gemm, gemm, primitive
 from jax_tcgemm.benchmarking import argument_set_count
 from jax_tcgemm.epilogues import ACTIVATIONS
 from jax_tcgemm.spec import GemmSpec, resolve_algorithm
@@ -34,8 +35,8 @@ _EPILOGUE_PARTS = {"none", "bias", "c", "aux", "alpha", "beta_c", "silu_glu"}
 ALPHA = 0.5
 BETA = 2.0
 
-# The operands of one call by name: a, b, and bias or c where the epilogue has them.
-Arrays = dict[str, jax.Array]
+# The operands that are multiplied, by name; others are bias and c, or those of a step.
+_FACTORS = ("a", "b", "b2")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +54,7 @@ class Case:
     epilogue: str = "none"
     out: str | None = None
     group_sizes: tuple[int, ...] = ()
+    step: str = ""
 
     def __post_init__(self) -> None:
         unknown = set(self.parts) - _EPILOGUE_PARTS - set(ACTIVATIONS)
@@ -62,6 +64,8 @@ class Case:
             raise ValueError(f"layout={self.layout!r} must be two letters n or t")
         if self.broadcast not in ("", "a", "b"):
             raise ValueError(f"broadcast={self.broadcast!r} must be a or b")
+        if self.step not in ("", *STEPS):
+            raise ValueError(f"step={self.step!r} must be one of {list(STEPS)}")
 
     @property
     def parts(self) -> list[str]:
@@ -70,6 +74,10 @@ class Case:
     @property
     def activation(self) -> str | None:
         return next((part for part in self.parts if part in ACTIVATIONS), None)
+
+    @property
+    def is_gated(self) -> bool:
+        return "silu_glu" in self.parts
 
     @property
     def has_c(self) -> bool:
@@ -89,6 +97,8 @@ class Case:
             words.append(f"one {self.broadcast}")
         if self.epilogue != "none":
             words.append(self.epilogue)
+        if self.step:
+            words.append(f"{self.step} gradients")
         if self.out:
             words.append(f"to {self.out}")
         if self.group_sizes:
@@ -99,24 +109,24 @@ class Case:
     @property
     def flops(self) -> float:
         """Floating-point operations of the products alone."""
-        return 2.0 * self.m * self.n * self.k * self.batch * (2 if "silu_glu" in self.parts else 1)
+        products = 2 if self.is_gated else STEPS[self.step].products if self.step else 1
+        return 2.0 * self.m * self.n * self.k * self.batch * products
 
     @property
     def bytes(self) -> int:
         """Bytes of the operands and results, each read or written once."""
-        out_itemsize = self.out_dtype.itemsize
-        outputs = self.batch * self.m * self.n * (2 if "aux" in self.parts else 1)
         elements = {name: math.prod(shape) for name, shape in self.shapes.items()}
-        inputs = elements.pop("a") + elements.pop("b")
-        return inputs * DTYPES[self.dtype].itemsize + out_itemsize * (
+        if self.step:  # a gradient for each operand, the result for the cotangent
+            return 2 * sum(elements.values()) * self.out_dtype.itemsize
+        outputs = self.batch * self.m * self.n * (2 if "aux" in self.parts else 1)
+        inputs = sum(elements.pop(name) for name in _FACTORS if name in elements)
+        return inputs * DTYPES[self.dtype].itemsize + self.out_dtype.itemsize * (
             outputs + sum(elements.values())
         )
 
     @property
     def unsupported(self) -> str | None:
         """Why there is nothing to compare yet, or None."""
-        if "silu_glu" in self.parts:
-            return "not supported yet: gated products"
         if self.group_sizes:
             return "not supported yet: ragged products"
         return None
@@ -130,12 +140,15 @@ class Case:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the operands by name."""
+        if self.step:
+            return STEPS[self.step].shapes(self.m, self.n, self.k)
         batch = (self.batch,) if self.batch > 1 else ()
         a = (self.k, self.m) if self.layout[0] == "t" else (self.m, self.k)
         b = (self.n, self.k) if self.layout[1] == "t" else (self.k, self.n)
         groups = (len(self.group_sizes),) if self.group_sizes else ()
-        weights = (2,) if "silu_glu" in self.parts else ()
-        shapes = {"a": a, "b": (*weights, *groups, *b)}
+        shapes = {"a": a, "b": (*groups, *b)}
+        if self.is_gated:
+            shapes["b2"] = shapes["b"]
         shapes = {
             name: shape if name == self.broadcast else (*batch, *shape)
             for name, shape in shapes.items()
@@ -149,8 +162,8 @@ class Case:
     def argument_sets(self, seed: int | None = None) -> list[tuple[Arrays]]:
         """Draws normal operands, as many sets as no cache holds together.
 
-        ``b`` is scaled so that the product's elements are about 1: a bias or an activation that is
-        wrong then shows.
+        Weights are scaled so that the product's elements are about 1: a bias or an activation that
+        is wrong then shows.
 
         Args:
             seed: of the random numbers; by default a new one.
@@ -160,9 +173,10 @@ class Case:
             arrays = {}
             for name, shape in self.shapes.items():
                 key, subkey = jax.random.split(key)
-                dtype = DTYPES[self.dtype] if name in ("a", "b") else self.out_dtype
+                dtype = DTYPES[self.dtype] if name in _FACTORS else self.out_dtype
                 values = jax.random.normal(subkey, shape, dtype)
-                arrays[name] = values * dtype.type(self.k**-0.5) if name == "b" else values
+                summed = self.k if name in ("b", "b2") else shape[0] if name.startswith("w") else 1
+                arrays[name] = values * dtype.type(summed**-0.5)
             return arrays
 
         # Of JAX's generators, rbg is compiled and run in the least time.
@@ -176,6 +190,17 @@ class Case:
         Args:
             config: name of the kernel configuration; None lets the heuristic choose.
         """
+        if self.step:
+            return lambda arrays: value_and_gradients(STEPS[self.step].ours, arrays)
+        if self.is_gated:
+            return lambda arrays: gated_gemm(
+                jnp.swapaxes(arrays["a"], -1, -2) if self.layout[0] == "t" else arrays["a"],
+                arrays["b"],
+                arrays["b2"],
+                transpose_w=self.layout[1] == "t",
+                preferred_element_type=self.out_dtype if self.out else None,
+                config=config,
+            )
         if "aux" in self.parts:
             return lambda arrays: self._with_preactivation(arrays, config)
         return lambda arrays: gemm(
@@ -220,11 +245,17 @@ class Case:
 
     def xla(self, arrays: Arrays) -> Any:
         """Computes the case by the natural JAX expression."""
-        a, b = (
+        if self.step:
+            return value_and_gradients(STEPS[self.step].xla, arrays)
+        preferred = self.out_dtype if self.out else None
+        a, *weights = (
             jnp.swapaxes(arrays[name], -1, -2) if letter == "t" else arrays[name]
-            for name, letter in zip("ab", self.layout, strict=True)
+            for name, letter in zip(_FACTORS, (*self.layout, self.layout[1]), strict=True)
+            if name in arrays
         )
-        z = jnp.matmul(a, b, preferred_element_type=self.out_dtype if self.out else None)
+        z, *up = (jnp.matmul(a, b, preferred_element_type=preferred) for b in weights)
+        if self.is_gated:
+            return jax.nn.silu(z) * up[0]
         if "alpha" in self.parts:
             z = ALPHA * z
         if self.has_c:

@@ -88,6 +88,9 @@ def _measure(case: Case, options: Options) -> Row:
     rivals = [row[name] for name in timings if name != "us"]
     row["ratio"] = min(rivals) / row["us"] if rivals else None
     row["tflops"] = case.flops / row["us"] * 1e-6
+    for prefix, name, chain in (("", "us", ours), ("xla_", "xla_us", xla)):
+        if name in timings:
+            row[f"{prefix}kernels"] = timings[name].kernels or hlo_kernels(chain)
     row["method"] = timings["us"].method
     row["spread"] = timings["us"].spread
     if options.seconds and row["us"] > _SUSTAINED_ABOVE_US:
@@ -109,8 +112,8 @@ def compile_ours(
     with concurrent.futures.ThreadPoolExecutor(1) as executor:
         run = lambda: executor.submit(lambda: jax.block_until_ready(chain())).result()  # noqa: E731
         log += with_stderr(run)[1]
-    chosen = _CHOICE.findall(log)
-    return chain, chosen[-1] if chosen else None
+    chosen = list(dict.fromkeys(_CHOICE.findall(log)))
+    return chain, " ".join(chosen) if case.step else chosen[-1] if chosen else None
 
 
 def with_stderr(function: Callable[[], Any]) -> tuple[Any, str]:
@@ -154,6 +157,18 @@ def disagreement(case: Case, actual: Any, expected: Any) -> str | None:
     return None if largest <= tolerance else f"by {largest:.1e} of its norm, over {tolerance:.1e}"
 
 
+# What XLA's compiled programs name that runs no kernel.
+_NO_KERNEL = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element"}
+_INSTRUCTION = re.compile(r"^  .* = .*? ([a-z][a-z0-9-]*)\(", re.MULTILINE)
+
+
+def hlo_kernels(chain: Chain) -> float:
+    """Counts the instructions of a call that run something, where no timer counts kernels."""
+    _, entry = chain.compiled.as_text().split("\nENTRY ", 1)
+    names = _INSTRUCTION.findall(entry[: entry.index("\n}")])
+    return sum(name not in _NO_KERNEL for name in names) / len(chain.argument_sets)
+
+
 def _best_pallas(case: Case, sets: list[tuple[Any, ...]], expected: Any) -> tuple[Chain, str]:
     """Compiles JAX's Pallas kernel in several configurations; returns the fastest and its name."""
     chains, problems = {}, []
@@ -195,11 +210,14 @@ def _sustained(chains: dict[str, Chain], us: float, seconds: float) -> Row:
 
 def config_names(case: Case, glob: str) -> list[str]:
     """Returns the kernel configurations that may compute a case."""
+    if case.step:  # several gemms, which choose for themselves
+        return []
     return [
         row.name
         for row in kernel_table.for_algorithm(case.algorithm or "")
         if row.name in _extension.KERNEL_NAMES
         and fnmatch.fnmatchcase(row.name, glob)
+        and row.gated == case.is_gated
         and (row.arch != "simt" or case.flops <= _SIMT_FLOPS)
     ]
 

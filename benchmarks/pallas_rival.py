@@ -25,7 +25,7 @@ def obstacle(case: Case) -> str | None:
     """Says why the kernel does not apply to a case, or None."""
     if case.dtype not in ("bf16", "f16") or case.out:
         return "only 16-bit in and out"
-    if case.epilogue != "none" or case.batch > 1 or case.group_sizes:
+    if case.epilogue != "none" or case.batch > 1 or case.group_sizes or case.step:
         return "only plain products"
     if case.layout != "nn":
         return "only operands that lie as given"

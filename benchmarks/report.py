@@ -158,6 +158,8 @@ _COLUMNS = {
     "us": "us",
     "xla_us": "XLA us",
     "pallas_us": "Pallas us",
+    "kernels": "kernels",
+    "xla_kernels": "XLA kernels",
     "tflops": "TFLOP/s",
     "ratio": "ratio",
     "sustained_us": "sustained us",
@@ -171,7 +173,9 @@ def _cell(column: str, value: Any) -> str:
         return "-"
     if isinstance(value, str):
         return value
-    digits = {"tflops": 0, "ratio": 3, "sustained_ratio": 3}.get(column, 1)
+    digits = {"tflops": 0, "kernels": 0, "xla_kernels": 0, "ratio": 3, "sustained_ratio": 3}.get(
+        column, 1
+    )
     return f"{value:.{digits}f}"
 
 

@@ -206,6 +206,8 @@ Status decode_role(std::string_view name, RoleOfC* role) {
     *role = RoleOfC::kAdd;
   } else if (name == "residual") {
     *role = RoleOfC::kResidual;
+  } else if (name == "factor") {
+    *role = RoleOfC::kFactor;
   } else if (name == "derivative") {
     *role = RoleOfC::kDerivative;
   } else {

@@ -17,7 +17,8 @@
 namespace jax_tcgemm {
 
 // Set by jax_tcgemm/ragged_lowering.py.
-//   depth = false: lhs (m, k), rhs (groups, k, n), or (groups, n, k) with transpose_rhs, group_sizes
+//   depth = false: lhs (m, k), rhs (groups, k, n), or (groups, n, k) with transpose_rhs,
+//   group_sizes
 //                  (groups,), [bias (groups, n)] -> d (m, n), [the pre-activation]
 //   depth = true:  lhs (k, m), rhs (k, n), group_sizes (groups,) -> d (groups, m, n)
 struct RaggedAttributes {
@@ -74,8 +75,7 @@ Status decode_factors(ffi::RemainingArgs& operands, const RaggedAttributes& at,
   const int64_t matrices = at.depth ? 1 : at.groups;
   JAX_TCGEMM_RETURN_IF_ERROR(take(operands, 0, "lhs", at.m * at.k, &lhs, input));
   JAX_TCGEMM_RETURN_IF_ERROR(take(operands, 1, "rhs", matrices * at.k * at.n, &rhs, &rhs_type));
-  JAX_TCGEMM_RETURN_IF_ERROR(
-      take(operands, 2, "group_sizes", at.groups, &sizes, &sizes_type));
+  JAX_TCGEMM_RETURN_IF_ERROR(take(operands, 2, "group_sizes", at.groups, &sizes, &sizes_type));
   const ffi::DataType wanted = problem->algorithm == Algorithm::kBf16Bf16F32 ? ffi::BF16 : ffi::F16;
   JAX_TCGEMM_REQUIRE(*input == wanted && rhs_type == wanted && sizes_type == ffi::S32,
                      "element types of lhs, rhs and group_sizes are ", static_cast<int>(*input),
@@ -128,9 +128,8 @@ Status decode_and_run(ffi::RemainingArgs& operands, ffi::RemainingRets& results,
                        " groups=", at.groups);
   }
   const auto algorithm = algorithm_from_name(at.algorithm);
-  JAX_TCGEMM_REQUIRE(
-      algorithm == Algorithm::kBf16Bf16F32 || algorithm == Algorithm::kF16F16F32,
-      "no ragged kernel for '", at.algorithm, "'");
+  JAX_TCGEMM_REQUIRE(algorithm == Algorithm::kBf16Bf16F32 || algorithm == Algorithm::kF16F16F32,
+                     "no ragged kernel for '", at.algorithm, "'");
   JAX_TCGEMM_REQUIRE(!at.depth || !(at.has_bias || at.has_aux || !at.activation.empty()),
                      "groups of k have no epilogue");
   GemmProblem problem = {};

@@ -23,6 +23,7 @@ struct ChoiceInput {
   int compute_capability;  // 10 * major + minor
   int sm_count;
   int shared_memory_per_block;  // bytes
+  int batch_rank;
   Ragged ragged = Ragged::kNone;
 };
 

@@ -52,12 +52,12 @@ Status find_kernel(const GemmProblem& problem, const ChoiceInput& input,
 // The device counts tiles in 32 bits.
 Status check_tiles(const GemmParams& p, Ragged ragged, const KernelConfig& config) {
   const int64_t rows = config.tile_m * config.cluster_m;
-  const int64_t tiles_m = ragged == Ragged::kRows ? p.m / rows + p.batch + 1
-                                                  : ceil_div(p.m, rows) * p.batch;
+  const int64_t tiles_m =
+      ragged == Ragged::kRows ? p.m / rows + p.batch + 1 : ceil_div(p.m, rows) * p.batch;
   const int64_t tiles = tiles_m * ceil_div(p.n, config.tile_n * config.cluster_n);
   constexpr int64_t kMax = std::numeric_limits<int32_t>::max() / 2;
-  JAX_TCGEMM_REQUIRE(tiles <= kMax && p.m <= kMax && p.k <= kMax, "m=", p.m, " n=", p.n,
-                     " k=", p.k, " groups=", p.batch, " make ", tiles, " tiles");
+  JAX_TCGEMM_REQUIRE(tiles <= kMax && p.m <= kMax && p.k <= kMax, "m=", p.m, " n=", p.n, " k=", p.k,
+                     " groups=", p.batch, " make ", tiles, " tiles");
   return Status();
 }
 

@@ -41,9 +41,10 @@ def check_kernel_names(built: frozenset[str], build_info: dict[str, str]) -> Non
         )
 
 
-def has_kernel(algorithm: str) -> bool:
-    """Says whether a kernel for ``algorithm`` was compiled in."""
-    return any(row.name in KERNEL_NAMES for row in kernel_table.for_algorithm(algorithm))
+def has_kernel(algorithm: str, *, gated: bool = False) -> bool:
+    """Says whether a kernel for ``algorithm``, for one weight or two, was compiled in."""
+    rows = (row for row in kernel_table.for_algorithm(algorithm) if row.gated == gated)
+    return any(row.name in KERNEL_NAMES for row in rows)
 
 
 def load() -> None:

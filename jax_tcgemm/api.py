@@ -48,7 +48,9 @@ def gemm(
         b: ``(..., k, n)``, or ``(..., n, k)`` with ``transpose_b``. Leading dimensions of ``a`` and
             ``b`` broadcast as in ``jnp.matmul``, and a broadcast operand is never copied.
         c: broadcasts to ``(..., m, n)``. Nothing but ``a`` and ``b`` has a say in the result's
-            dtype.
+            dtype. Where 16-bit operands are added to a float32 ``c`` of the result's shape, with
+            ``beta`` the number 1 and no activation, the kernel adds in place: the result takes the
+            memory of ``c`` if that was donated or is the carry of a loop, and that of a copy else.
         bias: ``(n,)`` or ``(..., n)``; its leading dimensions broadcast against those of the
             result, ``m`` excepted.
         alpha: factor of the product. A Python number is a constant of the compiled program, an
@@ -68,7 +70,7 @@ def gemm(
             ``None`` is ``jax.default_matmul_precision``. float32 is computed in TF32 unless
             ``"highest"`` or a wider preset is asked for.
         preferred_element_type: dtype of the result; ``None`` is that of ``jnp.matmul(a, b)``. The
-            kernels write bfloat16, float16 and float32, whatever the operands are.
+            kernels write the operands' dtype and float32, which is then converted to any other.
         config: name of a kernel configuration (a row of ``jax_tcgemm.kernel_table``), or ``None``
             for the one that a heuristic chooses. Derivatives choose their own.
 
@@ -125,12 +127,22 @@ def gemm(
         activation=activation,
         config=config,
         c_role=c_role,
+        overwrite_c=residual is None and _accumulates(operands, activation, constants, out_dtype),
     )
     (d,) = primitive.bind(operands, spec)
     if added_later is None:
         return d
     wide = accumulator_dtype(out_dtype, out_dtype, out_dtype)
     return (d.astype(wide) + added_later.astype(wide)).astype(out_dtype)
+
+
+def _accumulates(
+    x: Operands, activation: str | Activation | None, constants: dict[str, Any], out_dtype: Any
+) -> bool:
+    """Says whether this is ``c += A @ B`` in float32, the sum of a gradient over steps."""
+    is_sum = x.c is not None and activation is None and constants.get("beta") == 1
+    dtypes = [x.a.dtype.itemsize, x.b.dtype.itemsize]
+    return is_sum and x.c.dtype == out_dtype == "float32" and dtypes == [2, 2]
 
 
 def gated_gemm(

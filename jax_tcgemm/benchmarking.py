@@ -36,10 +36,12 @@ class Timing:
             argument sets.
         method: ``"cupti"`` for kernel time on the GPU, ``"wall"`` for wall time of a jitted chain
             of calls, one per argument set, launch gaps included.
+        kernels: kernels of one call, where they were counted.
     """
 
     seconds: tuple[float, ...]
     method: Method
+    kernels: float | None = None
 
     @property
     def median(self) -> float:
@@ -252,15 +254,17 @@ def _one_cupti_session(
     finally:
         kernels = finish(False)
     samples = divide_kernels(kernels, order, block)
-    return {
-        name: Timing(tuple(ms * 1e-3 / len(chain.argument_sets) for ms in samples[name]), "cupti")
-        for name, chain in chains.items()
-    }
+    timings = {}
+    for name, chain in chains.items():
+        calls = len(chain.argument_sets)
+        seconds = tuple(sum(sample) * 1e-3 / calls for sample in samples[name])
+        timings[name] = Timing(seconds, "cupti", len(samples[name][0]) / calls)
+    return timings
 
 
 def divide_kernels(
     kernels: Sequence[tuple[str, float]], order: Sequence[str], block: int
-) -> dict[str, list[float]]:
+) -> dict[str, list[list[float]]]:
     """Divides the record of a session among those who had a turn in it.
 
     Args:
@@ -269,7 +273,7 @@ def divide_kernels(
         block: samples in a turn.
 
     Returns:
-        By name the samples: sums of kernel times.
+        By name the samples, each the times of its kernels.
 
     Raises:
         RuntimeError: the kernels do not divide so.
@@ -282,13 +286,13 @@ def divide_kernels(
             turns[-1].append(kernel)
     if len(turns) != len(order):
         raise RuntimeError(f"CUPTI saw {len(turns)} of {len(order)} turns")
-    samples: dict[str, list[float]] = {name: [] for name in order}
+    samples: dict[str, list[list[float]]] = {name: [] for name in order}
     for name, turn in zip(order, turns, strict=True):
         count = len(turn) // block
         parts = [turn[start : start + count] for start in range(0, len(turn), max(1, count))]
         if len(parts) != block or len({tuple(kernel for kernel, _ in part) for part in parts}) > 1:
             raise RuntimeError(f"the kernels of {name} are not {block} times the same")
-        samples[name] += [sum(time for _, time in part) for part in parts]
+        samples[name] += [[time for _, time in part] for part in parts]
     return samples
 
 

@@ -37,6 +37,9 @@ _GATED_COMPUTE_CAPABILITY = (9, 0)
 
 _OLDEST_COMPUTE_CAPABILITY = (8, 0)
 
+# Rows up to which a gated product is computed as two.
+_FEW_ROWS = 64
+
 _FLOAT32 = jnp.dtype(jnp.float32)
 
 # Operands that lie as another does, whose strides serve for both.
@@ -83,16 +86,46 @@ def cuda_gated(*operands: jax.Array, spec: GatedSpec) -> list[jax.Array]:
     """
     x = spec.unflatten(operands)
     algorithm = resolve_algorithm(x.a.dtype, x.b.dtype, spec.out_dtype, spec.precision)
-    obstacle = _obstacle(algorithm, spec, x) or _gated_obstacle(algorithm, spec, x)
+    obstacle = _obstacle(algorithm, spec, x)
+    if algorithm is not None and obstacle is None:
+        obstacle = _gated_obstacle(algorithm, spec, x)
     log(_describe(x, spec, obstacle or f"{algorithm}, config {spec.config or 'by heuristic'}"))
     if algorithm is None or obstacle is not None:
         return reference.reference_gated(*operands, spec=spec)
     _check_built(spec)
     saves = any(spec.results[1:])
+    if spec.config is None and fold(spec.strided(_shapes(x))).m <= _FEW_ROWS:
+        return _gated_by_products(x, spec, algorithm)
     results = _custom_call(x, dataclasses.replace(spec, results=(True, saves, saves)), algorithm)
     if not saves:
         return results
     return [result for result, wanted in zip(results, spec.results, strict=True) if wanted]
+
+
+def _gated_by_products(x: Operands, spec: GatedSpec, algorithm: str) -> list[jax.Array]:
+    """Computes a gated product of few rows, whose time is that of reading the weights.
+
+    The kernels made for few rows have one weight: ``U`` first, rounded, which the second product
+    takes as a factor; or of a packed weight both at once, rounded.
+    """
+    whole = tuple(range(spec.batch_ndim + 2))
+    if spec.packed:
+        both = spec.plain(out_dtype=spec.out_dtype)
+        (product,) = _custom_call(*_laid_out(Operands(x.a, x.b), both), algorithm)
+        return reference.gated_epilogue(*reference.halves(product), x, spec)
+    axes = spec.axes
+    up = spec.plain(axes=Operands(axes.a, axes.b2, bias=axes.bias2))
+    (u,) = _custom_call(*_laid_out(Operands(x.a, x.b2, bias=x.bias2), up), algorithm)
+    gate = spec.plain(
+        axes=Operands(axes.a, axes.b, c=whole, bias=axes.bias),
+        activation=spec.activation,
+        c_role="factor",
+        save_preactivation=spec.results[1],
+    )
+    d, *g = _custom_call(*_laid_out(Operands(x.a, x.b, c=u, bias=x.bias), gate), algorithm)
+    return [
+        result for result, wanted in zip((d, *(g or [u]), u), spec.results, strict=True) if wanted
+    ]
 
 
 def _check_built(spec: GemmSpec) -> None:
@@ -110,8 +143,9 @@ def _obstacle(algorithm: str | None, spec: GemmSpec, x: Operands) -> str | None:
             f"reference: no kernel algorithm for {x.a.dtype} and {x.b.dtype} to {spec.out_dtype} "
             f"with precision {spec.precision}"
         )
-    if not _extension.has_kernel(algorithm):
-        return f"reference: no kernel for {algorithm} in this build"
+    gated = isinstance(spec, GatedSpec)
+    if not _extension.has_kernel(algorithm, gated=gated):
+        return f"reference: no{' gated' * gated} kernel for {algorithm} in this build"
     if spec.is_derivative and algorithm == "F16_F16_F16":
         return f"reference: no kernel for the {spec.c_role} epilogue in {algorithm}"
     if spec.axes.c2 is not None and spec.axes.c2 != spec.axes.c:
@@ -124,10 +158,8 @@ def _obstacle(algorithm: str | None, spec: GemmSpec, x: Operands) -> str | None:
     return None
 
 
-def _gated_obstacle(algorithm: str | None, spec: GatedSpec, x: Operands) -> str | None:
+def _gated_obstacle(algorithm: str, spec: GatedSpec, x: Operands) -> str | None:
     """Says why no gated kernel can be used, where an ordinary one could."""
-    if algorithm not in ("BF16_BF16_F32", "F16_F16_F32"):
-        return f"reference: no gated kernel for {algorithm}"
     if not spec.packed and spec.axes.b2 != spec.axes.b:
         return "reference: the two weights lie differently"
     gemm = fold(spec.strided(_shapes(x)))
@@ -180,10 +212,18 @@ def _custom_call(x: Operands, spec: GemmSpec, algorithm: str) -> list[jax.Array]
     call = jax.ffi.ffi_call(
         _extension.GEMM_TARGET,
         (*results, jax.ShapeDtypeStruct((workspace,), jnp.uint8)) if workspace else results,
+        input_output_aliases={2: 0} if _can_overwrite_c(x, spec, result) else None,
     )
     attributes = _attributes(strided, spec, algorithm, padding, has_workspace=workspace > 0)
     outputs = call(*flatten(x), **attributes)
     return [output.astype(spec.out_dtype) for output in outputs[: len(results)]]
+
+
+def _can_overwrite_c(x: Operands, spec: GemmSpec, result: jax.ShapeDtypeStruct) -> bool:
+    """Says whether ``c``, the third operand, is to be overwritten and lies as the result does."""
+    if x.c is None or not spec.overwrite_c:
+        return False
+    return x.c.dtype == result.dtype and spec.axes.c == tuple(range(len(result.shape)))
 
 
 def _converted(x: Operands, in_dtype: np.dtype, out_dtype: np.dtype) -> Operands:

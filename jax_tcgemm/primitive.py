@@ -182,7 +182,8 @@ def linear_tangent(x: Operands, dx: Operands, spec: GemmSpec) -> jax.Array:
                 for operand, present in zip(operands, axes._replace(c=c_axes), strict=True)
             )
         )
-        (total,) = bind(operands, spec.linear(axes=operand_axes, beta=beta))
+        product = spec.linear(axes=operand_axes, beta=beta, overwrite_c=total is not None)
+        (total,) = bind(operands, product)
     terms = _addend_tangents(x, dx if total is None else dx._replace(c=None, bias=None), spec)
     return _sum(total, terms, x, spec)
 

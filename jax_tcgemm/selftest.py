@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_tcgemm import benchmarking, epilogues, kernel_table
-from jax_tcgemm.api import gemm
+from jax_tcgemm.api import gated_gemm, gemm
 
 PROBLEMS_PER_CONFIG = 3
 
@@ -103,10 +103,10 @@ def draw_problem(
         m=extent(config.tile_m),
         n=extent(config.tile_n),
         k=extent(4 * config.tile_k),
-        transpose_a=not plain and bool(rng.integers(2)),
+        transpose_a=not plain and not config.gated and bool(rng.integers(2)),
         transpose_b=not plain and bool(rng.integers(2)),
         activation=None if plain else str(rng.choice(sorted(epilogues.ACTIVATIONS))),
-        has_c=not plain and bool(rng.integers(2)),
+        has_c=not plain and not config.gated and bool(rng.integers(2)),
         has_bias=not plain and bool(rng.integers(2)),
         float32_output=not plain and rounds_sums and bool(rng.integers(2)),
         seed=int(rng.integers(2**31)),
@@ -121,15 +121,28 @@ def _draw_operands(problem: Problem) -> dict[str, jax.Array | None]:
     def normal(*shape: int, dtype: Any = dtype) -> jax.Array:
         return jnp.asarray(rng.standard_normal(shape), dtype)
 
+    b = (n, k) if problem.transpose_b else (k, n)
+    # The factor alpha is not for gated products; these have two weights, and the bias of both.
+    scale = problem.alpha if problem.config.gated else 1.0
     return {
         "a": normal(batch, k, m) if problem.transpose_a else normal(batch, m, k),
-        "b": normal(n, k) if problem.transpose_b else normal(k, n),
+        "b": normal(*b) * jnp.asarray(scale, dtype),
+        "b2": normal(*b) * jnp.asarray(scale, dtype) if problem.config.gated else None,
         "c": normal(batch, m, n, dtype=problem.out_dtype) if problem.has_c else None,
         "bias": normal(n, dtype=problem.out_dtype) if problem.has_bias else None,
     }
 
 
-def _by_gemm(problem: Problem, use_config: bool, a, b, c, bias):
+def _by_gemm(problem: Problem, use_config: bool, a, b, b2, c, bias):
+    options = {
+        "activation": problem.activation,
+        "precision": jax.lax.DotAlgorithmPreset[problem.config.algorithm],
+        "preferred_element_type": problem.out_dtype,
+        "config": problem.config.name if use_config else None,
+    }
+    if problem.config.gated:
+        biases = {"bias_gate": bias, "bias_up": bias}
+        return gated_gemm(a, b, b2, transpose_w=problem.transpose_b, **biases, **options)
     return gemm(
         a,
         b,
@@ -137,33 +150,35 @@ def _by_gemm(problem: Problem, use_config: bool, a, b, c, bias):
         bias=bias,
         alpha=problem.alpha,
         beta=problem.beta,
-        activation=problem.activation,
         transpose_a=problem.transpose_a,
         transpose_b=problem.transpose_b,
-        precision=jax.lax.DotAlgorithmPreset[problem.config.algorithm],
-        preferred_element_type=problem.out_dtype,
-        config=problem.config.name if use_config else None,
+        **options,
     )
 
 
-def _preactivation(problem: Problem, accumulate: Callable, a, b, c, bias):
-    a, b = (a.mT if problem.transpose_a else a), (b.mT if problem.transpose_b else b)
-    z = problem.alpha * accumulate(a, b)
-    z = z if c is None else z + problem.beta * c
-    return z if bias is None else z + bias
+def _formula(problem: Problem, matmul: Callable, activate: Callable, a, b, b2, c, bias):
+    """The same for NumPy's and JAX's arrays; returns the result and the pre-activation."""
+    a = a.mT if problem.transpose_a else a
+
+    def product(b):
+        z = matmul(a, b.mT if problem.transpose_b else b)
+        z = z if problem.config.gated else problem.alpha * z
+        z = z if c is None else z + problem.beta * c
+        return z if bias is None else z + bias
+
+    z = product(b)
+    return activate(z) if b2 is None else activate(z) * product(b2), z
 
 
-def _by_jnp(problem: Problem, on_cpu: bool, a, b, c, bias):
-    accumulate = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
+def _by_jnp(problem: Problem, on_cpu: bool, a, b, b2, c, bias):
+    matmul = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
     if on_cpu:
         # XLA's CPU compiler has no bfloat16 product with a float32 result for every layout; in
         # float32 the same products are exact and accumulated alike.
-        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+        a, b, b2 = (None if x is None else x.astype(jnp.float32) for x in (a, b, b2))
     c, bias = (None if x is None else x.astype(jnp.float32) for x in (c, bias))
-    z = _preactivation(problem, accumulate, a, b, c, bias)
-    if problem.activation is not None:
-        z = epilogues.ACTIVATIONS[problem.activation].reference(z)
-    return z.astype(problem.out_dtype)
+    activate = epilogues.resolve(problem.activation).reference
+    return _formula(problem, matmul, activate, a, b, b2, c, bias)[0].astype(problem.out_dtype)
 
 
 def _exact(x: Any) -> np.ndarray:
@@ -191,8 +206,7 @@ def check(problem: Problem, *, use_config: bool) -> str | None:
     on_cpu = benchmarking.default_device().platform == "cpu"
     baseline = jax.jit(functools.partial(_by_jnp, problem, on_cpu))(**operands)
     exact = {name: None if x is None else _exact(x) for name, x in operands.items()}
-    z = _preactivation(problem, np.matmul, **exact)
-    expected = _ACTIVATIONS[problem.activation](z)
+    expected, z = _formula(problem, np.matmul, _ACTIVATIONS[problem.activation], **exact)
 
     error = np.abs(_exact(got) - expected).max()
     allowed = 2 * np.abs(_exact(baseline) - expected).max()

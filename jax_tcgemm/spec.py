@@ -49,6 +49,7 @@ class GemmSpec:
 
     - ``"add"``: ``D = activation(Z + beta * C)``, what is in brackets being the pre-activation;
     - ``"residual"``: ``D = activation(Z) + beta * C``;
+    - ``"factor"``: ``D = activation(Z) * C``;
     - ``"derivative"``: ``D = Z * activation'(C)``;
     - ``"gated_derivative"``: ``D = Z * C2 * activation'(C)``, and ``Z * activation(C)`` is a second
       result: the cotangents of ``g = C`` and ``u = C2`` where ``Z`` is that of
@@ -67,6 +68,8 @@ class GemmSpec:
         save_preactivation: whether the pre-activation is a second result.
         config: name of the kernel configuration asked for, or ``None``.
         c_role: what ``c`` is for.
+        overwrite_c: whether the result takes the memory of ``c``. It always may; XLA copies ``c``
+            first where something else reads it later or where it was not donated.
     """
 
     axes: Operands
@@ -78,6 +81,7 @@ class GemmSpec:
     save_preactivation: bool = False
     config: str | None = None
     c_role: str = "add"
+    overwrite_c: bool = False
 
     @property
     def result_count(self) -> int:
@@ -110,7 +114,8 @@ class GemmSpec:
 
     def linear(self, **changes: Any) -> GemmSpec:
         """Returns the same product without activation and configuration, changed as asked."""
-        plain = {"activation": None, "save_preactivation": False, "config": None, "c_role": "add"}
+        plain = {"activation": None, "save_preactivation": False, "config": None}
+        plain |= {"c_role": "add", "overwrite_c": False}
         return dataclasses.replace(self, **{**plain, **changes})
 
 
@@ -238,12 +243,14 @@ def check_config(spec: GemmSpec, dtypes: Operands, shapes: Operands) -> None:
             f"config={spec.config!r}: no kernel computes a.dtype={dtypes.a}, b.dtype={dtypes.b} to "
             f"{spec.out_dtype} with precision={spec.precision}; accepted here: config=None"
         )
-    rows = {row.name: row for row in kernel_table.for_algorithm(algorithm)}
+    gated = isinstance(spec, GatedSpec)
+    rows = {row.name: row for row in kernel_table.for_algorithm(algorithm) if row.gated == gated}
     if spec.config not in rows:
+        kind = f"gated products in {algorithm}" if gated else algorithm
         raise ValueError(
-            f"config={spec.config!r} is not a kernel configuration for {algorithm}, which is what "
+            f"config={spec.config!r} is not a kernel configuration for {kind}, which is what "
             f"a.dtype={dtypes.a}, b.dtype={dtypes.b} and precision={spec.precision} ask for; "
-            f"accepted: {sorted(rows)}"
+            f"accepted: None or {sorted(rows)}"
         )
     if rows[spec.config].copies_whole_chunks:
         others = sorted(name for name, row in rows.items() if not row.copies_whole_chunks)

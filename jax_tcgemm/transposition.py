@@ -188,7 +188,8 @@ def _left_cotangent(
     operands = Operands(first.array, second.array, alpha=x.alpha)
     if addend is not None and not summed:
         operands = operands._replace(c=addend)
-        product = dataclasses.replace(product, axes=product.axes._replace(c=source))
+        axes = product.axes._replace(c=source)
+        product = dataclasses.replace(product, axes=axes, overwrite_c=True)
     (result,) = bind(operands, product)
     result = jnp.sum(result, axis=tuple(range(len(summed)))) if summed else result
     result = lax.transpose(result, np.argsort(source)).astype(aval.dtype)

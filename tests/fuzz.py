@@ -32,12 +32,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_tcgemm import _extension, benchmarking, gemm, kernel_table, selftest
-from jax_tcgemm.epilogues import ACTIVATIONS
+from jax_tcgemm.epilogues import ACTIVATIONS, resolve
 from jax_tcgemm.kernel_table import ELEMENT_BYTES, KernelConfig
 
 _MOST_PRODUCTS, _MOST_ELEMENTS = 3e9, 3e7
 _MOST_FAILURES = 50
 _PATIENCE = 120.0  # seconds for one problem, the start of a process included
+_SCALES = ("row_scale", "column_scale")
+_VECTORS = ("bias", *_SCALES)
 _STEEPEST = 1.13  # slope of an activation that has a steepest one
 _ACTIVATION_ERROR = 4 * 2.0**-23  # exp and reciprocal are off by 2 ulp each
 
@@ -139,7 +141,12 @@ def _epilogue_shapes(
     c = for_c[rng.choice(6, p=[0.45, 0.25, 0.1, 0.1, 0.05, 0.05])]
     bias = for_bias[rng.choice(3, p=[0.4, 0.4, 0.2])]
     alpha, beta = (() if x < 0.3 else None for x in rng.random(2))
+    residual = for_c[rng.choice(6, p=[0.7, 0.15, 0.05, 0.05, 0.03, 0.02])]
+    row_scale, column_scale = (
+        (*_broadcastable(rng, batch), extent) if rng.random() < 0.15 else None for extent in (m, n)
+    )
     shapes = {"c": c, "bias": bias, "alpha": alpha, "beta": beta if c else None}
+    shapes |= {"residual": residual, "row_scale": row_scale, "column_scale": column_scale}
     return {name: shape for name, shape in shapes.items() if shape is not None}
 
 
@@ -150,7 +157,8 @@ def draw(seed: int, index: int, kernels: str | None = None) -> Problem:
     if kernels or rng.random() < 0.35:
         built = _extension.KERNEL_NAMES or {row.name for row in kernel_table.CONFIGS}
         rows = kernel_table.CONFIGS if kernels else kernel_table.for_algorithm(algorithm)
-        rows = [x for x in rows if x.name in built and fnmatch.fnmatch(x.name, kernels or "*")]
+        rows = [x for x in rows if x.name in built and not x.gated]
+        rows = [x for x in rows if fnmatch.fnmatch(x.name, kernels or "*")]
         row = rows[rng.integers(len(rows))] if rows else None
     algorithm = row.algorithm if row else algorithm
 
@@ -194,21 +202,26 @@ def draw(seed: int, index: int, kernels: str | None = None) -> Problem:
 # Checking
 
 
-def _preactivation(problem: Problem, arrays: Mapping[str, Any], matmul: Callable) -> Any:
+def _formula(
+    problem: Problem, arrays: Mapping[str, Any], matmul: Callable, activate: Callable
+) -> Any:
     """The formula, for NumPy's and JAX's arrays."""
     x: dict[str, Any] = {**problem.call}
     for name, array in arrays.items():
         axis = problem.operands[name].axis
         if axis is not None:
             array = array.transpose([axis, *(i for i in range(array.ndim) if i != axis)])
-            rank = len(problem.shape) - (name == "bias")
+            rank = len(problem.shape) - (name in _VECTORS)
             array = array.reshape(array.shape[0], *(1,) * (rank - array.ndim), *array.shape[1:])
         x[name] = array
     a = x["a"].swapaxes(-1, -2) if x["transpose_a"] else x["a"]
     b = x["b"].swapaxes(-1, -2) if x["transpose_b"] else x["b"]
     z = x["alpha"] * matmul(a, b)
+    z = z * x["row_scale"][..., None] if "row_scale" in x else z
+    z = z * x["column_scale"][..., None, :] if "column_scale" in x else z
     z = z + x["beta"] * x["c"] if "c" in x else z
-    return z + x["bias"][..., None, :] if "bias" in x else z
+    z = activate(z + x["bias"][..., None, :] if "bias" in x else z)
+    return z + x["residual"] if "residual" in x else z
 
 
 def _exact(problem: Problem, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
@@ -216,8 +229,7 @@ def _exact(problem: Problem, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
         return np.matmul(np.ascontiguousarray(a), np.ascontiguousarray(b))
 
     with np.errstate(over="ignore"):
-        z = _preactivation(problem, arrays, matmul)
-        return selftest._ACTIVATIONS[problem.call["activation"]](z)
+        return _formula(problem, arrays, matmul, selftest._ACTIVATIONS[problem.call["activation"]])
 
 
 def _baseline(problem: Problem, on_cpu: bool, arrays: dict[str, jax.Array]) -> jax.Array:
@@ -227,9 +239,7 @@ def _baseline(problem: Problem, on_cpu: bool, arrays: dict[str, jax.Array]) -> j
     kept = () if on_cpu else ("a", "b")
     wide = {name: x if name in kept else x.astype(jnp.float32) for name, x in arrays.items()}
     matmul = functools.partial(jnp.matmul, precision=precision, preferred_element_type=jnp.float32)
-    z = _preactivation(problem, wide, matmul)
-    activation = problem.call["activation"]
-    return ACTIVATIONS[activation].reference(z) if activation else z
+    return _formula(problem, wide, matmul, resolve(problem.call["activation"]).reference)
 
 
 def _by_gemm(problem: Problem, arrays: dict[str, jax.Array]) -> jax.Array:
@@ -260,7 +270,8 @@ def _tolerance(problem: Problem, arrays: Mapping[str, np.ndarray]) -> float:
         scale *= math.sqrt(np.square(x).sum(-2 if along_k else -1).max(initial=0.0))
     deviation = scale / math.sqrt(max(problem.k, 1))  # of an element of alpha A B
     scale += abs(call["beta"]) * np.abs(arrays.get("c", np.zeros(1))).max(initial=0.0)
-    scale += np.abs(arrays.get("bias", np.zeros(1))).max(initial=0.0)
+    for name in ("bias", "residual"):
+        scale += np.abs(arrays.get(name, np.zeros(1))).max(initial=0.0)
     eps = float(jnp.finfo(jnp.float32).eps)
     total = eps * scale
     # mma.sync cuts its sums off after every 16 steps along k, which promoted sums and sm90's do
@@ -287,7 +298,8 @@ def failure(problem: Problem, rng: np.random.Generator) -> str | None:
     arrays = {}
     for name, (shape, dtype, _) in problem.operands.items():
         x = rng.standard_normal(shape, np.float32)
-        x = problem.call[name] * rng.uniform(0.5, 1, shape) if name in problem.call else x
+        if name in problem.call or name in _SCALES:
+            x = problem.call.get(name, 1.0) * rng.uniform(0.5, 1, shape)
         arrays[name] = np.asarray(x).astype(jnp.dtype(dtype))
     operands = jax.device_put(arrays)
     compiled = jax.jit(functools.partial(_by_gemm, problem)).lower(operands).compile()
@@ -309,10 +321,13 @@ def failure(problem: Problem, rng: np.random.Generator) -> str | None:
     info = jnp.finfo(problem.out_dtype)
     steepest = np.full_like(expected, _STEEPEST)
     if problem.call["activation"] == "relu_squared":
-        steepest = np.maximum(steepest, 2 * np.sqrt(expected))
+        activated = _exact(problem, {x: y for x, y in exact.items() if x != "residual"})
+        steepest = np.maximum(steepest, 2 * np.sqrt(activated))
     allowed = 2 * lost + steepest * _tolerance(problem, exact) + float(info.smallest_subnormal)
     roundings = float(info.eps) + _ACTIVATION_ERROR * (problem.call["activation"] is not None)
     allowed = allowed + roundings * np.abs(expected)
+    if {"c", "residual"} <= set(exact):  # the result is rounded before the residual is added, too
+        allowed += roundings * np.abs(exact["residual"]).max(initial=0.0)
     wrong = ~(np.abs(got.astype(np.float64) - expected) <= allowed)  # a NaN is
     if not wrong.any():
         return None

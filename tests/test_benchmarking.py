@@ -13,7 +13,7 @@ def kernels(*names):
 def test_a_session_is_divided_at_its_markers():
     record = kernels("mark", "a", "a", "mark", "b", "c", "b", "c", "mark", "a", "a")
     samples = benchmarking.divide_kernels(record, ["x", "y", "x"], block=2)
-    assert samples == {"x": [1, 2, 9, 10], "y": [4 + 5, 6 + 7]}
+    assert samples == {"x": [[1], [2], [9], [10]], "y": [[4, 5], [6, 7]]}
 
 
 @pytest.mark.parametrize(
@@ -72,6 +72,8 @@ def test_one_session_times_all_chains(monkeypatch):
     timings = benchmarking.time_chains(chains_of("xy"), reps=5, block=2, method="cupti")
     assert set(timings) == {"x", "y"}
     assert all(timing.seconds == (1.5e-3,) * 6 for timing in timings.values())
+    # The fake has one kernel for a chain of two calls.
+    assert all(timing.kernels == 0.5 for timing in timings.values())
 
 
 def test_without_one_session_there_is_one_for_each_block(monkeypatch):

@@ -37,6 +37,7 @@ def tiny(case, **changes):
 
 # One of each kind: what differs in extents alone runs the same code.
 KINDS = list(dict.fromkeys(tiny(case, suite="tiny") for case in SUPPORTED))
+STEP = next(case for case in KINDS if case.step)
 MORE_KINDS = [
     tiny(CASES[0], layout=layout, batch=batch, broadcast=broadcast, epilogue=epilogue, out=out)
     for layout, (batch, broadcast), epilogue, out in itertools.product(
@@ -57,10 +58,10 @@ def test_labels_are_unique():
 def test_every_suite_is_there_and_what_is_unsupported_says_so():
     assert list(dict.fromkeys(case.suite for case in CASES)) == [
         *("large", "medium", "decode", "unaligned", "batched"),
-        *("epilogue", "gated", "tf32", "ragged"),
+        *("epilogue", "gated", "backward", "tf32", "ragged"),
     ]
     unsupported = {case.suite for case in CASES if case.unsupported}
-    assert unsupported == {"gated", "ragged"}
+    assert unsupported == {"ragged"}
     row = measure.measure_case(next(c for c in CASES if c.unsupported), measure.Options())
     assert row["us"] is None
     assert row["note"].startswith("not supported yet")
@@ -68,7 +69,11 @@ def test_every_suite_is_there_and_what_is_unsupported_says_so():
 
 
 @pytest.mark.parametrize(
-    "changes", [{"epilogue": "bias+glue"}, {"layout": "n"}, {"broadcast": "c"}, {"dtype": "f8"}]
+    "changes",
+    [
+        *({"epilogue": "bias+glue"}, {"layout": "n"}, {"broadcast": "c"}, {"dtype": "f8"}),
+        {"step": "layer"},
+    ],
 )
 def test_a_case_with_a_typing_error_is_refused(changes):
     with pytest.raises((ValueError, KeyError)):
@@ -84,6 +89,9 @@ def test_flops_and_bytes():
     gated = dataclasses.replace(CASES[0], m=10, n=20, k=30, epilogue="silu_glu")
     assert gated.flops == 4 * 10 * 20 * 30
     assert gated.bytes == 2 * (10 * 30 + 2 * 30 * 20 + 10 * 20)
+    step = dataclasses.replace(CASES[0], m=10, n=20, k=30, step="mlp")
+    assert step.flops == 6 * 2 * 10 * 20 * 30
+    assert step.bytes == 2 * 2 * (10 * 30 + 30 * 20 + 20 + 20 * 30 + 30 + 10 * 30)
     ragged = dataclasses.replace(CASES[0], m=10, n=20, k=30, group_sizes=(4, 6))
     assert ragged.bytes == 2 * (10 * 30 + 2 * 30 * 20 + 10 * 20)
 
@@ -109,7 +117,8 @@ def test_ours_computes_what_the_rival_does(case):
     wide = {name: x.astype(case.out_dtype) for name, x in arrays.items()} if case.out else arrays
     ours, xla = jax.jit(case.ours())(arrays), jax.jit(case.xla)(wide)
     assert measure.disagreement(case, ours, xla) is None
-    assert len(jax.tree.leaves(ours)) == 1 + ("aux" in case.parts)
+    results = len(arrays) if case.step else 1 + ("aux" in case.parts)
+    assert len(jax.tree.leaves(ours)) == results
     # The check is of use: without the last operand the result is another.
     last = list(arrays)[-1]
     wrong = case.ours()({**arrays, last: jnp.zeros_like(arrays[last])})
@@ -130,7 +139,7 @@ def options(**changes):
     return measure.Options(**(fields | changes))
 
 
-@pytest.mark.parametrize("case", [CASES[0], KINDS[-1]], ids=lambda case: case.label)
+@pytest.mark.parametrize("case", [CASES[0], KINDS[-1], STEP], ids=lambda case: case.label)
 def test_measures_a_case(case, monkeypatch):
     monkeypatch.setattr(measure, "_SUSTAINED_ABOVE_US", 0.0)
     monkeypatch.setattr(_extension, "KERNEL_NAMES", frozenset())
@@ -140,6 +149,8 @@ def test_measures_a_case(case, monkeypatch):
     assert row["tflops"] == pytest.approx(tiny(case).flops / row["us"] * 1e-6)
     assert row["sustained_ratio"] == row["sustained_xla_us"] / row["sustained_us"]
     assert row["choice_loss"] == 1.0
+    assert row["kernels"] >= 1
+    assert row["xla_kernels"] >= 1
     assert row["pallas_us"] is None
     assert "Error: " in row["pallas_note"]
     json.dumps(row)
@@ -271,7 +282,7 @@ def test_choices_lists_those_that_lose():
 @pytest.fixture
 def small_suite(monkeypatch):
     monkeypatch.setenv("JAX_TCGEMM_LOG", "0")  # main sets it
-    small = [tiny(CASES[0]), tiny(CASES[0], m=9), *(c for c in CASES if c.suite == "gated")]
+    small = [tiny(CASES[0]), tiny(CASES[0], m=9), *(c for c in CASES if c.unsupported)]
     monkeypatch.setattr(run, "load_cases", lambda: small)
     monkeypatch.setattr(chains, "SIZES", (8,))
     monkeypatch.setattr(chains, "_ROUNDS", 1)
@@ -285,10 +296,10 @@ def test_run_writes_resumes_and_reports(small_suite, tmp_path, capsys):
     assert "1/1" in capsys.readouterr().err
     assert run.main([*arguments, "--resume"]) == 0
     captured = capsys.readouterr()
-    assert "4/4" in captured.err  # the other product and three gated ones
+    assert "5/5" in captured.err  # the other product and what is not supported
     assert "geometric mean" in captured.out
     assert "chain of 100" in captured.out
-    assert len(report.load(path)["rows"]) == 5
+    assert len(report.load(path)["rows"]) == 6
     assert run.main([*arguments, "--resume", "--commit", "other"]) == 2
 
 
@@ -334,5 +345,5 @@ def test_plot_writes_both_files(tmp_path, capsys):
     written = sorted((tmp_path / "new").iterdir())
     assert [file.name for file in written] == ["speed.png", "speed.svg"]
     assert all(file.stat().st_size > 10_000 for file in written)
-    assert plot.main([str(path), "--out", str(tmp_path / "speed"), "--suite", "gated"]) == 1
+    assert plot.main([str(path), "--out", str(tmp_path / "speed"), "--suite", "ragged"]) == 1
     assert "no case with a time" in capsys.readouterr().err

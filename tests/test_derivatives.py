@@ -207,6 +207,18 @@ def test_unread_preactivation_is_dropped(normal, cuda_module):
     assert (forward["has_aux"], forward["activation"]) == (False, "")
 
 
+def test_reverse_pass_forms_the_inner_cotangent_once(normal, cuda_module):
+    """One elementwise expression, which two products and the sum for the bias read."""
+    args = [normal(*shape, dtype=jnp.bfloat16) for shape in ((16, 24), (24, 8), (8,))]
+
+    def f(a, b, bias):
+        return gemm(a, b, bias=bias, activation="gelu")
+
+    text, calls = cuda_module(lambda g, *args: jax.vjp(f, *args)[1](g), f(*args), *args)
+    assert len(calls) == 3
+    assert [text.count(f"stablehlo.{op}") for op in ("tanh", "reduce(")] == [1, 1]
+
+
 def test_reverse_pass_keeps_one_residual_of_the_result_type(normal):
     a, b = normal(16, 24, dtype=jnp.bfloat16), normal(24, 8, dtype=jnp.bfloat16)
     _, pullback = jax.vjp(lambda a, b: gemm(a, b, activation="gelu"), a, b)

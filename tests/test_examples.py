@@ -14,7 +14,12 @@ EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 def load(name: str):
     spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    # For dataclasses, which look their module up.
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        del sys.modules[name]
     return module
 
 
@@ -88,7 +93,36 @@ def test_flax_dense_fails_when_the_curves_part(monkeypatch):
         module.main(["--epochs", "2"])
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_transformer_mlp(dtype, capsys):
+    load("transformer_mlp").main(["--dtype", dtype, "--reps", "2", "--seed", "3"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1].startswith("OK: the same within rounding")
+    assert [line.split()[0] for line in lines[-3:-1]] == ["step,", "memory,"]
+
+
+@pytest.mark.gpu
+def test_transformer_mlp_on_the_gpu(capsys):
+    arguments = ["--tokens", "512", "--width", "1024", "--hidden", "3584", "--heads", "8"]
+    load("transformer_mlp").main([*arguments, "--kv-heads", "2", "--reps", "4"])
+    output = capsys.readouterr().out
+    assert "(gpu)" in output
+    assert output.splitlines()[-1].startswith("OK: the same within rounding")
+
+
+def test_transformer_mlp_fails_when_a_gradient_is_off(monkeypatch):
+    module = load("transformer_mlp")
+    right = module.gated_mlp
+
+    def off(x, gate, up, down, **options):
+        return right(x, gate, up, down * 1.05, **options)
+
+    monkeypatch.setattr(module, "gated_mlp", off)
+    with pytest.raises(SystemExit, match="over twice the plain block's"):
+        module.main([])
+
+
 def test_every_example_is_tested():
-    names = {"quickstart", "train_digits", "flax_dense"}
+    names = {"quickstart", "train_digits", "flax_dense", "transformer_mlp"}
     assert {path.stem for path in EXAMPLES.glob("*.py")} == names
     assert not any(name in sys.modules for name in names)

@@ -67,6 +67,9 @@ def test_what_is_drawn():
         "bias",
         "alpha",
         "beta",
+        "residual",
+        "row_scale",
+        "column_scale",
     }
 
 

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from jax.test_util import check_grads
 
 import jax_tcgemm
-from jax_tcgemm import clip, gated_gemm, kernel_table
+from jax_tcgemm import _extension, clip, gated_gemm, kernel_table
 from jax_tcgemm.epilogues import resolve
 
 FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)
@@ -385,6 +385,7 @@ def test_derivative_takes_three_results_of_one_pass(cuda_module):
     first, second = (call for call in rest if call["results"] == ["8x16xbf16"])
     assert picked(first, "has_c", "c_role") == (False, "add")
     assert picked(second, "has_c", "c_role", "beta", "c_strides") == (True, "add", 1.0, [16, 1])
+    assert text.count("operand_index = 2") == 1  # in place
     assert "stablehlo.transpose" not in text
 
 
@@ -441,12 +442,24 @@ def test_packed_halves_off_16_bytes_take_the_reference(cuda_module):
 
 
 def test_config_is_the_primal_calls(cuda_module):
-    name = next(
-        row.name for row in kernel_table.for_algorithm("BF16_BF16_F32") if row.arch == "sm90"
-    )
+    rows = kernel_table.for_algorithm("BF16_BF16_F32")
+    name = next(row.name for row in rows if row.gated)
 
     def loss(x, w):
         return gated_gemm(x, w, w, config=name).sum().astype(jnp.float32)
 
     _, calls = cuda_module(jax.value_and_grad(loss, (0, 1)), bf16(16, 16), bf16(16, 16))
     assert [call["config"] for call in calls] == [name, *[""] * 4]
+    with pytest.raises(ValueError, match="not a kernel configuration"):
+        jax_tcgemm.gemm(bf16(16, 16), bf16(16, 16), config=name)
+    plain = next(row.name for row in rows if not row.gated)
+    with pytest.raises(ValueError, match=r"for gated products in BF16_BF16_F32") as raised:
+        gated_gemm(bf16(16, 16), bf16(16, 16), config=plain)
+    assert name in str(raised.value)
+
+
+def test_builds_without_gated_kernels_take_the_reference(cuda_module, monkeypatch):
+    plain = frozenset(row.name for row in kernel_table.CONFIGS if not row.gated)
+    monkeypatch.setattr(_extension, "KERNEL_NAMES", plain)
+    _, calls = cuda_module(fused, bf16(16, 16), bf16(16, 16), bf16(16, 16))
+    assert not calls

@@ -183,7 +183,7 @@ def test_float32_addends_are_not_rounded(cuda_module):
     ("dtype", "options", "algorithm", "operand", "result", "converts"),
     [
         (jnp.bfloat16, {"preferred_element_type": jnp.float32}, "BF16_BF16_F32", "bf16", "f32", 0),
-        (jnp.bfloat16, {"preferred_element_type": jnp.float16}, "BF16_BF16_F32", "bf16", "f16", 0),
+        (jnp.bfloat16, {"preferred_element_type": jnp.float16}, "BF16_BF16_F32", "bf16", "f32", 1),
         (
             *(jnp.bfloat16, {"preferred_element_type": jnp.float8_e5m2}),
             *("BF16_BF16_F32", "bf16", "f32", 1),
@@ -191,7 +191,7 @@ def test_float32_addends_are_not_rounded(cuda_module):
         (jnp.float16, {"precision": "highest"}, "F16_F16_F32", "f16", "f16", 0),
         (jnp.float16, {"precision": "F16_F16_F16"}, "F16_F16_F16", "f16", "f16", 0),
         (jnp.float32, {}, "TF32_TF32_F32", "f32", "f32", 0),
-        (jnp.float32, {"preferred_element_type": jnp.bfloat16}, "TF32_TF32_F32", "f32", "bf16", 0),
+        (jnp.float32, {"preferred_element_type": jnp.bfloat16}, "TF32_TF32_F32", "f32", "f32", 1),
         (jnp.float32, {"precision": "BF16_BF16_F32"}, "BF16_BF16_F32", "bf16", "f32", 2),
     ],
 )
@@ -315,6 +315,53 @@ def test_configuration_is_the_primal_calls(cuda_module):
 
     _, calls = cuda_module(jax.value_and_grad(loss, (0, 1)), bf16(16, 16), bf16(16, 16))
     assert [call["config"] for call in calls] == [name, "", ""]
+
+
+def accumulate(x, dy, c, **options):
+    options = {"transpose_a": True, "preferred_element_type": jnp.float32, **options}
+    return gemm(x, dy, c, **options)
+
+
+ACCUMULATED = (bf16(16, 4), bf16(16, 6), jnp.zeros((4, 6)))
+
+
+def test_gradients_are_accumulated_in_place(cuda_module):
+    text, (call,) = cuda_module(accumulate, *ACCUMULATED, donate_argnums=2)
+    assert_nothing_moves(text)
+    assert picked(call, "c_role", "beta", "operands", "results") == (
+        *("add", 1.0, ["16x4xbf16", "16x6xbf16", "4x6xf32"], ["4x6xf32"]),
+    )
+    assert "output_tuple_indices = [], operand_index = 2" in text
+    assert "tf.aliasing_output = 0" in text  # the donation
+
+
+@pytest.mark.parametrize(
+    ("args", "options"),
+    [
+        (ACCUMULATED, {"beta": 2.0}),
+        (ACCUMULATED, {"beta": jnp.float32(1)}),
+        (ACCUMULATED, {"activation": "relu"}),
+        (ACCUMULATED, {"preferred_element_type": None}),
+        ((*ACCUMULATED[:2], jnp.zeros(6)), {}),
+        ((*ACCUMULATED[:2], bf16(4, 6)), {}),
+        (tuple(x.astype(jnp.float32) for x in ACCUMULATED), {}),
+    ],
+)
+def test_other_addends_stay(cuda_module, args, options):
+    f = functools.partial(accumulate, **options)
+    text, (call,) = cuda_module(f, *args)
+    assert call["has_c"]
+    assert "output_operand_alias" not in text
+
+
+def test_addends_of_a_batch_are_overwritten_where_they_lie_alike(cuda_module):
+    x, dy, c = (jnp.stack([x] * 3) for x in ACCUMULATED)
+    text, _ = cuda_module(jax.vmap(accumulate), x, dy, c)
+    assert "operand_index = 2" in text
+    text, _ = cuda_module(jax.vmap(accumulate, (0, 0, None)), x, dy, c[0])
+    assert "output_operand_alias" not in text
+    text, _ = cuda_module(jax.vmap(accumulate, (0, 0, 1)), x, dy, c.swapaxes(0, 1))
+    assert "output_operand_alias" not in text
 
 
 def test_row_major_layouts_are_asked_for(cuda_module):

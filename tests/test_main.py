@@ -97,6 +97,17 @@ def test_the_criterion_refuses_an_error_of_a_few_roundings(algorithm, monkeypatc
     assert "nan" in (selftest.check(problem, use_config=False) or "")
 
 
+def test_gated_rows_are_held_against_both_products(monkeypatch):
+    config = next(row for row in kernel_table.CONFIGS if row.gated)
+    problem = selftest.draw_problem(config, np.random.default_rng(0), plain=False)
+    assert selftest.check(problem, use_config=False) is None
+    right = selftest.gated_gemm
+    monkeypatch.setattr(
+        selftest, "gated_gemm", lambda x, w, v, **options: right(x, w, w, **options)
+    )
+    assert "is above" in (selftest.check(problem, use_config=False) or "")
+
+
 @pytest.mark.parametrize("arguments", [["-m", "jax_tcgemm", "--help"]])
 def test_runs_in_the_clone(arguments):
     # -P keeps the clone's folder, which has the Python sources alone, off the path.

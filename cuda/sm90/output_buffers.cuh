@@ -176,8 +176,7 @@ struct OutputBuffers {
   __device__ __forceinline__ void store(const TensorMap& map, const OutputPlace& at,
                                         int result) const {
     const int z = kConfig.ragged == Ragged::kRows ? 0 : at.batch;
-    visit_box(at,
-              [&](int x, int y) { ptx::tma_store(&map, address<Sub>(set, result), x, y, z); });
+    visit_box(at, [&](int x, int y) { ptx::tma_store(&map, address<Sub>(set, result), x, y, z); });
   }
 
   // By lane 0: C, and C2 where there is one.
@@ -201,20 +200,23 @@ struct OutputBuffers {
   // Where a group of rows ends: what belongs to it, by threads, which leave the set free.
   template <typename Sub>
   __device__ __forceinline__ void copy_rows(const Sub& sub, const OutputPlace& at) const {
-    constexpr int kRowWords = Sub::kRowBytes / 4;  // few registers are left for more at a time
-    const int shift = sub.wide() ? 0 : 1;
+    constexpr int kRowChunks = Sub::kRowBytes / 16;
+    const int rows = row_end - at.row < kWarpRows ? row_end - at.row : kWarpRows;
+    const int bytes = sub.wide() ? 4 : 2;
     __syncwarp();
 #pragma unroll 1
     for (int result = 0; result < results; ++result) {
-      uint32_t* const matrix = static_cast<uint32_t*>(result_matrix(result));
+      char* const matrix = static_cast<char*>(result_matrix(result));
 #pragma unroll 1
-      for (int i = lane(); i < kWarpRows * kRowWords; i += 32) {
-        const int row = i / kRowWords;
-        const int word = i % kRowWords;
-        if (at.row + row >= row_end || at.column + (word << shift) >= params.n) continue;
-        const int64_t target = (int64_t{at.row + row} * params.n + at.column >> shift) + word;
-        matrix[target] = ptx::load_shared_4(address<Sub>(set, result) +
-                                            Sub::chunk_offset(row, word / 4) + word % 4 * 4);
+      for (int i = lane(); i < rows * kRowChunks; i += 32) {
+        const int row = i / kRowChunks;
+        const int chunk = i % kRowChunks;
+        const int column = at.column + chunk * (16 / bytes);
+        if (column >= params.n) continue;
+        const int64_t offset = (int64_t{at.row + row} * params.n + column) * bytes;
+        uint32_t word[4];
+        ptx::load_shared_16(word, address<Sub>(set, result) + Sub::chunk_offset(row, chunk));
+        *reinterpret_cast<uint4*>(matrix + offset) = {word[0], word[1], word[2], word[3]};
       }
     }
     __syncwarp();

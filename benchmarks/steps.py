@@ -1,0 +1,73 @@
+"""Layers of which a case takes the value and all gradients, by this package and by natural JAX."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jax_tcgemm import gated_mlp, gemm, mlp
+
+Arrays = dict[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A function of ``x (m, k)`` and its weights.
+
+    Attributes:
+        ours: computes it by this package.
+        xla: computes it by the natural JAX expression.
+        weights: extents of each weight in ``m, n, k``, by name.
+        result: extents of the result.
+        products: how often the value and the gradients multiply ``m n k`` numbers.
+    """
+
+    ours: Callable[..., jax.Array]
+    xla: Callable[..., jax.Array]
+    weights: dict[str, str]
+    result: str
+    products: int
+
+    def shapes(self, m: int, n: int, k: int) -> dict[str, tuple[int, ...]]:
+        """Returns the shape of each operand, the cotangent ``g`` of the result last."""
+        extents = {"m": m, "n": n, "k": k}
+        names = {"x": "mk", **self.weights, "g": self.result}
+        return {name: tuple(extents[letter] for letter in own) for name, own in names.items()}
+
+
+def value_and_gradients(function: Callable[..., jax.Array], arrays: Arrays) -> list[Any]:
+    """Returns the value of a function of all arrays but ``g``, and what ``g`` gives each."""
+    operands = {name: array for name, array in arrays.items() if name != "g"}
+    y, pullback = jax.vjp(lambda operands: function(**operands), operands)
+    (gradients,) = pullback(arrays["g"])
+    return [y, *gradients.values()]
+
+
+def _layer(x: jax.Array, w: jax.Array, bias: jax.Array) -> jax.Array:
+    return gemm(x, w, bias=bias, activation="gelu")
+
+
+def _xla_layer(x: jax.Array, w: jax.Array, bias: jax.Array) -> jax.Array:
+    return jax.nn.gelu(x @ w + bias)
+
+
+def _xla_mlp(x: jax.Array, w1: jax.Array, b1: jax.Array, w2: jax.Array, b2: jax.Array) -> jax.Array:
+    return jax.nn.gelu(x @ w1 + b1) @ w2 + b2
+
+
+def _xla_gated_mlp(
+    x: jax.Array, w_gate: jax.Array, w_up: jax.Array, w_down: jax.Array
+) -> jax.Array:
+    return (jax.nn.silu(x @ w_gate) * (x @ w_up)) @ w_down
+
+
+STEPS = {
+    "gelu layer": Step(_layer, _xla_layer, {"w": "kn", "bias": "n"}, "mn", 3),
+    "mlp": Step(mlp, _xla_mlp, {"w1": "kn", "b1": "n", "w2": "nk", "b2": "k"}, "mk", 6),
+    "gated mlp": Step(
+        gated_mlp, _xla_gated_mlp, {"w_gate": "kn", "w_up": "kn", "w_down": "nk"}, "mk", 9
+    ),
+}
