@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from steps import STEPS, Arrays, value_and_gradients
 
-from jax_tcgemm import _compat, gated_gemm, gemm, primitive
+from jax_tcgemm import _compat, gated_gemm, gemm, primitive, ragged_dot
 from jax_tcgemm.benchmarking import argument_set_count
 from jax_tcgemm.epilogues import ACTIVATIONS
 from jax_tcgemm.spec import GemmSpec, resolve_algorithm
@@ -127,8 +127,9 @@ class Case:
     @property
     def unsupported(self) -> str | None:
         """Why there is nothing to compare yet, or None."""
-        if self.group_sizes:
-            return "not supported yet: ragged products"
+        beside = {"c", "beta_c", "alpha", "aux", "silu_glu"}.intersection(self.parts)
+        if self.group_sizes and (beside or self.layout[0] == "t"):
+            return "not supported yet: groups with more than a bias and an activation"
         return None
 
     @property
@@ -154,7 +155,7 @@ class Case:
             for name, shape in shapes.items()
         }
         if "bias" in self.parts:
-            shapes["bias"] = (self.n,)
+            shapes["bias"] = (*groups, self.n)
         if self.has_c:
             shapes["c"] = (*batch, self.m, self.n)
         return shapes
@@ -198,6 +199,17 @@ class Case:
                 arrays["b"],
                 arrays["b2"],
                 transpose_w=self.layout[1] == "t",
+                preferred_element_type=self.out_dtype if self.out else None,
+                config=config,
+            )
+        if self.group_sizes:
+            return lambda arrays: ragged_dot(
+                arrays["a"],
+                arrays["b"],
+                jnp.asarray(self.group_sizes, jnp.int32),
+                bias=arrays.get("bias"),
+                activation=self.activation,
+                transpose_rhs=self.layout[1] == "t",
                 preferred_element_type=self.out_dtype if self.out else None,
                 config=config,
             )
@@ -253,6 +265,8 @@ class Case:
             for name, letter in zip(_FACTORS, (*self.layout, self.layout[1]), strict=True)
             if name in arrays
         )
+        if self.group_sizes:
+            return self._by_lax_ragged_dot(arrays, a, *weights, preferred)
         z, *up = (jnp.matmul(a, b, preferred_element_type=preferred) for b in weights)
         if self.is_gated:
             return jax.nn.silu(z) * up[0]
@@ -264,6 +278,17 @@ class Case:
             z = z + arrays["bias"]
         d = ACTIVATIONS[self.activation].reference(z) if self.activation else z
         return [d, z] if "aux" in self.parts else d
+
+
+    def _by_lax_ragged_dot(
+        self, arrays: Arrays, a: jax.Array, b: jax.Array, preferred: np.dtype | None
+    ) -> jax.Array:
+        sizes = jnp.asarray(self.group_sizes, jnp.int32)
+        z = jax.lax.ragged_dot(a, b, sizes, preferred_element_type=preferred)
+        # Those cases whose groups have all rows.
+        if "bias" in self.parts:
+            z = z + jnp.repeat(arrays["bias"], sizes, axis=0, total_repeat_length=self.m)
+        return ACTIVATIONS[self.activation].reference(z) if self.activation else z
 
 
 def load_cases(path: pathlib.Path = SUITE_FILE) -> list[Case]:

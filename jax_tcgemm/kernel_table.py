@@ -415,6 +415,8 @@ def by_name(name: str) -> KernelConfig:
         ) from None
 
 
-def for_algorithm(algorithm: str) -> tuple[KernelConfig, ...]:
-    """Returns the rows that compute ``algorithm`` (a ``DotAlgorithmPreset`` name)."""
-    return tuple(config for config in CONFIGS if config.algorithm == algorithm)
+def for_algorithm(algorithm: str, ragged: str = "none") -> tuple[KernelConfig, ...]:
+    """Returns the rows that compute ``algorithm`` (a ``DotAlgorithmPreset`` name), groups or not."""
+    return tuple(
+        config for config in CONFIGS if config.algorithm == algorithm and config.ragged == ragged
+    )

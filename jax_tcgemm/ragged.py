@@ -83,8 +83,8 @@ def ragged_dot(
 
 def _check_config(config: str | None, algorithm: str | None) -> None:
     arguments.check_config(config)
-    rows = kernel_table.for_algorithm(algorithm) if algorithm is not None else ()
-    accepted = sorted(row.name for row in rows if row.ragged == "rows")
+    rows = kernel_table.for_algorithm(algorithm, "rows") if algorithm is not None else ()
+    accepted = sorted(row.name for row in rows)
     if config is not None and config not in accepted:
         raise ValueError(
             f"config={config!r} is no kernel configuration for groups of rows in {algorithm}; "

@@ -149,7 +149,7 @@ def cuda_dot(
     lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *bias: jax.Array, spec: RaggedSpec
 ) -> list[jax.Array]:
     """Computes the ragged product on CUDA devices; arguments as those of ``reference_dot``."""
-    algorithm = _kernel_algorithm("ragged dot", lhs, rhs, group_sizes, spec)
+    algorithm = _kernel_algorithm("rows", lhs, rhs, group_sizes, spec)
     if algorithm is None:
         return reference_dot(lhs, rhs, group_sizes, *bias, spec=spec)
     n = rhs.shape[1 if spec.transpose_rhs else 2]
@@ -184,7 +184,7 @@ def cuda_contraction(
     lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *, spec: RaggedSpec
 ) -> list[jax.Array]:
     """Computes the contraction on CUDA devices; see ``reference_contraction``."""
-    algorithm = _kernel_algorithm("ragged contraction", lhs, rhs, group_sizes, spec)
+    algorithm = _kernel_algorithm("depth", lhs, rhs, group_sizes, spec)
     if algorithm is None:
         return reference_contraction(lhs, rhs, group_sizes, spec=spec)
     padded = [_padded(x, INPUT_DTYPES[algorithm]) for x in (lhs, rhs)]
@@ -235,22 +235,22 @@ def _kernel_out_dtype(algorithm: str, spec: RaggedSpec) -> np.dtype:
 
 
 def _kernel_algorithm(
-    what: str, lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, spec: RaggedSpec
+    ragged: str, lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, spec: RaggedSpec
 ) -> str | None:
     """Returns the algorithm of the kernels that compute a product, None where there are none."""
     algorithm = resolve_algorithm(lhs.dtype, rhs.dtype, spec.out_dtype, spec.precision)
-    obstacle = _obstacle(algorithm, (*lhs.shape, *rhs.shape, *group_sizes.shape))
+    obstacle = _obstacle(algorithm, ragged, (*lhs.shape, *rhs.shape, *group_sizes.shape))
     shapes = f"{lhs.dtype}{list(lhs.shape)} x {rhs.dtype}{list(rhs.shape)}"
-    lowering.log(f"{what} {shapes} -> {spec.out_dtype}: {obstacle or algorithm}")
+    lowering.log(f"ragged {ragged} {shapes} -> {spec.out_dtype}: {obstacle or algorithm}")
     if obstacle is None and spec.config not in (None, *_extension.KERNEL_NAMES):
         raise ValueError(f"config={spec.config!r} is not in this build of jax_tcgemm")
     return algorithm if obstacle is None else None
 
 
-def _obstacle(algorithm: str | None, extents: tuple[Any, ...]) -> str | None:
+def _obstacle(algorithm: str | None, ragged: str, extents: tuple[Any, ...]) -> str | None:
     """Says why no kernel can be used, if none can."""
-    rows = kernel_table.for_algorithm(algorithm) if algorithm is not None else ()
-    names = {row.name for row in rows if row.ragged != "none"}
+    rows = kernel_table.for_algorithm(algorithm, ragged) if algorithm is not None else ()
+    names = {row.name for row in rows}
     if not names:
         return f"reference: no ragged kernel for {algorithm}"
     if not names & _extension.KERNEL_NAMES:

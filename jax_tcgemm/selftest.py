@@ -12,8 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_tcgemm import benchmarking, epilogues, kernel_table
+from jax_tcgemm import benchmarking, epilogues, kernel_table, ragged_primitive
 from jax_tcgemm.api import gated_gemm, gemm
+from jax_tcgemm.ragged import ragged_dot
+from jax_tcgemm.ragged_lowering import RaggedSpec
 
 PROBLEMS_PER_CONFIG = 3
 
@@ -62,6 +64,10 @@ class Problem:
         return self.k**-0.5
 
     @property
+    def has_alpha(self) -> bool:
+        return not self.config.gated and self.config.ragged == "none"
+
+    @property
     def out_dtype(self) -> np.dtype:
         dtype = INPUT_DTYPES[self.config.algorithm]
         return jnp.dtype(jnp.float32 if self.float32_output else dtype)
@@ -95,6 +101,9 @@ def draw_problem(
         # measure for them.
         return unit * int(rng.integers(16 // unit, max(32, 2 * tile) // unit + 1))
 
+    # Two weights and groups take what is plain beside the product; groups of k nothing.
+    is_gemm = not config.gated and config.ragged == "none"
+    has_epilogue = not plain and config.ragged != "depth"
     # What the other rows cut off in their sums would show in a float32 result.
     rounds_sums = config.rounds_sums or config.element_bytes == 4
     return Problem(
@@ -103,11 +112,11 @@ def draw_problem(
         m=extent(config.tile_m),
         n=extent(config.tile_n),
         k=extent(4 * config.tile_k),
-        transpose_a=not plain and not config.gated and bool(rng.integers(2)),
+        transpose_a=not plain and is_gemm and bool(rng.integers(2)),
         transpose_b=not plain and bool(rng.integers(2)),
-        activation=None if plain else str(rng.choice(sorted(epilogues.ACTIVATIONS))),
-        has_c=not plain and not config.gated and bool(rng.integers(2)),
-        has_bias=not plain and bool(rng.integers(2)),
+        activation=str(rng.choice(sorted(epilogues.ACTIVATIONS))) if has_epilogue else None,
+        has_c=not plain and is_gemm and bool(rng.integers(2)),
+        has_bias=has_epilogue and bool(rng.integers(2)),
         float32_output=not plain and rounds_sums and bool(rng.integers(2)),
         seed=int(rng.integers(2**31)),
     )
@@ -122,8 +131,8 @@ def _draw_operands(problem: Problem) -> dict[str, jax.Array | None]:
         return jnp.asarray(rng.standard_normal(shape), dtype)
 
     b = (n, k) if problem.transpose_b else (k, n)
-    # The factor alpha is not for gated products; these have two weights, and the bias of both.
-    scale = problem.alpha if problem.config.gated else 1.0
+    # Where alpha is no argument, the weights have it.
+    scale = 1.0 if problem.has_alpha else problem.alpha
     return {
         "a": normal(batch, k, m) if problem.transpose_a else normal(batch, m, k),
         "b": normal(*b) * jnp.asarray(scale, dtype),
@@ -140,6 +149,8 @@ def _by_gemm(problem: Problem, use_config: bool, a, b, b2, c, bias):
         "preferred_element_type": problem.out_dtype,
         "config": problem.config.name if use_config else None,
     }
+    if problem.config.ragged != "none":
+        return _by_groups(problem, a, b, bias, options)
     if problem.config.gated:
         biases = {"bias_gate": bias, "bias_up": bias}
         return gated_gemm(a, b, b2, transpose_w=problem.transpose_b, **biases, **options)
@@ -156,13 +167,36 @@ def _by_gemm(problem: Problem, use_config: bool, a, b, b2, c, bias):
     )
 
 
+def _by_groups(problem: Problem, a, b, bias, options: dict[str, Any]) -> jax.Array:
+    """The batch as groups of rows, or of k."""
+    groups = problem.batch
+
+    def repeated(x: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(x, (groups, *x.shape))
+
+    if problem.config.ragged == "rows":
+        d = ragged_dot(
+            a.reshape(groups * problem.m, problem.k),
+            repeated(b),
+            jnp.full(groups, problem.m),
+            bias=None if bias is None else repeated(bias),
+            transpose_rhs=problem.transpose_b,
+            **options,
+        )
+        return d.reshape(groups, problem.m, problem.n)
+    spec = RaggedSpec(problem.out_dtype, options["precision"], config=options["config"])
+    rows = (a.mT, repeated(b.mT if problem.transpose_b else b))
+    lhs, rhs = (x.reshape(groups * problem.k, -1) for x in rows)
+    return ragged_primitive.contraction(spec, lhs, rhs, jnp.full(groups, problem.k))[0]
+
+
 def _formula(problem: Problem, matmul: Callable, activate: Callable, a, b, b2, c, bias):
     """The same for NumPy's and JAX's arrays; returns the result and the pre-activation."""
     a = a.mT if problem.transpose_a else a
 
     def product(b):
         z = matmul(a, b.mT if problem.transpose_b else b)
-        z = z if problem.config.gated else problem.alpha * z
+        z = problem.alpha * z if problem.has_alpha else z
         z = z if c is None else z + problem.beta * c
         return z if bias is None else z + bias
 

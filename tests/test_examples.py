@@ -122,7 +122,32 @@ def test_transformer_mlp_fails_when_a_gradient_is_off(monkeypatch):
         module.main([])
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_moe_learns_as_with_lax(dtype, capsys):
+    load("moe").main(["--epochs", "8", "--accuracy", "0.85", "--experts", "4", "--dtype", dtype])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "OK: equal within rounding"
+    assert all("ms a training step" in line for line in lines[-3:-1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_moe_on_the_gpu(dtype, capsys):
+    load("moe").main(["--dtype", dtype])
+    output = capsys.readouterr().out
+    assert "(gpu)" in output
+    assert output.splitlines()[-1] == "OK: equal within rounding"
+
+
+def test_moe_fails_when_the_curves_part(monkeypatch):
+    module = load("moe")
+    right = jax_tcgemm.ragged_dot
+    monkeypatch.setattr(jax_tcgemm, "ragged_dot", lambda *x, **kw: right(*x, **kw) * 1.5)
+    with pytest.raises(SystemExit, match="losses of epoch"):
+        module.main(["--epochs", "4", "--experts", "3"])
+
+
 def test_every_example_is_tested():
-    names = {"quickstart", "train_digits", "flax_dense", "transformer_mlp"}
+    names = {"moe", "quickstart", "train_digits", "flax_dense", "transformer_mlp"}
     assert {path.stem for path in EXAMPLES.glob("*.py")} == names
     assert not any(name in sys.modules for name in names)

@@ -57,7 +57,7 @@ def by_config(*, gated: bool) -> pytest.MarkDecorator:
                 ),
             )
             for config in CONFIGS
-            if config.gated == gated
+            if config.gated == gated and config.ragged == "none"
         ],
     )
 
