@@ -279,7 +279,6 @@ class Case:
         d = ACTIVATIONS[self.activation].reference(z) if self.activation else z
         return [d, z] if "aux" in self.parts else d
 
-
     def _by_lax_ragged_dot(
         self, arrays: Arrays, a: jax.Array, b: jax.Array, preferred: np.dtype | None
     ) -> jax.Array:

@@ -17,10 +17,9 @@
 namespace jax_tcgemm {
 
 // Set by jax_tcgemm/ragged_lowering.py.
-//   depth = false: lhs (m, k), rhs (groups, k, n), or (groups, n, k) with transpose_rhs,
-//   group_sizes
+//   depth = false: lhs (m, k), rhs (groups, k, n), or (groups, n, k) with transpose_rhs, sizes
 //                  (groups,), [bias (groups, n)] -> d (m, n), [the pre-activation]
-//   depth = true:  lhs (k, m), rhs (k, n), group_sizes (groups,) -> d (groups, m, n)
+//   depth = true:  lhs (k, m), rhs (k, n), sizes (groups,) -> d (groups, m, n)
 struct RaggedAttributes {
   int64_t m, n, k, groups;
   bool depth, transpose_rhs, has_bias, has_aux;

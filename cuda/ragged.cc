@@ -75,9 +75,8 @@ Status run_ragged(GemmProblem problem, Ragged ragged, const DeviceProperties& de
   JAX_TCGEMM_RETURN_IF_ERROR(sm90::encode_tensor_maps(problem, config, &maps));
   JAX_TCGEMM_REQUIRE(maps.d_by_tma, "n=", p.n, " or a result's address is not aligned");
   const LaunchRequest request = {p, problem.major_a, problem.major_b, &maps, device, stream};
-  JAX_TCGEMM_CUDA_CHECK(entry->launch(request), "launching ", entry->name,
-                        " for m=", p.m, " n=", p.n, " k=", p.k, " groups=", p.batch, " on ",
-                        device.name);
+  JAX_TCGEMM_CUDA_CHECK(entry->launch(request), "launching ", entry->name, " for m=", p.m,
+                        " n=", p.n, " k=", p.k, " groups=", p.batch, " on ", device.name);
   return Status();
 }
 

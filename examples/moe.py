@@ -2,10 +2,10 @@
 
 Every image goes to the two of the experts that a router prefers; an expert is a perceptron with one
 hidden layer. The images, sorted by expert, are the rows of two products over groups: once by
-``jax_tcgemm.ragged_dot``, with bias and activation in the kernel, once by ``jax.lax.ragged_dot`` and
-what JAX makes of the rest; from the same weights and over the same batches. Prints both losses side
-by side, epoch by epoch, the time of a training step and the test accuracy of both; fails if the two
-curves part or if the accuracy is not over 95 %.
+``jax_tcgemm.ragged_dot``, with bias and activation in the kernel, once by ``jax.lax.ragged_dot``
+and what JAX makes of the rest; from the same weights and over the same batches. Prints both losses
+side by side, epoch by epoch, the time of a training step and the test accuracy of both; fails if
+the two curves part or if the accuracy is not over 95 %.
 
 Run it with ``python examples/moe.py``; ``--help`` lists the arguments.
 """
@@ -135,7 +135,7 @@ def main(arguments: list[str] | None = None) -> None:
     images, labels, test_images, test_labels = load(rng)
     parameters = initial(jax.random.key(args.seed), args.experts, args.hidden)
     zeros = jax.tree.map(jnp.zeros_like, parameters)
-    states = {name: (parameters, (zeros, zeros, 0)) for name in LAYERS}
+    states = dict.fromkeys(LAYERS, (parameters, (zeros, zeros, 0)))
     dtype = jnp.dtype(args.dtype)
 
     (device,) = jnp.zeros(()).devices()

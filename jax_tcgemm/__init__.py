@@ -10,7 +10,7 @@ from jax_tcgemm.contraction import dot_general
 from jax_tcgemm.epilogues import clip, softcap
 from jax_tcgemm.mlp import gated_mlp, mlp
 from jax_tcgemm.primitive import ACTIVATION, PREACTIVATION
-from jax_tcgemm.ragged import ragged_dot
+from jax_tcgemm.ragged import gated_ragged_dot, ragged_dot
 
 _extension.load()
 
@@ -38,6 +38,7 @@ __all__ = [
     "export_disabled_checks",
     "gated_gemm",
     "gated_mlp",
+    "gated_ragged_dot",
     "gemm",
     "mlp",
     "ragged_dot",

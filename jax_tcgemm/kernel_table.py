@@ -49,8 +49,9 @@ class KernelConfig:
             registers and takes any alignment; ``"direct"`` (simt) has no shared memory and takes
             any too; ``"tma"`` (sm90) copies boxes and needs a base and strides that are multiples
             of 16 bytes.
-        promote: accumulate each k-tile (sm90: eight) apart and add it in float32. The tensor cores cut sums off
-            instead of rounding them, which a float32 result of 16-bit operands would show.
+        promote: accumulate each k-tile (sm90: eight) apart and add it in float32. The tensor cores
+            cut sums off instead of rounding them, which a float32 result of 16-bit operands would
+            show.
         cluster_m: blocks along m that share one load of their columns of B (sm90).
         cluster_n: blocks along n that share one load of their rows of A (sm90).
         split_k: blocks that share the k of one tile and add up their accumulators in a fixed order
@@ -416,7 +417,7 @@ def by_name(name: str) -> KernelConfig:
 
 
 def for_algorithm(algorithm: str, ragged: str = "none") -> tuple[KernelConfig, ...]:
-    """Returns the rows that compute ``algorithm`` (a ``DotAlgorithmPreset`` name), groups or not."""
+    """Returns the rows of such groups for ``algorithm`` (a ``DotAlgorithmPreset`` name)."""
     return tuple(
         config for config in CONFIGS if config.algorithm == algorithm and config.ragged == ragged
     )

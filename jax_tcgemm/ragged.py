@@ -1,4 +1,4 @@
-"""``ragged_dot``: arguments checked, and the primitive bound."""
+"""``ragged_dot`` and ``gated_ragged_dot``: arguments checked, and the primitive bound."""
 
 from __future__ import annotations
 
@@ -79,6 +79,56 @@ def ragged_dot(
         operands.append(jnp.broadcast_to(bias, (groups, n)))
     spec = RaggedSpec(out_dtype, precision, bool(transpose_rhs), activation, config=config)
     return ragged_primitive.dot(spec, *operands)[0]
+
+
+def gated_ragged_dot(
+    lhs: ArrayLike,
+    rhs_gate: ArrayLike,
+    rhs_up: ArrayLike,
+    group_sizes: ArrayLike,
+    *,
+    activation: str | Activation | None = "silu",
+    bias_gate: ArrayLike | None = None,
+    bias_up: ArrayLike | None = None,
+    precision: Any = None,
+    preferred_element_type: DTypeLike | None = None,
+    transpose_rhs: bool = False,
+) -> jax.Array:
+    """Gated linear unit of each group of rows, for the experts of a mixture.
+
+    The rows of group ``i`` are ``activation(lhs @ rhs_gate[i] + bias_gate[i]) * (lhs @ rhs_up[i] +
+    bias_up[i])``; rows beyond the last group are zero. This is ``ragged_dot`` twice: both factors
+    are rounded to the result's dtype before they are multiplied, which is a pass of its own.
+
+    Args:
+        lhs: ``(m, k)``.
+        rhs_gate: ``(g, k, n)``, or ``(g, n, k)`` with ``transpose_rhs``.
+        rhs_up: of the shape and dtype of ``rhs_gate``.
+        group_sizes: ``(g,)``, as in ``ragged_dot``.
+        activation: as in ``gemm``; ``None`` is the plain product of the two.
+        bias_gate: ``(g, n)``, added before the activation.
+        bias_up: ``(g, n)``.
+        precision: as in ``gemm``.
+        preferred_element_type: dtype of the result; ``None`` is that of
+            ``jnp.matmul(lhs, rhs_gate)``.
+        transpose_rhs: whether the matrices are stored transposed; nothing is moved in memory.
+
+    Returns:
+        ``(m, n)``.
+
+    Raises:
+        TypeError: an argument's type or dtype is not accepted.
+        ValueError: an argument's shape or value is not accepted.
+    """
+    rhs_gate = arguments.array("rhs_gate", rhs_gate)
+    rhs_up = arguments.like("rhs_up", rhs_up, "rhs_gate", rhs_gate)
+    options: dict[str, Any] = {
+        "precision": precision,
+        "preferred_element_type": preferred_element_type,
+        "transpose_rhs": transpose_rhs,
+    }
+    gate = ragged_dot(lhs, rhs_gate, group_sizes, bias=bias_gate, activation=activation, **options)
+    return gate * ragged_dot(lhs, rhs_up, group_sizes, bias=bias_up, **options)
 
 
 def _check_config(config: str | None, algorithm: str | None) -> None:

@@ -120,7 +120,8 @@ def _linear_tangent(primals: Sequence[Any], tangents: Sequence[Any], spec: Ragge
     if len(terms) < 2:
         return terms[0]
     wide = accumulator_dtype(spec.out_dtype, spec.out_dtype, spec.out_dtype)
-    return sum(term.astype(wide) for term in terms).astype(spec.out_dtype)
+    total = sum((term.astype(wide) for term in terms[1:]), terms[0].astype(wide))
+    return total.astype(spec.out_dtype)
 
 
 def _rows_of(vectors: jax.Array, rows: int, group_sizes: jax.Array, spec: RaggedSpec) -> jax.Array:
@@ -148,7 +149,8 @@ def _contraction_jvp(
 
 def _dot_transpose(cotangents: Sequence[Any], *operands: Any, spec: RaggedSpec) -> list[Any]:
     lhs, rhs, group_sizes, *bias = operands
-    assert not bias and spec.activation is None, spec
+    assert not bias, spec
+    assert spec.activation is None, spec
     (ct,) = cotangents
     if type(ct) is ad.Zero:
         return [None] * 3

@@ -1,8 +1,9 @@
-"""ragged_dot: values, derivatives and transformations, beside loops in float64 and jax.lax's own."""
+"""ragged_dot: values, derivatives, transformations, beside loops in float64 and jax.lax's own."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,9 +14,10 @@ import pytest
 from jax.test_util import check_grads
 
 import jax_tcgemm
-from jax_tcgemm import _extension, ragged_dot, ragged_primitive
+from jax_tcgemm import _extension, gated_ragged_dot, kernel_table, ragged_dot, ragged_primitive
 from jax_tcgemm.epilogues import ACTIVATIONS
 from jax_tcgemm.ragged_lowering import RaggedSpec
+from jax_tcgemm.spec import INPUT_DTYPES
 
 F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
 
@@ -45,7 +47,7 @@ def looped(lhs: Any, rhs: Any, sizes: Any, bias: Any = None, activation: str | N
 def contracted(lhs: Any, rhs: Any, sizes: Any) -> np.ndarray:
     lhs, rhs = (np.asarray(x, np.float64) for x in (lhs, rhs))
     at = bounds(sizes, len(lhs))
-    return np.stack([lhs[i:j].T @ rhs[i:j] for i, j in zip(at, at[1:], strict=False)])
+    return np.stack([lhs[i:j].T @ rhs[i:j] for i, j in itertools.pairwise(at)])
 
 
 def drawn_sizes(rng: np.random.Generator, groups: int, rows: int) -> np.ndarray:
@@ -194,19 +196,20 @@ def test_derivatives(normal, activation, transposed, sizes):
         lambda f: jax.grad(jax.checkpoint(f), (0, 1, 2)),
     ):
         for actual, wanted in zip(
-            jax.tree.leaves(transform(ours)(*x)),
-            jax.tree.leaves(transform(natural)(*x)),
+            jax.tree.leaves(jax.jit(transform(ours))(*x)),
+            jax.tree.leaves(jax.jit(transform(natural))(*x)),
             strict=True,
         ):
             np.testing.assert_allclose(actual, wanted, rtol=2e-4, atol=2e-5)
 
 
-def test_check_grads_to_second_order(normal):
-    sizes = jnp.array([3, 0, 2])
-    function = functools.partial(
-        ragged_dot, group_sizes=sizes, activation="tanh", precision="highest"
-    )
-    check_grads(lambda a, b, c: function(a, b, bias=c), (normal(6, 3), normal(3, 3, 2), normal(3, 2)), 2)  # fmt: skip
+@pytest.mark.parametrize("activation", [None, "tanh"])
+def test_derivatives_against_finite_differences(rng, activation):
+    function = functools.partial(ragged_dot, activation=activation)
+    with jax.enable_x64(True):
+        sizes = jnp.array([3, 0, 2])
+        args = [jnp.asarray(rng.uniform(-1, 1, s)) for s in ((6, 3), (3, 3, 2), (3, 2))]
+        check_grads(lambda a, b, c: function(a, b, sizes, bias=c), args, order=2)
 
 
 def test_derivatives_of_16_bit_operands_are_products_of_them(normal, assert_accurate):
@@ -220,6 +223,33 @@ def test_derivatives_of_16_bit_operands_are_products_of_them(normal, assert_accu
     for actual, wanted in zip((dlhs, drhs), exact, strict=True):
         assert_accurate(actual, jnp.asarray(wanted, BF16), wanted)
     assert not np.asarray(drhs[1]).any()
+
+
+@pytest.mark.parametrize("activation", ["silu", None])
+def test_gated_is_the_product_of_two(normal, activation):
+    lhs, gate, up = normal(9, 4), normal(3, 5, 4), normal(3, 5, 4)
+    biases, sizes = (normal(3, 5), normal(3, 5)), jnp.array([4, 0, 3])
+
+    def loss(lhs, gate, up, *biases):
+        names = dict(zip(("bias_gate", "bias_up"), biases, strict=True))
+        options = {"activation": activation, "transpose_rhs": True, "precision": "highest"}
+        return (gated_ragged_dot(lhs, gate, up, sizes, **names, **options) ** 2).sum()
+
+    def natural(lhs, gate, up, bias_gate, bias_up):
+        gate, up = (jnp.swapaxes(x, 1, 2) for x in (gate, up))
+        g = _indexed(lhs, gate, sizes, bias_gate, activation)
+        return ((g * _indexed(lhs, up, sizes, bias_up, None)) ** 2).sum()
+
+    x = (lhs, gate, up, *biases)
+    argnums = tuple(range(len(x)))
+    for actual, wanted in zip(
+        jax.jit(jax.value_and_grad(loss, argnums))(*x)[1],
+        jax.jit(jax.value_and_grad(natural, argnums))(*x)[1],
+        strict=True,
+    ):
+        np.testing.assert_allclose(actual, wanted, rtol=2e-4, atol=2e-4)
+    with pytest.raises(ValueError, match="rhs_up must have the shape of rhs_gate"):
+        gated_ragged_dot(lhs, gate, up[:2], sizes)
 
 
 def test_group_sizes_have_no_derivative(normal):
@@ -316,12 +346,15 @@ def test_shard_map_over_columns(normal):
         ({"bias": (4,)}, ValueError, "bias.shape"),
         ({"activation": "selu"}, ValueError, "activation='selu'"),
         ({"transpose_rhs": 1}, TypeError, "transpose_rhs"),
+        ({"config": "none"}, ValueError, "config='none' is no kernel configuration for groups"),
+        ({"config": 3}, TypeError, "config=3"),
     ],
 )
 def test_errors(normal, changes, error, words):
     shapes = {"lhs": (6, 4), "rhs": (2, 4, 3)}
     lhs, rhs = (normal(*changes.get(name, shape)) for name, shape in shapes.items())
-    options = {name: changes[name] for name in ("activation", "transpose_rhs") if name in changes}
+    names = ("activation", "transpose_rhs", "config")
+    options = {name: changes[name] for name in names if name in changes}
     if "bias" in changes:
         options["bias"] = normal(*changes["bias"])
     with pytest.raises(error, match=words):
@@ -360,7 +393,8 @@ def test_what_tma_cannot_step_over_is_padded(normal, cuda_text):
     operands = normal(20, 13, dtype=F16), normal(3, 13, 9, dtype=F16), jnp.array([8, 8, 1])
     text = cuda_text(ragged_dot, *operands)
     assert text.count(f"custom_call @{_extension.RAGGED_DOT_TARGET}") == 1
-    assert "n = 16" in text and "k = 16" in text
+    assert "n = 16" in text
+    assert "k = 16" in text
     assert "tensor<20x9xf16>" in text
 
 
@@ -377,7 +411,78 @@ def test_targets_are_registered_and_can_be_exported():
     assert len(checks) == len(_extension.TARGETS)
 
 
+def test_a_named_kernel_is_asked_for_and_not_by_derivatives(normal, cuda_text):
+    operands = normal(16, 8, dtype=BF16), normal(2, 8, 8, dtype=BF16), jnp.array([8, 8])
+    name = kernel_table.for_algorithm("BF16_BF16_F32", "rows")[0].name
+    function = functools.partial(ragged_dot, config=name)
+    assert cuda_text(function, *operands).count(f'config = "{name}"') == 1
+    text = cuda_text(jax.grad(lambda *x: function(*x).astype(F32).sum(), (0, 1)), *operands)
+    assert text.count('config = ""') == text.count("custom_call @") == 2
+
+
+def test_no_gemm_takes_a_ragged_kernel():
+    names = {row.name for row in kernel_table.CONFIGS if row.ragged != "none"}
+    assert names
+    for algorithm in ("BF16_BF16_F32", "F16_F16_F32"):
+        assert not names & {row.name for row in kernel_table.for_algorithm(algorithm)}
+    operand = jnp.zeros((8, 8), BF16)
+    with pytest.raises(ValueError, match="is not a kernel configuration for"):
+        jax_tcgemm.gemm(operand, operand, config=min(n for n in names if "_bf16_" in n))
+
+
 # GPU
+
+
+def _built(ragged: str) -> list[Any]:
+    return [
+        pytest.param(
+            row,
+            id=row.name,
+            marks=pytest.mark.skipif(
+                row.name not in _extension.KERNEL_NAMES, reason="not in this build"
+            ),
+        )
+        for row in kernel_table.CONFIGS
+        if row.ragged == ragged
+    ]
+
+
+@pytest.mark.gpu
+@pytest.mark.sm90
+@pytest.mark.parametrize("row", _built("rows"))
+def test_every_kernel_for_groups_of_rows(rng, normal, row):
+    dtype = INPUT_DTYPES[row.algorithm]
+    for transposed in (False, True):
+        m, n, k = 1000, 8 * int(rng.integers(1, 90)), 8 * int(rng.integers(1, 50))
+        groups = int(rng.integers(1, 40))
+        sizes = drawn_sizes(rng, groups, m)
+        lhs, rhs, bias = (normal(*s, dtype=dtype) for s in ((m, k), (groups, k, n), (groups, n)))
+        stored = jnp.swapaxes(rhs, 1, 2) if transposed else rhs
+        sizes = jnp.asarray(sizes, jnp.int32)
+        options = {"bias": bias, "transpose_rhs": transposed, "config": row.name}
+        d = ragged_dot(lhs, stored, sizes, activation="silu", **options)
+        wanted = looped(lhs, rhs, sizes, bias, "silu")
+        error = np.abs(np.asarray(d, np.float64) - wanted).max()
+        assert error <= float(jnp.finfo(dtype).eps) * np.abs(wanted).max()
+
+
+@pytest.mark.gpu
+@pytest.mark.sm90
+@pytest.mark.parametrize("row", _built("depth"))
+def test_every_kernel_for_groups_of_k(rng, normal, row):
+    dtype = INPUT_DTYPES[row.algorithm]
+    for out_dtype in (dtype, jnp.dtype(F32)):
+        m, n, k = (8 * int(x) for x in rng.integers(1, (100, 90, 50)))
+        groups = int(rng.integers(1, 40))
+        sizes = drawn_sizes(rng, groups, m)
+        used = int(bounds(sizes, m)[-1])
+        lhs = normal(m, k, dtype=dtype).at[used:].set(jnp.nan)
+        rhs = normal(m, n, dtype=dtype).at[used:].set(jnp.inf)
+        spec = RaggedSpec(out_dtype, (jax.lax.Precision.DEFAULT,) * 2, config=row.name)
+        (d,) = ragged_primitive.contraction(spec, lhs, rhs, jnp.asarray(sizes, jnp.int32))
+        wanted = contracted(lhs, rhs, sizes)
+        error = np.abs(np.asarray(d, np.float64) - wanted).max()
+        assert error <= max(float(jnp.finfo(out_dtype).eps), 1e-5) * max(np.abs(wanted).max(), 1)
 
 
 @pytest.mark.gpu
@@ -392,7 +497,7 @@ def test_gradients_on_the_gpu(rng, normal, assert_accurate, dtype):
         used = int(bounds(sizes, m)[-1])
         lhs, ct = lhs.at[used:].set(jnp.nan), ct.at[used:].set(jnp.inf)
         product = functools.partial(ragged_dot, group_sizes=jnp.asarray(sizes, jnp.int32))
-        dlhs, drhs = jax.jit(lambda a, b, c: jax.vjp(product, a, b)[1](c))(lhs, rhs, ct)
+        dlhs, drhs = jax.jit(jax.vjp(product, lhs, rhs)[1])(ct)
         exact = looped(ct, jnp.swapaxes(rhs, 1, 2), sizes), contracted(lhs, ct, sizes)
         for actual, wanted in zip((dlhs, drhs), exact, strict=True):
             assert_accurate(actual, jnp.asarray(wanted, dtype), wanted, slack=1e-5 * (m * n) ** 0.5)

@@ -17,8 +17,8 @@ namespace jax_tcgemm {
 constexpr int kRaggedStripRows = 2048;
 
 struct RaggedTile {
-  int group;   // groups of rows: the number of groups for rows that belong to none
-  int begin;   // of the group, in the divided dimension
+  int group;  // groups of rows: the number of groups for rows that belong to none
+  int begin;  // of the group, in the divided dimension
   int end;
   int tile_m;  // index of the tile in the group's matrix
   int tile_n;
