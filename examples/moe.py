@@ -146,15 +146,17 @@ def main(arguments: list[str] | None = None) -> None:
     for number in range(1, args.epochs + 1):
         order = rng.permutation(len(labels))[: steps * BATCH].reshape(steps, BATCH)
         losses = {}
-        for name, state in states.items():
+        for name, (parameters, moments) in states.items():
             start = time.perf_counter()
             total = []
             for own in order:
-                *state, loss = train_step(*state, images[own], labels[own], dtype=dtype, name=name)
+                parameters, moments, loss = train_step(
+                    parameters, moments, images[own], labels[own], dtype, name
+                )
                 total.append(loss)
             losses[name] = float(jnp.stack(total).mean())
             seconds[name] = min(seconds[name], time.perf_counter() - start)
-            states[name] = tuple(state)
+            states[name] = parameters, moments
         print(f"{number:5d}  " + "  ".join(f"{loss:10.6f}" for loss in losses.values()))
         ours, theirs = losses.values()
         if not abs(ours - theirs) <= LOSS_TOLERANCE[args.dtype] * theirs + 2e-3:

@@ -123,8 +123,8 @@ def reference_contraction(
         begin, end = group
         inside = (begin <= rows) & (rows < end)
         # Both: what lies outside may be infinite.
-        own = (jnp.where(inside, x, 0) for x in (lhs, rhs))
-        d = lax.dot_general(*own, (((0,), (0,)), ((), ())), precision, dtype)
+        x, y = jnp.where(inside, lhs, 0), jnp.where(inside, rhs, 0)
+        d = lax.dot_general(x, y, (((0,), (0,)), ((), ())), precision, dtype)
         return None, d.astype(spec.out_dtype)
 
     return [lax.scan(of_group, None, group_bounds(group_sizes, lhs.shape[0]))[1]]
@@ -214,7 +214,7 @@ def _custom_call(
 ) -> list[jax.Array]:
     """Emits the custom call; ``cuda/ffi_ragged.cc`` reads the same attributes."""
     call = jax.ffi.ffi_call(_extension.RAGGED_DOT_TARGET, (result,) * count)
-    return call(*operands, groups=np.int64(operands[2].shape[0]), **attributes)
+    return list(call(*operands, groups=np.int64(operands[2].shape[0]), **attributes))
 
 
 def _padded(x: jax.Array, dtype: np.dtype) -> jax.Array:

@@ -110,7 +110,7 @@ def _linear_tangent(primals: Sequence[Any], tangents: Sequence[Any], spec: Ragge
     lhs, rhs, group_sizes, *_ = primals
     dlhs, drhs, *dbias = tangents
     plain = dataclasses.replace(spec, activation=None, save_preactivation=False, config=None)
-    terms = []
+    terms: list[jax.Array] = []
     if dlhs is not None:
         terms += dot(plain, dlhs, rhs, group_sizes)
     if drhs is not None:
@@ -136,7 +136,7 @@ def _contraction_jvp(
 ) -> tuple[list[Any], list[Any]]:
     lhs, rhs, group_sizes = primals
     dlhs, drhs, _ = _tangents(tangents)
-    terms = []
+    terms: list[jax.Array] = []
     if dlhs is not None:
         terms += contraction(spec, dlhs, rhs, group_sizes)
     if drhs is not None:
