@@ -19,24 +19,6 @@ namespace {
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// One line for each distinct choice when JAX_TCGEMM_LOG is set.
-void log_choice(const GemmProblem& problem, const KernelEntry& entry) {
-  static const bool enabled = [] {
-    const char* value = std::getenv("JAX_TCGEMM_LOG");
-    return value != nullptr && *value != '\0' && std::string_view(value) != "0";
-  }();
-  if (!enabled) return;
-  const GemmParams& p = problem.params;
-  const std::string line =
-      "jax_tcgemm: m=" + std::to_string(p.m) + " n=" + std::to_string(p.n) +
-      " k=" + std::to_string(p.k) + " batch=" + std::to_string(p.batch) +
-      (problem.aligned() ? "" : " unaligned") +
-      (p.split_stages > 0 ? " split_stages=" + std::to_string(p.split_stages) : "") + " -> " +
-      entry.name + "\n";
-  thread_local std::set<std::string> seen;
-  if (seen.insert(line).second) std::fputs(line.c_str(), stderr);
-}
-
 // Groups of so many rows of D, whatever the tile, so that the blocks of one wave read few enough
 // rows of A and columns of B to share them in L2.
 Status set_tile_order(const KernelConfig& config, bool exchanged, GemmParams* params) {
@@ -45,7 +27,8 @@ Status set_tile_order(const KernelConfig& config, bool exchanged, GemmParams* pa
   const int64_t tiles_m = ceil_div(exchanged ? params->n : params->m, rows);
   const int64_t tiles_n =
       ceil_div(exchanged ? params->m : params->n, config.output_n() * config.cluster_n);
-  const int64_t width = std::min(tiles_m, std::max(int64_t{1}, group_rows / rows));
+  const int64_t width =
+      config.skinny ? tiles_m : std::min(tiles_m, std::max(int64_t{1}, group_rows / rows));
   JAX_TCGEMM_REQUIRE(tiles_m * tiles_n <= std::numeric_limits<int32_t>::max(), "m=", params->m,
                      " n=", params->n, " make ", tiles_m * tiles_n, " tiles");
   const int64_t groups = ceil_div(tiles_m, width);
@@ -78,7 +61,8 @@ Status find_kernel(const GemmProblem& problem, const DeviceProperties& device, i
                           max_splits,
                           device.compute_capability,
                           device.sm_count,
-                          device.shared_memory_per_block};
+                          device.shared_memory_per_block,
+                          p.batch_rank};
   *choice = {nullptr, 1};
   if (!problem.config.empty()) {
     const auto rows = kernel_registry();
@@ -169,7 +153,8 @@ Status launch(GemmProblem* problem, const KernelEntry& entry, const DeviceProper
   log_choice(*problem, entry);
   GemmParams& params = problem->params;
   const KernelConfig& config = entry.config;
-  const bool exchanged = sm90::exchanges_operands(config, problem->major_a, problem->major_b);
+  const bool exchanged =
+      sm90::exchanges_operands(config, problem->major_a, problem->major_b, params.m, params.n);
   JAX_TCGEMM_RETURN_IF_ERROR(set_tile_order(config, exchanged, &params));
   sm90::TensorMaps maps;
   if (config.arch == Arch::kSm90) {
@@ -183,6 +168,23 @@ Status launch(GemmProblem* problem, const KernelEntry& entry, const DeviceProper
 }
 
 }  // namespace
+
+void log_choice(const GemmProblem& problem, const KernelEntry& entry) {
+  static const bool enabled = [] {
+    const char* value = std::getenv("JAX_TCGEMM_LOG");
+    return value != nullptr && *value != '\0' && std::string_view(value) != "0";
+  }();
+  if (!enabled) return;
+  const GemmParams& p = problem.params;
+  const std::string line =
+      "jax_tcgemm: m=" + std::to_string(p.m) + " n=" + std::to_string(p.n) +
+      " k=" + std::to_string(p.k) + " batch=" + std::to_string(p.batch) +
+      (problem.aligned() ? "" : " unaligned") +
+      (p.split_stages > 0 ? " split_stages=" + std::to_string(p.split_stages) : "") + " -> " +
+      entry.name + "\n";
+  thread_local std::set<std::string> seen;
+  if (seen.insert(line).second) std::fputs(line.c_str(), stderr);
+}
 
 std::span<const KernelEntry> kernel_registry() { return kKernelEntries; }
 

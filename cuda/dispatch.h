@@ -48,6 +48,9 @@ struct Choice {
 // What is expected to be fastest.
 Choice choose_kernel(const ChoiceInput& input);
 
+// One line for each distinct choice when JAX_TCGEMM_LOG is set.
+void log_choice(const GemmProblem& problem, const KernelEntry& entry);
+
 // Enqueues the problem on `stream` of `device`.
 Status run_gemm(GemmProblem problem, const DeviceProperties& device, cudaStream_t stream);
 

@@ -23,21 +23,6 @@ namespace {
 
 constexpr int64_t kMaxExtent = std::numeric_limits<int32_t>::max();
 
-Status decode_activation(std::string_view name, Activation* activation) {
-  if (name.empty()) {
-    *activation = Activation::kNone;
-    return Status();
-  }
-#define JAX_TCGEMM_MATCH(Name)         \
-  if (name == #Name) {                 \
-    *activation = Activation::k##Name; \
-    return Status();                   \
-  }
-  JAX_TCGEMM_ACTIVATIONS(JAX_TCGEMM_MATCH)
-#undef JAX_TCGEMM_MATCH
-  JAX_TCGEMM_REQUIRE(false, "unknown activation '", name, "'");
-}
-
 Status decode_shape(const GemmAttributes& attributes, GemmParams* params) {
   for (const int64_t extent : {attributes.m, attributes.n, attributes.k}) {
     JAX_TCGEMM_REQUIRE(0 <= extent && extent <= kMaxExtent, "m=", attributes.m, " n=", attributes.n,
@@ -123,11 +108,7 @@ Status decode_and_run(const Call& call, int32_t ordinal, cudaStream_t stream) {
 
 ffi::Error gemm(cudaStream_t stream, int32_t ordinal, ffi::RemainingArgs operands,
                 ffi::RemainingRets results, GemmAttributes attributes) {
-  const Status status = decode_and_run({attributes, operands, results}, ordinal, stream);
-  if (status.ok()) return ffi::Error::Success();
-  return status.code() == Status::Code::kInvalidArgument
-             ? ffi::Error::InvalidArgument(status.message())
-             : ffi::Error::Internal(status.message());
+  return as_error(decode_and_run({attributes, operands, results}, ordinal, stream));
 }
 
 // Capturable into a CUDA graph: the handler only enqueues kernels.

@@ -206,6 +206,8 @@ Status decode_role(std::string_view name, RoleOfC* role) {
     *role = RoleOfC::kAdd;
   } else if (name == "residual") {
     *role = RoleOfC::kResidual;
+  } else if (name == "factor") {
+    *role = RoleOfC::kFactor;
   } else if (name == "derivative") {
     *role = RoleOfC::kDerivative;
   } else {
@@ -229,6 +231,21 @@ Status check_combination(const GemmAttributes& at) {
 }
 
 }  // namespace
+
+Status decode_activation(std::string_view name, Activation* activation) {
+  if (name.empty()) {
+    *activation = Activation::kNone;
+    return Status();
+  }
+#define JAX_TCGEMM_MATCH(Name)         \
+  if (name == #Name) {                 \
+    *activation = Activation::k##Name; \
+    return Status();                   \
+  }
+  JAX_TCGEMM_ACTIVATIONS(JAX_TCGEMM_MATCH)
+#undef JAX_TCGEMM_MATCH
+  JAX_TCGEMM_REQUIRE(false, "unknown activation '", name, "'");
+}
 
 Status decode_operands(const Call& call, ffi::DataType d_type, GemmProblem* problem) {
   const GemmAttributes& at = call.attributes;
@@ -260,6 +277,13 @@ Status decode_operands(const Call& call, ffi::DataType d_type, GemmProblem* prob
       reader.addend(at.has_bias2, "bias2", at.bias2_strides, Extent::kAlongN, &e.bias2));
   JAX_TCGEMM_RETURN_IF_ERROR(reader.addend(at.has_c2, "c2", at.c_strides, Extent::kMatrix, &e.c2));
   return at.gated ? decode_second_weight(at, *b, b2, problem) : Status();
+}
+
+ffi::Error as_error(const Status& status) {
+  if (status.ok()) return ffi::Error::Success();
+  return status.code() == Status::Code::kInvalidArgument
+             ? ffi::Error::InvalidArgument(status.message())
+             : ffi::Error::Internal(status.message());
 }
 
 }  // namespace jax_tcgemm

@@ -19,6 +19,11 @@ struct Call {
 // its extents and its strides against the buffer.
 Status decode_operands(const Call& call, ffi::DataType d_type, GemmProblem* problem);
 
+// An activation by its name in jax_tcgemm/epilogues.py; empty: none.
+Status decode_activation(std::string_view name, Activation* activation);
+
+ffi::Error as_error(const Status& status);
+
 }  // namespace jax_tcgemm
 
 #endif  // JAX_TCGEMM_FFI_OPERANDS_H_

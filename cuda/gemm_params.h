@@ -34,9 +34,10 @@ enum class Activation {
 // What the epilogue does with C, once z = alpha * scales * acc + bias:
 //   kAdd:             D = f(z + beta * C)
 //   kResidual:        D = f(z) + beta * C
+//   kFactor:          D = f(z) * C
 //   kDerivative:      D = z * f'(C)
 //   kGatedDerivative: D = z * C2 * f'(C), and the second result is z * f(C)
-enum class RoleOfC { kAdd, kResidual, kDerivative, kGatedDerivative };
+enum class RoleOfC { kAdd, kResidual, kFactor, kDerivative, kGatedDerivative };
 
 // Along which dimension consecutive tiles of one raster group go.
 enum class RasterOrder { kAlongM, kAlongN };
@@ -112,6 +113,7 @@ struct GemmParams {
   Operand b;
   const void* b2;  // the second weight of a gated product, laid out as b
   EpilogueParams epilogue;
+  const int32_t* group_sizes;  // ragged: of the batch's groups; see scheduler/ragged.cuh
   int32_t batch_rank;
   int32_t batch_shape[kMaxBatchRank];
 };

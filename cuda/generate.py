@@ -78,6 +78,8 @@ def cpp_config(config) -> str:
         config.split_k,
         enumerator("Schedule", config.schedule),
         str(config.gated).lower(),
+        str(config.skinny).lower(),
+        enumerator("Ragged", config.ragged),
     ]
     return "{" + ", ".join(map(str, fields)) + "}"
 

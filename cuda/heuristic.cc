@@ -4,6 +4,7 @@
 #include "heuristic.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "sm90/output_tile.h"
 
@@ -75,6 +76,7 @@ constexpr double kLargeClusterStartCycles = 6000.0;  // of 16 blocks
 constexpr double kTensorFactor = 1.13;               // wgmma does not quite reach its rate
 constexpr double kFewStagesFactor = 1.02;            // fewer than 4
 constexpr double kTransposeFactor = 1.34;
+constexpr double kPromoteFactor = 1.04;
 // Into and out of one SM's shared memory.
 constexpr double kSharedMemoryRate = 137.0;
 constexpr double kSharedMemoryPeak = 128.0;
@@ -97,16 +99,34 @@ constexpr double kReducedElementCycles = 0.187;
 constexpr double kSumCycles = 5000.0;  // the kernel that adds up splits
 }  // namespace sm90_model
 
+// Of its skinny rows, which stream an operand.
+namespace skinny_model {
+constexpr double kStartCycles = 4260.0;  // all that is none of the following
+constexpr double kClusterStartCycles = 800.0;
+constexpr double kRoundCycles = 3890.0;  // a block's next tile
+constexpr double kMemoryRate = 2640.0;   // of the longer operand
+constexpr double kSharedRate = 18300.0;  // of the other, which every block reads from L2
+constexpr double kSmRate = 53.7;         // of both into one SM
+constexpr double kLatencyCycles = 1695.0;
+constexpr double kElementCycles = 0.265;
+// Limits that are close to one another take longer together: the power of their mean.
+constexpr double kPower = 8.0;
+// What the sm80 rows make of memory on this GPU.
+constexpr double kSm80MemoryRate = 2400.0;
+}  // namespace skinny_model
+
 // Clusters at a time. A cluster's blocks share a GPC, and not every GPC has a multiple of 4 SMs.
 int64_t concurrent_clusters(const KernelConfig& config, const ChoiceInput& input) {
   const int size = config.cluster_size();
   const double usable = size <= 2 ? 1.0 : size <= 8 ? 120.0 / 132 : 112.0 / 132;
-  return std::max<int64_t>(1, static_cast<int64_t>(input.sm_count * usable / size));
+  const int blocks = config.skinny ? config.skinny_blocks() : 1;  // on an SM
+  return std::max<int64_t>(1, static_cast<int64_t>(input.sm_count * blocks * usable / size));
 }
 
 // Clusters' tiles in one batch.
 int64_t sm90_tiles(const KernelConfig& config, const ChoiceInput& input, int splits) {
-  const bool exchanged = sm90::exchanges_operands(config, input.major_a, input.major_b);
+  const bool exchanged =
+      sm90::exchanges_operands(config, input.major_a, input.major_b, input.m, input.n);
   const int64_t rows = exchanged ? input.n : input.m;
   const int64_t columns = exchanged ? input.m : input.n;
   return ceil_div(rows, config.tile_m * config.cluster_m) *
@@ -134,7 +154,34 @@ double sm90_stage_cycles(const KernelConfig& config, const ChoiceInput& input, i
     cycles = std::max(cycles, config.stage_bytes() / kColdRowsRate);
   }
   if (sm90::transposes_b(config, input.major_a, input.major_b)) cycles *= kTransposeFactor;
+  if (config.promote) cycles *= kPromoteFactor;
   return config.stages < 4 ? cycles * kFewStagesFactor : cycles;
+}
+
+// The limits are memory, the SMs, and what the rings keep on its way; round after round.
+double skinny_cycles(const KernelConfig& config, const ChoiceInput& input) {
+  using namespace skinny_model;
+  const int64_t capacity = concurrent_clusters(config, input);
+  const double stages = ceil_div(input.k, config.tile_k) / static_cast<double>(config.split_k);
+  const double streamed = stages * config.operand_bytes(config.tile_m);
+  const double loaded = stages * config.stage_bytes();
+  double cycles =
+      kStartCycles + (config.split_k > 1 ? kClusterStartCycles : 0.0) +
+      kElementCycles * config.skinny_blocks() * config.tile_m * config.tile_n / config.split_k;
+  const auto round = [&](int64_t clusters) {
+    const double blocks = static_cast<double>(clusters * config.cluster_size());
+    const double sms = std::min<double>(blocks, input.sm_count);
+    const double limits[] = {blocks * (streamed / kMemoryRate + (loaded - streamed) / kSharedRate),
+                             blocks * loaded / (sms * kSmRate),
+                             kLatencyCycles * loaded / config.ring_bytes()};
+    double sum = 0.0;
+    for (const double limit : limits) sum += std::pow(limit, kPower);
+    return std::pow(sum, 1.0 / kPower);
+  };
+  const int64_t tiles = sm90_tiles(config, input, 1);
+  const int64_t rounds = ceil_div(tiles, capacity);
+  cycles += (rounds - 1) * (round(capacity) + kRoundCycles);
+  return cycles + round(tiles - (rounds - 1) * capacity);
 }
 
 double sm90_cycles(const KernelConfig& config, const ChoiceInput& input, int splits) {
@@ -176,6 +223,7 @@ double sm90_cycles(const KernelConfig& config, const ChoiceInput& input, int spl
 bool sm90_supports(const KernelConfig& config, const ChoiceInput& input) {
   if (input.compute_capability != 90 || !input.tma_addressable) return false;
   if (ceil_div(input.k, config.tile_k) < config.split_k) return false;
+  if (config.skinny && input.batch_rank > 1) return false;
   if (element_bytes(config.algorithm) == 2) return true;
   if (sm90::transposes_b(config, input.major_a, input.major_b)) {
     return sm90::can_transpose_b(config);
@@ -187,6 +235,7 @@ bool sm90_supports(const KernelConfig& config, const ChoiceInput& input) {
 
 bool supports(const KernelConfig& config, const ChoiceInput& input) {
   if (config.algorithm != input.algorithm || config.gated != input.gated ||
+      config.ragged != input.ragged ||
       config.shared_memory_bytes() > input.shared_memory_per_block) {
     return false;
   }
@@ -204,18 +253,22 @@ bool supports_splits(const KernelConfig& config, const ChoiceInput& input, int s
   const int64_t k_tiles = ceil_div(input.k, config.tile_k);
   // In pingpong each consumer skips the stages of the other's tile: as many as of its own.
   const bool even = config.schedule == Schedule::kCooperative || k_tiles % splits == 0;
-  return config.arch == Arch::kSm90 && config.split_k == 1 && !config.gated && even &&
-         input.batch == 1 && k_tiles >= splits;
+  return config.arch == Arch::kSm90 && config.split_k == 1 && !config.gated && !config.skinny &&
+         even && input.batch == 1 && k_tiles >= splits;
 }
 
 double estimated_cycles(const KernelConfig& config, const ChoiceInput& input, int splits) {
+  if (config.skinny) return skinny_cycles(config, input);
   if (config.arch == Arch::kSm90) return sm90_cycles(config, input, splits);
   const int64_t tiles =
       ceil_div(input.m, config.tile_m) * ceil_div(input.n, config.tile_n) * input.batch;
   if (config.arch == Arch::kSimt) return simt_cycles(config, input, tiles);
+  const double cycles = tensor_core_cycles(config, input, tiles);
+  if (input.compute_capability != 90) return cycles;
   // The model of the sm80 family knows nothing of memory and so flatters it.
-  const double factor = input.compute_capability == 90 ? 1.4 : 1.0;
-  return factor * tensor_core_cycles(config, input, tiles);
+  const double traffic = static_cast<double>(element_bytes(config.algorithm)) * input.batch *
+                         (static_cast<double>(input.m) * input.k + input.k * input.n);
+  return std::max(1.4 * cycles, traffic / skinny_model::kSm80MemoryRate);
 }
 
 }  // namespace jax_tcgemm

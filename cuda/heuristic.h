@@ -23,6 +23,8 @@ struct ChoiceInput {
   int compute_capability;  // 10 * major + minor
   int sm_count;
   int shared_memory_per_block;  // bytes
+  int batch_rank;
+  Ragged ragged = Ragged::kNone;
 };
 
 // Whether a configuration can compute the problem.

@@ -25,6 +25,10 @@ enum class Loader { kCpAsync, kRealign, kDirect, kTma };
 //   kPingpong:    two, each with a tile of its own; one multiplies while the other writes.
 enum class Schedule { kCooperative, kPingpong };
 
+// What consecutive groups, whose sizes only the device knows, divide: nothing; the rows of A and D,
+// so that each group has its own B; k, so that each group makes its own D.
+enum class Ragged { kNone, kRows, kDepth };
+
 // Which matrix dimension of an operand is contiguous in memory.
 enum class Major { kK, kMn };
 
@@ -43,8 +47,8 @@ struct KernelConfig {
   int warps_n;
   int stages;
   Loader loader;
-  // Accumulate each k-tile apart and add it in float32. The tensor cores cut sums off instead of
-  // rounding them, which a float32 result of 16-bit operands would show.
+  // Accumulate each k-tile (sm90: eight) apart and add it in float32. The tensor cores cut sums off
+  // instead of rounding them, which a float32 result of 16-bit operands would show.
   bool promote;
   // Of sm90 kernels: blocks of a cluster along m, n (which share operands) and k (which add up
   // their accumulators).
@@ -54,6 +58,10 @@ struct KernelConfig {
   Schedule schedule;
   // tile_n is half of one weight's columns and half of the other's.
   bool gated;
+  // sm90: for few rows or few columns. tile_m goes along the longer of m and n, whichever operand
+  // that belongs to; where it is n, D^T = B^T A^T is computed.
+  bool skinny;
+  Ragged ragged;
 
   constexpr int warp_m() const { return tile_m / warps_m; }
   constexpr int warp_n() const { return tile_n / warps_n; }
@@ -78,9 +86,14 @@ struct KernelConfig {
   }
   constexpr int threads() const { return 32 * (consumer_warps() + producer_warps()); }
 
-  // sm90: an operand is rows of 128 bytes, and of an mn-major one whole rows are loaded.
+  // sm90: an operand is rows of 128 bytes, and of an mn-major one whole rows are loaded; rows of
+  // fewer bytes if the tile has no more.
+  constexpr int mn_row_bytes(int tile_mn) const {
+    const int bytes = tile_mn * element_bytes(algorithm);
+    return bytes < 128 ? bytes : 128;
+  }
   constexpr int operand_bytes(int tile_mn) const {
-    const int row = 128 / element_bytes(algorithm);
+    const int row = mn_row_bytes(tile_mn) / element_bytes(algorithm);
     if (arch == Arch::kSm90) tile_mn = (tile_mn + row - 1) / row * row;
     return tile_mn * tile_k * element_bytes(algorithm);
   }
@@ -96,10 +109,22 @@ struct KernelConfig {
   }
   constexpr int output_bytes() const {
     if (arch != Arch::kSm90) return consumer_warps() * slab_bytes();
+    // Sums of all other blocks that share a tile, and the slab of this one's share.
+    if (skinny) return tile_m * tile_n * 4 + kSkinnyPadding * 4 * tile_m;
     return split_k > 1 ? 0 : consumer_warps() / 4 * staging_bytes();
   }
+  static constexpr int kSkinnyPadding = 4;  // float32 of a row of the slab
   // sm90: the barriers, and the bias of each warpgroup's tile.
-  constexpr int bias_bytes() const { return consumer_warps() / 4 * tile_n * 4; }
+  constexpr int bias_bytes() const { return skinny ? 0 : consumer_warps() / 4 * tile_n * 4; }
+  // Skinny: blocks that shared memory and registers let on one SM.
+  constexpr int skinny_blocks() const {
+    constexpr int kSharedMemoryPerSm = 228 * 1024;
+    constexpr int kReservedPerBlock = 1024;
+    constexpr int kRegisters = 64 * 1024;
+    const int by_memory = kSharedMemoryPerSm / (shared_memory_bytes() + kReservedPerBlock);
+    const int by_registers = kRegisters / (threads() * 128);
+    return by_memory < by_registers ? by_memory : by_registers;
+  }
   static constexpr int kBarrierBytes = 512;
   static constexpr int kMaxSharedMemoryBytes = 227 * 1024;
   constexpr int shared_memory_bytes() const {

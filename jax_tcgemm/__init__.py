@@ -10,6 +10,7 @@ from jax_tcgemm.contraction import dot_general
 from jax_tcgemm.epilogues import clip, softcap
 from jax_tcgemm.mlp import gated_mlp, mlp
 from jax_tcgemm.primitive import ACTIVATION, PREACTIVATION
+from jax_tcgemm.ragged import ragged_dot
 
 _extension.load()
 
@@ -25,7 +26,7 @@ def export_disabled_checks() -> list[jax.export.DisabledSafetyCheck]:
     Returns:
         One ``DisabledSafetyCheck`` for each custom-call target of this package.
     """
-    return [jax.export.DisabledSafetyCheck.custom_call(_extension.GEMM_TARGET)]
+    return [jax.export.DisabledSafetyCheck.custom_call(name) for name in _extension.TARGETS]
 
 
 __all__ = [
@@ -39,5 +40,6 @@ __all__ = [
     "gated_mlp",
     "gemm",
     "mlp",
+    "ragged_dot",
     "softcap",
 ]

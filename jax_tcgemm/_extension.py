@@ -18,6 +18,8 @@ except ImportError as error:
     ) from error
 
 GEMM_TARGET = "jax_tcgemm_gemm_v1"
+RAGGED_DOT_TARGET = "jax_tcgemm_ragged_dot_v1"
+TARGETS = (GEMM_TARGET, RAGGED_DOT_TARGET)
 
 KERNEL_NAMES: frozenset[str] = frozenset(_core.kernel_names())
 

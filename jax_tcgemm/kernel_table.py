@@ -49,7 +49,7 @@ class KernelConfig:
             registers and takes any alignment; ``"direct"`` (simt) has no shared memory and takes
             any too; ``"tma"`` (sm90) copies boxes and needs a base and strides that are multiples
             of 16 bytes.
-        promote: accumulate each k-tile apart and add it in float32. The tensor cores cut sums off
+        promote: accumulate each k-tile (sm90: eight) apart and add it in float32. The tensor cores cut sums off
             instead of rounding them, which a float32 result of 16-bit operands would show.
         cluster_m: blocks along m that share one load of their columns of B (sm90).
         cluster_n: blocks along n that share one load of their rows of A (sm90).
@@ -59,6 +59,11 @@ class KernelConfig:
             two warpgroups compute a tile each, and one multiplies while the other writes.
         gated: ``tile_n`` is half of one weight's columns and half of the other's, and D has the
             columns of one (sm90).
+        skinny: for few rows or few columns (sm90): ``tile_m`` goes along the longer of m and n,
+            whichever operand that belongs to, and ``tile_n`` along the shorter.
+        ragged: what groups divide whose sizes only the device knows (sm90): ``"none"``; ``"rows"``,
+            those of A and D, so that each group has its own B; or ``"depth"``, k, so that each
+            group makes its own D.
     """
 
     arch: str
@@ -76,6 +81,8 @@ class KernelConfig:
     split_k: int = 1
     schedule: str = "cooperative"
     gated: bool = False
+    skinny: bool = False
+    ragged: str = "none"
 
     def __post_init__(self) -> None:
         def require(condition: bool, what: str) -> None:
@@ -107,17 +114,30 @@ class KernelConfig:
         )
         require(self.cluster_size == 1, "sm80 kernels have no clusters")
         require(not self.gated, "sm80 kernels have one weight")
+        require(not self.skinny, "sm80 kernels have one place for m and n")
+        require(self.ragged == "none", "sm80 kernels know no groups")
         chunks = row_bytes // 16
         for extent in (self.tile_m, self.tile_n):
             require(extent * chunks % self.threads == 0, "tile must be a whole number of passes")
 
     def _check_sm90(self, require: Callable[[bool, str], None]) -> None:
         require(self.loader == "tma", "loader must be tma")
-        require(not self.promote, "no sm90 kernel rounds its sums")
+        require(
+            not self.promote
+            or (
+                self.element_bytes == 2
+                and self.split_k == 1
+                and self.tile_m * self.tile_n // self.warps_m <= 80 * 32
+            ),
+            "promoting takes a second set of accumulators, of 16-bit products",
+        )
         require(self.algorithm != "F16_F16_F16", "sums are float32")
         require(self.tile_k * self.element_bytes == 128, "tile_k must span 128 bytes")
         require(self.warps_n == 1 and self.warps_m % 4 == 0, "warpgroups share a tile along m")
         require(self.tile_m % (16 * self.warps_m) == 0, "a warpgroup computes 64 rows at a time")
+        if self.skinny:
+            self._check_skinny(require)
+            return
         require(self.tile_n % 32 == 0 and self.tile_n <= 256, "tile_n must be a multiple of 32")
         require(self.schedule in ("cooperative", "pingpong"), "unknown schedule")
         require(self.split_k in (1, 2, 4, 8, 16), "split_k must be 1, 2, 4, 8 or 16")
@@ -133,9 +153,28 @@ class KernelConfig:
         if self.gated:
             require(self.element_bytes == 2 and self.split_k == 1, "gated rows are 16-bit, unsplit")
             require(self.tile_n % 128 == 0, "half of tile_n must be a multiple of 64")
+        require(self.ragged in ("none", "rows", "depth"), "unknown ragged")
+        if self.ragged != "none":
+            require(
+                self.element_bytes == 2 and self.split_k == 1, "ragged rows are 16-bit, unsplit"
+            )
+            require(self.tile_n % 64 == 0 and not self.gated, "ragged rows have whole slabs")
         for extent, sharers in ((self.tile_m, self.cluster_n), (self.tile_n, self.cluster_m)):
             require(sharers in (1, 2, 4), "a cluster shares an operand by 1, 2 or 4")
             require(extent % (8 * sharers) == 0, "a share must be a whole number of 8 rows")
+
+    def _check_skinny(self, require: Callable[[bool, str], None]) -> None:
+        require(self.element_bytes == 2, "float32 operands have layouts of their own")
+        require(self.tile_n in (16, 32, 64), "a skinny tile_n is 16, 32 or 64")
+        require(self.warps_m == 4, "a skinny kernel has one consumer warpgroup")
+        require(self.schedule == "cooperative", "a lone warpgroup has no other to alternate with")
+        require(self.cluster_m == self.cluster_n == 1, "skinny blocks share no operand")
+        require(self.split_k in (1, 2, 4, 8, 16), "split_k must be 1, 2, 4, 8 or 16")
+        require(4 * self.split_k <= self.tile_n, "each block finishes a share of the sums")
+        require(
+            self.tile_m <= 128 or 4 * self.split_k < self.tile_n,
+            "half of every 16 rows is read in one pass, of 128 rows at most",
+        )
 
     @property
     def element_bytes(self) -> int:
@@ -181,6 +220,9 @@ class KernelConfig:
         if self.arch == "sm80":
             ring = self.stages * (self.tile_m + self.tile_n) * self.tile_k * self.element_bytes
             return ring + self.warps_m * 16 * self.tile_n * 4
+        if self.skinny:
+            ring = self.stages * (self.tile_m + self.tile_n) * 128
+            return ring + self.tile_m * (self.tile_n + 4) * 4 + 512
         row = 128 // self.element_bytes
         rows = sum(-(-extent // row) * row for extent in (self.tile_m, self.tile_n))
         warpgroups = self.consumer_warps // 4
@@ -200,8 +242,11 @@ class KernelConfig:
         if self.arch == "sm90":
             cluster = f"_c{self.cluster_m}x{self.cluster_n}"
             split = f"_k{self.split_k}" if self.split_k > 1 else ""
+            kind = "skinny" if self.skinny else self.schedule
             gated = "_gated" if self.gated else ""
-            return f"{tile}_s{self.stages}{cluster}{split}_{self.schedule}{gated}"
+            ragged = f"_ragged_{self.ragged}" if self.ragged != "none" else ""
+            promote = "_promote" if self.promote else ""
+            return f"{tile}_s{self.stages}{cluster}{split}_{kind}{gated}{ragged}{promote}"
         suffix = "_realign" if self.loader == "realign" else ""
         suffix += "_promote" if self.promote else ""
         return f"{tile}_w{self.warps_m}x{self.warps_n}_s{self.stages}{suffix}"
@@ -217,8 +262,11 @@ def _sm90(
     split_k: int = 1,
     schedule: str = "cooperative",
     gated: bool = False,
+    skinny: bool = False,
+    ragged: str = "none",
+    promote: bool = False,
 ) -> KernelConfig:
-    warpgroups = 1 if schedule == "pingpong" else min(2, tile_m // 64)
+    warpgroups = 1 if skinny or schedule == "pingpong" else min(2, tile_m // 64)
     return KernelConfig(
         "sm90",
         algorithm,
@@ -234,6 +282,9 @@ def _sm90(
         split_k=split_k,
         schedule=schedule,
         gated=gated,
+        skinny=skinny,
+        ragged=ragged,
+        promote=promote,
     )
 
 
@@ -294,9 +345,41 @@ def _rows() -> list[KernelConfig]:
             # For so few that k is shared out.
             _sm90(algorithm, 128, 64, 8, split_k=2),
             _sm90(algorithm, 64, 64, 8, split_k=16),
+            # For float32 results.
+            _sm90(algorithm, 128, 160, 4, cluster=(2, 1), promote=True),
+            _sm90(algorithm, 128, 128, 6, cluster=(2, 1), promote=True),
+            _sm90(algorithm, 64, 128, 6, schedule="pingpong", promote=True),
             # Two weights.
             _sm90(algorithm, 128, 256, 4, cluster=(2, 1), gated=True),
             _sm90(algorithm, 128, 128, 6, cluster=(2, 1), schedule="pingpong", gated=True),
+            # Groups of rows, from many rows in each to few.
+            _sm90(algorithm, 128, 256, 4, cluster=(2, 1), ragged="rows"),
+            _sm90(algorithm, 128, 256, 4, ragged="rows"),
+            _sm90(algorithm, 128, 128, 6, schedule="pingpong", ragged="rows"),
+            _sm90(algorithm, 64, 128, 6, schedule="pingpong", ragged="rows"),
+            # Groups of k.
+            _sm90(algorithm, 128, 256, 4, cluster=(2, 1), ragged="depth"),
+            _sm90(algorithm, 128, 128, 6, schedule="pingpong", ragged="depth"),
+        ]
+        # Few rows or columns, for which memory is what counts: so many bytes on their way, and all
+        # blocks at once.
+        rows += [
+            _sm90(algorithm, tile_m, tile_n, stages, split_k=split_k, skinny=True)
+            for tile_m, tile_n, stages, split_k in (
+                (64, 16, 8, 1),
+                (64, 16, 8, 2),
+                (128, 16, 4, 1),
+                (128, 16, 4, 4),
+                (256, 16, 3, 1),
+                (64, 32, 8, 1),
+                (64, 32, 8, 2),
+                (128, 32, 3, 1),
+                (256, 32, 3, 1),
+                (64, 64, 8, 1),
+                (64, 64, 8, 2),
+                (128, 64, 3, 1),
+                (256, 64, 3, 1),
+            )
         ]
     rows += [
         _sm90("TF32_TF32_F32", 128, 256, 4, cluster=(2, 1)),

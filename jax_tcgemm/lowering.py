@@ -37,6 +37,9 @@ _GATED_COMPUTE_CAPABILITY = (9, 0)
 
 _OLDEST_COMPUTE_CAPABILITY = (8, 0)
 
+# Rows up to which a gated product is computed as two.
+_FEW_ROWS = 64
+
 _FLOAT32 = jnp.dtype(jnp.float32)
 
 # Operands that lie as another does, whose strides serve for both.
@@ -91,10 +94,38 @@ def cuda_gated(*operands: jax.Array, spec: GatedSpec) -> list[jax.Array]:
         return reference.reference_gated(*operands, spec=spec)
     _check_built(spec)
     saves = any(spec.results[1:])
+    if spec.config is None and fold(spec.strided(_shapes(x))).m <= _FEW_ROWS:
+        return _gated_by_products(x, spec, algorithm)
     results = _custom_call(x, dataclasses.replace(spec, results=(True, saves, saves)), algorithm)
     if not saves:
         return results
     return [result for result, wanted in zip(results, spec.results, strict=True) if wanted]
+
+
+def _gated_by_products(x: Operands, spec: GatedSpec, algorithm: str) -> list[jax.Array]:
+    """Computes a gated product of few rows, whose time is that of reading the weights.
+
+    The kernels made for few rows have one weight: ``U`` first, rounded, which the second product
+    takes as a factor; or of a packed weight both at once, rounded.
+    """
+    whole = tuple(range(spec.batch_ndim + 2))
+    if spec.packed:
+        both = spec.plain(out_dtype=spec.out_dtype)
+        (product,) = _custom_call(*_laid_out(Operands(x.a, x.b), both), algorithm)
+        return reference.gated_epilogue(*reference.halves(product), x, spec)
+    axes = spec.axes
+    up = spec.plain(axes=Operands(axes.a, axes.b2, bias=axes.bias2))
+    (u,) = _custom_call(*_laid_out(Operands(x.a, x.b2, bias=x.bias2), up), algorithm)
+    gate = spec.plain(
+        axes=Operands(axes.a, axes.b, c=whole, bias=axes.bias),
+        activation=spec.activation,
+        c_role="factor",
+        save_preactivation=spec.results[1],
+    )
+    d, *g = _custom_call(*_laid_out(Operands(x.a, x.b, c=u, bias=x.bias), gate), algorithm)
+    return [
+        result for result, wanted in zip((d, *(g or [u]), u), spec.results, strict=True) if wanted
+    ]
 
 
 def _check_built(spec: GemmSpec) -> None:
@@ -121,7 +152,7 @@ def _obstacle(algorithm: str | None, spec: GemmSpec, x: Operands) -> str | None:
         return "reference: c and c2 lie differently"
     if not all(isinstance(extent, int) for extent in (*x.a.shape, *x.b.shape)):
         return "reference: symbolic shapes"
-    old = _local_device(lambda capability: capability < _OLDEST_COMPUTE_CAPABILITY)
+    old = local_device(lambda capability: capability < _OLDEST_COMPUTE_CAPABILITY)
     if old is not None:
         return f"reference: no kernel for {old}, whose compute capability is below 8.0"
     return None
@@ -134,7 +165,7 @@ def _gated_obstacle(algorithm: str, spec: GatedSpec, x: Operands) -> str | None:
     gemm = fold(spec.strided(_shapes(x)))
     if len(gemm.batch) > _MAX_TMA_BATCH_NDIM:
         return f"reference: {len(gemm.batch)} batch dimensions that do not fold"
-    other = _local_device(lambda capability: capability != _GATED_COMPUTE_CAPABILITY)
+    other = local_device(lambda capability: capability != _GATED_COMPUTE_CAPABILITY)
     if other is not None:
         return f"reference: no gated kernel for {other}"
     if with_kernel_layouts(spec, _shapes(x))[0] != spec:
@@ -154,7 +185,7 @@ def _second_weight_offset(gemm: StridedGemm, spec: GatedSpec) -> int:
     return gemm.n * gemm.strides.b[-1] if spec.packed else 0
 
 
-def _local_device(matches: Callable[[tuple[int, ...]], bool]) -> str | None:
+def local_device(matches: Callable[[tuple[int, ...]], bool]) -> str | None:
     """Names a local GPU whose compute capability matches.
 
     With no GPU here, the one that a program is lowered for is taken to have every kernel.

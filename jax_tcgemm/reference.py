@@ -123,6 +123,8 @@ def epilogue(accumulator: jax.Array, x: Operands, spec: GemmSpec) -> list[jax.Ar
     d = resolve(spec.activation).reference(z)
     if spec.c_role == "residual":
         d = d + addends(x._replace(bias=None), spec, dtype)[0]
+    elif spec.c_role == "factor":
+        d = d * over_result("c", x, spec, dtype)
     results = [d, z] if spec.save_preactivation else [d]
     return [result.astype(spec.out_dtype) for result in results]
 

@@ -49,6 +49,7 @@ class GemmSpec:
 
     - ``"add"``: ``D = activation(Z + beta * C)``, what is in brackets being the pre-activation;
     - ``"residual"``: ``D = activation(Z) + beta * C``;
+    - ``"factor"``: ``D = activation(Z) * C``;
     - ``"derivative"``: ``D = Z * activation'(C)``;
     - ``"gated_derivative"``: ``D = Z * C2 * activation'(C)``, and ``Z * activation(C)`` is a second
       result: the cotangents of ``g = C`` and ``u = C2`` where ``Z`` is that of

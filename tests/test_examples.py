@@ -67,6 +67,32 @@ def test_train_digits_fails_when_the_curves_part(monkeypatch):
         module.main(["--epochs", "2", "--members", "1"])
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_flax_dense_learns_as_without(dtype, capsys):
+    pytest.importorskip("flax")
+    load("flax_dense").main(["--epochs", "12", "--accuracy", "0.95", "--dtype", dtype])
+    assert capsys.readouterr().out.splitlines()[-1] == "OK: equal within rounding"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_flax_dense_on_the_gpu(dtype, capsys):
+    pytest.importorskip("flax")
+    load("flax_dense").main(["--dtype", dtype])
+    output = capsys.readouterr().out
+    assert "(gpu)" in output
+    assert output.splitlines()[-1] == "OK: equal within rounding"
+
+
+def test_flax_dense_fails_when_the_curves_part(monkeypatch):
+    pytest.importorskip("flax")
+    module = load("flax_dense")
+    right = jax_tcgemm.dot_general
+    monkeypatch.setattr(jax_tcgemm, "dot_general", lambda *x, **kw: right(*x, **kw) * 1.05)
+    with pytest.raises(SystemExit, match="losses of epoch"):
+        module.main(["--epochs", "2"])
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_transformer_mlp(dtype, capsys):
     load("transformer_mlp").main(["--dtype", dtype, "--reps", "2", "--seed", "3"])
@@ -94,32 +120,6 @@ def test_transformer_mlp_fails_when_a_gradient_is_off(monkeypatch):
     monkeypatch.setattr(module, "gated_mlp", off)
     with pytest.raises(SystemExit, match="over twice the plain block's"):
         module.main([])
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_flax_dense_learns_as_without(dtype, capsys):
-    pytest.importorskip("flax")
-    load("flax_dense").main(["--epochs", "12", "--accuracy", "0.95", "--dtype", dtype])
-    assert capsys.readouterr().out.splitlines()[-1] == "OK: equal within rounding"
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_flax_dense_on_the_gpu(dtype, capsys):
-    pytest.importorskip("flax")
-    load("flax_dense").main(["--dtype", dtype])
-    output = capsys.readouterr().out
-    assert "(gpu)" in output
-    assert output.splitlines()[-1] == "OK: equal within rounding"
-
-
-def test_flax_dense_fails_when_the_curves_part(monkeypatch):
-    pytest.importorskip("flax")
-    module = load("flax_dense")
-    right = jax_tcgemm.dot_general
-    monkeypatch.setattr(jax_tcgemm, "dot_general", lambda *x, **kw: right(*x, **kw) * 1.05)
-    with pytest.raises(SystemExit, match="losses of epoch"):
-        module.main(["--epochs", "2"])
 
 
 def test_every_example_is_tested():

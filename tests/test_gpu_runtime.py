@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jax_tcgemm
-from jax_tcgemm import gemm
+from jax_tcgemm import gemm, lowering
 
 pytestmark = pytest.mark.gpu
 
@@ -125,26 +125,17 @@ def test_long_k(normal, exact, assert_accurate, dtype, shape):
         )
 
 
-def test_an_error_of_the_handler_is_an_exception():
+def test_an_error_of_the_handler_is_an_exception(monkeypatch):
     """What tracing cannot rule out, a custom call made by hand, must not end the process."""
+    right = lowering._attributes
+
+    def wrong(*args, **options):
+        return right(*args, **options) | {"activation": "NoSuchActivation"}
+
+    monkeypatch.setattr(lowering, "_attributes", wrong)
     a = jnp.ones((64, 64), jnp.bfloat16)
-    attributes = {
-        **{name: np.int64(64) for name in "mnk"},
-        "padding_bytes": np.int64(0),
-        "batch_shape": np.asarray([], np.int64),
-        **{f"{name}_strides": np.asarray([64, 1], np.int64) for name in ("a", "b", "c")},
-        "bias_strides": np.asarray([1], np.int64),
-        **{f"{name}_strides": np.asarray([], np.int64) for name in ("alpha", "beta")},
-        **{f"has_{name}": False for name in ("c", "bias", "alpha", "beta", "aux", "workspace")},
-        "alpha": np.float32(1),
-        "beta": np.float32(0),
-        "activation": "NoSuchActivation",
-        "algorithm": "BF16_BF16_F32",
-        "config": "",
-    }
-    call = jax.ffi.ffi_call(TARGET, [jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)])
     with pytest.raises(jax.errors.JaxRuntimeError, match="unknown activation 'NoSuchActivation'"):
-        jax.block_until_ready(jax.jit(lambda a: call(a, a, **attributes))(a))
+        jax.block_until_ready(jax.jit(lambda a: gemm(a, a))(a))
 
 
 def test_nan_and_infinity_stay_in_their_rows(normal):

@@ -71,11 +71,31 @@ def test_impossible_rows(changes, message):
         ({"split_k": 3}, "split_k"),
         ({"split_k": 16, "cluster_m": 2}, "16 blocks"),
         ({"cluster_m": 3}, "1, 2 or 4"),
-        ({"promote": True}, "rounds"),
+        ({"promote": True, "tile_n": 256}, "second set"),
     ],
 )
 def test_impossible_sm90_rows(changes, message):
     row = by_name("sm90_bf16_128x64x64_s8_c1x1_cooperative")
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(row, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"algorithm": "TF32_TF32_F32", "tile_k": 32}, "float32 operands"),
+        ({"tile_n": 8}, "16, 32 or 64"),
+        ({"warps_m": 8, "tile_m": 128}, "one consumer warpgroup"),
+        ({"schedule": "pingpong"}, "alternate"),
+        ({"cluster_m": 2}, "share no operand"),
+        ({"split_k": 3}, "split_k"),
+        ({"split_k": 8}, "a share of the sums"),
+        ({"tile_m": 256, "split_k": 4, "stages": 3}, "128 rows at most"),
+        ({"stages": 25}, "shared memory"),
+    ],
+)
+def test_impossible_skinny_rows(changes, message):
+    row = next(row for row in CONFIGS if row.skinny and (row.tile_m, row.tile_n) == (64, 16))
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(row, **changes)
 
@@ -189,6 +209,18 @@ def test_heuristic_of_the_sm80_family_on_132_sms(shape, aligned, float32_result,
         ("BF16_BF16_F32", (128, 128, 65536), "nn", ("64x64x64_s8_c1x1_k16",)),
         ("BF16_BF16_F32", (512, 512, 512), "nn", ("64x64x64_s6",)),
         ("BF16_BF16_F32", (32, 32, 32), "nn", ("simt",)),
+        # Few rows or columns: the fastest row measured, or one as fast.
+        ("BF16_BF16_F32", (1, 6144, 4096), "nn", ("64x16x64_s8_c1x1_skinny",)),
+        (
+            "F16_F16_F32",
+            (4, 4096, 4096),
+            "nt",
+            ("128x16x64_s4_c1x1_k4_skinny", "s8_c1x1_k2_skinny"),
+        ),
+        ("BF16_BF16_F32", (16, 28672, 4096), "nn", ("256x16x64_s3_c1x1_skinny",)),
+        ("BF16_BF16_F32", (32, 4096, 14336), "nn", ("64x32x64_s8_c1x1_k2_skinny",)),
+        ("BF16_BF16_F32", (64, 28672, 4096), "nn", ("256x64x64_s3_c1x1_skinny",)),
+        ("BF16_BF16_F32", (4096, 64, 14336), "tt", ("64x64x64_s8_c1x1_k2_skinny",)),
         ("TF32_TF32_F32", (4096, 4096, 4096), "nn", ("128x256x32",)),
         # Two buffers of a transposed B fit in a stage of this row alone.
         ("TF32_TF32_F32", (4096, 4096, 4096), "tn", ("256x128x32",)),

@@ -28,6 +28,15 @@ __device__ __forceinline__ void add_c(float beta, float (&value)[kWidth], LoadC&
   for (int i = 0; i < kWidth; ++i) value[i] = fmaf(beta, c[i], value[i]);
 }
 
+// value *= C
+template <int kWidth, typename LoadC>
+__device__ __forceinline__ void multiply_c(float (&value)[kWidth], LoadC&& load_c) {
+  float c[kWidth];
+  load_c(c);
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i) value[i] *= c[i];
+}
+
 // value *= f'(C), and where gated z * f(C) and value *= C2. Few values are alive at a time.
 template <int kWidth, typename LoadC, typename LoadC2, typename StoreAux>
 __device__ __forceinline__ void multiply_derivative(const EpilogueParams& epilogue,
@@ -68,6 +77,7 @@ __device__ __forceinline__ void finish_values(const EpilogueParams& epilogue, fl
     apply_activation(functor, value);
   });
   if (has_c && epilogue.role_of_c == RoleOfC::kResidual) add_c(beta, value, load_c);
+  if (has_c && epilogue.role_of_c == RoleOfC::kFactor) multiply_c(value, load_c);
 }
 
 }  // namespace jax_tcgemm

@@ -28,6 +28,30 @@ __device__ __forceinline__ void cluster_sync() {
           : "memory");
 }
 
+// The same in two halves, for what does not depend on memory written before.
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;\n" ::: "memory");
+}
+
+__device__ __forceinline__ void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;\n" ::: "memory");
+}
+
+// Writes 8 bytes to the shared memory of block `rank` of the cluster; they count towards `barrier`
+// there.
+__device__ __forceinline__ void store_cluster_8(uint32_t address, uint32_t barrier, uint32_t rank,
+                                                float first, float second) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 remote, bar;\n"
+      "mapa.shared::cluster.u32 remote, %0, %2;\n"
+      "mapa.shared::cluster.u32 bar, %1, %2;\n"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [remote], {%3, %4}, [bar];\n"
+      "}\n" ::"r"(address),
+      "r"(barrier), "r"(rank), "f"(first), "f"(second)
+      : "memory");
+}
+
 // 16 bytes from the shared memory of block `rank` of the cluster.
 __device__ __forceinline__ void load_cluster_16(float (&value)[4], uint32_t address,
                                                 uint32_t rank) {
@@ -51,6 +75,11 @@ __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
 // a jump; plain assignments would all be done under predicates.
 __device__ __forceinline__ void multiply_add(float& target, float a, float b, float c) {
   asm volatile("fma.rn.f32 %0, %1, %2, %3;\n" : "=f"(target) : "f"(a), "f"(b), "f"(c));
+}
+
+// Counts towards it without waiting.
+__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }
 
 // Registers of a thread of this warpgroup from here on; a multiple of 8.

@@ -29,6 +29,19 @@ __device__ __forceinline__ void load_shared_8(float& first, float& second,
                : "r"(shared_address));
 }
 
+__device__ __forceinline__ void load_shared_16(float (&value)[4], uint32_t shared_address) {
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];\n"
+               : "=f"(value[0]), "=f"(value[1]), "=f"(value[2]), "=f"(value[3])
+               : "r"(shared_address));
+}
+
+__device__ __forceinline__ void load_shared_16(uint32_t (&word)[4], uint32_t shared_address) {
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];\n"
+               : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3])
+               : "r"(shared_address)
+               : "memory");
+}
+
 __device__ __forceinline__ void store_shared_4(uint32_t shared_address, float value) {
   asm volatile("st.shared.f32 [%0], %1;\n" ::"r"(shared_address), "f"(value) : "memory");
 }

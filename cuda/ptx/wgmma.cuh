@@ -34,14 +34,16 @@ __device__ __forceinline__ void wgmma_fence_registers(float (&d)[kCount]) {
   for (float& value : d) asm volatile("" : "+f"(value)::"memory");
 }
 
-// An operand in shared memory in rows of 128 bytes with the 128-byte swizzle: 8 rows of a
-// swizzle pattern are 1024 bytes. k-major: rows along mn. mn-major: rows along k, and `block_bytes`
-// from 128 bytes of mn to the next.
+// An operand in shared memory in rows of 128 bytes with the 128-byte swizzle, or of 64 or 32 with
+// that one: a pattern is 8 rows. k-major: rows along mn. mn-major: rows along k, and `block_bytes`
+// from the end of a row's mn to the next.
+template <int kRowBytes = 128>
 __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address, int block_bytes) {
-  constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
-  constexpr uint64_t kPatternStride = uint64_t{1024 / 16} << 32;
+  static_assert(kRowBytes == 128 || kRowBytes == 64 || kRowBytes == 32);
+  constexpr uint64_t kSwizzle = uint64_t{kRowBytes == 128 ? 1 : kRowBytes == 64 ? 2 : 3} << 62;
+  constexpr uint64_t kPatternStride = uint64_t{8 * kRowBytes / 16} << 32;
   const uint64_t block_stride = uint64_t{static_cast<uint32_t>(block_bytes) / 16} << 16;
-  return kSwizzle128 | kPatternStride | block_stride | ((address & 0x3ffff) >> 4);
+  return kSwizzle | kPatternStride | block_stride | ((address & 0x3ffff) >> 4);
 }
 
 // The same descriptor `bytes` further.

@@ -28,6 +28,7 @@
 #include "sm90/mainloop.cuh"
 #include "sm90/output.cuh"
 #include "sm90/producer.cuh"
+#include "sm90/ragged.cuh"
 #include "sm90/reduction.cuh"
 #include "sm90/ring.cuh"
 #include "sm90/tensor_maps.h"
@@ -119,12 +120,20 @@ struct Kernel {
     }
     if (threadIdx.x / 32 >= kProducer) {
       if constexpr (kWarpgroups > 1) ptx::decrease_registers<kProducerRegisters>();
-      if (threadIdx.x == kProducer * 32) {
+      if constexpr (kConfig.ragged != Ragged::kNone) {
+        if (threadIdx.x / 32 == kProducer) {
+          RaggedProducer<kConfig, kMajorA, kMajorB>::run(params, maps, smem, place);
+        }
+      } else if (threadIdx.x == kProducer * 32) {
         Producer<kConfig, kMajorA, kMajorB>::run(params, maps, smem, place);
       }
     } else {
       if constexpr (kWarpgroups > 1) ptx::increase_registers<kConsumerRegisters>();
-      consume(params, maps, smem, place);
+      if constexpr (kConfig.ragged != Ragged::kNone) {
+        RaggedConsumer<kConfig, kMajorA, kMajorB>::run(params, maps, smem, place);
+      } else {
+        consume(params, maps, smem, place);
+      }
     }
     if constexpr (kConfig.cluster_size() > 1) {
       __syncwarp();

@@ -5,6 +5,7 @@
 #include "kernel_entry.h"
 #include "sm90/kernel.cuh"
 #include "sm90/output_tile.h"
+#include "sm90/skinny_kernel.cuh"
 
 namespace jax_tcgemm::sm90 {
 
@@ -34,7 +35,12 @@ inline cudaError_t prepare_kernel(KernelPointer kernel, const KernelConfig& conf
 template <typename Row, Major kMajorA, Major kMajorB, bool kExchanged>
 cudaError_t launch_layouts(const LaunchRequest& request) {
   constexpr KernelConfig kConfig = Row::kConfig;
-  const KernelPointer kernel = gemm_kernel<Row, kMajorA, kMajorB, kExchanged>;
+  KernelPointer kernel;
+  if constexpr (kConfig.skinny) {
+    kernel = skinny_kernel<Row, kMajorA, kMajorB>;
+  } else {
+    kernel = gemm_kernel<Row, kMajorA, kMajorB, kExchanged>;
+  }
   cudaLaunchAttribute cluster = {};
   cluster.id = cudaLaunchAttributeClusterDimension;
   cluster.val.clusterDim = {kConfig.cluster_size(), 1, 1};
@@ -52,6 +58,10 @@ cudaError_t launch_layouts(const LaunchRequest& request) {
   if (error != cudaSuccess) return error;
 
   GemmParams params = request.params;
+  if constexpr (kConfig.ragged != Ragged::kNone) {
+    launch.gridDim = dim3(capacity * kConfig.cluster_size());
+    return cudaLaunchKernelEx(&launch, kernel, params, *request.maps);
+  }
   const int64_t tiles = int64_t{params.raster.tiles.divisor} * params.batch;
   const int clusters = static_cast<int>(tiles < capacity ? tiles : capacity);
   params.raster.stride_batch = clusters / params.raster.tiles.divisor;
@@ -60,8 +70,24 @@ cudaError_t launch_layouts(const LaunchRequest& request) {
   return cudaLaunchKernelEx(&launch, kernel, params, *request.maps);
 }
 
+// Which operand is the longer one is known at run time.
 template <typename Row>
-cudaError_t launch(const LaunchRequest& request) {
+cudaError_t launch_skinny(const LaunchRequest& request) {
+  constexpr Major kK = Major::kK;
+  constexpr Major kMn = Major::kMn;
+  const bool exchanged = request.maps->exchanged;
+  const Major long_major = exchanged ? request.major_b : request.major_a;
+  const bool k_major = (exchanged ? request.major_a : request.major_b) == kK;
+  if (long_major == kK) {
+    return k_major ? launch_layouts<Row, kK, kK, false>(request)
+                   : launch_layouts<Row, kK, kMn, false>(request);
+  }
+  return k_major ? launch_layouts<Row, kMn, kK, false>(request)
+                 : launch_layouts<Row, kMn, kMn, false>(request);
+}
+
+template <typename Row>
+cudaError_t launch_any_layout(const LaunchRequest& request) {
   constexpr Major kK = Major::kK;
   constexpr Major kMn = Major::kMn;
   constexpr bool kExchanges = exchanges_operands(Row::kConfig, kK, kMn);
@@ -78,6 +104,22 @@ cudaError_t launch(const LaunchRequest& request) {
     return cudaErrorNotSupported;
   else
     return launch_layouts<Row, kMn, kMn, false>(request);
+}
+
+template <typename Row>
+cudaError_t launch(const LaunchRequest& request) {
+  constexpr Major kK = Major::kK;
+  constexpr Major kMn = Major::kMn;
+  if constexpr (Row::kConfig.ragged == Ragged::kDepth) {
+    return launch_layouts<Row, kMn, kMn, false>(request);
+  } else if constexpr (Row::kConfig.ragged == Ragged::kRows) {
+    return request.major_b == kK ? launch_layouts<Row, kK, kK, false>(request)
+                                 : launch_layouts<Row, kK, kMn, false>(request);
+  } else if constexpr (Row::kConfig.skinny) {
+    return launch_skinny<Row>(request);
+  } else {
+    return launch_any_layout<Row>(request);
+  }
 }
 
 }  // namespace jax_tcgemm::sm90

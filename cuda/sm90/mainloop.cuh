@@ -43,10 +43,14 @@ struct Mainloop {
   // to be issued.
   template <typename Passed>
   __device__ __forceinline__ void run(Accumulators& acc, int count, Passed&& passed) {
-    if constexpr (transposes_b(kConfig, kMajorA, kMajorB)) {
+    if constexpr (kConfig.skinny) {
+      run_at_once(acc, count, passed);
+    } else if constexpr (transposes_b(kConfig, kMajorA, kMajorB)) {
       run_transposing(acc, count, passed);
     } else if constexpr (kAFromRegisters) {
       run_from_registers(acc, count, passed);
+    } else if constexpr (kConfig.promote) {
+      run_promoting(acc, count, passed);
     } else {
       run_from_shared(acc, count, passed);
     }
@@ -68,33 +72,35 @@ struct Mainloop {
   }
 
   // An operand's descriptor at a step of k.
-  template <Major kMajor>
+  template <Major kMajor, int kRowBytes = 128>
   static __device__ __forceinline__ uint64_t descriptor(uint32_t address) {
-    return ptx::matrix_descriptor(address, kMajor == Major::kK ? 16 : kSlabBytes);
+    return ptx::matrix_descriptor<kRowBytes>(address, kMajor == Major::kK ? 16 : kSlabBytes);
   }
-  template <Major kMajor>
-  static constexpr int kStepBytes = kMajor == Major::kK ? 32 : 32 / kElementBytes * 128;
+  template <Major kMajor, int kRowBytes = 128>
+  static constexpr int kStepBytes = kMajor == Major::kK ? 32 : 32 / kElementBytes * kRowBytes;
+  static constexpr int kRowBytesB =
+      kMajorB == Major::kK ? 128 : kConfig.mn_row_bytes(kConfig.tile_n);
   // From one block of rows of A to the next.
   static constexpr int kBlockBytes =
       kMajorA == Major::kK ? kBlockRows * 128 : kBlockRows * kElementBytes / 128 * kSlabBytes;
 
   __device__ __forceinline__ void issue_stage(Accumulators& acc, bool first) const {
     const uint64_t a = descriptor<kMajorA>(smem.a(at.stage) + first_row / kBlockRows * kBlockBytes);
-    const uint64_t b = descriptor<kMajorB>(smem.b(at.stage));
+    const uint64_t b = descriptor<kMajorB, kRowBytesB>(smem.b(at.stage));
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
       for (int i = 0; i < kBlocks; ++i) {
         Instruction::template from_shared<kMajorA, kMajorB>(
             acc[i], ptx::advance(a, i * kBlockBytes + step * kStepBytes<kMajorA>),
-            ptx::advance(b, step * kStepBytes<kMajorB>), step > 0 || !first);
+            ptx::advance(b, step * kStepBytes<kMajorB, kRowBytesB>), step > 0 || !first);
       }
     }
   }
 
   // One stage is always in flight; the one before it is released.
   template <typename Passed>
-  __device__ __forceinline__ void run_from_shared(Accumulators& acc, int count, Passed& passed) {
+  __device__ __forceinline__ void run_from_shared(Accumulators& acc, int count, Passed&& passed) {
     int previous = 0;
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
@@ -113,6 +119,47 @@ struct Mainloop {
     ptx::wgmma_wait<0>();
     fence(acc);
     release(previous);
+  }
+
+  // The tensor cores cut sums off; those of few stages, added up in float32, lose little by it.
+  template <typename Passed>
+  __device__ __forceinline__ void run_promoting(Accumulators& total, int count, Passed& passed) {
+    constexpr int kApart = 8;
+    Accumulators acc;
+#pragma unroll 1
+    for (int done = 0; done < count; done += kApart) {
+      const int rest = count - done;
+      const auto passed_last = [&] {
+        if (rest <= kApart) passed();
+      };
+      run_from_shared(acc, rest < kApart ? rest : kApart, passed_last);
+#pragma unroll
+      for (int i = 0; i < kBlocks; ++i) {
+#pragma unroll
+        for (int j = 0; j < kConfig.tile_n / 2; ++j) {
+          total[i][j] = done == 0 ? acc[i][j] : total[i][j] + acc[i][j];
+        }
+      }
+    }
+  }
+
+  // Where memory is what takes the time: each stage is released at once, to be loaded again.
+  template <typename Passed>
+  __device__ __forceinline__ void run_at_once(Accumulators& acc, int count, Passed& passed) {
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+      ptx::mbarrier_wait(smem.full(at.stage), at.phase);
+      fence(acc);
+      ptx::wgmma_fence();
+      issue_stage(acc, i == 0);
+      ptx::wgmma_commit();
+      fence(acc);
+      ptx::wgmma_wait<0>();
+      release(at.stage);
+      at.advance();
+    }
+    fence(acc);
+    passed();
   }
 
   // Fragments of an m-major A. Register 2 j + h holds row 8 h + lane / 4 and k = 4 j + lane % 4.

@@ -75,6 +75,14 @@ class Output {
     }
   }
 
+  // Before finish: the rows of the tile's group.
+  __device__ __forceinline__ void limit_rows(int end) { buffers_.row_end = end; }
+
+  // Instead of finish, where the group has no matrix: zeros.
+  __device__ __forceinline__ void clear(const OutputPlace& place) const {
+    buffers_.clear_rows(place, kBlocks * kBlockRows);
+  }
+
   __device__ __forceinline__ void drain() const { buffers_.drain(); }
 
  private:

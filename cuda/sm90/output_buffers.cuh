@@ -41,6 +41,7 @@ struct OutputBuffers {
   const int results;      // 1 to 3: the buffers of a set
   int set = 0;            // the next one to be written
   uint32_t c_phases = 0;  // of each set's c_full barrier, a bit each
+  int row_end = 0;        // of the tile's group of rows, which are all that it may write
 
   __device__ __forceinline__ OutputBuffers(const GemmParams& params, const TensorMaps& maps,
                                            const SharedMemory<kConfig>& smem)
@@ -98,6 +99,9 @@ struct OutputBuffers {
   // is free.
   template <typename Sub>
   __device__ __forceinline__ void send(const Sub& sub, const OutputPlace& at) {
+    if constexpr (kConfig.ragged == Ragged::kRows) {
+      if (at.row + kWarpRows > row_end) return copy_rows(sub, at);
+    }
     if constexpr (Sub::kCopiesOut) {
       if (!maps.d_by_tma) return copy_out(sub, at);
     }
@@ -136,6 +140,25 @@ struct OutputBuffers {
     __syncwarp();
   }
 
+  // Sets the rows of the tile's group, of `rows` that begin at `at`, to zero. By a warpgroup.
+  __device__ __forceinline__ void clear_rows(const OutputPlace& at, int rows) const {
+    const int bytes = params.epilogue.d_is_float32 ? 4 : 2;
+    const int chunk_columns = 16 / bytes;
+    const int row_chunks = kConfig.tile_n / chunk_columns;
+    if (rows > row_end - at.row) rows = row_end - at.row;
+#pragma unroll 1
+    for (int result = 0; result < results; ++result) {
+      char* const matrix = static_cast<char*>(result_matrix(result));
+#pragma unroll 1
+      for (int i = threadIdx.x % 128; i < rows * row_chunks; i += 128) {
+        const int row = at.row + i / row_chunks;
+        const int column = at.column + i % row_chunks * chunk_columns;
+        if (column >= params.n) continue;
+        *reinterpret_cast<uint4*>(matrix + (int64_t{row} * params.n + column) * bytes) = {};
+      }
+    }
+  }
+
   // Before the block ends: shared memory must outlive the stores that read it.
   __device__ __forceinline__ void drain() const {
     if (lane() == 0) ptx::tma_store_wait_read<0>();
@@ -152,8 +175,8 @@ struct OutputBuffers {
   template <typename Sub>
   __device__ __forceinline__ void store(const TensorMap& map, const OutputPlace& at,
                                         int result) const {
-    visit_box(
-        at, [&](int x, int y) { ptx::tma_store(&map, address<Sub>(set, result), x, y, at.batch); });
+    const int z = kConfig.ragged == Ragged::kRows ? 0 : at.batch;
+    visit_box(at, [&](int x, int y) { ptx::tma_store(&map, address<Sub>(set, result), x, y, z); });
   }
 
   // By lane 0: C, and C2 where there is one.
@@ -168,18 +191,47 @@ struct OutputBuffers {
     });
   }
 
+  // Result `i` of a set.
+  __device__ __forceinline__ void* result_matrix(int i) const {
+    const EpilogueParams& epilogue = params.epilogue;
+    return i == results - 1 ? epilogue.d : i == 0 ? epilogue.aux : epilogue.aux2;
+  }
+
+  // Where a group of rows ends: what belongs to it, by threads, which leave the set free.
+  template <typename Sub>
+  __device__ __forceinline__ void copy_rows(const Sub& sub, const OutputPlace& at) const {
+    constexpr int kRowChunks = Sub::kRowBytes / 16;
+    const int rows = row_end - at.row < kWarpRows ? row_end - at.row : kWarpRows;
+    const int bytes = sub.wide() ? 4 : 2;
+    __syncwarp();
+#pragma unroll 1
+    for (int result = 0; result < results; ++result) {
+      char* const matrix = static_cast<char*>(result_matrix(result));
+#pragma unroll 1
+      for (int i = lane(); i < rows * kRowChunks; i += 32) {
+        const int row = i / kRowChunks;
+        const int chunk = i % kRowChunks;
+        const int column = at.column + chunk * (16 / bytes);
+        if (column >= params.n) continue;
+        const int64_t offset = (int64_t{at.row + row} * params.n + column) * bytes;
+        uint32_t word[4];
+        ptx::load_shared_16(word, address<Sub>(set, result) + Sub::chunk_offset(row, chunk));
+        *reinterpret_cast<uint4*>(matrix + offset) = {word[0], word[1], word[2], word[3]};
+      }
+    }
+    __syncwarp();
+  }
+
   // Where TMA cannot address D: by threads, which leave the set free.
   template <typename Sub>
   __device__ __forceinline__ void copy_out(const Sub& sub, const OutputPlace& at) const {
-    const EpilogueParams& epilogue = params.epilogue;
     const int64_t offset = int64_t{at.batch} * params.m * params.n * (sub.wide() ? 4 : 2);
     __syncwarp();
 #pragma unroll 1
     for (int i = 0; i < results; ++i) {
-      void* const matrix = i == results - 1 ? epilogue.d : i == 0 ? epilogue.aux : epilogue.aux2;
       visit_box(at, [&](int x, int y) {
-        sub.copy_out(address<Sub>(set, i), static_cast<char*>(matrix) + offset, params.m, params.n,
-                     y, x);
+        sub.copy_out(address<Sub>(set, i), static_cast<char*>(result_matrix(i)) + offset, params.m,
+                     params.n, y, x);
       });
     }
     __syncwarp();

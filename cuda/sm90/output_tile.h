@@ -4,6 +4,8 @@
 #ifndef JAX_TCGEMM_SM90_OUTPUT_TILE_H_
 #define JAX_TCGEMM_SM90_OUTPUT_TILE_H_
 
+#include <stdint.h>
+
 #include "kernel_config.h"
 
 namespace jax_tcgemm::sm90 {
@@ -33,6 +35,12 @@ constexpr OutputBox output_box(const KernelConfig& config, int element_bytes, bo
 constexpr bool exchanges_operands(const KernelConfig& config, Major major_a, Major major_b) {
   return config.arch == Arch::kSm90 && element_bytes(config.algorithm) == 4 &&
          major_a == Major::kK && major_b == Major::kMn;
+}
+
+// Whether a problem is computed as D^T by a configuration.
+inline bool exchanges_operands(const KernelConfig& config, Major major_a, Major major_b, int64_t m,
+                               int64_t n) {
+  return config.skinny ? m < n : exchanges_operands(config, major_a, major_b);
 }
 
 // Where neither is k-major, A goes through registers and B's tiles are transposed, into two buffers

@@ -126,10 +126,13 @@ struct Producer {
   }
 
  private:
-  // Bytes that arrive in a stage; mn-major operands come in whole rows.
+  // Of an operand; mn-major ones come in whole rows.
   static constexpr int bytes(int tile_mn, Major major) {
     return major == Major::kK ? tile_mn * 128 : kConfig.operand_bytes(tile_mn);
   }
+
+ public:
+  // That arrive in a stage.
   static constexpr int kStageBytes =
       bytes(kConfig.tile_m, kMajorA) + bytes(kConfig.tile_n, kMajorB);
 };

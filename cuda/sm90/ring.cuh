@@ -79,7 +79,19 @@ struct SharedMemory {
   __device__ __forceinline__ uint32_t partial_empty() const {
     return barrier(2 * kConfig.stages + 3 + kConfig.consumer_warps() * kMaxBuffers);
   }
-  static_assert((2 * kConfig.stages + 4 + kConfig.consumer_warps() * kMaxBuffers) * 8 <=
+  // Ragged: the producer has written where the next tile lies (sm90/ragged.cuh) to a slot; every
+  // warp that computes it has read that.
+  __device__ __forceinline__ uint32_t tile_full(int slot) const {
+    return barrier(kBarriers + 2 * slot);
+  }
+  __device__ __forceinline__ uint32_t tile_empty(int slot) const { return tile_full(slot) + 8; }
+  __device__ __forceinline__ uint32_t tile_slot(int slot) const {
+    return barrier(kBarriers + 2 * kTileSlots) + slot * kTileSlotBytes;
+  }
+  static constexpr int kTileSlots = kConfig.ragged != Ragged::kNone ? 2 : 0;
+  static constexpr int kTileSlotBytes = 32;
+  static constexpr int kBarriers = 2 * kConfig.stages + 4 + kConfig.consumer_warps() * kMaxBuffers;
+  static_assert(kBarriers * 8 + kTileSlots * (2 * 8 + kTileSlotBytes) <=
                 KernelConfig::kBarrierBytes);
 
   // By one thread, before any other uses a barrier.
@@ -91,6 +103,12 @@ struct SharedMemory {
     for (int i = 0; i < 2; ++i) ptx::mbarrier_init(turn(i), 4);
     for (int i = 0; i < kConfig.consumer_warps() * kMaxBuffers; ++i)
       ptx::mbarrier_init(c_full(0, i), 1);
+    if constexpr (kConfig.ragged != Ragged::kNone) {
+      for (int slot = 0; slot < kTileSlots; ++slot) {
+        ptx::mbarrier_init(tile_full(slot), 1);
+        ptx::mbarrier_init(tile_empty(slot), kTileWarps);
+      }
+    }
     ptx::mbarrier_init(partial_full(), kTileWarps * kConfig.split_k);
     ptx::mbarrier_init(partial_empty(), kTileWarps * kConfig.cluster_size());
     ptx::fence_mbarrier_init();

@@ -36,6 +36,7 @@ struct OutputSubtile {
   static constexpr int kBuffers = kConfig.staging_bytes() / 4 / kBytes;
   static constexpr int kChunks = kColumns / kChunkColumns;
   static constexpr int chunks() { return kChunks; }
+  static constexpr bool wide() { return kWide; }
   static_assert(kConfig.output_n() % kColumns == 0 && kBuffers >= 2 && kBuffers <= 4);
 
   static __device__ __forceinline__ void store(const Chunk& value, uint32_t buffer, int chunk) {
@@ -118,6 +119,7 @@ struct FusedSubtile {
   static constexpr bool kAlwaysWide = sizeof(Element) == 4;
   using Wide = OutputSubtile<kConfig, Element, true, kExchanged, kWhole>;
   using Narrow = OutputSubtile<kConfig, Element, kAlwaysWide, kExchanged, kWhole>;
+  static constexpr int kRowBytes = Wide::kRowBytes;
   static constexpr int kBytes = Wide::kBytes;
   static constexpr int kBuffers = Wide::kBuffers;
   static_assert(Narrow::kBytes == kBytes && Narrow::kBuffers == kBuffers);
@@ -129,6 +131,9 @@ struct FusedSubtile {
 
   __device__ __forceinline__ void store(const Chunk& value, uint32_t buffer, int chunk) const {
     wide() ? Wide::store(value, buffer, chunk) : Narrow::store(value, buffer, chunk);
+  }
+  static __device__ __forceinline__ uint32_t chunk_offset(uint32_t row, uint32_t chunk) {
+    return Wide::chunk_offset(row, chunk);
   }
   __device__ __forceinline__ void load(Chunk& value, uint32_t buffer, int chunk) const {
     wide() ? Wide::load(value, buffer, chunk) : Narrow::load(value, buffer, chunk);

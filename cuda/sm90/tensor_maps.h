@@ -46,6 +46,7 @@ struct TensorMaps {
   bool c_by_tma;
   bool d_by_tma;
   Finish finish;
+  bool exchanged;  // D^T is computed
 };
 
 }  // namespace jax_tcgemm::sm90

@@ -44,6 +44,7 @@ struct Tiling {
   std::array<cuuint64_t, 5> stride;  // bytes; that of dimension 0 is not used
   std::array<cuuint32_t, 5> box;
   CUtensorMapSwizzle swizzle;
+  CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B;
 };
 
 template <typename Values>
@@ -57,11 +58,10 @@ Status encode(const Tiling& t, TensorMap* map) {
   EncodeTiled encode_tiled = nullptr;
   JAX_TCGEMM_RETURN_IF_ERROR(find_encoder(&encode_tiled));
   static constexpr cuuint32_t kElementStrides[5] = {1, 1, 1, 1, 1};
-  const CUresult result =
-      encode_tiled(reinterpret_cast<CUtensorMap*>(map), t.type, t.rank, const_cast<void*>(t.data),
-                   t.extent.data(), t.stride.data() + 1, t.box.data(), kElementStrides,
-                   CU_TENSOR_MAP_INTERLEAVE_NONE, t.swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result = encode_tiled(
+      reinterpret_cast<CUtensorMap*>(map), t.type, t.rank, const_cast<void*>(t.data),
+      t.extent.data(), t.stride.data() + 1, t.box.data(), kElementStrides,
+      CU_TENSOR_MAP_INTERLEAVE_NONE, t.swizzle, t.promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result == CUDA_SUCCESS) return Status();
   return make_status(Status::Code::kInternal, __FILE_NAME__, __LINE__, "cuTensorMapEncodeTiled",
                      "CUresult ", static_cast<int>(result), " for ", t.name, ": type ",
@@ -110,13 +110,18 @@ Status encode_operand(const char* name, const Operand& operand, Major major, int
   t.extent[1] = k_major ? extent_mn : params.k;
   // A single row has no stride of its own.
   t.stride[1] = operand.ld != 0 ? operand.ld * t.bytes : (t.extent[0] * t.bytes + 15) / 16 * 16;
-  t.box[0] = 128 / t.bytes;
+  const int row_bytes = k_major ? 128 : config.mn_row_bytes(tile_mn);
+  t.box[0] = row_bytes / t.bytes;
   // As sm90/producer.cuh divides a tile among the blocks that share it.
   const int slabs = (tile_mn * t.bytes + 127) / 128;
   t.box[1] = k_major                ? tile_mn / sharers
              : slabs % sharers == 0 ? config.tile_k
                                     : config.tile_k / sharers;
-  t.swizzle = CU_TENSOR_MAP_SWIZZLE_128B;
+  t.swizzle = row_bytes == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
+              : row_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
+                                : CU_TENSOR_MAP_SWIZZLE_32B;
+  // What lies beside a box is the business of another block, which loads it at the same time.
+  if (config.skinny) t.promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
   add_batch(params, operand.batch, &t, moves);
   return encode(t, map);
 }
@@ -169,11 +174,11 @@ bool d_by_tma(const GemmProblem& problem) {
 // What the kernel has to do; the paths for sums are for D in the type of the operands.
 Finish finish_of(const EpilogueParams& epilogue, const TensorMaps& maps, bool exchanged,
                  const KernelConfig& config) {
+  if (is_plain(epilogue) && (maps.d_by_tma || config.skinny)) return Finish::kProduct;
   if (!maps.d_by_tma || epilogue.aux != nullptr || epilogue.row_scale.data != nullptr ||
       epilogue.column_scale.data != nullptr) {
     return Finish::kAnything;
   }
-  if (is_plain(epilogue)) return Finish::kProduct;
   const bool is_sum = epilogue.activation == Activation::kNone && config.unrolls_sums() &&
                       !exchanged && epilogue.d_is_float32 == (element_bytes(config.algorithm) == 4);
   if (epilogue.c.data == nullptr) return is_sum ? Finish::kAddBias : Finish::kActivate;
@@ -194,7 +199,9 @@ Status encode_tensor_maps(const GemmProblem& problem, const KernelConfig& config
                           TensorMaps* maps) {
   const GemmParams& params = problem.params;
   // What the kernel calls A gives the rows of the accumulators.
-  const bool exchanged = exchanges_operands(config, problem.major_a, problem.major_b);
+  const bool exchanged =
+      exchanges_operands(config, problem.major_a, problem.major_b, params.m, params.n);
+  maps->exchanged = exchanged;
   JAX_TCGEMM_RETURN_IF_ERROR(encode_operand(
       "a", params.a, problem.major_a, params.m, exchanged ? config.tile_n : config.tile_m,
       exchanged ? config.cluster_m : config.cluster_n, params, config,
@@ -212,12 +219,13 @@ Status encode_tensor_maps(const GemmProblem& problem, const KernelConfig& config
   }
 
   const EpilogueParams& epilogue = params.epilogue;
-  maps->d_by_tma = d_by_tma(problem);
+  maps->d_by_tma = !config.skinny && d_by_tma(problem);
   maps->c_by_tma = maps->d_by_tma && c_by_tma(problem);
   maps->has_c2 = maps->c_by_tma && epilogue.c2.data != nullptr;
   maps->finish = finish_of(epilogue, *maps, exchanged, config);
   if (!maps->d_by_tma) return Status();
-  const int64_t matrix = int64_t{params.m} * params.n;
+  // The groups' rows are one matrix.
+  const int64_t matrix = config.ragged == Ragged::kRows ? 0 : int64_t{params.m} * params.n;
   JAX_TCGEMM_RETURN_IF_ERROR(encode_result("d", epilogue.d, params.n, matrix,
                                            in_whole_rows(maps->finish), problem, config, &maps->d));
   if (epilogue.aux != nullptr) {

@@ -1,0 +1,71 @@
+#include "ragged.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "sm90/tensor_maps.h"
+#include "sm90/tma_descriptor.h"
+
+namespace jax_tcgemm {
+namespace {
+
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Groups of one size: their own are not known.
+ChoiceInput even_groups(const GemmProblem& problem, Ragged ragged, const DeviceProperties& device) {
+  const GemmParams& p = problem.params;
+  ChoiceInput input = {};
+  input.algorithm = problem.algorithm;
+  input.m = ragged == Ragged::kRows ? ceil_div(p.m, p.batch) : p.m;
+  input.n = p.n;
+  input.k = ragged == Ragged::kDepth ? ceil_div(p.k, p.batch) : p.k;
+  input.batch = p.batch;
+  input.tma_addressable = problem.tma_addressable();
+  input.major_a = problem.major_a;
+  input.major_b = problem.major_b;
+  input.plain = sm90::is_plain(p.epilogue);
+  input.float32_result = p.epilogue.d_is_float32;
+  input.max_splits = 1;
+  input.compute_capability = device.compute_capability;
+  input.sm_count = device.sm_count;
+  input.shared_memory_per_block = device.shared_memory_per_block;
+  input.ragged = ragged;
+  return input;
+}
+
+// The device counts tiles in 32 bits.
+Status check_tiles(const GemmParams& p, Ragged ragged, const KernelConfig& config) {
+  const int64_t rows = config.tile_m * config.cluster_m;
+  const int64_t tiles_m =
+      ragged == Ragged::kRows ? p.m / rows + p.batch + 1 : ceil_div(p.m, rows) * p.batch;
+  const int64_t tiles = tiles_m * ceil_div(p.n, config.tile_n * config.cluster_n);
+  constexpr int64_t kMax = std::numeric_limits<int32_t>::max() / 2;
+  JAX_TCGEMM_REQUIRE(tiles <= kMax && p.m <= kMax && p.k <= kMax, "m=", p.m, " n=", p.n, " k=", p.k,
+                     " groups=", p.batch, " make ", tiles, " tiles");
+  return Status();
+}
+
+}  // namespace
+
+Status run_ragged(GemmProblem problem, Ragged ragged, const DeviceProperties& device,
+                  cudaStream_t stream) {
+  const GemmParams& p = problem.params;
+  const ChoiceInput input = even_groups(problem, ragged, device);
+  const Choice choice = choose_kernel(input);
+  JAX_TCGEMM_REQUIRE(choice.entry != nullptr, "no kernel for groups of m=", p.m, " n=", p.n,
+                     " k=", p.k, " tma_addressable=", problem.tma_addressable(), " on ",
+                     device.name);
+  const KernelConfig& config = choice.entry->config;
+  log_choice(problem, *choice.entry);
+  JAX_TCGEMM_RETURN_IF_ERROR(check_tiles(p, ragged, config));
+  sm90::TensorMaps maps;
+  JAX_TCGEMM_RETURN_IF_ERROR(sm90::encode_tensor_maps(problem, config, &maps));
+  JAX_TCGEMM_REQUIRE(maps.d_by_tma, "n=", p.n, " or a result's address is not aligned");
+  const LaunchRequest request = {p, problem.major_a, problem.major_b, &maps, device, stream};
+  JAX_TCGEMM_CUDA_CHECK(choice.entry->launch(request), "launching ", choice.entry->name,
+                        " for m=", p.m, " n=", p.n, " k=", p.k, " groups=", p.batch, " on ",
+                        device.name);
+  return Status();
+}
+
+}  // namespace jax_tcgemm
