@@ -163,6 +163,8 @@ def _gated_obstacle(algorithm: str, spec: GatedSpec, x: Operands) -> str | None:
     if not spec.packed and spec.axes.b2 != spec.axes.b:
         return "reference: the two weights lie differently"
     gemm = fold(spec.strided(_shapes(x)))
+    if gemm.k == 0:
+        return "reference: nothing to multiply"
     if len(gemm.batch) > _MAX_TMA_BATCH_NDIM:
         return f"reference: {len(gemm.batch)} batch dimensions that do not fold"
     other = local_device(lambda capability: capability != _GATED_COMPUTE_CAPABILITY)

@@ -14,8 +14,10 @@ from jax.sharding import PartitionSpec
 from jax.test_util import check_grads
 
 import jax_tcgemm
-from jax_tcgemm import _extension, clip, gated_gemm, kernel_table
+from jax_tcgemm import _compat, _extension, clip, gated_gemm, kernel_table, lowering, reference
 from jax_tcgemm.epilogues import resolve
+from jax_tcgemm.spec import GemmSpec
+from jax_tcgemm.strides import Operands
 
 FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)
 
@@ -338,8 +340,14 @@ def assert_nothing_moves(text):
     assert not [op for op in MOVES if op in text], text
 
 
+@pytest.fixture
+def many_rows(monkeypatch):
+    """Takes the gated kernels whatever the number of rows."""
+    monkeypatch.setattr(lowering, "_FEW_ROWS", 0)
+
+
 @pytest.mark.parametrize("transpose_w", [False, True])
-def test_one_custom_call(cuda_module, transpose_w):
+def test_one_custom_call(cuda_module, many_rows, transpose_w):
     w = bf16(24, 16) if transpose_w else bf16(16, 24)
 
     def f(x, w, v, bias, bias2):
@@ -360,7 +368,7 @@ def test_one_custom_call(cuda_module, transpose_w):
 @pytest.mark.parametrize(
     ("transpose_w", "strides", "offset"), [(False, [48, 1], 24), (True, [1, 16], 24 * 16)]
 )
-def test_packed_weight_is_read_in_place(cuda_module, transpose_w, strides, offset):
+def test_packed_weight_is_read_in_place(cuda_module, many_rows, transpose_w, strides, offset):
     w = bf16(48, 16) if transpose_w else bf16(16, 48)
     f = functools.partial(gated_gemm, transpose_w=transpose_w, activation=None)
     text, (call,) = cuda_module(f, bf16(8, 16), w)
@@ -369,7 +377,7 @@ def test_packed_weight_is_read_in_place(cuda_module, transpose_w, strides, offse
     assert picked(call, "activation", "results") == ("", ["8x24xbf16"])
 
 
-def test_derivative_takes_three_results_of_one_pass(cuda_module):
+def test_derivative_takes_three_results_of_one_pass(cuda_module, many_rows):
     x, w = bf16(8, 16), bf16(16, 24)
 
     def pullback(x, w, v, g):
@@ -390,7 +398,7 @@ def test_derivative_takes_three_results_of_one_pass(cuda_module):
 
 
 @pytest.mark.parametrize("transpose_w", [False, True])
-def test_gradients_of_a_packed_weight_are_two_products(cuda_module, transpose_w):
+def test_gradients_of_a_packed_weight_are_two_products(cuda_module, many_rows, transpose_w):
     w = bf16(48, 16) if transpose_w else bf16(16, 48)
 
     def pullback(x, w, g):
@@ -408,7 +416,7 @@ def test_gradients_of_a_packed_weight_are_two_products(cuda_module, transpose_w)
     assert picked(calls[0], "gated", "n", "results") == (False, 48, ["8x48xbf16"])
 
 
-def test_vmap_is_strides(cuda_module):
+def test_vmap_is_strides(cuda_module, many_rows):
     x, w = bf16(8, 3, 16), bf16(16, 3, 24)
     f = jax.vmap(fused, in_axes=(1, 1, 1))
     text, (call,) = cuda_module(f, x, w, w)
@@ -421,6 +429,7 @@ def test_vmap_is_strides(cuda_module):
 @pytest.mark.parametrize(
     ("why", "x", "w", "v", "axes"),
     [
+        ("nothing to multiply", bf16(8, 0), bf16(0, 24), bf16(0, 24), None),
         ("float32", X, W, W, None),
         ("off 16 bytes", bf16(8, 16), bf16(16, 23), bf16(16, 23), None),
         ("k off 16 bytes", bf16(8, 9), bf16(9, 24), bf16(9, 24), None),
@@ -428,20 +437,20 @@ def test_vmap_is_strides(cuda_module):
         ("no contiguous axis", bf16(8, 16, 3), bf16(16, 24), bf16(16, 24), (2, None, None)),
     ],
 )
-def test_reference_where_there_is_no_gated_kernel(cuda_module, why, x, w, v, axes):
+def test_reference_where_there_is_no_gated_kernel(cuda_module, many_rows, why, x, w, v, axes):
     f = fused if axes is None else jax.vmap(fused, axes)
     text, calls = cuda_module(f, x, w, v)
     assert not calls, why
     assert text.count("dot_general") == 2
 
 
-def test_packed_halves_off_16_bytes_take_the_reference(cuda_module):
+def test_packed_halves_off_16_bytes_take_the_reference(cuda_module, many_rows):
     text, calls = cuda_module(gated_gemm, bf16(8, 16), bf16(16, 24))
     assert not calls
     assert text.count("dot_general") == 1
 
 
-def test_config_is_the_primal_calls(cuda_module):
+def test_config_is_the_primal_calls(cuda_module, many_rows):
     rows = kernel_table.for_algorithm("BF16_BF16_F32")
     name = next(row.name for row in rows if row.gated)
 
@@ -458,8 +467,47 @@ def test_config_is_the_primal_calls(cuda_module):
     assert name in str(raised.value)
 
 
-def test_builds_without_gated_kernels_take_the_reference(cuda_module, monkeypatch):
+def test_builds_without_gated_kernels_take_the_reference(cuda_module, many_rows, monkeypatch):
     plain = frozenset(row.name for row in kernel_table.CONFIGS if not row.gated)
     monkeypatch.setattr(_extension, "KERNEL_NAMES", plain)
     _, calls = cuda_module(fused, bf16(16, 16), bf16(16, 16), bf16(16, 16))
     assert not calls
+
+
+def test_few_rows_are_two_products(cuda_module):
+    def f(x, w, v, bias, bias2):
+        return gated_gemm(x, w, v, bias_gate=bias, bias_up=bias2)
+
+    args = bf16(2, 8, 16), bf16(16, 24), bf16(16, 24), bf16(24), jnp.zeros(24)
+    _, (up, gate) = cuda_module(f, *args)
+    assert picked(up, "m", "n", "has_bias", "activation", "gated") == (16, 24, True, "", False)
+    assert picked(gate, "m", "n", "has_bias", "activation", "gated") == (
+        16,
+        24,
+        True,
+        "Silu",
+        False,
+    )
+    assert picked(gate, "has_c", "c_role", "c_strides") == (True, "factor", [24, 1])
+    _, calls = cuda_module(lambda *args: jax.vjp(f, *args)[0], *args)
+    assert [call["results"] for call in calls] == [["2x8x24xbf16"]] * 2
+
+
+def test_few_rows_of_a_packed_weight_are_one_product(cuda_module):
+    _, (call,) = cuda_module(gated_gemm, bf16(8, 16), bf16(16, 48))
+    assert picked(call, "n", "gated", "results") == (48, False, ["8x48xbf16"])
+
+
+def test_a_factor(normal, exact):
+    a, b, c = normal(5, 7), normal(7, 3), normal(5, 3)
+    whole = (0, 1)
+    spec = GemmSpec(
+        Operands(whole, whole, whole),
+        jnp.dtype(jnp.float32),
+        _compat.canonicalize_precision("highest"),
+        activation="silu",
+        c_role="factor",
+    )
+    (got,) = reference.reference_gemm(a, b, c, spec=spec)
+    z = exact(a) @ exact(b)
+    np.testing.assert_allclose(got, z / (1 + np.exp(-z)) * exact(c), rtol=1e-5, atol=1e-5)

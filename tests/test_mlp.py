@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from jax.test_util import check_grads
 
 import jax_tcgemm
-from jax_tcgemm import clip, gated_mlp, mlp
+from jax_tcgemm import clip, gated_mlp, lowering, mlp
 from jax_tcgemm.epilogues import resolve
 
 
@@ -406,7 +406,8 @@ def test_gemms_of_a_step(cuda_module, form):
 
 
 @pytest.mark.parametrize(("form", "gemms"), [(gated, 8), (packed, 6)])
-def test_gemms_of_a_gated_step(cuda_module, form, gemms):
+def test_gemms_of_a_gated_step(cuda_module, monkeypatch, form, gemms):
+    monkeypatch.setattr(lowering, "_FEW_ROWS", 0)  # of many rows
     x, *weights = CUDA_ARGS
     text, calls = cuda_module(functools.partial(step, form), x, *weights)
     assert len(calls) == gemms
