@@ -430,6 +430,30 @@ def test_no_gemm_takes_a_ragged_kernel():
         jax_tcgemm.gemm(operand, operand, config=min(n for n in names if "_bf16_" in n))
 
 
+@pytest.mark.parametrize(
+    ("ragged", "extents", "groups", "wanted"),
+    [
+        ("rows", (1024, 14336, 4096), 8, "128x256x64"),
+        ("rows", (64, 2048, 7168), 64, "64x128x64"),
+        ("rows", (1, 2048, 7168), 128, "64x128x64"),
+        ("depth", (4096, 14336, 1024), 8, "128x256x64"),
+        ("depth", (7168, 2048, 1), 128, "128x128x64"),
+    ],
+)
+def test_the_choice_depends_on_the_mean_size(ragged, extents, groups, wanted):
+    rows = kernel_table.for_algorithm("BF16_BF16_F32", ragged)
+    if not _extension.KERNEL_NAMES.issuperset(row.name for row in rows):
+        pytest.skip("not in this build")
+    name = _extension._core.choose_config(
+        *("BF16_BF16_F32", *extents, groups, True, 132, 227 * 1024),
+        compute_capability=90,
+        layout="nn" if ragged == "rows" else "tn",
+        ragged=ragged,
+    )
+    assert name in {row.name for row in rows}
+    assert wanted in name
+
+
 # GPU
 
 
