@@ -404,20 +404,13 @@ def test_other_dtypes_lower_to_the_reference(normal, cuda_text, dtype):
     assert "custom_call @jax_tcgemm" not in cuda_text(ragged_dot, *operands)
 
 
-def test_targets_are_registered_and_can_be_exported():
-    registered = set(_extension._core.registrations())
-    assert not registered or registered == set(_extension.TARGETS)
-    checks = jax_tcgemm.export_disabled_checks()
-    assert len(checks) == len(_extension.TARGETS)
-
-
 def test_a_named_kernel_is_asked_for_and_not_by_derivatives(normal, cuda_text):
     operands = normal(16, 8, dtype=BF16), normal(2, 8, 8, dtype=BF16), jnp.array([8, 8])
     name = kernel_table.for_algorithm("BF16_BF16_F32", "rows")[0].name
     function = functools.partial(ragged_dot, config=name)
     assert cuda_text(function, *operands).count(f'config = "{name}"') == 1
     text = cuda_text(jax.grad(lambda *x: function(*x).astype(F32).sum(), (0, 1)), *operands)
-    assert text.count('config = ""') == text.count("custom_call @") == 2
+    assert text.count(', config = ""') == text.count("custom_call @") == 2
 
 
 def test_no_gemm_takes_a_ragged_kernel():
