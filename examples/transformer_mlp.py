@@ -141,6 +141,8 @@ def make_step(block: Block, shape: Shape) -> Callable:
 def peak_bytes(step: Callable, *args) -> int:
     """Returns the memory that the compiled step needs: arguments, results and what is between."""
     stats = jax.jit(step, donate_argnums=0).lower(*args).compile().memory_analysis()
+    if stats is None:
+        raise SystemExit("FAILED: this platform does not say what memory a program needs")
     return (
         stats.argument_size_in_bytes
         + stats.output_size_in_bytes

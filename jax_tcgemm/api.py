@@ -140,9 +140,10 @@ def _accumulates(
     x: Operands, activation: str | Activation | None, constants: dict[str, Any], out_dtype: Any
 ) -> bool:
     """Says whether this is ``c += A @ B`` in float32, the sum of a gradient over steps."""
-    is_sum = x.c is not None and activation is None and constants.get("beta") == 1
-    dtypes = [x.a.dtype.itemsize, x.b.dtype.itemsize]
-    return is_sum and x.c.dtype == out_dtype == "float32" and dtypes == [2, 2]
+    if x.c is None or activation is not None or constants.get("beta") != 1:
+        return False
+    sizes = [x.a.dtype.itemsize, x.b.dtype.itemsize]
+    return x.c.dtype == out_dtype == "float32" and sizes == [2, 2]
 
 
 def gated_gemm(

@@ -257,8 +257,8 @@ def _one_cupti_session(
     timings = {}
     for name, chain in chains.items():
         calls = len(chain.argument_sets)
-        seconds = tuple(sum(sample) * 1e-3 / calls for sample in samples[name])
-        timings[name] = Timing(seconds, "cupti", len(samples[name][0]) / calls)
+        times = tuple(sum(sample) * 1e-3 / calls for sample in samples[name])
+        timings[name] = Timing(times, "cupti", len(samples[name][0]) / calls)
     return timings
 
 

@@ -209,7 +209,7 @@ def _two_layers(
     (w_name, w), (bias_name, bias), (_, residual) = others.items()
     shapes = Operands(*(None if x is None else x.shape for x in first))
     *batch, m, f = first_spec.result_shape(shapes)
-    hidden = jax.ShapeDtypeStruct((*batch, m, f), first_spec.out_dtype)
+    hidden: Any = jax.ShapeDtypeStruct((*batch, m, f), first_spec.out_dtype)
     names = arguments.Names("the hidden layer", w_name, "", "transpose_w")
     _, _, n, _ = arguments.extents(hidden, w, False, transpose_w, names)
     _, w, out_dtype = arguments.promoted(
@@ -231,8 +231,10 @@ def _two_layers(
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _forward(layers: _Layers, first: Operands, second: Operands) -> jax.Array:
     """Computes both layers; ``second.a`` is None and becomes the hidden layer."""
-    bind = gated.bind if isinstance(layers.first, GatedSpec) else primitive.bind
-    hidden = bind(first, layers.first)[0]
+    if isinstance(layers.first, GatedSpec):
+        (hidden,) = gated.bind(first, layers.first)
+    else:
+        (hidden,) = primitive.bind(first, layers.first)
     return primitive.bind(second._replace(a=hidden), layers.second)[0]
 
 
@@ -292,7 +294,8 @@ def _activated(spec: GemmSpec, saved: Sequence[jax.Array]) -> jax.Array:
     """Returns the hidden layer of its pre-activations."""
     nothing = Operands(None, None)
     if isinstance(spec, GatedSpec):
-        return reference.gated_epilogue(*saved, nothing, spec)[0]
+        gate, up = saved
+        return reference.gated_epilogue(gate, up, nothing, spec)[0]
     return reference.epilogue(saved[0], nothing, spec)[0]
 
 

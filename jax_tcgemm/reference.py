@@ -53,7 +53,7 @@ def reference_gated(*operands: jax.Array, spec: GatedSpec, widen: bool = False) 
 def halves(both: jax.Array) -> list[jax.Array]:
     """Splits the columns of a packed weight, or of a product with it, between gate and up."""
     n = both.shape[-1] // 2
-    return lax.split(both, (n, n), axis=both.ndim - 1)
+    return [*lax.split(both, (n, n), axis=both.ndim - 1)]
 
 
 def product(a: jax.Array, b: jax.Array, spec: GemmSpec, widen: bool) -> jax.Array:

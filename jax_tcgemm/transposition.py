@@ -113,7 +113,8 @@ def _through_activation(cotangents: Sequence[Any], x: Operands, spec: GemmSpec) 
         for cotangent, multiple in zip(cotangents, multiples, strict=True)
         if type(cotangent) is not ad.Zero
     ]
-    return sum(terms[1:], terms[0]).astype(spec.out_dtype)
+    total = terms[0] if len(terms) == 1 else terms[0] + terms[1]
+    return total.astype(spec.out_dtype)
 
 
 def _scaled(g: jax.Array, x: Operands, spec: GemmSpec) -> jax.Array:
@@ -184,7 +185,7 @@ def _left_cotangent(
         beta=1.0,
     )
     # Where the result's axes are in what left is.
-    source = (*(left.axes[i] for i in kept), *sorted((m, k)))
+    source: Any = (*(left.axes[i] for i in kept), *sorted((m, k)))
     operands = Operands(first.array, second.array, alpha=x.alpha)
     if addend is not None and not summed:
         operands = operands._replace(c=addend)

@@ -143,21 +143,25 @@ struct FusedSubtile {
   // rows of 64 bytes.
   __device__ __forceinline__ void copy_out(uint32_t buffer, void* matrix, int m, int n, int y,
                                            int x) const {
-    constexpr int kRows = Wide::kBox.rows;
-    const int shift = wide() ? 4 : 5;  // of columns
     static_assert(Wide::kRowBytes == 64);
-#pragma unroll 1
-    for (int i = ptx::volatile_lane(); i < kRows << shift; i += 32) {
-      const int row = i >> shift;
-      const int column = i & ((1 << shift) - 1);
-      if (y + row >= m || x + column >= n) continue;
-      const int64_t at = (int64_t{y} + row) * n + x + column;
-      if (wide()) {
+    constexpr int kRows = Wide::kBox.rows;
+    const int lane = ptx::volatile_lane();
+    if (wide()) {
+      const int column = lane % 16;
+      float* to = static_cast<float*>(matrix) + (int64_t{y} + lane / 16) * n + x + column;
+#pragma unroll 4
+      for (int row = lane / 16; row < kRows; row += 2, to += 2 * int64_t{n}) {
         const uint32_t from = buffer + Wide::chunk_offset(row, column / 4) + column % 4 * 4;
-        static_cast<uint32_t*>(matrix)[at] = ptx::load_shared_4(from);
-      } else {
-        const uint32_t from = buffer + Wide::chunk_offset(row, column / 8) + column % 8 * 2;
-        static_cast<uint16_t*>(matrix)[at] = ptx::load_shared_2(from);
+        const uint32_t value = ptx::load_shared_4(from);
+        if (y + row < m && x + column < n) *to = __uint_as_float(value);
+      }
+    } else {
+      uint16_t* to = static_cast<uint16_t*>(matrix) + int64_t{y} * n + x + lane;
+#pragma unroll 4
+      for (int row = 0; row < kRows; ++row, to += n) {
+        const uint32_t from = buffer + Wide::chunk_offset(row, lane / 8) + lane % 8 * 2;
+        const uint16_t value = ptx::load_shared_2(from);
+        if (y + row < m && x + lane < n) *to = value;
       }
     }
   }
