@@ -63,7 +63,7 @@ nb::dict device_properties(int ordinal) {
 std::string choose_config(const std::string& algorithm, int64_t m, int64_t n, int64_t k,
                           int64_t batch, bool aligned, int sm_count, int shared_memory_per_block,
                           bool float32_result, int compute_capability, const std::string& layout,
-                          int max_splits, bool plain, bool gated) {
+                          int max_splits, bool plain, bool gated, const std::string& ragged) {
   const auto decoded = algorithm_from_name(algorithm);
   if (!decoded) throw std::invalid_argument("unknown algorithm '" + algorithm + "'");
   if (layout.size() != 2) throw std::invalid_argument("layout '" + layout + "'");
@@ -76,6 +76,9 @@ std::string choose_config(const std::string& algorithm, int64_t m, int64_t n, in
   input.aligned = input.tma_addressable = aligned;
   input.plain = plain && !gated;
   input.gated = gated;
+  input.ragged = ragged == "rows"    ? Ragged::kRows
+                 : ragged == "depth" ? Ragged::kDepth
+                                     : Ragged::kNone;
   input.major_a = layout[0] == 't' ? Major::kMn : Major::kK;
   input.major_b = layout[1] == 't' ? Major::kK : Major::kMn;
   input.float32_result = float32_result;
@@ -101,7 +104,7 @@ nb::dict device_properties(int) {
 }
 
 std::string choose_config(const std::string&, int64_t, int64_t, int64_t, int64_t, bool, int, int,
-                          bool, int, const std::string&, int, bool, bool) {
+                          bool, int, const std::string&, int, bool, bool, const std::string&) {
   return "";
 }
 
@@ -130,5 +133,6 @@ NB_MODULE(_core, module) {
              nb::arg("k"), nb::arg("batch"), nb::arg("aligned"), nb::arg("sm_count"),
              nb::arg("shared_memory_per_block"), nb::arg("float32_result") = false,
              nb::arg("compute_capability") = 80, nb::arg("layout") = "nn",
-             nb::arg("max_splits") = 1, nb::arg("plain") = true, nb::arg("gated") = false);
+             nb::arg("max_splits") = 1, nb::arg("plain") = true, nb::arg("gated") = false,
+             nb::arg("ragged") = "none");
 }

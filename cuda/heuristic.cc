@@ -150,7 +150,7 @@ double sm90_stage_cycles(const KernelConfig& config, const ChoiceInput& input, i
   const double excess = std::max(0.0, shared_bytes / (kSharedMemoryPeak * ideal) - 1.0);
   const double tensor = kTensorFactor * ideal * (cold ? 1.0 + kContention * excess : 1.0);
   double cycles = std::max({tensor, shared, loaded * blocks / (cold ? kColdRate : kWarmRate)});
-  if (cold && config.tile_m == 64 && input.m <= 256) {
+  if (cold && config.tile_m == 64 && input.m <= 256 && config.ragged == Ragged::kNone) {
     cycles = std::max(cycles, config.stage_bytes() / kColdRowsRate);
   }
   if (sm90::transposes_b(config, input.major_a, input.major_b)) cycles *= kTransposeFactor;

@@ -19,4 +19,5 @@ def choose_config(
     max_splits: int = 1,
     plain: bool = True,
     gated: bool = False,
+    ragged: str = "none",
 ) -> str: ...

@@ -355,10 +355,11 @@ def _rows() -> list[KernelConfig]:
             # Two weights.
             _sm90(algorithm, 128, 256, 4, cluster=(2, 1), gated=True),
             _sm90(algorithm, 128, 128, 6, cluster=(2, 1), schedule="pingpong", gated=True),
-            # Groups of rows. Blocks that share rows of one group waste nothing, whatever its size.
-            _sm90(algorithm, 128, 256, 4, cluster=(1, 2), ragged="rows"),
-            _sm90(algorithm, 128, 128, 6, schedule="pingpong", ragged="rows"),
+            # Groups of rows, of those that memory makes level the smallest tile first. Blocks that
+            # share rows of one group waste nothing, whatever its size.
             _sm90(algorithm, 64, 128, 6, schedule="pingpong", ragged="rows"),
+            _sm90(algorithm, 128, 128, 6, schedule="pingpong", ragged="rows"),
+            _sm90(algorithm, 128, 256, 4, cluster=(1, 2), ragged="rows"),
             # Groups of k.
             _sm90(algorithm, 128, 256, 4, cluster=(2, 1), ragged="depth"),
             _sm90(algorithm, 128, 128, 6, schedule="pingpong", ragged="depth"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.resources
+import itertools
 
 import pytest
 
@@ -26,7 +27,8 @@ def test_every_algorithm_has_rows_of_every_loader():
         assert {row.loader for row in rows} - {"tma"} == loaders
         assert ("tma" in {row.loader for row in rows}) == (algorithm != "F16_F16_F16")
         assert {row.element_bytes for row in rows} == {dtype.itemsize}
-    assert sum(map(len, map(for_algorithm, INPUT_DTYPES))) == len(CONFIGS)
+    kinds = itertools.product(INPUT_DTYPES, ("none", "rows", "depth"))
+    assert sum(len(for_algorithm(*kind)) for kind in kinds) == len(CONFIGS)
     assert len({(row.tile_m, row.tile_n) for row in CONFIGS}) >= 5
 
 
@@ -83,6 +85,21 @@ def test_impossible_sm90_rows(changes, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"ragged": "columns"}, "unknown ragged"),
+        ({"ragged": "rows", "gated": True, "tile_n": 128, "stages": 6}, "one weight"),
+        ({"ragged": "rows", "split_k": 2}, "unsplit"),
+        ({"ragged": "depth", "tile_n": 32}, "whole slabs"),
+    ],
+)
+def test_impossible_ragged_rows(changes, message):
+    row = by_name("sm90_bf16_128x64x64_s8_c1x1_cooperative")
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(row, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
         ({"algorithm": "TF32_TF32_F32", "tile_k": 32}, "float32 operands"),
         ({"tile_n": 8}, "16, 32 or 64"),
         ({"warps_m": 8, "tile_m": 128}, "one consumer warpgroup"),
@@ -109,7 +126,7 @@ def test_extension_holds_rows_of_the_table():
     if not info["cuda"]:
         assert _core.registrations() == {}
     else:
-        assert set(_core.registrations()) == {_extension.GEMM_TARGET}
+        assert set(_core.registrations()) == set(_extension.TARGETS)
 
 
 def test_a_stale_extension_is_refused():

@@ -404,20 +404,13 @@ def test_other_dtypes_lower_to_the_reference(normal, cuda_text, dtype):
     assert "custom_call @jax_tcgemm" not in cuda_text(ragged_dot, *operands)
 
 
-def test_targets_are_registered_and_can_be_exported():
-    registered = set(_extension._core.registrations())
-    assert not registered or registered == set(_extension.TARGETS)
-    checks = jax_tcgemm.export_disabled_checks()
-    assert len(checks) == len(_extension.TARGETS)
-
-
 def test_a_named_kernel_is_asked_for_and_not_by_derivatives(normal, cuda_text):
     operands = normal(16, 8, dtype=BF16), normal(2, 8, 8, dtype=BF16), jnp.array([8, 8])
     name = kernel_table.for_algorithm("BF16_BF16_F32", "rows")[0].name
     function = functools.partial(ragged_dot, config=name)
     assert cuda_text(function, *operands).count(f'config = "{name}"') == 1
     text = cuda_text(jax.grad(lambda *x: function(*x).astype(F32).sum(), (0, 1)), *operands)
-    assert text.count('config = ""') == text.count("custom_call @") == 2
+    assert text.count(', config = ""') == text.count("custom_call @") == 2
 
 
 def test_no_gemm_takes_a_ragged_kernel():
@@ -428,6 +421,30 @@ def test_no_gemm_takes_a_ragged_kernel():
     operand = jnp.zeros((8, 8), BF16)
     with pytest.raises(ValueError, match="is not a kernel configuration for"):
         jax_tcgemm.gemm(operand, operand, config=min(n for n in names if "_bf16_" in n))
+
+
+@pytest.mark.parametrize(
+    ("ragged", "extents", "groups", "wanted"),
+    [
+        ("rows", (1024, 14336, 4096), 8, "128x256x64"),
+        ("rows", (64, 2048, 7168), 64, "64x128x64"),
+        ("rows", (1, 2048, 7168), 128, "64x128x64"),
+        ("depth", (4096, 14336, 1024), 8, "128x256x64"),
+        ("depth", (7168, 2048, 1), 128, "128x128x64"),
+    ],
+)
+def test_the_choice_depends_on_the_mean_size(ragged, extents, groups, wanted):
+    rows = kernel_table.for_algorithm("BF16_BF16_F32", ragged)
+    if not _extension.KERNEL_NAMES.issuperset(row.name for row in rows):
+        pytest.skip("not in this build")
+    name = _extension._core.choose_config(
+        *("BF16_BF16_F32", *extents, groups, True, 132, 227 * 1024),
+        compute_capability=90,
+        layout="nn" if ragged == "rows" else "tn",
+        ragged=ragged,
+    )
+    assert name in {row.name for row in rows}
+    assert wanted in name
 
 
 # GPU
