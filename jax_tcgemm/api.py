@@ -162,8 +162,9 @@ def gated_gemm(
     """Gated linear unit: two products of one left operand and what joins them, fused.
 
     ``D = activation(x @ w_gate + bias_gate) * (x @ w_up + bias_up)`` (Shazeer, 2020, "GLU variants
-    improve transformer"). For bfloat16 and float16 this is one kernel that reads ``x`` once; both
-    products are accumulated and joined in float32 and the result is rounded once. Elsewhere, and
+    improve transformer"). On GPUs of compute capability 9.0, for bfloat16 and float16, this is one
+    kernel that reads ``x`` once; both products are accumulated and joined in float32 and the result
+    is rounded once. Elsewhere, and
     for float32, it is the same formula in ``jax.numpy``. It can be differentiated and batched as
     ``gemm`` can; the forward pass of a derivative writes the two pre-activations as well.
 

@@ -34,6 +34,8 @@ HEADER = {"device": "d", "gpu": None, "versions": {"jax": "1"}, "date": "2026-01
 
 def tiny(case, **changes):
     small = {"m": 5, "n": 7, "k": 6, "batch": min(case.batch, 3)}
+    if case.step:  # with few elements the rival's roundings may be most of what there is
+        small |= {"m": 64, "n": 96, "k": 48}
     return dataclasses.replace(case, **{**small, **changes})
 
 
