@@ -168,13 +168,14 @@ def test_vmap(normal, axes):
         for shape, axis in zip(shapes, axes, strict=True)
     ]
 
-    def both(f):
+    def both(f, *args):
         def loss(*args):
             return square_sum(jax.vmap(f, axes))(*args)
 
         return jax.vmap(f, axes)(*args), jax.grad(loss, range(6))(*args)
 
-    assert_trees_close(jax.jit(both, static_argnums=0)(call), both(formula), 1e-3)
+    got = jax.jit(both, static_argnums=0)(call, *args)
+    assert_trees_close(got, both(formula, *args), 1e-3)
 
 
 def test_unread_results_are_dropped(normal, cuda_module):

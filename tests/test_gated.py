@@ -206,14 +206,14 @@ def test_vmap(normal, form, axes):
         for shape, axis in zip(shapes, axes, strict=True)
     ]
 
-    def of_batch(f):
+    def of_batch(f, *args):
         return jax.vmap(f, axes)(*args), jax.grad(square_sum(jax.vmap(f, axes)), range(5))(*args)
 
-    def per_example(f):
+    def per_example(f, *args):
         return jax.vmap(jax.grad(square_sum(f), range(5)), axes)(*args)
 
     for both in (of_batch, per_example):
-        actual, expected = (jax.jit(both, static_argnums=0)(f) for f in (form, formula))
+        actual, expected = (jax.jit(both, static_argnums=0)(f, *args) for f in (form, formula))
         assert_trees_close(actual, expected, 1e-3)
 
 

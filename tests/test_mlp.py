@@ -241,14 +241,14 @@ def test_vmap(normal, form, formula, axes):
         for shape, axis in zip(shapes, axes, strict=True)
     ]
 
-    def of_batch(f):
+    def of_batch(f, *args):
         return jax.vmap(f, axes)(*args), jax.grad(square_sum(jax.vmap(f, axes)), EVERY)(*args)
 
-    def per_example(f):
+    def per_example(f, *args):
         return jax.vmap(jax.grad(square_sum(f), EVERY), axes)(*args)
 
     for both in (of_batch, per_example):
-        actual, expected = (jax.jit(both, static_argnums=0)(f) for f in (form, formula))
+        actual, expected = (jax.jit(both, static_argnums=0)(f, *args) for f in (form, formula))
         assert_trees_close(actual, expected, 2e-3)
 
 
