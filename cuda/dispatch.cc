@@ -8,6 +8,7 @@
 #include <set>
 #include <string>
 
+#include "epilogue/plain.h"
 #include "kernel_registry.inc"
 #include "pad_operand.h"
 #include "sm90/output_tile.h"
@@ -55,7 +56,7 @@ Status find_kernel(const GemmProblem& problem, const DeviceProperties& device, i
                           problem.tma_addressable() && p.batch_rank <= 3,
                           problem.major_a,
                           problem.major_b,
-                          sm90::is_plain(p.epilogue),
+                          is_plain(p.epilogue),
                           p.epilogue.gated,
                           p.epilogue.d_is_float32,
                           max_splits,

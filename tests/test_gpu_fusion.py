@@ -119,6 +119,30 @@ def check_residual_and_scales(compare, normal, rng, config, activation):
     compare(ours, formula, args, out_dtype, algorithm, slack)
 
 
+@by_config(gated=False)
+def test_scales_alone(compare, normal, rng, config):
+    """Without anything else in the epilogue, which must not count as none."""
+    m, n, k = config.tile_m + 8, config.tile_n + 8, 2 * config.tile_k
+    dtype = INPUT_DTYPES[config.algorithm]
+    names = [["row_scale"], ["column_scale"], ["row_scale", "column_scale"]][rng.integers(3)]
+    extents = {"row_scale": m, "column_scale": n}
+    scales = [jnp.asarray(rng.uniform(0.5, 1, extents[name]), jnp.float32) for name in names]
+
+    def ours(a, b, *scales):
+        options = dict(zip(names, scales, strict=True))
+        return [gemm(a, b, precision=config.algorithm, config=config.name, **options)]
+
+    def formula(matmul, a, b, *scales):
+        z = matmul(a, b)
+        for name, scale in zip(names, scales, strict=True):
+            z = z * (scale[:, None] if name == "row_scale" else scale)
+        return [z]
+
+    args = normal(m, k, dtype=dtype), normal(k, n, dtype=dtype), *scales
+    slack = accumulation_slack(config, jnp.dtype(dtype), k, 5 * k**0.5)
+    compare(ours, formula, args, dtype, config.algorithm, slack)
+
+
 @pytest.mark.parametrize("c_role", ["derivative", "gated_derivative"])
 @by_config(gated=False)
 def test_derivatives_of_activations(compare, normal, rng, config, c_role):

@@ -73,7 +73,7 @@ def test_impossible_rows(changes, message):
         ({"split_k": 3}, "split_k"),
         ({"split_k": 16, "cluster_m": 2}, "16 blocks"),
         ({"cluster_m": 3}, "1, 2 or 4"),
-        ({"promote": True, "tile_n": 256}, "second set"),
+        ({"promote": True, "tile_n": 192, "stages": 4}, "second set"),
     ],
 )
 def test_impossible_sm90_rows(changes, message):

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "common/launch.cuh"
+#include "epilogue/plain.h"
 #include "simt/kernel.cuh"
 #include "simt/plain_kernel.cuh"
 
@@ -28,7 +29,7 @@ cudaError_t launch(const LaunchRequest& request) {
   const GemmParams& params = request.params;
   constexpr KernelConfig kConfig = Row::kConfig;
   const int64_t rows = (int64_t{params.m} + kConfig.tile_m - 1) / kConfig.tile_m;
-  if (!is_plain(params) || rows > 65535) {  // what y of a grid takes
+  if (params.batch != 1 || !is_plain(params.epilogue) || rows > 65535) {  // what y of a grid takes
     return launch_row<Family, Row>(request);
   }
   const int64_t columns = (int64_t{params.n} + kConfig.tile_n - 1) / kConfig.tile_n;

@@ -22,13 +22,6 @@ struct PlainParams {
   bool d_is_float32;
 };
 
-inline bool is_plain(const GemmParams& params) {
-  const EpilogueParams& e = params.epilogue;
-  return params.batch == 1 && e.c.data == nullptr && e.bias.data == nullptr &&
-         e.alpha.data == nullptr && e.alpha.value == 1.f && e.activation == Activation::kNone &&
-         e.aux == nullptr;
-}
-
 template <KernelConfig kConfig, Major kMajorA, Major kMajorB>
 __device__ __forceinline__ void run_plain(const PlainParams& p) {
   using Element = typename AlgorithmTraits<kConfig.algorithm>::Element;

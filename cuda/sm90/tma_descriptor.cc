@@ -7,6 +7,7 @@
 #include <cstring>
 #include <string>
 
+#include "epilogue/plain.h"
 #include "sm90/output_tile.h"
 
 namespace jax_tcgemm::sm90 {
@@ -187,13 +188,6 @@ Finish finish_of(const EpilogueParams& epilogue, const TensorMaps& maps, bool ex
 }
 
 }  // namespace
-
-bool is_plain(const EpilogueParams& epilogue) {
-  return epilogue.alpha.data == nullptr && epilogue.alpha.value == 1.f &&
-         epilogue.c.data == nullptr && epilogue.bias.data == nullptr && epilogue.aux == nullptr &&
-         epilogue.row_scale.data == nullptr && epilogue.column_scale.data == nullptr &&
-         epilogue.activation == Activation::kNone && !epilogue.gated;
-}
 
 Status encode_tensor_maps(const GemmProblem& problem, const KernelConfig& config,
                           TensorMaps* maps) {

@@ -8,9 +8,6 @@
 
 namespace jax_tcgemm::sm90 {
 
-// Whether D is the product, rounded.
-bool is_plain(const EpilogueParams& epilogue);
-
 // Fills `maps` for the tiles of `config`.
 Status encode_tensor_maps(const GemmProblem& problem, const KernelConfig& config, TensorMaps* maps);
 
