@@ -266,7 +266,7 @@ class Case:
             if name in arrays
         )
         if self.group_sizes:
-            return self._by_lax_ragged_dot(arrays, a, *weights, preferred)
+            return self._by_lax_ragged_dot(arrays, a, weights[0], preferred)
         z, *up = (jnp.matmul(a, b, preferred_element_type=preferred) for b in weights)
         if self.is_gated:
             return jax.nn.silu(z) * up[0]

@@ -164,10 +164,10 @@ def gated_gemm(
     ``D = activation(x @ w_gate + bias_gate) * (x @ w_up + bias_up)`` (Shazeer, 2020, "GLU variants
     improve transformer"). On GPUs of compute capability 9.0, for bfloat16 and float16, this is one
     kernel that reads ``x`` once; both products are accumulated and joined in float32 and the result
-    is rounded once. Up to 64 rows take two kernels, and ``x @ w_up`` (of packed weights both) is
-    rounded in between. Elsewhere, and for float32, it is the same formula in ``jax.numpy``. It
-    can be differentiated and batched as ``gemm`` can; the forward pass of a derivative writes the
-    two pre-activations as well.
+    is rounded once. Up to 64 rows take two kernels, and ``x @ w_up`` (of packed weights both
+    products) is rounded in between. Elsewhere, and for float32, it is the same formula in
+    ``jax.numpy``. It can be differentiated and batched as ``gemm`` can; the forward pass of a
+    derivative writes the two pre-activations as well.
 
     Args:
         x: ``(..., m, k)``.

@@ -112,7 +112,8 @@ def _gated_by_products(x: Operands, spec: GatedSpec, algorithm: str) -> list[jax
     if spec.packed:
         both = spec.plain(out_dtype=spec.out_dtype)
         (product,) = _custom_call(*_laid_out(Operands(x.a, x.b), both), algorithm)
-        return reference.gated_epilogue(*reference.halves(product), x, spec)
+        g, u = reference.halves(product)
+        return reference.gated_epilogue(g, u, x, spec)
     axes = spec.axes
     up = spec.plain(axes=Operands(axes.a, axes.b2, bias=axes.bias2))
     (u,) = _custom_call(*_laid_out(Operands(x.a, x.b2, bias=x.bias2), up), algorithm)
