@@ -70,10 +70,12 @@ struct KernelConfig {
   // Columns of D in a tile.
   constexpr int output_n() const { return gated ? tile_n / 2 : tile_n; }
 
-  // sm90: float32 sums that a thread holds. With many of them no registers are left for the
-  // epilogues that are unrolled.
+  // sm90: float32 sums that a thread holds. With many of them, or tall tiles of 32-bit operands, no
+  // registers are left for the epilogues that are unrolled.
   constexpr int accumulators() const { return tile_m * tile_n / (32 * warps_m * warps_n); }
-  constexpr bool unrolls_sums() const { return accumulators() <= 128 && !gated; }
+  constexpr bool unrolls_sums() const {
+    return accumulators() <= 128 && !gated && element_bytes(algorithm) * tile_m <= 512;
+  }
 
   // Warps that multiply; sm90 kernels have others that load.
   constexpr int consumer_warps() const {
