@@ -151,8 +151,8 @@ def test_no_sm90_kernel_spills():
         if row.arch != "sm90" or row.name not in _core.kernel_names():
             continue
         kernels = {name: bytes_ for name, bytes_ in spills.items() if f"Row_{row.name}E" in name}
-        # One for each pair of layouts: some float32 rows cannot take two mn-major operands, and groups
-        # are of rows of a k-major A, or of k in two mn-major operands.
+        # One for each pair of layouts: some float32 rows cannot take two mn-major operands, and
+        # groups are of rows of a k-major A, or of k in two mn-major operands.
         assert len(kernels) >= {"none": 3, "rows": 2, "depth": 1}[row.ragged], row.name
         assert set(kernels.values()) == {0}, kernels
 
