@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kernel_rows import by_config
 from test_gpu_numerics import (
     LAYOUTS,
     accumulation_slack,
     baseline_precision,
-    by_config,
     poison,
     residues,
     units,
@@ -72,7 +72,7 @@ def compare(exact, assert_accurate):
 # Epilogues of one product
 
 
-@by_config(gated=False)
+@by_config()
 def test_residuals_and_scales(compare, normal, rng, config):
     for activation in some(rng, [None, *EVERY_ACTIVATION]):
         check_residual_and_scales(compare, normal, rng, config, activation)
@@ -119,7 +119,7 @@ def check_residual_and_scales(compare, normal, rng, config, activation):
     compare(ours, formula, args, out_dtype, algorithm, slack)
 
 
-@by_config(gated=False)
+@by_config()
 def test_scales_alone(compare, normal, rng, config):
     """Without anything else in the epilogue, which must not count as none."""
     m, n, k = config.tile_m + 8, config.tile_n + 8, 2 * config.tile_k
@@ -144,7 +144,7 @@ def test_scales_alone(compare, normal, rng, config):
 
 
 @pytest.mark.parametrize("c_role", ["derivative", "gated_derivative"])
-@by_config(gated=False)
+@by_config()
 def test_derivatives_of_activations(compare, normal, rng, config, c_role):
     algorithm = config.algorithm
     dtype = INPUT_DTYPES[algorithm]

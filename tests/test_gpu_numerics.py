@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kernel_rows import by_config
 
-from jax_tcgemm import _extension, gemm
+from jax_tcgemm import gemm
 from jax_tcgemm.epilogues import ACTIVATIONS
-from jax_tcgemm.kernel_table import CONFIGS, KernelConfig
+from jax_tcgemm.kernel_table import KernelConfig
 from jax_tcgemm.spec import INPUT_DTYPES
 
 pytestmark = pytest.mark.gpu
@@ -44,25 +45,7 @@ def baseline_precision(algorithm: str):
     return algorithm if algorithm == "TF32_TF32_F32" else None
 
 
-def by_config(*, gated: bool) -> pytest.MarkDecorator:
-    """Runs a test for each configuration, of one weight or of two."""
-    return pytest.mark.parametrize(
-        "config",
-        [
-            pytest.param(
-                config,
-                id=config.name,
-                marks=pytest.mark.skipif(
-                    config.name not in _extension.KERNEL_NAMES, reason="not in this build"
-                ),
-            )
-            for config in CONFIGS
-            if config.gated == gated and config.ragged == "none"
-        ],
-    )
-
-
-BY_CONFIG = by_config(gated=False)
+BY_CONFIG = by_config()
 
 
 @dataclasses.dataclass(frozen=True)

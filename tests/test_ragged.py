@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,105 +11,26 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.test_util import check_grads
+from ragged_problems import (
+    BF16,
+    F16,
+    F32,
+    bounds,
+    check_problem,
+    contracted,
+    looped,
+    random_problem,
+)
 
 import jax_tcgemm
 from jax_tcgemm import _extension, gated_ragged_dot, kernel_table, ragged_dot, ragged_primitive
 from jax_tcgemm.epilogues import ACTIVATIONS
 from jax_tcgemm.ragged_lowering import RaggedSpec
-from jax_tcgemm.spec import INPUT_DTYPES
-
-F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
-
-
-def bounds(sizes: Any, rows: int) -> np.ndarray:
-    """Where the groups begin, and the last one ends."""
-    ends = np.cumsum(np.clip(np.asarray(sizes, np.int64), 0, rows))
-    return np.concatenate([[0], np.minimum(ends, rows)])
-
-
-def looped(lhs: Any, rhs: Any, sizes: Any, bias: Any = None, activation: str | None = None) -> Any:
-    """The definition, group after group in float64; rhs is (g, k, n)."""
-    lhs, rhs = (np.asarray(x, np.float64) for x in (lhs, rhs))
-    at = bounds(sizes, len(lhs))
-    d = np.zeros((len(lhs), rhs.shape[2]))
-    for group in range(len(rhs)):
-        rows = slice(at[group], at[group + 1])
-        d[rows] = lhs[rows] @ rhs[group]
-        if bias is not None:
-            d[rows] += np.asarray(bias, np.float64)[group]
-        if activation is not None:
-            with jax.enable_x64(True):
-                d[rows] = ACTIVATIONS[activation].reference(jnp.asarray(d[rows]))
-    return d
-
-
-def contracted(lhs: Any, rhs: Any, sizes: Any) -> np.ndarray:
-    lhs, rhs = (np.asarray(x, np.float64) for x in (lhs, rhs))
-    at = bounds(sizes, len(lhs))
-    return np.stack([lhs[i:j].T @ rhs[i:j] for i, j in itertools.pairwise(at)])
-
-
-def drawn_sizes(rng: np.random.Generator, groups: int, rows: int) -> np.ndarray:
-    """Sizes of many a kind: even, uneven, empty, negative, short of the rows or beyond them."""
-    mean = rows // max(groups, 1)
-    kind = rng.integers(6)
-    if kind == 0:
-        return np.full(groups, mean)
-    sizes = rng.integers(0, 2 * mean + 2, groups)
-    if kind == 1:
-        sizes[rng.random(groups) < 0.5] = 0
-    elif kind == 2:
-        sizes //= 2
-    elif kind == 3:
-        sizes = mean - sizes
-    elif kind == 4:
-        sizes[rng.integers(groups)] = 2**31 - 1
-    return sizes
-
-
-def random_problem(rng: np.random.Generator, normal: Callable, dtype: Any) -> dict[str, Any]:
-    groups = int(rng.choice([1, 2, 3, 5, 8, 33, 70]))
-    m, n, k = (int(x) for x in rng.integers(1, (300, 150, 150)))
-    transposed = bool(rng.integers(2))
-    return {
-        "lhs": normal(m, k, dtype=dtype),
-        "rhs": normal(groups, *((n, k) if transposed else (k, n)), dtype=dtype),
-        "group_sizes": jnp.asarray(drawn_sizes(rng, groups, m), jnp.int32),
-        "bias": normal(groups, n, dtype=dtype) if rng.integers(2) else None,
-        "activation": [None, "silu", "gelu", "relu"][rng.integers(4)],
-        "transpose_rhs": transposed,
-    }
-
-
-def check_problem(p: dict[str, Any], assert_accurate: Callable) -> None:
-    rhs = jnp.swapaxes(p["rhs"], 1, 2) if p["transpose_rhs"] else p["rhs"]
-    sizes = np.diff(bounds(p["group_sizes"], p["lhs"].shape[0])).astype(np.int32)
-    d = ragged_dot(**p)
-    assert d.dtype == p["lhs"].dtype
-    z = jax.lax.ragged_dot(p["lhs"], rhs, jnp.asarray(sizes), preferred_element_type=F32)
-    if p["bias"] is not None:
-        rows = jnp.repeat(p["bias"], sizes, axis=0, total_repeat_length=sizes.sum())
-        z = z.at[: sizes.sum()].add(rows.astype(F32))
-    function = ACTIVATIONS[p["activation"]].reference if p["activation"] else lambda x: x
-    baseline = function(z).at[sizes.sum() :].set(0).astype(d.dtype)
-    exact = looped(p["lhs"], rhs, sizes, p["bias"], p["activation"])
-    # Of float32 sums, that come in another order.
-    order = float(jnp.finfo(F32).eps) * p["lhs"].shape[1] ** 0.5 * np.abs(exact).max()
-    assert_accurate(d, baseline, exact, slack=order)
-    assert not np.asarray(d[sizes.sum() :]).any()
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F16])
 def test_equals_the_loop_and_lax(rng, normal, assert_accurate, dtype):
     for _ in range(4):
-        check_problem(random_problem(rng, normal, dtype), assert_accurate)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("part", range(10))
-@pytest.mark.parametrize("dtype", [BF16, F16])
-def test_equals_the_loop_and_lax_on_the_gpu(rng, normal, assert_accurate, dtype, part):
-    for _ in range(25):
         check_problem(random_problem(rng, normal, dtype), assert_accurate)
 
 
@@ -447,76 +367,3 @@ def test_the_choice_depends_on_the_mean_size(ragged, extents, groups, wanted):
     )
     assert name in {row.name for row in rows}
     assert wanted in name
-
-
-# GPU
-
-
-def _built(ragged: str) -> list[Any]:
-    return [
-        pytest.param(
-            row,
-            id=row.name,
-            marks=pytest.mark.skipif(
-                row.name not in _extension.KERNEL_NAMES, reason="not in this build"
-            ),
-        )
-        for row in kernel_table.CONFIGS
-        if row.ragged == ragged
-    ]
-
-
-@pytest.mark.gpu
-@pytest.mark.sm90
-@pytest.mark.parametrize("row", _built("rows"))
-def test_every_kernel_for_groups_of_rows(rng, normal, row):
-    dtype = INPUT_DTYPES[row.algorithm]
-    for transposed in (False, True):
-        m, n, k = 1000, 8 * int(rng.integers(1, 90)), 8 * int(rng.integers(1, 50))
-        groups = int(rng.integers(1, 40))
-        sizes = drawn_sizes(rng, groups, m)
-        lhs, rhs, bias = (normal(*s, dtype=dtype) for s in ((m, k), (groups, k, n), (groups, n)))
-        stored = jnp.swapaxes(rhs, 1, 2) if transposed else rhs
-        sizes = jnp.asarray(sizes, jnp.int32)
-        options = {"bias": bias, "transpose_rhs": transposed, "config": row.name}
-        d = ragged_dot(lhs, stored, sizes, activation="silu", **options)
-        wanted = looped(lhs, rhs, sizes, bias, "silu")
-        error = np.abs(np.asarray(d, np.float64) - wanted).max()
-        assert error <= float(jnp.finfo(dtype).eps) * np.abs(wanted).max()
-
-
-@pytest.mark.gpu
-@pytest.mark.sm90
-@pytest.mark.parametrize("row", _built("depth"))
-def test_every_kernel_for_groups_of_k(rng, normal, row):
-    dtype = INPUT_DTYPES[row.algorithm]
-    for out_dtype in (dtype, jnp.dtype(F32)):
-        m, n, k = (8 * int(x) for x in rng.integers(1, (100, 90, 50)))
-        groups = int(rng.integers(1, 40))
-        sizes = drawn_sizes(rng, groups, m)
-        used = int(bounds(sizes, m)[-1])
-        lhs = normal(m, k, dtype=dtype).at[used:].set(jnp.nan)
-        rhs = normal(m, n, dtype=dtype).at[used:].set(jnp.inf)
-        spec = RaggedSpec(out_dtype, (jax.lax.Precision.DEFAULT,) * 2, config=row.name)
-        (d,) = ragged_primitive.contraction(spec, lhs, rhs, jnp.asarray(sizes, jnp.int32))
-        wanted = contracted(lhs, rhs, sizes)
-        error = np.abs(np.asarray(d, np.float64) - wanted).max()
-        assert error <= max(float(jnp.finfo(out_dtype).eps), 1e-5) * max(np.abs(wanted).max(), 1)
-
-
-@pytest.mark.gpu
-@pytest.mark.sm90
-@pytest.mark.parametrize("dtype", [BF16, F16])
-def test_gradients_on_the_gpu(rng, normal, assert_accurate, dtype):
-    for _ in range(6):
-        m, k, n = (int(x) for x in rng.integers(1, (700, 400, 400)))
-        groups = int(rng.integers(1, 40))
-        sizes = drawn_sizes(rng, groups, m)
-        lhs, rhs, ct = (normal(*s, dtype=dtype) for s in ((m, k), (groups, k, n), (m, n)))
-        used = int(bounds(sizes, m)[-1])
-        lhs, ct = lhs.at[used:].set(jnp.nan), ct.at[used:].set(jnp.inf)
-        product = functools.partial(ragged_dot, group_sizes=jnp.asarray(sizes, jnp.int32))
-        dlhs, drhs = jax.jit(jax.vjp(product, lhs, rhs)[1])(ct)
-        exact = looped(ct, jnp.swapaxes(rhs, 1, 2), sizes), contracted(lhs, ct, sizes)
-        for actual, wanted in zip((dlhs, drhs), exact, strict=True):
-            assert_accurate(actual, jnp.asarray(wanted, dtype), wanted, slack=1e-5 * (m * n) ** 0.5)

@@ -1,0 +1,26 @@
+"""Rows of the kernel table as parameters of tests."""
+
+from __future__ import annotations
+
+import pytest
+
+from jax_tcgemm import _extension
+from jax_tcgemm.kernel_table import CONFIGS
+
+
+def by_config(*, gated: bool = False, ragged: str = "none") -> pytest.MarkDecorator:
+    """Runs a test for each configuration, of one weight or of two, and of groups or of none."""
+    return pytest.mark.parametrize(
+        "config",
+        [
+            pytest.param(
+                config,
+                id=config.name,
+                marks=pytest.mark.skipif(
+                    config.name not in _extension.KERNEL_NAMES, reason="not in this build"
+                ),
+            )
+            for config in CONFIGS
+            if config.gated == gated and config.ragged == ragged
+        ],
+    )
