@@ -63,7 +63,8 @@ nb::dict device_properties(int ordinal) {
 std::string choose_config(const std::string& algorithm, int64_t m, int64_t n, int64_t k,
                           int64_t batch, bool aligned, int sm_count, int shared_memory_per_block,
                           bool float32_result, int compute_capability, const std::string& layout,
-                          int max_splits, bool plain, bool gated, const std::string& ragged) {
+                          int max_splits, const std::string& epilogue, bool gated,
+                          const std::string& ragged) {
   const auto decoded = algorithm_from_name(algorithm);
   if (!decoded) throw std::invalid_argument("unknown algorithm '" + algorithm + "'");
   if (layout.size() != 2) throw std::invalid_argument("layout '" + layout + "'");
@@ -74,7 +75,9 @@ std::string choose_config(const std::string& algorithm, int64_t m, int64_t n, in
   input.k = k;
   input.batch = batch;
   input.aligned = input.tma_addressable = aligned;
-  input.plain = plain && !gated;
+  input.epilogue = epilogue == "none" && !gated  ? EpilogueWork::kNone
+                   : epilogue == "sum" && !gated ? EpilogueWork::kSum
+                                                 : EpilogueWork::kAny;
   input.gated = gated;
   input.ragged = ragged == "rows"    ? Ragged::kRows
                  : ragged == "depth" ? Ragged::kDepth
@@ -104,7 +107,8 @@ nb::dict device_properties(int) {
 }
 
 std::string choose_config(const std::string&, int64_t, int64_t, int64_t, int64_t, bool, int, int,
-                          bool, int, const std::string&, int, bool, bool, const std::string&) {
+                          bool, int, const std::string&, int, const std::string&, bool,
+                          const std::string&) {
   return "";
 }
 
@@ -133,6 +137,6 @@ NB_MODULE(_core, module) {
              nb::arg("k"), nb::arg("batch"), nb::arg("aligned"), nb::arg("sm_count"),
              nb::arg("shared_memory_per_block"), nb::arg("float32_result") = false,
              nb::arg("compute_capability") = 80, nb::arg("layout") = "nn",
-             nb::arg("max_splits") = 1, nb::arg("plain") = true, nb::arg("gated") = false,
+             nb::arg("max_splits") = 1, nb::arg("epilogue") = "none", nb::arg("gated") = false,
              nb::arg("ragged") = "none");
 }

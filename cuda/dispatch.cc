@@ -8,7 +8,7 @@
 #include <set>
 #include <string>
 
-#include "epilogue/plain.h"
+#include "epilogue/work.h"
 #include "kernel_registry.inc"
 #include "pad_operand.h"
 #include "sm90/output_tile.h"
@@ -44,6 +44,13 @@ Status set_tile_order(const KernelConfig& config, bool exchanged, GemmParams* pa
   return Status();
 }
 
+// Whether an operand's rows begin with lines of L2.
+bool begins_lines(const Operand& operand, Algorithm algorithm) {
+  constexpr int kLine = 128;
+  return operand.ld * element_bytes(algorithm) % kLine == 0 &&
+         reinterpret_cast<uintptr_t>(operand.data) % kLine == 0;
+}
+
 Status find_kernel(const GemmProblem& problem, const DeviceProperties& device, int max_splits,
                    Choice* choice) {
   const GemmParams& p = problem.params;
@@ -56,14 +63,18 @@ Status find_kernel(const GemmProblem& problem, const DeviceProperties& device, i
                           problem.tma_addressable() && p.batch_rank <= 3,
                           problem.major_a,
                           problem.major_b,
-                          is_plain(p.epilogue),
+                          work_of(p.epilogue),
                           p.epilogue.gated,
                           p.epilogue.d_is_float32,
                           max_splits,
                           device.compute_capability,
                           device.sm_count,
                           device.shared_memory_per_block,
-                          p.batch_rank};
+                          p.batch_rank,
+                          Ragged::kNone,
+                          begins_lines(p.a, problem.algorithm),
+                          begins_lines(p.b, problem.algorithm),
+                          sm90::d_by_tma(problem)};
   *choice = {nullptr, 1};
   if (!problem.config.empty()) {
     const auto rows = kernel_registry();
@@ -84,43 +95,46 @@ Status find_kernel(const GemmProblem& problem, const DeviceProperties& device, i
 }
 
 // Replaces an unaligned operand by a padded copy in the workspace, of which `*used` bytes are
-// taken, if there is room.
-Status pad_operand(const GemmProblem& problem, Major major, int32_t extent_mn, Operand* operand,
-                   bool* strides_aligned, bool* aligned, int64_t* used, cudaStream_t stream) {
+// taken, if there is room. Returns whether there was; the copy is still to be made.
+bool plan_padding(const GemmProblem& problem, Major major, int32_t extent_mn, Operand* operand,
+                  PadProblem* pad, int64_t* used) {
   const GemmParams& params = problem.params;
-  PadProblem pad = {};
-  pad.in = *operand;
-  pad.element_bytes = element_bytes(problem.algorithm);
-  pad.rows = major == Major::kK ? extent_mn : params.k;
-  pad.columns = major == Major::kK ? params.k : extent_mn;
-  pad.batch_rank = params.batch_rank;
-  std::copy(std::begin(params.batch_shape), std::end(params.batch_shape), pad.batch_shape);
-  pad.out = static_cast<char*>(problem.workspace) + *used;
-  const int64_t bytes = plan_pad(&pad);
+  *pad = {};
+  pad->in = *operand;
+  pad->element_bytes = element_bytes(problem.algorithm);
+  pad->rows = major == Major::kK ? extent_mn : params.k;
+  pad->columns = major == Major::kK ? params.k : extent_mn;
+  pad->batch_rank = params.batch_rank;
+  std::copy(std::begin(params.batch_shape), std::end(params.batch_shape), pad->batch_shape);
+  pad->out = static_cast<char*>(problem.workspace) + *used;
+  const int64_t bytes = plan_pad(pad);
   // An operand of which the base address alone is unaligned had no copy planned; kernels that
   // realign will take it.
-  if (*used + bytes > problem.padding_bytes) return Status();
-  JAX_TCGEMM_CUDA_CHECK(launch_pad(pad, stream), "padding ", pad.rows, " rows of ", pad.columns);
+  if (*used + bytes > problem.padding_bytes) return false;
   *used += bytes;
-  *operand = {pad.out, pad.out_ld, bytes / pad.element_bytes, pad.out_batch};
-  *strides_aligned = *aligned = true;
-  return Status();
+  *operand = {pad->out, pad->out_ld, bytes / pad->element_bytes, pad->out_batch};
+  return true;
 }
 
 Status pad_unaligned_operands(GemmProblem* problem, int64_t* used, cudaStream_t stream) {
   // A padded copy of one of two weights would not lie as the other does.
   if (problem->padding_bytes == 0 || problem->params.epilogue.gated) return Status();
   GemmParams& params = problem->params;
-  if (!problem->aligned_a) {
-    JAX_TCGEMM_RETURN_IF_ERROR(pad_operand(*problem, problem->major_a, params.m, &params.a,
-                                           &problem->strides_aligned_a, &problem->aligned_a, used,
-                                           stream));
+  PadProblem pads[2];
+  int count = 0;
+  if (!problem->aligned_a &&
+      plan_padding(*problem, problem->major_a, params.m, &params.a, &pads[count], used)) {
+    problem->strides_aligned_a = problem->aligned_a = true;
+    ++count;
   }
-  if (!problem->aligned_b) {
-    JAX_TCGEMM_RETURN_IF_ERROR(pad_operand(*problem, problem->major_b, params.n, &params.b,
-                                           &problem->strides_aligned_b, &problem->aligned_b, used,
-                                           stream));
+  if (!problem->aligned_b &&
+      plan_padding(*problem, problem->major_b, params.n, &params.b, &pads[count], used)) {
+    problem->strides_aligned_b = problem->aligned_b = true;
+    ++count;
   }
+  if (count == 0) return Status();
+  JAX_TCGEMM_CUDA_CHECK(launch_pads(pads, count, stream), "padding ", count,
+                        " operands of m=", params.m, " n=", params.n, " k=", params.k);
   return Status();
 }
 

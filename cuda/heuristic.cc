@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <span>
 
 #include "sm90/output_tile.h"
 
@@ -72,9 +73,8 @@ double simt_cycles(const KernelConfig& config, const ChoiceInput& input, int64_t
 namespace sm90_model {
 constexpr double kStartCycles = 3530.0;  // barriers, descriptors, the first stage
 constexpr double kClusterStartCycles = 600.0;
-constexpr double kLargeClusterStartCycles = 6000.0;  // of 16 blocks
-constexpr double kTensorFactor = 1.13;               // wgmma does not quite reach its rate
-constexpr double kFewStagesFactor = 1.02;            // fewer than 4
+constexpr double kTensorFactor = 1.13;     // wgmma does not quite reach its rate
+constexpr double kFewStagesFactor = 1.02;  // fewer than 4
 constexpr double kTransposeFactor = 1.34;
 constexpr double kPromoteFactor = 1.04;
 // Into and out of one SM's shared memory.
@@ -87,16 +87,26 @@ constexpr double kWarmRate = 8770.0;
 constexpr double kColdRate = 6220.0;
 constexpr double kColdRowsRate = 47.0;
 constexpr double kColdBytes = 27e6;
-constexpr double kMemoryRate = 1890.0;  // from device memory
-constexpr double kMemorySms = 0.75;     // share of the SMs that it takes
+constexpr double kSplitLineFactor = 1.4;  // rows that are a part of two lines ask for both
+constexpr double kReadRate = 2400.0;      // from device memory
+constexpr double kWriteRate = 1970.0;     // to it
+constexpr double kMemorySms = 0.75;       // share of the SMs that it takes
+constexpr double kAgainShare = 0.15;      // of loading from L2 again, that adds to this
 // Writing 2 bytes of D, without and with a sum over the blocks that split k.
 constexpr double kElementCycles = 0.072;
-// An epilogue's own, with code that is fetched from afar the first time.
+constexpr double kCopiedElementCycles = 0.1;  // if TMA cannot
+// What a tile takes beside its instructions and D, where a consumer waits for its turn.
+constexpr double kTurnCycles = 2600.0;
+// An epilogue's own, with code that is fetched from afar the first time; that of a sum, unrolled.
 constexpr double kFusedElementCycles = 0.18;
 constexpr double kFusedStartCycles = 3500.0;
+constexpr double kSumElementCycles = 0.03;
+constexpr double kSumStartCycles = 800.0;
 constexpr double kReductionCycles = 1930.0;
 constexpr double kReducedElementCycles = 0.187;
-constexpr double kSumCycles = 5000.0;  // the kernel that adds up splits
+// The kernel that adds up splits: a read after the other.
+constexpr double kSumCycles = 9000.0;
+constexpr double kSumSplitCycles = 100.0;
 }  // namespace sm90_model
 
 // Of its skinny rows, which stream an operand.
@@ -109,17 +119,20 @@ constexpr double kSharedRate = 18300.0;  // of the other, which every block read
 constexpr double kSmRate = 53.7;         // of both into one SM
 constexpr double kLatencyCycles = 1695.0;
 constexpr double kElementCycles = 0.265;
-// Limits that are close to one another take longer together: the power of their mean.
-constexpr double kPower = 8.0;
 // What the sm80 rows make of memory on this GPU.
-constexpr double kSm80MemoryRate = 2400.0;
+constexpr double kSm80MemoryRate = 1800.0;
 }  // namespace skinny_model
+
+// Of an sm90 kernel; two warpgroups of consumers take all registers.
+int blocks_on_sm(const KernelConfig& config) {
+  return config.skinny || config.consumer_warps() <= 4 ? config.resident_blocks() : 1;
+}
 
 // Clusters at a time. A cluster's blocks share a GPC, and not every GPC has a multiple of 4 SMs.
 int64_t concurrent_clusters(const KernelConfig& config, const ChoiceInput& input) {
   const int size = config.cluster_size();
-  const double usable = size <= 2 ? 1.0 : size <= 8 ? 120.0 / 132 : 112.0 / 132;
-  const int blocks = config.skinny ? config.skinny_blocks() : 1;  // on an SM
+  const double usable = size <= 2 ? 1.0 : 120.0 / 132;
+  const int blocks = blocks_on_sm(config);
   return std::max<int64_t>(1, static_cast<int64_t>(input.sm_count * blocks * usable / size));
 }
 
@@ -133,6 +146,20 @@ int64_t sm90_tiles(const KernelConfig& config, const ChoiceInput& input, int spl
          ceil_div(columns, config.output_n() * config.cluster_n) * input.batch * splits;
 }
 
+// Bytes of a stage that a block asks L2 for; others of its cluster load the rest.
+double loaded_bytes(const KernelConfig& config, const ChoiceInput& input) {
+  using namespace sm90_model;
+  const bool exchanged =
+      sm90::exchanges_operands(config, input.major_a, input.major_b, input.m, input.n);
+  const auto asked = [&](int extent, int sharers, bool whole_lines) {
+    return config.operand_bytes(extent) * (whole_lines ? 1.0 : kSplitLineFactor) / sharers;
+  };
+  return asked(config.tile_m, config.cluster_n,
+               exchanged ? input.whole_lines_b : input.whole_lines_a) +
+         asked(config.tile_n, config.cluster_m,
+               exchanged ? input.whole_lines_a : input.whole_lines_b);
+}
+
 // Cycles of one stage: the slowest of tensor cores, shared memory (wgmma reads A once and B for
 // every 64 rows; TMA writes both) and L2.
 double sm90_stage_cycles(const KernelConfig& config, const ChoiceInput& input, int64_t blocks) {
@@ -144,18 +171,26 @@ double sm90_stage_cycles(const KernelConfig& config, const ChoiceInput& input, i
   const double shared = shared_bytes / kSharedMemoryRate;
   const bool cold =
       static_cast<double>(bytes) * input.k * (input.m + input.n) * input.batch > kColdBytes;
-  const double loaded =
-      static_cast<double>(config.operand_bytes(config.tile_m)) / config.cluster_n +
-      static_cast<double>(config.operand_bytes(config.tile_n)) / config.cluster_m;
+  const double loaded = loaded_bytes(config, input);
   const double excess = std::max(0.0, shared_bytes / (kSharedMemoryPeak * ideal) - 1.0);
   const double tensor = kTensorFactor * ideal * (cold ? 1.0 + kContention * excess : 1.0);
-  double cycles = std::max({tensor, shared, loaded * blocks / (cold ? kColdRate : kWarmRate)});
+  const double on_sm = std::max(1.0, static_cast<double>(blocks) / input.sm_count);
+  double cycles =
+      std::max(on_sm * std::max(tensor, shared), loaded * blocks / (cold ? kColdRate : kWarmRate));
   if (cold && config.tile_m == 64 && input.m <= 256 && config.ragged == Ragged::kNone) {
     cycles = std::max(cycles, config.stage_bytes() / kColdRowsRate);
   }
   if (sm90::transposes_b(config, input.major_a, input.major_b)) cycles *= kTransposeFactor;
   if (config.promote) cycles *= kPromoteFactor;
   return config.stages < 4 ? cycles * kFewStagesFactor : cycles;
+}
+
+// Limits that are close to one another take longer together.
+double power_mean(std::span<const double> limits) {
+  constexpr double kPower = 8.0;
+  double sum = 0.0;
+  for (const double limit : limits) sum += std::pow(limit, kPower);
+  return std::pow(sum, 1.0 / kPower);
 }
 
 // The limits are memory, the SMs, and what the rings keep on its way; round after round.
@@ -167,21 +202,47 @@ double skinny_cycles(const KernelConfig& config, const ChoiceInput& input) {
   const double loaded = stages * config.stage_bytes();
   double cycles =
       kStartCycles + (config.split_k > 1 ? kClusterStartCycles : 0.0) +
-      kElementCycles * config.skinny_blocks() * config.tile_m * config.tile_n / config.split_k;
+      kElementCycles * config.resident_blocks() * config.tile_m * config.tile_n / config.split_k;
   const auto round = [&](int64_t clusters) {
     const double blocks = static_cast<double>(clusters * config.cluster_size());
     const double sms = std::min<double>(blocks, input.sm_count);
     const double limits[] = {blocks * (streamed / kMemoryRate + (loaded - streamed) / kSharedRate),
                              blocks * loaded / (sms * kSmRate),
                              kLatencyCycles * loaded / config.ring_bytes()};
-    double sum = 0.0;
-    for (const double limit : limits) sum += std::pow(limit, kPower);
-    return std::pow(sum, 1.0 / kPower);
+    return power_mean(limits);
   };
   const int64_t tiles = sm90_tiles(config, input, 1);
   const int64_t rounds = ceil_div(tiles, capacity);
   cycles += (rounds - 1) * (round(capacity) + kRoundCycles);
   return cycles + round(tiles - (rounds - 1) * capacity);
+}
+
+struct FusedCost {
+  double element = 0.0;
+  double start = 0.0;
+};
+
+FusedCost fused_cost(const KernelConfig& config, EpilogueWork work) {
+  using namespace sm90_model;
+  if (work == EpilogueWork::kNone) return {};
+  if (work == EpilogueWork::kSum && config.unrolls_sums()) {
+    return {kSumElementCycles, kSumStartCycles};
+  }
+  return {kFusedElementCycles, kFusedStartCycles};
+}
+
+// Cycles of reading the operands and writing D, where blocks load so many bytes together. Few SMs
+// cannot ask for all that memory could give.
+double memory_cycles(const ChoiceInput& input, int64_t blocks, double loaded) {
+  using namespace sm90_model;
+  const int bytes = element_bytes(input.algorithm);
+  const double read = static_cast<double>(input.batch) * bytes * input.k *
+                      (input.m + (input.gated ? 2.0 : 1.0) * input.n);
+  const double written =
+      static_cast<double>(input.batch) * (input.float32_result ? 4 : bytes) * input.m * input.n;
+  const double asked = std::min(1.0, blocks / (kMemorySms * input.sm_count));
+  return (read / kReadRate + written / kWriteRate) / asked +
+         kAgainShare * std::max(0.0, loaded - read) / kWarmRate;
 }
 
 double sm90_cycles(const KernelConfig& config, const ChoiceInput& input, int splits) {
@@ -197,26 +258,23 @@ double sm90_cycles(const KernelConfig& config, const ChoiceInput& input, int spl
   const int bytes = element_bytes(config.algorithm);
   double output =
       kElementCycles * elements * (input.float32_result || bytes == 4 || splits > 1 ? 2 : 1);
-  const bool fused = !input.plain && splits == 1;
-  if (fused) output += kFusedElementCycles * elements;
+  const FusedCost fused = splits == 1 ? fused_cost(config, input.epilogue) : FusedCost();
+  output += fused.element * elements;
+  if (!input.d_by_tma) output += kCopiedElementCycles * elements;
   if (config.split_k > 1) output += kReductionCycles + kReducedElementCycles * elements;
-  // In pingpong one tile is written while the next is multiplied.
+  // In pingpong one tile is written while the next is multiplied, if that takes long enough.
   const bool hidden = config.schedule == Schedule::kPingpong && rounds > 1;
-  const double tensor_time = hidden ? rounds * mainloop + output : rounds * (mainloop + output);
-  const double traffic =
-      static_cast<double>(input.batch) * bytes *
-      (static_cast<double>(input.m) * input.k + (input.gated ? 2 : 1) * input.k * input.n +
-       static_cast<double>(input.m) * input.n);
+  const double round = std::max(mainloop, (mainloop + output + kTurnCycles) / 2);
+  const double tensor_time = hidden ? rounds * round + output : rounds * (mainloop + output);
   const int size = config.cluster_size();
-  const double start = kStartCycles + (fused ? kFusedStartCycles : 0.0) +
-                       (size > 8   ? kLargeClusterStartCycles
-                        : size > 1 ? kClusterStartCycles
-                                   : 0.0);
+  const double start = kStartCycles + fused.start + (size > 1 ? kClusterStartCycles : 0.0);
   // The partial sums are written and read again, in L2.
-  const double sum = splits > 1 ? kSumCycles + 8.0 * splits * input.m * input.n / kWarmRate : 0.0;
-  // Few SMs cannot ask for all that memory could give.
-  const double asked = std::min(1.0, blocks / (kMemorySms * input.sm_count));
-  return start + std::max(tensor_time, traffic / (kMemoryRate * asked)) + sum;
+  const double sum =
+      splits > 1 ? kSumCycles + splits * (kSumSplitCycles + 8.0 * input.m * input.n / kWarmRate)
+                 : 0.0;
+  const double loaded = tiles * config.cluster_size() * stages * loaded_bytes(config, input);
+  const double limits[] = {tensor_time, memory_cycles(input, blocks, loaded)};
+  return start + power_mean(limits) + sum;
 }
 
 // wgmma is an instruction of compute capability 9.0 alone.
@@ -266,8 +324,9 @@ double estimated_cycles(const KernelConfig& config, const ChoiceInput& input, in
   const double cycles = tensor_core_cycles(config, input, tiles);
   if (input.compute_capability != 90) return cycles;
   // The model of the sm80 family knows nothing of memory and so flatters it.
-  const double traffic = static_cast<double>(element_bytes(config.algorithm)) * input.batch *
-                         (static_cast<double>(input.m) * input.k + input.k * input.n);
+  const double traffic =
+      static_cast<double>(element_bytes(config.algorithm)) * input.batch *
+      (static_cast<double>(input.m) * input.k + input.k * input.n + input.m * input.n);
   return std::max(1.4 * cycles, traffic / skinny_model::kSm80MemoryRate);
 }
 

@@ -5,6 +5,7 @@
 
 #include <stdint.h>
 
+#include "epilogue/work.h"
 #include "kernel_config.h"
 
 namespace jax_tcgemm {
@@ -16,7 +17,7 @@ struct ChoiceInput {
   bool aligned;          // both operands: cp.async can address them
   bool tma_addressable;  // both operands: TMA can
   Major major_a, major_b;
-  bool plain;              // D is the product, rounded
+  EpilogueWork epilogue;
   bool gated;              // two weights
   bool float32_result;     // of 16-bit operands: wants a promoted accumulator
   int max_splits;          // of k, through a workspace; 1: there is none
@@ -25,6 +26,10 @@ struct ChoiceInput {
   int shared_memory_per_block;  // bytes
   int batch_rank;
   Ragged ragged = Ragged::kNone;
+  // Rows of the operands begin with a line of L2: base and strides are multiples of 128 bytes.
+  bool whole_lines_a = true;
+  bool whole_lines_b = true;
+  bool d_by_tma = true;  // else threads write D
 };
 
 // Whether a configuration can compute the problem.

@@ -47,7 +47,7 @@ struct KernelConfig {
   int warps_n;
   int stages;
   Loader loader;
-  // Accumulate each k-tile (sm90: eight) apart and add it in float32. The tensor cores cut sums off
+  // Accumulate each k-tile (sm90: two) apart and add it in float32. The tensor cores cut sums off
   // instead of rounding them, which a float32 result of 16-bit operands would show.
   bool promote;
   // Of sm90 kernels: blocks of a cluster along m, n (which share operands) and k (which add up
@@ -104,10 +104,16 @@ struct KernelConfig {
   // A float32 slab of 16 rows of accumulators for each warp of an sm80 kernel; the buffers of
   // the warps of an sm90 kernel, through which D leaves.
   constexpr int slab_bytes() const { return 16 * warp_n() * 4; }
+  // Of a warpgroup: four buffers of 2 KiB for each warp, if its tile has as much and there is room.
   constexpr int staging_bytes() const {
-    constexpr int kMany = 16 * 1024;
-    const int many = ring_bytes() + consumer_warps() / 4 * kMany + bias_bytes() + kBarrierBytes;
-    return many <= kMaxSharedMemoryBytes ? kMany : kMany / 2;
+    constexpr int kBuffer = 4 * 2 * 1024;
+    const int fixed = ring_bytes() + bias_bytes() + kBarrierBytes;
+    int buffers = 2 * 4 * warp_m() * output_n() > 2 * kBuffer ? 4 : 2;
+    while (buffers > 1 &&
+           fixed + consumer_warps() / 4 * buffers * kBuffer > kMaxSharedMemoryBytes) {
+      buffers /= 2;
+    }
+    return buffers * kBuffer;
   }
   constexpr int output_bytes() const {
     if (arch != Arch::kSm90) return consumer_warps() * slab_bytes();
@@ -118,8 +124,8 @@ struct KernelConfig {
   static constexpr int kSkinnyPadding = 4;  // float32 of a row of the slab
   // sm90: the barriers, and the bias of each warpgroup's tile.
   constexpr int bias_bytes() const { return skinny ? 0 : consumer_warps() / 4 * tile_n * 4; }
-  // Skinny: blocks that shared memory and registers let on one SM.
-  constexpr int skinny_blocks() const {
+  // Blocks that shared memory and 128 registers a thread let on one SM.
+  constexpr int resident_blocks() const {
     constexpr int kSharedMemoryPerSm = 228 * 1024;
     constexpr int kReservedPerBlock = 1024;
     constexpr int kRegisters = 64 * 1024;

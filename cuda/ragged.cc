@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <limits>
 
-#include "epilogue/plain.h"
+#include "epilogue/work.h"
 #include "sm90/tensor_maps.h"
 #include "sm90/tma_descriptor.h"
 
@@ -24,7 +24,7 @@ ChoiceInput even_groups(const GemmProblem& problem, Ragged ragged, const DeviceP
   input.tma_addressable = problem.tma_addressable();
   input.major_a = problem.major_a;
   input.major_b = problem.major_b;
-  input.plain = is_plain(p.epilogue);
+  input.epilogue = work_of(p.epilogue);
   input.float32_result = p.epilogue.d_is_float32;
   input.max_splits = 1;
   input.compute_capability = device.compute_capability;

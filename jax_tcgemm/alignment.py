@@ -9,8 +9,8 @@ from jax_tcgemm.strides import StridedGemm
 # cp.async copies so many bytes at a time, between addresses that are multiples of it.
 COPY_BYTES = 16
 
-# A grid dimension of the padding kernel: cuda/pad_operand.cu.
-_MAX_PADDED_BATCH = 65535
+# From one row of a padded copy to the next: a multiple of this, as in cuda/pad_operand.h.
+_PITCH_BYTES = 128
 
 
 def misalignment(gemm: StridedGemm, name: str, itemsize: int) -> str | None:
@@ -53,20 +53,23 @@ def split_bytes(gemm: StridedGemm) -> int:
     return 4 * splits * elements if splits > 1 else 0
 
 
+# From where on copies, a kernel more, cost less than realigning: docs/performance.md.
+_PADDED_K = 224
+_PADDED_PRODUCTS = 3e7
+
+
 def padding_bytes(gemm: StridedGemm, itemsize: int) -> int:
     """Returns the bytes of workspace in which misaligned operands are to be copied with padding.
 
-    One pass over an operand costs less than realigning it tile by tile each time it is read, once
-    it is read often enough; 0 where it is not.
+    One pass over an operand costs less than realigning it tile by tile each time it is read, but
+    for products of a moment; 0 there.
 
     Args:
         gemm: the folded gemm.
         itemsize: bytes of an element of ``a`` and ``b``.
     """
-    reads = gemm.m * gemm.n / max(1, gemm.m + gemm.n)
     products = gemm.m * gemm.n * gemm.k * math.prod(gemm.batch)
-    # Where the copies, two kernels more, break even with realigning: docs/performance.md.
-    if reads < 96 or products < 3e8:
+    if products == 0 or (gemm.k < _PADDED_K and products < _PADDED_PRODUCTS):
         return 0
     total = 0
     for name in ("a", "b"):
@@ -76,9 +79,7 @@ def padding_bytes(gemm: StridedGemm, itemsize: int) -> int:
         batch = math.prod(
             extent for extent, stride in zip(gemm.batch, batch_strides, strict=True) if stride
         )
-        if batch > _MAX_PADDED_BATCH:
-            return 0
-        row_bytes = -(-columns * itemsize // COPY_BYTES) * COPY_BYTES
+        row_bytes = -(-columns * itemsize // _PITCH_BYTES) * _PITCH_BYTES
         total += batch * rows * row_bytes
     return total
 

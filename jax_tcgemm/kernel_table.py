@@ -49,7 +49,7 @@ class KernelConfig:
             registers and takes any alignment; ``"direct"`` (simt) has no shared memory and takes
             any too; ``"tma"`` (sm90) copies boxes and needs a base and strides that are multiples
             of 16 bytes.
-        promote: accumulate each k-tile (sm90: eight) apart and add it in float32. The tensor cores
+        promote: accumulate each k-tile (sm90: two) apart and add it in float32. The tensor cores
             cut sums off instead of rounding them, which a float32 result of 16-bit operands would
             show.
         cluster_m: blocks along m that share one load of their columns of B (sm90).
@@ -141,8 +141,8 @@ class KernelConfig:
             return
         require(self.tile_n % 32 == 0 and self.tile_n <= 256, "tile_n must be a multiple of 32")
         require(self.schedule in ("cooperative", "pingpong"), "unknown schedule")
-        require(self.split_k in (1, 2, 4, 8, 16), "split_k must be 1, 2, 4, 8 or 16")
-        require(self.cluster_size <= 16, "a cluster has at most 16 blocks")
+        require(self.split_k in (1, 2, 4, 8), "split_k must be 1, 2, 4 or 8")
+        require(self.cluster_size <= 8, "a cluster has at most 8 blocks")
         if self.split_k > 1:
             require(self.schedule == "cooperative", "pingpong does not split k")
             require(self.tile_m % self.split_k == 0, "each block finishes a share of the rows")
@@ -172,7 +172,7 @@ class KernelConfig:
         require(self.warps_m == 4, "a skinny kernel has one consumer warpgroup")
         require(self.schedule == "cooperative", "a lone warpgroup has no other to alternate with")
         require(self.cluster_m == self.cluster_n == 1, "skinny blocks share no operand")
-        require(self.split_k in (1, 2, 4, 8, 16), "split_k must be 1, 2, 4, 8 or 16")
+        require(self.split_k in (1, 2, 4, 8), "split_k must be 1, 2, 4 or 8")
         require(4 * self.split_k <= self.tile_n, "each block finishes a share of the sums")
         require(
             self.tile_m <= 128 or 4 * self.split_k < self.tile_n,
@@ -232,8 +232,12 @@ class KernelConfig:
         fixed = self.stages * rows * 128 + 512 + warpgroups * self.tile_n * 4
         if self.split_k > 1:
             return fixed
-        many = fixed + warpgroups * 16 * 1024
-        return many if many <= MAX_SHARED_MEMORY_BYTES else fixed + warpgroups * 8 * 1024
+        buffer = 4 * 2 * 1024
+        output_n = self.tile_n // 2 if self.gated else self.tile_n
+        buffers = 4 if 4 * self.warp_m * output_n * 2 > 2 * buffer else 2
+        while buffers > 1 and fixed + warpgroups * buffers * buffer > MAX_SHARED_MEMORY_BYTES:
+            buffers //= 2
+        return fixed + warpgroups * buffers * buffer
 
     @property
     def name(self) -> str:
@@ -338,6 +342,7 @@ def _rows() -> list[KernelConfig]:
             _sm90(algorithm, 256, 160, 3, cluster=(2, 1)),
             _sm90(algorithm, 128, 192, 4, cluster=(2, 1), schedule="pingpong"),
             _sm90(algorithm, 128, 192, 4, cluster=(2, 1)),
+            _sm90(algorithm, 128, 224, 4, cluster=(2, 1)),
             _sm90(algorithm, 128, 128, 6, cluster=(2, 1), schedule="pingpong"),
             _sm90(algorithm, 128, 128, 6, schedule="pingpong"),
             # For few tiles.
@@ -347,7 +352,6 @@ def _rows() -> list[KernelConfig]:
             _sm90(algorithm, 64, 64, 6),
             # For so few that k is shared out.
             _sm90(algorithm, 128, 64, 8, split_k=2),
-            _sm90(algorithm, 64, 64, 8, split_k=16),
             # For float32 results.
             _sm90(algorithm, 128, 160, 4, cluster=(2, 1), promote=True),
             _sm90(algorithm, 128, 128, 6, cluster=(2, 1), promote=True),

@@ -61,15 +61,14 @@ def product(a: jax.Array, b: jax.Array, spec: GemmSpec, widen: bool) -> jax.Arra
     algorithm = resolve_algorithm(a.dtype, b.dtype, spec.out_dtype, spec.precision)
     precision, dtype = spec.precision, accumulator_dtype(a.dtype, b.dtype, spec.out_dtype)
     if algorithm is not None:
-        # The algorithm is spelled out in dtypes: XLA's CPU compiler knows few of the presets.
+        # The algorithm is spelled out in dtypes: XLA's compilers know few of the presets. Where
+        # sums may be float16, XLA adds in float32 and rounds once.
         a, b = (x.astype(INPUT_DTYPES[algorithm]) for x in (a, b))
         is_half = algorithm == "F16_F16_F16"
         dtype = jnp.dtype(jnp.float16 if is_half else jnp.float32)
         precision = lax.Precision.DEFAULT
         if widen:
             a, b = a.astype(dtype), b.astype(dtype)
-        elif is_half:
-            precision = lax.DotAlgorithmPreset.F16_F16_F16
     elif a.dtype != b.dtype:
         common = jnp.promote_types(a.dtype, b.dtype)
         a, b = a.astype(common), b.astype(common)

@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 from jax.interpreters import ad
 
-from jax_tcgemm import reference
+from jax_tcgemm import _compat, reference
 from jax_tcgemm.spec import GatedSpec, GemmSpec, accumulator_dtype
 from jax_tcgemm.strides import Axes, Operands, matrix_last, merge, result_axes
 
@@ -58,7 +58,7 @@ def transpose_operands(
     else:
         assert spec.activation is None, spec
         (g,) = cotangents
-    results = _scale_cotangents(g, x, spec, bind) | _addend_cotangents(g, x, spec)
+    results = _scale_cotangents(g, x, spec, bind) | _addend_cotangents(g, x, spec, bind)
     a, b = _Factor(x.a, axes.a), _Factor(x.b, axes.b)
     if ad.is_undefined_primal(x.a):
         scaled = _Factor(_scaled(g, x, spec), tuple(range(g.ndim)))
@@ -251,13 +251,15 @@ def _scale_cotangents(
         product = factor * product
     return {
         name: _reduced(
-            product, result_axes(name, getattr(spec.axes, name)), getattr(x, name).aval.dtype
+            product, result_axes(name, getattr(spec.axes, name)), getattr(x, name).aval.dtype, bind
         )
         for name in linear
     }
 
 
-def _addend_cotangents(g: jax.Array, x: Operands, spec: GemmSpec) -> dict[str, jax.Array]:
+def _addend_cotangents(
+    g: jax.Array, x: Operands, spec: GemmSpec, bind: Bind
+) -> dict[str, jax.Array]:
     """Returns the cotangents of ``c``, ``bias`` and ``beta``, which no product takes part in."""
     dtype = accumulator_dtype(spec.out_dtype, spec.out_dtype, spec.out_dtype)
     terms = {}
@@ -270,15 +272,44 @@ def _addend_cotangents(g: jax.Array, x: Operands, spec: GemmSpec) -> dict[str, j
         terms["beta"] = g.astype(dtype) * reference.over_result("c", x, spec, dtype)
     return {
         name: _reduced(
-            term, result_axes(name, getattr(spec.axes, name)), getattr(x, name).aval.dtype
+            term, result_axes(name, getattr(spec.axes, name)), getattr(x, name).aval.dtype, bind
         )
         for name, term in terms.items()
     }
 
 
-def _reduced(x: jax.Array, axes: Axes, dtype: np.dtype) -> jax.Array:
+# Elements from which on a GPU a kernel for few rows sums columns, as a product with ones: it reads
+# memory at up to three times the rate of XLA's reduction.
+_SUMMED_BY_PRODUCT = 2**22
+
+
+def _reduced(x: jax.Array, axes: Axes, dtype: np.dtype, bind: Bind) -> jax.Array:
     """Sums over the axes that an operand lacks, and leaves the rest in the operand's order."""
     missing = tuple(i for i, axis in enumerate(axes) if axis is None)
+    is_sized = all(isinstance(extent, int) for extent in x.shape)
+    if (
+        missing == tuple(range(x.ndim - 1))
+        and x.dtype == dtype
+        and dtype in (jnp.bfloat16, jnp.float16)
+        and is_sized
+        and x.size >= _SUMMED_BY_PRODUCT
+    ):
+        return _column_sums(x.reshape(-1, x.shape[-1]), bind)
     if missing:
         x = jnp.sum(x, axis=missing, dtype=accumulator_dtype(x.dtype, x.dtype, x.dtype))
     return lax.transpose(x, np.argsort(matrix_last(axes))).astype(dtype)
+
+
+def _column_sums(x: jax.Array, bind: Bind) -> jax.Array:
+    """Sums a matrix of 16-bit numbers over its rows, in float32, and rounds once."""
+
+    def by_product(x: jax.Array) -> jax.Array:
+        ones = jnp.ones((1, x.shape[0]), x.dtype)
+        spec = GemmSpec(Operands((0, 1), (0, 1)), x.dtype, _compat.canonicalize_precision(None))
+        (sums,) = bind(Operands(ones, x), spec)
+        return sums[0]
+
+    def by_sum(x: jax.Array) -> jax.Array:
+        return jnp.sum(x, axis=0, dtype=jnp.float32).astype(x.dtype)
+
+    return lax.platform_dependent(x, cuda=by_product, default=by_sum)

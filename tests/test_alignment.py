@@ -43,20 +43,22 @@ def test_single_rows_and_batches():
 def test_padding():
     m, n, k = 1000, 2000, 1001
     odd = gemm(m, n, k, (k, 1), (n, 1))
-    assert padding_bytes(odd, 2) == m * 1008 * 2  # b is aligned
+    assert padding_bytes(odd, 2) == m * 1024 * 2  # b is aligned
     transposed = gemm(m, n, k, (1, m), (1, k))
-    assert padding_bytes(transposed, 2) == n * 1008 * 2  # a is aligned
+    assert padding_bytes(transposed, 2) == n * 1024 * 2  # a is aligned
     assert padding_bytes(gemm(m, n, 1008, (1008, 1), (n, 1)), 2) == 0
-    assert padding_bytes(odd, 4) == m * 1004 * 4
+    assert padding_bytes(odd, 4) == m * 1024 * 4
 
 
-def test_padding_is_for_large_products_and_copies_a_broadcast_operand_once():
+def test_padding_is_for_products_that_take_a_while_and_copies_a_broadcast_operand_once():
     assert padding_bytes(gemm(100, 100, 101, (101, 1), (100, 1)), 2) == 0
-    assert padding_bytes(gemm(4096, 16, 10001, (10001, 1), (16, 1)), 2) == 0
+    assert padding_bytes(gemm(0, 100, 1001, (1001, 1), (100, 1)), 2) == 0
+    assert padding_bytes(gemm(8, 8, 1001, (1001, 1), (8, 1)), 2) == 8 * 1024 * 2  # k is long
+    assert padding_bytes(gemm(4096, 4096, 33, (33, 1), (4096, 1)), 2) == 4096 * 64 * 2
     batch = gemm(512, 512, 501, (512 * 501, 501, 1), (0, 512, 1), batch=(8,))
-    assert padding_bytes(batch, 2) == 8 * 512 * 504 * 2
+    assert padding_bytes(batch, 2) == 8 * 512 * 512 * 2
     shared = gemm(512, 512, 501, (0, 501, 1), (501 * 512, 512, 1), batch=(8,))
-    assert padding_bytes(shared, 2) == 512 * 504 * 2
+    assert padding_bytes(shared, 2) == 512 * 512 * 2
 
 
 def test_room_for_partial_products():

@@ -197,6 +197,25 @@ def test_results_of_any_type(compare, normal, dtype, out_dtype):
     compare(ours, formula, args, out_dtype, algorithm)
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_sums_over_many_rows(compare, normal, dtype):
+    """The gradient of a bias, which is a product with ones where it is large."""
+    args = normal(8200, 24, dtype=dtype) / 8, normal(24, 520, dtype=dtype), normal(520, dtype=dtype)
+
+    def ours(a, b, bias):
+        def loss(bias):
+            return gemm(a, b, bias=bias, activation="tanh").astype(jnp.float32).sum()
+
+        return [jax.grad(loss)(bias)]
+
+    def formula(matmul, a, b, bias):
+        return [(1 - jnp.tanh(matmul(a, b) + bias) ** 2).sum(0)]
+
+    # Each term is rounded before it is added.
+    slack = 8200**0.5 * float(jnp.finfo(dtype).eps)
+    compare(ours, formula, args, dtype, slack=slack)
+
+
 @pytest.mark.parametrize("donated", [False, True])
 def test_gradients_are_accumulated_in_place(normal, exact, donated):
     x, dy = normal(512, 136, dtype=jnp.bfloat16), normal(512, 72, dtype=jnp.bfloat16)

@@ -10,12 +10,6 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-__device__ __forceinline__ uint16_t load_shared_2(uint32_t shared_address) {
-  uint16_t half;
-  asm volatile("ld.shared.b16 %0, [%1];\n" : "=h"(half) : "r"(shared_address));
-  return half;
-}
-
 __device__ __forceinline__ uint32_t load_shared_4(uint32_t shared_address) {
   uint32_t word;
   asm volatile("ld.shared.b32 %0, [%1];\n" : "=r"(word) : "r"(shared_address));

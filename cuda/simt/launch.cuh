@@ -3,7 +3,7 @@
 #pragma once
 
 #include "common/launch.cuh"
-#include "epilogue/plain.h"
+#include "epilogue/work.h"
 #include "simt/kernel.cuh"
 #include "simt/plain_kernel.cuh"
 

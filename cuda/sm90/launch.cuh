@@ -21,10 +21,6 @@ inline cudaError_t prepare_kernel(KernelPointer kernel, const KernelConfig& conf
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                            config.shared_memory_bytes());
   if (error != cudaSuccess) return error;
-  if (config.cluster_size() > 8) {  // what every GPU with clusters can do
-    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
-    if (error != cudaSuccess) return error;
-  }
   error = cudaOccupancyMaxActiveClusters(clusters, kernel, &launch);
   if (error == cudaSuccess && *clusters < 1) error = cudaErrorLaunchOutOfResources;
   if (error == cudaSuccess && cacheable)

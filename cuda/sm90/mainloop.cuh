@@ -121,18 +121,20 @@ struct Mainloop {
     release(previous);
   }
 
-  // The tensor cores cut sums off; those of few stages, added up in float32, lose little by it.
+  // The tensor cores cut sums off; those of few stages, added up in float32, lose little by it. One
+  // warpgroup begins with fewer, so that one multiplies while the other waits for its sums.
   template <typename Passed>
   __device__ __forceinline__ void run_promoting(Accumulators& total, int count, Passed& passed) {
-    constexpr int kApart = 8;
+    constexpr int kApart = 2;
     Accumulators acc;
+    int apart = first_row == 0 ? kApart : kApart / 2;
 #pragma unroll 1
-    for (int done = 0; done < count; done += kApart) {
+    for (int done = 0; done < count; done += apart, apart = kApart) {
       const int rest = count - done;
       const auto passed_last = [&] {
-        if (rest <= kApart) passed();
+        if (rest <= apart) passed();
       };
-      run_from_shared(acc, rest < kApart ? rest : kApart, passed_last);
+      run_from_shared(acc, rest < apart ? rest : apart, passed_last);
 #pragma unroll
       for (int i = 0; i < kBlocks; ++i) {
 #pragma unroll

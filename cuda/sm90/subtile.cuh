@@ -33,11 +33,12 @@ struct OutputSubtile {
   static constexpr int kBytes = kBox.rows * kRowBytes;
   // Columns of accumulators.
   static constexpr int kColumns = kExchanged ? kBox.rows : kRowBytes / kElementBytes;
-  static constexpr int kBuffers = kConfig.staging_bytes() / 4 / kBytes;
+  static constexpr int kRoom = kConfig.staging_bytes() / 4 / kBytes;
+  static constexpr int kBuffers = kRoom < 4 ? kRoom : 4;
   static constexpr int kChunks = kColumns / kChunkColumns;
   static constexpr int chunks() { return kChunks; }
   static constexpr bool wide() { return kWide; }
-  static_assert(kConfig.output_n() % kColumns == 0 && kBuffers >= 2 && kBuffers <= 4);
+  static_assert(kConfig.output_n() % kColumns == 0 && kBuffers >= 2);
 
   static __device__ __forceinline__ void store(const Chunk& value, uint32_t buffer, int chunk) {
     const uint32_t address = chunk_address(buffer, chunk);
@@ -115,7 +116,7 @@ struct OutputSubtile {
 // once.
 template <KernelConfig kConfig, typename Element, bool kExchanged, bool kWhole>
 struct FusedSubtile {
-  static constexpr bool kCopiesOut = !kWhole;  // see copy_out
+  static constexpr bool kCopiesOut = true;
   static constexpr bool kAlwaysWide = sizeof(Element) == 4;
   using Wide = OutputSubtile<kConfig, Element, true, kExchanged, kWhole>;
   using Narrow = OutputSubtile<kConfig, Element, kAlwaysWide, kExchanged, kWhole>;
@@ -139,31 +140,56 @@ struct FusedSubtile {
     wide() ? Wide::load(value, buffer, chunk) : Narrow::load(value, buffer, chunk);
   }
 
-  // Writes what the buffer holds to the matrix of (m, n) at row y and column x, by all lanes. For
-  // rows of 64 bytes.
+  // Writes what the buffer holds to the matrix of (m, n) at row y and column x, by all lanes.
   __device__ __forceinline__ void copy_out(uint32_t buffer, void* matrix, int m, int n, int y,
                                            int x) const {
-    static_assert(Wide::kRowBytes == 64);
-    constexpr int kRows = Wide::kBox.rows;
-    const int lane = ptx::volatile_lane();
-    if (wide()) {
-      const int column = lane % 16;
-      float* to = static_cast<float*>(matrix) + (int64_t{y} + lane / 16) * n + x + column;
-#pragma unroll 4
-      for (int row = lane / 16; row < kRows; row += 2, to += 2 * int64_t{n}) {
-        const uint32_t from = buffer + Wide::chunk_offset(row, column / 4) + column % 4 * 4;
-        const uint32_t value = ptx::load_shared_4(from);
-        if (y + row < m && x + column < n) *to = __uint_as_float(value);
+    wide() ? copy_words<float>(buffer, matrix, m, n, y, x)
+           : copy_words<uint16_t>(buffer, matrix, m, n, y, x);
+  }
+
+ private:
+  // Words where the matrix has them aligned, in rows that may begin between two words and end
+  // before the buffer's do. Several rows at a time, for their loads take as long as that of one.
+  // (Shuffles would make the kernels with the most accumulators spill.)
+  template <typename Value>
+  static __device__ __forceinline__ void copy_words(uint32_t buffer, void* matrix, int m, int n,
+                                                    int y, int x) {
+    constexpr int kWords = kRowBytes / 4;
+    constexpr int kWordValues = 4 / sizeof(Value);
+    constexpr int kStep = 32 / kWords;
+    constexpr int kAtOnce = 4;
+    const int word = ptx::volatile_lane() % kWords;
+    const int values = min(n - x, kWords * kWordValues) - word * kWordValues;  // from here on
+    int row = ptx::volatile_lane() / kWords;
+    Value* to = static_cast<Value*>(matrix) + (int64_t{y + row} * n + x + word * kWordValues);
+#pragma unroll 1
+    while (row < Wide::kBox.rows) {
+      uint32_t low[kAtOnce];
+      uint32_t high[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        low[i] = load_word(buffer, row + i * kStep, word);
+        if (kWordValues == 2) high[i] = load_word(buffer, row + i * kStep, (word + 1) % kWords);
       }
-    } else {
-      uint16_t* to = static_cast<uint16_t*>(matrix) + int64_t{y} * n + x + lane;
-#pragma unroll 4
-      for (int row = 0; row < kRows; ++row, to += n) {
-        const uint32_t from = buffer + Wide::chunk_offset(row, lane / 8) + lane % 8 * 2;
-        const uint16_t value = ptx::load_shared_2(from);
-        if (y + row < m && x + lane < n) *to = value;
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i, row += kStep, to += int64_t{kStep} * n) {
+        const int left = y + row < m ? values : 0;
+        if constexpr (kWordValues == 1) {
+          if (left > 0) *to = __uint_as_float(low[i]);
+        } else {
+          // Between two words: the first value alone, then words of two neighbours'.
+          const int shift = reinterpret_cast<uint64_t>(to) / 2 % 2;
+          const uint32_t value = __funnelshift_r(low[i], high[i], 16 * shift);
+          if (left > 0 && shift > 0 && word == 0) *to = low[i];
+          if (left - shift > 1) *reinterpret_cast<uint32_t*>(to + shift) = value;
+          if (left - shift == 1) to[shift] = value;
+        }
       }
     }
+  }
+
+  static __device__ __forceinline__ uint32_t load_word(uint32_t buffer, int row, int word) {
+    return ptx::load_shared_4(buffer + Wide::chunk_offset(row, word / 4) + word % 4 * 4);
   }
 };
 

@@ -7,7 +7,7 @@
 #include <cstring>
 #include <string>
 
-#include "epilogue/plain.h"
+#include "epilogue/work.h"
 #include "sm90/output_tile.h"
 
 namespace jax_tcgemm::sm90 {
@@ -45,7 +45,7 @@ struct Tiling {
   std::array<cuuint64_t, 5> stride;  // bytes; that of dimension 0 is not used
   std::array<cuuint32_t, 5> box;
   CUtensorMapSwizzle swizzle;
-  CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B;
+  CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
 };
 
 template <typename Values>
@@ -121,8 +121,6 @@ Status encode_operand(const char* name, const Operand& operand, Major major, int
   t.swizzle = row_bytes == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
               : row_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
                                 : CU_TENSOR_MAP_SWIZZLE_32B;
-  // What lies beside a box is the business of another block, which loads it at the same time.
-  if (config.skinny) t.promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
   add_batch(params, operand.batch, &t, moves);
   return encode(t, map);
 }
@@ -155,7 +153,7 @@ bool is_multiple_of_16(int64_t bytes) { return bytes % 16 == 0; }
 
 bool is_aligned(const void* data) { return is_multiple_of_16(reinterpret_cast<intptr_t>(data)); }
 
-// Whether TMA can address C, D and further results. What it cannot, threads read and write.
+// Whether TMA can address C. What it cannot, threads read and write.
 bool c_by_tma(const GemmProblem& problem) {
   const EpilogueParams& epilogue = problem.params.epilogue;
   const Addend& c = epilogue.c;
@@ -166,28 +164,29 @@ bool c_by_tma(const GemmProblem& problem) {
          is_aligned(c.data) && is_aligned(epilogue.c2.data);
 }
 
+// What the kernel has to do; the paths for sums are for D in the type of the operands.
+Finish finish_of(const EpilogueParams& epilogue, const TensorMaps& maps, bool exchanged,
+                 const KernelConfig& config) {
+  const EpilogueWork work = work_of(epilogue);
+  if (work == EpilogueWork::kNone && (maps.d_by_tma || config.skinny)) return Finish::kProduct;
+  if (epilogue.aux != nullptr || epilogue.row_scale.data != nullptr ||
+      epilogue.column_scale.data != nullptr) {
+    return Finish::kAnything;
+  }
+  const bool unrolled = work == EpilogueWork::kSum && config.unrolls_sums() && maps.d_by_tma &&
+                        !exchanged &&
+                        epilogue.d_is_float32 == (element_bytes(config.algorithm) == 4);
+  if (epilogue.c.data == nullptr) return unrolled ? Finish::kAddBias : Finish::kActivate;
+  return unrolled && maps.c_by_tma ? Finish::kAddC : Finish::kAnything;
+}
+
+}  // namespace
+
 bool d_by_tma(const GemmProblem& problem) {
   const EpilogueParams& epilogue = problem.params.epilogue;
   return is_multiple_of_16(int64_t{problem.params.n} * (epilogue.d_is_float32 ? 4 : 2)) &&
          is_aligned(epilogue.d) && is_aligned(epilogue.aux) && is_aligned(epilogue.aux2);
 }
-
-// What the kernel has to do; the paths for sums are for D in the type of the operands.
-Finish finish_of(const EpilogueParams& epilogue, const TensorMaps& maps, bool exchanged,
-                 const KernelConfig& config) {
-  if (is_plain(epilogue) && (maps.d_by_tma || config.skinny)) return Finish::kProduct;
-  if (!maps.d_by_tma || epilogue.aux != nullptr || epilogue.row_scale.data != nullptr ||
-      epilogue.column_scale.data != nullptr) {
-    return Finish::kAnything;
-  }
-  const bool is_sum = epilogue.activation == Activation::kNone && config.unrolls_sums() &&
-                      !exchanged && epilogue.d_is_float32 == (element_bytes(config.algorithm) == 4);
-  if (epilogue.c.data == nullptr) return is_sum ? Finish::kAddBias : Finish::kActivate;
-  const bool adds = epilogue.role_of_c == RoleOfC::kAdd || epilogue.role_of_c == RoleOfC::kResidual;
-  return is_sum && adds && maps.c_by_tma ? Finish::kAddC : Finish::kAnything;
-}
-
-}  // namespace
 
 Status encode_tensor_maps(const GemmProblem& problem, const KernelConfig& config,
                           TensorMaps* maps) {

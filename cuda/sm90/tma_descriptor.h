@@ -8,6 +8,9 @@
 
 namespace jax_tcgemm::sm90 {
 
+// Whether TMA can write D and further results.
+bool d_by_tma(const GemmProblem& problem);
+
 // Fills `maps` for the tiles of `config`.
 Status encode_tensor_maps(const GemmProblem& problem, const KernelConfig& config, TensorMaps* maps);
 
