@@ -47,8 +47,8 @@ struct KernelConfig {
   int warps_n;
   int stages;
   Loader loader;
-  // Accumulate each k-tile (sm90: two) apart and add it in float32. The tensor cores cut sums off
-  // instead of rounding them, which a float32 result of 16-bit operands would show.
+  // Accumulate each k-tile apart and add it in float32. The tensor cores cut sums off instead of
+  // rounding them, which a float32 result of 16-bit operands would show.
   bool promote;
   // Of sm90 kernels: blocks of a cluster along m, n (which share operands) and k (which add up
   // their accumulators).

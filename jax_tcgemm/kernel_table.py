@@ -49,9 +49,8 @@ class KernelConfig:
             registers and takes any alignment; ``"direct"`` (simt) has no shared memory and takes
             any too; ``"tma"`` (sm90) copies boxes and needs a base and strides that are multiples
             of 16 bytes.
-        promote: accumulate each k-tile (sm90: two) apart and add it in float32. The tensor cores
-            cut sums off instead of rounding them, which a float32 result of 16-bit operands would
-            show.
+        promote: accumulate each k-tile apart and add it in float32. The tensor cores cut sums off
+            instead of rounding them, which a float32 result of 16-bit operands would show.
         cluster_m: blocks along m that share one load of their columns of B (sm90).
         cluster_n: blocks along n that share one load of their rows of A (sm90).
         split_k: blocks that share the k of one tile and add up their accumulators in a fixed order

@@ -121,20 +121,15 @@ struct Mainloop {
     release(previous);
   }
 
-  // The tensor cores cut sums off; those of few stages, added up in float32, lose little by it. One
-  // warpgroup begins with fewer, so that one multiplies while the other waits for its sums.
+  // The tensor cores cut sums off; those of one stage, added up in float32, lose little by it.
   template <typename Passed>
   __device__ __forceinline__ void run_promoting(Accumulators& total, int count, Passed& passed) {
-    constexpr int kApart = 2;
     Accumulators acc;
-    int apart = first_row == 0 ? kApart : kApart / 2;
 #pragma unroll 1
-    for (int done = 0; done < count; done += apart, apart = kApart) {
-      const int rest = count - done;
-      const auto passed_last = [&] {
-        if (rest <= apart) passed();
-      };
-      run_from_shared(acc, rest < apart ? rest : apart, passed_last);
+    for (int done = 0; done < count; ++done) {
+      run_from_shared(acc, 1, [&] {
+        if (done == count - 1) passed();
+      });
 #pragma unroll
       for (int i = 0; i < kBlocks; ++i) {
 #pragma unroll
