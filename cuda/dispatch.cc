@@ -18,6 +18,8 @@
 namespace jax_tcgemm {
 namespace {
 
+constexpr int kMaxTmaBatchRank = 3;
+
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Groups of so many rows of D, whatever the tile, so that the blocks of one wave read few enough
@@ -44,13 +46,6 @@ Status set_tile_order(const KernelConfig& config, bool exchanged, GemmParams* pa
   return Status();
 }
 
-// Whether an operand's rows begin with lines of L2.
-bool begins_lines(const Operand& operand, Algorithm algorithm) {
-  constexpr int kLine = 128;
-  return operand.ld * element_bytes(algorithm) % kLine == 0 &&
-         reinterpret_cast<uintptr_t>(operand.data) % kLine == 0;
-}
-
 Status find_kernel(const GemmProblem& problem, const DeviceProperties& device, int max_splits,
                    Choice* choice) {
   const GemmParams& p = problem.params;
@@ -60,7 +55,7 @@ Status find_kernel(const GemmProblem& problem, const DeviceProperties& device, i
                           p.k,
                           p.batch,
                           problem.aligned(),
-                          problem.tma_addressable() && p.batch_rank <= 3,
+                          problem.tma_addressable() && p.batch_rank <= kMaxTmaBatchRank,
                           problem.major_a,
                           problem.major_b,
                           work_of(p.epilogue),
@@ -116,18 +111,20 @@ bool plan_padding(const GemmProblem& problem, Major major, int32_t extent_mn, Op
   return true;
 }
 
-Status pad_unaligned_operands(GemmProblem* problem, int64_t* used, cudaStream_t stream) {
+Status pad_unaligned_operands(GemmProblem* problem, const DeviceProperties& device, int64_t* used,
+                              cudaStream_t stream) {
   // A padded copy of one of two weights would not lie as the other does.
   if (problem->padding_bytes == 0 || problem->params.epilogue.gated) return Status();
   GemmParams& params = problem->params;
+  const bool by_tma = device.compute_capability == 90 && params.batch_rank <= kMaxTmaBatchRank;
   PadProblem pads[2];
   int count = 0;
-  if (!problem->aligned_a &&
+  if (!(by_tma ? problem->strides_aligned_a : problem->aligned_a) &&
       plan_padding(*problem, problem->major_a, params.m, &params.a, &pads[count], used)) {
     problem->strides_aligned_a = problem->aligned_a = true;
     ++count;
   }
-  if (!problem->aligned_b &&
+  if (!(by_tma ? problem->strides_aligned_b : problem->aligned_b) &&
       plan_padding(*problem, problem->major_b, params.n, &params.b, &pads[count], used)) {
     problem->strides_aligned_b = problem->aligned_b = true;
     ++count;
@@ -201,6 +198,12 @@ void log_choice(const GemmProblem& problem, const KernelEntry& entry) {
   if (seen.insert(line).second) std::fputs(line.c_str(), stderr);
 }
 
+bool begins_lines(const Operand& operand, Algorithm algorithm) {
+  constexpr int kLine = 128;
+  return operand.ld * element_bytes(algorithm) % kLine == 0 &&
+         reinterpret_cast<uintptr_t>(operand.data) % kLine == 0;
+}
+
 std::span<const KernelEntry> kernel_registry() { return kKernelEntries; }
 
 Choice choose_kernel(const ChoiceInput& input) {
@@ -228,8 +231,7 @@ Status run_gemm(GemmProblem problem, const DeviceProperties& device, cudaStream_
                      device.compute_capability / 10, ".", device.compute_capability % 10,
                      "; the kernels need 8.0 or later");
   int64_t used = 0;
-  JAX_TCGEMM_RETURN_IF_ERROR(pad_unaligned_operands(&problem, &used, stream));
-  used = ceil_div(used, 16) * 16;
+  JAX_TCGEMM_RETURN_IF_ERROR(pad_unaligned_operands(&problem, device, &used, stream));
   Choice choice;
   JAX_TCGEMM_RETURN_IF_ERROR(find_kernel(problem, device, max_splits(problem, used), &choice));
   if (choice.splits == 1) return launch(&problem, *choice.entry, device, stream);

@@ -48,6 +48,9 @@ struct Choice {
 // What is expected to be fastest.
 Choice choose_kernel(const ChoiceInput& input);
 
+// Whether an operand's rows begin with lines of L2.
+bool begins_lines(const Operand& operand, Algorithm algorithm);
+
 // One line for each distinct choice when JAX_TCGEMM_LOG is set.
 void log_choice(const GemmProblem& problem, const KernelEntry& entry);
 

@@ -222,10 +222,12 @@ struct FusedCost {
   double start = 0.0;
 };
 
-FusedCost fused_cost(const KernelConfig& config, EpilogueWork work) {
+// Sums are unrolled where TMA stores them, in the type of the operands.
+FusedCost fused_cost(const KernelConfig& config, const ChoiceInput& input) {
   using namespace sm90_model;
-  if (work == EpilogueWork::kNone) return {};
-  if (work == EpilogueWork::kSum && config.unrolls_sums()) {
+  if (input.epilogue == EpilogueWork::kNone) return {};
+  const bool widens = input.float32_result && element_bytes(input.algorithm) == 2;
+  if (input.d_by_tma && input.epilogue == EpilogueWork::kSum && config.unrolls_sums() && !widens) {
     return {kSumElementCycles, kSumStartCycles};
   }
   return {kFusedElementCycles, kFusedStartCycles};
@@ -258,9 +260,11 @@ double sm90_cycles(const KernelConfig& config, const ChoiceInput& input, int spl
   const int bytes = element_bytes(config.algorithm);
   double output =
       kElementCycles * elements * (input.float32_result || bytes == 4 || splits > 1 ? 2 : 1);
-  const FusedCost fused = splits == 1 ? fused_cost(config, input.epilogue) : FusedCost();
+  const FusedCost fused = splits == 1 ? fused_cost(config, input) : FusedCost();
   output += fused.element * elements;
-  if (!input.d_by_tma) output += kCopiedElementCycles * elements;
+  if (!input.d_by_tma && splits == 1 && config.split_k == 1) {
+    output += kCopiedElementCycles * elements;
+  }
   if (config.split_k > 1) output += kReductionCycles + kReducedElementCycles * elements;
   // In pingpong one tile is written while the next is multiplied, if that takes long enough.
   const bool hidden = config.schedule == Schedule::kPingpong && rounds > 1;

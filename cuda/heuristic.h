@@ -26,7 +26,8 @@ struct ChoiceInput {
   int shared_memory_per_block;  // bytes
   int batch_rank;
   Ragged ragged = Ragged::kNone;
-  // Rows of the operands begin with a line of L2: base and strides are multiples of 128 bytes.
+  // Rows of the operands begin with a line of L2: base and leading dimension are multiples of 128
+  // bytes.
   bool whole_lines_a = true;
   bool whole_lines_b = true;
   bool d_by_tma = true;  // else threads write D

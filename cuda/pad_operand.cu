@@ -5,6 +5,8 @@
 
 #include <stdint.h>
 
+#include <algorithm>
+#include <bit>
 #include <limits>
 
 #include "common/fast_divisor.h"
@@ -17,7 +19,16 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kRowsPerBlock = 8;
 
+constexpr int64_t kLineBytes = 128;
+
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// From one row to the next; jax_tcgemm/alignment.py has the same rule.
+int64_t pitch_bytes(int64_t row_bytes) {
+  if (row_bytes > kLineBytes / 2) return ceil_div(row_bytes, kLineBytes) * kLineBytes;
+  return static_cast<int64_t>(
+      std::bit_ceil(static_cast<uint64_t>(std::max<int64_t>(row_bytes, 16))));
+}
 
 // Blocks of kThreads chunks of kRowsPerBlock rows, those of the second copy behind the first's.
 struct PadLaunch {
@@ -93,8 +104,8 @@ __global__ void __launch_bounds__(kThreads) pad_kernel(const __grid_constant__ P
 }  // namespace
 
 int64_t plan_pad(PadProblem* problem) {
-  const int64_t line = kPaddedPitchBytes / problem->element_bytes;
-  problem->out_ld = ceil_div(problem->columns, line) * line;
+  problem->out_ld =
+      pitch_bytes(int64_t{problem->columns} * problem->element_bytes) / problem->element_bytes;
   int64_t elements = problem->rows * problem->out_ld;
   for (int i = problem->batch_rank - 1; i >= 0; --i) {
     const bool broadcast = problem->in.batch.stride[i] == 0;
@@ -102,7 +113,7 @@ int64_t plan_pad(PadProblem* problem) {
     problem->out_batch.stride[i] = broadcast ? 0 : elements;
     elements *= problem->batch_shape[i];
   }
-  return elements * problem->element_bytes;
+  return ceil_div(elements * problem->element_bytes, kLineBytes) * kLineBytes;
 }
 
 cudaError_t launch_pads(const PadProblem* problems, int count, cudaStream_t stream) {

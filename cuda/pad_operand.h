@@ -1,6 +1,6 @@
-// A copy of an operand whose rows begin with lines of L2, for operands that neither TMA nor cp.async
-// can address. One pass over the operand is much cheaper than realigning every tile of it each time
-// it is read.
+// A copy of an operand whose rows begin on multiples of 16 bytes, for operands that the kernels
+// cannot address, and with lines of L2, for TMA asks for all that a row is a part of. One pass over
+// the operand is much cheaper than realigning every tile of it each time it is read.
 
 #ifndef JAX_TCGEMM_PAD_OPERAND_H_
 #define JAX_TCGEMM_PAD_OPERAND_H_
@@ -10,9 +10,6 @@
 #include "gemm_params.h"
 
 namespace jax_tcgemm {
-
-// Rows that are a part of two lines would cost TMA both. jax_tcgemm/alignment.py has the same number.
-constexpr int64_t kPaddedPitchBytes = 128;
 
 // An operand (batch, rows, columns), columns contiguous, and where its padded copy goes.
 struct PadProblem {
@@ -26,7 +23,7 @@ struct PadProblem {
   BatchStrides out_batch;
 };
 
-// Bytes of the copy; sets `out_ld` and `out_batch` from the extents.
+// Bytes of the copy, whole lines of L2; sets `out_ld` and `out_batch` from the extents.
 int64_t plan_pad(PadProblem* problem);
 
 // Enqueues one or two copies, as one kernel.

@@ -31,6 +31,8 @@ ChoiceInput even_groups(const GemmProblem& problem, Ragged ragged, const DeviceP
   input.sm_count = device.sm_count;
   input.shared_memory_per_block = device.shared_memory_per_block;
   input.ragged = ragged;
+  input.whole_lines_a = begins_lines(p.a, problem.algorithm);
+  input.whole_lines_b = begins_lines(p.b, problem.algorithm);
   return input;
 }
 

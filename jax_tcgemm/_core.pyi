@@ -17,7 +17,7 @@ def choose_config(
     compute_capability: int = 80,
     layout: str = "nn",
     max_splits: int = 1,
-    plain: bool = True,
+    epilogue: str = "none",
     gated: bool = False,
     ragged: str = "none",
 ) -> str: ...

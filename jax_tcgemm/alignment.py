@@ -9,8 +9,8 @@ from jax_tcgemm.strides import StridedGemm
 # cp.async copies so many bytes at a time, between addresses that are multiples of it.
 COPY_BYTES = 16
 
-# From one row of a padded copy to the next: a multiple of this, as in cuda/pad_operand.h.
-_PITCH_BYTES = 128
+# A line of L2.
+_LINE_BYTES = 128
 
 
 def misalignment(gemm: StridedGemm, name: str, itemsize: int) -> str | None:
@@ -53,9 +53,11 @@ def split_bytes(gemm: StridedGemm) -> int:
     return 4 * splits * elements if splits > 1 else 0
 
 
-# From where on copies, a kernel more, cost less than realigning: docs/performance.md.
+# From where on copies, a kernel more, cost less than realigning: docs/performance.md. For a short k
+# an operand must be read often enough.
 _PADDED_K = 224
 _PADDED_PRODUCTS = 3e7
+_PADDED_READS = 32
 
 
 def padding_bytes(gemm: StridedGemm, itemsize: int) -> int:
@@ -69,7 +71,9 @@ def padding_bytes(gemm: StridedGemm, itemsize: int) -> int:
         itemsize: bytes of an element of ``a`` and ``b``.
     """
     products = gemm.m * gemm.n * gemm.k * math.prod(gemm.batch)
-    if products == 0 or (gemm.k < _PADDED_K and products < _PADDED_PRODUCTS):
+    reads = gemm.m * gemm.n / max(1, gemm.m + gemm.n)
+    is_many = products >= _PADDED_PRODUCTS and reads >= _PADDED_READS
+    if products == 0 or (gemm.k < _PADDED_K and not is_many):
         return 0
     total = 0
     for name in ("a", "b"):
@@ -79,9 +83,18 @@ def padding_bytes(gemm: StridedGemm, itemsize: int) -> int:
         batch = math.prod(
             extent for extent, stride in zip(gemm.batch, batch_strides, strict=True) if stride
         )
-        row_bytes = -(-columns * itemsize // _PITCH_BYTES) * _PITCH_BYTES
-        total += batch * rows * row_bytes
+        total += -(-batch * rows * _pitch(columns * itemsize) // _LINE_BYTES) * _LINE_BYTES
     return total
+
+
+def _pitch(row_bytes: int) -> int:
+    """Returns the bytes from one row of a padded copy to the next, as in ``cuda/pad_operand.cu``.
+
+    No row is a part of more lines of L2 than it must be.
+    """
+    if row_bytes > _LINE_BYTES // 2:
+        return -(-row_bytes // _LINE_BYTES) * _LINE_BYTES
+    return max(COPY_BYTES, 1 << (row_bytes - 1).bit_length())
 
 
 def _layout(gemm: StridedGemm, name: str) -> tuple[tuple[int, ...], int, int, int]:

@@ -211,7 +211,7 @@ def _custom_call(x: Operands, spec: GemmSpec, algorithm: str) -> list[jax.Array]
     padding = workspace = 0
     if spec.config is None and not isinstance(spec, GatedSpec):
         padding = padding_bytes(strided, in_dtype.itemsize)
-        workspace = -(-padding // COPY_BYTES) * COPY_BYTES + split_bytes(strided)
+        workspace = padding + split_bytes(strided)
     call = jax.ffi.ffi_call(
         _extension.GEMM_TARGET,
         (*results, jax.ShapeDtypeStruct((workspace,), jnp.uint8)) if workspace else results,

@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 from jax.interpreters import ad
 
-from jax_tcgemm import _compat, reference
+from jax_tcgemm import reference
 from jax_tcgemm.spec import GatedSpec, GemmSpec, accumulator_dtype
 from jax_tcgemm.strides import Axes, Operands, matrix_last, merge, result_axes
 
@@ -305,7 +305,7 @@ def _column_sums(x: jax.Array, bind: Bind) -> jax.Array:
 
     def by_product(x: jax.Array) -> jax.Array:
         ones = jnp.ones((1, x.shape[0]), x.dtype)
-        spec = GemmSpec(Operands((0, 1), (0, 1)), x.dtype, _compat.canonicalize_precision(None))
+        spec = GemmSpec(Operands((0, 1), (0, 1)), x.dtype, lax.DotAlgorithmPreset.DEFAULT)
         (sums,) = bind(Operands(ones, x), spec)
         return sums[0]
 

@@ -54,7 +54,11 @@ def test_padding_is_for_products_that_take_a_while_and_copies_a_broadcast_operan
     assert padding_bytes(gemm(100, 100, 101, (101, 1), (100, 1)), 2) == 0
     assert padding_bytes(gemm(0, 100, 1001, (1001, 1), (100, 1)), 2) == 0
     assert padding_bytes(gemm(8, 8, 1001, (1001, 1), (8, 1)), 2) == 8 * 1024 * 2  # k is long
-    assert padding_bytes(gemm(4096, 4096, 33, (33, 1), (4096, 1)), 2) == 4096 * 64 * 2
+    assert padding_bytes(gemm(4096, 4096, 37, (37, 1), (4096, 1)), 2) == 4096 * 64 * 2
+    short = gemm(4096, 3, 1000, (1000, 1), (3, 1))  # rows of 6 bytes stay short
+    assert padding_bytes(short, 2) == 1000 * 16
+    tiny = gemm(5, 5, 5, (25, 5, 1), (25, 5, 1), batch=(10**6,))
+    assert padding_bytes(tiny, 2) == 0
     batch = gemm(512, 512, 501, (512 * 501, 501, 1), (0, 512, 1), batch=(8,))
     assert padding_bytes(batch, 2) == 8 * 512 * 512 * 2
     shared = gemm(512, 512, 501, (0, 501, 1), (501 * 512, 512, 1), batch=(8,))

@@ -16,10 +16,12 @@ struct alignas(64) TensorMap {
 
 // What becomes of the accumulators, from the least to the most work.
 enum class Finish {
-  kProduct,   // D is the product, rounded
-  kAddBias,   // alpha * product + bias
-  kAddC,      // alpha * product + bias + beta * C, with C by TMA
-  kActivate,  // f(alpha * product + bias), gated or not, and no further result
+  kProduct,  // D is the product, rounded
+  kAddBias,  // alpha * product + bias
+  kAddC,     // alpha * product + bias + beta * C, with C by TMA
+  // f(alpha * product + bias), gated or not, and no further result; those above, where TMA cannot
+  // address D.
+  kActivate,
   kAnything,
 };
 
