@@ -335,12 +335,9 @@ def _rows() -> list[KernelConfig]:
         rows += [
             # The most products for each byte from shared memory and from L2.
             _sm90(algorithm, 128, 256, 4, cluster=(2, 1)),
-            _sm90(algorithm, 256, 128, 4, cluster=(1, 2)),
             # For other numbers of whole waves.
-            _sm90(algorithm, 256, 192, 3, cluster=(2, 1)),
             _sm90(algorithm, 256, 160, 3, cluster=(2, 1)),
             _sm90(algorithm, 128, 192, 4, cluster=(2, 1), schedule="pingpong"),
-            _sm90(algorithm, 128, 192, 4, cluster=(2, 1)),
             _sm90(algorithm, 128, 224, 4, cluster=(2, 1)),
             _sm90(algorithm, 128, 128, 6, cluster=(2, 1), schedule="pingpong"),
             _sm90(algorithm, 128, 128, 6, schedule="pingpong"),
