@@ -75,6 +75,9 @@ std::string choose_config(const std::string& algorithm, int64_t m, int64_t n, in
   input.k = k;
   input.batch = batch;
   input.aligned = input.tma_addressable = aligned;
+  if (epilogue != "none" && epilogue != "sum" && epilogue != "any") {
+    throw std::invalid_argument("epilogue '" + epilogue + "'");
+  }
   input.epilogue = epilogue == "none" && !gated  ? EpilogueWork::kNone
                    : epilogue == "sum" && !gated ? EpilogueWork::kSum
                                                  : EpilogueWork::kAny;

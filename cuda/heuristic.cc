@@ -123,16 +123,11 @@ constexpr double kElementCycles = 0.265;
 constexpr double kSm80MemoryRate = 1800.0;
 }  // namespace skinny_model
 
-// Of an sm90 kernel; two warpgroups of consumers take all registers.
-int blocks_on_sm(const KernelConfig& config) {
-  return config.skinny || config.consumer_warps() <= 4 ? config.resident_blocks() : 1;
-}
-
 // Clusters at a time. A cluster's blocks share a GPC, and not every GPC has a multiple of 4 SMs.
 int64_t concurrent_clusters(const KernelConfig& config, const ChoiceInput& input) {
   const int size = config.cluster_size();
   const double usable = size <= 2 ? 1.0 : 120.0 / 132;
-  const int blocks = blocks_on_sm(config);
+  const int blocks = config.blocks_on_sm();
   return std::max<int64_t>(1, static_cast<int64_t>(input.sm_count * blocks * usable / size));
 }
 
@@ -202,7 +197,7 @@ double skinny_cycles(const KernelConfig& config, const ChoiceInput& input) {
   const double loaded = stages * config.stage_bytes();
   double cycles =
       kStartCycles + (config.split_k > 1 ? kClusterStartCycles : 0.0) +
-      kElementCycles * config.resident_blocks() * config.tile_m * config.tile_n / config.split_k;
+      kElementCycles * config.blocks_on_sm() * config.tile_m * config.tile_n / config.split_k;
   const auto round = [&](int64_t clusters) {
     const double blocks = static_cast<double>(clusters * config.cluster_size());
     const double sms = std::min<double>(blocks, input.sm_count);
@@ -247,6 +242,22 @@ double memory_cycles(const ChoiceInput& input, int64_t blocks, double loaded) {
          kAgainShare * std::max(0.0, loaded - read) / kWarmRate;
 }
 
+// Cycles between the last instruction of a tile and its D.
+double output_cycles(const KernelConfig& config, const ChoiceInput& input, int splits,
+                     const FusedCost& fused) {
+  using namespace sm90_model;
+  const double elements = config.tile_m * config.output_n();
+  const int bytes = element_bytes(config.algorithm);
+  double output =
+      kElementCycles * elements * (input.float32_result || bytes == 4 || splits > 1 ? 2 : 1);
+  output += fused.element * elements;
+  if (!input.d_by_tma && splits == 1 && config.split_k == 1) {
+    output += kCopiedElementCycles * elements;
+  }
+  if (config.split_k > 1) output += kReductionCycles + kReducedElementCycles * elements;
+  return output;
+}
+
 double sm90_cycles(const KernelConfig& config, const ChoiceInput& input, int splits) {
   using namespace sm90_model;
   const int64_t tiles = sm90_tiles(config, input, splits);
@@ -256,16 +267,8 @@ double sm90_cycles(const KernelConfig& config, const ChoiceInput& input, int spl
   const double stages =
       ceil_div(input.k, config.tile_k) / static_cast<double>(config.split_k * splits);
   const double mainloop = stages * sm90_stage_cycles(config, input, blocks);
-  const double elements = config.tile_m * config.output_n();
-  const int bytes = element_bytes(config.algorithm);
-  double output =
-      kElementCycles * elements * (input.float32_result || bytes == 4 || splits > 1 ? 2 : 1);
   const FusedCost fused = splits == 1 ? fused_cost(config, input) : FusedCost();
-  output += fused.element * elements;
-  if (!input.d_by_tma && splits == 1 && config.split_k == 1) {
-    output += kCopiedElementCycles * elements;
-  }
-  if (config.split_k > 1) output += kReductionCycles + kReducedElementCycles * elements;
+  const double output = output_cycles(config, input, splits, fused);
   // In pingpong one tile is written while the next is multiplied, if that takes long enough.
   const bool hidden = config.schedule == Schedule::kPingpong && rounds > 1;
   const double round = std::max(mainloop, (mainloop + output + kTurnCycles) / 2);

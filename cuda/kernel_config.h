@@ -104,11 +104,13 @@ struct KernelConfig {
   // A float32 slab of 16 rows of accumulators for each warp of an sm80 kernel; the buffers of
   // the warps of an sm90 kernel, through which D leaves.
   constexpr int slab_bytes() const { return 16 * warp_n() * 4; }
-  // Of a warpgroup: four buffers of 2 KiB for each warp, if its tile has as much and there is room.
+  // Of a warpgroup: four buffers of 2 KiB for each warp, if its tile fills more than two and there
+  // is room.
   constexpr int staging_bytes() const {
     constexpr int kBuffer = 4 * 2 * 1024;
     const int fixed = ring_bytes() + bias_bytes() + kBarrierBytes;
-    int buffers = 2 * 4 * warp_m() * output_n() > 2 * kBuffer ? 4 : 2;
+    const int tile_bytes = 4 * warp_m() * output_n() * 2;
+    int buffers = tile_bytes > 2 * kBuffer ? 4 : 2;
     while (buffers > 1 &&
            fixed + consumer_warps() / 4 * buffers * kBuffer > kMaxSharedMemoryBytes) {
       buffers /= 2;
@@ -124,13 +126,15 @@ struct KernelConfig {
   static constexpr int kSkinnyPadding = 4;  // float32 of a row of the slab
   // sm90: the barriers, and the bias of each warpgroup's tile.
   constexpr int bias_bytes() const { return skinny ? 0 : consumer_warps() / 4 * tile_n * 4; }
-  // Blocks that shared memory and 128 registers a thread let on one SM.
-  constexpr int resident_blocks() const {
+  // sm90: blocks that shared memory and registers let on one SM; two warpgroups of consumers take
+  // all registers.
+  constexpr int blocks_on_sm() const {
     constexpr int kSharedMemoryPerSm = 228 * 1024;
     constexpr int kReservedPerBlock = 1024;
     constexpr int kRegisters = 64 * 1024;
+    if (consumer_warps() > 4) return 1;
     const int by_memory = kSharedMemoryPerSm / (shared_memory_bytes() + kReservedPerBlock);
-    const int by_registers = kRegisters / (threads() * 128);
+    const int by_registers = kRegisters / (threads() * (skinny ? 128 : 168));
     return by_memory < by_registers ? by_memory : by_registers;
   }
   static constexpr int kBarrierBytes = 512;

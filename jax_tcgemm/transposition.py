@@ -278,8 +278,8 @@ def _addend_cotangents(
     }
 
 
-# Elements from which on a GPU a kernel for few rows sums columns, as a product with ones: it reads
-# memory at up to three times the rate of XLA's reduction.
+# Elements from which on a GPU a kernel for few rows sums columns, as a product with ones: XLA's
+# reduction reads a third of what memory gives (docs/performance.md).
 _SUMMED_BY_PRODUCT = 2**22
 
 

@@ -142,20 +142,10 @@ struct Kernel {
   }
 };
 
-// Blocks that shared memory lets on one SM; it caps the registers of a thread.
-constexpr int min_blocks(const KernelConfig& config) {
-  constexpr int kSharedMemoryPerSm = 228 * 1024;
-  if (config.consumer_warps() > 4) return 1;  // the consumers take all registers
-  const int by_memory = kSharedMemoryPerSm / (config.shared_memory_bytes() + 1024);
-  const int by_registers = 64 * 1024 / (config.threads() * 168);
-  const int blocks = by_memory < by_registers ? by_memory : by_registers;
-  return blocks < 1 ? 1 : blocks;
-}
-
 // `Row` carries the configuration as a type: nvcc's host stubs cannot name class-type template
 // values.
 template <typename Row, Major kMajorA, Major kMajorB, bool kExchanged>
-__global__ void __launch_bounds__(Row::kConfig.threads(), min_blocks(Row::kConfig))
+__global__ void __launch_bounds__(Row::kConfig.threads(), Row::kConfig.blocks_on_sm())
     gemm_kernel(const __grid_constant__ GemmParams params,
                 const __grid_constant__ TensorMaps maps) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)

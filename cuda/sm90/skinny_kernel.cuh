@@ -167,7 +167,7 @@ struct SkinnyKernel {
 // The size of a cluster is fixed, so that its barriers need not ask for it.
 template <typename Row, Major kMajorLong, Major kMajorShort>
 __global__ void __cluster_dims__(Row::kConfig.cluster_size(), 1, 1)
-    __launch_bounds__(Row::kConfig.threads(), Row::kConfig.resident_blocks())
+    __launch_bounds__(Row::kConfig.threads(), Row::kConfig.blocks_on_sm())
         skinny_kernel(const __grid_constant__ GemmParams params,
                       const __grid_constant__ TensorMaps maps) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
