@@ -349,10 +349,12 @@ def test_no_gemm_takes_a_ragged_kernel():
     ("ragged", "extents", "groups", "wanted"),
     [
         ("rows", (1024, 14336, 4096), 8, "128x256x64"),
-        ("rows", (64, 2048, 7168), 64, "64x128x64"),
-        ("rows", (1, 2048, 7168), 128, "64x128x64"),
+        ("rows", (256, 2048, 2048), 8, "128x256x64"),
+        ("rows", (128, 2048, 2048), 8, "128x128x64"),
+        ("rows", (64, 2048, 2048), 8, "64x128x64"),
+        ("rows", (1, 2048, 2048), 8, "64x128x64"),
         ("depth", (4096, 14336, 1024), 8, "128x256x64"),
-        ("depth", (7168, 2048, 1), 128, "128x128x64"),
+        ("depth", (512, 512, 512), 8, "128x128x64"),
     ],
 )
 def test_the_choice_depends_on_the_mean_size(ragged, extents, groups, wanted):

@@ -5,7 +5,10 @@
 
 #include <stdint.h>
 
+#include <concepts>
+
 #include "common/dtype.cuh"
+#include "epilogue/activations.cuh"
 #include "epilogue/formula.cuh"
 #include "gemm_params.h"
 #include "ptx/cluster.cuh"
@@ -53,7 +56,8 @@ __device__ __forceinline__ void visit_chunk(const float (&acc)[kBlocks][kBlockVa
 }
 
 // kGeneral: anything; else D = f(alpha * acc + bias), gated or not. Each question asked in the loop
-// costs as much as several values.
+// costs as much as several values. The code that copies out what TMA cannot is large: it stands
+// where host code sends such a D (Finish), not in every loop.
 template <KernelConfig kConfig, bool kExchanged, bool kGeneral>
 struct FusedOutput {
   using Buffers = OutputBuffers<kConfig, kExchanged>;
@@ -71,18 +75,19 @@ struct FusedOutput {
     const EpilogueParams& epilogue = params.epilogue;
     if constexpr (kConfig.gated) {
       visit_activation(epilogue, [&]<ActivationFunctor Functor>(const Functor& functor) {
-        run_chunks(acc, tile,
-                   [&](Chunk& value, const Position& at) { gate(functor, value, acc, at); });
+        run_chunks<kGeneral>(acc, tile, [&](Chunk& value, const Position& at) {
+          gate(functor, value, acc, at);
+        });
       });
     } else if constexpr (!kGeneral) {
       // A loop for each activation: its code lies together.
       visit_activation(epilogue, [&]<ActivationFunctor Functor>(const Functor& functor) {
-        run_chunks(acc, tile,
-                   [&](Chunk& value, const Position&) { apply_activation(functor, value); });
+        run_chunks<std::same_as<Functor, Identity>>(
+            acc, tile, [&](Chunk& value, const Position&) { apply_activation(functor, value); });
       });
     } else {
       const float beta = scalar_of(params, tile.batch, epilogue.beta);
-      run_chunks(acc, tile, [&](Chunk& value, const Position& at) {
+      run_chunks<true>(acc, tile, [&](Chunk& value, const Position& at) {
         finish_values(
             epilogue, beta, value,
             [&](Chunk& c) { load_c(c, epilogue.c, buffers.results - 1, at); },
@@ -100,7 +105,7 @@ struct FusedOutput {
     int tile_column;
   };
 
-  template <typename Finish>
+  template <bool kCopiesOut, typename Finish>
   __device__ __forceinline__ void run_chunks(const Accumulators& acc, const OutputPlace& tile,
                                              Finish&& finish) const {
     const float alpha = scalar_of(params, tile.batch, params.epilogue.alpha);
@@ -116,7 +121,7 @@ struct FusedOutput {
       finish(value, at);
       store(value, kGeneral ? buffers.results - 1 : 0, at);
       if (at.chunk < sub.chunks() - 1) continue;
-      buffers.send(sub, Buffers::place_of(tile, index - at.chunk));
+      buffers.template send<kCopiesOut>(sub, Buffers::place_of(tile, index - at.chunk));
       if constexpr (kGeneral) {
         if (buffers.maps.c_by_tma) buffers.prefetch_next_c(sub, tile, index + 1);
       }

@@ -96,13 +96,13 @@ struct OutputBuffers {
   }
 
   // When the set is written: stores it to where its sub-tile begins, and waits until the next set
-  // is free.
-  template <typename Sub>
+  // is free. kCopiesOut: also where TMA cannot address D.
+  template <bool kCopiesOut, typename Sub>
   __device__ __forceinline__ void send(const Sub& sub, const OutputPlace& at) {
     if constexpr (kConfig.ragged == Ragged::kRows) {
       if (at.row + kWarpRows > row_end) return copy_rows(sub, at);
     }
-    if constexpr (Sub::kCopiesOut) {
+    if constexpr (kCopiesOut && kConfig.ragged == Ragged::kNone) {
       if (!maps.d_by_tma) return copy_out(sub, at);
     }
     ptx::fence_proxy_async();

@@ -26,7 +26,6 @@ using Chunk = float[kChunkValues];
 template <KernelConfig kConfig, typename Element, bool kWide, bool kExchanged, bool kWhole>
 struct OutputSubtile {
   static_assert(kWide || !kExchanged);
-  static constexpr bool kCopiesOut = false;
   static constexpr int kElementBytes = kWide ? 4 : 2;
   static constexpr OutputBox kBox = output_box(kConfig, kElementBytes, kExchanged, kWhole);
   static constexpr int kRowBytes = kBox.row_bytes;
@@ -116,7 +115,6 @@ struct OutputSubtile {
 // once.
 template <KernelConfig kConfig, typename Element, bool kExchanged, bool kWhole>
 struct FusedSubtile {
-  static constexpr bool kCopiesOut = true;
   static constexpr bool kAlwaysWide = sizeof(Element) == 4;
   using Wide = OutputSubtile<kConfig, Element, true, kExchanged, kWhole>;
   using Narrow = OutputSubtile<kConfig, Element, kAlwaysWide, kExchanged, kWhole>;

@@ -19,8 +19,8 @@ enum class Finish {
   kProduct,  // D is the product, rounded
   kAddBias,  // alpha * product + bias
   kAddC,     // alpha * product + bias + beta * C, with C by TMA
-  // f(alpha * product + bias), gated or not, and no further result; those above, where TMA cannot
-  // address D.
+  // f(alpha * product + bias), gated or not, and no further result. TMA must address D if there is
+  // an activation or a gate.
   kActivate,
   kAnything,
 };

@@ -173,6 +173,8 @@ Finish finish_of(const EpilogueParams& epilogue, const TensorMaps& maps, bool ex
       epilogue.column_scale.data != nullptr) {
     return Finish::kAnything;
   }
+  const bool activates = epilogue.gated || epilogue.activation != Activation::kNone;
+  if (activates && !maps.d_by_tma) return Finish::kAnything;
   const bool unrolled = work == EpilogueWork::kSum && config.unrolls_sums() && maps.d_by_tma &&
                         !exchanged &&
                         epilogue.d_is_float32 == (element_bytes(config.algorithm) == 4);

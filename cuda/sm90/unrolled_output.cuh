@@ -52,7 +52,7 @@ struct UnrolledOutput {
       }
       Sub::store(value, buffer, chunk);
       if (chunk < Sub::kChunks - 1) continue;
-      buffers.send(Sub(), place);
+      buffers.template send<false>(Sub(), place);
       if constexpr (kWithC) buffers.prefetch_next_c(Sub(), tile, index + 1);
     }
   }
