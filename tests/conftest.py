@@ -12,8 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gpu_accuracy import baseline_precision, poison
 
 from jax_tcgemm import _extension, kernel_table
+from jax_tcgemm.spec import INPUT_DTYPES
 
 # Read when a backend starts. The shard_map tests need more than one device; on GPUs, tuning the
 # products of the baseline would take most of the time.
@@ -106,6 +108,40 @@ def assert_accurate() -> Callable[..., None]:
         assert error <= allowed, f"error {error:.3e}, baseline's {baseline_error:.3e}"
 
     return check
+
+
+@pytest.fixture
+def compare(exact, assert_accurate):
+    """Holds the results of a function against those of a formula, in float64 and by XLA.
+
+    The formula takes `matmul` first, and all arrays in one type.
+    """
+
+    def run(ours, formula, args, dtype, algorithm=None, slack=0.0):
+        precision = baseline_precision(algorithm) if algorithm else None
+        factors = INPUT_DTYPES[algorithm] if algorithm else None
+
+        def matmul(a, b):
+            # The arrays are float32; in the products they are of the operands' type again.
+            a, b = (x if factors is None else x.astype(factors) for x in (a, b))
+            return jnp.matmul(a, b, precision=precision, preferred_element_type=jnp.float32)
+
+        def by_xla(*args):
+            results = formula(matmul, *(x.astype(jnp.float32) for x in args))
+            return [x.astype(dtype) for x in results]
+
+        baselines = jax.jit(by_xla)(*args)
+        for shape in {x.shape for x in baselines}:
+            poison(shape, dtype)
+        got = jax.jit(ours)(*args)
+        with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
+            expected = formula(jnp.matmul, *(jnp.asarray(exact(x)) for x in args))
+            expected = [np.asarray(x) for x in expected]
+        for x, baseline, wanted in zip(got, baselines, expected, strict=True):
+            assert x.dtype == dtype
+            assert_accurate(x, baseline, wanted, slack)
+
+    return run
 
 
 @pytest.fixture

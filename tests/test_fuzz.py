@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import fuzz
+import gemm_problems
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -30,7 +31,7 @@ def run(monkeypatch, capsys):
 @pytest.fixture
 def small(monkeypatch):
     """Only small problems."""
-    monkeypatch.setattr(fuzz, "_MOST_PRODUCTS", 1e5)
+    monkeypatch.setattr(gemm_problems, "_MOST_PRODUCTS", 1e5)
 
 
 def checked_indices(monkeypatch) -> list[int]:
@@ -46,13 +47,13 @@ def checked_indices(monkeypatch) -> list[int]:
 
 
 def test_a_problem_depends_on_seed_and_index_alone():
-    first = [fuzz.draw(3, i) for i in range(50)]
-    assert [fuzz.draw(3, i) for i in reversed(range(50))] == first[::-1]
-    assert [fuzz.draw(4, i) for i in range(50)] != first
+    first = [gemm_problems.draw(3, i) for i in range(50)]
+    assert [gemm_problems.draw(3, i) for i in reversed(range(50))] == first[::-1]
+    assert [gemm_problems.draw(4, i) for i in range(50)] != first
 
 
 def test_what_is_drawn():
-    problems = [fuzz.draw(0, i) for i in range(1500)]
+    problems = [gemm_problems.draw(0, i) for i in range(1500)]
     assert {problem.algorithm for problem in problems} == set(kernel_table.ELEMENT_BYTES)
     for extent in ("m", "n", "k"):
         values = {getattr(problem, extent) for problem in problems}
@@ -74,7 +75,7 @@ def test_what_is_drawn():
 
 
 def test_rows_by_name():
-    rows = {fuzz.draw(0, i, "sm80_tf32_*").row for i in range(100)}
+    rows = {gemm_problems.draw(0, i, "sm80_tf32_*").row for i in range(100)}
     assert {row.algorithm for row in rows if row} == {"TF32_TF32_F32"}
     assert len(rows) > 3
 
@@ -92,8 +93,8 @@ def test_one_wrong_element_is_found(monkeypatch, run, small, value):
         d = gemm(*args, **kwargs)
         return d.at[..., -1:, -1:].add(value)
 
-    seed, index = next((1, i) for i in range(50) if np.prod(fuzz.draw(1, i).shape) > 0)
-    monkeypatch.setattr(fuzz, "gemm", wrong)
+    seed, index = next((1, i) for i in range(50) if np.prod(gemm_problems.draw(1, i).shape) > 0)
+    monkeypatch.setattr(gemm_problems, "gemm", wrong)
     status, text = run("--count", 1, "--seed", seed, "--start", index)
     assert status == 1
     assert f"--seed {seed} --start {index} --count 1" in text
@@ -105,7 +106,7 @@ def test_a_failure_does_not_end_the_run(monkeypatch, run, small):
     def refuse(*args, **kwargs):
         raise ValueError("no")
 
-    monkeypatch.setattr(fuzz, "gemm", refuse)
+    monkeypatch.setattr(gemm_problems, "gemm", refuse)
     status, text = run("--count", 3)
     assert status == 1
     assert "3 failed" in text
@@ -113,7 +114,9 @@ def test_a_failure_does_not_end_the_run(monkeypatch, run, small):
 
 
 def test_other_dtypes_and_shapes_are_found(monkeypatch, run, small):
-    monkeypatch.setattr(fuzz, "gemm", lambda *args, **kwargs: gemm(*args, **kwargs)[..., None])
+    monkeypatch.setattr(
+        gemm_problems, "gemm", lambda *args, **kwargs: gemm(*args, **kwargs)[..., None]
+    )
     assert run("--count", 2)[0] == 1
 
 
@@ -150,7 +153,7 @@ def test_time_is_limited(monkeypatch, run):
 
 
 def test_processes():
-    command = [sys.executable, "-P", fuzz.__file__, "--jobs", "2", "--count", "4", "--seed", "1"]
+    command = [sys.executable, fuzz.__file__, "--jobs", "2", "--count", "4", "--seed", "1"]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

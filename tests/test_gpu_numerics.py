@@ -11,6 +11,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gpu_accuracy import (
+    LAYOUTS,
+    accumulation_slack,
+    baseline_precision,
+    luck_slack,
+    orientations,
+    poison,
+    residues,
+    units,
+)
 from kernel_rows import by_config
 
 from jax_tcgemm import gemm
@@ -20,29 +30,9 @@ from jax_tcgemm.spec import INPUT_DTYPES
 
 pytestmark = pytest.mark.gpu
 
-LAYOUTS = list(itertools.product((False, True), repeat=2))
 
 # Drawn afresh in each run: nearly all of the time goes into compiling one program for each.
 _RESIDUES_PER_LAYOUT = 4
-
-
-def accumulation_slack(config: KernelConfig, out_dtype, k: int, largest: float) -> float:
-    """What the sums inside mma.sync may be off beyond the baseline's, where the result shows it.
-
-    They are cut off after every 16 steps along k, at the accumulator's precision.
-    """
-    if config.algorithm == "F16_F16_F16":
-        eps = jnp.finfo(jnp.float16).eps
-    elif out_dtype == jnp.float32 and config.element_bytes == 2 and not config.rounds_sums:
-        eps = jnp.finfo(jnp.float32).eps
-    else:
-        return 0.0
-    return math.ceil(k / 16) * float(eps) * largest
-
-
-def baseline_precision(algorithm: str):
-    """XLA computes some float32 products more accurately than TF32 unless told not to."""
-    return algorithm if algorithm == "TF32_TF32_F32" else None
 
 
 BY_CONFIG = by_config()
@@ -62,25 +52,6 @@ class Case:
     activation: str | None = None
     alpha: Any = 1.0
     beta: Any = 1.0
-
-
-def luck_slack(algorithm: str, k: int, size: int) -> float:
-    """What the baseline's error may fall short of its typical value where it is that of few sums.
-
-    Of k products of normal numbers that are rounded to tf32's 11 bits (each by 0.42 units in the
-    last place, root mean square); rounded once, as 16-bit results are, sums have no such part.
-    """
-    if algorithm != "TF32_TF32_F32" or size >= 64:
-        return 0.0
-    return 4 * 0.6 * 2.0**-11 * k**0.5
-
-
-def poison(shape, dtype) -> None:
-    """Leaves NaNs in the memory that the next results of this shape are likely to get."""
-    blocks = [jnp.full(shape, jnp.nan, dtype) for _ in range(4)]
-    jax.block_until_ready(blocks)
-    for block in blocks:
-        block.delete()
 
 
 @pytest.fixture
@@ -145,28 +116,6 @@ def check(normal, exact, assert_accurate):
         assert_accurate(got, baseline, expected, slack)
 
     return run
-
-
-def residues(tile: int, unit: int, large: int) -> list[int]:
-    """Extents around a tile, in multiples of what alignment allows."""
-    if unit == 1:
-        return [0, 1, 7, tile - 1, tile, tile + 1, large + 3]
-    return [0, unit, tile - unit, tile, tile + unit, large + unit]
-
-
-def orientations(config: KernelConfig) -> list[tuple[int, int]]:
-    """Returns the tile along m and n; a skinny row lays it along the longer of them."""
-    tile = config.tile_m, config.tile_n
-    return [tile, tile[::-1]] if config.skinny else [tile]
-
-
-def units(config: KernelConfig, transpose_a: bool, transpose_b: bool) -> tuple[int, int, int]:
-    """Returns what m, n and k must be multiples of: 16 bytes where they are contiguous."""
-    chunk = 16 // config.element_bytes if config.copies_whole_chunks else 1
-    m = chunk if transpose_a else 1
-    n = 1 if transpose_b else chunk
-    k = chunk if not transpose_a or transpose_b else 1
-    return m, n, k
 
 
 @pytest.mark.parametrize(("transpose_a", "transpose_b"), LAYOUTS)

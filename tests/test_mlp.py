@@ -1,4 +1,4 @@
-"""`mlp` and `gated_mlp`: values, derivatives, transformations, and which gemms they come to."""
+"""`mlp` and `gated_mlp`: values, derivatives, transformations, errors."""
 
 from __future__ import annotations
 
@@ -11,60 +11,19 @@ import pytest
 from fused_call import assert_trees_close, square_sum
 from jax.sharding import PartitionSpec
 from jax.test_util import check_grads
+from mlp_forms import (
+    EACH,
+    FORMS,
+    TWO,
+    gated,
+    gated_formula,
+    plain,
+    plain_formula,
+)
 
 import jax_tcgemm
 from jax_tcgemm import clip, gated_mlp, mlp
-from jax_tcgemm.epilogues import resolve
 
-
-def plain(x, w1, b1, w2, b2, **options):
-    return mlp(x, w1, b1, w2, b2, **options)
-
-
-def transposed(x, w1, b1, w2, b2, **options):
-    return mlp(x, w1.T, b1, w2.T, b2, transpose_w=True, **options)
-
-
-def plain_formula(x, w1, b1, w2, b2, activation="gelu"):
-    return resolve(activation).reference(x @ w1 + b1) @ w2 + b2
-
-
-def gated(x, w1, b1, w2, b2, **options):
-    w_gate, w_up = jnp.split(w1, 2, axis=-1)
-    bias_gate, bias_up = jnp.split(b1, 2)
-    biases = {"bias_gate": bias_gate, "bias_up": bias_up, "bias_down": b2}
-    return gated_mlp(x, w_gate, w_up, w2[: w2.shape[0] // 2], **biases, **options)
-
-
-def packed(x, w1, b1, w2, b2, transpose_w=False, **options):
-    bias_gate, bias_up = jnp.split(b1, 2)
-    biases = {"bias_gate": bias_gate, "bias_up": bias_up, "bias_down": b2}
-    w2 = w2[: w2.shape[0] // 2]
-    w1, w2 = (w1.T, w2.T) if transpose_w else (w1, w2)
-    return gated_mlp(x, w1, None, w2, transpose_w=transpose_w, **biases, **options)
-
-
-packed_transposed = functools.partial(packed, transpose_w=True)
-
-
-def gated_formula(x, w1, b1, w2, b2, activation="silu"):
-    gate, up = jnp.split(x @ w1 + b1, 2, axis=-1)
-    return (resolve(activation).reference(gate) * up) @ w2[: w2.shape[0] // 2] + b2
-
-
-FORMS = {
-    "plain": (plain, plain_formula),
-    "transposed": (transposed, plain_formula),
-    "recomputing": (functools.partial(plain, recompute_activation=True), plain_formula),
-    "gated": (gated, gated_formula),
-    "packed": (packed, gated_formula),
-    "packed transposed": (packed_transposed, gated_formula),
-    "gated, recomputing": (functools.partial(gated, recompute_activation=True), gated_formula),
-}
-EACH = pytest.mark.parametrize(("form", "formula"), FORMS.values(), ids=FORMS)
-TWO = pytest.mark.parametrize(
-    ("form", "formula"), [FORMS["plain"], FORMS["gated"]], ids=["plain", "gated"]
-)
 SHAPES = [(2, 5, 6), (6, 8), (8,), (8, 3), (3,)]
 EVERY = range(5)
 
@@ -367,69 +326,3 @@ def test_errors(call, error, parts):
         call()
     for part in parts:
         assert part in str(raised.value)
-
-
-# Lowering for CUDA
-
-
-def bf16(*shape):
-    return jnp.zeros(shape, jnp.bfloat16)
-
-
-CUDA_ARGS = (bf16(2, 8, 16), bf16(16, 32), bf16(32), bf16(32, 24), bf16(24))
-
-
-def step(form, *args):
-    y, pullback = jax.vjp(form, *args)
-    return y, pullback(y)
-
-
-def roles(calls):
-    return [call["c_role"] for call in calls]
-
-
-@pytest.mark.parametrize("form", [plain, transposed])
-def test_gemms_of_a_step(cuda_module, form):
-    text, calls = cuda_module(functools.partial(step, form), *CUDA_ARGS)
-    assert len(calls) == 6
-    first, second, *backward = calls
-    assert (first["activation"], first["has_aux"], first["has_bias"]) == ("Gelu", True, True)
-    assert (second["activation"], second["has_aux"], second["has_bias"]) == ("", False, True)
-    assert sorted(roles(backward)) == ["add", "add", "add", "derivative"]
-    fused = next(call for call in backward if call["c_role"] == "derivative")
-    assert (fused["m"], fused["n"], fused["k"]) == (16, 32, 24)
-    assert (fused["activation"], fused["c_strides"]) == ("Gelu", [32, 1])
-    assert not any(call["has_c"] for call in backward if call is not fused)
-    # Nothing else is left but the sums of the biases.
-    assert text.count("stablehlo.reduce(") == 2
-    assert not any(f"stablehlo.{op} " in text for op in ("multiply", "tanh", "select"))
-
-
-@pytest.mark.parametrize(("form", "gemms"), [(gated, 8), (packed, 6)])
-def test_gemms_of_a_gated_step(cuda_module, form, gemms):
-    _, *weights = CUDA_ARGS
-    x = bf16(2, 40, 16)  # of few rows it would be one gemm more
-    text, calls = cuda_module(functools.partial(step, form), x, *weights)
-    assert len(calls) == gemms
-    first = calls[0]
-    assert (first["gated"], first["has_aux"], first["n"]) == (True, True, 16)
-    assert roles(calls).count("gated_derivative") == 1
-    fused = next(call for call in calls if call["c_role"] == "gated_derivative")
-    assert fused["results"] == ["2x40x16xbf16"] * 2
-    assert (fused["has_c"], fused["has_c2"], fused["has_aux"]) == (True, True, True)
-    assert "stablehlo.logistic" not in text
-
-
-@TWO
-def test_batched_step_is_fused_too(cuda_module, form, formula):
-    axes = (0, 0, None, 0, None)
-    args = [
-        x if axis is None else jnp.stack([x] * 3) for x, axis in zip(CUDA_ARGS, axes, strict=True)
-    ]
-    role = "gated_derivative" if form is gated else "derivative"
-    for f in (
-        lambda *args: step(jax.vmap(form, axes), *args),
-        jax.vmap(functools.partial(step, form), axes),
-    ):
-        _, calls = cuda_module(f, *args)
-        assert roles(calls).count(role) == 1

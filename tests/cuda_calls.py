@@ -1,0 +1,24 @@
+"""What tests of the CUDA lowering ask of the module and calls that `cuda_module` returns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+_MOVES = ("stablehlo.transpose", "stablehlo.convert", "stablehlo.broadcast", "stablehlo.slice")
+
+
+def bf16(*shape: int) -> jax.Array:
+    return jnp.zeros(shape, jnp.bfloat16)
+
+
+def picked(call: dict[str, Any], *names: str) -> tuple[Any, ...]:
+    """The values of these attributes."""
+    return tuple(call[name] for name in names)
+
+
+def assert_nothing_moves(text: str) -> None:
+    """The module has no operation that copies an operand."""
+    assert not [op for op in _MOVES if op in text], text

@@ -1,0 +1,186 @@
+"""Epilogues of one product on the GPU, those of derivatives too, against float64."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gpu_accuracy import EVERY_ACTIVATION, FLOATS, accumulation_slack, some
+from kernel_rows import by_config
+
+from jax_tcgemm import _compat, gemm, primitive
+from jax_tcgemm.epilogues import resolve
+from jax_tcgemm.spec import INPUT_DTYPES, GemmSpec
+from jax_tcgemm.strides import Operands
+
+pytestmark = pytest.mark.gpu
+
+
+@by_config()
+def test_residuals_and_scales(compare, normal, rng, config):
+    for activation in some(rng, [None, *EVERY_ACTIVATION]):
+        check_residual_and_scales(compare, normal, rng, config, activation)
+
+
+def check_residual_and_scales(compare, normal, rng, config, activation):
+    m, n, k = config.tile_m + 8, config.tile_n + 8, 4 * config.tile_k
+    algorithm = config.algorithm
+    dtype = INPUT_DTYPES[algorithm]
+    out_dtype = jnp.dtype(rng.choice([dtype, jnp.float32]))
+    addend = jnp.dtype(rng.choice([out_dtype, jnp.float32]))
+    residual_shape = [(m, n), (n,), (m, 1)][rng.integers(3)]
+    args = (
+        normal(m, k, dtype=dtype),
+        normal(k, n, dtype=dtype),
+        normal(n, dtype=addend),
+        normal(*residual_shape, dtype=addend),
+        jnp.asarray(rng.uniform(0.5, 1, m), jnp.float32),
+        jnp.asarray(rng.uniform(0.5, 1, n), jnp.float32),
+    )
+    alpha = 2.0 ** -int(np.log2(k) / 2)
+
+    def ours(a, b, bias, residual, row_scale, column_scale):
+        result = gemm(
+            a,
+            b,
+            alpha=alpha,
+            bias=bias,
+            residual=residual,
+            row_scale=row_scale,
+            column_scale=column_scale,
+            activation=activation,
+            precision=algorithm,
+            preferred_element_type=out_dtype,
+            config=config.name,
+        )
+        return [result]
+
+    def formula(matmul, a, b, bias, residual, row_scale, column_scale):
+        z = alpha * row_scale[:, None] * column_scale * matmul(a, b) + bias
+        return [resolve(activation).reference(z) + residual]
+
+    slack = 8 * accumulation_slack(config, out_dtype, k, alpha * 5 * k**0.5)
+    compare(ours, formula, args, out_dtype, algorithm, slack)
+
+
+@by_config()
+def test_scales_alone(compare, normal, rng, config):
+    """Without anything else in the epilogue, which must not count as none."""
+    m, n, k = config.tile_m + 8, config.tile_n + 8, 2 * config.tile_k
+    dtype = INPUT_DTYPES[config.algorithm]
+    names = [["row_scale"], ["column_scale"], ["row_scale", "column_scale"]][rng.integers(3)]
+    extents = {"row_scale": m, "column_scale": n}
+    scales = [jnp.asarray(rng.uniform(0.5, 1, extents[name]), jnp.float32) for name in names]
+
+    def ours(a, b, *scales):
+        options = dict(zip(names, scales, strict=True))
+        return [gemm(a, b, precision=config.algorithm, config=config.name, **options)]
+
+    def formula(matmul, a, b, *scales):
+        z = matmul(a, b)
+        for name, scale in zip(names, scales, strict=True):
+            z = z * (scale[:, None] if name == "row_scale" else scale)
+        return [z]
+
+    args = normal(m, k, dtype=dtype), normal(k, n, dtype=dtype), *scales
+    slack = accumulation_slack(config, jnp.dtype(dtype), k, 5 * k**0.5)
+    compare(ours, formula, args, dtype, config.algorithm, slack)
+
+
+@pytest.mark.parametrize("c_role", ["derivative", "gated_derivative"])
+@by_config()
+def test_derivatives_of_activations(compare, normal, rng, config, c_role):
+    algorithm = config.algorithm
+    dtype = INPUT_DTYPES[algorithm]
+    is_gated = c_role == "gated_derivative"
+    for activation in some(rng, EVERY_ACTIVATION):
+        f = resolve(activation)
+        m, n, k = config.tile_m + 8, 2 * config.tile_n - 8, 3 * config.tile_k
+        addend = jnp.dtype(rng.choice([dtype, jnp.float32]))
+        args = (
+            normal(m, k, dtype=dtype) / 8,
+            normal(k, n, dtype=dtype) / 8,
+            *(normal(m, n, dtype=addend) for _ in range(1 + is_gated)),
+        )
+        axes = Operands((0, 1), (0, 1), (0, 1), c2=(0, 1) if is_gated else None)
+        spec = GemmSpec(
+            axes,
+            jnp.dtype(dtype),
+            _compat.canonicalize_precision(algorithm),
+            activation=activation,
+            config=config.name,
+            c_role=c_role,
+        )
+
+        def ours(a, b, c, c2=None, spec=spec):
+            return primitive.bind(Operands(a, b, c, c2=c2), spec)
+
+        def formula(matmul, a, b, c, c2=None, f=f):
+            z = matmul(a, b)
+            if c2 is None:
+                return [z * f.derivative(c)]
+            return [z * c2 * f.derivative(c), z * f.reference(c)]
+
+        slack = 40 * accumulation_slack(config, dtype, k, 5 / 64 * k**0.5)
+        compare(ours, formula, args, dtype, algorithm, slack)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("out_dtype", FLOATS)
+def test_results_of_any_type(compare, normal, dtype, out_dtype):
+    args = normal(200, 136, dtype=dtype), normal(136, 72, dtype=dtype), normal(72)
+
+    def ours(a, b, bias):
+        options = {"preferred_element_type": out_dtype, "activation": "gelu"}
+        return [gemm(a, b, bias=bias, alpha=0.125, **options)]
+
+    def formula(matmul, a, b, bias):
+        return [resolve("gelu").reference(0.125 * matmul(a, b) + bias)]
+
+    algorithm = {2: None, 4: "TF32_TF32_F32"}[jnp.dtype(dtype).itemsize]
+    compare(ours, formula, args, out_dtype, algorithm)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_sums_over_many_rows(compare, normal, dtype):
+    """The gradient of a bias, which is a product with ones where it is large."""
+    args = normal(8200, 24, dtype=dtype) / 8, normal(24, 520, dtype=dtype), normal(520, dtype=dtype)
+
+    def ours(a, b, bias):
+        def loss(bias):
+            return gemm(a, b, bias=bias, activation="tanh").astype(jnp.float32).sum()
+
+        return [jax.grad(loss)(bias)]
+
+    def formula(matmul, a, b, bias):
+        return [(1 - jnp.tanh(matmul(a, b) + bias) ** 2).sum(0)]
+
+    # Each term is rounded before it is added.
+    slack = 8200**0.5 * float(jnp.finfo(dtype).eps)
+    compare(ours, formula, args, dtype, slack=slack)
+
+
+@pytest.mark.parametrize("donated", [False, True])
+def test_gradients_are_accumulated_in_place(normal, exact, donated):
+    x, dy = normal(512, 136, dtype=jnp.bfloat16), normal(512, 72, dtype=jnp.bfloat16)
+    total = normal(136, 72)
+    expected = exact(total)
+
+    def accumulate(total, x, dy):
+        return gemm(x, dy, total, transpose_a=True, preferred_element_type=jnp.float32)
+
+    step = jax.jit(accumulate, donate_argnums=0 if donated else ())
+    for _ in range(3):
+        before, previous = total, exact(total)
+        total = step(total, x, dy)
+        if not donated:
+            np.testing.assert_array_equal(exact(before), previous)
+        expected = expected + exact(x).T @ exact(dy)
+    np.testing.assert_allclose(exact(total), expected, rtol=1e-5, atol=1e-3)
+
+    def scanned(total, x, dy):
+        return jax.lax.scan(lambda t, _: (accumulate(t, x, dy), None), total, length=4)[0]
+
+    got = jax.jit(scanned)(jnp.zeros((136, 72)), x, dy)
+    np.testing.assert_allclose(exact(got), 4 * exact(x).T @ exact(dy), rtol=1e-5, atol=1e-3)
