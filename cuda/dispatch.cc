@@ -118,7 +118,9 @@ Status pad_unaligned_operands(GemmProblem* problem, const DeviceProperties& devi
   // A padded copy of one of two weights would not lie as the other does.
   if (problem->padding_bytes == 0 || problem->params.epilogue.gated) return Status();
   GemmParams& params = problem->params;
-  const bool by_tma = device.compute_capability == 90 && params.batch_rank <= kMaxTmaBatchRank;
+  // TMA takes rows whose ends are off 16 bytes, cp.async does not.
+  const bool by_tma = device.compute_capability == 90 && params.batch_rank <= kMaxTmaBatchRank &&
+                      problem->algorithm != Algorithm::kF16F16F16;
   PadProblem pads[2];
   int count = 0;
   if (!(by_tma ? problem->strides_aligned_a : problem->aligned_a) &&

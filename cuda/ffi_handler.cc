@@ -21,8 +21,6 @@
 namespace jax_tcgemm {
 namespace {
 
-constexpr int64_t kMaxExtent = std::numeric_limits<int32_t>::max();
-
 Status decode_shape(const GemmAttributes& attributes, GemmParams* params) {
   for (const int64_t extent : {attributes.m, attributes.n, attributes.k}) {
     JAX_TCGEMM_REQUIRE(0 <= extent && extent <= kMaxExtent, "m=", attributes.m, " n=", attributes.n,
@@ -34,14 +32,15 @@ Status decode_shape(const GemmAttributes& attributes, GemmParams* params) {
   params->n = static_cast<int32_t>(attributes.n);
   params->k = static_cast<int32_t>(attributes.k);
   params->batch_rank = static_cast<int32_t>(attributes.batch_shape.size());
+  constexpr int64_t kMaxBatch = std::numeric_limits<int32_t>::max();
   int64_t batch = 1;
   for (int i = 0; i < params->batch_rank; ++i) {
     const int64_t extent = attributes.batch_shape[i];
-    JAX_TCGEMM_REQUIRE(0 <= extent && extent <= kMaxExtent, "batch extent ", i, " is ", extent);
+    JAX_TCGEMM_REQUIRE(0 <= extent && extent <= kMaxBatch, "batch extent ", i, " is ", extent);
     params->batch_shape[i] = static_cast<int32_t>(extent);
-    batch = extent == 0 ? 0 : std::min(batch * extent, kMaxExtent + 1);
+    batch = extent == 0 ? 0 : std::min(batch * extent, kMaxBatch + 1);
   }
-  JAX_TCGEMM_REQUIRE(batch <= kMaxExtent, "more than ", kMaxExtent, " matrices in the batch");
+  JAX_TCGEMM_REQUIRE(batch <= kMaxBatch, "more than ", kMaxBatch, " matrices in the batch");
   params->batch = static_cast<int32_t>(batch);
   return Status();
 }

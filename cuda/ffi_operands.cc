@@ -276,6 +276,8 @@ Status decode_operands(const Call& call, ffi::DataType d_type, GemmProblem* prob
   JAX_TCGEMM_RETURN_IF_ERROR(
       reader.addend(at.has_bias2, "bias2", at.bias2_strides, Extent::kAlongN, &e.bias2));
   JAX_TCGEMM_RETURN_IF_ERROR(reader.addend(at.has_c2, "c2", at.c_strides, Extent::kMatrix, &e.c2));
+  JAX_TCGEMM_REQUIRE(!at.has_c2 || e.c2.is_float32 == e.c.is_float32,
+                     "c and c2 differ in element type");
   return at.gated ? decode_second_weight(at, *b, b2, problem) : Status();
 }
 

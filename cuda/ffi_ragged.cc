@@ -3,7 +3,6 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
-#include <limits>
 #include <string_view>
 
 #include "algorithm_names.h"
@@ -121,9 +120,8 @@ Status decode_epilogue(ffi::RemainingArgs& operands, ffi::RemainingRets& results
 
 Status decode_and_run(ffi::RemainingArgs& operands, ffi::RemainingRets& results,
                       const RaggedAttributes& at, int32_t ordinal, cudaStream_t stream) {
-  constexpr int64_t kMax = std::numeric_limits<int32_t>::max();
   for (const int64_t extent : {at.m, at.n, at.k, at.groups}) {
-    JAX_TCGEMM_REQUIRE(0 < extent && extent <= kMax, "m=", at.m, " n=", at.n, " k=", at.k,
+    JAX_TCGEMM_REQUIRE(0 < extent && extent <= kMaxExtent, "m=", at.m, " n=", at.n, " k=", at.k,
                        " groups=", at.groups);
   }
   const auto algorithm = algorithm_from_name(at.algorithm);

@@ -62,7 +62,8 @@ __device__ __forceinline__ void pad_rows(const PadProblem& p, int32_t batch, int
   const uint64_t end = begin + p.in.span * sizeof(Element);
   const int32_t column = chunk * kChunkElements;
   if (column >= p.columns) return;
-  const int bytes = min(16, int((p.columns - column) * sizeof(Element)));
+  const int32_t left = p.columns - column;
+  const int bytes = left < kChunkElements ? left * int(sizeof(Element)) : 16;
   const BatchOffsets offset(p, batch);
 #pragma unroll
   for (int i = 0; i < kRowsPerBlock; ++i) {

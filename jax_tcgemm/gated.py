@@ -17,14 +17,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching
 from jax.interpreters import partial_eval as pe
 
-from jax_tcgemm import _compat, lowering, primitive, reference
+from jax_tcgemm import _compat, lowering, primitive, reference, registration
 from jax_tcgemm.epilogues import Activation, resolve
 from jax_tcgemm.primitive import PREACTIVATION
 from jax_tcgemm.spec import GatedSpec, accumulator_dtype, check_config, flatten
-from jax_tcgemm.strides import Operands, insert_batch
+from jax_tcgemm.strides import Operands, insert_batches
 from jax_tcgemm.transposition import transpose_pair
 
 gated_gemm_p = Primitive("tcgemm_gated")
@@ -46,21 +46,7 @@ def bind(x: Operands, spec: GatedSpec) -> list[jax.Array]:
     return gated_gemm_p.bind(*_compat.match_varying(flatten(x)), spec=spec)
 
 
-# Evaluation
-
-
-@functools.partial(jax.jit, static_argnames="spec")
-def _compiled(*operands: jax.Array, spec: GatedSpec) -> list[jax.Array]:
-    return gated_gemm_p.bind(*operands, spec=spec)
-
-
-def _impl(*operands: jax.Array, spec: GatedSpec) -> list[jax.Array]:
-    # With jit disabled, this would come back here for ever.
-    with jax.disable_jit(False):
-        return _compiled(*operands, spec=spec)
-
-
-gated_gemm_p.def_impl(_impl)
+registration.evaluate_by_jit(gated_gemm_p)
 
 
 # Abstract evaluation
@@ -229,13 +215,7 @@ def _batch(
         lone = "b" if dim.b is None else "b2"
         repeated = jnp.broadcast_to(getattr(x, lone), (axis_data.size, *getattr(x, lone).shape))
         x, dim = x._replace(**{lone: repeated}), dim._replace(**{lone: 0})
-    axes = Operands(
-        *(
-            None if present is None else insert_batch(present, d)
-            for present, d in zip(spec.axes, dim, strict=True)
-        )
-    )
-    batched = dataclasses.replace(spec, axes=axes)
+    batched = dataclasses.replace(spec, axes=insert_batches(spec.axes, dim))
     is_shared = dim.a is None and dim.b is None
     results = _one_pair(x, spec, batched) if is_shared else bind(x, batched)
     return reference.batch_dims(results, axis_data.size)
@@ -303,14 +283,16 @@ def _packed_bias(x: Operands, spec: GatedSpec) -> tuple[jax.Array, Any]:
     return bias, (*missing, *range(bias.ndim))
 
 
-def _lowered(*operands: jax.Array, spec: GatedSpec, with_d: Any) -> list[jax.Array]:
-    return with_d(*operands, spec=spec) if spec.results[0] else _products(*operands, spec=spec)
+def _portable(*operands: jax.Array, spec: GatedSpec, widen: bool = False) -> list[jax.Array]:
+    if not spec.results[0]:
+        return _products(*operands, spec=spec)
+    return lowering.portable_gated(*operands, spec=spec, widen=widen)
 
 
-for _platform, _function in (
-    (None, lowering.portable_gated),
-    ("cpu", functools.partial(lowering.portable_gated, widen=True)),
-    ("cuda", lowering.cuda_gated),
-):
-    _rule = mlir.lower_fun(functools.partial(_lowered, with_d=_function), multiple_results=True)
-    mlir.register_lowering(gated_gemm_p, _rule, platform=_platform)
+def _cuda(*operands: jax.Array, spec: GatedSpec) -> list[jax.Array]:
+    if not spec.results[0]:
+        return _products(*operands, spec=spec)
+    return lowering.cuda_gated(*operands, spec=spec)
+
+
+registration.lower(gated_gemm_p, portable=_portable, cuda=_cuda)

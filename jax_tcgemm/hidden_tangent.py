@@ -8,7 +8,6 @@ activation in its epilogue; everything else about it is the composition of its p
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,11 +15,11 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jax_tcgemm import _compat, primitive
+from jax_tcgemm import _compat, primitive, registration
 from jax_tcgemm.gated import product_tangent
 from jax_tcgemm.primitive import activation_tangent
 from jax_tcgemm.spec import GemmSpec
-from jax_tcgemm.strides import Operands, insert_batch
+from jax_tcgemm.strides import Operands, insert_batches
 
 hidden_tangent_p = Primitive("tcgemm_hidden_tangent")
 
@@ -57,21 +56,7 @@ def _composed(*operands: jax.Array, spec: GemmSpec) -> jax.Array:
     return primitive.bind(Operands(t, w), spec.linear())[0]
 
 
-# Evaluation
-
-
-@functools.partial(jax.jit, static_argnames="spec")
-def _compiled(*operands: jax.Array, spec: GemmSpec) -> jax.Array:
-    return hidden_tangent_p.bind(*operands, spec=spec)
-
-
-def _impl(*operands: jax.Array, spec: GemmSpec) -> jax.Array:
-    # With jit disabled, this would come back here for ever.
-    with jax.disable_jit(False):
-        return _compiled(*operands, spec=spec)
-
-
-hidden_tangent_p.def_impl(_impl)
+registration.evaluate_by_jit(hidden_tangent_p)
 
 
 # Abstract evaluation
@@ -153,7 +138,7 @@ def _batch(
         batching.bdim_at_front(x, d, axis_data.size)
         for x, d in zip(hidden, hidden_dims, strict=True)
     ]
-    axes = Operands(insert_batch(spec.axes.a, 0), insert_batch(spec.axes.b, w_dim))
+    axes = insert_batches(Operands(spec.axes.a, spec.axes.b), Operands(0, w_dim))
     return hidden_tangent_p.bind(*hidden, w, spec=dataclasses.replace(spec, axes=axes)), 0
 
 

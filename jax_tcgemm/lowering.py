@@ -25,7 +25,7 @@ from jax_tcgemm.spec import (
     resolve_algorithm,
     with_kernel_layouts,
 )
-from jax_tcgemm.strides import ROLES, Operands, StridedGemm, fold
+from jax_tcgemm.strides import MAX_EXTENT, ROLES, Operands, StridedGemm, fold
 
 # What the custom call takes; the kernel walks the batch with this many strides.
 _MAX_BATCH_NDIM = 4
@@ -153,6 +153,8 @@ def _obstacle(algorithm: str | None, spec: GemmSpec, x: Operands) -> str | None:
         return "reference: c and c2 lie differently"
     if not all(isinstance(extent, int) for extent in (*x.a.shape, *x.b.shape)):
         return "reference: symbolic shapes"
+    if max((*x.a.shape, *x.b.shape)) > MAX_EXTENT:
+        return "reference: an extent beyond 2^30"
     old = local_device(lambda capability: capability < _OLDEST_COMPUTE_CAPABILITY)
     if old is not None:
         return f"reference: no kernel for {old}, whose compute capability is below 8.0"

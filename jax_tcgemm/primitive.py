@@ -12,13 +12,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching
 from jax.interpreters import partial_eval as pe
 
-from jax_tcgemm import _compat, lowering, reference
+from jax_tcgemm import _compat, lowering, reference, registration
 from jax_tcgemm.epilogues import Activation, resolve
 from jax_tcgemm.spec import GemmSpec, accumulator_dtype, check_config, flatten
-from jax_tcgemm.strides import FACTORS, Operands, insert_batch
+from jax_tcgemm.strides import FACTORS, Operands, insert_batches
 from jax_tcgemm.transposition import transpose_operands
 
 # What the policies of jax.checkpoint know a layer by, before and after its activation.
@@ -42,21 +42,7 @@ def bind(x: Operands, spec: GemmSpec) -> list[jax.Array]:
     return gemm_p.bind(*_compat.match_varying(flatten(x)), spec=spec)
 
 
-# Evaluation
-
-
-@functools.partial(jax.jit, static_argnames="spec")
-def _compiled(*operands: jax.Array, spec: GemmSpec) -> list[jax.Array]:
-    return gemm_p.bind(*operands, spec=spec)
-
-
-def _impl(*operands: jax.Array, spec: GemmSpec) -> list[jax.Array]:
-    # With jit disabled, this would come back here for ever.
-    with jax.disable_jit(False):
-        return _compiled(*operands, spec=spec)
-
-
-gemm_p.def_impl(_impl)
+registration.evaluate_by_jit(gemm_p)
 
 
 # Abstract evaluation
@@ -253,13 +239,7 @@ def _batch(
     if all(d is None for d in dims):
         results = bind(x, spec)
         return results, [None] * len(results)
-    axes = Operands(
-        *(
-            None if present is None else insert_batch(present, d)
-            for present, d in zip(spec.axes, dim, strict=True)
-        )
-    )
-    batched = dataclasses.replace(spec, axes=axes)
+    batched = dataclasses.replace(spec, axes=insert_batches(spec.axes, dim))
     is_shared = dim.a is None and dim.b is None
     results = _one_product(x, spec, batched) if is_shared else bind(x, batched)
     return reference.batch_dims(results, axis_data.size)
@@ -279,12 +259,4 @@ def _one_product(x: Operands, spec: GemmSpec, batched: GemmSpec) -> list[jax.Arr
 batching.fancy_primitive_batchers[gemm_p] = _batch
 
 
-# Lowering
-
-for _platform, _function in (
-    (None, lowering.portable_gemm),
-    ("cpu", functools.partial(lowering.portable_gemm, widen=True)),
-    ("cuda", lowering.cuda_gemm),
-):
-    _rule = mlir.lower_fun(_function, multiple_results=True)
-    mlir.register_lowering(gemm_p, _rule, platform=_platform)
+registration.lower(gemm_p, portable=lowering.portable_gemm, cuda=lowering.cuda_gemm)

@@ -14,10 +14,10 @@ from jax_tcgemm import _compat, _extension, kernel_table, lowering
 from jax_tcgemm.alignment import COPY_BYTES
 from jax_tcgemm.epilogues import Activation, resolve
 from jax_tcgemm.spec import INPUT_DTYPES, accumulator_dtype, resolve_algorithm
+from jax_tcgemm.strides import MAX_EXTENT
 
 _FLOAT32 = jnp.dtype(jnp.float32)
 _COMPUTE_CAPABILITY = (9, 0)
-_MAX_EXTENT = 2**30  # the kernels count rows in 32 bits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,7 +257,7 @@ def _obstacle(algorithm: str | None, ragged: str, extents: tuple[Any, ...]) -> s
         return f"reference: no ragged kernel for {algorithm} in this build"
     if not all(isinstance(extent, int) for extent in extents):
         return "reference: symbolic shapes"
-    if not all(0 < extent <= _MAX_EXTENT for extent in extents):
+    if not all(0 < extent <= MAX_EXTENT for extent in extents):
         return "reference: nothing to multiply, or an extent beyond 2^30"
     other = lowering.local_device(lambda capability: capability != _COMPUTE_CAPABILITY)
     return None if other is None else f"reference: no ragged kernel for {other}"

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching
 from jax.interpreters import partial_eval as pe
 
-from jax_tcgemm import _compat, ragged_lowering
+from jax_tcgemm import _compat, ragged_lowering, registration
 from jax_tcgemm.primitive import PREACTIVATION, activation_tangent
 from jax_tcgemm.ragged_lowering import RaggedSpec
 from jax_tcgemm.spec import accumulator_dtype
@@ -40,20 +40,6 @@ def dot(spec: RaggedSpec, *operands: jax.Array) -> list[jax.Array]:
 def contraction(spec: RaggedSpec, *operands: jax.Array) -> list[jax.Array]:
     """Applies ``ragged_contraction_p`` to ``lhs``, ``rhs`` and ``group_sizes``."""
     return ragged_contraction_p.bind(*_compat.match_varying(operands), spec=spec)
-
-
-# Evaluation
-
-
-@functools.partial(jax.jit, static_argnames=("primitive", "spec"))
-def _compiled(*operands: jax.Array, primitive: Primitive, spec: RaggedSpec) -> list[jax.Array]:
-    return primitive.bind(*operands, spec=spec)
-
-
-def _impl(primitive: Primitive, *operands: jax.Array, spec: RaggedSpec) -> list[jax.Array]:
-    # With jit disabled, this would come back here for ever.
-    with jax.disable_jit(False):
-        return _compiled(*operands, primitive=primitive, spec=spec)
 
 
 # Abstract evaluation
@@ -237,16 +223,10 @@ for _primitive, _apply, _abstract_eval, _jvp, _transpose, _reference, _cuda in (
     ),
 ):
     _primitive.multiple_results = True
-    _primitive.def_impl(functools.partial(_impl, _primitive))
+    registration.evaluate_by_jit(_primitive)
     _primitive.def_abstract_eval(_abstract_eval)
     pe.dce_rules[_primitive] = _dce
     ad.primitive_jvps[_primitive] = _jvp
     ad.primitive_transposes[_primitive] = _transpose
     batching.fancy_primitive_batchers[_primitive] = functools.partial(_batch, _apply)
-    for _platform, _function in (
-        (None, _reference),
-        ("cpu", functools.partial(_reference, widen=True)),
-        ("cuda", _cuda),
-    ):
-        _rule = mlir.lower_fun(_function, multiple_results=True)
-        mlir.register_lowering(_primitive, _rule, platform=_platform)
+    registration.lower(_primitive, portable=_reference, cuda=_cuda)

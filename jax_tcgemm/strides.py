@@ -16,6 +16,10 @@ Axes = tuple[int | None, ...]
 Shape = tuple[int, ...]
 
 
+# Of rows, columns or k: the kernels count them in 32 bits, to the end of the last tile.
+MAX_EXTENT = 2**30
+
+
 class Operands(NamedTuple):
     """One value for each operand of a gemm, in the order of the primitive's operands.
 
@@ -126,7 +130,7 @@ def fold(gemm: StridedGemm) -> StridedGemm:
     for i in reversed(range(len(gemm.batch))):
         if gemm.batch[i] == 1:
             gemm = _without_batch(gemm, i)
-    while gemm.batch and _batch_continues_rows(gemm):
+    while gemm.batch and gemm.m * gemm.batch[-1] <= MAX_EXTENT and _batch_continues_rows(gemm):
         gemm = _batch_as_rows(gemm)
     for i in reversed(range(len(gemm.batch) - 1)):
         inner = gemm.batch[i + 1]
@@ -194,6 +198,16 @@ def insert_batch(axes: Axes, position: int | None) -> Axes:
     if position is None:
         return (None, *axes)
     return (position, *(x if x is None or x < position else x + 1 for x in axes))
+
+
+def insert_batches(axes: Operands, positions: Operands) -> Operands:
+    """Does ``insert_batch`` to the axes of each operand that is present."""
+    return Operands(
+        *(
+            None if present is None else insert_batch(present, position)
+            for present, position in zip(axes, positions, strict=True)
+        )
+    )
 
 
 def merge(axes: Axes, shape: Shape, outer: int, inner: int) -> tuple[Axes, Shape] | None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jax_tcgemm import strides
-from jax_tcgemm.strides import Operands, StridedGemm, fold, strided_gemm
+from jax_tcgemm.strides import MAX_EXTENT, Operands, StridedGemm, fold, strided_gemm
 
 
 def batched(batch, m, n, k, **operands) -> StridedGemm:
@@ -122,6 +122,13 @@ def test_rows_of_a_batch_fold():
 def test_rows_of_a_batch_stay_where_they_must(blocker):
     gemm = batched((3,), 4, 5, 6, **{"a": (24, 6, 1), **blocker})
     assert fold(gemm).batch == (3,)
+
+
+def test_rows_are_folded_as_far_as_they_are_counted():
+    strides = {"a": (2**29 * 6, 6, 1), "b": (0, 5, 1), "c": (2**29 * 5, 5, 1)}
+    assert fold(batched((2,), 2**29, 5, 6, **strides)).m == MAX_EXTENT
+    folded = fold(batched((3,), 2**29, 5, 6, **strides))
+    assert (folded.m, folded.batch) == (2**29, (3,))
 
 
 def test_outer_batch_survives_an_inner_fold():

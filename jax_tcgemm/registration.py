@@ -1,0 +1,44 @@
+"""What JAX is told of every primitive of the package in one way."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+
+def evaluate_by_jit(primitive: Primitive) -> None:
+    """Lets the primitive run outside of ``jit``, as a program of its own for each ``spec``."""
+
+    @functools.partial(jax.jit, static_argnames="spec")
+    def compiled(*operands: jax.Array, spec: Any) -> Any:
+        return primitive.bind(*operands, spec=spec)
+
+    def evaluate(*operands: jax.Array, spec: Any) -> Any:
+        # With jit disabled, this would come back here for ever.
+        with jax.disable_jit(False):
+            return compiled(*operands, spec=spec)
+
+    primitive.def_impl(evaluate)
+
+
+def lower(primitive: Primitive, *, portable: Callable[..., Any], cuda: Callable[..., Any]) -> None:
+    """Lowers the primitive by functions of its operands and ``spec``.
+
+    Args:
+        primitive: it.
+        portable: for other platforms than CUDA; takes ``widen=True`` on the CPU, whose compiler
+            knows few products of 16-bit operands.
+        cuda: for CUDA.
+    """
+    for platform, function in (
+        (None, portable),
+        ("cpu", functools.partial(portable, widen=True)),
+        ("cuda", cuda),
+    ):
+        rule = mlir.lower_fun(function, multiple_results=primitive.multiple_results)
+        mlir.register_lowering(primitive, rule, platform=platform)
