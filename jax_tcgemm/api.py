@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_tcgemm import _compat, arguments, gated, primitive
@@ -38,7 +39,8 @@ def gemm(
     residual``, the scales going over rows and columns. On NVIDIA GPUs of compute
     capability 8.0 and newer this is one hand-written tensor-core kernel for bfloat16, float16 and
     (in TF32 arithmetic) float32 operands. Elsewhere, and for what has no kernel but ``jnp.matmul``
-    takes, it is the same formula in ``jax.numpy``. The product is accumulated in float32 for 16-bit
+    takes, it is the same formula in ``jax.numpy``; so it is for operands whose types are sharded
+    (meshes with explicit axes). The product is accumulated in float32 for 16-bit
     operands unless ``precision`` says otherwise, the epilogue is computed in float32 (float64 for
     float64, in integers for integers), and the result is rounded once. It can be differentiated,
     forward and reverse and to any order, and batched.
@@ -47,10 +49,11 @@ def gemm(
         a: ``(..., m, k)``, or ``(..., k, m)`` with ``transpose_a``.
         b: ``(..., k, n)``, or ``(..., n, k)`` with ``transpose_b``. Leading dimensions of ``a`` and
             ``b`` broadcast as in ``jnp.matmul``, and a broadcast operand is never copied.
-        c: broadcasts to ``(..., m, n)``. Nothing but ``a`` and ``b`` has a say in the result's
-            dtype. Where 16-bit operands are added to a float32 ``c`` of the result's shape, with
-            ``beta`` the number 1 and no activation, the kernel adds in place: the result takes the
-            memory of ``c`` if that was donated or is the carry of a loop, and that of a copy else.
+        c: broadcasts to ``(..., m, n)``. It has no say in the result's dtype. With
+            ``preferred_element_type=jnp.float32``, 16-bit operands, a float32 ``c`` of the result's
+            shape, ``beta`` the number 1 and no activation the kernel adds in place: the result
+            takes the memory of ``c`` if that was donated or is the carry of a loop, and that of a
+            copy else.
         bias: ``(n,)`` or ``(..., n)``; its leading dimensions broadcast against those of the
             result, ``m`` excepted.
         alpha: factor of the product. A Python number is a constant of the compiled program, an
@@ -133,6 +136,7 @@ def gemm(
     if added_later is None:
         return d
     wide = accumulator_dtype(out_dtype, out_dtype, out_dtype)
+    added_later = jnp.expand_dims(added_later, tuple(range(d.ndim - added_later.ndim)))
     return (d.astype(wide) + added_later.astype(wide)).astype(out_dtype)
 
 

@@ -90,8 +90,10 @@ def promoted(
     try:
         common = jnp.result_type(a, b)
     except (TypeError, ValueError) as error:
-        raise TypeError(f"{both} must have dtypes that jnp.matmul takes, got {got}") from error
-    a, b = (_strong(x, common) for x in (a, b))
+        if preferred is None:
+            raise TypeError(f"{both} must have dtypes that jnp.matmul takes, got {got}") from error
+    else:
+        a, b = (_strong(x, common) for x in (a, b))
     out_dtype = common if preferred is None else jax.dtypes.canonicalize_dtype(preferred)
     if resolve_algorithm(a.dtype, b.dtype, out_dtype, precision) is None:
         matmul = functools.partial(

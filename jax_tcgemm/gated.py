@@ -22,8 +22,8 @@ from jax.interpreters import partial_eval as pe
 
 from jax_tcgemm import _compat, lowering, primitive, reference, registration
 from jax_tcgemm.epilogues import Activation, resolve
-from jax_tcgemm.primitive import PREACTIVATION
-from jax_tcgemm.spec import GatedSpec, accumulator_dtype, check_config, flatten
+from jax_tcgemm.primitive import ACTIVATION, PREACTIVATION
+from jax_tcgemm.spec import GatedSpec, accumulator_dtype, check_config, common_dtype, flatten
 from jax_tcgemm.strides import Operands, insert_batches
 from jax_tcgemm.transposition import transpose_pair
 
@@ -43,7 +43,7 @@ def bind(x: Operands, spec: GatedSpec) -> list[jax.Array]:
     Returns:
         Those of ``[d, g, u]`` that ``spec`` asks for.
     """
-    return gated_gemm_p.bind(*_compat.match_varying(flatten(x)), spec=spec)
+    return registration.bind(gated_gemm_p, flatten(x), spec, _portable)
 
 
 registration.evaluate_by_jit(gated_gemm_p)
@@ -102,6 +102,7 @@ def _jvp(
         d_tangent, results = None, bind(x, spec)
     else:
         d, g, u = bind(x, dataclasses.replace(spec, results=(True, True, True)))
+        d = checkpoint_name(d, ACTIVATION)
         g, u = checkpoint_name(g, PREACTIVATION), checkpoint_name(u, PREACTIVATION)
         d_tangent = product_tangent(spec.activation, g, u, dg, du)
         results = [r for r, wanted in zip((d, g, u), spec.results, strict=True) if wanted]
@@ -176,7 +177,7 @@ def _sum(
     if len(terms) < 2 and all(term.shape == shape for term in terms):
         return terms[0] if terms else None
     total = sum((term.astype(dtype) for term in terms[1:]), terms[0].astype(dtype))
-    return jnp.broadcast_to(total, shape).astype(spec.out_dtype)
+    return reference.convert(jnp.broadcast_to(total, shape), spec.out_dtype)
 
 
 ad.primitive_jvps[gated_gemm_p] = _jvp
@@ -277,7 +278,7 @@ def _packed_bias(x: Operands, spec: GatedSpec) -> tuple[jax.Array, Any]:
             continue
         own = reference.aligned(own, own_axes)
         halves.append(jnp.broadcast_to(own if batch else own.reshape(-1), (*batch, gemm.n)))
-    dtype = jnp.result_type(*halves)
+    dtype = common_dtype(*(half.dtype for half in halves))
     bias = jnp.concatenate([half.astype(dtype) for half in halves], axis=-1)
     missing = (None,) * (len(gemm.batch) - len(batch))
     return bias, (*missing, *range(bias.ndim))

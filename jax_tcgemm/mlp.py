@@ -255,25 +255,30 @@ def _jvp(
             jnp.zeros_like(z) if t is None else t for z, t in zip(saved, d_saved, strict=True)
         ]
         addends.append(_through_second_layer(layers, d_saved, saved, second.b))
-    total = sum(addends[1:], addends[0]) if addends else None
-    if d_second.b is None and d_second.bias is None:
-        return y, jnp.zeros_like(y) if total is None else total
-    # With the sum so far as the product's C, which hands the cotangent on as it is.
-    axes = layers.second.axes._replace(c=tuple(range(y.ndim)))
-    spec = dataclasses.replace(layers.second, axes=axes)
-    dx = Operands(None, d_second.b, c=total, bias=d_second.bias)
-    if not layers.recompute_activation:
-        x = Operands(checkpoint_name(hidden, ACTIVATION), second.b)
-        return y, primitive.linear_tangent(x, dx, spec)
-
-    def product(saved: Sequence[jax.Array], dx: Operands) -> jax.Array:
-        x = Operands(_activated(layers.first, saved), second.b)
-        return primitive.linear_tangent(x, dx, spec)
-
-    return y, jax.checkpoint(product, prevent_cse=False)(saved, dx)
+    tangent = sum(addends[1:], addends[0]) if addends else jnp.zeros_like(y)
+    if d_second.b is not None or d_second.bias is not None:
+        dx = Operands(None, d_second.b, c=tangent if addends else None, bias=d_second.bias)
+        tangent = _second_layer(layers, hidden, saved, second.b, dx)
+    # A bias or residual may vary over fewer mesh axes than the result.
+    return y, _compat.match_varying((y, tangent))[1]
 
 
 _forward.defjvp(_jvp, symbolic_zeros=True)
+
+
+def _second_layer(
+    layers: _Layers, hidden: jax.Array, saved: Sequence[jax.Array], w: jax.Array, dx: Operands
+) -> jax.Array:
+    """Returns ``hidden @ w' + bias' + c'``: C hands its cotangent on as it is."""
+    axes = layers.second.axes._replace(c=tuple(range(hidden.ndim)))
+    spec = dataclasses.replace(layers.second, axes=axes)
+    if not layers.recompute_activation:
+        return primitive.linear_tangent(Operands(checkpoint_name(hidden, ACTIVATION), w), dx, spec)
+
+    def product(saved: Sequence[jax.Array], dx: Operands) -> jax.Array:
+        return primitive.linear_tangent(Operands(_activated(layers.first, saved), w), dx, spec)
+
+    return jax.checkpoint(product, prevent_cse=False)(saved, dx)
 
 
 def _first_layer(

@@ -39,7 +39,7 @@ def bind(x: Operands, spec: GemmSpec) -> list[jax.Array]:
     Returns:
         ``[d]``, or two results; see ``GemmSpec``.
     """
-    return gemm_p.bind(*_compat.match_varying(flatten(x)), spec=spec)
+    return registration.bind(gemm_p, flatten(x), spec, lowering.portable_gemm)
 
 
 registration.evaluate_by_jit(gemm_p)
@@ -108,7 +108,7 @@ def _jvp(
         dz = linear_tangent(x, dx, spec)
         return bind(x, spec), [dz] * (1 + spec.save_preactivation)
     d, z = bind(x, dataclasses.replace(spec, save_preactivation=True))
-    z = checkpoint_name(z, PREACTIVATION)
+    d, z = checkpoint_name(d, ACTIVATION), checkpoint_name(z, PREACTIVATION)
     terms = []
     if spec.c_role == "residual":
         terms = _addend_tangents(x, dx._replace(bias=None), spec)
@@ -192,7 +192,7 @@ def _sum(total: jax.Array | None, terms: list[jax.Array], x: Operands, spec: Gem
     if total is not None:
         z = total.astype(z.dtype) + z
     shapes = Operands(*(None if operand is None else jnp.shape(operand) for operand in x))
-    return jnp.broadcast_to(z, spec.result_shape(shapes)).astype(spec.out_dtype)
+    return reference.convert(jnp.broadcast_to(z, spec.result_shape(shapes)), spec.out_dtype)
 
 
 def _jvp_of_derivative(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_tcgemm import _compat, _extension, kernel_table, lowering
+from jax_tcgemm import _compat, _extension, kernel_table, lowering, reference
 from jax_tcgemm.alignment import COPY_BYTES
 from jax_tcgemm.epilogues import Activation, resolve
 from jax_tcgemm.spec import INPUT_DTYPES, accumulator_dtype, resolve_algorithm
@@ -84,7 +84,7 @@ def reference_dot(
     def add_group(z: jax.Array, group: Any) -> tuple[jax.Array, None]:
         weight, begin, end, *bias = group
         own = lax.dot_general(lhs, weight, contract, precision, dtype).astype(wide)
-        own = sum((row.astype(wide) for row in bias), own)
+        own = sum((row[None].astype(wide) for row in bias), own)
         return jnp.where((begin <= rows) & (rows < end), own, z), None
 
     n = rhs.shape[1 if spec.transpose_rhs else 2]
@@ -93,10 +93,10 @@ def reference_dot(
     z, _ = lax.scan(add_group, z, (rhs, *bounds, *bias))
     d = z
     if spec.activation is not None:
-        in_group = rows < bounds[1][-1:] if rhs.shape[0] else jnp.zeros_like(rows, bool)
+        in_group = rows < bounds[1][-1] if rhs.shape[0] else jnp.zeros_like(rows, bool)
         d = jnp.where(in_group, resolve(spec.activation).reference(z), 0)
     results = [d, z] if spec.save_preactivation else [d]
-    return [result.astype(spec.out_dtype) for result in results]
+    return [reference.convert(result, spec.out_dtype) for result in results]
 
 
 def reference_contraction(
@@ -125,7 +125,7 @@ def reference_contraction(
         # Both: what lies outside may be infinite.
         x, y = jnp.where(inside, lhs, 0), jnp.where(inside, rhs, 0)
         d = lax.dot_general(x, y, (((0,), (0,)), ((), ())), precision, dtype)
-        return None, d.astype(spec.out_dtype)
+        return None, reference.convert(d, spec.out_dtype)
 
     return [lax.scan(of_group, None, group_bounds(group_sizes, lhs.shape[0]))[1]]
 
@@ -137,8 +137,7 @@ def _exact_factors(
     algorithm = resolve_algorithm(lhs.dtype, rhs.dtype, spec.out_dtype, spec.precision)
     dtype = accumulator_dtype(lhs.dtype, rhs.dtype, spec.out_dtype)
     if algorithm is None:
-        common = jnp.promote_types(lhs.dtype, rhs.dtype)
-        return lhs.astype(common), rhs.astype(common), spec.precision, dtype
+        return *reference.alike(lhs, rhs), spec.precision, dtype
     # The algorithm is spelled out in dtypes: XLA's CPU compiler knows few of the presets.
     own = _FLOAT32 if widen else INPUT_DTYPES[algorithm]
     lhs, rhs = (x.astype(INPUT_DTYPES[algorithm]).astype(own) for x in (lhs, rhs))

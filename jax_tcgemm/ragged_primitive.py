@@ -19,8 +19,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 from jax.interpreters import partial_eval as pe
 
-from jax_tcgemm import _compat, ragged_lowering, registration
-from jax_tcgemm.primitive import PREACTIVATION, activation_tangent
+from jax_tcgemm import _compat, ragged_lowering, reference, registration
+from jax_tcgemm.primitive import ACTIVATION, PREACTIVATION, activation_tangent
 from jax_tcgemm.ragged_lowering import RaggedSpec
 from jax_tcgemm.spec import accumulator_dtype
 
@@ -34,12 +34,22 @@ def dot(spec: RaggedSpec, *operands: jax.Array) -> list[jax.Array]:
     Returns:
         ``[d]``, or also the pre-activation; see ``ragged_lowering.reference_dot``.
     """
-    return ragged_dot_p.bind(*_compat.match_varying(operands), spec=spec)
+    return _bind(ragged_dot_p, operands, spec)
 
 
 def contraction(spec: RaggedSpec, *operands: jax.Array) -> list[jax.Array]:
     """Applies ``ragged_contraction_p`` to ``lhs``, ``rhs`` and ``group_sizes``."""
-    return ragged_contraction_p.bind(*_compat.match_varying(operands), spec=spec)
+    return _bind(ragged_contraction_p, operands, spec)
+
+
+def _bind(primitive: Primitive, operands: Sequence[jax.Array], spec: RaggedSpec) -> Any:
+    if reference.is_sharded(*operands):
+        types = ", ".join(str(jax.typeof(x)) for x in operands)
+        raise NotImplementedError(
+            f"products over groups of operands whose types are sharded ({types}), which "
+            "jax.lax.ragged_dot does not have either; use jax.shard_map or jax.reshard"
+        )
+    return primitive.bind(*_compat.match_varying(operands), spec=spec)
 
 
 # Abstract evaluation
@@ -86,7 +96,7 @@ def _dot_jvp(
     if spec.activation is None:
         return dot(spec, *primals), [dz] * spec.result_count
     d, z = dot(dataclasses.replace(spec, save_preactivation=True), *primals)
-    z = checkpoint_name(z, PREACTIVATION)
+    d, z = checkpoint_name(d, ACTIVATION), checkpoint_name(z, PREACTIVATION)
     dd = activation_tangent(spec.activation, z, dz)
     return [d, z][: spec.result_count], [dd, dz][: spec.result_count]
 
@@ -107,7 +117,7 @@ def _linear_tangent(primals: Sequence[Any], tangents: Sequence[Any], spec: Ragge
         return terms[0]
     wide = accumulator_dtype(spec.out_dtype, spec.out_dtype, spec.out_dtype)
     total = sum((term.astype(wide) for term in terms[1:]), terms[0].astype(wide))
-    return total.astype(spec.out_dtype)
+    return reference.convert(total, spec.out_dtype)
 
 
 def _rows_of(vectors: jax.Array, rows: int, group_sizes: jax.Array, spec: RaggedSpec) -> jax.Array:

@@ -15,6 +15,8 @@ from jax_tcgemm.spec import (
     GatedSpec,
     GemmSpec,
     accumulator_dtype,
+    common_dtype,
+    is_float8,
     resolve_algorithm,
 )
 from jax_tcgemm.strides import Axes, Operands, matrix_last, result_axes
@@ -69,10 +71,22 @@ def product(a: jax.Array, b: jax.Array, spec: GemmSpec, widen: bool) -> jax.Arra
         precision = lax.Precision.DEFAULT
         if widen:
             a, b = a.astype(dtype), b.astype(dtype)
-    elif a.dtype != b.dtype:
-        common = jnp.promote_types(a.dtype, b.dtype)
-        a, b = a.astype(common), b.astype(common)
+    else:
+        a, b = alike(a, b)
     return _dot(a, b, spec, precision, dtype)
+
+
+def is_sharded(*operands: jax.Array) -> bool:
+    """Whether an operand's type says how it is sharded, under a mesh with explicit axes."""
+    return any(axis is not None for x in operands for axis in jax.typeof(x).sharding.spec)
+
+
+def alike(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the operands of a product in their common type, but for a pair of 8-bit floats."""
+    if is_float8(a.dtype) and is_float8(b.dtype):
+        return a, b
+    common = common_dtype(a.dtype, b.dtype)
+    return a.astype(common), b.astype(common)
 
 
 def _dot(a: jax.Array, b: jax.Array, spec: GemmSpec, precision, dtype: np.dtype) -> jax.Array:
@@ -125,7 +139,7 @@ def epilogue(accumulator: jax.Array, x: Operands, spec: GemmSpec) -> list[jax.Ar
     elif spec.c_role == "factor":
         d = d * over_result("c", x, spec, dtype)
     results = [d, z] if spec.save_preactivation else [d]
-    return [result.astype(spec.out_dtype) for result in results]
+    return [convert(result, spec.out_dtype) for result in results]
 
 
 def gated_epilogue(gate: jax.Array, up: jax.Array, x: Operands, spec: GatedSpec) -> list[jax.Array]:
@@ -145,7 +159,7 @@ def gated_epilogue(gate: jax.Array, up: jax.Array, x: Operands, spec: GatedSpec)
         up = up + over_result("bias2", x, spec, dtype)
     results = (resolve(spec.activation).reference(gate) * up, gate, up)
     wanted = zip(results, spec.results, strict=True)
-    return [result.astype(spec.out_dtype) for result, is_wanted in wanted if is_wanted]
+    return [convert(result, spec.out_dtype) for result, is_wanted in wanted if is_wanted]
 
 
 def cotangents(z: jax.Array, x: Operands, spec: GemmSpec) -> list[jax.Array]:
@@ -156,7 +170,14 @@ def cotangents(z: jax.Array, x: Operands, spec: GemmSpec) -> list[jax.Array]:
     if spec.c_role == "gated_derivative":
         c2 = over_result("c2", x, spec, z.dtype)
         results = [results[0] * c2, z * activation.reference(c)]
-    return [result.astype(spec.out_dtype) for result in results]
+    return [convert(result, spec.out_dtype) for result in results]
+
+
+def convert(x: jax.Array, dtype: np.dtype) -> jax.Array:
+    """Returns ``x`` in another dtype; of the cotangent of a real operand the real part."""
+    if jnp.iscomplexobj(x) and not jnp.issubdtype(dtype, jnp.complexfloating):
+        x = lax.real(x)
+    return x.astype(dtype)
 
 
 def batch_dims(results: list[jax.Array], size: int) -> tuple[list[jax.Array], list[int | None]]:

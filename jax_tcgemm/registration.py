@@ -3,12 +3,35 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
+
+from jax_tcgemm import _compat, reference
+
+
+def bind(
+    primitive: Primitive, operands: Sequence[jax.Array], spec: Any, portable: Callable[..., Any]
+) -> Any:
+    """Applies a primitive, or computes what it means where types are sharded.
+
+    A custom call cannot be divided among devices, XLA's own operations are.
+
+    Args:
+        primitive: it.
+        operands: its operands.
+        spec: its parameters.
+        portable: as in ``lower``.
+    """
+    if reference.is_sharded(*operands):
+        compute = functools.partial(portable, spec=spec)
+        on_cpu = functools.partial(compute, widen=True)
+        return lax.platform_dependent(*operands, cpu=on_cpu, default=compute)
+    return primitive.bind(*_compat.match_varying(operands), spec=spec)
 
 
 def evaluate_by_jit(primitive: Primitive) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.lax import DotAlgorithmPreset, Precision
@@ -177,8 +178,9 @@ def resolve_algorithm(a: np.dtype, b: np.dtype, out: np.dtype, precision: Any) -
     if isinstance(precision, DotAlgorithmPreset) and precision is not DotAlgorithmPreset.DEFAULT:
         are_floats = all(jnp.issubdtype(dtype, jnp.floating) for dtype in (a, b))
         return precision.name if precision.name in INPUT_DTYPES and are_floats else None
-    common = a if a == b else jnp.promote_types(a, b)
-    algorithm = _DEFAULT_ALGORITHMS.get(jnp.dtype(common))
+    if is_float8(a) and is_float8(b):
+        return None
+    algorithm = _DEFAULT_ALGORITHMS.get(common_dtype(a, b))
     if precision is DotAlgorithmPreset.DEFAULT:
         return algorithm
     if not isinstance(precision, tuple) or not all(isinstance(p, Precision) for p in precision):
@@ -186,6 +188,24 @@ def resolve_algorithm(a: np.dtype, b: np.dtype, out: np.dtype, precision: Any) -
     if algorithm == "TF32_TF32_F32" and Precision.HIGHEST in precision:
         return None
     return algorithm
+
+
+def common_dtype(a: np.dtype, b: np.dtype) -> np.dtype:
+    """Returns the dtype in which operands are multiplied that were accepted before.
+
+    Under ``jax_numpy_dtype_promotion="strict"`` too: operands of derivatives may differ in type
+    where the user's do not. An 8-bit float, which JAX promotes with nothing, counts as float32.
+    """
+    if a == b:
+        return jnp.dtype(a)
+    a, b = (jnp.dtype(jnp.float32) if is_float8(dtype) else dtype for dtype in (a, b))
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.dtype(jnp.promote_types(a, b))
+
+
+def is_float8(dtype: np.dtype) -> bool:
+    """Whether this is one of the 8-bit floats, which XLA multiplies as they are."""
+    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 1
 
 
 def accumulator_dtype(a: np.dtype, b: np.dtype, out: np.dtype) -> np.dtype:
@@ -198,7 +218,7 @@ def accumulator_dtype(a: np.dtype, b: np.dtype, out: np.dtype) -> np.dtype:
     wide = at_least_float32(out)
     for operand in (a, b):
         if jnp.issubdtype(operand, jnp.inexact):
-            wide = jnp.promote_types(wide, at_least_float32(operand))
+            wide = common_dtype(wide, at_least_float32(operand))
     return jnp.dtype(wide)
 
 

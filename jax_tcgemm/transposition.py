@@ -114,7 +114,7 @@ def _through_activation(cotangents: Sequence[Any], x: Operands, spec: GemmSpec) 
         if type(cotangent) is not ad.Zero
     ]
     total = terms[0] if len(terms) == 1 else terms[0] + terms[1]
-    return total.astype(spec.out_dtype)
+    return reference.convert(total, spec.out_dtype)
 
 
 def _scaled(g: jax.Array, x: Operands, spec: GemmSpec) -> jax.Array:
@@ -193,7 +193,7 @@ def _left_cotangent(
         product = dataclasses.replace(product, axes=axes, overwrite_c=True)
     (result,) = bind(operands, product)
     result = jnp.sum(result, axis=tuple(range(len(summed)))) if summed else result
-    result = lax.transpose(result, np.argsort(source)).astype(aval.dtype)
+    result = reference.convert(lax.transpose(result, np.argsort(source)), aval.dtype)
     return result + addend if addend is not None and summed else result
 
 
@@ -297,7 +297,7 @@ def _reduced(x: jax.Array, axes: Axes, dtype: np.dtype, bind: Bind) -> jax.Array
         return _column_sums(x.reshape(-1, x.shape[-1]), bind)
     if missing:
         x = jnp.sum(x, axis=missing, dtype=accumulator_dtype(x.dtype, x.dtype, x.dtype))
-    return lax.transpose(x, np.argsort(matrix_last(axes))).astype(dtype)
+    return reference.convert(lax.transpose(x, np.argsort(matrix_last(axes))), dtype)
 
 
 def _column_sums(x: jax.Array, bind: Bind) -> jax.Array:

@@ -299,6 +299,24 @@ def test_shard_map(normal, form, formula, check_vma):
         assert_trees_close(actual, jax.grad(square_sum(formula), argnums)(*args), 1e-3)
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("argnums", [(4,), (5,), (4, 5), (3, 4)])
+def test_shard_map_of_what_varies_less_than_the_result(normal, argnums, recompute):
+    mesh = jax.make_mesh(
+        (4,), ("x",), (jax.sharding.AxisType.Auto,), devices=jax.devices("cpu")[:4]
+    )
+    rows, whole = PartitionSpec("x"), PartitionSpec()
+
+    def form(x, w1, b1, w2, b2, residual):
+        options = {"residual": residual, "recompute_activation": recompute}
+        return mlp(x, w1, b1, w2, b2, **options)
+
+    args = (normal(8, 6), *(normal(*shape) for shape in SHAPES[1:]), normal(3))
+    sharded = jax.shard_map(form, mesh=mesh, in_specs=(rows, *[whole] * 5), out_specs=rows)
+    actual = jax.jit(jax.grad(square_sum(sharded), argnums))(*args)
+    assert_trees_close(actual, jax.grad(square_sum(form), argnums)(*args))
+
+
 # Errors
 
 X, W1, W2 = jnp.zeros((4, 6)), jnp.zeros((6, 8)), jnp.zeros((8, 3))

@@ -75,9 +75,8 @@ struct FusedOutput {
     const EpilogueParams& epilogue = params.epilogue;
     if constexpr (kConfig.gated) {
       visit_activation(epilogue, [&]<ActivationFunctor Functor>(const Functor& functor) {
-        run_chunks<kGeneral>(acc, tile, [&](Chunk& value, const Position& at) {
-          gate(functor, value, acc, at);
-        });
+        run_chunks<kGeneral>(
+            acc, tile, [&](Chunk& value, const Position& at) { gate(functor, value, acc, at); });
       });
     } else if constexpr (!kGeneral) {
       // A loop for each activation: its code lies together.

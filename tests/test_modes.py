@@ -1,0 +1,194 @@
+"""Under JAX's stricter settings and rarer types: what works with `jnp.matmul` works here."""
+
+from __future__ import annotations
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fused_call import assert_trees_close, square_sum
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import jax_tcgemm
+from jax_tcgemm import dot_general, gated_gemm, gemm, mlp, ragged_dot
+
+FLOAT8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
+SIZES = jnp.array([3, 1])
+
+
+def wide_mlp(x, w):
+    return mlp(x, w, None, w.T, preferred_element_type=jnp.float32)
+
+
+def wide_ragged(x, w):
+    bias = jnp.ones((2, w.shape[1]), jnp.float32)
+    return ragged_dot(x, jnp.stack([w, w]), SIZES, bias=bias, preferred_element_type=jnp.float32)
+
+
+def wide_dot(x, w):
+    return dot_general(x, w, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def wide(function):
+    return lambda *args: function(*args, preferred_element_type=jnp.float32)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [wide(gemm), lambda x, w: wide(gated_gemm)(x, w, w), wide_mlp, wide_ragged, wide_dot],
+    ids=["gemm", "gated_gemm", "mlp", "ragged_dot", "dot_general"],
+)
+def test_strict_promotion(normal, function):
+    x, w = normal(4, 6, dtype=jnp.bfloat16), normal(6, 8, dtype=jnp.bfloat16)
+    value_and_grads = jax.value_and_grad(square_sum(function), (0, 1))
+    expected = value_and_grads(x, w)
+    with jax.numpy_dtype_promotion("strict"):
+        actual = value_and_grads(x, w)
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+def test_strict_promotion_takes_what_matmul_takes(normal):
+    x, w = normal(4, 6, dtype=jnp.bfloat16), normal(6, 8)
+    with jax.numpy_dtype_promotion("strict"):
+        with pytest.raises(ValueError, match="dtype"):
+            jnp.matmul(x, w)
+        with pytest.raises(TypeError, match=r"a\.dtype=bfloat16, b\.dtype=float32"):
+            gemm(x, w)
+
+
+def test_rank_promotion(normal):
+    x, w, rhs = normal(4, 6), normal(6, 8), normal(2, 6, 8)
+
+    def f(x, w, rhs, c, residual, bias):
+        y = gemm(x, w, c, residual=residual, bias=residual, activation="gelu")
+        return y, ragged_dot(x, rhs, SIZES, bias=bias, activation="silu")
+
+    args = (x, w, rhs, normal(4, 8), normal(8), normal(2, 8))
+    expected = f(*args)
+    with jax.numpy_rank_promotion("raise"):
+        assert_trees_close(f(*args), expected)
+        jax.grad(lambda *args: sum(y.sum() for y in f(*args)), range(6))(*args)
+
+
+@pytest.mark.parametrize("b_dtype", FLOAT8)
+def test_float8(normal, b_dtype):
+    a, b = normal(16, 32, dtype=FLOAT8[0]), normal(32, 16, dtype=b_dtype)
+    got = wide(gemm)(a, b)
+    expected = wide(jnp.matmul)(a, b)
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+    actual = jax.grad(square_sum(wide(gemm)), (0, 1))(a, b)
+    assert [g.dtype for g in actual] == [a.dtype, b.dtype]
+    exact = jax.grad(square_sum(jnp.matmul), (0, 1))(*(x.astype(jnp.float32) for x in (a, b)))
+    for gradient, value in zip(actual, exact, strict=True):
+        eps = float(jnp.finfo(gradient.dtype).eps)
+        limit = float(jnp.finfo(gradient.dtype).max)
+        np.testing.assert_allclose(
+            np.float32(gradient), np.clip(value, -limit, limit), rtol=eps, atol=eps
+        )
+
+
+@pytest.mark.parametrize(
+    "function",
+    [gemm, lambda x, w: gated_gemm(x, w, w, activation=None), lambda x, w: gemm(w.T, x.T)],
+)
+def test_real_operands_of_complex_products_have_real_gradients(normal, function):
+    x, w = normal(4, 6), normal(6, 8, dtype=jnp.complex64)
+
+    def loss(f, x):
+        return jnp.sum(jnp.abs(f(x, w)))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        got = jax.grad(loss, 1)(function, x)
+    expected = jax.grad(loss, 1)(lambda x, w: function(x + 0j, w), x)
+    assert got.dtype == jnp.float32
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
+
+
+# Meshes with explicit axes
+
+
+@pytest.fixture
+def mesh():
+    return jax.make_mesh(
+        (2, 2), ("x", "y"), (AxisType.Explicit,) * 2, devices=jax.devices("cpu")[:4]
+    )
+
+
+def placed(mesh, x, *axes):
+    return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*axes)))
+
+
+def on_mesh(function, mesh, *args):
+    """Values and gradients, all with the type of sharding that they have."""
+    with jax.set_mesh(mesh):
+        results = jax.jit(
+            lambda *args: (function(*args), jax.grad(square_sum(function), range(len(args)))(*args))
+        )(*args)
+    return results, jax.tree.map(lambda x: jax.typeof(x).sharding.spec, results)
+
+
+@pytest.mark.parametrize(
+    ("ours", "formula"),
+    [
+        (
+            lambda x, w, b: gemm(x, w, bias=b, activation="gelu"),
+            lambda x, w, b: jax.nn.gelu(x @ w + b),
+        ),
+        (
+            lambda x, w, b: gated_gemm(x, w, w, bias_gate=b),
+            lambda x, w, b: jax.nn.silu(x @ w + b) * (x @ w),
+        ),
+    ],
+    ids=["gemm", "gated_gemm"],
+)
+def test_explicitly_sharded_types(normal, mesh, ours, formula):
+    args = (
+        placed(mesh, normal(8, 6), "x", None),
+        placed(mesh, normal(6, 4), None, "y"),
+        placed(mesh, normal(4), "y"),
+    )
+    (actual, shardings), (expected, wanted) = (on_mesh(f, mesh, *args) for f in (ours, formula))
+    assert shardings == wanted
+    assert_trees_close(actual, expected, 1e-3)
+
+
+def test_explicitly_sharded_layers(normal, mesh):
+    args = (
+        placed(mesh, normal(8, 6), "x", None),
+        placed(mesh, normal(6, 4), None, None),
+        placed(mesh, normal(4, 6), None, "y"),
+    )
+    (actual, shardings), (expected, wanted) = (
+        on_mesh(f, mesh, *args)
+        for f in (lambda x, w, v: mlp(x, w, None, v), lambda x, w, v: jax.nn.gelu(x @ w) @ v)
+    )
+    assert shardings == wanted
+    assert_trees_close(actual, expected, 1e-3)
+
+
+def test_sharded_groups_are_refused(normal, mesh):
+    x = placed(mesh, normal(8, 6), "x", None)
+    with jax.set_mesh(mesh), pytest.raises(NotImplementedError, match=r"jax\.shard_map"):
+        ragged_dot(x, normal(2, 6, 4), SIZES)
+
+
+# Policies
+
+
+def test_results_have_names_before_and_after_the_activation(normal, count_gemms):
+    x, w, v = normal(4, 6), normal(6, 8), normal(8, 3)
+
+    def grads(*names):
+        policy = jax.checkpoint_policies.save_only_these_names(*names)
+
+        def f(x, w, v):
+            return gemm(gemm(x, w, activation="gelu"), v, activation="tanh")
+
+        return jax.grad(square_sum(jax.checkpoint(f, policy=policy)), (0, 1, 2))
+
+    both = jax_tcgemm.PREACTIVATION, jax_tcgemm.ACTIVATION
+    assert count_gemms(grads(*both), x, w, v) == 6
+    assert count_gemms(grads(), x, w, v) == 8
