@@ -7,6 +7,7 @@
 #include <limits>
 #include <set>
 #include <string>
+#include <unordered_map>
 
 #include "epilogue/work.h"
 #include "kernel_registry.inc"
@@ -44,6 +45,40 @@ Status set_tile_order(const KernelConfig& config, bool exchanged, GemmParams* pa
   raster.last_width = divisor(tiles_m - (groups - 1) * width);
   raster.last_group = static_cast<int32_t>(groups - 1);
   return Status();
+}
+
+// Of extents and layout; what else there is in a choice takes few values.
+struct ChoiceInputHash {
+  size_t operator()(const ChoiceInput& input) const {
+    const int64_t layout =
+        2 * static_cast<int64_t>(input.major_a) + static_cast<int64_t>(input.major_b);
+    size_t hash = 0;
+    for (const int64_t part : {input.m, input.n, input.k, input.batch, layout}) {
+      hash = (hash ^ static_cast<size_t>(part)) * 0x9e3779b97f4a7c15u;
+      hash ^= hash >> 32;
+    }
+    return hash;
+  }
+};
+
+Choice fastest_kernel(const ChoiceInput& input) {
+  Choice best = {nullptr, 1};
+  bool best_suits = false;
+  double best_time = std::numeric_limits<double>::infinity();
+  for (const KernelEntry& entry : kernel_registry()) {
+    if (!supports(entry.config, input)) continue;
+    const bool entry_suits = suits(entry.config, input);
+    for (int splits = 1; splits <= input.max_splits; splits *= 2) {
+      if (splits > 1 && !supports_splits(entry.config, input, splits)) continue;
+      const double time = estimated_cycles(entry.config, input, splits);
+      if (entry_suits > best_suits || (entry_suits == best_suits && time < best_time)) {
+        best = {&entry, splits};
+        best_suits = entry_suits;
+        best_time = time;
+      }
+    }
+  }
+  return best;
 }
 
 Status find_kernel(const GemmProblem& problem, const DeviceProperties& device, int max_splits,
@@ -211,23 +246,12 @@ bool begins_lines(const Operand& operand, Algorithm algorithm) {
 std::span<const KernelEntry> kernel_registry() { return kKernelEntries; }
 
 Choice choose_kernel(const ChoiceInput& input) {
-  Choice best = {nullptr, 1};
-  bool best_suits = false;
-  double best_time = std::numeric_limits<double>::infinity();
-  for (const KernelEntry& entry : kernel_registry()) {
-    if (!supports(entry.config, input)) continue;
-    const bool entry_suits = suits(entry.config, input);
-    for (int splits = 1; splits <= input.max_splits; splits *= 2) {
-      if (splits > 1 && !supports_splits(entry.config, input, splits)) continue;
-      const double time = estimated_cycles(entry.config, input, splits);
-      if (entry_suits > best_suits || (entry_suits == best_suits && time < best_time)) {
-        best = {&entry, splits};
-        best_suits = entry_suits;
-        best_time = time;
-      }
-    }
-  }
-  return best;
+  // The model takes as long as a launch: its answers are kept.
+  constexpr size_t kMostKept = 4096;
+  thread_local std::unordered_map<ChoiceInput, Choice, ChoiceInputHash> kept;
+  if (const auto found = kept.find(input); found != kept.end()) return found->second;
+  if (kept.size() >= kMostKept) kept.clear();
+  return kept[input] = fastest_kernel(input);
 }
 
 Status run_gemm(GemmProblem problem, const DeviceProperties& device, cudaStream_t stream) {

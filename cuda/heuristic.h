@@ -31,6 +31,8 @@ struct ChoiceInput {
   bool whole_lines_a = true;
   bool whole_lines_b = true;
   bool d_by_tma = true;  // else threads write D
+
+  bool operator==(const ChoiceInput&) const = default;
 };
 
 // Whether a configuration can compute the problem.

@@ -260,3 +260,18 @@ def test_heuristic_refuses_what_no_row_computes():
         pytest.skip("built without kernels")
     with pytest.raises((ValueError, RuntimeError)):
         _core.choose_config("F64_F64_F64", 64, 64, 64, 1, True, 132, 227 * 1024)
+
+
+@pytest.mark.skipif(_core.build_info()["kernels_glob"] != "*", reason="not a full build")
+@pytest.mark.skipif(not _core.build_info()["cuda"], reason="built without kernels")
+def test_heuristic_knows_what_an_epilogue_costs():
+    def choice(epilogue):
+        arguments = "BF16_BF16_F32", 64, 6144, 2048, 1, True, 132, 227 * 1024
+        return _core.choose_config(*arguments, compute_capability=90, epilogue=epilogue)
+
+    # Unrolled, a sum costs next to nothing; another epilogue rather goes to the skinny rows.
+    for _ in range(2):  # answers are kept
+        assert choice("none") == choice("sum") == "sm90_bf16_64x64x64_s6_c1x1_cooperative"
+        assert "skinny" in choice("any")
+    with pytest.raises(ValueError, match="epilogue 'gelu'"):
+        choice("gelu")
