@@ -22,10 +22,13 @@ def bind(
     A custom call cannot be divided among devices, XLA's own operations are.
 
     Args:
-        primitive: it.
+        primitive: what to apply.
         operands: its operands.
-        spec: its parameters.
+        spec: its static parameters.
         portable: as in ``lower``.
+
+    Returns:
+        The results of the primitive.
     """
     if reference.is_sharded(*operands):
         compute = functools.partial(portable, spec=spec)
@@ -53,7 +56,7 @@ def lower(primitive: Primitive, *, portable: Callable[..., Any], cuda: Callable[
     """Lowers the primitive by functions of its operands and ``spec``.
 
     Args:
-        primitive: it.
+        primitive: what is lowered.
         portable: for other platforms than CUDA; takes ``widen=True`` on the CPU, whose compiler
             knows few products of 16-bit operands.
         cuda: for CUDA.
