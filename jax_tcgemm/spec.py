@@ -178,7 +178,7 @@ def resolve_algorithm(a: np.dtype, b: np.dtype, out: np.dtype, precision: Any) -
     if isinstance(precision, DotAlgorithmPreset) and precision is not DotAlgorithmPreset.DEFAULT:
         are_floats = all(jnp.issubdtype(dtype, jnp.floating) for dtype in (a, b))
         return precision.name if precision.name in INPUT_DTYPES and are_floats else None
-    if is_float8(a) and is_float8(b):
+    if is_float8(a) or is_float8(b):
         return None
     algorithm = _DEFAULT_ALGORITHMS.get(common_dtype(a, b))
     if precision is DotAlgorithmPreset.DEFAULT:
