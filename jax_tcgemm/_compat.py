@@ -39,6 +39,17 @@ def match_varying(operands: Sequence[Any]) -> Sequence[Any]:
     return operands
 
 
+def is_sharded(*operands: Any) -> bool:
+    """Whether an operand's type says how it is sharded, under a mesh with explicit axes."""
+    specs = [jax.typeof(x).sharding.spec for x in operands]
+    # Newer JAX has a name for the axes of each dimension, and refuses to iterate over some specs.
+    return any(
+        spec.unreduced or spec.reduced or any(axes is not None for axes in partitions)
+        for spec in specs
+        for partitions in [getattr(spec, "partitions", spec)]
+    )
+
+
 def result_aval(operand: Any, shape: tuple[int, ...], dtype: Any, weak_type: bool) -> Any:
     """Returns the abstract value of a result that varies over the mesh axes ``operand`` does."""
     sharding = _core.get_cur_mesh_sharding(jax.sharding.PartitionSpec(*[None] * len(shape)))

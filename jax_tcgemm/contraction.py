@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_tcgemm import _compat, lowering, primitive, reference
+from jax_tcgemm import _compat, lowering, primitive
 from jax_tcgemm.spec import GemmSpec, resolve_algorithm
 from jax_tcgemm.strides import Axes, Operands
 
@@ -104,7 +104,7 @@ def _problem(
         return "symbolic shapes"
     if 0 in (*lhs.shape, *rhs.shape):
         return "an extent of 0"
-    if reference.is_sharded(lhs, rhs):
+    if _compat.is_sharded(lhs, rhs):
         return "sharded types"
     if result.weak_type and not lhs.dtype == rhs.dtype == result.dtype:
         return "a weak type other than the operands'"

@@ -15,7 +15,7 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jax_tcgemm import _compat, primitive, reference, registration
+from jax_tcgemm import _compat, primitive, registration
 from jax_tcgemm.gated import product_tangent
 from jax_tcgemm.primitive import activation_tangent
 from jax_tcgemm.spec import GemmSpec
@@ -40,7 +40,7 @@ def bind(
         ``(*batch, m, n)``.
     """
     operands = [*tangents, *saved, w]
-    if reference.is_sharded(*operands):
+    if _compat.is_sharded(*operands):
         return _composed(*operands, spec=spec)
     return hidden_tangent_p.bind(*_compat.match_varying(operands), spec=spec)
 

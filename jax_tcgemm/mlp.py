@@ -78,7 +78,7 @@ def mlp(
     precision = _compat.canonicalize_precision(precision)
     names = arguments.Names("x", "w1", "", "transpose_w")
     batch, m, f, k = arguments.extents(x, w1, False, transpose_w, names)
-    x, w1, dtype = arguments.promoted(x, w1, precision, None, names)
+    x, w1, dtype = arguments.promoted(x, w1, precision, _named_dtype(x, w1, precision), names)
     dtype = _hidden_dtype(x, w1, dtype, precision)
     arguments.check_activation(activation, dtype)
     placed = {
@@ -143,7 +143,11 @@ def gated_mlp(
         TypeError: an argument's type or dtype is not accepted.
         ValueError: an argument's shape or value is not accepted.
     """
-    w_gate, w_down = _weight("w_gate", w_gate), _weight("w_down", w_down)
+    x, w_gate, w_down = (
+        arguments.matrix("x", x),
+        _weight("w_gate", w_gate),
+        _weight("w_down", w_down),
+    )
     precision = _compat.canonicalize_precision(precision)
     first, spec = api.gated_operands(
         x,
@@ -153,7 +157,7 @@ def gated_mlp(
         bias_up,
         transpose_w=transpose_w,
         precision=precision,
-        preferred_element_type=None,
+        preferred_element_type=_named_dtype(x, w_gate, precision),
     )
     dtype = _hidden_dtype(first.a, first.b, spec.out_dtype, precision)
     arguments.check_activation(activation, dtype)
@@ -175,6 +179,19 @@ def _weight(name: str, value: Any) -> jax.Array:
             "jax.vmap"
         )
     return w
+
+
+def _named_dtype(x: jax.Array, w: jax.Array, precision: Any) -> Any:
+    """Returns the type in which ``precision`` says that operands of two types are multiplied.
+
+    They need no common one then, which ``jax_numpy_dtype_promotion="strict"`` would refuse.
+    """
+    named = INPUT_DTYPES.get(getattr(precision, "name", ""))
+    are_floats = all(
+        jnp.issubdtype(operand.dtype, jnp.floating) and operand.dtype.itemsize <= 4
+        for operand in (x, w)
+    )
+    return named if x.dtype != w.dtype and are_floats else None
 
 
 def _hidden_dtype(x: jax.Array, w: jax.Array, dtype: Any, precision: Any) -> Any:

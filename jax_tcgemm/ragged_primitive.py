@@ -43,13 +43,17 @@ def contraction(spec: RaggedSpec, *operands: jax.Array) -> list[jax.Array]:
 
 
 def _bind(primitive: Primitive, operands: Sequence[jax.Array], spec: RaggedSpec) -> Any:
-    if reference.is_sharded(*operands):
+    _refuse_sharded(operands)
+    return primitive.bind(*_compat.match_varying(operands), spec=spec)
+
+
+def _refuse_sharded(operands: Sequence[jax.Array]) -> None:
+    if _compat.is_sharded(*operands):
         types = ", ".join(str(jax.typeof(x)) for x in operands)
         raise NotImplementedError(
             f"products over groups of operands whose types are sharded ({types}), which "
             "jax.lax.ragged_dot does not have either; use jax.shard_map or jax.reshard"
         )
-    return primitive.bind(*_compat.match_varying(operands), spec=spec)
 
 
 # Abstract evaluation
@@ -187,6 +191,7 @@ def _batch(
     spec: RaggedSpec,
 ) -> tuple[list[jax.Array], list[int | None]]:
     """Computes one product after the other: each has groups of its own."""
+    _refuse_sharded(operands)
     if all(dim is None for dim in dims):
         results = apply(spec, *operands)
         return results, [None] * len(results)

@@ -76,11 +76,6 @@ def product(a: jax.Array, b: jax.Array, spec: GemmSpec, widen: bool) -> jax.Arra
     return _dot(a, b, spec, precision, dtype)
 
 
-def is_sharded(*operands: jax.Array) -> bool:
-    """Whether an operand's type says how it is sharded, under a mesh with explicit axes."""
-    return any(axis is not None for x in operands for axis in jax.typeof(x).sharding.spec)
-
-
 def alike(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the operands of a product in their common type, but for a pair of 8-bit floats."""
     if is_float8(a.dtype) and is_float8(b.dtype):

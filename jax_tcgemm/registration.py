@@ -7,11 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from jax_tcgemm import _compat, reference
+from jax_tcgemm import _compat
 
 
 def bind(
@@ -30,10 +29,8 @@ def bind(
     Returns:
         The results of the primitive.
     """
-    if reference.is_sharded(*operands):
-        compute = functools.partial(portable, spec=spec)
-        on_cpu = functools.partial(compute, widen=True)
-        return lax.platform_dependent(*operands, cpu=on_cpu, default=compute)
+    if _compat.is_sharded(*operands):
+        return portable(*operands, spec=spec, widen=jax.default_backend() == "cpu")
     return primitive.bind(*_compat.match_varying(operands), spec=spec)
 
 

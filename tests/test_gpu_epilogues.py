@@ -88,6 +88,29 @@ def test_scales_alone(compare, normal, rng, config):
     compare(ours, formula, args, dtype, config.algorithm, slack)
 
 
+@by_config()
+def test_activations_of_odd_rows(compare, normal, rng, config):
+    """TMA cannot address D, and nothing else in the epilogue needs the general loop."""
+    algorithm = config.algorithm
+    dtype = INPUT_DTYPES[algorithm]
+    out_dtype = jnp.dtype(rng.choice([dtype, jnp.float32]))
+    m, n, k = config.tile_m + 8, config.tile_n + 7, 2 * config.tile_k
+    args = normal(m, k, dtype=dtype), normal(n, k, dtype=dtype), normal(n, dtype=out_dtype)
+    alpha = 2.0 ** -int(np.log2(k) / 2)
+    for activation in some(rng, EVERY_ACTIVATION):
+
+        def ours(a, b, bias, activation=activation):
+            options = {"preferred_element_type": out_dtype, "config": config.name}
+            z = {"alpha": alpha, "bias": bias, "activation": activation}
+            return [gemm(a, b, transpose_b=True, precision=algorithm, **z, **options)]
+
+        def formula(matmul, a, b, bias, activation=activation):
+            return [resolve(activation).reference(alpha * matmul(a, b.T) + bias)]
+
+        slack = 8 * accumulation_slack(config, out_dtype, k, alpha * 5 * k**0.5)
+        compare(ours, formula, args, out_dtype, algorithm, slack)
+
+
 @pytest.mark.parametrize("c_role", ["derivative", "gated_derivative"])
 @by_config()
 def test_derivatives_of_activations(compare, normal, rng, config, c_role):

@@ -12,7 +12,7 @@ from fused_call import assert_trees_close, square_sum
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_tcgemm
-from jax_tcgemm import dot_general, gated_gemm, gemm, mlp, ragged_dot
+from jax_tcgemm import dot_general, gated_gemm, gated_mlp, gemm, mlp, ragged_dot
 
 FLOAT8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 SIZES = jnp.array([3, 1])
@@ -56,6 +56,24 @@ def test_strict_promotion_takes_what_matmul_takes(normal):
             jnp.matmul(x, w)
         with pytest.raises(TypeError, match=r"a\.dtype=bfloat16, b\.dtype=float32"):
             gemm(x, w)
+
+
+def test_master_weights_under_strict_promotion(normal):
+    x, w1, w2 = normal(4, 6, dtype=jnp.bfloat16), normal(6, 8), normal(8, 3)
+    options = {"precision": "BF16_BF16_F32", "preferred_element_type": jnp.bfloat16}
+
+    def plain(x, w1, w2):
+        return mlp(x, w1, None, w2, **options).astype(jnp.float32)
+
+    def gated(x, w1, w2):
+        return gated_mlp(x, w1, w1, w2, **options).astype(jnp.float32)
+
+    for function in (plain, gated):
+        value_and_grads = jax.value_and_grad(square_sum(function), (0, 1, 2))
+        expected = value_and_grads(x, w1, w2)
+        with jax.numpy_dtype_promotion("strict"):
+            actual = value_and_grads(x, w1, w2)
+        jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
 def test_rank_promotion(normal):
@@ -169,10 +187,30 @@ def test_explicitly_sharded_layers(normal, mesh):
     assert_trees_close(actual, expected, 1e-3)
 
 
+def test_reduced_types(normal, mesh):
+    """Replicated operands whose gradients are summed over mesh axes where they are used."""
+    w = normal(8, 6)
+    x = placed(mesh, normal(6, 4), None, "y")
+    spec = PartitionSpec(None, None, reduced={"x"})
+
+    reshard = jax.reshard if hasattr(jax, "reshard") else jax.sharding.reshard  # before 0.9
+
+    def of_weight(function):
+        return lambda w: function(reshard(w, spec), x).sum()
+
+    with jax.set_mesh(mesh):
+        w = jax.device_put(w, NamedSharding(mesh, PartitionSpec(None, None)))
+        expected = jax.jit(of_weight(jnp.matmul))(w)
+        np.testing.assert_allclose(jax.jit(of_weight(gemm))(w), expected, rtol=1e-5)
+
+
 def test_sharded_groups_are_refused(normal, mesh):
     x = placed(mesh, normal(8, 6), "x", None)
+    w = normal(2, 6, 4)
     with jax.set_mesh(mesh), pytest.raises(NotImplementedError, match=r"jax\.shard_map"):
-        ragged_dot(x, normal(2, 6, 4), SIZES)
+        ragged_dot(x, w, SIZES)
+    with jax.set_mesh(mesh), pytest.raises(NotImplementedError, match=r"jax\.shard_map"):
+        jax.vmap(lambda x: ragged_dot(x, w, SIZES))(x[:, None])
 
 
 # Policies
