@@ -246,7 +246,7 @@ bool begins_lines(const Operand& operand, Algorithm algorithm) {
 std::span<const KernelEntry> kernel_registry() { return kKernelEntries; }
 
 Choice choose_kernel(const ChoiceInput& input) {
-  // The model takes as long as a launch: its answers are kept.
+  // The model takes some microseconds of each call: its answers are kept.
   constexpr size_t kMostKept = 4096;
   thread_local std::unordered_map<ChoiceInput, Choice, ChoiceInputHash> kept;
   if (const auto found = kept.find(input); found != kept.end()) return found->second;

@@ -41,13 +41,13 @@ def match_varying(operands: Sequence[Any]) -> Sequence[Any]:
 
 def is_sharded(*operands: Any) -> bool:
     """Whether an operand's type says how it is sharded, under a mesh with explicit axes."""
-    specs = [jax.typeof(x).sharding.spec for x in operands]
+    return any(_divides(jax.typeof(x).sharding.spec) for x in operands)
+
+
+def _divides(spec: jax.sharding.PartitionSpec) -> bool:
     # Newer JAX has a name for the axes of each dimension, and refuses to iterate over some specs.
-    return any(
-        spec.unreduced or spec.reduced or any(axes is not None for axes in partitions)
-        for spec in specs
-        for partitions in [getattr(spec, "partitions", spec)]
-    )
+    axes = getattr(spec, "partitions", spec)
+    return bool(spec.unreduced or spec.reduced or any(axis is not None for axis in axes))
 
 
 def result_aval(operand: Any, shape: tuple[int, ...], dtype: Any, weak_type: bool) -> Any:

@@ -157,6 +157,11 @@ def test_no_sm90_kernel_spills():
         assert set(kernels.values()) == {0}, kernels
 
 
+ALL_KERNELS = pytest.mark.skipif(
+    not _core.build_info()["cuda"] or _core.build_info()["kernels_glob"] != "*",
+    reason="not a build with all kernels",
+)
+
 # Streaming multiprocessors and shared memory of one block: A100, H100, a small card.
 DEVICES = [(108, 163 * 1024), (132, 227 * 1024), (20, 99 * 1024)]
 
@@ -187,8 +192,7 @@ def test_heuristic_chooses_a_row_that_fits(algorithm, aligned, sm_count, shared_
     assert len(chosen) > 1
 
 
-@pytest.mark.skipif(_core.build_info()["kernels_glob"] != "*", reason="not a full build")
-@pytest.mark.skipif(not _core.build_info()["cuda"], reason="built without kernels")
+@ALL_KERNELS
 @pytest.mark.parametrize(
     ("shape", "aligned", "float32_result", "expected"),
     [
@@ -213,8 +217,7 @@ def test_heuristic_of_the_sm80_family_on_132_sms(shape, aligned, float32_result,
     assert any(part in name for part in expected), name
 
 
-@pytest.mark.skipif(_core.build_info()["kernels_glob"] != "*", reason="not a full build")
-@pytest.mark.skipif(not _core.build_info()["cuda"], reason="built without kernels")
+@ALL_KERNELS
 @pytest.mark.parametrize(
     ("algorithm", "shape", "layout", "expected"),
     [
@@ -262,8 +265,7 @@ def test_heuristic_refuses_what_no_row_computes():
         _core.choose_config("F64_F64_F64", 64, 64, 64, 1, True, 132, 227 * 1024)
 
 
-@pytest.mark.skipif(_core.build_info()["kernels_glob"] != "*", reason="not a full build")
-@pytest.mark.skipif(not _core.build_info()["cuda"], reason="built without kernels")
+@ALL_KERNELS
 def test_heuristic_knows_what_an_epilogue_costs():
     def choice(epilogue):
         arguments = "BF16_BF16_F32", 64, 6144, 2048, 1, True, 132, 227 * 1024

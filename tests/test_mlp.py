@@ -34,6 +34,13 @@ def args(normal):
     return tuple(normal(*shape) for shape in SHAPES)
 
 
+@pytest.fixture
+def mesh():
+    return jax.make_mesh(
+        (4,), ("x",), (jax.sharding.AxisType.Auto,), devices=jax.devices("cpu")[:4]
+    )
+
+
 # Values
 
 
@@ -284,10 +291,7 @@ def test_export(args, form, formula):
 
 @pytest.mark.parametrize("check_vma", [False, True])
 @EACH
-def test_shard_map(normal, form, formula, check_vma):
-    mesh = jax.make_mesh(
-        (4,), ("x",), (jax.sharding.AxisType.Auto,), devices=jax.devices("cpu")[:4]
-    )
+def test_shard_map(normal, mesh, form, formula, check_vma):
     rows, whole = PartitionSpec("x"), PartitionSpec()
     args = tuple(normal(*shape) for shape in [(8, 6), *SHAPES[1:]])
     sharded = jax.shard_map(
@@ -301,10 +305,7 @@ def test_shard_map(normal, form, formula, check_vma):
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("argnums", [(4,), (5,), (4, 5), (3, 4)])
-def test_shard_map_of_what_varies_less_than_the_result(normal, argnums, recompute):
-    mesh = jax.make_mesh(
-        (4,), ("x",), (jax.sharding.AxisType.Auto,), devices=jax.devices("cpu")[:4]
-    )
+def test_shard_map_of_what_varies_less_than_the_result(normal, mesh, argnums, recompute):
     rows, whole = PartitionSpec("x"), PartitionSpec()
 
     def form(x, w1, b1, w2, b2, residual):
