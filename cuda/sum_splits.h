@@ -10,7 +10,7 @@
 
 namespace jax_tcgemm {
 
-// D = epilogue(sum of `splits` float32 (m, n) matrices, added in their order). n is a multiple of
+// D = epilogue(sum of `splits` float32 (m, n) matrices, added in a fixed order). n is a multiple of
 // kVectorColumns. `params` are those of the whole product, without a batch.
 cudaError_t launch_sum_splits(const GemmParams& params, Algorithm algorithm, const float* partial,
                               int splits, cudaStream_t stream);

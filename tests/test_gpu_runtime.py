@@ -110,15 +110,17 @@ def test_runs_are_bit_identical(normal, dtype, shape):
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 @pytest.mark.parametrize("shape", [(128, 128, 65536), (256, 520, 16384), (27, 52, 8201)])
-def test_long_k(normal, exact, assert_accurate, dtype, shape):
+@pytest.mark.parametrize("fused", [True, False])
+def test_long_k(normal, exact, assert_accurate, dtype, shape, fused):
     """Where k is split, through a workspace or within a cluster: right, and the same every time."""
     m, n, k = shape
     a, b, bias = normal(m, k, dtype=dtype), normal(k, n, dtype=dtype), normal(n, dtype=dtype)
-    f = jax.jit(lambda a, b, bias: gemm(a, b, bias=bias, alpha=0.5))
+    alpha, bias = (0.5, bias) if fused else (1.0, jnp.zeros_like(bias))
+    f = jax.jit(lambda a, b, bias: gemm(a, b, bias=bias if fused else None, alpha=alpha))
     got = f(a, b, bias)
-    baseline = jax.jit(lambda a, b, bias: (0.5 * jnp.matmul(a, b) + bias).astype(dtype))(a, b, bias)
-    expected = 0.5 * (exact(a) @ exact(b)) + exact(bias)
-    assert_accurate(got, baseline, expected, 2e-4 * np.abs(expected).max())
+    baseline = jax.jit(lambda a, b, bias: (alpha * jnp.matmul(a, b) + bias).astype(dtype))
+    expected = alpha * (exact(a) @ exact(b)) + exact(bias)
+    assert_accurate(got, baseline(a, b, bias), expected, 2e-4 * np.abs(expected).max())
     for _ in range(5):
         np.testing.assert_array_equal(
             np.asarray(f(a, b, bias)).view(np.uint8), np.asarray(got).view(np.uint8)
