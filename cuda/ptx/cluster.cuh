@@ -20,15 +20,8 @@ __device__ __forceinline__ uint32_t volatile_lane() {
   return lane;
 }
 
-// All threads of all blocks of the cluster.
-__device__ __forceinline__ void cluster_sync() {
-  asm volatile(
-      "barrier.cluster.arrive.release.aligned;\n"
-      "barrier.cluster.wait.acquire.aligned;\n" ::
-          : "memory");
-}
-
-// The same in two halves, for what does not depend on memory written before.
+// The barrier of all threads of a cluster in two halves. It orders no memory but barriers that were
+// initialised (fence_mbarrier_init): a release at cluster scope would be a fence of the whole GPU.
 __device__ __forceinline__ void cluster_arrive_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;\n" ::: "memory");
 }

@@ -15,7 +15,8 @@
 //        instructions run: [pass the turn], fetch the bias -> output (sm90/output.cuh, or
 //        sm90/reduction.cuh). The producer runs ahead into the next tile meanwhile; in pingpong the
 //        other consumer multiplies.
-// A cluster's blocks end together: none may be written to or read from after its end.
+// A block of a cluster ends when nothing more will be written to it or read from it, which its
+// producer waits for; a barrier of the cluster in its place takes half a microsecond.
 
 #pragma once
 
@@ -114,7 +115,8 @@ struct Kernel {
     }
     __syncwarp();
     if constexpr (kConfig.cluster_size() > 1) {
-      ptx::cluster_sync();
+      ptx::cluster_arrive_relaxed();
+      ptx::cluster_wait();
     } else {
       __syncthreads();
     }
@@ -134,10 +136,6 @@ struct Kernel {
       } else {
         consume(params, maps, smem, place);
       }
-    }
-    if constexpr (kConfig.cluster_size() > 1) {
-      __syncwarp();
-      ptx::cluster_sync();
     }
   }
 };

@@ -85,6 +85,8 @@ template <KernelConfig kConfig, Major kMajorA, Major kMajorB>
 struct Producer {
   using LoaderA = OperandLoader<kConfig, kConfig.tile_m, kMajorA, kConfig.cluster_n>;
   using LoaderB = OperandLoader<kConfig, kConfig.output_n(), kMajorB, kConfig.cluster_m>;
+  static constexpr int kStages = ring_stages(kConfig, kMajorA, kMajorB);
+  using Position = RingPosition<kStages>;
 
   // By one thread.
   static __device__ __forceinline__ void run(const GemmParams& params, const TensorMaps& maps,
@@ -96,7 +98,7 @@ struct Producer {
     LoaderB b = {&maps.b, many, place.m, place.sharers_of_b(), 0, {}};
     LoaderB b2 = b;
     b2.map = &maps.b2;
-    RingPosition<ring_stages(kConfig, kMajorA, kMajorB)> at;
+    Position at;
     uint32_t partial_phase = 1;
 #pragma unroll 1
     for (TileWalk walk(params, blockIdx.x / kConfig.cluster_size()); !walk.done(params);
@@ -121,6 +123,21 @@ struct Producer {
           constexpr int kHalf = kConfig.operand_bytes(kConfig.tile_n) / 2;
           b2.load(smem.b(at.stage) + kHalf, smem.full(at.stage), k * kConfig.tile_k);
         }
+      }
+    }
+    drain(smem, at);
+    if constexpr (kConfig.split_k > 1) {
+      ptx::mbarrier_wait_cluster(smem.partial_empty(), partial_phase);
+    }
+  }
+
+  // After the last stage, which `at` is behind: waits for the arrivals of all that were loaded.
+  // Those of other blocks must not come when this one has ended.
+  static __device__ __forceinline__ void drain(const SharedMemory<kConfig>& smem, Position at) {
+    if constexpr (kConfig.cluster_size() > 1) {
+#pragma unroll 1
+      for (int i = 0; i < kStages; ++i, at.advance()) {
+        ptx::mbarrier_wait(smem.empty(at.stage), at.phase ^ 1);
       }
     }
   }

@@ -94,6 +94,7 @@ struct RaggedProducer {
     for (int i = 0; i < kConsumers; ++i, slot.advance()) {
       publish(smem, slot, {0, 0, 0, -1, 0, 0, 0, 0});
     }
+    Base::drain(smem, at);
   }
 
  private:

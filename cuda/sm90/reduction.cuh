@@ -44,7 +44,8 @@ class SplitOutput {
     reduce(place, place.row - row);
     ptx::fence_proxy_async();
     __syncwarp();
-    if (lane < kConfig.cluster_size()) ptx::mbarrier_arrive_cluster(smem_.partial_empty(), lane);
+    // A release would be a fence that waits for D to be written; what was read is in registers.
+    if (lane < kConfig.cluster_size()) ptx::mbarrier_arrive_remote(smem_.partial_empty(), lane);
     phase_ ^= 1;
   }
 
