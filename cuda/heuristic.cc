@@ -72,7 +72,7 @@ double simt_cycles(const KernelConfig& config, const ChoiceInput& input, int64_t
 // The constants of the sm90 family: clock cycles at about 1.75 GHz, bytes per cycle.
 namespace sm90_model {
 constexpr double kStartCycles = 3530.0;  // barriers, descriptors, the first stage
-constexpr double kClusterStartCycles = 600.0;
+constexpr double kClusterStartCycles = 100.0;
 constexpr double kTensorFactor = 1.13;     // wgmma does not quite reach its rate
 constexpr double kFewStagesFactor = 1.02;  // fewer than 4
 constexpr double kTransposeFactor = 1.34;
@@ -87,6 +87,7 @@ constexpr double kWarmRate = 8770.0;
 constexpr double kColdRate = 6220.0;
 constexpr double kColdRowsRate = 47.0;
 constexpr double kColdBytes = 27e6;
+constexpr double kUnsharedFactor = 1.01;  // blocks that load all they need cost power
 constexpr double kSplitLineFactor = 1.6;  // rows that are a part of two lines ask for both
 constexpr double kReadRate = 2400.0;      // from device memory
 constexpr double kWriteRate = 1970.0;     // to it
@@ -102,11 +103,12 @@ constexpr double kFusedElementCycles = 0.18;
 constexpr double kFusedStartCycles = 3500.0;
 constexpr double kSumElementCycles = 0.03;
 constexpr double kSumStartCycles = 800.0;
-constexpr double kReductionCycles = 1930.0;
-constexpr double kReducedElementCycles = 0.187;
-// The kernel that adds up splits: a read after the other.
-constexpr double kSumCycles = 9000.0;
-constexpr double kSumSplitCycles = 100.0;
+constexpr double kReductionCycles = 800.0;
+constexpr double kReducedElementCycles = 0.1;
+// The kernel that adds up splits.
+constexpr double kSumCycles = 6000.0;  // with the launch before it
+constexpr double kSumSplitCycles = 25.0;
+constexpr double kSumRate = 4470.0;  // bytes written and read again
 }  // namespace sm90_model
 
 // Of its skinny rows, which stream an operand.
@@ -175,6 +177,7 @@ double sm90_stage_cycles(const KernelConfig& config, const ChoiceInput& input, i
   if (cold && config.tile_m == 64 && input.m <= 256 && config.ragged == Ragged::kNone) {
     cycles = std::max(cycles, config.stage_bytes() / kColdRowsRate);
   }
+  if (cold && config.cluster_size() == 1) cycles *= kUnsharedFactor;
   if (sm90::transposes_b(config, input.major_a, input.major_b)) cycles *= kTransposeFactor;
   if (config.promote) cycles *= kPromoteFactor;
   return config.stages < 4 ? cycles * kFewStagesFactor : cycles;
@@ -277,7 +280,7 @@ double sm90_cycles(const KernelConfig& config, const ChoiceInput& input, int spl
   const double start = kStartCycles + fused.start + (size > 1 ? kClusterStartCycles : 0.0);
   // The partial sums are written and read again, in L2.
   const double sum =
-      splits > 1 ? kSumCycles + splits * (kSumSplitCycles + 8.0 * input.m * input.n / kWarmRate)
+      splits > 1 ? kSumCycles + splits * (kSumSplitCycles + 8.0 * input.m * input.n / kSumRate)
                  : 0.0;
   const double loaded = tiles * config.cluster_size() * stages * loaded_bytes(config, input);
   const double limits[] = {tensor_time, memory_cycles(input, blocks, loaded)};

@@ -127,9 +127,9 @@ class KernelConfig:
             or (
                 self.element_bytes == 2
                 and self.split_k == 1
-                and self.tile_m * self.tile_n // self.warps_m <= 80 * 32
+                and self.tile_m * self.tile_n // self.warps_m <= 64 * 32
             ),
-            "promoting takes a second set of accumulators, of 16-bit products",
+            "promoting takes two more sets of accumulators, of 16-bit products",
         )
         require(self.algorithm != "F16_F16_F16", "sums are float32")
         require(self.tile_k * self.element_bytes == 128, "tile_k must span 128 bytes")
@@ -342,6 +342,7 @@ def _rows() -> list[KernelConfig]:
             _sm90(algorithm, 128, 128, 6, cluster=(2, 1), schedule="pingpong"),
             _sm90(algorithm, 128, 128, 6, schedule="pingpong"),
             # For few tiles.
+            _sm90(algorithm, 128, 256, 4),
             _sm90(algorithm, 128, 64, 8),
             _sm90(algorithm, 64, 128, 6, schedule="pingpong"),
             _sm90(algorithm, 64, 128, 6, cluster=(2, 1), schedule="pingpong"),
@@ -349,7 +350,6 @@ def _rows() -> list[KernelConfig]:
             # For so few that k is shared out.
             _sm90(algorithm, 128, 64, 8, split_k=2),
             # For float32 results.
-            _sm90(algorithm, 128, 160, 4, cluster=(2, 1), promote=True),
             _sm90(algorithm, 128, 128, 6, cluster=(2, 1), promote=True),
             _sm90(algorithm, 64, 128, 6, schedule="pingpong", promote=True),
             # Two weights.
@@ -363,6 +363,9 @@ def _rows() -> list[KernelConfig]:
             # Groups of k.
             _sm90(algorithm, 128, 256, 4, cluster=(2, 1), ragged="depth"),
             _sm90(algorithm, 128, 128, 6, schedule="pingpong", ragged="depth"),
+            # Groups with a float32 result.
+            _sm90(algorithm, 128, 128, 6, ragged="rows", promote=True),
+            _sm90(algorithm, 128, 128, 6, ragged="depth", promote=True),
         ]
         # Few rows or columns, for which memory is what counts: so many bytes on their way, and all
         # blocks at once.

@@ -86,3 +86,28 @@ def test_gradients_on_the_gpu(rng, normal, assert_accurate, dtype):
         exact = looped(ct, jnp.swapaxes(rhs, 1, 2), sizes), contracted(lhs, ct, sizes)
         for actual, wanted in zip((dlhs, drhs), exact, strict=True):
             assert_accurate(actual, jnp.asarray(wanted, dtype), wanted, slack=1e-5 * (m * n) ** 0.5)
+
+
+@pytest.mark.sm90
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_float32_results_are_as_accurate_as_those_of_lax(normal, dtype):
+    """The tensor cores cut sums off, which a result of their own type would not show."""
+    sizes = jnp.asarray([1700, 0, 2000, 300], jnp.int32)
+    lhs, rhs, ct = (normal(*s, dtype=dtype) for s in ((4096, 2048), (4, 2048, 256), (4096, 256)))
+
+    def error(actual, wanted):
+        return np.linalg.norm(np.asarray(actual, np.float64) - wanted) / np.linalg.norm(wanted)
+
+    wanted = looped(lhs, rhs, sizes)
+    ours, theirs = (
+        jax.jit(functools.partial(f, preferred_element_type=F32))(lhs, rhs, sizes)
+        for f in (ragged_dot, jax.lax.ragged_dot)
+    )
+    assert error(ours, wanted) <= 2 * error(theirs, wanted)
+
+    spec = RaggedSpec(jnp.dtype(F32), (jax.lax.Precision.DEFAULT,) * 2)
+    (ours,) = ragged_primitive.contraction(spec, lhs, ct, sizes)
+    theirs = jnp.matmul(lhs[:1700].T, ct[:1700], preferred_element_type=F32)
+    wanted = contracted(lhs, ct, sizes)
+    assert error(ours[0], wanted[0]) <= 2 * error(theirs, wanted[0])
+    assert error(ours, wanted) <= 2 * error(theirs, wanted[0])

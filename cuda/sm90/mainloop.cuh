@@ -122,21 +122,65 @@ struct Mainloop {
   }
 
   // The tensor cores cut sums off; those of one stage, added up in float32, lose little by it.
+  // Stages take turns with two sets of accumulators, so that one is multiplied while the other is
+  // added.
   template <typename Passed>
   __device__ __forceinline__ void run_promoting(Accumulators& total, int count, Passed& passed) {
-    Accumulators acc;
+    Accumulators even;
+    Accumulators odd;
+    clear(total);
+    int even_stage = begin_stage(even);
+    int done = 1;
 #pragma unroll 1
-    for (int done = 0; done < count; ++done) {
-      run_from_shared(acc, 1, [&] {
-        if (done == count - 1) passed();
-      });
+    for (; done + 1 < count; done += 2) {
+      const int odd_stage = begin_stage(odd);
+      end_stage<1>(total, even, even_stage);
+      even_stage = begin_stage(even);
+      end_stage<1>(total, odd, odd_stage);
+    }
+    if (done < count) {
+      const int odd_stage = begin_stage(odd);
+      end_stage<1>(total, even, even_stage);
+      passed();
+      end_stage<0>(total, odd, odd_stage);
+    } else {
+      passed();
+      end_stage<0>(total, even, even_stage);
+    }
+  }
+
+  static __device__ __forceinline__ void clear(Accumulators& total) {
 #pragma unroll
-      for (int i = 0; i < kBlocks; ++i) {
+    for (auto& block : total) {
 #pragma unroll
-        for (int j = 0; j < kConfig.tile_n / 2; ++j) {
-          total[i][j] = done == 0 ? acc[i][j] : total[i][j] + acc[i][j];
-        }
-      }
+      for (float& value : block) value = 0.f;
+    }
+  }
+
+  // Multiplies the next stage apart; returns which of the ring it is.
+  __device__ __forceinline__ int begin_stage(Accumulators& acc) {
+    ptx::mbarrier_wait(smem.full(at.stage), at.phase);
+    fence(acc);
+    ptx::wgmma_fence();
+    issue_stage(acc, true);
+    ptx::wgmma_commit();
+    fence(acc);
+    const int stage = at.stage;
+    at.advance();
+    return stage;
+  }
+
+  // total += acc, when of the stages begun at most kPending are still being multiplied.
+  template <int kPending>
+  __device__ __forceinline__ void end_stage(Accumulators& total, Accumulators& acc,
+                                            int stage) const {
+    ptx::wgmma_wait<kPending>();
+    fence(acc);
+    release(stage);
+#pragma unroll
+    for (int i = 0; i < kBlocks; ++i) {
+#pragma unroll
+      for (int j = 0; j < kConfig.tile_n / 2; ++j) total[i][j] += acc[i][j];
     }
   }
 
