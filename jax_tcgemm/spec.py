@@ -171,7 +171,9 @@ def resolve_algorithm(a: np.dtype, b: np.dtype, out: np.dtype, precision: Any) -
         The name of a ``DotAlgorithmPreset`` for which there are kernels. Named explicitly as
         ``precision`` it takes floating-point operands of any type, converted to its own;
         otherwise the operands' common type decides, as in XLA's GPU compiler: float32 is computed
-        in TF32 unless ``Precision.HIGHEST`` is asked for.
+        in TF32 unless ``Precision.HIGHEST`` is asked for. The product of a float16 and a bfloat16
+        operand, both of which TF32 holds as they are, is XLA's own: its sums are more accurate
+        than those of the kernels, which only operands that were rounded hide.
     """
     if not jnp.issubdtype(out, jnp.floating) or out.itemsize > 4:
         return None
@@ -181,6 +183,8 @@ def resolve_algorithm(a: np.dtype, b: np.dtype, out: np.dtype, precision: Any) -
     if is_float8(a) or is_float8(b):
         return None
     algorithm = _DEFAULT_ALGORITHMS.get(common_dtype(a, b))
+    if algorithm == "TF32_TF32_F32" and jnp.float32 not in (a, b):
+        return None
     if precision is DotAlgorithmPreset.DEFAULT:
         return algorithm
     if not isinstance(precision, tuple) or not all(isinstance(p, Precision) for p in precision):
