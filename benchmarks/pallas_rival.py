@@ -1,4 +1,4 @@
-"""JAX's own Hopper kernel, written in Pallas, as a second rival."""
+"""JAX's own Hopper kernels, written in Pallas, as a second rival."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
 from cases import Case
 
 # tile_m, tile_n of one of the two warpgroups; the dimension along which they lie side by side; the
@@ -20,12 +21,17 @@ _TILES = (
     (64, 64, "N", None, 6),
 )
 
+# Of the kernel for groups of rows: tile_m, tile_n, stages; and how many tiles of columns come
+# before the next rows.
+_RAGGED_TILES = ((128, 128, 6), (128, 192, 4), (64, 256, 4), (64, 128, 6))
+_RAGGED_WIDTHS = (1, 4, 16)
+
 
 def obstacle(case: Case) -> str | None:
-    """Says why the kernel does not apply to a case, or None."""
+    """Says why neither kernel applies to a case, or None."""
     if case.dtype not in ("bf16", "f16") or case.out:
         return "only 16-bit in and out"
-    if case.epilogue != "none" or case.batch > 1 or case.group_sizes or case.step:
+    if case.epilogue != "none" or case.batch > 1 or case.step:
         return "only plain products"
     if case.layout != "nn":
         return "only operands that lie as given"
@@ -33,7 +39,7 @@ def obstacle(case: Case) -> str | None:
 
 
 def candidates(case: Case) -> dict[str, Callable[[Any], Any]]:
-    """Returns the kernel in each of the configurations that divide the case, by description.
+    """Returns the case's kernel in each of the configurations that divide the case, by description.
 
     Raises:
         ImportError: this JAX does not have the kernel.
@@ -42,6 +48,13 @@ def candidates(case: Case) -> dict[str, Callable[[Any], Any]]:
     reason = obstacle(case)
     if reason is not None:
         raise ValueError(reason)
+    functions = _for_groups(case) if case.group_sizes else _for_products(case)
+    if not functions:
+        raise ValueError("no tile divides the case")
+    return functions
+
+
+def _for_products(case: Case) -> dict[str, Callable[[Any], Any]]:
     from jax.experimental.pallas.ops.gpu import hopper_matmul_mgpu as pallas
 
     functions = {}
@@ -62,10 +75,38 @@ def candidates(case: Case) -> dict[str, Callable[[Any], Any]]:
         )
         name = f"{tile_m}x{tile_n} wg {side} cluster {cluster} stages {stages}"
         functions[name] = functools.partial(_product, pallas.matmul, config)
-    if not functions:
-        raise ValueError("no tile divides the case")
     return functions
 
 
 def _product(matmul: Callable, config: Any, arrays: dict[str, Any]) -> Any:
     return matmul(arrays["a"], arrays["b"], None, config)
+
+
+def _for_groups(case: Case) -> dict[str, Callable[[Any], Any]]:
+    from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu as pallas
+
+    functions = {}
+    for tile_m, tile_n, stages in _RAGGED_TILES:
+        for width in _RAGGED_WIDTHS:
+            if case.n % (tile_n * width) or case.k % 64:
+                continue
+            options = {
+                "block_m": tile_m,
+                "block_n": tile_n,
+                "block_k": 64,
+                "max_concurrent_steps": stages,
+                "grid_block_n": width,
+            }
+            name = f"{tile_m}x{tile_n} width {width} stages {stages}"
+            functions[name] = functools.partial(
+                _product_of_groups, pallas.ragged_dot, options, case.group_sizes
+            )
+    return functions
+
+
+def _product_of_groups(
+    ragged_dot: Callable, options: dict[str, int], sizes: tuple[int, ...], arrays: dict[str, Any]
+) -> Any:
+    return ragged_dot(
+        arrays["a"], arrays["b"], group_sizes=jnp.asarray(sizes, jnp.int32), **options
+    )

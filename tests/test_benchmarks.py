@@ -217,6 +217,18 @@ def test_pallas_configurations_divide_the_case():
         pallas_rival.candidates(tiny(CASES[0]))
 
 
+def test_pallas_has_a_kernel_for_groups_of_rows():
+    pytest.importorskip("jax.experimental.pallas.ops.gpu.ragged_dot_mgpu")
+    case = next(case for case in CASES if case.suite == "ragged")
+    assert pallas_rival.obstacle(case) is None
+    names = pallas_rival.candidates(dataclasses.replace(case, n=384))
+    assert list(names) == [
+        "128x128 width 1 stages 6",
+        "128x192 width 1 stages 4",
+        "64x128 width 1 stages 6",
+    ]
+
+
 def test_chains_are_measured():
     row = chains.measure_chain(8, rounds=1, samples_per_round=2)
     assert 0 < row["best_us"] <= row["us"]
