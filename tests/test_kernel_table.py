@@ -73,7 +73,7 @@ def test_impossible_rows(changes, message):
         ({"split_k": 3}, "split_k"),
         ({"split_k": 8, "cluster_m": 2}, "8 blocks"),
         ({"cluster_m": 3}, "1, 2 or 4"),
-        ({"promote": True, "tile_n": 192, "stages": 4}, "second set"),
+        ({"promote": True, "tile_n": 160, "stages": 4}, "two more sets"),
     ],
 )
 def test_impossible_sm90_rows(changes, message):
