@@ -91,11 +91,13 @@ cudaError_t launch_plain_sum(const GemmParams& params, const float* partial, int
                              cudaStream_t stream) {
   const int vectors = static_cast<int>(int64_t{params.m} * params.n / kVectorColumns);
   const int per_block = kThreads / kParts;
-  plain_sum_kernel<Out, kTerms, kParts>
-      <<<(vectors + per_block - 1) / per_block, kThreads, 0, stream>>>(
-          reinterpret_cast<const float4*>(partial), static_cast<Out*>(params.epilogue.d), vectors,
-          splits);
-  return cudaGetLastError();
+  cudaLaunchConfig_t launch = {};
+  launch.gridDim = dim3((vectors + per_block - 1) / per_block);
+  launch.blockDim = dim3(kThreads);
+  launch.stream = stream;
+  return cudaLaunchKernelEx(&launch, plain_sum_kernel<Out, kTerms, kParts>,
+                            reinterpret_cast<const float4*>(partial),
+                            static_cast<Out*>(params.epilogue.d), vectors, splits);
 }
 
 template <typename Out>
