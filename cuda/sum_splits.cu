@@ -6,6 +6,7 @@
 
 #include "common/dtype.cuh"
 #include "epilogue/fused_epilogue.cuh"
+#include "epilogue/vector_io.cuh"
 #include "epilogue/work.h"
 
 namespace jax_tcgemm {
@@ -14,6 +15,15 @@ namespace {
 constexpr int kThreads = 128;
 constexpr int kMostTerms = 8;  // that a thread has in flight
 constexpr int kManyParts = 4;
+
+using Sum = Vector<kVectorColumns>;
+
+__device__ __forceinline__ void add(Sum& sum, const float4& term) {
+  sum[0] += term.x;
+  sum[1] += term.y;
+  sum[2] += term.z;
+  sum[3] += term.w;
+}
 
 template <typename Element>
 __global__ void __launch_bounds__(kThreads)
@@ -25,33 +35,11 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t matrix = int64_t{params.m} * params.n;
   const float4* source =
       reinterpret_cast<const float4*>(partial + int64_t{row} * params.n + column);
-  typename Epilogue::Vector sum[1] = {};
+  Sum sum[1] = {};
 #pragma unroll 4
-  for (int i = 0; i < splits; ++i) {
-    const float4 part = source[i * (matrix / kVectorColumns)];
-    sum[0][0] += part.x;
-    sum[0][1] += part.y;
-    sum[0][2] += part.z;
-    sum[0][3] += part.w;
-  }
+  for (int i = 0; i < splits; ++i) add(sum[0], source[i * (matrix / kVectorColumns)]);
   const Epilogue epilogue(params, 0, column);
   epilogue.finish(sum, row, 0);
-}
-
-__device__ __forceinline__ void add(float4& sum, const float4& term) {
-  sum.x += term.x;
-  sum.y += term.y;
-  sum.z += term.z;
-  sum.w += term.w;
-}
-
-template <typename Out>
-__device__ __forceinline__ void store(Out* d, const float4& sum) {
-  if constexpr (sizeof(Out) == 4) {
-    *reinterpret_cast<float4*>(d) = sum;
-  } else {
-    *reinterpret_cast<uint2*>(d) = {pack<Out>(sum.x, sum.y), pack<Out>(sum.z, sum.w)};
-  }
 }
 
 // D and the products are dense, so `vectors` of four elements know nothing of rows. Lanes that
@@ -65,7 +53,7 @@ __global__ void __launch_bounds__(kThreads)
   const int warp = (blockIdx.x * kThreads + threadIdx.x) / 32;
   const int at = warp * kColumns + threadIdx.x % kColumns;
   const float4* source = partial + min(at, vectors - 1);
-  float4 sum = {};
+  Sum sum = {};
   for (int first = part; first < splits; first += kParts * kTerms) {
     float4 term[kTerms];
 #pragma unroll
@@ -80,10 +68,13 @@ __global__ void __launch_bounds__(kThreads)
   }
 #pragma unroll
   for (int distance = kColumns; distance < 32; distance *= 2) {
-    const auto other = [&](float value) { return __shfl_xor_sync(0xffffffff, value, distance); };
-    add(sum, {other(sum.x), other(sum.y), other(sum.z), other(sum.w)});
+#pragma unroll
+    for (float& value : sum) value += __shfl_xor_sync(0xffffffff, value, distance);
   }
-  if (part == 0 && at < vectors) store(d + int64_t{at} * kVectorColumns, sum);
+  if (part > 0 || at >= vectors) return;
+  constexpr bool kWhole = true;
+  store_vector<Out, kVectorColumns>(d, sizeof(Out) == 4, kWhole, int64_t{at} * kVectorColumns, sum,
+                                    kVectorColumns);
 }
 
 template <typename Out, int kTerms, int kParts = 1>

@@ -128,25 +128,23 @@ struct Mainloop {
   __device__ __forceinline__ void run_promoting(Accumulators& total, int count, Passed& passed) {
     Accumulators even;
     Accumulators odd;
+    int even_stage = 0;
+    int odd_stage = 0;
     clear(total);
-    int even_stage = begin_stage(even);
-    int done = 1;
 #pragma unroll 1
-    for (; done + 1 < count; done += 2) {
-      const int odd_stage = begin_stage(odd);
-      end_stage<1>(total, even, even_stage);
+    for (int i = 0;; i += 2) {
       even_stage = begin_stage(even);
-      end_stage<1>(total, odd, odd_stage);
-    }
-    if (done < count) {
-      const int odd_stage = begin_stage(odd);
+      if (i > 0) end_stage<1>(total, odd, odd_stage);
+      if (i + 1 == count) {
+        passed();
+        return end_stage<0>(total, even, even_stage);
+      }
+      odd_stage = begin_stage(odd);
       end_stage<1>(total, even, even_stage);
-      passed();
-      end_stage<0>(total, odd, odd_stage);
-    } else {
-      passed();
-      end_stage<0>(total, even, even_stage);
+      if (i + 2 == count) break;
     }
+    passed();
+    end_stage<0>(total, odd, odd_stage);
   }
 
   static __device__ __forceinline__ void clear(Accumulators& total) {
