@@ -28,6 +28,8 @@ nb::dict registrations() {
   nb::dict result;
   result["jax_tcgemm_gemm_v1"] = nb::capsule(gemm_handler(), "xla._CUSTOM_CALL_TARGET");
   result["jax_tcgemm_ragged_dot_v1"] = nb::capsule(ragged_dot_handler(), "xla._CUSTOM_CALL_TARGET");
+  result["jax_tcgemm_activation_gradient_v1"] =
+      nb::capsule(activation_gradient_handler(), "xla._CUSTOM_CALL_TARGET");
   return result;
 }
 

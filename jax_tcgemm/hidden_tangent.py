@@ -16,8 +16,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jax_tcgemm import _compat, primitive, registration
+from jax_tcgemm.activation_gradient import activation_tangent
 from jax_tcgemm.gated import product_tangent
-from jax_tcgemm.primitive import activation_tangent
 from jax_tcgemm.spec import GemmSpec
 from jax_tcgemm.strides import Operands, insert_batches
 
@@ -39,20 +39,23 @@ def bind(
     Returns:
         ``(*batch, m, n)``.
     """
-    operands = [*tangents, *saved, w]
-    if _compat.is_sharded(*operands):
-        return _composed(*operands, spec=spec)
-    return hidden_tangent_p.bind(*_compat.match_varying(operands), spec=spec)
+    return registration.bind(hidden_tangent_p, [*tangents, *saved, w], spec, _composed)
 
 
 def _split(operands: Sequence[Any], spec: GemmSpec) -> tuple[list[Any], list[Any], Any]:
     """Returns the tangents, what was saved, and ``w``."""
     *hidden, w = operands
-    half = 2 if spec.c_role == "gated_derivative" else 1
-    return hidden[:half], hidden[half:], w
+    count = _hidden_count(spec)
+    return hidden[:count], hidden[count:], w
 
 
-def _composed(*operands: jax.Array, spec: GemmSpec) -> jax.Array:
+def _hidden_count(spec: GemmSpec) -> int:
+    """Returns how many arrays a hidden layer is, and so its tangent."""
+    return 2 if spec.c_role == "gated_derivative" else 1
+
+
+def _composed(*operands: jax.Array, spec: GemmSpec, widen: bool = False) -> jax.Array:
+    del widen
     tangents, saved, w = _split(operands, spec)
     function = product_tangent if len(saved) == 2 else activation_tangent
     t = function(spec.activation, *saved, *tangents)
@@ -75,30 +78,8 @@ hidden_tangent_p.def_abstract_eval(_abstract_eval)
 
 # Forward derivative
 
-
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, spec: GemmSpec) -> tuple[Any, Any]:
-    """Linear in the tangents of the layer, which are tangents of tangents here."""
-    linear, saved, w = _split(primals, spec)
-    varied, *_ = _split(tangents, spec)
-    result = hidden_tangent_p.bind(*primals, spec=spec)
-    terms = []
-    if any(type(t) is not ad.Zero for t in varied):
-        terms.append(bind([ad.instantiate_zeros(t) for t in varied], saved, w, spec))
-    others = {i: t for i, t in enumerate(tangents) if i >= len(linear) and type(t) is not ad.Zero}
-    if others:
-
-        def of_others(*values: Any) -> jax.Array:
-            operands = list(primals)
-            for i, value in zip(others, values, strict=True):
-                operands[i] = value
-            return _composed(*operands, spec=spec)
-
-        points = [primals[i] for i in others]
-        terms.append(jax.jvp(of_others, points, list(others.values()))[1])
-    return result, sum(terms[1:], terms[0])
-
-
-ad.primitive_jvps[hidden_tangent_p] = _jvp
+# Linear in the tangents of the layer; those are tangents of tangents here.
+registration.derive_linear(hidden_tangent_p, _composed, _hidden_count)
 
 
 # Transposition

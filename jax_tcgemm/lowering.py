@@ -155,10 +155,15 @@ def _obstacle(algorithm: str | None, spec: GemmSpec, x: Operands) -> str | None:
         return "reference: symbolic shapes"
     if max((*x.a.shape, *x.b.shape)) > MAX_EXTENT:
         return "reference: an extent beyond 2^30"
-    old = local_device(lambda capability: capability < _OLDEST_COMPUTE_CAPABILITY)
+    old = too_old_device()
     if old is not None:
         return f"reference: no kernel for {old}, whose compute capability is below 8.0"
     return None
+
+
+def too_old_device() -> str | None:
+    """Names a local GPU that no kernel runs on."""
+    return local_device(lambda capability: capability < _OLDEST_COMPUTE_CAPABILITY)
 
 
 def _gated_obstacle(algorithm: str, spec: GatedSpec, x: Operands) -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from jax.interpreters import ad, batching
 from jax.interpreters import partial_eval as pe
 
 from jax_tcgemm import _compat, lowering, reference, registration
-from jax_tcgemm.epilogues import Activation, resolve
+from jax_tcgemm.activation_gradient import activation_tangent
 from jax_tcgemm.spec import GemmSpec, accumulator_dtype, check_config, flatten
 from jax_tcgemm.strides import FACTORS, Operands, insert_batches
 from jax_tcgemm.transposition import transpose_operands
@@ -116,22 +115,24 @@ def _jvp(
         spec = dataclasses.replace(spec, axes=spec.axes._replace(c=None, beta=None))
     dz, dd = jnp.zeros_like(z), None
     if any(t is not None for t in dx):
+        dx, bias = _without_bias(dx, spec)
         dz = linear_tangent(x, dx, spec)
-        dd = activation_tangent(spec.activation, z, dz)
+        dd = activation_tangent(spec.activation, z, dz, bias)
     count = 1 + spec.save_preactivation
     return [d, z][:count], [_sum(dd, terms, x, spec), dz][:count]
 
 
-# Rematerialized, so that the reverse pass keeps z alone and none of f's float32 intermediates.
-@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=0)
-def activation_tangent(
-    activation: str | Activation | None, z: jax.Array, dz: jax.Array
-) -> jax.Array:
-    """Returns ``f'(z) dz`` in the type of ``z``, rounded once."""
-    dtype = accumulator_dtype(z.dtype, z.dtype, z.dtype)
-    function = resolve(activation).reference
-    _, dd = jax.jvp(function, (z.astype(dtype),), (dz.astype(dtype),))
-    return dd.astype(z.dtype)
+def _without_bias(dx: Operands, spec: GemmSpec) -> tuple[Operands, jax.Array | None]:
+    """Takes the bias's tangent out, where it is to be added by what follows the product.
+
+    Its transpose is then the sum that one kernel forms together with ``f'(z)`` times a cotangent.
+    There has to be a product, ``z'`` itself must not be asked for, and the bias be one row.
+    """
+    has_product = any(getattr(dx, name) is not None for name in FACTORS)
+    is_row = dx.bias is not None and dx.bias.ndim == 1 and spec.axes.bias[-1] == 0
+    if not is_row or not has_product or spec.save_preactivation:
+        return dx, None
+    return dx._replace(bias=None), dx.bias
 
 
 def linear_tangent(x: Operands, dx: Operands, spec: GemmSpec) -> jax.Array:

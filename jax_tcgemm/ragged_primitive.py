@@ -20,7 +20,8 @@ from jax.interpreters import ad, batching
 from jax.interpreters import partial_eval as pe
 
 from jax_tcgemm import _compat, ragged_lowering, reference, registration
-from jax_tcgemm.primitive import ACTIVATION, PREACTIVATION, activation_tangent
+from jax_tcgemm.activation_gradient import activation_tangent
+from jax_tcgemm.primitive import ACTIVATION, PREACTIVATION
 from jax_tcgemm.ragged_lowering import RaggedSpec
 from jax_tcgemm.spec import accumulator_dtype
 

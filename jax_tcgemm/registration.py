@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 from jax.extend.core import Primitive
-from jax.interpreters import mlir
+from jax.interpreters import ad, mlir
 
 from jax_tcgemm import _compat
 
@@ -47,6 +47,42 @@ def evaluate_by_jit(primitive: Primitive) -> None:
             return compiled(*operands, spec=spec)
 
     primitive.def_impl(evaluate)
+
+
+def derive_linear(
+    primitive: Primitive, composed: Callable[..., jax.Array], linear_count: Callable[[Any], int]
+) -> None:
+    """Gives a primitive that is linear in its first operands its forward derivative.
+
+    Args:
+        primitive: what is derived; it has one result.
+        composed: the same by operations that have a derivative, of the operands and ``spec``; by
+            these it is derived for the other operands.
+        linear_count: how many are linear, of ``spec``.
+    """
+
+    def jvp(primals: Sequence[Any], tangents: Sequence[Any], *, spec: Any) -> tuple[Any, Any]:
+        count = linear_count(spec)
+        moves = [type(t) is not ad.Zero for t in tangents]
+        result = primitive.bind(*primals, spec=spec)
+        terms = []
+        if any(moves[:count]):
+            operands = [*map(ad.instantiate_zeros, tangents[:count]), *primals[count:]]
+            terms.append(bind(primitive, operands, spec, composed))
+        others = [i for i, moving in enumerate(moves) if moving and i >= count]
+        if others:
+
+            def of_others(*values: Any) -> jax.Array:
+                operands = list(primals)
+                for i, value in zip(others, values, strict=True):
+                    operands[i] = value
+                return composed(*operands, spec=spec)
+
+            slopes = [tangents[i] for i in others]
+            terms.append(jax.jvp(of_others, [primals[i] for i in others], slopes)[1])
+        return result, sum(terms[1:], terms[0])
+
+    ad.primitive_jvps[primitive] = jvp
 
 
 def lower(primitive: Primitive, *, portable: Callable[..., Any], cuda: Callable[..., Any]) -> None:

@@ -223,18 +223,17 @@ def test_reverse_pass_forms_the_inner_cotangent_once(normal, cuda_module):
     ("m", "dtype", "products"), [(4096, None, 4), (8, None, 3), (4096, "float32", 3)]
 )
 def test_large_bias_gradients_are_products_with_ones(normal, cuda_module, m, dtype, products):
-    """Forward, both factors, and the sums over rows where they are many and rounded to 16 bits."""
+    """Forward, two factors, and the sums over rows where they are many and rounded to 16 bits."""
     x, w = normal(2, m // 2, 16, dtype=jnp.bfloat16), normal(16, 1024, dtype=jnp.bfloat16)
     bias = normal(1024, dtype=dtype or jnp.bfloat16)
 
     def loss(x, w, bias):
-        return jnp.square(gemm(x, w, bias=bias, activation="gelu")).astype(jnp.float32).sum()
+        return jnp.square(gemm(x, w, bias=bias)).astype(jnp.float32).sum()
 
     gradients = jax.grad(loss, (0, 1, 2))
     assert len(cuda_module(gradients, x, w, bias)[1]) == products
-    dz = jax.grad(lambda z: jnp.square(jax.nn.gelu(z)).sum())
     z = (x.astype(jnp.float32) @ w.astype(jnp.float32)) + bias.astype(jnp.float32)
-    expected = dz(z).sum((0, 1))
+    expected = 2 * z.sum((0, 1))
     got = jax.jit(gradients)(x, w, bias)[2]
     assert got.dtype == bias.dtype
     np.testing.assert_allclose(got, expected, rtol=0, atol=2e-2 * np.abs(expected).max())

@@ -1,0 +1,237 @@
+"""``f'(z) (t + b)``, the tangent of an activation that follows a bias, and its transpose.
+
+Both are primitives for the sake of the transpose, which on a GPU is one kernel: it multiplies a
+cotangent by the derivative and sums the product over the rows in the same pass, which is the
+cotangent of the bias. Everything else about them is the composition of their parts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching
+
+from jax_tcgemm import _compat, _extension, lowering, registration
+from jax_tcgemm.epilogues import Activation, resolve
+from jax_tcgemm.spec import accumulator_dtype
+
+# Elements from which the kernel is worth a call: XLA joins what is smaller with its neighbours.
+_KERNEL_SIZE = 2**22
+# As in cuda/activation_gradient.cu: neighbours that a thread reads at once, and columns of a block.
+# So many blocks keep every GPU busy, if each has rows enough.
+_COLUMNS = 8
+_BLOCK_COLUMNS = 256
+_BLOCKS = 1024
+_BLOCK_ROWS = 64
+_FLOAT32 = jnp.dtype(jnp.float32)
+
+tangent_p = Primitive("tcgemm_activation_tangent")
+gradient_p = Primitive("tcgemm_activation_gradient")
+gradient_p.multiple_results = True
+
+
+@dataclasses.dataclass(frozen=True)
+class ActivationSpec:
+    """The static parameters of both primitives.
+
+    Attributes:
+        activation: a key of ``ACTIVATIONS``, an ``Activation``, or ``None``.
+        bias_dtype: dtype of the bias's tangent, or ``None`` if there is none.
+    """
+
+    activation: str | Activation | None
+    bias_dtype: np.dtype | None = None
+
+
+def activation_tangent(
+    activation: str | Activation | None,
+    z: jax.Array,
+    t: jax.Array,
+    bias: jax.Array | None = None,
+) -> jax.Array:
+    """Returns ``f'(z) (t + bias)``, rounded once.
+
+    Args:
+        activation: which ``f``.
+        z: the pre-activation, ``(..., n)``.
+        t: its tangent but for what the bias adds, of the same shape and dtype.
+        bias: the bias's tangent, ``(n,)``.
+    """
+    spec = ActivationSpec(activation, None if bias is None else bias.dtype)
+    operands = [t, z] if bias is None else [t, bias, z]
+    return registration.bind(tangent_p, operands, spec, _tangent)
+
+
+def _tangent(*operands: jax.Array, spec: ActivationSpec, widen: bool = False) -> jax.Array:
+    """Composes the tangent of ``t``, ``[bias]`` and ``z``."""
+    del widen
+    *terms, z = operands
+    dtype = accumulator_dtype(z.dtype, z.dtype, z.dtype)
+    total = sum((term.astype(dtype) for term in terms[1:]), terms[0].astype(dtype))
+    _, result = jax.jvp(resolve(spec.activation).reference, (z.astype(dtype),), (total,))
+    return result.astype(z.dtype)
+
+
+def _gradient(
+    g: jax.Array, z: jax.Array, *, spec: ActivationSpec, widen: bool = False
+) -> list[jax.Array]:
+    """Composes the cotangents of ``t`` and of the bias from that of the tangent."""
+    del widen
+    dtype = accumulator_dtype(z.dtype, z.dtype, z.dtype)
+    activation = resolve(spec.activation)
+    _, wide = jax.jvp(activation.reference, (z.astype(dtype),), (g.astype(dtype),))
+    if spec.bias_dtype is None:
+        return [wide.astype(z.dtype)]
+    sums = jnp.sum(wide, axis=tuple(range(z.ndim - 1)))
+    return [wide.astype(z.dtype), sums.astype(spec.bias_dtype)]
+
+
+registration.evaluate_by_jit(tangent_p)
+registration.evaluate_by_jit(gradient_p)
+
+
+# Abstract evaluation
+
+
+def _tangent_aval(*avals: Any, spec: ActivationSpec) -> Any:
+    del spec
+    return _compat.result_aval(avals[0], avals[-1].shape, avals[-1].dtype, False)
+
+
+def _gradient_avals(g: Any, z: Any, *, spec: ActivationSpec) -> list[Any]:
+    avals = [_compat.result_aval(g, z.shape, z.dtype, False)]
+    if spec.bias_dtype is not None:
+        avals.append(_compat.result_aval(g, z.shape[-1:], spec.bias_dtype, False))
+    return avals
+
+
+tangent_p.def_abstract_eval(_tangent_aval)
+gradient_p.def_abstract_eval(_gradient_avals)
+
+
+# Forward derivative
+
+
+def _gradient_jvp(
+    primals: Sequence[Any], tangents: Sequence[Any], *, spec: ActivationSpec
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    composed = functools.partial(_gradient, spec=spec)
+    return jax.jvp(composed, tuple(primals), tuple(map(ad.instantiate_zeros, tangents)))
+
+
+registration.derive_linear(tangent_p, _tangent, lambda spec: 1 if spec.bias_dtype is None else 2)
+ad.primitive_jvps[gradient_p] = _gradient_jvp
+
+
+# Transposition
+
+
+def _tangent_transpose(cotangent: Any, *operands: Any, spec: ActivationSpec) -> list[Any]:
+    *linear, z = operands
+    wanted = [ad.is_undefined_primal(x) for x in linear]
+    assert any(wanted), "linear in the tangents alone"
+    if type(cotangent) is ad.Zero:
+        return [None] * len(operands)
+    if not wanted[-1]:
+        spec = dataclasses.replace(spec, bias_dtype=None)
+    results = registration.bind(gradient_p, [cotangent, z], spec, _gradient)
+    padded = [*results, None, None][: len(operands)]
+    return [x if is_wanted else None for x, is_wanted in zip(padded, [*wanted, False], strict=True)]
+
+
+def _gradient_transpose(cotangents: Sequence[Any], g: Any, z: Any, *, spec: Any) -> list[Any]:
+    assert ad.is_undefined_primal(g), "linear in the cotangent alone"
+    of_t, *of_bias = map(ad.instantiate_zeros, cotangents)
+    return [registration.bind(tangent_p, [of_t, *of_bias, z], spec, _tangent), None]
+
+
+ad.primitive_transposes[tangent_p] = _tangent_transpose
+ad.primitive_transposes[gradient_p] = _gradient_transpose
+
+
+# Batching
+
+
+def _tangent_batch(
+    axis_data: Any, operands: Sequence[Any], dims: Sequence[int | None], *, spec: ActivationSpec
+) -> tuple[jax.Array, int]:
+    """Makes the batch rows like others, unless each has a bias of its own."""
+    if spec.bias_dtype is not None and dims[1] is not None:
+        return jax.vmap(functools.partial(_tangent, spec=spec), tuple(dims))(*operands), 0
+    moved = [
+        x if spec.bias_dtype is not None and i == 1 else _at_front(x, d, axis_data)
+        for i, (x, d) in enumerate(zip(operands, dims, strict=True))
+    ]
+    return tangent_p.bind(*moved, spec=spec), 0
+
+
+def _gradient_batch(
+    axis_data: Any, operands: Sequence[Any], dims: Sequence[int | None], *, spec: ActivationSpec
+) -> tuple[list[jax.Array], list[int]]:
+    """Makes the batch rows like others, unless each has sums of its own."""
+    if spec.bias_dtype is not None:
+        return jax.vmap(functools.partial(_gradient, spec=spec), tuple(dims))(*operands), [0, 0]
+    moved = [_at_front(x, d, axis_data) for x, d in zip(operands, dims, strict=True)]
+    return gradient_p.bind(*moved, spec=spec), [0]
+
+
+def _at_front(x: jax.Array, dim: int | None, axis_data: Any) -> jax.Array:
+    return batching.bdim_at_front(x, dim, axis_data.size)
+
+
+batching.fancy_primitive_batchers[tangent_p] = _tangent_batch
+batching.fancy_primitive_batchers[gradient_p] = _gradient_batch
+
+
+# Lowering
+
+
+def _cuda_gradient(g: jax.Array, z: jax.Array, *, spec: ActivationSpec) -> list[jax.Array]:
+    """Computes both cotangents on CUDA devices, by one kernel where the matrix is large."""
+    if not _has_kernel(g, z):
+        return _gradient(g, z, spec=spec)
+    n = z.shape[-1]
+    rows = z.size // n
+    parts = max(1, min(_BLOCKS // math.ceil(n / _BLOCK_COLUMNS), rows // _BLOCK_ROWS))
+    results = [jax.ShapeDtypeStruct(z.shape, z.dtype)]
+    if spec.bias_dtype is not None:
+        dtype = spec.bias_dtype if spec.bias_dtype == z.dtype else _FLOAT32
+        results.append(jax.ShapeDtypeStruct((n,), dtype))
+        results.append(jax.ShapeDtypeStruct((parts, n), _FLOAT32))  # the workspace
+    activation = resolve(spec.activation)
+    p0, p1 = (*activation.parameters, 0.0, 0.0)[:2]
+    dz, *sums = jax.ffi.ffi_call(_extension.ACTIVATION_GRADIENT_TARGET, results)(
+        g,
+        z,
+        n=np.int64(n),
+        parts=np.int64(parts),
+        activation=activation.cpp_name,
+        activation_p0=np.float32(p0),
+        activation_p1=np.float32(p1),
+    )
+    return [dz] if spec.bias_dtype is None else [dz, sums[0].astype(spec.bias_dtype)]
+
+
+def _has_kernel(g: jax.Array, z: jax.Array) -> bool:
+    is_sized = all(isinstance(extent, int) for extent in z.shape)
+    return (
+        is_sized
+        and z.size >= _KERNEL_SIZE
+        and z.shape[-1] % _COLUMNS == 0
+        and z.dtype in (jnp.bfloat16, jnp.float16)
+        and g.dtype == z.dtype
+        and _extension.ACTIVATION_GRADIENT_TARGET in _extension.BUILT_TARGETS
+        and lowering.too_old_device() is None
+    )
+
+
+registration.lower(tangent_p, portable=_tangent, cuda=_tangent)
+registration.lower(gradient_p, portable=_gradient, cuda=_cuda_gradient)

@@ -1,0 +1,166 @@
+"""The tangent of a biased activation, its transpose, and when that is one kernel."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+
+from jax_tcgemm import gemm, softcap
+from jax_tcgemm.activation_gradient import activation_tangent
+from jax_tcgemm.epilogues import resolve
+
+TARGET = "jax_tcgemm_activation_gradient_v1"
+
+
+def plain(activation, z, t, bias=None):
+    t = t if bias is None else t + bias
+    return jax.jvp(resolve(activation).reference, (z,), (t,))[1]
+
+
+@pytest.fixture
+def operands(normal):
+    return normal(3, 4, 8), normal(3, 4, 8), normal(8)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("activation", [None, "gelu", softcap(3.0)], ids=str)
+def test_derivatives(operands, activation, biased):
+    z, *linear = operands if biased else operands[:2]
+
+    def f(*args):
+        return activation_tangent(activation, *args)
+
+    expected = plain(activation, z, *linear)
+    np.testing.assert_allclose(f(z, *linear), expected, rtol=1e-6, atol=1e-6)
+    check_grads(f, (z, *linear), order=2, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("wanted", [(1,), (2,), (1, 2), (0, 1, 2)])
+def test_transpose(operands, wanted):
+    """Of those operands alone that are asked for."""
+
+    def gradients(f):
+        return jax.grad(lambda *args: jnp.sum(jnp.cos(f("silu", *args))), wanted)(*operands)
+
+    for got, expected in zip(gradients(activation_tangent), gradients(plain), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_transpose_of_the_transpose(operands):
+    z, t, bias = operands
+
+    def f(t, bias):
+        return activation_tangent("gelu", z, t, bias)
+
+    def back(g):
+        return jax.linear_transpose(f, t, bias)(g)
+
+    (again,) = jax.linear_transpose(back, t)((t, bias))
+    np.testing.assert_allclose(again, f(t, bias), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("bias_axis", [None, 0])
+@pytest.mark.parametrize("t_axis", [None, 1])
+def test_vmap(normal, t_axis, bias_axis):
+    z, t, bias = normal(5, 4, 8), normal(4, 5, 8), normal(5, 8)
+    t = t if t_axis is not None else t[:, 0]
+    bias = bias if bias_axis is not None else bias[0]
+    axes = (0, t_axis, bias_axis)
+
+    def per_example(f):
+        def gradients(z, t, bias):
+            return jax.grad(lambda *args: jnp.sum(jnp.cos(f("silu", *args))), (0, 1, 2))(z, t, bias)
+
+        return jax.vmap(gradients, axes)(z, t, bias)
+
+    def over_batch(f):
+        def loss(*args):
+            return jnp.sum(jnp.cos(jax.vmap(lambda *x: f("silu", *x), axes)(*args)))
+
+        return jax.grad(loss, (0, 1, 2))(z, t, bias)
+
+    for gradients in (per_example, over_batch):
+        pairs = zip(gradients(activation_tangent), gradients(plain), strict=True)
+        for got, expected in pairs:
+            np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def layer_gradients(*wanted):
+    def gradients(x, w, bias):
+        def loss(x, w, bias):
+            return jnp.square(gemm(x, w, bias=bias, activation="gelu")).astype(jnp.float32).sum()
+
+        return jax.grad(loss, wanted)(x, w, bias)
+
+    return gradients
+
+
+def layer(normal, rows, n, dtype=jnp.bfloat16, bias_dtype=None):
+    x, w = normal(rows, 16, dtype=dtype), normal(16, n, dtype=dtype)
+    return x, w, normal(n, dtype=bias_dtype or dtype)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("bias_dtype", [None, jnp.float32])
+def test_large_layer_has_one_kernel_for_both(normal, cuda_module, dtype, bias_dtype):
+    """Beside it three products; nothing is summed or derived elsewhere."""
+    args = layer(normal, 4096, 1024, dtype, bias_dtype)
+    text, calls = cuda_module(layer_gradients(0, 1, 2), *args)
+    assert len(calls) == 3
+    (call,) = re.findall(rf"custom_call @{TARGET}.*", text)
+    for attribute in ("n = 1024", "parts = 64", 'activation = "Gelu"'):
+        assert attribute in call
+    tag = "bf16" if dtype == jnp.bfloat16 else "f16"
+    sums = tag if bias_dtype is None else "f32"
+    results = f"(tensor<4096x1024x{tag}>, tensor<1024x{sums}>, tensor<64x1024xf32>)"
+    assert call.endswith(f"-> {results}")
+    assert "stablehlo.tanh" not in text
+
+
+def test_without_a_bias_there_are_no_sums(normal, cuda_module):
+    text, _ = cuda_module(layer_gradients(0, 1), *layer(normal, 4096, 1024))
+    (call,) = re.findall(rf"custom_call @{TARGET}.*", text)
+    assert call.endswith("-> tensor<4096x1024xbf16>")
+
+
+@pytest.mark.parametrize(
+    ("rows", "n", "dtype"),
+    [(4095, 1024, jnp.bfloat16), (4096, 1028, jnp.bfloat16), (4096, 1024, jnp.float32)],
+    ids=["small", "rows off 16 bytes", "float32"],
+)
+def test_what_is_left_to_xla(normal, cuda_module, rows, n, dtype):
+    text, calls = cuda_module(layer_gradients(0, 1, 2), *layer(normal, rows, n, dtype))
+    assert TARGET not in text
+    assert len(calls) == 3
+
+
+def test_symbolic_shapes_are_left_to_xla(normal):
+    (m,) = jax.export.symbolic_shape("m", constraints=["m >= 8192"])
+    args = [jax.ShapeDtypeStruct((m, 1024), jnp.bfloat16)] * 2
+
+    def f(z, g):
+        return jax.linear_transpose(lambda t: activation_tangent("silu", z, t), g)(g)[0]
+
+    exported = jax.export.export(jax.jit(f), platforms=("cuda",))(*args)
+    assert TARGET not in exported.mlir_module()
+
+
+def test_sums_are_not_of_rounded_products(normal):
+    """4096 halves, each just above the middle between two bfloat16 neighbours."""
+    rows = 4096
+    z = jnp.zeros((rows, 8), jnp.bfloat16)  # sigmoid'(0) = 1/4
+    g = jnp.full((rows, 8), 1 + 2**-7, jnp.bfloat16)
+    bias = jnp.zeros(8, jnp.float32)
+
+    def f(t, bias):
+        return activation_tangent("sigmoid", z, t, bias)
+
+    of_t, of_bias = jax.linear_transpose(f, g, bias)(g)
+    assert of_bias.dtype == jnp.float32
+    np.testing.assert_array_equal(of_bias, rows * (1 + 2**-7) / 4)
+    assert of_t.dtype == jnp.bfloat16
