@@ -391,7 +391,8 @@ def _rows() -> list[KernelConfig]:
         _sm90("TF32_TF32_F32", 128, 256, 4, cluster=(2, 1)),
         _sm90("TF32_TF32_F32", 256, 128, 4, cluster=(1, 2)),
         _sm90("TF32_TF32_F32", 128, 128, 6, cluster=(2, 1)),
-        _sm90("TF32_TF32_F32", 64, 128, 6),
+        _sm90("TF32_TF32_F32", 128, 64, 8, cluster=(2, 1)),
+        _sm90("TF32_TF32_F32", 64, 128, 8),
         _sm90("TF32_TF32_F32", 64, 64, 6),
     ]
     for algorithm in ELEMENT_BYTES:

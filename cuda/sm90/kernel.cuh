@@ -26,6 +26,7 @@
 #include "kernel_config.h"
 #include "ptx/cluster.cuh"
 #include "scheduler/raster.cuh"
+#include "sm90/layouts.cuh"
 #include "sm90/mainloop.cuh"
 #include "sm90/output.cuh"
 #include "sm90/producer.cuh"
@@ -36,11 +37,11 @@
 
 namespace jax_tcgemm::sm90 {
 
-template <KernelConfig kConfig, Major kMajorA, Major kMajorB, bool kExchanged>
+template <KernelConfig kConfig, bool kExchanged, typename Layouts>
 struct Kernel {
   using Smem = SharedMemory<kConfig>;
   using Place = ClusterPlace<kConfig>;
-  using Main = Mainloop<kConfig, kMajorA, kMajorB>;
+  using Main = Mainloop<kConfig, Layouts>;
   static constexpr bool kPingpong = kConfig.schedule == Schedule::kPingpong;
   static constexpr int kWarpgroups = kConfig.consumer_warps() / 4;
   // Of a thread; together they are all of an SM's.
@@ -65,7 +66,7 @@ struct Kernel {
       const auto range = place.k_range(k_tiles, params.split_stages, matrix);
       return range.end - range.begin;
     };
-    Main mainloop(smem, place, row);
+    Main mainloop(maps, smem, place, row);
     Output<kConfig, kExchanged> output(params, maps, smem, warpgroup);
     SplitOutput<kConfig> split_output(params, smem, place);
     TileWalk walk(params, blockIdx.x / kConfig.cluster_size());
@@ -124,15 +125,19 @@ struct Kernel {
       if constexpr (kWarpgroups > 1) ptx::decrease_registers<kProducerRegisters>();
       if constexpr (kConfig.ragged != Ragged::kNone) {
         if (threadIdx.x / 32 == kProducer) {
-          RaggedProducer<kConfig, kMajorA, kMajorB>::run(params, maps, smem, place);
+          visit_layout(Layouts(), maps, [&]<typename Layout>(Layout) {
+            RaggedProducer<kConfig, Layout>::run(params, maps, smem, place);
+          });
         }
       } else if (threadIdx.x == kProducer * 32) {
-        Producer<kConfig, kMajorA, kMajorB>::run(params, maps, smem, place);
+        visit_layout(Layouts(), maps, [&]<typename Layout>(Layout) {
+          Producer<kConfig, Layout>::run(params, maps, smem, place);
+        });
       }
     } else {
       if constexpr (kWarpgroups > 1) ptx::increase_registers<kConsumerRegisters>();
       if constexpr (kConfig.ragged != Ragged::kNone) {
-        RaggedConsumer<kConfig, kMajorA, kMajorB>::run(params, maps, smem, place);
+        RaggedConsumer<kConfig, Layouts>::run(params, maps, smem, place);
       } else {
         consume(params, maps, smem, place);
       }
@@ -142,14 +147,13 @@ struct Kernel {
 
 // `Row` carries the configuration as a type: nvcc's host stubs cannot name class-type template
 // values.
-template <typename Row, Major kMajorA, Major kMajorB, bool kExchanged>
+template <typename Row, bool kExchanged, typename Layouts>
 __global__ void __launch_bounds__(Row::kConfig.threads(), Row::kConfig.blocks_on_sm())
     gemm_kernel(const __grid_constant__ GemmParams params,
                 const __grid_constant__ TensorMaps maps) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) char smem[];
-  Kernel<Row::kConfig, kMajorA, kMajorB, kExchanged>::run(params, maps,
-                                                          {ptx::shared_address(smem)});
+  Kernel<Row::kConfig, kExchanged, Layouts>::run(params, maps, {ptx::shared_address(smem)});
 #endif
 }
 

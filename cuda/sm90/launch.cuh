@@ -4,6 +4,7 @@
 
 #include "kernel_entry.h"
 #include "sm90/kernel.cuh"
+#include "sm90/layouts.cuh"
 #include "sm90/output_tile.h"
 #include "sm90/skinny_kernel.cuh"
 
@@ -28,14 +29,14 @@ inline cudaError_t prepare_kernel(KernelPointer kernel, const KernelConfig& conf
   return error;
 }
 
-template <typename Row, Major kMajorA, Major kMajorB, bool kExchanged>
+template <typename Row, bool kExchanged, typename... Layouts>
 cudaError_t launch_layouts(const LaunchRequest& request) {
   constexpr KernelConfig kConfig = Row::kConfig;
   KernelPointer kernel;
   if constexpr (kConfig.skinny) {
-    kernel = skinny_kernel<Row, kMajorA, kMajorB>;
+    kernel = skinny_kernel<Row, Layouts...>;
   } else {
-    kernel = gemm_kernel<Row, kMajorA, kMajorB, kExchanged>;
+    kernel = gemm_kernel<Row, kExchanged, LayoutSet<Layouts...>>;
   }
   cudaLaunchAttribute cluster = {};
   cluster.id = cudaLaunchAttributeClusterDimension;
@@ -69,52 +70,55 @@ cudaError_t launch_layouts(const LaunchRequest& request) {
 // Which operand is the longer one is known at run time.
 template <typename Row>
 cudaError_t launch_skinny(const LaunchRequest& request) {
-  constexpr Major kK = Major::kK;
-  constexpr Major kMn = Major::kMn;
-  const bool exchanged = request.maps->exchanged;
-  const Major long_major = exchanged ? request.major_b : request.major_a;
-  const bool k_major = (exchanged ? request.major_a : request.major_b) == kK;
-  if (long_major == kK) {
-    return k_major ? launch_layouts<Row, kK, kK, false>(request)
-                   : launch_layouts<Row, kK, kMn, false>(request);
+  const bool k_major = request.maps->major_b == Major::kK;
+  if (request.maps->major_a == Major::kK) {
+    return k_major ? launch_layouts<Row, false, LayoutKK>(request)
+                   : launch_layouts<Row, false, LayoutKMn>(request);
   }
-  return k_major ? launch_layouts<Row, kMn, kK, false>(request)
-                 : launch_layouts<Row, kMn, kMn, false>(request);
+  return k_major ? launch_layouts<Row, false, LayoutMnK>(request)
+                 : launch_layouts<Row, false, LayoutMnMn>(request);
 }
 
+// A kernel for each layout.
 template <typename Row>
-cudaError_t launch_any_layout(const LaunchRequest& request) {
-  constexpr Major kK = Major::kK;
-  constexpr Major kMn = Major::kMn;
-  constexpr bool kExchanges = exchanges_operands(Row::kConfig, kK, kMn);
-  const bool k_major_b = request.major_b == kK;
-  if (request.major_a == kK) {
-    if (k_major_b) return launch_layouts<Row, kK, kK, false>(request);
-    if constexpr (kExchanges)
-      return launch_layouts<Row, kMn, kK, true>(request);
-    else
-      return launch_layouts<Row, kK, kMn, false>(request);
+cudaError_t launch_one_layout(const LaunchRequest& request) {
+  constexpr KernelConfig kConfig = Row::kConfig;
+  const bool k_major_b = request.major_b == Major::kK;
+  if (request.major_a == Major::kK) {
+    if (k_major_b) return launch_layouts<Row, false, LayoutKK>(request);
+    if constexpr (exchanges_operands(kConfig, Major::kK, Major::kMn)) {
+      return launch_layouts<Row, true, LayoutMnK>(request);
+    } else {
+      return launch_layouts<Row, false, LayoutKMn>(request);
+    }
   }
-  if (k_major_b) return launch_layouts<Row, kMn, kK, false>(request);
-  if constexpr (transposes_b(Row::kConfig, kMn, kMn) && !can_transpose_b(Row::kConfig))
+  if (k_major_b) return launch_layouts<Row, false, LayoutMnK>(request);
+  if constexpr (transposes_b(kConfig, Major::kMn, Major::kMn) && !can_transpose_b(kConfig)) {
     return cudaErrorNotSupported;
-  else
-    return launch_layouts<Row, kMn, kMn, false>(request);
+  } else {
+    return launch_layouts<Row, false, LayoutMnMn>(request);
+  }
+}
+
+// Of 32-bit operands each layout has a mainloop of a kind of its own. Small tiles are for products
+// of a few microseconds, of which finding the layout's code takes 1 to 2 %.
+constexpr bool has_kernel_for_each_layout(const KernelConfig& config) {
+  return element_bytes(config.algorithm) == 4 || config.tile_m * config.tile_n <= 64 * 128;
 }
 
 template <typename Row>
 cudaError_t launch(const LaunchRequest& request) {
-  constexpr Major kK = Major::kK;
-  constexpr Major kMn = Major::kMn;
-  if constexpr (Row::kConfig.ragged == Ragged::kDepth) {
-    return launch_layouts<Row, kMn, kMn, false>(request);
-  } else if constexpr (Row::kConfig.ragged == Ragged::kRows) {
-    return request.major_b == kK ? launch_layouts<Row, kK, kK, false>(request)
-                                 : launch_layouts<Row, kK, kMn, false>(request);
-  } else if constexpr (Row::kConfig.skinny) {
+  constexpr KernelConfig kConfig = Row::kConfig;
+  if constexpr (kConfig.ragged == Ragged::kDepth) {
+    return launch_layouts<Row, false, LayoutMnMn>(request);
+  } else if constexpr (kConfig.ragged == Ragged::kRows) {
+    return launch_layouts<Row, false, LayoutKMn, LayoutKK>(request);
+  } else if constexpr (kConfig.skinny) {
     return launch_skinny<Row>(request);
+  } else if constexpr (has_kernel_for_each_layout(kConfig)) {
+    return launch_one_layout<Row>(request);
   } else {
-    return launch_any_layout<Row>(request);
+    return launch_layouts<Row, false, LayoutKMn, LayoutKK, LayoutMnMn, LayoutMnK>(request);
   }
 }
 

@@ -11,13 +11,18 @@
 #include "ptx/shared_memory.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
+#include "sm90/layouts.cuh"
 #include "sm90/output_tile.h"
 #include "sm90/ring.cuh"
+#include "sm90/tensor_maps.h"
 
 namespace jax_tcgemm::sm90 {
 
-template <KernelConfig kConfig, Major kMajorA, Major kMajorB>
-struct Mainloop {
+// Of operands of one layout.
+template <KernelConfig kConfig, typename Layout>
+struct LayoutMainloop {
+  static constexpr Major kMajorA = Layout::kMajorA;
+  static constexpr Major kMajorB = Layout::kMajorB;
   static constexpr int kElementBytes = element_bytes(kConfig.algorithm);
   static constexpr int kBlocks = kConfig.tile_m / (16 * kConfig.warps_m);
   static constexpr int kSteps = 4;  // of 32 bytes of k, in the 128 of a stage
@@ -32,12 +37,6 @@ struct Mainloop {
   int lane;
   bool has_partner;  // block `lane` of the cluster loads for this one too
   RingPosition<ring_stages(kConfig, kMajorA, kMajorB)> at;
-
-  __device__ __forceinline__ Mainloop(const SharedMemory<kConfig>& smem,
-                                      const ClusterPlace<kConfig>& place, int first_row)
-      : smem(smem), first_row(first_row), lane(threadIdx.x % 32) {
-    has_partner = place.shares_with(lane);
-  }
 
   // Sets acc to the product over `count` stages. `passed` is called when no more instructions are
   // to be issued.
@@ -246,11 +245,12 @@ struct Mainloop {
     fence(acc);
   }
 
-  // Two sets of fragments: one is read while the instructions that take the other are in flight.
+  // A set of fragments for each step: one is read while the instructions that take the two before
+  // are in flight.
   template <typename Passed>
   __device__ __forceinline__ void run_from_registers(Accumulators& acc, int count, Passed& passed) {
     const FragmentReader reader(first_row);
-    uint32_t fragment[2][kBlocks][4];
+    uint32_t fragment[kSteps][kBlocks][4];
     int previous = 0;
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
@@ -258,9 +258,9 @@ struct Mainloop {
       const uint64_t b = descriptor<Major::kK>(smem.b(at.stage));
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
-        issue_step(acc, fragment[step % 2], reader, b, step, i == 0);
-        ptx::wgmma_wait<1>();
-        if (step == 0 && i > 0) release(previous);
+        issue_step(acc, fragment[step], reader, b, step, i == 0);
+        ptx::wgmma_wait<2>();
+        if (step == 1 && i > 0) release(previous);
       }
       previous = at.stage;
       at.advance();
@@ -297,7 +297,7 @@ struct Mainloop {
     constexpr int kThreads = kConfig.consumer_warps() * 32;
     const FragmentReader reader(first_row);
     const uint32_t buffers = smem.a(kConfig.stages - 1);
-    uint32_t fragment[2][kBlocks][4];
+    uint32_t fragment[kSteps][kBlocks][4];
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
       const uint32_t buffer = buffers + i % 2 * kConfig.tile_n * 128;
@@ -311,8 +311,8 @@ struct Mainloop {
       const uint64_t b = descriptor<Major::kK>(buffer);
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
-        issue_step(acc, fragment[step % 2], reader, b, step, i == 0);
-        if (step < kSteps - 1) ptx::wgmma_wait<1>();
+        issue_step(acc, fragment[step], reader, b, step, i == 0);
+        if (step < kSteps - 1) ptx::wgmma_wait<2>();
       }
       release(at.stage);  // A is in registers
       at.advance();
@@ -322,6 +322,36 @@ struct Mainloop {
     fence(acc);
     // The next tile's first k-tile may go into the buffer that the last one of this tile read.
     ptx::named_barrier_sync(kConsumerBarrier, kThreads);
+  }
+};
+
+// Of operands of any of some layouts; keeps its place in the ring from tile to tile.
+template <KernelConfig kConfig, typename Layouts>
+struct Mainloop {
+  static constexpr int kBlocks = kConfig.tile_m / (16 * kConfig.warps_m);
+  using Accumulators = float[kBlocks][kConfig.tile_n / 2];
+
+  const TensorMaps& maps;
+  const SharedMemory<kConfig>& smem;
+  int first_row;
+  bool has_partner;
+  RingPosition<ring_stages(kConfig, Layouts())> at;
+
+  __device__ __forceinline__ Mainloop(const TensorMaps& maps, const SharedMemory<kConfig>& smem,
+                                      const ClusterPlace<kConfig>& place, int first_row)
+      : maps(maps), smem(smem), first_row(first_row) {
+    has_partner = place.shares_with(threadIdx.x % 32);
+  }
+
+  // See LayoutMainloop::run.
+  template <typename Passed>
+  __device__ __forceinline__ void run(Accumulators& acc, int count, Passed&& passed) {
+    visit_layout(Layouts(), maps, [&]<typename Layout>(Layout) {
+      const int lane = threadIdx.x % 32;
+      LayoutMainloop<kConfig, Layout> mainloop = {smem, first_row, lane, has_partner, at};
+      mainloop.run(acc, count, passed);
+      at = mainloop.at;
+    });
   }
 };
 

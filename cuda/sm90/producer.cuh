@@ -81,8 +81,10 @@ struct OperandLoader {
   }
 };
 
-template <KernelConfig kConfig, Major kMajorA, Major kMajorB>
+template <KernelConfig kConfig, typename Layout>
 struct Producer {
+  static constexpr Major kMajorA = Layout::kMajorA;
+  static constexpr Major kMajorB = Layout::kMajorB;
   using LoaderA = OperandLoader<kConfig, kConfig.tile_m, kMajorA, kConfig.cluster_n>;
   using LoaderB = OperandLoader<kConfig, kConfig.output_n(), kMajorB, kConfig.cluster_m>;
   static constexpr int kStages = ring_stages(kConfig, kMajorA, kMajorB);

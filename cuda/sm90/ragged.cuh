@@ -60,10 +60,10 @@ struct RaggedSlot {
   }
 };
 
-template <KernelConfig kConfig, Major kMajorA, Major kMajorB>
+template <KernelConfig kConfig, typename Layout>
 struct RaggedProducer {
   static constexpr bool kRows = kConfig.ragged == Ragged::kRows;
-  using Base = Producer<kConfig, kMajorA, kMajorB>;
+  using Base = Producer<kConfig, Layout>;
   using Smem = SharedMemory<kConfig>;
   using Walk = RaggedWalk<kConfig.ragged, kConfig.tile_m * kConfig.cluster_m,
                           kConfig.tile_n * kConfig.cluster_n>;
@@ -143,10 +143,10 @@ struct RaggedProducer {
   }
 };
 
-template <KernelConfig kConfig, Major kMajorA, Major kMajorB>
+template <KernelConfig kConfig, typename Layouts>
 struct RaggedConsumer {
   using Smem = SharedMemory<kConfig>;
-  using Main = Mainloop<kConfig, kMajorA, kMajorB>;
+  using Main = Mainloop<kConfig, Layouts>;
   static constexpr bool kPingpong = kConfig.schedule == Schedule::kPingpong;
   static constexpr int kWarpgroups = kConfig.consumer_warps() / 4;
 
@@ -154,7 +154,7 @@ struct RaggedConsumer {
                                              const Smem& smem, const ClusterPlace<kConfig>& place) {
     const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
     const int row = kPingpong ? 0 : warpgroup * (kConfig.tile_m / kWarpgroups);  // of the tile
-    Main mainloop(smem, place, row);
+    Main mainloop(maps, smem, place, row);
     Output<kConfig, false> output(params, maps, smem, warpgroup);
     RingPosition<Smem::kTileSlots> slot_at;
     if (kPingpong && warpgroup == 1) slot_at.advance();
@@ -203,13 +203,14 @@ struct RaggedConsumer {
     return slot;
   }
 
-  // Sets to zero what the tile's first stage has loaded beyond the group. By the tile's consumers.
+  // Sets to zero what the tile's first stage has loaded beyond the group, of operands whose rows in
+  // shared memory go along mn. By the tile's consumers.
   static __device__ __forceinline__ void clear_first_stage(const Smem& smem, const RaggedSlot& slot,
                                                            int warpgroup) {
     constexpr int kThreads = kPingpong ? 128 : kConfig.consumer_warps() * 32;
     constexpr int kSlabBytes = kConfig.tile_k * 128;
     constexpr int kSlabs = kConfig.stage_bytes() / kSlabBytes;
-    static_assert(kMajorA == Major::kMn && kMajorB == Major::kMn);
+    static_assert(std::same_as<Layouts, LayoutSet<LayoutMnMn>>);
     ptx::mbarrier_wait(smem.full(slot.stage), slot.phase);
     const int chunks = (kConfig.tile_k - slot.first_stage_k) * 8;  // 16 bytes each, of a slab
 #pragma unroll 1

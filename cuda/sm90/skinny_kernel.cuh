@@ -27,6 +27,7 @@
 #include "ptx/mbarrier.cuh"
 #include "ptx/tma.cuh"
 #include "scheduler/raster.cuh"
+#include "sm90/layouts.cuh"
 #include "sm90/mainloop.cuh"
 #include "sm90/producer.cuh"
 #include "sm90/ring.cuh"
@@ -35,11 +36,13 @@
 
 namespace jax_tcgemm::sm90 {
 
-template <KernelConfig kConfig, Major kMajorLong, Major kMajorShort>
+// A kernel for each layout: asking for it would take a line of parameters more before the first
+// load.
+template <KernelConfig kConfig, typename Layout>
 struct SkinnyKernel {
   using Smem = SharedMemory<kConfig>;
   using Place = ClusterPlace<kConfig>;
-  using Main = Mainloop<kConfig, kMajorLong, kMajorShort>;
+  using Main = Mainloop<kConfig, LayoutSet<Layout>>;
   static constexpr int kConsumerWarps = 4;
   static_assert(kConfig.consumer_warps() == kConsumerWarps);
   static constexpr int kStartBarrier = 0;
@@ -57,7 +60,7 @@ struct SkinnyKernel {
   static __device__ __forceinline__ void consume(const GemmParams& params, const TensorMaps& maps,
                                                  const Smem& smem, const Place& place) {
     const int k_tiles = (params.k - 1) / kConfig.tile_k + 1;
-    Main mainloop(smem, place, 0);
+    Main mainloop(maps, smem, place, 0);
     SkinnyOutput<kConfig> output(params, smem, place.k, maps.exchanged);
     const int stages =
         (place.k + 1) * k_tiles / kConfig.split_k - place.k * k_tiles / kConfig.split_k;
@@ -117,8 +120,8 @@ struct SkinnyKernel {
                                                  const Smem& smem, const Place& place) {
     constexpr int kStageBytes = kConfig.stage_bytes();
     const int k_tiles = (params.k - 1) / kConfig.tile_k + 1;
-    OperandLoader<kConfig, kConfig.tile_m, kMajorLong, 1> a = {&maps.a, false, 0, 0, 0, {}};
-    OperandLoader<kConfig, kConfig.tile_n, kMajorShort, 1> b = {&maps.b, false, 0, 0, 0, {}};
+    OperandLoader<kConfig, kConfig.tile_m, Layout::kMajorA, 1> a = {&maps.a, false, 0, 0, 0, {}};
+    OperandLoader<kConfig, kConfig.tile_n, Layout::kMajorB, 1> b = {&maps.b, false, 0, 0, 0, {}};
     RingPosition<kConfig.stages> at;
 #pragma unroll 1
     for (TileWalk walk(params, blockIdx.x / kConfig.cluster_size()); !walk.done(params);
@@ -165,15 +168,14 @@ struct SkinnyKernel {
 };
 
 // The size of a cluster is fixed, so that its barriers need not ask for it.
-template <typename Row, Major kMajorLong, Major kMajorShort>
+template <typename Row, typename Layout>
 __global__ void __cluster_dims__(Row::kConfig.cluster_size(), 1, 1)
     __launch_bounds__(Row::kConfig.threads(), Row::kConfig.blocks_on_sm())
         skinny_kernel(const __grid_constant__ GemmParams params,
                       const __grid_constant__ TensorMaps maps) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) char smem[];
-  SkinnyKernel<Row::kConfig, kMajorLong, kMajorShort>::run(params, maps,
-                                                           {ptx::shared_address(smem)});
+  SkinnyKernel<Row::kConfig, Layout>::run(params, maps, {ptx::shared_address(smem)});
 #endif
 }
 

@@ -6,6 +6,7 @@
 #include <stdint.h>
 
 #include "gemm_params.h"
+#include "kernel_config.h"
 
 namespace jax_tcgemm::sm90 {
 
@@ -49,6 +50,9 @@ struct TensorMaps {
   bool d_by_tma;
   Finish finish;
   bool exchanged;  // D^T is computed
+  // Of what the kernel calls A and B.
+  Major major_a;
+  Major major_b;
 };
 
 }  // namespace jax_tcgemm::sm90

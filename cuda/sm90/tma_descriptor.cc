@@ -197,6 +197,8 @@ Status encode_tensor_maps(const GemmProblem& problem, const KernelConfig& config
   const bool exchanged =
       exchanges_operands(config, problem.major_a, problem.major_b, params.m, params.n);
   maps->exchanged = exchanged;
+  maps->major_a = exchanged ? problem.major_b : problem.major_a;
+  maps->major_b = exchanged ? problem.major_a : problem.major_b;
   JAX_TCGEMM_RETURN_IF_ERROR(encode_operand(
       "a", params.a, problem.major_a, params.m, exchanged ? config.tile_n : config.tile_m,
       exchanged ? config.cluster_m : config.cluster_n, params, config,
