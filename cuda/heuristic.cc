@@ -77,6 +77,10 @@ constexpr double kTensorFactor = 1.13;     // wgmma does not quite reach its rat
 constexpr double kFewStagesFactor = 1.02;  // fewer than 4
 constexpr double kTransposeFactor = 1.34;
 constexpr double kPromoteFactor = 1.04;
+// The least that a stage takes where A goes through registers, of one and of two warpgroups, and
+// for each column of the tile; two blocks on an SM hide half of each other's.
+constexpr double kFragmentCycles[] = {430.0, 455.0};
+constexpr double kFragmentColumnCycles = 0.7;
 // Into and out of one SM's shared memory.
 constexpr double kSharedMemoryRate = 137.0;
 constexpr double kSharedMemoryPeak = 128.0;
@@ -178,6 +182,11 @@ double sm90_stage_cycles(const KernelConfig& config, const ChoiceInput& input, i
     cycles = std::max(cycles, config.stage_bytes() / kColdRowsRate);
   }
   if (cold && config.cluster_size() == 1) cycles *= kUnsharedFactor;
+  if (bytes == 4 && (input.major_a == Major::kMn || input.major_b == Major::kMn)) {
+    const double alone = kFragmentCycles[config.consumer_warps() > 4] +
+                         kFragmentColumnCycles * config.tile_n;
+    cycles = std::max(cycles, alone * (1.0 + on_sm) / 2.0);
+  }
   if (sm90::transposes_b(config, input.major_a, input.major_b)) cycles *= kTransposeFactor;
   if (config.promote) cycles *= kPromoteFactor;
   return config.stages < 4 ? cycles * kFewStagesFactor : cycles;

@@ -20,11 +20,12 @@ import jax.numpy as jnp
 from jax_tcgemm import gated_mlp, gemm
 from jax_tcgemm.benchmarking import default_device, time_interleaved
 
-LEARNING_RATE = 1e-2
+LEARNING_RATE = 1e-3
 # Against what a gradient cannot be measured by: one rounding of its largest element.
 ROUNDING = {"bfloat16": 2**-8, "float32": 2**-11}
 
 Params = dict[str, jax.Array]
+State = tuple[Params, Params, Params]  # the weights, and Adam's moments in float32
 Block = Callable[[Params, jax.Array, "Shape"], jax.Array]
 
 
@@ -90,8 +91,9 @@ def attention(qkv: jax.Array, shape: Shape) -> jax.Array:
     """Causal attention of heads that share keys and values; ``(batch, tokens, width)``."""
     batch, tokens, _ = qkv.shape
     heads = qkv.reshape(batch, tokens, -1, shape.head_width)
-    q, k, v = jnp.split(heads, [shape.heads, shape.heads + shape.kv_heads], axis=2)
-    out = jax.nn.dot_product_attention(rotary(q), rotary(k), v, is_causal=True)
+    turned, v = jnp.split(heads, [shape.heads + shape.kv_heads], axis=2)
+    q, k = jnp.split(rotary(turned), [shape.heads], axis=2)
+    out = jax.nn.dot_product_attention(q, k, v, is_causal=True)
     return out.reshape(batch, tokens, shape.width)
 
 
@@ -127,13 +129,20 @@ def make_loss(block: Block, shape: Shape) -> Callable:
 
 
 def make_step(block: Block, shape: Shape) -> Callable:
-    """Returns a step of gradient descent, which also gives the gradient of the input."""
+    """Returns a step of Adam without its first steps' correction, and the input's gradient."""
     grad = jax.value_and_grad(make_loss(block, shape), argnums=(0, 1))
 
-    def step(params: Params, x: jax.Array, target: jax.Array):
+    def step(state: State, x: jax.Array, target: jax.Array):
+        params, first, second = state
         value, (slope, x_bar) = grad(params, x, target)
-        params = jax.tree.map(lambda p, g: (p - LEARNING_RATE * g).astype(p.dtype), params, slope)
-        return params, value, x_bar
+        slope = jax.tree.map(lambda g: g.astype(jnp.float32), slope)
+        first = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, first, slope)
+        second = jax.tree.map(lambda v, g: 0.999 * v + 0.001 * g**2, second, slope)
+
+        def update(p: jax.Array, m: jax.Array, v: jax.Array) -> jax.Array:
+            return (p - LEARNING_RATE * m / (jnp.sqrt(v) + 1e-8)).astype(p.dtype)
+
+        return (jax.tree.map(update, params, first, second), first, second), value, x_bar
 
     return step
 
@@ -224,7 +233,9 @@ def main(arguments: list[str] | None = None) -> None:
     operands = (init(keys[2], shape, dtype), x, target)
     print(f"{shape}, {dtype.name}, on {device.device_kind} ({device.platform})")
     compare(shape, dtype, operands)
-    measure(shape, operands, args.reps)
+    params, *data = operands
+    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+    measure(shape, ((params, zeros, zeros), *data), args.reps)
     print("OK: the same within rounding")
 
 

@@ -20,7 +20,7 @@ from gpu_accuracy import (
 )
 from kernel_rows import by_config
 
-from jax_tcgemm import _compat, gated, gated_gemm, gated_mlp, mlp
+from jax_tcgemm import _compat, activation_gradient, gated, gated_gemm, gated_mlp, mlp
 from jax_tcgemm.epilogues import resolve
 from jax_tcgemm.spec import INPUT_DTYPES, GatedSpec
 from jax_tcgemm.strides import Operands
@@ -200,6 +200,48 @@ def test_values_and_gradients_of_layers(
     for x, y, wanted in zip(got, baseline, expected, strict=True):
         assert x.dtype == dtype
         assert_accurate(x, y, wanted)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("activation", [None, *EVERY_ACTIVATION], ids=str)
+def test_activation_gradients(monkeypatch, normal, rng, compare, activation, dtype, biased):
+    """By the kernel, which takes large matrices alone otherwise."""
+    monkeypatch.setattr(activation_gradient, "_KERNEL_SIZE", 0)
+    derivative = resolve(activation).derivative
+
+    def ours(z, g):
+        def tangent(*linear):
+            return activation_gradient.activation_tangent(activation, z, *linear)
+
+        bias = [jnp.zeros(z.shape[-1], dtype)] * biased
+        return jax.linear_transpose(tangent, z, *bias)(g)
+
+    def formula(matmul, z, g):
+        dz = derivative(z) * g
+        return [dz, dz.sum((0, 1))][: 1 + biased]
+
+    for batch, rows in ((1, 1), (2, 7), (3, 64), (1, 129), (2, 1000)):
+        n = 8 * int(rng.integers(1, 300))
+        z, g = normal(batch, rows, n, dtype=dtype), normal(batch, rows, n, dtype=dtype)
+        assert "activation_gradient" in jax.jit(ours).lower(z, g).as_text()
+        compare(ours, formula, (z, g), dtype)
+
+
+def test_float32_sums_of_an_activation_gradient(monkeypatch, normal):
+    monkeypatch.setattr(activation_gradient, "_KERNEL_SIZE", 0)
+    z, g = normal(3000, 264, dtype=jnp.bfloat16), normal(3000, 264, dtype=jnp.bfloat16)
+
+    def sums(z, g):
+        def tangent(t, bias):
+            return activation_gradient.activation_tangent("gelu", z, t, bias)
+
+        return jax.linear_transpose(tangent, z, jnp.zeros(264))(g)[1]
+
+    expected = resolve("gelu").derivative(z.astype(jnp.float32)) * g.astype(jnp.float32)
+    got = jax.jit(sums)(z, g)
+    assert got.dtype == jnp.float32
+    np.testing.assert_allclose(got, expected.sum(0), atol=1e-5 * np.abs(expected).sum(0).max())
 
 
 def test_second_derivatives(normal):
