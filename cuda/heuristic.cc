@@ -183,8 +183,8 @@ double sm90_stage_cycles(const KernelConfig& config, const ChoiceInput& input, i
   }
   if (cold && config.cluster_size() == 1) cycles *= kUnsharedFactor;
   if (bytes == 4 && (input.major_a == Major::kMn || input.major_b == Major::kMn)) {
-    const double alone = kFragmentCycles[config.consumer_warps() > 4] +
-                         kFragmentColumnCycles * config.tile_n;
+    const double alone =
+        kFragmentCycles[config.consumer_warps() > 4] + kFragmentColumnCycles * config.tile_n;
     cycles = std::max(cycles, alone * (1.0 + on_sm) / 2.0);
   }
   if (sm90::transposes_b(config, input.major_a, input.major_b)) cycles *= kTransposeFactor;

@@ -7,6 +7,7 @@
 namespace jax_tcgemm::simt {
 
 // acc + sum of the first kCount products for which `inside(i)`; all loads are in flight together.
+// Several short sums are sooner done than one, and nearer the exact one.
 template <int kCount, typename Element, typename Inside>
 __device__ __forceinline__ float add_products(float acc, const Element* a, const Element* b,
                                               int64_t step_a, int64_t step_b, Inside inside) {
@@ -16,9 +17,10 @@ __device__ __forceinline__ float add_products(float acc, const Element* a, const
     x[i] = inside(i) ? float(a[i * step_a]) : 0.f;
     y[i] = inside(i) ? float(b[i * step_b]) : 0.f;
   }
+  float sum[4] = {};
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) acc = fmaf(x[i], y[i], acc);
-  return acc;
+  for (int i = 0; i < kCount; ++i) sum[i % 4] = fmaf(x[i], y[i], sum[i % 4]);
+  return acc + ((sum[0] + sum[1]) + (sum[2] + sum[3]));
 }
 
 }  // namespace jax_tcgemm::simt

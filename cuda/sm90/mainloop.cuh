@@ -11,6 +11,7 @@
 #include "ptx/shared_memory.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
+#include "sm90/fragment_reader.cuh"
 #include "sm90/layouts.cuh"
 #include "sm90/output_tile.h"
 #include "sm90/ring.cuh"
@@ -200,36 +201,10 @@ struct LayoutMainloop {
     passed();
   }
 
-  // Fragments of an m-major A. Register 2 j + h holds row 8 h + lane / 4 and k = 4 j + lane % 4.
-  // Odd lanes fetch the two halves of k in the other order, which spreads a warp over all banks.
-  struct FragmentReader {
-    uint32_t offset[4];  // bytes, of the registers in the order they are fetched
-    bool odd;
-
-    __device__ __forceinline__ explicit FragmentReader(int row) {
-      const int lane = threadIdx.x % 32;
-      odd = lane % 2 != 0;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int m = row + 16 * (threadIdx.x / 32 % 4) + 8 * (i % 2) + lane / 4;
-        const int k = lane % 4 + 4 * (odd ? 1 - i / 2 : i / 2);
-        offset[i] = m / 32 * kSlabBytes + k * 128 + (m % 32 / 4 ^ k) * 16 + m % 4 * 4;
-      }
-    }
-
-    __device__ __forceinline__ void read(uint32_t (&fragment)[4], uint32_t address) const {
-      uint32_t word[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) word[i] = ptx::load_shared_4(address + offset[i]);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) fragment[i] = odd ? word[i ^ 2] : word[i];
-    }
-  };
-
   // A step of k with A from registers; the instructions of the step before may still run.
   __device__ __forceinline__ void issue_step(Accumulators& acc, uint32_t (&fragment)[kBlocks][4],
-                                             const FragmentReader& reader, uint64_t b, int step,
-                                             bool first) const {
+                                             const FragmentReader<kSlabBytes>& reader, uint64_t b,
+                                             int step, bool first) const {
 #pragma unroll
     for (int j = 0; j < kBlocks; ++j) {
       reader.read(fragment[j], smem.a(at.stage) + j * kBlockBytes + step * kStepBytes<kMajorA>);
@@ -249,7 +224,7 @@ struct LayoutMainloop {
   // are in flight.
   template <typename Passed>
   __device__ __forceinline__ void run_from_registers(Accumulators& acc, int count, Passed& passed) {
-    const FragmentReader reader(first_row);
+    const FragmentReader<kSlabBytes> reader(first_row);
     uint32_t fragment[kSteps][kBlocks][4];
     int previous = 0;
 #pragma unroll 1
@@ -295,7 +270,7 @@ struct LayoutMainloop {
   template <typename Passed>
   __device__ __forceinline__ void run_transposing(Accumulators& acc, int count, Passed& passed) {
     constexpr int kThreads = kConfig.consumer_warps() * 32;
-    const FragmentReader reader(first_row);
+    const FragmentReader<kSlabBytes> reader(first_row);
     const uint32_t buffers = smem.a(kConfig.stages - 1);
     uint32_t fragment[kSteps][kBlocks][4];
 #pragma unroll 1
