@@ -1,7 +1,13 @@
-// Memory is what takes the time: each matrix is touched once, 16 bytes at a time, with several rows
-// on their way. A block has some columns of one part of the rows; a warp every eighth of these, and
-// a thread the sums of eight columns, which the warps then add up through shared memory. Parts are
-// added up by the kernel for products over parts of k (sum_splits.h), always in the same order.
+// Memory is what takes the time: each matrix is touched once, 16 bytes at a time.
+//
+// Roles: block (x, y) has kBlockColumns columns of part y of the rows; a warp every kWarps-th row
+// of
+//        these; a thread kColumns neighbouring columns, and their sums.
+// Barriers: one __syncthreads(), when the warps have written their sums to shared memory.
+// Timeline: load kRows rows of both -> multiply, add up, store ... -> the sums of all warps ->
+// those
+//        of the part. Parts are added up by the kernel for products over parts of k
+//        (sum_splits.h), always in the same order.
 
 #include "activation_gradient.h"
 
@@ -13,8 +19,7 @@
 namespace jax_tcgemm {
 namespace {
 
-// jax_tcgemm/activation_gradient.py knows of the columns.
-constexpr int kColumns = 8;  // of a thread
+constexpr int kColumns = kGradientColumns;
 constexpr int kBlockColumns = 32 * kColumns;
 constexpr int kWarps = 8;
 constexpr int kThreads = 32 * kWarps;
@@ -88,7 +93,7 @@ template <typename Element>
 __global__ void __launch_bounds__(kThreads, 4)
     gradient_kernel(const __grid_constant__ EpilogueParams epilogue, const void* cotangent,
                     float* partial_sums, int64_t rows, int32_t n, int32_t parts) {
-  __shared__ float sums[kWarps][kBlockColumns];
+  __shared__ float sums[kWarps][kBlockColumns];  // (warps, columns of the block)
   const int column = blockIdx.x * kBlockColumns + threadIdx.x % 32 * kColumns;
   const int part = blockIdx.y;
   const int64_t vector = column / kColumns;

@@ -12,6 +12,9 @@
 
 namespace jax_tcgemm {
 
+// Neighbouring columns that a thread reads at once; jax_tcgemm/activation_gradient.py has the same.
+constexpr int kGradientColumns = 8;
+
 // D = cotangent * f'(Z), three dense matrices of `rows` by `n` elements of 16 bits, with addresses
 // and n in multiples of 16 bytes. Their rows are divided into `parts`.
 struct ActivationGradient {

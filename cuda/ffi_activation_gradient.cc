@@ -71,8 +71,9 @@ Status decode_and_run(ffi::AnyBuffer cotangent, ffi::AnyBuffer z, ffi::Remaining
   JAX_TCGEMM_REQUIRE(cotangent.element_count() == elements && (*d)->element_count() == elements,
                      "z has ", elements, " elements, the cotangent ", cotangent.element_count(),
                      ", the result ", (*d)->element_count());
-  JAX_TCGEMM_REQUIRE(0 < at.n && at.n <= kMaxExtent && at.n % 8 == 0 && elements % at.n == 0,
-                     "n=", at.n, " of ", elements, " elements");
+  JAX_TCGEMM_REQUIRE(
+      0 < at.n && at.n <= kMaxExtent && at.n % kGradientColumns == 0 && elements % at.n == 0,
+      "n=", at.n, " of ", elements, " elements");
   constexpr int64_t kMostParts = 65535;  // of a grid
   JAX_TCGEMM_REQUIRE(0 < at.parts && at.parts <= kMostParts, "parts=", at.parts);
   ActivationGradient problem = {};

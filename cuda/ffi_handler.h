@@ -1,11 +1,12 @@
-// The FFI entry points, kept apart so that only ffi_handler.cc includes XLA's headers.
+// The FFI entry points, kept apart so that only the ffi_*.cc files include XLA's headers.
 
 #ifndef JAX_TCGEMM_FFI_HANDLER_H_
 #define JAX_TCGEMM_FFI_HANDLER_H_
 
 namespace jax_tcgemm {
 
-// XLA_FFI_Handler* of the target jax_tcgemm_gemm_v1.
+// XLA_FFI_Handler* of the targets jax_tcgemm_gemm_v1, jax_tcgemm_ragged_dot_v1 and
+// jax_tcgemm_activation_gradient_v1.
 void* gemm_handler();
 void* ragged_dot_handler();
 void* activation_gradient_handler();

@@ -21,10 +21,9 @@ from jax.interpreters import ad, batching
 
 from jax_tcgemm import _compat, _extension, lowering, registration
 from jax_tcgemm.epilogues import Activation, resolve
-from jax_tcgemm.spec import accumulator_dtype
+from jax_tcgemm.spec import LARGE_MATRIX, accumulator_dtype
+from jax_tcgemm.strides import MAX_EXTENT
 
-# Elements from which the kernel is worth a call: XLA joins what is smaller with its neighbours.
-_KERNEL_SIZE = 2**22
 # As in cuda/activation_gradient.cu: neighbours that a thread reads at once, and columns of a block.
 # So many blocks keep every GPU busy, if each has rows enough.
 _COLUMNS = 8
@@ -66,8 +65,15 @@ def activation_tangent(
         bias: the bias's tangent, ``(n,)``.
     """
     spec = ActivationSpec(activation, None if bias is None else bias.dtype)
-    operands = [t, z] if bias is None else [t, bias, z]
-    return registration.bind(tangent_p, operands, spec, _tangent)
+    return _bind_tangent([t, z] if bias is None else [t, bias, z], spec)
+
+
+def _bind_tangent(operands: Sequence[jax.Array], spec: ActivationSpec) -> jax.Array:
+    return registration.bind(tangent_p, operands, spec, _rematerialized_tangent)
+
+
+def _bind_gradient(operands: Sequence[jax.Array], spec: ActivationSpec) -> list[jax.Array]:
+    return registration.bind(gradient_p, operands, spec, _gradient)
 
 
 def _tangent(*operands: jax.Array, spec: ActivationSpec, widen: bool = False) -> jax.Array:
@@ -78,6 +84,14 @@ def _tangent(*operands: jax.Array, spec: ActivationSpec, widen: bool = False) ->
     total = sum((term.astype(dtype) for term in terms[1:]), terms[0].astype(dtype))
     _, result = jax.jvp(resolve(spec.activation).reference, (z.astype(dtype),), (total,))
     return result.astype(z.dtype)
+
+
+def _rematerialized_tangent(
+    *operands: jax.Array, spec: ActivationSpec, widen: bool = False
+) -> jax.Array:
+    """The same, of which a reverse pass keeps ``z`` alone and no float32 intermediates."""
+    composed = functools.partial(_tangent, spec=spec, widen=widen)
+    return jax.checkpoint(composed, prevent_cse=False)(*operands)
 
 
 def _gradient(
@@ -120,15 +134,9 @@ gradient_p.def_abstract_eval(_gradient_avals)
 # Forward derivative
 
 
-def _gradient_jvp(
-    primals: Sequence[Any], tangents: Sequence[Any], *, spec: ActivationSpec
-) -> tuple[list[jax.Array], list[jax.Array]]:
-    composed = functools.partial(_gradient, spec=spec)
-    return jax.jvp(composed, tuple(primals), tuple(map(ad.instantiate_zeros, tangents)))
-
-
+# Each is linear in all but z.
 registration.derive_linear(tangent_p, _tangent, lambda spec: 1 if spec.bias_dtype is None else 2)
-ad.primitive_jvps[gradient_p] = _gradient_jvp
+registration.derive_linear(gradient_p, _gradient, lambda spec: 1)
 
 
 # Transposition
@@ -142,7 +150,7 @@ def _tangent_transpose(cotangent: Any, *operands: Any, spec: ActivationSpec) -> 
         return [None] * len(operands)
     if not wanted[-1]:
         spec = dataclasses.replace(spec, bias_dtype=None)
-    results = registration.bind(gradient_p, [cotangent, z], spec, _gradient)
+    results = _bind_gradient([cotangent, z], spec)
     padded = [*results, None, None][: len(operands)]
     return [x if is_wanted else None for x, is_wanted in zip(padded, [*wanted, False], strict=True)]
 
@@ -150,7 +158,7 @@ def _tangent_transpose(cotangent: Any, *operands: Any, spec: ActivationSpec) -> 
 def _gradient_transpose(cotangents: Sequence[Any], g: Any, z: Any, *, spec: Any) -> list[Any]:
     assert ad.is_undefined_primal(g), "linear in the cotangent alone"
     of_t, *of_bias = map(ad.instantiate_zeros, cotangents)
-    return [registration.bind(tangent_p, [of_t, *of_bias, z], spec, _tangent), None]
+    return [_bind_tangent([of_t, *of_bias, z], spec), None]
 
 
 ad.primitive_transposes[tangent_p] = _tangent_transpose
@@ -162,29 +170,34 @@ ad.primitive_transposes[gradient_p] = _gradient_transpose
 
 def _tangent_batch(
     axis_data: Any, operands: Sequence[Any], dims: Sequence[int | None], *, spec: ActivationSpec
-) -> tuple[jax.Array, int]:
-    """Makes the batch rows like others, unless each has a bias of its own."""
-    if spec.bias_dtype is not None and dims[1] is not None:
+) -> tuple[jax.Array, int | None]:
+    """Makes the batch rows like others, unless each has a bias of its own or they share ``z``."""
+    if all(d is None for d in dims):
+        return _bind_tangent(operands, spec), None
+    t_dim, *bias_dim, z_dim = dims
+    if z_dim is None or bias_dim not in ([], [None]):
         return jax.vmap(functools.partial(_tangent, spec=spec), tuple(dims))(*operands), 0
-    moved = [
-        x if spec.bias_dtype is not None and i == 1 else _at_front(x, d, axis_data)
-        for i, (x, d) in enumerate(zip(operands, dims, strict=True))
-    ]
-    return tangent_p.bind(*moved, spec=spec), 0
+    t, *bias, z = operands
+    t, z = _at_front(t, t_dim, axis_data), _at_front(z, z_dim, axis_data)
+    return _bind_tangent([t, *bias, z], spec), 0
 
 
 def _gradient_batch(
     axis_data: Any, operands: Sequence[Any], dims: Sequence[int | None], *, spec: ActivationSpec
-) -> tuple[list[jax.Array], list[int]]:
-    """Makes the batch rows like others, unless each has sums of its own."""
-    if spec.bias_dtype is not None:
-        return jax.vmap(functools.partial(_gradient, spec=spec), tuple(dims))(*operands), [0, 0]
+) -> tuple[list[jax.Array], list[int | None]]:
+    """Makes the batch rows like others, unless each has sums of its own or they share ``z``."""
+    count = 1 if spec.bias_dtype is None else 2
+    if all(d is None for d in dims):
+        return _bind_gradient(operands, spec), [None] * count
+    if dims[1] is None or spec.bias_dtype is not None:
+        composed = functools.partial(_gradient, spec=spec)
+        return jax.vmap(composed, tuple(dims))(*operands), [0] * count
     moved = [_at_front(x, d, axis_data) for x, d in zip(operands, dims, strict=True)]
-    return gradient_p.bind(*moved, spec=spec), [0]
+    return _bind_gradient(moved, spec), [0]
 
 
 def _at_front(x: jax.Array, dim: int | None, axis_data: Any) -> jax.Array:
-    return batching.bdim_at_front(x, dim, axis_data.size)
+    return batching.bdim_at_front(x, dim, axis_data.size, axis_data.explicit_mesh_axis)
 
 
 batching.fancy_primitive_batchers[tangent_p] = _tangent_batch
@@ -224,8 +237,9 @@ def _has_kernel(g: jax.Array, z: jax.Array) -> bool:
     is_sized = all(isinstance(extent, int) for extent in z.shape)
     return (
         is_sized
-        and z.size >= _KERNEL_SIZE
+        and z.size >= LARGE_MATRIX
         and z.shape[-1] % _COLUMNS == 0
+        and z.shape[-1] <= MAX_EXTENT
         and z.dtype in (jnp.bfloat16, jnp.float16)
         and g.dtype == z.dtype
         and _extension.ACTIVATION_GRADIENT_TARGET in _extension.BUILT_TARGETS

@@ -114,16 +114,19 @@ ad.primitive_transposes[hidden_tangent_p] = _transpose
 
 def _batch(
     axis_data: Any, operands: Sequence[Any], dims: Sequence[int | None], *, spec: GemmSpec
-) -> tuple[jax.Array, int]:
+) -> tuple[jax.Array, int | None]:
     """Adds an outermost batch dimension; all of the hidden layer's operands have it."""
+    if all(d is None for d in dims):
+        return registration.bind(hidden_tangent_p, operands, spec, _composed), None
     *hidden, w = operands
     *hidden_dims, w_dim = dims
     hidden = [
-        batching.bdim_at_front(x, d, axis_data.size)
+        batching.bdim_at_front(x, d, axis_data.size, axis_data.explicit_mesh_axis)
         for x, d in zip(hidden, hidden_dims, strict=True)
     ]
     axes = insert_batches(Operands(spec.axes.a, spec.axes.b), Operands(0, w_dim))
-    return hidden_tangent_p.bind(*hidden, w, spec=dataclasses.replace(spec, axes=axes)), 0
+    spec = dataclasses.replace(spec, axes=axes)
+    return registration.bind(hidden_tangent_p, [*hidden, w], spec, _composed), 0
 
 
 batching.fancy_primitive_batchers[hidden_tangent_p] = _batch

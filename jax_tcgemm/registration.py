@@ -50,13 +50,13 @@ def evaluate_by_jit(primitive: Primitive) -> None:
 
 
 def derive_linear(
-    primitive: Primitive, composed: Callable[..., jax.Array], linear_count: Callable[[Any], int]
+    primitive: Primitive, composed: Callable[..., Any], linear_count: Callable[[Any], int]
 ) -> None:
     """Gives a primitive that is linear in its first operands its forward derivative.
 
     Args:
-        primitive: what is derived; it has one result.
-        composed: the same by operations that have a derivative, of the operands and ``spec``; by
+        primitive: what is derived.
+        composed: the same by operations that have a derivative, as ``portable`` of ``bind``; by
             these it is derived for the other operands.
         linear_count: how many are linear, of ``spec``.
     """
@@ -72,7 +72,7 @@ def derive_linear(
         others = [i for i, moving in enumerate(moves) if moving and i >= count]
         if others:
 
-            def of_others(*values: Any) -> jax.Array:
+            def of_others(*values: Any) -> Any:
                 operands = list(primals)
                 for i, value in zip(others, values, strict=True):
                     operands[i] = value
@@ -80,7 +80,7 @@ def derive_linear(
 
             slopes = [tangents[i] for i in others]
             terms.append(jax.jvp(of_others, [primals[i] for i in others], slopes)[1])
-        return result, sum(terms[1:], terms[0])
+        return result, jax.tree.map(lambda *term: sum(term[1:], term[0]), *terms)
 
     ad.primitive_jvps[primitive] = jvp
 

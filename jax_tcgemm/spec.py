@@ -40,6 +40,10 @@ _DEFAULT_ALGORITHMS = {
     jnp.dtype(jnp.float32): "TF32_TF32_F32",
 }
 
+# Elements from which a pass over a matrix is worth a kernel of its own on a GPU: XLA joins what is
+# smaller with its neighbours.
+LARGE_MATRIX = 2**22
+
 
 @dataclasses.dataclass(frozen=True)
 class GemmSpec:

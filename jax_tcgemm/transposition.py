@@ -20,7 +20,7 @@ from jax import lax
 from jax.interpreters import ad
 
 from jax_tcgemm import reference
-from jax_tcgemm.spec import GatedSpec, GemmSpec, accumulator_dtype
+from jax_tcgemm.spec import LARGE_MATRIX, GatedSpec, GemmSpec, accumulator_dtype
 from jax_tcgemm.strides import Axes, Operands, matrix_last, merge, result_axes
 
 Bind = Callable[[Operands, GemmSpec], list[jax.Array]]
@@ -278,11 +278,6 @@ def _addend_cotangents(
     }
 
 
-# Elements from which on a GPU a kernel for few rows sums columns, as a product with ones: XLA's
-# reduction reads a third of what memory gives (docs/performance.md).
-_SUMMED_BY_PRODUCT = 2**22
-
-
 def _reduced(x: jax.Array, axes: Axes, dtype: np.dtype, bind: Bind) -> jax.Array:
     """Sums over the axes that an operand lacks, and leaves the rest in the operand's order."""
     missing = tuple(i for i, axis in enumerate(axes) if axis is None)
@@ -292,7 +287,7 @@ def _reduced(x: jax.Array, axes: Axes, dtype: np.dtype, bind: Bind) -> jax.Array
         and x.dtype == dtype
         and dtype in (jnp.bfloat16, jnp.float16)
         and is_sized
-        and x.size >= _SUMMED_BY_PRODUCT
+        and x.size >= LARGE_MATRIX
     ):
         return _column_sums(x.reshape(-1, x.shape[-1]), bind)
     if missing:
@@ -301,7 +296,11 @@ def _reduced(x: jax.Array, axes: Axes, dtype: np.dtype, bind: Bind) -> jax.Array
 
 
 def _column_sums(x: jax.Array, bind: Bind) -> jax.Array:
-    """Sums a matrix of 16-bit numbers over its rows, in float32, and rounds once."""
+    """Sums a matrix of 16-bit numbers over its rows, in float32, and rounds once.
+
+    On a GPU by a kernel for few rows, as a product with ones: XLA's reduction reads a third of what
+    memory gives (docs/performance.md).
+    """
 
     def by_product(x: jax.Array) -> jax.Array:
         ones = jnp.ones((1, x.shape[0]), x.dtype)

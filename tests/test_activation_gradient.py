@@ -90,6 +90,75 @@ def test_vmap(normal, t_axis, bias_axis):
             np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_vmap_over_nothing_of_it(normal):
+    """Neither operand is mapped, nor is a result: nothing is computed for each element."""
+    a, b, bias = normal(4, 6), normal(6, 8), normal(8)
+
+    def gradients(a, b, bias):
+        return jax.grad(lambda *x: gemm(*x[:2], bias=x[2], activation="gelu").sum(), (0, 1, 2))(
+            a, b, bias
+        )
+
+    def scaled(rate):
+        return jax.tree.map(lambda g: rate * g, gradients(a, b, bias))
+
+    rates = jnp.arange(1.0, 4.0)
+    for got, g in zip(jax.vmap(scaled)(rates), gradients(a, b, bias), strict=True):
+        np.testing.assert_allclose(got, rates.reshape(-1, *[1] * g.ndim) * g, rtol=1e-6)
+    text = jax.jit(jax.vmap(scaled)).lower(rates).as_text()
+    assert "tensor<3x4x8xf32>" not in text
+
+
+@pytest.mark.parametrize("mapped", ["z", "t"])
+def test_vmap_over_one_operand(normal, mapped):
+    z, t = normal(5, 4, 8), normal(5, 4, 8)
+    axes = (0, None) if mapped == "z" else (None, 0)
+    z, t = (x if axis == 0 else x[0] for x, axis in zip((z, t), axes, strict=True))
+
+    def by(f):
+        def loss(z, t):
+            return jnp.sum(jnp.cos(jax.vmap(lambda *x: f("gelu", *x), axes)(z, t)))
+
+        return jax.grad(loss, (0, 1))(z, t)
+
+    for got, expected in zip(by(activation_tangent), by(plain), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_explicitly_sharded_batch(normal):
+    """A custom call cannot be divided among devices; XLA's own operations are."""
+    mesh = jax.make_mesh(
+        (2,), ("x",), (jax.sharding.AxisType.Explicit,), devices=jax.devices("cpu")[:2]
+    )
+    a, b, bias = normal(4, 3, 6), normal(6, 8), normal(8)
+
+    def loss(f, a, b, bias):
+        return jnp.sum(jnp.sin(f(a, b, bias)))
+
+    def gradients(f):
+        return jax.vmap(jax.grad(lambda *x: loss(f, *x), (0, 1, 2)), (0, None, None))
+
+    def formula(a, b, bias):
+        return jax.nn.gelu(a @ b + bias)
+
+    def ours(a, b, bias):
+        return gemm(a, b, bias=bias, activation="gelu")
+
+    expected = gradients(formula)(a, b, bias)
+    with jax.set_mesh(mesh):
+        sharded = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+        placed = (
+            jax.device_put(a, sharded),
+            *(
+                jax.device_put(x, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
+                for x in (b, bias)
+            ),
+        )
+        got = jax.jit(gradients(ours))(*placed)
+    for x, y in zip(got, expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+
+
 def layer_gradients(*wanted):
     def gradients(x, w, bias):
         def loss(x, w, bias):
@@ -139,7 +208,7 @@ def test_what_is_left_to_xla(normal, cuda_module, rows, n, dtype):
     assert len(calls) == 3
 
 
-def test_symbolic_shapes_are_left_to_xla(normal):
+def test_symbolic_shapes_are_left_to_xla(all_kernels):
     (m,) = jax.export.symbolic_shape("m", constraints=["m >= 8192"])
     args = [jax.ShapeDtypeStruct((m, 1024), jnp.bfloat16)] * 2
 
@@ -150,17 +219,18 @@ def test_symbolic_shapes_are_left_to_xla(normal):
     assert TARGET not in exported.mlir_module()
 
 
-def test_sums_are_not_of_rounded_products(normal):
-    """4096 halves, each just above the middle between two bfloat16 neighbours."""
+def test_sums_are_not_of_rounded_products():
+    """4096 products of 3 + 3/128, of which bfloat16 makes 3 + 4/128."""
     rows = 4096
-    z = jnp.zeros((rows, 8), jnp.bfloat16)  # sigmoid'(0) = 1/4
+    z = jnp.full((rows, 8), 1.5, jnp.bfloat16)  # relu_squared' = 3
     g = jnp.full((rows, 8), 1 + 2**-7, jnp.bfloat16)
     bias = jnp.zeros(8, jnp.float32)
 
     def f(t, bias):
-        return activation_tangent("sigmoid", z, t, bias)
+        return activation_tangent("relu_squared", z, t, bias)
 
     of_t, of_bias = jax.linear_transpose(f, g, bias)(g)
     assert of_bias.dtype == jnp.float32
-    np.testing.assert_array_equal(of_bias, rows * (1 + 2**-7) / 4)
+    np.testing.assert_array_equal(of_bias, rows * (3 + 3 / 128))
     assert of_t.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(of_t.astype(jnp.float32), 3 + 4 / 128)

@@ -207,7 +207,7 @@ def test_values_and_gradients_of_layers(
 @pytest.mark.parametrize("activation", [None, *EVERY_ACTIVATION], ids=str)
 def test_activation_gradients(monkeypatch, normal, rng, compare, activation, dtype, biased):
     """By the kernel, which takes large matrices alone otherwise."""
-    monkeypatch.setattr(activation_gradient, "_KERNEL_SIZE", 0)
+    monkeypatch.setattr(activation_gradient, "LARGE_MATRIX", 0)
     derivative = resolve(activation).derivative
 
     def ours(z, g):
@@ -229,7 +229,7 @@ def test_activation_gradients(monkeypatch, normal, rng, compare, activation, dty
 
 
 def test_float32_sums_of_an_activation_gradient(monkeypatch, normal):
-    monkeypatch.setattr(activation_gradient, "_KERNEL_SIZE", 0)
+    monkeypatch.setattr(activation_gradient, "LARGE_MATRIX", 0)
     z, g = normal(3000, 264, dtype=jnp.bfloat16), normal(3000, 264, dtype=jnp.bfloat16)
 
     def sums(z, g):
