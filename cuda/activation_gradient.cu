@@ -1,13 +1,11 @@
 // Memory is what takes the time: each matrix is touched once, 16 bytes at a time.
 //
-// Roles: block (x, y) has kBlockColumns columns of part y of the rows; a warp every kWarps-th row
-// of
-//        these; a thread kColumns neighbouring columns, and their sums.
-// Barriers: one __syncthreads(), when the warps have written their sums to shared memory.
-// Timeline: load kRows rows of both -> multiply, add up, store ... -> the sums of all warps ->
-// those
-//        of the part. Parts are added up by the kernel for products over parts of k
-//        (sum_splits.h), always in the same order.
+// Roles: block (x, y): kBlockColumns columns of part y of the rows; a warp: every kWarps-th row of
+//        them; a thread: kColumns neighbouring columns and their sums.
+// Barriers: one __syncthreads(), when all warps have written their sums to shared memory.
+// Timeline: [load kRows rows of both -> multiply, add up, store] ... -> add up the warps' sums. The
+//        kernel for products over parts of k (sum_splits.h) adds up those of the parts, always in
+//        the same order.
 
 #include "activation_gradient.h"
 

@@ -94,12 +94,7 @@ def exact() -> Callable[[Any], np.ndarray]:
 
 @pytest.fixture
 def assert_accurate() -> Callable[..., None]:
-    """The criterion: error against `exact` at most twice `baseline`'s, plus one output rounding.
-
-    On a CPU four times the former: both are XLA's own there, whose compiler has several kinds of
-    product, and their float32 sums differ as much.
-    """
-    factor = 4 if jax.default_backend() == "cpu" else 2
+    """The criterion: error against `exact` at most twice `baseline`'s, plus one output rounding."""
 
     def check(actual: Any, baseline: Any, exact: Any, slack: float = 0.0) -> None:
         exact = _exact(exact)
@@ -109,7 +104,7 @@ def assert_accurate() -> Callable[..., None]:
         error = np.abs(_exact(actual) - exact).max()
         baseline_error = np.abs(_exact(baseline) - exact).max()
         rounding = float(jnp.finfo(actual.dtype).eps) * np.abs(exact).max()
-        allowed = factor * baseline_error + rounding + slack
+        allowed = 2 * baseline_error + rounding + slack
         assert error <= allowed, f"error {error:.3e}, baseline's {baseline_error:.3e}"
 
     return check
