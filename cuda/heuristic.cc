@@ -99,7 +99,9 @@ constexpr double kMemorySms = 0.75;       // share of the SMs that it takes
 constexpr double kAgainShare = 0.15;      // of loading from L2 again, that adds to this
 // Writing 2 bytes of D, without and with a sum over the blocks that split k.
 constexpr double kElementCycles = 0.072;
-constexpr double kCopiedElementCycles = 0.1;  // if TMA cannot
+// If TMA cannot, of a sum without C and of anything else.
+constexpr double kRowElementCycles = 0.03;
+constexpr double kCopiedElementCycles = 0.1;
 // What a tile takes beside its instructions and D, where a consumer waits for its turn.
 constexpr double kTurnCycles = 2600.0;
 // An epilogue's own, with code that is fetched from afar the first time; that of a sum, unrolled.
@@ -264,7 +266,8 @@ double output_cycles(const KernelConfig& config, const ChoiceInput& input, int s
       kElementCycles * elements * (input.float32_result || bytes == 4 || splits > 1 ? 2 : 1);
   output += fused.element * elements;
   if (!input.d_by_tma && splits == 1 && config.split_k == 1) {
-    output += kCopiedElementCycles * elements;
+    output += (input.epilogue == EpilogueWork::kAny ? kCopiedElementCycles : kRowElementCycles) *
+              elements;
   }
   if (config.split_k > 1) output += kReductionCycles + kReducedElementCycles * elements;
   return output;

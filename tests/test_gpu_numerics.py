@@ -140,6 +140,18 @@ def test_float32_output(check, config):
         check(Case(config, *shape, out_dtype=jnp.float32))
 
 
+@pytest.mark.parametrize("out_dtype", [None, jnp.float32])
+@BY_CONFIG
+def test_unaligned_results(check, rng, config, out_dtype):
+    """Rows and matrices of D begin anywhere: neither TMA nor vectors can write them whole."""
+    k = 2 * config.tile_k
+    for tile_m, tile_n in orientations(config):
+        for _ in range(2):
+            n = 2 * int(rng.integers(tile_n)) + 1
+            case = Case(config, tile_m + 5, n, k, transpose_b=True, out_dtype=out_dtype, alpha=0.5)
+            check(case, a_batch=(3,), bias_shape=(n,))
+
+
 @pytest.mark.parametrize("m", [1, 3, 16, 17, 33, 64])
 @BY_CONFIG
 def test_few_rows(check, config, m):

@@ -16,6 +16,12 @@ __device__ __forceinline__ uint32_t load_shared_4(uint32_t shared_address) {
   return word;
 }
 
+__device__ __forceinline__ uint16_t load_shared_2(uint32_t shared_address) {
+  uint16_t value;
+  asm volatile("ld.shared.b16 %0, [%1];\n" : "=h"(value) : "r"(shared_address) : "memory");
+  return value;
+}
+
 __device__ __forceinline__ void load_shared_8(float& first, float& second,
                                               uint32_t shared_address) {
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];\n"
@@ -34,6 +40,10 @@ __device__ __forceinline__ void load_shared_16(uint32_t (&word)[4], uint32_t sha
                : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3])
                : "r"(shared_address)
                : "memory");
+}
+
+__device__ __forceinline__ void store_shared_2(uint32_t shared_address, uint16_t value) {
+  asm volatile("st.shared.b16 [%0], %1;\n" ::"r"(shared_address), "h"(value) : "memory");
 }
 
 __device__ __forceinline__ void store_shared_4(uint32_t shared_address, float value) {

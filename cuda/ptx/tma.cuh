@@ -62,6 +62,13 @@ __device__ __forceinline__ void tma_store(const void* map, uint32_t shared, int 
       : "memory");
 }
 
+// Contiguous bytes, a multiple of 16 as both addresses are.
+__device__ __forceinline__ void bulk_store(void* to, uint32_t shared, uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n" ::"l"(to),
+               "r"(shared), "r"(bytes)
+               : "memory");
+}
+
 __device__ __forceinline__ void tma_store_commit() {
   asm volatile("cp.async.bulk.commit_group;\n" ::: "memory");
 }

@@ -5,8 +5,6 @@
 
 #include <stdint.h>
 
-#include <concepts>
-
 #include "common/dtype.cuh"
 #include "epilogue/activations.cuh"
 #include "epilogue/formula.cuh"
@@ -75,18 +73,18 @@ struct FusedOutput {
     const EpilogueParams& epilogue = params.epilogue;
     if constexpr (kConfig.gated) {
       visit_activation(epilogue, [&]<ActivationFunctor Functor>(const Functor& functor) {
-        run_chunks<kGeneral>(
-            acc, tile, [&](Chunk& value, const Position& at) { gate(functor, value, acc, at); });
+        run_chunks(acc, tile,
+                   [&](Chunk& value, const Position& at) { gate(functor, value, acc, at); });
       });
     } else if constexpr (!kGeneral) {
       // A loop for each activation: its code lies together.
       visit_activation(epilogue, [&]<ActivationFunctor Functor>(const Functor& functor) {
-        run_chunks<std::same_as<Functor, Identity>>(
-            acc, tile, [&](Chunk& value, const Position&) { apply_activation(functor, value); });
+        run_chunks(acc, tile,
+                   [&](Chunk& value, const Position&) { apply_activation(functor, value); });
       });
     } else {
       const float beta = scalar_of(params, tile.batch, epilogue.beta);
-      run_chunks<true>(acc, tile, [&](Chunk& value, const Position& at) {
+      run_chunks(acc, tile, [&](Chunk& value, const Position& at) {
         finish_values(
             epilogue, beta, value,
             [&](Chunk& c) { load_c(c, epilogue.c, buffers.results - 1, at); },
@@ -104,7 +102,7 @@ struct FusedOutput {
     int tile_column;
   };
 
-  template <bool kCopiesOut, typename Finish>
+  template <typename Finish>
   __device__ __forceinline__ void run_chunks(const Accumulators& acc, const OutputPlace& tile,
                                              Finish&& finish) const {
     const float alpha = scalar_of(params, tile.batch, params.epilogue.alpha);
@@ -120,7 +118,7 @@ struct FusedOutput {
       finish(value, at);
       store(value, kGeneral ? buffers.results - 1 : 0, at);
       if (at.chunk < sub.chunks() - 1) continue;
-      buffers.template send<kCopiesOut>(sub, Buffers::place_of(tile, index - at.chunk));
+      buffers.template send<kGeneral>(sub, Buffers::place_of(tile, index - at.chunk));
       if constexpr (kGeneral) {
         if (buffers.maps.c_by_tma) buffers.prefetch_next_c(sub, tile, index + 1);
       }
@@ -175,9 +173,22 @@ struct FusedOutput {
                                          const Position& at) const {
     if (buffers.maps.c_by_tma) return sub.load(value, address(result), at.chunk);
     const int64_t batch = batch_offset(params, at.place.batch, source.batch);
+    if (source.stride_n == 1 && source.is_float32 == (sizeof(Element) == 4)) {
+      return load_rows(value, static_cast<const Element*>(source.data) + batch, source.stride_m,
+                       at.place);
+    }
     visit_places(at.place, [&](int i, int m, int n) {
       const bool inside = m < params.m && n < params.n;
       value[i] = inside ? element(source, batch + m * source.stride_m + n * source.stride_n) : 0.f;
+    });
+  }
+
+  // Of contiguous rows in the type of the operands. Some elements twice instead of none: behind
+  // branches, each load would wait for the one before.
+  __device__ __forceinline__ void load_rows(Chunk& value, const Element* from, int64_t stride,
+                                            const OutputPlace& place) const {
+    visit_places(place, [&](int i, int m, int n) {
+      value[i] = float(from[min(m, params.m - 1) * stride + min(n, params.n - 1)]);
     });
   }
 

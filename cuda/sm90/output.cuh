@@ -68,6 +68,8 @@ class Output {
         return unrolled<false, Finish::kAddBias>(acc, place);
       case Finish::kAddC:
         return unrolled<false, Finish::kAddC>(acc, place);
+      case Finish::kRows:
+        return rows(acc, place);
       case Finish::kActivate:
         return fused<false>().run(acc, place);
       case Finish::kAnything:
@@ -104,6 +106,20 @@ class Output {
   template <bool kGeneral>
   __device__ __forceinline__ FusedOutput<kConfig, kExchanged, kGeneral> fused() {
     return {params_, buffers_, {params_.epilogue.d_is_float32}, bias_address()};
+  }
+
+  __device__ __forceinline__ void rows(const Accumulators& acc, const OutputPlace& place) {
+    if constexpr (!kConfig.gated && !kExchanged && kConfig.ragged == Ragged::kNone) {
+      const auto run = [&]<bool kWide>() {
+        UnrolledOutput<kConfig, false, kWide, Finish::kRows>{params_, buffers_, bias_address()}
+            .run_rows(acc, place);
+      };
+      if (sizeof(Element) == 4 || params_.epilogue.d_is_float32) {
+        run.template operator()<true>();
+      } else if constexpr (sizeof(Element) == 2) {
+        run.template operator()<false>();
+      }
+    }
   }
 
   template <bool kWide, Finish kFinish>

@@ -95,6 +95,34 @@ struct OutputBuffers {
     c_phases ^= 1 << set;
   }
 
+  // A part of D that begins at `at`, in all of the warp's buffers: see sm90/row_output.cuh.
+  template <typename Rows>
+  __device__ __forceinline__ Rows rows(const OutputPlace& at) const {
+    const int64_t matrix = int64_t{at.batch} * params.m * params.n * Rows::kSize;
+    return {static_cast<char*>(params.epilogue.d) + matrix,
+            params.m,
+            params.n,
+            at.row,
+            at.column,
+            smem.output(warp)};
+  }
+
+  // When they are written: stores them, and waits until the buffers are free.
+  template <typename Rows>
+  __device__ __forceinline__ void send_rows(const Rows& rows) const {
+    ptx::fence_proxy_async();
+    __syncwarp();
+    rows.send();
+    ptx::tma_store_commit();
+    ptx::tma_store_wait_read<0>();
+    __syncwarp();
+  }
+
+  // Chunks of a row of so large elements that a warp's buffers hold, 16 bytes of each row apart.
+  static constexpr int most_row_chunks(int element_bytes) {
+    return (kConfig.staging_bytes() / 4 / kWarpRows - 16) / (kChunkColumns * element_bytes);
+  }
+
   // When the set is written: stores it to where its sub-tile begins, and waits until the next set
   // is free. kCopiesOut: also where TMA cannot address D.
   template <bool kCopiesOut, typename Sub>
@@ -160,9 +188,7 @@ struct OutputBuffers {
   }
 
   // Before the block ends: shared memory must outlive the stores that read it.
-  __device__ __forceinline__ void drain() const {
-    if (lane() == 0) ptx::tma_store_wait_read<0>();
-  }
+  __device__ __forceinline__ void drain() const { ptx::tma_store_wait_read<0>(); }
 
  private:
   // Calls visit(column, row) with where the box of a sub-tile begins in D.

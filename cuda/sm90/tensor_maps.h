@@ -20,8 +20,8 @@ enum class Finish {
   kProduct,  // D is the product, rounded
   kAddBias,  // alpha * product + bias
   kAddC,     // alpha * product + bias + beta * C, with C by TMA
-  // f(alpha * product + bias), gated or not, and no further result. TMA must address D if there is
-  // an activation or a gate.
+  kRows,     // alpha * product + bias, where TMA cannot address D
+  // f(alpha * product + bias), gated or not, and no further result, with D by TMA
   kActivate,
   kAnything,
 };

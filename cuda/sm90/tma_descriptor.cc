@@ -173,10 +173,11 @@ Finish finish_of(const EpilogueParams& epilogue, const TensorMaps& maps, bool ex
       epilogue.column_scale.data != nullptr) {
     return Finish::kAnything;
   }
-  const bool activates = epilogue.gated || epilogue.activation != Activation::kNone;
-  if (activates && !maps.d_by_tma) return Finish::kAnything;
-  const bool unrolled = work == EpilogueWork::kSum && config.unrolls_sums() && maps.d_by_tma &&
-                        !exchanged &&
+  if (!maps.d_by_tma) {
+    const bool adds_bias = work != EpilogueWork::kAny && epilogue.c.data == nullptr;
+    return adds_bias && !exchanged ? Finish::kRows : Finish::kAnything;
+  }
+  const bool unrolled = work == EpilogueWork::kSum && config.unrolls_sums() && !exchanged &&
                         epilogue.d_is_float32 == (element_bytes(config.algorithm) == 4);
   if (epilogue.c.data == nullptr) return unrolled ? Finish::kAddBias : Finish::kActivate;
   return unrolled && maps.c_by_tma ? Finish::kAddC : Finish::kAnything;

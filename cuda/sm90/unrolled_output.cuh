@@ -6,11 +6,14 @@
 
 #include <stdint.h>
 
+#include <type_traits>
+
 #include "common/dtype.cuh"
 #include "epilogue/formula.cuh"
 #include "gemm_params.h"
 #include "ptx/shared_memory.cuh"
 #include "sm90/output_buffers.cuh"
+#include "sm90/row_output.cuh"
 #include "sm90/subtile.cuh"
 #include "sm90/tensor_maps.h"
 
@@ -39,11 +42,7 @@ struct UnrolledOutput {
       const int chunk = index % Sub::kChunks;  // of the sub-tile
       const OutputPlace place = Buffers::place_of(tile, index - chunk);
       Chunk value;
-#pragma unroll
-      for (int i = 0; i < kChunkValues; ++i) {
-        const int flat = index * kChunkValues + i;
-        value[i] = acc[flat / kBlockValues][flat % kBlockValues];
-      }
+      take(value, acc, index);
       const uint32_t buffer = buffers.template address<Sub>(buffers.set, 0);
       if constexpr (kFinish != Finish::kProduct) add_bias(value, alpha, index);
       if constexpr (kWithC) {
@@ -57,7 +56,52 @@ struct UnrolledOutput {
     }
   }
 
+  // The same without C, where TMA cannot address D: in parts of rows that the buffers hold.
+  __device__ __forceinline__ void run_rows(const Accumulators& acc, const OutputPlace& tile) const {
+    constexpr int kAll = Buffers::kBlockChunks;
+    constexpr int kMost = Buffers::most_row_chunks(kBytes);
+    constexpr int kParts = (kAll + kMost - 1) / kMost;
+    constexpr int kPart = (kAll + kParts - 1) / kParts;
+    constexpr int kLast = kAll - (kParts - 1) * kPart;
+    const float alpha = scalar_of(params, tile.batch, params.epilogue.alpha);
+#pragma unroll
+    for (int block = 0; block < Buffers::kBlocks; ++block) {
+#pragma unroll
+      for (int part = 0; part < kParts - 1; ++part) {
+        write_part<kPart>(acc, tile, alpha, block * kAll + part * kPart);
+      }
+      write_part<kLast>(acc, tile, alpha, (block + 1) * kAll - kLast);
+    }
+  }
+
  private:
+  static constexpr int kBytes = kWide ? 4 : 2;  // of an element
+
+  template <int kChunks>
+  __device__ __forceinline__ void write_part(const Accumulators& acc, const OutputPlace& tile,
+                                             float alpha, int first) const {
+    using Value = std::conditional_t<kWide, float, uint16_t>;
+    using Rows = RowOutput<Element, Value, kChunks * kChunkColumns * kBytes>;
+    const auto rows = buffers.template rows<Rows>(Buffers::place_of(tile, first));
+    const auto place = rows.place();
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) {
+      Chunk value;
+      take(value, acc, first + i);
+      add_bias(value, alpha, first + i);
+      rows.store(place, value, i);
+    }
+    buffers.send_rows(rows);
+  }
+
+  static __device__ __forceinline__ void take(Chunk& value, const Accumulators& acc, int index) {
+#pragma unroll
+    for (int i = 0; i < kChunkValues; ++i) {
+      const int flat = index * kChunkValues + i;
+      value[i] = acc[flat / kBlockValues][flat % kBlockValues];
+    }
+  }
+
   // value = alpha * value + bias
   __device__ __forceinline__ void add_bias(Chunk& value, float alpha, int index) const {
     float of[4] = {};  // columns 0, 1, 8, 9 of the thread
