@@ -106,6 +106,7 @@ Status find_kernel(const GemmProblem& problem, const DeviceProperties& device, i
       .whole_lines_a = begins_lines(p.a, problem.algorithm),
       .whole_lines_b = begins_lines(p.b, problem.algorithm),
       .d_by_tma = sm90::d_by_tma(problem),
+      .has_c = p.epilogue.c.data != nullptr,
   };
   *choice = {nullptr, 1};
   if (!problem.config.empty()) {

@@ -99,7 +99,7 @@ constexpr double kMemorySms = 0.75;       // share of the SMs that it takes
 constexpr double kAgainShare = 0.15;      // of loading from L2 again, that adds to this
 // Writing 2 bytes of D, without and with a sum over the blocks that split k.
 constexpr double kElementCycles = 0.072;
-// If TMA cannot, of a sum without C and of anything else.
+// If TMA cannot: in parts of rows, and by words.
 constexpr double kRowElementCycles = 0.03;
 constexpr double kCopiedElementCycles = 0.1;
 // What a tile takes beside its instructions and D, where a consumer waits for its turn.
@@ -231,14 +231,24 @@ struct FusedCost {
   double start = 0.0;
 };
 
-// Sums are unrolled where TMA stores them, in the type of the operands.
+// Whether D, which TMA cannot address, leaves in parts of rows: see Finish::kRows.
+bool leaves_by_rows(const KernelConfig& config, const ChoiceInput& input) {
+  return !input.d_by_tma && input.epilogue != EpilogueWork::kAny && !input.has_c &&
+         !sm90::exchanges_operands(config, input.major_a, input.major_b);
+}
+
+// Sums are unrolled where they leave by rows, and where TMA stores them in the type of the
+// operands.
 FusedCost fused_cost(const KernelConfig& config, const ChoiceInput& input) {
   using namespace sm90_model;
-  if (input.epilogue == EpilogueWork::kNone) return {};
-  const bool widens = input.float32_result && element_bytes(input.algorithm) == 2;
-  if (input.d_by_tma && input.epilogue == EpilogueWork::kSum && config.unrolls_sums() && !widens) {
-    return {kSumElementCycles, kSumStartCycles};
+  const bool by_rows = leaves_by_rows(config, input);
+  if (input.epilogue == EpilogueWork::kNone && (input.d_by_tma || by_rows || config.split_k > 1)) {
+    return {};
   }
+  const bool widens = input.float32_result && element_bytes(input.algorithm) == 2;
+  const bool unrolled =
+      input.d_by_tma && input.epilogue == EpilogueWork::kSum && config.unrolls_sums() && !widens;
+  if (by_rows || unrolled) return {kSumElementCycles, kSumStartCycles};
   return {kFusedElementCycles, kFusedStartCycles};
 }
 
@@ -266,8 +276,7 @@ double output_cycles(const KernelConfig& config, const ChoiceInput& input, int s
       kElementCycles * elements * (input.float32_result || bytes == 4 || splits > 1 ? 2 : 1);
   output += fused.element * elements;
   if (!input.d_by_tma && splits == 1 && config.split_k == 1) {
-    output += (input.epilogue == EpilogueWork::kAny ? kCopiedElementCycles : kRowElementCycles) *
-              elements;
+    output += (leaves_by_rows(config, input) ? kRowElementCycles : kCopiedElementCycles) * elements;
   }
   if (config.split_k > 1) output += kReductionCycles + kReducedElementCycles * elements;
   return output;

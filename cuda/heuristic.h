@@ -30,7 +30,8 @@ struct ChoiceInput {
   // bytes.
   bool whole_lines_a = true;
   bool whole_lines_b = true;
-  bool d_by_tma = true;  // else threads write D
+  bool d_by_tma = true;  // else bulk copies and threads write D
+  bool has_c = false;
 
   bool operator==(const ChoiceInput&) const = default;
 };

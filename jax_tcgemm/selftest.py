@@ -210,8 +210,12 @@ def _groups_of_depth(matmul: Callable, a: jax.Array, b: jax.Array) -> jax.Array:
     groups, _, k = a.shape
     lhs, rhs = a.mT.reshape(groups * k, -1), jnp.tile(b, (groups, 1))
     group = jnp.arange(groups * k)[:, None] // k
-    own = [(jnp.where(group == g, x, 0) for x in (lhs, rhs)) for g in range(groups)]
-    return jnp.stack([matmul(x.T, y) for x, y in own])
+
+    def product(own: int) -> jax.Array:
+        x, y = (jnp.where(group == own, factor, 0) for factor in (lhs, rhs))
+        return matmul(x.T, y)
+
+    return jnp.stack([product(own) for own in range(groups)])
 
 
 def _by_jnp(problem: Problem, on_cpu: bool, a, b, b2, c, bias):
