@@ -65,6 +65,8 @@ def cuda_gemm(*operands: jax.Array, spec: GemmSpec) -> list[jax.Array]:
     x = spec.unflatten(operands)
     algorithm = resolve_algorithm(x.a.dtype, x.b.dtype, spec.out_dtype, spec.precision)
     obstacle = _obstacle(algorithm, spec, x)
+    if algorithm is not None and obstacle is None and spec.config is None:
+        obstacle = _copied_matrix(algorithm, spec, x)
     log(_describe(x, spec, obstacle or f"{algorithm}, config {spec.config or 'by heuristic'}"))
     if algorithm is None or obstacle is not None:
         return reference.reference_gemm(*operands, spec=spec)
@@ -159,6 +161,20 @@ def _obstacle(algorithm: str | None, spec: GemmSpec, x: Operands) -> str | None:
     if old is not None:
         return f"reference: no kernel for {old}, whose compute capability is below 8.0"
     return None
+
+
+def _copied_matrix(algorithm: str, spec: GemmSpec, x: Operands) -> str | None:
+    """Says if a vector would be multiplied by a padded copy of a matrix: XLA reads it but once."""
+    gemm = fold(spec.strided(_shapes(x)))
+    itemsize = INPUT_DTYPES[algorithm].itemsize
+    is_measured = algorithm in ("BF16_BF16_F32", "F16_F16_F32")
+    if not is_measured or 1 not in (gemm.m, gemm.n) or not padding_bytes(gemm, itemsize):
+        return None
+    name = "b" if gemm.m == 1 else "a"
+    what = misalignment(gemm, name, itemsize)
+    if what is None:
+        return None
+    return f"reference: a vector, and {name} has {what}, off {COPY_BYTES} bytes"
 
 
 def too_old_device() -> str | None:

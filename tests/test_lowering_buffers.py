@@ -82,6 +82,23 @@ def test_odd_rows_get_a_workspace(cuda_module):
     assert not call["has_workspace"]
 
 
+@pytest.mark.parametrize("m", [1, 2])
+def test_a_matrix_is_not_copied_for_a_vector(cuda_module, m):
+    """XLA reads it where it lies; two rows are worth a copy."""
+    matrix, vectors = bf16(768, 5025), bf16(m, 768)
+    transposed = functools.partial(gemm, transpose_a=True, transpose_b=True)
+    for f, *args in ((gemm, vectors, matrix), (transposed, matrix, vectors)):
+        _, calls = cuda_module(lambda *args, f=f: f(*args), *args)
+        assert len(calls) == m - 1
+    _, calls = cuda_module(lambda a, b: gemm(a, b), vectors, bf16(768, 5024))
+    assert len(calls) == 1
+    _, calls = cuda_module(lambda a, b: gemm(a, b), bf16(m, 769), bf16(769, 5024))
+    assert len(calls) == 1  # the vector alone is off 16 bytes
+    row = "sm80_bf16_64x64x32_w2x2_s3_realign"
+    _, calls = cuda_module(lambda a, b: gemm(a, b, config=row), vectors, matrix)
+    assert len(calls) == 1
+
+
 def test_a_long_k_gets_a_workspace(cuda_module):
     """Room for products over parts of k behind that for padding; what is unpadded stays so."""
     _, (call,) = cuda_module(lambda a, b: gemm(a, b), bf16(128, 65536), bf16(65536, 128))
