@@ -65,7 +65,7 @@ FORMULAS = {
     packed: formula_of_packed,
     packed_transposed: formula_of_packed_transposed,
 }
-FORMS = pytest.mark.parametrize("form", [fused, packed, packed_transposed])
+FORMS = pytest.mark.parametrize("form", [*FORMULAS])
 
 
 @pytest.fixture

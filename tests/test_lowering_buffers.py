@@ -84,7 +84,7 @@ def test_odd_rows_get_a_workspace(cuda_module):
 
 @pytest.mark.parametrize("m", [1, 2])
 def test_a_matrix_is_not_copied_for_a_vector(cuda_module, m):
-    """XLA reads it where it lies; two rows are worth a copy."""
+    """XLA reads it where it lies. Two rows still take a copy."""
     matrix, vectors = bf16(768, 5025), bf16(m, 768)
     transposed = functools.partial(gemm, transpose_a=True, transpose_b=True)
     for f, *args in ((gemm, vectors, matrix), (transposed, matrix, vectors)):
