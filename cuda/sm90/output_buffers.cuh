@@ -120,7 +120,7 @@ struct OutputBuffers {
 
   // Chunks of a row of so large elements that a warp's buffers hold, 16 bytes of each row apart.
   static constexpr int most_row_chunks(int element_bytes) {
-    return (kConfig.staging_bytes() / 4 / kWarpRows - 16) / (kChunkColumns * element_bytes);
+    return (kConfig.staging_bytes() / 4 / kWarpRows - kGranule) / (kChunkColumns * element_bytes);
   }
 
   // When the set is written: stores it to where its sub-tile begins, and waits until the next set

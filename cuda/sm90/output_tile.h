@@ -14,6 +14,9 @@ namespace jax_tcgemm::sm90 {
 constexpr int kBlockRows = 64;
 constexpr int kWarpRows = 16;
 
+// Bytes of which bulk copies take whole multiples, from and to multiples of as many.
+constexpr int kGranule = 16;
+
 // The box that a warp stores: rows of D and bytes of a row, which is also the swizzle. Exchanged
 // (see below), the warp's rows are columns of D.
 struct OutputBox {

@@ -10,6 +10,7 @@
 #include "ptx/cluster.cuh"
 #include "ptx/shared_memory.cuh"
 #include "ptx/tma.cuh"
+#include "sm90/output_tile.h"
 #include "sm90/subtile.cuh"
 
 namespace jax_tcgemm::sm90 {
@@ -17,11 +18,9 @@ namespace jax_tcgemm::sm90 {
 // Value is as large as D's elements.
 template <typename Element, typename Value, int kRowBytes>
 struct RowOutput {
-  static constexpr int kGranule = 16;
   static constexpr int kSize = sizeof(Value);
   static constexpr int kPitch = kRowBytes + kGranule;
-  static constexpr int kRows = 16;
-  static constexpr int kBytes = kRows * kPitch;
+  static constexpr int kBytes = kWarpRows * kPitch;
 
   char* matrix;  // of m rows and n columns
   int m;
@@ -59,7 +58,7 @@ struct RowOutput {
     const int bytes = min(n - x, kRowBytes / kSize) * kSize;
     if (bytes <= 0) return;
     const int row = ptx::volatile_lane();
-    if (row < kRows && y + row < m) {
+    if (row < kWarpRows && y + row < m) {
       const int begin = offset(row);
       const int first = begin > 0 ? kGranule : 0;
       const int last = (begin + bytes) / kGranule * kGranule;
@@ -99,7 +98,7 @@ struct RowOutput {
     const int lane = ptx::volatile_lane();
     const int at = lane % kLanes * kSize;
 #pragma unroll 1
-    for (int row = lane / kLanes; row < min(kRows, m - y); row += 32 / kLanes) {
+    for (int row = lane / kLanes; row < min(kWarpRows, m - y); row += 32 / kLanes) {
       const int begin = offset(row);
       const int end = begin + bytes;
       const int last = end / kGranule * kGranule;
