@@ -4,6 +4,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <limits>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -94,10 +95,12 @@ std::string choose_config(const std::string& algorithm, int64_t m, int64_t n, in
   input.sm_count = sm_count;
   input.shared_memory_per_block = shared_memory_per_block;
   input.max_splits = max_splits;
+  input.workspace_bytes = std::numeric_limits<int64_t>::max();
   const Choice choice = choose_kernel(input);
   if (choice.entry == nullptr) return "";
   const std::string name = choice.entry->name;
-  return choice.splits == 1 ? name : name + " splits=" + std::to_string(choice.splits);
+  if (choice.splits == 1) return name;
+  return name + " splits=" + std::to_string(choice.splits) + (choice.has_fixup ? " fixup" : "");
 }
 
 #else

@@ -1,6 +1,8 @@
 #include "dispatch.h"
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <iterator>
@@ -62,7 +64,7 @@ struct ChoiceInputHash {
 };
 
 Choice fastest_kernel(const ChoiceInput& input) {
-  Choice best = {nullptr, 1};
+  Choice best;
   bool best_suits = false;
   double best_time = std::numeric_limits<double>::infinity();
   for (const KernelEntry& entry : kernel_registry()) {
@@ -72,7 +74,7 @@ Choice fastest_kernel(const ChoiceInput& input) {
       if (splits > 1 && !supports_splits(entry.config, input, splits)) continue;
       const double time = estimated_cycles(entry.config, input, splits);
       if (entry_suits > best_suits || (entry_suits == best_suits && time < best_time)) {
-        best = {&entry, splits};
+        best = {&entry, splits, has_fixup(entry.config, input, splits)};
         best_suits = entry_suits;
         best_time = time;
       }
@@ -81,7 +83,20 @@ Choice fastest_kernel(const ChoiceInput& input) {
   return best;
 }
 
-Status find_kernel(const GemmProblem& problem, const DeviceProperties& device, int max_splits,
+// How many float32 copies of D the rest of the workspace holds.
+int max_splits(const GemmProblem& problem, int64_t used) {
+  const GemmParams& p = problem.params;
+  constexpr int kMaxGridRows = 65535;
+  if (problem.workspace == nullptr || p.batch != 1 || p.n % kVectorColumns != 0 ||
+      p.m > kMaxGridRows) {
+    return 1;
+  }
+  const int64_t copies = (problem.workspace_bytes - used) / (int64_t{4} * p.m * p.n);
+  return static_cast<int>(std::clamp<int64_t>(copies, 1, 64));
+}
+
+// `used` bytes of the workspace are taken.
+Status find_kernel(const GemmProblem& problem, const DeviceProperties& device, int64_t used,
                    Choice* choice) {
   const GemmParams& p = problem.params;
   const ChoiceInput input = {
@@ -97,7 +112,8 @@ Status find_kernel(const GemmProblem& problem, const DeviceProperties& device, i
       .epilogue = work_of(p.epilogue),
       .gated = p.epilogue.gated,
       .float32_result = p.epilogue.d_is_float32,
-      .max_splits = max_splits,
+      .max_splits = max_splits(problem, used),
+      .workspace_bytes = problem.workspace_bytes - used,
       .compute_capability = device.compute_capability,
       .sm_count = device.sm_count,
       .shared_memory_per_block = device.shared_memory_per_block,
@@ -108,7 +124,7 @@ Status find_kernel(const GemmProblem& problem, const DeviceProperties& device, i
       .d_by_tma = sm90::d_by_tma(problem),
       .has_c = p.epilogue.c.data != nullptr,
   };
-  *choice = {nullptr, 1};
+  *choice = {};
   if (!problem.config.empty()) {
     const auto rows = kernel_registry();
     const auto found = std::find_if(rows.begin(), rows.end(), [&](const KernelEntry& row) {
@@ -175,18 +191,6 @@ Status pad_unaligned_operands(GemmProblem* problem, const DeviceProperties& devi
   return Status();
 }
 
-// How many float32 copies of D the rest of the workspace holds.
-int max_splits(const GemmProblem& problem, int64_t used) {
-  const GemmParams& p = problem.params;
-  constexpr int kMaxGridRows = 65535;
-  if (problem.workspace == nullptr || p.batch != 1 || p.n % kVectorColumns != 0 ||
-      p.m > kMaxGridRows) {
-    return 1;
-  }
-  const int64_t copies = (problem.workspace_bytes - used) / (int64_t{4} * p.m * p.n);
-  return static_cast<int>(std::clamp<int64_t>(copies, 1, 64));
-}
-
 // The products over parts of k, as a batch of float32 matrices in the workspace.
 GemmProblem split_problem(const GemmProblem& whole, int stages, int splits, void* partial) {
   GemmProblem problem = whole;
@@ -200,8 +204,27 @@ GemmProblem split_problem(const GemmProblem& whole, int stages, int splits, void
   return problem;
 }
 
+// The number of a launch, which a workspace holds by no likely accident.
+uint64_t next_launch() {
+  static std::atomic<uint64_t> count{
+      static_cast<uint64_t>(std::chrono::system_clock::now().time_since_epoch().count())};
+  return ++count * 0x9e3779b97f4a7c15u | 1;
+}
+
+// The product itself, by blocks that add up parts of k.
+GemmProblem fixup_problem(const GemmProblem& whole, int stages, int parts, char* workspace) {
+  GemmProblem problem = whole;
+  problem.params.split_stages = stages;
+  problem.params.batch = parts;
+  problem.params.batch_rank = 0;
+  problem.params.fixup = {parts, workspace + kFixupFlagBytes,
+                          reinterpret_cast<uint64_t*>(workspace), next_launch()};
+  return problem;
+}
+
+// `fits`, where given, is set to whether the device holds all blocks at once; else nothing is done.
 Status launch(GemmProblem* problem, const KernelEntry& entry, const DeviceProperties& device,
-              cudaStream_t stream) {
+              cudaStream_t stream, bool* fits = nullptr) {
   log_choice(*problem, entry);
   GemmParams& params = problem->params;
   const KernelConfig& config = entry.config;
@@ -213,9 +236,11 @@ Status launch(GemmProblem* problem, const KernelEntry& entry, const DeviceProper
     JAX_TCGEMM_RETURN_IF_ERROR(sm90::encode_tensor_maps(*problem, config, &maps));
   }
   const LaunchRequest request = {params, problem->major_a, problem->major_b, &maps, device, stream};
-  JAX_TCGEMM_CUDA_CHECK(entry.launch(request), "launching ", entry.name, " for m=", params.m,
-                        " n=", params.n, " k=", params.k, " batch=", params.batch, " on ",
-                        device.name);
+  const cudaError_t error = entry.launch(request);
+  if (fits != nullptr) *fits = error != cudaErrorCooperativeLaunchTooLarge;
+  if (fits != nullptr && !*fits) return Status();
+  JAX_TCGEMM_CUDA_CHECK(error, "launching ", entry.name, " for m=", params.m, " n=", params.n,
+                        " k=", params.k, " batch=", params.batch, " on ", device.name);
   return Status();
 }
 
@@ -232,8 +257,8 @@ void log_choice(const GemmProblem& problem, const KernelEntry& entry) {
       "jax_tcgemm: m=" + std::to_string(p.m) + " n=" + std::to_string(p.n) +
       " k=" + std::to_string(p.k) + " batch=" + std::to_string(p.batch) +
       (problem.aligned() ? "" : " unaligned") +
-      (p.split_stages > 0 ? " split_stages=" + std::to_string(p.split_stages) : "") + " -> " +
-      entry.name + "\n";
+      (p.split_stages > 0 ? " split_stages=" + std::to_string(p.split_stages) : "") +
+      (p.fixup.parts > 0 ? " fixup" : "") + " -> " + entry.name + "\n";
   thread_local std::set<std::string> seen;
   if (seen.insert(line).second) std::fputs(line.c_str(), stderr);
 }
@@ -262,17 +287,26 @@ Status run_gemm(GemmProblem problem, const DeviceProperties& device, cudaStream_
   int64_t used = 0;
   JAX_TCGEMM_RETURN_IF_ERROR(pad_unaligned_operands(&problem, device, &used, stream));
   Choice choice;
-  JAX_TCGEMM_RETURN_IF_ERROR(find_kernel(problem, device, max_splits(problem, used), &choice));
+  JAX_TCGEMM_RETURN_IF_ERROR(find_kernel(problem, device, used, &choice));
   if (choice.splits == 1) return launch(&problem, *choice.entry, device, stream);
-  void* partial = static_cast<char*>(problem.workspace) + used;
+  char* const partial = static_cast<char*>(problem.workspace) + used;
   // Equal parts, but for the last, and none of them empty.
   const int64_t k_tiles = ceil_div(problem.params.k, choice.entry->config.tile_k);
   const int64_t stages = ceil_div(k_tiles, choice.splits);
   const int splits = static_cast<int>(ceil_div(k_tiles, stages));
+  if (choice.has_fixup) {
+    bool fits = false;
+    GemmProblem whole = fixup_problem(problem, static_cast<int>(stages), splits, partial);
+    JAX_TCGEMM_RETURN_IF_ERROR(launch(&whole, *choice.entry, device, stream, &fits));
+    if (fits) return Status();
+    // Another process may have some of the SMs. Without a workspace nothing is split.
+    JAX_TCGEMM_RETURN_IF_ERROR(find_kernel(problem, device, problem.workspace_bytes, &choice));
+    return launch(&problem, *choice.entry, device, stream);
+  }
   GemmProblem parts = split_problem(problem, static_cast<int>(stages), splits, partial);
   JAX_TCGEMM_RETURN_IF_ERROR(launch(&parts, *choice.entry, device, stream));
   JAX_TCGEMM_CUDA_CHECK(launch_sum_splits(problem.params, problem.algorithm,
-                                          static_cast<const float*>(partial), splits, stream),
+                                          reinterpret_cast<const float*>(partial), splits, stream),
                         "adding ", splits, " products of m=", problem.params.m,
                         " n=", problem.params.n);
   return Status();

@@ -39,10 +39,11 @@ struct GemmProblem {
 
 std::span<const KernelEntry> kernel_registry();
 
-// A compiled row, and into how many products it splits k.
+// A compiled row, into how many products it splits k, and whether it adds them up itself.
 struct Choice {
-  const KernelEntry* entry;  // null: no row supports the problem
-  int splits;
+  const KernelEntry* entry = nullptr;  // null: no row supports the problem
+  int splits = 1;
+  bool has_fixup = false;
 };
 
 // What is expected to be fastest.

@@ -104,10 +104,19 @@ struct EpilogueParams {
   bool d_vectorizable;  // likewise D and aux
 };
 
+// Parts of k that the kernel itself adds up (sm90/split_fixup.cuh).
+struct Fixup {
+  int32_t parts;    // 0: none
+  char* partials;   // accumulators of warps
+  uint64_t* flags;  // one for each of those
+  uint64_t launch;  // the value of a flag that is set
+};
+
 struct GemmParams {
   int32_t m, n, k;
   int32_t batch;         // product of batch_shape; with split_stages, the number of parts of k
-  int32_t split_stages;  // > 0: matrix i of D is the product over the i-th so many stages of k
+  int32_t split_stages;  // > 0: matrix i of the batch is the product over so many stages of k
+  Fixup fixup;           // of these matrices; else each is one of D
   Raster raster;         // set when a configuration has been chosen
   Operand a;
   Operand b;

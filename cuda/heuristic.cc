@@ -111,6 +111,9 @@ constexpr double kSumElementCycles = 0.03;
 constexpr double kSumStartCycles = 800.0;
 constexpr double kReductionCycles = 800.0;
 constexpr double kReducedElementCycles = 0.1;
+// Adding up parts of k within the kernel: for each part, and by the bytes that a block sends.
+constexpr double kFixupPartCycles = 1500.0;
+constexpr double kFixupRate = 10.0;
 // The kernel that adds up splits.
 constexpr double kSumCycles = 6000.0;  // with the launch before it
 constexpr double kSumSplitCycles = 25.0;
@@ -272,14 +275,26 @@ double output_cycles(const KernelConfig& config, const ChoiceInput& input, int s
   using namespace sm90_model;
   const double elements = config.tile_m * config.output_n();
   const int bytes = element_bytes(config.algorithm);
+  const bool is_split = splits > 1 && !has_fixup(config, input, splits);
   double output =
-      kElementCycles * elements * (input.float32_result || bytes == 4 || splits > 1 ? 2 : 1);
+      kElementCycles * elements * (input.float32_result || bytes == 4 || is_split ? 2 : 1);
   output += fused.element * elements;
   if (!input.d_by_tma && splits == 1 && config.split_k == 1) {
     output += (leaves_by_rows(config, input) ? kRowElementCycles : kCopiedElementCycles) * elements;
   }
   if (config.split_k > 1) output += kReductionCycles + kReducedElementCycles * elements;
   return output;
+}
+
+// Cycles of adding up the products over parts of k, which are written to L2 and read again.
+double sum_cycles(const KernelConfig& config, const ChoiceInput& input, int splits) {
+  using namespace sm90_model;
+  if (splits == 1) return 0.0;
+  if (has_fixup(config, input, splits)) {
+    const double sent = 4.0 * config.tile_m * config.tile_n * (splits - 1) / splits;
+    return kFixupPartCycles * splits + sent / kFixupRate;
+  }
+  return kSumCycles + splits * (kSumSplitCycles + 8.0 * input.m * input.n / kSumRate);
 }
 
 double sm90_cycles(const KernelConfig& config, const ChoiceInput& input, int splits) {
@@ -299,13 +314,9 @@ double sm90_cycles(const KernelConfig& config, const ChoiceInput& input, int spl
   const double tensor_time = hidden ? rounds * round + output : rounds * (mainloop + output);
   const int size = config.cluster_size();
   const double start = kStartCycles + fused.start + (size > 1 ? kClusterStartCycles : 0.0);
-  // The partial sums are written and read again, in L2.
-  const double sum =
-      splits > 1 ? kSumCycles + splits * (kSumSplitCycles + 8.0 * input.m * input.n / kSumRate)
-                 : 0.0;
   const double loaded = tiles * config.cluster_size() * stages * loaded_bytes(config, input);
   const double limits[] = {tensor_time, memory_cycles(input, blocks, loaded)};
-  return start + power_mean(limits) + sum;
+  return start + power_mean(limits) + sum_cycles(config, input, splits);
 }
 
 // wgmma is an instruction of compute capability 9.0 alone.
@@ -338,10 +349,23 @@ bool suits(const KernelConfig& config, const ChoiceInput& input) {
   return config.arch == Arch::kSimt || config.promote == wants;
 }
 
+bool has_fixup(const KernelConfig& config, const ChoiceInput& input, int splits) {
+  if (!config.has_fixup() || input.epilogue != EpilogueWork::kNone || input.float32_result ||
+      !input.d_by_tma || splits == 1 || splits > config.warps_m) {
+    return false;
+  }
+  const int64_t clusters = sm90_tiles(config, input, splits);
+  const int64_t blocks = clusters * config.cluster_size();
+  return clusters <= concurrent_clusters(config, input) &&
+         blocks * config.warps_m * static_cast<int64_t>(sizeof(uint64_t)) <= kFixupFlagBytes &&
+         blocks * config.tile_m * config.tile_n * 4 + kFixupFlagBytes <= input.workspace_bytes;
+}
+
 bool supports_splits(const KernelConfig& config, const ChoiceInput& input, int splits) {
   const int64_t k_tiles = ceil_div(input.k, config.tile_k);
   // In pingpong each consumer skips the stages of the other's tile: as many as of its own.
-  const bool even = config.schedule == Schedule::kCooperative || k_tiles % splits == 0;
+  const bool even = config.schedule == Schedule::kCooperative || k_tiles % splits == 0 ||
+                    has_fixup(config, input, splits);
   return config.arch == Arch::kSm90 && config.split_k == 1 && !config.gated && !config.skinny &&
          even && input.batch == 1 && k_tiles >= splits;
 }

@@ -18,9 +18,10 @@ struct ChoiceInput {
   bool tma_addressable;  // both operands: TMA can
   Major major_a, major_b;
   EpilogueWork epilogue;
-  bool gated;              // two weights
-  bool float32_result;     // of 16-bit operands: wants a promoted accumulator
-  int max_splits;          // of k, through a workspace; 1: there is none
+  bool gated;           // two weights
+  bool float32_result;  // of 16-bit operands: wants a promoted accumulator
+  int max_splits;       // of k, through a workspace; 1: there is none
+  int64_t workspace_bytes;
   int compute_capability;  // 10 * major + minor
   int sm_count;
   int shared_memory_per_block;  // bytes
@@ -42,8 +43,13 @@ bool supports(const KernelConfig& config, const ChoiceInput& input);
 // Whether its result is as accurate as it should be.
 bool suits(const KernelConfig& config, const ChoiceInput& input);
 
-// Expected time in clock cycles, launch overhead apart, with k split into so many products that a
-// second kernel adds up.
+// Whether the kernel itself adds up so many parts of k, and not a second one: all of them must be
+// on the GPU at once, and D is the rounded product. They need kFixupFlagBytes of the workspace, for
+// a flag of each warp of each block, and room for their accumulators.
+constexpr int kFixupFlagBytes = 8192;
+bool has_fixup(const KernelConfig& config, const ChoiceInput& input, int splits);
+
+// Expected time in clock cycles, launch overhead apart, with k split into so many products.
 double estimated_cycles(const KernelConfig& config, const ChoiceInput& input, int splits = 1);
 
 // Whether this kernel can compute so many.

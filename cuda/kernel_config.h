@@ -77,6 +77,13 @@ struct KernelConfig {
     return accumulators() <= 128 && !gated && element_bytes(algorithm) * tile_m <= 512;
   }
 
+  // sm90: parts of k may be added up by the blocks that multiply them (sm90/split_fixup.cuh). Large
+  // tiles have too much to exchange (docs/performance.md).
+  constexpr bool has_fixup() const {
+    return arch == Arch::kSm90 && schedule == Schedule::kPingpong && !promote && !gated &&
+           ragged == Ragged::kNone && accumulators() <= 128;
+  }
+
   // Warps that multiply; sm90 kernels have others that load.
   constexpr int consumer_warps() const {
     return warps_m * warps_n * (schedule == Schedule::kPingpong ? 2 : 1);

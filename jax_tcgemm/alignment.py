@@ -38,7 +38,13 @@ def misalignment(gemm: StridedGemm, name: str, itemsize: int) -> str | None:
 # Float32 copies of the result that are worth adding up, and from which k on they are.
 _MAX_SPLITS = 64
 _SPLIT_ELEMENTS = 132 * 128 * 256  # results that keep every SM of the largest GPU busy
-_SPLIT_K = 8192
+_SPLIT_K = 4096
+# Where kernels add up parts of k themselves: how many, their tiles, in pairs along m, and flags.
+# Fewer rows or columns go to other kernels.
+_FIXUP_PARTS = 4
+_FIXUP_EXTENT = 65
+_TILE_M, _TILE_N = 256, 128
+_FLAG_BYTES = 8192
 
 
 def split_bytes(gemm: StridedGemm) -> int:
@@ -50,7 +56,13 @@ def split_bytes(gemm: StridedGemm) -> int:
     if not elements or gemm.k < _SPLIT_K or math.prod(gemm.batch) != 1:
         return 0
     splits = min(_MAX_SPLITS, _SPLIT_ELEMENTS // elements)
-    return 4 * splits * elements if splits > 1 else 0
+    if splits <= 1:
+        return 0
+    if min(gemm.m, gemm.n) < _FIXUP_EXTENT:
+        return 4 * splits * elements
+    in_tiles = -(-gemm.m // _TILE_M) * _TILE_M * -(-gemm.n // _TILE_N) * _TILE_N
+    fixup = min(_SPLIT_ELEMENTS, min(splits, _FIXUP_PARTS) * in_tiles)
+    return 4 * max(splits * elements, fixup) + _FLAG_BYTES
 
 
 # From where on copies, a kernel more, cost less than realigning: docs/performance.md. For a short k

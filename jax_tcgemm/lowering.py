@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -37,8 +38,9 @@ _GATED_COMPUTE_CAPABILITY = (9, 0)
 
 _OLDEST_COMPUTE_CAPABILITY = (8, 0)
 
-# Rows up to which a gated product is computed as two.
+# Rows up to which the time of a product is that of reading the weights.
 _FEW_ROWS = 64
+_MANY_COLUMNS = 1024
 
 _FLOAT32 = jnp.dtype(jnp.float32)
 
@@ -164,19 +166,28 @@ def _obstacle(algorithm: str | None, spec: GemmSpec, x: Operands) -> str | None:
 
 
 def _copied_matrix(algorithm: str, spec: GemmSpec, x: Operands) -> str | None:
-    """Says if a vector would be multiplied by a padded copy of a matrix: XLA reads it but once."""
+    """Says if few rows would be multiplied by a padded copy of a matrix: XLA reads it but once."""
     gemm = fold(spec.strided(_shapes(x)))
     itemsize = INPUT_DTYPES[algorithm].itemsize
     # Measured in bfloat16, than which float16 is no larger.
-    if algorithm not in ("BF16_BF16_F32", "F16_F16_F32"):
+    if algorithm not in ("BF16_BF16_F32", "F16_F16_F32") or not padding_bytes(gemm, itemsize):
         return None
-    if 1 not in (gemm.m, gemm.n) or not padding_bytes(gemm, itemsize):
-        return None
-    name = "b" if gemm.m == 1 else "a"
+    is_vector = 1 in (gemm.m, gemm.n)
+    name = "b" if gemm.m == 1 or not is_vector else "a"
     what = misalignment(gemm, name, itemsize)
-    if what is None:
+    if what is None or not (is_vector or _has_few_aligned_rows(gemm, itemsize)):
         return None
-    return f"reference: a vector, and {name} has {what}, off {COPY_BYTES} bytes"
+    return f"reference: {gemm.m} x {gemm.n}, and {name} has {what}, off {COPY_BYTES} bytes"
+
+
+def _has_few_aligned_rows(gemm: StridedGemm, itemsize: int) -> bool:
+    """Says if XLA is quicker with a large B of misaligned rows of n, as was measured.
+
+    It is slower where A is misaligned, too, or where B's rows are of k.
+    """
+    is_large = gemm.n >= _MANY_COLUMNS and gemm.strides.b[-1] == 1
+    is_one = math.prod(gemm.batch) == 1
+    return is_one and is_large and gemm.m <= _FEW_ROWS and not misalignment(gemm, "a", itemsize)
 
 
 def too_old_device() -> str | None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jax_tcgemm
-from jax_tcgemm import gemm, lowering
+from jax_tcgemm import _core, gemm, lowering
 
 pytestmark = pytest.mark.gpu
 
@@ -125,6 +125,50 @@ def test_long_k(normal, exact, assert_accurate, dtype, shape, fused):
         np.testing.assert_array_equal(
             np.asarray(f(a, b, bias)).view(np.uint8), np.asarray(got).view(np.uint8)
         )
+
+
+def _max_splits(m: int, n: int) -> int:
+    """Returns how many float32 results the workspace holds."""
+    return min(64, 132 * 128 * 256 // (m * n))
+
+
+# Whole tiles, in two parts and in four; and residues of m, n, and k, whose last part is shorter.
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
+@pytest.mark.parametrize(
+    "shape", [(256, 4096, 4096), (512, 512, 4096), (250, 3000, 4168), (500, 504, 4168)]
+)
+def test_parts_of_k_added_up_by_the_kernel(normal, exact, assert_accurate, dtype, layout, shape):
+    """The same every time, in a loop too, where the workspace holds other things in between."""
+    m, n, k = shape
+    choice = _core.choose_config(
+        {"bfloat16": "BF16_BF16_F32", "float16": "F16_F16_F32"}[jnp.dtype(dtype).name],
+        *shape, 1, True, 132, 227 * 1024,
+        compute_capability=90, layout=layout, max_splits=_max_splits(m, n),
+    )  # fmt: skip
+    assert choice.endswith("fixup")
+    if layout[0] == "t":
+        m += -m % 8  # whose rows TMA can address
+    transposes = {"transpose_a": layout[0] == "t", "transpose_b": layout[1] == "t"}
+    a = normal(*((k, m) if layout[0] == "t" else (m, k)), dtype=dtype)
+    b = normal(*((n, k) if layout[1] == "t" else (k, n)), dtype=dtype)
+    f = jax.jit(lambda a, b: gemm(a, b, **transposes))
+    got = f(a, b)
+    baseline = jnp.matmul(a.T if layout[0] == "t" else a, b.T if layout[1] == "t" else b)
+    x, y = (exact(value.T if t == "t" else value) for value, t in zip((a, b), layout, strict=True))
+    assert_accurate(got, baseline, x @ y, 2e-4 * np.abs(x @ y).max())
+
+    @jax.jit
+    def again(a, b):
+        def step(noise, scale):
+            d = gemm(a * scale, b, **transposes)
+            return noise * 0.5 + jnp.sum(d.astype(jnp.float32)), d
+
+        return jax.lax.scan(step, jnp.ones((2048, 2048)), jnp.asarray([1, 2, 1, 2, 1], dtype))[1]
+
+    expected = np.asarray(got, np.float32)
+    for i, d in enumerate(np.asarray(again(a, b).astype(jnp.float32))):
+        np.testing.assert_array_equal(d, expected * (1 + i % 2))
 
 
 def test_an_error_of_the_handler_is_an_exception(monkeypatch):

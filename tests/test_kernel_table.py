@@ -264,6 +264,24 @@ def test_heuristic_of_the_sm90_family_on_an_h200(algorithm, shape, layout, expec
     assert not by_name(unaligned).copies_whole_chunks
 
 
+@ALL_KERNELS
+def test_heuristic_adds_up_parts_of_k_within_the_kernel():
+    def choice(*shape, sms=132, **options):
+        return _core.choose_config(
+            "BF16_BF16_F32", *shape, 1, True, sms, 227 * 1024, compute_capability=90, **options
+        )
+
+    in_kernel = "sm90_bf16_128x128x64_s6_c2x1_pingpong splits=2 fixup"
+    assert choice(1024, 1024, 16384, max_splits=4) == in_kernel
+    assert choice(256, 4096, 14336, max_splits=4) == in_kernel
+    assert choice(256, 4096, 4096, max_splits=4) == in_kernel
+    assert "splits" not in choice(256, 4096, 14336)  # no workspace
+    # The parts must be on the GPU at once, and D is the product.
+    assert "fixup" not in choice(1024, 1024, 16384, max_splits=4, sms=126)
+    assert "fixup" not in choice(1024, 1024, 16384, max_splits=4, epilogue="sum")
+    assert "fixup" not in choice(1024, 1024, 16384, max_splits=4, float32_result=True)
+
+
 def test_heuristic_refuses_what_no_row_computes():
     if not _core.kernel_names():
         pytest.skip("built without kernels")

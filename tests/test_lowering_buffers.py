@@ -82,21 +82,26 @@ def test_odd_rows_get_a_workspace(cuda_module):
     assert not call["has_workspace"]
 
 
-@pytest.mark.parametrize("m", [1, 2])
-def test_a_matrix_is_not_copied_for_a_vector(cuda_module, m):
-    """XLA reads it where it lies. Two rows still take a copy."""
-    matrix, vectors = bf16(768, 5025), bf16(m, 768)
+@pytest.mark.parametrize("m", [1, 2, 64, 65])
+def test_a_matrix_is_not_copied_for_few_rows(cuda_module, m):
+    """XLA reads it where it lies, for a vector on either side and for few rows on the left."""
+
+    def count(f, *args):
+        _, calls = cuda_module(lambda *args: f(*args), *args)
+        return len(calls)
+
+    matrix, rows = bf16(768, 5025), bf16(m, 768)
+    assert count(gemm, rows, matrix) == (m > 64)
     transposed = functools.partial(gemm, transpose_a=True, transpose_b=True)
-    for f, *args in ((gemm, vectors, matrix), (transposed, matrix, vectors)):
-        _, calls = cuda_module(lambda *args, f=f: f(*args), *args)
-        assert len(calls) == m - 1
-    _, calls = cuda_module(lambda a, b: gemm(a, b), vectors, bf16(768, 5024))
-    assert len(calls) == 1
-    _, calls = cuda_module(lambda a, b: gemm(a, b), bf16(m, 769), bf16(769, 5024))
-    assert len(calls) == 1  # the vector alone is off 16 bytes
+    assert count(transposed, matrix, rows) == (m > 1)
+    assert count(gemm, rows, bf16(768, 5024)) == 1
+    assert count(gemm, bf16(m, 769), bf16(769, 5024)) == 1  # the rows alone are off 16 bytes
+    assert count(gemm, bf16(m, 769), bf16(769, 5025)) == (m > 1)  # both
+    assert count(gemm, rows, bf16(768, 1001)) == (m > 1)  # few columns
+    to_rows_of_k = functools.partial(gemm, transpose_a=True, transpose_b=True)
+    assert count(to_rows_of_k, bf16(1001, 8 * m), bf16(5024, 1001)) == 1
     row = "sm80_bf16_64x64x32_w2x2_s3_realign"
-    _, calls = cuda_module(lambda a, b: gemm(a, b, config=row), vectors, matrix)
-    assert len(calls) == 1
+    assert count(functools.partial(gemm, config=row), rows, matrix) == 1
 
 
 def test_a_long_k_gets_a_workspace(cuda_module):
@@ -104,11 +109,11 @@ def test_a_long_k_gets_a_workspace(cuda_module):
     _, (call,) = cuda_module(lambda a, b: gemm(a, b), bf16(128, 65536), bf16(65536, 128))
     assert call["has_workspace"]
     assert call["padding_bytes"] == 0
-    assert call["results"] == ["128x128xbf16", f"{64 * 128 * 128 * 4}xui8"]
+    assert call["results"] == ["128x128xbf16", f"{64 * 128 * 128 * 4 + 8192}xui8"]
     _, (call,) = cuda_module(lambda a, b: gemm(a, b), bf16(256, 30001), bf16(30001, 27))
     padding = 256 * 60032 + 30002 * 64  # rows of 60002 and 54 bytes, to whole lines of 128
     assert call["padding_bytes"] == padding
     assert call["results"][1] == f"{padding + 64 * 256 * 27 * 4}xui8"
     _, (call,) = cuda_module(lambda a, b: gemm(a, b), bf16(1000, 10001), bf16(10001, 1000))
     assert call["padding_bytes"] == 1000 * 10048 * 2
-    assert call["results"][1] == f"{1000 * 10048 * 2 + 4 * 1000 * 1000 * 4}xui8"
+    assert call["results"][1] == f"{1000 * 10048 * 2 + 4 * 1024 * 1024 * 4 + 8192}xui8"

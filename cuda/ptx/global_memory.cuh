@@ -1,4 +1,4 @@
-// Predicated 16-byte loads from global memory.
+// Predicated 16-byte loads from global memory, and flags there.
 
 #pragma once
 
@@ -22,6 +22,20 @@ __device__ __forceinline__ void load_global_16_if(uint32_t (&word)[4], uint64_t 
       "}\n"
       : "=&r"(word[0]), "=&r"(word[1]), "=&r"(word[2]), "=&r"(word[3])
       : "l"(address), "r"(static_cast<int>(wanted)));
+}
+
+// Sets a flag, after what this thread wrote, and what it knows to be written, is visible to the
+// GPU.
+__device__ __forceinline__ void store_release(uint64_t* flag, uint64_t value) {
+  asm volatile("st.release.gpu.global.b64 [%0], %1;\n" ::"l"(flag), "l"(value) : "memory");
+}
+
+// Waits until a flag has this value, and sees what was written before it was set.
+__device__ __forceinline__ void wait_acquire(const uint64_t* flag, uint64_t value) {
+  uint64_t seen;
+  do {
+    asm volatile("ld.acquire.gpu.global.b64 %0, [%1];\n" : "=l"(seen) : "l"(flag) : "memory");
+  } while (seen != value);
 }
 
 }  // namespace jax_tcgemm::ptx

@@ -69,6 +69,16 @@ __device__ __forceinline__ void bulk_store(void* to, uint32_t shared, uint32_t b
                : "memory");
 }
 
+// The same from global to shared memory; the bytes count towards `barrier`.
+__device__ __forceinline__ void bulk_load(uint32_t shared, const void* from, uint32_t bytes,
+                                          uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::
+          "r"(shared),
+      "l"(from), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
 __device__ __forceinline__ void tma_store_commit() {
   asm volatile("cp.async.bulk.commit_group;\n" ::: "memory");
 }
@@ -82,6 +92,11 @@ __device__ __forceinline__ void tma_store_wait_read() {
 // Orders this thread's ordinary accesses to shared memory before later ones of TMA and wgmma.
 __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
+}
+
+// The same of global memory: what this thread sees as written, later bulk copies do, too.
+__device__ __forceinline__ void fence_proxy_async_global() {
+  asm volatile("fence.proxy.async.global;\n" ::: "memory");
 }
 
 }  // namespace jax_tcgemm::ptx

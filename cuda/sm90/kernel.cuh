@@ -8,13 +8,13 @@
 // Barriers (sm90/ring.cuh): full[stage]: 1 arrival of the producer + the bytes of the stage;
 //        empty[stage]: each warp that reads the stage, of every block its producer writes to;
 //        turn[w] (pingpong): 4 warps of the other consumer; c_full: 1 + bytes; partial_full and
-//        partial_empty (split k): all consumer warps of the cluster. Named barrier 1 + w: the 128
-//        threads of consumer w; 3: all consumers.
+//        partial_empty (split k): all consumer warps of the cluster; fixup_full[warp] (parts of
+//        k): 1 + bytes. Named barrier 1 + w: the 128 threads of consumer w; 3: all consumers.
 // Timeline, producer: wait empty -> expect bytes -> TMA A, B ...                 (tile after tile)
 //        consumer: send for C -> [wait turn] -> mainloop (sm90/mainloop.cuh); while its last
-//        instructions run: [pass the turn], fetch the bias -> output (sm90/output.cuh, or
-//        sm90/reduction.cuh). The producer runs ahead into the next tile meanwhile; in pingpong the
-//        other consumer multiplies.
+//        instructions run: [pass the turn], fetch the bias -> [sm90/split_fixup.cuh] -> output
+//        (sm90/output.cuh, or sm90/reduction.cuh). The producer runs ahead into the next tile
+//        meanwhile; in pingpong the other consumer multiplies.
 // A block of a cluster ends when nothing more will be written to it or read from it, which its
 // producer waits for; a barrier of the cluster in its place takes half a microsecond.
 
@@ -33,6 +33,7 @@
 #include "sm90/ragged.cuh"
 #include "sm90/reduction.cuh"
 #include "sm90/ring.cuh"
+#include "sm90/split_fixup.cuh"
 #include "sm90/tensor_maps.h"
 
 namespace jax_tcgemm::sm90 {
@@ -89,6 +90,14 @@ struct Kernel {
         at = output_place(params, walk, place, row);
         if constexpr (kConfig.split_k == 1) output.share_bias(at);
       });
+      if constexpr (kConfig.has_fixup()) {
+        if (params.fixup.parts > 0) {
+          if (SplitFixup<kConfig>(params, smem, walk.batch).run(acc)) {
+            output.finish_product(acc, at);
+          }
+          break;
+        }
+      }
       if constexpr (kConfig.split_k > 1) {
         split_output.finish(acc, row, at);
       } else {

@@ -38,15 +38,17 @@ cudaError_t launch_layouts(const LaunchRequest& request) {
   } else {
     kernel = gemm_kernel<Row, kExchanged, LayoutSet<Layouts...>>;
   }
-  cudaLaunchAttribute cluster = {};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {kConfig.cluster_size(), 1, 1};
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeClusterDimension;
+  attributes[0].val.clusterDim = {kConfig.cluster_size(), 1, 1};
+  attributes[1].id = cudaLaunchAttributeCooperative;
+  attributes[1].val.cooperative = 1;
   cudaLaunchConfig_t launch = {};
   launch.gridDim = dim3(kConfig.cluster_size());
   launch.blockDim = dim3(kConfig.threads());
   launch.dynamicSmemBytes = kConfig.shared_memory_bytes();
   launch.stream = request.stream;
-  launch.attrs = &cluster;
+  launch.attrs = attributes;
   launch.numAttrs = 1;
   static int cache[64] = {};
   int capacity = 0;
@@ -64,6 +66,10 @@ cudaError_t launch_layouts(const LaunchRequest& request) {
   params.raster.stride_batch = clusters / params.raster.tiles.divisor;
   params.raster.stride_index = clusters % params.raster.tiles.divisor;
   launch.gridDim = dim3(clusters * kConfig.cluster_size());
+  if (params.fixup.parts > 0) {  // blocks wait for one another
+    if (tiles > capacity) return cudaErrorCooperativeLaunchTooLarge;
+    launch.numAttrs = 2;
+  }
   return cudaLaunchKernelEx(&launch, kernel, params, *request.maps);
 }
 

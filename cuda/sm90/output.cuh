@@ -77,6 +77,14 @@ class Output {
     }
   }
 
+  // Instead of finish, where the D of this warp is the product and goes to the batch's one matrix.
+  // Not a part of finish: ptxas would let instructions of the mainloop wait for one another where
+  // others write to the accumulators before.
+  __device__ __forceinline__ void finish_product(const Accumulators& acc,
+                                                 const OutputPlace& place) {
+    unrolled<false, Finish::kProduct>(acc, of_warp({place.row, place.column, 0}));
+  }
+
   // Before finish: the rows of the tile's group.
   __device__ __forceinline__ void limit_rows(int end) { buffers_.row_end = end; }
 

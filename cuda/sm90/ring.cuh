@@ -79,6 +79,11 @@ struct SharedMemory {
   __device__ __forceinline__ uint32_t partial_empty() const {
     return barrier(2 * kConfig.stages + 3 + kConfig.consumer_warps() * kMaxBuffers);
   }
+  // Split k: what other parts have of a warp's rows has been copied.
+  __device__ __forceinline__ uint32_t fixup_full(int warp) const {
+    return barrier(2 * kConfig.stages + 4 + kConfig.consumer_warps() * kMaxBuffers + warp);
+  }
+  static constexpr int kFixupWarps = kConfig.has_fixup() ? kConfig.warps_m : 0;
   // Ragged: the producer has written where the next tile lies (sm90/ragged.cuh) to a slot; every
   // warp that computes it has read that.
   __device__ __forceinline__ uint32_t tile_full(int slot) const {
@@ -90,7 +95,8 @@ struct SharedMemory {
   }
   static constexpr int kTileSlots = kConfig.ragged != Ragged::kNone ? 2 : 0;
   static constexpr int kTileSlotBytes = 32;
-  static constexpr int kBarriers = 2 * kConfig.stages + 4 + kConfig.consumer_warps() * kMaxBuffers;
+  static constexpr int kBarriers =
+      2 * kConfig.stages + 4 + kConfig.consumer_warps() * kMaxBuffers + kFixupWarps;
   static_assert(kBarriers * 8 + kTileSlots * (2 * 8 + kTileSlotBytes) <=
                 KernelConfig::kBarrierBytes);
 
@@ -109,6 +115,7 @@ struct SharedMemory {
         ptx::mbarrier_init(tile_empty(slot), kTileWarps);
       }
     }
+    for (int i = 0; i < kFixupWarps; ++i) ptx::mbarrier_init(fixup_full(i), 1);
     ptx::mbarrier_init(partial_full(), kTileWarps * kConfig.split_k);
     ptx::mbarrier_init(partial_empty(), kTileWarps * kConfig.cluster_size());
     ptx::fence_mbarrier_init();

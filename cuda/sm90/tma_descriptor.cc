@@ -222,8 +222,9 @@ Status encode_tensor_maps(const GemmProblem& problem, const KernelConfig& config
   maps->has_c2 = maps->c_by_tma && epilogue.c2.data != nullptr;
   maps->finish = finish_of(epilogue, *maps, exchanged, config);
   if (!maps->d_by_tma) return Status();
-  // The groups' rows are one matrix.
-  const int64_t matrix = config.ragged == Ragged::kRows ? 0 : int64_t{params.m} * params.n;
+  // The groups' rows are one matrix, and parts of k make one.
+  const bool one_matrix = config.ragged == Ragged::kRows || params.fixup.parts > 0;
+  const int64_t matrix = one_matrix ? 0 : int64_t{params.m} * params.n;
   JAX_TCGEMM_RETURN_IF_ERROR(encode_result("d", epilogue.d, params.n, matrix,
                                            in_whole_rows(maps->finish), problem, config, &maps->d));
   if (epilogue.aux != nullptr) {
