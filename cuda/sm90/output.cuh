@@ -60,16 +60,13 @@ class Output {
     const OutputPlace place = of_warp(tile_place);
     switch (maps_.finish) {
       case Finish::kProduct:
-        if (sizeof(Element) == 4 || params_.epilogue.d_is_float32) {
-          return unrolled<true, Finish::kProduct>(acc, place);
-        }
-        return unrolled<false, Finish::kProduct>(acc, place);
+        return unrolled_for_d<Finish::kProduct>(acc, place);
       case Finish::kAddBias:
         return unrolled<false, Finish::kAddBias>(acc, place);
       case Finish::kAddC:
         return unrolled<false, Finish::kAddC>(acc, place);
       case Finish::kRows:
-        return rows(acc, place);
+        return unrolled_for_d<Finish::kRows>(acc, place);
       case Finish::kActivate:
         return fused<false>().run(acc, place);
       case Finish::kAnything:
@@ -116,24 +113,28 @@ class Output {
     return {params_, buffers_, {params_.epilogue.d_is_float32}, bias_address()};
   }
 
-  __device__ __forceinline__ void rows(const Accumulators& acc, const OutputPlace& place) {
-    if constexpr (!kConfig.gated && !kExchanged && kConfig.ragged == Ragged::kNone) {
-      const auto run = [&]<bool kWide>() {
-        UnrolledOutput<kConfig, false, kWide, Finish::kRows>{params_, buffers_, bias_address()}
-            .run_rows(acc, place);
-      };
-      if (sizeof(Element) == 4 || params_.epilogue.d_is_float32) {
-        run.template operator()<true>();
-      } else if constexpr (sizeof(Element) == 2) {
-        run.template operator()<false>();
-      }
+  // Of D in its type, which 16-bit operands have two of.
+  template <Finish kFinish>
+  __device__ __forceinline__ void unrolled_for_d(const Accumulators& acc,
+                                                 const OutputPlace& place) {
+    if (sizeof(Element) == 4 || params_.epilogue.d_is_float32) {
+      return unrolled<true, kFinish>(acc, place);
     }
+    unrolled<false, kFinish>(acc, place);
+  }
+
+  // Which finishes each configuration unrolls; host code asks for no others.
+  template <Finish kFinish>
+  static constexpr bool unrolls() {
+    if (kConfig.gated) return false;
+    if (kFinish == Finish::kProduct) return true;
+    if (kFinish == Finish::kRows) return !kExchanged && kConfig.ragged == Ragged::kNone;
+    return !kExchanged && kConfig.unrolls_sums();
   }
 
   template <bool kWide, Finish kFinish>
   __device__ __forceinline__ void unrolled(const Accumulators& acc, const OutputPlace& place) {
-    constexpr bool kIsSum = kFinish != Finish::kProduct;
-    if constexpr (!kConfig.gated && (!kIsSum || (kConfig.unrolls_sums() && !kExchanged))) {
+    if constexpr (unrolls<kFinish>()) {
       UnrolledOutput<kConfig, kExchanged, kWide || sizeof(Element) == 4, kFinish>{params_, buffers_,
                                                                                   bias_address()}
           .run(acc, place);

@@ -35,6 +35,18 @@ struct UnrolledOutput {
 
   // `tile` is the place of the warp's first rows.
   __device__ __forceinline__ void run(const Accumulators& acc, const OutputPlace& tile) const {
+    if constexpr (kFinish == Finish::kRows) {
+      run_rows(acc, tile);
+    } else {
+      run_subtiles(acc, tile);
+    }
+  }
+
+ private:
+  static constexpr int kBytes = kWide ? 4 : 2;  // of an element
+
+  __device__ __forceinline__ void run_subtiles(const Accumulators& acc,
+                                               const OutputPlace& tile) const {
     const float alpha = scalar_of(params, tile.batch, params.epilogue.alpha);
     const float beta = scalar_of(params, tile.batch, params.epilogue.beta);
 #pragma unroll
@@ -56,7 +68,7 @@ struct UnrolledOutput {
     }
   }
 
-  // The same without C, where TMA cannot address D: in parts of rows that the buffers hold.
+  // Without C, where TMA cannot address D: in parts of rows that the buffers hold.
   __device__ __forceinline__ void run_rows(const Accumulators& acc, const OutputPlace& tile) const {
     constexpr int kAll = Buffers::kBlockChunks;
     constexpr int kMost = Buffers::most_row_chunks(kBytes);
@@ -73,9 +85,6 @@ struct UnrolledOutput {
       write_part<kLast>(acc, tile, alpha, (block + 1) * kAll - kLast);
     }
   }
-
- private:
-  static constexpr int kBytes = kWide ? 4 : 2;  // of an element
 
   template <int kChunks>
   __device__ __forceinline__ void write_part(const Accumulators& acc, const OutputPlace& tile,
