@@ -4,7 +4,6 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include <limits>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -66,7 +65,7 @@ nb::dict device_properties(int ordinal) {
 std::string choose_config(const std::string& algorithm, int64_t m, int64_t n, int64_t k,
                           int64_t batch, bool aligned, int sm_count, int shared_memory_per_block,
                           bool float32_result, int compute_capability, const std::string& layout,
-                          int max_splits, const std::string& epilogue, bool gated,
+                          int64_t workspace_bytes, const std::string& epilogue, bool gated,
                           const std::string& ragged) {
   const auto decoded = algorithm_from_name(algorithm);
   if (!decoded) throw std::invalid_argument("unknown algorithm '" + algorithm + "'");
@@ -94,8 +93,7 @@ std::string choose_config(const std::string& algorithm, int64_t m, int64_t n, in
   input.compute_capability = compute_capability;
   input.sm_count = sm_count;
   input.shared_memory_per_block = shared_memory_per_block;
-  input.max_splits = max_splits;
-  input.workspace_bytes = std::numeric_limits<int64_t>::max();
+  input.workspace_bytes = workspace_bytes;
   const Choice choice = choose_kernel(input);
   if (choice.entry == nullptr) return "";
   const std::string name = choice.entry->name;
@@ -115,7 +113,7 @@ nb::dict device_properties(int) {
 }
 
 std::string choose_config(const std::string&, int64_t, int64_t, int64_t, int64_t, bool, int, int,
-                          bool, int, const std::string&, int, const std::string&, bool,
+                          bool, int, const std::string&, int64_t, const std::string&, bool,
                           const std::string&) {
   return "";
 }
@@ -145,6 +143,6 @@ NB_MODULE(_core, module) {
              nb::arg("k"), nb::arg("batch"), nb::arg("aligned"), nb::arg("sm_count"),
              nb::arg("shared_memory_per_block"), nb::arg("float32_result") = false,
              nb::arg("compute_capability") = 80, nb::arg("layout") = "nn",
-             nb::arg("max_splits") = 1, nb::arg("epilogue") = "none", nb::arg("gated") = false,
+             nb::arg("workspace_bytes") = 0, nb::arg("epilogue") = "none", nb::arg("gated") = false,
              nb::arg("ragged") = "none");
 }

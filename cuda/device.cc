@@ -33,7 +33,8 @@ Status query(int ordinal, DeviceProperties* properties) {
   cudaDeviceProp all;
   JAX_TCGEMM_CUDA_CHECK(cudaGetDeviceProperties(&all, ordinal), "device ", ordinal);
   properties->ordinal = ordinal;
-  std::strncpy(properties->name, all.name, sizeof(properties->name) - 1);
+  static_assert(sizeof(properties->name) >= sizeof(all.name));
+  std::memcpy(properties->name, all.name, sizeof(all.name));
   properties->compute_capability = 10 * major + minor;
   return Status();
 }

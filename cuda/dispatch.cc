@@ -66,11 +66,12 @@ struct ChoiceInputHash {
 Choice fastest_kernel(const ChoiceInput& input) {
   Choice best;
   bool best_suits = false;
+  const int most_splits = max_splits(input);
   double best_time = std::numeric_limits<double>::infinity();
   for (const KernelEntry& entry : kernel_registry()) {
     if (!supports(entry.config, input)) continue;
     const bool entry_suits = suits(entry.config, input);
-    for (int splits = 1; splits <= input.max_splits; splits *= 2) {
+    for (int splits = 1; splits <= most_splits; splits *= 2) {
       if (splits > 1 && !supports_splits(entry.config, input, splits)) continue;
       const double time = estimated_cycles(entry.config, input, splits);
       if (entry_suits > best_suits || (entry_suits == best_suits && time < best_time)) {
@@ -81,18 +82,6 @@ Choice fastest_kernel(const ChoiceInput& input) {
     }
   }
   return best;
-}
-
-// How many float32 copies of D the rest of the workspace holds.
-int max_splits(const GemmProblem& problem, int64_t used) {
-  const GemmParams& p = problem.params;
-  constexpr int kMaxGridRows = 65535;
-  if (problem.workspace == nullptr || p.batch != 1 || p.n % kVectorColumns != 0 ||
-      p.m > kMaxGridRows) {
-    return 1;
-  }
-  const int64_t copies = (problem.workspace_bytes - used) / (int64_t{4} * p.m * p.n);
-  return static_cast<int>(std::clamp<int64_t>(copies, 1, 64));
 }
 
 // `used` bytes of the workspace are taken.
@@ -112,7 +101,6 @@ Status find_kernel(const GemmProblem& problem, const DeviceProperties& device, i
       .epilogue = work_of(p.epilogue),
       .gated = p.epilogue.gated,
       .float32_result = p.epilogue.d_is_float32,
-      .max_splits = max_splits(problem, used),
       .workspace_bytes = problem.workspace_bytes - used,
       .compute_capability = device.compute_capability,
       .sm_count = device.sm_count,
@@ -222,10 +210,10 @@ GemmProblem fixup_problem(const GemmProblem& whole, int stages, int parts, char*
   return problem;
 }
 
-// `fits`, where given, is set to whether the device holds all blocks at once; else nothing is done.
+// `fits`, where given, is set to whether the device holds all blocks at once; where it does not,
+// nothing is launched, and that is no error.
 Status launch(GemmProblem* problem, const KernelEntry& entry, const DeviceProperties& device,
               cudaStream_t stream, bool* fits = nullptr) {
-  log_choice(*problem, entry);
   GemmParams& params = problem->params;
   const KernelConfig& config = entry.config;
   const bool exchanged =
@@ -236,10 +224,11 @@ Status launch(GemmProblem* problem, const KernelEntry& entry, const DeviceProper
     JAX_TCGEMM_RETURN_IF_ERROR(sm90::encode_tensor_maps(*problem, config, &maps));
   }
   const LaunchRequest request = {params, problem->major_a, problem->major_b, &maps, device, stream};
-  const cudaError_t error = entry.launch(request);
-  if (fits != nullptr) *fits = error != cudaErrorCooperativeLaunchTooLarge;
+  const cudaError_t launched = entry.launch(request);
+  if (fits != nullptr) *fits = launched != cudaErrorCooperativeLaunchTooLarge;
   if (fits != nullptr && !*fits) return Status();
-  JAX_TCGEMM_CUDA_CHECK(error, "launching ", entry.name, " for m=", params.m, " n=", params.n,
+  log_choice(*problem, entry);
+  JAX_TCGEMM_CUDA_CHECK(launched, "launching ", entry.name, " for m=", params.m, " n=", params.n,
                         " k=", params.k, " batch=", params.batch, " on ", device.name);
   return Status();
 }
@@ -249,7 +238,7 @@ Status launch(GemmProblem* problem, const KernelEntry& entry, const DeviceProper
 void log_choice(const GemmProblem& problem, const KernelEntry& entry) {
   static const bool enabled = [] {
     const char* value = std::getenv("JAX_TCGEMM_LOG");
-    return value != nullptr && *value != '\0' && std::string_view(value) != "0";
+    return value != nullptr && std::string_view(value) == "1";
   }();
   if (!enabled) return;
   const GemmParams& p = problem.params;

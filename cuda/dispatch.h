@@ -52,7 +52,7 @@ Choice choose_kernel(const ChoiceInput& input);
 // Whether an operand's rows begin with lines of L2.
 bool begins_lines(const Operand& operand, Algorithm algorithm);
 
-// One line for each distinct choice when JAX_TCGEMM_LOG is set.
+// One line for each distinct choice when JAX_TCGEMM_LOG is 1.
 void log_choice(const GemmProblem& problem, const KernelEntry& entry);
 
 // Enqueues the problem on `stream` of `device`.

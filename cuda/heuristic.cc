@@ -349,6 +349,14 @@ bool suits(const KernelConfig& config, const ChoiceInput& input) {
   return config.arch == Arch::kSimt || config.promote == wants;
 }
 
+int max_splits(const ChoiceInput& input) {
+  constexpr int kMaxGridRows = 65535;  // of the kernel that adds them up
+  constexpr int64_t kMostSplits = 64;
+  if (input.batch != 1 || input.n % kVectorColumns != 0 || input.m > kMaxGridRows) return 1;
+  const int64_t result = std::max<int64_t>(1, 4 * input.m * input.n);
+  return static_cast<int>(std::clamp<int64_t>(input.workspace_bytes / result, 1, kMostSplits));
+}
+
 bool has_fixup(const KernelConfig& config, const ChoiceInput& input, int splits) {
   if (!config.has_fixup() || input.epilogue != EpilogueWork::kNone || input.float32_result ||
       !input.d_by_tma || splits == 1 || splits > config.warps_m) {

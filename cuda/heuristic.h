@@ -18,11 +18,10 @@ struct ChoiceInput {
   bool tma_addressable;  // both operands: TMA can
   Major major_a, major_b;
   EpilogueWork epilogue;
-  bool gated;           // two weights
-  bool float32_result;  // of 16-bit operands: wants a promoted accumulator
-  int max_splits;       // of k, through a workspace; 1: there is none
-  int64_t workspace_bytes;
-  int compute_capability;  // 10 * major + minor
+  bool gated;               // two weights
+  bool float32_result;      // of 16-bit operands: wants a promoted accumulator
+  int64_t workspace_bytes;  // for products over parts of k
+  int compute_capability;   // 10 * major + minor
   int sm_count;
   int shared_memory_per_block;  // bytes
   int batch_rank;
@@ -51,6 +50,9 @@ bool has_fixup(const KernelConfig& config, const ChoiceInput& input, int splits)
 
 // Expected time in clock cycles, launch overhead apart, with k split into so many products.
 double estimated_cycles(const KernelConfig& config, const ChoiceInput& input, int splits = 1);
+
+// Into how many products k may be split: as many float32 results as the workspace holds.
+int max_splits(const ChoiceInput& input);
 
 // Whether this kernel can compute so many.
 bool supports_splits(const KernelConfig& config, const ChoiceInput& input, int splits);

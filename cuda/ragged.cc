@@ -26,7 +26,6 @@ ChoiceInput even_groups(const GemmProblem& problem, Ragged ragged, const DeviceP
   input.major_b = problem.major_b;
   input.epilogue = work_of(p.epilogue);
   input.float32_result = p.epilogue.d_is_float32;
-  input.max_splits = 1;
   input.compute_capability = device.compute_capability;
   input.sm_count = device.sm_count;
   input.shared_memory_per_block = device.shared_memory_per_block;

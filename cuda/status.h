@@ -64,19 +64,20 @@ Status make_status(Status::Code code, const char* file, int line, const char* ex
     }                                                                                     \
   } while (0)
 
-#define JAX_TCGEMM_RETURN_IF_ERROR(expression)                                   \
-  do {                                                                           \
-    if (::jax_tcgemm::Status status = (expression); !status.ok()) return status; \
+#define JAX_TCGEMM_RETURN_IF_ERROR(expression)                                      \
+  do {                                                                              \
+    if (::jax_tcgemm::Status status_ = (expression); !status_.ok()) return status_; \
   } while (0)
 
 // Returns an internal-error Status unless a CUDA call succeeded.
-#define JAX_TCGEMM_CUDA_CHECK(expression, ...)                                               \
-  do {                                                                                       \
-    if (const cudaError_t error = (expression); error != cudaSuccess) {                      \
-      return ::jax_tcgemm::make_status(::jax_tcgemm::Status::Code::kInternal, __FILE_NAME__, \
-                                       __LINE__, #expression, cudaGetErrorName(error), " (", \
-                                       cudaGetErrorString(error), ") ", __VA_ARGS__);        \
-    }                                                                                        \
+#define JAX_TCGEMM_CUDA_CHECK(expression, ...)                                                     \
+  do {                                                                                             \
+    if (const cudaError_t cuda_check_error_ = (expression); cuda_check_error_ != cudaSuccess) {    \
+      return ::jax_tcgemm::make_status(::jax_tcgemm::Status::Code::kInternal, __FILE_NAME__,       \
+                                       __LINE__, #expression, cudaGetErrorName(cuda_check_error_), \
+                                       " (", cudaGetErrorString(cuda_check_error_), ") ",          \
+                                       __VA_ARGS__);                                               \
+    }                                                                                              \
   } while (0)
 
 #endif  // JAX_TCGEMM_STATUS_H_

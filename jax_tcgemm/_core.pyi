@@ -16,7 +16,7 @@ def choose_config(
     float32_result: bool = False,
     compute_capability: int = 80,
     layout: str = "nn",
-    max_splits: int = 1,
+    workspace_bytes: int = 0,
     epilogue: str = "none",
     gated: bool = False,
     ragged: str = "none",

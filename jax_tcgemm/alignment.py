@@ -39,12 +39,6 @@ def misalignment(gemm: StridedGemm, name: str, itemsize: int) -> str | None:
 _MAX_SPLITS = 64
 _SPLIT_ELEMENTS = 132 * 128 * 256  # results that keep every SM of the largest GPU busy
 _SPLIT_K = 4096
-# Where kernels add up parts of k themselves: how many, their tiles, in pairs along m, and flags.
-# Fewer rows or columns go to other kernels.
-_FIXUP_PARTS = 4
-_FIXUP_EXTENT = 65
-_TILE_M, _TILE_N = 256, 128
-_FLAG_BYTES = 8192
 
 
 def split_bytes(gemm: StridedGemm) -> int:
@@ -56,13 +50,7 @@ def split_bytes(gemm: StridedGemm) -> int:
     if not elements or gemm.k < _SPLIT_K or math.prod(gemm.batch) != 1:
         return 0
     splits = min(_MAX_SPLITS, _SPLIT_ELEMENTS // elements)
-    if splits <= 1:
-        return 0
-    if min(gemm.m, gemm.n) < _FIXUP_EXTENT:
-        return 4 * splits * elements
-    in_tiles = -(-gemm.m // _TILE_M) * _TILE_M * -(-gemm.n // _TILE_N) * _TILE_N
-    fixup = min(_SPLIT_ELEMENTS, min(splits, _FIXUP_PARTS) * in_tiles)
-    return 4 * max(splits * elements, fixup) + _FLAG_BYTES
+    return 4 * splits * elements if splits > 1 else 0
 
 
 # From where on copies, a kernel more, cost less than realigning: docs/performance.md. For a short k
@@ -112,7 +100,7 @@ def _pitch(row_bytes: int) -> int:
 def _layout(gemm: StridedGemm, name: str) -> tuple[tuple[int, ...], int, int, int]:
     """Returns an operand's batch strides, rows, row stride and columns, columns contiguous.
 
-    The choice where either axis may count as contiguous is that of ``cuda/ffi_handler.cc``.
+    The choice where either axis may count as contiguous is that of ``cuda/ffi_operands.cc``.
     """
     strides = getattr(gemm.strides, name)
     if name == "a":

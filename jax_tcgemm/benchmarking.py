@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 Method = Literal["cupti", "wall"]
 
-# Twice the L2 cache of the largest GPU to date that runs these kernels.
+# Over twice the L2 cache of an H200 (50 MiB).
 _CACHE_BYTES = 2 * 64 * 2**20
 _WALL_SECONDS_PER_SAMPLE = 2e-3
 

@@ -240,7 +240,7 @@ class KernelConfig:
 
     @property
     def name(self) -> str:
-        """File name, FFI attribute, tuning key and test id."""
+        """File name, the custom call's ``config`` and test id."""
         tile = (
             f"{self.arch}_{ALGORITHM_TAGS[self.algorithm]}"
             f"_{self.tile_m}x{self.tile_n}x{self.tile_k}"

@@ -40,6 +40,7 @@ _OLDEST_COMPUTE_CAPABILITY = (8, 0)
 
 # Rows up to which the time of a product is that of reading the weights.
 _FEW_ROWS = 64
+# Columns from which XLA is quicker with few rows of a misaligned matrix.
 _MANY_COLUMNS = 1024
 
 _FLOAT32 = jnp.dtype(jnp.float32)
@@ -68,7 +69,7 @@ def cuda_gemm(*operands: jax.Array, spec: GemmSpec) -> list[jax.Array]:
     algorithm = resolve_algorithm(x.a.dtype, x.b.dtype, spec.out_dtype, spec.precision)
     obstacle = _obstacle(algorithm, spec, x)
     if algorithm is not None and obstacle is None and spec.config is None:
-        obstacle = _copied_matrix(algorithm, spec, x)
+        obstacle = _left_to_xla(algorithm, spec, x)
     log(_describe(x, spec, obstacle or f"{algorithm}, config {spec.config or 'by heuristic'}"))
     if algorithm is None or obstacle is not None:
         return reference.reference_gemm(*operands, spec=spec)
@@ -165,8 +166,8 @@ def _obstacle(algorithm: str | None, spec: GemmSpec, x: Operands) -> str | None:
     return None
 
 
-def _copied_matrix(algorithm: str, spec: GemmSpec, x: Operands) -> str | None:
-    """Says if few rows would be multiplied by a padded copy of a matrix: XLA reads it but once."""
+def _left_to_xla(algorithm: str, spec: GemmSpec, x: Operands) -> str | None:
+    """Says if few rows would be multiplied by a copy of a matrix that XLA reads where it lies."""
     gemm = fold(spec.strided(_shapes(x)))
     itemsize = INPUT_DTYPES[algorithm].itemsize
     # Measured in bfloat16, than which float16 is no larger.
@@ -320,7 +321,7 @@ def _with_dense_batch(x: Operands, spec: GemmSpec) -> tuple[Operands, GemmSpec]:
 def _attributes(
     gemm: StridedGemm, spec: GemmSpec, algorithm: str, padding: int, has_workspace: bool
 ) -> dict[str, Any]:
-    """Returns the attributes of the custom call; ``cuda/ffi_handler.cc`` reads the same names."""
+    """Returns the attributes of the custom call; ``cuda/ffi_attributes.h`` has the same names."""
     has = {f"has_{name}": axes is not None for name, axes in spec.axes._asdict().items()}
     strides = {
         f"{name}_strides": np.asarray(values, np.int64)

@@ -1,4 +1,4 @@
-"""``gemm_p``, the one primitive, and its rule under each JAX transformation."""
+"""``gemm_p``, the primitive of a gemm, and its rule under each JAX transformation."""
 
 from __future__ import annotations
 

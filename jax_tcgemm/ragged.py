@@ -60,6 +60,7 @@ def ragged_dot(
     Raises:
         TypeError: an argument's type or dtype is not accepted.
         ValueError: an argument's shape or value is not accepted.
+        NotImplementedError: an operand's type is sharded (meshes with explicit axes).
     """
     lhs, rhs = arguments.matrix("lhs", lhs), arguments.matrix("rhs", rhs)
     if lhs.ndim != 2 or rhs.ndim != 3:
@@ -119,6 +120,7 @@ def gated_ragged_dot(
     Raises:
         TypeError: an argument's type or dtype is not accepted.
         ValueError: an argument's shape or value is not accepted.
+        NotImplementedError: an operand's type is sharded (meshes with explicit axes).
     """
     rhs_gate = arguments.array("rhs_gate", rhs_gate)
     rhs_up = arguments.like("rhs_up", rhs_up, "rhs_gate", rhs_gate)
@@ -143,7 +145,7 @@ def _check_config(config: str | None, algorithm: str | None) -> None:
 
 
 def _sizes(group_sizes: ArrayLike, groups: int) -> jax.Array:
-    """Returns the sizes as int32; what does not fit becomes the largest."""
+    """Returns the sizes as int32; what is too large becomes the largest, what is too small 0."""
     sizes = arguments.array("group_sizes", group_sizes)
     if not jnp.issubdtype(sizes.dtype, jnp.integer):
         raise TypeError(f"group_sizes must be integers, got group_sizes.dtype={sizes.dtype}")

@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 from gpu_accuracy import baseline_precision, poison
 
-from jax_tcgemm import _extension, kernel_table
+from jax_tcgemm import _core, _extension, kernel_table
+from jax_tcgemm.alignment import split_bytes
 from jax_tcgemm.spec import INPUT_DTYPES
+from jax_tcgemm.strides import Operands, StridedGemm
 
 # Read when a backend starts. The shard_map tests need more than one device; on GPUs, tuning the
 # products of the baseline would take most of the time.
@@ -142,6 +144,20 @@ def compare(exact, assert_accurate):
             assert_accurate(x, baseline, wanted, slack)
 
     return run
+
+
+@pytest.fixture
+def choose_on_h200() -> Callable[..., str]:
+    """Names the row, and the parts of k, that an H200 takes for a product in its workspace."""
+    if len(_core.kernel_names()) < len(kernel_table.CONFIGS):
+        pytest.skip("needs every kernel of the table")
+
+    def choose(algorithm: str, m: int, n: int, k: int, *, sms: int = 132, **options: Any) -> str:
+        room = split_bytes(StridedGemm(m, n, k, (), Operands((k, 1), (n, 1))))
+        options = {"compute_capability": 90, "workspace_bytes": room} | options
+        return _core.choose_config(algorithm, m, n, k, 1, True, sms, 227 * 1024, **options)
+
+    return choose
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_tcgemm import clip, gemm, softcap
+from jax_tcgemm import clip, gemm, selftest, softcap
 from jax_tcgemm.epilogues import ACTIVATIONS, resolve
 
 _erf = np.vectorize(math.erf, otypes=[np.float64])
@@ -35,6 +35,7 @@ def test_every_activation_has_a_formula():
     names = {row if isinstance(row, str) else row.name for row in FORMULAS}
     assert names == {*ACTIVATIONS, "softcap", "clip"}
     assert len({resolve(row).cpp_name for row in FORMULAS}) == len(names)
+    assert {*ACTIVATIONS} <= selftest._ACTIVATIONS.keys()
 
 
 @EACH

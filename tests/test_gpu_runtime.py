@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import jax_tcgemm
-from jax_tcgemm import _core, gemm, lowering
+from jax_tcgemm import gemm, lowering
+from jax_tcgemm.spec import INPUT_DTYPES
 
 pytestmark = pytest.mark.gpu
 
@@ -127,26 +128,26 @@ def test_long_k(normal, exact, assert_accurate, dtype, shape, fused):
         )
 
 
-def _max_splits(m: int, n: int) -> int:
-    """Returns how many float32 results the workspace holds."""
-    return min(64, 132 * 128 * 256 // (m * n))
-
-
 # Whole tiles, in two parts and in four; and residues of m, n, and k, whose last part is shorter.
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
+@pytest.mark.parametrize(
+    ("algorithm", "layout"),
+    [
+        ("BF16_BF16_F32", "nn"),
+        ("F16_F16_F32", "nt"),
+        ("F16_F16_F32", "tn"),
+        ("BF16_BF16_F32", "tt"),
+    ],
+)
 @pytest.mark.parametrize(
     "shape", [(256, 4096, 4096), (512, 512, 4096), (250, 3000, 4168), (500, 504, 4168)]
 )
-def test_parts_of_k_added_up_by_the_kernel(normal, exact, assert_accurate, dtype, layout, shape):
+def test_parts_of_k_added_up_by_the_kernel(
+    normal, exact, assert_accurate, choose_on_h200, algorithm, layout, shape
+):
     """The same every time, in a loop too, where the workspace holds other things in between."""
     m, n, k = shape
-    choice = _core.choose_config(
-        {"bfloat16": "BF16_BF16_F32", "float16": "F16_F16_F32"}[jnp.dtype(dtype).name],
-        *shape, 1, True, 132, 227 * 1024,
-        compute_capability=90, layout=layout, max_splits=_max_splits(m, n),
-    )  # fmt: skip
-    assert choice.endswith("fixup")
+    assert choose_on_h200(algorithm, *shape, layout=layout).endswith("fixup")
+    dtype = INPUT_DTYPES[algorithm]
     if layout[0] == "t":
         m += -m % 8  # whose rows TMA can address
     transposes = {"transpose_a": layout[0] == "t", "transpose_b": layout[1] == "t"}

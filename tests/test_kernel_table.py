@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.resources
 import itertools
 import re
@@ -264,22 +265,18 @@ def test_heuristic_of_the_sm90_family_on_an_h200(algorithm, shape, layout, expec
     assert not by_name(unaligned).copies_whole_chunks
 
 
-@ALL_KERNELS
-def test_heuristic_adds_up_parts_of_k_within_the_kernel():
-    def choice(*shape, sms=132, **options):
-        return _core.choose_config(
-            "BF16_BF16_F32", *shape, 1, True, sms, 227 * 1024, compute_capability=90, **options
-        )
-
+def test_heuristic_adds_up_parts_of_k_within_the_kernel(choose_on_h200):
+    choose = functools.partial(choose_on_h200, "BF16_BF16_F32")
     in_kernel = "sm90_bf16_128x128x64_s6_c2x1_pingpong splits=2 fixup"
-    assert choice(1024, 1024, 16384, max_splits=4) == in_kernel
-    assert choice(256, 4096, 14336, max_splits=4) == in_kernel
-    assert choice(256, 4096, 4096, max_splits=4) == in_kernel
-    assert "splits" not in choice(256, 4096, 14336)  # no workspace
+    assert choose(1024, 1024, 16384) == in_kernel
+    assert choose(256, 4096, 14336) == in_kernel
+    assert choose(256, 4096, 4096) == in_kernel
     # The parts must be on the GPU at once, and D is the product.
-    assert "fixup" not in choice(1024, 1024, 16384, max_splits=4, sms=126)
-    assert "fixup" not in choice(1024, 1024, 16384, max_splits=4, epilogue="sum")
-    assert "fixup" not in choice(1024, 1024, 16384, max_splits=4, float32_result=True)
+    assert "fixup" not in choose(1024, 1024, 16384, sms=126)
+    assert "fixup" not in choose(1024, 1024, 16384, epilogue="sum")
+    assert "fixup" not in choose(1024, 1024, 16384, float32_result=True)
+    assert choose(128, 128, 65536).endswith(" splits=32")
+    assert "splits" not in choose(128, 128, 65536, workspace_bytes=2 * 4 * 128 * 128 - 1)
 
 
 def test_heuristic_refuses_what_no_row_computes():

@@ -1,5 +1,5 @@
-// Launches a kernel of any family: picks the instantiation for the operands' layouts, sizes the
-// persistent grid and enqueues it.
+// Launches a kernel of the sm80 or simt family: picks the instantiation for the operands' layouts,
+// sizes the persistent grid and enqueues it.
 
 #pragma once
 

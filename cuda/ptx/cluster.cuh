@@ -59,7 +59,7 @@ __device__ __forceinline__ void load_cluster_16(float (&value)[4], uint32_t addr
       : "memory");
 }
 
-// Named barrier `id` (1 .. 15) of `threads` threads.
+// Named barrier `id` (0 .. 15) of `threads` threads.
 __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }
@@ -70,7 +70,7 @@ __device__ __forceinline__ void multiply_add(float& target, float a, float b, fl
   asm volatile("fma.rn.f32 %0, %1, %2, %3;\n" : "=f"(target) : "f"(a), "f"(b), "f"(c));
 }
 
-// Counts towards it without waiting.
+// Counts towards a named barrier without waiting.
 __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }

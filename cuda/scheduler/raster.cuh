@@ -1,6 +1,6 @@
 // Tile order. Consecutive blocks run at the same time, so their tiles should share rows of A and
-// columns of B in L2: tiles go in groups of `raster_group` tile rows (or columns), column after
-// column inside a group.
+// columns of B in L2: tiles go in groups of `width` tile rows (or columns), column after column
+// inside a group.
 
 #pragma once
 

@@ -113,7 +113,7 @@ class Output {
     return {params_, buffers_, {params_.epilogue.d_is_float32}, bias_address()};
   }
 
-  // Of D in its type, which 16-bit operands have two of.
+  // For the type of D, which of 16-bit operands may be float32.
   template <Finish kFinish>
   __device__ __forceinline__ void unrolled_for_d(const Accumulators& acc,
                                                  const OutputPlace& place) {

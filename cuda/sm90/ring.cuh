@@ -79,7 +79,7 @@ struct SharedMemory {
   __device__ __forceinline__ uint32_t partial_empty() const {
     return barrier(2 * kConfig.stages + 3 + kConfig.consumer_warps() * kMaxBuffers);
   }
-  // Split k: what other parts have of a warp's rows has been copied.
+  // Parts of k: what the others have of a warp's rows has been copied.
   __device__ __forceinline__ uint32_t fixup_full(int warp) const {
     return barrier(2 * kConfig.stages + 4 + kConfig.consumer_warps() * kMaxBuffers + warp);
   }
@@ -156,7 +156,7 @@ struct ClusterPlace {
     const uint32_t blocks = sharers_of_a() | sharers_of_b();
     return other < kConfig.cluster_size() && (blocks >> other & 1);
   }
-  // This block's share of k, in k-tiles: of all of it, or of the part that makes a matrix of D.
+  // This block's share of k, in k-tiles: of all of it, or of part `matrix` of it.
   struct Range {
     int begin, end;
   };

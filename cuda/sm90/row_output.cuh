@@ -1,4 +1,4 @@
-// Sums where TMA cannot address D, for its rows begin anywhere. Parts of a warp's 16 rows, as few
+// Sums where TMA cannot address D, for its rows begin anywhere. A warp's 16 rows, in as few parts
 // as its buffers hold, lie there each as far behind a multiple of 16 bytes as in D: so what D has
 // of them in whole 16 bytes leaves by one bulk copy a row, and threads write the ends.
 

@@ -164,7 +164,7 @@ bool c_by_tma(const GemmProblem& problem) {
          is_aligned(c.data) && is_aligned(epilogue.c2.data);
 }
 
-// What the kernel has to do; the paths for sums are for D in the type of the operands.
+// What the kernel has to do; kAddBias and kAddC are for D in the type of the operands.
 Finish finish_of(const EpilogueParams& epilogue, const TensorMaps& maps, bool exchanged,
                  const KernelConfig& config) {
   const EpilogueWork work = work_of(epilogue);
