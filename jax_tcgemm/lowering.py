@@ -184,11 +184,12 @@ def _left_to_xla(algorithm: str, spec: GemmSpec, x: Operands) -> str | None:
 def _has_few_aligned_rows(gemm: StridedGemm, itemsize: int) -> bool:
     """Says if XLA is quicker with a large B of misaligned rows of n, as was measured.
 
-    It is slower where A is misaligned, too, or where B's rows are of k.
+    A lay in aligned rows of k. Where A is misaligned, too, or B's rows are of k, XLA is slower.
     """
-    is_large = gemm.n >= _MANY_COLUMNS and gemm.strides.b[-1] == 1
-    is_one = math.prod(gemm.batch) == 1
-    return is_one and is_large and gemm.m <= _FEW_ROWS and not misalignment(gemm, "a", itemsize)
+    if math.prod(gemm.batch) != 1 or gemm.m > _FEW_ROWS or gemm.n < _MANY_COLUMNS:
+        return False
+    in_rows = gemm.strides.a[-1] == gemm.strides.b[-1] == 1
+    return in_rows and misalignment(gemm, "a", itemsize) is None
 
 
 def too_old_device() -> str | None:

@@ -98,8 +98,9 @@ def test_a_matrix_is_not_copied_for_few_rows(cuda_module, m):
     assert count(gemm, bf16(m, 769), bf16(769, 5024)) == 1  # the rows alone are off 16 bytes
     assert count(gemm, bf16(m, 769), bf16(769, 5025)) == (m > 1)  # both
     assert count(gemm, rows, bf16(768, 1001)) == (m > 1)  # few columns
-    to_rows_of_k = functools.partial(gemm, transpose_a=True, transpose_b=True)
-    assert count(to_rows_of_k, bf16(1001, 8 * m), bf16(5024, 1001)) == 1
+    assert count(transposed, bf16(1001, 8 * m), bf16(5024, 1001)) == 1  # B in rows of k
+    a_transposed = functools.partial(gemm, transpose_a=True)
+    assert count(a_transposed, bf16(768, 8 * m), matrix) == 1
     row = "sm80_bf16_64x64x32_w2x2_s3_realign"
     assert count(functools.partial(gemm, config=row), rows, matrix) == 1
 

@@ -19,6 +19,7 @@
 #include "ptx/mbarrier.cuh"
 #include "ptx/shared_memory.cuh"
 #include "ptx/tma.cuh"
+#include "sm90/output.cuh"
 #include "sm90/ring.cuh"
 
 namespace jax_tcgemm::sm90 {
@@ -27,8 +28,7 @@ namespace jax_tcgemm::sm90 {
 template <KernelConfig kConfig>
 class SplitFixup {
  public:
-  static constexpr int kBlockValues = kConfig.tile_n / 2;  // of a thread, in 64 rows
-  using Accumulators = float[kConfig.accumulators() / kBlockValues][kBlockValues];
+  using Accumulators = typename Output<kConfig, false>::Accumulators;
 
   __device__ __forceinline__ SplitFixup(const GemmParams& params, const SharedMemory<kConfig>& smem,
                                         int part)
@@ -57,6 +57,7 @@ class SplitFixup {
   }
 
  private:
+  static constexpr int kBlockValues = Output<kConfig, false>::kBlockValues;
   static constexpr int kWarps = kConfig.warps_m;  // of a tile
   static constexpr int kVectors = kConfig.accumulators() / 4;
   static constexpr int kVectorBytes = 32 * 16;  // of a warp
