@@ -78,19 +78,22 @@ constexpr double kFewStagesFactor = 1.02;  // fewer than 4
 constexpr double kTransposeFactor = 1.34;
 constexpr double kPromoteFactor = 1.04;
 // The least that a stage takes where A goes through registers, of one and of two warpgroups, and
-// for each column of the tile; two blocks on an SM hide half of each other's.
-constexpr double kFragmentCycles[] = {430.0, 455.0};
-constexpr double kFragmentColumnCycles = 0.7;
+// for each column that one multiplies; two blocks on an SM hide half of each other's.
+constexpr double kFragmentCycles[] = {355.0, 465.0};
+constexpr double kFragmentColumnCycles = 0.55;
 // Into and out of one SM's shared memory.
 constexpr double kSharedMemoryRate = 137.0;
 constexpr double kSharedMemoryPeak = 128.0;
 constexpr double kContention = 0.1;  // for what is wanted beyond the peak
 // From L2 into all SMs, where it holds both operands and where not; into one SM where few rows
-// share weights that L2 does not hold.
+// share weights that L2 does not hold, and of 32-bit elements where rows are the fewer.
 constexpr double kWarmRate = 8770.0;
 constexpr double kColdRate = 6220.0;
 constexpr double kColdRowsRate = 47.0;
-constexpr double kColdBytes = 27e6;
+constexpr double kColdRowsRate32 = 42.0;
+constexpr double kColdBytes = 27e6;  // of the operands; with D, which takes their place in L2
+constexpr double kColdBytesWithD = 38e6;
+constexpr double kColdBytes32 = 20e6;
 constexpr double kUnsharedFactor = 1.01;  // blocks that load all they need cost power
 constexpr double kSplitLineFactor = 1.6;  // rows that are a part of two lines ask for both
 constexpr double kReadRate = 2400.0;      // from device memory
@@ -142,14 +145,37 @@ int64_t concurrent_clusters(const KernelConfig& config, const ChoiceInput& input
   return std::max<int64_t>(1, static_cast<int64_t>(input.sm_count * blocks * usable / size));
 }
 
-// Clusters' tiles in one batch.
+// Of D, or of D^T where that is what a row computes.
+struct Extents {
+  int64_t rows;
+  int64_t columns;
+};
+
+Extents computed_extents(const KernelConfig& config, const ChoiceInput& input) {
+  if (sm90::exchanges_operands(config, input.major_a, input.major_b, input.m, input.n)) {
+    return {input.n, input.m};
+  }
+  return {input.m, input.n};
+}
+
+// Clusters' tiles in all batches.
 int64_t sm90_tiles(const KernelConfig& config, const ChoiceInput& input, int splits) {
-  const bool exchanged =
-      sm90::exchanges_operands(config, input.major_a, input.major_b, input.m, input.n);
-  const int64_t rows = exchanged ? input.n : input.m;
-  const int64_t columns = exchanged ? input.m : input.n;
-  return ceil_div(rows, config.tile_m * config.cluster_m) *
-         ceil_div(columns, config.output_n() * config.cluster_n) * input.batch * splits;
+  const Extents extents = computed_extents(config, input);
+  return ceil_div(extents.rows, config.tile_m * config.cluster_m) *
+         ceil_div(extents.columns, config.output_n() * config.cluster_n) * input.batch * splits;
+}
+
+// Bytes per cycle into one SM where blocks of 64 rows ask L2, almost at once, for columns that it
+// must fetch; 0 where that is not what limits them.
+double starved_rate(const KernelConfig& config, const ChoiceInput& input, double operand_bytes) {
+  using namespace sm90_model;
+  if (config.tile_m != 64 || config.ragged != Ragged::kNone) return 0.0;
+  if (element_bytes(config.algorithm) == 2) {
+    return operand_bytes > kColdBytes && input.m <= 256 ? kColdRowsRate : 0.0;
+  }
+  const Extents extents = computed_extents(config, input);
+  const bool fewer = extents.rows < extents.columns;
+  return operand_bytes > kColdBytes32 && fewer ? kColdRowsRate32 : 0.0;
 }
 
 // Bytes of a stage that a block asks L2 for; others of its cluster load the rest.
@@ -175,22 +201,26 @@ double sm90_stage_cycles(const KernelConfig& config, const ChoiceInput& input, i
   const double shared_bytes =
       config.tile_m / 64.0 * (64 + config.tile_n) * 128 + config.stage_bytes();
   const double shared = shared_bytes / kSharedMemoryRate;
-  const bool cold =
-      static_cast<double>(bytes) * input.k * (input.m + input.n) * input.batch > kColdBytes;
+  const double operand_bytes =
+      static_cast<double>(bytes) * input.k * (input.m + input.n) * input.batch;
+  const double d_bytes = static_cast<double>(input.float32_result ? 4 : bytes) * input.m * input.n *
+                         static_cast<double>(input.batch);
+  const bool cold = operand_bytes > kColdBytes || operand_bytes + d_bytes > kColdBytesWithD;
   const double loaded = loaded_bytes(config, input);
   const double excess = std::max(0.0, shared_bytes / (kSharedMemoryPeak * ideal) - 1.0);
   const double tensor = kTensorFactor * ideal * (cold ? 1.0 + kContention * excess : 1.0);
   const double on_sm = std::max(1.0, static_cast<double>(blocks) / input.sm_count);
   double cycles =
       std::max(on_sm * std::max(tensor, shared), loaded * blocks / (cold ? kColdRate : kWarmRate));
-  if (cold && config.tile_m == 64 && input.m <= 256 && config.ragged == Ragged::kNone) {
-    cycles = std::max(cycles, config.stage_bytes() / kColdRowsRate);
+  if (const double rate = starved_rate(config, input, operand_bytes); rate > 0.0) {
+    cycles = std::max(cycles, on_sm * config.stage_bytes() / rate);
   }
   if (cold && config.cluster_size() == 1) cycles *= kUnsharedFactor;
   if (bytes == 4 && (input.major_a == Major::kMn || input.major_b == Major::kMn)) {
+    const int warpgroups = config.consumer_warps() / 4;
     const double alone =
-        kFragmentCycles[config.consumer_warps() > 4] + kFragmentColumnCycles * config.tile_n;
-    cycles = std::max(cycles, alone * (1.0 + on_sm) / 2.0);
+        kFragmentCycles[warpgroups - 1] + kFragmentColumnCycles * warpgroups * config.tile_n;
+    cycles = std::max(cycles, alone * (1.0 + std::ceil(on_sm)) / 2.0);
   }
   if (sm90::transposes_b(config, input.major_a, input.major_b)) cycles *= kTransposeFactor;
   if (config.promote) cycles *= kPromoteFactor;

@@ -79,12 +79,17 @@ def padding_bytes(gemm: StridedGemm, itemsize: int) -> int:
     for name in ("a", "b"):
         if misalignment(gemm, name, itemsize) is None:
             continue
-        batch_strides, rows, _, columns = _layout(gemm, name)
-        batch = math.prod(
-            extent for extent, stride in zip(gemm.batch, batch_strides, strict=True) if stride
-        )
-        total += -(-batch * rows * _pitch(columns * itemsize) // _LINE_BYTES) * _LINE_BYTES
+        _, _, _, columns = _layout(gemm, name)
+        rows = elements(gemm, name) // columns
+        total += -(-rows * _pitch(columns * itemsize) // _LINE_BYTES) * _LINE_BYTES
     return total
+
+
+def elements(gemm: StridedGemm, name: str) -> int:
+    """Returns the elements of ``"a"`` or ``"b"``, those of a batch's one matrix once."""
+    batch_strides, rows, _, columns = _layout(gemm, name)
+    batch = (extent for extent, stride in zip(gemm.batch, batch_strides, strict=True) if stride)
+    return math.prod(batch) * rows * columns
 
 
 def _pitch(row_bytes: int) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import os
 import sys
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from jax import lax
 from jax_tcgemm import _compat, _extension, reference
 from jax_tcgemm.alignment import COPY_BYTES, misalignment, padding_bytes, split_bytes
 from jax_tcgemm.epilogues import resolve
+from jax_tcgemm.left_to_xla import left_to_xla
 from jax_tcgemm.spec import (
     INPUT_DTYPES,
     GatedSpec,
@@ -40,8 +40,6 @@ _OLDEST_COMPUTE_CAPABILITY = (8, 0)
 
 # Rows up to which the time of a product is that of reading the weights.
 _FEW_ROWS = 64
-# Columns from which XLA is quicker with few rows of a misaligned matrix.
-_MANY_COLUMNS = 1024
 
 _FLOAT32 = jnp.dtype(jnp.float32)
 
@@ -69,7 +67,9 @@ def cuda_gemm(*operands: jax.Array, spec: GemmSpec) -> list[jax.Array]:
     algorithm = resolve_algorithm(x.a.dtype, x.b.dtype, spec.out_dtype, spec.precision)
     obstacle = _obstacle(algorithm, spec, x)
     if algorithm is not None and obstacle is None and spec.config is None:
-        obstacle = _left_to_xla(algorithm, spec, x)
+        gemm = fold(spec.strided(_shapes(x)))
+        reason = left_to_xla(algorithm, gemm, spec.out_dtype.itemsize)
+        obstacle = reason and f"reference: {reason}"
     log(_describe(x, spec, obstacle or f"{algorithm}, config {spec.config or 'by heuristic'}"))
     if algorithm is None or obstacle is not None:
         return reference.reference_gemm(*operands, spec=spec)
@@ -164,32 +164,6 @@ def _obstacle(algorithm: str | None, spec: GemmSpec, x: Operands) -> str | None:
     if old is not None:
         return f"reference: no kernel for {old}, whose compute capability is below 8.0"
     return None
-
-
-def _left_to_xla(algorithm: str, spec: GemmSpec, x: Operands) -> str | None:
-    """Says if few rows would be multiplied by a copy of a matrix that XLA reads where it lies."""
-    gemm = fold(spec.strided(_shapes(x)))
-    itemsize = INPUT_DTYPES[algorithm].itemsize
-    # Measured in bfloat16, than which float16 is no larger.
-    if algorithm not in ("BF16_BF16_F32", "F16_F16_F32") or not padding_bytes(gemm, itemsize):
-        return None
-    is_vector = 1 in (gemm.m, gemm.n)
-    name = "b" if gemm.m == 1 or not is_vector else "a"
-    what = misalignment(gemm, name, itemsize)
-    if what is None or not (is_vector or _has_few_aligned_rows(gemm, itemsize)):
-        return None
-    return f"reference: {gemm.m} x {gemm.n}, and {name} has {what}, off {COPY_BYTES} bytes"
-
-
-def _has_few_aligned_rows(gemm: StridedGemm, itemsize: int) -> bool:
-    """Says if XLA is quicker with a large B of misaligned rows of n, as was measured.
-
-    A lay in aligned rows of k. Where A is misaligned, too, or B's rows are of k, XLA is slower.
-    """
-    if math.prod(gemm.batch) != 1 or gemm.m > _FEW_ROWS or gemm.n < _MANY_COLUMNS:
-        return False
-    in_rows = gemm.strides.a[-1] == gemm.strides.b[-1] == 1
-    return in_rows and misalignment(gemm, "a", itemsize) is None
 
 
 def too_old_device() -> str | None:

@@ -27,6 +27,7 @@ struct LayoutMainloop {
   static constexpr int kElementBytes = element_bytes(kConfig.algorithm);
   static constexpr int kBlocks = kConfig.tile_m / (16 * kConfig.warps_m);
   static constexpr int kSteps = 4;  // of 32 bytes of k, in the 128 of a stage
+  static constexpr int kConsumerThreads = kConfig.consumer_warps() * 32;
   static constexpr bool kAFromRegisters = kElementBytes == 4 && kMajorA == Major::kMn;
   // From 128 bytes of mn to the next, of an mn-major operand.
   static constexpr int kSlabBytes = kConfig.tile_k * 128;
@@ -201,44 +202,66 @@ struct LayoutMainloop {
     passed();
   }
 
-  // A step of k with A from registers; the instructions of the step before may still run.
-  __device__ __forceinline__ void issue_step(Accumulators& acc, uint32_t (&fragment)[kBlocks][4],
-                                             const FragmentReader<kSlabBytes>& reader, uint64_t b,
-                                             int step, bool first) const {
+  // A's fragments of one stage.
+  using Fragments = uint32_t[kSteps][kBlocks][4];
+
+  __device__ __forceinline__ void read_stage(Fragments& fragments,
+                                             const FragmentReader<kSlabBytes>& reader) const {
+    const uint32_t a = smem.a(at.stage);
 #pragma unroll
-    for (int j = 0; j < kBlocks; ++j) {
-      reader.read(fragment[j], smem.a(at.stage) + j * kBlockBytes + step * kStepBytes<kMajorA>);
+    for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+      for (int j = 0; j < kBlocks; ++j) {
+        reader.read(fragments[step][j], a + j * kBlockBytes + step * kStepBytes<kMajorA>);
+      }
     }
+  }
+
+  __device__ __forceinline__ void issue_from_registers(Accumulators& acc, Fragments& fragments,
+                                                       uint64_t b, bool first) const {
     fence(acc);
     ptx::wgmma_fence();
 #pragma unroll
-    for (int j = 0; j < kBlocks; ++j) {
-      Instruction::from_registers(acc[j], fragment[j], ptx::advance(b, step * 32),
-                                  step > 0 || !first);
+    for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+      for (int j = 0; j < kBlocks; ++j) {
+        Instruction::from_registers(acc[j], fragments[step][j], ptx::advance(b, step * 32),
+                                    step > 0 || !first);
+      }
     }
     ptx::wgmma_commit();
     fence(acc);
   }
 
-  // A set of fragments for each step: one is read while the instructions that take the two before
-  // are in flight.
+  // Reads the next stage's fragments and multiplies by them, while the stage before is still being
+  // multiplied; then releases that one.
+  __device__ __forceinline__ int multiply_stage(Accumulators& acc, Fragments& fragments,
+                                                const FragmentReader<kSlabBytes>& reader,
+                                                bool first, int previous) {
+    ptx::mbarrier_wait(smem.full(at.stage), at.phase);
+    read_stage(fragments, reader);
+    issue_from_registers(acc, fragments, descriptor<Major::kK>(smem.b(at.stage)), first);
+    ptx::wgmma_wait<1>();
+    if (!first) release(previous);
+    const int stage = at.stage;
+    at.advance();
+    return stage;
+  }
+
+  // Stages take turns with two sets of fragments, so that one is read while the other is
+  // multiplied.
   template <typename Passed>
   __device__ __forceinline__ void run_from_registers(Accumulators& acc, int count, Passed& passed) {
     const FragmentReader<kSlabBytes> reader(first_row);
-    uint32_t fragment[kSteps][kBlocks][4];
+    Fragments even;
+    Fragments odd;
     int previous = 0;
 #pragma unroll 1
-    for (int i = 0; i < count; ++i) {
-      ptx::mbarrier_wait(smem.full(at.stage), at.phase);
-      const uint64_t b = descriptor<Major::kK>(smem.b(at.stage));
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        issue_step(acc, fragment[step], reader, b, step, i == 0);
-        ptx::wgmma_wait<2>();
-        if (step == 1 && i > 0) release(previous);
-      }
-      previous = at.stage;
-      at.advance();
+    for (int i = 0;; i += 2) {
+      previous = multiply_stage(acc, even, reader, i == 0, previous);
+      if (i + 1 == count) break;
+      previous = multiply_stage(acc, odd, reader, false, previous);
+      if (i + 2 == count) break;
     }
     passed();
     ptx::wgmma_wait<0>();
@@ -266,37 +289,42 @@ struct LayoutMainloop {
     }
   }
 
-  // While one k-tile is multiplied, B of the next one is transposed.
+  // Transposes the next stage's B to `buffer` and multiplies by it.
+  __device__ __forceinline__ void multiply_transposed(Accumulators& acc, Fragments& fragments,
+                                                      const FragmentReader<kSlabBytes>& reader,
+                                                      uint32_t buffer, bool first) {
+    ptx::mbarrier_wait(smem.full(at.stage), at.phase);
+    transpose_b(buffer);
+    read_stage(fragments, reader);
+    release(at.stage);  // A is in registers
+    at.advance();
+    ptx::fence_proxy_async();
+    // Behind the barrier the buffer is written, and the other one no longer read.
+    ptx::wgmma_wait<0>();
+    fence(acc);
+    ptx::named_barrier_sync(kConsumerBarrier, kConsumerThreads);
+    issue_from_registers(acc, fragments, descriptor<Major::kK>(buffer), first);
+  }
+
+  // While one k-tile is multiplied, B of the next one is transposed and its A read.
   template <typename Passed>
   __device__ __forceinline__ void run_transposing(Accumulators& acc, int count, Passed& passed) {
-    constexpr int kThreads = kConfig.consumer_warps() * 32;
     const FragmentReader<kSlabBytes> reader(first_row);
     const uint32_t buffers = smem.a(kConfig.stages - 1);
-    uint32_t fragment[kSteps][kBlocks][4];
+    Fragments even;
+    Fragments odd;
 #pragma unroll 1
-    for (int i = 0; i < count; ++i) {
-      const uint32_t buffer = buffers + i % 2 * kConfig.tile_n * 128;
-      ptx::mbarrier_wait(smem.full(at.stage), at.phase);
-      transpose_b(buffer);
-      ptx::fence_proxy_async();
-      // Behind the barrier the buffer is written, and the other one no longer read.
-      ptx::wgmma_wait<0>();
-      fence(acc);
-      ptx::named_barrier_sync(kConsumerBarrier, kThreads);
-      const uint64_t b = descriptor<Major::kK>(buffer);
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        issue_step(acc, fragment[step], reader, b, step, i == 0);
-        if (step < kSteps - 1) ptx::wgmma_wait<2>();
-      }
-      release(at.stage);  // A is in registers
-      at.advance();
+    for (int i = 0;; i += 2) {
+      multiply_transposed(acc, even, reader, buffers, i == 0);
+      if (i + 1 == count) break;
+      multiply_transposed(acc, odd, reader, buffers + kConfig.tile_n * 128, false);
+      if (i + 2 == count) break;
     }
     passed();
     ptx::wgmma_wait<0>();
     fence(acc);
     // The next tile's first k-tile may go into the buffer that the last one of this tile read.
-    ptx::named_barrier_sync(kConsumerBarrier, kThreads);
+    ptx::named_barrier_sync(kConsumerBarrier, kConsumerThreads);
   }
 };
 

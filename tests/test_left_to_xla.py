@@ -1,0 +1,119 @@
+"""Which products are XLA's own. On any machine."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from cuda_calls import bf16
+
+from jax_tcgemm import gemm
+from jax_tcgemm.left_to_xla import left_to_xla
+from jax_tcgemm.strides import Operands, StridedGemm, fold, strided_gemm
+
+
+def folded(m: int, n: int, k: int, layout: str = "nn", batch: int = 1) -> StridedGemm:
+    def lies(shape: tuple[int, int], letter: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        matrix = (1, 2) if letter == "n" else (2, 1)
+        return (0, *matrix), (batch, *(shape if letter == "n" else shape[::-1]))
+
+    (a_axes, a), (b_axes, b) = lies((m, k), layout[0]), lies((k, n), layout[1])
+    return fold(strided_gemm(Operands(a_axes, b_axes), Operands(a, b)))
+
+
+# Times in us, ours and XLA's, of an H200: docs/performance.md.
+@pytest.mark.parametrize(
+    ("problem", "ours", "xla"),
+    [
+        # Few rows, and B off 16 bytes.
+        ((8, 50257, 768), 67, 32),
+        ((96, 50257, 768), 75, 50),
+        ((128, 50257, 768), 76, 52),
+        ((128, 14335, 4096), 102, 95),
+        ((64, 4095, 4096, "tn"), 30.2, 24.4),
+        ((256, 50257, 768), 80, 98),
+        ((256, 4095, 4096), 35, 51),
+        # A off 16 bytes.
+        ((8, 4096, 4095), 16, 33),
+        ((128, 4096, 4095), 20, 40),
+        ((8, 4096, 4095, "nt"), 27, 33),
+        ((2, 4095, 4095), 26, 40),
+        # Attention of 197, 577 and more tokens.
+        ((197, 197, 64, "nt", 768), 60, 49),
+        ((577, 577, 64, "nt", 192), 163, 77),
+        ((1025, 1025, 128, "nt", 48), 127, 73),
+        ((1025, 1025, 256, "nt", 32), 60, 70),
+        ((197, 64, 197, "nn", 768), 80, 50),
+        ((577, 64, 577, "nn", 192), 120, 78),
+        ((1025, 512, 1025, "nn", 16), 62, 120),
+        # Batches of small ones.
+        ((65, 65, 65, "nn", 256), 26, 8.8),
+        ((128, 513, 512, "nn", 32), 27, 23),
+        ((1024, 129, 512, "nn", 32), 32, 47),
+        ((257, 256, 257, "nn", 64), 25, 28),
+        ((513, 513, 513, "nn", 32), 59, 111),
+        # A result off 16 bytes.
+        ((2048, 4097, 64, "nt"), 21, 14),
+        ((4096, 4097, 128, "nt"), 44, 28),
+        ((4096, 4097, 256, "nt"), 27, 31),
+        # What is as large as in the suites.
+        ((333, 777, 1111), 13, 18),
+        ((2048, 50257, 768), 269, 635),
+        ((2048, 2048, 128, "nt", 32), 91, 84),  # aligned: the kernels' to improve
+    ],
+)
+def test_bfloat16_as_measured(problem, ours, xla):
+    aligned = all(extent % 8 == 0 for extent in problem[:3])
+    reason = left_to_xla("BF16_BF16_F32", folded(*problem), 2)
+    assert (reason is not None) == (xla < ours and not aligned)
+
+
+@pytest.mark.parametrize(
+    ("problem", "ours", "xla"),
+    [
+        ((8, 50257, 768), 129, 49),
+        ((128, 50257, 768), 142, 88),
+        ((32, 4095, 4096), 71, 27),
+        ((256, 14335, 4096), 218, 253),
+        ((1, 4096, 4096), 22.5, 18.8),
+        ((16, 4096, 4096), 23.0, 20.7),
+        ((32, 6144, 4096), 35.5, 29.4),
+        ((32, 4096, 14336, "nt"), 61.4, 60.9),
+        ((64, 4096, 4096), 22.8, 25.0),
+        ((197, 197, 64, "nt", 192), 42, 23),
+        ((197, 64, 197, "nn", 192), 39, 29),
+        ((1001, 1001, 1001), 23, 32),
+    ],
+)
+def test_float32_as_measured(problem, ours, xla):
+    reason = left_to_xla("TF32_TF32_F32", folded(*problem), 4)
+    assert (reason is not None) == (xla < ours)
+
+
+def test_only_what_was_measured():
+    assert left_to_xla("BF16_BF16_F32", folded(577, 577, 64, "nt", 2), 2) is None  # small
+    assert left_to_xla("F16_F16_F16", folded(577, 577, 64, "nt", 192), 2) is None
+    assert left_to_xla("F16_F16_F32", folded(577, 577, 64, "nt", 192), 2)
+    assert left_to_xla("BF16_BF16_F32", folded(8, 577, 64, "nt", 4096), 2) is None  # few rows
+    assert left_to_xla("BF16_BF16_F32", folded(577, 0, 64, "nt", 192), 2) is None
+    # Rows of float32 results are aligned where those of bfloat16 are not.
+    assert left_to_xla("BF16_BF16_F32", folded(580, 580, 64, "nt", 192), 2)
+    assert left_to_xla("BF16_BF16_F32", folded(580, 580, 64, "nt", 192), 4) is None
+
+
+def test_reasons():
+    reason = left_to_xla("BF16_BF16_F32", folded(577, 64, 577, "nn", 192), 2)
+    assert reason == "52 products an element, and rows of a off 16 bytes"
+    reason = left_to_xla("BF16_BF16_F32", folded(8, 4095, 4096), 2)
+    assert reason == "8 rows, and b has a leading dimension of 4095 elements, off 16 bytes"
+
+
+def test_a_configuration_is_obeyed(cuda_module):
+    def count(config: str | None) -> int:
+        f = jax.vmap(lambda a, b: gemm(a, b, transpose_b=True, config=config))
+        _, calls = cuda_module(f, *args)
+        return len(calls)
+
+    args = jnp.stack([bf16(577, 64)] * 16), jnp.stack([bf16(577, 64)] * 16)
+    assert count(None) == 0
+    assert count("sm90_bf16_128x128x64_s6_c2x1_pingpong") == 1
