@@ -11,6 +11,7 @@
 #include <string>
 #include <unordered_map>
 
+#include "common/ceil_div.h"
 #include "epilogue/work.h"
 #include "kernel_registry.inc"
 #include "pad_operand.h"
@@ -22,8 +23,6 @@ namespace jax_tcgemm {
 namespace {
 
 constexpr int kMaxTmaBatchRank = 3;
-
-constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Groups of so many rows of D, whatever the tile, so that the blocks of one wave read few enough
 // rows of A and columns of B to share them in L2.

@@ -9,6 +9,7 @@
 #include <bit>
 #include <limits>
 
+#include "common/ceil_div.h"
 #include "common/fast_divisor.h"
 #include "common/realign.cuh"
 #include "ptx/global_memory.cuh"
@@ -20,8 +21,6 @@ constexpr int kThreads = 256;
 constexpr int kRowsPerBlock = 8;
 
 constexpr int64_t kLineBytes = 128;
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // From one row to the next; jax_tcgemm/alignment.py has the same rule.
 int64_t pitch_bytes(int64_t row_bytes) {

@@ -3,14 +3,13 @@
 #include <algorithm>
 #include <limits>
 
+#include "common/ceil_div.h"
 #include "epilogue/work.h"
 #include "sm90/tensor_maps.h"
 #include "sm90/tma_descriptor.h"
 
 namespace jax_tcgemm {
 namespace {
-
-constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Groups of one size: their own are not known.
 ChoiceInput even_groups(const GemmProblem& problem, Ragged ragged, const DeviceProperties& device) {
