@@ -37,7 +37,9 @@ def test_derivatives(operands, activation, biased):
 
     expected = plain(activation, z, *linear)
     np.testing.assert_allclose(f(z, *linear), expected, rtol=1e-6, atol=1e-6)
-    check_grads(f, (z, *linear), order=2, rtol=2e-2, atol=2e-2)
+    with jax.enable_x64(True):  # differences of second derivatives are noise in float32
+        precise = [jnp.asarray(np.asarray(x, np.float64)) for x in (z, *linear)]
+        check_grads(f, precise, order=2, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("wanted", [(1,), (2,), (1, 2), (0, 1, 2)])
@@ -198,14 +200,18 @@ def test_without_a_bias_there_are_no_sums(normal, cuda_module):
 
 
 @pytest.mark.parametrize(
-    ("rows", "n", "dtype"),
-    [(4095, 1024, jnp.bfloat16), (4096, 1028, jnp.bfloat16), (4096, 1024, jnp.float32)],
+    ("rows", "n", "dtype", "products"),
+    [
+        (4095, 1024, jnp.bfloat16, 3),
+        (4096, 1028, jnp.bfloat16, 2),  # forward, D is most of what there is
+        (4096, 1024, jnp.float32, 3),
+    ],
     ids=["small", "rows off 16 bytes", "float32"],
 )
-def test_what_is_left_to_xla(normal, cuda_module, rows, n, dtype):
+def test_what_is_left_to_xla(normal, cuda_module, rows, n, dtype, products):
     text, calls = cuda_module(layer_gradients(0, 1, 2), *layer(normal, rows, n, dtype))
     assert TARGET not in text
-    assert len(calls) == 3
+    assert len(calls) == products
 
 
 def test_symbolic_shapes_are_left_to_xla(all_kernels):
