@@ -16,6 +16,7 @@
 #include "kernel_registry.inc"
 #include "pad_operand.h"
 #include "sm90/output_tile.h"
+#include "sm90/time_model.h"
 #include "sm90/tma_descriptor.h"
 #include "sum_splits.h"
 
@@ -74,7 +75,7 @@ Choice fastest_kernel(const ChoiceInput& input) {
       if (splits > 1 && !supports_splits(entry.config, input, splits)) continue;
       const double time = estimated_cycles(entry.config, input, splits);
       if (entry_suits > best_suits || (entry_suits == best_suits && time < best_time)) {
-        best = {&entry, splits, has_fixup(entry.config, input, splits)};
+        best = {&entry, splits, sm90::has_fixup(entry.config, input, splits)};
         best_suits = entry_suits;
         best_time = time;
       }
@@ -204,7 +205,7 @@ GemmProblem fixup_problem(const GemmProblem& whole, int stages, int parts, char*
   problem.params.split_stages = stages;
   problem.params.batch = parts;
   problem.params.batch_rank = 0;
-  problem.params.fixup = {parts, workspace + kFixupFlagBytes,
+  problem.params.fixup = {parts, workspace + sm90::kFixupFlagBytes,
                           reinterpret_cast<uint64_t*>(workspace), next_launch()};
   return problem;
 }

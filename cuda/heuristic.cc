@@ -109,23 +109,11 @@ int max_splits(const ChoiceInput& input) {
   return static_cast<int>(std::clamp<int64_t>(input.workspace_bytes / result, 1, kMostSplits));
 }
 
-bool has_fixup(const KernelConfig& config, const ChoiceInput& input, int splits) {
-  if (!config.has_fixup() || input.epilogue != EpilogueWork::kNone || input.float32_result ||
-      !input.d_by_tma || splits == 1 || splits > config.warps_m) {
-    return false;
-  }
-  const int64_t clusters = sm90::cluster_tiles(config, input, splits);
-  const int64_t blocks = clusters * config.cluster_size();
-  return clusters <= sm90::concurrent_clusters(config, input) &&
-         blocks * config.warps_m * static_cast<int64_t>(sizeof(uint64_t)) <= kFixupFlagBytes &&
-         blocks * config.tile_m * config.tile_n * 4 + kFixupFlagBytes <= input.workspace_bytes;
-}
-
 bool supports_splits(const KernelConfig& config, const ChoiceInput& input, int splits) {
   const int64_t k_tiles = ceil_div(input.k, config.tile_k);
   // In pingpong each consumer skips the stages of the other's tile: as many as of its own.
   const bool even = config.schedule == Schedule::kCooperative || k_tiles % splits == 0 ||
-                    has_fixup(config, input, splits);
+                    sm90::has_fixup(config, input, splits);
   return config.arch == Arch::kSm90 && config.split_k == 1 && !config.gated && !config.skinny &&
          even && input.batch == 1 && k_tiles >= splits;
 }

@@ -42,12 +42,6 @@ bool supports(const KernelConfig& config, const ChoiceInput& input);
 // Whether its result is as accurate as it should be.
 bool suits(const KernelConfig& config, const ChoiceInput& input);
 
-// Whether the kernel itself adds up so many parts of k, and not a second one: all of them must be
-// on the GPU at once, and D is the rounded product. They need kFixupFlagBytes of the workspace, for
-// a flag of each warp of each block, and room for their accumulators.
-constexpr int kFixupFlagBytes = 8192;
-bool has_fixup(const KernelConfig& config, const ChoiceInput& input, int splits);
-
 // Expected time in clock cycles, launch overhead apart, with k split into so many products.
 double estimated_cycles(const KernelConfig& config, const ChoiceInput& input, int splits = 1);
 

@@ -46,11 +46,11 @@ def split_bytes(gemm: StridedGemm) -> int:
 
     Whether it is, and in how many, is decided when the GPU is known.
     """
-    elements = gemm.m * gemm.n
-    if not elements or gemm.k < _SPLIT_K or math.prod(gemm.batch) != 1:
+    results = gemm.m * gemm.n
+    if not results or gemm.k < _SPLIT_K or math.prod(gemm.batch) != 1:
         return 0
-    splits = min(_MAX_SPLITS, _SPLIT_ELEMENTS // elements)
-    return 4 * splits * elements if splits > 1 else 0
+    splits = min(_MAX_SPLITS, _SPLIT_ELEMENTS // results)
+    return 4 * splits * results if splits > 1 else 0
 
 
 # From where on copies, a kernel more, cost less than realigning: docs/performance.md. For a short k

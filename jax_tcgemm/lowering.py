@@ -67,9 +67,7 @@ def cuda_gemm(*operands: jax.Array, spec: GemmSpec) -> list[jax.Array]:
     algorithm = resolve_algorithm(x.a.dtype, x.b.dtype, spec.out_dtype, spec.precision)
     obstacle = _obstacle(algorithm, spec, x)
     if algorithm is not None and obstacle is None and spec.config is None:
-        gemm = fold(spec.strided(_shapes(x)))
-        reason = left_to_xla(algorithm, gemm, spec.out_dtype.itemsize)
-        obstacle = reason and f"reference: {reason}"
+        obstacle = _quicker_in_xla(algorithm, spec, x)
     log(_describe(x, spec, obstacle or f"{algorithm}, config {spec.config or 'by heuristic'}"))
     if algorithm is None or obstacle is not None:
         return reference.reference_gemm(*operands, spec=spec)
@@ -164,6 +162,18 @@ def _obstacle(algorithm: str | None, spec: GemmSpec, x: Operands) -> str | None:
     if old is not None:
         return f"reference: no kernel for {old}, whose compute capability is below 8.0"
     return None
+
+
+def _quicker_in_xla(algorithm: str, spec: GemmSpec, x: Operands) -> str | None:
+    """Says why XLA computes the gemm in less time, where a kernel could read the operands."""
+    shapes = _shapes(x)
+    if with_kernel_layouts(spec, shapes)[0] != spec:
+        return None
+    beside = x._replace(a=None, b=None, alpha=None)
+    is_plain = not (any(operand is not None for operand in beside) or spec.activation)
+    gemm = fold(spec.strided(shapes))
+    reason = left_to_xla(algorithm, gemm, spec.out_dtype.itemsize, is_plain=is_plain)
+    return reason and f"reference: {reason}"
 
 
 def too_old_device() -> str | None:

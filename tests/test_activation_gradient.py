@@ -203,7 +203,7 @@ def test_without_a_bias_there_are_no_sums(normal, cuda_module):
     ("rows", "n", "dtype", "products"),
     [
         (4095, 1024, jnp.bfloat16, 3),
-        (4096, 1028, jnp.bfloat16, 2),  # forward, D is most of what there is
+        (4096, 1028, jnp.bfloat16, 2),  # without that for w, few rows times such a matrix
         (4096, 1024, jnp.float32, 3),
     ],
     ids=["small", "rows off 16 bytes", "float32"],

@@ -61,14 +61,19 @@ def folded(m: int, n: int, k: int, layout: str = "nn", batch: int = 1) -> Stride
         ((4096, 4097, 256, "nt"), 27, 31),
         # What is as large as in the suites.
         ((333, 777, 1111), 13, 18),
-        ((2048, 50257, 768), 269, 635),
-        ((2048, 2048, 128, "nt", 32), 91, 84),  # aligned: the kernels' to improve
+        ((2048, 50257, 768), 267, 648),
     ],
 )
 def test_bfloat16_as_measured(problem, ours, xla):
-    aligned = all(extent % 8 == 0 for extent in problem[:3])
-    reason = left_to_xla("BF16_BF16_F32", folded(*problem), 2)
-    assert (reason is not None) == (xla < ours and not aligned)
+    assert (left_to_xla("BF16_BF16_F32", folded(*problem), 2) is not None) == (xla < ours)
+
+
+@pytest.mark.parametrize(
+    "problem", [(2048, 2048, 128, "nt", 32), (1000, 1000, 1000), (1024, 1025, 256, "nt")]
+)
+def test_what_the_kernels_have_yet_to_gain(problem):
+    """XLA is quicker, and yet it is not left to XLA."""
+    assert left_to_xla("BF16_BF16_F32", folded(*problem), 2) is None
 
 
 @pytest.mark.parametrize(
@@ -93,8 +98,10 @@ def test_float32_as_measured(problem, ours, xla):
     assert (reason is not None) == (xla < ours)
 
 
-def test_only_what_was_measured():
+def test_only_near_what_was_measured():
     assert left_to_xla("BF16_BF16_F32", folded(577, 577, 64, "nt", 2), 2) is None  # small
+    assert left_to_xla("BF16_BF16_F32", folded(4097, 4097, 8, "nt"), 2) is None
+    assert left_to_xla("TF32_TF32_F32", folded(8, 64, 2**18), 4) is None
     assert left_to_xla("F16_F16_F16", folded(577, 577, 64, "nt", 192), 2) is None
     assert left_to_xla("F16_F16_F32", folded(577, 577, 64, "nt", 192), 2)
     assert left_to_xla("BF16_BF16_F32", folded(8, 577, 64, "nt", 4096), 2) is None  # few rows
@@ -108,15 +115,31 @@ def test_reasons():
     reason = left_to_xla("BF16_BF16_F32", folded(577, 64, 577, "nn", 192), 2)
     assert reason == "52 products an element, and rows of a off 16 bytes"
     reason = left_to_xla("BF16_BF16_F32", folded(8, 4095, 4096), 2)
-    assert reason == "8 rows, and b has a leading dimension of 4095 elements, off 16 bytes"
+    assert reason == "few rows, 8, and b has a leading dimension of 4095 elements, off 16 bytes"
 
 
-def test_a_configuration_is_obeyed(cuda_module):
-    def count(config: str | None) -> int:
-        f = jax.vmap(lambda a, b: gemm(a, b, transpose_b=True, config=config))
+def test_plain_products_without_a_configuration(cuda_module):
+    def count(**options) -> int:
+        f = jax.vmap(lambda a, b: gemm(a, b, transpose_b=True, **options))
         _, calls = cuda_module(f, *args)
         return len(calls)
 
     args = jnp.stack([bf16(577, 64)] * 16), jnp.stack([bf16(577, 64)] * 16)
-    assert count(None) == 0
-    assert count("sm90_bf16_128x128x64_s6_c2x1_pingpong") == 1
+    assert count() == count(alpha=0.125) == 0
+    assert count(config="sm90_bf16_128x128x64_s6_c2x1_pingpong") == 1
+    assert count(bias=bf16(577)) == count(activation="relu") == 1
+
+
+def test_a_shared_operand_is_read_once():
+    """129 products an element, where 64 matrices of A would make them 86."""
+    axes = Operands((None, 0, 1), (0, 1, 2))
+    shared = strided_gemm(axes, Operands((257, 264), (64, 264, 257)))
+    assert left_to_xla("BF16_BF16_F32", fold(shared), 2) is None
+    assert left_to_xla("BF16_BF16_F32", folded(257, 257, 264, "nn", 64), 2)
+
+
+def test_an_operand_that_is_copied_anyway(cuda_module):
+    """A batch dimension is innermost: what is off 16 bytes there is not so once it is copied."""
+    a, b = jnp.zeros((512, 512, 16), jnp.bfloat16), jnp.stack([bf16(512, 32)] * 16)
+    _, calls = cuda_module(jax.vmap(gemm, in_axes=(-1, 0)), a, b)
+    assert len(calls) == 1

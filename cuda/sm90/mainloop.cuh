@@ -234,7 +234,7 @@ struct LayoutMainloop {
   }
 
   // Reads the next stage's fragments and multiplies by them, while the stage before is still being
-  // multiplied; then releases that one.
+  // multiplied; then releases that one. Returns which of the ring it is.
   __device__ __forceinline__ int multiply_stage(Accumulators& acc, Fragments& fragments,
                                                 const FragmentReader<kSlabBytes>& reader,
                                                 bool first, int previous) {
@@ -249,7 +249,7 @@ struct LayoutMainloop {
   }
 
   // Stages take turns with two sets of fragments, so that one is read while the other is
-  // multiplied.
+  // multiplied. Unrolled by hand, here and below: in other forms ptxas spills 128 accumulators.
   template <typename Passed>
   __device__ __forceinline__ void run_from_registers(Accumulators& acc, int count, Passed& passed) {
     const FragmentReader<kSlabBytes> reader(first_row);
@@ -296,9 +296,11 @@ struct LayoutMainloop {
     ptx::mbarrier_wait(smem.full(at.stage), at.phase);
     transpose_b(buffer);
     read_stage(fragments, reader);
-    release(at.stage);  // A is in registers
-    at.advance();
+    // All of the warp's reads come before what TMA writes next.
     ptx::fence_proxy_async();
+    __syncwarp();
+    release(at.stage);
+    at.advance();
     // Behind the barrier the buffer is written, and the other one no longer read.
     ptx::wgmma_wait<0>();
     fence(acc);

@@ -13,8 +13,8 @@
 namespace jax_tcgemm::sm90 {
 namespace {
 
-// The constants of the sm90 family: clock cycles at about 1.75 GHz, bytes per cycle.
-namespace sm90_model {
+// Of the rows that compute tile after tile: clock cycles at about 1.75 GHz, bytes per cycle.
+namespace pipelined_model {
 constexpr double kStartCycles = 3530.0;  // barriers, descriptors, the first stage
 constexpr double kClusterStartCycles = 100.0;
 constexpr double kTensorFactor = 1.13;     // wgmma does not quite reach its rate
@@ -35,7 +35,9 @@ constexpr double kWarmRate = 8770.0;
 constexpr double kColdRate = 6220.0;
 constexpr double kColdRowsRate = 47.0;
 constexpr double kColdRowsRate32 = 42.0;
-constexpr double kColdBytes = 27e6;  // of the operands; with D, which takes their place in L2
+// What L2 does not hold: bytes of the operands, those and D, which takes their place, and of
+// operands of 32 bits that one block reads.
+constexpr double kColdBytes = 27e6;
 constexpr double kColdBytesWithD = 38e6;
 constexpr double kColdBytes32 = 20e6;
 constexpr double kUnsharedFactor = 1.01;  // blocks that load all they need cost power
@@ -65,9 +67,9 @@ constexpr double kFixupRate = 10.0;
 constexpr double kSumCycles = 6000.0;  // with the launch before it
 constexpr double kSumSplitCycles = 25.0;
 constexpr double kSumRate = 4470.0;  // bytes written and read again
-}  // namespace sm90_model
+}  // namespace pipelined_model
 
-// Of its skinny rows, which stream an operand.
+// Of the skinny rows, which stream an operand.
 namespace skinny_model {
 constexpr double kStartCycles = 4260.0;  // all that is none of the following
 constexpr double kClusterStartCycles = 800.0;
@@ -78,6 +80,14 @@ constexpr double kSmRate = 53.7;         // of both into one SM
 constexpr double kLatencyCycles = 1695.0;
 constexpr double kElementCycles = 0.265;
 }  // namespace skinny_model
+
+// Clusters at a time. A cluster's blocks share a GPC, and not every GPC has a multiple of 4 SMs.
+int64_t concurrent_clusters(const KernelConfig& config, const ChoiceInput& input) {
+  const int size = config.cluster_size();
+  const double usable = size <= 2 ? 1.0 : 120.0 / 132;
+  const int blocks = config.blocks_on_sm();
+  return std::max<int64_t>(1, static_cast<int64_t>(input.sm_count * blocks * usable / size));
+}
 
 // Of D, or of D^T where that is what a row computes.
 struct Extents {
@@ -92,10 +102,17 @@ Extents computed_extents(const KernelConfig& config, const ChoiceInput& input) {
   return {input.m, input.n};
 }
 
+// Clusters' tiles in all batches, of k in so many parts.
+int64_t cluster_tiles(const KernelConfig& config, const ChoiceInput& input, int splits) {
+  const Extents extents = computed_extents(config, input);
+  return ceil_div(extents.rows, config.tile_m * config.cluster_m) *
+         ceil_div(extents.columns, config.output_n() * config.cluster_n) * input.batch * splits;
+}
+
 // Bytes per cycle into one SM where blocks of 64 rows ask L2, almost at once, for columns that it
 // must fetch; 0 where that is not what limits them.
 double starved_rate(const KernelConfig& config, const ChoiceInput& input, double operand_bytes) {
-  using namespace sm90_model;
+  using namespace pipelined_model;
   if (config.tile_m != 64 || config.ragged != Ragged::kNone) return 0.0;
   if (element_bytes(config.algorithm) == 2) {
     return operand_bytes > kColdBytes && input.m <= 256 ? kColdRowsRate : 0.0;
@@ -107,7 +124,7 @@ double starved_rate(const KernelConfig& config, const ChoiceInput& input, double
 
 // Bytes of a stage that a block asks L2 for; others of its cluster load the rest.
 double loaded_bytes(const KernelConfig& config, const ChoiceInput& input) {
-  using namespace sm90_model;
+  using namespace pipelined_model;
   const bool exchanged = exchanges_operands(config, input.major_a, input.major_b, input.m, input.n);
   const auto asked = [&](int extent, int sharers, bool whole_lines) {
     return config.operand_bytes(extent) * (whole_lines ? 1.0 : kSplitLineFactor) / sharers;
@@ -121,7 +138,7 @@ double loaded_bytes(const KernelConfig& config, const ChoiceInput& input) {
 // Cycles of one stage: the slowest of tensor cores, shared memory (wgmma reads A once and B for
 // every 64 rows; TMA writes both) and L2.
 double stage_cycles(const KernelConfig& config, const ChoiceInput& input, int64_t blocks) {
-  using namespace sm90_model;
+  using namespace pipelined_model;
   const int bytes = element_bytes(config.algorithm);
   const double ideal = config.tile_m * config.tile_n / 32.0;
   const double shared_bytes =
@@ -199,7 +216,7 @@ bool leaves_by_rows(const KernelConfig& config, const ChoiceInput& input) {
 // Sums are unrolled where they leave by rows, and where TMA stores them in the type of the
 // operands.
 FusedCost fused_cost(const KernelConfig& config, const ChoiceInput& input) {
-  using namespace sm90_model;
+  using namespace pipelined_model;
   const bool by_rows = leaves_by_rows(config, input);
   if (input.epilogue == EpilogueWork::kNone && (input.d_by_tma || by_rows || config.split_k > 1)) {
     return {};
@@ -214,7 +231,7 @@ FusedCost fused_cost(const KernelConfig& config, const ChoiceInput& input) {
 // Cycles of reading the operands and writing D, where blocks load so many bytes together. Few SMs
 // cannot ask for all that memory could give.
 double memory_cycles(const ChoiceInput& input, int64_t blocks, double loaded) {
-  using namespace sm90_model;
+  using namespace pipelined_model;
   const int bytes = element_bytes(input.algorithm);
   const double read = static_cast<double>(input.batch) * bytes * input.k *
                       (input.m + (input.gated ? 2.0 : 1.0) * input.n);
@@ -228,7 +245,7 @@ double memory_cycles(const ChoiceInput& input, int64_t blocks, double loaded) {
 // Cycles between the last instruction of a tile and its D.
 double output_cycles(const KernelConfig& config, const ChoiceInput& input, int splits,
                      const FusedCost& fused) {
-  using namespace sm90_model;
+  using namespace pipelined_model;
   const double elements = config.tile_m * config.output_n();
   const int bytes = element_bytes(config.algorithm);
   const bool is_split = splits > 1 && !has_fixup(config, input, splits);
@@ -244,7 +261,7 @@ double output_cycles(const KernelConfig& config, const ChoiceInput& input, int s
 
 // Cycles of adding up the products over parts of k, which are written to L2 and read again.
 double sum_cycles(const KernelConfig& config, const ChoiceInput& input, int splits) {
-  using namespace sm90_model;
+  using namespace pipelined_model;
   if (splits == 1) return 0.0;
   if (has_fixup(config, input, splits)) {
     const double sent = 4.0 * config.tile_m * config.tile_n * (splits - 1) / splits;
@@ -254,7 +271,7 @@ double sum_cycles(const KernelConfig& config, const ChoiceInput& input, int spli
 }
 
 double pipelined_cycles(const KernelConfig& config, const ChoiceInput& input, int splits) {
-  using namespace sm90_model;
+  using namespace pipelined_model;
   const int64_t tiles = cluster_tiles(config, input, splits);
   const int64_t capacity = concurrent_clusters(config, input);
   const int64_t rounds = ceil_div(tiles, capacity);
@@ -277,17 +294,16 @@ double pipelined_cycles(const KernelConfig& config, const ChoiceInput& input, in
 
 }  // namespace
 
-int64_t concurrent_clusters(const KernelConfig& config, const ChoiceInput& input) {
-  const int size = config.cluster_size();
-  const double usable = size <= 2 ? 1.0 : 120.0 / 132;
-  const int blocks = config.blocks_on_sm();
-  return std::max<int64_t>(1, static_cast<int64_t>(input.sm_count * blocks * usable / size));
-}
-
-int64_t cluster_tiles(const KernelConfig& config, const ChoiceInput& input, int splits) {
-  const Extents extents = computed_extents(config, input);
-  return ceil_div(extents.rows, config.tile_m * config.cluster_m) *
-         ceil_div(extents.columns, config.output_n() * config.cluster_n) * input.batch * splits;
+bool has_fixup(const KernelConfig& config, const ChoiceInput& input, int splits) {
+  if (!config.has_fixup() || input.epilogue != EpilogueWork::kNone || input.float32_result ||
+      !input.d_by_tma || splits == 1 || splits > config.warps_m) {
+    return false;
+  }
+  const int64_t clusters = cluster_tiles(config, input, splits);
+  const int64_t blocks = clusters * config.cluster_size();
+  return clusters <= concurrent_clusters(config, input) &&
+         blocks * config.warps_m * static_cast<int64_t>(sizeof(uint64_t)) <= kFixupFlagBytes &&
+         blocks * config.tile_m * config.tile_n * 4 + kFixupFlagBytes <= input.workspace_bytes;
 }
 
 double estimated_cycles(const KernelConfig& config, const ChoiceInput& input, int splits) {

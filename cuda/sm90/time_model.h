@@ -1,20 +1,18 @@
-// The time that an sm90 configuration would need: what heuristic.h compares.
+// The time that an sm90 configuration would need, for heuristic.h.
 
 #ifndef JAX_TCGEMM_SM90_TIME_MODEL_H_
 #define JAX_TCGEMM_SM90_TIME_MODEL_H_
-
-#include <stdint.h>
 
 #include "heuristic.h"
 #include "kernel_config.h"
 
 namespace jax_tcgemm::sm90 {
 
-// Clusters at a time. A cluster's blocks share a GPC, and not every GPC has a multiple of 4 SMs.
-int64_t concurrent_clusters(const KernelConfig& config, const ChoiceInput& input);
-
-// Clusters' tiles in all batches, of k in so many parts.
-int64_t cluster_tiles(const KernelConfig& config, const ChoiceInput& input, int splits);
+// Whether the kernel itself adds up so many parts of k, and not a second one: all of them must be
+// on the GPU at once, and D is the rounded product. They need kFixupFlagBytes of the workspace, for
+// a flag of each warp of each block, and room for their accumulators.
+constexpr int kFixupFlagBytes = 8192;
+bool has_fixup(const KernelConfig& config, const ChoiceInput& input, int splits);
 
 // See jax_tcgemm::estimated_cycles.
 double estimated_cycles(const KernelConfig& config, const ChoiceInput& input, int splits);
