@@ -43,11 +43,12 @@ class ActivationSpec:
 
     Attributes:
         activation: a key of ``ACTIVATIONS``, an ``Activation``, or ``None``.
-        bias_dtype: dtype of the bias's tangent, or ``None`` if there is none.
+        bias_dtypes: dtype of the bias's tangent, if there is one. (Not ``None`` if there is none,
+            which NumPy takes for equal to float64, and so did JAX's caches.)
     """
 
     activation: str | Activation | None
-    bias_dtype: np.dtype | None = None
+    bias_dtypes: tuple[np.dtype, ...] = ()
 
 
 def activation_tangent(
@@ -64,7 +65,7 @@ def activation_tangent(
         t: its tangent but for what the bias adds, of the same shape and dtype.
         bias: the bias's tangent, ``(n,)``.
     """
-    spec = ActivationSpec(activation, None if bias is None else bias.dtype)
+    spec = ActivationSpec(activation, () if bias is None else (bias.dtype,))
     return _bind_tangent([t, z] if bias is None else [t, bias, z], spec)
 
 
@@ -102,10 +103,11 @@ def _gradient(
     dtype = accumulator_dtype(z.dtype, z.dtype, z.dtype)
     activation = resolve(spec.activation)
     _, wide = jax.jvp(activation.reference, (z.astype(dtype),), (g.astype(dtype),))
-    if spec.bias_dtype is None:
-        return [wide.astype(z.dtype)]
-    sums = jnp.sum(wide, axis=tuple(range(z.ndim - 1)))
-    return [wide.astype(z.dtype), sums.astype(spec.bias_dtype)]
+    sums = [
+        jnp.sum(wide, axis=tuple(range(z.ndim - 1))).astype(bias_dtype)
+        for bias_dtype in spec.bias_dtypes
+    ]
+    return [wide.astype(z.dtype), *sums]
 
 
 registration.evaluate_by_jit(tangent_p)
@@ -121,10 +123,8 @@ def _tangent_aval(*avals: Any, spec: ActivationSpec) -> Any:
 
 
 def _gradient_avals(g: Any, z: Any, *, spec: ActivationSpec) -> list[Any]:
-    avals = [_compat.result_aval(g, z.shape, z.dtype, False)]
-    if spec.bias_dtype is not None:
-        avals.append(_compat.result_aval(g, z.shape[-1:], spec.bias_dtype, False))
-    return avals
+    results = [(z.shape, z.dtype), *((z.shape[-1:], dtype) for dtype in spec.bias_dtypes)]
+    return [_compat.result_aval(g, shape, dtype, False) for shape, dtype in results]
 
 
 tangent_p.def_abstract_eval(_tangent_aval)
@@ -135,7 +135,7 @@ gradient_p.def_abstract_eval(_gradient_avals)
 
 
 # Each is linear in all but z.
-registration.derive_linear(tangent_p, _tangent, lambda spec: 1 if spec.bias_dtype is None else 2)
+registration.derive_linear(tangent_p, _tangent, lambda spec: 1 + len(spec.bias_dtypes))
 registration.derive_linear(gradient_p, _gradient, lambda spec: 1)
 
 
@@ -149,7 +149,7 @@ def _tangent_transpose(cotangent: Any, *operands: Any, spec: ActivationSpec) -> 
     if type(cotangent) is ad.Zero:
         return [None] * len(operands)
     if not wanted[-1]:
-        spec = dataclasses.replace(spec, bias_dtype=None)
+        spec = dataclasses.replace(spec, bias_dtypes=())
     results = _bind_gradient([cotangent, z], spec)
     padded = [*results, None, None][: len(operands)]
     return [x if is_wanted else None for x, is_wanted in zip(padded, [*wanted, False], strict=True)]
@@ -186,10 +186,10 @@ def _gradient_batch(
     axis_data: Any, operands: Sequence[Any], dims: Sequence[int | None], *, spec: ActivationSpec
 ) -> tuple[list[jax.Array], list[int | None]]:
     """Makes the batch rows like others, unless each has sums of its own or they share ``z``."""
-    count = 1 if spec.bias_dtype is None else 2
+    count = 1 + len(spec.bias_dtypes)
     if all(d is None for d in dims):
         return _bind_gradient(operands, spec), [None] * count
-    if dims[1] is None or spec.bias_dtype is not None:
+    if dims[1] is None or spec.bias_dtypes:
         composed = functools.partial(_gradient, spec=spec)
         return jax.vmap(composed, tuple(dims))(*operands), [0] * count
     moved = [_at_front(x, d, axis_data) for x, d in zip(operands, dims, strict=True)]
@@ -215,8 +215,8 @@ def _cuda_gradient(g: jax.Array, z: jax.Array, *, spec: ActivationSpec) -> list[
     rows = z.size // n
     parts = max(1, min(_BLOCKS // math.ceil(n / _BLOCK_COLUMNS), rows // _BLOCK_ROWS))
     results = [jax.ShapeDtypeStruct(z.shape, z.dtype)]
-    if spec.bias_dtype is not None:
-        dtype = spec.bias_dtype if spec.bias_dtype == z.dtype else _FLOAT32
+    for bias_dtype in spec.bias_dtypes:
+        dtype = bias_dtype if bias_dtype == z.dtype else _FLOAT32
         results.append(jax.ShapeDtypeStruct((n,), dtype))
         results.append(jax.ShapeDtypeStruct((parts, n), _FLOAT32))  # the workspace
     activation = resolve(spec.activation)
@@ -230,7 +230,8 @@ def _cuda_gradient(g: jax.Array, z: jax.Array, *, spec: ActivationSpec) -> list[
         activation_p0=np.float32(p0),
         activation_p1=np.float32(p1),
     )
-    return [dz] if spec.bias_dtype is None else [dz, sums[0].astype(spec.bias_dtype)]
+    # Behind the sums is the workspace, which has no dtype of a bias beside it.
+    return [dz, *(x.astype(dtype) for x, dtype in zip(sums, spec.bias_dtypes, strict=False))]
 
 
 def _has_kernel(g: jax.Array, z: jax.Array) -> bool:

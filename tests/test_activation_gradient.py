@@ -42,6 +42,16 @@ def test_derivatives(operands, activation, biased):
         check_grads(f, precise, order=2, rtol=1e-4, atol=1e-4)
 
 
+def test_no_bias_is_not_one_of_float64(operands):
+    """NumPy takes None and float64 for equal, and caches would."""
+    with jax.enable_x64(True):
+        z, t, bias = (jnp.asarray(np.asarray(x, np.float64)) for x in operands)
+        jax.vjp(lambda *x: activation_tangent("silu", *x), z, t)[1](z)
+        (sums,) = jax.vjp(lambda bias: activation_tangent("silu", z, t, bias), bias)[1](z)
+        expected = jax.vjp(lambda bias: plain("silu", z, t, bias), bias)[1](z)[0]
+        np.testing.assert_allclose(sums, expected, rtol=1e-12)
+
+
 @pytest.mark.parametrize("wanted", [(1,), (2,), (1, 2), (0, 1, 2)])
 def test_transpose(operands, wanted):
     """Of those operands alone that are asked for."""
