@@ -1,3 +1,5 @@
+// For host code: extents in tiles.
+
 #ifndef JAX_TCGEMM_COMMON_CEIL_DIV_H_
 #define JAX_TCGEMM_COMMON_CEIL_DIV_H_
 
