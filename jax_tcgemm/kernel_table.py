@@ -341,6 +341,10 @@ def _rows() -> list[KernelConfig]:
             _sm90(algorithm, 128, 224, 4, cluster=(2, 1)),
             _sm90(algorithm, 128, 128, 6, cluster=(2, 1), schedule="pingpong"),
             _sm90(algorithm, 128, 128, 6, schedule="pingpong"),
+            # For odd numbers of tiles of rows.
+            _sm90(algorithm, 128, 192, 4, cluster=(1, 2), schedule="pingpong"),
+            # For batches of small products, where L2 is what counts.
+            _sm90(algorithm, 128, 128, 6, cluster=(2, 2), schedule="pingpong"),
             # For few tiles.
             _sm90(algorithm, 128, 256, 4),
             _sm90(algorithm, 128, 64, 8),

@@ -45,14 +45,14 @@ constexpr double kSplitLineFactor = 1.6;  // rows that are a part of two lines a
 constexpr double kReadRate = 2400.0;      // from device memory
 constexpr double kWriteRate = 1970.0;     // to it
 constexpr double kMemorySms = 0.75;       // share of the SMs that it takes
-constexpr double kAgainShare = 0.15;      // of loading from L2 again, that adds to this
+constexpr double kAgainShare = 0.25;      // of loading from L2 again, that adds to this
 // Writing 2 bytes of D, without and with a sum over the blocks that split k.
 constexpr double kElementCycles = 0.072;
 // If TMA cannot: in parts of rows, and by words.
 constexpr double kRowElementCycles = 0.03;
 constexpr double kCopiedElementCycles = 0.1;
 // What a tile takes beside its instructions and D, where a consumer waits for its turn.
-constexpr double kTurnCycles = 2600.0;
+constexpr double kTurnCycles = 2300.0;
 // An epilogue's own, with code that is fetched from afar the first time; that of a sum, unrolled.
 constexpr double kFusedElementCycles = 0.18;
 constexpr double kFusedStartCycles = 3500.0;
