@@ -40,19 +40,21 @@ constexpr double kColdRowsRate32 = 42.0;
 constexpr double kColdBytes = 27e6;
 constexpr double kColdBytesWithD = 38e6;
 constexpr double kColdBytes32 = 20e6;
-constexpr double kUnsharedFactor = 1.01;  // blocks that load all they need cost power
-constexpr double kSplitLineFactor = 1.6;  // rows that are a part of two lines ask for both
-constexpr double kReadRate = 2400.0;      // from device memory
-constexpr double kWriteRate = 1970.0;     // to it
-constexpr double kMemorySms = 0.75;       // share of the SMs that it takes
-constexpr double kAgainShare = 0.25;      // of loading from L2 again, that adds to this
+constexpr double kUnsharedFactor = 1.01;   // blocks that load all they need cost power
+constexpr double kSplitLineFactor = 1.6;   // rows that are a part of two lines ask for both
+constexpr double kReadRate = 2400.0;       // from device memory
+constexpr double kWriteRate = 1970.0;      // to it
+constexpr double kWrittenRowBytes = 46.0;  // as long as a row of a cluster's tile takes beside
+constexpr double kPaddingShare = 0.2;      // of what is not written, beyond D
+constexpr double kMemorySms = 0.75;        // share of the SMs that it takes
+constexpr double kAgainShare = 0.15;       // of loading from L2 again, that adds to this
 // Writing 2 bytes of D, without and with a sum over the blocks that split k.
 constexpr double kElementCycles = 0.072;
 // If TMA cannot: in parts of rows, and by words.
 constexpr double kRowElementCycles = 0.03;
 constexpr double kCopiedElementCycles = 0.1;
-// What a tile takes beside its instructions and D, where a consumer waits for its turn.
-constexpr double kTurnCycles = 2300.0;
+// What an element takes beside its instructions and D, where a consumer waits for its turn.
+constexpr double kTurnElementCycles = 0.09;
 // An epilogue's own, with code that is fetched from afar the first time; that of a sum, unrolled.
 constexpr double kFusedElementCycles = 0.18;
 constexpr double kFusedStartCycles = 3500.0;
@@ -228,15 +230,29 @@ FusedCost fused_cost(const KernelConfig& config, const ChoiceInput& input) {
   return {kFusedElementCycles, kFusedStartCycles};
 }
 
+// What writing D takes by the columns of a cluster's tile: short rows take longer, and so do those
+// that end beyond D.
+double width_factor(const KernelConfig& config, const ChoiceInput& input) {
+  using namespace pipelined_model;
+  const int64_t columns = exchanges_operands(config, input.major_a, input.major_b, input.m, input.n)
+                              ? config.tile_m * config.cluster_m
+                              : config.output_n() * config.cluster_n;
+  const int bytes = input.float32_result ? 4 : element_bytes(input.algorithm);
+  const double row_bytes = static_cast<double>(bytes) * std::min<int64_t>(columns, input.n);
+  const double padding = static_cast<double>(ceil_div(input.n, columns) * columns) / input.n - 1.0;
+  return (1.0 + kWrittenRowBytes / row_bytes) * (1.0 + kPaddingShare * padding);
+}
+
 // Cycles of reading the operands and writing D, where blocks load so many bytes together. Few SMs
 // cannot ask for all that memory could give.
-double memory_cycles(const ChoiceInput& input, int64_t blocks, double loaded) {
+double memory_cycles(const KernelConfig& config, const ChoiceInput& input, int64_t blocks,
+                     double loaded) {
   using namespace pipelined_model;
   const int bytes = element_bytes(input.algorithm);
   const double read = static_cast<double>(input.batch) * bytes * input.k *
                       (input.m + (input.gated ? 2.0 : 1.0) * input.n);
-  const double written =
-      static_cast<double>(input.batch) * (input.float32_result ? 4 : bytes) * input.m * input.n;
+  const double written = static_cast<double>(input.batch) * (input.float32_result ? 4 : bytes) *
+                         input.m * input.n * width_factor(config, input);
   const double asked = std::min(1.0, blocks / (kMemorySms * input.sm_count));
   return (read / kReadRate + written / kWriteRate) / asked +
          kAgainShare * std::max(0.0, loaded - read) / kWarmRate;
@@ -283,12 +299,13 @@ double pipelined_cycles(const KernelConfig& config, const ChoiceInput& input, in
   const double output = output_cycles(config, input, splits, fused);
   // In pingpong one tile is written while the next is multiplied, if that takes long enough.
   const bool hidden = config.schedule == Schedule::kPingpong && rounds > 1;
-  const double round = std::max(mainloop, (mainloop + output + kTurnCycles) / 2);
+  const double turn = kTurnElementCycles * config.tile_m * config.output_n();
+  const double round = std::max(mainloop, (mainloop + output + turn) / 2);
   const double tensor_time = hidden ? rounds * round + output : rounds * (mainloop + output);
   const int size = config.cluster_size();
   const double start = kStartCycles + fused.start + (size > 1 ? kClusterStartCycles : 0.0);
   const double loaded = tiles * config.cluster_size() * stages * loaded_bytes(config, input);
-  const double limits[] = {tensor_time, memory_cycles(input, blocks, loaded)};
+  const double limits[] = {tensor_time, memory_cycles(config, input, blocks, loaded)};
   return start + power_mean(limits) + sum_cycles(config, input, splits);
 }
 
