@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
-import importlib.util
+import importlib
 import pathlib
 import sys
 from types import ModuleType
@@ -50,14 +50,11 @@ constexpr KernelEntry kKernelEntries[] = {{
 
 
 def load_table(path: pathlib.Path) -> ModuleType:
-    """Imports kernel_table.py alone, without the package around it."""
-    spec = importlib.util.spec_from_file_location("kernel_table", path)
-    if spec is None or spec.loader is None:
-        raise SystemExit(f"cannot read the kernel table {path}")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    """Imports kernel_table.py and what it imports, but not the package's own code, which needs JAX."""
+    package = ModuleType(path.parent.name)
+    package.__path__ = [str(path.parent)]
+    sys.modules[package.__name__] = package
+    return importlib.import_module(f"{package.__name__}.{path.stem}")
 
 
 def enumerator(enum: str, name: str) -> str:

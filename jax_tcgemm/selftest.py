@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_tcgemm import benchmarking, epilogues, kernel_table, ragged_primitive
+from jax_tcgemm import benchmarking, epilogues, kernel_config, ragged_primitive
 from jax_tcgemm.api import gated_gemm, gemm
 from jax_tcgemm.ragged import ragged_dot
 from jax_tcgemm.ragged_lowering import RaggedSpec
@@ -44,7 +44,7 @@ INPUT_DTYPES = {
 class Problem:
     """One random problem for one row of the kernel table."""
 
-    config: kernel_table.KernelConfig
+    config: kernel_config.KernelConfig
     batch: int
     m: int
     n: int
@@ -79,7 +79,7 @@ class Problem:
 
 
 def draw_problem(
-    config: kernel_table.KernelConfig, rng: np.random.Generator, *, plain: bool
+    config: kernel_config.KernelConfig, rng: np.random.Generator, *, plain: bool
 ) -> Problem:
     """Draws a problem that ``config`` takes.
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from jax_tcgemm import _extension, benchmarking, gemm, kernel_table, selftest
 from jax_tcgemm.epilogues import ACTIVATIONS, resolve
-from jax_tcgemm.kernel_table import ELEMENT_BYTES, KernelConfig
+from jax_tcgemm.kernel_config import ELEMENT_BYTES, KernelConfig
 
 _MOST_PRODUCTS, _MOST_ELEMENTS = 3e9, 3e7
 _SCALES = ("row_scale", "column_scale")

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_tcgemm import gemm, kernel_table
+from jax_tcgemm import gemm, kernel_config
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_a_problem_depends_on_seed_and_index_alone():
 
 def test_what_is_drawn():
     problems = [gemm_problems.draw(0, i) for i in range(1500)]
-    assert {problem.algorithm for problem in problems} == set(kernel_table.ELEMENT_BYTES)
+    assert {problem.algorithm for problem in problems} == set(kernel_config.ELEMENT_BYTES)
     for extent in ("m", "n", "k"):
         values = {getattr(problem, extent) for problem in problems}
         assert {0, 1} <= values

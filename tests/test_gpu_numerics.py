@@ -25,7 +25,7 @@ from kernel_rows import by_config
 
 from jax_tcgemm import gemm
 from jax_tcgemm.epilogues import ACTIVATIONS
-from jax_tcgemm.kernel_table import KernelConfig
+from jax_tcgemm.kernel_config import KernelConfig
 from jax_tcgemm.spec import INPUT_DTYPES
 
 pytestmark = pytest.mark.gpu

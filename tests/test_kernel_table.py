@@ -11,7 +11,8 @@ import re
 import pytest
 
 from jax_tcgemm import _core, _extension, kernel_table
-from jax_tcgemm.kernel_table import ALGORITHM_TAGS, CONFIGS, by_name, for_algorithm
+from jax_tcgemm.kernel_config import ALGORITHM_TAGS
+from jax_tcgemm.kernel_table import CONFIGS, by_name, for_algorithm
 from jax_tcgemm.spec import INPUT_DTYPES
 
 

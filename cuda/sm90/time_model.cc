@@ -44,7 +44,7 @@ constexpr double kUnsharedFactor = 1.01;   // blocks that load all they need cos
 constexpr double kSplitLineFactor = 1.6;   // rows that are a part of two lines ask for both
 constexpr double kReadRate = 2400.0;       // from device memory
 constexpr double kWriteRate = 1970.0;      // to it
-constexpr double kWrittenRowBytes = 46.0;  // as long as a row of a cluster's tile takes beside
+constexpr double kWrittenRowBytes = 46.0;  // each row of a cluster's tile takes as many more
 constexpr double kPaddingShare = 0.2;      // of what is not written, beyond D
 constexpr double kMemorySms = 0.75;        // share of the SMs that it takes
 constexpr double kAgainShare = 0.15;       // of loading from L2 again, that adds to this
@@ -137,6 +137,11 @@ double loaded_bytes(const KernelConfig& config, const ChoiceInput& input) {
                exchanged ? input.whole_lines_a : input.whole_lines_b);
 }
 
+// Of an element of D.
+int result_bytes(const ChoiceInput& input) {
+  return input.float32_result ? 4 : element_bytes(input.algorithm);
+}
+
 // Cycles of one stage: the slowest of tensor cores, shared memory (wgmma reads A once and B for
 // every 64 rows; TMA writes both) and L2.
 double stage_cycles(const KernelConfig& config, const ChoiceInput& input, int64_t blocks) {
@@ -148,7 +153,7 @@ double stage_cycles(const KernelConfig& config, const ChoiceInput& input, int64_
   const double shared = shared_bytes / kSharedMemoryRate;
   const double operand_bytes =
       static_cast<double>(bytes) * input.k * (input.m + input.n) * input.batch;
-  const double d_bytes = static_cast<double>(input.float32_result ? 4 : bytes) * input.m * input.n *
+  const double d_bytes = static_cast<double>(result_bytes(input)) * input.m * input.n *
                          static_cast<double>(input.batch);
   const bool cold = operand_bytes > kColdBytes || operand_bytes + d_bytes > kColdBytesWithD;
   const double loaded = loaded_bytes(config, input);
@@ -237,8 +242,8 @@ double width_factor(const KernelConfig& config, const ChoiceInput& input) {
   const int64_t columns = exchanges_operands(config, input.major_a, input.major_b, input.m, input.n)
                               ? config.tile_m * config.cluster_m
                               : config.output_n() * config.cluster_n;
-  const int bytes = input.float32_result ? 4 : element_bytes(input.algorithm);
-  const double row_bytes = static_cast<double>(bytes) * std::min<int64_t>(columns, input.n);
+  const double row_bytes =
+      static_cast<double>(result_bytes(input)) * std::min<int64_t>(columns, input.n);
   const double padding = static_cast<double>(ceil_div(input.n, columns) * columns) / input.n - 1.0;
   return (1.0 + kWrittenRowBytes / row_bytes) * (1.0 + kPaddingShare * padding);
 }
@@ -251,8 +256,8 @@ double memory_cycles(const KernelConfig& config, const ChoiceInput& input, int64
   const int bytes = element_bytes(input.algorithm);
   const double read = static_cast<double>(input.batch) * bytes * input.k *
                       (input.m + (input.gated ? 2.0 : 1.0) * input.n);
-  const double written = static_cast<double>(input.batch) * (input.float32_result ? 4 : bytes) *
-                         input.m * input.n * width_factor(config, input);
+  const double written = static_cast<double>(input.batch) * result_bytes(input) * input.m *
+                         input.n * width_factor(config, input);
   const double asked = std::min(1.0, blocks / (kMemorySms * input.sm_count));
   return (read / kReadRate + written / kWriteRate) / asked +
          kAgainShare * std::max(0.0, loaded - read) / kWarmRate;

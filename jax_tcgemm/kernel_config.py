@@ -1,0 +1,256 @@
+"""What a kernel configuration is: a row of the kernel table, as ``cuda/kernel_config.h`` has it.
+
+Imports the standard library alone, so that the build can run it before anything is installed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+# Bytes of shared memory a thread block may use on the GPUs that have most (sm_90). sm_80 gives
+# 163 KiB, sm_86 and sm_89 99 KiB: rows above a device's own limit are skipped at run time.
+MAX_SHARED_MEMORY_BYTES = 227 * 1024
+
+ELEMENT_BYTES = {
+    "BF16_BF16_F32": 2,
+    "F16_F16_F32": 2,
+    "F16_F16_F16": 2,
+    "TF32_TF32_F32": 4,
+}
+
+# How an algorithm is written inside a row's name.
+ALGORITHM_TAGS = {
+    "BF16_BF16_F32": "bf16",
+    "F16_F16_F32": "f16",
+    "F16_F16_F16": "f16acc16",
+    "TF32_TF32_F32": "tf32",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelConfig:
+    """One kernel configuration.
+
+    Attributes:
+        arch: kernel family: ``"sm90"`` (TMA, mbarrier, wgmma), ``"sm80"`` (cp.async, ldmatrix,
+            mma.sync) or ``"simt"`` (float32 FMA, for products too small for a pipeline).
+        algorithm: name of the ``jax.lax.DotAlgorithmPreset`` it computes.
+        tile_m: rows of D one thread block computes.
+        tile_n: columns of D one thread block computes.
+        tile_k: elements of k in one stage of the shared-memory ring; in one trip to memory (simt).
+        warps_m: warps of a tile along m; a warp computes ``tile_m / warps_m`` rows.
+        warps_n: warps of a tile along n; a warp computes ``tile_n / warps_n`` columns.
+        stages: stages of the shared-memory ring.
+        loader: ``"cp_async"`` copies 16-byte chunks asynchronously and needs operands whose base,
+            strides and contiguous extent are multiples of 16 bytes; ``"realign"`` goes through
+            registers and takes any alignment; ``"direct"`` (simt) has no shared memory and takes
+            any too; ``"tma"`` (sm90) copies boxes and needs a base and strides that are multiples
+            of 16 bytes.
+        promote: accumulate each k-tile apart and add it in float32. The tensor cores cut sums off
+            instead of rounding them, which a float32 result of 16-bit operands would show.
+        cluster_m: blocks along m that share one load of their columns of B (sm90).
+        cluster_n: blocks along n that share one load of their rows of A (sm90).
+        split_k: blocks that share the k of one tile and add up their accumulators in a fixed order
+            (sm90).
+        schedule: ``"cooperative"``: all consumer warps compute one tile; ``"pingpong"`` (sm90):
+            two warpgroups compute a tile each, and one multiplies while the other writes.
+        gated: ``tile_n`` is half of one weight's columns and half of the other's, and D has the
+            columns of one (sm90).
+        skinny: for few rows or few columns (sm90): ``tile_m`` goes along the longer of m and n,
+            whichever operand that belongs to, and ``tile_n`` along the shorter.
+        ragged: what groups divide whose sizes only the device knows (sm90): ``"none"``; ``"rows"``,
+            those of A and D, so that each group has its own B; or ``"depth"``, k, so that each
+            group makes its own D.
+    """
+
+    arch: str
+    algorithm: str
+    tile_m: int
+    tile_n: int
+    tile_k: int
+    warps_m: int
+    warps_n: int
+    stages: int
+    loader: str = "cp_async"
+    promote: bool = False
+    cluster_m: int = 1
+    cluster_n: int = 1
+    split_k: int = 1
+    schedule: str = "cooperative"
+    gated: bool = False
+    skinny: bool = False
+    ragged: str = "none"
+
+    def __post_init__(self) -> None:
+        def require(condition: bool, what: str) -> None:
+            if not condition:
+                raise ValueError(f"{self}: {what}")
+
+        require(self.algorithm in ELEMENT_BYTES, f"algorithm must be one of {set(ELEMENT_BYTES)}")
+        if self.arch == "simt":
+            require(self.loader == "direct", "simt kernels load directly")
+            require(self.tile_m * self.tile_n == self.threads, "a thread computes one element")
+            return
+        require(self.arch in ("sm80", "sm90"), "arch must be sm90, sm80 or simt")
+        require(self.stages >= 3, "the ring needs at least 3 stages")
+        require(
+            self.shared_memory_bytes <= MAX_SHARED_MEMORY_BYTES,
+            f"{self.shared_memory_bytes} bytes of shared memory",
+        )
+        (self._check_sm80 if self.arch == "sm80" else self._check_sm90)(require)
+
+    def _check_sm80(self, require: Callable[[bool, str], None]) -> None:
+        require(self.loader in ("cp_async", "realign"), "loader must be cp_async or realign")
+        row_bytes = self.tile_k * self.element_bytes
+        require(row_bytes in (64, 128), "tile_k must span 64 or 128 bytes")
+        require(self.warp_m % 16 == 0, "a warp's rows must be a multiple of 16")
+        require(self.warp_n in (32, 64, 128), "a warp's columns must be 32, 64 or 128")
+        require(
+            not self.promote or self.algorithm in ("BF16_BF16_F32", "F16_F16_F32"),
+            "only float32 sums of 16-bit products are promoted",
+        )
+        require(self.cluster_size == 1, "sm80 kernels have no clusters")
+        require(not self.gated, "sm80 kernels have one weight")
+        require(not self.skinny, "sm80 kernels have one place for m and n")
+        require(self.ragged == "none", "sm80 kernels know no groups")
+        chunks = row_bytes // 16
+        for extent in (self.tile_m, self.tile_n):
+            require(extent * chunks % self.threads == 0, "tile must be a whole number of passes")
+
+    def _check_sm90(self, require: Callable[[bool, str], None]) -> None:
+        require(self.loader == "tma", "loader must be tma")
+        require(
+            not self.promote
+            or (
+                self.element_bytes == 2
+                and self.split_k == 1
+                and self.tile_m * self.tile_n // self.warps_m <= 64 * 32
+            ),
+            "promoting takes two more sets of accumulators, of 16-bit products",
+        )
+        require(self.algorithm != "F16_F16_F16", "sums are float32")
+        require(self.tile_k * self.element_bytes == 128, "tile_k must span 128 bytes")
+        require(self.warps_n == 1 and self.warps_m % 4 == 0, "warpgroups share a tile along m")
+        require(self.tile_m % (16 * self.warps_m) == 0, "a warpgroup computes 64 rows at a time")
+        if self.skinny:
+            self._check_skinny(require)
+            return
+        require(self.tile_n % 32 == 0 and self.tile_n <= 256, "tile_n must be a multiple of 32")
+        require(self.schedule in ("cooperative", "pingpong"), "unknown schedule")
+        require(self.split_k in (1, 2, 4, 8), "split_k must be 1, 2, 4 or 8")
+        require(self.cluster_size <= 8, "a cluster has at most 8 blocks")
+        if self.split_k > 1:
+            require(self.schedule == "cooperative", "pingpong does not split k")
+            require(self.tile_m % self.split_k == 0, "each block finishes a share of the rows")
+            require(
+                self.tile_m * self.tile_n * 4 <= self.stages * (self.tile_m + self.tile_n) * 128,
+                "the accumulators must fit in the ring",
+            )
+            require(128 % (self.tile_n // 4) == 0, "tile_n must be a power of two")
+        if self.gated:
+            require(self.element_bytes == 2 and self.split_k == 1, "gated rows are 16-bit, unsplit")
+            require(self.tile_n % 128 == 0, "half of tile_n must be a multiple of 64")
+        require(self.ragged in ("none", "rows", "depth"), "unknown ragged")
+        if self.ragged != "none":
+            require(
+                self.element_bytes == 2 and self.split_k == 1, "ragged rows are 16-bit, unsplit"
+            )
+            require(not self.gated, "ragged rows have one weight")
+        if self.ragged == "depth":
+            require(self.tile_m % 64 == 0 and self.tile_n % 64 == 0, "tiles must be whole slabs")
+        for extent, sharers in ((self.tile_m, self.cluster_n), (self.tile_n, self.cluster_m)):
+            require(sharers in (1, 2, 4), "a cluster shares an operand by 1, 2 or 4")
+            require(extent % (8 * sharers) == 0, "a share must be a whole number of 8 rows")
+
+    def _check_skinny(self, require: Callable[[bool, str], None]) -> None:
+        require(self.element_bytes == 2, "float32 operands have layouts of their own")
+        require(self.tile_n in (16, 32, 64), "a skinny tile_n is 16, 32 or 64")
+        require(self.warps_m == 4, "a skinny kernel has one consumer warpgroup")
+        require(self.schedule == "cooperative", "a lone warpgroup has no other to alternate with")
+        require(self.cluster_m == self.cluster_n == 1, "skinny blocks share no operand")
+        require(self.split_k in (1, 2, 4, 8), "split_k must be 1, 2, 4 or 8")
+        require(4 * self.split_k <= self.tile_n, "each block finishes a share of the sums")
+        require(
+            self.tile_m <= 128 or 4 * self.split_k < self.tile_n,
+            "half of every 16 rows is read in one pass, of 128 rows at most",
+        )
+
+    @property
+    def element_bytes(self) -> int:
+        return ELEMENT_BYTES[self.algorithm]
+
+    @property
+    def copies_whole_chunks(self) -> bool:
+        """Whether operands must be addressed in multiples of 16 bytes."""
+        return self.loader in ("cp_async", "tma")
+
+    @property
+    def rounds_sums(self) -> bool:
+        """Whether float32 results of 16-bit operands are as accurate as float32 sums."""
+        return self.promote or self.arch == "simt"
+
+    @property
+    def warp_m(self) -> int:
+        return self.tile_m // self.warps_m
+
+    @property
+    def warp_n(self) -> int:
+        return self.tile_n // self.warps_n
+
+    @property
+    def cluster_size(self) -> int:
+        return self.cluster_m * self.cluster_n * self.split_k
+
+    @property
+    def consumer_warps(self) -> int:
+        """Warps that multiply."""
+        return self.warps_m * self.warps_n * (2 if self.schedule == "pingpong" else 1)
+
+    @property
+    def threads(self) -> int:
+        producers = 0 if self.arch != "sm90" else 4 if self.consumer_warps > 4 else 1
+        return 32 * (self.consumer_warps + producers)
+
+    @property
+    def shared_memory_bytes(self) -> int:
+        """The ring, and what the epilogue needs: see ``cuda/kernel_config.h``."""
+        if self.arch == "simt":
+            return 0
+        if self.arch == "sm80":
+            ring = self.stages * (self.tile_m + self.tile_n) * self.tile_k * self.element_bytes
+            return ring + self.warps_m * 16 * self.tile_n * 4
+        if self.skinny:
+            ring = self.stages * (self.tile_m + self.tile_n) * 128
+            return ring + self.tile_m * (self.tile_n + 4) * 4 + 512
+        row = 128 // self.element_bytes
+        rows = sum(-(-extent // row) * row for extent in (self.tile_m, self.tile_n))
+        warpgroups = self.consumer_warps // 4
+        fixed = self.stages * rows * 128 + 512 + warpgroups * self.tile_n * 4
+        if self.split_k > 1:
+            return fixed
+        buffer = 4 * 2 * 1024
+        output_n = self.tile_n // 2 if self.gated else self.tile_n
+        buffers = 4 if 4 * self.warp_m * output_n * 2 > 2 * buffer else 2
+        while buffers > 1 and fixed + warpgroups * buffers * buffer > MAX_SHARED_MEMORY_BYTES:
+            buffers //= 2
+        return fixed + warpgroups * buffers * buffer
+
+    @property
+    def name(self) -> str:
+        """File name, the custom call's ``config`` and test id."""
+        tile = (
+            f"{self.arch}_{ALGORITHM_TAGS[self.algorithm]}"
+            f"_{self.tile_m}x{self.tile_n}x{self.tile_k}"
+        )
+        if self.arch == "sm90":
+            cluster = f"_c{self.cluster_m}x{self.cluster_n}"
+            split = f"_k{self.split_k}" if self.split_k > 1 else ""
+            kind = "skinny" if self.skinny else self.schedule
+            gated = "_gated" if self.gated else ""
+            ragged = f"_ragged_{self.ragged}" if self.ragged != "none" else ""
+            promote = "_promote" if self.promote else ""
+            return f"{tile}_s{self.stages}{cluster}{split}_{kind}{gated}{ragged}{promote}"
+        suffix = "_realign" if self.loader == "realign" else ""
+        suffix += "_promote" if self.promote else ""
+        return f"{tile}_w{self.warps_m}x{self.warps_n}_s{self.stages}{suffix}"
