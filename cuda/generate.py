@@ -50,7 +50,7 @@ constexpr KernelEntry kKernelEntries[] = {{
 
 
 def load_table(path: pathlib.Path) -> ModuleType:
-    """Imports kernel_table.py and what it imports, but not the package's own code, which needs JAX."""
+    """Imports kernel_table.py and what it imports, but not the package itself, which needs JAX."""
     package = ModuleType(path.parent.name)
     package.__path__ = [str(path.parent)]
     sys.modules[package.__name__] = package
