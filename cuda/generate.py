@@ -82,6 +82,7 @@ def cpp_config(config) -> str:
         str(config.gated).lower(),
         str(config.skinny).lower(),
         enumerator("Ragged", config.ragged),
+        str(config.exchanged).lower(),
     ]
     return "{" + ", ".join(map(str, fields)) + "}"
 

@@ -76,6 +76,10 @@ bool sm90_supports(const KernelConfig& config, const ChoiceInput& input) {
   if (input.compute_capability != 90 || !input.tma_addressable) return false;
   if (ceil_div(input.k, config.tile_k) < config.split_k) return false;
   if (config.skinny && input.batch_rank > 1) return false;
+  if (config.exchanged) {
+    return input.major_a == Major::kK && input.epilogue == EpilogueWork::kNone &&
+           !input.float32_result && input.d_by_tma;
+  }
   if (element_bytes(config.algorithm) == 2) return true;
   if (sm90::transposes_b(config, input.major_a, input.major_b)) {
     return sm90::can_transpose_b(config);
@@ -115,7 +119,7 @@ bool supports_splits(const KernelConfig& config, const ChoiceInput& input, int s
   const bool even = config.schedule == Schedule::kCooperative || k_tiles % splits == 0 ||
                     sm90::has_fixup(config, input, splits);
   return config.arch == Arch::kSm90 && config.split_k == 1 && !config.gated && !config.skinny &&
-         even && input.batch == 1 && k_tiles >= splits;
+         !config.exchanged && even && input.batch == 1 && k_tiles >= splits;
 }
 
 double estimated_cycles(const KernelConfig& config, const ChoiceInput& input, int splits) {

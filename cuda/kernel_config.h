@@ -62,6 +62,9 @@ struct KernelConfig {
   // that belongs to; where it is n, D^T = B^T A^T is computed.
   bool skinny;
   Ragged ragged;
+  // sm90: D^T = B^T A^T is computed: tile_m and cluster_m go along n, tile_n and cluster_n along m.
+  // So m is cut into any multiples of 8 rows of a k-major A. Plain products alone, with D by TMA.
+  bool exchanged;
 
   constexpr int warp_m() const { return tile_m / warps_m; }
   constexpr int warp_n() const { return tile_n / warps_n; }
@@ -81,7 +84,7 @@ struct KernelConfig {
   // tiles have too much to exchange (docs/performance.md).
   constexpr bool has_fixup() const {
     return arch == Arch::kSm90 && schedule == Schedule::kPingpong && !promote && !gated &&
-           ragged == Ragged::kNone && accumulators() <= 128;
+           !exchanged && ragged == Ragged::kNone && accumulators() <= 128;
   }
 
   // Warps that multiply; sm90 kernels have others that load.
@@ -96,14 +99,14 @@ struct KernelConfig {
   constexpr int threads() const { return 32 * (consumer_warps() + producer_warps()); }
 
   // sm90: an operand is rows of 128 bytes, and of an mn-major one whole rows are loaded; rows of
-  // fewer bytes if the tile has no more.
+  // fewer bytes if the tile has no more. Where operands are exchanged tile_n is a k-major one's.
   constexpr int mn_row_bytes(int tile_mn) const {
     const int bytes = tile_mn * element_bytes(algorithm);
     return bytes < 128 ? bytes : 128;
   }
   constexpr int operand_bytes(int tile_mn) const {
     const int row = mn_row_bytes(tile_mn) / element_bytes(algorithm);
-    if (arch == Arch::kSm90) tile_mn = (tile_mn + row - 1) / row * row;
+    if (arch == Arch::kSm90 && !exchanged) tile_mn = (tile_mn + row - 1) / row * row;
     return tile_mn * tile_k * element_bytes(algorithm);
   }
   constexpr int stage_bytes() const { return operand_bytes(tile_m) + operand_bytes(tile_n); }
@@ -111,9 +114,21 @@ struct KernelConfig {
   // A float32 slab of 16 rows of accumulators for each warp of an sm80 kernel; the buffers of
   // the warps of an sm90 kernel, through which D leaves.
   constexpr int slab_bytes() const { return 16 * warp_n() * 4; }
+  // Exchanged: a warpgroup's buffers take 64 columns of D and so many rows, equal parts of its
+  // tile.
+  constexpr int transposed_rows() const {
+    int rows = 48;
+    while (tile_n % rows != 0) rows -= 8;
+    return rows;
+  }
+  constexpr int transposed_buffers() const {
+    const int parts = tile_n / transposed_rows() * (warp_m() / 16);
+    return parts < 4 ? parts : 4;
+  }
   // Of a warpgroup: four buffers of 2 KiB for each warp, if its tile fills more than two and there
   // is room.
   constexpr int staging_bytes() const {
+    if (exchanged) return transposed_buffers() * transposed_rows() * 128;
     constexpr int kBuffer = 4 * 2 * 1024;
     const int fixed = ring_bytes() + bias_bytes() + kBarrierBytes;
     const int tile_bytes = 4 * warp_m() * output_n() * 2;
@@ -132,7 +147,9 @@ struct KernelConfig {
   }
   static constexpr int kSkinnyPadding = 4;  // float32 of a row of the slab
   // sm90: the barriers, and the bias of each warpgroup's tile.
-  constexpr int bias_bytes() const { return skinny ? 0 : consumer_warps() / 4 * tile_n * 4; }
+  constexpr int bias_bytes() const {
+    return skinny || exchanged ? 0 : consumer_warps() / 4 * tile_n * 4;
+  }
   // sm90: blocks that shared memory and registers let on one SM; two warpgroups of consumers take
   // all registers.
   constexpr int blocks_on_sm() const {

@@ -62,6 +62,10 @@ class KernelConfig:
         ragged: what groups divide whose sizes only the device knows (sm90): ``"none"``; ``"rows"``,
             those of A and D, so that each group has its own B; or ``"depth"``, k, so that each
             group makes its own D.
+        exchanged: D^T = B^T A^T is computed (sm90): ``tile_m`` and ``cluster_m`` go along n,
+            ``tile_n`` and ``cluster_n`` along m. Such a row takes plain products alone, of an A
+            whose k is contiguous, to a D of the operands' type whose rows are multiples of 16
+            bytes; of what else is asked of it another row is taken.
     """
 
     arch: str
@@ -81,6 +85,7 @@ class KernelConfig:
     gated: bool = False
     skinny: bool = False
     ragged: str = "none"
+    exchanged: bool = False
 
     def __post_init__(self) -> None:
         def require(condition: bool, what: str) -> None:
@@ -114,6 +119,7 @@ class KernelConfig:
         require(not self.gated, "sm80 kernels have one weight")
         require(not self.skinny, "sm80 kernels have one place for m and n")
         require(self.ragged == "none", "sm80 kernels know no groups")
+        require(not self.exchanged, "sm80 kernels compute D, not its transpose")
         chunks = row_bytes // 16
         for extent in (self.tile_m, self.tile_n):
             require(extent * chunks % self.threads == 0, "tile must be a whole number of passes")
@@ -136,7 +142,12 @@ class KernelConfig:
         if self.skinny:
             self._check_skinny(require)
             return
-        require(self.tile_n % 32 == 0 and self.tile_n <= 256, "tile_n must be a multiple of 32")
+        if self.exchanged:
+            self._check_exchanged(require)
+        unit = 8 if self.exchanged else 32
+        require(
+            self.tile_n % unit == 0 and self.tile_n <= 256, f"tile_n must be a multiple of {unit}"
+        )
         require(self.schedule in ("cooperative", "pingpong"), "unknown schedule")
         require(self.split_k in (1, 2, 4, 8), "split_k must be 1, 2, 4 or 8")
         require(self.cluster_size <= 8, "a cluster has at most 8 blocks")
@@ -161,7 +172,14 @@ class KernelConfig:
             require(self.tile_m % 64 == 0 and self.tile_n % 64 == 0, "tiles must be whole slabs")
         for extent, sharers in ((self.tile_m, self.cluster_n), (self.tile_n, self.cluster_m)):
             require(sharers in (1, 2, 4), "a cluster shares an operand by 1, 2 or 4")
-            require(extent % (8 * sharers) == 0, "a share must be a whole number of 8 rows")
+            require(extent % sharers == 0, "a cluster shares whole rows of an operand")
+
+    def _check_exchanged(self, require: Callable[[bool, str], None]) -> None:
+        require(self.element_bytes == 2, "float32 operands are exchanged as their layouts need it")
+        require(
+            self.split_k == 1 and not (self.promote or self.gated or self.ragged != "none"),
+            "exchanged rows compute plain products alone",
+        )
 
     def _check_skinny(self, require: Callable[[bool, str], None]) -> None:
         require(self.element_bytes == 2, "float32 operands have layouts of their own")
@@ -226,6 +244,9 @@ class KernelConfig:
         row = 128 // self.element_bytes
         rows = sum(-(-extent // row) * row for extent in (self.tile_m, self.tile_n))
         warpgroups = self.consumer_warps // 4
+        if self.exchanged:
+            ring = self.stages * (self.tile_m + self.tile_n) * 128
+            return ring + 512 + warpgroups * self._transposed_bytes
         fixed = self.stages * rows * 128 + 512 + warpgroups * self.tile_n * 4
         if self.split_k > 1:
             return fixed
@@ -235,6 +256,12 @@ class KernelConfig:
         while buffers > 1 and fixed + warpgroups * buffers * buffer > MAX_SHARED_MEMORY_BYTES:
             buffers //= 2
         return fixed + warpgroups * buffers * buffer
+
+    @property
+    def _transposed_bytes(self) -> int:
+        """Of the buffers in which a warpgroup of an exchanged row transposes its tile."""
+        rows = next((rows for rows in range(48, 8, -8) if self.tile_n % rows == 0), 8)
+        return min(4, self.tile_n // rows * (self.warp_m // 16)) * rows * 128
 
     @property
     def name(self) -> str:
@@ -250,7 +277,10 @@ class KernelConfig:
             gated = "_gated" if self.gated else ""
             ragged = f"_ragged_{self.ragged}" if self.ragged != "none" else ""
             promote = "_promote" if self.promote else ""
-            return f"{tile}_s{self.stages}{cluster}{split}_{kind}{gated}{ragged}{promote}"
+            exchanged = "_exchanged" if self.exchanged else ""
+            return (
+                f"{tile}_s{self.stages}{cluster}{split}_{kind}{gated}{ragged}{promote}{exchanged}"
+            )
         suffix = "_realign" if self.loader == "realign" else ""
         suffix += "_promote" if self.promote else ""
         return f"{tile}_w{self.warps_m}x{self.warps_n}_s{self.stages}{suffix}"

@@ -23,6 +23,7 @@ def _sm90(
     skinny: bool = False,
     ragged: str = "none",
     promote: bool = False,
+    exchanged: bool = False,
 ) -> KernelConfig:
     warpgroups = 1 if skinny or schedule == "pingpong" else min(2, tile_m // 64)
     return KernelConfig(
@@ -43,6 +44,7 @@ def _sm90(
         skinny=skinny,
         ragged=ragged,
         promote=promote,
+        exchanged=exchanged,
     )
 
 
@@ -105,6 +107,12 @@ def _rows() -> list[KernelConfig]:
             _sm90(algorithm, 64, 64, 6),
             # For so few that k is shared out.
             _sm90(algorithm, 128, 64, 8, split_k=2),
+            # Plain products with tiles of heights that the rows above do not have: for other
+            # numbers of whole waves, and for few tiles of operands whose rows are no whole lines.
+            _sm90(algorithm, 128, 160, 5, cluster=(2, 1), schedule="pingpong", exchanged=True),
+            _sm90(algorithm, 128, 72, 8, cluster=(2, 1), exchanged=True),
+            _sm90(algorithm, 128, 72, 8, cluster=(4, 1), exchanged=True),
+            _sm90(algorithm, 128, 72, 8, cluster=(4, 2), exchanged=True),
             # For float32 results.
             _sm90(algorithm, 128, 128, 6, cluster=(2, 1), promote=True),
             _sm90(algorithm, 64, 128, 6, schedule="pingpong", promote=True),

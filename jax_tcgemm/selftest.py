@@ -40,6 +40,10 @@ INPUT_DTYPES = {
 }
 
 
+def _has_every_epilogue(config: kernel_config.KernelConfig) -> bool:
+    return not config.gated and config.ragged == "none" and not config.exchanged
+
+
 @dataclasses.dataclass(frozen=True)
 class Problem:
     """One random problem for one row of the kernel table."""
@@ -65,7 +69,7 @@ class Problem:
 
     @property
     def has_alpha(self) -> bool:
-        return not self.config.gated and self.config.ragged == "none"
+        return _has_every_epilogue(self.config)
 
     @property
     def out_dtype(self) -> np.dtype:
@@ -102,15 +106,15 @@ def draw_problem(
         return unit * int(rng.integers(16 // unit, max(32, 2 * tile) // unit + 1))
 
     # Two weights and groups take what is plain beside the product; groups of k nothing.
-    is_gemm = not config.gated and config.ragged == "none"
-    has_epilogue = not plain and config.ragged != "depth"
+    is_gemm = _has_every_epilogue(config)
+    has_epilogue = not plain and config.ragged != "depth" and not config.exchanged
     # What the other rows cut off in their sums would show in a float32 result.
     rounds_sums = config.rounds_sums or config.element_bytes == 4
     return Problem(
         config=config,
         batch=1 if plain else int(rng.integers(1, 4)),
-        m=extent(config.tile_m),
-        n=extent(config.tile_n),
+        m=extent(config.tile_n if config.exchanged else config.tile_m),
+        n=extent(config.tile_m if config.exchanged else config.tile_n),
         k=extent(4 * config.tile_k),
         # Groups of k lie along the rows of both operands.
         transpose_a=config.ragged == "depth" or (not plain and is_gemm and bool(rng.integers(2))),
@@ -160,7 +164,7 @@ def _by_gemm(problem: Problem, use_config: bool, a, b, b2, c, bias):
         b,
         c,
         bias=bias,
-        alpha=problem.alpha,
+        alpha=problem.alpha if problem.has_alpha else 1.0,
         beta=problem.beta,
         transpose_a=problem.transpose_a,
         transpose_b=problem.transpose_b,

@@ -55,6 +55,7 @@ def test_unknown_name():
         ({"arch": "simt", "loader": "direct"}, "one element"),
         ({"algorithm": "F16_F16_F16", "promote": True}, "promoted"),
         ({"cluster_m": 2}, "clusters"),
+        ({"exchanged": True}, "transpose"),
     ],
 )
 def test_impossible_rows(changes, message):
@@ -96,6 +97,23 @@ def test_impossible_sm90_rows(changes, message):
 )
 def test_impossible_ragged_rows(changes, message):
     row = by_name("sm90_bf16_128x64x64_s8_c1x1_cooperative")
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(row, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"algorithm": "TF32_TF32_F32", "tile_k": 32}, "as their layouts need"),
+        ({"tile_n": 68}, "multiple of 8"),
+        ({"ragged": "rows"}, "plain products alone"),
+        ({"promote": True, "tile_n": 32}, "plain products alone"),
+        ({"stages": 9}, "shared memory"),
+        ({"exchanged": False, "stages": 4}, "multiple of 32"),
+    ],
+)
+def test_impossible_exchanged_rows(changes, message):
+    row = by_name("sm90_bf16_128x72x64_s8_c2x1_cooperative_exchanged")
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(row, **changes)
 
@@ -159,9 +177,11 @@ def test_no_sm90_kernel_spills():
             continue
         kernels = {name: bytes_ for name, bytes_ in spills.items() if f"Row_{row.name}E" in name}
         # All pairs of layouts: but some float32 rows cannot take two mn-major operands, and groups
-        # are of rows of a k-major A, or of k in two mn-major operands.
+        # are of rows of a k-major A, or of k in two mn-major operands. Exchanged operands have a
+        # k-major A.
         layouts = sum(len(re.findall(_LAYOUT, name)) for name in kernels)
-        assert layouts >= {"none": 3, "rows": 2, "depth": 1}[row.ragged], row.name
+        least = {"none": 3, "rows": 2, "depth": 1}[row.ragged]
+        assert layouts >= (2 if row.exchanged else least), row.name
         assert set(kernels.values()) == {0}, kernels
 
 
@@ -237,6 +257,8 @@ def test_heuristic_of_the_sm80_family_on_132_sms(shape, aligned, float32_result,
         ("BF16_BF16_F32", (128, 4096, 14336), "nn", ("128x64x64_s8_c1x1_k2",)),
         ("BF16_BF16_F32", (256, 28672, 4096), "nn", ("128x224x64_s4_c2x1",)),
         ("BF16_BF16_F32", (512, 512, 512), "nn", ("64x64x64_s6",)),
+        ("BF16_BF16_F32", (16384, 4096, 1024), "nn", ("128x160x64_s5_c2x1_pingpong_exchanged",)),
+        ("BF16_BF16_F32", (16384, 4096, 1024), "tn", ("128x128x64_s6_c2x1_pingpong",)),
         ("BF16_BF16_F32", (32, 32, 32), "nn", ("simt",)),
         # Few rows or columns: the fastest row measured, or one as fast.
         ("BF16_BF16_F32", (1, 6144, 4096), "nn", ("64x16x64_s8_c1x1_skinny",)),
@@ -290,7 +312,7 @@ def test_heuristic_refuses_what_no_row_computes():
 @ALL_KERNELS
 def test_heuristic_knows_what_an_epilogue_costs():
     def choice(epilogue):
-        arguments = "BF16_BF16_F32", 64, 6144, 2048, 1, True, 132, 227 * 1024
+        arguments = "BF16_BF16_F32", 96, 4096, 1024, 1, True, 132, 227 * 1024
         return _core.choose_config(*arguments, compute_capability=90, epilogue=epilogue)
 
     # Unrolled, a sum costs next to nothing; another epilogue rather goes to the skinny rows.

@@ -13,14 +13,16 @@
 // Timeline, producer: wait empty -> expect bytes -> TMA A, B ...                 (tile after tile)
 //        consumer: send for C -> [wait turn] -> mainloop (sm90/mainloop.cuh); while its last
 //        instructions run: [pass the turn], fetch the bias -> [sm90/split_fixup.cuh] -> output
-//        (sm90/output.cuh, or sm90/reduction.cuh). The producer runs ahead into the next tile
-//        meanwhile; in pingpong the other consumer multiplies.
+//        (sm90/output.cuh, or sm90/transposed_output.cuh, or sm90/reduction.cuh). The producer
+//        runs ahead into the next tile meanwhile; in pingpong the other consumer multiplies.
 // A block of a cluster ends when nothing more will be written to it or read from it, which its
 // producer waits for; a barrier of the cluster in its place takes half a microsecond.
 
 #pragma once
 
 #include <stdint.h>
+
+#include <type_traits>
 
 #include "gemm_params.h"
 #include "kernel_config.h"
@@ -35,6 +37,7 @@
 #include "sm90/ring.cuh"
 #include "sm90/split_fixup.cuh"
 #include "sm90/tensor_maps.h"
+#include "sm90/transposed_output.cuh"
 
 namespace jax_tcgemm::sm90 {
 
@@ -43,6 +46,8 @@ struct Kernel {
   using Smem = SharedMemory<kConfig>;
   using Place = ClusterPlace<kConfig>;
   using Main = Mainloop<kConfig, Layouts>;
+  using Out =
+      std::conditional_t<kConfig.exchanged, TransposedOutput<kConfig>, Output<kConfig, kExchanged>>;
   static constexpr bool kPingpong = kConfig.schedule == Schedule::kPingpong;
   static constexpr int kWarpgroups = kConfig.consumer_warps() / 4;
   // Of a thread; together they are all of an SM's.
@@ -68,7 +73,7 @@ struct Kernel {
       return range.end - range.begin;
     };
     Main mainloop(maps, smem, place, row);
-    Output<kConfig, kExchanged> output(params, maps, smem, warpgroup);
+    Out output(params, maps, smem, warpgroup);
     SplitOutput<kConfig> split_output(params, smem, place);
     TileWalk walk(params, blockIdx.x / kConfig.cluster_size());
     uint32_t turn_phase = warpgroup ^ 1;  // the first turn is consumer 0's

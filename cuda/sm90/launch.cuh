@@ -119,6 +119,9 @@ cudaError_t launch(const LaunchRequest& request) {
     return launch_layouts<Row, false, LayoutMnMn>(request);
   } else if constexpr (kConfig.ragged == Ragged::kRows) {
     return launch_layouts<Row, false, LayoutKMn, LayoutKK>(request);
+  } else if constexpr (kConfig.exchanged) {
+    return request.major_b == Major::kK ? launch_layouts<Row, true, LayoutKK>(request)
+                                        : launch_layouts<Row, true, LayoutMnK>(request);
   } else if constexpr (kConfig.skinny) {
     return launch_skinny<Row>(request);
   } else if constexpr (has_kernel_for_each_layout(kConfig)) {

@@ -18,7 +18,8 @@ constexpr int kWarpRows = 16;
 constexpr int kGranule = 16;
 
 // The box that a warp stores: rows of D and bytes of a row, which is also the swizzle. Exchanged
-// (see below), the warp's rows are columns of D.
+// (see below), the warp's rows are columns of D; of a row of the table that always exchanges, the
+// box is a warpgroup's.
 struct OutputBox {
   int rows;
   int row_bytes;
@@ -27,6 +28,7 @@ struct OutputBox {
 // Long rows are quicker to store; short ones leave room for C and for further results.
 constexpr OutputBox output_box(const KernelConfig& config, int element_bytes, bool exchanged,
                                bool whole_rows) {
+  if (config.exchanged) return {config.transposed_rows(), kBlockRows * element_bytes};
   if (exchanged) return {32, kWarpRows * element_bytes};
   const bool whole =
       whole_rows && config.output_n() % 64 == 0 && config.staging_bytes() >= 2 * kBlockRows * 128;
@@ -34,8 +36,10 @@ constexpr OutputBox output_box(const KernelConfig& config, int element_bytes, bo
 }
 
 // With float32 operands, of which wgmma takes only k-major ones from shared memory, D^T = B^T A^T
-// is computed where A is k-major and B is not: then B^T can go through registers.
+// is computed where A is k-major and B is not: then B^T can go through registers. Of 16-bit ones it
+// is by some rows of the table.
 constexpr bool exchanges_operands(const KernelConfig& config, Major major_a, Major major_b) {
+  if (config.exchanged) return true;
   return config.arch == Arch::kSm90 && element_bytes(config.algorithm) == 4 &&
          major_a == Major::kK && major_b == Major::kMn;
 }

@@ -55,7 +55,7 @@ struct OutputSubtile {
       const uint32_t matrices[4] = {
           pack<Element>(value[0], value[1]), pack<Element>(value[2], value[3]),
           pack<Element>(value[4], value[5]), pack<Element>(value[6], value[7])};
-      ptx::stmatrix_x4<false>(address, matrices);
+      ptx::stmatrix_x4(address, matrices);
     }
   }
 

@@ -13,10 +13,13 @@
 namespace jax_tcgemm::sm90 {
 namespace {
 
+// Bytes per cycle into one SM, of rows that are a part of two lines of L2.
+constexpr double kSplitLineRate = 36.0;
+
 // Of the rows that compute tile after tile: clock cycles at about 1.75 GHz, bytes per cycle.
 namespace pipelined_model {
-constexpr double kStartCycles = 3530.0;  // barriers, descriptors, the first stage
-constexpr double kClusterStartCycles = 100.0;
+constexpr double kStartCycles = 3140.0;  // barriers, descriptors, the first stage
+constexpr double kClusterStartCycles = 184.0;
 constexpr double kTensorFactor = 1.13;     // wgmma does not quite reach its rate
 constexpr double kFewStagesFactor = 1.02;  // fewer than 4
 constexpr double kTransposeFactor = 1.34;
@@ -31,9 +34,9 @@ constexpr double kSharedMemoryPeak = 128.0;
 constexpr double kContention = 0.1;  // for what is wanted beyond the peak
 // From L2 into all SMs, where it holds both operands and where not; into one SM where few rows
 // share weights that L2 does not hold, and of 32-bit elements where rows are the fewer.
-constexpr double kWarmRate = 8770.0;
+constexpr double kWarmRate = 6560.0;
 constexpr double kColdRate = 6220.0;
-constexpr double kColdRowsRate = 47.0;
+constexpr double kColdRowsRate = 57.4;
 constexpr double kColdRowsRate32 = 42.0;
 // What L2 does not hold: bytes of the operands, those and D, which takes their place, and of
 // operands of 32 bits that one block reads.
@@ -49,7 +52,7 @@ constexpr double kPaddingShare = 0.2;      // of what is not written, beyond D
 constexpr double kMemorySms = 0.75;        // share of the SMs that it takes
 constexpr double kAgainShare = 0.15;       // of loading from L2 again, that adds to this
 // Writing 2 bytes of D, without and with a sum over the blocks that split k.
-constexpr double kElementCycles = 0.072;
+constexpr double kElementCycles = 0.0745;
 // If TMA cannot: in parts of rows, and by words.
 constexpr double kRowElementCycles = 0.03;
 constexpr double kCopiedElementCycles = 0.1;
@@ -73,7 +76,7 @@ constexpr double kSumRate = 4470.0;  // bytes written and read again
 
 // Of the skinny rows, which stream an operand.
 namespace skinny_model {
-constexpr double kStartCycles = 4260.0;  // all that is none of the following
+constexpr double kStartCycles = 2640.0;  // all that is none of the following
 constexpr double kClusterStartCycles = 800.0;
 constexpr double kRoundCycles = 3890.0;  // a block's next tile
 constexpr double kMemoryRate = 2640.0;   // of the longer operand
@@ -125,16 +128,27 @@ double starved_rate(const KernelConfig& config, const ChoiceInput& input, double
 }
 
 // Bytes of a stage that a block asks L2 for; others of its cluster load the rest.
-double loaded_bytes(const KernelConfig& config, const ChoiceInput& input) {
-  using namespace pipelined_model;
+struct AskedBytes {
+  double whole = 0.0;  // of rows that are whole lines
+  double split = 0.0;
+};
+
+AskedBytes asked_bytes(const KernelConfig& config, const ChoiceInput& input) {
   const bool exchanged = exchanges_operands(config, input.major_a, input.major_b, input.m, input.n);
-  const auto asked = [&](int extent, int sharers, bool whole_lines) {
-    return config.operand_bytes(extent) * (whole_lines ? 1.0 : kSplitLineFactor) / sharers;
+  AskedBytes asked;
+  const auto add = [&](int extent, int sharers, bool whole_lines) {
+    (whole_lines ? asked.whole : asked.split) +=
+        static_cast<double>(config.operand_bytes(extent)) / sharers;
   };
-  return asked(config.tile_m, config.cluster_n,
-               exchanged ? input.whole_lines_b : input.whole_lines_a) +
-         asked(config.tile_n, config.cluster_m,
-               exchanged ? input.whole_lines_a : input.whole_lines_b);
+  add(config.tile_m, config.cluster_n, exchanged ? input.whole_lines_b : input.whole_lines_a);
+  add(config.tile_n, config.cluster_m, exchanged ? input.whole_lines_a : input.whole_lines_b);
+  return asked;
+}
+
+// The same, in bytes of whole lines.
+double loaded_bytes(const KernelConfig& config, const ChoiceInput& input) {
+  const AskedBytes asked = asked_bytes(config, input);
+  return asked.whole + pipelined_model::kSplitLineFactor * asked.split;
 }
 
 // Of an element of D.
@@ -165,6 +179,7 @@ double stage_cycles(const KernelConfig& config, const ChoiceInput& input, int64_
   if (const double rate = starved_rate(config, input, operand_bytes); rate > 0.0) {
     cycles = std::max(cycles, on_sm * config.stage_bytes() / rate);
   }
+  cycles = std::max(cycles, on_sm * asked_bytes(config, input).split / kSplitLineRate);
   if (cold && config.cluster_size() == 1) cycles *= kUnsharedFactor;
   if (bytes == 4 && (input.major_a == Major::kMn || input.major_b == Major::kMn)) {
     const int warpgroups = config.consumer_warps() / 4;
@@ -192,6 +207,8 @@ double skinny_cycles(const KernelConfig& config, const ChoiceInput& input) {
   const double stages = ceil_div(input.k, config.tile_k) / static_cast<double>(config.split_k);
   const double streamed = stages * config.operand_bytes(config.tile_m);
   const double loaded = stages * config.stage_bytes();
+  const AskedBytes asked = asked_bytes(config, input);
+  const double into_sm = stages * (asked.whole / kSmRate + asked.split / kSplitLineRate);
   double cycles =
       kStartCycles + (config.split_k > 1 ? kClusterStartCycles : 0.0) +
       kElementCycles * config.blocks_on_sm() * config.tile_m * config.tile_n / config.split_k;
@@ -199,8 +216,7 @@ double skinny_cycles(const KernelConfig& config, const ChoiceInput& input) {
     const double blocks = static_cast<double>(clusters * config.cluster_size());
     const double sms = std::min<double>(blocks, input.sm_count);
     const double limits[] = {blocks * (streamed / kMemoryRate + (loaded - streamed) / kSharedRate),
-                             blocks * loaded / (sms * kSmRate),
-                             kLatencyCycles * loaded / config.ring_bytes()};
+                             blocks * into_sm / sms, kLatencyCycles * loaded / config.ring_bytes()};
     return power_mean(limits);
   };
   const int64_t tiles = cluster_tiles(config, input, 1);
