@@ -113,6 +113,8 @@ def _rows() -> list[KernelConfig]:
             _sm90(algorithm, 128, 72, 8, cluster=(2, 1), exchanged=True),
             _sm90(algorithm, 128, 72, 8, cluster=(4, 1), exchanged=True),
             _sm90(algorithm, 128, 72, 8, cluster=(4, 2), exchanged=True),
+            # For one tile of rows of A, shared, and long ones of B.
+            _sm90(algorithm, 256, 128, 4, cluster=(2, 1), exchanged=True),
             # For float32 results.
             _sm90(algorithm, 128, 128, 6, cluster=(2, 1), promote=True),
             _sm90(algorithm, 64, 128, 6, schedule="pingpong", promote=True),

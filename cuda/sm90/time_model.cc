@@ -251,12 +251,12 @@ FusedCost fused_cost(const KernelConfig& config, const ChoiceInput& input) {
   return {kFusedElementCycles, kFusedStartCycles};
 }
 
-// What writing D takes by the columns of a cluster's tile: short rows take longer, and so do those
-// that end beyond D.
+// What writing D takes by the columns of a cluster's tile (of a block's, where a row of the table
+// exchanges operands): short rows take longer, and so do those that end beyond D.
 double width_factor(const KernelConfig& config, const ChoiceInput& input) {
   using namespace pipelined_model;
   const int64_t columns = exchanges_operands(config, input.major_a, input.major_b, input.m, input.n)
-                              ? config.tile_m * config.cluster_m
+                              ? config.tile_m * (config.exchanged ? 1 : config.cluster_m)
                               : config.output_n() * config.cluster_n;
   const double row_bytes =
       static_cast<double>(result_bytes(input)) * std::min<int64_t>(columns, input.n);
