@@ -257,8 +257,6 @@ def test_heuristic_of_the_sm80_family_on_132_sms(shape, aligned, float32_result,
         ("BF16_BF16_F32", (128, 4096, 14336), "nn", ("128x64x64_s8_c1x1_k2",)),
         ("BF16_BF16_F32", (256, 28672, 4096), "nn", ("128x224x64_s4_c2x1",)),
         ("BF16_BF16_F32", (512, 512, 512), "nn", ("64x64x64_s6",)),
-        ("BF16_BF16_F32", (16384, 4096, 1024), "nn", ("128x160x64_s5_c2x1_pingpong_exchanged",)),
-        ("BF16_BF16_F32", (16384, 4096, 1024), "tn", ("128x128x64_s6_c2x1_pingpong",)),
         ("BF16_BF16_F32", (32, 32, 32), "nn", ("simt",)),
         # Few rows or columns: the fastest row measured, or one as fast.
         ("BF16_BF16_F32", (1, 6144, 4096), "nn", ("64x16x64_s8_c1x1_skinny",)),
@@ -286,6 +284,15 @@ def test_heuristic_of_the_sm90_family_on_an_h200(algorithm, shape, layout, expec
         algorithm, *shape, 1, False, 132, 227 * 1024, compute_capability=90, layout=layout
     )
     assert not by_name(unaligned).copies_whole_chunks
+
+
+def test_exchanged_rows_take_plain_products_alone(choose_on_h200):
+    choose = functools.partial(choose_on_h200, "BF16_BF16_F32", 16384, 4096, 1024)
+    # The fastest row measured.
+    assert choose() == choose(layout="nt") == "sm90_bf16_128x160x64_s5_c2x1_pingpong_exchanged"
+    for other in ({"layout": "tn"}, {"layout": "tt"}, {"epilogue": "sum"}, {"epilogue": "any"}):
+        assert "exchanged" not in choose(**other)
+    assert "promote" in choose(float32_result=True)
 
 
 def test_heuristic_adds_up_parts_of_k_within_the_kernel(choose_on_h200):

@@ -62,6 +62,7 @@ struct OperandLoader {
 
   __device__ __forceinline__ void load(uint32_t shared, uint32_t barrier, int k) const {
     if constexpr (kMajor == Major::kK) {
+      // TMA swizzles by the address: a share may begin and end within a pattern of 8 rows.
       constexpr int kRows = kTileMn / kSharers;
       copy(shared + share * kRows * 128, barrier, k, first + share * kRows);
     } else {
