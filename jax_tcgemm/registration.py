@@ -37,9 +37,14 @@ def bind(
 def evaluate_by_jit(primitive: Primitive) -> None:
     """Lets the primitive run outside of ``jit``, as a program of its own for each ``spec``."""
 
-    @functools.partial(jax.jit, static_argnames="spec")
-    def compiled(*operands: jax.Array, spec: Any) -> Any:
+    def apply(*operands: jax.Array, spec: Any) -> Any:
         return primitive.bind(*operands, spec=spec)
+
+    # Where ``jax.debug_nans`` or ``jax.debug_infs`` finds one in a result, JAX runs the function
+    # again operation by operation, but for what this says is a single one: it raises there.
+    apply.__name__ = apply.__qualname__ = primitive.name
+    apply._apply_primitive = True  # pyright: ignore[reportFunctionMemberAccess]
+    compiled = jax.jit(apply, static_argnames="spec")
 
     def evaluate(*operands: jax.Array, spec: Any) -> Any:
         # With jit disabled, this would come back here for ever.

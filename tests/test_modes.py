@@ -125,6 +125,33 @@ def test_real_operands_of_complex_products_have_real_gradients(normal, function)
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("mode", ["jax_debug_nans", "jax_debug_infs"])
+@pytest.mark.parametrize(
+    "function",
+    [
+        jnp.matmul,
+        gemm,
+        lambda x, w: gemm(x, w, activation="relu"),
+        lambda x, w: gated_gemm(x, w, w),
+        lambda x, w: mlp(x, w, None, w.T),
+        lambda x, w: ragged_dot(x, jnp.stack([w, w]), SIZES),
+        lambda x, w: dot_general(x, w, (((1,), (0,)), ((), ()))),
+    ],
+    ids=["matmul", "gemm", "activation", "gated_gemm", "mlp", "ragged_dot", "dot_general"],
+)
+def test_debugging_finds_what_is_not_finite(normal, mode, function):
+    x, w = normal(4, 6).at[0].set(jnp.inf if mode == "jax_debug_infs" else jnp.nan), normal(6, 8)
+    w = jnp.abs(w)
+    jax.config.update(mode, True)
+    try:
+        for f in (function, jax.jit(function), jax.grad(square_sum(function))):
+            with pytest.raises(FloatingPointError):
+                f(x, w)
+        function(jnp.ones_like(x), w)
+    finally:
+        jax.config.update(mode, False)
+
+
 # Meshes with explicit axes
 
 
