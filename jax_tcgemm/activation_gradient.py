@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 
@@ -82,7 +83,9 @@ def _tangent(*operands: jax.Array, spec: ActivationSpec, widen: bool = False) ->
     del widen
     *terms, z = operands
     dtype = accumulator_dtype(z.dtype, z.dtype, z.dtype)
-    total = sum((term.astype(dtype) for term in terms[1:]), terms[0].astype(dtype))
+    # Of one rank, which JAX may be told to insist on.
+    wide = [lax.expand_dims(x.astype(dtype), range(z.ndim - x.ndim)) for x in terms]
+    total = sum(wide[1:], wide[0])
     _, result = jax.jvp(resolve(spec.activation).reference, (z.astype(dtype),), (total,))
     return result.astype(z.dtype)
 

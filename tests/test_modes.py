@@ -88,6 +88,22 @@ def test_rank_promotion(normal):
     with jax.numpy_rank_promotion("raise"):
         assert_trees_close(f(*args), expected)
         jax.grad(lambda *args: sum(y.sum() for y in f(*args)), range(6))(*args)
+        jax.jvp(f, args, args)
+
+
+def test_rank_promotion_of_tangents(normal):
+    x, w, b = normal(4, 6), normal(6, 8), normal(8)
+    for f in (
+        lambda x, w, b: gemm(x, w, bias=b, activation="gelu"),
+        lambda x, w, b: gemm(x[None], w, bias=b, row_scale=x[:, 0], activation="gelu"),
+        lambda x, w, b: gated_gemm(x, w, w, bias_gate=b, bias_up=b),
+        lambda x, w, b: mlp(x, w, b, w.T, b[:6]),
+        lambda x, w, b: gated_mlp(x, w, w, w.T, bias_gate=b, bias_up=b, bias_down=b[:6]),
+    ):
+        expected = jax.jvp(f, (x, w, b), (x, w, b))
+        with jax.numpy_rank_promotion("raise"):
+            assert_trees_close(jax.jvp(f, (x, w, b), (x, w, b)), expected)
+            jax.hessian(lambda b, f=f: f(x, w, b).sum())(b)
 
 
 @pytest.mark.parametrize("b_dtype", FLOAT8)
