@@ -44,6 +44,16 @@ def is_sharded(*operands: Any) -> bool:
     return any(_divides(jax.typeof(x).sharding.spec) for x in operands)
 
 
+def typed_as(model: jax.Array, x: jax.Array) -> jax.Array:
+    """Returns ``x``, of the shape of ``model``, sharded and varying over mesh axes as that is."""
+    x = match_varying((model, x))[1]
+    sharding = jax.typeof(model).sharding
+    if jax.typeof(x).sharding == sharding:
+        return x
+    reshard = jax.reshard if hasattr(jax, "reshard") else jax.sharding.reshard  # before 0.9
+    return reshard(x, sharding)
+
+
 def _divides(spec: jax.sharding.PartitionSpec) -> bool:
     # Newer JAX has a name for the axes of each dimension, and refuses to iterate over some specs.
     axes = getattr(spec, "partitions", spec)

@@ -276,8 +276,8 @@ def _jvp(
     if d_second.b is not None or d_second.bias is not None:
         dx = Operands(None, d_second.b, c=tangent if addends else None, bias=d_second.bias)
         tangent = _second_layer(layers, hidden, saved, second.b, dx)
-    # A bias or residual may vary over fewer mesh axes than the result.
-    return y, _compat.match_varying((y, tangent))[1]
+    # A bias or residual may vary, or be sharded, over fewer mesh axes than the result.
+    return y, _compat.typed_as(y, tangent)
 
 
 _forward.defjvp(_jvp, symbolic_zeros=True)

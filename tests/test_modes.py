@@ -230,6 +230,41 @@ def test_explicitly_sharded_layers(normal, mesh):
     assert_trees_close(actual, expected, 1e-3)
 
 
+@pytest.mark.parametrize("axis", [None, "y"])
+@pytest.mark.parametrize(
+    ("ours", "formula"),
+    [
+        (lambda x, w, v, b, r: mlp(x, w, None, v, b, residual=r), jax.nn.gelu),
+        (
+            lambda x, w, v, b, r: gated_mlp(x, w, w, v, bias_down=b, residual=r),
+            lambda z: jax.nn.silu(z) * z,
+        ),
+    ],
+    ids=["mlp", "gated_mlp"],
+)
+def test_explicitly_sharded_addends_of_layers(normal, mesh, ours, formula, axis):
+    """Derivatives by nothing but what is added to the second product."""
+    x, w = placed(mesh, normal(8, 6), "x", None), placed(mesh, normal(6, 4), None, None)
+    v = placed(mesh, normal(4, 6), None, "y")
+    addends = placed(mesh, normal(6), axis), placed(mesh, normal(8, 6), None, axis)
+
+    def derivatives(f, i):
+        def of_one(addend):
+            given = [*addends[:i], addend, *addends[i + 1 :]]
+            return f(x, w, v, *given)
+
+        forward = jax.jit(lambda t: jax.jvp(of_one, (t,), (t,)))(addends[i])
+        results = forward, jax.jit(jax.grad(square_sum(of_one)))(addends[i])
+        return results, jax.tree.map(lambda y: jax.typeof(y).sharding.spec, results)
+
+    with jax.set_mesh(mesh):
+        for i in range(2):
+            actual, shardings = derivatives(ours, i)
+            expected, wanted = derivatives(lambda x, w, v, b, r: formula(x @ w) @ v + b + r, i)
+            assert shardings == wanted
+            assert_trees_close(actual, expected, 1e-3)
+
+
 def test_reduced_types(normal, mesh):
     """Replicated operands whose gradients are summed over mesh axes where they are used."""
     w = normal(8, 6)
