@@ -78,9 +78,8 @@ def _bind_gradient(operands: Sequence[jax.Array], spec: ActivationSpec) -> list[
     return registration.bind(gradient_p, operands, spec, _gradient)
 
 
-def _tangent(*operands: jax.Array, spec: ActivationSpec, widen: bool = False) -> jax.Array:
+def _tangent(*operands: jax.Array, spec: ActivationSpec) -> jax.Array:
     """Composes the tangent of ``t``, ``[bias]`` and ``z``."""
-    del widen
     *terms, z = operands
     dtype = accumulator_dtype(z.dtype, z.dtype, z.dtype)
     # Of one rank, which JAX may be told to insist on.
@@ -90,19 +89,14 @@ def _tangent(*operands: jax.Array, spec: ActivationSpec, widen: bool = False) ->
     return result.astype(z.dtype)
 
 
-def _rematerialized_tangent(
-    *operands: jax.Array, spec: ActivationSpec, widen: bool = False
-) -> jax.Array:
+def _rematerialized_tangent(*operands: jax.Array, spec: ActivationSpec) -> jax.Array:
     """The same, of which a reverse pass keeps ``z`` alone and no float32 intermediates."""
-    composed = functools.partial(_tangent, spec=spec, widen=widen)
+    composed = functools.partial(_tangent, spec=spec)
     return jax.checkpoint(composed, prevent_cse=False)(*operands)
 
 
-def _gradient(
-    g: jax.Array, z: jax.Array, *, spec: ActivationSpec, widen: bool = False
-) -> list[jax.Array]:
+def _gradient(g: jax.Array, z: jax.Array, *, spec: ActivationSpec) -> list[jax.Array]:
     """Composes the cotangents of ``t`` and of the bias from that of the tangent."""
-    del widen
     dtype = accumulator_dtype(z.dtype, z.dtype, z.dtype)
     activation = resolve(spec.activation)
     _, wide = jax.jvp(activation.reference, (z.astype(dtype),), (g.astype(dtype),))

@@ -284,10 +284,10 @@ def _packed_bias(x: Operands, spec: GatedSpec) -> tuple[jax.Array, Any]:
     return bias, (*missing, *range(bias.ndim))
 
 
-def _portable(*operands: jax.Array, spec: GatedSpec, widen: bool = False) -> list[jax.Array]:
+def _portable(*operands: jax.Array, spec: GatedSpec) -> list[jax.Array]:
     if not spec.results[0]:
         return _products(*operands, spec=spec)
-    return lowering.portable_gated(*operands, spec=spec, widen=widen)
+    return lowering.portable_gated(*operands, spec=spec)
 
 
 def _cuda(*operands: jax.Array, spec: GatedSpec) -> list[jax.Array]:

@@ -54,8 +54,7 @@ def _hidden_count(spec: GemmSpec) -> int:
     return 2 if spec.c_role == "gated_derivative" else 1
 
 
-def _composed(*operands: jax.Array, spec: GemmSpec, widen: bool = False) -> jax.Array:
-    del widen
+def _composed(*operands: jax.Array, spec: GemmSpec) -> jax.Array:
     tangents, saved, w = _split(operands, spec)
     function = product_tangent if len(saved) == 2 else activation_tangent
     t = function(spec.activation, *saved, *tangents)

@@ -64,7 +64,6 @@ def reference_dot(
     group_sizes: jax.Array,
     *bias: jax.Array,
     spec: RaggedSpec,
-    widen: bool = False,
 ) -> list[jax.Array]:
     """Computes the ragged product group after group, each for all rows.
 
@@ -74,19 +73,18 @@ def reference_dot(
         group_sizes: ``(g,)``, int32.
         *bias: ``(g, n)``, if there is one.
         spec: the primitive's parameters.
-        widen: as in ``reference.reference_gemm``.
 
     Returns:
         ``[d]``, or also the pre-activation, ``(m, n)``.
     """
-    lhs, rhs, precision, dtype = _exact_factors(lhs, rhs, spec, widen)
+    lhs, rhs, precision, dtype = _exact_factors(lhs, rhs, spec)
     rows = lax.broadcasted_iota(jnp.int32, (lhs.shape[0], 1), 0)
     contract = ((1,), (1 if spec.transpose_rhs else 0,)), ((), ())
     wide = accumulator_dtype(dtype, dtype, spec.out_dtype)
 
     def add_group(z: jax.Array, group: Any) -> tuple[jax.Array, None]:
         weight, begin, end, *bias = group
-        own = lax.dot_general(lhs, weight, contract, precision, dtype).astype(wide)
+        own = reference.dot(lhs, weight, contract, precision, dtype).astype(wide)
         own = sum((row[None].astype(wide) for row in bias), own)
         return jnp.where((begin <= rows) & (rows < end), own, z), None
 
@@ -108,7 +106,6 @@ def reference_contraction(
     group_sizes: jax.Array,
     *,
     spec: RaggedSpec,
-    widen: bool = False,
 ) -> list[jax.Array]:
     """Computes ``lhs[group].T @ rhs[group]`` of each group of rows, ``[(g, k, n)]``.
 
@@ -117,9 +114,8 @@ def reference_contraction(
         rhs: ``(m, n)``.
         group_sizes: ``(g,)``, int32.
         spec: the primitive's parameters.
-        widen: as in ``reference.reference_gemm``.
     """
-    lhs, rhs, precision, dtype = _exact_factors(lhs, rhs, spec, widen)
+    lhs, rhs, precision, dtype = _exact_factors(lhs, rhs, spec)
     rows = lax.broadcasted_iota(jnp.int32, (lhs.shape[0], 1), 0)
 
     def of_group(_: None, group: Any) -> tuple[None, jax.Array]:
@@ -127,7 +123,7 @@ def reference_contraction(
         inside = (begin <= rows) & (rows < end)
         # Both: what lies outside may be infinite.
         x, y = jnp.where(inside, lhs, 0), jnp.where(inside, rhs, 0)
-        d = lax.dot_general(x, y, (((0,), (0,)), ((), ())), precision, dtype)
+        d = reference.dot(x, y, (((0,), (0,)), ((), ())), precision, dtype)
         return None, reference.convert(d, spec.out_dtype)
 
     bounds = group_bounds(group_sizes, lhs.shape[0])
@@ -135,7 +131,7 @@ def reference_contraction(
 
 
 def _exact_factors(
-    lhs: jax.Array, rhs: jax.Array, spec: RaggedSpec, widen: bool
+    lhs: jax.Array, rhs: jax.Array, spec: RaggedSpec
 ) -> tuple[jax.Array, jax.Array, Any, np.dtype]:
     """Returns factors, precision and accumulator for ``lax.dot_general``."""
     algorithm = resolve_algorithm(lhs.dtype, rhs.dtype, spec.out_dtype, spec.precision)
@@ -143,8 +139,7 @@ def _exact_factors(
     if algorithm is None:
         return *reference.alike(lhs, rhs), spec.precision, dtype
     # The algorithm is spelled out in dtypes: XLA's CPU compiler knows few of the presets.
-    own = _FLOAT32 if widen else INPUT_DTYPES[algorithm]
-    lhs, rhs = (x.astype(INPUT_DTYPES[algorithm]).astype(own) for x in (lhs, rhs))
+    lhs, rhs = (x.astype(INPUT_DTYPES[algorithm]) for x in (lhs, rhs))
     return lhs, rhs, lax.Precision.DEFAULT, _FLOAT32
 
 

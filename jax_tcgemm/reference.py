@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,33 +24,30 @@ from jax_tcgemm.spec import (
 from jax_tcgemm.strides import Axes, Operands, matrix_last, result_axes
 
 
-def reference_gemm(*operands: jax.Array, spec: GemmSpec, widen: bool = False) -> list[jax.Array]:
+def reference_gemm(*operands: jax.Array, spec: GemmSpec) -> list[jax.Array]:
     """Computes what the primitive means.
 
     Args:
         *operands: the primitive's operands, those present of ``Operands``.
         spec: the primitive's parameters.
-        widen: whether 16-bit operands are converted to the accumulator's type before the product,
-            which is exact; XLA's CPU compiler has products of 16-bit operands that it refuses to
-            accumulate in float32.
 
     Returns:
         ``[d]``, or two results, of shape ``(*batch, m, n)`` and dtype ``spec.out_dtype``. The
         accumulator and the epilogue are float32 for 16-bit results, rounded once.
     """
     x = spec.unflatten(operands)
-    return epilogue(product(x.a, x.b, spec, widen), x, spec)
+    return epilogue(product(x.a, x.b, spec), x, spec)
 
 
-def reference_gated(*operands: jax.Array, spec: GatedSpec, widen: bool = False) -> list[jax.Array]:
+def reference_gated(*operands: jax.Array, spec: GatedSpec) -> list[jax.Array]:
     """Computes what the gated primitive means; arguments as those of ``reference_gemm``."""
     x = spec.unflatten(operands)
-    first = product(x.a, x.b, spec, widen)
+    first = product(x.a, x.b, spec)
     if spec.packed:
         gate, up = halves(first)
     else:
         second = dataclasses.replace(spec, axes=spec.axes._replace(b=spec.axes.b2))
-        gate, up = first, product(x.a, x.b2, second, widen)
+        gate, up = first, product(x.a, x.b2, second)
     return gated_epilogue(gate, up, x, spec)
 
 
@@ -58,7 +57,7 @@ def halves(both: jax.Array) -> list[jax.Array]:
     return [*lax.split(both, (n, n), axis=both.ndim - 1)]
 
 
-def product(a: jax.Array, b: jax.Array, spec: GemmSpec, widen: bool) -> jax.Array:
+def product(a: jax.Array, b: jax.Array, spec: GemmSpec) -> jax.Array:
     """Returns the accumulator ``A @ B``, of shape ``(*batch, m, n)``."""
     algorithm = resolve_algorithm(a.dtype, b.dtype, spec.out_dtype, spec.precision)
     precision, dtype = spec.precision, accumulator_dtype(a.dtype, b.dtype, spec.out_dtype)
@@ -69,8 +68,6 @@ def product(a: jax.Array, b: jax.Array, spec: GemmSpec, widen: bool) -> jax.Arra
         is_half = algorithm == "F16_F16_F16"
         dtype = jnp.dtype(jnp.float16 if is_half else jnp.float32)
         precision = lax.Precision.DEFAULT
-        if widen:
-            a, b = a.astype(dtype), b.astype(dtype)
     else:
         a, b = alike(a, b)
     return _dot(a, b, spec, precision, dtype)
@@ -92,13 +89,34 @@ def _dot(a: jax.Array, b: jax.Array, spec: GemmSpec, precision, dtype: np.dtype)
         ([a_axes[-1]], [b_axes[-2]]),
         ([a_axes[i] for i in both], [b_axes[i] for i in both]),
     )
-    out = lax.dot_general(a, b, dimension_numbers, precision, dtype)
+    out = dot(a, b, dimension_numbers, precision, dtype)
     # dot_general's result has the shared batch, then what is left of a, then what is left of b.
     m, n = spec.batch_ndim, spec.batch_ndim + 1
     rest_a = {*batch, m}.difference(both)
     rest_b = {*batch, n}.difference(both)
     order = [*both, *_by_position(a_axes, rest_a), *_by_position(b_axes, rest_b)]
     return lax.transpose(out, [order.index(i) for i in range(n + 1)])
+
+
+def dot(a: jax.Array, b: jax.Array, dimension_numbers: Any, precision: Any, dtype: np.dtype):
+    """Returns ``lax.dot_general``, on a CPU of 16-bit operands converted to ``dtype`` before.
+
+    That is exact. XLA's CPU compiler has products of 16-bit operands that it refuses to accumulate
+    in float32. The platform is that which the program is lowered for, not this process's.
+    """
+
+    def narrow(a: jax.Array, b: jax.Array) -> jax.Array:
+        return lax.dot_general(a, b, dimension_numbers, precision, dtype)
+
+    def widened(a: jax.Array, b: jax.Array) -> jax.Array:
+        return narrow(a.astype(dtype), b.astype(dtype))
+
+    is_narrow = all(jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 2 for x in (a, b))
+    if not is_narrow or dtype != jnp.float32:
+        return narrow(a, b)
+    # A derivative keeps a and b, not what each platform makes of them.
+    by_platform = functools.partial(lax.platform_dependent, cpu=widened, default=narrow)
+    return jax.checkpoint(by_platform, prevent_cse=False)(a, b)
 
 
 def _by_position(axes: Axes, roles: set[int]) -> list[int]:

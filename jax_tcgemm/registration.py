@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,7 +29,7 @@ def bind(
         The results of the primitive.
     """
     if _compat.is_sharded(*operands):
-        return portable(*operands, spec=spec, widen=jax.default_backend() == "cpu")
+        return portable(*operands, spec=spec)
     return primitive.bind(*_compat.match_varying(operands), spec=spec)
 
 
@@ -95,14 +94,9 @@ def lower(primitive: Primitive, *, portable: Callable[..., Any], cuda: Callable[
 
     Args:
         primitive: what is lowered.
-        portable: for other platforms than CUDA; takes ``widen=True`` on the CPU, whose compiler
-            knows few products of 16-bit operands.
+        portable: for other platforms than CUDA.
         cuda: for CUDA.
     """
-    for platform, function in (
-        (None, portable),
-        ("cpu", functools.partial(portable, widen=True)),
-        ("cuda", cuda),
-    ):
+    for platform, function in ((None, portable), ("cuda", cuda)):
         rule = mlir.lower_fun(function, multiple_results=primitive.multiple_results)
         mlir.register_lowering(primitive, rule, platform=platform)

@@ -141,7 +141,9 @@ def test_real_operands_of_complex_products_have_real_gradients(normal, function)
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("mode", ["jax_debug_nans", "jax_debug_infs"])
+@pytest.mark.parametrize(
+    ("mode", "value"), [(jax.debug_nans, jnp.nan), (jax.debug_infs, jnp.inf)], ids=["nans", "infs"]
+)
 @pytest.mark.parametrize(
     "function",
     [
@@ -155,17 +157,13 @@ def test_real_operands_of_complex_products_have_real_gradients(normal, function)
     ],
     ids=["matmul", "gemm", "activation", "gated_gemm", "mlp", "ragged_dot", "dot_general"],
 )
-def test_debugging_finds_what_is_not_finite(normal, mode, function):
-    x, w = normal(4, 6).at[0].set(jnp.inf if mode == "jax_debug_infs" else jnp.nan), normal(6, 8)
-    w = jnp.abs(w)
-    jax.config.update(mode, True)
-    try:
+def test_debugging_finds_what_is_not_finite(normal, mode, value, function):
+    x, w = normal(4, 6).at[0].set(value), jnp.abs(normal(6, 8))
+    with mode(True):
         for f in (function, jax.jit(function), jax.grad(square_sum(function))):
             with pytest.raises(FloatingPointError):
                 f(x, w)
         function(jnp.ones_like(x), w)
-    finally:
-        jax.config.update(mode, False)
 
 
 # Meshes with explicit axes
@@ -214,6 +212,24 @@ def test_explicitly_sharded_types(normal, mesh, ours, formula):
     (actual, shardings), (expected, wanted) = (on_mesh(f, mesh, *args) for f in (ours, formula))
     assert shardings == wanted
     assert_trees_close(actual, expected, 1e-3)
+
+
+@pytest.mark.parametrize("platform", ["cuda", "cpu"])
+def test_operands_are_widened_for_the_platform_lowered_for(normal, mesh, platform):
+    """XLA's CPU compiler wants products of float32; on a GPU they would be many times slower."""
+    x = placed(mesh, normal(8, 6, dtype=jnp.bfloat16), "x", None)
+    w = placed(mesh, normal(6, 4, dtype=jnp.bfloat16), None, None)
+
+    def functions(x, w):
+        return gemm(x, w), gated_gemm(x, w, w), mlp(x, w, None, w.T)
+
+    with jax.set_mesh(mesh):
+        lowered = jax.jit(functions).trace(x, w).lower(lowering_platforms=(platform,))
+    products = [line for line in lowered.as_text().splitlines() if "dot_general" in line]
+    operands = [line.rsplit(" : ", 1)[1].split("->")[0] for line in products]
+    assert len(operands) == 5
+    assert all(("bf16" in types) == (platform == "cuda") for types in operands), operands
+    assert all(("f32" in types) == (platform == "cpu") for types in operands), operands
 
 
 def test_explicitly_sharded_layers(normal, mesh):
