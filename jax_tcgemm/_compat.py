@@ -5,11 +5,13 @@ Written against JAX 0.8, 0.10 and 0.11.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax._src import core as _core
+from jax._src import sharding_impls as _sharding_impls
 from jax._src import xla_bridge as _xla_bridge
 from jax._src.lax import lax as _lax
 
@@ -58,6 +60,25 @@ def _divides(spec: jax.sharding.PartitionSpec) -> bool:
     # Newer JAX has a name for the axes of each dimension, and refuses to iterate over some specs.
     axes = getattr(spec, "partitions", spec)
     return bool(spec.unreduced or spec.reduced or any(axis is not None for axis in axes))
+
+
+def partitioned_devices(context: Any) -> int:
+    """Returns among how many devices XLA divides what is lowered.
+
+    Args:
+        context: what a lowering rule is given.
+
+    Returns:
+        1 where each device's program is written out: on a single device, and within ``shard_map``
+        over all axes of a mesh (``pmap`` alike).
+    """
+    axes = context.module_context.axis_context
+    if isinstance(axes, _sharding_impls.ShardingContext):
+        return axes.num_devices
+    if isinstance(axes, _sharding_impls.SPMDAxisContext):
+        shape = axes.mesh.shape
+        return math.prod(shape[name] for name in shape if name not in axes.manual_axes)
+    return 1
 
 
 def result_aval(operand: Any, shape: tuple[int, ...], dtype: Any, weak_type: bool) -> Any:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching
+from jax.interpreters import ad, batching, mlir
 
 from jax_tcgemm import _compat, _extension, lowering, registration
 from jax_tcgemm.epilogues import Activation, resolve
@@ -245,5 +245,5 @@ def _has_kernel(g: jax.Array, z: jax.Array) -> bool:
     )
 
 
-registration.lower(tangent_p, portable=_tangent, cuda=_tangent)
-registration.lower(gradient_p, portable=_gradient, cuda=_cuda_gradient)
+mlir.register_lowering(tangent_p, mlir.lower_fun(_tangent, multiple_results=False))
+registration.lower(gradient_p, reference=_gradient, cuda=_cuda_gradient)

@@ -47,12 +47,6 @@ _FLOAT32 = jnp.dtype(jnp.float32)
 _ALIKE = ("b2", "c2")
 
 
-def portable_gemm(*operands: jax.Array, spec: GemmSpec) -> list[jax.Array]:
-    """Computes the primitive on a platform without kernels; see ``reference.reference_gemm``."""
-    log(_describe(spec.unflatten(operands), spec, "reference: no kernels for this platform"))
-    return reference.reference_gemm(*operands, spec=spec)
-
-
 def cuda_gemm(*operands: jax.Array, spec: GemmSpec) -> list[jax.Array]:
     """Computes the primitive on CUDA devices; see ``reference.reference_gemm`` for what that is.
 
@@ -73,12 +67,6 @@ def cuda_gemm(*operands: jax.Array, spec: GemmSpec) -> list[jax.Array]:
         return reference.reference_gemm(*operands, spec=spec)
     _check_built(spec)
     return _custom_call(*_laid_out(x, spec), algorithm)
-
-
-def portable_gated(*operands: jax.Array, spec: GatedSpec) -> list[jax.Array]:
-    """Computes the gated primitive on a platform without kernels."""
-    log(_describe(spec.unflatten(operands), spec, "reference: no kernels for this platform"))
-    return reference.reference_gated(*operands, spec=spec)
 
 
 def cuda_gated(*operands: jax.Array, spec: GatedSpec) -> list[jax.Array]:

@@ -38,7 +38,7 @@ def bind(x: Operands, spec: GemmSpec) -> list[jax.Array]:
     Returns:
         ``[d]``, or two results; see ``GemmSpec``.
     """
-    return registration.bind(gemm_p, flatten(x), spec, lowering.portable_gemm)
+    return registration.bind(gemm_p, flatten(x), spec, reference.reference_gemm)
 
 
 registration.evaluate_by_jit(gemm_p)
@@ -260,4 +260,4 @@ def _one_product(x: Operands, spec: GemmSpec, batched: GemmSpec) -> list[jax.Arr
 batching.fancy_primitive_batchers[gemm_p] = _batch
 
 
-registration.lower(gemm_p, portable=lowering.portable_gemm, cuda=lowering.cuda_gemm)
+registration.lower(gemm_p, reference=reference.reference_gemm, cuda=lowering.cuda_gemm)

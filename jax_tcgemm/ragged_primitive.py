@@ -245,4 +245,4 @@ for _primitive, _apply, _abstract_eval, _jvp, _transpose, _reference, _cuda in (
     ad.primitive_jvps[_primitive] = _jvp
     ad.primitive_transposes[_primitive] = _transpose
     batching.fancy_primitive_batchers[_primitive] = functools.partial(_batch, _apply)
-    registration.lower(_primitive, portable=_reference, cuda=_cuda)
+    registration.lower(_primitive, reference=_reference, cuda=_cuda)

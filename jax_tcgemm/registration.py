@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,10 +11,11 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
 from jax_tcgemm import _compat
+from jax_tcgemm.lowering import log
 
 
 def bind(
-    primitive: Primitive, operands: Sequence[jax.Array], spec: Any, portable: Callable[..., Any]
+    primitive: Primitive, operands: Sequence[jax.Array], spec: Any, composed: Callable[..., Any]
 ) -> Any:
     """Applies a primitive, or computes what it means where types are sharded.
 
@@ -23,13 +25,14 @@ def bind(
         primitive: what to apply.
         operands: its operands.
         spec: its static parameters.
-        portable: as in ``lower``.
+        composed: the same by operations that can be divided and have a derivative.
 
     Returns:
         The results of the primitive.
     """
     if _compat.is_sharded(*operands):
-        return portable(*operands, spec=spec)
+        log(_describe(primitive, operands, "operands' types are sharded"))
+        return composed(*operands, spec=spec)
     return primitive.bind(*_compat.match_varying(operands), spec=spec)
 
 
@@ -60,8 +63,7 @@ def derive_linear(
 
     Args:
         primitive: what is derived.
-        composed: the same by operations that have a derivative, as ``portable`` of ``bind``; by
-            these it is derived for the other operands.
+        composed: as in ``bind``; by these operations it is derived for the other operands.
         linear_count: how many are linear, of ``spec``.
     """
 
@@ -89,14 +91,35 @@ def derive_linear(
     ad.primitive_jvps[primitive] = jvp
 
 
-def lower(primitive: Primitive, *, portable: Callable[..., Any], cuda: Callable[..., Any]) -> None:
+def lower(primitive: Primitive, *, reference: Callable[..., Any], cuda: Callable[..., Any]) -> None:
     """Lowers the primitive by functions of its operands and ``spec``.
 
     Args:
         primitive: what is lowered.
-        portable: for other platforms than CUDA.
+        reference: for other platforms than CUDA, and where XLA divides a program among devices: it
+            cannot divide a custom call and would gather the operands of one on every device.
         cuda: for CUDA.
     """
-    for platform, function in ((None, portable), ("cuda", cuda)):
-        rule = mlir.lower_fun(function, multiple_results=primitive.multiple_results)
-        mlir.register_lowering(primitive, rule, platform=platform)
+
+    def rule(function: Callable[..., Any]) -> Callable[..., Any]:
+        return mlir.lower_fun(function, multiple_results=primitive.multiple_results)
+
+    def by_reference(context: Any, *values: Any, reason: str, **params: Any) -> Any:
+        log(_describe(primitive, context.avals_in, reason))
+        return rule(reference)(context, *values, **params)
+
+    def on_cuda(context: Any, *values: Any, **params: Any) -> Any:
+        devices = _compat.partitioned_devices(context)
+        if devices == 1:
+            return rule(cuda)(context, *values, **params)
+        reason = f"a program that XLA divides among {devices} devices (jax.shard_map has kernels)"
+        return by_reference(context, *values, reason=reason, **params)
+
+    elsewhere = functools.partial(by_reference, reason="no kernels for this platform")
+    mlir.register_lowering(primitive, elsewhere)
+    mlir.register_lowering(primitive, on_cuda, platform="cuda")
+
+
+def _describe(primitive: Primitive, operands: Sequence[Any], reason: str) -> str:
+    types = ", ".join(f"{x.dtype}{list(x.shape)}" for x in operands)
+    return f"{primitive.name} {types}: reference: {reason}"

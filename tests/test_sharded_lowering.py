@@ -1,0 +1,126 @@
+"""Lowered for CUDA, GPU or not: where XLA divides a program among devices, nothing is left whole.
+
+XLA cannot divide a custom call: it would gather the operands of one on every device, silently.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cuda_calls import bf16
+from fused_call import square_sum
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jax_tcgemm import dot_general, gated_gemm, gated_mlp, gemm, lowering, mlp, ragged_dot
+
+pytestmark = pytest.mark.usefixtures("all_kernels")
+
+SIZES = jnp.array([100, 28])
+
+
+def mesh_of(*shape: int) -> Mesh:
+    devices = jax.devices("cpu")[: np.prod(shape, dtype=int)]
+    axis_types = (AxisType.Auto,) * len(shape)
+    return jax.make_mesh(shape, ("x", "y")[: len(shape)], axis_types, devices=devices)
+
+
+def calls(function, *args, **jit_options) -> int:
+    traced = jax.jit(function, **jit_options).trace(*args)
+    return traced.lower(lowering_platforms=("cuda",)).as_text().count("custom_call @jax_tcgemm")
+
+
+def activation_gradient(x, w):
+    """Large enough for the kernel that takes a cotangent back through an activation."""
+    wide = functools.partial(jnp.broadcast_to, shape=(2048, 2048))
+    return jax.grad(
+        square_sum(lambda x: gemm(wide(x[:1, :1]), wide(w[:1, :1]), activation="silu"))
+    )(x)
+
+
+FUNCTIONS = {
+    "gemm": (gemm, 1),
+    "batch": (lambda x, w: jax.vmap(gemm, (None, 1), 1)(x, w.reshape(64, 2, 128)), 1),
+    "column_sums": (lambda x, w: jax.grad(lambda b: gemm(x, w, bias=b).sum())(w[0]), 0),
+    "gated_gemm": (lambda x, w: gated_gemm(x, w, w), 1),
+    "ragged_dot": (lambda x, w: ragged_dot(x, jnp.stack([w, w]), SIZES), 1),
+    "dot_general": (lambda x, w: dot_general(x, w, (((1,), (0,)), ((), ()))), 1),
+    "mlp": (lambda x, w: mlp(x, w, None, w.T), 2),
+    "gradients": (jax.grad(square_sum(lambda x, w: gated_mlp(x, w, w, w.T)), (0, 1)), 8),
+    "activation_gradient": (activation_gradient, 3),
+    "ragged_gradients": (
+        jax.grad(square_sum(lambda x, w: ragged_dot(x, jnp.stack([w, w]), SIZES)), (0, 1)),
+        3,
+    ),
+}
+
+
+@pytest.fixture
+def args():
+    return bf16(512, 64), bf16(64, 256)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_sharded_operands_are_left_to_xla(name, args):
+    function, _ = FUNCTIONS[name]
+    sharded = [jax.device_put(x, NamedSharding(mesh_of(4), P("x"))) for x in args]
+    assert calls(function, *sharded) == 0
+    shardings = NamedSharding(mesh_of(4), P(None, "x")), NamedSharding(mesh_of(4), P())
+    assert calls(function, *args, in_shardings=shardings) == 0
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_one_device_has_kernels(name, args):
+    function, count = FUNCTIONS[name]
+    assert calls(function, *args) == count
+    one = NamedSharding(mesh_of(1), P("x"))
+    assert calls(function, *(jax.device_put(x, one) for x in args)) == count
+
+
+def shard_map(function, mesh, **options):
+    options = {"mesh": mesh, "in_specs": (P("x"), P()), "out_specs": P("x")} | options
+    return jax.shard_map(function, **options)
+
+
+@pytest.mark.parametrize("name", ["gemm", "gated_gemm", "ragged_dot", "mlp"])
+def test_kernels_within_shard_map_over_all_axes(name, args):
+    function, count = FUNCTIONS[name]
+    assert calls(shard_map(function, mesh_of(4), check_vma=False), *args) == count
+    specs = {"in_specs": (P(("x", "y")), P()), "out_specs": P(("x", "y"))}
+    assert calls(shard_map(function, mesh_of(2, 2), check_vma=False, **specs), *args) == count
+    # An axis of one device divides nothing.
+    partial = shard_map(function, mesh_of(4, 1), axis_names={"x"}, check_vma=False)
+    assert calls(partial, *args) == count
+    assert calls(shard_map(function, mesh_of(2, 2), axis_names={"x"}, check_vma=False), *args) == 0
+
+
+def test_each_part_of_a_program_has_its_own(args):
+    """The same product outside and within ``shard_map``."""
+
+    def both(x, w):
+        return gemm(x, w), shard_map(gemm, mesh_of(4))(x, w), gemm(x, w)
+
+    placed = [jax.device_put(x, NamedSharding(mesh_of(4), P())) for x in args]
+    assert calls(both, *placed) == 1
+
+
+def test_pmap_has_kernels(args):
+    x = jnp.stack([args[0]] * 4)
+    mapped = jax.pmap(gemm, in_axes=(0, None), devices=jax.devices("cpu")[:4])
+    assert calls(mapped, x, args[1]) == 1
+
+
+def test_log_says_that_a_program_is_divided(args, monkeypatch, capsys):
+    lowering.log.cache_clear()
+    monkeypatch.setenv("JAX_TCGEMM_LOG", "1")
+    calls(
+        lambda x, w: gemm(x, w),
+        *(jax.device_put(x, NamedSharding(mesh_of(4), P("x"))) for x in args),
+    )
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "tcgemm bfloat16[512, 64], bfloat16[64, 256]: reference: a program that XLA" in line
+    assert "4 devices" in line
