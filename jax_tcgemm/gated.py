@@ -43,7 +43,7 @@ def bind(x: Operands, spec: GatedSpec) -> list[jax.Array]:
     Returns:
         Those of ``[d, g, u]`` that ``spec`` asks for.
     """
-    return registration.bind(gated_gemm_p, flatten(x), spec, _composed)
+    return registration.bind(gated_gemm_p, flatten(x), spec, _divided)
 
 
 registration.evaluate_by_jit(gated_gemm_p)
@@ -284,10 +284,13 @@ def _packed_bias(x: Operands, spec: GatedSpec) -> tuple[jax.Array, Any]:
     return bias, (*missing, *range(bias.ndim))
 
 
-def _composed(*operands: jax.Array, spec: GatedSpec) -> list[jax.Array]:
+def _composed(*operands: jax.Array, spec: GatedSpec, divided: bool = False) -> list[jax.Array]:
     if not spec.results[0]:
         return _products(*operands, spec=spec)
-    return reference.reference_gated(*operands, spec=spec)
+    return reference.reference_gated(*operands, spec=spec, divided=divided)
+
+
+_divided = functools.partial(_composed, divided=True)
 
 
 def _cuda(*operands: jax.Array, spec: GatedSpec) -> list[jax.Array]:
@@ -296,4 +299,4 @@ def _cuda(*operands: jax.Array, spec: GatedSpec) -> list[jax.Array]:
     return lowering.cuda_gated(*operands, spec=spec)
 
 
-registration.lower(gated_gemm_p, reference=_composed, cuda=_cuda)
+registration.lower(gated_gemm_p, reference=_composed, cuda=_cuda, divided=_divided)

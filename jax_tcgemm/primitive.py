@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,6 +29,9 @@ gemm_p = Primitive("tcgemm")
 gemm_p.multiple_results = True
 
 
+_divided = functools.partial(reference.reference_gemm, divided=True)
+
+
 def bind(x: Operands, spec: GemmSpec) -> list[jax.Array]:
     """Applies the primitive.
 
@@ -38,7 +42,7 @@ def bind(x: Operands, spec: GemmSpec) -> list[jax.Array]:
     Returns:
         ``[d]``, or two results; see ``GemmSpec``.
     """
-    return registration.bind(gemm_p, flatten(x), spec, reference.reference_gemm)
+    return registration.bind(gemm_p, flatten(x), spec, _divided)
 
 
 registration.evaluate_by_jit(gemm_p)
@@ -260,4 +264,6 @@ def _one_product(x: Operands, spec: GemmSpec, batched: GemmSpec) -> list[jax.Arr
 batching.fancy_primitive_batchers[gemm_p] = _batch
 
 
-registration.lower(gemm_p, reference=reference.reference_gemm, cuda=lowering.cuda_gemm)
+registration.lower(
+    gemm_p, reference=reference.reference_gemm, cuda=lowering.cuda_gemm, divided=_divided
+)

@@ -24,30 +24,35 @@ from jax_tcgemm.spec import (
 from jax_tcgemm.strides import Axes, Operands, matrix_last, result_axes
 
 
-def reference_gemm(*operands: jax.Array, spec: GemmSpec) -> list[jax.Array]:
+def reference_gemm(*operands: jax.Array, spec: GemmSpec, divided: bool = False) -> list[jax.Array]:
     """Computes what the primitive means.
 
     Args:
         *operands: the primitive's operands, those present of ``Operands``.
         spec: the primitive's parameters.
+        divided: whether XLA divides the program among devices. The product is then rounded to the
+            result's type before the epilogue, as in ``jnp``: where k is divided, partial products
+            are added up across devices, and float32 would double what travels.
 
     Returns:
         ``[d]``, or two results, of shape ``(*batch, m, n)`` and dtype ``spec.out_dtype``. The
         accumulator and the epilogue are float32 for 16-bit results, rounded once.
     """
     x = spec.unflatten(operands)
-    return epilogue(product(x.a, x.b, spec), x, spec)
+    return epilogue(product(x.a, x.b, spec, divided), x, spec)
 
 
-def reference_gated(*operands: jax.Array, spec: GatedSpec) -> list[jax.Array]:
+def reference_gated(
+    *operands: jax.Array, spec: GatedSpec, divided: bool = False
+) -> list[jax.Array]:
     """Computes what the gated primitive means; arguments as those of ``reference_gemm``."""
     x = spec.unflatten(operands)
-    first = product(x.a, x.b, spec)
+    first = product(x.a, x.b, spec, divided)
     if spec.packed:
         gate, up = halves(first)
     else:
         second = dataclasses.replace(spec, axes=spec.axes._replace(b=spec.axes.b2))
-        gate, up = first, product(x.a, x.b2, second)
+        gate, up = first, product(x.a, x.b2, second, divided)
     return gated_epilogue(gate, up, x, spec)
 
 
@@ -57,8 +62,8 @@ def halves(both: jax.Array) -> list[jax.Array]:
     return [*lax.split(both, (n, n), axis=both.ndim - 1)]
 
 
-def product(a: jax.Array, b: jax.Array, spec: GemmSpec) -> jax.Array:
-    """Returns the accumulator ``A @ B``, of shape ``(*batch, m, n)``."""
+def product(a: jax.Array, b: jax.Array, spec: GemmSpec, divided: bool = False) -> jax.Array:
+    """Returns the accumulator ``A @ B``, of shape ``(*batch, m, n)``; see ``reference_gemm``."""
     algorithm = resolve_algorithm(a.dtype, b.dtype, spec.out_dtype, spec.precision)
     precision, dtype = spec.precision, accumulator_dtype(a.dtype, b.dtype, spec.out_dtype)
     if algorithm is not None:
@@ -67,6 +72,8 @@ def product(a: jax.Array, b: jax.Array, spec: GemmSpec) -> jax.Array:
         a, b = (x.astype(INPUT_DTYPES[algorithm]) for x in (a, b))
         is_half = algorithm == "F16_F16_F16"
         dtype = jnp.dtype(jnp.float16 if is_half else jnp.float32)
+        if divided and spec.out_dtype == INPUT_DTYPES[algorithm]:
+            dtype = spec.out_dtype
         precision = lax.Precision.DEFAULT
     else:
         a, b = alike(a, b)
@@ -99,7 +106,7 @@ def _dot(a: jax.Array, b: jax.Array, spec: GemmSpec, precision, dtype: np.dtype)
 
 
 def dot(a: jax.Array, b: jax.Array, dimension_numbers: Any, precision: Any, dtype: np.dtype):
-    """Returns ``lax.dot_general``, on a CPU of 16-bit operands converted to ``dtype`` before.
+    """Returns ``lax.dot_general``, on a CPU of 16-bit operands converted to float32 before.
 
     That is exact. XLA's CPU compiler has products of 16-bit operands that it refuses to accumulate
     in float32. The platform is that which the program is lowered for, not this process's.
@@ -109,10 +116,11 @@ def dot(a: jax.Array, b: jax.Array, dimension_numbers: Any, precision: Any, dtyp
         return lax.dot_general(a, b, dimension_numbers, precision, dtype)
 
     def widened(a: jax.Array, b: jax.Array) -> jax.Array:
-        return narrow(a.astype(dtype), b.astype(dtype))
+        wide = (x.astype(jnp.float32) for x in (a, b))
+        return lax.dot_general(*wide, dimension_numbers, precision, jnp.float32).astype(dtype)
 
     is_narrow = all(jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 2 for x in (a, b))
-    if not is_narrow or dtype != jnp.float32:
+    if not is_narrow or dtype.itemsize > 4:
         return narrow(a, b)
     # A derivative keeps a and b, not what each platform makes of them.
     by_platform = functools.partial(lax.platform_dependent, cpu=widened, default=narrow)

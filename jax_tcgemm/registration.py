@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -91,21 +90,28 @@ def derive_linear(
     ad.primitive_jvps[primitive] = jvp
 
 
-def lower(primitive: Primitive, *, reference: Callable[..., Any], cuda: Callable[..., Any]) -> None:
+def lower(
+    primitive: Primitive,
+    *,
+    reference: Callable[..., Any],
+    cuda: Callable[..., Any],
+    divided: Callable[..., Any] | None = None,
+) -> None:
     """Lowers the primitive by functions of its operands and ``spec``.
 
     Args:
         primitive: what is lowered.
-        reference: for other platforms than CUDA, and where XLA divides a program among devices: it
-            cannot divide a custom call and would gather the operands of one on every device.
+        reference: for other platforms than CUDA.
         cuda: for CUDA.
+        divided: for CUDA where XLA divides a program among devices; ``reference`` if there is none.
+            It cannot divide a custom call and would gather the operands of one on every device.
     """
 
     def rule(function: Callable[..., Any]) -> Callable[..., Any]:
         return mlir.lower_fun(function, multiple_results=primitive.multiple_results)
 
-    def by_reference(context: Any, *values: Any, reason: str, **params: Any) -> Any:
-        log(_describe(primitive, context.avals_in, reason))
+    def elsewhere(context: Any, *values: Any, **params: Any) -> Any:
+        log(_describe(primitive, context.avals_in, "no kernels for this platform"))
         return rule(reference)(context, *values, **params)
 
     def on_cuda(context: Any, *values: Any, **params: Any) -> Any:
@@ -113,9 +119,9 @@ def lower(primitive: Primitive, *, reference: Callable[..., Any], cuda: Callable
         if devices == 1:
             return rule(cuda)(context, *values, **params)
         reason = f"a program that XLA divides among {devices} devices (jax.shard_map has kernels)"
-        return by_reference(context, *values, reason=reason, **params)
+        log(_describe(primitive, context.avals_in, reason))
+        return rule(divided or reference)(context, *values, **params)
 
-    elsewhere = functools.partial(by_reference, reason="no kernels for this platform")
     mlir.register_lowering(primitive, elsewhere)
     mlir.register_lowering(primitive, on_cuda, platform="cuda")
 

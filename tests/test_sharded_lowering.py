@@ -81,6 +81,21 @@ def test_one_device_has_kernels(name, args):
     assert calls(function, *(jax.device_put(x, one) for x in args)) == count
 
 
+@pytest.mark.parametrize("name", ["gemm", "gated_gemm", "mlp"])
+def test_parts_of_k_are_added_up_in_the_type_of_the_result(name, args):
+    """Across devices; float32 would double what travels between them."""
+
+    def with_addends(x, w):
+        return FUNCTIONS[name][0](x, w), gemm(x, w, bias=w[0], activation="gelu")
+
+    by_k = [jax.device_put(args[0], NamedSharding(mesh_of(4), P(None, "x")))]
+    by_k += [jax.device_put(args[1], NamedSharding(mesh_of(4), P("x")))]
+    text = jax.jit(with_addends).trace(*by_k).lower(lowering_platforms=("cuda",)).as_text()
+    products = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
+    assert products
+    assert all(line.endswith("bf16>") for line in products), products
+
+
 def shard_map(function, mesh, **options):
     options = {"mesh": mesh, "in_specs": (P("x"), P()), "out_specs": P("x")} | options
     return jax.shard_map(function, **options)
