@@ -81,10 +81,14 @@ def partitioned_devices(context: Any) -> int:
     return 1
 
 
-def result_aval(operand: Any, shape: tuple[int, ...], dtype: Any, weak_type: bool) -> Any:
-    """Returns the abstract value of a result that varies over the mesh axes ``operand`` does."""
+def result_aval(operands: Sequence[Any], shape: tuple[int, ...], dtype: Any) -> Any:
+    """Returns the abstract value of a result, which varies over the mesh axes that operands do.
+
+    Its type is weak where those of all operands are, and it has theirs.
+    """
+    weak_type = all(x.weak_type and x.dtype == dtype for x in operands)
     sharding = _core.get_cur_mesh_sharding(jax.sharding.PartitionSpec(*[None] * len(shape)))
-    return operand.update(shape=shape, dtype=dtype, weak_type=weak_type, sharding=sharding)
+    return operands[0].update(shape=shape, dtype=dtype, weak_type=weak_type, sharding=sharding)
 
 
 def initialized_cuda_devices() -> list[Any]:

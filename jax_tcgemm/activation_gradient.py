@@ -116,12 +116,12 @@ registration.evaluate_by_jit(gradient_p)
 
 def _tangent_aval(*avals: Any, spec: ActivationSpec) -> Any:
     del spec
-    return _compat.result_aval(avals[0], avals[-1].shape, avals[-1].dtype, False)
+    return _compat.result_aval(avals, avals[-1].shape, avals[-1].dtype)
 
 
 def _gradient_avals(g: Any, z: Any, *, spec: ActivationSpec) -> list[Any]:
     results = [(z.shape, z.dtype), *((z.shape[-1:], dtype) for dtype in spec.bias_dtypes)]
-    return [_compat.result_aval(g, shape, dtype, False) for shape, dtype in results]
+    return [_compat.result_aval((g, z), shape, dtype) for shape, dtype in results]
 
 
 tangent_p.def_abstract_eval(_tangent_aval)

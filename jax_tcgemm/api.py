@@ -118,7 +118,8 @@ def gemm(
             continue
         scalar = arguments.scalar(name, value, out_dtype)
         if name == "alpha" or c is not None:
-            scalar = scalar.astype(accumulator_dtype(a.dtype, b.dtype, out_dtype))
+            wide = accumulator_dtype(a.dtype, b.dtype, out_dtype)
+            scalar = scalar if scalar.dtype == wide else scalar.astype(wide)
             placed[name] = scalar, (None,) * len(batch)
     operands = Operands(**{name: operand for name, (operand, _) in placed.items()})
     axes = Operands(**{name: axes for name, (_, axes) in placed.items()})

@@ -95,6 +95,8 @@ def promoted(
     else:
         a, b = (_strong(x, common) for x in (a, b))
     out_dtype = common if preferred is None else jax.dtypes.canonicalize_dtype(preferred)
+    if preferred is not None:  # which makes the result's type a strong one
+        a, b = (x.astype(x.dtype) if jax.typeof(x).weak_type else x for x in (a, b))
     if resolve_algorithm(a.dtype, b.dtype, out_dtype, precision) is None:
         matmul = functools.partial(
             jnp.matmul, precision=precision, preferred_element_type=preferred

@@ -69,7 +69,7 @@ registration.evaluate_by_jit(hidden_tangent_p)
 
 def _abstract_eval(*avals: Any, spec: GemmSpec) -> Any:
     shape = spec.result_shape(Operands(avals[0].shape, avals[-1].shape))
-    return _compat.result_aval(avals[0], shape, spec.out_dtype, False)
+    return _compat.result_aval(avals, shape, spec.out_dtype)
 
 
 hidden_tangent_p.def_abstract_eval(_abstract_eval)

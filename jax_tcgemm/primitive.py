@@ -55,8 +55,7 @@ def _abstract_eval(*avals: Any, spec: GemmSpec) -> list[Any]:
     x = spec.unflatten(avals)
     shapes = Operands(*(None if aval is None else aval.shape for aval in x))
     check_config(spec, Operands(x.a.dtype, x.b.dtype), shapes)
-    weak_type = x.a.weak_type and x.b.weak_type and x.a.dtype == spec.out_dtype
-    result = _compat.result_aval(x.a, spec.result_shape(shapes), spec.out_dtype, weak_type)
+    result = _compat.result_aval(avals, spec.result_shape(shapes), spec.out_dtype)
     return [result] * spec.result_count
 
 

@@ -62,13 +62,14 @@ def _refuse_sharded(operands: Sequence[jax.Array]) -> None:
 
 def _dot_abstract_eval(lhs: Any, rhs: Any, group_sizes: Any, *bias: Any, spec: RaggedSpec):
     n = rhs.shape[1 if spec.transpose_rhs else 2]
-    result = _compat.result_aval(lhs, (lhs.shape[0], n), spec.out_dtype, False)
+    operands = (lhs, rhs, group_sizes, *bias)
+    result = _compat.result_aval(operands, (lhs.shape[0], n), spec.out_dtype)
     return [result] * spec.result_count
 
 
 def _contraction_abstract_eval(lhs: Any, rhs: Any, group_sizes: Any, *, spec: RaggedSpec):
     shape = (group_sizes.shape[0], lhs.shape[1], rhs.shape[1])
-    return [_compat.result_aval(lhs, shape, spec.out_dtype, False)]
+    return [_compat.result_aval((lhs, rhs, group_sizes), shape, spec.out_dtype)]
 
 
 def _dce(used: Sequence[bool], *arguments: Any) -> tuple[list[bool], Any]:

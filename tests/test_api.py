@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import jax
@@ -11,7 +12,7 @@ import pytest
 from jax.lax import DotAlgorithmPreset, Precision
 
 import jax_tcgemm
-from jax_tcgemm import gemm, lowering
+from jax_tcgemm import gated_gemm, gemm, lowering, mlp
 from jax_tcgemm.spec import resolve_algorithm
 
 FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)
@@ -89,6 +90,40 @@ def test_weak_types(normal, dtype, scalar):
         assert jax.typeof(got).weak_type == jax.typeof(expected).weak_type
         rtol = 2e-2 if got.dtype.itemsize == 2 else 1e-6
         np.testing.assert_allclose(np.float64(got), np.float64(expected), rtol=rtol, atol=rtol)
+
+
+@pytest.mark.parametrize("strong", [None, "w", "b", "c", "residual", "alpha"])
+@pytest.mark.parametrize("preferred", [None, jnp.float32])
+def test_a_result_is_weak_where_all_operands_are(strong, preferred):
+    """And no type was asked for: as a formula in `jnp` of the same operands."""
+    shapes = {"x": (2, 2), "w": (2, 2), "b": (2,), "c": (2, 2), "residual": (2, 2), "alpha": ()}
+    values = {
+        name: jnp.ones(shape) if name == strong else jax.lax.full(shape, 1.0)
+        for name, shape in shapes.items()
+    }
+    x, w, b, c, residual, alpha = values.values()
+    options = {"preferred_element_type": preferred}
+    matmul = functools.partial(jnp.matmul, **options)
+    for got, expected in (
+        (gemm(x, w, **options), matmul(x, w)),
+        (
+            gemm(x, w, c, bias=b, alpha=alpha, beta=2.0, **options),
+            alpha * matmul(x, w) + 2.0 * c + b,
+        ),
+        (
+            gemm(x, w, bias=b, activation="relu", residual=residual, **options),
+            jnp.maximum(matmul(x, w) + b, 0) + residual,
+        ),
+        (
+            gated_gemm(x, w, w, bias_gate=b, activation=None, **options),
+            (matmul(x, w) + b) * matmul(x, w),
+        ),
+        (
+            mlp(x, w, b, w, activation="relu", residual=residual, **options),
+            matmul(jnp.maximum(x @ w + b, 0), w) + residual,
+        ),
+    ):
+        assert jax.typeof(got).weak_type == jax.typeof(expected).weak_type
 
 
 def test_float64(normal, exact):
