@@ -85,7 +85,16 @@ def result_aval(operands: Sequence[Any], shape: tuple[int, ...], dtype: Any) -> 
     """Returns the abstract value of a result, which varies over the mesh axes that operands do.
 
     Its type is weak where those of all operands are, and it has theirs.
+
+    Raises:
+        ValueError: the operands lie in different memory spaces.
     """
+    if len({x.memory_space for x in operands}) > 1:
+        types = ", ".join(str(x) for x in operands)
+        raise ValueError(
+            f"all operands must lie in one memory space, got {types}; move those in host memory "
+            "with jax.device_put"
+        )
     weak_type = all(x.weak_type and x.dtype == dtype for x in operands)
     sharding = _core.get_cur_mesh_sharding(jax.sharding.PartitionSpec(*[None] * len(shape)))
     return operands[0].update(shape=shape, dtype=dtype, weak_type=weak_type, sharding=sharding)

@@ -166,6 +166,26 @@ def test_debugging_finds_what_is_not_finite(normal, mode, value, function):
         function(jnp.ones_like(x), w)
 
 
+@pytest.mark.parametrize(
+    ("function", "names"),
+    [
+        (lambda x, w, b, c: gemm(x, w, c, bias=b), "xwbc"),
+        (lambda x, w, b, c: gemm(x, w, residual=c, activation="gelu"), "xwc"),
+        (lambda x, w, b, c: gated_gemm(x, w, w, bias_up=b), "xwb"),
+        (lambda x, w, b, c: ragged_dot(x, jnp.stack([w, w]), SIZES, bias=b), "xb"),
+        (lambda x, w, b, c: dot_general(x, w, (((1,), (0,)), ((), ()))), "xw"),
+    ],
+    ids=["gemm", "residual", "gated_gemm", "ragged_dot", "dot_general"],
+)
+def test_operands_in_host_memory_are_refused(normal, function, names):
+    """As `jnp` refuses them beside others in device memory, when it traces."""
+    values = {"x": normal(4, 6), "w": normal(6, 8), "b": normal(8), "c": normal(4, 8)}
+    for name in names:
+        moved = {name: jax.device_put(values[name], jax.memory.Space.Host)}
+        with pytest.raises(ValueError, match="memory space|memory_space"):
+            jax.eval_shape(function, *(values | moved).values())
+
+
 # Meshes with explicit axes
 
 
