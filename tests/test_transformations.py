@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 import jax_tcgemm
-from jax_tcgemm import gemm
+from jax_tcgemm import gemm, kernel_table, ragged_dot
 
 # Batching
 
@@ -185,6 +185,27 @@ def test_export_with_symbolic_shapes(normal):
     exported = jax.export.export(jax.jit(gemm), platforms=("cpu", "cuda"))(a, b)
     x = normal(9, 6)
     assert_trees_close(exported.call(x, b), x @ b)
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_export_with_symbolic_shapes_and_a_configuration(normal, ragged):
+    """Whether the rows suit it is not known: the product is XLA's, as without a configuration."""
+    rows, k = jax.export.symbolic_shape("rows, k")
+    algorithm = "BF16_BF16_F32"
+    kinds = kernel_table.for_algorithm(algorithm, "rows" if ragged else "none")
+    config = next(row.name for row in kinds if row.copies_whole_chunks and not row.gated)
+    bf16 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+
+    def f(a, b):
+        if ragged:
+            return ragged_dot(a, b[None], jnp.array([3]), config=config)
+        return gemm(a, b, config=config)
+
+    exported = jax.export.export(jax.jit(f), platforms=("cpu", "cuda"))(
+        bf16((rows, k)), bf16((k, 5))
+    )
+    x, w = normal(3, 6, dtype=jnp.bfloat16), normal(6, 5, dtype=jnp.bfloat16)
+    assert_trees_close(exported.call(x, w), x @ w)
 
 
 @pytest.mark.parametrize("jit", [False, True])
