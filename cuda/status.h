@@ -41,6 +41,15 @@ void append_value(std::string* text, const Value& value) {
   }
 }
 
+// The file's name alone. Compilers have __FILE_NAME__ for that, but GCC only from 12 on.
+consteval const char* base_name(const char* path) {
+  const char* name = path;
+  for (; *path != '\0'; ++path) {
+    if (*path == '/') name = path + 1;
+  }
+  return name;
+}
+
 template <typename... Values>
 Status make_status(Status::Code code, const char* file, int line, const char* expression,
                    const Values&... values) {
@@ -56,12 +65,13 @@ Status make_status(Status::Code code, const char* file, int line, const char* ex
 
 // Returns an invalid-argument Status from the enclosing function unless `condition` holds. The
 // further arguments, values included, make up the message.
-#define JAX_TCGEMM_REQUIRE(condition, ...)                                                \
-  do {                                                                                    \
-    if (!(condition)) {                                                                   \
-      return ::jax_tcgemm::make_status(::jax_tcgemm::Status::Code::kInvalidArgument,      \
-                                       __FILE_NAME__, __LINE__, #condition, __VA_ARGS__); \
-    }                                                                                     \
+#define JAX_TCGEMM_REQUIRE(condition, ...)                                                      \
+  do {                                                                                          \
+    if (!(condition)) {                                                                         \
+      return ::jax_tcgemm::make_status(::jax_tcgemm::Status::Code::kInvalidArgument,            \
+                                       ::jax_tcgemm::base_name(__FILE__), __LINE__, #condition, \
+                                       __VA_ARGS__);                                            \
+    }                                                                                           \
   } while (0)
 
 #define JAX_TCGEMM_RETURN_IF_ERROR(expression)                                      \
@@ -70,14 +80,14 @@ Status make_status(Status::Code code, const char* file, int line, const char* ex
   } while (0)
 
 // Returns an internal-error Status unless a CUDA call succeeded.
-#define JAX_TCGEMM_CUDA_CHECK(expression, ...)                                                     \
-  do {                                                                                             \
-    if (const cudaError_t cuda_check_error_ = (expression); cuda_check_error_ != cudaSuccess) {    \
-      return ::jax_tcgemm::make_status(::jax_tcgemm::Status::Code::kInternal, __FILE_NAME__,       \
-                                       __LINE__, #expression, cudaGetErrorName(cuda_check_error_), \
-                                       " (", cudaGetErrorString(cuda_check_error_), ") ",          \
-                                       __VA_ARGS__);                                               \
-    }                                                                                              \
+#define JAX_TCGEMM_CUDA_CHECK(expression, ...)                                                    \
+  do {                                                                                            \
+    if (const cudaError_t cuda_check_error_ = (expression); cuda_check_error_ != cudaSuccess) {   \
+      return ::jax_tcgemm::make_status(::jax_tcgemm::Status::Code::kInternal,                     \
+                                       ::jax_tcgemm::base_name(__FILE__), __LINE__, #expression,  \
+                                       cudaGetErrorName(cuda_check_error_), " (",                 \
+                                       cudaGetErrorString(cuda_check_error_), ") ", __VA_ARGS__); \
+    }                                                                                             \
   } while (0)
 
 #endif  // JAX_TCGEMM_STATUS_H_

@@ -4,7 +4,9 @@ import importlib.metadata
 import importlib.util
 import pathlib
 import re
+import shutil
 import stat
+import subprocess
 import sys
 import tomllib
 
@@ -172,6 +174,31 @@ def test_headers_are_pinned_to_the_oldest_supported_jax():
 
 def test_the_tests_run_what_was_built_from_this_tree():
     assert importlib.metadata.version("jax_tcgemm") == PYPROJECT["project"]["version"]
+
+
+def test_oldest_cuda_compiler_has_what_the_sources_use():
+    descriptor = (ROOT / "cuda" / "sm90" / "tma_descriptor.cc").read_text()
+    assert "cudaGetDriverEntryPointByVersion" in descriptor
+    assert MINIMUM >= (12, 5)  # the first release with it
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+def test_errors_name_the_file_without_gcc_12(tmp_path):
+    """GCC 11, of Ubuntu 22.04, has no __FILE_NAME__."""
+    source = tmp_path / "where.cc"
+    source.write_text(
+        '#include "status.h"\n'
+        "jax_tcgemm::Status refuse(int x) {\n"
+        '  JAX_TCGEMM_REQUIRE(x > 2, "x=", x);\n'
+        "  return {};\n"
+        "}\n"
+        "int main() { std::puts(refuse(1).message().c_str()); }\n"
+    )
+    program = tmp_path / "where"
+    command = ["g++", "-std=c++20", "-U__FILE_NAME__", "-I", ROOT / "cuda", source, "-o", program]
+    subprocess.run(command, check=True)
+    said = subprocess.run([program], check=True, text=True, capture_output=True).stdout
+    assert said == "jax_tcgemm: where.cc:3: x > 2: x=1\n"
 
 
 def test_readme_states_the_same_ranges():

@@ -64,10 +64,10 @@ Status encode(const Tiling& t, TensorMap* map) {
       t.extent.data(), t.stride.data() + 1, t.box.data(), kElementStrides,
       CU_TENSOR_MAP_INTERLEAVE_NONE, t.swizzle, t.promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result == CUDA_SUCCESS) return Status();
-  return make_status(Status::Code::kInternal, __FILE_NAME__, __LINE__, "cuTensorMapEncodeTiled",
-                     "CUresult ", static_cast<int>(result), " for ", t.name, ": type ",
-                     static_cast<int>(t.type), ", address ", t.data, ", rank ", t.rank,
-                     ", extents ", join(t.extent, t.rank), ", byte strides ",
+  return make_status(Status::Code::kInternal, base_name(__FILE__), __LINE__,
+                     "cuTensorMapEncodeTiled", "CUresult ", static_cast<int>(result), " for ",
+                     t.name, ": type ", static_cast<int>(t.type), ", address ", t.data, ", rank ",
+                     t.rank, ", extents ", join(t.extent, t.rank), ", byte strides ",
                      join(t.stride, t.rank), ", box ", join(t.box, t.rank), ", swizzle ",
                      static_cast<int>(t.swizzle));
 }
