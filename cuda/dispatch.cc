@@ -35,8 +35,10 @@ Status set_tile_order(const KernelConfig& config, bool exchanged, GemmParams* pa
       ceil_div(exchanged ? params->m : params->n, config.output_n() * config.cluster_n);
   const int64_t width =
       config.skinny ? tiles_m : std::min(tiles_m, std::max(int64_t{1}, group_rows / rows));
-  JAX_TCGEMM_REQUIRE(tiles_m * tiles_n <= std::numeric_limits<int32_t>::max(), "m=", params->m,
-                     " n=", params->n, " make ", tiles_m * tiles_n, " tiles");
+  // A block counts them in 32 bits to one step of the grid beyond.
+  constexpr int64_t kMaxTiles = std::numeric_limits<int32_t>::max() / 2;
+  JAX_TCGEMM_REQUIRE(tiles_m * tiles_n <= kMaxTiles, "m=", params->m, " n=", params->n, " make ",
+                     tiles_m * tiles_n, " tiles");
   const int64_t groups = ceil_div(tiles_m, width);
   const auto divisor = [](int64_t value) { return make_fast_divisor(static_cast<int32_t>(value)); };
   Raster& raster = params->raster;

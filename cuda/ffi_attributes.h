@@ -14,7 +14,8 @@ namespace jax_tcgemm {
 namespace ffi = ::xla::ffi;
 using Strides = ffi::Span<const int64_t>;
 
-// Of m, n and k, which the kernels count in 32 bits to the end of the last tile; as MAX_EXTENT in
+// Of m, n and k, which the kernels count in 32 bits to the end of the last tile, and of the
+// matrices of a batch, which they count to one step of the grid beyond; as MAX_EXTENT in
 // jax_tcgemm/strides.py.
 constexpr int64_t kMaxExtent = int64_t{1} << 30;
 

@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <limits>
 #include <string_view>
 
 #include "algorithm_names.h"
@@ -32,15 +31,14 @@ Status decode_shape(const GemmAttributes& attributes, GemmParams* params) {
   params->n = static_cast<int32_t>(attributes.n);
   params->k = static_cast<int32_t>(attributes.k);
   params->batch_rank = static_cast<int32_t>(attributes.batch_shape.size());
-  constexpr int64_t kMaxBatch = std::numeric_limits<int32_t>::max();
   int64_t batch = 1;
   for (int i = 0; i < params->batch_rank; ++i) {
     const int64_t extent = attributes.batch_shape[i];
-    JAX_TCGEMM_REQUIRE(0 <= extent && extent <= kMaxBatch, "batch extent ", i, " is ", extent);
+    JAX_TCGEMM_REQUIRE(0 <= extent && extent <= kMaxExtent, "batch extent ", i, " is ", extent);
     params->batch_shape[i] = static_cast<int32_t>(extent);
-    batch = extent == 0 ? 0 : std::min(batch * extent, kMaxBatch + 1);
+    batch = extent == 0 ? 0 : std::min(batch * extent, kMaxExtent + 1);
   }
-  JAX_TCGEMM_REQUIRE(batch <= kMaxBatch, "more than ", kMaxBatch, " matrices in the batch");
+  JAX_TCGEMM_REQUIRE(batch <= kMaxExtent, "more than ", kMaxExtent, " matrices in the batch");
   params->batch = static_cast<int32_t>(batch);
   return Status();
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -146,10 +147,22 @@ def _obstacle(algorithm: str | None, spec: GemmSpec, x: Operands) -> str | None:
         return "reference: symbolic shapes"
     if max((*x.a.shape, *x.b.shape)) > MAX_EXTENT:
         return "reference: an extent beyond 2^30"
+    if _matrices(spec, x) > MAX_EXTENT:
+        return "reference: a batch beyond 2^30"
     old = too_old_device()
     if old is not None:
         return f"reference: no kernel for {old}, whose compute capability is below 8.0"
     return None
+
+
+def _matrices(spec: GemmSpec, x: Operands) -> int:
+    """Returns how many matrices the batch of the custom call has, at most."""
+    shapes = _shapes(x)
+    gemm = spec.strided(shapes)
+    folded = fold(gemm)
+    # Operands that are copied first (`_laid_out`) may fold less: their rows no longer do.
+    stay = with_kernel_layouts(spec, shapes)[0] == spec and len(folded.batch) <= _MAX_BATCH_NDIM
+    return math.prod((folded if stay else gemm).batch)
 
 
 def _quicker_in_xla(algorithm: str, spec: GemmSpec, x: Operands) -> str | None:

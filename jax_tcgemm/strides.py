@@ -16,7 +16,8 @@ Axes = tuple[int | None, ...]
 Shape = tuple[int, ...]
 
 
-# Of rows, columns or k: the kernels count them in 32 bits, to the end of the last tile.
+# Of rows, columns or k: the kernels count them in 32 bits, to the end of the last tile. Also of the
+# matrices of a batch.
 MAX_EXTENT = 2**30
 
 
