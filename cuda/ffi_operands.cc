@@ -75,6 +75,10 @@ Status decode_operand(const Buffer& buffer, const GemmAttributes& attributes, in
   const bool single_row = (k_major ? extent_mn : extent_k) <= 1;
   operand->data = buffer.data.untyped_data();
   operand->ld = single_row ? 0 : k_major ? stride_mn : stride_k;
+  // Rows that are all the same one would be loaded as if they lay one after the other.
+  JAX_TCGEMM_REQUIRE(span == 0 || single_row || operand->ld > 0, buffer.name, " has strides ",
+                     stride_mn, " and ", stride_k, " for extents ", extent_mn, " and k=", extent_k,
+                     "; none of them may be 0");
   operand->span = span;
   operand->batch = batch_strides(buffer.strides, attributes.batch_shape.size());
   const int64_t bytes = element_bytes(buffer.data.element_type());
@@ -142,6 +146,14 @@ class OperandReader {
     std::optional<Buffer> buffer;
     JAX_TCGEMM_RETURN_IF_ERROR(next(name, strides, &buffer));
     return decode_addend(*buffer, call_.attributes, extent, d_type_, addend);
+  }
+
+  // A factor of rows or columns, which kernels read as float32 whatever D is.
+  Status scale(bool present, const char* name, Strides strides, Extent extent, Addend* scale) {
+    JAX_TCGEMM_RETURN_IF_ERROR(addend(present, name, strides, extent, scale));
+    JAX_TCGEMM_REQUIRE(!present || scale->is_float32, name, " has element type ",
+                       static_cast<int>(d_type_), ", not float32");
+    return Status();
   }
 
   Status scalar(bool present, const char* name, Strides strides, Scalar* scalar) {
@@ -267,11 +279,11 @@ Status decode_operands(const Call& call, ffi::DataType d_type, GemmProblem* prob
       reader.addend(at.has_bias, "bias", at.bias_strides, Extent::kAlongN, &e.bias));
   JAX_TCGEMM_RETURN_IF_ERROR(reader.scalar(at.has_alpha, "alpha", at.alpha_strides, &e.alpha));
   JAX_TCGEMM_RETURN_IF_ERROR(reader.scalar(at.has_beta, "beta", at.beta_strides, &e.beta));
-  JAX_TCGEMM_RETURN_IF_ERROR(reader.addend(at.has_row_scale, "row_scale", at.row_scale_strides,
-                                           Extent::kAlongM, &e.row_scale));
-  JAX_TCGEMM_RETURN_IF_ERROR(reader.addend(at.has_column_scale, "column_scale",
-                                           at.column_scale_strides, Extent::kAlongN,
-                                           &e.column_scale));
+  JAX_TCGEMM_RETURN_IF_ERROR(reader.scale(at.has_row_scale, "row_scale", at.row_scale_strides,
+                                          Extent::kAlongM, &e.row_scale));
+  JAX_TCGEMM_RETURN_IF_ERROR(reader.scale(at.has_column_scale, "column_scale",
+                                          at.column_scale_strides, Extent::kAlongN,
+                                          &e.column_scale));
   if (at.has_b2) JAX_TCGEMM_RETURN_IF_ERROR(reader.next("b2", at.b_strides, &b2));
   JAX_TCGEMM_RETURN_IF_ERROR(
       reader.addend(at.has_bias2, "bias2", at.bias2_strides, Extent::kAlongN, &e.bias2));

@@ -39,3 +39,31 @@ def test_a_batch_beyond_what_kernels_count_is_refused(extents):
     changes = {"batch_shape": np.asarray(extents, np.int64), "a_strides": strides}
     with pytest.raises(jax.errors.JaxRuntimeError, match="batch"):
         custom_call(operands, **changes)
+
+
+# Of operands whose rows TMA can address, and of others.
+@pytest.mark.parametrize(
+    ("name", "strides"), [("a", [0, 1]), ("b", [0, 1]), ("b", [1, 0]), ("a", [1, 0])]
+)
+@pytest.mark.parametrize("k", [64, 65])
+def test_rows_without_a_stride_are_refused(name, strides, k):
+    operands = Operands(ones(32, k), ones(k, 48))
+    np.testing.assert_array_equal(custom_call(operands).astype(jnp.float32), k)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=rf"{name} has strides .*may be 0"):
+        custom_call(operands, **{f"{name}_strides": np.asarray(strides, np.int64)})
+    # One row, or nothing to read, needs no stride.
+    single = Operands(ones(1, k), ones(k, 48))
+    got = custom_call(single, a_strides=np.asarray([0, 1], np.int64))
+    np.testing.assert_array_equal(got.astype(jnp.float32), k)
+    empty = Operands(ones(32, 0), ones(0, 48))
+    np.testing.assert_array_equal(custom_call(empty).astype(jnp.float32), 0)
+
+
+@pytest.mark.parametrize("name", ["row_scale", "column_scale"])
+def test_scales_of_16_bits_are_refused(name):
+    scale = 2 * jnp.ones(32)
+    operands = Operands(ones(32, 64), ones(64, 32))
+    got = custom_call(operands._replace(**{name: scale}))
+    np.testing.assert_array_equal(got.astype(jnp.float32), 128)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=rf"{name} has element type .*float32"):
+        custom_call(operands._replace(**{name: scale.astype(jnp.bfloat16)}))
