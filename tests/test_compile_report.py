@@ -1,0 +1,70 @@
+"""What cuda/compile_with_report.py keeps of ptxas's output."""
+
+import importlib.util
+import pathlib
+import sys
+
+import pytest
+
+SCRIPT = pathlib.Path(__file__).parent.parent / "cuda" / "compile_with_report.py"
+
+KERNEL = """\
+ptxas info    : Compiling entry function '{name}' for 'sm_90a'
+ptxas info    : Function properties for {name}
+    0 bytes stack frame, {stores} bytes spill stores, {loads} bytes spill loads
+ptxas info    : Used {registers} registers, used 4 barriers, 1936 bytes cmem[0]
+ptxas info    : Compile time = 551.576 ms
+"""
+TWO = KERNEL.format(name="_Z3onev", stores=0, loads=0, registers=168) + KERNEL.format(
+    name="_Z3twov", stores=8, loads=12, registers=255
+)
+SERIALISED = (
+    "ptxas {kind} : (C7510) Potential Performance Loss: wgmma.mma_async instructions are "
+    "serialized due to insufficient register resources for the wgmma pipeline in the function "
+    "'{name}'\n"
+)
+IGNORED = (
+    "ptxas info    : (C7508) Potential Performance Loss: 'setmaxnreg' ignored; unable to determine "
+    "register count at entry.\n"
+)
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("compile_with_report", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_registers_and_spills(script):
+    others = "ptxas info    : 0 bytes gmem\nptxas warning : Unresolved extern variable 'x'\n"
+    lines = "_Z3onev 168 0\n_Z3twov 255 20\n"
+    assert script.report(others + TWO, "row.cu.o") == lines
+    assert script.report(others, "row.cu.o") == ""
+
+
+@pytest.mark.parametrize("kind", ["info   ", "warning"])
+@pytest.mark.parametrize("first", [True, False])
+def test_serialised_wgmma(script, kind, first):
+    """By its name, wherever ptxas says it: before all kernels, among them, or at the end."""
+    loss = SERIALISED.format(kind=kind, name="_Z3twov")
+    text = loss + TWO if first else TWO + loss
+    lines = "_Z3onev 168 0\n_Z3twov 255 20\nwarning C7510 _Z3twov\n"
+    assert script.report(text, "row.cu.o") == lines
+    at = TWO.index("ptxas info    : Function properties for _Z3twov")
+    assert script.report(TWO[:at] + loss + TWO[at:], "row.cu.o") == lines
+
+
+def test_a_warning_that_names_no_kernel_names_the_object(script):
+    assert script.report(IGNORED + TWO, "row.cu.o").endswith("\nwarning C7508 row.cu.o\n")
+
+
+def test_the_report_is_written_and_the_output_passed_on(script, tmp_path, monkeypatch, capfd):
+    compiler = f"import sys; sys.stderr.write({IGNORED + TWO!r})"
+    command = [sys.executable, "-c", compiler, "-o", str(tmp_path / "row.cu.o")]
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), str(tmp_path / "reports"), *command])
+    assert script.main() == 0
+    assert capfd.readouterr().err == IGNORED + TWO
+    written = (tmp_path / "reports" / "row.cu.o.txt").read_text()
+    assert written == script.report(IGNORED + TWO, "row.cu.o")
