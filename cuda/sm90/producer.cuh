@@ -109,6 +109,8 @@ struct Producer {
       if constexpr (kConfig.split_k > 1) {
         ptx::mbarrier_wait_cluster(smem.partial_empty(), partial_phase);
         partial_phase ^= 1;
+        // Other blocks read this ring by ordinary loads; their own fences are of their own memory.
+        ptx::fence_proxy_async();
       }
       const TileCoordinate tile = raster_tile(params.raster, walk.index);
       a.first = (tile.tile_m * kConfig.cluster_m + place.m) * kConfig.tile_m;
