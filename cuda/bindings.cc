@@ -8,6 +8,8 @@
 #include <string>
 #include <vector>
 
+#include "kernel_config.h"
+
 #if JAX_TCGEMM_HAS_CUDA
 #include <cuda_runtime_api.h>
 
@@ -66,7 +68,7 @@ std::string choose_config(const std::string& algorithm, int64_t m, int64_t n, in
                           int64_t batch, bool aligned, int sm_count, int shared_memory_per_block,
                           bool float32_result, int compute_capability, const std::string& layout,
                           int64_t workspace_bytes, const std::string& epilogue, bool gated,
-                          const std::string& ragged) {
+                          const std::string& ragged, int max_cluster_size) {
   const auto decoded = algorithm_from_name(algorithm);
   if (!decoded) throw std::invalid_argument("unknown algorithm '" + algorithm + "'");
   if (layout.size() != 2) throw std::invalid_argument("layout '" + layout + "'");
@@ -94,6 +96,7 @@ std::string choose_config(const std::string& algorithm, int64_t m, int64_t n, in
   input.sm_count = sm_count;
   input.shared_memory_per_block = shared_memory_per_block;
   input.workspace_bytes = workspace_bytes;
+  input.max_cluster_size = max_cluster_size;
   const Choice choice = choose_kernel(input);
   if (choice.entry == nullptr) return "";
   const std::string name = choice.entry->name;
@@ -114,7 +117,7 @@ nb::dict device_properties(int) {
 
 std::string choose_config(const std::string&, int64_t, int64_t, int64_t, int64_t, bool, int, int,
                           bool, int, const std::string&, int64_t, const std::string&, bool,
-                          const std::string&) {
+                          const std::string&, int) {
   return "";
 }
 
@@ -144,5 +147,5 @@ NB_MODULE(_core, module) {
              nb::arg("shared_memory_per_block"), nb::arg("float32_result") = false,
              nb::arg("compute_capability") = 80, nb::arg("layout") = "nn",
              nb::arg("workspace_bytes") = 0, nb::arg("epilogue") = "none", nb::arg("gated") = false,
-             nb::arg("ragged") = "none");
+             nb::arg("ragged") = "none", nb::arg("max_cluster_size") = kMaxClusterSize);
 }

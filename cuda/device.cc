@@ -5,7 +5,6 @@
 #include <cstring>
 #include <map>
 #include <mutex>
-#include <utility>
 
 #include "status.h"
 
@@ -45,11 +44,12 @@ Status get_device_properties(int ordinal, const DeviceProperties** properties) {
   static std::mutex mutex;
   static std::map<int, DeviceProperties> known;  // nodes stay where they are
   const std::lock_guard<std::mutex> lock(mutex);
-  auto found = known.find(ordinal);
-  if (found == known.end()) {
-    DeviceProperties fresh;
-    JAX_TCGEMM_RETURN_IF_ERROR(query(ordinal, &fresh));
-    found = known.emplace(ordinal, std::move(fresh)).first;
+  const auto [found, is_fresh] = known.try_emplace(ordinal);
+  if (is_fresh) {
+    if (Status status = query(ordinal, &found->second); !status.ok()) {
+      known.erase(found);
+      return status;
+    }
   }
   *properties = &found->second;
   return Status();

@@ -3,6 +3,10 @@
 #ifndef JAX_TCGEMM_DEVICE_H_
 #define JAX_TCGEMM_DEVICE_H_
 
+#include <atomic>
+
+#include "kernel_config.h"
+
 namespace jax_tcgemm {
 
 class Status;
@@ -15,6 +19,8 @@ struct DeviceProperties {
   int shared_memory_per_sm = 0;     // bytes
   int l2_bytes = 0;
   char name[256] = {};
+  // Of what has been launched: MPS may leave a process too few SMs for larger clusters.
+  mutable std::atomic<int> max_cluster_size = kMaxClusterSize;
 };
 
 // `properties` lives as long as the process.

@@ -107,6 +107,7 @@ Status find_kernel(const GemmProblem& problem, const DeviceProperties& device, i
       .compute_capability = device.compute_capability,
       .sm_count = device.sm_count,
       .shared_memory_per_block = device.shared_memory_per_block,
+      .max_cluster_size = device.max_cluster_size.load(std::memory_order_relaxed),
       .batch_rank = p.batch_rank,
       .ragged = Ragged::kNone,
       .whole_lines_a = begins_lines(p.a, problem.algorithm),
@@ -122,14 +123,15 @@ Status find_kernel(const GemmProblem& problem, const DeviceProperties& device, i
     });
     JAX_TCGEMM_REQUIRE(found != rows.end(), "config '", problem.config,
                        "' is not among the kernels this extension was built with");
-    // A base address is known only now. Where it is not aligned as the named row needs, any row
-    // that is right beats an error.
+    // A base address is known only now, and whether a cluster fits. Where the one is not aligned as
+    // the named row needs, or the other does not, any row that is right beats an error.
     if (supports(found->config, input)) choice->entry = &*found;
   }
   if (choice->entry == nullptr) *choice = choose_kernel(input);
   JAX_TCGEMM_REQUIRE(choice->entry != nullptr, "no kernel for m=", p.m, " n=", p.n, " k=", p.k,
                      " aligned=", problem.aligned(), " gated=", p.epilogue.gated, " within ",
-                     device.shared_memory_per_block, " bytes of shared memory on ", device.name);
+                     device.shared_memory_per_block, " bytes of shared memory and clusters of ",
+                     input.max_cluster_size, " blocks on ", device.name);
   return Status();
 }
 
@@ -212,10 +214,13 @@ GemmProblem fixup_problem(const GemmProblem& whole, int stages, int parts, char*
   return problem;
 }
 
-// `fits`, where given, is set to whether the device holds all blocks at once; where it does not,
-// nothing is launched, and that is no error.
+// Whether the device has room for a kernel: not for all blocks at once, where they wait for one
+// another; or not for a cluster.
+enum class Fit { kFits, kTooManyBlocks, kClusterTooLarge };
+
+// Where the kernel does not fit, nothing is launched, and that is no error.
 Status launch(GemmProblem* problem, const KernelEntry& entry, const DeviceProperties& device,
-              cudaStream_t stream, bool* fits = nullptr) {
+              cudaStream_t stream, Fit* fit) {
   GemmParams& params = problem->params;
   const KernelConfig& config = entry.config;
   const bool exchanged =
@@ -227,15 +232,53 @@ Status launch(GemmProblem* problem, const KernelEntry& entry, const DeviceProper
   }
   const LaunchRequest request = {params, problem->major_a, problem->major_b, &maps, device, stream};
   const cudaError_t launched = entry.launch(request);
-  if (fits != nullptr) *fits = launched != cudaErrorCooperativeLaunchTooLarge;
-  if (fits != nullptr && !*fits) return Status();
+  *fit = Fit::kFits;
+  if (launched == cudaErrorCooperativeLaunchTooLarge && params.fixup.parts > 0) {
+    *fit = Fit::kTooManyBlocks;
+  } else if (cluster_too_large(launched, config, device)) {
+    *fit = Fit::kClusterTooLarge;
+  }
+  if (*fit != Fit::kFits) return Status();
   log_choice(*problem, entry);
   JAX_TCGEMM_CUDA_CHECK(launched, "launching ", entry.name, " for m=", params.m, " n=", params.n,
                         " k=", params.k, " batch=", params.batch, " on ", device.name);
   return Status();
 }
 
+// Runs the problem by this choice, which has `workspace` for what it splits.
+Status run_choice(GemmProblem problem, const Choice& choice, char* workspace,
+                  const DeviceProperties& device, cudaStream_t stream, Fit* fit) {
+  if (choice.splits == 1) return launch(&problem, *choice.entry, device, stream, fit);
+  // Equal parts, but for the last, and none of them empty.
+  const int64_t k_tiles = ceil_div(problem.params.k, choice.entry->config.tile_k);
+  const int stages = static_cast<int>(ceil_div(k_tiles, choice.splits));
+  const int splits = static_cast<int>(ceil_div(k_tiles, stages));
+  if (choice.has_fixup) {
+    GemmProblem whole = fixup_problem(problem, stages, splits, workspace);
+    return launch(&whole, *choice.entry, device, stream, fit);
+  }
+  GemmProblem parts = split_problem(problem, stages, splits, workspace);
+  JAX_TCGEMM_RETURN_IF_ERROR(launch(&parts, *choice.entry, device, stream, fit));
+  if (*fit != Fit::kFits) return Status();
+  const float* const partial = reinterpret_cast<const float*>(workspace);
+  JAX_TCGEMM_CUDA_CHECK(
+      launch_sum_splits(problem.params, problem.algorithm, partial, splits, stream), "adding ",
+      splits, " products of m=", problem.params.m, " n=", problem.params.n);
+  return Status();
+}
+
 }  // namespace
+
+bool cluster_too_large(cudaError_t launched, const KernelConfig& config,
+                       const DeviceProperties& device) {
+  const int size = config.arch == Arch::kSm90 ? config.cluster_size() : 1;
+  if (launched != cudaErrorLaunchOutOfResources || size == 1) return false;
+  cudaGetLastError();  // or a later check would take it for its own
+  int known = device.max_cluster_size.load(std::memory_order_relaxed);
+  while (known >= size && !device.max_cluster_size.compare_exchange_weak(known, size - 1)) {
+  }
+  return true;
+}
 
 void log_choice(const GemmProblem& problem, const KernelEntry& entry) {
   static const bool enabled = [] {
@@ -277,30 +320,17 @@ Status run_gemm(GemmProblem problem, const DeviceProperties& device, cudaStream_
                      "; the kernels need 8.0 or later");
   int64_t used = 0;
   JAX_TCGEMM_RETURN_IF_ERROR(pad_unaligned_operands(&problem, device, &used, stream));
-  Choice choice;
-  JAX_TCGEMM_RETURN_IF_ERROR(find_kernel(problem, device, used, &choice));
-  if (choice.splits == 1) return launch(&problem, *choice.entry, device, stream);
-  char* const partial = static_cast<char*>(problem.workspace) + used;
-  // Equal parts, but for the last, and none of them empty.
-  const int64_t k_tiles = ceil_div(problem.params.k, choice.entry->config.tile_k);
-  const int64_t stages = ceil_div(k_tiles, choice.splits);
-  const int splits = static_cast<int>(ceil_div(k_tiles, stages));
-  if (choice.has_fixup) {
-    bool fits = false;
-    GemmProblem whole = fixup_problem(problem, static_cast<int>(stages), splits, partial);
-    JAX_TCGEMM_RETURN_IF_ERROR(launch(&whole, *choice.entry, device, stream, &fits));
-    if (fits) return Status();
-    // Another process may have some of the SMs. Without a workspace nothing is split.
-    JAX_TCGEMM_RETURN_IF_ERROR(find_kernel(problem, device, problem.workspace_bytes, &choice));
-    return launch(&problem, *choice.entry, device, stream);
+  char* const workspace = static_cast<char*>(problem.workspace) + used;
+  // Another process may have some of the SMs. What does not fit is not chosen again: each turn but
+  // the last rules out splitting, or the larger clusters.
+  for (;;) {
+    Choice choice;
+    Fit fit = Fit::kFits;
+    JAX_TCGEMM_RETURN_IF_ERROR(find_kernel(problem, device, used, &choice));
+    JAX_TCGEMM_RETURN_IF_ERROR(run_choice(problem, choice, workspace, device, stream, &fit));
+    if (fit == Fit::kFits) return Status();
+    if (fit == Fit::kTooManyBlocks) used = problem.workspace_bytes;  // without it nothing is split
   }
-  GemmProblem parts = split_problem(problem, static_cast<int>(stages), splits, partial);
-  JAX_TCGEMM_RETURN_IF_ERROR(launch(&parts, *choice.entry, device, stream));
-  JAX_TCGEMM_CUDA_CHECK(launch_sum_splits(problem.params, problem.algorithm,
-                                          reinterpret_cast<const float*>(partial), splits, stream),
-                        "adding ", splits, " products of m=", problem.params.m,
-                        " n=", problem.params.n);
-  return Status();
 }
 
 }  // namespace jax_tcgemm

@@ -55,6 +55,11 @@ bool begins_lines(const Operand& operand, Algorithm algorithm);
 // One line for each distinct choice when JAX_TCGEMM_LOG is 1.
 void log_choice(const GemmProblem& problem, const KernelEntry& entry);
 
+// Whether a launch failed because the device has no room for a cluster of this row. If so, that is
+// noted, and later choices are among rows with smaller ones.
+bool cluster_too_large(cudaError_t launched, const KernelConfig& config,
+                       const DeviceProperties& device);
+
 // Enqueues the problem on `stream` of `device`.
 Status run_gemm(GemmProblem problem, const DeviceProperties& device, cudaStream_t stream);
 

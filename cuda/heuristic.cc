@@ -74,6 +74,7 @@ double simt_cycles(const KernelConfig& config, const ChoiceInput& input, int64_t
 // wgmma is an instruction of compute capability 9.0 alone.
 bool sm90_supports(const KernelConfig& config, const ChoiceInput& input) {
   if (input.compute_capability != 90 || !input.tma_addressable) return false;
+  if (config.cluster_size() > input.max_cluster_size) return false;
   if (ceil_div(input.k, config.tile_k) < config.split_k) return false;
   if (config.skinny && input.batch_rank > 1) return false;
   if (config.exchanged) {

@@ -23,7 +23,8 @@ struct ChoiceInput {
   int64_t workspace_bytes;  // for products over parts of k
   int compute_capability;   // 10 * major + minor
   int sm_count;
-  int shared_memory_per_block;  // bytes
+  int shared_memory_per_block;             // bytes
+  int max_cluster_size = kMaxClusterSize;  // blocks
   int batch_rank;
   Ragged ragged = Ragged::kNone;
   // Rows of the operands begin with a line of L2: base and leading dimension are multiples of 128

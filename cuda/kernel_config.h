@@ -29,6 +29,9 @@ enum class Schedule { kCooperative, kPingpong };
 // so that each group has its own B; k, so that each group makes its own D.
 enum class Ragged { kNone, kRows, kDepth };
 
+// Blocks of a cluster, at most, that any GPU takes.
+constexpr int kMaxClusterSize = 16;
+
 // Which matrix dimension of an operand is contiguous in memory.
 enum class Major { kK, kMn };
 

@@ -28,6 +28,7 @@ ChoiceInput even_groups(const GemmProblem& problem, Ragged ragged, const DeviceP
   input.compute_capability = device.compute_capability;
   input.sm_count = device.sm_count;
   input.shared_memory_per_block = device.shared_memory_per_block;
+  input.max_cluster_size = device.max_cluster_size.load(std::memory_order_relaxed);
   input.ragged = ragged;
   input.whole_lines_a = begins_lines(p.a, problem.algorithm);
   input.whole_lines_b = begins_lines(p.b, problem.algorithm);
@@ -37,16 +38,19 @@ ChoiceInput even_groups(const GemmProblem& problem, Ragged ragged, const DeviceP
 Status find_kernel(const GemmProblem& problem, const ChoiceInput& input,
                    const KernelEntry** entry) {
   const GemmParams& p = problem.params;
-  if (problem.config.empty()) {
-    *entry = choose_kernel(input).entry;
-  } else {
-    for (const KernelEntry& row : kernel_registry()) {
-      if (row.name == problem.config && supports(row.config, input)) *entry = &row;
-    }
+  *entry = nullptr;
+  bool chooses = problem.config.empty();
+  for (const KernelEntry& row : kernel_registry()) {
+    if (row.name != problem.config) continue;
+    if (supports(row.config, input)) *entry = &row;
+    // Of that nothing is known when a row is named.
+    chooses = row.config.cluster_size() > input.max_cluster_size;
   }
+  if (chooses) *entry = choose_kernel(input).entry;
   JAX_TCGEMM_REQUIRE(*entry != nullptr, "no kernel for groups of m=", p.m, " n=", p.n, " k=", p.k,
                      " tma_addressable=", problem.tma_addressable(), " config='", problem.config,
-                     "' on compute capability ", input.compute_capability);
+                     "' and clusters of ", input.max_cluster_size, " blocks on compute capability ",
+                     input.compute_capability);
   return Status();
 }
 
@@ -62,22 +66,32 @@ Status check_tiles(const GemmParams& p, Ragged ragged, const KernelConfig& confi
   return Status();
 }
 
+// `launched` says whether the kernel was; what prevents any row's launch is an error.
+Status launch(const GemmProblem& problem, Ragged ragged, const KernelEntry& entry,
+              const DeviceProperties& device, cudaStream_t stream, cudaError_t* launched) {
+  const GemmParams& p = problem.params;
+  JAX_TCGEMM_RETURN_IF_ERROR(check_tiles(p, ragged, entry.config));
+  sm90::TensorMaps maps;
+  JAX_TCGEMM_RETURN_IF_ERROR(sm90::encode_tensor_maps(problem, entry.config, &maps));
+  JAX_TCGEMM_REQUIRE(maps.d_by_tma, "n=", p.n, " or a result's address is not aligned");
+  *launched = entry.launch({p, problem.major_a, problem.major_b, &maps, device, stream});
+  return Status();
+}
+
 }  // namespace
 
 Status run_ragged(GemmProblem problem, Ragged ragged, const DeviceProperties& device,
                   cudaStream_t stream) {
   const GemmParams& p = problem.params;
   const KernelEntry* entry = nullptr;
-  JAX_TCGEMM_RETURN_IF_ERROR(find_kernel(problem, even_groups(problem, ragged, device), &entry));
-  const KernelConfig& config = entry->config;
+  cudaError_t launched = cudaSuccess;
+  do {
+    JAX_TCGEMM_RETURN_IF_ERROR(find_kernel(problem, even_groups(problem, ragged, device), &entry));
+    JAX_TCGEMM_RETURN_IF_ERROR(launch(problem, ragged, *entry, device, stream, &launched));
+  } while (cluster_too_large(launched, entry->config, device));
   log_choice(problem, *entry);
-  JAX_TCGEMM_RETURN_IF_ERROR(check_tiles(p, ragged, config));
-  sm90::TensorMaps maps;
-  JAX_TCGEMM_RETURN_IF_ERROR(sm90::encode_tensor_maps(problem, config, &maps));
-  JAX_TCGEMM_REQUIRE(maps.d_by_tma, "n=", p.n, " or a result's address is not aligned");
-  const LaunchRequest request = {p, problem.major_a, problem.major_b, &maps, device, stream};
-  JAX_TCGEMM_CUDA_CHECK(entry->launch(request), "launching ", entry->name, " for m=", p.m,
-                        " n=", p.n, " k=", p.k, " groups=", p.batch, " on ", device.name);
+  JAX_TCGEMM_CUDA_CHECK(launched, "launching ", entry->name, " for m=", p.m, " n=", p.n, " k=", p.k,
+                        " groups=", p.batch, " on ", device.name);
   return Status();
 }
 

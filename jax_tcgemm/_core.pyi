@@ -20,4 +20,5 @@ def choose_config(
     epilogue: str = "none",
     gated: bool = False,
     ragged: str = "none",
+    max_cluster_size: int = 16,
 ) -> str: ...

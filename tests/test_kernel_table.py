@@ -310,6 +310,24 @@ def test_heuristic_adds_up_parts_of_k_within_the_kernel(choose_on_h200):
     assert "splits" not in choose(128, 128, 65536, workspace_bytes=2 * 4 * 128 * 128 - 1)
 
 
+@pytest.mark.parametrize("limit", [1, 2, 4])
+def test_heuristic_keeps_to_clusters_that_fit(choose_on_h200, limit):
+    def choose(algorithm, *shape, **options):
+        return choose_on_h200(algorithm, *shape, max_cluster_size=limit, **options).split()[0]
+
+    for algorithm in ("BF16_BF16_F32", "F16_F16_F32", "TF32_TF32_F32"):
+        for layout in ("nn", "nt", "tn", "tt"):
+            for shape in ((4096, 4096, 4096), (1024, 1024, 16384), (64, 4096, 4096)):
+                row = by_name(choose(algorithm, *shape, layout=layout))
+                assert row.cluster_size <= limit
+                assert (
+                    row.arch == "sm90" or row.element_bytes == 4
+                )  # which no block transposes alone
+    for options in ({"float32_result": True}, {"ragged": "rows"}, {"ragged": "depth"}):
+        assert by_name(choose("BF16_BF16_F32", 4096, 4096, 4096, **options)).cluster_size <= limit
+    assert by_name(choose_on_h200("BF16_BF16_F32", 4096, 4096, 4096)).cluster_size == 2
+
+
 def test_heuristic_refuses_what_no_row_computes():
     if not _core.kernel_names():
         pytest.skip("built without kernels")
