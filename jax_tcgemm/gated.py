@@ -187,13 +187,47 @@ ad.primitive_jvps[gated_gemm_p] = _jvp
 
 def _transpose(cotangents: Sequence[Any], *operands: Any, spec: GatedSpec) -> list[Any]:
     x = spec.unflatten(operands)
-    linear = [name for name, o in x._asdict().items() if ad.is_undefined_primal(o)]
-    assert linear == ["a"], f"{spec} is transposed in {linear}"
-    assert spec.results == _PAIR, spec
-    none = [None] * (len(operands) - 1)
     if all(type(cotangent) is ad.Zero for cotangent in cotangents):
-        return [None, *none]
-    return [transpose_pair(cotangents, x, spec, primitive.bind), *none]
+        return [None] * len(operands)
+    linear = [name for name, o in x._asdict().items() if ad.is_undefined_primal(o)]
+    if linear == ["a"] and spec.results == _PAIR:
+        results = {"a": transpose_pair(cotangents, x, spec, primitive.bind)}
+    else:
+        results = _transpose_in_second_weight(cotangents, x, linear, spec)
+    names = (name for name, axes in spec.axes._asdict().items() if axes is not None)
+    return [results.get(name) for name in names]
+
+
+def _transpose_in_second_weight(
+    cotangents: Sequence[Any], x: Operands, linear: list[str], spec: GatedSpec
+) -> dict[str, jax.Array]:
+    """Returns the cotangents of the second weight and its bias, by which ``D`` is linear.
+
+    Of what a user transposes: the reverse pass of a derivative goes through the pair of products.
+    """
+    assert set(linear) <= {"b2", "bias2"}, f"{spec} is transposed in {linear}"
+    remaining = iter(cotangents)
+    of_d, _, of_u = (next(remaining) if wanted else None for wanted in spec.results)
+    dtype = accumulator_dtype(x.a.dtype, x.b.dtype, spec.out_dtype)
+    terms = []
+    if of_d is not None and type(of_d) is not ad.Zero:
+        gate_axes = Operands(spec.axes.a, spec.axes.b, bias=spec.axes.bias)
+        gate = spec.plain(axes=gate_axes, out_dtype=dtype)
+        (g,) = primitive.bind(Operands(x.a, x.b, bias=x.bias), gate)
+        terms.append(of_d.astype(dtype) * resolve(spec.activation).reference(g))
+    if of_u is not None and type(of_u) is not ad.Zero:
+        terms.append(of_u.astype(dtype))
+
+    def second_product(*values: Any) -> jax.Array:
+        y = x._replace(**dict(zip(linear, values, strict=True)))
+        axes = Operands(spec.axes.a, spec.axes.b2, bias=spec.axes.bias2)
+        return primitive.bind(Operands(y.a, y.b2, bias=y.bias2), spec.plain(axes=axes))[0]
+
+    transposed = jax.linear_transpose(second_product, *(getattr(x, name).aval for name in linear))
+    if not terms:  # the gate's product alone has a cotangent, and does not depend on these
+        return {}
+    cotangent = reference.convert(sum(terms[1:], terms[0]), spec.out_dtype)
+    return dict(zip(linear, transposed(cotangent), strict=True))
 
 
 ad.primitive_transposes[gated_gemm_p] = _transpose

@@ -151,17 +151,28 @@ def _contraction_jvp(
 
 def _dot_transpose(cotangents: Sequence[Any], *operands: Any, spec: RaggedSpec) -> list[Any]:
     lhs, rhs, group_sizes, *bias = operands
-    assert not bias, spec
     assert spec.activation is None, spec
     (ct,) = cotangents
+    results: list[Any] = [None] * len(operands)
     if type(ct) is ad.Zero:
-        return [None] * 3
+        return results
     if ad.is_undefined_primal(lhs):
-        spec = _of_aval(spec, lhs.aval, transpose_rhs=not spec.transpose_rhs)
-        return [dot(spec, ct, rhs, group_sizes)[0], None, None]
-    factors = (ct, lhs) if spec.transpose_rhs else (lhs, ct)
-    spec = _of_aval(spec, rhs.aval, transpose_rhs=False)
-    return [None, contraction(spec, *factors, group_sizes)[0], None]
+        of_lhs = _of_aval(spec, lhs.aval, transpose_rhs=not spec.transpose_rhs)
+        (results[0],) = dot(of_lhs, ct, rhs, group_sizes)
+    if ad.is_undefined_primal(rhs):
+        factors = (ct, lhs) if spec.transpose_rhs else (lhs, ct)
+        of_rhs = _of_aval(spec, rhs.aval, transpose_rhs=False)
+        (results[1],) = contraction(of_rhs, *factors, group_sizes)
+    if bias and ad.is_undefined_primal(bias[0]):
+        results[3] = _row_sums(ct, group_sizes, bias[0].aval.dtype)
+    return results
+
+
+def _row_sums(x: jax.Array, group_sizes: jax.Array, dtype: Any) -> jax.Array:
+    """Sums the rows of each group, exactly up to one rounding: the transpose of ``_rows_of``."""
+    ones = jnp.ones((x.shape[0], 1), x.dtype)
+    exact = RaggedSpec(dtype, (lax.Precision.HIGHEST,) * 2)
+    return contraction(exact, ones, x, group_sizes)[0][:, 0]
 
 
 def _contraction_transpose(

@@ -47,10 +47,15 @@ def transpose_operands(
     Args:
         cotangents: those of the results, shape ``(*batch, m, n)``; not all are zero.
         x: the operands; each that is to be transposed is an ``UndefinedPrimal``.
-        spec: the primitive's parameters; there is no activation but that of a derivative.
+        spec: the primitive's parameters. What is transposed is linear: there is no activation but
+            that of a derivative, or one beside which a residual is transposed.
         bind: applies the primitive.
     """
     axes = spec.axes
+    if spec.c_role == "residual":
+        g = ad.instantiate_zeros(cotangents[0])
+        results = _addend_cotangents(g, x, spec, bind)
+        return [results.get(name) for name, axis in axes._asdict().items() if axis is not None]
     if spec.is_derivative:
         g = _through_activation(cotangents, x, spec)
         x = x._replace(c=None, c2=None)

@@ -106,6 +106,20 @@ def test_constant_scalars(operands, normal):
     assert_trees_close(both_modes(fused), both_modes(formula))
 
 
+@pytest.mark.parametrize("activation", [None, "gelu"])
+def test_linear_transpose_in_a_residual(normal, activation):
+    a, b, residual, g = normal(2, 5, 7), normal(7, 3), normal(5, 1), normal(2, 5, 3)
+
+    def f(residual):
+        return gemm(a, b, bias=b[0], activation=activation, residual=residual)
+
+    (cotangent,) = jax.linear_transpose(f, residual)(g)
+    np.testing.assert_allclose(cotangent, g.sum((0, 2))[:, None], rtol=1e-5, atol=1e-5)
+    # A primitive of whose two results the pre-activation alone has a cotangent.
+    (cotangent,) = jax.linear_transpose(lambda r: jax.jvp(f, (r,), (r,))[1], residual)(g)
+    np.testing.assert_allclose(cotangent, g.sum((0, 2))[:, None], rtol=1e-5, atol=1e-5)
+
+
 def test_linear_transpose(normal):
     a, b, g = normal(4, 6), normal(6, 5), normal(4, 5)
     (cotangent,) = jax.linear_transpose(lambda a: gemm(a, b), a)(g)

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from jax.test_util import check_grads
 
 import jax_tcgemm
-from jax_tcgemm import _compat, clip, gated_gemm, reference
+from jax_tcgemm import _compat, clip, gated_gemm, gated_mlp, reference
 from jax_tcgemm.epilogues import resolve
 from jax_tcgemm.spec import GemmSpec
 from jax_tcgemm.strides import Operands
@@ -215,6 +215,34 @@ def test_reverse_pass_keeps_two_residuals_of_the_result_type(normal):
     _, pullback = jax.vjp(fused, *args)
     saved = [x for x in jax.tree.leaves(pullback) if x.shape == (16, 8)]
     assert [x.dtype for x in saved] == [jnp.bfloat16] * 2
+
+
+@pytest.mark.parametrize("preferred", [None, jnp.float32])
+def test_linear_transpose_in_the_second_weight(normal, preferred):
+    x, w, u = normal(2, 4, 6), normal(6, 8), normal(6, 8)
+    b, g = normal(8), normal(2, 4, 8)
+
+    def ours(u, b):
+        return gated_gemm(x, w, u, bias_gate=w[0], bias_up=b, preferred_element_type=preferred)
+
+    def formula(u, b):
+        return jax.nn.silu(x @ w + w[0]) * (x @ u + b)
+
+    for f, h, arguments in (
+        (ours, formula, (u, b)),
+        (lambda u: ours(u, b), lambda u: formula(u, 0 * b), (u,)),
+        (lambda b: ours(u, b), lambda b: formula(0 * u, b), (b,)),
+    ):
+        expected = jax.linear_transpose(h, *arguments)(g)
+        assert_trees_close(jax.linear_transpose(f, *arguments)(g), expected)
+        assert_trees_close(jax.linear_transpose(jax.jit(f), *arguments)(g), expected)
+
+
+def test_linear_transpose_of_layers_in_the_second_weight(normal):
+    x, w, u, v, g = normal(4, 6), normal(6, 8), normal(6, 8), normal(8, 5), normal(4, 5)
+    (actual,) = jax.linear_transpose(lambda u: gated_mlp(x, w, u, v), u)(g)
+    (expected,) = jax.linear_transpose(lambda u: (jax.nn.silu(x @ w) * (x @ u)) @ v, u)(g)
+    assert_trees_close(actual, expected)
 
 
 # Transformations

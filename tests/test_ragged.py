@@ -174,6 +174,25 @@ def test_gated_is_the_product_of_two(normal, activation):
         gated_ragged_dot(lhs, gate, up[:2], sizes)
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_linear_transpose_in_each_operand(normal, transposed):
+    lhs, rhs, bias, g = normal(7, 3), normal(2, 3, 4), normal(2, 4), normal(7, 4)
+    rhs = rhs.mT if transposed else rhs
+    sizes = jnp.array([2, 4])
+
+    def ours(lhs, rhs, bias):
+        return ragged_dot(lhs, rhs, sizes, bias=bias, transpose_rhs=transposed)
+
+    expected = jax.vjp(ours, lhs, rhs, bias)[1](g)
+    for i, operand in enumerate((lhs, rhs, bias)):
+
+        def of_one(x, i=i):
+            return ours(*(x if j == i else y for j, y in enumerate((lhs, rhs, bias))))
+
+        (actual,) = jax.linear_transpose(of_one, operand)(g)
+        np.testing.assert_allclose(actual, expected[i], rtol=1e-5, atol=1e-5)
+
+
 def test_group_sizes_have_no_derivative(normal):
     lhs, rhs, sizes = normal(6, 3), normal(2, 3, 2), jnp.array([2, 3])
     grad = jax.grad(lambda s: ragged_dot(lhs, rhs, s).sum(), allow_int=True)(sizes)
