@@ -9,12 +9,16 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_tcgemm import _compat, arguments, gated, primitive
+from jax_tcgemm import _compat, arguments, eager, gated, primitive
 from jax_tcgemm.epilogues import Activation
 from jax_tcgemm.spec import GatedSpec, GemmSpec, accumulator_dtype
 from jax_tcgemm.strides import Operands
 
 
+@eager.one_program(
+    *("activation", "transpose_a", "transpose_b", "precision", "preferred_element_type", "config"),
+    numbers=("alpha", "beta"),
+)
 def gemm(
     a: ArrayLike,
     b: ArrayLike,
@@ -151,6 +155,7 @@ def _accumulates(
     return x.c.dtype == out_dtype == "float32" and sizes == [2, 2]
 
 
+@eager.one_program("activation", "transpose_w", "precision", "preferred_element_type", "config")
 def gated_gemm(
     x: ArrayLike,
     w_gate: ArrayLike,

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_tcgemm import _compat, lowering, primitive
+from jax_tcgemm import _compat, eager, lowering, primitive
 from jax_tcgemm.spec import GemmSpec, resolve_algorithm
 from jax_tcgemm.strides import Axes, Operands
 
@@ -75,25 +75,37 @@ def dot_general(
         dims = tuple(tuple(map(_indices, pair)) for pair in dimension_numbers)
     except (TypeError, ValueError):
         return by_lax()
-    canonical = _compat.canonicalize_precision(precision)
-    # Raises what lax raises, and is cached as a trace is.
-    result = _by_lax.eval_shape(lhs, rhs, dims, canonical, preferred_element_type)
+    return _contract(
+        lhs, rhs, dims=dims, precision=precision, preferred_element_type=preferred_element_type
+    )
+
+
+@eager.one_program("dims", "precision", "preferred_element_type")
+def _contract(
+    lhs: ArrayLike, rhs: ArrayLike, *, dims: Any, precision: Any, preferred_element_type: Any
+) -> jax.Array:
+    """Computes what ``dot_general`` does of two arrays and dimension numbers that are tuples."""
+    by_lax = functools.partial(
+        lax.dot_general,
+        dimension_numbers=dims,
+        precision=precision,
+        preferred_element_type=preferred_element_type,
+    )
+    result = jax.eval_shape(by_lax, lhs, rhs)  # raises what lax raises
     a, b = jnp.asarray(lhs), jnp.asarray(rhs)
-    problem = _problem(a, b, dims, canonical, result)
+    problem = _problem(a, b, dims, _compat.canonicalize_precision(precision), result)
     if isinstance(problem, str):
         operands = " x ".join(f"{x.dtype}{list(x.shape)}" for x in (a, b))
         lowering.log(f"dot_general {operands} -> {result.dtype}: lax.dot_general: {problem}")
-        return by_lax()
+        return by_lax(lhs, rhs)
     (product,) = primitive.bind(*problem)
     return lax.reshape(product, result.shape)
 
 
-_by_lax = jax.jit(lax.dot_general, static_argnums=(2, 3, 4))
-
-
 def _indices(dims: Any) -> _Dims:
     """Returns dimension numbers, which ``lax`` takes as any sequence or as one integer."""
-    return tuple(map(operator.index, np.ravel(dims)))
+    dims = dims if isinstance(dims, (tuple, list)) else np.ravel(dims)
+    return tuple(map(operator.index, dims))
 
 
 def _problem(

@@ -18,13 +18,19 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_tcgemm import _compat, api, arguments, gated, hidden_tangent, primitive, reference
+from jax_tcgemm import _compat, api, arguments, eager, gated, hidden_tangent, primitive, reference
 from jax_tcgemm.epilogues import Activation
 from jax_tcgemm.primitive import ACTIVATION, PREACTIVATION
 from jax_tcgemm.spec import INPUT_DTYPES, GatedSpec, GemmSpec, resolve_algorithm
 from jax_tcgemm.strides import Operands
 
+_STATIC = (
+    *("activation", "transpose_w", "precision", "preferred_element_type"),
+    "recompute_activation",
+)
 
+
+@eager.one_program(*_STATIC)
 def mlp(
     x: ArrayLike,
     w1: ArrayLike,
@@ -99,6 +105,7 @@ def mlp(
     )
 
 
+@eager.one_program(*_STATIC)
 def gated_mlp(
     x: ArrayLike,
     w_gate: ArrayLike,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_tcgemm import _compat, arguments, kernel_table, ragged_primitive
+from jax_tcgemm import _compat, arguments, eager, kernel_table, ragged_primitive
 from jax_tcgemm.epilogues import Activation
 from jax_tcgemm.ragged_lowering import RaggedSpec
 from jax_tcgemm.spec import resolve_algorithm
@@ -17,6 +17,7 @@ from jax_tcgemm.spec import resolve_algorithm
 _NAMES = arguments.Names("lhs", "rhs", "", "transpose_rhs")
 
 
+@eager.one_program("activation", "precision", "preferred_element_type", "transpose_rhs", "config")
 def ragged_dot(
     lhs: ArrayLike,
     rhs: ArrayLike,
@@ -82,6 +83,7 @@ def ragged_dot(
     return ragged_primitive.dot(spec, *operands)[0]
 
 
+@eager.one_program("activation", "precision", "preferred_element_type", "transpose_rhs")
 def gated_ragged_dot(
     lhs: ArrayLike,
     rhs_gate: ArrayLike,

@@ -1,0 +1,144 @@
+"""Outside of `jit` a call is a program that is found, not a function that is traced again."""
+
+from __future__ import annotations
+
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fused_call import assert_trees_close
+
+from jax_tcgemm import (
+    arguments,
+    dot_general,
+    gated_gemm,
+    gated_mlp,
+    gated_ragged_dot,
+    gemm,
+    mlp,
+    ragged_dot,
+)
+
+SIZES = jnp.array([3, 5])
+DIMS = (((1,), (0,)), ((), ()))
+FUNCTIONS = {
+    "gemm": lambda x, w: gemm(x, w, bias=w[0], alpha=0.5, activation="gelu"),
+    "gemm of integers": lambda x, w: gemm(x.astype(int), w.astype(int)),
+    "gated_gemm": lambda x, w: gated_gemm(x, w, w),
+    "ragged_dot": lambda x, w: ragged_dot(x, jnp.stack([w, w]), SIZES),
+    "gated_ragged_dot": lambda x, w: gated_ragged_dot(
+        x, jnp.stack([w, w]), jnp.stack([w, w]), SIZES
+    ),
+    "dot_general": lambda x, w: dot_general(x, w, DIMS),
+    "dot_general by lists": lambda x, w: dot_general(x, w, (([1], [0]), ([], []))),
+    "dot_general of integers": lambda x, w: dot_general(x.astype(int), w.astype(int), DIMS),
+    "mlp": lambda x, w: mlp(x, w, w[0], w.T, residual=x),
+    "gated_mlp": lambda x, w: gated_mlp(x, w, w, w.T),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_same_types_are_not_traced_again(normal, name, monkeypatch):
+    function = FUNCTIONS[name]
+    function(normal(8, 6), normal(6, 8))
+    traced = []
+    for checked in ("array", "promoted"):
+        original = getattr(arguments, checked)
+        monkeypatch.setattr(
+            arguments, checked, lambda *args, f=original: (traced.append(args), f(*args))[1]
+        )
+    monkeypatch.setattr(jax, "eval_shape", lambda *args, **kwargs: traced.append(args))
+    function(normal(8, 6), normal(6, 8))
+    assert not traced
+
+
+def test_calls_take_microseconds(normal):
+    """Few times those of `jnp.matmul`, whatever the machine."""
+    x, w = normal(8, 8), normal(8, 8)
+
+    def seconds(function):
+        function().block_until_ready()
+        times = []
+        for _ in range(100):
+            start = time.perf_counter()
+            function()
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    base = seconds(lambda: jnp.matmul(x, w))
+    for function in (
+        lambda: gemm(x, w, alpha=0.5, bias=w[0]),
+        lambda: gated_gemm(x, w, w),
+        lambda: dot_general(x, w, DIMS),
+    ):
+        assert seconds(function) < 20 * base
+
+
+def test_nothing_is_left_of_it_within_a_program(normal):
+    x, w = normal(8, 6), normal(6, 8)
+    for function, primitives in (
+        (lambda x, w: gemm(x, w, activation="gelu"), ["tcgemm"]),
+        (lambda x, w: gated_gemm(x, w, w), ["tcgemm_gated"]),
+        (lambda x, w: dot_general(x, w, DIMS), ["tcgemm", "reshape"]),
+        (lambda x, w: ragged_dot(x, w[None], SIZES[:1]), ["broadcast_in_dim", "tcgemm_ragged_dot"]),
+    ):
+        equations = jax.make_jaxpr(function)(x, w).eqns
+        assert {str(eqn.primitive) for eqn in equations} <= {*primitives, "slice", "squeeze"}
+
+
+def test_numbers_are_constants_and_arrays_are_not(normal):
+    x, w, c = normal(4, 6), normal(6, 8), normal(4, 8)
+    for alpha in (2.0, jnp.float32(2.0), np.float32(2.0)):
+        for beta in (3, jnp.float32(3.0)):
+            got = gemm(x, w, c, alpha=alpha, beta=beta)
+            assert_trees_close(got, 2.0 * x @ w + 3.0 * c)
+    (equation,) = jax.make_jaxpr(lambda: gemm(x, w, c, alpha=2.0, beta=3))().eqns
+    assert equation.params["spec"].alpha == 2.0
+    assert equation.params["spec"].beta == 3
+    gradient = jax.grad(lambda alpha: gemm(x, w, c, alpha=alpha, beta=3).sum())(2.0)
+    np.testing.assert_allclose(gradient, (x @ w).sum(), rtol=1e-5)
+
+
+def test_settings_are_respected(normal):
+    """What JAX's context managers say is a part of what a program is found by."""
+    x, w = normal(16, 600), normal(600, 8)
+    precisions = set()
+    for precision in ("default", "highest", "BF16_BF16_F32"):
+        with jax.default_matmul_precision(precision):
+            gemm(x, w)
+            (equation,) = jax.make_jaxpr(gemm)(x, w).eqns
+        precisions.add(str(equation.params["spec"].precision))
+    assert len(precisions) == 3
+    assert gemm(x.astype(jnp.bfloat16), w).dtype == jnp.float32
+    with jax.numpy_dtype_promotion("strict"), pytest.raises(TypeError, match="dtype"):
+        gemm(x.astype(jnp.bfloat16), w)
+
+
+class Holder:
+    """Stands for an array of another library."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __jax_array__(self):
+        return self.array
+
+
+def test_what_stands_for_an_array(normal):
+    x, w = normal(4, 6), normal(6, 8)
+    for got in (gemm(Holder(x), w), gemm(np.asarray(x), Holder(w)), gemm(x, w, bias=Holder(w[0]))):
+        assert got.shape == (4, 8)
+    np.testing.assert_array_equal(gemm(Holder(x), Holder(w)), gemm(x, w))
+
+
+def test_arguments_that_no_program_takes(normal):
+    """Errors are of the arguments as they were given."""
+    x, w = normal(4, 6), normal(6, 8)
+    with pytest.raises(ValueError, match=r"activation=\['gelu'\] is unknown"):
+        gemm(x, w, activation=["gelu"])
+    with pytest.raises(TypeError, match=r"transpose_a=1\.5"):
+        gemm(x, w, transpose_a=1.5)
+    with pytest.raises(TypeError, match=r"bias must be an array, got bias=\[1\.0"):
+        gemm(x, w, bias=[1.0] * 8)
