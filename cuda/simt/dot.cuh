@@ -1,8 +1,11 @@
-// A piece of a dot product by float32 FMA.
+// Dot products by float32 FMA.
 
 #pragma once
 
 #include <stdint.h>
+
+#include "gemm_params.h"
+#include "scheduler/raster.cuh"
 
 namespace jax_tcgemm::simt {
 
@@ -21,6 +24,33 @@ __device__ __forceinline__ float add_products(float acc, const Element* a, const
 #pragma unroll
   for (int i = 0; i < kCount; ++i) sum[i % 4] = fmaf(x[i], y[i], sum[i % 4]);
   return acc + ((sum[0] + sum[1]) + (sum[2] + sum[3]));
+}
+
+// One row of A or one column of B: elements along k.
+template <typename Element>
+struct Line {
+  const Element* data;
+  int64_t stride;
+
+  __device__ __forceinline__ Line(const GemmParams& params, const Operand& operand, bool k_major,
+                                  int batch, int mn)
+      : data(static_cast<const Element*>(operand.data) +
+             batch_offset(params, batch, operand.batch) + mn * (k_major ? operand.ld : 1)),
+        stride(k_major ? 1 : operand.ld) {}
+};
+
+// kStep products at a time.
+template <int kStep, typename Element>
+__device__ __forceinline__ float dot(Line<Element> a, Line<Element> b, int k) {
+  float acc = 0.f;
+#pragma unroll 1
+  for (; k > 0; k -= kStep) {
+    acc =
+        add_products<kStep>(acc, a.data, b.data, a.stride, b.stride, [&](int i) { return i < k; });
+    a.data += kStep * a.stride;
+    b.data += kStep * b.stride;
+  }
+  return acc;
 }
 
 }  // namespace jax_tcgemm::simt

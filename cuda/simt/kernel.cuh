@@ -20,34 +20,9 @@
 
 namespace jax_tcgemm::simt {
 
-// One row of A or one column of B: elements along k.
-template <typename Element>
-struct Line {
-  const Element* data;
-  int64_t stride;
-
-  __device__ __forceinline__ Line(const GemmParams& params, const Operand& operand, bool k_major,
-                                  int batch, int mn)
-      : data(static_cast<const Element*>(operand.data) +
-             batch_offset(params, batch, operand.batch) + mn * (k_major ? operand.ld : 1)),
-        stride(k_major ? 1 : operand.ld) {}
-};
-
 template <KernelConfig kConfig, bool kMajorA, bool kMajorB>
 struct Kernel {
   using Element = typename AlgorithmTraits<kConfig.algorithm>::Element;
-
-  static __device__ __forceinline__ float dot(Line<Element> a, Line<Element> b, int k) {
-    float acc = 0.f;
-#pragma unroll 1
-    for (; k > 0; k -= kConfig.tile_k) {
-      acc = add_products<kConfig.tile_k>(acc, a.data, b.data, a.stride, b.stride,
-                                         [&](int i) { return i < k; });
-      a.data += kConfig.tile_k * a.stride;
-      b.data += kConfig.tile_k * b.stride;
-    }
-    return acc;
-  }
 
   static __device__ __forceinline__ void run(const GemmParams& params) {
 #pragma unroll 1
@@ -57,8 +32,9 @@ struct Kernel {
       const int column = tile.tile_n * kConfig.tile_n + threadIdx.x % kConfig.tile_n;
       if (row >= params.m || column >= params.n) continue;
       Vector<1> value[1];
-      value[0][0] = dot({params, params.a, kMajorA, walk.batch, row},
-                        {params, params.b, kMajorB, walk.batch, column}, params.k);
+      value[0][0] =
+          dot<kConfig.tile_k, Element>({params, params.a, kMajorA, walk.batch, row},
+                                       {params, params.b, kMajorB, walk.batch, column}, params.k);
       FusedEpilogue<Element, 1>(params, walk.batch, column).finish(value, row, 0);
     }
   }
