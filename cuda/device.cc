@@ -55,4 +55,11 @@ Status get_device_properties(int ordinal, const DeviceProperties** properties) {
   return Status();
 }
 
+Status check_device(const DeviceProperties& device) {
+  JAX_TCGEMM_REQUIRE(device.compute_capability >= 80, device.name, " has compute capability ",
+                     device.compute_capability / 10, ".", device.compute_capability % 10,
+                     "; the kernels need 8.0 or later");
+  return Status();
+}
+
 }  // namespace jax_tcgemm

@@ -26,6 +26,9 @@ struct DeviceProperties {
 // `properties` lives as long as the process.
 Status get_device_properties(int ordinal, const DeviceProperties** properties);
 
+// An error for a GPU that no kernel runs on.
+Status check_device(const DeviceProperties& device);
+
 }  // namespace jax_tcgemm
 
 #endif  // JAX_TCGEMM_DEVICE_H_

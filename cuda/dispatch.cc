@@ -115,19 +115,7 @@ Status find_kernel(const GemmProblem& problem, const DeviceProperties& device, i
       .d_by_tma = sm90::d_by_tma(problem),
       .has_c = p.epilogue.c.data != nullptr,
   };
-  *choice = {};
-  if (!problem.config.empty()) {
-    const auto rows = kernel_registry();
-    const auto found = std::find_if(rows.begin(), rows.end(), [&](const KernelEntry& row) {
-      return row.name == problem.config;
-    });
-    JAX_TCGEMM_REQUIRE(found != rows.end(), "config '", problem.config,
-                       "' is not among the kernels this extension was built with");
-    // A base address is known only now, and whether a cluster fits. Where the one is not aligned as
-    // the named row needs, or the other does not, any row that is right beats an error.
-    if (supports(found->config, input)) choice->entry = &*found;
-  }
-  if (choice->entry == nullptr) *choice = choose_kernel(input);
+  JAX_TCGEMM_RETURN_IF_ERROR(named_or_chosen(problem.config, input, choice));
   JAX_TCGEMM_REQUIRE(choice->entry != nullptr, "no kernel for m=", p.m, " n=", p.n, " k=", p.k,
                      " aligned=", problem.aligned(), " gated=", p.epilogue.gated, " within ",
                      device.shared_memory_per_block, " bytes of shared memory and clusters of ",
@@ -314,10 +302,24 @@ Choice choose_kernel(const ChoiceInput& input) {
   return kept[input] = fastest_kernel(input);
 }
 
+Status named_or_chosen(std::string_view config, const ChoiceInput& input, Choice* choice) {
+  *choice = {};
+  if (!config.empty()) {
+    const auto rows = kernel_registry();
+    const auto found = std::find_if(rows.begin(), rows.end(),
+                                    [&](const KernelEntry& row) { return row.name == config; });
+    JAX_TCGEMM_REQUIRE(found != rows.end(), "config '", config,
+                       "' is not among the kernels this extension was built with");
+    // A base address is known only now, and so may be the GPU, and whether a cluster fits. Where
+    // they are not what the named row needs, any row that is right beats an error.
+    if (supports(found->config, input)) choice->entry = &*found;
+  }
+  if (choice->entry == nullptr) *choice = choose_kernel(input);
+  return Status();
+}
+
 Status run_gemm(GemmProblem problem, const DeviceProperties& device, cudaStream_t stream) {
-  JAX_TCGEMM_REQUIRE(device.compute_capability >= 80, device.name, " has compute capability ",
-                     device.compute_capability / 10, ".", device.compute_capability % 10,
-                     "; the kernels need 8.0 or later");
+  JAX_TCGEMM_RETURN_IF_ERROR(check_device(device));
   int64_t used = 0;
   JAX_TCGEMM_RETURN_IF_ERROR(pad_unaligned_operands(&problem, device, &used, stream));
   char* const workspace = static_cast<char*>(problem.workspace) + used;

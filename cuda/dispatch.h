@@ -49,6 +49,10 @@ struct Choice {
 // What is expected to be fastest.
 Choice choose_kernel(const ChoiceInput& input);
 
+// The row called `config`, if it supports the problem, else what is expected to be fastest. No such
+// name is an error; no row at all is for the caller to tell of.
+Status named_or_chosen(std::string_view config, const ChoiceInput& input, Choice* choice);
+
 // Whether an operand's rows begin with lines of L2.
 bool begins_lines(const Operand& operand, Algorithm algorithm);
 

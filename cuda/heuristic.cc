@@ -77,6 +77,7 @@ bool sm90_supports(const KernelConfig& config, const ChoiceInput& input) {
   if (config.cluster_size() > input.max_cluster_size) return false;
   if (ceil_div(input.k, config.tile_k) < config.split_k) return false;
   if (config.skinny && input.batch_rank > 1) return false;
+  if (config.ragged != Ragged::kNone && !input.d_by_tma) return false;
   if (config.exchanged) {
     return input.major_a == Major::kK && input.epilogue == EpilogueWork::kNone &&
            !input.float32_result && input.d_by_tma;

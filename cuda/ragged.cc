@@ -32,29 +32,24 @@ ChoiceInput even_groups(const GemmProblem& problem, Ragged ragged, const DeviceP
   input.ragged = ragged;
   input.whole_lines_a = begins_lines(p.a, problem.algorithm);
   input.whole_lines_b = begins_lines(p.b, problem.algorithm);
+  input.d_by_tma = sm90::d_by_tma(problem);
   return input;
 }
 
 Status find_kernel(const GemmProblem& problem, const ChoiceInput& input,
                    const KernelEntry** entry) {
   const GemmParams& p = problem.params;
-  *entry = nullptr;
-  bool chooses = problem.config.empty();
-  for (const KernelEntry& row : kernel_registry()) {
-    if (row.name != problem.config) continue;
-    if (supports(row.config, input)) *entry = &row;
-    // Of that nothing is known when a row is named.
-    chooses = row.config.cluster_size() > input.max_cluster_size;
-  }
-  if (chooses) *entry = choose_kernel(input).entry;
-  JAX_TCGEMM_REQUIRE(*entry != nullptr, "no kernel for groups of m=", p.m, " n=", p.n, " k=", p.k,
-                     " tma_addressable=", problem.tma_addressable(), " config='", problem.config,
-                     "' and clusters of ", input.max_cluster_size, " blocks on compute capability ",
-                     input.compute_capability);
+  Choice choice;
+  JAX_TCGEMM_RETURN_IF_ERROR(named_or_chosen(problem.config, input, &choice));
+  JAX_TCGEMM_REQUIRE(choice.entry != nullptr, "no kernel for groups of m=", p.m, " n=", p.n,
+                     " k=", p.k, " tma_addressable=", problem.tma_addressable(),
+                     " d_by_tma=", input.d_by_tma, " and clusters of ", input.max_cluster_size,
+                     " blocks on compute capability ", input.compute_capability);
+  *entry = choice.entry;
   return Status();
 }
 
-// The device counts tiles in 32 bits.
+// The device counts the tiles of sm90 rows in 32 bits.
 Status check_tiles(const GemmParams& p, Ragged ragged, const KernelConfig& config) {
   const int64_t rows = config.tile_m * config.cluster_m;
   const int64_t tiles_m =
