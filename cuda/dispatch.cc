@@ -67,18 +67,18 @@ struct ChoiceInputHash {
 
 Choice fastest_kernel(const ChoiceInput& input) {
   Choice best;
-  bool best_suits = false;
+  Rank best_rank = Rank::kFallback;
   const int most_splits = max_splits(input);
   double best_time = std::numeric_limits<double>::infinity();
   for (const KernelEntry& entry : kernel_registry()) {
     if (!supports(entry.config, input)) continue;
-    const bool entry_suits = suits(entry.config, input);
+    const Rank rank = rank_of(entry.config, input);
     for (int splits = 1; splits <= most_splits; splits *= 2) {
       if (splits > 1 && !supports_splits(entry.config, input, splits)) continue;
       const double time = estimated_cycles(entry.config, input, splits);
-      if (entry_suits > best_suits || (entry_suits == best_suits && time < best_time)) {
+      if (rank > best_rank || (rank == best_rank && time < best_time)) {
         best = {&entry, splits, sm90::has_fixup(entry.config, input, splits)};
-        best_suits = entry_suits;
+        best_rank = rank;
         best_time = time;
       }
     }

@@ -68,7 +68,8 @@ double simt_cycles(const KernelConfig& config, const ChoiceInput& input, int64_t
   constexpr double kTripCycles = 700.0;
   const int64_t blocks = ceil_div(tiles, input.sm_count);
   const double loads = 2.0 * config.tile_k * config.threads() / 32 * blocks;
-  return ceil_div(input.k, config.tile_k) * (kTripCycles + loads);
+  const int products = config.gated ? 2 : 1;
+  return products * ceil_div(input.k, config.tile_k) * (kTripCycles + loads);
 }
 
 // wgmma is an instruction of compute capability 9.0 alone.
@@ -101,10 +102,11 @@ bool supports(const KernelConfig& config, const ChoiceInput& input) {
   return input.aligned || config.loader != Loader::kCpAsync;
 }
 
-bool suits(const KernelConfig& config, const ChoiceInput& input) {
+Rank rank_of(const KernelConfig& config, const ChoiceInput& input) {
+  if (config.is_fallback()) return Rank::kFallback;
   const bool wants = input.float32_result && (input.algorithm == Algorithm::kBf16Bf16F32 ||
                                               input.algorithm == Algorithm::kF16F16F32);
-  return config.arch == Arch::kSimt || config.promote == wants;
+  return config.arch == Arch::kSimt || config.promote == wants ? Rank::kAccurate : Rank::kRough;
 }
 
 int max_splits(const ChoiceInput& input) {
@@ -127,7 +129,7 @@ bool supports_splits(const KernelConfig& config, const ChoiceInput& input, int s
 double estimated_cycles(const KernelConfig& config, const ChoiceInput& input, int splits) {
   if (config.arch == Arch::kSm90) return sm90::estimated_cycles(config, input, splits);
   const int64_t tiles =
-      ceil_div(input.m, config.tile_m) * ceil_div(input.n, config.tile_n) * input.batch;
+      ceil_div(input.m, config.tile_m) * ceil_div(input.n, config.output_n()) * input.batch;
   if (config.arch == Arch::kSimt) return simt_cycles(config, input, tiles);
   const double cycles = tensor_core_cycles(config, input, tiles);
   if (input.compute_capability != 90) return cycles;

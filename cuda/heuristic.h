@@ -40,8 +40,14 @@ struct ChoiceInput {
 // Whether a configuration can compute the problem.
 bool supports(const KernelConfig& config, const ChoiceInput& input);
 
-// Whether its result is as accurate as it should be.
-bool suits(const KernelConfig& config, const ChoiceInput& input);
+// What goes before time: of configurations that support a problem, those of the highest rank are
+// chosen among.
+enum class Rank {
+  kFallback,  // see KernelConfig::is_fallback
+  kRough,     // the result is less accurate than it should be
+  kAccurate,
+};
+Rank rank_of(const KernelConfig& config, const ChoiceInput& input);
 
 // Expected time in clock cycles, launch overhead apart, with k split into so many products.
 double estimated_cycles(const KernelConfig& config, const ChoiceInput& input, int splits = 1);

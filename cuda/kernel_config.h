@@ -59,7 +59,7 @@ struct KernelConfig {
   int cluster_n;
   int split_k;
   Schedule schedule;
-  // tile_n is half of one weight's columns and half of the other's.
+  // Two weights: tile_n is half of one's columns and half of the other's.
   bool gated;
   // sm90: for few rows or few columns. tile_m goes along the longer of m and n, whichever operand
   // that belongs to; where it is n, D^T = B^T A^T is computed.
@@ -75,6 +75,12 @@ struct KernelConfig {
 
   // Columns of D in a tile.
   constexpr int output_n() const { return gated ? tile_n / 2 : tile_n; }
+
+  // What computes what only sm90 kernels compute in good time, on other GPUs and of operands that
+  // TMA cannot address: taken where nothing else is.
+  constexpr bool is_fallback() const {
+    return arch == Arch::kSimt && (gated || ragged != Ragged::kNone);
+  }
 
   // sm90: float32 sums that a thread holds. With many of them, or tall tiles of 32-bit operands, no
   // registers are left for the epilogues that are unrolled.

@@ -65,10 +65,11 @@ Status check_tiles(const GemmParams& p, Ragged ragged, const KernelConfig& confi
 Status launch(const GemmProblem& problem, Ragged ragged, const KernelEntry& entry,
               const DeviceProperties& device, cudaStream_t stream, cudaError_t* launched) {
   const GemmParams& p = problem.params;
-  JAX_TCGEMM_RETURN_IF_ERROR(check_tiles(p, ragged, entry.config));
   sm90::TensorMaps maps;
-  JAX_TCGEMM_RETURN_IF_ERROR(sm90::encode_tensor_maps(problem, entry.config, &maps));
-  JAX_TCGEMM_REQUIRE(maps.d_by_tma, "n=", p.n, " or a result's address is not aligned");
+  if (entry.config.arch == Arch::kSm90) {
+    JAX_TCGEMM_RETURN_IF_ERROR(check_tiles(p, ragged, entry.config));
+    JAX_TCGEMM_RETURN_IF_ERROR(sm90::encode_tensor_maps(problem, entry.config, &maps));
+  }
   *launched = entry.launch({p, problem.major_a, problem.major_b, &maps, device, stream});
   return Status();
 }
@@ -77,6 +78,7 @@ Status launch(const GemmProblem& problem, Ragged ragged, const KernelEntry& entr
 
 Status run_ragged(GemmProblem problem, Ragged ragged, const DeviceProperties& device,
                   cudaStream_t stream) {
+  JAX_TCGEMM_RETURN_IF_ERROR(check_device(device));
   const GemmParams& p = problem.params;
   const KernelEntry* entry = nullptr;
   cudaError_t launched = cudaSuccess;

@@ -43,10 +43,13 @@ def check_kernel_names(built: frozenset[str], build_info: dict[str, str]) -> Non
         )
 
 
-def has_kernel(algorithm: str, *, gated: bool = False) -> bool:
-    """Says whether a kernel for ``algorithm``, for one weight or two, was compiled in."""
-    rows = (row for row in kernel_table.for_algorithm(algorithm) if row.gated == gated)
-    return any(row.name in KERNEL_NAMES for row in rows)
+def has_kernel(algorithm: str, *, gated: bool = False, ragged: str = "none") -> bool:
+    """Says whether a kernel for such products in ``algorithm`` was compiled in.
+
+    Rows that are there only for where nothing else serves do not count: XLA is faster.
+    """
+    rows = (row for row in kernel_table.for_algorithm(algorithm, ragged) if row.gated == gated)
+    return any(row.name in KERNEL_NAMES and not row.is_fallback for row in rows)
 
 
 def load() -> None:

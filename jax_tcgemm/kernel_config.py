@@ -34,7 +34,8 @@ class KernelConfig:
 
     Attributes:
         arch: kernel family: ``"sm90"`` (TMA, mbarrier, wgmma), ``"sm80"`` (cp.async, ldmatrix,
-            mma.sync) or ``"simt"`` (float32 FMA, for products too small for a pipeline).
+            mma.sync) or ``"simt"`` (float32 FMA, for products too small for a pipeline, and where
+            nothing else serves: see ``is_fallback``).
         algorithm: name of the ``jax.lax.DotAlgorithmPreset`` it computes.
         tile_m: rows of D one thread block computes.
         tile_n: columns of D one thread block computes.
@@ -56,12 +57,12 @@ class KernelConfig:
         schedule: ``"cooperative"``: all consumer warps compute one tile; ``"pingpong"`` (sm90):
             two warpgroups compute a tile each, and one multiplies while the other writes.
         gated: ``tile_n`` is half of one weight's columns and half of the other's, and D has the
-            columns of one (sm90).
+            columns of one (sm90, simt).
         skinny: for few rows or few columns (sm90): ``tile_m`` goes along the longer of m and n,
             whichever operand that belongs to, and ``tile_n`` along the shorter.
-        ragged: what groups divide whose sizes only the device knows (sm90): ``"none"``; ``"rows"``,
-            those of A and D, so that each group has its own B; or ``"depth"``, k, so that each
-            group makes its own D.
+        ragged: what groups divide whose sizes only the device knows (sm90, simt): ``"none"``;
+            ``"rows"``, those of A and D, so that each group has its own B; or ``"depth"``, k, so
+            that each group makes its own D.
         exchanged: D^T = B^T A^T is computed (sm90): ``tile_m`` and ``cluster_m`` go along n,
             ``tile_n`` and ``cluster_n`` along m. Such a row takes plain products alone, of an A
             whose k is contiguous, to a D of the operands' type whose rows are multiples of 16
@@ -94,8 +95,7 @@ class KernelConfig:
 
         require(self.algorithm in ELEMENT_BYTES, f"algorithm must be one of {set(ELEMENT_BYTES)}")
         if self.arch == "simt":
-            require(self.loader == "direct", "simt kernels load directly")
-            require(self.tile_m * self.tile_n == self.threads, "a thread computes one element")
+            self._check_simt(require)
             return
         require(self.arch in ("sm80", "sm90"), "arch must be sm90, sm80 or simt")
         require(self.stages >= 3, "the ring needs at least 3 stages")
@@ -104,6 +104,16 @@ class KernelConfig:
             f"{self.shared_memory_bytes} bytes of shared memory",
         )
         (self._check_sm80 if self.arch == "sm80" else self._check_sm90)(require)
+
+    def _check_simt(self, require: Callable[[bool, str], None]) -> None:
+        require(self.loader == "direct", "simt kernels load directly")
+        require(self.tile_m * self.output_n == self.threads, "a thread computes one element")
+        require(self.ragged in ("none", "rows", "depth"), "unknown ragged")
+        require(not self.gated or self.ragged == "none", "ragged rows have one weight")
+        require(
+            self.algorithm in ("BF16_BF16_F32", "F16_F16_F32") or not self.is_fallback,
+            "gated and ragged rows are 16-bit, with float32 sums",
+        )
 
     def _check_sm80(self, require: Callable[[bool, str], None]) -> None:
         require(self.loader in ("cp_async", "realign"), "loader must be cp_async or realign")
@@ -204,9 +214,19 @@ class KernelConfig:
         return self.loader in ("cp_async", "tma")
 
     @property
+    def is_fallback(self) -> bool:
+        """Whether it is taken only where nothing else computes the product: right, but slow."""
+        return self.arch == "simt" and (self.gated or self.ragged != "none")
+
+    @property
     def rounds_sums(self) -> bool:
         """Whether float32 results of 16-bit operands are as accurate as float32 sums."""
         return self.promote or self.arch == "simt"
+
+    @property
+    def output_n(self) -> int:
+        """Columns of D in a tile."""
+        return self.tile_n // 2 if self.gated else self.tile_n
 
     @property
     def warp_m(self) -> int:
@@ -251,8 +271,7 @@ class KernelConfig:
         if self.split_k > 1:
             return fixed
         buffer = 4 * 2 * 1024
-        output_n = self.tile_n // 2 if self.gated else self.tile_n
-        buffers = 4 if 4 * self.warp_m * output_n * 2 > 2 * buffer else 2
+        buffers = 4 if 4 * self.warp_m * self.output_n * 2 > 2 * buffer else 2
         while buffers > 1 and fixed + warpgroups * buffers * buffer > MAX_SHARED_MEMORY_BYTES:
             buffers //= 2
         return fixed + warpgroups * buffers * buffer
@@ -270,17 +289,15 @@ class KernelConfig:
             f"{self.arch}_{ALGORITHM_TAGS[self.algorithm]}"
             f"_{self.tile_m}x{self.tile_n}x{self.tile_k}"
         )
+        kinds = "_gated" if self.gated else ""
+        kinds += f"_ragged_{self.ragged}" if self.ragged != "none" else ""
         if self.arch == "sm90":
             cluster = f"_c{self.cluster_m}x{self.cluster_n}"
             split = f"_k{self.split_k}" if self.split_k > 1 else ""
             kind = "skinny" if self.skinny else self.schedule
-            gated = "_gated" if self.gated else ""
-            ragged = f"_ragged_{self.ragged}" if self.ragged != "none" else ""
             promote = "_promote" if self.promote else ""
             exchanged = "_exchanged" if self.exchanged else ""
-            return (
-                f"{tile}_s{self.stages}{cluster}{split}_{kind}{gated}{ragged}{promote}{exchanged}"
-            )
+            return f"{tile}_s{self.stages}{cluster}{split}_{kind}{kinds}{promote}{exchanged}"
         suffix = "_realign" if self.loader == "realign" else ""
         suffix += "_promote" if self.promote else ""
-        return f"{tile}_w{self.warps_m}x{self.warps_n}_s{self.stages}{suffix}"
+        return f"{tile}_w{self.warps_m}x{self.warps_n}_s{self.stages}{suffix}{kinds}"

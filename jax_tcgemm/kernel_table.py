@@ -163,6 +163,13 @@ def _rows() -> list[KernelConfig]:
     ]
     for algorithm in ELEMENT_BYTES:
         rows.append(KernelConfig("simt", algorithm, 4, 32, 32, 4, 1, 1, "direct"))
+    for algorithm in ("BF16_BF16_F32", "F16_F16_F32"):
+        rows += [
+            # What only sm90 rows compute otherwise, on any GPU.
+            KernelConfig("simt", algorithm, 4, 64, 32, 4, 1, 1, "direct", gated=True),
+            KernelConfig("simt", algorithm, 4, 32, 32, 4, 1, 1, "direct", ragged="rows"),
+            KernelConfig("simt", algorithm, 4, 32, 32, 4, 1, 1, "direct", ragged="depth"),
+        ]
     return rows
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_tcgemm import _compat, _extension, reference
+from jax_tcgemm import _compat, _extension, kernel_table, reference
 from jax_tcgemm.alignment import COPY_BYTES, misalignment, padding_bytes, split_bytes
 from jax_tcgemm.epilogues import resolve
 from jax_tcgemm.left_to_xla import left_to_xla
@@ -32,7 +32,7 @@ from jax_tcgemm.strides import MAX_EXTENT, ROLES, Operands, StridedGemm, fold
 # What the custom call takes; the kernel walks the batch with this many strides.
 _MAX_BATCH_NDIM = 4
 
-# The same of the kernels that load by TMA, and so of those for gated products; they need
+# The same of the kernels that load by TMA, and so of the fast ones for gated products; they need
 # instructions of this compute capability alone.
 _MAX_TMA_BATCH_NDIM = 3
 _GATED_COMPUTE_CAPABILITY = (9, 0)
@@ -137,7 +137,8 @@ def _obstacle(algorithm: str | None, spec: GemmSpec, x: Operands) -> str | None:
             f"with precision {spec.precision}"
         )
     gated = isinstance(spec, GatedSpec)
-    if not _extension.has_kernel(algorithm, gated=gated):
+    named = spec.config in _extension.KERNEL_NAMES
+    if not (named or _extension.has_kernel(algorithm, gated=gated)):
         return f"reference: no{' gated' * gated} kernel for {algorithm} in this build"
     if spec.is_derivative and algorithm == "F16_F16_F16":
         return f"reference: no kernel for the {spec.c_role} epilogue in {algorithm}"
@@ -183,19 +184,26 @@ def too_old_device() -> str | None:
 
 
 def _gated_obstacle(algorithm: str, spec: GatedSpec, x: Operands) -> str | None:
-    """Says why no gated kernel can be used, where an ordinary one could."""
+    """Says why no gated kernel can be used, where an ordinary one could.
+
+    Without a GPU here there may be one that has slow kernels alone, where the program is run; where
+    it is known XLA is faster, and those have to be asked for by name.
+    """
     if not spec.packed and spec.axes.b2 != spec.axes.b:
         return "reference: the two weights lie differently"
     gemm = fold(spec.strided(_shapes(x)))
     if gemm.k == 0:
         return "reference: nothing to multiply"
-    if len(gemm.batch) > _MAX_TMA_BATCH_NDIM:
+    takes_any = spec.config is not None and kernel_table.by_name(spec.config).is_fallback
+    if len(gemm.batch) > (_MAX_BATCH_NDIM if takes_any else _MAX_TMA_BATCH_NDIM):
         return f"reference: {len(gemm.batch)} batch dimensions that do not fold"
+    if with_kernel_layouts(spec, _shapes(x))[0] != spec:
+        return "reference: an operand without a contiguous axis"
+    if takes_any:
+        return None
     other = local_device(lambda capability: capability != _GATED_COMPUTE_CAPABILITY)
     if other is not None:
         return f"reference: no gated kernel for {other}"
-    if with_kernel_layouts(spec, _shapes(x))[0] != spec:
-        return "reference: an operand without a contiguous axis"
     itemsize = INPUT_DTYPES[algorithm].itemsize
     for name in ("a", "b"):
         what = misalignment(gemm, name, itemsize)
@@ -214,7 +222,8 @@ def _second_weight_offset(gemm: StridedGemm, spec: GatedSpec) -> int:
 def local_device(matches: Callable[[tuple[int, ...]], bool]) -> str | None:
     """Names a local GPU whose compute capability matches.
 
-    With no GPU here, the one that a program is lowered for is taken to have every kernel.
+    With no GPU here, the one that a program is lowered for is taken to have every kernel; what
+    else may come computes the same by slow ones.
     """
     for device in _compat.initialized_cuda_devices():
         if matches(tuple(int(part) for part in str(device.compute_capability).split("."))):

@@ -237,7 +237,8 @@ def _kernel_algorithm(
 ) -> str | None:
     """Returns the algorithm of the kernels that compute a product, None where there are none."""
     algorithm = resolve_algorithm(lhs.dtype, rhs.dtype, spec.out_dtype, spec.precision)
-    obstacle = _obstacle(algorithm, ragged, (*lhs.shape, *rhs.shape, *group_sizes.shape))
+    extents = (*lhs.shape, *rhs.shape, *group_sizes.shape)
+    obstacle = _obstacle(algorithm, ragged, extents, spec.config)
     shapes = f"{lhs.dtype}{list(lhs.shape)} x {rhs.dtype}{list(rhs.shape)}"
     lowering.log(f"ragged {ragged} {shapes} -> {spec.out_dtype}: {obstacle or algorithm}")
     if obstacle is None and spec.config not in (None, *_extension.KERNEL_NAMES):
@@ -245,17 +246,19 @@ def _kernel_algorithm(
     return algorithm if obstacle is None else None
 
 
-def _obstacle(algorithm: str | None, ragged: str, extents: tuple[Any, ...]) -> str | None:
-    """Says why no kernel can be used, if none can."""
-    rows = kernel_table.for_algorithm(algorithm, ragged) if algorithm is not None else ()
-    names = {row.name for row in rows}
-    if not names:
+def _obstacle(
+    algorithm: str | None, ragged: str, extents: tuple[Any, ...], config: str | None
+) -> str | None:
+    """Says why no kernel can be used, if none can; slow ones have to be named."""
+    if algorithm is None or not kernel_table.for_algorithm(algorithm, ragged):
         return f"reference: no ragged kernel for {algorithm}"
-    if not names & _extension.KERNEL_NAMES:
+    if not (config in _extension.KERNEL_NAMES or _extension.has_kernel(algorithm, ragged=ragged)):
         return f"reference: no ragged kernel for {algorithm} in this build"
     if not all(isinstance(extent, int) for extent in extents):
         return "reference: symbolic shapes"
     if not all(0 < extent <= MAX_EXTENT for extent in extents):
         return "reference: nothing to multiply, or an extent beyond 2^30"
+    if config is not None and kernel_table.by_name(config).is_fallback:
+        return None
     other = lowering.local_device(lambda capability: capability != _COMPUTE_CAPABILITY)
     return None if other is None else f"reference: no ragged kernel for {other}"

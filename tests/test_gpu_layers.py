@@ -52,9 +52,9 @@ def gated_formula(matmul, x, *args, transpose_w, packed, biases, activation, res
 @by_config(gated=True)
 def test_gated_residues(compare, normal, rng, config, transpose_w, packed):
     _, unit_n, unit_k = units(config, False, transpose_w)
-    unit_n = 8 if packed else unit_n
+    unit_n = 8 if packed and config.copies_whole_chunks else unit_n
     all_m = residues(config.tile_m, 1, 3 * config.tile_m)
-    all_n = residues(config.tile_n // 2, unit_n, config.tile_n)
+    all_n = residues(config.output_n, unit_n, config.tile_n)
     all_k = residues(config.tile_k, unit_k, 9 * config.tile_k)
     for extents in (all_m, all_n, all_k):
         rng.shuffle(extents)
@@ -100,6 +100,8 @@ def check_gated(
     # The kernels' own sums, which a float32 result shows.
     k = shape[2]
     slack = 30 * accumulation_slack(config, out_dtype, k, 5.0)
+    if config.rounds_sums:  # which come in another order
+        slack += float(jnp.finfo(jnp.float32).eps) * k**0.5 * 5.0
     compare(ours, formula, args, out_dtype, config.algorithm, slack)
 
     def with_preactivations(x, *args):

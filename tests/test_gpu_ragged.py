@@ -35,7 +35,6 @@ def test_equals_the_loop_and_lax_on_the_gpu(rng, normal, assert_accurate, dtype,
         check_problem(random_problem(rng, normal, dtype), assert_accurate)
 
 
-@pytest.mark.sm90
 @by_config(ragged="rows")
 def test_every_kernel_for_groups_of_rows(rng, normal, config):
     dtype = INPUT_DTYPES[config.algorithm]
@@ -53,7 +52,6 @@ def test_every_kernel_for_groups_of_rows(rng, normal, config):
         assert error <= float(jnp.finfo(dtype).eps) * np.abs(wanted).max()
 
 
-@pytest.mark.sm90
 @by_config(ragged="depth")
 def test_every_kernel_for_groups_of_k(rng, normal, config):
     dtype = INPUT_DTYPES[config.algorithm]

@@ -1,4 +1,4 @@
-// For host code: extents in tiles.
+// Extents in tiles.
 
 #ifndef JAX_TCGEMM_COMMON_CEIL_DIV_H_
 #define JAX_TCGEMM_COMMON_CEIL_DIV_H_

@@ -2,8 +2,14 @@
 
 #pragma once
 
+#include <stdint.h>
+
+#include <algorithm>
+
+#include "common/ceil_div.h"
 #include "common/launch.cuh"
 #include "epilogue/work.h"
+#include "simt/fallback_kernel.cuh"
 #include "simt/kernel.cuh"
 #include "simt/plain_kernel.cuh"
 
@@ -25,14 +31,27 @@ auto choose_plain_kernel(Major major_a, Major major_b) {
 }
 
 template <typename Row>
-cudaError_t launch(const LaunchRequest& request) {
+cudaError_t launch_fallback(const LaunchRequest& request) {
+  constexpr int64_t kBlocksPerSm = 16;  // whether or not they run at once
+  const int64_t tiles = fallback_tiles(request.params, Row::kConfig);
+  const int64_t blocks = std::min(tiles, kBlocksPerSm * request.device.sm_count);
+  cudaLaunchConfig_t launch = {};
+  launch.gridDim = dim3(static_cast<unsigned>(blocks));
+  launch.blockDim = dim3(Row::kConfig.threads());
+  launch.stream = request.stream;
+  return cudaLaunchKernelEx(&launch, fallback_kernel<Row>, request.params,
+                            request.major_a == Major::kK, request.major_b == Major::kK);
+}
+
+template <typename Row>
+cudaError_t launch_gemm(const LaunchRequest& request) {
   const GemmParams& params = request.params;
   constexpr KernelConfig kConfig = Row::kConfig;
-  const int64_t rows = (int64_t{params.m} + kConfig.tile_m - 1) / kConfig.tile_m;
+  const int64_t rows = ceil_div(params.m, kConfig.tile_m);
   if (params.batch != 1 || !is_plain(params.epilogue) || rows > 65535) {  // what y of a grid takes
     return launch_row<Family, Row>(request);
   }
-  const int64_t columns = (int64_t{params.n} + kConfig.tile_n - 1) / kConfig.tile_n;
+  const int64_t columns = ceil_div(params.n, kConfig.tile_n);
   const PlainParams plain = {params.a.data, params.b.data, params.epilogue.d,
                              params.a.ld,   params.b.ld,   params.m,
                              params.n,      params.k,      params.epilogue.d_is_float32};
@@ -42,6 +61,15 @@ cudaError_t launch(const LaunchRequest& request) {
   launch.stream = request.stream;
   return cudaLaunchKernelEx(&launch, choose_plain_kernel<Row>(request.major_a, request.major_b),
                             plain);
+}
+
+template <typename Row>
+cudaError_t launch(const LaunchRequest& request) {
+  if constexpr (Row::kConfig.is_fallback()) {
+    return launch_fallback<Row>(request);
+  } else {
+    return launch_gemm<Row>(request);
+  }
 }
 
 }  // namespace jax_tcgemm::simt

@@ -1,0 +1,157 @@
+// The simt kernel for two weights, or for groups whose sizes only the device knows: for GPUs that
+// do not run the sm90 kernels, which a program that was exported on a host without one may meet,
+// and for operands that TMA cannot address. It has to be right there, and small: a thread asks for
+// the layouts at run time, and looks for its group alone.
+//
+// Roles: a thread computes one element of a tile of (tile_m, output_n) of D, neighbouring threads
+//        neighbouring columns, by float32 FMA over all of k, or of its group's.
+// Barriers: none.
+// Timeline: [sizes, one after the other] -> loads of tile_k steps of k in flight together -> FMA
+//        ... -> [the same of the second weight] -> epilogue; then a tile of the grid's next wave.
+
+#pragma once
+
+#include <stdint.h>
+
+#include "common/ceil_div.h"
+#include "common/dtype.cuh"
+#include "epilogue/activations.cuh"
+#include "epilogue/vector_io.cuh"
+#include "gemm_params.h"
+#include "kernel_config.h"
+#include "scheduler/raster.cuh"
+#include "simt/dot.cuh"
+
+namespace jax_tcgemm::simt {
+
+// Rows of all groups make one matrix.
+constexpr int64_t fallback_tiles(const GemmParams& params, const KernelConfig& config) {
+  return ceil_div(params.m, config.tile_m) * ceil_div(params.n, config.output_n()) *
+         (config.ragged == Ragged::kRows ? 1 : params.batch);
+}
+
+// Where a group ends that begins at `begin`. Sizes are taken as in scheduler/ragged.cuh: what is
+// negative counts as 0, and a group ends where `extent` does.
+__device__ __forceinline__ int group_end(const GemmParams& params, int group, int begin,
+                                         int extent) {
+  return begin + min(max(params.group_sizes[group], 0), extent - begin);
+}
+
+// The number of groups for a row of none.
+__device__ __forceinline__ int group_of_row(const GemmParams& params, int row) {
+  int group = 0;
+#pragma unroll 1
+  for (int end = 0; group < params.batch; ++group) {
+    end = group_end(params, group, end, params.m);
+    if (row < end) break;
+  }
+  return group;
+}
+
+struct Depth {
+  int begin, end;
+
+  __device__ __forceinline__ Depth(const GemmParams& params, int group) : begin(0), end(0) {
+#pragma unroll 1
+    for (int i = 0; i <= group; ++i) {
+      begin = end;
+      end = group_end(params, i, begin, params.k);
+    }
+  }
+};
+
+template <KernelConfig kConfig>
+struct FallbackKernel {
+  using Element = typename AlgorithmTraits<kConfig.algorithm>::Element;
+
+  const GemmParams& params;
+  const bool k_major_a, k_major_b;
+
+  __device__ __forceinline__ void run() const {
+    constexpr int kColumns = kConfig.output_n();
+    const int64_t tiles = fallback_tiles(params, kConfig);
+    const int64_t tiles_n = ceil_div(params.n, kColumns);
+    const int64_t tiles_m = ceil_div(params.m, kConfig.tile_m);
+#pragma unroll 1
+    for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+      const int64_t strip = tile / tiles_n;
+      const int matrix = static_cast<int>(strip / tiles_m);
+      const int64_t row = (strip - matrix * tiles_m) * kConfig.tile_m + threadIdx.x / kColumns;
+      const int64_t column = (tile - strip * tiles_n) * kColumns + threadIdx.x % kColumns;
+      if (row < params.m && column < params.n) {
+        compute(matrix, static_cast<int>(row), static_cast<int>(column));
+      }
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void compute(int matrix, int row, int column) const {
+    const int64_t at = (int64_t{matrix} * params.m + row) * params.n + column;
+    if constexpr (kConfig.ragged == Ragged::kDepth) {
+      Line<Element> a(params, params.a, k_major_a, 0, row);
+      Line<Element> b(params, params.b, k_major_b, 0, column);
+      const Depth depth(params, matrix);
+      a.data += depth.begin * a.stride;
+      b.data += depth.begin * b.stride;
+      store(params.epilogue.d, at, dot<kConfig.tile_k>(a, b, depth.end - depth.begin));
+    } else {
+      constexpr bool kRows = kConfig.ragged == Ragged::kRows;
+      const int batch = kRows ? group_of_row(params, row) : matrix;
+      if (kRows && batch == params.batch) return clear(at);
+      const Line<Element> a(params, params.a, k_major_a, batch, row);
+      Line<Element> b(params, params.b, k_major_b, batch, column);
+      const float z = dot<kConfig.tile_k>(a, b, params.k);
+      float up = 0.f;
+      if constexpr (kConfig.gated) {
+        // Laid out as the first.
+        b.data = static_cast<const Element*>(params.b2) +
+                 (b.data - static_cast<const Element*>(params.b.data));
+        up = dot<kConfig.tile_k>(a, b, params.k);
+      }
+      finish(z, up, batch, column, at);
+    }
+  }
+
+  // D = f(z + bias), times up + bias2 where gated; what f is applied to and multiplied by are
+  // further results, if there are any.
+  __device__ __forceinline__ void finish(float z, float up, int batch, int column,
+                                         int64_t at) const {
+    const EpilogueParams& epilogue = params.epilogue;
+    Vector<1> value = {z + bias_of(epilogue.bias, batch, column)};
+    if (epilogue.aux != nullptr) store(epilogue.aux, at, value[0]);
+    visit_activation(epilogue, [&]<ActivationFunctor Functor>(const Functor& functor) {
+      apply_activation(functor, value);
+    });
+    if constexpr (kConfig.gated) {
+      up += bias_of(epilogue.bias2, batch, column);
+      if (epilogue.aux2 != nullptr) store(epilogue.aux2, at, up);
+      value[0] *= up;
+    }
+    store(epilogue.d, at, value[0]);
+  }
+
+  __device__ __forceinline__ void clear(int64_t at) const {
+    if (params.epilogue.aux != nullptr) store(params.epilogue.aux, at, 0.f);
+    store(params.epilogue.d, at, 0.f);
+  }
+
+  __device__ __forceinline__ float bias_of(const Addend& bias, int batch, int column) const {
+    if (bias.data == nullptr) return 0.f;
+    Vector<1> value;
+    load_vector<Element, 1>(value, bias,
+                            batch_offset(params, batch, bias.batch) + column * bias.stride_n, 1);
+    return value[0];
+  }
+
+  __device__ __forceinline__ void store(void* matrix, int64_t at, float value) const {
+    store_vector<Element, 1>(matrix, params.epilogue.d_is_float32, false, at, {value}, 1);
+  }
+};
+
+template <typename Row>
+__global__ void __launch_bounds__(Row::kConfig.threads())
+    fallback_kernel(const __grid_constant__ GemmParams params, bool k_major_a, bool k_major_b) {
+  FallbackKernel<Row::kConfig>{params, k_major_a, k_major_b}.run();
+}
+
+}  // namespace jax_tcgemm::simt
