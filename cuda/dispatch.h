@@ -53,7 +53,9 @@ Choice choose_kernel(const ChoiceInput& input);
 // name is an error; no row at all is for the caller to tell of.
 Status named_or_chosen(std::string_view config, const ChoiceInput& input, Choice* choice);
 
-// Whether an operand's rows begin with lines of L2.
+// Whether an operand's rows begin with lines of L2 where its base address does. Of that nothing is
+// presumed but multiples of 16 bytes, as XLA gives: buffers move between the recordings of a graph,
+// which must have the same kernels each time.
 bool begins_lines(const Operand& operand, Algorithm algorithm);
 
 // One line for each distinct choice when JAX_TCGEMM_LOG is 1.

@@ -27,8 +27,8 @@ struct ChoiceInput {
   int max_cluster_size = kMaxClusterSize;  // blocks
   int batch_rank;
   Ragged ragged = Ragged::kNone;
-  // Rows of the operands begin with a line of L2: base and leading dimension are multiples of 128
-  // bytes.
+  // Rows of the operands begin with a line of L2, wherever the first does: the leading dimension is
+  // a multiple of 128 bytes.
   bool whole_lines_a = true;
   bool whole_lines_b = true;
   bool d_by_tma = true;  // else bulk copies and threads write D

@@ -172,6 +172,27 @@ def test_parts_of_k_added_up_by_the_kernel(
         np.testing.assert_array_equal(d, expected * (1 + i % 2))
 
 
+def test_two_products_with_parts_of_k_in_one_graph(normal, choose_on_h200):
+    """Independent of one another, so that both may run at once, each with flags of its own."""
+    shapes = ((256, 4096, 4096), (500, 504, 4168))
+    operands = []
+    for m, n, k in shapes:
+        assert choose_on_h200("BF16_BF16_F32", m, n, k).endswith("fixup")
+        operands += [normal(m, k, dtype=jnp.bfloat16), normal(k, n, dtype=jnp.bfloat16)]
+
+    @jax.jit
+    def both(a, b, c, d):
+        return gemm(a, b), gemm(c, d)
+
+    alone = [jax.jit(lambda a, b: gemm(a, b))(*operands[i : i + 2]) for i in (0, 2)]
+    expected = [np.asarray(x).view(np.uint16) for x in alone]
+    for i in range(300):
+        results = both(*operands)
+        if i % 30 == 0:  # many replays in flight
+            for x, y in zip(results, expected, strict=True):
+                np.testing.assert_array_equal(np.asarray(x).view(np.uint16), y)
+
+
 def test_an_error_of_the_handler_is_an_exception(monkeypatch):
     """What tracing cannot rule out, a custom call made by hand, must not end the process."""
     right = lowering._attributes

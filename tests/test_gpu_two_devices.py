@@ -1,0 +1,172 @@
+"""On two GPUs in one process: each has its kernels, and nothing is gathered that need not be."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jax_tcgemm import gated_gemm, gated_mlp, gemm, mlp, ragged_dot
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def devices():
+    found = [device for device in jax.devices() if device.platform == "gpu"]
+    if len(found) < 2:
+        pytest.skip("needs two GPUs")
+    return found[:2]
+
+
+@pytest.fixture
+def mesh(devices):
+    return jax.make_mesh((2,), ("x",), (AxisType.Auto,), devices=devices)
+
+
+def close(actual, expected):
+    scale = float(jnp.abs(jnp.asarray(expected, jnp.float32)).max())
+    np.testing.assert_allclose(
+        np.asarray(actual, np.float32), np.asarray(expected, np.float32), atol=3e-2 * scale
+    )
+
+
+def test_shard_map(normal, mesh):
+    """Results, and gradients that are added up across devices."""
+    x, w = normal(512, 256, dtype=jnp.bfloat16), normal(256, 384, dtype=jnp.bfloat16) / 16
+    up, down = normal(256, 384, dtype=jnp.bfloat16) / 16, normal(384, 256, dtype=jnp.bfloat16) / 16
+
+    def layer(x, w, up, down):
+        return gated_mlp(x, w, up, down, residual=x)
+
+    def formula(x, w, up, down):
+        return (jax.nn.silu(x @ w) * (x @ up)) @ down + x
+
+    specs = {"in_specs": (P("x"), P(), P(), P()), "out_specs": P("x")}
+    mapped = jax.jit(jax.shard_map(layer, mesh=mesh, **specs))
+    close(mapped(x, w, up, down), formula(x, w, up, down))
+
+    def loss(f):
+        return lambda *args: jnp.sum(jnp.sin(f(*args).astype(jnp.float32)))
+
+    grads = jax.jit(jax.grad(loss(jax.shard_map(layer, mesh=mesh, **specs)), (0, 1, 2, 3)))
+    for actual, expected in zip(
+        grads(x, w, up, down), jax.grad(loss(formula), (0, 1, 2, 3))(x, w, up, down), strict=True
+    ):
+        close(actual, expected)
+
+
+def test_two_threads(normal, devices):
+    """Each with a device of its own, at the same time, over and over."""
+    operands = [(normal(300, 520), normal(520, 260)) for _ in devices]
+    errors = []
+
+    def work(device, x, w):
+        try:
+            x, w = (jax.device_put(value.astype(jnp.bfloat16), device) for value in (x, w))
+            expected = x @ w
+            for _ in range(200):
+                got = gemm(x, w)
+            assert got.devices() == {device}
+            close(got, expected)
+            close(gated_gemm(x, w, w, activation=None), expected * expected)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [
+        threading.Thread(target=work, args=(device, *pair))
+        for device, pair in zip(devices, operands, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+
+
+_FIRST_USE = """
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import AxisType, PartitionSpec as P
+from jax_tcgemm import gemm
+mesh = jax.make_mesh((2,), ("x",), (AxisType.Auto,), devices=jax.devices()[:2])
+x = jnp.ones((1024, 512), jnp.bfloat16)
+
+def f(x):
+    total = x
+    for _ in range(20):  # the collectives and the products depend on nothing of one another
+        total = jax.lax.psum(total, "x") / 2
+    return gemm(x, x, transpose_a=True), total
+
+d, total = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=P("x"), out_specs=(P("x"), P("x"))))(x)
+np.testing.assert_array_equal(np.asarray(d, np.float32), 512)
+np.testing.assert_array_equal(np.asarray(total, np.float32), 1)
+print("right")
+"""
+
+
+def test_first_use_beside_a_collective(devices):
+    """Kernels are loaded when they are first launched, which must not wait for the other device."""
+    done = subprocess.run(
+        [sys.executable, "-c", _FIRST_USE], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.stdout.strip().endswith("right"), done.stderr[-2000:]
+
+
+def collectives(function, *args) -> list[str]:
+    text = jax.jit(function).lower(*args).compile().as_text()
+    assert text is not None
+    names = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+    return sorted(
+        name
+        for name in names
+        for _ in range(text.count(f" {name}-start(") or text.count(f" {name}("))
+    )
+
+
+@pytest.mark.parametrize(
+    ("axes", "ours", "formula"),
+    [
+        ((P("x"), P()), gemm, jnp.matmul),
+        ((P(), P(None, "x")), gemm, jnp.matmul),
+        ((P(None, "x"), P("x")), gemm, jnp.matmul),
+        ((P("x"), P("x")), gemm, jnp.matmul),
+        (
+            (P(), P(None, "x"), P("x")),
+            lambda x, w, v: mlp(x, w, None, v),
+            lambda x, w, v: jax.nn.gelu(x @ w) @ v,
+        ),
+        (
+            (P(), P(None, "x"), P("x")),
+            lambda x, w, v: gated_mlp(x, w, w, v),
+            lambda x, w, v: (jax.nn.silu(x @ w) * (x @ w)) @ v,
+        ),
+        (
+            (P("x"), P()),
+            lambda x, w: gated_gemm(x, w, w),
+            lambda x, w: jax.nn.silu(x @ w) * (x @ w),
+        ),
+        (
+            (P(None, "x"), P(None, "x")),
+            lambda x, w: ragged_dot(x, w[None], jnp.array([x.shape[0]])),
+            lambda x, w: jax.lax.ragged_dot(x, w[None], jnp.array([x.shape[0]])),
+        ),
+    ],
+    ids=["rows", "columns", "k", "fsdp", "mlp", "gated_mlp", "gated_rows", "ragged"],
+)
+def test_nothing_is_gathered_that_jnp_does_not_gather(normal, mesh, axes, ours, formula):
+    shapes = ((512, 256), (256, 1024), (1024, 256))
+    args = [
+        jax.device_put(normal(*shape, dtype=jnp.bfloat16) / 16, NamedSharding(mesh, spec))
+        for shape, spec in zip(shapes, axes, strict=False)
+    ]
+    counted, wanted = collectives(ours, *args), collectives(formula, *args)
+    assert counted.count("all-gather") <= wanted.count("all-gather")
+    assert len(counted) <= len(wanted), (counted, wanted)
+    close(jax.jit(ours)(*args), jax.jit(formula)(*args))
