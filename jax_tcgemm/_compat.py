@@ -16,6 +16,10 @@ from jax._src import xla_bridge as _xla_bridge
 from jax._src.lax import lax as _lax
 
 
+# Tells ``jax.jit`` to leave nothing of itself within another trace. JAX 0.11 has several ways.
+INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True  # pyright: ignore
+
+
 def canonicalize_precision(precision: Any) -> Any:
     """Returns ``precision`` as ``lax.dot_general`` would store it.
 

@@ -9,6 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 import jax.numpy as jnp
 
+from jax_tcgemm import _compat
 from jax_tcgemm.arguments import is_number
 
 _P = ParamSpec("_P")
@@ -33,7 +34,7 @@ def one_program(
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
         @functools.cache
         def program(*constants: str) -> Callable[..., Any]:
-            return jax.jit(function, static_argnames=(*static, *constants), inline=True)
+            return jax.jit(function, static_argnames=(*static, *constants), inline=_compat.INLINE)
 
         default = program(*numbers)
 
