@@ -15,7 +15,6 @@ from jax._src import sharding_impls as _sharding_impls
 from jax._src import xla_bridge as _xla_bridge
 from jax._src.lax import lax as _lax
 
-
 # Tells ``jax.jit`` to leave nothing of itself within another trace. JAX 0.11 has several ways.
 INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True  # pyright: ignore
 
