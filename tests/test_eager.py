@@ -56,7 +56,7 @@ def test_the_same_types_are_not_traced_again(normal, name, monkeypatch):
 
 def test_calls_take_microseconds(normal):
     """Few times those of `jnp.matmul`, whatever the machine."""
-    x, w = normal(8, 8), normal(8, 8)
+    x, w, b = normal(8, 8), normal(8, 8), normal(8)
 
     def seconds(function):
         function().block_until_ready()
@@ -69,7 +69,7 @@ def test_calls_take_microseconds(normal):
 
     base = seconds(lambda: jnp.matmul(x, w))
     for function in (
-        lambda: gemm(x, w, alpha=0.5, bias=w[0]),
+        lambda: gemm(x, w, alpha=0.5, bias=b),
         lambda: gated_gemm(x, w, w),
         lambda: dot_general(x, w, DIMS),
     ):
