@@ -114,7 +114,11 @@ print("right")
 def test_first_use_beside_a_collective(devices):
     """Kernels are loaded when they are first launched, which must not wait for the other device."""
     done = subprocess.run(
-        [sys.executable, "-c", _FIRST_USE], capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-P", "-c", _FIRST_USE],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert done.stdout.strip().endswith("right"), done.stderr[-2000:]
 
