@@ -8,15 +8,17 @@ anything is wrong. The output is meant to be pasted into a bug report.
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import importlib.metadata
+import os
 import pathlib
 import platform
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +28,8 @@ import jax_tcgemm
 from jax_tcgemm import _core, benchmarking, kernel_table, selftest
 
 _FAILURES_SHOWN = 10
+
+_Item = TypeVar("_Item")
 
 
 # --- What is installed -----------------------------------------------------------------------
@@ -80,23 +84,23 @@ def _print_installation(device: Any) -> None:
 # --- Whether it computes right ---------------------------------------------------------------
 
 
-def _progress(items: list[selftest.Problem]) -> Iterator[selftest.Problem]:
+def _progress(items: Iterable[_Item], count: int) -> Iterator[_Item]:
     """Yields the items with a bar on stderr, or a line now and then where that is no terminal."""
     bar_width, lines = 40, 5
     start = time.perf_counter()
     for index, item in enumerate(items, start=1):
         yield item
         seconds = time.perf_counter() - start
-        text = f"{index}/{len(items)} problems, {seconds:.0f} s"
+        text = f"{index}/{count} problems, {seconds:.0f} s"
         if sys.stderr.isatty():
-            bar = "#" * (bar_width * index // len(items))
-            end = "\n" if index == len(items) else ""
+            bar = "#" * (bar_width * index // count)
+            end = "\n" if index == count else ""
             print(f"\r[{bar:<{bar_width}}] {text}", end=end, file=sys.stderr, flush=True)
-        elif lines * index // len(items) > lines * (index - 1) // len(items):
+        elif lines * index // count > lines * (index - 1) // count:
             print(text, file=sys.stderr, flush=True)
 
 
-def _run_checks(on_gpu: bool, seed: int) -> int:
+def _run_checks(on_gpu: bool, seed: int, jobs: int) -> int:
     """Runs every kernel configuration; returns the number of problems that went wrong."""
     built = set(_core.kernel_names())
     use_config = on_gpu and bool(built)
@@ -104,21 +108,22 @@ def _run_checks(on_gpu: bool, seed: int) -> int:
     what = f"{len(configs)} kernels" if use_config else "the path without kernels (XLA's own)"
     print(f"\nChecking {what} against float64, seed {seed}")
     rng = np.random.default_rng(seed)
-    problems = [
-        selftest.draw_problem(config, rng, plain=index == 0)
-        for config in configs
-        for index in range(selftest.PROBLEMS_PER_CONFIG)
-    ]
-    failures = []
-    for problem in _progress(problems):
+    problems = selftest.draw_problems(configs, rng, use_config=use_config)
+    device = benchmarking.default_device()
+
+    def wrong(problem: selftest.Problem) -> str | None:
         try:
-            wrong = selftest.check(problem, use_config=use_config)
+            with jax.default_device(device):  # which other threads do not take over
+                return selftest.check(problem, use_config=use_config)
         except Exception as error:  # A failed launch counts, and the rest still runs.
-            wrong = f"{type(error).__name__}: {error}"
-        if wrong:
-            failures.append((problem, wrong))
-    for problem, wrong in failures[:_FAILURES_SHOWN]:
-        print(f"WRONG: {problem.describe()}: {wrong}")
+            return f"{type(error).__name__}: {error}"
+
+    # Most of the time goes into compiling, which several threads do side by side.
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        results = list(_progress(pool.map(wrong, problems), len(problems)))
+    failures = [(problem, text) for problem, text in zip(problems, results, strict=True) if text]
+    for problem, text in failures[:_FAILURES_SHOWN]:
+        print(f"WRONG: {problem.describe()}: {text}")
     if len(failures) > _FAILURES_SHOWN:
         print(f"and {len(failures) - _FAILURES_SHOWN} more")
     print(f"{len(problems) - len(failures)} of {len(problems)} problems right")
@@ -194,13 +199,14 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--seed", type=int, help="of the random problems; by default a new one")
     parser.add_argument("--no-speed", action="store_true", help="leave the speed table out")
+    parser.add_argument("--jobs", type=int, default=min(16, os.cpu_count() or 1), help="threads")
     args = parser.parse_args(arguments)
     seed = args.seed if args.seed is not None else int(np.random.default_rng().integers(10**6))
 
     device = benchmarking.default_device()
     on_gpu = device.platform == "gpu"
     _print_installation(device)
-    failures = _run_checks(on_gpu, seed)
+    failures = _run_checks(on_gpu, seed, args.jobs)
     if not on_gpu or not _core.kernel_names():
         print("\nNo speed table: there is no kernel to time here")
     elif not args.no_speed:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -18,6 +19,9 @@ from jax_tcgemm.ragged import ragged_dot
 from jax_tcgemm.ragged_lowering import RaggedSpec
 
 PROBLEMS_PER_CONFIG = 3
+
+# Without kernels all rows of an algorithm are one path, XLA's.
+_PROBLEMS_WITHOUT_KERNELS = 12
 
 _erf = np.vectorize(math.erf, otypes=[np.float64])
 
@@ -125,6 +129,25 @@ def draw_problem(
         float32_output=not plain and rounds_sums and bool(rng.integers(2)),
         seed=int(rng.integers(2**31)),
     )
+
+
+def draw_problems(
+    configs: Sequence[kernel_config.KernelConfig], rng: np.random.Generator, *, use_config: bool
+) -> list[Problem]:
+    """Draws some problems for each row, or without kernels a dozen for each algorithm."""
+    if use_config:
+        rows = [(config, index) for config in configs for index in range(PROBLEMS_PER_CONFIG)]
+    else:
+        rows = []
+        for algorithm in INPUT_DTYPES:
+            kinds: dict[tuple[bool, str], list[kernel_config.KernelConfig]] = {}
+            for config in configs:
+                if config.algorithm == algorithm:
+                    kinds.setdefault((config.gated, config.ragged), []).append(config)
+            turns = itertools.cycle(kinds.values()) if kinds else ()
+            for index, kind in zip(range(_PROBLEMS_WITHOUT_KERNELS), turns, strict=False):
+                rows.append((kind[int(rng.integers(len(kind)))], index // len(kinds)))
+    return [draw_problem(config, rng, plain=index == 0) for config, index in rows]
 
 
 def _draw_operands(problem: Problem) -> dict[str, jax.Array | None]:
@@ -258,7 +281,10 @@ def check(problem: Problem, *, use_config: bool) -> str | None:
     if got.shape != shape or got.dtype != problem.out_dtype:
         return f"got {got.dtype}{got.shape}, expected {problem.out_dtype}{shape}"
     on_cpu = benchmarking.default_device().platform == "cpu"
-    baseline = jax.jit(functools.partial(_by_jnp, problem, on_cpu))(**operands)
+    # The fastest of XLA's kernels is not wanted here, and finding it would take most of the time.
+    options = None if on_cpu else {"xla_gpu_autotune_level": 0}
+    by_jnp = functools.partial(_by_jnp, problem, on_cpu)
+    baseline = jax.jit(by_jnp, compiler_options=options)(**operands)
     exact = {name: None if x is None else _exact(x) for name, x in operands.items()}
     expected, z = _formula(problem, np.matmul, _ACTIVATIONS[problem.activation], **exact)
 
