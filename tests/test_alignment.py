@@ -7,6 +7,8 @@ import pytest
 from jax_tcgemm.alignment import misalignment, padding_bytes, split_bytes
 from jax_tcgemm.strides import Operands, StridedGemm
 
+pytestmark = pytest.mark.any_jax
+
 
 def gemm(m, n, k, a, b, batch=()):
     none = (0,) * (len(batch) + 2)

@@ -25,6 +25,8 @@ import plot  # noqa: E402
 import report  # noqa: E402
 import run  # noqa: E402
 
+pytestmark = pytest.mark.any_jax
+
 CASES = cases.load_cases()
 UNSUPPORTED = dataclasses.replace(
     next(case for case in CASES if case.group_sizes), suite="none", layout="tn"

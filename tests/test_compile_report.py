@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.any_jax
+
 SCRIPT = pathlib.Path(__file__).parent.parent / "cuda" / "compile_with_report.py"
 
 KERNEL = """\

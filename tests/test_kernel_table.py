@@ -15,6 +15,8 @@ from jax_tcgemm.kernel_config import ALGORITHM_TAGS
 from jax_tcgemm.kernel_table import CONFIGS, by_name, for_algorithm
 from jax_tcgemm.spec import INPUT_DTYPES
 
+pytestmark = pytest.mark.any_jax
+
 
 def test_names_are_unique_and_found():
     assert len({config.name for config in CONFIGS}) == len(CONFIGS)

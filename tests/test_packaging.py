@@ -12,6 +12,8 @@ import tomllib
 
 import pytest
 
+pytestmark = pytest.mark.any_jax
+
 ROOT = pathlib.Path(__file__).parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PINS = PYPROJECT["tool"]["jax-tcgemm"]["cuda-wheels"]

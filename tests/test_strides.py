@@ -8,6 +8,8 @@ import pytest
 from jax_tcgemm import strides
 from jax_tcgemm.strides import MAX_EXTENT, Operands, StridedGemm, fold, strided_gemm
 
+pytestmark = pytest.mark.any_jax
+
 
 def batched(batch, m, n, k, **operands) -> StridedGemm:
     zeros = Operands(*((0,) * (len(batch) + len(roles)) for roles in strides.ROLES))
