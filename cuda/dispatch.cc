@@ -71,9 +71,9 @@ Choice fastest_kernel(const ChoiceInput& input) {
   const int most_splits = max_splits(input);
   double best_time = std::numeric_limits<double>::infinity();
   for (const KernelEntry& entry : kernel_registry()) {
-    if (!supports(entry.config, input)) continue;
     const Rank rank = rank_of(entry.config, input);
     for (int splits = 1; splits <= most_splits; splits *= 2) {
+      if (!supports(entry.config, input, splits)) continue;
       if (splits > 1 && !supports_splits(entry.config, input, splits)) continue;
       const double time = estimated_cycles(entry.config, input, splits);
       if (rank > best_rank || (rank == best_rank && time < best_time)) {
@@ -114,6 +114,7 @@ Status find_kernel(const GemmProblem& problem, const DeviceProperties& device, i
       .whole_lines_b = begins_lines(p.b, problem.algorithm),
       .d_by_tma = sm90::d_by_tma(problem),
       .has_c = p.epilogue.c.data != nullptr,
+      .c_by_tma = sm90::c_by_tma(problem),
   };
   JAX_TCGEMM_RETURN_IF_ERROR(named_or_chosen(problem.config, input, choice));
   JAX_TCGEMM_REQUIRE(choice->entry != nullptr, "no kernel for m=", p.m, " n=", p.n, " k=", p.k,
@@ -310,7 +311,8 @@ Status named_or_chosen(std::string_view config, const ChoiceInput& input, Choice
     JAX_TCGEMM_REQUIRE(found != rows.end(), "config '", config,
                        "' is not among the kernels this extension was built with");
     // A base address is known only now, and so may be the GPU, and whether a cluster fits. Where
-    // they are not what the named row needs, any row that is right beats an error.
+    // they are not what the named row needs, any row that is right beats an error; and so it does
+    // where the row has not the epilogue, which jax_tcgemm/lowering.py seldom leaves to it.
     if (supports(found->config, input)) choice->entry = &*found;
   }
   if (choice->entry == nullptr) *choice = choose_kernel(input);

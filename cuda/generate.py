@@ -83,6 +83,7 @@ def cpp_config(config) -> str:
         str(config.skinny).lower(),
         enumerator("Ragged", config.ragged),
         str(config.exchanged).lower(),
+        enumerator("EpilogueWork", config.epilogue),
     ]
     return "{" + ", ".join(map(str, fields)) + "}"
 

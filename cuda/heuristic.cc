@@ -79,10 +79,7 @@ bool sm90_supports(const KernelConfig& config, const ChoiceInput& input) {
   if (ceil_div(input.k, config.tile_k) < config.split_k) return false;
   if (config.skinny && input.batch_rank > 1) return false;
   if (config.ragged != Ragged::kNone && !input.d_by_tma) return false;
-  if (config.exchanged) {
-    return input.major_a == Major::kK && input.epilogue == EpilogueWork::kNone &&
-           !input.float32_result && input.d_by_tma;
-  }
+  if (config.exchanged) return input.major_a == Major::kK && !input.float32_result;
   if (element_bytes(config.algorithm) == 2) return true;
   if (sm90::transposes_b(config, input.major_a, input.major_b)) {
     return sm90::can_transpose_b(config);
@@ -90,9 +87,25 @@ bool sm90_supports(const KernelConfig& config, const ChoiceInput& input) {
   return !sm90::exchanges_operands(config, input.major_a, input.major_b) || config.split_k == 1;
 }
 
+// Whether the kernel has the problem's epilogue. What becomes of its sums is in finish_of
+// (sm90/tma_descriptor.cc).
+bool has_epilogue(const KernelConfig& config, const ChoiceInput& input) {
+  if (config.epilogue == EpilogueWork::kAny) return true;
+  if (config.skinny) return input.epilogue == EpilogueWork::kNone;
+  if (!input.d_by_tma) {
+    return !config.exchanged && input.epilogue != EpilogueWork::kAny && !input.has_c;
+  }
+  if (input.epilogue == EpilogueWork::kNone) return true;
+  const bool widens = input.float32_result;  // of 16-bit operands, as all of these rows have
+  return config.epilogue == EpilogueWork::kSum && input.epilogue == EpilogueWork::kSum && !widens &&
+         (!input.has_c || input.c_by_tma);
+}
+
 }  // namespace
 
-bool supports(const KernelConfig& config, const ChoiceInput& input) {
+bool supports(const KernelConfig& config, const ChoiceInput& input, int splits) {
+  // The kernel that adds up splits has every epilogue.
+  if (splits == 1 && !has_epilogue(config, input)) return false;
   if (config.algorithm != input.algorithm || config.gated != input.gated ||
       config.ragged != input.ragged ||
       config.shared_memory_bytes() > input.shared_memory_per_block) {

@@ -33,12 +33,13 @@ struct ChoiceInput {
   bool whole_lines_b = true;
   bool d_by_tma = true;  // else bulk copies and threads write D
   bool has_c = false;
+  bool c_by_tma = true;  // if there is one
 
   bool operator==(const ChoiceInput&) const = default;
 };
 
-// Whether a configuration can compute the problem.
-bool supports(const KernelConfig& config, const ChoiceInput& input);
+// Whether a configuration can compute the problem, with k split into so many products.
+bool supports(const KernelConfig& config, const ChoiceInput& input, int splits = 1);
 
 // What goes before time: of configurations that support a problem, those of the highest rank are
 // chosen among.

@@ -29,6 +29,12 @@ enum class Schedule { kCooperative, kPingpong };
 // so that each group has its own B; k, so that each group makes its own D.
 enum class Ragged { kNone, kRows, kDepth };
 
+// How much there is to do in an epilogue, and what a kernel has the code for.
+//   kNone: D is the product, rounded.
+//   kSum:  alpha * product + bias + beta * C.
+//   kAny:  anything.
+enum class EpilogueWork { kNone, kSum, kAny };
+
 // Blocks of a cluster, at most, that any GPU takes.
 constexpr int kMaxClusterSize = 16;
 
@@ -68,6 +74,8 @@ struct KernelConfig {
   // sm90: D^T = B^T A^T is computed: tile_m and cluster_m go along n, tile_n and cluster_n along m.
   // So m is cut into any multiples of 8 rows of a k-major A. Plain products alone, with D by TMA.
   bool exchanged;
+  // What epilogues the kernel has: most of its code and of the time that it takes to compile.
+  EpilogueWork epilogue;
 
   constexpr int warp_m() const { return tile_m / warps_m; }
   constexpr int warp_n() const { return tile_n / warps_n; }

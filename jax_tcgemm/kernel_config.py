@@ -67,6 +67,11 @@ class KernelConfig:
             ``tile_n`` and ``cluster_n`` along m. Such a row takes plain products alone, of an A
             whose k is contiguous, to a D of the operands' type whose rows are multiples of 16
             bytes; of what else is asked of it another row is taken.
+        epilogue: which epilogues the kernel has, most of its code and of the time that it takes to
+            compile: ``"none"``, where D is the product; ``"sum"`` (sm90), and ``alpha * product +
+            bias + beta * C`` where that is unrolled: to a D of the operands' type, with D and C
+            in rows that are multiples of 16 bytes; or ``"any"``. Either has a bias where D has
+            other rows and there is no C.
     """
 
     arch: str
@@ -87,6 +92,7 @@ class KernelConfig:
     skinny: bool = False
     ragged: str = "none"
     exchanged: bool = False
+    epilogue: str = "any"
 
     def __post_init__(self) -> None:
         def require(condition: bool, what: str) -> None:
@@ -94,6 +100,8 @@ class KernelConfig:
                 raise ValueError(f"{self}: {what}")
 
         require(self.algorithm in ELEMENT_BYTES, f"algorithm must be one of {set(ELEMENT_BYTES)}")
+        require(self.epilogue in ("none", "sum", "any"), "unknown epilogue")
+        require(self.arch == "sm90" or self.epilogue == "any", "others have every epilogue")
         if self.arch == "simt":
             self._check_simt(require)
             return
@@ -154,15 +162,21 @@ class KernelConfig:
             return
         if self.exchanged:
             self._check_exchanged(require)
+        require(
+            self.epilogue == "any" or self.element_bytes == 2,
+            "some layouts of float32 operands are exchanged, which takes any epilogue's code",
+        )
         unit = 8 if self.exchanged else 32
         require(
             self.tile_n % unit == 0 and self.tile_n <= 256, f"tile_n must be a multiple of {unit}"
         )
         require(self.schedule in ("cooperative", "pingpong"), "unknown schedule")
+        require(self.epilogue != "sum" or self._unrolls_sums, "too many accumulators for sums")
         require(self.split_k in (1, 2, 4, 8), "split_k must be 1, 2, 4 or 8")
         require(self.cluster_size <= 8, "a cluster has at most 8 blocks")
         if self.split_k > 1:
             require(self.schedule == "cooperative", "pingpong does not split k")
+            require(self.epilogue == "any", "what adds up has every epilogue")
             require(self.tile_m % self.split_k == 0, "each block finishes a share of the rows")
             require(
                 self.tile_m * self.tile_n * 4 <= self.stages * (self.tile_m + self.tile_n) * 128,
@@ -170,6 +184,7 @@ class KernelConfig:
             )
             require(128 % (self.tile_n // 4) == 0, "tile_n must be a power of two")
         if self.gated:
+            require(self.epilogue == "any", "gating is an epilogue")
             require(self.element_bytes == 2 and self.split_k == 1, "gated rows are 16-bit, unsplit")
             require(self.tile_n % 128 == 0, "half of tile_n must be a multiple of 64")
         require(self.ragged in ("none", "rows", "depth"), "unknown ragged")
@@ -179,6 +194,7 @@ class KernelConfig:
             )
             require(not self.gated, "ragged rows have one weight")
         if self.ragged == "depth":
+            require(self.epilogue == "none", "groups of k have no epilogue")
             require(self.tile_m % 64 == 0 and self.tile_n % 64 == 0, "tiles must be whole slabs")
         for extent, sharers in ((self.tile_m, self.cluster_n), (self.tile_n, self.cluster_m)):
             require(sharers in (1, 2, 4), "a cluster shares an operand by 1, 2 or 4")
@@ -187,13 +203,16 @@ class KernelConfig:
     def _check_exchanged(self, require: Callable[[bool, str], None]) -> None:
         require(self.element_bytes == 2, "float32 operands are exchanged as their layouts need it")
         require(
-            self.split_k == 1 and not (self.promote or self.gated or self.ragged != "none"),
+            self.split_k == 1
+            and self.epilogue == "none"
+            and not (self.promote or self.gated or self.ragged != "none"),
             "exchanged rows compute plain products alone",
         )
 
     def _check_skinny(self, require: Callable[[bool, str], None]) -> None:
         require(self.element_bytes == 2, "float32 operands have layouts of their own")
         require(self.tile_n in (16, 32, 64), "a skinny tile_n is 16, 32 or 64")
+        require(self.epilogue != "sum", "a skinny kernel has no epilogue or any")
         require(self.warps_m == 4, "a skinny kernel has one consumer warpgroup")
         require(self.schedule == "cooperative", "a lone warpgroup has no other to alternate with")
         require(self.cluster_m == self.cluster_n == 1, "skinny blocks share no operand")
@@ -227,6 +246,11 @@ class KernelConfig:
     def output_n(self) -> int:
         """Columns of D in a tile."""
         return self.tile_n // 2 if self.gated else self.tile_n
+
+    @property
+    def _unrolls_sums(self) -> bool:
+        accumulators = self.tile_m * self.tile_n // (32 * self.warps_m * self.warps_n)
+        return accumulators <= 128 and not self.gated and self.element_bytes * self.tile_m <= 512
 
     @property
     def warp_m(self) -> int:

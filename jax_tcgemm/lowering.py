@@ -18,7 +18,9 @@ from jax import lax
 from jax_tcgemm import _compat, _extension, kernel_table, reference
 from jax_tcgemm.alignment import COPY_BYTES, misalignment, padding_bytes, split_bytes
 from jax_tcgemm.epilogues import resolve
+from jax_tcgemm.kernel_table import by_name
 from jax_tcgemm.left_to_xla import left_to_xla
+from jax_tcgemm.row_epilogue import lacks_epilogue
 from jax_tcgemm.spec import (
     INPUT_DTYPES,
     GatedSpec,
@@ -63,10 +65,14 @@ def cuda_gemm(*operands: jax.Array, spec: GemmSpec) -> list[jax.Array]:
     obstacle = _obstacle(algorithm, spec, x)
     if algorithm is not None and obstacle is None and spec.config is None:
         obstacle = _quicker_in_xla(algorithm, spec, x)
-    log(_describe(x, spec, obstacle or f"{algorithm}, config {spec.config or 'by heuristic'}"))
+    apart = algorithm is not None and obstacle is None and _is_finished_apart(x, spec)
+    how = f"{algorithm}, config {spec.config or 'by heuristic'}"
+    log(_describe(x, spec, obstacle or how + ", epilogue in a pass after it" * apart))
     if algorithm is None or obstacle is not None:
         return reference.reference_gemm(*operands, spec=spec)
     _check_built(spec)
+    if apart:
+        return _finished_apart(x, spec, algorithm)
     return _custom_call(*_laid_out(x, spec), algorithm)
 
 
@@ -119,6 +125,21 @@ def _gated_by_products(x: Operands, spec: GatedSpec, algorithm: str) -> list[jax
     return [
         result for result, wanted in zip((d, *(g or [u]), u), spec.results, strict=True) if wanted
     ]
+
+
+def _is_finished_apart(x: Operands, spec: GemmSpec) -> bool:
+    """Says whether ``spec.config`` names a row without the epilogue that is asked for."""
+    if spec.config is None:
+        return False
+    return lacks_epilogue(by_name(spec.config), fold(spec.strided(_shapes(x))), x, spec)
+
+
+def _finished_apart(x: Operands, spec: GemmSpec, algorithm: str) -> list[jax.Array]:
+    """Computes the product by the row that is named, in float32, and the epilogue from that."""
+    axes = Operands(spec.axes.a, spec.axes.b)
+    product = GemmSpec(axes, _FLOAT32, spec.precision, config=spec.config)
+    (accumulator,) = _custom_call(*_laid_out(Operands(x.a, x.b), product), algorithm)
+    return reference.epilogue(accumulator, x, spec)
 
 
 def _check_built(spec: GemmSpec) -> None:

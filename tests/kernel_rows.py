@@ -8,7 +8,12 @@ from jax_tcgemm import _extension
 from jax_tcgemm.kernel_table import CONFIGS
 
 
-def by_config(*, gated: bool = False, ragged: str = "none") -> pytest.MarkDecorator:
+def by_config(
+    *,
+    gated: bool = False,
+    ragged: str = "none",
+    epilogues: tuple[str, ...] = ("none", "sum", "any"),
+) -> pytest.MarkDecorator:
     """Runs a test for each configuration, of one weight or of two, and of groups or of none.
 
     Where sm90 rows for groups do not run, another would be tested in their stead.
@@ -27,6 +32,6 @@ def by_config(*, gated: bool = False, ragged: str = "none") -> pytest.MarkDecora
                 ],
             )
             for config in CONFIGS
-            if config.gated == gated and config.ragged == ragged
+            if config.gated == gated and config.ragged == ragged and config.epilogue in epilogues
         ],
     )

@@ -149,6 +149,56 @@ def test_derivatives_of_activations(compare, normal, rng, config, c_role):
         compare(ours, formula, args, dtype, algorithm, slack)
 
 
+@pytest.mark.sm90
+@pytest.mark.parametrize("has_c", [False, True])
+@by_config(epilogues=("none", "sum"))
+def test_rows_without_the_epilogue(compare, normal, rng, config, has_c):
+    """The product by the row that is named, or a sum by itself, and the rest in a pass after it."""
+    m, n, k = config.tile_m + 8, config.tile_n + 8, 4 * config.tile_k
+    dtype = INPUT_DTYPES[config.algorithm]
+    (activation,) = some(rng, [None, *EVERY_ACTIVATION], 1)
+    args = (
+        normal(m, k, dtype=dtype) / 8,
+        normal(k, n, dtype=dtype) / 8,
+        normal(n, dtype=dtype),
+        normal(m, n, dtype=jnp.dtype(rng.choice([dtype, jnp.float32]))),
+    )
+
+    def formula(matmul, a, b, bias, addend):
+        z = matmul(a, b) + bias
+        d = resolve(activation).reference(z + addend if has_c else z)
+        return [d if has_c else d + addend]
+
+    def ours(a, b, bias, addend):
+        options = {"c" if has_c else "residual": addend, "activation": activation}
+        return [gemm(a, b, bias=bias, precision=config.algorithm, config=config.name, **options)]
+
+    compare(ours, formula, args, dtype, config.algorithm)
+
+
+@pytest.mark.sm90
+@by_config(epilogues=("none", "sum"))
+def test_derivatives_of_rows_without_the_epilogue(compare, normal, config):
+    """The pre-activation is a second result of the pass after the product."""
+    m, n, k = config.tile_m + 8, config.tile_n + 8, 2 * config.tile_k
+    dtype = INPUT_DTYPES[config.algorithm]
+    args = normal(m, k, dtype=dtype) / 8, normal(k, n, dtype=dtype) / 8, normal(n, dtype=dtype)
+
+    def ours(a, b, bias):
+        def row(bias):
+            return gemm(a, b, bias=bias, activation="tanh", config=config.name)
+
+        tangent = jnp.ones_like(bias)
+        return [jax.jvp(row, (bias,), (tangent,))[1]]
+
+    def formula(matmul, a, b, bias):
+        return [1 - jnp.tanh(matmul(a, b) + bias) ** 2]
+
+    # The pre-activation is rounded before its derivative is taken.
+    slack = 4 * float(jnp.finfo(dtype).eps)
+    compare(ours, formula, args, dtype, config.algorithm, slack)
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("out_dtype", FLOATS)
 def test_results_of_any_type(compare, normal, dtype, out_dtype):

@@ -58,6 +58,7 @@ def test_unknown_name():
         ({"algorithm": "F16_F16_F16", "promote": True}, "promoted"),
         ({"cluster_m": 2}, "clusters"),
         ({"exchanged": True}, "transpose"),
+        ({"epilogue": "none"}, "every epilogue"),
     ],
 )
 def test_impossible_rows(changes, message):
@@ -80,6 +81,11 @@ def test_impossible_rows(changes, message):
         ({"split_k": 8, "cluster_m": 2}, "8 blocks"),
         ({"cluster_m": 3}, "1, 2 or 4"),
         ({"promote": True, "tile_n": 160, "stages": 4}, "two more sets"),
+        ({"epilogue": "all"}, "unknown epilogue"),
+        ({"epilogue": "none", "algorithm": "TF32_TF32_F32", "tile_k": 32}, "exchanged"),
+        ({"epilogue": "sum", "tile_m": 256, "tile_n": 160, "stages": 3}, "accumulators for sums"),
+        ({"epilogue": "sum", "split_k": 2}, "every epilogue"),
+        ({"epilogue": "none", "tile_n": 128, "stages": 4, "gated": True}, "gating"),
     ],
 )
 def test_impossible_sm90_rows(changes, message):
@@ -94,11 +100,13 @@ def test_impossible_sm90_rows(changes, message):
         ({"ragged": "columns"}, "unknown ragged"),
         ({"ragged": "rows", "gated": True, "tile_n": 128, "stages": 6}, "one weight"),
         ({"ragged": "rows", "split_k": 2}, "unsplit"),
-        ({"ragged": "depth", "tile_n": 32}, "whole slabs"),
+        ({"ragged": "depth", "tile_n": 32, "epilogue": "none"}, "whole slabs"),
+        ({"ragged": "depth"}, "no epilogue"),
     ],
 )
 def test_impossible_ragged_rows(changes, message):
     row = by_name("sm90_bf16_128x64x64_s8_c1x1_cooperative")
+    row = dataclasses.replace(row, epilogue="any")
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(row, **changes)
 
@@ -296,6 +304,23 @@ def test_exchanged_rows_take_plain_products_alone(choose_on_h200):
     for other in ({"layout": "tn"}, {"layout": "tt"}, {"epilogue": "sum"}, {"epilogue": "any"}):
         assert "exchanged" not in choose(**other)
     assert "promote" in choose(float32_result=True)
+
+
+@pytest.mark.parametrize("algorithm", ["BF16_BF16_F32", "F16_F16_F32"])
+def test_rows_take_the_epilogues_they_have(choose_on_h200, algorithm):
+    chosen = {}
+    for epilogue in ("none", "sum", "any"):
+        rows = set()
+        for m, n, k in itertools.product((16, 64, 256, 1000, 4096), (512, 4096, 14336), (64, 2048)):
+            for layout in ("nn", "nt", "tn", "tt"):
+                name = choose_on_h200(algorithm, m, n, k, epilogue=epilogue, layout=layout)
+                rows.add(by_name(name.split()[0]))
+        chosen[epilogue] = {row.epilogue for row in rows}
+    assert chosen["any"] == {"any"}
+    assert "none" in chosen["none"] - chosen["sum"]
+    # What adds up parts of k has every epilogue, and the row need not.
+    name = choose_on_h200(algorithm, 256, 256, 16384, epilogue="any", layout="nt")
+    assert "splits" in name
 
 
 def test_heuristic_adds_up_parts_of_k_within_the_kernel(choose_on_h200):

@@ -4,6 +4,7 @@
 #define JAX_TCGEMM_EPILOGUE_WORK_H_
 
 #include "gemm_params.h"
+#include "kernel_config.h"
 
 namespace jax_tcgemm {
 
@@ -14,12 +15,6 @@ inline bool is_plain(const EpilogueParams& epilogue) {
          epilogue.row_scale.data == nullptr && epilogue.column_scale.data == nullptr &&
          epilogue.activation == Activation::kNone && !epilogue.gated;
 }
-
-enum class EpilogueWork {
-  kNone,  // D is the product, rounded
-  kSum,   // alpha * product + bias + beta * C
-  kAny,
-};
 
 inline EpilogueWork work_of(const EpilogueParams& epilogue) {
   if (is_plain(epilogue)) return EpilogueWork::kNone;

@@ -33,7 +33,7 @@ class Output {
 
   // Before the mainloop of a tile: sends for its first C. Places are those of the warpgroup.
   __device__ __forceinline__ void prepare(const OutputPlace& place) {
-    if constexpr (kConfig.split_k > 1) return;
+    if constexpr (kConfig.split_k > 1 || kConfig.epilogue == EpilogueWork::kNone) return;
     if (maps_.c_by_tma) buffers_.prefetch_c(fused<true>().sub, of_warp(place));
   }
 
@@ -68,9 +68,11 @@ class Output {
       case Finish::kRows:
         return unrolled_for_d<Finish::kRows>(acc, place);
       case Finish::kActivate:
-        return fused<false>().run(acc, place);
+        if constexpr (kHas<Finish::kActivate>) fused<false>().run(acc, place);
+        return;
       case Finish::kAnything:
-        return fused<true>().run(acc, place);
+        if constexpr (kHas<Finish::kAnything>) fused<true>().run(acc, place);
+        return;
     }
   }
 
@@ -123,18 +125,13 @@ class Output {
     unrolled<false, kFinish>(acc, place);
   }
 
-  // Which finishes each configuration unrolls; host code asks for no others.
+  // Host code asks for no others.
   template <Finish kFinish>
-  static constexpr bool unrolls() {
-    if (kConfig.gated) return false;
-    if (kFinish == Finish::kProduct) return true;
-    if (kFinish == Finish::kRows) return !kExchanged && kConfig.ragged == Ragged::kNone;
-    return !kExchanged && kConfig.unrolls_sums();
-  }
+  static constexpr bool kHas = has_finish(kConfig, kFinish, kExchanged);
 
   template <bool kWide, Finish kFinish>
   __device__ __forceinline__ void unrolled(const Accumulators& acc, const OutputPlace& place) {
-    if constexpr (unrolls<kFinish>()) {
+    if constexpr (kHas<kFinish>) {
       UnrolledOutput<kConfig, kExchanged, kWide || sizeof(Element) == 4, kFinish>{params_, buffers_,
                                                                                   bias_address()}
           .run(acc, place);

@@ -78,9 +78,9 @@ struct SkinnyKernel {
         output.collect(acc, walk.done(params));
         store();
       };
-      if (maps.finish == Finish::kProduct) {
+      if (kConfig.epilogue == EpilogueWork::kNone || maps.finish == Finish::kProduct) {
         compute([&] { output.store_plain(); });
-      } else {
+      } else if constexpr (kConfig.epilogue != EpilogueWork::kNone) {
         const auto epilogue = output.epilogue();
         compute([&] { output.store(epilogue); });
       }

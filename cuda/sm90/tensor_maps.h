@@ -31,6 +31,25 @@ constexpr bool in_whole_rows(Finish finish) {
   return finish != Finish::kAddC && finish != Finish::kAnything;
 }
 
+// Which of them a kernel has code for; of a row that splits k, and of a skinny one, it is other
+// code. Parts of rows of D take little of it, and so do sums, where they are unrolled. Exchanged
+// (see sm90/output_tile.h), rows of the accumulators are columns of D.
+constexpr bool has_finish(const KernelConfig& config, Finish finish, bool exchanged) {
+  if (config.epilogue == EpilogueWork::kAny && finish >= Finish::kActivate) return true;
+  if (config.gated) return false;
+  switch (finish) {
+    case Finish::kProduct:
+      return true;
+    case Finish::kAddBias:
+    case Finish::kAddC:
+      return config.epilogue >= EpilogueWork::kSum && config.unrolls_sums() && !exchanged;
+    case Finish::kRows:
+      return config.ragged == Ragged::kNone && !exchanged;
+    default:
+      return false;
+  }
+}
+
 // A __grid_constant__ kernel parameter. Boxes are what one TMA instruction copies.
 struct TensorMaps {
   TensorMap a;  // (batch..., m, k) or (batch..., k, m), the contiguous dimension last

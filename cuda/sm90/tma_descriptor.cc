@@ -153,17 +153,6 @@ bool is_multiple_of_16(int64_t bytes) { return bytes % 16 == 0; }
 
 bool is_aligned(const void* data) { return is_multiple_of_16(reinterpret_cast<intptr_t>(data)); }
 
-// Whether TMA can address C. What it cannot, threads read and write.
-bool c_by_tma(const GemmProblem& problem) {
-  const EpilogueParams& epilogue = problem.params.epilogue;
-  const Addend& c = epilogue.c;
-  const int bytes = epilogue.d_is_float32 ? 4 : 2;
-  return c.data != nullptr && c.is_float32 == epilogue.d_is_float32 && c.stride_n == 1 &&
-         c.stride_m > 0 && is_multiple_of_16(c.stride_m * bytes) &&
-         problem.params.batch_rank <= 1 && is_multiple_of_16(c.batch.stride[0] * bytes) &&
-         is_aligned(c.data) && is_aligned(epilogue.c2.data);
-}
-
 // What the kernel has to do; kAddBias and kAddC are for D in the type of the operands.
 Finish finish_of(const EpilogueParams& epilogue, const TensorMaps& maps, bool exchanged,
                  const KernelConfig& config) {
@@ -189,6 +178,16 @@ bool d_by_tma(const GemmProblem& problem) {
   const EpilogueParams& epilogue = problem.params.epilogue;
   return is_multiple_of_16(int64_t{problem.params.n} * (epilogue.d_is_float32 ? 4 : 2)) &&
          is_aligned(epilogue.d) && is_aligned(epilogue.aux) && is_aligned(epilogue.aux2);
+}
+
+bool c_by_tma(const GemmProblem& problem) {
+  const EpilogueParams& epilogue = problem.params.epilogue;
+  const Addend& c = epilogue.c;
+  const int bytes = epilogue.d_is_float32 ? 4 : 2;
+  return c.data != nullptr && c.is_float32 == epilogue.d_is_float32 && c.stride_n == 1 &&
+         c.stride_m > 0 && is_multiple_of_16(c.stride_m * bytes) &&
+         problem.params.batch_rank <= 1 && is_multiple_of_16(c.batch.stride[0] * bytes) &&
+         is_aligned(c.data) && is_aligned(epilogue.c2.data);
 }
 
 Status encode_tensor_maps(const GemmProblem& problem, const KernelConfig& config,
@@ -221,6 +220,9 @@ Status encode_tensor_maps(const GemmProblem& problem, const KernelConfig& config
   maps->c_by_tma = maps->d_by_tma && c_by_tma(problem);
   maps->has_c2 = maps->c_by_tma && epilogue.c2.data != nullptr;
   maps->finish = finish_of(epilogue, *maps, exchanged, config);
+  JAX_TCGEMM_REQUIRE(
+      config.skinny || config.split_k > 1 || has_finish(config, maps->finish, exchanged),
+      "the kernel has no epilogue ", static_cast<int>(maps->finish));
   if (!maps->d_by_tma) return Status();
   // The groups' rows are one matrix, and parts of k make one.
   const bool one_matrix = config.ragged == Ragged::kRows || params.fixup.parts > 0;

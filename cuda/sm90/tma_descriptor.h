@@ -11,6 +11,9 @@ namespace jax_tcgemm::sm90 {
 // Whether TMA can write D and further results.
 bool d_by_tma(const GemmProblem& problem);
 
+// Whether it can read C, which there is. What it cannot, threads read.
+bool c_by_tma(const GemmProblem& problem);
+
 // Fills `maps` for the tiles of `config`.
 Status encode_tensor_maps(const GemmProblem& problem, const KernelConfig& config, TensorMaps* maps);
 
