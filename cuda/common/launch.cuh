@@ -13,8 +13,9 @@ namespace jax_tcgemm {
 using KernelPointer = void (*)(GemmParams);
 
 // Blocks of a kernel that fit on one SM; asked for once per kernel and device (`cache`).
-inline cudaError_t prepare_kernel(KernelPointer kernel, const KernelConfig& config, int device,
-                                  int (&cache)[64], int* blocks_per_sm) {
+template <typename Pointer>
+cudaError_t prepare_kernel(Pointer kernel, const KernelConfig& config, int device, int (&cache)[64],
+                           int* blocks_per_sm) {
   const bool cacheable = device < 64;
   *blocks_per_sm = cacheable ? __atomic_load_n(&cache[device], __ATOMIC_RELAXED) : 0;
   if (*blocks_per_sm > 0) return cudaSuccess;
@@ -30,12 +31,11 @@ inline cudaError_t prepare_kernel(KernelPointer kernel, const KernelConfig& conf
   return error;
 }
 
-// `Family::kernel<Row, kMajorA, kMajorB>()` is the kernel of a configuration (Row::kConfig).
-template <typename Family, typename Row, Major kMajorA, Major kMajorB>
-cudaError_t launch_layouts(const LaunchRequest& request) {
+// Enqueues a kernel of this configuration, with what it takes beside the parameters.
+template <typename Row, typename Pointer, typename... Others>
+cudaError_t launch_persistent(Pointer kernel, int (&cache)[64], const LaunchRequest& request,
+                              const Others&... others) {
   constexpr KernelConfig kConfig = Row::kConfig;
-  const KernelPointer kernel = Family::template kernel<Row, kMajorA, kMajorB>();
-  static int cache[64] = {};
   int blocks_per_sm = 0;
   const cudaError_t error =
       prepare_kernel(kernel, kConfig, request.device.ordinal, cache, &blocks_per_sm);
@@ -52,7 +52,15 @@ cudaError_t launch_layouts(const LaunchRequest& request) {
   launch.blockDim = dim3(kConfig.threads());
   launch.dynamicSmemBytes = kConfig.shared_memory_bytes();
   launch.stream = request.stream;
-  return cudaLaunchKernelEx(&launch, kernel, params);
+  return cudaLaunchKernelEx(&launch, kernel, params, others...);
+}
+
+// `Family::kernel<Row, kMajorA, kMajorB>()` is the kernel of a configuration (Row::kConfig).
+template <typename Family, typename Row, Major kMajorA, Major kMajorB>
+cudaError_t launch_layouts(const LaunchRequest& request) {
+  static int cache[64] = {};
+  const KernelPointer kernel = Family::template kernel<Row, kMajorA, kMajorB>();
+  return launch_persistent<Row>(kernel, cache, request);
 }
 
 template <typename Family, typename Row>

@@ -20,11 +20,41 @@
 
 namespace jax_tcgemm::sm80 {
 
-template <KernelConfig kConfig, Major kMajorA, Major kMajorB>
+// The layouts of the operands. A kernel takes several: its mainloops differ by them, while the
+// epilogue, which is as much code as they are together, stands in it once.
+struct Layouts {
+  Major a, b;
+};
+
+// But with as many accumulators as registers hold, four mainloops in one kernel would spill.
+constexpr bool has_kernel_for_each_major_a(const KernelConfig& config) {
+  const bool is_tf32 = config.algorithm == Algorithm::kTf32Tf32F32;
+  const int bytes = config.algorithm == Algorithm::kF16F16F16 ? 2 : 4;
+  return config.warp_m() * config.warp_n() * bytes >= 64 * (is_tf32 ? 32 : 64) * 4;
+}
+
+// Call visit(mainloop) with that of the operands: branches that all threads take alike.
+template <KernelConfig kConfig, Major kMajorA, typename Visitor>
+__device__ __forceinline__ void visit_mainloop(const Layouts& layouts, Visitor&& visit) {
+  if (layouts.b == Major::kK) {
+    visit(Mainloop<kConfig, kMajorA, Major::kK>());
+  } else {
+    visit(Mainloop<kConfig, kMajorA, Major::kMn>());
+  }
+}
+template <KernelConfig kConfig, typename Visitor>
+__device__ __forceinline__ void visit_mainloop(const Layouts& layouts, Visitor&& visit) {
+  if (layouts.a == Major::kK) {
+    visit_mainloop<kConfig, Major::kK>(layouts, visit);
+  } else {
+    visit_mainloop<kConfig, Major::kMn>(layouts, visit);
+  }
+}
+
+template <KernelConfig kConfig>
 struct Kernel {
-  using Main = Mainloop<kConfig, kMajorA, kMajorB>;
-  using Element = typename Main::Element;
-  using Accumulators = typename Main::Accumulators;
+  using Element = typename AlgorithmTraits<kConfig.algorithm>::Element;
+  using Accumulators = WarpAccumulators<kConfig>;
   using Slab = AccumulatorSlab<kConfig.warp_n()>;
   using Epilogue = FusedEpilogue<Element, kVectorColumns>;
 
@@ -46,8 +76,8 @@ struct Kernel {
         params, walk.batch,
         tile.tile_n * kConfig.tile_n + warp_column + lane_chunk * kVectorColumns);
 #pragma unroll 1
-    for (int i = 0; i < Main::kMmaM; ++i) {
-      Main::store_slab(acc, i, slab);
+    for (int i = 0; i < Accumulators::kMmaM; ++i) {
+      acc.store_slab(i, slab);
       __syncwarp();
 #pragma unroll 1
       for (int pass = 0; pass < kPasses; pass += kPassesTogether) {
@@ -62,18 +92,20 @@ struct Kernel {
     }
   }
 
-  static __device__ __forceinline__ void run(const GemmParams& params, uint32_t smem) {
+  // `visit` as visit_mainloop.
+  template <typename Visit>
+  static __device__ __forceinline__ void run(const GemmParams& params, uint32_t smem,
+                                             Visit&& visit) {
     const int warp = threadIdx.x / 32;
     const int warp_row = warp / kConfig.warps_n * kConfig.warp_m();
     const int warp_column = warp % kConfig.warps_n * kConfig.warp_n();
     const Slab slab = {smem + kConfig.ring_bytes() + warp * kConfig.slab_bytes()};
-    typename Main::Pipeline pipeline(params, smem);
-    typename Main::Reader reader;
-    Main::start(pipeline, reader, warp_row, warp_column);
+    StreamPosition at = {TileWalk(params), 0, 0, {}, {}, {}, 0};
+    visit([&]<typename Main>(Main) { Main::start(params, smem, warp_row, warp_column, at); });
 #pragma unroll 1
     for (TileWalk walk(params); !walk.done(params); walk.advance(params)) {
       Accumulators acc;
-      Main::run(acc, pipeline, reader);
+      visit([&]<typename Main>(Main) { Main::run(params, smem, at, acc); });
       finish(params, walk, warp_row, warp_column, acc, slab);
     }
     ptx::cp_async_wait_group<0>();
@@ -89,12 +121,15 @@ constexpr int min_blocks(const KernelConfig& config) {
 }
 
 // `Row` carries the configuration as a type: nvcc's host stubs cannot name class-type template
-// values.
-template <typename Row, Major kMajorA, Major kMajorB>
+// values. kMajorsA: none or one, that of the operands.
+template <typename Row, Major... kMajorsA>
 __global__ void __launch_bounds__(Row::kConfig.threads(), min_blocks(Row::kConfig))
-    gemm_kernel(const __grid_constant__ GemmParams params) {
+    gemm_kernel(const __grid_constant__ GemmParams params,
+                const __grid_constant__ Layouts layouts) {
   extern __shared__ __align__(128) char smem[];  // the ring, then the warps' slabs
-  Kernel<Row::kConfig, kMajorA, kMajorB>::run(params, ptx::shared_address(smem));
+  Kernel<Row::kConfig>::run(params, ptx::shared_address(smem), [&](auto&& use) {
+    visit_mainloop<Row::kConfig, kMajorsA...>(layouts, use);
+  });
 }
 
 }  // namespace jax_tcgemm::sm80

@@ -19,12 +19,14 @@ namespace jax_tcgemm::sm80 {
 // Asynchronous 16-byte copies. Rows start and end on 16-byte boundaries.
 template <typename Tile, Major kMajor>
 struct CpAsyncLoader {
-  ChunkCursor<Tile, kMajor> cursor;
+  using Cursor = ChunkCursor<Tile, kMajor>;
+
+  Cursor cursor;
   uint32_t offset0;     // of pass 0 inside a stage
   int64_t next_k_tile;  // elements from behind the last pass to pass 0 of the next k-tile
 
-  __device__ __forceinline__ explicit CpAsyncLoader(const Operand& operand)
-      : cursor(operand.ld),
+  __device__ __forceinline__ CpAsyncLoader(const Operand&, const LoaderState& state)
+      : cursor(state),
         offset0(Tile::offset(cursor.row, cursor.chunk)),
         next_k_tile(kMajor == Major::kK ? cursor.k_step - Tile::kPasses * cursor.row_step : 0) {}
 
@@ -48,15 +50,17 @@ template <typename Tile, Major kMajor>
 struct RealignLoader {
   using Element = typename Tile::Element;
 
-  ChunkCursor<Tile, kMajor> cursor;
+  using Cursor = ChunkCursor<Tile, kMajor>;
+
+  Cursor cursor;
   uint32_t offset0;      // of pass 0 inside a stage
   uint64_t begin, end;   // addresses that may be read
   uint32_t outside = 0;  // bit 2 * pass (+ 1): that pass's low (high) granule sticks out of them
   uint32_t low[Tile::kPasses][4];
   uint32_t high[Tile::kPasses][4];
 
-  __device__ __forceinline__ explicit RealignLoader(const Operand& operand)
-      : cursor(operand.ld),
+  __device__ __forceinline__ RealignLoader(const Operand& operand, const LoaderState& state)
+      : cursor(state),
         offset0(Tile::offset(cursor.row, cursor.chunk)),
         begin(reinterpret_cast<uint64_t>(operand.data)),
         end(reinterpret_cast<uint64_t>(operand.data) + operand.span * sizeof(Element)) {}

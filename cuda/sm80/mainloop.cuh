@@ -29,6 +29,51 @@
 
 namespace jax_tcgemm::sm80 {
 
+// What becomes a tile of D: the sums of a warp.
+template <KernelConfig kConfig>
+struct WarpAccumulators {
+  using Mma = ptx::MmaSync<kConfig.algorithm>;
+  static constexpr int kMmaM = kConfig.warp_m() / 16;
+  static constexpr int kMmaN = kConfig.warp_n() / 8;
+
+  typename Mma::Accumulator tile[kMmaM][kMmaN];  // (warp_m / 16, warp_n / 8) mma tiles
+
+  // Those of the `slab`-th 16 rows -> the warp's float32 slab in shared memory. `slab` is a
+  // run-time value, so that the epilogue behind stands in the kernel once; registers are still
+  // addressed by constants.
+  template <typename Slab>
+  __device__ __forceinline__ void store_slab(int slab, const Slab& out) const {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < kMmaM; ++i) {
+      if (i != slab) continue;
+#pragma unroll
+      for (int j = 0; j < kMmaN; ++j) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          out.store_pair(half * 8 + lane / 4, j * 8 + lane % 4 * 2,
+                         ptx::accumulator_pair(tile[i][j], half));
+        }
+      }
+    }
+  }
+};
+
+// Shared-memory addresses of a lane in one stage: see FragmentA and FragmentB.
+struct LaneAddress {
+  uint32_t a, b;
+};
+
+// How far a warp is in the stream of k-tiles, between two tiles of D; the same whatever the layout.
+struct StreamPosition {
+  TileWalk walk;
+  int k_tiles_left;
+  int write_stage;
+  LoaderState a, b;
+  LaneAddress base;  // in the stage to be read next
+  int read_stage;
+};
+
 template <KernelConfig kConfig, Major kMajorA, Major kMajorB>
 struct Mainloop {
   using TileA = OperandTile<kConfig, OperandRole::kA, kMajorA>;
@@ -38,7 +83,8 @@ struct Mainloop {
   using Loader = typename LoaderOf<kConfig.loader>::template type<Tile, kMajor>;
   using FragA = FragmentA<TileA, kMajorA, kConfig.warp_m()>;
   using FragB = FragmentB<TileB, kMajorB, kConfig.warp_n()>;
-  using Mma = ptx::MmaSync<kConfig.algorithm>;
+  using Accumulators = WarpAccumulators<kConfig>;
+  using Mma = typename Accumulators::Mma;
   static constexpr int kMmaM = FragA::kMmaTiles;
   static constexpr int kMmaN = FragB::kMmaTiles;
   static constexpr int kSteps = kConfig.tile_k * element_bytes(kConfig.algorithm) / 32;
@@ -48,23 +94,33 @@ struct Mainloop {
   // ... and the rows behind which what was loaded is rounded (tf32).
   static constexpr int kRoundRows = kMmaM > 1 ? kMmaM / 2 : 1;
 
-  struct Accumulators {
-    typename Mma::Accumulator tile[kMmaM][kMmaN];  // (warp_m / 16, warp_n / 8) mma tiles
-  };
-
   // The stream of k-tiles: the tile of D it is at, the two loaders and the ring position to write.
   struct Pipeline {
     const GemmParams& params;
     uint32_t smem;  // (stages, A tile then B tile)
     TileWalk walk;
     int k_tiles_left;  // of the tile that the stream is at
-    int write_stage = 0;
+    int write_stage;
     Loader<TileA, kMajorA> load_a;
     Loader<TileB, kMajorB> load_b;
 
-    __device__ __forceinline__ Pipeline(const GemmParams& params, uint32_t smem)
-        : params(params), smem(smem), walk(params), load_a(params.a), load_b(params.b) {
-      aim();
+    __device__ __forceinline__ Pipeline(const GemmParams& params, uint32_t smem,
+                                        const StreamPosition& at)
+        : params(params),
+          smem(smem),
+          walk(at.walk),
+          k_tiles_left(at.k_tiles_left),
+          write_stage(at.write_stage),
+          load_a(params.a, at.a),
+          load_b(params.b, at.b) {}
+
+    // Where the stream is, but for its reader.
+    __device__ __forceinline__ void save(StreamPosition& at) const {
+      at.walk = walk;
+      at.k_tiles_left = k_tiles_left;
+      at.write_stage = write_stage;
+      at.a = load_a.cursor.state();
+      at.b = load_b.cursor.state();
     }
 
     __device__ __forceinline__ int k_tiles() const {
@@ -128,10 +184,6 @@ struct Mainloop {
   struct Fragments {
     FragA a;
     FragB b;
-  };
-  // Shared-memory addresses of this lane in one stage: see FragmentA and FragmentB.
-  struct LaneAddress {
-    uint32_t a, b;
   };
 
   // The `part`-th of `parts` equal shares of the loads of a step.
@@ -201,7 +253,7 @@ struct Mainloop {
   // The side that reads the ring.
   struct Reader {
     LaneAddress base;  // in the stage being read
-    int stage = 0;
+    int stage;
 
     // Waits for the next k-tile to be read.
     static __device__ __forceinline__ void wait() {
@@ -217,26 +269,34 @@ struct Mainloop {
     }
   };
 
-  // Fills the ring. `warp_row`, `warp_column`: first row and column of the warp's part in a tile.
-  static __device__ __forceinline__ void start(Pipeline& pipeline, Reader& reader, int warp_row,
-                                               int warp_column) {
+  // Fills the ring, from the first tile of D on. `warp_row`, `warp_column`: first row and column of
+  // the warp's part in a tile.
+  static __device__ __forceinline__ void start(const GemmParams& params, uint32_t smem,
+                                               int warp_row, int warp_column, StreamPosition& at) {
+    at.a = Loader<TileA, kMajorA>::Cursor::initial_state(params.a.ld);
+    at.b = Loader<TileB, kMajorB>::Cursor::initial_state(params.b.ld);
+    Pipeline pipeline(params, smem, at);
+    pipeline.aim();
 #pragma unroll 1
     for (int s = 0; s < kStages - 1; ++s) {
       pipeline.fetch_part(0, 1);
       pipeline.settle();
       pipeline.count(1);
     }
-    reader.base = {pipeline.smem + FragA::lane_offset(warp_row),
-                   pipeline.smem + TileA::kBytes + FragB::lane_offset(warp_column)};
-    reader.wait();
+    pipeline.save(at);
+    at.base = {smem + FragA::lane_offset(warp_row),
+               smem + TileA::kBytes + FragB::lane_offset(warp_column)};
+    Reader::wait();
   }
 
-  // Accumulates one tile. At its end the fragments of a k-tile too many have been read: those of
-  // the next tile of D, which its own run() reads again, since they would crowd the epilogue. The
-  // stream may turn to the next tile of D on the way; that is kept out of the loop over k-tiles,
-  // which has no registers to spare.
-  static __device__ __forceinline__ void run(Accumulators& acc, Pipeline& pipeline,
-                                             Reader& reader) {
+  // Accumulates one tile. At its end the
+  // fragments of a k-tile too many have been read: those of the next tile of D, which its own run()
+  // reads again, since they would crowd the epilogue. The stream may turn to the next tile of D on
+  // the way; that is kept out of the loop over k-tiles, which has no registers to spare.
+  static __device__ __forceinline__ void run(const GemmParams& params, uint32_t smem,
+                                             StreamPosition& at, Accumulators& acc) {
+    Pipeline pipeline(params, smem, at);
+    Reader reader = {at.base, at.read_stage};
     Fragments fragments[2];  // (register buffers)
     load_part(fragments[0], reader.base, 0, 0, 1);
     round_part(fragments[0], 0, 1);
@@ -259,6 +319,9 @@ struct Mainloop {
       pipeline.count(count);
       left -= count;
     }
+    pipeline.save(at);
+    at.base = reader.base;
+    at.read_stage = reader.stage;
   }
 
   static __device__ __forceinline__ void multiply_k_tile(Accumulators& acc,
@@ -281,27 +344,6 @@ struct Mainloop {
         multiply_row(acc, fragments[step % 2], i);
         if (i >= kMmaM - kRoundRows) {
           round_part(fragments[(step + 1) % 2], i - (kMmaM - kRoundRows), kRoundRows);
-        }
-      }
-    }
-  }
-
-  // Accumulators of the `slab`-th 16 rows -> the warp's float32 slab in shared memory. `slab` is a
-  // run-time value, so that the epilogue behind stands in the kernel once; registers are still
-  // addressed by constants.
-  template <typename Slab>
-  static __device__ __forceinline__ void store_slab(const Accumulators& acc, int slab,
-                                                    const Slab& out) {
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int i = 0; i < kMmaM; ++i) {
-      if (i != slab) continue;
-#pragma unroll
-      for (int j = 0; j < kMmaN; ++j) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          out.store_pair(half * 8 + lane / 4, j * 8 + lane % 4 * 2,
-                         ptx::accumulator_pair(acc.tile[i][j], half));
         }
       }
     }

@@ -48,27 +48,51 @@ struct OperandTile {
   }
 };
 
+// What a loader holds; the same whatever the layout.
+struct LoaderState {
+  const void* source;  // this thread's chunk of pass 0 of the k-tile
+  int rows_left;       // rows of the operand from this thread's first row on
+  int elements_left;   // elements of the operand from this thread's chunk on, along a row
+  int64_t row_step;    // elements from one pass to the next
+  int64_t k_step;      // elements from one k-tile to the next
+  int row, chunk;      // of pass 0, inside the tile
+};
+
 // Where this thread's chunks of successive k-tiles lie in global memory, and how much of each is
 // inside the operand.
 template <typename Tile, Major kMajor>
 struct ChunkCursor {
   using Element = typename Tile::Element;
 
-  const Element* source;  // this thread's chunk of pass 0 of the k-tile
-  int64_t row_step;       // elements from one pass to the next
-  int64_t k_step;         // elements from one k-tile to the next
-  int row, chunk;         // of pass 0, inside the tile
-  int rows_left;          // rows of the operand from this thread's first row on
-  int elements_left;      // elements of the operand from this thread's chunk on, along a row
+  const Element* source;  // these as in LoaderState
+  int rows_left;
+  int elements_left;
+  int64_t row_step;
+  int64_t k_step;
+  int row, chunk;
 
-  __device__ __forceinline__ explicit ChunkCursor(int64_t ld)
-      : source(nullptr),
-        row_step(Tile::kRowStep * ld),
-        k_step(kMajor == Major::kK ? Tile::kExtentK : Tile::kExtentK * ld),
-        row(threadIdx.x / Tile::kChunks),
-        chunk(threadIdx.x % Tile::kChunks),
-        rows_left(0),
-        elements_left(0) {}
+  __device__ __forceinline__ explicit ChunkCursor(const LoaderState& state)
+      : source(static_cast<const Element*>(state.source)),
+        rows_left(state.rows_left),
+        elements_left(state.elements_left),
+        row_step(state.row_step),
+        k_step(state.k_step),
+        row(state.row),
+        chunk(state.chunk) {}
+
+  static __device__ __forceinline__ LoaderState initial_state(int64_t ld) {
+    return {nullptr,
+            0,
+            0,
+            Tile::kRowStep * ld,
+            kMajor == Major::kK ? Tile::kExtentK : Tile::kExtentK * ld,
+            static_cast<int>(threadIdx.x / Tile::kChunks),
+            static_cast<int>(threadIdx.x % Tile::kChunks)};
+  }
+
+  __device__ __forceinline__ LoaderState state() const {
+    return {source, rows_left, elements_left, row_step, k_step, row, chunk};
+  }
 
   // Aims at the first k-tile of the tile whose first row (A) or column (B) is `first_mn`.
   __device__ __forceinline__ void aim(const Element* matrix, int64_t ld, int first_mn,
