@@ -228,6 +228,11 @@ class KernelConfig:
         return ELEMENT_BYTES[self.algorithm]
 
     @property
+    def tag(self) -> str:
+        """How the algorithm is written inside a name."""
+        return ALGORITHM_TAGS[self.algorithm]
+
+    @property
     def copies_whole_chunks(self) -> bool:
         """Whether operands must be addressed in multiples of 16 bytes."""
         return self.loader in ("cp_async", "tma")
@@ -309,10 +314,7 @@ class KernelConfig:
     @property
     def name(self) -> str:
         """File name, the custom call's ``config`` and test id."""
-        tile = (
-            f"{self.arch}_{ALGORITHM_TAGS[self.algorithm]}"
-            f"_{self.tile_m}x{self.tile_n}x{self.tile_k}"
-        )
+        tile = f"{self.arch}_{self.tag}_{self.tile_m}x{self.tile_n}x{self.tile_k}"
         kinds = "_gated" if self.gated else ""
         kinds += f"_ragged_{self.ragged}" if self.ragged != "none" else ""
         if self.arch == "sm90":
