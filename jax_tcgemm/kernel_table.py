@@ -90,9 +90,6 @@ def _rows() -> list[KernelConfig]:
         KernelConfig("sm80", "TF32_TF32_F32", 64, 64, 16, 2, 2, 3, "realign"),
     ]
     for algorithm in ("BF16_BF16_F32", "F16_F16_F32"):
-        # Three rows that products with activations miss the least, each some seconds of the build:
-        # by the model other rows take 0.1 % longer on average, and 15 % at most.
-        fewer = "sum" if algorithm == "F16_F16_F32" else "any"
         rows += [
             # The most products for each byte from shared memory and from L2.
             _sm90(algorithm, 128, 256, 4, cluster=(2, 1)),
@@ -107,11 +104,11 @@ def _rows() -> list[KernelConfig]:
             # For batches of small products, where L2 is what counts.
             _sm90(algorithm, 128, 128, 6, cluster=(2, 2), schedule="pingpong"),
             # For few tiles.
-            _sm90(algorithm, 128, 256, 4, epilogue=fewer),
+            _sm90(algorithm, 128, 256, 4),
             _sm90(algorithm, 128, 64, 8, epilogue="sum"),
-            _sm90(algorithm, 64, 128, 6, schedule="pingpong", epilogue=fewer),
+            _sm90(algorithm, 64, 128, 6, schedule="pingpong"),
             _sm90(algorithm, 64, 128, 6, cluster=(2, 1), schedule="pingpong"),
-            _sm90(algorithm, 64, 64, 6, epilogue=fewer),
+            _sm90(algorithm, 64, 64, 6),
             # For so few that k is shared out.
             _sm90(algorithm, 128, 64, 8, split_k=2),
             # Plain products with tiles of heights that the rows above do not have: for other
