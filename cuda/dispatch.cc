@@ -223,7 +223,7 @@ Status launch(GemmProblem* problem, const KernelEntry& entry, const DeviceProper
   const cudaError_t launched = entry.launch(request);
   *fit = Fit::kFits;
   if (launched == cudaErrorCooperativeLaunchTooLarge && params.fixup.parts > 0) {
-    *fit = Fit::kTooManyBlocks;
+    *fit = Fit::kTooManyBlocks;  // found by counting: CUDA was not asked
   } else if (cluster_too_large(launched, config, device)) {
     *fit = Fit::kClusterTooLarge;
   }
@@ -262,7 +262,7 @@ bool cluster_too_large(cudaError_t launched, const KernelConfig& config,
                        const DeviceProperties& device) {
   const int size = config.arch == Arch::kSm90 ? config.cluster_size() : 1;
   if (launched != cudaErrorLaunchOutOfResources || size == 1) return false;
-  cudaGetLastError();  // or a later check would take it for its own
+  cudaGetLastError();  // or another library's check would take it for its own
   int known = device.max_cluster_size.load(std::memory_order_relaxed);
   while (known >= size && !device.max_cluster_size.compare_exchange_weak(known, size - 1)) {
   }

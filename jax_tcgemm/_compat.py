@@ -31,6 +31,15 @@ def canonicalize_precision(precision: Any) -> Any:
     return (jax.lax.Precision.DEFAULT,) * 2 if canonical is None else canonical
 
 
+def mark_as_single_operation(function: Any) -> None:
+    """Says that a function for ``jax.jit`` is one operation.
+
+    Where ``jax.debug_nans`` or ``jax.debug_infs`` finds one in a result, JAX runs a function again
+    operation by operation, but raises of such a one.
+    """
+    function._apply_primitive = True
+
+
 def match_varying(operands: Sequence[Any]) -> Sequence[Any]:
     """Makes all operands vary over the same manual mesh axes, as every ``jax.lax`` function does.
 

@@ -44,7 +44,8 @@ def gemm(
     newer this is one hand-written tensor-core kernel for bfloat16, float16 and (in TF32 arithmetic)
     float32 operands. Elsewhere, for what has no kernel but ``jnp.matmul`` takes, and for a vector
     or few rows by a 16-bit matrix whose rows are off 16 bytes, it is the same formula in
-    ``jax.numpy``; so it is for operands whose types are sharded (meshes with explicit axes). The
+    ``jax.numpy``; so it is in programs that XLA divides among devices (``jit`` of sharded arrays,
+    meshes with explicit axes), where a product in bfloat16 is rounded before the epilogue. The
     product is accumulated in float32 for 16-bit operands unless ``precision`` says otherwise, the
     epilogue is computed in float32 (float64 for float64, in integers for integers), and the result
     is rounded once. It can be differentiated, forward and reverse and to any order, and batched.

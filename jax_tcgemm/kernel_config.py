@@ -70,8 +70,9 @@ class KernelConfig:
         epilogue: which epilogues the kernel has, most of its code and of the time that it takes to
             compile: ``"none"``, where D is the product; ``"sum"`` (sm90), and ``alpha * product +
             bias + beta * C`` where that is unrolled: to a D of the operands' type, with D and C
-            in rows that are multiples of 16 bytes; or ``"any"``. Either has a bias where D has
-            other rows and there is no C.
+            in rows that are multiples of 16 bytes; or ``"any"``. Tiles of D that lie
+            on other rows leave with a bias in either class but that of rows for few rows, for
+            groups of k and of exchanged operands; not with C.
     """
 
     arch: str

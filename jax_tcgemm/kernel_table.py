@@ -1,4 +1,4 @@
-"""The table of kernel configurations: one row, one kernel or one for each layout.
+"""The table of kernel configurations: a row is a kernel, or some for its layouts.
 
 This file is the only list of kernels. CMake runs ``cuda/generate.py`` over it, C++ dispatch and its
 heuristic read the generated rows, and tests take their parameters from it. Like

@@ -65,7 +65,7 @@ def cuda_gemm(*operands: jax.Array, spec: GemmSpec) -> list[jax.Array]:
     obstacle = _obstacle(algorithm, spec, x)
     if algorithm is not None and obstacle is None and spec.config is None:
         obstacle = _quicker_in_xla(algorithm, spec, x)
-    apart = algorithm is not None and obstacle is None and _is_finished_apart(x, spec)
+    apart = algorithm is not None and obstacle is None and _is_finished_apart(x, spec, algorithm)
     how = f"{algorithm}, config {spec.config or 'by heuristic'}"
     log(_describe(x, spec, obstacle or how + ", epilogue in a pass after it" * apart))
     if algorithm is None or obstacle is not None:
@@ -127,11 +127,12 @@ def _gated_by_products(x: Operands, spec: GatedSpec, algorithm: str) -> list[jax
     ]
 
 
-def _is_finished_apart(x: Operands, spec: GemmSpec) -> bool:
+def _is_finished_apart(x: Operands, spec: GemmSpec, algorithm: str) -> bool:
     """Says whether ``spec.config`` names a row without the epilogue that is asked for."""
     if spec.config is None:
         return False
-    return lacks_epilogue(by_name(spec.config), fold(spec.strided(_shapes(x))), x, spec)
+    written = dataclasses.replace(spec, out_dtype=_written_dtype(algorithm, spec))
+    return lacks_epilogue(by_name(spec.config), fold(spec.strided(_shapes(x))), x, written)
 
 
 def _finished_apart(x: Operands, spec: GemmSpec, algorithm: str) -> list[jax.Array]:
@@ -255,7 +256,7 @@ def local_device(matches: Callable[[tuple[int, ...]], bool]) -> str | None:
 def _custom_call(x: Operands, spec: GemmSpec, algorithm: str) -> list[jax.Array]:
     """Emits the custom call and the conversions that its element types need."""
     in_dtype = INPUT_DTYPES[algorithm]
-    out_dtype = spec.out_dtype if spec.out_dtype in (in_dtype, _FLOAT32) else _FLOAT32
+    out_dtype = _written_dtype(algorithm, spec)
     x = _converted(x, in_dtype, out_dtype)
     shapes = _shapes(x)
     strided = fold(spec.strided(shapes))
@@ -273,6 +274,11 @@ def _custom_call(x: Operands, spec: GemmSpec, algorithm: str) -> list[jax.Array]
     attributes = _attributes(strided, spec, algorithm, padding, has_workspace=workspace > 0)
     outputs = call(*flatten(x), **attributes)
     return [output.astype(spec.out_dtype) for output in outputs[: len(results)]]
+
+
+def _written_dtype(algorithm: str, spec: GemmSpec) -> np.dtype:
+    """Returns the type in which a kernel writes D, which is then converted to any other."""
+    return spec.out_dtype if spec.out_dtype in (INPUT_DTYPES[algorithm], _FLOAT32) else _FLOAT32
 
 
 def _can_overwrite_c(x: Operands, spec: GemmSpec, result: jax.ShapeDtypeStruct) -> bool:

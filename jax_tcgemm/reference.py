@@ -30,16 +30,20 @@ def reference_gemm(*operands: jax.Array, spec: GemmSpec, divided: bool = False) 
     Args:
         *operands: the primitive's operands, those present of ``Operands``.
         spec: the primitive's parameters.
-        divided: whether XLA divides the program among devices. The product is then rounded to the
-            result's type before the epilogue, as in ``jnp``: where k is divided, partial products
-            are added up across devices, and float32 would double what travels.
+        divided: whether XLA divides the program among devices. A product in bfloat16, or without
+            an epilogue, is then of the result's type, as in ``jnp``: where k is divided, partial
+            products are added up across devices, and float32 would double what travels. (What an
+            epilogue would scale down may be beyond the numbers of float16.)
 
     Returns:
         ``[d]``, or two results, of shape ``(*batch, m, n)`` and dtype ``spec.out_dtype``. The
         accumulator and the epilogue are float32 for 16-bit results, rounded once.
     """
     x = spec.unflatten(operands)
-    return epilogue(product(x.a, x.b, spec, divided), x, spec)
+    is_alone = all(operand is None for operand in x[2:]) and spec.alpha == 1
+    is_alone = is_alone and spec.activation is None
+    rounds = divided and (is_alone or spec.out_dtype == jnp.bfloat16)
+    return epilogue(product(x.a, x.b, spec, rounds), x, spec)
 
 
 def reference_gated(
@@ -47,12 +51,13 @@ def reference_gated(
 ) -> list[jax.Array]:
     """Computes what the gated primitive means; arguments as those of ``reference_gemm``."""
     x = spec.unflatten(operands)
-    first = product(x.a, x.b, spec, divided)
+    rounds = divided and spec.out_dtype == jnp.bfloat16
+    first = product(x.a, x.b, spec, rounds)
     if spec.packed:
         gate, up = halves(first)
     else:
         second = dataclasses.replace(spec, axes=spec.axes._replace(b=spec.axes.b2))
-        gate, up = first, product(x.a, x.b2, second, divided)
+        gate, up = first, product(x.a, x.b2, second, rounds)
     return gated_epilogue(gate, up, x, spec)
 
 
@@ -62,8 +67,15 @@ def halves(both: jax.Array) -> list[jax.Array]:
     return [*lax.split(both, (n, n), axis=both.ndim - 1)]
 
 
-def product(a: jax.Array, b: jax.Array, spec: GemmSpec, divided: bool = False) -> jax.Array:
-    """Returns the accumulator ``A @ B``, of shape ``(*batch, m, n)``; see ``reference_gemm``."""
+def product(a: jax.Array, b: jax.Array, spec: GemmSpec, rounds: bool = False) -> jax.Array:
+    """Returns the accumulator ``A @ B``, of shape ``(*batch, m, n)``.
+
+    Args:
+        a: the first factor.
+        b: the second.
+        spec: the primitive's parameters.
+        rounds: whether the accumulator has the result's type, where that is the operands' own.
+    """
     algorithm = resolve_algorithm(a.dtype, b.dtype, spec.out_dtype, spec.precision)
     precision, dtype = spec.precision, accumulator_dtype(a.dtype, b.dtype, spec.out_dtype)
     if algorithm is not None:
@@ -72,7 +84,7 @@ def product(a: jax.Array, b: jax.Array, spec: GemmSpec, divided: bool = False) -
         a, b = (x.astype(INPUT_DTYPES[algorithm]) for x in (a, b))
         is_half = algorithm == "F16_F16_F16"
         dtype = jnp.dtype(jnp.float16 if is_half else jnp.float32)
-        if divided and spec.out_dtype == INPUT_DTYPES[algorithm]:
+        if rounds and spec.out_dtype == INPUT_DTYPES[algorithm]:
             dtype = spec.out_dtype
         precision = lax.Precision.DEFAULT
     else:

@@ -41,10 +41,8 @@ def evaluate_by_jit(primitive: Primitive) -> None:
     def apply(*operands: jax.Array, spec: Any) -> Any:
         return primitive.bind(*operands, spec=spec)
 
-    # Where ``jax.debug_nans`` or ``jax.debug_infs`` finds one in a result, JAX runs the function
-    # again operation by operation, but for what this says is a single one: it raises there.
     apply.__name__ = apply.__qualname__ = primitive.name
-    apply._apply_primitive = True  # pyright: ignore[reportFunctionMemberAccess]
+    _compat.mark_as_single_operation(apply)
     compiled = jax.jit(apply, static_argnames="spec")
 
     def evaluate(*operands: jax.Array, spec: Any) -> Any:

@@ -19,7 +19,7 @@ def lacks_epilogue(row: KernelConfig, gemm: StridedGemm, x: Operands, spec: Gemm
         row: the row that is named.
         gemm: the folded gemm.
         x: the operands.
-        spec: the primitive's parameters.
+        spec: the primitive's parameters, ``out_dtype`` being what the kernel writes.
 
     Returns:
         False as well for a row that cannot leave the product in float32, for an epilogue to be

@@ -44,7 +44,8 @@ INPUT_DTYPES = {
 }
 
 
-def _has_every_epilogue(config: kernel_config.KernelConfig) -> bool:
+def _is_gemm(config: kernel_config.KernelConfig) -> bool:
+    """Whether ``gemm`` names it; its epilogue may then be any, if in a pass of its own."""
     return not config.gated and config.ragged == "none" and not config.exchanged
 
 
@@ -60,6 +61,7 @@ class Problem:
     transpose_a: bool
     transpose_b: bool
     activation: str | None
+    has_alpha: bool
     has_c: bool
     has_bias: bool
     float32_output: bool
@@ -70,10 +72,6 @@ class Problem:
     @property
     def alpha(self) -> float:
         return self.k**-0.5
-
-    @property
-    def has_alpha(self) -> bool:
-        return _has_every_epilogue(self.config)
 
     @property
     def out_dtype(self) -> np.dtype:
@@ -110,7 +108,9 @@ def draw_problem(
         return unit * int(rng.integers(16 // unit, max(32, 2 * tile) // unit + 1))
 
     # Two weights and groups take what is plain beside the product; groups of k nothing.
-    is_gemm = _has_every_epilogue(config)
+    is_gemm = _is_gemm(config)
+    # The first problem is what the kernel itself has, and so is every other of sums.
+    activates = config.epilogue != "sum" or bool(rng.integers(2))
     has_epilogue = not plain and config.ragged != "depth" and not config.exchanged
     # What the other rows cut off in their sums would show in a float32 result.
     rounds_sums = config.rounds_sums or config.element_bytes == 4
@@ -123,7 +123,10 @@ def draw_problem(
         # Groups of k lie along the rows of both operands.
         transpose_a=config.ragged == "depth" or (not plain and is_gemm and bool(rng.integers(2))),
         transpose_b=config.ragged != "depth" and not plain and bool(rng.integers(2)),
-        activation=str(rng.choice(sorted(epilogues.ACTIVATIONS))) if has_epilogue else None,
+        activation=(
+            str(rng.choice(sorted(epilogues.ACTIVATIONS))) if has_epilogue and activates else None
+        ),
+        has_alpha=is_gemm and not (plain and config.epilogue == "none"),
         has_c=not plain and is_gemm and bool(rng.integers(2)),
         has_bias=has_epilogue and bool(rng.integers(2)),
         float32_output=not plain and rounds_sums and bool(rng.integers(2)),

@@ -307,12 +307,16 @@ def test_configuration_is_the_primal_calls(cuda_module):
 
 
 SUMS = "sm90_bf16_128x64x64_s8_c1x1_cooperative"
-PRODUCTS = "sm90_bf16_128x16x64_s4_c1x1_skinny"
+PRODUCTS = "sm90_bf16_256x16x64_s3_c1x1_skinny"
 
 
 @pytest.mark.parametrize("config", [SUMS, PRODUCTS])
 @pytest.mark.parametrize(
-    "epilogue", ["activation", "residual", "row_scale", "float32 c", "float32 result", "gradient"]
+    "epilogue",
+    [
+        *("activation", "residual", "row_scale", "float32 c", "float32 result", "float16 result"),
+        "gradient",
+    ],
 )
 def test_a_row_without_the_epilogue_computes_the_product(cuda_module, config, epilogue):
     options = {
@@ -321,6 +325,7 @@ def test_a_row_without_the_epilogue_computes_the_product(cuda_module, config, ep
         "row_scale": {"row_scale": jnp.ones(64)},
         "float32 c": {"c": jnp.ones((64, 64))},
         "float32 result": {"bias": bf16(64), "preferred_element_type": jnp.float32},
+        "float16 result": {"bias": bf16(64), "preferred_element_type": jnp.float16},
         "gradient": {"bias": bf16(64), "activation": "silu"},
     }[epilogue]
 

@@ -96,6 +96,19 @@ def test_parts_of_k_are_added_up_in_the_type_of_the_result(name, args):
     assert all(line.endswith("bf16>") for line in products), products
 
 
+def test_float16_is_not_rounded_before_it_is_scaled(normal):
+    """What an epilogue scales down may be beyond float16's numbers."""
+    a, b = jnp.full((4, 4096), 8, jnp.float16), jnp.full((4096, 8), 8, jnp.float16)
+    mesh = jax.make_mesh((2,), ("x",), (AxisType.Explicit,), devices=jax.devices("cpu")[:2])
+    scale = jnp.full(4, 1e-3)
+    for options in ({"alpha": 1e-3}, {"row_scale": scale}, {"alpha": jnp.float32(1e-3)}):
+        expected = gemm(a, b, **options)
+        with jax.set_mesh(mesh):
+            got = gemm(jax.device_put(a, NamedSharding(mesh, P("x"))), b, **options)
+        assert np.isfinite(np.asarray(expected)).all()
+        np.testing.assert_array_equal(np.asarray(got), np.asarray(expected))
+
+
 def shard_map(function, mesh, **options):
     options = {"mesh": mesh, "in_specs": (P("x"), P()), "out_specs": P("x")} | options
     return jax.shard_map(function, **options)
