@@ -128,8 +128,8 @@ def dot(a: jax.Array, b: jax.Array, dimension_numbers: Any, precision: Any, dtyp
         return lax.dot_general(a, b, dimension_numbers, precision, dtype)
 
     def widened(a: jax.Array, b: jax.Array) -> jax.Array:
-        wide = (x.astype(jnp.float32) for x in (a, b))
-        return lax.dot_general(*wide, dimension_numbers, precision, jnp.float32).astype(dtype)
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+        return lax.dot_general(a, b, dimension_numbers, precision, jnp.float32).astype(dtype)
 
     is_narrow = all(jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 2 for x in (a, b))
     if not is_narrow or dtype.itemsize > 4:
