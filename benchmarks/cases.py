@@ -15,11 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from steps import STEPS, Arrays, value_and_gradients
 
-from jax_tcgemm import _compat, gated_gemm, gemm, primitive, ragged_dot
-from jax_tcgemm.benchmarking import argument_set_count
-from jax_tcgemm.epilogues import ACTIVATIONS
-from jax_tcgemm.spec import GemmSpec, resolve_algorithm
-from jax_tcgemm.strides import Operands
+from jax_tcgemm import _compat, gated_gemm, gemm, ragged_dot
+from jax_tcgemm.primitives import gemm as gemm_primitive
+from jax_tcgemm.problem.activations import ACTIVATIONS
+from jax_tcgemm.problem.spec import GemmSpec, resolve_algorithm
+from jax_tcgemm.problem.strides import Operands
+from jax_tcgemm.tools.benchmarking import argument_set_count
 
 SUITE_FILE = pathlib.Path(__file__).parent / "suite.json"
 
@@ -253,7 +254,7 @@ class Case:
             config=config,
         )
         names = ("a", "b", "c", "bias")
-        return primitive.bind(Operands(*(arrays.get(name) for name in names)), spec)
+        return gemm_primitive.bind(Operands(*(arrays.get(name) for name in names)), spec)
 
     def xla(self, arrays: Arrays) -> Any:
         """Computes the case by the natural JAX expression."""

@@ -18,8 +18,9 @@ import jax.numpy as jnp
 import pallas_rival
 from cases import Case
 
-from jax_tcgemm import _extension, kernel_table
-from jax_tcgemm.benchmarking import Chain, Timing, compile_chain, time_chains
+from jax_tcgemm import _extension
+from jax_tcgemm.kernels import table as kernel_table
+from jax_tcgemm.tools.benchmarking import Chain, Timing, compile_chain, time_chains
 
 # Largest norm of the difference between two results, relative to that of one. Each is rounded once
 # or twice more than the other; TF32 cuts 13 bits off float32 operands, and XLA may do without.

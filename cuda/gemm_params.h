@@ -16,7 +16,7 @@ constexpr int kMaxBatchRank = 4;
 // Neighbouring columns of C and D that the epilogue reads and writes together.
 constexpr int kVectorColumns = 4;
 
-// The activations, by their C++ names in jax_tcgemm/epilogues.py; each is a functor in
+// The activations, by their C++ names in jax_tcgemm/problem/activations.py; each is a functor in
 // epilogue/activations.cuh.
 #define JAX_TCGEMM_ACTIVATIONS(X) \
   X(Relu) X(ReluSquared) X(Gelu) X(GeluExact) X(Silu) X(Sigmoid) X(Tanh) X(Softcap) X(Clip)
@@ -104,7 +104,7 @@ struct EpilogueParams {
   bool d_vectorizable;  // likewise D and aux
 };
 
-// Parts of k that the kernel itself adds up (sm90/split_fixup.cuh).
+// Parts of k that the kernel itself adds up (sm90/split_k/in_workspace.cuh).
 struct Fixup {
   int32_t parts;    // 0: none
   char* partials;   // accumulators of warps

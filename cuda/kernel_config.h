@@ -1,5 +1,5 @@
 // One row of the kernel table, as a C++20 template value. The rows themselves stand in
-// jax_tcgemm/kernel_table.py; generate.py writes them out for the compiler.
+// jax_tcgemm/kernels/table.py; generate.py writes them out for the compiler.
 
 #ifndef JAX_TCGEMM_KERNEL_CONFIG_H_
 #define JAX_TCGEMM_KERNEL_CONFIG_H_
@@ -97,8 +97,8 @@ struct KernelConfig {
     return accumulators() <= 128 && !gated && element_bytes(algorithm) * tile_m <= 512;
   }
 
-  // sm90: parts of k may be added up by the blocks that multiply them (sm90/split_fixup.cuh). Large
-  // tiles have too much to exchange (docs/performance.md).
+  // sm90: parts of k may be added up by the blocks that multiply them
+  // (sm90/split_k/in_workspace.cuh). Large tiles have too much to exchange (docs/performance.md).
   constexpr bool has_fixup() const {
     return arch == Arch::kSm90 && schedule == Schedule::kPingpong && !promote && !gated &&
            !exchanged && ragged == Ragged::kNone && accumulators() <= 128;

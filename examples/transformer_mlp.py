@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_tcgemm import gated_mlp, gemm
-from jax_tcgemm.benchmarking import default_device, time_interleaved
+from jax_tcgemm.tools.benchmarking import default_device, time_interleaved
 
 LEARNING_RATE = 1e-3
 # Against what a gradient cannot be measured by: one rounding of its largest element.

@@ -5,12 +5,12 @@ import importlib.metadata
 import jax
 
 from jax_tcgemm import _extension
-from jax_tcgemm.api import gated_gemm, gemm
-from jax_tcgemm.contraction import dot_general
-from jax_tcgemm.epilogues import clip, softcap
-from jax_tcgemm.mlp import gated_mlp, mlp
-from jax_tcgemm.primitive import ACTIVATION, PREACTIVATION
-from jax_tcgemm.ragged import gated_ragged_dot, ragged_dot
+from jax_tcgemm.api.dot_general import dot_general
+from jax_tcgemm.api.gemm import gated_gemm, gemm
+from jax_tcgemm.api.mlp import gated_mlp, mlp
+from jax_tcgemm.api.ragged_dot import gated_ragged_dot, ragged_dot
+from jax_tcgemm.primitives.gemm import ACTIVATION, PREACTIVATION
+from jax_tcgemm.problem.activations import clip, softcap
 
 _extension.load()
 

@@ -25,7 +25,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_tcgemm
-from jax_tcgemm import _core, benchmarking, kernel_table, selftest
+from jax_tcgemm import _core
+from jax_tcgemm.kernels import table as kernel_table
+from jax_tcgemm.tools import benchmarking, selftest
 
 _FAILURES_SHOWN = 10
 

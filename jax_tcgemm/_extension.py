@@ -6,7 +6,7 @@ import pathlib
 
 import jax
 
-from jax_tcgemm import kernel_table
+from jax_tcgemm.kernels import table as kernel_table
 
 try:
     from jax_tcgemm import _core

@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 from gpu_accuracy import baseline_precision, poison
 
-from jax_tcgemm import _core, _extension, kernel_table
-from jax_tcgemm.alignment import split_bytes
-from jax_tcgemm.spec import INPUT_DTYPES
-from jax_tcgemm.strides import Operands, StridedGemm
+from jax_tcgemm import _core, _extension
+from jax_tcgemm.kernels import table as kernel_table
+from jax_tcgemm.problem.alignment import split_bytes
+from jax_tcgemm.problem.spec import INPUT_DTYPES
+from jax_tcgemm.problem.strides import Operands, StridedGemm
 
 # Read when a backend starts. The shard_map tests need more than one device; on GPUs, tuning the
 # products of the baseline would take most of the time.

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_tcgemm import gemm
-from jax_tcgemm.epilogues import ACTIVATIONS
+from jax_tcgemm.problem.activations import ACTIVATIONS
 
 NAMES = ("a", "b", "c", "bias", "alpha", "beta")
 

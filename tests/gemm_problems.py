@@ -13,9 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_tcgemm import _extension, benchmarking, gemm, kernel_table, selftest
-from jax_tcgemm.epilogues import ACTIVATIONS, resolve
-from jax_tcgemm.kernel_config import ELEMENT_BYTES, KernelConfig
+from jax_tcgemm import _extension, gemm
+from jax_tcgemm.kernels import table as kernel_table
+from jax_tcgemm.kernels.config import ELEMENT_BYTES, KernelConfig
+from jax_tcgemm.problem.activations import ACTIVATIONS, resolve
+from jax_tcgemm.tools import benchmarking, selftest
 
 _MOST_PRODUCTS, _MOST_ELEMENTS = 3e9, 3e7
 _SCALES = ("row_scale", "column_scale")

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_tcgemm import clip, softcap
-from jax_tcgemm.epilogues import ACTIVATIONS
-from jax_tcgemm.kernel_config import KernelConfig
+from jax_tcgemm.kernels.config import KernelConfig
+from jax_tcgemm.problem.activations import ACTIVATIONS
 
 LAYOUTS = list(itertools.product((False, True), repeat=2))
 EVERY_ACTIVATION = [*ACTIVATIONS, softcap(1.5), clip(-0.75, 1.25)]

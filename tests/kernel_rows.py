@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jax_tcgemm import _extension
-from jax_tcgemm.kernel_table import CONFIGS
+from jax_tcgemm.kernels.table import CONFIGS
 
 
 def by_config(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from jax_tcgemm import gated_mlp, mlp
-from jax_tcgemm.epilogues import resolve
+from jax_tcgemm.problem.activations import resolve
 
 
 def plain(x, w1, b1, w2, b2, **options):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_tcgemm import _core, gated_gemm, gemm, ragged_dot
-from jax_tcgemm.kernel_table import CONFIGS
+from jax_tcgemm.kernels.table import CONFIGS
 
 # Exit status: there is no GPU for a client of this MPS server.
 NO_DEVICE = 77

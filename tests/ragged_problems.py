@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_tcgemm import ragged_dot
-from jax_tcgemm.epilogues import ACTIVATIONS
+from jax_tcgemm.problem.activations import ACTIVATIONS
 
 F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
 

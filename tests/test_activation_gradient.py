@@ -11,8 +11,8 @@ import pytest
 from jax.test_util import check_grads
 
 from jax_tcgemm import gemm, softcap
-from jax_tcgemm.activation_gradient import activation_tangent
-from jax_tcgemm.epilogues import resolve
+from jax_tcgemm.primitives.activation_gradient import activation_tangent
+from jax_tcgemm.problem.activations import resolve
 
 TARGET = "jax_tcgemm_activation_gradient_v1"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from jax_tcgemm.alignment import misalignment, padding_bytes, split_bytes
-from jax_tcgemm.strides import Operands, StridedGemm
+from jax_tcgemm.problem.alignment import misalignment, padding_bytes, split_bytes
+from jax_tcgemm.problem.strides import Operands, StridedGemm
 
 pytestmark = pytest.mark.any_jax
 

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import pytest
 
-from jax_tcgemm import benchmarking
+from jax_tcgemm.tools import benchmarking
 
 
 def kernels(*names):

@@ -12,7 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_tcgemm import _extension, benchmarking, kernel_table
+from jax_tcgemm import _extension
+from jax_tcgemm.kernels import table as kernel_table
+from jax_tcgemm.tools import benchmarking
 
 BENCHMARKS = pathlib.Path(__file__).parent.parent / "benchmarks"
 sys.path.append(str(BENCHMARKS))

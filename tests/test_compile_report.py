@@ -1,4 +1,4 @@
-"""What cuda/compile_with_report.py keeps of ptxas's output."""
+"""What cuda/build/compile_with_report.py keeps of ptxas's output."""
 
 import importlib.util
 import pathlib

@@ -12,7 +12,7 @@ from fused_call import NAMES, assert_trees_close, formula, fused, square_sum
 from jax.test_util import check_grads
 
 from jax_tcgemm import gemm
-from jax_tcgemm.epilogues import ACTIVATIONS
+from jax_tcgemm.problem.activations import ACTIVATIONS
 
 
 @pytest.mark.parametrize("activation", [None, *ACTIVATIONS])

@@ -14,7 +14,8 @@ from fused_call import assert_trees_close
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jax_tcgemm import dot_general, lowering
+from jax_tcgemm import dot_general
+from jax_tcgemm.lowering import gemm as gemm_lowering
 
 # Random problems
 
@@ -270,7 +271,7 @@ def test_each_operand_keeps_its_precision(normal):
 
 
 def test_the_log_says_why(normal, monkeypatch, capfd):
-    lowering.log.cache_clear()
+    gemm_lowering.log.cache_clear()
     monkeypatch.setenv("JAX_TCGEMM_LOG", "1")
     dot_general(normal(13), normal(17), OUTER)  # of types that nothing else has traced
     line = capfd.readouterr().err

@@ -10,16 +10,8 @@ import numpy as np
 import pytest
 from fused_call import assert_trees_close
 
-from jax_tcgemm import (
-    arguments,
-    dot_general,
-    gated_gemm,
-    gated_mlp,
-    gated_ragged_dot,
-    gemm,
-    mlp,
-    ragged_dot,
-)
+from jax_tcgemm import dot_general, gated_gemm, gated_mlp, gated_ragged_dot, gemm, mlp, ragged_dot
+from jax_tcgemm.api import arguments
 
 SIZES = jnp.array([3, 5])
 DIMS = (((1,), (0,)), ((), ()))

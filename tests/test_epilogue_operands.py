@@ -11,10 +11,11 @@ import pytest
 from fused_call import assert_trees_close, square_sum
 from jax.test_util import check_grads
 
-from jax_tcgemm import _compat, gemm, primitive, softcap
-from jax_tcgemm.epilogues import resolve
-from jax_tcgemm.spec import GemmSpec
-from jax_tcgemm.strides import Operands
+from jax_tcgemm import _compat, gemm, softcap
+from jax_tcgemm.primitives import gemm as gemm_primitive
+from jax_tcgemm.problem.activations import resolve
+from jax_tcgemm.problem.spec import GemmSpec
+from jax_tcgemm.problem.strides import Operands
 
 
 def call(a, b, bias, residual, row_scale, column_scale, alpha=1.0, activation="gelu"):
@@ -204,7 +205,7 @@ def bound(a, b, c, c2=None, *, activation="gelu", dtype=None):
         activation=activation,
         c_role="derivative" if c2 is None else "gated_derivative",
     )
-    return primitive.bind(Operands(a, b, c, c2=c2), spec)
+    return gemm_primitive.bind(Operands(a, b, c, c2=c2), spec)
 
 
 def composed(a, b, c, c2=None, *, activation="gelu"):

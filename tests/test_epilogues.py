@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_tcgemm import clip, gemm, selftest, softcap
-from jax_tcgemm.epilogues import ACTIVATIONS, resolve
+from jax_tcgemm import clip, gemm, softcap
+from jax_tcgemm.problem.activations import ACTIVATIONS, resolve
+from jax_tcgemm.tools import selftest
 
 _erf = np.vectorize(math.erf, otypes=[np.float64])
 

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_tcgemm import gemm, kernel_table
+from jax_tcgemm import gemm
+from jax_tcgemm.kernels import table as kernel_table
 
 
 def _zeros(*shape, dtype=jnp.float32):

@@ -12,8 +12,9 @@ import pytest
 from cuda_calls import bf16, picked
 from gpu_accuracy import LAYOUTS
 
-from jax_tcgemm import _compat, _core, _extension, gated_gemm, kernel_table, ragged_dot
-from jax_tcgemm.kernel_table import CONFIGS
+from jax_tcgemm import _compat, _core, _extension, gated_gemm, ragged_dot
+from jax_tcgemm.kernels import table as kernel_table
+from jax_tcgemm.kernels.table import CONFIGS
 
 FALLBACKS = {row.name: row for row in CONFIGS if row.is_fallback}
 GATED = "simt_bf16_4x64x32_w4x1_s1_gated"

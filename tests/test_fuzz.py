@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_tcgemm import gemm, kernel_config
+from jax_tcgemm import gemm
+from jax_tcgemm.kernels import config as kernel_config
 
 
 @pytest.fixture

@@ -13,10 +13,11 @@ from jax.sharding import PartitionSpec
 from jax.test_util import check_grads
 
 import jax_tcgemm
-from jax_tcgemm import _compat, clip, gated_gemm, gated_mlp, reference
-from jax_tcgemm.epilogues import resolve
-from jax_tcgemm.spec import GemmSpec
-from jax_tcgemm.strides import Operands
+from jax_tcgemm import _compat, clip, gated_gemm, gated_mlp
+from jax_tcgemm.lowering import reference
+from jax_tcgemm.problem.activations import resolve
+from jax_tcgemm.problem.spec import GemmSpec
+from jax_tcgemm.problem.strides import Operands
 
 FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)
 

@@ -11,7 +11,8 @@ import pytest
 from cuda_calls import assert_nothing_moves, bf16, picked
 
 import jax_tcgemm
-from jax_tcgemm import _extension, gated_gemm, kernel_table
+from jax_tcgemm import _extension, gated_gemm
+from jax_tcgemm.kernels import table as kernel_table
 
 
 def fused(x, w_gate, w_up, bias_gate=None, bias_up=None):

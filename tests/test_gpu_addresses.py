@@ -9,9 +9,10 @@ import pytest
 from gpu_accuracy import poison
 from shifted_call import shifted_call
 
-from jax_tcgemm import _compat, _extension, gemm, lowering
-from jax_tcgemm.spec import INPUT_DTYPES, GatedSpec, GemmSpec
-from jax_tcgemm.strides import Operands, fold
+from jax_tcgemm import _compat, _extension, gemm
+from jax_tcgemm.lowering import gemm as gemm_lowering
+from jax_tcgemm.problem.spec import INPUT_DTYPES, GatedSpec, GemmSpec
+from jax_tcgemm.problem.strides import Operands, fold
 
 pytestmark = pytest.mark.gpu
 
@@ -38,7 +39,7 @@ def test_operands_that_begin_anywhere(
     axes = Operands(order, order, bias=(0,))
     spec = GemmSpec(axes, jnp.dtype(dtype), _compat.canonicalize_precision(None))
     shapes = Operands(stored[0].shape, stored[1].shape, bias=bias.shape)
-    attributes = lowering._attributes(
+    attributes = gemm_lowering._attributes(
         fold(spec.strided(shapes)), spec, algorithm, 0, has_workspace=False
     )
     poison((m, n), dtype)
@@ -62,7 +63,7 @@ def test_weights_of_a_gated_product_that_begin_anywhere(normal, exact, assert_ac
         Operands((0, 1), (0, 1), b2=(0, 1)), x.dtype, _compat.canonicalize_precision(None)
     )
     gemm_of = fold(spec.strided(Operands(x.shape, w.shape, b2=u.shape)))
-    attributes = lowering._attributes(gemm_of, spec, "BF16_BF16_F32", 0, has_workspace=False)
+    attributes = gemm_lowering._attributes(gemm_of, spec, "BF16_BF16_F32", 0, has_workspace=False)
     result = (jax.ShapeDtypeStruct((192, 256), x.dtype),)
     (got,) = shifted_call(_extension.GEMM_TARGET, result, [x, w, u], shift, **attributes)
     baseline = jnp.matmul(x, w) * jnp.matmul(x, u)

@@ -9,10 +9,11 @@ import pytest
 from gpu_accuracy import EVERY_ACTIVATION, FLOATS, accumulation_slack, some
 from kernel_rows import by_config
 
-from jax_tcgemm import _compat, gemm, primitive
-from jax_tcgemm.epilogues import resolve
-from jax_tcgemm.spec import INPUT_DTYPES, GemmSpec
-from jax_tcgemm.strides import Operands
+from jax_tcgemm import _compat, gemm
+from jax_tcgemm.primitives import gemm as gemm_primitive
+from jax_tcgemm.problem.activations import resolve
+from jax_tcgemm.problem.spec import INPUT_DTYPES, GemmSpec
+from jax_tcgemm.problem.strides import Operands
 
 pytestmark = pytest.mark.gpu
 
@@ -137,7 +138,7 @@ def test_derivatives_of_activations(compare, normal, rng, config, c_role):
         )
 
         def ours(a, b, c, c2=None, spec=spec):
-            return primitive.bind(Operands(a, b, c, c2=c2), spec)
+            return gemm_primitive.bind(Operands(a, b, c, c2=c2), spec)
 
         def formula(matmul, a, b, c, c2=None, f=f):
             z = matmul(a, b)

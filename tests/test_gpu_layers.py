@@ -20,10 +20,11 @@ from gpu_accuracy import (
 )
 from kernel_rows import by_config
 
-from jax_tcgemm import _compat, activation_gradient, gated, gated_gemm, gated_mlp, mlp
-from jax_tcgemm.epilogues import resolve
-from jax_tcgemm.spec import INPUT_DTYPES, GatedSpec
-from jax_tcgemm.strides import Operands
+from jax_tcgemm import _compat, gated_gemm, gated_mlp, mlp
+from jax_tcgemm.primitives import activation_gradient, gated
+from jax_tcgemm.problem.activations import resolve
+from jax_tcgemm.problem.spec import INPUT_DTYPES, GatedSpec
+from jax_tcgemm.problem.strides import Operands
 
 pytestmark = pytest.mark.gpu
 

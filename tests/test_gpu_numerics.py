@@ -24,9 +24,9 @@ from gpu_accuracy import (
 from kernel_rows import by_config
 
 from jax_tcgemm import gemm
-from jax_tcgemm.epilogues import ACTIVATIONS
-from jax_tcgemm.kernel_config import KernelConfig
-from jax_tcgemm.spec import INPUT_DTYPES
+from jax_tcgemm.kernels.config import KernelConfig
+from jax_tcgemm.problem.activations import ACTIVATIONS
+from jax_tcgemm.problem.spec import INPUT_DTYPES
 
 pytestmark = pytest.mark.gpu
 

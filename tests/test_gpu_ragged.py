@@ -21,9 +21,10 @@ from ragged_problems import (
     random_problem,
 )
 
-from jax_tcgemm import ragged_dot, ragged_primitive
-from jax_tcgemm.ragged_lowering import RaggedSpec
-from jax_tcgemm.spec import INPUT_DTYPES
+from jax_tcgemm import ragged_dot
+from jax_tcgemm.lowering.ragged import RaggedSpec
+from jax_tcgemm.primitives import ragged as ragged_primitive
+from jax_tcgemm.problem.spec import INPUT_DTYPES
 
 pytestmark = pytest.mark.gpu
 

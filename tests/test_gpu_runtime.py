@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 import jax_tcgemm
-from jax_tcgemm import gemm, lowering
-from jax_tcgemm.spec import INPUT_DTYPES
+from jax_tcgemm import gemm
+from jax_tcgemm.lowering import gemm as gemm_lowering
+from jax_tcgemm.problem.spec import INPUT_DTYPES
 
 pytestmark = pytest.mark.gpu
 
@@ -195,12 +196,12 @@ def test_two_products_with_parts_of_k_in_one_graph(normal, choose_on_h200):
 
 def test_an_error_of_the_handler_is_an_exception(monkeypatch):
     """What tracing cannot rule out, a custom call made by hand, must not end the process."""
-    right = lowering._attributes
+    right = gemm_lowering._attributes
 
     def wrong(*args, **options):
         return right(*args, **options) | {"activation": "NoSuchActivation"}
 
-    monkeypatch.setattr(lowering, "_attributes", wrong)
+    monkeypatch.setattr(gemm_lowering, "_attributes", wrong)
     a = jnp.ones((64, 64), jnp.bfloat16)
     with pytest.raises(jax.errors.JaxRuntimeError, match="unknown activation 'NoSuchActivation'"):
         jax.block_until_ready(jax.jit(lambda a: gemm(a, a))(a))

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jax_tcgemm import gemm
-from jax_tcgemm.epilogues import ACTIVATIONS
+from jax_tcgemm.problem.activations import ACTIVATIONS
 
 _settings = settings(
     max_examples=30,

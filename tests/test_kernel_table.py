@@ -10,10 +10,11 @@ import re
 
 import pytest
 
-from jax_tcgemm import _core, _extension, kernel_table
-from jax_tcgemm.kernel_config import ALGORITHM_TAGS
-from jax_tcgemm.kernel_table import CONFIGS, by_name, for_algorithm
-from jax_tcgemm.spec import INPUT_DTYPES
+from jax_tcgemm import _core, _extension
+from jax_tcgemm.kernels import table as kernel_table
+from jax_tcgemm.kernels.config import ALGORITHM_TAGS
+from jax_tcgemm.kernels.table import CONFIGS, by_name, for_algorithm
+from jax_tcgemm.problem.spec import INPUT_DTYPES
 
 pytestmark = pytest.mark.any_jax
 
@@ -179,7 +180,7 @@ _LAYOUT = r"I(?:LNS_5MajorE|LS\w_)\dELS\w_\dEE"
 
 @pytest.mark.skipif(not _core.build_info()["cuda"], reason="built without kernels")
 def test_no_sm90_kernel_spills_or_is_serialised():
-    """The compiler's report, written by cuda/compile_with_report.py: name, registers, spills."""
+    """The report that cuda/build/compile_with_report.py writes: name, registers, spills."""
     report = (importlib.resources.files("jax_tcgemm") / "sm90_kernels.txt").read_text().splitlines()
     assert [line for line in report if line.startswith("warning ")] == []
     spills = {name: int(spilled) for name, _, spilled in map(str.split, report)}

@@ -8,8 +8,8 @@ import pytest
 from cuda_calls import bf16
 
 from jax_tcgemm import gemm
-from jax_tcgemm.left_to_xla import left_to_xla
-from jax_tcgemm.strides import Operands, StridedGemm, fold, strided_gemm
+from jax_tcgemm.lowering.left_to_xla import left_to_xla
+from jax_tcgemm.problem.strides import Operands, StridedGemm, fold, strided_gemm
 
 
 def folded(m: int, n: int, k: int, layout: str = "nn", batch: int = 1) -> StridedGemm:

@@ -10,9 +10,12 @@ import numpy as np
 import pytest
 from cuda_calls import assert_nothing_moves, bf16, picked
 
-from jax_tcgemm import _compat, _extension, clip, gemm, lowering, primitive, reference, softcap
-from jax_tcgemm.spec import GemmSpec, flatten
-from jax_tcgemm.strides import Operands
+from jax_tcgemm import _compat, _extension, clip, gemm, softcap
+from jax_tcgemm.lowering import gemm as gemm_lowering
+from jax_tcgemm.lowering import reference
+from jax_tcgemm.primitives import gemm as gemm_primitive
+from jax_tcgemm.problem.spec import GemmSpec, flatten
+from jax_tcgemm.problem.strides import Operands
 
 ATTRIBUTES = {
     *("m", "n", "k", "batch_shape", "a_strides", "b_strides", "c_strides", "bias_strides"),
@@ -131,7 +134,7 @@ def _derivative(c_role, c2=None, activation="gelu"):
     precision = _compat.canonicalize_precision(None)
     dtype = jnp.dtype(jnp.bfloat16)
     spec = GemmSpec(axes, dtype, precision, activation=activation, c_role=c_role)
-    return lambda *x: primitive.bind(Operands(*x[:3], c2=x[3] if c2 else None), spec)
+    return lambda *x: gemm_primitive.bind(Operands(*x[:3], c2=x[3] if c2 else None), spec)
 
 
 def test_derivatives_of_activations_are_epilogues(cuda_module):
@@ -254,14 +257,14 @@ def test_dense_batch_means_the_same(monkeypatch, normal):
     c, bias = normal(3, 1, 4, 1), normal(5)
 
     def dense(*operands, spec):
-        x, spec = lowering._with_dense_batch(spec.unflatten(operands), spec)
+        x, spec = gemm_lowering._with_dense_batch(spec.unflatten(operands), spec)
         return reference.reference_gemm(*flatten(x), spec=spec)
 
     def f(alpha):
         (spec,) = (
             eqn.params["spec"]
             for eqn in jax.make_jaxpr(lambda s: gemm(a, b, c, bias=bias, alpha=s))(alpha).eqns
-            if eqn.primitive is primitive.gemm_p
+            if eqn.primitive is gemm_primitive.gemm_p
         )
         x = Operands(a[0, :, 0, :, 0], b[:, 0, :, 0], c[:, 0, :, 0], bias, alpha)
         return dense(*flatten(x), spec=spec)[0]

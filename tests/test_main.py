@@ -12,7 +12,9 @@ import pytest
 
 import jax_tcgemm
 from jax_tcgemm import __main__ as main_module
-from jax_tcgemm import _core, benchmarking, kernel_table, selftest
+from jax_tcgemm import _core
+from jax_tcgemm.kernels import table as kernel_table
+from jax_tcgemm.tools import benchmarking, selftest
 
 ROOT = pathlib.Path(__file__).parent.parent
 

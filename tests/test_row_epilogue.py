@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import pytest
 from cuda_calls import assert_nothing_moves, bf16, picked
 
-from jax_tcgemm import gemm, lowering
-from jax_tcgemm.kernel_table import by_name
+from jax_tcgemm import gemm
+from jax_tcgemm.kernels.table import by_name
+from jax_tcgemm.lowering import gemm as gemm_lowering
 
 SUMS = "sm90_bf16_128x64x64_s8_c1x1_cooperative"
 PRODUCTS = "sm90_bf16_256x16x64_s3_c1x1_skinny"
@@ -78,7 +79,7 @@ def test_sums_of_odd_rows_are_every_rows(cuda_module):
 
 
 def test_the_log_names_a_pass_after_the_product(cuda_module, monkeypatch, capfd):
-    lowering.log.cache_clear()
+    gemm_lowering.log.cache_clear()
     monkeypatch.setenv("JAX_TCGEMM_LOG", "1")
     cuda_module(lambda a, b: gemm(a, b, activation="relu", config=SUMS), bf16(24, 64), bf16(64, 64))
     line = capfd.readouterr().err.rstrip()

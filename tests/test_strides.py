@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jax_tcgemm import strides
-from jax_tcgemm.strides import MAX_EXTENT, Operands, StridedGemm, fold, strided_gemm
+from jax_tcgemm.problem import strides
+from jax_tcgemm.problem.strides import MAX_EXTENT, Operands, StridedGemm, fold, strided_gemm
 
 pytestmark = pytest.mark.any_jax
 

@@ -13,7 +13,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 import jax_tcgemm
-from jax_tcgemm import gemm, kernel_table, ragged_dot
+from jax_tcgemm import gemm, ragged_dot
+from jax_tcgemm.kernels import table as kernel_table
 
 # Batching
 

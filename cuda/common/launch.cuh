@@ -6,7 +6,7 @@
 #include <cuda_runtime_api.h>
 #include <stdint.h>
 
-#include "kernel_entry.h"
+#include "dispatch/kernel_entry.h"
 
 namespace jax_tcgemm {
 

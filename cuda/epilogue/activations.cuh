@@ -1,5 +1,5 @@
 // The activation functors and their derivatives: float32 in, float32 out. Their names are the C++
-// names in jax_tcgemm/epilogues.py, whose jnp functions are what they are tested against.
+// names in jax_tcgemm/problem/activations.py, whose jnp functions are what they are tested against.
 //
 // All are accurate to a few float32 roundings: exp and reciprocal by the fast instructions (2 ulp),
 // nothing by tanh.approx, whose 2^-11 would show in float32 results.

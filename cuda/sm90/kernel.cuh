@@ -12,9 +12,10 @@
 //        k): 1 + bytes. Named barrier 1 + w: the 128 threads of consumer w; 3: all consumers.
 // Timeline, producer: wait empty -> expect bytes -> TMA A, B ...                 (tile after tile)
 //        consumer: send for C -> [wait turn] -> mainloop (sm90/mainloop.cuh); while its last
-//        instructions run: [pass the turn], fetch the bias -> [sm90/split_fixup.cuh] -> output
-//        (sm90/output.cuh, or sm90/transposed_output.cuh, or sm90/reduction.cuh). The producer
-//        runs ahead into the next tile meanwhile; in pingpong the other consumer multiplies.
+//        instructions run: [pass the turn], fetch the bias -> [sm90/split_k/in_workspace.cuh] ->
+//        output (sm90/output/output.cuh, or sm90/output/transposed.cuh, or
+//        sm90/split_k/in_cluster.cuh). The producer runs ahead into the next tile meanwhile; in
+//        pingpong the other consumer multiplies.
 // A block of a cluster ends when nothing more will be written to it or read from it, which its
 // producer waits for; a barrier of the cluster in its place takes half a microsecond.
 
@@ -30,14 +31,14 @@
 #include "scheduler/raster.cuh"
 #include "sm90/layouts.cuh"
 #include "sm90/mainloop.cuh"
-#include "sm90/output.cuh"
+#include "sm90/output/output.cuh"
+#include "sm90/output/transposed.cuh"
 #include "sm90/producer.cuh"
 #include "sm90/ragged.cuh"
-#include "sm90/reduction.cuh"
 #include "sm90/ring.cuh"
-#include "sm90/split_fixup.cuh"
+#include "sm90/split_k/in_cluster.cuh"
+#include "sm90/split_k/in_workspace.cuh"
 #include "sm90/tensor_maps.h"
-#include "sm90/transposed_output.cuh"
 
 namespace jax_tcgemm::sm90 {
 

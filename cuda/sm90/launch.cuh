@@ -2,10 +2,10 @@
 
 #pragma once
 
-#include "kernel_entry.h"
+#include "dispatch/kernel_entry.h"
 #include "sm90/kernel.cuh"
 #include "sm90/layouts.cuh"
-#include "sm90/output_tile.h"
+#include "sm90/output/output_tile.h"
 #include "sm90/skinny_kernel.cuh"
 
 namespace jax_tcgemm::sm90 {

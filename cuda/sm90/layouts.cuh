@@ -4,7 +4,7 @@
 #pragma once
 
 #include "kernel_config.h"
-#include "sm90/output_tile.h"
+#include "sm90/output/output_tile.h"
 #include "sm90/tensor_maps.h"
 
 namespace jax_tcgemm::sm90 {

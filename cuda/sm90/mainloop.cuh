@@ -13,7 +13,7 @@
 #include "ptx/wgmma.cuh"
 #include "sm90/fragment_reader.cuh"
 #include "sm90/layouts.cuh"
-#include "sm90/output_tile.h"
+#include "sm90/output/output_tile.h"
 #include "sm90/ring.cuh"
 #include "sm90/tensor_maps.h"
 

@@ -8,7 +8,7 @@
 #include "ptx/mbarrier.cuh"
 #include "ptx/tma.cuh"
 #include "scheduler/raster.cuh"
-#include "sm90/output_tile.h"
+#include "sm90/output/output_tile.h"
 #include "sm90/ring.cuh"
 #include "sm90/tensor_maps.h"
 

@@ -26,7 +26,7 @@
 #include "ptx/tma.cuh"
 #include "scheduler/ragged.cuh"
 #include "sm90/mainloop.cuh"
-#include "sm90/output.cuh"
+#include "sm90/output/output.cuh"
 #include "sm90/producer.cuh"
 #include "sm90/ring.cuh"
 #include "sm90/tensor_maps.h"

@@ -9,7 +9,7 @@
 //        are initialised; 1: the consumers.
 // Timeline, producer: initialise -> TMA A, B ...       (waits for no other warp)
 //        consumer: fetch bias, scalars -> mainloop (sm90/mainloop.cuh) -> sums and D
-//        (sm90/skinny_output.cuh). The producer runs ahead into the next tile meanwhile.
+//        (sm90/output/skinny.cuh). The producer runs ahead into the next tile meanwhile.
 // That the blocks of a cluster have started is waited for only when sums are to be sent. None is
 // written to after its end, because each waits for all that it is sent.
 //
@@ -29,9 +29,9 @@
 #include "scheduler/raster.cuh"
 #include "sm90/layouts.cuh"
 #include "sm90/mainloop.cuh"
+#include "sm90/output/skinny.cuh"
 #include "sm90/producer.cuh"
 #include "sm90/ring.cuh"
-#include "sm90/skinny_output.cuh"
 #include "sm90/tensor_maps.h"
 
 namespace jax_tcgemm::sm90 {

@@ -33,7 +33,7 @@ constexpr bool in_whole_rows(Finish finish) {
 
 // Which of them a kernel has code for; of a row that splits k, and of a skinny one, it is other
 // code. Parts of rows of D take little of it, and so do sums, where they are unrolled. Exchanged
-// (see sm90/output_tile.h), rows of the accumulators are columns of D.
+// (see sm90/output/output_tile.h), rows of the accumulators are columns of D.
 constexpr bool has_finish(const KernelConfig& config, Finish finish, bool exchanged) {
   if (config.epilogue == EpilogueWork::kAny && finish >= Finish::kActivate) return true;
   if (config.gated) return false;

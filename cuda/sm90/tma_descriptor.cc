@@ -8,7 +8,7 @@
 #include <string>
 
 #include "epilogue/work.h"
-#include "sm90/output_tile.h"
+#include "sm90/output/output_tile.h"
 
 namespace jax_tcgemm::sm90 {
 namespace {

@@ -1,0 +1,339 @@
+#include "dispatch/dispatch.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <iterator>
+#include <limits>
+#include <set>
+#include <string>
+#include <unordered_map>
+
+#include "common/ceil_div.h"
+#include "dispatch/sm90_time_model.h"
+#include "epilogue/work.h"
+#include "kernel_registry.inc"
+#include "passes/pad_operand.h"
+#include "passes/sum_splits.h"
+#include "sm90/output/output_tile.h"
+#include "sm90/tma_descriptor.h"
+
+namespace jax_tcgemm {
+namespace {
+
+constexpr int kMaxTmaBatchRank = 3;
+
+// Groups of so many rows of D, whatever the tile, so that the blocks of one wave read few enough
+// rows of A and columns of B to share them in L2.
+Status set_tile_order(const KernelConfig& config, bool exchanged, GemmParams* params) {
+  const int64_t group_rows = config.arch == Arch::kSm90 ? 2048 : 1024;
+  const int64_t rows = config.tile_m * config.cluster_m;
+  const int64_t tiles_m = ceil_div(exchanged ? params->n : params->m, rows);
+  const int64_t tiles_n =
+      ceil_div(exchanged ? params->m : params->n, config.output_n() * config.cluster_n);
+  const int64_t width =
+      config.skinny ? tiles_m : std::min(tiles_m, std::max(int64_t{1}, group_rows / rows));
+  // A block counts them in 32 bits to one step of the grid beyond.
+  constexpr int64_t kMaxTiles = std::numeric_limits<int32_t>::max() / 2;
+  JAX_TCGEMM_REQUIRE(tiles_m * tiles_n <= kMaxTiles, "m=", params->m, " n=", params->n, " make ",
+                     tiles_m * tiles_n, " tiles");
+  const int64_t groups = ceil_div(tiles_m, width);
+  const auto divisor = [](int64_t value) { return make_fast_divisor(static_cast<int32_t>(value)); };
+  Raster& raster = params->raster;
+  raster.order = RasterOrder::kAlongM;
+  raster.tiles = divisor(tiles_m * tiles_n);
+  raster.tiles_per_group = divisor(width * tiles_n);
+  raster.width = divisor(width);
+  raster.last_width = divisor(tiles_m - (groups - 1) * width);
+  raster.last_group = static_cast<int32_t>(groups - 1);
+  return Status();
+}
+
+// Of extents and layout; what else there is in a choice takes few values.
+struct ChoiceInputHash {
+  size_t operator()(const ChoiceInput& input) const {
+    const int64_t layout =
+        2 * static_cast<int64_t>(input.major_a) + static_cast<int64_t>(input.major_b);
+    size_t hash = 0;
+    for (const int64_t part : {input.m, input.n, input.k, input.batch, layout}) {
+      hash = (hash ^ static_cast<size_t>(part)) * 0x9e3779b97f4a7c15u;
+      hash ^= hash >> 32;
+    }
+    return hash;
+  }
+};
+
+Choice fastest_kernel(const ChoiceInput& input) {
+  Choice best;
+  Rank best_rank = Rank::kFallback;
+  const int most_splits = max_splits(input);
+  double best_time = std::numeric_limits<double>::infinity();
+  for (const KernelEntry& entry : kernel_registry()) {
+    const Rank rank = rank_of(entry.config, input);
+    for (int splits = 1; splits <= most_splits; splits *= 2) {
+      if (!supports(entry.config, input, splits)) continue;
+      if (splits > 1 && !supports_splits(entry.config, input, splits)) continue;
+      const double time = estimated_cycles(entry.config, input, splits);
+      if (rank > best_rank || (rank == best_rank && time < best_time)) {
+        best = {&entry, splits, sm90::has_fixup(entry.config, input, splits)};
+        best_rank = rank;
+        best_time = time;
+      }
+    }
+  }
+  return best;
+}
+
+// `used` bytes of the workspace are taken.
+Status find_kernel(const GemmProblem& problem, const DeviceProperties& device, int64_t used,
+                   Choice* choice) {
+  const GemmParams& p = problem.params;
+  const ChoiceInput input = {
+      .algorithm = problem.algorithm,
+      .m = p.m,
+      .n = p.n,
+      .k = p.k,
+      .batch = p.batch,
+      .aligned = problem.aligned(),
+      .tma_addressable = problem.tma_addressable() && p.batch_rank <= kMaxTmaBatchRank,
+      .major_a = problem.major_a,
+      .major_b = problem.major_b,
+      .epilogue = work_of(p.epilogue),
+      .gated = p.epilogue.gated,
+      .float32_result = p.epilogue.d_is_float32,
+      .workspace_bytes = problem.workspace_bytes - used,
+      .compute_capability = device.compute_capability,
+      .sm_count = device.sm_count,
+      .shared_memory_per_block = device.shared_memory_per_block,
+      .max_cluster_size = device.max_cluster_size.load(std::memory_order_relaxed),
+      .batch_rank = p.batch_rank,
+      .ragged = Ragged::kNone,
+      .whole_lines_a = begins_lines(p.a, problem.algorithm),
+      .whole_lines_b = begins_lines(p.b, problem.algorithm),
+      .d_by_tma = sm90::d_by_tma(problem),
+      .has_c = p.epilogue.c.data != nullptr,
+      .c_by_tma = sm90::c_by_tma(problem),
+  };
+  JAX_TCGEMM_RETURN_IF_ERROR(named_or_chosen(problem.config, input, choice));
+  JAX_TCGEMM_REQUIRE(choice->entry != nullptr, "no kernel for m=", p.m, " n=", p.n, " k=", p.k,
+                     " aligned=", problem.aligned(), " gated=", p.epilogue.gated, " within ",
+                     device.shared_memory_per_block, " bytes of shared memory and clusters of ",
+                     input.max_cluster_size, " blocks on ", device.name);
+  return Status();
+}
+
+// Replaces an unaligned operand by a padded copy in the workspace, of which `*used` bytes are
+// taken, if there is room. Returns whether there was; the copy is still to be made.
+bool plan_padding(const GemmProblem& problem, Major major, int32_t extent_mn, Operand* operand,
+                  PadProblem* pad, int64_t* used) {
+  const GemmParams& params = problem.params;
+  *pad = {};
+  pad->in = *operand;
+  pad->element_bytes = element_bytes(problem.algorithm);
+  pad->rows = major == Major::kK ? extent_mn : params.k;
+  pad->columns = major == Major::kK ? params.k : extent_mn;
+  pad->batch_rank = params.batch_rank;
+  std::copy(std::begin(params.batch_shape), std::end(params.batch_shape), pad->batch_shape);
+  pad->out = static_cast<char*>(problem.workspace) + *used;
+  const int64_t bytes = plan_pad(pad);
+  // An operand of which the base address alone is unaligned had no copy planned; kernels that
+  // realign will take it.
+  if (*used + bytes > problem.padding_bytes) return false;
+  *used += bytes;
+  *operand = {pad->out, pad->out_ld, bytes / pad->element_bytes, pad->out_batch};
+  return true;
+}
+
+Status pad_unaligned_operands(GemmProblem* problem, const DeviceProperties& device, int64_t* used,
+                              cudaStream_t stream) {
+  // A padded copy of one of two weights would not lie as the other does.
+  if (problem->padding_bytes == 0 || problem->params.epilogue.gated) return Status();
+  GemmParams& params = problem->params;
+  // TMA takes rows whose ends are off 16 bytes, cp.async does not.
+  const bool by_tma = device.compute_capability == 90 && params.batch_rank <= kMaxTmaBatchRank &&
+                      problem->algorithm != Algorithm::kF16F16F16;
+  PadProblem pads[2];
+  int count = 0;
+  if (!(by_tma ? problem->strides_aligned_a : problem->aligned_a) &&
+      plan_padding(*problem, problem->major_a, params.m, &params.a, &pads[count], used)) {
+    problem->strides_aligned_a = problem->aligned_a = true;
+    ++count;
+  }
+  if (!(by_tma ? problem->strides_aligned_b : problem->aligned_b) &&
+      plan_padding(*problem, problem->major_b, params.n, &params.b, &pads[count], used)) {
+    problem->strides_aligned_b = problem->aligned_b = true;
+    ++count;
+  }
+  if (count == 0) return Status();
+  JAX_TCGEMM_CUDA_CHECK(launch_pads(pads, count, stream), "padding ", count,
+                        " operands of m=", params.m, " n=", params.n, " k=", params.k);
+  return Status();
+}
+
+// The products over parts of k, as a batch of float32 matrices in the workspace.
+GemmProblem split_problem(const GemmProblem& whole, int stages, int splits, void* partial) {
+  GemmProblem problem = whole;
+  problem.params.split_stages = stages;
+  problem.params.batch = splits;
+  problem.params.batch_rank = 0;
+  problem.params.epilogue = {};
+  problem.params.epilogue.alpha.value = 1.f;
+  problem.params.epilogue.d = partial;
+  problem.params.epilogue.d_is_float32 = problem.params.epilogue.d_vectorizable = true;
+  return problem;
+}
+
+// The number of a launch, which a workspace holds by no likely accident.
+uint64_t next_launch() {
+  static std::atomic<uint64_t> count{
+      static_cast<uint64_t>(std::chrono::system_clock::now().time_since_epoch().count())};
+  return ++count * 0x9e3779b97f4a7c15u | 1;
+}
+
+// The product itself, by blocks that add up parts of k.
+GemmProblem fixup_problem(const GemmProblem& whole, int stages, int parts, char* workspace) {
+  GemmProblem problem = whole;
+  problem.params.split_stages = stages;
+  problem.params.batch = parts;
+  problem.params.batch_rank = 0;
+  problem.params.fixup = {parts, workspace + sm90::kFixupFlagBytes,
+                          reinterpret_cast<uint64_t*>(workspace), next_launch()};
+  return problem;
+}
+
+// Whether the device has room for a kernel: not for all blocks at once, where they wait for one
+// another; or not for a cluster.
+enum class Fit { kFits, kTooManyBlocks, kClusterTooLarge };
+
+// Where the kernel does not fit, nothing is launched, and that is no error.
+Status launch(GemmProblem* problem, const KernelEntry& entry, const DeviceProperties& device,
+              cudaStream_t stream, Fit* fit) {
+  GemmParams& params = problem->params;
+  const KernelConfig& config = entry.config;
+  const bool exchanged =
+      sm90::exchanges_operands(config, problem->major_a, problem->major_b, params.m, params.n);
+  JAX_TCGEMM_RETURN_IF_ERROR(set_tile_order(config, exchanged, &params));
+  sm90::TensorMaps maps;
+  if (config.arch == Arch::kSm90) {
+    JAX_TCGEMM_RETURN_IF_ERROR(sm90::encode_tensor_maps(*problem, config, &maps));
+  }
+  const LaunchRequest request = {params, problem->major_a, problem->major_b, &maps, device, stream};
+  const cudaError_t launched = entry.launch(request);
+  *fit = Fit::kFits;
+  if (launched == cudaErrorCooperativeLaunchTooLarge && params.fixup.parts > 0) {
+    *fit = Fit::kTooManyBlocks;  // found by counting: CUDA was not asked
+  } else if (cluster_too_large(launched, config, device)) {
+    *fit = Fit::kClusterTooLarge;
+  }
+  if (*fit != Fit::kFits) return Status();
+  log_choice(*problem, entry);
+  JAX_TCGEMM_CUDA_CHECK(launched, "launching ", entry.name, " for m=", params.m, " n=", params.n,
+                        " k=", params.k, " batch=", params.batch, " on ", device.name);
+  return Status();
+}
+
+// Runs the problem by this choice, which has `workspace` for what it splits.
+Status run_choice(GemmProblem problem, const Choice& choice, char* workspace,
+                  const DeviceProperties& device, cudaStream_t stream, Fit* fit) {
+  if (choice.splits == 1) return launch(&problem, *choice.entry, device, stream, fit);
+  // Equal parts, but for the last, and none of them empty.
+  const int64_t k_tiles = ceil_div(problem.params.k, choice.entry->config.tile_k);
+  const int stages = static_cast<int>(ceil_div(k_tiles, choice.splits));
+  const int splits = static_cast<int>(ceil_div(k_tiles, stages));
+  if (choice.has_fixup) {
+    GemmProblem whole = fixup_problem(problem, stages, splits, workspace);
+    return launch(&whole, *choice.entry, device, stream, fit);
+  }
+  GemmProblem parts = split_problem(problem, stages, splits, workspace);
+  JAX_TCGEMM_RETURN_IF_ERROR(launch(&parts, *choice.entry, device, stream, fit));
+  if (*fit != Fit::kFits) return Status();
+  const float* const partial = reinterpret_cast<const float*>(workspace);
+  JAX_TCGEMM_CUDA_CHECK(
+      launch_sum_splits(problem.params, problem.algorithm, partial, splits, stream), "adding ",
+      splits, " products of m=", problem.params.m, " n=", problem.params.n);
+  return Status();
+}
+
+}  // namespace
+
+bool cluster_too_large(cudaError_t launched, const KernelConfig& config,
+                       const DeviceProperties& device) {
+  const int size = config.arch == Arch::kSm90 ? config.cluster_size() : 1;
+  if (launched != cudaErrorLaunchOutOfResources || size == 1) return false;
+  cudaGetLastError();  // or another library's check would take it for its own
+  int known = device.max_cluster_size.load(std::memory_order_relaxed);
+  while (known >= size && !device.max_cluster_size.compare_exchange_weak(known, size - 1)) {
+  }
+  return true;
+}
+
+void log_choice(const GemmProblem& problem, const KernelEntry& entry) {
+  static const bool enabled = [] {
+    const char* value = std::getenv("JAX_TCGEMM_LOG");
+    return value != nullptr && std::string_view(value) == "1";
+  }();
+  if (!enabled) return;
+  const GemmParams& p = problem.params;
+  const std::string line =
+      "jax_tcgemm: m=" + std::to_string(p.m) + " n=" + std::to_string(p.n) +
+      " k=" + std::to_string(p.k) + " batch=" + std::to_string(p.batch) +
+      (problem.aligned() ? "" : " unaligned") +
+      (p.split_stages > 0 ? " split_stages=" + std::to_string(p.split_stages) : "") +
+      (p.fixup.parts > 0 ? " fixup" : "") + " -> " + entry.name + "\n";
+  thread_local std::set<std::string> seen;
+  if (seen.insert(line).second) std::fputs(line.c_str(), stderr);
+}
+
+bool begins_lines(const Operand& operand, Algorithm algorithm) {
+  constexpr int kLine = 128;
+  return operand.ld * element_bytes(algorithm) % kLine == 0;
+}
+
+std::span<const KernelEntry> kernel_registry() { return kKernelEntries; }
+
+Choice choose_kernel(const ChoiceInput& input) {
+  // The model takes some microseconds of each call: its answers are kept.
+  constexpr size_t kMostKept = 4096;
+  thread_local std::unordered_map<ChoiceInput, Choice, ChoiceInputHash> kept;
+  if (const auto found = kept.find(input); found != kept.end()) return found->second;
+  if (kept.size() >= kMostKept) kept.clear();
+  return kept[input] = fastest_kernel(input);
+}
+
+Status named_or_chosen(std::string_view config, const ChoiceInput& input, Choice* choice) {
+  *choice = {};
+  if (!config.empty()) {
+    const auto rows = kernel_registry();
+    const auto found = std::find_if(rows.begin(), rows.end(),
+                                    [&](const KernelEntry& row) { return row.name == config; });
+    JAX_TCGEMM_REQUIRE(found != rows.end(), "config '", config,
+                       "' is not among the kernels this extension was built with");
+    // A base address is known only now, and so may be the GPU, and whether a cluster fits. Where
+    // they are not what the named row needs, any row that is right beats an error; and so it does
+    // where the row has not the epilogue, which jax_tcgemm/lowering/gemm.py seldom leaves to it.
+    if (supports(found->config, input)) choice->entry = &*found;
+  }
+  if (choice->entry == nullptr) *choice = choose_kernel(input);
+  return Status();
+}
+
+Status run_gemm(GemmProblem problem, const DeviceProperties& device, cudaStream_t stream) {
+  JAX_TCGEMM_RETURN_IF_ERROR(check_device(device));
+  int64_t used = 0;
+  JAX_TCGEMM_RETURN_IF_ERROR(pad_unaligned_operands(&problem, device, &used, stream));
+  char* const workspace = static_cast<char*>(problem.workspace) + used;
+  // Another process may have some of the SMs. What does not fit is not chosen again: each turn but
+  // the last rules out splitting, or the larger clusters.
+  for (;;) {
+    Choice choice;
+    Fit fit = Fit::kFits;
+    JAX_TCGEMM_RETURN_IF_ERROR(find_kernel(problem, device, used, &choice));
+    JAX_TCGEMM_RETURN_IF_ERROR(run_choice(problem, choice, workspace, device, stream, &fit));
+    if (fit == Fit::kFits) return Status();
+    if (fit == Fit::kTooManyBlocks) used = problem.workspace_bytes;  // without it nothing is split
+  }
+}
+
+}  // namespace jax_tcgemm

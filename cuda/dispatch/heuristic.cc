@@ -1,0 +1,156 @@
+// The sm80 and simt families; for the sm90 family see dispatch/sm90_time_model.cc. The constants
+// were fitted to measurements on an H200 (docs/performance.md); only their ratios matter.
+
+#include "dispatch/heuristic.h"
+
+#include <algorithm>
+
+#include "common/ceil_div.h"
+#include "dispatch/sm90_time_model.h"
+#include "sm90/output/output_tile.h"
+
+namespace jax_tcgemm {
+namespace {
+
+// Cycles one mma.sync keeps a quarter of an SM busy, and the latency of a step of 32 bytes of k
+// that a lone warp cannot hide: from shared memory to registers to the tensor cores.
+constexpr double kMmaCycles = 6.9;
+constexpr double kStepLatency = 90.0;
+// Filling the ring, and writing one element of D; a second block on the SM hides part of the
+// latter.
+constexpr double kFillCycles = 1500.0;
+constexpr double kElementCyclesAlone = 0.27;
+constexpr double kElementCyclesShared = 0.18;
+// The barrier of a k-tile.
+constexpr double kBarrierCycles = 20.0;
+// Shared memory carries each operand in once for a tile and out once for each warp: the sum of the
+// reciprocal extents of both at which its bandwidth equals the tensor cores'.
+constexpr double kBalancedTraffic = 0.043;
+// Realigning operands in registers costs more than the products.
+constexpr double kRealignFactor = 2.5;
+// On a GPU that has the sm90 family: what these rows make of its memory, in bytes per cycle, and
+// the cycles that they take there.
+constexpr double kSm90MemoryRate = 1800.0;
+constexpr double kSm90Factor = 1.4;
+
+int blocks_per_sm(const KernelConfig& config, const ChoiceInput& input) {
+  const int by_memory = input.shared_memory_per_block / config.shared_memory_bytes();
+  return std::clamp(by_memory, 1, 8 * 32 / std::min(256, config.threads()));
+}
+
+// Cycles of one step of 32 bytes of k with `blocks` blocks on an SM.
+double step_cycles(const KernelConfig& config, int64_t blocks) {
+  const double mma = config.warp_m() / 16.0 * config.warp_n() / 8.0;
+  const double traffic =
+      1.0 / config.warp_m() + 1.0 / config.warp_n() + 1.0 / config.tile_m + 1.0 / config.tile_n;
+  const double warp = kMmaCycles * mma * std::max(1.0, traffic / kBalancedTraffic);
+  const double warps = static_cast<double>(ceil_div(blocks * config.threads() / 32, 4));
+  const double cycles = std::max(kStepLatency + warp, warp * warps);
+  return config.loader == Loader::kRealign ? kRealignFactor * cycles : cycles;
+}
+
+double tensor_core_cycles(const KernelConfig& config, const ChoiceInput& input, int64_t tiles) {
+  const int64_t resident = blocks_per_sm(config, input);
+  const int64_t tiles_per_sm = ceil_div(tiles, input.sm_count);
+  const int64_t k_tiles = ceil_div(input.k, config.tile_k);
+  const int64_t steps = k_tiles * config.tile_k * element_bytes(config.algorithm) / 32;
+  const auto round = [&](int64_t blocks) {
+    const double element = blocks > 1 ? kElementCyclesShared : kElementCyclesAlone;
+    return kFillCycles + element * config.tile_m * config.tile_n * blocks +
+           k_tiles * kBarrierCycles + steps * step_cycles(config, blocks);
+  };
+  const int64_t rest = tiles_per_sm % resident;
+  return tiles_per_sm / resident * round(resident) + (rest > 0 ? round(rest) : 0.0);
+}
+
+// A trip to memory for every tile_k steps; the loads of an SM's blocks queue behind one another.
+double simt_cycles(const KernelConfig& config, const ChoiceInput& input, int64_t tiles) {
+  constexpr double kTripCycles = 700.0;
+  const int64_t blocks = ceil_div(tiles, input.sm_count);
+  const double loads = 2.0 * config.tile_k * config.threads() / 32 * blocks;
+  const int products = config.gated ? 2 : 1;
+  return products * ceil_div(input.k, config.tile_k) * (kTripCycles + loads);
+}
+
+// wgmma is an instruction of compute capability 9.0 alone.
+bool sm90_supports(const KernelConfig& config, const ChoiceInput& input) {
+  if (input.compute_capability != 90 || !input.tma_addressable) return false;
+  if (config.cluster_size() > input.max_cluster_size) return false;
+  if (ceil_div(input.k, config.tile_k) < config.split_k) return false;
+  if (config.skinny && input.batch_rank > 1) return false;
+  if (config.ragged != Ragged::kNone && !input.d_by_tma) return false;
+  if (config.exchanged) return input.major_a == Major::kK && !input.float32_result;
+  if (element_bytes(config.algorithm) == 2) return true;
+  if (sm90::transposes_b(config, input.major_a, input.major_b)) {
+    return sm90::can_transpose_b(config);
+  }
+  return !sm90::exchanges_operands(config, input.major_a, input.major_b) || config.split_k == 1;
+}
+
+// Whether the kernel has the problem's epilogue. What becomes of its sums is in finish_of
+// (sm90/tma_descriptor.cc).
+bool has_epilogue(const KernelConfig& config, const ChoiceInput& input) {
+  if (config.epilogue == EpilogueWork::kAny) return true;
+  if (config.skinny) return input.epilogue == EpilogueWork::kNone;
+  if (!input.d_by_tma) {
+    return !config.exchanged && input.epilogue != EpilogueWork::kAny && !input.has_c;
+  }
+  if (input.epilogue == EpilogueWork::kNone) return true;
+  const bool widens = input.float32_result;  // of 16-bit operands, as all of these rows have
+  return config.epilogue == EpilogueWork::kSum && input.epilogue == EpilogueWork::kSum && !widens &&
+         (!input.has_c || input.c_by_tma);
+}
+
+}  // namespace
+
+bool supports(const KernelConfig& config, const ChoiceInput& input, int splits) {
+  // The kernel that adds up splits has every epilogue.
+  if (splits == 1 && !has_epilogue(config, input)) return false;
+  if (config.algorithm != input.algorithm || config.gated != input.gated ||
+      config.ragged != input.ragged ||
+      config.shared_memory_bytes() > input.shared_memory_per_block) {
+    return false;
+  }
+  if (config.arch == Arch::kSm90) return sm90_supports(config, input);
+  return input.aligned || config.loader != Loader::kCpAsync;
+}
+
+Rank rank_of(const KernelConfig& config, const ChoiceInput& input) {
+  if (config.is_fallback()) return Rank::kFallback;
+  const bool wants = input.float32_result && (input.algorithm == Algorithm::kBf16Bf16F32 ||
+                                              input.algorithm == Algorithm::kF16F16F32);
+  return config.arch == Arch::kSimt || config.promote == wants ? Rank::kAccurate : Rank::kRough;
+}
+
+int max_splits(const ChoiceInput& input) {
+  constexpr int kMaxGridRows = 65535;  // of the kernel that adds them up
+  constexpr int64_t kMostSplits = 64;
+  if (input.batch != 1 || input.n % kVectorColumns != 0 || input.m > kMaxGridRows) return 1;
+  const int64_t result = std::max<int64_t>(1, 4 * input.m * input.n);
+  return static_cast<int>(std::clamp<int64_t>(input.workspace_bytes / result, 1, kMostSplits));
+}
+
+bool supports_splits(const KernelConfig& config, const ChoiceInput& input, int splits) {
+  const int64_t k_tiles = ceil_div(input.k, config.tile_k);
+  // In pingpong each consumer skips the stages of the other's tile: as many as of its own.
+  const bool even = config.schedule == Schedule::kCooperative || k_tiles % splits == 0 ||
+                    sm90::has_fixup(config, input, splits);
+  return config.arch == Arch::kSm90 && config.split_k == 1 && !config.gated && !config.skinny &&
+         !config.exchanged && even && input.batch == 1 && k_tiles >= splits;
+}
+
+double estimated_cycles(const KernelConfig& config, const ChoiceInput& input, int splits) {
+  if (config.arch == Arch::kSm90) return sm90::estimated_cycles(config, input, splits);
+  const int64_t tiles =
+      ceil_div(input.m, config.tile_m) * ceil_div(input.n, config.output_n()) * input.batch;
+  if (config.arch == Arch::kSimt) return simt_cycles(config, input, tiles);
+  const double cycles = tensor_core_cycles(config, input, tiles);
+  if (input.compute_capability != 90) return cycles;
+  // The model of the sm80 family knows nothing of memory and so flatters it.
+  const double traffic =
+      static_cast<double>(element_bytes(config.algorithm)) * input.batch *
+      (static_cast<double>(input.m) * input.k + input.k * input.n + input.m * input.n);
+  return std::max(kSm90Factor * cycles, traffic / kSm90MemoryRate);
+}
+
+}  // namespace jax_tcgemm

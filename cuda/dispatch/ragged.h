@@ -1,0 +1,22 @@
+// Products over groups whose sizes only the device knows.
+
+#ifndef JAX_TCGEMM_DISPATCH_RAGGED_H_
+#define JAX_TCGEMM_DISPATCH_RAGGED_H_
+
+#include <cuda_runtime_api.h>
+
+#include "dispatch/device.h"
+#include "dispatch/dispatch.h"
+#include "dispatch/status.h"
+
+namespace jax_tcgemm {
+
+// Enqueues one kernel. `problem` is a batch of one product a group, but that
+//   kRows:  A and D have the rows of all groups one after the other, m of them, and no batch;
+//   kDepth: A and B have the k of all groups one after the other, and no batch.
+Status run_ragged(GemmProblem problem, Ragged ragged, const DeviceProperties& device,
+                  cudaStream_t stream);
+
+}  // namespace jax_tcgemm
+
+#endif  // JAX_TCGEMM_DISPATCH_RAGGED_H_

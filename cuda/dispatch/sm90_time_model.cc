@@ -1,0 +1,351 @@
+// The constants were fitted to measurements on an H200 (docs/performance.md); only their ratios
+// matter.
+
+#include "dispatch/sm90_time_model.h"
+
+#include <algorithm>
+#include <cmath>
+#include <span>
+
+#include "common/ceil_div.h"
+#include "sm90/output/output_tile.h"
+
+namespace jax_tcgemm::sm90 {
+namespace {
+
+// Bytes per cycle into one SM, of rows that are a part of two lines of L2.
+constexpr double kSplitLineRate = 36.0;
+
+// Of the rows that compute tile after tile: clock cycles at about 1.75 GHz, bytes per cycle.
+namespace pipelined_model {
+constexpr double kStartCycles = 3140.0;  // barriers, descriptors, the first stage
+constexpr double kClusterStartCycles = 184.0;
+constexpr double kTensorFactor = 1.13;     // wgmma does not quite reach its rate
+constexpr double kFewStagesFactor = 1.02;  // fewer than 4
+constexpr double kTransposeFactor = 1.34;
+constexpr double kPromoteFactor = 1.04;
+// The least that a stage takes where A goes through registers, of one and of two warpgroups, and
+// for each column that one multiplies; two blocks on an SM hide half of each other's.
+constexpr double kFragmentCycles[] = {355.0, 465.0};
+constexpr double kFragmentColumnCycles = 0.55;
+// Into and out of one SM's shared memory.
+constexpr double kSharedMemoryRate = 137.0;
+constexpr double kSharedMemoryPeak = 128.0;
+constexpr double kContention = 0.1;  // for what is wanted beyond the peak
+// From L2 into all SMs, where it holds both operands and where not; into one SM where few rows
+// share weights that L2 does not hold, and of 32-bit elements where rows are the fewer.
+constexpr double kWarmRate = 6560.0;
+constexpr double kColdRate = 6220.0;
+constexpr double kColdRowsRate = 57.4;
+constexpr double kColdRowsRate32 = 42.0;
+// What L2 does not hold: bytes of the operands, those and D, which takes their place, and of
+// operands of 32 bits that one block reads.
+constexpr double kColdBytes = 27e6;
+constexpr double kColdBytesWithD = 38e6;
+constexpr double kColdBytes32 = 20e6;
+constexpr double kUnsharedFactor = 1.01;   // blocks that load all they need cost power
+constexpr double kSplitLineFactor = 1.6;   // rows that are a part of two lines ask for both
+constexpr double kReadRate = 2400.0;       // from device memory
+constexpr double kWriteRate = 1970.0;      // to it
+constexpr double kWrittenRowBytes = 46.0;  // each row of a cluster's tile takes as many more
+constexpr double kPaddingShare = 0.2;      // of what is not written, beyond D
+constexpr double kMemorySms = 0.75;        // share of the SMs that it takes
+constexpr double kAgainShare = 0.15;       // of loading from L2 again, that adds to this
+// Writing 2 bytes of D, without and with a sum over the blocks that split k.
+constexpr double kElementCycles = 0.0745;
+// If TMA cannot: in parts of rows, and by words.
+constexpr double kRowElementCycles = 0.03;
+constexpr double kCopiedElementCycles = 0.1;
+// What an element takes beside its instructions and D, where a consumer waits for its turn.
+constexpr double kTurnElementCycles = 0.09;
+// An epilogue's own, with code that is fetched from afar the first time; that of a sum, unrolled.
+constexpr double kFusedElementCycles = 0.18;
+constexpr double kFusedStartCycles = 3500.0;
+constexpr double kSumElementCycles = 0.03;
+constexpr double kSumStartCycles = 800.0;
+constexpr double kReductionCycles = 800.0;
+constexpr double kReducedElementCycles = 0.1;
+// Adding up parts of k within the kernel: for each part, and by the bytes that a block sends.
+constexpr double kFixupPartCycles = 1500.0;
+constexpr double kFixupRate = 10.0;
+// The kernel that adds up splits.
+constexpr double kSumCycles = 6000.0;  // with the launch before it
+constexpr double kSumSplitCycles = 25.0;
+constexpr double kSumRate = 4470.0;  // bytes written and read again
+}  // namespace pipelined_model
+
+// Of the skinny rows, which stream an operand.
+namespace skinny_model {
+constexpr double kStartCycles = 2640.0;  // all that is none of the following
+constexpr double kClusterStartCycles = 800.0;
+constexpr double kRoundCycles = 3890.0;  // a block's next tile
+constexpr double kMemoryRate = 2640.0;   // of the longer operand
+constexpr double kSharedRate = 18300.0;  // of the other, which every block reads from L2
+constexpr double kSmRate = 53.7;         // of both into one SM
+constexpr double kLatencyCycles = 1695.0;
+constexpr double kElementCycles = 0.265;
+}  // namespace skinny_model
+
+// Clusters at a time. A cluster's blocks share a GPC, and not every GPC has a multiple of 4 SMs.
+int64_t concurrent_clusters(const KernelConfig& config, const ChoiceInput& input) {
+  const int size = config.cluster_size();
+  const double usable = size <= 2 ? 1.0 : 120.0 / 132;
+  const int blocks = config.blocks_on_sm();
+  return std::max<int64_t>(1, static_cast<int64_t>(input.sm_count * blocks * usable / size));
+}
+
+// Of D, or of D^T where that is what a row computes.
+struct Extents {
+  int64_t rows;
+  int64_t columns;
+};
+
+Extents computed_extents(const KernelConfig& config, const ChoiceInput& input) {
+  if (exchanges_operands(config, input.major_a, input.major_b, input.m, input.n)) {
+    return {input.n, input.m};
+  }
+  return {input.m, input.n};
+}
+
+// Clusters' tiles in all batches, of k in so many parts.
+int64_t cluster_tiles(const KernelConfig& config, const ChoiceInput& input, int splits) {
+  const Extents extents = computed_extents(config, input);
+  return ceil_div(extents.rows, config.tile_m * config.cluster_m) *
+         ceil_div(extents.columns, config.output_n() * config.cluster_n) * input.batch * splits;
+}
+
+// Bytes per cycle into one SM where blocks of 64 rows ask L2, almost at once, for columns that it
+// must fetch; 0 where that is not what limits them.
+double starved_rate(const KernelConfig& config, const ChoiceInput& input, double operand_bytes) {
+  using namespace pipelined_model;
+  if (config.tile_m != 64 || config.ragged != Ragged::kNone) return 0.0;
+  if (element_bytes(config.algorithm) == 2) {
+    return operand_bytes > kColdBytes && input.m <= 256 ? kColdRowsRate : 0.0;
+  }
+  const Extents extents = computed_extents(config, input);
+  const bool fewer = extents.rows < extents.columns;
+  return operand_bytes > kColdBytes32 && fewer ? kColdRowsRate32 : 0.0;
+}
+
+// Bytes of a stage that a block asks L2 for; others of its cluster load the rest.
+struct AskedBytes {
+  double whole = 0.0;  // of rows that are whole lines
+  double split = 0.0;
+};
+
+AskedBytes asked_bytes(const KernelConfig& config, const ChoiceInput& input) {
+  const bool exchanged = exchanges_operands(config, input.major_a, input.major_b, input.m, input.n);
+  AskedBytes asked;
+  const auto add = [&](int extent, int sharers, bool whole_lines) {
+    (whole_lines ? asked.whole : asked.split) +=
+        static_cast<double>(config.operand_bytes(extent)) / sharers;
+  };
+  add(config.tile_m, config.cluster_n, exchanged ? input.whole_lines_b : input.whole_lines_a);
+  add(config.tile_n, config.cluster_m, exchanged ? input.whole_lines_a : input.whole_lines_b);
+  return asked;
+}
+
+// The same, in bytes of whole lines.
+double loaded_bytes(const KernelConfig& config, const ChoiceInput& input) {
+  const AskedBytes asked = asked_bytes(config, input);
+  return asked.whole + pipelined_model::kSplitLineFactor * asked.split;
+}
+
+// Of an element of D.
+int result_bytes(const ChoiceInput& input) {
+  return input.float32_result ? 4 : element_bytes(input.algorithm);
+}
+
+// Cycles of one stage: the slowest of tensor cores, shared memory (wgmma reads A once and B for
+// every 64 rows; TMA writes both) and L2.
+double stage_cycles(const KernelConfig& config, const ChoiceInput& input, int64_t blocks) {
+  using namespace pipelined_model;
+  const int bytes = element_bytes(config.algorithm);
+  const double ideal = config.tile_m * config.tile_n / 32.0;
+  const double shared_bytes =
+      config.tile_m / 64.0 * (64 + config.tile_n) * 128 + config.stage_bytes();
+  const double shared = shared_bytes / kSharedMemoryRate;
+  const double operand_bytes =
+      static_cast<double>(bytes) * input.k * (input.m + input.n) * input.batch;
+  const double d_bytes = static_cast<double>(result_bytes(input)) * input.m * input.n *
+                         static_cast<double>(input.batch);
+  const bool cold = operand_bytes > kColdBytes || operand_bytes + d_bytes > kColdBytesWithD;
+  const double loaded = loaded_bytes(config, input);
+  const double excess = std::max(0.0, shared_bytes / (kSharedMemoryPeak * ideal) - 1.0);
+  const double tensor = kTensorFactor * ideal * (cold ? 1.0 + kContention * excess : 1.0);
+  const double on_sm = std::max(1.0, static_cast<double>(blocks) / input.sm_count);
+  double cycles =
+      std::max(on_sm * std::max(tensor, shared), loaded * blocks / (cold ? kColdRate : kWarmRate));
+  if (const double rate = starved_rate(config, input, operand_bytes); rate > 0.0) {
+    cycles = std::max(cycles, on_sm * config.stage_bytes() / rate);
+  }
+  cycles = std::max(cycles, on_sm * asked_bytes(config, input).split / kSplitLineRate);
+  if (cold && config.cluster_size() == 1) cycles *= kUnsharedFactor;
+  if (bytes == 4 && (input.major_a == Major::kMn || input.major_b == Major::kMn)) {
+    const int warpgroups = config.consumer_warps() / 4;
+    const double alone =
+        kFragmentCycles[warpgroups - 1] + kFragmentColumnCycles * warpgroups * config.tile_n;
+    cycles = std::max(cycles, alone * (1.0 + std::ceil(on_sm)) / 2.0);
+  }
+  if (transposes_b(config, input.major_a, input.major_b)) cycles *= kTransposeFactor;
+  if (config.promote) cycles *= kPromoteFactor;
+  return config.stages < 4 ? cycles * kFewStagesFactor : cycles;
+}
+
+// Limits that are close to one another take longer together.
+double power_mean(std::span<const double> limits) {
+  constexpr double kPower = 8.0;
+  double sum = 0.0;
+  for (const double limit : limits) sum += std::pow(limit, kPower);
+  return std::pow(sum, 1.0 / kPower);
+}
+
+// The limits are memory, the SMs, and what the rings keep on its way; round after round.
+double skinny_cycles(const KernelConfig& config, const ChoiceInput& input) {
+  using namespace skinny_model;
+  const int64_t capacity = concurrent_clusters(config, input);
+  const double stages = ceil_div(input.k, config.tile_k) / static_cast<double>(config.split_k);
+  const double streamed = stages * config.operand_bytes(config.tile_m);
+  const double loaded = stages * config.stage_bytes();
+  const AskedBytes asked = asked_bytes(config, input);
+  const double into_sm = stages * (asked.whole / kSmRate + asked.split / kSplitLineRate);
+  double cycles =
+      kStartCycles + (config.split_k > 1 ? kClusterStartCycles : 0.0) +
+      kElementCycles * config.blocks_on_sm() * config.tile_m * config.tile_n / config.split_k;
+  const auto round = [&](int64_t clusters) {
+    const double blocks = static_cast<double>(clusters * config.cluster_size());
+    const double sms = std::min<double>(blocks, input.sm_count);
+    const double limits[] = {blocks * (streamed / kMemoryRate + (loaded - streamed) / kSharedRate),
+                             blocks * into_sm / sms, kLatencyCycles * loaded / config.ring_bytes()};
+    return power_mean(limits);
+  };
+  const int64_t tiles = cluster_tiles(config, input, 1);
+  const int64_t rounds = ceil_div(tiles, capacity);
+  cycles += (rounds - 1) * (round(capacity) + kRoundCycles);
+  return cycles + round(tiles - (rounds - 1) * capacity);
+}
+
+struct FusedCost {
+  double element = 0.0;
+  double start = 0.0;
+};
+
+// Whether D, which TMA cannot address, leaves in parts of rows: see Finish::kRows.
+bool leaves_by_rows(const KernelConfig& config, const ChoiceInput& input) {
+  return !input.d_by_tma && input.epilogue != EpilogueWork::kAny && !input.has_c &&
+         !exchanges_operands(config, input.major_a, input.major_b);
+}
+
+// Sums are unrolled where they leave by rows, and where TMA stores them in the type of the
+// operands.
+FusedCost fused_cost(const KernelConfig& config, const ChoiceInput& input) {
+  using namespace pipelined_model;
+  const bool by_rows = leaves_by_rows(config, input);
+  if (input.epilogue == EpilogueWork::kNone && (input.d_by_tma || by_rows || config.split_k > 1)) {
+    return {};
+  }
+  const bool widens = input.float32_result && element_bytes(input.algorithm) == 2;
+  const bool unrolled =
+      input.d_by_tma && input.epilogue == EpilogueWork::kSum && config.unrolls_sums() && !widens;
+  if (by_rows || unrolled) return {kSumElementCycles, kSumStartCycles};
+  return {kFusedElementCycles, kFusedStartCycles};
+}
+
+// What writing D takes by the columns of a cluster's tile (of a block's, where a row of the table
+// exchanges operands): short rows take longer, and so do those that end beyond D.
+double width_factor(const KernelConfig& config, const ChoiceInput& input) {
+  using namespace pipelined_model;
+  const int64_t columns = exchanges_operands(config, input.major_a, input.major_b, input.m, input.n)
+                              ? config.tile_m * (config.exchanged ? 1 : config.cluster_m)
+                              : config.output_n() * config.cluster_n;
+  const double row_bytes =
+      static_cast<double>(result_bytes(input)) * std::min<int64_t>(columns, input.n);
+  const double padding = static_cast<double>(ceil_div(input.n, columns) * columns) / input.n - 1.0;
+  return (1.0 + kWrittenRowBytes / row_bytes) * (1.0 + kPaddingShare * padding);
+}
+
+// Cycles of reading the operands and writing D, where blocks load so many bytes together. Few SMs
+// cannot ask for all that memory could give.
+double memory_cycles(const KernelConfig& config, const ChoiceInput& input, int64_t blocks,
+                     double loaded) {
+  using namespace pipelined_model;
+  const int bytes = element_bytes(input.algorithm);
+  const double read = static_cast<double>(input.batch) * bytes * input.k *
+                      (input.m + (input.gated ? 2.0 : 1.0) * input.n);
+  const double written = static_cast<double>(input.batch) * result_bytes(input) * input.m *
+                         input.n * width_factor(config, input);
+  const double asked = std::min(1.0, blocks / (kMemorySms * input.sm_count));
+  return (read / kReadRate + written / kWriteRate) / asked +
+         kAgainShare * std::max(0.0, loaded - read) / kWarmRate;
+}
+
+// Cycles between the last instruction of a tile and its D.
+double output_cycles(const KernelConfig& config, const ChoiceInput& input, int splits,
+                     const FusedCost& fused) {
+  using namespace pipelined_model;
+  const double elements = config.tile_m * config.output_n();
+  const int bytes = element_bytes(config.algorithm);
+  const bool is_split = splits > 1 && !has_fixup(config, input, splits);
+  double output =
+      kElementCycles * elements * (input.float32_result || bytes == 4 || is_split ? 2 : 1);
+  output += fused.element * elements;
+  if (!input.d_by_tma && splits == 1 && config.split_k == 1) {
+    output += (leaves_by_rows(config, input) ? kRowElementCycles : kCopiedElementCycles) * elements;
+  }
+  if (config.split_k > 1) output += kReductionCycles + kReducedElementCycles * elements;
+  return output;
+}
+
+// Cycles of adding up the products over parts of k, which are written to L2 and read again.
+double sum_cycles(const KernelConfig& config, const ChoiceInput& input, int splits) {
+  using namespace pipelined_model;
+  if (splits == 1) return 0.0;
+  if (has_fixup(config, input, splits)) {
+    const double sent = 4.0 * config.tile_m * config.tile_n * (splits - 1) / splits;
+    return kFixupPartCycles * splits + sent / kFixupRate;
+  }
+  return kSumCycles + splits * (kSumSplitCycles + 8.0 * input.m * input.n / kSumRate);
+}
+
+double pipelined_cycles(const KernelConfig& config, const ChoiceInput& input, int splits) {
+  using namespace pipelined_model;
+  const int64_t tiles = cluster_tiles(config, input, splits);
+  const int64_t capacity = concurrent_clusters(config, input);
+  const int64_t rounds = ceil_div(tiles, capacity);
+  const int64_t blocks = std::min(tiles, capacity) * config.cluster_size();
+  const double stages =
+      ceil_div(input.k, config.tile_k) / static_cast<double>(config.split_k * splits);
+  const double mainloop = stages * stage_cycles(config, input, blocks);
+  const FusedCost fused = splits == 1 ? fused_cost(config, input) : FusedCost();
+  const double output = output_cycles(config, input, splits, fused);
+  // In pingpong one tile is written while the next is multiplied, if that takes long enough.
+  const bool hidden = config.schedule == Schedule::kPingpong && rounds > 1;
+  const double turn = kTurnElementCycles * config.tile_m * config.output_n();
+  const double round = std::max(mainloop, (mainloop + output + turn) / 2);
+  const double tensor_time = hidden ? rounds * round + output : rounds * (mainloop + output);
+  const int size = config.cluster_size();
+  const double start = kStartCycles + fused.start + (size > 1 ? kClusterStartCycles : 0.0);
+  const double loaded = tiles * config.cluster_size() * stages * loaded_bytes(config, input);
+  const double limits[] = {tensor_time, memory_cycles(config, input, blocks, loaded)};
+  return start + power_mean(limits) + sum_cycles(config, input, splits);
+}
+
+}  // namespace
+
+bool has_fixup(const KernelConfig& config, const ChoiceInput& input, int splits) {
+  if (!config.has_fixup() || input.epilogue != EpilogueWork::kNone || input.float32_result ||
+      !input.d_by_tma || splits == 1 || splits > config.warps_m) {
+    return false;
+  }
+  const int64_t clusters = cluster_tiles(config, input, splits);
+  const int64_t blocks = clusters * config.cluster_size();
+  return clusters <= concurrent_clusters(config, input) &&
+         blocks * config.warps_m * static_cast<int64_t>(sizeof(uint64_t)) <= kFixupFlagBytes &&
+         blocks * config.tile_m * config.tile_n * 4 + kFixupFlagBytes <= input.workspace_bytes;
+}
+
+double estimated_cycles(const KernelConfig& config, const ChoiceInput& input, int splits) {
+  return config.skinny ? skinny_cycles(config, input) : pipelined_cycles(config, input, splits);
+}
+
+}  // namespace jax_tcgemm::sm90

@@ -1,0 +1,19 @@
+// The FFI entry points, kept apart so that only the files of this folder include XLA's headers.
+
+#ifndef JAX_TCGEMM_FFI_HANDLERS_H_
+#define JAX_TCGEMM_FFI_HANDLERS_H_
+
+namespace jax_tcgemm {
+
+// XLA_FFI_Handler* of the targets jax_tcgemm_gemm_v1, jax_tcgemm_ragged_dot_v1 and
+// jax_tcgemm_activation_gradient_v1.
+void* gemm_handler();
+void* ragged_dot_handler();
+void* activation_gradient_handler();
+
+// "major.minor" of the XLA FFI headers this was compiled against.
+const char* xla_ffi_api_version();
+
+}  // namespace jax_tcgemm
+
+#endif  // JAX_TCGEMM_FFI_HANDLERS_H_

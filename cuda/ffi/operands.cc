@@ -1,0 +1,303 @@
+#include "ffi/operands.h"
+
+#include <array>
+#include <cstdint>
+#include <optional>
+
+#include "gemm_params.h"
+
+namespace jax_tcgemm {
+namespace {
+
+// One operand as the handler sees it: the strides of the batch, then those of the matrix.
+struct Buffer {
+  const char* name;
+  ffi::AnyBuffer data;
+  Strides strides;
+};
+
+int64_t element_bytes(ffi::DataType type) { return static_cast<int64_t>(ffi::ByteWidth(type)); }
+
+// Elements from the buffer's start to the end of the last one addressed; 0 when there are none.
+// `extents` are the matrix extents that belong to the strides after those of the batch.
+template <size_t kRank>
+Status checked_span(const Buffer& buffer, const GemmAttributes& attributes,
+                    const std::array<int64_t, kRank>& extents, int64_t* span) {
+  const size_t batch_rank = attributes.batch_shape.size();
+  JAX_TCGEMM_REQUIRE(buffer.strides.size() == batch_rank + kRank, buffer.name, " has ",
+                     buffer.strides.size(), " strides for ", batch_rank, " batch and ", kRank,
+                     " matrix dimensions");
+  int64_t last = 0;
+  bool empty = false;
+  for (size_t i = 0; i < batch_rank + kRank; ++i) {
+    const int64_t extent = i < batch_rank ? attributes.batch_shape[i] : extents[i - batch_rank];
+    JAX_TCGEMM_REQUIRE(buffer.strides[i] >= 0, buffer.name, " stride ", i, " is ",
+                       buffer.strides[i]);
+    empty |= extent == 0;
+    last += (extent - 1) * buffer.strides[i];
+  }
+  *span = empty ? 0 : last + 1;
+  const int64_t available = static_cast<int64_t>(buffer.data.element_count());
+  JAX_TCGEMM_REQUIRE(*span <= available, buffer.name, " is addressed up to element ", *span,
+                     " but has ", available);
+  return Status();
+}
+
+BatchStrides batch_strides(Strides strides, size_t batch_rank) {
+  BatchStrides result = {};
+  for (size_t i = 0; i < batch_rank; ++i) result.stride[i] = strides[i];
+  return result;
+}
+
+bool is_multiple(int64_t value, int64_t divisor) { return value % divisor == 0; }
+
+// Whether the base and every step of `ld` and of the batch keep to multiples of `alignment` bytes.
+bool is_aligned(const void* base, int64_t ld, const BatchStrides& batch, int64_t bytes,
+                int64_t alignment) {
+  bool aligned = is_multiple(reinterpret_cast<uintptr_t>(base), alignment) &&
+                 is_multiple(ld * bytes, alignment);
+  for (const int64_t stride : batch.stride) aligned &= is_multiple(stride * bytes, alignment);
+  return aligned;
+}
+
+// A or B: which dimension is contiguous, and whether cp.async can address it.
+Status decode_operand(const Buffer& buffer, const GemmAttributes& attributes, int64_t extent_mn,
+                      int64_t stride_mn, int64_t stride_k, int64_t span, Operand* operand,
+                      Major* major, bool* strides_aligned, bool* aligned) {
+  const int64_t extent_k = attributes.k;
+  const bool mn_major = stride_mn == 1 && (stride_k != 1 || extent_k <= 1);
+  const bool k_major = !mn_major && (stride_k == 1 || extent_k <= 1);
+  JAX_TCGEMM_REQUIRE(mn_major || k_major || extent_mn <= 1, buffer.name, " has strides ", stride_mn,
+                     " and ", stride_k, " for extents ", extent_mn, " and k=", extent_k,
+                     "; one of them must be 1");
+  *major = k_major ? Major::kK : Major::kMn;
+  // The leading dimension of a single row is never used; it must not count as unaligned.
+  const bool single_row = (k_major ? extent_mn : extent_k) <= 1;
+  operand->data = buffer.data.untyped_data();
+  operand->ld = single_row ? 0 : k_major ? stride_mn : stride_k;
+  // Rows that are all the same one would be loaded as if they lay one after the other.
+  JAX_TCGEMM_REQUIRE(span == 0 || single_row || operand->ld > 0, buffer.name, " has strides ",
+                     stride_mn, " and ", stride_k, " for extents ", extent_mn, " and k=", extent_k,
+                     "; none of them may be 0");
+  operand->span = span;
+  operand->batch = batch_strides(buffer.strides, attributes.batch_shape.size());
+  const int64_t bytes = element_bytes(buffer.data.element_type());
+  *strides_aligned = is_aligned(operand->data, operand->ld, operand->batch, bytes, 16);
+  *aligned = *strides_aligned && is_multiple((k_major ? extent_k : extent_mn) * bytes, 16);
+  return Status();
+}
+
+// Which dimensions of D an addend has, beside those of the batch.
+enum class Extent { kMatrix, kAlongM, kAlongN };
+
+// C, a bias or a scale.
+Status decode_addend(const Buffer& buffer, const GemmAttributes& attributes, Extent extent,
+                     ffi::DataType d_type, Addend* addend) {
+  int64_t span = 0;
+  if (extent == Extent::kMatrix) {
+    JAX_TCGEMM_RETURN_IF_ERROR(
+        checked_span<2>(buffer, attributes, {attributes.m, attributes.n}, &span));
+  } else {
+    const int64_t length = extent == Extent::kAlongM ? attributes.m : attributes.n;
+    JAX_TCGEMM_RETURN_IF_ERROR(checked_span<1>(buffer, attributes, {length}, &span));
+  }
+  const ffi::DataType type = buffer.data.element_type();
+  JAX_TCGEMM_REQUIRE(type == d_type || type == ffi::F32, buffer.name, " has element type ",
+                     static_cast<int>(type), ", D has ", static_cast<int>(d_type));
+  const size_t batch_rank = attributes.batch_shape.size();
+  const int64_t last = buffer.strides[buffer.strides.size() - 1];
+  addend->data = buffer.data.untyped_data();
+  addend->stride_m = extent == Extent::kAlongN ? 0 : buffer.strides[batch_rank];
+  addend->stride_n = extent == Extent::kAlongM ? 0 : last;
+  addend->batch = batch_strides(buffer.strides, batch_rank);
+  addend->is_float32 = type == ffi::F32;
+  addend->vectorizable = addend->stride_n == 1 &&
+                         is_aligned(addend->data, addend->stride_m, addend->batch,
+                                    element_bytes(type), kVectorColumns * element_bytes(type));
+  return Status();
+}
+
+Status check_types(Algorithm algorithm, ffi::DataType a, ffi::DataType b, ffi::DataType d) {
+  const ffi::DataType input = algorithm == Algorithm::kBf16Bf16F32   ? ffi::BF16
+                              : algorithm == Algorithm::kTf32Tf32F32 ? ffi::F32
+                                                                     : ffi::F16;
+  JAX_TCGEMM_REQUIRE(a == input && b == input, "element types of A and B are ", static_cast<int>(a),
+                     " and ", static_cast<int>(b), ", the algorithm takes ",
+                     static_cast<int>(input));
+  JAX_TCGEMM_REQUIRE(d == input || d == ffi::F32, "element type of D is ", static_cast<int>(d));
+  return Status();
+}
+
+// Takes the operands of a call one after the other.
+class OperandReader {
+ public:
+  OperandReader(const Call& call, ffi::DataType d_type) : call_(call), d_type_(d_type) {}
+
+  Status next(const char* name, Strides strides, std::optional<Buffer>* buffer) {
+    auto data = call_.operands.get<ffi::AnyBuffer>(index_);
+    JAX_TCGEMM_REQUIRE(data.has_value(), "operand ", index_, " (", name, ") is missing");
+    *buffer = Buffer{name, *data, strides};
+    ++index_;
+    return Status();
+  }
+
+  Status addend(bool present, const char* name, Strides strides, Extent extent, Addend* addend) {
+    if (!present) return Status();
+    std::optional<Buffer> buffer;
+    JAX_TCGEMM_RETURN_IF_ERROR(next(name, strides, &buffer));
+    return decode_addend(*buffer, call_.attributes, extent, d_type_, addend);
+  }
+
+  // A factor of rows or columns, which kernels read as float32 whatever D is.
+  Status scale(bool present, const char* name, Strides strides, Extent extent, Addend* scale) {
+    JAX_TCGEMM_RETURN_IF_ERROR(addend(present, name, strides, extent, scale));
+    JAX_TCGEMM_REQUIRE(!present || scale->is_float32, name, " has element type ",
+                       static_cast<int>(d_type_), ", not float32");
+    return Status();
+  }
+
+  Status scalar(bool present, const char* name, Strides strides, Scalar* scalar) {
+    if (!present) return Status();
+    std::optional<Buffer> buffer;
+    JAX_TCGEMM_RETURN_IF_ERROR(next(name, strides, &buffer));
+    int64_t span = 0;
+    JAX_TCGEMM_RETURN_IF_ERROR(
+        checked_span<0>(*buffer, call_.attributes, std::array<int64_t, 0>{}, &span));
+    JAX_TCGEMM_REQUIRE(buffer->data.element_type() == ffi::F32, name, " has element type ",
+                       static_cast<int>(buffer->data.element_type()));
+    scalar->data = static_cast<const float*>(buffer->data.untyped_data());
+    scalar->batch = batch_strides(strides, call_.attributes.batch_shape.size());
+    return Status();
+  }
+
+ private:
+  const Call& call_;
+  ffi::DataType d_type_;
+  size_t index_ = 0;
+};
+
+Status decode_factors(const GemmAttributes& at, const Buffer& a, const Buffer& b,
+                      GemmProblem* problem) {
+  const size_t batch_rank = at.batch_shape.size();
+  int64_t span = 0;
+  JAX_TCGEMM_RETURN_IF_ERROR(checked_span<2>(a, at, {at.m, at.k}, &span));
+  JAX_TCGEMM_RETURN_IF_ERROR(decode_operand(
+      a, at, at.m, at.a_strides[batch_rank], at.a_strides[batch_rank + 1], span, &problem->params.a,
+      &problem->major_a, &problem->strides_aligned_a, &problem->aligned_a));
+  JAX_TCGEMM_RETURN_IF_ERROR(checked_span<2>(b, at, {at.k, at.n}, &span));
+  return decode_operand(b, at, at.n, at.b_strides[batch_rank + 1], at.b_strides[batch_rank], span,
+                        &problem->params.b, &problem->major_b, &problem->strides_aligned_b,
+                        &problem->aligned_b);
+}
+
+// The second weight of a gated product: a buffer of its own, or a part of b's.
+Status decode_second_weight(const GemmAttributes& at, const Buffer& b,
+                            const std::optional<Buffer>& b2, GemmProblem* problem) {
+  const int64_t bytes = element_bytes(b.data.element_type());
+  int64_t span = 0;
+  if (b2.has_value()) {
+    JAX_TCGEMM_REQUIRE(b2->data.element_type() == b.data.element_type(),
+                       "the two weights differ in element type");
+    JAX_TCGEMM_RETURN_IF_ERROR(checked_span<2>(*b2, at, {at.k, at.n}, &span));
+    problem->params.b2 = b2->data.untyped_data();
+  } else {
+    JAX_TCGEMM_RETURN_IF_ERROR(checked_span<2>(b, at, {at.k, at.n}, &span));
+    const int64_t available = static_cast<int64_t>(b.data.element_count());
+    JAX_TCGEMM_REQUIRE(0 <= at.b2_offset && at.b2_offset + span <= available,
+                       "the second weight begins at element ", at.b2_offset, " of ", available);
+    problem->params.b2 = static_cast<const char*>(b.data.untyped_data()) + at.b2_offset * bytes;
+  }
+  const bool aligned = is_multiple(reinterpret_cast<uintptr_t>(problem->params.b2), 16);
+  problem->strides_aligned_b &= aligned;
+  problem->aligned_b &= aligned;
+  return Status();
+}
+
+Status decode_role(std::string_view name, RoleOfC* role) {
+  if (name == "add") {
+    *role = RoleOfC::kAdd;
+  } else if (name == "residual") {
+    *role = RoleOfC::kResidual;
+  } else if (name == "factor") {
+    *role = RoleOfC::kFactor;
+  } else if (name == "derivative") {
+    *role = RoleOfC::kDerivative;
+  } else {
+    JAX_TCGEMM_REQUIRE(name == "gated_derivative", "unknown role of c '", name, "'");
+    *role = RoleOfC::kGatedDerivative;
+  }
+  return Status();
+}
+
+Status check_combination(const GemmAttributes& at) {
+  const bool gated_derivative = at.c_role == "gated_derivative";
+  JAX_TCGEMM_REQUIRE(at.has_c || at.c_role == "add" || at.c_role == "residual", "c_role is ",
+                     at.c_role, " without c");
+  JAX_TCGEMM_REQUIRE(at.has_c2 == gated_derivative && (!gated_derivative || at.has_aux), "c_role ",
+                     at.c_role, " with has_c2=", at.has_c2, " has_aux=", at.has_aux);
+  JAX_TCGEMM_REQUIRE(!at.gated || !(at.has_c || at.has_alpha || at.alpha != 1.f ||
+                                    at.has_row_scale || at.has_column_scale),
+                     "a gated product with c, alpha or scales");
+  JAX_TCGEMM_REQUIRE(at.gated || !(at.has_b2 || at.has_bias2), "b2 without gating");
+  return Status();
+}
+
+}  // namespace
+
+Status decode_activation(std::string_view name, Activation* activation) {
+  if (name.empty()) {
+    *activation = Activation::kNone;
+    return Status();
+  }
+#define JAX_TCGEMM_MATCH(Name)         \
+  if (name == #Name) {                 \
+    *activation = Activation::k##Name; \
+    return Status();                   \
+  }
+  JAX_TCGEMM_ACTIVATIONS(JAX_TCGEMM_MATCH)
+#undef JAX_TCGEMM_MATCH
+  JAX_TCGEMM_REQUIRE(false, "unknown activation '", name, "'");
+}
+
+Status decode_operands(const Call& call, ffi::DataType d_type, GemmProblem* problem) {
+  const GemmAttributes& at = call.attributes;
+  EpilogueParams& e = problem->params.epilogue;
+  OperandReader reader(call, d_type);
+  std::optional<Buffer> a, b, b2;
+  JAX_TCGEMM_RETURN_IF_ERROR(check_combination(at));
+  JAX_TCGEMM_RETURN_IF_ERROR(decode_role(at.c_role, &e.role_of_c));
+  JAX_TCGEMM_RETURN_IF_ERROR(reader.next("a", at.a_strides, &a));
+  JAX_TCGEMM_RETURN_IF_ERROR(reader.next("b", at.b_strides, &b));
+  JAX_TCGEMM_RETURN_IF_ERROR(
+      check_types(problem->algorithm, a->data.element_type(), b->data.element_type(), d_type));
+  JAX_TCGEMM_RETURN_IF_ERROR(decode_factors(at, *a, *b, problem));
+  e.gated = at.gated;
+  e.alpha.value = at.alpha;
+  e.beta.value = at.beta;
+  JAX_TCGEMM_RETURN_IF_ERROR(reader.addend(at.has_c, "c", at.c_strides, Extent::kMatrix, &e.c));
+  JAX_TCGEMM_RETURN_IF_ERROR(
+      reader.addend(at.has_bias, "bias", at.bias_strides, Extent::kAlongN, &e.bias));
+  JAX_TCGEMM_RETURN_IF_ERROR(reader.scalar(at.has_alpha, "alpha", at.alpha_strides, &e.alpha));
+  JAX_TCGEMM_RETURN_IF_ERROR(reader.scalar(at.has_beta, "beta", at.beta_strides, &e.beta));
+  JAX_TCGEMM_RETURN_IF_ERROR(reader.scale(at.has_row_scale, "row_scale", at.row_scale_strides,
+                                          Extent::kAlongM, &e.row_scale));
+  JAX_TCGEMM_RETURN_IF_ERROR(reader.scale(at.has_column_scale, "column_scale",
+                                          at.column_scale_strides, Extent::kAlongN,
+                                          &e.column_scale));
+  if (at.has_b2) JAX_TCGEMM_RETURN_IF_ERROR(reader.next("b2", at.b_strides, &b2));
+  JAX_TCGEMM_RETURN_IF_ERROR(
+      reader.addend(at.has_bias2, "bias2", at.bias2_strides, Extent::kAlongN, &e.bias2));
+  JAX_TCGEMM_RETURN_IF_ERROR(reader.addend(at.has_c2, "c2", at.c_strides, Extent::kMatrix, &e.c2));
+  JAX_TCGEMM_REQUIRE(!at.has_c2 || e.c2.is_float32 == e.c.is_float32,
+                     "c and c2 differ in element type");
+  return at.gated ? decode_second_weight(at, *b, b2, problem) : Status();
+}
+
+ffi::Error as_error(const Status& status) {
+  if (status.ok()) return ffi::Error::Success();
+  return status.code() == Status::Code::kInvalidArgument
+             ? ffi::Error::InvalidArgument(status.message())
+             : ffi::Error::Internal(status.message());
+}
+
+}  // namespace jax_tcgemm

@@ -1,0 +1,29 @@
+// From the buffers of the custom call to a GemmProblem.
+
+#ifndef JAX_TCGEMM_FFI_OPERANDS_H_
+#define JAX_TCGEMM_FFI_OPERANDS_H_
+
+#include "dispatch/dispatch.h"
+#include "dispatch/status.h"
+#include "ffi/attributes.h"
+
+namespace jax_tcgemm {
+
+struct Call {
+  const GemmAttributes& attributes;
+  ffi::RemainingArgs& operands;
+  ffi::RemainingRets& results;
+};
+
+// Reads every operand into `problem`, whose shape is decoded already, and checks its element type,
+// its extents and its strides against the buffer.
+Status decode_operands(const Call& call, ffi::DataType d_type, GemmProblem* problem);
+
+// An activation by its name in jax_tcgemm/problem/activations.py; empty: none.
+Status decode_activation(std::string_view name, Activation* activation);
+
+ffi::Error as_error(const Status& status);
+
+}  // namespace jax_tcgemm
+
+#endif  // JAX_TCGEMM_FFI_OPERANDS_H_

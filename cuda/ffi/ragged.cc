@@ -1,0 +1,168 @@
+// From the custom call for products over groups to a GemmProblem; see ragged.h.
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <string_view>
+
+#include "dispatch/device.h"
+#include "dispatch/ragged.h"
+#include "dispatch/status.h"
+#include "ffi/algorithm_names.h"
+#include "ffi/attributes.h"
+#include "ffi/handlers.h"
+#include "ffi/operands.h"
+
+namespace jax_tcgemm {
+
+// Set by jax_tcgemm/lowering/ragged.py.
+//   depth = false: lhs (m, k), rhs (groups, k, n), or (groups, n, k) with transpose_rhs, sizes
+//                  (groups,), [bias (groups, n)] -> d (m, n), [the pre-activation]
+//   depth = true:  lhs (k, m), rhs (k, n), sizes (groups,) -> d (groups, m, n)
+struct RaggedAttributes {
+  int64_t m, n, k, groups;
+  bool depth, transpose_rhs, has_bias, has_aux;
+  float activation_p0, activation_p1;
+  std::string_view activation, algorithm, config;
+};
+
+}  // namespace jax_tcgemm
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
+    ::jax_tcgemm::RaggedAttributes, ::xla::ffi::StructMember<int64_t>("m"),
+    ::xla::ffi::StructMember<int64_t>("n"), ::xla::ffi::StructMember<int64_t>("k"),
+    ::xla::ffi::StructMember<int64_t>("groups"), ::xla::ffi::StructMember<bool>("depth"),
+    ::xla::ffi::StructMember<bool>("transpose_rhs"), ::xla::ffi::StructMember<bool>("has_bias"),
+    ::xla::ffi::StructMember<bool>("has_aux"), ::xla::ffi::StructMember<float>("activation_p0"),
+    ::xla::ffi::StructMember<float>("activation_p1"),
+    ::xla::ffi::StructMember<std::string_view>("activation"),
+    ::xla::ffi::StructMember<std::string_view>("algorithm"),
+    ::xla::ffi::StructMember<std::string_view>("config"));
+
+namespace jax_tcgemm {
+namespace {
+
+bool is_aligned(const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; }
+
+// The next buffer of a call, once it is known to have so many elements.
+template <typename Buffers>
+Status take(Buffers& buffers, size_t index, const char* name, int64_t elements, void** data,
+            ffi::DataType* type) {
+  auto found = buffers.template get<ffi::AnyBuffer>(index);
+  JAX_TCGEMM_REQUIRE(found.has_value(), name, " is missing");
+  ffi::AnyBuffer buffer = [&] {
+    if constexpr (std::is_same_v<Buffers, ffi::RemainingRets>) {
+      return **found;
+    } else {
+      return *found;
+    }
+  }();
+  JAX_TCGEMM_REQUIRE(static_cast<int64_t>(buffer.element_count()) == elements, name, " has ",
+                     buffer.element_count(), " elements, the problem ", elements);
+  *data = buffer.untyped_data();
+  *type = buffer.element_type();
+  return Status();
+}
+
+// The operands of both kinds of product.
+Status decode_factors(ffi::RemainingArgs& operands, const RaggedAttributes& at,
+                      GemmProblem* problem, ffi::DataType* input) {
+  GemmParams& p = problem->params;
+  void *lhs = nullptr, *rhs = nullptr, *sizes = nullptr;
+  ffi::DataType rhs_type, sizes_type;
+  const int64_t matrices = at.depth ? 1 : at.groups;
+  JAX_TCGEMM_RETURN_IF_ERROR(take(operands, 0, "lhs", at.m * at.k, &lhs, input));
+  JAX_TCGEMM_RETURN_IF_ERROR(take(operands, 1, "rhs", matrices * at.k * at.n, &rhs, &rhs_type));
+  JAX_TCGEMM_RETURN_IF_ERROR(take(operands, 2, "group_sizes", at.groups, &sizes, &sizes_type));
+  const ffi::DataType wanted = problem->algorithm == Algorithm::kBf16Bf16F32 ? ffi::BF16 : ffi::F16;
+  JAX_TCGEMM_REQUIRE(*input == wanted && rhs_type == wanted && sizes_type == ffi::S32,
+                     "element types of lhs, rhs and group_sizes are ", static_cast<int>(*input),
+                     ", ", static_cast<int>(rhs_type), " and ", static_cast<int>(sizes_type));
+  p.group_sizes = static_cast<const int32_t*>(sizes);
+  problem->major_a = at.depth ? Major::kMn : Major::kK;
+  problem->major_b = at.depth || !at.transpose_rhs ? Major::kMn : Major::kK;
+  p.a = {lhs, at.depth ? at.m : at.k, at.m * at.k, {}};
+  p.b = {rhs, problem->major_b == Major::kMn ? at.n : at.k, matrices * at.k * at.n, {}};
+  if (!at.depth) p.b.batch.stride[0] = at.k * at.n;
+  problem->aligned_a = problem->strides_aligned_a = p.a.ld % 8 == 0 && is_aligned(lhs);
+  problem->aligned_b = problem->strides_aligned_b = p.b.ld % 8 == 0 && is_aligned(rhs);
+  return Status();
+}
+
+Status decode_epilogue(ffi::RemainingArgs& operands, ffi::RemainingRets& results,
+                       const RaggedAttributes& at, ffi::DataType input, EpilogueParams* epilogue) {
+  const int64_t elements = at.m * at.n * (at.depth ? at.groups : 1);
+  ffi::DataType type, other;
+  JAX_TCGEMM_RETURN_IF_ERROR(take(results, 0, "d", elements, &epilogue->d, &type));
+  JAX_TCGEMM_REQUIRE(type == input || type == ffi::F32, "element type of D is ",
+                     static_cast<int>(type));
+  if (at.has_aux) {
+    JAX_TCGEMM_RETURN_IF_ERROR(
+        take(results, 1, "the pre-activation", elements, &epilogue->aux, &other));
+    JAX_TCGEMM_REQUIRE(type == other, "the results differ in element type");
+  }
+  epilogue->d_is_float32 = type == ffi::F32;
+  epilogue->alpha.value = 1.f;
+  epilogue->activation_parameters[0] = at.activation_p0;
+  epilogue->activation_parameters[1] = at.activation_p1;
+  JAX_TCGEMM_RETURN_IF_ERROR(decode_activation(at.activation, &epilogue->activation));
+  if (!at.has_bias) return Status();
+  void* bias = nullptr;
+  JAX_TCGEMM_RETURN_IF_ERROR(take(operands, 3, "bias", at.groups * at.n, &bias, &other));
+  JAX_TCGEMM_REQUIRE(other == input || other == ffi::F32, "element type of the bias is ",
+                     static_cast<int>(other));
+  epilogue->bias.data = bias;
+  epilogue->bias.stride_n = 1;
+  epilogue->bias.batch.stride[0] = at.n;
+  epilogue->bias.is_float32 = other == ffi::F32;
+  return Status();
+}
+
+Status decode_and_run(ffi::RemainingArgs& operands, ffi::RemainingRets& results,
+                      const RaggedAttributes& at, int32_t ordinal, cudaStream_t stream) {
+  for (const int64_t extent : {at.m, at.n, at.k, at.groups}) {
+    JAX_TCGEMM_REQUIRE(0 < extent && extent <= kMaxExtent, "m=", at.m, " n=", at.n, " k=", at.k,
+                       " groups=", at.groups);
+  }
+  const auto algorithm = algorithm_from_name(at.algorithm);
+  JAX_TCGEMM_REQUIRE(algorithm == Algorithm::kBf16Bf16F32 || algorithm == Algorithm::kF16F16F32,
+                     "no ragged kernel for '", at.algorithm, "'");
+  JAX_TCGEMM_REQUIRE(!at.depth || !(at.has_bias || at.has_aux || !at.activation.empty()),
+                     "groups of k have no epilogue");
+  GemmProblem problem = {};
+  problem.algorithm = *algorithm;
+  problem.config = at.config;
+  GemmParams& p = problem.params;
+  p.m = static_cast<int32_t>(at.m);
+  p.n = static_cast<int32_t>(at.n);
+  p.k = static_cast<int32_t>(at.k);
+  p.batch = p.batch_shape[0] = static_cast<int32_t>(at.groups);
+  p.batch_rank = 1;
+  ffi::DataType input;
+  JAX_TCGEMM_RETURN_IF_ERROR(decode_factors(operands, at, &problem, &input));
+  JAX_TCGEMM_RETURN_IF_ERROR(decode_epilogue(operands, results, at, input, &p.epilogue));
+  const DeviceProperties* device = nullptr;
+  JAX_TCGEMM_RETURN_IF_ERROR(get_device_properties(ordinal, &device));
+  return run_ragged(problem, at.depth ? Ragged::kDepth : Ragged::kRows, *device, stream);
+}
+
+ffi::Error ragged_dot(cudaStream_t stream, int32_t ordinal, ffi::RemainingArgs operands,
+                      ffi::RemainingRets results, RaggedAttributes attributes) {
+  return as_error(decode_and_run(operands, results, attributes, ordinal, stream));
+}
+
+// Capturable into a CUDA graph: the handler only enqueues kernels.
+XLA_FFI_DEFINE_HANDLER(kRaggedDotHandler, ragged_dot,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .Ctx<ffi::DeviceOrdinal>()
+                           .RemainingArgs()
+                           .RemainingRets()
+                           .Attrs<RaggedAttributes>(),
+                       {ffi::Traits::kCmdBufferCompatible});
+
+}  // namespace
+
+void* ragged_dot_handler() { return reinterpret_cast<void*>(+kRaggedDotHandler); }
+
+}  // namespace jax_tcgemm

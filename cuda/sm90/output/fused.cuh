@@ -1,0 +1,246 @@
+// The epilogue between accumulators and the output buffers, 16 columns of a warp's rows at a time:
+// a loop around little code, since code that runs once a tile costs what fetching it costs.
+
+#pragma once
+
+#include <stdint.h>
+
+#include "common/dtype.cuh"
+#include "epilogue/activations.cuh"
+#include "epilogue/formula.cuh"
+#include "gemm_params.h"
+#include "ptx/cluster.cuh"
+#include "ptx/shared_memory.cuh"
+#include "sm90/output/output_buffers.cuh"
+#include "sm90/output/output_tile.h"
+#include "sm90/output/subtile.cuh"
+#include "sm90/ring.cuh"
+
+namespace jax_tcgemm::sm90 {
+
+// Calls use(i, accumulator) for the 8 of a thread in 16 columns: number `index` of those kPerBlock
+// in each block that begin with kFirst. Registers have no index at run time: a jump to code for
+// each.
+template <int kFirst, int kPerBlock, int kBlocks, int kBlockValues, typename Use>
+__device__ __forceinline__ void visit_chunk(const float (&acc)[kBlocks][kBlockValues], int index,
+                                            Use&& use) {
+  constexpr int kCount = kBlocks * kPerBlock;
+  const auto visit = [&]<int kIndex>() {
+    if constexpr (kIndex < kCount) {
+      constexpr int kValue = (kFirst + kIndex % kPerBlock) * kChunkValues;
+#pragma unroll
+      for (int i = 0; i < kChunkValues; ++i) use(i, acc[kIndex / kPerBlock][kValue + i]);
+    }
+  };
+  static_assert(kCount <= 24);
+  switch (index) {
+#define JAX_TCGEMM_CASE(i)          \
+  case i:                           \
+    visit.template operator()<i>(); \
+    break;
+#define JAX_TCGEMM_CASES(i) \
+  JAX_TCGEMM_CASE(i) JAX_TCGEMM_CASE(i + 1) JAX_TCGEMM_CASE(i + 2) JAX_TCGEMM_CASE(i + 3)
+    JAX_TCGEMM_CASES(0)
+    JAX_TCGEMM_CASES(4)
+    JAX_TCGEMM_CASES(8)
+    JAX_TCGEMM_CASES(12)
+    JAX_TCGEMM_CASES(16)
+    JAX_TCGEMM_CASES(20)
+#undef JAX_TCGEMM_CASES
+#undef JAX_TCGEMM_CASE
+    default:
+      __builtin_unreachable();
+  }
+}
+
+// kGeneral: anything; else D = f(alpha * acc + bias), gated or not. Each question asked in the loop
+// costs as much as several values. The code that copies out what TMA cannot is large: it stands
+// where host code sends such a D (Finish), not in every loop.
+template <KernelConfig kConfig, bool kExchanged, bool kGeneral>
+struct FusedOutput {
+  using Buffers = OutputBuffers<kConfig, kExchanged>;
+  using Element = typename AlgorithmTraits<kConfig.algorithm>::Element;
+  using Sub = FusedSubtile<kConfig, Element, kExchanged, !kGeneral>;
+  using Accumulators = float[Buffers::kBlocks][kConfig.tile_n / 2];
+
+  const GemmParams& params;
+  Buffers& buffers;
+  Sub sub;
+  uint32_t bias;  // address in shared memory, of the first column of the tile
+
+  // `tile` is the place of the warp's first rows.
+  __device__ __forceinline__ void run(const Accumulators& acc, const OutputPlace& tile) const {
+    const EpilogueParams& epilogue = params.epilogue;
+    if constexpr (kConfig.gated) {
+      visit_activation(epilogue, [&]<ActivationFunctor Functor>(const Functor& functor) {
+        run_chunks(acc, tile,
+                   [&](Chunk& value, const Position& at) { gate(functor, value, acc, at); });
+      });
+    } else if constexpr (!kGeneral) {
+      // A loop for each activation: its code lies together.
+      visit_activation(epilogue, [&]<ActivationFunctor Functor>(const Functor& functor) {
+        run_chunks(acc, tile,
+                   [&](Chunk& value, const Position&) { apply_activation(functor, value); });
+      });
+    } else {
+      const float beta = scalar_of(params, tile.batch, epilogue.beta);
+      run_chunks(acc, tile, [&](Chunk& value, const Position& at) {
+        finish_values(
+            epilogue, beta, value,
+            [&](Chunk& c) { load_c(c, epilogue.c, buffers.results - 1, at); },
+            [&](Chunk& c2) { load_c(c2, epilogue.c2, 0, at); },
+            [&](const Chunk& aux) { store(aux, 0, at); });
+      });
+    }
+  }
+
+ private:
+  struct Position {
+    int index;  // of the chunk in the tile
+    int chunk;  // in its sub-tile
+    OutputPlace place;
+    int tile_column;
+  };
+
+  template <typename Finish>
+  __device__ __forceinline__ void run_chunks(const Accumulators& acc, const OutputPlace& tile,
+                                             Finish&& finish) const {
+    const float alpha = scalar_of(params, tile.batch, params.epilogue.alpha);
+#pragma unroll 1
+    for (int index = 0; index < Buffers::kChunks; ++index) {
+      const OutputPlace place = Buffers::place_of(tile, index);
+      const Position at = {index, index & (sub.chunks() - 1), place, place.column - tile.column};
+      Chunk value;
+      take<0>(value, acc, at, alpha, params.epilogue.bias);
+      if constexpr (kGeneral) {
+        if (at.chunk == 0 && buffers.maps.c_by_tma) buffers.template wait_for_c<Sub>(place);
+      }
+      finish(value, at);
+      store(value, kGeneral ? buffers.results - 1 : 0, at);
+      if (at.chunk < sub.chunks() - 1) continue;
+      buffers.template send<kGeneral>(sub, Buffers::place_of(tile, index - at.chunk));
+      if constexpr (kGeneral) {
+        if (buffers.maps.c_by_tma) buffers.prefetch_next_c(sub, tile, index + 1);
+      }
+    }
+  }
+
+  __device__ __forceinline__ uint32_t address(int result) const {
+    return buffers.template address<Sub>(buffers.set, result);
+  }
+  __device__ __forceinline__ void store(const Chunk& value, int result, const Position& at) const {
+    sub.store(value, address(result), at.chunk);
+  }
+
+  // value: g -> f(g) * u; both are further results if there are any.
+  template <ActivationFunctor Functor>
+  __device__ __forceinline__ void gate(const Functor& functor, Chunk& value,
+                                       const Accumulators& acc, const Position& at) const {
+    Chunk up;
+    take<Buffers::kBlockChunks>(up, acc, at, 1.f, params.epilogue.bias2);
+    if constexpr (kGeneral) {
+      if (params.epilogue.aux != nullptr) {
+        store(value, 0, at);
+        store(up, 1, at);
+      }
+    }
+    apply_activation(functor, value);
+#pragma unroll
+    for (int i = 0; i < kChunkValues; ++i) value[i] *= up[i];
+  }
+
+  // Calls visit(i, m, n) for each value of the thread; accumulator rows are rows of D, or columns
+  // if exchanged.
+  template <typename Visitor>
+  static __device__ __forceinline__ void visit_places(const OutputPlace& at, Visitor&& visit) {
+    const int row = at.row + Buffers::lane() / 4;
+    const int column = at.column + Buffers::lane() % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < kChunkValues; ++i) {
+      const int m = row + i / 2 % 2 * 8;
+      const int n = column + i % 2 + i / 4 * 8;
+      kExchanged ? visit(i, n, m) : visit(i, m, n);
+    }
+  }
+
+  // Element `at` of C, of the bias or of a scale.
+  static __device__ __forceinline__ float element(const Addend& source, int64_t at) {
+    return source.is_float32 ? static_cast<const float*>(source.data)[at]
+                             : float(static_cast<const Element*>(source.data)[at]);
+  }
+
+  __device__ __forceinline__ void load_c(Chunk& value, const Addend& source, int result,
+                                         const Position& at) const {
+    if (buffers.maps.c_by_tma) return sub.load(value, address(result), at.chunk);
+    const int64_t batch = batch_offset(params, at.place.batch, source.batch);
+    if (source.stride_n == 1 && source.is_float32 == (sizeof(Element) == 4)) {
+      return load_rows(value, static_cast<const Element*>(source.data) + batch, source.stride_m,
+                       at.place);
+    }
+    visit_places(at.place, [&](int i, int m, int n) {
+      const bool inside = m < params.m && n < params.n;
+      value[i] = inside ? element(source, batch + m * source.stride_m + n * source.stride_n) : 0.f;
+    });
+  }
+
+  // Of contiguous rows in the type of the operands. Some elements twice instead of none: behind
+  // branches, each load would wait for the one before.
+  __device__ __forceinline__ void load_rows(Chunk& value, const Element* from, int64_t stride,
+                                            const OutputPlace& place) const {
+    visit_places(place, [&](int i, int m, int n) {
+      value[i] = float(from[min(m, params.m - 1) * stride + min(n, params.n - 1)]);
+    });
+  }
+
+  // value = alpha * scales * accumulators + bias, those from column kFirst * 16 of the tile on.
+  template <int kFirst>
+  __device__ __forceinline__ void take(Chunk& value, const Accumulators& acc, const Position& at,
+                                       float alpha, const Addend& source) const {
+    float of[4] = {};  // columns 0, 1, 8, 9 of the thread; exchanged: rows 0, 8
+    read_bias(of, source, at.place, kFirst * kChunkColumns + at.tile_column);
+    const auto bias_of = [&](int i) { return of[kExchanged ? i / 2 % 2 : i / 4 * 2 + i % 2]; };
+    const bool scales = kGeneral && !kConfig.gated;
+    visit_chunk<kFirst, Buffers::kBlockChunks>(acc, at.index, [&](int i, float a) {
+      ptx::multiply_add(value[i], alpha, a, scales ? 0.f : bias_of(i));
+    });
+    if (!scales) return;
+    scale(value, at.place);
+#pragma unroll
+    for (int i = 0; i < kChunkValues; ++i) value[i] += bias_of(i);
+  }
+
+  // value *= row_scale * column_scale
+  __device__ __forceinline__ void scale(Chunk& value, const OutputPlace& at) const {
+    const Addend& of_rows = params.epilogue.row_scale;
+    const Addend& of_columns = params.epilogue.column_scale;
+    if (of_rows.data != nullptr) {
+      const int64_t batch = batch_offset(params, at.batch, of_rows.batch);
+      visit_places(at, [&](int i, int m, int) {
+        if (m < params.m) value[i] *= element(of_rows, batch + m * of_rows.stride_m);
+      });
+    }
+    if (of_columns.data != nullptr) {
+      const int64_t batch = batch_offset(params, at.batch, of_columns.batch);
+      visit_places(at, [&](int i, int, int n) {
+        if (n < params.n) value[i] *= element(of_columns, batch + n * of_columns.stride_n);
+      });
+    }
+  }
+
+  __device__ __forceinline__ void read_bias(float (&of)[4], const Addend& source,
+                                            const OutputPlace& at, int tile_column) const {
+    if (source.data == nullptr) return;
+    if constexpr (kExchanged) {
+      const int64_t batch = batch_offset(params, at.batch, source.batch);
+      const int column = at.row + Buffers::lane() / 4;
+      if (column < params.n) of[0] = element(source, batch + column * source.stride_n);
+      if (column + 8 < params.n) of[1] = element(source, batch + (column + 8) * source.stride_n);
+    } else {
+      const uint32_t from = bias + (tile_column + Buffers::lane() % 4 * 2) * 4;
+      ptx::load_shared_8(of[0], of[1], from);
+      ptx::load_shared_8(of[2], of[3], from + 8 * 4);
+    }
+  }
+};
+
+}  // namespace jax_tcgemm::sm90

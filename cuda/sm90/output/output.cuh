@@ -1,0 +1,147 @@
+// How accumulators become D: by straight code where there is little to do
+// (sm90/output/unrolled.cuh), by a loop for any epilogue (sm90/output/fused.cuh), both through the
+// buffers of sm90/output/output_buffers.cuh.
+
+#pragma once
+
+#include <stdint.h>
+
+#include "gemm_params.h"
+#include "ptx/cluster.cuh"
+#include "ptx/shared_memory.cuh"
+#include "sm90/output/fused.cuh"
+#include "sm90/output/output_buffers.cuh"
+#include "sm90/output/output_tile.h"
+#include "sm90/output/subtile.cuh"
+#include "sm90/output/unrolled.cuh"
+#include "sm90/ring.cuh"
+#include "sm90/tensor_maps.h"
+
+namespace jax_tcgemm::sm90 {
+
+template <KernelConfig kConfig, bool kExchanged>
+class Output {
+ public:
+  static constexpr int kBlocks = kConfig.tile_m / (16 * kConfig.warps_m);
+  static constexpr int kBlockValues = kConfig.tile_n / 2;  // of a thread, in 64 rows
+  using Accumulators = float[kBlocks][kBlockValues];
+  using Element = typename AlgorithmTraits<kConfig.algorithm>::Element;
+
+  __device__ __forceinline__ Output(const GemmParams& params, const TensorMaps& maps,
+                                    const SharedMemory<kConfig>& smem, int warpgroup)
+      : params_(params), maps_(maps), warpgroup_(warpgroup), buffers_(params, maps, smem) {}
+
+  // Before the mainloop of a tile: sends for its first C. Places are those of the warpgroup.
+  __device__ __forceinline__ void prepare(const OutputPlace& place) {
+    if constexpr (kConfig.split_k > 1 || kConfig.epilogue == EpilogueWork::kNone) return;
+    if (maps_.c_by_tma) buffers_.prefetch_c(fused<true>().sub, of_warp(place));
+  }
+
+  // While its last instructions run: fetches the bias, and behind it that of a second weight.
+  __device__ __forceinline__ void share_bias(const OutputPlace& place) const {
+    if constexpr (!kExchanged) {
+      const EpilogueParams& epilogue = params_.epilogue;
+      if (epilogue.bias.data == nullptr && epilogue.bias2.data == nullptr) return;
+      // No warp still reads the bias of the tile before.
+      ptx::named_barrier_sync(kWarpgroupBarrier + warpgroup_, 128);
+#pragma unroll 1
+      for (int i = threadIdx.x % 128; i < kConfig.tile_n; i += 128) {
+        const bool second = i >= kConfig.output_n();
+        const float value = load_bias(second ? epilogue.bias2 : epilogue.bias, place.batch,
+                                      place.column + i % kConfig.output_n());
+        ptx::store_shared_4(bias_address() + i * 4, value);
+      }
+      ptx::named_barrier_sync(kWarpgroupBarrier + warpgroup_, 128);
+    }
+  }
+
+  // After it. acc is only read.
+  __device__ __forceinline__ void finish(const Accumulators& acc, const OutputPlace& tile_place) {
+    const OutputPlace place = of_warp(tile_place);
+    switch (maps_.finish) {
+      case Finish::kProduct:
+        return unrolled_for_d<Finish::kProduct>(acc, place);
+      case Finish::kAddBias:
+        return unrolled<false, Finish::kAddBias>(acc, place);
+      case Finish::kAddC:
+        return unrolled<false, Finish::kAddC>(acc, place);
+      case Finish::kRows:
+        return unrolled_for_d<Finish::kRows>(acc, place);
+      case Finish::kActivate:
+        if constexpr (kHas<Finish::kActivate>) fused<false>().run(acc, place);
+        return;
+      case Finish::kAnything:
+        if constexpr (kHas<Finish::kAnything>) fused<true>().run(acc, place);
+        return;
+    }
+  }
+
+  // Instead of finish, where the D of this warp is the product and goes to the batch's one matrix.
+  // Not a part of finish: ptxas would let instructions of the mainloop wait for one another where
+  // others write to the accumulators before.
+  __device__ __forceinline__ void finish_product(const Accumulators& acc,
+                                                 const OutputPlace& place) {
+    unrolled<false, Finish::kProduct>(acc, of_warp({place.row, place.column, 0}));
+  }
+
+  // Before finish: the rows of the tile's group.
+  __device__ __forceinline__ void limit_rows(int end) { buffers_.row_end = end; }
+
+  // Instead of finish, where the group has no matrix: zeros.
+  __device__ __forceinline__ void clear(const OutputPlace& place) const {
+    buffers_.clear_rows(place, kBlocks * kBlockRows);
+  }
+
+  __device__ __forceinline__ void drain() const { buffers_.drain(); }
+
+ private:
+  __device__ __forceinline__ OutputPlace of_warp(const OutputPlace& place) const {
+    return {place.row + buffers_.warp % 4 * kWarpRows, place.column, place.batch};
+  }
+
+  __device__ __forceinline__ float load_bias(const Addend& bias, int batch, int column) const {
+    if (bias.data == nullptr || column >= params_.n) return 0.f;
+    const int64_t at = batch_offset(params_, batch, bias.batch) + column * bias.stride_n;
+    return bias.is_float32 ? static_cast<const float*>(bias.data)[at]
+                           : float(static_cast<const Element*>(bias.data)[at]);
+  }
+
+  __device__ __forceinline__ uint32_t bias_address() const {
+    return buffers_.smem.bias(warpgroup_);
+  }
+
+  template <bool kGeneral>
+  __device__ __forceinline__ FusedOutput<kConfig, kExchanged, kGeneral> fused() {
+    return {params_, buffers_, {params_.epilogue.d_is_float32}, bias_address()};
+  }
+
+  // For the type of D, which of 16-bit operands may be float32.
+  template <Finish kFinish>
+  __device__ __forceinline__ void unrolled_for_d(const Accumulators& acc,
+                                                 const OutputPlace& place) {
+    if (sizeof(Element) == 4 || params_.epilogue.d_is_float32) {
+      return unrolled<true, kFinish>(acc, place);
+    }
+    unrolled<false, kFinish>(acc, place);
+  }
+
+  // Host code asks for no others.
+  template <Finish kFinish>
+  static constexpr bool kHas = has_finish(kConfig, kFinish, kExchanged);
+
+  template <bool kWide, Finish kFinish>
+  __device__ __forceinline__ void unrolled(const Accumulators& acc, const OutputPlace& place) {
+    if constexpr (kHas<kFinish>) {
+      UnrolledOutput<kConfig, kExchanged, kWide || sizeof(Element) == 4, kFinish>{params_, buffers_,
+                                                                                  bias_address()}
+          .run(acc, place);
+    }
+  }
+
+  const GemmParams& params_;
+  const TensorMaps& maps_;
+  int warpgroup_;
+  OutputBuffers<kConfig, kExchanged> buffers_;
+};
+
+}  // namespace jax_tcgemm::sm90

@@ -1,0 +1,250 @@
+// How the accumulators of a skinny kernel become D: the blocks that share a tile add up, each a
+// share of the sums; a share goes as float32 through a slab in shared memory, from where it is read
+// in the order of D.
+//
+// A thread's accumulators fall into kSplit equal shares, one for each block. A block sends each
+// share to its owner, which adds in the order of the blocks: the sum is the same every time. What
+// is sent announces itself (st.async), so that no block waits for another but for the sums.
+
+#pragma once
+
+#include <stdint.h>
+
+#include "epilogue/fused_epilogue.cuh"
+#include "epilogue/vector_io.cuh"
+#include "gemm_params.h"
+#include "ptx/cluster.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/shared_memory.cuh"
+#include "sm90/output/output_tile.h"
+#include "sm90/ring.cuh"
+
+namespace jax_tcgemm::sm90 {
+
+template <KernelConfig kConfig>
+class SkinnyOutput {
+ public:
+  static constexpr int kBlocks = kConfig.tile_m / kBlockRows;
+  static constexpr int kBlockValues = kConfig.tile_n / 2;  // of a thread, in 64 rows
+  static constexpr int kSplit = kConfig.split_k;
+  static constexpr int kShare = kBlockValues / kSplit;  // of them
+  static constexpr int kThreads = 128;
+  using Accumulators = float[kBlocks][kBlockValues];
+  using Element = typename AlgorithmTraits<kConfig.algorithm>::Element;
+  using Epilogue = FusedEpilogue<Element, kVectorColumns>;
+  // That a block receives for a tile.
+  static constexpr int kPartBytes = kBlocks * kShare * 4 * kThreads;
+  static constexpr int kReceivedBytes = (kSplit - 1) * kPartBytes;
+
+  __device__ __forceinline__ SkinnyOutput(const GemmParams& params,
+                                          const SharedMemory<kConfig>& smem, int block,
+                                          bool exchanged)
+      : params_(params), smem_(smem), block_(block), exchanged_(exchanged) {}
+
+  // A tile whose first row and column these are, of the longer and of the shorter extent.
+  __device__ __forceinline__ void begin(int first_long, int first_short, int batch) {
+    first_long_ = first_long;
+    first_short_ = first_short + short_of_share();
+    batch_ = batch;
+  }
+
+  // Before the mainloop: fetches what the epilogue needs of each column.
+  __device__ __forceinline__ Epilogue epilogue() const {
+    return Epilogue(params_, batch_, column());
+  }
+
+  // After the mainloop: adds up and writes this block's share to the slab. `last`: the block has no
+  // other tile.
+  __device__ __forceinline__ void collect(const Accumulators& acc, bool last) {
+    float sum[kBlocks][kShare];
+    if constexpr (kSplit == 1) {
+      static_assert(kShare == kBlockValues);
+#pragma unroll
+      for (int i = 0; i < kBlocks; ++i) {
+#pragma unroll
+        for (int j = 0; j < kShare; ++j) sum[i][j] = acc[i][j];
+      }
+    } else {
+      add_up(sum, acc, last);
+    }
+    // No warp still reads the slab of the tile before.
+    ptx::named_barrier_sync(kWarpgroupBarrier, kThreads);
+    if (exchanged_) {
+      write<true>(sum);
+    } else {
+      write<false>(sum);
+    }
+  }
+
+  // Then: finishes and stores it.
+  __device__ __forceinline__ void store(const Epilogue& epilogue) const {
+    ptx::named_barrier_sync(kWarpgroupBarrier, kThreads);
+    visit_rows<kTogether>([&](typename Epilogue::Vector(&value)[kTogether], int row, int step) {
+      epilogue.finish(value, row, step);
+    });
+  }
+
+  // The same where D is the sum, rounded.
+  __device__ __forceinline__ void store_plain() const {
+    ptx::named_barrier_sync(kWarpgroupBarrier, kThreads);
+    const EpilogueParams& to = params_.epilogue;
+    const int columns = params_.n - column();
+    const int64_t first = int64_t{batch_} * params_.m * params_.n + column();
+    visit_rows<1>([&](typename Epilogue::Vector(&value)[1], int row, int) {
+      if (row >= params_.m) return;
+      store_vector<Element, kVectorColumns>(to.d, to.d_is_float32, to.d_vectorizable,
+                                            first + int64_t{row} * params_.n, value[0], columns);
+    });
+  }
+
+ private:
+  // A share of two values has the upper or the lower 8 of every 16 rows.
+  static constexpr bool kHalves = kShare == 2;
+  static constexpr int kLong = kHalves ? kConfig.tile_m / 2 : kConfig.tile_m;  // of a share
+  static constexpr int kShort = kHalves ? 8 : 2 * kShare;
+  static constexpr int kPasses = (kLong * kShort / kVectorColumns + kThreads - 1) / kThreads;
+  // Rows of a pass follow one another in D.
+  static_assert(!kHalves || kPasses == 1);
+  // Passes whose loads are in flight together.
+  static constexpr int kTogether = kPasses < 4 ? kPasses : 4;
+  // From one row of the slab to the next, bytes: rows of D.
+  static constexpr int kExchangedRow = (kLong + KernelConfig::kSkinnyPadding) * 4;
+  static constexpr int kRow = (kShort + KernelConfig::kSkinnyPadding) * 4;
+
+  __device__ __forceinline__ int short_of_share() const {
+    return kHalves ? block_ / 2 * 8 : block_ * kShort;
+  }
+  // Of a row of the share, in the tile.
+  __device__ __forceinline__ int long_index(int row) const {
+    return kHalves ? row / 8 * 16 + block_ % 2 * 8 + row % 8 : row;
+  }
+  // Vectors of columns in a row of D.
+  __device__ __forceinline__ int chunks() const {
+    return (exchanged_ ? kLong : kShort) / kVectorColumns;
+  }
+
+  // The first column of D that this thread reads from the slab.
+  __device__ __forceinline__ int column() const {
+    const int chunk = threadIdx.x % chunks() * kVectorColumns;
+    return exchanged_ ? first_long_ + long_index(chunk) : first_short_ + chunk;
+  }
+
+  // Calls visit(vectors, row of D, from one to the next) for the rows of this thread.
+  template <int kCount, typename Visitor>
+  __device__ __forceinline__ void visit_rows(Visitor&& visit) const {
+    const int row_bytes = exchanged_ ? kExchangedRow : kRow;
+    const int rows = exchanged_ ? kShort : kLong;
+    const int step = kThreads / chunks();
+    const int first = exchanged_ ? first_short_ : first_long_;
+    const uint32_t address = slab() + threadIdx.x % chunks() * 16;
+#pragma unroll 1
+    for (int i = threadIdx.x / chunks(); i < rows; i += kCount * step) {
+      typename Epilogue::Vector value[kCount];
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) {
+        ptx::load_shared_16(value[j], address + (i + j * step) * row_bytes);
+      }
+      visit(value, first + (exchanged_ ? i : long_index(i)), step);
+    }
+  }
+
+  __device__ __forceinline__ uint32_t slot(int sender) const {
+    return smem_.output(0) + sender * kPartBytes + threadIdx.x * 8;
+  }
+  __device__ __forceinline__ uint32_t slab() const { return smem_.output(0) + kReceivedBytes; }
+
+  // Slots of the senders, in their order, of which the owner itself is none.
+  __device__ __forceinline__ void send(const Accumulators& acc, int share, int owner) const {
+    const uint32_t first = slot(block_ < owner ? block_ : block_ - 1);
+#pragma unroll
+    for (int i = 0; i < kBlocks; ++i) {
+#pragma unroll
+      for (int j = 0; j < kShare; j += 2) {
+        ptx::store_cluster_8(first + (i * kShare + j) / 2 * kThreads * 8, smem_.partial_full(),
+                             owner, acc[i][share * kShare + j], acc[i][share * kShare + j + 1]);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void add_up(float (&sum)[kBlocks][kShare], const Accumulators& acc,
+                                         bool last) {
+    // The others have started, and have read what they were sent for the tile before.
+    __syncwarp();
+    if (first_tile_) {
+      ptx::cluster_wait();
+    } else {
+      ptx::mbarrier_wait_cluster(smem_.partial_empty(), phase_ ^ 1);
+    }
+    float own[kBlocks][kShare];
+#pragma unroll
+    for (int share = 0; share < kSplit; ++share) {
+      if (share != block_) {
+        send(acc, share, share);
+        continue;
+      }
+#pragma unroll
+      for (int i = 0; i < kBlocks; ++i) {
+#pragma unroll
+        for (int j = 0; j < kShare; ++j) own[i][j] = acc[i][share * kShare + j];
+      }
+    }
+    ptx::mbarrier_wait_cluster(smem_.partial_full(), phase_);
+    if (!last && threadIdx.x == 0) {
+      ptx::mbarrier_arrive_expect(smem_.partial_full(), kReceivedBytes);
+    }
+#pragma unroll
+    for (int block = 0; block < kSplit; ++block) {
+      const uint32_t first = slot(block < block_ ? block : block - 1);
+#pragma unroll
+      for (int i = 0; i < kBlocks; ++i) {
+#pragma unroll
+        for (int j = 0; j < kShare; j += 2) {
+          float part[2] = {own[i][j], own[i][j + 1]};
+          if (block != block_) {
+            ptx::load_shared_8(part[0], part[1], first + (i * kShare + j) / 2 * kThreads * 8);
+          }
+          sum[i][j] = block == 0 ? part[0] : sum[i][j] + part[0];
+          sum[i][j + 1] = block == 0 ? part[1] : sum[i][j + 1] + part[1];
+        }
+      }
+    }
+    if (!last) {
+      __syncwarp();
+      const int lane = threadIdx.x % 32;
+      if (lane < kSplit) ptx::mbarrier_arrive_cluster(smem_.partial_empty(), lane);
+    }
+    first_tile_ = false;
+    phase_ ^= 1;
+  }
+
+  // kExchanged: rows of the accumulators are columns of D.
+  template <bool kExchanged>
+  __device__ __forceinline__ void write(const float (&sum)[kBlocks][kShare]) const {
+    constexpr int kLongStep = kExchanged ? 4 : kRow;
+    constexpr int kShortStep = kExchanged ? kExchangedRow : 4;
+    const int lane = threadIdx.x % 32;
+    const int row = threadIdx.x / 32 * (kHalves ? 8 : kWarpRows) + lane / 4;
+    const uint32_t first = slab() + row * kLongStep + lane % 4 * 2 * kShortStep;
+#pragma unroll
+    for (int i = 0; i < kBlocks; ++i) {
+#pragma unroll
+      for (int j = 0; j < kShare; ++j) {
+        const int rows = i * (kLong / kBlocks) + j / 2 % 2 * 8;
+        const int columns = j / 4 * 8 + j % 2;
+        ptx::store_shared_4(first + rows * kLongStep + columns * kShortStep, sum[i][j]);
+      }
+    }
+  }
+
+  const GemmParams& params_;
+  const SharedMemory<kConfig>& smem_;
+  int block_;  // of those that share a tile
+  bool exchanged_;
+  int first_long_;
+  int first_short_;
+  int batch_;
+  bool first_tile_ = true;
+  uint32_t phase_ = 0;
+};
+
+}  // namespace jax_tcgemm::sm90

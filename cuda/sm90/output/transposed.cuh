@@ -1,0 +1,95 @@
+// How D leaves where D^T was computed of 16-bit operands, and is the product alone. The four warps
+// of a warpgroup have 16 columns of D each, too few for TMA to store by themselves: 64 columns of
+// some rows lie in a buffer of the warpgroup, transposed on the way.
+//
+//   all warps:       accumulators -> buffer -> fence -> barrier, behind which the next is free
+//   their thread 0:    until the buffer after this one is free ^      -> store
+
+#pragma once
+
+#include <stdint.h>
+
+#include "common/dtype.cuh"
+#include "gemm_params.h"
+#include "ptx/cluster.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/stmatrix.cuh"
+#include "ptx/tma.cuh"
+#include "sm90/output/output_buffers.cuh"
+#include "sm90/output/output_tile.h"
+#include "sm90/ring.cuh"
+#include "sm90/tensor_maps.h"
+
+namespace jax_tcgemm::sm90 {
+
+// Takes the place of Output, whose other tasks these rows do not have.
+template <KernelConfig kConfig>
+class TransposedOutput {
+ public:
+  static constexpr int kBlocks = kConfig.tile_m / (16 * kConfig.warps_m);
+  using Accumulators = float[kBlocks][kConfig.tile_n / 2];
+
+  __device__ __forceinline__ TransposedOutput(const GemmParams&, const TensorMaps& maps,
+                                              const SharedMemory<kConfig>& smem, int warpgroup)
+      : maps_(maps), buffers_(smem.output(4 * warpgroup)), warpgroup_(warpgroup) {}
+
+  __device__ __forceinline__ void prepare(const OutputPlace&) const {}
+  __device__ __forceinline__ void share_bias(const OutputPlace&) const {}
+
+  // Rows of the place are columns of D.
+  __device__ __forceinline__ void finish(const Accumulators& acc, const OutputPlace& place) {
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+#pragma unroll
+      for (int row = 0; row < kConfig.tile_n; row += kRows) {
+        const uint32_t buffer = buffers_ + buffer_ * kBytes;
+        write(acc[block], row, buffer);
+        send(buffer, place.row + block * kBlockRows, place.column + row, place.batch);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void drain() const { ptx::tma_store_wait_read<0>(); }
+
+ private:
+  using Element = typename AlgorithmTraits<kConfig.algorithm>::Element;
+  static constexpr int kRows = kConfig.transposed_rows();
+  static constexpr int kBuffers = kConfig.transposed_buffers();
+  static constexpr int kBytes = kRows * 128;
+  static constexpr int kMatrix = 8;  // rows and columns of one of stmatrix
+  static_assert(kBuffers > 1);
+
+  // The warp's columns of rows `first` and on, with TMA's swizzle.
+  static __device__ __forceinline__ void write(const float (&acc)[kConfig.tile_n / 2], int first,
+                                               uint32_t buffer) {
+    const uint32_t lane = ptx::volatile_lane();
+    const uint32_t chunk = threadIdx.x / 32 % 4 * 2 + lane / kMatrix % 2;
+    const uint32_t to = buffer + lane % kMatrix * 128 + (chunk ^ lane % kMatrix) * 16;
+#pragma unroll
+    for (int row = 0; row < kRows; row += kMatrix) {
+      const float* value = acc + (first + row) / 2;
+      const uint32_t matrices[2] = {pack<Element>(value[0], value[1]),
+                                    pack<Element>(value[2], value[3])};
+      ptx::stmatrix_x2_trans(to + row * 128, matrices);
+    }
+  }
+
+  __device__ __forceinline__ void send(uint32_t buffer, int column, int row, int batch) {
+    const bool sends = threadIdx.x % 128 == 0;
+    ptx::fence_proxy_async();
+    if (sends) ptx::tma_store_wait_read<kBuffers - 2>();
+    ptx::named_barrier_sync(kWarpgroupBarrier + warpgroup_, 128);
+    if (sends) {
+      ptx::tma_store(&maps_.d, buffer, column, row, batch);
+      ptx::tma_store_commit();
+    }
+    buffer_ = buffer_ + 1 == kBuffers ? 0 : buffer_ + 1;
+  }
+
+  const TensorMaps& maps_;
+  const uint32_t buffers_;
+  const int warpgroup_;
+  int buffer_ = 0;  // the next one to be written
+};
+
+}  // namespace jax_tcgemm::sm90

@@ -1,0 +1,229 @@
+"""What the functions of this package check of their arguments, and how operands are placed."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+
+from jax_tcgemm.problem.activations import Activation, resolve
+from jax_tcgemm.problem.spec import resolve_algorithm
+from jax_tcgemm.problem.strides import Axes, Shape
+
+
+class Names(NamedTuple):
+    """What a caller knows the operands and flags of a product by, for messages."""
+
+    a: str
+    b: str
+    transpose_a: str
+    transpose_b: str
+
+
+NAMES = Names("a", "b", "transpose_a", "transpose_b")
+_NUMBERS = (bool, int, float, complex)
+
+
+def is_number(value: Any) -> bool:
+    """Whether a scalar is a Python number, which is a constant of the compiled program."""
+    return isinstance(value, _NUMBERS) and not isinstance(value, np.generic)
+
+
+def array(name: str, value: Any) -> jax.Array:
+    """Returns an argument as an array, unless it is something that only looks like one."""
+    if not isinstance(value, (jax.Array, np.ndarray, np.generic, *_NUMBERS)) and not hasattr(
+        value, "__jax_array__"
+    ):
+        raise TypeError(f"{name} must be an array, got {name}={value!r} of {type(value)}")
+    return jnp.asarray(value)
+
+
+def matrix(name: str, value: Any) -> jax.Array:
+    """Returns an operand of a product."""
+    x = array(name, value)
+    if x.ndim < 2:
+        raise ValueError(f"{name} must have at least 2 dimensions, got {name}.shape={x.shape}")
+    return x
+
+
+def extents(
+    a: jax.Array, b: jax.Array, transpose_a: bool, transpose_b: bool, names: Names = NAMES
+) -> tuple[Shape, int, int, int]:
+    """Returns the result's batch, ``m``, ``n`` and ``k``."""
+    for name, flag in ((names.transpose_a, transpose_a), (names.transpose_b, transpose_b)):
+        if not isinstance(flag, (bool, np.bool_)):
+            raise TypeError(f"{name}={flag!r} must be True or False")
+    m, k = a.shape[-2:][::-1] if transpose_a else a.shape[-2:]
+    b_k, n = b.shape[-2:][::-1] if transpose_b else b.shape[-2:]
+    flags = ((names.transpose_a, transpose_a), (names.transpose_b, transpose_b))
+    shapes = f"{names.a}.shape={a.shape}, {names.b}.shape={b.shape}"
+    shapes += "".join(f", {name}={flag}" for name, flag in flags if name)
+    both = f"{names.a} and {names.b}"
+    if k != b_k:
+        raise ValueError(f"{both} must agree in k, got {k} and {b_k} from {shapes}")
+    try:
+        batch = jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    except ValueError:
+        raise ValueError(f"leading dimensions of {both} must broadcast, got {shapes}") from None
+    return batch, m, n, k
+
+
+def promoted(
+    a: jax.Array,
+    b: jax.Array,
+    precision: Any,
+    preferred: DTypeLike | None,
+    names: Names = NAMES,
+) -> tuple[jax.Array, jax.Array, np.dtype]:
+    """Returns the operands and the dtype of the result, as ``jnp.matmul`` has them.
+
+    Operands of two strong types stay as they are: the conversion is part of the product, so that
+    each cotangent is rounded only once.
+    """
+    got = f"{names.a}.dtype={a.dtype}, {names.b}.dtype={b.dtype}"
+    both = f"{names.a} and {names.b}"
+    try:
+        common = jnp.result_type(a, b)
+    except (TypeError, ValueError) as error:
+        if preferred is None:
+            raise TypeError(f"{both} must have dtypes that jnp.matmul takes, got {got}") from error
+    else:
+        a, b = (_strong(x, common) for x in (a, b))
+    out_dtype = common if preferred is None else jax.dtypes.canonicalize_dtype(preferred)
+    if preferred is not None:  # which makes the result's type a strong one
+        a, b = (x.astype(x.dtype) if jax.typeof(x).weak_type else x for x in (a, b))
+    if resolve_algorithm(a.dtype, b.dtype, out_dtype, precision) is None:
+        matmul = functools.partial(
+            jnp.matmul, precision=precision, preferred_element_type=preferred
+        )
+        try:
+            jax.eval_shape(matmul, *(jax.ShapeDtypeStruct((1, 1), x.dtype) for x in (a, b)))
+        except (TypeError, ValueError) as error:
+            raise TypeError(
+                f"{both}, precision and preferred_element_type must be what jnp.matmul takes, got "
+                f"{got}, precision={precision}, preferred_element_type={preferred}: {error}"
+            ) from error
+    return a, b, jnp.dtype(out_dtype)
+
+
+def _strong(x: jax.Array, dtype: np.dtype) -> jax.Array:
+    """Converts an operand whose type is only a Python number's to the type that rules."""
+    return x.astype(dtype) if jax.typeof(x).weak_type and x.dtype != dtype else x
+
+
+def check_activation(activation: str | Activation | None, out_dtype: np.dtype) -> None:
+    """Checks that there is such an activation and that the result can have one."""
+    if activation is None:
+        return
+    resolve(activation)
+    if not jnp.issubdtype(out_dtype, jnp.floating):
+        raise TypeError(
+            f"activation={activation!r} needs a real floating-point result, got {out_dtype}"
+        )
+
+
+def check_config(config: str | None) -> None:
+    """Checks the type; whether there is such a configuration depends on the operands."""
+    if not (config is None or isinstance(config, str)):
+        raise TypeError(f"config={config!r} must be None or the name of a kernel configuration")
+
+
+def placed(x: jax.Array, extents: Shape, swap: bool = False) -> tuple[jax.Array, Axes]:
+    """Returns an operand without the dimensions along which it is broadcast, and its axes.
+
+    Args:
+        x: the operand; its shape broadcasts to ``extents``, once its last two are swapped if asked.
+        extents: the result's extents in the operand's roles.
+        swap: whether the last two dimensions are in the other order than the roles.
+    """
+    missing = len(extents) - x.ndim
+    axes: list[int | None] = [None] * missing + list(range(x.ndim))
+    if swap:
+        axes[-2:] = axes[:-3:-1]
+    dropped = [
+        axis
+        for axis, extent in zip(axes, extents, strict=True)
+        if axis is not None and x.shape[axis] == 1 and extent != 1
+    ]
+    kept = [axis for axis in range(x.ndim) if axis not in dropped]
+    x = lax.squeeze(x, dropped) if dropped else x
+    return x, tuple(kept.index(axis) if axis in kept else None for axis in axes)
+
+
+def like(name: str, value: Any, model_name: str, model: jax.Array) -> jax.Array:
+    """Returns an operand of the shape and dtype of another."""
+    x = array(name, value)
+    if x.shape != model.shape:
+        raise ValueError(
+            f"{name} must have the shape of {model_name}, got {name}.shape={x.shape} and "
+            f"{model_name}.shape={model.shape}"
+        )
+    x = _strong(x, model.dtype)
+    if x.dtype != model.dtype:
+        raise TypeError(
+            f"{name} must have the dtype of {model_name}, got {name}.dtype={x.dtype} and "
+            f"{model_name}.dtype={model.dtype}"
+        )
+    return x
+
+
+def addend(name: str, value: Any, shape: Shape, out_dtype: np.dtype) -> jax.Array:
+    """Returns ``c`` or ``residual`` once it is known to broadcast to ``shape``."""
+    x = array(name, value)
+    _check_kind(name, x.dtype, out_dtype)
+    if not _broadcasts(x.shape, shape):
+        raise ValueError(
+            f"{name}.shape={x.shape} does not fit; accepted: a shape that broadcasts to {shape}"
+        )
+    return x
+
+
+def vector(name: str, value: Any, shape: Shape, out_dtype: np.dtype) -> jax.Array:
+    """Returns a bias or scale once it is known to fit: of full extent in the last of ``shape``."""
+    x = array(name, value)
+    _check_kind(name, x.dtype, out_dtype)
+    if x.ndim == 0 or x.shape[-1] != shape[-1] or not _broadcasts(x.shape, shape):
+        raise ValueError(
+            f"{name}.shape={x.shape} does not fit; accepted: ({shape[-1]},) or a shape that "
+            f"broadcasts to {shape} and ends in {shape[-1]}"
+        )
+    return x
+
+
+def _broadcasts(own: Shape, full: Shape) -> bool:
+    pairs = zip(own[::-1], full[::-1], strict=False)
+    return len(own) <= len(full) and all(x in (1, extent) for x, extent in pairs)
+
+
+def constant(name: str, value: Any, out_dtype: np.dtype) -> Any:
+    """Returns ``alpha`` or ``beta`` where it is a Python number."""
+    # The default is the float 1.0, also where the result is an integer.
+    if value != 1:
+        _check_kind(name, jnp.result_type(type(value)), out_dtype, value)
+    return value
+
+
+def scalar(name: str, value: Any, out_dtype: np.dtype) -> jax.Array:
+    """Returns ``alpha`` or ``beta`` where it is an array."""
+    x = array(name, value)
+    if x.ndim:
+        raise ValueError(f"{name} must be a number or an array of shape (), got shape {x.shape}")
+    _check_kind(name, x.dtype, out_dtype)
+    return x
+
+
+def _check_kind(name: str, dtype: Any, out_dtype: np.dtype, value: Any = None) -> None:
+    """Checks that values of ``dtype`` can be added to the result without losing their kind."""
+    kinds = (jnp.complexfloating, jnp.floating, jnp.integer, jnp.bool_)
+    out_kind = next((i for i, kind in enumerate(kinds) if jnp.issubdtype(out_dtype, kind)), 0)
+    if not any(jnp.issubdtype(dtype, kind) for kind in kinds[out_kind:]):
+        got = f"{name}={value!r}" if value is not None else f"{name}.dtype={dtype}"
+        raise TypeError(
+            f"{got} does not fit a result of {out_dtype}; accepted: "
+            f"{', '.join(kind.__name__ for kind in kinds[out_kind:])} values"
+        )

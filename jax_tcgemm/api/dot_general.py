@@ -1,0 +1,270 @@
+"""``dot_general``: what ``lax.dot_general`` computes, as one gemm wherever a kernel serves it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike, DTypeLike
+
+from jax_tcgemm import _compat
+from jax_tcgemm.api import eager
+from jax_tcgemm.lowering import gemm as gemm_lowering
+from jax_tcgemm.primitives import gemm as gemm_primitive
+from jax_tcgemm.problem.spec import GemmSpec, resolve_algorithm
+from jax_tcgemm.problem.strides import Axes, Operands
+
+_Dims = tuple[int, ...]
+
+
+def dot_general(
+    lhs: ArrayLike,
+    rhs: ArrayLike,
+    dimension_numbers: Any,
+    precision: Any = None,
+    preferred_element_type: DTypeLike | None = None,
+    *,
+    out_sharding: Any = None,
+    **kwargs: Any,
+) -> jax.Array:
+    """Drop-in for ``jax.lax.dot_general`` on the kernels of ``gemm``.
+
+    For the ``dot_general=`` of Flax's layers and the ``_dot_general=`` of ``jnp.einsum``. Batch,
+    contracted and free dimensions are read where they lie: they become strides and batch dimensions
+    of one gemm. An operand is copied (``lax.transpose``) only if its contracted dimensions, or the
+    free ones of ``rhs``, do not lie side by side in the order of the other operand or of the
+    result; and ``lhs`` also if its free dimensions are so scattered that rows in place would take
+    many times the tiles. What no kernel serves goes to ``lax.dot_general`` unchanged: other dtypes
+    and precisions, dimensions of extent 0, products without a contracted or without a free
+    dimension, symbolic shapes, sharded types, ``out_sharding``. ``JAX_TCGEMM_LOG=1`` prints which.
+
+    The product is accumulated in float32 for 16-bit operands unless ``precision`` says otherwise,
+    and rounded once.
+
+    Args:
+        lhs: array of any rank.
+        rhs: array of any rank.
+        dimension_numbers: ``((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch))``.
+        precision: as in ``lax.dot_general``; ``None`` is ``jax.default_matmul_precision``. float32
+            is computed in TF32 unless ``"highest"`` or a wider preset is asked for.
+        preferred_element_type: dtype of the result; ``None`` is that of ``lax.dot_general``.
+        out_sharding: as in ``lax.dot_general``.
+        **kwargs: whatever else the ``lax.dot_general`` of this JAX takes.
+
+    Returns:
+        The batch dimensions, then the free dimensions of ``lhs``, then those of ``rhs``; of the
+        dtype of ``lax.dot_general``.
+
+    Raises:
+        TypeError: as ``lax.dot_general`` does.
+        ValueError: as ``lax.dot_general`` does.
+    """
+    options = (dimension_numbers, precision, preferred_element_type)
+    by_lax = functools.partial(
+        lax.dot_general, lhs, rhs, *options, out_sharding=out_sharding, **kwargs
+    )
+    are_arrays = all(isinstance(x, (jax.Array, np.ndarray)) for x in (lhs, rhs))
+    if not are_arrays or dimension_numbers is None or out_sharding is not None or kwargs:
+        return by_lax()
+    try:
+        dims = tuple(tuple(map(_indices, pair)) for pair in dimension_numbers)
+    except (TypeError, ValueError):
+        return by_lax()
+    return _contract(
+        lhs, rhs, dims=dims, precision=precision, preferred_element_type=preferred_element_type
+    )
+
+
+@eager.one_program("dims", "precision", "preferred_element_type")
+def _contract(
+    lhs: ArrayLike, rhs: ArrayLike, *, dims: Any, precision: Any, preferred_element_type: Any
+) -> jax.Array:
+    """Computes what ``dot_general`` does of two arrays and dimension numbers that are tuples."""
+    by_lax = functools.partial(
+        lax.dot_general,
+        dimension_numbers=dims,
+        precision=precision,
+        preferred_element_type=preferred_element_type,
+    )
+    result = jax.eval_shape(by_lax, lhs, rhs)  # raises what lax raises
+    a, b = jnp.asarray(lhs), jnp.asarray(rhs)
+    problem = _problem(a, b, dims, _compat.canonicalize_precision(precision), result)
+    if isinstance(problem, str):
+        operands = " x ".join(f"{x.dtype}{list(x.shape)}" for x in (a, b))
+        gemm_lowering.log(f"dot_general {operands} -> {result.dtype}: lax.dot_general: {problem}")
+        return by_lax(lhs, rhs)
+    (product,) = gemm_primitive.bind(*problem)
+    return lax.reshape(product, result.shape)
+
+
+def _indices(dims: Any) -> _Dims:
+    """Returns dimension numbers, which ``lax`` takes as any sequence or as one integer."""
+    dims = dims if isinstance(dims, (tuple, list)) else np.ravel(dims)
+    return tuple(map(operator.index, dims))
+
+
+def _problem(
+    lhs: jax.Array, rhs: jax.Array, dims: Any, precision: Any, result: jax.ShapeDtypeStruct
+) -> tuple[Operands, GemmSpec] | str:
+    """Returns the primitive's operands and parameters, or why no kernel is to compute this."""
+    if not all(isinstance(extent, int) for extent in (*lhs.shape, *rhs.shape)):
+        return "symbolic shapes"
+    if 0 in (*lhs.shape, *rhs.shape):
+        return "an extent of 0"
+    if _compat.is_sharded(lhs, rhs):
+        return "sharded types"
+    if result.weak_type and not lhs.dtype == rhs.dtype == result.dtype:
+        return "a weak type other than the operands'"
+    if not _has_kernel(lhs.dtype, rhs.dtype, result.dtype, precision):
+        return f"no kernel for these types with precision {precision}"
+    (lhs_contracted, rhs_contracted), (lhs_batch, rhs_batch) = dims
+    k = math.prod(lhs.shape[dim] for dim in lhs_contracted)
+    if k == 1:
+        return "nothing is contracted"
+    batch = math.prod(lhs.shape[dim] for dim in lhs_batch)
+    m, n = lhs.size // (batch * k), rhs.size // (batch * k)
+    if m == n == 1:
+        return "products of vectors"
+    left = _Factor.of(lhs, lhs_batch, lhs_contracted)
+    right = _Factor.of(rhs, rhs_batch, rhs_contracted)
+    if n == 1:
+        # The result's order is the same, and one row of D is contiguous where one column is not.
+        left, right = right, left
+        precision = precision[::-1] if isinstance(precision, tuple) else precision
+    operands, axes = _gemm(*_arranged(left, right))
+    return operands, GemmSpec(axes, jnp.dtype(result.dtype), precision)
+
+
+def _has_kernel(lhs: np.dtype, rhs: np.dtype, out: np.dtype, precision: Any) -> bool:
+    try:
+        return resolve_algorithm(lhs, rhs, out, precision) is not None
+    except (TypeError, ValueError):  # lax multiplies types that do not promote, such as float8
+        return False
+
+
+# A name is a role and a number: batch and contracted dimensions have the same name in both factors.
+_Name = tuple[str, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Factor:
+    """An operand and the name of each of its dimensions."""
+
+    array: jax.Array
+    names: tuple[_Name, ...]
+
+    @staticmethod
+    def of(array: jax.Array, batch: _Dims, contracted: _Dims) -> _Factor:
+        """Names the dimensions, without those of extent 1."""
+        names = {dim: ("batch", i) for i, dim in enumerate(batch)}
+        names |= {dim: ("k", i) for i, dim in enumerate(contracted)}
+        names |= {dim: ("free", dim) for dim in range(array.ndim) if dim not in names}
+        kept = [dim for dim in range(array.ndim) if array.shape[dim] != 1]
+        dropped = [dim for dim in range(array.ndim) if dim not in kept]
+        return _Factor(lax.squeeze(array, dropped), tuple(names[dim] for dim in kept))
+
+    def role(self, role: str) -> tuple[_Name, ...]:
+        """Returns the names of a role in the order in which they lie."""
+        return tuple(name for name in self.names if name[0] == role)
+
+    def extent(self, names: tuple[_Name, ...]) -> int:
+        return math.prod(self.array.shape[self.names.index(name)] for name in names)
+
+    def adjoin(self, names: tuple[_Name, ...]) -> bool:
+        """Says whether these lie side by side in this order, so that one stride steps through."""
+        at = [self.names.index(name) for name in names]
+        return all(j == i + 1 for i, j in itertools.pairwise(at))
+
+    def last_run(self, names: tuple[_Name, ...]) -> tuple[_Name, ...]:
+        """Returns the longest end of ``names`` that lies side by side."""
+        return next(names[i:] for i in range(len(names) + 1) if self.adjoin(names[i:]))
+
+    def moved(self, contracted: tuple[_Name, ...]) -> _Factor:
+        """Returns a copy whose free dimensions, and after them the contracted, lie side by side."""
+        names = (*self.role("batch"), *self.role("free"), *contracted)
+        order = [self.names.index(name) for name in names]
+        return _Factor(lax.transpose(self.array, order), names)
+
+    def merged(self, names: tuple[_Name, ...], name: _Name) -> _Factor:
+        """Returns the factor with dimensions that lie side by side as one; nothing is moved."""
+        start, shape = self.names.index(names[0]), self.array.shape
+        stop = start + len(names)
+        merged = (*self.names[:start], name, *self.names[stop:])
+        if len(names) == 1:
+            return _Factor(self.array, merged)
+        shape = (*shape[:start], self.extent(names), *shape[stop:])
+        return _Factor(lax.reshape(self.array, shape), merged)
+
+
+_K = ("k", 0)
+_N = ("n", 0)
+
+# The smallest tile of most kernels has so many rows and columns, and an operand in place may take
+# so many times the tiles that a copy would need, before the copy is the lesser evil.
+_TILE = 64
+_MOST_TILES = 4
+
+
+def _arranged(left: _Factor, right: _Factor) -> list[_Factor]:
+    """Returns the factors with one contracted dimension each, the fewest elements moved."""
+    rows, columns = left.role("free"), right.role("free")
+    is_scattered = _is_scattered(left)
+    # Without rows, columns that lie apart are batch dimensions, as rows that do always are.
+    is_split = not right.adjoin(columns) if rows else _is_scattered(right)
+
+    def moves(contracted: tuple[_Name, ...]) -> tuple[bool, bool]:
+        return is_scattered or not left.adjoin(contracted), is_split or not right.adjoin(contracted)
+
+    def moved_elements(contracted: tuple[_Name, ...]) -> int:
+        move_left, move_right = moves(contracted)
+        return move_left * left.array.size + move_right * right.array.size
+
+    contracted = min(left.role("k"), right.role("k"), key=moved_elements)
+    return [
+        (factor.moved(contracted) if is_moved else factor).merged(contracted, _K)
+        for factor, is_moved in zip((left, right), moves(contracted), strict=True)
+    ]
+
+
+def _is_scattered(factor: _Factor) -> bool:
+    """Says whether rows (columns) lie in so many short pieces that tiles would be mostly empty."""
+    free = factor.role("free")
+    piece = factor.last_run(free)
+    pieces = factor.extent(free[: len(free) - len(piece)])
+    tiles = pieces * -(-factor.extent(piece) // _TILE)
+    return tiles > _MOST_TILES * -(-factor.extent(free) // _TILE)
+
+
+def _gemm(left: _Factor, right: _Factor) -> tuple[Operands, Operands]:
+    """Returns the primitive's operands and their axes.
+
+    Its result has the batch, then all free dimensions of ``left`` and ``right`` in their order: the
+    last one of ``left`` is m, and what lies side by side at the end of ``right`` is n. The others
+    are batch dimensions that only one operand has; those of ``left`` fold into m where one stride
+    steps through both.
+    """
+    if not left.role("free"):
+        left = _Factor(lax.expand_dims(left.array, [left.array.ndim]), (*left.names, ("free", -1)))
+    *outer_rows, m = left.role("free")
+    columns = right.role("free")
+    n = right.last_run(columns)
+    outer_columns = columns[: len(columns) - len(n)]
+    right = right.merged(n, _N)
+    batch = sorted(left.role("batch"))
+
+    def axes(factor: _Factor, names: list[_Name | None]) -> Axes:
+        return tuple(None if name is None else factor.names.index(name) for name in names)
+
+    absent = [None] * len(outer_rows), [None] * len(outer_columns)
+    return Operands(left.array, right.array), Operands(
+        axes(left, [*batch, *outer_rows, *absent[1], m, _K]),
+        axes(right, [*batch, *absent[0], *outer_columns, _K, _N]),
+    )

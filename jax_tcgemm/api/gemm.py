@@ -1,0 +1,263 @@
+"""``gemm`` and ``gated_gemm``: arguments checked, and one ``GemmSpec`` made of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
+
+from jax_tcgemm import _compat
+from jax_tcgemm.api import arguments, eager
+from jax_tcgemm.primitives import gated
+from jax_tcgemm.primitives import gemm as gemm_primitive
+from jax_tcgemm.problem.activations import Activation
+from jax_tcgemm.problem.spec import GatedSpec, GemmSpec, accumulator_dtype
+from jax_tcgemm.problem.strides import Operands
+
+
+@eager.one_program(
+    *("activation", "transpose_a", "transpose_b", "precision", "preferred_element_type", "config"),
+    numbers=("alpha", "beta"),
+)
+def gemm(
+    a: ArrayLike,
+    b: ArrayLike,
+    c: ArrayLike | None = None,
+    *,
+    bias: ArrayLike | None = None,
+    alpha: ArrayLike = 1.0,
+    beta: ArrayLike = 1.0,
+    activation: str | Activation | None = None,
+    residual: ArrayLike | None = None,
+    row_scale: ArrayLike | None = None,
+    column_scale: ArrayLike | None = None,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    precision: Any = None,
+    preferred_element_type: DTypeLike | None = None,
+    config: str | None = None,
+) -> jax.Array:
+    """Matrix product with a fused epilogue.
+
+    ``D = activation(alpha * row_scale * column_scale * (op(A) @ op(B)) + beta * C + bias) +
+    residual``, the scales going over rows and columns. On NVIDIA GPUs of compute capability 8.0 and
+    newer this is one hand-written tensor-core kernel for bfloat16, float16 and (in TF32 arithmetic)
+    float32 operands. Elsewhere, for what has no kernel but ``jnp.matmul`` takes, and for a vector
+    or few rows by a 16-bit matrix whose rows are off 16 bytes, it is the same formula in
+    ``jax.numpy``; so it is in programs that XLA divides among devices (``jit`` of sharded arrays,
+    meshes with explicit axes), where a product in bfloat16 is rounded before the epilogue. The
+    product is accumulated in float32 for 16-bit operands unless ``precision`` says otherwise, the
+    epilogue is computed in float32 (float64 for float64, in integers for integers), and the result
+    is rounded once. It can be differentiated, forward and reverse and to any order, and batched.
+
+    Args:
+        a: ``(..., m, k)``, or ``(..., k, m)`` with ``transpose_a``.
+        b: ``(..., k, n)``, or ``(..., n, k)`` with ``transpose_b``. Leading dimensions of ``a`` and
+            ``b`` broadcast as in ``jnp.matmul``, and a broadcast operand is never copied.
+        c: broadcasts to ``(..., m, n)``. It has no say in the result's dtype. With
+            ``preferred_element_type=jnp.float32``, 16-bit operands, a float32 ``c`` of the result's
+            shape, ``beta`` the number 1 and no activation the kernel adds in place: the result
+            takes the memory of ``c`` if that was donated or is the carry of a loop, and that of a
+            copy else.
+        bias: ``(n,)`` or ``(..., n)``; its leading dimensions broadcast against those of the
+            result, ``m`` excepted.
+        alpha: factor of the product. A Python number is a constant of the compiled program, an
+            array of shape ``()`` an operand, which may be traced and differentiated.
+        beta: factor of ``c``, like ``alpha``; without ``c`` it has no effect.
+        activation: ``None``, ``"relu"``, ``"relu_squared"``, ``"gelu"`` (tanh form, as
+            ``jax.nn.gelu``), ``"gelu_exact"``, ``"silu"``, ``"sigmoid"``, ``"tanh"``, or what
+            ``softcap(cap)`` or ``clip(lower, upper)`` of this package return.
+        residual: added after the activation; broadcasts to ``(..., m, n)``, and ``beta`` is not for
+            it. Beside a ``c`` it is added outside of the kernel, after the result was rounded.
+        row_scale: factors of the product's rows, ``(m,)`` or ``(..., m)`` (a scale per token).
+        column_scale: factors of its columns, ``(n,)`` or ``(..., n)`` (a scale per channel). The
+            leading dimensions of both broadcast as those of ``bias`` do.
+        transpose_a: whether ``a`` holds the transpose of ``A``; nothing is moved in memory.
+        transpose_b: whether ``b`` holds the transpose of ``B``.
+        precision: as in ``jnp.matmul``; also the name of a ``jax.lax.DotAlgorithmPreset``.
+            ``None`` is ``jax.default_matmul_precision``. float32 is computed in TF32 unless
+            ``"highest"`` or a wider preset is asked for.
+        preferred_element_type: dtype of the result; ``None`` is that of ``jnp.matmul(a, b)``. The
+            kernels write the operands' dtype and float32, which is then converted to any other.
+        config: name of a kernel configuration (a row of ``jax_tcgemm.kernels.table``), or ``None``
+            for the one that a heuristic chooses. Derivatives choose their own.
+
+    Returns:
+        ``(..., m, n)``, of the dtype of ``jnp.matmul(a, b, preferred_element_type=...)``.
+
+    Raises:
+        TypeError: an argument's type or dtype is not accepted.
+        ValueError: an argument's shape or value is not accepted.
+    """
+    a, b = arguments.matrix("a", a), arguments.matrix("b", b)
+    batch, m, n, k = arguments.extents(a, b, transpose_a, transpose_b)
+    precision = _compat.canonicalize_precision(precision)
+    a, b, out_dtype = arguments.promoted(a, b, precision, preferred_element_type)
+    arguments.check_activation(activation, out_dtype)
+    arguments.check_config(config)
+    if c is not None:
+        c = arguments.addend("c", c, (*batch, m, n), out_dtype)
+    c_role, added_later = "add", None
+    if residual is not None:
+        residual = arguments.addend("residual", residual, (*batch, m, n), out_dtype)
+        if c is not None:  # the kernel has one place for an operand of this shape
+            added_later = residual
+        else:
+            c, beta = residual, 1.0
+            c_role = "add" if activation is None else "residual"
+    placed = {
+        "a": arguments.placed(a, (*batch, m, k), transpose_a),
+        "b": arguments.placed(b, (*batch, k, n), transpose_b),
+    }
+    if c is not None:
+        placed["c"] = arguments.placed(c, (*batch, m, n))
+    vectors = {"bias": (bias, n), "row_scale": (row_scale, m), "column_scale": (column_scale, n)}
+    for name, (value, extent) in vectors.items():
+        if value is not None:
+            vector = arguments.vector(name, value, (*batch, extent), out_dtype)
+            placed[name] = arguments.placed(vector, (*batch, extent))
+    constants = {}
+    for name, value in (("alpha", alpha), ("beta", beta)):
+        if arguments.is_number(value):
+            constants[name] = arguments.constant(name, value, out_dtype)
+            continue
+        scalar = arguments.scalar(name, value, out_dtype)
+        if name == "alpha" or c is not None:
+            wide = accumulator_dtype(a.dtype, b.dtype, out_dtype)
+            scalar = scalar if scalar.dtype == wide else scalar.astype(wide)
+            placed[name] = scalar, (None,) * len(batch)
+    operands = Operands(**{name: operand for name, (operand, _) in placed.items()})
+    axes = Operands(**{name: axes for name, (_, axes) in placed.items()})
+    spec = GemmSpec(
+        axes,
+        out_dtype,
+        precision,
+        **constants,
+        activation=activation,
+        config=config,
+        c_role=c_role,
+        overwrite_c=residual is None and _accumulates(operands, activation, constants, out_dtype),
+    )
+    (d,) = gemm_primitive.bind(operands, spec)
+    if added_later is None:
+        return d
+    wide = accumulator_dtype(out_dtype, out_dtype, out_dtype)
+    added_later = jnp.expand_dims(added_later, tuple(range(d.ndim - added_later.ndim)))
+    return (d.astype(wide) + added_later.astype(wide)).astype(out_dtype)
+
+
+def _accumulates(
+    x: Operands, activation: str | Activation | None, constants: dict[str, Any], out_dtype: Any
+) -> bool:
+    """Says whether this is ``c += A @ B`` in float32, the sum of a gradient over steps."""
+    if x.c is None or activation is not None or constants.get("beta") != 1:
+        return False
+    sizes = [x.a.dtype.itemsize, x.b.dtype.itemsize]
+    return x.c.dtype == out_dtype == "float32" and sizes == [2, 2]
+
+
+@eager.one_program("activation", "transpose_w", "precision", "preferred_element_type", "config")
+def gated_gemm(
+    x: ArrayLike,
+    w_gate: ArrayLike,
+    w_up: ArrayLike | None = None,
+    *,
+    activation: str | Activation | None = "silu",
+    bias_gate: ArrayLike | None = None,
+    bias_up: ArrayLike | None = None,
+    transpose_w: bool = False,
+    precision: Any = None,
+    preferred_element_type: DTypeLike | None = None,
+    config: str | None = None,
+) -> jax.Array:
+    """Gated linear unit: two products of one left operand and what joins them, fused.
+
+    ``D = activation(x @ w_gate + bias_gate) * (x @ w_up + bias_up)`` (Shazeer, 2020, "GLU variants
+    improve transformer"). On GPUs of compute capability 9.0, for bfloat16 and float16, this is one
+    kernel that reads ``x`` once; both products are accumulated and joined in float32 and the result
+    is rounded once. Up to 64 rows take two kernels, and ``x @ w_up`` (of packed weights both
+    products) is rounded in between. Elsewhere, and for float32, it is the same formula in
+    ``jax.numpy``. It can be differentiated and batched as ``gemm`` can; the forward pass of a
+    derivative writes the two pre-activations as well.
+
+    Args:
+        x: ``(..., m, k)``.
+        w_gate: ``(..., k, n)``, or ``(..., n, k)`` with ``transpose_w``. Leading dimensions of
+            ``x`` and the weights broadcast as in ``jnp.matmul``.
+        w_up: of the shape and dtype of ``w_gate``. ``None`` says that ``w_gate`` holds both, side
+            by side, those columns first that are activated: ``(..., k, 2 * n)``, or
+            ``(..., 2 * n, k)`` with ``transpose_w``.
+        activation: as in ``gemm``; ``None`` is the plain product of the two.
+        bias_gate: ``(n,)`` or ``(..., n)``, added before the activation.
+        bias_up: ``(n,)`` or ``(..., n)``.
+        transpose_w: whether the weights are stored transposed; nothing is moved in memory.
+        precision: as in ``gemm``.
+        preferred_element_type: dtype of the result; ``None`` is that of ``jnp.matmul(x, w_gate)``.
+        config: name of a kernel configuration, or ``None``.
+
+    Returns:
+        ``(..., m, n)``.
+
+    Raises:
+        TypeError: an argument's type or dtype is not accepted.
+        ValueError: an argument's shape or value is not accepted.
+    """
+    operands, spec = gated_operands(
+        x,
+        w_gate,
+        w_up,
+        bias_gate,
+        bias_up,
+        transpose_w=transpose_w,
+        precision=_compat.canonicalize_precision(precision),
+        preferred_element_type=preferred_element_type,
+    )
+    arguments.check_activation(activation, spec.out_dtype)
+    arguments.check_config(config)
+    return gated.bind(operands, dataclasses.replace(spec, activation=activation, config=config))[0]
+
+
+_GATED_NAMES = arguments.Names("x", "w_gate", "", "transpose_w")
+
+
+def gated_operands(
+    x: ArrayLike,
+    w_gate: ArrayLike,
+    w_up: ArrayLike | None,
+    bias_gate: ArrayLike | None,
+    bias_up: ArrayLike | None,
+    *,
+    transpose_w: bool,
+    precision: Any,
+    preferred_element_type: DTypeLike | None,
+) -> tuple[Operands, GatedSpec]:
+    """Checks and places the operands of ``gated_gemm``; ``precision`` is canonical."""
+    x, w_gate = arguments.matrix("x", x), arguments.matrix("w_gate", w_gate)
+    batch, m, n, k = arguments.extents(x, w_gate, False, transpose_w, _GATED_NAMES)
+    x, w_gate, out_dtype = arguments.promoted(
+        x, w_gate, precision, preferred_element_type, _GATED_NAMES
+    )
+    placed = {
+        "a": arguments.placed(x, (*batch, m, k)),
+        "b": arguments.placed(w_gate, (*batch, k, n), transpose_w),
+    }
+    if w_up is None:
+        if n % 2:
+            raise ValueError(
+                f"w_gate.shape={w_gate.shape} holds both weights where w_up is None, so that the "
+                f"extent {n} must be even"
+            )
+        n //= 2
+    else:
+        w_up = arguments.like("w_up", w_up, "w_gate", w_gate)
+        placed["b2"] = arguments.placed(w_up, (*batch, k, n), transpose_w)
+    for name, own, value in (("bias_gate", "bias", bias_gate), ("bias_up", "bias2", bias_up)):
+        if value is not None:
+            vector = arguments.vector(name, value, (*batch, n), out_dtype)
+            placed[own] = arguments.placed(vector, (*batch, n))
+    operands = Operands(**{name: operand for name, (operand, _) in placed.items()})
+    axes = Operands(**{name: axes for name, (_, axes) in placed.items()})
+    return operands, GatedSpec(axes, out_dtype, precision, packed=w_up is None)

@@ -1,0 +1,354 @@
+"""``mlp`` and ``gated_mlp``: two layers with a derivative rule of their own.
+
+The rule is a forward derivative, of which JAX makes the reverse pass. The tangent of the hidden
+layer goes into the second product as one linear primitive, whose transpose is the gemm that
+multiplies by the derivative of the activation in its epilogue.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
+from jax.typing import ArrayLike, DTypeLike
+
+from jax_tcgemm import _compat
+from jax_tcgemm.api import arguments, eager
+from jax_tcgemm.api import gemm as gemm_api
+from jax_tcgemm.lowering import reference
+from jax_tcgemm.primitives import gated, hidden
+from jax_tcgemm.primitives import gemm as gemm_primitive
+from jax_tcgemm.primitives.gemm import ACTIVATION, PREACTIVATION
+from jax_tcgemm.problem.activations import Activation
+from jax_tcgemm.problem.spec import INPUT_DTYPES, GatedSpec, GemmSpec, resolve_algorithm
+from jax_tcgemm.problem.strides import Operands
+
+_STATIC = (
+    *("activation", "transpose_w", "precision", "preferred_element_type"),
+    "recompute_activation",
+)
+
+
+@eager.one_program(*_STATIC)
+def mlp(
+    x: ArrayLike,
+    w1: ArrayLike,
+    b1: ArrayLike | None,
+    w2: ArrayLike,
+    b2: ArrayLike | None = None,
+    *,
+    activation: str | Activation | None = "gelu",
+    residual: ArrayLike | None = None,
+    transpose_w: bool = False,
+    precision: Any = None,
+    preferred_element_type: DTypeLike | None = None,
+    recompute_activation: bool = False,
+) -> jax.Array:
+    """Two layers: ``activation(x @ w1 + b1) @ w2 + b2 + residual``, as two gemms.
+
+    Each layer's bias, activation and residual are fused as ``gemm`` fuses them. In reverse mode the
+    gemm that takes the cotangent back through ``w2`` multiplies by the derivative of the activation
+    as well, so that no pass over the hidden layer is left but that of the gradient of ``b1``. A
+    forward pass that is to be differentiated keeps the hidden layer before and after the
+    activation. ``jax.checkpoint`` policies know them by the names ``jax_tcgemm.PREACTIVATION`` and
+    ``jax_tcgemm.ACTIVATION``.
+
+    Args:
+        x: ``(..., m, k)``.
+        w1: ``(k, f)``. For stacks of weights use ``jax.vmap``.
+        b1: ``(f,)``, or ``None``.
+        w2: ``(f, n)``.
+        b2: ``(n,)``, or ``None``.
+        activation: as in ``gemm``.
+        residual: broadcasts to ``(..., m, n)``.
+        transpose_w: whether ``w1`` is ``(f, k)`` and ``w2`` is ``(n, f)``.
+        precision: as in ``gemm``, for both layers. The hidden layer has the type in which the
+            second product multiplies. So bfloat16 ``x`` with float32 master weights,
+            ``precision="BF16_BF16_F32"`` and ``preferred_element_type=jnp.bfloat16`` computes
+            throughout in bfloat16 and gives float32 gradients of the weights, not rounded before.
+        preferred_element_type: dtype of the result; ``None`` is that of ``jnp.matmul`` of the
+            hidden layer and ``w2``.
+        recompute_activation: keep the hidden layer before the activation only. The reverse pass
+            computes the activation again for the gradient of ``w2``: one more pass over it, and
+            half of the memory.
+
+    Returns:
+        ``(..., m, n)``.
+
+    Raises:
+        TypeError: an argument's type or dtype is not accepted.
+        ValueError: an argument's shape or value is not accepted.
+    """
+    x, w1, w2 = arguments.matrix("x", x), _weight("w1", w1), _weight("w2", w2)
+    precision = _compat.canonicalize_precision(precision)
+    names = arguments.Names("x", "w1", "", "transpose_w")
+    batch, m, f, k = arguments.extents(x, w1, False, transpose_w, names)
+    x, w1, dtype = arguments.promoted(x, w1, precision, _named_dtype(x, w1, precision), names)
+    dtype = _hidden_dtype(x, w1, dtype, precision)
+    arguments.check_activation(activation, dtype)
+    placed = {
+        "a": arguments.placed(x, (*batch, m, k)),
+        "b": arguments.placed(w1, (*batch, k, f), transpose_w),
+    }
+    if b1 is not None:
+        placed["bias"] = arguments.placed(arguments.vector("b1", b1, (f,), dtype), (*batch, f))
+    first, axes = _unzipped(placed)
+    spec = GemmSpec(axes, dtype, precision, activation=activation)
+    return _two_layers(
+        first,
+        spec,
+        {"w2": w2, "b2": b2, "residual": residual},
+        transpose_w,
+        preferred_element_type,
+        recompute_activation,
+    )
+
+
+@eager.one_program(*_STATIC)
+def gated_mlp(
+    x: ArrayLike,
+    w_gate: ArrayLike,
+    w_up: ArrayLike | None,
+    w_down: ArrayLike,
+    *,
+    activation: str | Activation | None = "silu",
+    bias_gate: ArrayLike | None = None,
+    bias_up: ArrayLike | None = None,
+    bias_down: ArrayLike | None = None,
+    residual: ArrayLike | None = None,
+    transpose_w: bool = False,
+    precision: Any = None,
+    preferred_element_type: DTypeLike | None = None,
+    recompute_activation: bool = False,
+) -> jax.Array:
+    """A gated layer and the next: ``(activation(x @ w_gate) * (x @ w_up)) @ w_down``, two gemms.
+
+    The first is that of ``gated_gemm``. In reverse mode the gemm that takes the cotangent back
+    through ``w_down`` writes the cotangents of both halves of the gated layer.
+
+    Args:
+        x: ``(..., m, k)``.
+        w_gate: ``(k, f)``, or both weights packed, as in ``gated_gemm``. For stacks of weights use
+            ``jax.vmap``.
+        w_up: ``(k, f)``, or ``None`` if ``w_gate`` is packed.
+        w_down: ``(f, n)``.
+        activation: as in ``gemm``.
+        bias_gate: ``(f,)``, added before the activation.
+        bias_up: ``(f,)``.
+        bias_down: ``(n,)``.
+        residual: broadcasts to ``(..., m, n)``; added to the result.
+        transpose_w: whether all weights are stored transposed.
+        precision: as in ``mlp``.
+        preferred_element_type: as in ``mlp``.
+        recompute_activation: as in ``mlp``; what is kept then is ``x @ w_gate`` and ``x @ w_up``.
+
+    Returns:
+        ``(..., m, n)``.
+
+    Raises:
+        TypeError: an argument's type or dtype is not accepted.
+        ValueError: an argument's shape or value is not accepted.
+    """
+    x, w_gate, w_down = (
+        arguments.matrix("x", x),
+        _weight("w_gate", w_gate),
+        _weight("w_down", w_down),
+    )
+    precision = _compat.canonicalize_precision(precision)
+    first, spec = gemm_api.gated_operands(
+        x,
+        w_gate,
+        w_up,
+        bias_gate,
+        bias_up,
+        transpose_w=transpose_w,
+        precision=precision,
+        preferred_element_type=_named_dtype(x, w_gate, precision),
+    )
+    dtype = _hidden_dtype(first.a, first.b, spec.out_dtype, precision)
+    arguments.check_activation(activation, dtype)
+    return _two_layers(
+        first,
+        dataclasses.replace(spec, out_dtype=dtype, activation=activation),
+        {"w_down": w_down, "bias_down": bias_down, "residual": residual},
+        transpose_w,
+        preferred_element_type,
+        recompute_activation,
+    )
+
+
+def _weight(name: str, value: Any) -> jax.Array:
+    w = arguments.array(name, value)
+    if w.ndim != 2:
+        raise ValueError(
+            f"{name} must have 2 dimensions, got {name}.shape={w.shape}; for stacks of weights use "
+            "jax.vmap"
+        )
+    return w
+
+
+def _named_dtype(x: jax.Array, w: jax.Array, precision: Any) -> Any:
+    """Returns the type in which ``precision`` says that operands of two types are multiplied.
+
+    They need no common one then, which ``jax_numpy_dtype_promotion="strict"`` would refuse.
+    """
+    named = INPUT_DTYPES.get(getattr(precision, "name", ""))
+    are_floats = all(
+        jnp.issubdtype(operand.dtype, jnp.floating) and operand.dtype.itemsize <= 4
+        for operand in (x, w)
+    )
+    return named if x.dtype != w.dtype and are_floats else None
+
+
+def _hidden_dtype(x: jax.Array, w: jax.Array, dtype: Any, precision: Any) -> Any:
+    """Returns the type that the second product multiplies in, in which nothing is lost."""
+    algorithm = resolve_algorithm(x.dtype, w.dtype, dtype, precision)
+    return dtype if algorithm is None else INPUT_DTYPES[algorithm]
+
+
+def _unzipped(placed: dict[str, Any]) -> tuple[Operands, Operands]:
+    operands = Operands(None, None)._replace(**{name: x for name, (x, _) in placed.items()})
+    return operands, Operands(None, None)._replace(**{name: x for name, (_, x) in placed.items()})
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layers:
+    """The static parameters of both layers."""
+
+    first: GemmSpec
+    second: GemmSpec
+    recompute_activation: bool
+
+
+def _two_layers(
+    first: Operands,
+    first_spec: GemmSpec,
+    others: dict[str, Any],
+    transpose_w: bool,
+    preferred_element_type: DTypeLike | None,
+    recompute_activation: bool,
+) -> jax.Array:
+    """Checks the operands of the second layer, by the names its caller gives, and runs both."""
+    (w_name, w), (bias_name, bias), (_, residual) = others.items()
+    shapes = Operands(*(None if x is None else x.shape for x in first))
+    *batch, m, f = first_spec.result_shape(shapes)
+    hidden: Any = jax.ShapeDtypeStruct((*batch, m, f), first_spec.out_dtype)
+    names = arguments.Names("the hidden layer", w_name, "", "transpose_w")
+    _, _, n, _ = arguments.extents(hidden, w, False, transpose_w, names)
+    _, w, out_dtype = arguments.promoted(
+        hidden, w, first_spec.precision, preferred_element_type, names
+    )
+    placed = {"b": arguments.placed(w, (*batch, f, n), transpose_w)}
+    if bias is not None:
+        vector = arguments.vector(bias_name, bias, (n,), out_dtype)
+        placed["bias"] = arguments.placed(vector, (*batch, n))
+    if residual is not None:
+        addend = arguments.addend("residual", residual, (*batch, m, n), out_dtype)
+        placed["c"] = arguments.placed(addend, (*batch, m, n))
+    second, axes = _unzipped(placed)
+    axes = axes._replace(a=tuple(range(len(hidden.shape))))
+    spec = GemmSpec(axes, out_dtype, first_spec.precision)
+    return _forward(_Layers(first_spec, spec, bool(recompute_activation)), first, second)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _forward(layers: _Layers, first: Operands, second: Operands) -> jax.Array:
+    """Computes both layers; ``second.a`` is None and becomes the hidden layer."""
+    if isinstance(layers.first, GatedSpec):
+        (hidden,) = gated.bind(first, layers.first)
+    else:
+        (hidden,) = gemm_primitive.bind(first, layers.first)
+    return gemm_primitive.bind(second._replace(a=hidden), layers.second)[0]
+
+
+def _jvp(
+    layers: _Layers, primals: tuple[Operands, Operands], tangents: tuple[Operands, Operands]
+) -> tuple[jax.Array, jax.Array]:
+    """Derives ``y = h @ w + bias + c`` by ``y' = h' @ w + h @ w' + bias' + c'``."""
+    first, second = primals
+    d_first, d_second = (
+        Operands(*(None if isinstance(t, SymbolicZero) else t for t in operands))
+        for operands in tangents
+    )
+    hidden, saved, d_saved = _first_layer(layers.first, first, d_first)
+    y = gemm_primitive.bind(second._replace(a=hidden), layers.second)[0]
+    addends = [] if d_second.c is None else [_full(d_second.c, y, layers.second)]
+    if any(t is not None for t in d_saved):
+        d_saved = [
+            jnp.zeros_like(z) if t is None else t for z, t in zip(saved, d_saved, strict=True)
+        ]
+        addends.append(_through_second_layer(layers, d_saved, saved, second.b))
+    tangent = sum(addends[1:], addends[0]) if addends else jnp.zeros_like(y)
+    if d_second.b is not None or d_second.bias is not None:
+        dx = Operands(None, d_second.b, c=tangent if addends else None, bias=d_second.bias)
+        tangent = _second_layer(layers, hidden, saved, second.b, dx)
+    # A bias or residual may vary, or be sharded, over fewer mesh axes than the result.
+    return y, _compat.typed_as(y, tangent)
+
+
+_forward.defjvp(_jvp, symbolic_zeros=True)
+
+
+def _second_layer(
+    layers: _Layers, hidden: jax.Array, saved: Sequence[jax.Array], w: jax.Array, dx: Operands
+) -> jax.Array:
+    """Returns ``hidden @ w' + bias' + c'``: C hands its cotangent on as it is."""
+    axes = layers.second.axes._replace(c=tuple(range(hidden.ndim)))
+    spec = dataclasses.replace(layers.second, axes=axes)
+    if not layers.recompute_activation:
+        return gemm_primitive.linear_tangent(
+            Operands(checkpoint_name(hidden, ACTIVATION), w), dx, spec
+        )
+
+    def product(saved: Sequence[jax.Array], dx: Operands) -> jax.Array:
+        return gemm_primitive.linear_tangent(Operands(_activated(layers.first, saved), w), dx, spec)
+
+    return jax.checkpoint(product, prevent_cse=False)(saved, dx)
+
+
+def _first_layer(
+    spec: GemmSpec, x: Operands, dx: Operands
+) -> tuple[jax.Array, list[jax.Array], list[jax.Array | None]]:
+    """Returns the hidden layer, its pre-activations and their tangents."""
+    if isinstance(spec, GatedSpec):
+        hidden, *saved = gated.bind(x, dataclasses.replace(spec, results=(True, True, True)))
+        tangents = [*gated.linear_tangents(x, dx, spec)]
+    else:
+        hidden, *saved = gemm_primitive.bind(x, dataclasses.replace(spec, save_preactivation=True))
+        is_varied = any(t is not None for t in dx)
+        tangents = [gemm_primitive.linear_tangent(x, dx, spec) if is_varied else None]
+    return hidden, [checkpoint_name(z, PREACTIVATION) for z in saved], tangents
+
+
+def _activated(spec: GemmSpec, saved: Sequence[jax.Array]) -> jax.Array:
+    """Returns the hidden layer of its pre-activations."""
+    nothing = Operands(None, None)
+    if isinstance(spec, GatedSpec):
+        gate, up = saved
+        return reference.gated_epilogue(gate, up, nothing, spec)[0]
+    return reference.epilogue(saved[0], nothing, spec)[0]
+
+
+def _through_second_layer(
+    layers: _Layers, tangents: Sequence[jax.Array], saved: Sequence[jax.Array], w: jax.Array
+) -> jax.Array:
+    role = "gated_derivative" if isinstance(layers.first, GatedSpec) else "derivative"
+    spec = dataclasses.replace(
+        layers.second,
+        axes=Operands(layers.second.axes.a, layers.second.axes.b),
+        activation=layers.first.activation,
+        c_role=role,
+    )
+    return hidden.bind(tangents, saved, w, spec)
+
+
+def _full(tangent: jax.Array, y: jax.Array, spec: GemmSpec) -> jax.Array:
+    """Returns the tangent of the residual over the whole result."""
+    term = reference.over_result("c", Operands(None, None, tangent), spec, y.dtype)
+    return jnp.broadcast_to(term, y.shape)

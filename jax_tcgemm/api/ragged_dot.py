@@ -1,0 +1,167 @@
+"""``ragged_dot`` and ``gated_ragged_dot``: arguments checked, and the primitive bound."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike, DTypeLike
+
+from jax_tcgemm import _compat
+from jax_tcgemm.api import arguments, eager
+from jax_tcgemm.kernels import table as kernel_table
+from jax_tcgemm.lowering.ragged import RaggedSpec
+from jax_tcgemm.primitives import ragged as ragged_primitive
+from jax_tcgemm.problem.activations import Activation
+from jax_tcgemm.problem.spec import resolve_algorithm
+
+_NAMES = arguments.Names("lhs", "rhs", "", "transpose_rhs")
+
+
+@eager.one_program("activation", "precision", "preferred_element_type", "transpose_rhs", "config")
+def ragged_dot(
+    lhs: ArrayLike,
+    rhs: ArrayLike,
+    group_sizes: ArrayLike,
+    *,
+    bias: ArrayLike | None = None,
+    activation: str | Activation | None = None,
+    precision: Any = None,
+    preferred_element_type: DTypeLike | None = None,
+    transpose_rhs: bool = False,
+    config: str | None = None,
+) -> jax.Array:
+    """Product of consecutive groups of rows with a matrix each, with a fused epilogue.
+
+    The first ``group_sizes[0]`` rows are ``activation(lhs @ rhs[0] + bias[0])``, the next
+    ``group_sizes[1]`` are made with ``rhs[1]`` and ``bias[1]``, and so on; rows beyond the last
+    group are zero. This is ``jax.lax.ragged_dot`` with an epilogue: the tokens of a mixture of
+    experts, sorted by expert. On NVIDIA GPUs of compute capability 9.0 it is one tensor-core
+    kernel for bfloat16 and float16, whatever the sizes are, which the host need not know; elsewhere
+    and for other dtypes it is computed group after group in ``jax.lax``. The product is accumulated
+    and the epilogue computed in float32, and the result is rounded once. It can be differentiated,
+    forward and reverse and to any order; under ``vmap`` the products are computed one after the
+    other.
+
+    Args:
+        lhs: ``(m, k)``.
+        rhs: ``(g, k, n)``, or ``(g, n, k)`` with ``transpose_rhs``.
+        group_sizes: ``(g,)``, integers. They may sum to less than ``m``. Negative sizes count as
+            zero, and a group that would reach beyond row ``m`` ends there.
+        bias: ``(g, n)``, added before the activation.
+        activation: as in ``gemm``.
+        precision: as in ``gemm``.
+        preferred_element_type: dtype of the result; ``None`` is that of ``jnp.matmul(lhs, rhs)``.
+        transpose_rhs: whether the matrices are stored transposed; nothing is moved in memory.
+        config: name of a kernel configuration for groups of rows (a row of
+            ``jax_tcgemm.kernels.table``), or ``None`` for the one that a heuristic chooses.
+
+    Returns:
+        ``(m, n)``.
+
+    Raises:
+        TypeError: an argument's type or dtype is not accepted.
+        ValueError: an argument's shape or value is not accepted.
+        NotImplementedError: an operand's type is sharded (meshes with explicit axes).
+    """
+    lhs, rhs = arguments.matrix("lhs", lhs), arguments.matrix("rhs", rhs)
+    if lhs.ndim != 2 or rhs.ndim != 3:
+        raise ValueError(
+            f"lhs must be (m, k) and rhs (g, k, n), got lhs.shape={lhs.shape} and "
+            f"rhs.shape={rhs.shape}"
+        )
+    _, _, n, _ = arguments.extents(lhs, rhs, False, transpose_rhs, _NAMES)
+    precision = _compat.canonicalize_precision(precision)
+    lhs, rhs, out_dtype = arguments.promoted(lhs, rhs, precision, preferred_element_type, _NAMES)
+    arguments.check_activation(activation, out_dtype)
+    _check_config(config, resolve_algorithm(lhs.dtype, rhs.dtype, out_dtype, precision))
+    groups = rhs.shape[0]
+    operands = [lhs, rhs, _sizes(group_sizes, groups)]
+    if bias is not None:
+        bias = arguments.vector("bias", bias, (groups, n), out_dtype)
+        operands.append(jnp.broadcast_to(bias, (groups, n)))
+    spec = RaggedSpec(out_dtype, precision, bool(transpose_rhs), activation, config=config)
+    return ragged_primitive.dot(spec, *operands)[0]
+
+
+@eager.one_program("activation", "precision", "preferred_element_type", "transpose_rhs")
+def gated_ragged_dot(
+    lhs: ArrayLike,
+    rhs_gate: ArrayLike,
+    rhs_up: ArrayLike,
+    group_sizes: ArrayLike,
+    *,
+    activation: str | Activation | None = "silu",
+    bias_gate: ArrayLike | None = None,
+    bias_up: ArrayLike | None = None,
+    precision: Any = None,
+    preferred_element_type: DTypeLike | None = None,
+    transpose_rhs: bool = False,
+) -> jax.Array:
+    """Gated linear unit of each group of rows, for the experts of a mixture.
+
+    The rows of group ``i`` are ``activation(lhs @ rhs_gate[i] + bias_gate[i]) * (lhs @ rhs_up[i] +
+    bias_up[i])``; rows beyond the last group are zero. This is ``ragged_dot`` twice: both factors
+    are rounded to the result's dtype before they are multiplied, which is a pass of its own.
+
+    Args:
+        lhs: ``(m, k)``.
+        rhs_gate: ``(g, k, n)``, or ``(g, n, k)`` with ``transpose_rhs``.
+        rhs_up: of the shape and dtype of ``rhs_gate``.
+        group_sizes: ``(g,)``, as in ``ragged_dot``.
+        activation: as in ``gemm``; ``None`` is the plain product of the two.
+        bias_gate: ``(g, n)``, added before the activation.
+        bias_up: ``(g, n)``.
+        precision: as in ``gemm``.
+        preferred_element_type: dtype of the result; ``None`` is that of
+            ``jnp.matmul(lhs, rhs_gate)``.
+        transpose_rhs: whether the matrices are stored transposed; nothing is moved in memory.
+
+    Returns:
+        ``(m, n)``.
+
+    Raises:
+        TypeError: an argument's type or dtype is not accepted.
+        ValueError: an argument's shape or value is not accepted.
+        NotImplementedError: an operand's type is sharded (meshes with explicit axes).
+    """
+    rhs_gate = arguments.array("rhs_gate", rhs_gate)
+    rhs_up = arguments.like("rhs_up", rhs_up, "rhs_gate", rhs_gate)
+    options: dict[str, Any] = {
+        "precision": precision,
+        "preferred_element_type": preferred_element_type,
+        "transpose_rhs": transpose_rhs,
+    }
+    gate = ragged_dot(lhs, rhs_gate, group_sizes, bias=bias_gate, activation=activation, **options)
+    return gate * ragged_dot(lhs, rhs_up, group_sizes, bias=bias_up, **options)
+
+
+def _check_config(config: str | None, algorithm: str | None) -> None:
+    arguments.check_config(config)
+    rows = kernel_table.for_algorithm(algorithm, "rows") if algorithm is not None else ()
+    accepted = sorted(row.name for row in rows)
+    if config is not None and config not in accepted:
+        raise ValueError(
+            f"config={config!r} is no kernel configuration for groups of rows in {algorithm}; "
+            f"accepted: None or {accepted}"
+        )
+
+
+def _sizes(group_sizes: ArrayLike, groups: int) -> jax.Array:
+    """Returns the sizes as int32; what is too large becomes the largest, what is too small 0."""
+    sizes = arguments.array("group_sizes", group_sizes)
+    if not jnp.issubdtype(sizes.dtype, jnp.integer):
+        raise TypeError(f"group_sizes must be integers, got group_sizes.dtype={sizes.dtype}")
+    if sizes.shape != (groups,):
+        raise ValueError(
+            f"group_sizes must have one size for each of the {groups} matrices of rhs, got "
+            f"group_sizes.shape={sizes.shape}"
+        )
+    limits = jnp.iinfo(np.int32)
+    if jnp.iinfo(sizes.dtype).max > limits.max:
+        sizes = jnp.minimum(sizes, sizes.dtype.type(limits.max))
+    if jnp.iinfo(sizes.dtype).min < limits.min:
+        sizes = jnp.maximum(sizes, sizes.dtype.type(0))
+    return sizes.astype(jnp.int32)

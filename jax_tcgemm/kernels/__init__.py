@@ -1,0 +1,1 @@
+"""What kernels there are. Needs the standard library alone: the build runs it."""

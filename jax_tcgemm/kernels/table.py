@@ -1,0 +1,206 @@
+"""The table of kernel configurations: a row is a kernel, or some for its layouts.
+
+This file is the only list of kernels. CMake runs ``cuda/build/generate.py`` over it, C++ dispatch
+and its heuristic read the generated rows, and tests take their parameters from it.
+"""
+
+from __future__ import annotations
+
+from jax_tcgemm.kernels.config import ELEMENT_BYTES, KernelConfig
+
+
+def _sm90(
+    algorithm: str,
+    tile_m: int,
+    tile_n: int,
+    stages: int,
+    *,
+    cluster: tuple[int, int] = (1, 1),
+    split_k: int = 1,
+    schedule: str = "cooperative",
+    gated: bool = False,
+    skinny: bool = False,
+    ragged: str = "none",
+    promote: bool = False,
+    exchanged: bool = False,
+    epilogue: str = "any",
+) -> KernelConfig:
+    if exchanged or ragged == "depth":
+        epilogue = "none"
+    warpgroups = 1 if skinny or schedule == "pingpong" else min(2, tile_m // 64)
+    return KernelConfig(
+        "sm90",
+        algorithm,
+        tile_m,
+        tile_n,
+        tile_k=128 // ELEMENT_BYTES[algorithm],
+        warps_m=4 * warpgroups,
+        warps_n=1,
+        stages=stages,
+        loader="tma",
+        cluster_m=cluster[0],
+        cluster_n=cluster[1],
+        split_k=split_k,
+        schedule=schedule,
+        gated=gated,
+        skinny=skinny,
+        ragged=ragged,
+        promote=promote,
+        exchanged=exchanged,
+        epilogue=epilogue,
+    )
+
+
+def _rows() -> list[KernelConfig]:
+    rows = []
+    for algorithm in ("BF16_BF16_F32", "F16_F16_F32"):
+        rows += [
+            # 64 x 64 a warp is as much as registers hold; fewer bytes from shared memory for each
+            # product mean more products.
+            KernelConfig("sm80", algorithm, 128, 256, 64, 2, 4, 3),
+            KernelConfig("sm80", algorithm, 256, 128, 64, 4, 2, 3),
+            KernelConfig("sm80", algorithm, 128, 128, 64, 2, 2, 3),
+            # The same for GPUs with 163 and 99 KiB of shared memory.
+            KernelConfig("sm80", algorithm, 128, 256, 32, 2, 4, 4),
+            KernelConfig("sm80", algorithm, 128, 128, 32, 2, 2, 4),
+            # For fewer or smaller tiles.
+            KernelConfig("sm80", algorithm, 128, 64, 64, 2, 2, 3),
+            KernelConfig("sm80", algorithm, 64, 128, 64, 2, 2, 3),
+            KernelConfig("sm80", algorithm, 64, 64, 64, 2, 2, 3),
+            KernelConfig("sm80", algorithm, 16, 64, 64, 1, 2, 3),
+            KernelConfig("sm80", algorithm, 128, 128, 32, 2, 4, 3, "realign"),
+            KernelConfig("sm80", algorithm, 64, 64, 32, 2, 2, 3, "realign"),
+            # For float32 results: a second set of accumulators, so half as many of each.
+            KernelConfig("sm80", algorithm, 128, 128, 64, 2, 4, 3, promote=True),
+            KernelConfig("sm80", algorithm, 64, 64, 64, 2, 2, 3, promote=True),
+            KernelConfig("sm80", algorithm, 64, 64, 32, 2, 2, 3, "realign", promote=True),
+        ]
+    rows += [
+        KernelConfig("sm80", "F16_F16_F16", 128, 256, 64, 2, 4, 3),
+        KernelConfig("sm80", "F16_F16_F16", 64, 64, 64, 2, 2, 3),
+        KernelConfig("sm80", "F16_F16_F16", 64, 64, 32, 2, 2, 3, "realign"),
+        KernelConfig("sm80", "TF32_TF32_F32", 256, 128, 32, 4, 2, 3),
+        KernelConfig("sm80", "TF32_TF32_F32", 128, 256, 32, 2, 4, 3),
+        KernelConfig("sm80", "TF32_TF32_F32", 128, 128, 32, 2, 2, 3),
+        KernelConfig("sm80", "TF32_TF32_F32", 128, 128, 16, 2, 2, 4),
+        KernelConfig("sm80", "TF32_TF32_F32", 128, 64, 32, 2, 2, 3),
+        KernelConfig("sm80", "TF32_TF32_F32", 64, 64, 32, 2, 2, 3),
+        KernelConfig("sm80", "TF32_TF32_F32", 128, 128, 32, 2, 4, 3, "realign"),
+        KernelConfig("sm80", "TF32_TF32_F32", 64, 64, 16, 2, 2, 3, "realign"),
+    ]
+    for algorithm in ("BF16_BF16_F32", "F16_F16_F32"):
+        rows += [
+            # The most products for each byte from shared memory and from L2.
+            _sm90(algorithm, 128, 256, 4, cluster=(2, 1)),
+            # For other numbers of whole waves.
+            _sm90(algorithm, 256, 160, 3, cluster=(2, 1)),
+            _sm90(algorithm, 128, 192, 4, cluster=(2, 1), schedule="pingpong"),
+            _sm90(algorithm, 128, 224, 4, cluster=(2, 1)),
+            _sm90(algorithm, 128, 128, 6, cluster=(2, 1), schedule="pingpong"),
+            _sm90(algorithm, 128, 128, 6, schedule="pingpong"),
+            # For odd numbers of tiles of rows.
+            _sm90(algorithm, 128, 192, 4, cluster=(1, 2), schedule="pingpong"),
+            # For batches of small products, where L2 is what counts.
+            _sm90(algorithm, 128, 128, 6, cluster=(2, 2), schedule="pingpong"),
+            # For few tiles.
+            _sm90(algorithm, 128, 256, 4),
+            _sm90(algorithm, 128, 64, 8, epilogue="sum"),
+            _sm90(algorithm, 64, 128, 6, schedule="pingpong"),
+            _sm90(algorithm, 64, 128, 6, cluster=(2, 1), schedule="pingpong"),
+            _sm90(algorithm, 64, 64, 6),
+            # For so few that k is shared out.
+            _sm90(algorithm, 128, 64, 8, split_k=2),
+            # Plain products with tiles of heights that the rows above do not have: for other
+            # numbers of whole waves, and for few tiles of operands whose rows are no whole lines.
+            _sm90(algorithm, 128, 160, 5, cluster=(2, 1), schedule="pingpong", exchanged=True),
+            _sm90(algorithm, 128, 72, 8, cluster=(2, 1), exchanged=True),
+            _sm90(algorithm, 128, 72, 8, cluster=(4, 1), exchanged=True),
+            _sm90(algorithm, 128, 72, 8, cluster=(4, 2), exchanged=True),
+            # For one tile of rows of A, shared, and long ones of B.
+            _sm90(algorithm, 256, 128, 4, cluster=(2, 1), exchanged=True),
+            # For float32 results.
+            _sm90(algorithm, 128, 128, 6, cluster=(2, 1), promote=True),
+            _sm90(algorithm, 64, 128, 6, schedule="pingpong", promote=True),
+            # Two weights.
+            _sm90(algorithm, 128, 256, 4, cluster=(2, 1), gated=True),
+            _sm90(algorithm, 128, 128, 6, cluster=(2, 1), schedule="pingpong", gated=True),
+            # Groups of rows, of those that memory makes level the smallest tile first. Blocks that
+            # share rows of one group waste nothing, whatever its size.
+            _sm90(algorithm, 64, 128, 6, schedule="pingpong", ragged="rows"),
+            _sm90(algorithm, 128, 128, 6, schedule="pingpong", ragged="rows"),
+            _sm90(algorithm, 128, 256, 4, cluster=(1, 2), ragged="rows"),
+            # Groups of k.
+            _sm90(algorithm, 128, 256, 4, cluster=(2, 1), ragged="depth"),
+            _sm90(algorithm, 128, 128, 6, schedule="pingpong", ragged="depth"),
+            # Groups with a float32 result.
+            _sm90(algorithm, 128, 128, 6, ragged="rows", promote=True),
+            _sm90(algorithm, 128, 128, 6, ragged="depth", promote=True),
+        ]
+        # Few rows or columns, for which memory is what counts: so many bytes on their way, and all
+        # blocks at once.
+        rows += [
+            _sm90(
+                algorithm, tile_m, tile_n, stages, split_k=split_k, skinny=True, epilogue=epilogue
+            )
+            for tile_m, tile_n, stages, split_k, epilogue in (
+                (64, 16, 8, 1, "any"),
+                (64, 16, 8, 2, "any"),
+                (128, 16, 4, 1, "any"),
+                (128, 16, 4, 4, "any"),
+                (256, 16, 3, 1, "none"),
+                (64, 32, 8, 1, "any"),
+                (64, 32, 8, 2, "any"),
+                (128, 32, 3, 1, "any"),
+                (256, 32, 3, 1, "none"),
+                (64, 64, 8, 1, "any"),
+                (64, 64, 8, 2, "any"),
+                (128, 64, 3, 1, "any"),
+                (256, 64, 3, 1, "none"),
+            )
+        ]
+    rows += [
+        _sm90("TF32_TF32_F32", 128, 256, 4, cluster=(2, 1)),
+        _sm90("TF32_TF32_F32", 256, 128, 4, cluster=(1, 2)),
+        _sm90("TF32_TF32_F32", 128, 128, 6, cluster=(2, 1)),
+        _sm90("TF32_TF32_F32", 128, 64, 8, cluster=(2, 1)),
+        _sm90("TF32_TF32_F32", 64, 128, 8),
+        _sm90("TF32_TF32_F32", 64, 64, 6),
+    ]
+    for algorithm in ELEMENT_BYTES:
+        rows.append(KernelConfig("simt", algorithm, 4, 32, 32, 4, 1, 1, "direct"))
+    for algorithm in ("BF16_BF16_F32", "F16_F16_F32"):
+        rows += [
+            # What only sm90 rows compute otherwise, on any GPU.
+            KernelConfig("simt", algorithm, 4, 64, 32, 4, 1, 1, "direct", gated=True),
+            KernelConfig("simt", algorithm, 4, 32, 32, 4, 1, 1, "direct", ragged="rows"),
+            KernelConfig("simt", algorithm, 4, 32, 32, 4, 1, 1, "direct", ragged="depth"),
+        ]
+    return rows
+
+
+CONFIGS: tuple[KernelConfig, ...] = tuple(_rows())
+
+_BY_NAME = {config.name: config for config in CONFIGS}
+if len(_BY_NAME) != len(CONFIGS):
+    raise ValueError("two rows of the kernel table have one name")
+
+
+def by_name(name: str) -> KernelConfig:
+    """Returns the row called ``name``.
+
+    Raises:
+        ValueError: there is none; the message lists those there are.
+    """
+    try:
+        return _BY_NAME[name]
+    except KeyError:
+        raise ValueError(
+            f"config={name!r} is not a kernel configuration; known: {sorted(_BY_NAME)}"
+        ) from None
+
+
+def for_algorithm(algorithm: str, ragged: str = "none") -> tuple[KernelConfig, ...]:
+    """Returns the rows of such groups for ``algorithm`` (a ``DotAlgorithmPreset`` name)."""
+    return tuple(
+        config for config in CONFIGS if config.algorithm == algorithm and config.ragged == ragged
+    )

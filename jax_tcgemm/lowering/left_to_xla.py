@@ -1,0 +1,106 @@
+"""Which products are XLA's own: some that it was measured to compute in less time.
+
+The kernels copy 16 bytes at a time, so that operands off 16 bytes are copied with padding first,
+and results leave in parts of rows. Where there is little to multiply, that takes longer than the
+product itself, which XLA computes from the operands as they lie. And there are no kernels made for
+few rows of float32. The figures, of an H200, are in ``docs/performance.md``: of bfloat16, for which
+float16 is taken to be alike, and of float32.
+"""
+
+from __future__ import annotations
+
+import math
+
+from jax_tcgemm.problem.alignment import COPY_BYTES, elements, misalignment, padding_bytes
+from jax_tcgemm.problem.spec import INPUT_DTYPES
+from jax_tcgemm.problem.strides import StridedGemm
+
+_ALGORITHMS = ("BF16_BF16_F32", "F16_F16_F32", "TF32_TF32_F32")
+
+# Rows up to which a large B, of so many columns or more, is not copied.
+_FEW_ROWS = 128
+_MANY_COLUMNS = 1024
+
+# Rows of float32, and both extents of B from which that shows.
+_FEW_FLOAT32_ROWS = 32
+_LARGE_FLOAT32_EXTENT = 4096
+
+# Multiplications for each element read or written, by bytes of an element, below which memory
+# limits XLA; and of what sizes that was measured.
+_FEW_PRODUCTS = {2: 128, 4: 200}
+_SMALLEST_EXTENT = 32
+_MANY_ELEMENTS = 2**20
+
+
+def left_to_xla(
+    algorithm: str, gemm: StridedGemm, out_itemsize: int, *, is_plain: bool = True
+) -> str | None:
+    """Says why XLA computes a product in less time than a kernel.
+
+    Args:
+        algorithm: name of the ``DotAlgorithmPreset``.
+        gemm: the folded gemm; ``a`` and ``b`` each have a contiguous axis that is no batch's.
+        out_itemsize: bytes of an element of the result.
+        is_plain: whether there is no epilogue but a factor.
+
+    Returns:
+        A phrase, or ``None`` where XLA is slower or that was not measured.
+    """
+    if algorithm not in _ALGORITHMS or not gemm.m * gemm.n * gemm.k * math.prod(gemm.batch):
+        return None
+    itemsize = INPUT_DTYPES[algorithm].itemsize
+    return (
+        _of_a_vector(gemm, itemsize)
+        or _of_few_rows(gemm, itemsize)
+        or _of_few_float32_rows(gemm, itemsize)
+        or (_of_odd_rows(gemm, itemsize, out_itemsize) if is_plain else None)
+    )
+
+
+def _of_a_vector(gemm: StridedGemm, itemsize: int) -> str | None:
+    if itemsize != 2 or 1 not in (gemm.m, gemm.n) or not padding_bytes(gemm, itemsize):
+        return None
+    name = "b" if gemm.m == 1 else "a"
+    what = misalignment(gemm, name, itemsize)
+    return what and f"a vector, and {name} has {what}, off {COPY_BYTES} bytes"
+
+
+def _of_few_rows(gemm: StridedGemm, itemsize: int) -> str | None:
+    """Where B, in rows of n, would be copied. Where A is off 16 bytes, too, XLA is slower."""
+    if gemm.batch or gemm.m > _FEW_ROWS or gemm.n < _MANY_COLUMNS:
+        return None
+    if not padding_bytes(gemm, itemsize) or misalignment(gemm, "a", itemsize) is not None:
+        return None
+    what = misalignment(gemm, "b", itemsize)
+    if what is None or gemm.strides.b[-1] != 1:
+        return None
+    return f"few rows, {gemm.m}, and b has {what}, off {COPY_BYTES} bytes"
+
+
+def _of_few_float32_rows(gemm: StridedGemm, itemsize: int) -> str | None:
+    if itemsize != 4 or gemm.batch or gemm.m > _FEW_FLOAT32_ROWS:
+        return None
+    if min(gemm.n, gemm.k) < _LARGE_FLOAT32_EXTENT:
+        return None
+    return f"few rows, {gemm.m}, of float32"
+
+
+def _of_odd_rows(gemm: StridedGemm, itemsize: int, out_itemsize: int) -> str | None:
+    """Where most of what is read and written lies in rows off 16 bytes, and is used little."""
+    aligned = {name: misalignment(gemm, name, itemsize) is None for name in ("a", "b")}
+    if not (gemm.batch or all(aligned.values())):
+        return None
+    aligned["d"] = gemm.n * out_itemsize % COPY_BYTES == 0
+    results = math.prod(gemm.batch) * gemm.m * gemm.n
+    count = {"a": elements(gemm, "a"), "b": elements(gemm, "b"), "d": results}
+    products = results * gemm.k / sum(count.values())
+    is_small = min(gemm.m, gemm.n, gemm.k) < _SMALLEST_EXTENT
+    if is_small or sum(count.values()) < _MANY_ELEMENTS or products >= _FEW_PRODUCTS[itemsize]:
+        return None
+    count["d"] *= 2  # parts of rows cost more to write than to copy
+    odd = [name for name in count if not aligned[name]]
+    if 2 * sum(count[name] for name in odd) < sum(count.values()):
+        return None
+    return (
+        f"{products:.0f} products an element, and rows of {', '.join(odd)} off {COPY_BYTES} bytes"
+    )

@@ -1,0 +1,267 @@
+"""Products over groups of rows: what they mean, and their lowering to one custom call on CUDA."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_tcgemm import _compat, _extension
+from jax_tcgemm.kernels import table as kernel_table
+from jax_tcgemm.lowering import gemm as gemm_lowering
+from jax_tcgemm.lowering import reference
+from jax_tcgemm.problem.activations import Activation, resolve
+from jax_tcgemm.problem.alignment import COPY_BYTES
+from jax_tcgemm.problem.spec import INPUT_DTYPES, accumulator_dtype, resolve_algorithm
+from jax_tcgemm.problem.strides import MAX_EXTENT
+
+_FLOAT32 = jnp.dtype(jnp.float32)
+_COMPUTE_CAPABILITY = (9, 0)
+
+# Groups that the reference computes in one turn of a loop, each of which costs a GPU 10 us.
+_UNROLL = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class RaggedSpec:
+    """The static parameters of both primitives.
+
+    Attributes:
+        out_dtype: dtype of the results.
+        precision: canonical ``lax`` precision.
+        transpose_rhs: whether ``rhs`` is ``(g, n, k)``.
+        activation: a key of ``ACTIVATIONS``, an ``Activation``, or ``None``.
+        save_preactivation: whether the pre-activation is a second result.
+        config: name of the kernel configuration asked for, or ``None``.
+    """
+
+    out_dtype: np.dtype
+    precision: Any
+    transpose_rhs: bool = False
+    activation: str | Activation | None = None
+    save_preactivation: bool = False
+    config: str | None = None
+
+    @property
+    def result_count(self) -> int:
+        """Number of results."""
+        return 1 + self.save_preactivation
+
+
+def group_bounds(group_sizes: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
+    """Returns where each group begins and ends, int32; sizes are clamped to the rows there are."""
+    sizes = jnp.clip(group_sizes, 0, rows).astype(jnp.uint32)
+    # No sum of two can overflow, however many groups there are.
+    ends = lax.associative_scan(lambda x, y: jnp.minimum(x + y, jnp.uint32(rows)), sizes)
+    ends = ends.astype(jnp.int32)
+    return jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]]), ends
+
+
+def reference_dot(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    *bias: jax.Array,
+    spec: RaggedSpec,
+) -> list[jax.Array]:
+    """Computes the ragged product group after group, each for all rows.
+
+    Args:
+        lhs: ``(m, k)``.
+        rhs: ``(g, k, n)``, or ``(g, n, k)``.
+        group_sizes: ``(g,)``, int32.
+        *bias: ``(g, n)``, if there is one.
+        spec: the primitive's parameters.
+
+    Returns:
+        ``[d]``, or also the pre-activation, ``(m, n)``.
+    """
+    lhs, rhs, precision, dtype = _exact_factors(lhs, rhs, spec)
+    rows = lax.broadcasted_iota(jnp.int32, (lhs.shape[0], 1), 0)
+    contract = ((1,), (1 if spec.transpose_rhs else 0,)), ((), ())
+    wide = accumulator_dtype(dtype, dtype, spec.out_dtype)
+
+    def add_group(z: jax.Array, group: Any) -> tuple[jax.Array, None]:
+        weight, begin, end, *bias = group
+        own = reference.dot(lhs, weight, contract, precision, dtype).astype(wide)
+        own = sum((row[None].astype(wide) for row in bias), own)
+        return jnp.where((begin <= rows) & (rows < end), own, z), None
+
+    n = rhs.shape[1 if spec.transpose_rhs else 2]
+    z, *_ = _compat.match_varying((jnp.zeros((lhs.shape[0], n), wide), lhs, rhs))
+    bounds = group_bounds(group_sizes, lhs.shape[0])
+    z, _ = lax.scan(add_group, z, (rhs, *bounds, *bias), unroll=_UNROLL)
+    d = z
+    if spec.activation is not None:
+        in_group = rows < bounds[1][-1] if rhs.shape[0] else jnp.zeros_like(rows, bool)
+        d = jnp.where(in_group, resolve(spec.activation).reference(z), 0)
+    results = [d, z] if spec.save_preactivation else [d]
+    return [reference.convert(result, spec.out_dtype) for result in results]
+
+
+def reference_contraction(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    spec: RaggedSpec,
+) -> list[jax.Array]:
+    """Computes ``lhs[group].T @ rhs[group]`` of each group of rows, ``[(g, k, n)]``.
+
+    Args:
+        lhs: ``(m, k)``.
+        rhs: ``(m, n)``.
+        group_sizes: ``(g,)``, int32.
+        spec: the primitive's parameters.
+    """
+    lhs, rhs, precision, dtype = _exact_factors(lhs, rhs, spec)
+    rows = lax.broadcasted_iota(jnp.int32, (lhs.shape[0], 1), 0)
+
+    def of_group(_: None, group: Any) -> tuple[None, jax.Array]:
+        begin, end = group
+        inside = (begin <= rows) & (rows < end)
+        # Both: what lies outside may be infinite.
+        x, y = jnp.where(inside, lhs, 0), jnp.where(inside, rhs, 0)
+        d = reference.dot(x, y, (((0,), (0,)), ((), ())), precision, dtype)
+        return None, reference.convert(d, spec.out_dtype)
+
+    bounds = group_bounds(group_sizes, lhs.shape[0])
+    return [lax.scan(of_group, None, bounds, unroll=_UNROLL)[1]]
+
+
+def _exact_factors(
+    lhs: jax.Array, rhs: jax.Array, spec: RaggedSpec
+) -> tuple[jax.Array, jax.Array, Any, np.dtype]:
+    """Returns factors, precision and accumulator for ``lax.dot_general``."""
+    algorithm = resolve_algorithm(lhs.dtype, rhs.dtype, spec.out_dtype, spec.precision)
+    dtype = accumulator_dtype(lhs.dtype, rhs.dtype, spec.out_dtype)
+    if algorithm is None:
+        return *reference.alike(lhs, rhs), spec.precision, dtype
+    # The algorithm is spelled out in dtypes: XLA's CPU compiler knows few of the presets.
+    lhs, rhs = (x.astype(INPUT_DTYPES[algorithm]) for x in (lhs, rhs))
+    return lhs, rhs, lax.Precision.DEFAULT, _FLOAT32
+
+
+def cuda_dot(
+    lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *bias: jax.Array, spec: RaggedSpec
+) -> list[jax.Array]:
+    """Computes the ragged product on CUDA devices; arguments as those of ``reference_dot``."""
+    algorithm = _kernel_algorithm("rows", lhs, rhs, group_sizes, spec)
+    if algorithm is None:
+        return reference_dot(lhs, rhs, group_sizes, *bias, spec=spec)
+    n = rhs.shape[1 if spec.transpose_rhs else 2]
+    out_dtype = _kernel_out_dtype(algorithm, spec)
+    operands = [_padded(x, INPUT_DTYPES[algorithm]) for x in (lhs, rhs)]
+    operands += [group_sizes]
+    operands += [_padded(x, x.dtype if x.dtype == out_dtype else _FLOAT32) for x in bias]
+    activation = resolve(spec.activation)
+    p0, p1 = (*activation.parameters, 0.0, 0.0)[:2]
+    padded_n = operands[1].shape[1 if spec.transpose_rhs else 2]
+    results = _custom_call(
+        operands,
+        jax.ShapeDtypeStruct((lhs.shape[0], padded_n), out_dtype),
+        spec.result_count,
+        m=np.int64(lhs.shape[0]),
+        n=np.int64(padded_n),
+        k=np.int64(operands[0].shape[1]),
+        depth=False,
+        transpose_rhs=spec.transpose_rhs,
+        has_bias=len(bias) > 0,
+        has_aux=spec.save_preactivation,
+        activation=activation.cpp_name,
+        activation_p0=np.float32(p0),
+        activation_p1=np.float32(p1),
+        algorithm=algorithm,
+        config=spec.config or "",
+    )
+    return [result[:, :n].astype(spec.out_dtype) for result in results]
+
+
+def cuda_contraction(
+    lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *, spec: RaggedSpec
+) -> list[jax.Array]:
+    """Computes the contraction on CUDA devices; see ``reference_contraction``."""
+    algorithm = _kernel_algorithm("depth", lhs, rhs, group_sizes, spec)
+    if algorithm is None:
+        return reference_contraction(lhs, rhs, group_sizes, spec=spec)
+    padded = [_padded(x, INPUT_DTYPES[algorithm]) for x in (lhs, rhs)]
+    (rows, m), (_, n) = (x.shape for x in padded)
+    (result,) = _custom_call(
+        [*padded, group_sizes],
+        jax.ShapeDtypeStruct((group_sizes.shape[0], m, n), _kernel_out_dtype(algorithm, spec)),
+        1,
+        m=np.int64(m),
+        n=np.int64(n),
+        k=np.int64(rows),
+        depth=True,
+        transpose_rhs=False,
+        has_bias=False,
+        has_aux=False,
+        activation="",
+        activation_p0=np.float32(0),
+        activation_p1=np.float32(0),
+        algorithm=algorithm,
+        config=spec.config or "",
+    )
+    return [result[:, : lhs.shape[1], : rhs.shape[1]].astype(spec.out_dtype)]
+
+
+def _custom_call(
+    operands: list[jax.Array], result: jax.ShapeDtypeStruct, count: int, **attributes: Any
+) -> list[jax.Array]:
+    """Emits the custom call; ``cuda/ffi/ragged.cc`` reads the same attributes."""
+    call = jax.ffi.ffi_call(_extension.RAGGED_DOT_TARGET, (result,) * count)
+    return list(call(*operands, groups=np.int64(operands[2].shape[0]), **attributes))
+
+
+def _padded(x: jax.Array, dtype: np.dtype) -> jax.Array:
+    """Converts, and adds zeros to the last dimensions that TMA could not step over otherwise.
+
+    ``k`` and ``n`` become multiples of 16 bytes of 16-bit elements; of rows there may be any
+    number.
+    """
+    multiple = COPY_BYTES // 2
+    kept = 2 if x.ndim == 3 else 1
+    widths = [(0, 0)] * (x.ndim - kept) + [(0, -extent % multiple) for extent in x.shape[-kept:]]
+    x = x.astype(dtype)
+    return jnp.pad(x, widths) if any(after for _, after in widths) else x
+
+
+def _kernel_out_dtype(algorithm: str, spec: RaggedSpec) -> np.dtype:
+    return spec.out_dtype if spec.out_dtype == INPUT_DTYPES[algorithm] else _FLOAT32
+
+
+def _kernel_algorithm(
+    ragged: str, lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, spec: RaggedSpec
+) -> str | None:
+    """Returns the algorithm of the kernels that compute a product, None where there are none."""
+    algorithm = resolve_algorithm(lhs.dtype, rhs.dtype, spec.out_dtype, spec.precision)
+    extents = (*lhs.shape, *rhs.shape, *group_sizes.shape)
+    obstacle = _obstacle(algorithm, ragged, extents, spec.config)
+    shapes = f"{lhs.dtype}{list(lhs.shape)} x {rhs.dtype}{list(rhs.shape)}"
+    gemm_lowering.log(f"ragged {ragged} {shapes} -> {spec.out_dtype}: {obstacle or algorithm}")
+    if obstacle is None and spec.config not in (None, *_extension.KERNEL_NAMES):
+        raise ValueError(f"config={spec.config!r} is not in this build of jax_tcgemm")
+    return algorithm if obstacle is None else None
+
+
+def _obstacle(
+    algorithm: str | None, ragged: str, extents: tuple[Any, ...], config: str | None
+) -> str | None:
+    """Says why no kernel can be used, if none can; slow ones have to be named."""
+    if algorithm is None or not kernel_table.for_algorithm(algorithm, ragged):
+        return f"reference: no ragged kernel for {algorithm}"
+    if not (config in _extension.KERNEL_NAMES or _extension.has_kernel(algorithm, ragged=ragged)):
+        return f"reference: no ragged kernel for {algorithm} in this build"
+    if not all(isinstance(extent, int) for extent in extents):
+        return "reference: symbolic shapes"
+    if not all(0 < extent <= MAX_EXTENT for extent in extents):
+        return "reference: nothing to multiply, or an extent beyond 2^30"
+    if config is not None and kernel_table.by_name(config).is_fallback:
+        return None
+    other = gemm_lowering.local_device(lambda capability: capability != _COMPUTE_CAPABILITY)
+    return None if other is None else f"reference: no ragged kernel for {other}"

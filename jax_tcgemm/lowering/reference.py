@@ -1,0 +1,262 @@
+"""The gemm in ``jax.numpy``: lowering where there is no kernel, and the oracle of the tests."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_tcgemm.problem.activations import resolve
+from jax_tcgemm.problem.spec import (
+    INPUT_DTYPES,
+    GatedSpec,
+    GemmSpec,
+    accumulator_dtype,
+    common_dtype,
+    is_float8,
+    resolve_algorithm,
+)
+from jax_tcgemm.problem.strides import Axes, Operands, matrix_last, result_axes
+
+
+def reference_gemm(*operands: jax.Array, spec: GemmSpec, divided: bool = False) -> list[jax.Array]:
+    """Computes what the primitive means.
+
+    Args:
+        *operands: the primitive's operands, those present of ``Operands``.
+        spec: the primitive's parameters.
+        divided: whether XLA divides the program among devices. A product in bfloat16, or without
+            an epilogue, is then of the result's type, as in ``jnp``: where k is divided, partial
+            products are added up across devices, and float32 would double what travels. (What an
+            epilogue would scale down may be beyond the numbers of float16.)
+
+    Returns:
+        ``[d]``, or two results, of shape ``(*batch, m, n)`` and dtype ``spec.out_dtype``. The
+        accumulator and the epilogue are float32 for 16-bit results, rounded once.
+    """
+    x = spec.unflatten(operands)
+    is_alone = all(operand is None for operand in x[2:]) and spec.alpha == 1
+    is_alone = is_alone and spec.activation is None
+    rounds = divided and (is_alone or spec.out_dtype == jnp.bfloat16)
+    return epilogue(product(x.a, x.b, spec, rounds), x, spec)
+
+
+def reference_gated(
+    *operands: jax.Array, spec: GatedSpec, divided: bool = False
+) -> list[jax.Array]:
+    """Computes what the gated primitive means; arguments as those of ``reference_gemm``."""
+    x = spec.unflatten(operands)
+    rounds = divided and spec.out_dtype == jnp.bfloat16
+    first = product(x.a, x.b, spec, rounds)
+    if spec.packed:
+        gate, up = halves(first)
+    else:
+        second = dataclasses.replace(spec, axes=spec.axes._replace(b=spec.axes.b2))
+        gate, up = first, product(x.a, x.b2, second, rounds)
+    return gated_epilogue(gate, up, x, spec)
+
+
+def halves(both: jax.Array) -> list[jax.Array]:
+    """Splits the columns of a packed weight, or of a product with it, between gate and up."""
+    n = both.shape[-1] // 2
+    return [*lax.split(both, (n, n), axis=both.ndim - 1)]
+
+
+def product(a: jax.Array, b: jax.Array, spec: GemmSpec, rounds: bool = False) -> jax.Array:
+    """Returns the accumulator ``A @ B``, of shape ``(*batch, m, n)``.
+
+    Args:
+        a: the first factor.
+        b: the second.
+        spec: the primitive's parameters.
+        rounds: whether the accumulator has the result's type, where that is the operands' own.
+    """
+    algorithm = resolve_algorithm(a.dtype, b.dtype, spec.out_dtype, spec.precision)
+    precision, dtype = spec.precision, accumulator_dtype(a.dtype, b.dtype, spec.out_dtype)
+    if algorithm is not None:
+        # The algorithm is spelled out in dtypes: XLA's compilers know few of the presets. Where
+        # sums may be float16, XLA adds in float32 and rounds once.
+        a, b = (x.astype(INPUT_DTYPES[algorithm]) for x in (a, b))
+        is_half = algorithm == "F16_F16_F16"
+        dtype = jnp.dtype(jnp.float16 if is_half else jnp.float32)
+        if rounds and spec.out_dtype == INPUT_DTYPES[algorithm]:
+            dtype = spec.out_dtype
+        precision = lax.Precision.DEFAULT
+    else:
+        a, b = alike(a, b)
+    return _dot(a, b, spec, precision, dtype)
+
+
+def alike(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the operands of a product in their common type, but for a pair of 8-bit floats."""
+    if is_float8(a.dtype) and is_float8(b.dtype):
+        return a, b
+    common = common_dtype(a.dtype, b.dtype)
+    return a.astype(common), b.astype(common)
+
+
+def _dot(a: jax.Array, b: jax.Array, spec: GemmSpec, precision, dtype: np.dtype) -> jax.Array:
+    batch = range(spec.batch_ndim)
+    a_axes, b_axes = spec.axes.a, spec.axes.b
+    both = [i for i in batch if a_axes[i] is not None and b_axes[i] is not None]
+    dimension_numbers = (
+        ([a_axes[-1]], [b_axes[-2]]),
+        ([a_axes[i] for i in both], [b_axes[i] for i in both]),
+    )
+    out = dot(a, b, dimension_numbers, precision, dtype)
+    # dot_general's result has the shared batch, then what is left of a, then what is left of b.
+    m, n = spec.batch_ndim, spec.batch_ndim + 1
+    rest_a = {*batch, m}.difference(both)
+    rest_b = {*batch, n}.difference(both)
+    order = [*both, *_by_position(a_axes, rest_a), *_by_position(b_axes, rest_b)]
+    return lax.transpose(out, [order.index(i) for i in range(n + 1)])
+
+
+def dot(a: jax.Array, b: jax.Array, dimension_numbers: Any, precision: Any, dtype: np.dtype):
+    """Returns ``lax.dot_general``, on a CPU of 16-bit operands converted to float32 before.
+
+    That is exact. XLA's CPU compiler has products of 16-bit operands that it refuses to accumulate
+    in float32. The platform is that which the program is lowered for, not this process's.
+    """
+
+    def narrow(a: jax.Array, b: jax.Array) -> jax.Array:
+        return lax.dot_general(a, b, dimension_numbers, precision, dtype)
+
+    def widened(a: jax.Array, b: jax.Array) -> jax.Array:
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+        return lax.dot_general(a, b, dimension_numbers, precision, jnp.float32).astype(dtype)
+
+    is_narrow = all(jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 2 for x in (a, b))
+    if not is_narrow or dtype.itemsize > 4:
+        return narrow(a, b)
+    # A derivative keeps a and b, not what each platform makes of them.
+    by_platform = functools.partial(lax.platform_dependent, cpu=widened, default=narrow)
+    return jax.checkpoint(by_platform, prevent_cse=False)(a, b)
+
+
+def _by_position(axes: Axes, roles: set[int]) -> list[int]:
+    """Returns those of ``roles`` that an operand has, in the order of its shape."""
+    located = sorted((axis, i) for i in roles if (axis := axes[i]) is not None)
+    return [i for _, i in located]
+
+
+def _absent(axes: Axes) -> list[int]:
+    return [i for i, axis in enumerate(axes) if axis is None]
+
+
+def epilogue(accumulator: jax.Array, x: Operands, spec: GemmSpec) -> list[jax.Array]:
+    """Returns the results of an accumulator; see ``GemmSpec``.
+
+    Args:
+        accumulator: broadcasts to ``(*batch, m, n)``.
+        x: the operands; ``a`` and ``b`` are not looked at.
+        spec: the primitive's parameters.
+    """
+    dtype = accumulator_dtype(accumulator.dtype, accumulator.dtype, spec.out_dtype)
+    z = accumulator.astype(dtype)
+    for factor in factors(x, spec, dtype):
+        z = factor * z
+    adds_c = spec.c_role == "add"
+    for term in addends(x if adds_c else x._replace(c=None), spec, dtype):
+        z = z + term
+    if spec.is_derivative:
+        return cotangents(z, x, spec)
+    d = resolve(spec.activation).reference(z)
+    if spec.c_role == "residual":
+        d = d + addends(x._replace(bias=None), spec, dtype)[0]
+    elif spec.c_role == "factor":
+        d = d * over_result("c", x, spec, dtype)
+    results = [d, z] if spec.save_preactivation else [d]
+    return [convert(result, spec.out_dtype) for result in results]
+
+
+def gated_epilogue(gate: jax.Array, up: jax.Array, x: Operands, spec: GatedSpec) -> list[jax.Array]:
+    """Returns those results of the gated primitive that ``spec`` asks for.
+
+    Args:
+        gate: the accumulator ``A @ B``; broadcasts to ``(*batch, m, n)``.
+        up: the accumulator ``A @ B2``, of the same shape.
+        x: the operands; only the biases are looked at.
+        spec: the primitive's parameters.
+    """
+    dtype = accumulator_dtype(gate.dtype, gate.dtype, spec.out_dtype)
+    gate, up = gate.astype(dtype), up.astype(dtype)
+    if x.bias is not None:
+        gate = gate + over_result("bias", x, spec, dtype)
+    if x.bias2 is not None:
+        up = up + over_result("bias2", x, spec, dtype)
+    results = (resolve(spec.activation).reference(gate) * up, gate, up)
+    wanted = zip(results, spec.results, strict=True)
+    return [convert(result, spec.out_dtype) for result, is_wanted in wanted if is_wanted]
+
+
+def cotangents(z: jax.Array, x: Operands, spec: GemmSpec) -> list[jax.Array]:
+    """Takes a cotangent ``z`` back through ``activation(C)``, or ``activation(C) * C2``."""
+    activation = resolve(spec.activation)
+    c = over_result("c", x, spec, z.dtype)
+    results = [z * activation.derivative(c)]
+    if spec.c_role == "gated_derivative":
+        c2 = over_result("c2", x, spec, z.dtype)
+        results = [results[0] * c2, z * activation.reference(c)]
+    return [convert(result, spec.out_dtype) for result in results]
+
+
+def convert(x: jax.Array, dtype: np.dtype) -> jax.Array:
+    """Returns ``x`` in another dtype; of the cotangent of a real operand the real part."""
+    if jnp.iscomplexobj(x) and not jnp.issubdtype(dtype, jnp.complexfloating):
+        x = lax.real(x)
+    return x.astype(dtype)
+
+
+def batch_dims(results: list[jax.Array], size: int) -> tuple[list[jax.Array], list[int | None]]:
+    """Returns results of an epilogue whose outermost dimension may be 1, and where it is mapped."""
+    mapped = [result.shape[0] == size for result in results]
+    pairs = list(zip(results, mapped, strict=True))
+    return (
+        [result if is_mapped else result[0] for result, is_mapped in pairs],
+        [0 if is_mapped else None for is_mapped in mapped],
+    )
+
+
+def factors(x: Operands, spec: GemmSpec, dtype: np.dtype) -> list[jax.Array]:
+    """Returns those present of ``alpha`` and the scales, broadcastable to ``(*batch, m, n)``."""
+    scales = [
+        over_result(name, x, spec, dtype)
+        for name in ("alpha", "row_scale", "column_scale")
+        if getattr(x, name) is not None
+    ]
+    return scales if spec.alpha == 1 else [jnp.asarray(spec.alpha, dtype), *scales]
+
+
+def addends(x: Operands, spec: GemmSpec, dtype: np.dtype) -> list[jax.Array]:
+    """Returns those present of ``beta * c`` and ``bias``, broadcastable to ``(*batch, m, n)``."""
+    terms = []
+    if x.c is not None:
+        beta = beta_factor(x, spec, dtype)
+        c = over_result("c", x, spec, dtype)
+        terms.append(c if beta is None else beta * c)
+    if x.bias is not None:
+        terms.append(over_result("bias", x, spec, dtype))
+    return terms
+
+
+def beta_factor(x: Operands, spec: GemmSpec, dtype: np.dtype) -> jax.Array | None:
+    """Returns ``beta``, broadcastable to ``(*batch, m, n)``; ``None`` for one."""
+    if x.beta is not None:
+        return over_result("beta", x, spec, dtype)
+    return None if spec.beta == 1 else jnp.asarray(spec.beta, dtype)
+
+
+def over_result(name: str, x: Operands, spec: GemmSpec, dtype: np.dtype) -> jax.Array:
+    """Returns an operand of the epilogue, broadcastable to ``(*batch, m, n)``."""
+    return aligned(getattr(x, name), result_axes(name, getattr(spec.axes, name))).astype(dtype)
+
+
+def aligned(x: jax.Array, axes: Axes) -> jax.Array:
+    """Returns ``x`` in the order of ``axes``, with extent 1 where it has no such axis."""
+    return lax.expand_dims(lax.transpose(x, matrix_last(axes)), _absent(axes))

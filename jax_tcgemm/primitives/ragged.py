@@ -1,0 +1,263 @@
+"""The primitives of products over groups of rows, and their rules.
+
+``ragged_dot_p`` multiplies the rows of each group by the group's matrix; ``ragged_contraction_p``
+contracts over the rows of each group. Each of the two is the transpose of the other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching
+from jax.interpreters import partial_eval as pe
+
+from jax_tcgemm import _compat
+from jax_tcgemm.lowering import ragged as ragged_lowering
+from jax_tcgemm.lowering import reference
+from jax_tcgemm.lowering.ragged import RaggedSpec
+from jax_tcgemm.primitives import registration
+from jax_tcgemm.primitives.activation_gradient import activation_tangent
+from jax_tcgemm.primitives.gemm import ACTIVATION, PREACTIVATION
+from jax_tcgemm.problem.spec import accumulator_dtype
+
+ragged_dot_p = Primitive("tcgemm_ragged_dot")
+ragged_contraction_p = Primitive("tcgemm_ragged_contraction")
+
+
+def dot(spec: RaggedSpec, *operands: jax.Array) -> list[jax.Array]:
+    """Applies ``ragged_dot_p`` to ``lhs``, ``rhs``, ``group_sizes`` and, if there is one, a bias.
+
+    Returns:
+        ``[d]``, or also the pre-activation; see ``ragged_lowering.reference_dot``.
+    """
+    return _bind(ragged_dot_p, operands, spec)
+
+
+def contraction(spec: RaggedSpec, *operands: jax.Array) -> list[jax.Array]:
+    """Applies ``ragged_contraction_p`` to ``lhs``, ``rhs`` and ``group_sizes``."""
+    return _bind(ragged_contraction_p, operands, spec)
+
+
+def _bind(primitive: Primitive, operands: Sequence[jax.Array], spec: RaggedSpec) -> Any:
+    _refuse_sharded(operands)
+    return primitive.bind(*_compat.match_varying(operands), spec=spec)
+
+
+def _refuse_sharded(operands: Sequence[jax.Array]) -> None:
+    if _compat.is_sharded(*operands):
+        types = ", ".join(str(jax.typeof(x)) for x in operands)
+        raise NotImplementedError(
+            f"products over groups of operands whose types are sharded ({types}), which "
+            "jax.lax.ragged_dot does not have either; use jax.shard_map or jax.reshard"
+        )
+
+
+# Abstract evaluation
+
+
+def _dot_abstract_eval(lhs: Any, rhs: Any, group_sizes: Any, *bias: Any, spec: RaggedSpec):
+    n = rhs.shape[1 if spec.transpose_rhs else 2]
+    operands = (lhs, rhs, group_sizes, *bias)
+    result = _compat.result_aval(operands, (lhs.shape[0], n), spec.out_dtype)
+    return [result] * spec.result_count
+
+
+def _contraction_abstract_eval(lhs: Any, rhs: Any, group_sizes: Any, *, spec: RaggedSpec):
+    shape = (group_sizes.shape[0], lhs.shape[1], rhs.shape[1])
+    return [_compat.result_aval((lhs, rhs, group_sizes), shape, spec.out_dtype)]
+
+
+def _dce(used: Sequence[bool], *arguments: Any) -> tuple[list[bool], Any]:
+    """Drops the result that nobody reads."""
+    eqn = arguments[-1]  # jax 0.12 puts another argument before it
+    if not any(used):
+        return [False] * len(eqn.invars), None
+    if not all(used):
+        spec = dataclasses.replace(eqn.params["spec"], save_preactivation=False)
+        if not used[0]:
+            spec = dataclasses.replace(spec, activation=None)
+        outvars = [var for var, is_used in zip(eqn.outvars, used, strict=True) if is_used]
+        eqn = eqn.replace(outvars=outvars, params={**eqn.params, "spec": spec})
+    return [True] * len(eqn.invars), eqn
+
+
+# Forward derivative
+
+
+def _tangents(tangents: Sequence[Any]) -> list[Any]:
+    return [None if type(tangent) is ad.Zero else tangent for tangent in tangents]
+
+
+def _dot_jvp(
+    primals: Sequence[Any], tangents: Sequence[Any], *, spec: RaggedSpec
+) -> tuple[list[Any], list[Any]]:
+    """Derives ``d = f(z)`` by ``d' = f'(z) z'``; rows of no group stay zero, for ``z'`` is."""
+    dlhs, drhs, _, *dbias = _tangents(tangents)
+    dz = _linear_tangent(primals, (dlhs, drhs, *dbias), spec)
+    if spec.activation is None:
+        return dot(spec, *primals), [dz] * spec.result_count
+    d, z = dot(dataclasses.replace(spec, save_preactivation=True), *primals)
+    d, z = checkpoint_name(d, ACTIVATION), checkpoint_name(z, PREACTIVATION)
+    dd = activation_tangent(spec.activation, z, dz)
+    return [d, z][: spec.result_count], [dd, dz][: spec.result_count]
+
+
+def _linear_tangent(primals: Sequence[Any], tangents: Sequence[Any], spec: RaggedSpec) -> Any:
+    """Returns the tangent of the pre-activation, a linear product for each operand's."""
+    lhs, rhs, group_sizes, *_ = primals
+    dlhs, drhs, *dbias = tangents
+    plain = dataclasses.replace(spec, activation=None, save_preactivation=False, config=None)
+    terms: list[jax.Array] = []
+    if dlhs is not None:
+        terms += dot(plain, dlhs, rhs, group_sizes)
+    if drhs is not None:
+        terms += dot(plain, lhs, drhs, group_sizes)
+    if dbias and dbias[0] is not None:
+        terms.append(_rows_of(dbias[0], lhs.shape[0], group_sizes, spec))
+    if len(terms) < 2:
+        return terms[0]
+    wide = accumulator_dtype(spec.out_dtype, spec.out_dtype, spec.out_dtype)
+    total = sum((term.astype(wide) for term in terms[1:]), terms[0].astype(wide))
+    return reference.convert(total, spec.out_dtype)
+
+
+def _rows_of(vectors: jax.Array, rows: int, group_sizes: jax.Array, spec: RaggedSpec) -> jax.Array:
+    """Repeats each group's vector for each of its rows: a product, whose transpose sums rows."""
+    ones = jnp.ones((rows, 1), vectors.dtype)
+    exact = RaggedSpec(spec.out_dtype, (lax.Precision.HIGHEST,) * 2)
+    return dot(exact, ones, lax.expand_dims(vectors, (1,)), group_sizes)[0]
+
+
+def _contraction_jvp(
+    primals: Sequence[Any], tangents: Sequence[Any], *, spec: RaggedSpec
+) -> tuple[list[Any], list[Any]]:
+    lhs, rhs, group_sizes = primals
+    dlhs, drhs, _ = _tangents(tangents)
+    terms: list[jax.Array] = []
+    if dlhs is not None:
+        terms += contraction(spec, dlhs, rhs, group_sizes)
+    if drhs is not None:
+        terms += contraction(spec, lhs, drhs, group_sizes)
+    return contraction(spec, *primals), [sum(terms[1:], terms[0])]
+
+
+# Transposition
+
+
+def _dot_transpose(cotangents: Sequence[Any], *operands: Any, spec: RaggedSpec) -> list[Any]:
+    lhs, rhs, group_sizes, *bias = operands
+    assert spec.activation is None, spec
+    (ct,) = cotangents
+    results: list[Any] = [None] * len(operands)
+    if type(ct) is ad.Zero:
+        return results
+    if ad.is_undefined_primal(lhs):
+        of_lhs = _of_aval(spec, lhs.aval, transpose_rhs=not spec.transpose_rhs)
+        (results[0],) = dot(of_lhs, ct, rhs, group_sizes)
+    if ad.is_undefined_primal(rhs):
+        factors = (ct, lhs) if spec.transpose_rhs else (lhs, ct)
+        of_rhs = _of_aval(spec, rhs.aval, transpose_rhs=False)
+        (results[1],) = contraction(of_rhs, *factors, group_sizes)
+    if bias and ad.is_undefined_primal(bias[0]):
+        results[3] = _row_sums(ct, group_sizes, bias[0].aval.dtype)
+    return results
+
+
+def _row_sums(x: jax.Array, group_sizes: jax.Array, dtype: Any) -> jax.Array:
+    """Sums the rows of each group, exactly up to one rounding: the transpose of ``_rows_of``."""
+    ones = jnp.ones((x.shape[0], 1), x.dtype)
+    exact = RaggedSpec(dtype, (lax.Precision.HIGHEST,) * 2)
+    return contraction(exact, ones, x, group_sizes)[0][:, 0]
+
+
+def _contraction_transpose(
+    cotangents: Sequence[Any], lhs: Any, rhs: Any, group_sizes: Any, *, spec: RaggedSpec
+) -> list[Any]:
+    (ct,) = cotangents
+    if type(ct) is ad.Zero:
+        return [None] * 3
+    if ad.is_undefined_primal(lhs):
+        spec = _of_aval(spec, lhs.aval, transpose_rhs=True)
+        return [dot(spec, rhs, ct, group_sizes)[0], None, None]
+    spec = _of_aval(spec, rhs.aval, transpose_rhs=False)
+    return [None, dot(spec, lhs, ct, group_sizes)[0], None]
+
+
+def _of_aval(spec: RaggedSpec, aval: Any, **changes: Any) -> RaggedSpec:
+    return dataclasses.replace(spec, out_dtype=aval.dtype, config=None, **changes)
+
+
+# Batching
+
+
+def _batch(
+    apply: Callable[..., list[jax.Array]],
+    axis_data: Any,
+    operands: Sequence[Any],
+    dims: Sequence[int | None],
+    *,
+    spec: RaggedSpec,
+) -> tuple[list[jax.Array], list[int | None]]:
+    """Computes one product after the other: each has groups of its own."""
+    _refuse_sharded(operands)
+    if all(dim is None for dim in dims):
+        results = apply(spec, *operands)
+        return results, [None] * len(results)
+    mapped = [
+        jnp.moveaxis(operand, dim, 0)
+        for operand, dim in zip(operands, dims, strict=True)
+        if dim is not None
+    ]
+
+    def one(own: Sequence[jax.Array]) -> list[jax.Array]:
+        remaining = iter(own)
+        return apply(
+            spec,
+            *(
+                operand if dim is None else next(remaining)
+                for operand, dim in zip(operands, dims, strict=True)
+            ),
+        )
+
+    results = lax.map(one, mapped)
+    return results, [0] * len(results)
+
+
+# Registration
+
+for _primitive, _apply, _abstract_eval, _jvp, _transpose, _reference, _cuda in (
+    (
+        ragged_dot_p,
+        dot,
+        _dot_abstract_eval,
+        _dot_jvp,
+        _dot_transpose,
+        ragged_lowering.reference_dot,
+        ragged_lowering.cuda_dot,
+    ),
+    (
+        ragged_contraction_p,
+        contraction,
+        _contraction_abstract_eval,
+        _contraction_jvp,
+        _contraction_transpose,
+        ragged_lowering.reference_contraction,
+        ragged_lowering.cuda_contraction,
+    ),
+):
+    _primitive.multiple_results = True
+    registration.evaluate_by_jit(_primitive)
+    _primitive.def_abstract_eval(_abstract_eval)
+    pe.dce_rules[_primitive] = _dce
+    ad.primitive_jvps[_primitive] = _jvp
+    ad.primitive_transposes[_primitive] = _transpose
+    batching.fancy_primitive_batchers[_primitive] = functools.partial(_batch, _apply)
+    registration.lower(_primitive, reference=_reference, cuda=_cuda)

@@ -1,0 +1,129 @@
+"""What JAX is told of every primitive of the package in one way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, mlir
+
+from jax_tcgemm import _compat
+from jax_tcgemm.lowering.gemm import log
+
+
+def bind(
+    primitive: Primitive, operands: Sequence[jax.Array], spec: Any, composed: Callable[..., Any]
+) -> Any:
+    """Applies a primitive, or computes what it means where types are sharded.
+
+    A custom call cannot be divided among devices, XLA's own operations are.
+
+    Args:
+        primitive: what to apply.
+        operands: its operands.
+        spec: its static parameters.
+        composed: the same by operations that can be divided and have a derivative.
+
+    Returns:
+        The results of the primitive.
+    """
+    if _compat.is_sharded(*operands):
+        log(_describe(primitive, operands, "operands' types are sharded"))
+        return composed(*operands, spec=spec)
+    return primitive.bind(*_compat.match_varying(operands), spec=spec)
+
+
+def evaluate_by_jit(primitive: Primitive) -> None:
+    """Lets the primitive run outside of ``jit``, as a program of its own for each ``spec``."""
+
+    def apply(*operands: jax.Array, spec: Any) -> Any:
+        return primitive.bind(*operands, spec=spec)
+
+    apply.__name__ = apply.__qualname__ = primitive.name
+    _compat.mark_as_single_operation(apply)
+    compiled = jax.jit(apply, static_argnames="spec")
+
+    def evaluate(*operands: jax.Array, spec: Any) -> Any:
+        # With jit disabled, this would come back here for ever.
+        with jax.disable_jit(False):
+            return compiled(*operands, spec=spec)
+
+    primitive.def_impl(evaluate)
+
+
+def derive_linear(
+    primitive: Primitive, composed: Callable[..., Any], linear_count: Callable[[Any], int]
+) -> None:
+    """Gives a primitive that is linear in its first operands its forward derivative.
+
+    Args:
+        primitive: what is derived.
+        composed: as in ``bind``; by these operations it is derived for the other operands.
+        linear_count: how many are linear, of ``spec``.
+    """
+
+    def jvp(primals: Sequence[Any], tangents: Sequence[Any], *, spec: Any) -> tuple[Any, Any]:
+        count = linear_count(spec)
+        moves = [type(t) is not ad.Zero for t in tangents]
+        result = primitive.bind(*primals, spec=spec)
+        terms = []
+        if any(moves[:count]):
+            operands = [*map(ad.instantiate_zeros, tangents[:count]), *primals[count:]]
+            terms.append(bind(primitive, operands, spec, composed))
+        others = [i for i, moving in enumerate(moves) if moving and i >= count]
+        if others:
+
+            def of_others(*values: Any) -> Any:
+                operands = list(primals)
+                for i, value in zip(others, values, strict=True):
+                    operands[i] = value
+                return composed(*operands, spec=spec)
+
+            slopes = [tangents[i] for i in others]
+            terms.append(jax.jvp(of_others, [primals[i] for i in others], slopes)[1])
+        return result, jax.tree.map(lambda *term: sum(term[1:], term[0]), *terms)
+
+    ad.primitive_jvps[primitive] = jvp
+
+
+def lower(
+    primitive: Primitive,
+    *,
+    reference: Callable[..., Any],
+    cuda: Callable[..., Any],
+    divided: Callable[..., Any] | None = None,
+) -> None:
+    """Lowers the primitive by functions of its operands and ``spec``.
+
+    Args:
+        primitive: what is lowered.
+        reference: for other platforms than CUDA.
+        cuda: for CUDA.
+        divided: for CUDA where XLA divides a program among devices; ``reference`` if there is none.
+            It cannot divide a custom call and would gather the operands of one on every device.
+    """
+
+    def rule(function: Callable[..., Any]) -> Callable[..., Any]:
+        return mlir.lower_fun(function, multiple_results=primitive.multiple_results)
+
+    def elsewhere(context: Any, *values: Any, **params: Any) -> Any:
+        log(_describe(primitive, context.avals_in, "no kernels for this platform"))
+        return rule(reference)(context, *values, **params)
+
+    def on_cuda(context: Any, *values: Any, **params: Any) -> Any:
+        devices = _compat.partitioned_devices(context)
+        if devices == 1:
+            return rule(cuda)(context, *values, **params)
+        reason = f"a program that XLA divides among {devices} devices (jax.shard_map has kernels)"
+        log(_describe(primitive, context.avals_in, reason))
+        return rule(divided or reference)(context, *values, **params)
+
+    mlir.register_lowering(primitive, elsewhere)
+    mlir.register_lowering(primitive, on_cuda, platform="cuda")
+
+
+def _describe(primitive: Primitive, operands: Sequence[Any], reason: str) -> str:
+    types = ", ".join(f"{x.dtype}{list(x.shape)}" for x in operands)
+    return f"{primitive.name} {types}: reference: {reason}"

@@ -1,0 +1,118 @@
+"""Which operands 16-byte copies can address, and the workspace that a gemm is given."""
+
+from __future__ import annotations
+
+import math
+
+from jax_tcgemm.problem.strides import StridedGemm
+
+# cp.async copies so many bytes at a time, between addresses that are multiples of it.
+COPY_BYTES = 16
+
+# A line of L2.
+_LINE_BYTES = 128
+
+
+def misalignment(gemm: StridedGemm, name: str, itemsize: int) -> str | None:
+    """Says what keeps 16-byte copies from an operand, whatever its base address.
+
+    Args:
+        gemm: the folded gemm.
+        name: ``"a"`` or ``"b"``.
+        itemsize: bytes of an element.
+
+    Returns:
+        A phrase such as ``"a leading dimension of 1001 elements"``, or ``None``.
+    """
+    batch_strides, rows, row_stride, columns = _layout(gemm, name)
+    for what, value in (
+        *(("a batch stride", stride) for stride in batch_strides),
+        ("a leading dimension", row_stride if rows > 1 else 0),
+        ("a contiguous extent", columns),
+    ):
+        if value * itemsize % COPY_BYTES:
+            return f"{what} of {value} elements"
+    return None
+
+
+# Float32 copies of the result that are worth adding up, and from which k on they are.
+_MAX_SPLITS = 64
+_SPLIT_ELEMENTS = 132 * 128 * 256  # results that keep every SM of the largest GPU busy
+_SPLIT_K = 4096
+
+
+def split_bytes(gemm: StridedGemm) -> int:
+    """Returns the bytes in which a small result of a long k may be computed in parts.
+
+    Whether it is, and in how many, is decided when the GPU is known.
+    """
+    results = gemm.m * gemm.n
+    if not results or gemm.k < _SPLIT_K or math.prod(gemm.batch) != 1:
+        return 0
+    splits = min(_MAX_SPLITS, _SPLIT_ELEMENTS // results)
+    return 4 * splits * results if splits > 1 else 0
+
+
+# From where on copies, a kernel more, cost less than realigning: docs/performance.md. For a short k
+# an operand must be read often enough.
+_PADDED_K = 224
+_PADDED_PRODUCTS = 3e7
+_PADDED_READS = 32
+
+
+def padding_bytes(gemm: StridedGemm, itemsize: int) -> int:
+    """Returns the bytes of workspace in which misaligned operands are to be copied with padding.
+
+    One pass over an operand costs less than realigning it tile by tile each time it is read, but
+    for products of a moment; 0 there.
+
+    Args:
+        gemm: the folded gemm.
+        itemsize: bytes of an element of ``a`` and ``b``.
+    """
+    products = gemm.m * gemm.n * gemm.k * math.prod(gemm.batch)
+    reads = gemm.m * gemm.n / max(1, gemm.m + gemm.n)
+    is_many = products >= _PADDED_PRODUCTS and reads >= _PADDED_READS
+    if products == 0 or (gemm.k < _PADDED_K and not is_many):
+        return 0
+    total = 0
+    for name in ("a", "b"):
+        if misalignment(gemm, name, itemsize) is None:
+            continue
+        _, _, _, columns = _layout(gemm, name)
+        rows = elements(gemm, name) // columns
+        total += -(-rows * _pitch(columns * itemsize) // _LINE_BYTES) * _LINE_BYTES
+    return total
+
+
+def elements(gemm: StridedGemm, name: str) -> int:
+    """Returns the elements of ``"a"`` or ``"b"``, those of a batch's one matrix once."""
+    batch_strides, rows, _, columns = _layout(gemm, name)
+    batch = (extent for extent, stride in zip(gemm.batch, batch_strides, strict=True) if stride)
+    return math.prod(batch) * rows * columns
+
+
+def _pitch(row_bytes: int) -> int:
+    """Returns the bytes from one row of a padded copy to the next.
+
+    As in ``cuda/passes/pad_operand.cu``: no row is a part of more lines of L2 than it must be.
+    """
+    if row_bytes > _LINE_BYTES // 2:
+        return -(-row_bytes // _LINE_BYTES) * _LINE_BYTES
+    return max(COPY_BYTES, 1 << (row_bytes - 1).bit_length())
+
+
+def _layout(gemm: StridedGemm, name: str) -> tuple[tuple[int, ...], int, int, int]:
+    """Returns an operand's batch strides, rows, row stride and columns, columns contiguous.
+
+    The choice where either axis may count as contiguous is that of ``cuda/ffi/operands.cc``.
+    """
+    strides = getattr(gemm.strides, name)
+    if name == "a":
+        extent_mn, stride_mn, stride_k = gemm.m, *strides[-2:]
+    else:
+        extent_mn, stride_k, stride_mn = gemm.n, *strides[-2:]
+    mn_major = stride_mn == 1 and (stride_k != 1 or gemm.k <= 1)
+    if not mn_major and (stride_k == 1 or gemm.k <= 1):
+        return strides[:-2], extent_mn, stride_mn, gemm.k
+    return strides[:-2], gemm.k, stride_k, extent_mn

@@ -1,0 +1,305 @@
+"""Random problems for every row of the kernel table, checked against NumPy in float64."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_tcgemm.api.gemm import gated_gemm, gemm
+from jax_tcgemm.api.ragged_dot import ragged_dot
+from jax_tcgemm.kernels import config as kernel_config
+from jax_tcgemm.lowering.ragged import RaggedSpec
+from jax_tcgemm.primitives import ragged as ragged_primitive
+from jax_tcgemm.problem import activations
+from jax_tcgemm.tools import benchmarking
+
+PROBLEMS_PER_CONFIG = 3
+
+# Without kernels all rows of an algorithm are one path, XLA's.
+_PROBLEMS_WITHOUT_KERNELS = 12
+
+_erf = np.vectorize(math.erf, otypes=[np.float64])
+
+# Written apart from the package's own definitions, so that a mistake there is seen here.
+_ACTIVATIONS: dict[str | None, Callable[[np.ndarray], np.ndarray]] = {
+    None: lambda z: z,
+    "relu": lambda z: np.maximum(z, 0),
+    "relu_squared": lambda z: np.maximum(z, 0) ** 2,
+    "gelu": lambda z: z / 2 * (1 + np.tanh((2 / np.pi) ** 0.5 * (z + 0.044715 * z**3))),
+    "gelu_exact": lambda z: z / 2 * (1 + _erf(z / 2**0.5)),
+    "silu": lambda z: z / (1 + np.exp(-z)),
+    "sigmoid": lambda z: 1 / (1 + np.exp(-z)),
+    "tanh": np.tanh,
+}
+INPUT_DTYPES = {
+    "BF16_BF16_F32": jnp.bfloat16,
+    "F16_F16_F32": jnp.float16,
+    "F16_F16_F16": jnp.float16,
+    "TF32_TF32_F32": jnp.float32,
+}
+
+
+def _is_gemm(config: kernel_config.KernelConfig) -> bool:
+    """Whether ``gemm`` names it; its epilogue may then be any, if in a pass of its own."""
+    return not config.gated and config.ragged == "none" and not config.exchanged
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One random problem for one row of the kernel table."""
+
+    config: kernel_config.KernelConfig
+    batch: int
+    m: int
+    n: int
+    k: int
+    transpose_a: bool
+    transpose_b: bool
+    activation: str | None
+    has_alpha: bool
+    has_c: bool
+    has_bias: bool
+    float32_output: bool
+    seed: int
+
+    beta: ClassVar[float] = 0.5
+
+    @property
+    def alpha(self) -> float:
+        return self.k**-0.5
+
+    @property
+    def out_dtype(self) -> np.dtype:
+        dtype = INPUT_DTYPES[self.config.algorithm]
+        return jnp.dtype(jnp.float32 if self.float32_output else dtype)
+
+    def describe(self) -> str:
+        """One line to find the problem again by."""
+        fields = dataclasses.asdict(self) | {"config": self.config.name}
+        return ", ".join(f"{name}={value}" for name, value in fields.items())
+
+
+def draw_problem(
+    config: kernel_config.KernelConfig, rng: np.random.Generator, *, plain: bool
+) -> Problem:
+    """Draws a problem that ``config`` takes.
+
+    Args:
+        config: row of the kernel table.
+        rng: where the randomness comes from.
+        plain: whole tiles and no epilogue, instead of random extents, layouts and epilogue.
+
+    Returns:
+        The problem; equal generators give equal problems.
+    """
+    # Some rows need leading dimensions of a multiple of 16 bytes.
+    unit = 16 // config.element_bytes if config.copies_whole_chunks else 1
+
+    def extent(tile: int) -> int:
+        if plain:
+            return tile
+        # From 16 on: XLA computes very small products without TF32, so jnp.matmul would be no
+        # measure for them.
+        return unit * int(rng.integers(16 // unit, max(32, 2 * tile) // unit + 1))
+
+    # Two weights and groups take what is plain beside the product; groups of k nothing.
+    is_gemm = _is_gemm(config)
+    # The first problem is what the kernel itself has, and so is every other of sums.
+    activates = config.epilogue != "sum" or bool(rng.integers(2))
+    has_epilogue = not plain and config.ragged != "depth" and not config.exchanged
+    # What the other rows cut off in their sums would show in a float32 result.
+    rounds_sums = config.rounds_sums or config.element_bytes == 4
+    return Problem(
+        config=config,
+        batch=1 if plain else int(rng.integers(1, 4)),
+        m=extent(config.tile_n if config.exchanged else config.tile_m),
+        n=extent(config.tile_m if config.exchanged else config.tile_n),
+        k=extent(4 * config.tile_k),
+        # Groups of k lie along the rows of both operands.
+        transpose_a=config.ragged == "depth" or (not plain and is_gemm and bool(rng.integers(2))),
+        transpose_b=config.ragged != "depth" and not plain and bool(rng.integers(2)),
+        activation=(
+            str(rng.choice(sorted(activations.ACTIVATIONS))) if has_epilogue and activates else None
+        ),
+        has_alpha=is_gemm and not (plain and config.epilogue == "none"),
+        has_c=not plain and is_gemm and bool(rng.integers(2)),
+        has_bias=has_epilogue and bool(rng.integers(2)),
+        float32_output=not plain and rounds_sums and bool(rng.integers(2)),
+        seed=int(rng.integers(2**31)),
+    )
+
+
+def draw_problems(
+    configs: Sequence[kernel_config.KernelConfig], rng: np.random.Generator, *, use_config: bool
+) -> list[Problem]:
+    """Draws some problems for each row, or without kernels a dozen for each algorithm."""
+    if use_config:
+        rows = [(config, index) for config in configs for index in range(PROBLEMS_PER_CONFIG)]
+    else:
+        rows = []
+        for algorithm in INPUT_DTYPES:
+            kinds: dict[tuple[bool, str], list[kernel_config.KernelConfig]] = {}
+            for config in configs:
+                if config.algorithm == algorithm:
+                    kinds.setdefault((config.gated, config.ragged), []).append(config)
+            turns = itertools.cycle(kinds.values()) if kinds else ()
+            for index, kind in zip(range(_PROBLEMS_WITHOUT_KERNELS), turns, strict=False):
+                rows.append((kind[int(rng.integers(len(kind)))], index // len(kinds)))
+    return [draw_problem(config, rng, plain=index == 0) for config, index in rows]
+
+
+def _draw_operands(problem: Problem) -> dict[str, jax.Array | None]:
+    dtype = INPUT_DTYPES[problem.config.algorithm]
+    rng = np.random.default_rng(problem.seed)
+    batch, m, n, k = problem.batch, problem.m, problem.n, problem.k
+
+    def normal(*shape: int, dtype: Any = dtype) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(shape), dtype)
+
+    b = (n, k) if problem.transpose_b else (k, n)
+    # Where alpha is no argument, the weights have it.
+    scale = 1.0 if problem.has_alpha else problem.alpha
+    return {
+        "a": normal(batch, k, m) if problem.transpose_a else normal(batch, m, k),
+        "b": normal(*b) * jnp.asarray(scale, dtype),
+        "b2": normal(*b) * jnp.asarray(scale, dtype) if problem.config.gated else None,
+        "c": normal(batch, m, n, dtype=problem.out_dtype) if problem.has_c else None,
+        "bias": normal(n, dtype=problem.out_dtype) if problem.has_bias else None,
+    }
+
+
+def _by_gemm(problem: Problem, use_config: bool, a, b, b2, c, bias):
+    options = {
+        "activation": problem.activation,
+        "precision": jax.lax.DotAlgorithmPreset[problem.config.algorithm],
+        "preferred_element_type": problem.out_dtype,
+        "config": problem.config.name if use_config else None,
+    }
+    if problem.config.ragged != "none":
+        return _by_groups(problem, a, b, bias, options)
+    if problem.config.gated:
+        biases = {"bias_gate": bias, "bias_up": bias}
+        return gated_gemm(a, b, b2, transpose_w=problem.transpose_b, **biases, **options)
+    return gemm(
+        a,
+        b,
+        c,
+        bias=bias,
+        alpha=problem.alpha if problem.has_alpha else 1.0,
+        beta=problem.beta,
+        transpose_a=problem.transpose_a,
+        transpose_b=problem.transpose_b,
+        **options,
+    )
+
+
+def _by_groups(problem: Problem, a, b, bias, options: dict[str, Any]) -> jax.Array:
+    """The batch as groups of rows, or of k."""
+    groups = problem.batch
+
+    def repeated(x: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(x, (groups, *x.shape))
+
+    if problem.config.ragged == "rows":
+        d = ragged_dot(
+            a.reshape(groups * problem.m, problem.k),
+            repeated(b),
+            jnp.full(groups, problem.m),
+            bias=None if bias is None else repeated(bias),
+            transpose_rhs=problem.transpose_b,
+            **options,
+        )
+        return d.reshape(groups, problem.m, problem.n)
+    spec = RaggedSpec(problem.out_dtype, options["precision"], config=options["config"])
+    rows = (a, repeated(b))
+    lhs, rhs = (x.reshape(groups * problem.k, -1) for x in rows)
+    return ragged_primitive.contraction(spec, lhs, rhs, jnp.full(groups, problem.k))[0]
+
+
+def _formula(problem: Problem, matmul: Callable, activate: Callable, a, b, b2, c, bias):
+    """The same for NumPy's and JAX's arrays; returns the result and the pre-activation."""
+    a = a.mT if problem.transpose_a else a
+
+    def product(b):
+        z = matmul(a, b.mT if problem.transpose_b else b)
+        z = problem.alpha * z if problem.has_alpha else z
+        z = z if c is None else z + problem.beta * c
+        return z if bias is None else z + bias
+
+    z = product(b)
+    return activate(z) if b2 is None else activate(z) * product(b2), z
+
+
+def _groups_of_depth(matmul: Callable, a: jax.Array, b: jax.Array) -> jax.Array:
+    """``a @ b`` as JAX says it of groups along k: over the rows of all, others' being zero."""
+    groups, _, k = a.shape
+    lhs, rhs = a.mT.reshape(groups * k, -1), jnp.tile(b, (groups, 1))
+    group = jnp.arange(groups * k)[:, None] // k
+
+    def product(own: int) -> jax.Array:
+        x, y = (jnp.where(group == own, factor, 0) for factor in (lhs, rhs))
+        return matmul(x.T, y)
+
+    return jnp.stack([product(own) for own in range(groups)])
+
+
+def _by_jnp(problem: Problem, on_cpu: bool, a, b, b2, c, bias):
+    matmul = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
+    if problem.config.ragged == "depth":
+        matmul = functools.partial(_groups_of_depth, matmul)
+    if on_cpu:
+        # XLA's CPU compiler has no bfloat16 product with a float32 result for every layout; in
+        # float32 the same products are exact and accumulated alike.
+        a, b, b2 = (None if x is None else x.astype(jnp.float32) for x in (a, b, b2))
+    c, bias = (None if x is None else x.astype(jnp.float32) for x in (c, bias))
+    activate = activations.resolve(problem.activation).reference
+    return _formula(problem, matmul, activate, a, b, b2, c, bias)[0].astype(problem.out_dtype)
+
+
+def _exact(x: Any) -> np.ndarray:
+    return np.asarray(x).astype(np.float64)
+
+
+def check(problem: Problem, *, use_config: bool) -> str | None:
+    """Runs one problem against float64.
+
+    The largest error may be at most twice that of ``jnp.matmul`` and the same epilogue in the same
+    dtypes, plus one rounding of the output.
+
+    Args:
+        problem: what to run.
+        use_config: ask for the problem's configuration by name.
+
+    Returns:
+        None if the result is right, else what is wrong.
+    """
+    operands = _draw_operands(problem)
+    got = jax.jit(functools.partial(_by_gemm, problem, use_config))(**operands)
+    shape = (problem.batch, problem.m, problem.n)
+    if got.shape != shape or got.dtype != problem.out_dtype:
+        return f"got {got.dtype}{got.shape}, expected {problem.out_dtype}{shape}"
+    on_cpu = benchmarking.default_device().platform == "cpu"
+    # The fastest of XLA's kernels is not wanted here, and finding it would take most of the time.
+    options = None if on_cpu else {"xla_gpu_autotune_level": 0}
+    by_jnp = functools.partial(_by_jnp, problem, on_cpu)
+    baseline = jax.jit(by_jnp, compiler_options=options)(**operands)
+    exact = {name: None if x is None else _exact(x) for name, x in operands.items()}
+    expected, z = _formula(problem, np.matmul, _ACTIVATIONS[problem.activation], **exact)
+
+    error = np.abs(_exact(got) - expected).max()
+    allowed = 2 * np.abs(_exact(baseline) - expected).max()
+    allowed += float(jnp.finfo(problem.out_dtype).eps) * np.abs(expected).max()
+    if problem.config.algorithm == "F16_F16_F16":
+        # jnp.matmul accumulates in float32; a float16 accumulator is rounded every 16 steps of k.
+        roundings = -(-problem.k // 16) * float(jnp.finfo(jnp.float16).eps)
+        allowed += roundings * np.abs(z).max()
+    # A NaN fails as well.
+    return None if error <= allowed else f"error {error:.2e} is above {allowed:.2e}"
