@@ -6,6 +6,7 @@
 
 #include <stdint.h>
 
+#include "arithmetic.h"
 #include "common/fast_divisor.h"
 
 namespace jax_tcgemm {
@@ -72,7 +73,7 @@ struct Addend {
   int64_t stride_m;
   int64_t stride_n;
   BatchStrides batch;
-  bool is_float32;
+  ElementType type;
   bool vectorizable;  // 4 neighbouring columns are contiguous and aligned to their size
 };
 
@@ -100,7 +101,7 @@ struct EpilogueParams {
   void* d;     // (batch, m, n), contiguous
   void* aux;   // (batch, m, n), contiguous: the pre-activation; null: not asked for
   void* aux2;  // likewise
-  bool d_is_float32;
+  ElementType d_type;
   bool d_vectorizable;  // likewise D and aux
 };
 

@@ -4,10 +4,9 @@
 #ifndef JAX_TCGEMM_KERNEL_CONFIG_H_
 #define JAX_TCGEMM_KERNEL_CONFIG_H_
 
-namespace jax_tcgemm {
+#include "arithmetic.h"
 
-// The arithmetic, named as in jax.lax.DotAlgorithmPreset: type of A, type of B, accumulator.
-enum class Algorithm { kBf16Bf16F32, kF16F16F32, kF16F16F16, kTf32Tf32F32 };
+namespace jax_tcgemm {
 
 // The instructions a kernel is made of: float32 FMA; cp.async, ldmatrix and mma.sync; TMA, mbarrier
 // and wgmma.
@@ -40,10 +39,6 @@ constexpr int kMaxClusterSize = 16;
 
 // Which matrix dimension of an operand is contiguous in memory.
 enum class Major { kK, kMn };
-
-constexpr int element_bytes(Algorithm algorithm) {
-  return algorithm == Algorithm::kTf32Tf32F32 ? 4 : 2;
-}
 
 struct KernelConfig {
   Arch arch;

@@ -15,7 +15,8 @@ import numpy as np
 
 from jax_tcgemm import _extension, gemm
 from jax_tcgemm.kernels import table as kernel_table
-from jax_tcgemm.kernels.config import ELEMENT_BYTES, KernelConfig
+from jax_tcgemm.kernels.arithmetic import ARITHMETIC
+from jax_tcgemm.kernels.config import KernelConfig
 from jax_tcgemm.problem.activations import ACTIVATIONS, resolve
 from jax_tcgemm.tools import benchmarking, selftest
 
@@ -135,7 +136,7 @@ def _epilogue_shapes(
 def draw(seed: int, index: int, kernels: str | None = None) -> Problem:
     """Draws a problem; with `kernels`, a glob, for one of the rows that it names."""
     rng = np.random.default_rng([seed, index])
-    algorithm, row = str(rng.choice(list(ELEMENT_BYTES), p=[0.45, 0.2, 0.05, 0.3])), None
+    algorithm, row = str(rng.choice(list(ARITHMETIC), p=[0.45, 0.2, 0.05, 0.3])), None
     if kernels or rng.random() < 0.35:
         built = _extension.KERNEL_NAMES or {row.name for row in kernel_table.CONFIGS}
         rows = kernel_table.CONFIGS if kernels else kernel_table.for_algorithm(algorithm)
@@ -151,7 +152,7 @@ def draw(seed: int, index: int, kernels: str | None = None) -> Problem:
     m, n, k = _extents(rng, row, math.prod(batch) * (mapped or 1))
     transpose_a, transpose_b = bool(rng.integers(2)), bool(rng.integers(2))
     if rng.random() < (0.5 if row is None else 0.9 if row.copies_whole_chunks else 0.2):
-        unit = 16 // ELEMENT_BYTES[algorithm]
+        unit = 16 // ARITHMETIC[algorithm].a.bytes
         m = -(-m // unit) * unit if transpose_a else m
         n = n if transpose_b else -(-n // unit) * unit
         k = k if transpose_a and not transpose_b else -(-k // unit) * unit

@@ -8,7 +8,7 @@ import pytest
 
 pytestmark = pytest.mark.any_jax
 
-SCRIPT = pathlib.Path(__file__).parent.parent / "cuda" / "compile_with_report.py"
+SCRIPT = pathlib.Path(__file__).parent.parent / "cuda" / "build" / "compile_with_report.py"
 
 KERNEL = """\
 ptxas info    : Compiling entry function '{name}' for 'sm_90a'

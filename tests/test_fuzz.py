@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from jax_tcgemm import gemm
-from jax_tcgemm.kernels import config as kernel_config
+from jax_tcgemm.kernels.arithmetic import ARITHMETIC
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_a_problem_depends_on_seed_and_index_alone():
 
 def test_what_is_drawn():
     problems = [gemm_problems.draw(0, i) for i in range(1500)]
-    assert {problem.algorithm for problem in problems} == set(kernel_config.ELEMENT_BYTES)
+    assert {problem.algorithm for problem in problems} == set(ARITHMETIC)
     for extent in ("m", "n", "k"):
         values = {getattr(problem, extent) for problem in problems}
         assert {0, 1} <= values

@@ -12,7 +12,7 @@ import pytest
 
 from jax_tcgemm import _core, _extension
 from jax_tcgemm.kernels import table as kernel_table
-from jax_tcgemm.kernels.config import ALGORITHM_TAGS
+from jax_tcgemm.kernels.arithmetic import ARITHMETIC
 from jax_tcgemm.kernels.table import CONFIGS, by_name, for_algorithm
 from jax_tcgemm.problem.spec import INPUT_DTYPES
 
@@ -26,7 +26,7 @@ def test_names_are_unique_and_found():
 
 
 def test_every_algorithm_has_rows_of_every_loader():
-    assert set(ALGORITHM_TAGS) == set(INPUT_DTYPES)
+    assert set(ARITHMETIC) == set(INPUT_DTYPES)
     for algorithm, dtype in INPUT_DTYPES.items():
         rows = for_algorithm(algorithm)
         loaders = {"cp_async", "realign", "direct"}
@@ -208,7 +208,7 @@ DEVICES = [(108, 163 * 1024), (132, 227 * 1024), (20, 99 * 1024)]
 
 @pytest.mark.skipif(not _core.build_info()["cuda"], reason="built without kernels")
 @pytest.mark.parametrize(("sm_count", "shared_memory"), DEVICES)
-@pytest.mark.parametrize("algorithm", ALGORITHM_TAGS)
+@pytest.mark.parametrize("algorithm", ARITHMETIC)
 @pytest.mark.parametrize("aligned", [True, False])
 def test_heuristic_chooses_a_row_that_fits(algorithm, aligned, sm_count, shared_memory):
     chosen = set()

@@ -1,4 +1,5 @@
-// Types of an algorithm, and rounding between float32 and the 16-bit types, two at a time.
+// Types of elements in device code, and rounding between float32 and the 16-bit types, two at a
+// time.
 
 #pragma once
 
@@ -6,23 +7,34 @@
 #include <cuda_fp16.h>
 #include <stdint.h>
 
-#include "kernel_config.h"
+#include "arithmetic.h"
 
 namespace jax_tcgemm {
 
+template <ElementType kType>
+struct DeviceType;
+
+template <typename Element>
+constexpr ElementType kTypeOf = {};
+
+#define JAX_TCGEMM_DEVICE_TYPE(Type, kBytes, Device, Ffi, Tma) \
+  template <>                                                  \
+  struct DeviceType<ElementType::Type> {                       \
+    using Element = Device;                                    \
+  };                                                           \
+  template <>                                                  \
+  constexpr ElementType kTypeOf<Device> = ElementType::Type;
+JAX_TCGEMM_ELEMENT_TYPES(JAX_TCGEMM_DEVICE_TYPE)
+#undef JAX_TCGEMM_DEVICE_TYPE
+
 template <Algorithm kAlgorithm>
 struct AlgorithmTraits {
-  using Element = __half;
-};
-
-template <>
-struct AlgorithmTraits<Algorithm::kBf16Bf16F32> {
-  using Element = __nv_bfloat16;
-};
-
-template <>
-struct AlgorithmTraits<Algorithm::kTf32Tf32F32> {
-  using Element = float;
+  static constexpr Arithmetic kArithmetic = arithmetic_of(kAlgorithm);
+  static_assert(kArithmetic.a == kArithmetic.b);
+  // Of A and B.
+  using Input = typename DeviceType<kArithmetic.a>::Element;
+  // Of D and of what is added to it, each of which may be float32 instead.
+  using Output = typename DeviceType<kArithmetic.output>::Element;
 };
 
 // Rounds two float32 values to nearest even and packs them, `low` in the low half.

@@ -12,6 +12,7 @@
 #include <unordered_map>
 
 #include "common/ceil_div.h"
+#include "dispatch/launch.h"
 #include "dispatch/sm90_time_model.h"
 #include "epilogue/work.h"
 #include "kernel_registry.inc"
@@ -102,7 +103,7 @@ Status find_kernel(const GemmProblem& problem, const DeviceProperties& device, i
       .major_b = problem.major_b,
       .epilogue = work_of(p.epilogue),
       .gated = p.epilogue.gated,
-      .float32_result = p.epilogue.d_is_float32,
+      .d_type = p.epilogue.d_type,
       .workspace_bytes = problem.workspace_bytes - used,
       .compute_capability = device.compute_capability,
       .sm_count = device.sm_count,
@@ -153,7 +154,7 @@ Status pad_unaligned_operands(GemmProblem* problem, const DeviceProperties& devi
   GemmParams& params = problem->params;
   // TMA takes rows whose ends are off 16 bytes, cp.async does not.
   const bool by_tma = device.compute_capability == 90 && params.batch_rank <= kMaxTmaBatchRank &&
-                      problem->algorithm != Algorithm::kF16F16F16;
+                      arithmetic_of(problem->algorithm).wgmma;
   PadProblem pads[2];
   int count = 0;
   if (!(by_tma ? problem->strides_aligned_a : problem->aligned_a) &&
@@ -181,7 +182,8 @@ GemmProblem split_problem(const GemmProblem& whole, int stages, int splits, void
   problem.params.epilogue = {};
   problem.params.epilogue.alpha.value = 1.f;
   problem.params.epilogue.d = partial;
-  problem.params.epilogue.d_is_float32 = problem.params.epilogue.d_vectorizable = true;
+  problem.params.epilogue.d_type = ElementType::kF32;
+  problem.params.epilogue.d_vectorizable = true;
   return problem;
 }
 
@@ -220,7 +222,7 @@ Status launch(GemmProblem* problem, const KernelEntry& entry, const DeviceProper
     JAX_TCGEMM_RETURN_IF_ERROR(sm90::encode_tensor_maps(*problem, config, &maps));
   }
   const LaunchRequest request = {params, problem->major_a, problem->major_b, &maps, device, stream};
-  const cudaError_t launched = entry.launch(request);
+  const cudaError_t launched = launch_kernel(entry.config, *entry.kernels, request);
   *fit = Fit::kFits;
   if (launched == cudaErrorCooperativeLaunchTooLarge && params.fixup.parts > 0) {
     *fit = Fit::kTooManyBlocks;  // found by counting: CUDA was not asked
@@ -250,9 +252,10 @@ Status run_choice(GemmProblem problem, const Choice& choice, char* workspace,
   JAX_TCGEMM_RETURN_IF_ERROR(launch(&parts, *choice.entry, device, stream, fit));
   if (*fit != Fit::kFits) return Status();
   const float* const partial = reinterpret_cast<const float*>(workspace);
-  JAX_TCGEMM_CUDA_CHECK(
-      launch_sum_splits(problem.params, problem.algorithm, partial, splits, stream), "adding ",
-      splits, " products of m=", problem.params.m, " n=", problem.params.n);
+  JAX_TCGEMM_CUDA_CHECK(launch_sum_splits(problem.params, arithmetic_of(problem.algorithm).output,
+                                          partial, splits, stream),
+                        "adding ", splits, " products of m=", problem.params.m,
+                        " n=", problem.params.n);
   return Status();
 }
 

@@ -79,7 +79,7 @@ bool sm90_supports(const KernelConfig& config, const ChoiceInput& input) {
   if (ceil_div(input.k, config.tile_k) < config.split_k) return false;
   if (config.skinny && input.batch_rank > 1) return false;
   if (config.ragged != Ragged::kNone && !input.d_by_tma) return false;
-  if (config.exchanged) return input.major_a == Major::kK && !input.float32_result;
+  if (config.exchanged) return input.major_a == Major::kK && !input.widens();
   if (element_bytes(config.algorithm) == 2) return true;
   if (sm90::transposes_b(config, input.major_a, input.major_b)) {
     return sm90::can_transpose_b(config);
@@ -96,9 +96,8 @@ bool has_epilogue(const KernelConfig& config, const ChoiceInput& input) {
     return !config.exchanged && input.epilogue != EpilogueWork::kAny && !input.has_c;
   }
   if (input.epilogue == EpilogueWork::kNone) return true;
-  const bool widens = input.float32_result;  // of 16-bit operands, as all of these rows have
-  return config.epilogue == EpilogueWork::kSum && input.epilogue == EpilogueWork::kSum && !widens &&
-         (!input.has_c || input.c_by_tma);
+  return config.epilogue == EpilogueWork::kSum && input.epilogue == EpilogueWork::kSum &&
+         !input.widens() && (!input.has_c || input.c_by_tma);
 }
 
 }  // namespace
@@ -117,8 +116,7 @@ bool supports(const KernelConfig& config, const ChoiceInput& input, int splits) 
 
 Rank rank_of(const KernelConfig& config, const ChoiceInput& input) {
   if (config.is_fallback()) return Rank::kFallback;
-  const bool wants = input.float32_result && (input.algorithm == Algorithm::kBf16Bf16F32 ||
-                                              input.algorithm == Algorithm::kF16F16F32);
+  const bool wants = input.widens() && arithmetic_of(input.algorithm).promotes;
   return config.arch == Arch::kSimt || config.promote == wants ? Rank::kAccurate : Rank::kRough;
 }
 

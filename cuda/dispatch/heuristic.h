@@ -19,7 +19,7 @@ struct ChoiceInput {
   Major major_a, major_b;
   EpilogueWork epilogue;
   bool gated;               // two weights
-  bool float32_result;      // of 16-bit operands: wants a promoted accumulator
+  ElementType d_type;       // a wide one may want a promoted accumulator
   int64_t workspace_bytes;  // for products over parts of k
   int compute_capability;   // 10 * major + minor
   int sm_count;
@@ -34,6 +34,9 @@ struct ChoiceInput {
   bool d_by_tma = true;  // else bulk copies and threads write D
   bool has_c = false;
   bool c_by_tma = true;  // if there is one
+
+  // D is of the wider of the types that it may have.
+  bool widens() const { return d_type != arithmetic_of(algorithm).output; }
 
   bool operator==(const ChoiceInput&) const = default;
 };

@@ -4,6 +4,7 @@
 #include <limits>
 
 #include "common/ceil_div.h"
+#include "dispatch/launch.h"
 #include "epilogue/work.h"
 #include "sm90/tensor_maps.h"
 #include "sm90/tma_descriptor.h"
@@ -24,7 +25,7 @@ ChoiceInput even_groups(const GemmProblem& problem, Ragged ragged, const DeviceP
   input.major_a = problem.major_a;
   input.major_b = problem.major_b;
   input.epilogue = work_of(p.epilogue);
-  input.float32_result = p.epilogue.d_is_float32;
+  input.d_type = p.epilogue.d_type;
   input.compute_capability = device.compute_capability;
   input.sm_count = device.sm_count;
   input.shared_memory_per_block = device.shared_memory_per_block;
@@ -70,7 +71,8 @@ Status launch(const GemmProblem& problem, Ragged ragged, const KernelEntry& entr
     JAX_TCGEMM_RETURN_IF_ERROR(check_tiles(p, ragged, entry.config));
     JAX_TCGEMM_RETURN_IF_ERROR(sm90::encode_tensor_maps(problem, entry.config, &maps));
   }
-  *launched = entry.launch({p, problem.major_a, problem.major_b, &maps, device, stream});
+  *launched = launch_kernel(entry.config, *entry.kernels,
+                            {p, problem.major_a, problem.major_b, &maps, device, stream});
   return Status();
 }
 

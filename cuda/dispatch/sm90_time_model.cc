@@ -152,9 +152,7 @@ double loaded_bytes(const KernelConfig& config, const ChoiceInput& input) {
 }
 
 // Of an element of D.
-int result_bytes(const ChoiceInput& input) {
-  return input.float32_result ? 4 : element_bytes(input.algorithm);
-}
+int result_bytes(const ChoiceInput& input) { return element_bytes(input.d_type); }
 
 // Cycles of one stage: the slowest of tensor cores, shared memory (wgmma reads A once and B for
 // every 64 rows; TMA writes both) and L2.
@@ -244,9 +242,8 @@ FusedCost fused_cost(const KernelConfig& config, const ChoiceInput& input) {
   if (input.epilogue == EpilogueWork::kNone && (input.d_by_tma || by_rows || config.split_k > 1)) {
     return {};
   }
-  const bool widens = input.float32_result && element_bytes(input.algorithm) == 2;
-  const bool unrolled =
-      input.d_by_tma && input.epilogue == EpilogueWork::kSum && config.unrolls_sums() && !widens;
+  const bool unrolled = input.d_by_tma && input.epilogue == EpilogueWork::kSum &&
+                        config.unrolls_sums() && !input.widens();
   if (by_rows || unrolled) return {kSumElementCycles, kSumStartCycles};
   return {kFusedElementCycles, kFusedStartCycles};
 }
@@ -284,10 +281,8 @@ double output_cycles(const KernelConfig& config, const ChoiceInput& input, int s
                      const FusedCost& fused) {
   using namespace pipelined_model;
   const double elements = config.tile_m * config.output_n();
-  const int bytes = element_bytes(config.algorithm);
   const bool is_split = splits > 1 && !has_fixup(config, input, splits);
-  double output =
-      kElementCycles * elements * (input.float32_result || bytes == 4 || is_split ? 2 : 1);
+  double output = kElementCycles * elements * (result_bytes(input) == 4 || is_split ? 2 : 1);
   output += fused.element * elements;
   if (!input.d_by_tma && splits == 1 && config.split_k == 1) {
     output += (leaves_by_rows(config, input) ? kRowElementCycles : kCopiedElementCycles) * elements;
@@ -333,7 +328,7 @@ double pipelined_cycles(const KernelConfig& config, const ChoiceInput& input, in
 }  // namespace
 
 bool has_fixup(const KernelConfig& config, const ChoiceInput& input, int splits) {
-  if (!config.has_fixup() || input.epilogue != EpilogueWork::kNone || input.float32_result ||
+  if (!config.has_fixup() || input.epilogue != EpilogueWork::kNone || result_bytes(input) == 4 ||
       !input.d_by_tma || splits == 1 || splits > config.warps_m) {
     return false;
   }

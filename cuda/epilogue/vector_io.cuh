@@ -17,7 +17,7 @@ using Vector = float[kWidth];
 template <typename Element>
 __device__ __forceinline__ void load_whole_vector(Vector<kVectorColumns>& out, const Addend& source,
                                                   int64_t offset) {
-  if (sizeof(Element) == 4 || source.is_float32) {
+  if (sizeof(Element) == 4 || source.type == ElementType::kF32) {
     const float4 value =
         *reinterpret_cast<const float4*>(static_cast<const float*>(source.data) + offset);
     out[0] = value.x, out[1] = value.y, out[2] = value.z, out[3] = value.w;
@@ -41,9 +41,10 @@ __device__ __forceinline__ void load_vector(Vector<kWidth>& out, const Addend& s
 #pragma unroll
   for (int j = 0; j < kWidth; ++j) {
     const int64_t at = offset + j * source.stride_n;
-    out[j] = j >= columns        ? 0.f
-             : source.is_float32 ? static_cast<const float*>(source.data)[at]
-                                 : float(static_cast<const Element*>(source.data)[at]);
+    out[j] = j >= columns ? 0.f
+             : source.type == ElementType::kF32
+                 ? static_cast<const float*>(source.data)[at]
+                 : float(static_cast<const Element*>(source.data)[at]);
   }
 }
 
@@ -57,11 +58,11 @@ __device__ __forceinline__ void store_elements(Out* out, const Vector<kWidth>& v
 
 // Rounds to the type of D and writes `columns` (<= 0: none) columns.
 template <typename Element, int kWidth>
-__device__ __forceinline__ void store_vector(void* matrix, bool is_float32, bool vectorizable,
+__device__ __forceinline__ void store_vector(void* matrix, ElementType type, bool vectorizable,
                                              int64_t offset, const Vector<kWidth>& value,
                                              int columns) {
   const bool whole = kWidth == kVectorColumns && vectorizable && columns >= kWidth;
-  if (sizeof(Element) == 4 || is_float32) {
+  if (sizeof(Element) == 4 || type == ElementType::kF32) {
     float* out = static_cast<float*>(matrix) + offset;
     if (!whole) return store_elements<float, kWidth>(out, value, columns);
     if constexpr (kWidth == 4) {

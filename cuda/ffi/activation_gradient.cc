@@ -7,6 +7,7 @@
 
 #include "dispatch/status.h"
 #include "ffi/attributes.h"
+#include "ffi/element_types.h"
 #include "ffi/handlers.h"
 #include "ffi/operands.h"
 #include "passes/activation_gradient.h"
@@ -35,23 +36,23 @@ namespace {
 
 bool is_aligned(const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; }
 
-Status decode_sums(const ActivationGradientAttributes& at, ffi::DataType type,
+Status decode_sums(const ActivationGradientAttributes& at, ElementType type,
                    ffi::RemainingRets& results, ActivationGradient* problem) {
   if (results.size() == 1) return Status();
   auto sums = results.get<ffi::AnyBuffer>(1);
   auto workspace = results.get<ffi::AnyBuffer>(2);
   JAX_TCGEMM_REQUIRE(results.size() == 3 && sums.has_value() && workspace.has_value(),
                      results.size(), " results");
-  const ffi::DataType sums_type = (*sums)->element_type();
-  JAX_TCGEMM_REQUIRE(sums_type == type || sums_type == ffi::F32, "element type of the sums is ",
-                     static_cast<int>(sums_type));
+  ElementType& sums_type = problem->sums_type;
+  JAX_TCGEMM_RETURN_IF_ERROR(decode_type("sums", (*sums)->element_type(), &sums_type));
+  JAX_TCGEMM_REQUIRE(sums_type == type || sums_type == ElementType::kF32,
+                     "element type of the sums is ", static_cast<int>(sums_type));
   JAX_TCGEMM_REQUIRE(static_cast<int64_t>((*sums)->element_count()) == at.n, "n=", at.n, ", ",
                      (*sums)->element_count(), " sums");
   JAX_TCGEMM_REQUIRE(static_cast<int64_t>((*workspace)->size_bytes()) == at.n * at.parts * 4,
                      "n=", at.n, " parts=", at.parts, ", a workspace of ",
                      (*workspace)->size_bytes());
   problem->sums = (*sums)->untyped_data();
-  problem->sums_are_float32 = sums_type == ffi::F32;
   problem->partial_sums = static_cast<float*>((*workspace)->untyped_data());
   JAX_TCGEMM_REQUIRE(is_aligned(problem->sums) && is_aligned(problem->partial_sums), "sums at ",
                      problem->sums, ", workspace at ", problem->partial_sums);
@@ -62,11 +63,12 @@ Status decode_and_run(ffi::AnyBuffer cotangent, ffi::AnyBuffer z, ffi::Remaining
                       const ActivationGradientAttributes& at, cudaStream_t stream) {
   auto d = results.get<ffi::AnyBuffer>(0);
   JAX_TCGEMM_REQUIRE(d.has_value(), "no result");
-  const ffi::DataType type = z.element_type();
-  JAX_TCGEMM_REQUIRE(type == ffi::BF16 || type == ffi::F16, "element type of z is ",
-                     static_cast<int>(type));
-  JAX_TCGEMM_REQUIRE(cotangent.element_type() == type && (*d)->element_type() == type,
-                     "the matrices differ in element type");
+  ElementType type;
+  JAX_TCGEMM_RETURN_IF_ERROR(decode_type("z", z.element_type(), &type));
+  JAX_TCGEMM_REQUIRE(element_bytes(type) == 2, "element type of z is ", static_cast<int>(type));
+  JAX_TCGEMM_REQUIRE(
+      cotangent.element_type() == z.element_type() && (*d)->element_type() == z.element_type(),
+      "the matrices differ in element type");
   const size_t elements = z.element_count();
   JAX_TCGEMM_REQUIRE(cotangent.element_count() == elements && (*d)->element_count() == elements,
                      "z has ", elements, " elements, the cotangent ", cotangent.element_count(),
@@ -90,9 +92,8 @@ Status decode_and_run(ffi::AnyBuffer cotangent, ffi::AnyBuffer z, ffi::Remaining
   problem.activation_parameters[1] = at.activation_p1;
   JAX_TCGEMM_RETURN_IF_ERROR(decode_activation(at.activation, &problem.activation));
   JAX_TCGEMM_RETURN_IF_ERROR(decode_sums(at, type, results, &problem));
-  const Algorithm algorithm = type == ffi::BF16 ? Algorithm::kBf16Bf16F32 : Algorithm::kF16F16F32;
-  JAX_TCGEMM_CUDA_CHECK(launch_activation_gradient(problem, algorithm, stream),
-                        "rows=", problem.rows, " n=", at.n, " parts=", at.parts);
+  JAX_TCGEMM_CUDA_CHECK(launch_activation_gradient(problem, type, stream), "rows=", problem.rows,
+                        " n=", at.n, " parts=", at.parts);
   return Status();
 }
 

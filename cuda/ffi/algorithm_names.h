@@ -1,4 +1,4 @@
-// Algorithms by their jax.lax.DotAlgorithmPreset names.
+// Algorithms by their names in jax_tcgemm/kernels/arithmetic.py.
 
 #ifndef JAX_TCGEMM_FFI_ALGORITHM_NAMES_H_
 #define JAX_TCGEMM_FFI_ALGORITHM_NAMES_H_
@@ -6,15 +6,15 @@
 #include <optional>
 #include <string_view>
 
-#include "kernel_config.h"
+#include "arithmetic.h"
 
 namespace jax_tcgemm {
 
 inline std::optional<Algorithm> algorithm_from_name(std::string_view name) {
-  if (name == "BF16_BF16_F32") return Algorithm::kBf16Bf16F32;
-  if (name == "F16_F16_F32") return Algorithm::kF16F16F32;
-  if (name == "F16_F16_F16") return Algorithm::kF16F16F16;
-  if (name == "TF32_TF32_F32") return Algorithm::kTf32Tf32F32;
+#define JAX_TCGEMM_MATCH(Name, kName, ...) \
+  if (name == kName) return Algorithm::Name;
+  JAX_TCGEMM_ALGORITHMS(JAX_TCGEMM_MATCH)
+#undef JAX_TCGEMM_MATCH
   return std::nullopt;
 }
 

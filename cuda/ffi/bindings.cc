@@ -91,7 +91,7 @@ std::string choose_config(const std::string& algorithm, int64_t m, int64_t n, in
                                      : Ragged::kNone;
   input.major_a = layout[0] == 't' ? Major::kMn : Major::kK;
   input.major_b = layout[1] == 't' ? Major::kK : Major::kMn;
-  input.float32_result = float32_result;
+  input.d_type = float32_result ? ElementType::kF32 : arithmetic_of(*decoded).output;
   input.compute_capability = compute_capability;
   input.sm_count = sm_count;
   input.shared_memory_per_block = shared_memory_per_block;

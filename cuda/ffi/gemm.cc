@@ -14,6 +14,7 @@
 #include "dispatch/status.h"
 #include "ffi/algorithm_names.h"
 #include "ffi/attributes.h"
+#include "ffi/element_types.h"
 #include "ffi/operands.h"
 #include "gemm_params.h"
 
@@ -44,7 +45,7 @@ Status decode_shape(const GemmAttributes& attributes, GemmParams* params) {
 }
 
 // D, the further results (the pre-activation; of a gated product two), and the workspace.
-Status decode_results(const Call& call, GemmProblem* problem, ffi::DataType* d_type) {
+Status decode_results(const Call& call, GemmProblem* problem) {
   const GemmAttributes& at = call.attributes;
   GemmParams* params = &problem->params;
   const int64_t elements = int64_t{params->batch} * params->m * params->n;
@@ -69,13 +70,14 @@ Status decode_results(const Call& call, GemmProblem* problem, ffi::DataType* d_t
     ffi::AnyBuffer buffer = **result;
     JAX_TCGEMM_REQUIRE(static_cast<int64_t>(buffer.element_count()) == elements, "result ", i,
                        " has ", buffer.element_count(), " elements, the problem ", elements);
-    if (i == 0) *d_type = buffer.element_type();
-    JAX_TCGEMM_REQUIRE(buffer.element_type() == *d_type, "the results differ in element type");
+    ElementType type;
+    JAX_TCGEMM_RETURN_IF_ERROR(decode_type("D", buffer.element_type(), &type));
+    if (i == 0) epilogue.d_type = type;
+    JAX_TCGEMM_REQUIRE(type == epilogue.d_type, "the results differ in element type");
     void** const pointers[] = {&epilogue.d, &epilogue.aux, &epilogue.aux2};
     *pointers[i] = buffer.untyped_data();
   }
-  const uint64_t vector_bytes = kVectorColumns * ffi::ByteWidth(*d_type);
-  epilogue.d_is_float32 = *d_type == ffi::F32;
+  const uint64_t vector_bytes = kVectorColumns * element_bytes(epilogue.d_type);
   epilogue.d_vectorizable = params->n % kVectorColumns == 0 &&
                             reinterpret_cast<uintptr_t>(epilogue.d) % vector_bytes == 0 &&
                             reinterpret_cast<uintptr_t>(epilogue.aux) % vector_bytes == 0;
@@ -89,14 +91,13 @@ Status decode_and_run(const Call& call, int32_t ordinal, cudaStream_t stream) {
   JAX_TCGEMM_REQUIRE(algorithm.has_value(), "unknown algorithm '", at.algorithm, "'");
   problem.algorithm = *algorithm;
   problem.config = at.config;
-  ffi::DataType d_type = ffi::DataType::INVALID;
   JAX_TCGEMM_RETURN_IF_ERROR(decode_shape(at, &problem.params));
-  JAX_TCGEMM_RETURN_IF_ERROR(decode_results(call, &problem, &d_type));
+  JAX_TCGEMM_RETURN_IF_ERROR(decode_results(call, &problem));
   EpilogueParams& epilogue = problem.params.epilogue;
   JAX_TCGEMM_RETURN_IF_ERROR(decode_activation(at.activation, &epilogue.activation));
   epilogue.activation_parameters[0] = at.activation_p0;
   epilogue.activation_parameters[1] = at.activation_p1;
-  JAX_TCGEMM_RETURN_IF_ERROR(decode_operands(call, d_type, &problem));
+  JAX_TCGEMM_RETURN_IF_ERROR(decode_operands(call, &problem));
   if (problem.params.batch == 0 || problem.params.m == 0 || problem.params.n == 0) return Status();
   const DeviceProperties* device = nullptr;
   JAX_TCGEMM_RETURN_IF_ERROR(get_device_properties(ordinal, &device));

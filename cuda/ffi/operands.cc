@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <optional>
 
+#include "ffi/element_types.h"
 #include "gemm_params.h"
 
 namespace jax_tcgemm {
@@ -92,7 +93,7 @@ enum class Extent { kMatrix, kAlongM, kAlongN };
 
 // C, a bias or a scale.
 Status decode_addend(const Buffer& buffer, const GemmAttributes& attributes, Extent extent,
-                     ffi::DataType d_type, Addend* addend) {
+                     ElementType d_type, Addend* addend) {
   int64_t span = 0;
   if (extent == Extent::kMatrix) {
     JAX_TCGEMM_RETURN_IF_ERROR(
@@ -101,8 +102,9 @@ Status decode_addend(const Buffer& buffer, const GemmAttributes& attributes, Ext
     const int64_t length = extent == Extent::kAlongM ? attributes.m : attributes.n;
     JAX_TCGEMM_RETURN_IF_ERROR(checked_span<1>(buffer, attributes, {length}, &span));
   }
-  const ffi::DataType type = buffer.data.element_type();
-  JAX_TCGEMM_REQUIRE(type == d_type || type == ffi::F32, buffer.name, " has element type ",
+  ElementType& type = addend->type;
+  JAX_TCGEMM_RETURN_IF_ERROR(decode_type(buffer.name, buffer.data.element_type(), &type));
+  JAX_TCGEMM_REQUIRE(type == d_type || type == ElementType::kF32, buffer.name, " has element type ",
                      static_cast<int>(type), ", D has ", static_cast<int>(d_type));
   const size_t batch_rank = attributes.batch_shape.size();
   const int64_t last = buffer.strides[buffer.strides.size() - 1];
@@ -110,28 +112,30 @@ Status decode_addend(const Buffer& buffer, const GemmAttributes& attributes, Ext
   addend->stride_m = extent == Extent::kAlongN ? 0 : buffer.strides[batch_rank];
   addend->stride_n = extent == Extent::kAlongM ? 0 : last;
   addend->batch = batch_strides(buffer.strides, batch_rank);
-  addend->is_float32 = type == ffi::F32;
   addend->vectorizable = addend->stride_n == 1 &&
                          is_aligned(addend->data, addend->stride_m, addend->batch,
                                     element_bytes(type), kVectorColumns * element_bytes(type));
   return Status();
 }
 
-Status check_types(Algorithm algorithm, ffi::DataType a, ffi::DataType b, ffi::DataType d) {
-  const ffi::DataType input = algorithm == Algorithm::kBf16Bf16F32   ? ffi::BF16
-                              : algorithm == Algorithm::kTf32Tf32F32 ? ffi::F32
-                                                                     : ffi::F16;
-  JAX_TCGEMM_REQUIRE(a == input && b == input, "element types of A and B are ", static_cast<int>(a),
-                     " and ", static_cast<int>(b), ", the algorithm takes ",
-                     static_cast<int>(input));
-  JAX_TCGEMM_REQUIRE(d == input || d == ffi::F32, "element type of D is ", static_cast<int>(d));
+Status check_types(const GemmProblem& problem, const Buffer& a, const Buffer& b) {
+  const Arithmetic arithmetic = arithmetic_of(problem.algorithm);
+  ElementType type_a, type_b;
+  JAX_TCGEMM_RETURN_IF_ERROR(decode_type("A", a.data.element_type(), &type_a));
+  JAX_TCGEMM_RETURN_IF_ERROR(decode_type("B", b.data.element_type(), &type_b));
+  JAX_TCGEMM_REQUIRE(type_a == arithmetic.a && type_b == arithmetic.b,
+                     "element types of A and B are ", static_cast<int>(type_a), " and ",
+                     static_cast<int>(type_b), ", ", arithmetic.name, " takes ",
+                     static_cast<int>(arithmetic.a), " and ", static_cast<int>(arithmetic.b));
+  const ElementType d = problem.params.epilogue.d_type;
+  JAX_TCGEMM_REQUIRE(is_output(d, problem.algorithm), "element type of D is ", static_cast<int>(d));
   return Status();
 }
 
 // Takes the operands of a call one after the other.
 class OperandReader {
  public:
-  OperandReader(const Call& call, ffi::DataType d_type) : call_(call), d_type_(d_type) {}
+  OperandReader(const Call& call, ElementType d_type) : call_(call), d_type_(d_type) {}
 
   Status next(const char* name, Strides strides, std::optional<Buffer>* buffer) {
     auto data = call_.operands.get<ffi::AnyBuffer>(index_);
@@ -151,7 +155,7 @@ class OperandReader {
   // A factor of rows or columns, which kernels read as float32 whatever D is.
   Status scale(bool present, const char* name, Strides strides, Extent extent, Addend* scale) {
     JAX_TCGEMM_RETURN_IF_ERROR(addend(present, name, strides, extent, scale));
-    JAX_TCGEMM_REQUIRE(!present || scale->is_float32, name, " has element type ",
+    JAX_TCGEMM_REQUIRE(!present || scale->type == ElementType::kF32, name, " has element type ",
                        static_cast<int>(d_type_), ", not float32");
     return Status();
   }
@@ -172,7 +176,7 @@ class OperandReader {
 
  private:
   const Call& call_;
-  ffi::DataType d_type_;
+  ElementType d_type_;
   size_t index_ = 0;
 };
 
@@ -259,17 +263,16 @@ Status decode_activation(std::string_view name, Activation* activation) {
   JAX_TCGEMM_REQUIRE(false, "unknown activation '", name, "'");
 }
 
-Status decode_operands(const Call& call, ffi::DataType d_type, GemmProblem* problem) {
+Status decode_operands(const Call& call, GemmProblem* problem) {
   const GemmAttributes& at = call.attributes;
   EpilogueParams& e = problem->params.epilogue;
-  OperandReader reader(call, d_type);
+  OperandReader reader(call, e.d_type);
   std::optional<Buffer> a, b, b2;
   JAX_TCGEMM_RETURN_IF_ERROR(check_combination(at));
   JAX_TCGEMM_RETURN_IF_ERROR(decode_role(at.c_role, &e.role_of_c));
   JAX_TCGEMM_RETURN_IF_ERROR(reader.next("a", at.a_strides, &a));
   JAX_TCGEMM_RETURN_IF_ERROR(reader.next("b", at.b_strides, &b));
-  JAX_TCGEMM_RETURN_IF_ERROR(
-      check_types(problem->algorithm, a->data.element_type(), b->data.element_type(), d_type));
+  JAX_TCGEMM_RETURN_IF_ERROR(check_types(*problem, *a, *b));
   JAX_TCGEMM_RETURN_IF_ERROR(decode_factors(at, *a, *b, problem));
   e.gated = at.gated;
   e.alpha.value = at.alpha;
@@ -288,8 +291,7 @@ Status decode_operands(const Call& call, ffi::DataType d_type, GemmProblem* prob
   JAX_TCGEMM_RETURN_IF_ERROR(
       reader.addend(at.has_bias2, "bias2", at.bias2_strides, Extent::kAlongN, &e.bias2));
   JAX_TCGEMM_RETURN_IF_ERROR(reader.addend(at.has_c2, "c2", at.c_strides, Extent::kMatrix, &e.c2));
-  JAX_TCGEMM_REQUIRE(!at.has_c2 || e.c2.is_float32 == e.c.is_float32,
-                     "c and c2 differ in element type");
+  JAX_TCGEMM_REQUIRE(!at.has_c2 || e.c2.type == e.c.type, "c and c2 differ in element type");
   return at.gated ? decode_second_weight(at, *b, b2, problem) : Status();
 }
 

@@ -15,9 +15,9 @@ struct Call {
   ffi::RemainingRets& results;
 };
 
-// Reads every operand into `problem`, whose shape is decoded already, and checks its element type,
-// its extents and its strides against the buffer.
-Status decode_operands(const Call& call, ffi::DataType d_type, GemmProblem* problem);
+// Reads every operand into `problem`, whose shape and results are decoded already, and checks its
+// element type, its extents and its strides against the buffer.
+Status decode_operands(const Call& call, GemmProblem* problem);
 
 // An activation by its name in jax_tcgemm/problem/activations.py; empty: none.
 Status decode_activation(std::string_view name, Activation* activation);

@@ -10,6 +10,7 @@
 #include "dispatch/status.h"
 #include "ffi/algorithm_names.h"
 #include "ffi/attributes.h"
+#include "ffi/element_types.h"
 #include "ffi/handlers.h"
 #include "ffi/operands.h"
 
@@ -66,17 +67,20 @@ Status take(Buffers& buffers, size_t index, const char* name, int64_t elements, 
 
 // The operands of both kinds of product.
 Status decode_factors(ffi::RemainingArgs& operands, const RaggedAttributes& at,
-                      GemmProblem* problem, ffi::DataType* input) {
+                      GemmProblem* problem) {
   GemmParams& p = problem->params;
   void *lhs = nullptr, *rhs = nullptr, *sizes = nullptr;
-  ffi::DataType rhs_type, sizes_type;
+  ffi::DataType lhs_type, rhs_type, sizes_type;
   const int64_t matrices = at.depth ? 1 : at.groups;
-  JAX_TCGEMM_RETURN_IF_ERROR(take(operands, 0, "lhs", at.m * at.k, &lhs, input));
+  JAX_TCGEMM_RETURN_IF_ERROR(take(operands, 0, "lhs", at.m * at.k, &lhs, &lhs_type));
   JAX_TCGEMM_RETURN_IF_ERROR(take(operands, 1, "rhs", matrices * at.k * at.n, &rhs, &rhs_type));
   JAX_TCGEMM_RETURN_IF_ERROR(take(operands, 2, "group_sizes", at.groups, &sizes, &sizes_type));
-  const ffi::DataType wanted = problem->algorithm == Algorithm::kBf16Bf16F32 ? ffi::BF16 : ffi::F16;
-  JAX_TCGEMM_REQUIRE(*input == wanted && rhs_type == wanted && sizes_type == ffi::S32,
-                     "element types of lhs, rhs and group_sizes are ", static_cast<int>(*input),
+  const Arithmetic arithmetic = arithmetic_of(problem->algorithm);
+  ElementType a, b;
+  JAX_TCGEMM_RETURN_IF_ERROR(decode_type("lhs", lhs_type, &a));
+  JAX_TCGEMM_RETURN_IF_ERROR(decode_type("rhs", rhs_type, &b));
+  JAX_TCGEMM_REQUIRE(a == arithmetic.a && b == arithmetic.b && sizes_type == ffi::S32,
+                     "element types of lhs, rhs and group_sizes are ", static_cast<int>(lhs_type),
                      ", ", static_cast<int>(rhs_type), " and ", static_cast<int>(sizes_type));
   p.group_sizes = static_cast<const int32_t*>(sizes);
   problem->major_a = at.depth ? Major::kMn : Major::kK;
@@ -90,18 +94,18 @@ Status decode_factors(ffi::RemainingArgs& operands, const RaggedAttributes& at,
 }
 
 Status decode_epilogue(ffi::RemainingArgs& operands, ffi::RemainingRets& results,
-                       const RaggedAttributes& at, ffi::DataType input, EpilogueParams* epilogue) {
+                       const RaggedAttributes& at, Algorithm algorithm, EpilogueParams* epilogue) {
   const int64_t elements = at.m * at.n * (at.depth ? at.groups : 1);
   ffi::DataType type, other;
   JAX_TCGEMM_RETURN_IF_ERROR(take(results, 0, "d", elements, &epilogue->d, &type));
-  JAX_TCGEMM_REQUIRE(type == input || type == ffi::F32, "element type of D is ",
+  JAX_TCGEMM_RETURN_IF_ERROR(decode_type("D", type, &epilogue->d_type));
+  JAX_TCGEMM_REQUIRE(is_output(epilogue->d_type, algorithm), "element type of D is ",
                      static_cast<int>(type));
   if (at.has_aux) {
     JAX_TCGEMM_RETURN_IF_ERROR(
         take(results, 1, "the pre-activation", elements, &epilogue->aux, &other));
     JAX_TCGEMM_REQUIRE(type == other, "the results differ in element type");
   }
-  epilogue->d_is_float32 = type == ffi::F32;
   epilogue->alpha.value = 1.f;
   epilogue->activation_parameters[0] = at.activation_p0;
   epilogue->activation_parameters[1] = at.activation_p1;
@@ -109,12 +113,12 @@ Status decode_epilogue(ffi::RemainingArgs& operands, ffi::RemainingRets& results
   if (!at.has_bias) return Status();
   void* bias = nullptr;
   JAX_TCGEMM_RETURN_IF_ERROR(take(operands, 3, "bias", at.groups * at.n, &bias, &other));
-  JAX_TCGEMM_REQUIRE(other == input || other == ffi::F32, "element type of the bias is ",
+  JAX_TCGEMM_RETURN_IF_ERROR(decode_type("the bias", other, &epilogue->bias.type));
+  JAX_TCGEMM_REQUIRE(is_output(epilogue->bias.type, algorithm), "element type of the bias is ",
                      static_cast<int>(other));
   epilogue->bias.data = bias;
   epilogue->bias.stride_n = 1;
   epilogue->bias.batch.stride[0] = at.n;
-  epilogue->bias.is_float32 = other == ffi::F32;
   return Status();
 }
 
@@ -125,7 +129,7 @@ Status decode_and_run(ffi::RemainingArgs& operands, ffi::RemainingRets& results,
                        " groups=", at.groups);
   }
   const auto algorithm = algorithm_from_name(at.algorithm);
-  JAX_TCGEMM_REQUIRE(algorithm == Algorithm::kBf16Bf16F32 || algorithm == Algorithm::kF16F16F32,
+  JAX_TCGEMM_REQUIRE(algorithm.has_value() && element_bytes(*algorithm) == 2,
                      "no ragged kernel for '", at.algorithm, "'");
   JAX_TCGEMM_REQUIRE(!at.depth || !(at.has_bias || at.has_aux || !at.activation.empty()),
                      "groups of k have no epilogue");
@@ -138,9 +142,8 @@ Status decode_and_run(ffi::RemainingArgs& operands, ffi::RemainingRets& results,
   p.k = static_cast<int32_t>(at.k);
   p.batch = p.batch_shape[0] = static_cast<int32_t>(at.groups);
   p.batch_rank = 1;
-  ffi::DataType input;
-  JAX_TCGEMM_RETURN_IF_ERROR(decode_factors(operands, at, &problem, &input));
-  JAX_TCGEMM_RETURN_IF_ERROR(decode_epilogue(operands, results, at, input, &p.epilogue));
+  JAX_TCGEMM_RETURN_IF_ERROR(decode_factors(operands, at, &problem));
+  JAX_TCGEMM_RETURN_IF_ERROR(decode_epilogue(operands, results, at, *algorithm, &p.epilogue));
   const DeviceProperties* device = nullptr;
   JAX_TCGEMM_RETURN_IF_ERROR(get_device_properties(ordinal, &device));
   return run_ragged(problem, at.depth ? Ragged::kDepth : Ragged::kRows, *device, stream);

@@ -137,22 +137,33 @@ cudaError_t launch_gradient(const ActivationGradient& problem, cudaStream_t stre
                             problem.partial_sums, problem.rows, problem.n, problem.parts);
 }
 
+cudaError_t launch_gradient(const ActivationGradient& problem, ElementType type,
+                            cudaStream_t stream) {
+  switch (type) {
+#define JAX_TCGEMM_CASE(Type, kBytes, Device, ...)                              \
+  case ElementType::Type:                                                       \
+    if constexpr (kBytes == 2) return launch_gradient<Device>(problem, stream); \
+    break;
+    JAX_TCGEMM_ELEMENT_TYPES(JAX_TCGEMM_CASE)
+#undef JAX_TCGEMM_CASE
+  }
+  return cudaErrorInvalidValue;
+}
+
 }  // namespace
 
-cudaError_t launch_activation_gradient(const ActivationGradient& problem, Algorithm algorithm,
+cudaError_t launch_activation_gradient(const ActivationGradient& problem, ElementType type,
                                        cudaStream_t stream) {
-  const cudaError_t error = algorithm == Algorithm::kBf16Bf16F32
-                                ? launch_gradient<__nv_bfloat16>(problem, stream)
-                                : launch_gradient<__half>(problem, stream);
+  const cudaError_t error = launch_gradient(problem, type, stream);
   if (error != cudaSuccess || problem.partial_sums == nullptr) return error;
   GemmParams sums = {};
   sums.m = sums.batch = 1;
   sums.n = problem.n;
   sums.epilogue.alpha.value = 1.f;
   sums.epilogue.d = problem.sums;
-  sums.epilogue.d_is_float32 = problem.sums_are_float32;
+  sums.epilogue.d_type = problem.sums_type;
   sums.epilogue.d_vectorizable = true;
-  return launch_sum_splits(sums, algorithm, problem.partial_sums, problem.parts, stream);
+  return launch_sum_splits(sums, type, problem.partial_sums, problem.parts, stream);
 }
 
 }  // namespace jax_tcgemm

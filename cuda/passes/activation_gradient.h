@@ -8,7 +8,6 @@
 #include <stdint.h>
 
 #include "gemm_params.h"
-#include "kernel_config.h"
 
 namespace jax_tcgemm {
 
@@ -27,13 +26,13 @@ struct ActivationGradient {
   int32_t parts;
   Activation activation;
   float activation_parameters[kActivationParameters];
-  float* partial_sums;  // (parts, n), or null: no sums
-  void* sums;           // (n,), in the type of D or in float32
-  bool sums_are_float32;
+  float* partial_sums;    // (parts, n), or null: no sums
+  void* sums;             // (n,)
+  ElementType sums_type;  // that of the matrices, or float32
 };
 
-// `algorithm` says of which type the matrices are.
-cudaError_t launch_activation_gradient(const ActivationGradient& problem, Algorithm algorithm,
+// `type` is that of the matrices.
+cudaError_t launch_activation_gradient(const ActivationGradient& problem, ElementType type,
                                        cudaStream_t stream);
 
 }  // namespace jax_tcgemm

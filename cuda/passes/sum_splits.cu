@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(kThreads)
   }
   if (part > 0 || at >= vectors) return;
   constexpr bool kWhole = true;
-  store_vector<Out, kVectorColumns>(d, sizeof(Out) == 4, kWhole, int64_t{at} * kVectorColumns, sum,
+  store_vector<Out, kVectorColumns>(d, kTypeOf<Out>, kWhole, int64_t{at} * kVectorColumns, sum,
                                     kVectorColumns);
 }
 
@@ -106,7 +106,7 @@ template <typename Element>
 cudaError_t launch_sum(const GemmParams& params, const float* partial, int splits,
                        cudaStream_t stream) {
   if (is_plain(params.epilogue) && params.epilogue.d_vectorizable) {
-    return params.epilogue.d_is_float32
+    return params.epilogue.d_type == ElementType::kF32
                ? launch_plain_sum<float>(params, partial, splits, stream)
                : launch_plain_sum<Element>(params, partial, splits, stream);
   }
@@ -120,16 +120,16 @@ cudaError_t launch_sum(const GemmParams& params, const float* partial, int split
 
 }  // namespace
 
-cudaError_t launch_sum_splits(const GemmParams& params, Algorithm algorithm, const float* partial,
+cudaError_t launch_sum_splits(const GemmParams& params, ElementType type, const float* partial,
                               int splits, cudaStream_t stream) {
-  switch (algorithm) {
-    case Algorithm::kBf16Bf16F32:
-      return launch_sum<__nv_bfloat16>(params, partial, splits, stream);
-    case Algorithm::kTf32Tf32F32:
-      return launch_sum<float>(params, partial, splits, stream);
-    default:
-      return launch_sum<__half>(params, partial, splits, stream);
+  switch (type) {
+#define JAX_TCGEMM_CASE(Type, ...) \
+  case ElementType::Type:          \
+    return launch_sum<DeviceType<ElementType::Type>::Element>(params, partial, splits, stream);
+    JAX_TCGEMM_ELEMENT_TYPES(JAX_TCGEMM_CASE)
+#undef JAX_TCGEMM_CASE
   }
+  return cudaErrorInvalidValue;
 }
 
 }  // namespace jax_tcgemm

@@ -6,13 +6,13 @@
 #include <cuda_runtime_api.h>
 
 #include "gemm_params.h"
-#include "kernel_config.h"
 
 namespace jax_tcgemm {
 
 // D = epilogue(sum of `splits` float32 (m, n) matrices, added in a fixed order). n is a multiple of
-// kVectorColumns. `params` are those of the whole product, without a batch.
-cudaError_t launch_sum_splits(const GemmParams& params, Algorithm algorithm, const float* partial,
+// kVectorColumns. `params` are those of the whole product, without a batch; `type` is that of D and
+// the addends where they are not float32.
+cudaError_t launch_sum_splits(const GemmParams& params, ElementType type, const float* partial,
                               int splits, cudaStream_t stream);
 
 }  // namespace jax_tcgemm

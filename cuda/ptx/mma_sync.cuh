@@ -13,44 +13,46 @@
 #include <cuda_fp16.h>
 #include <stdint.h>
 
-#include "kernel_config.h"
+#include "arithmetic.h"
 
 namespace jax_tcgemm::ptx {
 
 template <Algorithm kAlgorithm>
 struct MmaSync;
 
-#define JAX_TCGEMM_MMA_F32(ALGORITHM, INSTRUCTION)                                      \
+#define JAX_TCGEMM_MMA_kF32(ALGORITHM, INSTRUCTION)                                     \
   template <>                                                                           \
-  struct MmaSync<ALGORITHM> {                                                           \
+  struct MmaSync<Algorithm::ALGORITHM> {                                                \
     using Accumulator = float[4];                                                       \
     static __device__ __forceinline__ void run(Accumulator& d, const uint32_t (&a)[4],  \
                                                const uint32_t (&b)[2]) {                \
-      asm volatile(INSTRUCTION                                                          \
+      asm volatile("mma.sync.aligned." INSTRUCTION                                      \
                    " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};\n" \
                    : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                     \
                    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1])); \
     }                                                                                   \
-  }
+  };
 
-JAX_TCGEMM_MMA_F32(Algorithm::kBf16Bf16F32, "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32");
-JAX_TCGEMM_MMA_F32(Algorithm::kF16F16F32, "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32");
-JAX_TCGEMM_MMA_F32(Algorithm::kTf32Tf32F32, "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32");
+// The accumulators are packed in pairs.
+#define JAX_TCGEMM_MMA_kF16(ALGORITHM, INSTRUCTION)                                     \
+  template <>                                                                           \
+  struct MmaSync<Algorithm::ALGORITHM> {                                                \
+    using Accumulator = uint32_t[2];                                                    \
+    static __device__ __forceinline__ void run(Accumulator& d, const uint32_t (&a)[4],  \
+                                               const uint32_t (&b)[2]) {                \
+      asm volatile("mma.sync.aligned." INSTRUCTION                                      \
+                   " {%0, %1}, {%2, %3, %4, %5}, {%6, %7}, {%0, %1};\n"                 \
+                   : "+r"(d[0]), "+r"(d[1])                                             \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1])); \
+    }                                                                                   \
+  };
 
-#undef JAX_TCGEMM_MMA_F32
-
-template <>
-struct MmaSync<Algorithm::kF16F16F16> {
-  using Accumulator = uint32_t[2];
-  static __device__ __forceinline__ void run(Accumulator& d, const uint32_t (&a)[4],
-                                             const uint32_t (&b)[2]) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {%0, %1}, {%2, %3, %4, %5}, {%6, %7}, "
-        "{%0, %1};\n"
-        : "+r"(d[0]), "+r"(d[1])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-  }
-};
+#define JAX_TCGEMM_MMA(ALGORITHM, ACCUMULATOR, INSTRUCTION) \
+  JAX_TCGEMM_MMA_##ACCUMULATOR(ALGORITHM, INSTRUCTION)
+JAX_TCGEMM_MMA_INSTRUCTIONS(JAX_TCGEMM_MMA)
+#undef JAX_TCGEMM_MMA
+#undef JAX_TCGEMM_MMA_kF16
+#undef JAX_TCGEMM_MMA_kF32
 
 // Rounds a float32 to tf32 in place; mma.sync itself would cut the lower 13 bits off, which doubles
 // the error and biases it.

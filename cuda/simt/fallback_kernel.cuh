@@ -21,14 +21,9 @@
 #include "kernel_config.h"
 #include "scheduler/raster.cuh"
 #include "simt/dot.cuh"
+#include "simt/fallback_tiles.h"
 
 namespace jax_tcgemm::simt {
-
-// Rows of all groups make one matrix.
-constexpr int64_t fallback_tiles(const GemmParams& params, const KernelConfig& config) {
-  return ceil_div(params.m, config.tile_m) * ceil_div(params.n, config.output_n()) *
-         (config.ragged == Ragged::kRows ? 1 : params.batch);
-}
 
 // Where a group ends that begins at `begin`. Sizes are taken as in scheduler/ragged.cuh: what is
 // negative counts as 0, and a group ends where `extent` does.
@@ -62,7 +57,8 @@ struct Depth {
 
 template <KernelConfig kConfig>
 struct FallbackKernel {
-  using Element = typename AlgorithmTraits<kConfig.algorithm>::Element;
+  using Input = typename AlgorithmTraits<kConfig.algorithm>::Input;
+  using Output = typename AlgorithmTraits<kConfig.algorithm>::Output;
 
   const GemmParams& params;
   const bool k_major_a, k_major_b;
@@ -88,8 +84,8 @@ struct FallbackKernel {
   __device__ __forceinline__ void compute(int matrix, int row, int column) const {
     const int64_t at = (int64_t{matrix} * params.m + row) * params.n + column;
     if constexpr (kConfig.ragged == Ragged::kDepth) {
-      Line<Element> a(params, params.a, k_major_a, 0, row);
-      Line<Element> b(params, params.b, k_major_b, 0, column);
+      Line<Input> a(params, params.a, k_major_a, 0, row);
+      Line<Input> b(params, params.b, k_major_b, 0, column);
       const Depth depth(params, matrix);
       a.data += depth.begin * a.stride;
       b.data += depth.begin * b.stride;
@@ -98,14 +94,14 @@ struct FallbackKernel {
       constexpr bool kRows = kConfig.ragged == Ragged::kRows;
       const int batch = kRows ? group_of_row(params, row) : matrix;
       if (kRows && batch == params.batch) return clear(at);
-      const Line<Element> a(params, params.a, k_major_a, batch, row);
-      Line<Element> b(params, params.b, k_major_b, batch, column);
+      const Line<Input> a(params, params.a, k_major_a, batch, row);
+      Line<Input> b(params, params.b, k_major_b, batch, column);
       const float z = dot<kConfig.tile_k>(a, b, params.k);
       float up = 0.f;
       if constexpr (kConfig.gated) {
         // Laid out as the first.
-        b.data = static_cast<const Element*>(params.b2) +
-                 (b.data - static_cast<const Element*>(params.b.data));
+        b.data = static_cast<const Input*>(params.b2) +
+                 (b.data - static_cast<const Input*>(params.b.data));
         up = dot<kConfig.tile_k>(a, b, params.k);
       }
       finish(z, up, batch, column, at);
@@ -138,13 +134,13 @@ struct FallbackKernel {
   __device__ __forceinline__ float bias_of(const Addend& bias, int batch, int column) const {
     if (bias.data == nullptr) return 0.f;
     Vector<1> value;
-    load_vector<Element, 1>(value, bias,
-                            batch_offset(params, batch, bias.batch) + column * bias.stride_n, 1);
+    load_vector<Output, 1>(value, bias,
+                           batch_offset(params, batch, bias.batch) + column * bias.stride_n, 1);
     return value[0];
   }
 
   __device__ __forceinline__ void store(void* matrix, int64_t at, float value) const {
-    store_vector<Element, 1>(matrix, params.epilogue.d_is_float32, false, at, {value}, 1);
+    store_vector<Output, 1>(matrix, params.epilogue.d_type, false, at, {value}, 1);
   }
 };
 

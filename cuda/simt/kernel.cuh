@@ -22,7 +22,8 @@ namespace jax_tcgemm::simt {
 
 template <KernelConfig kConfig, bool kMajorA, bool kMajorB>
 struct Kernel {
-  using Element = typename AlgorithmTraits<kConfig.algorithm>::Element;
+  using Input = typename AlgorithmTraits<kConfig.algorithm>::Input;
+  using Output = typename AlgorithmTraits<kConfig.algorithm>::Output;
 
   static __device__ __forceinline__ void run(const GemmParams& params) {
 #pragma unroll 1
@@ -33,9 +34,9 @@ struct Kernel {
       if (row >= params.m || column >= params.n) continue;
       Vector<1> value[1];
       value[0][0] =
-          dot<kConfig.tile_k, Element>({params, params.a, kMajorA, walk.batch, row},
-                                       {params, params.b, kMajorB, walk.batch, column}, params.k);
-      FusedEpilogue<Element, 1>(params, walk.batch, column).finish(value, row, 0);
+          dot<kConfig.tile_k, Input>({params, params.a, kMajorA, walk.batch, row},
+                                     {params, params.b, kMajorB, walk.batch, column}, params.k);
+      FusedEpilogue<Output, 1>(params, walk.batch, column).finish(value, row, 0);
     }
   }
 };

@@ -7,31 +7,23 @@
 #include <stdint.h>
 
 #include "common/dtype.cuh"
-#include "gemm_params.h"
 #include "kernel_config.h"
 #include "simt/dot.cuh"
+#include "simt/plain_params.h"
 
 namespace jax_tcgemm::simt {
 
-struct PlainParams {
-  const void* a;
-  const void* b;
-  void* d;
-  int64_t ld_a, ld_b;
-  int32_t m, n, k;
-  bool d_is_float32;
-};
-
 template <KernelConfig kConfig, Major kMajorA, Major kMajorB>
 __device__ __forceinline__ void run_plain(const PlainParams& p) {
-  using Element = typename AlgorithmTraits<kConfig.algorithm>::Element;
+  using Input = typename AlgorithmTraits<kConfig.algorithm>::Input;
+  using Output = typename AlgorithmTraits<kConfig.algorithm>::Output;
   const int row = blockIdx.y * kConfig.tile_m + threadIdx.x / kConfig.tile_n;
   const int column = blockIdx.x * kConfig.tile_n + threadIdx.x % kConfig.tile_n;
   if (row >= p.m || column >= p.n) return;
   constexpr bool kKMajorA = kMajorA == Major::kK;
   constexpr bool kKMajorB = kMajorB == Major::kK;
-  const Element* a = static_cast<const Element*>(p.a) + (kKMajorA ? row * p.ld_a : row);
-  const Element* b = static_cast<const Element*>(p.b) + (kKMajorB ? column * p.ld_b : column);
+  const Input* a = static_cast<const Input*>(p.a) + (kKMajorA ? row * p.ld_a : row);
+  const Input* b = static_cast<const Input*>(p.b) + (kKMajorB ? column * p.ld_b : column);
   const int64_t step_a = kKMajorA ? 1 : p.ld_a;
   const int64_t step_b = kKMajorB ? 1 : p.ld_b;
   float acc = 0.f;
@@ -46,10 +38,10 @@ __device__ __forceinline__ void run_plain(const PlainParams& p) {
     acc = add_products<kConfig.tile_k>(acc, a, b, step_a, step_b, [&](int i) { return i < k; });
   }
   const int64_t element = int64_t{row} * p.n + column;
-  if (sizeof(Element) == 4 || p.d_is_float32) {
+  if (sizeof(Output) == 4 || p.d_type == ElementType::kF32) {
     static_cast<float*>(p.d)[element] = acc;
   } else {
-    static_cast<Element*>(p.d)[element] = Element(acc);
+    static_cast<Output*>(p.d)[element] = Output(acc);
   }
 }
 

@@ -16,21 +16,18 @@
 #include "gemm_params.h"
 #include "kernel_config.h"
 #include "scheduler/raster.cuh"
+#include "sm80/layouts.h"
 #include "sm80/mainloop.cuh"
 
 namespace jax_tcgemm::sm80 {
 
-// The layouts of the operands. A kernel takes several: its mainloops differ by them, while the
-// epilogue, which is as much code as they are together, stands in it once.
-struct Layouts {
-  Major a, b;
-};
-
-// But with as many accumulators as registers hold, four mainloops in one kernel would spill.
+// A kernel takes several layouts: its mainloops differ by them, while the epilogue, which is as
+// much code as they are together, stands in it once. But with as many accumulators as registers
+// hold, four mainloops in one kernel would spill.
 constexpr bool has_kernel_for_each_major_a(const KernelConfig& config) {
-  const bool is_tf32 = config.algorithm == Algorithm::kTf32Tf32F32;
-  const int bytes = config.algorithm == Algorithm::kF16F16F16 ? 2 : 4;
-  return config.warp_m() * config.warp_n() * bytes >= 64 * (is_tf32 ? 32 : 64) * 4;
+  const int bytes = element_bytes(arithmetic_of(config.algorithm).accumulator);
+  const int most = element_bytes(config.algorithm) == 4 ? 64 * 32 : 64 * 64;
+  return config.warp_m() * config.warp_n() * bytes >= most * 4;
 }
 
 // Call visit(mainloop) with that of the operands: branches that all threads take alike.
@@ -53,10 +50,10 @@ __device__ __forceinline__ void visit_mainloop(const Layouts& layouts, Visitor&&
 
 template <KernelConfig kConfig>
 struct Kernel {
-  using Element = typename AlgorithmTraits<kConfig.algorithm>::Element;
+  using Output = typename AlgorithmTraits<kConfig.algorithm>::Output;
   using Accumulators = WarpAccumulators<kConfig>;
   using Slab = AccumulatorSlab<kConfig.warp_n()>;
-  using Epilogue = FusedEpilogue<Element, kVectorColumns>;
+  using Epilogue = FusedEpilogue<Output, kVectorColumns>;
 
   // How a warp goes over the 16 rows of a slab: whole row segments at a time, some passes together.
   static constexpr int kLanesPerRow = kConfig.warp_n() / kVectorColumns;

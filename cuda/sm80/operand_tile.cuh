@@ -16,14 +16,14 @@ enum class OperandRole { kA, kB };
 // Compile-time facts of operand A or B of a configuration.
 template <KernelConfig kConfig, OperandRole kRole, Major kMajor>
 struct OperandTile {
-  using Element = typename AlgorithmTraits<kConfig.algorithm>::Element;
+  using Element = typename AlgorithmTraits<kConfig.algorithm>::Input;
   static constexpr int kChunkElements = 16 / sizeof(Element);
   static constexpr int kExtentMn = kRole == OperandRole::kA ? kConfig.tile_m : kConfig.tile_n;
   static constexpr int kExtentK = kConfig.tile_k;
   static constexpr int kRows = kMajor == Major::kK ? kExtentMn : kExtentK;
   static constexpr int kChunks = (kMajor == Major::kK ? kExtentK : kExtentMn) / kChunkElements;
   static constexpr int kBytes = kRows * kChunks * 16;
-  static constexpr bool kIsTf32 = kConfig.algorithm == Algorithm::kTf32Tf32F32;
+  static constexpr bool kIsTf32 = arithmetic_of(kConfig.algorithm).rounds_to_tf32;
   static constexpr SmemSwizzle kSwizzle =
       kMajor == Major::kMn && kIsTf32 ? SmemSwizzle::kFourRowsTwoChunks : SmemSwizzle::kEightRows;
 

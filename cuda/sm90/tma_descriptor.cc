@@ -72,15 +72,15 @@ Status encode(const Tiling& t, TensorMap* map) {
                      static_cast<int>(t.swizzle));
 }
 
-CUtensorMapDataType data_type(Algorithm algorithm) {
-  switch (algorithm) {
-    case Algorithm::kBf16Bf16F32:
-      return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-    case Algorithm::kTf32Tf32F32:
-      return CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
-    default:
-      return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+CUtensorMapDataType data_type(ElementType type) {
+  switch (type) {
+#define JAX_TCGEMM_CASE(Type, kBytes, Device, Ffi, Tma) \
+  case ElementType::Type:                               \
+    return CU_TENSOR_MAP_DATA_TYPE_##Tma;
+    JAX_TCGEMM_ELEMENT_TYPES(JAX_TCGEMM_CASE)
+#undef JAX_TCGEMM_CASE
   }
+  return CU_TENSOR_MAP_DATA_TYPE_UINT8;
 }
 
 // Dimensions 2 and up: the batch. Those along which the operand does not move have one element.
@@ -104,8 +104,9 @@ Status encode_operand(const char* name, const Operand& operand, Major major, int
   Tiling t = {};
   t.name = name;
   t.bytes = element_bytes(config.algorithm);
+  const Arithmetic arithmetic = arithmetic_of(config.algorithm);
   // TMA rounds to tf32 on the way, as XLA does; wgmma itself would cut off.
-  t.type = t.bytes == 4 ? CU_TENSOR_MAP_DATA_TYPE_TFLOAT32 : data_type(config.algorithm);
+  t.type = arithmetic.rounds_to_tf32 ? CU_TENSOR_MAP_DATA_TYPE_TFLOAT32 : data_type(arithmetic.a);
   t.data = operand.data;
   t.extent[0] = k_major ? params.k : extent_mn;
   t.extent[1] = k_major ? extent_mn : params.k;
@@ -132,9 +133,8 @@ Status encode_result(const char* name, const void* data, int64_t stride_m, int64
   const GemmParams& params = problem.params;
   Tiling t = {};
   t.name = name;
-  t.type =
-      params.epilogue.d_is_float32 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : data_type(config.algorithm);
-  t.bytes = params.epilogue.d_is_float32 ? 4 : 2;
+  t.type = data_type(params.epilogue.d_type);
+  t.bytes = element_bytes(params.epilogue.d_type);
   t.data = data;
   t.rank = 3;
   const auto n = static_cast<cuuint64_t>(params.n);
@@ -153,7 +153,7 @@ bool is_multiple_of_16(int64_t bytes) { return bytes % 16 == 0; }
 
 bool is_aligned(const void* data) { return is_multiple_of_16(reinterpret_cast<intptr_t>(data)); }
 
-// What the kernel has to do; kAddBias and kAddC are for D in the type of the operands.
+// What the kernel has to do; kAddBias and kAddC are for D in the narrower of its types.
 Finish finish_of(const EpilogueParams& epilogue, const TensorMaps& maps, bool exchanged,
                  const KernelConfig& config) {
   const EpilogueWork work = work_of(epilogue);
@@ -167,7 +167,7 @@ Finish finish_of(const EpilogueParams& epilogue, const TensorMaps& maps, bool ex
     return adds_bias && !exchanged ? Finish::kRows : Finish::kAnything;
   }
   const bool unrolled = work == EpilogueWork::kSum && config.unrolls_sums() && !exchanged &&
-                        epilogue.d_is_float32 == (element_bytes(config.algorithm) == 4);
+                        epilogue.d_type == arithmetic_of(config.algorithm).output;
   if (epilogue.c.data == nullptr) return unrolled ? Finish::kAddBias : Finish::kActivate;
   return unrolled && maps.c_by_tma ? Finish::kAddC : Finish::kAnything;
 }
@@ -176,18 +176,18 @@ Finish finish_of(const EpilogueParams& epilogue, const TensorMaps& maps, bool ex
 
 bool d_by_tma(const GemmProblem& problem) {
   const EpilogueParams& epilogue = problem.params.epilogue;
-  return is_multiple_of_16(int64_t{problem.params.n} * (epilogue.d_is_float32 ? 4 : 2)) &&
+  return is_multiple_of_16(int64_t{problem.params.n} * element_bytes(epilogue.d_type)) &&
          is_aligned(epilogue.d) && is_aligned(epilogue.aux) && is_aligned(epilogue.aux2);
 }
 
 bool c_by_tma(const GemmProblem& problem) {
   const EpilogueParams& epilogue = problem.params.epilogue;
   const Addend& c = epilogue.c;
-  const int bytes = epilogue.d_is_float32 ? 4 : 2;
-  return c.data != nullptr && c.is_float32 == epilogue.d_is_float32 && c.stride_n == 1 &&
-         c.stride_m > 0 && is_multiple_of_16(c.stride_m * bytes) &&
-         problem.params.batch_rank <= 1 && is_multiple_of_16(c.batch.stride[0] * bytes) &&
-         is_aligned(c.data) && is_aligned(epilogue.c2.data);
+  const int bytes = element_bytes(epilogue.d_type);
+  return c.data != nullptr && c.type == epilogue.d_type && c.stride_n == 1 && c.stride_m > 0 &&
+         is_multiple_of_16(c.stride_m * bytes) && problem.params.batch_rank <= 1 &&
+         is_multiple_of_16(c.batch.stride[0] * bytes) && is_aligned(c.data) &&
+         is_aligned(epilogue.c2.data);
 }
 
 Status encode_tensor_maps(const GemmProblem& problem, const KernelConfig& config,

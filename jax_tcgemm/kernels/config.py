@@ -8,24 +8,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+from jax_tcgemm.kernels.arithmetic import ARITHMETIC, Arithmetic
+
 # Bytes of shared memory a thread block may use on the GPUs that have most (sm_90). sm_80 gives
 # 163 KiB, sm_86 and sm_89 99 KiB: rows above a device's own limit are skipped at run time.
 MAX_SHARED_MEMORY_BYTES = 227 * 1024
-
-ELEMENT_BYTES = {
-    "BF16_BF16_F32": 2,
-    "F16_F16_F32": 2,
-    "F16_F16_F16": 2,
-    "TF32_TF32_F32": 4,
-}
-
-# How an algorithm is written inside a row's name.
-ALGORITHM_TAGS = {
-    "BF16_BF16_F32": "bf16",
-    "F16_F16_F32": "f16",
-    "F16_F16_F16": "f16acc16",
-    "TF32_TF32_F32": "tf32",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +23,7 @@ class KernelConfig:
         arch: kernel family: ``"sm90"`` (TMA, mbarrier, wgmma), ``"sm80"`` (cp.async, ldmatrix,
             mma.sync) or ``"simt"`` (float32 FMA, for products too small for a pipeline, and where
             nothing else serves: see ``is_fallback``).
-        algorithm: name of the ``jax.lax.DotAlgorithmPreset`` it computes.
+        algorithm: name of the row of the table of arithmetic.
         tile_m: rows of D one thread block computes.
         tile_n: columns of D one thread block computes.
         tile_k: elements of k in one stage of the shared-memory ring; in one trip to memory (simt).
@@ -100,7 +87,7 @@ class KernelConfig:
             if not condition:
                 raise ValueError(f"{self}: {what}")
 
-        require(self.algorithm in ELEMENT_BYTES, f"algorithm must be one of {set(ELEMENT_BYTES)}")
+        require(self.algorithm in ARITHMETIC, f"algorithm must be one of {set(ARITHMETIC)}")
         require(self.epilogue in ("none", "sum", "any"), "unknown epilogue")
         require(self.arch == "sm90" or self.epilogue == "any", "others have every epilogue")
         if self.arch == "simt":
@@ -120,7 +107,7 @@ class KernelConfig:
         require(self.ragged in ("none", "rows", "depth"), "unknown ragged")
         require(not self.gated or self.ragged == "none", "ragged rows have one weight")
         require(
-            self.algorithm in ("BF16_BF16_F32", "F16_F16_F32") or not self.is_fallback,
+            self.arithmetic.promotes or not self.is_fallback,
             "gated and ragged rows are 16-bit, with float32 sums",
         )
 
@@ -131,7 +118,7 @@ class KernelConfig:
         require(self.warp_m % 16 == 0, "a warp's rows must be a multiple of 16")
         require(self.warp_n in (32, 64, 128), "a warp's columns must be 32, 64 or 128")
         require(
-            not self.promote or self.algorithm in ("BF16_BF16_F32", "F16_F16_F32"),
+            not self.promote or self.arithmetic.promotes,
             "only float32 sums of 16-bit products are promoted",
         )
         require(self.cluster_size == 1, "sm80 kernels have no clusters")
@@ -154,7 +141,7 @@ class KernelConfig:
             ),
             "promoting takes two more sets of accumulators, of 16-bit products",
         )
-        require(self.algorithm != "F16_F16_F16", "sums are float32")
+        require(self.arithmetic.wgmma, "sums are float32")
         require(self.tile_k * self.element_bytes == 128, "tile_k must span 128 bytes")
         require(self.warps_n == 1 and self.warps_m % 4 == 0, "warpgroups share a tile along m")
         require(self.tile_m % (16 * self.warps_m) == 0, "a warpgroup computes 64 rows at a time")
@@ -225,13 +212,18 @@ class KernelConfig:
         )
 
     @property
+    def arithmetic(self) -> Arithmetic:
+        return ARITHMETIC[self.algorithm]
+
+    @property
     def element_bytes(self) -> int:
-        return ELEMENT_BYTES[self.algorithm]
+        """Bytes of an element of A or B."""
+        return self.arithmetic.a.bytes
 
     @property
     def tag(self) -> str:
         """How the algorithm is written inside a name."""
-        return ALGORITHM_TAGS[self.algorithm]
+        return self.arithmetic.tag
 
     @property
     def copies_whole_chunks(self) -> bool:

@@ -6,7 +6,8 @@ and its heuristic read the generated rows, and tests take their parameters from 
 
 from __future__ import annotations
 
-from jax_tcgemm.kernels.config import ELEMENT_BYTES, KernelConfig
+from jax_tcgemm.kernels.arithmetic import ARITHMETIC
+from jax_tcgemm.kernels.config import KernelConfig
 
 
 def _sm90(
@@ -33,7 +34,7 @@ def _sm90(
         algorithm,
         tile_m,
         tile_n,
-        tile_k=128 // ELEMENT_BYTES[algorithm],
+        tile_k=128 // ARITHMETIC[algorithm].a.bytes,
         warps_m=4 * warpgroups,
         warps_n=1,
         stages=stages,
@@ -166,7 +167,7 @@ def _rows() -> list[KernelConfig]:
         _sm90("TF32_TF32_F32", 64, 128, 8),
         _sm90("TF32_TF32_F32", 64, 64, 6),
     ]
-    for algorithm in ELEMENT_BYTES:
+    for algorithm in ARITHMETIC:
         rows.append(KernelConfig("simt", algorithm, 4, 32, 32, 4, 1, 1, "direct"))
     for algorithm in ("BF16_BF16_F32", "F16_F16_F32"):
         rows += [

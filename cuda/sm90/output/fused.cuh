@@ -59,7 +59,7 @@ __device__ __forceinline__ void visit_chunk(const float (&acc)[kBlocks][kBlockVa
 template <KernelConfig kConfig, bool kExchanged, bool kGeneral>
 struct FusedOutput {
   using Buffers = OutputBuffers<kConfig, kExchanged>;
-  using Element = typename AlgorithmTraits<kConfig.algorithm>::Element;
+  using Element = typename AlgorithmTraits<kConfig.algorithm>::Output;
   using Sub = FusedSubtile<kConfig, Element, kExchanged, !kGeneral>;
   using Accumulators = float[Buffers::kBlocks][kConfig.tile_n / 2];
 
@@ -165,15 +165,15 @@ struct FusedOutput {
 
   // Element `at` of C, of the bias or of a scale.
   static __device__ __forceinline__ float element(const Addend& source, int64_t at) {
-    return source.is_float32 ? static_cast<const float*>(source.data)[at]
-                             : float(static_cast<const Element*>(source.data)[at]);
+    return source.type == ElementType::kF32 ? static_cast<const float*>(source.data)[at]
+                                            : float(static_cast<const Element*>(source.data)[at]);
   }
 
   __device__ __forceinline__ void load_c(Chunk& value, const Addend& source, int result,
                                          const Position& at) const {
     if (buffers.maps.c_by_tma) return sub.load(value, address(result), at.chunk);
     const int64_t batch = batch_offset(params, at.place.batch, source.batch);
-    if (source.stride_n == 1 && source.is_float32 == (sizeof(Element) == 4)) {
+    if (source.stride_n == 1 && (source.type == ElementType::kF32) == (sizeof(Element) == 4)) {
       return load_rows(value, static_cast<const Element*>(source.data) + batch, source.stride_m,
                        at.place);
     }

@@ -25,7 +25,7 @@ class Output {
   static constexpr int kBlocks = kConfig.tile_m / (16 * kConfig.warps_m);
   static constexpr int kBlockValues = kConfig.tile_n / 2;  // of a thread, in 64 rows
   using Accumulators = float[kBlocks][kBlockValues];
-  using Element = typename AlgorithmTraits<kConfig.algorithm>::Element;
+  using Element = typename AlgorithmTraits<kConfig.algorithm>::Output;
 
   __device__ __forceinline__ Output(const GemmParams& params, const TensorMaps& maps,
                                     const SharedMemory<kConfig>& smem, int warpgroup)
@@ -102,8 +102,8 @@ class Output {
   __device__ __forceinline__ float load_bias(const Addend& bias, int batch, int column) const {
     if (bias.data == nullptr || column >= params_.n) return 0.f;
     const int64_t at = batch_offset(params_, batch, bias.batch) + column * bias.stride_n;
-    return bias.is_float32 ? static_cast<const float*>(bias.data)[at]
-                           : float(static_cast<const Element*>(bias.data)[at]);
+    return bias.type == ElementType::kF32 ? static_cast<const float*>(bias.data)[at]
+                                          : float(static_cast<const Element*>(bias.data)[at]);
   }
 
   __device__ __forceinline__ uint32_t bias_address() const {
@@ -112,14 +112,14 @@ class Output {
 
   template <bool kGeneral>
   __device__ __forceinline__ FusedOutput<kConfig, kExchanged, kGeneral> fused() {
-    return {params_, buffers_, {params_.epilogue.d_is_float32}, bias_address()};
+    return {params_, buffers_, {params_.epilogue.d_type}, bias_address()};
   }
 
   // For the type of D, which of 16-bit operands may be float32.
   template <Finish kFinish>
   __device__ __forceinline__ void unrolled_for_d(const Accumulators& acc,
                                                  const OutputPlace& place) {
-    if (sizeof(Element) == 4 || params_.epilogue.d_is_float32) {
+    if (sizeof(Element) == 4 || params_.epilogue.d_type == ElementType::kF32) {
       return unrolled<true, kFinish>(acc, place);
     }
     unrolled<false, kFinish>(acc, place);

@@ -170,7 +170,7 @@ struct OutputBuffers {
 
   // Sets the rows of the tile's group, of `rows` that begin at `at`, to zero. By a warpgroup.
   __device__ __forceinline__ void clear_rows(const OutputPlace& at, int rows) const {
-    const int bytes = params.epilogue.d_is_float32 ? 4 : 2;
+    const int bytes = element_bytes(params.epilogue.d_type);
     const int chunk_columns = 16 / bytes;
     const int row_chunks = kConfig.tile_n / chunk_columns;
     if (rows > row_end - at.row) rows = row_end - at.row;

@@ -30,7 +30,7 @@ class SkinnyOutput {
   static constexpr int kShare = kBlockValues / kSplit;  // of them
   static constexpr int kThreads = 128;
   using Accumulators = float[kBlocks][kBlockValues];
-  using Element = typename AlgorithmTraits<kConfig.algorithm>::Element;
+  using Element = typename AlgorithmTraits<kConfig.algorithm>::Output;
   using Epilogue = FusedEpilogue<Element, kVectorColumns>;
   // That a block receives for a tile.
   static constexpr int kPartBytes = kBlocks * kShare * 4 * kThreads;
@@ -92,7 +92,7 @@ class SkinnyOutput {
     const int64_t first = int64_t{batch_} * params_.m * params_.n + column();
     visit_rows<1>([&](typename Epilogue::Vector(&value)[1], int row, int) {
       if (row >= params_.m) return;
-      store_vector<Element, kVectorColumns>(to.d, to.d_is_float32, to.d_vectorizable,
+      store_vector<Element, kVectorColumns>(to.d, to.d_type, to.d_vectorizable,
                                             first + int64_t{row} * params_.n, value[0], columns);
     });
   }

@@ -123,9 +123,9 @@ struct FusedSubtile {
   static constexpr int kBuffers = Wide::kBuffers;
   static_assert(Narrow::kBytes == kBytes && Narrow::kBuffers == kBuffers);
 
-  bool is_float32;
+  ElementType type;
 
-  __device__ __forceinline__ bool wide() const { return kAlwaysWide || is_float32; }
+  __device__ __forceinline__ bool wide() const { return kAlwaysWide || type == ElementType::kF32; }
   __device__ __forceinline__ int chunks() const { return wide() ? Wide::kChunks : Narrow::kChunks; }
 
   __device__ __forceinline__ void store(const Chunk& value, uint32_t buffer, int chunk) const {

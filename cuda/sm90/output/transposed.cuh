@@ -52,7 +52,7 @@ class TransposedOutput {
   __device__ __forceinline__ void drain() const { ptx::tma_store_wait_read<0>(); }
 
  private:
-  using Element = typename AlgorithmTraits<kConfig.algorithm>::Element;
+  using Element = typename AlgorithmTraits<kConfig.algorithm>::Output;
   static constexpr int kRows = kConfig.transposed_rows();
   static constexpr int kBuffers = kConfig.transposed_buffers();
   static constexpr int kBytes = kRows * 128;

@@ -23,7 +23,7 @@ namespace jax_tcgemm::sm90 {
 template <KernelConfig kConfig, bool kExchanged, bool kWide, Finish kFinish>
 struct UnrolledOutput {
   using Buffers = OutputBuffers<kConfig, kExchanged>;
-  using Element = typename AlgorithmTraits<kConfig.algorithm>::Element;
+  using Element = typename AlgorithmTraits<kConfig.algorithm>::Output;
   static constexpr bool kWithC = kFinish == Finish::kAddC;
   using Sub = OutputSubtile<kConfig, Element, kWide, kExchanged, !kWithC>;
   static constexpr int kBlockValues = kConfig.tile_n / 2;

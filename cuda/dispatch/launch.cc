@@ -1,0 +1,166 @@
+#include "dispatch/launch.h"
+
+#include <stdint.h>
+
+#include <algorithm>
+
+#include "common/ceil_div.h"
+#include "epilogue/work.h"
+#include "simt/fallback_tiles.h"
+#include "simt/plain_params.h"
+#include "sm80/layouts.h"
+#include "sm90/tensor_maps.h"
+
+namespace jax_tcgemm {
+namespace {
+
+// Arguments are passed by their addresses, in the order of the kernel's parameters.
+template <typename... Arguments>
+cudaError_t enqueue(const cudaLaunchConfig_t& launch, const KernelHandle& kernel,
+                    Arguments&... arguments) {
+  void* addresses[] = {const_cast<void*>(static_cast<const void*>(&arguments))...};
+  return cudaLaunchKernelExC(&launch, kernel.function, addresses);
+}
+
+cudaLaunchConfig_t launch_config(const KernelConfig& config, cudaStream_t stream) {
+  cudaLaunchConfig_t launch = {};
+  launch.blockDim = dim3(config.threads());
+  launch.dynamicSmemBytes = config.shared_memory_bytes();
+  launch.stream = stream;
+  return launch;
+}
+
+// What `ask` says of the kernel on this device, asked once.
+template <typename Ask>
+cudaError_t resident(KernelHandle* kernel, const KernelConfig& config, int device, int* count,
+                     Ask&& ask) {
+  const bool cacheable = device < kMaxDevices;
+  *count = cacheable ? __atomic_load_n(&kernel->resident[device], __ATOMIC_RELAXED) : 0;
+  if (*count > 0) return cudaSuccess;
+  cudaError_t error = cudaFuncSetAttribute(
+      kernel->function, cudaFuncAttributeMaxDynamicSharedMemorySize, config.shared_memory_bytes());
+  if (error == cudaSuccess) error = ask(count);
+  if (error == cudaSuccess && *count < 1) error = cudaErrorLaunchOutOfResources;
+  if (error == cudaSuccess && cacheable) {
+    __atomic_store_n(&kernel->resident[device], *count, __ATOMIC_RELAXED);
+  }
+  return error;
+}
+
+// The step of a grid of so many blocks (sm90: clusters), each of which has a tile.
+void set_stride(GemmParams* params, int blocks) {
+  params->raster.stride_batch = blocks / params->raster.tiles.divisor;
+  params->raster.stride_index = blocks % params->raster.tiles.divisor;
+}
+
+int64_t tile_count(const GemmParams& params) {
+  return int64_t{params.raster.tiles.divisor} * params.batch;
+}
+
+cudaError_t launch_sm90(const KernelConfig& config, KernelHandle* kernel,
+                        const LaunchRequest& request) {
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeClusterDimension;
+  attributes[0].val.clusterDim = {static_cast<unsigned>(config.cluster_size()), 1, 1};
+  attributes[1].id = cudaLaunchAttributeCooperative;
+  attributes[1].val.cooperative = 1;
+  cudaLaunchConfig_t launch = launch_config(config, request.stream);
+  launch.gridDim = dim3(config.cluster_size());
+  launch.attrs = attributes;
+  launch.numAttrs = 1;
+  int capacity = 0;
+  const cudaError_t error =
+      resident(kernel, config, request.device.ordinal, &capacity, [&](int* clusters) {
+        return cudaOccupancyMaxActiveClusters(clusters, kernel->function, &launch);
+      });
+  if (error != cudaSuccess) return error;
+
+  GemmParams params = request.params;
+  int clusters = capacity;
+  if (config.ragged == Ragged::kNone) {
+    const int64_t tiles = tile_count(params);
+    if (params.fixup.parts > 0) {  // blocks wait for one another
+      if (tiles > capacity) return cudaErrorCooperativeLaunchTooLarge;
+      launch.numAttrs = 2;
+    }
+    clusters = static_cast<int>(std::min<int64_t>(tiles, capacity));
+    set_stride(&params, clusters);
+  }
+  launch.gridDim = dim3(clusters * config.cluster_size());
+  return enqueue(launch, *kernel, params, *request.maps);
+}
+
+// A persistent grid, for kernels that take `arguments` beside the parameters.
+template <typename... Arguments>
+cudaError_t launch_persistent(const KernelConfig& config, KernelHandle* kernel,
+                              const LaunchRequest& request, Arguments&... arguments) {
+  int blocks_per_sm = 0;
+  const cudaError_t error =
+      resident(kernel, config, request.device.ordinal, &blocks_per_sm, [&](int* blocks) {
+        return cudaOccupancyMaxActiveBlocksPerMultiprocessor(
+            blocks, kernel->function, config.threads(), config.shared_memory_bytes());
+      });
+  if (error != cudaSuccess) return error;
+  GemmParams params = request.params;
+  const int64_t capacity = int64_t{blocks_per_sm} * request.device.sm_count;
+  const int blocks = static_cast<int>(std::min(tile_count(params), capacity));
+  set_stride(&params, blocks);
+  cudaLaunchConfig_t launch = launch_config(config, request.stream);
+  launch.gridDim = dim3(blocks);
+  return enqueue(launch, *kernel, params, arguments...);
+}
+
+cudaError_t launch_fallback(const KernelConfig& config, const KernelHandle& kernel,
+                            const LaunchRequest& request) {
+  constexpr int64_t kBlocksPerSm = 16;  // whether or not they run at once
+  const int64_t tiles = simt::fallback_tiles(request.params, config);
+  cudaLaunchConfig_t launch = launch_config(config, request.stream);
+  launch.gridDim =
+      dim3(static_cast<unsigned>(std::min(tiles, kBlocksPerSm * request.device.sm_count)));
+  bool k_major_a = request.major_a == Major::kK;
+  bool k_major_b = request.major_b == Major::kK;
+  return enqueue(launch, kernel, request.params, k_major_a, k_major_b);
+}
+
+cudaError_t launch_simt(const KernelConfig& config, const KernelSet& kernels, KernelHandle* kernel,
+                        const LaunchRequest& request) {
+  if (config.is_fallback()) return launch_fallback(config, *kernel, request);
+  const GemmParams& params = request.params;
+  const int64_t rows = ceil_div(params.m, config.tile_m);
+  constexpr int64_t kMaxGridRows = 65535;
+  if (params.batch != 1 || !is_plain(params.epilogue) || rows > kMaxGridRows) {
+    return launch_persistent(config, kernel, request);
+  }
+  simt::PlainParams plain = {params.a.data, params.b.data, params.epilogue.d,
+                             params.a.ld,   params.b.ld,   params.m,
+                             params.n,      params.k,      params.epilogue.d_type};
+  cudaLaunchConfig_t launch = launch_config(config, request.stream);
+  launch.gridDim =
+      dim3(static_cast<unsigned>(ceil_div(params.n, config.tile_n)), static_cast<unsigned>(rows));
+  const int a = static_cast<int>(request.major_a), b = static_cast<int>(request.major_b);
+  return enqueue(launch, *kernels.plain[a][b], plain);
+}
+
+}  // namespace
+
+cudaError_t launch_kernel(const KernelConfig& config, const KernelSet& kernels,
+                          const LaunchRequest& request) {
+  // Which operand of a skinny row is the longer one is known in its descriptors.
+  const bool by_maps = config.skinny;
+  KernelHandle* const kernel = kernels.of(by_maps ? request.maps->major_a : request.major_a,
+                                          by_maps ? request.maps->major_b : request.major_b);
+  if (kernel == nullptr) return cudaErrorNotSupported;
+  switch (config.arch) {
+    case Arch::kSm90:
+      return launch_sm90(config, kernel, request);
+    case Arch::kSm80: {
+      sm80::Layouts layouts = {request.major_a, request.major_b};
+      return launch_persistent(config, kernel, request, layouts);
+    }
+    case Arch::kSimt:
+      return launch_simt(config, kernels, kernel, request);
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace jax_tcgemm

@@ -1,0 +1,35 @@
+// Launches a kernel. What there is to know of it are values: a configuration and handles, whether
+// they were compiled with the package or at run time.
+
+#ifndef JAX_TCGEMM_DISPATCH_LAUNCH_H_
+#define JAX_TCGEMM_DISPATCH_LAUNCH_H_
+
+#include <cuda_runtime_api.h>
+
+#include "dispatch/device.h"
+#include "dispatch/kernel_entry.h"
+#include "gemm_params.h"
+#include "kernel_config.h"
+
+namespace jax_tcgemm {
+
+namespace sm90 {
+struct TensorMaps;
+}
+
+struct LaunchRequest {
+  const GemmParams& params;  // complete but for the grid's strides
+  Major major_a;
+  Major major_b;
+  const sm90::TensorMaps* maps;  // null but for sm90 kernels
+  const DeviceProperties& device;
+  cudaStream_t stream;
+};
+
+// Enqueues the kernel for the request's layouts. Capturable: no allocation, no synchronisation.
+cudaError_t launch_kernel(const KernelConfig& config, const KernelSet& kernels,
+                          const LaunchRequest& request);
+
+}  // namespace jax_tcgemm
+
+#endif  // JAX_TCGEMM_DISPATCH_LAUNCH_H_

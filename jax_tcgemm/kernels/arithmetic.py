@@ -1,0 +1,95 @@
+"""The table of arithmetic: what is multiplied, in what it is added up, and what may come out.
+
+The only list of element types and of tensor-core instructions. ``cuda/build/generate.py`` writes it
+out for the compiler, and Python takes names, sizes and types from here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class ElementType:
+    """A type of the elements of an operand, an accumulator or a result.
+
+    Attributes:
+        name: NumPy's (``ml_dtypes``') name.
+        tag: short name; also PTX's.
+        bytes: size of an element.
+        cpp: the type in device code.
+        ffi: the enumerator of ``xla::ffi::DataType``.
+        tma: the type in a TMA descriptor, ``CU_TENSOR_MAP_DATA_TYPE_*``.
+    """
+
+    name: str
+    tag: str
+    bytes: int
+    cpp: str
+    ffi: str
+    tma: str
+
+
+BF16 = ElementType("bfloat16", "bf16", 2, "__nv_bfloat16", "BF16", "BFLOAT16")
+F16 = ElementType("float16", "f16", 2, "__half", "F16", "FLOAT16")
+F32 = ElementType("float32", "f32", 4, "float", "F32", "FLOAT32")
+ELEMENT_TYPES = (BF16, F16, F32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Arithmetic:
+    """One way to multiply matrices on tensor cores.
+
+    Attributes:
+        name: the ``jax.lax.DotAlgorithmPreset``, or a name of our own where there is none.
+        tag: how it is written inside the names of kernels.
+        a: type of the elements of A.
+        b: type of the elements of B; today that of A.
+        accumulator: type in which products are added up.
+        outputs: types in which kernels write D, the one that they are built for first. Addends are
+            of one of these as well.
+        multiplied: PTX's type of what is multiplied; ``"tf32"`` is float32 rounded before.
+        k: elements of k of one instruction of ``mma.sync`` or ``wgmma``: 32 bytes.
+        wgmma: whether there are kernels for Hopper.
+        k_major: whether ``wgmma`` takes k-major operands alone from shared memory.
+        promotes: whether a float32 result wants parts of k added up in float32. The tensor cores
+            cut sums off instead of rounding them, which such a result of 16-bit operands shows.
+        is_default: whether operands of these types are multiplied so unless asked otherwise.
+    """
+
+    name: str
+    tag: str
+    a: ElementType
+    b: ElementType
+    accumulator: ElementType
+    outputs: tuple[ElementType, ...]
+    multiplied: str
+    k: int
+    wgmma: bool = True
+    k_major: bool = False
+    promotes: bool = False
+    is_default: bool = True
+
+    def __post_init__(self) -> None:
+        if self.a != self.b:
+            raise ValueError(f"{self.name}: no kernel takes A in {self.a} and B in {self.b}")
+        if self.k * self.a.bytes != 32:
+            raise ValueError(f"{self.name}: an instruction takes 32 bytes of k, not {self.k} times")
+        if not self.outputs or len(self.outputs) > 2 or self.outputs[-1] not in (F32, self.a):
+            raise ValueError(f"{self.name}: D is of one type, or also of float32: {self.outputs}")
+        if self.wgmma and self.accumulator != F32:
+            raise ValueError(f"{self.name}: sums of the Hopper kernels are {F32.name}")
+
+
+_ROWS = (
+    Arithmetic("BF16_BF16_F32", "bf16", BF16, BF16, F32, (BF16, F32), "bf16", 16, promotes=True),
+    Arithmetic("F16_F16_F32", "f16", F16, F16, F32, (F16, F32), "f16", 16, promotes=True),
+    Arithmetic(
+        *("F16_F16_F16", "f16acc16", F16, F16, F16, (F16, F32), "f16", 16),
+        wgmma=False,
+        is_default=False,
+    ),
+    Arithmetic("TF32_TF32_F32", "tf32", F32, F32, F32, (F32,), "tf32", 8, k_major=True),
+)
+
+ARITHMETIC: dict[str, Arithmetic] = {row.name: row for row in _ROWS}
