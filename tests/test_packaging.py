@@ -23,7 +23,9 @@ MINIMUM = tuple(map(int, PYPROJECT["tool"]["jax-tcgemm"]["minimum-cuda"].split("
 @pytest.fixture
 def backend(monkeypatch, tmp_path):
     """The build backend on a machine with a C++ compiler and no trace of CUDA."""
-    spec = importlib.util.spec_from_file_location("backend", ROOT / "cuda" / "build" / "build_backend.py")
+    spec = importlib.util.spec_from_file_location(
+        "backend", ROOT / "cuda" / "build" / "build_backend.py"
+    )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     for variable in ("CUDACXX", "CUDA_HOME", "CUDA_PATH", "CXX", "JAX_TCGEMM_CUDA"):

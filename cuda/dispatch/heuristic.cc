@@ -91,6 +91,7 @@ bool sm90_supports(const KernelConfig& config, const ChoiceInput& input) {
 // (sm90/tma_descriptor.cc).
 bool has_epilogue(const KernelConfig& config, const ChoiceInput& input) {
   if (config.epilogue == EpilogueWork::kAny) return true;
+  if (config.arch == Arch::kSm80) return input.epilogue <= config.epilogue;
   if (config.skinny) return input.epilogue == EpilogueWork::kNone;
   if (!input.d_by_tma) {
     return !config.exchanged && input.epilogue != EpilogueWork::kAny && !input.has_c;

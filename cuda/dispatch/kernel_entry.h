@@ -16,16 +16,22 @@ struct KernelHandle {
   int resident[kMaxDevices];
 };
 
-// The kernels of a row by the layouts of A and B. One may be there for several; null: the row does
-// not take these operands.
-struct KernelSet {
-  KernelHandle* by_layout[2][2];  // [major of A][major of B]
-  // simt: for one product of two matrices and nothing else.
-  KernelHandle* plain[2][2];
+// Kernels by the layouts of A and B. One may be there for several; null: there is none.
+struct KernelsByLayout {
+  KernelHandle* handle[2][2];  // [major of A][major of B]
 
-  KernelHandle* of(Major a, Major b) const {
-    return by_layout[static_cast<int>(a)][static_cast<int>(b)];
+  KernelHandle* operator()(Major a, Major b) const {
+    return handle[static_cast<int>(a)][static_cast<int>(b)];
   }
+};
+
+// The kernels of a row.
+struct KernelSet {
+  KernelsByLayout any;  // for all that the row can do
+  // Where there are any, for an epilogue with little to do. sm90: for Finish before kActivate, of
+  // skinny rows for kProduct. simt: for one product of two matrices and nothing else, by
+  // PlainParams.
+  KernelsByLayout simple;
 };
 
 struct KernelEntry {

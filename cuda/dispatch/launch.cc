@@ -90,6 +90,18 @@ cudaError_t launch_sm90(const KernelConfig& config, KernelHandle* kernel,
   return enqueue(launch, *kernel, params, *request.maps);
 }
 
+// Which operand of a skinny row is the longer one is known in its descriptors.
+KernelHandle* sm90_kernel(const KernelConfig& config, const KernelSet& kernels,
+                          const LaunchRequest& request) {
+  const sm90::TensorMaps& maps = *request.maps;
+  const Major a = config.skinny ? maps.major_a : request.major_a;
+  const Major b = config.skinny ? maps.major_b : request.major_b;
+  const bool is_simple =
+      config.skinny ? maps.finish == sm90::Finish::kProduct : maps.finish < sm90::Finish::kActivate;
+  KernelHandle* const simple = is_simple ? kernels.simple(a, b) : nullptr;
+  return simple != nullptr ? simple : kernels.any(a, b);
+}
+
 // A persistent grid, for kernels that take `arguments` beside the parameters.
 template <typename... Arguments>
 cudaError_t launch_persistent(const KernelConfig& config, KernelHandle* kernel,
@@ -122,8 +134,9 @@ cudaError_t launch_fallback(const KernelConfig& config, const KernelHandle& kern
   return enqueue(launch, kernel, request.params, k_major_a, k_major_b);
 }
 
-cudaError_t launch_simt(const KernelConfig& config, const KernelSet& kernels, KernelHandle* kernel,
+cudaError_t launch_simt(const KernelConfig& config, const KernelSet& kernels,
                         const LaunchRequest& request) {
+  KernelHandle* const kernel = kernels.any(request.major_a, request.major_b);
   if (config.is_fallback()) return launch_fallback(config, *kernel, request);
   const GemmParams& params = request.params;
   const int64_t rows = ceil_div(params.m, config.tile_m);
@@ -137,28 +150,24 @@ cudaError_t launch_simt(const KernelConfig& config, const KernelSet& kernels, Ke
   cudaLaunchConfig_t launch = launch_config(config, request.stream);
   launch.gridDim =
       dim3(static_cast<unsigned>(ceil_div(params.n, config.tile_n)), static_cast<unsigned>(rows));
-  const int a = static_cast<int>(request.major_a), b = static_cast<int>(request.major_b);
-  return enqueue(launch, *kernels.plain[a][b], plain);
+  return enqueue(launch, *kernels.simple(request.major_a, request.major_b), plain);
 }
 
 }  // namespace
 
 cudaError_t launch_kernel(const KernelConfig& config, const KernelSet& kernels,
                           const LaunchRequest& request) {
-  // Which operand of a skinny row is the longer one is known in its descriptors.
-  const bool by_maps = config.skinny;
-  KernelHandle* const kernel = kernels.of(by_maps ? request.maps->major_a : request.major_a,
-                                          by_maps ? request.maps->major_b : request.major_b);
-  if (kernel == nullptr) return cudaErrorNotSupported;
   switch (config.arch) {
-    case Arch::kSm90:
-      return launch_sm90(config, kernel, request);
+    case Arch::kSm90: {
+      KernelHandle* const kernel = sm90_kernel(config, kernels, request);
+      return kernel == nullptr ? cudaErrorNotSupported : launch_sm90(config, kernel, request);
+    }
     case Arch::kSm80: {
       sm80::Layouts layouts = {request.major_a, request.major_b};
-      return launch_persistent(config, kernel, request, layouts);
+      return launch_persistent(config, kernels.any(layouts.a, layouts.b), request, layouts);
     }
     case Arch::kSimt:
-      return launch_simt(config, kernels, kernel, request);
+      return launch_simt(config, kernels, request);
   }
   return cudaErrorInvalidValue;
 }

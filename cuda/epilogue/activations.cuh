@@ -185,4 +185,31 @@ __device__ __forceinline__ void visit_activation(const EpilogueParams& epilogue,
   }
 }
 
+// Stands for whichever it is: asks each time.
+struct AnyActivation {
+  const EpilogueParams& epilogue;
+};
+
+template <int kWidth>
+__device__ __forceinline__ void apply_activation(const AnyActivation& any, float (&x)[kWidth]) {
+  visit_activation(any.epilogue, [&]<ActivationFunctor Functor>(const Functor& functor) {
+    apply_activation(functor, x);
+  });
+}
+
+// The same for what encloses a loop: the activations of today's models have a loop each, which asks
+// nothing; the others share one. (A loop for each would be most of what there is to compile.)
+template <typename Visitor>
+__device__ __forceinline__ void visit_common_activation(const EpilogueParams& epilogue,
+                                                        Visitor&& visit) {
+  switch (epilogue.activation) {
+    case Activation::kGelu:
+      return visit(Gelu());
+    case Activation::kSilu:
+      return visit(Silu());
+    default:
+      return visit(AnyActivation{epilogue});
+  }
+}
+
 }  // namespace jax_tcgemm

@@ -10,13 +10,17 @@
 #include "epilogue/formula.cuh"
 #include "epilogue/vector_io.cuh"
 #include "gemm_params.h"
+#include "kernel_config.h"
 #include "scheduler/raster.cuh"
 
 namespace jax_tcgemm {
 
-// One thread's part of the epilogue of a tile: vectors of the same columns.
-template <typename Element, int kWidth>
+// One thread's part of the epilogue of a tile: vectors of the same columns. kWork: what there may
+// be to do, kSum or kAny.
+template <typename Element, int kWidth, EpilogueWork kWork = EpilogueWork::kAny>
 struct FusedEpilogue {
+  static_assert(kWork >= EpilogueWork::kSum);
+
   using Vector = jax_tcgemm::Vector<kWidth>;
 
   const GemmParams& problem;
@@ -37,8 +41,12 @@ struct FusedEpilogue {
     d_offset = int64_t{batch} * problem.m * problem.n + column;
     c_offset = batch_offset(problem, batch, params.c.batch) + column * params.c.stride_n;
     load_columns(bias, params.bias, column, 0.f);
-    load_columns(column_factor, params.column_scale, column, 1.f);
-    for (float& value : column_factor) value *= alpha;
+    if constexpr (kWork == EpilogueWork::kAny) {
+      load_columns(column_factor, params.column_scale, column, 1.f);
+      for (float& value : column_factor) value *= alpha;
+    } else {
+      for (float& value : column_factor) value = alpha;
+    }
   }
 
   // Finishes the accumulators of rows `row`, `row + row_step`, ... and writes them; `value` is
@@ -73,9 +81,13 @@ struct FusedEpilogue {
                                       reinterpret_cast<const Vector&>(in[i * kWidth]), columns);
       }
     };
-    finish_values(
-        params, beta, flat, [&](Flat& c) { load(params.c, c); },
-        [&](Flat& c2) { load(params.c2, c2); }, [&](const Flat& aux) { store(params.aux, aux); });
+    if constexpr (kWork == EpilogueWork::kAny) {
+      finish_values(
+          params, beta, flat, [&](Flat& c) { load(params.c, c); },
+          [&](Flat& c2) { load(params.c2, c2); }, [&](const Flat& aux) { store(params.aux, aux); });
+    } else if (params.c.data != nullptr) {
+      add_c(beta, flat, [&](Flat& c) { load(params.c, c); });
+    }
     store(params.d, flat);
   }
 
@@ -90,7 +102,7 @@ struct FusedEpilogue {
 
   __device__ __forceinline__ float row_factor(int row) const {
     const Addend& source = params.row_scale;
-    if (source.data == nullptr || row >= problem.m) return 1.f;
+    if (kWork < EpilogueWork::kAny || source.data == nullptr || row >= problem.m) return 1.f;
     return static_cast<const float*>(
         source.data)[batch_offset(problem, batch, source.batch) + row * source.stride_m];
   }

@@ -13,17 +13,17 @@ template <typename Row, Major kMajorA, Major kMajorB>
 void add_layout(KernelSet* set) {
   constexpr int kA = static_cast<int>(kMajorA), kB = static_cast<int>(kMajorB);
   static KernelHandle any = {reinterpret_cast<const void*>(gemm_kernel<Row, kMajorA, kMajorB>), {}};
-  static KernelHandle plain = {reinterpret_cast<const void*>(plain_kernel<Row, kMajorA, kMajorB>),
-                               {}};
-  set->by_layout[kA][kB] = &any;
-  set->plain[kA][kB] = &plain;
+  static KernelHandle simple = {reinterpret_cast<const void*>(plain_kernel<Row, kMajorA, kMajorB>),
+                                {}};
+  set->any.handle[kA][kB] = &any;
+  set->simple.handle[kA][kB] = &simple;
 }
 
 template <typename Row>
 KernelSet kernels_of() {
   if constexpr (Row::kConfig.is_fallback()) {
     static KernelHandle all = {reinterpret_cast<const void*>(fallback_kernel<Row>), {}};
-    return {{{&all, &all}, {&all, &all}}, {}};
+    return {{{{&all, &all}, {&all, &all}}}, {}};
   } else {
     KernelSet set = {};
     add_layout<Row, Major::kK, Major::kK>(&set);

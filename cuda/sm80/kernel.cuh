@@ -53,7 +53,7 @@ struct Kernel {
   using Output = typename AlgorithmTraits<kConfig.algorithm>::Output;
   using Accumulators = WarpAccumulators<kConfig>;
   using Slab = AccumulatorSlab<kConfig.warp_n()>;
-  using Epilogue = FusedEpilogue<Output, kVectorColumns>;
+  using Epilogue = FusedEpilogue<Output, kVectorColumns, kConfig.epilogue>;
 
   // How a warp goes over the 16 rows of a slab: whole row segments at a time, some passes together.
   static constexpr int kLanesPerRow = kConfig.warp_n() / kVectorColumns;

@@ -18,10 +18,10 @@ KernelSet kernels_of() {
   if constexpr (has_kernel_for_each_major_a(Row::kConfig)) {
     KernelHandle* const k_major = kernel_for<Row, Major::kK>();
     KernelHandle* const mn_major = kernel_for<Row, Major::kMn>();
-    return {{{k_major, k_major}, {mn_major, mn_major}}, {}};
+    return {{{{k_major, k_major}, {mn_major, mn_major}}}, {}};
   } else {
     KernelHandle* const all = kernel_for<Row>();
-    return {{{all, all}, {all, all}}, {}};
+    return {{{{all, all}, {all, all}}}, {}};
   }
 }
 

@@ -15,7 +15,7 @@ template <typename Row, bool kExchanged, typename... Layouts>
 KernelHandle* kernel_for() {
   void (*kernel)(GemmParams, TensorMaps);
   if constexpr (Row::kConfig.skinny) {
-    kernel = skinny_kernel<Row, Layouts...>;
+    kernel = skinny_kernel<Row, LayoutSet<Layouts...>>;
   } else {
     kernel = gemm_kernel<Row, kExchanged, LayoutSet<Layouts...>>;
   }
@@ -23,47 +23,66 @@ KernelHandle* kernel_for() {
   return &handle;
 }
 
-// A kernel for each layout.
 template <typename Row>
-KernelSet one_layout_each() {
-  constexpr KernelConfig kConfig = Row::kConfig;
-  KernelSet set = {};
-  set.by_layout[0][0] = kernel_for<Row, false, LayoutKK>();
-  if constexpr (exchanges_operands(kConfig, Major::kK, Major::kMn)) {
-    set.by_layout[0][1] = kernel_for<Row, true, LayoutMnK>();
-  } else {
-    set.by_layout[0][1] = kernel_for<Row, false, LayoutKMn>();
-  }
-  set.by_layout[1][0] = kernel_for<Row, false, LayoutMnK>();
-  if constexpr (!transposes_b(kConfig, Major::kMn, Major::kMn) || can_transpose_b(kConfig)) {
-    set.by_layout[1][1] = kernel_for<Row, false, LayoutMnMn>();
-  }
-  return set;
+KernelsByLayout one_for_all() {
+  KernelHandle* const all = kernel_for<Row, false, LayoutKMn, LayoutKK, LayoutMnMn, LayoutMnK>();
+  return {{{all, all}, {all, all}}};
 }
 
-// Of operands that must be k-major each layout has a mainloop of a kind of its own. Small tiles are
-// for products of a few microseconds, of which finding the layout's code takes 1 to 2 %.
-constexpr bool has_kernel_for_each_layout(const KernelConfig& config) {
-  return arithmetic_of(config.algorithm).k_major || config.skinny ||
-         config.tile_m * config.tile_n <= 64 * 128;
+template <typename Row>
+KernelsByLayout one_each() {
+  constexpr KernelConfig kConfig = Row::kConfig;
+  KernelsByLayout kernels = {};
+  kernels.handle[0][0] = kernel_for<Row, false, LayoutKK>();
+  if constexpr (exchanges_operands(kConfig, Major::kK, Major::kMn)) {
+    kernels.handle[0][1] = kernel_for<Row, true, LayoutMnK>();
+  } else {
+    kernels.handle[0][1] = kernel_for<Row, false, LayoutKMn>();
+  }
+  kernels.handle[1][0] = kernel_for<Row, false, LayoutMnK>();
+  if constexpr (!transposes_b(kConfig, Major::kMn, Major::kMn) || can_transpose_b(kConfig)) {
+    kernels.handle[1][1] = kernel_for<Row, false, LayoutMnMn>();
+  }
+  return kernels;
 }
+
+// Small tiles are for products of a few microseconds, of which finding the layout's code takes 1 to
+// 2 %.
+constexpr bool is_for_moments(const KernelConfig& config) {
+  return config.skinny || config.tile_m * config.tile_n <= 64 * 128;
+}
+
+// The row with the code for simple epilogues alone.
+template <typename Row>
+struct SimpleRow {
+  static constexpr KernelConfig simple(KernelConfig config) {
+    const bool sums = config.unrolls_sums() && !config.skinny;
+    config.epilogue = sums ? EpilogueWork::kSum : EpilogueWork::kNone;
+    return config;
+  }
+  static constexpr KernelConfig kConfig = simple(Row::kConfig);
+};
 
 template <typename Row>
 KernelSet kernels_of() {
   constexpr KernelConfig kConfig = Row::kConfig;
   static_assert(static_cast<int>(Major::kK) == 0 && static_cast<int>(Major::kMn) == 1);
   if constexpr (kConfig.ragged == Ragged::kDepth) {
-    return {{{}, {nullptr, kernel_for<Row, false, LayoutMnMn>()}}, {}};
+    return {{{{}, {nullptr, kernel_for<Row, false, LayoutMnMn>()}}}, {}};
   } else if constexpr (kConfig.ragged == Ragged::kRows) {
     KernelHandle* const both = kernel_for<Row, false, LayoutKMn, LayoutKK>();
-    return {{{both, both}, {}}, {}};
+    return {{{{both, both}, {}}}, {}};
   } else if constexpr (kConfig.exchanged) {
-    return {{{kernel_for<Row, true, LayoutKK>(), kernel_for<Row, true, LayoutMnK>()}, {}}, {}};
-  } else if constexpr (has_kernel_for_each_layout(kConfig)) {
-    return one_layout_each<Row>();
+    return {{{{kernel_for<Row, true, LayoutKK>(), kernel_for<Row, true, LayoutMnK>()}, {}}}, {}};
+  } else if constexpr (arithmetic_of(kConfig.algorithm).k_major) {
+    return {one_each<Row>(), {}};  // each layout has a mainloop of a kind of its own
+  } else if constexpr (!is_for_moments(kConfig)) {
+    return {one_for_all<Row>(), {}};
+  } else if constexpr (kConfig.epilogue != EpilogueWork::kAny ||
+                       (kConfig.split_k > 1 && !kConfig.skinny)) {
+    return {one_each<Row>(), {}};
   } else {
-    KernelHandle* const all = kernel_for<Row, false, LayoutKMn, LayoutKK, LayoutMnMn, LayoutMnK>();
-    return {{{all, all}, {all, all}}, {}};
+    return {one_for_all<Row>(), one_each<SimpleRow<Row>>()};
   }
 }
 

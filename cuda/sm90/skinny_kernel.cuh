@@ -36,13 +36,13 @@
 
 namespace jax_tcgemm::sm90 {
 
-// A kernel for each layout: asking for it would take a line of parameters more before the first
-// load.
-template <KernelConfig kConfig, typename Layout>
+// Of plain products a kernel for each layout (sm90/kernels.cuh): asking for it takes a line of
+// parameters more before the first load.
+template <KernelConfig kConfig, typename Layouts>
 struct SkinnyKernel {
   using Smem = SharedMemory<kConfig>;
   using Place = ClusterPlace<kConfig>;
-  using Main = Mainloop<kConfig, LayoutSet<Layout>>;
+  using Main = Mainloop<kConfig, Layouts>;
   static constexpr int kConsumerWarps = 4;
   static_assert(kConfig.consumer_warps() == kConsumerWarps);
   static constexpr int kStartBarrier = 0;
@@ -116,6 +116,7 @@ struct SkinnyKernel {
   }
 
   // By one thread.
+  template <typename Layout>
   static __device__ __forceinline__ void produce(const GemmParams& params, const TensorMaps& maps,
                                                  const Smem& smem, const Place& place) {
     constexpr int kStageBytes = kConfig.stage_bytes();
@@ -154,7 +155,10 @@ struct SkinnyKernel {
       __syncwarp();
       if constexpr (kConfig.split_k > 1) ptx::cluster_arrive_relaxed();
       ptx::named_barrier_arrive(kStartBarrier, kThreads);
-      if (threadIdx.x % 32 == 0) produce(params, maps, smem, place);
+      if (threadIdx.x % 32 == 0) {
+        visit_layout(Layouts(), maps,
+                     [&]<typename Layout>(Layout) { produce<Layout>(params, maps, smem, place); });
+      }
       __syncwarp();
       if constexpr (kConfig.split_k > 1) ptx::cluster_wait();
     } else {
@@ -168,14 +172,14 @@ struct SkinnyKernel {
 };
 
 // The size of a cluster is fixed, so that its barriers need not ask for it.
-template <typename Row, typename Layout>
+template <typename Row, typename Layouts>
 __global__ void __cluster_dims__(Row::kConfig.cluster_size(), 1, 1)
     __launch_bounds__(Row::kConfig.threads(), Row::kConfig.blocks_on_sm())
         skinny_kernel(const __grid_constant__ GemmParams params,
                       const __grid_constant__ TensorMaps maps) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) char smem[];
-  SkinnyKernel<Row::kConfig, Layout>::run(params, maps, {ptx::shared_address(smem)});
+  SkinnyKernel<Row::kConfig, Layouts>::run(params, maps, {ptx::shared_address(smem)});
 #endif
 }
 

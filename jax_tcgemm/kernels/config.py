@@ -55,11 +55,11 @@ class KernelConfig:
             whose k is contiguous, to a D of the operands' type whose rows are multiples of 16
             bytes; of what else is asked of it another row is taken.
         epilogue: which epilogues the kernel has, most of its code and of the time that it takes to
-            compile: ``"none"``, where D is the product; ``"sum"`` (sm90), and ``alpha * product +
-            bias + beta * C`` where that is unrolled: to a D of the operands' type, with D and C
-            in rows that are multiples of 16 bytes; or ``"any"``. Tiles of D that lie
-            on other rows leave with a bias in either class but that of rows for few rows, for
-            groups of k and of exchanged operands; not with C.
+            compile: ``"none"`` (sm90), where D is the product; ``"sum"`` (sm80, sm90), and ``alpha
+            * product + bias + beta * C``, of sm90 rows where that is unrolled: to a D of the
+            operands' type, with D and C in rows that are multiples of 16 bytes; or ``"any"``.
+            Tiles of D that lie on other rows leave sm90 kernels with a bias in either class but
+            that of rows for few rows, for groups of k and of exchanged operands; not with C.
     """
 
     arch: str
@@ -89,7 +89,11 @@ class KernelConfig:
 
         require(self.algorithm in ARITHMETIC, f"algorithm must be one of {set(ARITHMETIC)}")
         require(self.epilogue in ("none", "sum", "any"), "unknown epilogue")
-        require(self.arch == "sm90" or self.epilogue == "any", "others have every epilogue")
+        of_family = {"simt": ("any",), "sm80": ("sum", "any")}
+        require(
+            self.epilogue in of_family.get(self.arch, (self.epilogue,)),
+            f"{self.arch} kernels have sums at least, simt ones every epilogue",
+        )
         if self.arch == "simt":
             self._check_simt(require)
             return

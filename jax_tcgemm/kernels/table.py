@@ -52,61 +52,84 @@ def _sm90(
     )
 
 
-def _rows() -> list[KernelConfig]:
+def _sm80(
+    algorithm: str,
+    tile: tuple[int, int, int],
+    warps: tuple[int, int],
+    stages: int,
+    loader: str = "cp_async",
+    *,
+    promote: bool = False,
+    epilogue: str = "any",
+) -> KernelConfig:
+    return KernelConfig(
+        *("sm80", algorithm, *tile, *warps, stages, loader), promote=promote, epilogue=epilogue
+    )
+
+
+def _sm80_rows() -> list[KernelConfig]:
+    """Any epilogue for a large and a small tile of whichever operands; the other rows add up."""
     rows = []
     for algorithm in ("BF16_BF16_F32", "F16_F16_F32"):
         rows += [
             # 64 x 64 a warp is as much as registers hold; fewer bytes from shared memory for each
             # product mean more products.
-            KernelConfig("sm80", algorithm, 128, 256, 64, 2, 4, 3),
-            KernelConfig("sm80", algorithm, 256, 128, 64, 4, 2, 3),
-            KernelConfig("sm80", algorithm, 128, 128, 64, 2, 2, 3),
+            _sm80(algorithm, (128, 256, 64), (2, 4), 3, epilogue="sum"),
+            _sm80(algorithm, (256, 128, 64), (4, 2), 3, epilogue="sum"),
+            _sm80(algorithm, (128, 128, 64), (2, 2), 3),
             # The same for GPUs with 163 and 99 KiB of shared memory.
-            KernelConfig("sm80", algorithm, 128, 256, 32, 2, 4, 4),
-            KernelConfig("sm80", algorithm, 128, 128, 32, 2, 2, 4),
+            _sm80(algorithm, (128, 256, 32), (2, 4), 4, epilogue="sum"),
+            _sm80(algorithm, (128, 128, 32), (2, 2), 4),
             # For fewer or smaller tiles.
-            KernelConfig("sm80", algorithm, 128, 64, 64, 2, 2, 3),
-            KernelConfig("sm80", algorithm, 64, 128, 64, 2, 2, 3),
-            KernelConfig("sm80", algorithm, 64, 64, 64, 2, 2, 3),
-            KernelConfig("sm80", algorithm, 16, 64, 64, 1, 2, 3),
-            KernelConfig("sm80", algorithm, 128, 128, 32, 2, 4, 3, "realign"),
-            KernelConfig("sm80", algorithm, 64, 64, 32, 2, 2, 3, "realign"),
+            _sm80(algorithm, (128, 64, 64), (2, 2), 3, epilogue="sum"),
+            _sm80(algorithm, (64, 128, 64), (2, 2), 3, epilogue="sum"),
+            _sm80(algorithm, (64, 64, 64), (2, 2), 3),
+            _sm80(algorithm, (16, 64, 64), (1, 2), 3),
+            _sm80(algorithm, (128, 128, 32), (2, 4), 3, "realign"),
+            _sm80(algorithm, (64, 64, 32), (2, 2), 3, "realign"),
             # For float32 results: a second set of accumulators, so half as many of each.
-            KernelConfig("sm80", algorithm, 128, 128, 64, 2, 4, 3, promote=True),
-            KernelConfig("sm80", algorithm, 64, 64, 64, 2, 2, 3, promote=True),
-            KernelConfig("sm80", algorithm, 64, 64, 32, 2, 2, 3, "realign", promote=True),
+            _sm80(algorithm, (128, 128, 64), (2, 4), 3, promote=True, epilogue="sum"),
+            _sm80(algorithm, (64, 64, 64), (2, 2), 3, promote=True),
+            _sm80(algorithm, (64, 64, 32), (2, 2), 3, "realign", promote=True),
         ]
-    rows += [
-        KernelConfig("sm80", "F16_F16_F16", 128, 256, 64, 2, 4, 3),
-        KernelConfig("sm80", "F16_F16_F16", 64, 64, 64, 2, 2, 3),
-        KernelConfig("sm80", "F16_F16_F16", 64, 64, 32, 2, 2, 3, "realign"),
-        KernelConfig("sm80", "TF32_TF32_F32", 256, 128, 32, 4, 2, 3),
-        KernelConfig("sm80", "TF32_TF32_F32", 128, 256, 32, 2, 4, 3),
-        KernelConfig("sm80", "TF32_TF32_F32", 128, 128, 32, 2, 2, 3),
-        KernelConfig("sm80", "TF32_TF32_F32", 128, 128, 16, 2, 2, 4),
-        KernelConfig("sm80", "TF32_TF32_F32", 128, 64, 32, 2, 2, 3),
-        KernelConfig("sm80", "TF32_TF32_F32", 64, 64, 32, 2, 2, 3),
-        KernelConfig("sm80", "TF32_TF32_F32", 128, 128, 32, 2, 4, 3, "realign"),
-        KernelConfig("sm80", "TF32_TF32_F32", 64, 64, 16, 2, 2, 3, "realign"),
+    return [
+        *rows,
+        _sm80("F16_F16_F16", (128, 256, 64), (2, 4), 3, epilogue="sum"),
+        _sm80("F16_F16_F16", (64, 64, 64), (2, 2), 3),
+        _sm80("F16_F16_F16", (64, 64, 32), (2, 2), 3, "realign"),
+        _sm80("TF32_TF32_F32", (256, 128, 32), (4, 2), 3, epilogue="sum"),
+        _sm80("TF32_TF32_F32", (128, 256, 32), (2, 4), 3, epilogue="sum"),
+        _sm80("TF32_TF32_F32", (128, 128, 32), (2, 2), 3),
+        _sm80("TF32_TF32_F32", (128, 128, 16), (2, 2), 4, epilogue="sum"),
+        _sm80("TF32_TF32_F32", (128, 64, 32), (2, 2), 3),
+        _sm80("TF32_TF32_F32", (64, 64, 32), (2, 2), 3),
+        _sm80("TF32_TF32_F32", (128, 128, 32), (2, 4), 3, "realign"),
+        _sm80("TF32_TF32_F32", (64, 64, 16), (2, 2), 3, "realign"),
     ]
+
+
+def _rows() -> list[KernelConfig]:
+    rows = _sm80_rows()
     for algorithm in ("BF16_BF16_F32", "F16_F16_F32"):
+        # Products in float16 are fewer: they make do with fewer rows for any epilogue.
+        most = "any" if algorithm == "BF16_BF16_F32" else "sum"
         rows += [
             # The most products for each byte from shared memory and from L2.
             _sm90(algorithm, 128, 256, 4, cluster=(2, 1)),
             # For other numbers of whole waves.
-            _sm90(algorithm, 256, 160, 3, cluster=(2, 1)),
+            _sm90(algorithm, 256, 160, 3, cluster=(2, 1), epilogue="none"),
             _sm90(algorithm, 128, 192, 4, cluster=(2, 1), schedule="pingpong"),
-            _sm90(algorithm, 128, 224, 4, cluster=(2, 1)),
+            _sm90(algorithm, 128, 224, 4, cluster=(2, 1), epilogue=most),
             _sm90(algorithm, 128, 128, 6, cluster=(2, 1), schedule="pingpong"),
-            _sm90(algorithm, 128, 128, 6, schedule="pingpong"),
+            _sm90(algorithm, 128, 128, 6, schedule="pingpong", epilogue="sum"),
             # For odd numbers of tiles of rows.
             _sm90(algorithm, 128, 192, 4, cluster=(1, 2), schedule="pingpong"),
             # For batches of small products, where L2 is what counts.
             _sm90(algorithm, 128, 128, 6, cluster=(2, 2), schedule="pingpong"),
             # For few tiles.
-            _sm90(algorithm, 128, 256, 4),
+            _sm90(algorithm, 128, 256, 4, epilogue="sum"),
             _sm90(algorithm, 128, 64, 8, epilogue="sum"),
-            _sm90(algorithm, 64, 128, 6, schedule="pingpong"),
+            _sm90(algorithm, 64, 128, 6, schedule="pingpong", epilogue="sum"),
             _sm90(algorithm, 64, 128, 6, cluster=(2, 1), schedule="pingpong"),
             _sm90(algorithm, 64, 64, 6),
             # For so few that k is shared out.

@@ -32,6 +32,8 @@ def lacks_epilogue(row: KernelConfig, gemm: StridedGemm, x: Operands, spec: Gemm
         return False
     if row.skinny or not _is_sum(x, spec):
         return True
+    if row.arch == "sm80":
+        return False
     width = spec.out_dtype.itemsize
     if gemm.n * width % COPY_BYTES:
         return x.c is not None

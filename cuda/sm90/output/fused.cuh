@@ -72,13 +72,12 @@ struct FusedOutput {
   __device__ __forceinline__ void run(const Accumulators& acc, const OutputPlace& tile) const {
     const EpilogueParams& epilogue = params.epilogue;
     if constexpr (kConfig.gated) {
-      visit_activation(epilogue, [&]<ActivationFunctor Functor>(const Functor& functor) {
+      visit_common_activation(epilogue, [&](const auto& functor) {
         run_chunks(acc, tile,
                    [&](Chunk& value, const Position& at) { gate(functor, value, acc, at); });
       });
     } else if constexpr (!kGeneral) {
-      // A loop for each activation: its code lies together.
-      visit_activation(epilogue, [&]<ActivationFunctor Functor>(const Functor& functor) {
+      visit_common_activation(epilogue, [&](const auto& functor) {
         run_chunks(acc, tile,
                    [&](Chunk& value, const Position&) { apply_activation(functor, value); });
       });
@@ -133,7 +132,7 @@ struct FusedOutput {
   }
 
   // value: g -> f(g) * u; both are further results if there are any.
-  template <ActivationFunctor Functor>
+  template <typename Functor>
   __device__ __forceinline__ void gate(const Functor& functor, Chunk& value,
                                        const Accumulators& acc, const Position& at) const {
     Chunk up;
