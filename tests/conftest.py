@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gpu_accuracy import baseline_precision, poison
+from mps import pytest_configure, pytest_report_header, pytest_unconfigure  # noqa: F401 (hooks)
 
 from jax_tcgemm import _core, _extension
 from jax_tcgemm.kernels import table as kernel_table

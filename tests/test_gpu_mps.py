@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import pathlib
 import shutil
 import subprocess
 import sys
 
 import pytest
+from mps import CONTROL, outer_environment
 from mps_client import NO_DEVICE, ROWS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90, pytest.mark.slow]
 
-CONTROL = "nvidia-cuda-mps-control"
 CLIENT = pathlib.Path(__file__).with_name("mps_client.py")
 
 
@@ -22,7 +21,7 @@ def mps(tmp_path):
     """The environment of the clients of an MPS server of this test's own."""
     if shutil.which(CONTROL) is None:
         pytest.skip(f"no {CONTROL}")
-    environment = dict(os.environ)
+    environment = outer_environment()
     for name in ("PIPE", "LOG"):
         folder = tmp_path / name.lower()
         folder.mkdir()

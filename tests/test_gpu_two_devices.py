@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from mps import outer_environment
 
 from jax_tcgemm import gated_gemm, gated_mlp, gemm, mlp, ragged_dot
 
@@ -115,6 +116,7 @@ def test_first_use_beside_a_collective(devices):
     """Kernels are loaded when they are first launched, which must not wait for the other device."""
     done = subprocess.run(
         [sys.executable, "-P", "-c", _FIRST_USE],
+        env=outer_environment(),
         capture_output=True,
         text=True,
         timeout=300,
