@@ -1,5 +1,5 @@
 // One row of the kernel table, as a C++20 template value. The rows themselves stand in
-// jax_tcgemm/kernels/table.py; generate.py writes them out for the compiler.
+// jax_tcgemm/kernels/table.py; cuda/build/generate.py writes them out for the compiler.
 
 #ifndef JAX_TCGEMM_KERNEL_CONFIG_H_
 #define JAX_TCGEMM_KERNEL_CONFIG_H_

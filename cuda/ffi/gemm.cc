@@ -1,5 +1,5 @@
 // The way from XLA to the kernels: decodes a custom call into a GemmProblem (operands:
-// ffi_operands.cc), and turns a Status into an ffi::Error.
+// ffi/operands.cc), and turns a Status into an ffi::Error.
 
 #include "ffi/handlers.h"
 

@@ -1,4 +1,4 @@
-// From the custom call for products over groups to a GemmProblem; see ragged.h.
+// From the custom call for products over groups to a GemmProblem; see dispatch/ragged.h.
 
 #include <cuda_runtime_api.h>
 

@@ -51,8 +51,8 @@ __device__ __forceinline__ uint64_t advance(uint64_t descriptor, int bytes) {
   return descriptor + (bytes >> 4);
 }
 
-// The instruction of one extent n; the specialisations are written by generate.py for the tiles of
-// the kernel table, because the list of registers is part of an instruction's text.
+// The instruction of one extent n; the specialisations are written by cuda/build/generate.py for
+// the tiles of the kernel table, because the list of registers is part of an instruction's text.
 //
 //   static void from_shared<major of A, major of B>(d, descriptor of A, descriptor of B,
 //   accumulate) static void from_registers(d, fragments of A, descriptor of B, accumulate) (tf32
