@@ -218,7 +218,7 @@ def config_names(case: Case, glob: str) -> list[str]:
     return [
         row.name
         for row in kernel_table.for_algorithm(
-            case.algorithm or "", "rows" if case.group_sizes else "none"
+            case.algorithm or "", "m" if case.group_sizes else "none"
         )
         if row.name in _extension.KERNEL_NAMES
         and fnmatch.fnmatchcase(row.name, glob)

@@ -24,9 +24,10 @@ enum class Loader { kCpAsync, kRealign, kDirect, kTma };
 //   kPingpong:    two, each with a tile of its own; one multiplies while the other writes.
 enum class Schedule { kCooperative, kPingpong };
 
-// What consecutive groups, whose sizes only the device knows, divide: nothing; the rows of A and D,
-// so that each group has its own B; k, so that each group makes its own D.
-enum class Ragged { kNone, kRows, kDepth };
+// What consecutive groups, whose sizes only the device knows, divide: nothing; m, so that each
+// group has its own B (lax: ragged non-contracting); k, so that each group makes its own D (lax:
+// ragged contracting).
+enum class Grouped { kNone, kM, kK };
 
 // How much there is to do in an epilogue, and what a kernel has the code for.
 //   kNone: D is the product, rounded.
@@ -65,10 +66,10 @@ struct KernelConfig {
   // sm90: for few rows or few columns. tile_m goes along the longer of m and n, whichever operand
   // that belongs to; where it is n, D^T = B^T A^T is computed.
   bool skinny;
-  Ragged ragged;
+  Grouped grouped;
   // sm90: D^T = B^T A^T is computed: tile_m and cluster_m go along n, tile_n and cluster_n along m.
   // So m is cut into any multiples of 8 rows of a k-major A. Plain products alone, with D by TMA.
-  bool exchanged;
+  bool swap_ab;
   // What epilogues the kernel has: most of its code and of the time that it takes to compile.
   EpilogueWork epilogue;
 
@@ -82,7 +83,7 @@ struct KernelConfig {
   // What computes what only sm90 kernels compute in good time, on other GPUs and of operands that
   // TMA cannot address: taken where nothing else is.
   constexpr bool is_fallback() const {
-    return arch == Arch::kSimt && (gated || ragged != Ragged::kNone);
+    return arch == Arch::kSimt && (gated || grouped != Grouped::kNone);
   }
 
   // sm90: float32 sums that a thread holds. With many of them, or tall tiles of 32-bit operands, no
@@ -96,7 +97,7 @@ struct KernelConfig {
   // (sm90/split_k/in_workspace.cuh). Large tiles have too much to exchange (docs/performance.md).
   constexpr bool has_fixup() const {
     return arch == Arch::kSm90 && schedule == Schedule::kPingpong && !promote && !gated &&
-           !exchanged && ragged == Ragged::kNone && accumulators() <= 128;
+           !swap_ab && grouped == Grouped::kNone && accumulators() <= 128;
   }
 
   // Warps that multiply; sm90 kernels have others that load.
@@ -111,14 +112,14 @@ struct KernelConfig {
   constexpr int threads() const { return 32 * (consumer_warps() + producer_warps()); }
 
   // sm90: an operand is rows of 128 bytes, and of an mn-major one whole rows are loaded; rows of
-  // fewer bytes if the tile has no more. Where operands are exchanged tile_n is a k-major one's.
+  // fewer bytes if the tile has no more. Where operands are swapped tile_n is a k-major one's.
   constexpr int mn_row_bytes(int tile_mn) const {
     const int bytes = tile_mn * element_bytes(algorithm);
     return bytes < 128 ? bytes : 128;
   }
   constexpr int operand_bytes(int tile_mn) const {
     const int row = mn_row_bytes(tile_mn) / element_bytes(algorithm);
-    if (arch == Arch::kSm90 && !exchanged) tile_mn = (tile_mn + row - 1) / row * row;
+    if (arch == Arch::kSm90 && !swap_ab) tile_mn = (tile_mn + row - 1) / row * row;
     return tile_mn * tile_k * element_bytes(algorithm);
   }
   constexpr int stage_bytes() const { return operand_bytes(tile_m) + operand_bytes(tile_n); }
@@ -126,7 +127,7 @@ struct KernelConfig {
   // A float32 slab of 16 rows of accumulators for each warp of an sm80 kernel; the buffers of
   // the warps of an sm90 kernel, through which D leaves.
   constexpr int slab_bytes() const { return 16 * warp_n() * 4; }
-  // Exchanged: a warpgroup's buffers take 64 columns of D and so many rows, equal parts of its
+  // Swapped: a warpgroup's buffers take 64 columns of D and so many rows, equal parts of its
   // tile.
   constexpr int transposed_rows() const {
     int rows = 48;
@@ -140,7 +141,7 @@ struct KernelConfig {
   // Of a warpgroup: four buffers of 2 KiB for each warp, if its tile fills more than two and there
   // is room.
   constexpr int staging_bytes() const {
-    if (exchanged) return transposed_buffers() * transposed_rows() * 128;
+    if (swap_ab) return transposed_buffers() * transposed_rows() * 128;
     constexpr int kBuffer = 4 * 2 * 1024;
     const int fixed = ring_bytes() + bias_bytes() + kBarrierBytes;
     const int tile_bytes = 4 * warp_m() * output_n() * 2;
@@ -160,7 +161,7 @@ struct KernelConfig {
   static constexpr int kSkinnyPadding = 4;  // float32 of a row of the slab
   // sm90: the barriers, and the bias of each warpgroup's tile.
   constexpr int bias_bytes() const {
-    return skinny || exchanged ? 0 : consumer_warps() / 4 * tile_n * 4;
+    return skinny || swap_ab ? 0 : consumer_warps() / 4 * tile_n * 4;
   }
   // sm90: blocks that shared memory and registers let on one SM; two warpgroups of consumers take
   // all registers.

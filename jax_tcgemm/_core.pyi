@@ -19,6 +19,6 @@ def choose_config(
     workspace_bytes: int = 0,
     epilogue: str = "none",
     gated: bool = False,
-    ragged: str = "none",
+    grouped: str = "none",
     max_cluster_size: int = 16,
 ) -> str: ...

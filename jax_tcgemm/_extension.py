@@ -43,12 +43,12 @@ def check_kernel_names(built: frozenset[str], build_info: dict[str, str]) -> Non
         )
 
 
-def has_kernel(algorithm: str, *, gated: bool = False, ragged: str = "none") -> bool:
+def has_kernel(algorithm: str, *, gated: bool = False, grouped: str = "none") -> bool:
     """Says whether a kernel for such products in ``algorithm`` was compiled in.
 
     Rows that are there only for where nothing else serves do not count: XLA is faster.
     """
-    rows = (row for row in kernel_table.for_algorithm(algorithm, ragged) if row.gated == gated)
+    rows = (row for row in kernel_table.for_algorithm(algorithm, grouped) if row.gated == gated)
     return any(row.name in KERNEL_NAMES and not row.is_fallback for row in rows)
 
 

@@ -32,7 +32,7 @@ def residues(tile: int, unit: int, large: int) -> list[int]:
 def orientations(config: KernelConfig) -> list[tuple[int, int]]:
     """Returns the tile along m and n; a skinny row lays it along the longer of them."""
     tile = config.tile_m, config.tile_n
-    if config.exchanged:
+    if config.swap_ab:
         return [tile[::-1]]
     return [tile, tile[::-1]] if config.skinny else [tile]
 

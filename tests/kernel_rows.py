@@ -11,7 +11,7 @@ from jax_tcgemm.kernels.table import CONFIGS
 def by_config(
     *,
     gated: bool = False,
-    ragged: str = "none",
+    grouped: str = "none",
     epilogues: tuple[str, ...] = ("none", "sum", "any"),
 ) -> pytest.MarkDecorator:
     """Runs a test for each configuration, of one weight or of two, and of groups or of none.
@@ -28,10 +28,10 @@ def by_config(
                     pytest.mark.skipif(
                         config.name not in _extension.KERNEL_NAMES, reason="not in this build"
                     ),
-                    *([pytest.mark.sm90] if ragged != "none" and config.arch == "sm90" else []),
+                    *([pytest.mark.sm90] if grouped != "none" and config.arch == "sm90" else []),
                 ],
             )
             for config in CONFIGS
-            if config.gated == gated and config.ragged == ragged and config.epilogue in epilogues
+            if config.gated == gated and config.grouped == grouped and config.epilogue in epilogues
         ],
     )

@@ -18,18 +18,18 @@ from jax_tcgemm.kernels.table import CONFIGS
 
 FALLBACKS = {row.name: row for row in CONFIGS if row.is_fallback}
 GATED = "simt_bf16_4x64x32_w4x1_s1_gated"
-ROWS = "simt_bf16_4x32x32_w4x1_s1_ragged_rows"
+ROWS = "simt_bf16_4x32x32_w4x1_s1_grouped_m"
 KINDS = {
     "gated": {"gated": True, "layout": "nn"},
-    "rows": {"ragged": "rows", "layout": "nn"},
-    "depth": {"ragged": "depth", "layout": "tn"},
+    "m": {"grouped": "m", "layout": "nn"},
+    "k": {"grouped": "k", "layout": "tn"},
 }
 ALGORITHMS = ("BF16_BF16_F32", "F16_F16_F32")
 SIZES = jnp.array([8, 8])
 
 
 def kind_of(row):
-    return "gated" if row.gated else row.ragged
+    return "gated" if row.gated else row.grouped
 
 
 def choose(algorithm, kind, extents, aligned, compute_capability, **options):
@@ -50,7 +50,7 @@ def test_every_kind_of_product_that_sm90_rows_alone_compute_fast_has_one():
     for row in FALLBACKS.values():
         assert row.rounds_sums
         assert not row.copies_whole_chunks
-        assert row.name.endswith("_gated" if row.gated else f"_ragged_{row.ragged}")
+        assert row.name.endswith("_gated" if row.gated else f"_grouped_{row.grouped}")
     assert {GATED, ROWS} <= set(FALLBACKS)
 
 
@@ -59,8 +59,8 @@ def test_every_kind_of_product_that_sm90_rows_alone_compute_fast_has_one():
     [
         ({"tile_n": 32}, "one element"),
         ({"gated": False}, "one element"),
-        ({"ragged": "rows"}, "one weight"),
-        ({"ragged": "columns"}, "unknown ragged"),
+        ({"grouped": "m"}, "one weight"),
+        ({"grouped": "columns"}, "unknown grouped"),
         ({"algorithm": "TF32_TF32_F32"}, "16-bit"),
         ({"algorithm": "F16_F16_F16"}, "float32 sums"),
     ],
@@ -95,7 +95,7 @@ def test_hopper_takes_them_for_what_tma_cannot_address_alone(algorithm, kind):
     for extents, float32_result, epilogue in itertools.product(
         [(1, 8, 8), (1, 4096, 4096), (64, 64, 64), (128, 512, 512), (8192, 14336, 4096)],
         (True, False),
-        ("none",) if kind == "depth" else ("none", "any"),  # groups of k have no epilogue
+        ("none",) if kind == "k" else ("none", "any"),  # groups of k have no epilogue
     ):
         options = {"float32_result": float32_result, "epilogue": epilogue}
         assert choose(algorithm, kind, extents, True, 90, **options) in sm90
@@ -137,7 +137,7 @@ def test_gpus_that_are_known_to_lack_fast_kernels_leave_products_to_xla(cuda_mod
 def test_builds_with_no_other_leave_products_to_xla_unless_one_is_named(cuda_module, monkeypatch):
     monkeypatch.setattr(_extension, "KERNEL_NAMES", frozenset(FALLBACKS))
     assert not _extension.has_kernel("BF16_BF16_F32", gated=True)
-    assert not _extension.has_kernel("BF16_BF16_F32", ragged="depth")
+    assert not _extension.has_kernel("BF16_BF16_F32", grouped="k")
     operands = bf16(80, 16), bf16(16, 24), bf16(16, 24)
     assert not gated_calls(cuda_module, *operands)
     assert not ragged_calls()

@@ -39,9 +39,9 @@ SIZES = [
 ]
 
 
-def fallbacks(ragged):
+def fallbacks(grouped):
     """The mark of `by_config` without other rows."""
-    mark = by_config(ragged=ragged)
+    mark = by_config(grouped=grouped)
     names = {row.name for row in CONFIGS if row.is_fallback}
     return pytest.mark.parametrize("config", [p for p in mark.args[1] if p.id in names])
 
@@ -54,7 +54,7 @@ def order(k, largest):
 @pytest.mark.parametrize("out", ["operands'", "float32"])
 @pytest.mark.parametrize("activation", [None, "gelu"])
 @pytest.mark.parametrize("transposed", [False, True])
-@fallbacks("rows")
+@fallbacks("m")
 def test_groups_of_rows(normal, assert_accurate, config, transposed, activation, out):
     dtype = jnp.dtype(INPUT_DTYPES[config.algorithm])
     out_dtype = dtype if out == "operands'" else jnp.dtype(F32)
@@ -79,7 +79,7 @@ def test_groups_of_rows(normal, assert_accurate, config, transposed, activation,
 
 
 @pytest.mark.parametrize("out", ["operands'", "float32"])
-@fallbacks("depth")
+@fallbacks("k")
 def test_groups_of_k(normal, assert_accurate, config, out):
     dtype = jnp.dtype(INPUT_DTYPES[config.algorithm])
     out_dtype = dtype if out == "operands'" else jnp.dtype(F32)
@@ -101,7 +101,7 @@ def test_groups_of_k(normal, assert_accurate, config, out):
         assert not np.asarray(got)[np.diff(at) == 0].any()
 
 
-@fallbacks("rows")
+@fallbacks("m")
 def test_many_groups_and_gradients(rng, normal, assert_accurate, config):
     """Through the gradient: the pre-activation by the named row, whatever computes the rest."""
     dtype = jnp.dtype(INPUT_DTYPES[config.algorithm])

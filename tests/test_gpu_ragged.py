@@ -36,7 +36,7 @@ def test_equals_the_loop_and_lax_on_the_gpu(rng, normal, assert_accurate, dtype,
         check_problem(random_problem(rng, normal, dtype), assert_accurate)
 
 
-@by_config(ragged="rows")
+@by_config(grouped="m")
 def test_every_kernel_for_groups_of_rows(rng, normal, config):
     dtype = INPUT_DTYPES[config.algorithm]
     for transposed in (False, True):
@@ -53,7 +53,7 @@ def test_every_kernel_for_groups_of_rows(rng, normal, config):
         assert error <= float(jnp.finfo(dtype).eps) * np.abs(wanted).max()
 
 
-@by_config(ragged="depth")
+@by_config(grouped="k")
 def test_every_kernel_for_groups_of_k(rng, normal, config):
     dtype = INPUT_DTYPES[config.algorithm]
     for out_dtype in (dtype, jnp.dtype(F32)):

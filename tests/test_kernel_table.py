@@ -33,7 +33,7 @@ def test_every_algorithm_has_rows_of_every_loader():
         assert {row.loader for row in rows} - {"tma"} == loaders
         assert ("tma" in {row.loader for row in rows}) == (algorithm != "F16_F16_F16")
         assert {row.element_bytes for row in rows} == {dtype.itemsize}
-    kinds = itertools.product(INPUT_DTYPES, ("none", "rows", "depth"))
+    kinds = itertools.product(INPUT_DTYPES, ("none", "m", "k"))
     assert sum(len(for_algorithm(*kind)) for kind in kinds) == len(CONFIGS)
     assert len({(row.tile_m, row.tile_n) for row in CONFIGS}) >= 5
 
@@ -58,7 +58,7 @@ def test_unknown_name():
         ({"arch": "simt", "loader": "direct"}, "one element"),
         ({"algorithm": "F16_F16_F16", "promote": True}, "promoted"),
         ({"cluster_m": 2}, "clusters"),
-        ({"exchanged": True}, "transpose"),
+        ({"swap_ab": True}, "transpose"),
         ({"epilogue": "none"}, "every epilogue"),
     ],
 )
@@ -83,7 +83,7 @@ def test_impossible_rows(changes, message):
         ({"cluster_m": 3}, "1, 2 or 4"),
         ({"promote": True, "tile_n": 160, "stages": 4}, "two more sets"),
         ({"epilogue": "all"}, "unknown epilogue"),
-        ({"epilogue": "none", "algorithm": "TF32_TF32_F32", "tile_k": 32}, "exchanged"),
+        ({"epilogue": "none", "algorithm": "TF32_TF32_F32", "tile_k": 32}, "swapped"),
         ({"epilogue": "sum", "tile_m": 256, "tile_n": 160, "stages": 3}, "accumulators for sums"),
         ({"epilogue": "sum", "split_k": 2}, "every epilogue"),
         ({"epilogue": "none", "tile_n": 128, "stages": 4, "gated": True}, "gating"),
@@ -98,14 +98,14 @@ def test_impossible_sm90_rows(changes, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"ragged": "columns"}, "unknown ragged"),
-        ({"ragged": "rows", "gated": True, "tile_n": 128, "stages": 6}, "one weight"),
-        ({"ragged": "rows", "split_k": 2}, "unsplit"),
-        ({"ragged": "depth", "tile_n": 32, "epilogue": "none"}, "whole slabs"),
-        ({"ragged": "depth"}, "no epilogue"),
+        ({"grouped": "columns"}, "unknown grouped"),
+        ({"grouped": "m", "gated": True, "tile_n": 128, "stages": 6}, "one weight"),
+        ({"grouped": "m", "split_k": 2}, "unsplit"),
+        ({"grouped": "k", "tile_n": 32, "epilogue": "none"}, "whole slabs"),
+        ({"grouped": "k"}, "no epilogue"),
     ],
 )
-def test_impossible_ragged_rows(changes, message):
+def test_impossible_grouped_rows(changes, message):
     row = by_name("sm90_bf16_128x64x64_s8_c1x1_cooperative")
     row = dataclasses.replace(row, epilogue="any")
     with pytest.raises(ValueError, match=message):
@@ -117,14 +117,14 @@ def test_impossible_ragged_rows(changes, message):
     [
         ({"algorithm": "TF32_TF32_F32", "tile_k": 32}, "as their layouts need"),
         ({"tile_n": 68}, "multiple of 8"),
-        ({"ragged": "rows"}, "plain products alone"),
+        ({"grouped": "m"}, "plain products alone"),
         ({"promote": True, "tile_n": 32}, "plain products alone"),
         ({"stages": 9}, "shared memory"),
-        ({"exchanged": False, "stages": 4}, "multiple of 32"),
+        ({"swap_ab": False, "stages": 4}, "multiple of 32"),
     ],
 )
-def test_impossible_exchanged_rows(changes, message):
-    row = by_name("sm90_bf16_128x72x64_s8_c2x1_cooperative_exchanged")
+def test_impossible_rows_that_swap_operands(changes, message):
+    row = by_name("sm90_bf16_128x72x64_s8_c2x1_cooperative_swap_ab")
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(row, **changes)
 
@@ -192,8 +192,8 @@ def test_no_sm90_kernel_spills_or_is_serialised():
         # are of rows of a k-major A, or of k in two mn-major operands. Exchanged operands have a
         # k-major A.
         layouts = sum(len(re.findall(_LAYOUT, name)) for name in kernels)
-        least = {"none": 3, "rows": 2, "depth": 1}[row.ragged]
-        assert layouts >= (2 if row.exchanged else least), row.name
+        least = {"none": 3, "m": 2, "k": 1}[row.grouped]
+        assert layouts >= (2 if row.swap_ab else least), row.name
         assert set(kernels.values()) == {0}, kernels
 
 
@@ -298,12 +298,12 @@ def test_heuristic_of_the_sm90_family_on_an_h200(algorithm, shape, layout, expec
     assert not by_name(unaligned).copies_whole_chunks
 
 
-def test_exchanged_rows_take_plain_products_alone(choose_on_h200):
+def test_rows_that_swap_operands_take_plain_products_alone(choose_on_h200):
     choose = functools.partial(choose_on_h200, "BF16_BF16_F32", 16384, 4096, 1024)
     # The fastest row measured.
-    assert choose() == choose(layout="nt") == "sm90_bf16_128x160x64_s5_c2x1_pingpong_exchanged"
+    assert choose() == choose(layout="nt") == "sm90_bf16_128x160x64_s5_c2x1_pingpong_swap_ab"
     for other in ({"layout": "tn"}, {"layout": "tt"}, {"epilogue": "sum"}, {"epilogue": "any"}):
-        assert "exchanged" not in choose(**other)
+        assert "swap_ab" not in choose(**other)
     assert "promote" in choose(float32_result=True)
 
 
@@ -351,7 +351,7 @@ def test_heuristic_keeps_to_clusters_that_fit(choose_on_h200, limit):
                 assert (
                     row.arch == "sm90" or row.element_bytes == 4
                 )  # which no block transposes alone
-    for options in ({"float32_result": True}, {"ragged": "rows"}, {"ragged": "depth"}):
+    for options in ({"float32_result": True}, {"grouped": "m"}, {"grouped": "k"}):
         assert by_name(choose("BF16_BF16_F32", 4096, 4096, 4096, **options)).cluster_size <= limit
     assert by_name(choose_on_h200("BF16_BF16_F32", 4096, 4096, 4096)).cluster_size == 2
 

@@ -25,7 +25,7 @@ def folded(m: int, n: int, k: int, layout: str = "nn", batch: int = 1) -> Stride
 @pytest.mark.parametrize(
     ("problem", "ours", "xla"),
     [
-        # Few rows, and B off 16 bytes.
+        # Few rows, and B unaligned.
         ((8, 50257, 768), 67, 32),
         ((96, 50257, 768), 75, 50),
         ((128, 50257, 768), 76, 52),
@@ -33,7 +33,7 @@ def folded(m: int, n: int, k: int, layout: str = "nn", batch: int = 1) -> Stride
         ((64, 4095, 4096, "tn"), 30.2, 24.4),
         ((256, 50257, 768), 80, 98),
         ((256, 4095, 4096), 35, 51),
-        # A off 16 bytes.
+        # A unaligned.
         ((8, 4096, 4095), 16, 33),
         ((128, 4096, 4095), 20, 40),
         ((8, 4096, 4095, "nt"), 27, 33),
@@ -55,7 +55,7 @@ def folded(m: int, n: int, k: int, layout: str = "nn", batch: int = 1) -> Stride
         ((1024, 129, 512, "nn", 32), 32, 47),
         ((257, 256, 257, "nn", 64), 25, 28),
         ((513, 513, 513, "nn", 32), 59, 111),
-        # A result off 16 bytes.
+        # An unaligned result.
         ((2048, 4097, 64, "nt"), 21, 14),
         ((4096, 4097, 128, "nt"), 44, 28),
         ((4096, 4097, 256, "nt"), 27, 31),
@@ -113,9 +113,9 @@ def test_only_near_what_was_measured():
 
 def test_reasons():
     reason = left_to_xla("BF16_BF16_F32", folded(577, 64, 577, "nn", 192), 2)
-    assert reason == "52 products an element, and rows of a off 16 bytes"
+    assert reason == "52 products an element, and a unaligned"
     reason = left_to_xla("BF16_BF16_F32", folded(8, 4095, 4096), 2)
-    assert reason == "few rows, 8, and b has a leading dimension of 4095 elements, off 16 bytes"
+    assert reason == "few rows, 8, and b has a leading dimension of 4095 elements, unaligned"
 
 
 def test_plain_products_without_a_configuration(cuda_module):
@@ -139,7 +139,7 @@ def test_a_shared_operand_is_read_once():
 
 
 def test_an_operand_that_is_copied_anyway(cuda_module):
-    """A batch dimension is innermost: what is off 16 bytes there is not so once it is copied."""
+    """A batch dimension is innermost: what is unaligned there is not so once it is copied."""
     a, b = jnp.zeros((512, 512, 16), jnp.bfloat16), jnp.stack([bf16(512, 32)] * 16)
     _, calls = cuda_module(jax.vmap(gemm, in_axes=(-1, 0)), a, b)
     assert len(calls) == 1

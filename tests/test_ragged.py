@@ -349,7 +349,7 @@ def test_other_dtypes_lower_to_the_reference(normal, cuda_text, dtype):
 
 def test_a_named_kernel_is_asked_for_and_not_by_derivatives(normal, cuda_text):
     operands = normal(16, 8, dtype=BF16), normal(2, 8, 8, dtype=BF16), jnp.array([8, 8])
-    name = kernel_table.for_algorithm("BF16_BF16_F32", "rows")[0].name
+    name = kernel_table.for_algorithm("BF16_BF16_F32", "m")[0].name
     function = functools.partial(ragged_dot, config=name)
     assert cuda_text(function, *operands).count(f'config = "{name}"') == 1
     text = cuda_text(jax.grad(lambda *x: function(*x).astype(F32).sum(), (0, 1)), *operands)
@@ -357,7 +357,7 @@ def test_a_named_kernel_is_asked_for_and_not_by_derivatives(normal, cuda_text):
 
 
 def test_no_gemm_takes_a_ragged_kernel():
-    names = {row.name for row in kernel_table.CONFIGS if row.ragged != "none"}
+    names = {row.name for row in kernel_table.CONFIGS if row.grouped != "none"}
     assert names
     for algorithm in ("BF16_BF16_F32", "F16_F16_F32"):
         assert not names & {row.name for row in kernel_table.for_algorithm(algorithm)}
@@ -367,26 +367,26 @@ def test_no_gemm_takes_a_ragged_kernel():
 
 
 @pytest.mark.parametrize(
-    ("ragged", "extents", "groups", "wanted"),
+    ("grouped", "extents", "groups", "wanted"),
     [
-        ("rows", (1024, 14336, 4096), 8, "128x256x64"),
-        ("rows", (256, 2048, 2048), 8, "128x256x64"),
-        ("rows", (128, 2048, 2048), 8, "128x128x64"),
-        ("rows", (64, 2048, 2048), 8, "64x128x64"),
-        ("rows", (1, 2048, 2048), 8, "64x128x64"),
-        ("depth", (4096, 14336, 1024), 8, "128x256x64"),
-        ("depth", (512, 512, 512), 8, "128x128x64"),
+        ("m", (1024, 14336, 4096), 8, "128x256x64"),
+        ("m", (256, 2048, 2048), 8, "128x256x64"),
+        ("m", (128, 2048, 2048), 8, "128x128x64"),
+        ("m", (64, 2048, 2048), 8, "64x128x64"),
+        ("m", (1, 2048, 2048), 8, "64x128x64"),
+        ("k", (4096, 14336, 1024), 8, "128x256x64"),
+        ("k", (512, 512, 512), 8, "128x128x64"),
     ],
 )
-def test_the_choice_depends_on_the_mean_size(ragged, extents, groups, wanted):
-    rows = kernel_table.for_algorithm("BF16_BF16_F32", ragged)
+def test_the_choice_depends_on_the_mean_size(grouped, extents, groups, wanted):
+    rows = kernel_table.for_algorithm("BF16_BF16_F32", grouped)
     if not _extension.KERNEL_NAMES.issuperset(row.name for row in rows):
         pytest.skip("not in this build")
     name = _extension._core.choose_config(
         *("BF16_BF16_F32", *extents, groups, True, 132, 227 * 1024),
         compute_capability=90,
-        layout="nn" if ragged == "rows" else "tn",
-        ragged=ragged,
+        layout="nn" if grouped == "m" else "tn",
+        grouped=grouped,
     )
     assert name in {row.name for row in rows}
     assert wanted in name

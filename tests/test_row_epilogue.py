@@ -57,7 +57,7 @@ def test_a_row_without_the_epilogue_computes_the_product(cuda_module, config, ep
         (SUMS, {"preferred_element_type": jnp.float32}),
         ("sm90_bf16_64x128x64_s6_c2x1_pingpong", {"activation": "gelu"}),
         # It cannot leave a product in float32: another row has the epilogue.
-        ("sm90_bf16_128x160x64_s5_c2x1_pingpong_exchanged", {"activation": "gelu"}),
+        ("sm90_bf16_128x160x64_s5_c2x1_pingpong_swap_ab", {"activation": "gelu"}),
     ],
 )
 def test_a_row_with_the_epilogue_computes_all(cuda_module, config, options):

@@ -1,8 +1,8 @@
 """Writes the tables of kernels and of arithmetic out for the C++ build.
 
-``<family>_<number>.cu`` for every few rows, which instantiates their kernels, and
-``kernel_registry.inc``, the list of them; ``arithmetic.inc`` and the instructions. Run by CMake; the
-results live in the build directory and are never committed.
+``<family>_<number>.cu`` for every few rows, which instantiates their kernels;
+``kernel_registry.inc``, the list of them; ``arithmetic.inc`` and the instructions of ``wgmma``. Run
+by CMake; the results live in the build directory and are never committed.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def cpp_config(config) -> str:
         enumerator("Schedule", config.schedule),
         str(config.gated).lower(),
         str(config.skinny).lower(),
-        enumerator("Ragged", config.ragged),
-        str(config.exchanged).lower(),
+        enumerator("Grouped", config.grouped),
+        str(config.swap_ab).lower(),
         enumerator("EpilogueWork", config.epilogue),
     ]
     return "{" + ", ".join(map(str, fields)) + "}"

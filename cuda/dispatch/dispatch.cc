@@ -28,12 +28,12 @@ constexpr int kMaxTmaBatchRank = 3;
 
 // Groups of so many rows of D, whatever the tile, so that the blocks of one wave read few enough
 // rows of A and columns of B to share them in L2.
-Status set_tile_order(const KernelConfig& config, bool exchanged, GemmParams* params) {
+Status set_tile_order(const KernelConfig& config, bool swap_ab, GemmParams* params) {
   const int64_t group_rows = config.arch == Arch::kSm90 ? 2048 : 1024;
   const int64_t rows = config.tile_m * config.cluster_m;
-  const int64_t tiles_m = ceil_div(exchanged ? params->n : params->m, rows);
+  const int64_t tiles_m = ceil_div(swap_ab ? params->n : params->m, rows);
   const int64_t tiles_n =
-      ceil_div(exchanged ? params->m : params->n, config.output_n() * config.cluster_n);
+      ceil_div(swap_ab ? params->m : params->n, config.output_n() * config.cluster_n);
   const int64_t width =
       config.skinny ? tiles_m : std::min(tiles_m, std::max(int64_t{1}, group_rows / rows));
   // A block counts them in 32 bits to one step of the grid beyond.
@@ -110,7 +110,7 @@ Status find_kernel(const GemmProblem& problem, const DeviceProperties& device, i
       .shared_memory_per_block = device.shared_memory_per_block,
       .max_cluster_size = device.max_cluster_size.load(std::memory_order_relaxed),
       .batch_rank = p.batch_rank,
-      .ragged = Ragged::kNone,
+      .grouped = Grouped::kNone,
       .whole_lines_a = begins_lines(p.a, problem.algorithm),
       .whole_lines_b = begins_lines(p.b, problem.algorithm),
       .d_by_tma = sm90::d_by_tma(problem),
@@ -214,9 +214,9 @@ Status launch(GemmProblem* problem, const KernelEntry& entry, const DeviceProper
               cudaStream_t stream, Fit* fit) {
   GemmParams& params = problem->params;
   const KernelConfig& config = entry.config;
-  const bool exchanged =
-      sm90::exchanges_operands(config, problem->major_a, problem->major_b, params.m, params.n);
-  JAX_TCGEMM_RETURN_IF_ERROR(set_tile_order(config, exchanged, &params));
+  const bool swap_ab =
+      sm90::swaps_operands(config, problem->major_a, problem->major_b, params.m, params.n);
+  JAX_TCGEMM_RETURN_IF_ERROR(set_tile_order(config, swap_ab, &params));
   sm90::TensorMaps maps;
   if (config.arch == Arch::kSm90) {
     JAX_TCGEMM_RETURN_IF_ERROR(sm90::encode_tensor_maps(*problem, config, &maps));

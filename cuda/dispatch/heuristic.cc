@@ -78,13 +78,13 @@ bool sm90_supports(const KernelConfig& config, const ChoiceInput& input) {
   if (config.cluster_size() > input.max_cluster_size) return false;
   if (ceil_div(input.k, config.tile_k) < config.split_k) return false;
   if (config.skinny && input.batch_rank > 1) return false;
-  if (config.ragged != Ragged::kNone && !input.d_by_tma) return false;
-  if (config.exchanged) return input.major_a == Major::kK && !input.widens();
+  if (config.grouped != Grouped::kNone && !input.d_by_tma) return false;
+  if (config.swap_ab) return input.major_a == Major::kK && !input.widens();
   if (element_bytes(config.algorithm) == 2) return true;
   if (sm90::transposes_b(config, input.major_a, input.major_b)) {
     return sm90::can_transpose_b(config);
   }
-  return !sm90::exchanges_operands(config, input.major_a, input.major_b) || config.split_k == 1;
+  return !sm90::swaps_operands(config, input.major_a, input.major_b) || config.split_k == 1;
 }
 
 // Whether the kernel has the problem's epilogue. What becomes of its sums is in finish_of
@@ -94,7 +94,7 @@ bool has_epilogue(const KernelConfig& config, const ChoiceInput& input) {
   if (config.arch == Arch::kSm80) return input.epilogue <= config.epilogue;
   if (config.skinny) return input.epilogue == EpilogueWork::kNone;
   if (!input.d_by_tma) {
-    return !config.exchanged && input.epilogue != EpilogueWork::kAny && !input.has_c;
+    return !config.swap_ab && input.epilogue != EpilogueWork::kAny && !input.has_c;
   }
   if (input.epilogue == EpilogueWork::kNone) return true;
   return config.epilogue == EpilogueWork::kSum && input.epilogue == EpilogueWork::kSum &&
@@ -107,7 +107,7 @@ bool supports(const KernelConfig& config, const ChoiceInput& input, int splits) 
   // The kernel that adds up splits has every epilogue.
   if (splits == 1 && !has_epilogue(config, input)) return false;
   if (config.algorithm != input.algorithm || config.gated != input.gated ||
-      config.ragged != input.ragged ||
+      config.grouped != input.grouped ||
       config.shared_memory_bytes() > input.shared_memory_per_block) {
     return false;
   }
@@ -135,7 +135,7 @@ bool supports_splits(const KernelConfig& config, const ChoiceInput& input, int s
   const bool even = config.schedule == Schedule::kCooperative || k_tiles % splits == 0 ||
                     sm90::has_fixup(config, input, splits);
   return config.arch == Arch::kSm90 && config.split_k == 1 && !config.gated && !config.skinny &&
-         !config.exchanged && even && input.batch == 1 && k_tiles >= splits;
+         !config.swap_ab && even && input.batch == 1 && k_tiles >= splits;
 }
 
 double estimated_cycles(const KernelConfig& config, const ChoiceInput& input, int splits) {

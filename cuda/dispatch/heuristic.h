@@ -26,7 +26,7 @@ struct ChoiceInput {
   int shared_memory_per_block;             // bytes
   int max_cluster_size = kMaxClusterSize;  // blocks
   int batch_rank;
-  Ragged ragged = Ragged::kNone;
+  Grouped grouped = Grouped::kNone;
   // Rows of the operands begin with a line of L2, wherever the first does: the leading dimension is
   // a multiple of 128 bytes.
   bool whole_lines_a = true;

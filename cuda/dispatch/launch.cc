@@ -77,7 +77,7 @@ cudaError_t launch_sm90(const KernelConfig& config, KernelHandle* kernel,
 
   GemmParams params = request.params;
   int clusters = capacity;
-  if (config.ragged == Ragged::kNone) {
+  if (config.grouped == Grouped::kNone) {
     const int64_t tiles = tile_count(params);
     if (params.fixup.parts > 0) {  // blocks wait for one another
       if (tiles > capacity) return cudaErrorCooperativeLaunchTooLarge;

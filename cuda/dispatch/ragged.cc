@@ -13,13 +13,14 @@ namespace jax_tcgemm {
 namespace {
 
 // Groups of one size: their own are not known.
-ChoiceInput even_groups(const GemmProblem& problem, Ragged ragged, const DeviceProperties& device) {
+ChoiceInput even_groups(const GemmProblem& problem, Grouped grouped,
+                        const DeviceProperties& device) {
   const GemmParams& p = problem.params;
   ChoiceInput input = {};
   input.algorithm = problem.algorithm;
-  input.m = ragged == Ragged::kRows ? ceil_div(p.m, p.batch) : p.m;
+  input.m = grouped == Grouped::kM ? ceil_div(p.m, p.batch) : p.m;
   input.n = p.n;
-  input.k = ragged == Ragged::kDepth ? ceil_div(p.k, p.batch) : p.k;
+  input.k = grouped == Grouped::kK ? ceil_div(p.k, p.batch) : p.k;
   input.batch = p.batch;
   input.tma_addressable = problem.tma_addressable();
   input.major_a = problem.major_a;
@@ -30,7 +31,7 @@ ChoiceInput even_groups(const GemmProblem& problem, Ragged ragged, const DeviceP
   input.sm_count = device.sm_count;
   input.shared_memory_per_block = device.shared_memory_per_block;
   input.max_cluster_size = device.max_cluster_size.load(std::memory_order_relaxed);
-  input.ragged = ragged;
+  input.grouped = grouped;
   input.whole_lines_a = begins_lines(p.a, problem.algorithm);
   input.whole_lines_b = begins_lines(p.b, problem.algorithm);
   input.d_by_tma = sm90::d_by_tma(problem);
@@ -51,10 +52,10 @@ Status find_kernel(const GemmProblem& problem, const ChoiceInput& input,
 }
 
 // The device counts the tiles of sm90 rows in 32 bits.
-Status check_tiles(const GemmParams& p, Ragged ragged, const KernelConfig& config) {
+Status check_tiles(const GemmParams& p, Grouped grouped, const KernelConfig& config) {
   const int64_t rows = config.tile_m * config.cluster_m;
   const int64_t tiles_m =
-      ragged == Ragged::kRows ? p.m / rows + p.batch + 1 : ceil_div(p.m, rows) * p.batch;
+      grouped == Grouped::kM ? p.m / rows + p.batch + 1 : ceil_div(p.m, rows) * p.batch;
   const int64_t tiles = tiles_m * ceil_div(p.n, config.tile_n * config.cluster_n);
   constexpr int64_t kMax = std::numeric_limits<int32_t>::max() / 2;
   JAX_TCGEMM_REQUIRE(tiles <= kMax && p.m <= kMax && p.k <= kMax, "m=", p.m, " n=", p.n, " k=", p.k,
@@ -63,12 +64,12 @@ Status check_tiles(const GemmParams& p, Ragged ragged, const KernelConfig& confi
 }
 
 // `launched` says whether the kernel was; what prevents any row's launch is an error.
-Status launch(const GemmProblem& problem, Ragged ragged, const KernelEntry& entry,
+Status launch(const GemmProblem& problem, Grouped grouped, const KernelEntry& entry,
               const DeviceProperties& device, cudaStream_t stream, cudaError_t* launched) {
   const GemmParams& p = problem.params;
   sm90::TensorMaps maps;
   if (entry.config.arch == Arch::kSm90) {
-    JAX_TCGEMM_RETURN_IF_ERROR(check_tiles(p, ragged, entry.config));
+    JAX_TCGEMM_RETURN_IF_ERROR(check_tiles(p, grouped, entry.config));
     JAX_TCGEMM_RETURN_IF_ERROR(sm90::encode_tensor_maps(problem, entry.config, &maps));
   }
   *launched = launch_kernel(entry.config, *entry.kernels,
@@ -78,15 +79,15 @@ Status launch(const GemmProblem& problem, Ragged ragged, const KernelEntry& entr
 
 }  // namespace
 
-Status run_ragged(GemmProblem problem, Ragged ragged, const DeviceProperties& device,
+Status run_ragged(GemmProblem problem, Grouped grouped, const DeviceProperties& device,
                   cudaStream_t stream) {
   JAX_TCGEMM_RETURN_IF_ERROR(check_device(device));
   const GemmParams& p = problem.params;
   const KernelEntry* entry = nullptr;
   cudaError_t launched = cudaSuccess;
   do {
-    JAX_TCGEMM_RETURN_IF_ERROR(find_kernel(problem, even_groups(problem, ragged, device), &entry));
-    JAX_TCGEMM_RETURN_IF_ERROR(launch(problem, ragged, *entry, device, stream, &launched));
+    JAX_TCGEMM_RETURN_IF_ERROR(find_kernel(problem, even_groups(problem, grouped, device), &entry));
+    JAX_TCGEMM_RETURN_IF_ERROR(launch(problem, grouped, *entry, device, stream, &launched));
   } while (cluster_too_large(launched, entry->config, device));
   log_choice(problem, *entry);
   JAX_TCGEMM_CUDA_CHECK(launched, "launching ", entry->name, " for m=", p.m, " n=", p.n, " k=", p.k,

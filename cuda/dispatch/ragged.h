@@ -14,7 +14,7 @@ namespace jax_tcgemm {
 // Enqueues one kernel. `problem` is a batch of one product a group, but that
 //   kRows:  A and D have the rows of all groups one after the other, m of them, and no batch;
 //   kDepth: A and B have the k of all groups one after the other, and no batch.
-Status run_ragged(GemmProblem problem, Ragged ragged, const DeviceProperties& device,
+Status run_ragged(GemmProblem problem, Grouped grouped, const DeviceProperties& device,
                   cudaStream_t stream);
 
 }  // namespace jax_tcgemm

@@ -101,7 +101,7 @@ struct Extents {
 };
 
 Extents computed_extents(const KernelConfig& config, const ChoiceInput& input) {
-  if (exchanges_operands(config, input.major_a, input.major_b, input.m, input.n)) {
+  if (swaps_operands(config, input.major_a, input.major_b, input.m, input.n)) {
     return {input.n, input.m};
   }
   return {input.m, input.n};
@@ -118,7 +118,7 @@ int64_t cluster_tiles(const KernelConfig& config, const ChoiceInput& input, int 
 // must fetch; 0 where that is not what limits them.
 double starved_rate(const KernelConfig& config, const ChoiceInput& input, double operand_bytes) {
   using namespace pipelined_model;
-  if (config.tile_m != 64 || config.ragged != Ragged::kNone) return 0.0;
+  if (config.tile_m != 64 || config.grouped != Grouped::kNone) return 0.0;
   if (element_bytes(config.algorithm) == 2) {
     return operand_bytes > kColdBytes && input.m <= 256 ? kColdRowsRate : 0.0;
   }
@@ -134,14 +134,14 @@ struct AskedBytes {
 };
 
 AskedBytes asked_bytes(const KernelConfig& config, const ChoiceInput& input) {
-  const bool exchanged = exchanges_operands(config, input.major_a, input.major_b, input.m, input.n);
+  const bool swap_ab = swaps_operands(config, input.major_a, input.major_b, input.m, input.n);
   AskedBytes asked;
   const auto add = [&](int extent, int sharers, bool whole_lines) {
     (whole_lines ? asked.whole : asked.split) +=
         static_cast<double>(config.operand_bytes(extent)) / sharers;
   };
-  add(config.tile_m, config.cluster_n, exchanged ? input.whole_lines_b : input.whole_lines_a);
-  add(config.tile_n, config.cluster_m, exchanged ? input.whole_lines_a : input.whole_lines_b);
+  add(config.tile_m, config.cluster_n, swap_ab ? input.whole_lines_b : input.whole_lines_a);
+  add(config.tile_n, config.cluster_m, swap_ab ? input.whole_lines_a : input.whole_lines_b);
   return asked;
 }
 
@@ -231,7 +231,7 @@ struct FusedCost {
 // Whether D, which TMA cannot address, leaves in parts of rows: see Finish::kRows.
 bool leaves_by_rows(const KernelConfig& config, const ChoiceInput& input) {
   return !input.d_by_tma && input.epilogue != EpilogueWork::kAny && !input.has_c &&
-         !exchanges_operands(config, input.major_a, input.major_b);
+         !swaps_operands(config, input.major_a, input.major_b);
 }
 
 // Sums are unrolled where they leave by rows, and where TMA stores them in the type of the
@@ -249,11 +249,11 @@ FusedCost fused_cost(const KernelConfig& config, const ChoiceInput& input) {
 }
 
 // What writing D takes by the columns of a cluster's tile (of a block's, where a row of the table
-// exchanges operands): short rows take longer, and so do those that end beyond D.
+// swaps operands): short rows take longer, and so do those that end beyond D.
 double width_factor(const KernelConfig& config, const ChoiceInput& input) {
   using namespace pipelined_model;
-  const int64_t columns = exchanges_operands(config, input.major_a, input.major_b, input.m, input.n)
-                              ? config.tile_m * (config.exchanged ? 1 : config.cluster_m)
+  const int64_t columns = swaps_operands(config, input.major_a, input.major_b, input.m, input.n)
+                              ? config.tile_m * (config.swap_ab ? 1 : config.cluster_m)
                               : config.output_n() * config.cluster_n;
   const double row_bytes =
       static_cast<double>(result_bytes(input)) * std::min<int64_t>(columns, input.n);

@@ -68,7 +68,7 @@ std::string choose_config(const std::string& algorithm, int64_t m, int64_t n, in
                           int64_t batch, bool aligned, int sm_count, int shared_memory_per_block,
                           bool float32_result, int compute_capability, const std::string& layout,
                           int64_t workspace_bytes, const std::string& epilogue, bool gated,
-                          const std::string& ragged, int max_cluster_size) {
+                          const std::string& grouped, int max_cluster_size) {
   const auto decoded = algorithm_from_name(algorithm);
   if (!decoded) throw std::invalid_argument("unknown algorithm '" + algorithm + "'");
   if (layout.size() != 2) throw std::invalid_argument("layout '" + layout + "'");
@@ -86,9 +86,7 @@ std::string choose_config(const std::string& algorithm, int64_t m, int64_t n, in
                    : epilogue == "sum" && !gated ? EpilogueWork::kSum
                                                  : EpilogueWork::kAny;
   input.gated = gated;
-  input.ragged = ragged == "rows"    ? Ragged::kRows
-                 : ragged == "depth" ? Ragged::kDepth
-                                     : Ragged::kNone;
+  input.grouped = grouped == "m" ? Grouped::kM : grouped == "k" ? Grouped::kK : Grouped::kNone;
   input.major_a = layout[0] == 't' ? Major::kMn : Major::kK;
   input.major_b = layout[1] == 't' ? Major::kK : Major::kMn;
   input.d_type = float32_result ? ElementType::kF32 : arithmetic_of(*decoded).output;
@@ -147,5 +145,5 @@ NB_MODULE(_core, module) {
              nb::arg("shared_memory_per_block"), nb::arg("float32_result") = false,
              nb::arg("compute_capability") = 80, nb::arg("layout") = "nn",
              nb::arg("workspace_bytes") = 0, nb::arg("epilogue") = "none", nb::arg("gated") = false,
-             nb::arg("ragged") = "none", nb::arg("max_cluster_size") = kMaxClusterSize);
+             nb::arg("grouped") = "none", nb::arg("max_cluster_size") = kMaxClusterSize);
 }

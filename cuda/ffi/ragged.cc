@@ -146,7 +146,7 @@ Status decode_and_run(ffi::RemainingArgs& operands, ffi::RemainingRets& results,
   JAX_TCGEMM_RETURN_IF_ERROR(decode_epilogue(operands, results, at, *algorithm, &p.epilogue));
   const DeviceProperties* device = nullptr;
   JAX_TCGEMM_RETURN_IF_ERROR(get_device_properties(ordinal, &device));
-  return run_ragged(problem, at.depth ? Ragged::kDepth : Ragged::kRows, *device, stream);
+  return run_ragged(problem, at.depth ? Grouped::kK : Grouped::kM, *device, stream);
 }
 
 ffi::Error ragged_dot(cudaStream_t stream, int32_t ordinal, ffi::RemainingArgs operands,

@@ -27,7 +27,7 @@ struct RaggedTile {
 // The tiles of one cluster of a persistent grid: that of its own number, then every so manieth.
 // Walked by a whole warp, whose lanes look at 32 groups at a time. kTileM and kTileN are extents of
 // a cluster's tile.
-template <Ragged kRagged, int kTileM, int kTileN>
+template <Grouped kGrouped, int kTileM, int kTileN>
 class RaggedWalk {
  public:
   __device__ __forceinline__ RaggedWalk(const GemmParams& params, int first, int stride)
@@ -63,13 +63,13 @@ class RaggedWalk {
 
   // Rows that no group has make one more.
   __device__ __forceinline__ int groups() const {
-    return params_.batch + (kRagged == Ragged::kRows ? 1 : 0);
+    return params_.batch + (kGrouped == Grouped::kM ? 1 : 0);
   }
   __device__ __forceinline__ uint32_t extent() const {
-    return kRagged == Ragged::kRows ? params_.m : params_.k;
+    return kGrouped == Grouped::kM ? params_.m : params_.k;
   }
   __device__ __forceinline__ int tiles_m(int begin, int end) const {
-    return ((kRagged == Ragged::kRows ? end - begin : params_.m) + kTileM - 1) / kTileM;
+    return ((kGrouped == Grouped::kM ? end - begin : params_.m) + kTileM - 1) / kTileM;
   }
 
   // Sums over the lanes up to this one, but no more than `limit`, which is below 2^31.
@@ -90,7 +90,7 @@ class RaggedWalk {
     uint32_t size = 0;
     if (group < params_.batch) {
       size = min(static_cast<uint32_t>(max(params_.group_sizes[group], 0)), extent());
-    } else if (kRagged == Ragged::kRows && group == params_.batch) {
+    } else if (kGrouped == Grouped::kM && group == params_.batch) {
       size = extent();
     }
     end_ = min(before_ + scan(size, extent()), extent());

@@ -83,7 +83,7 @@ struct FallbackKernel {
  private:
   __device__ __forceinline__ void compute(int matrix, int row, int column) const {
     const int64_t at = (int64_t{matrix} * params.m + row) * params.n + column;
-    if constexpr (kConfig.ragged == Ragged::kDepth) {
+    if constexpr (kConfig.grouped == Grouped::kK) {
       Line<Input> a(params, params.a, k_major_a, 0, row);
       Line<Input> b(params, params.b, k_major_b, 0, column);
       const Depth depth(params, matrix);
@@ -91,7 +91,7 @@ struct FallbackKernel {
       b.data += depth.begin * b.stride;
       store(params.epilogue.d, at, dot<kConfig.tile_k>(a, b, depth.end - depth.begin));
     } else {
-      constexpr bool kRows = kConfig.ragged == Ragged::kRows;
+      constexpr bool kRows = kConfig.grouped == Grouped::kM;
       const int batch = kRows ? group_of_row(params, row) : matrix;
       if (kRows && batch == params.batch) return clear(at);
       const Line<Input> a(params, params.a, k_major_a, batch, row);

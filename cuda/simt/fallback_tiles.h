@@ -14,7 +14,7 @@ namespace jax_tcgemm::simt {
 // Rows of all groups make one matrix.
 constexpr int64_t fallback_tiles(const GemmParams& params, const KernelConfig& config) {
   return ceil_div(params.m, config.tile_m) * ceil_div(params.n, config.output_n()) *
-         (config.ragged == Ragged::kRows ? 1 : params.batch);
+         (config.grouped == Grouped::kM ? 1 : params.batch);
 }
 
 }  // namespace jax_tcgemm::simt

@@ -42,13 +42,13 @@
 
 namespace jax_tcgemm::sm90 {
 
-template <KernelConfig kConfig, bool kExchanged, typename Layouts>
+template <KernelConfig kConfig, bool kSwapAb, typename Layouts>
 struct Kernel {
   using Smem = SharedMemory<kConfig>;
   using Place = ClusterPlace<kConfig>;
   using Main = Mainloop<kConfig, Layouts>;
   using Out =
-      std::conditional_t<kConfig.exchanged, TransposedOutput<kConfig>, Output<kConfig, kExchanged>>;
+      std::conditional_t<kConfig.swap_ab, TransposedOutput<kConfig>, Output<kConfig, kSwapAb>>;
   static constexpr bool kPingpong = kConfig.schedule == Schedule::kPingpong;
   static constexpr int kWarpgroups = kConfig.consumer_warps() / 4;
   // Of a thread; together they are all of an SM's.
@@ -138,7 +138,7 @@ struct Kernel {
     }
     if (threadIdx.x / 32 >= kProducer) {
       if constexpr (kWarpgroups > 1) ptx::decrease_registers<kProducerRegisters>();
-      if constexpr (kConfig.ragged != Ragged::kNone) {
+      if constexpr (kConfig.grouped != Grouped::kNone) {
         if (threadIdx.x / 32 == kProducer) {
           visit_layout(Layouts(), maps, [&]<typename Layout>(Layout) {
             RaggedProducer<kConfig, Layout>::run(params, maps, smem, place);
@@ -151,7 +151,7 @@ struct Kernel {
       }
     } else {
       if constexpr (kWarpgroups > 1) ptx::increase_registers<kConsumerRegisters>();
-      if constexpr (kConfig.ragged != Ragged::kNone) {
+      if constexpr (kConfig.grouped != Grouped::kNone) {
         RaggedConsumer<kConfig, Layouts>::run(params, maps, smem, place);
       } else {
         consume(params, maps, smem, place);
@@ -162,13 +162,13 @@ struct Kernel {
 
 // `Row` carries the configuration as a type: nvcc's host stubs cannot name class-type template
 // values.
-template <typename Row, bool kExchanged, typename Layouts>
+template <typename Row, bool kSwapAb, typename Layouts>
 __global__ void __launch_bounds__(Row::kConfig.threads(), Row::kConfig.blocks_on_sm())
     gemm_kernel(const __grid_constant__ GemmParams params,
                 const __grid_constant__ TensorMaps maps) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) char smem[];
-  Kernel<Row::kConfig, kExchanged, Layouts>::run(params, maps, {ptx::shared_address(smem)});
+  Kernel<Row::kConfig, kSwapAb, Layouts>::run(params, maps, {ptx::shared_address(smem)});
 #endif
 }
 

@@ -11,13 +11,13 @@
 namespace jax_tcgemm::sm90 {
 
 // One kernel for all of these layouts.
-template <typename Row, bool kExchanged, typename... Layouts>
+template <typename Row, bool kSwapAb, typename... Layouts>
 KernelHandle* kernel_for() {
   void (*kernel)(GemmParams, TensorMaps);
   if constexpr (Row::kConfig.skinny) {
     kernel = skinny_kernel<Row, LayoutSet<Layouts...>>;
   } else {
-    kernel = gemm_kernel<Row, kExchanged, LayoutSet<Layouts...>>;
+    kernel = gemm_kernel<Row, kSwapAb, LayoutSet<Layouts...>>;
   }
   static KernelHandle handle = {reinterpret_cast<const void*>(kernel), {}};
   return &handle;
@@ -34,7 +34,7 @@ KernelsByLayout one_each() {
   constexpr KernelConfig kConfig = Row::kConfig;
   KernelsByLayout kernels = {};
   kernels.handle[0][0] = kernel_for<Row, false, LayoutKK>();
-  if constexpr (exchanges_operands(kConfig, Major::kK, Major::kMn)) {
+  if constexpr (swaps_operands(kConfig, Major::kK, Major::kMn)) {
     kernels.handle[0][1] = kernel_for<Row, true, LayoutMnK>();
   } else {
     kernels.handle[0][1] = kernel_for<Row, false, LayoutKMn>();
@@ -67,12 +67,12 @@ template <typename Row>
 KernelSet kernels_of() {
   constexpr KernelConfig kConfig = Row::kConfig;
   static_assert(static_cast<int>(Major::kK) == 0 && static_cast<int>(Major::kMn) == 1);
-  if constexpr (kConfig.ragged == Ragged::kDepth) {
+  if constexpr (kConfig.grouped == Grouped::kK) {
     return {{{{}, {nullptr, kernel_for<Row, false, LayoutMnMn>()}}}, {}};
-  } else if constexpr (kConfig.ragged == Ragged::kRows) {
+  } else if constexpr (kConfig.grouped == Grouped::kM) {
     KernelHandle* const both = kernel_for<Row, false, LayoutKMn, LayoutKK>();
     return {{{{both, both}, {}}}, {}};
-  } else if constexpr (kConfig.exchanged) {
+  } else if constexpr (kConfig.swap_ab) {
     return {{{{kernel_for<Row, true, LayoutKK>(), kernel_for<Row, true, LayoutMnK>()}, {}}}, {}};
   } else if constexpr (arithmetic_of(kConfig.algorithm).k_major) {
     return {one_each<Row>(), {}};  // each layout has a mainloop of a kind of its own

@@ -62,10 +62,10 @@ struct RaggedSlot {
 
 template <KernelConfig kConfig, typename Layout>
 struct RaggedProducer {
-  static constexpr bool kRows = kConfig.ragged == Ragged::kRows;
+  static constexpr bool kRows = kConfig.grouped == Grouped::kM;
   using Base = Producer<kConfig, Layout>;
   using Smem = SharedMemory<kConfig>;
-  using Walk = RaggedWalk<kConfig.ragged, kConfig.tile_m * kConfig.cluster_m,
+  using Walk = RaggedWalk<kConfig.grouped, kConfig.tile_m * kConfig.cluster_m,
                           kConfig.tile_n * kConfig.cluster_n>;
 
   // By one warp.
@@ -171,13 +171,13 @@ struct RaggedConsumer {
       };
       const OutputPlace at = {slot.row + row, slot.column, slot.group};
       output.limit_rows(slot.row_end);
-      if (kConfig.ragged == Ragged::kRows && slot.stages == 0) {
+      if (kConfig.grouped == Grouped::kM && slot.stages == 0) {
         pass_turn();
         output.clear(at);
       } else {
         mainloop.at.stage = slot.stage;
         mainloop.at.phase = slot.phase;
-        if constexpr (kConfig.ragged == Ragged::kDepth) {
+        if constexpr (kConfig.grouped == Grouped::kK) {
           if (slot.first_stage_k < kConfig.tile_k) clear_first_stage(smem, slot, warpgroup);
         }
         typename Main::Accumulators acc;

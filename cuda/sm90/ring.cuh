@@ -93,7 +93,7 @@ struct SharedMemory {
   __device__ __forceinline__ uint32_t tile_slot(int slot) const {
     return barrier(kBarriers + 2 * kTileSlots) + slot * kTileSlotBytes;
   }
-  static constexpr int kTileSlots = kConfig.ragged != Ragged::kNone ? 2 : 0;
+  static constexpr int kTileSlots = kConfig.grouped != Grouped::kNone ? 2 : 0;
   static constexpr int kTileSlotBytes = 32;
   static constexpr int kBarriers =
       2 * kConfig.stages + 4 + kConfig.consumer_warps() * kMaxBuffers + kFixupWarps;
@@ -109,7 +109,7 @@ struct SharedMemory {
     for (int i = 0; i < 2; ++i) ptx::mbarrier_init(turn(i), 4);
     for (int i = 0; i < kConfig.consumer_warps() * kMaxBuffers; ++i)
       ptx::mbarrier_init(c_full(0, i), 1);
-    if constexpr (kConfig.ragged != Ragged::kNone) {
+    if constexpr (kConfig.grouped != Grouped::kNone) {
       for (int slot = 0; slot < kTileSlots; ++slot) {
         ptx::mbarrier_init(tile_full(slot), 1);
         ptx::mbarrier_init(tile_empty(slot), kTileWarps);

@@ -61,7 +61,7 @@ struct SkinnyKernel {
                                                  const Smem& smem, const Place& place) {
     const int k_tiles = (params.k - 1) / kConfig.tile_k + 1;
     Main mainloop(maps, smem, place, 0);
-    SkinnyOutput<kConfig> output(params, smem, place.k, maps.exchanged);
+    SkinnyOutput<kConfig> output(params, smem, place.k, maps.swap_ab);
     const int stages =
         (place.k + 1) * k_tiles / kConfig.split_k - place.k * k_tiles / kConfig.split_k;
     bool started = false;

@@ -32,9 +32,9 @@ constexpr bool in_whole_rows(Finish finish) {
 }
 
 // Which of them a kernel has code for; of a row that splits k, and of a skinny one, it is other
-// code. Parts of rows of D take little of it, and so do sums, where they are unrolled. Exchanged
+// code. Parts of rows of D take little of it, and so do sums, where they are unrolled. Swapped
 // (see sm90/output/output_tile.h), rows of the accumulators are columns of D.
-constexpr bool has_finish(const KernelConfig& config, Finish finish, bool exchanged) {
+constexpr bool has_finish(const KernelConfig& config, Finish finish, bool swap_ab) {
   if (config.epilogue == EpilogueWork::kAny && finish >= Finish::kActivate) return true;
   if (config.gated) return false;
   switch (finish) {
@@ -42,9 +42,9 @@ constexpr bool has_finish(const KernelConfig& config, Finish finish, bool exchan
       return true;
     case Finish::kAddBias:
     case Finish::kAddC:
-      return config.epilogue >= EpilogueWork::kSum && config.unrolls_sums() && !exchanged;
+      return config.epilogue >= EpilogueWork::kSum && config.unrolls_sums() && !swap_ab;
     case Finish::kRows:
-      return config.ragged == Ragged::kNone && !exchanged;
+      return config.grouped == Grouped::kNone && !swap_ab;
     default:
       return false;
   }
@@ -68,7 +68,7 @@ struct TensorMaps {
   bool c_by_tma;
   bool d_by_tma;
   Finish finish;
-  bool exchanged;  // D^T is computed
+  bool swap_ab;  // D^T is computed
   // Of what the kernel calls A and B.
   Major major_a;
   Major major_b;

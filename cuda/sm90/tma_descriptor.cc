@@ -143,7 +143,7 @@ Status encode_result(const char* name, const void* data, int64_t stride_m, int64
   t.stride = {0, static_cast<cuuint64_t>(stride_m) * t.bytes,
               stride_batch != 0 ? static_cast<cuuint64_t>(stride_batch) * t.bytes : 16};
   const OutputBox box = output_box(
-      config, t.bytes, exchanges_operands(config, problem.major_a, problem.major_b), whole_rows);
+      config, t.bytes, swaps_operands(config, problem.major_a, problem.major_b), whole_rows);
   t.box = {static_cast<cuuint32_t>(box.row_bytes / t.bytes), static_cast<cuuint32_t>(box.rows), 1};
   t.swizzle = box.row_bytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
   return encode(t, map);
@@ -154,7 +154,7 @@ bool is_multiple_of_16(int64_t bytes) { return bytes % 16 == 0; }
 bool is_aligned(const void* data) { return is_multiple_of_16(reinterpret_cast<intptr_t>(data)); }
 
 // What the kernel has to do; kAddBias and kAddC are for D in the narrower of its types.
-Finish finish_of(const EpilogueParams& epilogue, const TensorMaps& maps, bool exchanged,
+Finish finish_of(const EpilogueParams& epilogue, const TensorMaps& maps, bool swap_ab,
                  const KernelConfig& config) {
   const EpilogueWork work = work_of(epilogue);
   if (work == EpilogueWork::kNone && (maps.d_by_tma || config.skinny)) return Finish::kProduct;
@@ -164,9 +164,9 @@ Finish finish_of(const EpilogueParams& epilogue, const TensorMaps& maps, bool ex
   }
   if (!maps.d_by_tma) {
     const bool adds_bias = work != EpilogueWork::kAny && epilogue.c.data == nullptr;
-    return adds_bias && !exchanged ? Finish::kRows : Finish::kAnything;
+    return adds_bias && !swap_ab ? Finish::kRows : Finish::kAnything;
   }
-  const bool unrolled = work == EpilogueWork::kSum && config.unrolls_sums() && !exchanged &&
+  const bool unrolled = work == EpilogueWork::kSum && config.unrolls_sums() && !swap_ab &&
                         epilogue.d_type == arithmetic_of(config.algorithm).output;
   if (epilogue.c.data == nullptr) return unrolled ? Finish::kAddBias : Finish::kActivate;
   return unrolled && maps.c_by_tma ? Finish::kAddC : Finish::kAnything;
@@ -194,19 +194,18 @@ Status encode_tensor_maps(const GemmProblem& problem, const KernelConfig& config
                           TensorMaps* maps) {
   const GemmParams& params = problem.params;
   // What the kernel calls A gives the rows of the accumulators.
-  const bool exchanged =
-      exchanges_operands(config, problem.major_a, problem.major_b, params.m, params.n);
-  maps->exchanged = exchanged;
-  maps->major_a = exchanged ? problem.major_b : problem.major_a;
-  maps->major_b = exchanged ? problem.major_a : problem.major_b;
+  const bool swap_ab = swaps_operands(config, problem.major_a, problem.major_b, params.m, params.n);
+  maps->swap_ab = swap_ab;
+  maps->major_a = swap_ab ? problem.major_b : problem.major_a;
+  maps->major_b = swap_ab ? problem.major_a : problem.major_b;
   JAX_TCGEMM_RETURN_IF_ERROR(encode_operand(
-      "a", params.a, problem.major_a, params.m, exchanged ? config.tile_n : config.tile_m,
-      exchanged ? config.cluster_m : config.cluster_n, params, config,
-      exchanged ? &maps->b : &maps->a, exchanged ? &maps->b_moves : &maps->a_moves));
+      "a", params.a, problem.major_a, params.m, swap_ab ? config.tile_n : config.tile_m,
+      swap_ab ? config.cluster_m : config.cluster_n, params, config, swap_ab ? &maps->b : &maps->a,
+      swap_ab ? &maps->b_moves : &maps->a_moves));
   JAX_TCGEMM_RETURN_IF_ERROR(encode_operand(
-      "b", params.b, problem.major_b, params.n, exchanged ? config.tile_m : config.output_n(),
-      exchanged ? config.cluster_n : config.cluster_m, params, config,
-      exchanged ? &maps->a : &maps->b, exchanged ? &maps->a_moves : &maps->b_moves));
+      "b", params.b, problem.major_b, params.n, swap_ab ? config.tile_m : config.output_n(),
+      swap_ab ? config.cluster_n : config.cluster_m, params, config, swap_ab ? &maps->a : &maps->b,
+      swap_ab ? &maps->a_moves : &maps->b_moves));
   if (config.gated) {
     Operand b2 = params.b;
     b2.data = params.b2;
@@ -219,13 +218,13 @@ Status encode_tensor_maps(const GemmProblem& problem, const KernelConfig& config
   maps->d_by_tma = !config.skinny && d_by_tma(problem);
   maps->c_by_tma = maps->d_by_tma && c_by_tma(problem);
   maps->has_c2 = maps->c_by_tma && epilogue.c2.data != nullptr;
-  maps->finish = finish_of(epilogue, *maps, exchanged, config);
+  maps->finish = finish_of(epilogue, *maps, swap_ab, config);
   JAX_TCGEMM_REQUIRE(
-      config.skinny || config.split_k > 1 || has_finish(config, maps->finish, exchanged),
+      config.skinny || config.split_k > 1 || has_finish(config, maps->finish, swap_ab),
       "the kernel has no epilogue ", static_cast<int>(maps->finish));
   if (!maps->d_by_tma) return Status();
   // The groups' rows are one matrix, and parts of k make one.
-  const bool one_matrix = config.ragged == Ragged::kRows || params.fixup.parts > 0;
+  const bool one_matrix = config.grouped == Grouped::kM || params.fixup.parts > 0;
   const int64_t matrix = one_matrix ? 0 : int64_t{params.m} * params.n;
   JAX_TCGEMM_RETURN_IF_ERROR(encode_result("d", epilogue.d, params.n, matrix,
                                            in_whole_rows(maps->finish), problem, config, &maps->d));

@@ -46,12 +46,13 @@ def gemm(
     residual``, the scales going over rows and columns. On NVIDIA GPUs of compute capability 8.0 and
     newer this is one hand-written tensor-core kernel for bfloat16, float16 and (in TF32 arithmetic)
     float32 operands. Elsewhere, for what has no kernel but ``jnp.matmul`` takes, and for a vector
-    or few rows by a 16-bit matrix whose rows are off 16 bytes, it is the same formula in
-    ``jax.numpy``; so it is in programs that XLA divides among devices (``jit`` of sharded arrays,
-    meshes with explicit axes), where a product in bfloat16 is rounded before the epilogue. The
-    product is accumulated in float32 for 16-bit operands unless ``precision`` says otherwise, the
-    epilogue is computed in float32 (float64 for float64, in integers for integers), and the result
-    is rounded once. It can be differentiated, forward and reverse and to any order, and batched.
+    or few rows by an unaligned 16-bit matrix (row stride not a multiple of 16 bytes), it is the
+    same formula in ``jax.numpy``; so it is in programs that XLA divides among devices (``jit`` of
+    sharded arrays, meshes with explicit axes), where a product in bfloat16 is rounded before the
+    epilogue. The product is accumulated in float32 for 16-bit operands unless ``precision`` says
+    otherwise, the epilogue is computed in float32 (float64 for float64, in integers for integers),
+    and the result is rounded once. It can be differentiated, forward and reverse and to any order,
+    and batched.
 
     Args:
         a: ``(..., m, k)``, or ``(..., k, m)`` with ``transpose_a``.

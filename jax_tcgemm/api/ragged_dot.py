@@ -140,7 +140,7 @@ def gated_ragged_dot(
 
 def _check_config(config: str | None, algorithm: str | None) -> None:
     arguments.check_config(config)
-    rows = kernel_table.for_algorithm(algorithm, "rows") if algorithm is not None else ()
+    rows = kernel_table.for_algorithm(algorithm, "m") if algorithm is not None else ()
     accepted = sorted(row.name for row in rows)
     if config is not None and config not in accepted:
         raise ValueError(

@@ -47,10 +47,11 @@ class KernelConfig:
             columns of one (sm90, simt).
         skinny: for few rows or few columns (sm90): ``tile_m`` goes along the longer of m and n,
             whichever operand that belongs to, and ``tile_n`` along the shorter.
-        ragged: what groups divide whose sizes only the device knows (sm90, simt): ``"none"``;
-            ``"rows"``, those of A and D, so that each group has its own B; or ``"depth"``, k, so
-            that each group makes its own D.
-        exchanged: D^T = B^T A^T is computed (sm90): ``tile_m`` and ``cluster_m`` go along n,
+        grouped: what consecutive groups divide whose sizes only the device knows (sm90, simt):
+            ``"none"``; ``"m"``, the rows of A and D, so that each group has its own B (``lax``:
+            ragged non-contracting); or ``"k"``, so that each group makes its own D (``lax``: ragged
+            contracting).
+        swap_ab: D^T = B^T A^T is computed (sm90): ``tile_m`` and ``cluster_m`` go along n,
             ``tile_n`` and ``cluster_n`` along m. Such a row takes plain products alone, of an A
             whose k is contiguous, to a D of the operands' type whose rows are multiples of 16
             bytes; of what else is asked of it another row is taken.
@@ -59,7 +60,7 @@ class KernelConfig:
             * product + bias + beta * C``, of sm90 rows where that is unrolled: to a D of the
             operands' type, with D and C in rows that are multiples of 16 bytes; or ``"any"``.
             Tiles of D that lie on other rows leave sm90 kernels with a bias in either class but
-            that of rows for few rows, for groups of k and of exchanged operands; not with C.
+            that of rows for few rows, for groups of k and of swapped operands; not with C.
     """
 
     arch: str
@@ -78,8 +79,8 @@ class KernelConfig:
     schedule: str = "cooperative"
     gated: bool = False
     skinny: bool = False
-    ragged: str = "none"
-    exchanged: bool = False
+    grouped: str = "none"
+    swap_ab: bool = False
     epilogue: str = "any"
 
     def __post_init__(self) -> None:
@@ -108,11 +109,11 @@ class KernelConfig:
     def _check_simt(self, require: Callable[[bool, str], None]) -> None:
         require(self.loader == "direct", "simt kernels load directly")
         require(self.tile_m * self.output_n == self.threads, "a thread computes one element")
-        require(self.ragged in ("none", "rows", "depth"), "unknown ragged")
-        require(not self.gated or self.ragged == "none", "ragged rows have one weight")
+        require(self.grouped in ("none", "m", "k"), "unknown grouped")
+        require(not self.gated or self.grouped == "none", "grouped rows have one weight")
         require(
             self.arithmetic.promotes or not self.is_fallback,
-            "gated and ragged rows are 16-bit, with float32 sums",
+            "gated and grouped rows are 16-bit, with float32 sums",
         )
 
     def _check_sm80(self, require: Callable[[bool, str], None]) -> None:
@@ -128,8 +129,8 @@ class KernelConfig:
         require(self.cluster_size == 1, "sm80 kernels have no clusters")
         require(not self.gated, "sm80 kernels have one weight")
         require(not self.skinny, "sm80 kernels have one place for m and n")
-        require(self.ragged == "none", "sm80 kernels know no groups")
-        require(not self.exchanged, "sm80 kernels compute D, not its transpose")
+        require(self.grouped == "none", "sm80 kernels know no groups")
+        require(not self.swap_ab, "sm80 kernels compute D, not its transpose")
         chunks = row_bytes // 16
         for extent in (self.tile_m, self.tile_n):
             require(extent * chunks % self.threads == 0, "tile must be a whole number of passes")
@@ -152,13 +153,13 @@ class KernelConfig:
         if self.skinny:
             self._check_skinny(require)
             return
-        if self.exchanged:
-            self._check_exchanged(require)
+        if self.swap_ab:
+            self._check_swap_ab(require)
         require(
             self.epilogue == "any" or self.element_bytes == 2,
-            "some layouts of float32 operands are exchanged, which takes any epilogue's code",
+            "some layouts of float32 operands are swapped, which takes any epilogue's code",
         )
-        unit = 8 if self.exchanged else 32
+        unit = 8 if self.swap_ab else 32
         require(
             self.tile_n % unit == 0 and self.tile_n <= 256, f"tile_n must be a multiple of {unit}"
         )
@@ -179,26 +180,26 @@ class KernelConfig:
             require(self.epilogue == "any", "gating is an epilogue")
             require(self.element_bytes == 2 and self.split_k == 1, "gated rows are 16-bit, unsplit")
             require(self.tile_n % 128 == 0, "half of tile_n must be a multiple of 64")
-        require(self.ragged in ("none", "rows", "depth"), "unknown ragged")
-        if self.ragged != "none":
+        require(self.grouped in ("none", "m", "k"), "unknown grouped")
+        if self.grouped != "none":
             require(
-                self.element_bytes == 2 and self.split_k == 1, "ragged rows are 16-bit, unsplit"
+                self.element_bytes == 2 and self.split_k == 1, "grouped rows are 16-bit, unsplit"
             )
-            require(not self.gated, "ragged rows have one weight")
-        if self.ragged == "depth":
+            require(not self.gated, "grouped rows have one weight")
+        if self.grouped == "k":
             require(self.epilogue == "none", "groups of k have no epilogue")
             require(self.tile_m % 64 == 0 and self.tile_n % 64 == 0, "tiles must be whole slabs")
         for extent, sharers in ((self.tile_m, self.cluster_n), (self.tile_n, self.cluster_m)):
             require(sharers in (1, 2, 4), "a cluster shares an operand by 1, 2 or 4")
             require(extent % sharers == 0, "a cluster shares whole rows of an operand")
 
-    def _check_exchanged(self, require: Callable[[bool, str], None]) -> None:
-        require(self.element_bytes == 2, "float32 operands are exchanged as their layouts need it")
+    def _check_swap_ab(self, require: Callable[[bool, str], None]) -> None:
+        require(self.element_bytes == 2, "float32 operands are swapped as their layouts need it")
         require(
             self.split_k == 1
             and self.epilogue == "none"
-            and not (self.promote or self.gated or self.ragged != "none"),
-            "exchanged rows compute plain products alone",
+            and not (self.promote or self.gated or self.grouped != "none"),
+            "rows that swap operands compute plain products alone",
         )
 
     def _check_skinny(self, require: Callable[[bool, str], None]) -> None:
@@ -237,7 +238,7 @@ class KernelConfig:
     @property
     def is_fallback(self) -> bool:
         """Whether it is taken only where nothing else computes the product: right, but slow."""
-        return self.arch == "simt" and (self.gated or self.ragged != "none")
+        return self.arch == "simt" and (self.gated or self.grouped != "none")
 
     @property
     def rounds_sums(self) -> bool:
@@ -290,7 +291,7 @@ class KernelConfig:
         row = 128 // self.element_bytes
         rows = sum(-(-extent // row) * row for extent in (self.tile_m, self.tile_n))
         warpgroups = self.consumer_warps // 4
-        if self.exchanged:
+        if self.swap_ab:
             ring = self.stages * (self.tile_m + self.tile_n) * 128
             return ring + 512 + warpgroups * self._transposed_bytes
         fixed = self.stages * rows * 128 + 512 + warpgroups * self.tile_n * 4
@@ -304,7 +305,7 @@ class KernelConfig:
 
     @property
     def _transposed_bytes(self) -> int:
-        """Of the buffers in which a warpgroup of an exchanged row transposes its tile."""
+        """Of the buffers in which a warpgroup of a row that swaps operands transposes its tile."""
         rows = next((rows for rows in range(48, 8, -8) if self.tile_n % rows == 0), 8)
         return min(4, self.tile_n // rows * (self.warp_m // 16)) * rows * 128
 
@@ -313,14 +314,14 @@ class KernelConfig:
         """File name, the custom call's ``config`` and test id."""
         tile = f"{self.arch}_{self.tag}_{self.tile_m}x{self.tile_n}x{self.tile_k}"
         kinds = "_gated" if self.gated else ""
-        kinds += f"_ragged_{self.ragged}" if self.ragged != "none" else ""
+        kinds += f"_grouped_{self.grouped}" if self.grouped != "none" else ""
         if self.arch == "sm90":
             cluster = f"_c{self.cluster_m}x{self.cluster_n}"
             split = f"_k{self.split_k}" if self.split_k > 1 else ""
             kind = "skinny" if self.skinny else self.schedule
             promote = "_promote" if self.promote else ""
-            exchanged = "_exchanged" if self.exchanged else ""
-            return f"{tile}_s{self.stages}{cluster}{split}_{kind}{kinds}{promote}{exchanged}"
+            swap_ab = "_swap_ab" if self.swap_ab else ""
+            return f"{tile}_s{self.stages}{cluster}{split}_{kind}{kinds}{promote}{swap_ab}"
         suffix = "_realign" if self.loader == "realign" else ""
         suffix += "_promote" if self.promote else ""
         return f"{tile}_w{self.warps_m}x{self.warps_n}_s{self.stages}{suffix}{kinds}"

@@ -21,12 +21,12 @@ def _sm90(
     schedule: str = "cooperative",
     gated: bool = False,
     skinny: bool = False,
-    ragged: str = "none",
+    grouped: str = "none",
     promote: bool = False,
-    exchanged: bool = False,
+    swap_ab: bool = False,
     epilogue: str = "any",
 ) -> KernelConfig:
-    if exchanged or ragged == "depth":
+    if swap_ab or grouped == "k":
         epilogue = "none"
     warpgroups = 1 if skinny or schedule == "pingpong" else min(2, tile_m // 64)
     return KernelConfig(
@@ -45,9 +45,9 @@ def _sm90(
         schedule=schedule,
         gated=gated,
         skinny=skinny,
-        ragged=ragged,
+        grouped=grouped,
         promote=promote,
-        exchanged=exchanged,
+        swap_ab=swap_ab,
         epilogue=epilogue,
     )
 
@@ -136,12 +136,12 @@ def _rows() -> list[KernelConfig]:
             _sm90(algorithm, 128, 64, 8, split_k=2),
             # Plain products with tiles of heights that the rows above do not have: for other
             # numbers of whole waves, and for few tiles of operands whose rows are no whole lines.
-            _sm90(algorithm, 128, 160, 5, cluster=(2, 1), schedule="pingpong", exchanged=True),
-            _sm90(algorithm, 128, 72, 8, cluster=(2, 1), exchanged=True),
-            _sm90(algorithm, 128, 72, 8, cluster=(4, 1), exchanged=True),
-            _sm90(algorithm, 128, 72, 8, cluster=(4, 2), exchanged=True),
+            _sm90(algorithm, 128, 160, 5, cluster=(2, 1), schedule="pingpong", swap_ab=True),
+            _sm90(algorithm, 128, 72, 8, cluster=(2, 1), swap_ab=True),
+            _sm90(algorithm, 128, 72, 8, cluster=(4, 1), swap_ab=True),
+            _sm90(algorithm, 128, 72, 8, cluster=(4, 2), swap_ab=True),
             # For one tile of rows of A, shared, and long ones of B.
-            _sm90(algorithm, 256, 128, 4, cluster=(2, 1), exchanged=True),
+            _sm90(algorithm, 256, 128, 4, cluster=(2, 1), swap_ab=True),
             # For float32 results.
             _sm90(algorithm, 128, 128, 6, cluster=(2, 1), promote=True),
             _sm90(algorithm, 64, 128, 6, schedule="pingpong", promote=True),
@@ -150,15 +150,15 @@ def _rows() -> list[KernelConfig]:
             _sm90(algorithm, 128, 128, 6, cluster=(2, 1), schedule="pingpong", gated=True),
             # Groups of rows, of those that memory makes level the smallest tile first. Blocks that
             # share rows of one group waste nothing, whatever its size.
-            _sm90(algorithm, 64, 128, 6, schedule="pingpong", ragged="rows"),
-            _sm90(algorithm, 128, 128, 6, schedule="pingpong", ragged="rows"),
-            _sm90(algorithm, 128, 256, 4, cluster=(1, 2), ragged="rows"),
+            _sm90(algorithm, 64, 128, 6, schedule="pingpong", grouped="m"),
+            _sm90(algorithm, 128, 128, 6, schedule="pingpong", grouped="m"),
+            _sm90(algorithm, 128, 256, 4, cluster=(1, 2), grouped="m"),
             # Groups of k.
-            _sm90(algorithm, 128, 256, 4, cluster=(2, 1), ragged="depth"),
-            _sm90(algorithm, 128, 128, 6, schedule="pingpong", ragged="depth"),
+            _sm90(algorithm, 128, 256, 4, cluster=(2, 1), grouped="k"),
+            _sm90(algorithm, 128, 128, 6, schedule="pingpong", grouped="k"),
             # Groups with a float32 result.
-            _sm90(algorithm, 128, 128, 6, ragged="rows", promote=True),
-            _sm90(algorithm, 128, 128, 6, ragged="depth", promote=True),
+            _sm90(algorithm, 128, 128, 6, grouped="m", promote=True),
+            _sm90(algorithm, 128, 128, 6, grouped="k", promote=True),
         ]
         # Few rows or columns, for which memory is what counts: so many bytes on their way, and all
         # blocks at once.
@@ -196,8 +196,8 @@ def _rows() -> list[KernelConfig]:
         rows += [
             # What only sm90 rows compute otherwise, on any GPU.
             KernelConfig("simt", algorithm, 4, 64, 32, 4, 1, 1, "direct", gated=True),
-            KernelConfig("simt", algorithm, 4, 32, 32, 4, 1, 1, "direct", ragged="rows"),
-            KernelConfig("simt", algorithm, 4, 32, 32, 4, 1, 1, "direct", ragged="depth"),
+            KernelConfig("simt", algorithm, 4, 32, 32, 4, 1, 1, "direct", grouped="m"),
+            KernelConfig("simt", algorithm, 4, 32, 32, 4, 1, 1, "direct", grouped="k"),
         ]
     return rows
 
@@ -223,8 +223,8 @@ def by_name(name: str) -> KernelConfig:
         ) from None
 
 
-def for_algorithm(algorithm: str, ragged: str = "none") -> tuple[KernelConfig, ...]:
+def for_algorithm(algorithm: str, grouped: str = "none") -> tuple[KernelConfig, ...]:
     """Returns the rows of such groups for ``algorithm`` (a ``DotAlgorithmPreset`` name)."""
     return tuple(
-        config for config in CONFIGS if config.algorithm == algorithm and config.ragged == ragged
+        config for config in CONFIGS if config.algorithm == algorithm and config.grouped == grouped
     )

@@ -1,6 +1,6 @@
 """Which products are XLA's own: some that it was measured to compute in less time.
 
-The kernels copy 16 bytes at a time, so that operands off 16 bytes are copied with padding first,
+The kernels copy 16 bytes at a time, so that unaligned operands are copied with padding first,
 and results leave in parts of rows. Where there is little to multiply, that takes longer than the
 product itself, which XLA computes from the operands as they lie. And there are no kernels made for
 few rows of float32. The figures, of an H200, are in ``docs/performance.md``: of bfloat16, for which
@@ -62,11 +62,11 @@ def _of_a_vector(gemm: StridedGemm, itemsize: int) -> str | None:
         return None
     name = "b" if gemm.m == 1 else "a"
     what = misalignment(gemm, name, itemsize)
-    return what and f"a vector, and {name} has {what}, off {COPY_BYTES} bytes"
+    return what and f"a vector, and {name} has {what}, unaligned"
 
 
 def _of_few_rows(gemm: StridedGemm, itemsize: int) -> str | None:
-    """Where B, in rows of n, would be copied. Where A is off 16 bytes, too, XLA is slower."""
+    """Where B, in rows of n, would be copied. Where A is unaligned, too, XLA is slower."""
     if gemm.batch or gemm.m > _FEW_ROWS or gemm.n < _MANY_COLUMNS:
         return None
     if not padding_bytes(gemm, itemsize) or misalignment(gemm, "a", itemsize) is not None:
@@ -74,7 +74,7 @@ def _of_few_rows(gemm: StridedGemm, itemsize: int) -> str | None:
     what = misalignment(gemm, "b", itemsize)
     if what is None or gemm.strides.b[-1] != 1:
         return None
-    return f"few rows, {gemm.m}, and b has {what}, off {COPY_BYTES} bytes"
+    return f"few rows, {gemm.m}, and b has {what}, unaligned"
 
 
 def _of_few_float32_rows(gemm: StridedGemm, itemsize: int) -> str | None:
@@ -86,7 +86,7 @@ def _of_few_float32_rows(gemm: StridedGemm, itemsize: int) -> str | None:
 
 
 def _of_odd_rows(gemm: StridedGemm, itemsize: int, out_itemsize: int) -> str | None:
-    """Where most of what is read and written lies in rows off 16 bytes, and is used little."""
+    """Where most of what is read and written is unaligned, and is used little."""
     aligned = {name: misalignment(gemm, name, itemsize) is None for name in ("a", "b")}
     if not (gemm.batch or all(aligned.values())):
         return None
@@ -101,6 +101,4 @@ def _of_odd_rows(gemm: StridedGemm, itemsize: int, out_itemsize: int) -> str | N
     odd = [name for name in count if not aligned[name]]
     if 2 * sum(count[name] for name in odd) < sum(count.values()):
         return None
-    return (
-        f"{products:.0f} products an element, and rows of {', '.join(odd)} off {COPY_BYTES} bytes"
-    )
+    return f"{products:.0f} products an element, and {', '.join(odd)} unaligned"

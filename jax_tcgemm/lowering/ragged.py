@@ -150,7 +150,7 @@ def cuda_dot(
     lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *bias: jax.Array, spec: RaggedSpec
 ) -> list[jax.Array]:
     """Computes the ragged product on CUDA devices; arguments as those of ``reference_dot``."""
-    algorithm = _kernel_algorithm("rows", lhs, rhs, group_sizes, spec)
+    algorithm = _kernel_algorithm("m", lhs, rhs, group_sizes, spec)
     if algorithm is None:
         return reference_dot(lhs, rhs, group_sizes, *bias, spec=spec)
     n = rhs.shape[1 if spec.transpose_rhs else 2]
@@ -185,7 +185,7 @@ def cuda_contraction(
     lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *, spec: RaggedSpec
 ) -> list[jax.Array]:
     """Computes the contraction on CUDA devices; see ``reference_contraction``."""
-    algorithm = _kernel_algorithm("depth", lhs, rhs, group_sizes, spec)
+    algorithm = _kernel_algorithm("k", lhs, rhs, group_sizes, spec)
     if algorithm is None:
         return reference_contraction(lhs, rhs, group_sizes, spec=spec)
     padded = [_padded(x, INPUT_DTYPES[algorithm]) for x in (lhs, rhs)]
@@ -236,26 +236,27 @@ def _kernel_out_dtype(algorithm: str, spec: RaggedSpec) -> np.dtype:
 
 
 def _kernel_algorithm(
-    ragged: str, lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, spec: RaggedSpec
+    grouped: str, lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, spec: RaggedSpec
 ) -> str | None:
     """Returns the algorithm of the kernels that compute a product, None where there are none."""
     algorithm = resolve_algorithm(lhs.dtype, rhs.dtype, spec.out_dtype, spec.precision)
     extents = (*lhs.shape, *rhs.shape, *group_sizes.shape)
-    obstacle = _obstacle(algorithm, ragged, extents, spec.config)
+    obstacle = _obstacle(algorithm, grouped, extents, spec.config)
     shapes = f"{lhs.dtype}{list(lhs.shape)} x {rhs.dtype}{list(rhs.shape)}"
-    gemm_lowering.log(f"ragged {ragged} {shapes} -> {spec.out_dtype}: {obstacle or algorithm}")
+    decision = f"{shapes} -> {spec.out_dtype}: {obstacle or algorithm}"
+    gemm_lowering.log(f"ragged product, groups of {grouped}, {decision}")
     if obstacle is None and spec.config not in (None, *_extension.KERNEL_NAMES):
         raise ValueError(f"config={spec.config!r} is not in this build of jax_tcgemm")
     return algorithm if obstacle is None else None
 
 
 def _obstacle(
-    algorithm: str | None, ragged: str, extents: tuple[Any, ...], config: str | None
+    algorithm: str | None, grouped: str, extents: tuple[Any, ...], config: str | None
 ) -> str | None:
     """Says why no kernel can be used, if none can; slow ones have to be named."""
-    if algorithm is None or not kernel_table.for_algorithm(algorithm, ragged):
+    if algorithm is None or not kernel_table.for_algorithm(algorithm, grouped):
         return f"reference: no ragged kernel for {algorithm}"
-    if not (config in _extension.KERNEL_NAMES or _extension.has_kernel(algorithm, ragged=ragged)):
+    if not (config in _extension.KERNEL_NAMES or _extension.has_kernel(algorithm, grouped=grouped)):
         return f"reference: no ragged kernel for {algorithm} in this build"
     if not all(isinstance(extent, int) for extent in extents):
         return "reference: symbolic shapes"

@@ -24,9 +24,9 @@ def lacks_epilogue(row: KernelConfig, gemm: StridedGemm, x: Operands, spec: Gemm
 
     Returns:
         False as well for a row that cannot leave the product in float32, for an epilogue to be
-        computed from: one that exchanges operands. Another takes its place.
+        computed from: one that swaps operands. Another takes its place.
     """
-    if row.epilogue == "any" or row.exchanged or row.gated or row.ragged != "none":
+    if row.epilogue == "any" or row.swap_ab or row.gated or row.grouped != "none":
         return False
     if _is_product(x, spec):
         return False

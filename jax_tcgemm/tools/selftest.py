@@ -49,7 +49,7 @@ INPUT_DTYPES = {
 
 def _is_gemm(config: kernel_config.KernelConfig) -> bool:
     """Whether ``gemm`` names it; its epilogue may then be any, if in a pass of its own."""
-    return not config.gated and config.ragged == "none" and not config.exchanged
+    return not config.gated and config.grouped == "none" and not config.swap_ab
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,18 +114,18 @@ def draw_problem(
     is_gemm = _is_gemm(config)
     # The first problem is what the kernel itself has, and so is every other of sums.
     activates = config.epilogue != "sum" or bool(rng.integers(2))
-    has_epilogue = not plain and config.ragged != "depth" and not config.exchanged
+    has_epilogue = not plain and config.grouped != "k" and not config.swap_ab
     # What the other rows cut off in their sums would show in a float32 result.
     rounds_sums = config.rounds_sums or config.element_bytes == 4
     return Problem(
         config=config,
         batch=1 if plain else int(rng.integers(1, 4)),
-        m=extent(config.tile_n if config.exchanged else config.tile_m),
-        n=extent(config.tile_m if config.exchanged else config.tile_n),
+        m=extent(config.tile_n if config.swap_ab else config.tile_m),
+        n=extent(config.tile_m if config.swap_ab else config.tile_n),
         k=extent(4 * config.tile_k),
         # Groups of k lie along the rows of both operands.
-        transpose_a=config.ragged == "depth" or (not plain and is_gemm and bool(rng.integers(2))),
-        transpose_b=config.ragged != "depth" and not plain and bool(rng.integers(2)),
+        transpose_a=config.grouped == "k" or (not plain and is_gemm and bool(rng.integers(2))),
+        transpose_b=config.grouped != "k" and not plain and bool(rng.integers(2)),
         activation=(
             str(rng.choice(sorted(activations.ACTIVATIONS))) if has_epilogue and activates else None
         ),
@@ -149,7 +149,7 @@ def draw_problems(
             kinds: dict[tuple[bool, str], list[kernel_config.KernelConfig]] = {}
             for config in configs:
                 if config.algorithm == algorithm:
-                    kinds.setdefault((config.gated, config.ragged), []).append(config)
+                    kinds.setdefault((config.gated, config.grouped), []).append(config)
             turns = itertools.cycle(kinds.values()) if kinds else ()
             for index, kind in zip(range(_PROBLEMS_WITHOUT_KERNELS), turns, strict=False):
                 rows.append((kind[int(rng.integers(len(kind)))], index // len(kinds)))
@@ -183,7 +183,7 @@ def _by_gemm(problem: Problem, use_config: bool, a, b, b2, c, bias):
         "preferred_element_type": problem.out_dtype,
         "config": problem.config.name if use_config else None,
     }
-    if problem.config.ragged != "none":
+    if problem.config.grouped != "none":
         return _by_groups(problem, a, b, bias, options)
     if problem.config.gated:
         biases = {"bias_gate": bias, "bias_up": bias}
@@ -208,7 +208,7 @@ def _by_groups(problem: Problem, a, b, bias, options: dict[str, Any]) -> jax.Arr
     def repeated(x: jax.Array) -> jax.Array:
         return jnp.broadcast_to(x, (groups, *x.shape))
 
-    if problem.config.ragged == "rows":
+    if problem.config.grouped == "m":
         d = ragged_dot(
             a.reshape(groups * problem.m, problem.k),
             repeated(b),
@@ -253,7 +253,7 @@ def _groups_of_depth(matmul: Callable, a: jax.Array, b: jax.Array) -> jax.Array:
 
 def _by_jnp(problem: Problem, on_cpu: bool, a, b, b2, c, bias):
     matmul = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
-    if problem.config.ragged == "depth":
+    if problem.config.grouped == "k":
         matmul = functools.partial(_groups_of_depth, matmul)
     if on_cpu:
         # XLA's CPU compiler has no bfloat16 product with a float32 result for every layout; in

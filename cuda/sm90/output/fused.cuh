@@ -56,11 +56,11 @@ __device__ __forceinline__ void visit_chunk(const float (&acc)[kBlocks][kBlockVa
 // kGeneral: anything; else D = f(alpha * acc + bias), gated or not. Each question asked in the loop
 // costs as much as several values. The code that copies out what TMA cannot is large: it stands
 // where host code sends such a D (Finish), not in every loop.
-template <KernelConfig kConfig, bool kExchanged, bool kGeneral>
+template <KernelConfig kConfig, bool kSwapAb, bool kGeneral>
 struct FusedOutput {
-  using Buffers = OutputBuffers<kConfig, kExchanged>;
+  using Buffers = OutputBuffers<kConfig, kSwapAb>;
   using Element = typename AlgorithmTraits<kConfig.algorithm>::Output;
-  using Sub = FusedSubtile<kConfig, Element, kExchanged, !kGeneral>;
+  using Sub = FusedSubtile<kConfig, Element, kSwapAb, !kGeneral>;
   using Accumulators = float[Buffers::kBlocks][kConfig.tile_n / 2];
 
   const GemmParams& params;
@@ -149,7 +149,7 @@ struct FusedOutput {
   }
 
   // Calls visit(i, m, n) for each value of the thread; accumulator rows are rows of D, or columns
-  // if exchanged.
+  // if swapped.
   template <typename Visitor>
   static __device__ __forceinline__ void visit_places(const OutputPlace& at, Visitor&& visit) {
     const int row = at.row + Buffers::lane() / 4;
@@ -158,7 +158,7 @@ struct FusedOutput {
     for (int i = 0; i < kChunkValues; ++i) {
       const int m = row + i / 2 % 2 * 8;
       const int n = column + i % 2 + i / 4 * 8;
-      kExchanged ? visit(i, n, m) : visit(i, m, n);
+      kSwapAb ? visit(i, n, m) : visit(i, m, n);
     }
   }
 
@@ -195,9 +195,9 @@ struct FusedOutput {
   template <int kFirst>
   __device__ __forceinline__ void take(Chunk& value, const Accumulators& acc, const Position& at,
                                        float alpha, const Addend& source) const {
-    float of[4] = {};  // columns 0, 1, 8, 9 of the thread; exchanged: rows 0, 8
+    float of[4] = {};  // columns 0, 1, 8, 9 of the thread; swapped: rows 0, 8
     read_bias(of, source, at.place, kFirst * kChunkColumns + at.tile_column);
-    const auto bias_of = [&](int i) { return of[kExchanged ? i / 2 % 2 : i / 4 * 2 + i % 2]; };
+    const auto bias_of = [&](int i) { return of[kSwapAb ? i / 2 % 2 : i / 4 * 2 + i % 2]; };
     const bool scales = kGeneral && !kConfig.gated;
     visit_chunk<kFirst, Buffers::kBlockChunks>(acc, at.index, [&](int i, float a) {
       ptx::multiply_add(value[i], alpha, a, scales ? 0.f : bias_of(i));
@@ -229,7 +229,7 @@ struct FusedOutput {
   __device__ __forceinline__ void read_bias(float (&of)[4], const Addend& source,
                                             const OutputPlace& at, int tile_column) const {
     if (source.data == nullptr) return;
-    if constexpr (kExchanged) {
+    if constexpr (kSwapAb) {
       const int64_t batch = batch_offset(params, at.batch, source.batch);
       const int column = at.row + Buffers::lane() / 4;
       if (column < params.n) of[0] = element(source, batch + column * source.stride_n);

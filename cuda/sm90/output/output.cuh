@@ -19,7 +19,7 @@
 
 namespace jax_tcgemm::sm90 {
 
-template <KernelConfig kConfig, bool kExchanged>
+template <KernelConfig kConfig, bool kSwapAb>
 class Output {
  public:
   static constexpr int kBlocks = kConfig.tile_m / (16 * kConfig.warps_m);
@@ -39,7 +39,7 @@ class Output {
 
   // While its last instructions run: fetches the bias, and behind it that of a second weight.
   __device__ __forceinline__ void share_bias(const OutputPlace& place) const {
-    if constexpr (!kExchanged) {
+    if constexpr (!kSwapAb) {
       const EpilogueParams& epilogue = params_.epilogue;
       if (epilogue.bias.data == nullptr && epilogue.bias2.data == nullptr) return;
       // No warp still reads the bias of the tile before.
@@ -111,7 +111,7 @@ class Output {
   }
 
   template <bool kGeneral>
-  __device__ __forceinline__ FusedOutput<kConfig, kExchanged, kGeneral> fused() {
+  __device__ __forceinline__ FusedOutput<kConfig, kSwapAb, kGeneral> fused() {
     return {params_, buffers_, {params_.epilogue.d_type}, bias_address()};
   }
 
@@ -127,13 +127,13 @@ class Output {
 
   // Host code asks for no others.
   template <Finish kFinish>
-  static constexpr bool kHas = has_finish(kConfig, kFinish, kExchanged);
+  static constexpr bool kHas = has_finish(kConfig, kFinish, kSwapAb);
 
   template <bool kWide, Finish kFinish>
   __device__ __forceinline__ void unrolled(const Accumulators& acc, const OutputPlace& place) {
     if constexpr (kHas<kFinish>) {
-      UnrolledOutput<kConfig, kExchanged, kWide || sizeof(Element) == 4, kFinish>{params_, buffers_,
-                                                                                  bias_address()}
+      UnrolledOutput<kConfig, kSwapAb, kWide || sizeof(Element) == 4, kFinish>{params_, buffers_,
+                                                                               bias_address()}
           .run(acc, place);
     }
   }
@@ -141,7 +141,7 @@ class Output {
   const GemmParams& params_;
   const TensorMaps& maps_;
   int warpgroup_;
-  OutputBuffers<kConfig, kExchanged> buffers_;
+  OutputBuffers<kConfig, kSwapAb> buffers_;
 };
 
 }  // namespace jax_tcgemm::sm90

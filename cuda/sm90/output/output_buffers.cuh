@@ -28,7 +28,7 @@ struct OutputPlace {
   int batch;
 };
 
-template <KernelConfig kConfig, bool kExchanged>
+template <KernelConfig kConfig, bool kSwapAb>
 struct OutputBuffers {
   static constexpr int kBlocks = kConfig.tile_m / (16 * kConfig.warps_m);
   static constexpr int kBlockChunks = kConfig.output_n() / kChunkColumns;
@@ -127,10 +127,10 @@ struct OutputBuffers {
   // is free. kCopiesOut: also where TMA cannot address D.
   template <bool kCopiesOut, typename Sub>
   __device__ __forceinline__ void send(const Sub& sub, const OutputPlace& at) {
-    if constexpr (kConfig.ragged == Ragged::kRows) {
+    if constexpr (kConfig.grouped == Grouped::kM) {
       if (at.row + kWarpRows > row_end) return copy_rows(sub, at);
     }
-    if constexpr (kCopiesOut && kConfig.ragged == Ragged::kNone) {
+    if constexpr (kCopiesOut && kConfig.grouped == Grouped::kNone) {
       if (!maps.d_by_tma) return copy_out(sub, at);
     }
     ptx::fence_proxy_async();
@@ -194,14 +194,14 @@ struct OutputBuffers {
   // Calls visit(column, row) with where the box of a sub-tile begins in D.
   template <typename Visitor>
   static __device__ __forceinline__ void visit_box(const OutputPlace& at, Visitor&& visit) {
-    kExchanged ? visit(at.row, at.column) : visit(at.column, at.row);
+    kSwapAb ? visit(at.row, at.column) : visit(at.column, at.row);
   }
 
   // By lane 0.
   template <typename Sub>
   __device__ __forceinline__ void store(const TensorMap& map, const OutputPlace& at,
                                         int result) const {
-    const int z = kConfig.ragged == Ragged::kRows ? 0 : at.batch;
+    const int z = kConfig.grouped == Grouped::kM ? 0 : at.batch;
     visit_box(at, [&](int x, int y) { ptx::tma_store(&map, address<Sub>(set, result), x, y, z); });
   }
 

@@ -17,8 +17,8 @@ constexpr int kWarpRows = 16;
 // Bytes of which bulk copies take whole multiples, from and to multiples of as many.
 constexpr int kGranule = 16;
 
-// The box that a warp stores: rows of D and bytes of a row, which is also the swizzle. Exchanged
-// (see below), the warp's rows are columns of D; of a row of the table that always exchanges, the
+// The box that a warp stores: rows of D and bytes of a row, which is also the swizzle. Swapped
+// (see below), the warp's rows are columns of D; of a row of the table that always swaps, the
 // box is a warpgroup's.
 struct OutputBox {
   int rows;
@@ -26,10 +26,10 @@ struct OutputBox {
 };
 
 // Long rows are quicker to store; short ones leave room for C and for further results.
-constexpr OutputBox output_box(const KernelConfig& config, int element_bytes, bool exchanged,
+constexpr OutputBox output_box(const KernelConfig& config, int element_bytes, bool swap_ab,
                                bool whole_rows) {
-  if (config.exchanged) return {config.transposed_rows(), kBlockRows * element_bytes};
-  if (exchanged) return {32, kWarpRows * element_bytes};
+  if (config.swap_ab) return {config.transposed_rows(), kBlockRows * element_bytes};
+  if (swap_ab) return {32, kWarpRows * element_bytes};
   const bool whole =
       whole_rows && config.output_n() % 64 == 0 && config.staging_bytes() >= 2 * kBlockRows * 128;
   return {kWarpRows, whole ? 128 : 64};
@@ -38,16 +38,16 @@ constexpr OutputBox output_box(const KernelConfig& config, int element_bytes, bo
 // With float32 operands, of which wgmma takes only k-major ones from shared memory, D^T = B^T A^T
 // is computed where A is k-major and B is not: then B^T can go through registers. Of 16-bit ones it
 // is by some rows of the table.
-constexpr bool exchanges_operands(const KernelConfig& config, Major major_a, Major major_b) {
-  if (config.exchanged) return true;
+constexpr bool swaps_operands(const KernelConfig& config, Major major_a, Major major_b) {
+  if (config.swap_ab) return true;
   return config.arch == Arch::kSm90 && element_bytes(config.algorithm) == 4 &&
          major_a == Major::kK && major_b == Major::kMn;
 }
 
 // Whether a problem is computed as D^T by a configuration.
-inline bool exchanges_operands(const KernelConfig& config, Major major_a, Major major_b, int64_t m,
-                               int64_t n) {
-  return config.skinny ? m < n : exchanges_operands(config, major_a, major_b);
+inline bool swaps_operands(const KernelConfig& config, Major major_a, Major major_b, int64_t m,
+                           int64_t n) {
+  return config.skinny ? m < n : swaps_operands(config, major_a, major_b);
 }
 
 // Where neither is k-major, A goes through registers and B's tiles are transposed, into two buffers

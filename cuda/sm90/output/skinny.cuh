@@ -38,8 +38,8 @@ class SkinnyOutput {
 
   __device__ __forceinline__ SkinnyOutput(const GemmParams& params,
                                           const SharedMemory<kConfig>& smem, int block,
-                                          bool exchanged)
-      : params_(params), smem_(smem), block_(block), exchanged_(exchanged) {}
+                                          bool swap_ab)
+      : params_(params), smem_(smem), block_(block), swap_ab_(swap_ab) {}
 
   // A tile whose first row and column these are, of the longer and of the shorter extent.
   __device__ __forceinline__ void begin(int first_long, int first_short, int batch) {
@@ -69,7 +69,7 @@ class SkinnyOutput {
     }
     // No warp still reads the slab of the tile before.
     ptx::named_barrier_sync(kWarpgroupBarrier, kThreads);
-    if (exchanged_) {
+    if (swap_ab_) {
       write<true>(sum);
     } else {
       write<false>(sum);
@@ -108,7 +108,7 @@ class SkinnyOutput {
   // Passes whose loads are in flight together.
   static constexpr int kTogether = kPasses < 4 ? kPasses : 4;
   // From one row of the slab to the next, bytes: rows of D.
-  static constexpr int kExchangedRow = (kLong + KernelConfig::kSkinnyPadding) * 4;
+  static constexpr int kSwappedRow = (kLong + KernelConfig::kSkinnyPadding) * 4;
   static constexpr int kRow = (kShort + KernelConfig::kSkinnyPadding) * 4;
 
   __device__ __forceinline__ int short_of_share() const {
@@ -120,22 +120,22 @@ class SkinnyOutput {
   }
   // Vectors of columns in a row of D.
   __device__ __forceinline__ int chunks() const {
-    return (exchanged_ ? kLong : kShort) / kVectorColumns;
+    return (swap_ab_ ? kLong : kShort) / kVectorColumns;
   }
 
   // The first column of D that this thread reads from the slab.
   __device__ __forceinline__ int column() const {
     const int chunk = threadIdx.x % chunks() * kVectorColumns;
-    return exchanged_ ? first_long_ + long_index(chunk) : first_short_ + chunk;
+    return swap_ab_ ? first_long_ + long_index(chunk) : first_short_ + chunk;
   }
 
   // Calls visit(vectors, row of D, from one to the next) for the rows of this thread.
   template <int kCount, typename Visitor>
   __device__ __forceinline__ void visit_rows(Visitor&& visit) const {
-    const int row_bytes = exchanged_ ? kExchangedRow : kRow;
-    const int rows = exchanged_ ? kShort : kLong;
+    const int row_bytes = swap_ab_ ? kSwappedRow : kRow;
+    const int rows = swap_ab_ ? kShort : kLong;
     const int step = kThreads / chunks();
-    const int first = exchanged_ ? first_short_ : first_long_;
+    const int first = swap_ab_ ? first_short_ : first_long_;
     const uint32_t address = slab() + threadIdx.x % chunks() * 16;
 #pragma unroll 1
     for (int i = threadIdx.x / chunks(); i < rows; i += kCount * step) {
@@ -144,7 +144,7 @@ class SkinnyOutput {
       for (int j = 0; j < kCount; ++j) {
         ptx::load_shared_16(value[j], address + (i + j * step) * row_bytes);
       }
-      visit(value, first + (exchanged_ ? i : long_index(i)), step);
+      visit(value, first + (swap_ab_ ? i : long_index(i)), step);
     }
   }
 
@@ -217,11 +217,11 @@ class SkinnyOutput {
     phase_ ^= 1;
   }
 
-  // kExchanged: rows of the accumulators are columns of D.
-  template <bool kExchanged>
+  // kSwapAb: rows of the accumulators are columns of D.
+  template <bool kSwapAb>
   __device__ __forceinline__ void write(const float (&sum)[kBlocks][kShare]) const {
-    constexpr int kLongStep = kExchanged ? 4 : kRow;
-    constexpr int kShortStep = kExchanged ? kExchangedRow : 4;
+    constexpr int kLongStep = kSwapAb ? 4 : kRow;
+    constexpr int kShortStep = kSwapAb ? kSwappedRow : 4;
     const int lane = threadIdx.x % 32;
     const int row = threadIdx.x / 32 * (kHalves ? 8 : kWarpRows) + lane / 4;
     const uint32_t first = slab() + row * kLongStep + lane % 4 * 2 * kShortStep;
@@ -239,7 +239,7 @@ class SkinnyOutput {
   const GemmParams& params_;
   const SharedMemory<kConfig>& smem_;
   int block_;  // of those that share a tile
-  bool exchanged_;
+  bool swap_ab_;
   int first_long_;
   int first_short_;
   int batch_;

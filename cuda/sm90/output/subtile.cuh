@@ -21,17 +21,17 @@ constexpr int kChunkColumns = 16;
 constexpr int kChunkValues = 8;
 using Chunk = float[kChunkValues];
 
-// kWide: float32 in the buffer, else Element. kExchanged: rows of the accumulators are columns of
+// kWide: float32 in the buffer, else Element. kSwapAb: rows of the accumulators are columns of
 // D. kWhole: rows of 128 bytes where they fit.
-template <KernelConfig kConfig, typename Element, bool kWide, bool kExchanged, bool kWhole>
+template <KernelConfig kConfig, typename Element, bool kWide, bool kSwapAb, bool kWhole>
 struct OutputSubtile {
-  static_assert(kWide || !kExchanged);
+  static_assert(kWide || !kSwapAb);
   static constexpr int kElementBytes = kWide ? 4 : 2;
-  static constexpr OutputBox kBox = output_box(kConfig, kElementBytes, kExchanged, kWhole);
+  static constexpr OutputBox kBox = output_box(kConfig, kElementBytes, kSwapAb, kWhole);
   static constexpr int kRowBytes = kBox.row_bytes;
   static constexpr int kBytes = kBox.rows * kRowBytes;
   // Columns of accumulators.
-  static constexpr int kColumns = kExchanged ? kBox.rows : kRowBytes / kElementBytes;
+  static constexpr int kColumns = kSwapAb ? kBox.rows : kRowBytes / kElementBytes;
   static constexpr int kRoom = kConfig.staging_bytes() / 4 / kBytes;
   static constexpr int kBuffers = kRoom < 4 ? kRoom : 4;
   static constexpr int kChunks = kColumns / kChunkColumns;
@@ -44,7 +44,7 @@ struct OutputSubtile {
     if constexpr (kWide) {
 #pragma unroll
       for (int i = 0; i < kChunkValues; i += 2) {
-        if constexpr (kExchanged) {
+        if constexpr (kSwapAb) {
           ptx::store_shared_4(pair_address(address, i), value[i]);
           ptx::store_shared_4(pair_address(address, i) + kRowBytes, value[i + 1]);
         } else {
@@ -64,7 +64,7 @@ struct OutputSubtile {
     if constexpr (kWide) {
 #pragma unroll
       for (int i = 0; i < kChunkValues; i += 2) {
-        if constexpr (kExchanged) {
+        if constexpr (kSwapAb) {
           value[i] = __uint_as_float(ptx::load_shared_4(pair_address(address, i)));
           value[i + 1] = __uint_as_float(ptx::load_shared_4(pair_address(address, i) + kRowBytes));
         } else {
@@ -98,7 +98,7 @@ struct OutputSubtile {
     if constexpr (!kWide) return (buffer + chunk_offset(lane % 16, lane / 16)) ^ (chunk * 32);
     const uint32_t row = lane / 4;
     const uint32_t column = lane % 4 * 2;
-    if constexpr (kExchanged) {
+    if constexpr (kSwapAb) {
       return buffer + chunk_offset(column, row / 4) + row % 4 * 4 + chunk * 16 * kRowBytes;
     }
     return (buffer + chunk_offset(row, column / 4) + column % 4 * 4) ^ (chunk * 64);
@@ -106,18 +106,18 @@ struct OutputSubtile {
 
   // Of values i and i + 1: 8 rows further for every other pair, 8 columns for the last two.
   static __device__ __forceinline__ uint32_t pair_address(uint32_t address, int i) {
-    if constexpr (kExchanged) return (address ^ (i / 2 % 2 * 32)) + i / 4 * 8 * kRowBytes;
+    if constexpr (kSwapAb) return (address ^ (i / 2 % 2 * 32)) + i / 4 * 8 * kRowBytes;
     return (address ^ (i / 4 * 32)) + i / 2 % 2 * 8 * kRowBytes;
   }
 };
 
 // A sub-tile whose type is known at run time, so that the code of an epilogue stands in a kernel
 // once.
-template <KernelConfig kConfig, typename Element, bool kExchanged, bool kWhole>
+template <KernelConfig kConfig, typename Element, bool kSwapAb, bool kWhole>
 struct FusedSubtile {
   static constexpr bool kAlwaysWide = sizeof(Element) == 4;
-  using Wide = OutputSubtile<kConfig, Element, true, kExchanged, kWhole>;
-  using Narrow = OutputSubtile<kConfig, Element, kAlwaysWide, kExchanged, kWhole>;
+  using Wide = OutputSubtile<kConfig, Element, true, kSwapAb, kWhole>;
+  using Narrow = OutputSubtile<kConfig, Element, kAlwaysWide, kSwapAb, kWhole>;
   static constexpr int kRowBytes = Wide::kRowBytes;
   static constexpr int kBytes = Wide::kBytes;
   static constexpr int kBuffers = Wide::kBuffers;

@@ -20,12 +20,12 @@
 namespace jax_tcgemm::sm90 {
 
 // kWide: D is float32.
-template <KernelConfig kConfig, bool kExchanged, bool kWide, Finish kFinish>
+template <KernelConfig kConfig, bool kSwapAb, bool kWide, Finish kFinish>
 struct UnrolledOutput {
-  using Buffers = OutputBuffers<kConfig, kExchanged>;
+  using Buffers = OutputBuffers<kConfig, kSwapAb>;
   using Element = typename AlgorithmTraits<kConfig.algorithm>::Output;
   static constexpr bool kWithC = kFinish == Finish::kAddC;
-  using Sub = OutputSubtile<kConfig, Element, kWide, kExchanged, !kWithC>;
+  using Sub = OutputSubtile<kConfig, Element, kWide, kSwapAb, !kWithC>;
   static constexpr int kBlockValues = kConfig.tile_n / 2;
   using Accumulators = float[Buffers::kBlocks][kBlockValues];
 
