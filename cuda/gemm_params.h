@@ -117,8 +117,11 @@ struct GemmParams {
   int32_t m, n, k;
   int32_t batch;         // product of batch_shape; with split_stages, the number of parts of k
   int32_t split_stages;  // > 0: matrix i of the batch is the product over so many stages of k
-  Fixup fixup;           // of these matrices; else each is one of D
-  Raster raster;         // set when a configuration has been chosen
+  // sm90: of what the kernel calls A and B. In the first line of the parameters, for a kernel of
+  // several layouts asks for it before the first load.
+  bool k_major_a, k_major_b;
+  Fixup fixup;    // of these matrices; else each is one of D
+  Raster raster;  // set when a configuration has been chosen
   Operand a;
   Operand b;
   const void* b2;  // the second weight of a gated product, laid out as b

@@ -76,6 +76,8 @@ cudaError_t launch_sm90(const KernelConfig& config, KernelHandle* kernel,
   if (error != cudaSuccess) return error;
 
   GemmParams params = request.params;
+  params.k_major_a = request.maps->major_a == Major::kK;
+  params.k_major_b = request.maps->major_b == Major::kK;
   int clusters = capacity;
   if (config.grouped == Grouped::kNone) {
     const int64_t tiles = tile_count(params);

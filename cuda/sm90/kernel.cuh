@@ -73,7 +73,7 @@ struct Kernel {
       const auto range = place.k_range(k_tiles, params.split_stages, matrix);
       return range.end - range.begin;
     };
-    Main mainloop(maps, smem, place, row);
+    Main mainloop(params, smem, place, row);
     Out output(params, maps, smem, warpgroup);
     SplitOutput<kConfig> split_output(params, smem, place);
     TileWalk walk(params, blockIdx.x / kConfig.cluster_size());
@@ -140,12 +140,12 @@ struct Kernel {
       if constexpr (kWarpgroups > 1) ptx::decrease_registers<kProducerRegisters>();
       if constexpr (kConfig.grouped != Grouped::kNone) {
         if (threadIdx.x / 32 == kProducer) {
-          visit_layout(Layouts(), maps, [&]<typename Layout>(Layout) {
+          visit_layout(Layouts(), params, [&]<typename Layout>(Layout) {
             RaggedProducer<kConfig, Layout>::run(params, maps, smem, place);
           });
         }
       } else if (threadIdx.x == kProducer * 32) {
-        visit_layout(Layouts(), maps, [&]<typename Layout>(Layout) {
+        visit_layout(Layouts(), params, [&]<typename Layout>(Layout) {
           Producer<kConfig, Layout>::run(params, maps, smem, place);
         });
       }

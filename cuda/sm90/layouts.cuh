@@ -3,9 +3,9 @@
 
 #pragma once
 
+#include "gemm_params.h"
 #include "kernel_config.h"
 #include "sm90/output/output_tile.h"
-#include "sm90/tensor_maps.h"
 
 namespace jax_tcgemm::sm90 {
 
@@ -26,16 +26,17 @@ struct LayoutSet {};
 
 // Calls visit(layout) with that of the operands: a branch that all threads take alike.
 template <typename Last, typename Visitor>
-__device__ __forceinline__ void visit_layout(LayoutSet<Last>, const TensorMaps&, Visitor&& visit) {
+__device__ __forceinline__ void visit_layout(LayoutSet<Last>, const GemmParams&, Visitor&& visit) {
   visit(Last());
 }
 template <typename First, typename Second, typename... Others, typename Visitor>
 __device__ __forceinline__ void visit_layout(LayoutSet<First, Second, Others...>,
-                                             const TensorMaps& maps, Visitor&& visit) {
-  if (maps.major_a == First::kMajorA && maps.major_b == First::kMajorB) [[likely]] {
+                                             const GemmParams& params, Visitor&& visit) {
+  if (params.k_major_a == (First::kMajorA == Major::kK) &&
+      params.k_major_b == (First::kMajorB == Major::kK)) [[likely]] {
     visit(First());
   } else {
-    visit_layout(LayoutSet<Second, Others...>(), maps, visit);
+    visit_layout(LayoutSet<Second, Others...>(), params, visit);
   }
 }
 

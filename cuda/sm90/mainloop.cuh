@@ -336,22 +336,22 @@ struct Mainloop {
   static constexpr int kBlocks = kConfig.tile_m / (16 * kConfig.warps_m);
   using Accumulators = float[kBlocks][kConfig.tile_n / 2];
 
-  const TensorMaps& maps;
+  const GemmParams& params;
   const SharedMemory<kConfig>& smem;
   int first_row;
   bool has_partner;
   RingPosition<ring_stages(kConfig, Layouts())> at;
 
-  __device__ __forceinline__ Mainloop(const TensorMaps& maps, const SharedMemory<kConfig>& smem,
+  __device__ __forceinline__ Mainloop(const GemmParams& params, const SharedMemory<kConfig>& smem,
                                       const ClusterPlace<kConfig>& place, int first_row)
-      : maps(maps), smem(smem), first_row(first_row) {
+      : params(params), smem(smem), first_row(first_row) {
     has_partner = place.shares_with(threadIdx.x % 32);
   }
 
   // See LayoutMainloop::run.
   template <typename Passed>
   __device__ __forceinline__ void run(Accumulators& acc, int count, Passed&& passed) {
-    visit_layout(Layouts(), maps, [&]<typename Layout>(Layout) {
+    visit_layout(Layouts(), params, [&]<typename Layout>(Layout) {
       const int lane = threadIdx.x % 32;
       LayoutMainloop<kConfig, Layout> mainloop = {smem, first_row, lane, has_partner, at};
       mainloop.run(acc, count, passed);

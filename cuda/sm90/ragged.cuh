@@ -154,7 +154,7 @@ struct RaggedConsumer {
                                              const Smem& smem, const ClusterPlace<kConfig>& place) {
     const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
     const int row = kPingpong ? 0 : warpgroup * (kConfig.tile_m / kWarpgroups);  // of the tile
-    Main mainloop(maps, smem, place, row);
+    Main mainloop(params, smem, place, row);
     Output<kConfig, false> output(params, maps, smem, warpgroup);
     RingPosition<Smem::kTileSlots> slot_at;
     if (kPingpong && warpgroup == 1) slot_at.advance();

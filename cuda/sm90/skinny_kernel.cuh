@@ -60,7 +60,7 @@ struct SkinnyKernel {
   static __device__ __forceinline__ void consume(const GemmParams& params, const TensorMaps& maps,
                                                  const Smem& smem, const Place& place) {
     const int k_tiles = (params.k - 1) / kConfig.tile_k + 1;
-    Main mainloop(maps, smem, place, 0);
+    Main mainloop(params, smem, place, 0);
     SkinnyOutput<kConfig> output(params, smem, place.k, maps.swap_ab);
     const int stages =
         (place.k + 1) * k_tiles / kConfig.split_k - place.k * k_tiles / kConfig.split_k;
@@ -156,7 +156,7 @@ struct SkinnyKernel {
       if constexpr (kConfig.split_k > 1) ptx::cluster_arrive_relaxed();
       ptx::named_barrier_arrive(kStartBarrier, kThreads);
       if (threadIdx.x % 32 == 0) {
-        visit_layout(Layouts(), maps,
+        visit_layout(Layouts(), params,
                      [&]<typename Layout>(Layout) { produce<Layout>(params, maps, smem, place); });
       }
       __syncwarp();

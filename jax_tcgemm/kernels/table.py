@@ -127,9 +127,9 @@ def _rows() -> list[KernelConfig]:
             # For batches of small products, where L2 is what counts.
             _sm90(algorithm, 128, 128, 6, cluster=(2, 2), schedule="pingpong"),
             # For few tiles.
-            _sm90(algorithm, 128, 256, 4, epilogue="sum"),
+            _sm90(algorithm, 128, 256, 4, epilogue=most),
             _sm90(algorithm, 128, 64, 8, epilogue="sum"),
-            _sm90(algorithm, 64, 128, 6, schedule="pingpong", epilogue="sum"),
+            _sm90(algorithm, 64, 128, 6, schedule="pingpong"),
             _sm90(algorithm, 64, 128, 6, cluster=(2, 1), schedule="pingpong"),
             _sm90(algorithm, 64, 64, 6),
             # For so few that k is shared out.
