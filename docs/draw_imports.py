@@ -32,15 +32,6 @@ PYTHON_ORDER = (
     *("_extension", "_compat", "_core", "kernels"),
 )
 
-# Includes that close a circle of folders today, to be mended; no others may.
-KNOWN_CIRCLES = frozenset(
-    {
-        ("cuda/common/launch.cuh", "dispatch/kernel_entry.h"),
-        ("cuda/sm90/launch.cuh", "dispatch/kernel_entry.h"),
-        ("cuda/sm90/tma_descriptor.h", "dispatch/dispatch.h"),
-    }
-)
-
 _CAPTIONS = {
     "__main__": "the report on a machine",
     "__init__": "the public names",
@@ -151,12 +142,12 @@ def _edges(imports: Iterable[Import]) -> dict[str, set[str]]:
 
 
 def circles(imports: Iterable[Import]) -> list[str]:
-    """Returns lines for each circle of folders, but for known ones.
+    """Returns lines for each circle of folders.
 
     Of the imports that make it up those are named, between one folder and one other, that are the
     fewest: in all likelihood they are what closed it.
     """
-    imports = [each for each in imports if each[:2] not in KNOWN_CIRCLES]
+    imports = list(imports)
     edges = _edges(imports)
     leads_to = {room: layered_layout.reachable(edges, room) for room in edges}
     found: dict[frozenset[str], dict[tuple[str, str], list[str]]] = {}
@@ -166,19 +157,6 @@ def circles(imports: Iterable[Import]) -> list[str]:
             line = f"{file} imports {name}: a circle, for {target} leads back to {source}"
             found.setdefault(circle, {}).setdefault((source, target), []).append(line)
     return [line for pairs in found.values() for line in min(pairs.values(), key=len)]
-
-
-def mended(imports: Iterable[Import]) -> list[str]:
-    """Returns a line for each of KNOWN_CIRCLES that closes none any more."""
-    imports = list(imports)
-    edges = _edges(each for each in imports if each[:2] not in KNOWN_CIRCLES)
-    closing = {
-        each[:2] for each in imports if each.source in layered_layout.reachable(edges, each.target)
-    }
-    return [
-        f"{file} no longer closes a circle by {name}: take it off KNOWN_CIRCLES"
-        for file, name in sorted(KNOWN_CIRCLES - closing)
-    ]
 
 
 # --- The drawing ------------------------------------------------------------------------------
@@ -196,12 +174,9 @@ rect.python { fill: #ddf4ff; stroke: #0969da; }
 rect.cpp { fill: #dafbe1; stroke: #1a7f37; }
 path { fill: none; stroke: #57606a; stroke-width: 1.4; marker-end: url(#to); }
 path.built { stroke-dasharray: 5 4; }
-path.circle { stroke: #cf222e; marker-end: url(#circle); }
-path.both { marker-start: url(#circle); }
-marker path { marker-end: none; stroke: none; fill: #57606a; }
-marker#circle path { fill: #cf222e; }"""
+marker path { marker-end: none; stroke: none; fill: #57606a; }"""
 _MARKER = (
-    '<marker id="{}" viewBox="0 0 8 8" refX="7.5" refY="4" markerWidth="8" markerHeight="8" '
+    '<marker id="to" viewBox="0 0 8 8" refX="7.5" refY="4" markerWidth="8" markerHeight="8" '
     'markerUnits="userSpaceOnUse" orient="auto-start-reverse">'
     '<path d="M0 0.5 8 4 0 7.5z"/></marker>'
 )
@@ -222,9 +197,7 @@ class _Tree:
     def __init__(self, title: str, kind: str, imports: list[Import], top: float):
         self._title, self._kind, self._top = title, kind, top
         self._edges = _edges(imports)
-        self._known = {(e.target, e.source) for e in imports if e[:2] in KNOWN_CIRCLES}
-        downward = _edges(each for each in imports if each[:2] not in KNOWN_CIRCLES)
-        self._layout = layered_layout.Layout(downward, self._known, _PITCH, _BOX)
+        self._layout = layered_layout.Layout(self._edges, _PITCH, _BOX)
         self._mirrored = False
         self._left = 0.0
         self.height = _TITLE + self._layout.size.y + _MARGIN
@@ -251,14 +224,8 @@ class _Tree:
         yield f'<rect class="tree" x="{_MARGIN / 2:.0f}" y="{self._top:.0f}" {size} rx="8"/>'
         corner = f'x="{width - _MARGIN:.0f}" y="{self._top + 25:.0f}" text-anchor="end"'
         yield f'<text class="title" {corner}>{self._title}</text>'
-        for (source, target), points in sorted(self._layout.routes.items()):
-            kind = ""
-            if (source, target) in self._known:  # laid out from above, as all arrows are
-                kind = (
-                    ' class="circle both"' if target in self._edges[source] else ' class="circle"'
-                )
-                points = points[::-1]
-            yield f'<path{kind} d="{_curve([self.place(point) for point in points])}"/>'
+        for _, points in sorted(self._layout.routes.items()):
+            yield f'<path d="{_curve([self.place(point) for point in points])}"/>'
         for room in sorted(self._layout.centres):
             yield from self._draw_room(room)
 
@@ -292,7 +259,7 @@ def draw(python: list[Import], cpp: list[Import]) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" {box}>',
         "<!-- Drawn by docs/draw_imports.py. -->",
         f"<style>\n{_STYLE}\n</style>",
-        f"<defs>{_MARKER.format('to')}{_MARKER.format('circle')}</defs>",
+        f"<defs>{_MARKER}</defs>",
         '<rect width="100%" height="100%" fill="#ffffff"/>',
         *upper.draw(width),
         *lower.draw(width),
@@ -314,7 +281,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     python = list(python_imports(ROOT / "jax_tcgemm"))
     cpp = list(cpp_includes(ROOT / "cuda"))
-    errors = [*(upward(python) or circles(python)), *circles(cpp), *mended(cpp)]
+    errors = [*(upward(python) or circles(python)), *circles(cpp)]
     if not errors:
         picture = draw(python, cpp)
         if not arguments.check:

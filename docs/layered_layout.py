@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
 from typing import NamedTuple
 
 Edges = dict[str, set[str]]
@@ -65,15 +64,15 @@ def layers(edges: Edges) -> dict[str, int]:
 class Layout:
     """Centres of the nodes, and routes of the edges, from the corner (0, 0) to `size`.
 
-    Edges that a longer way replaces are left out, but for `extra` ones. Long edges bend around the
-    nodes of the layers between.
+    Edges that a longer way replaces are left out. Long edges bend around the nodes of the layers
+    between.
     """
 
-    def __init__(self, edges: Edges, extra: Iterable[Edge], pitch: Point, box: Point):
+    def __init__(self, edges: Edges, pitch: Point, box: Point):
         self._pitch, self._box = pitch, box
         self._layers = layers(edges)
         self._chains: dict[Edge, list[_Node]] = {}
-        for source, target in [*reduced(edges), *sorted(extra)]:
+        for source, target in reduced(edges):
             between = range(self._layers[source] - 1, self._layers[target], -1)
             bends = [_Bend(source, target, layer) for layer in between]
             self._chains[source, target] = [source, *bends, target]

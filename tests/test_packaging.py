@@ -191,7 +191,7 @@ def test_errors_name_the_file_without_gcc_12(tmp_path):
     """GCC 11, of Ubuntu 22.04, has no __FILE_NAME__."""
     source = tmp_path / "where.cc"
     source.write_text(
-        '#include "dispatch/status.h"\n'
+        '#include "common/status.h"\n'
         "jax_tcgemm::Status refuse(int x) {\n"
         '  JAX_TCGEMM_REQUIRE(x > 2, "x=", x);\n'
         "  return {};\n"

@@ -6,7 +6,7 @@
 #include <map>
 #include <mutex>
 
-#include "dispatch/status.h"
+#include "common/status.h"
 
 namespace jax_tcgemm {
 namespace {

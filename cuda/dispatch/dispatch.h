@@ -8,34 +8,13 @@
 #include <span>
 #include <string_view>
 
+#include "common/status.h"
 #include "dispatch/device.h"
 #include "dispatch/heuristic.h"
 #include "dispatch/kernel_entry.h"
-#include "dispatch/status.h"
-#include "gemm_params.h"
+#include "gemm_problem.h"
 
 namespace jax_tcgemm {
-
-// Everything a call asks for, and where its operands lie.
-struct GemmProblem {
-  Algorithm algorithm;
-  GemmParams params;  // complete but for the tile order
-  Major major_a;
-  Major major_b;
-  bool aligned_a;  // base, strides and contiguous extent are multiples of 16 bytes
-  bool aligned_b;
-  bool strides_aligned_a;  // base and strides are, which is enough for TMA
-  bool strides_aligned_b;
-  // For padded copies of unaligned operands, then for products over parts of k; null: there is
-  // none.
-  void* workspace;
-  int64_t workspace_bytes;
-  int64_t padding_bytes;    // 0: unaligned operands are not to be copied
-  std::string_view config;  // a row's name, or empty: choose
-
-  bool aligned() const { return aligned_a && aligned_b; }
-  bool tma_addressable() const { return strides_aligned_a && strides_aligned_b; }
-};
 
 std::span<const KernelEntry> kernel_registry();
 

@@ -4,35 +4,9 @@
 #define JAX_TCGEMM_DISPATCH_KERNEL_ENTRY_H_
 
 #include "kernel_config.h"
+#include "kernel_set.h"
 
 namespace jax_tcgemm {
-
-constexpr int kMaxDevices = 64;  // whose answers are kept
-
-// A kernel, as CUDA's runtime takes it: a __global__ function, or a cudaKernel_t.
-struct KernelHandle {
-  const void* function;
-  // Blocks on an SM, or clusters on the device (sm90), that fit at once; 0: not asked for yet.
-  int resident[kMaxDevices];
-};
-
-// Kernels by the layouts of A and B. One may be there for several; null: there is none.
-struct KernelsByLayout {
-  KernelHandle* handle[2][2];  // [major of A][major of B]
-
-  KernelHandle* operator()(Major a, Major b) const {
-    return handle[static_cast<int>(a)][static_cast<int>(b)];
-  }
-};
-
-// The kernels of a row.
-struct KernelSet {
-  KernelsByLayout any;  // for all that the row can do
-  // Where there are any, for an epilogue with little to do. sm90: for Finish before kActivate, of
-  // skinny rows for kProduct. simt: for one product of two matrices and nothing else, by
-  // PlainParams.
-  KernelsByLayout simple;
-};
 
 struct KernelEntry {
   const char* name;

@@ -5,9 +5,9 @@
 
 #include <cuda_runtime_api.h>
 
+#include "common/status.h"
 #include "dispatch/device.h"
 #include "dispatch/dispatch.h"
-#include "dispatch/status.h"
 
 namespace jax_tcgemm {
 

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <string_view>
 
-#include "dispatch/status.h"
+#include "common/status.h"
 #include "ffi/attributes.h"
 #include "ffi/element_types.h"
 #include "ffi/handlers.h"

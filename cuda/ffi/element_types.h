@@ -4,7 +4,7 @@
 #define JAX_TCGEMM_FFI_ELEMENT_TYPES_H_
 
 #include "arithmetic.h"
-#include "dispatch/status.h"
+#include "common/status.h"
 #include "ffi/attributes.h"
 
 namespace jax_tcgemm {

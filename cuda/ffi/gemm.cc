@@ -9,9 +9,9 @@
 #include <cstdint>
 #include <string_view>
 
+#include "common/status.h"
 #include "dispatch/device.h"
 #include "dispatch/dispatch.h"
-#include "dispatch/status.h"
 #include "ffi/algorithm_names.h"
 #include "ffi/attributes.h"
 #include "ffi/element_types.h"

@@ -3,8 +3,8 @@
 #ifndef JAX_TCGEMM_FFI_OPERANDS_H_
 #define JAX_TCGEMM_FFI_OPERANDS_H_
 
+#include "common/status.h"
 #include "dispatch/dispatch.h"
-#include "dispatch/status.h"
 #include "ffi/attributes.h"
 
 namespace jax_tcgemm {

@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "dispatch/kernel_entry.h"
+#include "kernel_set.h"
 #include "simt/fallback_kernel.cuh"
 #include "simt/kernel.cuh"
 #include "simt/plain_kernel.cuh"

@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "dispatch/kernel_entry.h"
+#include "kernel_set.h"
 #include "sm80/kernel.cuh"
 
 namespace jax_tcgemm::sm80 {

@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "dispatch/kernel_entry.h"
+#include "kernel_set.h"
 #include "sm90/kernel.cuh"
 #include "sm90/layouts.cuh"
 #include "sm90/output/output_tile.h"

@@ -3,7 +3,8 @@
 #ifndef JAX_TCGEMM_SM90_TMA_DESCRIPTOR_H_
 #define JAX_TCGEMM_SM90_TMA_DESCRIPTOR_H_
 
-#include "dispatch/dispatch.h"
+#include "common/status.h"
+#include "gemm_problem.h"
 #include "sm90/tensor_maps.h"
 
 namespace jax_tcgemm::sm90 {

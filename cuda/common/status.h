@@ -1,7 +1,7 @@
 // Success, or an error that says where it arose, which condition failed and with what values.
 
-#ifndef JAX_TCGEMM_DISPATCH_STATUS_H_
-#define JAX_TCGEMM_DISPATCH_STATUS_H_
+#ifndef JAX_TCGEMM_COMMON_STATUS_H_
+#define JAX_TCGEMM_COMMON_STATUS_H_
 
 #include <cstdio>
 #include <string>
@@ -90,4 +90,4 @@ Status make_status(Status::Code code, const char* file, int line, const char* ex
     }                                                                                             \
   } while (0)
 
-#endif  // JAX_TCGEMM_DISPATCH_STATUS_H_
+#endif  // JAX_TCGEMM_COMMON_STATUS_H_
