@@ -18,7 +18,8 @@ from steps import STEPS, Arrays, value_and_gradients
 from jax_tcgemm import _compat, gated_gemm, gemm, ragged_dot
 from jax_tcgemm.primitives import gemm as gemm_primitive
 from jax_tcgemm.problem.activations import ACTIVATIONS
-from jax_tcgemm.problem.spec import GemmSpec, resolve_algorithm
+from jax_tcgemm.problem.arithmetic import resolve_algorithm
+from jax_tcgemm.problem.spec import GemmSpec
 from jax_tcgemm.problem.strides import Operands
 from jax_tcgemm.tools.benchmarking import argument_set_count
 

@@ -14,7 +14,7 @@ from jax.lax import DotAlgorithmPreset, Precision
 import jax_tcgemm
 from jax_tcgemm import gated_gemm, gemm, mlp
 from jax_tcgemm.lowering import gemm as gemm_lowering
-from jax_tcgemm.problem.spec import resolve_algorithm
+from jax_tcgemm.problem.arithmetic import resolve_algorithm
 
 FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)
 BATCHES = [

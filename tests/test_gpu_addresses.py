@@ -11,7 +11,8 @@ from shifted_call import shifted_call
 
 from jax_tcgemm import _compat, _extension, gemm
 from jax_tcgemm.lowering import gemm as gemm_lowering
-from jax_tcgemm.problem.spec import INPUT_DTYPES, GatedSpec, GemmSpec
+from jax_tcgemm.problem.arithmetic import INPUT_DTYPES
+from jax_tcgemm.problem.spec import GatedSpec, GemmSpec
 from jax_tcgemm.problem.strides import Operands, fold
 
 pytestmark = pytest.mark.gpu

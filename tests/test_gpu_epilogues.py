@@ -12,7 +12,8 @@ from kernel_rows import by_config
 from jax_tcgemm import _compat, gemm
 from jax_tcgemm.primitives import gemm as gemm_primitive
 from jax_tcgemm.problem.activations import resolve
-from jax_tcgemm.problem.spec import INPUT_DTYPES, GemmSpec
+from jax_tcgemm.problem.arithmetic import INPUT_DTYPES
+from jax_tcgemm.problem.spec import GemmSpec
 from jax_tcgemm.problem.strides import Operands
 
 pytestmark = pytest.mark.gpu

@@ -21,7 +21,7 @@ from jax_tcgemm.lowering import gemm as gemm_lowering
 from jax_tcgemm.lowering import ragged as ragged_lowering
 from jax_tcgemm.lowering.ragged import RaggedSpec
 from jax_tcgemm.primitives import ragged as ragged_primitive
-from jax_tcgemm.problem.spec import INPUT_DTYPES
+from jax_tcgemm.problem.arithmetic import INPUT_DTYPES
 
 pytestmark = pytest.mark.gpu
 

@@ -23,7 +23,8 @@ from kernel_rows import by_config
 from jax_tcgemm import _compat, gated_gemm, gated_mlp, mlp
 from jax_tcgemm.primitives import activation_gradient, gated
 from jax_tcgemm.problem.activations import resolve
-from jax_tcgemm.problem.spec import INPUT_DTYPES, GatedSpec
+from jax_tcgemm.problem.arithmetic import INPUT_DTYPES
+from jax_tcgemm.problem.spec import GatedSpec
 from jax_tcgemm.problem.strides import Operands
 
 pytestmark = pytest.mark.gpu

@@ -13,7 +13,7 @@ import pytest
 import jax_tcgemm
 from jax_tcgemm import gemm
 from jax_tcgemm.lowering import gemm as gemm_lowering
-from jax_tcgemm.problem.spec import INPUT_DTYPES
+from jax_tcgemm.problem.arithmetic import INPUT_DTYPES
 
 pytestmark = pytest.mark.gpu
 

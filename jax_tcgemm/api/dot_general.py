@@ -19,7 +19,8 @@ from jax_tcgemm import _compat
 from jax_tcgemm.api import eager
 from jax_tcgemm.lowering import gemm as gemm_lowering
 from jax_tcgemm.primitives import gemm as gemm_primitive
-from jax_tcgemm.problem.spec import GemmSpec, resolve_algorithm
+from jax_tcgemm.problem.arithmetic import resolve_algorithm
+from jax_tcgemm.problem.spec import GemmSpec
 from jax_tcgemm.problem.strides import Axes, Operands
 
 _Dims = tuple[int, ...]

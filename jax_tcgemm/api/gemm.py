@@ -14,7 +14,8 @@ from jax_tcgemm.api import arguments, eager
 from jax_tcgemm.primitives import gated
 from jax_tcgemm.primitives import gemm as gemm_primitive
 from jax_tcgemm.problem.activations import Activation
-from jax_tcgemm.problem.spec import GatedSpec, GemmSpec, accumulator_dtype
+from jax_tcgemm.problem.arithmetic import accumulator_dtype
+from jax_tcgemm.problem.spec import GatedSpec, GemmSpec
 from jax_tcgemm.problem.strides import Operands
 
 

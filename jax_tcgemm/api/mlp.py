@@ -26,7 +26,8 @@ from jax_tcgemm.primitives import gated, hidden
 from jax_tcgemm.primitives import gemm as gemm_primitive
 from jax_tcgemm.primitives.gemm import ACTIVATION, PREACTIVATION
 from jax_tcgemm.problem.activations import Activation
-from jax_tcgemm.problem.spec import INPUT_DTYPES, GatedSpec, GemmSpec, resolve_algorithm
+from jax_tcgemm.problem.arithmetic import INPUT_DTYPES, resolve_algorithm
+from jax_tcgemm.problem.spec import GatedSpec, GemmSpec
 from jax_tcgemm.problem.strides import Operands
 
 _STATIC = (

@@ -15,7 +15,7 @@ from jax_tcgemm.kernels import table as kernel_table
 from jax_tcgemm.lowering.ragged import RaggedSpec
 from jax_tcgemm.primitives import ragged as ragged_primitive
 from jax_tcgemm.problem.activations import Activation
-from jax_tcgemm.problem.spec import resolve_algorithm
+from jax_tcgemm.problem.arithmetic import resolve_algorithm
 
 _NAMES = arguments.Names("lhs", "rhs", "", "transpose_rhs")
 

@@ -23,14 +23,8 @@ from jax_tcgemm.lowering.left_to_xla import left_to_xla
 from jax_tcgemm.lowering.row_epilogue import lacks_epilogue
 from jax_tcgemm.problem.activations import resolve
 from jax_tcgemm.problem.alignment import COPY_BYTES, misalignment, padding_bytes, split_bytes
-from jax_tcgemm.problem.spec import (
-    INPUT_DTYPES,
-    GatedSpec,
-    GemmSpec,
-    flatten,
-    resolve_algorithm,
-    with_kernel_layouts,
-)
+from jax_tcgemm.problem.arithmetic import INPUT_DTYPES, resolve_algorithm
+from jax_tcgemm.problem.spec import GatedSpec, GemmSpec, flatten, with_kernel_layouts
 from jax_tcgemm.problem.strides import MAX_EXTENT, ROLES, Operands, StridedGemm, fold
 
 # What the custom call takes; the kernel walks the batch with this many strides.

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 
 from jax_tcgemm.problem.alignment import COPY_BYTES, elements, misalignment, padding_bytes
-from jax_tcgemm.problem.spec import INPUT_DTYPES
+from jax_tcgemm.problem.arithmetic import INPUT_DTYPES
 from jax_tcgemm.problem.strides import StridedGemm
 
 _ALGORITHMS = ("BF16_BF16_F32", "F16_F16_F32", "TF32_TF32_F32")

@@ -16,7 +16,7 @@ from jax_tcgemm.lowering import gemm as gemm_lowering
 from jax_tcgemm.lowering import reference
 from jax_tcgemm.problem.activations import Activation, resolve
 from jax_tcgemm.problem.alignment import COPY_BYTES
-from jax_tcgemm.problem.spec import INPUT_DTYPES, accumulator_dtype, resolve_algorithm
+from jax_tcgemm.problem.arithmetic import INPUT_DTYPES, accumulator_dtype, resolve_algorithm
 from jax_tcgemm.problem.strides import MAX_EXTENT
 
 _FLOAT32 = jnp.dtype(jnp.float32)

@@ -12,15 +12,14 @@ import numpy as np
 from jax import lax
 
 from jax_tcgemm.problem.activations import resolve
-from jax_tcgemm.problem.spec import (
+from jax_tcgemm.problem.arithmetic import (
     INPUT_DTYPES,
-    GatedSpec,
-    GemmSpec,
     accumulator_dtype,
     common_dtype,
     is_float8,
     resolve_algorithm,
 )
+from jax_tcgemm.problem.spec import GatedSpec, GemmSpec
 from jax_tcgemm.problem.strides import Axes, Operands, matrix_last, result_axes
 
 

@@ -24,7 +24,8 @@ from jax_tcgemm import _compat, _extension
 from jax_tcgemm.lowering import gemm as gemm_lowering
 from jax_tcgemm.primitives import registration
 from jax_tcgemm.problem.activations import Activation, resolve
-from jax_tcgemm.problem.spec import LARGE_MATRIX, accumulator_dtype
+from jax_tcgemm.problem.arithmetic import accumulator_dtype
+from jax_tcgemm.problem.spec import LARGE_MATRIX
 from jax_tcgemm.problem.strides import MAX_EXTENT
 
 # As in cuda/passes/activation_gradient.cu: neighbours that a thread reads at once, and columns of a

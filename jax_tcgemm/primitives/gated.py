@@ -28,13 +28,8 @@ from jax_tcgemm.primitives import registration
 from jax_tcgemm.primitives.gemm import ACTIVATION, PREACTIVATION
 from jax_tcgemm.primitives.transposition import transpose_pair
 from jax_tcgemm.problem.activations import Activation, resolve
-from jax_tcgemm.problem.spec import (
-    GatedSpec,
-    accumulator_dtype,
-    check_config,
-    common_dtype,
-    flatten,
-)
+from jax_tcgemm.problem.arithmetic import accumulator_dtype, common_dtype
+from jax_tcgemm.problem.spec import GatedSpec, check_config, flatten
 from jax_tcgemm.problem.strides import Operands, insert_batches
 
 gated_gemm_p = Primitive("tcgemm_gated")

@@ -21,7 +21,8 @@ from jax_tcgemm.lowering import reference
 from jax_tcgemm.primitives import registration
 from jax_tcgemm.primitives.activation_gradient import activation_tangent
 from jax_tcgemm.primitives.transposition import transpose_operands
-from jax_tcgemm.problem.spec import GemmSpec, accumulator_dtype, check_config, flatten
+from jax_tcgemm.problem.arithmetic import accumulator_dtype
+from jax_tcgemm.problem.spec import GemmSpec, check_config, flatten
 from jax_tcgemm.problem.strides import FACTORS, Operands, insert_batches
 
 # What the policies of jax.checkpoint know a layer by, before and after its activation.

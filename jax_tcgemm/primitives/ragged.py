@@ -26,7 +26,7 @@ from jax_tcgemm.lowering.ragged import RaggedSpec
 from jax_tcgemm.primitives import registration
 from jax_tcgemm.primitives.activation_gradient import activation_tangent
 from jax_tcgemm.primitives.gemm import ACTIVATION, PREACTIVATION
-from jax_tcgemm.problem.spec import accumulator_dtype
+from jax_tcgemm.problem.arithmetic import accumulator_dtype
 
 ragged_dot_p = Primitive("tcgemm_ragged_dot")
 ragged_contraction_p = Primitive("tcgemm_ragged_contraction")

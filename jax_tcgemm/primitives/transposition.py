@@ -20,7 +20,8 @@ from jax import lax
 from jax.interpreters import ad
 
 from jax_tcgemm.lowering import reference
-from jax_tcgemm.problem.spec import LARGE_MATRIX, GatedSpec, GemmSpec, accumulator_dtype
+from jax_tcgemm.problem.arithmetic import accumulator_dtype
+from jax_tcgemm.problem.spec import LARGE_MATRIX, GatedSpec, GemmSpec
 from jax_tcgemm.problem.strides import Axes, Operands, matrix_last, merge, result_axes
 
 Bind = Callable[[Operands, GemmSpec], list[jax.Array]]
