@@ -17,7 +17,7 @@ from ragged_problems import BF16, F16, F32, bounds, contracted, looped
 
 from jax_tcgemm import gated_gemm, ragged_dot
 from jax_tcgemm.kernels.table import CONFIGS
-from jax_tcgemm.lowering import gemm as gemm_lowering
+from jax_tcgemm.lowering import devices, obstacles
 from jax_tcgemm.lowering import ragged as ragged_lowering
 from jax_tcgemm.lowering.ragged import RaggedSpec
 from jax_tcgemm.primitives import ragged as ragged_primitive
@@ -141,7 +141,7 @@ def test_many_groups_and_gradients(rng, normal, assert_accurate, config):
 def test_odd_groups_need_no_name(normal, monkeypatch, dtype, transposed):
     """Extents that TMA cannot step over, unpadded: no other row computes them."""
     monkeypatch.setattr(ragged_lowering, "_padded", lambda x, dtype: x.astype(dtype))
-    monkeypatch.setattr(gemm_lowering, "local_device", lambda matches: None)
+    monkeypatch.setattr(devices, "local_device", lambda matches: None)
     m, n, k = 57, 13, 21
     lhs, rhs, ct = (normal(*s, dtype=dtype) for s in ((m, k), (5, k, n), (m, n)))
     stored = jnp.swapaxes(rhs, 1, 2) if transposed else rhs
@@ -170,7 +170,7 @@ def test_odd_groups_need_no_name(normal, monkeypatch, dtype, transposed):
 @pytest.mark.parametrize("packed", [False, True])
 @DTYPES
 def test_odd_gated_products_need_no_name(normal, exact, monkeypatch, dtype, packed):
-    monkeypatch.setattr(gemm_lowering, "_gated_obstacle", lambda *_: None)
+    monkeypatch.setattr(obstacles, "no_gated_kernel", lambda *_: None)
     m, n, k = 131, 33, 57
     x = normal(m, k, dtype=dtype)
     gate, up = ((normal(k, n) * k**-0.5).astype(dtype) for _ in range(2))

@@ -22,12 +22,14 @@ from jax_tcgemm import _compat
 from jax_tcgemm.api import arguments, eager
 from jax_tcgemm.api import gemm as gemm_api
 from jax_tcgemm.lowering import reference
-from jax_tcgemm.primitives import gated, hidden
 from jax_tcgemm.primitives import gemm as gemm_primitive
+from jax_tcgemm.primitives import hidden
 from jax_tcgemm.primitives.gemm import ACTIVATION, PREACTIVATION
+from jax_tcgemm.primitives.tangents import linear_tangents
 from jax_tcgemm.problem.activations import Activation
 from jax_tcgemm.problem.arithmetic import INPUT_DTYPES, resolve_algorithm
-from jax_tcgemm.problem.spec import GatedSpec, GemmSpec
+from jax_tcgemm.problem.epilogue import Epilogue
+from jax_tcgemm.problem.spec import GemmSpec
 from jax_tcgemm.problem.strides import Operands
 
 _STATIC = (
@@ -100,7 +102,7 @@ def mlp(
     if b1 is not None:
         placed["bias"] = arguments.placed(arguments.vector("b1", b1, (f,), dtype), (*batch, f))
     first, axes = _unzipped(placed)
-    spec = GemmSpec(axes, dtype, precision, activation=activation)
+    spec = GemmSpec(axes, dtype, precision, Epilogue(activation=activation))
     return _two_layers(
         first,
         spec,
@@ -176,7 +178,7 @@ def gated_mlp(
     arguments.check_activation(activation, dtype)
     return _two_layers(
         first,
-        dataclasses.replace(spec, out_dtype=dtype, activation=activation),
+        spec.replace(out_dtype=dtype, activation=activation),
         {"w_down": w_down, "bias_down": bias_down, "residual": residual},
         transpose_w,
         preferred_element_type,
@@ -261,10 +263,7 @@ def _two_layers(
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _forward(layers: _Layers, first: Operands, second: Operands) -> jax.Array:
     """Computes both layers; ``second.a`` is None and becomes the hidden layer."""
-    if isinstance(layers.first, GatedSpec):
-        (hidden,) = gated.bind(first, layers.first)
-    else:
-        (hidden,) = gemm_primitive.bind(first, layers.first)
+    (hidden,) = gemm_primitive.bind(first, layers.first)
     return gemm_primitive.bind(second._replace(a=hidden), layers.second)[0]
 
 
@@ -301,51 +300,39 @@ def _second_layer(
 ) -> jax.Array:
     """Returns ``hidden @ w' + bias' + c'``: C hands its cotangent on as it is."""
     axes = layers.second.axes._replace(c=tuple(range(hidden.ndim)))
-    spec = dataclasses.replace(layers.second, axes=axes)
-    if not layers.recompute_activation:
-        return gemm_primitive.linear_tangent(
-            Operands(checkpoint_name(hidden, ACTIVATION), w), dx, spec
-        )
+    spec = layers.second.replace(axes=axes)
 
-    def product(saved: Sequence[jax.Array], dx: Operands) -> jax.Array:
-        return gemm_primitive.linear_tangent(Operands(_activated(layers.first, saved), w), dx, spec)
+    def product(hidden: jax.Array, dx: Operands) -> Any:
+        return linear_tangents(Operands(hidden, w), dx, spec, gemm_primitive.bind)[0]
 
-    return jax.checkpoint(product, prevent_cse=False)(saved, dx)
+    def product_again(saved: Sequence[jax.Array], dx: Operands) -> Any:
+        return product(_activated(layers.first, saved), dx)
+
+    if layers.recompute_activation:
+        return jax.checkpoint(product_again, prevent_cse=False)(saved, dx)
+    return product(checkpoint_name(hidden, ACTIVATION), dx)
 
 
 def _first_layer(
     spec: GemmSpec, x: Operands, dx: Operands
 ) -> tuple[jax.Array, list[jax.Array], list[jax.Array | None]]:
     """Returns the hidden layer, its pre-activations and their tangents."""
-    if isinstance(spec, GatedSpec):
-        hidden, *saved = gated.bind(x, dataclasses.replace(spec, results=(True, True, True)))
-        tangents = [*gated.linear_tangents(x, dx, spec)]
-    else:
-        hidden, *saved = gemm_primitive.bind(x, dataclasses.replace(spec, save_preactivation=True))
-        is_varied = any(t is not None for t in dx)
-        tangents = [gemm_primitive.linear_tangent(x, dx, spec) if is_varied else None]
-    return hidden, [checkpoint_name(z, PREACTIVATION) for z in saved], tangents
+    every = (True,) * len(spec.epilogue.results)
+    hidden, *saved = gemm_primitive.bind(x, spec.replace(results=every))
+    d_saved = linear_tangents(x, dx, spec, gemm_primitive.bind)
+    return hidden, [checkpoint_name(z, PREACTIVATION) for z in saved], d_saved
 
 
 def _activated(spec: GemmSpec, saved: Sequence[jax.Array]) -> jax.Array:
     """Returns the hidden layer of its pre-activations."""
-    nothing = Operands(None, None)
-    if isinstance(spec, GatedSpec):
-        gate, up = saved
-        return reference.gated_epilogue(gate, up, nothing, spec)[0]
-    return reference.epilogue(saved[0], nothing, spec)[0]
+    return reference.epilogue(saved, Operands(None, None), spec)[0]
 
 
 def _through_second_layer(
     layers: _Layers, tangents: Sequence[jax.Array], saved: Sequence[jax.Array], w: jax.Array
 ) -> jax.Array:
-    role = "gated_derivative" if isinstance(layers.first, GatedSpec) else "derivative"
-    spec = dataclasses.replace(
-        layers.second,
-        axes=Operands(layers.second.axes.a, layers.second.axes.b),
-        activation=layers.first.activation,
-        c_role=role,
-    )
+    form = "gated_derivative" if layers.first.is_gated else "derivative"
+    spec = layers.second.product(epilogue=Epilogue(form, layers.first.activation))
     return hidden.bind(tangents, saved, w, spec)
 
 

@@ -12,8 +12,8 @@ from jax import lax
 
 from jax_tcgemm import _compat, _extension
 from jax_tcgemm.kernels import table as kernel_table
-from jax_tcgemm.lowering import gemm as gemm_lowering
-from jax_tcgemm.lowering import reference
+from jax_tcgemm.lowering import devices, reference
+from jax_tcgemm.lowering.log import log
 from jax_tcgemm.problem.activations import Activation, resolve
 from jax_tcgemm.problem.alignment import COPY_BYTES
 from jax_tcgemm.problem.arithmetic import INPUT_DTYPES, accumulator_dtype, resolve_algorithm
@@ -243,7 +243,7 @@ def _kernel_algorithm(
     extents = (*lhs.shape, *rhs.shape, *group_sizes.shape)
     obstacle = _obstacle(algorithm, ragged, extents, spec.config)
     shapes = f"{lhs.dtype}{list(lhs.shape)} x {rhs.dtype}{list(rhs.shape)}"
-    gemm_lowering.log(f"ragged {ragged} {shapes} -> {spec.out_dtype}: {obstacle or algorithm}")
+    log(f"ragged {ragged} {shapes} -> {spec.out_dtype}: {obstacle or algorithm}")
     if obstacle is None and spec.config not in (None, *_extension.KERNEL_NAMES):
         raise ValueError(f"config={spec.config!r} is not in this build of jax_tcgemm")
     return algorithm if obstacle is None else None
@@ -263,5 +263,5 @@ def _obstacle(
         return "reference: nothing to multiply, or an extent beyond 2^30"
     if config is not None and kernel_table.by_name(config).is_fallback:
         return None
-    other = gemm_lowering.local_device(lambda capability: capability != _COMPUTE_CAPABILITY)
+    other = devices.local_device(lambda capability: capability != _COMPUTE_CAPABILITY)
     return None if other is None else f"reference: no ragged kernel for {other}"

@@ -10,7 +10,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
 from jax_tcgemm import _compat
-from jax_tcgemm.lowering.gemm import log
+from jax_tcgemm.lowering.log import log
 
 
 def bind(
@@ -30,7 +30,7 @@ def bind(
         The results of the primitive.
     """
     if _compat.is_sharded(*operands):
-        log(_describe(primitive, operands, "operands' types are sharded"))
+        log(_describe(primitive, spec, operands, "operands' types are sharded"))
         return composed(*operands, spec=spec)
     return primitive.bind(*_compat.match_varying(operands), spec=spec)
 
@@ -109,7 +109,7 @@ def lower(
         return mlir.lower_fun(function, multiple_results=primitive.multiple_results)
 
     def elsewhere(context: Any, *values: Any, **params: Any) -> Any:
-        log(_describe(primitive, context.avals_in, "no kernels for this platform"))
+        log(_describe(primitive, params["spec"], context.avals_in, "no kernels for this platform"))
         return rule(reference)(context, *values, **params)
 
     def on_cuda(context: Any, *values: Any, **params: Any) -> Any:
@@ -117,13 +117,14 @@ def lower(
         if devices == 1:
             return rule(cuda)(context, *values, **params)
         reason = f"a program that XLA divides among {devices} devices (jax.shard_map has kernels)"
-        log(_describe(primitive, context.avals_in, reason))
+        log(_describe(primitive, params["spec"], context.avals_in, reason))
         return rule(divided or reference)(context, *values, **params)
 
     mlir.register_lowering(primitive, elsewhere)
     mlir.register_lowering(primitive, on_cuda, platform="cuda")
 
 
-def _describe(primitive: Primitive, operands: Sequence[Any], reason: str) -> str:
+def _describe(primitive: Primitive, spec: Any, operands: Sequence[Any], reason: str) -> str:
     types = ", ".join(f"{x.dtype}{list(x.shape)}" for x in operands)
-    return f"{primitive.name} {types}: reference: {reason}"
+    kind = "_gated" if getattr(spec, "is_gated", False) else ""
+    return f"{primitive.name}{kind} {types}: reference: {reason}"
