@@ -19,7 +19,7 @@ from jax_tcgemm.lowering import reference
 from jax_tcgemm.primitives.factor_cotangent import Bind, Factor, factor_cotangent
 from jax_tcgemm.problem.activations import Activation, resolve
 from jax_tcgemm.problem.arithmetic import accumulator_dtype, common_dtype
-from jax_tcgemm.problem.spec import PAIR, GemmSpec
+from jax_tcgemm.problem.spec import GemmSpec
 from jax_tcgemm.problem.strides import Operands
 
 # Forward derivative
@@ -88,13 +88,16 @@ def transpose(
         bind: applies the primitive.
     """
     linear = [name for name, o in x._asdict().items() if ad.is_undefined_primal(o)]
-    if linear == ["a"] and spec.epilogue.results == PAIR:
-        return {"a": _transpose_pair(cotangents, x, spec, bind)}
-    return _transpose_in_second_weight(cotangents, x, linear, spec, bind)
+    remaining = iter(cotangents)
+    of_d, *of_pair = (next(remaining) if wanted else None for wanted in spec.epilogue.results)
+    of_d, *of_pair = (None if type(g) is ad.Zero else g for g in (of_d, *of_pair))
+    if linear == ["a"] and of_d is None:
+        return {"a": _transpose_pair(of_pair, x, spec, bind)}
+    return _transpose_in_second_weight(of_d, of_pair[1], x, linear, spec, bind)
 
 
 def _transpose_pair(
-    cotangents: Sequence[Any], x: Operands, spec: GemmSpec, bind: Bind
+    cotangents: Sequence[jax.Array | None], x: Operands, spec: GemmSpec, bind: Bind
 ) -> jax.Array:
     """Returns the cotangent of ``a`` in ``G = A @ B``, ``U = A @ B2``.
 
@@ -102,7 +105,8 @@ def _transpose_pair(
     over the columns of both at once.
 
     Args:
-        cotangents: those of ``G`` and ``U``, shape ``(*batch, m, n)``; at most one is zero.
+        cotangents: those of ``G`` and ``U``, shape ``(*batch, m, n)``, at most one of them ``None``
+            for zero.
         x: the operands; ``a`` is an ``UndefinedPrimal``.
         spec: the primitive's parameters.
         bind: applies the primitive.
@@ -115,35 +119,39 @@ def _transpose_pair(
         return factor_cotangent(full, a, b, plain, spec.product(), bind, addend)
 
     if spec.packed:
-        both = jnp.concatenate([ad.instantiate_zeros(g) for g in cotangents], axis=-1)
-        return product(both, Factor(x.b, axes.b))
+        some = next(g for g in cotangents if g is not None)
+        halves = [jnp.zeros_like(some) if g is None else g for g in cotangents]
+        return product(jnp.concatenate(halves, axis=-1), Factor(x.b, axes.b))
     total = None
     weights = (Factor(x.b, axes.b), Factor(x.b2, axes.b2))
     for g, weight in zip(cotangents, weights, strict=True):
-        if type(g) is not ad.Zero:
+        if g is not None:
             total = product(g, weight, total)
     assert total is not None, "both cotangents are zero"
     return total
 
 
 def _transpose_in_second_weight(
-    cotangents: Sequence[Any], x: Operands, linear: list[str], spec: GemmSpec, bind: Bind
+    of_d: jax.Array | None,
+    of_u: jax.Array | None,
+    x: Operands,
+    linear: list[str],
+    spec: GemmSpec,
+    bind: Bind,
 ) -> dict[str, jax.Array]:
     """Returns the cotangents of the second weight and its bias, by which ``D`` is linear.
 
     Of what a user transposes: the reverse pass of a derivative goes through the pair of products.
     """
     assert set(linear) <= {"b2", "bias2"}, f"{spec} is transposed in {linear}"
-    remaining = iter(cotangents)
-    of_d, _, of_u = (next(remaining) if wanted else None for wanted in spec.epilogue.results)
     dtype = accumulator_dtype(x.a.dtype, x.b.dtype, spec.out_dtype)
     axes = spec.axes
     terms = []
-    if of_d is not None and type(of_d) is not ad.Zero:
+    if of_d is not None:
         gate = spec.product(axes=Operands(axes.a, axes.b, bias=axes.bias), out_dtype=dtype)
         (g,) = bind(Operands(x.a, x.b, bias=x.bias), gate)
         terms.append(of_d.astype(dtype) * resolve(spec.activation).reference(g))
-    if of_u is not None and type(of_u) is not ad.Zero:
+    if of_u is not None:
         terms.append(of_u.astype(dtype))
 
     def second_product(*values: Any) -> jax.Array:
