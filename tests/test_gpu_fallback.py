@@ -22,6 +22,7 @@ from jax_tcgemm.lowering import ragged as ragged_lowering
 from jax_tcgemm.lowering.ragged import RaggedSpec
 from jax_tcgemm.primitives import ragged as ragged_primitive
 from jax_tcgemm.problem.arithmetic import INPUT_DTYPES
+from jax_tcgemm.problem.epilogue import Epilogue
 
 pytestmark = pytest.mark.gpu
 
@@ -61,7 +62,8 @@ def test_groups_of_rows(normal, assert_accurate, config, transposed, activation,
     m, n, k = 57, 40, 72
     lhs, rhs, bias = (normal(*s, dtype=dtype) for s in ((m, k), (5, k, n), (5, n)))
     stored = jnp.swapaxes(rhs, 1, 2) if transposed else rhs
-    spec = RaggedSpec(out_dtype, PRECISION, transposed, activation, True, config.name)
+    epilogue = Epilogue(activation=activation, results=(True, True))
+    spec = RaggedSpec(out_dtype, PRECISION, transposed, epilogue, config.name)
     dot = jax.jit(functools.partial(ragged_primitive.dot, spec))
     by_xla = jax.jit(functools.partial(ragged_lowering.reference_dot, spec=spec))
     for sizes in SIZES:

@@ -17,6 +17,7 @@ from jax_tcgemm.lowering.log import log
 from jax_tcgemm.problem.activations import Activation, resolve
 from jax_tcgemm.problem.alignment import COPY_BYTES
 from jax_tcgemm.problem.arithmetic import INPUT_DTYPES, accumulator_dtype, resolve_algorithm
+from jax_tcgemm.problem.epilogue import PLAIN, Epilogue, Mask
 from jax_tcgemm.problem.strides import MAX_EXTENT
 
 _FLOAT32 = jnp.dtype(jnp.float32)
@@ -34,22 +35,31 @@ class RaggedSpec:
         out_dtype: dtype of the results.
         precision: canonical ``lax`` precision.
         transpose_rhs: whether ``rhs`` is ``(g, n, k)``.
-        activation: a key of ``ACTIVATIONS``, an ``Activation``, or ``None``.
-        save_preactivation: whether the pre-activation is a second result.
+        epilogue: what becomes of the products of each group, of the form ``"add"``.
         config: name of the kernel configuration asked for, or ``None``.
     """
 
     out_dtype: np.dtype
     precision: Any
     transpose_rhs: bool = False
-    activation: str | Activation | None = None
-    save_preactivation: bool = False
+    epilogue: Epilogue = PLAIN
     config: str | None = None
+
+    @property
+    def activation(self) -> str | Activation | None:
+        """The epilogue's activation."""
+        return self.epilogue.activation
 
     @property
     def result_count(self) -> int:
         """Number of results."""
-        return 1 + self.save_preactivation
+        return sum(self.epilogue.results)
+
+    def only(self, results: Mask) -> RaggedSpec:
+        """Returns the same with these results alone."""
+        # The pre-activation alone is the product of a call without an activation.
+        epilogue = dataclasses.replace(self.epilogue, results=results) if results[0] else PLAIN
+        return dataclasses.replace(self, epilogue=epilogue)
 
 
 def group_bounds(group_sizes: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
@@ -99,7 +109,7 @@ def reference_dot(
     if spec.activation is not None:
         in_group = rows < bounds[1][-1] if rhs.shape[0] else jnp.zeros_like(rows, bool)
         d = jnp.where(in_group, resolve(spec.activation).reference(z), 0)
-    results = [d, z] if spec.save_preactivation else [d]
+    results = spec.epilogue.picked((d, z))
     return [reference.convert(result, spec.out_dtype) for result in results]
 
 
@@ -171,7 +181,7 @@ def cuda_dot(
         depth=False,
         transpose_rhs=spec.transpose_rhs,
         has_bias=len(bias) > 0,
-        has_aux=spec.save_preactivation,
+        has_aux=spec.result_count > 1,
         activation=activation.cpp_name,
         activation_p0=np.float32(p0),
         activation_p1=np.float32(p1),

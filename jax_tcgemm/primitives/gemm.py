@@ -16,7 +16,6 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
-from jax.interpreters import partial_eval as pe
 
 from jax_tcgemm import _compat
 from jax_tcgemm.lowering import gemm as gemm_lowering
@@ -66,31 +65,7 @@ def _abstract_eval(*avals: Any, spec: GemmSpec) -> list[Any]:
 gemm_p.def_abstract_eval(_abstract_eval)
 
 
-def _dce(used: Sequence[bool], *arguments: Any) -> tuple[list[bool], Any]:
-    """Drops the results that nobody reads: the kernel then doesn't compute or store them."""
-    eqn = arguments[-1]  # jax 0.12 puts another argument before it
-    if not any(used):
-        return [False] * len(eqn.invars), None
-    before = eqn.params["spec"]
-    remaining = iter(used)
-    spec = before.only(
-        tuple(is_result and next(remaining) for is_result in before.epilogue.results)
-    )
-    # By name of the operands that there were, whether they are needed.
-    needed = [
-        now is not None
-        for now, then in zip(spec.axes, before.axes, strict=True)
-        if then is not None
-    ]
-    eqn = eqn.replace(
-        invars=[var for var, is_needed in zip(eqn.invars, needed, strict=True) if is_needed],
-        outvars=[var for var, is_used in zip(eqn.outvars, used, strict=True) if is_used],
-        params={**eqn.params, "spec": spec},
-    )
-    return needed, eqn
-
-
-pe.dce_rules[gemm_p] = _dce
+registration.drop_unread_results(gemm_p, lambda spec: spec.operand_names)
 
 
 # Forward derivative
@@ -130,8 +105,7 @@ def _transpose(cotangents: Sequence[Any], *operands: Any, spec: GemmSpec) -> lis
         return [None] * len(operands)
     transpose = gated.transpose if spec.is_gated else transposition.transpose
     results = transpose(cotangents, spec.unflatten(operands), spec, bind)
-    names = (name for name, axes in spec.axes._asdict().items() if axes is not None)
-    return [results.get(name) for name in names]
+    return [results.get(name) for name in spec.operand_names]
 
 
 ad.primitive_transposes[gemm_p] = _transpose

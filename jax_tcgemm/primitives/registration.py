@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
+from jax.interpreters import partial_eval as pe
 
 from jax_tcgemm import _compat
 from jax_tcgemm.lowering.log import log
@@ -51,6 +52,37 @@ def evaluate_by_jit(primitive: Primitive) -> None:
             return compiled(*operands, spec=spec)
 
     primitive.def_impl(evaluate)
+
+
+def drop_unread_results(
+    primitive: Primitive, operand_names: Callable[[Any], Sequence[str]] | None = None
+) -> None:
+    """Lets the primitive compute those of its results alone that are read.
+
+    Args:
+        primitive: has an ``epilogue`` in its ``spec``, and ``spec.only`` for some of its results.
+        operand_names: names of the operands that a ``spec`` has, in their order, where fewer
+            results may need fewer.
+    """
+
+    def rule(used: Sequence[bool], *arguments: Any) -> tuple[list[bool], Any]:
+        eqn = arguments[-1]  # jax 0.12 puts another argument before it
+        if not any(used):
+            return [False] * len(eqn.invars), None
+        before, remaining = eqn.params["spec"], iter(used)
+        results = (is_result and next(remaining) for is_result in before.epilogue.results)
+        spec = before.only(tuple(results))
+        needed = [True] * len(eqn.invars)
+        if operand_names is not None:
+            needed = [name in operand_names(spec) for name in operand_names(before)]
+        eqn = eqn.replace(
+            invars=[var for var, is_needed in zip(eqn.invars, needed, strict=True) if is_needed],
+            outvars=[var for var, is_used in zip(eqn.outvars, used, strict=True) if is_used],
+            params={**eqn.params, "spec": spec},
+        )
+        return needed, eqn
+
+    pe.dce_rules[primitive] = rule
 
 
 def derive_linear(

@@ -93,6 +93,11 @@ class GemmSpec:
         """Number of batch dimensions."""
         return len(self.axes.a) - 2
 
+    @property
+    def operand_names(self) -> tuple[str, ...]:
+        """Names of the primitive's operands, in their order."""
+        return tuple(name for name, axes in self.axes._asdict().items() if axes is not None)
+
     def unflatten(self, values: Sequence[Any]) -> Operands:
         """Returns the primitive's operands (or what goes with them) by name."""
         remaining = iter(values)
