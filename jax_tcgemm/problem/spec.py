@@ -29,7 +29,7 @@ from jax_tcgemm.problem.strides import (
 LARGE_MATRIX = 2**22
 
 # Of D, G and U the results that are linear.
-PAIR = (False, True, True)
+_PAIR = (False, True, True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +146,7 @@ class GemmSpec:
         if not self.is_gated:
             return self.product(**changes)
         axes = Operands(self.axes.a, self.axes.b, b2=self.axes.b2)
-        pair = Epilogue(self.epilogue.form, results=PAIR)
+        pair = Epilogue(self.epilogue.form, results=_PAIR)
         return self.product(axes=axes, epilogue=pair, packed=self.packed).replace(**changes)
 
     def preactivations(self, **changes: Any) -> GemmSpec:
@@ -157,7 +157,7 @@ class GemmSpec:
         axes = self.axes._replace(**dict.fromkeys(self.epilogue.names_after))
         if self.is_gated:
             # Kernels for gated products compute D, so that none is to be named.
-            pair = {"activation": None, "results": PAIR, "config": None}
+            pair = {"activation": None, "results": _PAIR, "config": None}
             return self.replace(axes=axes, **{**pair, **changes})
         return self.linear(**{"axes": axes, "config": self.config, **changes})
 
