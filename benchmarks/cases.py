@@ -18,7 +18,9 @@ from steps import STEPS, Arrays, value_and_gradients
 from jax_tcgemm import _compat, gated_gemm, gemm, ragged_dot
 from jax_tcgemm.primitives import gemm as gemm_primitive
 from jax_tcgemm.problem.activations import ACTIVATIONS
-from jax_tcgemm.problem.spec import GemmSpec, resolve_algorithm
+from jax_tcgemm.problem.arithmetic import resolve_algorithm
+from jax_tcgemm.problem.epilogue import Epilogue
+from jax_tcgemm.problem.spec import GemmSpec
 from jax_tcgemm.problem.strides import Operands
 from jax_tcgemm.tools.benchmarking import argument_set_count
 
@@ -247,11 +249,13 @@ class Case:
             Operands(a, b, axes("c"), axes("bias")),
             self.out_dtype,
             _compat.canonicalize_precision(None),
-            alpha=ALPHA if "alpha" in self.parts else 1.0,
-            beta=BETA if "beta_c" in self.parts else 1.0,
-            activation=self.activation,
-            save_preactivation=True,
-            config=config,
+            Epilogue(
+                activation=self.activation,
+                alpha=ALPHA if "alpha" in self.parts else 1.0,
+                beta=BETA if "beta_c" in self.parts else 1.0,
+                results=(True, True),
+            ),
+            config,
         )
         names = ("a", "b", "c", "bias")
         return gemm_primitive.bind(Operands(*(arrays.get(name) for name in names)), spec)

@@ -18,7 +18,7 @@ from mps import pytest_configure, pytest_report_header, pytest_unconfigure  # no
 from jax_tcgemm import _core, _extension
 from jax_tcgemm.kernels import table as kernel_table
 from jax_tcgemm.problem.alignment import split_bytes
-from jax_tcgemm.problem.spec import INPUT_DTYPES
+from jax_tcgemm.problem.arithmetic import INPUT_DTYPES
 from jax_tcgemm.problem.strides import Operands, StridedGemm
 
 # Read when a backend starts. The shard_map tests need more than one device; on GPUs, tuning the

@@ -13,8 +13,8 @@ from jax.lax import DotAlgorithmPreset, Precision
 
 import jax_tcgemm
 from jax_tcgemm import gated_gemm, gemm, mlp
-from jax_tcgemm.lowering import gemm as gemm_lowering
-from jax_tcgemm.problem.spec import resolve_algorithm
+from jax_tcgemm.lowering.log import log
+from jax_tcgemm.problem.arithmetic import resolve_algorithm
 
 FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)
 BATCHES = [
@@ -273,7 +273,7 @@ def test_default_matmul_precision_is_respected(normal, cuda_module):
 
 
 def test_log_says_what_was_chosen(normal, monkeypatch, capsys, cuda_module):
-    gemm_lowering.log.cache_clear()
+    log.cache_clear()
     monkeypatch.setenv("JAX_TCGEMM_LOG", "1")
     a, b = normal(11, 13), normal(13, 12)
     cuda_module(lambda a, b: gemm(a, b), a, b)

@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jax_tcgemm import dot_general
-from jax_tcgemm.lowering import gemm as gemm_lowering
+from jax_tcgemm.lowering.log import log
 
 # Random problems
 
@@ -271,7 +271,7 @@ def test_each_operand_keeps_its_precision(normal):
 
 
 def test_the_log_says_why(normal, monkeypatch, capfd):
-    gemm_lowering.log.cache_clear()
+    log.cache_clear()
     monkeypatch.setenv("JAX_TCGEMM_LOG", "1")
     dot_general(normal(13), normal(17), OUTER)  # of types that nothing else has traced
     line = capfd.readouterr().err

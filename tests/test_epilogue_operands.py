@@ -14,6 +14,7 @@ from jax.test_util import check_grads
 from jax_tcgemm import _compat, gemm, softcap
 from jax_tcgemm.primitives import gemm as gemm_primitive
 from jax_tcgemm.problem.activations import resolve
+from jax_tcgemm.problem.epilogue import Epilogue
 from jax_tcgemm.problem.spec import GemmSpec
 from jax_tcgemm.problem.strides import Operands
 
@@ -202,8 +203,7 @@ def bound(a, b, c, c2=None, *, activation="gelu", dtype=None):
         axes,
         jnp.dtype(dtype or a.dtype),
         _compat.canonicalize_precision(None),
-        activation=activation,
-        c_role="derivative" if c2 is None else "gated_derivative",
+        Epilogue("derivative" if c2 is None else "gated_derivative", activation),
     )
     return gemm_primitive.bind(Operands(a, b, c, c2=c2), spec)
 

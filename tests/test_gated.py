@@ -16,6 +16,7 @@ import jax_tcgemm
 from jax_tcgemm import _compat, clip, gated_gemm, gated_mlp
 from jax_tcgemm.lowering import reference
 from jax_tcgemm.problem.activations import resolve
+from jax_tcgemm.problem.epilogue import Epilogue
 from jax_tcgemm.problem.spec import GemmSpec
 from jax_tcgemm.problem.strides import Operands
 
@@ -157,8 +158,7 @@ def test_a_factor(normal, exact):
         Operands(whole, whole, whole),
         jnp.dtype(jnp.float32),
         _compat.canonicalize_precision("highest"),
-        activation="silu",
-        c_role="factor",
+        Epilogue("factor", "silu"),
     )
     (got,) = reference.reference_gemm(a, b, c, spec=spec)
     z = exact(a) @ exact(b)

@@ -10,8 +10,10 @@ from gpu_accuracy import poison
 from shifted_call import shifted_call
 
 from jax_tcgemm import _compat, _extension, gemm
-from jax_tcgemm.lowering import gemm as gemm_lowering
-from jax_tcgemm.problem.spec import INPUT_DTYPES, GatedSpec, GemmSpec
+from jax_tcgemm.lowering.custom_call import attributes
+from jax_tcgemm.problem.arithmetic import INPUT_DTYPES
+from jax_tcgemm.problem.epilogue import Epilogue
+from jax_tcgemm.problem.spec import GemmSpec
 from jax_tcgemm.problem.strides import Operands, fold
 
 pytestmark = pytest.mark.gpu
@@ -39,12 +41,10 @@ def test_operands_that_begin_anywhere(
     axes = Operands(order, order, bias=(0,))
     spec = GemmSpec(axes, jnp.dtype(dtype), _compat.canonicalize_precision(None))
     shapes = Operands(stored[0].shape, stored[1].shape, bias=bias.shape)
-    attributes = gemm_lowering._attributes(
-        fold(spec.strided(shapes)), spec, algorithm, 0, has_workspace=False
-    )
+    named = attributes(fold(spec.strided(shapes)), spec, algorithm, 0, has_workspace=False)
     poison((m, n), dtype)
     result = (jax.ShapeDtypeStruct((m, n), dtype),)
-    (got,) = shifted_call(_extension.GEMM_TARGET, result, stored, shift, **attributes)
+    (got,) = shifted_call(_extension.GEMM_TARGET, result, stored, shift, **named)
     wide = jnp.float16 if algorithm == "F16_F16_F16" else jnp.float32
     baseline = jnp.matmul(a, b, preferred_element_type=wide) + bias
     expected = exact(a) @ exact(b) + exact(bias)
@@ -59,13 +59,12 @@ def test_operands_that_begin_anywhere(
 def test_weights_of_a_gated_product_that_begin_anywhere(normal, exact, assert_accurate, shift):
     x = normal(192, 320, dtype=jnp.bfloat16)
     w, u = normal(320, 256, dtype=jnp.bfloat16), normal(320, 256, dtype=jnp.bfloat16)
-    spec = GatedSpec(
-        Operands((0, 1), (0, 1), b2=(0, 1)), x.dtype, _compat.canonicalize_precision(None)
-    )
+    axes = Operands((0, 1), (0, 1), b2=(0, 1))
+    spec = GemmSpec(axes, x.dtype, _compat.canonicalize_precision(None), Epilogue("gated"))
     gemm_of = fold(spec.strided(Operands(x.shape, w.shape, b2=u.shape)))
-    attributes = gemm_lowering._attributes(gemm_of, spec, "BF16_BF16_F32", 0, has_workspace=False)
+    named = attributes(gemm_of, spec, "BF16_BF16_F32", 0, has_workspace=False)
     result = (jax.ShapeDtypeStruct((192, 256), x.dtype),)
-    (got,) = shifted_call(_extension.GEMM_TARGET, result, [x, w, u], shift, **attributes)
+    (got,) = shifted_call(_extension.GEMM_TARGET, result, [x, w, u], shift, **named)
     baseline = jnp.matmul(x, w) * jnp.matmul(x, u)
     assert_accurate(got, baseline, (exact(x) @ exact(w)) * (exact(x) @ exact(u)), 0.5)
 

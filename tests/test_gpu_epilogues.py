@@ -12,7 +12,9 @@ from kernel_rows import by_config
 from jax_tcgemm import _compat, gemm
 from jax_tcgemm.primitives import gemm as gemm_primitive
 from jax_tcgemm.problem.activations import resolve
-from jax_tcgemm.problem.spec import INPUT_DTYPES, GemmSpec
+from jax_tcgemm.problem.arithmetic import INPUT_DTYPES
+from jax_tcgemm.problem.epilogue import Epilogue
+from jax_tcgemm.problem.spec import GemmSpec
 from jax_tcgemm.problem.strides import Operands
 
 pytestmark = pytest.mark.gpu
@@ -112,12 +114,12 @@ def test_activations_of_odd_rows(compare, normal, rng, config):
         compare(ours, formula, args, out_dtype, algorithm, slack)
 
 
-@pytest.mark.parametrize("c_role", ["derivative", "gated_derivative"])
+@pytest.mark.parametrize("form", ["derivative", "gated_derivative"])
 @by_config()
-def test_derivatives_of_activations(compare, normal, rng, config, c_role):
+def test_derivatives_of_activations(compare, normal, rng, config, form):
     algorithm = config.algorithm
     dtype = INPUT_DTYPES[algorithm]
-    is_gated = c_role == "gated_derivative"
+    is_gated = form == "gated_derivative"
     for activation in some(rng, EVERY_ACTIVATION):
         f = resolve(activation)
         m, n, k = config.tile_m + 8, 2 * config.tile_n - 8, 3 * config.tile_k
@@ -132,9 +134,8 @@ def test_derivatives_of_activations(compare, normal, rng, config, c_role):
             axes,
             jnp.dtype(dtype),
             _compat.canonicalize_precision(algorithm),
-            activation=activation,
+            Epilogue(form, activation),
             config=config.name,
-            c_role=c_role,
         )
 
         def ours(a, b, c, c2=None, spec=spec):

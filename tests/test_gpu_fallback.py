@@ -17,11 +17,12 @@ from ragged_problems import BF16, F16, F32, bounds, contracted, looped
 
 from jax_tcgemm import gated_gemm, ragged_dot
 from jax_tcgemm.kernels.table import CONFIGS
-from jax_tcgemm.lowering import gemm as gemm_lowering
+from jax_tcgemm.lowering import devices, obstacles
 from jax_tcgemm.lowering import ragged as ragged_lowering
 from jax_tcgemm.lowering.ragged import RaggedSpec
 from jax_tcgemm.primitives import ragged as ragged_primitive
-from jax_tcgemm.problem.spec import INPUT_DTYPES
+from jax_tcgemm.problem.arithmetic import INPUT_DTYPES
+from jax_tcgemm.problem.epilogue import Epilogue
 
 pytestmark = pytest.mark.gpu
 
@@ -61,7 +62,8 @@ def test_groups_of_rows(normal, assert_accurate, config, transposed, activation,
     m, n, k = 57, 40, 72
     lhs, rhs, bias = (normal(*s, dtype=dtype) for s in ((m, k), (5, k, n), (5, n)))
     stored = jnp.swapaxes(rhs, 1, 2) if transposed else rhs
-    spec = RaggedSpec(out_dtype, PRECISION, transposed, activation, True, config.name)
+    epilogue = Epilogue(activation=activation, results=(True, True))
+    spec = RaggedSpec(out_dtype, PRECISION, transposed, epilogue, config.name)
     dot = jax.jit(functools.partial(ragged_primitive.dot, spec))
     by_xla = jax.jit(functools.partial(ragged_lowering.reference_dot, spec=spec))
     for sizes in SIZES:
@@ -141,7 +143,7 @@ def test_many_groups_and_gradients(rng, normal, assert_accurate, config):
 def test_odd_groups_need_no_name(normal, monkeypatch, dtype, transposed):
     """Extents that TMA cannot step over, unpadded: no other row computes them."""
     monkeypatch.setattr(ragged_lowering, "_padded", lambda x, dtype: x.astype(dtype))
-    monkeypatch.setattr(gemm_lowering, "local_device", lambda matches: None)
+    monkeypatch.setattr(devices, "local_device", lambda matches: None)
     m, n, k = 57, 13, 21
     lhs, rhs, ct = (normal(*s, dtype=dtype) for s in ((m, k), (5, k, n), (m, n)))
     stored = jnp.swapaxes(rhs, 1, 2) if transposed else rhs
@@ -170,7 +172,7 @@ def test_odd_groups_need_no_name(normal, monkeypatch, dtype, transposed):
 @pytest.mark.parametrize("packed", [False, True])
 @DTYPES
 def test_odd_gated_products_need_no_name(normal, exact, monkeypatch, dtype, packed):
-    monkeypatch.setattr(gemm_lowering, "_gated_obstacle", lambda *_: None)
+    monkeypatch.setattr(obstacles, "no_gated_kernel", lambda *_: None)
     m, n, k = 131, 33, 57
     x = normal(m, k, dtype=dtype)
     gate, up = ((normal(k, n) * k**-0.5).astype(dtype) for _ in range(2))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jax_tcgemm import _compat, _extension
-from jax_tcgemm.lowering import gemm as gemm_lowering
+from jax_tcgemm.lowering.custom_call import attributes
 from jax_tcgemm.problem.spec import GemmSpec, flatten
 from jax_tcgemm.problem.strides import Operands, fold
 
@@ -21,10 +21,10 @@ def custom_call(x: Operands, **changes) -> jax.Array:
     shapes = Operands(*(None if o is None else o.shape for o in x))
     spec = GemmSpec(axes, jnp.dtype(x.a.dtype), _compat.canonicalize_precision(None))
     gemm = fold(spec.strided(shapes))
-    attributes = gemm_lowering._attributes(gemm, spec, "BF16_BF16_F32", 0, has_workspace=False)
+    named = attributes(gemm, spec, "BF16_BF16_F32", 0, has_workspace=False)
     result = jax.ShapeDtypeStruct(spec.result_shape(shapes), x.a.dtype)
     call = jax.ffi.ffi_call(_extension.GEMM_TARGET, (result,))
-    (d,) = jax.jit(lambda *o: call(*o, **attributes | changes))(*flatten(x))
+    (d,) = jax.jit(lambda *o: call(*o, **named | changes))(*flatten(x))
     return jax.block_until_ready(d)
 
 

@@ -21,9 +21,12 @@ from gpu_accuracy import (
 from kernel_rows import by_config
 
 from jax_tcgemm import _compat, gated_gemm, gated_mlp, mlp
-from jax_tcgemm.primitives import activation_gradient, gated
+from jax_tcgemm.primitives import activation_gradient
+from jax_tcgemm.primitives import gemm as gemm_primitive
 from jax_tcgemm.problem.activations import resolve
-from jax_tcgemm.problem.spec import INPUT_DTYPES, GatedSpec
+from jax_tcgemm.problem.arithmetic import INPUT_DTYPES
+from jax_tcgemm.problem.epilogue import Epilogue
+from jax_tcgemm.problem.spec import GemmSpec
 from jax_tcgemm.problem.strides import Operands
 
 pytestmark = pytest.mark.gpu
@@ -110,17 +113,16 @@ def check_gated(
         w_axes = (1, 0) if transpose_w else (0, 1)
         names = ["a", "b", "b2"][: 3 - packed] + ["bias", "bias2"][: len(vectors)]
         axes = [(0, 1), *[w_axes] * len(weights), *[(0,)] * len(vectors)]
-        spec = GatedSpec(
+        spec = GemmSpec(
             Operands(None, None)._replace(**dict(zip(names, axes, strict=True))),
             jnp.dtype(dtype),
             _compat.canonicalize_precision(None),
-            activation=activation,
+            Epilogue("gated", activation, results=(True, True, True)),
             config=config.name,
             packed=packed,
-            results=(True, True, True),
         )
         values = dict(zip(names, (x, *weights, *vectors), strict=True))
-        return gated.bind(Operands(None, None)._replace(**values), spec)
+        return gemm_primitive.bind(Operands(None, None)._replace(**values), spec)
 
     three = functools.partial(formula, results=3)
     compare(with_preactivations, three, args, dtype, config.algorithm)

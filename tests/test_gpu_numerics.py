@@ -26,7 +26,7 @@ from kernel_rows import by_config
 from jax_tcgemm import gemm
 from jax_tcgemm.kernels.config import KernelConfig
 from jax_tcgemm.problem.activations import ACTIVATIONS
-from jax_tcgemm.problem.spec import INPUT_DTYPES
+from jax_tcgemm.problem.arithmetic import INPUT_DTYPES
 
 pytestmark = pytest.mark.gpu
 

@@ -24,7 +24,7 @@ from ragged_problems import (
 from jax_tcgemm import ragged_dot
 from jax_tcgemm.lowering.ragged import RaggedSpec
 from jax_tcgemm.primitives import ragged as ragged_primitive
-from jax_tcgemm.problem.spec import INPUT_DTYPES
+from jax_tcgemm.problem.arithmetic import INPUT_DTYPES
 
 pytestmark = pytest.mark.gpu
 

@@ -12,8 +12,8 @@ import pytest
 
 import jax_tcgemm
 from jax_tcgemm import gemm
-from jax_tcgemm.lowering import gemm as gemm_lowering
-from jax_tcgemm.problem.spec import INPUT_DTYPES
+from jax_tcgemm.lowering import custom_call
+from jax_tcgemm.problem.arithmetic import INPUT_DTYPES
 
 pytestmark = pytest.mark.gpu
 
@@ -196,12 +196,12 @@ def test_two_products_with_parts_of_k_in_one_graph(normal, choose_on_h200):
 
 def test_an_error_of_the_handler_is_an_exception(monkeypatch):
     """What tracing cannot rule out, a custom call made by hand, must not end the process."""
-    right = gemm_lowering._attributes
+    right = custom_call.attributes
 
     def wrong(*args, **options):
         return right(*args, **options) | {"activation": "NoSuchActivation"}
 
-    monkeypatch.setattr(gemm_lowering, "_attributes", wrong)
+    monkeypatch.setattr(custom_call, "attributes", wrong)
     a = jnp.ones((64, 64), jnp.bfloat16)
     with pytest.raises(jax.errors.JaxRuntimeError, match="unknown activation 'NoSuchActivation'"):
         jax.block_until_ready(jax.jit(lambda a: gemm(a, a))(a))

@@ -14,7 +14,7 @@ from jax_tcgemm import _core, _extension
 from jax_tcgemm.kernels import table as kernel_table
 from jax_tcgemm.kernels.arithmetic import ARITHMETIC
 from jax_tcgemm.kernels.table import CONFIGS, by_name, for_algorithm
-from jax_tcgemm.problem.spec import INPUT_DTYPES
+from jax_tcgemm.problem.arithmetic import INPUT_DTYPES
 
 pytestmark = pytest.mark.any_jax
 

@@ -11,9 +11,9 @@ import pytest
 from cuda_calls import assert_nothing_moves, bf16, picked
 
 from jax_tcgemm import _compat, _extension, clip, gemm, softcap
-from jax_tcgemm.lowering import gemm as gemm_lowering
-from jax_tcgemm.lowering import reference
+from jax_tcgemm.lowering import custom_call, reference
 from jax_tcgemm.primitives import gemm as gemm_primitive
+from jax_tcgemm.problem.epilogue import Epilogue
 from jax_tcgemm.problem.spec import GemmSpec, flatten
 from jax_tcgemm.problem.strides import Operands
 
@@ -128,12 +128,12 @@ def test_residual_takes_the_place_of_c(cuda_module):
     assert text.count("stablehlo.add") == 1
 
 
-def _derivative(c_role, c2=None, activation="gelu"):
+def _derivative(form, c2=None, activation="gelu"):
     present = (0, 1)
     axes = Operands(present, present, present, c2=c2)
     precision = _compat.canonicalize_precision(None)
     dtype = jnp.dtype(jnp.bfloat16)
-    spec = GemmSpec(axes, dtype, precision, activation=activation, c_role=c_role)
+    spec = GemmSpec(axes, dtype, precision, Epilogue(form, activation))
     return lambda *x: gemm_primitive.bind(Operands(*x[:3], c2=x[3] if c2 else None), spec)
 
 
@@ -257,7 +257,7 @@ def test_dense_batch_means_the_same(monkeypatch, normal):
     c, bias = normal(3, 1, 4, 1), normal(5)
 
     def dense(*operands, spec):
-        x, spec = gemm_lowering._with_dense_batch(spec.unflatten(operands), spec)
+        x, spec = custom_call.with_dense_batch(spec.unflatten(operands), spec)
         return reference.reference_gemm(*flatten(x), spec=spec)
 
     def f(alpha):

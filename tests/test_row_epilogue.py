@@ -11,7 +11,7 @@ from cuda_calls import assert_nothing_moves, bf16, picked
 
 from jax_tcgemm import gemm
 from jax_tcgemm.kernels.table import by_name
-from jax_tcgemm.lowering import gemm as gemm_lowering
+from jax_tcgemm.lowering.log import log
 
 SUMS = "sm90_bf16_128x64x64_s8_c1x1_cooperative"
 PRODUCTS = "sm90_bf16_256x16x64_s3_c1x1_skinny"
@@ -79,7 +79,7 @@ def test_sums_of_odd_rows_are_every_rows(cuda_module):
 
 
 def test_the_log_names_a_pass_after_the_product(cuda_module, monkeypatch, capfd):
-    gemm_lowering.log.cache_clear()
+    log.cache_clear()
     monkeypatch.setenv("JAX_TCGEMM_LOG", "1")
     cuda_module(lambda a, b: gemm(a, b, activation="relu", config=SUMS), bf16(24, 64), bf16(64, 64))
     line = capfd.readouterr().err.rstrip()

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_tcgemm import dot_general, gated_gemm, gated_mlp, gemm, mlp, ragged_dot
-from jax_tcgemm.lowering import gemm as gemm_lowering
+from jax_tcgemm.lowering.log import log
 
 pytestmark = pytest.mark.usefixtures("all_kernels")
 
@@ -144,7 +144,7 @@ def test_pmap_has_kernels(args):
 
 
 def test_log_says_that_a_program_is_divided(args, monkeypatch, capsys):
-    gemm_lowering.log.cache_clear()
+    log.cache_clear()
     monkeypatch.setenv("JAX_TCGEMM_LOG", "1")
     calls(
         lambda x, w: gemm(x, w),

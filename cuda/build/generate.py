@@ -164,7 +164,7 @@ def arithmetic_lists(types, rows) -> str:
                     enumerator("", row.name)[2:],
                     f'"{row.name}"',
                     *map(of, (row.a, row.b, row.accumulator, row.outputs[0], row.outputs[-1])),
-                    flag(row.multiplied == "tf32"),
+                    flag(row.rounds_operands),
                     *map(flag, (row.wgmma, row.k_major, row.promotes)),
                 ]
             )

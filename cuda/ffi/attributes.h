@@ -1,4 +1,4 @@
-// The attributes of the custom call, set by jax_tcgemm/lowering/gemm.py. Included by the files of
+// The attributes of the custom call, set by jax_tcgemm/lowering/custom_call.py. Included by the files of
 // this folder alone: nothing else knows XLA.
 
 #ifndef JAX_TCGEMM_FFI_ATTRIBUTES_H_

@@ -12,7 +12,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jax_tcgemm.problem.activations import Activation, resolve
-from jax_tcgemm.problem.spec import resolve_algorithm
+from jax_tcgemm.problem.arithmetic import resolve_algorithm
 from jax_tcgemm.problem.strides import Axes, Shape
 
 

@@ -17,9 +17,10 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_tcgemm import _compat
 from jax_tcgemm.api import eager
-from jax_tcgemm.lowering import gemm as gemm_lowering
+from jax_tcgemm.lowering.log import log
 from jax_tcgemm.primitives import gemm as gemm_primitive
-from jax_tcgemm.problem.spec import GemmSpec, resolve_algorithm
+from jax_tcgemm.problem.arithmetic import resolve_algorithm
+from jax_tcgemm.problem.spec import GemmSpec
 from jax_tcgemm.problem.strides import Axes, Operands
 
 _Dims = tuple[int, ...]
@@ -99,7 +100,7 @@ def _contract(
     problem = _problem(a, b, dims, _compat.canonicalize_precision(precision), result)
     if isinstance(problem, str):
         operands = " x ".join(f"{x.dtype}{list(x.shape)}" for x in (a, b))
-        gemm_lowering.log(f"dot_general {operands} -> {result.dtype}: lax.dot_general: {problem}")
+        log(f"dot_general {operands} -> {result.dtype}: lax.dot_general: {problem}")
         return by_lax(lhs, rhs)
     (product,) = gemm_primitive.bind(*problem)
     return lax.reshape(product, result.shape)

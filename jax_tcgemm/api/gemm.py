@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -11,10 +10,11 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_tcgemm import _compat
 from jax_tcgemm.api import arguments, eager
-from jax_tcgemm.primitives import gated
 from jax_tcgemm.primitives import gemm as gemm_primitive
 from jax_tcgemm.problem.activations import Activation
-from jax_tcgemm.problem.spec import GatedSpec, GemmSpec, accumulator_dtype
+from jax_tcgemm.problem.arithmetic import accumulator_dtype
+from jax_tcgemm.problem.epilogue import Epilogue
+from jax_tcgemm.problem.spec import GemmSpec
 from jax_tcgemm.problem.strides import Operands
 
 
@@ -101,14 +101,14 @@ def gemm(
     arguments.check_config(config)
     if c is not None:
         c = arguments.addend("c", c, (*batch, m, n), out_dtype)
-    c_role, added_later = "add", None
+    form, added_later = "add", None
     if residual is not None:
         residual = arguments.addend("residual", residual, (*batch, m, n), out_dtype)
         if c is not None:  # the kernel has one place for an operand of this shape
             added_later = residual
         else:
             c, beta = residual, 1.0
-            c_role = "add" if activation is None else "residual"
+            form = "add" if activation is None else "residual"
     placed = {
         "a": arguments.placed(a, (*batch, m, k), transpose_a),
         "b": arguments.placed(b, (*batch, k, n), transpose_b),
@@ -136,10 +136,8 @@ def gemm(
         axes,
         out_dtype,
         precision,
-        **constants,
-        activation=activation,
+        Epilogue(form, activation, **constants),
         config=config,
-        c_role=c_role,
         overwrite_c=residual is None and _accumulates(operands, activation, constants, out_dtype),
     )
     (d,) = gemm_primitive.bind(operands, spec)
@@ -218,7 +216,7 @@ def gated_gemm(
     )
     arguments.check_activation(activation, spec.out_dtype)
     arguments.check_config(config)
-    return gated.bind(operands, dataclasses.replace(spec, activation=activation, config=config))[0]
+    return gemm_primitive.bind(operands, spec.replace(activation=activation, config=config))[0]
 
 
 _GATED_NAMES = arguments.Names("x", "w_gate", "", "transpose_w")
@@ -234,7 +232,7 @@ def gated_operands(
     transpose_w: bool,
     precision: Any,
     preferred_element_type: DTypeLike | None,
-) -> tuple[Operands, GatedSpec]:
+) -> tuple[Operands, GemmSpec]:
     """Checks and places the operands of ``gated_gemm``; ``precision`` is canonical."""
     x, w_gate = arguments.matrix("x", x), arguments.matrix("w_gate", w_gate)
     batch, m, n, k = arguments.extents(x, w_gate, False, transpose_w, _GATED_NAMES)
@@ -261,4 +259,4 @@ def gated_operands(
             placed[own] = arguments.placed(vector, (*batch, n))
     operands = Operands(**{name: operand for name, (operand, _) in placed.items()})
     axes = Operands(**{name: axes for name, (_, axes) in placed.items()})
-    return operands, GatedSpec(axes, out_dtype, precision, packed=w_up is None)
+    return operands, GemmSpec(axes, out_dtype, precision, Epilogue("gated"), packed=w_up is None)

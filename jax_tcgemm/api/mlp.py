@@ -1,32 +1,21 @@
-"""``mlp`` and ``gated_mlp``: two layers with a derivative rule of their own.
-
-The rule is a forward derivative, of which JAX makes the reverse pass. The tangent of the hidden
-layer goes into the second product as one linear primitive, whose transpose is the gemm that
-multiplies by the derivative of the activation in its epilogue.
-"""
+"""``mlp`` and ``gated_mlp``: arguments checked, and two layers made of them."""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
-from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_tcgemm import _compat
 from jax_tcgemm.api import arguments, eager
 from jax_tcgemm.api import gemm as gemm_api
-from jax_tcgemm.lowering import reference
-from jax_tcgemm.primitives import gated, hidden
-from jax_tcgemm.primitives import gemm as gemm_primitive
-from jax_tcgemm.primitives.gemm import ACTIVATION, PREACTIVATION
+from jax_tcgemm.primitives.layers import Layers, forward
 from jax_tcgemm.problem.activations import Activation
-from jax_tcgemm.problem.spec import INPUT_DTYPES, GatedSpec, GemmSpec, resolve_algorithm
+from jax_tcgemm.problem.arithmetic import INPUT_DTYPES, resolve_algorithm
+from jax_tcgemm.problem.epilogue import Epilogue
+from jax_tcgemm.problem.spec import GemmSpec
 from jax_tcgemm.problem.strides import Operands
 
 _STATIC = (
@@ -99,7 +88,7 @@ def mlp(
     if b1 is not None:
         placed["bias"] = arguments.placed(arguments.vector("b1", b1, (f,), dtype), (*batch, f))
     first, axes = _unzipped(placed)
-    spec = GemmSpec(axes, dtype, precision, activation=activation)
+    spec = GemmSpec(axes, dtype, precision, Epilogue(activation=activation))
     return _two_layers(
         first,
         spec,
@@ -175,7 +164,7 @@ def gated_mlp(
     arguments.check_activation(activation, dtype)
     return _two_layers(
         first,
-        dataclasses.replace(spec, out_dtype=dtype, activation=activation),
+        spec.replace(out_dtype=dtype, activation=activation),
         {"w_down": w_down, "bias_down": bias_down, "residual": residual},
         transpose_w,
         preferred_element_type,
@@ -217,15 +206,6 @@ def _unzipped(placed: dict[str, Any]) -> tuple[Operands, Operands]:
     return operands, Operands(None, None)._replace(**{name: x for name, (_, x) in placed.items()})
 
 
-@dataclasses.dataclass(frozen=True)
-class _Layers:
-    """The static parameters of both layers."""
-
-    first: GemmSpec
-    second: GemmSpec
-    recompute_activation: bool
-
-
 def _two_layers(
     first: Operands,
     first_spec: GemmSpec,
@@ -254,101 +234,4 @@ def _two_layers(
     second, axes = _unzipped(placed)
     axes = axes._replace(a=tuple(range(len(hidden.shape))))
     spec = GemmSpec(axes, out_dtype, first_spec.precision)
-    return _forward(_Layers(first_spec, spec, bool(recompute_activation)), first, second)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _forward(layers: _Layers, first: Operands, second: Operands) -> jax.Array:
-    """Computes both layers; ``second.a`` is None and becomes the hidden layer."""
-    if isinstance(layers.first, GatedSpec):
-        (hidden,) = gated.bind(first, layers.first)
-    else:
-        (hidden,) = gemm_primitive.bind(first, layers.first)
-    return gemm_primitive.bind(second._replace(a=hidden), layers.second)[0]
-
-
-def _jvp(
-    layers: _Layers, primals: tuple[Operands, Operands], tangents: tuple[Operands, Operands]
-) -> tuple[jax.Array, jax.Array]:
-    """Derives ``y = h @ w + bias + c`` by ``y' = h' @ w + h @ w' + bias' + c'``."""
-    first, second = primals
-    d_first, d_second = (
-        Operands(*(None if isinstance(t, SymbolicZero) else t for t in operands))
-        for operands in tangents
-    )
-    hidden, saved, d_saved = _first_layer(layers.first, first, d_first)
-    y = gemm_primitive.bind(second._replace(a=hidden), layers.second)[0]
-    addends = [] if d_second.c is None else [_full(d_second.c, y, layers.second)]
-    if any(t is not None for t in d_saved):
-        d_saved = [
-            jnp.zeros_like(z) if t is None else t for z, t in zip(saved, d_saved, strict=True)
-        ]
-        addends.append(_through_second_layer(layers, d_saved, saved, second.b))
-    tangent = sum(addends[1:], addends[0]) if addends else jnp.zeros_like(y)
-    if d_second.b is not None or d_second.bias is not None:
-        dx = Operands(None, d_second.b, c=tangent if addends else None, bias=d_second.bias)
-        tangent = _second_layer(layers, hidden, saved, second.b, dx)
-    # A bias or residual may vary, or be sharded, over fewer mesh axes than the result.
-    return y, _compat.typed_as(y, tangent)
-
-
-_forward.defjvp(_jvp, symbolic_zeros=True)
-
-
-def _second_layer(
-    layers: _Layers, hidden: jax.Array, saved: Sequence[jax.Array], w: jax.Array, dx: Operands
-) -> jax.Array:
-    """Returns ``hidden @ w' + bias' + c'``: C hands its cotangent on as it is."""
-    axes = layers.second.axes._replace(c=tuple(range(hidden.ndim)))
-    spec = dataclasses.replace(layers.second, axes=axes)
-    if not layers.recompute_activation:
-        return gemm_primitive.linear_tangent(
-            Operands(checkpoint_name(hidden, ACTIVATION), w), dx, spec
-        )
-
-    def product(saved: Sequence[jax.Array], dx: Operands) -> jax.Array:
-        return gemm_primitive.linear_tangent(Operands(_activated(layers.first, saved), w), dx, spec)
-
-    return jax.checkpoint(product, prevent_cse=False)(saved, dx)
-
-
-def _first_layer(
-    spec: GemmSpec, x: Operands, dx: Operands
-) -> tuple[jax.Array, list[jax.Array], list[jax.Array | None]]:
-    """Returns the hidden layer, its pre-activations and their tangents."""
-    if isinstance(spec, GatedSpec):
-        hidden, *saved = gated.bind(x, dataclasses.replace(spec, results=(True, True, True)))
-        tangents = [*gated.linear_tangents(x, dx, spec)]
-    else:
-        hidden, *saved = gemm_primitive.bind(x, dataclasses.replace(spec, save_preactivation=True))
-        is_varied = any(t is not None for t in dx)
-        tangents = [gemm_primitive.linear_tangent(x, dx, spec) if is_varied else None]
-    return hidden, [checkpoint_name(z, PREACTIVATION) for z in saved], tangents
-
-
-def _activated(spec: GemmSpec, saved: Sequence[jax.Array]) -> jax.Array:
-    """Returns the hidden layer of its pre-activations."""
-    nothing = Operands(None, None)
-    if isinstance(spec, GatedSpec):
-        gate, up = saved
-        return reference.gated_epilogue(gate, up, nothing, spec)[0]
-    return reference.epilogue(saved[0], nothing, spec)[0]
-
-
-def _through_second_layer(
-    layers: _Layers, tangents: Sequence[jax.Array], saved: Sequence[jax.Array], w: jax.Array
-) -> jax.Array:
-    role = "gated_derivative" if isinstance(layers.first, GatedSpec) else "derivative"
-    spec = dataclasses.replace(
-        layers.second,
-        axes=Operands(layers.second.axes.a, layers.second.axes.b),
-        activation=layers.first.activation,
-        c_role=role,
-    )
-    return hidden.bind(tangents, saved, w, spec)
-
-
-def _full(tangent: jax.Array, y: jax.Array, spec: GemmSpec) -> jax.Array:
-    """Returns the tangent of the residual over the whole result."""
-    term = reference.over_result("c", Operands(None, None, tangent), spec, y.dtype)
-    return jnp.broadcast_to(term, y.shape)
+    return forward(Layers(first_spec, spec, bool(recompute_activation)), first, second)

@@ -15,7 +15,8 @@ from jax_tcgemm.kernels import table as kernel_table
 from jax_tcgemm.lowering.ragged import RaggedSpec
 from jax_tcgemm.primitives import ragged as ragged_primitive
 from jax_tcgemm.problem.activations import Activation
-from jax_tcgemm.problem.spec import resolve_algorithm
+from jax_tcgemm.problem.arithmetic import resolve_algorithm
+from jax_tcgemm.problem.epilogue import Epilogue
 
 _NAMES = arguments.Names("lhs", "rhs", "", "transpose_rhs")
 
@@ -82,7 +83,8 @@ def ragged_dot(
     if bias is not None:
         bias = arguments.vector("bias", bias, (groups, n), out_dtype)
         operands.append(jnp.broadcast_to(bias, (groups, n)))
-    spec = RaggedSpec(out_dtype, precision, bool(transpose_rhs), activation, config=config)
+    epilogue = Epilogue(activation=activation)
+    spec = RaggedSpec(out_dtype, precision, bool(transpose_rhs), epilogue, config)
     return ragged_primitive.dot(spec, *operands)[0]
 
 

@@ -70,12 +70,17 @@ class Arithmetic:
     promotes: bool = False
     is_default: bool = True
 
+    @property
+    def rounds_operands(self) -> bool:
+        """Whether operands lose bits before they are multiplied."""
+        return self.multiplied == "tf32"
+
     def __post_init__(self) -> None:
         if self.a != self.b:
             raise ValueError(f"{self.name}: no kernel takes A in {self.a} and B in {self.b}")
         if self.k * self.a.bytes != 32:
             raise ValueError(f"{self.name}: an instruction takes 32 bytes of k, not {self.k} times")
-        if not self.outputs or len(self.outputs) > 2 or self.outputs[-1] not in (F32, self.a):
+        if len(self.outputs) not in (1, 2) or self.outputs[-1] not in (F32, self.a):
             raise ValueError(f"{self.name}: D is of one type, or also of float32: {self.outputs}")
         if self.wgmma and self.accumulator != F32:
             raise ValueError(f"{self.name}: sums of the Hopper kernels are {F32.name}")

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import math
 
-from jax_tcgemm.problem.alignment import COPY_BYTES, elements, misalignment, padding_bytes
-from jax_tcgemm.problem.spec import INPUT_DTYPES
-from jax_tcgemm.problem.strides import StridedGemm
+import numpy as np
 
-_ALGORITHMS = ("BF16_BF16_F32", "F16_F16_F32", "TF32_TF32_F32")
+from jax_tcgemm.problem.alignment import COPY_BYTES, elements, misalignment, padding_bytes
+from jax_tcgemm.problem.arithmetic import INPUT_DTYPES, sum_dtype
+from jax_tcgemm.problem.strides import StridedGemm
 
 # Rows up to which a large B, of so many columns or more, is not copied.
 _FEW_ROWS = 128
@@ -46,7 +46,7 @@ def left_to_xla(
     Returns:
         A phrase, or ``None`` where XLA is slower or that was not measured.
     """
-    if algorithm not in _ALGORITHMS or not gemm.m * gemm.n * gemm.k * math.prod(gemm.batch):
+    if sum_dtype(algorithm) != np.float32 or not gemm.m * gemm.n * gemm.k * math.prod(gemm.batch):
         return None
     itemsize = INPUT_DTYPES[algorithm].itemsize
     return (

@@ -12,11 +12,17 @@ from jax import lax
 
 from jax_tcgemm import _compat, _extension
 from jax_tcgemm.kernels import table as kernel_table
-from jax_tcgemm.lowering import gemm as gemm_lowering
-from jax_tcgemm.lowering import reference
+from jax_tcgemm.lowering import devices, reference
+from jax_tcgemm.lowering.log import log
 from jax_tcgemm.problem.activations import Activation, resolve
 from jax_tcgemm.problem.alignment import COPY_BYTES
-from jax_tcgemm.problem.spec import INPUT_DTYPES, accumulator_dtype, resolve_algorithm
+from jax_tcgemm.problem.arithmetic import (
+    INPUT_DTYPES,
+    accumulator_dtype,
+    resolve_algorithm,
+    written_dtype,
+)
+from jax_tcgemm.problem.epilogue import PLAIN, Epilogue, Mask
 from jax_tcgemm.problem.strides import MAX_EXTENT
 
 _FLOAT32 = jnp.dtype(jnp.float32)
@@ -34,22 +40,31 @@ class RaggedSpec:
         out_dtype: dtype of the results.
         precision: canonical ``lax`` precision.
         transpose_rhs: whether ``rhs`` is ``(g, n, k)``.
-        activation: a key of ``ACTIVATIONS``, an ``Activation``, or ``None``.
-        save_preactivation: whether the pre-activation is a second result.
+        epilogue: what becomes of the products of each group, of the form ``"add"``.
         config: name of the kernel configuration asked for, or ``None``.
     """
 
     out_dtype: np.dtype
     precision: Any
     transpose_rhs: bool = False
-    activation: str | Activation | None = None
-    save_preactivation: bool = False
+    epilogue: Epilogue = PLAIN
     config: str | None = None
+
+    @property
+    def activation(self) -> str | Activation | None:
+        """The epilogue's activation."""
+        return self.epilogue.activation
 
     @property
     def result_count(self) -> int:
         """Number of results."""
-        return 1 + self.save_preactivation
+        return sum(self.epilogue.results)
+
+    def only(self, results: Mask) -> RaggedSpec:
+        """Returns the same with these results alone."""
+        # The pre-activation alone is the product of a call without an activation.
+        epilogue = dataclasses.replace(self.epilogue, results=results) if results[0] else PLAIN
+        return dataclasses.replace(self, epilogue=epilogue)
 
 
 def group_bounds(group_sizes: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
@@ -99,7 +114,7 @@ def reference_dot(
     if spec.activation is not None:
         in_group = rows < bounds[1][-1] if rhs.shape[0] else jnp.zeros_like(rows, bool)
         d = jnp.where(in_group, resolve(spec.activation).reference(z), 0)
-    results = [d, z] if spec.save_preactivation else [d]
+    results = spec.epilogue.picked((d, z))
     return [reference.convert(result, spec.out_dtype) for result in results]
 
 
@@ -154,7 +169,7 @@ def cuda_dot(
     if algorithm is None:
         return reference_dot(lhs, rhs, group_sizes, *bias, spec=spec)
     n = rhs.shape[1 if spec.transpose_rhs else 2]
-    out_dtype = _kernel_out_dtype(algorithm, spec)
+    out_dtype = written_dtype(algorithm, spec.out_dtype)
     operands = [_padded(x, INPUT_DTYPES[algorithm]) for x in (lhs, rhs)]
     operands += [group_sizes]
     operands += [_padded(x, x.dtype if x.dtype == out_dtype else _FLOAT32) for x in bias]
@@ -171,7 +186,7 @@ def cuda_dot(
         depth=False,
         transpose_rhs=spec.transpose_rhs,
         has_bias=len(bias) > 0,
-        has_aux=spec.save_preactivation,
+        has_aux=spec.result_count > 1,
         activation=activation.cpp_name,
         activation_p0=np.float32(p0),
         activation_p1=np.float32(p1),
@@ -192,7 +207,9 @@ def cuda_contraction(
     (rows, m), (_, n) = (x.shape for x in padded)
     (result,) = _custom_call(
         [*padded, group_sizes],
-        jax.ShapeDtypeStruct((group_sizes.shape[0], m, n), _kernel_out_dtype(algorithm, spec)),
+        jax.ShapeDtypeStruct(
+            (group_sizes.shape[0], m, n), written_dtype(algorithm, spec.out_dtype)
+        ),
         1,
         m=np.int64(m),
         n=np.int64(n),
@@ -231,10 +248,6 @@ def _padded(x: jax.Array, dtype: np.dtype) -> jax.Array:
     return jnp.pad(x, widths) if any(after for _, after in widths) else x
 
 
-def _kernel_out_dtype(algorithm: str, spec: RaggedSpec) -> np.dtype:
-    return spec.out_dtype if spec.out_dtype == INPUT_DTYPES[algorithm] else _FLOAT32
-
-
 def _kernel_algorithm(
     grouped: str, lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, spec: RaggedSpec
 ) -> str | None:
@@ -244,7 +257,7 @@ def _kernel_algorithm(
     obstacle = _obstacle(algorithm, grouped, extents, spec.config)
     shapes = f"{lhs.dtype}{list(lhs.shape)} x {rhs.dtype}{list(rhs.shape)}"
     decision = f"{shapes} -> {spec.out_dtype}: {obstacle or algorithm}"
-    gemm_lowering.log(f"ragged product, groups of {grouped}, {decision}")
+    log(f"ragged product, groups of {grouped}, {decision}")
     if obstacle is None and spec.config not in (None, *_extension.KERNEL_NAMES):
         raise ValueError(f"config={spec.config!r} is not in this build of jax_tcgemm")
     return algorithm if obstacle is None else None
@@ -264,5 +277,5 @@ def _obstacle(
         return "reference: nothing to multiply, or an extent beyond 2^30"
     if config is not None and kernel_table.by_name(config).is_fallback:
         return None
-    other = gemm_lowering.local_device(lambda capability: capability != _COMPUTE_CAPABILITY)
+    other = devices.local_device(lambda capability: capability != _COMPUTE_CAPABILITY)
     return None if other is None else f"reference: no ragged kernel for {other}"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,15 +12,16 @@ import numpy as np
 from jax import lax
 
 from jax_tcgemm.problem.activations import resolve
-from jax_tcgemm.problem.spec import (
+from jax_tcgemm.problem.arithmetic import (
     INPUT_DTYPES,
-    GatedSpec,
-    GemmSpec,
     accumulator_dtype,
     common_dtype,
     is_float8,
     resolve_algorithm,
+    sum_dtype,
 )
+from jax_tcgemm.problem.epilogue import Use
+from jax_tcgemm.problem.spec import GemmSpec
 from jax_tcgemm.problem.strides import Axes, Operands, matrix_last, result_axes
 
 
@@ -36,29 +37,27 @@ def reference_gemm(*operands: jax.Array, spec: GemmSpec, divided: bool = False) 
             epilogue would scale down may be beyond the numbers of float16.)
 
     Returns:
-        ``[d]``, or two results, of shape ``(*batch, m, n)`` and dtype ``spec.out_dtype``. The
-        accumulator and the epilogue are float32 for 16-bit results, rounded once.
+        The results that ``spec`` asks for, of shape ``(*batch, m, n)`` and dtype
+        ``spec.out_dtype``. The accumulators and the epilogue are float32 for 16-bit results,
+        rounded once.
     """
     x = spec.unflatten(operands)
-    is_alone = all(operand is None for operand in x[2:]) and spec.alpha == 1
-    is_alone = is_alone and spec.activation is None
+    beside = x._replace(a=None, b=None)
+    is_alone = all(operand is None for operand in beside) and spec.alpha == 1
+    is_alone = is_alone and spec.activation is None and not spec.is_gated
     rounds = divided and (is_alone or spec.out_dtype == jnp.bfloat16)
-    return epilogue(product(x.a, x.b, spec, rounds), x, spec)
+    return epilogue(accumulators(x, spec, rounds), x, spec)
 
 
-def reference_gated(
-    *operands: jax.Array, spec: GatedSpec, divided: bool = False
-) -> list[jax.Array]:
-    """Computes what the gated primitive means; arguments as those of ``reference_gemm``."""
-    x = spec.unflatten(operands)
-    rounds = divided and spec.out_dtype == jnp.bfloat16
+def accumulators(x: Operands, spec: GemmSpec, rounds: bool = False) -> list[jax.Array]:
+    """Returns the product, or both of a gated product; ``rounds`` as of ``product``."""
     first = product(x.a, x.b, spec, rounds)
     if spec.packed:
-        gate, up = halves(first)
-    else:
-        second = dataclasses.replace(spec, axes=spec.axes._replace(b=spec.axes.b2))
-        gate, up = first, product(x.a, x.b2, second, rounds)
-    return gated_epilogue(gate, up, x, spec)
+        return halves(first)
+    if not spec.is_gated:
+        return [first]
+    second = spec.replace(axes=spec.axes._replace(b=spec.axes.b2))
+    return [first, product(x.a, x.b2, second, rounds)]
 
 
 def halves(both: jax.Array) -> list[jax.Array]:
@@ -82,8 +81,7 @@ def product(a: jax.Array, b: jax.Array, spec: GemmSpec, rounds: bool = False) ->
         # The algorithm is spelled out in dtypes: XLA's compilers know few of the presets. Where
         # sums may be float16, XLA adds in float32 and rounds once.
         a, b = (x.astype(INPUT_DTYPES[algorithm]) for x in (a, b))
-        is_half = algorithm == "F16_F16_F16"
-        dtype = jnp.dtype(jnp.float16 if is_half else jnp.float32)
+        dtype = sum_dtype(algorithm)
         if rounds and spec.out_dtype == INPUT_DTYPES[algorithm]:
             dtype = spec.out_dtype
         precision = lax.Precision.DEFAULT
@@ -149,50 +147,53 @@ def _absent(axes: Axes) -> list[int]:
     return [i for i, axis in enumerate(axes) if axis is None]
 
 
-def epilogue(accumulator: jax.Array, x: Operands, spec: GemmSpec) -> list[jax.Array]:
-    """Returns the results of an accumulator; see ``GemmSpec``.
+def epilogue(products: Sequence[jax.Array], x: Operands, spec: GemmSpec) -> list[jax.Array]:
+    """Returns the results of the accumulators; see ``problem/epilogue.py``.
 
     Args:
-        accumulator: broadcasts to ``(*batch, m, n)``.
-        x: the operands; ``a`` and ``b`` are not looked at.
+        products: the accumulators, as many as the form has; each broadcasts to ``(*batch, m, n)``.
+        x: the operands; the factors of the products are not looked at.
         spec: the primitive's parameters.
     """
-    dtype = accumulator_dtype(accumulator.dtype, accumulator.dtype, spec.out_dtype)
-    z = accumulator.astype(dtype)
+    dtype = products[0].dtype
+    dtype = accumulator_dtype(dtype, dtype, spec.out_dtype)
+    z, *second = (accumulator.astype(dtype) for accumulator in products)
     for factor in factors(x, spec, dtype):
         z = factor * z
-    adds_c = spec.c_role == "add"
-    for term in addends(x if adds_c else x._replace(c=None), spec, dtype):
+    for term in addends(_for_use(x, spec, Use.ADDEND), spec, dtype):
         z = z + term
-    if spec.is_derivative:
-        return cotangents(z, x, spec)
+    for name in spec.epilogue.names(Use.SECOND_ADDEND):
+        if getattr(x, name) is not None:
+            second = [u + over_result(name, x, spec, dtype) for u in second]
+    return finished([z, *second], x, spec)
+
+
+def finished(preactivations: Sequence[jax.Array], x: Operands, spec: GemmSpec) -> list[jax.Array]:
+    """Returns the results of the pre-activations, computed in their type.
+
+    Args:
+        preactivations: one of each accumulator.
+        x: the operands, of which only those are looked at that come after the activation.
+        spec: the primitive's parameters.
+    """
+    if spec.epilogue.is_derivative:
+        return cotangents(preactivations[0], x, spec)
+    z, *second = preactivations
     d = resolve(spec.activation).reference(z)
-    if spec.c_role == "residual":
-        d = d + addends(x._replace(bias=None), spec, dtype)[0]
-    elif spec.c_role == "factor":
-        d = d * over_result("c", x, spec, dtype)
-    results = [d, z] if spec.save_preactivation else [d]
+    for u in second:
+        d = d * u
+    for term in addends(_for_use(x, spec, Use.RESIDUAL), spec, z.dtype):
+        d = d + term
+    for name in spec.epilogue.names(Use.FACTOR):
+        d = d * over_result(name, x, spec, z.dtype)
+    results = spec.epilogue.picked((d, z, *second))
     return [convert(result, spec.out_dtype) for result in results]
 
 
-def gated_epilogue(gate: jax.Array, up: jax.Array, x: Operands, spec: GatedSpec) -> list[jax.Array]:
-    """Returns those results of the gated primitive that ``spec`` asks for.
-
-    Args:
-        gate: the accumulator ``A @ B``; broadcasts to ``(*batch, m, n)``.
-        up: the accumulator ``A @ B2``, of the same shape.
-        x: the operands; only the biases are looked at.
-        spec: the primitive's parameters.
-    """
-    dtype = accumulator_dtype(gate.dtype, gate.dtype, spec.out_dtype)
-    gate, up = gate.astype(dtype), up.astype(dtype)
-    if x.bias is not None:
-        gate = gate + over_result("bias", x, spec, dtype)
-    if x.bias2 is not None:
-        up = up + over_result("bias2", x, spec, dtype)
-    results = (resolve(spec.activation).reference(gate) * up, gate, up)
-    wanted = zip(results, spec.results, strict=True)
-    return [convert(result, spec.out_dtype) for result, is_wanted in wanted if is_wanted]
+def _for_use(x: Operands, spec: GemmSpec, use: Use) -> Operands:
+    """Returns the operands of one use, and their coefficient."""
+    names = {*spec.epilogue.names(use), *spec.epilogue.names(Use.COEFFICIENT)}
+    return x._replace(**{name: None for name in x._fields if name not in names})
 
 
 def cotangents(z: jax.Array, x: Operands, spec: GemmSpec) -> list[jax.Array]:
@@ -200,10 +201,10 @@ def cotangents(z: jax.Array, x: Operands, spec: GemmSpec) -> list[jax.Array]:
     activation = resolve(spec.activation)
     c = over_result("c", x, spec, z.dtype)
     results = [z * activation.derivative(c)]
-    if spec.c_role == "gated_derivative":
-        c2 = over_result("c2", x, spec, z.dtype)
+    for name in spec.epilogue.names(Use.SECOND_PRIMAL):
+        c2 = over_result(name, x, spec, z.dtype)
         results = [results[0] * c2, z * activation.reference(c)]
-    return [convert(result, spec.out_dtype) for result in results]
+    return [convert(result, spec.out_dtype) for result in spec.epilogue.picked(results)]
 
 
 def convert(x: jax.Array, dtype: np.dtype) -> jax.Array:
@@ -227,7 +228,7 @@ def factors(x: Operands, spec: GemmSpec, dtype: np.dtype) -> list[jax.Array]:
     """Returns those present of ``alpha`` and the scales, broadcastable to ``(*batch, m, n)``."""
     scales = [
         over_result(name, x, spec, dtype)
-        for name in ("alpha", "row_scale", "column_scale")
+        for name in spec.epilogue.names(Use.SCALE)
         if getattr(x, name) is not None
     ]
     return scales if spec.alpha == 1 else [jnp.asarray(spec.alpha, dtype), *scales]

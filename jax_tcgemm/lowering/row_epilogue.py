@@ -6,6 +6,7 @@ import numpy as np
 
 from jax_tcgemm.kernels.config import KernelConfig
 from jax_tcgemm.problem.alignment import COPY_BYTES
+from jax_tcgemm.problem.epilogue import Use
 from jax_tcgemm.problem.spec import GemmSpec
 from jax_tcgemm.problem.strides import Operands, StridedGemm
 
@@ -44,13 +45,15 @@ def lacks_epilogue(row: KernelConfig, gemm: StridedGemm, x: Operands, spec: Gemm
 def _is_product(x: Operands, spec: GemmSpec) -> bool:
     beside = x._replace(a=None, b=None, beta=None)
     is_alone = all(operand is None for operand in beside)
-    return is_alone and spec.alpha == 1 and spec.activation is None and not spec.save_preactivation
+    is_one = spec.alpha == 1 and spec.activation is None and spec.result_count == 1
+    return is_alone and is_one
 
 
 def _is_sum(x: Operands, spec: GemmSpec) -> bool:
     has_scales = x.row_scale is not None or x.column_scale is not None
-    adds = spec.c_role in ("add", "residual")
-    return adds and not has_scales and spec.activation is None and not spec.save_preactivation
+    use = spec.epilogue.row.uses.get("c")
+    is_one = spec.activation is None and spec.result_count == 1
+    return use in (Use.ADDEND, Use.RESIDUAL) and not has_scales and is_one
 
 
 def _c_by_tma(gemm: StridedGemm, c: np.ndarray | None, dtype: np.dtype) -> bool:

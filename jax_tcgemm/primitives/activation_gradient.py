@@ -21,10 +21,11 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jax_tcgemm import _compat, _extension
-from jax_tcgemm.lowering import gemm as gemm_lowering
+from jax_tcgemm.lowering import devices
 from jax_tcgemm.primitives import registration
 from jax_tcgemm.problem.activations import Activation, resolve
-from jax_tcgemm.problem.spec import LARGE_MATRIX, accumulator_dtype
+from jax_tcgemm.problem.arithmetic import accumulator_dtype
+from jax_tcgemm.problem.spec import LARGE_MATRIX
 from jax_tcgemm.problem.strides import MAX_EXTENT
 
 # As in cuda/passes/activation_gradient.cu: neighbours that a thread reads at once, and columns of a
@@ -243,7 +244,7 @@ def _has_kernel(g: jax.Array, z: jax.Array) -> bool:
         and z.dtype in (jnp.bfloat16, jnp.float16)
         and g.dtype == z.dtype
         and _extension.ACTIVATION_GRADIENT_TARGET in _extension.BUILT_TARGETS
-        and gemm_lowering.too_old_device() is None
+        and devices.too_old_device() is None
     )
 
 

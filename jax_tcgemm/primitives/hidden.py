@@ -7,7 +7,6 @@ activation in its epilogue; everything else about it is the composition of its p
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,7 +34,7 @@ def bind(
         tangents: ``[t]``, or ``[tg, tu]`` of a gated layer.
         saved: the pre-activations ``[z]`` or ``[g, u]``; like the tangents ``(*batch, m, k)``.
         w: the second factor, wherever its axes lie.
-        spec: of the product; its ``c_role`` is ``"derivative"`` or ``"gated_derivative"``, which is
+        spec: of the product; its epilogue is a ``"derivative"`` or ``"gated_derivative"``, which is
             what the transpose does, and its ``axes`` are those of the hidden layer and of ``w``.
 
     Returns:
@@ -53,7 +52,7 @@ def _split(operands: Sequence[Any], spec: GemmSpec) -> tuple[list[Any], list[Any
 
 def _hidden_count(spec: GemmSpec) -> int:
     """Returns how many arrays a hidden layer is, and so its tangent."""
-    return 2 if spec.c_role == "gated_derivative" else 1
+    return spec.result_count
 
 
 def _composed(*operands: jax.Array, spec: GemmSpec) -> jax.Array:
@@ -102,7 +101,7 @@ def _transpose(cotangent: Any, *operands: Any, spec: GemmSpec) -> list[Any]:
     else:
         spec = spec.linear()
     aval = next(t.aval for t, is_linear in zip(tangents, linear, strict=True) if is_linear)
-    results = gemm_primitive.bind(x, dataclasses.replace(spec, axes=axes, out_dtype=aval.dtype))
+    results = gemm_primitive.bind(x, spec.replace(axes=axes, out_dtype=aval.dtype))
     wanted = [r if is_linear else None for r, is_linear in zip(results, linear, strict=True)]
     return [*wanted, *[None] * (len(operands) - len(wanted))]
 
@@ -126,7 +125,7 @@ def _batch(
         for x, d in zip(hidden, hidden_dims, strict=True)
     ]
     axes = insert_batches(Operands(spec.axes.a, spec.axes.b), Operands(0, w_dim))
-    spec = dataclasses.replace(spec, axes=axes)
+    spec = spec.replace(axes=axes)
     return registration.bind(hidden_tangent_p, [*hidden, w], spec, _composed), 0
 
 

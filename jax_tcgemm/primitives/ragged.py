@@ -17,7 +17,6 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
-from jax.interpreters import partial_eval as pe
 
 from jax_tcgemm import _compat
 from jax_tcgemm.lowering import ragged as ragged_lowering
@@ -26,7 +25,8 @@ from jax_tcgemm.lowering.ragged import RaggedSpec
 from jax_tcgemm.primitives import registration
 from jax_tcgemm.primitives.activation_gradient import activation_tangent
 from jax_tcgemm.primitives.gemm import ACTIVATION, PREACTIVATION
-from jax_tcgemm.problem.spec import accumulator_dtype
+from jax_tcgemm.problem.arithmetic import accumulator_dtype
+from jax_tcgemm.problem.epilogue import PLAIN
 
 ragged_dot_p = Primitive("tcgemm_ragged_dot")
 ragged_contraction_p = Primitive("tcgemm_ragged_contraction")
@@ -75,20 +75,6 @@ def _contraction_abstract_eval(lhs: Any, rhs: Any, group_sizes: Any, *, spec: Ra
     return [_compat.result_aval((lhs, rhs, group_sizes), shape, spec.out_dtype)]
 
 
-def _dce(used: Sequence[bool], *arguments: Any) -> tuple[list[bool], Any]:
-    """Drops the result that nobody reads."""
-    eqn = arguments[-1]  # jax 0.12 puts another argument before it
-    if not any(used):
-        return [False] * len(eqn.invars), None
-    if not all(used):
-        spec = dataclasses.replace(eqn.params["spec"], save_preactivation=False)
-        if not used[0]:
-            spec = dataclasses.replace(spec, activation=None)
-        outvars = [var for var, is_used in zip(eqn.outvars, used, strict=True) if is_used]
-        eqn = eqn.replace(outvars=outvars, params={**eqn.params, "spec": spec})
-    return [True] * len(eqn.invars), eqn
-
-
 # Forward derivative
 
 
@@ -104,17 +90,17 @@ def _dot_jvp(
     dz = _linear_tangent(primals, (dlhs, drhs, *dbias), spec)
     if spec.activation is None:
         return dot(spec, *primals), [dz] * spec.result_count
-    d, z = dot(dataclasses.replace(spec, save_preactivation=True), *primals)
+    d, z = dot(spec.only((True, True)), *primals)
     d, z = checkpoint_name(d, ACTIVATION), checkpoint_name(z, PREACTIVATION)
     dd = activation_tangent(spec.activation, z, dz)
-    return [d, z][: spec.result_count], [dd, dz][: spec.result_count]
+    return spec.epilogue.picked((d, z)), spec.epilogue.picked((dd, dz))
 
 
 def _linear_tangent(primals: Sequence[Any], tangents: Sequence[Any], spec: RaggedSpec) -> Any:
     """Returns the tangent of the pre-activation, a linear product for each operand's."""
     lhs, rhs, group_sizes, *_ = primals
     dlhs, drhs, *dbias = tangents
-    plain = dataclasses.replace(spec, activation=None, save_preactivation=False, config=None)
+    plain = dataclasses.replace(spec, epilogue=PLAIN, config=None)
     terms: list[jax.Array] = []
     if dlhs is not None:
         terms += dot(plain, dlhs, rhs, group_sizes)
@@ -256,7 +242,7 @@ for _primitive, _apply, _abstract_eval, _jvp, _transpose, _reference, _cuda in (
     _primitive.multiple_results = True
     registration.evaluate_by_jit(_primitive)
     _primitive.def_abstract_eval(_abstract_eval)
-    pe.dce_rules[_primitive] = _dce
+    registration.drop_unread_results(_primitive)
     ad.primitive_jvps[_primitive] = _jvp
     ad.primitive_transposes[_primitive] = _transpose
     batching.fancy_primitive_batchers[_primitive] = functools.partial(_batch, _apply)

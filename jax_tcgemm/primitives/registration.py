@@ -8,9 +8,10 @@ from typing import Any
 import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
+from jax.interpreters import partial_eval as pe
 
 from jax_tcgemm import _compat
-from jax_tcgemm.lowering.gemm import log
+from jax_tcgemm.lowering.log import log
 
 
 def bind(
@@ -30,7 +31,7 @@ def bind(
         The results of the primitive.
     """
     if _compat.is_sharded(*operands):
-        log(_describe(primitive, operands, "operands' types are sharded"))
+        log(_describe(primitive, spec, operands, "operands' types are sharded"))
         return composed(*operands, spec=spec)
     return primitive.bind(*_compat.match_varying(operands), spec=spec)
 
@@ -51,6 +52,37 @@ def evaluate_by_jit(primitive: Primitive) -> None:
             return compiled(*operands, spec=spec)
 
     primitive.def_impl(evaluate)
+
+
+def drop_unread_results(
+    primitive: Primitive, operand_names: Callable[[Any], Sequence[str]] | None = None
+) -> None:
+    """Lets the primitive compute those of its results alone that are read.
+
+    Args:
+        primitive: has an ``epilogue`` in its ``spec``, and ``spec.only`` for some of its results.
+        operand_names: names of the operands that a ``spec`` has, in their order, where fewer
+            results may need fewer.
+    """
+
+    def rule(used: Sequence[bool], *arguments: Any) -> tuple[list[bool], Any]:
+        eqn = arguments[-1]  # jax 0.12 puts another argument before it
+        if not any(used):
+            return [False] * len(eqn.invars), None
+        before, remaining = eqn.params["spec"], iter(used)
+        results = (is_result and next(remaining) for is_result in before.epilogue.results)
+        spec = before.only(tuple(results))
+        needed = [True] * len(eqn.invars)
+        if operand_names is not None:
+            needed = [name in operand_names(spec) for name in operand_names(before)]
+        eqn = eqn.replace(
+            invars=[var for var, is_needed in zip(eqn.invars, needed, strict=True) if is_needed],
+            outvars=[var for var, is_used in zip(eqn.outvars, used, strict=True) if is_used],
+            params={**eqn.params, "spec": spec},
+        )
+        return needed, eqn
+
+    pe.dce_rules[primitive] = rule
 
 
 def derive_linear(
@@ -109,7 +141,7 @@ def lower(
         return mlir.lower_fun(function, multiple_results=primitive.multiple_results)
 
     def elsewhere(context: Any, *values: Any, **params: Any) -> Any:
-        log(_describe(primitive, context.avals_in, "no kernels for this platform"))
+        log(_describe(primitive, params["spec"], context.avals_in, "no kernels for this platform"))
         return rule(reference)(context, *values, **params)
 
     def on_cuda(context: Any, *values: Any, **params: Any) -> Any:
@@ -117,13 +149,14 @@ def lower(
         if devices == 1:
             return rule(cuda)(context, *values, **params)
         reason = f"a program that XLA divides among {devices} devices (jax.shard_map has kernels)"
-        log(_describe(primitive, context.avals_in, reason))
+        log(_describe(primitive, params["spec"], context.avals_in, reason))
         return rule(divided or reference)(context, *values, **params)
 
     mlir.register_lowering(primitive, elsewhere)
     mlir.register_lowering(primitive, on_cuda, platform="cuda")
 
 
-def _describe(primitive: Primitive, operands: Sequence[Any], reason: str) -> str:
+def _describe(primitive: Primitive, spec: Any, operands: Sequence[Any], reason: str) -> str:
     types = ", ".join(f"{x.dtype}{list(x.shape)}" for x in operands)
-    return f"{primitive.name} {types}: reference: {reason}"
+    kind = "_gated" if getattr(spec, "is_gated", False) else ""
+    return f"{primitive.name}{kind} {types}: reference: {reason}"

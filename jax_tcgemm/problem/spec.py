@@ -1,4 +1,4 @@
-"""``GemmSpec``, the static description of one gemm, and the rules that derive its arithmetic."""
+"""``GemmSpec``, the static description of one gemm, and what is asked of it."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.lax import DotAlgorithmPreset, Precision
 
 from jax_tcgemm.kernels import table as kernel_table
 from jax_tcgemm.problem.activations import Activation
 from jax_tcgemm.problem.alignment import COPY_BYTES, misalignment
+from jax_tcgemm.problem.arithmetic import INPUT_DTYPES, resolve_algorithm
+from jax_tcgemm.problem.epilogue import PLAIN, Epilogue, Mask
 from jax_tcgemm.problem.strides import (
     Operands,
     Shape,
@@ -25,54 +24,33 @@ from jax_tcgemm.problem.strides import (
     strided_gemm,
 )
 
-# The element type of a and b in each kernel algorithm.
-INPUT_DTYPES: dict[str, np.dtype] = {
-    "BF16_BF16_F32": jnp.dtype(jnp.bfloat16),
-    "F16_F16_F32": jnp.dtype(jnp.float16),
-    "F16_F16_F16": jnp.dtype(jnp.float16),
-    "TF32_TF32_F32": jnp.dtype(jnp.float32),
-}
-
-# What the default arithmetic on each input type is.
-_DEFAULT_ALGORITHMS = {
-    jnp.dtype(jnp.bfloat16): "BF16_BF16_F32",
-    jnp.dtype(jnp.float16): "F16_F16_F32",
-    jnp.dtype(jnp.float32): "TF32_TF32_F32",
-}
-
 # Elements from which a pass over a matrix is worth a kernel of its own on a GPU: XLA joins what is
 # smaller with its neighbours.
 LARGE_MATRIX = 2**22
+
+# Of D, G and U the results that are linear.
+_PAIR = (False, True, True)
 
 
 @dataclasses.dataclass(frozen=True)
 class GemmSpec:
     """The primitive's static parameters.
 
-    With ``Z = alpha * row_scale * column_scale * (A @ B) + bias`` over ``(*batch, m, n)``, the role
-    of C says what becomes of it:
-
-    - ``"add"``: ``D = activation(Z + beta * C)``, what is in brackets being the pre-activation;
-    - ``"residual"``: ``D = activation(Z) + beta * C``;
-    - ``"factor"``: ``D = activation(Z) * C``;
-    - ``"derivative"``: ``D = Z * activation'(C)``;
-    - ``"gated_derivative"``: ``D = Z * C2 * activation'(C)``, and ``Z * activation(C)`` is a second
-      result: the cotangents of ``g = C`` and ``u = C2`` where ``Z`` is that of
-      ``activation(g) * u``.
+    One product ``A @ B`` over ``(*batch, m, n)``, or two of one left operand, ``A @ B`` and
+    ``A @ B2``; then what the epilogue makes of them.
 
     Every operand is read through its axes (see ``strides``). An axis that is present has the
     result's full extent, and each batch dimension is present in ``a`` or in ``b``.
 
     Attributes:
         axes: the axes of each operand; ``None`` for an operand that is absent.
-        alpha: the factor of the product while ``axes.alpha`` is ``None``.
-        beta: the factor of ``c`` while ``axes.beta`` is ``None``.
-        activation: a key of ``ACTIVATIONS``, an ``Activation``, or ``None``.
-        precision: canonical ``lax`` precision.
         out_dtype: dtype of the results.
-        save_preactivation: whether the pre-activation is a second result.
+        precision: canonical ``lax`` precision.
+        epilogue: what becomes of the accumulators. ``alpha`` and ``beta`` there count while those
+            of ``axes`` are ``None``.
         config: name of the kernel configuration asked for, or ``None``.
-        c_role: what ``c`` is for.
+        packed: whether ``b`` has the columns of both weights of a gated product, those of the gate
+            first, and there is no ``b2``.
         overwrite_c: whether the result takes the memory of ``c``. It always may; XLA copies ``c``
             first where something else reads it later or where it was not donated.
     """
@@ -80,160 +58,120 @@ class GemmSpec:
     axes: Operands
     out_dtype: np.dtype
     precision: Any
-    alpha: complex = 1.0
-    beta: complex = 1.0
-    activation: str | Activation | None = None
-    save_preactivation: bool = False
+    epilogue: Epilogue = PLAIN
     config: str | None = None
-    c_role: str = "add"
+    packed: bool = False
     overwrite_c: bool = False
+
+    @property
+    def activation(self) -> str | Activation | None:
+        """The epilogue's activation."""
+        return self.epilogue.activation
+
+    @property
+    def alpha(self) -> complex:
+        """The factor of the product where it is no operand."""
+        return self.epilogue.alpha
+
+    @property
+    def beta(self) -> complex:
+        """The factor of ``c`` where it is no operand."""
+        return self.epilogue.beta
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether there are two products."""
+        return self.epilogue.row.accumulators == 2
 
     @property
     def result_count(self) -> int:
         """Number of results."""
-        return 1 + (self.save_preactivation or self.c_role == "gated_derivative")
-
-    @property
-    def is_derivative(self) -> bool:
-        """Whether the product is a cotangent, taken back through the activation at ``c``."""
-        return self.c_role in ("derivative", "gated_derivative")
+        return sum(self.epilogue.results)
 
     @property
     def batch_ndim(self) -> int:
         """Number of batch dimensions."""
         return len(self.axes.a) - 2
 
+    @property
+    def operand_names(self) -> tuple[str, ...]:
+        """Names of the primitive's operands, in their order."""
+        return tuple(name for name, axes in self.axes._asdict().items() if axes is not None)
+
     def unflatten(self, values: Sequence[Any]) -> Operands:
         """Returns the primitive's operands (or what goes with them) by name."""
         remaining = iter(values)
         return Operands(*(None if axes is None else next(remaining) for axes in self.axes))
 
+    def select(self, x: Operands) -> Operands:
+        """Returns those of ``x`` that have axes here."""
+        pairs = zip(x, self.axes, strict=True)
+        return Operands(*(None if axes is None else value for value, axes in pairs))
+
     def strided(self, shapes: Operands) -> StridedGemm:
-        """Returns the gemm in terms of dense row-major operands of these shapes."""
-        return strided_gemm(self.axes, shapes)
+        """Returns the gemm in terms of dense row-major operands of these shapes.
+
+        Of a gated product the gate's.
+        """
+        gemm = strided_gemm(self.axes, shapes)
+        return dataclasses.replace(gemm, n=gemm.n // 2) if self.packed else gemm
 
     def result_shape(self, shapes: Operands) -> Shape:
         """Returns the shape of the result for operands of these shapes."""
         gemm = self.strided(shapes)
         return (*gemm.batch, gemm.m, gemm.n)
 
+    def replace(self, **changes: Any) -> GemmSpec:
+        """Returns a copy of which some fields, or some of its epilogue, are others."""
+        names = [field.name for field in dataclasses.fields(Epilogue)]
+        within = {name: changes.pop(name) for name in names if name in changes}
+        if within:
+            base = changes.pop("epilogue", self.epilogue)
+            changes["epilogue"] = dataclasses.replace(base, **within)
+        return dataclasses.replace(self, **changes)
+
     def linear(self, **changes: Any) -> GemmSpec:
-        """Returns the same product without activation and configuration, changed as asked."""
-        plain = {"activation": None, "save_preactivation": False, "config": None}
-        plain |= {"c_role": "add", "overwrite_c": False}
-        return dataclasses.replace(self, **{**plain, **changes})
+        """Returns the sum ``Z`` without activation and configuration, changed as asked."""
+        epilogue = Epilogue(alpha=self.alpha, beta=self.beta)
+        plain = {"epilogue": epilogue, "config": None, "overwrite_c": False}
+        return self.replace(**{**plain, **changes})
 
-
-@dataclasses.dataclass(frozen=True)
-class GatedSpec(GemmSpec):
-    """The static parameters of the gated primitive.
-
-    ``D = activation(G) * U`` with ``G = A @ B + bias`` and ``U = A @ B2 + bias2``. There is no C,
-    no scale, and ``c_role`` and ``save_preactivation`` have no part in it.
-
-    Attributes:
-        packed: whether ``b`` has the columns of both weights, those of the gate first, and there is
-            no ``b2``.
-        results: which of ``D``, ``G``, ``U`` are results, at least one.
-    """
-
-    packed: bool = False
-    results: tuple[bool, bool, bool] = (True, False, False)
-
-    @property
-    def result_count(self) -> int:
-        """Number of results."""
-        return sum(self.results)
-
-    def strided(self, shapes: Operands) -> StridedGemm:
-        """Returns the gemm of the gate in terms of dense row-major operands of these shapes."""
-        gemm = strided_gemm(self.axes, shapes)
-        return dataclasses.replace(gemm, n=gemm.n // 2) if self.packed else gemm
-
-    def plain(self, **changes: Any) -> GemmSpec:
+    def product(self, **changes: Any) -> GemmSpec:
         """Returns the product ``A @ B`` alone, of all columns of ``b``, changed as asked."""
-        axes = Operands(self.axes.a, self.axes.b)
-        spec = GemmSpec(axes, self.out_dtype, self.precision)
-        return dataclasses.replace(spec, **changes)
+        spec = GemmSpec(Operands(self.axes.a, self.axes.b), self.out_dtype, self.precision)
+        return spec.replace(**changes)
+
+    def accumulators(self, **changes: Any) -> GemmSpec:
+        """Returns the product alone, or both of a gated product, changed as asked."""
+        if not self.is_gated:
+            return self.product(**changes)
+        axes = Operands(self.axes.a, self.axes.b, b2=self.axes.b2)
+        pair = Epilogue(self.epilogue.form, results=_PAIR)
+        return self.product(axes=axes, epilogue=pair, packed=self.packed).replace(**changes)
+
+    def preactivations(self, **changes: Any) -> GemmSpec:
+        """Returns the sums that the activation is of, changed as asked.
+
+        Without the operands that come after it.
+        """
+        axes = self.axes._replace(**dict.fromkeys(self.epilogue.names_after))
+        if self.is_gated:
+            # Kernels for gated products compute D, so that none is to be named.
+            pair = {"activation": None, "results": _PAIR, "config": None}
+            return self.replace(axes=axes, **{**pair, **changes})
+        return self.linear(**{"axes": axes, "config": self.config, **changes})
+
+    def only(self, results: Mask) -> GemmSpec:
+        """Returns the same with these results alone, without operands that others need."""
+        if results[0] or self.epilogue.is_derivative:
+            return self.replace(results=results)
+        spec = self.preactivations()
+        return spec.replace(results=results) if self.is_gated else spec
 
 
 def flatten(values: Operands) -> list[Any]:
     """Returns the operands that are present, in the primitive's order."""
     return [value for value in values if value is not None]
-
-
-def resolve_algorithm(a: np.dtype, b: np.dtype, out: np.dtype, precision: Any) -> str | None:
-    """Returns the kernel algorithm that computes a gemm, ``None`` where XLA's own product must.
-
-    Args:
-        a: dtype of ``a``.
-        b: dtype of ``b``.
-        out: dtype of the result.
-        precision: canonical ``lax`` precision.
-
-    Returns:
-        The name of a ``DotAlgorithmPreset`` for which there are kernels. Named explicitly as
-        ``precision`` it takes floating-point operands of any type, converted to its own;
-        otherwise the operands' common type decides, as in XLA's GPU compiler: float32 is computed
-        in TF32 unless ``Precision.HIGHEST`` is asked for. The product of a float16 and a bfloat16
-        operand, both of which TF32 holds as they are, is XLA's own: its sums are more accurate
-        than those of the kernels, which only operands that were rounded hide.
-    """
-    if not jnp.issubdtype(out, jnp.floating) or out.itemsize > 4:
-        return None
-    if isinstance(precision, DotAlgorithmPreset) and precision is not DotAlgorithmPreset.DEFAULT:
-        are_floats = all(jnp.issubdtype(dtype, jnp.floating) for dtype in (a, b))
-        return precision.name if precision.name in INPUT_DTYPES and are_floats else None
-    if is_float8(a) or is_float8(b):
-        return None
-    algorithm = _DEFAULT_ALGORITHMS.get(common_dtype(a, b))
-    if algorithm == "TF32_TF32_F32" and jnp.float32 not in (a, b):
-        return None
-    if precision is DotAlgorithmPreset.DEFAULT:
-        return algorithm
-    if not isinstance(precision, tuple) or not all(isinstance(p, Precision) for p in precision):
-        return None
-    if algorithm == "TF32_TF32_F32" and Precision.HIGHEST in precision:
-        return None
-    return algorithm
-
-
-def common_dtype(a: np.dtype, b: np.dtype) -> np.dtype:
-    """Returns the dtype in which operands are multiplied that were accepted before.
-
-    Under ``jax_numpy_dtype_promotion="strict"`` too: operands of derivatives may differ in type
-    where the user's do not. An 8-bit float, which JAX promotes with nothing, counts as float32.
-    """
-    if a == b:
-        return jnp.dtype(a)
-    a, b = (jnp.dtype(jnp.float32) if is_float8(dtype) else dtype for dtype in (a, b))
-    with jax.numpy_dtype_promotion("standard"):
-        return jnp.dtype(jnp.promote_types(a, b))
-
-
-def is_float8(dtype: np.dtype) -> bool:
-    """Whether this is one of the 8-bit floats, which XLA multiplies as they are."""
-    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 1
-
-
-def accumulator_dtype(a: np.dtype, b: np.dtype, out: np.dtype) -> np.dtype:
-    """Returns the dtype in which the product and the epilogue are computed, before one rounding.
-
-    At least float32 for an inexact result, the result's own type for integers and booleans.
-    """
-    if not jnp.issubdtype(out, jnp.inexact):
-        return out
-    wide = at_least_float32(out)
-    for operand in (a, b):
-        if jnp.issubdtype(operand, jnp.inexact):
-            wide = common_dtype(wide, at_least_float32(operand))
-    return jnp.dtype(wide)
-
-
-def at_least_float32(dtype: np.dtype) -> np.dtype:
-    """Returns an inexact ``dtype``, or float32 for the narrower ones."""
-    is_wide = jnp.issubdtype(dtype, jnp.complexfloating) or dtype.itemsize >= 4
-    return jnp.dtype(dtype if is_wide else jnp.float32)
 
 
 def with_kernel_layouts(spec: GemmSpec, shapes: Operands) -> tuple[GemmSpec, Operands]:
@@ -271,10 +209,10 @@ def check_config(spec: GemmSpec, dtypes: Operands, shapes: Operands) -> None:
             f"config={spec.config!r}: no kernel computes a.dtype={dtypes.a}, b.dtype={dtypes.b} to "
             f"{spec.out_dtype} with precision={spec.precision}; accepted here: config=None"
         )
-    gated = isinstance(spec, GatedSpec)
-    rows = {row.name: row for row in kernel_table.for_algorithm(algorithm) if row.gated == gated}
+    table = kernel_table.for_algorithm(algorithm)
+    rows = {row.name: row for row in table if row.gated == spec.is_gated}
     if spec.config not in rows:
-        kind = f"gated products in {algorithm}" if gated else algorithm
+        kind = f"gated products in {algorithm}" if spec.is_gated else algorithm
         raise ValueError(
             f"config={spec.config!r} is not a kernel configuration for {kind}, which is what "
             f"a.dtype={dtypes.a}, b.dtype={dtypes.b} and precision={spec.precision} ask for; "

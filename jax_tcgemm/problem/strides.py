@@ -54,8 +54,6 @@ ROLES = Operands(
     bias2="n",
     c2="mn",
 )
-# In each of these the product is linear.
-FACTORS = ("a", "b", "alpha", "row_scale", "column_scale")
 
 _WITH_ROWS = tuple(name for name, roles in ROLES._asdict().items() if "m" in roles)
 _WITHOUT_ROWS = tuple(name for name, roles in ROLES._asdict().items() if "m" not in roles)

@@ -19,6 +19,7 @@ from jax_tcgemm.kernels import config as kernel_config
 from jax_tcgemm.lowering.ragged import RaggedSpec
 from jax_tcgemm.primitives import ragged as ragged_primitive
 from jax_tcgemm.problem import activations
+from jax_tcgemm.problem.arithmetic import INPUT_DTYPES, sum_dtype
 from jax_tcgemm.tools import benchmarking
 
 PROBLEMS_PER_CONFIG = 3
@@ -38,12 +39,6 @@ _ACTIVATIONS: dict[str | None, Callable[[np.ndarray], np.ndarray]] = {
     "silu": lambda z: z / (1 + np.exp(-z)),
     "sigmoid": lambda z: 1 / (1 + np.exp(-z)),
     "tanh": np.tanh,
-}
-INPUT_DTYPES = {
-    "BF16_BF16_F32": jnp.bfloat16,
-    "F16_F16_F32": jnp.float16,
-    "F16_F16_F16": jnp.float16,
-    "TF32_TF32_F32": jnp.float32,
 }
 
 
@@ -78,8 +73,8 @@ class Problem:
 
     @property
     def out_dtype(self) -> np.dtype:
-        dtype = INPUT_DTYPES[self.config.algorithm]
-        return jnp.dtype(jnp.float32 if self.float32_output else dtype)
+        outputs = self.config.arithmetic.outputs
+        return jnp.dtype("float32" if self.float32_output else outputs[0].name)
 
     def describe(self) -> str:
         """One line to find the problem again by."""
@@ -179,7 +174,7 @@ def _draw_operands(problem: Problem) -> dict[str, jax.Array | None]:
 def _by_gemm(problem: Problem, use_config: bool, a, b, b2, c, bias):
     options = {
         "activation": problem.activation,
-        "precision": jax.lax.DotAlgorithmPreset[problem.config.algorithm],
+        "precision": getattr(jax.lax.DotAlgorithmPreset, problem.config.algorithm, None),
         "preferred_element_type": problem.out_dtype,
         "config": problem.config.name if use_config else None,
     }
@@ -297,7 +292,7 @@ def check(problem: Problem, *, use_config: bool) -> str | None:
     error = np.abs(_exact(got) - expected).max()
     allowed = 2 * np.abs(_exact(baseline) - expected).max()
     allowed += float(jnp.finfo(problem.out_dtype).eps) * np.abs(expected).max()
-    if problem.config.algorithm == "F16_F16_F16":
+    if sum_dtype(problem.config.algorithm) == jnp.float16:
         # jnp.matmul accumulates in float32; a float16 accumulator is rounded every 16 steps of k.
         roundings = -(-problem.k // 16) * float(jnp.finfo(jnp.float16).eps)
         allowed += roundings * np.abs(z).max()

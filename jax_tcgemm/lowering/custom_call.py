@@ -1,0 +1,166 @@
+"""The custom call of a gemm: its operands as the kernels take them, and its attributes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_tcgemm import _extension
+from jax_tcgemm.lowering import reference
+from jax_tcgemm.problem.activations import resolve
+from jax_tcgemm.problem.alignment import padding_bytes, split_bytes
+from jax_tcgemm.problem.arithmetic import INPUT_DTYPES, written_dtype
+from jax_tcgemm.problem.spec import GemmSpec, flatten, with_kernel_layouts
+from jax_tcgemm.problem.strides import ROLES, Operands, StridedGemm, fold
+
+# What the custom call takes; the kernel walks the batch with this many strides.
+MAX_BATCH_NDIM = 4
+
+_FLOAT32 = jnp.dtype(jnp.float32)
+
+# Operands that lie as another does, whose strides serve for both.
+_ALIKE = ("b2", "c2")
+
+
+def custom_call(x: Operands, spec: GemmSpec, algorithm: str) -> list[jax.Array]:
+    """Computes the primitive by one custom call, and what copies and conversions that needs.
+
+    Args:
+        x: the operands.
+        spec: the primitive's parameters.
+        algorithm: the kernel algorithm.
+
+    Returns:
+        The results that ``spec`` asks for.
+    """
+    x, spec = _laid_out(x, spec)
+    written = spec.epilogue.written
+    results = iter(_emitted(x, spec.replace(results=written), algorithm))
+    return spec.epilogue.picked([next(results) if is_there else None for is_there in written])
+
+
+def _emitted(x: Operands, spec: GemmSpec, algorithm: str) -> list[jax.Array]:
+    """Emits the custom call and the conversions that its element types need."""
+    in_dtype = INPUT_DTYPES[algorithm]
+    out_dtype = written_dtype(algorithm, spec.out_dtype)
+    x = _converted(x, in_dtype, out_dtype)
+    shapes = shapes_of(x)
+    strided = fold(spec.strided(shapes))
+    result = jax.ShapeDtypeStruct(spec.result_shape(shapes), out_dtype)
+    results = (result,) * spec.result_count
+    padding = workspace = 0
+    if spec.config is None and not spec.is_gated:
+        padding = padding_bytes(strided, in_dtype.itemsize)
+        workspace = padding + split_bytes(strided)
+    call = jax.ffi.ffi_call(
+        _extension.GEMM_TARGET,
+        (*results, jax.ShapeDtypeStruct((workspace,), jnp.uint8)) if workspace else results,
+        input_output_aliases={2: 0} if _can_overwrite_c(x, spec, result) else None,
+    )
+    named = attributes(strided, spec, algorithm, padding, has_workspace=workspace > 0)
+    outputs = call(*flatten(x), **named)
+    return [output.astype(spec.out_dtype) for output in outputs[: len(results)]]
+
+
+def _can_overwrite_c(x: Operands, spec: GemmSpec, result: jax.ShapeDtypeStruct) -> bool:
+    """Says whether ``c``, the third operand, is to be overwritten and lies as the result does."""
+    if x.c is None or not spec.overwrite_c:
+        return False
+    return x.c.dtype == result.dtype and spec.axes.c == tuple(range(len(result.shape)))
+
+
+def _converted(x: Operands, in_dtype: np.dtype, out_dtype: np.dtype) -> Operands:
+    """Converts operands to the element types that the kernels take."""
+
+    def convert(name: str, operand: jax.Array | None) -> jax.Array | None:
+        if operand is None:
+            return None
+        if name in ("a", "b", "b2"):
+            return operand.astype(in_dtype)
+        # The addends are of the result's type or float32; c and c2 of one.
+        alike = {"c": (x.c, x.c2), "c2": (x.c, x.c2), "bias": (x.bias,), "bias2": (x.bias2,)}
+        group = [other for other in alike.get(name, ()) if other is not None]
+        if group and all(other.dtype == out_dtype for other in group):
+            return operand
+        return operand.astype(_FLOAT32)
+
+    return Operands(*map(convert, x._fields, x))
+
+
+def shapes_of(x: Operands) -> Operands:
+    """Returns the shapes of the operands that there are."""
+    return Operands(*(None if operand is None else operand.shape for operand in x))
+
+
+def _laid_out(x: Operands, spec: GemmSpec) -> tuple[Operands, GemmSpec]:
+    """Copies the operands that the kernel cannot read where they are; there is seldom one."""
+    spec, permutations = with_kernel_layouts(spec, shapes_of(x))
+    x = Operands(
+        *(
+            operand if order is None else lax.transpose(operand, order)
+            for operand, order in zip(x, permutations, strict=True)
+        )
+    )
+    if len(fold(spec.strided(shapes_of(x))).batch) <= MAX_BATCH_NDIM:
+        return x, spec
+    return with_dense_batch(x, spec)
+
+
+def with_dense_batch(x: Operands, spec: GemmSpec) -> tuple[Operands, GemmSpec]:
+    """Broadcasts every operand over the whole batch, which then folds into one dimension."""
+    gemm = spec.strided(shapes_of(x))
+    extents = {"m": gemm.m, "n": gemm.n, "k": gemm.k}
+    dense, axes = [], []
+    for operand, operand_axes, roles in zip(x, spec.axes, ROLES, strict=True):
+        if operand is None:
+            dense.append(None)
+            axes.append(None)
+            continue
+        shape = (*gemm.batch, *(extents[role] for role in roles))
+        dense.append(jnp.broadcast_to(reference.aligned(operand, operand_axes), shape))
+        axes.append(tuple(range(len(shape))))
+    return Operands(*dense), spec.replace(axes=Operands(*axes))
+
+
+def attributes(
+    gemm: StridedGemm, spec: GemmSpec, algorithm: str, padding: int, has_workspace: bool
+) -> dict[str, Any]:
+    """Returns the attributes of the custom call; ``cuda/ffi/attributes.h`` has the same names."""
+    has = {f"has_{name}": axes is not None for name, axes in spec.axes._asdict().items()}
+    strides = {
+        f"{name}_strides": np.asarray(values, np.int64)
+        for name, values in gemm.strides._asdict().items()
+        if name not in _ALIKE
+    }
+    activation = resolve(spec.activation)
+    p0, p1 = (*activation.parameters, 0.0, 0.0)[:2]
+    return {
+        "m": np.int64(gemm.m),
+        "n": np.int64(gemm.n),
+        "k": np.int64(gemm.k),
+        "batch_shape": np.asarray(gemm.batch, np.int64),
+        **strides,
+        **{name: present for name, present in has.items() if name not in ("has_a", "has_b")},
+        "has_aux": spec.result_count > 1,
+        "has_workspace": has_workspace,
+        "padding_bytes": np.int64(padding),
+        "alpha": np.float32(np.real(spec.alpha)),
+        "beta": np.float32(np.real(spec.beta)),
+        "c_role": spec.epilogue.row.c_role,
+        "activation": activation.cpp_name,
+        "activation_p0": np.float32(p0),
+        "activation_p1": np.float32(p1),
+        "gated": spec.is_gated,
+        "b2_offset": np.int64(second_weight_offset(gemm, spec)),
+        "algorithm": algorithm,
+        "config": spec.config or "",
+    }
+
+
+def second_weight_offset(gemm: StridedGemm, spec: GemmSpec) -> int:
+    """Returns the elements from the start of a packed weight to its second half."""
+    return gemm.n * gemm.strides.b[-1] if spec.packed else 0

@@ -1,0 +1,117 @@
+"""Why XLA computes a gemm: no kernel can, or none is as fast."""
+
+from __future__ import annotations
+
+import math
+
+import jax.numpy as jnp
+
+from jax_tcgemm import _extension
+from jax_tcgemm.kernels import table as kernel_table
+from jax_tcgemm.lowering import devices
+from jax_tcgemm.lowering.custom_call import MAX_BATCH_NDIM, second_weight_offset, shapes_of
+from jax_tcgemm.lowering.left_to_xla import left_to_xla
+from jax_tcgemm.problem.alignment import COPY_BYTES, misalignment
+from jax_tcgemm.problem.arithmetic import INPUT_DTYPES, sum_dtype
+from jax_tcgemm.problem.spec import GemmSpec, with_kernel_layouts
+from jax_tcgemm.problem.strides import MAX_EXTENT, Operands, fold
+
+# Dimensions of the batch that kernels can walk which load by TMA, and so the fast ones for gated
+# products; they need instructions of this compute capability alone.
+_MAX_TMA_BATCH_NDIM = 3
+_GATED_COMPUTE_CAPABILITY = (9, 0)
+
+
+def obstacle(algorithm: str | None, spec: GemmSpec, x: Operands) -> str | None:
+    """Says why XLA computes a gemm, if it does.
+
+    Args:
+        algorithm: the kernel algorithm, ``None`` where there is none.
+        spec: the primitive's parameters.
+        x: the operands.
+    """
+    reason = _no_kernel(algorithm, spec, x)
+    if algorithm is None or reason is not None:
+        return reason
+    if spec.is_gated:
+        return no_gated_kernel(algorithm, spec, x)
+    return _quicker_in_xla(algorithm, spec, x) if spec.config is None else None
+
+
+def _no_kernel(algorithm: str | None, spec: GemmSpec, x: Operands) -> str | None:
+    """Says why no kernel can be used, if none can."""
+    if algorithm is None:
+        return (
+            f"reference: no kernel algorithm for {x.a.dtype} and {x.b.dtype} to {spec.out_dtype} "
+            f"with precision {spec.precision}"
+        )
+    named = spec.config in _extension.KERNEL_NAMES
+    if not (named or _extension.has_kernel(algorithm, gated=spec.is_gated)):
+        return f"reference: no{' gated' * spec.is_gated} kernel for {algorithm} in this build"
+    if spec.epilogue.is_derivative and sum_dtype(algorithm) != jnp.float32:
+        return f"reference: no kernel for the {spec.epilogue.form} epilogue in {algorithm}"
+    if spec.axes.c2 is not None and spec.axes.c2 != spec.axes.c:
+        return "reference: c and c2 lie differently"
+    if not all(isinstance(extent, int) for extent in (*x.a.shape, *x.b.shape)):
+        return "reference: symbolic shapes"
+    if max((*x.a.shape, *x.b.shape)) > MAX_EXTENT:
+        return "reference: an extent beyond 2^30"
+    if _matrices(spec, x) > MAX_EXTENT:
+        return "reference: a batch beyond 2^30"
+    old = devices.too_old_device()
+    if old is not None:
+        return f"reference: no kernel for {old}, whose compute capability is below 8.0"
+    return None
+
+
+def _matrices(spec: GemmSpec, x: Operands) -> int:
+    """Returns how many matrices the batch of the custom call has, at most."""
+    shapes = shapes_of(x)
+    gemm = spec.strided(shapes)
+    folded = fold(gemm)
+    # Operands that are copied first (`laid_out`) may fold less: their rows no longer do.
+    stay = with_kernel_layouts(spec, shapes)[0] == spec and len(folded.batch) <= MAX_BATCH_NDIM
+    return math.prod((folded if stay else gemm).batch)
+
+
+def _quicker_in_xla(algorithm: str, spec: GemmSpec, x: Operands) -> str | None:
+    """Says why XLA computes the gemm in less time, where a kernel could read the operands."""
+    shapes = shapes_of(x)
+    if with_kernel_layouts(spec, shapes)[0] != spec:
+        return None
+    beside = x._replace(a=None, b=None, alpha=None)
+    is_plain = not (any(operand is not None for operand in beside) or spec.activation)
+    gemm = fold(spec.strided(shapes))
+    reason = left_to_xla(algorithm, gemm, spec.out_dtype.itemsize, is_plain=is_plain)
+    return reason and f"reference: {reason}"
+
+
+def no_gated_kernel(algorithm: str, spec: GemmSpec, x: Operands) -> str | None:
+    """Says why no gated kernel can be used, where an ordinary one could.
+
+    Without a GPU here there may be one that has slow kernels alone, where the program is run; where
+    it is known XLA is faster, and those have to be asked for by name.
+    """
+    if not spec.packed and spec.axes.b2 != spec.axes.b:
+        return "reference: the two weights lie differently"
+    gemm = fold(spec.strided(shapes_of(x)))
+    if gemm.k == 0:
+        return "reference: nothing to multiply"
+    takes_any = spec.config is not None and kernel_table.by_name(spec.config).is_fallback
+    if len(gemm.batch) > (MAX_BATCH_NDIM if takes_any else _MAX_TMA_BATCH_NDIM):
+        return f"reference: {len(gemm.batch)} batch dimensions that do not fold"
+    if with_kernel_layouts(spec, shapes_of(x))[0] != spec:
+        return "reference: an operand without a contiguous axis"
+    if takes_any:
+        return None
+    other = devices.local_device(lambda capability: capability != _GATED_COMPUTE_CAPABILITY)
+    if other is not None:
+        return f"reference: no gated kernel for {other}"
+    itemsize = INPUT_DTYPES[algorithm].itemsize
+    for name in ("a", "b"):
+        what = misalignment(gemm, name, itemsize)
+        if what is not None:
+            return f"reference: {name} has {what}, off {COPY_BYTES} bytes"
+    if second_weight_offset(gemm, spec) * itemsize % COPY_BYTES:
+        return f"reference: the second weight's columns begin off {COPY_BYTES} bytes"
+    return None

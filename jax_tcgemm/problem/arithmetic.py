@@ -1,0 +1,121 @@
+"""In which element types a product is multiplied, accumulated and finished."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.lax import DotAlgorithmPreset, Precision
+
+from jax_tcgemm.kernels.arithmetic import ARITHMETIC, Arithmetic
+
+# The element type of a and b in each row of the table.
+INPUT_DTYPES: dict[str, np.dtype] = {row.name: jnp.dtype(row.a.name) for row in ARITHMETIC.values()}
+
+
+def written_dtype(algorithm: str, out: np.dtype) -> np.dtype:
+    """Returns the type in which a kernel writes D, which is then converted to any other."""
+    written = [jnp.dtype(each.name) for each in ARITHMETIC[algorithm].outputs]
+    return out if out in written else written[-1]
+
+
+def sum_dtype(algorithm: str) -> np.dtype:
+    """Returns the type of the accumulators."""
+    return jnp.dtype(ARITHMETIC[algorithm].accumulator.name)
+
+
+def _writing(rows: list[Arithmetic], out: np.dtype) -> Arithmetic | None:
+    """Returns the first of rows that multiply alike which writes ``out``, or else the first."""
+    own = (row for row in rows if written_dtype(row.name, out) == out)
+    return next(own, rows[0] if rows else None)
+
+
+def _named(name: str, out: np.dtype) -> Arithmetic | None:
+    """Returns the row that adds up as the preset says and writes ``out``, if there is one."""
+    preset = ARITHMETIC.get(name)
+    if preset is None:
+        return None
+    how = (preset.a, preset.b, preset.accumulator, preset.multiplied)
+    rows = [
+        row for row in ARITHMETIC.values() if (row.a, row.b, row.accumulator, row.multiplied) == how
+    ]
+    return _writing(rows, out)
+
+
+def resolve_algorithm(a: np.dtype, b: np.dtype, out: np.dtype, precision: Any) -> str | None:
+    """Returns the kernel algorithm that computes a gemm, ``None`` where XLA's own product must.
+
+    Args:
+        a: dtype of ``a``.
+        b: dtype of ``b``.
+        out: dtype of the result.
+        precision: canonical ``lax`` precision.
+
+    Returns:
+        The name of a row of the table of arithmetic. A ``DotAlgorithmPreset`` that is named as
+        ``precision`` takes floating-point operands of any type, converted to its own;
+        otherwise the operands' common type decides, as in XLA's GPU compiler: float32 is computed
+        in TF32 unless ``Precision.HIGHEST`` is asked for. The product of a float16 and a bfloat16
+        operand, both of which TF32 holds as they are, is XLA's own: its sums are more accurate
+        than those of the kernels, which only operands that were rounded hide.
+    """
+    if not jnp.issubdtype(out, jnp.floating) or out.itemsize > 4:
+        return None
+    if isinstance(precision, DotAlgorithmPreset) and precision is not DotAlgorithmPreset.DEFAULT:
+        are_floats = all(jnp.issubdtype(dtype, jnp.floating) for dtype in (a, b))
+        row = _named(precision.name, out)
+        return row.name if row is not None and are_floats else None
+    if is_float8(a) or is_float8(b):
+        return None
+    common = common_dtype(a, b)
+    defaults = (row for row in ARITHMETIC.values() if row.is_default)
+    row = _writing([row for row in defaults if INPUT_DTYPES[row.name] == common], out)
+    if row is None or (row.rounds_operands and common not in (a, b)):
+        return None
+    if precision is DotAlgorithmPreset.DEFAULT:
+        return row.name
+    if not isinstance(precision, tuple) or not all(isinstance(p, Precision) for p in precision):
+        return None
+    if row.rounds_operands and Precision.HIGHEST in precision:
+        return None
+    return row.name
+
+
+def common_dtype(a: np.dtype, b: np.dtype) -> np.dtype:
+    """Returns the dtype in which operands are multiplied that were accepted before.
+
+    Under ``jax_numpy_dtype_promotion="strict"`` too: operands of derivatives may differ in type
+    where the user's do not. An 8-bit float, which JAX promotes with nothing, counts as float32.
+    """
+    if a == b:
+        return jnp.dtype(a)
+    a, b = (jnp.dtype(jnp.float32) if is_float8(dtype) else dtype for dtype in (a, b))
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.dtype(jnp.promote_types(a, b))
+
+
+def is_float8(dtype: np.dtype) -> bool:
+    """Whether this is one of the 8-bit floats, which XLA multiplies as they are."""
+    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 1
+
+
+def accumulator_dtype(a: np.dtype, b: np.dtype, out: np.dtype) -> np.dtype:
+    """Returns the dtype in which the product and the epilogue are computed, before one rounding.
+
+    At least float32 for an inexact result, the result's own type for integers and booleans.
+    """
+    if not jnp.issubdtype(out, jnp.inexact):
+        return out
+    wide = at_least_float32(out)
+    for operand in (a, b):
+        if jnp.issubdtype(operand, jnp.inexact):
+            wide = common_dtype(wide, at_least_float32(operand))
+    return jnp.dtype(wide)
+
+
+def at_least_float32(dtype: np.dtype) -> np.dtype:
+    """Returns an inexact ``dtype``, or float32 for the narrower ones."""
+    is_wide = jnp.issubdtype(dtype, jnp.complexfloating) or dtype.itemsize >= 4
+    return jnp.dtype(dtype if is_wide else jnp.float32)
