@@ -20,5 +20,5 @@ def choose_config(
     epilogue: str = "none",
     gated: bool = False,
     grouped: str = "none",
-    max_cluster_size: int = 16,
+    max_cluster_size: int = 0,
 ) -> str: ...

@@ -59,7 +59,7 @@ def test_unknown_name():
         ({"algorithm": "F16_F16_F16", "promote": True}, "promoted"),
         ({"cluster_m": 2}, "clusters"),
         ({"swap_ab": True}, "transpose"),
-        ({"epilogue": "none"}, "every epilogue"),
+        ({"epilogue": "none"}, "sums at least"),
     ],
 )
 def test_impossible_rows(changes, message):

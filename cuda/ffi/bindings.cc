@@ -8,8 +8,6 @@
 #include <string>
 #include <vector>
 
-#include "kernel_config.h"
-
 #if JAX_TCGEMM_HAS_CUDA
 #include <cuda_runtime_api.h>
 
@@ -94,7 +92,7 @@ std::string choose_config(const std::string& algorithm, int64_t m, int64_t n, in
   input.sm_count = sm_count;
   input.shared_memory_per_block = shared_memory_per_block;
   input.workspace_bytes = workspace_bytes;
-  input.max_cluster_size = max_cluster_size;
+  if (max_cluster_size > 0) input.max_cluster_size = max_cluster_size;
   const Choice choice = choose_kernel(input);
   if (choice.entry == nullptr) return "";
   const std::string name = choice.entry->name;
@@ -145,5 +143,5 @@ NB_MODULE(_core, module) {
              nb::arg("shared_memory_per_block"), nb::arg("float32_result") = false,
              nb::arg("compute_capability") = 80, nb::arg("layout") = "nn",
              nb::arg("workspace_bytes") = 0, nb::arg("epilogue") = "none", nb::arg("gated") = false,
-             nb::arg("grouped") = "none", nb::arg("max_cluster_size") = kMaxClusterSize);
+             nb::arg("grouped") = "none", nb::arg("max_cluster_size") = 0);
 }

@@ -90,11 +90,6 @@ class KernelConfig:
 
         require(self.algorithm in ARITHMETIC, f"algorithm must be one of {set(ARITHMETIC)}")
         require(self.epilogue in ("none", "sum", "any"), "unknown epilogue")
-        of_family = {"simt": ("any",), "sm80": ("sum", "any")}
-        require(
-            self.epilogue in of_family.get(self.arch, (self.epilogue,)),
-            f"{self.arch} kernels have sums at least, simt ones every epilogue",
-        )
         if self.arch == "simt":
             self._check_simt(require)
             return
@@ -109,6 +104,7 @@ class KernelConfig:
     def _check_simt(self, require: Callable[[bool, str], None]) -> None:
         require(self.loader == "direct", "simt kernels load directly")
         require(self.tile_m * self.output_n == self.threads, "a thread computes one element")
+        require(self.epilogue == "any", "simt kernels have every epilogue")
         require(self.grouped in ("none", "m", "k"), "unknown grouped")
         require(not self.gated or self.grouped == "none", "grouped rows have one weight")
         require(
@@ -126,6 +122,7 @@ class KernelConfig:
             not self.promote or self.arithmetic.promotes,
             "only float32 sums of 16-bit products are promoted",
         )
+        require(self.epilogue != "none", "sm80 kernels have sums at least")
         require(self.cluster_size == 1, "sm80 kernels have no clusters")
         require(not self.gated, "sm80 kernels have one weight")
         require(not self.skinny, "sm80 kernels have one place for m and n")

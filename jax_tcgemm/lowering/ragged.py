@@ -205,11 +205,10 @@ def cuda_contraction(
         return reference_contraction(lhs, rhs, group_sizes, spec=spec)
     padded = [_padded(x, INPUT_DTYPES[algorithm]) for x in (lhs, rhs)]
     (rows, m), (_, n) = (x.shape for x in padded)
+    shape = (group_sizes.shape[0], m, n)
     (result,) = _custom_call(
         [*padded, group_sizes],
-        jax.ShapeDtypeStruct(
-            (group_sizes.shape[0], m, n), written_dtype(algorithm, spec.out_dtype)
-        ),
+        jax.ShapeDtypeStruct(shape, written_dtype(algorithm, spec.out_dtype)),
         1,
         m=np.int64(m),
         n=np.int64(n),
