@@ -61,15 +61,22 @@ __device__ __forceinline__ void multiply_derivative(const EpilogueParams& epilog
   for (int i = 0; i < kWidth; ++i) value[i] *= slope[i];
 }
 
+// Which epilogues there is code for: those that take the derivative at C, the others, or both.
+enum class Derivatives { kOnly, kNone, kBoth };
+
 // value: z -> D. The loads are called at most once, and store_aux exactly if there is a second
 // result.
-template <int kWidth, typename LoadC, typename LoadC2, typename StoreAux>
+template <Derivatives kDerivatives = Derivatives::kBoth, int kWidth, typename LoadC,
+          typename LoadC2, typename StoreAux>
 __device__ __forceinline__ void finish_values(const EpilogueParams& epilogue, float beta,
                                               float (&value)[kWidth], LoadC&& load_c,
                                               LoadC2&& load_c2, StoreAux&& store_aux) {
-  if (takes_derivative(epilogue.role_of_c)) {
-    return multiply_derivative(epilogue, value, load_c, load_c2, store_aux);
+  if constexpr (kDerivatives != Derivatives::kNone) {
+    if (kDerivatives == Derivatives::kOnly || takes_derivative(epilogue.role_of_c)) {
+      return multiply_derivative(epilogue, value, load_c, load_c2, store_aux);
+    }
   }
+  if constexpr (kDerivatives == Derivatives::kOnly) return;
   const bool has_c = epilogue.c.data != nullptr;
   if (has_c && epilogue.role_of_c == RoleOfC::kAdd) add_c(beta, value, load_c);
   if (epilogue.aux != nullptr) store_aux(value);

@@ -51,7 +51,7 @@ struct FusedEpilogue {
 
   // Finishes the accumulators of rows `row`, `row + row_step`, ... and writes them; `value` is
   // clobbered. The loads of all rows are in flight together.
-  template <int kCount>
+  template <Derivatives kDerivatives = Derivatives::kBoth, int kCount>
   __device__ __forceinline__ void finish(Vector (&value)[kCount], int row, int row_step) const {
     using Flat = float[kCount * kWidth];
     auto& flat = reinterpret_cast<Flat&>(value);
@@ -82,7 +82,7 @@ struct FusedEpilogue {
       }
     };
     if constexpr (kWork == EpilogueWork::kAny) {
-      finish_values(
+      finish_values<kDerivatives>(
           params, beta, flat, [&](Flat& c) { load(params.c, c); },
           [&](Flat& c2) { load(params.c2, c2); }, [&](const Flat& aux) { store(params.aux, aux); });
     } else if (params.c.data != nullptr) {

@@ -61,6 +61,7 @@ struct Kernel {
   static constexpr int kPasses = Slab::kRows / kRowsPerPass;
   static constexpr int kPassesTogether = kPasses < 4 ? kPasses : 4;
   static_assert(kLanesPerRow <= 32 && kPasses % kPassesTogether == 0);
+  static constexpr bool kAny = kConfig.epilogue == EpilogueWork::kAny;
 
   static __device__ __forceinline__ void finish(const GemmParams& params, const TileWalk& walk,
                                                 int warp_row, int warp_column,
@@ -76,16 +77,31 @@ struct Kernel {
     for (int i = 0; i < Accumulators::kMmaM; ++i) {
       acc.store_slab(i, slab);
       __syncwarp();
-#pragma unroll 1
-      for (int pass = 0; pass < kPasses; pass += kPassesTogether) {
-        typename Epilogue::Vector value[kPassesTogether];
-#pragma unroll
-        for (int j = 0; j < kPassesTogether; ++j) {
-          slab.load_vector(value[j], (pass + j) * kRowsPerPass + lane_row, lane_chunk);
-        }
-        epilogue.finish(value, first_row + i * Slab::kRows + pass * kRowsPerPass, kRowsPerPass);
+      const int row = first_row + i * Slab::kRows;
+      if (kAny && takes_derivative(params.epilogue.role_of_c)) {
+        // One at a time: derivatives of all activations are much code.
+        if constexpr (kAny) finish_slab<1, Derivatives::kOnly>(epilogue, slab, row);
+      } else {
+        finish_slab<kPassesTogether, Derivatives::kNone>(epilogue, slab, row);
       }
       __syncwarp();
+    }
+  }
+
+  // `row` is that of D for the lane's first of the slab; so many passes together.
+  template <int kTogether, Derivatives kDerivatives>
+  static __device__ __forceinline__ void finish_slab(const Epilogue& epilogue, const Slab& slab,
+                                                     int row) {
+    const int lane_row = threadIdx.x % 32 / kLanesPerRow;
+    const int lane_chunk = threadIdx.x % kLanesPerRow;
+#pragma unroll 1
+    for (int pass = 0; pass < kPasses; pass += kTogether) {
+      typename Epilogue::Vector value[kTogether];
+#pragma unroll
+      for (int j = 0; j < kTogether; ++j) {
+        slab.load_vector(value[j], (pass + j) * kRowsPerPass + lane_row, lane_chunk);
+      }
+      epilogue.template finish<kDerivatives>(value, row + pass * kRowsPerPass, kRowsPerPass);
     }
   }
 

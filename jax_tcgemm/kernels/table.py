@@ -67,10 +67,14 @@ def _sm80(
     )
 
 
+# Products in float16 are fewer: they make do with fewer rows for any epilogue.
+_MOST = (("BF16_BF16_F32", "any"), ("F16_F16_F32", "sum"))
+
+
 def _sm80_rows() -> list[KernelConfig]:
     """Any epilogue for a large and a small tile of whichever operands; the other rows add up."""
     rows = []
-    for algorithm in ("BF16_BF16_F32", "F16_F16_F32"):
+    for algorithm, most in _MOST:
         rows += [
             # 64 x 64 a warp is as much as registers hold; fewer bytes from shared memory for each
             # product mean more products.
@@ -84,7 +88,7 @@ def _sm80_rows() -> list[KernelConfig]:
             _sm80(algorithm, (128, 64, 64), (2, 2), 3, epilogue="sum"),
             _sm80(algorithm, (64, 128, 64), (2, 2), 3, epilogue="sum"),
             _sm80(algorithm, (64, 64, 64), (2, 2), 3),
-            _sm80(algorithm, (16, 64, 64), (1, 2), 3),
+            _sm80(algorithm, (16, 64, 64), (1, 2), 3, epilogue=most),
             _sm80(algorithm, (128, 128, 32), (2, 4), 3, "realign"),
             _sm80(algorithm, (64, 64, 32), (2, 2), 3, "realign"),
             # For float32 results: a second set of accumulators, so half as many of each.
@@ -110,9 +114,7 @@ def _sm80_rows() -> list[KernelConfig]:
 
 def _rows() -> list[KernelConfig]:
     rows = _sm80_rows()
-    for algorithm in ("BF16_BF16_F32", "F16_F16_F32"):
-        # Products in float16 are fewer: they make do with fewer rows for any epilogue.
-        most = "any" if algorithm == "BF16_BF16_F32" else "sum"
+    for algorithm, most in _MOST:
         rows += [
             # The most products for each byte from shared memory and from L2.
             _sm90(algorithm, 128, 256, 4, cluster=(2, 1)),
@@ -143,8 +145,8 @@ def _rows() -> list[KernelConfig]:
             # For one tile of rows of A, shared, and long ones of B.
             _sm90(algorithm, 256, 128, 4, cluster=(2, 1), swap_ab=True),
             # For float32 results.
-            _sm90(algorithm, 128, 128, 6, cluster=(2, 1), promote=True),
-            _sm90(algorithm, 64, 128, 6, schedule="pingpong", promote=True),
+            _sm90(algorithm, 128, 128, 6, cluster=(2, 1), promote=True, epilogue=most),
+            _sm90(algorithm, 64, 128, 6, schedule="pingpong", promote=True, epilogue=most),
             # Two weights.
             _sm90(algorithm, 128, 256, 4, cluster=(2, 1), gated=True),
             _sm90(algorithm, 128, 128, 6, cluster=(2, 1), schedule="pingpong", gated=True),
