@@ -33,8 +33,8 @@ const KernelSet kernels_{name} = {arch}::kernels_of<Row_{name}>();
 """
 
 # Rows of one source file at most: reading the headers takes as long as compiling a small row, and
-# few files would leave cores idle.
-_ROWS_PER_FILE = 4
+# few files would leave cores idle where there are many.
+_ROWS_PER_FILE = 8
 
 # Python knows these for its own checks.
 _CHECK = """\

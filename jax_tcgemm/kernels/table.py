@@ -80,7 +80,7 @@ def _sm80_rows() -> list[KernelConfig]:
             # product mean more products.
             _sm80(algorithm, (128, 256, 64), (2, 4), 3, epilogue="sum"),
             _sm80(algorithm, (256, 128, 64), (4, 2), 3, epilogue="sum"),
-            _sm80(algorithm, (128, 128, 64), (2, 2), 3),
+            _sm80(algorithm, (128, 128, 64), (2, 2), 3, epilogue=most),
             # The same for GPUs with 163 and 99 KiB of shared memory.
             _sm80(algorithm, (128, 256, 32), (2, 4), 4, epilogue="sum"),
             _sm80(algorithm, (128, 128, 32), (2, 2), 4),
@@ -89,7 +89,7 @@ def _sm80_rows() -> list[KernelConfig]:
             _sm80(algorithm, (64, 128, 64), (2, 2), 3, epilogue="sum"),
             _sm80(algorithm, (64, 64, 64), (2, 2), 3),
             _sm80(algorithm, (16, 64, 64), (1, 2), 3, epilogue=most),
-            _sm80(algorithm, (128, 128, 32), (2, 4), 3, "realign"),
+            _sm80(algorithm, (128, 128, 32), (2, 4), 3, "realign", epilogue="sum"),
             _sm80(algorithm, (64, 64, 32), (2, 2), 3, "realign"),
             # For float32 results: a second set of accumulators, so half as many of each.
             _sm80(algorithm, (128, 128, 64), (2, 4), 3, promote=True, epilogue="sum"),
@@ -100,14 +100,14 @@ def _sm80_rows() -> list[KernelConfig]:
         *rows,
         _sm80("F16_F16_F16", (128, 256, 64), (2, 4), 3, epilogue="sum"),
         _sm80("F16_F16_F16", (64, 64, 64), (2, 2), 3),
-        _sm80("F16_F16_F16", (64, 64, 32), (2, 2), 3, "realign"),
+        _sm80("F16_F16_F16", (64, 64, 32), (2, 2), 3, "realign", epilogue="sum"),
         _sm80("TF32_TF32_F32", (256, 128, 32), (4, 2), 3, epilogue="sum"),
         _sm80("TF32_TF32_F32", (128, 256, 32), (2, 4), 3, epilogue="sum"),
         _sm80("TF32_TF32_F32", (128, 128, 32), (2, 2), 3),
         _sm80("TF32_TF32_F32", (128, 128, 16), (2, 2), 4, epilogue="sum"),
         _sm80("TF32_TF32_F32", (128, 64, 32), (2, 2), 3),
         _sm80("TF32_TF32_F32", (64, 64, 32), (2, 2), 3),
-        _sm80("TF32_TF32_F32", (128, 128, 32), (2, 4), 3, "realign"),
+        _sm80("TF32_TF32_F32", (128, 128, 32), (2, 4), 3, "realign", epilogue="sum"),
         _sm80("TF32_TF32_F32", (64, 64, 16), (2, 2), 3, "realign"),
     ]
 
@@ -145,8 +145,8 @@ def _rows() -> list[KernelConfig]:
             # For one tile of rows of A, shared, and long ones of B.
             _sm90(algorithm, 256, 128, 4, cluster=(2, 1), swap_ab=True),
             # For float32 results.
-            _sm90(algorithm, 128, 128, 6, cluster=(2, 1), promote=True, epilogue=most),
-            _sm90(algorithm, 64, 128, 6, schedule="pingpong", promote=True, epilogue=most),
+            _sm90(algorithm, 128, 128, 6, cluster=(2, 1), promote=True),
+            _sm90(algorithm, 64, 128, 6, schedule="pingpong", promote=True),
             # Two weights.
             _sm90(algorithm, 128, 256, 4, cluster=(2, 1), gated=True),
             _sm90(algorithm, 128, 128, 6, cluster=(2, 1), schedule="pingpong", gated=True),
