@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import importlib
+import math
 import pathlib
 import sys
 from types import ModuleType
@@ -32,9 +33,18 @@ extern const KernelSet kernels_{name};
 const KernelSet kernels_{name} = {arch}::kernels_of<Row_{name}>();
 """
 
-# Rows of one source file at most: reading the headers takes as long as compiling a small row, and
-# few files would leave cores idle where there are many.
-_ROWS_PER_FILE = 8
+# Seconds of compiling that a source file is given: reading the headers takes 1.6 for each, and few
+# large files would leave cores idle.
+_FILE_SECONDS = 40.0
+
+
+def _seconds(row) -> float:
+    """What a row takes to compile, roughly (docs/performance.md, "Build time")."""
+    seconds = {"none": 1.5, "sum": 3.0, "any": 8.0}[row.epilogue]
+    if row.arch == "sm90" and row.arithmetic.k_major:
+        return 1.5 * seconds  # a kernel for each layout
+    return seconds / 2 if row.skinny or row.arch == "simt" else seconds
+
 
 # Python knows these for its own checks.
 _CHECK = """\
@@ -95,6 +105,15 @@ def cpp_config(config) -> str:
     return "{" + ", ".join(map(str, fields)) + "}"
 
 
+def _shared_out(rows: list) -> list[list]:
+    """Shares rows out among as many files as they are worth, each to the lightest so far."""
+    count = math.ceil(sum(map(_seconds, rows)) / _FILE_SECONDS)
+    files: list[list] = [[] for _ in range(count)]
+    for row in sorted(rows, key=_seconds, reverse=True):
+        min(files, key=lambda file: sum(map(_seconds, file))).append(row)
+    return files
+
+
 def generated_files(configs) -> dict[str, str]:
     """File name -> contents of the kernel sources for the given rows."""
     families: dict[tuple[str, str], list] = {}
@@ -102,13 +121,8 @@ def generated_files(configs) -> dict[str, str]:
         families.setdefault((config.arch, config.tag), []).append(config)
     files = {}
     for (arch, tag), rows in families.items():
-        count = -(-len(rows) // _ROWS_PER_FILE)
-        for i in range(count):
-            # Every count-th: rows that take long are neighbours in the table.
-            kernels = [
-                _KERNEL.format(arch=arch, name=row.name, config=cpp_config(row))
-                for row in rows[i::count]
-            ]
+        for i, share in enumerate(_shared_out(rows)):
+            kernels = [_KERNEL.format(arch=arch, name=x.name, config=cpp_config(x)) for x in share]
             text = _SOURCE.format(arch=arch, kernels="".join(kernels))
             files[f"{arch}_{tag}_{i:02}.cu"] = text
     return files
