@@ -162,7 +162,7 @@ def draw(seed: int, index: int, kernels: str | None = None) -> Problem:
         "b": (*b_batch, *((n, k) if transpose_b else (k, n))),
     }
     shapes |= _epilogue_shapes(rng, batch, m, n)
-    dtype = str(selftest.INPUT_DTYPES[algorithm].dtype)
+    dtype = str(selftest.INPUT_DTYPES[algorithm])
     preferred = [None, dtype, "float32"][rng.integers(3)]
     operands = _operands(rng, shapes, mapped, [dtype, preferred or dtype, "float32"])
     activation = str(rng.choice(list(ACTIVATIONS))) if rng.random() < 0.5 else None
