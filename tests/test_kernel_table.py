@@ -375,3 +375,10 @@ def test_heuristic_knows_what_an_epilogue_costs():
         assert "skinny" in choice("any")
     with pytest.raises(ValueError, match="epilogue 'gelu'"):
         choice("gelu")
+
+
+def test_every_arithmetic_has_any_epilogue_of_unaligned_operands():
+    """By tensor cores: the plain FMA kernels would take many times as long."""
+    for algorithm in ARITHMETIC:
+        rows = for_algorithm(algorithm)
+        assert any(row.loader == "realign" and row.epilogue == "any" for row in rows), algorithm

@@ -15,7 +15,7 @@ template <ElementType kType>
 struct DeviceType;
 
 template <typename Element>
-constexpr ElementType kTypeOf = {};
+inline constexpr ElementType kTypeOf = {};
 
 #define JAX_TCGEMM_DEVICE_TYPE(Type, kBytes, Device, Ffi, Tma) \
   template <>                                                  \
@@ -23,7 +23,7 @@ constexpr ElementType kTypeOf = {};
     using Element = Device;                                    \
   };                                                           \
   template <>                                                  \
-  constexpr ElementType kTypeOf<Device> = ElementType::Type;
+  inline constexpr ElementType kTypeOf<Device> = ElementType::Type;
 JAX_TCGEMM_ELEMENT_TYPES(JAX_TCGEMM_DEVICE_TYPE)
 #undef JAX_TCGEMM_DEVICE_TYPE
 

@@ -12,8 +12,8 @@
 namespace jax_tcgemm {
 
 // Enqueues one kernel. `problem` is a batch of one product a group, but that
-//   kRows:  A and D have the rows of all groups one after the other, m of them, and no batch;
-//   kDepth: A and B have the k of all groups one after the other, and no batch.
+//   kM: A and D have the rows of all groups one after the other, m of them, and no batch;
+//   kK: A and B have the k of all groups one after the other, and no batch.
 Status run_ragged(GemmProblem problem, Grouped grouped, const DeviceProperties& device,
                   cudaStream_t stream);
 

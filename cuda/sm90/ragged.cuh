@@ -1,5 +1,5 @@
 // The roles of an sm90 kernel where groups divide a dimension by sizes that only the device knows:
-// the rows of A and D, each group with its own B (kRows), or k, each group with its own D (kDepth).
+// the rows of A and D, each group with its own B (kM), or k, each group with its own D (kK).
 //
 // The producer's warp alone looks at the sizes. It tells the consumers where each tile lies through
 // two slots in shared memory, before it loads the tile's stages.
@@ -9,9 +9,9 @@
 //        consumer: wait tile_full -> read slot -> [wait turn] -> [zero what the first stage has of
 //        other groups] -> mainloop -> output
 //
-// kRows: a tile begins with its group or a multiple of tile_m later. Rows of the next group that it
+// kM: a tile begins with its group or a multiple of tile_m later. Rows of the next group that it
 // loads too are not stored (OutputBuffers::send); rows of no group are zeros, without a product.
-// kDepth: a group's first stage holds what is over a multiple of tile_k; the rest of that stage
+// kK: a group's first stage holds what is over a multiple of tile_k; the rest of that stage
 // belongs to the next group, or to none, and is set to zero in both operands: it may be infinite.
 
 #pragma once
@@ -106,7 +106,7 @@ struct RaggedProducer {
     const int row = (tile.tile_m * kConfig.cluster_m + place.m) * kConfig.tile_m;
     const int column = (tile.tile_n * kConfig.cluster_n + place.n) * kConfig.tile_n;
     const auto phase = static_cast<int>(at.phase);
-    if constexpr (kRows) {
+    if constexpr (kM) {
       const int stages = tile.group == params.batch ? 0 : (params.k - 1) / kK + 1;
       return {tile.begin + row, tile.end, column, tile.group, stages, at.stage, phase, kK};
     } else {
@@ -130,7 +130,7 @@ struct RaggedProducer {
                                               int begin, RingPosition<kConfig.stages> at) {
     a.first = slot.row;
     b.first = slot.column;
-    if constexpr (kRows) b.batch.z = slot.group;
+    if constexpr (kM) b.batch.z = slot.group;
 #pragma unroll 1
     for (int i = 0; i < slot.stages; ++i, at.advance()) {
       const int k =
