@@ -1,5 +1,5 @@
-// The attributes of the custom call, set by jax_tcgemm/lowering/custom_call.py. Included by the files of
-// this folder alone: nothing else knows XLA.
+// The attributes of the custom call, set by jax_tcgemm/lowering/custom_call.py. Included by the
+// files of this folder alone: nothing else knows XLA.
 
 #ifndef JAX_TCGEMM_FFI_ATTRIBUTES_H_
 #define JAX_TCGEMM_FFI_ATTRIBUTES_H_
