@@ -43,13 +43,22 @@ def check_kernel_names(built: frozenset[str], build_info: dict[str, str]) -> Non
         )
 
 
-def has_kernel(algorithm: str, *, gated: bool = False, grouped: str = "none") -> bool:
+def has_kernel(
+    algorithm: str, *, work: str = "none", gated: bool = False, grouped: str = "none"
+) -> bool:
     """Says whether a kernel for such products in ``algorithm`` was compiled in.
 
     Rows that are there only for where nothing else serves do not count: XLA is faster.
+
+    Args:
+        algorithm: a row of the table of arithmetic.
+        work: how much the epilogue has to do; see ``GemmSpec.work``.
+        gated: whether there are two weights.
+        grouped: what groups divide; see ``KernelConfig``.
     """
     rows = (row for row in kernel_table.for_algorithm(algorithm, grouped) if row.gated == gated)
-    return any(row.name in KERNEL_NAMES and not row.is_fallback for row in rows)
+    built = (row for row in rows if row.name in KERNEL_NAMES and not row.is_fallback)
+    return any(row.has_every(work) for row in built)
 
 
 def load() -> None:

@@ -216,7 +216,7 @@ def test_without_a_bias_there_are_no_sums(normal, cuda_module):
         (4096, 1028, jnp.bfloat16, 2),  # without that for w, few rows times such a matrix
         (4096, 1024, jnp.float32, 3),
     ],
-    ids=["small", "rows off 16 bytes", "float32"],
+    ids=["small", "unaligned rows", "float32"],
 )
 def test_what_is_left_to_xla(normal, cuda_module, rows, n, dtype, products):
     text, calls = cuda_module(layer_gradients(0, 1, 2), *layer(normal, rows, n, dtype))

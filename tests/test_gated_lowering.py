@@ -120,8 +120,8 @@ def test_vmap_is_strides(cuda_module):
     [
         ("nothing to multiply", bf16(8, 0), bf16(0, 24), bf16(0, 24), None),
         ("float32", jnp.zeros((4, 6)), jnp.zeros((6, 5)), jnp.zeros((6, 5)), None),
-        ("off 16 bytes", bf16(8, 16), bf16(16, 23), bf16(16, 23), None),
-        ("k off 16 bytes", bf16(8, 9), bf16(9, 24), bf16(9, 24), None),
+        ("unaligned", bf16(8, 16), bf16(16, 23), bf16(16, 23), None),
+        ("k unaligned", bf16(8, 9), bf16(9, 24), bf16(9, 24), None),
         ("two layouts", bf16(8, 16), bf16(16, 3, 24), bf16(3, 16, 24), (None, 1, 0)),
         ("no contiguous axis", bf16(8, 16, 3), bf16(16, 24), bf16(16, 24), (2, None, None)),
     ],

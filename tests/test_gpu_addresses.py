@@ -18,7 +18,7 @@ from jax_tcgemm.problem.strides import Operands, fold
 
 pytestmark = pytest.mark.gpu
 
-# Tiles of several kinds: in one block, in many, few rows, k split, rows off 16 bytes.
+# Tiles of several kinds: in one block, in many, few rows, k split, unaligned rows.
 SHAPES = [(96, 136, 200), (520, 264, 320), (16, 512, 4096), (256, 1024, 4160), (65, 67, 131)]
 
 

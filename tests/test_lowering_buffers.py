@@ -66,7 +66,7 @@ def test_row_major_layouts_are_asked_for(cuda_module):
 
 
 def test_odd_rows_get_a_workspace(cuda_module):
-    """Rows off 16 bytes are copied with padding, into a hidden result."""
+    """Unaligned operands are copied with padding, into a hidden result."""
     text, (call,) = cuda_module(lambda a, b: gemm(a, b), bf16(1000, 1001), bf16(1001, 1000))
     assert_nothing_moves(text)
     assert call["has_workspace"]
@@ -95,7 +95,7 @@ def test_a_matrix_is_not_copied_for_few_rows(cuda_module, m):
     transposed = functools.partial(gemm, transpose_a=True, transpose_b=True)
     assert count(transposed, matrix, rows) == (m > 1)
     assert count(gemm, rows, bf16(768, 5024)) == 1
-    assert count(gemm, bf16(m, 769), bf16(769, 5024)) == 1  # the rows alone are off 16 bytes
+    assert count(gemm, bf16(m, 769), bf16(769, 5024)) == 1  # the rows alone are unaligned
     assert count(gemm, bf16(m, 769), bf16(769, 5025)) == (m > 1)  # both
     assert count(gemm, rows, bf16(768, 1001)) == (m > 1)  # few columns
     assert count(transposed, bf16(1001, 8 * m), bf16(5024, 1001)) == 1  # B in rows of k

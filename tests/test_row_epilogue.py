@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from cuda_calls import assert_nothing_moves, bf16, picked
 
-from jax_tcgemm import gemm
+from jax_tcgemm import _extension, gemm
 from jax_tcgemm.kernels.table import by_name
 from jax_tcgemm.lowering.log import log
 
@@ -76,6 +76,32 @@ def test_sums_of_odd_rows_are_every_rows(cuda_module):
         assert call["has_bias"]
     _, (call,) = cuda_module(functools.partial(f, c=bf16(64, 63)), bf16(64, 64), bf16(63, 64))
     assert call["has_c"] == (by_name(config).epilogue == "any")
+
+
+@pytest.mark.parametrize(
+    ("built", "takes"),
+    [
+        ((SUMS,), {"none"}),  # sums only of operands that lie well
+        ((PRODUCTS,), {"none"}),
+        (("sm80_bf16_128x256x64_w2x4_s3",), {"none", "sum"}),
+        ((SUMS, "simt_bf16_4x32x32_w4x1_s1"), {"none", "sum", "any"}),
+    ],
+)
+def test_builds_that_lack_the_epilogue_leave_it_to_xla(cuda_module, monkeypatch, built, takes):
+    assert by_name(built[0]).epilogue != "any"
+    monkeypatch.setattr(_extension, "KERNEL_NAMES", frozenset(built))
+    for work, options in {
+        "none": {},
+        "sum": {"bias": bf16(64)},
+        "any": {"activation": "silu"},
+    }.items():
+        # A function of its own: jax keeps what one was lowered to.
+        f = functools.partial(gemm, **options)
+        _, calls = cuda_module(f, bf16(64, 64), bf16(64, 64))
+        assert len(calls) == (work in takes), (built, work)
+        if built[0] == SUMS:  # named, it computes what it can
+            _, calls = cuda_module(functools.partial(f, config=SUMS), bf16(64, 64), bf16(64, 64))
+            assert len(calls) == 1
 
 
 def test_the_log_names_a_pass_after_the_product(cuda_module, monkeypatch, capfd):

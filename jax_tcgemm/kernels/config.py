@@ -237,6 +237,14 @@ class KernelConfig:
         """Whether it is taken only where nothing else computes the product: right, but slow."""
         return self.arch == "simt" and (self.gated or self.grouped != "none")
 
+    def has_every(self, work: str) -> bool:
+        """Whether it has all epilogues of so much work, whatever the operands and however they lie.
+
+        Args:
+            work: ``"none"``, ``"sum"`` or ``"any"``, as of ``epilogue``.
+        """
+        return work == "none" or self.epilogue == "any" or (self.arch, work) == ("sm80", "sum")
+
     @property
     def rounds_sums(self) -> bool:
         """Whether float32 results of 16-bit operands are as accurate as float32 sums."""

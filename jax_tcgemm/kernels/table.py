@@ -194,7 +194,7 @@ def _rows() -> list[KernelConfig]:
     ]
     for algorithm in ARITHMETIC:
         rows.append(KernelConfig("simt", algorithm, 4, 32, 32, 4, 1, 1, "direct"))
-    for algorithm in ("BF16_BF16_F32", "F16_F16_F32"):
+    for algorithm, _ in _MOST:
         rows += [
             # What only sm90 rows compute otherwise, on any GPU.
             KernelConfig("simt", algorithm, 4, 64, 32, 4, 1, 1, "direct", gated=True),
@@ -226,7 +226,7 @@ def by_name(name: str) -> KernelConfig:
 
 
 def for_algorithm(algorithm: str, grouped: str = "none") -> tuple[KernelConfig, ...]:
-    """Returns the rows of such groups for ``algorithm`` (a ``DotAlgorithmPreset`` name)."""
+    """Returns the rows of such groups for ``algorithm`` (a row of the table of arithmetic)."""
     return tuple(
         config for config in CONFIGS if config.algorithm == algorithm and config.grouped == grouped
     )

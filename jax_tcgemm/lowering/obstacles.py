@@ -46,8 +46,9 @@ def _no_kernel(algorithm: str | None, spec: GemmSpec, x: Operands) -> str | None
             f"with precision {spec.precision}"
         )
     named = spec.config in _extension.KERNEL_NAMES
-    if not (named or _extension.has_kernel(algorithm, gated=spec.is_gated)):
-        return f"reference: no{' gated' * spec.is_gated} kernel for {algorithm} in this build"
+    if not (named or _extension.has_kernel(algorithm, work=spec.work, gated=spec.is_gated)):
+        kind = " gated" if spec.is_gated else "" if spec.work == "none" else " fused"
+        return f"reference: no{kind} kernel for {algorithm} in this build"
     if spec.epilogue.is_derivative and sum_dtype(algorithm) != jnp.float32:
         return f"reference: no kernel for the {spec.epilogue.form} epilogue in {algorithm}"
     if spec.axes.c2 is not None and spec.axes.c2 != spec.axes.c:
@@ -111,7 +112,7 @@ def no_gated_kernel(algorithm: str, spec: GemmSpec, x: Operands) -> str | None:
     for name in ("a", "b"):
         what = misalignment(gemm, name, itemsize)
         if what is not None:
-            return f"reference: {name} has {what}, off {COPY_BYTES} bytes"
+            return f"reference: {name} has {what}, unaligned"
     if second_weight_offset(gemm, spec) * itemsize % COPY_BYTES:
-        return f"reference: the second weight's columns begin off {COPY_BYTES} bytes"
+        return "reference: the second weight's columns begin unaligned"
     return None

@@ -6,7 +6,6 @@ import numpy as np
 
 from jax_tcgemm.kernels.config import KernelConfig
 from jax_tcgemm.problem.alignment import COPY_BYTES
-from jax_tcgemm.problem.epilogue import Use
 from jax_tcgemm.problem.spec import GemmSpec
 from jax_tcgemm.problem.strides import Operands, StridedGemm
 
@@ -27,33 +26,15 @@ def lacks_epilogue(row: KernelConfig, gemm: StridedGemm, x: Operands, spec: Gemm
         False as well for a row that cannot leave the product in float32, for an epilogue to be
         computed from: one that swaps operands. Another takes its place.
     """
-    if row.epilogue == "any" or row.swap_ab or row.gated or row.grouped != "none":
+    if row.has_every(spec.work) or row.swap_ab:
         return False
-    if _is_product(x, spec):
-        return False
-    if row.skinny or not _is_sum(x, spec):
+    if row.skinny or spec.work == "any":
         return True
-    if row.arch == "sm80":
-        return False
     width = spec.out_dtype.itemsize
     if gemm.n * width % COPY_BYTES:
         return x.c is not None
     widens = width != row.element_bytes
     return row.epilogue == "none" or widens or not _c_by_tma(gemm, x.c, spec.out_dtype)
-
-
-def _is_product(x: Operands, spec: GemmSpec) -> bool:
-    beside = x._replace(a=None, b=None, beta=None)
-    is_alone = all(operand is None for operand in beside)
-    is_one = spec.alpha == 1 and spec.activation is None and spec.result_count == 1
-    return is_alone and is_one
-
-
-def _is_sum(x: Operands, spec: GemmSpec) -> bool:
-    has_scales = x.row_scale is not None or x.column_scale is not None
-    use = spec.epilogue.row.uses.get("c")
-    is_one = spec.activation is None and spec.result_count == 1
-    return use in (Use.ADDEND, Use.RESIDUAL) and not has_scales and is_one
 
 
 def _c_by_tma(gemm: StridedGemm, c: np.ndarray | None, dtype: np.dtype) -> bool:

@@ -12,7 +12,7 @@ from jax_tcgemm.kernels import table as kernel_table
 from jax_tcgemm.problem.activations import Activation
 from jax_tcgemm.problem.alignment import COPY_BYTES, misalignment
 from jax_tcgemm.problem.arithmetic import INPUT_DTYPES, resolve_algorithm
-from jax_tcgemm.problem.epilogue import PLAIN, Epilogue, Mask
+from jax_tcgemm.problem.epilogue import PLAIN, Epilogue, Mask, Use
 from jax_tcgemm.problem.strides import (
     Operands,
     Shape,
@@ -87,6 +87,25 @@ class GemmSpec:
     def result_count(self) -> int:
         """Number of results."""
         return sum(self.epilogue.results)
+
+    @property
+    def work(self) -> str:
+        """How much there is to do beside the product, in the words of ``KernelConfig.epilogue``.
+
+        As ``work_of`` of ``cuda/epilogue/work.h``.
+        """
+        axes, c_use = self.axes, self.epilogue.row.uses.get("c")
+        is_sum = (
+            not self.is_gated
+            and self.activation is None
+            and self.result_count == 1
+            and axes.row_scale is axes.column_scale is None
+            and (axes.c is None or c_use in (Use.ADDEND, Use.RESIDUAL))
+        )
+        if not is_sum:
+            return "any"
+        is_product = axes.c is axes.bias is axes.alpha is None and self.alpha == 1
+        return "none" if is_product else "sum"
 
     @property
     def batch_ndim(self) -> int:
