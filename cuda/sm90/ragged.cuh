@@ -106,7 +106,7 @@ struct RaggedProducer {
     const int row = (tile.tile_m * kConfig.cluster_m + place.m) * kConfig.tile_m;
     const int column = (tile.tile_n * kConfig.cluster_n + place.n) * kConfig.tile_n;
     const auto phase = static_cast<int>(at.phase);
-    if constexpr (kM) {
+    if constexpr (kRows) {
       const int stages = tile.group == params.batch ? 0 : (params.k - 1) / kK + 1;
       return {tile.begin + row, tile.end, column, tile.group, stages, at.stage, phase, kK};
     } else {
@@ -130,7 +130,7 @@ struct RaggedProducer {
                                               int begin, RingPosition<kConfig.stages> at) {
     a.first = slot.row;
     b.first = slot.column;
-    if constexpr (kM) b.batch.z = slot.group;
+    if constexpr (kRows) b.batch.z = slot.group;
 #pragma unroll 1
     for (int i = 0; i < slot.stages; ++i, at.advance()) {
       const int k =
