@@ -9,10 +9,12 @@ from jax_tcgemm.api.dot_general import dot_general
 from jax_tcgemm.api.gemm import gated_gemm, gemm
 from jax_tcgemm.api.mlp import gated_mlp, mlp
 from jax_tcgemm.api.ragged_dot import gated_ragged_dot, ragged_dot
+from jax_tcgemm.partitioning import partitioner
 from jax_tcgemm.primitives.gemm import ACTIVATION, PREACTIVATION
 from jax_tcgemm.problem.activations import clip, softcap
 
 _extension.load()
+partitioner.install()
 
 __version__ = importlib.metadata.version("jax_tcgemm")
 
@@ -26,7 +28,8 @@ def export_disabled_checks() -> list[jax.export.DisabledSafetyCheck]:
     Returns:
         One ``DisabledSafetyCheck`` for each custom-call target of this package.
     """
-    return [jax.export.DisabledSafetyCheck.custom_call(name) for name in _extension.TARGETS]
+    names = (*_extension.TARGETS, partitioner.TARGET)
+    return [jax.export.DisabledSafetyCheck.custom_call(name) for name in names]
 
 
 __all__ = [

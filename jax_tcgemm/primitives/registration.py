@@ -12,6 +12,7 @@ from jax.interpreters import partial_eval as pe
 
 from jax_tcgemm import _compat
 from jax_tcgemm.lowering.log import log
+from jax_tcgemm.partitioning import partitioner
 
 
 def bind(
@@ -129,26 +130,38 @@ def lower(
 ) -> None:
     """Lowers the primitive by functions of its operands and ``spec``.
 
+    In a program that XLA divides among devices, one custom call is divided by the rules of
+    ``partitioning``, where there is a rule for the primitive.
+
     Args:
         primitive: what is lowered.
         reference: for other platforms than CUDA.
         cuda: for CUDA.
-        divided: for CUDA where XLA divides a program among devices; ``reference`` if there is none.
-            It cannot divide a custom call and would gather the operands of one on every device.
+        divided: for CUDA where XLA divides what has no rule; ``reference`` if there is none. It
+            cannot divide a custom call and would gather the operands of one on every device.
     """
 
     def rule(function: Callable[..., Any]) -> Callable[..., Any]:
         return mlir.lower_fun(function, multiple_results=primitive.multiple_results)
 
     def elsewhere(context: Any, *values: Any, **params: Any) -> Any:
-        log(_describe(primitive, params["spec"], context.avals_in, "no kernels for this platform"))
+        spec, platforms = params["spec"], _compat.platforms_of(context)
+        is_divided = partitioner.is_everywhere() and _compat.partitioned_devices(context) > 1
+        if is_divided and len(platforms) == 1 and by_rules(spec, context):
+            return partitioner.lower(primitive, platforms[0])(context, *values, **params)
+        log(_describe(primitive, spec, context.avals_in, "no kernels for this platform"))
         return rule(reference)(context, *values, **params)
+
+    def by_rules(spec: Any, context: Any) -> bool:
+        return partitioner.accepts(primitive, spec, context.avals_in)
 
     def on_cuda(context: Any, *values: Any, **params: Any) -> Any:
         devices = _compat.partitioned_devices(context)
         if devices == 1:
             return rule(cuda)(context, *values, **params)
-        reason = f"a program that XLA divides among {devices} devices (jax.shard_map has kernels)"
+        if by_rules(params["spec"], context):
+            return partitioner.lower(primitive, "cuda")(context, *values, **params)
+        reason = f"no kernel to be divided among {devices} devices, XLA divides its own products"
         log(_describe(primitive, params["spec"], context.avals_in, reason))
         return rule(divided or reference)(context, *values, **params)
 

@@ -1,0 +1,1 @@
+"""How a product is divided among the devices of a sharded program."""

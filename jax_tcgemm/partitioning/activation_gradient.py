@@ -1,0 +1,49 @@
+"""How the cotangent that is taken back through an activation is divided."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_tcgemm.partitioning.partitioner import Rule, Shard
+from jax_tcgemm.partitioning.plan import Array, Work
+
+
+def rule(apply: Callable[..., list[jax.Array]], spec_class: type) -> Rule:
+    """Returns the rule of ``gradient_p``, which ``apply`` binds to operands and a spec."""
+
+    def local(shard: Shard, spec: Any, *operands: jax.Array) -> list[jax.Array]:
+        return _local(shard, spec, operands, apply)
+
+    return Rule(lambda spec, types: types[0].size > 0, _work, local, (spec_class,))
+
+
+def _work(spec: Any, types: Sequence[Any]) -> Work:
+    g, z = types
+    dims = (*(f"row{i}" for i in range(z.ndim - 1)), "n")
+    sums = tuple(Array(("n",), dtype.itemsize, "the sums") for dtype in spec.bias_dtypes)
+    return Work(
+        extents=dict(zip(dims, z.shape, strict=True)),
+        operands=(Array(dims, g.dtype.itemsize, "g"), Array(dims, z.dtype.itemsize, "z")),
+        results=(Array(dims, z.dtype.itemsize, "the result"), *sums),
+        factors=frozenset((0, 1)),
+        operations=0,
+    )
+
+
+def _local(
+    shard: Shard, spec: Any, operands: Sequence[jax.Array], apply: Callable[..., list[jax.Array]]
+) -> list[jax.Array]:
+    """Sums rows in float32, over devices as well, and rounds once."""
+    if not spec.bias_dtypes or not shard.plan.summed_digits(1):
+        return apply(operands, spec)
+    for axis, name in enumerate(shard.plan.work.operands[0].dims[:-1]):
+        operands = [shard.without_padding(x, axis, str(name)) for x in operands]
+    wide = dataclasses.replace(spec, bias_dtypes=(jnp.dtype(jnp.float32),) * len(spec.bias_dtypes))
+    d, *sums = apply(operands, wide)
+    pairs = zip(sums, spec.bias_dtypes, strict=True)
+    return [d, *(shard.total(x, 1 + i).astype(dtype) for i, (x, dtype) in enumerate(pairs))]

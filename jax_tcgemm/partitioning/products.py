@@ -1,0 +1,121 @@
+"""How a gemm, gated or not, is divided."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_tcgemm.lowering import reference
+from jax_tcgemm.lowering.log import log
+from jax_tcgemm.partitioning.partitioner import Rule, Shard
+from jax_tcgemm.partitioning.plan import Array, Work
+from jax_tcgemm.problem.arithmetic import accumulator_dtype, resolve_algorithm
+from jax_tcgemm.problem.epilogue import Epilogue
+from jax_tcgemm.problem.spec import GemmSpec, check_config
+from jax_tcgemm.problem.strides import ROLES, Operands
+
+# The operands that are multiplied; all others join the product.
+_FACTORS = ("a", "b", "b2")
+
+
+def rule(bind: Any) -> Rule:
+    """Returns the rule of ``gemm_p``, which ``bind`` applies to operands and a spec."""
+
+    def local(shard: Shard, spec: GemmSpec, *operands: jax.Array) -> list[jax.Array]:
+        return _local(shard, spec, operands, bind)
+
+    return Rule(_accepts, _work, local, (GemmSpec, Epilogue))
+
+
+def _accepts(spec: GemmSpec, types: Sequence[Any]) -> bool:
+    """XLA divides its own products as well."""
+    x = spec.unflatten(types)
+    return resolve_algorithm(x.a.dtype, x.b.dtype, spec.out_dtype, spec.precision) is not None
+
+
+def _names(spec: GemmSpec, operand: str) -> tuple[str | None, ...]:
+    """Returns the name of each dimension of an operand."""
+    roles = (*(f"batch{i}" for i in range(spec.batch_ndim)), *getattr(ROLES, operand))
+    pairs = zip(getattr(spec.axes, operand), roles, strict=True)
+    return tuple(role for _, role in sorted(pair for pair in pairs if pair[0] is not None))
+
+
+def _work(spec: GemmSpec, types: Sequence[Any]) -> Work:
+    arrays, extents = [], {}
+    for name, each in zip(spec.operand_names, types, strict=True):
+        dims = _names(spec, name)
+        packs = spec.packed and name == "b"
+        arrays.append(Array(dims, each.dtype.itemsize * (1 + packs), name))
+        for dim, size in zip(dims, each.shape, strict=True):
+            extents[dim] = size // 2 if packs and dim == "n" else size
+    result = (*(f"batch{i}" for i in range(spec.batch_ndim)), "m", "n")
+    return Work(
+        extents=extents,
+        operands=tuple(arrays),
+        results=(Array(result, spec.out_dtype.itemsize, "the result"),) * spec.result_count,
+        factors=frozenset(i for i, name in enumerate(spec.operand_names) if name in _FACTORS),
+        operations=2.0 * (1 + spec.is_gated) * math.prod(extents.values()),
+        packed="n" if spec.packed else None,
+    )
+
+
+def _local(
+    shard: Shard, spec: GemmSpec, operands: Sequence[jax.Array], bind: Any
+) -> list[jax.Array]:
+    x = spec.unflatten(operands)
+    is_exchanged = spec.packed and bool(shard.plan.layout["n"])
+    if is_exchanged and shard.plan.smaller_packed().label == "b":
+        x = x._replace(b=shard.halves_together(x.b, spec.axes.b[-1], "n"))
+        is_exchanged = False
+    spec = _with_local_config(spec, x)
+    if not is_exchanged and not shard.plan.summed_digits():
+        return bind(x, spec)
+    factors = {
+        name: shard.without_padding(getattr(x, name), getattr(spec.axes, name)[at], "k")
+        for name, at in (("a", -1), ("b", -2), ("b2", -2))
+        if getattr(x, name) is not None
+    }
+    x = x._replace(**factors)
+    products = _products(x, spec, bind)
+    if is_exchanged:
+        (both,) = products
+        products = [shard.halves_together(both, both.ndim - 1, "n")]
+    products = [shard.total(product) for product in products]
+    return reference.epilogue(reference.halves(*products) if spec.packed else products, x, spec)
+
+
+def _products(x: Operands, spec: GemmSpec, bind: Any) -> list[jax.Array]:
+    """Computes the products alone; of a packed weight one of all columns."""
+    dtype = _travelling_dtype(x, spec)
+    if spec.packed:
+        return bind(Operands(x.a, x.b), spec.product(out_dtype=dtype))
+    config = None if spec.is_gated else spec.config
+    partial = spec.accumulators(out_dtype=dtype, config=config)
+    return bind(partial.select(x), partial)
+
+
+def _travelling_dtype(x: Operands, spec: GemmSpec) -> np.dtype:
+    """Returns the type in which parts of a sum are joined: that of jnp's programs.
+
+    The result's, but for sums in float16, which an epilogue may scale down, and which may be beyond
+    its numbers before.
+    """
+    if spec.work == "none" or spec.out_dtype == jnp.bfloat16:
+        return spec.out_dtype
+    return accumulator_dtype(x.a.dtype, x.b.dtype, spec.out_dtype)
+
+
+def _with_local_config(spec: GemmSpec, x: Operands) -> GemmSpec:
+    """Leaves the choice open where the kernel that is named cannot compute a device's part."""
+    shapes = Operands(*(None if operand is None else operand.shape for operand in x))
+    try:
+        check_config(spec, Operands(x.a.dtype, x.b.dtype), shapes)
+    except ValueError as error:
+        log(f"of a device's part: {error}")
+        return spec.replace(config=None)
+    return spec

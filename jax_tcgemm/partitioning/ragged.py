@@ -1,0 +1,161 @@
+"""How products over groups of rows are divided: by rows, by experts, or by what is contracted."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_tcgemm.lowering import reference
+from jax_tcgemm.lowering.ragged import RaggedSpec, group_bounds
+from jax_tcgemm.partitioning.partitioner import Rule, Shard
+from jax_tcgemm.partitioning.plan import Array, Work
+from jax_tcgemm.problem.activations import resolve
+from jax_tcgemm.problem.arithmetic import accumulator_dtype
+from jax_tcgemm.problem.epilogue import PLAIN, Epilogue
+
+_Apply = Callable[..., list[jax.Array]]
+
+
+def dot_rule(apply: _Apply) -> Rule:
+    """Returns the rule of ``ragged_dot_p``, which ``apply`` binds."""
+
+    def local(shard: Shard, spec: RaggedSpec, *operands: jax.Array) -> list[jax.Array]:
+        return _local_dot(shard, spec, operands, apply)
+
+    return Rule(_accepts, _dot_work, local, (RaggedSpec, Epilogue))
+
+
+def contraction_rule(apply: _Apply) -> Rule:
+    """Returns the rule of ``ragged_contraction_p``, which ``apply`` binds."""
+
+    def local(shard: Shard, spec: RaggedSpec, *operands: jax.Array) -> list[jax.Array]:
+        return _local_contraction(shard, spec, operands, apply)
+
+    return Rule(_accepts, _contraction_work, local, (RaggedSpec, Epilogue))
+
+
+def _accepts(spec: RaggedSpec, types: Sequence[Any]) -> bool:
+    """Of every type: XLA gathers the matrices of all groups for a loop over them."""
+    return isinstance(spec.precision, (tuple, lax.DotAlgorithmPreset)) and all(
+        extent > 0 for x in types for extent in x.shape
+    )
+
+
+def _work(
+    spec: RaggedSpec, types: Sequence[Any], dims: Sequence[tuple[str | None, ...]], result: str
+) -> Work:
+    extents: dict[str, int] = {"g": types[2].shape[0]}
+    for names, x in zip(dims, types, strict=True):
+        extents |= {name: size for name, size in zip(names, x.shape, strict=True) if name}
+    return Work(
+        extents=extents,
+        operands=tuple(
+            Array(names, x.dtype.itemsize, label)
+            for names, x, label in zip(
+                dims, types, ("lhs", "rhs", "group_sizes", "bias"), strict=False
+            )
+        ),
+        results=(Array(tuple(result), spec.out_dtype.itemsize, "the result"),) * spec.result_count,
+        factors=frozenset((0, 1)),
+        operations=2.0 * extents["m"] * extents["k"] * extents["n"],
+        # The rows of a result know their group, its columns need no more than their sum.
+        unscattered=frozenset("n") if result == "mn" else frozenset(),
+    )
+
+
+def _dot_work(spec: RaggedSpec, types: Sequence[Any]) -> Work:
+    rhs = ("g", "n", "k") if spec.transpose_rhs else ("g", "k", "n")
+    dims = [("m", "k"), rhs, (None,), ("g", "n")]
+    return _work(spec, types, dims[: len(types)], "mn")
+
+
+def _contraction_work(spec: RaggedSpec, types: Sequence[Any]) -> Work:
+    return _work(spec, types, [("m", "k"), ("m", "n"), (None,)], "gkn")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Groups:
+    """The groups that a device computes, among the rows that it has.
+
+    Attributes:
+        sizes: of each in rows, int32.
+        first: the row at which the first begins.
+    """
+
+    sizes: jax.Array
+    first: jax.Array
+
+    @staticmethod
+    def of(shard: Shard, group_sizes: jax.Array) -> _Groups:
+        """Cuts all groups to the device's rows and takes its own."""
+        plan = shard.plan
+        begins, ends = group_bounds(group_sizes, plan.work.extents["m"])
+        count = plan.part("g")
+        padding = (0, -len(group_sizes) % count)
+        begins, ends = (jnp.pad(x, padding, mode="edge") for x in (begins, ends))
+        # What was added begins where the last group ends.
+        begins = jnp.where(jnp.arange(len(begins)) < len(group_sizes), begins, ends)
+        start, rows = shard.start("m"), plan.part("m")
+        begins, ends = (
+            jnp.clip(lax.dynamic_slice(x, (shard.start("g"),), (count,)) - start, 0, rows)
+            for x in (begins, ends)
+        )
+        return _Groups(ends - begins, begins[0])
+
+    def to_front(self, shard: Shard, x: jax.Array) -> jax.Array:
+        """Moves rows so that those of the first group are the first."""
+        return jnp.roll(x, -self.first, axis=0) if shard.plan.layout["g"] else x
+
+    def back(self, shard: Shard, x: jax.Array) -> jax.Array:
+        """Moves rows to where they were."""
+        return jnp.roll(x, self.first, axis=0) if shard.plan.layout["g"] else x
+
+
+def _local_dot(
+    shard: Shard, spec: RaggedSpec, operands: Sequence[jax.Array], apply: _Apply
+) -> list[jax.Array]:
+    lhs, rhs, group_sizes, *bias = operands
+    groups = _Groups.of(shard, group_sizes)
+    lhs = groups.to_front(shard, lhs)
+    own = spec
+    if shard.plan.layout["k"]:
+        # The bias is added to one of the parts of a sum, the activation is of all of it.
+        lhs = shard.without_padding(lhs, 1, "k")
+        rhs = shard.without_padding(rhs, 2 if spec.transpose_rhs else 1, "k")
+        bias = [jnp.where(shard.start("k") == 0, x, jnp.zeros_like(x)) for x in bias]
+        own = dataclasses.replace(spec, epilogue=PLAIN, out_dtype=_travelling_dtype(spec))
+    results = apply(own, lhs, rhs, groups.sizes, *bias)
+    results = [shard.total(groups.back(shard, x)) for x in results]
+    return _finished(shard, spec, results[0], group_sizes) if own is not spec else results
+
+
+def _travelling_dtype(spec: RaggedSpec) -> Any:
+    if spec.activation is None or spec.out_dtype == jnp.bfloat16:
+        return spec.out_dtype
+    return accumulator_dtype(spec.out_dtype, spec.out_dtype, spec.out_dtype)
+
+
+def _finished(
+    shard: Shard, spec: RaggedSpec, z: jax.Array, group_sizes: jax.Array
+) -> list[jax.Array]:
+    """Returns the results of pre-activations that were summed over devices."""
+    d = z = z.astype(accumulator_dtype(z.dtype, z.dtype, spec.out_dtype))
+    if spec.activation is not None:
+        _, ends = group_bounds(group_sizes, shard.plan.work.extents["m"])
+        rows = shard.start("m", after_sum=True) + lax.broadcasted_iota(jnp.int32, (len(z), 1), 0)
+        d = jnp.where(rows < ends[-1], resolve(spec.activation).reference(z), 0)
+    return [reference.convert(x, spec.out_dtype) for x in spec.epilogue.picked((d, z))]
+
+
+def _local_contraction(
+    shard: Shard, spec: RaggedSpec, operands: Sequence[jax.Array], apply: _Apply
+) -> list[jax.Array]:
+    lhs, rhs, group_sizes = operands
+    groups = _Groups.of(shard, group_sizes)
+    lhs, rhs = (groups.to_front(shard, x) for x in (lhs, rhs))
+    return [shard.total(x) for x in apply(spec, lhs, rhs, groups.sizes)]

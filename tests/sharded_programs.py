@@ -1,0 +1,363 @@
+"""Programs of which operands are sharded: ours, the same in jax.numpy, and what travels in each."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_tcgemm as tc
+
+BF16, F32 = jnp.bfloat16, jnp.float32
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What is computed, and where its operands and results lie.
+
+    Attributes:
+        ours: by this package.
+        theirs: the same by ``jax.numpy``.
+        shapes: of the operands.
+        specs: their shardings.
+        out: that of the result; ``None`` leaves it to the compiler.
+        dtype: of the operands.
+        gradients: of which operands there are some.
+        integers: the operands that are sizes of groups, made by ``sizes``.
+        grads_as_operands: whether each gradient is to lie as its operand does.
+    """
+
+    ours: Callable[..., jax.Array]
+    theirs: Callable[..., jax.Array]
+    shapes: tuple[tuple[int, ...], ...]
+    specs: tuple[P, ...]
+    out: P | None = None
+    dtype: Any = F32
+    gradients: tuple[int, ...] = (0, 1)
+    sizes: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    grads_as_operands: bool = False
+
+
+def mesh_of(shape: tuple[int, ...] = (4, 2), axis_type: AxisType = AxisType.Auto) -> Mesh:
+    devices = jax.devices("cpu")[: math.prod(shape)]
+    names = ("x", "y", "z")[: len(shape)]
+    return jax.make_mesh(shape, names, (axis_type,) * len(shape), devices=devices)
+
+
+def _fused(x, w, bias, c):
+    return tc.gemm(x, w, c, bias=bias, alpha=0.5, beta=2.0, activation="gelu")
+
+
+def _fused_formula(x, w, bias, c):
+    return jax.nn.gelu(0.5 * jnp.matmul(x, w) + 2.0 * c + bias)
+
+
+def _mlp(x, w1, b1, w2, b2):
+    return tc.mlp(x, w1, b1, w2, b2, activation="silu", residual=x)
+
+
+def _mlp_formula(x, w1, b1, w2, b2):
+    return jax.nn.silu(x @ w1 + b1) @ w2 + b2 + x
+
+
+def _gated(x, w_gate, w_up):
+    return jax.nn.silu(x @ w_gate) * (x @ w_up)
+
+
+def _packed(x, w):
+    return _gated(x, *jnp.split(w, 2, axis=-1))
+
+
+def _packed_like(x, w):
+    gate, up = jnp.split(x @ w, 2, axis=-1)
+    return jax.nn.silu(gate) * up
+
+
+def _attention(dot_general):
+    def scores(q, k, v):
+        dims = (((3,), (3,)), ((0, 2), (0, 2)))  # bthd, bshd -> bhts
+        p = jax.nn.softmax(dot_general(q, k, dims).astype(F32)).astype(q.dtype)
+        return dot_general(p, v, (((3,), (1,)), ((0, 1), (0, 2))))
+
+    return scores
+
+
+def _ragged_formula(activation, x, w, sizes, bias=None):
+    """Each row by its group's matrix, in operations that XLA divides: every group, masked."""
+    ends = jnp.cumsum(sizes)
+    rows = jnp.arange(x.shape[0])[None, :]
+    inside = ((ends - sizes)[:, None] <= rows) & (rows < ends[:, None])  # (g, m)
+    mask = inside.astype(x.dtype)
+    z = jnp.einsum(
+        "gmk,gkn->mn", mask[:, :, None] * x[None], w
+    )
+    if bias is not None:
+        z = z + mask.T @ bias
+    return z if activation is None else jnp.where(inside.any(0)[:, None], activation(z), 0)
+
+
+def _ragged(x, w, sizes, bias):
+    return tc.ragged_dot(x, w, sizes, bias=bias, activation="relu")
+
+
+def _layers(layer):
+    def stack(x, weights):
+        @jax.checkpoint
+        def step(x, w):
+            return layer(x, w), None
+
+        return lax.scan(step, x, weights)[0]
+
+    return stack
+
+
+_gemm, _matmul = tc.gemm, jnp.matmul
+_W = ((64, 32), (32, 48))
+_FUSED = ((64, 32), (32, 48), (48,), (64, 48))
+_MLP = ((64, 32), (32, 96), (96,), (96, 32), (32,))
+_GATED = ((64, 32), (32, 48), (32, 48))
+_GATED_MLP = ((64, 32), (32, 48), (32, 48), (48, 32))
+_QKV = ((4, 16, 8, 32), (4, 24, 8, 32), (4, 24, 8, 32))
+_RAGGED = ((64, 32), (8, 32, 48), (8,), (8, 48))
+_SIZES = {2: (5, 0, 11, 9, 20, 1, 2, 10)}
+
+
+def _transposed(function):
+    return lambda x, w: function(x.T, w.T)
+
+
+PROGRAMS = {
+    "rows": Program(_gemm, _matmul, _W, (P("x"), P())),
+    "rows_of_both_axes": Program(_gemm, _matmul, _W, (P(("x", "y")), P())),
+    "columns": Program(_gemm, _matmul, _W, (P(), P(None, "x"))),
+    "k": Program(_gemm, _matmul, _W, (P(None, "x"), P("x"))),
+    "k_of_both_axes": Program(_gemm, _matmul, _W, (P(None, ("y", "x")), P(("y", "x")))),
+    "k_bfloat16": Program(_gemm, _matmul, _W, (P(None, "x"), P("x")), dtype=BF16),
+    "k_float16": Program(_gemm, _matmul, _W, (P(None, "x"), P("x")), dtype=jnp.float16),
+    "k_of_one_operand": Program(_gemm, _matmul, _W, (P(None, "x"), P())),
+    "rows_and_columns": Program(_gemm, _matmul, _W, (P("x"), P(None, "y"))),
+    "rows_and_k": Program(_gemm, _matmul, _W, (P("x", "y"), P("y"))),
+    "sequence": Program(_gemm, _matmul, _W, (P(None, "x"), P("x")), P("x")),
+    "sequence_by_columns": Program(_gemm, _matmul, _W, (P(None, "x"), P("x")), P(None, "x")),
+    "fsdp": Program(_gemm, _matmul, _W, (P("x"), P("x")), grads_as_operands=True),
+    "fsdp_and_columns": Program(
+        _gemm, _matmul, _W, (P("x"), P("x", "y")), grads_as_operands=True
+    ),
+    "rows_and_columns_alike": Program(_gemm, _matmul, _W, (P("x"), P(None, "x"))),
+    "replicated_result": Program(_gemm, _matmul, _W, (P("x"), P()), P()),
+    "uneven_rows": Program(_gemm, _matmul, ((64, 32), (32, 44)), (P("x"), P(None, "y"))),
+    "transposed": Program(
+        functools.partial(tc.gemm, transpose_a=True, transpose_b=True),
+        _transposed(jnp.matmul),
+        ((32, 64), (48, 32)),
+        (P("y", "x"), P(None, "y")),
+    ),
+    "fused_rows": Program(
+        _fused, _fused_formula, _FUSED, (P("x"), P(), P(), P("x")), gradients=(0, 1, 2, 3)
+    ),
+    "fused_columns": Program(
+        _fused, _fused_formula, _FUSED, (P(), P(None, "x"), P("x"), P(None, "x"))
+    ),
+    "fused_k": Program(
+        _fused, _fused_formula, _FUSED, (P(None, "x"), P("x"), P(), P()), gradients=(0, 1, 2, 3)
+    ),
+    "fused_sequence": Program(
+        _fused, _fused_formula, _FUSED, (P(None, "x"), P("x"), P(), P("x")), P("x")
+    ),
+    "activations_of_three_dimensions": Program(
+        _gemm, _matmul, ((4, 16, 32), (32, 48)), (P("x", "y"), P())
+    ),
+    "three_dimensions_columns": Program(
+        _gemm, _matmul, ((4, 16, 32), (32, 48)), (P("x"), P(None, "y"))
+    ),
+    "batch": Program(_gemm, _matmul, ((8, 16, 32), (8, 32, 24)), (P("x"), P("x"))),
+    "batch_and_k": Program(
+        _gemm, _matmul, ((8, 16, 32), (8, 32, 24)), (P("x", None, "y"), P("x", "y"))
+    ),
+    "vmap": Program(
+        jax.vmap(tc.gemm, (0, None), spmd_axis_name="x"),
+        jax.vmap(jnp.matmul, (0, None), spmd_axis_name="x"),
+        ((8, 16, 32), (32, 24)),
+        (P("x"), P(None, "y")),
+    ),
+    "megatron_mlp": Program(
+        _mlp, _mlp_formula, _MLP, (P("x"), P(None, "y"), P("y"), P("y"), P()),
+        gradients=(0, 1, 2, 3, 4), grads_as_operands=True,
+    ),
+    "megatron_mlp_of_one_axis": Program(
+        _mlp, _mlp_formula, _MLP, (P(), P(None, "x"), P("x"), P("x"), P())
+    ),
+    "fsdp_mlp": Program(
+        _mlp, _mlp_formula, _MLP, (P("x"), P("x"), P(), P("x"), P()),
+        gradients=(0, 1, 2, 3, 4), grads_as_operands=True,
+    ),
+    "gated_rows": Program(tc.gated_gemm, _gated, _GATED, (P("x"), P(), P())),
+    "gated_columns": Program(
+        tc.gated_gemm, _gated, _GATED, (P("x"), P(None, "y"), P(None, "y"))
+    ),
+    "gated_k": Program(tc.gated_gemm, _gated, _GATED, (P(None, "x"), P("x"), P("x"))),
+    "packed_rows": Program(tc.gated_gemm, _packed_like, ((64, 32), (32, 96)), (P("x"), P())),
+    "packed_fsdp": Program(
+        tc.gated_gemm, _packed_like, ((64, 32), (32, 96)), (P("x"), P("x")), grads_as_operands=True
+    ),
+    "packed_columns": Program(
+        tc.gated_gemm, _packed_like, ((64, 32), (32, 96)), (P("x"), P(None, "y"))
+    ),
+    "megatron_gated_mlp": Program(
+        tc.gated_mlp,
+        lambda x, g, u, d: _gated(x, g, u) @ d,
+        _GATED_MLP,
+        (P("x"), P(None, "y"), P(None, "y"), P("y")),
+        gradients=(0, 1, 2, 3),
+        grads_as_operands=True,
+    ),
+    "data_parallel_gated_mlp": Program(
+        tc.gated_mlp,
+        lambda x, g, u, d: _gated(x, g, u) @ d,
+        _GATED_MLP,
+        (P("x"), P(), P(), P()),
+        gradients=(1, 2, 3),
+        grads_as_operands=True,
+    ),
+    "fsdp_gated_mlp": Program(
+        tc.gated_mlp,
+        lambda x, g, u, d: _gated(x, g, u) @ d,
+        _GATED_MLP,
+        (P("x"), P("x"), P("x"), P("x")),
+        gradients=(1, 2, 3),
+        grads_as_operands=True,
+    ),
+    "attention_heads": Program(
+        _attention(tc.dot_general),
+        _attention(lax.dot_general),
+        _QKV,
+        (P("x", None, "y"),) * 3,
+        gradients=(0, 1, 2),
+    ),
+    "accumulated_gradient": Program(
+        lambda x, g, c: tc.gemm(x, g, c, transpose_a=True, preferred_element_type=F32),
+        lambda x, g, c: c + jnp.matmul(x.T, g, preferred_element_type=F32),
+        ((64, 32), (64, 48), (32, 48)),
+        (P("x"), P("x"), P()),
+    ),
+    "scan_of_layers": Program(
+        _layers(lambda x, w: tc.gemm(x, w, x, activation="tanh")),
+        _layers(lambda x, w: jnp.tanh(x @ w + x)),
+        ((64, 32), (3, 32, 32)),
+        (P("x"), P(None, "x")),
+        grads_as_operands=True,
+    ),
+    "ragged_rows": Program(
+        _ragged,
+        functools.partial(_ragged_formula, jax.nn.relu),
+        _RAGGED,
+        (P("x"), P(), P(), P()),
+        gradients=(0, 1, 3),
+        sizes=_SIZES,
+    ),
+    "ragged_experts": Program(
+        _ragged,
+        functools.partial(_ragged_formula, jax.nn.relu),
+        _RAGGED,
+        (P(), P("x"), P(), P("x")),
+        gradients=(0, 1, 3),
+        sizes=_SIZES,
+    ),
+    "ragged_columns": Program(
+        _ragged,
+        functools.partial(_ragged_formula, jax.nn.relu),
+        _RAGGED,
+        (P("x"), P(None, None, "y"), P(), P(None, "y")),
+        gradients=(0, 1, 3),
+        sizes=_SIZES,
+    ),
+    "ragged_k": Program(
+        _ragged,
+        functools.partial(_ragged_formula, jax.nn.relu),
+        _RAGGED,
+        (P(None, "x"), P(None, "x"), P(), P()),
+        gradients=(0, 1, 3),
+        sizes=_SIZES,
+    ),
+}
+
+
+# What travels
+
+_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "f32": 4, "s32": 4, "u32": 4, "f64": 8}
+_COLLECTIVE = re.compile(
+    r"= (?P<result>.*?) (?P<kind>all-gather|all-reduce|reduce-scatter|all-to-all|"
+    r"collective-permute)(?:-start)?\((?P<rest>.*)"
+)
+
+
+def collectives(text: str, devices: int) -> list[tuple[str, float]]:
+    """Returns the kind of each collective of a compiled program, and what a device receives."""
+    found = []
+    for line in text.splitlines():
+        match = _COLLECTIVE.search(line)
+        if match is None:
+            continue
+        size = sum(
+            _BYTES[kind] * math.prod(int(e) for e in shape.split(",") if e)
+            for kind, shape in re.findall(r"(\w+)\[([\d,]*)\]", match["result"])
+            if kind in _BYTES
+        )
+        parts = _group_size(match["rest"], devices)
+        kind = match["kind"]
+        share = 1 - 1 / parts
+        pairs = re.findall(r"\{(\d+),(\d+)\}", match["rest"].split("source_target_pairs=")[-1])
+        sent = sum(source != target for source, target in pairs) / devices
+        factor = {"all-reduce": 2 * share, "reduce-scatter": parts - 1, "collective-permute": sent}
+        found.append((kind, size * factor.get(kind, share)))
+    return [each for each in found if each[1]]
+
+
+def _group_size(text: str, devices: int) -> int:
+    iota = re.search(r"replica_groups=\[\d+,(\d+)\]", text)
+    if iota:
+        return int(iota[1])
+    meshed = re.search(r"replica_groups=mesh\[(.*?)\] *\{(.*?)\}", text)
+    if meshed:
+        extents = dict(re.findall(r"'(\w+)'=(\d+)", meshed[1]))
+        return math.prod(int(extents[name]) for name in re.findall(r"'(\w+)'", meshed[2]))
+    listed = re.search(r"replica_groups=\{\{([\d,]+)\}", text)
+    return len(listed[1].split(",")) if listed else devices
+
+
+def placed(program: Program, mesh: Mesh, rng: np.random.Generator) -> list[jax.Array]:
+    """Draws the operands and lays them out."""
+    arrays = []
+    for i, (shape, spec) in enumerate(zip(program.shapes, program.specs, strict=True)):
+        if i in program.sizes:
+            value = jnp.asarray(program.sizes[i], jnp.int32)
+        else:
+            value = jnp.asarray(rng.standard_normal(shape) / 4, program.dtype)
+        arrays.append(jax.device_put(value, NamedSharding(mesh, spec)))
+    return arrays
+
+
+def compiled(function: Callable[..., Any], program: Program, mesh: Mesh, operands: Any) -> Any:
+    out = None if program.out is None else NamedSharding(mesh, program.out)
+    return jax.jit(function, out_shardings=out).lower(*operands).compile()
+
+
+def compiled_gradients(function: Callable[..., Any], program: Program, mesh: Mesh, operands: Any):
+    def loss(*args: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.square(function(*args).astype(F32)))
+
+    out = None
+    if program.grads_as_operands:
+        out = tuple(NamedSharding(mesh, program.specs[i]) for i in program.gradients)
+    gradients = jax.jit(jax.grad(loss, program.gradients), out_shardings=out)
+    return gradients.lower(*operands).compile()
