@@ -77,6 +77,63 @@ def typed_as(model: jax.Array, x: jax.Array) -> jax.Array:
     return reshard(x, sharding)
 
 
+def is_unreduced(*operands: Any) -> bool:
+    """Whether an operand's type says that it is a sum over mesh axes yet to be made, or was one."""
+    specs = [jax.typeof(x).sharding.spec for x in operands]
+    return any(spec.unreduced or spec.reduced for spec in specs)
+
+
+def out_sharding_of(sharding: Any, name: str) -> Any:
+    """Returns what ``out_sharding=`` of a public function asks for, ``None`` for nothing.
+
+    Raises:
+        TypeError: it is no sharding.
+        ValueError: it does not go with the mesh, or names axes that are not explicit.
+    """
+    return _sharding_impls.canonicalize_sharding(sharding, name)
+
+
+def sharding_from(
+    operands: Sequence[Any], sources: Sequence[tuple[int, int] | None]
+) -> jax.sharding.NamedSharding:
+    """Returns the sharding of a type each dimension of which is divided as one of an operand is.
+
+    An axis of the mesh divides the first dimension that has it.
+
+    Args:
+        operands: of which some have sharded types.
+        sources: the operand and its dimension for each dimension; ``None`` for an undivided one.
+    """
+    sharded = next(x for x in operands if is_sharded(x))
+    used: set[str] = set()
+    dims: list[tuple[str, ...]] = []
+    for source in sources:
+        axes: Any = None
+        if source is not None:
+            spec = jax.typeof(operands[source[0]]).sharding.spec
+            axes = tuple(getattr(spec, "partitions", spec))[source[1]]
+        axes = () if axes is None else axes if isinstance(axes, tuple) else (axes,)
+        dims.append(tuple(name for name in axes if name not in used))
+        used.update(axes)
+    spec = jax.sharding.PartitionSpec(*(axes or None for axes in dims))
+    return jax.sharding.NamedSharding(jax.typeof(sharded).sharding.mesh, spec)
+
+
+def with_automatic_axes(function: Callable[..., Any], operands: Any, shardings: Any) -> Any:
+    """Calls a function within which the explicit axes of the mesh are automatic.
+
+    Args:
+        function: called with the operands, whose types do not say there how they are sharded.
+        operands: its arguments.
+        shardings: the ``NamedSharding`` of each result's type, in the structure of the results.
+    """
+    mesh = jax.tree.leaves(shardings)[0].mesh
+    pairs = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    explicit = tuple(name for name, kind in pairs if kind == jax.sharding.AxisType.Explicit)
+    automatic = jax.sharding.auto_axes(function, axes=explicit, out_sharding=shardings)
+    return automatic(*operands)
+
+
 def _divides(spec: jax.sharding.PartitionSpec) -> bool:
     # Newer JAX has a name for the axes of each dimension, and refuses to iterate over some specs.
     axes = getattr(spec, "partitions", spec)

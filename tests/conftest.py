@@ -23,7 +23,7 @@ from jax_tcgemm.problem.strides import Operands, StridedGemm
 
 # Read when a backend starts. The shard_map tests need more than one device; on GPUs, tuning the
 # products of the baseline would take most of the time.
-_XLA_FLAGS = ("--xla_force_host_platform_device_count=4", "--xla_gpu_autotune_level=0")
+_XLA_FLAGS = ("--xla_force_host_platform_device_count=8", "--xla_gpu_autotune_level=0")
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the processes share the GPU
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_XLA_FLAGS])
 

@@ -21,6 +21,9 @@ import jax_tcgemm as tc
 BF16, F32 = jnp.bfloat16, jnp.float32
 
 
+TARGET = "jax_tcgemm_partitioned"
+
+
 @dataclasses.dataclass(frozen=True)
 class Program:
     """What is computed, and where its operands and results lie.
@@ -33,7 +36,7 @@ class Program:
         out: that of the result; ``None`` leaves it to the compiler.
         dtype: of the operands.
         gradients: of which operands there are some.
-        integers: the operands that are sizes of groups, made by ``sizes``.
+        sizes: the operands that are not drawn but are sizes of groups.
         grads_as_operands: whether each gradient is to lie as its operand does.
     """
 
@@ -48,6 +51,7 @@ class Program:
     grads_as_operands: bool = False
 
 
+@functools.cache
 def mesh_of(shape: tuple[int, ...] = (4, 2), axis_type: AxisType = AxisType.Auto) -> Mesh:
     devices = jax.devices("cpu")[: math.prod(shape)]
     names = ("x", "y", "z")[: len(shape)]
@@ -132,6 +136,32 @@ _RAGGED = ((64, 32), (8, 32, 48), (8,), (8, 48))
 _SIZES = {2: (5, 0, 11, 9, 20, 1, 2, 10)}
 
 
+def _uneven(ours, theirs, shapes, specs, sizes=None, **options):
+    """Cuts operands within the program, so that their parts are of different sizes."""
+
+    def cut(function):
+        return lambda *args: function(
+            *(lax.slice(x, (0,) * x.ndim, shape) for x, shape in zip(args, shapes, strict=True))
+        )
+
+    padded = tuple(
+        shape if sizes and i in sizes else tuple(-(-extent // 4) * 4 for extent in shape)
+        for i, shape in enumerate(shapes)
+    )
+    return Program(cut(ours), cut(theirs), padded, specs, sizes=sizes or {}, **options)
+
+
+def _to_rows(function):
+    """Pads the result to rows that divide, and divides them."""
+
+    def padded(x, w):
+        d = function(x, w)
+        d = jnp.pad(d, ((0, -len(d) % 4), (0, 0)))
+        return lax.with_sharding_constraint(d, NamedSharding(mesh_of(), P("x")))
+
+    return padded
+
+
 def _transposed(function):
     return lambda x, w: function(x.T, w.T)
 
@@ -155,7 +185,30 @@ PROGRAMS = {
     ),
     "rows_and_columns_alike": Program(_gemm, _matmul, _W, (P("x"), P(None, "x"))),
     "replicated_result": Program(_gemm, _matmul, _W, (P("x"), P()), P()),
-    "uneven_rows": Program(_gemm, _matmul, ((64, 32), (32, 44)), (P("x"), P(None, "y"))),
+    "uneven_rows_and_columns": _uneven(
+        _gemm, _matmul, ((61, 32), (32, 43)), (P("x"), P(None, "y"))
+    ),
+    "uneven_k": _uneven(_gemm, _matmul, ((64, 30), (30, 48)), (P(None, "x"), P("x"))),
+    "uneven_k_to_uneven_rows": _uneven(
+        _to_rows(tc.gemm),
+        _to_rows(jnp.matmul),
+        ((61, 30), (30, 48)),
+        (P(None, "x"), P("x")),
+    ),
+    "uneven_fused_k": _uneven(
+        _fused,
+        _fused_formula,
+        ((61, 30), (30, 43), (43,), (61, 43)),
+        (P(None, "x"), P("x"), P(), P()),
+        gradients=(0, 1, 2, 3),
+    ),
+    "uneven_gated_k": _uneven(
+        tc.gated_gemm,
+        _gated,
+        ((61, 30), (30, 43), (30, 43)),
+        (P(None, "x"), P("x"), P("x")),
+        gradients=(0, 1, 2),
+    ),
     "transposed": Program(
         functools.partial(tc.gemm, transpose_a=True, transpose_b=True),
         _transposed(jnp.matmul),
@@ -211,7 +264,18 @@ PROGRAMS = {
         tc.gated_gemm, _packed_like, ((64, 32), (32, 96)), (P("x"), P("x")), grads_as_operands=True
     ),
     "packed_columns": Program(
-        tc.gated_gemm, _packed_like, ((64, 32), (32, 96)), (P("x"), P(None, "y"))
+        tc.gated_gemm,
+        _packed_like,
+        ((64, 32), (32, 96)),
+        (P("x"), P(None, "y")),
+        gradients=(),
+    ),
+    "packed_columns_of_many_rows": Program(
+        tc.gated_gemm,
+        _packed_like,
+        ((512, 32), (32, 96)),
+        (P(), P(None, "x")),
+        gradients=(),
     ),
     "megatron_gated_mlp": Program(
         tc.gated_mlp,
@@ -272,6 +336,50 @@ PROGRAMS = {
         (P(), P("x"), P(), P("x")),
         gradients=(0, 1, 3),
         sizes=_SIZES,
+        grads_as_operands=True,
+    ),
+    "ragged_rows_and_experts": Program(
+        _ragged,
+        functools.partial(_ragged_formula, jax.nn.relu),
+        _RAGGED,
+        (P("x"), P("y"), P(), P("y")),
+        gradients=(0, 1, 3),
+        sizes=_SIZES,
+        grads_as_operands=True,
+    ),
+    "uneven_ragged_rows": _uneven(
+        _ragged,
+        functools.partial(_ragged_formula, jax.nn.relu),
+        ((61, 32), (8, 32, 48), (8,), (8, 48)),
+        (P("x"), P(), P(), P()),
+        gradients=(0, 1, 3),
+        sizes=_SIZES,
+    ),
+    "uneven_ragged_experts": _uneven(
+        _ragged,
+        functools.partial(_ragged_formula, jax.nn.relu),
+        ((64, 32), (6, 32, 48), (6,), (6, 48)),
+        (P(), P("x"), P(), P("x")),
+        gradients=(0, 1, 3),
+        sizes={2: (5, 0, 11, 30, 1, 10)},
+        grads_as_operands=True,
+    ),
+    "uneven_ragged_k": _uneven(
+        _ragged,
+        functools.partial(_ragged_formula, jax.nn.relu),
+        ((64, 30), (8, 30, 48), (8,), (8, 48)),
+        (P(None, "x"), P(None, "x"), P(), P()),
+        gradients=(0, 1, 3),
+        sizes=_SIZES,
+    ),
+    "gated_ragged_rows": Program(
+        tc.gated_ragged_dot,
+        lambda x, g, u, sizes: _ragged_formula(jax.nn.silu, x, g, sizes)
+        * _ragged_formula(None, x, u, sizes),
+        ((64, 32), (8, 32, 48), (8, 32, 48), (8,)),
+        (P("x"), P(), P(), P()),
+        gradients=(0, 1, 2),
+        sizes={3: _SIZES[2]},
     ),
     "ragged_columns": Program(
         _ragged,
@@ -348,16 +456,23 @@ def placed(program: Program, mesh: Mesh, rng: np.random.Generator) -> list[jax.A
 
 
 def compiled(function: Callable[..., Any], program: Program, mesh: Mesh, operands: Any) -> Any:
+    """Compiles the function of a program; afresh, since it may have been lowered otherwise."""
     out = None if program.out is None else NamedSharding(mesh, program.out)
-    return jax.jit(function, out_shardings=out).lower(*operands).compile()
+    return jax.jit(lambda *args: function(*args), out_shardings=out).lower(*operands).compile()
 
 
-def compiled_gradients(function: Callable[..., Any], program: Program, mesh: Mesh, operands: Any):
+def gradients_of(function: Callable[..., Any], program: Program) -> Callable[..., Any]:
     def loss(*args: jax.Array) -> jax.Array:
-        return jnp.sum(jnp.square(function(*args).astype(F32)))
+        return jnp.sum(jnp.square(function(*args).astype(jnp.promote_types(program.dtype, F32))))
 
+    return jax.grad(loss, program.gradients)
+
+
+def compiled_gradients(
+    function: Callable[..., Any], program: Program, mesh: Mesh, operands: Any
+) -> Any:
+    """Compiles the gradients of the sum of the squares of the result."""
     out = None
     if program.grads_as_operands:
         out = tuple(NamedSharding(mesh, program.specs[i]) for i in program.gradients)
-    gradients = jax.jit(jax.grad(loss, program.gradients), out_shardings=out)
-    return gradients.lower(*operands).compile()
+    return jax.jit(gradients_of(function, program), out_shardings=out).lower(*operands).compile()

@@ -45,7 +45,7 @@ def dot_general(
     result; and ``lhs`` also if its free dimensions are so scattered that rows in place would take
     many times the tiles. What no kernel serves goes to ``lax.dot_general`` unchanged: other dtypes
     and precisions, dimensions of extent 0, products without a contracted or without a free
-    dimension, symbolic shapes, sharded types, ``out_sharding``. ``JAX_TCGEMM_LOG=1`` prints which.
+    dimension, symbolic shapes, sums over mesh axes yet to be made. ``JAX_TCGEMM_LOG=1`` prints which.
 
     The product is accumulated in float32 for 16-bit operands unless ``precision`` says otherwise,
     and rounded once.
@@ -73,30 +73,51 @@ def dot_general(
         lax.dot_general, lhs, rhs, *options, out_sharding=out_sharding, **kwargs
     )
     are_arrays = all(isinstance(x, (jax.Array, np.ndarray)) for x in (lhs, rhs))
-    if not are_arrays or dimension_numbers is None or out_sharding is not None or kwargs:
+    if not are_arrays or dimension_numbers is None or kwargs:
         return by_lax()
     try:
         dims = tuple(tuple(map(_indices, pair)) for pair in dimension_numbers)
     except (TypeError, ValueError):
         return by_lax()
     return _contract(
-        lhs, rhs, dims=dims, precision=precision, preferred_element_type=preferred_element_type
+        lhs,
+        rhs,
+        dims=dims,
+        precision=precision,
+        preferred_element_type=preferred_element_type,
+        out_sharding=out_sharding,
     )
 
 
-@eager.one_program("dims", "precision", "preferred_element_type")
+@eager.one_program("dims", "precision", "preferred_element_type", "out_sharding")
 def _contract(
-    lhs: ArrayLike, rhs: ArrayLike, *, dims: Any, precision: Any, preferred_element_type: Any
+    lhs: ArrayLike,
+    rhs: ArrayLike,
+    *,
+    dims: Any,
+    precision: Any,
+    preferred_element_type: Any,
+    out_sharding: Any = None,
 ) -> jax.Array:
     """Computes what ``dot_general`` does of two arrays and dimension numbers that are tuples."""
+    options = {
+        "dims": dims,
+        "precision": precision,
+        "preferred_element_type": preferred_element_type,
+    }
+    a, b = jnp.asarray(lhs), jnp.asarray(rhs)
     by_lax = functools.partial(
         lax.dot_general,
         dimension_numbers=dims,
         precision=precision,
         preferred_element_type=preferred_element_type,
+        out_sharding=out_sharding,
     )
     result = jax.eval_shape(by_lax, lhs, rhs)  # raises what lax raises
-    a, b = jnp.asarray(lhs), jnp.asarray(rhs)
+    is_typed = out_sharding is not None or _compat.is_sharded(a, b)
+    if is_typed and not _compat.is_unreduced(a, b):
+        own = functools.partial(_contract, **options)
+        return _compat.with_automatic_axes(own, (a, b), result.sharding)
     problem = _problem(a, b, dims, _compat.canonicalize_precision(precision), result)
     if isinstance(problem, str):
         operands = " x ".join(f"{x.dtype}{list(x.shape)}" for x in (a, b))
@@ -120,8 +141,8 @@ def _problem(
         return "symbolic shapes"
     if 0 in (*lhs.shape, *rhs.shape):
         return "an extent of 0"
-    if _compat.is_sharded(lhs, rhs):
-        return "sharded types"
+    if _compat.is_unreduced(lhs, rhs):
+        return "types that are sums over mesh axes"
     if result.weak_type and not lhs.dtype == rhs.dtype == result.dtype:
         return "a weak type other than the operands'"
     if not _has_kernel(lhs.dtype, rhs.dtype, result.dtype, precision):

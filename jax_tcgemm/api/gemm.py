@@ -20,6 +20,7 @@ from jax_tcgemm.problem.strides import Operands
 
 @eager.one_program(
     *("activation", "transpose_a", "transpose_b", "precision", "preferred_element_type", "config"),
+    "out_sharding",
     numbers=("alpha", "beta"),
 )
 def gemm(
@@ -39,6 +40,7 @@ def gemm(
     precision: Any = None,
     preferred_element_type: DTypeLike | None = None,
     config: str | None = None,
+    out_sharding: Any = None,
 ) -> jax.Array:
     """Matrix product with a fused epilogue.
 
@@ -85,6 +87,9 @@ def gemm(
             kernels write the operands' dtype and float32, which is then converted to any other.
         config: name of a kernel configuration (a row of ``jax_tcgemm.kernels.table``), or ``None``
             for the one that a heuristic chooses. Derivatives choose their own.
+        out_sharding: as in ``jnp.matmul``: a ``PartitionSpec`` or ``NamedSharding`` of the result,
+            on a mesh with explicit axes. It is needed where both operands' contracted dimensions
+            are sharded.
 
     Returns:
         ``(..., m, n)``, of the dtype of ``jnp.matmul(a, b, preferred_element_type=...)``.
@@ -140,7 +145,8 @@ def gemm(
         config=config,
         overwrite_c=residual is None and _accumulates(operands, activation, constants, out_dtype),
     )
-    (d,) = gemm_primitive.bind(operands, spec)
+    out_sharding = _compat.out_sharding_of(out_sharding, "gemm")
+    (d,) = gemm_primitive.bind(operands, spec, out_sharding)
     if added_later is None:
         return d
     wide = accumulator_dtype(out_dtype, out_dtype, out_dtype)
@@ -158,7 +164,9 @@ def _accumulates(
     return x.c.dtype == out_dtype == "float32" and sizes == [2, 2]
 
 
-@eager.one_program("activation", "transpose_w", "precision", "preferred_element_type", "config")
+@eager.one_program(
+    *("activation", "transpose_w", "precision", "preferred_element_type", "config"), "out_sharding"
+)
 def gated_gemm(
     x: ArrayLike,
     w_gate: ArrayLike,
@@ -171,6 +179,7 @@ def gated_gemm(
     precision: Any = None,
     preferred_element_type: DTypeLike | None = None,
     config: str | None = None,
+    out_sharding: Any = None,
 ) -> jax.Array:
     """Gated linear unit: two products of one left operand and what joins them, fused.
 
@@ -196,6 +205,7 @@ def gated_gemm(
         precision: as in ``gemm``.
         preferred_element_type: dtype of the result; ``None`` is that of ``jnp.matmul(x, w_gate)``.
         config: name of a kernel configuration, or ``None``.
+        out_sharding: as in ``gemm``.
 
     Returns:
         ``(..., m, n)``.
@@ -216,7 +226,9 @@ def gated_gemm(
     )
     arguments.check_activation(activation, spec.out_dtype)
     arguments.check_config(config)
-    return gemm_primitive.bind(operands, spec.replace(activation=activation, config=config))[0]
+    spec = spec.replace(activation=activation, config=config)
+    out_sharding = _compat.out_sharding_of(out_sharding, "gated_gemm")
+    return gemm_primitive.bind(operands, spec, out_sharding)[0]
 
 
 _GATED_NAMES = arguments.Names("x", "w_gate", "", "transpose_w")

@@ -11,7 +11,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jax_tcgemm import _compat
 from jax_tcgemm.api import arguments, eager
 from jax_tcgemm.api import gemm as gemm_api
-from jax_tcgemm.primitives.layers import Layers, forward
+from jax_tcgemm.primitives import layers
 from jax_tcgemm.problem.activations import Activation
 from jax_tcgemm.problem.arithmetic import INPUT_DTYPES, resolve_algorithm
 from jax_tcgemm.problem.epilogue import Epilogue
@@ -20,7 +20,7 @@ from jax_tcgemm.problem.strides import Operands
 
 _STATIC = (
     *("activation", "transpose_w", "precision", "preferred_element_type"),
-    "recompute_activation",
+    *("recompute_activation", "out_sharding"),
 )
 
 
@@ -38,6 +38,7 @@ def mlp(
     precision: Any = None,
     preferred_element_type: DTypeLike | None = None,
     recompute_activation: bool = False,
+    out_sharding: Any = None,
 ) -> jax.Array:
     """Two layers: ``activation(x @ w1 + b1) @ w2 + b2 + residual``, as two gemms.
 
@@ -66,6 +67,7 @@ def mlp(
         recompute_activation: keep the hidden layer before the activation only. The reverse pass
             computes the activation again for the gradient of ``w2``: one more pass over it, and
             half of the memory.
+        out_sharding: as in ``gemm``.
 
     Returns:
         ``(..., m, n)``.
@@ -96,6 +98,7 @@ def mlp(
         transpose_w,
         preferred_element_type,
         recompute_activation,
+        out_sharding,
     )
 
 
@@ -115,6 +118,7 @@ def gated_mlp(
     precision: Any = None,
     preferred_element_type: DTypeLike | None = None,
     recompute_activation: bool = False,
+    out_sharding: Any = None,
 ) -> jax.Array:
     """A gated layer and the next: ``(activation(x @ w_gate) * (x @ w_up)) @ w_down``, two gemms.
 
@@ -136,6 +140,7 @@ def gated_mlp(
         precision: as in ``mlp``.
         preferred_element_type: as in ``mlp``.
         recompute_activation: as in ``mlp``; what is kept then is ``x @ w_gate`` and ``x @ w_up``.
+        out_sharding: as in ``gemm``.
 
     Returns:
         ``(..., m, n)``.
@@ -169,6 +174,7 @@ def gated_mlp(
         transpose_w,
         preferred_element_type,
         recompute_activation,
+        out_sharding,
     )
 
 
@@ -213,6 +219,7 @@ def _two_layers(
     transpose_w: bool,
     preferred_element_type: DTypeLike | None,
     recompute_activation: bool,
+    out_sharding: Any,
 ) -> jax.Array:
     """Checks the operands of the second layer, by the names its caller gives, and runs both."""
     (w_name, w), (bias_name, bias), (_, residual) = others.items()
@@ -234,4 +241,6 @@ def _two_layers(
     second, axes = _unzipped(placed)
     axes = axes._replace(a=tuple(range(len(hidden.shape))))
     spec = GemmSpec(axes, out_dtype, first_spec.precision)
-    return forward(Layers(first_spec, spec, bool(recompute_activation)), first, second)
+    out_sharding = _compat.out_sharding_of(out_sharding, "mlp")
+    both = layers.Layers(first_spec, spec, bool(recompute_activation))
+    return layers.apply(both, first, second, out_sharding)

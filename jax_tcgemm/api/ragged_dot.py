@@ -21,7 +21,10 @@ from jax_tcgemm.problem.epilogue import Epilogue
 _NAMES = arguments.Names("lhs", "rhs", "", "transpose_rhs")
 
 
-@eager.one_program("activation", "precision", "preferred_element_type", "transpose_rhs", "config")
+_STATIC = "activation", "precision", "preferred_element_type", "transpose_rhs", "out_sharding"
+
+
+@eager.one_program(*_STATIC, "config")
 def ragged_dot(
     lhs: ArrayLike,
     rhs: ArrayLike,
@@ -33,6 +36,7 @@ def ragged_dot(
     preferred_element_type: DTypeLike | None = None,
     transpose_rhs: bool = False,
     config: str | None = None,
+    out_sharding: Any = None,
 ) -> jax.Array:
     """Product of consecutive groups of rows with a matrix each, with a fused epilogue.
 
@@ -58,6 +62,8 @@ def ragged_dot(
         transpose_rhs: whether the matrices are stored transposed; nothing is moved in memory.
         config: name of a kernel configuration for groups of rows (a row of
             ``jax_tcgemm.kernels.table``), or ``None`` for the one that a heuristic chooses.
+        out_sharding: as in ``gemm``. Without it rows are divided as those of ``lhs``, columns as
+            those of ``rhs``.
 
     Returns:
         ``(m, n)``.
@@ -65,7 +71,6 @@ def ragged_dot(
     Raises:
         TypeError: an argument's type or dtype is not accepted.
         ValueError: an argument's shape or value is not accepted.
-        NotImplementedError: an operand's type is sharded (meshes with explicit axes).
     """
     lhs, rhs = arguments.matrix("lhs", lhs), arguments.matrix("rhs", rhs)
     if lhs.ndim != 2 or rhs.ndim != 3:
@@ -85,10 +90,11 @@ def ragged_dot(
         operands.append(jnp.broadcast_to(bias, (groups, n)))
     epilogue = Epilogue(activation=activation)
     spec = RaggedSpec(out_dtype, precision, bool(transpose_rhs), epilogue, config)
-    return ragged_primitive.dot(spec, *operands)[0]
+    out_sharding = _compat.out_sharding_of(out_sharding, "ragged_dot")
+    return ragged_primitive.dot(spec, *operands, out_sharding=out_sharding)[0]
 
 
-@eager.one_program("activation", "precision", "preferred_element_type", "transpose_rhs")
+@eager.one_program(*_STATIC)
 def gated_ragged_dot(
     lhs: ArrayLike,
     rhs_gate: ArrayLike,
@@ -101,6 +107,7 @@ def gated_ragged_dot(
     precision: Any = None,
     preferred_element_type: DTypeLike | None = None,
     transpose_rhs: bool = False,
+    out_sharding: Any = None,
 ) -> jax.Array:
     """Gated linear unit of each group of rows, for the experts of a mixture.
 
@@ -120,6 +127,7 @@ def gated_ragged_dot(
         preferred_element_type: dtype of the result; ``None`` is that of
             ``jnp.matmul(lhs, rhs_gate)``.
         transpose_rhs: whether the matrices are stored transposed; nothing is moved in memory.
+        out_sharding: as in ``ragged_dot``.
 
     Returns:
         ``(m, n)``.
@@ -127,7 +135,6 @@ def gated_ragged_dot(
     Raises:
         TypeError: an argument's type or dtype is not accepted.
         ValueError: an argument's shape or value is not accepted.
-        NotImplementedError: an operand's type is sharded (meshes with explicit axes).
     """
     rhs_gate = arguments.array("rhs_gate", rhs_gate)
     rhs_up = arguments.like("rhs_up", rhs_up, "rhs_gate", rhs_gate)
@@ -135,6 +142,7 @@ def gated_ragged_dot(
         "precision": precision,
         "preferred_element_type": preferred_element_type,
         "transpose_rhs": transpose_rhs,
+        "out_sharding": out_sharding,
     }
     gate = ragged_dot(lhs, rhs_gate, group_sizes, bias=bias_gate, activation=activation, **options)
     return gate * ragged_dot(lhs, rhs_up, group_sizes, bias=bias_up, **options)

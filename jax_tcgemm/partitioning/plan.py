@@ -180,8 +180,8 @@ def _layouts(
             or devices.parts(digits) % 2 == work.extents[work.packed] % devices.parts(digits) == 0
         }
     for name in work.summed:
-        # What is to be summed and lies alike in both factors stays where it is.
-        kept = _common(name, work, operands)
+        # Nothing is gathered that can be summed where it lies.
+        kept = _kept(name, work, operands)
         suggested[name] = {each for each in suggested[name] if each[: len(kept)] == kept}
     # The most divided first.
     choices = [sorted(each, key=lambda digits: (-len(digits), digits)) for each in suggested.values()]
@@ -195,12 +195,21 @@ def _layouts(
             return
 
 
-def _common(name: str, work: Work, operands: Sequence[Tiling]) -> Digits:
-    """Returns the first digits of a summed name that all factors share which have it."""
-    pairs = [(work.operands[i], operands[i]) for i in sorted(work.factors)]
-    own = [tiling[array.dims.index(name)] for array, tiling in pairs if name in array.dims]
-    if len(own) < 2:
-        return ()
+def _kept(name: str, work: Work, operands: Sequence[Tiling]) -> Digits:
+    """Returns the digits by which a summed name stays divided.
+
+    The first that all factors share which have it; of a name that one factor has all of them, if
+    they divide nothing else.
+    """
+    own, others = [], set()
+    for i in sorted(work.factors):
+        for each, digits in zip(work.operands[i].dims, operands[i], strict=True):
+            if each == name:
+                own.append(digits)
+            else:
+                others.update(digits)
+    if len(own) == 1:
+        return () if others.intersection(own[0]) else own[0]
     return tuple(each[0] for each in itertools.takewhile(lambda x: len(set(x)) == 1, zip(*own)))
 
 

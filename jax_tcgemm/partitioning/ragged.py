@@ -96,7 +96,7 @@ class _Groups:
         plan = shard.plan
         begins, ends = group_bounds(group_sizes, plan.work.extents["m"])
         count = plan.part("g")
-        padding = (0, -len(group_sizes) % count)
+        padding = (0, count * plan.devices.parts(plan.layout["g"]) - len(group_sizes))
         begins, ends = (jnp.pad(x, padding, mode="edge") for x in (begins, ends))
         # What was added begins where the last group ends.
         begins = jnp.where(jnp.arange(len(begins)) < len(group_sizes), begins, ends)

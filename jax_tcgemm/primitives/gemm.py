@@ -36,17 +36,19 @@ gemm_p = Primitive("tcgemm")
 gemm_p.multiple_results = True
 
 
-def bind(x: Operands, spec: GemmSpec) -> list[jax.Array]:
+def bind(x: Operands, spec: GemmSpec, out_sharding: Any = None) -> list[jax.Array]:
     """Applies the primitive.
 
     Args:
         x: the operands; those that are ``None`` have no axes in ``spec``.
         spec: the static parameters.
+        out_sharding: that of the results' types on a mesh with explicit axes, if it is to be
+            another than that of the operations of JAX.
 
     Returns:
         The results that ``spec.epilogue`` asks for.
     """
-    return registration.bind(gemm_p, flatten(x), spec, _divided)
+    return registration.bind(gemm_p, flatten(x), spec, _divided, out_sharding)
 
 
 registration.evaluate_by_jit(gemm_p)

@@ -24,7 +24,7 @@ from jax_tcgemm.primitives import hidden
 from jax_tcgemm.primitives.gemm import ACTIVATION, PREACTIVATION
 from jax_tcgemm.primitives.tangents import linear_tangents
 from jax_tcgemm.problem.epilogue import Epilogue
-from jax_tcgemm.problem.spec import GemmSpec
+from jax_tcgemm.problem.spec import GemmSpec, flatten
 from jax_tcgemm.problem.strides import Operands
 
 
@@ -35,6 +35,34 @@ class Layers:
     first: GemmSpec
     second: GemmSpec
     recompute_activation: bool
+
+
+def apply(layers: Layers, first: Operands, second: Operands, out_sharding: Any) -> jax.Array:
+    """Computes both layers; within, the explicit axes of a mesh are automatic.
+
+    Args:
+        layers: the static parameters.
+        first: the operands of the first layer.
+        second: those of the second; ``a`` is None and becomes the hidden layer.
+        out_sharding: that of the result's type, if it is to be another than that of the operations
+            of JAX.
+    """
+    operands = [x for x in (*first, *second) if x is not None]
+    if _compat.is_unreduced(*operands):
+        return forward(layers, first, second)
+    if out_sharding is None and _compat.is_sharded(*operands):
+        out_sharding = jax.eval_shape(functools.partial(_composed, layers), first, second).sharding
+    if out_sharding is None:
+        return forward(layers, first, second)
+    run = functools.partial(forward, layers)
+    return _compat.with_automatic_axes(run, (first, second), out_sharding)
+
+
+def _composed(layers: Layers, first: Operands, second: Operands) -> jax.Array:
+    hidden = reference.reference_gemm(*flatten(first), spec=layers.first)[0]
+    return reference.reference_gemm(
+        *flatten(second._replace(a=hidden)), spec=layers.second
+    )[0]
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))

@@ -34,32 +34,51 @@ ragged_dot_p = Primitive("tcgemm_ragged_dot")
 ragged_contraction_p = Primitive("tcgemm_ragged_contraction")
 
 
-def dot(spec: RaggedSpec, *operands: jax.Array) -> list[jax.Array]:
+def dot(spec: RaggedSpec, *operands: jax.Array, out_sharding: Any = None) -> list[jax.Array]:
     """Applies ``ragged_dot_p`` to ``lhs``, ``rhs``, ``group_sizes`` and, if there is one, a bias.
 
     Returns:
-        ``[d]``, or also the pre-activation; see ``ragged_lowering.reference_dot``.
+        ``[d]``, or also the pre-activation; see ``ragged_lowering.reference_dot``. On a mesh with
+        explicit axes their rows are divided as those of ``lhs``, their columns as those of ``rhs``.
     """
-    return _bind(ragged_dot_p, operands, spec)
+    columns = 1 if spec.transpose_rhs else 2
+    sources = ((0, 0), (1, columns))
+    return _bind(ragged_dot_p, operands, spec, spec.result_count, sources, out_sharding)
 
 
 def contraction(spec: RaggedSpec, *operands: jax.Array) -> list[jax.Array]:
     """Applies ``ragged_contraction_p`` to ``lhs``, ``rhs`` and ``group_sizes``."""
-    return _bind(ragged_contraction_p, operands, spec)
+    return _bind(ragged_contraction_p, operands, spec, 1, (None, (0, 1), (1, 1)), None)
 
 
-def _bind(primitive: Primitive, operands: Sequence[jax.Array], spec: RaggedSpec) -> Any:
-    _refuse_sharded(operands)
-    return primitive.bind(*_compat.match_varying(operands), spec=spec)
+def _bind(
+    primitive: Primitive,
+    operands: Sequence[jax.Array],
+    spec: RaggedSpec,
+    count: int,
+    sources: Sequence[tuple[int, int] | None],
+    out_sharding: Any,
+) -> list[jax.Array]:
+    """Applies a primitive.
 
+    Args:
+        primitive: what to apply.
+        operands: its operands.
+        spec: its static parameters.
+        count: how many results there are.
+        sources: of each dimension of a result the operand whose type says how it is sharded, and
+            the dimension of that.
+        out_sharding: that of the results' types, instead.
+    """
 
-def _refuse_sharded(operands: Sequence[jax.Array]) -> None:
-    if _compat.is_sharded(*operands):
-        types = ", ".join(str(jax.typeof(x)) for x in operands)
-        raise NotImplementedError(
-            f"products over groups of operands whose types are sharded ({types}), which "
-            "jax.lax.ragged_dot does not have either; use jax.shard_map or jax.reshard"
-        )
+    def apply(*values: jax.Array) -> list[jax.Array]:
+        return primitive.bind(*_compat.match_varying(values), spec=spec)
+
+    if out_sharding is None and _compat.is_sharded(*operands):
+        out_sharding = _compat.sharding_from(operands, sources)
+    if out_sharding is None:
+        return apply(*operands)
+    return _compat.with_automatic_axes(apply, operands, [out_sharding] * count)
 
 
 # Abstract evaluation
@@ -195,7 +214,6 @@ def _batch(
     spec: RaggedSpec,
 ) -> tuple[list[jax.Array], list[int | None]]:
     """Computes one product after the other: each has groups of its own."""
-    _refuse_sharded(operands)
     if all(dim is None for dim in dims):
         results = apply(spec, *operands)
         return results, [None] * len(results)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,25 +17,36 @@ from jax_tcgemm.partitioning import partitioner
 
 
 def bind(
-    primitive: Primitive, operands: Sequence[jax.Array], spec: Any, composed: Callable[..., Any]
+    primitive: Primitive,
+    operands: Sequence[jax.Array],
+    spec: Any,
+    composed: Callable[..., Any],
+    out_sharding: Any = None,
 ) -> Any:
-    """Applies a primitive, or computes what it means where types are sharded.
-
-    A custom call cannot be divided among devices, XLA's own operations are.
+    """Applies a primitive; within, the explicit axes of a mesh are automatic.
 
     Args:
         primitive: what to apply.
         operands: its operands.
         spec: its static parameters.
-        composed: the same by operations that can be divided and have a derivative.
+        composed: the same by operations of JAX, whose types the results have.
+        out_sharding: that of the type of every result, instead.
 
     Returns:
         The results of the primitive.
     """
-    if _compat.is_sharded(*operands):
-        log(_describe(primitive, spec, operands, "operands' types are sharded"))
+    if _compat.is_unreduced(*operands):
+        log(_describe(primitive, spec, operands, "operands' types are sums over mesh axes"))
         return composed(*operands, spec=spec)
-    return primitive.bind(*_compat.match_varying(operands), spec=spec)
+
+    def apply(*values: jax.Array) -> Any:
+        return primitive.bind(*_compat.match_varying(values), spec=spec)
+
+    if out_sharding is None and not _compat.is_sharded(*operands):
+        return apply(*operands)
+    types = jax.eval_shape(apply if out_sharding else functools.partial(composed, spec=spec), *operands)
+    shardings = jax.tree.map(lambda x: out_sharding or x.sharding, types)
+    return _compat.with_automatic_axes(apply, operands, shardings)
 
 
 def evaluate_by_jit(primitive: Primitive) -> None:

@@ -1,0 +1,75 @@
+"""Programs over eight devices: divided by the rules of ``partitioning``, as on GPUs.
+
+No more travels than in the same program of ``jax.numpy``, nothing is gathered that is not there,
+and results lie where they lie there.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from sharded_programs import (
+    PROGRAMS,
+    TARGET,
+    collectives,
+    compiled,
+    compiled_gradients,
+    gradients_of,
+    mesh_of,
+    placed,
+)
+
+from jax_tcgemm.partitioning import partitioner
+
+
+@pytest.fixture(autouse=True)
+def _everywhere(monkeypatch):
+    monkeypatch.setenv(partitioner.EVERYWHERE, "1")
+
+
+def gathers(moved):
+    return sum(kind == "all-gather" for kind, _ in moved)
+
+
+def size(moved):
+    return sum(size for _, size in moved)
+
+
+def check(program, ours, theirs, operands, exact, assert_accurate):
+    mine, other = (collectives(each.as_text(), 8) for each in (ours, theirs))
+    assert gathers(mine) <= gathers(other), (mine, other)
+    assert size(mine) <= size(other), (mine, other)
+    results = [jax.tree.leaves(each(*operands)) for each in (ours, theirs)]
+    with jax.enable_x64(True):
+        wide = [
+            np.asarray(x) if i in program.sizes else np.asarray(x, np.float64)
+            for i, x in enumerate(operands)
+        ]
+        expected = jax.tree.leaves(exact(*map(jnp.asarray, wide)))
+    for actual, baseline, value in zip(*results, expected, strict=True):
+        assert actual.sharding.is_equivalent_to(baseline.sharding, actual.ndim)
+        assert actual.dtype == baseline.dtype
+        scale = float(np.abs(value).max()) * float(jnp.finfo(actual.dtype).eps)
+        assert_accurate(actual, baseline, value, slack=scale)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_results(name, rng, assert_accurate):
+    program, mesh = PROGRAMS[name], mesh_of()
+    operands = placed(program, mesh, rng)
+    assert TARGET in jax.jit(lambda *x: program.ours(*x)).lower(*operands).as_text()
+    ours, theirs = (compiled(f, program, mesh, operands) for f in (program.ours, program.theirs))
+    check(program, ours, theirs, operands, program.theirs, assert_accurate)
+
+
+@pytest.mark.parametrize("name", [name for name, each in PROGRAMS.items() if each.gradients])
+def test_gradients(name, rng, assert_accurate):
+    program, mesh = PROGRAMS[name], mesh_of()
+    operands = placed(program, mesh, rng)
+    ours, theirs = (
+        compiled_gradients(f, program, mesh, operands) for f in (program.ours, program.theirs)
+    )
+    exact = gradients_of(program.theirs, program)
+    check(program, ours, theirs, operands, exact, assert_accurate)
