@@ -1,11 +1,13 @@
-"""Lowered for CUDA, GPU or not: where XLA divides a program among devices, nothing is left whole.
+"""Lowered for CUDA, GPU or not: which calls a program has that is divided among devices.
 
-XLA cannot divide a custom call: it would gather the operands of one on every device, silently.
+XLA would gather the operands of a kernel's own call on every device, silently. What it divides is
+the call that ``partitioning`` registers; kernels are called in the program of each device.
 """
 
 from __future__ import annotations
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +16,13 @@ import pytest
 from cuda_calls import bf16
 from fused_call import square_sum
 from jax.sharding import AxisType, Mesh, NamedSharding
+from jax._src.interpreters import mlir
+from jax._src.lib import xla_client
+from jax._src.lib.mlir import ir
 from jax.sharding import PartitionSpec as P
 
 from jax_tcgemm import dot_general, gated_gemm, gated_mlp, gemm, mlp, ragged_dot
-from jax_tcgemm.lowering.log import log
+from jax_tcgemm.partitioning import partitioner
 
 pytestmark = pytest.mark.usefixtures("all_kernels")
 
@@ -30,9 +35,12 @@ def mesh_of(*shape: int) -> Mesh:
     return jax.make_mesh(shape, ("x", "y")[: len(shape)], axis_types, devices=devices)
 
 
-def calls(function, *args, **jit_options) -> int:
+def calls(function, *args, divided: bool = False, **jit_options) -> int:
+    """Counts calls of kernels, or those that are divided."""
     traced = jax.jit(function, **jit_options).trace(*args)
-    return traced.lower(lowering_platforms=("cuda",)).as_text().count("custom_call @jax_tcgemm")
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    count = text.count(f"custom_call @{partitioner.TARGET}")
+    return count if divided else text.count("custom_call @jax_tcgemm") - count
 
 
 def activation_gradient(x, w):
@@ -66,12 +74,13 @@ def args():
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_sharded_operands_are_left_to_xla(name, args):
-    function, _ = FUNCTIONS[name]
+def test_sharded_operands_are_divided(name, args):
+    function, count = FUNCTIONS[name]
     sharded = [jax.device_put(x, NamedSharding(mesh_of(4), P("x"))) for x in args]
-    assert calls(function, *sharded) == 0
     shardings = NamedSharding(mesh_of(4), P(None, "x")), NamedSharding(mesh_of(4), P())
-    assert calls(function, *args, in_shardings=shardings) == 0
+    for options, operands in (({}, sharded), ({"in_shardings": shardings}, args)):
+        assert calls(function, *operands, **options) == 0
+        assert calls(function, *operands, divided=True, **options) >= count
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -82,19 +91,59 @@ def test_one_device_has_kernels(name, args):
     assert calls(function, *(jax.device_put(x, one) for x in args)) == count
 
 
-@pytest.mark.parametrize("name", ["gemm", "gated_gemm", "mlp"])
-def test_parts_of_k_are_added_up_in_the_type_of_the_result(name, args):
+def part(function, *operands, out=None, platform="cuda"):
+    """Returns the program of one device, of a call with operands of these shapes and shardings."""
+    args = [jax.device_put(x, NamedSharding(mesh_of(4), spec)) for x, spec in operands]
+    traced = jax.jit(function).trace(*args)
+    text = str(traced.lower(lowering_platforms=(platform,)).compiler_ir("stablehlo"))
+    (config,) = re.findall(r'backend_config = "((?:[^"\\]|\\.)*)"', text)
+    result = jax.eval_shape(function, *args)
+    shape, sharding = (
+        lambda x: xla_client.Shape.array_shape(x.dtype, x.shape),
+        lambda x: x.sharding._to_xla_hlo_sharding(x.ndim),
+    )
+    wanted = NamedSharding(mesh_of(4), out or P())._to_xla_hlo_sharding(result.ndim)
+    module, *_ = partitioner._partition(
+        [shape(x) for x in args],
+        [sharding(x) for x in args],
+        shape(result),
+        wanted,
+        config.replace('\\22', '"').encode(),
+    )
+    return deserialized(module)
+
+
+def deserialized(module: bytes) -> str:
+    with mlir.make_ir_context():
+        return str(ir.Module.parse(module))
+
+
+def test_each_device_calls_kernels_of_its_part(args):
+    x, w = args
+    text = part(lambda x, w: gemm(x, w), (x, P("x")), (w, P()), out=P("x"))
+    assert text.count("custom_call @jax_tcgemm_gemm") == 1
+    assert "tensor<128x64xbf16>, tensor<64x256xbf16>) -> tensor<128x256xbf16>" in text
+    assert "all_reduce" not in text
+
+
+def test_parts_of_k_are_added_up_in_the_type_of_the_result(args):
     """Across devices; float32 would double what travels between them."""
+    x, w = args
 
-    def with_addends(x, w):
-        return FUNCTIONS[name][0](x, w), gemm(x, w, bias=w[0], activation="gelu")
+    def fused(x, w, bias):
+        return gemm(x, w, bias=bias, activation="gelu")
 
-    by_k = [jax.device_put(args[0], NamedSharding(mesh_of(4), P(None, "x")))]
-    by_k += [jax.device_put(args[1], NamedSharding(mesh_of(4), P("x")))]
-    text = jax.jit(with_addends).trace(*by_k).lower(lowering_platforms=("cuda",)).as_text()
-    products = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
-    assert products
-    assert all(line.endswith("bf16>") for line in products), products
+    operands = (x, P(None, "x")), (w, P("x"))
+    for function, others in (
+        (lambda x, w: gemm(x, w), ()),
+        (fused, [(bf16(256), P())]),
+        (lambda x, w, up: gated_gemm(x, w, up), [(w, P("x"))]),
+    ):
+        text = part(function, *operands, *others)
+        assert "custom_call @jax_tcgemm_gemm" in text
+        sums = re.findall(r'"stablehlo.all_reduce".*?\}\) : \((tensor<[^>]*>)\)', text, re.DOTALL)
+        assert sums
+        assert set(sums) == {"tensor<512x256xbf16>"}
 
 
 def test_float16_is_not_rounded_before_it_is_scaled(normal):
@@ -124,7 +173,9 @@ def test_kernels_within_shard_map_over_all_axes(name, args):
     # An axis of one device divides nothing.
     partial = shard_map(function, mesh_of(4, 1), axis_names={"x"}, check_vma=False)
     assert calls(partial, *args) == count
-    assert calls(shard_map(function, mesh_of(2, 2), axis_names={"x"}, check_vma=False), *args) == 0
+    partial = shard_map(function, mesh_of(2, 2), axis_names={"x"}, check_vma=False)
+    assert calls(partial, *args) == 0
+    assert calls(partial, *args, divided=True) == count
 
 
 def test_each_part_of_a_program_has_its_own(args):
@@ -135,21 +186,10 @@ def test_each_part_of_a_program_has_its_own(args):
 
     placed = [jax.device_put(x, NamedSharding(mesh_of(4), P())) for x in args]
     assert calls(both, *placed) == 1
+    assert calls(both, *placed, divided=True) == 2
 
 
 def test_pmap_has_kernels(args):
     x = jnp.stack([args[0]] * 4)
     mapped = jax.pmap(gemm, in_axes=(0, None), devices=jax.devices("cpu")[:4])
     assert calls(mapped, x, args[1]) == 1
-
-
-def test_log_says_that_a_program_is_divided(args, monkeypatch, capsys):
-    log.cache_clear()
-    monkeypatch.setenv("JAX_TCGEMM_LOG", "1")
-    calls(
-        lambda x, w: gemm(x, w),
-        *(jax.device_put(x, NamedSharding(mesh_of(4), P("x"))) for x in args),
-    )
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "tcgemm bfloat16[512, 64], bfloat16[64, 256]: reference: a program that XLA" in line
-    assert "4 devices" in line

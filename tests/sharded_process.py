@@ -1,0 +1,91 @@
+"""What a process of its own does in the tests of programs over several devices.
+
+``export PATH``: writes a program, its operands and results; ``import PATH``: runs it. ``cache PATH``:
+compiles with a persistent cache there. ``join ADDRESS RANK``: is one of two processes that run a
+program together.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import sys
+
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+os.environ["JAX_TCGEMM_PARTITION_EVERYWHERE"] = "1"
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from sharded_programs import PROGRAMS, TARGET, mesh_of, placed
+
+import jax_tcgemm
+
+NAMES = ("fused_k", "fsdp_mlp", "packed_fsdp", "ragged_rows", "scan_of_layers")
+
+
+def write(path: pathlib.Path) -> None:
+    for name in NAMES:
+        program, mesh = PROGRAMS[name], mesh_of()
+        operands = placed(program, mesh, np.random.default_rng(0))
+        function = jax.jit(lambda *args, own=program.ours: own(*args))
+        checks = jax_tcgemm.export_disabled_checks()
+        exported = jax.export.export(function, disabled_checks=checks)(*operands)
+        assert TARGET in exported.mlir_module()
+        (path / name).write_bytes(exported.serialize())
+        np.save(path / f"{name}.npy", np.asarray(function(*operands)))
+
+
+def read(path: pathlib.Path) -> None:
+    for name in NAMES:
+        exported = jax.export.deserialize(bytearray((path / name).read_bytes()))
+        operands = placed(PROGRAMS[name], mesh_of(), np.random.default_rng(0))
+        result = jax.jit(exported.call)(*operands)
+        np.testing.assert_array_equal(np.asarray(result), np.load(path / f"{name}.npy"))
+
+
+def cache(path: pathlib.Path) -> None:
+    jax.config.update("jax_compilation_cache_dir", str(path))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    events: list[str] = []
+    jax.monitoring.register_event_listener(lambda name, **_: events.append(name))
+    program = PROGRAMS["fused_k"]
+    operands = placed(program, mesh_of(), np.random.default_rng(0))
+    events.clear()
+    jax.block_until_ready(jax.jit(lambda *args: program.ours(*args))(*operands))
+    print("hits", events.count("/jax/compilation_cache/cache_hits"))
+    print("misses", events.count("/jax/compilation_cache/cache_misses"))
+
+
+def join(address: str, rank: int) -> None:
+    jax.distributed.initialize(address, num_processes=2, process_id=rank)
+    mesh = jax.make_mesh((2, 2, 4), ("x", "y", "z"), (jax.sharding.AxisType.Auto,) * 3)
+    rng = np.random.default_rng(0)
+    x, w = (rng.standard_normal(shape).astype(np.float32) for shape in ((64, 32), (32, 48)))
+
+    def put(value: np.ndarray, *spec: object) -> jax.Array:
+        sharding = NamedSharding(mesh, P(*spec))
+        return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+
+    def program(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jax_tcgemm.gemm(x, w, activation="relu")
+
+    for specs in ((("z", "x"), ("x", "y")), (("x",), ("x",)), ((None, ("x", "z")), (("x", "z"),))):
+        arrays = [put(value, *spec) for value, spec in zip((x, w), specs, strict=True)]
+        jitted = jax.jit(program, out_shardings=NamedSharding(mesh, P()))
+        assert TARGET in jitted.lower(*arrays).as_text()
+        result = np.asarray(jitted(*arrays).addressable_data(0))
+        np.testing.assert_allclose(result, np.maximum(x @ w, 0), rtol=1e-4, atol=1e-4)
+    print("joined", rank, jnp.shape(result))
+
+
+if __name__ == "__main__":
+    verb, *arguments = sys.argv[1:]
+    if verb == "join":
+        join(arguments[0], int(arguments[1]))
+    else:
+        {"export": write, "import": read, "cache": cache}[verb](pathlib.Path(arguments[0]))

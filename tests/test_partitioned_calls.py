@@ -1,0 +1,350 @@
+"""The custom call of a divided product: under transformations, meshes, compilers and processes."""
+
+from __future__ import annotations
+
+import functools
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fused_call import assert_trees_close, square_sum
+from jax.experimental import serialize_executable
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from sharded_programs import (
+    PROGRAMS,
+    TARGET,
+    collectives,
+    compiled,
+    compiled_gradients,
+    mesh_of,
+    placed,
+)
+
+from jax_tcgemm import dot_general, gated_gemm, gated_mlp, gated_ragged_dot, gemm, mlp, ragged_dot
+from jax_tcgemm.lowering.log import log
+from jax_tcgemm.partitioning import partitioner
+
+PROCESS = pathlib.Path(__file__).with_name("sharded_process.py")
+
+
+@pytest.fixture(autouse=True)
+def _everywhere(monkeypatch):
+    monkeypatch.setenv(partitioner.EVERYWHERE, "1")
+
+
+@pytest.fixture
+def mesh():
+    return mesh_of()
+
+
+def put(mesh, x, *spec):
+    return jax.device_put(x, NamedSharding(mesh, P(*spec)))
+
+
+def moved(function, *operands):
+    text = jax.jit(lambda *args: function(*args)).lower(*operands).compile().as_text()
+    return collectives(text, 8)
+
+
+def kinds(function, *operands):
+    return sorted(kind for kind, _ in moved(function, *operands))
+
+
+def size(function, *operands):
+    return sum(size for _, size in moved(function, *operands))
+
+
+# Meshes
+
+
+@pytest.mark.parametrize("by_hand", [{"x"}, {"y"}])
+def test_axes_divided_by_hand(mesh, normal, by_hand):
+    """In each part of a partially manual region the call is divided anew."""
+    specs = (P("x"), P()) if by_hand == {"x"} else (P(None, None, "y"), P("y"))
+    x, w = put(mesh, normal(8, 16, 32), "x", None, "y"), put(mesh, normal(32, 24), "y")
+
+    def program(function):
+        def part(x, w):
+            d = function(x, w)
+            return d if by_hand == {"x"} else jax.lax.psum(d, "y")
+
+        mapped = jax.shard_map(
+            part, mesh=mesh, in_specs=specs, out_specs=P(*specs[0][:1]), axis_names=by_hand
+        )
+        return mapped, jax.grad(square_sum(mapped), (0, 1))
+
+    for ours, theirs in zip(program(gemm), program(jnp.matmul), strict=True):
+        assert TARGET in jax.jit(ours).lower(x, w).as_text()
+        assert kinds(ours, x, w) == kinds(theirs, x, w)
+        assert_trees_close(jax.jit(ours)(x, w), jax.jit(theirs)(x, w), 1e-3)
+
+
+def test_two_meshes_in_one_program(mesh, normal):
+    other = jax.make_mesh((2, 4), ("a", "b"), (AxisType.Auto,) * 2, devices=jax.devices("cpu")[:8])
+    x, w = put(mesh, normal(16, 32), "x"), put(mesh, normal(32, 24), None, "y")
+
+    def program(function, x, w):
+        y = jax.lax.with_sharding_constraint(function(x, w), NamedSharding(other, P("a", "b")))
+        return function(y, y.T)
+
+    ours, theirs = (functools.partial(program, f) for f in (gemm, jnp.matmul))
+    assert kinds(ours, x, w).count("all-gather") <= kinds(theirs, x, w).count("all-gather")
+    assert_trees_close(jax.jit(ours)(x, w), jax.jit(theirs)(x, w), 1e-3)
+
+
+def test_a_mesh_of_no_power_of_two(normal):
+    mesh = jax.make_mesh((3, 2), ("x", "y"), (AxisType.Auto,) * 2, devices=jax.devices("cpu")[:6])
+    x, w = put(mesh, normal(12, 36), "y", "x"), put(mesh, normal(36, 10), "x")
+    assert kinds(gemm, x, w) == kinds(jnp.matmul, x, w) == ["all-reduce"]
+    assert_trees_close(jax.jit(gemm)(x, w), x @ w, 1e-3)
+
+
+def test_lowered_for_a_mesh_without_devices():
+    mesh = AbstractMesh((4, 2), ("x", "y"), (AxisType.Auto,) * 2)
+    x = jax.ShapeDtypeStruct((512, 64), jnp.bfloat16, sharding=NamedSharding(mesh, P("x")))
+    w = jax.ShapeDtypeStruct((64, 256), jnp.bfloat16, sharding=NamedSharding(mesh, P("x", "y")))
+    for platform in ("cpu", "cuda"):
+        traced = jax.jit(lambda x, w: gemm(x, w)).trace(x, w)
+        assert traced.lower(lowering_platforms=(platform,)).as_text().count(f"@{TARGET}") == 1
+
+
+# Explicit axes
+
+
+@pytest.fixture
+def explicit():
+    return mesh_of((4, 2), AxisType.Explicit)
+
+
+SIZES = jnp.array([30, 0, 20, 10])
+
+EXPLICIT = {
+    "gemm": (gemm, jnp.matmul, [(64, 32), (32, 48)]),
+    "gated_gemm": (
+        lambda x, w: gated_gemm(x, w, w),
+        lambda x, w: jax.nn.silu(x @ w) * (x @ w),
+        [(64, 32), (32, 48)],
+    ),
+    "mlp": (
+        lambda x, w: mlp(x, w, None, w.T),
+        lambda x, w: jax.nn.gelu(x @ w) @ w.T,
+        [(64, 32), (32, 48)],
+    ),
+    "gated_mlp": (
+        lambda x, w: gated_mlp(x, w, w, w.T),
+        lambda x, w: (jax.nn.silu(x @ w) * (x @ w)) @ w.T,
+        [(64, 32), (32, 48)],
+    ),
+}
+
+
+@pytest.mark.parametrize("specs", [(("x",), ()), (("x",), ("y",)), (("x", "y"), ())])
+@pytest.mark.parametrize("name", EXPLICIT)
+def test_explicit_axes(explicit, normal, name, specs):
+    ours, theirs, shapes = EXPLICIT[name]
+    with jax.set_mesh(explicit):
+        pairs = zip(shapes, specs, strict=True)
+        args = [put(explicit, normal(*shape) / 4, *spec) for shape, spec in pairs]
+        for mine, other in ((ours, theirs), (vector_of(ours), vector_of(theirs))):
+            assert TARGET in jax.jit(mine).lower(*args).as_text()
+            actual, expected = jax.jit(mine)(*args), jax.jit(other)(*args)
+            types = [jax.tree.map(lambda x: jax.typeof(x).sharding.spec, y) for y in (actual, expected)]
+            assert types[0] == types[1]
+            assert_trees_close(actual, expected, 1e-3)
+            # Of each product the least travels, but XLA gathers once what two of its own need.
+            assert size(mine, *args) <= 1.05 * size(other, *args)
+
+
+def vector_of(function):
+    return jax.grad(square_sum(function), (0, 1))
+
+
+def test_out_sharding(explicit, normal):
+    """Where both contracted dimensions are sharded, it has to be said; as jnp does."""
+    with jax.set_mesh(explicit):
+        x, w = put(explicit, normal(64, 32), None, "x"), put(explicit, normal(32, 48), "x")
+        for out in (P(), P("x"), P(None, ("x", "y")), P("y", "x")):
+            for ours, theirs in (
+                (gemm, jnp.matmul),
+                (lambda x, w, out_sharding: gated_gemm(x, w, w, out_sharding=out_sharding), None),
+                (
+                    lambda x, w, out_sharding: dot_general(
+                        x, w, (((1,), (0,)), ((), ())), out_sharding=out_sharding
+                    ),
+                    jnp.matmul,
+                ),
+                (lambda x, w, out_sharding: mlp(x, w, None, w.T, out_sharding=out_sharding), None),
+            ):
+                run = jax.jit(functools.partial(ours, out_sharding=out))
+                assert jax.typeof(run(x, w)).sharding.spec == P(*out, *(None,) * (2 - len(out)))
+                if theirs is not None:
+                    expected = jax.jit(functools.partial(theirs, out_sharding=out))(x, w)
+                    assert_trees_close(run(x, w), expected, 1e-3)
+                    own, other = (
+                        jax.grad(square_sum(functools.partial(f, out_sharding=out)), (0, 1))
+                        for f in (ours, theirs)
+                    )
+                    assert_trees_close(jax.jit(own)(x, w), jax.jit(other)(x, w), 1e-3)
+        for function in (gemm, lambda x, w: gated_gemm(x, w, w)):
+            with pytest.raises(Exception, match="out_sharding"):
+                jax.jit(function)(x, w)
+        with pytest.raises(TypeError, match="out_sharding"):
+            gemm(x, w, out_sharding="x")
+
+
+def test_groups_on_explicit_axes(explicit, normal):
+    with jax.set_mesh(explicit):
+        x, w = put(explicit, normal(64, 32), "x"), put(explicit, normal(4, 32, 48), None, None, "y")
+        expected = ragged_dot(np.asarray(x), np.asarray(w), SIZES)
+        result = jax.jit(ragged_dot)(x, w, SIZES)
+        assert jax.typeof(result).sharding.spec == P("x", "y")
+        assert_trees_close(result, expected, 1e-3)
+        gradients = jax.jit(jax.grad(square_sum(lambda x, w: ragged_dot(x, w, SIZES)), (0, 1)))(x, w)
+        assert [jax.typeof(g).sharding.spec for g in gradients] == [P("x", None), P(None, None, "y")]
+        wanted = jax.grad(square_sum(lambda x, w: ragged_dot(x, w, SIZES)), (0, 1))
+        assert_trees_close(gradients, wanted(np.asarray(x), np.asarray(w)), 1e-3)
+        experts = put(explicit, normal(4, 32, 48), "x")
+        gated = jax.jit(functools.partial(gated_ragged_dot, out_sharding=P(None, "y")))
+        result = gated(np.asarray(x), experts, experts, SIZES)
+        assert jax.typeof(result).sharding.spec == P(None, "y")
+
+
+def test_vmap_over_an_explicit_axis(explicit, normal):
+    with jax.set_mesh(explicit):
+        x, w = put(explicit, normal(4, 16, 32), "x"), put(explicit, normal(32, 48), None, "y")
+        actual, expected = (jax.jit(jax.vmap(f, (0, None)))(x, w) for f in (gemm, jnp.matmul))
+        assert jax.typeof(actual).sharding == jax.typeof(expected).sharding
+        assert_trees_close(actual, expected, 1e-3)
+
+
+# Compilers and processes
+
+
+@pytest.mark.parametrize("name", ["fsdp", "fused_k", "megatron_mlp", "ragged_experts"])
+def test_without_shardy(name, rng):
+    """GSPMD, which has no rules of propagation and asks for the results' shardings."""
+    program, mesh = PROGRAMS[name], mesh_of()
+    before = jax.config.jax_use_shardy_partitioner
+    operands = placed(program, mesh, rng)
+    try:
+        jax.config.update("jax_use_shardy_partitioner", False)
+        for compile_ in (compiled, compiled_gradients):
+            ours, theirs = (
+                compile_(f, program, mesh, operands) for f in (program.ours, program.theirs)
+            )
+            mine, other = (collectives(each.as_text(), 8) for each in (ours, theirs))
+            assert sum(size for _, size in mine) <= sum(size for _, size in other)
+            assert_trees_close(ours(*operands), theirs(*operands), 1e-3)
+    finally:
+        jax.config.update("jax_use_shardy_partitioner", before)
+
+
+def test_an_executable_is_serialized(rng):
+    program, mesh = PROGRAMS["fused_sequence"], mesh_of()
+    operands = placed(program, mesh, rng)
+    first = compiled(program.ours, program, mesh, operands)
+    second = serialize_executable.deserialize_and_load(*serialize_executable.serialize(first))
+    np.testing.assert_array_equal(np.asarray(first(*operands)), np.asarray(second(*operands)))
+
+
+def run_process(*arguments):
+    command = [sys.executable, "-P", str(PROCESS), *map(str, arguments)]
+    return subprocess.run(
+        command, env=process_environment(), capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+def process_environment():
+    paths = [str(PROCESS.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def test_exported_to_another_process(tmp_path):
+    for verb in ("export", "import"):
+        done = run_process(verb, tmp_path)
+        assert done.returncode == 0, done.stderr
+
+
+def test_another_process_finds_it_in_the_persistent_cache(tmp_path):
+    first, second = (run_process("cache", tmp_path).stdout.split() for _ in range(2))
+    assert first[1] == "0"
+    assert first[3] != "0"
+    assert second == ["hits", first[3], "misses", "0"]
+
+
+def test_two_processes():
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        address = f"localhost:{probe.getsockname()[1]}"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-P", str(PROCESS), "join", address, str(rank)],
+            env=process_environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outputs = [process.communicate(timeout=300) for process in processes]
+    for rank, (out, err) in enumerate(outputs):
+        assert f"joined {rank}" in out, err
+
+
+# Memory
+
+
+def test_an_accumulated_gradient_takes_the_memory_of_its_operand(mesh, normal):
+    x, g = put(mesh, normal(64, 32, dtype=jnp.bfloat16), "x"), None
+    g = put(mesh, normal(64, 48, dtype=jnp.bfloat16), "x")
+    c = put(mesh, normal(32, 48))
+
+    def step(c, x, g):
+        return gemm(x, g, c, transpose_a=True, preferred_element_type=jnp.float32)
+
+    executable = jax.jit(step, donate_argnums=0).lower(c, x, g).compile()
+    assert executable.memory_analysis().alias_size_in_bytes == c.size * 4
+
+
+@pytest.mark.parametrize("name", ["fsdp_mlp", "megatron_gated_mlp", "fsdp_gated_mlp", "scan_of_layers"])
+def test_gradients_need_no_more_memory(name, rng):
+    program, mesh = PROGRAMS[name], mesh_of()
+    operands = placed(program, mesh, rng)
+    ours, theirs = (
+        compiled_gradients(f, program, mesh, operands).memory_analysis().temp_size_in_bytes
+        for f in (program.ours, program.theirs)
+    )
+    assert ours <= 1.05 * theirs + 2**12, (ours, theirs)
+
+
+# What is printed
+
+
+def test_log_names_every_collective(mesh, normal, monkeypatch, capfd):
+    log.cache_clear()
+    monkeypatch.setenv("JAX_TCGEMM_LOG", "1")
+    x, w = put(mesh, normal(64, 32), "x"), put(mesh, normal(32, 48), "x", "y")
+    jax.jit(lambda x, w: gemm(x, w)).lower(x, w).compile()
+    x, w = put(mesh, normal(64, 32), None, "x"), put(mesh, normal(32, 48), "x")
+    jax.jit(lambda x, w: gemm(x, w)).lower(x, w).compile()
+    lines = [line for line in capfd.readouterr().err.splitlines() if "on 8 devices" in line]
+    assert len(lines) == 2
+    assert "dividing m by 4, n by 2; all-gather of b (0.0022 MiB)" in lines[0]
+    assert "dividing k by 4; all-reduce of the result" in lines[1]
+
+
+def test_log_says_what_xla_divides(mesh, normal, monkeypatch, capfd):
+    log.cache_clear()
+    monkeypatch.setenv("JAX_TCGEMM_LOG", "1")
+    x, w = put(mesh, normal(64, 32), "x"), normal(32, 48)
+    traced = jax.jit(lambda x, w: gemm(x, w, precision="highest")).trace(x, w)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert TARGET not in text
+    assert "XLA divides its own products" in capfd.readouterr().err
