@@ -149,14 +149,19 @@ def _difference(x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def disagreement(case: Case, actual: Any, expected: Any) -> str | None:
-    """Says how far results are from those expected, None if they are near enough."""
+    """Says how far the results of a case are from those expected, None if they are near enough."""
+    tolerance = TOLERANCES[case.dtype] * (_STEP_TOLERANCE if case.step else 1)
+    return disagreement_of(actual, expected, tolerance)
+
+
+def disagreement_of(actual: Any, expected: Any, tolerance: float) -> str | None:
+    """The same of any results, of which the norm of each difference is to be that small."""
     got, wanted = ([(x.shape, x.dtype) for x in jax.tree.leaves(y)] for y in (actual, expected))
     if got != wanted:
         return f"{got} instead of {wanted}"
     differences = jax.tree.leaves(jax.tree.map(_difference, actual, expected))
     # The largest of several, one of which may be NaN.
     largest = float(jnp.max(jnp.stack(differences)))
-    tolerance = TOLERANCES[case.dtype] * (_STEP_TOLERANCE if case.step else 1)
     return None if largest <= tolerance else f"by {largest:.1e} of its norm, over {tolerance:.1e}"
 
 

@@ -28,7 +28,8 @@ PICTURE = ROOT / "docs" / "architecture.svg"
 # From the top: each imports only what comes after it. `kernels` is last, because the build runs it
 # without JAX.
 PYTHON_ORDER = (
-    *("__main__", "__init__", "tools", "api", "primitives", "lowering", "problem"),
+    *("__main__", "__init__", "tools", "api", "primitives", "partitioning", "lowering"),
+    "problem",
     *("_extension", "_compat", "_core", "kernels"),
 )
 
@@ -38,6 +39,7 @@ _CAPTIONS = {
     "tools": "self-test and timing",
     "api": "what a user calls",
     "primitives": "JAX primitives and their rules",
+    "partitioning": "how it is divided",
     "lowering": "a custom call, or XLA's own",
     "problem": "what a product is",
     "_extension": "loads and registers",

@@ -20,9 +20,12 @@ from jax._src import sharding_impls as _sharding_impls
 from jax._src import xla_bridge as _xla_bridge
 from jax._src.interpreters import mlir as _mlir
 from jax._src.lax import lax as _lax
-from jax._src.lib import xla_client as xla_client
-from jax._src.lib.mlir import ir as _ir
+from jax._src.lib import xla_client as _client  # pyright: ignore[reportPrivateImportUsage]
+from jax._src.lib.mlir import ir as _ir  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.lib.mlir.dialects import hlo as _hlo
+
+# XLA's shardings, and where its partitioner is told of ours.
+xla_client: Any = _client
 
 # Tells ``jax.jit`` to leave nothing of itself within another trace. JAX 0.11 has several ways.
 INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True  # pyright: ignore
@@ -38,6 +41,11 @@ def canonicalize_precision(precision: Any) -> Any:
     """
     canonical = _lax.canonicalize_precision(precision)
     return (jax.lax.Precision.DEFAULT,) * 2 if canonical is None else canonical
+
+
+def option(name: str) -> Any:
+    """Returns one of the options of JAX that a context manager of its name sets."""
+    return getattr(jax.config, name)
 
 
 def mark_as_single_operation(function: Any) -> None:
@@ -257,7 +265,7 @@ def emit_partitioned(
         operand_layouts=None,
         result_layouts=None,
     )
-    if jax.config.jax_use_shardy_partitioner:
+    if option("jax_use_shardy_partitioner"):
         whole: list[str] = []
 
         def mapping(dims: Sequence[str | None]) -> Any:
@@ -276,7 +284,7 @@ def emit_partitioned(
             need_replication_factors=tuple(whole),
         )
         call.attributes["sdy.sharding_rule"] = _sharding_rule.sdy_sharding_rule_to_mlir(
-            rule, [value.type for value in values], types
+            rule, [value.type for value in values], list[Any](types)
         )
     return call.results
 
@@ -299,7 +307,7 @@ def program_of_one_device(
     """
     jaxpr = jax.make_jaxpr(function, axis_env=[(axis, devices)])(*operands)
     mesh = _mesh.AbstractMesh((devices,), (axis,))
-    context = _sharding_impls.SPMDAxisContext(mesh, frozenset({axis}))
+    context = _sharding_impls.SPMDAxisContext(mesh, frozenset({axis}))  # pyright: ignore
     with _core.extend_axis_env_nd([(axis, devices)]):
         module = _mlir.build_mlir_module_helper(
             jaxpr, name="part", platforms=[platform], backend=None, axis_context=context

@@ -1,8 +1,8 @@
 """What a process of its own does in the tests of programs over several devices.
 
-``export PATH``: writes a program, its operands and results; ``import PATH``: runs it. ``cache PATH``:
-compiles with a persistent cache there. ``join ADDRESS RANK``: is one of two processes that run a
-program together.
+``export PATH``: writes programs and results; ``import PATH``: runs them. ``cache PATH``: compiles
+with a persistent cache there. ``join ADDRESS RANK``: is one of two processes that run a program
+together.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pathlib
 import sys
 
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
-os.environ["JAX_TCGEMM_PARTITION_EVERYWHERE"] = "1"
+os.environ["JAX_TCGEMM_PARTITION"] = "everywhere"
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax

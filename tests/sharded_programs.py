@@ -1,11 +1,10 @@
-"""Programs of which operands are sharded: ours, the same in jax.numpy, and what travels in each."""
+"""Programs of which operands are sharded: ours and the same in jax.numpy."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import math
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -102,9 +101,7 @@ def _ragged_formula(activation, x, w, sizes, bias=None):
     rows = jnp.arange(x.shape[0])[None, :]
     inside = ((ends - sizes)[:, None] <= rows) & (rows < ends[:, None])  # (g, m)
     mask = inside.astype(x.dtype)
-    z = jnp.einsum(
-        "gmk,gkn->mn", mask[:, :, None] * x[None], w
-    )
+    z = jnp.einsum("gmk,gkn->mn", mask[:, :, None] * x[None], w)
     if bias is not None:
         z = z + mask.T @ bias
     return z if activation is None else jnp.where(inside.any(0)[:, None], activation(z), 0)
@@ -180,9 +177,7 @@ PROGRAMS = {
     "sequence": Program(_gemm, _matmul, _W, (P(None, "x"), P("x")), P("x")),
     "sequence_by_columns": Program(_gemm, _matmul, _W, (P(None, "x"), P("x")), P(None, "x")),
     "fsdp": Program(_gemm, _matmul, _W, (P("x"), P("x")), grads_as_operands=True),
-    "fsdp_and_columns": Program(
-        _gemm, _matmul, _W, (P("x"), P("x", "y")), grads_as_operands=True
-    ),
+    "fsdp_and_columns": Program(_gemm, _matmul, _W, (P("x"), P("x", "y")), grads_as_operands=True),
     "rows_and_columns_alike": Program(_gemm, _matmul, _W, (P("x"), P(None, "x"))),
     "replicated_result": Program(_gemm, _matmul, _W, (P("x"), P()), P()),
     "uneven_rows_and_columns": _uneven(
@@ -244,20 +239,26 @@ PROGRAMS = {
         (P("x"), P(None, "y")),
     ),
     "megatron_mlp": Program(
-        _mlp, _mlp_formula, _MLP, (P("x"), P(None, "y"), P("y"), P("y"), P()),
-        gradients=(0, 1, 2, 3, 4), grads_as_operands=True,
+        _mlp,
+        _mlp_formula,
+        _MLP,
+        (P("x"), P(None, "y"), P("y"), P("y"), P()),
+        gradients=(0, 1, 2, 3, 4),
+        grads_as_operands=True,
     ),
     "megatron_mlp_of_one_axis": Program(
         _mlp, _mlp_formula, _MLP, (P(), P(None, "x"), P("x"), P("x"), P())
     ),
     "fsdp_mlp": Program(
-        _mlp, _mlp_formula, _MLP, (P("x"), P("x"), P(), P("x"), P()),
-        gradients=(0, 1, 2, 3, 4), grads_as_operands=True,
+        _mlp,
+        _mlp_formula,
+        _MLP,
+        (P("x"), P("x"), P(), P("x"), P()),
+        gradients=(0, 1, 2, 3, 4),
+        grads_as_operands=True,
     ),
     "gated_rows": Program(tc.gated_gemm, _gated, _GATED, (P("x"), P(), P())),
-    "gated_columns": Program(
-        tc.gated_gemm, _gated, _GATED, (P("x"), P(None, "y"), P(None, "y"))
-    ),
+    "gated_columns": Program(tc.gated_gemm, _gated, _GATED, (P("x"), P(None, "y"), P(None, "y"))),
     "gated_k": Program(tc.gated_gemm, _gated, _GATED, (P(None, "x"), P("x"), P("x"))),
     "packed_rows": Program(tc.gated_gemm, _packed_like, ((64, 32), (32, 96)), (P("x"), P())),
     "packed_fsdp": Program(
@@ -374,8 +375,9 @@ PROGRAMS = {
     ),
     "gated_ragged_rows": Program(
         tc.gated_ragged_dot,
-        lambda x, g, u, sizes: _ragged_formula(jax.nn.silu, x, g, sizes)
-        * _ragged_formula(None, x, u, sizes),
+        lambda x, g, u, sizes: (
+            _ragged_formula(jax.nn.silu, x, g, sizes) * _ragged_formula(None, x, u, sizes)
+        ),
         ((64, 32), (8, 32, 48), (8, 32, 48), (8,)),
         (P("x"), P(), P(), P()),
         gradients=(0, 1, 2),
@@ -398,49 +400,6 @@ PROGRAMS = {
         sizes=_SIZES,
     ),
 }
-
-
-# What travels
-
-_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "f32": 4, "s32": 4, "u32": 4, "f64": 8}
-_COLLECTIVE = re.compile(
-    r"= (?P<result>.*?) (?P<kind>all-gather|all-reduce|reduce-scatter|all-to-all|"
-    r"collective-permute)(?:-start)?\((?P<rest>.*)"
-)
-
-
-def collectives(text: str, devices: int) -> list[tuple[str, float]]:
-    """Returns the kind of each collective of a compiled program, and what a device receives."""
-    found = []
-    for line in text.splitlines():
-        match = _COLLECTIVE.search(line)
-        if match is None:
-            continue
-        size = sum(
-            _BYTES[kind] * math.prod(int(e) for e in shape.split(",") if e)
-            for kind, shape in re.findall(r"(\w+)\[([\d,]*)\]", match["result"])
-            if kind in _BYTES
-        )
-        parts = _group_size(match["rest"], devices)
-        kind = match["kind"]
-        share = 1 - 1 / parts
-        pairs = re.findall(r"\{(\d+),(\d+)\}", match["rest"].split("source_target_pairs=")[-1])
-        sent = sum(source != target for source, target in pairs) / devices
-        factor = {"all-reduce": 2 * share, "reduce-scatter": parts - 1, "collective-permute": sent}
-        found.append((kind, size * factor.get(kind, share)))
-    return [each for each in found if each[1]]
-
-
-def _group_size(text: str, devices: int) -> int:
-    iota = re.search(r"replica_groups=\[\d+,(\d+)\]", text)
-    if iota:
-        return int(iota[1])
-    meshed = re.search(r"replica_groups=mesh\[(.*?)\] *\{(.*?)\}", text)
-    if meshed:
-        extents = dict(re.findall(r"'(\w+)'=(\d+)", meshed[1]))
-        return math.prod(int(extents[name]) for name in re.findall(r"'(\w+)'", meshed[2]))
-    listed = re.search(r"replica_groups=\{\{([\d,]+)\}", text)
-    return len(listed[1].split(",")) if listed else devices
 
 
 def placed(program: Program, mesh: Mesh, rng: np.random.Generator) -> list[jax.Array]:

@@ -1,12 +1,14 @@
 """The examples run, and fail when they should."""
 
 import importlib.util
+import os
 import pathlib
 import sys
 
 import pytest
 
 import jax_tcgemm
+from jax_tcgemm.tools.collectives import Collective
 
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 
@@ -147,7 +149,42 @@ def test_moe_fails_when_the_curves_part(monkeypatch):
         module.main(["--epochs", "4", "--experts", "3"])
 
 
+@pytest.fixture
+def sharded_transformer(monkeypatch):
+    """The example, which sets variables of the environment when it is imported."""
+    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])
+    monkeypatch.setenv("JAX_TCGEMM_PARTITION", "everywhere")
+    return load("sharded_transformer")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sharded_transformer(sharded_transformer, dtype, capsys):
+    sharded_transformer.main(["--platform", "cpu", "--steps", "3", "--dtype", dtype])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1].startswith("OK: equal within rounding")
+    assert len(lines) == 10
+
+
+def test_sharded_transformer_fails_when_the_losses_part(sharded_transformer, monkeypatch):
+    right = sharded_transformer.PRODUCTS["jax_tcgemm"]
+    off = right._replace(residual=lambda x, w, r: right.residual(x, w, r) * 1.5)
+    monkeypatch.setitem(sharded_transformer.PRODUCTS, "jax_tcgemm", off)
+    with pytest.raises(SystemExit, match="the losses"):
+        sharded_transformer.main(["--platform", "cpu", "--steps", "2", "--layouts", "data"])
+
+
+def test_sharded_transformer_fails_where_more_is_gathered(sharded_transformer, monkeypatch):
+    monkeypatch.setattr(
+        sharded_transformer,
+        "collectives",
+        lambda text, devices: [Collective("all-gather", 1.0)] * text.count("tcgemm"),
+    )
+    with pytest.raises(SystemExit, match="all-gathers where jnp has"):
+        sharded_transformer.main(["--platform", "cpu", "--steps", "2", "--layouts", "data"])
+
+
 def test_every_example_is_tested():
     names = {"moe", "quickstart", "train_digits", "flax_dense", "transformer_mlp"}
+    names.add("sharded_transformer")
     assert {path.stem for path in EXAMPLES.glob("*.py")} == names
     assert not any(name in sys.modules for name in names)

@@ -12,8 +12,8 @@ from fused_call import assert_trees_close, square_sum
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_tcgemm
-from jax_tcgemm.partitioning.partitioner import TARGET
 from jax_tcgemm import dot_general, gated_gemm, gated_mlp, gemm, mlp, ragged_dot
+from jax_tcgemm.partitioning.partitioner import TARGET
 
 FLOAT8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 SIZES = jnp.array([3, 1])

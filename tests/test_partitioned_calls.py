@@ -20,7 +20,6 @@ from jax.sharding import PartitionSpec as P
 from sharded_programs import (
     PROGRAMS,
     TARGET,
-    collectives,
     compiled,
     compiled_gradients,
     mesh_of,
@@ -30,13 +29,14 @@ from sharded_programs import (
 from jax_tcgemm import dot_general, gated_gemm, gated_mlp, gated_ragged_dot, gemm, mlp, ragged_dot
 from jax_tcgemm.lowering.log import log
 from jax_tcgemm.partitioning import partitioner
+from jax_tcgemm.tools.collectives import collectives
 
 PROCESS = pathlib.Path(__file__).with_name("sharded_process.py")
 
 
 @pytest.fixture(autouse=True)
 def _everywhere(monkeypatch):
-    monkeypatch.setenv(partitioner.EVERYWHERE, "1")
+    monkeypatch.setenv(partitioner.SETTING, "everywhere")
 
 
 @pytest.fixture
@@ -155,8 +155,8 @@ def test_explicit_axes(explicit, normal, name, specs):
         for mine, other in ((ours, theirs), (vector_of(ours), vector_of(theirs))):
             assert TARGET in jax.jit(mine).lower(*args).as_text()
             actual, expected = jax.jit(mine)(*args), jax.jit(other)(*args)
-            types = [jax.tree.map(lambda x: jax.typeof(x).sharding.spec, y) for y in (actual, expected)]
-            assert types[0] == types[1]
+            types, wanted = (jax.tree.map(spec_of, y) for y in (actual, expected))
+            assert types == wanted
             assert_trees_close(actual, expected, 1e-3)
             # Of each product the least travels, but XLA gathers once what two of its own need.
             assert size(mine, *args) <= 1.05 * size(other, *args)
@@ -164,6 +164,10 @@ def test_explicit_axes(explicit, normal, name, specs):
 
 def vector_of(function):
     return jax.grad(square_sum(function), (0, 1))
+
+
+def spec_of(x):
+    return jax.typeof(x).sharding.spec
 
 
 def test_out_sharding(explicit, normal):
@@ -206,10 +210,10 @@ def test_groups_on_explicit_axes(explicit, normal):
         result = jax.jit(ragged_dot)(x, w, SIZES)
         assert jax.typeof(result).sharding.spec == P("x", "y")
         assert_trees_close(result, expected, 1e-3)
-        gradients = jax.jit(jax.grad(square_sum(lambda x, w: ragged_dot(x, w, SIZES)), (0, 1)))(x, w)
-        assert [jax.typeof(g).sharding.spec for g in gradients] == [P("x", None), P(None, None, "y")]
-        wanted = jax.grad(square_sum(lambda x, w: ragged_dot(x, w, SIZES)), (0, 1))
-        assert_trees_close(gradients, wanted(np.asarray(x), np.asarray(w)), 1e-3)
+        derivative = vector_of(lambda x, w: ragged_dot(x, w, SIZES))
+        gradients = jax.jit(derivative)(x, w)
+        assert [*map(spec_of, gradients)] == [P("x", None), P(None, None, "y")]
+        assert_trees_close(gradients, derivative(np.asarray(x), np.asarray(w)), 1e-3)
         experts = put(explicit, normal(4, 32, 48), "x")
         gated = jax.jit(functools.partial(gated_ragged_dot, out_sharding=P(None, "y")))
         result = gated(np.asarray(x), experts, experts, SIZES)
@@ -313,7 +317,9 @@ def test_an_accumulated_gradient_takes_the_memory_of_its_operand(mesh, normal):
     assert executable.memory_analysis().alias_size_in_bytes == c.size * 4
 
 
-@pytest.mark.parametrize("name", ["fsdp_mlp", "megatron_gated_mlp", "fsdp_gated_mlp", "scan_of_layers"])
+@pytest.mark.parametrize(
+    "name", ["fsdp_mlp", "megatron_gated_mlp", "fsdp_gated_mlp", "scan_of_layers"]
+)
 def test_gradients_need_no_more_memory(name, rng):
     program, mesh = PROGRAMS[name], mesh_of()
     operands = placed(program, mesh, rng)

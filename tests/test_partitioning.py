@@ -44,9 +44,11 @@ def test_shardings_are_read_and_written(shape, count):
         sharding = hlo_sharding(shape, names, P(*spec), 2)
         devices, (tiling,) = read_shardings([sharding], [2], count)
         assert devices.count == count
-        assert write_sharding(tiling, devices, xla_client).is_equivalent(sharding) if hasattr(
-            sharding, "is_equivalent"
-        ) else write_sharding(tiling, devices, xla_client) == sharding
+        assert (
+            write_sharding(tiling, devices, xla_client).is_equivalent(sharding)
+            if hasattr(sharding, "is_equivalent")
+            else write_sharding(tiling, devices, xla_client) == sharding
+        )
 
 
 def test_parts_that_no_digits_number_count_as_whole():
@@ -124,8 +126,8 @@ def test_a_plan_of_many_devices_is_made_quickly():
 
 
 def specs():
-    activations = [None, *ACTIVATIONS, softcap(30.0), clip(-np.inf, 0.1), resolve("gelu"), resolve(None)]
-    for activation in activations:
+    made = softcap(30.0), clip(-np.inf, 0.1), resolve("gelu"), resolve(None)
+    for activation in [None, *ACTIVATIONS, *made]:
         yield GemmSpec(
             Operands((0, 1), (None, 1, 0), bias=(0,)),
             jnp.dtype(jnp.bfloat16),

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 from cuda_calls import bf16
 from fused_call import square_sum
-from jax.sharding import AxisType, Mesh, NamedSharding
 from jax._src.interpreters import mlir
 from jax._src.lib import xla_client
 from jax._src.lib.mlir import ir
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_tcgemm import dot_general, gated_gemm, gated_mlp, gemm, mlp, ragged_dot
@@ -103,12 +103,12 @@ def part(function, *operands, out=None, platform="cuda"):
         lambda x: x.sharding._to_xla_hlo_sharding(x.ndim),
     )
     wanted = NamedSharding(mesh_of(4), out or P())._to_xla_hlo_sharding(result.ndim)
-    module, *_ = partitioner._partition(
+    module, *_ = partitioner.divide(
         [shape(x) for x in args],
         [sharding(x) for x in args],
         shape(result),
         wanted,
-        config.replace('\\22', '"').encode(),
+        config.replace("\\22", '"').encode(),
     )
     return deserialized(module)
 

@@ -13,7 +13,6 @@ import pytest
 from sharded_programs import (
     PROGRAMS,
     TARGET,
-    collectives,
     compiled,
     compiled_gradients,
     gradients_of,
@@ -22,11 +21,12 @@ from sharded_programs import (
 )
 
 from jax_tcgemm.partitioning import partitioner
+from jax_tcgemm.tools.collectives import collectives
 
 
 @pytest.fixture(autouse=True)
 def _everywhere(monkeypatch):
-    monkeypatch.setenv(partitioner.EVERYWHERE, "1")
+    monkeypatch.setenv(partitioner.SETTING, "everywhere")
 
 
 def gathers(moved):

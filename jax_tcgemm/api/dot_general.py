@@ -45,7 +45,8 @@ def dot_general(
     result; and ``lhs`` also if its free dimensions are so scattered that rows in place would take
     many times the tiles. What no kernel serves goes to ``lax.dot_general`` unchanged: other dtypes
     and precisions, dimensions of extent 0, products without a contracted or without a free
-    dimension, symbolic shapes, sums over mesh axes yet to be made. ``JAX_TCGEMM_LOG=1`` prints which.
+    dimension, symbolic shapes, sums over mesh axes yet to be made. ``JAX_TCGEMM_LOG=1`` prints
+    which.
 
     The product is accumulated in float32 for 16-bit operands unless ``precision`` says otherwise,
     and rounded once.

@@ -27,15 +27,15 @@ from jax.extend.core import Primitive
 
 from jax_tcgemm import _compat
 from jax_tcgemm.lowering.log import log
-from jax_tcgemm.partitioning.mesh import Devices, Digits, Tiling, read_shardings, write_sharding
+from jax_tcgemm.partitioning.mesh import Digits, read_shardings, write_sharding
 from jax_tcgemm.partitioning.plan import Plan, Work, make_plan
 from jax_tcgemm.problem.serialize import from_json, to_json
 
 TARGET = "jax_tcgemm_partitioned_v1"
 
-# Set to 1, other platforms than CUDA divide products as CUDA does, by the rules here instead of
-# XLA's own: for tests, and to see on a CPU what a program does on GPUs.
-EVERYWHERE = "JAX_TCGEMM_PARTITION_EVERYWHERE"
+# Which platforms' products are divided by the rules here: CUDA's by default, "everywhere" all (for
+# tests, and to see on a CPU what a program does on GPUs), "never" none, which leaves XLA's own.
+SETTING = "JAX_TCGEMM_PARTITION"
 
 _AXIS = "devices"
 
@@ -97,9 +97,16 @@ class Call:
         return len(self.groups[0]) if self.groups else self.devices
 
 
-def is_everywhere() -> bool:
-    """Says whether other platforms than CUDA are to divide products by these rules."""
-    return os.environ.get(EVERYWHERE, "0") not in ("", "0")
+def divides(platform: str) -> bool:
+    """Says whether products are divided by the rules here on a platform.
+
+    Raises:
+        ValueError: the environment variable has another value than those it may have.
+    """
+    setting = os.environ.get(SETTING) or "cuda"
+    if setting not in ("cuda", "everywhere", "never"):
+        raise ValueError(f"{SETTING}={setting!r}; accepted: cuda, everywhere, never")
+    return setting == "everywhere" or setting == platform
 
 
 # Lowering
@@ -107,9 +114,9 @@ def is_everywhere() -> bool:
 
 def accepts(primitive: Primitive, spec: Any, operands: Sequence[Any]) -> bool:
     """Says whether there is a rule for these operands of a primitive."""
-    extents = (extent for x in operands for extent in x.shape)
     rule = _RULES.get(primitive.name)
-    return rule is not None and all(type(e) is int for e in extents) and rule.accepts(spec, operands)
+    are_known = all(isinstance(extent, int) for x in operands for extent in x.shape)
+    return rule is not None and are_known and rule.accepts(spec, operands)
 
 
 def lower(primitive: Primitive, platform: str) -> Callable[..., Any]:
@@ -123,7 +130,7 @@ def lower(primitive: Primitive, platform: str) -> Callable[..., Any]:
             spec,
             platform,
             *_compat.devices_of(context),
-            x64=bool(jax.config.jax_enable_x64),
+            x64=_compat.option("jax_enable_x64"),
         )
         work = rule.work(spec, avals)
         return _compat.emit_partitioned(
@@ -179,15 +186,42 @@ def _planned(
     return make_plan(work, devices, tilings[:count], None if wanted is None else tilings[count:])
 
 
+# What alike calls became, of which a program may have many: one takes 10 ms.
+_Division = tuple[bytes, list[Any], Any]
+_DIVISIONS: dict[tuple[Any, ...], _Division] = {}
+_MOST_DIVISIONS = 4096
+
+
 def _partition(
     shapes: Sequence[Any], shardings: Sequence[Any], result: Any, wanted: Any, text: bytes
-) -> tuple[bytes, list[Any], Any]:
+) -> _Division:
+    key = (text, *map(str, (*shapes, *shardings, result, wanted)))
+    if key not in _DIVISIONS:
+        if len(_DIVISIONS) == _MOST_DIVISIONS:
+            _DIVISIONS.clear()
+        _DIVISIONS[key] = divide(shapes, shardings, result, wanted, text)
+    return _DIVISIONS[key]
+
+
+def divide(
+    shapes: Sequence[Any], shardings: Sequence[Any], result: Any, wanted: Any, text: bytes
+) -> _Division:
+    """Divides a call among devices.
+
+    Args:
+        shapes: XLA's, of the operands.
+        shardings: how they lie.
+        result: the result's shape, of several that of a tuple.
+        wanted: how it is to lie.
+        text: what the call was told.
+
+    Returns:
+        The program of one device, serialised; how it takes its operands; how its results lie.
+    """
     call = _read_call(text)
     plan = _planned(call, shapes, shardings, result, wanted)
     log(_described(call, plan, _types(shapes)))
-    write = functools.partial(
-        write_sharding, devices=plan.devices, xla_client=_compat.xla_client
-    )
+    write = functools.partial(write_sharding, devices=plan.devices, xla_client=_compat.xla_client)
     operands = list(map(write, plan.operand_tilings))
     results = list(map(write, plan.result_tilings))
     local = [
@@ -200,15 +234,11 @@ def _partition(
         return call.rule.local(shard, call.spec, *values)
 
     with _own_configuration(call):
-        module = _compat.program_of_one_device(
-            program, local, _AXIS, call.devices, call.platform
-        )
+        module = _compat.program_of_one_device(program, local, _AXIS, call.devices, call.platform)
     return module, operands, _packed(result, results)
 
 
-def _infer(
-    shapes: Sequence[Any], shardings: Sequence[Any], result: Any, text: bytes
-) -> Any:
+def _infer(shapes: Sequence[Any], shardings: Sequence[Any], result: Any, text: bytes) -> Any:
     """Returns how a result lies by itself, for GSPMD, which has no sharding rules."""
     plan = _planned(_read_call(text), shapes, shardings, result, None)
     return _packed(
@@ -241,9 +271,7 @@ def _or_abort(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def install() -> None:
     """Registers the functions that XLA's partitioner calls; called once, on import."""
-    _compat.register_partitioner(
-        TARGET, _propagate, _or_abort(_partition), _or_abort(_infer)
-    )
+    _compat.register_partitioner(TARGET, _propagate, _or_abort(_partition), _or_abort(_infer))
 
 
 @contextlib.contextmanager
@@ -332,9 +360,11 @@ class Shard:
             if own and set(own) <= set(digits):
                 digits = tuple(digit for digit in digits if digit not in own)
                 parts = self.plan.devices.parts(own)
-                x = lax.pad(x, x.dtype.type(0), [
-                    (0, -x.shape[axis] % parts if i == axis else 0, 0) for i in range(x.ndim)
-                ])
+                x = lax.pad(
+                    x,
+                    x.dtype.type(0),
+                    [(0, -x.shape[axis] % parts if i == axis else 0, 0) for i in range(x.ndim)],
+                )
                 x = lax.psum_scatter(
                     x,
                     _AXIS,
@@ -347,8 +377,8 @@ class Shard:
     def halves_together(self, x: jax.Array, axis: int, name: str) -> jax.Array:
         """Gives a device its parts of both halves of what lies side by side and is divided as one.
 
-        Of ``p`` devices the first have parts of the one half, the last of the other: in halves of
-        parts, device ``d`` has those numbered ``2 d`` and ``2 d + 1`` and needs ``d`` and ``p + d``.
+        Of ``p`` devices the first have parts of the one half, the last of the other: of halves of
+        parts, device ``d`` has numbers ``2 d`` and ``2 d + 1`` and needs ``d`` and ``p + d``.
 
         Args:
             x: a device's part.

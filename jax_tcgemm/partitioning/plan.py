@@ -184,7 +184,9 @@ def _layouts(
         kept = _kept(name, work, operands)
         suggested[name] = {each for each in suggested[name] if each[: len(kept)] == kept}
     # The most divided first.
-    choices = [sorted(each, key=lambda digits: (-len(digits), digits)) for each in suggested.values()]
+    choices = [
+        sorted(each, key=lambda digits: (-len(digits), digits)) for each in suggested.values()
+    ]
     count = 0
     for chosen in itertools.product(*choices):
         digits = [digit for each in chosen for digit in each]
@@ -210,7 +212,13 @@ def _kept(name: str, work: Work, operands: Sequence[Tiling]) -> Digits:
                 others.update(digits)
     if len(own) == 1:
         return () if others.intersection(own[0]) else own[0]
-    return tuple(each[0] for each in itertools.takewhile(lambda x: len(set(x)) == 1, zip(*own)))
+    return _shared(own)
+
+
+def _shared(sequences: Sequence[Digits]) -> Digits:
+    """Returns what all begin with."""
+    places = zip(*sequences, strict=False)
+    return tuple(each[0] for each in itertools.takewhile(lambda x: len(set(x)) == 1, places))
 
 
 def _scattered(
@@ -249,8 +257,9 @@ def _exchanged(plan: Plan) -> Iterator[_Moved]:
     name = plan.work.packed
     if name is not None and plan.layout[name]:
         packed = plan.smaller_packed()
-        yield f"exchange of halves of {packed.label}", _part_bytes(
-            plan, packed, plan.tiling(packed, is_factor=True)
+        yield (
+            f"exchange of halves of {packed.label}",
+            _part_bytes(plan, packed, plan.tiling(packed, is_factor=True)),
         )
 
 
@@ -287,8 +296,7 @@ def _received(plan: Plan, array: Array, source: Tiling, target: Tiling) -> float
     """Returns the bytes of a device's part that it does not have yet."""
     lost = 1
     for own, wanted in zip(source, target, strict=True):
-        shared = sum(1 for _ in itertools.takewhile(lambda x: x[0] == x[1], zip(own, wanted)))
-        lost *= plan.devices.parts(own[shared:])
+        lost *= plan.devices.parts(own[len(_shared((own, wanted))) :])
     return _part_bytes(plan, array, target) * (1 - 1 / lost)
 
 

@@ -60,9 +60,7 @@ def apply(layers: Layers, first: Operands, second: Operands, out_sharding: Any) 
 
 def _composed(layers: Layers, first: Operands, second: Operands) -> jax.Array:
     hidden = reference.reference_gemm(*flatten(first), spec=layers.first)[0]
-    return reference.reference_gemm(
-        *flatten(second._replace(a=hidden)), spec=layers.second
-    )[0]
+    return reference.reference_gemm(*flatten(second._replace(a=hidden)), spec=layers.second)[0]
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))

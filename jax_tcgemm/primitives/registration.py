@@ -44,7 +44,8 @@ def bind(
 
     if out_sharding is None and not _compat.is_sharded(*operands):
         return apply(*operands)
-    types = jax.eval_shape(apply if out_sharding else functools.partial(composed, spec=spec), *operands)
+    typed = apply if out_sharding else functools.partial(composed, spec=spec)
+    types = jax.eval_shape(typed, *operands)
     shardings = jax.tree.map(lambda x: out_sharding or x.sharding, types)
     return _compat.with_automatic_axes(apply, operands, shardings)
 
@@ -156,22 +157,25 @@ def lower(
     def rule(function: Callable[..., Any]) -> Callable[..., Any]:
         return mlir.lower_fun(function, multiple_results=primitive.multiple_results)
 
+    def is_divided(context: Any, spec: Any, platform: str) -> bool:
+        return (
+            _compat.partitioned_devices(context) > 1
+            and partitioner.divides(platform)
+            and partitioner.accepts(primitive, spec, context.avals_in)
+        )
+
     def elsewhere(context: Any, *values: Any, **params: Any) -> Any:
         spec, platforms = params["spec"], _compat.platforms_of(context)
-        is_divided = partitioner.is_everywhere() and _compat.partitioned_devices(context) > 1
-        if is_divided and len(platforms) == 1 and by_rules(spec, context):
+        if len(platforms) == 1 and is_divided(context, spec, platforms[0]):
             return partitioner.lower(primitive, platforms[0])(context, *values, **params)
         log(_describe(primitive, spec, context.avals_in, "no kernels for this platform"))
         return rule(reference)(context, *values, **params)
-
-    def by_rules(spec: Any, context: Any) -> bool:
-        return partitioner.accepts(primitive, spec, context.avals_in)
 
     def on_cuda(context: Any, *values: Any, **params: Any) -> Any:
         devices = _compat.partitioned_devices(context)
         if devices == 1:
             return rule(cuda)(context, *values, **params)
-        if by_rules(params["spec"], context):
+        if is_divided(context, params["spec"], "cuda"):
             return partitioner.lower(primitive, "cuda")(context, *values, **params)
         reason = f"no kernel to be divided among {devices} devices, XLA divides its own products"
         log(_describe(primitive, params["spec"], context.avals_in, reason))

@@ -1,0 +1,190 @@
+"""Wall times of programs whose arrays lie on several GPUs, by turns with the same in jnp.
+
+Usage: python -P benchmarks/sharded.py --out results.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import pathlib
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+# With -P the folder of a script is not on the path.
+sys.path.append(str(pathlib.Path(__file__).parent))
+
+import jax
+import jax.numpy as jnp
+import report
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from measure import TOLERANCES, describe, disagreement_of
+from steps import STEPS
+
+from jax_tcgemm import gemm
+from jax_tcgemm.tools.collectives import collectives
+
+SUITE = "sharded"
+# m, n, k; and the batch.
+_EXTENTS = (8192, 14336, 4096)
+_BATCH = (16, 1024, 1792, 512)
+_SHARD = P("x")
+_COLUMNS = P(None, "x")
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """One program.
+
+    Attributes:
+        ours: by this package.
+        xla: by natural JAX.
+        shapes: of the operands, by name, in letters of ``m``, ``n``, ``k``, ``batch`` is ``b``.
+        specs: where they lie; replicated those that are not named.
+        gradients: whether those of all weights are computed as well, each to lie as its weight.
+        extents: of the letters.
+    """
+
+    ours: Callable[..., jax.Array]
+    xla: Callable[..., jax.Array]
+    shapes: Mapping[str, str]
+    specs: Mapping[str, P]
+    gradients: bool = False
+    extents: tuple[int, ...] = _EXTENTS
+
+    def shape(self, letters: str, scale: int) -> tuple[int, ...]:
+        """Returns the shape of an operand, each extent divided by ``scale`` but the batch's."""
+        names = "bmnk" if len(self.extents) == 4 else "mnk"
+        sizes = dict(zip(names, self.extents, strict=True))
+        return tuple(sizes[name] if name == "b" else sizes[name] // scale for name in letters)
+
+
+def _gemm(x: jax.Array, w: jax.Array) -> jax.Array:
+    return gemm(x, w)
+
+
+def _matmul(x: jax.Array, w: jax.Array) -> jax.Array:
+    return jnp.matmul(x, w)
+
+
+_PRODUCT = {"x": "mk", "w": "kn"}
+_MLP, _GATED = STEPS["mlp"], STEPS["gated mlp"]
+_MEGATRON = {"w1": _COLUMNS, "b1": _SHARD, "w2": _SHARD}
+_MEGATRON_GATED = {"w_gate": _COLUMNS, "w_up": _COLUMNS, "w_down": _SHARD}
+_FSDP = {"x": _SHARD, "w_gate": _SHARD, "w_up": _SHARD, "w_down": _SHARD}
+
+
+def _layers(step: Any, specs: Mapping[str, P], gradients: bool = False) -> Program:
+    return Program(step.ours, step.xla, {"x": "mk", **step.weights}, specs, gradients)
+
+
+PROGRAMS = {
+    "rows of x": Program(_gemm, _matmul, _PRODUCT, {"x": _SHARD}),
+    "columns of w": Program(_gemm, _matmul, _PRODUCT, {"w": _COLUMNS}),
+    "k": Program(_gemm, _matmul, _PRODUCT, {"x": _COLUMNS, "w": _SHARD}),
+    "FSDP": Program(_gemm, _matmul, _PRODUCT, {"x": _SHARD, "w": _SHARD}),
+    "batch": Program(
+        _gemm, _matmul, {"x": "bmk", "w": "bkn"}, {"x": _SHARD, "w": _SHARD}, extents=_BATCH
+    ),
+    "Megatron mlp": _layers(_MLP, _MEGATRON),
+    "Megatron gated mlp": _layers(_GATED, _MEGATRON_GATED),
+    "data-parallel gated mlp gradients": _layers(_GATED, {"x": _SHARD}, True),
+    "FSDP gated mlp gradients": _layers(_GATED, _FSDP, True),
+}
+
+
+def _operands(program: Program, mesh: Mesh, scale: int) -> dict[str, jax.Array]:
+    arrays = {}
+    for i, (name, letters) in enumerate(program.shapes.items()):
+        shape = program.shape(letters, scale)
+        sharding = NamedSharding(mesh, program.specs.get(name, P()))
+        drawn = jax.random.normal(jax.random.key(i), shape, jnp.bfloat16)
+        summed = shape[-2] if name.startswith("w") else 1
+        arrays[name] = jax.device_put(drawn * jnp.bfloat16(summed**-0.5), sharding)
+    return arrays
+
+
+def _compiled(function: Callable, program: Program, operands: Mapping[str, jax.Array]) -> Any:
+    if not program.gradients:
+        return jax.jit(lambda arrays: function(**arrays)).lower(operands).compile()
+
+    def weight_gradients(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        weights = {name: array for name, array in arrays.items() if name != "x"}
+        loss = lambda w: jnp.sum(jnp.square(function(arrays["x"], **w).astype(jnp.float32)))  # noqa: E731
+        return jax.grad(loss)(weights)
+
+    out = {name: array.sharding for name, array in operands.items() if name != "x"}
+    return jax.jit(weight_gradients, out_shardings=out).lower(operands).compile()
+
+
+def _seconds(run: Any, operands: Any, calls: int) -> float:
+    start = time.perf_counter()
+    results = [run(operands) for _ in range(calls)]
+    jax.block_until_ready(results)
+    return (time.perf_counter() - start) / calls
+
+
+def measure(name: str, mesh: Mesh, scale: int, rounds: int, calls: int) -> report.Row:
+    """Returns the row of a program: medians of wall times, what travels, and temporary memory."""
+    program = PROGRAMS[name]
+    operands = _operands(program, mesh, scale)
+    runs = {
+        "": _compiled(program.ours, program, operands),
+        "xla_": _compiled(program.xla, program, operands),
+    }
+    row: report.Row = {"suite": SUITE, "case": name, "method": "wall"}
+    ours, theirs = (run(operands) for run in runs.values())
+    wrong = disagreement_of(ours, theirs, 2 * TOLERANCES["bf16"])
+    if wrong:
+        return row | {"us": None, "error": f"differs from XLA's result: {wrong}"}
+    samples: dict[str, list[float]] = {prefix: [] for prefix in runs}
+    for turn in range(rounds + 1):
+        for prefix in list(runs)[:: 1 if turn % 2 else -1]:
+            seconds = _seconds(runs[prefix], operands, calls)
+            if turn:  # the first warms up
+                samples[prefix].append(seconds * 1e6)
+    for prefix, run in runs.items():
+        found = collections.Counter(each.kind for each in collectives(run.as_text(), mesh.size))
+        row[f"{prefix}us"] = statistics.median(samples[prefix])
+        row[f"{prefix}collectives"] = dict(sorted(found.items()))
+        row[f"{prefix}temporary_mib"] = run.memory_analysis().temp_size_in_bytes / 2**20
+    return row | {"ratio": row["xla_us"] / row["us"]}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the suite.
+
+    Returns:
+        The exit status: 0, or 1 if a program failed.
+    """
+    parser = argparse.ArgumentParser(prog="python -P benchmarks/sharded.py", description=__doc__)
+    add = parser.add_argument
+    add("--case", default="", metavar="SUBSTRING", help="only programs whose name contains this")
+    add("--out", type=pathlib.Path, metavar="FILE", help="JSON file, written after each program")
+    add("--devices", type=int, default=2, help="how many; default 2")
+    add("--rounds", type=int, default=20, help="samples of each; default 20")
+    add("--calls", type=int, default=5, help="calls of a sample; default 5")
+    add("--scale", type=int, default=1, help="divides m, n and k, to try it out")
+    add("--commit", metavar="HASH", help="of the sources, where this is not a checkout")
+    args = parser.parse_args(arguments)
+    devices = jax.devices()[: args.devices]
+    mesh = jax.make_mesh((len(devices),), ("x",), (AxisType.Auto,), devices=devices)
+    results = report.Results(args.out, report.header(args.commit) | {"devices": len(devices)})
+    for name in PROGRAMS:
+        if args.case in name:
+            try:
+                row = measure(name, mesh, args.scale, args.rounds, args.calls)
+            except Exception as error:  # One program that fails must not cost the others.
+                row = {"suite": SUITE, "case": name, "us": None, "error": describe(error)}
+            results.add(row)
+    print(report.tables(results.rows))
+    return 1 if any("error" in row for row in results.rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

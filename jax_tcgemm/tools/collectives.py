@@ -1,0 +1,77 @@
+"""What travels between the devices of a compiled program, read from its text."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import NamedTuple
+
+_ITEM_BYTES = {
+    **dict.fromkeys(("pred", "s8", "u8"), 1),
+    **dict.fromkeys(("s16", "u16", "f16", "bf16"), 2),
+    **dict.fromkeys(("s32", "u32", "f32"), 4),
+    **dict.fromkeys(("s64", "u64", "f64", "c64"), 8),
+    "c128": 16,
+}
+_LINE = re.compile(
+    r"= (?P<result>.*?) (?P<kind>all-gather|all-reduce|reduce-scatter|all-to-all|"
+    r"collective-permute)(?:-start)?\((?P<rest>.*)"
+)
+
+
+class Collective(NamedTuple):
+    """One collective operation.
+
+    Attributes:
+        kind: XLA's name of it.
+        received: bytes that each device receives, at least, whatever the algorithm.
+    """
+
+    kind: str
+    received: float
+
+
+def collectives(text: str, devices: int) -> list[Collective]:
+    """Returns the collectives of a program.
+
+    One within a loop counts once.
+
+    Args:
+        text: what ``as_text()`` of a compiled program returns.
+        devices: how many devices it runs on.
+    """
+    matches = filter(None, map(_LINE.search, text.splitlines()))
+    found = (_collective(match, devices) for match in matches)
+    return [each for each in found if each.received]
+
+
+def _collective(match: re.Match[str], devices: int) -> Collective:
+    kind, rest = match["kind"], match["rest"]
+    arrays = [
+        _ITEM_BYTES[dtype] * math.prod(int(extent) for extent in shape.split(",") if extent)
+        for dtype, shape in re.findall(r"(\w+)\[([\d,]*)\]", match["result"])
+        if dtype in _ITEM_BYTES
+    ]
+    # What is started returns its operands as well, and of a reduced array the same again.
+    starts = f"{kind}-start(" in match[0]
+    size = arrays[-1] if starts and kind in ("all-gather", "collective-permute") else sum(arrays)
+    parts = _group_size(rest, devices)
+    if kind == "collective-permute":
+        pairs = re.findall(r"\{(\d+),(\d+)\}", rest.split("source_target_pairs=")[-1])
+        return Collective(kind, size * sum(a != b for a, b in pairs) / devices)
+    if kind == "reduce-scatter":
+        return Collective(kind, size * (parts - 1))
+    return Collective(kind, size * (1 - 1 / parts) * (2 if kind == "all-reduce" else 1))
+
+
+def _group_size(text: str, devices: int) -> int:
+    """Returns how many devices take part in one; XLA has three ways to write that."""
+    iota = re.search(r"replica_groups=\[\d+,(\d+)\]", text)
+    if iota:
+        return int(iota[1])
+    mesh = re.search(r"replica_groups=mesh\[(.*?)\].*?\{(.*?)\}", text)
+    if mesh:
+        extents = dict(re.findall(r"'(\w+)'=(\d+)", mesh[1]))
+        return math.prod(int(extents[name]) for name in re.findall(r"'(\w+)'", mesh[2]))
+    listed = re.search(r"replica_groups=\{\{([\d,]+)\}", text)
+    return len(listed[1].split(",")) if listed else devices
