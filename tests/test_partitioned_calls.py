@@ -28,7 +28,7 @@ from sharded_programs import (
 
 from jax_tcgemm import dot_general, gated_gemm, gated_mlp, gated_ragged_dot, gemm, mlp, ragged_dot
 from jax_tcgemm.lowering.log import log
-from jax_tcgemm.partitioning import partitioner
+from jax_tcgemm.partitioning import rules
 from jax_tcgemm.tools.collectives import collectives
 
 PROCESS = pathlib.Path(__file__).with_name("sharded_process.py")
@@ -36,7 +36,7 @@ PROCESS = pathlib.Path(__file__).with_name("sharded_process.py")
 
 @pytest.fixture(autouse=True)
 def _everywhere(monkeypatch):
-    monkeypatch.setenv(partitioner.SETTING, "everywhere")
+    monkeypatch.setenv(rules.SETTING, "everywhere")
 
 
 @pytest.fixture

@@ -16,7 +16,8 @@ from jax.sharding import PartitionSpec as P
 from jax_tcgemm import clip, softcap
 from jax_tcgemm.lowering.ragged import RaggedSpec
 from jax_tcgemm.partitioning.mesh import Devices, read_shardings, write_sharding
-from jax_tcgemm.partitioning.plan import Array, Work, make_plan
+from jax_tcgemm.partitioning.plan import make_plan
+from jax_tcgemm.partitioning.work import Array, Work
 from jax_tcgemm.primitives.activation_gradient import ActivationSpec
 from jax_tcgemm.problem.activations import ACTIVATIONS, resolve
 from jax_tcgemm.problem.epilogue import FORMS, Epilogue
@@ -113,6 +114,14 @@ def test_parts_of_parts_are_scattered_only_where_they_are_parts_of_the_whole():
     x, w, d = ((0,), (1,)), ((1,), ()), ((0, 1), ())
     assert make_plan(product(64, 32, 48), EIGHT, [x, w], [d]).scattered == {"m": (1,)}
     assert make_plan(product(66, 32, 48), EIGHT, [x, w], [d]).scattered == {}
+
+
+def test_more_devices_than_there_is_to_divide():
+    for extents in itertools.product((0, 1, 2, 3, 8), repeat=3):
+        a, b = ((2,), (0, 1)), ((0, 1), ())
+        plan = make_plan(product(*extents), EIGHT, [a, b], [((2, 0, 1), ())])
+        for name, extent in zip("mnk", extents, strict=True):
+            assert EIGHT.parts(plan.layout[name]) <= max(1, extent)
 
 
 def test_a_plan_of_many_devices_is_made_quickly():

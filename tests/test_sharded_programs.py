@@ -20,13 +20,13 @@ from sharded_programs import (
     placed,
 )
 
-from jax_tcgemm.partitioning import partitioner
+from jax_tcgemm.partitioning import rules
 from jax_tcgemm.tools.collectives import collectives
 
 
 @pytest.fixture(autouse=True)
 def _everywhere(monkeypatch):
-    monkeypatch.setenv(partitioner.SETTING, "everywhere")
+    monkeypatch.setenv(rules.SETTING, "everywhere")
 
 
 def gathers(moved):

@@ -9,8 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_tcgemm.partitioning.partitioner import Rule, Shard
-from jax_tcgemm.partitioning.plan import Array, Work
+from jax_tcgemm.partitioning.rules import Rule
+from jax_tcgemm.partitioning.shard import Shard
+from jax_tcgemm.partitioning.work import Array, Work
 
 
 def rule(apply: Callable[..., list[jax.Array]], spec_class: type) -> Rule:

@@ -139,3 +139,9 @@ def write_sharding(tiling: Tiling, devices: Devices, xla_client: Any) -> Any:
         sharding.tile_assignment_devices = numbers.transpose(*used, *free).reshape(-1).tolist()
         sharding.replicate_on_last_tile_dim = copies > 1
     return xla_client.HloSharding.from_proto(sharding)
+
+
+def shared(sequences: Sequence[Digits]) -> Digits:
+    """Returns what all begin with."""
+    places = zip(*sequences, strict=False)
+    return tuple(each[0] for each in itertools.takewhile(lambda x: len(set(x)) == 1, places))

@@ -1,140 +1,17 @@
-"""Which device computes what: of all ways that the shardings suggest, the one that moves least.
-
-A primitive is described by the names of its dimensions, as an einsum is: ``m``, ``n``, ``k`` and
-those of a batch. A plan gives each name the digits of the devices (``mesh.Digits``) that divide it;
-no digit divides two. A result that lacks a divided dimension is a sum over devices: an all-reduce,
-or a reduce-scatter where the result is wanted in parts along the same digits.
-"""
+"""Which device computes what: of all ways that the shardings suggest, the one that moves least."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from jax_tcgemm.partitioning.mesh import Devices, Digits, Tiling
-
-# The work that takes as long as a byte takes to come from another device, and the bytes of memory
-# that are read meanwhile: 700 TFLOP/s and 4 TB/s of an H200, 400 GB/s of NVLink. And the bytes that
-# come in the 10 us that a collective takes by itself.
-_OPERATIONS_A_BYTE = 1750
-_BYTES_READ_A_BYTE = 10
-_BYTES_A_COLLECTIVE = 2**22
+from jax_tcgemm.partitioning.cost import moves, time
+from jax_tcgemm.partitioning.mesh import Devices, Digits, Tiling, shared
+from jax_tcgemm.partitioning.work import Plan, Work
 
 # Layouts of so many are compared at most.
 _MOST_LAYOUTS = 4096
-
-
-@dataclasses.dataclass(frozen=True)
-class Array:
-    """An operand or a result.
-
-    Attributes:
-        dims: the name of each dimension; ``None`` for one that is not to be divided.
-        itemsize: bytes of an element.
-        label: what it is called where it is spoken of.
-    """
-
-    dims: tuple[str | None, ...]
-    itemsize: int
-    label: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Work:
-    """What a primitive computes.
-
-    Attributes:
-        extents: the extent of each name.
-        operands: its operands.
-        results: its results.
-        factors: which operands are those of what is summed; the others join after the sum.
-        operations: multiplications and additions.
-        unscattered: names by which no sum is divided.
-        packed: the name along which the second operand holds two of what it has, side by side. It
-            is divided into an even number of like parts, if at all.
-    """
-
-    extents: Mapping[str, int]
-    operands: tuple[Array, ...]
-    results: tuple[Array, ...]
-    factors: frozenset[int]
-    operations: float
-    unscattered: frozenset[str] = frozenset()
-    packed: str | None = None
-
-    @property
-    def summed(self) -> tuple[str, ...]:
-        """The names that the first result lacks, in the order of the operands."""
-        names = dict.fromkeys(name for array in self.operands for name in array.dims)
-        return tuple(name for name in names if name and name not in self.results[0].dims)
-
-    def elements(self, array: Array) -> int:
-        """Returns how many elements an array has (of its named dimensions)."""
-        return math.prod(self.extents[name] for name in array.dims if name is not None)
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """How the work is divided.
-
-    Attributes:
-        work: what is divided.
-        devices: among which.
-        layout: the digits that divide each name in the product.
-        scattered: those by which the sum divides a name of the result further.
-        moved: what has to travel, in words, and how many bytes of it each device receives.
-    """
-
-    work: Work
-    devices: Devices
-    layout: Mapping[str, Digits]
-    scattered: Mapping[str, Digits]
-    moved: tuple[tuple[str, float], ...] = ()
-
-    def tiling(self, array: Array, *, is_factor: bool = False) -> Tiling:
-        """Returns how an array lies on the devices."""
-        return tuple(
-            () if name is None else self.layout[name] + self._beyond(name, is_factor)
-            for name in array.dims
-        )
-
-    def _beyond(self, name: str, is_factor: bool) -> Digits:
-        return () if is_factor else self.scattered.get(name, ())
-
-    @property
-    def operand_tilings(self) -> list[Tiling]:
-        """How each operand lies on the devices."""
-        factors = self.work.factors
-        return [self.tiling(x, is_factor=i in factors) for i, x in enumerate(self.work.operands)]
-
-    @property
-    def result_tilings(self) -> list[Tiling]:
-        """How each result lies on the devices."""
-        return [self.tiling(x) for x in self.work.results]
-
-    def summed_digits(self, result: int = 0) -> Digits:
-        """Returns the digits of the devices among which a result is a sum."""
-        dims = self.work.results[result].dims
-        return tuple(d for name, digits in self.layout.items() if name not in dims for d in digits)
-
-    def smaller_packed(self) -> Array:
-        """Returns which has fewer elements on a device, a packed operand or the product with it."""
-        operand = self.work.operands[1]
-        product = dataclasses.replace(
-            self.work.results[0], itemsize=operand.itemsize, label="the product"
-        )
-        both = (operand, product)
-        return min(both, key=lambda x: _part_bytes(self, x, self.tiling(x, is_factor=True)))
-
-    def part(self, name: str) -> int:
-        """Returns the extent of a device's part of a dimension of the product."""
-        return -(-self.work.extents[name] // self.devices.parts(self.layout[name]))
-
-    def is_even(self, name: str) -> bool:
-        """Says whether all devices have as much of a dimension."""
-        return self.work.extents[name] % self.devices.parts(self.layout[name]) == 0
 
 
 def make_plan(
@@ -151,14 +28,8 @@ def make_plan(
     plans = []
     for layout in _layouts(work, devices, operands, results or ()):
         plan = Plan(work, devices, layout, _scattered(work, devices, layout, results))
-        moved = (
-            *_gathered(plan, operands),
-            *_exchanged(plan),
-            *_joined(plan),
-            *_resharded(plan, results),
-        )
-        plans.append(dataclasses.replace(plan, moved=tuple(move for move in moved if move[1])))
-    return min(plans, key=_time)
+        plans.append(dataclasses.replace(plan, moved=moves(plan, operands, results)))
+    return min(plans, key=time)
 
 
 def _layouts(
@@ -169,9 +40,13 @@ def _layouts(
     suggested: dict[str, set[Digits]] = {name: {()} for name in work.extents}
     for array, tiling in arrays:
         for name, digits in zip(array.dims, tiling, strict=True):
-            if name is not None and devices.parts(digits) <= work.extents[name]:
+            if name is not None:
                 suggested[name] |= {digits[:i] for i in range(len(digits) + 1)}
                 suggested[name] |= {digits[i:] for i in range(len(digits))}
+    for name, extent in work.extents.items():
+        suggested[name] = {
+            each for each in suggested[name] if devices.parts(each) <= max(1, extent)
+        }
     if work.packed is not None:
         suggested[work.packed] = {
             digits
@@ -182,6 +57,8 @@ def _layouts(
     for name in work.summed:
         # Nothing is gathered that can be summed where it lies.
         kept = _kept(name, work, operands)
+        while kept not in suggested[name]:
+            kept = kept[:-1]
         suggested[name] = {each for each in suggested[name] if each[: len(kept)] == kept}
     # The most divided first.
     choices = [
@@ -212,13 +89,7 @@ def _kept(name: str, work: Work, operands: Sequence[Tiling]) -> Digits:
                 others.update(digits)
     if len(own) == 1:
         return () if others.intersection(own[0]) else own[0]
-    return _shared(own)
-
-
-def _shared(sequences: Sequence[Digits]) -> Digits:
-    """Returns what all begin with."""
-    places = zip(*sequences, strict=False)
-    return tuple(each[0] for each in itertools.takewhile(lambda x: len(set(x)) == 1, places))
+    return shared(own)
 
 
 def _scattered(
@@ -239,80 +110,3 @@ def _scattered(
         if is_part and (not own or work.extents[name] % devices.parts(wanted) == 0):
             scattered[name] = rest
     return scattered
-
-
-_Moved = tuple[str, float]
-
-
-def _gathered(plan: Plan, operands: Sequence[Tiling]) -> Iterator[_Moved]:
-    """Yields what comes from other devices before the product, in bytes that each receives."""
-    tilings = zip(plan.work.operands, operands, plan.operand_tilings, strict=True)
-    for array, source, target in tilings:
-        what = f"{_movement(source, target)} of {array.label}"
-        yield what, _received(plan, array, source, target)
-
-
-def _exchanged(plan: Plan) -> Iterator[_Moved]:
-    """Yields what it costs to bring the halves together of what lies packed."""
-    name = plan.work.packed
-    if name is not None and plan.layout[name]:
-        packed = plan.smaller_packed()
-        yield (
-            f"exchange of halves of {packed.label}",
-            _part_bytes(plan, packed, plan.tiling(packed, is_factor=True)),
-        )
-
-
-def _joined(plan: Plan) -> Iterator[_Moved]:
-    """Yields what the sums over devices cost."""
-    beyond = [digit for digits in plan.scattered.values() for digit in digits]
-    scattered = plan.devices.parts(beyond)
-    for i, array in enumerate(plan.work.results):
-        summed = plan.summed_digits(i)
-        size = _part_bytes(plan, array, plan.tiling(array, is_factor=True))
-        is_scattered = bool(beyond) and set(beyond) <= set(summed)
-        if is_scattered:
-            yield f"reduce-scatter of {array.label}", size * (1 - 1 / scattered)
-        parts = plan.devices.parts(summed) // (scattered if is_scattered else 1)
-        size /= scattered if is_scattered else 1
-        yield f"all-reduce of {array.label}", 2 * size * (1 - 1 / parts)
-
-
-def _resharded(plan: Plan, results: Sequence[Tiling] | None) -> Iterator[_Moved]:
-    """Yields what has to travel until the results lie as they are wanted."""
-    if results is not None:
-        tilings = zip(plan.work.results, plan.result_tilings, results, strict=True)
-        for array, source, target in tilings:
-            size = _received(plan, array, source, target)
-            yield f"{_movement(source, target)} of {array.label}", size
-
-
-def _part_bytes(plan: Plan, array: Array, tiling: Tiling) -> float:
-    parts = math.prod(plan.devices.parts(digits) for digits in tiling)
-    return plan.work.elements(array) * array.itemsize / parts
-
-
-def _received(plan: Plan, array: Array, source: Tiling, target: Tiling) -> float:
-    """Returns the bytes of a device's part that it does not have yet."""
-    lost = 1
-    for own, wanted in zip(source, target, strict=True):
-        lost *= plan.devices.parts(own[len(_shared((own, wanted))) :])
-    return _part_bytes(plan, array, target) * (1 - 1 / lost)
-
-
-def _movement(source: Tiling, target: Tiling) -> str:
-    before = {digit for digits in source for digit in digits}
-    after = {digit for digits in target for digit in digits}
-    return "all-gather" if after <= before - after or after < before else "all-to-all"
-
-
-def _time(plan: Plan) -> float:
-    """Returns how long it takes, in bytes that could travel meanwhile."""
-    parts = plan.devices.parts(digit for digits in plan.layout.values() for digit in digits)
-    arrays = (*plan.work.operands, *plan.work.results)
-    tilings = (*plan.operand_tilings, *plan.result_tilings)
-    pairs = zip(arrays, tilings, strict=True)
-    read = sum(_part_bytes(plan, array, tiling) for array, tiling in pairs)
-    work = plan.work.operations / parts / _OPERATIONS_A_BYTE
-    moved = sum(_BYTES_A_COLLECTIVE + size for _, size in plan.moved)
-    return moved + work + read / _BYTES_READ_A_BYTE

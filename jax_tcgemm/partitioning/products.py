@@ -12,8 +12,9 @@ import numpy as np
 
 from jax_tcgemm.lowering import reference
 from jax_tcgemm.lowering.log import log
-from jax_tcgemm.partitioning.partitioner import Rule, Shard
-from jax_tcgemm.partitioning.plan import Array, Work
+from jax_tcgemm.partitioning.rules import Rule
+from jax_tcgemm.partitioning.shard import Shard
+from jax_tcgemm.partitioning.work import Array, Work
 from jax_tcgemm.problem.arithmetic import accumulator_dtype, resolve_algorithm
 from jax_tcgemm.problem.epilogue import Epilogue
 from jax_tcgemm.problem.spec import GemmSpec, check_config

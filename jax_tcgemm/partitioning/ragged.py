@@ -12,8 +12,9 @@ from jax import lax
 
 from jax_tcgemm.lowering import reference
 from jax_tcgemm.lowering.ragged import RaggedSpec, group_bounds
-from jax_tcgemm.partitioning.partitioner import Rule, Shard
-from jax_tcgemm.partitioning.plan import Array, Work
+from jax_tcgemm.partitioning.rules import Rule
+from jax_tcgemm.partitioning.shard import Shard
+from jax_tcgemm.partitioning.work import Array, Work
 from jax_tcgemm.problem.activations import resolve
 from jax_tcgemm.problem.arithmetic import accumulator_dtype
 from jax_tcgemm.problem.epilogue import PLAIN, Epilogue

@@ -23,7 +23,7 @@ from jax.interpreters import ad, batching, mlir
 from jax_tcgemm import _compat, _extension
 from jax_tcgemm.lowering import devices
 from jax_tcgemm.partitioning import activation_gradient as division
-from jax_tcgemm.partitioning import partitioner
+from jax_tcgemm.partitioning import rules
 from jax_tcgemm.primitives import registration
 from jax_tcgemm.problem.activations import Activation, resolve
 from jax_tcgemm.problem.arithmetic import accumulator_dtype
@@ -252,4 +252,4 @@ def _has_kernel(g: jax.Array, z: jax.Array) -> bool:
 
 mlir.register_lowering(tangent_p, mlir.lower_fun(_tangent, multiple_results=False))
 registration.lower(gradient_p, reference=_gradient, cuda=_cuda_gradient)
-partitioner.register(gradient_p, division.rule(_bind_gradient, ActivationSpec))
+rules.register(gradient_p, division.rule(_bind_gradient, ActivationSpec))

@@ -20,7 +20,7 @@ from jax.interpreters import ad, batching
 from jax_tcgemm import _compat
 from jax_tcgemm.lowering import gemm as gemm_lowering
 from jax_tcgemm.lowering import reference
-from jax_tcgemm.partitioning import partitioner, products
+from jax_tcgemm.partitioning import products, rules
 from jax_tcgemm.primitives import gated, registration, transposition
 from jax_tcgemm.primitives.tangents import linear_tangents, result_tangents, tangents_by_parts
 from jax_tcgemm.problem.arithmetic import accumulator_dtype
@@ -163,4 +163,4 @@ def _cuda(*operands: jax.Array, spec: GemmSpec) -> list[jax.Array]:
 _divided = functools.partial(_composed, divided=True)
 
 registration.lower(gemm_p, reference=_composed, cuda=_cuda, divided=_divided)
-partitioner.register(gemm_p, products.rule(bind))
+rules.register(gemm_p, products.rule(bind))

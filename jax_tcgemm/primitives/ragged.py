@@ -22,8 +22,8 @@ from jax_tcgemm import _compat
 from jax_tcgemm.lowering import ragged as ragged_lowering
 from jax_tcgemm.lowering import reference
 from jax_tcgemm.lowering.ragged import RaggedSpec
-from jax_tcgemm.partitioning import partitioner
 from jax_tcgemm.partitioning import ragged as ragged_division
+from jax_tcgemm.partitioning import rules
 from jax_tcgemm.primitives import registration
 from jax_tcgemm.primitives.activation_gradient import activation_tangent
 from jax_tcgemm.primitives.gemm import ACTIVATION, PREACTIVATION
@@ -268,5 +268,5 @@ for _primitive, _apply, _abstract_eval, _jvp, _transpose, _reference, _cuda in (
     batching.fancy_primitive_batchers[_primitive] = functools.partial(_batch, _apply)
     registration.lower(_primitive, reference=_reference, cuda=_cuda)
 
-partitioner.register(ragged_dot_p, ragged_division.dot_rule(dot))
-partitioner.register(ragged_contraction_p, ragged_division.contraction_rule(contraction))
+rules.register(ragged_dot_p, ragged_division.dot_rule(dot))
+rules.register(ragged_contraction_p, ragged_division.contraction_rule(contraction))

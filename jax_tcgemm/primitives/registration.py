@@ -13,7 +13,7 @@ from jax.interpreters import partial_eval as pe
 
 from jax_tcgemm import _compat
 from jax_tcgemm.lowering.log import log
-from jax_tcgemm.partitioning import partitioner
+from jax_tcgemm.partitioning import partitioner, rules
 
 
 def bind(
@@ -160,8 +160,8 @@ def lower(
     def is_divided(context: Any, spec: Any, platform: str) -> bool:
         return (
             _compat.partitioned_devices(context) > 1
-            and partitioner.divides(platform)
-            and partitioner.accepts(primitive, spec, context.avals_in)
+            and rules.divides(platform)
+            and rules.accepts(primitive, spec, context.avals_in)
         )
 
     def elsewhere(context: Any, *values: Any, **params: Any) -> Any:

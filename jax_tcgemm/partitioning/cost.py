@@ -1,0 +1,111 @@
+"""What a plan costs: the bytes that travel, and the time of that and of the work."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from jax_tcgemm.partitioning.mesh import Tiling, shared
+from jax_tcgemm.partitioning.work import Array, Plan
+
+# The work that takes as long as a byte takes to come from another device, and the bytes of memory
+# that are read meanwhile: 700 TFLOP/s and 4 TB/s of an H200, 400 GB/s of NVLink. And the bytes that
+# come in the 10 us that a collective takes by itself.
+_OPERATIONS_A_BYTE = 1750
+_BYTES_READ_A_BYTE = 10
+_BYTES_A_COLLECTIVE = 2**22
+
+_Moved = tuple[str, float]
+
+
+def moves(
+    plan: Plan, operands: Sequence[Tiling], results: Sequence[Tiling] | None
+) -> tuple[_Moved, ...]:
+    """Returns what travels, in words, and the bytes that each device receives.
+
+    Args:
+        plan: how the work is divided.
+        operands: how the operands lie before.
+        results: how the results are wanted, ``None`` if that does not matter.
+    """
+    each = (
+        *_gathered(plan, operands),
+        *_exchanged(plan),
+        *_joined(plan),
+        *_resharded(plan, results),
+    )
+    return tuple((what, size) for what, size in each if size)
+
+
+def _gathered(plan: Plan, operands: Sequence[Tiling]) -> Iterator[_Moved]:
+    """Yields what comes from other devices before the product, in bytes that each receives."""
+    tilings = zip(plan.work.operands, operands, plan.operand_tilings, strict=True)
+    for array, source, target in tilings:
+        what = f"{_movement(source, target)} of {array.label}"
+        yield what, _received(plan, array, source, target)
+
+
+def _exchanged(plan: Plan) -> Iterator[_Moved]:
+    """Yields what it costs to bring the halves together of what lies packed."""
+    name = plan.work.packed
+    if name is not None and plan.layout[name]:
+        packed = plan.smaller_packed()
+        yield (
+            f"exchange of halves of {packed.label}",
+            _part_bytes(plan, packed, plan.tiling(packed, is_factor=True)),
+        )
+
+
+def _joined(plan: Plan) -> Iterator[_Moved]:
+    """Yields what the sums over devices cost."""
+    beyond = [digit for digits in plan.scattered.values() for digit in digits]
+    scattered = plan.devices.parts(beyond)
+    for i, array in enumerate(plan.work.results):
+        summed = plan.summed_digits(i)
+        size = _part_bytes(plan, array, plan.tiling(array, is_factor=True))
+        is_scattered = bool(beyond) and set(beyond) <= set(summed)
+        if is_scattered:
+            yield f"reduce-scatter of {array.label}", size * (1 - 1 / scattered)
+        parts = plan.devices.parts(summed) // (scattered if is_scattered else 1)
+        size /= scattered if is_scattered else 1
+        yield f"all-reduce of {array.label}", 2 * size * (1 - 1 / parts)
+
+
+def _resharded(plan: Plan, results: Sequence[Tiling] | None) -> Iterator[_Moved]:
+    """Yields what has to travel until the results lie as they are wanted."""
+    if results is not None:
+        tilings = zip(plan.work.results, plan.result_tilings, results, strict=True)
+        for array, source, target in tilings:
+            size = _received(plan, array, source, target)
+            yield f"{_movement(source, target)} of {array.label}", size
+
+
+def _part_bytes(plan: Plan, array: Array, tiling: Tiling) -> float:
+    parts = math.prod(plan.devices.parts(digits) for digits in tiling)
+    return plan.work.elements(array) * array.itemsize / parts
+
+
+def _received(plan: Plan, array: Array, source: Tiling, target: Tiling) -> float:
+    """Returns the bytes of a device's part that it does not have yet."""
+    lost = 1
+    for own, wanted in zip(source, target, strict=True):
+        lost *= plan.devices.parts(own[len(shared((own, wanted))) :])
+    return _part_bytes(plan, array, target) * (1 - 1 / lost)
+
+
+def _movement(source: Tiling, target: Tiling) -> str:
+    before = {digit for digits in source for digit in digits}
+    after = {digit for digits in target for digit in digits}
+    return "all-gather" if after <= before - after or after < before else "all-to-all"
+
+
+def time(plan: Plan) -> float:
+    """Returns how long it takes, in bytes that could travel meanwhile."""
+    parts = plan.devices.parts(digit for digits in plan.layout.values() for digit in digits)
+    arrays = (*plan.work.operands, *plan.work.results)
+    tilings = (*plan.operand_tilings, *plan.result_tilings)
+    pairs = zip(arrays, tilings, strict=True)
+    read = sum(_part_bytes(plan, array, tiling) for array, tiling in pairs)
+    work = plan.work.operations / parts / _OPERATIONS_A_BYTE
+    moved = sum(_BYTES_A_COLLECTIVE + size for _, size in plan.moved)
+    return moved + work + read / _BYTES_READ_A_BYTE

@@ -1,0 +1,116 @@
+"""The program of one device: where its parts lie, and how it joins them with those of others."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_tcgemm.partitioning.mesh import Digits
+from jax_tcgemm.partitioning.rules import Call
+from jax_tcgemm.partitioning.work import Plan
+
+# The axis along which all devices of a program lie.
+AXIS = "devices"
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """What a device knows of the division while it computes its part.
+
+    Attributes:
+        call: the custom call.
+        plan: how it is divided.
+    """
+
+    call: Call
+    plan: Plan
+
+    def _groups(self, digits: Digits) -> list[list[int]]:
+        groups = self.plan.devices.groups(digits)
+        if not self.call.groups:
+            return groups
+        return [[own[i] for i in group] for own in self.call.groups for group in groups]
+
+    def _value(self, digits: Digits) -> jax.Array:
+        """Returns the number that this device's digits form, int32."""
+        values = np.zeros(self.call.devices, np.int32)
+        own = self.plan.devices.values(digits)
+        for group in self.call.groups or (tuple(range(self.call.devices)),):
+            values[list(group)] = own
+        return lax.dynamic_index_in_dim(values, lax.axis_index(AXIS), keepdims=False)
+
+    def start(self, name: str, *, after_sum: bool = False) -> jax.Array | int:
+        """Returns where this device's part of a dimension begins, int32.
+
+        Args:
+            name: of the dimension.
+            after_sum: whether that of a result is meant, which the sum may divide further.
+        """
+        digits, beyond = self.plan.layout[name], self.plan.scattered.get(name, ())
+        part = self.plan.part(name)
+        start = self._value(digits) * part if digits else 0
+        if beyond and after_sum:
+            start = start + self._value(beyond) * -(-part // self.plan.devices.parts(beyond))
+        return start
+
+    def without_padding(self, x: jax.Array, axis: int, name: str) -> jax.Array:
+        """Zeros what lies beyond the end of a dimension: XLA leaves anything there."""
+        if self.plan.is_even(name):
+            return x
+        left = self.plan.work.extents[name] - self.start(name)
+        index = lax.broadcasted_iota(jnp.int32, x.shape, axis)
+        return jnp.where(index < left, x, jnp.zeros_like(x))
+
+    def total(self, x: jax.Array, result: int = 0) -> jax.Array:
+        """Joins what devices have of a sum: of all of it, or each the part that it is to have."""
+        digits = self.plan.summed_digits(result)
+        dims = self.plan.work.results[result].dims
+        for axis, name in enumerate(dims):
+            own = self.plan.scattered.get(name, ()) if name is not None else ()
+            if own and set(own) <= set(digits):
+                digits = tuple(digit for digit in digits if digit not in own)
+                parts = self.plan.devices.parts(own)
+                x = lax.pad(
+                    x,
+                    x.dtype.type(0),
+                    [(0, -x.shape[axis] % parts if i == axis else 0, 0) for i in range(x.ndim)],
+                )
+                x = lax.psum_scatter(
+                    x,
+                    AXIS,
+                    scatter_dimension=axis,
+                    axis_index_groups=self._groups(own),
+                    tiled=True,
+                )
+        return lax.psum(x, AXIS, axis_index_groups=self._groups(digits)) if digits else x
+
+    def halves_together(self, x: jax.Array, axis: int, name: str) -> jax.Array:
+        """Gives a device its parts of both halves of what lies side by side and is divided as one.
+
+        Of ``p`` devices the first have parts of the one half, the last of the other: of halves of
+        parts, device ``d`` has numbers ``2 d`` and ``2 d + 1`` and needs ``d`` and ``p + d``.
+
+        Args:
+            x: a device's part.
+            axis: along which.
+            name: of the dimension that each half is.
+        """
+        groups = self._groups(self.plan.layout[name])
+        p = len(groups[0])
+        half = x.shape[axis] // 2
+        has = lax.split(x, (half, half), axis=axis)
+
+        def received(wanted: int, slot: int) -> jax.Array:
+            pairs = [
+                (group[(wanted * p + d) // 2], group[d])
+                for group in groups
+                for d in range(slot, p, 2)
+            ]
+            return lax.ppermute(has[slot], AXIS, pairs)
+
+        # Each comes from one slot, according to whether the device's number is even; 0 elsewhere.
+        return jnp.concatenate([received(i, 0) + received(i, 1) for i in (0, 1)], axis=axis)

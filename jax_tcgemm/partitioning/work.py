@@ -1,0 +1,126 @@
+"""What is divided, and how: work, arrays and plans.
+
+A primitive is described by the names of its dimensions, as an einsum is: ``m``, ``n``, ``k`` and
+those of a batch. A plan gives each name the digits of the devices (``mesh.Digits``) that divide it;
+no digit divides two. A result that lacks a divided dimension is a sum over devices: an all-reduce,
+or a reduce-scatter where the result is wanted in parts along the same digits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+from jax_tcgemm.partitioning.mesh import Devices, Digits, Tiling
+
+
+@dataclasses.dataclass(frozen=True)
+class Array:
+    """An operand or a result.
+
+    Attributes:
+        dims: the name of each dimension; ``None`` for one that is not to be divided.
+        itemsize: bytes of an element.
+        label: what it is called where it is spoken of.
+    """
+
+    dims: tuple[str | None, ...]
+    itemsize: int
+    label: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What a primitive computes.
+
+    Attributes:
+        extents: the extent of each name.
+        operands: its operands.
+        results: its results.
+        factors: which operands are those of what is summed; the others join after the sum.
+        operations: multiplications and additions.
+        unscattered: names by which no sum is divided.
+        packed: the name along which the second operand holds two of what it has, side by side. It
+            is divided into an even number of like parts, if at all.
+    """
+
+    extents: Mapping[str, int]
+    operands: tuple[Array, ...]
+    results: tuple[Array, ...]
+    factors: frozenset[int]
+    operations: float
+    unscattered: frozenset[str] = frozenset()
+    packed: str | None = None
+
+    @property
+    def summed(self) -> tuple[str, ...]:
+        """The names that the first result lacks, in the order of the operands."""
+        names = dict.fromkeys(name for array in self.operands for name in array.dims)
+        return tuple(name for name in names if name and name not in self.results[0].dims)
+
+    def elements(self, array: Array) -> int:
+        """Returns how many elements an array has (of its named dimensions)."""
+        return math.prod(self.extents[name] for name in array.dims if name is not None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How the work is divided.
+
+    Attributes:
+        work: what is divided.
+        devices: among which.
+        layout: the digits that divide each name in the product.
+        scattered: those by which the sum divides a name of the result further.
+        moved: what has to travel, in words, and how many bytes of it each device receives.
+    """
+
+    work: Work
+    devices: Devices
+    layout: Mapping[str, Digits]
+    scattered: Mapping[str, Digits]
+    moved: tuple[tuple[str, float], ...] = ()
+
+    def tiling(self, array: Array, *, is_factor: bool = False) -> Tiling:
+        """Returns how an array lies on the devices."""
+        return tuple(
+            () if name is None else self.layout[name] + self._beyond(name, is_factor)
+            for name in array.dims
+        )
+
+    def _beyond(self, name: str, is_factor: bool) -> Digits:
+        return () if is_factor else self.scattered.get(name, ())
+
+    @property
+    def operand_tilings(self) -> list[Tiling]:
+        """How each operand lies on the devices."""
+        factors = self.work.factors
+        return [self.tiling(x, is_factor=i in factors) for i, x in enumerate(self.work.operands)]
+
+    @property
+    def result_tilings(self) -> list[Tiling]:
+        """How each result lies on the devices."""
+        return [self.tiling(x) for x in self.work.results]
+
+    def summed_digits(self, result: int = 0) -> Digits:
+        """Returns the digits of the devices among which a result is a sum."""
+        dims = self.work.results[result].dims
+        return tuple(d for name, digits in self.layout.items() if name not in dims for d in digits)
+
+    def smaller_packed(self) -> Array:
+        """Returns which has fewer elements on a device, a packed operand or the product with it."""
+        operand = self.work.operands[1]
+        product = dataclasses.replace(
+            self.work.results[0], itemsize=operand.itemsize, label="the product"
+        )
+        both = (operand, product)
+        return min(both, key=lambda x: _part_bytes(self, x, self.tiling(x, is_factor=True)))
+
+    def part(self, name: str) -> int:
+        """Returns the extent of a device's part of a dimension of the product."""
+        return -(-self.work.extents[name] // self.devices.parts(self.layout[name]))
+
+    def is_even(self, name: str) -> bool:
+        """Says whether all devices have as much of a dimension."""
+        return self.work.extents[name] % self.devices.parts(self.layout[name]) == 0
