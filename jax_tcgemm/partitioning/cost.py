@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
 from jax_tcgemm.partitioning.mesh import Tiling, shared
@@ -52,7 +51,7 @@ def _exchanged(plan: Plan) -> Iterator[_Moved]:
         packed = plan.smaller_packed()
         yield (
             f"exchange of halves of {packed.label}",
-            _part_bytes(plan, packed, plan.tiling(packed, is_factor=True)),
+            plan.part_bytes(packed, plan.tiling(packed, is_factor=True)),
         )
 
 
@@ -62,7 +61,7 @@ def _joined(plan: Plan) -> Iterator[_Moved]:
     scattered = plan.devices.parts(beyond)
     for i, array in enumerate(plan.work.results):
         summed = plan.summed_digits(i)
-        size = _part_bytes(plan, array, plan.tiling(array, is_factor=True))
+        size = plan.part_bytes(array, plan.tiling(array, is_factor=True))
         is_scattered = bool(beyond) and set(beyond) <= set(summed)
         if is_scattered:
             yield f"reduce-scatter of {array.label}", size * (1 - 1 / scattered)
@@ -80,17 +79,12 @@ def _resharded(plan: Plan, results: Sequence[Tiling] | None) -> Iterator[_Moved]
             yield f"{_movement(source, target)} of {array.label}", size
 
 
-def _part_bytes(plan: Plan, array: Array, tiling: Tiling) -> float:
-    parts = math.prod(plan.devices.parts(digits) for digits in tiling)
-    return plan.work.elements(array) * array.itemsize / parts
-
-
 def _received(plan: Plan, array: Array, source: Tiling, target: Tiling) -> float:
     """Returns the bytes of a device's part that it does not have yet."""
     lost = 1
     for own, wanted in zip(source, target, strict=True):
         lost *= plan.devices.parts(own[len(shared((own, wanted))) :])
-    return _part_bytes(plan, array, target) * (1 - 1 / lost)
+    return plan.part_bytes(array, target) * (1 - 1 / lost)
 
 
 def _movement(source: Tiling, target: Tiling) -> str:
@@ -105,7 +99,7 @@ def time(plan: Plan) -> float:
     arrays = (*plan.work.operands, *plan.work.results)
     tilings = (*plan.operand_tilings, *plan.result_tilings)
     pairs = zip(arrays, tilings, strict=True)
-    read = sum(_part_bytes(plan, array, tiling) for array, tiling in pairs)
+    read = sum(plan.part_bytes(array, tiling) for array, tiling in pairs)
     work = plan.work.operations / parts / _OPERATIONS_A_BYTE
     moved = sum(_BYTES_A_COLLECTIVE + size for _, size in plan.moved)
     return moved + work + read / _BYTES_READ_A_BYTE

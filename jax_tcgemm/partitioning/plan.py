@@ -44,9 +44,8 @@ def _layouts(
                 suggested[name] |= {digits[:i] for i in range(len(digits) + 1)}
                 suggested[name] |= {digits[i:] for i in range(len(digits))}
     for name, extent in work.extents.items():
-        suggested[name] = {
-            each for each in suggested[name] if devices.parts(each) <= max(1, extent)
-        }
+        fits = lambda digits, most=max(1, extent): devices.parts(digits) <= most  # noqa: E731
+        suggested[name] = set(filter(fits, suggested[name]))
     if work.packed is not None:
         suggested[work.packed] = {
             digits

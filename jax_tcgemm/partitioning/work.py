@@ -108,6 +108,11 @@ class Plan:
         dims = self.work.results[result].dims
         return tuple(d for name, digits in self.layout.items() if name not in dims for d in digits)
 
+    def part_bytes(self, array: Array, tiling: Tiling) -> float:
+        """Returns the bytes of a device's part of an array that lies so."""
+        parts = math.prod(self.devices.parts(digits) for digits in tiling)
+        return self.work.elements(array) * array.itemsize / parts
+
     def smaller_packed(self) -> Array:
         """Returns which has fewer elements on a device, a packed operand or the product with it."""
         operand = self.work.operands[1]
@@ -115,7 +120,7 @@ class Plan:
             self.work.results[0], itemsize=operand.itemsize, label="the product"
         )
         both = (operand, product)
-        return min(both, key=lambda x: _part_bytes(self, x, self.tiling(x, is_factor=True)))
+        return min(both, key=lambda x: self.part_bytes(x, self.tiling(x, is_factor=True)))
 
     def part(self, name: str) -> int:
         """Returns the extent of a device's part of a dimension of the product."""
