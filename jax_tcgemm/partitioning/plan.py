@@ -36,33 +36,10 @@ def _layouts(
     work: Work, devices: Devices, operands: Sequence[Tiling], results: Sequence[Tiling]
 ) -> Iterator[dict[str, Digits]]:
     """Yields the layouts of which every name's digits are those of an operand or a result."""
-    arrays = zip((*work.operands, *work.results), (*operands, *results), strict=False)
-    suggested: dict[str, set[Digits]] = {name: {()} for name in work.extents}
-    for array, tiling in arrays:
-        for name, digits in zip(array.dims, tiling, strict=True):
-            if name is not None:
-                suggested[name] |= {digits[:i] for i in range(len(digits) + 1)}
-                suggested[name] |= {digits[i:] for i in range(len(digits))}
-    for name, extent in work.extents.items():
-        fits = lambda digits, most=max(1, extent): devices.parts(digits) <= most  # noqa: E731
-        suggested[name] = set(filter(fits, suggested[name]))
-    if work.packed is not None:
-        suggested[work.packed] = {
-            digits
-            for digits in suggested[work.packed]
-            if not digits
-            or devices.parts(digits) % 2 == work.extents[work.packed] % devices.parts(digits) == 0
-        }
-    for name in work.summed:
-        # Nothing is gathered that can be summed where it lies.
-        kept = _kept(name, work, operands)
-        while kept not in suggested[name]:
-            kept = kept[:-1]
-        suggested[name] = {each for each in suggested[name] if each[: len(kept)] == kept}
+    suggested = _suggested(work, devices, operands, results)
     # The most divided first.
-    choices = [
-        sorted(each, key=lambda digits: (-len(digits), digits)) for each in suggested.values()
-    ]
+    order = lambda digits: (-len(digits), digits)  # noqa: E731
+    choices = [sorted(each, key=order) for each in suggested.values()]
     count = 0
     for chosen in itertools.product(*choices):
         digits = [digit for each in chosen for digit in each]
@@ -71,6 +48,34 @@ def _layouts(
             count += 1
         if count == _MOST_LAYOUTS:
             return
+
+
+def _suggested(
+    work: Work, devices: Devices, operands: Sequence[Tiling], results: Sequence[Tiling]
+) -> dict[str, set[Digits]]:
+    """Returns the digits that may divide each name: those of an array, or the first or last."""
+    suggested: dict[str, set[Digits]] = {name: {()} for name in work.extents}
+    arrays = zip((*work.operands, *work.results), (*operands, *results), strict=False)
+    for array, tiling in arrays:
+        for name, digits in zip(array.dims, tiling, strict=True):
+            if name is not None:
+                suggested[name] |= {digits[:i] for i in range(len(digits) + 1)}
+                suggested[name] |= {digits[i:] for i in range(len(digits))}
+    for name, extent in work.extents.items():
+        parts = {digits: devices.parts(digits) for digits in suggested[name]}
+        suggested[name] = {
+            digits
+            for digits, count in parts.items()
+            if count <= max(1, extent)
+            and (name != work.packed or not digits or count % 2 == extent % count == 0)
+        }
+    for name in work.summed:
+        # Nothing is gathered that can be summed where it lies.
+        kept = _kept(name, work, operands)
+        while kept not in suggested[name]:
+            kept = kept[:-1]
+        suggested[name] = {each for each in suggested[name] if each[: len(kept)] == kept}
+    return suggested
 
 
 def _kept(name: str, work: Work, operands: Sequence[Tiling]) -> Digits:

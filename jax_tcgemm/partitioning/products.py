@@ -86,8 +86,10 @@ def _local(
     if is_exchanged:
         (both,) = products
         products = [shard.halves_together(both, both.ndim - 1, "n")]
-    products = [shard.total(product) for product in products]
-    return reference.epilogue(reference.halves(*products) if spec.packed else products, x, spec)
+    if spec.packed:
+        # Before they are summed: a sum may divide the columns of each.
+        products = reference.halves(*products)
+    return reference.epilogue([shard.total(product) for product in products], x, spec)
 
 
 def _products(x: Operands, spec: GemmSpec, bind: Any) -> list[jax.Array]:

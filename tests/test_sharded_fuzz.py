@@ -1,0 +1,139 @@
+"""Random products, random meshes, random shardings: the result is that of one device."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fused_call import assert_trees_close, square_sum
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from sharded_programs import TARGET, mesh_of
+
+from jax_tcgemm import gated_gemm, gemm, mlp, ragged_dot
+from jax_tcgemm.partitioning import rules
+
+MESHES = [(8,), (4, 2), (2, 4), (2, 2, 2), (3, 2), (6,), (2, 1)]
+DRAWS = 8
+
+
+@pytest.fixture(autouse=True)
+def _everywhere(monkeypatch):
+    monkeypatch.setenv(rules.SETTING, "everywhere")
+
+
+def random_spec(rng, mesh, ndim):
+    """Draws for each dimension none, one or two of the axes; those that others lack."""
+    axes = list(rng.permutation(mesh.axis_names))
+    dims = []
+    for _ in range(ndim):
+        own = [str(axes.pop()) for _ in range(rng.integers(0, 3)) if axes]
+        dims.append(tuple(own) or None)
+    return P(*rng.permutation(np.array([*dims, 0], dtype=object)[:-1]))
+
+
+def laid_out(rng, mesh, operands):
+    """Returns a function that cuts padded operands, and these, somewhere on the mesh."""
+    padded, shapes = [], [x.shape for x in operands]
+    for x in operands:
+        spec = random_spec(rng, mesh, x.ndim)
+        sizes = [
+            int(np.prod([mesh.shape[name] for name in axes or ()], dtype=int)) for axes in spec
+        ]
+        widths = [(0, -extent % size) for extent, size in zip(x.shape, sizes, strict=True)]
+        padded.append(jax.device_put(jnp.pad(x, widths), NamedSharding(mesh, spec)))
+
+    def cut(*values):
+        return [
+            jax.lax.slice(value, (0,) * value.ndim, shape)
+            for value, shape in zip(values, shapes, strict=True)
+        ]
+
+    return cut, padded
+
+
+def fused(rng, normal):
+    """Draws a call of ``gemm`` with some of its operands."""
+    m, n, k = (int(x) for x in rng.integers(1, 40, 3))
+    batch = tuple(int(x) for x in rng.integers(1, 9, rng.integers(0, 3)))
+    dtype = [jnp.float32, jnp.bfloat16, jnp.float16][rng.integers(3)]
+    draw = lambda *shape: (normal(*shape) / 4).astype(dtype)  # noqa: E731
+    transpose_a, transpose_b = (bool(x) for x in rng.integers(0, 2, 2))
+    a = draw(*batch, *((k, m) if transpose_a else (m, k)))
+    b = draw(*batch[: 0 if rng.integers(2) else None], *((n, k) if transpose_b else (k, n)))
+    others = {
+        "c": draw(*batch, m, n),
+        "bias": draw(n),
+        "residual": draw(*batch, m, n),
+        "row_scale": draw(m),
+        "column_scale": draw(n),
+    }
+    chosen = [name for name in others if rng.integers(3) == 0 and name != "residual"]
+    chosen += ["residual"] if "c" not in chosen and rng.integers(3) == 0 else []
+    activation = [None, "gelu", "tanh"][rng.integers(3)]
+
+    def call(a, b, *rest):
+        named = dict(zip(chosen, rest, strict=True))
+        flags = {"transpose_a": transpose_a, "transpose_b": transpose_b}
+        return gemm(a, b, activation=activation, alpha=0.5, **flags, **named)
+
+    return call, [a, b, *(others[name] for name in chosen)]
+
+
+def gated(rng, normal):
+    m, n, k = (int(x) for x in rng.integers(1, 40, 3))
+    packed = bool(rng.integers(2))
+    x, *weights = (
+        normal(*shape) / 4 for shape in ((m, k), *([(k, 2 * n)] if packed else [(k, n)] * 2))
+    )
+    return lambda x, *w: gated_gemm(x, *w), [x, *weights]
+
+
+def layers(rng, normal):
+    m, f, k = (int(x) for x in rng.integers(1, 40, 3))
+    shapes = ((m, k), (k, f), (f,), (f, k))
+    return lambda x, w, b, v: mlp(x, w, b, v, residual=x), [normal(*s) / 4 for s in shapes]
+
+
+def groups(rng, normal):
+    m, n, k, g = (int(x) for x in rng.integers(1, 40, 4))
+    sizes = jnp.asarray(rng.multinomial(int(rng.integers(0, m + 1)), np.ones(g) / g), jnp.int32)
+    activation = [None, "relu"][rng.integers(2)]
+
+    def call(x, w, bias):
+        return ragged_dot(x, w, sizes, bias=bias, activation=activation)
+
+    return call, [normal(*shape) / 4 for shape in ((m, k), (g, k, n), (g, n))]
+
+
+@pytest.mark.parametrize("draw", range(DRAWS))
+@pytest.mark.parametrize("kind", [fused, gated, layers, groups])
+def test_divided_as_on_one_device(kind, draw, rng, normal):
+    mesh = mesh_of(MESHES[(draw + rng.integers(2)) % len(MESHES)])
+    call, operands = kind(rng, normal)
+    cut, padded = laid_out(rng, mesh, operands)
+    out = random_spec(rng, mesh, jax.eval_shape(call, *operands).ndim)
+
+    def program(*values):
+        d = call(*cut(*values))
+        width = [-(-extent // 24) * 24 for extent in d.shape]
+        d = jnp.pad(d, [(0, w - extent) for w, extent in zip(width, d.shape, strict=True)])
+        return jax.lax.with_sharding_constraint(d, NamedSharding(mesh, out))
+
+    def expected(*values):
+        d = call(*values)
+        return jnp.pad(d, [(0, -extent % 24) for extent in d.shape])
+
+    jitted = jax.jit(program)
+    if mesh.size > 1:
+        assert TARGET in jitted.lower(*padded).as_text()
+    tolerance = 1e-4 if operands[0].dtype == jnp.float32 else 3e-2
+    assert_trees_close(jitted(*padded), expected(*operands), tolerance)
+    if draw % 3 == 0:
+        every = tuple(range(len(operands)))
+        actual = cut(*jax.jit(jax.grad(square_sum(program), every))(*padded))
+        wanted = jax.grad(square_sum(expected), every)(*operands)
+        scale = 1 + max(float(jnp.abs(x.astype(jnp.float32)).max()) for x in wanted)
+        shrunk = [[x / scale for x in each] for each in (actual, wanted)]
+        assert_trees_close(*shrunk, 2 * tolerance)
