@@ -26,6 +26,7 @@ import pallas_rival  # noqa: E402
 import plot  # noqa: E402
 import report  # noqa: E402
 import run  # noqa: E402
+import sharded  # noqa: E402
 
 pytestmark = pytest.mark.any_jax
 
@@ -366,3 +367,33 @@ def test_plot_writes_both_files(tmp_path, capsys):
     assert all(file.stat().st_size > 10_000 for file in written)
     assert plot.main([str(path), "--out", str(tmp_path / "speed"), "--suite", "ragged"]) == 1
     assert "no case with a time" in capsys.readouterr().err
+
+
+# Programs over several devices
+
+
+@pytest.mark.parametrize("setting", ["everywhere", "never"])
+def test_sharded_programs_are_timed(setting, monkeypatch, tmp_path):
+    monkeypatch.setenv("JAX_TCGEMM_PARTITION", setting)
+    monkeypatch.setattr(sharded.jax, "devices", lambda: jax.local_devices(backend="cpu"))
+    path = tmp_path / "results.json"
+    arguments = ["--scale", "64", "--rounds", "1", "--calls", "1", "--out", str(path)]
+    assert sharded.main(arguments) == 0
+    content = json.loads(path.read_text())
+    assert content["header"]["devices"] == 2
+    assert [row["case"] for row in content["rows"]] == list(sharded.PROGRAMS)
+    by_name = {row["case"]: row for row in content["rows"]}
+    assert by_name["k"]["collectives"] == by_name["k"]["xla_collectives"] == {"all-reduce": 1}
+    assert all(row["ratio"] > 0 for row in content["rows"])
+
+
+def test_a_sharded_program_that_is_wrong_is_not_timed(monkeypatch, tmp_path):
+    program = sharded.PROGRAMS["rows of x"]
+    off = dataclasses.replace(program, ours=lambda x, w: 1.1 * program.ours(x, w))
+    monkeypatch.setitem(sharded.PROGRAMS, "rows of x", off)
+    monkeypatch.setattr(sharded.jax, "devices", lambda: jax.local_devices(backend="cpu"))
+    path = tmp_path / "results.json"
+    arguments = ["--case", "rows of x", "--scale", "64", "--rounds", "1", "--out", str(path)]
+    assert sharded.main(arguments) == 1
+    (row,) = json.loads(path.read_text())["rows"]
+    assert "differs from XLA's result" in row["error"]

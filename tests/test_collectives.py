@@ -1,0 +1,54 @@
+"""What travels, read from lines of compiled programs as XLA's compilers write them."""
+
+from __future__ import annotations
+
+import pytest
+
+from jax_tcgemm.tools.collectives import collectives
+
+pytestmark = pytest.mark.any_jax
+
+LINES = {
+    # 16 x 32 of float32, of which half is the device's own
+    "%all-gather = f32[16,32]{0,1} all-gather(%x), channel_id=1, replica_groups=[4,2]<=[8], "
+    "dimensions={1}": ("all-gather", 1024),
+    "ROOT %psum.5 = f32[64,48]{1,0} all-reduce(%y), channel_id=1, "
+    "replica_groups={{0,2,4,6},{1,3,5,7}}, use_global_device_ids=true": ("all-reduce", 18432),
+    "%all-reduce = (bf16[8,8]{1,0}, f32[8]{0}) all-reduce(%a, %b), "
+    "replica_groups=mesh['axis_0'=1,'axis_1'=4,'axis_2'=2] {'axis_1'}, to_apply=%add": (
+        "all-reduce",
+        2 * 0.75 * 160,
+    ),
+    "%all-gather.3 = f32[32,48]{1,0} all-gather(%p), replica_groups=mesh['axis_0'=2,'axis_1'=1,"
+    "'axis_2'=4], device_ids=([4,2]T(1,0)) {'axis_0'}, dimensions={0}": ("all-gather", 3072),
+    "%reduce-scatter = f32[16,48]{1,0} reduce-scatter(%y), replica_groups={{0,1,2,3}}, "
+    "dimensions={0}": ("reduce-scatter", 3 * 3072),
+    "%all-to-all.5 = (f32[1,8]{1,0}, f32[1,8]{1,0}) all-to-all(%a, %b), "
+    "replica_groups={{0,1},{2,3}}": ("all-to-all", 32),
+    # to half of the devices, one of which sends to itself
+    "%collective-permute = f32[16,24]{1,0} collective-permute(%x), channel_id=1, "
+    "source_target_pairs={{0,0},{2,3},{4,5},{6,7}}": ("collective-permute", 1536 * 3 / 8),
+    # an asynchronous one has its operand beside its result
+    "%all-gather-start = (bf16[8,8]{1,0}, bf16[16,8]{1,0}) all-gather-start(%x), "
+    "replica_groups={{0,1}}, dimensions={0}": ("all-gather", 128),
+    "%all-reduce-start.1 = bf16[64]{0} all-reduce-start(%x), replica_groups={}, to_apply=%add": (
+        "all-reduce",
+        2 * 7 / 8 * 128,
+    ),
+}
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_a_line(line):
+    (found,) = collectives(f"  {line}\n  %other = f32[2]{{0}} add(%a, %b)", 8)
+    assert (found.kind, found.received) == LINES[line]
+
+
+def test_what_waits_is_no_other_collective():
+    text = "%all-gather-done = bf16[16,8]{1,0} all-gather-done(%all-gather-start)"
+    assert collectives(text, 8) == []
+
+
+def test_a_group_of_one_receives_nothing():
+    text = "%all-reduce = f32[8]{0} all-reduce(%x), replica_groups=[8,1]<=[8], to_apply=%add"
+    assert collectives(text, 8) == []
