@@ -26,7 +26,16 @@ from sharded_programs import (
     placed,
 )
 
-from jax_tcgemm import dot_general, gated_gemm, gated_mlp, gated_ragged_dot, gemm, mlp, ragged_dot
+from jax_tcgemm import (
+    dot_general,
+    export_disabled_checks,
+    gated_gemm,
+    gated_mlp,
+    gated_ragged_dot,
+    gemm,
+    mlp,
+    ragged_dot,
+)
 from jax_tcgemm.lowering.log import log
 from jax_tcgemm.partitioning import rules
 from jax_tcgemm.tools.collectives import collectives
@@ -274,6 +283,20 @@ def test_exported_to_another_process(tmp_path):
     for verb in ("export", "import"):
         done = run_process(verb, tmp_path)
         assert done.returncode == 0, done.stderr
+
+
+def test_exported_for_several_platforms(mesh, rng):
+    """Each has its branch, of which one is divided by our rules."""
+    program = PROGRAMS["fused_k"]
+    operands = placed(program, mesh, rng)
+    exported = jax.export.export(
+        jax.jit(lambda *args: program.ours(*args)),
+        platforms=("cpu", "cuda"),
+        disabled_checks=export_disabled_checks(),
+    )(*operands)
+    assert exported.mlir_module().count(f"@{TARGET}") == 2
+    result = jax.jit(exported.call)(*operands)
+    assert_trees_close(result, program.theirs(*operands), 1e-3)
 
 
 def test_another_process_finds_it_in_the_persistent_cache(tmp_path):
