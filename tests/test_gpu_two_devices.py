@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 import threading
@@ -13,8 +14,10 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from mps import outer_environment
+from sharded_programs import PROGRAMS, compiled, compiled_gradients, placed
 
 from jax_tcgemm import gated_gemm, gated_mlp, gemm, mlp, ragged_dot
+from jax_tcgemm.tools.collectives import collectives
 
 pytestmark = pytest.mark.gpu
 
@@ -125,15 +128,10 @@ def test_first_use_beside_a_collective(devices):
     assert done.stdout.strip().endswith("right"), done.stderr[-2000:]
 
 
-def collectives(function, *args) -> list[str]:
+def moved(function, *args) -> list[str]:
     text = jax.jit(function).lower(*args).compile().as_text()
     assert text is not None
-    names = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
-    return sorted(
-        name
-        for name in names
-        for _ in range(text.count(f" {name}-start(") or text.count(f" {name}("))
-    )
+    return [each.kind for each in collectives(text, 2)]
 
 
 @pytest.mark.parametrize(
@@ -172,7 +170,26 @@ def test_nothing_is_gathered_that_jnp_does_not_gather(normal, mesh, axes, ours, 
         jax.device_put(normal(*shape, dtype=jnp.bfloat16) / 16, NamedSharding(mesh, spec))
         for shape, spec in zip(shapes, axes, strict=False)
     ]
-    counted, wanted = collectives(ours, *args), collectives(formula, *args)
+    counted, wanted = moved(ours, *args), moved(formula, *args)
     assert counted.count("all-gather") <= wanted.count("all-gather")
     assert len(counted) <= len(wanted), (counted, wanted)
     close(jax.jit(ours)(*args), jax.jit(formula)(*args))
+
+
+@pytest.mark.parametrize("gradients", [False, True], ids=["results", "gradients"])
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if "to_uneven_rows" not in name])
+def test_programs(rng, devices, name, gradients):
+    """Those of the CPU tests, in bfloat16, by kernels on both GPUs."""
+    program = dataclasses.replace(PROGRAMS[name], dtype=jnp.bfloat16)
+    if gradients and not program.gradients:
+        pytest.skip("no gradients")
+    mesh = jax.make_mesh((2, 1), ("x", "y"), (AxisType.Auto,) * 2, devices=devices)
+    operands = placed(program, mesh, rng)
+    compile_ = compiled_gradients if gradients else compiled
+    ours, theirs = (compile_(f, program, mesh, operands) for f in (program.ours, program.theirs))
+    found = [[each.kind for each in collectives(run.as_text(), 2)] for run in (ours, theirs)]
+    assert found[0].count("all-gather") <= found[1].count("all-gather"), found
+    results = [jax.tree.leaves(run(*operands)) for run in (ours, theirs)]
+    for actual, expected in zip(*results, strict=True):
+        assert actual.sharding.is_equivalent_to(expected.sharding, actual.ndim)
+        close(actual, expected)
