@@ -129,7 +129,7 @@ def generated_files(configs) -> dict[str, str]:
 
 
 def registry(configs) -> str:
-    """The list of kernels that cuda/dispatch/dispatch.cc includes, in the order of the table."""
+    """The list of kernels that cuda/dispatch/choice.cc includes, in the order of the table."""
     return _REGISTRY.format(
         declarations="\n".join(
             [f"extern const KernelSet kernels_{c.name};" for c in configs]

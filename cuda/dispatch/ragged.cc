@@ -4,6 +4,8 @@
 #include <limits>
 
 #include "common/ceil_div.h"
+#include "dispatch/choice.h"
+#include "dispatch/dispatch.h"
 #include "dispatch/launch.h"
 #include "epilogue/work.h"
 #include "sm90/tensor_maps.h"

@@ -7,7 +7,7 @@
 
 #include "common/status.h"
 #include "dispatch/device.h"
-#include "dispatch/dispatch.h"
+#include "gemm_problem.h"
 
 namespace jax_tcgemm {
 

@@ -11,8 +11,8 @@
 #if JAX_TCGEMM_HAS_CUDA
 #include <cuda_runtime_api.h>
 
+#include "dispatch/choice.h"
 #include "dispatch/device.h"
-#include "dispatch/dispatch.h"
 #include "ffi/algorithm_names.h"
 #include "ffi/handlers.h"
 #endif
