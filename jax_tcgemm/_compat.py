@@ -81,24 +81,41 @@ def typed_as(model: jax.Array, x: jax.Array) -> jax.Array:
     sharding = jax.typeof(model).sharding
     if jax.typeof(x).sharding == sharding or not is_sharded(model, x):
         return x
+    return resharded(x, sharding)
+
+
+def resharded(x: jax.Array, sharding: Any) -> jax.Array:
+    """Returns ``x`` with a type that is sharded so; as it is for ``None``."""
+    if sharding is None:
+        return x
     reshard = jax.reshard if hasattr(jax, "reshard") else jax.sharding.reshard  # before 0.9
     return reshard(x, sharding)
 
 
 def is_unreduced(*operands: Any) -> bool:
     """Whether an operand's type says that it is a sum over mesh axes yet to be made, or was one."""
-    specs = [jax.typeof(x).sharding.spec for x in operands]
-    return any(spec.unreduced or spec.reduced for spec in specs)
+    return any(_leaves_sums(jax.typeof(x).sharding) for x in operands)
+
+
+def _leaves_sums(sharding: Any) -> bool:
+    return bool(sharding.spec.unreduced or sharding.spec.reduced)
 
 
 def out_sharding_of(sharding: Any, name: str) -> Any:
     """Returns what ``out_sharding=`` of a public function asks for, ``None`` for nothing.
 
     Raises:
+        NotImplementedError: it leaves sums over axes of the mesh to be made.
         TypeError: it is no sharding.
         ValueError: it does not go with the mesh, or names axes that are not explicit.
     """
-    return _sharding_impls.canonicalize_sharding(sharding, name)
+    sharding = _sharding_impls.canonicalize_sharding(sharding, name)
+    if sharding is not None and _leaves_sums(sharding):
+        raise NotImplementedError(
+            f"{name}: out_sharding={sharding.spec} leaves sums to be made; jax.lax.dot_general and "
+            "jax_tcgemm.dot_general take it"
+        )
+    return sharding
 
 
 def sharding_from(
@@ -125,6 +142,13 @@ def sharding_from(
         used.update(axes)
     spec = jax.sharding.PartitionSpec(*(axes or None for axes in dims))
     return jax.sharding.NamedSharding(jax.typeof(sharded).sharding.mesh, spec)
+
+
+def shardings_of(function: Callable[..., Any], *operands: Any) -> Any:
+    """Returns the shardings of a function's results' types."""
+    # ``jax.eval_shape`` knows none where some axes of the mesh are not explicit.
+    jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*operands)
+    return jax.tree.unflatten(jax.tree.structure(shapes), [x.sharding for x in jaxpr.out_avals])
 
 
 def with_automatic_axes(function: Callable[..., Any], operands: Any, shardings: Any) -> Any:
@@ -235,6 +259,7 @@ def emit_partitioned(
     operands: Sequence[Sequence[str | None]],
     results: Sequence[Sequence[str | None]],
     summed: Sequence[str],
+    numbered: bool = False,
 ) -> Any:
     """Emits a custom call that a registered partitioner divides.
 
@@ -246,14 +271,19 @@ def emit_partitioned(
         operands: the names of their dimensions, ``None`` for one that stays whole.
         results: those of the results.
         summed: the names that no result has.
+        numbered: whether XLA divides the call anew in groups of devices. It numbers those of a
+            group as the first result lies: an additional one, which is whole, keeps their order.
 
     Returns:
-        The results.
+        The results, without the additional one.
     """
     types = [
         _ir.RankedTensorType.get(x.shape, _mlir.dtype_to_ir_type(x.dtype))
         for x in context.avals_out
     ]
+    if numbered:
+        types.insert(0, _ir.RankedTensorType.get((1,), _mlir.dtype_to_ir_type(np.dtype(np.int32))))
+        results = [(None,), *results]
     call = _hlo.CustomCallOp(
         types,
         list(values),
@@ -286,7 +316,7 @@ def emit_partitioned(
         call.attributes["sdy.sharding_rule"] = _sharding_rule.sdy_sharding_rule_to_mlir(
             rule, [value.type for value in values], list[Any](types)
         )
-    return call.results
+    return list(call.results)[numbered:]
 
 
 def program_of_one_device(

@@ -237,6 +237,50 @@ def test_vmap_over_an_explicit_axis(explicit, normal):
         assert_trees_close(actual, expected, 1e-3)
 
 
+@pytest.mark.parametrize("kinds_of_axes", [("Explicit", "Auto"), ("Auto", "Explicit")])
+def test_some_explicit_axes(normal, kinds_of_axes):
+    types = tuple(AxisType[name] for name in kinds_of_axes)
+    mesh = jax.make_mesh((4, 2), ("x", "y"), types, devices=jax.devices("cpu")[:8])
+    with jax.set_mesh(mesh):
+        own = "x" if kinds_of_axes[0] == "Explicit" else "y"
+        x, w = put(mesh, normal(64, 32) / 4, own), put(mesh, normal(32, 48) / 4)
+        for name in EXPLICIT:
+            ours, theirs, _ = EXPLICIT[name]
+            for mine, other in ((ours, theirs), (vector_of(ours), vector_of(theirs))):
+                actual, expected = jax.jit(mine)(x, w), jax.jit(other)(x, w)
+                assert jax.tree.map(spec_of, actual) == jax.tree.map(spec_of, expected)
+                assert_trees_close(actual, expected, 1e-3)
+
+
+def test_sums_that_are_yet_to_be_made(explicit, normal):
+    with jax.set_mesh(explicit):
+        x, w = put(explicit, normal(64, 32), None, "x"), put(explicit, normal(32, 48), "x")
+        out = P(None, None, unreduced={"x"})
+        for function in (gemm, lambda x, w, **kw: gated_gemm(x, w, w, **kw)):
+            with pytest.raises(NotImplementedError, match="leaves sums to be made"):
+                jax.jit(functools.partial(function, out_sharding=out))(x, w)
+        dims = (((1,), (0,)), ((), ()))
+        result = jax.jit(lambda x, w: dot_general(x, w, dims, out_sharding=out))(x, w)
+        assert spec_of(result) == out
+        reshard = jax.reshard if hasattr(jax, "reshard") else jax.sharding.reshard
+        expected = np.asarray(x) @ np.asarray(w)
+        assert_trees_close(jax.jit(lambda y: reshard(y, P(None, None)))(result), expected, 1e-3)
+        reduced = reshard(put(explicit, normal(4, 32, 48)), P(None, None, None, reduced={"x"}))
+        with pytest.raises(NotImplementedError, match="sums over mesh axes"):
+            ragged_dot(np.asarray(x), reduced, SIZES)
+
+
+def test_an_addend_beside_c_goes_where_the_result_does(explicit, normal):
+    with jax.set_mesh(explicit):
+        x, w = put(explicit, normal(64, 32), None, "x"), put(explicit, normal(32, 48), "x")
+        c, r = put(explicit, normal(64, 48), "y"), put(explicit, normal(64, 48), None, "x")
+        run = jax.jit(functools.partial(gemm, activation="relu", out_sharding=P("x")))
+        result = run(x, w, c, residual=r)
+        expected = jax.nn.relu(np.asarray(x) @ np.asarray(w) + np.asarray(c)) + np.asarray(r)
+        assert spec_of(result) == P("x", None)
+        assert_trees_close(result, expected, 1e-3)
+
+
 # Compilers and processes
 
 
@@ -323,6 +367,23 @@ def test_two_processes():
     outputs = [process.communicate(timeout=300) for process in processes]
     for rank, (out, err) in enumerate(outputs):
         assert f"joined {rank}" in out, err
+
+
+# Types
+
+
+def test_sums_of_rows_in_float64(mesh):
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(0)
+        x, w, b = (jnp.asarray(rng.standard_normal(s)) for s in ((64, 32), (32, 48), (48,)))
+        loss = square_sum64(lambda x, w, b: gemm(x, w, bias=b, activation="gelu"))
+        placed_x = put(mesh, x, "x")
+        actual = jax.jit(jax.grad(loss, 2))(placed_x, w, b)
+        np.testing.assert_allclose(actual, jax.grad(loss, 2)(x, w, b), rtol=1e-12)
+
+
+def square_sum64(function):
+    return lambda *args: jnp.sum(jnp.square(function(*args)))
 
 
 # Memory

@@ -15,7 +15,12 @@ from jax.sharding import PartitionSpec as P
 
 from jax_tcgemm import clip, softcap
 from jax_tcgemm.lowering.ragged import RaggedSpec
-from jax_tcgemm.partitioning.mesh import Devices, read_shardings, write_sharding
+from jax_tcgemm.partitioning.mesh import (
+    Devices,
+    _numberings,
+    read_shardings,
+    write_sharding,
+)
 from jax_tcgemm.partitioning.plan import make_plan
 from jax_tcgemm.partitioning.work import Array, Work
 from jax_tcgemm.primitives.activation_gradient import ActivationSpec
@@ -70,6 +75,17 @@ def test_groups_differ_in_the_digits_that_are_named():
     assert devices.values((2, 0)).tolist() == [0, 2, 0, 2, 1, 3, 1, 3]
 
 
+def test_there_are_few_orders_of_many_digits():
+    assert [len(_numberings(count)) for count in (1, 8, 24, 96, 4096, 8192 * 3)] == [
+        1,
+        1,
+        4,
+        6,
+        1,
+        14,
+    ]
+
+
 # Plans
 
 EIGHT = Devices((2, 2, 2))
@@ -96,6 +112,12 @@ def test_what_is_summed_is_not_gathered():
     plan = make_plan(product(64, 32, 48), EIGHT, [((), (0, 1)), ((0, 1), (2,))], [((), (2,))])
     assert plan.layout == {"m": (), "n": (2,), "k": (0, 1)}
     assert [what for what, _ in plan.moved] == ["all-reduce of mn"]
+
+
+def test_a_weight_is_gathered_where_less_travels_than_in_a_sum():
+    """k by the first digit in x, by the first and the second in w."""
+    plan = make_plan(product(16384, 16384, 512), EIGHT, [((), (0,)), ((0, 1), ())], [((), ())])
+    assert all("all-reduce" not in what for what, _ in plan.moved)
 
 
 def test_no_digit_divides_two():

@@ -74,6 +74,9 @@ def dot_general(
         lax.dot_general, lhs, rhs, *options, out_sharding=out_sharding, **kwargs
     )
     are_arrays = all(isinstance(x, (jax.Array, np.ndarray)) for x in (lhs, rhs))
+    spec = getattr(out_sharding, "spec", out_sharding)
+    if getattr(spec, "unreduced", None) or getattr(spec, "reduced", None):
+        return by_lax()
     if not are_arrays or dimension_numbers is None or kwargs:
         return by_lax()
     try:
@@ -118,7 +121,7 @@ def _contract(
     is_typed = out_sharding is not None or _compat.is_sharded(a, b)
     if is_typed and not _compat.is_unreduced(a, b):
         own = functools.partial(_contract, **options)
-        return _compat.with_automatic_axes(own, (a, b), result.sharding)
+        return _compat.with_automatic_axes(own, (a, b), _compat.shardings_of(by_lax, lhs, rhs))
     problem = _problem(a, b, dims, _compat.canonicalize_precision(precision), result)
     if isinstance(problem, str):
         operands = " x ".join(f"{x.dtype}{list(x.shape)}" for x in (a, b))

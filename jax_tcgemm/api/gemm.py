@@ -49,12 +49,11 @@ def gemm(
     newer this is one hand-written tensor-core kernel for bfloat16, float16 and (in TF32 arithmetic)
     float32 operands. Elsewhere, for what has no kernel but ``jnp.matmul`` takes, and for a vector
     or few rows by an unaligned 16-bit matrix (row stride not a multiple of 16 bytes), it is the
-    same formula in ``jax.numpy``; so it is in programs that XLA divides among devices (``jit`` of
-    sharded arrays, meshes with explicit axes), where a product in bfloat16 is rounded before the
-    epilogue. The product is accumulated in float32 for 16-bit operands unless ``precision`` says
-    otherwise, the epilogue is computed in float32 (float64 for float64, in integers for integers),
-    and the result is rounded once. It can be differentiated, forward and reverse and to any order,
-    and batched.
+    same formula in ``jax.numpy``. Where k is divided among devices, a product in bfloat16 is
+    rounded before the epilogue. The product is accumulated in float32 for 16-bit operands unless
+    ``precision`` says otherwise, the epilogue is computed in float32 (float64 for float64, in
+    integers for integers), and the result is rounded once. It can be differentiated, forward and
+    reverse and to any order, and batched.
 
     Args:
         a: ``(..., m, k)``, or ``(..., k, m)`` with ``transpose_a``.
@@ -89,12 +88,13 @@ def gemm(
             for the one that a heuristic chooses. Derivatives choose their own.
         out_sharding: as in ``jnp.matmul``: a ``PartitionSpec`` or ``NamedSharding`` of the result,
             on a mesh with explicit axes. It is needed where both operands' contracted dimensions
-            are sharded.
+            are sharded, and may not leave sums to be made (``unreduced``).
 
     Returns:
         ``(..., m, n)``, of the dtype of ``jnp.matmul(a, b, preferred_element_type=...)``.
 
     Raises:
+        NotImplementedError: ``out_sharding`` leaves sums to be made.
         TypeError: an argument's type or dtype is not accepted.
         ValueError: an argument's shape or value is not accepted.
     """
@@ -150,7 +150,9 @@ def gemm(
     if added_later is None:
         return d
     wide = accumulator_dtype(out_dtype, out_dtype, out_dtype)
-    added_later = jnp.expand_dims(added_later, tuple(range(d.ndim - added_later.ndim)))
+    added_later = jnp.broadcast_to(added_later, d.shape)
+    if out_sharding is not None:
+        added_later = _compat.typed_as(d, added_later)
     return (d.astype(wide) + added_later.astype(wide)).astype(out_dtype)
 
 

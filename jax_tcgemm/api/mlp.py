@@ -241,6 +241,6 @@ def _two_layers(
     second, axes = _unzipped(placed)
     axes = axes._replace(a=tuple(range(len(hidden.shape))))
     spec = GemmSpec(axes, out_dtype, first_spec.precision)
-    out_sharding = _compat.out_sharding_of(out_sharding, "mlp")
+    out_sharding = _compat.out_sharding_of(out_sharding, "mlp" if w_name == "w2" else "gated_mlp")
     both = layers.Layers(first_spec, spec, bool(recompute_activation))
     return layers.apply(both, first, second, out_sharding)

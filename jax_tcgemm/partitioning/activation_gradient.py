@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jax_tcgemm.partitioning.rules import Rule
 from jax_tcgemm.partitioning.shard import Shard
 from jax_tcgemm.partitioning.work import Array, Work
+from jax_tcgemm.problem.arithmetic import accumulator_dtype
 
 
 def rule(apply: Callable[..., list[jax.Array]], spec_class: type) -> Rule:
@@ -39,12 +39,14 @@ def _work(spec: Any, types: Sequence[Any]) -> Work:
 def _local(
     shard: Shard, spec: Any, operands: Sequence[jax.Array], apply: Callable[..., list[jax.Array]]
 ) -> list[jax.Array]:
-    """Sums rows in float32, over devices as well, and rounds once."""
+    """Sums rows at least in float32, over devices as well, and rounds once."""
     if not spec.bias_dtypes or not shard.plan.summed_digits(1):
         return apply(operands, spec)
     for axis, name in enumerate(shard.plan.work.operands[0].dims[:-1]):
         operands = [shard.without_padding(x, axis, str(name)) for x in operands]
-    wide = dataclasses.replace(spec, bias_dtypes=(jnp.dtype(jnp.float32),) * len(spec.bias_dtypes))
+    z_dtype = operands[1].dtype
+    dtype = accumulator_dtype(z_dtype, z_dtype, z_dtype)
+    wide = dataclasses.replace(spec, bias_dtypes=(dtype,) * len(spec.bias_dtypes))
     d, *sums = apply(operands, wide)
     pairs = zip(sums, spec.bias_dtypes, strict=True)
     return [d, *(shard.total(x, 1 + i).astype(dtype) for i, (x, dtype) in enumerate(pairs))]

@@ -105,7 +105,19 @@ def _numberings(count: int) -> list[Devices]:
         while rest % prime == 0:
             primes.append(prime)
             rest //= prime
-    return [Devices(radices) for radices in sorted(set(itertools.permutations(primes)))]
+    return [Devices(radices) for radices in _orders(tuple(primes))]
+
+
+def _orders(primes: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Returns the distinct orders of numbers, some of which are equal."""
+    if not primes:
+        return [()]
+    places = {prime: primes.index(prime) for prime in sorted(set(primes))}
+    return [
+        (prime, *rest)
+        for prime, i in places.items()
+        for rest in _orders(primes[:i] + primes[i + 1 :])
+    ]
 
 
 def _digits_of(numbers: np.ndarray, devices: Devices) -> Digits | None:

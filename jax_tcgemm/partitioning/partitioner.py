@@ -18,13 +18,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Primitive
 
 from jax_tcgemm import _compat
 from jax_tcgemm.lowering.log import log
 from jax_tcgemm.partitioning.mesh import read_shardings, write_sharding
 from jax_tcgemm.partitioning.plan import make_plan
-from jax_tcgemm.partitioning.rules import Call, parameter_classes
+from jax_tcgemm.partitioning.rules import REVISION, Call, parameter_classes
 from jax_tcgemm.partitioning.shard import AXIS, Shard
 from jax_tcgemm.partitioning.work import Plan
 from jax_tcgemm.problem.serialize import from_json, to_json
@@ -45,6 +46,7 @@ def lower(primitive: Primitive, platform: str) -> Callable[..., Any]:
             platform,
             *_compat.devices_of(context),
             x64=_compat.option("jax_enable_x64"),
+            revision=REVISION,
         )
         work = call.rule.work(spec, context.avals_in)
         return _compat.emit_partitioned(
@@ -55,6 +57,7 @@ def lower(primitive: Primitive, platform: str) -> Callable[..., Any]:
             operands=[array.dims for array in work.operands],
             results=[array.dims for array in work.results],
             summed=work.summed,
+            numbered=bool(call.groups),
         )
 
     return lowering
@@ -91,6 +94,8 @@ def _planned(
 ) -> Plan:
     """Plans a call; ``wanted`` is the result's sharding, ``None`` if that is to be found."""
     result_shapes, result_shardings = _elements(result, wanted)
+    if call.groups:  # without the one by which XLA numbers the devices of a group
+        result_shapes, result_shardings = result_shapes[1:], result_shardings[1:]
     every = [*shapes, *result_shapes]
     ranks = [len(shape.dimensions()) for shape in every]
     devices, tilings = read_shardings([*shardings, *result_shardings], ranks, call.group_size)
@@ -110,11 +115,13 @@ def _partition(
     shapes: Sequence[Any], shardings: Sequence[Any], result: Any, wanted: Any, text: bytes
 ) -> _Division:
     key = (text, *map(str, (*shapes, *shardings, result, wanted)))
-    if key not in _DIVISIONS:
-        if len(_DIVISIONS) == _MOST_DIVISIONS:
+    known = _DIVISIONS.get(key)
+    if known is None:
+        known = divide(shapes, shardings, result, wanted, text)
+        if len(_DIVISIONS) >= _MOST_DIVISIONS:
             _DIVISIONS.clear()
-        _DIVISIONS[key] = divide(shapes, shardings, result, wanted, text)
-    division, line = _DIVISIONS[key]
+        _DIVISIONS[key] = known
+    division, line = known
     log(line)
     return division
 
@@ -140,6 +147,8 @@ def divide(
     write = functools.partial(write_sharding, devices=plan.devices, xla_client=_compat.xla_client)
     operands = list(map(write, plan.operand_tilings))
     results = list(map(write, plan.result_tilings))
+    if call.groups:
+        results.insert(0, write(((),)))
     local = [
         jax.ShapeDtypeStruct(sharding.tile(shape).dimensions(), shape.numpy_dtype())
         for sharding, shape in zip(operands, shapes, strict=True)
@@ -147,7 +156,8 @@ def divide(
     shard = Shard(call, plan)
 
     def program(*values: jax.Array) -> list[jax.Array]:
-        return call.rule.local(shard, call.spec, *values)
+        results = call.rule.local(shard, call.spec, *values)
+        return [jnp.zeros(1, jnp.int32), *results] if call.groups else results
 
     with _own_configuration(call):
         module = _compat.program_of_one_device(program, local, AXIS, call.devices, call.platform)
@@ -157,11 +167,10 @@ def divide(
 
 def _infer(shapes: Sequence[Any], shardings: Sequence[Any], result: Any, text: bytes) -> Any:
     """Returns how a result lies by itself, for GSPMD, which has no sharding rules."""
-    plan = _planned(_read_call(text), shapes, shardings, result, None)
-    return _packed(
-        result,
-        [write_sharding(t, plan.devices, _compat.xla_client) for t in plan.result_tilings],
-    )
+    call = _read_call(text)
+    plan = _planned(call, shapes, shardings, result, None)
+    tilings = [*([((),)] if call.groups else []), *plan.result_tilings]
+    return _packed(result, [write_sharding(t, plan.devices, _compat.xla_client) for t in tilings])
 
 
 def _propagate(sharding: Any, shape: Any, text: bytes) -> Any:

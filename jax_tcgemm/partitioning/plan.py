@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 from jax_tcgemm.partitioning.cost import moves, time
-from jax_tcgemm.partitioning.mesh import Devices, Digits, Tiling, shared
+from jax_tcgemm.partitioning.mesh import Devices, Digits, Tiling
 from jax_tcgemm.partitioning.work import Plan, Work
 
 # Layouts of so many are compared at most.
@@ -81,8 +81,8 @@ def _suggested(
 def _kept(name: str, work: Work, operands: Sequence[Tiling]) -> Digits:
     """Returns the digits by which a summed name stays divided.
 
-    The first that all factors share which have it; of a name that one factor has all of them, if
-    they divide nothing else.
+    Those that divide it alike in all factors that have it; of a name that one factor has, if they
+    divide nothing else.
     """
     own, others = [], set()
     for i in sorted(work.factors):
@@ -93,7 +93,7 @@ def _kept(name: str, work: Work, operands: Sequence[Tiling]) -> Digits:
                 others.update(digits)
     if len(own) == 1:
         return () if others.intersection(own[0]) else own[0]
-    return shared(own)
+    return own[0] if len(set(own)) == 1 else ()
 
 
 def _scattered(

@@ -16,6 +16,9 @@ from jax_tcgemm.partitioning.work import Work
 # tests, and to see on a CPU what a program does on GPUs), "never" none, which leaves XLA's own.
 SETTING = "JAX_TCGEMM_PARTITION"
 
+# To be raised with every change of what the rules make of a call.
+REVISION = 1
+
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
@@ -64,6 +67,8 @@ class Call:
         groups: the devices of each part of a mesh that is divided by hand (``shard_map``) in some
             of its axes, in each of which XLA divides the call anew; empty if there are none.
         x64: whether there are 64-bit types.
+        revision: of the rules. What they make of a call is no part of the key by which JAX's
+            persistent cache knows a program; this is.
     """
 
     primitive: str
@@ -72,6 +77,7 @@ class Call:
     devices: int
     groups: tuple[tuple[int, ...], ...]
     x64: bool
+    revision: int
 
     @property
     def rule(self) -> Rule:

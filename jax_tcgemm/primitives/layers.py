@@ -49,9 +49,10 @@ def apply(layers: Layers, first: Operands, second: Operands, out_sharding: Any) 
     """
     operands = [x for x in (*first, *second) if x is not None]
     if _compat.is_unreduced(*operands):
-        return forward(layers, first, second)
+        return _compat.resharded(forward(layers, first, second), out_sharding)
     if out_sharding is None and _compat.is_sharded(*operands):
-        out_sharding = jax.eval_shape(functools.partial(_composed, layers), first, second).sharding
+        composed = functools.partial(_composed, layers)
+        out_sharding = _compat.shardings_of(composed, first, second)
     if out_sharding is None:
         return forward(layers, first, second)
     run = functools.partial(forward, layers)

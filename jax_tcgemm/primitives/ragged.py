@@ -70,6 +70,12 @@ def _bind(
             the dimension of that.
         out_sharding: that of the results' types, instead.
     """
+    if _compat.is_unreduced(*operands):
+        types = ", ".join(str(jax.typeof(x)) for x in operands)
+        raise NotImplementedError(
+            f"products over groups of operands whose types are sums over mesh axes ({types}), "
+            "which jax.lax.ragged_dot does not have either; use jax.reshard"
+        )
 
     def apply(*values: jax.Array) -> list[jax.Array]:
         return primitive.bind(*_compat.match_varying(values), spec=spec)

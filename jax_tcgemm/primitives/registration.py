@@ -37,7 +37,8 @@ def bind(
     """
     if _compat.is_unreduced(*operands):
         log(_describe(primitive, spec, operands, "operands' types are sums over mesh axes"))
-        return composed(*operands, spec=spec)
+        results = composed(*operands, spec=spec)
+        return jax.tree.map(lambda x: _compat.resharded(x, out_sharding), results)
 
     def apply(*values: jax.Array) -> Any:
         return primitive.bind(*_compat.match_varying(values), spec=spec)
@@ -45,8 +46,9 @@ def bind(
     if out_sharding is None and not _compat.is_sharded(*operands):
         return apply(*operands)
     typed = apply if out_sharding else functools.partial(composed, spec=spec)
-    types = jax.eval_shape(typed, *operands)
-    shardings = jax.tree.map(lambda x: out_sharding or x.sharding, types)
+    shardings = _compat.shardings_of(typed, *operands)
+    if out_sharding is not None:
+        shardings = jax.tree.map(lambda _: out_sharding, shardings)
     return _compat.with_automatic_axes(apply, operands, shardings)
 
 
