@@ -182,13 +182,11 @@ def partitioned_devices(context: Any) -> int:
         1 where each device's program is written out: on a single device, and within ``shard_map``
         over all axes of a mesh (``pmap`` alike).
     """
-    axes = context.module_context.axis_context
-    if isinstance(axes, _sharding_impls.ShardingContext):
-        return axes.num_devices
-    if isinstance(axes, _sharding_impls.SPMDAxisContext):
-        shape = axes.mesh.shape
-        return math.prod(shape[name] for name in shape if name not in axes.manual_axes)
-    return 1
+    known = (_sharding_impls.ShardingContext, _sharding_impls.SPMDAxisContext)
+    if not isinstance(context.module_context.axis_context, known):
+        return 1
+    devices, groups = devices_of(context)
+    return len(groups[0]) if groups else devices
 
 
 def result_aval(operands: Sequence[Any], shape: tuple[int, ...], dtype: Any) -> Any:

@@ -17,6 +17,7 @@ from mps import pytest_configure, pytest_report_header, pytest_unconfigure  # no
 
 from jax_tcgemm import _core, _extension
 from jax_tcgemm.kernels import table as kernel_table
+from jax_tcgemm.partitioning import rules
 from jax_tcgemm.problem.alignment import split_bytes
 from jax_tcgemm.problem.arithmetic import INPUT_DTYPES
 from jax_tcgemm.problem.strides import Operands, StridedGemm
@@ -54,6 +55,12 @@ def _device(request: pytest.FixtureRequest) -> Iterator[None]:
     else:
         with jax.default_device(jax.devices("cpu")[0]):
             yield
+
+
+@pytest.fixture
+def divided_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Divides products of sharded programs by our rules on CPU devices as well."""
+    monkeypatch.setenv(rules.SETTING, "everywhere")
 
 
 @pytest.fixture

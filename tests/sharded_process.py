@@ -20,7 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from sharded_programs import PROGRAMS, TARGET, mesh_of, placed
+from sharded_checks import placed
+from sharded_programs import PROGRAMS, TARGET, mesh_of
 
 import jax_tcgemm
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -161,6 +160,12 @@ def _to_rows(function):
 
 def _transposed(function):
     return lambda x, w: function(x.T, w.T)
+
+
+_OF_GROUPS = {"gradients": (0, 1, 3), "sizes": _SIZES}
+_BOTH = (_ragged, functools.partial(_ragged_formula, jax.nn.relu))
+_groups = functools.partial(Program, *_BOTH, **_OF_GROUPS)
+_uneven_groups = functools.partial(_uneven, *_BOTH, **_OF_GROUPS)
 
 
 PROGRAMS = {
@@ -322,56 +327,33 @@ PROGRAMS = {
         (P("x"), P(None, "x")),
         grads_as_operands=True,
     ),
-    "ragged_rows": Program(
-        _ragged,
-        functools.partial(_ragged_formula, jax.nn.relu),
+    "ragged_rows": _groups(
         _RAGGED,
         (P("x"), P(), P(), P()),
-        gradients=(0, 1, 3),
-        sizes=_SIZES,
     ),
-    "ragged_experts": Program(
-        _ragged,
-        functools.partial(_ragged_formula, jax.nn.relu),
+    "ragged_experts": _groups(
         _RAGGED,
         (P(), P("x"), P(), P("x")),
-        gradients=(0, 1, 3),
-        sizes=_SIZES,
         grads_as_operands=True,
     ),
-    "ragged_rows_and_experts": Program(
-        _ragged,
-        functools.partial(_ragged_formula, jax.nn.relu),
+    "ragged_rows_and_experts": _groups(
         _RAGGED,
         (P("x"), P("y"), P(), P("y")),
-        gradients=(0, 1, 3),
-        sizes=_SIZES,
         grads_as_operands=True,
     ),
-    "uneven_ragged_rows": _uneven(
-        _ragged,
-        functools.partial(_ragged_formula, jax.nn.relu),
+    "uneven_ragged_rows": _uneven_groups(
         ((61, 32), (8, 32, 48), (8,), (8, 48)),
         (P("x"), P(), P(), P()),
-        gradients=(0, 1, 3),
-        sizes=_SIZES,
     ),
-    "uneven_ragged_experts": _uneven(
-        _ragged,
-        functools.partial(_ragged_formula, jax.nn.relu),
+    "uneven_ragged_experts": _uneven_groups(
         ((64, 32), (6, 32, 48), (6,), (6, 48)),
         (P(), P("x"), P(), P("x")),
-        gradients=(0, 1, 3),
         sizes={2: (5, 0, 11, 30, 1, 10)},
         grads_as_operands=True,
     ),
-    "uneven_ragged_k": _uneven(
-        _ragged,
-        functools.partial(_ragged_formula, jax.nn.relu),
+    "uneven_ragged_k": _uneven_groups(
         ((64, 30), (8, 30, 48), (8,), (8, 48)),
         (P(None, "x"), P(None, "x"), P(), P()),
-        gradients=(0, 1, 3),
-        sizes=_SIZES,
     ),
     "gated_ragged_rows": Program(
         tc.gated_ragged_dot,
@@ -383,55 +365,12 @@ PROGRAMS = {
         gradients=(0, 1, 2),
         sizes={3: _SIZES[2]},
     ),
-    "ragged_columns": Program(
-        _ragged,
-        functools.partial(_ragged_formula, jax.nn.relu),
+    "ragged_columns": _groups(
         _RAGGED,
         (P("x"), P(None, None, "y"), P(), P(None, "y")),
-        gradients=(0, 1, 3),
-        sizes=_SIZES,
     ),
-    "ragged_k": Program(
-        _ragged,
-        functools.partial(_ragged_formula, jax.nn.relu),
+    "ragged_k": _groups(
         _RAGGED,
         (P(None, "x"), P(None, "x"), P(), P()),
-        gradients=(0, 1, 3),
-        sizes=_SIZES,
     ),
 }
-
-
-def placed(program: Program, mesh: Mesh, rng: np.random.Generator) -> list[jax.Array]:
-    """Draws the operands and lays them out."""
-    arrays = []
-    for i, (shape, spec) in enumerate(zip(program.shapes, program.specs, strict=True)):
-        if i in program.sizes:
-            value = jnp.asarray(program.sizes[i], jnp.int32)
-        else:
-            value = jnp.asarray(rng.standard_normal(shape) / 4, program.dtype)
-        arrays.append(jax.device_put(value, NamedSharding(mesh, spec)))
-    return arrays
-
-
-def compiled(function: Callable[..., Any], program: Program, mesh: Mesh, operands: Any) -> Any:
-    """Compiles the function of a program; afresh, since it may have been lowered otherwise."""
-    out = None if program.out is None else NamedSharding(mesh, program.out)
-    return jax.jit(lambda *args: function(*args), out_shardings=out).lower(*operands).compile()
-
-
-def gradients_of(function: Callable[..., Any], program: Program) -> Callable[..., Any]:
-    def loss(*args: jax.Array) -> jax.Array:
-        return jnp.sum(jnp.square(function(*args).astype(jnp.promote_types(program.dtype, F32))))
-
-    return jax.grad(loss, program.gradients)
-
-
-def compiled_gradients(
-    function: Callable[..., Any], program: Program, mesh: Mesh, operands: Any
-) -> Any:
-    """Compiles the gradients of the sum of the squares of the result."""
-    out = None
-    if program.grads_as_operands:
-        out = tuple(NamedSharding(mesh, program.specs[i]) for i in program.gradients)
-    return jax.jit(gradients_of(function, program), out_shardings=out).lower(*operands).compile()

@@ -14,7 +14,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from mps import outer_environment
-from sharded_programs import PROGRAMS, compiled, compiled_gradients, placed
+from sharded_checks import compiled, compiled_gradients, placed
+from sharded_programs import PROGRAMS
 
 from jax_tcgemm import gated_gemm, gated_mlp, gemm, mlp, ragged_dot
 from jax_tcgemm.tools.collectives import collectives

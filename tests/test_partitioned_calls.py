@@ -17,57 +17,34 @@ from fused_call import assert_trees_close, square_sum
 from jax.experimental import serialize_executable
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from sharded_checks import (
+    compiled,
+    compiled_gradients,
+    kinds,
+    placed,
+    put,
+)
 from sharded_programs import (
     PROGRAMS,
     TARGET,
-    compiled,
-    compiled_gradients,
     mesh_of,
-    placed,
 )
 
 from jax_tcgemm import (
-    dot_general,
     export_disabled_checks,
-    gated_gemm,
-    gated_mlp,
-    gated_ragged_dot,
     gemm,
-    mlp,
-    ragged_dot,
 )
 from jax_tcgemm.lowering.log import log
-from jax_tcgemm.partitioning import rules
 from jax_tcgemm.tools.collectives import collectives
 
+pytestmark = pytest.mark.usefixtures("divided_everywhere")
+
 PROCESS = pathlib.Path(__file__).with_name("sharded_process.py")
-
-
-@pytest.fixture(autouse=True)
-def _everywhere(monkeypatch):
-    monkeypatch.setenv(rules.SETTING, "everywhere")
 
 
 @pytest.fixture
 def mesh():
     return mesh_of()
-
-
-def put(mesh, x, *spec):
-    return jax.device_put(x, NamedSharding(mesh, P(*spec)))
-
-
-def moved(function, *operands):
-    text = jax.jit(lambda *args: function(*args)).lower(*operands).compile().as_text()
-    return collectives(text, 8)
-
-
-def kinds(function, *operands):
-    return sorted(kind for kind, _ in moved(function, *operands))
-
-
-def size(function, *operands):
-    return sum(size for _, size in moved(function, *operands))
 
 
 # Meshes
@@ -122,163 +99,6 @@ def test_lowered_for_a_mesh_without_devices():
     for platform in ("cpu", "cuda"):
         traced = jax.jit(lambda x, w: gemm(x, w)).trace(x, w)
         assert traced.lower(lowering_platforms=(platform,)).as_text().count(f"@{TARGET}") == 1
-
-
-# Explicit axes
-
-
-@pytest.fixture
-def explicit():
-    return mesh_of((4, 2), AxisType.Explicit)
-
-
-SIZES = jnp.array([30, 0, 20, 10])
-
-EXPLICIT = {
-    "gemm": (gemm, jnp.matmul, [(64, 32), (32, 48)]),
-    "gated_gemm": (
-        lambda x, w: gated_gemm(x, w, w),
-        lambda x, w: jax.nn.silu(x @ w) * (x @ w),
-        [(64, 32), (32, 48)],
-    ),
-    "mlp": (
-        lambda x, w: mlp(x, w, None, w.T),
-        lambda x, w: jax.nn.gelu(x @ w) @ w.T,
-        [(64, 32), (32, 48)],
-    ),
-    "gated_mlp": (
-        lambda x, w: gated_mlp(x, w, w, w.T),
-        lambda x, w: (jax.nn.silu(x @ w) * (x @ w)) @ w.T,
-        [(64, 32), (32, 48)],
-    ),
-}
-
-
-@pytest.mark.parametrize("specs", [(("x",), ()), (("x",), ("y",)), (("x", "y"), ())])
-@pytest.mark.parametrize("name", EXPLICIT)
-def test_explicit_axes(explicit, normal, name, specs):
-    ours, theirs, shapes = EXPLICIT[name]
-    with jax.set_mesh(explicit):
-        pairs = zip(shapes, specs, strict=True)
-        args = [put(explicit, normal(*shape) / 4, *spec) for shape, spec in pairs]
-        for mine, other in ((ours, theirs), (vector_of(ours), vector_of(theirs))):
-            assert TARGET in jax.jit(mine).lower(*args).as_text()
-            actual, expected = jax.jit(mine)(*args), jax.jit(other)(*args)
-            types, wanted = (jax.tree.map(spec_of, y) for y in (actual, expected))
-            assert types == wanted
-            assert_trees_close(actual, expected, 1e-3)
-            # Of each product the least travels, but XLA gathers once what two of its own need.
-            assert size(mine, *args) <= 1.05 * size(other, *args)
-
-
-def vector_of(function):
-    return jax.grad(square_sum(function), (0, 1))
-
-
-def spec_of(x):
-    return jax.typeof(x).sharding.spec
-
-
-def test_out_sharding(explicit, normal):
-    """Where both contracted dimensions are sharded, it has to be said; as jnp does."""
-    with jax.set_mesh(explicit):
-        x, w = put(explicit, normal(64, 32), None, "x"), put(explicit, normal(32, 48), "x")
-        for out in (P(), P("x"), P(None, ("x", "y")), P("y", "x")):
-            for ours, theirs in (
-                (gemm, jnp.matmul),
-                (lambda x, w, out_sharding: gated_gemm(x, w, w, out_sharding=out_sharding), None),
-                (
-                    lambda x, w, out_sharding: dot_general(
-                        x, w, (((1,), (0,)), ((), ())), out_sharding=out_sharding
-                    ),
-                    jnp.matmul,
-                ),
-                (lambda x, w, out_sharding: mlp(x, w, None, w.T, out_sharding=out_sharding), None),
-            ):
-                run = jax.jit(functools.partial(ours, out_sharding=out))
-                assert jax.typeof(run(x, w)).sharding.spec == P(*out, *(None,) * (2 - len(out)))
-                if theirs is not None:
-                    expected = jax.jit(functools.partial(theirs, out_sharding=out))(x, w)
-                    assert_trees_close(run(x, w), expected, 1e-3)
-                    own, other = (
-                        jax.grad(square_sum(functools.partial(f, out_sharding=out)), (0, 1))
-                        for f in (ours, theirs)
-                    )
-                    assert_trees_close(jax.jit(own)(x, w), jax.jit(other)(x, w), 1e-3)
-        for function in (gemm, lambda x, w: gated_gemm(x, w, w)):
-            with pytest.raises(Exception, match="out_sharding"):
-                jax.jit(function)(x, w)
-        with pytest.raises(TypeError, match="out_sharding"):
-            gemm(x, w, out_sharding="x")
-
-
-def test_groups_on_explicit_axes(explicit, normal):
-    with jax.set_mesh(explicit):
-        x, w = put(explicit, normal(64, 32), "x"), put(explicit, normal(4, 32, 48), None, None, "y")
-        expected = ragged_dot(np.asarray(x), np.asarray(w), SIZES)
-        result = jax.jit(ragged_dot)(x, w, SIZES)
-        assert jax.typeof(result).sharding.spec == P("x", "y")
-        assert_trees_close(result, expected, 1e-3)
-        derivative = vector_of(lambda x, w: ragged_dot(x, w, SIZES))
-        gradients = jax.jit(derivative)(x, w)
-        assert [*map(spec_of, gradients)] == [P("x", None), P(None, None, "y")]
-        assert_trees_close(gradients, derivative(np.asarray(x), np.asarray(w)), 1e-3)
-        experts = put(explicit, normal(4, 32, 48), "x")
-        gated = jax.jit(functools.partial(gated_ragged_dot, out_sharding=P(None, "y")))
-        result = gated(np.asarray(x), experts, experts, SIZES)
-        assert jax.typeof(result).sharding.spec == P(None, "y")
-
-
-def test_vmap_over_an_explicit_axis(explicit, normal):
-    with jax.set_mesh(explicit):
-        x, w = put(explicit, normal(4, 16, 32), "x"), put(explicit, normal(32, 48), None, "y")
-        actual, expected = (jax.jit(jax.vmap(f, (0, None)))(x, w) for f in (gemm, jnp.matmul))
-        assert jax.typeof(actual).sharding == jax.typeof(expected).sharding
-        assert_trees_close(actual, expected, 1e-3)
-
-
-@pytest.mark.parametrize("kinds_of_axes", [("Explicit", "Auto"), ("Auto", "Explicit")])
-def test_some_explicit_axes(normal, kinds_of_axes):
-    types = tuple(AxisType[name] for name in kinds_of_axes)
-    mesh = jax.make_mesh((4, 2), ("x", "y"), types, devices=jax.devices("cpu")[:8])
-    with jax.set_mesh(mesh):
-        own = "x" if kinds_of_axes[0] == "Explicit" else "y"
-        x, w = put(mesh, normal(64, 32) / 4, own), put(mesh, normal(32, 48) / 4)
-        for name in EXPLICIT:
-            ours, theirs, _ = EXPLICIT[name]
-            for mine, other in ((ours, theirs), (vector_of(ours), vector_of(theirs))):
-                actual, expected = jax.jit(mine)(x, w), jax.jit(other)(x, w)
-                assert jax.tree.map(spec_of, actual) == jax.tree.map(spec_of, expected)
-                assert_trees_close(actual, expected, 1e-3)
-
-
-def test_sums_that_are_yet_to_be_made(explicit, normal):
-    with jax.set_mesh(explicit):
-        x, w = put(explicit, normal(64, 32), None, "x"), put(explicit, normal(32, 48), "x")
-        out = P(None, None, unreduced={"x"})
-        for function in (gemm, lambda x, w, **kw: gated_gemm(x, w, w, **kw)):
-            with pytest.raises(NotImplementedError, match="leaves sums to be made"):
-                jax.jit(functools.partial(function, out_sharding=out))(x, w)
-        dims = (((1,), (0,)), ((), ()))
-        result = jax.jit(lambda x, w: dot_general(x, w, dims, out_sharding=out))(x, w)
-        assert spec_of(result) == out
-        reshard = jax.reshard if hasattr(jax, "reshard") else jax.sharding.reshard
-        expected = np.asarray(x) @ np.asarray(w)
-        assert_trees_close(jax.jit(lambda y: reshard(y, P(None, None)))(result), expected, 1e-3)
-        reduced = reshard(put(explicit, normal(4, 32, 48)), P(None, None, None, reduced={"x"}))
-        with pytest.raises(NotImplementedError, match="sums over mesh axes"):
-            ragged_dot(np.asarray(x), reduced, SIZES)
-
-
-def test_an_addend_beside_c_goes_where_the_result_does(explicit, normal):
-    with jax.set_mesh(explicit):
-        x, w = put(explicit, normal(64, 32), None, "x"), put(explicit, normal(32, 48), "x")
-        c, r = put(explicit, normal(64, 48), "y"), put(explicit, normal(64, 48), None, "x")
-        run = jax.jit(functools.partial(gemm, activation="relu", out_sharding=P("x")))
-        result = run(x, w, c, residual=r)
-        expected = jax.nn.relu(np.asarray(x) @ np.asarray(w) + np.asarray(c)) + np.asarray(r)
-        assert spec_of(result) == P("x", None)
-        assert_trees_close(result, expected, 1e-3)
 
 
 # Compilers and processes

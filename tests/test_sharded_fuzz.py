@@ -12,15 +12,11 @@ from jax.sharding import PartitionSpec as P
 from sharded_programs import TARGET, mesh_of
 
 from jax_tcgemm import gated_gemm, gemm, mlp, ragged_dot
-from jax_tcgemm.partitioning import rules
+
+pytestmark = pytest.mark.usefixtures("divided_everywhere")
 
 MESHES = [(8,), (4, 2), (2, 4), (2, 2, 2), (3, 2), (6,), (2, 1)]
 DRAWS = 6
-
-
-@pytest.fixture(autouse=True)
-def _everywhere(monkeypatch):
-    monkeypatch.setenv(rules.SETTING, "everywhere")
 
 
 def random_spec(rng, mesh, ndim):

@@ -10,23 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from sharded_programs import (
-    PROGRAMS,
-    TARGET,
-    compiled,
-    compiled_gradients,
-    gradients_of,
-    mesh_of,
-    placed,
-)
+from sharded_checks import compiled, compiled_gradients, gradients_of, placed
+from sharded_programs import PROGRAMS, TARGET, mesh_of
 
-from jax_tcgemm.partitioning import rules
 from jax_tcgemm.tools.collectives import collectives
 
-
-@pytest.fixture(autouse=True)
-def _everywhere(monkeypatch):
-    monkeypatch.setenv(rules.SETTING, "everywhere")
+pytestmark = pytest.mark.usefixtures("divided_everywhere")
 
 
 def gathers(moved):

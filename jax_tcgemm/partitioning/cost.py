@@ -90,7 +90,7 @@ def _received(plan: Plan, array: Array, source: Tiling, target: Tiling) -> float
 def _movement(source: Tiling, target: Tiling) -> str:
     before = {digit for digits in source for digit in digits}
     after = {digit for digits in target for digit in digits}
-    return "all-gather" if after <= before - after or after < before else "all-to-all"
+    return "all-gather" if after < before else "all-to-all"
 
 
 def time(plan: Plan) -> float:

@@ -179,8 +179,8 @@ def _propagate(sharding: Any, shape: Any, text: bytes) -> Any:
     return sharding
 
 
-def _or_abort(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Prints what goes wrong before XLA, which knows no exceptions, ends the process."""
+def _printing_errors(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Prints what goes wrong, since XLA may then end the process (under GSPMD it does)."""
 
     @functools.wraps(function)
     def guarded(*arguments: Any) -> Any:
@@ -197,7 +197,9 @@ def _or_abort(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def install() -> None:
     """Registers the functions that XLA's partitioner calls; called once, on import."""
-    _compat.register_partitioner(TARGET, _propagate, _or_abort(_partition), _or_abort(_infer))
+    _compat.register_partitioner(
+        TARGET, _propagate, _printing_errors(_partition), _printing_errors(_infer)
+    )
 
 
 @contextlib.contextmanager

@@ -77,14 +77,10 @@ def _bind(
             "which jax.lax.ragged_dot does not have either; use jax.reshard"
         )
 
-    def apply(*values: jax.Array) -> list[jax.Array]:
-        return primitive.bind(*_compat.match_varying(values), spec=spec)
-
     if out_sharding is None and _compat.is_sharded(*operands):
         out_sharding = _compat.sharding_from(operands, sources)
-    if out_sharding is None:
-        return apply(*operands)
-    return _compat.with_automatic_axes(apply, operands, [out_sharding] * count)
+    shardings = None if out_sharding is None else [out_sharding] * count
+    return registration.apply(primitive, operands, spec, shardings)
 
 
 # Abstract evaluation

@@ -40,16 +40,37 @@ def bind(
         results = composed(*operands, spec=spec)
         return jax.tree.map(lambda x: _compat.resharded(x, out_sharding), results)
 
-    def apply(*values: jax.Array) -> Any:
-        return primitive.bind(*_compat.match_varying(values), spec=spec)
-
     if out_sharding is None and not _compat.is_sharded(*operands):
-        return apply(*operands)
-    typed = apply if out_sharding else functools.partial(composed, spec=spec)
+        return apply(primitive, operands, spec)
+
+    def whole(*values: jax.Array) -> Any:
+        return apply(primitive, values, spec)
+
+    typed = whole if out_sharding else functools.partial(composed, spec=spec)
     shardings = _compat.shardings_of(typed, *operands)
     if out_sharding is not None:
         shardings = jax.tree.map(lambda _: out_sharding, shardings)
-    return _compat.with_automatic_axes(apply, operands, shardings)
+    return apply(primitive, operands, spec, shardings)
+
+
+def apply(
+    primitive: Primitive, operands: Sequence[jax.Array], spec: Any, shardings: Any = None
+) -> Any:
+    """Binds a primitive.
+
+    Args:
+        primitive: what to bind.
+        operands: its operands.
+        spec: its static parameters.
+        shardings: those of its results' types, where explicit axes are to be automatic within.
+    """
+
+    def run(*values: jax.Array) -> Any:
+        return primitive.bind(*_compat.match_varying(values), spec=spec)
+
+    if shardings is None:
+        return run(*operands)
+    return _compat.with_automatic_axes(run, operands, shardings)
 
 
 def evaluate_by_jit(primitive: Primitive) -> None:
