@@ -4,7 +4,7 @@ def registrations() -> dict[str, object]: ...
 def kernel_names() -> list[str]: ...
 def build_info() -> dict[str, str]: ...
 def device_properties(ordinal: int) -> dict[str, Any]: ...
-def choose_config(
+def rank_configs(
     algorithm: str,
     m: int,
     n: int,
@@ -21,4 +21,16 @@ def choose_config(
     gated: bool = False,
     grouped: str = "none",
     max_cluster_size: int = 0,
-) -> str: ...
+    batch_rank: int = 0,
+    whole_lines_a: bool = True,
+    whole_lines_b: bool = True,
+    d_by_tma: bool = True,
+    has_c: bool = False,
+    c_by_tma: bool = True,
+) -> list[tuple[str, float, bool]]:
+    """Names what can compute a problem on a device, the fastest first by the time model.
+
+    Returns:
+        Of each its name (as for ``config=``), expected cycles, and whether its blocks add up parts
+        of k themselves. Nothing without kernels in the extension.
+    """

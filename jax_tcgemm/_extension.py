@@ -43,6 +43,11 @@ def check_kernel_names(built: frozenset[str], build_info: dict[str, str]) -> Non
         )
 
 
+def has_config(config: str | None) -> bool:
+    """Says whether the row that ``config=`` names was compiled in."""
+    return config is not None and kernel_table.read_config(config)[0] in KERNEL_NAMES
+
+
 def has_kernel(
     algorithm: str, *, work: str = "none", gated: bool = False, grouped: str = "none"
 ) -> bool:

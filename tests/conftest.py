@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gpu_accuracy import baseline_precision, poison
+from kernel_rows import chosen_config
 from mps import pytest_configure, pytest_report_header, pytest_unconfigure  # noqa: F401 (hooks)
 
 from jax_tcgemm import _core, _extension
@@ -27,6 +28,8 @@ from jax_tcgemm.problem.strides import Operands, StridedGemm
 _XLA_FLAGS = ("--xla_force_host_platform_device_count=8", "--xla_gpu_autotune_level=0")
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the processes share the GPU
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_XLA_FLAGS])
+# Tests are of the choice that is made untuned, whatever files there are.
+os.environ["JAX_TCGEMM_TUNING"] = "off"
 
 
 def _compute_capability() -> float | None:
@@ -165,7 +168,7 @@ def choose_on_h200() -> Callable[..., str]:
     def choose(algorithm: str, m: int, n: int, k: int, *, sms: int = 132, **options: Any) -> str:
         room = split_bytes(StridedGemm(m, n, k, (), Operands((k, 1), (n, 1))))
         options = {"compute_capability": 90, "workspace_bytes": room} | options
-        return _core.choose_config(algorithm, m, n, k, 1, True, sms, 227 * 1024, **options)
+        return chosen_config(algorithm, m, n, k, 1, True, sms, 227 * 1024, **options)
 
     return choose
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from jax_tcgemm import _extension
+from jax_tcgemm import _core, _extension
 from jax_tcgemm.kernels.table import CONFIGS
 
 
@@ -35,3 +37,12 @@ def by_config(
             if config.gated == gated and config.grouped == grouped and config.epilogue in epilogues
         ],
     )
+
+
+def chosen_config(*arguments: Any, **options: Any) -> str:
+    """Names what a device would take untuned, " fixup" after it where blocks add up parts of k."""
+    ranked = _core.rank_configs(*arguments, **options)
+    if not ranked:
+        return ""
+    config, _, has_fixup = ranked[0]
+    return config + " fixup" * has_fixup

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import pytest
 from cuda_calls import bf16, picked
 from gpu_accuracy import LAYOUTS
+from kernel_rows import chosen_config
 
-from jax_tcgemm import _compat, _core, _extension, gated_gemm, ragged_dot
+from jax_tcgemm import _compat, _extension, gated_gemm, ragged_dot
 from jax_tcgemm.kernels import table as kernel_table
 from jax_tcgemm.kernels.table import CONFIGS
 
@@ -34,7 +35,7 @@ def kind_of(row):
 
 def choose(algorithm, kind, extents, aligned, compute_capability, **options):
     sms, shared_memory = (132, 227 * 1024) if compute_capability == 90 else (58, 99 * 1024)
-    return _core.choose_config(
+    return chosen_config(
         *(algorithm, *extents, 8, aligned, sms, shared_memory),
         compute_capability=compute_capability,
         **KINDS[kind],

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.test_util import check_grads
+from kernel_rows import chosen_config
 from ragged_problems import (
     BF16,
     F16,
@@ -382,7 +383,7 @@ def test_the_choice_depends_on_the_mean_size(grouped, extents, groups, wanted):
     rows = kernel_table.for_algorithm("BF16_BF16_F32", grouped)
     if not _extension.KERNEL_NAMES.issuperset(row.name for row in rows):
         pytest.skip("not in this build")
-    name = _extension._core.choose_config(
+    name = chosen_config(
         *("BF16_BF16_F32", *extents, groups, True, 132, 227 * 1024),
         compute_capability=90,
         layout="nn" if grouped == "m" else "tn",

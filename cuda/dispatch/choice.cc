@@ -1,11 +1,13 @@
 #include "dispatch/choice.h"
 
 #include <algorithm>
+#include <charconv>
 #include <cstdio>
 #include <cstdlib>
 #include <limits>
 #include <set>
 #include <string>
+#include <system_error>
 #include <unordered_map>
 
 #include "dispatch/sm90_time_model.h"
@@ -13,6 +15,9 @@
 
 namespace jax_tcgemm {
 namespace {
+
+// What follows a row's name where it splits k.
+constexpr std::string_view kSplits = "/splits=";
 
 // Of extents and layout; what else there is in a choice takes few values.
 struct ChoiceInputHash {
@@ -28,25 +33,51 @@ struct ChoiceInputHash {
   }
 };
 
-Choice fastest_kernel(const ChoiceInput& input) {
-  Choice best;
-  Rank best_rank = Rank::kFallback;
+// Whether a row can compute the problem with k in so many parts, one among them.
+bool can_split(const KernelConfig& config, const ChoiceInput& input, int splits) {
+  return supports(config, input, splits) &&
+         (splits == 1 || supports_splits(config, input, splits));
+}
+
+// Calls `take(choice, rank, cycles)` for every row that supports the problem, and for every number
+// of parts into which it can split k.
+template <class Take>
+void for_each_choice(const ChoiceInput& input, Take take) {
   const int most_splits = max_splits(input);
-  double best_time = std::numeric_limits<double>::infinity();
   for (const KernelEntry& entry : kernel_registry()) {
     const Rank rank = rank_of(entry.config, input);
     for (int splits = 1; splits <= most_splits; splits *= 2) {
-      if (!supports(entry.config, input, splits)) continue;
-      if (splits > 1 && !supports_splits(entry.config, input, splits)) continue;
-      const double time = estimated_cycles(entry.config, input, splits);
-      if (rank > best_rank || (rank == best_rank && time < best_time)) {
-        best = {&entry, splits, sm90::has_fixup(entry.config, input, splits)};
-        best_rank = rank;
-        best_time = time;
-      }
+      if (!can_split(entry.config, input, splits)) continue;
+      const Choice choice = {&entry, splits, sm90::has_fixup(entry.config, input, splits)};
+      take(choice, rank, estimated_cycles(entry.config, input, splits));
     }
   }
+}
+
+Choice fastest_kernel(const ChoiceInput& input) {
+  Choice best;
+  Rank best_rank = Rank::kFallback;
+  double best_cycles = std::numeric_limits<double>::infinity();
+  for_each_choice(input, [&](const Choice& choice, Rank rank, double cycles) {
+    if (rank > best_rank || (rank == best_rank && cycles < best_cycles)) {
+      best = choice;
+      best_rank = rank;
+      best_cycles = cycles;
+    }
+  });
   return best;
+}
+
+// Reads "ROW" or "ROW/splits=N"; false where it is neither.
+bool read_config(std::string_view config, std::string_view* row, int* splits) {
+  *splits = 1;
+  *row = config.substr(0, config.find('/'));
+  if (row->size() == config.size()) return true;
+  const std::string_view number = config.substr(row->size());
+  if (!number.starts_with(kSplits)) return false;
+  const char* const end = config.data() + config.size();
+  const auto read = std::from_chars(number.data() + kSplits.size(), end, *splits);
+  return read.ec == std::errc() && read.ptr == end && *splits > 1;
 }
 
 }  // namespace
@@ -62,21 +93,37 @@ Choice choose_kernel(const ChoiceInput& input) {
   return kept[input] = fastest_kernel(input);
 }
 
-Status named_or_chosen(std::string_view config, const ChoiceInput& input, Choice* choice) {
-  *choice = {};
-  if (!config.empty()) {
+std::vector<Estimate> ranked_choices(const ChoiceInput& input) {
+  std::vector<Estimate> ranked;
+  Rank best_rank = Rank::kFallback;
+  for_each_choice(input, [&](const Choice& choice, Rank rank, double cycles) {
+    if (rank > best_rank) ranked.clear();
+    best_rank = std::max(best_rank, rank);
+    if (rank == best_rank) ranked.push_back({choice, cycles});
+  });
+  std::stable_sort(ranked.begin(), ranked.end(),
+                   [](const Estimate& x, const Estimate& y) { return x.cycles < y.cycles; });
+  return ranked;
+}
+
+std::string config_of(const Choice& choice) {
+  std::string config = choice.entry->name;
+  if (choice.splits > 1) config.append(kSplits).append(std::to_string(choice.splits));
+  return config;
+}
+
+Choice named_or_chosen(std::string_view config, const ChoiceInput& input) {
+  std::string_view name;
+  int splits = 1;
+  if (!config.empty() && read_config(config, &name, &splits) && splits <= max_splits(input)) {
     const auto rows = kernel_registry();
     const auto found = std::find_if(rows.begin(), rows.end(),
-                                    [&](const KernelEntry& row) { return row.name == config; });
-    JAX_TCGEMM_REQUIRE(found != rows.end(), "config '", config,
-                       "' is not among the kernels this extension was built with");
-    // A base address is known only now, and so may be the GPU, and whether a cluster fits. Where
-    // they are not what the named row needs, any row that is right beats an error; and so it does
-    // where the row has not the epilogue, which jax_tcgemm/lowering/gemm.py seldom leaves to it.
-    if (supports(found->config, input)) choice->entry = &*found;
+                                    [&](const KernelEntry& row) { return row.name == name; });
+    if (found != rows.end() && can_split(found->config, input, splits)) {
+      return {&*found, splits, sm90::has_fixup(found->config, input, splits)};
+    }
   }
-  if (choice->entry == nullptr) *choice = choose_kernel(input);
-  return Status();
+  return choose_kernel(input);
 }
 
 bool begins_lines(const Operand& operand, Algorithm algorithm) {

@@ -4,9 +4,10 @@
 #define JAX_TCGEMM_DISPATCH_CHOICE_H_
 
 #include <span>
+#include <string>
 #include <string_view>
+#include <vector>
 
-#include "common/status.h"
 #include "dispatch/heuristic.h"
 #include "dispatch/kernel_entry.h"
 #include "gemm_problem.h"
@@ -25,9 +26,21 @@ struct Choice {
 // What is expected to be fastest.
 Choice choose_kernel(const ChoiceInput& input);
 
-// The row called `config`, if it supports the problem, else what is expected to be fastest. No such
-// name is an error; no row at all is for the caller to tell of.
-Status named_or_chosen(std::string_view config, const ChoiceInput& input, Choice* choice);
+// All that can compute the problem as accurately as any, the fastest first by what is expected.
+struct Estimate {
+  Choice choice;
+  double cycles;  // of the clock, launches apart; only their ratios matter
+};
+std::vector<Estimate> ranked_choices(const ChoiceInput& input);
+
+// The name of a choice: that of its row, and "/splits=N" after it where k is split into N.
+std::string config_of(const Choice& choice);
+
+// What is called `config`, if that can compute the problem, else what is expected to be fastest: a
+// base address is known only now, and so may be the GPU, and whether a cluster fits; and a program
+// that was exported may name a row that there is no more. No row at all is for the caller to tell
+// of.
+Choice named_or_chosen(std::string_view config, const ChoiceInput& input);
 
 // Whether an operand's rows begin with lines of L2 where its base address does. Of that nothing is
 // presumed but multiples of 16 bytes, as XLA gives: buffers move between the recordings of a graph,

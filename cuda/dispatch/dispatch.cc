@@ -77,7 +77,7 @@ Status find_kernel(const GemmProblem& problem, const DeviceProperties& device, i
       .has_c = p.epilogue.c.data != nullptr,
       .c_by_tma = sm90::c_by_tma(problem),
   };
-  JAX_TCGEMM_RETURN_IF_ERROR(named_or_chosen(problem.config, input, choice));
+  *choice = named_or_chosen(problem.config, input);
   JAX_TCGEMM_REQUIRE(choice->entry != nullptr, "no kernel for m=", p.m, " n=", p.n, " k=", p.k,
                      " aligned=", problem.aligned(), " gated=", p.epilogue.gated, " within ",
                      device.shared_memory_per_block, " bytes of shared memory and clusters of ",

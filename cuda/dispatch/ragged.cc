@@ -43,8 +43,7 @@ ChoiceInput even_groups(const GemmProblem& problem, Grouped grouped,
 Status find_kernel(const GemmProblem& problem, const ChoiceInput& input,
                    const KernelEntry** entry) {
   const GemmParams& p = problem.params;
-  Choice choice;
-  JAX_TCGEMM_RETURN_IF_ERROR(named_or_chosen(problem.config, input, &choice));
+  const Choice choice = named_or_chosen(problem.config, input);
   JAX_TCGEMM_REQUIRE(choice.entry != nullptr, "no kernel for groups of m=", p.m, " n=", p.n,
                      " k=", p.k, " tma_addressable=", problem.tma_addressable(),
                      " d_by_tma=", input.d_by_tma, " and clusters of ", input.max_cluster_size,

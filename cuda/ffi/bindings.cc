@@ -2,15 +2,18 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #if JAX_TCGEMM_HAS_CUDA
 #include <cuda_runtime_api.h>
 
+#include "common/status.h"
 #include "dispatch/choice.h"
 #include "dispatch/device.h"
 #include "ffi/algorithm_names.h"
@@ -21,6 +24,9 @@ namespace nb = nanobind;
 
 namespace jax_tcgemm {
 namespace {
+
+// What can be named as `config=`, its expected cycles, and whether its blocks add up parts of k.
+using RankedConfig = std::tuple<std::string, double, bool>;
 
 #if JAX_TCGEMM_HAS_CUDA
 
@@ -62,11 +68,23 @@ nb::dict device_properties(int ordinal) {
   return result;
 }
 
-std::string choose_config(const std::string& algorithm, int64_t m, int64_t n, int64_t k,
-                          int64_t batch, bool aligned, int sm_count, int shared_memory_per_block,
-                          bool float32_result, int compute_capability, const std::string& layout,
-                          int64_t workspace_bytes, const std::string& epilogue, bool gated,
-                          const std::string& grouped, int max_cluster_size) {
+EpilogueWork work_called(const std::string& name) {
+  if (name == "none") return EpilogueWork::kNone;
+  if (name == "sum") return EpilogueWork::kSum;
+  if (name == "any") return EpilogueWork::kAny;
+  throw std::invalid_argument("epilogue '" + name + "'");
+}
+
+// See _core.pyi.
+std::vector<RankedConfig> rank_configs(const std::string& algorithm, int64_t m, int64_t n,
+                                       int64_t k, int64_t batch, bool aligned, int sm_count,
+                                       int shared_memory_per_block, bool float32_result,
+                                       int compute_capability, const std::string& layout,
+                                       int64_t workspace_bytes, const std::string& epilogue,
+                                       bool gated, const std::string& grouped,
+                                       int max_cluster_size, int batch_rank, bool whole_lines_a,
+                                       bool whole_lines_b, bool d_by_tma, bool has_c,
+                                       bool c_by_tma) {
   const auto decoded = algorithm_from_name(algorithm);
   if (!decoded) throw std::invalid_argument("unknown algorithm '" + algorithm + "'");
   if (layout.size() != 2) throw std::invalid_argument("layout '" + layout + "'");
@@ -77,12 +95,8 @@ std::string choose_config(const std::string& algorithm, int64_t m, int64_t n, in
   input.k = k;
   input.batch = batch;
   input.aligned = input.tma_addressable = aligned;
-  if (epilogue != "none" && epilogue != "sum" && epilogue != "any") {
-    throw std::invalid_argument("epilogue '" + epilogue + "'");
-  }
-  input.epilogue = epilogue == "none" && !gated  ? EpilogueWork::kNone
-                   : epilogue == "sum" && !gated ? EpilogueWork::kSum
-                                                 : EpilogueWork::kAny;
+  const EpilogueWork work = work_called(epilogue);
+  input.epilogue = gated ? EpilogueWork::kAny : work;
   input.gated = gated;
   input.grouped = grouped == "m" ? Grouped::kM : grouped == "k" ? Grouped::kK : Grouped::kNone;
   input.major_a = layout[0] == 't' ? Major::kMn : Major::kK;
@@ -93,11 +107,17 @@ std::string choose_config(const std::string& algorithm, int64_t m, int64_t n, in
   input.shared_memory_per_block = shared_memory_per_block;
   input.workspace_bytes = workspace_bytes;
   if (max_cluster_size > 0) input.max_cluster_size = max_cluster_size;
-  const Choice choice = choose_kernel(input);
-  if (choice.entry == nullptr) return "";
-  const std::string name = choice.entry->name;
-  if (choice.splits == 1) return name;
-  return name + " splits=" + std::to_string(choice.splits) + (choice.has_fixup ? " fixup" : "");
+  input.batch_rank = batch_rank;
+  input.whole_lines_a = whole_lines_a;
+  input.whole_lines_b = whole_lines_b;
+  input.d_by_tma = d_by_tma;
+  input.has_c = has_c;
+  input.c_by_tma = c_by_tma;
+  std::vector<RankedConfig> ranked;
+  for (const Estimate& estimate : ranked_choices(input)) {
+    ranked.emplace_back(config_of(estimate.choice), estimate.cycles, estimate.choice.has_fixup);
+  }
+  return ranked;
 }
 
 #else
@@ -111,10 +131,11 @@ nb::dict device_properties(int) {
   throw std::runtime_error("jax_tcgemm was built without CUDA (JAX_TCGEMM_CUDA=OFF)");
 }
 
-std::string choose_config(const std::string&, int64_t, int64_t, int64_t, int64_t, bool, int, int,
-                          bool, int, const std::string&, int64_t, const std::string&, bool,
-                          const std::string&, int) {
-  return "";
+std::vector<RankedConfig> rank_configs(const std::string&, int64_t, int64_t, int64_t, int64_t, bool,
+                                       int, int, bool, int, const std::string&, int64_t,
+                                       const std::string&, bool, const std::string&, int, int, bool,
+                                       bool, bool, bool, bool) {
+  return {};
 }
 
 #endif
@@ -138,10 +159,13 @@ NB_MODULE(_core, module) {
   module.def("kernel_names", &kernel_names);
   module.def("build_info", &build_info);
   module.def("device_properties", &device_properties, nb::arg("ordinal"));
-  module.def("choose_config", &choose_config, nb::arg("algorithm"), nb::arg("m"), nb::arg("n"),
+  module.def("rank_configs", &rank_configs, nb::arg("algorithm"), nb::arg("m"), nb::arg("n"),
              nb::arg("k"), nb::arg("batch"), nb::arg("aligned"), nb::arg("sm_count"),
              nb::arg("shared_memory_per_block"), nb::arg("float32_result") = false,
              nb::arg("compute_capability") = 80, nb::arg("layout") = "nn",
              nb::arg("workspace_bytes") = 0, nb::arg("epilogue") = "none", nb::arg("gated") = false,
-             nb::arg("grouped") = "none", nb::arg("max_cluster_size") = 0);
+             nb::arg("grouped") = "none", nb::arg("max_cluster_size") = 0,
+             nb::arg("batch_rank") = 0, nb::arg("whole_lines_a") = true,
+             nb::arg("whole_lines_b") = true, nb::arg("d_by_tma") = true,
+             nb::arg("has_c") = false, nb::arg("c_by_tma") = true);
 }

@@ -152,10 +152,10 @@ def _check_config(config: str | None, algorithm: str | None) -> None:
     arguments.check_config(config)
     rows = kernel_table.for_algorithm(algorithm, "m") if algorithm is not None else ()
     accepted = sorted(row.name for row in rows)
-    if config is not None and config not in accepted:
+    if config not in (None, kernel_table.XLA, *accepted):
         raise ValueError(
             f"config={config!r} is no kernel configuration for groups of rows in {algorithm}; "
-            f"accepted: None or {accepted}"
+            f"accepted: None, {kernel_table.XLA!r} or {accepted}"
         )
 
 

@@ -237,6 +237,15 @@ class KernelConfig:
         """Whether it is taken only where nothing else computes the product: right, but slow."""
         return self.arch == "simt" and (self.gated or self.grouped != "none")
 
+    @property
+    def splits_k(self) -> bool:
+        """Whether it can compute parts of k that are added up, as ``config="NAME/splits=N"`` asks.
+
+        As ``supports_splits`` of ``cuda/dispatch/heuristic.cc``, but for the problem.
+        """
+        alone = self.split_k == 1 and not (self.gated or self.skinny or self.swap_ab)
+        return self.arch == "sm90" and alone and self.grouped == "none"
+
     def has_every(self, work: str) -> bool:
         """Whether it has all epilogues of so much work, whatever the operands and however they lie.
 

@@ -6,6 +6,8 @@ and its heuristic read the generated rows, and tests take their parameters from 
 
 from __future__ import annotations
 
+import hashlib
+
 from jax_tcgemm.kernels.arithmetic import ARITHMETIC
 from jax_tcgemm.kernels.config import KernelConfig
 
@@ -211,6 +213,10 @@ if len(_BY_NAME) != len(CONFIGS):
     raise ValueError("two rows of the kernel table have one name")
 
 
+# Other rows have another.
+TABLE_DIGEST = hashlib.sha256(repr(CONFIGS).encode()).hexdigest()[:12]
+
+
 def by_name(name: str) -> KernelConfig:
     """Returns the row called ``name``.
 
@@ -223,6 +229,24 @@ def by_name(name: str) -> KernelConfig:
         raise ValueError(
             f"config={name!r} is not a kernel configuration; known: {sorted(_BY_NAME)}"
         ) from None
+
+
+# What ``config=`` takes beside rows: XLA's own composition.
+XLA = "xla"
+
+_SPLITS = "/splits="
+
+
+def read_config(config: str) -> tuple[str, int]:
+    """Returns the name of a row and into how many parts it splits k.
+
+    Args:
+        config: ``"ROW"`` or ``"ROW/splits=N"``, as ``cuda/dispatch/choice.cc`` reads it.
+    """
+    name, _, number = config.partition(_SPLITS)
+    if not number:
+        return config, 1
+    return name, int(number) if number.isdecimal() and int(number) > 1 else 0
 
 
 def for_algorithm(algorithm: str, grouped: str = "none") -> tuple[KernelConfig, ...]:

@@ -10,9 +10,10 @@ import numpy as np
 from jax import lax
 
 from jax_tcgemm import _extension
+from jax_tcgemm.kernels.table import by_name, read_config
 from jax_tcgemm.lowering import reference
 from jax_tcgemm.problem.activations import resolve
-from jax_tcgemm.problem.alignment import padding_bytes, split_bytes
+from jax_tcgemm.problem.alignment import named_split_bytes, padding_bytes, split_bytes
 from jax_tcgemm.problem.arithmetic import INPUT_DTYPES, written_dtype
 from jax_tcgemm.problem.spec import GemmSpec, flatten, with_kernel_layouts
 from jax_tcgemm.problem.strides import ROLES, Operands, StridedGemm, fold
@@ -52,10 +53,7 @@ def _emitted(x: Operands, spec: GemmSpec, algorithm: str) -> list[jax.Array]:
     strided = fold(spec.strided(shapes))
     result = jax.ShapeDtypeStruct(spec.result_shape(shapes), out_dtype)
     results = (result,) * spec.result_count
-    padding = workspace = 0
-    if spec.config is None and not spec.is_gated:
-        padding = padding_bytes(strided, in_dtype.itemsize)
-        workspace = padding + split_bytes(strided)
+    padding, workspace = _workspace(strided, spec, in_dtype.itemsize)
     call = jax.ffi.ffi_call(
         _extension.GEMM_TARGET,
         (*results, jax.ShapeDtypeStruct((workspace,), jnp.uint8)) if workspace else results,
@@ -64,6 +62,20 @@ def _emitted(x: Operands, spec: GemmSpec, algorithm: str) -> list[jax.Array]:
     named = attributes(strided, spec, algorithm, padding, has_workspace=workspace > 0)
     outputs = call(*flatten(x), **named)
     return [output.astype(spec.out_dtype) for output in outputs[: len(results)]]
+
+
+def _workspace(gemm: StridedGemm, spec: GemmSpec, itemsize: int) -> tuple[int, int]:
+    """Returns the bytes of the workspace for copies with padding, and of all of it."""
+    if spec.is_gated:
+        return 0, 0
+    if spec.config is None:
+        padding = padding_bytes(gemm, itemsize)
+        return padding, padding + split_bytes(gemm)
+    name, splits = read_config(spec.config)
+    row = by_name(name)
+    padding = padding_bytes(gemm, itemsize) if row.copies_whole_chunks else 0
+    tile_m, tile_n = row.tile_m * row.cluster_m, row.tile_n * row.cluster_n
+    return padding, padding + named_split_bytes(gemm, splits, tile_m, tile_n)
 
 
 def _can_overwrite_c(x: Operands, spec: GemmSpec, result: jax.ShapeDtypeStruct) -> bool:

@@ -39,6 +39,7 @@ def misalignment(gemm: StridedGemm, name: str, itemsize: int) -> str | None:
 _MAX_SPLITS = 64
 _SPLIT_ELEMENTS = 132 * 128 * 256  # results that keep every SM of the largest GPU busy
 _SPLIT_K = 4096
+_FLAG_BYTES = 2**13  # kFixupFlagBytes of cuda/dispatch/sm90_time_model.h
 
 
 def split_bytes(gemm: StridedGemm) -> int:
@@ -46,11 +47,31 @@ def split_bytes(gemm: StridedGemm) -> int:
 
     Whether it is, and in how many, is decided when the GPU is known.
     """
+    return most_split_bytes(gemm) if gemm.k >= _SPLIT_K else 0
+
+
+def most_split_bytes(gemm: StridedGemm) -> int:
+    """Returns the bytes of the most parts that may be worth a measurement, whatever k is."""
     results = gemm.m * gemm.n
-    if not results or gemm.k < _SPLIT_K or math.prod(gemm.batch) != 1:
+    if not results or math.prod(gemm.batch) != 1:
         return 0
     splits = min(_MAX_SPLITS, _SPLIT_ELEMENTS // results)
     return 4 * splits * results if splits > 1 else 0
+
+
+def named_split_bytes(gemm: StridedGemm, splits: int, tile_m: int, tile_n: int) -> int:
+    """Returns the bytes that a row needs which is asked to split k: whole tiles, and their flags.
+
+    Args:
+        gemm: the folded gemm.
+        splits: into how many parts; 1 needs nothing.
+        tile_m: rows that a cluster computes.
+        tile_n: columns.
+    """
+    if splits == 1 or math.prod(gemm.batch) != 1:
+        return 0
+    m, n = (-(-extent // tile) * tile for extent, tile in ((gemm.m, tile_m), (gemm.n, tile_n)))
+    return 4 * splits * m * n + _FLAG_BYTES
 
 
 # From where on copies, a kernel more, cost less than realigning: docs/performance.md. For a short k
@@ -85,6 +106,11 @@ def padding_bytes(gemm: StridedGemm, itemsize: int) -> int:
     return total
 
 
+def is_transposed(gemm: StridedGemm, name: str) -> bool:
+    """Whether ``"a"`` is stored ``(k, m)``, ``"b"`` ``(n, k)``."""
+    return _is_mn_major(gemm, name) == (name == "a")
+
+
 def elements(gemm: StridedGemm, name: str) -> int:
     """Returns the elements of ``"a"`` or ``"b"``, those of a batch's one matrix once."""
     batch_strides, rows, _, columns = _layout(gemm, name)
@@ -112,7 +138,14 @@ def _layout(gemm: StridedGemm, name: str) -> tuple[tuple[int, ...], int, int, in
         extent_mn, stride_mn, stride_k = gemm.m, *strides[-2:]
     else:
         extent_mn, stride_k, stride_mn = gemm.n, *strides[-2:]
-    mn_major = stride_mn == 1 and (stride_k != 1 or gemm.k <= 1)
-    if not mn_major and (stride_k == 1 or gemm.k <= 1):
-        return strides[:-2], extent_mn, stride_mn, gemm.k
-    return strides[:-2], gemm.k, stride_k, extent_mn
+    if _is_mn_major(gemm, name):
+        return strides[:-2], gemm.k, stride_k, extent_mn
+    return strides[:-2], extent_mn, stride_mn, gemm.k
+
+
+def _is_mn_major(gemm: StridedGemm, name: str) -> bool:
+    *_, first, second = getattr(gemm.strides, name)
+    stride_mn, stride_k = (first, second) if name == "a" else (second, first)
+    if stride_mn == 1 and (stride_k != 1 or gemm.k <= 1):
+        return True
+    return not (stride_k == 1 or gemm.k <= 1)

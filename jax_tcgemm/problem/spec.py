@@ -217,10 +217,10 @@ def check_config(spec: GemmSpec, dtypes: Operands, shapes: Operands) -> None:
     """Checks that the kernel configuration that ``spec`` asks for can compute this gemm.
 
     Raises:
-        ValueError: there is no such configuration, it is of another algorithm, or it copies 16
-            bytes at a time and an operand's rows do not lie on multiples of 16 bytes.
+        ValueError: there is no such configuration, it is of another algorithm or does not split k,
+            or it copies 16 bytes at a time and an operand's rows do not lie on multiples of that.
     """
-    if spec.config is None:
+    if spec.config in (None, kernel_table.XLA):
         return
     algorithm = resolve_algorithm(dtypes.a, dtypes.b, spec.out_dtype, spec.precision)
     if algorithm is None:
@@ -230,16 +230,18 @@ def check_config(spec: GemmSpec, dtypes: Operands, shapes: Operands) -> None:
         )
     table = kernel_table.for_algorithm(algorithm)
     rows = {row.name: row for row in table if row.gated == spec.is_gated}
-    if spec.config not in rows:
+    name, splits = kernel_table.read_config(spec.config)
+    if name not in rows or splits == 0 or (splits > 1 and not rows[name].splits_k):
         kind = f"gated products in {algorithm}" if spec.is_gated else algorithm
         raise ValueError(
             f"config={spec.config!r} is not a kernel configuration for {kind}, which is what "
             f"a.dtype={dtypes.a}, b.dtype={dtypes.b} and precision={spec.precision} ask for; "
-            f"accepted: None or {sorted(rows)}"
+            f"accepted: None, {kernel_table.XLA!r} or {sorted(rows)}, and ROW/splits=N of "
+            f"{sorted(name for name, row in rows.items() if row.splits_k)}"
         )
     # Products of extents that are not known are computed by XLA.
     are_known = all(isinstance(extent, int) for shape in (shapes.a, shapes.b) for extent in shape)
-    if rows[spec.config].copies_whole_chunks and are_known:
+    if rows[name].copies_whole_chunks and are_known:
         others = sorted(name for name, row in rows.items() if not row.copies_whole_chunks)
         _check_alignment(spec, shapes, INPUT_DTYPES[algorithm].itemsize, others)
 
