@@ -28,19 +28,21 @@ PICTURE = ROOT / "docs" / "architecture.svg"
 # From the top: each imports only what comes after it. `kernels` is last, because the build runs it
 # without JAX.
 PYTHON_ORDER = (
-    *("__main__", "__init__", "tools", "api", "primitives", "partitioning", "lowering"),
-    "problem",
+    *("__main__", "__init__", "transforms", "tools", "api", "primitives", "partitioning"),
+    *("lowering", "tuning", "problem"),
     *("_extension", "_compat", "_core", "kernels"),
 )
 
 _CAPTIONS = {
     "__main__": "the report on a machine",
     "__init__": "the public names",
+    "transforms": "of whole functions: tune",
     "tools": "self-test and timing",
     "api": "what a user calls",
     "primitives": "JAX primitives and their rules",
     "partitioning": "how it is divided",
     "lowering": "a custom call, or XLA's own",
+    "tuning": "what was measured",
     "problem": "what a product is",
     "_extension": "loads and registers",
     "_compat": "JAX's private names",

@@ -12,6 +12,8 @@ from jax_tcgemm.api.ragged_dot import gated_ragged_dot, ragged_dot
 from jax_tcgemm.partitioning import partitioner
 from jax_tcgemm.primitives.gemm import ACTIVATION, PREACTIVATION
 from jax_tcgemm.problem.activations import clip, softcap
+from jax_tcgemm.transforms.tune import tune
+from jax_tcgemm.tuning.tunings import Tunings
 
 _extension.load()
 partitioner.install()
@@ -35,6 +37,7 @@ def export_disabled_checks() -> list[jax.export.DisabledSafetyCheck]:
 __all__ = [
     "ACTIVATION",
     "PREACTIVATION",
+    "Tunings",
     "__version__",
     "clip",
     "dot_general",
@@ -46,4 +49,5 @@ __all__ = [
     "mlp",
     "ragged_dot",
     "softcap",
+    "tune",
 ]

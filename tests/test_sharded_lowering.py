@@ -21,8 +21,10 @@ from jax._src.lib.mlir import ir
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_tcgemm import dot_general, gated_gemm, gated_mlp, gemm, mlp, ragged_dot
+from jax_tcgemm import Tunings, dot_general, gated_gemm, gated_mlp, gemm, mlp, ragged_dot
 from jax_tcgemm.partitioning import partitioner
+from jax_tcgemm.tuning import lookup
+from jax_tcgemm.tuning.entry import Entry
 
 pytestmark = pytest.mark.usefixtures("all_kernels")
 
@@ -124,6 +126,19 @@ def test_each_device_calls_kernels_of_its_part(args):
     assert text.count("custom_call @jax_tcgemm_gemm") == 1
     assert "tensor<128x64xbf16>, tensor<64x256xbf16>) -> tensor<128x256xbf16>" in text
     assert "all_reduce" not in text
+
+
+def test_each_device_takes_what_its_part_was_measured_to_want(args):
+    x, w = args
+    recorder = lookup.Recorder()
+    with recorder:
+        part(lambda x, w: gemm(x, w), (x, P("x")), (w, P()), out=P("x"))
+    (product,) = recorder.products.values()
+    assert [x.shape for x in product.types] == [(128, 64), (64, 256)]
+    row = "sm90_bf16_64x64x64_s6_c1x1_cooperative"
+    with Tunings({("NVIDIA H200", product.problem): Entry.measured(row, 1e-6, 2e-6, 3e-6)}):
+        text = part(lambda x, w: gemm(x, w), (x, P("x")), (w, P()), out=P("x"))
+    assert f'config = "{row}"' in text
 
 
 def test_parts_of_k_are_added_up_in_the_type_of_the_result(args):

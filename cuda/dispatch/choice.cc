@@ -35,8 +35,7 @@ struct ChoiceInputHash {
 
 // Whether a row can compute the problem with k in so many parts, one among them.
 bool can_split(const KernelConfig& config, const ChoiceInput& input, int splits) {
-  return supports(config, input, splits) &&
-         (splits == 1 || supports_splits(config, input, splits));
+  return supports(config, input, splits) && (splits == 1 || supports_splits(config, input, splits));
 }
 
 // Calls `take(choice, rank, cycles)` for every row that supports the problem, and for every number

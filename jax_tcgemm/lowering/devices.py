@@ -14,6 +14,17 @@ def too_old_device() -> str | None:
     return local_device(lambda capability: capability < _OLDEST_COMPUTE_CAPABILITY)
 
 
+def local_kind() -> str | None:
+    """Returns the kind of the local GPUs, ``None`` if there are none or of several kinds."""
+    kinds = {device.device_kind for device in _compat.initialized_cuda_devices()}
+    return kinds.pop() if len(kinds) == 1 else None
+
+
+def other_than(compute_capability: tuple[int, int]) -> str | None:
+    """Names a local GPU of another compute capability."""
+    return local_device(lambda capability: capability != compute_capability)
+
+
 def local_device(matches: Callable[[tuple[int, ...]], bool]) -> str | None:
     """Names a local GPU whose compute capability matches.
 

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 
 from jax_tcgemm import _extension
-from jax_tcgemm.kernels.table import by_name
-from jax_tcgemm.lowering import reference
+from jax_tcgemm.kernels.table import XLA, by_name, read_config
+from jax_tcgemm.lowering import devices, reference
 from jax_tcgemm.lowering.custom_call import custom_call, shapes_of
 from jax_tcgemm.lowering.log import log
-from jax_tcgemm.lowering.obstacles import obstacle
+from jax_tcgemm.lowering.obstacles import no_kernel, quicker_in_xla
 from jax_tcgemm.lowering.row_epilogue import lacks_epilogue
+from jax_tcgemm.problem.activations import resolve
+from jax_tcgemm.problem.alignment import is_transposed
 from jax_tcgemm.problem.arithmetic import resolve_algorithm, written_dtype
 from jax_tcgemm.problem.epilogue import Epilogue
 from jax_tcgemm.problem.spec import GemmSpec
 from jax_tcgemm.problem.strides import Operands, fold
+from jax_tcgemm.tuning import lookup
+from jax_tcgemm.tuning.entry import problem_key
 
 # Rows up to which the time of a product is that of reading the weights.
 _FEW_ROWS = 64
@@ -33,9 +39,15 @@ def cuda_gemm(*operands: jax.Array, spec: GemmSpec) -> list[jax.Array]:
     """
     x = spec.unflatten(operands)
     algorithm = resolve_algorithm(x.a.dtype, x.b.dtype, spec.out_dtype, spec.precision)
-    reason = obstacle(algorithm, spec, x)
+    reason, source = no_kernel(algorithm, spec, x), ""
+    if algorithm is not None and reason is None:
+        spec, source = _tuned(operands, spec, algorithm)
+        is_xla = spec.config == XLA
+        reason = "reference" if is_xla else quicker_in_xla(algorithm, spec, x)
     apart = algorithm is not None and reason is None and _is_finished_apart(x, spec, algorithm)
     how = f"{algorithm}, config {spec.config or 'by heuristic'}"
+    reason = reason and reason + source
+    how += source
     log(_describe(x, spec, reason or how + ", epilogue in a pass after it" * apart))
     if algorithm is None or reason is not None:
         return reference.reference_gemm(*operands, spec=spec)
@@ -46,6 +58,46 @@ def cuda_gemm(*operands: jax.Array, spec: GemmSpec) -> list[jax.Array]:
     if is_short and spec.config is None:
         return _gated_by_products(x, spec, algorithm)
     return custom_call(x, spec, algorithm)
+
+
+def _tuned(operands: Sequence[jax.Array], spec: GemmSpec, algorithm: str) -> tuple[GemmSpec, str]:
+    """Returns ``spec`` with the configuration that was measured to be fastest, and who says so."""
+    if spec.config is not None:
+        return spec, ""
+    types = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands)
+    product = lookup.Product("gemm", spec, types, _problem(spec.unflatten(types), spec, algorithm))
+    found = lookup.find(devices.local_kind(), product)
+    if found is None:
+        return spec, ""
+    entry, where = found
+    return spec.replace(config=entry.config), f", by {where}"
+
+
+def _problem(x: Operands, spec: GemmSpec, algorithm: str) -> str:
+    """Returns what a gemm is known by: all that its time depends on."""
+    gemm = fold(spec.strided(shapes_of(x)))
+    strides = gemm.strides._asdict()
+    present = [name for name, operand in x._asdict().items() if operand is not None]
+    activation = spec.activation and resolve(spec.activation).name
+    has = [activation, *(name for name in present if name not in ("a", "b", "b2"))]
+    has += [name for name in ("alpha", "beta") if getattr(spec, name) != 1 and name not in present]
+    return problem_key(
+        op="gated" if spec.is_gated else "gemm",
+        algorithm=algorithm,
+        layout="".join("t" if is_transposed(gemm, name) else "n" for name in ("a", "b")),
+        m=gemm.m,
+        n=gemm.n,
+        k=gemm.k,
+        batch=list(gemm.batch),
+        dtypes=[getattr(x, name).dtype.name for name in present] + [spec.out_dtype.name],
+        strides={name: list(strides[name]) for name in present if name not in ("alpha", "beta")},
+        packed=spec.packed,
+        epilogue={
+            "form": spec.epilogue.form,
+            "has": [part for part in has if part],
+            "results": list(spec.epilogue.results),
+        },
+    )
 
 
 def _gated_by_products(x: Operands, spec: GemmSpec, algorithm: str) -> list[jax.Array]:
@@ -75,7 +127,10 @@ def _is_finished_apart(x: Operands, spec: GemmSpec, algorithm: str) -> bool:
     if spec.config is None:
         return False
     written = spec.replace(out_dtype=written_dtype(algorithm, spec.out_dtype))
-    return lacks_epilogue(by_name(spec.config), fold(spec.strided(shapes_of(x))), x, written)
+    name, splits = read_config(spec.config)
+    if splits > 1:  # what adds up the parts has every epilogue
+        return False
+    return lacks_epilogue(by_name(name), fold(spec.strided(shapes_of(x))), x, written)
 
 
 def _finished_apart(x: Operands, spec: GemmSpec, algorithm: str) -> list[jax.Array]:
@@ -85,7 +140,7 @@ def _finished_apart(x: Operands, spec: GemmSpec, algorithm: str) -> list[jax.Arr
 
 
 def _check_built(spec: GemmSpec) -> None:
-    if spec.config is not None and spec.config not in _extension.KERNEL_NAMES:
+    if spec.config is not None and not _extension.has_config(spec.config):
         raise ValueError(
             f"config={spec.config!r} is not in this build of jax_tcgemm; accepted: None or "
             f"{sorted(_extension.KERNEL_NAMES)}"

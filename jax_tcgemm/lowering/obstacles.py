@@ -21,9 +21,12 @@ from jax_tcgemm.problem.strides import MAX_EXTENT, Operands, fold
 _MAX_TMA_BATCH_NDIM = 3
 _GATED_COMPUTE_CAPABILITY = (9, 0)
 
+# Whose kernels were fitted to it; what others make of a plain product nobody knows untuned.
+_TUNED_COMPUTE_CAPABILITY = (9, 0)
 
-def obstacle(algorithm: str | None, spec: GemmSpec, x: Operands) -> str | None:
-    """Says why XLA computes a gemm, if it does.
+
+def no_kernel(algorithm: str | None, spec: GemmSpec, x: Operands) -> str | None:
+    """Says why no kernel can be used, if none can.
 
     Args:
         algorithm: the kernel algorithm, ``None`` where there is none.
@@ -31,21 +34,20 @@ def obstacle(algorithm: str | None, spec: GemmSpec, x: Operands) -> str | None:
         x: the operands.
     """
     reason = _no_kernel(algorithm, spec, x)
-    if algorithm is None or reason is not None:
+    if algorithm is None or reason is not None or not spec.is_gated:
         return reason
-    if spec.is_gated:
-        return no_gated_kernel(algorithm, spec, x)
-    return _quicker_in_xla(algorithm, spec, x) if spec.config is None else None
+    return no_gated_kernel(algorithm, spec, x)
 
 
 def _no_kernel(algorithm: str | None, spec: GemmSpec, x: Operands) -> str | None:
-    """Says why no kernel can be used, if none can."""
     if algorithm is None:
         return (
             f"reference: no kernel algorithm for {x.a.dtype} and {x.b.dtype} to {spec.out_dtype} "
             f"with precision {spec.precision}"
         )
-    named = spec.config in _extension.KERNEL_NAMES
+    if spec.config == kernel_table.XLA:
+        return "reference: by config"
+    named = _extension.has_config(spec.config)
     if not (named or _extension.has_kernel(algorithm, work=spec.work, gated=spec.is_gated)):
         kind = " gated" if spec.is_gated else "" if spec.work == "none" else " fused"
         return f"reference: no{kind} kernel for {algorithm} in this build"
@@ -75,8 +77,19 @@ def _matrices(spec: GemmSpec, x: Operands) -> int:
     return math.prod((folded if stay else gemm).batch)
 
 
-def _quicker_in_xla(algorithm: str, spec: GemmSpec, x: Operands) -> str | None:
-    """Says why XLA computes the gemm in less time, where a kernel could read the operands."""
+def quicker_in_xla(algorithm: str, spec: GemmSpec, x: Operands) -> str | None:
+    """Says why XLA is taken to compute the gemm in less time, where nothing was measured.
+
+    Args:
+        algorithm: the kernel algorithm.
+        spec: the primitive's parameters.
+        x: the operands, which a kernel could read.
+    """
+    if spec.is_gated or spec.config is not None:
+        return None
+    other = devices.other_than(_TUNED_COMPUTE_CAPABILITY)
+    if other is not None and spec.work == "none":
+        return f"reference: a product on {other} that was not tuned"
     shapes = shapes_of(x)
     if with_kernel_layouts(spec, shapes)[0] != spec:
         return None
@@ -105,7 +118,7 @@ def no_gated_kernel(algorithm: str, spec: GemmSpec, x: Operands) -> str | None:
         return "reference: an operand without a contiguous axis"
     if takes_any:
         return None
-    other = devices.local_device(lambda capability: capability != _GATED_COMPUTE_CAPABILITY)
+    other = devices.other_than(_GATED_COMPUTE_CAPABILITY)
     if other is not None:
         return f"reference: no gated kernel for {other}"
     itemsize = INPUT_DTYPES[algorithm].itemsize

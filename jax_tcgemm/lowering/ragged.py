@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -24,6 +25,8 @@ from jax_tcgemm.problem.arithmetic import (
 )
 from jax_tcgemm.problem.epilogue import PLAIN, Epilogue, Mask
 from jax_tcgemm.problem.strides import MAX_EXTENT
+from jax_tcgemm.tuning import lookup
+from jax_tcgemm.tuning.entry import problem_key
 
 _FLOAT32 = jnp.dtype(jnp.float32)
 _COMPUTE_CAPABILITY = (9, 0)
@@ -165,24 +168,25 @@ def cuda_dot(
     lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *bias: jax.Array, spec: RaggedSpec
 ) -> list[jax.Array]:
     """Computes the ragged product on CUDA devices; arguments as those of ``reference_dot``."""
-    algorithm = _kernel_algorithm("m", lhs, rhs, group_sizes, spec)
+    operands = (lhs, rhs, group_sizes, *bias)
+    algorithm, spec = _kernel_algorithm("m", operands, spec)
     if algorithm is None:
         return reference_dot(lhs, rhs, group_sizes, *bias, spec=spec)
     n = rhs.shape[1 if spec.transpose_rhs else 2]
     out_dtype = written_dtype(algorithm, spec.out_dtype)
-    operands = [_padded(x, INPUT_DTYPES[algorithm]) for x in (lhs, rhs)]
-    operands += [group_sizes]
-    operands += [_padded(x, x.dtype if x.dtype == out_dtype else _FLOAT32) for x in bias]
+    padded = [_padded(x, INPUT_DTYPES[algorithm]) for x in (lhs, rhs)]
+    padded += [group_sizes]
+    padded += [_padded(x, x.dtype if x.dtype == out_dtype else _FLOAT32) for x in bias]
     activation = resolve(spec.activation)
     p0, p1 = (*activation.parameters, 0.0, 0.0)[:2]
-    padded_n = operands[1].shape[1 if spec.transpose_rhs else 2]
+    padded_n = padded[1].shape[1 if spec.transpose_rhs else 2]
     results = _custom_call(
-        operands,
+        padded,
         jax.ShapeDtypeStruct((lhs.shape[0], padded_n), out_dtype),
         spec.result_count,
         m=np.int64(lhs.shape[0]),
         n=np.int64(padded_n),
-        k=np.int64(operands[0].shape[1]),
+        k=np.int64(padded[0].shape[1]),
         depth=False,
         transpose_rhs=spec.transpose_rhs,
         has_bias=len(bias) > 0,
@@ -200,7 +204,7 @@ def cuda_contraction(
     lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *, spec: RaggedSpec
 ) -> list[jax.Array]:
     """Computes the contraction on CUDA devices; see ``reference_contraction``."""
-    algorithm = _kernel_algorithm("k", lhs, rhs, group_sizes, spec)
+    algorithm, spec = _kernel_algorithm("k", (lhs, rhs, group_sizes), spec)
     if algorithm is None:
         return reference_contraction(lhs, rhs, group_sizes, spec=spec)
     padded = [_padded(x, INPUT_DTYPES[algorithm]) for x in (lhs, rhs)]
@@ -248,24 +252,64 @@ def _padded(x: jax.Array, dtype: np.dtype) -> jax.Array:
 
 
 def _kernel_algorithm(
-    grouped: str, lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, spec: RaggedSpec
-) -> str | None:
-    """Returns the algorithm of the kernels that compute a product, None where there are none."""
+    grouped: str, operands: Sequence[jax.Array], spec: RaggedSpec
+) -> tuple[str | None, RaggedSpec]:
+    """Returns the algorithm of the kernels that compute a product, None where there are none.
+
+    And ``spec``, with the configuration that was measured to be fastest.
+    """
+    lhs, rhs, group_sizes, *_ = operands
     algorithm = resolve_algorithm(lhs.dtype, rhs.dtype, spec.out_dtype, spec.precision)
     extents = (*lhs.shape, *rhs.shape, *group_sizes.shape)
     obstacle = _obstacle(algorithm, grouped, extents, spec.config)
+    source = ""
+    if algorithm is not None and obstacle is None and spec.config is None:
+        found = lookup.find(devices.local_kind(), _product(grouped, operands, spec, algorithm))
+        if found is not None:
+            spec = dataclasses.replace(spec, config=found[0].config)
+            source = f", config {spec.config or 'by heuristic'}, by {found[1]}"
+            obstacle = _obstacle(algorithm, grouped, extents, spec.config)
     shapes = f"{lhs.dtype}{list(lhs.shape)} x {rhs.dtype}{list(rhs.shape)}"
-    decision = f"{shapes} -> {spec.out_dtype}: {obstacle or algorithm}"
+    decision = f"{shapes} -> {spec.out_dtype}: {obstacle or algorithm}{source}"
     log(f"ragged product, groups of {grouped}, {decision}")
     if obstacle is None and spec.config not in (None, *_extension.KERNEL_NAMES):
         raise ValueError(f"config={spec.config!r} is not in this build of jax_tcgemm")
-    return algorithm if obstacle is None else None
+    return (algorithm if obstacle is None else None), spec
+
+
+def _product(
+    grouped: str, operands: Sequence[jax.Array], spec: RaggedSpec, algorithm: str
+) -> lookup.Product:
+    types = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands)
+    lhs, rhs, sizes, *bias = types
+    (m, k), n = lhs.shape, rhs.shape[1 if spec.transpose_rhs or grouped == "k" else 2]
+    if grouped == "k":
+        m, k = k, m
+    activation = spec.activation and resolve(spec.activation).name
+    problem = problem_key(
+        op=f"ragged_{grouped}",
+        algorithm=algorithm,
+        layout={"m": "nt" if spec.transpose_rhs else "nn", "k": "tn"}[grouped],
+        m=m,
+        n=n,
+        k=k,
+        groups=sizes.shape[0],
+        dtypes=[x.dtype.name for x in (lhs, rhs, *bias)] + [spec.out_dtype.name],
+        epilogue={
+            "has": [part for part in (activation, "bias" * len(bias)) if part],
+            "results": list(spec.epilogue.results),
+        },
+    )
+    primitive = "ragged_dot" if grouped == "m" else "ragged_contraction"
+    return lookup.Product(primitive, spec, types, problem)
 
 
 def _obstacle(
     algorithm: str | None, grouped: str, extents: tuple[Any, ...], config: str | None
 ) -> str | None:
     """Says why no kernel can be used, if none can; slow ones have to be named."""
+    if config == kernel_table.XLA:
+        return "reference: by config"
     if algorithm is None or not kernel_table.for_algorithm(algorithm, grouped):
         return f"reference: no ragged kernel for {algorithm}"
     if not (config in _extension.KERNEL_NAMES or _extension.has_kernel(algorithm, grouped=grouped)):
@@ -276,5 +320,5 @@ def _obstacle(
         return "reference: nothing to multiply, or an extent beyond 2^30"
     if config is not None and kernel_table.by_name(config).is_fallback:
         return None
-    other = devices.local_device(lambda capability: capability != _COMPUTE_CAPABILITY)
+    other = devices.other_than(_COMPUTE_CAPABILITY)
     return None if other is None else f"reference: no ragged kernel for {other}"

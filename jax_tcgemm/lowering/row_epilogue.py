@@ -34,10 +34,10 @@ def lacks_epilogue(row: KernelConfig, gemm: StridedGemm, x: Operands, spec: Gemm
     if gemm.n * width % COPY_BYTES:
         return x.c is not None
     widens = width != row.element_bytes
-    return row.epilogue == "none" or widens or not _c_by_tma(gemm, x.c, spec.out_dtype)
+    return row.epilogue == "none" or widens or not c_by_tma(gemm, x.c, spec.out_dtype)
 
 
-def _c_by_tma(gemm: StridedGemm, c: np.ndarray | None, dtype: np.dtype) -> bool:
+def c_by_tma(gemm: StridedGemm, c: np.ndarray | None, dtype: np.dtype) -> bool:
     """Says whether TMA can read ``c``, if there is one: as ``cuda/sm90/tma_descriptor.cc``."""
     if c is None:
         return True

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 
 from jax_tcgemm import _compat
+from jax_tcgemm.kernels.table import TABLE_DIGEST
 from jax_tcgemm.lowering.log import log
 from jax_tcgemm.partitioning.mesh import read_shardings, write_sharding
 from jax_tcgemm.partitioning.plan import make_plan
@@ -29,6 +30,7 @@ from jax_tcgemm.partitioning.rules import REVISION, Call, parameter_classes
 from jax_tcgemm.partitioning.shard import AXIS, Shard
 from jax_tcgemm.partitioning.work import Plan
 from jax_tcgemm.problem.serialize import from_json, to_json
+from jax_tcgemm.tuning.tunings import active, recalled, remembered
 
 TARGET = "jax_tcgemm_partitioned_v1"
 
@@ -47,6 +49,8 @@ def lower(primitive: Primitive, platform: str) -> Callable[..., Any]:
             *_compat.devices_of(context),
             x64=_compat.option("jax_enable_x64"),
             revision=REVISION,
+            tunings=remembered(active()),
+            kernels=TABLE_DIGEST,
         )
         work = call.rule.work(spec, context.avals_in)
         return _compat.emit_partitioned(
@@ -206,6 +210,7 @@ def install() -> None:
 def _own_configuration(call: Call) -> Iterator[None]:
     """Traces as the primitive was, whatever thread this is and whatever its user has set."""
     with (
+        recalled(call.tunings),
         _compat.no_mesh(),
         jax.disable_jit(False),
         jax.numpy_dtype_promotion("standard"),

@@ -69,6 +69,8 @@ class Call:
         x64: whether there are 64-bit types.
         revision: of the rules. What they make of a call is no part of the key by which JAX's
             persistent cache knows a program; this is.
+        tunings: digest of the tunings that are active.
+        kernels: digest of the table of kernels, some of which measured choices name; likewise.
     """
 
     primitive: str
@@ -78,6 +80,8 @@ class Call:
     groups: tuple[tuple[int, ...], ...]
     x64: bool
     revision: int
+    tunings: str = ""
+    kernels: str = ""
 
     @property
     def rule(self) -> Rule:

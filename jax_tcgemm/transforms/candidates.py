@@ -1,0 +1,127 @@
+"""Which configurations are worth timing for a product: those that the time model puts near best."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from jax_tcgemm import _core
+from jax_tcgemm.kernels.table import read_config
+from jax_tcgemm.lowering.row_epilogue import c_by_tma
+from jax_tcgemm.problem.alignment import (
+    COPY_BYTES,
+    is_transposed,
+    misalignment,
+    most_split_bytes,
+    padding_bytes,
+)
+from jax_tcgemm.problem.arithmetic import INPUT_DTYPES, resolve_algorithm, written_dtype
+from jax_tcgemm.problem.spec import GemmSpec
+from jax_tcgemm.problem.strides import Operands, StridedGemm, fold
+from jax_tcgemm.tuning.lookup import Product
+
+# The model is seldom further off than this, and most of what it puts below another by more is.
+_FACTOR = 1.6
+_MOST = 12
+# Splits of one row beyond so many are not far from these.
+_MOST_SPLITS_OF_A_ROW = 2
+
+_LINE_BYTES = 128
+
+
+def candidates(product: Product, device: dict[str, Any]) -> list[str]:
+    """Names configurations, the fastest first by the time model.
+
+    Args:
+        product: what is to be computed.
+        device: as ``_core.device_properties`` describes it.
+    """
+    is_gemm = isinstance(product.spec, GemmSpec)
+    problem = _of_gemm(product) if is_gemm else _of_groups(product)
+    ranked = _core.rank_configs(
+        **problem,
+        sm_count=device["sm_count"],
+        shared_memory_per_block=device["shared_memory_per_block"],
+        compute_capability=device["compute_capability"],
+    )
+    chosen: list[str] = []
+    of_row: dict[str, int] = {}
+    for config, cycles, _ in ranked:
+        row, splits = read_config(config)
+        if cycles > _FACTOR * ranked[0][1] or len(chosen) == _MOST:
+            break
+        if splits > 1:
+            of_row[row] = of_row.get(row, 0) + 1
+        if of_row.get(row, 0) <= _MOST_SPLITS_OF_A_ROW:
+            chosen.append(config)
+    return chosen
+
+
+def _of_gemm(product: Product) -> dict[str, Any]:
+    spec: GemmSpec = product.spec
+    x: Operands = spec.unflatten(product.types)
+    algorithm = _algorithm(product, x.a, x.b)
+    shapes = Operands(*(None if operand is None else operand.shape for operand in x))
+    gemm = fold(spec.strided(shapes))
+    itemsize = INPUT_DTYPES[algorithm].itemsize
+    out = written_dtype(algorithm, spec.out_dtype)
+    is_odd = any(misalignment(gemm, name, itemsize) for name in ("a", "b"))
+    is_padded = is_odd and not spec.is_gated and padding_bytes(gemm, itemsize) > 0
+    return {
+        "algorithm": algorithm,
+        "m": gemm.m,
+        "n": gemm.n,
+        "k": gemm.k,
+        "batch": math.prod(gemm.batch),
+        "batch_rank": len(gemm.batch),
+        "aligned": is_padded or not is_odd,
+        "float32_result": out.itemsize > itemsize,
+        "layout": "".join("t" if is_transposed(gemm, name) else "n" for name in ("a", "b")),
+        "workspace_bytes": 0 if spec.is_gated else most_split_bytes(gemm),
+        "epilogue": spec.work,
+        "gated": spec.is_gated,
+        "whole_lines_a": is_padded or _in_whole_lines(gemm, "a", itemsize),
+        "whole_lines_b": is_padded or _in_whole_lines(gemm, "b", itemsize),
+        "d_by_tma": gemm.n * out.itemsize % COPY_BYTES == 0,
+        "has_c": x.c is not None,
+        "c_by_tma": c_by_tma(gemm, x.c, out),
+    }
+
+
+def _of_groups(product: Product) -> dict[str, Any]:
+    """Groups of one size, as ``cuda/dispatch/ragged.cc`` takes them to be."""
+    spec = product.spec
+    lhs, rhs, sizes, *_ = product.types
+    algorithm = _algorithm(product, lhs, rhs)
+    groups = sizes.shape[0]
+    by_rows = product.primitive == "ragged_dot"
+    multiple = COPY_BYTES // 2  # extents are padded to it
+    rows, k = lhs.shape
+    n = rhs.shape[1 if spec.transpose_rhs or not by_rows else 2]
+    k, n = (-(-extent // multiple) * multiple for extent in (k, n))
+    mean = -(-rows // groups)
+    plain = spec.activation is None and len(product.types) == 3 and spec.result_count == 1
+    return {
+        "algorithm": algorithm,
+        "m": mean if by_rows else k,
+        "n": n,
+        "k": k if by_rows else mean,
+        "batch": groups,
+        "aligned": True,
+        "float32_result": written_dtype(algorithm, spec.out_dtype).itemsize > lhs.dtype.itemsize,
+        "layout": ("nt" if spec.transpose_rhs else "nn") if by_rows else "tn",
+        "epilogue": "none" if plain else "any",
+        "grouped": "m" if by_rows else "k",
+    }
+
+
+def _algorithm(product: Product, a: Any, b: Any) -> str:
+    spec = product.spec
+    algorithm = resolve_algorithm(a.dtype, b.dtype, spec.out_dtype, spec.precision)
+    assert algorithm is not None, product  # lowering asks for such products alone
+    return algorithm
+
+
+def _in_whole_lines(gemm: StridedGemm, name: str, itemsize: int) -> bool:
+    """As ``begins_lines`` of ``cuda/dispatch/choice.cc``."""
+    return max(getattr(gemm.strides, name)[-2:]) * itemsize % _LINE_BYTES == 0

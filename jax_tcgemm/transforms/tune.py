@@ -1,0 +1,240 @@
+"""``tune``: measures how each product of a function is computed fastest on this machine's GPU."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+
+from jax_tcgemm import _compat, _core
+from jax_tcgemm.kernels.table import XLA
+from jax_tcgemm.lowering.log import log
+from jax_tcgemm.primitives.gemm import gemm_p
+from jax_tcgemm.primitives.ragged import ragged_contraction_p, ragged_dot_p
+from jax_tcgemm.problem.spec import GemmSpec
+from jax_tcgemm.tools.benchmarking import (
+    Chain,
+    argument_set_count,
+    compile_chain,
+    default_device,
+    time_chains,
+)
+from jax_tcgemm.transforms.candidates import candidates
+from jax_tcgemm.tuning import lookup
+from jax_tcgemm.tuning.entry import Entry
+from jax_tcgemm.tuning.lookup import Product, Recorder
+from jax_tcgemm.tuning.tunings import Tunings, described, untuned
+
+_PRIMITIVES: dict[str, Primitive] = {
+    "gemm": gemm_p,
+    "ragged_dot": ragged_dot_p,
+    "ragged_contraction": ragged_contraction_p,
+}
+
+# What is less than this faster is noise, and what is taken untuned stays.
+_NOISE = 0.02
+# All candidates first, with few samples; then the fastest, what is taken untuned and XLA's own.
+_FIRST_REPS, _FINAL_REPS, _BLOCK = 4, 16, 2
+_FINALISTS = 3
+
+_UNTUNED = "untuned"
+_Competitors = dict[str, Chain]
+
+
+def tune(
+    f: Callable[..., Any],
+    *args: Any,
+    budget: float | None = None,
+    progress: bool = True,
+    **kwargs: Any,
+) -> Tunings:
+    """Measures how each product in a function is computed fastest on this machine's GPU.
+
+    Products are found where ``f`` is lowered for CUDA: those of every function of this package,
+    through ``jit``, ``grad``, ``scan``, ``cond``, ``remat`` and ``shard_map``, and the parts that
+    one device has of those that XLA divides among devices (for which ``f`` is compiled). For each,
+    the kernels are timed that the time model puts within a factor of the best, splits of k among
+    them, and XLA's own composition with the same epilogue: kernel times by turns, on normal
+    operands that the L2 cache does not hold. Groups of ``ragged_dot`` are taken to be of one size.
+    What is less than 2 % faster than the untuned choice is left as that.
+
+    Another choice may add in another order: the low bits of results may change with tunings.
+
+    Args:
+        f: a function of arrays, which is not run; it may be a result of ``jax.jit``.
+        *args: its arguments; ``jax.ShapeDtypeStruct`` serves as well as an array.
+        budget: seconds after which no further product is begun; by default there is no limit. The
+            products that multiply most go first.
+        progress: whether to show how far it is on ``stderr``.
+        **kwargs: its arguments by name.
+
+    Returns:
+        What was found, to be used as ``with tunings:``, joined by ``|``, saved and printed.
+
+    Raises:
+        RuntimeError: JAX's default device is no GPU, or the package was built without kernels.
+    """
+    device = default_device()
+    if device.platform != "gpu" or not _core.kernel_names():
+        raise RuntimeError(
+            f"tune measures kernels on a GPU; the default device is {device.device_kind} "
+            f"({device.platform}), and this build has {len(_core.kernel_names())} kernels"
+        )
+    products = find_products(f, *args, **kwargs)
+    products.sort(key=_products_of, reverse=True)
+    entries: dict[tuple[str, str], Entry] = {}
+    start = time.perf_counter()
+    for index, product in enumerate(products):
+        seconds = time.perf_counter() - start
+        if budget is not None and seconds > budget:
+            log(f"tune: {len(products) - index} of {len(products)} products left out at {budget} s")
+            break
+        if progress:
+            _show(index, len(products), seconds, described(product.problem))
+        entries[device.device_kind, product.problem] = measure(product)
+    if progress:
+        _show(len(entries), len(products), time.perf_counter() - start, "done\n")
+    return Tunings(entries)
+
+
+def find_products(f: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Product]:
+    """Returns the products of a function that a kernel could compute, each problem once.
+
+    Args:
+        f: as of ``tune``.
+        *args: its arguments.
+        **kwargs: those by name.
+    """
+    jitted: Any = f if hasattr(f, "trace") else jax.jit(f)
+    recorder = Recorder()
+    with recorder:
+        lowered = jitted.trace(*args, **kwargs).lower(lowering_platforms=("cuda",))
+        leaves = jax.tree.leaves((args, kwargs))
+        shardings = [x.sharding for x in leaves if getattr(x, "sharding", None) is not None]
+        if any(len(sharding.device_set) > 1 for sharding in shardings):
+            lowered.compile()  # XLA's partitioner asks for the parts
+    return list(recorder.products.values())
+
+
+def measure(product: Product) -> Entry:
+    """Times what may compute a product, by turns.
+
+    Args:
+        product: as lowering has it.
+    """
+    device = _core.device_properties(default_device().local_hardware_id or 0)
+    sets = _draw(product)
+    configs = {_UNTUNED: None, XLA: XLA} | {name: name for name in candidates(product, device)}
+    chains = _compiled(product, configs, sets)
+    times = _times(chains, _FIRST_REPS)
+    rows = sorted((name for name in times if name not in (_UNTUNED, XLA)), key=times.__getitem__)
+    final = [_UNTUNED, XLA, *rows[:_FINALISTS]]
+    times = _times({name: chains[name] for name in final}, _FINAL_REPS)
+    best = min(times, key=times.__getitem__)
+    if times[best] > (1 - _NOISE) * times[_UNTUNED]:
+        best = _UNTUNED
+    entry = Entry.measured(configs[best], times[best], times[_UNTUNED], times[XLA])
+    us = ", ".join(f"{name} {1e6 * seconds:.1f} us" for name, seconds in times.items())
+    log(f"tune: {described(product.problem)}: {best}; {us}")
+    return entry
+
+
+def measure_while_lowering(product: Product) -> Entry:
+    """The same, in a thread of its own: in this one a program is being traced."""
+    device = next(iter(_compat.initialized_cuda_devices()), None)
+
+    def run() -> Entry:
+        with jax.default_device(device):
+            return measure(product)
+
+    with concurrent.futures.ThreadPoolExecutor(1) as executor:
+        return executor.submit(run).result()
+
+
+def _times(chains: _Competitors, reps: int) -> dict[str, float]:
+    timings = time_chains(chains, reps=reps, block=_BLOCK)
+    return {name: timing.median for name, timing in timings.items()}
+
+
+def _compiled(
+    product: Product, configs: dict[str, str | None], sets: Sequence[tuple[Any, ...]]
+) -> _Competitors:
+    """Compiles the competitors, several at a time: XLA's own first, whose autotuning measures."""
+    device = default_device()
+
+    def chain(config: str | None) -> Chain:
+        with untuned(), jax.default_device(device):
+            return compile_chain(functools.partial(_apply, product, config), sets)
+
+    done = {XLA: chain(XLA)}
+    done[_UNTUNED] = chain(None)  # which may be XLA's own as well
+    others = [name for name in configs if name not in done]
+    with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        done |= zip(others, pool.map(lambda name: chain(configs[name]), others), strict=True)
+    return done
+
+
+def _apply(product: Product, config: str | None, *operands: jax.Array) -> Any:
+    spec = dataclasses.replace(product.spec, config=config)
+    if isinstance(spec, GemmSpec):
+        spec = spec.replace(overwrite_c=False)  # without donation that would copy c
+    return _PRIMITIVES[product.primitive].bind(*operands, spec=spec)
+
+
+def _products_of(product: Product) -> int:
+    """Returns how many elements are multiplied, about."""
+    a, b = product.types[:2]
+    return math.prod(a.shape) * math.prod(b.shape)
+
+
+def _draw(product: Product) -> list[tuple[jax.Array, ...]]:
+    """Draws normal operands, as many sets as no cache holds together.
+
+    The second factor is scaled so that sums stay finite in every type.
+    """
+    types = product.types
+    size = sum(math.prod(x.shape) * x.dtype.itemsize for x in types)
+    scale = max(types[1].shape) ** -0.5
+
+    def draw(key: jax.Array) -> tuple[jax.Array, ...]:
+        keys = jax.random.split(key, len(types))
+        drawn = []
+        for i, (key, x) in enumerate(zip(keys, types, strict=True)):
+            if jnp.issubdtype(x.dtype, jnp.integer):
+                drawn.append(_even_sizes(x, rows=types[0].shape[0]))
+            else:
+                values = jax.random.normal(key, x.shape, x.dtype)
+                drawn.append(values * x.dtype.type(scale if i == 1 else 1))
+        return tuple(drawn)
+
+    # Of JAX's generators, rbg is compiled and run in the least time.
+    keys = jax.random.split(jax.random.key(0, impl="rbg"), argument_set_count(2 * size))
+    return [jax.jit(draw)(key) for key in keys]
+
+
+def _even_sizes(sizes: jax.ShapeDtypeStruct, rows: int) -> jax.Array:
+    bounds = np.linspace(0, rows, sizes.shape[0] + 1).astype(int)
+    return jnp.asarray(np.diff(bounds), sizes.dtype)
+
+
+def _show(index: int, count: int, seconds: float, text: str) -> None:
+    """Shows a bar, or a line where stderr is no terminal."""
+    line = f"tune: {index}/{count}, {seconds:.0f} s: {text}"
+    if sys.stderr.isatty():
+        print(f"\r\033[K{line}"[:120], end="", file=sys.stderr, flush=True)
+    else:
+        print(line.rstrip(), file=sys.stderr, flush=True)
+
+
+lookup.measure = measure_while_lowering

@@ -1,0 +1,1 @@
+"""What was measured to be fastest: kept, found again, and where it is looked for."""
