@@ -188,6 +188,11 @@ class Case:
         drawn = jax.jit(draw)
         return [(drawn(key),) for key in jax.random.split(key, argument_set_count(self.bytes))]
 
+    @property
+    def types(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Types of the operands by name."""
+        return jax.eval_shape(lambda: self.argument_sets(0)[0][0])
+
     def ours(self, config: str | None = None) -> Callable[[Arrays], Any]:
         """Returns the case computed by this package.
 

@@ -6,6 +6,8 @@ Usage: python -P benchmarks/run.py --suite large,tf32 --out results.json
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
 import os
 import pathlib
 import sys
@@ -18,6 +20,9 @@ import chains
 import report
 from cases import Case, load_cases
 from measure import Options, measure_case, with_stderr
+
+from jax_tcgemm import Tunings, tune
+from jax_tcgemm.tuning import cache, lookup
 
 _RIVALS = ("xla", "pallas")
 
@@ -41,6 +46,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--configs", action="store_true", help="also time every kernel configuration")
     add("--configs-glob", metavar="GLOB", help="only configurations with such names")
     add("--chain", action="store_true", help="also wall times of chains of small products")
+    add("--tune", action="store_true", help="tune each case first; its suite is then SUITE_tuned")
+    add("--tunings", type=pathlib.Path, metavar="FILE", help="what --tune found, added to FILE")
     add("--commit", metavar="HASH", help="of the sources, where this is not a checkout")
     args = parser.parse_args(arguments)
     cases = load_cases()
@@ -50,6 +57,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"unknown suites {sorted(unknown)}; there are {suites}")
     if set(args.against) - set(_RIVALS):
         parser.error(f"--against takes {_RIVALS}, joined by commas")
+    if args.tunings and not args.tune:
+        parser.error("--tunings needs --tune")
     if args.resume and args.out is None:
         parser.error("--resume needs --out")
     if args.reps < 1 or args.seconds < 0:
@@ -90,14 +99,39 @@ def _outcome(row: report.Row) -> str:
     return f"{row['case']}: {row['us']:.1f} us{ratio}, {row['config']}"
 
 
-def measure_all(cases: list[Case], options: Options, results: report.Results) -> None:
+class Tuner:
+    """Tunes cases, and keeps what was found.
+
+    Args:
+        path: where, if anywhere.
+    """
+
+    def __init__(self, path: pathlib.Path | None) -> None:
+        self._path = path
+        self._found = Tunings.load(path) if path is not None and path.exists() else Tunings()
+
+    def tune(self, case: Case) -> Tunings:
+        """Measures the products of a case."""
+        found = tune(case.ours(), case.types, progress=False)
+        self._found = self._found | found
+        if self._path is not None:
+            self._found.save(self._path)
+        return found
+
+
+def measure_all(
+    cases: list[Case], options: Options, results: report.Results, tuner: Tuner | None = None
+) -> None:
     """Measures the cases that the results lack, and adds each as soon as it is done."""
+    if tuner is not None:
+        cases = [dataclasses.replace(case, suite=f"{case.suite}_tuned") for case in cases]
     left = [case for case in cases if (case.suite, case.label) not in results.done]
     progress = Progress(len(left))
     for index, case in enumerate(left):
         if sys.stderr.isatty():
             progress.show(index, case.label)
-        row = measure_case(case, options)
+        with tuner.tune(case) if tuner is not None else contextlib.nullcontext():
+            row = measure_case(case, options)
         results.add(row)
         if not sys.stderr.isatty() or index + 1 == len(left):
             progress.show(index + 1, _outcome(row))
@@ -115,6 +149,10 @@ def main(arguments: list[str] | None = None) -> int:
     args = parse_arguments(arguments)
     # The dispatch then says which kernel it takes; it reads this when it is first used.
     os.environ["JAX_TCGEMM_LOG"] = "1"
+    # Of tunings, those that come with the package alone, or what --tune finds.
+    os.environ[cache.SETTING] = ""
+    if args.tune:
+        os.environ[lookup.SETTING] = "off"
     try:
         header = report.header(args.commit)
         results = (
@@ -136,7 +174,7 @@ def main(arguments: list[str] | None = None) -> int:
         measured, _ = with_stderr(lambda: [chains.measure_chain(size) for size in chains.SIZES])
         results.chains = measured
         results.save()
-    measure_all(args.cases, options, results)
+    measure_all(args.cases, options, results, Tuner(args.tunings) if args.tune else None)
     print("; ".join(f"{name}: {value}" for name, value in results.header.items()))
     print(report.tables(results.rows))
     if results.chains:

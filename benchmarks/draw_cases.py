@@ -1,0 +1,56 @@
+"""Draws the cases of the suite ``random``: products that nobody tuned for.
+
+Prints them as ``suite.json`` has them. Those there are of seed 20261124, which no fit has seen.
+
+    python benchmarks/draw_cases.py --seed 20261124 --count 100
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+import numpy as np
+
+# The largest take 1 ms.
+_MOST_PRODUCTS = 6e11
+
+
+def _extent(rng: np.random.Generator, least: int, most: int) -> int:
+    """A multiple of 8, log-uniform."""
+    return max(least, int(np.exp(rng.uniform(np.log(least), np.log(most))) // 8 * 8))
+
+
+def draw_case(rng: np.random.Generator) -> dict[str, Any]:
+    """Draws one: of 16 bits or TF32, alone or a batch, with or without an epilogue."""
+    kind = rng.choice(["product", "epilogue", "batch", "tf32"], p=[0.4, 0.3, 0.15, 0.15])
+    most = 2048 if kind == "batch" else 16384
+    while True:
+        m, n, k = _extent(rng, 16, most), _extent(rng, 64, most), _extent(rng, 64, most // 2)
+        batch = int(rng.choice([2, 4, 8, 16, 64, 256])) if kind == "batch" else 1
+        if m * n * k * batch < _MOST_PRODUCTS and batch * m * n < 2**28:
+            break
+    case: dict[str, Any] = {"m": m, "n": n, "k": k}
+    case["dtype"] = "f32" if kind == "tf32" else str(rng.choice(["bf16", "f16"]))
+    case["layout"] = str(rng.choice(["nn", "nt", "tn"]))
+    if kind == "epilogue":
+        case["epilogue"] = str(rng.choice(["bias", "bias+gelu"]))
+    if kind == "batch":
+        case["batch"] = batch
+    return case
+
+
+def main() -> None:
+    """Prints the cases."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--count", type=int, default=100)
+    args = parser.parse_args()
+    rng = np.random.default_rng(args.seed)
+    rows = [draw_case(rng) for _ in range(args.count)]
+    print(",\n".join(f"  {json.dumps(row)}" for row in rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""Measured choices on the GPU: right whatever they name, and found by measuring."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gemm_problems import draw, failure
+
+from jax_tcgemm import Tunings, _core, gated_gemm, gemm, mlp, ragged_dot, tune
+from jax_tcgemm.kernels.table import CONFIGS, read_config
+from jax_tcgemm.lowering import devices
+from jax_tcgemm.transforms import tune as tune_module
+from jax_tcgemm.transforms.candidates import candidates
+from jax_tcgemm.tuning import cache, lookup
+from jax_tcgemm.tuning.entry import Entry
+
+pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
+
+SPLIT = [row.name for row in CONFIGS if row.splits_k]
+
+
+def named(product, config):
+    entry = Entry.measured(config, 1e-6, 2e-6, 3e-6)
+    return Tunings({(devices.local_kind(), product.problem): entry})
+
+
+@pytest.mark.parametrize("part", range(16))
+def test_random_products_are_right_whatever_is_named(rng, part):
+    device = _core.device_properties(0)
+    tried = 0
+    while tried < 5:
+        problem = draw(int(rng.integers(2**31)), 0)
+        problem = dataclasses.replace(problem, call=problem.call | {"config": None})
+        recorder = lookup.Recorder()
+        with recorder:
+            assert failure(problem, rng) is None
+        for product in recorder.products.values():
+            names = candidates(product, device)
+            rows = {read_config(name)[0] for name in names}.intersection(SPLIT)
+            names += [f"{row}/splits={rng.integers(2, 9)}" for row in rows]
+            for config in [*rng.permutation(names)[:2], "xla"]:
+                with named(product, str(config)):
+                    what = failure(problem, rng)
+                assert what is None, (config, problem, what)
+            tried += 1
+
+
+@pytest.mark.parametrize("splits", [2, 3, 5, 8, 64])
+@pytest.mark.parametrize("fused", [False, True])
+def test_parts_of_k_by_name(rng, normal, assert_accurate, splits, fused):
+    m, n, k = (8 * int(x) for x in rng.integers((1, 1, 512), (40, 80, 600)))
+    a, b, bias = (normal(*shape, dtype=jnp.bfloat16) for shape in ((m, k), (k, n), (n,)))
+    options = {"bias": bias, "activation": "silu"} if fused else {}
+    z = np.asarray(a, np.float64) @ np.asarray(b, np.float64)
+    baseline = jnp.matmul(a, b)
+    if fused:
+        z = z + np.asarray(bias, np.float64)
+        z = z / (1 + np.exp(-z))
+        baseline = jax.nn.silu(baseline + bias)
+    for row in rng.permutation([row for row in SPLIT if "bf16" in row])[:6]:
+        d = gemm(a, b, **options, config=f"{row}/splits={splits}")
+        assert_accurate(d, baseline, z)
+
+
+def model(x, w, gate, up, experts, sizes):
+    h = mlp(gemm(x, w), w, None, w.T)
+    h = h + gated_gemm(h, gate, up)
+    return ragged_dot(h, experts, sizes).astype(jnp.float32).sum()
+
+
+def test_a_model_is_tuned(normal, monkeypatch, tmp_path, capfd):
+    arrays = [
+        normal(*shape, dtype=jnp.bfloat16) * shape[-2] ** -0.5
+        for shape in ((512, 256), (256, 256), (256, 256), (256, 256), (2, 256, 256))
+    ]
+    arrays[0] = normal(512, 256, dtype=jnp.bfloat16)
+    sizes = jnp.asarray([200, 312], jnp.int32)
+    step = jax.value_and_grad(model, (0, 1, 2, 3, 4))
+    before = jax.jit(step)(*arrays, sizes)
+    found = tune(step, *arrays, sizes)
+    assert len(found) >= 8
+    assert "tune: 0/" in capfd.readouterr().err
+    kinds = {json.loads(problem)["op"] for _, problem in found.entries}
+    assert kinds == {"gemm", "gated", "ragged_m", "ragged_k"}
+    for entry in found.entries.values():
+        assert 0 < entry.seconds <= entry.untuned_seconds < 1e-3
+        assert 0 < entry.xla_seconds < 1e-2
+        if entry.config is not None:
+            assert entry.seconds < 0.98 * entry.untuned_seconds
+    path = tmp_path / "tunings.json"
+    found.save(path)
+    assert Tunings.load(path) == found
+    with found:
+        after = jax.jit(step)(*arrays, sizes)
+    for x, y in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        x, y = (np.asarray(each, np.float32) for each in (x, y))
+        assert np.linalg.norm(x - y) <= 2**-6 * np.linalg.norm(x)
+
+
+def test_first_use_is_measured(normal, monkeypatch, tmp_path):
+    monkeypatch.setenv(cache.SETTING, str(tmp_path))
+    monkeypatch.setenv(lookup.SETTING, "tune")
+    a, b = normal(328, 136, dtype=jnp.bfloat16), normal(136, 72, dtype=jnp.bfloat16)
+    first = jax.jit(lambda a, b: gemm(a, b) + 0)(a, b)
+    ((kind, problem), entry) = next(iter(cache.everything().entries.items()))
+    assert kind == jax.devices()[0].device_kind
+    assert json.loads(problem)["m"] == 328
+    assert entry.untuned_seconds > 0
+    # The second program finds it.
+    monkeypatch.setattr(tune_module, "measure", None)
+    again = jax.jit(lambda a, b: gemm(a, b) + 0)(a, b)
+    np.testing.assert_array_equal(first, again)
