@@ -4,7 +4,8 @@ Once with every dense layer through this package: the projections by ``jax_tcgem
 with the residual stream in the kernel, and the SwiGLU layers by ``jax_tcgemm.gated_mlp``. Once in
 plain ``jnp``. RMSNorm, rotary embedding and attention are the same code for both. Prints the loss,
 the error of every gradient against the same block in float32, the time of a training step and the
-memory that it needs; fails if an error is over twice that of the plain block.
+memory that it needs; fails if an error is over twice that of the plain block. With ``--tune`` the
+step's products are measured first, and the step that this makes is timed beside the others.
 
 Run it with ``python examples/transformer_mlp.py``; ``--help`` lists the arguments. The defaults are
 small on a CPU and one layer of Llama 3 8B on a GPU.
@@ -12,13 +13,14 @@ small on a CPU and one layer of Llama 3 8B on a GPU.
 
 import argparse
 import dataclasses
+import time
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
-from jax_tcgemm import gated_mlp, gemm
-from jax_tcgemm.tools.benchmarking import default_device, time_interleaved
+from jax_tcgemm import gated_mlp, gemm, tune
+from jax_tcgemm.tools.benchmarking import compile_chain, default_device, time_chains
 
 LEARNING_RATE = 1e-3
 # Against what a gradient cannot be measured by: one rounding of its largest element.
@@ -192,15 +194,23 @@ def compare(shape: Shape, dtype: jnp.dtype, args: tuple) -> None:
             raise SystemExit(f"FAILED: the error of {quantity} is over twice the plain block's")
 
 
-def measure(shape: Shape, args: tuple, reps: int) -> None:
+def measure(shape: Shape, args: tuple, reps: int, tuned: bool) -> None:
     """Prints the time and the memory of a training step by both blocks."""
     steps = {name: make_step(block, shape) for name, block in BLOCKS.items()}
-    timings = time_interleaved(steps, [args], reps=reps)
-    print(f"{'':>18}  {'jax_tcgemm':>10}  {'jnp':>10}")
+    chains = {name: compile_chain(step, [args]) for name, step in steps.items()}
+    if tuned:
+        ours = steps["jax_tcgemm"]
+        start = time.perf_counter()
+        tunings = tune(ours, *args)
+        print(f"tuned in {time.perf_counter() - start:.0f} s\n{tunings}")
+        with tunings:  # where the step is compiled
+            chains["tuned"] = compile_chain(ours, [args])
+    timings = time_chains(chains, reps=reps)
+    print(f"{'':>18}  " + "  ".join(f"{name:>10}" for name in timings))
     method = timings["jnp"].method
     print(
         f"{f'step, ms ({method})':>18}  "
-        + "  ".join(f"{timings[name].median * 1e3:10.3f}" for name in steps)
+        + "  ".join(f"{timing.median * 1e3:10.3f}" for timing in timings.values())
     )
     print(
         f"{'memory, MiB':>18}  "
@@ -223,6 +233,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--dtype", choices=sorted(ROUNDING), default="bfloat16")
     parser.add_argument("--reps", type=int, default=20, help="samples of each step's time")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tune", action="store_true", help="also a step that was tuned (on a GPU)")
     args = parser.parse_args(arguments)
 
     shape = Shape(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Shape)})
@@ -235,7 +246,7 @@ def main(arguments: list[str] | None = None) -> None:
     compare(shape, dtype, operands)
     params, *data = operands
     zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
-    measure(shape, ((params, zeros, zeros), *data), args.reps)
+    measure(shape, ((params, zeros, zeros), *data), args.reps, args.tune)
     print("OK: the same within rounding")
 
 

@@ -28,6 +28,7 @@ import jax_tcgemm
 from jax_tcgemm import _core
 from jax_tcgemm.kernels import table as kernel_table
 from jax_tcgemm.tools import benchmarking, selftest
+from jax_tcgemm.tuning import cache, lookup
 
 _FAILURES_SHOWN = 10
 
@@ -47,6 +48,15 @@ def _driver_version() -> str | None:
             return result.stdout.split()[0]
     version_file = pathlib.Path("/proc/driver/nvidia/version")
     return version_file.read_text().splitlines()[0] if version_file.exists() else None
+
+
+def _tuned_products(device: Any) -> str:
+    """Says what is known of this device, and where that is."""
+    packaged = len(lookup.packaged(device.device_kind))
+    kept = [kind for kind, _ in cache.everything().entries if kind == device.device_kind]
+    where = cache.folder()
+    files = "no files" if where is None else f"{len(kept)} in {where}"
+    return f"{packaged} in the package, {files} ({lookup.SETTING}={lookup.mode()})"
 
 
 def _print_installation(device: Any) -> None:
@@ -74,6 +84,7 @@ def _print_installation(device: Any) -> None:
     rows["custom calls"] = ", ".join(_core.registrations()) or "none"
     if _core.registrations():
         rows["custom calls"] += f" (registered, XLA FFI {build['xla_ffi_api']})"
+    rows["tuned products"] = _tuned_products(device)
     for name, value in rows.items():
         print(f"{name + ':':<19}{value}")
     if driver and device.platform == "cpu":

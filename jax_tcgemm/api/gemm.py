@@ -84,8 +84,10 @@ def gemm(
             ``"highest"`` or a wider preset is asked for.
         preferred_element_type: dtype of the result; ``None`` is that of ``jnp.matmul(a, b)``. The
             kernels write the operands' dtype and float32, which is then converted to any other.
-        config: name of a kernel configuration (a row of ``jax_tcgemm.kernels.table``), or ``None``
-            for the one that a heuristic chooses. Derivatives choose their own.
+        config: name of a kernel configuration (a row of ``jax_tcgemm.kernels.table``), the same
+            with ``"/splits=N"`` after it for k in N parts that are added up, ``"xla"`` for XLA's
+            own composition, or ``None`` for what was tuned (see ``tune``) and else expected to be
+            fastest. Derivatives choose their own.
         out_sharding: as in ``jnp.matmul``: a ``PartitionSpec`` or ``NamedSharding`` of the result,
             on a mesh with explicit axes. It is needed where both operands' contracted dimensions
             are sharded, and may not leave sums to be made (``unreduced``).
@@ -206,7 +208,7 @@ def gated_gemm(
         transpose_w: whether the weights are stored transposed; nothing is moved in memory.
         precision: as in ``gemm``.
         preferred_element_type: dtype of the result; ``None`` is that of ``jnp.matmul(x, w_gate)``.
-        config: name of a kernel configuration, or ``None``.
+        config: name of a kernel configuration, ``"xla"`` or ``None``, as in ``gemm``.
         out_sharding: as in ``gemm``.
 
     Returns:
