@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import fnmatch
 import os
@@ -18,9 +19,10 @@ import jax.numpy as jnp
 import pallas_rival
 from cases import Case
 
-from jax_tcgemm import _extension
+from jax_tcgemm import Tunings, _extension
 from jax_tcgemm.kernels import table as kernel_table
 from jax_tcgemm.tools.benchmarking import Chain, Timing, compile_chain, time_chains
+from jax_tcgemm.tuning.tunings import untuned
 
 # Largest norm of the difference between two results, relative to that of one. Each is rounded once
 # or twice more than the other; TF32 cuts 13 bits off float32 operands, and XLA may do without.
@@ -48,12 +50,14 @@ class Options:
         reps: samples of each competitor, at least.
         seconds: of the sustained measurement; 0 for none.
         configs: glob over the kernel configurations to time as well, or None.
+        tunings: active for ours; the untuned choice is then a rival as well.
     """
 
     against: tuple[str, ...] = ("xla",)
     reps: int = 20
     seconds: float = 1.5
     configs: str | None = None
+    tunings: Tunings | None = None
 
 
 def measure_case(case: Case, options: Options) -> Row:
@@ -70,7 +74,8 @@ def measure_case(case: Case, options: Options) -> Row:
 
 def _measure(case: Case, options: Options) -> Row:
     sets = case.argument_sets()
-    ours, config = compile_ours(case, sets)
+    with options.tunings or contextlib.nullcontext():
+        ours, config = compile_ours(case, sets)
     xla = compile_chain(case.xla, sets)
     row: Row = {"config": config}
     expected = xla()
@@ -78,6 +83,12 @@ def _measure(case: Case, options: Options) -> Row:
     if wrong:
         return row | {"error": f"differs from XLA's result: {wrong}"}
     chains = {"us": ours}
+    if options.tunings is not None:
+        with untuned():
+            chains["untuned_us"], row["untuned_config"] = compile_ours(case, sets)
+        wrong = disagreement(case, chains["untuned_us"](), expected)
+        if wrong:
+            return row | {"error": f"untuned, differs from XLA's result: {wrong}"}
     if "xla" in options.against:
         chains["xla_us"] = xla
     if "pallas" in options.against:
@@ -88,7 +99,7 @@ def _measure(case: Case, options: Options) -> Row:
     del expected
     timings = time_chains(chains, reps=options.reps)
     row |= {name: microseconds(timing) for name, timing in timings.items()}
-    rivals = [row[name] for name in timings if name != "us"]
+    rivals = [row[name] for name in timings if name not in ("us", "untuned_us")]
     row["ratio"] = min(rivals) / row["us"] if rivals else None
     row["tflops"] = case.flops / row["us"] * 1e-6
     for prefix, name, chain in (("", "us", ours), ("xla_", "xla_us", xla)):
@@ -101,6 +112,17 @@ def _measure(case: Case, options: Options) -> Row:
     if options.configs is not None:
         row |= _all_configs(case, sets, ours, config, options.configs)
     return row
+
+
+def untuned_row(row: Row, flops: float) -> Row | None:
+    """Returns what a row of a tuned case says of the untuned choice; None where it says nothing."""
+    if row.get("untuned_us") is None:
+        return None
+    us, rivals = row["untuned_us"], [row[x] for x in ("xla_us", "pallas_us") if row[x]]
+    ratio = min(rivals) / us if rivals else None
+    same = {x: row[x] for x in ("case", "xla_us", "pallas_us", "xla_kernels", "method") if x in row}
+    own = {"us": us, "ratio": ratio, "tflops": flops / us * 1e-6, "config": row["untuned_config"]}
+    return {"suite": row["suite"], **same, **own}
 
 
 def compile_ours(
@@ -200,7 +222,7 @@ def _best_pallas(case: Case, sets: list[tuple[Any, ...]], expected: Any) -> tupl
 
 def _sustained(chains: dict[str, Chain], us: float, seconds: float) -> Row:
     """Times ours and XLA's with the clock at its power limit: the second half of each's samples."""
-    chains = {name: chain for name, chain in chains.items() if name != "pallas_us"}
+    chains = {name: chain for name, chain in chains.items() if name in ("us", "xla_us")}
     run_seconds = us * 1e-6 * len(chains["us"].argument_sets)
     block = max(1, round(_SUSTAINED_BLOCK_SECONDS / run_seconds))
     timings = time_chains(chains, block=block, reps=2 * block, seconds=seconds)

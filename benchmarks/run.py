@@ -6,7 +6,6 @@ Usage: python -P benchmarks/run.py --suite large,tf32 --out results.json
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import os
 import pathlib
@@ -19,7 +18,7 @@ sys.path.append(str(pathlib.Path(__file__).parent))
 import chains
 import report
 from cases import Case, load_cases
-from measure import Options, measure_case, with_stderr
+from measure import Options, measure_case, untuned_row, with_stderr
 
 from jax_tcgemm import Tunings, tune
 from jax_tcgemm.tuning import cache, lookup
@@ -46,7 +45,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--configs", action="store_true", help="also time every kernel configuration")
     add("--configs-glob", metavar="GLOB", help="only configurations with such names")
     add("--chain", action="store_true", help="also wall times of chains of small products")
-    add("--tune", action="store_true", help="tune each case first; its suite is then SUITE_tuned")
+    add("--tune", action="store_true", help="also tune each case; rows of SUITE and SUITE_tuned")
     add("--tunings", type=pathlib.Path, metavar="FILE", help="what --tune found, added to FILE")
     add("--commit", metavar="HASH", help="of the sources, where this is not a checkout")
     args = parser.parse_args(arguments)
@@ -119,19 +118,28 @@ class Tuner:
         return found
 
 
+def _tuned(suite: str) -> str:
+    return f"{suite}_tuned"
+
+
 def measure_all(
     cases: list[Case], options: Options, results: report.Results, tuner: Tuner | None = None
 ) -> None:
     """Measures the cases that the results lack, and adds each as soon as it is done."""
-    if tuner is not None:
-        cases = [dataclasses.replace(case, suite=f"{case.suite}_tuned") for case in cases]
-    left = [case for case in cases if (case.suite, case.label) not in results.done]
+    suite = (lambda name: name) if tuner is None else _tuned
+    left = [case for case in cases if (suite(case.suite), case.label) not in results.done]
     progress = Progress(len(left))
     for index, case in enumerate(left):
         if sys.stderr.isatty():
             progress.show(index, case.label)
-        with tuner.tune(case) if tuner is not None else contextlib.nullcontext():
+        if tuner is None or case.unsupported:
             row = measure_case(case, options)
+        else:
+            row = measure_case(case, dataclasses.replace(options, tunings=tuner.tune(case)))
+            before = untuned_row(row, case.flops)
+            if before is not None:
+                results.add(before)
+            row["suite"] = _tuned(case.suite)
         results.add(row)
         if not sys.stderr.isatty() or index + 1 == len(left):
             progress.show(index + 1, _outcome(row))

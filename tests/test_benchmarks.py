@@ -4,6 +4,7 @@ import dataclasses
 import fnmatch
 import itertools
 import json
+import os
 import pathlib
 import sys
 
@@ -12,9 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_tcgemm import _extension
+from jax_tcgemm import Tunings, _extension
 from jax_tcgemm.kernels import table as kernel_table
 from jax_tcgemm.tools import benchmarking
+from jax_tcgemm.tuning import cache, lookup
+from jax_tcgemm.tuning.entry import Entry
 
 BENCHMARKS = pathlib.Path(__file__).parent.parent / "benchmarks"
 sys.path.append(str(BENCHMARKS))
@@ -301,11 +304,13 @@ def test_choices_lists_those_that_lose():
 
 @pytest.fixture
 def small_suite(monkeypatch):
-    monkeypatch.setenv("JAX_TCGEMM_LOG", "0")  # main sets it
+    for name in ("JAX_TCGEMM_LOG", cache.SETTING, lookup.SETTING):
+        monkeypatch.setenv(name, os.environ.get(name, ""))  # main sets them
     small = [tiny(CASES[0]), tiny(CASES[0], m=9), UNSUPPORTED]
     monkeypatch.setattr(run, "load_cases", lambda: small)
     monkeypatch.setattr(chains, "SIZES", (8,))
     monkeypatch.setattr(chains, "_ROUNDS", 1)
+    return small
 
 
 def test_run_writes_resumes_and_reports(small_suite, tmp_path, capsys):
@@ -321,6 +326,32 @@ def test_run_writes_resumes_and_reports(small_suite, tmp_path, capsys):
     assert "chain of 100" in captured.out
     assert len(report.load(path)["rows"]) == 3
     assert run.main([*arguments, "--resume", "--commit", "other"]) == 2
+
+
+def test_run_tunes_cases(small_suite, monkeypatch, tmp_path, capsys):
+    tuned = []
+
+    def tune(function, *types, progress):
+        tuned.append(types)
+        return Tunings({("cpu", str(len(tuned))): Entry(None, 1.0, 1.0, 1.0)})
+
+    monkeypatch.setattr(run, "tune", tune)
+    out, found = tmp_path / "out.json", tmp_path / "tunings.json"
+    arguments = ["--tune", "--suite", "large", "--no-sustained", "--reps", "1", "--out", str(out)]
+    assert run.main([*arguments, "--tunings", str(found)]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert [case.suite for case in small_suite] == ["large", "large", "none"]
+    cases = small_suite[:2]
+    assert [row["suite"] for row in rows] == ["large", "large_tuned"] * len(cases)
+    assert all(row["us"] > 0 and row["ratio"] > 0 for row in rows)
+    assert rows[0]["us"] == rows[1]["untuned_us"]
+    assert rows[0]["xla_us"] == rows[1]["xla_us"]
+    assert len(Tunings.load(found)) == len(tuned) == len(cases)
+    capsys.readouterr()
+    assert run.main([*arguments, "--resume"]) == 0
+    assert len(tuned) == len(cases)
+    with pytest.raises(SystemExit):
+        run.main(["--tunings", str(found)])
 
 
 def test_run_fails_when_a_result_is_wrong(small_suite, monkeypatch, capsys):

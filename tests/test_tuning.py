@@ -578,7 +578,7 @@ class _Gpu:
 def test_tune_measures_each_product_within_its_budget(monkeypatch, capfd):
     measured = []
 
-    def measure(product):
+    def measure(product, numbers):
         measured.append(product)
         return entry(ROW)
 
@@ -594,6 +594,46 @@ def test_tune_measures_each_product_within_its_budget(monkeypatch, capfd):
     assert "tune: 1/2" in capfd.readouterr().err
     assert len(tune(g, *ARRAYS, budget=-1.0, progress=False)) == 0
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("f", "arrays"),
+    [
+        (lambda a, b: gemm(a, b, bias=b[0], activation="relu"), SQUARE),
+        (lambda a, b: gemm(a, b, b, preferred_element_type="float32"), SQUARE),
+        (lambda a, b: gated_gemm(a, b, b), SQUARE),
+        (lambda a, b: ragged_dot(a, b[None], SIZES[:1]), SQUARE),
+        (lambda a, b: gemm(a, b), (jnp.zeros((3, 5, 7)), jnp.zeros((7, 9)))),
+    ],
+)
+def test_competitors_are_compiled_and_timed(monkeypatch, f, arrays):
+    # Here all of them are XLA's, by wall time.
+    h200 = {"sm_count": 132, "shared_memory_per_block": 227 * 1024, "compute_capability": 90}
+    monkeypatch.setattr(tune_module._core, "device_properties", lambda ordinal: h200)
+    monkeypatch.setattr(tune_module, "candidates", lambda product, device: [ROW, OTHER])
+    monkeypatch.setattr(tune_module, "_apply", _without_rows(tune_module._apply))
+    (product,) = tune_module.find_products(f, *arrays)
+    found = tune_module.measure(product)
+    assert 0 < found.seconds <= found.untuned_seconds < 1
+    assert 0 < found.xla_seconds < 1
+    assert found.config in (None, "xla", ROW, OTHER)
+
+
+def _without_rows(apply):
+    """Rows are of one arithmetic, and these tests' products of others."""
+    return lambda product, config, *operands: apply(
+        product, config if config == "xla" else None, *operands
+    )
+
+
+def test_numbers_are_normal_and_others_each_time():
+    numbers = tune_module.Numbers()
+    kinds = [jax.ShapeDtypeStruct(s, d) for s in ((64, 128), (300, 7)) for d in ("float32", "f2")]
+    drawn = [np.asarray(numbers.take(x), np.float32) for x in kinds * 3]
+    for values, x in zip(drawn, kinds * 3, strict=True):
+        assert values.shape == x.shape
+        assert abs(values.std() - 1) < 0.1
+    assert len({values.tobytes() for values in drawn}) == len(drawn)
 
 
 def test_candidates_hold_what_is_taken_untuned():

@@ -50,7 +50,7 @@ def cuda_gemm(*operands: jax.Array, spec: GemmSpec) -> list[jax.Array]:
     how += source
     log(_describe(x, spec, reason or how + ", epilogue in a pass after it" * apart))
     if algorithm is None or reason is not None:
-        return reference.reference_gemm(*operands, spec=spec)
+        return reference.reference_gemm(*operands, spec=spec, as_jnp=spec.config == XLA)
     _check_built(spec)
     if apart:
         return _finished_apart(x, spec, algorithm)

@@ -25,16 +25,16 @@ from jax_tcgemm.problem.spec import GemmSpec
 from jax_tcgemm.problem.strides import Axes, Operands, matrix_last, result_axes
 
 
-def reference_gemm(*operands: jax.Array, spec: GemmSpec, divided: bool = False) -> list[jax.Array]:
+def reference_gemm(*operands: jax.Array, spec: GemmSpec, as_jnp: bool = False) -> list[jax.Array]:
     """Computes what the primitive means.
 
     Args:
         *operands: the primitive's operands, those present of ``Operands``.
         spec: the primitive's parameters.
-        divided: whether XLA divides the program among devices. A product in bfloat16, or without
-            an epilogue, is then of the result's type, as in ``jnp``: where k is divided, partial
-            products are added up across devices, and float32 would double what travels. (What an
-            epilogue would scale down may be beyond the numbers of float16.)
+        as_jnp: whether a product may be rounded to the result's type before the epilogue, as in
+            ``jnp``. That is where XLA divides the program among devices: where k is divided,
+            partial products are added up across devices, and float32 would double what travels.
+            And where XLA is asked for: its fast products write the type of their operands.
 
     Returns:
         The results that ``spec`` asks for, of shape ``(*batch, m, n)`` and dtype
@@ -42,8 +42,18 @@ def reference_gemm(*operands: jax.Array, spec: GemmSpec, divided: bool = False) 
         rounded once.
     """
     x = spec.unflatten(operands)
-    rounds = divided and (spec.work == "none" or spec.out_dtype == jnp.bfloat16)
-    return epilogue(accumulators(x, spec, rounds), x, spec)
+    return epilogue(accumulators(x, spec, _rounds(x, spec, as_jnp)), x, spec)
+
+
+def _rounds(x: Operands, spec: GemmSpec, as_jnp: bool) -> bool:
+    """Says whether the product is rounded to the result's type before anything else."""
+    if spec.work == "none":  # nothing comes after it
+        return True
+    # What an epilogue would scale down may be beyond the numbers of float16.
+    is_scaled = spec.alpha != 1 or any(
+        getattr(x, name) is not None for name in spec.epilogue.names(Use.SCALE)
+    )
+    return as_jnp and (spec.out_dtype == jnp.bfloat16 or not is_scaled)
 
 
 def accumulators(x: Operands, spec: GemmSpec, rounds: bool = False) -> list[jax.Array]:

@@ -148,10 +148,10 @@ batching.fancy_primitive_batchers[gemm_p] = _batch
 # Lowering
 
 
-def _composed(*operands: jax.Array, spec: GemmSpec, divided: bool = False) -> list[jax.Array]:
+def _composed(*operands: jax.Array, spec: GemmSpec, as_jnp: bool = False) -> list[jax.Array]:
     if spec.is_gated and spec.epilogue.is_linear:
         return gated.products(spec.unflatten(operands), spec, bind)
-    return reference.reference_gemm(*operands, spec=spec, divided=divided)
+    return reference.reference_gemm(*operands, spec=spec, as_jnp=as_jnp)
 
 
 def _cuda(*operands: jax.Array, spec: GemmSpec) -> list[jax.Array]:
@@ -160,7 +160,7 @@ def _cuda(*operands: jax.Array, spec: GemmSpec) -> list[jax.Array]:
     return gemm_lowering.cuda_gemm(*operands, spec=spec)
 
 
-_divided = functools.partial(_composed, divided=True)
+_divided = functools.partial(_composed, as_jnp=True)
 
 registration.lower(gemm_p, reference=_composed, cuda=_cuda, divided=_divided)
 rules.register(gemm_p, products.rule(bind))

@@ -38,7 +38,7 @@ def misalignment(gemm: StridedGemm, name: str, itemsize: int) -> str | None:
 # Float32 copies of the result that are worth adding up, and from which k on they are.
 _MAX_SPLITS = 64
 _SPLIT_ELEMENTS = 132 * 128 * 256  # results that keep every SM of the largest GPU busy
-_SPLIT_K = 4096
+_SPLIT_K = 1024
 _FLAG_BYTES = 2**13  # kFixupFlagBytes of cuda/dispatch/sm90_time_model.h
 
 

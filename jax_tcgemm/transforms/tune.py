@@ -94,6 +94,7 @@ def tune(
     products = find_products(f, *args, **kwargs)
     products.sort(key=_products_of, reverse=True)
     entries: dict[tuple[str, str], Entry] = {}
+    numbers = Numbers()
     start = time.perf_counter()
     for index, product in enumerate(products):
         seconds = time.perf_counter() - start
@@ -102,7 +103,7 @@ def tune(
             break
         if progress:
             _show(index, len(products), seconds, described(product.problem))
-        entries[device.device_kind, product.problem] = measure(product)
+        entries[device.device_kind, product.problem] = measure(product, numbers)
     if progress:
         _show(len(entries), len(products), time.perf_counter() - start, "done\n")
     return Tunings(entries)
@@ -127,14 +128,15 @@ def find_products(f: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Prod
     return list(recorder.products.values())
 
 
-def measure(product: Product) -> Entry:
+def measure(product: Product, numbers: Numbers | None = None) -> Entry:
     """Times what may compute a product, by turns.
 
     Args:
         product: as lowering has it.
+        numbers: what operands are made of; by default new ones.
     """
     device = _core.device_properties(default_device().local_hardware_id or 0)
-    sets = _draw(product)
+    sets = _draw(product, numbers or Numbers())
     configs = {_UNTUNED: None, XLA: XLA} | {name: name for name in candidates(product, device)}
     chains = _compiled(product, configs, sets)
     times = _times(chains, _FIRST_REPS)
@@ -198,8 +200,36 @@ def _products_of(product: Product) -> int:
     return math.prod(a.shape) * math.prod(b.shape)
 
 
-def _draw(product: Product) -> list[tuple[jax.Array, ...]]:
-    """Draws normal operands, as many sets as no cache holds together.
+class Numbers:
+    """Normal numbers, of which operands are pieces: to draw them anew for each takes a second."""
+
+    def __init__(self) -> None:
+        self._pools: dict[np.dtype, jax.Array] = {}
+        self._begin = 0
+
+    def take(self, x: jax.ShapeDtypeStruct) -> jax.Array:
+        """Returns a copy of other numbers than the last time, as far as there are any."""
+        count = math.prod(x.shape)
+        pool = self._pools.get(x.dtype)
+        if pool is None or pool.size < count + _STEP:
+            size = _STEP + max(_STEP, 1 << count.bit_length())
+            key = jax.random.key(size, impl="rbg")  # compiled and run in the least time
+            pool = self._pools[x.dtype] = jax.random.normal(key, (size,), x.dtype)
+        self._begin = (self._begin + _STEP // 7 + 1) % (pool.size - count)
+        return _piece(pool, self._begin, x.shape)
+
+
+# Pieces begin at multiples of an odd part of it.
+_STEP = 2**20
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _piece(pool: jax.Array, begin: int, shape: tuple[int, ...]) -> jax.Array:
+    return jax.lax.dynamic_slice(pool, (begin,), (math.prod(shape),)).reshape(shape)
+
+
+def _draw(product: Product, numbers: Numbers) -> list[tuple[jax.Array, ...]]:
+    """Returns operands, as many sets as no cache holds together.
 
     The second factor is scaled so that sums stay finite in every type.
     """
@@ -207,20 +237,14 @@ def _draw(product: Product) -> list[tuple[jax.Array, ...]]:
     size = sum(math.prod(x.shape) * x.dtype.itemsize for x in types)
     scale = max(types[1].shape) ** -0.5
 
-    def draw(key: jax.Array) -> tuple[jax.Array, ...]:
-        keys = jax.random.split(key, len(types))
-        drawn = []
-        for i, (key, x) in enumerate(zip(keys, types, strict=True)):
-            if jnp.issubdtype(x.dtype, jnp.integer):
-                drawn.append(_even_sizes(x, rows=types[0].shape[0]))
-            else:
-                values = jax.random.normal(key, x.shape, x.dtype)
-                drawn.append(values * x.dtype.type(scale if i == 1 else 1))
-        return tuple(drawn)
+    def operand(i: int, x: jax.ShapeDtypeStruct) -> jax.Array:
+        if jnp.issubdtype(x.dtype, jnp.integer):
+            return _even_sizes(x, rows=types[0].shape[0])
+        values = numbers.take(x)
+        return values * x.dtype.type(scale) if i == 1 else values
 
-    # Of JAX's generators, rbg is compiled and run in the least time.
-    keys = jax.random.split(jax.random.key(0, impl="rbg"), argument_set_count(2 * size))
-    return [jax.jit(draw)(key) for key in keys]
+    sets = range(argument_set_count(2 * size))
+    return [tuple(operand(i, x) for i, x in enumerate(types)) for _ in sets]
 
 
 def _even_sizes(sizes: jax.ShapeDtypeStruct, rows: int) -> jax.Array:
