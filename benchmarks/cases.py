@@ -23,6 +23,7 @@ from jax_tcgemm.problem.epilogue import Epilogue
 from jax_tcgemm.problem.spec import GemmSpec
 from jax_tcgemm.problem.strides import Operands
 from jax_tcgemm.tools.benchmarking import argument_set_count
+from jax_tcgemm.transforms.numbers import Numbers
 
 SUITE_FILE = pathlib.Path(__file__).parent / "suite.json"
 
@@ -163,35 +164,34 @@ class Case:
             shapes["c"] = (*batch, self.m, self.n)
         return shapes
 
-    def argument_sets(self, seed: int | None = None) -> list[tuple[Arrays]]:
-        """Draws normal operands, as many sets as no cache holds together.
+    def argument_sets(self, numbers: Numbers | None = None) -> list[tuple[Arrays]]:
+        """Returns normal operands, as many sets as no cache holds together.
 
         Weights are scaled so that the product's elements are about 1: a bias or an activation that
         is wrong then shows.
 
         Args:
-            seed: of the random numbers; by default a new one.
+            numbers: what they are made of; by default new ones.
         """
+        numbers = numbers or Numbers(time.time_ns() % 2**31)
 
-        def draw(key: jax.Array) -> Arrays:
-            arrays = {}
-            for name, shape in self.shapes.items():
-                key, subkey = jax.random.split(key)
-                dtype = DTYPES[self.dtype] if name in _FACTORS else self.out_dtype
-                values = jax.random.normal(subkey, shape, dtype)
-                summed = self.k if name in ("b", "b2") else shape[0] if name.startswith("w") else 1
-                arrays[name] = values * dtype.type(summed**-0.5)
-            return arrays
+        def drawn(name: str, x: jax.ShapeDtypeStruct) -> jax.Array:
+            summed = self.k if name in ("b", "b2") else x.shape[0] if name.startswith("w") else 1
+            values = numbers.take(x)
+            return values if summed == 1 else values * x.dtype.type(summed**-0.5)
 
-        # Of JAX's generators, rbg is compiled and run in the least time.
-        key = jax.random.key(time.time_ns() if seed is None else seed, impl="rbg")
-        drawn = jax.jit(draw)
-        return [(drawn(key),) for key in jax.random.split(key, argument_set_count(self.bytes))]
+        sets = range(argument_set_count(self.bytes))
+        return [({name: drawn(name, x) for name, x in self.types.items()},) for _ in sets]
 
     @property
     def types(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Types of the operands by name."""
-        return jax.eval_shape(lambda: self.argument_sets(0)[0][0])
+        return {
+            name: jax.ShapeDtypeStruct(
+                shape, DTYPES[self.dtype] if name in _FACTORS else self.out_dtype
+            )
+            for name, shape in self.shapes.items()
+        }
 
     def ours(self, config: str | None = None) -> Callable[[Arrays], Any]:
         """Returns the case computed by this package.

@@ -11,6 +11,7 @@ import re
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,7 @@ from cases import Case
 from jax_tcgemm import Tunings, _extension
 from jax_tcgemm.kernels import table as kernel_table
 from jax_tcgemm.tools.benchmarking import Chain, Timing, compile_chain, time_chains
+from jax_tcgemm.transforms.numbers import Numbers
 from jax_tcgemm.tuning.tunings import untuned
 
 # Largest norm of the difference between two results, relative to that of one. Each is rounded once
@@ -39,6 +41,8 @@ _SIMT_FLOPS = 2e9
 _CHOICE = re.compile(r"^jax_tcgemm: m=.* -> (\S+)$", re.MULTILINE)
 
 Row = dict[str, Any]
+
+_NUMBERS = Numbers(time.time_ns() % 2**31)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +77,7 @@ def measure_case(case: Case, options: Options) -> Row:
 
 
 def _measure(case: Case, options: Options) -> Row:
-    sets = case.argument_sets()
+    sets = case.argument_sets(_NUMBERS)
     with options.tunings or contextlib.nullcontext():
         ours, config = compile_ours(case, sets)
     xla = compile_chain(case.xla, sets)

@@ -109,7 +109,7 @@ def test_flops_and_bytes():
 
 def test_operands_are_fresh_and_of_unit_products():
     case = tiny(CASES[0], m=64, n=64, k=256, epilogue="bias+c")
-    (first,), *others = case.argument_sets(seed=1)
+    (first,), *others = case.argument_sets()
     assert len(others) == 15
     assert set(first) == {"a", "b", "bias", "c"}
     assert not np.array_equal(first["a"], others[0][0]["a"])

@@ -31,6 +31,7 @@ from jax_tcgemm.tools.benchmarking import (
     time_chains,
 )
 from jax_tcgemm.transforms.candidates import candidates
+from jax_tcgemm.transforms.numbers import Numbers
 from jax_tcgemm.tuning import lookup
 from jax_tcgemm.tuning.entry import Entry
 from jax_tcgemm.tuning.lookup import Product, Recorder
@@ -198,34 +199,6 @@ def _products_of(product: Product) -> int:
     """Returns how many elements are multiplied, about."""
     a, b = product.types[:2]
     return math.prod(a.shape) * math.prod(b.shape)
-
-
-class Numbers:
-    """Normal numbers, of which operands are pieces: to draw them anew for each takes a second."""
-
-    def __init__(self) -> None:
-        self._pools: dict[np.dtype, jax.Array] = {}
-        self._begin = 0
-
-    def take(self, x: jax.ShapeDtypeStruct) -> jax.Array:
-        """Returns a copy of other numbers than the last time, as far as there are any."""
-        count = math.prod(x.shape)
-        pool = self._pools.get(x.dtype)
-        if pool is None or pool.size < count + _STEP:
-            size = _STEP + max(_STEP, 1 << count.bit_length())
-            key = jax.random.key(size, impl="rbg")  # compiled and run in the least time
-            pool = self._pools[x.dtype] = jax.random.normal(key, (size,), x.dtype)
-        self._begin = (self._begin + _STEP // 7 + 1) % (pool.size - count)
-        return _piece(pool, self._begin, x.shape)
-
-
-# Pieces begin at multiples of an odd part of it.
-_STEP = 2**20
-
-
-@functools.partial(jax.jit, static_argnums=2)
-def _piece(pool: jax.Array, begin: int, shape: tuple[int, ...]) -> jax.Array:
-    return jax.lax.dynamic_slice(pool, (begin,), (math.prod(shape),)).reshape(shape)
 
 
 def _draw(product: Product, numbers: Numbers) -> list[tuple[jax.Array, ...]]:
