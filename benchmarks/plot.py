@@ -132,12 +132,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python benchmarks/plot.py", description=__doc__)
     parser.add_argument("file", type=pathlib.Path, help="written by run.py --out")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("docs/speed"))
-    parser.add_argument("--suite", help="suites, joined by commas; by default all in the file")
+    parser.add_argument("--suite", help="suites, joined by commas; by default all but random ones")
     parser.add_argument("--sustained", action="store_true", help="times at the power limit")
     args = parser.parse_args(arguments)
     content = json.loads(args.file.read_text())
     suites = args.suite.split(",") if args.suite else None
-    rows = [row for row in content["rows"] if suites is None or row["suite"] in suites]
+    rows = [
+        row
+        for row in content["rows"]
+        if (row["suite"] in suites if suites else not row["suite"].startswith("random"))
+    ]
     header = content["header"]
     title = f"{header['device']}, jax {header['versions']['jax']}, {header['date'][:10]}"
     try:

@@ -88,6 +88,30 @@ def test_xla_by_name(f, arrays):
     np.testing.assert_array_equal(ours, f(*(x + 1 for x in arrays)))
 
 
+@pytest.mark.parametrize(
+    ("options", "dtype", "wide"),
+    [
+        ({}, "bfloat16", False),
+        ({"bias": True, "activation": "gelu"}, "bfloat16", False),
+        ({"bias": True}, "float16", False),
+        ({"bias": True, "alpha": 0.5}, "float16", True),  # the product may be beyond its numbers
+        ({"bias": True, "alpha": 0.5}, "bfloat16", False),
+        ({"bias": True, "preferred_element_type": "float32"}, "bfloat16", True),
+        ({"wide_bias": True}, "bfloat16", True),
+    ],
+)
+def test_xla_is_asked_for_as_jnp_would(options, dtype, wide):
+    a, b = (x.astype(dtype) for x in ARRAYS)
+    bias = jnp.zeros(384, "float32" if options.pop("wide_bias", None) else dtype)
+    if options.pop("bias", None) or bias.dtype == "float32":
+        options["bias"] = bias
+    text = lowered(lambda a, b: gemm(a, b, config="xla", **options), a, b)
+    short = {"bfloat16": "bf16", "float16": "f16"}[dtype]
+    assert "stablehlo.dot_general" in text
+    assert ("f32" in text) == wide
+    assert (f"-> tensor<256x384x{short}>" in text) or wide
+
+
 def test_parts_of_k_by_name():
     text = lowered(lambda a, b: gemm(a, b, config=f"{ROW}/splits=4"), *ARRAYS)
     assert f'config = "{ROW}/splits=4"' in text

@@ -50,7 +50,8 @@ def cuda_gemm(*operands: jax.Array, spec: GemmSpec) -> list[jax.Array]:
     how += source
     log(_describe(x, spec, reason or how + ", epilogue in a pass after it" * apart))
     if algorithm is None or reason is not None:
-        return reference.reference_gemm(*operands, spec=spec, as_jnp=spec.config == XLA)
+        asked = spec.config == XLA
+        return (reference.natural_gemm if asked else reference.reference_gemm)(*operands, spec=spec)
     _check_built(spec)
     if apart:
         return _finished_apart(x, spec, algorithm)

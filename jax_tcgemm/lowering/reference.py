@@ -34,7 +34,6 @@ def reference_gemm(*operands: jax.Array, spec: GemmSpec, as_jnp: bool = False) -
         as_jnp: whether a product may be rounded to the result's type before the epilogue, as in
             ``jnp``. That is where XLA divides the program among devices: where k is divided,
             partial products are added up across devices, and float32 would double what travels.
-            And where XLA is asked for: its fast products write the type of their operands.
 
     Returns:
         The results that ``spec`` asks for, of shape ``(*batch, m, n)`` and dtype
@@ -43,6 +42,24 @@ def reference_gemm(*operands: jax.Array, spec: GemmSpec, as_jnp: bool = False) -
     """
     x = spec.unflatten(operands)
     return epilogue(accumulators(x, spec, _rounds(x, spec, as_jnp)), x, spec)
+
+
+def natural_gemm(*operands: jax.Array, spec: GemmSpec) -> list[jax.Array]:
+    """Computes the same as a user of ``jnp`` would write it, for where XLA is asked for.
+
+    Every operation is in the result's type where all operands of the epilogue are: XLA's fast
+    products write the type of their operands, and some have a bias added that is of it. Where an
+    epilogue might scale a float16 product down, it is in float32.
+
+    Args:
+        *operands: the primitive's operands.
+        spec: the primitive's parameters.
+    """
+    x = spec.unflatten(operands)
+    products = accumulators(x, spec, _rounds(x, spec, as_jnp=True))
+    beside = x._replace(a=None, b=None, b2=None)
+    own = {each.dtype for each in (*products, *beside) if each is not None}
+    return epilogue(products, x, spec, spec.out_dtype if own == {spec.out_dtype} else None)
 
 
 def _rounds(x: Operands, spec: GemmSpec, as_jnp: bool) -> bool:
@@ -154,16 +171,20 @@ def _absent(axes: Axes) -> list[int]:
     return [i for i, axis in enumerate(axes) if axis is None]
 
 
-def epilogue(products: Sequence[jax.Array], x: Operands, spec: GemmSpec) -> list[jax.Array]:
+def epilogue(
+    products: Sequence[jax.Array], x: Operands, spec: GemmSpec, dtype: np.dtype | None = None
+) -> list[jax.Array]:
     """Returns the results of the accumulators; see ``problem/epilogue.py``.
 
     Args:
         products: the accumulators, as many as the form has; each broadcasts to ``(*batch, m, n)``.
         x: the operands; the factors of the products are not looked at.
         spec: the primitive's parameters.
+        dtype: in which it is computed; by default at least float32.
     """
-    dtype = products[0].dtype
-    dtype = accumulator_dtype(dtype, dtype, spec.out_dtype)
+    if dtype is None:
+        dtype = products[0].dtype
+        dtype = accumulator_dtype(dtype, dtype, spec.out_dtype)
     z, *second = (accumulator.astype(dtype) for accumulator in products)
     for factor in factors(x, spec, dtype):
         z = factor * z
