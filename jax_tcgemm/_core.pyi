@@ -27,8 +27,12 @@ def rank_configs(
     d_by_tma: bool = True,
     has_c: bool = False,
     c_by_tma: bool = True,
+    dense_splits: bool = False,
 ) -> list[tuple[str, float, bool]]:
     """Names what can compute a problem on a device, the fastest first by the time model.
+
+    The first is what is taken untuned. That looks at parts of k that are powers of two; with
+    ``dense_splits`` others are among them.
 
     Returns:
         Of each its name (as for ``config=``), expected cycles, and whether its blocks add up parts

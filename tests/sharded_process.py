@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import pathlib
 import sys
+from collections.abc import Callable
 
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 os.environ["JAX_TCGEMM_PARTITION"] = "everywhere"
@@ -24,6 +25,7 @@ from sharded_checks import placed
 from sharded_programs import PROGRAMS, TARGET, mesh_of
 
 import jax_tcgemm
+from jax_tcgemm.tuning.entry import Entry, problem_key
 
 
 def write(path: pathlib.Path) -> None:
@@ -80,7 +82,25 @@ def join(address: str, rank: int) -> None:
         assert TARGET in jitted.lower(*arrays).as_text()
         result = np.asarray(jitted(*arrays).addressable_data(0))
         np.testing.assert_allclose(result, np.maximum(x @ w, 0), rtol=1e-4, atol=1e-4)
+    tunings_of_processes(rank, lambda: jitted(*arrays))
     print("joined", rank, jnp.shape(result))
+
+
+def tunings_of_processes(rank: int, run: Callable[[], jax.Array]) -> None:
+    """They must be the same in all processes, whose programs would differ."""
+
+    def found(m: int) -> jax_tcgemm.Tunings:
+        return jax_tcgemm.Tunings({("GPU", problem_key(m=m)): Entry(None, 1.0, 1.0, 1.0)})
+
+    with found(3):
+        jax.block_until_ready(run())
+    try:
+        with found(rank):
+            pass
+    except AssertionError as error:
+        assert "differ between processes" in str(error)
+    else:
+        raise SystemExit("processes with other tunings went on")
 
 
 if __name__ == "__main__":

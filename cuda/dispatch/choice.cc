@@ -1,6 +1,7 @@
 #include "dispatch/choice.h"
 
 #include <algorithm>
+#include <bit>
 #include <charconv>
 #include <cstdio>
 #include <cstdlib>
@@ -38,14 +39,20 @@ bool can_split(const KernelConfig& config, const ChoiceInput& input, int splits)
   return supports(config, input, splits) && (splits == 1 || supports_splits(config, input, splits));
 }
 
-// Calls `take(choice, rank, cycles)` for every row that supports the problem, and for every number
-// of parts into which it can split k.
+// Into how many parts to split k after so many: twice as many, or up to 4 numbers to each doubling.
+int next_splits(int splits, bool dense) {
+  const int step = dense ? static_cast<int>(std::bit_floor(static_cast<unsigned>(splits))) / 4 : 0;
+  return dense ? splits + std::max(1, step) : 2 * splits;
+}
+
+// Calls `take(choice, rank, cycles)` for every row that supports the problem, and for the parts
+// into which it can split k.
 template <class Take>
-void for_each_choice(const ChoiceInput& input, Take take) {
+void for_each_choice(const ChoiceInput& input, bool dense, Take take) {
   const int most_splits = max_splits(input);
   for (const KernelEntry& entry : kernel_registry()) {
     const Rank rank = rank_of(entry.config, input);
-    for (int splits = 1; splits <= most_splits; splits *= 2) {
+    for (int splits = 1; splits <= most_splits; splits = next_splits(splits, dense)) {
       if (!can_split(entry.config, input, splits)) continue;
       const Choice choice = {&entry, splits, sm90::has_fixup(entry.config, input, splits)};
       take(choice, rank, estimated_cycles(entry.config, input, splits));
@@ -57,7 +64,7 @@ Choice fastest_kernel(const ChoiceInput& input) {
   Choice best;
   Rank best_rank = Rank::kFallback;
   double best_cycles = std::numeric_limits<double>::infinity();
-  for_each_choice(input, [&](const Choice& choice, Rank rank, double cycles) {
+  for_each_choice(input, false, [&](const Choice& choice, Rank rank, double cycles) {
     if (rank > best_rank || (rank == best_rank && cycles < best_cycles)) {
       best = choice;
       best_rank = rank;
@@ -92,10 +99,10 @@ Choice choose_kernel(const ChoiceInput& input) {
   return kept[input] = fastest_kernel(input);
 }
 
-std::vector<Estimate> ranked_choices(const ChoiceInput& input) {
+std::vector<Estimate> ranked_choices(const ChoiceInput& input, bool dense_splits) {
   std::vector<Estimate> ranked;
   Rank best_rank = Rank::kFallback;
-  for_each_choice(input, [&](const Choice& choice, Rank rank, double cycles) {
+  for_each_choice(input, dense_splits, [&](const Choice& choice, Rank rank, double cycles) {
     if (rank > best_rank) ranked.clear();
     best_rank = std::max(best_rank, rank);
     if (rank == best_rank) ranked.push_back({choice, cycles});

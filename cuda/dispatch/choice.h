@@ -27,11 +27,13 @@ struct Choice {
 Choice choose_kernel(const ChoiceInput& input);
 
 // All that can compute the problem as accurately as any, the fastest first by what is expected.
+// choose_kernel looks at parts of k that are powers of two; `dense_splits` are up to 4 numbers to
+// each doubling.
 struct Estimate {
   Choice choice;
   double cycles;  // of the clock, launches apart; only their ratios matter
 };
-std::vector<Estimate> ranked_choices(const ChoiceInput& input);
+std::vector<Estimate> ranked_choices(const ChoiceInput& input, bool dense_splits);
 
 // The name of a choice: that of its row, and "/splits=N" after it where k is split into N.
 std::string config_of(const Choice& choice);

@@ -76,14 +76,12 @@ EpilogueWork work_called(const std::string& name) {
 }
 
 // See _core.pyi.
-std::vector<RankedConfig> rank_configs(const std::string& algorithm, int64_t m, int64_t n,
-                                       int64_t k, int64_t batch, bool aligned, int sm_count,
-                                       int shared_memory_per_block, bool float32_result,
-                                       int compute_capability, const std::string& layout,
-                                       int64_t workspace_bytes, const std::string& epilogue,
-                                       bool gated, const std::string& grouped, int max_cluster_size,
-                                       int batch_rank, bool whole_lines_a, bool whole_lines_b,
-                                       bool d_by_tma, bool has_c, bool c_by_tma) {
+std::vector<RankedConfig> rank_configs(
+    const std::string& algorithm, int64_t m, int64_t n, int64_t k, int64_t batch, bool aligned,
+    int sm_count, int shared_memory_per_block, bool float32_result, int compute_capability,
+    const std::string& layout, int64_t workspace_bytes, const std::string& epilogue, bool gated,
+    const std::string& grouped, int max_cluster_size, int batch_rank, bool whole_lines_a,
+    bool whole_lines_b, bool d_by_tma, bool has_c, bool c_by_tma, bool dense_splits) {
   const auto decoded = algorithm_from_name(algorithm);
   if (!decoded) throw std::invalid_argument("unknown algorithm '" + algorithm + "'");
   if (layout.size() != 2) throw std::invalid_argument("layout '" + layout + "'");
@@ -113,7 +111,7 @@ std::vector<RankedConfig> rank_configs(const std::string& algorithm, int64_t m, 
   input.has_c = has_c;
   input.c_by_tma = c_by_tma;
   std::vector<RankedConfig> ranked;
-  for (const Estimate& estimate : ranked_choices(input)) {
+  for (const Estimate& estimate : ranked_choices(input, dense_splits)) {
     ranked.emplace_back(config_of(estimate.choice), estimate.cycles, estimate.choice.has_fixup);
   }
   return ranked;
@@ -133,7 +131,7 @@ nb::dict device_properties(int) {
 std::vector<RankedConfig> rank_configs(const std::string&, int64_t, int64_t, int64_t, int64_t, bool,
                                        int, int, bool, int, const std::string&, int64_t,
                                        const std::string&, bool, const std::string&, int, int, bool,
-                                       bool, bool, bool, bool) {
+                                       bool, bool, bool, bool, bool) {
   return {};
 }
 
@@ -158,12 +156,13 @@ NB_MODULE(_core, module) {
   module.def("kernel_names", &kernel_names);
   module.def("build_info", &build_info);
   module.def("device_properties", &device_properties, nb::arg("ordinal"));
-  module.def(
-      "rank_configs", &rank_configs, nb::arg("algorithm"), nb::arg("m"), nb::arg("n"), nb::arg("k"),
-      nb::arg("batch"), nb::arg("aligned"), nb::arg("sm_count"), nb::arg("shared_memory_per_block"),
-      nb::arg("float32_result") = false, nb::arg("compute_capability") = 80,
-      nb::arg("layout") = "nn", nb::arg("workspace_bytes") = 0, nb::arg("epilogue") = "none",
-      nb::arg("gated") = false, nb::arg("grouped") = "none", nb::arg("max_cluster_size") = 0,
-      nb::arg("batch_rank") = 0, nb::arg("whole_lines_a") = true, nb::arg("whole_lines_b") = true,
-      nb::arg("d_by_tma") = true, nb::arg("has_c") = false, nb::arg("c_by_tma") = true);
+  module.def("rank_configs", &rank_configs, nb::arg("algorithm"), nb::arg("m"), nb::arg("n"),
+             nb::arg("k"), nb::arg("batch"), nb::arg("aligned"), nb::arg("sm_count"),
+             nb::arg("shared_memory_per_block"), nb::arg("float32_result") = false,
+             nb::arg("compute_capability") = 80, nb::arg("layout") = "nn",
+             nb::arg("workspace_bytes") = 0, nb::arg("epilogue") = "none", nb::arg("gated") = false,
+             nb::arg("grouped") = "none", nb::arg("max_cluster_size") = 0,
+             nb::arg("batch_rank") = 0, nb::arg("whole_lines_a") = true,
+             nb::arg("whole_lines_b") = true, nb::arg("d_by_tma") = true, nb::arg("has_c") = false,
+             nb::arg("c_by_tma") = true, nb::arg("dense_splits") = false);
 }

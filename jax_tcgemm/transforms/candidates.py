@@ -43,6 +43,7 @@ def candidates(product: Product, device: dict[str, Any]) -> list[str]:
         sm_count=device["sm_count"],
         shared_memory_per_block=device["shared_memory_per_block"],
         compute_capability=device["compute_capability"],
+        dense_splits=True,
     )
     chosen: list[str] = []
     of_row: dict[str, int] = {}
