@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pathlib
 import re
 import secrets
 from collections.abc import Callable, Iterator
@@ -16,12 +17,14 @@ from gpu_accuracy import baseline_precision, poison
 from kernel_rows import chosen_config
 from mps import pytest_configure, pytest_report_header, pytest_unconfigure  # noqa: F401 (hooks)
 
-from jax_tcgemm import _core, _extension
+from jax_tcgemm import Tunings, _core, _extension
 from jax_tcgemm.kernels import table as kernel_table
+from jax_tcgemm.lowering import devices
 from jax_tcgemm.partitioning import rules
 from jax_tcgemm.problem.alignment import split_bytes
 from jax_tcgemm.problem.arithmetic import INPUT_DTYPES
 from jax_tcgemm.problem.strides import Operands, StridedGemm
+from jax_tcgemm.tuning import cache, lookup
 
 # Read when a backend starts. The shard_map tests need more than one device; on GPUs, tuning the
 # products of the baseline would take most of the time.
@@ -171,6 +174,15 @@ def choose_on_h200() -> Callable[..., str]:
         return chosen_config(algorithm, m, n, k, 1, True, sms, 227 * 1024, **options)
 
     return choose
+
+
+@pytest.fixture
+def on_an_h200(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    """Lowers as on a machine with an H200, reads tunings from files, and finds none there."""
+    monkeypatch.setattr(devices, "local_kind", lambda: "NVIDIA H200")
+    monkeypatch.setenv(cache.SETTING, str(tmp_path / "cache"))
+    monkeypatch.setenv(lookup.SETTING, "read")
+    monkeypatch.setattr(lookup, "packaged", lambda kind: Tunings())
 
 
 @pytest.fixture

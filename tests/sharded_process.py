@@ -19,6 +19,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from sharded_checks import placed
@@ -94,13 +95,8 @@ def tunings_of_processes(rank: int, run: Callable[[], jax.Array]) -> None:
 
     with found(3):
         jax.block_until_ready(run())
-    try:
-        with found(rank):
-            pass
-    except AssertionError as error:
-        assert "differ between processes" in str(error)
-    else:
-        raise SystemExit("processes with other tunings went on")
+    with pytest.raises(AssertionError, match="differ between processes"), found(rank):
+        pass
 
 
 if __name__ == "__main__":

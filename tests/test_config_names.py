@@ -1,0 +1,110 @@
+"""What ``config=`` takes: rows, rows with k in parts, XLA's own composition."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cuda_calls import bf16
+from tuned_calls import (
+    ARRAYS,
+    ROW,
+    SIZES,
+    configs,
+    lowered,
+)
+
+from jax_tcgemm import gated_gemm, gemm, ragged_dot
+from jax_tcgemm.kernels import table as kernel_table
+
+pytestmark = pytest.mark.usefixtures("all_kernels", "on_an_h200")
+
+
+@pytest.mark.parametrize(
+    ("f", "arrays"),
+    [
+        (lambda a, b, **o: gemm(a, b, **o), ARRAYS),
+        (lambda a, b, **o: gemm(a, b, bias=b[0], activation="gelu", **o), ARRAYS),
+        (lambda a, b, **o: gated_gemm(a, b, b, **o), ARRAYS),
+        (lambda a, b, **o: ragged_dot(a, b, SIZES, **o), (bf16(64, 32), bf16(2, 32, 48))),
+    ],
+)
+def test_xla_by_name(f, arrays):
+    assert len(configs(f, *arrays)) == 1
+    assert configs(lambda *x: f(*x, config="xla"), *arrays) == []
+    ours = f(*(x + 1 for x in arrays), config="xla")
+    np.testing.assert_array_equal(ours, f(*(x + 1 for x in arrays)))
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype", "wide"),
+    [
+        ({}, "bfloat16", False),
+        ({"bias": True, "activation": "gelu"}, "bfloat16", False),
+        ({"bias": True}, "float16", False),
+        ({"bias": True, "alpha": 0.5}, "float16", True),  # the product may be beyond its numbers
+        ({"bias": True, "alpha": 0.5}, "bfloat16", False),
+        ({"bias": True, "preferred_element_type": "float32"}, "bfloat16", True),
+        ({"wide_bias": True}, "bfloat16", True),
+    ],
+)
+def test_xla_is_asked_for_as_jnp_would(options, dtype, wide):
+    a, b = (x.astype(dtype) for x in ARRAYS)
+    bias = jnp.zeros(384, "float32" if options.pop("wide_bias", None) else dtype)
+    if options.pop("bias", None) or bias.dtype == "float32":
+        options["bias"] = bias
+    text = lowered(lambda a, b: gemm(a, b, config="xla", **options), a, b)
+    short = {"bfloat16": "bf16", "float16": "f16"}[dtype]
+    assert "stablehlo.dot_general" in text
+    assert ("f32" in text) == wide
+    assert (f"-> tensor<256x384x{short}>" in text) or wide
+
+
+def test_parts_of_k_by_name():
+    text = lowered(lambda a, b: gemm(a, b, config=f"{ROW}/splits=4"), *ARRAYS)
+    assert f'config = "{ROW}/splits=4"' in text
+    # Four products of whole tiles of clusters in float32, and flags.
+    assert f"tensor<{4 * 4 * 256 * 384 + 8192}xui8>" in text
+    # With an epilogue, which what adds up the parts has.
+    arrays = *ARRAYS, bf16(384)
+    named = configs(
+        lambda a, b, c: gemm(a, b, bias=c, activation="silu", config=f"{ROW}/splits=2"), *arrays
+    )
+    assert named == [f"{ROW}/splits=2"]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        f"{ROW}/splits=0",
+        f"{ROW}/splits=1",
+        f"{ROW}/splits=x",
+        f"{ROW}/splits=",
+        "xla/splits=2",
+        f"/splits=2{ROW}",
+        "sm90_bf16_128x64x64_s8_c1x1_k2_cooperative/splits=2",
+        "sm90_bf16_64x16x64_s8_c1x1_skinny/splits=2",
+    ],
+)
+def test_what_is_no_name(config):
+    with pytest.raises(ValueError, match="is not a kernel configuration") as raised:
+        gemm(*ARRAYS, config=config)
+    assert "'xla'" in str(raised.value)
+    assert "splits=N" in str(raised.value)
+
+
+def test_rows_that_split_k_are_those_of_the_dispatch():
+    from jax_tcgemm import _core
+
+    if len(_core.kernel_names()) < len(kernel_table.CONFIGS):
+        pytest.skip("needs every kernel of the table")
+    split = set()
+    for algorithm in {row.algorithm for row in kernel_table.CONFIGS}:
+        for wide in (False, True):
+            problem = (algorithm, 512, 512, 2**15, 1, True, 132, 227 * 1024)
+            options = {"workspace_bytes": 2**30, "compute_capability": 90, "float32_result": wide}
+            for layout in ("nn", "tn", "nt"):
+                ranked = _core.rank_configs(*problem, layout=layout, **options)
+                read = [kernel_table.read_config(config) for config, _, _ in ranked]
+                split |= {name for name, splits in read if splits > 1}
+    assert split == {row.name for row in kernel_table.CONFIGS if row.splits_k}

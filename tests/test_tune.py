@@ -1,0 +1,217 @@
+"""Which products ``tune`` finds in a program, and how it measures them."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cuda_calls import bf16
+from tuned_calls import (
+    ARRAYS,
+    KIND,
+    OTHER,
+    ROW,
+    SIZES,
+    SQUARE,
+    configs,
+    entry,
+    f,
+    problems,
+)
+
+from jax_tcgemm import Tunings, gated_gemm, gemm, mlp, ragged_dot, tune
+from jax_tcgemm.kernels import table as kernel_table
+from jax_tcgemm.transforms import tune as tune_module
+from jax_tcgemm.tuning import tunings
+from jax_tcgemm.tuning.entry import Entry
+
+pytestmark = pytest.mark.usefixtures("all_kernels", "on_an_h200")
+
+
+def scanned(a, b):
+    return jax.lax.scan(lambda x, _: (gemm(x, b), None), a, length=3)[0]
+
+
+def branching(a, b):
+    return jax.lax.cond(a.sum() > 0, lambda: gemm(a, b), lambda: gemm(a, b, activation="relu"))
+
+
+def sharded(a, b):
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((2,), ("x",), auto, devices=jax.devices("cpu")[:2])
+    spec = jax.sharding.PartitionSpec("x")
+    mapped = jax.shard_map(
+        lambda a, b: gemm(a, b), mesh=mesh, in_specs=(spec, None), out_specs=spec
+    )
+    return mapped(a, b)
+
+
+@pytest.mark.parametrize(
+    ("f", "expected"),
+    [
+        (f, ["gemm nn 256x256x256"]),
+        (lambda a, b: f(a, b) + f(b, a), ["gemm nn 256x256x256"]),
+        (scanned, ["gemm nn 256x256x256"]),
+        (branching, ["gemm nn 256x256x256", "gemm nn 256x256x256 relu"]),
+        (sharded, ["gemm nn 128x256x256"]),
+        (
+            jax.grad(lambda a, b: gemm(a, b, activation="silu").astype("float32").sum(), (0, 1)),
+            ["gemm nn 256x256x256", "gemm nt 256x256x256", "gemm tn 256x256x256"],
+        ),
+        (
+            jax.grad(jax.checkpoint(lambda a, b: mlp(a, b, None, b).astype("float32").sum())),
+            [
+                "gemm nn 256x256x256",
+                "gemm nt 256x256x256",
+                "gemm nt 256x256x256 gelu c",
+            ],
+        ),
+        (lambda a, b: gated_gemm(a, b, b), ["gated nn 256x256x256 silu"]),
+        (lambda a, b: ragged_dot(a, b[None], SIZES[:1]), ["ragged_m nn 256x256x256 1 groups"]),
+        (lambda a, b: a + b, []),
+        (lambda a, b: gemm(a, b, config=ROW), []),
+    ],
+)
+def test_products_of_a_program(f, expected):
+    found = {tunings.described(problem).replace(" bf16", "") for problem in problems(f, *SQUARE)}
+    assert found == set(expected)
+
+
+def test_products_of_a_jitted_function_and_of_types():
+    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in ARRAYS]
+    jitted = jax.jit(lambda a, b, activation: gemm(a, b, activation=activation), static_argnums=2)
+    (product,) = tune_module.find_products(jitted, *types, "relu")
+    assert product.types == tuple(types)
+    assert product.spec.activation == "relu"
+    (again,) = tune_module.find_products(jitted, *types, "relu")  # nothing is kept that hides it
+    assert again == product
+
+
+def test_a_problem_is_known_by_what_its_time_depends_on():
+    def only(f, *arrays):
+        (problem,) = problems(f, *arrays)
+        return problem
+
+    base = only(f, *ARRAYS)
+    # The same to a kernel.
+    assert only(f, bf16(4, 64, 512), ARRAYS[1]) == base
+    assert only(lambda a, b: gemm(a, b, alpha=1.0), *ARRAYS) == base
+    scaled = [only(lambda a, b, x=x: gemm(a, b, alpha=x), *ARRAYS) for x in (0.5, 3.0)]
+    assert scaled[0] == scaled[1]
+    # Others.
+    others = [
+        only(f, bf16(257, 512), ARRAYS[1]),
+        only(f, bf16(1, 256, 512), bf16(2, 512, 384)),
+        only(lambda a, b: gemm(a, b, transpose_b=True), ARRAYS[0], bf16(384, 512)),
+        only(lambda a, b: gemm(a, b, preferred_element_type="float32"), *ARRAYS),
+        only(lambda a, b: gemm(a, b, bias=b[0]), *ARRAYS),
+        only(lambda a, b: gemm(a, b, activation="gelu"), *ARRAYS),
+        only(lambda a, b: gemm(a, b, activation="silu"), *ARRAYS),
+        only(lambda a, b: gated_gemm(a, b, b), *ARRAYS),
+        only(f, *(x.astype(jnp.float16) for x in ARRAYS)),
+        only(f, *(x.astype(jnp.float32) for x in ARRAYS)),
+        scaled[0],
+    ]
+    assert len({base, *others}) == 1 + len(others)
+
+
+def test_tune_needs_a_gpu():
+    with pytest.raises(RuntimeError, match=r"tune measures kernels on a GPU; .* is cpu"):
+        tune(f, *ARRAYS)
+
+
+class _Gpu:
+    platform, device_kind = "gpu", KIND
+
+
+def test_tune_measures_each_product_within_its_budget(monkeypatch, capfd):
+    measured = []
+
+    def measure(product, numbers):
+        measured.append(product)
+        return entry(ROW)
+
+    monkeypatch.setattr(tune_module, "default_device", lambda: _Gpu)
+    monkeypatch.setattr(tune_module._core, "kernel_names", lambda: [ROW])
+    monkeypatch.setattr(tune_module, "measure", measure)
+    g = lambda a, b: gemm(gemm(a, b[:, :32]), b[:32])  # noqa: E731
+    found = tune(g, *ARRAYS)
+    assert len(found) == len(measured) == 2
+    assert [product.types[1].shape for product in measured] == [(512, 32), (32, 384)]
+    with found:
+        assert configs(g, *ARRAYS) == [ROW, ROW]
+    assert "tune: 1/2" in capfd.readouterr().err
+    assert len(tune(g, *ARRAYS, budget=-1.0, progress=False)) == 0
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("f", "arrays"),
+    [
+        (lambda a, b: gemm(a, b, bias=b[0], activation="relu"), SQUARE),
+        (lambda a, b: gemm(a, b, b, preferred_element_type="float32"), SQUARE),
+        (lambda a, b: gated_gemm(a, b, b), SQUARE),
+        (lambda a, b: ragged_dot(a, b[None], SIZES[:1]), SQUARE),
+        (lambda a, b: gemm(a, b), (jnp.zeros((3, 5, 7)), jnp.zeros((7, 9)))),
+    ],
+)
+def test_competitors_are_compiled_and_timed(monkeypatch, f, arrays):
+    # Here all of them are XLA's, by wall time.
+    h200 = {"sm_count": 132, "shared_memory_per_block": 227 * 1024, "compute_capability": 90}
+    monkeypatch.setattr(tune_module._core, "device_properties", lambda ordinal: h200)
+    monkeypatch.setattr(tune_module, "candidates", lambda product, device: [ROW, OTHER])
+    monkeypatch.setattr(tune_module, "_apply", _without_rows(tune_module._apply))
+    (product,) = tune_module.find_products(f, *arrays)
+    found = tune_module.measure(product)
+    assert 0 < found.seconds <= found.untuned_seconds < 1
+    assert 0 < found.xla_seconds < 1
+    assert found.config in (None, "xla", ROW, OTHER)
+
+
+def _without_rows(apply):
+    """Rows are of one arithmetic, and these tests' products of others."""
+    return lambda product, config, *operands: apply(
+        product, config if config == "xla" else None, *operands
+    )
+
+
+def test_numbers_are_normal_and_others_each_time():
+    numbers = tune_module.Numbers()
+    kinds = [jax.ShapeDtypeStruct(s, d) for s in ((64, 128), (300, 7)) for d in ("float32", "f2")]
+    drawn = [np.asarray(numbers.take(x), np.float32) for x in kinds * 3]
+    for values, x in zip(drawn, kinds * 3, strict=True):
+        assert values.shape == x.shape
+        assert abs(values.std() - 1) < 0.1
+    assert len({values.tobytes() for values in drawn}) == len(drawn)
+
+
+def test_candidates_hold_what_is_taken_untuned():
+    from jax_tcgemm import _core
+    from jax_tcgemm.transforms.candidates import candidates
+
+    if len(_core.kernel_names()) < len(kernel_table.CONFIGS):
+        pytest.skip("needs every kernel of the table")
+    h200 = {"sm_count": 132, "shared_memory_per_block": 227 * 1024, "compute_capability": 90}
+    for g, arrays, expected in (
+        (f, (bf16(1024, 16384), bf16(16384, 1024)), f"{ROW}/splits=2"),
+        (f, (bf16(4096, 4096), bf16(4096, 4096)), "sm90_bf16_128x256x64_s4_c2x1_cooperative"),
+        (f, (bf16(333, 777), bf16(777, 1111)), "sm90_"),
+        (f, (bf16(8, 256, 256), bf16(8, 256, 256)), "sm90_"),
+        (lambda a, b: gemm(a, b, preferred_element_type="float32"), SQUARE, "promote"),
+        (lambda a, b: gated_gemm(a, b, b), SQUARE, "gated"),
+        (lambda a, b: ragged_dot(a, b, SIZES), (bf16(64, 32), bf16(2, 32, 48)), "grouped_m"),
+        (
+            jax.grad(lambda b, a: ragged_dot(a, b, SIZES).astype("float32").sum()),
+            (bf16(2, 32, 48), bf16(64, 32)),
+            "grouped_k",
+        ),
+    ):
+        products = tune_module.find_products(g, *arrays)
+        names = [candidates(product, h200) for product in products]
+        assert any(expected in each[0] for each in names), (names, expected)
+        assert all(1 <= len(each) == len(set(each)) <= 12 for each in names)
+        for product, each in zip(products, names, strict=True):
+            for config in each:
+                with Tunings({(KIND, product.problem): Entry.measured(config, 1.0, 1.0, 1.0)}):
+                    assert config in configs(g, *arrays)
