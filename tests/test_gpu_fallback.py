@@ -17,12 +17,12 @@ from ragged_problems import BF16, F16, F32, bounds, contracted, looped
 
 from jax_tcgemm import gated_gemm, ragged_dot
 from jax_tcgemm.kernels.table import CONFIGS
-from jax_tcgemm.lowering import devices, obstacles
+from jax_tcgemm.lowering import devices, obstacles, ragged_reference
 from jax_tcgemm.lowering import ragged as ragged_lowering
-from jax_tcgemm.lowering.ragged import RaggedSpec
 from jax_tcgemm.primitives import ragged as ragged_primitive
 from jax_tcgemm.problem.arithmetic import INPUT_DTYPES
 from jax_tcgemm.problem.epilogue import Epilogue
+from jax_tcgemm.problem.ragged import RaggedSpec
 
 pytestmark = pytest.mark.gpu
 
@@ -65,7 +65,7 @@ def test_groups_of_rows(normal, assert_accurate, config, transposed, activation,
     epilogue = Epilogue(activation=activation, results=(True, True))
     spec = RaggedSpec(out_dtype, PRECISION, transposed, epilogue, config.name)
     dot = jax.jit(functools.partial(ragged_primitive.dot, spec))
-    by_xla = jax.jit(functools.partial(ragged_lowering.reference_dot, spec=spec))
+    by_xla = jax.jit(functools.partial(ragged_reference.reference_dot, spec=spec))
     for sizes in SIZES:
         used = int(bounds(sizes, m)[-1])
         mine = lhs.at[used:].set(jnp.nan)  # rows of no group are not read
@@ -89,7 +89,7 @@ def test_groups_of_k(normal, assert_accurate, config, out):
     lhs, rhs = normal(rows, m, dtype=dtype), normal(rows, n, dtype=dtype)
     spec = RaggedSpec(out_dtype, PRECISION, config=config.name)
     contraction = jax.jit(functools.partial(ragged_primitive.contraction, spec))
-    by_xla = jax.jit(functools.partial(ragged_lowering.reference_contraction, spec=spec))
+    by_xla = jax.jit(functools.partial(ragged_reference.reference_contraction, spec=spec))
     for sizes in SIZES:
         at = bounds(sizes, rows)
         mine = lhs.at[at[-1] :].set(jnp.nan), rhs.at[at[-1] :].set(jnp.inf)

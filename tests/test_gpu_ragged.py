@@ -22,9 +22,9 @@ from ragged_problems import (
 )
 
 from jax_tcgemm import ragged_dot
-from jax_tcgemm.lowering.ragged import RaggedSpec
 from jax_tcgemm.primitives import ragged as ragged_primitive
 from jax_tcgemm.problem.arithmetic import INPUT_DTYPES
+from jax_tcgemm.problem.ragged import RaggedSpec
 
 pytestmark = pytest.mark.gpu
 

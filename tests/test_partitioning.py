@@ -14,7 +14,6 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_tcgemm import clip, softcap
-from jax_tcgemm.lowering.ragged import RaggedSpec
 from jax_tcgemm.partitioning.mesh import (
     Devices,
     _numberings,
@@ -26,6 +25,7 @@ from jax_tcgemm.partitioning.work import Array, Work
 from jax_tcgemm.primitives.activation_gradient import ActivationSpec
 from jax_tcgemm.problem.activations import ACTIVATIONS, resolve
 from jax_tcgemm.problem.epilogue import FORMS, Epilogue
+from jax_tcgemm.problem.ragged import RaggedSpec
 from jax_tcgemm.problem.serialize import from_json, to_json
 from jax_tcgemm.problem.spec import GemmSpec
 from jax_tcgemm.problem.strides import Operands

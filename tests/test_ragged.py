@@ -26,9 +26,9 @@ from ragged_problems import (
 import jax_tcgemm
 from jax_tcgemm import _extension, gated_ragged_dot, ragged_dot
 from jax_tcgemm.kernels import table as kernel_table
-from jax_tcgemm.lowering.ragged import RaggedSpec
 from jax_tcgemm.primitives import ragged as ragged_primitive
 from jax_tcgemm.problem.activations import ACTIVATIONS
+from jax_tcgemm.problem.ragged import RaggedSpec
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F16])

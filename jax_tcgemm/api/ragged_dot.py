@@ -12,11 +12,11 @@ from jax.typing import ArrayLike, DTypeLike
 from jax_tcgemm import _compat
 from jax_tcgemm.api import arguments, eager
 from jax_tcgemm.kernels import table as kernel_table
-from jax_tcgemm.lowering.ragged import RaggedSpec
 from jax_tcgemm.primitives import ragged as ragged_primitive
 from jax_tcgemm.problem.activations import Activation
 from jax_tcgemm.problem.arithmetic import resolve_algorithm
 from jax_tcgemm.problem.epilogue import Epilogue
+from jax_tcgemm.problem.ragged import RaggedSpec
 
 _NAMES = arguments.Names("lhs", "rhs", "", "transpose_rhs")
 

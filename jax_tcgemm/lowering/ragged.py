@@ -1,4 +1,4 @@
-"""Products over groups of rows: what they mean, and their lowering to one custom call on CUDA."""
+"""Products over groups of rows: their lowering to one custom call on CUDA."""
 
 from __future__ import annotations
 
@@ -9,21 +9,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from jax_tcgemm import _compat, _extension
+from jax_tcgemm import _extension
 from jax_tcgemm.kernels import table as kernel_table
-from jax_tcgemm.lowering import devices, reference
+from jax_tcgemm.lowering import devices, ragged_reference
 from jax_tcgemm.lowering.log import log
-from jax_tcgemm.problem.activations import Activation, resolve
+from jax_tcgemm.problem.activations import resolve
 from jax_tcgemm.problem.alignment import COPY_BYTES
 from jax_tcgemm.problem.arithmetic import (
     INPUT_DTYPES,
-    accumulator_dtype,
     resolve_algorithm,
     written_dtype,
 )
-from jax_tcgemm.problem.epilogue import PLAIN, Epilogue, Mask
+from jax_tcgemm.problem.ragged import RaggedSpec
 from jax_tcgemm.problem.strides import MAX_EXTENT
 from jax_tcgemm.tuning import lookup
 from jax_tcgemm.tuning.entry import problem_key
@@ -31,147 +29,15 @@ from jax_tcgemm.tuning.entry import problem_key
 _FLOAT32 = jnp.dtype(jnp.float32)
 _COMPUTE_CAPABILITY = (9, 0)
 
-# Groups that the reference computes in one turn of a loop, each of which costs a GPU 10 us.
-_UNROLL = 8
-
-
-@dataclasses.dataclass(frozen=True)
-class RaggedSpec:
-    """The static parameters of both primitives.
-
-    Attributes:
-        out_dtype: dtype of the results.
-        precision: canonical ``lax`` precision.
-        transpose_rhs: whether ``rhs`` is ``(g, n, k)``.
-        epilogue: what becomes of the products of each group, of the form ``"add"``.
-        config: name of the kernel configuration asked for, or ``None``.
-    """
-
-    out_dtype: np.dtype
-    precision: Any
-    transpose_rhs: bool = False
-    epilogue: Epilogue = PLAIN
-    config: str | None = None
-
-    @property
-    def activation(self) -> str | Activation | None:
-        """The epilogue's activation."""
-        return self.epilogue.activation
-
-    @property
-    def result_count(self) -> int:
-        """Number of results."""
-        return sum(self.epilogue.results)
-
-    def only(self, results: Mask) -> RaggedSpec:
-        """Returns the same with these results alone."""
-        # The pre-activation alone is the product of a call without an activation.
-        epilogue = dataclasses.replace(self.epilogue, results=results) if results[0] else PLAIN
-        return dataclasses.replace(self, epilogue=epilogue)
-
-
-def group_bounds(group_sizes: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
-    """Returns where each group begins and ends, int32; sizes are clamped to the rows there are."""
-    sizes = jnp.clip(group_sizes, 0, rows).astype(jnp.uint32)
-    # No sum of two can overflow, however many groups there are.
-    ends = lax.associative_scan(lambda x, y: jnp.minimum(x + y, jnp.uint32(rows)), sizes)
-    ends = ends.astype(jnp.int32)
-    return jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]]), ends
-
-
-def reference_dot(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    group_sizes: jax.Array,
-    *bias: jax.Array,
-    spec: RaggedSpec,
-) -> list[jax.Array]:
-    """Computes the ragged product group after group, each for all rows.
-
-    Args:
-        lhs: ``(m, k)``.
-        rhs: ``(g, k, n)``, or ``(g, n, k)``.
-        group_sizes: ``(g,)``, int32.
-        *bias: ``(g, n)``, if there is one.
-        spec: the primitive's parameters.
-
-    Returns:
-        ``[d]``, or also the pre-activation, ``(m, n)``.
-    """
-    lhs, rhs, precision, dtype = _exact_factors(lhs, rhs, spec)
-    rows = lax.broadcasted_iota(jnp.int32, (lhs.shape[0], 1), 0)
-    contract = ((1,), (1 if spec.transpose_rhs else 0,)), ((), ())
-    wide = accumulator_dtype(dtype, dtype, spec.out_dtype)
-
-    def add_group(z: jax.Array, group: Any) -> tuple[jax.Array, None]:
-        weight, begin, end, *bias = group
-        own = reference.dot(lhs, weight, contract, precision, dtype).astype(wide)
-        own = sum((row[None].astype(wide) for row in bias), own)
-        return jnp.where((begin <= rows) & (rows < end), own, z), None
-
-    n = rhs.shape[1 if spec.transpose_rhs else 2]
-    z, *_ = _compat.match_varying((jnp.zeros((lhs.shape[0], n), wide), lhs, rhs))
-    bounds = group_bounds(group_sizes, lhs.shape[0])
-    z, _ = lax.scan(add_group, z, (rhs, *bounds, *bias), unroll=_UNROLL)
-    d = z
-    if spec.activation is not None:
-        in_group = rows < bounds[1][-1] if rhs.shape[0] else jnp.zeros_like(rows, bool)
-        d = jnp.where(in_group, resolve(spec.activation).reference(z), 0)
-    results = spec.epilogue.picked((d, z))
-    return [reference.convert(result, spec.out_dtype) for result in results]
-
-
-def reference_contraction(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    group_sizes: jax.Array,
-    *,
-    spec: RaggedSpec,
-) -> list[jax.Array]:
-    """Computes ``lhs[group].T @ rhs[group]`` of each group of rows, ``[(g, k, n)]``.
-
-    Args:
-        lhs: ``(m, k)``.
-        rhs: ``(m, n)``.
-        group_sizes: ``(g,)``, int32.
-        spec: the primitive's parameters.
-    """
-    lhs, rhs, precision, dtype = _exact_factors(lhs, rhs, spec)
-    rows = lax.broadcasted_iota(jnp.int32, (lhs.shape[0], 1), 0)
-
-    def of_group(_: None, group: Any) -> tuple[None, jax.Array]:
-        begin, end = group
-        inside = (begin <= rows) & (rows < end)
-        # Both: what lies outside may be infinite.
-        x, y = jnp.where(inside, lhs, 0), jnp.where(inside, rhs, 0)
-        d = reference.dot(x, y, (((0,), (0,)), ((), ())), precision, dtype)
-        return None, reference.convert(d, spec.out_dtype)
-
-    bounds = group_bounds(group_sizes, lhs.shape[0])
-    return [lax.scan(of_group, None, bounds, unroll=_UNROLL)[1]]
-
-
-def _exact_factors(
-    lhs: jax.Array, rhs: jax.Array, spec: RaggedSpec
-) -> tuple[jax.Array, jax.Array, Any, np.dtype]:
-    """Returns factors, precision and accumulator for ``lax.dot_general``."""
-    algorithm = resolve_algorithm(lhs.dtype, rhs.dtype, spec.out_dtype, spec.precision)
-    dtype = accumulator_dtype(lhs.dtype, rhs.dtype, spec.out_dtype)
-    if algorithm is None:
-        return *reference.alike(lhs, rhs), spec.precision, dtype
-    # The algorithm is spelled out in dtypes: XLA's CPU compiler knows few of the presets.
-    lhs, rhs = (x.astype(INPUT_DTYPES[algorithm]) for x in (lhs, rhs))
-    return lhs, rhs, lax.Precision.DEFAULT, _FLOAT32
-
 
 def cuda_dot(
     lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *bias: jax.Array, spec: RaggedSpec
 ) -> list[jax.Array]:
-    """Computes the ragged product on CUDA devices; arguments as those of ``reference_dot``."""
+    """Computes the ragged product on CUDA devices; see ``ragged_reference``."""
     operands = (lhs, rhs, group_sizes, *bias)
     algorithm, spec = _kernel_algorithm("m", operands, spec)
     if algorithm is None:
-        return reference_dot(lhs, rhs, group_sizes, *bias, spec=spec)
+        return ragged_reference.reference_dot(lhs, rhs, group_sizes, *bias, spec=spec)
     n = rhs.shape[1 if spec.transpose_rhs else 2]
     out_dtype = written_dtype(algorithm, spec.out_dtype)
     padded = [_padded(x, INPUT_DTYPES[algorithm]) for x in (lhs, rhs)]
@@ -203,10 +69,10 @@ def cuda_dot(
 def cuda_contraction(
     lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *, spec: RaggedSpec
 ) -> list[jax.Array]:
-    """Computes the contraction on CUDA devices; see ``reference_contraction``."""
+    """Computes the contraction on CUDA devices; see ``ragged_reference.reference_contraction``."""
     algorithm, spec = _kernel_algorithm("k", (lhs, rhs, group_sizes), spec)
     if algorithm is None:
-        return reference_contraction(lhs, rhs, group_sizes, spec=spec)
+        return ragged_reference.reference_contraction(lhs, rhs, group_sizes, spec=spec)
     padded = [_padded(x, INPUT_DTYPES[algorithm]) for x in (lhs, rhs)]
     (rows, m), (_, n) = (x.shape for x in padded)
     shape = (group_sizes.shape[0], m, n)

@@ -11,13 +11,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_tcgemm.lowering import reference
-from jax_tcgemm.lowering.ragged import RaggedSpec, group_bounds
+from jax_tcgemm.lowering.ragged_reference import group_bounds
 from jax_tcgemm.partitioning.rules import Rule
 from jax_tcgemm.partitioning.shard import Shard
 from jax_tcgemm.partitioning.work import Array, Work
 from jax_tcgemm.problem.activations import resolve
 from jax_tcgemm.problem.arithmetic import accumulator_dtype
 from jax_tcgemm.problem.epilogue import PLAIN, Epilogue
+from jax_tcgemm.problem.ragged import RaggedSpec
 
 _Apply = Callable[..., list[jax.Array]]
 

@@ -20,8 +20,7 @@ from jax.interpreters import ad, batching
 
 from jax_tcgemm import _compat
 from jax_tcgemm.lowering import ragged as ragged_lowering
-from jax_tcgemm.lowering import reference
-from jax_tcgemm.lowering.ragged import RaggedSpec
+from jax_tcgemm.lowering import ragged_reference, reference
 from jax_tcgemm.partitioning import ragged as ragged_division
 from jax_tcgemm.partitioning import rules
 from jax_tcgemm.primitives import registration
@@ -29,6 +28,7 @@ from jax_tcgemm.primitives.activation_gradient import activation_tangent
 from jax_tcgemm.primitives.gemm import ACTIVATION, PREACTIVATION
 from jax_tcgemm.problem.arithmetic import accumulator_dtype
 from jax_tcgemm.problem.epilogue import PLAIN
+from jax_tcgemm.problem.ragged import RaggedSpec
 
 ragged_dot_p = Primitive("tcgemm_ragged_dot")
 ragged_contraction_p = Primitive("tcgemm_ragged_contraction")
@@ -38,7 +38,7 @@ def dot(spec: RaggedSpec, *operands: jax.Array, out_sharding: Any = None) -> lis
     """Applies ``ragged_dot_p`` to ``lhs``, ``rhs``, ``group_sizes`` and, if there is one, a bias.
 
     Returns:
-        ``[d]``, or also the pre-activation; see ``ragged_lowering.reference_dot``. On a mesh with
+        ``[d]``, or also the pre-activation; see ``ragged_reference.reference_dot``. On a mesh with
         explicit axes their rows are divided as those of ``lhs``, their columns as those of ``rhs``.
     """
     columns = 1 if spec.transpose_rhs else 2
@@ -248,7 +248,7 @@ for _primitive, _apply, _abstract_eval, _jvp, _transpose, _reference, _cuda in (
         _dot_abstract_eval,
         _dot_jvp,
         _dot_transpose,
-        ragged_lowering.reference_dot,
+        ragged_reference.reference_dot,
         ragged_lowering.cuda_dot,
     ),
     (
@@ -257,7 +257,7 @@ for _primitive, _apply, _abstract_eval, _jvp, _transpose, _reference, _cuda in (
         _contraction_abstract_eval,
         _contraction_jvp,
         _contraction_transpose,
-        ragged_lowering.reference_contraction,
+        ragged_reference.reference_contraction,
         ragged_lowering.cuda_contraction,
     ),
 ):

@@ -16,10 +16,10 @@ import numpy as np
 from jax_tcgemm.api.gemm import gated_gemm, gemm
 from jax_tcgemm.api.ragged_dot import ragged_dot
 from jax_tcgemm.kernels import config as kernel_config
-from jax_tcgemm.lowering.ragged import RaggedSpec
 from jax_tcgemm.primitives import ragged as ragged_primitive
 from jax_tcgemm.problem import activations
 from jax_tcgemm.problem.arithmetic import INPUT_DTYPES, sum_dtype
+from jax_tcgemm.problem.ragged import RaggedSpec
 from jax_tcgemm.tools import benchmarking
 
 PROBLEMS_PER_CONFIG = 3
