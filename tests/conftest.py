@@ -183,6 +183,7 @@ def on_an_h200(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     monkeypatch.setenv(cache.SETTING, str(tmp_path / "cache"))
     monkeypatch.setenv(lookup.SETTING, "read")
     monkeypatch.setattr(lookup, "packaged", lambda kind: Tunings())
+    monkeypatch.setattr(lookup, "_MEASURED", {})
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from jax.lax import DotAlgorithmPreset, Precision
 
 import jax_tcgemm
 from jax_tcgemm import gated_gemm, gemm, mlp
-from jax_tcgemm.lowering.log import log
 from jax_tcgemm.problem.arithmetic import resolve_algorithm
+from jax_tcgemm.problem.log import log
 
 FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)
 BATCHES = [

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -36,28 +39,50 @@ def test_xla_by_name(f, arrays):
     np.testing.assert_array_equal(ours, f(*(x + 1 for x in arrays)))
 
 
+def sums(text):
+    """The types that products of a program have."""
+    return re.findall(r"stablehlo.dot_general.* -> tensor<[x\d]*x(\w+)>", text)
+
+
 @pytest.mark.parametrize(
-    ("options", "dtype", "wide"),
+    ("options", "dtype", "product"),
     [
-        ({}, "bfloat16", False),
-        ({"bias": True, "activation": "gelu"}, "bfloat16", False),
-        ({"bias": True}, "float16", False),
-        ({"bias": True, "alpha": 0.5}, "float16", True),  # the product may be beyond its numbers
-        ({"bias": True, "alpha": 0.5}, "bfloat16", False),
-        ({"bias": True, "preferred_element_type": "float32"}, "bfloat16", True),
-        ({"wide_bias": True}, "bfloat16", True),
+        ({}, "bfloat16", "bf16"),
+        ({}, "float16", "f16"),
+        ({"bias": "bfloat16", "activation": "gelu"}, "bfloat16", "bf16"),
+        ({"bias": "float16"}, "float16", "f16"),
+        ({"c": "bfloat16"}, "bfloat16", "bf16"),
+        # What jnp has no sum for, what is scaled, and what may be beyond the numbers of float16.
+        ({"bias": "float16", "activation": "silu"}, "float16", "f32"),
+        ({"bias": "float16", "alpha": 0.5}, "float16", "f32"),
+        ({"c": "bfloat16", "beta": -1.0}, "bfloat16", "f32"),
+        ({"bias": "float32"}, "bfloat16", "f32"),
+        ({"residual": "bfloat16", "activation": "silu"}, "bfloat16", "f32"),
+        ({"preferred_element_type": "float32"}, "bfloat16", "f32"),
     ],
 )
-def test_xla_is_asked_for_as_jnp_would(options, dtype, wide):
+def test_xla_is_asked_for_as_jnp_would(options, dtype, product):
     a, b = (x.astype(dtype) for x in ARRAYS)
-    bias = jnp.zeros(384, "float32" if options.pop("wide_bias", None) else dtype)
-    if options.pop("bias", None) or bias.dtype == "float32":
-        options["bias"] = bias
+    shapes = {"bias": (384,), "c": (256, 384), "residual": (256, 384)}
+    options = {
+        name: jnp.zeros(shapes[name], value) if name in shapes else value
+        for name, value in options.items()
+    }
     text = lowered(lambda a, b: gemm(a, b, config="xla", **options), a, b)
-    short = {"bfloat16": "bf16", "float16": "f16"}[dtype]
-    assert "stablehlo.dot_general" in text
-    assert ("f32" in text) == wide
-    assert (f"-> tensor<256x384x{short}>" in text) or wide
+    assert sums(text) == [product]
+    # An activation, and what is left to XLA without being asked for, are in float32.
+    assert ("f32" in text) == (product == "f32" or "activation" in options)
+
+
+def test_xla_by_name_is_kept_where_a_gated_product_is_taken_apart():
+    biases = bf16(3, 384)
+    gated = lambda b, x, w: gated_gemm(x, w, w, bias_gate=b, config="xla")  # noqa: E731
+    mapped = jax.vmap(gated, (0, None, None))
+    assert configs(mapped, biases, *ARRAYS) == []
+    packed = lambda x, w: gated_gemm(x, w, config="xla")  # noqa: E731
+    grad = jax.grad(lambda x, w: packed(x, w).astype("float32").sum(), (0, 1))
+    assert configs(packed, *ARRAYS) == []
+    assert configs(grad, *ARRAYS) != []  # derivatives choose their own
 
 
 def test_parts_of_k_by_name():
@@ -79,6 +104,10 @@ def test_parts_of_k_by_name():
         f"{ROW}/splits=0",
         f"{ROW}/splits=1",
         f"{ROW}/splits=x",
+        f"{ROW}/splits=65",
+        f"{ROW}/splits=99999999999999999999",
+        f"{ROW}/splits=\u0663",
+        f"{ROW}/splits=02",
         f"{ROW}/splits=",
         "xla/splits=2",
         f"/splits=2{ROW}",

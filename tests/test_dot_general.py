@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jax_tcgemm import dot_general
-from jax_tcgemm.lowering.log import log
+from jax_tcgemm.problem.log import log
 
 # Random problems
 

@@ -34,7 +34,7 @@ from jax_tcgemm import (
     export_disabled_checks,
     gemm,
 )
-from jax_tcgemm.lowering.log import log
+from jax_tcgemm.problem.log import log
 from jax_tcgemm.tools.collectives import collectives
 
 pytestmark = pytest.mark.usefixtures("divided_everywhere")

@@ -10,7 +10,6 @@ from cuda_calls import bf16
 from tuned_calls import (
     ARRAYS,
     KIND,
-    OTHER,
     ROW,
     SIZES,
     SQUARE,
@@ -20,7 +19,7 @@ from tuned_calls import (
     problems,
 )
 
-from jax_tcgemm import Tunings, gated_gemm, gemm, mlp, ragged_dot, tune
+from jax_tcgemm import Tunings, _core, gated_gemm, gemm, mlp, ragged_dot, tune
 from jax_tcgemm.kernels import table as kernel_table
 from jax_tcgemm.transforms import tune as tune_module
 from jax_tcgemm.tuning import tunings
@@ -160,20 +159,49 @@ def test_competitors_are_compiled_and_timed(monkeypatch, f, arrays):
     # Here all of them are XLA's, by wall time.
     h200 = {"sm_count": 132, "shared_memory_per_block": 227 * 1024, "compute_capability": 90}
     monkeypatch.setattr(tune_module._core, "device_properties", lambda ordinal: h200)
-    monkeypatch.setattr(tune_module, "candidates", lambda product, device: [ROW, OTHER])
-    monkeypatch.setattr(tune_module, "_apply", _without_rows(tune_module._apply))
     (product,) = tune_module.find_products(f, *arrays)
     found = tune_module.measure(product)
     assert 0 < found.seconds <= found.untuned_seconds < 1
     assert 0 < found.xla_seconds < 1
-    assert found.config in (None, "xla", ROW, OTHER)
+    named = {None, "xla", *tune_module.candidates(product, h200)}
+    assert found.config in named
+    assert len(named) >= 3 or not _core.kernel_names()
 
 
-def _without_rows(apply):
-    """Rows are of one arithmetic, and these tests' products of others."""
-    return lambda product, config, *operands: apply(
-        product, config if config == "xla" else None, *operands
-    )
+def test_a_candidate_that_fails_is_left_out(monkeypatch):
+    h200 = {"sm_count": 132, "shared_memory_per_block": 227 * 1024, "compute_capability": 90}
+    monkeypatch.setattr(tune_module._core, "device_properties", lambda ordinal: h200)
+    monkeypatch.setattr(tune_module, "candidates", lambda product, device: ["no row", ROW])
+    (product,) = tune_module.find_products(f, *SQUARE)
+    assert tune_module.measure(product).config in (None, "xla", ROW)
+
+
+def test_products_are_measured_without_a_mesh_or_options(monkeypatch):
+    seen = []
+
+    def look() -> None:
+        seen.append((jax.sharding.get_abstract_mesh().empty, jax.config.jax_debug_nans))
+
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((2,), ("x",), auto, devices=jax.devices("cpu")[:2])
+    with jax.set_mesh(mesh), jax.debug_nans(True):
+        tune_module._in_a_thread(look)
+    assert seen == [(True, False)]
+
+
+def test_programs_that_xla_divides_are_compiled(monkeypatch):
+    compiled = []
+    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda self: compiled.append(self))
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((2,), ("x",), auto, devices=jax.devices("cpu")[:2])
+    rows = jax.NamedSharding(mesh, jax.P("x"))
+    tune_module.find_products(f, *SQUARE)
+    assert not compiled
+    constrained = lambda a, b: f(jax.lax.with_sharding_constraint(a, rows), b)  # noqa: E731
+    for function in (constrained, jax.jit(f, in_shardings=(rows, None))):
+        count = len(compiled)
+        tune_module.find_products(function, *SQUARE)
+        assert len(compiled) == count + 1
 
 
 def test_numbers_are_normal_and_others_each_time():

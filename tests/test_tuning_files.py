@@ -33,6 +33,11 @@ PROBLEM = problem_key(op="gemm", m=1)
         "{",
         "[]",
         "\udcff",
+        "[" * 200_000,
+        json.dumps({"device": [1], "problem": PROBLEM, "entry": entry(ROW).to_json()}),
+        json.dumps({"device": None, "problem": PROBLEM, "entry": entry(ROW).to_json()}),
+        json.dumps({"device": KIND, "problem": "no JSON", "entry": entry(ROW).to_json()}),
+        json.dumps({"device": KIND, "problem": "[]", "entry": entry(ROW).to_json()}),
         json.dumps({"device": KIND, "problem": PROBLEM}),
         json.dumps({"device": KIND, "problem": "another", "entry": entry(ROW).to_json()}),
         json.dumps({"device": KIND, "problem": PROBLEM, "entry": entry(ROW).to_json()})[:-5],
@@ -51,6 +56,7 @@ def test_a_broken_file_is_none(text):
     (path,) = cache.folder().iterdir()
     path.write_bytes(text.encode(errors="surrogateescape"))
     assert cache.read(KIND, PROBLEM) is None
+    str(cache.everything())
     assert cache.write(KIND, PROBLEM, entry("xla")) is None
     assert cache.read(KIND, PROBLEM) == entry("xla")
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import pickle
 import re
 
 import jax
@@ -98,6 +100,48 @@ def test_programs_of_jit_are_those_of_their_tunings():
         assert len(traces) == count
 
 
+def test_equal_choices_are_equal_tunings():
+    (problem,) = problems(f, *ARRAYS)
+    first, second = (
+        Tunings({(KIND, problem): Entry.measured(ROW, us, 2e-6, 3e-6)}) for us in (1e-6, 1.1e-6)
+    )
+    assert first == second
+    assert hash(first) == hash(second)
+    for other in (copy.deepcopy(first), pickle.loads(pickle.dumps(first))):
+        assert other == first
+        with first, other:
+            assert configs(f, *ARRAYS) == [ROW]
+
+
+def test_nothing_within_ends_what_is_final():
+    recorder = lookup.Recorder()
+    with recorder, tuned(ROW):
+        assert configs(f, *ARRAYS) == [""]
+    assert len(recorder.products) == 1
+    with tunings.untuned(), tuned(ROW):
+        assert configs(f, *ARRAYS) == [""]
+    with tuned(ROW), tunings.untuned():
+        assert configs(f, *ARRAYS) == [""]
+
+
+def test_an_entry_that_is_for_other_products_is_none():
+    ragged = lambda a, b: ragged_dot(a, b, SIZES)  # noqa: E731
+    arrays = bf16(64, 32), bf16(2, 32, 48)
+    for function, operands, config in (
+        (ragged, arrays, f"{ROW}/splits=2"),
+        (ragged, arrays, ROW),
+        (lambda a, b: gated_gemm(a, b, b), SQUARE, ROW),
+        (f, tuple(x.astype(jnp.float16) for x in SQUARE), ROW),
+    ):
+        with tuned(config, function, operands):
+            assert configs(function, *operands) == [""]
+
+
+def test_nothing_is_looked_for_where_nothing_is_multiplied():
+    for shapes in (((0, 8), (8, 8)), ((8, 0), (0, 8)), ((8, 8), (8, 0))):
+        assert problems(f, *(bf16(*shape) for shape in shapes)) == []
+
+
 def test_joined_and_nested():
     arrays = bf16(128, 512), ARRAYS[1]
     one, two = tuned(ROW), tuned(OTHER, arrays=arrays)
@@ -124,6 +168,8 @@ def test_saved_and_loaded(tmp_path):
     both.save(path)
     assert Tunings.load(path) == both
     assert [name for name in os.listdir(tmp_path) if name != "cache"] == ["tunings.json"]
+    (tmp_path / "other").touch()
+    assert path.stat().st_mode == (tmp_path / "other").stat().st_mode
     text = str(both)
     assert ROW in text
     assert "as untuned" in text
@@ -232,6 +278,27 @@ def test_first_use_is_measured_once(monkeypatch):
     (product,) = measured
     assert cache.read(KIND, product.problem) == entry(ROW)
     assert cache.everything() == tuned(ROW)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_without_files_a_process_remembers(monkeypatch, capfd, kept):
+    measured = []
+
+    def measure(product):
+        measured.append(product)
+        if not kept:
+            raise MemoryError("RESOURCE_EXHAUSTED")
+        return entry(ROW)
+
+    monkeypatch.setattr(lookup, "measure", measure)
+    monkeypatch.setenv(lookup.SETTING, "tune")
+    monkeypatch.setenv(cache.SETTING, "")
+    monkeypatch.setenv("JAX_TCGEMM_LOG", "1")
+    for _ in range(2):
+        assert configs(f, *ARRAYS) == ([ROW] if kept else [""])
+    assert len(measured) == 1
+    said = "not kept in a file" if kept else "could not be measured: MemoryError"
+    assert said in capfd.readouterr().err
 
 
 def test_a_measurement_runs_programs_while_one_is_traced(monkeypatch):

@@ -17,9 +17,9 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_tcgemm import _compat
 from jax_tcgemm.api import eager
-from jax_tcgemm.lowering.log import log
 from jax_tcgemm.primitives import gemm as gemm_primitive
 from jax_tcgemm.problem.arithmetic import resolve_algorithm
+from jax_tcgemm.problem.log import log
 from jax_tcgemm.problem.spec import GemmSpec
 from jax_tcgemm.problem.strides import Axes, Operands
 

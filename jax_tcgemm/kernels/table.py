@@ -235,10 +235,11 @@ def by_name(name: str) -> KernelConfig:
 XLA = "xla"
 
 _SPLITS = "/splits="
+_MOST_SPLITS = 64  # as kMostSplits of cuda/dispatch/heuristic.cc
 
 
 def read_config(config: str) -> tuple[str, int]:
-    """Returns the name of a row and into how many parts it splits k.
+    """Returns the name of a row and into how many parts it splits k, 0 for what is no number.
 
     Args:
         config: ``"ROW"`` or ``"ROW/splits=N"``, as ``cuda/dispatch/choice.cc`` reads it.
@@ -246,7 +247,21 @@ def read_config(config: str) -> tuple[str, int]:
     name, _, number = config.partition(_SPLITS)
     if not number:
         return config, 1
-    return name, int(number) if number.isdecimal() and int(number) > 1 else 0
+    is_number = number in map(str, range(2, _MOST_SPLITS + 1))
+    return name, int(number) if is_number else 0
+
+
+def can_be(
+    config: str | None, algorithm: str, *, gated: bool = False, grouped: str = "none"
+) -> bool:
+    """Says whether a configuration is for such products."""
+    if config in (None, XLA):
+        return True
+    name, splits = read_config(config)
+    row = _BY_NAME.get(name)
+    if row is None or splits == 0 or (splits > 1 and not row.splits_k):
+        return False
+    return (row.algorithm, row.gated, row.grouped) == (algorithm, gated, grouped)
 
 
 def for_algorithm(algorithm: str, grouped: str = "none") -> tuple[KernelConfig, ...]:

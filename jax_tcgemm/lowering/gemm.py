@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
 from jax_tcgemm import _extension
-from jax_tcgemm.kernels.table import XLA, by_name, read_config
+from jax_tcgemm.kernels.table import XLA, by_name, can_be, read_config
 from jax_tcgemm.lowering import devices, reference
 from jax_tcgemm.lowering.custom_call import custom_call, shapes_of
-from jax_tcgemm.lowering.log import log
 from jax_tcgemm.lowering.obstacles import no_kernel, quicker_in_xla
 from jax_tcgemm.lowering.row_epilogue import lacks_epilogue
 from jax_tcgemm.problem.activations import resolve
 from jax_tcgemm.problem.alignment import is_transposed
 from jax_tcgemm.problem.arithmetic import resolve_algorithm, written_dtype
 from jax_tcgemm.problem.epilogue import Epilogue
+from jax_tcgemm.problem.log import log
 from jax_tcgemm.problem.spec import GemmSpec
 from jax_tcgemm.problem.strides import Operands, fold
 from jax_tcgemm.tuning import lookup
@@ -66,12 +67,13 @@ def _tuned(operands: Sequence[jax.Array], spec: GemmSpec, algorithm: str) -> tup
     if spec.config is not None:
         return spec, ""
     types = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands)
+    if not all(math.prod(x.shape) for x in types):
+        return spec, ""
     product = lookup.Product("gemm", spec, types, _problem(spec.unflatten(types), spec, algorithm))
     found = lookup.find(devices.local_kind(), product)
-    if found is None:
+    if found is None or not can_be(found[0].config, algorithm, gated=spec.is_gated):
         return spec, ""
-    entry, where = found
-    return spec.replace(config=entry.config), f", by {where}"
+    return spec.replace(config=found[0].config), f", by {found[1]}"
 
 
 def _problem(x: Operands, spec: GemmSpec, algorithm: str) -> str:

@@ -13,7 +13,6 @@ import numpy as np
 from jax_tcgemm import _extension
 from jax_tcgemm.kernels import table as kernel_table
 from jax_tcgemm.lowering import devices, ragged_reference
-from jax_tcgemm.lowering.log import log
 from jax_tcgemm.problem.activations import resolve
 from jax_tcgemm.problem.alignment import COPY_BYTES
 from jax_tcgemm.problem.arithmetic import (
@@ -21,6 +20,7 @@ from jax_tcgemm.problem.arithmetic import (
     resolve_algorithm,
     written_dtype,
 )
+from jax_tcgemm.problem.log import log
 from jax_tcgemm.problem.ragged import RaggedSpec
 from jax_tcgemm.problem.strides import MAX_EXTENT
 from jax_tcgemm.tuning import lookup
@@ -131,7 +131,7 @@ def _kernel_algorithm(
     source = ""
     if algorithm is not None and obstacle is None and spec.config is None:
         found = lookup.find(devices.local_kind(), _product(grouped, operands, spec, algorithm))
-        if found is not None:
+        if found is not None and kernel_table.can_be(found[0].config, algorithm, grouped=grouped):
             spec = dataclasses.replace(spec, config=found[0].config)
             source = f", config {spec.config or 'by heuristic'}, by {found[1]}"
             obstacle = _obstacle(algorithm, grouped, extents, spec.config)

@@ -34,6 +34,7 @@ def reference_gemm(*operands: jax.Array, spec: GemmSpec, as_jnp: bool = False) -
         as_jnp: whether a product may be rounded to the result's type before the epilogue, as in
             ``jnp``. That is where XLA divides the program among devices: where k is divided,
             partial products are added up across devices, and float32 would double what travels.
+            Of float16 only where there is no epilogue.
 
     Returns:
         The results that ``spec`` asks for, of shape ``(*batch, m, n)`` and dtype
@@ -41,36 +42,35 @@ def reference_gemm(*operands: jax.Array, spec: GemmSpec, as_jnp: bool = False) -
         rounded once.
     """
     x = spec.unflatten(operands)
-    return epilogue(accumulators(x, spec, _rounds(x, spec, as_jnp)), x, spec)
+    # What an epilogue would scale down may be beyond the numbers of float16. Without one the
+    # product is rounded once in any case.
+    rounds = spec.work == "none" or (as_jnp and spec.out_dtype == jnp.bfloat16)
+    return epilogue(accumulators(x, spec, rounds), x, spec)
 
 
 def natural_gemm(*operands: jax.Array, spec: GemmSpec) -> list[jax.Array]:
     """Computes the same as a user of ``jnp`` would write it, for where XLA is asked for.
 
-    Every operation is in the result's type where all operands of the epilogue are: XLA's fast
-    products write the type of their operands, and some have a bias added that is of it. Where an
-    epilogue might scale a float16 product down, it is in float32.
+    That is the sum of a product and what is added to it in the operands' own type, which XLA's fast
+    products write and add; an activation of it is in float32. Where ``jnp`` has no such sum, where
+    anything is scaled, and of float16 (whose products may be beyond its numbers) before an
+    activation, it is ``reference_gemm``.
 
     Args:
         *operands: the primitive's operands.
         spec: the primitive's parameters.
     """
     x = spec.unflatten(operands)
-    products = accumulators(x, spec, _rounds(x, spec, as_jnp=True))
-    beside = x._replace(a=None, b=None, b2=None)
-    own = {each.dtype for each in (*products, *beside) if each is not None}
-    return epilogue(products, x, spec, spec.out_dtype if own == {spec.out_dtype} else None)
-
-
-def _rounds(x: Operands, spec: GemmSpec, as_jnp: bool) -> bool:
-    """Says whether the product is rounded to the result's type before anything else."""
-    if spec.work == "none":  # nothing comes after it
-        return True
-    # What an epilogue would scale down may be beyond the numbers of float16.
-    is_scaled = spec.alpha != 1 or any(
-        getattr(x, name) is not None for name in spec.epilogue.names(Use.SCALE)
-    )
-    return as_jnp and (spec.out_dtype == jnp.bfloat16 or not is_scaled)
+    own = {each.dtype for each in operands} == {spec.out_dtype} and spec.out_dtype.itemsize == 2
+    is_safe = spec.activation is None or spec.out_dtype == jnp.bfloat16
+    is_sum = spec.epilogue.form == "add" and spec.alpha == spec.beta == 1
+    others = (x.alpha, x.beta, x.row_scale, x.column_scale)
+    if not (own and is_safe and is_sum) or any(each is not None for each in others):
+        return reference_gemm(*operands, spec=spec)
+    (z,) = accumulators(x, spec, rounds=True)
+    for term in addends(x, spec, spec.out_dtype):
+        z = z + term
+    return finished([z if spec.activation is None else z.astype(jnp.float32)], x, spec)
 
 
 def accumulators(x: Operands, spec: GemmSpec, rounds: bool = False) -> list[jax.Array]:
@@ -171,20 +171,16 @@ def _absent(axes: Axes) -> list[int]:
     return [i for i, axis in enumerate(axes) if axis is None]
 
 
-def epilogue(
-    products: Sequence[jax.Array], x: Operands, spec: GemmSpec, dtype: np.dtype | None = None
-) -> list[jax.Array]:
+def epilogue(products: Sequence[jax.Array], x: Operands, spec: GemmSpec) -> list[jax.Array]:
     """Returns the results of the accumulators; see ``problem/epilogue.py``.
 
     Args:
         products: the accumulators, as many as the form has; each broadcasts to ``(*batch, m, n)``.
         x: the operands; the factors of the products are not looked at.
         spec: the primitive's parameters.
-        dtype: in which it is computed; by default at least float32.
     """
-    if dtype is None:
-        dtype = products[0].dtype
-        dtype = accumulator_dtype(dtype, dtype, spec.out_dtype)
+    dtype = products[0].dtype
+    dtype = accumulator_dtype(dtype, dtype, spec.out_dtype)
     z, *second = (accumulator.astype(dtype) for accumulator in products)
     for factor in factors(x, spec, dtype):
         z = factor * z

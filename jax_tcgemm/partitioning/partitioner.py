@@ -23,12 +23,12 @@ from jax.extend.core import Primitive
 
 from jax_tcgemm import _compat
 from jax_tcgemm.kernels.table import TABLE_DIGEST
-from jax_tcgemm.lowering.log import log
 from jax_tcgemm.partitioning.mesh import read_shardings, write_sharding
 from jax_tcgemm.partitioning.plan import make_plan
 from jax_tcgemm.partitioning.rules import REVISION, Call, parameter_classes
 from jax_tcgemm.partitioning.shard import AXIS, Shard
 from jax_tcgemm.partitioning.work import Plan
+from jax_tcgemm.problem.log import log
 from jax_tcgemm.problem.serialize import from_json, to_json
 from jax_tcgemm.tuning.tunings import active, recalled, remembered
 

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_tcgemm.lowering import reference
-from jax_tcgemm.lowering.log import log
 from jax_tcgemm.partitioning.rules import Rule
 from jax_tcgemm.partitioning.shard import Shard
 from jax_tcgemm.partitioning.work import Array, Work
 from jax_tcgemm.problem.arithmetic import accumulator_dtype, resolve_algorithm
 from jax_tcgemm.problem.epilogue import Epilogue
+from jax_tcgemm.problem.log import log
 from jax_tcgemm.problem.spec import GemmSpec, check_config
 from jax_tcgemm.problem.strides import ROLES, Operands
 
@@ -96,9 +96,9 @@ def _products(x: Operands, spec: GemmSpec, bind: Any) -> list[jax.Array]:
     """Computes the products alone; of a packed weight one of all columns."""
     dtype = _travelling_dtype(x, spec)
     if spec.packed:
-        return bind(Operands(x.a, x.b), spec.product(out_dtype=dtype))
-    config = None if spec.is_gated else spec.config
-    partial = spec.accumulators(out_dtype=dtype, config=config)
+        product = spec.product(out_dtype=dtype, config=spec.config_of_products)
+        return bind(Operands(x.a, x.b), product)
+    partial = spec.accumulators(out_dtype=dtype, config=spec.config_of_products)
     return bind(partial.select(x), partial)
 
 

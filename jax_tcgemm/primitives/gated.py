@@ -194,7 +194,8 @@ def products(x: Operands, spec: GemmSpec, bind: Bind) -> list[jax.Array]:
         bias, bias_axes = None, None
         if x.bias is not None or x.bias2 is not None:
             bias, bias_axes = _packed_bias(x, spec)
-        plain = spec.product(axes=Operands(axes.a, axes.b, bias=bias_axes))
+        packed_axes = Operands(axes.a, axes.b, bias=bias_axes)
+        plain = spec.product(axes=packed_axes, config=spec.config_of_products)
         (both,) = bind(Operands(x.a, x.b, bias=bias), plain)
         return spec.epilogue.picked((None, *reference.halves(both)))
     results = []
@@ -203,7 +204,7 @@ def products(x: Operands, spec: GemmSpec, bind: Bind) -> list[jax.Array]:
         if is_wanted:
             own = Operands(axes.a, getattr(axes, b), bias=getattr(axes, bias))
             operands = Operands(x.a, getattr(x, b), bias=getattr(x, bias))
-            results += bind(operands, spec.product(axes=own))
+            results += bind(operands, spec.product(axes=own, config=spec.config_of_products))
     return results
 
 

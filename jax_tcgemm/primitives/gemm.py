@@ -136,7 +136,7 @@ def _shared_products(x: Operands, spec: GemmSpec, batched: GemmSpec) -> list[jax
     """Computes the products once for a batch that only the epilogue's operands have."""
     inner = spec.accumulators(
         out_dtype=accumulator_dtype(x.a.dtype, x.b.dtype, spec.out_dtype),
-        config=None if spec.is_gated else spec.config,
+        config=spec.config_of_products,
     )
     products = [lax.expand_dims(product, (0,)) for product in bind(inner.select(x), inner)]
     return reference.epilogue(products, x, batched)

@@ -12,8 +12,8 @@ from jax.interpreters import ad, mlir
 from jax.interpreters import partial_eval as pe
 
 from jax_tcgemm import _compat
-from jax_tcgemm.lowering.log import log
 from jax_tcgemm.partitioning import partitioner, rules
+from jax_tcgemm.problem.log import log
 
 
 def bind(

@@ -39,6 +39,7 @@ def misalignment(gemm: StridedGemm, name: str, itemsize: int) -> str | None:
 _MAX_SPLITS = 64
 _SPLIT_ELEMENTS = 132 * 128 * 256  # results that keep every SM of the largest GPU busy
 _SPLIT_K = 1024
+_SUM_COLUMNS = 4  # kVectorColumns: what adds parts up takes so many at a time
 _FLAG_BYTES = 2**13  # kFixupFlagBytes of cuda/dispatch/sm90_time_model.h
 
 
@@ -68,7 +69,7 @@ def named_split_bytes(gemm: StridedGemm, splits: int, tile_m: int, tile_n: int) 
         tile_m: rows that a cluster computes.
         tile_n: columns.
     """
-    if splits == 1 or math.prod(gemm.batch) != 1:
+    if splits == 1 or math.prod(gemm.batch) != 1 or gemm.n % _SUM_COLUMNS:
         return 0
     m, n = (-(-extent // tile) * tile for extent, tile in ((gemm.m, tile_m), (gemm.n, tile_n)))
     return 4 * splits * m * n + _FLAG_BYTES

@@ -84,6 +84,14 @@ class GemmSpec:
         return self.epilogue.row.accumulators == 2
 
     @property
+    def config_of_products(self) -> str | None:
+        """What ``config`` asks of its products where the epilogue is computed apart.
+
+        Kernels for gated products compute D, so that none is to be named.
+        """
+        return None if self.is_gated and self.config != kernel_table.XLA else self.config
+
+    @property
     def result_count(self) -> int:
         """Number of results."""
         return sum(self.epilogue.results)
@@ -175,8 +183,8 @@ class GemmSpec:
         """
         axes = self.axes._replace(**dict.fromkeys(self.epilogue.names_after))
         if self.is_gated:
-            # Kernels for gated products compute D, so that none is to be named.
-            pair = {"activation": None, "results": _PAIR, "config": None}
+            config = self.config_of_products
+            pair = {"activation": None, "results": _PAIR, "config": config}
             return self.replace(axes=axes, **{**pair, **changes})
         return self.linear(**{"axes": axes, "config": self.config, **changes})
 
@@ -230,8 +238,8 @@ def check_config(spec: GemmSpec, dtypes: Operands, shapes: Operands) -> None:
         )
     table = kernel_table.for_algorithm(algorithm)
     rows = {row.name: row for row in table if row.gated == spec.is_gated}
-    name, splits = kernel_table.read_config(spec.config)
-    if name not in rows or splits == 0 or (splits > 1 and not rows[name].splits_k):
+    name, _ = kernel_table.read_config(spec.config)
+    if not kernel_table.can_be(spec.config, algorithm, gated=spec.is_gated):
         kind = f"gated products in {algorithm}" if spec.is_gated else algorithm
         raise ValueError(
             f"config={spec.config!r} is not a kernel configuration for {kind}, which is what "

@@ -16,7 +16,7 @@ from jax_tcgemm.problem.alignment import (
     padding_bytes,
 )
 from jax_tcgemm.problem.arithmetic import INPUT_DTYPES, resolve_algorithm, written_dtype
-from jax_tcgemm.problem.spec import GemmSpec
+from jax_tcgemm.problem.spec import GemmSpec, with_kernel_layouts
 from jax_tcgemm.problem.strides import Operands, StridedGemm, fold
 from jax_tcgemm.tuning.lookup import Product
 
@@ -27,6 +27,7 @@ _MOST = 12
 _MOST_SPLITS_OF_A_ROW = 2
 
 _LINE_BYTES = 128
+_MOST_TMA_BATCH_NDIM = 3  # kMaxTmaBatchRank of cuda/dispatch/dispatch.cc
 
 
 def candidates(product: Product, device: dict[str, Any]) -> list[str]:
@@ -63,6 +64,13 @@ def _of_gemm(product: Product) -> dict[str, Any]:
     x: Operands = spec.unflatten(product.types)
     algorithm = _algorithm(product, x.a, x.b)
     shapes = Operands(*(None if operand is None else operand.shape for operand in x))
+    spec, permutations = with_kernel_layouts(spec, shapes)
+    shapes = Operands(
+        *(
+            shape if order is None else tuple(shape[axis] for axis in order)
+            for shape, order in zip(shapes, permutations, strict=True)
+        )
+    )
     gemm = fold(spec.strided(shapes))
     itemsize = INPUT_DTYPES[algorithm].itemsize
     out = written_dtype(algorithm, spec.out_dtype)
@@ -75,7 +83,7 @@ def _of_gemm(product: Product) -> dict[str, Any]:
         "k": gemm.k,
         "batch": math.prod(gemm.batch),
         "batch_rank": len(gemm.batch),
-        "aligned": is_padded or not is_odd,
+        "aligned": (is_padded or not is_odd) and len(gemm.batch) <= _MOST_TMA_BATCH_NDIM,
         "float32_result": out.itemsize > itemsize,
         "layout": "".join("t" if is_transposed(gemm, name) else "n" for name in ("a", "b")),
         "workspace_bytes": 0 if spec.is_gated else most_split_bytes(gemm),

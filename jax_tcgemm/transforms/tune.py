@@ -5,10 +5,12 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
+import json
 import math
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,9 +21,10 @@ from jax.extend.core import Primitive
 
 from jax_tcgemm import _compat, _core
 from jax_tcgemm.kernels.table import XLA
-from jax_tcgemm.lowering.log import log
+from jax_tcgemm.partitioning import partitioner
 from jax_tcgemm.primitives.gemm import gemm_p
 from jax_tcgemm.primitives.ragged import ragged_contraction_p, ragged_dot_p
+from jax_tcgemm.problem.log import log
 from jax_tcgemm.problem.spec import GemmSpec
 from jax_tcgemm.tools.benchmarking import (
     Chain,
@@ -35,7 +38,7 @@ from jax_tcgemm.transforms.numbers import Numbers
 from jax_tcgemm.tuning import lookup
 from jax_tcgemm.tuning.entry import Entry
 from jax_tcgemm.tuning.lookup import Product, Recorder
-from jax_tcgemm.tuning.tunings import Tunings, described, untuned
+from jax_tcgemm.tuning.tunings import Tunings, described, forget, untuned
 
 _PRIMITIVES: dict[str, Primitive] = {
     "gemm": gemm_p,
@@ -80,6 +83,9 @@ def tune(
         progress: whether to show how far it is on ``stderr``.
         **kwargs: its arguments by name.
 
+    Warns:
+        UserWarning: a product could not be measured; the others are.
+
     Returns:
         What was found, to be used as ``with tunings:``, joined by ``|``, saved and printed.
 
@@ -104,7 +110,11 @@ def tune(
             break
         if progress:
             _show(index, len(products), seconds, described(product.problem))
-        entries[device.device_kind, product.problem] = measure(product, numbers)
+        try:
+            entries[device.device_kind, product.problem] = _in_a_thread(measure, product, numbers)
+        except Exception as error:  # Out of memory, say: others are still to be measured.
+            what = f"{type(error).__name__}: {error}"
+            warnings.warn(f"{described(product.problem)} was not measured: {what}", stacklevel=2)
     if progress:
         _show(len(entries), len(products), time.perf_counter() - start, "done\n")
     return Tunings(entries)
@@ -122,10 +132,9 @@ def find_products(f: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Prod
     recorder = Recorder()
     with recorder:
         lowered = jitted.trace(*args, **kwargs).lower(lowering_platforms=("cuda",))
-        leaves = jax.tree.leaves((args, kwargs))
-        shardings = [x.sharding for x in leaves if getattr(x, "sharding", None) is not None]
-        if any(len(sharding.device_set) > 1 for sharding in shardings):
+        if partitioner.TARGET in lowered.as_text():
             lowered.compile()  # XLA's partitioner asks for the parts
+    forget(recorder)
     return list(recorder.products.values())
 
 
@@ -154,12 +163,17 @@ def measure(product: Product, numbers: Numbers | None = None) -> Entry:
 
 
 def measure_while_lowering(product: Product) -> Entry:
-    """The same, in a thread of its own: in this one a program is being traced."""
+    """The same, where a program is being traced."""
+    return _in_a_thread(measure, product)
+
+
+def _in_a_thread(function: Callable[..., Entry], *arguments: Any) -> Entry:
+    """Calls a function where nothing is traced, and no mesh or option is set by a context."""
     device = next(iter(_compat.initialized_cuda_devices()), None)
 
     def run() -> Entry:
         with jax.default_device(device):
-            return measure(product)
+            return function(*arguments)
 
     with concurrent.futures.ThreadPoolExecutor(1) as executor:
         return executor.submit(run).result()
@@ -183,9 +197,17 @@ def _compiled(
     done = {XLA: chain(XLA)}
     done[_UNTUNED] = chain(None)  # which may be XLA's own as well
     others = [name for name in configs if name not in done]
+
+    def chain_or_none(name: str) -> Chain | None:
+        try:
+            return chain(configs[name])
+        except Exception as error:  # Of those that remain one is chosen.
+            log(f"tune: {name} left out: {type(error).__name__}: {error}")
+            return None
+
     with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        done |= zip(others, pool.map(lambda name: chain(configs[name]), others), strict=True)
-    return done
+        compiled = zip(others, pool.map(chain_or_none, others), strict=True)
+        return done | {name: each for name, each in compiled if each is not None}
 
 
 def _apply(product: Product, config: str | None, *operands: jax.Array) -> Any:
@@ -196,9 +218,9 @@ def _apply(product: Product, config: str | None, *operands: jax.Array) -> Any:
 
 
 def _products_of(product: Product) -> int:
-    """Returns how many elements are multiplied, about."""
-    a, b = product.types[:2]
-    return math.prod(a.shape) * math.prod(b.shape)
+    """Returns how many pairs of elements are multiplied."""
+    fields = json.loads(product.problem)
+    return fields["m"] * fields["n"] * fields["k"] * math.prod(fields.get("batch", []))
 
 
 def _draw(product: Product, numbers: Numbers) -> list[tuple[jax.Array, ...]]:

@@ -56,8 +56,11 @@ def read(device_kind: str, problem: str) -> Entry | None:
 def _read(path: pathlib.Path) -> tuple[str, str, Entry] | None:
     try:
         content = json.loads(path.read_text())
-        return content["device"], content["problem"], Entry.from_json(content["entry"])
-    except (OSError, ValueError, TypeError, KeyError):
+        device_kind, problem = content["device"], content["problem"]
+        if not (isinstance(device_kind, str) and isinstance(json.loads(problem), dict)):
+            return None
+        return device_kind, problem, Entry.from_json(content["entry"])
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
 
 

@@ -68,9 +68,10 @@ class Entry:
             raise ValueError(f"not an entry: {content!r}") from error
         texts = [text for pair in rows for text in pair]
         named = {None, kernel_table.XLA, *(name for name, _ in rows)}
-        row = kernel_table.read_config(config)[0] if isinstance(config, str) else config
+        row, splits = kernel_table.read_config(config) if isinstance(config, str) else (config, 1)
         are_times = all(isinstance(time, float) and 0 < time < math.inf for time in times)
-        if not (row in named and are_times and all(isinstance(text, str) for text in texts)):
+        are_texts = all(isinstance(text, str) for text in texts)
+        if not (row in named and splits > 0 and are_times and are_texts):
             raise ValueError(f"not an entry: {content!r}")
         return cls(config, *times, rows)
 

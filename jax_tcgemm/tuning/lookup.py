@@ -10,12 +10,14 @@ import functools
 import importlib.resources
 import os
 import re
+import threading
 import uuid
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
+from jax_tcgemm.problem.log import log
 from jax_tcgemm.tuning import cache
 from jax_tcgemm.tuning.entry import Entry
 from jax_tcgemm.tuning.tunings import Tunings, active
@@ -100,11 +102,33 @@ def find(device_kind: str | None, product: Product) -> tuple[Entry, str] | None:
     entry = packaged(device_kind).find(device_kind, product.problem)
     if entry is not None:
         return entry, "the package"
-    if how == "tune" and alone and measure is not None:
-        entry = measure(product)
-        cache.write(device_kind, product.problem, entry)
-        return entry, "a measurement"
+    if how == "tune" and alone:
+        entry = _measured(device_kind, product)
+        return None if entry is None else (entry, "a measurement")
     return None
+
+
+# One measurement at a time, each problem once in a process, whether or not there are files.
+_MEASURING = threading.Lock()
+_MEASURED: dict[tuple[str, str], Entry | None] = {}
+
+
+def _measured(device_kind: str, product: Product) -> Entry | None:
+    """Measures a product, unless that was done; ``None`` if it cannot be."""
+    key = device_kind, product.problem
+    with _MEASURING:
+        if key in _MEASURED or measure is None:
+            return _MEASURED.get(key)
+        try:
+            entry = measure(product)
+        except Exception as error:  # Out of memory, say: the user's program is still to run.
+            log(f"{product.problem} could not be measured: {type(error).__name__}: {error}")
+            entry = None
+        _MEASURED[key] = entry
+        problem = None if entry is None else cache.write(*key, entry)
+        if problem is not None:
+            log(f"a measured choice is not kept in a file: {problem}")
+        return entry
 
 
 @functools.cache

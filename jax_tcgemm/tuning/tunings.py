@@ -9,8 +9,8 @@ import json
 import math
 import os
 import pathlib
-import tempfile
 import threading
+import uuid
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +22,16 @@ _FORMAT = 1
 
 # What ``jax.jit`` keys on: programs are traced anew where other tunings are active.
 _ACTIVE = jax.make_user_context(None)
+
+
+class _Contexts(threading.local):
+    """Those that this thread has entered, the last one last."""
+
+    def __init__(self) -> None:
+        self.stack: list[Any] = []
+
+
+_CONTEXTS = _Contexts()
 
 # Those that programs were lowered with, for XLA's partitioner, which asks from threads of its own.
 _BY_DIGEST: dict[str, Tunings] = {}
@@ -40,7 +50,6 @@ class Tunings:
 
     def __init__(self, entries: Mapping[tuple[str, str], Entry] | None = None) -> None:
         self._entries = dict(sorted((entries or {}).items()))
-        self._contexts = threading.local()
 
     @property
     def entries(self) -> dict[tuple[str, str], Entry]:
@@ -49,8 +58,9 @@ class Tunings:
 
     @functools.cached_property
     def digest(self) -> str:
-        """A text that equal tunings have alike."""
-        return hashlib.sha256(json.dumps(self._to_json()).encode()).hexdigest()
+        """A text that tunings of equal choices have alike, whatever the times."""
+        choices = [(*key, entry.config, entry.rows) for key, entry in self._entries.items()]
+        return hashlib.sha256(json.dumps(choices).encode()).hexdigest()
 
     def find(self, device_kind: str | None, problem: str) -> Entry | None:
         """Returns what is known of a problem, unless its rows have changed since.
@@ -84,26 +94,22 @@ class Tunings:
         if jax.distributed.is_initialized() and not self.is_final:
             _check_equal_everywhere(self.digest)
         outer = active()
-        context = _ACTIVE(self if outer is None else outer.within(self))
+        context = _ACTIVE(self if outer is None else outer.around(self))
         context.__enter__()
-        self._stack.append(context)
+        _CONTEXTS.stack.append(context)
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self._stack.pop().__exit__(*exception)
+        _CONTEXTS.stack.pop().__exit__(*exception)
 
-    def within(self, inner: Tunings) -> Tunings:
-        """Returns what is active where ``inner`` is entered while this is."""
-        return inner if inner.is_final else self | inner
-
-    # Whether what is looked for elsewhere otherwise is not.
+    # Whether nothing else is looked for, neither elsewhere nor within.
     is_final = False
 
-    @property
-    def _stack(self) -> list[Any]:
-        if not hasattr(self._contexts, "stack"):
-            self._contexts.stack = []
-        return self._contexts.stack
+    def around(self, inner: Tunings) -> Tunings:
+        """Returns what is active where ``inner`` is entered while this is."""
+        if inner.is_final or self.is_final:
+            return inner if inner.is_final else self
+        return self | inner
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes a JSON file, as a whole or not at all.
@@ -135,7 +141,7 @@ class Tunings:
                 for each in problems:
                     key = json.dumps(each["problem"], sort_keys=True, separators=(",", ":"))
                     entries[kind, key] = Entry.from_json(each["entry"])
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ValueError(f"{source} holds no tunings: {error}") from error
         return cls(entries)
 
@@ -230,6 +236,11 @@ def remembered(tunings: Tunings | None) -> str:
     return tunings.digest
 
 
+def forget(tunings: Tunings) -> None:
+    """Ends what ``remembered`` began."""
+    _BY_DIGEST.pop(tunings.digest, None)
+
+
 def recalled(digest: str) -> Any:
     """Makes active what ``remembered`` returned the text of: nothing, if it is not known here."""
     return _ACTIVE(_BY_DIGEST.get(digest))
@@ -241,20 +252,21 @@ def write_atomically(path: pathlib.Path, text: str) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".writing-")
+    partial = path.with_name(f".writing-{uuid.uuid4()}")
     try:
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-        os.replace(name, path)
+        partial.write_text(text)
+        os.replace(partial, path)
     except BaseException:
         with contextlib.suppress(OSError):
-            os.unlink(name)
+            partial.unlink()
         raise
 
 
 def described(problem: str) -> str:
-    """Returns a problem in a few words."""
+    """Returns a problem in a few words; what another version wrote as it is."""
     fields = json.loads(problem)
+    if not {"op", "algorithm", "m", "n", "k"} <= fields.keys():
+        return problem
     batch = "".join(f"{extent}x" for extent in fields.get("batch", []))
     parts = [fields["op"], fields["algorithm"].split("_")[0].lower(), fields.get("layout", "")]
     parts += [f"{batch}{fields['m']}x{fields['n']}x{fields['k']}"]
