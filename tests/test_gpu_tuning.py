@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +16,7 @@ import pytest
 from gemm_problems import draw, failure
 
 from jax_tcgemm import Tunings, _core, gated_gemm, gemm, mlp, ragged_dot, tune
-from jax_tcgemm.kernels.table import CONFIGS, read_config
+from jax_tcgemm.kernels.table import CONFIGS, by_name, read_config
 from jax_tcgemm.lowering import devices
 from jax_tcgemm.transforms import tune as tune_module
 from jax_tcgemm.transforms.candidates import candidates
@@ -67,6 +71,33 @@ def test_parts_of_k_by_name(rng, normal, assert_accurate, splits, fused):
     for row in rng.permutation([row for row in SPLIT if "bf16" in row])[:6]:
         d = gemm(a, b, **options, config=f"{row}/splits={splits}")
         assert_accurate(d, baseline, z)
+
+
+def test_what_is_named_is_what_runs():
+    # The dispatch says so once in a process, if it is told to before.
+    named = [f"{row}/splits={parts}" for row in SPLIT[:3] for parts in (2, 3)]
+    program = f"""
+import jax.numpy as jnp
+from jax_tcgemm import gemm
+for config in {named!r}:
+    algorithm = config.split("_")[1]
+    dtype = {{"bf16": jnp.bfloat16, "f16": jnp.float16, "tf32": jnp.float32}}[algorithm]
+    gemm(jnp.ones((256, 6144), dtype), jnp.ones((6144, 256), dtype), config=config)
+"""
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program],
+        env=os.environ | {"JAX_TCGEMM_LOG": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    for config in named:
+        row, parts = read_config(config)
+        tile_k = by_name(row).tile_k
+        stages = -(-6144 // tile_k // parts)
+        line = rf"split_stages={stages}( fixup)? -> {row}$"
+        assert re.search(line, done.stderr, re.MULTILINE), (config, done.stderr)
 
 
 def model(x, w, gate, up, experts, sizes):
