@@ -40,8 +40,8 @@ _BY_DIGEST: dict[str, Tunings] = {}
 class Tunings:
     """How measured products are computed fastest, for each kind of device.
 
-    As a context manager it is active for the programs that are traced within: ``with tunings:``.
-    Within others that are active, its own entries go first. ``first | second`` has the entries of
+    As a context manager it is active for the programs that are compiled within: ``with tunings:``.
+    Within others that are active, its own entries go first. Those of equal choices are equal. ``first | second`` has the entries of
     both, those of ``second`` where both have one.
 
     Args:
