@@ -106,9 +106,10 @@ def test_transformer_mlp(dtype, capsys):
 @pytest.mark.gpu
 def test_transformer_mlp_on_the_gpu(capsys):
     arguments = ["--tokens", "512", "--width", "1024", "--hidden", "3584", "--heads", "8"]
-    load("transformer_mlp").main([*arguments, "--kv-heads", "2", "--reps", "4"])
+    load("transformer_mlp").main([*arguments, "--kv-heads", "2", "--reps", "4", "--tune"])
     output = capsys.readouterr().out
     assert "(gpu)" in output
+    assert "tuned in " in output
     assert output.splitlines()[-1].startswith("OK: the same within rounding")
 
 
