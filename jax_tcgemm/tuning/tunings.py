@@ -41,8 +41,8 @@ class Tunings:
     """How measured products are computed fastest, for each kind of device.
 
     As a context manager it is active for the programs that are compiled within: ``with tunings:``.
-    Within others that are active, its own entries go first. Those of equal choices are equal. ``first | second`` has the entries of
-    both, those of ``second`` where both have one.
+    Within others that are active, its own entries go first. Those of equal choices are equal.
+    ``first | second`` has the entries of both, those of ``second`` where both have one.
 
     Args:
         entries: by kind of device (``jax.Device.device_kind``) and problem.
@@ -190,7 +190,7 @@ class Tunings:
             ImportError: matplotlib is not installed.
         """
         if axes is None:
-            import matplotlib.pyplot as plt
+            import matplotlib.pyplot as plt  # pyright: ignore[reportMissingImports]
 
             _, axes = plt.subplots(figsize=(8, 1 + 0.25 * len(self)), layout="constrained")
         names = [described(problem) for _, problem in self._entries]
