@@ -68,7 +68,7 @@ struct KernelConfig {
   bool skinny;
   Grouped grouped;
   // sm90: D^T = B^T A^T is computed: tile_m and cluster_m go along n, tile_n and cluster_n along m.
-  // So m is cut into any multiples of 8 rows of a k-major A. Plain products alone, with D by TMA.
+  // So m is cut into any multiples of 8 rows of a k-major A. With a bias at most, and D by TMA.
   bool swap_ab;
   // What epilogues the kernel has: most of its code and of the time that it takes to compile.
   EpilogueWork epilogue;

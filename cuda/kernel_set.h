@@ -28,9 +28,8 @@ struct KernelsByLayout {
 // The kernels of a row.
 struct KernelSet {
   KernelsByLayout any;  // for all that the row can do
-  // Where there are any, for an epilogue with little to do. sm90: for Finish before kActivate, of
-  // skinny rows for kProduct. simt: for one product of two matrices and nothing else, by
-  // PlainParams.
+  // Where there are any, for an epilogue with little to do. sm90: for Finish before kActivate.
+  // simt: for one product of two matrices and nothing else, by PlainParams.
   KernelsByLayout simple;
 };
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gpu_accuracy import baseline_precision, poison
-from kernel_rows import chosen_config
+from kernel_rows import first_of
 from mps import pytest_configure, pytest_report_header, pytest_unconfigure  # noqa: F401 (hooks)
 
 from jax_tcgemm import Tunings, _core, _extension
@@ -163,17 +163,23 @@ def compare(exact, assert_accurate):
 
 
 @pytest.fixture
-def choose_on_h200() -> Callable[..., str]:
-    """Names the row, and the parts of k, that an H200 takes for a product in its workspace."""
+def rank_on_h200() -> Callable[..., list[tuple[str, float, bool]]]:
+    """Ranks what an H200 could take for a product in its workspace, as `_core.rank_configs`."""
     if len(_core.kernel_names()) < len(kernel_table.CONFIGS):
         pytest.skip("needs every kernel of the table")
 
-    def choose(algorithm: str, m: int, n: int, k: int, *, sms: int = 132, **options: Any) -> str:
+    def rank(algorithm: str, m: int, n: int, k: int, *, sms: int = 132, **options: Any):
         room = split_bytes(StridedGemm(m, n, k, (), Operands((k, 1), (n, 1))))
         options = {"compute_capability": 90, "workspace_bytes": room} | options
-        return chosen_config(algorithm, m, n, k, 1, True, sms, 227 * 1024, **options)
+        return _core.rank_configs(algorithm, m, n, k, 1, True, sms, 227 * 1024, **options)
 
-    return choose
+    return rank
+
+
+@pytest.fixture
+def choose_on_h200(rank_on_h200: Callable[..., Any]) -> Callable[..., str]:
+    """Names the row, and the parts of k, that an H200 takes: see `kernel_rows.first_of`."""
+    return lambda *arguments, **options: first_of(rank_on_h200(*arguments, **options))
 
 
 @pytest.fixture

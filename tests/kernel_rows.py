@@ -39,10 +39,14 @@ def by_config(
     )
 
 
-def chosen_config(*arguments: Any, **options: Any) -> str:
-    """Names what a device would take untuned, " fixup" after it where blocks add up parts of k."""
-    ranked = _core.rank_configs(*arguments, **options)
+def first_of(ranked: list[tuple[str, float, bool]]) -> str:
+    """Names what is taken untuned, " fixup" after it where blocks add up parts of k."""
     if not ranked:
         return ""
     config, _, has_fixup = ranked[0]
     return config + " fixup" * has_fixup
+
+
+def chosen_config(*arguments: Any, **options: Any) -> str:
+    """Names what a device would take untuned; the arguments are those of `_core.rank_configs`."""
+    return first_of(_core.rank_configs(*arguments, **options))

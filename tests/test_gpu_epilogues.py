@@ -10,6 +10,7 @@ from gpu_accuracy import EVERY_ACTIVATION, FLOATS, accumulation_slack, some
 from kernel_rows import by_config
 
 from jax_tcgemm import _compat, gemm
+from jax_tcgemm.kernels.table import CONFIGS, by_name
 from jax_tcgemm.primitives import gemm as gemm_primitive
 from jax_tcgemm.problem.activations import resolve
 from jax_tcgemm.problem.arithmetic import INPUT_DTYPES
@@ -65,6 +66,45 @@ def check_residual_and_scales(compare, normal, rng, config, activation):
 
     slack = 8 * accumulation_slack(config, out_dtype, k, alpha * 5 * k**0.5)
     compare(ours, formula, args, out_dtype, algorithm, slack)
+
+
+@pytest.mark.parametrize("splits", [2, 3, 4])
+@pytest.mark.parametrize(
+    "row", [row.name for row in CONFIGS if row.splits_k and row.schedule == "pingpong"]
+)
+def test_after_parts_of_k(compare, normal, rng, row, splits):
+    """In the kernel where the row has the epilogue; of extents that are no multiples of a tile."""
+    algorithm = by_name(row).algorithm
+    dtype = INPUT_DTYPES[algorithm]
+    m, n, k = (8 * int(x) for x in rng.integers((1, 1, 64), (60, 60, 400)))
+    args = (
+        normal(m, k, dtype=dtype) / 8,
+        normal(k, n, dtype=dtype) / 8,
+        normal(n, dtype=dtype),
+        normal(m, dtype=dtype),
+    )
+    for activation in (None, *some(rng, EVERY_ACTIVATION)):
+        saves = activation is not None and bool(rng.integers(2))
+        has_scale = activation is not None and bool(rng.integers(2))
+        spec = GemmSpec(
+            Operands((0, 1), (0, 1), bias=(0,), row_scale=(0,) if has_scale else None),
+            jnp.dtype(dtype),
+            _compat.canonicalize_precision(algorithm),
+            Epilogue("add", activation, results=(True, saves)),
+            config=f"{row}/splits={splits}",
+        )
+
+        def ours(a, b, bias, scale, spec=spec):
+            scale = scale if spec.axes.row_scale else None
+            return gemm_primitive.bind(Operands(a, b, bias=bias, row_scale=scale), spec)
+
+        def formula(matmul, a, b, bias, scale, spec=spec):
+            z = matmul(a, b)
+            z = (z * scale[:, None] if spec.axes.row_scale else z) + bias
+            d = resolve(spec.activation).reference(z)
+            return [d, z] if spec.epilogue.results[1] else [d]
+
+        compare(ours, formula, args, dtype, algorithm)
 
 
 @by_config()

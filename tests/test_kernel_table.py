@@ -118,8 +118,8 @@ def test_impossible_grouped_rows(changes, message):
     [
         ({"algorithm": "TF32_TF32_F32", "tile_k": 32}, "as their layouts need"),
         ({"tile_n": 68}, "multiple of 8"),
-        ({"grouped": "m"}, "plain products alone"),
-        ({"promote": True, "tile_n": 32}, "plain products alone"),
+        ({"grouped": "m"}, "a bias at most"),
+        ({"promote": True, "tile_n": 32}, "a bias at most"),
         ({"stages": 9}, "shared memory"),
         ({"swap_ab": False, "stages": 4}, "multiple of 32"),
     ],
@@ -299,11 +299,13 @@ def test_heuristic_of_the_sm90_family_on_an_h200(algorithm, shape, layout, expec
     assert not by_name(unaligned).copies_whole_chunks
 
 
-def test_rows_that_swap_operands_take_plain_products_alone(choose_on_h200):
+def test_rows_that_swap_operands_add_a_bias_at_most(choose_on_h200):
     choose = functools.partial(choose_on_h200, "BF16_BF16_F32", 16384, 4096, 1024)
     # The fastest row measured.
     assert choose() == choose(layout="nt") == "sm90_bf16_128x160x64_s5_c2x1_pingpong_swap_ab"
-    for other in ({"layout": "tn"}, {"layout": "tt"}, {"epilogue": "sum"}, {"epilogue": "any"}):
+    assert choose(epilogue="sum") == choose()
+    c = {"epilogue": "sum", "has_c": True}
+    for other in ({"layout": "tn"}, {"layout": "tt"}, c, {"epilogue": "any"}):
         assert "swap_ab" not in choose(**other)
     assert "promote" in choose(float32_result=True)
 
@@ -313,10 +315,12 @@ def test_rows_take_the_epilogues_they_have(choose_on_h200, algorithm):
     chosen = {}
     for epilogue in ("none", "sum", "any"):
         rows = set()
-        for m, n, k in itertools.product((16, 64, 256, 1000, 4096), (512, 4096, 14336), (64, 2048)):
+        for m, n, k in itertools.product((16, 64, 256, 1000, 4096), (512, 4096, 28672), (64, 4096)):
             for layout in ("nn", "nt", "tn", "tt"):
                 name = choose_on_h200(algorithm, m, n, k, epilogue=epilogue, layout=layout)
-                rows.add(by_name(read_config(name)[0]))
+                row, splits = read_config(name.removesuffix(" fixup"))
+                if splits == 1:
+                    rows.add(by_name(row))
         chosen[epilogue] = {row.epilogue for row in rows}
     assert chosen["any"] == {"any"}
     assert "none" in chosen["none"] - chosen["sum"]
@@ -331,12 +335,29 @@ def test_heuristic_adds_up_parts_of_k_within_the_kernel(choose_on_h200):
     assert choose(1024, 1024, 16384) == in_kernel
     assert choose(256, 4096, 14336) == in_kernel
     assert choose(256, 4096, 4096) == in_kernel
-    # The parts must be on the GPU at once, and D is the product.
+    # The epilogue follows the sum.
+    assert choose(1024, 1024, 16384, epilogue="sum") == in_kernel
+    assert choose(256, 4096, 4096, epilogue="any").endswith("fixup")
+    # The parts must be on the GPU at once.
     assert "fixup" not in choose(1024, 1024, 16384, sms=126)
-    assert "fixup" not in choose(1024, 1024, 16384, epilogue="sum")
     assert "fixup" not in choose(1024, 1024, 16384, float32_result=True)
     assert choose(128, 128, 65536).endswith("/splits=32")
     assert "splits" not in choose(128, 128, 65536, workspace_bytes=2 * 4 * 128 * 128 - 1)
+
+
+def test_parts_of_k_have_the_epilogue_that_their_row_has(rank_on_h200):
+    def added_up(**options):
+        ranked = rank_on_h200("BF16_BF16_F32", 256, 1000, 4096, **options)
+        return {config for config, _, has_fixup in ranked if has_fixup}
+
+    plain, any_row = added_up(), "sm90_bf16_128x128x64_s6_c2x1_pingpong/splits=2"
+    assert any_row in plain
+    assert {by_name(read_config(name)[0]).epilogue for name in plain} > {"any"}
+    assert added_up(epilogue="sum") == plain
+    fused = added_up(epilogue="any")
+    assert fused == {name for name in plain if by_name(read_config(name)[0]).epilogue == "any"}
+    for impossible in ({"has_c": True}, {"float32_result": True}, {"d_by_tma": False}):
+        assert not added_up(epilogue="sum", **impossible)
 
 
 @pytest.mark.parametrize("limit", [1, 2, 4])

@@ -32,6 +32,7 @@ constexpr double kRealignFactor = 2.5;
 // the cycles that they take there.
 constexpr double kSm90MemoryRate = 1800.0;
 constexpr double kSm90Factor = 1.4;
+constexpr double kSm90StartCycles = 1000.0;
 
 int blocks_per_sm(const KernelConfig& config, const ChoiceInput& input) {
   const int by_memory = input.shared_memory_per_block / config.shared_memory_bytes();
@@ -65,7 +66,7 @@ double tensor_core_cycles(const KernelConfig& config, const ChoiceInput& input, 
 
 // A trip to memory for every tile_k steps; the loads of an SM's blocks queue behind one another.
 double simt_cycles(const KernelConfig& config, const ChoiceInput& input, int64_t tiles) {
-  constexpr double kTripCycles = 700.0;
+  constexpr double kTripCycles = 1500.0;
   const int64_t blocks = ceil_div(tiles, input.sm_count);
   const double loads = 2.0 * config.tile_k * config.threads() / 32 * blocks;
   const int products = config.gated ? 2 : 1;
@@ -97,8 +98,9 @@ bool has_epilogue(const KernelConfig& config, const ChoiceInput& input) {
     return !config.swap_ab && input.epilogue != EpilogueWork::kAny && !input.has_c;
   }
   if (input.epilogue == EpilogueWork::kNone) return true;
+  const bool has_c_too = !config.swap_ab && input.c_by_tma;
   return config.epilogue == EpilogueWork::kSum && input.epilogue == EpilogueWork::kSum &&
-         !input.widens() && (!input.has_c || input.c_by_tma);
+         !input.widens() && (!input.has_c || has_c_too);
 }
 
 }  // namespace
@@ -149,7 +151,7 @@ double estimated_cycles(const KernelConfig& config, const ChoiceInput& input, in
   const double traffic =
       static_cast<double>(element_bytes(config.algorithm)) * input.batch *
       (static_cast<double>(input.m) * input.k + input.k * input.n + input.m * input.n);
-  return std::max(kSm90Factor * cycles, traffic / kSm90MemoryRate);
+  return std::max(kSm90Factor * cycles + kSm90StartCycles, traffic / kSm90MemoryRate);
 }
 
 }  // namespace jax_tcgemm

@@ -98,8 +98,7 @@ KernelHandle* sm90_kernel(const KernelConfig& config, const KernelSet& kernels,
   const sm90::TensorMaps& maps = *request.maps;
   const Major a = config.skinny ? maps.major_a : request.major_a;
   const Major b = config.skinny ? maps.major_b : request.major_b;
-  const bool is_simple =
-      config.skinny ? maps.finish == sm90::Finish::kProduct : maps.finish < sm90::Finish::kActivate;
+  const bool is_simple = maps.finish < sm90::Finish::kActivate;
   KernelHandle* const simple = is_simple ? kernels.simple(a, b) : nullptr;
   return simple != nullptr ? simple : kernels.any(a, b);
 }

@@ -13,8 +13,10 @@
 namespace jax_tcgemm::sm90 {
 namespace {
 
-// Bytes per cycle into one SM, of rows that are a part of two lines of L2.
+// Bytes per cycle into one SM, of rows that are a part of two lines of L2; those that another block
+// of the cluster asks for count for less.
 constexpr double kSplitLineRate = 36.0;
+constexpr double kSplitLineSharedShare = 0.5;
 
 // Of the rows that compute tile after tile: clock cycles at about 1.75 GHz, bytes per cycle.
 namespace pipelined_model {
@@ -60,6 +62,7 @@ constexpr double kCopiedElementCycles = 0.1;
 constexpr double kTurnElementCycles = 0.09;
 // An epilogue's own, with code that is fetched from afar the first time; that of a sum, unrolled.
 constexpr double kFusedElementCycles = 0.18;
+constexpr double kFusedWarps = 8.0;  // of a tile, for which that is; fewer take longer
 constexpr double kFusedStartCycles = 3500.0;
 constexpr double kSumElementCycles = 0.03;
 constexpr double kSumStartCycles = 800.0;
@@ -84,6 +87,9 @@ constexpr double kSharedRate = 18300.0;  // of the other, which every block read
 constexpr double kSmRate = 53.7;         // of both into one SM
 constexpr double kLatencyCycles = 1695.0;
 constexpr double kElementCycles = 0.265;
+// Of an epilogue: of a line of it, and of any, whose code is fetched from afar.
+constexpr double kSumCycles = 300.0;
+constexpr double kFusedCycles = 2000.0;
 }  // namespace skinny_model
 
 // Clusters at a time. A cluster's blocks share a GPC, and not every GPC has a multiple of 4 SMs.
@@ -131,14 +137,16 @@ double starved_rate(const KernelConfig& config, const ChoiceInput& input, double
 struct AskedBytes {
   double whole = 0.0;  // of rows that are whole lines
   double split = 0.0;
+  double split_rest = 0.0;  // that others ask for
 };
 
 AskedBytes asked_bytes(const KernelConfig& config, const ChoiceInput& input) {
   const bool swap_ab = swaps_operands(config, input.major_a, input.major_b, input.m, input.n);
   AskedBytes asked;
   const auto add = [&](int extent, int sharers, bool whole_lines) {
-    (whole_lines ? asked.whole : asked.split) +=
-        static_cast<double>(config.operand_bytes(extent)) / sharers;
+    const double all = config.operand_bytes(extent);
+    (whole_lines ? asked.whole : asked.split) += all / sharers;
+    if (!whole_lines) asked.split_rest += all - all / sharers;
   };
   add(config.tile_m, config.cluster_n, swap_ab ? input.whole_lines_b : input.whole_lines_a);
   add(config.tile_n, config.cluster_m, swap_ab ? input.whole_lines_a : input.whole_lines_b);
@@ -169,6 +177,7 @@ double stage_cycles(const KernelConfig& config, const ChoiceInput& input, int64_
                          static_cast<double>(input.batch);
   const bool cold = operand_bytes > kColdBytes || operand_bytes + d_bytes > kColdBytesWithD;
   const double loaded = loaded_bytes(config, input);
+  const AskedBytes asked = asked_bytes(config, input);
   const double excess = std::max(0.0, shared_bytes / (kSharedMemoryPeak * ideal) - 1.0);
   const double tensor = kTensorFactor * ideal * (cold ? 1.0 + kContention * excess : 1.0);
   const double on_sm = std::max(1.0, static_cast<double>(blocks) / input.sm_count);
@@ -177,7 +186,8 @@ double stage_cycles(const KernelConfig& config, const ChoiceInput& input, int64_
   if (const double rate = starved_rate(config, input, operand_bytes); rate > 0.0) {
     cycles = std::max(cycles, on_sm * config.stage_bytes() / rate);
   }
-  cycles = std::max(cycles, on_sm * asked_bytes(config, input).split / kSplitLineRate);
+  const double split = asked.split + kSplitLineSharedShare * asked.split_rest;
+  cycles = std::max(cycles, on_sm * split / kSplitLineRate);
   if (cold && config.cluster_size() == 1) cycles *= kUnsharedFactor;
   if (bytes == 4 && (input.major_a == Major::kMn || input.major_b == Major::kMn)) {
     const int warpgroups = config.consumer_warps() / 4;
@@ -219,6 +229,10 @@ double skinny_cycles(const KernelConfig& config, const ChoiceInput& input) {
   };
   const int64_t tiles = cluster_tiles(config, input, 1);
   const int64_t rounds = ceil_div(tiles, capacity);
+  if (input.epilogue != EpilogueWork::kNone) {
+    const bool is_line = input.epilogue == EpilogueWork::kSum && !input.has_c;
+    cycles += is_line ? kSumCycles : kFusedCycles;
+  }
   cycles += (rounds - 1) * (round(capacity) + kRoundCycles);
   return cycles + round(tiles - (rounds - 1) * capacity);
 }
@@ -243,9 +257,9 @@ FusedCost fused_cost(const KernelConfig& config, const ChoiceInput& input) {
     return {};
   }
   const bool unrolled = input.d_by_tma && input.epilogue == EpilogueWork::kSum &&
-                        config.unrolls_sums() && !input.widens();
+                        (config.unrolls_sums() || config.swap_ab) && !input.widens();
   if (by_rows || unrolled) return {kSumElementCycles, kSumStartCycles};
-  return {kFusedElementCycles, kFusedStartCycles};
+  return {kFusedElementCycles * kFusedWarps / config.warps_m, kFusedStartCycles};
 }
 
 // What writing D takes by the columns of a cluster's tile (of a block's, where a row of the table
@@ -311,7 +325,9 @@ double pipelined_cycles(const KernelConfig& config, const ChoiceInput& input, in
   const double stages =
       ceil_div(input.k, config.tile_k) / static_cast<double>(config.split_k * splits);
   const double mainloop = stages * stage_cycles(config, input, blocks);
-  const FusedCost fused = splits == 1 ? fused_cost(config, input) : FusedCost();
+  // Sums over parts of k in a workspace have no epilogue; the kernel that adds them up has.
+  const bool finishes = splits == 1 || has_fixup(config, input, splits);
+  const FusedCost fused = finishes ? fused_cost(config, input) : FusedCost();
   const double output = output_cycles(config, input, splits, fused);
   // In pingpong one tile is written while the next is multiplied, if that takes long enough.
   const bool hidden = config.schedule == Schedule::kPingpong && rounds > 1;
@@ -328,8 +344,8 @@ double pipelined_cycles(const KernelConfig& config, const ChoiceInput& input, in
 }  // namespace
 
 bool has_fixup(const KernelConfig& config, const ChoiceInput& input, int splits) {
-  if (!config.has_fixup() || input.epilogue != EpilogueWork::kNone || result_bytes(input) == 4 ||
-      !input.d_by_tma || splits == 1 || splits > config.warps_m) {
+  if (!config.has_fixup() || input.epilogue > config.epilogue || input.has_c ||
+      result_bytes(input) == 4 || !input.d_by_tma || splits == 1 || splits > config.warps_m) {
     return false;
   }
   const int64_t clusters = cluster_tiles(config, input, splits);

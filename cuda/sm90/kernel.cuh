@@ -99,7 +99,7 @@ struct Kernel {
       if constexpr (kConfig.has_fixup()) {
         if (params.fixup.parts > 0) {
           if (SplitFixup<kConfig>(params, smem, walk.batch).run(acc)) {
-            output.finish_product(acc, at);
+            output.finish_sum(acc, at);
           }
           break;
         }

@@ -56,7 +56,7 @@ constexpr bool is_for_moments(const KernelConfig& config) {
 template <typename Row>
 struct SimpleRow {
   static constexpr KernelConfig simple(KernelConfig config) {
-    const bool sums = config.unrolls_sums() && !config.skinny;
+    const bool sums = config.unrolls_sums() || config.skinny;
     config.epilogue = sums ? EpilogueWork::kSum : EpilogueWork::kNone;
     return config;
   }

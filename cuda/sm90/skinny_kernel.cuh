@@ -15,7 +15,7 @@
 //
 // What a block does once takes as long as memory takes to bring instructions and parameters, line
 // after line: hence a producer of its own, for one batch dimension at most, a simpler order of
-// tiles (along the longer extent first), and a path of its own for a plain D.
+// tiles (along the longer extent first), and kernels of their own for a plain D and for a sum.
 
 #pragma once
 
@@ -43,6 +43,7 @@ struct SkinnyKernel {
   using Smem = SharedMemory<kConfig>;
   using Place = ClusterPlace<kConfig>;
   using Main = Mainloop<kConfig, Layouts>;
+  using Out = SkinnyOutput<kConfig>;
   static constexpr int kConsumerWarps = 4;
   static_assert(kConfig.consumer_warps() == kConsumerWarps);
   static constexpr int kStartBarrier = 0;
@@ -61,7 +62,7 @@ struct SkinnyKernel {
                                                  const Smem& smem, const Place& place) {
     const int k_tiles = (params.k - 1) / kConfig.tile_k + 1;
     Main mainloop(params, smem, place, 0);
-    SkinnyOutput<kConfig> output(params, smem, place.k, maps.swap_ab);
+    Out output(params, smem, place.k, maps.swap_ab);
     const int stages =
         (place.k + 1) * k_tiles / kConfig.split_k - place.k * k_tiles / kConfig.split_k;
     bool started = false;
@@ -78,9 +79,15 @@ struct SkinnyKernel {
         output.collect(acc, walk.done(params));
         store();
       };
-      if (kConfig.epilogue == EpilogueWork::kNone || maps.finish == Finish::kProduct) {
+      if constexpr (kConfig.epilogue == EpilogueWork::kSum) {
+        // One mainloop for both: its code is most of the kernel's.
+        const bool is_plain = maps.finish == Finish::kProduct;
+        typename Out::Line line;
+        if (!is_plain) line = output.line();
+        compute([&] { is_plain ? output.store_plain() : output.store_line(line); });
+      } else if constexpr (kConfig.epilogue == EpilogueWork::kNone) {
         compute([&] { output.store_plain(); });
-      } else if constexpr (kConfig.epilogue != EpilogueWork::kNone) {
+      } else {
         const auto epilogue = output.epilogue();
         compute([&] { output.store(epilogue); });
       }
@@ -110,7 +117,7 @@ struct SkinnyKernel {
     if constexpr (kConfig.split_k > 1) {
       ptx::mbarrier_init(smem.partial_full(), 1);
       ptx::mbarrier_init(smem.partial_empty(), kConsumerWarps * kConfig.split_k);
-      ptx::mbarrier_arrive_expect(smem.partial_full(), SkinnyOutput<kConfig>::kReceivedBytes);
+      ptx::mbarrier_arrive_expect(smem.partial_full(), Out::kReceivedBytes);
     }
     ptx::fence_mbarrier_init();
   }

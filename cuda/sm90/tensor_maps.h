@@ -41,6 +41,8 @@ constexpr bool has_finish(const KernelConfig& config, Finish finish, bool swap_a
     case Finish::kProduct:
       return true;
     case Finish::kAddBias:
+      if (config.swap_ab) return config.epilogue == EpilogueWork::kSum;
+      [[fallthrough]];
     case Finish::kAddC:
       return config.epilogue >= EpilogueWork::kSum && config.unrolls_sums() && !swap_ab;
     case Finish::kRows:

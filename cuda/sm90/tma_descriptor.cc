@@ -158,6 +158,10 @@ Finish finish_of(const EpilogueParams& epilogue, const TensorMaps& maps, bool sw
                  const KernelConfig& config) {
   const EpilogueWork work = work_of(epilogue);
   if (work == EpilogueWork::kNone && (maps.d_by_tma || config.skinny)) return Finish::kProduct;
+  if (config.skinny) {
+    const bool is_line = work == EpilogueWork::kSum && epilogue.c.data == nullptr;
+    return is_line ? Finish::kAddBias : Finish::kAnything;
+  }
   if (epilogue.aux != nullptr || epilogue.row_scale.data != nullptr ||
       epilogue.column_scale.data != nullptr) {
     return Finish::kAnything;
@@ -166,7 +170,8 @@ Finish finish_of(const EpilogueParams& epilogue, const TensorMaps& maps, bool sw
     const bool adds_bias = work != EpilogueWork::kAny && epilogue.c.data == nullptr;
     return adds_bias && !swap_ab ? Finish::kRows : Finish::kAnything;
   }
-  const bool unrolled = work == EpilogueWork::kSum && config.unrolls_sums() && !swap_ab &&
+  const bool unrolls = config.swap_ab || (config.unrolls_sums() && !swap_ab);
+  const bool unrolled = work == EpilogueWork::kSum && unrolls &&
                         epilogue.d_type == arithmetic_of(config.algorithm).output;
   if (epilogue.c.data == nullptr) return unrolled ? Finish::kAddBias : Finish::kActivate;
   return unrolled && maps.c_by_tma ? Finish::kAddC : Finish::kAnything;

@@ -52,13 +52,14 @@ class KernelConfig:
             ragged non-contracting); or ``"k"``, so that each group makes its own D (``lax``: ragged
             contracting).
         swap_ab: D^T = B^T A^T is computed (sm90): ``tile_m`` and ``cluster_m`` go along n,
-            ``tile_n`` and ``cluster_n`` along m. Such a row takes plain products alone, of an A
-            whose k is contiguous, to a D of the operands' type whose rows are multiples of 16
-            bytes; of what else is asked of it another row is taken.
+            ``tile_n`` and ``cluster_n`` along m. Such a row takes products of an A whose k is
+            contiguous, to a D of the operands' type whose rows are multiples of 16 bytes; of what
+            else is asked of it another row is taken.
         epilogue: which epilogues the kernel has, most of its code and of the time that it takes to
             compile: ``"none"`` (sm90), where D is the product; ``"sum"`` (sm80, sm90), and ``alpha
             * product + bias + beta * C``, of sm90 rows where that is unrolled: to a D of the
-            operands' type, with D and C in rows that are multiples of 16 bytes; or ``"any"``.
+            operands' type, with D and C in rows that are multiples of 16 bytes (of rows that swap
+            operands, without C); or ``"any"``.
             Tiles of D that lie on other rows leave sm90 kernels with a bias in either class but
             that of rows for few rows, for groups of k and of swapped operands; not with C.
     """
@@ -161,7 +162,8 @@ class KernelConfig:
             self.tile_n % unit == 0 and self.tile_n <= 256, f"tile_n must be a multiple of {unit}"
         )
         require(self.schedule in ("cooperative", "pingpong"), "unknown schedule")
-        require(self.epilogue != "sum" or self._unrolls_sums, "too many accumulators for sums")
+        sums = self.epilogue != "sum" or self.swap_ab or self._unrolls_sums
+        require(sums, "too many accumulators for sums")
         require(self.split_k in (1, 2, 4, 8), "split_k must be 1, 2, 4 or 8")
         require(self.cluster_size <= 8, "a cluster has at most 8 blocks")
         if self.split_k > 1:
@@ -194,9 +196,9 @@ class KernelConfig:
         require(self.element_bytes == 2, "float32 operands are swapped as their layouts need it")
         require(
             self.split_k == 1
-            and self.epilogue == "none"
+            and self.epilogue != "any"
             and not (self.promote or self.gated or self.grouped != "none"),
-            "rows that swap operands compute plain products alone",
+            "rows that swap operands compute products, with a bias at most",
         )
 
     def _check_skinny(self, require: Callable[[bool, str], None]) -> None:

@@ -29,7 +29,7 @@ def _sm90(
     epilogue: str = "any",
 ) -> KernelConfig:
     if swap_ab or grouped == "k":
-        epilogue = "none"
+        epilogue = "sum" if swap_ab else "none"
     warpgroups = 1 if skinny or schedule == "pingpong" else min(2, tile_m // 64)
     return KernelConfig(
         "sm90",
@@ -138,8 +138,8 @@ def _rows() -> list[KernelConfig]:
             _sm90(algorithm, 64, 64, 6),
             # For so few that k is shared out.
             _sm90(algorithm, 128, 64, 8, split_k=2),
-            # Plain products with tiles of heights that the rows above do not have: for other
-            # numbers of whole waves, and for few tiles of operands whose rows are no whole lines.
+            # Tiles of heights that the rows above do not have: for other numbers of whole waves,
+            # and for few tiles of operands whose rows are no whole lines.
             _sm90(algorithm, 128, 160, 5, cluster=(2, 1), schedule="pingpong", swap_ab=True),
             _sm90(algorithm, 128, 72, 8, cluster=(2, 1), swap_ab=True),
             _sm90(algorithm, 128, 72, 8, cluster=(4, 1), swap_ab=True),

@@ -76,12 +76,23 @@ class Output {
     }
   }
 
-  // Instead of finish, where the D of this warp is the product and goes to the batch's one matrix.
-  // Not a part of finish: ptxas would let instructions of the mainloop wait for one another where
-  // others write to the accumulators before.
-  __device__ __forceinline__ void finish_product(const Accumulators& acc,
-                                                 const OutputPlace& place) {
-    unrolled<false, Finish::kProduct>(acc, of_warp({place.row, place.column, 0}));
+  // Instead of finish, where acc is the sum of parts and D goes to the batch's one matrix. Not a part
+  // of finish: ptxas would let instructions of the mainloop wait for one another where others write
+  // to the accumulators before.
+  __device__ __forceinline__ void finish_sum(const Accumulators& acc, const OutputPlace& tile_place) {
+    const OutputPlace place = of_warp({tile_place.row, tile_place.column, 0});
+    switch (maps_.finish) {
+      case Finish::kAddBias:
+        return unrolled<false, Finish::kAddBias>(acc, place);
+      case Finish::kActivate:
+        if constexpr (kHas<Finish::kActivate>) fused<false>().run(acc, place);
+        return;
+      case Finish::kAnything:
+        if constexpr (kHas<Finish::kAnything>) fused<true>().run(acc, place);
+        return;
+      default:
+        return unrolled<false, Finish::kProduct>(acc, place);
+    }
   }
 
   // Before finish: the rows of the tile's group.

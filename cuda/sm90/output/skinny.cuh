@@ -53,6 +53,21 @@ class SkinnyOutput {
     return Epilogue(params_, batch_, column());
   }
 
+  // The same where D is alpha * sum + bias.
+  struct Line {
+    float alpha;
+    typename Epilogue::Vector bias;
+  };
+  __device__ __forceinline__ Line line() const {
+    const Addend& bias = params_.epilogue.bias;
+    Line line = {scalar_of(params_, batch_, params_.epilogue.alpha), {}};
+    if (bias.data != nullptr) {
+      const int64_t at = batch_offset(params_, batch_, bias.batch) + column() * bias.stride_n;
+      load_vector<Element, kVectorColumns>(line.bias, bias, at, params_.n - column());
+    }
+    return line;
+  }
+
   // After the mainloop: adds up and writes this block's share to the slab. `last`: the block has no
   // other tile.
   __device__ __forceinline__ void collect(const Accumulators& acc, bool last) {
@@ -86,18 +101,31 @@ class SkinnyOutput {
 
   // The same where D is the sum, rounded.
   __device__ __forceinline__ void store_plain() const {
+    store_values([](typename Epilogue::Vector&) {});
+  }
+
+  __device__ __forceinline__ void store_line(const Line& line) const {
+    store_values([&](typename Epilogue::Vector& value) {
+#pragma unroll
+      for (int i = 0; i < kVectorColumns; ++i) value[i] = fmaf(line.alpha, value[i], line.bias[i]);
+    });
+  }
+
+ private:
+  template <typename Finish>
+  __device__ __forceinline__ void store_values(Finish&& finish) const {
     ptx::named_barrier_sync(kWarpgroupBarrier, kThreads);
     const EpilogueParams& to = params_.epilogue;
     const int columns = params_.n - column();
     const int64_t first = int64_t{batch_} * params_.m * params_.n + column();
     visit_rows<1>([&](typename Epilogue::Vector(&value)[1], int row, int) {
       if (row >= params_.m) return;
+      finish(value[0]);
       store_vector<Element, kVectorColumns>(to.d, to.d_type, to.d_vectorizable,
                                             first + int64_t{row} * params_.n, value[0], columns);
     });
   }
 
- private:
   // A share of two values has the upper or the lower 8 of every 16 rows.
   static constexpr bool kHalves = kShare == 2;
   static constexpr int kLong = kHalves ? kConfig.tile_m / 2 : kConfig.tile_m;  // of a share

@@ -1,6 +1,6 @@
-// How D leaves where D^T was computed of 16-bit operands, and is the product alone. The four warps
-// of a warpgroup have 16 columns of D each, too few for TMA to store by themselves: 64 columns of
-// some rows lie in a buffer of the warpgroup, transposed on the way.
+// How D leaves where D^T was computed of 16-bit operands, and is alpha * product + bias. The four
+// warps of a warpgroup have 16 columns of D each, too few for TMA to store by themselves: 64 columns
+// of some rows lie in a buffer of the warpgroup, transposed on the way.
 //
 //   all warps:       accumulators -> buffer -> fence -> barrier, behind which the next is free
 //   their thread 0:    until the buffer after this one is free ^      -> store
@@ -29,12 +29,31 @@ class TransposedOutput {
   static constexpr int kBlocks = kConfig.tile_m / (16 * kConfig.warps_m);
   using Accumulators = float[kBlocks][kConfig.tile_n / 2];
 
-  __device__ __forceinline__ TransposedOutput(const GemmParams&, const TensorMaps& maps,
+  __device__ __forceinline__ TransposedOutput(const GemmParams& params, const TensorMaps& maps,
                                               const SharedMemory<kConfig>& smem, int warpgroup)
-      : maps_(maps), buffers_(smem.output(4 * warpgroup)), warpgroup_(warpgroup) {}
+      : params_(params),
+        maps_(maps),
+        buffers_(smem.output(4 * warpgroup)),
+        warpgroup_(warpgroup) {}
 
   __device__ __forceinline__ void prepare(const OutputPlace&) const {}
-  __device__ __forceinline__ void share_bias(const OutputPlace&) const {}
+
+  // While the last instructions run. A thread needs the bias of two columns in 64, so few that
+  // nothing is shared.
+  __device__ __forceinline__ void share_bias(const OutputPlace& place) {
+    const EpilogueParams& epilogue = params_.epilogue;
+    alpha_ = scalar_of(params_, place.batch, epilogue.alpha);
+    const int column = place.row + threadIdx.x / 32 % 4 * kWarpRows + threadIdx.x % 32 / 4;
+    const int64_t batch = batch_offset(params_, place.batch, epilogue.bias.batch);
+#pragma unroll
+    for (int i = 0; i < 2 * kBlocks; ++i) {
+      const int at = column + i / 2 * kBlockRows + i % 2 * 8;
+      bias_[i / 2][i % 2] = kNoBias;
+      if (epilogue.bias.data != nullptr && at < params_.n) {
+        bias_[i / 2][i % 2] = load(epilogue.bias, batch + at * epilogue.bias.stride_n);
+      }
+    }
+  }
 
   // Rows of the place are columns of D.
   __device__ __forceinline__ void finish(const Accumulators& acc, const OutputPlace& place) {
@@ -43,7 +62,7 @@ class TransposedOutput {
 #pragma unroll
       for (int row = 0; row < kConfig.tile_n; row += kRows) {
         const uint32_t buffer = buffers_ + buffer_ * kBytes;
-        write(acc[block], row, buffer);
+        write(acc[block], bias_[block], row, buffer);
         send(buffer, place.row + block * kBlockRows, place.column + row, place.batch);
       }
     }
@@ -58,18 +77,26 @@ class TransposedOutput {
   static constexpr int kBytes = kRows * 128;
   static constexpr int kMatrix = 8;  // rows and columns of one of stmatrix
   static_assert(kBuffers > 1);
+  // Added to -0, +0 would make it +0.
+  static constexpr float kNoBias = -0.f;
 
-  // The warp's columns of rows `first` and on, with TMA's swizzle.
-  static __device__ __forceinline__ void write(const float (&acc)[kConfig.tile_n / 2], int first,
-                                               uint32_t buffer) {
+  static __device__ __forceinline__ float load(const Addend& source, int64_t at) {
+    return source.type == ElementType::kF32 ? static_cast<const float*>(source.data)[at]
+                                            : float(static_cast<const Element*>(source.data)[at]);
+  }
+
+  // The warp's columns of rows `first` and on, with TMA's swizzle. `bias`: of the thread's two.
+  __device__ __forceinline__ void write(const float (&acc)[kConfig.tile_n / 2],
+                                        const float (&bias)[2], int first, uint32_t buffer) const {
     const uint32_t lane = ptx::volatile_lane();
     const uint32_t chunk = threadIdx.x / 32 % 4 * 2 + lane / kMatrix % 2;
     const uint32_t to = buffer + lane % kMatrix * 128 + (chunk ^ lane % kMatrix) * 16;
 #pragma unroll
     for (int row = 0; row < kRows; row += kMatrix) {
       const float* value = acc + (first + row) / 2;
-      const uint32_t matrices[2] = {pack<Element>(value[0], value[1]),
-                                    pack<Element>(value[2], value[3])};
+      const auto scaled = [&](int i) { return fmaf(alpha_, value[i], bias[i / 2]); };
+      const uint32_t matrices[2] = {pack<Element>(scaled(0), scaled(1)),
+                                    pack<Element>(scaled(2), scaled(3))};
       ptx::stmatrix_x2_trans(to + row * 128, matrices);
     }
   }
@@ -86,9 +113,12 @@ class TransposedOutput {
     buffer_ = buffer_ + 1 == kBuffers ? 0 : buffer_ + 1;
   }
 
+  const GemmParams& params_;
   const TensorMaps& maps_;
   const uint32_t buffers_;
   const int warpgroup_;
+  float alpha_;
+  float bias_[kBlocks][2];
   int buffer_ = 0;  // the next one to be written
 };
 
