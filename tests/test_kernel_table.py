@@ -337,7 +337,6 @@ def test_heuristic_adds_up_parts_of_k_within_the_kernel(choose_on_h200):
     assert choose(256, 4096, 4096) == in_kernel
     # The epilogue follows the sum.
     assert choose(1024, 1024, 16384, epilogue="sum") == in_kernel
-    assert choose(256, 4096, 4096, epilogue="any").endswith("fixup")
     # The parts must be on the GPU at once.
     assert "fixup" not in choose(1024, 1024, 16384, sms=126)
     assert "fixup" not in choose(1024, 1024, 16384, float32_result=True)
