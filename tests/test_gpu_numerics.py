@@ -32,7 +32,7 @@ pytestmark = pytest.mark.gpu
 
 
 # Drawn afresh in each run: nearly all of the time goes into compiling one program for each.
-_RESIDUES_PER_LAYOUT = 4
+_RESIDUES_PER_LAYOUT = 3
 
 
 BY_CONFIG = by_config()

@@ -128,6 +128,7 @@ def test_each_device_calls_kernels_of_its_part(args):
     assert "all_reduce" not in text
 
 
+@pytest.mark.usefixtures("on_an_h200")
 def test_each_device_takes_what_its_part_was_measured_to_want(args):
     x, w = args
     recorder = lookup.Recorder()

@@ -8,14 +8,15 @@
 //        consumer warps of the cluster, when they have read those. Named barrier 0: the barriers
 //        are initialised; 1: the consumers.
 // Timeline, producer: initialise -> TMA A, B ...       (waits for no other warp)
-//        consumer: fetch bias, scalars -> mainloop (sm90/mainloop.cuh) -> sums and D
-//        (sm90/output/skinny.cuh). The producer runs ahead into the next tile meanwhile.
+//        consumer: fetch bias, scalars (after the mainloop where its sums leave no registers) ->
+//        mainloop (sm90/mainloop.cuh) -> sums and D (sm90/output/skinny.cuh). The producer runs
+//        ahead into the next tile meanwhile.
 // That the blocks of a cluster have started is waited for only when sums are to be sent. None is
 // written to after its end, because each waits for all that it is sent.
 //
 // What a block does once takes as long as memory takes to bring instructions and parameters, line
 // after line: hence a producer of its own, for one batch dimension at most, a simpler order of
-// tiles (along the longer extent first), and kernels of their own for a plain D and for a sum.
+// tiles (along the longer extent first), and a kernel of its own for a plain D or one with a bias.
 
 #pragma once
 
@@ -83,10 +84,16 @@ struct SkinnyKernel {
         // One mainloop for both: its code is most of the kernel's.
         const bool is_plain = maps.finish == Finish::kProduct;
         typename Out::Line line;
-        if (!is_plain) line = output.line();
-        compute([&] { is_plain ? output.store_plain() : output.store_line(line); });
+        if (!Out::kFetchesLate && !is_plain) line = output.line();
+        compute([&] {
+          if (is_plain) return output.store_plain();
+          if (Out::kFetchesLate) line = output.line();
+          output.store_line(line);
+        });
       } else if constexpr (kConfig.epilogue == EpilogueWork::kNone) {
         compute([&] { output.store_plain(); });
+      } else if constexpr (Out::kFetchesLate) {
+        compute([&] { output.store(output.epilogue()); });
       } else {
         const auto epilogue = output.epilogue();
         compute([&] { output.store(epilogue); });

@@ -76,10 +76,11 @@ class Output {
     }
   }
 
-  // Instead of finish, where acc is the sum of parts and D goes to the batch's one matrix. Not a part
-  // of finish: ptxas would let instructions of the mainloop wait for one another where others write
-  // to the accumulators before.
-  __device__ __forceinline__ void finish_sum(const Accumulators& acc, const OutputPlace& tile_place) {
+  // Instead of finish, where acc is the sum of parts and D goes to the batch's one matrix. Not a
+  // part of finish: ptxas would let instructions of the mainloop wait for one another where others
+  // write to the accumulators before.
+  __device__ __forceinline__ void finish_sum(const Accumulators& acc,
+                                             const OutputPlace& tile_place) {
     const OutputPlace place = of_warp({tile_place.row, tile_place.column, 0});
     switch (maps_.finish) {
       case Finish::kAddBias:

@@ -48,7 +48,10 @@ class SkinnyOutput {
     batch_ = batch;
   }
 
-  // Before the mainloop: fetches what the epilogue needs of each column.
+  // Many sums leave no registers for what the epilogue needs: it is fetched after the mainloop.
+  static constexpr bool kFetchesLate = kBlocks * kBlockValues >= 64;
+
+  // Before the mainloop, unless it is late: fetches what the epilogue needs of each column.
   __device__ __forceinline__ Epilogue epilogue() const {
     return Epilogue(params_, batch_, column());
   }

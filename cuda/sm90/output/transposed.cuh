@@ -1,6 +1,6 @@
 // How D leaves where D^T was computed of 16-bit operands, and is alpha * product + bias. The four
-// warps of a warpgroup have 16 columns of D each, too few for TMA to store by themselves: 64 columns
-// of some rows lie in a buffer of the warpgroup, transposed on the way.
+// warps of a warpgroup have 16 columns of D each, too few for TMA to store by themselves: 64
+// columns of some rows lie in a buffer of the warpgroup, transposed on the way.
 //
 //   all warps:       accumulators -> buffer -> fence -> barrier, behind which the next is free
 //   their thread 0:    until the buffer after this one is free ^      -> store
@@ -31,10 +31,7 @@ class TransposedOutput {
 
   __device__ __forceinline__ TransposedOutput(const GemmParams& params, const TensorMaps& maps,
                                               const SharedMemory<kConfig>& smem, int warpgroup)
-      : params_(params),
-        maps_(maps),
-        buffers_(smem.output(4 * warpgroup)),
-        warpgroup_(warpgroup) {}
+      : params_(params), maps_(maps), buffers_(smem.output(4 * warpgroup)), warpgroup_(warpgroup) {}
 
   __device__ __forceinline__ void prepare(const OutputPlace&) const {}
 
