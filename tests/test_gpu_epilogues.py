@@ -9,7 +9,8 @@ import pytest
 from gpu_accuracy import EVERY_ACTIVATION, FLOATS, accumulation_slack, some
 from kernel_rows import by_config
 
-from jax_tcgemm import _compat, gemm
+from jax_tcgemm import _compat, _core, _extension, gemm
+from jax_tcgemm.kernels.config import KernelConfig
 from jax_tcgemm.kernels.table import CONFIGS, by_name
 from jax_tcgemm.primitives import gemm as gemm_primitive
 from jax_tcgemm.problem.activations import resolve
@@ -68,29 +69,51 @@ def check_residual_and_scales(compare, normal, rng, config, activation):
     compare(ours, formula, args, out_dtype, algorithm, slack)
 
 
+def adds_up_parts(row: KernelConfig) -> bool:
+    """As `has_fixup` of cuda/kernel_config.h."""
+    is_pingpong = row.splits_k and row.schedule == "pingpong" and not row.promote
+    return is_pingpong and row.tile_m * row.tile_n <= 128 * 128
+
+
+@pytest.mark.sm90
 @pytest.mark.parametrize("splits", [2, 3, 4])
-@pytest.mark.parametrize(
-    "row", [row.name for row in CONFIGS if row.splits_k and row.schedule == "pingpong"]
-)
+@pytest.mark.parametrize("row", [row.name for row in CONFIGS if adds_up_parts(row)])
 def test_after_parts_of_k(compare, normal, rng, row, splits):
     """In the kernel where the row has the epilogue; of extents that are no multiples of a tile."""
-    algorithm = by_name(row).algorithm
+    if row not in _extension.KERNEL_NAMES:
+        pytest.skip("not in this build")
+    algorithm, works = by_name(row).algorithm, ("none", "sum", "any")
     dtype = INPUT_DTYPES[algorithm]
     m, n, k = (8 * int(x) for x in rng.integers((1, 1, 64), (60, 60, 400)))
+    device = _core.device_properties(0)
+    sizes = {name: device[name] for name in ("sm_count", "shared_memory_per_block")}
+    for work in works[: works.index(by_name(row).epilogue) + 1]:
+        ranked = _core.rank_configs(
+            *(algorithm, m, n, k, 1, True),
+            **sizes,
+            compute_capability=90,
+            workspace_bytes=2**28,
+            epilogue=work,
+            dense_splits=True,
+        )
+        assert [in_kernel for name, _, in_kernel in ranked if name == f"{row}/splits={splits}"] == [
+            True
+        ]
     args = (
         normal(m, k, dtype=dtype) / 8,
         normal(k, n, dtype=dtype) / 8,
-        normal(n, dtype=dtype),
+        normal(n, dtype=jnp.dtype(rng.choice([dtype, jnp.float32]))),
         normal(m, dtype=dtype),
     )
     for activation in (None, *some(rng, EVERY_ACTIVATION)):
+        alpha = float(rng.choice([1, 0.5]))
         saves = activation is not None and bool(rng.integers(2))
         has_scale = activation is not None and bool(rng.integers(2))
         spec = GemmSpec(
             Operands((0, 1), (0, 1), bias=(0,), row_scale=(0,) if has_scale else None),
             jnp.dtype(dtype),
             _compat.canonicalize_precision(algorithm),
-            Epilogue("add", activation, results=(True, saves)),
+            Epilogue("add", activation, alpha=alpha, results=(True, saves)),
             config=f"{row}/splits={splits}",
         )
 
@@ -99,12 +122,37 @@ def test_after_parts_of_k(compare, normal, rng, row, splits):
             return gemm_primitive.bind(Operands(a, b, bias=bias, row_scale=scale), spec)
 
         def formula(matmul, a, b, bias, scale, spec=spec):
-            z = matmul(a, b)
+            z = spec.alpha * matmul(a, b)
             z = (z * scale[:, None] if spec.axes.row_scale else z) + bias
             d = resolve(spec.activation).reference(z)
             return [d, z] if spec.epilogue.results[1] else [d]
 
         compare(ours, formula, args, dtype, algorithm)
+
+
+@pytest.mark.sm90
+@pytest.mark.parametrize("row", [row.name for row in CONFIGS if row.swap_ab])
+def test_bias_of_a_batch_where_operands_are_swapped(compare, normal, rng, row):
+    """A block has several tiles, of which each has a bias of its own."""
+    if row not in _extension.KERNEL_NAMES:
+        pytest.skip("not in this build")
+    config = by_name(row)
+    dtype = INPUT_DTYPES[config.algorithm]
+    m, n, k = 12 * config.tile_n - 8, 9 * config.tile_m - 8, 2 * config.tile_k + 8
+    args = (
+        normal(3, m, k, dtype=dtype) / 8,
+        normal(3, k, n, dtype=dtype) / 8,
+        normal(3, n, dtype=jnp.dtype(rng.choice([dtype, jnp.float32]))),
+        jnp.asarray(rng.uniform(0.5, 1, 3), jnp.float32),
+    )
+
+    def ours(a, b, bias, alpha):
+        return [gemm(a, b, bias=bias, alpha=alpha, config=row)]
+
+    def formula(matmul, a, b, bias, alpha):
+        return [alpha[:, None, None] * matmul(a, b) + bias[:, None]]
+
+    compare(ours, formula, args, dtype, config.algorithm)
 
 
 @by_config()

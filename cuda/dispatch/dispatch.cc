@@ -154,7 +154,7 @@ uint64_t next_launch() {
   return ++count * 0x9e3779b97f4a7c15u | 1;
 }
 
-// The product itself, by blocks that add up parts of k.
+// The whole problem, by blocks that add up parts of k.
 GemmProblem fixup_problem(const GemmProblem& whole, int stages, int parts, char* workspace) {
   GemmProblem problem = whole;
   problem.params.split_stages = stages;

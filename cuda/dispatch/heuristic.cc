@@ -66,11 +66,11 @@ double tensor_core_cycles(const KernelConfig& config, const ChoiceInput& input, 
 
 // A trip to memory for every tile_k steps; the loads of an SM's blocks queue behind one another.
 double simt_cycles(const KernelConfig& config, const ChoiceInput& input, int64_t tiles) {
-  constexpr double kTripCycles = 1500.0;
+  const double trip_cycles = input.compute_capability == 90 ? 1500.0 : 700.0;
   const int64_t blocks = ceil_div(tiles, input.sm_count);
   const double loads = 2.0 * config.tile_k * config.threads() / 32 * blocks;
   const int products = config.gated ? 2 : 1;
-  return products * ceil_div(input.k, config.tile_k) * (kTripCycles + loads);
+  return products * ceil_div(input.k, config.tile_k) * (trip_cycles + loads);
 }
 
 // wgmma is an instruction of compute capability 9.0 alone.

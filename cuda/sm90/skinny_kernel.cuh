@@ -37,8 +37,8 @@
 
 namespace jax_tcgemm::sm90 {
 
-// Of plain products a kernel for each layout (sm90/kernels.cuh): asking for it takes a line of
-// parameters more before the first load.
+// Of products with a bias at most a kernel for each layout (sm90/kernels.cuh): asking for the
+// layout takes a line of parameters more before the first load.
 template <KernelConfig kConfig, typename Layouts>
 struct SkinnyKernel {
   using Smem = SharedMemory<kConfig>;

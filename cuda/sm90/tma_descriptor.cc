@@ -153,7 +153,8 @@ bool is_multiple_of_16(int64_t bytes) { return bytes % 16 == 0; }
 
 bool is_aligned(const void* data) { return is_multiple_of_16(reinterpret_cast<intptr_t>(data)); }
 
-// What the kernel has to do; kAddBias and kAddC are for D in the narrower of its types.
+// What the kernel has to do; kAddBias and kAddC are for D in the narrower of its types, but that a
+// skinny kernel adds a bias to any D.
 Finish finish_of(const EpilogueParams& epilogue, const TensorMaps& maps, bool swap_ab,
                  const KernelConfig& config) {
   const EpilogueWork work = work_of(epilogue);
@@ -224,12 +225,17 @@ Status encode_tensor_maps(const GemmProblem& problem, const KernelConfig& config
   maps->c_by_tma = maps->d_by_tma && c_by_tma(problem);
   maps->has_c2 = maps->c_by_tma && epilogue.c2.data != nullptr;
   maps->finish = finish_of(epilogue, *maps, swap_ab, config);
-  JAX_TCGEMM_REQUIRE(
-      config.skinny || config.split_k > 1 || has_finish(config, maps->finish, swap_ab),
-      "the kernel has no epilogue ", static_cast<int>(maps->finish));
+  // Parts of k are added up where D leaves by TMA and there is no C (Output::finish_sum).
+  const bool adds_parts = params.fixup.parts > 0;
+  const bool has_code =
+      config.skinny ? maps->finish == Finish::kProduct || config.epilogue == EpilogueWork::kAny
+                    : config.split_k > 1 || has_finish(config, maps->finish, swap_ab);
+  const bool has_sum = maps->d_by_tma && epilogue.c.data == nullptr;
+  JAX_TCGEMM_REQUIRE(has_code && (!adds_parts || has_sum), "the kernel has no epilogue ",
+                     static_cast<int>(maps->finish), " for ", params.fixup.parts, " parts of k");
   if (!maps->d_by_tma) return Status();
   // The groups' rows are one matrix, and parts of k make one.
-  const bool one_matrix = config.grouped == Grouped::kM || params.fixup.parts > 0;
+  const bool one_matrix = config.grouped == Grouped::kM || adds_parts;
   const int64_t matrix = one_matrix ? 0 : int64_t{params.m} * params.n;
   JAX_TCGEMM_RETURN_IF_ERROR(encode_result("d", epilogue.d, params.n, matrix,
                                            in_whole_rows(maps->finish), problem, config, &maps->d));

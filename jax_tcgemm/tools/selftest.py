@@ -43,7 +43,10 @@ _ACTIVATIONS: dict[str | None, Callable[[np.ndarray], np.ndarray]] = {
 
 
 def _is_gemm(config: kernel_config.KernelConfig) -> bool:
-    """Whether ``gemm`` names it; its epilogue may then be any, if in a pass of its own."""
+    """Whether ``gemm`` names it; its epilogue may then be any, if in a pass of its own.
+
+    Rows that swap operands have sums without C, and give way to others where more is asked for.
+    """
     return not config.gated and config.grouped == "none" and not config.swap_ab
 
 
@@ -108,8 +111,8 @@ def draw_problem(
     # Two weights and groups take what is plain beside the product; groups of k nothing.
     is_gemm = _is_gemm(config)
     # The first problem is what the kernel itself has, and so is every other of sums.
-    activates = config.epilogue != "sum" or bool(rng.integers(2))
-    has_epilogue = not plain and config.grouped != "k" and not config.swap_ab
+    activates = not config.swap_ab and (config.epilogue != "sum" or bool(rng.integers(2)))
+    has_epilogue = not plain and config.grouped != "k"
     # What the other rows cut off in their sums would show in a float32 result.
     rounds_sums = config.rounds_sums or config.element_bytes == 4
     return Problem(
@@ -124,7 +127,9 @@ def draw_problem(
         activation=(
             str(rng.choice(sorted(activations.ACTIVATIONS))) if has_epilogue and activates else None
         ),
-        has_alpha=is_gemm and not (plain and config.epilogue == "none"),
+        has_alpha=not plain
+        if config.swap_ab
+        else is_gemm and not (plain and config.epilogue == "none"),
         has_c=not plain and is_gemm and bool(rng.integers(2)),
         has_bias=has_epilogue and bool(rng.integers(2)),
         float32_output=not plain and rounds_sums and bool(rng.integers(2)),
