@@ -146,8 +146,9 @@ def test_bias_of_a_batch_where_operands_are_swapped(compare, normal, rng, row):
         jnp.asarray(rng.uniform(0.5, 1, 3), jnp.float32),
     )
 
-    def ours(a, b, bias, alpha):
-        return [gemm(a, b, bias=bias, alpha=alpha, config=row)]
+    def ours(*args):
+        one = lambda a, b, bias, alpha: gemm(a, b, bias=bias, alpha=alpha, config=row)  # noqa: E731
+        return [jax.vmap(one)(*args)]
 
     def formula(matmul, a, b, bias, alpha):
         return [alpha[:, None, None] * matmul(a, b) + bias[:, None]]

@@ -245,6 +245,7 @@ def test_heuristic_chooses_a_row_that_fits(algorithm, aligned, sm_count, shared_
         ((1024, 1024, 1024), True, False, ("64x64x64",)),
         ((16, 4096, 4096), True, False, ("16x64x64",)),
         ((32, 32, 32), True, False, ("simt",)),
+        ((64, 64, 64), True, False, ("simt",)),
         ((32, 32, 33), False, False, ("simt",)),
         ((333, 777, 1111), False, False, ("64x64x32_w2x2_s3_realign",)),
         ((4096, 4096, 4096), True, True, ("128x128x64_w2x4_s3_promote",)),
