@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib.resources
 import itertools
 import re
 
 import pytest
-from kernel_rows import chosen_config
 
 from jax_tcgemm import _core, _extension
-from jax_tcgemm.kernels import table as kernel_table
 from jax_tcgemm.kernels.arithmetic import ARITHMETIC
-from jax_tcgemm.kernels.table import CONFIGS, by_name, for_algorithm, read_config
+from jax_tcgemm.kernels.table import CONFIGS, by_name, for_algorithm
 from jax_tcgemm.problem.arithmetic import INPUT_DTYPES
 
 pytestmark = pytest.mark.any_jax
@@ -196,207 +193,6 @@ def test_no_sm90_kernel_spills_or_is_serialised():
         least = {"none": 3, "m": 2, "k": 1}[row.grouped]
         assert layouts >= (2 if row.swap_ab else least), row.name
         assert set(kernels.values()) == {0}, kernels
-
-
-ALL_KERNELS = pytest.mark.skipif(
-    not _core.build_info()["cuda"] or _core.build_info()["kernels_glob"] != "*",
-    reason="not a build with all kernels",
-)
-
-# Streaming multiprocessors and shared memory of one block: A100, H100, a small card.
-DEVICES = [(108, 163 * 1024), (132, 227 * 1024), (20, 99 * 1024)]
-
-
-@pytest.mark.skipif(not _core.build_info()["cuda"], reason="built without kernels")
-@pytest.mark.parametrize(("sm_count", "shared_memory"), DEVICES)
-@pytest.mark.parametrize("algorithm", ARITHMETIC)
-@pytest.mark.parametrize("aligned", [True, False])
-def test_heuristic_chooses_a_row_that_fits(algorithm, aligned, sm_count, shared_memory):
-    chosen = set()
-    for m, n, k, batch in [
-        (1, 1, 1, 1),
-        (0, 5, 5, 1),
-        (1, 4096, 4096, 1),
-        (16, 4096, 4096, 1),
-        (64, 64, 64, 4),
-        (4096, 4096, 64, 1),
-        (8192, 8192, 8192, 1),
-        (128, 128, 128, 70000),
-    ]:
-        name = chosen_config(algorithm, m, n, k, batch, aligned, sm_count, shared_memory)
-        row = kernel_table.by_name(name)
-        chosen.add(name)
-        assert row.algorithm == algorithm
-        assert row.shared_memory_bytes <= shared_memory
-        assert aligned or not row.copies_whole_chunks
-        assert row.arch != "sm90"  # which compute capability 8.0 does not run
-    assert len(chosen) > 1
-
-
-@ALL_KERNELS
-@pytest.mark.parametrize(
-    ("shape", "aligned", "float32_result", "expected"),
-    [
-        # For the three large products, one of the two fastest rows measured; for the others, the
-        # kind of row that their size, alignment and result call for.
-        ((4096, 4096, 4096), True, False, ("128x256x64", "256x128x64")),
-        ((8192, 8192, 8192), True, False, ("128x256x64", "256x128x64")),
-        ((8192, 14336, 4096), True, False, ("128x256x64", "256x128x64")),
-        ((1024, 1024, 1024), True, False, ("64x64x64",)),
-        ((16, 4096, 4096), True, False, ("16x64x64",)),
-        ((32, 32, 32), True, False, ("simt",)),
-        ((64, 64, 64), True, False, ("simt",)),
-        ((32, 32, 33), False, False, ("simt",)),
-        ((333, 777, 1111), False, False, ("64x64x32_w2x2_s3_realign",)),
-        ((4096, 4096, 4096), True, True, ("128x128x64_w2x4_s3_promote",)),
-        ((1000, 1000, 1000), False, True, ("64x64x32_w2x2_s3_realign_promote",)),
-    ],
-)
-def test_heuristic_of_the_sm80_family_on_132_sms(shape, aligned, float32_result, expected):
-    name = chosen_config(
-        "BF16_BF16_F32", *shape, 1, aligned, 132, 227 * 1024, float32_result=float32_result
-    )
-    assert any(part in name for part in expected), name
-
-
-@ALL_KERNELS
-@pytest.mark.parametrize(
-    ("algorithm", "shape", "layout", "expected"),
-    [
-        # The fastest row measured, or one within 3 % of it.
-        ("BF16_BF16_F32", (4096, 4096, 4096), "nn", ("128x256x64_s4_c2x1",)),
-        ("F16_F16_F32", (4096, 4096, 4096), "tt", ("128x256x64_s4_c2x1",)),
-        ("BF16_BF16_F32", (8192, 8192, 8192), "nt", ("128x256x64", "128x192x64")),
-        ("BF16_BF16_F32", (2048, 2048, 2048), "nn", ("128x256x64_s4_c1x1", "128x128x64_s6_c")),
-        ("BF16_BF16_F32", (128, 4096, 14336), "nn", ("128x64x64_s8_c1x1_k2",)),
-        ("BF16_BF16_F32", (256, 28672, 4096), "nn", ("128x224x64_s4_c2x1",)),
-        ("BF16_BF16_F32", (512, 512, 512), "nn", ("64x64x64_s6",)),
-        ("BF16_BF16_F32", (32, 32, 32), "nn", ("simt",)),
-        # Few rows or columns: the fastest row measured, or one as fast.
-        ("BF16_BF16_F32", (1, 6144, 4096), "nn", ("64x16x64_s8_c1x1_skinny",)),
-        (
-            "F16_F16_F32",
-            (4, 4096, 4096),
-            "nt",
-            ("128x16x64_s4_c1x1_k4_skinny", "s8_c1x1_k2_skinny"),
-        ),
-        ("BF16_BF16_F32", (16, 28672, 4096), "nn", ("256x16x64_s3_c1x1_skinny",)),
-        ("BF16_BF16_F32", (32, 4096, 14336), "nn", ("64x32x64_s8_c1x1_k2_skinny",)),
-        ("BF16_BF16_F32", (64, 28672, 4096), "nn", ("256x64x64_s3_c1x1_skinny",)),
-        ("BF16_BF16_F32", (4096, 64, 14336), "tt", ("64x64x64_s8_c1x1_k2_skinny",)),
-        ("TF32_TF32_F32", (4096, 4096, 4096), "nn", ("128x256x32",)),
-        # Two buffers of a transposed B fit in a stage of this row alone.
-        ("TF32_TF32_F32", (4096, 4096, 4096), "tn", ("256x128x32",)),
-    ],
-)
-def test_heuristic_of_the_sm90_family_on_an_h200(algorithm, shape, layout, expected):
-    name = chosen_config(
-        algorithm, *shape, 1, True, 132, 227 * 1024, compute_capability=90, layout=layout
-    )
-    assert any(part in name for part in expected), name
-    unaligned = chosen_config(
-        algorithm, *shape, 1, False, 132, 227 * 1024, compute_capability=90, layout=layout
-    )
-    assert not by_name(unaligned).copies_whole_chunks
-
-
-def test_rows_that_swap_operands_add_a_bias_at_most(choose_on_h200):
-    choose = functools.partial(choose_on_h200, "BF16_BF16_F32", 16384, 4096, 1024)
-    # The fastest row measured.
-    assert choose() == choose(layout="nt") == "sm90_bf16_128x160x64_s5_c2x1_pingpong_swap_ab"
-    assert choose(epilogue="sum") == choose()
-    c = {"epilogue": "sum", "has_c": True}
-    for other in ({"layout": "tn"}, {"layout": "tt"}, c, {"epilogue": "any"}):
-        assert "swap_ab" not in choose(**other)
-    assert "promote" in choose(float32_result=True)
-
-
-@pytest.mark.parametrize("algorithm", ["BF16_BF16_F32", "F16_F16_F32"])
-def test_rows_take_the_epilogues_they_have(choose_on_h200, algorithm):
-    chosen = {}
-    for epilogue in ("none", "sum", "any"):
-        rows = set()
-        for m, n, k in itertools.product((16, 64, 256, 1000, 4096), (512, 4096, 28672), (64, 4096)):
-            for layout in ("nn", "nt", "tn", "tt"):
-                name = choose_on_h200(algorithm, m, n, k, epilogue=epilogue, layout=layout)
-                row, splits = read_config(name.removesuffix(" fixup"))
-                if splits == 1:
-                    rows.add(by_name(row))
-        chosen[epilogue] = {row.epilogue for row in rows}
-    assert chosen["any"] == {"any"}
-    assert "none" in chosen["none"] - chosen["sum"]
-    # What adds up parts of k has every epilogue, and the row need not.
-    name = choose_on_h200(algorithm, 256, 256, 16384, epilogue="any", layout="nt")
-    assert "splits" in name
-
-
-def test_heuristic_adds_up_parts_of_k_within_the_kernel(choose_on_h200):
-    choose = functools.partial(choose_on_h200, "BF16_BF16_F32")
-    in_kernel = "sm90_bf16_128x128x64_s6_c2x1_pingpong/splits=2 fixup"
-    assert choose(1024, 1024, 16384) == in_kernel
-    assert choose(256, 4096, 14336) == in_kernel
-    assert choose(256, 4096, 4096) == in_kernel
-    # The epilogue follows the sum.
-    assert choose(1024, 1024, 16384, epilogue="sum") == in_kernel
-    # The parts must be on the GPU at once.
-    assert "fixup" not in choose(1024, 1024, 16384, sms=126)
-    assert "fixup" not in choose(1024, 1024, 16384, float32_result=True)
-    assert choose(128, 128, 65536).endswith("/splits=32")
-    assert "splits" not in choose(128, 128, 65536, workspace_bytes=2 * 4 * 128 * 128 - 1)
-
-
-def test_parts_of_k_have_the_epilogue_that_their_row_has(rank_on_h200):
-    def added_up(**options):
-        ranked = rank_on_h200("BF16_BF16_F32", 256, 1000, 4096, **options)
-        return {config for config, _, has_fixup in ranked if has_fixup}
-
-    plain, any_row = added_up(), "sm90_bf16_128x128x64_s6_c2x1_pingpong/splits=2"
-    assert any_row in plain
-    assert {by_name(read_config(name)[0]).epilogue for name in plain} > {"any"}
-    assert added_up(epilogue="sum") == plain
-    fused = added_up(epilogue="any")
-    assert fused == {name for name in plain if by_name(read_config(name)[0]).epilogue == "any"}
-    for impossible in ({"has_c": True}, {"float32_result": True}, {"d_by_tma": False}):
-        assert not added_up(epilogue="sum", **impossible)
-
-
-@pytest.mark.parametrize("limit", [1, 2, 4])
-def test_heuristic_keeps_to_clusters_that_fit(choose_on_h200, limit):
-    def choose(algorithm, *shape, **options):
-        config = choose_on_h200(algorithm, *shape, max_cluster_size=limit, **options)
-        return read_config(config.removesuffix(" fixup"))[0]
-
-    for algorithm in ("BF16_BF16_F32", "F16_F16_F32", "TF32_TF32_F32"):
-        for layout in ("nn", "nt", "tn", "tt"):
-            for shape in ((4096, 4096, 4096), (1024, 1024, 16384), (64, 4096, 4096)):
-                row = by_name(choose(algorithm, *shape, layout=layout))
-                assert row.cluster_size <= limit
-                assert (
-                    row.arch == "sm90" or row.element_bytes == 4
-                )  # which no block transposes alone
-    for options in ({"float32_result": True}, {"grouped": "m"}, {"grouped": "k"}):
-        assert by_name(choose("BF16_BF16_F32", 4096, 4096, 4096, **options)).cluster_size <= limit
-    assert by_name(choose_on_h200("BF16_BF16_F32", 4096, 4096, 4096)).cluster_size == 2
-
-
-def test_heuristic_refuses_what_no_row_computes():
-    if not _core.kernel_names():
-        pytest.skip("built without kernels")
-    with pytest.raises((ValueError, RuntimeError)):
-        chosen_config("F64_F64_F64", 64, 64, 64, 1, True, 132, 227 * 1024)
-
-
-@ALL_KERNELS
-def test_heuristic_knows_what_an_epilogue_costs():
-    def choice(epilogue):
-        arguments = "BF16_BF16_F32", 96, 4096, 1024, 1, True, 132, 227 * 1024
-        return chosen_config(*arguments, compute_capability=90, epilogue=epilogue)
-
-    # Unrolled, a sum costs next to nothing; another epilogue rather goes to the skinny rows.
-    assert choice("none") == choice("sum") == "sm90_bf16_64x64x64_s6_c1x1_cooperative"
-    assert "skinny" in choice("any")
-    with pytest.raises(ValueError, match="epilogue 'gelu'"):
-        choice("gelu")
 
 
 def test_every_arithmetic_has_any_epilogue_of_unaligned_operands():

@@ -28,8 +28,10 @@ def _sm90(
     swap_ab: bool = False,
     epilogue: str = "any",
 ) -> KernelConfig:
-    if swap_ab or grouped == "k":
-        epilogue = "sum" if swap_ab else "none"
+    if grouped == "k":
+        epilogue = "none"
+    elif swap_ab:
+        epilogue = "sum"
     warpgroups = 1 if skinny or schedule == "pingpong" else min(2, tile_m // 64)
     return KernelConfig(
         "sm90",
