@@ -124,7 +124,23 @@ def test_rows_that_swap_operands_add_a_bias_at_most(choose_on_h200):
     c = {"epilogue": "sum", "has_c": True}
     for other in ({"layout": "tn"}, {"layout": "tt"}, c, {"epilogue": "any"}):
         assert "swap_ab" not in choose(**other)
-    assert "promote" in choose(float32_result=True)
+    assert "swap_ab" not in choose(float32_result=True)
+
+
+def test_float32_results_are_promoted_where_xla_adds_up_parts(choose_on_h200):
+    def chosen(*shape, **options):
+        config = choose_on_h200("BF16_BF16_F32", *shape, **options)
+        return by_name(read_config(config.removesuffix(" fixup"))[0])
+
+    assert chosen(1024, 1024, 4096, float32_result=True).promote
+    for large in ((2048, 2048, 2048), (4096, 4096, 4096), (1024, 32000, 2048)):
+        assert not chosen(*large, float32_result=True).promote
+    assert chosen(2048, 2048, 2048, float32_result=True, grouped="m").promote
+    # Where memory is what takes the time promoting is free, and so always done.
+    for float32_result in (False, True):
+        row = chosen(16, 4096, 4096, float32_result=float32_result)
+        assert row.skinny
+        assert row.promote
 
 
 @pytest.mark.parametrize("algorithm", ["BF16_BF16_F32", "F16_F16_F32"])

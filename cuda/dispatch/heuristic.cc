@@ -103,6 +103,17 @@ bool has_epilogue(const KernelConfig& config, const ChoiceInput& input) {
          !input.widens() && (!input.has_c || has_c_too);
 }
 
+// Whether a float32 result would show that the tensor cores cut sums off more than XLA's does. The
+// kernels that XLA takes cut them off as well, but where D has few tiles they add up parts of k,
+// whose sums are shorter. From three quarters of a wave of their large tiles on, parts gain nothing
+// (docs/performance.md); of GPUs other than Hopper's that is not known.
+bool wants_promotion(const ChoiceInput& input) {
+  if (!input.widens() || !arithmetic_of(input.algorithm).promotes) return false;
+  if (input.compute_capability != 90 || input.grouped != Grouped::kNone) return true;
+  constexpr int64_t kLargeTile = 128 * 256;
+  return 4 * input.batch * input.m * input.n < 3 * input.sm_count * kLargeTile;
+}
+
 }  // namespace
 
 bool supports(const KernelConfig& config, const ChoiceInput& input, int splits) {
@@ -119,8 +130,9 @@ bool supports(const KernelConfig& config, const ChoiceInput& input, int splits) 
 
 Rank rank_of(const KernelConfig& config, const ChoiceInput& input) {
   if (config.is_fallback()) return Rank::kFallback;
-  const bool wants = input.widens() && arithmetic_of(input.algorithm).promotes;
-  return config.arch == Arch::kSimt || config.promote == wants ? Rank::kAccurate : Rank::kRough;
+  // Promoting takes longer than it has to where it is not wanted, but for the skinny rows.
+  const bool suits = config.promote == wants_promotion(input) || (config.promote && config.skinny);
+  return config.arch == Arch::kSimt || suits ? Rank::kAccurate : Rank::kRough;
 }
 
 int max_splits(const ChoiceInput& input) {

@@ -122,30 +122,127 @@ struct LayoutMainloop {
     release(previous);
   }
 
-  // The tensor cores cut sums off; those of one stage, added up in float32, lose little by it.
-  // Stages take turns with two sets of accumulators, so that one is multiplied while the other is
-  // added.
+  // The tensor cores cut sums off; those of few stages, added up in float32, lose little by it: of
+  // more of them the longer k is, since what others lose grows with it.
   template <typename Passed>
   __device__ __forceinline__ void run_promoting(Accumulators& total, int count, Passed& passed) {
+    if (count <= 8) return run_in_groups<1>(total, count, passed);
+    if (count < 32) return run_in_groups<2>(total, count, passed);
+    run_in_groups<4>(total, count, passed);
+  }
+
+  // Groups of stages take turns with two sets of accumulators, so that one is multiplied while the
+  // other is added. What does not fill a group comes first, into the sum itself.
+  template <int kGroup, typename Passed>
+  __device__ __forceinline__ void run_in_groups(Accumulators& total, int count, Passed& passed) {
     Accumulators even;
     Accumulators odd;
-    int even_stage = 0;
-    int odd_stage = 0;
-    clear(total);
+    int stage = begin_stage(total, true);
+    int left = count - 1;
 #pragma unroll 1
-    for (int i = 0;; i += 2) {
-      even_stage = begin_stage(even);
-      if (i > 0) end_stage<1>(total, odd, odd_stage);
-      if (i + 1 == count) {
+    for (; left % kGroup > 0; --left) stage = extend(total, stage);
+    if (left == 0) {
+      passed();
+      return end_stage<0>(total, stage);
+    }
+    int next = begin_stage(even, true);
+    end_stage<1>(total, stage);
+#pragma unroll 1
+    for (;;) {
+      next = extend_group<kGroup>(even, next);
+      left -= kGroup;
+      if (left == 0) {
         passed();
-        return end_stage<0>(total, even, even_stage);
+        end_stage<0>(even, next);
+        return add(total, even);
       }
-      odd_stage = begin_stage(odd);
-      end_stage<1>(total, even, even_stage);
-      if (i + 2 == count) break;
+      stage = begin_stage(odd, true);
+      end_stage<1>(even, next);
+      add(total, even);
+      stage = extend_group<kGroup>(odd, stage);
+      left -= kGroup;
+      if (left == 0) break;
+      next = begin_stage(even, true);
+      end_stage<1>(odd, stage);
+      add(total, odd);
     }
     passed();
-    end_stage<0>(total, odd, odd_stage);
+    end_stage<0>(odd, stage);
+    add(total, odd);
+  }
+
+  // Multiplies the rest of a group of which a stage has begun.
+  template <int kGroup>
+  __device__ __forceinline__ int extend_group(Accumulators& acc, int stage) {
+#pragma unroll
+    for (int i = 1; i < kGroup; ++i) stage = extend(acc, stage);
+    return stage;
+  }
+
+  // Multiplies one stage more of the group of which `stage` has begun; returns which it is.
+  __device__ __forceinline__ int extend(Accumulators& acc, int stage) {
+    const int next = begin_stage(acc, false);
+    ptx::wgmma_wait<1>();
+    release(stage);
+    return next;
+  }
+
+  // Multiplies the next stage, apart if it is the first of its group; returns which of the ring it
+  // is.
+  __device__ __forceinline__ int begin_stage(Accumulators& acc, bool first) {
+    ptx::mbarrier_wait(smem.full(at.stage), at.phase);
+    fence(acc);
+    ptx::wgmma_fence();
+    issue_stage(acc, first);
+    ptx::wgmma_commit();
+    fence(acc);
+    const int stage = at.stage;
+    at.advance();
+    return stage;
+  }
+
+  // Waits until of the stages begun at most kPending are still being multiplied, `stage` not.
+  template <int kPending>
+  __device__ __forceinline__ void end_stage(Accumulators& acc, int stage) const {
+    ptx::wgmma_wait<kPending>();
+    fence(acc);
+    release(stage);
+  }
+
+  static __device__ __forceinline__ void add(Accumulators& total, const Accumulators& acc) {
+#pragma unroll
+    for (int i = 0; i < kBlocks; ++i) {
+#pragma unroll
+      for (int j = 0; j < kConfig.tile_n / 2; ++j) total[i][j] += acc[i][j];
+    }
+  }
+
+  // Where memory is what takes the time: each stage is released at once, to be loaded again. There
+  // is time, too, to add up stages apart.
+  template <typename Passed>
+  __device__ __forceinline__ void run_at_once(Accumulators& total, int count, Passed& passed) {
+    constexpr bool kApart = kConfig.promote;
+    Accumulators apart;
+    Accumulators& acc = kApart ? apart : total;
+    if constexpr (kApart) clear(total);
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+      ptx::mbarrier_wait(smem.full(at.stage), at.phase);
+      fence(acc);
+      ptx::wgmma_fence();
+      issue_stage(acc, kApart || i == 0);
+      ptx::wgmma_commit();
+      fence(acc);
+      ptx::wgmma_wait<0>();
+      release(at.stage);
+      at.advance();
+      if constexpr (kApart) {
+        fence(acc);
+        add(total, acc);
+      }
+    }
+    fence(total);
+    passed();
   }
 
   static __device__ __forceinline__ void clear(Accumulators& total) {
@@ -154,52 +251,6 @@ struct LayoutMainloop {
 #pragma unroll
       for (float& value : block) value = 0.f;
     }
-  }
-
-  // Multiplies the next stage apart; returns which of the ring it is.
-  __device__ __forceinline__ int begin_stage(Accumulators& acc) {
-    ptx::mbarrier_wait(smem.full(at.stage), at.phase);
-    fence(acc);
-    ptx::wgmma_fence();
-    issue_stage(acc, true);
-    ptx::wgmma_commit();
-    fence(acc);
-    const int stage = at.stage;
-    at.advance();
-    return stage;
-  }
-
-  // total += acc, when of the stages begun at most kPending are still being multiplied.
-  template <int kPending>
-  __device__ __forceinline__ void end_stage(Accumulators& total, Accumulators& acc,
-                                            int stage) const {
-    ptx::wgmma_wait<kPending>();
-    fence(acc);
-    release(stage);
-#pragma unroll
-    for (int i = 0; i < kBlocks; ++i) {
-#pragma unroll
-      for (int j = 0; j < kConfig.tile_n / 2; ++j) total[i][j] += acc[i][j];
-    }
-  }
-
-  // Where memory is what takes the time: each stage is released at once, to be loaded again.
-  template <typename Passed>
-  __device__ __forceinline__ void run_at_once(Accumulators& acc, int count, Passed& passed) {
-#pragma unroll 1
-    for (int i = 0; i < count; ++i) {
-      ptx::mbarrier_wait(smem.full(at.stage), at.phase);
-      fence(acc);
-      ptx::wgmma_fence();
-      issue_stage(acc, i == 0);
-      ptx::wgmma_commit();
-      fence(acc);
-      ptx::wgmma_wait<0>();
-      release(at.stage);
-      at.advance();
-    }
-    fence(acc);
-    passed();
   }
 
   // A's fragments of one stage.

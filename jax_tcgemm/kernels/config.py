@@ -35,8 +35,9 @@ class KernelConfig:
             registers and takes any alignment; ``"direct"`` (simt) has no shared memory and takes
             any too; ``"tma"`` (sm90) copies boxes and needs a base and strides that are multiples
             of 16 bytes.
-        promote: accumulate each k-tile apart and add it in float32. The tensor cores cut sums off
-            instead of rounding them, which a float32 result of 16-bit operands would show.
+        promote: add up the products of some k-tiles apart and then in float32. The tensor cores
+            cut sums off instead of rounding them, which a float32 result of 16-bit operands would
+            show. A row's name ends with it, but for skinny rows.
         cluster_m: blocks along m that share one load of their columns of B (sm90).
         cluster_n: blocks along n that share one load of their rows of A (sm90).
         split_k: blocks that share the k of one tile and add up their accumulators in a fixed order
@@ -137,6 +138,7 @@ class KernelConfig:
         require(self.loader == "tma", "loader must be tma")
         require(
             not self.promote
+            or self.skinny
             or (
                 self.element_bytes == 2
                 and self.split_k == 1
@@ -210,6 +212,10 @@ class KernelConfig:
         require(self.cluster_m == self.cluster_n == 1, "skinny blocks share no operand")
         require(self.split_k in (1, 2, 4, 8), "split_k must be 1, 2, 4 or 8")
         require(4 * self.split_k <= self.tile_n, "each block finishes a share of the sums")
+        require(
+            not self.promote or self.tile_m * self.tile_n <= 64 * 128,
+            "promoting takes a second set of accumulators, of at most 64",
+        )
         require(
             self.tile_m <= 128 or 4 * self.split_k < self.tile_n,
             "half of every 16 rows is read in one pass, of 128 rows at most",
@@ -335,7 +341,7 @@ class KernelConfig:
             cluster = f"_c{self.cluster_m}x{self.cluster_n}"
             split = f"_k{self.split_k}" if self.split_k > 1 else ""
             kind = "skinny" if self.skinny else self.schedule
-            promote = "_promote" if self.promote else ""
+            promote = "_promote" if self.promote and not self.skinny else ""
             swap_ab = "_swap_ab" if self.swap_ab else ""
             return f"{tile}_s{self.stages}{cluster}{split}_{kind}{kinds}{promote}{swap_ab}"
         suffix = "_realign" if self.loader == "realign" else ""

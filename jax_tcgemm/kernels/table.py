@@ -167,10 +167,14 @@ def _rows() -> list[KernelConfig]:
             _sm90(algorithm, 128, 128, 6, grouped="k", promote=True),
         ]
         # Few rows or columns, for which memory is what counts: so many bytes on their way, and all
-        # blocks at once.
+        # blocks at once. Sums are promoted where that costs nothing.
         rows += [
             _sm90(
-                algorithm, tile_m, tile_n, stages, split_k=split_k, skinny=True, epilogue=epilogue
+                *(algorithm, tile_m, tile_n, stages),
+                split_k=split_k,
+                skinny=True,
+                promote=tile_m * tile_n <= 64 * 128,  # of which there are registers for two sets
+                epilogue=epilogue,
             )
             for tile_m, tile_n, stages, split_k, epilogue in (
                 (64, 16, 8, 1, "any"),
