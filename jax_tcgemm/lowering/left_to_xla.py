@@ -2,9 +2,9 @@
 
 The kernels copy 16 bytes at a time, so that unaligned operands are copied with padding first,
 and results leave in parts of rows. Where there is little to multiply, that takes longer than the
-product itself, which XLA computes from the operands as they lie. And there are no kernels made for
-few rows of float32. The figures, of an H200, are in ``docs/performance.md``: of bfloat16, for which
-float16 is taken to be alike, and of float32.
+product itself, which XLA computes from the operands as they lie. There are no kernels made for
+few rows of float32, nor tiles as small as those of small batches. The figures, of an H200, are in
+``docs/performance.md``: of bfloat16, for which float16 is taken to be alike, and of float32.
 """
 
 from __future__ import annotations
@@ -24,6 +24,12 @@ _MANY_COLUMNS = 1024
 # Rows of float32, and both extents of B from which that shows.
 _FEW_FLOAT32_ROWS = 32
 _LARGE_FLOAT32_EXTENT = 4096
+
+# The most that D has of rows and columns, the fewer and the more, and the longest k, of small
+# batches; of how many of them, at least, that was measured.
+_SMALL_EXTENTS = (32, 128)
+_SMALL_K = 128
+_MANY_BATCHES = 128
 
 # Multiplications for each element read or written, by bytes of an element, below which memory
 # limits XLA; and of what sizes that was measured.
@@ -53,6 +59,7 @@ def left_to_xla(
         _of_a_vector(gemm, itemsize)
         or _of_few_rows(gemm, itemsize)
         or _of_few_float32_rows(gemm, itemsize)
+        or (_of_small_batches(gemm) if is_plain else None)
         or (_of_odd_rows(gemm, itemsize, out_itemsize) if is_plain else None)
     )
 
@@ -83,6 +90,15 @@ def _of_few_float32_rows(gemm: StridedGemm, itemsize: int) -> str | None:
     if min(gemm.n, gemm.k) < _LARGE_FLOAT32_EXTENT:
         return None
     return f"few rows, {gemm.m}, of float32"
+
+
+def _of_small_batches(gemm: StridedGemm) -> str | None:
+    """Where a tile of any kernel is mostly beyond D."""
+    few, more = sorted((gemm.m, gemm.n))
+    is_small = few <= _SMALL_EXTENTS[0] and more <= _SMALL_EXTENTS[1] and gemm.k <= _SMALL_K
+    if not is_small or math.prod(gemm.batch) < _MANY_BATCHES:
+        return None
+    return f"small batches, {gemm.m} x {gemm.n} x {gemm.k}"
 
 
 def _of_odd_rows(gemm: StridedGemm, itemsize: int, out_itemsize: int) -> str | None:
