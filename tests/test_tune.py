@@ -23,6 +23,7 @@ from tuned_calls import (
 
 from jax_tcgemm import Tunings, _core, gated_gemm, gemm, mlp, ragged_dot, tune
 from jax_tcgemm.kernels import table as kernel_table
+from jax_tcgemm.tools.benchmarking import Timing
 from jax_tcgemm.transforms import tune as tune_module
 from jax_tcgemm.tuning import tunings
 from jax_tcgemm.tuning.entry import Entry
@@ -168,6 +169,19 @@ def test_competitors_are_compiled_and_timed(monkeypatch, f, arrays):
     named = {None, "xla", *tune_module.candidates(product, h200)}
     assert found.config in named
     assert len(named) >= 3 or not _core.kernel_names()
+
+
+def test_what_is_taken_untuned_stays_unless_another_is_faster_by_more_than_noise():
+    def fastest(untuned, xla):
+        timings = {"untuned": untuned, "xla": xla}
+        return tune_module._fastest(
+            {name: Timing(tuple(seconds), "cupti") for name, seconds in timings.items()}
+        )
+
+    assert fastest([1.0] * 4, [0.97] * 4) == "xla"
+    assert fastest([1.0] * 4, [0.99] * 4) == "untuned"
+    assert fastest([0.9, 1.0, 1.0, 1.1], [0.86, 0.96, 0.96, 1.06]) == "untuned"
+    assert fastest([0.9, 1.0, 1.0, 1.1], [0.4, 0.5, 0.5, 0.6]) == "xla"
 
 
 def test_a_candidate_that_fails_is_left_out(monkeypatch):
