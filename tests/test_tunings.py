@@ -27,7 +27,7 @@ from tuned_calls import (
     tuned,
 )
 
-from jax_tcgemm import Tunings, gated_gemm, gemm, ragged_dot
+from jax_tcgemm import Tunings, _extension, gated_gemm, gemm, ragged_dot
 from jax_tcgemm.kernels import table as kernel_table
 from jax_tcgemm.lowering import devices
 from jax_tcgemm.transforms import tune as tune_module
@@ -229,6 +229,18 @@ def test_plot():
     matplotlib.use("agg")
     axes = (tuned(ROW) | tuned("xla", arrays=(bf16(8, 512), ARRAYS[1]))).plot()
     assert len(axes.get_yticks()) == 2
+
+
+def test_what_comes_with_the_package_names_rows_as_they_are(monkeypatch):
+    monkeypatch.undo()  # of what looks elsewhere
+    names = frozenset(config.name for config in kernel_table.CONFIGS)
+    monkeypatch.setattr(_extension, "KERNEL_NAMES", names)
+    for kind in ("NVIDIA H200", "NVIDIA H100 80GB HBM3"):
+        entries = lookup.packaged(kind).entries
+        assert len(entries) > 80
+        assert {name for name, _ in entries} == {kind}
+        assert all(entry.is_current for entry in entries.values())
+        assert {entry.config for entry in entries.values()} > {None, kernel_table.XLA}
 
 
 def test_order_of_places(monkeypatch):

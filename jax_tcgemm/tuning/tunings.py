@@ -117,7 +117,7 @@ class Tunings:
         Raises:
             OSError: it cannot be written.
         """
-        write_atomically(pathlib.Path(path), json.dumps(self._to_json(), indent=1) + "\n")
+        write_atomically(pathlib.Path(path), self._to_text())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Tunings:
@@ -145,12 +145,16 @@ class Tunings:
             raise ValueError(f"{source} holds no tunings: {error}") from error
         return cls(entries)
 
-    def _to_json(self) -> dict[str, Any]:
-        devices: dict[str, list[Any]] = {}
+    def _to_text(self) -> str:
+        """JSON, a line for each product."""
+        devices: dict[str, list[str]] = {}
         for (kind, problem), entry in self._entries.items():
             each = {"problem": json.loads(problem), "entry": entry.to_json()}
-            devices.setdefault(kind, []).append(each)
-        return {"format": _FORMAT, "devices": devices}
+            devices.setdefault(kind, []).append(json.dumps(each))
+        parts = [
+            f"{json.dumps(kind)}: [\n" + ",\n".join(each) + "\n]" for kind, each in devices.items()
+        ]
+        return f'{{"format": {_FORMAT}, "devices": {{\n' + ",\n".join(parts) + "\n}}\n"
 
     def __str__(self) -> str:
         lines = [f"{'problem':<58}{'us':>9}{'untuned':>9}{'XLA':>9}{'XLA/us':>8}  config"]
