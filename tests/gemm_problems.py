@@ -257,9 +257,9 @@ def _tolerance(problem: Problem, arrays: Mapping[str, np.ndarray]) -> float:
         scale += np.abs(arrays.get(name, np.zeros(1))).max(initial=0.0)
     eps = float(jnp.finfo(jnp.float32).eps)
     total = eps * scale
-    # mma.sync cuts its sums off after every 16 steps along k, which promoted sums and sm90's do
-    # not show; the row that replaces one that cannot take a problem has the same property only for
-    # float32 results.
+    # The tensor cores cut sums off after every 16 steps along k, which promoted sums do not show.
+    # The row that replaces one that cannot take a problem has the same property for the float32
+    # results of the sizes drawn here.
     row = problem.row
     rounds = row is not None and row.rounds_sums
     if problem.algorithm == "TF32_TF32_F32":

@@ -136,7 +136,10 @@ def test_float32_results_are_promoted_where_xla_adds_up_parts(choose_on_h200):
     for large in ((2048, 2048, 2048), (4096, 4096, 4096), (1024, 32000, 2048)):
         assert not chosen(*large, float32_result=True).promote
     assert chosen(2048, 2048, 2048, float32_result=True, grouped="m").promote
-    # Where memory is what takes the time promoting is free, and so always done.
+    # What was not measured, and few rows, which XLA may multiply in other ways.
+    for shape in ((4096, 4096, 16384), (64, 128256, 4096), (1, 4000000, 512)):
+        assert chosen(*shape, float32_result=True).promote
+    # Where memory is what takes the time promoting is free.
     for float32_result in (False, True):
         row = chosen(16, 4096, 4096, float32_result=float32_result)
         assert row.skinny

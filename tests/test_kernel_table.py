@@ -139,6 +139,7 @@ def test_impossible_rows_that_swap_operands(changes, message):
         ({"split_k": 8}, "a share of the sums"),
         ({"tile_m": 256, "split_k": 4, "stages": 3}, "128 rows at most"),
         ({"stages": 25}, "shared memory"),
+        ({"tile_m": 256, "tile_n": 64, "stages": 3}, "of at most 64"),
     ],
 )
 def test_impossible_skinny_rows(changes, message):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -55,6 +57,16 @@ def folded(m: int, n: int, k: int, layout: str = "nn", batch: int = 1) -> Stride
         ((1024, 129, 512, "nn", 32), 32, 47),
         ((257, 256, 257, "nn", 64), 25, 28),
         ((513, 513, 513, "nn", 32), 59, 111),
+        ((32, 32, 32, "nn", 128), 5.2, 1.2),
+        ((32, 32, 32, "nn", 8192), 24.6, 14.4),
+        ((64, 32, 64, "nn", 1024), 7.0, 6.0),
+        ((32, 32, 128, "nn", 1024), 8.1, 6.6),
+        ((16, 128, 64, "nn", 1024), 8.8, 8.0),
+        ((128, 16, 64, "nn", 1024), 9.1, 7.9),
+        ((16, 16, 64, "nn", 4096), 14.1, 7.3),
+        ((48, 48, 48, "nn", 1024), 6.8, 7.5),
+        ((64, 64, 64, "nn", 1024), 8.6, 9.4),
+        ((32, 32, 512, "nn", 1024), 20.0, 20.4),
         # An unaligned result.
         ((2048, 4097, 64, "nt"), 21, 14),
         ((4096, 4097, 128, "nt"), 44, 28),
@@ -69,7 +81,11 @@ def test_bfloat16_as_measured(problem, ours, xla):
 
 
 @pytest.mark.parametrize(
-    "problem", [(2048, 2048, 128, "nt", 32), (1000, 1000, 1000), (1024, 1025, 256, "nt")]
+    "problem",
+    [
+        *[(2048, 2048, 128, "nt", 32), (1000, 1000, 1000), (1024, 1025, 256, "nt")],
+        *[(64, 64, 64, "nn", 64), (64, 64, 256, "nn", 256), (96, 96, 96, "nn", 1024)],
+    ],
 )
 def test_what_the_kernels_have_yet_to_gain(problem):
     """XLA is quicker, and yet it is not left to XLA."""
@@ -91,6 +107,10 @@ def test_what_the_kernels_have_yet_to_gain(problem):
         ((197, 197, 64, "nt", 192), 42, 23),
         ((197, 64, 197, "nn", 192), 39, 29),
         ((1001, 1001, 1001), 23, 32),
+        ((32, 32, 32, "nn", 1024), 6.9, 5.2),
+        ((64, 32, 64, "nn", 1024), 11.8, 11.3),
+        ((32, 32, 128, "nn", 1024), 14.1, 11.9),
+        ((64, 64, 64, "nn", 1024), 14.4, 16.0),
     ],
 )
 def test_float32_as_measured(problem, ours, xla):
@@ -109,6 +129,21 @@ def test_only_near_what_was_measured():
     # Rows of float32 results are aligned where those of bfloat16 are not.
     assert left_to_xla("BF16_BF16_F32", folded(580, 580, 64, "nt", 192), 2)
     assert left_to_xla("BF16_BF16_F32", folded(580, 580, 64, "nt", 192), 4) is None
+
+
+def test_small_batches_as_they_were_measured_alone():
+    small = functools.partial(left_to_xla, "BF16_BF16_F32")
+    problem = 32, 32, 64
+    assert small(folded(*problem, "nn", 128), 2) == "small batches, 32 x 32 x 64"
+    assert small(folded(*problem, "nn", 127), 2) is None
+    assert small(folded(*problem, "nn", 128), 4) is None
+    assert small(folded(*problem, "nn", 128), 2, has_factor=True) is None
+    assert small(folded(*problem, "nn", 128), 2, is_plain=False) is None
+    for layout in ("nt", "tn", "tt"):
+        assert small(folded(*problem, layout, 128), 2) is None
+    assert left_to_xla("TF32_TF32_F32", folded(*problem, "nn", 128), 4) is None
+    shared = strided_gemm(Operands((None, 0, 1), (0, 1, 2)), Operands((32, 64), (128, 64, 32)))
+    assert small(fold(shared), 2) is None
 
 
 def test_reasons():

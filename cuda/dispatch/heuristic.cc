@@ -104,13 +104,17 @@ bool has_epilogue(const KernelConfig& config, const ChoiceInput& input) {
 }
 
 // Whether a float32 result would show that the tensor cores cut sums off more than XLA's does. The
-// kernels that XLA takes cut them off as well, but where D has few tiles they add up parts of k,
-// whose sums are shorter. From three quarters of a wave of their large tiles on, parts gain nothing
-// (docs/performance.md); of GPUs other than Hopper's that is not known.
+// kernels that XLA takes cut them off as well; it is more accurate where it adds up parts of k, as
+// it does where D has few tiles, or multiplies few rows without tensor cores. Of larger D its error
+// was ours, at any k that was measured (docs/performance.md); of GPUs other than Hopper's nobody
+// knows.
 bool wants_promotion(const ChoiceInput& input) {
   if (!input.widens() || !arithmetic_of(input.algorithm).promotes) return false;
   if (input.compute_capability != 90 || input.grouped != Grouped::kNone) return true;
+  constexpr int64_t kFewRows = 64;
+  constexpr int64_t kLongestMeasured = 8192;
   constexpr int64_t kLargeTile = 128 * 256;
+  if (std::min(input.m, input.n) <= kFewRows || input.k > kLongestMeasured) return true;
   return 4 * input.batch * input.m * input.n < 3 * input.sm_count * kLargeTile;
 }
 

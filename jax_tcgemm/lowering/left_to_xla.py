@@ -26,10 +26,10 @@ _FEW_FLOAT32_ROWS = 32
 _LARGE_FLOAT32_EXTENT = 4096
 
 # The most that D has of rows and columns, the fewer and the more, and the longest k, of small
-# batches; of how many of them, at least, that was measured.
+# batches; of how many of them, at least, that was measured, by bytes of an element.
 _SMALL_EXTENTS = (32, 128)
 _SMALL_K = 128
-_MANY_BATCHES = 128
+_MANY_BATCHES = {2: 128, 4: 1024}
 
 # Multiplications for each element read or written, by bytes of an element, below which memory
 # limits XLA; and of what sizes that was measured.
@@ -39,7 +39,12 @@ _MANY_ELEMENTS = 2**20
 
 
 def left_to_xla(
-    algorithm: str, gemm: StridedGemm, out_itemsize: int, *, is_plain: bool = True
+    algorithm: str,
+    gemm: StridedGemm,
+    out_itemsize: int,
+    *,
+    is_plain: bool = True,
+    has_factor: bool = False,
 ) -> str | None:
     """Says why XLA computes a product in less time than a kernel.
 
@@ -48,6 +53,7 @@ def left_to_xla(
         gemm: the folded gemm; ``a`` and ``b`` each have a contiguous axis that is no batch's.
         out_itemsize: bytes of an element of the result.
         is_plain: whether there is no epilogue but a factor.
+        has_factor: whether there is one.
 
     Returns:
         A phrase, or ``None`` where XLA is slower or that was not measured.
@@ -59,7 +65,9 @@ def left_to_xla(
         _of_a_vector(gemm, itemsize)
         or _of_few_rows(gemm, itemsize)
         or _of_few_float32_rows(gemm, itemsize)
-        or (_of_small_batches(gemm) if is_plain else None)
+        or (
+            _of_small_batches(gemm, itemsize, out_itemsize) if is_plain and not has_factor else None
+        )
         or (_of_odd_rows(gemm, itemsize, out_itemsize) if is_plain else None)
     )
 
@@ -92,11 +100,20 @@ def _of_few_float32_rows(gemm: StridedGemm, itemsize: int) -> str | None:
     return f"few rows, {gemm.m}, of float32"
 
 
-def _of_small_batches(gemm: StridedGemm) -> str | None:
-    """Where a tile of any kernel is mostly beyond D."""
+def _of_small_batches(gemm: StridedGemm, itemsize: int, out_itemsize: int) -> str | None:
+    """Where a tile of any kernel is mostly beyond D. Of operands as they were measured.
+
+    What a batch shares, or has in another order, XLA may have to copy; and it may write float32
+    before it multiplies by a factor, or where that is the result.
+    """
     few, more = sorted((gemm.m, gemm.n))
     is_small = few <= _SMALL_EXTENTS[0] and more <= _SMALL_EXTENTS[1] and gemm.k <= _SMALL_K
-    if not is_small or math.prod(gemm.batch) < _MANY_BATCHES:
+    if not is_small or math.prod(gemm.batch) < _MANY_BATCHES[itemsize]:
+        return None
+    *batch_a, _, column_a = gemm.strides.a
+    *batch_b, _, column_b = gemm.strides.b
+    is_as_measured = column_a == column_b == 1 and out_itemsize == itemsize
+    if not is_as_measured or not all(batch_a + batch_b):
         return None
     return f"small batches, {gemm.m} x {gemm.n} x {gemm.k}"
 

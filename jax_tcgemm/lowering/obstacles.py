@@ -96,7 +96,13 @@ def quicker_in_xla(algorithm: str, spec: GemmSpec, x: Operands) -> str | None:
     beside = x._replace(a=None, b=None, alpha=None)
     is_plain = not (any(operand is not None for operand in beside) or spec.activation)
     gemm = fold(spec.strided(shapes))
-    reason = left_to_xla(algorithm, gemm, spec.out_dtype.itemsize, is_plain=is_plain)
+    reason = left_to_xla(
+        algorithm,
+        gemm,
+        spec.out_dtype.itemsize,
+        is_plain=is_plain,
+        has_factor=spec.work != "none",
+    )
     return reason and f"reference: {reason}"
 
 

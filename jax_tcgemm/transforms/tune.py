@@ -47,8 +47,7 @@ _PRIMITIVES: dict[str, Primitive] = {
     "ragged_contraction": ragged_contraction_p,
 }
 
-# What is less than this faster is noise, and so is what the samples scatter by; what is taken
-# untuned stays.
+# What is faster by less is noise.
 _NOISE = 0.02
 # All candidates first, with few samples; then the fastest, what is taken untuned and XLA's own.
 _FIRST_REPS, _FINAL_REPS, _BLOCK = 4, 16, 2
@@ -72,7 +71,7 @@ def tune(
     the kernels are timed that the time model puts within a factor of the best, splits of k among
     them, and XLA's own composition with the same epilogue: kernel times by turns, on normal
     operands that the L2 cache does not hold. Groups of ``ragged_dot`` are taken to be of one size.
-    The untuned choice stays where others are less than 2 % faster, or than samples scatter.
+    The untuned choice stays unless another is faster by 2 %, and by more than the medians scatter.
 
     Another choice may add in another order: the low bits of results may change with tunings.
 
@@ -151,7 +150,8 @@ def measure(product: Product, numbers: Numbers | None = None) -> Entry:
     configs = {_UNTUNED: None, XLA: XLA} | {name: name for name in candidates(product, device)}
     chains = _compiled(product, configs, sets)
     timings = time_chains(chains, reps=_FIRST_REPS, block=_BLOCK)
-    rows = sorted(timings.keys() - {_UNTUNED, XLA}, key=lambda name: timings[name].median)
+    rows = [name for name in timings if name not in (_UNTUNED, XLA)]
+    rows.sort(key=lambda name: timings[name].median)
     final = [_UNTUNED, XLA, *rows[:_FINALISTS]]
     chains = {name: chains[name] for name in final}
     timings = time_chains(chains, reps=_FINAL_REPS, block=_BLOCK)
@@ -170,7 +170,8 @@ def _fastest(timings: Mapping[str, Timing]) -> str:
     """
     best = min(timings, key=lambda name: timings[name].median)
     usual = timings[_UNTUNED]
-    noise = max(_NOISE, (timings[best].spread + usual.spread) / 2)
+    # About twice the standard error of the difference of two medians of 16 samples.
+    noise = max(_NOISE, (timings[best].spread + usual.spread) / 3)
     return best if timings[best].median < (1 - noise) * usual.median else _UNTUNED
 
 

@@ -99,9 +99,10 @@ def find(device_kind: str | None, product: Product) -> tuple[Entry, str] | None:
     entry = cache.read(device_kind, product.problem) if alone else None
     if entry is not None:
         return entry, "a file"
-    entry = packaged(device_kind).find(device_kind, product.problem)
-    if entry is not None:
-        return entry, "the package"
+    if len({device.device_kind for device in jax.devices()}) == 1:  # All processes find the same.
+        entry = packaged(device_kind).find(device_kind, product.problem)
+        if entry is not None:
+            return entry, "the package"
     if how == "tune" and alone:
         entry = _measured(device_kind, product)
         return None if entry is None else (entry, "a measurement")
