@@ -1,0 +1,112 @@
+// New: shared memory without bank conflicts, and without padding.
+//
+// Of A the column is XORed with 8 * (k / 4): the 8 rows by 4 groups of k that a warp stores go to
+// 32 banks. Groups of 8 stay together, so that reads are still of 128 bits. Of B a thread takes
+// columns 4 c and 64 + 4 c for its number c: 8 threads, which read at a time, read 128 consecutive
+// bytes.
+//
+// Ceiling: FMA. One instruction of a warp a cycle, 2 * 32 flops, on each quarter of an SM.
+
+#include "ladder.h"
+#include "vectors.cuh"
+
+namespace ladder {
+namespace {
+
+constexpr int kTile = 128;
+constexpr int kTileK = 16;
+constexpr int kSide = 16;             // threads along each side of the tile
+constexpr int kEach = kTile / kSide;  // elements of one along it
+constexpr int kThreads = kSide * kSide;
+
+struct Buffers {
+  float a[kTileK][kTile];
+  float b[kTileK][kTile];
+  static __device__ int a_place(int k, int row) { return row ^ 8 * (k / 4); }
+};
+
+// A thread's share of the tiles of A and of B: 8 elements of each.
+template <typename T>
+struct Share {
+  static constexpr int kWidth = 16 / sizeof(T);  // elements of a vector
+  static constexpr int kCount = kTile * kTileK / kWidth / kThreads;
+  Vector<T> a[kCount], b[kCount];
+
+  static __device__ int a_row(int i) { return (threadIdx.x + i * kThreads) / (kTileK / kWidth); }
+  static __device__ int a_k(int i) { return threadIdx.x % (kTileK / kWidth) * kWidth; }
+  static __device__ int b_k(int i) { return (threadIdx.x + i * kThreads) / (kTile / kWidth); }
+  static __device__ int b_column(int i) { return threadIdx.x % (kTile / kWidth) * kWidth; }
+
+  __device__ void load(const Product<T>& p, int first) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      a[i].load(p.a + size_t(blockIdx.y * kTile + a_row(i)) * p.k + first + a_k(i));
+      b[i].load(p.b + size_t(first + b_k(i)) * p.n + blockIdx.x * kTile + b_column(i));
+    }
+  }
+
+  __device__ void store(Buffers& to) const {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) {
+        const int k = a_k(i) + j;
+        to.a[k][Buffers::a_place(k, a_row(i))] = a[i][j];
+        to.b[b_k(i)][b_column(i) + j] = b[i][j];
+      }
+    }
+  }
+};
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads) kernel(Product<T> p) {
+  __shared__ __align__(16) Buffers buffers[2];
+  const int thread_row = threadIdx.x / kSide * kEach;
+  const int thread_column = threadIdx.x % kSide * 4;
+  float sum[kEach][kEach] = {};
+  Share<T> share;
+  share.load(p, 0);
+  share.store(buffers[0]);
+  __syncthreads();
+  for (int first = 0, now = 0; first < p.k; first += kTileK, now ^= 1) {
+    const bool more = first + kTileK < p.k;
+    if (more) share.load(p, first + kTileK);
+    const Buffers& from = buffers[now];
+#pragma unroll
+    for (int k = 0; k < kTileK; ++k) {
+      float a_part[kEach], b_part[kEach];
+#pragma unroll
+      for (int i = 0; i < kEach; i += 4) {
+        read_4(a_part + i, &from.a[k][Buffers::a_place(k, thread_row + i)]);
+        read_4(b_part + i, &from.b[k][thread_column + i / 4 * (kTile / 2)]);
+      }
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) {
+#pragma unroll
+        for (int j = 0; j < kEach; ++j) sum[i][j] += a_part[i] * b_part[j];
+      }
+    }
+    if (more) share.store(buffers[now ^ 1]);
+    __syncthreads();
+  }
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    T* d = p.d + size_t(blockIdx.y * kTile + thread_row + i) * p.n + blockIdx.x * kTile;
+#pragma unroll
+    for (int j = 0; j < kEach; j += 4) {
+      write_4(d + thread_column + j / 4 * (kTile / 2), sum[i] + j);
+    }
+  }
+}
+
+}  // namespace
+
+template <typename T>
+cudaError_t swizzle(const Product<T>& p) {
+  kernel<<<dim3(p.n / kTile, p.m / kTile), kThreads, 0, p.stream>>>(p);
+  return cudaGetLastError();
+}
+
+LADDER_INSTANTIATE(swizzle)
+
+}  // namespace ladder
