@@ -5,8 +5,8 @@
 // comes into registers, and from there into the other buffer: the loads' latency is hidden, and one
 // __syncthreads a tile is left.
 //
-// Ceiling: bank conflicts. A warp's stores of A go to the same 8 banks four times, and its reads of
-// B, 32 bytes apart, take two turns.
+// Ceiling: bank conflicts. Of a warp's stores of A four meet at each bank (of bfloat16 two), and
+// its reads of B, 32 bytes apart, take two turns.
 
 #include "ladder.h"
 #include "vectors.cuh"
@@ -51,7 +51,11 @@ struct Share {
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) {
         to.a[a_k(i) + j][a_row(i)] = a[i][j];
-        to.b[b_k(i)][b_column(i) + j] = b[i][j];
+      }
+#pragma unroll
+      for (int j = 0; j < kWidth; j += 4) {
+        const float four[] = {b[i][j], b[i][j + 1], b[i][j + 2], b[i][j + 3]};
+        write_4(&to.b[b_k(i)][b_column(i) + j], four);
       }
     }
   }

@@ -3,7 +3,7 @@
 // Of A the column is XORed with 8 * (k / 4): the 8 rows by 4 groups of k that a warp stores go to
 // 32 banks. Groups of 8 stay together, so that reads are still of 128 bits. Of B a thread takes
 // columns 4 c and 64 + 4 c for its number c: 8 threads, which read at a time, read 128 consecutive
-// bytes.
+// bytes. (What is left: of bfloat16 a thread stores 8 floats of B, and two turns go into that.)
 //
 // Ceiling: FMA. One instruction of a warp a cycle, 2 * 32 flops, on each quarter of an SM.
 
@@ -52,7 +52,11 @@ struct Share {
       for (int j = 0; j < kWidth; ++j) {
         const int k = a_k(i) + j;
         to.a[k][Buffers::a_place(k, a_row(i))] = a[i][j];
-        to.b[b_k(i)][b_column(i) + j] = b[i][j];
+      }
+#pragma unroll
+      for (int j = 0; j < kWidth; j += 4) {
+        const float four[] = {b[i][j], b[i][j + 1], b[i][j + 2], b[i][j + 3]};
+        write_4(&to.b[b_k(i)][b_column(i) + j], four);
       }
     }
   }
