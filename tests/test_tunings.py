@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -256,6 +257,15 @@ def test_order_of_places(monkeypatch):
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)  # of several processes
     assert configs(f, *ARRAYS) == []
     monkeypatch.undo()
+
+
+def test_the_package_is_not_asked_where_processes_have_several_kinds(monkeypatch):
+    monkeypatch.setattr(lookup, "packaged", lambda kind: tuned("xla"))
+    kinds = [types.SimpleNamespace(device_kind=kind) for kind in (KIND, "NVIDIA H100 80GB HBM3")]
+    monkeypatch.setattr(lookup.jax, "devices", lambda: kinds[:1])
+    assert configs(f, *ARRAYS) == []
+    monkeypatch.setattr(lookup.jax, "devices", lambda: kinds)
+    assert configs(f, *ARRAYS) == [""]
 
 
 def test_settings(monkeypatch):
