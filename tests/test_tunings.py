@@ -261,6 +261,7 @@ def test_order_of_places(monkeypatch):
 
 def test_the_package_is_not_asked_where_processes_have_several_kinds(monkeypatch):
     monkeypatch.setattr(lookup, "packaged", lambda kind: tuned("xla"))
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     kinds = [types.SimpleNamespace(device_kind=kind) for kind in (KIND, "NVIDIA H100 80GB HBM3")]
     monkeypatch.setattr(lookup.jax, "devices", lambda: kinds[:1])
     assert configs(f, *ARRAYS) == []

@@ -123,7 +123,7 @@ struct LayoutMainloop {
   }
 
   // The tensor cores cut sums off; those of few stages, added up in float32, lose little by it: of
-  // more of them the longer k is, since what others lose grows with it.
+  // more of them the longer k is, since what XLA's kernels lose grows with it.
   template <typename Passed>
   __device__ __forceinline__ void run_promoting(Accumulators& total, int count, Passed& passed) {
     if (count <= 8) return run_in_groups<1>(total, count, passed);

@@ -99,7 +99,8 @@ def find(device_kind: str | None, product: Product) -> tuple[Entry, str] | None:
     entry = cache.read(device_kind, product.problem) if alone else None
     if entry is not None:
         return entry, "a file"
-    if len({device.device_kind for device in jax.devices()}) == 1:  # All processes find the same.
+    # What all processes find alike.
+    if alone or len({device.device_kind for device in jax.devices()}) == 1:
         entry = packaged(device_kind).find(device_kind, product.problem)
         if entry is not None:
             return entry, "the package"
