@@ -38,6 +38,7 @@ struct LayoutMainloop {
   int first_row;  // of the warpgroup in the tile
   int lane;
   bool has_partner;  // block `lane` of the cluster loads for this one too
+  bool adds_apart;   // skinny rows that promote: do so
   RingPosition<ring_stages(kConfig, kMajorA, kMajorB)> at;
 
   // Sets acc to the product over `count` stages. `passed` is called when no more instructions are
@@ -218,27 +219,26 @@ struct LayoutMainloop {
   }
 
   // Where memory is what takes the time: each stage is released at once, to be loaded again. There
-  // is time, too, to add up stages apart.
+  // is time, too, to add up stages apart, if the result shows it.
   template <typename Passed>
   __device__ __forceinline__ void run_at_once(Accumulators& total, int count, Passed& passed) {
-    constexpr bool kApart = kConfig.promote;
     Accumulators apart;
-    Accumulators& acc = kApart ? apart : total;
-    if constexpr (kApart) clear(total);
+    Accumulators& acc = kConfig.promote ? apart : total;
+    if constexpr (kConfig.promote) clear(total);
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
       ptx::mbarrier_wait(smem.full(at.stage), at.phase);
       fence(acc);
       ptx::wgmma_fence();
-      issue_stage(acc, kApart || i == 0);
+      issue_stage(acc, (kConfig.promote && adds_apart) || i == 0);
       ptx::wgmma_commit();
       fence(acc);
       ptx::wgmma_wait<0>();
       release(at.stage);
       at.advance();
-      if constexpr (kApart) {
+      if constexpr (kConfig.promote) {
         fence(acc);
-        add(total, acc);
+        if (adds_apart || i + 1 == count) add(total, acc);
       }
     }
     fence(total);
@@ -404,7 +404,8 @@ struct Mainloop {
   __device__ __forceinline__ void run(Accumulators& acc, int count, Passed&& passed) {
     visit_layout(Layouts(), params, [&]<typename Layout>(Layout) {
       const int lane = threadIdx.x % 32;
-      LayoutMainloop<kConfig, Layout> mainloop = {smem, first_row, lane, has_partner, at};
+      LayoutMainloop<kConfig, Layout> mainloop = {
+          smem, first_row, lane, has_partner, params.epilogue.d_type == ElementType::kF32, at};
       mainloop.run(acc, count, passed);
       at = mainloop.at;
     });
