@@ -8,16 +8,17 @@
 
 namespace jax_tcgemm {
 
-// The instructions a kernel is made of: float32 FMA; cp.async, ldmatrix and mma.sync; TMA, mbarrier
-// and wgmma.
-enum class Arch { kSimt, kSm80, kSm90 };
+// The instructions a kernel is made of: float32 FMA; ldmatrix and mma.sync; cp.async as well; TMA,
+// mbarrier and wgmma.
+enum class Arch { kSimt, kSm75, kSm80, kSm90 };
 
 // How operands travel from global to shared memory.
 //   kCpAsync: 16-byte cp.async; base, strides and contiguous extent are multiples of 16 bytes.
+//   kRegister: 16-byte loads through registers, for the same operands.
 //   kRealign: 16-byte loads through registers, shifted to the row's alignment; takes anything.
 //   kDirect:  no shared memory: from global memory to registers; takes anything.
 //   kTma:     boxes copied by TMA; base and strides are multiples of 16 bytes.
-enum class Loader { kCpAsync, kRealign, kDirect, kTma };
+enum class Loader { kCpAsync, kRegister, kRealign, kDirect, kTma };
 
 // How the consumer warpgroups of an sm90 kernel share the work.
 //   kCooperative: each takes some rows of one tile.
@@ -124,7 +125,7 @@ struct KernelConfig {
   }
   constexpr int stage_bytes() const { return operand_bytes(tile_m) + operand_bytes(tile_n); }
   constexpr int ring_bytes() const { return stages * stage_bytes(); }
-  // A float32 slab of 16 rows of accumulators for each warp of an sm80 kernel; the buffers of
+  // A float32 slab of 16 rows of accumulators for each warp of an mma.sync kernel; the buffers of
   // the warps of an sm90 kernel, through which D leaves.
   constexpr int slab_bytes() const { return 16 * warp_n() * 4; }
   // Swapped: a warpgroup's buffers take 64 columns of D and so many rows, equal parts of its
@@ -178,6 +179,9 @@ struct KernelConfig {
   static constexpr int kMaxSharedMemoryBytes = 227 * 1024;
   constexpr int shared_memory_bytes() const {
     if (arch == Arch::kSimt) return 0;
+    if (arch == Arch::kSm75) {  // one after the other
+      return ring_bytes() > output_bytes() ? ring_bytes() : output_bytes();
+    }
     const int extra = arch == Arch::kSm90 ? kBarrierBytes + bias_bytes() : 0;
     return ring_bytes() + output_bytes() + extra;
   }

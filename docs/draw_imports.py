@@ -54,6 +54,8 @@ _CAPTIONS = {
     "passes": "kernels before and after",
     "sm90": "TMA and wgmma",
     "sm80": "cp.async and mma.sync",
+    "sm75": "mma.sync alone",
+    "mma_sync": "what these two share",
     "simt": "plain FMA",
     "epilogue": "what follows the product",
     "scheduler": "which tile comes next",

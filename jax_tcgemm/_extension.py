@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import re
 
 import jax
 
@@ -41,6 +42,12 @@ def check_kernel_names(built: frozenset[str], build_info: dict[str, str]) -> Non
             "jax_tcgemm's compiled extension and its kernel table differ: rebuild (pip install .). "
             f"Only in the extension: {unknown}; only in the table: {missing}."
         )
+
+
+def oldest_architecture() -> tuple[int, int]:
+    """Returns the lowest compute capability that the kernels were built for; (0, 0) if unknown."""
+    numbers = re.findall(r"\d+", _core.build_info()["architectures"])
+    return min((divmod(int(number), 10) for number in numbers), default=(0, 0))
 
 
 def has_config(config: str | None) -> bool:

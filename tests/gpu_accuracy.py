@@ -49,7 +49,7 @@ def units(config: KernelConfig, transpose_a: bool, transpose_b: bool) -> tuple[i
 def accumulation_slack(config: KernelConfig, out_dtype, k: int, largest: float) -> float:
     """What the sums inside mma.sync may be off beyond the baseline's, where the result shows it.
 
-    They are cut off after every 16 steps along k, at the accumulator's precision.
+    They are cut off after every instruction, at the accumulator's precision.
     """
     if config.algorithm == "F16_F16_F16":
         eps = jnp.finfo(jnp.float16).eps
@@ -57,7 +57,7 @@ def accumulation_slack(config: KernelConfig, out_dtype, k: int, largest: float) 
         eps = jnp.finfo(jnp.float32).eps
     else:
         return 0.0
-    return math.ceil(k / 16) * float(eps) * largest
+    return math.ceil(k / config.instruction_k) * float(eps) * largest
 
 
 def baseline_precision(algorithm: str):

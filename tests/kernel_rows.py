@@ -12,11 +12,12 @@ from jax_tcgemm.kernels.table import CONFIGS
 
 def by_config(
     *,
+    arch: str | None = None,
     gated: bool = False,
     grouped: str = "none",
     epilogues: tuple[str, ...] = ("none", "sum", "any"),
 ) -> pytest.MarkDecorator:
-    """Runs a test for each configuration, of one weight or of two, and of groups or of none.
+    """Runs a test for each configuration (of ``arch``), of one weight or of two, of groups or none.
 
     Where sm90 rows for groups do not run, another would be tested in their stead.
     """
@@ -34,7 +35,8 @@ def by_config(
                 ],
             )
             for config in CONFIGS
-            if config.gated == gated and config.grouped == grouped and config.epilogue in epilogues
+            if arch in (None, config.arch) and config.epilogue in epilogues
+            if (config.gated, config.grouped) == (gated, grouped)
         ],
     )
 

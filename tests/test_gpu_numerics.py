@@ -140,6 +140,13 @@ def test_residues(check, rng, config, transpose_a, transpose_b):
             check(Case(config, m, n, k, transpose_a, transpose_b))
 
 
+@by_config(arch="sm75")
+def test_turing(check, config):
+    """Of k, 8 in the first k-tile of 32; tiles that end inside the parts of warps."""
+    check(Case(config, 520, 264, 136, transpose_b=True))
+    check(Case(config, 520, 264, 136, transpose_a=True, activation="gelu"), a_batch=(3,))
+
+
 @BY_CONFIG
 def test_float32_output(check, config):
     for tile_m, tile_n in orientations(config):

@@ -60,7 +60,18 @@ def test_random_products_are_right_whatever_is_named(rng, part):
 @pytest.mark.parametrize("fused", [False, True])
 def test_parts_of_k_by_name(rng, normal, assert_accurate, splits, fused):
     m, n, k = (8 * int(x) for x in rng.integers((1, 1, 512), (40, 80, 600)))
-    a, b, bias = (normal(*shape, dtype=jnp.bfloat16) for shape in ((m, k), (k, n), (n,)))
+    for dtype, rows in ((jnp.bfloat16, "sm90_bf16"), (jnp.float16, "sm75_f16_")):
+        arrays = [normal(*shape, dtype=dtype) for shape in ((m, k), (k, n), (n,))]
+        check_parts_of_k(
+            *arrays, fused, rng.permutation(rows_called(rows))[:5], splits, assert_accurate
+        )
+
+
+def rows_called(prefix):
+    return [row for row in SPLIT if row.startswith(prefix)]
+
+
+def check_parts_of_k(a, b, bias, fused, rows, splits, assert_accurate):
     options = {"bias": bias, "activation": "silu"} if fused else {}
     z = np.asarray(a, np.float64) @ np.asarray(b, np.float64)
     baseline = jnp.matmul(a, b)
@@ -68,14 +79,15 @@ def test_parts_of_k_by_name(rng, normal, assert_accurate, splits, fused):
         z = z + np.asarray(bias, np.float64)
         z = z / (1 + np.exp(-z))
         baseline = jax.nn.silu(baseline + bias)
-    for row in rng.permutation([row for row in SPLIT if "bf16" in row])[:6]:
+    for row in rows:
         d = gemm(a, b, **options, config=f"{row}/splits={splits}")
         assert_accurate(d, baseline, z)
 
 
 def test_what_is_named_is_what_runs():
     # The dispatch says so once in a process, if it is told to before.
-    named = [f"{row}/splits={parts}" for row in SPLIT[:3] for parts in (2, 3)]
+    rows = [rows_called(prefix)[0] for prefix in ("sm75_f16_", "sm90_bf16", "sm90_tf32")]
+    named = [f"{row}/splits={parts}" for row in rows for parts in (2, 3)]
     program = f"""
 import jax.numpy as jnp
 from jax_tcgemm import gemm

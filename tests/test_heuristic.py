@@ -45,8 +45,31 @@ def test_heuristic_chooses_a_row_that_fits(algorithm, aligned, sm_count, shared_
         assert row.algorithm == algorithm
         assert row.shared_memory_bytes <= shared_memory
         assert aligned or not row.copies_whole_chunks
-        assert row.arch != "sm90"  # which compute capability 8.0 does not run
+        assert row.arch in ("sm80", "simt")  # sm90 does not run, sm75 has a successor
     assert len(chosen) > 1
+
+
+@ALL_KERNELS
+@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize("algorithm", ["F16_F16_F32", "F16_F16_F16"])
+def test_turing_takes_its_rows(algorithm, aligned):
+    """As a T4: 40 SMs, 64 KiB of shared memory."""
+    turing = {"compute_capability": 75, "workspace_bytes": 2**24}
+    for m, n, k, wide in ((4096, 4096, 4096, False), (72, 200, 136, False), (512, 512, 512, True)):
+        options = {**turing, "float32_result": wide, "epilogue": "any"}
+        names = rank(algorithm, m, n, k, 1, aligned, 40, 64 * 1024, **options)
+        assert {by_name(name).arch for name in names} <= {"sm75", "simt"}
+        chosen = by_name(names[0])
+        assert chosen.arch == "sm75"
+        assert aligned or not chosen.copies_whole_chunks
+        assert chosen.promote == (wide and chosen.arithmetic.promotes)
+    split = rank(algorithm, 64, 64, 65536, 1, aligned, 40, 64 * 1024, **turing)
+    assert "/splits=" in split[0]
+
+
+def rank(*arguments, **options):
+    """Names the rows that can compute a problem, the fastest first."""
+    return [name for name, _, _ in _core.rank_configs(*arguments, **options)]
 
 
 @ALL_KERNELS

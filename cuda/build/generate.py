@@ -153,6 +153,9 @@ _ARITHMETIC = """\
 
 // Algorithm, its accumulator, mma.sync's shape and types.
 #define JAX_TCGEMM_MMA_INSTRUCTIONS(X) {instructions}
+
+// The same of half as much of k, for compute capability 7.5.
+#define JAX_TCGEMM_MMA_K8_INSTRUCTIONS(X) {k8_instructions}
 """
 
 
@@ -170,6 +173,11 @@ def arithmetic_lists(types, rows) -> str:
     def flag(value: bool) -> str:
         return str(value).lower()
 
+    def instruction(row, k: int) -> str:
+        sums, multiplied = row.accumulator.tag, row.multiplied
+        types = f"{sums}.{multiplied}.{multiplied}.{sums}"
+        return f'{enumerator("", row.name)[2:]}, {of(row.accumulator)}, "m16n8k{k}.row.col.{types}"'
+
     return _ARITHMETIC.format(
         types=_entries(f"{of(t)}, {t.bytes}, {t.cpp}, {t.ffi}, {t.tma}" for t in types),
         rows=_entries(
@@ -184,12 +192,8 @@ def arithmetic_lists(types, rows) -> str:
             )
             for row in rows
         ),
-        instructions=_entries(
-            f"{enumerator('', row.name)[2:]}, {of(row.accumulator)}, "
-            f'"m16n8k{row.k}.row.col.{row.accumulator.tag}.{row.multiplied}.{row.multiplied}'
-            f'.{row.accumulator.tag}"'
-            for row in rows
-        ),
+        instructions=_entries(instruction(row, row.k) for row in rows),
+        k8_instructions=_entries(instruction(row, row.k // 2) for row in rows if row.turing),
     )
 
 

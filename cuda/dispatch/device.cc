@@ -56,9 +56,9 @@ Status get_device_properties(int ordinal, const DeviceProperties** properties) {
 }
 
 Status check_device(const DeviceProperties& device) {
-  JAX_TCGEMM_REQUIRE(device.compute_capability >= 80, device.name, " has compute capability ",
+  JAX_TCGEMM_REQUIRE(device.compute_capability >= 75, device.name, " has compute capability ",
                      device.compute_capability / 10, ".", device.compute_capability % 10,
-                     "; the kernels need 8.0 or later");
+                     "; the kernels need 7.5 or later");
   return Status();
 }
 

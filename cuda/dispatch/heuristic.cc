@@ -1,5 +1,5 @@
-// The sm80 and simt families; for the sm90 family see dispatch/sm90_time_model.cc. The constants
-// were fitted to measurements on an H200 (docs/performance.md); only their ratios matter.
+// The sm75, sm80 and simt families; for the sm90 family see dispatch/sm90_time_model.cc. The
+// constants were fitted to measurements on an H200 (docs/performance.md); only their ratios matter.
 
 #include "dispatch/heuristic.h"
 
@@ -92,7 +92,7 @@ bool sm90_supports(const KernelConfig& config, const ChoiceInput& input) {
 // (sm90/tma_descriptor.cc).
 bool has_epilogue(const KernelConfig& config, const ChoiceInput& input) {
   if (config.epilogue == EpilogueWork::kAny) return true;
-  if (config.arch == Arch::kSm80) return input.epilogue <= config.epilogue;
+  if (config.arch != Arch::kSm90) return input.epilogue <= config.epilogue;
   if (config.skinny) return input.epilogue == EpilogueWork::kNone;
   if (!input.d_by_tma) {
     return !config.swap_ab && input.epilogue != EpilogueWork::kAny && !input.has_c;
@@ -129,11 +129,15 @@ bool supports(const KernelConfig& config, const ChoiceInput& input, int splits) 
     return false;
   }
   if (config.arch == Arch::kSm90) return sm90_supports(config, input);
-  return input.aligned || config.loader != Loader::kCpAsync;
+  if (config.arch == Arch::kSm80 && input.compute_capability < 80) return false;
+  const bool any_address = config.loader == Loader::kRealign || config.loader == Loader::kDirect;
+  return input.aligned || any_address;
 }
 
 Rank rank_of(const KernelConfig& config, const ChoiceInput& input) {
   if (config.is_fallback()) return Rank::kFallback;
+  // By name alone where there are later instructions.
+  if (config.arch == Arch::kSm75 && input.compute_capability >= 80) return Rank::kFallback;
   // Promoting takes longer than it has to where it is not wanted, but for the skinny rows.
   const bool suits = config.promote == wants_promotion(input) || (config.promote && config.skinny);
   return config.arch == Arch::kSimt || suits ? Rank::kAccurate : Rank::kRough;
@@ -152,8 +156,9 @@ bool supports_splits(const KernelConfig& config, const ChoiceInput& input, int s
   // In pingpong each consumer skips the stages of the other's tile: as many as of its own.
   const bool even = config.schedule == Schedule::kCooperative || k_tiles % splits == 0 ||
                     sm90::has_fixup(config, input, splits);
-  return config.arch == Arch::kSm90 && config.split_k == 1 && !config.gated && !config.skinny &&
-         !config.swap_ab && even && input.batch == 1 && k_tiles >= splits;
+  const bool splits_k = config.arch == Arch::kSm75 || config.arch == Arch::kSm90;
+  return splits_k && config.split_k == 1 && !config.gated && !config.skinny && !config.swap_ab &&
+         even && input.batch == 1 && k_tiles >= splits;
 }
 
 double estimated_cycles(const KernelConfig& config, const ChoiceInput& input, int splits) {

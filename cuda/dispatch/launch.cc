@@ -6,9 +6,9 @@
 
 #include "common/ceil_div.h"
 #include "epilogue/work.h"
+#include "mma_sync/layouts.h"
 #include "simt/fallback_tiles.h"
 #include "simt/plain_params.h"
-#include "sm80/layouts.h"
 #include "sm90/tensor_maps.h"
 
 namespace jax_tcgemm {
@@ -163,8 +163,9 @@ cudaError_t launch_kernel(const KernelConfig& config, const KernelSet& kernels,
       KernelHandle* const kernel = sm90_kernel(config, kernels, request);
       return kernel == nullptr ? cudaErrorNotSupported : launch_sm90(config, kernel, request);
     }
+    case Arch::kSm75:
     case Arch::kSm80: {
-      sm80::Layouts layouts = {request.major_a, request.major_b};
+      mma_sync::Layouts layouts = {request.major_a, request.major_b};
       return launch_persistent(config, kernels.any(layouts.a, layouts.b), request, layouts);
     }
     case Arch::kSimt:

@@ -1,8 +1,10 @@
-// mma.sync: D = A * B + D on one 16 x 8 tile of D, one warp (sm_80 and later).
+// mma.sync: D = A * B + D on one 16 x 8 tile of D, one warp (sm_80 and later; half as much of k, of
+// float16, from sm_75 on).
 //
 // With group g = lane / 4 and t = lane % 4, and E = 2 (16-bit) or 1 (tf32) elements in a register:
 //   A, 4 registers: (row g, k E*t), (g + 8, E*t), (g, E*t + 4*E), (g + 8, E*t + 4*E)
 //   B, 2 registers: (k E*t, column g), (E*t + 4*E, g)
+// Of half as much of k: the first half of these registers.
 // The statements are volatile to keep the order they are written in: the mainloop places loads from
 // shared memory between them.
 //   D: (row g, columns 2*t and 2*t + 1), then (row g + 8, the same); a float32 each, or packed in
@@ -47,10 +49,43 @@ struct MmaSync;
     }                                                                                   \
   };
 
+// Of 8 elements of k.
+template <Algorithm kAlgorithm>
+struct MmaSyncK8;
+
+#define JAX_TCGEMM_MMA_K8_kF32(ALGORITHM, INSTRUCTION)                                  \
+  template <>                                                                           \
+  struct MmaSyncK8<Algorithm::ALGORITHM> {                                              \
+    static __device__ __forceinline__ void run(float (&d)[4], uint32_t a0, uint32_t a1, \
+                                               uint32_t b) {                            \
+      asm volatile("mma.sync.aligned." INSTRUCTION                                      \
+                   " {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};\n"             \
+                   : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                     \
+                   : "r"(a0), "r"(a1), "r"(b));                                         \
+    }                                                                                   \
+  };
+
+#define JAX_TCGEMM_MMA_K8_kF16(ALGORITHM, INSTRUCTION)                                      \
+  template <>                                                                               \
+  struct MmaSyncK8<Algorithm::ALGORITHM> {                                                  \
+    static __device__ __forceinline__ void run(uint32_t (&d)[2], uint32_t a0, uint32_t a1,  \
+                                               uint32_t b) {                                \
+      asm volatile("mma.sync.aligned." INSTRUCTION " {%0, %1}, {%2, %3}, {%4}, {%0, %1};\n" \
+                   : "+r"(d[0]), "+r"(d[1])                                                 \
+                   : "r"(a0), "r"(a1), "r"(b));                                             \
+    }                                                                                       \
+  };
+
 #define JAX_TCGEMM_MMA(ALGORITHM, ACCUMULATOR, INSTRUCTION) \
   JAX_TCGEMM_MMA_##ACCUMULATOR(ALGORITHM, INSTRUCTION)
 JAX_TCGEMM_MMA_INSTRUCTIONS(JAX_TCGEMM_MMA)
+#define JAX_TCGEMM_MMA_K8(ALGORITHM, ACCUMULATOR, INSTRUCTION) \
+  JAX_TCGEMM_MMA_K8_##ACCUMULATOR(ALGORITHM, INSTRUCTION)
+JAX_TCGEMM_MMA_K8_INSTRUCTIONS(JAX_TCGEMM_MMA_K8)
 #undef JAX_TCGEMM_MMA
+#undef JAX_TCGEMM_MMA_K8
+#undef JAX_TCGEMM_MMA_K8_kF16
+#undef JAX_TCGEMM_MMA_K8_kF32
 #undef JAX_TCGEMM_MMA_kF16
 #undef JAX_TCGEMM_MMA_kF32
 

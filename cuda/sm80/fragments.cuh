@@ -10,9 +10,9 @@
 
 #include <stdint.h>
 
+#include "mma_sync/operand_tile.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/shared_memory.cuh"
-#include "sm80/operand_tile.cuh"
 
 namespace jax_tcgemm::sm80 {
 

@@ -8,11 +8,11 @@
 
 #include <stdint.h>
 
-#include "common/realign.cuh"
+#include "gemm_params.h"
+#include "mma_sync/realigned_chunks.cuh"
 #include "ptx/cp_async.cuh"
-#include "ptx/global_memory.cuh"
 #include "ptx/shared_memory.cuh"
-#include "sm80/operand_tile.cuh"
+#include "sm80/chunk_cursor.cuh"
 
 namespace jax_tcgemm::sm80 {
 
@@ -44,8 +44,7 @@ struct CpAsyncLoader {
   }
 };
 
-// Copies through registers for rows of any alignment: two aligned 16-byte loads cover a chunk, a
-// funnel shift moves it into place.
+// Copies through registers for rows of any alignment.
 template <typename Tile, Major kMajor>
 struct RealignLoader {
   using Element = typename Tile::Element;
@@ -53,40 +52,22 @@ struct RealignLoader {
   using Cursor = ChunkCursor<Tile, kMajor>;
 
   Cursor cursor;
-  uint32_t offset0;      // of pass 0 inside a stage
-  uint64_t begin, end;   // addresses that may be read
-  uint32_t outside = 0;  // bit 2 * pass (+ 1): that pass's low (high) granule sticks out of them
-  uint32_t low[Tile::kPasses][4];
-  uint32_t high[Tile::kPasses][4];
+  uint32_t offset0;  // of pass 0 inside a stage
+  mma_sync::RealignedChunks<Element, Tile::kPasses> chunks;
 
   __device__ __forceinline__ RealignLoader(const Operand& operand, const LoaderState& state)
-      : cursor(state),
-        offset0(Tile::offset(cursor.row, cursor.chunk)),
-        begin(reinterpret_cast<uint64_t>(operand.data)),
-        end(reinterpret_cast<uint64_t>(operand.data) + operand.span * sizeof(Element)) {}
+      : cursor(state), offset0(Tile::offset(cursor.row, cursor.chunk)), chunks(operand) {}
 
   __device__ __forceinline__ void fetch(uint32_t, int pass) {
-    const uint64_t address = pass_address(pass);
-    const uint64_t granule = address & ~uint64_t{15};
-    const int bytes = cursor.valid_bytes(pass);
-    const bool want_low = bytes > 0;
-    const bool want_high = static_cast<int>(address & 15) + bytes > 16;
-    const bool low_inside = granule >= begin && granule + 16 <= end;
-    const bool high_inside = granule + 32 <= end;
-    ptx::load_global_16_if(low[pass], granule, want_low && low_inside);
-    ptx::load_global_16_if(high[pass], granule + 16, want_high && high_inside);
-    outside |= (want_low && !low_inside) << (2 * pass);
-    outside |= (want_high && !high_inside) << (2 * pass + 1);
+    chunks.fetch(pass, pass_address(pass), cursor.valid_bytes(pass));
   }
 
   __device__ __forceinline__ void settle(uint32_t stage_address) {
-    if (outside) fetch_outside();
+    chunks.fetch_outside([&](int pass) { return pass_address(pass); });
 #pragma unroll
     for (int pass = 0; pass < Tile::kPasses; ++pass) {
       uint32_t word[4];
-      funnel<Element>(word, low[pass], high[pass], pass_address(pass) & 15);
-      const int bytes = cursor.valid_bytes(pass);
-      if (bytes < 16) keep_leading_bytes(word, bytes);
+      chunks.read(word, pass, pass_address(pass), cursor.valid_bytes(pass));
       const uint32_t offset = Tile::pass_offset(offset0, cursor.row, cursor.chunk, pass);
       ptx::store_shared_16(stage_address + offset, word);
     }
@@ -96,18 +77,6 @@ struct RealignLoader {
 
   __device__ __forceinline__ uint64_t pass_address(int pass) const {
     return reinterpret_cast<uint64_t>(cursor.source + pass * cursor.row_step);
-  }
-
-  // The first and the last granule of an operand, element by element.
-  __device__ __forceinline__ void fetch_outside() {
-#pragma unroll
-    for (int pass = 0; pass < Tile::kPasses; ++pass) {
-      const uint64_t granule = pass_address(pass) & ~uint64_t{15};
-      if (outside >> (2 * pass) & 1) load_elements<Element>(low[pass], granule, begin, end);
-      if (outside >> (2 * pass + 1) & 1)
-        load_elements<Element>(high[pass], granule + 16, begin, end);
-    }
-    outside = 0;
   }
 };
 

@@ -20,44 +20,18 @@
 
 #include "gemm_params.h"
 #include "kernel_config.h"
+#include "mma_sync/accumulators.cuh"
+#include "mma_sync/operand_tile.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/mma_sync.cuh"
 #include "scheduler/raster.cuh"
 #include "sm80/fragments.cuh"
 #include "sm80/loaders.cuh"
-#include "sm80/operand_tile.cuh"
 
 namespace jax_tcgemm::sm80 {
 
-// What becomes a tile of D: the sums of a warp.
-template <KernelConfig kConfig>
-struct WarpAccumulators {
-  using Mma = ptx::MmaSync<kConfig.algorithm>;
-  static constexpr int kMmaM = kConfig.warp_m() / 16;
-  static constexpr int kMmaN = kConfig.warp_n() / 8;
-
-  typename Mma::Accumulator tile[kMmaM][kMmaN];  // (warp_m / 16, warp_n / 8) mma tiles
-
-  // Those of the `slab`-th 16 rows -> the warp's float32 slab in shared memory. `slab` is a
-  // run-time value, so that the epilogue behind stands in the kernel once; registers are still
-  // addressed by constants.
-  template <typename Slab>
-  __device__ __forceinline__ void store_slab(int slab, const Slab& out) const {
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int i = 0; i < kMmaM; ++i) {
-      if (i != slab) continue;
-#pragma unroll
-      for (int j = 0; j < kMmaN; ++j) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          out.store_pair(half * 8 + lane / 4, j * 8 + lane % 4 * 2,
-                         ptx::accumulator_pair(tile[i][j], half));
-        }
-      }
-    }
-  }
-};
+using mma_sync::OperandRole;
+using mma_sync::OperandTile;
 
 // Shared-memory addresses of a lane in one stage: see FragmentA and FragmentB.
 struct LaneAddress {
@@ -83,8 +57,8 @@ struct Mainloop {
   using Loader = typename LoaderOf<kConfig.loader>::template type<Tile, kMajor>;
   using FragA = FragmentA<TileA, kMajorA, kConfig.warp_m()>;
   using FragB = FragmentB<TileB, kMajorB, kConfig.warp_n()>;
-  using Accumulators = WarpAccumulators<kConfig>;
-  using Mma = typename Accumulators::Mma;
+  using Accumulators = mma_sync::WarpAccumulators<kConfig>;
+  using Mma = ptx::MmaSync<kConfig.algorithm>;
   static constexpr int kMmaM = FragA::kMmaTiles;
   static constexpr int kMmaN = FragB::kMmaTiles;
   static constexpr int kSteps = kConfig.tile_k * element_bytes(kConfig.algorithm) / 32;
@@ -230,26 +204,6 @@ struct Mainloop {
     }
   }
 
-  static __device__ __forceinline__ void clear(Accumulators& acc) {
-#pragma unroll
-    for (auto& row : acc.tile) {
-      for (auto& mma_tile : row) {
-        for (auto& value : mma_tile) value = 0;
-      }
-    }
-  }
-
-  static __device__ __forceinline__ void add(Accumulators& acc, const Accumulators& partial) {
-#pragma unroll
-    for (int i = 0; i < kMmaM; ++i) {
-#pragma unroll
-      for (int j = 0; j < kMmaN; ++j) {
-#pragma unroll
-        for (int v = 0; v < 4; ++v) acc.tile[i][j][v] += partial.tile[i][j][v];
-      }
-    }
-  }
-
   // The side that reads the ring.
   struct Reader {
     LaneAddress base;  // in the stage being read
@@ -300,7 +254,7 @@ struct Mainloop {
     Fragments fragments[2];  // (register buffers)
     load_part(fragments[0], reader.base, 0, 0, 1);
     round_part(fragments[0], 0, 1);
-    clear(acc);
+    acc.clear();
     int left = pipeline.k_tiles();
 #pragma unroll 1
     while (left > 0) {
@@ -309,9 +263,9 @@ struct Mainloop {
       for (int t = 0; t < count; ++t) {
         if constexpr (kConfig.promote) {
           Accumulators partial;
-          clear(partial);
+          partial.clear();
           multiply_k_tile(partial, fragments, pipeline, reader);
-          add(acc, partial);
+          acc.add(partial);
         } else {
           multiply_k_tile(acc, fragments, pipeline, reader);
         }

@@ -50,6 +50,7 @@ class Arithmetic:
             of one of these as well.
         multiplied: PTX's type of what is multiplied; ``"tf32"`` is float32 rounded before.
         k: elements of k of one instruction of ``mma.sync`` or ``wgmma``: 32 bytes.
+        turing: whether tensor cores of compute capability 7.5 multiply so, half of ``k`` at a time.
         wgmma: whether there are kernels for Hopper.
         k_major: whether ``wgmma`` takes k-major operands alone from shared memory.
         promotes: whether a float32 result wants parts of k added up in float32. The tensor cores
@@ -65,6 +66,7 @@ class Arithmetic:
     outputs: tuple[ElementType, ...]
     multiplied: str
     k: int
+    turing: bool = False
     wgmma: bool = True
     k_major: bool = False
     promotes: bool = False
@@ -88,9 +90,14 @@ class Arithmetic:
 
 _ROWS = (
     Arithmetic("BF16_BF16_F32", "bf16", BF16, BF16, F32, (BF16, F32), "bf16", 16, promotes=True),
-    Arithmetic("F16_F16_F32", "f16", F16, F16, F32, (F16, F32), "f16", 16, promotes=True),
+    Arithmetic(
+        *("F16_F16_F32", "f16", F16, F16, F32, (F16, F32), "f16", 16),
+        turing=True,
+        promotes=True,
+    ),
     Arithmetic(
         *("F16_F16_F16", "f16acc16", F16, F16, F16, (F16, F32), "f16", 16),
+        turing=True,
         wgmma=False,
         is_default=False,
     ),

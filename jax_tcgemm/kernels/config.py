@@ -21,8 +21,8 @@ class KernelConfig:
 
     Attributes:
         arch: kernel family: ``"sm90"`` (TMA, mbarrier, wgmma), ``"sm80"`` (cp.async, ldmatrix,
-            mma.sync) or ``"simt"`` (float32 FMA, for products too small for a pipeline, and where
-            nothing else serves: see ``is_fallback``).
+            mma.sync), ``"sm75"`` (ldmatrix and mma.sync alone) or ``"simt"`` (float32 FMA, for
+            products too small for a pipeline, and where nothing else serves: see ``is_fallback``).
         algorithm: name of the row of the table of arithmetic.
         tile_m: rows of D one thread block computes.
         tile_n: columns of D one thread block computes.
@@ -31,10 +31,10 @@ class KernelConfig:
         warps_n: warps of a tile along n; a warp computes ``tile_n / warps_n`` columns.
         stages: stages of the shared-memory ring.
         loader: ``"cp_async"`` copies 16-byte chunks asynchronously and needs operands whose base,
-            strides and contiguous extent are multiples of 16 bytes; ``"realign"`` goes through
-            registers and takes any alignment; ``"direct"`` (simt) has no shared memory and takes
-            any too; ``"tma"`` (sm90) copies boxes and needs a base and strides that are multiples
-            of 16 bytes.
+            strides and contiguous extent are multiples of 16 bytes; ``"register"`` (sm75) copies
+            such operands through registers; ``"realign"`` goes through registers, too, and takes
+            any alignment; ``"direct"`` (simt) has no shared memory and takes any too; ``"tma"``
+            (sm90) copies boxes and needs a base and strides that are multiples of 16 bytes.
         promote: add up the products of some k-tiles apart and then in float32. The tensor cores
             cut sums off instead of rounding them, which a float32 result of 16-bit operands would
             show. A row's name ends with it, but for skinny rows.
@@ -95,13 +95,13 @@ class KernelConfig:
         if self.arch == "simt":
             self._check_simt(require)
             return
-        require(self.arch in ("sm80", "sm90"), "arch must be sm90, sm80 or simt")
-        require(self.stages >= 3, "the ring needs at least 3 stages")
+        require(self.arch in ("sm75", "sm80", "sm90"), "arch must be sm90, sm80, sm75 or simt")
         require(
             self.shared_memory_bytes <= MAX_SHARED_MEMORY_BYTES,
             f"{self.shared_memory_bytes} bytes of shared memory",
         )
-        (self._check_sm80 if self.arch == "sm80" else self._check_sm90)(require)
+        check = {"sm75": self._check_sm75, "sm80": self._check_sm80, "sm90": self._check_sm90}
+        check[self.arch](require)
 
     def _check_simt(self, require: Callable[[bool, str], None]) -> None:
         require(self.loader == "direct", "simt kernels load directly")
@@ -114,8 +114,19 @@ class KernelConfig:
             "gated and grouped rows are 16-bit, with float32 sums",
         )
 
+    def _check_sm75(self, require: Callable[[bool, str], None]) -> None:
+        require(self.loader in ("register", "realign"), "loader must be register or realign")
+        require(self.stages == 2, "a stage is read while the other is written")
+        require(self.arithmetic.turing, "sm75 kernels multiply float16")
+        require(self.warp_m % 32 == 0, "a warp's rows must be a multiple of 32")
+        self._check_mma_sync(require)
+
     def _check_sm80(self, require: Callable[[bool, str], None]) -> None:
         require(self.loader in ("cp_async", "realign"), "loader must be cp_async or realign")
+        require(self.stages >= 3, "the ring needs at least 3 stages")
+        self._check_mma_sync(require)
+
+    def _check_mma_sync(self, require: Callable[[bool, str], None]) -> None:
         row_bytes = self.tile_k * self.element_bytes
         require(row_bytes in (64, 128), "tile_k must span 64 or 128 bytes")
         require(self.warp_m % 16 == 0, "a warp's rows must be a multiple of 16")
@@ -124,18 +135,19 @@ class KernelConfig:
             not self.promote or self.arithmetic.promotes,
             "only float32 sums of 16-bit products are promoted",
         )
-        require(self.epilogue != "none", "sm80 kernels have sums at least")
-        require(self.cluster_size == 1, "sm80 kernels have no clusters")
-        require(not self.gated, "sm80 kernels have one weight")
-        require(not self.skinny, "sm80 kernels have one place for m and n")
-        require(self.grouped == "none", "sm80 kernels know no groups")
-        require(not self.swap_ab, "sm80 kernels compute D, not its transpose")
+        require(self.epilogue != "none", "mma.sync kernels have sums at least")
+        require(self.cluster_size == 1, "mma.sync kernels have no clusters")
+        require(not self.gated, "mma.sync kernels have one weight")
+        require(not self.skinny, "mma.sync kernels have one place for m and n")
+        require(self.grouped == "none", "mma.sync kernels know no groups")
+        require(not self.swap_ab, "mma.sync kernels compute D, not its transpose")
         chunks = row_bytes // 16
         for extent in (self.tile_m, self.tile_n):
             require(extent * chunks % self.threads == 0, "tile must be a whole number of passes")
 
     def _check_sm90(self, require: Callable[[bool, str], None]) -> None:
         require(self.loader == "tma", "loader must be tma")
+        require(self.stages >= 3, "the ring needs at least 3 stages")
         require(
             not self.promote
             or self.skinny
@@ -231,6 +243,11 @@ class KernelConfig:
         return self.arithmetic.a.bytes
 
     @property
+    def instruction_k(self) -> int:
+        """Elements of k that the tensor cores add up before they round the sum."""
+        return self.arithmetic.k // 2 if self.arch == "sm75" else self.arithmetic.k
+
+    @property
     def tag(self) -> str:
         """How the algorithm is written inside a name."""
         return self.arithmetic.tag
@@ -238,7 +255,7 @@ class KernelConfig:
     @property
     def copies_whole_chunks(self) -> bool:
         """Whether operands must be addressed in multiples of 16 bytes."""
-        return self.loader in ("cp_async", "tma")
+        return self.loader in ("cp_async", "register", "tma")
 
     @property
     def is_fallback(self) -> bool:
@@ -252,7 +269,7 @@ class KernelConfig:
         As ``supports_splits`` of ``cuda/dispatch/heuristic.cc``, but for the problem.
         """
         alone = self.split_k == 1 and not (self.gated or self.skinny or self.swap_ab)
-        return self.arch == "sm90" and alone and self.grouped == "none"
+        return self.arch in ("sm75", "sm90") and alone and self.grouped == "none"
 
     def has_every(self, work: str) -> bool:
         """Whether it has all epilogues of so much work, whatever the operands and however they lie.
@@ -260,7 +277,8 @@ class KernelConfig:
         Args:
             work: ``"none"``, ``"sum"`` or ``"any"``, as of ``epilogue``.
         """
-        return work == "none" or self.epilogue == "any" or (self.arch, work) == ("sm80", "sum")
+        adds = work == "sum" and self.arch in ("sm75", "sm80")
+        return work == "none" or self.epilogue == "any" or adds
 
     @property
     def rounds_sums(self) -> bool:
@@ -304,9 +322,10 @@ class KernelConfig:
         """The ring, and what the epilogue needs: see ``cuda/kernel_config.h``."""
         if self.arch == "simt":
             return 0
-        if self.arch == "sm80":
+        if self.arch in ("sm75", "sm80"):
             ring = self.stages * (self.tile_m + self.tile_n) * self.tile_k * self.element_bytes
-            return ring + self.warps_m * 16 * self.tile_n * 4
+            slabs = self.warps_m * 16 * self.tile_n * 4
+            return max(ring, slabs) if self.arch == "sm75" else ring + slabs
         if self.skinny:
             ring = self.stages * (self.tile_m + self.tile_n) * 128
             return ring + self.tile_m * (self.tile_n + 4) * 4 + 512

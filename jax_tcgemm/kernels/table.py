@@ -71,6 +71,24 @@ def _sm80(
     )
 
 
+def _sm75_rows() -> list[KernelConfig]:
+    """float16 for GPUs without cp.async; large and small, of any address, for float32 results."""
+
+    def row(algorithm: str, tile: int, loader: str = "register", **options) -> KernelConfig:
+        return KernelConfig("sm75", algorithm, tile, tile, 32, 2, 2, 2, loader, **options)
+
+    return [
+        row("F16_F16_F32", 128),
+        row("F16_F16_F32", 64),
+        row("F16_F16_F32", 64, "realign"),
+        row("F16_F16_F32", 64, promote=True),
+        row("F16_F16_F32", 64, "realign", promote=True),
+        row("F16_F16_F16", 128, epilogue="sum"),
+        row("F16_F16_F16", 64),
+        row("F16_F16_F16", 64, "realign"),
+    ]
+
+
 # Products in float16 are fewer: they make do with fewer rows for any epilogue.
 _MOST = (("BF16_BF16_F32", "any"), ("F16_F16_F32", "sum"))
 
@@ -117,7 +135,7 @@ def _sm80_rows() -> list[KernelConfig]:
 
 
 def _rows() -> list[KernelConfig]:
-    rows = _sm80_rows()
+    rows = [*_sm80_rows(), *_sm75_rows()]
     for algorithm, most in _MOST:
         rows += [
             # The most products for each byte from shared memory and from L2.

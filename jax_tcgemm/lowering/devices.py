@@ -4,14 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from jax_tcgemm import _compat
+from jax_tcgemm import _compat, _extension
+from jax_tcgemm.kernels.arithmetic import Arithmetic
 
-_OLDEST_COMPUTE_CAPABILITY = (8, 0)
+# With tensor cores for the arithmetic.
+_TURING, _AMPERE = (7, 5), (8, 0)
 
 
-def too_old_device() -> str | None:
-    """Names a local GPU that no kernel runs on."""
-    return local_device(lambda capability: capability < _OLDEST_COMPUTE_CAPABILITY)
+def too_old_for(row: Arithmetic) -> str | None:
+    """Says why a local GPU has no kernels that multiply so, if one has none."""
+    oldest = _TURING if row.turing else _AMPERE
+    old = local_device(lambda capability: capability < oldest)
+    if old is not None:
+        major, minor = oldest
+        return f"no kernel for {old}: {row.name} needs compute capability {major}.{minor}"
+    return not_built_for()
+
+
+def not_built_for() -> str | None:
+    """Says why this build has no machine code for a local GPU, if it has none.
+
+    What is built for one compute capability serves later ones.
+    """
+    oldest = max(_TURING, _extension.oldest_architecture())
+    old = local_device(lambda capability: capability < oldest)
+    if old is None:
+        return None
+    return f"no kernel for {old} in this build; set CUDAARCHS to its compute capability"
 
 
 def local_kind() -> str | None:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jax_tcgemm import _extension
 from jax_tcgemm.kernels import table as kernel_table
+from jax_tcgemm.kernels.arithmetic import ARITHMETIC
 from jax_tcgemm.lowering import devices
 from jax_tcgemm.lowering.custom_call import MAX_BATCH_NDIM, second_weight_offset, shapes_of
 from jax_tcgemm.lowering.left_to_xla import left_to_xla
@@ -61,10 +62,8 @@ def _no_kernel(algorithm: str | None, spec: GemmSpec, x: Operands) -> str | None
         return "reference: an extent beyond 2^30"
     if _matrices(spec, x) > MAX_EXTENT:
         return "reference: a batch beyond 2^30"
-    old = devices.too_old_device()
-    if old is not None:
-        return f"reference: no kernel for {old}, whose compute capability is below 8.0"
-    return None
+    old = devices.too_old_for(ARITHMETIC[algorithm])
+    return old and f"reference: {old}"
 
 
 def _matrices(spec: GemmSpec, x: Operands) -> int:

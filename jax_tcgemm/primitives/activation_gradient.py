@@ -246,7 +246,7 @@ def _has_kernel(g: jax.Array, z: jax.Array) -> bool:
         and z.dtype in (jnp.bfloat16, jnp.float16)
         and g.dtype == z.dtype
         and _extension.ACTIVATION_GRADIENT_TARGET in _extension.BUILT_TARGETS
-        and devices.too_old_device() is None
+        and devices.not_built_for() is None
     )
 
 

@@ -1,0 +1,60 @@
+// The sums of a warp.
+
+#pragma once
+
+#include "kernel_config.h"
+#include "ptx/mma_sync.cuh"
+
+namespace jax_tcgemm::mma_sync {
+
+// What becomes a tile of D: the sums of a warp.
+template <KernelConfig kConfig>
+struct WarpAccumulators {
+  static constexpr int kMmaM = kConfig.warp_m() / 16;
+  static constexpr int kMmaN = kConfig.warp_n() / 8;
+
+  typename ptx::MmaSync<kConfig.algorithm>::Accumulator
+      tile[kMmaM][kMmaN];  // (warp_m / 16, warp_n / 8) mma tiles
+
+  // Those of the `slab`-th 16 rows -> the warp's float32 slab in shared memory. `slab` is a
+  // run-time value, so that the epilogue behind stands in the kernel once; registers are still
+  // addressed by constants.
+  template <typename Slab>
+  __device__ __forceinline__ void store_slab(int slab, const Slab& out) const {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < kMmaM; ++i) {
+      if (i != slab) continue;
+#pragma unroll
+      for (int j = 0; j < kMmaN; ++j) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          out.store_pair(half * 8 + lane / 4, j * 8 + lane % 4 * 2,
+                         ptx::accumulator_pair(tile[i][j], half));
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (auto& row : tile) {
+      for (auto& mma_tile : row) {
+        for (auto& value : mma_tile) value = 0;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void add(const WarpAccumulators& other) {
+#pragma unroll
+    for (int i = 0; i < kMmaM; ++i) {
+#pragma unroll
+      for (int j = 0; j < kMmaN; ++j) {
+#pragma unroll
+        for (int v = 0; v < 4; ++v) tile[i][j][v] += other.tile[i][j][v];
+      }
+    }
+  }
+};
+
+}  // namespace jax_tcgemm::mma_sync

@@ -1,0 +1,52 @@
+// The sm75 kernel: a persistent grid whose blocks compute one tile of D after the other.
+//
+// Roles: all warps alike; warp w computes rows (w / warps_n) * warp_m and columns
+//        (w % warps_n) * warp_n of a tile.
+// Barriers: those of the mainloop; and one before and one behind the epilogue, whose slabs lie
+// where
+//        the stages do. A warp's epilogue reads what the warp itself wrote.
+// Timeline, for each tile: mainloop (sm75/mainloop.cuh), __syncthreads, epilogue
+//        (mma_sync/output.cuh), __syncthreads. The other blocks on the SM fill its gaps.
+
+#pragma once
+
+#include <stdint.h>
+
+#include "gemm_params.h"
+#include "kernel_config.h"
+#include "mma_sync/kernel_of_layouts.cuh"
+#include "mma_sync/output.cuh"
+#include "ptx/shared_memory.cuh"
+#include "scheduler/raster.cuh"
+#include "sm75/mainloop.cuh"
+
+namespace jax_tcgemm::sm75 {
+
+// `Row` and kMajorsA as of sm80/kernel.cuh.
+template <typename Row, Major... kMajorsA>
+__global__ void __launch_bounds__(Row::kConfig.threads(), mma_sync::min_blocks(Row::kConfig))
+    gemm_kernel(const __grid_constant__ GemmParams params,
+                const __grid_constant__ mma_sync::Layouts layouts) {
+  constexpr KernelConfig kConfig = Row::kConfig;
+  using Output = mma_sync::WarpOutput<kConfig>;
+  extern __shared__ __align__(128) char memory[];  // the stages, or the warps' slabs
+  const uint32_t smem = ptx::shared_address(memory);
+  const int warp = threadIdx.x / 32;
+  const int warp_row = warp / kConfig.warps_n * kConfig.warp_m();
+  const int warp_column = warp % kConfig.warps_n * kConfig.warp_n();
+  const typename Output::Slab slab = {smem + warp * kConfig.slab_bytes()};
+#pragma unroll 1
+  for (TileWalk walk(params); !walk.done(params); walk.advance(params)) {
+    const TileCoordinate tile = raster_tile(params.raster, walk.index);
+    mma_sync::WarpAccumulators<kConfig> acc;
+    mma_sync::visit_majors<kMajorsA...>(layouts, [&]<typename Layout>(Layout) {
+      Mainloop<kConfig, Layout::kA, Layout::kB>::run(params, smem, walk.batch, tile, warp_row,
+                                                     warp_column, acc);
+    });
+    __syncthreads();
+    Output::finish(params, walk, warp_row, warp_column, acc, slab);
+    __syncthreads();
+  }
+}
+
+}  // namespace jax_tcgemm::sm75
