@@ -1,15 +1,15 @@
 // The sm75 mainloop: the accumulators of one tile, over all of k, without asynchronous copies.
 //
 // Roles: every warp copies and every warp multiplies.
-// Stages: two k-tiles of A and B in shared memory. While one is multiplied, the next travels from
-// global memory to registers and from there into the other stage.
+// Stages: two k-tiles of A and B in shared memory. While one is multiplied, the next is on its way
+// from global memory to registers, and goes from there into the other stage.
 // Barriers: one __syncthreads() a k-tile. It makes the next k-tile visible and says that all warps
 // have read this one into registers, so that its stage may be written again.
 //
 // Timeline of a warp within a k-tile, in steps of 8 elements of k; `|` runs side by side:
-//   step 0      global memory -> registers, k-tile t + 1 | ldmatrix step 1     | mma of step 0
-//   step i                                                 ldmatrix step i + 1 | mma of step i
-//   last step   registers -> the other stage, __syncthreads
+//   step i      ldmatrix step i + 1                                            | mma of step i
+//   last step   k-tile t + 1: registers -> the other stage; k-tile t + 2: global memory ->
+//               registers, which have a k-tile's time; __syncthreads
 //               ldmatrix step 0 of k-tile t + 1                                | mma of the last
 
 #pragma once
@@ -96,11 +96,12 @@ struct Mainloop {
     acc.clear();
     self.fetch();
     self.store(smem);
+    if (range.tiles > 1) self.fetch();
     __syncthreads();
     self.load_fragments(0);
 #pragma unroll 1
-    for (int left = range.tiles; left > 1; --left) self.template k_tile<true>(acc);
-    self.template k_tile<false>(acc);
+    for (int left = range.tiles; left > 1; --left) self.template k_tile<true>(acc, left > 2);
+    self.template k_tile<false>(acc, false);
   }
 
  private:
@@ -119,28 +120,29 @@ struct Mainloop {
     fragments[step % 2].b.load(stage + lane_b, step);
   }
 
-  // With sums of a k-tile apart where the row promotes.
+  // With sums of a k-tile apart where the row promotes. `fetches`: there is a k-tile behind the
+  // next.
   template <bool kHasNext>
-  __device__ __forceinline__ void k_tile(Accumulators& acc) {
+  __device__ __forceinline__ void k_tile(Accumulators& acc, bool fetches) {
     if constexpr (kConfig.promote) {
       Accumulators partial;
       partial.clear();
-      multiply_k_tile<kHasNext>(partial);
+      multiply_k_tile<kHasNext>(partial, fetches);
       acc.add(partial);
     } else {
-      multiply_k_tile<kHasNext>(acc);
+      multiply_k_tile<kHasNext>(acc, fetches);
     }
   }
 
   template <bool kHasNext>
-  __device__ __forceinline__ void multiply_k_tile(Accumulators& acc) {
+  __device__ __forceinline__ void multiply_k_tile(Accumulators& acc, bool fetches) {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      if (kHasNext && step == 0) fetch();
       if (step + 1 < kSteps) {
         load_fragments(step + 1);
       } else if (kHasNext) {
         store(other);
+        if (fetches) fetch();
         __syncthreads();
         const uint32_t written = other;
         other = stage;

@@ -1,10 +1,10 @@
 // New: cp.async, and a ring of stages.
 //
-// Copies go from L2 to shared memory past the registers, and their thread goes on meanwhile. Three
-// stages are on their way while a fourth is multiplied, so that a copy has three stages' time, and
-// one __syncthreads a stage does for both: when all warps are past it, the stage that was
-// multiplied before it is free. A thread's copies are counted in groups: one for each stage, some
-// empty.
+// Copies go from L2 to shared memory past the registers, and their thread goes on meanwhile. Two
+// stages are on their way while a third is multiplied, so that a copy has two stages' time, and one
+// __syncthreads a stage does for both: when all warps are past it, the stage that was multiplied
+// before it is free. A thread's copies are counted in groups: one for each stage, some empty. With
+// three stages and 128 registers two blocks fit on an SM: one multiplies where the other waits.
 //
 // Ceiling: mma.sync. On an H100 it reaches some 60 % of what the tensor cores can do.
 
@@ -14,10 +14,10 @@
 namespace ladder {
 namespace {
 
-constexpr int kStages = 4;
+constexpr int kStages = 3;
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads) kernel(Product<T> p) {
+__global__ void __launch_bounds__(kThreads, 2) kernel(Product<T> p) {
   extern __shared__ __align__(128) char ring[];
   const uint32_t stages = jax_tcgemm::ptx::shared_address(ring);
   const int count = p.k / Stage<T>::kTileK;

@@ -55,7 +55,7 @@ RUNGS = (
     Rung("vectors", "128-bit accesses, two buffers", "bank conflicts"),
     Rung("swizzle", "XOR instead of conflicts", "FMA instructions"),
     Rung("mma_sync", "ldmatrix and mma.sync", "waiting for L2 and for all warps"),
-    Rung("cp_async", "copies past the registers, 4 stages", "mma.sync"),
+    Rung("cp_async", "copies past the registers, 3 stages", "mma.sync"),
     Rung("tma_wgmma", "TMA, mbarrier, wgmma", "begin and end of each tile"),
     Rung("gemm", "persistent, pingpong, clusters: jax_tcgemm.gemm", "tensor cores, power"),
 )

@@ -38,15 +38,16 @@ struct Stage {
   template <typename Copy>
   static __device__ __forceinline__ void for_each_chunk(const Product<T>& p, int first,
                                                         Copy&& copy) {
+    const int row = threadIdx.x / 8, a_chunk = threadIdx.x % 8;
+    const int k = threadIdx.x / kRowChunksB, b_chunk = threadIdx.x % kRowChunksB;
+    const T* const a = p.a + size_t(blockIdx.y * kTile + row) * p.k + first + a_chunk * kWidth;
+    const T* const b = p.b + size_t(first + k) * p.n + blockIdx.x * kTile + b_chunk * kWidth;
 #pragma unroll
     for (int i = 0; i < kChunks; ++i) {
-      const int index = threadIdx.x + i * kThreads;
-      const int row = index / 8, a_chunk = index % 8;
-      const int k = index / kRowChunksB, b_chunk = index % kRowChunksB;
-      copy(2 * i, a_offset(row, a_chunk),
-           p.a + size_t(blockIdx.y * kTile + row) * p.k + first + a_chunk * kWidth);
-      copy(2 * i + 1, kOperandBytes + b_offset(k, b_chunk),
-           p.b + size_t(first + k) * p.n + blockIdx.x * kTile + b_chunk * kWidth);
+      constexpr int kRows = kThreads / 8, kDepth = kThreads / kRowChunksB;
+      copy(2 * i, a_offset(row + i * kRows, a_chunk), a + size_t(i * kRows) * p.k);
+      copy(2 * i + 1, kOperandBytes + b_offset(k + i * kDepth, b_chunk),
+           b + size_t(i * kDepth) * p.n);
     }
   }
 };
