@@ -59,6 +59,7 @@ class Case:
     out: str | None = None
     group_sizes: tuple[int, ...] = ()
     step: str = ""
+    precision: str | None = None
 
     def __post_init__(self) -> None:
         unknown = set(self.parts) - _EPILOGUE_PARTS - set(ACTIVATIONS)
@@ -105,6 +106,8 @@ class Case:
             words.append(f"{self.step} gradients")
         if self.out:
             words.append(f"to {self.out}")
+        if self.precision:
+            words.append(self.precision)
         if self.group_sizes:
             kind = "even" if len(set(self.group_sizes)) == 1 else "uneven"
             words.append(f"{len(self.group_sizes)} {kind} groups")
@@ -140,7 +143,8 @@ class Case:
     def algorithm(self) -> str | None:
         """The kernel algorithm that computes the case."""
         dtype = DTYPES[self.dtype]
-        return resolve_algorithm(dtype, dtype, self.out_dtype, _compat.canonicalize_precision(None))
+        precision = _compat.canonicalize_precision(self.precision)
+        return resolve_algorithm(dtype, dtype, self.out_dtype, precision)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -233,6 +237,7 @@ class Case:
             activation=self.activation,
             transpose_a=self.layout[0] == "t",
             transpose_b=self.layout[1] == "t",
+            precision=self.precision,
             preferred_element_type=self.out_dtype if self.out else None,
             config=config,
         )
@@ -277,7 +282,8 @@ class Case:
         )
         if self.group_sizes:
             return self._by_lax_ragged_dot(arrays, a, weights[0], preferred)
-        z, *up = (jnp.matmul(a, b, preferred_element_type=preferred) for b in weights)
+        options = {"precision": self.precision, "preferred_element_type": preferred}
+        z, *up = (jnp.matmul(a, b, **options) for b in weights)
         if self.is_gated:
             return jax.nn.silu(z) * up[0]
         if "alpha" in self.parts:

@@ -4,6 +4,8 @@
 #ifndef JAX_TCGEMM_ARITHMETIC_H_
 #define JAX_TCGEMM_ARITHMETIC_H_
 
+#include <stdint.h>
+
 #include "arithmetic.inc"
 
 namespace jax_tcgemm {
@@ -71,6 +73,30 @@ constexpr Arithmetic arithmetic_of(Algorithm algorithm) {
 // Of A and B.
 constexpr int element_bytes(Algorithm algorithm) {
   return element_bytes(arithmetic_of(algorithm).a);
+}
+
+// A product of float32 operands by products of their planes.
+struct PlaneProduct {
+  const char* name;
+  Algorithm factors;  // of the products of planes
+  int count;          // planes of an operand
+  int order;          // of the smallest products that count
+  uint32_t of_a;      // the plane of each product, two bits each, in the order of the sum
+  uint32_t of_b;
+};
+
+constexpr PlaneProduct kPlaneProducts[] = {
+#define JAX_TCGEMM_ROW(kName, Factors, ...) {kName, Algorithm::Factors, __VA_ARGS__},
+    JAX_TCGEMM_PLANE_PRODUCTS(JAX_TCGEMM_ROW)
+#undef JAX_TCGEMM_ROW
+};
+
+constexpr bool multiplies_planes(Algorithm algorithm) {
+  bool found = false;
+#define JAX_TCGEMM_ROW(kName, Factors, ...) found |= algorithm == Algorithm::Factors;
+  JAX_TCGEMM_PLANE_PRODUCTS(JAX_TCGEMM_ROW)
+#undef JAX_TCGEMM_ROW
+  return found;
 }
 
 }  // namespace jax_tcgemm

@@ -113,8 +113,23 @@ struct Fixup {
   uint64_t launch;  // the value of a flag that is set
 };
 
+// A and B are bfloat16 planes of float32 operands, one after the other along k, each of whole
+// k-tiles. A product of planes i and j is of order i + j and counts 2^(-8 (i + j)) times.
+struct Planes {
+  int32_t count;        // of an operand; 0: A and B are no planes
+  int32_t order;        // of the smallest products, which come first
+  FastDivisor k_tiles;  // of one plane
+  uint32_t of_a, of_b;  // the planes of each product, two bits each
+
+  // Products of an order.
+  JAX_TCGEMM_HOST_DEVICE int products(int of_order) const {
+    const int most = 2 * count - 1 - of_order;
+    return of_order + 1 < most ? of_order + 1 : most;
+  }
+};
+
 struct GemmParams {
-  int32_t m, n, k;
+  int32_t m, n, k;       // with planes, k is that of all their products
   int32_t batch;         // product of batch_shape; with split_stages, the number of parts of k
   int32_t split_stages;  // > 0: matrix i of the batch is the product over so many stages of k
   // sm90: of what the kernel calls A and B. In the first line of the parameters, for a kernel of
@@ -129,6 +144,7 @@ struct GemmParams {
   const int32_t* group_sizes;  // ragged: of the batch's groups; see scheduler/ragged.cuh
   int32_t batch_rank;
   int32_t batch_shape[kMaxBatchRank];
+  Planes planes;
 };
 
 }  // namespace jax_tcgemm

@@ -15,18 +15,19 @@ namespace jax_tcgemm {
 // Everything a call asks for, and where its operands lie.
 struct GemmProblem {
   Algorithm algorithm;
-  GemmParams params;  // complete but for the tile order
+  const PlaneProduct* planes;  // of which float32 operands are to be multiplied; null: as they are
+  GemmParams params;           // complete but for the tile order
   Major major_a;
   Major major_b;
   bool aligned_a;  // base, strides and contiguous extent are multiples of 16 bytes
   bool aligned_b;
   bool strides_aligned_a;  // base and strides are, which is enough for TMA
   bool strides_aligned_b;
-  // For padded copies of unaligned operands, then for products over parts of k; null: there is
-  // none.
+  // For padded copies of unaligned operands, or for planes, then for products over parts of k;
+  // null: there is none.
   void* workspace;
   int64_t workspace_bytes;
-  int64_t padding_bytes;    // 0: unaligned operands are not to be copied
+  int64_t padding_bytes;    // of copies or planes; 0: unaligned operands are not to be copied
   std::string_view config;  // a row's name, or empty: choose
 
   bool aligned() const { return aligned_a && aligned_b; }

@@ -78,6 +78,12 @@ struct KernelConfig {
   constexpr int warp_n() const { return tile_n / warps_n; }
   constexpr int cluster_size() const { return cluster_m * cluster_n * split_k; }
 
+  // sm90: A and B may be planes of float32 operands (GemmParams::planes).
+  constexpr bool takes_planes() const {
+    return arch == Arch::kSm90 && promote && !skinny && grouped == Grouped::kNone &&
+           multiplies_planes(algorithm);
+  }
+
   // Columns of D in a tile.
   constexpr int output_n() const { return gated ? tile_n / 2 : tile_n; }
 

@@ -73,6 +73,16 @@ def has_kernel(
     return any(row.has_every(work) for row in built)
 
 
+def has_plane_kernel(factors: str) -> bool:
+    """Says whether a kernel that takes planes of float32 operands was compiled in.
+
+    Args:
+        factors: the row of the table of arithmetic that multiplies planes.
+    """
+    rows = kernel_table.for_algorithm(factors)
+    return any(row.takes_planes and row.name in KERNEL_NAMES for row in rows)
+
+
 def load() -> None:
     """Checks the extension and registers its custom calls; called once, on import."""
     check_kernel_names(KERNEL_NAMES, _core.build_info())

@@ -32,6 +32,11 @@ def test_quickstart(capsys):
     assert "(8, 256, 128) bfloat16" in lines[5]
 
 
+def test_precision(capsys):
+    load("precision").main(["--size", "128", "--steps", "12"])
+    assert capsys.readouterr().out.splitlines()[-1].startswith("OK: as accurate as jnp")
+
+
 def test_train_digits_learns_as_the_jnp_model_does(capsys):
     load("train_digits").main(["--epochs", "12"])
     output = capsys.readouterr().out

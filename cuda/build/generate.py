@@ -156,6 +156,9 @@ _ARITHMETIC = """\
 
 // The same of half as much of k, for compute capability 7.5.
 #define JAX_TCGEMM_MMA_K8_INSTRUCTIONS(X) {k8_instructions}
+
+// The members of PlaneProduct.
+#define JAX_TCGEMM_PLANE_PRODUCTS(X) {plane_products}
 """
 
 
@@ -164,7 +167,7 @@ def _entries(lines) -> str:
     return "".join(f" \\\n  X({line})" for line in lines)
 
 
-def arithmetic_lists(types, rows) -> str:
+def arithmetic_lists(types, rows, plane_products) -> str:
     """The table of arithmetic as lists for the preprocessor."""
 
     def of(element) -> str:
@@ -172,6 +175,9 @@ def arithmetic_lists(types, rows) -> str:
 
     def flag(value: bool) -> str:
         return str(value).lower()
+
+    def packed(planes) -> str:
+        return f"{sum(plane << 2 * i for i, plane in enumerate(planes)):#x}"
 
     def instruction(row, k: int) -> str:
         sums, multiplied = row.accumulator.tag, row.multiplied
@@ -193,6 +199,11 @@ def arithmetic_lists(types, rows) -> str:
             for row in rows
         ),
         instructions=_entries(instruction(row, row.k) for row in rows),
+        plane_products=_entries(
+            f'"{row.name}", {enumerator("", row.factors)[2:]}, {row.count}, {row.order}, '
+            f"{packed(i for i, _ in row.pairs)}, {packed(j for _, j in row.pairs)}"
+            for row in plane_products
+        ),
         k8_instructions=_entries(instruction(row, row.k // 2) for row in rows if row.turing),
     )
 
@@ -279,7 +290,7 @@ def main() -> None:
     files["kernel_registry.inc"] = registry(configs)
     files["wgmma_instructions.inc"] = wgmma_instructions(configs, arithmetic.ARITHMETIC)
     files["arithmetic.inc"] = arithmetic_lists(
-        arithmetic.ELEMENT_TYPES, arithmetic.ARITHMETIC.values()
+        arithmetic.ELEMENT_TYPES, arithmetic.ARITHMETIC.values(), arithmetic.PLANE_PRODUCTS.values()
     )
     for name, text in files.items():
         write_if_changed(arguments.out / name, text)

@@ -12,6 +12,7 @@
 #include "dispatch/sm90_time_model.h"
 #include "epilogue/work.h"
 #include "passes/pad_operand.h"
+#include "passes/split_planes.h"
 #include "passes/sum_splits.h"
 #include "sm90/output/output_tile.h"
 #include "sm90/tma_descriptor.h"
@@ -76,6 +77,7 @@ Status find_kernel(const GemmProblem& problem, const DeviceProperties& device, i
       .d_by_tma = sm90::d_by_tma(problem),
       .has_c = p.epilogue.c.data != nullptr,
       .c_by_tma = sm90::c_by_tma(problem),
+      .of_planes = p.planes.count > 0,
   };
   *choice = named_or_chosen(problem.config, input);
   JAX_TCGEMM_REQUIRE(choice->entry != nullptr, "no kernel for m=", p.m, " n=", p.n, " k=", p.k,
@@ -131,6 +133,73 @@ Status pad_unaligned_operands(GemmProblem* problem, const DeviceProperties& devi
   JAX_TCGEMM_CUDA_CHECK(launch_pads(pads, count, stream), "padding ", count,
                         " operands of m=", params.m, " n=", params.n, " k=", params.k);
   return Status();
+}
+
+// A k-tile of the kernels that take planes.
+constexpr int kPlaneTileK = 64;
+
+SplitProblem split_of(const GemmProblem& problem, const Operand& operand, Major major,
+                      int32_t extent_mn) {
+  const GemmParams& params = problem.params;
+  SplitProblem split = {};
+  split.in = operand;
+  split.major = major;
+  split.count = problem.planes->count;
+  split.rows = major == Major::kK ? extent_mn : params.k;
+  split.columns = major == Major::kK ? params.k : extent_mn;
+  split.plane_k = static_cast<int32_t>(ceil_div(params.k, kPlaneTileK) * kPlaneTileK);
+  split.batch_rank = params.batch_rank;
+  std::copy(std::begin(params.batch_shape), std::end(params.batch_shape), split.batch_shape);
+  return split;
+}
+
+// Replaces float32 operands by their planes in the workspace, of which `*used` bytes are taken.
+Status split_into_planes(GemmProblem* problem, int64_t* used, cudaStream_t stream) {
+  GemmParams& params = problem->params;
+  const PlaneProduct& product = *problem->planes;
+  SplitProblem splits[2] = {split_of(*problem, params.a, problem->major_a, params.m),
+                            split_of(*problem, params.b, problem->major_b, params.n)};
+  Operand* const operands[2] = {&params.a, &params.b};
+  for (int i = 0; i < 2; ++i) {
+    SplitProblem& split = splits[i];
+    split.out = static_cast<char*>(problem->workspace) + *used;
+    const int64_t bytes = plan_split(&split);
+    *used += bytes;
+    *operands[i] = {split.out, split.out_ld, bytes / 2, split.out_batch};
+  }
+  JAX_TCGEMM_REQUIRE(*used <= problem->padding_bytes, product.name, " of m=", params.m,
+                     " n=", params.n, " k=", params.k, " takes ", *used, " bytes for planes, not ",
+                     problem->padding_bytes);
+  problem->aligned_a = problem->aligned_b = true;
+  problem->strides_aligned_a = problem->strides_aligned_b = true;
+  const int32_t k_tiles = splits[0].plane_k / kPlaneTileK;
+  params.planes = {product.count, product.order, make_fast_divisor(k_tiles), product.of_a,
+                   product.of_b};
+  int products = 0;
+  for (int order = 0; order <= product.order; ++order) products += params.planes.products(order);
+  const int64_t k = int64_t{products} * splits[0].plane_k;
+  JAX_TCGEMM_REQUIRE(k <= std::numeric_limits<int32_t>::max(), product.name, " of k=", params.k);
+  params.k = static_cast<int32_t>(k);
+  JAX_TCGEMM_CUDA_CHECK(launch_splits(splits, stream), "splitting operands of m=", params.m,
+                        " n=", params.n, " into planes");
+  return Status();
+}
+
+// What takes float32 operands as they are, slowly, where no kernel takes planes: a program that was
+// made for another GPU.
+Status take_operands_as_they_are(GemmProblem* problem) {
+  for (const KernelEntry& entry : kernel_registry()) {
+    const KernelConfig& config = entry.config;
+    if (config.arch != Arch::kSimt || arithmetic_of(config.algorithm).a != ElementType::kF32) {
+      continue;
+    }
+    problem->algorithm = config.algorithm;
+    problem->config = entry.name;
+    problem->planes = nullptr;
+    problem->padding_bytes = 0;
+    return Status();
+  }
+  JAX_TCGEMM_REQUIRE(false, "no kernel for ", problem->planes->name);
 }
 
 // The products over parts of k, as a batch of float32 matrices in the workspace.
@@ -235,7 +304,16 @@ bool cluster_too_large(cudaError_t launched, const KernelConfig& config,
 Status run_gemm(GemmProblem problem, const DeviceProperties& device, cudaStream_t stream) {
   JAX_TCGEMM_RETURN_IF_ERROR(check_device(device));
   int64_t used = 0;
-  JAX_TCGEMM_RETURN_IF_ERROR(pad_unaligned_operands(&problem, device, &used, stream));
+  const bool takes_planes =
+      device.compute_capability == 90 && problem.params.batch_rank <= kMaxTmaBatchRank;
+  if (problem.planes != nullptr && takes_planes && problem.params.k > 0) {
+    JAX_TCGEMM_RETURN_IF_ERROR(split_into_planes(&problem, &used, stream));
+  } else {
+    if (problem.planes != nullptr) {
+      JAX_TCGEMM_RETURN_IF_ERROR(take_operands_as_they_are(&problem));
+    }
+    JAX_TCGEMM_RETURN_IF_ERROR(pad_unaligned_operands(&problem, device, &used, stream));
+  }
   char* const workspace = static_cast<char*>(problem.workspace) + used;
   // Another process may have some of the SMs. What does not fit is not chosen again: each turn but
   // the last rules out splitting, or the larger clusters.

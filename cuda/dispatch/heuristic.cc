@@ -123,6 +123,7 @@ bool wants_promotion(const ChoiceInput& input) {
 bool supports(const KernelConfig& config, const ChoiceInput& input, int splits) {
   // The kernel that adds up splits has every epilogue.
   if (splits == 1 && !has_epilogue(config, input)) return false;
+  if (input.of_planes && (!config.takes_planes() || splits > 1)) return false;
   if (config.algorithm != input.algorithm || config.gated != input.gated ||
       config.grouped != input.grouped ||
       config.shared_memory_bytes() > input.shared_memory_per_block) {

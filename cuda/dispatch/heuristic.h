@@ -33,7 +33,8 @@ struct ChoiceInput {
   bool whole_lines_b = true;
   bool d_by_tma = true;  // else bulk copies and threads write D
   bool has_c = false;
-  bool c_by_tma = true;  // if there is one
+  bool c_by_tma = true;    // if there is one
+  bool of_planes = false;  // A and B are planes, k that of all their products
 
   // D is of the wider of the types that it may have.
   bool widens() const { return d_type != arithmetic_of(algorithm).output; }

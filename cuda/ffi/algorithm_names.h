@@ -18,6 +18,14 @@ inline std::optional<Algorithm> algorithm_from_name(std::string_view name) {
   return std::nullopt;
 }
 
+// Null: these are no planes.
+inline const PlaneProduct* plane_product_from_name(std::string_view name) {
+  for (const PlaneProduct& product : kPlaneProducts) {
+    if (name == product.name) return &product;
+  }
+  return nullptr;
+}
+
 }  // namespace jax_tcgemm
 
 #endif  // JAX_TCGEMM_FFI_ALGORITHM_NAMES_H_

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <optional>
 #include <string_view>
 
 #include "common/status.h"
@@ -87,7 +88,9 @@ Status decode_results(const Call& call, GemmProblem* problem) {
 Status decode_and_run(const Call& call, int32_t ordinal, cudaStream_t stream) {
   const GemmAttributes& at = call.attributes;
   GemmProblem problem = {};
-  const auto algorithm = algorithm_from_name(at.algorithm);
+  problem.planes = plane_product_from_name(at.algorithm);
+  const auto algorithm = problem.planes == nullptr ? algorithm_from_name(at.algorithm)
+                                                   : std::optional(problem.planes->factors);
   JAX_TCGEMM_REQUIRE(algorithm.has_value(), "unknown algorithm '", at.algorithm, "'");
   problem.algorithm = *algorithm;
   problem.config = at.config;

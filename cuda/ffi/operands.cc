@@ -123,12 +123,16 @@ Status check_types(const GemmProblem& problem, const Buffer& a, const Buffer& b)
   ElementType type_a, type_b;
   JAX_TCGEMM_RETURN_IF_ERROR(decode_type("A", a.data.element_type(), &type_a));
   JAX_TCGEMM_RETURN_IF_ERROR(decode_type("B", b.data.element_type(), &type_b));
-  JAX_TCGEMM_REQUIRE(type_a == arithmetic.a && type_b == arithmetic.b,
-                     "element types of A and B are ", static_cast<int>(type_a), " and ",
-                     static_cast<int>(type_b), ", ", arithmetic.name, " takes ",
-                     static_cast<int>(arithmetic.a), " and ", static_cast<int>(arithmetic.b));
+  const ElementType a_type = problem.planes == nullptr ? arithmetic.a : ElementType::kF32;
+  const ElementType b_type = problem.planes == nullptr ? arithmetic.b : ElementType::kF32;
+  JAX_TCGEMM_REQUIRE(type_a == a_type && type_b == b_type, "element types of A and B are ",
+                     static_cast<int>(type_a), " and ", static_cast<int>(type_b), ", ",
+                     problem.planes == nullptr ? arithmetic.name : problem.planes->name, " takes ",
+                     static_cast<int>(a_type), " and ", static_cast<int>(b_type));
   const ElementType d = problem.params.epilogue.d_type;
-  JAX_TCGEMM_REQUIRE(is_output(d, problem.algorithm), "element type of D is ", static_cast<int>(d));
+  JAX_TCGEMM_REQUIRE(
+      is_output(d, problem.algorithm) && (problem.planes == nullptr || d == ElementType::kF32),
+      "element type of D is ", static_cast<int>(d));
   return Status();
 }
 

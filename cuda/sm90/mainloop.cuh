@@ -39,6 +39,7 @@ struct LayoutMainloop {
   int lane;
   bool has_partner;  // block `lane` of the cluster loads for this one too
   bool adds_apart;   // skinny rows that promote: do so
+  const Planes& planes;
   RingPosition<ring_stages(kConfig, kMajorA, kMajorB)> at;
 
   // Sets acc to the product over `count` stages. `passed` is called when no more instructions are
@@ -52,9 +53,13 @@ struct LayoutMainloop {
     } else if constexpr (kAFromRegisters) {
       run_from_registers(acc, count, passed);
     } else if constexpr (kConfig.promote) {
-      run_promoting(acc, count, passed);
+      if constexpr (kConfig.takes_planes()) {
+        run_planes(acc, count, passed);
+      } else {
+        run_promoting(acc, count, true, passed);
+      }
     } else {
-      run_from_shared(acc, count, passed);
+      run_from_shared(acc, count, true, passed);
     }
   }
 
@@ -100,16 +105,17 @@ struct LayoutMainloop {
     }
   }
 
-  // One stage is always in flight; the one before it is released.
+  // One stage is always in flight; the one before it is released. `is_first`: acc is nothing yet.
   template <typename Passed>
-  __device__ __forceinline__ void run_from_shared(Accumulators& acc, int count, Passed&& passed) {
+  __device__ __forceinline__ void run_from_shared(Accumulators& acc, int count, bool is_first,
+                                                  Passed&& passed) {
     int previous = 0;
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
       ptx::mbarrier_wait(smem.full(at.stage), at.phase);
       fence(acc);
       ptx::wgmma_fence();
-      issue_stage(acc, i == 0);
+      issue_stage(acc, is_first && i == 0);
       ptx::wgmma_commit();
       fence(acc);
       ptx::wgmma_wait<1>();
@@ -126,19 +132,49 @@ struct LayoutMainloop {
   // The tensor cores cut sums off; those of few stages, added up in float32, lose little by it: of
   // more of them the longer k is, since what XLA's kernels lose grows with it.
   template <typename Passed>
-  __device__ __forceinline__ void run_promoting(Accumulators& total, int count, Passed& passed) {
-    if (count <= 8) return run_in_groups<1>(total, count, passed);
-    if (count < 32) return run_in_groups<2>(total, count, passed);
-    run_in_groups<4>(total, count, passed);
+  __device__ __forceinline__ void run_promoting(Accumulators& total, int count, bool is_first,
+                                                Passed& passed) {
+    if (count <= 8) return run_in_groups<1>(total, count, is_first, passed);
+    if (count < 32) return run_in_groups<2>(total, count, is_first, passed);
+    run_in_groups<4>(total, count, is_first, passed);
+  }
+
+  // Products of planes, an order after the other. What is cut off counts in the last one alone.
+  template <typename Passed>
+  __device__ __forceinline__ void run_planes(Accumulators& total, int count, Passed& passed) {
+    if (planes.count > 0) {
+#pragma unroll 1
+      for (int order = planes.order; order > 0; --order) {
+        const int stages = planes.products(order) * planes.k_tiles.divisor;
+        run_from_shared(total, stages, order == planes.order, [] {});
+        raise_order(total, order == 1);
+      }
+      count = planes.k_tiles.divisor;
+    }
+    run_promoting(total, count, planes.count == 0, passed);
+  }
+
+  // Of an infinity nothing is left over but NaN: then the products of order 0 say what D is.
+  static __device__ __forceinline__ void raise_order(Accumulators& total, bool is_last) {
+#pragma unroll
+    for (auto& block : total) {
+#pragma unroll
+      for (float& value : block) {
+        value *= 0x1p-8f;
+        if (is_last && value != value) value = 0.f;
+      }
+    }
   }
 
   // Groups of stages take turns with two sets of accumulators, so that one is multiplied while the
-  // other is added. What does not fill a group comes first, into the sum itself.
+  // other is added. What does not fill a group comes first, into the sum itself; `is_first`: which
+  // is nothing yet.
   template <int kGroup, typename Passed>
-  __device__ __forceinline__ void run_in_groups(Accumulators& total, int count, Passed& passed) {
+  __device__ __forceinline__ void run_in_groups(Accumulators& total, int count, bool is_first,
+                                                Passed& passed) {
     Accumulators even;
     Accumulators odd;
-    int stage = begin_stage(total, true);
+    int stage = begin_stage(total, is_first);
     int left = count - 1;
 #pragma unroll 1
     for (; left % kGroup > 0; --left) stage = extend(total, stage);
@@ -405,7 +441,8 @@ struct Mainloop {
     visit_layout(Layouts(), params, [&]<typename Layout>(Layout) {
       const int lane = threadIdx.x % 32;
       LayoutMainloop<kConfig, Layout> mainloop = {
-          smem, first_row, lane, has_partner, params.epilogue.d_type == ElementType::kF32, at};
+          smem,          first_row, lane, has_partner, params.epilogue.d_type == ElementType::kF32,
+          params.planes, at};
       mainloop.run(acc, count, passed);
       at = mainloop.at;
     });

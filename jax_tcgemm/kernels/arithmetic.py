@@ -105,3 +105,42 @@ _ROWS = (
 )
 
 ARITHMETIC: dict[str, Arithmetic] = {row.name: row for row in _ROWS}
+
+
+@dataclasses.dataclass(frozen=True)
+class PlaneProduct:
+    """A product of float32 operands by products of their planes, which are narrower.
+
+    Plane 0 is the operand, rounded; plane i what the planes before leave over, times 2^(8 i). The
+    products of planes i and j with i + j at most ``order`` are added up, the smallest first.
+    Source: G. Henry, P. T. P. Tang and A. Heinecke, "Leveraging the bfloat16 artificial
+    intelligence datatype for higher-precision computations", ARITH 2019.
+
+    Attributes:
+        name: the ``jax.lax.DotAlgorithmPreset``.
+        factors: name of the row of the table of arithmetic that multiplies planes.
+        count: planes of an operand.
+        order: of the smallest products that count.
+    """
+
+    name: str
+    factors: str
+    count: int
+    order: int
+
+    @property
+    def pairs(self) -> tuple[tuple[int, int], ...]:
+        """Planes of A and of B that are multiplied, in that order."""
+        planes = range(self.count)
+        pairs = [(i, j) for i in planes for j in planes if i + j <= self.order]
+        return tuple(sorted(pairs, key=lambda pair: -sum(pair)))
+
+
+_PLANE_PRODUCTS = (
+    PlaneProduct("F32_F32_F32", "BF16_BF16_F32", 3, 2),
+    PlaneProduct("BF16_BF16_F32_X3", "BF16_BF16_F32", 2, 1),
+    PlaneProduct("BF16_BF16_F32_X6", "BF16_BF16_F32", 3, 2),
+    PlaneProduct("BF16_BF16_F32_X9", "BF16_BF16_F32", 3, 4),
+)
+
+PLANE_PRODUCTS: dict[str, PlaneProduct] = {row.name: row for row in _PLANE_PRODUCTS}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from jax_tcgemm.kernels.arithmetic import ARITHMETIC, Arithmetic
+from jax_tcgemm.kernels.arithmetic import ARITHMETIC, PLANE_PRODUCTS, Arithmetic
 
 # Bytes of shared memory a thread block may use on the GPUs that have most (sm_90). sm_80 gives
 # 163 KiB, sm_86 and sm_89 99 KiB: rows above a device's own limit are skipped at run time.
@@ -279,6 +279,13 @@ class KernelConfig:
         """
         adds = work == "sum" and self.arch in ("sm75", "sm80")
         return work == "none" or self.epilogue == "any" or adds
+
+    @property
+    def takes_planes(self) -> bool:
+        """Whether A and B may be planes of float32 operands; as of ``cuda/kernel_config.h``."""
+        multiplies = any(row.factors == self.algorithm for row in PLANE_PRODUCTS.values())
+        plain = self.promote and not self.skinny and self.grouped == "none"
+        return self.arch == "sm90" and plain and multiplies
 
     @property
     def rounds_sums(self) -> bool:

@@ -10,10 +10,16 @@ import numpy as np
 from jax import lax
 
 from jax_tcgemm import _extension
+from jax_tcgemm.kernels.arithmetic import PLANE_PRODUCTS, PlaneProduct
 from jax_tcgemm.kernels.table import by_name, read_config
 from jax_tcgemm.lowering import reference
 from jax_tcgemm.problem.activations import resolve
-from jax_tcgemm.problem.alignment import named_split_bytes, padding_bytes, split_bytes
+from jax_tcgemm.problem.alignment import (
+    named_split_bytes,
+    padding_bytes,
+    plane_bytes,
+    split_bytes,
+)
 from jax_tcgemm.problem.arithmetic import INPUT_DTYPES, written_dtype
 from jax_tcgemm.problem.spec import GemmSpec, flatten, with_kernel_layouts
 from jax_tcgemm.problem.strides import ROLES, Operands, StridedGemm, fold
@@ -33,7 +39,7 @@ def custom_call(x: Operands, spec: GemmSpec, algorithm: str) -> list[jax.Array]:
     Args:
         x: the operands.
         spec: the primitive's parameters.
-        algorithm: the kernel algorithm.
+        algorithm: the kernel algorithm, or name of a product of planes.
 
     Returns:
         The results that ``spec`` asks for.
@@ -46,14 +52,15 @@ def custom_call(x: Operands, spec: GemmSpec, algorithm: str) -> list[jax.Array]:
 
 def _emitted(x: Operands, spec: GemmSpec, algorithm: str) -> list[jax.Array]:
     """Emits the custom call and the conversions that its element types need."""
-    in_dtype = INPUT_DTYPES[algorithm]
-    out_dtype = written_dtype(algorithm, spec.out_dtype)
+    planes = PLANE_PRODUCTS.get(algorithm)
+    in_dtype = _FLOAT32 if planes else INPUT_DTYPES[algorithm]
+    out_dtype = _FLOAT32 if planes else written_dtype(algorithm, spec.out_dtype)
     x = _converted(x, in_dtype, out_dtype)
     shapes = shapes_of(x)
     strided = fold(spec.strided(shapes))
     result = jax.ShapeDtypeStruct(spec.result_shape(shapes), out_dtype)
     results = (result,) * spec.result_count
-    padding, workspace = _workspace(strided, spec, in_dtype.itemsize)
+    padding, workspace = _workspace(strided, spec, in_dtype.itemsize, planes)
     call = jax.ffi.ffi_call(
         _extension.GEMM_TARGET,
         (*results, jax.ShapeDtypeStruct((workspace,), jnp.uint8)) if workspace else results,
@@ -64,8 +71,12 @@ def _emitted(x: Operands, spec: GemmSpec, algorithm: str) -> list[jax.Array]:
     return [output.astype(spec.out_dtype) for output in outputs[: len(results)]]
 
 
-def _workspace(gemm: StridedGemm, spec: GemmSpec, itemsize: int) -> tuple[int, int]:
-    """Returns the bytes of the workspace for copies with padding, and of all of it."""
+def _workspace(
+    gemm: StridedGemm, spec: GemmSpec, itemsize: int, planes: PlaneProduct | None
+) -> tuple[int, int]:
+    """Returns the bytes of the workspace for copies with padding or planes, and of all of it."""
+    if planes is not None:
+        return (plane_bytes(gemm, planes.count),) * 2
     if spec.is_gated:
         return 0, 0
     if spec.config is None:

@@ -39,6 +39,11 @@ def local_kind() -> str | None:
     return kinds.pop() if len(kinds) == 1 else None
 
 
+def are_all(compute_capability: tuple[int, int]) -> bool:
+    """Whether there are local GPUs, all of this compute capability."""
+    return bool(_compat.initialized_cuda_devices()) and other_than(compute_capability) is None
+
+
 def other_than(compute_capability: tuple[int, int]) -> str | None:
     """Names a local GPU of another compute capability."""
     return local_device(lambda capability: capability != compute_capability)

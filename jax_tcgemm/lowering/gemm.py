@@ -9,14 +9,15 @@ import jax
 import jax.numpy as jnp
 
 from jax_tcgemm import _extension
+from jax_tcgemm.kernels.arithmetic import PlaneProduct
 from jax_tcgemm.kernels.table import XLA, by_name, can_be, read_config
 from jax_tcgemm.lowering import devices, reference
 from jax_tcgemm.lowering.custom_call import custom_call, shapes_of
-from jax_tcgemm.lowering.obstacles import no_kernel, quicker_in_xla
+from jax_tcgemm.lowering.obstacles import no_kernel, no_planes, quicker_in_xla
 from jax_tcgemm.lowering.row_epilogue import lacks_epilogue
 from jax_tcgemm.problem.activations import resolve
 from jax_tcgemm.problem.alignment import is_transposed
-from jax_tcgemm.problem.arithmetic import resolve_algorithm, written_dtype
+from jax_tcgemm.problem.arithmetic import resolve_algorithm, resolve_planes, written_dtype
 from jax_tcgemm.problem.epilogue import Epilogue
 from jax_tcgemm.problem.log import log
 from jax_tcgemm.problem.spec import GemmSpec
@@ -39,7 +40,11 @@ def cuda_gemm(*operands: jax.Array, spec: GemmSpec) -> list[jax.Array]:
         ValueError: ``spec.config`` names a kernel that this build leaves out.
     """
     x = spec.unflatten(operands)
-    algorithm = resolve_algorithm(x.a.dtype, x.b.dtype, spec.out_dtype, spec.precision)
+    types = (x.a.dtype, x.b.dtype, spec.out_dtype, spec.precision)
+    planes = resolve_planes(*types)
+    if planes is not None:
+        return _by_planes(operands, spec, planes)
+    algorithm = resolve_algorithm(*types)
     reason, source = no_kernel(algorithm, spec, x), ""
     if algorithm is not None and reason is None:
         spec, source = _tuned(operands, spec, algorithm)
@@ -60,6 +65,19 @@ def cuda_gemm(*operands: jax.Array, spec: GemmSpec) -> list[jax.Array]:
     if is_short and spec.config is None:
         return _gated_by_products(x, spec, algorithm)
     return custom_call(x, spec, algorithm)
+
+
+def _by_planes(
+    operands: Sequence[jax.Array], spec: GemmSpec, planes: PlaneProduct
+) -> list[jax.Array]:
+    """Computes a gemm of float32 by products of planes, or leaves it to XLA."""
+    x = spec.unflatten(operands)
+    reason = no_planes(planes, spec, x)
+    pairs = f"{len(planes.pairs)} products of {planes.count} planes in {planes.factors}"
+    log(_describe(x, spec, f"reference: {reason}" if reason else f"{planes.name}, {pairs}"))
+    if reason is not None:
+        return reference.reference_gemm(*operands, spec=spec)
+    return custom_call(x, spec, planes.name)
 
 
 def _tuned(operands: Sequence[jax.Array], spec: GemmSpec, algorithm: str) -> tuple[GemmSpec, str]:

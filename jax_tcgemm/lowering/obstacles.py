@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jax_tcgemm import _extension
 from jax_tcgemm.kernels import table as kernel_table
-from jax_tcgemm.kernels.arithmetic import ARITHMETIC
+from jax_tcgemm.kernels.arithmetic import ARITHMETIC, PlaneProduct
 from jax_tcgemm.lowering import devices
 from jax_tcgemm.lowering.custom_call import MAX_BATCH_NDIM, second_weight_offset, shapes_of
 from jax_tcgemm.lowering.left_to_xla import left_to_xla
@@ -56,14 +56,61 @@ def _no_kernel(algorithm: str | None, spec: GemmSpec, x: Operands) -> str | None
         return f"reference: no kernel for the {spec.epilogue.form} epilogue in {algorithm}"
     if spec.axes.c2 is not None and spec.axes.c2 != spec.axes.c:
         return "reference: c and c2 lie differently"
-    if not all(isinstance(extent, int) for extent in (*x.a.shape, *x.b.shape)):
-        return "reference: symbolic shapes"
-    if max((*x.a.shape, *x.b.shape)) > MAX_EXTENT:
-        return "reference: an extent beyond 2^30"
-    if _matrices(spec, x) > MAX_EXTENT:
-        return "reference: a batch beyond 2^30"
+    shape = _odd_shape(spec, x)
+    if shape is not None:
+        return f"reference: {shape}"
     old = devices.too_old_for(ARITHMETIC[algorithm])
     return old and f"reference: {old}"
+
+
+def _odd_shape(spec: GemmSpec, x: Operands) -> str | None:
+    """Says what of the shapes kernels cannot count."""
+    if not all(isinstance(extent, int) for extent in (*x.a.shape, *x.b.shape)):
+        return "symbolic shapes"
+    if max((*x.a.shape, *x.b.shape)) > MAX_EXTENT:
+        return "an extent beyond 2^30"
+    return "a batch beyond 2^30" if _matrices(spec, x) > MAX_EXTENT else None
+
+
+# Multiplications of a matrix of the batch from which products of planes take less time than XLA's
+# own product, and the rows, columns and k; measured on an H200 (docs/performance.md).
+_PLANE_PRODUCTS = 2**28
+_PLANE_ROWS = 128
+_PLANE_K = 256
+
+
+def no_planes(planes: PlaneProduct, spec: GemmSpec, x: Operands) -> str | None:
+    """Says why float32 operands are not multiplied by their planes.
+
+    Args:
+        planes: the products that would be added up.
+        spec: the primitive's parameters.
+        x: the operands.
+    """
+    if spec.config == kernel_table.XLA:
+        return "by config"
+    if not _extension.has_plane_kernel(planes.factors):
+        return f"no kernel for {planes.name} in this build"
+    if spec.is_gated:
+        return f"no gated kernel for {planes.name}"
+    if spec.axes.c2 is not None and spec.axes.c2 != spec.axes.c:
+        return "c and c2 lie differently"
+    shape = _odd_shape(spec, x)
+    if shape is not None:
+        return shape
+    if not devices.are_all(_TUNED_COMPUTE_CAPABILITY):
+        return f"no kernel for {planes.name} on GPUs other than those of compute capability 9.0"
+    if with_kernel_layouts(spec, shapes_of(x))[0] != spec:
+        return "an operand without a contiguous axis"
+    gemm = fold(spec.strided(shapes_of(x)))
+    if len(gemm.batch) > _MAX_TMA_BATCH_NDIM:
+        return f"{len(gemm.batch)} batch dimensions that do not fold"
+    if len(planes.pairs) * gemm.k > MAX_EXTENT:
+        return f"k={gemm.k} as that of {len(planes.pairs)} products"
+    is_large = gemm.m * gemm.n * gemm.k >= _PLANE_PRODUCTS
+    if not is_large or min(gemm.m, gemm.n) < _PLANE_ROWS or gemm.k < _PLANE_K:
+        return f"{gemm.m} x {gemm.n} x {gemm.k} is too little to multiply by planes"
+    return None
 
 
 def _matrices(spec: GemmSpec, x: Operands) -> int:

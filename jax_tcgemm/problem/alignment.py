@@ -107,6 +107,34 @@ def padding_bytes(gemm: StridedGemm, itemsize: int) -> int:
     return total
 
 
+_PLANE_K = 64  # kPlaneTileK of cuda/dispatch/dispatch.cc
+_PLANE_COLUMNS = 64
+
+
+def plane_bytes(gemm: StridedGemm, count: int) -> int:
+    """Returns the bytes of workspace for the bfloat16 planes of both operands.
+
+    As ``plan_split`` of ``cuda/passes/split_planes.cu`` lays them out.
+
+    Args:
+        gemm: the folded gemm, of float32 operands.
+        count: planes of an operand.
+    """
+    k = count * _rounded_up(gemm.k, _PLANE_K)
+    total = 0
+    for name, extent_mn in (("a", gemm.m), ("b", gemm.n)):
+        is_mn_major = _is_mn_major(gemm, name)
+        matrix = k * (_rounded_up(extent_mn, _PLANE_COLUMNS) if is_mn_major else extent_mn)
+        batch_strides, *_ = _layout(gemm, name)
+        batch = (extent for extent, stride in zip(gemm.batch, batch_strides, strict=True) if stride)
+        total += _rounded_up(2 * math.prod(batch) * matrix, _LINE_BYTES)
+    return total
+
+
+def _rounded_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
 def is_transposed(gemm: StridedGemm, name: str) -> bool:
     """Whether ``"a"`` is stored ``(k, m)``, ``"b"`` ``(n, k)``."""
     return _is_mn_major(gemm, name) == (name == "a")

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.lax import DotAlgorithmPreset, Precision
 
-from jax_tcgemm.kernels.arithmetic import ARITHMETIC, Arithmetic
+from jax_tcgemm.kernels.arithmetic import ARITHMETIC, PLANE_PRODUCTS, Arithmetic, PlaneProduct
 
 # The element type of a and b in each row of the table.
 INPUT_DTYPES: dict[str, np.dtype] = {row.name: jnp.dtype(row.a.name) for row in ARITHMETIC.values()}
@@ -81,6 +81,31 @@ def resolve_algorithm(a: np.dtype, b: np.dtype, out: np.dtype, precision: Any) -
     if row.rounds_operands and Precision.HIGHEST in precision:
         return None
     return row.name
+
+
+def resolve_planes(a: np.dtype, b: np.dtype, out: np.dtype, precision: Any) -> PlaneProduct | None:
+    """Returns the products of planes by which kernels compute a gemm of float32, if by any.
+
+    Args:
+        a: dtype of ``a``.
+        b: dtype of ``b``.
+        out: dtype of the result.
+        precision: canonical ``lax`` precision: ``Precision.HIGHEST`` for either operand, or a
+            preset of the name of a row of ``PLANE_PRODUCTS``, which takes narrower floats as well.
+    """
+    if not jnp.issubdtype(out, jnp.floating) or out.itemsize > 4:
+        return None
+    if isinstance(precision, DotAlgorithmPreset):
+        floats = all(jnp.issubdtype(x, jnp.floating) and x.itemsize <= 4 for x in (a, b))
+        return PLANE_PRODUCTS.get(precision.name) if floats else None
+    is_highest = isinstance(precision, tuple) and Precision.HIGHEST in precision
+    return PLANE_PRODUCTS["F32_F32_F32"] if is_highest and a == b == jnp.float32 else None
+
+
+def has_kernel(a: np.dtype, b: np.dtype, out: np.dtype, precision: Any) -> bool:
+    """Whether there are kernels for a gemm, as of ``resolve_algorithm`` or ``resolve_planes``."""
+    arguments = (a, b, out, precision)
+    return resolve_algorithm(*arguments) is not None or resolve_planes(*arguments) is not None
 
 
 def common_dtype(a: np.dtype, b: np.dtype) -> np.dtype:

@@ -1,0 +1,179 @@
+"""float32 products by products of planes, on a GPU, against float64 and XLA's own."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gpu_accuracy import LAYOUTS, poison
+
+from jax_tcgemm import gemm
+from jax_tcgemm.kernels.arithmetic import PLANE_PRODUCTS
+from jax_tcgemm.lowering import gemm as gemm_lowering
+from jax_tcgemm.lowering import obstacles
+from jax_tcgemm.problem.activations import ACTIVATIONS
+
+pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
+
+LARGEST = float(jnp.finfo(jnp.float32).max)
+
+# Of (|A| |B|), where XLA's is below: the planes hold 16 bits, or 24.
+ERRORS = {"F32_F32_F32": 0.0, "BF16_BF16_F32_X3": 2**-15, "BF16_BF16_F32_X6": 0.0}
+ERRORS["BF16_BF16_F32_X9"] = 0.0
+
+
+@pytest.fixture(autouse=True)
+def any_size(monkeypatch):
+    """What is small is multiplied by planes, too."""
+    for name in ("_PLANE_PRODUCTS", "_PLANE_ROWS", "_PLANE_K"):
+        monkeypatch.setattr(obstacles, name, 0)
+
+
+@pytest.fixture
+def takes_planes(monkeypatch):
+    """Checks that the programs lowered in the meantime are products of planes."""
+    said = []
+    monkeypatch.setattr(gemm_lowering, "log", said.append)
+    yield
+    assert said
+    assert all("planes in" in line for line in said), said
+
+
+def errors(got, a, b, exact=None):
+    """Returns the error of each element over that of |A| |B|."""
+    a, b = (np.asarray(x, np.float64) for x in (a, b))
+    exact = a @ b if exact is None else exact
+    bound = np.abs(a) @ np.abs(b)
+    return np.abs(np.asarray(got, np.float64) - exact) / np.where(bound == 0, 1, bound)
+
+
+def by_planes(a, b, transpose_a=False, transpose_b=False, precision="highest", **options):
+    a = a.mT.copy() if transpose_a else a
+    b = b.mT.copy() if transpose_b else b
+    poison((*a.shape[:-2], a.shape[-1 if transpose_a else -2], b.shape[-1]), jnp.float32)
+    f = functools.partial(
+        gemm, transpose_a=transpose_a, transpose_b=transpose_b, precision=precision, **options
+    )
+    return jax.jit(f)(a, b)
+
+
+def by_xla(a, b):
+    return jax.jit(functools.partial(jnp.matmul, precision="highest"))(a, b)
+
+
+def check(a, b, precision="highest", **options):
+    """Holds the error against one and a half times XLA's in float32."""
+    got = errors(by_planes(a, b, precision=precision, **options), a, b)
+    baseline = errors(by_xla(a, b), a, b).max()
+    allowed = max(1.5 * baseline, ERRORS.get(precision, 0.0))
+    assert got.max() <= allowed, (precision, a.shape, b.shape, got.max(), baseline)
+
+
+@pytest.mark.usefixtures("takes_planes")
+@pytest.mark.parametrize("precision", PLANE_PRODUCTS)
+@pytest.mark.parametrize(("transpose_a", "transpose_b"), LAYOUTS)
+def test_layouts_and_residues(normal, rng, transpose_a, transpose_b, precision):
+    for _ in range(3):
+        m, n, k = (int(x) for x in rng.integers((1, 1, 64), (600, 600, 1200)))
+        a, b = normal(m, k, dtype=jnp.float32), normal(k, n, dtype=jnp.float32)
+        check(a, b, precision, transpose_a=transpose_a, transpose_b=transpose_b)
+
+
+KINDS = {
+    "positive": lambda rng, *shape: rng.random(shape),
+    "rows of any scale": lambda rng, m, k: (
+        rng.standard_normal((m, k)) * 2.0 ** rng.integers(-60, 60, (m, 1))
+    ),
+    "columns of any scale": lambda rng, m, k: (
+        rng.standard_normal((m, k)) * 2.0 ** rng.integers(-20, 20, (1, k))
+    ),
+    "elements of any scale": lambda rng, *shape: (
+        rng.standard_normal(shape) * 2.0 ** rng.integers(-30, 30, shape)
+    ),
+    "tiny": lambda rng, *shape: rng.standard_normal(shape) * 2.0**-124,
+    "denormal": lambda rng, *shape: rng.standard_normal(shape) * 2.0**-130,
+    "large": lambda rng, m, k: rng.uniform(-1, 1, (m, k)) * (LARGEST / k),
+    "whole numbers": lambda rng, *shape: rng.integers(-1000, 1000, shape),
+    "bfloat16": lambda rng, *shape: rng.integers(-8, 8, shape) / 8,
+}
+
+
+@pytest.mark.usefixtures("takes_planes")
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_of_numbers(rng, kind):
+    for k in (64, 520, 4096, 20000):
+        a = jnp.asarray(KINDS[kind](rng, 200, k), jnp.float32)
+        b = jnp.asarray(rng.standard_normal((k, 136)), jnp.float32)
+        check(a, b)
+        check(b.mT.copy(), a.mT.copy())
+        if kind not in ("tiny", "denormal", "large", "rows of any scale"):
+            check(a, jnp.asarray(KINDS[kind](rng, k, 136), jnp.float32))
+
+
+@pytest.mark.usefixtures("takes_planes")
+def test_cancellation(rng):
+    half = rng.standard_normal((300, 1000))
+    a = jnp.asarray(np.concatenate([half, half], axis=1), jnp.float32)
+    b = rng.standard_normal((1000, 200))
+    b = jnp.asarray(np.concatenate([b, -b * (1 + 2.0**-12)]), jnp.float32)
+    check(a, b)
+
+
+@pytest.mark.usefixtures("takes_planes")
+@pytest.mark.parametrize("precision", PLANE_PRODUCTS)
+def test_infinities_and_nan(rng, precision):
+    a, b = rng.standard_normal((260, 300)), rng.standard_normal((300, 140))
+    a[3, 5] = a[250, 0] = b[7, 20] = np.inf
+    a[4, 6] = b[299, 139] = -np.inf
+    a[100, 1] = b[2, 3] = np.nan
+    a[7, 8], b[8, 9] = LARGEST, -LARGEST
+    a[9, 7] = 0.0  # times the infinity of b
+    a, b = jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32)
+    got, expected = (np.asarray(x) for x in (by_planes(a, b, precision=precision), by_xla(a, b)))
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(expected))
+    odd = ~np.isfinite(expected)
+    np.testing.assert_array_equal(got[odd], expected[odd])
+    assert np.isfinite(got[~odd]).all()
+
+
+@pytest.mark.usefixtures("takes_planes")
+@pytest.mark.parametrize("activation", [None, "gelu"])
+def test_epilogue(normal, exact, assert_accurate, activation):
+    m, n, k = 333, 520, 777
+    a, b, c, bias = (normal(*shape, dtype=jnp.float32) for shape in ((m, k), (k, n), (m, n), (n,)))
+
+    def finished(z, c, bias):
+        z = z / 16 + 0.5 * c + bias
+        return z if activation is None else ACTIVATIONS[activation].reference(z)
+
+    def ours(a, b, c, bias):
+        options = {"bias": bias, "activation": activation, "alpha": 1 / 16, "beta": 0.5}
+        return gemm(a, b, c, precision="highest", **options)
+
+    got = jax.jit(ours)(a, b, c, bias)
+    baseline = jax.jit(lambda a, b, c, bias: finished(by_xla(a, b), c, bias))(a, b, c, bias)
+    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
+        z = jnp.asarray(exact(a) @ exact(b))
+        expected = np.asarray(finished(z, exact(c), exact(bias)))
+    assert_accurate(got, baseline, expected)
+
+
+@pytest.mark.usefixtures("takes_planes")
+def test_batches_and_gradients(normal, exact):
+    a, b = normal(3, 130, 300, dtype=jnp.float32), normal(300, 72, dtype=jnp.float32)
+    w = normal(3, 130, 72, dtype=jnp.float32)
+    mapped = jax.jit(jax.vmap(lambda a, b: gemm(a, b, precision="highest"), (0, None)))
+    for i, d in enumerate(mapped(a, b)):
+        assert errors(d, a[i], b).max() < 1e-6
+
+    def loss(a, b):
+        return (w * gemm(a, b, precision="highest")).sum()
+
+    da, db = jax.jit(jax.grad(loss, argnums=(0, 1)))(a, b)
+    for i in range(3):
+        assert errors(da[i], w[i], b.T).max() < 1e-6
+    rows, cotangents = exact(a).reshape(390, 300), exact(w).reshape(390, 72)
+    assert errors(db, rows.T, cotangents).max() < 1e-6

@@ -1,0 +1,175 @@
+"""float32 products by products of planes: which there are, and where they are lowered."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from cuda_calls import picked
+from jax.lax import DotAlgorithmPreset, Precision
+
+from jax_tcgemm import _compat, _extension, dot_general, gated_gemm, gemm
+from jax_tcgemm.kernels.arithmetic import ARITHMETIC, PLANE_PRODUCTS
+from jax_tcgemm.lowering import gemm as gemm_lowering
+from jax_tcgemm.problem.alignment import plane_bytes
+from jax_tcgemm.problem.arithmetic import resolve_planes
+from jax_tcgemm.problem.strides import Operands, StridedGemm
+
+HIGHEST = (Precision.HIGHEST, Precision.HIGHEST)
+
+
+class Gpu:
+    device_kind = "a GPU"
+
+    def __init__(self, compute_capability: str):
+        self.compute_capability = compute_capability
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    monkeypatch.setattr(_compat, "initialized_cuda_devices", lambda: [Gpu("9.0")])
+
+
+@pytest.fixture
+def said(monkeypatch):
+    lines = []
+    monkeypatch.setattr(gemm_lowering, "log", lines.append)
+    return lines
+
+
+def f32(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+@pytest.mark.parametrize(("name", "count"), [("X3", 3), ("X6", 6), ("X9", 9)])
+def test_products_come_smallest_first(name, count):
+    row = PLANE_PRODUCTS[f"BF16_BF16_F32_{name}"]
+    orders = [i + j for i, j in row.pairs]
+    assert orders == sorted(orders, reverse=True)
+    assert len(set(row.pairs)) == len(row.pairs) == count
+    assert row.pairs[-1] == (0, 0)
+    assert all(max(pair) < row.count for pair in row.pairs)
+    # Of each order all or none: Planes::products of cuda/gemm_params.h counts on it.
+    for order in range(row.order + 1):
+        assert orders.count(order) == min(order + 1, 2 * row.count - 1 - order)
+    assert row.factors in ARITHMETIC
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "out", "precision", "name"),
+    [
+        ("float32", "float32", "float32", HIGHEST, "F32_F32_F32"),
+        ("float32", "float32", "float32", (Precision.DEFAULT, Precision.HIGHEST), "F32_F32_F32"),
+        ("float32", "float32", "bfloat16", HIGHEST, "F32_F32_F32"),
+        ("float32", "float32", "float32", DotAlgorithmPreset.F32_F32_F32, "F32_F32_F32"),
+        ("float32", "bfloat16", "float32", DotAlgorithmPreset.BF16_BF16_F32_X3, "BF16_BF16_F32_X3"),
+        ("float32", "float32", "float32", (Precision.HIGH, Precision.HIGH), None),
+        ("float32", "float32", "float64", HIGHEST, None),
+        ("float32", "bfloat16", "float32", HIGHEST, None),
+        ("bfloat16", "bfloat16", "float32", HIGHEST, None),
+        ("float64", "float64", "float32", DotAlgorithmPreset.F32_F32_F32, None),
+        ("float32", "float32", "float32", DotAlgorithmPreset.TF32_TF32_F32, None),
+        ("complex64", "complex64", "complex64", HIGHEST, None),
+    ],
+)
+def test_which_products_have_planes(a, b, out, precision, name):
+    found = resolve_planes(*(jnp.dtype(x) for x in (a, b, out)), precision)
+    assert (found and found.name) == name
+
+
+def test_workspace_is_that_of_the_planes():
+    def gemm_of(a, b, batch=()):
+        return StridedGemm(batch, 130, 70, 100, Operands(a, b))
+
+    # Rows of k: three planes of 128. Rows of m or n: of whole lines.
+    assert plane_bytes(gemm_of((100, 1), (1, 100)), 3) == 2 * 3 * 128 * (130 + 70)
+    assert plane_bytes(gemm_of((1, 130), (70, 1)), 2) == 2 * 2 * 128 * (192 + 128)
+    # What a batch shares is split once.
+    shared = gemm_of((13000, 100, 1), (0, 1, 100), batch=(5,))
+    assert plane_bytes(shared, 3) == 2 * 3 * 128 * (5 * 130 + 70)
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("precision", ["highest", "float32", "F32_F32_F32", "BF16_BF16_F32_X9"])
+def test_one_call_with_the_epilogue(cuda_module, said, precision):
+    def f(a, b, bias):
+        return gemm(a, b, bias=bias, activation="gelu", precision=precision)
+
+    _, (call,) = cuda_module(f, f32(1000, 520), f32(520, 1100), f32(1100))
+    name = "F32_F32_F32" if precision in ("highest", "float32") else precision
+    assert picked(call, "algorithm", "activation", "has_bias") == (name, "Gelu", True)
+    bytes_of_planes = 2 * 3 * 576 * (1000 + 1152)
+    assert picked(call, "padding_bytes", "has_workspace") == (bytes_of_planes, True)
+    assert call["operands"][:2] == ["1000x520xf32", "520x1100xf32"]
+    count = len(PLANE_PRODUCTS[name].pairs)
+    assert said[-1].endswith(f"{name}, {count} products of 3 planes in BF16_BF16_F32")
+
+
+@pytest.mark.usefixtures("hopper")
+def test_gradients_are_products_of_planes_too(cuda_module):
+    def loss(a, b):
+        return gemm(a, b, activation="silu", precision="highest").sum()
+
+    _, calls = cuda_module(jax.grad(loss, argnums=(0, 1)), f32(1024, 512), f32(512, 1024))
+    assert [call["algorithm"] for call in calls] == 3 * ["F32_F32_F32"]
+
+
+@pytest.mark.usefixtures("hopper")
+def test_dot_general_and_batches(cuda_module):
+    def f(a, b):
+        return dot_general(a, b, (((2,), (1,)), ((0,), (0,))), precision=Precision.HIGHEST)
+
+    _, (call,) = cuda_module(f, f32(5, 640, 768), f32(5, 768, 640))
+    assert picked(call, "algorithm", "batch_shape") == ("F32_F32_F32", [5])
+    _, (call,) = cuda_module(jax.vmap(f), f32(2, 5, 640, 768), f32(2, 5, 768, 640))
+    assert call["batch_shape"] == [10]
+
+
+@pytest.mark.parametrize(
+    ("capability", "shapes", "options", "reason"),
+    [
+        (None, ((1024, 512), (512, 1024)), {}, "other than those of compute capability 9.0"),
+        ("8.0", ((1024, 512), (512, 1024)), {}, "other than those of compute capability 9.0"),
+        ("10.0", ((1024, 512), (512, 1024)), {}, "other than those of compute capability 9.0"),
+        ("9.0", ((16, 4096), (4096, 4096)), {}, "16 x 4096 x 4096 is too little"),
+        ("9.0", ((4096, 64), (64, 4096)), {}, "4096 x 4096 x 64 is too little"),
+        ("9.0", ((256, 256), (256, 256)), {}, "256 x 256 x 256 is too little"),
+        ("9.0", ((1024, 512), (512, 1024)), {"config": "xla"}, "by config"),
+        ("9.0", ((1024, 2**29), (2**29, 1024)), {}, "k=536870912 as that of 6 products"),
+    ],
+)
+def test_what_xla_multiplies(cuda_module, monkeypatch, said, capability, shapes, options, reason):
+    gpus = [Gpu(capability)] if capability else []
+    monkeypatch.setattr(_compat, "initialized_cuda_devices", lambda: gpus)
+    text, calls = cuda_module(
+        lambda a, b: gemm(a, b, precision="highest", **options), *(f32(*x) for x in shapes)
+    )
+    assert not calls
+    assert "HIGHEST" in text
+    assert said[-1].split("reference: ")[1].startswith(("no kernel", reason[:2]))
+    assert reason in said[-1]
+
+
+@pytest.mark.usefixtures("hopper")
+def test_xla_multiplies_where_no_kernel_takes_planes(cuda_module, monkeypatch, said):
+    def gated(x, w, v):
+        return gated_gemm(x, w, v, precision="highest")
+
+    _, calls = cuda_module(gated, f32(1024, 512), f32(512, 1024), f32(512, 1024))
+    assert not calls
+    assert said[-1].endswith("no gated kernel for F32_F32_F32")
+    others = frozenset(name for name in _extension.KERNEL_NAMES if "promote" not in name)
+    monkeypatch.setattr(_extension, "KERNEL_NAMES", others)
+    f = jax.jit(lambda a, b: gemm(a, b, precision="highest"))
+    assert not cuda_module(f, f32(1024, 512), f32(512, 1024))[1]
+    assert said[-1].endswith("no kernel for F32_F32_F32 in this build")
+
+
+def test_rows_by_name_are_of_other_arithmetic():
+    with pytest.raises(ValueError, match="no kernel computes"):
+        gemm(
+            jnp.ones((8, 8)),
+            jnp.ones((8, 8)),
+            precision="highest",
+            config="sm90_bf16_128x128x64_s6_c2x1_cooperative_promote",
+        )
