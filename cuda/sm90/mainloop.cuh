@@ -56,7 +56,8 @@ struct LayoutMainloop {
       if constexpr (kConfig.takes_planes()) {
         run_planes(acc, count, passed);
       } else {
-        run_promoting(acc, count, true, passed);
+        clear(acc);
+        run_promoting(acc, count, passed);
       }
     } else {
       run_from_shared(acc, count, true, passed);
@@ -130,13 +131,11 @@ struct LayoutMainloop {
   }
 
   // The tensor cores cut sums off; those of few stages, added up in float32, lose little by it: of
-  // more of them the longer k is, since what XLA's kernels lose grows with it.
+  // two where k is so long that what XLA's kernels lose has grown, too.
   template <typename Passed>
-  __device__ __forceinline__ void run_promoting(Accumulators& total, int count, bool is_first,
-                                                Passed& passed) {
-    if (count <= 8) return run_in_groups<1>(total, count, is_first, passed);
-    if (count < 32) return run_in_groups<2>(total, count, is_first, passed);
-    run_in_groups<4>(total, count, is_first, passed);
+  __device__ __forceinline__ void run_promoting(Accumulators& total, int count, Passed& passed) {
+    if (count <= 8) return run_in_groups<1>(total, count, passed);
+    run_in_groups<2>(total, count, passed);
   }
 
   // Products of planes, an order after the other. What is cut off counts in the last one alone.
@@ -150,8 +149,10 @@ struct LayoutMainloop {
         raise_order(total, order == 1);
       }
       count = planes.k_tiles.divisor;
+    } else {
+      clear(total);
     }
-    run_promoting(total, count, planes.count == 0, passed);
+    run_promoting(total, count, passed);
   }
 
   // Of an infinity nothing is left over but NaN: then the products of order 0 say what D is.
@@ -166,26 +167,21 @@ struct LayoutMainloop {
     }
   }
 
-  // Groups of stages take turns with two sets of accumulators, so that one is multiplied while the
-  // other is added. What does not fill a group comes first, into the sum itself; `is_first`: which
-  // is nothing yet.
+  // Adds to `total`. Groups of stages take turns with two sets of accumulators, so that one is
+  // multiplied while the other is added. What does not fill a group makes a larger one, the first.
   template <int kGroup, typename Passed>
-  __device__ __forceinline__ void run_in_groups(Accumulators& total, int count, bool is_first,
-                                                Passed& passed) {
+  __device__ __forceinline__ void run_in_groups(Accumulators& total, int count, Passed& passed) {
     Accumulators even;
     Accumulators odd;
-    int stage = begin_stage(total, is_first);
+    int stage = begin_stage(odd, true);
     int left = count - 1;
 #pragma unroll 1
-    for (; left % kGroup > 0; --left) stage = extend(total, stage);
-    if (left == 0) {
-      passed();
-      return end_stage<0>(total, stage);
-    }
-    int next = begin_stage(even, true);
-    end_stage<1>(total, stage);
+    for (; left % kGroup > 0; --left) stage = extend(odd, stage);
 #pragma unroll 1
-    for (;;) {
+    while (left > 0) {
+      int next = begin_stage(even, true);
+      end_stage<1>(odd, stage);
+      add(total, odd);
       next = extend_group<kGroup>(even, next);
       left -= kGroup;
       if (left == 0) {
@@ -198,10 +194,6 @@ struct LayoutMainloop {
       add(total, even);
       stage = extend_group<kGroup>(odd, stage);
       left -= kGroup;
-      if (left == 0) break;
-      next = begin_stage(even, true);
-      end_stage<1>(odd, stage);
-      add(total, odd);
     }
     passed();
     end_stage<0>(odd, stage);
