@@ -114,7 +114,7 @@ struct Fixup {
 };
 
 // A and B are bfloat16 planes of float32 operands, one after the other along k, each of whole
-// k-tiles. A product of planes i and j is of order i + j and counts 2^(-8 (i + j)) times.
+// k-tiles. A product of planes i and j is of order i + j and counts 2^(-7 (i + j)) times.
 struct Planes {
   int32_t count;        // of an operand; 0: A and B are no planes
   int32_t order;        // of the smallest products, which come first

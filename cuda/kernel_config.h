@@ -80,8 +80,8 @@ struct KernelConfig {
 
   // sm90: A and B may be planes of float32 operands (GemmParams::planes).
   constexpr bool takes_planes() const {
-    return arch == Arch::kSm90 && promote && !skinny && grouped == Grouped::kNone &&
-           multiplies_planes(algorithm);
+    return arch == Arch::kSm90 && promote && !skinny && !gated && split_k == 1 &&
+           grouped == Grouped::kNone && multiplies_planes(algorithm);
   }
 
   // Columns of D in a tile.

@@ -44,10 +44,20 @@ def check_kernel_names(built: frozenset[str], build_info: dict[str, str]) -> Non
         )
 
 
-def oldest_architecture() -> tuple[int, int]:
-    """Returns the lowest compute capability that the kernels were built for; (0, 0) if unknown."""
-    numbers = re.findall(r"\d+", _core.build_info()["architectures"])
-    return min((divmod(int(number), 10) for number in numbers), default=(0, 0))
+def is_built_for(capability: tuple[int, ...]) -> bool:
+    """Says whether the kernels run on a GPU of this compute capability.
+
+    By PTX, which later GPUs compile as well, or by machine code, which those of its major number
+    take. What ``CUDAARCHS`` says by name (``native``, ``all``) is taken to be enough.
+    """
+    architectures = _core.build_info()["architectures"].split(",")
+    for name, kind in (each.partition("-")[::2] for each in architectures):
+        if not name[:2].isdigit():
+            return True
+        built = divmod(int(re.match(r"\d+", name)[0]), 10)
+        if built <= tuple(capability) and (kind != "real" or built[0] == capability[0]):
+            return True
+    return False
 
 
 def has_config(config: str | None) -> bool:

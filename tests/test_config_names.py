@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import jax
@@ -129,9 +130,10 @@ def test_rows_that_split_k_are_those_of_the_dispatch():
         pytest.skip("needs every kernel of the table")
     split = set()
     for algorithm in {row.algorithm for row in kernel_table.CONFIGS}:
-        for wide in (False, True):
+        for wide, capability in itertools.product((False, True), (75, 90)):
             problem = (algorithm, 512, 512, 2**15, 1, True, 132, 227 * 1024)
-            options = {"workspace_bytes": 2**30, "compute_capability": 90, "float32_result": wide}
+            options = {"compute_capability": capability, "float32_result": wide}
+            options |= {"workspace_bytes": 2**30}
             for layout in ("nn", "tn", "nt"):
                 ranked = _core.rank_configs(*problem, layout=layout, **options)
                 read = [kernel_table.read_config(config) for config, _, _ in ranked]

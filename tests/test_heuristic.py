@@ -58,8 +58,9 @@ def test_turing_takes_its_rows(algorithm, aligned):
     for m, n, k, wide in ((4096, 4096, 4096, False), (72, 200, 136, False), (512, 512, 512, True)):
         options = {**turing, "float32_result": wide, "epilogue": "any"}
         names = rank(algorithm, m, n, k, 1, aligned, 40, 64 * 1024, **options)
-        assert {by_name(name).arch for name in names} <= {"sm75", "simt"}
-        chosen = by_name(names[0])
+        rows = [by_name(read_config(name)[0]) for name in names]
+        assert {row.arch for row in rows} <= {"sm75", "simt"}
+        chosen = rows[0]
         assert chosen.arch == "sm75"
         assert aligned or not chosen.copies_whole_chunks
         assert chosen.promote == (wide and chosen.arithmetic.promotes)

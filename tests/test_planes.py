@@ -79,7 +79,7 @@ def test_which_products_have_planes(a, b, out, precision, name):
 
 def test_workspace_is_that_of_the_planes():
     def gemm_of(a, b, batch=()):
-        return StridedGemm(batch, 130, 70, 100, Operands(a, b))
+        return StridedGemm(m=130, n=70, k=100, batch=batch, strides=Operands(a, b))
 
     # Rows of k: three planes of 128. Rows of m or n: of whole lines.
     assert plane_bytes(gemm_of((100, 1), (1, 100)), 3) == 2 * 3 * 128 * (130 + 70)
@@ -128,9 +128,9 @@ def test_dot_general_and_batches(cuda_module):
 @pytest.mark.parametrize(
     ("capability", "shapes", "options", "reason"),
     [
-        (None, ((1024, 512), (512, 1024)), {}, "other than those of compute capability 9.0"),
-        ("8.0", ((1024, 512), (512, 1024)), {}, "other than those of compute capability 9.0"),
-        ("10.0", ((1024, 512), (512, 1024)), {}, "other than those of compute capability 9.0"),
+        (None, ((1024, 512), (512, 1024)), {}, "no kernel algorithm for float32 and float32"),
+        ("8.0", ((1024, 512), (512, 1024)), {}, "no kernel algorithm for float32 and float32"),
+        ("10.0", ((1024, 512), (512, 1024)), {}, "no kernel algorithm for float32 and float32"),
         ("9.0", ((16, 4096), (4096, 4096)), {}, "16 x 4096 x 4096 is too little"),
         ("9.0", ((4096, 64), (64, 4096)), {}, "4096 x 4096 x 64 is too little"),
         ("9.0", ((256, 256), (256, 256)), {}, "256 x 256 x 256 is too little"),
@@ -146,7 +146,7 @@ def test_what_xla_multiplies(cuda_module, monkeypatch, said, capability, shapes,
     )
     assert not calls
     assert "HIGHEST" in text
-    assert said[-1].split("reference: ")[1].startswith(("no kernel", reason[:2]))
+    assert ": reference: " in said[-1]
     assert reason in said[-1]
 
 

@@ -185,6 +185,14 @@ Status split_into_planes(GemmProblem* problem, int64_t* used, cudaStream_t strea
   return Status();
 }
 
+bool takes_planes(const GemmProblem& problem, const DeviceProperties& device) {
+  const auto rows = kernel_registry();
+  return device.compute_capability == 90 && problem.params.batch_rank <= kMaxTmaBatchRank &&
+         problem.params.k > 0 && std::any_of(rows.begin(), rows.end(), [](const KernelEntry& row) {
+           return row.config.takes_planes();
+         });
+}
+
 // What takes float32 operands as they are, slowly, where no kernel takes planes: a program that was
 // made for another GPU.
 Status take_operands_as_they_are(GemmProblem* problem) {
@@ -304,9 +312,7 @@ bool cluster_too_large(cudaError_t launched, const KernelConfig& config,
 Status run_gemm(GemmProblem problem, const DeviceProperties& device, cudaStream_t stream) {
   JAX_TCGEMM_RETURN_IF_ERROR(check_device(device));
   int64_t used = 0;
-  const bool takes_planes =
-      device.compute_capability == 90 && problem.params.batch_rank <= kMaxTmaBatchRank;
-  if (problem.planes != nullptr && takes_planes && problem.params.k > 0) {
+  if (problem.planes != nullptr && takes_planes(problem, device)) {
     JAX_TCGEMM_RETURN_IF_ERROR(split_into_planes(&problem, &used, stream));
   } else {
     if (problem.planes != nullptr) {

@@ -50,10 +50,11 @@ double step_cycles(const KernelConfig& config, int64_t blocks) {
   return config.loader == Loader::kRealign ? kRealignFactor * cycles : cycles;
 }
 
-double tensor_core_cycles(const KernelConfig& config, const ChoiceInput& input, int64_t tiles) {
+double tensor_core_cycles(const KernelConfig& config, const ChoiceInput& input, int64_t tiles,
+                          int splits) {
   const int64_t resident = blocks_per_sm(config, input);
-  const int64_t tiles_per_sm = ceil_div(tiles, input.sm_count);
-  const int64_t k_tiles = ceil_div(input.k, config.tile_k);
+  const int64_t tiles_per_sm = ceil_div(tiles * splits, input.sm_count);
+  const int64_t k_tiles = ceil_div(ceil_div(input.k, config.tile_k), splits);
   const int64_t steps = k_tiles * config.tile_k * element_bytes(config.algorithm) / 32;
   const auto round = [&](int64_t blocks) {
     const double element = blocks > 1 ? kElementCyclesShared : kElementCyclesAlone;
@@ -62,6 +63,13 @@ double tensor_core_cycles(const KernelConfig& config, const ChoiceInput& input, 
   };
   const int64_t rest = tiles_per_sm % resident;
   return tiles_per_sm / resident * round(resident) + (rest > 0 ? round(rest) : 0.0);
+}
+
+// Of the kernel that adds up parts of k, which go to memory and back.
+double sum_cycles(const ChoiceInput& input, int splits) {
+  constexpr double kStartCycles = 3000.0;
+  constexpr double kBytesPerCycle = 200.0;  // of a small GPU; none was measured
+  return splits == 1 ? 0.0 : kStartCycles + splits * 8.0 * input.m * input.n / kBytesPerCycle;
 }
 
 // A trip to memory for every tile_k steps; the loads of an SM's blocks queue behind one another.
@@ -167,7 +175,8 @@ double estimated_cycles(const KernelConfig& config, const ChoiceInput& input, in
   const int64_t tiles =
       ceil_div(input.m, config.tile_m) * ceil_div(input.n, config.output_n()) * input.batch;
   if (config.arch == Arch::kSimt) return simt_cycles(config, input, tiles);
-  const double cycles = tensor_core_cycles(config, input, tiles);
+  const double cycles =
+      tensor_core_cycles(config, input, tiles, splits) + sum_cycles(input, splits);
   if (input.compute_capability != 90) return cycles;
   // The model of the sm80 family knows nothing of memory and so flatters it.
   const double traffic =

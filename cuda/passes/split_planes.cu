@@ -43,11 +43,14 @@ __device__ __forceinline__ void read(float (&value)[kWidth], const float* from, 
   }
 }
 
-// The nearest bfloat16; the largest one, not infinity, for what is finite.
-__device__ __forceinline__ float rounded(float value) {
+// The nearest bfloat16; the largest or the smallest one, not infinity or zero, for what is neither,
+// so that products with infinity are what they should be.
+__device__ __forceinline__ float first_plane(float value) {
   const float nearest = __bfloat162float(__float2bfloat16_rn(value));
   constexpr float kLargest = 0x1.fep127f;
-  return isinf(nearest) && !isinf(value) ? copysignf(kLargest, value) : nearest;
+  constexpr float kSmallest = 0x1p-133f;
+  if (isinf(nearest) && !isinf(value)) return copysignf(kLargest, value);
+  return nearest == 0.f && value != 0.f ? copysignf(kSmallest, value) : nearest;
 }
 
 __device__ __forceinline__ void split_row(const SplitProblem& p, int64_t in, int64_t out,
@@ -64,11 +67,12 @@ __device__ __forceinline__ void split_row(const SplitProblem& p, int64_t in, int
     uint32_t word[kWidth / 2];
 #pragma unroll
     for (int j = 0; j < kWidth; j += 2) {
-      const float low = rounded(rest[j]);
-      const float high = rounded(rest[j + 1]);
-      word[j / 2] = pack<__nv_bfloat16>(low, high);
-      rest[j] = (rest[j] - low) * 0x1p8f;
-      rest[j + 1] = (rest[j + 1] - high) * 0x1p8f;
+      word[j / 2] = i == 0 ? pack<__nv_bfloat16>(first_plane(rest[j]), first_plane(rest[j + 1]))
+                           : pack<__nv_bfloat16>(rest[j], rest[j + 1]);
+      const float2 plane = unpack<__nv_bfloat16>(word[j / 2]);
+      // At most half of the number, so that no sum is beyond float32's range that D is not.
+      rest[j] = (rest[j] - plane.x) * 0x1p7f;
+      rest[j + 1] = (rest[j + 1] - plane.y) * 0x1p7f;
     }
     *reinterpret_cast<uint4*>(to) = {word[0], word[1], word[2], word[3]};
   }

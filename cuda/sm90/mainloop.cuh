@@ -155,14 +155,15 @@ struct LayoutMainloop {
     run_promoting(total, count, passed);
   }
 
-  // Of an infinity nothing is left over but NaN: then the products of order 0 say what D is.
+  // Of an infinity nothing is left over but NaN, and sums may be beyond float32's range where D is:
+  // then the products of order 0 say what D is.
   static __device__ __forceinline__ void raise_order(Accumulators& total, bool is_last) {
 #pragma unroll
     for (auto& block : total) {
 #pragma unroll
       for (float& value : block) {
-        value *= 0x1p-8f;
-        if (is_last && value != value) value = 0.f;
+        value *= 0x1p-7f;
+        if (is_last && !(fabsf(value) <= 0x1.fffffep127f)) value = 0.f;
       }
     }
   }

@@ -17,8 +17,9 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_tcgemm import _compat
 from jax_tcgemm.api import eager
+from jax_tcgemm.lowering.obstacles import possible_planes
 from jax_tcgemm.primitives import gemm as gemm_primitive
-from jax_tcgemm.problem.arithmetic import has_kernel
+from jax_tcgemm.problem.arithmetic import resolve_algorithm
 from jax_tcgemm.problem.log import log
 from jax_tcgemm.problem.spec import GemmSpec
 from jax_tcgemm.problem.strides import Axes, Operands
@@ -171,7 +172,8 @@ def _problem(
 
 def _has_kernel(lhs: np.dtype, rhs: np.dtype, out: np.dtype, precision: Any) -> bool:
     try:
-        return has_kernel(lhs, rhs, out, precision)
+        types = (lhs, rhs, out, precision)
+        return any(f(*types) is not None for f in (resolve_algorithm, possible_planes))
     except (TypeError, ValueError):  # lax multiplies types that do not promote, such as float8
         return False
 

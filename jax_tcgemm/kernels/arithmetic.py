@@ -111,7 +111,7 @@ ARITHMETIC: dict[str, Arithmetic] = {row.name: row for row in _ROWS}
 class PlaneProduct:
     """A product of float32 operands by products of their planes, which are narrower.
 
-    Plane 0 is the operand, rounded; plane i what the planes before leave over, times 2^(8 i). The
+    Plane 0 is the operand, rounded; plane i what the planes before leave over, times 2^(7 i). The
     products of planes i and j with i + j at most ``order`` are added up, the smallest first.
     Source: G. Henry, P. T. P. Tang and A. Heinecke, "Leveraging the bfloat16 artificial
     intelligence datatype for higher-precision computations", ARITH 2019.

@@ -284,7 +284,8 @@ class KernelConfig:
     def takes_planes(self) -> bool:
         """Whether A and B may be planes of float32 operands; as of ``cuda/kernel_config.h``."""
         multiplies = any(row.factors == self.algorithm for row in PLANE_PRODUCTS.values())
-        plain = self.promote and not self.skinny and self.grouped == "none"
+        alone = self.split_k == 1 and self.grouped == "none"
+        plain = self.promote and alone and not (self.skinny or self.gated)
         return self.arch == "sm90" and plain and multiplies
 
     @property

@@ -22,12 +22,8 @@ def too_old_for(row: Arithmetic) -> str | None:
 
 
 def not_built_for() -> str | None:
-    """Says why this build has no machine code for a local GPU, if it has none.
-
-    What is built for one compute capability serves later ones.
-    """
-    oldest = max(_TURING, _extension.oldest_architecture())
-    old = local_device(lambda capability: capability < oldest)
+    """Says why this build has no machine code for a local GPU, if it has none."""
+    old = local_device(lambda capability: not _extension.is_built_for(capability))
     if old is None:
         return None
     return f"no kernel for {old} in this build; set CUDAARCHS to its compute capability"

@@ -13,11 +13,11 @@ from jax_tcgemm.kernels.arithmetic import PlaneProduct
 from jax_tcgemm.kernels.table import XLA, by_name, can_be, read_config
 from jax_tcgemm.lowering import devices, reference
 from jax_tcgemm.lowering.custom_call import custom_call, shapes_of
-from jax_tcgemm.lowering.obstacles import no_kernel, no_planes, quicker_in_xla
+from jax_tcgemm.lowering.obstacles import no_kernel, no_planes, possible_planes, quicker_in_xla
 from jax_tcgemm.lowering.row_epilogue import lacks_epilogue
 from jax_tcgemm.problem.activations import resolve
 from jax_tcgemm.problem.alignment import is_transposed
-from jax_tcgemm.problem.arithmetic import resolve_algorithm, resolve_planes, written_dtype
+from jax_tcgemm.problem.arithmetic import resolve_algorithm, written_dtype
 from jax_tcgemm.problem.epilogue import Epilogue
 from jax_tcgemm.problem.log import log
 from jax_tcgemm.problem.spec import GemmSpec
@@ -41,7 +41,7 @@ def cuda_gemm(*operands: jax.Array, spec: GemmSpec) -> list[jax.Array]:
     """
     x = spec.unflatten(operands)
     types = (x.a.dtype, x.b.dtype, spec.out_dtype, spec.precision)
-    planes = resolve_planes(*types)
+    planes = possible_planes(*types)
     if planes is not None:
         return _by_planes(operands, spec, planes)
     algorithm = resolve_algorithm(*types)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from jax_tcgemm import _extension
 from jax_tcgemm.kernels import table as kernel_table
@@ -13,7 +15,7 @@ from jax_tcgemm.lowering import devices
 from jax_tcgemm.lowering.custom_call import MAX_BATCH_NDIM, second_weight_offset, shapes_of
 from jax_tcgemm.lowering.left_to_xla import left_to_xla
 from jax_tcgemm.problem.alignment import COPY_BYTES, misalignment
-from jax_tcgemm.problem.arithmetic import INPUT_DTYPES, sum_dtype
+from jax_tcgemm.problem.arithmetic import INPUT_DTYPES, resolve_planes, sum_dtype
 from jax_tcgemm.problem.spec import GemmSpec, with_kernel_layouts
 from jax_tcgemm.problem.strides import MAX_EXTENT, Operands, fold
 
@@ -75,8 +77,15 @@ def _odd_shape(spec: GemmSpec, x: Operands) -> str | None:
 # Multiplications of a matrix of the batch from which products of planes take less time than XLA's
 # own product, and the rows, columns and k; measured on an H200 (docs/performance.md).
 _PLANE_PRODUCTS = 2**28
-_PLANE_ROWS = 128
+_PLANE_ROWS = 256
 _PLANE_K = 256
+
+
+def possible_planes(a: np.dtype, b: np.dtype, out: np.dtype, precision: Any) -> PlaneProduct | None:
+    """As ``resolve_planes``, where all local GPUs have the kernels, and there are some."""
+    return (
+        resolve_planes(a, b, out, precision) if devices.are_all(_TUNED_COMPUTE_CAPABILITY) else None
+    )
 
 
 def no_planes(planes: PlaneProduct, spec: GemmSpec, x: Operands) -> str | None:
@@ -98,8 +107,6 @@ def no_planes(planes: PlaneProduct, spec: GemmSpec, x: Operands) -> str | None:
     shape = _odd_shape(spec, x)
     if shape is not None:
         return shape
-    if not devices.are_all(_TUNED_COMPUTE_CAPABILITY):
-        return f"no kernel for {planes.name} on GPUs other than those of compute capability 9.0"
     if with_kernel_layouts(spec, shapes_of(x))[0] != spec:
         return "an operand without a contiguous axis"
     gemm = fold(spec.strided(shapes_of(x)))

@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_tcgemm.lowering import reference
+from jax_tcgemm.lowering.obstacles import possible_planes
 from jax_tcgemm.partitioning.rules import Rule
 from jax_tcgemm.partitioning.shard import Shard
 from jax_tcgemm.partitioning.work import Array, Work
-from jax_tcgemm.problem.arithmetic import accumulator_dtype, has_kernel
+from jax_tcgemm.problem.arithmetic import accumulator_dtype, resolve_algorithm
 from jax_tcgemm.problem.epilogue import Epilogue
 from jax_tcgemm.problem.log import log
 from jax_tcgemm.problem.spec import GemmSpec, check_config
@@ -36,7 +37,9 @@ def rule(bind: Any) -> Rule:
 def _accepts(spec: GemmSpec, types: Sequence[Any]) -> bool:
     """XLA divides its own products as well."""
     x = spec.unflatten(types)
-    return has_kernel(x.a.dtype, x.b.dtype, spec.out_dtype, spec.precision)
+    arguments = (x.a.dtype, x.b.dtype, spec.out_dtype, spec.precision)
+    has_planes = not spec.is_gated and possible_planes(*arguments) is not None
+    return has_planes or resolve_algorithm(*arguments) is not None
 
 
 def _names(spec: GemmSpec, operand: str) -> tuple[str | None, ...]:

@@ -102,12 +102,6 @@ def resolve_planes(a: np.dtype, b: np.dtype, out: np.dtype, precision: Any) -> P
     return PLANE_PRODUCTS["F32_F32_F32"] if is_highest and a == b == jnp.float32 else None
 
 
-def has_kernel(a: np.dtype, b: np.dtype, out: np.dtype, precision: Any) -> bool:
-    """Whether there are kernels for a gemm, as of ``resolve_algorithm`` or ``resolve_planes``."""
-    arguments = (a, b, out, precision)
-    return resolve_algorithm(*arguments) is not None or resolve_planes(*arguments) is not None
-
-
 def common_dtype(a: np.dtype, b: np.dtype) -> np.dtype:
     """Returns the dtype in which operands are multiplied that were accepted before.
 
