@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pathlib
-import re
 
 import jax
 
@@ -54,7 +53,7 @@ def is_built_for(capability: tuple[int, ...]) -> bool:
     for name, kind in (each.partition("-")[::2] for each in architectures):
         if not name[:2].isdigit():
             return True
-        built = divmod(int(re.match(r"\d+", name)[0]), 10)
+        built = divmod(int("".join(filter(str.isdigit, name))), 10)
         if built <= tuple(capability) and (kind != "real" or built[0] == capability[0]):
             return True
     return False

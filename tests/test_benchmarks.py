@@ -45,7 +45,7 @@ def test_labels_are_unique():
 def test_every_suite_is_there_and_what_is_unsupported_says_so():
     assert list(dict.fromkeys(case.suite for case in CASES)) == [
         *("large", "medium", "decode", "unaligned", "batched"),
-        *("epilogue", "gated", "backward", "tf32", "ragged", "f32_out", "random"),
+        *("epilogue", "gated", "backward", "tf32", "ragged", "f32_out", "precise", "random"),
     ]
     assert not any(case.unsupported for case in CASES)
     row = measure.measure_case(UNSUPPORTED, measure.Options())

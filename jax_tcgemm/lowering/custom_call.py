@@ -76,7 +76,8 @@ def _workspace(
 ) -> tuple[int, int]:
     """Returns the bytes of the workspace for copies with padding or planes, and of all of it."""
     if planes is not None:
-        return (plane_bytes(gemm, planes.count),) * 2
+        total = plane_bytes(gemm, planes.count)
+        return total, total
     if spec.is_gated:
         return 0, 0
     if spec.config is None:
