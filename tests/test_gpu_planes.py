@@ -107,7 +107,7 @@ KINDS = {
     ("m", "n", "k"), [(1536, 1400, 256), (1400, 1540, 1040), (1100, 1000, 4096)]
 )
 def test_kinds_of_numbers(rng, kind, m, n, k):
-    """Of sizes that are multiplied by planes: XLA adds up smaller ones in parts, more accurately."""
+    """Of sizes that are multiplied by planes; XLA adds up smaller ones in parts, and loses less."""
     a = jnp.asarray(KINDS[kind](rng, m, k), jnp.float32)
     b = jnp.asarray(rng.standard_normal((k, n)), jnp.float32)
     check(a, b)
