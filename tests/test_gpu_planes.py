@@ -28,7 +28,7 @@ ERRORS["BF16_BF16_F32_X9"] = 0.0
 @pytest.fixture
 def any_size(monkeypatch):
     """What is small is multiplied by planes, too."""
-    for name in ("_PLANE_PRODUCTS", "_PLANE_ROWS", "_PLANE_K"):
+    for name in ("_PLANE_PRODUCTS", "_PLANE_RESULTS", "_PLANE_ROWS", "_PLANE_K"):
         monkeypatch.setattr(obstacles, name, 0)
 
 
