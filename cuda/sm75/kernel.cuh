@@ -2,9 +2,8 @@
 //
 // Roles: all warps alike; warp w computes rows (w / warps_n) * warp_m and columns
 //        (w % warps_n) * warp_n of a tile.
-// Barriers: those of the mainloop; and one before and one behind the epilogue, whose slabs lie
-// where
-//        the stages do. A warp's epilogue reads what the warp itself wrote.
+// Barriers: those of the mainloop, and one before and one behind the epilogue, whose slabs lie
+//        where the stages do. A warp's epilogue reads what the warp itself wrote.
 // Timeline, for each tile: mainloop (sm75/mainloop.cuh), __syncthreads, epilogue
 //        (mma_sync/output.cuh), __syncthreads. The other blocks on the SM fill its gaps.
 

@@ -16,7 +16,6 @@
 
 #include <stdint.h>
 
-#include "common/ceil_div.h"
 #include "gemm_params.h"
 #include "kernel_config.h"
 #include "mma_sync/accumulators.cuh"
@@ -75,8 +74,7 @@ struct Mainloop {
   uint32_t lane_b;         // likewise
   Fragments fragments[2];  // of a step and of the next
 
-  // Adds up one tile of D of matrix `batch`. At its end no warp needs the stages any more but those
-  // that are still here.
+  // Adds up one tile of D of matrix `batch`. Warps that are still here read the stages.
   static __device__ __forceinline__ void run(const GemmParams& params, uint32_t smem, int batch,
                                              TileCoordinate tile, int warp_row, int warp_column,
                                              Accumulators& acc) {
