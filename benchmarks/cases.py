@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from functions import FUNCTIONS
 from steps import STEPS, Arrays, value_and_gradients
 
 from jax_tcgemm import _compat, gated_gemm, gemm, ragged_dot
@@ -35,6 +36,8 @@ DTYPES = {
 
 # What an epilogue may be joined from, besides the names of activations.
 _EPILOGUE_PARTS = {"none", "bias", "c", "aux", "alpha", "beta_c", "silu_glu"}
+
+_TRANSPOSED = ("transpose_a", "transpose_b")
 
 ALPHA = 0.5
 BETA = 2.0
@@ -60,6 +63,7 @@ class Case:
     group_sizes: tuple[int, ...] = ()
     step: str = ""
     precision: str | None = None
+    function: str = ""
 
     def __post_init__(self) -> None:
         unknown = set(self.parts) - _EPILOGUE_PARTS - set(ACTIVATIONS)
@@ -69,6 +73,8 @@ class Case:
             raise ValueError(f"layout={self.layout!r} must be two letters n or t")
         if self.broadcast not in ("", "a", "b"):
             raise ValueError(f"broadcast={self.broadcast!r} must be a or b")
+        if self.function not in ("", *FUNCTIONS):
+            raise ValueError(f"function={self.function!r} must be one of {list(FUNCTIONS)}")
         if self.step not in ("", *STEPS):
             raise ValueError(f"step={self.step!r} must be one of {list(STEPS)}")
 
@@ -82,7 +88,7 @@ class Case:
 
     @property
     def is_gated(self) -> bool:
-        return "silu_glu" in self.parts
+        return "silu_glu" in self.parts or self.function.startswith("gated")
 
     @property
     def has_c(self) -> bool:
@@ -102,6 +108,8 @@ class Case:
             words.append(f"one {self.broadcast}")
         if self.epilogue != "none":
             words.append(self.epilogue)
+        if self.function:
+            words.append(self.function)
         if self.step:
             words.append(f"{self.step} gradients")
         if self.out:
@@ -166,6 +174,10 @@ class Case:
             shapes["bias"] = (*groups, self.n)
         if self.has_c:
             shapes["c"] = (*batch, self.m, self.n)
+        if self.function:
+            extents = {"m": self.m, "n": self.n, "1": 1, "g": len(self.group_sizes)}
+            for name, letters in FUNCTIONS[self.function].operands.items():
+                shapes[name] = tuple(extents[letter] for letter in letters)
         return shapes
 
     def argument_sets(self, numbers: Numbers | None = None) -> list[tuple[Arrays]]:
@@ -205,6 +217,8 @@ class Case:
         """
         if self.step:
             return lambda arrays: value_and_gradients(STEPS[self.step].ours, arrays)
+        if self.function:
+            return lambda arrays: self._with_function(arrays, config)
         if self.is_gated:
             return lambda arrays: gated_gemm(
                 jnp.swapaxes(arrays["a"], -1, -2) if self.layout[0] == "t" else arrays["a"],
@@ -241,6 +255,33 @@ class Case:
             preferred_element_type=self.out_dtype if self.out else None,
             config=config,
         )
+
+    def _function_operands(self, arrays: Arrays) -> list[jax.Array]:
+        """Returns the operands of the function, those of groups for each of their rows."""
+
+        def over_rows(name: str, letters: str) -> jax.Array:
+            if letters != "g":
+                return arrays[name]
+            sizes = jnp.asarray(self.group_sizes, jnp.int32)
+            return jnp.repeat(arrays[name], sizes, total_repeat_length=self.m)[:, None]
+
+        return [over_rows(*item) for item in FUNCTIONS[self.function].operands.items()]
+
+    def _with_function(self, arrays: Arrays, config: str | None) -> Any:
+        a, *weights = (arrays[name] for name in _FACTORS if name in arrays)
+        options = {
+            "config": config,
+            "epilogue": FUNCTIONS[self.function].apply,
+            "epilogue_operands": self._function_operands(arrays),
+        }
+        if self.group_sizes:
+            sizes = jnp.asarray(self.group_sizes, jnp.int32)
+            is_transposed = self.layout[1] == "t"
+            return ragged_dot(a, weights[0], sizes, transpose_rhs=is_transposed, **options)
+        if self.is_gated:
+            return gated_gemm(a, *weights, transpose_w=self.layout[1] == "t", **options)
+        transposed = (letter == "t" for letter in self.layout)
+        return gemm(a, *weights, **dict(zip(_TRANSPOSED, transposed, strict=True)), **options)
 
     def _with_preactivation(self, arrays: Arrays, config: str | None) -> Any:
         """Binds the primitive as the derivative of ``gemm`` does: no public function asks for z."""
@@ -284,6 +325,10 @@ class Case:
             return self._by_lax_ragged_dot(arrays, a, weights[0], preferred)
         options = {"precision": self.precision, "preferred_element_type": preferred}
         z, *up = (jnp.matmul(a, b, **options) for b in weights)
+        if self.function:
+            products = (each.astype(jnp.float32) for each in (z, *up))
+            others = self._function_operands(arrays)
+            return FUNCTIONS[self.function].apply(*products, *others)
         if self.is_gated:
             return jax.nn.silu(z) * up[0]
         if "alpha" in self.parts:
@@ -300,6 +345,9 @@ class Case:
     ) -> jax.Array:
         sizes = jnp.asarray(self.group_sizes, jnp.int32)
         z = jax.lax.ragged_dot(a, b, sizes, preferred_element_type=preferred)
+        if self.function:
+            others = self._function_operands(arrays)
+            return FUNCTIONS[self.function].apply(z.astype(jnp.float32), *others)
         # Those cases whose groups have all rows.
         if "bias" in self.parts:
             z = z + jnp.repeat(arrays["bias"], sizes, axis=0, total_repeat_length=self.m)

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from functions import FUNCTIONS
 
 from jax_tcgemm import gated_mlp, gemm, mlp
 
@@ -64,10 +66,27 @@ def _xla_gated_mlp(
     return (jax.nn.silu(x @ w_gate) * (x @ w_up)) @ w_down
 
 
+def _function_step(name: str, products: int = 3) -> Step:
+    """A layer whose epilogue is a function of ``functions.py``."""
+    function = FUNCTIONS[name]
+
+    def ours(x: jax.Array, w: jax.Array, **operands: jax.Array) -> jax.Array:
+        return gemm(x, w, epilogue=function.apply, epilogue_operands=tuple(operands.values()))
+
+    def xla(x: jax.Array, w: jax.Array, **operands: jax.Array) -> jax.Array:
+        return function.apply((x @ w).astype(jnp.float32), *operands.values())
+
+    return Step(ours, xla, {"w": "kn", **function.operands}, "mn", products)
+
+
 STEPS = {
     "gelu layer": Step(_layer, _xla_layer, {"w": "kn", "bias": "n"}, "mn", 3),
     "mlp": Step(mlp, _xla_mlp, {"w1": "kn", "b1": "n", "w2": "nk", "b2": "k"}, "mk", 6),
     "gated mlp": Step(
         gated_mlp, _xla_gated_mlp, {"w_gate": "kn", "w_up": "kn", "w_down": "nk"}, "mk", 9
     ),
+    **{
+        name: _function_step(name)
+        for name in ("softcap, bias", "silu with a slope", "bias, gelu, dropout, residual")
+    },
 }

@@ -29,6 +29,7 @@ struct GemmProblem {
   int64_t workspace_bytes;
   int64_t padding_bytes;    // of copies or planes; 0: unaligned operands are not to be copied
   std::string_view config;  // a row's name, or empty: choose
+  Grouped grouped;          // of products with a compiled epilogue
 
   bool aligned() const { return aligned_a && aligned_b; }
   bool tma_addressable() const { return strides_aligned_a && strides_aligned_b; }

@@ -9,6 +9,7 @@ from jax_tcgemm.api.dot_general import dot_general
 from jax_tcgemm.api.gemm import gated_gemm, gemm
 from jax_tcgemm.api.mlp import gated_mlp, mlp
 from jax_tcgemm.api.ragged_dot import gated_ragged_dot, ragged_dot
+from jax_tcgemm.epilogue import compiler
 from jax_tcgemm.partitioning import partitioner
 from jax_tcgemm.primitives.gemm import ACTIVATION, PREACTIVATION
 from jax_tcgemm.problem.activations import clip, softcap
@@ -17,6 +18,7 @@ from jax_tcgemm.tuning.tunings import Tunings
 
 _extension.load()
 partitioner.install()
+compiler.install()
 
 __version__ = importlib.metadata.version("jax_tcgemm")
 

@@ -370,3 +370,34 @@ def register_partitioner(
     register()
     # Plugins, as CUDA's is, have registries of their own.
     _xla_bridge.register_plugin_callbacks(register)
+
+
+def jaxpr_of(value: Any) -> Any:
+    """Returns the jaxpr that a parameter of an operation is, ``None`` where it is none.
+
+    Closed ones are a type of their own before JAX 0.12.
+    """
+    inner = getattr(value, "jaxpr", value)
+    return inner if hasattr(inner, "eqns") else None
+
+
+def bind_again(eqn: Any, values: Sequence[Any]) -> list[Any]:
+    """Applies the operation of an equation to other values."""
+    params = eqn.primitive.get_bind_params(eqn.params)
+    functions, params = params if isinstance(params, tuple) else ((), params)  # before 0.12
+    results = eqn.primitive.bind(*functions, *values, **params)
+    return list(results) if eqn.primitive.multiple_results else [results]
+
+
+def wrapped_function(value: Any) -> Any:
+    """Returns the user's function of a rule for derivatives, ``None`` for other parameters.
+
+    JAX wraps it anew each time that it traces a call.
+    """
+    if not callable(value):
+        return None
+    while True:
+        inner = getattr(value, "f", None) or getattr(value, "__wrapped__", None)
+        if inner is None:
+            return value
+        value = inner

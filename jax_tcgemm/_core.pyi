@@ -1,8 +1,12 @@
+from collections.abc import Callable
 from typing import Any
 
 def registrations() -> dict[str, object]: ...
 def kernel_names() -> list[str]: ...
 def build_info() -> dict[str, str]: ...
+def set_compiler(compiler: Callable[[str, str, str], bytes]) -> None:
+    """Says who compiles kernels at run time, of a program, a row's name and a layout."""
+
 def device_properties(ordinal: int) -> dict[str, Any]: ...
 def rank_configs(
     algorithm: str,
@@ -28,6 +32,7 @@ def rank_configs(
     has_c: bool = False,
     c_by_tma: bool = True,
     dense_splits: bool = False,
+    compiled: bool = False,
 ) -> list[tuple[str, float, bool]]:
     """Names what can compute a problem on a device, the fastest first by the time model.
 

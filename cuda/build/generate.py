@@ -74,37 +74,6 @@ def load(path: pathlib.Path, *modules: str) -> list[ModuleType]:
     return [importlib.import_module(f"{root.name}.{path.name}.{module}") for module in modules]
 
 
-def enumerator(enum: str, name: str) -> str:
-    """``BF16_BF16_F32`` of ``Algorithm`` is ``Algorithm::kBf16Bf16F32`` in C++."""
-    return f"{enum}::k" + "".join(part.capitalize() for part in name.split("_"))
-
-
-def cpp_config(config) -> str:
-    """The row as a C++ aggregate initialiser of KernelConfig."""
-    fields = [
-        enumerator("Arch", config.arch),
-        enumerator("Algorithm", config.algorithm),
-        config.tile_m,
-        config.tile_n,
-        config.tile_k,
-        config.warps_m,
-        config.warps_n,
-        config.stages,
-        enumerator("Loader", config.loader),
-        str(config.promote).lower(),
-        config.cluster_m,
-        config.cluster_n,
-        config.split_k,
-        enumerator("Schedule", config.schedule),
-        str(config.gated).lower(),
-        str(config.skinny).lower(),
-        enumerator("Grouped", config.grouped),
-        str(config.swap_ab).lower(),
-        enumerator("EpilogueWork", config.epilogue),
-    ]
-    return "{" + ", ".join(map(str, fields)) + "}"
-
-
 def _shared_out(rows: list) -> list[list]:
     """Shares rows out among as many files as they are worth, each to the lightest so far."""
     count = math.ceil(sum(map(_seconds, rows)) / _FILE_SECONDS)
@@ -114,7 +83,7 @@ def _shared_out(rows: list) -> list[list]:
     return files
 
 
-def generated_files(configs) -> dict[str, str]:
+def generated_files(configs, cpp: ModuleType) -> dict[str, str]:
     """File name -> contents of the kernel sources for the given rows."""
     families: dict[tuple[str, str], list] = {}
     for config in configs:
@@ -122,21 +91,21 @@ def generated_files(configs) -> dict[str, str]:
     files = {}
     for (arch, tag), rows in families.items():
         for i, share in enumerate(_shared_out(rows)):
-            kernels = [_KERNEL.format(arch=arch, name=x.name, config=cpp_config(x)) for x in share]
+            kernels = [_KERNEL.format(arch=arch, name=x.name, config=cpp.config(x)) for x in share]
             text = _SOURCE.format(arch=arch, kernels="".join(kernels))
             files[f"{arch}_{tag}_{i:02}.cu"] = text
     return files
 
 
-def registry(configs) -> str:
+def registry(configs, cpp: ModuleType) -> str:
     """The list of kernels that cuda/dispatch/choice.cc includes, in the order of the table."""
     return _REGISTRY.format(
         declarations="\n".join(
             [f"extern const KernelSet kernels_{c.name};" for c in configs]
-            + [_CHECK.format(config=cpp_config(c), row=c) for c in configs]
+            + [_CHECK.format(config=cpp.config(c), row=c) for c in configs]
         ),
         entries="\n".join(
-            f'    {{"{c.name}", {cpp_config(c)}, &kernels_{c.name}}},' for c in configs
+            f'    {{"{c.name}", {cpp.config(c)}, &kernels_{c.name}}},' for c in configs
         ),
     )
 
@@ -167,7 +136,7 @@ def _entries(lines) -> str:
     return "".join(f" \\\n  X({line})" for line in lines)
 
 
-def arithmetic_lists(types, rows, plane_products) -> str:
+def arithmetic_lists(types, rows, plane_products, cpp: ModuleType) -> str:
     """The table of arithmetic as lists for the preprocessor."""
 
     def of(element) -> str:
@@ -182,14 +151,15 @@ def arithmetic_lists(types, rows, plane_products) -> str:
     def instruction(row, k: int) -> str:
         sums, multiplied = row.accumulator.tag, row.multiplied
         types = f"{sums}.{multiplied}.{multiplied}.{sums}"
-        return f'{enumerator("", row.name)[2:]}, {of(row.accumulator)}, "m16n8k{k}.row.col.{types}"'
+        name = cpp.enumerator("", row.name)[2:]
+        return f'{name}, {of(row.accumulator)}, "m16n8k{k}.row.col.{types}"'
 
     return _ARITHMETIC.format(
         types=_entries(f"{of(t)}, {t.bytes}, {t.cpp}, {t.ffi}, {t.tma}" for t in types),
         rows=_entries(
             ", ".join(
                 [
-                    enumerator("", row.name)[2:],
+                    cpp.enumerator("", row.name)[2:],
                     f'"{row.name}"',
                     *map(of, (row.a, row.b, row.accumulator, row.outputs[0], row.outputs[-1])),
                     flag(row.rounds_operands),
@@ -200,7 +170,7 @@ def arithmetic_lists(types, rows, plane_products) -> str:
         ),
         instructions=_entries(instruction(row, row.k) for row in rows),
         plane_products=_entries(
-            f'"{row.name}", {enumerator("", row.factors)[2:]}, {row.count}, {row.order}, '
+            f'"{row.name}", {cpp.enumerator("", row.factors)[2:]}, {row.count}, {row.order}, '
             f"{packed(i for i, _ in row.pairs)}, {packed(j for _, j in row.pairs)}"
             for row in plane_products
         ),
@@ -239,14 +209,14 @@ _WGMMA_FROM_REGISTERS = """\
 """
 
 
-def wgmma_instructions(configs, arithmetic) -> str:
+def wgmma_instructions(configs, arithmetic, cpp: ModuleType) -> str:
     """The wgmma wrappers that the rows need: an instruction's text lists all its registers."""
     parts = ["// Generated by cuda/build/generate.py; included by cuda/ptx/wgmma.cuh.\n"]
     for algorithm, n in sorted({(c.algorithm, c.tile_n) for c in configs if c.arch == "sm90"}):
         row = arithmetic[algorithm]
         count = n // 2
         words = {
-            "algorithm": enumerator("Algorithm", algorithm),
+            "algorithm": cpp.enumerator("Algorithm", algorithm),
             "n": n,
             "count": count,
             "types": f"k{row.k}.{row.accumulator.tag}.{row.multiplied}.{row.multiplied}",
@@ -275,22 +245,25 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="print the .cu file names only")
     arguments = parser.parse_args()
 
-    table, arithmetic = load(arguments.tables, "table", "arithmetic")
+    table, arithmetic, cpp = load(arguments.tables, "table", "arithmetic", "cpp")
     configs = [c for c in table.CONFIGS if fnmatch.fnmatch(c.name, arguments.kernels)]
     if not configs:
         known = "\n  ".join(c.name for c in table.CONFIGS)
         raise SystemExit(f"no kernel matches {arguments.kernels!r}; there are\n  {known}")
-    files = generated_files(configs)
+    files = generated_files(configs, cpp)
     if arguments.list:
         print("\n".join(files))
         return
     if arguments.out is None:
         parser.error("--out is needed unless --list is given")
     arguments.out.mkdir(parents=True, exist_ok=True)
-    files["kernel_registry.inc"] = registry(configs)
-    files["wgmma_instructions.inc"] = wgmma_instructions(configs, arithmetic.ARITHMETIC)
+    files["kernel_registry.inc"] = registry(configs, cpp)
+    files["wgmma_instructions.inc"] = wgmma_instructions(configs, arithmetic.ARITHMETIC, cpp)
     files["arithmetic.inc"] = arithmetic_lists(
-        arithmetic.ELEMENT_TYPES, arithmetic.ARITHMETIC.values(), arithmetic.PLANE_PRODUCTS.values()
+        arithmetic.ELEMENT_TYPES,
+        arithmetic.ARITHMETIC.values(),
+        arithmetic.PLANE_PRODUCTS.values(),
+        cpp,
     )
     for name, text in files.items():
         write_if_changed(arguments.out / name, text)

@@ -7,6 +7,8 @@
 #include <cuda_fp16.h>
 #include <stdint.h>
 
+#include <type_traits>
+
 #include "arithmetic.h"
 
 namespace jax_tcgemm {
@@ -41,7 +43,7 @@ struct AlgorithmTraits {
 template <typename Element>
 __device__ __forceinline__ uint32_t pack(float low, float high) {
   static_assert(sizeof(Element) == 2);
-  if constexpr (__is_same(Element, __nv_bfloat16)) {
+  if constexpr (std::is_same_v<Element, __nv_bfloat16>) {
     const __nv_bfloat162 packed = __floats2bfloat162_rn(low, high);
     return *reinterpret_cast<const uint32_t*>(&packed);
   } else {
@@ -52,7 +54,7 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
 
 template <typename Element>
 __device__ __forceinline__ float2 unpack(uint32_t packed) {
-  if constexpr (__is_same(Element, __nv_bfloat16)) {
+  if constexpr (std::is_same_v<Element, __nv_bfloat16>) {
     return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&packed));
   } else {
     return __half22float2(*reinterpret_cast<const __half2*>(&packed));

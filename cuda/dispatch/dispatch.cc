@@ -22,32 +22,6 @@ namespace {
 
 constexpr int kMaxTmaBatchRank = 3;
 
-// Groups of so many rows of D, whatever the tile, so that the blocks of one wave read few enough
-// rows of A and columns of B to share them in L2.
-Status set_tile_order(const KernelConfig& config, bool swap_ab, GemmParams* params) {
-  const int64_t group_rows = config.arch == Arch::kSm90 ? 2048 : 1024;
-  const int64_t rows = config.tile_m * config.cluster_m;
-  const int64_t tiles_m = ceil_div(swap_ab ? params->n : params->m, rows);
-  const int64_t tiles_n =
-      ceil_div(swap_ab ? params->m : params->n, config.output_n() * config.cluster_n);
-  const int64_t width =
-      config.skinny ? tiles_m : std::min(tiles_m, std::max(int64_t{1}, group_rows / rows));
-  // A block counts them in 32 bits to one step of the grid beyond.
-  constexpr int64_t kMaxTiles = std::numeric_limits<int32_t>::max() / 2;
-  JAX_TCGEMM_REQUIRE(tiles_m * tiles_n <= kMaxTiles, "m=", params->m, " n=", params->n, " make ",
-                     tiles_m * tiles_n, " tiles");
-  const int64_t groups = ceil_div(tiles_m, width);
-  const auto divisor = [](int64_t value) { return make_fast_divisor(static_cast<int32_t>(value)); };
-  Raster& raster = params->raster;
-  raster.order = RasterOrder::kAlongM;
-  raster.tiles = divisor(tiles_m * tiles_n);
-  raster.tiles_per_group = divisor(width * tiles_n);
-  raster.width = divisor(width);
-  raster.last_width = divisor(tiles_m - (groups - 1) * width);
-  raster.last_group = static_cast<int32_t>(groups - 1);
-  return Status();
-}
-
 // `used` bytes of the workspace are taken.
 Status find_kernel(const GemmProblem& problem, const DeviceProperties& device, int64_t used,
                    Choice* choice) {
@@ -297,6 +271,30 @@ Status run_choice(GemmProblem problem, const Choice& choice, char* workspace,
 }
 
 }  // namespace
+
+Status set_tile_order(const KernelConfig& config, bool swap_ab, GemmParams* params) {
+  const int64_t group_rows = config.arch == Arch::kSm90 ? 2048 : 1024;
+  const int64_t rows = config.tile_m * config.cluster_m;
+  const int64_t tiles_m = ceil_div(swap_ab ? params->n : params->m, rows);
+  const int64_t tiles_n =
+      ceil_div(swap_ab ? params->m : params->n, config.output_n() * config.cluster_n);
+  const int64_t width =
+      config.skinny ? tiles_m : std::min(tiles_m, std::max(int64_t{1}, group_rows / rows));
+  // A block counts them in 32 bits to one step of the grid beyond.
+  constexpr int64_t kMaxTiles = std::numeric_limits<int32_t>::max() / 2;
+  JAX_TCGEMM_REQUIRE(tiles_m * tiles_n <= kMaxTiles, "m=", params->m, " n=", params->n, " make ",
+                     tiles_m * tiles_n, " tiles");
+  const int64_t groups = ceil_div(tiles_m, width);
+  const auto divisor = [](int64_t value) { return make_fast_divisor(static_cast<int32_t>(value)); };
+  Raster& raster = params->raster;
+  raster.order = RasterOrder::kAlongM;
+  raster.tiles = divisor(tiles_m * tiles_n);
+  raster.tiles_per_group = divisor(width * tiles_n);
+  raster.width = divisor(width);
+  raster.last_width = divisor(tiles_m - (groups - 1) * width);
+  raster.last_group = static_cast<int32_t>(groups - 1);
+  return Status();
+}
 
 bool cluster_too_large(cudaError_t launched, const KernelConfig& config,
                        const DeviceProperties& device) {

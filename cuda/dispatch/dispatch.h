@@ -12,6 +12,10 @@
 
 namespace jax_tcgemm {
 
+// Groups of so many rows of D, whatever the tile, so that the blocks of one wave read few enough
+// rows of A and columns of B to share them in L2.
+Status set_tile_order(const KernelConfig& config, bool swap_ab, GemmParams* params);
+
 // Whether a launch failed because the device has no room for a cluster of this row. If so, that is
 // noted, and later choices are among rows with smaller ones.
 bool cluster_too_large(cudaError_t launched, const KernelConfig& config,

@@ -126,11 +126,21 @@ bool wants_promotion(const ChoiceInput& input) {
   return 4 * input.batch * input.m * input.n < 3 * input.sm_count * kLargeTile;
 }
 
+// See sm90/output/compiled.cuh.
+bool takes_compiled_epilogue(const KernelConfig& config) {
+  return config.arch == Arch::kSm90 && element_bytes(config.algorithm) == 2 && !config.skinny &&
+         !config.swap_ab && !config.promote && config.split_k == 1 &&
+         config.grouped != Grouped::kK && config.output_n() % 32 == 0;
+}
+
 }  // namespace
 
 bool supports(const KernelConfig& config, const ChoiceInput& input, int splits) {
-  // The kernel that adds up splits has every epilogue.
-  if (splits == 1 && !has_epilogue(config, input)) return false;
+  if (input.compiled) {
+    if (splits > 1 || !takes_compiled_epilogue(config)) return false;
+  } else if (splits == 1 && !has_epilogue(config, input)) {
+    return false;  // the kernel that adds up splits has every epilogue
+  }
   if (input.of_planes && (!config.takes_planes() || splits > 1)) return false;
   if (config.algorithm != input.algorithm || config.gated != input.gated ||
       config.grouped != input.grouped ||

@@ -35,6 +35,7 @@ struct ChoiceInput {
   bool has_c = false;
   bool c_by_tma = true;    // if there is one
   bool of_planes = false;  // A and B are planes, k that of all their products
+  bool compiled = false;   // the epilogue is compiled at run time, into any row that can have it
 
   // D is of the wider of the types that it may have.
   bool widens() const { return d_type != arithmetic_of(algorithm).output; }

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "common/ceil_div.h"
+#include "compiled_params.h"
 #include "epilogue/work.h"
 #include "mma_sync/layouts.h"
 #include "simt/fallback_tiles.h"
@@ -57,6 +58,8 @@ int64_t tile_count(const GemmParams& params) {
   return int64_t{params.raster.tiles.divisor} * params.batch;
 }
 
+// Params: what request.params is of.
+template <typename Params = GemmParams>
 cudaError_t launch_sm90(const KernelConfig& config, KernelHandle* kernel,
                         const LaunchRequest& request) {
   cudaLaunchAttribute attributes[2] = {};
@@ -75,7 +78,7 @@ cudaError_t launch_sm90(const KernelConfig& config, KernelHandle* kernel,
       });
   if (error != cudaSuccess) return error;
 
-  GemmParams params = request.params;
+  Params params = static_cast<const Params&>(request.params);
   params.k_major_a = request.maps->major_a == Major::kK;
   params.k_major_b = request.maps->major_b == Major::kK;
   int clusters = capacity;
@@ -172,6 +175,11 @@ cudaError_t launch_kernel(const KernelConfig& config, const KernelSet& kernels,
       return launch_simt(config, kernels, request);
   }
   return cudaErrorInvalidValue;
+}
+
+cudaError_t launch_compiled(const KernelConfig& config, KernelHandle* kernel,
+                            const LaunchRequest& request) {
+  return launch_sm90<CompiledParams>(config, kernel, request);
 }
 
 }  // namespace jax_tcgemm

@@ -30,6 +30,11 @@ struct LaunchRequest {
 cudaError_t launch_kernel(const KernelConfig& config, const KernelSet& kernels,
                           const LaunchRequest& request);
 
+// The same of an sm90 kernel with an epilogue compiled at run time; request.params are
+// CompiledParams.
+cudaError_t launch_compiled(const KernelConfig& config, KernelHandle* kernel,
+                            const LaunchRequest& request);
+
 }  // namespace jax_tcgemm
 
 #endif  // JAX_TCGEMM_DISPATCH_LAUNCH_H_

@@ -52,8 +52,23 @@ Status find_kernel(const GemmProblem& problem, const ChoiceInput& input,
   return Status();
 }
 
-// The device counts the tiles of sm90 rows in 32 bits.
-Status check_tiles(const GemmParams& p, Grouped grouped, const KernelConfig& config) {
+// `launched` says whether the kernel was; what prevents any row's launch is an error.
+Status launch(const GemmProblem& problem, Grouped grouped, const KernelEntry& entry,
+              const DeviceProperties& device, cudaStream_t stream, cudaError_t* launched) {
+  const GemmParams& p = problem.params;
+  sm90::TensorMaps maps;
+  if (entry.config.arch == Arch::kSm90) {
+    JAX_TCGEMM_RETURN_IF_ERROR(check_ragged_tiles(p, grouped, entry.config));
+    JAX_TCGEMM_RETURN_IF_ERROR(sm90::encode_tensor_maps(problem, entry.config, &maps));
+  }
+  *launched = launch_kernel(entry.config, *entry.kernels,
+                            {p, problem.major_a, problem.major_b, &maps, device, stream});
+  return Status();
+}
+
+}  // namespace
+
+Status check_ragged_tiles(const GemmParams& p, Grouped grouped, const KernelConfig& config) {
   const int64_t rows = config.tile_m * config.cluster_m;
   const int64_t tiles_m =
       grouped == Grouped::kM ? p.m / rows + p.batch + 1 : ceil_div(p.m, rows) * p.batch;
@@ -63,22 +78,6 @@ Status check_tiles(const GemmParams& p, Grouped grouped, const KernelConfig& con
                      " groups=", p.batch, " make ", tiles, " tiles");
   return Status();
 }
-
-// `launched` says whether the kernel was; what prevents any row's launch is an error.
-Status launch(const GemmProblem& problem, Grouped grouped, const KernelEntry& entry,
-              const DeviceProperties& device, cudaStream_t stream, cudaError_t* launched) {
-  const GemmParams& p = problem.params;
-  sm90::TensorMaps maps;
-  if (entry.config.arch == Arch::kSm90) {
-    JAX_TCGEMM_RETURN_IF_ERROR(check_tiles(p, grouped, entry.config));
-    JAX_TCGEMM_RETURN_IF_ERROR(sm90::encode_tensor_maps(problem, entry.config, &maps));
-  }
-  *launched = launch_kernel(entry.config, *entry.kernels,
-                            {p, problem.major_a, problem.major_b, &maps, device, stream});
-  return Status();
-}
-
-}  // namespace
 
 Status run_ragged(GemmProblem problem, Grouped grouped, const DeviceProperties& device,
                   cudaStream_t stream) {

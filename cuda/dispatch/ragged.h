@@ -11,6 +11,9 @@
 
 namespace jax_tcgemm {
 
+// The device counts the tiles of sm90 rows in 32 bits.
+Status check_ragged_tiles(const GemmParams& params, Grouped grouped, const KernelConfig& config);
+
 // Enqueues one kernel. `problem` is a batch of one product a group, but that
 //   kM: A and D have the rows of all groups one after the other, m of them, and no batch;
 //   kK: A and B have the k of all groups one after the other, and no batch.

@@ -15,6 +15,7 @@
 
 #include "common/status.h"
 #include "dispatch/choice.h"
+#include "dispatch/compiled.h"
 #include "dispatch/device.h"
 #include "ffi/algorithm_names.h"
 #include "ffi/handlers.h"
@@ -36,7 +37,34 @@ nb::dict registrations() {
   result["jax_tcgemm_ragged_dot_v1"] = nb::capsule(ragged_dot_handler(), "xla._CUSTOM_CALL_TARGET");
   result["jax_tcgemm_activation_gradient_v1"] =
       nb::capsule(activation_gradient_handler(), "xla._CUSTOM_CALL_TARGET");
+  nb::dict stages;
+  stages["instantiate"] =
+      nb::capsule(compiled_gemm_instantiate_handler(), "xla._CUSTOM_CALL_TARGET");
+  stages["execute"] = nb::capsule(compiled_gemm_handler(), "xla._CUSTOM_CALL_TARGET");
+  result["jax_tcgemm_compiled_gemm_v1"] = stages;
   return result;
+}
+
+// XLA's threads call it, which do not hold Python's lock. What it raises becomes XLA's error.
+void set_python_compiler(nb::object compile) {
+  // Never freed: threads may outlive the interpreter.
+  auto* const kept = new nb::object(std::move(compile));
+  set_compiler([kept](std::string_view source, std::string_view row, std::string_view layout,
+                      std::string* cubin) {
+    const nb::gil_scoped_acquire locked;
+    try {
+      const nb::object made = (*kept)(nb::str(source.data(), source.size()),
+                                      nb::str(row.data(), row.size()),
+                                      nb::str(layout.data(), layout.size()));
+      const auto bytes = nb::cast<nb::bytes>(made);
+      cubin->assign(bytes.c_str(), bytes.size());
+      return Status();
+    } catch (const std::exception& error) {
+      return Status(Status::Code::kInternal,
+                    "jax_tcgemm: compiling an epilogue for " + std::string(row) + ": " +
+                        error.what());
+    }
+  });
 }
 
 std::vector<std::string> kernel_names() {
@@ -81,7 +109,8 @@ std::vector<RankedConfig> rank_configs(
     int sm_count, int shared_memory_per_block, bool float32_result, int compute_capability,
     const std::string& layout, int64_t workspace_bytes, const std::string& epilogue, bool gated,
     const std::string& grouped, int max_cluster_size, int batch_rank, bool whole_lines_a,
-    bool whole_lines_b, bool d_by_tma, bool has_c, bool c_by_tma, bool dense_splits) {
+    bool whole_lines_b, bool d_by_tma, bool has_c, bool c_by_tma, bool dense_splits,
+    bool compiled) {
   const auto decoded = algorithm_from_name(algorithm);
   if (!decoded) throw std::invalid_argument("unknown algorithm '" + algorithm + "'");
   if (layout.size() != 2) throw std::invalid_argument("layout '" + layout + "'");
@@ -110,6 +139,7 @@ std::vector<RankedConfig> rank_configs(
   input.d_by_tma = d_by_tma;
   input.has_c = has_c;
   input.c_by_tma = c_by_tma;
+  input.compiled = compiled;
   std::vector<RankedConfig> ranked;
   for (const Estimate& estimate : ranked_choices(input, dense_splits)) {
     ranked.emplace_back(config_of(estimate.choice), estimate.cycles, estimate.choice.has_fixup);
@@ -120,6 +150,7 @@ std::vector<RankedConfig> rank_configs(
 #else
 
 nb::dict registrations() { return nb::dict(); }
+void set_python_compiler(nb::object) {}
 std::vector<std::string> kernel_names() { return {}; }
 std::string cuda_version() { return ""; }
 std::string ffi_version() { return ""; }
@@ -131,7 +162,7 @@ nb::dict device_properties(int) {
 std::vector<RankedConfig> rank_configs(const std::string&, int64_t, int64_t, int64_t, int64_t, bool,
                                        int, int, bool, int, const std::string&, int64_t,
                                        const std::string&, bool, const std::string&, int, int, bool,
-                                       bool, bool, bool, bool, bool) {
+                                       bool, bool, bool, bool, bool, bool) {
   return {};
 }
 
@@ -155,6 +186,7 @@ NB_MODULE(_core, module) {
   module.def("registrations", &registrations);
   module.def("kernel_names", &kernel_names);
   module.def("build_info", &build_info);
+  module.def("set_compiler", &set_python_compiler, nb::arg("compiler"));
   module.def("device_properties", &device_properties, nb::arg("ordinal"));
   module.def("rank_configs", &rank_configs, nb::arg("algorithm"), nb::arg("m"), nb::arg("n"),
              nb::arg("k"), nb::arg("batch"), nb::arg("aligned"), nb::arg("sm_count"),
@@ -164,5 +196,5 @@ NB_MODULE(_core, module) {
              nb::arg("grouped") = "none", nb::arg("max_cluster_size") = 0,
              nb::arg("batch_rank") = 0, nb::arg("whole_lines_a") = true,
              nb::arg("whole_lines_b") = true, nb::arg("d_by_tma") = true, nb::arg("has_c") = false,
-             nb::arg("c_by_tma") = true, nb::arg("dense_splits") = false);
+             nb::arg("c_by_tma") = true, nb::arg("dense_splits") = false, nb::arg("compiled") = false);
 }

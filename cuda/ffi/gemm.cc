@@ -22,29 +22,6 @@
 namespace jax_tcgemm {
 namespace {
 
-Status decode_shape(const GemmAttributes& attributes, GemmParams* params) {
-  for (const int64_t extent : {attributes.m, attributes.n, attributes.k}) {
-    JAX_TCGEMM_REQUIRE(0 <= extent && extent <= kMaxExtent, "m=", attributes.m, " n=", attributes.n,
-                       " k=", attributes.k);
-  }
-  JAX_TCGEMM_REQUIRE(attributes.batch_shape.size() <= size_t{kMaxBatchRank},
-                     attributes.batch_shape.size(), " batch dimensions, at most ", kMaxBatchRank);
-  params->m = static_cast<int32_t>(attributes.m);
-  params->n = static_cast<int32_t>(attributes.n);
-  params->k = static_cast<int32_t>(attributes.k);
-  params->batch_rank = static_cast<int32_t>(attributes.batch_shape.size());
-  int64_t batch = 1;
-  for (int i = 0; i < params->batch_rank; ++i) {
-    const int64_t extent = attributes.batch_shape[i];
-    JAX_TCGEMM_REQUIRE(0 <= extent && extent <= kMaxExtent, "batch extent ", i, " is ", extent);
-    params->batch_shape[i] = static_cast<int32_t>(extent);
-    batch = extent == 0 ? 0 : std::min(batch * extent, kMaxExtent + 1);
-  }
-  JAX_TCGEMM_REQUIRE(batch <= kMaxExtent, "more than ", kMaxExtent, " matrices in the batch");
-  params->batch = static_cast<int32_t>(batch);
-  return Status();
-}
-
 // D, the further results (the pre-activation; of a gated product two), and the workspace.
 Status decode_results(const Call& call, GemmProblem* problem) {
   const GemmAttributes& at = call.attributes;

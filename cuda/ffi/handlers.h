@@ -10,6 +10,9 @@ namespace jax_tcgemm {
 void* gemm_handler();
 void* ragged_dot_handler();
 void* activation_gradient_handler();
+// Of jax_tcgemm_compiled_gemm_v1, for its stages.
+void* compiled_gemm_handler();
+void* compiled_gemm_instantiate_handler();
 
 // "major.minor" of the XLA FFI headers this was compiled against.
 const char* xla_ffi_api_version();

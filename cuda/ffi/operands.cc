@@ -1,5 +1,6 @@
 #include "ffi/operands.h"
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <optional>
@@ -62,27 +63,27 @@ bool is_aligned(const void* base, int64_t ld, const BatchStrides& batch, int64_t
 }
 
 // A or B: which dimension is contiguous, and whether cp.async can address it.
-Status decode_operand(const Buffer& buffer, const GemmAttributes& attributes, int64_t extent_mn,
-                      int64_t stride_mn, int64_t stride_k, int64_t span, Operand* operand,
-                      Major* major, bool* strides_aligned, bool* aligned) {
+Status decode_operand(const char* name, const void* data, int64_t bytes, Strides strides,
+                      const GemmAttributes& attributes, int64_t extent_mn, int64_t stride_mn,
+                      int64_t stride_k, int64_t span, Operand* operand, Major* major,
+                      bool* strides_aligned, bool* aligned) {
   const int64_t extent_k = attributes.k;
   const bool mn_major = stride_mn == 1 && (stride_k != 1 || extent_k <= 1);
   const bool k_major = !mn_major && (stride_k == 1 || extent_k <= 1);
-  JAX_TCGEMM_REQUIRE(mn_major || k_major || extent_mn <= 1, buffer.name, " has strides ", stride_mn,
+  JAX_TCGEMM_REQUIRE(mn_major || k_major || extent_mn <= 1, name, " has strides ", stride_mn,
                      " and ", stride_k, " for extents ", extent_mn, " and k=", extent_k,
                      "; one of them must be 1");
   *major = k_major ? Major::kK : Major::kMn;
   // The leading dimension of a single row is never used; it must not count as unaligned.
   const bool single_row = (k_major ? extent_mn : extent_k) <= 1;
-  operand->data = buffer.data.untyped_data();
+  operand->data = data;
   operand->ld = single_row ? 0 : k_major ? stride_mn : stride_k;
   // Rows that are all the same one would be loaded as if they lay one after the other.
-  JAX_TCGEMM_REQUIRE(span == 0 || single_row || operand->ld > 0, buffer.name, " has strides ",
+  JAX_TCGEMM_REQUIRE(span == 0 || single_row || operand->ld > 0, name, " has strides ",
                      stride_mn, " and ", stride_k, " for extents ", extent_mn, " and k=", extent_k,
                      "; none of them may be 0");
   operand->span = span;
-  operand->batch = batch_strides(buffer.strides, attributes.batch_shape.size());
-  const int64_t bytes = element_bytes(buffer.data.element_type());
+  operand->batch = batch_strides(strides, attributes.batch_shape.size());
   *strides_aligned = is_aligned(operand->data, operand->ld, operand->batch, bytes, 16);
   *aligned = *strides_aligned && is_multiple((k_major ? extent_k : extent_mn) * bytes, 16);
   return Status();
@@ -184,18 +185,26 @@ class OperandReader {
   size_t index_ = 0;
 };
 
+// A and B at these addresses, of so many elements in what is known of them.
+Status decode_factor_layouts(const GemmAttributes& at, const void* a, const void* b, int64_t bytes,
+                             int64_t span_a, int64_t span_b, GemmProblem* problem) {
+  const size_t batch_rank = at.batch_shape.size();
+  JAX_TCGEMM_RETURN_IF_ERROR(decode_operand(
+      "a", a, bytes, at.a_strides, at, at.m, at.a_strides[batch_rank],
+      at.a_strides[batch_rank + 1], span_a, &problem->params.a, &problem->major_a,
+      &problem->strides_aligned_a, &problem->aligned_a));
+  return decode_operand("b", b, bytes, at.b_strides, at, at.n, at.b_strides[batch_rank + 1],
+                        at.b_strides[batch_rank], span_b, &problem->params.b, &problem->major_b,
+                        &problem->strides_aligned_b, &problem->aligned_b);
+}
+
 Status decode_factors(const GemmAttributes& at, const Buffer& a, const Buffer& b,
                       GemmProblem* problem) {
-  const size_t batch_rank = at.batch_shape.size();
-  int64_t span = 0;
-  JAX_TCGEMM_RETURN_IF_ERROR(checked_span<2>(a, at, {at.m, at.k}, &span));
-  JAX_TCGEMM_RETURN_IF_ERROR(decode_operand(
-      a, at, at.m, at.a_strides[batch_rank], at.a_strides[batch_rank + 1], span, &problem->params.a,
-      &problem->major_a, &problem->strides_aligned_a, &problem->aligned_a));
-  JAX_TCGEMM_RETURN_IF_ERROR(checked_span<2>(b, at, {at.k, at.n}, &span));
-  return decode_operand(b, at, at.n, at.b_strides[batch_rank + 1], at.b_strides[batch_rank], span,
-                        &problem->params.b, &problem->major_b, &problem->strides_aligned_b,
-                        &problem->aligned_b);
+  int64_t span_a = 0, span_b = 0;
+  JAX_TCGEMM_RETURN_IF_ERROR(checked_span<2>(a, at, {at.m, at.k}, &span_a));
+  JAX_TCGEMM_RETURN_IF_ERROR(checked_span<2>(b, at, {at.k, at.n}, &span_b));
+  return decode_factor_layouts(at, a.data.untyped_data(), b.data.untyped_data(),
+                               element_bytes(a.data.element_type()), span_a, span_b, problem);
 }
 
 // The second weight of a gated product: a buffer of its own, or a part of b's.
@@ -251,6 +260,38 @@ Status check_combination(const GemmAttributes& at) {
 }
 
 }  // namespace
+
+Status decode_layouts(const GemmAttributes& attributes, GemmProblem* problem) {
+  const size_t count = attributes.batch_shape.size() + 2;
+  JAX_TCGEMM_REQUIRE(attributes.a_strides.size() == count && attributes.b_strides.size() == count,
+                     attributes.a_strides.size(), " and ", attributes.b_strides.size(),
+                     " strides of A and B, not ", count);
+  return decode_factor_layouts(attributes, nullptr, nullptr, element_bytes(problem->algorithm), 1,
+                               1, problem);
+}
+
+Status decode_shape(const GemmAttributes& attributes, GemmParams* params) {
+  for (const int64_t extent : {attributes.m, attributes.n, attributes.k}) {
+    JAX_TCGEMM_REQUIRE(0 <= extent && extent <= kMaxExtent, "m=", attributes.m, " n=", attributes.n,
+                       " k=", attributes.k);
+  }
+  JAX_TCGEMM_REQUIRE(attributes.batch_shape.size() <= size_t{kMaxBatchRank},
+                     attributes.batch_shape.size(), " batch dimensions, at most ", kMaxBatchRank);
+  params->m = static_cast<int32_t>(attributes.m);
+  params->n = static_cast<int32_t>(attributes.n);
+  params->k = static_cast<int32_t>(attributes.k);
+  params->batch_rank = static_cast<int32_t>(attributes.batch_shape.size());
+  int64_t batch = 1;
+  for (int i = 0; i < params->batch_rank; ++i) {
+    const int64_t extent = attributes.batch_shape[i];
+    JAX_TCGEMM_REQUIRE(0 <= extent && extent <= kMaxExtent, "batch extent ", i, " is ", extent);
+    params->batch_shape[i] = static_cast<int32_t>(extent);
+    batch = extent == 0 ? 0 : std::min(batch * extent, kMaxExtent + 1);
+  }
+  JAX_TCGEMM_REQUIRE(batch <= kMaxExtent, "more than ", kMaxExtent, " matrices in the batch");
+  params->batch = static_cast<int32_t>(batch);
+  return Status();
+}
 
 Status decode_activation(std::string_view name, Activation* activation) {
   if (name.empty()) {

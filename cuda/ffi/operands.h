@@ -19,6 +19,13 @@ struct Call {
 // element type, its extents and its strides against the buffer.
 Status decode_operands(const Call& call, GemmProblem* problem);
 
+// Reads how A and B will lie, whose addresses are not known yet: presumed to be multiples of 16
+// bytes, as XLA's are.
+Status decode_layouts(const GemmAttributes& attributes, GemmProblem* problem);
+
+// Reads m, n, k and the batch's shape.
+Status decode_shape(const GemmAttributes& attributes, GemmParams* params);
+
 // An activation by its name in jax_tcgemm/problem/activations.py; empty: none.
 Status decode_activation(std::string_view name, Activation* activation);
 

@@ -14,7 +14,7 @@
 //        consumer: send for C -> [wait turn] -> mainloop (sm90/mainloop.cuh); while its last
 //        instructions run: [pass the turn], fetch the bias -> [sm90/split_k/in_workspace.cuh] ->
 //        output (sm90/output/output.cuh, or sm90/output/transposed.cuh, or
-//        sm90/split_k/in_cluster.cuh). The producer runs ahead into the next tile meanwhile; in
+//        sm90/output/compiled.cuh, or sm90/split_k/in_cluster.cuh). The producer runs ahead into the next tile meanwhile; in
 //        pingpong the other consumer multiplies.
 // A block of a cluster ends when nothing more will be written to it or read from it, which its
 // producer waits for; a barrier of the cluster in its place takes half a microsecond.
@@ -40,15 +40,30 @@
 #include "sm90/split_k/in_workspace.cuh"
 #include "sm90/tensor_maps.h"
 
+namespace jax_tcgemm {
+struct CompiledParams;
+}
+
 namespace jax_tcgemm::sm90 {
 
-template <KernelConfig kConfig, bool kSwapAb, typename Layouts>
+// Of a Program see sm90/output/compiled.cuh, which kernels of the package do without.
+template <KernelConfig kConfig, bool kSwapAb, typename Program>
+struct OutputOf;
+template <KernelConfig kConfig, bool kSwapAb>
+struct OutputOf<kConfig, kSwapAb, void> {
+  using Type =
+      std::conditional_t<kConfig.swap_ab, TransposedOutput<kConfig>, Output<kConfig, kSwapAb>>;
+};
+
+// Program: an epilogue compiled at run time (sm90/output/compiled.cuh), or void.
+template <KernelConfig kConfig, bool kSwapAb, typename Layouts, typename Program = void>
 struct Kernel {
   using Smem = SharedMemory<kConfig>;
   using Place = ClusterPlace<kConfig>;
   using Main = Mainloop<kConfig, Layouts>;
-  using Out =
-      std::conditional_t<kConfig.swap_ab, TransposedOutput<kConfig>, Output<kConfig, kSwapAb>>;
+  static constexpr bool kCompiled = !std::is_same_v<Program, void>;
+  using Params = std::conditional_t<kCompiled, CompiledParams, GemmParams>;
+  using Out = typename OutputOf<kConfig, kSwapAb, Program>::Type;
   static constexpr bool kPingpong = kConfig.schedule == Schedule::kPingpong;
   static constexpr int kWarpgroups = kConfig.consumer_warps() / 4;
   // Of a thread; together they are all of an SM's.
@@ -63,7 +78,7 @@ struct Kernel {
             (tile.tile_n * kConfig.cluster_n + place.n) * kConfig.output_n(), walk.batch};
   }
 
-  static __device__ __forceinline__ void consume(const GemmParams& params, const TensorMaps& maps,
+  static __device__ __forceinline__ void consume(const Params& params, const TensorMaps& maps,
                                                  const Smem& smem, const Place& place) {
     // Told to be uniform, so that what depends on it goes through uniform registers.
     const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
@@ -86,7 +101,7 @@ struct Kernel {
     while (!walk.done(params)) {
       OutputPlace at;
       typename Main::Accumulators acc;
-      if (maps.c_by_tma) output.prepare(output_place(params, walk, place, row));
+      if (Out::prepares(maps)) output.prepare(output_place(params, walk, place, row));
       if constexpr (kPingpong) ptx::mbarrier_wait(smem.turn(warpgroup), turn_phase);
       mainloop.run(acc, stages(walk.batch), [&] {
         // While the last instructions run.
@@ -96,7 +111,7 @@ struct Kernel {
         at = output_place(params, walk, place, row);
         if constexpr (kConfig.split_k == 1) output.share_bias(at);
       });
-      if constexpr (kConfig.has_fixup()) {
+      if constexpr (kConfig.has_fixup() && !kCompiled) {
         if (params.fixup.parts > 0) {
           if (SplitFixup<kConfig>(params, smem, walk.batch).run(acc)) {
             output.finish_sum(acc, at);
@@ -119,7 +134,7 @@ struct Kernel {
     output.drain();
   }
 
-  static __device__ __forceinline__ void run(const GemmParams& params, const TensorMaps& maps,
+  static __device__ __forceinline__ void run(const Params& params, const TensorMaps& maps,
                                              const Smem& smem) {
     constexpr int kProducer = kConfig.consumer_warps();
     const Place place;
@@ -127,7 +142,7 @@ struct Kernel {
       smem.init_barriers();
       ptx::prefetch_tensor_map(&maps.a);
       ptx::prefetch_tensor_map(&maps.b);
-      ptx::prefetch_tensor_map(&maps.d);
+      if constexpr (!kCompiled) ptx::prefetch_tensor_map(&maps.d);
     }
     __syncwarp();
     if constexpr (kConfig.cluster_size() > 1) {
@@ -152,7 +167,7 @@ struct Kernel {
     } else {
       if constexpr (kWarpgroups > 1) ptx::increase_registers<kConsumerRegisters>();
       if constexpr (kConfig.grouped != Grouped::kNone) {
-        RaggedConsumer<kConfig, Layouts>::run(params, maps, smem, place);
+        RaggedConsumer<kConfig, Layouts, Out>::run(params, maps, smem, place);
       } else {
         consume(params, maps, smem, place);
       }

@@ -18,6 +18,8 @@
 
 #include <stdint.h>
 
+#include <concepts>
+
 #include "gemm_params.h"
 #include "kernel_config.h"
 #include "ptx/cluster.cuh"
@@ -143,19 +145,21 @@ struct RaggedProducer {
   }
 };
 
-template <KernelConfig kConfig, typename Layouts>
+// Out: Output, or what takes its place.
+template <KernelConfig kConfig, typename Layouts, typename Out>
 struct RaggedConsumer {
   using Smem = SharedMemory<kConfig>;
   using Main = Mainloop<kConfig, Layouts>;
   static constexpr bool kPingpong = kConfig.schedule == Schedule::kPingpong;
   static constexpr int kWarpgroups = kConfig.consumer_warps() / 4;
 
-  static __device__ __forceinline__ void run(const GemmParams& params, const TensorMaps& maps,
+  template <typename Params>
+  static __device__ __forceinline__ void run(const Params& params, const TensorMaps& maps,
                                              const Smem& smem, const ClusterPlace<kConfig>& place) {
     const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
     const int row = kPingpong ? 0 : warpgroup * (kConfig.tile_m / kWarpgroups);  // of the tile
     Main mainloop(params, smem, place, row);
-    Output<kConfig, false> output(params, maps, smem, warpgroup);
+    Out output(params, maps, smem, warpgroup);
     RingPosition<Smem::kTileSlots> slot_at;
     if (kPingpong && warpgroup == 1) slot_at.advance();
     uint32_t turn_phase = warpgroup ^ 1;  // the first turn is consumer 0's
@@ -181,6 +185,7 @@ struct RaggedConsumer {
           if (slot.first_stage_k < kConfig.tile_k) clear_first_stage(smem, slot, warpgroup);
         }
         typename Main::Accumulators acc;
+        if constexpr (!std::same_as<Out, Output<kConfig, false>>) output.prepare(at);
         mainloop.run(acc, slot.stages, [&] {
           pass_turn();
           output.share_bias(at);

@@ -199,8 +199,7 @@ bool c_by_tma(const GemmProblem& problem) {
          is_aligned(epilogue.c2.data);
 }
 
-Status encode_tensor_maps(const GemmProblem& problem, const KernelConfig& config,
-                          TensorMaps* maps) {
+Status encode_factors(const GemmProblem& problem, const KernelConfig& config, TensorMaps* maps) {
   const GemmParams& params = problem.params;
   // What the kernel calls A gives the rows of the accumulators.
   const bool swap_ab = swaps_operands(config, problem.major_a, problem.major_b, params.m, params.n);
@@ -222,17 +221,23 @@ Status encode_tensor_maps(const GemmProblem& problem, const KernelConfig& config
                                               config.output_n(), config.cluster_m, params, config,
                                               &maps->b2, &maps->b_moves));
   }
+  return Status();
+}
 
+Status encode_tensor_maps(const GemmProblem& problem, const KernelConfig& config,
+                          TensorMaps* maps) {
+  const GemmParams& params = problem.params;
+  JAX_TCGEMM_RETURN_IF_ERROR(encode_factors(problem, config, maps));
   const EpilogueParams& epilogue = params.epilogue;
   maps->d_by_tma = !config.skinny && d_by_tma(problem);
   maps->c_by_tma = maps->d_by_tma && c_by_tma(problem);
   maps->has_c2 = maps->c_by_tma && epilogue.c2.data != nullptr;
-  maps->finish = finish_of(epilogue, *maps, swap_ab, config);
+  maps->finish = finish_of(epilogue, *maps, maps->swap_ab, config);
   // Parts of k are added up where D leaves by TMA and there is no C (Output::finish_sum).
   const bool adds_parts = params.fixup.parts > 0;
   const bool has_code =
       config.skinny ? maps->finish == Finish::kProduct || config.epilogue == EpilogueWork::kAny
-                    : config.split_k > 1 || has_finish(config, maps->finish, swap_ab);
+                    : config.split_k > 1 || has_finish(config, maps->finish, maps->swap_ab);
   const bool has_sum = maps->d_by_tma && epilogue.c.data == nullptr;
   JAX_TCGEMM_REQUIRE(has_code && (!adds_parts || has_sum), "the kernel has no epilogue ",
                      static_cast<int>(maps->finish), " for ", params.fixup.parts, " parts of k");

@@ -15,7 +15,10 @@ bool d_by_tma(const GemmProblem& problem);
 // Whether it can read C, which there is. What it cannot, threads read.
 bool c_by_tma(const GemmProblem& problem);
 
-// Fills `maps` for the tiles of `config`.
+// Fills in how TMA sees A and B, for the tiles of `config`.
+Status encode_factors(const GemmProblem& problem, const KernelConfig& config, TensorMaps* maps);
+
+// Likewise, and C and the results.
 Status encode_tensor_maps(const GemmProblem& problem, const KernelConfig& config, TensorMaps* maps);
 
 }  // namespace jax_tcgemm::sm90

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_tcgemm import _compat
 from jax_tcgemm.api import arguments, eager
+from jax_tcgemm.api import epilogue as epilogues
 from jax_tcgemm.primitives import gemm as gemm_primitive
 from jax_tcgemm.problem.activations import Activation
 from jax_tcgemm.problem.arithmetic import accumulator_dtype
 from jax_tcgemm.problem.epilogue import Epilogue
-from jax_tcgemm.problem.spec import GemmSpec
+from jax_tcgemm.problem.spec import GemmSpec, flatten
 from jax_tcgemm.problem.strides import Operands
 
 
 @eager.one_program(
     *("activation", "transpose_a", "transpose_b", "precision", "preferred_element_type", "config"),
-    "out_sharding",
+    *("out_sharding", "epilogue"),
     numbers=("alpha", "beta"),
 )
 def gemm(
@@ -41,7 +42,9 @@ def gemm(
     preferred_element_type: DTypeLike | None = None,
     config: str | None = None,
     out_sharding: Any = None,
-) -> jax.Array:
+    epilogue: Callable[..., Any] | None = None,
+    epilogue_operands: Sequence[Any] = (),
+) -> Any:
     """Matrix product with a fused epilogue.
 
     ``D = activation(alpha * row_scale * column_scale * (op(A) @ op(B)) + beta * C + bias) +
@@ -91,9 +94,17 @@ def gemm(
         out_sharding: as in ``jnp.matmul``: a ``PartitionSpec`` or ``NamedSharding`` of the result,
             on a mesh with explicit axes. It is needed where both operands' contracted dimensions
             are sharded, and may not leave sums to be made (``unreduced``).
+        epilogue: instead of all of the above that becomes of the product, a function of the whole
+            product ``op(A) @ op(B)``, ``(..., m, n)`` in float32, and of ``epilogue_operands``, in
+            ``jax.numpy``. On GPUs of compute capability 9.0 and for 16-bit operands it is compiled
+            into the kernel; elsewhere, and where it cannot be, it follows the product
+            (docs/epilogues.md). What it closes over is differentiated as its operands are.
+        epilogue_operands: its further arguments, pytrees of arrays.
 
     Returns:
-        ``(..., m, n)``, of the dtype of ``jnp.matmul(a, b, preferred_element_type=...)``.
+        ``(..., m, n)``, of the dtype of ``jnp.matmul(a, b, preferred_element_type=...)``. With
+        ``epilogue`` what that returns, a pytree of arrays of this shape and of any dtype;
+        ``preferred_element_type`` then converts those of floating-point numbers.
 
     Raises:
         NotImplementedError: ``out_sharding`` leaves sums to be made.
@@ -106,6 +117,28 @@ def gemm(
     a, b, out_dtype = arguments.promoted(a, b, precision, preferred_element_type)
     arguments.check_activation(activation, out_dtype)
     arguments.check_config(config)
+    if epilogue is not None:
+        constants = {"alpha": alpha, "beta": beta}
+        epilogues.check_alone(
+            "gemm",
+            c=c,
+            bias=bias,
+            activation=activation,
+            residual=residual,
+            row_scale=row_scale,
+            column_scale=column_scale,
+            out_sharding=out_sharding,
+            **{name: x for name, x in constants.items() if not (arguments.is_number(x) and x == 1)},
+        )
+        (a, a_axes), (b, b_axes) = (
+            arguments.placed(a, (*batch, m, k), transpose_a),
+            arguments.placed(b, (*batch, k, n), transpose_b),
+        )
+        spec = GemmSpec(Operands(a_axes, b_axes), out_dtype, precision, config=config)
+        shape = (*batch, m, n)
+        return epilogues.applied(
+            (a, b), spec, shape, epilogue, epilogue_operands, preferred_element_type
+        )
     if c is not None:
         c = arguments.addend("c", c, (*batch, m, n), out_dtype)
     form, added_later = "add", None
@@ -169,7 +202,8 @@ def _accumulates(
 
 
 @eager.one_program(
-    *("activation", "transpose_w", "precision", "preferred_element_type", "config"), "out_sharding"
+    *("activation", "transpose_w", "precision", "preferred_element_type", "config"),
+    *("out_sharding", "epilogue"),
 )
 def gated_gemm(
     x: ArrayLike,
@@ -184,7 +218,9 @@ def gated_gemm(
     preferred_element_type: DTypeLike | None = None,
     config: str | None = None,
     out_sharding: Any = None,
-) -> jax.Array:
+    epilogue: Callable[..., Any] | None = None,
+    epilogue_operands: Sequence[Any] = (),
+) -> Any:
     """Gated linear unit: two products of one left operand and what joins them, fused.
 
     ``D = activation(x @ w_gate + bias_gate) * (x @ w_up + bias_up)`` (Shazeer, 2020, "GLU variants
@@ -210,9 +246,12 @@ def gated_gemm(
         preferred_element_type: dtype of the result; ``None`` is that of ``jnp.matmul(x, w_gate)``.
         config: name of a kernel configuration, ``"xla"`` or ``None``, as in ``gemm``.
         out_sharding: as in ``gemm``.
+        epilogue: as in ``gemm``, of two products: ``x @ w_gate``, ``x @ w_up`` and
+            ``epilogue_operands``; ``activation`` then has no effect.
+        epilogue_operands: its further arguments.
 
     Returns:
-        ``(..., m, n)``.
+        ``(..., m, n)``; with ``epilogue`` what that returns.
 
     Raises:
         TypeError: an argument's type or dtype is not accepted.
@@ -230,6 +269,16 @@ def gated_gemm(
     )
     arguments.check_activation(activation, spec.out_dtype)
     arguments.check_config(config)
+    if epilogue is not None:
+        epilogues.check_alone(
+            "gated_gemm", bias_gate=bias_gate, bias_up=bias_up, out_sharding=out_sharding
+        )
+        spec = spec.accumulators(config=config)
+        operands = spec.select(operands)
+        shape = spec.result_shape(Operands(*(None if x is None else x.shape for x in operands)))
+        return epilogues.applied(
+            flatten(operands), spec, shape, epilogue, epilogue_operands, preferred_element_type
+        )
     spec = spec.replace(activation=activation, config=config)
     out_sharding = _compat.out_sharding_of(out_sharding, "gated_gemm")
     return gemm_primitive.bind(operands, spec, out_sharding)[0]

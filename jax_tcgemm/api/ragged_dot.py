@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_tcgemm import _compat
 from jax_tcgemm.api import arguments, eager
+from jax_tcgemm.api import epilogue as epilogues
 from jax_tcgemm.kernels import table as kernel_table
 from jax_tcgemm.primitives import ragged as ragged_primitive
 from jax_tcgemm.problem.activations import Activation
@@ -24,7 +26,7 @@ _NAMES = arguments.Names("lhs", "rhs", "", "transpose_rhs")
 _STATIC = "activation", "precision", "preferred_element_type", "transpose_rhs", "out_sharding"
 
 
-@eager.one_program(*_STATIC, "config")
+@eager.one_program(*_STATIC, "config", "epilogue")
 def ragged_dot(
     lhs: ArrayLike,
     rhs: ArrayLike,
@@ -37,7 +39,9 @@ def ragged_dot(
     transpose_rhs: bool = False,
     config: str | None = None,
     out_sharding: Any = None,
-) -> jax.Array:
+    epilogue: Callable[..., Any] | None = None,
+    epilogue_operands: Sequence[Any] = (),
+) -> Any:
     """Product of consecutive groups of rows with a matrix each, with a fused epilogue.
 
     The first ``group_sizes[0]`` rows are ``activation(lhs @ rhs[0] + bias[0])``, the next
@@ -64,9 +68,12 @@ def ragged_dot(
             ``jax_tcgemm.kernels.table``), or ``None`` for the one that a heuristic chooses.
         out_sharding: as in ``gemm``. Without it rows are divided as those of ``lhs``, columns as
             those of ``rhs``.
+        epilogue: as in ``gemm``. What differs from group to group is an operand of ``(m, 1)``, such
+            as ``jnp.repeat(scales, group_sizes, total_repeat_length=m)[:, None]``.
+        epilogue_operands: its further arguments.
 
     Returns:
-        ``(m, n)``.
+        ``(m, n)``; with ``epilogue`` what that returns.
 
     Raises:
         TypeError: an argument's type or dtype is not accepted.
@@ -85,6 +92,15 @@ def ragged_dot(
     _check_config(config, resolve_algorithm(lhs.dtype, rhs.dtype, out_dtype, precision))
     groups = rhs.shape[0]
     operands = [lhs, rhs, _sizes(group_sizes, groups)]
+    if epilogue is not None:
+        epilogues.check_alone(
+            "ragged_dot", bias=bias, activation=activation, out_sharding=out_sharding
+        )
+        spec = RaggedSpec(out_dtype, precision, bool(transpose_rhs), config=config)
+        shape = (lhs.shape[0], n)
+        return epilogues.applied(
+            operands, spec, shape, epilogue, epilogue_operands, preferred_element_type
+        )
     if bias is not None:
         bias = arguments.vector("bias", bias, (groups, n), out_dtype)
         operands.append(jnp.broadcast_to(bias, (groups, n)))

@@ -110,7 +110,7 @@ def _dot_jvp(
 ) -> tuple[list[Any], list[Any]]:
     """Derives ``d = f(z)`` by ``d' = f'(z) z'``; rows of no group stay zero, for ``z'`` is."""
     dlhs, drhs, _, *dbias = _tangents(tangents)
-    dz = _linear_tangent(primals, (dlhs, drhs, *dbias), spec)
+    dz = linear_tangent(primals, (dlhs, drhs, *dbias), spec)
     if spec.activation is None:
         return dot(spec, *primals), [dz] * spec.result_count
     d, z = dot(spec.only((True, True)), *primals)
@@ -119,7 +119,7 @@ def _dot_jvp(
     return spec.epilogue.picked((d, z)), spec.epilogue.picked((dd, dz))
 
 
-def _linear_tangent(primals: Sequence[Any], tangents: Sequence[Any], spec: RaggedSpec) -> Any:
+def linear_tangent(primals: Sequence[Any], tangents: Sequence[Any], spec: RaggedSpec) -> Any:
     """Returns the tangent of the pre-activation, a linear product for each operand's."""
     lhs, rhs, group_sizes, *_ = primals
     dlhs, drhs, *dbias = tangents
@@ -207,7 +207,7 @@ def _of_aval(spec: RaggedSpec, aval: Any, **changes: Any) -> RaggedSpec:
 # Batching
 
 
-def _batch(
+def batch_one_by_one(
     apply: Callable[..., list[jax.Array]],
     axis_data: Any,
     operands: Sequence[Any],
@@ -267,7 +267,7 @@ for _primitive, _apply, _abstract_eval, _jvp, _transpose, _reference, _cuda in (
     registration.drop_unread_results(_primitive)
     ad.primitive_jvps[_primitive] = _jvp
     ad.primitive_transposes[_primitive] = _transpose
-    batching.fancy_primitive_batchers[_primitive] = functools.partial(_batch, _apply)
+    batching.fancy_primitive_batchers[_primitive] = functools.partial(batch_one_by_one, _apply)
     registration.lower(_primitive, reference=_reference, cuda=_cuda)
 
 rules.register(ragged_dot_p, ragged_division.dot_rule(dot))

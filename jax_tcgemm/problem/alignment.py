@@ -35,6 +35,18 @@ def misalignment(gemm: StridedGemm, name: str, itemsize: int) -> str | None:
     return None
 
 
+def unaligned_stride(gemm: StridedGemm, name: str, itemsize: int) -> str | None:
+    """Says what keeps TMA from an operand; arguments as of ``misalignment``."""
+    batch_strides, rows, row_stride, _ = _layout(gemm, name)
+    for what, value in (
+        *(("a batch stride", stride) for stride in batch_strides),
+        ("a leading dimension", row_stride if rows > 1 else 0),
+    ):
+        if value * itemsize % COPY_BYTES:
+            return f"{what} of {value} elements"
+    return None
+
+
 # Float32 copies of the result that are worth adding up, and from which k on they are.
 _MAX_SPLITS = 64
 _SPLIT_ELEMENTS = 132 * 128 * 256  # results that keep every SM of the largest GPU busy

@@ -140,6 +140,54 @@ def fold(gemm: StridedGemm) -> StridedGemm:
     return gemm
 
 
+def fold_beside(
+    gemm: StridedGemm, others: tuple[Shape, ...], keeps_rows: bool = False
+) -> tuple[StridedGemm, tuple[Shape, ...]]:
+    """Folds a gemm as ``fold`` does, as far as other operands allow.
+
+    Args:
+        gemm: the gemm, of ``a`` and ``b`` alone.
+        others: strides of operands along ``(*batch, m, n)``.
+        keeps_rows: whether no batch dimension may become rows.
+
+    Returns:
+        The folded gemm, and the others' strides in its dimensions.
+    """
+    batch, m = list(gemm.batch), gemm.m
+    a, b, *rest = ([*each] for each in (gemm.strides.a, gemm.strides.b, *others))
+    every = (a, b, *rest)
+
+    def drop(i: int) -> None:
+        del batch[i]
+        for each in every:
+            del each[i]
+
+    for i in reversed(range(len(batch))):
+        if batch[i] == 1:
+            drop(i)
+    while not keeps_rows and batch and m * batch[-1] <= MAX_EXTENT and b[-3] == 0:
+        # The batch goes on where the rows end, in all that has rows.
+        if any(each[-3] != m * each[-2] for each in (a, *rest)):
+            break
+        m *= batch[-1]
+        drop(len(batch) - 1)
+    for i in reversed(range(len(batch) - 1)):
+        inner = batch[i + 1]
+        if all(each[i] == each[i + 1] * inner for each in every):
+            batch[i + 1] *= batch[i]
+            drop(i)
+    strides = Operands(tuple(a), tuple(b))
+    strides = strides._replace(
+        **{
+            name: (0,) * (len(batch) + len(roles))
+            for name, roles in ROLES._asdict().items()
+            if name not in ("a", "b")
+        }
+    )
+    folded = dataclasses.replace(gemm, m=m, batch=tuple(batch), strides=strides)
+    return folded, tuple(map(tuple, rest))
+
+
 def _without_batch(gemm: StridedGemm, i: int) -> StridedGemm:
     strides = Operands(*(s[:i] + s[i + 1 :] for s in gemm.strides))
     return dataclasses.replace(gemm, batch=gemm.batch[:i] + gemm.batch[i + 1 :], strides=strides)

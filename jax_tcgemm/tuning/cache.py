@@ -21,16 +21,21 @@ SETTING = "JAX_TCGEMM_CACHE_DIR"
 _VERSION = "tunings-1"
 
 
-def folder() -> pathlib.Path | None:
-    """Returns where entries are kept, ``None`` for nowhere."""
+def base() -> pathlib.Path | None:
+    """Returns the folder of all that this package keeps, ``None`` for none."""
     setting = os.environ.get(SETTING)
     if setting == "":
         return None
     try:
-        base = pathlib.Path(setting).expanduser() if setting else _default()
+        return pathlib.Path(setting).expanduser() if setting else _default()
     except RuntimeError:  # there is no home
         return None
-    return base / _VERSION
+
+
+def folder() -> pathlib.Path | None:
+    """Returns where entries are kept, ``None`` for nowhere."""
+    within = base()
+    return None if within is None else within / _VERSION
 
 
 def _default() -> pathlib.Path:

@@ -32,6 +32,7 @@ class Output {
       : params_(params), maps_(maps), warpgroup_(warpgroup), buffers_(params, maps, smem) {}
 
   // Before the mainloop of a tile: sends for its first C. Places are those of the warpgroup.
+  static __device__ __forceinline__ bool prepares(const TensorMaps& maps) { return maps.c_by_tma; }
   __device__ __forceinline__ void prepare(const OutputPlace& place) {
     if constexpr (kConfig.split_k > 1 || kConfig.epilogue == EpilogueWork::kNone) return;
     if (maps_.c_by_tma) buffers_.prefetch_c(fused<true>().sub, of_warp(place));

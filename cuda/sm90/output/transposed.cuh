@@ -33,6 +33,7 @@ class TransposedOutput {
                                               const SharedMemory<kConfig>& smem, int warpgroup)
       : params_(params), maps_(maps), buffers_(smem.output(4 * warpgroup)), warpgroup_(warpgroup) {}
 
+  static __device__ __forceinline__ bool prepares(const TensorMaps&) { return false; }
   __device__ __forceinline__ void prepare(const OutputPlace&) const {}
 
   // While the last instructions run. A thread needs the bias of two columns in 64, so few that

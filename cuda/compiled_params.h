@@ -1,0 +1,50 @@
+// What a kernel whose epilogue was compiled at run time is given beside GemmParams, and what such
+// an epilogue says of its operands and results.
+
+#ifndef JAX_TCGEMM_COMPILED_PARAMS_H_
+#define JAX_TCGEMM_COMPILED_PARAMS_H_
+
+#include <stdint.h>
+
+#include "gemm_params.h"
+
+namespace jax_tcgemm {
+
+// As MAX_OPERANDS and MAX_RESULTS in jax_tcgemm/epilogue/program.py.
+constexpr int kMaxCompiledOperands = 12;
+constexpr int kMaxCompiledResults = 6;
+
+// An operand of the epilogue: (batch, m, n) with any strides, 0 where it is broadcast.
+struct CompiledOperand {
+  const void* data;
+  int64_t stride_m;  // elements
+  int64_t stride_n;
+  BatchStrides batch;
+};
+
+struct CompiledParams : GemmParams {
+  CompiledOperand operands[kMaxCompiledOperands];
+  void* results[kMaxCompiledResults];  // each (batch, m, n), contiguous
+};
+
+// Along which dimensions of D an operand moves.
+enum class Along { kNothing, kRows, kColumns, kMatrix };
+
+struct CompiledOperandKind {
+  Along along;
+  int bytes;  // of an element
+  // 16 bytes of neighbouring columns are contiguous, aligned, and inside or outside of D together.
+  bool by_vectors;
+
+  // It goes through shared memory, ahead of its use.
+  constexpr bool is_staged() const { return by_vectors && along >= Along::kColumns; }
+};
+
+struct CompiledResultKind {
+  int bytes;
+  bool by_vectors;
+};
+
+}  // namespace jax_tcgemm
+
+#endif  // JAX_TCGEMM_COMPILED_PARAMS_H_

@@ -1,0 +1,250 @@
+#include "dispatch/compiled.h"
+
+#include <cuda.h>
+
+#include <deque>
+#include <map>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "common/ceil_div.h"
+#include "dispatch/choice.h"
+#include "dispatch/dispatch.h"
+#include "dispatch/launch.h"
+#include "dispatch/ragged.h"
+#include "sm90/tensor_maps.h"
+#include "sm90/tma_descriptor.h"
+
+namespace jax_tcgemm {
+namespace {
+
+// The kernel's name in what is compiled; as in jax_tcgemm/epilogue/source.py.
+constexpr const char* kKernelName = "compiled_gemm";
+
+struct LoadedKernel {
+  const KernelEntry* entry;
+  std::string layout;
+  KernelHandle handle;
+  int local_bytes;  // of a thread: more than 0 where registers spill
+};
+
+// What was compiled of one program. Kernels stay where they are, and are never unloaded: graphs
+// that were captured may launch them.
+struct LoadedProgram {
+  std::deque<LoadedKernel> kernels;
+  std::vector<std::pair<ChoiceInput, LoadedKernel*>> chosen;
+};
+
+struct Library {
+  std::mutex mutex;
+  Compiler compiler;
+  std::map<std::string, LoadedProgram, std::less<>> programs;  // by digest
+};
+
+Library& library() {
+  static Library* const library = new Library;  // outlives whatever runs at exit
+  return *library;
+}
+
+// A function of the driver, without linking to it.
+template <typename Function>
+Status find_driver_function(const char* name, Function* function) {
+  void* found = nullptr;
+  cudaDriverEntryPointQueryResult query;
+  JAX_TCGEMM_CUDA_CHECK(
+      cudaGetDriverEntryPointByVersion(name, &found, 12000, cudaEnableDefault, &query), name);
+  JAX_TCGEMM_REQUIRE(query == cudaDriverEntryPointSuccess, "the driver has no ", name);
+  *function = reinterpret_cast<Function>(found);
+  return Status();
+}
+
+Status load(const std::string& cubin, LoadedKernel* kernel) {
+  decltype(&cuLibraryLoadData) load_data = nullptr;
+  decltype(&cuLibraryGetKernel) get_kernel = nullptr;
+  JAX_TCGEMM_RETURN_IF_ERROR(find_driver_function("cuLibraryLoadData", &load_data));
+  JAX_TCGEMM_RETURN_IF_ERROR(find_driver_function("cuLibraryGetKernel", &get_kernel));
+  CUlibrary library = nullptr;
+  CUkernel found = nullptr;
+  CUresult result =
+      load_data(&library, cubin.data(), nullptr, nullptr, 0, nullptr, nullptr, 0);
+  if (result == CUDA_SUCCESS) result = get_kernel(&found, library, kKernelName);
+  JAX_TCGEMM_REQUIRE(result == CUDA_SUCCESS, "loading a kernel of ", cubin.size(), " bytes for ",
+                     kernel->entry->name, ": CUresult ", static_cast<int>(result));
+  kernel->handle = {found, {}};
+  // This also loads it now: it could not be while a graph is captured.
+  cudaFuncAttributes attributes = {};
+  JAX_TCGEMM_CUDA_CHECK(cudaFuncGetAttributes(&attributes, found), kernel->entry->name);
+  kernel->local_bytes = static_cast<int>(attributes.localSizeBytes);
+  return Status();
+}
+
+std::string layout_name(const GemmProblem& problem) {
+  return std::string{problem.major_a == Major::kK ? 'n' : 't',
+                     problem.major_b == Major::kK ? 't' : 'n'};
+}
+
+ChoiceInput choice_input(const GemmProblem& problem, const DeviceProperties& device) {
+  const GemmParams& p = problem.params;
+  ChoiceInput input = {};
+  input.algorithm = problem.algorithm;
+  input.grouped = problem.grouped;
+  // Groups of one size: their own are not known.
+  input.m = input.grouped == Grouped::kM ? ceil_div(p.m, p.batch) : p.m;
+  input.n = p.n;
+  input.k = p.k;
+  input.batch = p.batch;
+  input.aligned = problem.aligned();
+  input.tma_addressable = problem.tma_addressable();
+  input.major_a = problem.major_a;
+  input.major_b = problem.major_b;
+  input.epilogue = EpilogueWork::kAny;
+  input.gated = p.epilogue.gated;
+  input.d_type = p.epilogue.d_type;
+  input.compute_capability = device.compute_capability;
+  input.sm_count = device.sm_count;
+  input.shared_memory_per_block = device.shared_memory_per_block;
+  input.max_cluster_size = device.max_cluster_size.load(std::memory_order_relaxed);
+  input.batch_rank = p.batch_rank;
+  input.whole_lines_a = begins_lines(p.a, problem.algorithm);
+  input.whole_lines_b = begins_lines(p.b, problem.algorithm);
+  input.compiled = true;
+  return input;
+}
+
+// The rows to try: that which is named, or those that are expected to be fastest.
+std::vector<const KernelEntry*> candidates(std::string_view config, const ChoiceInput& input) {
+  constexpr size_t kMost = 3;
+  std::vector<const KernelEntry*> rows;
+  if (!config.empty()) {
+    const Choice named = named_or_chosen(config, input);
+    if (named.entry != nullptr) rows.push_back(named.entry);
+    return rows;
+  }
+  for (const Estimate& estimate : ranked_choices(input, false)) {
+    if (rows.size() < kMost) rows.push_back(estimate.choice.entry);
+  }
+  return rows;
+}
+
+// Under `lock`, which is not held meanwhile: who compiles may wait for a thread that waits for us.
+Status compile(const EpilogueProgram& program, const KernelEntry& row, const std::string& layout,
+               std::unique_lock<std::mutex>* lock, LoadedProgram* loaded, LoadedKernel** kernel) {
+  for (LoadedKernel& known : loaded->kernels) {
+    if (known.entry == &row && known.layout == layout) {
+      *kernel = &known;
+      return Status();
+    }
+  }
+  const Compiler compiler = library().compiler;
+  JAX_TCGEMM_REQUIRE(compiler != nullptr, "nothing compiles epilogues");
+  LoadedKernel fresh = {&row, layout, {}, 0};
+  lock->unlock();
+  std::string cubin;
+  Status status = compiler(program.source, row.name, layout, &cubin);
+  if (status.ok()) status = load(cubin, &fresh);
+  lock->lock();
+  JAX_TCGEMM_RETURN_IF_ERROR(status);
+  *kernel = &loaded->kernels.emplace_back(std::move(fresh));
+  return Status();
+}
+
+// The kernel for a problem: the fastest row whose registers suffice for the program.
+Status choose(const EpilogueProgram& program, const GemmProblem& problem, const ChoiceInput& input,
+              std::unique_lock<std::mutex>* lock, LoadedProgram* loaded, LoadedKernel** kernel) {
+  const std::string layout = layout_name(problem);
+  const auto rows = candidates(problem.config, input);
+  JAX_TCGEMM_REQUIRE(!rows.empty(), "no kernel for m=", input.m, " n=", input.n, " k=", input.k,
+                     " tma_addressable=", input.tma_addressable, " gated=", input.gated,
+                     " with a compiled epilogue on compute capability ", input.compute_capability);
+  LoadedKernel* first = nullptr;
+  for (const KernelEntry* row : rows) {
+    JAX_TCGEMM_RETURN_IF_ERROR(compile(program, *row, layout, lock, loaded, kernel));
+    if ((*kernel)->local_bytes == 0) return Status();
+    if (first == nullptr) first = *kernel;
+  }
+  *kernel = first;
+  return Status();
+}
+
+// Any kernel that is loaded and can compute the problem, where nothing can be compiled now.
+LoadedKernel* any_loaded(LoadedProgram* loaded, const std::string& layout,
+                         const ChoiceInput& input) {
+  for (LoadedKernel& kernel : loaded->kernels) {
+    if (kernel.layout == layout && supports(kernel.entry->config, input)) return &kernel;
+  }
+  return nullptr;
+}
+
+Status find_kernel(const EpilogueProgram& program, const GemmProblem& problem,
+                   const ChoiceInput& input, bool may_compile, LoadedKernel** kernel) {
+  Library& all = library();
+  std::unique_lock<std::mutex> lock(all.mutex);
+  auto found = all.programs.find(program.digest);
+  if (found == all.programs.end()) {
+    found = all.programs.emplace(std::string(program.digest), LoadedProgram{}).first;
+  }
+  LoadedProgram& loaded = found->second;
+  for (const auto& [known, chosen] : loaded.chosen) {
+    if (known == input && (problem.config.empty() || chosen->entry->name == problem.config)) {
+      *kernel = chosen;
+      return Status();
+    }
+  }
+  if (!may_compile) {
+    *kernel = any_loaded(&loaded, layout_name(problem), input);
+    JAX_TCGEMM_REQUIRE(*kernel != nullptr, "no kernel with this epilogue is loaded for m=", input.m,
+                       " n=", input.n, " k=", input.k, " while a graph is captured");
+    return Status();
+  }
+  JAX_TCGEMM_RETURN_IF_ERROR(choose(program, problem, input, &lock, &loaded, kernel));
+  loaded.chosen.emplace_back(input, *kernel);
+  return Status();
+}
+
+}  // namespace
+
+void set_compiler(Compiler compiler) {
+  Library& all = library();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  all.compiler = std::move(compiler);
+}
+
+Status prepare_compiled(const GemmProblem& problem, const EpilogueProgram& program,
+                        const DeviceProperties& device) {
+  LoadedKernel* kernel = nullptr;
+  return find_kernel(program, problem, choice_input(problem, device), true, &kernel);
+}
+
+Status run_compiled(const GemmProblem& problem, const CompiledParams& params,
+                    const EpilogueProgram& program, const DeviceProperties& device,
+                    cudaStream_t stream) {
+  cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
+  JAX_TCGEMM_CUDA_CHECK(cudaStreamIsCapturing(stream, &capturing), "asking for a capture");
+  const bool may_compile = capturing == cudaStreamCaptureStatusNone;
+  for (;;) {
+    LoadedKernel* kernel = nullptr;
+    JAX_TCGEMM_RETURN_IF_ERROR(
+        find_kernel(program, problem, choice_input(problem, device), may_compile, &kernel));
+    const KernelConfig& config = kernel->entry->config;
+    CompiledParams complete = params;
+    if (config.grouped == Grouped::kM) {
+      JAX_TCGEMM_RETURN_IF_ERROR(check_ragged_tiles(complete, config.grouped, config));
+    } else {
+      JAX_TCGEMM_RETURN_IF_ERROR(set_tile_order(config, false, &complete));
+    }
+    sm90::TensorMaps maps = {};
+    JAX_TCGEMM_RETURN_IF_ERROR(sm90::encode_factors(problem, config, &maps));
+    const LaunchRequest request = {complete, problem.major_a, problem.major_b, &maps, device,
+                                   stream};
+    const cudaError_t launched = launch_compiled(config, &kernel->handle, request);
+    if (cluster_too_large(launched, config, device)) continue;
+    log_choice(problem, *kernel->entry);
+    JAX_TCGEMM_CUDA_CHECK(launched, "launching ", kernel->entry->name, " with a compiled epilogue",
+                          " for m=", params.m, " n=", params.n, " k=", params.k, " on ",
+                          device.name);
+    return Status();
+  }
+}
+
+}  // namespace jax_tcgemm

@@ -1,0 +1,216 @@
+// The custom call of a product whose epilogue is compiled at run time; see dispatch/compiled.h.
+//
+// Instantiate, once for each call of a program: the kernel is compiled and loaded.
+// Execute: it is launched.
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <optional>
+#include <string_view>
+
+#include "common/status.h"
+#include "dispatch/compiled.h"
+#include "dispatch/device.h"
+#include "ffi/algorithm_names.h"
+#include "ffi/attributes.h"
+#include "ffi/handlers.h"
+#include "ffi/operands.h"
+
+namespace jax_tcgemm {
+
+// Set by jax_tcgemm/lowering/compiled.py. Operands: a, b, [b2 or group_sizes], those of the epilogue.
+// With groups, which divide the rows, those are the batch's matrices of b.
+struct CompiledAttributes {
+  int64_t m, n, k;
+  int64_t b2_offset;
+  Strides batch_shape;
+  Strides a_strides;         // (batch..., m, k)
+  Strides b_strides;         // (batch..., k, n)
+  Strides operand_strides;   // (batch..., m, n), one operand of the epilogue after the other
+  Strides operand_vectors;   // 1 where one is read by vectors of 16 bytes
+  Strides result_elements;
+  bool has_b2, gated, has_groups;
+  std::string_view algorithm, config, digest, source;
+};
+
+}  // namespace jax_tcgemm
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
+    ::jax_tcgemm::CompiledAttributes, ::xla::ffi::StructMember<int64_t>("m"),
+    ::xla::ffi::StructMember<int64_t>("n"), ::xla::ffi::StructMember<int64_t>("k"),
+    ::xla::ffi::StructMember<int64_t>("b2_offset"),
+    ::xla::ffi::StructMember<::jax_tcgemm::Strides>("batch_shape"),
+    ::xla::ffi::StructMember<::jax_tcgemm::Strides>("a_strides"),
+    ::xla::ffi::StructMember<::jax_tcgemm::Strides>("b_strides"),
+    ::xla::ffi::StructMember<::jax_tcgemm::Strides>("operand_strides"),
+    ::xla::ffi::StructMember<::jax_tcgemm::Strides>("operand_vectors"),
+    ::xla::ffi::StructMember<::jax_tcgemm::Strides>("result_elements"),
+    ::xla::ffi::StructMember<bool>("has_b2"), ::xla::ffi::StructMember<bool>("gated"),
+    ::xla::ffi::StructMember<bool>("has_groups"),
+    ::xla::ffi::StructMember<std::string_view>("algorithm"),
+    ::xla::ffi::StructMember<std::string_view>("config"),
+    ::xla::ffi::StructMember<std::string_view>("digest"),
+    ::xla::ffi::StructMember<std::string_view>("source"));
+
+namespace jax_tcgemm {
+namespace {
+
+// As the products with built-in epilogues have them.
+GemmAttributes gemm_attributes(const CompiledAttributes& at) {
+  GemmAttributes gemm = {};
+  gemm.m = at.m;
+  gemm.n = at.n;
+  gemm.k = at.k;
+  gemm.b2_offset = at.b2_offset;
+  gemm.batch_shape = at.batch_shape;
+  gemm.a_strides = at.a_strides;
+  gemm.b_strides = at.b_strides;
+  gemm.has_b2 = at.has_b2;
+  gemm.gated = at.gated;
+  gemm.alpha = 1.f;
+  gemm.c_role = "add";
+  return gemm;
+}
+
+Status decode_problem(const CompiledAttributes& at, GemmProblem* problem) {
+  const auto algorithm = algorithm_from_name(at.algorithm);
+  JAX_TCGEMM_REQUIRE(algorithm.has_value(), "unknown algorithm '", at.algorithm, "'");
+  problem->algorithm = *algorithm;
+  problem->config = at.config;
+  problem->grouped = at.has_groups ? Grouped::kM : Grouped::kNone;
+  problem->params.epilogue.d_type = arithmetic_of(*algorithm).output;
+  problem->params.epilogue.gated = at.gated;
+  return decode_shape(gemm_attributes(at), &problem->params);
+}
+
+bool is_aligned(const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; }
+
+// Operand i of the epilogue.
+Status decode_operand(const CompiledAttributes& at, ffi::RemainingArgs& operands, size_t i,
+                      CompiledOperand* operand) {
+  const size_t batch_rank = at.batch_shape.size();
+  const auto buffer = operands.get<ffi::AnyBuffer>(i + (at.has_b2 || at.has_groups ? 3 : 2));
+  JAX_TCGEMM_REQUIRE(buffer.has_value(), "operand ", i, " of the epilogue is missing");
+  int64_t last = 0;
+  for (size_t axis = 0; axis < batch_rank + 2; ++axis) {
+    const int64_t stride = at.operand_strides[i * (batch_rank + 2) + axis];
+    const int64_t extent = axis < batch_rank    ? at.batch_shape[axis]
+                           : axis == batch_rank ? at.m
+                                                : at.n;
+    JAX_TCGEMM_REQUIRE(stride >= 0, "operand ", i, " of the epilogue has stride ", stride);
+    last += (extent - 1) * stride;
+    if (axis < batch_rank) operand->batch.stride[axis] = stride;
+    if (axis == batch_rank) operand->stride_m = stride;
+    if (axis == batch_rank + 1) operand->stride_n = stride;
+  }
+  const auto available = static_cast<int64_t>(buffer->element_count());
+  JAX_TCGEMM_REQUIRE(last < available, "operand ", i, " of the epilogue is addressed up to element ",
+                     last, " but has ", available);
+  operand->data = buffer->untyped_data();
+  JAX_TCGEMM_REQUIRE(at.operand_vectors[i] == 0 || is_aligned(operand->data), "operand ", i,
+                     " of the epilogue lies at ", operand->data, ", no multiple of 16 bytes");
+  return Status();
+}
+
+Status decode_epilogue(const CompiledAttributes& at, ffi::RemainingArgs& operands,
+                       ffi::RemainingRets& results, CompiledParams* params) {
+  const size_t count = at.operand_vectors.size();
+  JAX_TCGEMM_REQUIRE(count <= size_t{kMaxCompiledOperands} &&
+                         at.operand_strides.size() == count * (at.batch_shape.size() + 2),
+                     count, " operands of the epilogue with ", at.operand_strides.size(),
+                     " strides; at most ", kMaxCompiledOperands);
+  for (size_t i = 0; i < count; ++i) {
+    JAX_TCGEMM_RETURN_IF_ERROR(decode_operand(at, operands, i, &params->operands[i]));
+  }
+  JAX_TCGEMM_REQUIRE(results.size() == at.result_elements.size() &&
+                         results.size() <= size_t{kMaxCompiledResults},
+                     results.size(), " results, at most ", kMaxCompiledResults);
+  for (size_t i = 0; i < results.size(); ++i) {
+    auto result = results.get<ffi::AnyBuffer>(i);
+    JAX_TCGEMM_REQUIRE(result.has_value(), "result ", i, " is missing");
+    ffi::AnyBuffer buffer = **result;
+    JAX_TCGEMM_REQUIRE(static_cast<int64_t>(buffer.element_count()) == at.result_elements[i],
+                       "result ", i, " has ", buffer.element_count(), " elements, not ",
+                       at.result_elements[i]);
+    params->results[i] = buffer.untyped_data();
+    JAX_TCGEMM_REQUIRE(is_aligned(params->results[i]), "result ", i, " lies at ",
+                       params->results[i], ", no multiple of 16 bytes");
+  }
+  return Status();
+}
+
+Status decode_groups(ffi::RemainingArgs& operands, GemmParams* params) {
+  const auto sizes = operands.get<ffi::AnyBuffer>(2);
+  JAX_TCGEMM_REQUIRE(sizes.has_value() && sizes->element_type() == ffi::S32 &&
+                         static_cast<int64_t>(sizes->element_count()) == params->batch,
+                     "no sizes of ", params->batch, " groups");
+  params->group_sizes = static_cast<const int32_t*>(sizes->untyped_data());
+  return Status();
+}
+
+Status decode_and_run(const CompiledAttributes& at, ffi::RemainingArgs& operands,
+                      ffi::RemainingRets& results, int32_t ordinal, cudaStream_t stream) {
+  GemmProblem problem = {};
+  JAX_TCGEMM_RETURN_IF_ERROR(decode_problem(at, &problem));
+  const GemmAttributes gemm = gemm_attributes(at);
+  JAX_TCGEMM_RETURN_IF_ERROR(decode_operands({gemm, operands, results}, &problem));
+  if (problem.params.batch == 0 || problem.params.m == 0 || problem.params.n == 0) return Status();
+  if (at.has_groups) JAX_TCGEMM_RETURN_IF_ERROR(decode_groups(operands, &problem.params));
+  CompiledParams params = {problem.params, {}, {}};
+  JAX_TCGEMM_RETURN_IF_ERROR(decode_epilogue(at, operands, results, &params));
+  const DeviceProperties* device = nullptr;
+  JAX_TCGEMM_RETURN_IF_ERROR(get_device_properties(ordinal, &device));
+  return run_compiled(problem, params, {at.digest, at.source}, *device, stream);
+}
+
+// The kernel for the process's current GPU; for another kind it is compiled when it runs first.
+Status decode_and_prepare(const CompiledAttributes& at) {
+  int ordinal = 0;
+  if (cudaGetDevice(&ordinal) != cudaSuccess) {
+    cudaGetLastError();
+    return Status();
+  }
+  GemmProblem problem = {};
+  JAX_TCGEMM_RETURN_IF_ERROR(decode_problem(at, &problem));
+  if (problem.params.batch == 0 || problem.params.m == 0 || problem.params.n == 0) return Status();
+  JAX_TCGEMM_RETURN_IF_ERROR(decode_layouts(gemm_attributes(at), &problem));
+  const DeviceProperties* device = nullptr;
+  JAX_TCGEMM_RETURN_IF_ERROR(get_device_properties(ordinal, &device));
+  return prepare_compiled(problem, {at.digest, at.source}, *device);
+}
+
+ffi::Error compiled_gemm(cudaStream_t stream, int32_t ordinal, ffi::RemainingArgs operands,
+                         ffi::RemainingRets results, CompiledAttributes attributes) {
+  return as_error(decode_and_run(attributes, operands, results, ordinal, stream));
+}
+
+// XLA may hand over buffers without addresses, or none.
+ffi::Error instantiate_compiled_gemm(ffi::RemainingArgs, ffi::RemainingRets,
+                                     CompiledAttributes attributes) {
+  return as_error(decode_and_prepare(attributes));
+}
+
+// Capturable into a CUDA graph: the handler only enqueues a kernel.
+XLA_FFI_DEFINE_HANDLER(kCompiledGemmHandler, compiled_gemm,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .Ctx<ffi::DeviceOrdinal>()
+                           .RemainingArgs()
+                           .RemainingRets()
+                           .Attrs<CompiledAttributes>(),
+                       {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER(kInstantiateHandler, instantiate_compiled_gemm,
+                       ffi::Ffi::BindInstantiate()
+                           .RemainingArgs()
+                           .RemainingRets()
+                           .Attrs<CompiledAttributes>());
+
+}  // namespace
+
+void* compiled_gemm_handler() { return reinterpret_cast<void*>(+kCompiledGemmHandler); }
+void* compiled_gemm_instantiate_handler() { return reinterpret_cast<void*>(+kInstantiateHandler); }
+
+}  // namespace jax_tcgemm

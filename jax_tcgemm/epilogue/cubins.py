@@ -1,0 +1,173 @@
+"""Machine code compiled at run time, kept in memory and on disk.
+
+A file is replaced as a whole and says what it must hash to; what is torn, foreign or not to be read
+is as if it were not there. What is kept is code: the folder is the user's own, or is not used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+import pathlib
+import stat
+import tempfile
+import threading
+import warnings
+from collections.abc import Iterator
+
+from jax_tcgemm import _core
+from jax_tcgemm.epilogue import nvrtc
+from jax_tcgemm.tuning import cache
+
+# To be raised when what an entry says changes.
+_VERSION = "cubins-1"
+_MAGIC = b"jax_tcgemm cubin\n"
+
+# Of all entries; those used longest ago go first.
+_MOST_BYTES = 256 * 2**20
+
+_memory: dict[str, bytes] = {}
+_locks: dict[str, threading.Lock] = {}
+_locks_lock = threading.Lock()
+
+
+def cubin(source: str, architecture: str) -> bytes:
+    """Returns the machine code of a source, compiled once for all processes of a user.
+
+    Args:
+        source: C++, which may include the package's device headers.
+        architecture: such as ``"sm_90a"``.
+
+    Raises:
+        CompileError: it does not compile, or there is no compiler.
+    """
+    key = _key(source, architecture)
+    with _lock_of(key):
+        if key not in _memory:
+            _memory[key] = _read_or_compile(key, source, architecture)
+        return _memory[key]
+
+
+def clear_memory() -> None:
+    """Forgets what this process has compiled."""
+    _memory.clear()
+
+
+def _lock_of(key: str) -> threading.Lock:
+    with _locks_lock:
+        return _locks.setdefault(key, threading.Lock())
+
+
+def _compiler() -> nvrtc.Nvrtc:
+    found = nvrtc.find()
+    if isinstance(found, str):
+        raise nvrtc.CompileError(found)
+    return found
+
+
+def _key(source: str, architecture: str) -> str:
+    found = _compiler()
+    parts = (_VERSION, architecture, str(found.version), _headers_digest(), source)
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def include_folders() -> tuple[pathlib.Path, ...]:
+    """Returns where the device headers lie, those that stand in for the host's first."""
+    root = pathlib.Path(_core.__file__).parent / "include"
+    return root / "nvrtc", root
+
+
+@functools.cache
+def _headers_digest() -> str:
+    digest = hashlib.sha256()
+    root = include_folders()[1]
+    for path in sorted(path for path in root.rglob("*") if path.is_file()):
+        digest.update(f"{path.relative_to(root)}\0".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _read_or_compile(key: str, source: str, architecture: str) -> bytes:
+    folder = _folder()
+    if folder is not None:
+        found = _read(folder / key)
+        if found is not None:
+            return found
+    made = _compiler().compile(source, architecture, include_folders())
+    if folder is not None:
+        _write(folder, key, made)
+    return made
+
+
+@functools.cache
+def _warn(message: str) -> None:
+    warnings.warn(f"jax_tcgemm keeps no compiled epilogues on disk: {message}", stacklevel=2)
+
+
+def _folder() -> pathlib.Path | None:
+    """Returns the folder of entries, which is this user's alone, or ``None`` for none."""
+    base = cache.base()
+    if base is None:
+        return None
+    folder = base / _VERSION
+    try:
+        base.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        for each in (base, folder):
+            status = each.stat()
+            if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                _warn(f"{each} is another user's, or others can write to it")
+                return None
+    except OSError as error:
+        _warn(str(error))
+        return None
+    return folder
+
+
+def _read(path: pathlib.Path) -> bytes | None:
+    try:
+        content = path.read_bytes()
+        head = len(_MAGIC) + hashlib.sha256().digest_size
+        payload = content[head:]
+        if content[:head] != _MAGIC + hashlib.sha256(payload).digest() or not payload:
+            return None
+        with contextlib.suppress(OSError):
+            os.utime(path)
+        return payload
+    except OSError:
+        return None
+
+
+def _write(folder: pathlib.Path, key: str, made: bytes) -> None:
+    temporary = None
+    try:
+        descriptor, temporary = tempfile.mkstemp(prefix=".writing-", dir=folder)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(_MAGIC + hashlib.sha256(made).digest() + made)
+        os.replace(temporary, folder / key)
+        _evict(folder)
+    except OSError as error:
+        _warn(str(error))
+        if temporary is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+
+
+def _evict(folder: pathlib.Path) -> None:
+    entries = sorted(_entries(folder), reverse=True)
+    total = 0
+    for _, size, path in entries:
+        total += size
+        if total > _MOST_BYTES:
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def _entries(folder: pathlib.Path) -> Iterator[tuple[float, int, pathlib.Path]]:
+    for path in folder.iterdir():
+        with contextlib.suppress(OSError):
+            status = path.stat()
+            yield status.st_mtime, status.st_size, path

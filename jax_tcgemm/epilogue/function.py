@@ -1,0 +1,185 @@
+"""A function of JAX as an epilogue: traced once, without calls, its closed-over arrays operands."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from jax_tcgemm import _compat
+
+# Operations that stand for what is in them, by the name of the parameter that holds it.
+_CALLS = ("call_jaxpr", "fun_jaxpr", "jaxpr")
+_CONTROL = frozenset({"scan", "while", "cond", "shard_map", "pallas_call", "run_state"})
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class EpilogueFunction:
+    """What becomes of the accumulators, as a value that ``jit`` can key on.
+
+    Attributes:
+        jaxpr: the function, of the accumulators, then its operands; without constants.
+        accumulators: how many of its operands are accumulators.
+        text: what it computes and how it is differentiated: equal functions have equal texts.
+    """
+
+    jaxpr: core.ClosedJaxpr
+    accumulators: int
+    text: str
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both compute and differentiate the same."""
+        return isinstance(other, EpilogueFunction) and (self.text, self.accumulators) == (
+            other.text,
+            other.accumulators,
+        )
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+    def __call__(self, *values: Any) -> list[Any]:
+        """Computes the results by operations of JAX, which can be differentiated."""
+        return core.jaxpr_as_fun(self.jaxpr)(*values)
+
+    @property
+    def results(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Types of the results."""
+        return tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.jaxpr.out_avals)
+
+    @functools.cached_property
+    def flat(self) -> core.ClosedJaxpr:
+        """The same without calls: of ``jit``, of custom derivatives, of ``jax.checkpoint``."""
+        avals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.jaxpr.in_avals]
+
+        def inlined(*values: Any) -> list[Any]:
+            return evaluate(self.jaxpr.jaxpr, self.jaxpr.consts, values)
+
+        return jax.make_jaxpr(inlined)(*avals)
+
+    def mapped(self, dims: Sequence[int | None], size: int) -> EpilogueFunction:
+        """Returns the same for a batch in front of each result.
+
+        Args:
+            dims: where the operands have the batch's dimension.
+            size: of the batch.
+        """
+        batched = jax.vmap(self, in_axes=tuple(dims), out_axes=0, axis_size=size)
+        avals = []
+        for aval, dim in zip(self.jaxpr.in_avals, dims, strict=True):
+            shape = aval.shape if dim is None else (*aval.shape[:dim], size, *aval.shape[dim:])
+            avals.append(jax.ShapeDtypeStruct(shape, aval.dtype))
+        function, _ = trace(batched, avals, self.accumulators)
+        return function
+
+    def with_accumulators(self, dtype: Any) -> EpilogueFunction:
+        """Returns the same with the accumulators, in another type, as further results."""
+
+        def both(*values: Any) -> list[Any]:
+            return [*self(*values), *(x.astype(dtype) for x in values[: self.accumulators])]
+
+        avals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.jaxpr.in_avals]
+        function, _ = trace(both, avals, self.accumulators)
+        return function
+
+    def only(self, wanted: Sequence[bool]) -> EpilogueFunction:
+        """Returns the same with some of the results alone."""
+
+        def picked(*values: Any) -> list[Any]:
+            return [x for x, is_wanted in zip(self(*values), wanted, strict=True) if is_wanted]
+
+        avals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.jaxpr.in_avals]
+        function, _ = trace(picked, avals, self.accumulators)
+        return function
+
+
+def trace(
+    function: Callable[..., Any], avals: Sequence[Any], accumulators: int
+) -> tuple[EpilogueFunction, list[Any]]:
+    """Traces a function of accumulators and operands, which returns a list.
+
+    Args:
+        function: what is traced.
+        avals: types of its arguments.
+        accumulators: how many of them are accumulators.
+
+    Returns:
+        The epilogue, and the arrays that the function closes over, its further operands.
+    """
+    closed = jax.make_jaxpr(function)(*avals)
+    consts = list(closed.consts)
+
+    def hoisted(*values: Any) -> list[Any]:
+        given, held = values[: len(avals)], values[len(avals) :]
+        return jax.core.eval_jaxpr(closed.jaxpr, held, *given)
+
+    if consts:
+        types = [jax.ShapeDtypeStruct(jax.numpy.shape(x), jax.typeof(x).dtype) for x in consts]
+        closed = jax.make_jaxpr(hoisted)(*avals, *types)
+    return EpilogueFunction(closed, accumulators, _text(closed)), consts
+
+
+def _text(closed: core.ClosedJaxpr) -> str:
+    """Returns what distinguishes a function from others: its operations, in their order."""
+    lines: list[str] = []
+    _write(closed.jaxpr, lines)
+    return "\n".join(lines)
+
+
+def _write(jaxpr: Any, lines: list[str]) -> None:
+    names: dict[Any, str] = {}
+
+    def name(atom: Any) -> str:
+        if isinstance(atom, core.Literal):
+            return f"{atom.val!r}:{atom.aval.str_short()}"
+        return f"{names.setdefault(atom, f'v{len(names)}')}:{atom.aval.str_short()}"
+
+    lines.append("in " + " ".join(map(name, jaxpr.invars)))
+    for eqn in jaxpr.eqns:
+        lines.append(
+            f"{eqn.primitive.name} {' '.join(map(name, eqn.invars))} -> "
+            f"{' '.join(map(name, eqn.outvars))}"
+        )
+        for key, value in sorted(eqn.params.items()):
+            inner = _compat.jaxpr_of(value)
+            if inner is not None:
+                lines.append(f"  {key} of")
+                _write(inner, lines)
+            else:
+                lines.append(f"  {key}={_named(value)}")
+    lines.append("out " + " ".join(map(name, jaxpr.outvars)))
+
+
+def _named(value: Any) -> str:
+    """Returns a parameter as text; of a rule for derivatives, of the function that it is."""
+    rule = _compat.wrapped_function(value)
+    return f"{rule!r} at {id(rule):x}" if rule is not None else repr(value)
+
+
+def evaluate(jaxpr: Any, consts: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+    """Evaluates a jaxpr with what calls stand for in their place."""
+    env: dict[Any, Any] = {}
+    env.update(zip(jaxpr.constvars, consts, strict=True))
+    env.update(zip(jaxpr.invars, values, strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, core.Literal) else env[atom]
+
+    for eqn in jaxpr.eqns:
+        env.update(zip(eqn.outvars, apply(eqn, [*map(read, eqn.invars)]), strict=True))
+    return [*map(read, jaxpr.outvars)]
+
+
+def apply(eqn: Any, values: Sequence[Any]) -> list[Any]:
+    """Evaluates one operation, with what a call stands for in its place."""
+    if eqn.primitive.name not in _CONTROL:
+        for key in _CALLS:
+            if key not in eqn.params:
+                continue
+            called = eqn.params[key]
+            inner = _compat.jaxpr_of(called)
+            return evaluate(inner, getattr(called, "consts", ()), values)
+    return _compat.bind_again(eqn, values)

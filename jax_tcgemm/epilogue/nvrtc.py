@@ -1,0 +1,151 @@
+"""NVRTC, the compiler as a library: found where JAX or a toolkit has it, and called by ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import os
+import pathlib
+import shutil
+import threading
+from collections.abc import Iterator, Sequence
+
+_OLDEST = (12, 5)
+_RTLD_NOLOAD = 4
+_NAMES = ("libnvrtc.so.13", "libnvrtc.so.12")
+_HEADERS = ("cuda_bf16.h", "cuda_fp16.h", "cuda_fp8.h")
+
+# Divisions and square roots to 2 ulp, as XLA has them; everything else as IEEE says.
+_OPTIONS = ("--std=c++20", "-default-device", "--prec-div=false", "--prec-sqrt=false")
+
+
+class CompileError(Exception):
+    """NVRTC refused a source; the message is its log."""
+
+
+class Nvrtc:
+    """The compiler.
+
+    Attributes:
+        version: of CUDA.
+        headers: the folder with CUDA's own headers.
+    """
+
+    def __init__(self, library: ctypes.CDLL, headers: pathlib.Path):
+        self._library = library
+        self._lock = threading.Lock()
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        self._check(library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
+        self.version = (major.value, minor.value)
+        self.headers = headers
+
+    def compile(
+        self, source: str, architecture: str, include: Sequence[pathlib.Path] = ()
+    ) -> bytes:
+        """Returns the machine code of a source.
+
+        Args:
+            source: C++.
+            architecture: such as ``"sm_90a"``.
+            include: folders of headers, before CUDA's own.
+
+        Raises:
+            CompileError: it does not compile.
+        """
+        library = self._library
+        folders = [f"-I{folder}" for folder in (*include, self.headers)]
+        options = [f"--gpu-architecture={architecture}", *_OPTIONS, *folders]
+        encoded = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+        program = ctypes.c_void_p()
+        with self._lock:
+            self._check(
+                library.nvrtcCreateProgram(
+                    ctypes.byref(program), source.encode(), b"epilogue.cu", 0, None, None
+                )
+            )
+            try:
+                if library.nvrtcCompileProgram(program, len(options), encoded):
+                    raise CompileError(self._text(program, "ProgramLog").decode(errors="replace"))
+                return self._text(program, "CUBIN")
+            finally:
+                library.nvrtcDestroyProgram(ctypes.byref(program))
+
+    def _text(self, program: ctypes.c_void_p, what: str) -> bytes:
+        size = ctypes.c_size_t()
+        self._check(getattr(self._library, f"nvrtcGet{what}Size")(program, ctypes.byref(size)))
+        buffer = ctypes.create_string_buffer(size.value)
+        self._check(getattr(self._library, f"nvrtcGet{what}")(program, buffer))
+        return buffer.raw
+
+    def _check(self, result: int) -> None:
+        if result:
+            self._library.nvrtcGetErrorString.restype = ctypes.c_char_p
+            raise CompileError(self._library.nvrtcGetErrorString(result).decode())
+
+
+@functools.cache
+def find() -> Nvrtc | str:
+    """Returns the compiler, or says why there is none."""
+    library = _load()
+    if library is None:
+        return "no NVRTC; pip install nvidia-cuda-nvrtc"
+    headers = next((h for h in _header_folders() if all((h / n).exists() for n in _HEADERS)), None)
+    if headers is None:
+        return f"no folder with CUDA's {_HEADERS[0]}; pip install nvidia-cuda-runtime"
+    nvrtc = Nvrtc(library, headers)
+    if nvrtc.version < _OLDEST:
+        return f"NVRTC of CUDA {nvrtc.version}, older than {_OLDEST}"
+    return nvrtc
+
+
+def _load() -> ctypes.CDLL | None:
+    """Loads the library: that of this process, of wheels, of a toolkit, of the system."""
+    for name in _NAMES:
+        library = _opened(name, _RTLD_NOLOAD)
+        if library is not None:
+            return library
+    for folder in _library_folders():
+        for name in _NAMES:
+            if (folder / name).exists():
+                # It looks for these only where the loader does.
+                for builtins in folder.glob("libnvrtc-builtins.so.*"):
+                    _opened(str(builtins))
+                library = _opened(str(folder / name))
+                if library is not None:
+                    return library
+    return next((found for name in _NAMES if (found := _opened(name))), None)
+
+
+def _opened(name: str, flags: int = 0) -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL | flags)
+    except OSError:
+        return None
+
+
+def _wheels(*parts: str) -> Iterator[pathlib.Path]:
+    spec = importlib.util.find_spec("nvidia")
+    for root in (spec and spec.submodule_search_locations) or ():
+        yield from (pathlib.Path(root, part) for part in parts)
+
+
+def _toolkits() -> Iterator[pathlib.Path]:
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        if root := os.environ.get(name):
+            yield pathlib.Path(root)
+    if nvcc := shutil.which("nvcc"):
+        yield pathlib.Path(nvcc).resolve().parents[1]
+    yield pathlib.Path("/usr/local/cuda")
+
+
+def _library_folders() -> Iterator[pathlib.Path]:
+    yield from _wheels("cu13/lib", "cuda_nvrtc/lib")
+    for root in _toolkits():
+        yield from (root / "lib64", root / "targets/x86_64-linux/lib")
+
+
+def _header_folders() -> Iterator[pathlib.Path]:
+    yield from _wheels("cu13/include", "cuda_runtime/include")
+    for root in _toolkits():
+        yield from (root / "include", root / "targets/x86_64-linux/include")

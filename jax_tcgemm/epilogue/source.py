@@ -1,0 +1,131 @@
+"""C++ of programs, and of kernels with a program in them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+
+import jax.numpy as jnp
+
+from jax_tcgemm.epilogue.operations import element
+from jax_tcgemm.epilogue.program import Program
+from jax_tcgemm.kernels import cpp, table
+
+
+def of_program(
+    program: Program, kinds: Sequence[tuple[str, bool]], by_vectors: Sequence[bool]
+) -> str:
+    """Returns the C++ of a program, which ``cuda/sm90/output/compiled.cuh`` tells of.
+
+    Args:
+        program: the epilogue.
+        kinds: of each leaf along what it moves, in the words of ``Along``, and whether it is
+            read by vectors.
+        by_vectors: of each result whether it is written so.
+    """
+    loads, types = [], []
+    for number, (leaf, (along, is_vector)) in enumerate(zip(program.leaves, kinds, strict=True)):
+        kind = element(leaf.dtype).cpp
+        loads.append(f"    const auto x{number} = io.template {_LOADS[along]}<{kind}, {number}>();")
+        size = jnp.dtype(leaf.dtype).itemsize
+        types.append(f"{{Along::{along}, {size}, {str(is_vector).lower()}}}")
+    results = [
+        f"{{{jnp.dtype(result.dtype).itemsize}, {str(is_vector).lower()}}}"
+        for result, is_vector in zip(program.matrices, by_vectors, strict=True)
+    ]
+    kinds_of = [element(each.dtype).cpp for each in program.outputs]
+    declared = [f"    ValueOf<{kind}> r{i}[kChunkValues];" for i, kind in enumerate(kinds_of)]
+    values = (*program.written, *(each.value for each in program.reductions))
+    stored = [f"      r{i}[i] = {value};" for i, value in enumerate(values)]
+    count = len(results)
+    writes = [f"    io.template write<{kinds_of[i]}, {i}>(r{i});" for i in range(count)]
+    writes += [
+        f"    io.template reduce<{kinds_of[i]}, {i}, Along::{each.along}, {each.join}>"
+        f"(r{i}, {each.neutral});"
+        for i, each in enumerate(program.reductions, count)
+    ]
+    return _PROGRAM.format(
+        operands=len(types),
+        operand_kinds=", ".join(types) or "{Along::kNothing, 4, false}",
+        results=len(results),
+        result_kinds=", ".join(results),
+        loads="\n".join([*loads, *declared]),
+        lines="\n".join([*(f"      {line}" for line in program.lines), *stored]),
+        writes="\n".join(writes),
+    )
+
+
+_LOADS: Mapping[str, str] = {
+    "kNothing": "scalar",
+    "kRows": "rows",
+    "kColumns": "columns",
+    "kMatrix": "matrix",
+}
+
+_PROGRAM = """\
+struct Program {{
+  static constexpr int kOperands = {operands};
+  static constexpr CompiledOperandKind kOperand[] = {{{operand_kinds}}};
+  static constexpr int kResults = {results};
+  static constexpr CompiledResultKind kResult[] = {{{result_kinds}}};
+
+  template <typename Io>
+  static __device__ __forceinline__ void run(const Io& io) {{
+    constexpr int kChunkValues = sm90::kChunkValues;
+{loads}
+#pragma unroll
+    for (int i = 0; i < kChunkValues; ++i) {{
+{lines}
+    }}
+{writes}
+  }}
+}};
+"""
+
+
+# As kKernelName of cuda/dispatch/compiled.cc.
+_SOURCE = """\
+#include "sm90/output/compiled.cuh"
+
+namespace jax_tcgemm {{
+namespace {{
+
+{program}
+struct Row {{
+  static constexpr KernelConfig kConfig{config};
+}};
+using Layouts = sm90::LayoutSet<sm90::Layout<Major::k{a}, Major::k{b}>>;
+using Kernel = sm90::Kernel<Row::kConfig, false, Layouts, Program>;
+
+}}  // namespace
+}}  // namespace jax_tcgemm
+
+extern "C" __global__ void __launch_bounds__(jax_tcgemm::Row::kConfig.threads(),
+                                             jax_tcgemm::Row::kConfig.blocks_on_sm())
+    compiled_gemm(const __grid_constant__ jax_tcgemm::CompiledParams params,
+                  const __grid_constant__ jax_tcgemm::sm90::TensorMaps maps) {{
+  extern __shared__ __align__(1024) char smem[];
+  jax_tcgemm::Kernel::run(params, maps, {{jax_tcgemm::ptx::shared_address(smem)}});
+}}
+"""
+
+
+def of_kernel(program: str, row: str, layout: str) -> str:
+    """Returns what is compiled for a row of the kernel table.
+
+    Args:
+        program: as ``of_program`` returns it.
+        row: the row's name.
+        layout: of ``a`` and ``b``, ``"n"`` or ``"t"`` each.
+    """
+    return _SOURCE.format(
+        program=program,
+        config=cpp.config(table.by_name(row)),
+        a="Mn" if layout[0] == "t" else "K",
+        b="K" if layout[1] == "t" else "Mn",
+    )
+
+
+def digest(text: str) -> str:
+    """Returns what a program is known by."""
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,36 @@
+"""Rows of the kernel table as C++, for the build and for kernels compiled at run time."""
+
+from __future__ import annotations
+
+from jax_tcgemm.kernels.config import KernelConfig
+
+
+def enumerator(enum: str, name: str) -> str:
+    """``BF16_BF16_F32`` of ``Algorithm`` is ``Algorithm::kBf16Bf16F32`` in C++."""
+    return f"{enum}::k" + "".join(part.capitalize() for part in name.split("_"))
+
+
+def config(row: KernelConfig) -> str:
+    """Returns the row as an aggregate initialiser of ``KernelConfig``."""
+    fields = [
+        enumerator("Arch", row.arch),
+        enumerator("Algorithm", row.algorithm),
+        row.tile_m,
+        row.tile_n,
+        row.tile_k,
+        row.warps_m,
+        row.warps_n,
+        row.stages,
+        enumerator("Loader", row.loader),
+        str(row.promote).lower(),
+        row.cluster_m,
+        row.cluster_n,
+        row.split_k,
+        enumerator("Schedule", row.schedule),
+        str(row.gated).lower(),
+        str(row.skinny).lower(),
+        enumerator("Grouped", row.grouped),
+        str(row.swap_ab).lower(),
+        enumerator("EpilogueWork", row.epilogue),
+    ]
+    return "{" + ", ".join(map(str, fields)) + "}"

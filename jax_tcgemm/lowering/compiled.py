@@ -1,0 +1,285 @@
+"""Lowering of a product with an epilogue of the user's own: a custom call with its source."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_tcgemm import _compat, _core, _extension
+from jax_tcgemm.epilogue import compiler, source, translation
+from jax_tcgemm.epilogue.program import Leaf, Program
+from jax_tcgemm.epilogue.spec import CompiledSpec
+from jax_tcgemm.kernels.arithmetic import ARITHMETIC
+from jax_tcgemm.kernels.table import XLA
+from jax_tcgemm.lowering import devices
+from jax_tcgemm.lowering.custom_call import second_weight_offset, shapes_of
+from jax_tcgemm.problem.alignment import COPY_BYTES, is_transposed, unaligned_stride
+from jax_tcgemm.problem.arithmetic import INPUT_DTYPES, resolve_algorithm, sum_dtype
+from jax_tcgemm.problem.log import log
+from jax_tcgemm.problem.ragged import RaggedSpec
+from jax_tcgemm.problem.spec import GemmSpec, with_kernel_layouts
+from jax_tcgemm.problem.strides import (
+    MAX_EXTENT,
+    ROLES,
+    Operands,
+    Shape,
+    StridedGemm,
+    fold_beside,
+)
+
+_COMPUTE_CAPABILITY = (9, 0)
+_MAX_TMA_BATCH_NDIM = 3
+
+# Rows or columns up to which other kernels are made for the product, which have no compiled
+# epilogues: XLA computes the function in a pass of its own, over few results.
+_FEW_ROWS = 64
+
+
+def cuda_compiled(
+    *operands: jax.Array, spec: CompiledSpec, composed: Callable[..., list[jax.Array]]
+) -> list[jax.Array]:
+    """Computes the primitives on CUDA devices.
+
+    Args:
+        *operands: those of the product, then those of the function.
+        spec: the static parameters.
+        composed: computes it by the product and operations of JAX.
+    """
+    own, others = spec.split(operands)
+    made = translation.translate(spec.function)
+    call = made if isinstance(made, str) else _call_or_reason(own, spec, made)
+    kind = "gated gemm" if spec.is_gated else "gemm"
+    kind = "ragged dot" if isinstance(spec.product, RaggedSpec) else kind
+    described = f"{kind} {_types(operands)} with a function: "
+    if isinstance(call, str):
+        log(f"{described}the function in a pass after the product: {call}")
+        return composed(*operands, spec=spec)
+    log(f"{described}compiled into the kernel ({len(call.program.leaves)} operands)")
+    return call.emit(own, others, spec)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """A custom call that can be made."""
+
+    program: Program
+    source: str
+    gemm: StridedGemm
+    leaf_strides: tuple[Shape, ...]
+    staged: tuple[bool, ...]
+    algorithm: str
+
+    def emit(
+        self, own: Sequence[jax.Array], others: Sequence[jax.Array], spec: CompiledSpec
+    ) -> list[jax.Array]:
+        """Makes the call."""
+        dtype = INPUT_DTYPES[self.algorithm]
+        is_ragged = isinstance(spec.product, RaggedSpec)
+        count = 2 if is_ragged else len(own)
+        factors = [operand.astype(dtype) for operand in own[:count]]
+        known = [jnp.asarray(value) for value in self.program.known(others)]
+        call = jax.ffi.ffi_call(_extension.COMPILED_TARGET, self.program.outputs)
+        outputs = call(*factors, *own[count:], *known, **self._attributes(spec))
+        return self.program.finished(outputs, others)
+
+    def _attributes(self, spec: CompiledSpec) -> dict[str, Any]:
+        """As ``CompiledAttributes`` of ``cuda/ffi/compiled.cc``."""
+        gemm, product = self.gemm, spec.product
+        is_ragged = isinstance(product, RaggedSpec)
+        strides = [stride for each in self.leaf_strides for stride in each]
+        elements = [math.prod(x.shape) for x in self.program.outputs]
+        return {
+            "m": np.int64(gemm.m),
+            "n": np.int64(gemm.n),
+            "k": np.int64(gemm.k),
+            "b2_offset": np.int64(0 if is_ragged else second_weight_offset(gemm, product)),
+            "batch_shape": np.asarray(gemm.batch, np.int64),
+            "a_strides": np.asarray(gemm.strides.a, np.int64),
+            "b_strides": np.asarray(gemm.strides.b, np.int64),
+            "operand_strides": np.asarray(strides, np.int64),
+            "operand_vectors": np.asarray(self.staged, np.int64),
+            "result_elements": np.asarray(elements, np.int64),
+            "has_b2": not is_ragged and product.axes.b2 is not None,
+            "gated": spec.is_gated,
+            "has_groups": is_ragged,
+            "algorithm": self.algorithm,
+            "config": product.config or "",
+            "digest": source.digest(self.source),
+            "source": self.source,
+        }
+
+
+def _call_or_reason(own: Sequence[Any], spec: CompiledSpec, made: Program) -> _Call | str:
+    """Returns the custom call, or why there can be none."""
+    product = spec.product
+    if product.config == XLA:
+        return "by config"
+    a, b = own[:2]
+    algorithm = resolve_algorithm(a.dtype, b.dtype, product.out_dtype, product.precision)
+    if algorithm is None or not _is_wgmma(algorithm):
+        return f"no kernel for functions of products of {a.dtype} and {b.dtype}"
+    other = devices.other_than(_COMPUTE_CAPABILITY)
+    if other is not None:
+        return f"no kernel on {other}"
+    strided = (
+        _ragged(own, product, made)
+        if isinstance(product, RaggedSpec)
+        else _plain(product.unflatten(own), product, made)
+    )
+    if isinstance(strided, str):
+        return strided
+    gemm, strides = strided
+    offset = 0 if isinstance(product, RaggedSpec) else second_weight_offset(gemm, product)
+    reason = _unfit(gemm, offset) or _quicker_apart(gemm, made)
+    if reason is not None:
+        return reason
+    staged = tuple(kind in _STAGED for kind in _kinds(made, strides, gemm.n))
+    call = _Call(made, source_of(made, strides, gemm.n), gemm, strides, staged, algorithm)
+    return compiler.obstacle(call.source, _expected_row(call, spec)) or call
+
+
+def _plain(
+    x: Operands, spec: GemmSpec, made: Program
+) -> tuple[StridedGemm, tuple[Shape, ...]] | str:
+    """Returns the folded gemm and the strides of the leaves, or why there are none."""
+    shapes = shapes_of(x)
+    extents = (*x.a.shape, *x.b.shape)
+    if not all(isinstance(extent, int) for extent in extents):
+        return "symbolic shapes"
+    if max(extents) > MAX_EXTENT:
+        return "an extent beyond 2^30"
+    if with_kernel_layouts(spec, shapes)[0] != spec:
+        return "an operand without a contiguous axis"
+    leaves = tuple(leaf.strides(spec.batch_ndim + 2) for leaf in made.leaves)
+    return fold_beside(spec.strided(shapes), leaves, keeps_rows=bool(made.reductions))
+
+
+def _ragged(
+    own: Sequence[Any], spec: RaggedSpec, made: Program
+) -> tuple[StridedGemm, tuple[Shape, ...]] | str:
+    """The same of a product over groups of rows, whose matrices are the batch."""
+    if made.reductions:
+        return "a reduction over what groups divide"
+    (m, k), (groups, *matrix) = own[0].shape, own[1].shape
+    n = matrix[0 if spec.transpose_rhs else 1]
+    if not all(isinstance(extent, int) for extent in (m, n, k, groups)):
+        return "symbolic shapes"
+    of_b = (1, k) if spec.transpose_rhs else (n, 1)
+    absent = Operands(*((0,) * (1 + len(roles)) for roles in ROLES))
+    strides = absent._replace(a=(0, k, 1), b=(k * n, *of_b))
+    gemm = StridedGemm(m, n, k, (groups,), strides)
+    return gemm, tuple((0, *leaf.strides(2)) for leaf in made.leaves)
+
+
+def source_of(made: Program, strides: Sequence[Shape], n: int) -> str:
+    """Returns the C++ of a program.
+
+    Args:
+        made: the program.
+        strides: of each leaf, in elements along ``(*batch, m, n)``.
+        n: columns of the results.
+    """
+    whole = [n * result.dtype.itemsize % COPY_BYTES == 0 for result in made.matrices]
+    return source.of_program(made, _kinds(made, strides, n), whole)
+
+
+# Read through shared memory; as is_staged of cuda/compiled_params.h.
+_STAGED = (("kColumns", True), ("kMatrix", True))
+
+
+def _kinds(made: Program, strides: Sequence[Shape], n: int) -> list[tuple[str, bool]]:
+    """Says of each leaf along what it moves, and whether by vectors."""
+    pairs = zip(made.leaves, strides, strict=True)
+    return [(_along(steps), _is_vector(leaf, steps, n)) for leaf, steps in pairs]
+
+
+def _is_wgmma(algorithm: str) -> bool:
+    row = ARITHMETIC[algorithm]
+    return row.wgmma and not row.k_major and sum_dtype(algorithm) == jnp.float32
+
+
+def _unfit(gemm: StridedGemm, second_weight: int) -> str | None:
+    """Says what keeps TMA from the factors, or the kernels from being fast."""
+    if not gemm.m * gemm.n * gemm.k * math.prod(gemm.batch):
+        return "an extent of 0"
+    if len(gemm.batch) > _MAX_TMA_BATCH_NDIM:
+        return f"{len(gemm.batch)} batch dimensions that do not fold"
+    if math.prod(gemm.batch) > MAX_EXTENT:
+        return "a batch beyond 2^30"
+    if min(gemm.m, gemm.n) <= _FEW_ROWS:
+        return f"{gemm.m} x {gemm.n} results of a matrix"
+    for name in ("a", "b"):
+        what = unaligned_stride(gemm, name, 2)
+        if what is not None:
+            return f"{name} has {what}, not a multiple of {COPY_BYTES} bytes"
+    if second_weight * 2 % COPY_BYTES:
+        return "the second weight begins between multiples of 16 bytes"
+    return None
+
+
+# Results, of all matrices, up to which random numbers are drawn in less time by a kernel of their
+# own: within the product's the last tile's are drawn while nothing multiplies. Measured on an H200
+# (docs/performance.md).
+_FEW_DRAWN = 132 * 128 * 128 * 8
+
+
+def _quicker_apart(gemm: StridedGemm, made: Program) -> str | None:
+    """Says why XLA is taken to compute the function in less time."""
+    if made.draws and gemm.m * gemm.n * math.prod(gemm.batch) < _FEW_DRAWN:
+        return f"random numbers for {gemm.m} x {gemm.n} results"
+    return None
+
+
+def _along(strides: Shape) -> str:
+    """Says along what an operand moves, by its steps along (*batch, m, n)."""
+    if strides[-2] == 0:
+        return "kNothing" if strides[-1] == 0 else "kColumns"
+    return "kRows" if strides[-1] == 0 else "kMatrix"
+
+
+def _is_vector(leaf: Leaf, strides: Shape, n: int) -> bool:
+    """Whether 16 bytes of neighbouring columns are contiguous, and aligned."""
+    size = jnp.dtype(leaf.dtype).itemsize
+    steps = (*strides[:-1], n)
+    return strides[-1] == 1 and all(step * size % COPY_BYTES == 0 for step in steps)
+
+
+def _expected_row(call: _Call, spec: CompiledSpec) -> tuple[str, str] | None:
+    """Returns the row and layout that will be compiled first, ``None`` without a GPU."""
+    gpus = _compat.initialized_cuda_devices()
+    if not gpus:
+        return None
+    gemm = call.gemm
+    layout = "".join("t" if is_transposed(gemm, name) else "n" for name in ("a", "b"))
+    if spec.product.config is not None:
+        return spec.product.config, layout
+    is_ragged = isinstance(spec.product, RaggedSpec)
+    facts = _core.device_properties(gpus[0].local_hardware_id)
+    ranked = _core.rank_configs(
+        call.algorithm,
+        -(-gemm.m // gemm.batch[0]) if is_ragged else gemm.m,
+        gemm.n,
+        gemm.k,
+        math.prod(gemm.batch),
+        True,
+        facts["sm_count"],
+        facts["shared_memory_per_block"],
+        compute_capability=facts["compute_capability"],
+        layout=layout,
+        epilogue="any",
+        gated=spec.is_gated,
+        grouped="m" if is_ragged else "none",
+        batch_rank=len(gemm.batch),
+        compiled=True,
+    )
+    return (ranked[0][0], layout) if ranked else None
+
+
+def _types(operands: Sequence[Any]) -> str:
+    return ", ".join(f"{x.dtype}{list(x.shape)}" for x in operands)

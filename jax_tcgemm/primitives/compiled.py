@@ -1,0 +1,192 @@
+"""The primitives of products with an epilogue of the user's own.
+
+``compiled_p`` is a gemm's or a gated product's, ``compiled_ragged_p`` one over groups of rows.
+Their rules are those of the function that the epilogue is, which JAX differentiates and batches;
+the product is linear, so that its own part is that of the primitive without an epilogue.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching
+from jax.interpreters import partial_eval as pe
+
+from jax_tcgemm import _compat
+from jax_tcgemm.epilogue.spec import CompiledSpec
+from jax_tcgemm.lowering import compiled as compiled_lowering
+from jax_tcgemm.primitives import gated, ragged, registration
+from jax_tcgemm.primitives import gemm as gemm_primitive
+from jax_tcgemm.primitives.gemm import PREACTIVATION
+from jax_tcgemm.primitives.tangents import linear_tangents
+from jax_tcgemm.problem.arithmetic import accumulator_dtype
+from jax_tcgemm.problem.ragged import RaggedSpec
+from jax_tcgemm.problem.spec import flatten
+from jax_tcgemm.problem.strides import Operands, insert_batches
+
+compiled_p = Primitive("tcgemm_compiled")
+compiled_ragged_p = Primitive("tcgemm_compiled_ragged")
+
+
+def bind(operands: Sequence[jax.Array], spec: CompiledSpec) -> list[jax.Array]:
+    """Applies the primitive of a product.
+
+    Args:
+        operands: those of the product, then those of the function.
+        spec: the static parameters.
+
+    Returns:
+        The results of the function.
+    """
+    is_ragged = isinstance(spec.product, RaggedSpec)
+    return registration.bind(
+        compiled_ragged_p if is_ragged else compiled_p, operands, spec, composed
+    )
+
+
+def composed(*operands: jax.Array, spec: CompiledSpec) -> list[jax.Array]:
+    """Computes the same by the product and then the function, in operations of JAX."""
+    own, others = spec.split(operands)
+    return spec.function(*_accumulators(own, spec), *others)
+
+
+def _wide(own: Sequence[Any], spec: CompiledSpec) -> Any:
+    """Returns the type of the accumulators."""
+    return accumulator_dtype(own[0].dtype, own[1].dtype, spec.product.out_dtype)
+
+
+def _accumulators(own: Sequence[jax.Array], spec: CompiledSpec) -> list[jax.Array]:
+    """Returns the products as the function takes them."""
+    product, dtype = spec.product, _wide(own, spec)
+    if isinstance(product, RaggedSpec):
+        return ragged.dot(dataclasses.replace(product, out_dtype=dtype), *own)
+    inner = product.replace(out_dtype=dtype, config=product.config_of_products)
+    return gemm_primitive.bind(product.unflatten(own), inner)
+
+
+# Abstract evaluation
+
+
+def _abstract_eval(*avals: Any, spec: CompiledSpec) -> list[Any]:
+    return [_compat.result_aval(avals, x.shape, x.dtype) for x in spec.function.results]
+
+
+def _drop_unread(used: Sequence[bool], *arguments: Any) -> tuple[list[bool], Any]:
+    eqn = arguments[-1]  # jax 0.12 puts another argument before it
+    if not any(used):
+        return [False] * len(eqn.invars), None
+    if not all(used):
+        spec = eqn.params["spec"]
+        spec = spec.replace(function=spec.function.only(used))
+        outvars = [var for var, is_used in zip(eqn.outvars, used, strict=True) if is_used]
+        eqn = eqn.replace(outvars=outvars, params={**eqn.params, "spec": spec})
+    return [True] * len(eqn.invars), eqn
+
+
+# Forward derivative
+
+
+def _jvp(
+    primals: Sequence[Any], tangents: Sequence[Any], *, spec: CompiledSpec
+) -> tuple[list[Any], list[Any]]:
+    """Derives the function at the accumulators, which are asked for too, rounded like a product."""
+    own, others = spec.split(primals)
+    down, dothers = spec.split([None if type(t) is ad.Zero else t for t in tangents])
+    count = spec.function.accumulators
+    kept = spec.function.with_accumulators(spec.product.out_dtype)
+    results = bind(primals, spec.replace(function=kept))
+    results, saved = results[:-count], results[-count:]
+    saved = [checkpoint_name(z, PREACTIVATION) for z in saved]
+    moves = any(t is not None for t in down)
+    dz = _product_tangents(own, down, spec) if moves else [None] * count
+    wide = _wide(own, spec)
+    values = [*(z.astype(wide) for z in saved), *others]
+    slopes = [*(None if t is None else t.astype(wide) for t in dz), *dothers]
+    return results, _function_tangents(spec, values, slopes)
+
+
+def _product_tangents(own: Sequence[Any], down: Sequence[Any], spec: CompiledSpec) -> list[Any]:
+    product = spec.product
+    if isinstance(product, RaggedSpec):
+        return [ragged.linear_tangent(own, down[:2], product)]
+    x, dx = product.unflatten(own), product.unflatten(down)
+    return linear_tangents(x, dx, product.replace(config=None), gemm_primitive.bind)
+
+
+def _function_tangents(
+    spec: CompiledSpec, values: Sequence[Any], slopes: Sequence[Any]
+) -> list[Any]:
+    moving = [i for i, slope in enumerate(slopes) if slope is not None]
+
+    # Rematerialized, so that the reverse pass keeps the accumulators and the operands alone.
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def tangents(values: Sequence[Any], slopes: Sequence[Any]) -> list[Any]:
+        def of_moving(*varied: Any) -> list[Any]:
+            every = list(values)
+            for i, value in zip(moving, varied, strict=True):
+                every[i] = value
+            return spec.function(*every)
+
+        return jax.jvp(of_moving, tuple(values[i] for i in moving), tuple(slopes))[1]
+
+    return tangents(values, [slopes[i] for i in moving])
+
+
+# Batching
+
+
+def _batch(
+    axis_data: Any, operands: Sequence[Any], dims: Sequence[int | None], *, spec: CompiledSpec
+) -> tuple[list[jax.Array], Sequence[int | None]]:
+    """Adds an outermost batch dimension."""
+    if all(dim is None for dim in dims):
+        results = bind(operands, spec)
+        return results, [None] * len(results)
+    own, others = spec.split(operands)
+    own_dims, other_dims = spec.split(dims)
+    size, count = axis_data.size, spec.function.accumulators
+    if all(dim is None for dim in own_dims):  # the products are computed once
+        products = _accumulators(own, spec)
+        in_axes = (*(None,) * count, *other_dims)
+        results = jax.vmap(spec.function, in_axes=in_axes, axis_size=size)(*products, *others)
+        return results, [0] * len(results)
+    product = spec.product
+    assert not isinstance(product, RaggedSpec)
+    x, dim = product.unflatten(own), product.unflatten(own_dims)
+    x, dim = gated.with_like_weights(x, dim, product, size)
+    dim = Operands(*dim)
+    batched = CompiledSpec(
+        product.replace(axes=insert_batches(product.axes, dim)),
+        spec.function.mapped((*(0,) * count, *other_dims), size),
+    )
+    results = bind([*flatten(x), *others], batched)
+    return results, [0] * len(results)
+
+
+def _apply(spec: CompiledSpec, *operands: jax.Array) -> list[jax.Array]:
+    return bind(operands, spec)
+
+
+# Registration
+
+for _primitive, _rule in (
+    (compiled_p, _batch),
+    (compiled_ragged_p, functools.partial(ragged.batch_one_by_one, _apply)),
+):
+    _primitive.multiple_results = True
+    registration.evaluate_by_jit(_primitive)
+    _primitive.def_abstract_eval(_abstract_eval)
+    pe.dce_rules[_primitive] = _drop_unread
+    ad.primitive_jvps[_primitive] = _jvp
+    batching.fancy_primitive_batchers[_primitive] = _rule
+    registration.lower(
+        _primitive,
+        reference=composed,
+        cuda=functools.partial(compiled_lowering.cuda_compiled, composed=composed),
+    )

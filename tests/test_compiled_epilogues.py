@@ -1,0 +1,262 @@
+"""Functions of the user as epilogues: their meaning under JAX's transformations, and their C++."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import random_epilogues
+from jax import lax
+
+import jax_tcgemm
+from jax_tcgemm import gated_gemm, gemm
+from jax_tcgemm.epilogue import cubins, function, nvrtc, operations, translation
+
+BF16 = jnp.bfloat16
+M, N, K = 40, 48, 24
+
+
+def _drawn(seed, shape, dtype=BF16):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape)).astype(dtype)
+
+
+X, W = _drawn(0, (M, K)), _drawn(1, (K, N))
+BIAS, RESIDUAL = _drawn(2, (N,), jnp.float32), _drawn(3, (M, N))
+
+
+def _gate(acc, gain, bias, residual):
+    return (jax.nn.silu(acc * gain + bias) + residual).astype(BF16)
+
+
+def _ours(x, w, *operands, f=_gate):
+    return gemm(x, w, epilogue=f, epilogue_operands=operands)
+
+
+def _theirs(x, w, *operands, f=_gate):
+    return f(jnp.matmul(x, w, preferred_element_type=jnp.float32), *operands)
+
+
+OPERANDS = (X, W, 2.0, BIAS, RESIDUAL)
+
+
+def _close(actual, expected, tolerance=2**-7):
+    for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert x.dtype == y.dtype
+        assert x.shape == y.shape
+        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        assert np.abs(x - y).max() <= tolerance * (np.abs(y).max() + 1e-30)
+
+
+def test_value():
+    _close(_ours(*OPERANDS), _theirs(*OPERANDS), 0)
+    _close(jax.jit(_ours)(*OPERANDS), jax.jit(_theirs)(*OPERANDS), 2**-8)
+
+
+@pytest.mark.parametrize("argument", range(5))
+def test_gradient_of_each_operand(argument):
+    def loss(f, *operands):
+        return jnp.sum(f(*operands).astype(jnp.float32) ** 2)
+
+    actual = jax.jit(jax.grad(functools.partial(loss, _ours), argument))(*OPERANDS)
+    _close(actual, jax.grad(functools.partial(loss, _theirs), argument)(*OPERANDS))
+
+
+def test_second_derivative():
+    def total(f, gain):
+        return jnp.sum(f(X, W, gain, BIAS, RESIDUAL).astype(jnp.float32))
+
+    actual, expected = (jax.hessian(functools.partial(total, f))(1.5) for f in (_ours, _theirs))
+    np.testing.assert_allclose(actual, expected, rtol=0.05)
+
+
+@pytest.mark.parametrize(
+    "dims", [(0, None, None, None, None), (None, 0, None, 0, None), (None, None, 0, None, 0)]
+)
+def test_vmap(dims):
+    values = [
+        x if dim is None else jnp.stack([jnp.asarray(x), jnp.asarray(x) * 2])
+        for x, dim in zip(OPERANDS, dims, strict=True)
+    ]
+    _close(jax.vmap(_ours, dims)(*values), jax.vmap(_theirs, dims)(*values), 2**-8)
+
+
+def test_closed_over_arrays_are_operands():
+    def loss(f, bias):
+        y = f(X, W, f=lambda acc: jnp.tanh(acc + bias))
+        return jnp.sum(y)
+
+    actual = jax.grad(functools.partial(loss, _ours))(BIAS)
+    _close(actual, jax.grad(functools.partial(loss, _theirs))(BIAS))
+
+
+def test_several_results_and_reductions():
+    def f(acc, bias):
+        y = jax.nn.hard_swish(acc + bias)
+        return {
+            "y": y.astype(jnp.float8_e4m3fn),
+            "amax": jnp.max(jnp.abs(y)),
+            "sums": y.sum(0),
+            "rows": y.min(-1, keepdims=True) * 2,
+        }
+
+    actual, expected = (each(X, W, BIAS, f=f) for each in (_ours, _theirs))
+    assert actual.keys() == expected.keys()
+    _close(actual, expected, 1e-6)
+
+
+def test_preferred_element_type_converts():
+    y, count = gemm(
+        X,
+        W,
+        epilogue=lambda acc: (acc + 1, (acc > 0).astype(jnp.int8)),
+        preferred_element_type=jnp.float16,
+    )
+    assert (y.dtype, count.dtype) == (jnp.float16, jnp.int8)
+
+
+def test_two_accumulators():
+    w2 = _drawn(4, (K, N))
+    f = lambda g, u, b: (jnp.clip(jax.nn.silu(g + b), -1, 1) * u).astype(BF16)  # noqa: E731
+    actual = gated_gemm(X, W, w2, epilogue=f, epilogue_operands=(BIAS,))
+    wide = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
+    _close(actual, f(wide(X, W), wide(X, w2), BIAS), 2**-8)
+    both = jnp.concatenate([W, w2], 1)
+    _close(gated_gemm(X, both, epilogue=f, epilogue_operands=(BIAS,)), actual, 2**-8)
+
+
+def test_dropout_is_that_of_jax_random():
+    def f(acc, key):
+        return jnp.where(jax.random.bernoulli(key, 0.5, acc.shape), acc, 0.0)
+
+    y = jax.jit(functools.partial(_ours, f=f))(X, W, jax.random.key(1))
+    _close(y, _theirs(X, W, jax.random.key(1), f=f), 1e-6)
+    grad = jax.grad(lambda x: _ours(x, W, jax.random.key(1), f=f).sum())(X)
+    assert grad.shape == X.shape
+
+
+def test_scan_and_checkpoint():
+    eye = jnp.eye(K, dtype=BF16)
+
+    def step(x, _):
+        return gemm(x, eye, epilogue=lambda acc: jnp.tanh(acc).astype(BF16)), None
+
+    policy = jax.checkpoint_policies.save_only_these_names(jax_tcgemm.PREACTIVATION)
+    looped = jax.checkpoint(lambda x: lax.scan(step, x, None, length=3)[0], policy=policy)
+    expected = jax.grad(lambda x: jnp.sum(jnp.tanh(jnp.tanh(jnp.tanh(x.astype(jnp.float32))))))(X)
+    actual = jax.grad(lambda x: jnp.sum(looped(x).astype(jnp.float32)))(X)
+    assert np.abs(np.asarray(actual - expected, np.float32)).max() < 0.05
+
+
+@pytest.mark.parametrize(
+    "beside", [{"bias": BIAS}, {"activation": "relu"}, {"alpha": 2.0}, {"c": RESIDUAL}]
+)
+def test_nothing_goes_beside_it(beside):
+    with pytest.raises(ValueError, match=f"got {next(iter(beside))} beside it"):
+        gemm(X, W, epilogue=lambda acc: acc, **beside)
+
+
+def test_what_is_refused():
+    with pytest.raises(ValueError, match=r"of shape \(7,\)"):
+        gemm(X, W, epilogue=lambda acc: jnp.ones(7))
+    with pytest.raises(TypeError, match="must be a function"):
+        gemm(X, W, epilogue="gelu")
+    with pytest.raises(TypeError, match="must be an array"):
+        gemm(X, W, epilogue=lambda acc, x: acc, epilogue_operands=("gelu",))
+
+
+# Translation
+
+
+def _traced(f, *operands, shape=(64, 64), accumulators=1):
+    products = [jax.ShapeDtypeStruct(shape, jnp.float32)] * accumulators
+    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
+    made, _ = function.trace(lambda *x: jax.tree.leaves(f(*x)), [*products, *types], accumulators)
+    return made
+
+
+def _leaves(f, *operands, **options):
+    made = translation.translate(_traced(f, *operands, **options))
+    assert not isinstance(made, str), made
+    return [leaf.index for leaf in made.leaves]
+
+
+def test_axes_come_from_broadcasting_not_from_shapes():
+    vector = jnp.ones(64)
+    assert _leaves(lambda acc, x: acc + x, vector) == [(1,)]
+    assert _leaves(lambda acc, x: acc + x[:, None], vector) == [(0,)]
+    assert _leaves(lambda acc, x: acc + x.T, jnp.ones((64, 64))) == [(1, 0)]
+    assert _leaves(lambda acc, x: acc + x + x[:, None], vector) == [(1,), (0,)]
+    assert _leaves(lambda acc, x: acc + x.reshape(1, 64), vector) == [(1,)]
+
+
+def test_equal_functions_are_one_key():
+    def make():
+        return _traced(lambda acc, x: jax.nn.gelu(acc + x), jnp.ones(64))
+
+    assert make() == make()
+    assert hash(make()) == hash(make())
+    assert make() != _traced(lambda acc, x: jax.nn.gelu(acc - x), jnp.ones(64))
+
+
+@pytest.mark.parametrize(
+    ("f", "reason"),
+    [
+        (lambda acc: jax.nn.softmax(acc), "reduce_max within"),
+        (lambda acc: jnp.sort(acc), "sort"),
+        (lambda acc: acc[::-1], "rev"),
+        (lambda acc: jnp.cumsum(acc, 0), "cumsum"),
+        (lambda acc: acc.sum(0), "0 results of the product's shape"),
+        (lambda acc: lax.complex(acc, acc), "complex64"),
+    ],
+)
+def test_what_is_not_translated_says_so(f, reason):
+    made = translation.translate(_traced(f))
+    assert isinstance(made, str)
+    assert reason in made
+
+
+def test_what_is_known_before_is_computed_before():
+    def f(acc, x):
+        return acc * jnp.sort(x)
+
+    made = translation.translate(_traced(f, jnp.arange(64.0)))
+    assert not isinstance(made, str)
+    (sorted_,) = made.known([jnp.arange(64.0)[::-1]])
+    np.testing.assert_array_equal(sorted_, np.arange(64.0))
+
+
+@pytest.mark.any_jax
+def test_every_operation_of_the_table_compiles():
+    """Each by itself, of floats or of integers, by NVRTC."""
+    found = nvrtc.find()
+    assert not isinstance(found, str), found
+    names = sorted({*operations.NAMES} - {"add_any", "clamp", "nextafter"})
+    lines = []
+    for i, name in enumerate(names):
+        for dtype in (jnp.float32, BF16, jnp.int32, jnp.uint8, jnp.bool_):
+            values = [operations.constant(1, dtype)] * 2
+            try:
+                text = operations.translated(name, values, [dtype] * 2, {})
+            except operations.NotTranslatableError:
+                continue
+            lines.append(f"  const auto v{i}_{jnp.dtype(dtype).name} = {text};")
+    source = (
+        '#include "epilogue/compiled_values.cuh"\nnamespace jax_tcgemm {\n'
+        "__global__ void f() {\n" + "\n".join(lines) + "\n}\n}\n"
+    )
+    assert len(lines) > 60
+    assert found.compile(source, "sm_90a", cubins.include_folders())
+
+
+@pytest.mark.any_jax
+@pytest.mark.parametrize("part", range(3))
+def test_random_functions_translate_and_compile(part, tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_TCGEMM_CACHE_DIR", str(tmp_path))
+    rng = np.random.default_rng()
+    for seed in rng.integers(2**31, size=10):
+        epilogue = random_epilogues.draw(int(seed))
+        what = random_epilogues.compiles(epilogue, "sm90_bf16_128x128x64_s6_c2x1_pingpong")
+        assert what is None, (part, epilogue, what)
