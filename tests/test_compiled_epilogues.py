@@ -137,6 +137,21 @@ def test_dropout_is_that_of_jax_random():
     assert grad.shape == X.shape
 
 
+def test_masks_are_kept_for_the_derivative():
+    def f(acc, key):
+        return jnp.where(jax.random.bernoulli(key, 0.5, acc.shape), jax.nn.gelu(acc), 0.0)
+
+    key = jax.random.key(2)
+    assert len(_traced(f, key, shape=(M, N)).masks) == 1
+    program = jax.jit(lambda x: jax.vjp(lambda x: _ours(x, W, key, f=f), x)[1]).lower(X)
+    kept = jax.eval_shape(lambda x: jax.vjp(lambda x: _ours(x, W, key, f=f), x)[1], X)
+    assert any(x.dtype == bool and x.shape == (M, N) for x in jax.tree.leaves(kept)), program
+    actual, expected = (
+        jax.grad(lambda x, each=each: each(x, W, key, f=f).sum())(X) for each in (_ours, _theirs)
+    )
+    _close(actual, expected)
+
+
 def test_scan_and_checkpoint():
     eye = jnp.eye(K, dtype=BF16)
 

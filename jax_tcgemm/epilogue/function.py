@@ -16,6 +16,9 @@ from jax_tcgemm import _compat
 _CALLS = ("call_jaxpr", "fun_jaxpr", "jaxpr")
 _CONTROL = frozenset({"scan", "while", "cond", "shard_map", "pallas_call", "run_state"})
 
+# Calls with a derivative of their own.
+_CUSTOM = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class EpilogueFunction:
@@ -75,15 +78,61 @@ class EpilogueFunction:
         function, _ = trace(batched, avals, self.accumulators)
         return function
 
-    def with_accumulators(self, dtype: Any) -> EpilogueFunction:
-        """Returns the same with the accumulators, in another type, as further results."""
+    @functools.cached_property
+    def differentiable(self) -> core.ClosedJaxpr:
+        """The same without calls, but for those with a derivative of their own."""
+        avals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.jaxpr.in_avals]
+
+        def inlined(*values: Any) -> list[Any]:
+            return evaluate(self.jaxpr.jaxpr, self.jaxpr.consts, values, kept=_CUSTOM)
+
+        return jax.make_jaxpr(inlined)(*avals)
+
+    @functools.cached_property
+    def masks(self) -> tuple[Any, ...]:
+        """Variables of ``differentiable`` that random numbers decide, yes or no, for each result.
+
+        A byte each, which take less time to be read again than to be drawn again.
+        """
+        jaxpr = self.differentiable.jaxpr
+        shape = jaxpr.invars[0].aval.shape
+        dependent, drawn = set(jaxpr.invars[: self.accumulators]), set()
+        masks: dict[Any, None] = {}
+        for eqn in jaxpr.eqns:
+            taken = [x for x in eqn.invars if not isinstance(x, core.Literal)]
+            if any(x in dependent for x in taken):
+                dependent.update(eqn.outvars)
+                masks.update(dict.fromkeys(x for x in taken if x in drawn and _is_mask(x, shape)))
+            elif eqn.primitive.name == "random_bits" or any(x in drawn for x in taken):
+                drawn.update(eqn.outvars)
+        return tuple(masks)
+
+    def with_residuals(self, dtype: Any) -> EpilogueFunction:
+        """Returns the same with what derivatives need as further results.
+
+        These are the accumulators, in another type, and the masks.
+        """
+        jaxpr, masks = self.differentiable, self.masks
 
         def both(*values: Any) -> list[Any]:
-            return [*self(*values), *(x.astype(dtype) for x in values[: self.accumulators])]
+            env: dict[Any, Any] = {}
+            results = evaluate(jaxpr.jaxpr, jaxpr.consts, values, kept=_CUSTOM, env=env)
+            accumulators = (x.astype(dtype) for x in values[: self.accumulators])
+            return [*results, *accumulators, *(env[mask] for mask in masks)]
 
         avals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.jaxpr.in_avals]
         function, _ = trace(both, avals, self.accumulators)
         return function
+
+    def of_masks(self, *values: Any) -> list[Any]:
+        """Computes the results where the masks are known.
+
+        Args:
+            *values: the accumulators, the operands, the masks.
+        """
+        jaxpr, count = self.differentiable, len(self.jaxpr.in_avals)
+        env = dict(zip(self.masks, values[count:], strict=True))
+        return evaluate(jaxpr.jaxpr, jaxpr.consts, values[:count], kept=_CUSTOM, env=env)
 
     def only(self, wanted: Sequence[bool]) -> EpilogueFunction:
         """Returns the same with some of the results alone."""
@@ -159,9 +208,27 @@ def _named(value: Any) -> str:
     return f"{rule!r} at {id(rule):x}" if rule is not None else repr(value)
 
 
-def evaluate(jaxpr: Any, consts: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-    """Evaluates a jaxpr with what calls stand for in their place."""
-    env: dict[Any, Any] = {}
+def _is_mask(var: Any, shape: tuple[int, ...]) -> bool:
+    return var.aval.shape == shape and var.aval.dtype == bool
+
+
+def evaluate(
+    jaxpr: Any,
+    consts: Sequence[Any],
+    values: Sequence[Any],
+    kept: frozenset[str] = frozenset(),
+    env: dict[Any, Any] | None = None,
+) -> list[Any]:
+    """Evaluates a jaxpr with what calls stand for in their place.
+
+    Args:
+        jaxpr: the operations.
+        consts: its constants.
+        values: its arguments.
+        kept: names of calls that stay.
+        env: variables that are known; all others are added.
+    """
+    env = {} if env is None else env
     env.update(zip(jaxpr.constvars, consts, strict=True))
     env.update(zip(jaxpr.invars, values, strict=True))
 
@@ -169,17 +236,18 @@ def evaluate(jaxpr: Any, consts: Sequence[Any], values: Sequence[Any]) -> list[A
         return atom.val if isinstance(atom, core.Literal) else env[atom]
 
     for eqn in jaxpr.eqns:
-        env.update(zip(eqn.outvars, apply(eqn, [*map(read, eqn.invars)]), strict=True))
+        if any(var not in env for var in eqn.outvars):
+            env.update(zip(eqn.outvars, apply(eqn, [*map(read, eqn.invars)], kept), strict=True))
     return [*map(read, jaxpr.outvars)]
 
 
-def apply(eqn: Any, values: Sequence[Any]) -> list[Any]:
+def apply(eqn: Any, values: Sequence[Any], kept: frozenset[str] = frozenset()) -> list[Any]:
     """Evaluates one operation, with what a call stands for in its place."""
-    if eqn.primitive.name not in _CONTROL:
+    if eqn.primitive.name not in _CONTROL | kept:
         for key in _CALLS:
             if key not in eqn.params:
                 continue
             called = eqn.params[key]
             inner = _compat.jaxpr_of(called)
-            return evaluate(inner, getattr(called, "consts", ()), values)
+            return evaluate(inner, getattr(called, "consts", ()), values, kept)
     return _compat.bind_again(eqn, values)

@@ -197,11 +197,26 @@ class _Translation:
             raise NotTranslatableError(f"{name} within what has the product's shape")
         if position != 0 or len(eqn.outvars) != 1:
             raise NotTranslatableError(name)
+        tangent = self._tanh_beside_one(eqn)
+        if tangent is not None:  # no cancellation, and no branch
+            twice = f"2.f * logistic(2.f * {self._operand(tangent, eqn.outvars[0], index)})"
+            return self.named(twice, eqn.outvars[0].aval.dtype)
         values = [self._operand(atom, eqn.outvars[0], index) for atom in eqn.invars]
         dtypes = [atom.aval.dtype for atom in eqn.invars]
         return self.named(
             operations.translated(name, values, dtypes, eqn.params), eqn.outvars[0].aval.dtype
         )
+
+    def _tanh_beside_one(self, eqn: Any) -> Any:
+        """Returns what the tanh is of in ``1 + tanh(x)``, as gelu has it, ``None`` elsewhere."""
+        if eqn.primitive.name != "add" or eqn.outvars[0].aval.dtype != jnp.float32:
+            return None
+        for one, other in (eqn.invars, eqn.invars[::-1]):
+            is_one = isinstance(one, core.Literal) and one.val == 1
+            made = None if isinstance(other, core.Literal) else self.made.get(other)
+            if is_one and made is not None and made.primitive.name == "tanh":
+                return made.invars[0]
+        return None
 
     def _operand(self, atom: Any, result: Any, index: Index) -> str:
         """Returns an operand of an elementwise operation, which may be a scalar."""

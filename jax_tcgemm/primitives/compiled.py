@@ -99,15 +99,18 @@ def _jvp(
     own, others = spec.split(primals)
     down, dothers = spec.split([None if type(t) is ad.Zero else t for t in tangents])
     count = spec.function.accumulators
-    kept = spec.function.with_accumulators(spec.product.out_dtype)
+    kept = spec.function.with_residuals(spec.product.out_dtype)
     results = bind(primals, spec.replace(function=kept))
-    results, saved = results[:-count], results[-count:]
-    saved = [checkpoint_name(z, PREACTIVATION) for z in saved]
+    own_count = len(spec.function.results)
+    results, saved = results[:own_count], results[own_count:]
+    saved = [checkpoint_name(x, PREACTIVATION) for x in saved]
+    saved, masks = saved[:count], saved[count:]
     moves = any(t is not None for t in down)
     dz = _product_tangents(own, down, spec) if moves else [None] * count
     wide = _wide(own, spec)
-    values = [*(z.astype(wide) for z in saved), *others]
+    values = [*(z.astype(wide) for z in saved), *others, *masks]
     slopes = [*(None if t is None else t.astype(wide) for t in dz), *dothers]
+    slopes += [None] * len(masks)
     return results, _function_tangents(spec, values, slopes)
 
 
@@ -131,7 +134,7 @@ def _function_tangents(
             every = list(values)
             for i, value in zip(moving, varied, strict=True):
                 every[i] = value
-            return spec.function(*every)
+            return spec.function.of_masks(*every)
 
         return jax.jvp(of_moving, tuple(values[i] for i in moving), tuple(slopes))[1]
 
