@@ -29,7 +29,7 @@ PICTURE = ROOT / "docs" / "architecture.svg"
 # without JAX.
 PYTHON_ORDER = (
     *("__main__", "__init__", "transforms", "tools", "api", "primitives", "partitioning"),
-    *("lowering", "tuning", "problem"),
+    *("lowering", "epilogue", "tuning", "problem"),
     *("_extension", "_compat", "_core", "kernels"),
 )
 

@@ -381,6 +381,11 @@ def jaxpr_of(value: Any) -> Any:
     return inner if hasattr(inner, "eqns") else None
 
 
+def eval_jaxpr(jaxpr: Any, consts: Sequence[Any], *values: Any) -> list[Any]:
+    """Evaluates a jaxpr."""
+    return list(_core.eval_jaxpr(jaxpr, consts, *values))
+
+
 def bind_again(eqn: Any, values: Sequence[Any]) -> list[Any]:
     """Applies the operation of an equation to other values."""
     params = eqn.primitive.get_bind_params(eqn.params)

@@ -15,9 +15,9 @@ from jax_tcgemm.api import arguments, eager
 from jax_tcgemm.api import epilogue as epilogues
 from jax_tcgemm.kernels import table as kernel_table
 from jax_tcgemm.primitives import ragged as ragged_primitive
+from jax_tcgemm.problem import epilogue as problem_epilogue
 from jax_tcgemm.problem.activations import Activation
 from jax_tcgemm.problem.arithmetic import resolve_algorithm
-from jax_tcgemm.problem.epilogue import Epilogue
 from jax_tcgemm.problem.ragged import RaggedSpec
 
 _NAMES = arguments.Names("lhs", "rhs", "", "transpose_rhs")
@@ -104,8 +104,8 @@ def ragged_dot(
     if bias is not None:
         bias = arguments.vector("bias", bias, (groups, n), out_dtype)
         operands.append(jnp.broadcast_to(bias, (groups, n)))
-    epilogue = Epilogue(activation=activation)
-    spec = RaggedSpec(out_dtype, precision, bool(transpose_rhs), epilogue, config)
+    fused = problem_epilogue.Epilogue(activation=activation)
+    spec = RaggedSpec(out_dtype, precision, bool(transpose_rhs), fused, config)
     out_sharding = _compat.out_sharding_of(out_sharding, "ragged_dot")
     return ragged_primitive.dot(spec, *operands, out_sharding=out_sharding)[0]
 

@@ -163,7 +163,7 @@ def trace(
 
     def hoisted(*values: Any) -> list[Any]:
         given, held = values[: len(avals)], values[len(avals) :]
-        return jax.core.eval_jaxpr(closed.jaxpr, held, *given)
+        return _compat.eval_jaxpr(closed.jaxpr, held, *given)
 
     if consts:
         types = [jax.ShapeDtypeStruct(jax.numpy.shape(x), jax.typeof(x).dtype) for x in consts]

@@ -39,6 +39,10 @@ def translate(function: EpilogueFunction) -> Program | str:
         return str(error)
 
 
+def _is_literal(atom: Any) -> bool:
+    return isinstance(atom, core.Literal)
+
+
 class _Translation:
     """The state of one translation."""
 
@@ -46,7 +50,7 @@ class _Translation:
         self.flat = function.flat
         jaxpr = self.flat.jaxpr
         self.made = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
-        self.accumulators = list(jaxpr.invars[: function.accumulators])
+        self.accumulators: list[Any] = list(jaxpr.invars[: function.accumulators])
         self.given = set(jaxpr.invars) | set(jaxpr.constvars)
         self.shape = self.accumulators[0].aval.shape
         self.results = function.results
@@ -61,7 +65,7 @@ class _Translation:
         """Returns the variables that depend on the accumulators."""
         dependent = set(self.accumulators)
         for eqn in jaxpr.eqns:
-            if any(not isinstance(x, core.Literal) and x in dependent for x in eqn.invars):
+            if any(not _is_literal(x) and x in dependent for x in eqn.invars):
                 dependent.update(eqn.outvars)
         return dependent
 
@@ -72,9 +76,10 @@ class _Translation:
         if not all(isinstance(extent, int) for extent in self.shape):
             raise NotTranslatableError("symbolic shapes")
         matrices: dict[int, str] = {}
-        for i, atom in enumerate(self.flat.jaxpr.outvars):
-            depends = not isinstance(atom, core.Literal) and atom in self.dependent
-            if depends and atom.aval.shape == self.shape:
+        outvars: list[Any] = list(self.flat.jaxpr.outvars)
+        for i, atom in enumerate(outvars):
+            depends = not _is_literal(atom) and atom in self.dependent
+            if depends and self.spans(atom):
                 element(atom.aval.dtype)
                 matrices[i] = self.unrounded(self.value(atom, self.every), atom.aval.dtype)
             elif depends:
@@ -103,7 +108,7 @@ class _Translation:
 
     def reduce_for(self, atom: Any) -> None:
         """Has the kernel make the reductions that a value follows from."""
-        if isinstance(atom, core.Literal) or atom not in self.dependent:
+        if _is_literal(atom) or atom not in self.dependent:
             return
         if atom in self.accumulators:
             raise NotTranslatableError("a result of another shape that is no reduction")
@@ -111,11 +116,15 @@ class _Translation:
         if any(each.made is eqn for each in self.reductions):
             return
         operand = eqn.invars[0] if eqn.invars else None
-        if eqn.primitive.name in JOINS and operand.aval.shape == self.shape:
+        if eqn.primitive.name in JOINS and operand is not None and self.spans(operand):
             self.reductions.append(self.reduction(eqn, operand))
             return
         for each in eqn.invars:
             self.reduce_for(each)
+
+    def spans(self, atom: Any) -> bool:
+        """Whether a value has the product's shape."""
+        return atom.aval.shape == self.shape
 
     def reduction(self, eqn: Any, operand: Any) -> Reduction:
         """Returns a reduction of values that the kernel makes."""
@@ -141,7 +150,7 @@ class _Translation:
 
     def value(self, atom: Any, index: Index) -> str:
         """Returns the C++ of a value of the jaxpr, taken from there."""
-        if isinstance(atom, core.Literal):
+        if _is_literal(atom):
             if atom.aval.shape:
                 raise NotTranslatableError("an array as a literal")
             return operations.constant(atom.val, atom.aval.dtype)
@@ -212,8 +221,8 @@ class _Translation:
         if eqn.primitive.name != "add" or eqn.outvars[0].aval.dtype != jnp.float32:
             return None
         for one, other in (eqn.invars, eqn.invars[::-1]):
-            is_one = isinstance(one, core.Literal) and one.val == 1
-            made = None if isinstance(other, core.Literal) else self.made.get(other)
+            is_one = _is_literal(one) and one.val == 1
+            made = None if _is_literal(other) else self.made.get(other)
             if is_one and made is not None and made.primitive.name == "tanh":
                 return made.invars[0]
         return None
@@ -288,7 +297,7 @@ class _Translation:
             raise NotTranslatableError(f"random_bits of {width} bits")
         if "fry" not in str(key.aval.dtype):
             raise NotTranslatableError(f"random_bits of {key.aval.dtype}")
-        if isinstance(key, core.Literal) or key in self.dependent:
+        if _is_literal(key) or key in self.dependent:
             raise NotTranslatableError("random_bits of a key that depends on the product")
         if math.prod(shape) >= 2**32:
             raise NotTranslatableError("random_bits of more than 2^32 numbers")

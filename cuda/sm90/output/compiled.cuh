@@ -62,15 +62,22 @@ struct CompiledPlan {
   static constexpr bool has_room(int columns, int stages) {
     return stages * operands_bytes(columns) + results_bytes(columns) <= kWarpBytes;
   }
-  // Long rows are quicker to store.
-  static constexpr int columns() {
-    if (kConfig.output_n() % 64 == 0 && has_room(64, 2)) return 64;
-    return has_room(32, 2) || !has_room(16, 2) ? 32 : 16;
+  struct Choice {
+    int columns;
+    int stages;  // of operands; 0: they are read where they lie
+  };
+  // Long rows are quicker to store, and two stages hide that operands come from memory.
+  static constexpr Choice choice() {
+    constexpr Choice kChoices[] = {{64, 2}, {32, 2}, {16, 2}, {32, 1}, {16, 1}, {32, 0}, {16, 0}};
+    for (const Choice& each : kChoices) {
+      const bool divides = kConfig.output_n() % each.columns == 0;
+      if (divides && has_room(each.columns, each.stages)) return each;
+    }
+    return {0, 0};
   }
-  static constexpr int kColumns = columns();
-  // Of operands; 0: they are read where they lie.
-  static constexpr int kStages = has_room(kColumns, 2) ? 2 : has_room(kColumns, 1) ? 1 : 0;
-  static_assert(results_bytes(kColumns) <= kWarpBytes && kConfig.output_n() % kColumns == 0);
+  static constexpr int kColumns = choice().columns;
+  static constexpr int kStages = choice().stages;
+  static_assert(kColumns > 0, "no room for the results of so many types");
 
   // Constants, since device code cannot read the Program's arrays.
   static constexpr uint32_t kStageBytes = operands_bytes(kColumns);
