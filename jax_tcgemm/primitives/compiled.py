@@ -107,11 +107,8 @@ def _jvp(
     saved, masks = saved[:count], saved[count:]
     moves = any(t is not None for t in down)
     dz = _product_tangents(own, down, spec) if moves else [None] * count
-    wide = _wide(own, spec)
-    values = [*(z.astype(wide) for z in saved), *others, *masks]
-    slopes = [*(None if t is None else t.astype(wide) for t in dz), *dothers]
-    slopes += [None] * len(masks)
-    return results, _function_tangents(spec, values, slopes)
+    values, slopes = [*saved, *others, *masks], [*dz, *dothers, *[None] * len(masks)]
+    return results, _function_tangents(spec, _wide(own, spec), values, slopes)
 
 
 def _product_tangents(own: Sequence[Any], down: Sequence[Any], spec: CompiledSpec) -> list[Any]:
@@ -123,13 +120,25 @@ def _product_tangents(own: Sequence[Any], down: Sequence[Any], spec: CompiledSpe
 
 
 def _function_tangents(
-    spec: CompiledSpec, values: Sequence[Any], slopes: Sequence[Any]
+    spec: CompiledSpec, wide: Any, values: Sequence[Any], slopes: Sequence[Any]
 ) -> list[Any]:
+    """Returns the tangents of the results.
+
+    Args:
+        spec: the static parameters.
+        wide: type of the accumulators, which are given rounded.
+        values: the accumulators, the operands, the masks.
+        slopes: their tangents, ``None`` where that is zero.
+    """
+    count = spec.function.accumulators
     moving = [i for i, slope in enumerate(slopes) if slope is not None]
 
     # Rematerialized, so that the reverse pass keeps the accumulators and the operands alone.
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def tangents(values: Sequence[Any], slopes: Sequence[Any]) -> list[Any]:
+        values = [*(z.astype(wide) for z in values[:count]), *values[count:]]
+        slopes = [t.astype(wide) if i < count else t for i, t in zip(moving, slopes, strict=True)]
+
         def of_moving(*varied: Any) -> list[Any]:
             every = list(values)
             for i, value in zip(moving, varied, strict=True):
