@@ -43,26 +43,24 @@ def _clipped_gate(
 
 FUNCTIONS = {
     "mish": Function(lambda acc: jax.nn.mish(acc).astype(_BF16)),
-    "silu with a slope": Function(
+    "silu slope": Function(
         lambda acc, slope: (acc * jax.nn.sigmoid(slope * acc)).astype(_BF16), {"slope": ""}
     ),
-    "bias, gelu, dropout, residual": Function(_bias_gelu_dropout, {"bias": "n", "residual": "mn"}),
-    "squared relu with row scales": Function(
+    "dropout": Function(_bias_gelu_dropout, {"bias": "n", "residual": "mn"}),
+    "relu2 row scale": Function(
         lambda acc, scale: (jnp.square(jax.nn.relu(acc)) * scale).astype(_BF16), {"scale": "m1"}
     ),
-    "softcap, bias": Function(
+    "softcap": Function(
         lambda acc, bias: (30 * jnp.tanh(acc / 30) + bias).astype(_BF16), {"bias": "n"}
     ),
-    "hard swish to fp8 with amax": Function(_fp8_with_amax),
+    "fp8 amax": Function(_fp8_with_amax),
     "zero points": Function(
         lambda acc, row, column: (acc * row + column).astype(_BF16), {"row": "m1", "column": "n"}
     ),
-    "gated with biases and a clip": Function(_clipped_gate, {"bias_gate": "n", "bias_up": "n"}),
+    "gated clip": Function(_clipped_gate, {"bias_gate": "n", "bias_up": "n"}),
     "two results": Function(
         lambda acc, bias: (jax.nn.gelu(acc + bias).astype(_BF16), (acc + bias).astype(_BF16)),
         {"bias": "n"},
     ),
-    "scale of each group": Function(
-        lambda acc, scale: (jax.nn.silu(acc) * scale).astype(_BF16), {"scale": "g"}
-    ),
+    "scale": Function(lambda acc, scale: (jax.nn.silu(acc) * scale).astype(_BF16), {"scale": "g"}),
 }

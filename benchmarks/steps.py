@@ -85,8 +85,5 @@ STEPS = {
     "gated mlp": Step(
         gated_mlp, _xla_gated_mlp, {"w_gate": "kn", "w_up": "kn", "w_down": "nk"}, "mk", 9
     ),
-    **{
-        name: _function_step(name)
-        for name in ("softcap, bias", "silu with a slope", "bias, gelu, dropout, residual")
-    },
+    **{name: _function_step(name) for name in ("softcap", "silu slope", "dropout")},
 }

@@ -32,6 +32,13 @@ def test_quickstart(capsys):
     assert "(8, 256, 128) bfloat16" in lines[5]
 
 
+def test_custom_epilogue(capsys):
+    load("custom_epilogue").main(["--steps", "12", "--rows", "64", "--features", "32"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4
+    assert lines[-1].startswith("a step: ")
+
+
 def test_precision(capsys):
     load("precision").main(["--size", "128", "--steps", "12"])
     assert capsys.readouterr().out.splitlines()[-1].startswith("OK: as accurate as jnp")
@@ -191,6 +198,6 @@ def test_sharded_transformer_fails_where_more_is_gathered(sharded_transformer, m
 
 def test_every_example_is_tested():
     names = {"moe", "quickstart", "train_digits", "flax_dense", "transformer_mlp"}
-    names |= {"precision", "sharded_transformer"}
+    names |= {"custom_epilogue", "precision", "sharded_transformer"}
     assert {path.stem for path in EXAMPLES.glob("*.py")} == names
     assert not any(name in sys.modules for name in names)

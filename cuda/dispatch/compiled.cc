@@ -66,8 +66,7 @@ Status load(const std::string& cubin, LoadedKernel* kernel) {
   JAX_TCGEMM_RETURN_IF_ERROR(find_driver_function("cuLibraryGetKernel", &get_kernel));
   CUlibrary library = nullptr;
   CUkernel found = nullptr;
-  CUresult result =
-      load_data(&library, cubin.data(), nullptr, nullptr, 0, nullptr, nullptr, 0);
+  CUresult result = load_data(&library, cubin.data(), nullptr, nullptr, 0, nullptr, nullptr, 0);
   if (result == CUDA_SUCCESS) result = get_kernel(&found, library, kKernelName);
   JAX_TCGEMM_REQUIRE(result == CUDA_SUCCESS, "loading a kernel of ", cubin.size(), " bytes for ",
                      kernel->entry->name, ": CUresult ", static_cast<int>(result));
@@ -235,8 +234,8 @@ Status run_compiled(const GemmProblem& problem, const CompiledParams& params,
     }
     sm90::TensorMaps maps = {};
     JAX_TCGEMM_RETURN_IF_ERROR(sm90::encode_factors(problem, config, &maps));
-    const LaunchRequest request = {complete, problem.major_a, problem.major_b, &maps, device,
-                                   stream};
+    const LaunchRequest request = {complete, problem.major_a, problem.major_b,
+                                   &maps,    device,          stream};
     const cudaError_t launched = launch_compiled(config, &kernel->handle, request);
     if (cluster_too_large(launched, config, device)) continue;
     log_choice(problem, *kernel->entry);

@@ -35,8 +35,8 @@ __device__ __forceinline__ ValueOf<T> value_of(T element) {
 }
 
 // Two elements nearest to float32 values, ties to even; beyond the largest infinity, or NaN where
-// there is no infinity. The instructions for 8 bits end at the largest instead, and CUDA's functions
-// that do not are made of many.
+// there is no infinity. The instructions for 8 bits end at the largest instead, and CUDA's
+// functions that do not are made of many.
 template <typename T>
 __device__ __forceinline__ uint32_t packed_floats(float first, float second) {
   if constexpr (sizeof(T) == 2) {

@@ -53,16 +53,15 @@ void set_python_compiler(nb::object compile) {
                       std::string* cubin) {
     const nb::gil_scoped_acquire locked;
     try {
-      const nb::object made = (*kept)(nb::str(source.data(), source.size()),
-                                      nb::str(row.data(), row.size()),
-                                      nb::str(layout.data(), layout.size()));
+      const nb::object made =
+          (*kept)(nb::str(source.data(), source.size()), nb::str(row.data(), row.size()),
+                  nb::str(layout.data(), layout.size()));
       const auto bytes = nb::cast<nb::bytes>(made);
       cubin->assign(bytes.c_str(), bytes.size());
       return Status();
     } catch (const std::exception& error) {
-      return Status(Status::Code::kInternal,
-                    "jax_tcgemm: compiling an epilogue for " + std::string(row) + ": " +
-                        error.what());
+      return Status(Status::Code::kInternal, "jax_tcgemm: compiling an epilogue for " +
+                                                 std::string(row) + ": " + error.what());
     }
   });
 }
@@ -104,13 +103,15 @@ EpilogueWork work_called(const std::string& name) {
 }
 
 // See _core.pyi.
-std::vector<RankedConfig> rank_configs(
-    const std::string& algorithm, int64_t m, int64_t n, int64_t k, int64_t batch, bool aligned,
-    int sm_count, int shared_memory_per_block, bool float32_result, int compute_capability,
-    const std::string& layout, int64_t workspace_bytes, const std::string& epilogue, bool gated,
-    const std::string& grouped, int max_cluster_size, int batch_rank, bool whole_lines_a,
-    bool whole_lines_b, bool d_by_tma, bool has_c, bool c_by_tma, bool dense_splits,
-    bool compiled) {
+std::vector<RankedConfig> rank_configs(const std::string& algorithm, int64_t m, int64_t n,
+                                       int64_t k, int64_t batch, bool aligned, int sm_count,
+                                       int shared_memory_per_block, bool float32_result,
+                                       int compute_capability, const std::string& layout,
+                                       int64_t workspace_bytes, const std::string& epilogue,
+                                       bool gated, const std::string& grouped, int max_cluster_size,
+                                       int batch_rank, bool whole_lines_a, bool whole_lines_b,
+                                       bool d_by_tma, bool has_c, bool c_by_tma, bool dense_splits,
+                                       bool compiled) {
   const auto decoded = algorithm_from_name(algorithm);
   if (!decoded) throw std::invalid_argument("unknown algorithm '" + algorithm + "'");
   if (layout.size() != 2) throw std::invalid_argument("layout '" + layout + "'");
@@ -188,13 +189,13 @@ NB_MODULE(_core, module) {
   module.def("build_info", &build_info);
   module.def("set_compiler", &set_python_compiler, nb::arg("compiler"));
   module.def("device_properties", &device_properties, nb::arg("ordinal"));
-  module.def("rank_configs", &rank_configs, nb::arg("algorithm"), nb::arg("m"), nb::arg("n"),
-             nb::arg("k"), nb::arg("batch"), nb::arg("aligned"), nb::arg("sm_count"),
-             nb::arg("shared_memory_per_block"), nb::arg("float32_result") = false,
-             nb::arg("compute_capability") = 80, nb::arg("layout") = "nn",
-             nb::arg("workspace_bytes") = 0, nb::arg("epilogue") = "none", nb::arg("gated") = false,
-             nb::arg("grouped") = "none", nb::arg("max_cluster_size") = 0,
-             nb::arg("batch_rank") = 0, nb::arg("whole_lines_a") = true,
-             nb::arg("whole_lines_b") = true, nb::arg("d_by_tma") = true, nb::arg("has_c") = false,
-             nb::arg("c_by_tma") = true, nb::arg("dense_splits") = false, nb::arg("compiled") = false);
+  module.def(
+      "rank_configs", &rank_configs, nb::arg("algorithm"), nb::arg("m"), nb::arg("n"), nb::arg("k"),
+      nb::arg("batch"), nb::arg("aligned"), nb::arg("sm_count"), nb::arg("shared_memory_per_block"),
+      nb::arg("float32_result") = false, nb::arg("compute_capability") = 80,
+      nb::arg("layout") = "nn", nb::arg("workspace_bytes") = 0, nb::arg("epilogue") = "none",
+      nb::arg("gated") = false, nb::arg("grouped") = "none", nb::arg("max_cluster_size") = 0,
+      nb::arg("batch_rank") = 0, nb::arg("whole_lines_a") = true, nb::arg("whole_lines_b") = true,
+      nb::arg("d_by_tma") = true, nb::arg("has_c") = false, nb::arg("c_by_tma") = true,
+      nb::arg("dense_splits") = false, nb::arg("compiled") = false);
 }

@@ -20,16 +20,16 @@
 
 namespace jax_tcgemm {
 
-// Set by jax_tcgemm/lowering/compiled.py. Operands: a, b, [b2 or group_sizes], those of the epilogue.
-// With groups, which divide the rows, those are the batch's matrices of b.
+// Set by jax_tcgemm/lowering/compiled.py. Operands: a, b, [b2 or group_sizes], those of the
+// epilogue. With groups, which divide the rows, those are the batch's matrices of b.
 struct CompiledAttributes {
   int64_t m, n, k;
   int64_t b2_offset;
   Strides batch_shape;
-  Strides a_strides;         // (batch..., m, k)
-  Strides b_strides;         // (batch..., k, n)
-  Strides operand_strides;   // (batch..., m, n), one operand of the epilogue after the other
-  Strides operand_vectors;   // 1 where one is read by vectors of 16 bytes
+  Strides a_strides;        // (batch..., m, k)
+  Strides b_strides;        // (batch..., k, n)
+  Strides operand_strides;  // (batch..., m, n), one operand of the epilogue after the other
+  Strides operand_vectors;  // 1 where one is read by vectors of 16 bytes
   Strides result_elements;
   bool has_b2, gated, has_groups;
   std::string_view algorithm, config, digest, source;
@@ -106,8 +106,8 @@ Status decode_operand(const CompiledAttributes& at, ffi::RemainingArgs& operands
     if (axis == batch_rank + 1) operand->stride_n = stride;
   }
   const auto available = static_cast<int64_t>(buffer->element_count());
-  JAX_TCGEMM_REQUIRE(last < available, "operand ", i, " of the epilogue is addressed up to element ",
-                     last, " but has ", available);
+  JAX_TCGEMM_REQUIRE(last < available, "operand ", i,
+                     " of the epilogue is addressed up to element ", last, " but has ", available);
   operand->data = buffer->untyped_data();
   JAX_TCGEMM_REQUIRE(at.operand_vectors[i] == 0 || is_aligned(operand->data), "operand ", i,
                      " of the epilogue lies at ", operand->data, ", no multiple of 16 bytes");
@@ -124,9 +124,9 @@ Status decode_epilogue(const CompiledAttributes& at, ffi::RemainingArgs& operand
   for (size_t i = 0; i < count; ++i) {
     JAX_TCGEMM_RETURN_IF_ERROR(decode_operand(at, operands, i, &params->operands[i]));
   }
-  JAX_TCGEMM_REQUIRE(results.size() == at.result_elements.size() &&
-                         results.size() <= size_t{kMaxCompiledResults},
-                     results.size(), " results, at most ", kMaxCompiledResults);
+  JAX_TCGEMM_REQUIRE(
+      results.size() == at.result_elements.size() && results.size() <= size_t{kMaxCompiledResults},
+      results.size(), " results, at most ", kMaxCompiledResults);
   for (size_t i = 0; i < results.size(); ++i) {
     auto result = results.get<ffi::AnyBuffer>(i);
     JAX_TCGEMM_REQUIRE(result.has_value(), "result ", i, " is missing");
@@ -202,11 +202,9 @@ XLA_FFI_DEFINE_HANDLER(kCompiledGemmHandler, compiled_gemm,
                            .Attrs<CompiledAttributes>(),
                        {ffi::Traits::kCmdBufferCompatible});
 
-XLA_FFI_DEFINE_HANDLER(kInstantiateHandler, instantiate_compiled_gemm,
-                       ffi::Ffi::BindInstantiate()
-                           .RemainingArgs()
-                           .RemainingRets()
-                           .Attrs<CompiledAttributes>());
+XLA_FFI_DEFINE_HANDLER(
+    kInstantiateHandler, instantiate_compiled_gemm,
+    ffi::Ffi::BindInstantiate().RemainingArgs().RemainingRets().Attrs<CompiledAttributes>());
 
 }  // namespace
 

@@ -79,8 +79,8 @@ Status decode_operand(const char* name, const void* data, int64_t bytes, Strides
   operand->data = data;
   operand->ld = single_row ? 0 : k_major ? stride_mn : stride_k;
   // Rows that are all the same one would be loaded as if they lay one after the other.
-  JAX_TCGEMM_REQUIRE(span == 0 || single_row || operand->ld > 0, name, " has strides ",
-                     stride_mn, " and ", stride_k, " for extents ", extent_mn, " and k=", extent_k,
+  JAX_TCGEMM_REQUIRE(span == 0 || single_row || operand->ld > 0, name, " has strides ", stride_mn,
+                     " and ", stride_k, " for extents ", extent_mn, " and k=", extent_k,
                      "; none of them may be 0");
   operand->span = span;
   operand->batch = batch_strides(strides, attributes.batch_shape.size());
@@ -189,10 +189,10 @@ class OperandReader {
 Status decode_factor_layouts(const GemmAttributes& at, const void* a, const void* b, int64_t bytes,
                              int64_t span_a, int64_t span_b, GemmProblem* problem) {
   const size_t batch_rank = at.batch_shape.size();
-  JAX_TCGEMM_RETURN_IF_ERROR(decode_operand(
-      "a", a, bytes, at.a_strides, at, at.m, at.a_strides[batch_rank],
-      at.a_strides[batch_rank + 1], span_a, &problem->params.a, &problem->major_a,
-      &problem->strides_aligned_a, &problem->aligned_a));
+  JAX_TCGEMM_RETURN_IF_ERROR(decode_operand("a", a, bytes, at.a_strides, at, at.m,
+                                            at.a_strides[batch_rank], at.a_strides[batch_rank + 1],
+                                            span_a, &problem->params.a, &problem->major_a,
+                                            &problem->strides_aligned_a, &problem->aligned_a));
   return decode_operand("b", b, bytes, at.b_strides, at, at.n, at.b_strides[batch_rank + 1],
                         at.b_strides[batch_rank], span_b, &problem->params.b, &problem->major_b,
                         &problem->strides_aligned_b, &problem->aligned_b);

@@ -14,8 +14,8 @@
 //        consumer: send for C -> [wait turn] -> mainloop (sm90/mainloop.cuh); while its last
 //        instructions run: [pass the turn], fetch the bias -> [sm90/split_k/in_workspace.cuh] ->
 //        output (sm90/output/output.cuh, or sm90/output/transposed.cuh, or
-//        sm90/output/compiled.cuh, or sm90/split_k/in_cluster.cuh). The producer runs ahead into the next tile meanwhile; in
-//        pingpong the other consumer multiplies.
+//        sm90/output/compiled.cuh, or sm90/split_k/in_cluster.cuh). The producer runs ahead into
+//        the next tile meanwhile; in pingpong the other consumer multiplies.
 // A block of a cluster ends when nothing more will be written to it or read from it, which its
 // producer waits for; a barrier of the cluster in its place takes half a microsecond.
 

@@ -1,9 +1,9 @@
 // The output of a kernel whose epilogue was compiled at run time from a function of JAX
 // (jax_tcgemm/epilogue): any operands, any results. Takes the place of Output.
 //
-// A warp finishes its 16 rows sub-tile by sub-tile, of 16, 32 or 64 columns. What has whole vectors of
-// columns is copied to the warp's part of shared memory one sub-tile ahead; results gather there, so
-// that they leave as vectors as well. Warps do not wait for one another.
+// A warp finishes its 16 rows sub-tile by sub-tile, of 16, 32 or 64 columns. What has whole vectors
+// of columns is copied to the warp's part of shared memory one sub-tile ahead; results gather
+// there, so that they leave as vectors as well. Warps do not wait for one another.
 //
 //   before the mainloop: cp.async of the first sub-tile's operands
 //   the warp: [cp.async of the next one's] -> wait -> accumulators, operands -> Program ->
@@ -150,7 +150,7 @@ struct CompiledIo {
 #pragma unroll
     for (int i = 0; i < kChunkValues; i += 2) {
       store_shared_pair<T>(results + Plan::template kResultAt<kIndex> + in_buffer<T>(i), value[i],
-                        value[i + 1]);
+                           value[i + 1]);
     }
   }
 
@@ -186,8 +186,7 @@ struct CompiledIo {
         const auto x = joined_lanes<Join, 1, 2>(
             join(join(value[i], value[i + 1]), join(value[i + 4], value[i + 5])));
         if (lane % 4 == 0 && m(i) < params.m && column < params.n) {
-          out[(int64_t{batch} * params.m + m(i)) * column_blocks + column_block] =
-              element_of<T>(x);
+          out[(int64_t{batch} * params.m + m(i)) * column_blocks + column_block] = element_of<T>(x);
         }
       }
     } else {
@@ -355,8 +354,7 @@ class CompiledOutput {
       const int row = kMatrix ? vector / kRowVectors : 0;
       const int column = vector % kRowVectors * (Plan::kVector / kKind.bytes);
       const bool exists = kVectors % 32 == 0 || vector < kVectors;
-      const bool inside =
-          at.column + column < params_.n && (!kMatrix || at.row + row < rows());
+      const bool inside = at.column + column < params_.n && (!kMatrix || at.row + row < rows());
       if (!exists) continue;
       const int64_t from = (at.row + row) * operand.stride_m + (at.column + column);
       ptx::cp_async_16(to + row * kPitch + column * kKind.bytes,
