@@ -202,21 +202,26 @@ def wrong(epilogue: Epilogue, m: int, n: int, layout: str) -> str | None:
     ours = jax.jit(
         lambda a, b, *x: gemm(a, b, transpose_a=ta, transpose_b=tb, epilogue=f, epilogue_operands=x)
     )(a, b, *others)
-    theirs = jax.jit(f)(jnp.asarray(product).astype(jnp.float32), *others)
+    exactly = jnp.asarray(product).astype(jnp.float32)
+    theirs = jax.jit(f)(exactly, *others)
+    # What a rounding of the product would change.
+    moved = jax.jit(f)(exactly * np.float32(1 + 2**-23), *others)
     with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
         values = [np.asarray(x).astype(np.float64) for x in (product, *others)]
         true = [np.asarray(x) for x in epilogue.run(True, *map(jnp.asarray, values))]
-    for i, (mine, other, exact) in enumerate(zip(ours, theirs, true, strict=True)):
-        what = _compare(np.asarray(mine), np.asarray(other), exact, epilogue.results[i][1])
+    for i, (*found, exact) in enumerate(zip(ours, theirs, moved, true, strict=True)):
+        what = _compare(*map(np.asarray, found), exact, epilogue.results[i][1])
         if what is not None:
             return f"result {i} of {epilogue}: {what}"
     return None
 
 
-def _compare(mine: np.ndarray, other: np.ndarray, exact: np.ndarray, dtype: str) -> str | None:
+def _compare(
+    mine: np.ndarray, other: np.ndarray, moved: np.ndarray, exact: np.ndarray, dtype: str
+) -> str | None:
     if dtype.startswith("int"):
         exact = np.clip(np.round(exact * 4), -100, 100)
-    x, y = mine.astype(np.float64), other.astype(np.float64)
+    x, y, z = (values.astype(np.float64) for values in (mine, other, moved))
     # Where XLA itself differs (beyond float32's range), nothing is asked.
     known = (np.isnan(exact) == np.isnan(y)) & (np.isinf(exact) == np.isinf(y))
     if dtype.startswith("int"):
@@ -233,6 +238,8 @@ def _compare(mine: np.ndarray, other: np.ndarray, exact: np.ndarray, dtype: str)
     allowed = 4e-6 + step.get(dtype, 0.0) + (0.3 if dtype.startswith("int") else 0)
     error = np.abs(x - exact)[finite] / scale
     reference = np.abs(y - exact)[finite] / scale
+    steps = (np.abs(z - y)[finite] / scale)[np.isfinite(z[finite])]
+    reference = np.append(reference, steps)
     if dtype.startswith("int"):  # a smooth value between two of them may go either way
         error, reference = np.abs(x - y)[finite] > 1, np.zeros(1)
     if error.max() > 2 * reference.max() + allowed:

@@ -69,6 +69,33 @@ def _everything(acc, scalar, row, column, matrix, wide_matrix):
     }
 
 
+_OF_ANY_SIZE = {
+    "exp": jnp.exp,
+    "logistic": jax.nn.sigmoid,
+    "silu": jax.nn.silu,
+    "gelu": jax.nn.gelu,
+    "gelu_exact": lambda x: jax.nn.gelu(x, approximate=False),
+    "mish": jax.nn.mish,
+    "softplus": jax.nn.softplus,
+    "tanh": jnp.tanh,
+    "expm1": jnp.expm1,
+    "exp2": jnp.exp2,
+}
+
+
+@pytest.mark.parametrize("name", _OF_ANY_SIZE)
+def test_functions_from_end_to_end_of_their_range(name):
+    f = _OF_ANY_SIZE[name]
+    sizes = np.concatenate([np.linspace(0, 200, 8191), [3e38]]).astype(np.float32)
+    a = jnp.asarray(np.concatenate([sizes, -sizes]).reshape(128, 128)).astype(BF16)
+    y = jax.jit(lambda a: gemm(a, jnp.eye(128, dtype=BF16), epilogue=f))(a)
+    expected = jax.jit(f)(a.astype(jnp.float32))
+    assert (jnp.isnan(y) == jnp.isnan(expected)).all()
+    assert (jnp.isinf(y) == jnp.isinf(expected)).all()
+    finite = jnp.isfinite(expected)
+    np.testing.assert_allclose(y[finite], expected[finite], 4e-6, 1e-37)
+
+
 @pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
 @pytest.mark.parametrize(
     ("m", "n", "k"), [(128, 256, 64), (200, 136, 72), (333, 264, 520), (1000, 1008, 256)]

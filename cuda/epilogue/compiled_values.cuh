@@ -267,11 +267,12 @@ __device__ __forceinline__ float fast_exp(float x) {
   constexpr float kLog2E = 1.4426950408889634f;
   constexpr float kLog2ELow = 1.925963033500975e-08f;
   const float high = x * kLog2E;
-  // Where the product is infinite there is no error to be put back.
   const float low = fmaf(x, kLog2ELow, fmaf(x, kLog2E, -high));
   float power;
   asm("ex2.approx.f32 %0, %1;\n" : "=f"(power) : "f"(high));
-  return fabsf(high) < 200.f ? fmaf(power, low * 0.6931471805599453f, power) : power;
+  // Infinity has no error to be put back, and `low` of an infinite product is NaN.
+  const bool is_finite = high < 128.f && high > -200.f;
+  return is_finite ? fmaf(power, low * 0.6931471805599453f, power) : power;
 }
 
 // 1 / (1 + exp(-x)), to a few ulp.
