@@ -13,13 +13,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import quantized
 from functions import FUNCTIONS
 from steps import STEPS, Arrays, value_and_gradients
 
 from jax_tcgemm import _compat, gated_gemm, gemm, ragged_dot
 from jax_tcgemm.primitives import gemm as gemm_primitive
 from jax_tcgemm.problem.activations import ACTIVATIONS
-from jax_tcgemm.problem.arithmetic import resolve_algorithm
+from jax_tcgemm.problem.arithmetic import resolve_algorithm, resolve_run_time
 from jax_tcgemm.problem.epilogue import Epilogue
 from jax_tcgemm.problem.spec import GemmSpec
 from jax_tcgemm.problem.strides import Operands
@@ -32,10 +33,11 @@ DTYPES = {
     "bf16": jnp.dtype(jnp.bfloat16),
     "f16": jnp.dtype(jnp.float16),
     "f32": jnp.dtype(jnp.float32),
+    **quantized.DTYPES,
 }
 
 # What an epilogue may be joined from, besides the names of activations.
-_EPILOGUE_PARTS = {"none", "bias", "c", "aux", "alpha", "beta_c", "silu_glu"}
+_EPILOGUE_PARTS = {"none", "bias", "c", "aux", "alpha", "beta_c", "silu_glu", "amax"}
 
 _TRANSPOSED = ("transpose_a", "transpose_b")
 
@@ -64,6 +66,9 @@ class Case:
     step: str = ""
     precision: str | None = None
     function: str = ""
+    dtype_b: str | None = None
+    scale: str = ""
+    sums: str = ""
 
     def __post_init__(self) -> None:
         unknown = set(self.parts) - _EPILOGUE_PARTS - set(ACTIVATIONS)
@@ -75,6 +80,8 @@ class Case:
             raise ValueError(f"broadcast={self.broadcast!r} must be a or b")
         if self.function not in ("", *FUNCTIONS):
             raise ValueError(f"function={self.function!r} must be one of {list(FUNCTIONS)}")
+        if self.scale not in ("", *quantized.SCALES) or self.sums not in ("", *quantized.SUMS):
+            raise ValueError(f"scale={self.scale!r}, sums={self.sums!r} are not known")
         if self.step not in ("", *STEPS):
             raise ValueError(f"step={self.step!r} must be one of {list(STEPS)}")
 
@@ -112,6 +119,12 @@ class Case:
             words.append(self.function)
         if self.step:
             words.append(f"{self.step} gradients")
+        if self.dtype_b:
+            words.append(f"by {self.dtype_b}")
+        if self.scale:
+            words.append(self.scale)
+        if self.sums:
+            words.append(self.sums)
         if self.out:
             words.append(f"to {self.out}")
         if self.precision:
@@ -151,6 +164,10 @@ class Case:
     def algorithm(self) -> str | None:
         """The kernel algorithm that computes the case."""
         dtype = DTYPES[self.dtype]
+        if self.scale:
+            sums = jnp.dtype(jnp.int32 if self.dtype == "s8" else jnp.float32)
+            asked = _compat.canonicalize_precision("highest" if self.sums == "promoted" else None)
+            return resolve_run_time(dtype, DTYPES[self.dtype_b or self.dtype], sums, asked)
         precision = _compat.canonicalize_precision(self.precision)
         return resolve_algorithm(dtype, dtype, self.out_dtype, precision)
 
@@ -174,6 +191,8 @@ class Case:
             shapes["bias"] = (*groups, self.n)
         if self.has_c:
             shapes["c"] = (*batch, self.m, self.n)
+        if self.scale:
+            shapes |= quantized.scale_shapes(self)
         if self.function:
             extents = {"m": self.m, "n": self.n, "1": 1, "g": len(self.group_sizes)}
             for name, letters in FUNCTIONS[self.function].operands.items():
@@ -192,6 +211,11 @@ class Case:
         numbers = numbers or Numbers(time.time_ns() % 2**31)
 
         def drawn(name: str, x: jax.ShapeDtypeStruct) -> jax.Array:
+            if self.scale:
+                values = numbers.take(jax.ShapeDtypeStruct(x.shape, jnp.float32))
+                if name.endswith("scale"):
+                    return quantized.scales(values, self.k, DTYPES[self.dtype])
+                return quantized.drawn(values, x.dtype)
             summed = self.k if name in ("b", "b2") else x.shape[0] if name.startswith("w") else 1
             values = numbers.take(x)
             return values if summed == 1 else values * x.dtype.type(summed**-0.5)
@@ -202,12 +226,13 @@ class Case:
     @property
     def types(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Types of the operands by name."""
-        return {
-            name: jax.ShapeDtypeStruct(
-                shape, DTYPES[self.dtype] if name in _FACTORS else self.out_dtype
-            )
-            for name, shape in self.shapes.items()
-        }
+
+        def dtype(name: str) -> np.dtype:
+            if name in _FACTORS:
+                return DTYPES[(self.dtype_b if name != "a" else None) or self.dtype]
+            return jnp.dtype(jnp.float32) if self.scale else self.out_dtype
+
+        return {name: jax.ShapeDtypeStruct(x, dtype(name)) for name, x in self.shapes.items()}
 
     def ours(self, config: str | None = None) -> Callable[[Arrays], Any]:
         """Returns the case computed by this package.
@@ -215,6 +240,8 @@ class Case:
         Args:
             config: name of the kernel configuration; None lets the heuristic choose.
         """
+        if self.scale:
+            return quantized.ours(self, config)
         if self.step:
             return lambda arrays: value_and_gradients(STEPS[self.step].ours, arrays)
         if self.function:
@@ -313,6 +340,8 @@ class Case:
 
     def xla(self, arrays: Arrays) -> Any:
         """Computes the case by the natural JAX expression."""
+        if self.scale:
+            return quantized.xla(self, arrays)
         if self.step:
             return value_and_gradients(STEPS[self.step].xla, arrays)
         preferred = self.out_dtype if self.out else None

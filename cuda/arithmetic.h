@@ -51,6 +51,8 @@ struct Arithmetic {
   bool k_major;
   // A wide result wants parts of k added up in float32 (KernelConfig::promote).
   bool promotes;
+  // The build has no kernels for it: each is compiled at run time, with its epilogue.
+  bool at_run_time;
 };
 
 constexpr Arithmetic arithmetic_of(Algorithm algorithm) {

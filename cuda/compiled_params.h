@@ -22,7 +22,18 @@ struct CompiledOperand {
   BatchStrides batch;
 };
 
+// Scales by blocks of 8-bit operands: of 1 x kScaleBlock (k) of A, of kScaleBlock x kScaleBlock of B.
+constexpr int kScaleBlock = 128;
+
+struct BlockScales {
+  const float* a;  // (batch, m, blocks of k), with any strides
+  const float* b;  // (batch, blocks of k, blocks of n)
+  int64_t a_stride_m, a_stride_k, b_stride_k, b_stride_n;  // elements
+  BatchStrides a_batch, b_batch;
+};
+
 struct CompiledParams : GemmParams {
+  BlockScales scales;
   CompiledOperand operands[kMaxCompiledOperands];
   void* results[kMaxCompiledResults];  // each (batch, m, n), contiguous
 };

@@ -119,14 +119,16 @@ struct KernelConfig {
   constexpr int threads() const { return 32 * (consumer_warps() + producer_warps()); }
 
   // sm90: an operand is rows of 128 bytes, and of an mn-major one whole rows are loaded; rows of
-  // fewer bytes if the tile has no more. Where operands are swapped tile_n is a k-major one's.
+  // fewer bytes if the tile has no more. Where operands are swapped tile_n is a k-major one's, and
+  // those of 8 bits all are.
   constexpr int mn_row_bytes(int tile_mn) const {
     const int bytes = tile_mn * element_bytes(algorithm);
     return bytes < 128 ? bytes : 128;
   }
   constexpr int operand_bytes(int tile_mn) const {
     const int row = mn_row_bytes(tile_mn) / element_bytes(algorithm);
-    if (arch == Arch::kSm90 && !swap_ab) tile_mn = (tile_mn + row - 1) / row * row;
+    const bool may_be_mn_major = !swap_ab && element_bytes(algorithm) > 1;
+    if (arch == Arch::kSm90 && may_be_mn_major) tile_mn = (tile_mn + row - 1) / row * row;
     return tile_mn * tile_k * element_bytes(algorithm);
   }
   constexpr int stage_bytes() const { return operand_bytes(tile_m) + operand_bytes(tile_n); }

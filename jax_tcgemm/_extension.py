@@ -20,8 +20,15 @@ except ImportError as error:
 GEMM_TARGET = "jax_tcgemm_gemm_v1"
 RAGGED_DOT_TARGET = "jax_tcgemm_ragged_dot_v1"
 ACTIVATION_GRADIENT_TARGET = "jax_tcgemm_activation_gradient_v1"
-COMPILED_TARGET = "jax_tcgemm_compiled_gemm_v1"
-TARGETS = (GEMM_TARGET, RAGGED_DOT_TARGET, ACTIVATION_GRADIENT_TARGET, COMPILED_TARGET)
+COMPILED_TARGET = "jax_tcgemm_compiled_gemm_v2"
+TRANSPOSE_TARGET = "jax_tcgemm_transpose_v1"
+TARGETS = (
+    GEMM_TARGET,
+    RAGGED_DOT_TARGET,
+    ACTIVATION_GRADIENT_TARGET,
+    COMPILED_TARGET,
+    TRANSPOSE_TARGET,
+)
 
 BUILT_TARGETS: frozenset[str] = frozenset(_core.registrations())
 KERNEL_NAMES: frozenset[str] = frozenset(_core.kernel_names())

@@ -97,15 +97,22 @@ def generated_files(configs, cpp: ModuleType) -> dict[str, str]:
     return files
 
 
-def registry(configs, cpp: ModuleType) -> str:
-    """The list of kernels that cuda/dispatch/choice.cc includes, in the order of the table."""
+def registry(configs, run_time, cpp: ModuleType) -> str:
+    """The list of kernels that cuda/dispatch/choice.cc includes, in the order of the table.
+
+    Args:
+        configs: the rows that are built.
+        run_time: those that are compiled at run time.
+        cpp: the module that writes rows.
+    """
+    rows = [(c, f"&kernels_{c.name}") for c in configs] + [(c, "nullptr") for c in run_time]
     return _REGISTRY.format(
         declarations="\n".join(
             [f"extern const KernelSet kernels_{c.name};" for c in configs]
-            + [_CHECK.format(config=cpp.config(c), row=c) for c in configs]
+            + [_CHECK.format(config=cpp.config(c), row=c) for c, _ in rows]
         ),
         entries="\n".join(
-            f'    {{"{c.name}", {cpp.config(c)}, &kernels_{c.name}}},' for c in configs
+            f'    {{"{c.name}", {cpp.config(c)}, {kernels}}},' for c, kernels in rows
         ),
     )
 
@@ -116,6 +123,9 @@ _ARITHMETIC = """\
 
 // Enumerator, bytes, type in device code, ffi::DataType, CU_TENSOR_MAP_DATA_TYPE_*.
 #define JAX_TCGEMM_ELEMENT_TYPES(X) {types}
+
+// Those of them in which kernels of the build write D.
+#define JAX_TCGEMM_BUILT_TYPES(X) {built_types}
 
 // The members of Arithmetic, after an enumerator.
 #define JAX_TCGEMM_ALGORITHMS(X) {rows}
@@ -136,8 +146,11 @@ def _entries(lines) -> str:
     return "".join(f" \\\n  X({line})" for line in lines)
 
 
-def arithmetic_lists(types, rows, plane_products, cpp: ModuleType) -> str:
+def arithmetic_lists(arithmetic: ModuleType, cpp: ModuleType) -> str:
     """The table of arithmetic as lists for the preprocessor."""
+    rows = arithmetic.ALL_ARITHMETIC.values()
+    built = arithmetic.ARITHMETIC.values()
+    plane_products = arithmetic.PLANE_PRODUCTS.values()
 
     def of(element) -> str:
         return "k" + element.tag.capitalize()
@@ -154,8 +167,12 @@ def arithmetic_lists(types, rows, plane_products, cpp: ModuleType) -> str:
         name = cpp.enumerator("", row.name)[2:]
         return f'{name}, {of(row.accumulator)}, "m16n8k{k}.row.col.{types}"'
 
+    def listed(types) -> str:
+        return _entries(f"{of(t)}, {t.bytes}, {t.cpp}, {t.ffi}, {t.tma}" for t in types)
+
     return _ARITHMETIC.format(
-        types=_entries(f"{of(t)}, {t.bytes}, {t.cpp}, {t.ffi}, {t.tma}" for t in types),
+        types=listed(arithmetic.ELEMENT_TYPES),
+        built_types=listed(arithmetic.BUILT_TYPES),
         rows=_entries(
             ", ".join(
                 [
@@ -163,18 +180,18 @@ def arithmetic_lists(types, rows, plane_products, cpp: ModuleType) -> str:
                     f'"{row.name}"',
                     *map(of, (row.a, row.b, row.accumulator, row.outputs[0], row.outputs[-1])),
                     flag(row.rounds_operands),
-                    *map(flag, (row.wgmma, row.k_major, row.promotes)),
+                    *map(flag, (row.wgmma, row.k_major, row.promotes, row.at_run_time)),
                 ]
             )
             for row in rows
         ),
-        instructions=_entries(instruction(row, row.k) for row in rows),
+        instructions=_entries(instruction(row, row.k) for row in built),
         plane_products=_entries(
             f'"{row.name}", {cpp.enumerator("", row.factors)[2:]}, {row.count}, {row.order}, '
             f"{packed(i for i, _ in row.pairs)}, {packed(j for _, j in row.pairs)}"
             for row in plane_products
         ),
-        k8_instructions=_entries(instruction(row, row.k // 2) for row in rows if row.turing),
+        k8_instructions=_entries(instruction(row, row.k // 2) for row in built if row.turing),
     )
 
 
@@ -182,12 +199,12 @@ _WGMMA = """\
 template <>
 struct Wgmma<{algorithm}, {n}> {{
   template <Major kMajorA, Major kMajorB>
-  static __device__ __forceinline__ void from_shared(float (&d)[{count}], uint64_t a, uint64_t b,
+  static __device__ __forceinline__ void from_shared({sum} (&d)[{count}], uint64_t a, uint64_t b,
                                                      bool accumulate) {{
     asm volatile(
         "{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{p2}, 0;\\n"
         "wgmma.mma_async.sync.aligned.m64n{n}{types} {{{registers}}}, "
-        "%{p0}, %{p1}, p, 1, 1{majors};\\n}}\\n"
+        "%{p0}, %{p1}, p{factors}{majors};\\n}}\\n"
         : {operands}
         : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(static_cast<int>(kMajorA)),
           "n"(static_cast<int>(kMajorB)));
@@ -215,18 +232,25 @@ def wgmma_instructions(configs, arithmetic, cpp: ModuleType) -> str:
     for algorithm, n in sorted({(c.algorithm, c.tile_n) for c in configs if c.arch == "sm90"}):
         row = arithmetic[algorithm]
         count = n // 2
+        is_integer = row.accumulator.tag == "s32"
         words = {
             "algorithm": cpp.enumerator("Algorithm", algorithm),
             "n": n,
             "count": count,
-            "types": f"k{row.k}.{row.accumulator.tag}.{row.multiplied}.{row.multiplied}",
+            "types": f"k{row.k}.{row.accumulator.tag}.{row.multiplied}.{row.multiplied_b}",
+            "sum": row.accumulator.cpp,
+            # Of integers there is no factor that may be -1.
+            "factors": "" if is_integer else ", 1, 1",
             "registers": ", ".join(f"%{i}" for i in range(count)),
-            "operands": ", ".join(f'"+f"(d[{i}])' for i in range(count)),
+            "operands": ", ".join(
+                f'"+{"r" if is_integer else "f"}"(d[{i}])' for i in range(count)
+            ),
             # Which dimension is contiguous is an operand of the instructions that let one choose.
             "majors": "" if row.k_major else f", %{count + 3}, %{count + 4}",
             **{f"p{i}": count + i for i in range(6)},
         }
-        from_registers = _WGMMA_FROM_REGISTERS.format(**words) if row.k_major else ""
+        is_tf32 = row.k_major and row.a.bytes == 4
+        from_registers = _WGMMA_FROM_REGISTERS.format(**words) if is_tf32 else ""
         parts.append(_WGMMA.format(from_registers=from_registers, **words))
     return "\n".join(parts)
 
@@ -257,14 +281,12 @@ def main() -> None:
     if arguments.out is None:
         parser.error("--out is needed unless --list is given")
     arguments.out.mkdir(parents=True, exist_ok=True)
-    files["kernel_registry.inc"] = registry(configs, cpp)
-    files["wgmma_instructions.inc"] = wgmma_instructions(configs, arithmetic.ARITHMETIC, cpp)
-    files["arithmetic.inc"] = arithmetic_lists(
-        arithmetic.ELEMENT_TYPES,
-        arithmetic.ARITHMETIC.values(),
-        arithmetic.PLANE_PRODUCTS.values(),
-        cpp,
+    run_time = table.RUN_TIME_CONFIGS
+    files["kernel_registry.inc"] = registry(configs, run_time, cpp)
+    files["wgmma_instructions.inc"] = wgmma_instructions(
+        (*configs, *run_time), arithmetic.ALL_ARITHMETIC, cpp
     )
+    files["arithmetic.inc"] = arithmetic_lists(arithmetic, cpp)
     for name, text in files.items():
         write_if_changed(arguments.out / name, text)
 

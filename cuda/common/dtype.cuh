@@ -13,8 +13,11 @@
 
 namespace jax_tcgemm {
 
+// Of types that kernels compiled at run time alone multiply there is none: nobody looks at them.
 template <ElementType kType>
-struct DeviceType;
+struct DeviceType {
+  using Element = void;
+};
 
 template <typename Element>
 inline constexpr ElementType kTypeOf = {};
@@ -26,13 +29,13 @@ inline constexpr ElementType kTypeOf = {};
   };                                                           \
   template <>                                                  \
   inline constexpr ElementType kTypeOf<Device> = ElementType::Type;
-JAX_TCGEMM_ELEMENT_TYPES(JAX_TCGEMM_DEVICE_TYPE)
+JAX_TCGEMM_BUILT_TYPES(JAX_TCGEMM_DEVICE_TYPE)
 #undef JAX_TCGEMM_DEVICE_TYPE
 
 template <Algorithm kAlgorithm>
 struct AlgorithmTraits {
   static constexpr Arithmetic kArithmetic = arithmetic_of(kAlgorithm);
-  static_assert(kArithmetic.a == kArithmetic.b);
+  static_assert(kArithmetic.a == kArithmetic.b || kArithmetic.at_run_time);
   // Of A and B.
   using Input = typename DeviceType<kArithmetic.a>::Element;
   // Of D and of what is added to it, each of which may be float32 instead.

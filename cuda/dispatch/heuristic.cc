@@ -90,6 +90,9 @@ bool sm90_supports(const KernelConfig& config, const ChoiceInput& input) {
   if (config.grouped != Grouped::kNone && !input.d_by_tma) return false;
   if (config.swap_ab) return input.major_a == Major::kK && !input.widens();
   if (element_bytes(config.algorithm) == 2) return true;
+  if (element_bytes(config.algorithm) == 1) {
+    return input.major_a == Major::kK && input.major_b == Major::kK;
+  }
   if (sm90::transposes_b(config, input.major_a, input.major_b)) {
     return sm90::can_transpose_b(config);
   }
@@ -117,6 +120,8 @@ bool has_epilogue(const KernelConfig& config, const ChoiceInput& input) {
 // was ours, at any k that was measured (docs/performance.md); of GPUs other than Hopper's nobody
 // knows.
 bool wants_promotion(const ChoiceInput& input) {
+  // Which of the two ways to add up products of 8 bits is the algorithm's name.
+  if (element_bytes(input.algorithm) == 1) return arithmetic_of(input.algorithm).promotes;
   if (!input.widens() || !arithmetic_of(input.algorithm).promotes) return false;
   if (input.compute_capability != 90 || input.grouped != Grouped::kNone) return true;
   constexpr int64_t kFewRows = 64;
@@ -128,14 +133,15 @@ bool wants_promotion(const ChoiceInput& input) {
 
 // See sm90/output/compiled.cuh.
 bool takes_compiled_epilogue(const KernelConfig& config) {
-  return config.arch == Arch::kSm90 && element_bytes(config.algorithm) == 2 && !config.skinny &&
-         !config.swap_ab && !config.promote && config.split_k == 1 &&
-         config.grouped != Grouped::kK && config.output_n() % 32 == 0;
+  const int bytes = element_bytes(config.algorithm);
+  return config.arch == Arch::kSm90 && bytes <= 2 && !config.skinny && !config.swap_ab &&
+         (!config.promote || bytes == 1) && config.split_k == 1 && config.grouped != Grouped::kK && config.output_n() % 32 == 0;
 }
 
 }  // namespace
 
 bool supports(const KernelConfig& config, const ChoiceInput& input, int splits) {
+  if (!input.compiled && arithmetic_of(config.algorithm).at_run_time) return false;
   if (input.compiled) {
     if (splits > 1 || !takes_compiled_epilogue(config)) return false;
   } else if (splits == 1 && !has_epilogue(config, input)) {

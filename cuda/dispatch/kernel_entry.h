@@ -1,4 +1,5 @@
-// The compiled kernels: one entry for each row of the kernel table that was built.
+// The kernels: one entry for each row of the kernel table that was built, or that is compiled at run
+// time.
 
 #ifndef JAX_TCGEMM_DISPATCH_KERNEL_ENTRY_H_
 #define JAX_TCGEMM_DISPATCH_KERNEL_ENTRY_H_
@@ -11,7 +12,7 @@ namespace jax_tcgemm {
 struct KernelEntry {
   const char* name;
   KernelConfig config;
-  const KernelSet* kernels;
+  const KernelSet* kernels;  // null: there are none in the build
 };
 
 }  // namespace jax_tcgemm

@@ -125,7 +125,7 @@ int64_t cluster_tiles(const KernelConfig& config, const ChoiceInput& input, int 
 double starved_rate(const KernelConfig& config, const ChoiceInput& input, double operand_bytes) {
   using namespace pipelined_model;
   if (config.tile_m != 64 || config.grouped != Grouped::kNone) return 0.0;
-  if (element_bytes(config.algorithm) == 2) {
+  if (element_bytes(config.algorithm) <= 2) {
     return operand_bytes > kColdBytes && input.m <= 256 ? kColdRowsRate : 0.0;
   }
   const Extents extents = computed_extents(config, input);

@@ -37,11 +37,12 @@ nb::dict registrations() {
   result["jax_tcgemm_ragged_dot_v1"] = nb::capsule(ragged_dot_handler(), "xla._CUSTOM_CALL_TARGET");
   result["jax_tcgemm_activation_gradient_v1"] =
       nb::capsule(activation_gradient_handler(), "xla._CUSTOM_CALL_TARGET");
+  result["jax_tcgemm_transpose_v1"] = nb::capsule(transpose_handler(), "xla._CUSTOM_CALL_TARGET");
   nb::dict stages;
   stages["instantiate"] =
       nb::capsule(compiled_gemm_instantiate_handler(), "xla._CUSTOM_CALL_TARGET");
   stages["execute"] = nb::capsule(compiled_gemm_handler(), "xla._CUSTOM_CALL_TARGET");
-  result["jax_tcgemm_compiled_gemm_v1"] = stages;
+  result["jax_tcgemm_compiled_gemm_v2"] = stages;
   return result;
 }
 
@@ -68,7 +69,9 @@ void set_python_compiler(nb::object compile) {
 
 std::vector<std::string> kernel_names() {
   std::vector<std::string> names;
-  for (const KernelEntry& entry : kernel_registry()) names.emplace_back(entry.name);
+  for (const KernelEntry& entry : kernel_registry()) {
+    if (entry.kernels != nullptr) names.emplace_back(entry.name);
+  }
   return names;
 }
 

@@ -10,6 +10,7 @@
 #include <optional>
 #include <string_view>
 
+#include "common/ceil_div.h"
 #include "common/status.h"
 #include "dispatch/compiled.h"
 #include "dispatch/device.h"
@@ -20,19 +21,27 @@
 
 namespace jax_tcgemm {
 
-// Set by jax_tcgemm/lowering/compiled.py. Operands: a, b, [b2 or group_sizes], those of the
-// epilogue. With groups, which divide the rows, those are the batch's matrices of b.
+// Set by jax_tcgemm/lowering/compiled.py. Operands: a, b, [b2 or group_sizes], [scales of a and b
+// by blocks], those of the epilogue. With groups, which divide the rows, those are the batch's matrices of b.
 struct CompiledAttributes {
   int64_t m, n, k;
   int64_t b2_offset;
   Strides batch_shape;
   Strides a_strides;        // (batch..., m, k)
   Strides b_strides;        // (batch..., k, n)
+  Strides a_scale_strides;  // (batch..., m, blocks of k); empty: there are no scales
+  Strides b_scale_strides;  // (batch..., blocks of k, blocks of n)
   Strides operand_strides;  // (batch..., m, n), one operand of the epilogue after the other
   Strides operand_vectors;  // 1 where one is read by vectors of 16 bytes
   Strides result_elements;
   bool has_b2, gated, has_groups;
   std::string_view algorithm, config, digest, source;
+
+  bool has_scales() const { return a_scale_strides.size() > 0; }
+  // Operands before those of the epilogue.
+  size_t own_operands() const {
+    return 2 + (has_b2 || has_groups ? 1 : 0) + (has_scales() ? 2 : 0);
+  }
 };
 
 }  // namespace jax_tcgemm
@@ -44,6 +53,8 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     ::xla::ffi::StructMember<::jax_tcgemm::Strides>("batch_shape"),
     ::xla::ffi::StructMember<::jax_tcgemm::Strides>("a_strides"),
     ::xla::ffi::StructMember<::jax_tcgemm::Strides>("b_strides"),
+    ::xla::ffi::StructMember<::jax_tcgemm::Strides>("a_scale_strides"),
+    ::xla::ffi::StructMember<::jax_tcgemm::Strides>("b_scale_strides"),
     ::xla::ffi::StructMember<::jax_tcgemm::Strides>("operand_strides"),
     ::xla::ffi::StructMember<::jax_tcgemm::Strides>("operand_vectors"),
     ::xla::ffi::StructMember<::jax_tcgemm::Strides>("result_elements"),
@@ -91,7 +102,7 @@ bool is_aligned(const void* data) { return reinterpret_cast<uintptr_t>(data) % 1
 Status decode_operand(const CompiledAttributes& at, ffi::RemainingArgs& operands, size_t i,
                       CompiledOperand* operand) {
   const size_t batch_rank = at.batch_shape.size();
-  const auto buffer = operands.get<ffi::AnyBuffer>(i + (at.has_b2 || at.has_groups ? 3 : 2));
+  const auto buffer = operands.get<ffi::AnyBuffer>(i + at.own_operands());
   JAX_TCGEMM_REQUIRE(buffer.has_value(), "operand ", i, " of the epilogue is missing");
   int64_t last = 0;
   for (size_t axis = 0; axis < batch_rank + 2; ++axis) {
@@ -141,6 +152,45 @@ Status decode_epilogue(const CompiledAttributes& at, ffi::RemainingArgs& operand
   return Status();
 }
 
+// Scales of one operand, of (batch..., first, second).
+Status decode_scales(const CompiledAttributes& at, ffi::RemainingArgs& operands, size_t index,
+                     Strides strides, int64_t first, int64_t second, const float** data,
+                     int64_t* stride_first, int64_t* stride_second, BatchStrides* batch) {
+  const size_t batch_rank = at.batch_shape.size();
+  const auto buffer = operands.get<ffi::AnyBuffer>(index);
+  JAX_TCGEMM_REQUIRE(buffer.has_value() && buffer->element_type() == ffi::F32 &&
+                         strides.size() == batch_rank + 2,
+                     "operand ", index, " has no scales in float32 with ", strides.size(),
+                     " strides");
+  *stride_first = strides[batch_rank];
+  *stride_second = strides[batch_rank + 1];
+  int64_t last = (first - 1) * *stride_first + (second - 1) * *stride_second;
+  for (size_t i = 0; i < batch_rank; ++i) {
+    batch->stride[i] = strides[i];
+    last += (at.batch_shape[i] - 1) * strides[i];
+  }
+  for (const int64_t stride : strides) {
+    JAX_TCGEMM_REQUIRE(stride >= 0, "scales have stride ", stride);
+  }
+  const auto available = static_cast<int64_t>(buffer->element_count());
+  JAX_TCGEMM_REQUIRE(last < available, "scales are addressed up to element ", last, " but there are ",
+                     available);
+  *data = static_cast<const float*>(buffer->untyped_data());
+  return Status();
+}
+
+Status decode_block_scales(const CompiledAttributes& at, ffi::RemainingArgs& operands,
+                           BlockScales* scales) {
+  const int64_t k_blocks = ceil_div(at.k, kScaleBlock);
+  const size_t index = at.own_operands() - 2;
+  JAX_TCGEMM_RETURN_IF_ERROR(decode_scales(at, operands, index, at.a_scale_strides, at.m, k_blocks,
+                                           &scales->a, &scales->a_stride_m, &scales->a_stride_k,
+                                           &scales->a_batch));
+  return decode_scales(at, operands, index + 1, at.b_scale_strides, k_blocks,
+                       ceil_div(at.n, kScaleBlock), &scales->b, &scales->b_stride_k,
+                       &scales->b_stride_n, &scales->b_batch);
+}
+
 Status decode_groups(ffi::RemainingArgs& operands, GemmParams* params) {
   const auto sizes = operands.get<ffi::AnyBuffer>(2);
   JAX_TCGEMM_REQUIRE(sizes.has_value() && sizes->element_type() == ffi::S32 &&
@@ -158,7 +208,12 @@ Status decode_and_run(const CompiledAttributes& at, ffi::RemainingArgs& operands
   JAX_TCGEMM_RETURN_IF_ERROR(decode_operands({gemm, operands, results}, &problem));
   if (problem.params.batch == 0 || problem.params.m == 0 || problem.params.n == 0) return Status();
   if (at.has_groups) JAX_TCGEMM_RETURN_IF_ERROR(decode_groups(operands, &problem.params));
-  CompiledParams params = {problem.params, {}, {}};
+  CompiledParams params = {problem.params, {}, {}, {}};
+  if (at.has_scales()) {
+    JAX_TCGEMM_REQUIRE(!at.has_b2 && !at.gated && !at.has_groups,
+                       "scales by blocks of two weights or of groups");
+    JAX_TCGEMM_RETURN_IF_ERROR(decode_block_scales(at, operands, &params.scales));
+  }
   JAX_TCGEMM_RETURN_IF_ERROR(decode_epilogue(at, operands, results, &params));
   const DeviceProperties* device = nullptr;
   JAX_TCGEMM_RETURN_IF_ERROR(get_device_properties(ordinal, &device));

@@ -10,7 +10,8 @@ namespace jax_tcgemm {
 void* gemm_handler();
 void* ragged_dot_handler();
 void* activation_gradient_handler();
-// Of jax_tcgemm_compiled_gemm_v1, for its stages.
+void* transpose_handler();  // of jax_tcgemm_transpose_v1
+// Of jax_tcgemm_compiled_gemm_v2, for its stages.
 void* compiled_gemm_handler();
 void* compiled_gemm_instantiate_handler();
 

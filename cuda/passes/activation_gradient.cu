@@ -144,8 +144,10 @@ cudaError_t launch_gradient(const ActivationGradient& problem, ElementType type,
   case ElementType::Type:                                                       \
     if constexpr (kBytes == 2) return launch_gradient<Device>(problem, stream); \
     break;
-    JAX_TCGEMM_ELEMENT_TYPES(JAX_TCGEMM_CASE)
+    JAX_TCGEMM_BUILT_TYPES(JAX_TCGEMM_CASE)
 #undef JAX_TCGEMM_CASE
+    default:
+      break;
   }
   return cudaErrorInvalidValue;
 }

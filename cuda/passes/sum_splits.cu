@@ -126,8 +126,10 @@ cudaError_t launch_sum_splits(const GemmParams& params, ElementType type, const 
 #define JAX_TCGEMM_CASE(Type, ...) \
   case ElementType::Type:          \
     return launch_sum<DeviceType<ElementType::Type>::Element>(params, partial, splits, stream);
-    JAX_TCGEMM_ELEMENT_TYPES(JAX_TCGEMM_CASE)
+    JAX_TCGEMM_BUILT_TYPES(JAX_TCGEMM_CASE)
 #undef JAX_TCGEMM_CASE
+    default:
+      break;
   }
   return cudaErrorInvalidValue;
 }

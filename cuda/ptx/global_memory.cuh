@@ -1,4 +1,4 @@
-// Predicated 16-byte loads from global memory, and flags there.
+// Loads from global memory, and flags there.
 
 #pragma once
 
@@ -22,6 +22,13 @@ __device__ __forceinline__ void load_global_16_if(uint32_t (&word)[4], uint64_t 
       "}\n"
       : "=&r"(word[0]), "=&r"(word[1]), "=&r"(word[2]), "=&r"(word[3])
       : "l"(address), "r"(static_cast<int>(wanted)));
+}
+
+// Of what no kernel writes while this one runs; not put off until it is needed.
+__device__ __forceinline__ float load_global_4(const float* address) {
+  float value;
+  asm volatile("ld.global.nc.f32 %0, [%1];\n" : "=f"(value) : "l"(address));
+  return value;
 }
 
 // Sets a flag, after what this thread wrote, and what it knows to be written, is visible to the

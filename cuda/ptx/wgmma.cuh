@@ -1,4 +1,4 @@
-// wgmma: D (64 x n, float32 in registers) += A (64 x 32 bytes of k) * B (32 bytes of k x n), issued
+// wgmma: D (64 x n, float32 or, of integers, int32 in registers) += A (64 x 32 bytes of k) * B (32 bytes of k x n), issued
 // by the four warps of a warpgroup and done asynchronously. B lies in shared memory, A there or in
 // registers.
 //
@@ -8,6 +8,8 @@
 #pragma once
 
 #include <stdint.h>
+
+#include <type_traits>
 
 #include "kernel_config.h"
 
@@ -33,6 +35,16 @@ __device__ __forceinline__ void wgmma_fence_registers(float (&d)[kCount]) {
 #pragma unroll
   for (float& value : d) asm volatile("" : "+f"(value)::"memory");
 }
+template <int kCount>
+__device__ __forceinline__ void wgmma_fence_registers(int32_t (&d)[kCount]) {
+#pragma unroll
+  for (int32_t& value : d) asm volatile("" : "+r"(value)::"memory");
+}
+
+// What accumulators are.
+template <Algorithm kAlgorithm>
+using SumOf = std::conditional_t<arithmetic_of(kAlgorithm).accumulator == ElementType::kS32,
+                                 int32_t, float>;
 
 // An operand in shared memory in rows of 128 bytes with the 128-byte swizzle, or of 64 or 32 with
 // that one: a pattern is 8 rows. k-major: rows along mn. mn-major: rows along k, and `block_bytes`

@@ -55,12 +55,18 @@ struct OutputOf<kConfig, kSwapAb, void> {
       std::conditional_t<kConfig.swap_ab, TransposedOutput<kConfig>, Output<kConfig, kSwapAb>>;
 };
 
+// Of a Program with scales by blocks see sm90/scaled_mainloop.cuh.
+template <KernelConfig kConfig, typename Layouts, typename Program>
+struct MainloopOf {
+  using Type = Mainloop<kConfig, Layouts>;
+};
+
 // Program: an epilogue compiled at run time (sm90/output/compiled.cuh), or void.
 template <KernelConfig kConfig, bool kSwapAb, typename Layouts, typename Program = void>
 struct Kernel {
   using Smem = SharedMemory<kConfig>;
   using Place = ClusterPlace<kConfig>;
-  using Main = Mainloop<kConfig, Layouts>;
+  using Main = typename MainloopOf<kConfig, Layouts, Program>::Type;
   static constexpr bool kCompiled = !std::is_same_v<Program, void>;
   using Params = std::conditional_t<kCompiled, CompiledParams, GemmParams>;
   using Out = typename OutputOf<kConfig, kSwapAb, Program>::Type;
@@ -102,6 +108,7 @@ struct Kernel {
       OutputPlace at;
       typename Main::Accumulators acc;
       if (Out::prepares(maps)) output.prepare(output_place(params, walk, place, row));
+      if constexpr (Main::kScales) mainloop.begin(output_place(params, walk, place, row));
       if constexpr (kPingpong) ptx::mbarrier_wait(smem.turn(warpgroup), turn_phase);
       mainloop.run(acc, stages(walk.batch), [&] {
         // While the last instructions run.

@@ -32,7 +32,7 @@ struct LayoutMainloop {
   // From 128 bytes of mn to the next, of an mn-major operand.
   static constexpr int kSlabBytes = kConfig.tile_k * 128;
   using Instruction = ptx::Wgmma<kConfig.algorithm, kConfig.tile_n>;
-  using Accumulators = float[kBlocks][kConfig.tile_n / 2];
+  using Accumulators = ptx::SumOf<kConfig.algorithm>[kBlocks][kConfig.tile_n / 2];
 
   const SharedMemory<kConfig>& smem;
   int first_row;  // of the warpgroup in the tile
@@ -65,6 +65,9 @@ struct LayoutMainloop {
   }
 
  private:
+  template <KernelConfig>
+  friend struct ScaledMainloop;
+
   // Tells the producers that write to this stage that this warp has read it.
   __device__ __forceinline__ void release(int stage) const {
     if constexpr (SharedMemory<kConfig>::kPartners == 1) {
@@ -131,11 +134,16 @@ struct LayoutMainloop {
   }
 
   // The tensor cores cut sums off; those of few stages, added up in float32, lose little by it: of
-  // two where k is so long that what XLA's kernels lose has grown, too.
+  // two where k is so long that what XLA's kernels lose has grown, too. Of products of 8 bits they
+  // keep 14 bits, of which the 128 of a stage are enough.
   template <typename Passed>
   __device__ __forceinline__ void run_promoting(Accumulators& total, int count, Passed& passed) {
-    if (count <= 8) return run_in_groups<1>(total, count, passed);
-    run_in_groups<2>(total, count, passed);
+    if constexpr (kElementBytes == 1) {
+      run_in_groups<1>(total, count, passed);
+    } else {
+      if (count <= 8) return run_in_groups<1>(total, count, passed);
+      run_in_groups<2>(total, count, passed);
+    }
   }
 
   // Products of planes, an order after the other. What is cut off counts in the last one alone.
@@ -278,7 +286,7 @@ struct LayoutMainloop {
 #pragma unroll
     for (auto& block : total) {
 #pragma unroll
-      for (float& value : block) value = 0.f;
+      for (auto& value : block) value = 0;
     }
   }
 
@@ -413,8 +421,9 @@ struct LayoutMainloop {
 // Of operands of any of some layouts; keeps its place in the ring from tile to tile.
 template <KernelConfig kConfig, typename Layouts>
 struct Mainloop {
+  static constexpr bool kScales = false;
   static constexpr int kBlocks = kConfig.tile_m / (16 * kConfig.warps_m);
-  using Accumulators = float[kBlocks][kConfig.tile_n / 2];
+  using Accumulators = ptx::SumOf<kConfig.algorithm>[kBlocks][kConfig.tile_n / 2];
 
   const GemmParams& params;
   const SharedMemory<kConfig>& smem;

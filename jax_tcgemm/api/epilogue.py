@@ -62,25 +62,52 @@ def applied(
         TypeError: ``epilogue`` is no function, or an operand no array.
         ValueError: a result is neither of the product's shape nor a reduction of it.
     """
+    count = spec.epilogue.row.accumulators
+    listed, flat, out_trees = as_listed(epilogue, operands, count, shape, preferred_element_type)
+    dtype = accumulator_dtype(own[0].dtype, own[1].dtype, spec.out_dtype)
+    product = jax.ShapeDtypeStruct(shape, dtype)
+    types = [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in flat]
+    function, held = functions.trace(listed, [*[product] * count, *types], count)
+    results = compiled.bind([*own, *flat, *held], CompiledSpec(spec, function))
+    return jax.tree.unflatten(out_trees[0], results)
+
+
+def as_listed(
+    epilogue: Callable[..., Any],
+    operands: Sequence[Any],
+    count: int,
+    shape: tuple[int, ...],
+    preferred_element_type: DTypeLike | None,
+) -> tuple[Callable[..., list[jax.Array]], list[jax.Array], list[Any]]:
+    """Returns an epilogue as a function of arrays alone that returns a list.
+
+    Args:
+        epilogue: of ``count`` accumulators and ``operands``; returns a pytree of arrays.
+        operands: pytrees of arrays.
+        count: how many accumulators there are.
+        shape: of the product.
+        preferred_element_type: of the results that are floating-point numbers.
+
+    Returns:
+        The function, the operands as a list, and where the structure of the results will be once it
+        has been traced.
+
+    Raises:
+        TypeError: ``epilogue`` is no function, or an operand no array.
+    """
     if not callable(epilogue):
         raise TypeError(f"epilogue={epilogue!r} must be a function of jax.numpy, or None")
     flat, tree = jax.tree.flatten(tuple(operands))
     flat = [arguments.array("epilogue_operands", value) for value in flat]
-    count = spec.epilogue.row.accumulators
-    dtype = accumulator_dtype(own[0].dtype, own[1].dtype, spec.out_dtype)
-    product = jax.ShapeDtypeStruct(shape, dtype)
-    out_trees = []
+    out_trees: list[Any] = []
 
     def listed(*values: Any) -> list[jax.Array]:
         result = epilogue(*values[:count], *jax.tree.unflatten(tree, values[count:]))
         results, out_tree = jax.tree.flatten(result)
         out_trees.append(out_tree)
-        return [_result(each, product.shape, preferred_element_type) for each in results]
+        return [_result(each, shape, preferred_element_type) for each in results]
 
-    types = [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in flat]
-    function, held = functions.trace(listed, [*[product] * count, *types], count)
-    results = compiled.bind([*own, *flat, *held], CompiledSpec(spec, function))
-    return jax.tree.unflatten(out_trees[0], results)
+    return listed, flat, out_trees
 
 
 def _result(value: Any, shape: tuple[int, ...], preferred: DTypeLike | None) -> jax.Array:

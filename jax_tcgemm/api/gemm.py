@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_tcgemm import _compat
-from jax_tcgemm.api import arguments, eager
+from jax_tcgemm.api import arguments, eager, scales
 from jax_tcgemm.api import epilogue as epilogues
 from jax_tcgemm.primitives import gemm as gemm_primitive
 from jax_tcgemm.problem.activations import Activation
@@ -21,7 +21,7 @@ from jax_tcgemm.problem.strides import Operands
 
 @eager.one_program(
     *("activation", "transpose_a", "transpose_b", "precision", "preferred_element_type", "config"),
-    *("out_sharding", "epilogue"),
+    *("out_sharding", "epilogue", "return_amax"),
     numbers=("alpha", "beta"),
 )
 def gemm(
@@ -36,6 +36,10 @@ def gemm(
     residual: ArrayLike | None = None,
     row_scale: ArrayLike | None = None,
     column_scale: ArrayLike | None = None,
+    a_scale: ArrayLike | None = None,
+    b_scale: ArrayLike | None = None,
+    out_scale: ArrayLike | None = None,
+    return_amax: bool = False,
     transpose_a: bool = False,
     transpose_b: bool = False,
     precision: Any = None,
@@ -80,12 +84,25 @@ def gemm(
         row_scale: factors of the product's rows, ``(m,)`` or ``(..., m)`` (a scale per token).
         column_scale: factors of its columns, ``(n,)`` or ``(..., n)`` (a scale per channel). The
             leading dimensions of both broadcast as those of ``bias`` do.
-        transpose_a: whether ``a`` holds the transpose of ``A``; nothing is moved in memory.
+        a_scale: of an ``a`` of 8 bits (two operands of float8_e4m3fn or float8_e5m2, or two of
+            int8): what it stands for is ``a * a_scale``. One number, or float32 of as many
+            dimensions as ``a``, the last two of extents that divide its own: each scale is a
+            block's (docs/quantization.md). No derivative.
+        b_scale: the same of ``b``.
+        out_scale: one number by which the result is divided before it is clipped to the numbers of
+            ``preferred_element_type``, one of 8 bits, and rounded. For operands of 8 bits.
+        return_amax: whether the largest absolute value of the result, before that division, is a
+            second result, in float32. For operands of 8 bits.
+        transpose_a: whether ``a`` holds the transpose of ``A``; nothing is moved in memory (of 8-bit
+            operands, which tensor cores read along k alone, a pass transposes what lies otherwise).
         transpose_b: whether ``b`` holds the transpose of ``B``.
         precision: as in ``jnp.matmul``; also the name of a ``jax.lax.DotAlgorithmPreset``.
             ``None`` is ``jax.default_matmul_precision``. float32 is computed in TF32 unless
-            ``"highest"`` or a wider preset is asked for.
-        preferred_element_type: dtype of the result; ``None`` is that of ``jnp.matmul(a, b)``. The
+            ``"highest"`` or a wider preset is asked for. 8-bit floats are added up as the tensor
+            cores do it, to about 14 bits; ``"highest"`` and ``ANY_F8_ANY_F8_F32`` add up every 128
+            products apart, in float32.
+        preferred_element_type: dtype of the result; ``None`` is that of ``jnp.matmul(a, b)``,
+            bfloat16 where there are scales. The
             kernels write the operands' dtype and float32, which is then converted to any other.
         config: name of a kernel configuration (a row of ``jax_tcgemm.kernels.table``), the same
             with ``"/splits=N"`` after it for k in N parts that are added up, ``"xla"`` for XLA's
@@ -114,6 +131,22 @@ def gemm(
     a, b = arguments.matrix("a", a), arguments.matrix("b", b)
     batch, m, n, k = arguments.extents(a, b, transpose_a, transpose_b)
     precision = _compat.canonicalize_precision(precision)
+    asked = scales.Asked(a_scale, b_scale, out_scale, return_amax)
+    if scales.are_taken(asked, a, b, preferred_element_type, precision) and out_sharding is None:
+        given = {
+            **{"c": c, "bias": bias, "residual": residual, "row_scale": row_scale},
+            **{"column_scale": column_scale, "alpha": alpha, "beta": beta},
+        }
+        return scales.gemm_of_8_bits(
+            *(a, b, (*batch, m, n), (bool(transpose_a), bool(transpose_b)), asked),
+            given=given,
+            activation=activation,
+            precision=precision,
+            preferred=preferred_element_type,
+            config=config,
+            epilogue=epilogue,
+            epilogue_operands=epilogue_operands,
+        )
     a, b, out_dtype = arguments.promoted(a, b, precision, preferred_element_type)
     arguments.check_activation(activation, out_dtype)
     arguments.check_config(config)

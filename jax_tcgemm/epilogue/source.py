@@ -13,7 +13,10 @@ from jax_tcgemm.kernels import cpp, table
 
 
 def of_program(
-    program: Program, kinds: Sequence[tuple[str, bool]], by_vectors: Sequence[bool]
+    program: Program,
+    kinds: Sequence[tuple[str, bool]],
+    by_vectors: Sequence[bool],
+    scaled: bool = False,
 ) -> str:
     """Returns the C++ of a program, which ``cuda/sm90/output/compiled.cuh`` tells of.
 
@@ -22,6 +25,7 @@ def of_program(
         kinds: of each leaf along what it moves, in the words of ``Along``, and whether it is
             read by vectors.
         by_vectors: of each result whether it is written so.
+        scaled: whether the factors have scales by blocks.
     """
     loads, types = [], []
     for number, (leaf, (along, is_vector)) in enumerate(zip(program.leaves, kinds, strict=True)):
@@ -45,6 +49,7 @@ def of_program(
         for i, each in enumerate(program.reductions, count)
     ]
     return _PROGRAM.format(
+        scaled=str(scaled).lower(),
         operands=len(types),
         operand_kinds=", ".join(types) or "{Along::kNothing, 4, false}",
         results=len(results),
@@ -64,6 +69,7 @@ _LOADS: Mapping[str, str] = {
 
 _PROGRAM = """\
 struct Program {{
+  static constexpr bool kBlockScales = {scaled};
   static constexpr int kOperands = {operands};
   static constexpr CompiledOperandKind kOperand[] = {{{operand_kinds}}};
   static constexpr int kResults = {results};
@@ -86,6 +92,7 @@ struct Program {{
 # As kKernelName of cuda/dispatch/compiled.cc.
 _SOURCE = """\
 #include "sm90/output/compiled.cuh"
+#include "sm90/scaled_mainloop.cuh"
 
 namespace jax_tcgemm {{
 namespace {{

@@ -12,6 +12,10 @@ from jax_tcgemm.problem.spec import GemmSpec
 from jax_tcgemm.problem.strides import Operands
 
 
+# As kScaleBlock of cuda/compiled_params.h.
+SCALE_BLOCK = 128
+
+
 @dataclasses.dataclass(frozen=True)
 class CompiledSpec:
     """One product, the two of a gated one, or one over groups of rows; and what becomes of it.
@@ -20,10 +24,14 @@ class CompiledSpec:
         product: what is multiplied; its ``out_dtype`` is that in which products are kept for
             derivatives.
         function: makes the results of the accumulators and the operands.
+        scaled: whether ``a`` and ``b``, of 8 bits, have scales by blocks: two more operands of the
+            product, in float32, with the axes of ``a`` and ``b``. A block is 1 x ``SCALE_BLOCK``
+            (k) of ``a``, ``SCALE_BLOCK`` x ``SCALE_BLOCK`` of ``b``.
     """
 
     product: GemmSpec | RaggedSpec
     function: EpilogueFunction
+    scaled: bool = False
 
     @property
     def is_gated(self) -> bool:
@@ -33,7 +41,9 @@ class CompiledSpec:
     @property
     def factor_count(self) -> int:
         """How many operands the product has: ``lhs``, ``rhs`` and ``group_sizes`` with groups."""
-        return 3 if isinstance(self.product, RaggedSpec) else len(self.product.operand_names)
+        if isinstance(self.product, RaggedSpec):
+            return 3
+        return len(self.product.operand_names) + (2 if self.scaled else 0)
 
     def split(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Returns what belongs to the product, and what to the operands of the function."""

@@ -7,6 +7,7 @@ out for the compiler, and Python takes names, sizes and types from here.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +34,13 @@ class ElementType:
 BF16 = ElementType("bfloat16", "bf16", 2, "__nv_bfloat16", "BF16", "BFLOAT16")
 F16 = ElementType("float16", "f16", 2, "__half", "F16", "FLOAT16")
 F32 = ElementType("float32", "f32", 4, "float", "F32", "FLOAT32")
-ELEMENT_TYPES = (BF16, F16, F32)
+E4M3 = ElementType("float8_e4m3fn", "e4m3", 1, "__nv_fp8_e4m3", "F8E4M3FN", "UINT8")
+E5M2 = ElementType("float8_e5m2", "e5m2", 1, "__nv_fp8_e5m2", "F8E5M2", "UINT8")
+S8 = ElementType("int8", "s8", 1, "int8_t", "S8", "UINT8")
+S32 = ElementType("int32", "s32", 4, "int32_t", "S32", "INT32")
+# In which kernels of the build write D; the others meet epilogues compiled at run time alone.
+BUILT_TYPES = (BF16, F16, F32)
+ELEMENT_TYPES = (*BUILT_TYPES, E4M3, E5M2, S8, S32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,18 +51,22 @@ class Arithmetic:
         name: the ``jax.lax.DotAlgorithmPreset``, or a name of our own where there is none.
         tag: how it is written inside the names of kernels.
         a: type of the elements of A.
-        b: type of the elements of B; today that of A.
+        b: type of the elements of B, as large as those of A.
         accumulator: type in which products are added up.
         outputs: types in which kernels write D, the one that they are built for first. Addends are
             of one of these as well.
-        multiplied: PTX's type of what is multiplied; ``"tf32"`` is float32 rounded before.
+        multiplied: PTX's type of what is multiplied; ``"tf32"`` is float32 rounded before. Of
+            operands that differ in type it is A's.
         k: elements of k of one instruction of ``mma.sync`` or ``wgmma``: 32 bytes.
         turing: whether tensor cores of compute capability 7.5 multiply so, half of ``k`` at a time.
         wgmma: whether there are kernels for Hopper.
         k_major: whether ``wgmma`` takes k-major operands alone from shared memory.
         promotes: whether a float32 result wants parts of k added up in float32. The tensor cores
-            cut sums off instead of rounding them, which such a result of 16-bit operands shows.
+            cut sums off instead of rounding them, which such a result of 16-bit operands shows. Of
+            8-bit operands any result wants it.
         is_default: whether operands of these types are multiplied so unless asked otherwise.
+        at_run_time: whether the build has no kernels for it: each is compiled with an epilogue, by
+            NVRTC, where a program needs it.
     """
 
     name: str
@@ -71,6 +82,12 @@ class Arithmetic:
     k_major: bool = False
     promotes: bool = False
     is_default: bool = True
+    at_run_time: bool = False
+
+    @property
+    def multiplied_b(self) -> str:
+        """PTX's type of what is multiplied of B."""
+        return self.multiplied if self.a == self.b else self.b.tag
 
     @property
     def rounds_operands(self) -> bool:
@@ -78,14 +95,15 @@ class Arithmetic:
         return self.multiplied == "tf32"
 
     def __post_init__(self) -> None:
-        if self.a != self.b:
+        if self.a != self.b and not (self.at_run_time and self.a.bytes == self.b.bytes):
             raise ValueError(f"{self.name}: no kernel takes A in {self.a} and B in {self.b}")
         if self.k * self.a.bytes != 32:
             raise ValueError(f"{self.name}: an instruction takes 32 bytes of k, not {self.k} times")
         if len(self.outputs) not in (1, 2) or self.outputs[-1] not in (F32, self.a):
             raise ValueError(f"{self.name}: D is of one type, or also of float32: {self.outputs}")
-        if self.wgmma and self.accumulator != F32:
-            raise ValueError(f"{self.name}: sums of the Hopper kernels are {F32.name}")
+        sums = (F32, S32) if self.at_run_time else (F32,)
+        if self.wgmma and self.accumulator not in sums:
+            raise ValueError(f"{self.name}: sums of the Hopper kernels are of {sums}")
 
 
 _ROWS = (
@@ -105,6 +123,27 @@ _ROWS = (
 )
 
 ARITHMETIC: dict[str, Arithmetic] = {row.name: row for row in _ROWS}
+
+
+def _of_8_bits() -> list[Arithmetic]:
+    """Floats of 8 bits, with sums as the tensor cores keep them or promoted; integers."""
+    late = {"is_default": False, "at_run_time": True, "k_major": True}
+    rows = []
+    for a, b in itertools.product((E4M3, E5M2), repeat=2):
+        name, tag = f"{a.tag}_{b.tag}_f32".upper(), f"{a.tag}{b.tag}"
+        for fast in ("", "_FAST"):
+            promotes = not fast
+            row = (name + fast, tag + fast.lower(), a, b, F32, (BF16, F32), a.tag, 32)
+            rows.append(Arithmetic(*row, promotes=promotes, **late))
+    rows.append(Arithmetic("S8_S8_S32", "s8", S8, S8, S32, (BF16, F32), "s8", 32, **late))
+    return rows
+
+
+# Whose kernels are compiled at run time. The presets have names for sums in float32 alone:
+# ANY_F8_ANY_F8_F32 and its _FAST_ACCUM.
+RUN_TIME_ARITHMETIC: dict[str, Arithmetic] = {row.name: row for row in _of_8_bits()}
+
+ALL_ARITHMETIC: dict[str, Arithmetic] = {**ARITHMETIC, **RUN_TIME_ARITHMETIC}
 
 
 @dataclasses.dataclass(frozen=True)

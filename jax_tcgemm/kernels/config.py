@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from jax_tcgemm.kernels.arithmetic import ARITHMETIC, PLANE_PRODUCTS, Arithmetic
+from jax_tcgemm.kernels.arithmetic import ALL_ARITHMETIC, PLANE_PRODUCTS, Arithmetic
 
 # Bytes of shared memory a thread block may use on the GPUs that have most (sm_90). sm_80 gives
 # 163 KiB, sm_86 and sm_89 99 KiB: rows above a device's own limit are skipped at run time.
@@ -90,12 +90,16 @@ class KernelConfig:
             if not condition:
                 raise ValueError(f"{self}: {what}")
 
-        require(self.algorithm in ARITHMETIC, f"algorithm must be one of {set(ARITHMETIC)}")
+        require(
+            self.algorithm in ALL_ARITHMETIC, f"algorithm must be one of {set(ALL_ARITHMETIC)}"
+        )
         require(self.epilogue in ("none", "sum", "any"), "unknown epilogue")
         if self.arch == "simt":
             self._check_simt(require)
             return
         require(self.arch in ("sm75", "sm80", "sm90"), "arch must be sm90, sm80, sm75 or simt")
+        if self.arithmetic.at_run_time:
+            require(self.arch == "sm90" and self.epilogue == "none", "the build has no kernel")
         require(
             self.shared_memory_bytes <= MAX_SHARED_MEMORY_BYTES,
             f"{self.shared_memory_bytes} bytes of shared memory",
@@ -152,13 +156,13 @@ class KernelConfig:
             not self.promote
             or self.skinny
             or (
-                self.element_bytes == 2
+                self.element_bytes <= 2
                 and self.split_k == 1
                 and self.tile_m * self.tile_n // self.warps_m <= 64 * 32
             ),
-            "promoting takes two more sets of accumulators, of 16-bit products",
+            "promoting takes two more sets of accumulators, of products of 16 bits or fewer",
         )
-        require(self.arithmetic.wgmma, "sums are float32")
+        require(self.arithmetic.wgmma, "wgmma does not add up so")
         require(self.tile_k * self.element_bytes == 128, "tile_k must span 128 bytes")
         require(self.warps_n == 1 and self.warps_m % 4 == 0, "warpgroups share a tile along m")
         require(self.tile_m % (16 * self.warps_m) == 0, "a warpgroup computes 64 rows at a time")
@@ -168,7 +172,7 @@ class KernelConfig:
         if self.swap_ab:
             self._check_swap_ab(require)
         require(
-            self.epilogue == "any" or self.element_bytes == 2,
+            self.epilogue == "any" or self.element_bytes <= 2,
             "some layouts of float32 operands are swapped, which takes any epilogue's code",
         )
         unit = 8 if self.swap_ab else 32
@@ -190,13 +194,16 @@ class KernelConfig:
             )
             require(128 % (self.tile_n // 4) == 0, "tile_n must be a power of two")
         if self.gated:
-            require(self.epilogue == "any", "gating is an epilogue")
-            require(self.element_bytes == 2 and self.split_k == 1, "gated rows are 16-bit, unsplit")
+            require(
+                self.epilogue == "any" or self.arithmetic.at_run_time, "gating is an epilogue"
+            )
+            require(self.element_bytes <= 2 and self.split_k == 1, "gated rows are of 16 bits or fewer, unsplit")
             require(self.tile_n % 128 == 0, "half of tile_n must be a multiple of 64")
         require(self.grouped in ("none", "m", "k"), "unknown grouped")
         if self.grouped != "none":
             require(
-                self.element_bytes == 2 and self.split_k == 1, "grouped rows are 16-bit, unsplit"
+                self.element_bytes <= 2 and self.split_k == 1,
+                "grouped rows are of 16 bits or fewer, unsplit",
             )
             require(not self.gated, "grouped rows have one weight")
         if self.grouped == "k":
@@ -235,7 +242,7 @@ class KernelConfig:
 
     @property
     def arithmetic(self) -> Arithmetic:
-        return ARITHMETIC[self.algorithm]
+        return ALL_ARITHMETIC[self.algorithm]
 
     @property
     def element_bytes(self) -> int:
@@ -337,7 +344,8 @@ class KernelConfig:
         if self.skinny:
             ring = self.stages * (self.tile_m + self.tile_n) * 128
             return ring + self.tile_m * (self.tile_n + 4) * 4 + 512
-        row = 128 // self.element_bytes
+        # Of 8-bit operands, all of them k-major, there are no rows along m or n.
+        row = 128 // self.element_bytes if self.element_bytes > 1 else 1
         rows = sum(-(-extent // row) * row for extent in (self.tile_m, self.tile_n))
         warpgroups = self.consumer_warps // 4
         if self.swap_ab:

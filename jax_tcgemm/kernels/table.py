@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 
-from jax_tcgemm.kernels.arithmetic import ARITHMETIC
+from jax_tcgemm.kernels.arithmetic import ALL_ARITHMETIC, ARITHMETIC, RUN_TIME_ARITHMETIC
 from jax_tcgemm.kernels.config import KernelConfig
 
 
@@ -38,7 +38,7 @@ def _sm90(
         algorithm,
         tile_m,
         tile_n,
-        tile_k=128 // ARITHMETIC[algorithm].a.bytes,
+        tile_k=128 // ALL_ARITHMETIC[algorithm].a.bytes,
         warps_m=4 * warpgroups,
         warps_n=1,
         stages=stages,
@@ -230,10 +230,54 @@ def _rows() -> list[KernelConfig]:
     return rows
 
 
-CONFIGS: tuple[KernelConfig, ...] = tuple(_rows())
+def _run_time_rows() -> list[KernelConfig]:
+    """Rows whose kernels are compiled at run time, each with its epilogue."""
+    rows = []
+    for algorithm, arithmetic in RUN_TIME_ARITHMETIC.items():
+        if arithmetic.promotes:
+            # Two more sets of accumulators.
+            common = {"promote": True, "epilogue": "none"}
+            tiles = [
+                (128, 128, 6, "cooperative", (2, 1)),
+                (128, 128, 6, "cooperative", (1, 1)),
+                (128, 64, 8, "cooperative", (1, 1)),
+                (64, 128, 6, "pingpong", (1, 1)),
+                (64, 64, 8, "cooperative", (1, 1)),
+            ]
+            rows += [
+                _sm90(algorithm, 128, 128, 6, cluster=(2, 1), gated=True, **common),
+                _sm90(algorithm, 128, 128, 6, grouped="m", **common),
+            ]
+        else:
+            common = {"epilogue": "none"}
+            tiles = [
+                (128, 256, 4, "cooperative", (2, 1)),
+                (128, 256, 4, "cooperative", (1, 1)),
+                (128, 192, 4, "pingpong", (2, 1)),
+                (128, 128, 6, "pingpong", (2, 1)),
+                (128, 128, 6, "pingpong", (1, 1)),
+                (128, 64, 8, "cooperative", (1, 1)),
+                (64, 128, 6, "pingpong", (1, 1)),
+                (64, 64, 8, "cooperative", (1, 1)),
+            ]
+            rows += [
+                _sm90(algorithm, 128, 256, 4, cluster=(2, 1), gated=True, **common),
+                _sm90(algorithm, 128, 256, 4, cluster=(1, 2), grouped="m", **common),
+                _sm90(algorithm, 128, 128, 6, schedule="pingpong", grouped="m", **common),
+                _sm90(algorithm, 64, 128, 6, schedule="pingpong", grouped="m", **common),
+            ]
+        rows += [
+            _sm90(algorithm, m, n, stages, schedule=schedule, cluster=cluster, **common)
+            for m, n, stages, schedule, cluster in tiles
+        ]
+    return rows
 
-_BY_NAME = {config.name: config for config in CONFIGS}
-if len(_BY_NAME) != len(CONFIGS):
+
+CONFIGS: tuple[KernelConfig, ...] = tuple(_rows())
+RUN_TIME_CONFIGS: tuple[KernelConfig, ...] = tuple(_run_time_rows())
+
+_BY_NAME = {config.name: config for config in (*CONFIGS, *RUN_TIME_CONFIGS)}
+if len(_BY_NAME) != len(CONFIGS) + len(RUN_TIME_CONFIGS):
     raise ValueError("two rows of the kernel table have one name")
 
 
@@ -291,5 +335,7 @@ def can_be(
 def for_algorithm(algorithm: str, grouped: str = "none") -> tuple[KernelConfig, ...]:
     """Returns the rows of such groups for ``algorithm`` (a row of the table of arithmetic)."""
     return tuple(
-        config for config in CONFIGS if config.algorithm == algorithm and config.grouped == grouped
+        config
+        for config in (*CONFIGS, *RUN_TIME_CONFIGS)
+        if config.algorithm == algorithm and config.grouped == grouped
     )

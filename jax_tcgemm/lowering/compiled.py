@@ -15,12 +15,12 @@ from jax_tcgemm import _compat, _core, _extension
 from jax_tcgemm.epilogue import compiler, source, translation
 from jax_tcgemm.epilogue.program import Leaf, Program
 from jax_tcgemm.epilogue.spec import CompiledSpec
-from jax_tcgemm.kernels.arithmetic import ARITHMETIC
+from jax_tcgemm.kernels.arithmetic import ALL_ARITHMETIC
 from jax_tcgemm.kernels.table import XLA
-from jax_tcgemm.lowering import devices
+from jax_tcgemm.lowering import devices, k_major
 from jax_tcgemm.lowering.custom_call import second_weight_offset, shapes_of
 from jax_tcgemm.problem.alignment import COPY_BYTES, is_transposed, unaligned_stride
-from jax_tcgemm.problem.arithmetic import INPUT_DTYPES, resolve_algorithm, sum_dtype
+from jax_tcgemm.problem.arithmetic import INPUT_DTYPES, resolve_algorithm, resolve_run_time
 from jax_tcgemm.problem.log import log
 from jax_tcgemm.problem.ragged import RaggedSpec
 from jax_tcgemm.problem.spec import GemmSpec, with_kernel_layouts
@@ -31,6 +31,7 @@ from jax_tcgemm.problem.strides import (
     Shape,
     StridedGemm,
     fold_beside,
+    row_major,
 )
 
 _COMPUTE_CAPABILITY = (9, 0)
@@ -55,6 +56,7 @@ def cuda_compiled(
     made = translation.translate(spec.function)
     call = made if isinstance(made, str) else _call_or_reason(own, spec, made)
     kind = "gated gemm" if spec.is_gated else "gemm"
+    kind = "gemm scaled by blocks" if spec.scaled else kind
     kind = "ragged dot" if isinstance(spec.product, RaggedSpec) else kind
     described = f"{kind} {_types(operands)} with a function: "
     if isinstance(call, str):
@@ -74,15 +76,20 @@ class _Call:
     leaf_strides: tuple[Shape, ...]
     staged: tuple[bool, ...]
     algorithm: str
+    factors: tuple[k_major.Factor, ...] = ()  # of 8-bit operands, to be made k-major
+    scale_strides: tuple[Shape, ...] = ()  # of a and b, along batches and then m, k or k, n
 
     def emit(
         self, own: Sequence[jax.Array], others: Sequence[jax.Array], spec: CompiledSpec
     ) -> list[jax.Array]:
         """Makes the call."""
-        dtype = INPUT_DTYPES[self.algorithm]
         is_ragged = isinstance(spec.product, RaggedSpec)
-        count = 2 if is_ragged else len(own)
-        factors = [operand.astype(dtype) for operand in own[:count]]
+        if self.factors:
+            count = len(self.factors)
+            factors = [f.made(x) for f, x in zip(self.factors, own, strict=False)]
+        else:
+            count = 2 if is_ragged else len(own)
+            factors = [operand.astype(INPUT_DTYPES[self.algorithm]) for operand in own[:count]]
         known = [jnp.asarray(value) for value in self.program.known(others)]
         call = jax.ffi.ffi_call(_extension.COMPILED_TARGET, self.program.outputs)
         outputs = call(*factors, *own[count:], *known, **self._attributes(spec))
@@ -94,6 +101,7 @@ class _Call:
         is_ragged = isinstance(product, RaggedSpec)
         strides = [stride for each in self.leaf_strides for stride in each]
         elements = [math.prod(x.shape) for x in self.program.outputs]
+        a_scale, b_scale = self.scale_strides or ((), ())
         return {
             "m": np.int64(gemm.m),
             "n": np.int64(gemm.n),
@@ -102,6 +110,8 @@ class _Call:
             "batch_shape": np.asarray(gemm.batch, np.int64),
             "a_strides": np.asarray(gemm.strides.a, np.int64),
             "b_strides": np.asarray(gemm.strides.b, np.int64),
+            "a_scale_strides": np.asarray(a_scale, np.int64),
+            "b_scale_strides": np.asarray(b_scale, np.int64),
             "operand_strides": np.asarray(strides, np.int64),
             "operand_vectors": np.asarray(self.staged, np.int64),
             "result_elements": np.asarray(elements, np.int64),
@@ -121,33 +131,102 @@ def _call_or_reason(own: Sequence[Any], spec: CompiledSpec, made: Program) -> _C
     if product.config == XLA:
         return "by config"
     a, b = own[:2]
-    algorithm = resolve_algorithm(a.dtype, b.dtype, product.out_dtype, product.precision)
-    if algorithm is None or not _is_wgmma(algorithm):
+    algorithm = _algorithm(a.dtype, b.dtype, product)
+    if algorithm is None:
         return f"no kernel for functions of products of {a.dtype} and {b.dtype}"
     other = devices.other_than(_COMPUTE_CAPABILITY)
     if other is not None:
         return f"no kernel on {other}"
+    factors: dict[str, k_major.Factor] = {}
+    if ALL_ARITHMETIC[algorithm].k_major:
+        if any(not isinstance(extent, int) for x in own for extent in x.shape):
+            return "symbolic shapes"
+        own, product, factors = _as_k_major(own, product)
+    scales = _scale_steps(own, spec)
     strided = (
         _ragged(own, product, made)
         if isinstance(product, RaggedSpec)
-        else _plain(product.unflatten(own), product, made)
+        else _plain(own, product, made, [along_mn for along_mn, _ in scales])
     )
     if isinstance(strided, str):
         return strided
     gemm, strides = strided
+    count = len(made.leaves)
+    strides, beside = strides[:count], strides[count:]
+    scale_strides = tuple(
+        (*folded[: len(folded) - len(last)], *last)
+        for folded, (_, last) in zip(beside, scales, strict=True)
+    )
     offset = 0 if isinstance(product, RaggedSpec) else second_weight_offset(gemm, product)
-    reason = _unfit(gemm, offset) or _quicker_apart(gemm, made)
+    reason = _unfit(gemm, offset, a.dtype.itemsize) or _quicker_apart(gemm, made)
     if reason is not None:
         return reason
     staged = tuple(kind in _STAGED for kind in _kinds(made, strides, gemm.n))
-    call = _Call(made, source_of(made, strides, gemm.n), gemm, strides, staged, algorithm)
+    source_text = source_of(made, strides, gemm.n, spec.scaled)
+    ordered = tuple(factors.values())
+    call = _Call(made, source_text, gemm, strides, staged, algorithm, ordered, scale_strides)
     return compiler.obstacle(call.source, _expected_row(call, spec)) or call
 
 
+def _algorithm(a: np.dtype, b: np.dtype, product: GemmSpec | RaggedSpec) -> str | None:
+    """Returns the arithmetic of a product that can have a compiled epilogue."""
+    types = a, b, product.out_dtype, product.precision
+    found = resolve_run_time(*types) or resolve_algorithm(*types)
+    if found is None:
+        return None
+    row = ALL_ARITHMETIC[found]
+    is_ours = row.at_run_time or (row.wgmma and not row.k_major and row.accumulator.name == "float32")
+    return found if is_ours else None
+
+
+def _as_k_major(
+    own: Sequence[Any], product: GemmSpec | RaggedSpec
+) -> tuple[Sequence[Any], Any, dict[str, k_major.Factor]]:
+    """Returns the operands and the product as they will be, and what is to become of the factors."""
+    if isinstance(product, RaggedSpec):
+        made, factors = k_major.of_ragged(own, product)
+    else:
+        shapes = shapes_of(product.unflatten(own[: len(product.operand_names)]))
+        made, factors = k_major.of_gemm(shapes, product)
+    count = len(factors)
+    then = [
+        jax.ShapeDtypeStruct(factor.result_shape(), x.dtype)
+        for factor, x in zip(factors.values(), own, strict=False)
+    ]
+    return [*then, *own[count:]], made, factors
+
+
+def _scale_steps(own: Sequence[Any], spec: CompiledSpec) -> list[tuple[Shape, Shape]]:
+    """Returns of each scale by blocks the steps along ``(*batch, m, n)``, and those it ends with.
+
+    The scales have the axes of the factors. What changes where batches fold are steps along them
+    and along m; a scale of b moves along n by blocks.
+    """
+    if not spec.scaled:
+        return []
+    assert isinstance(spec.product, GemmSpec)
+    axes = spec.product.axes
+
+    def steps(scale: Any, axes: Sequence[int | None]) -> Shape:
+        dense = row_major(scale.shape)
+        return tuple(0 if axis is None else dense[axis] for axis in axes)
+
+    a, b = steps(own[-2], axes.a), steps(own[-1], axes.b)
+    return [((*a[:-1], 0), a[-1:]), ((*b[:-2], 0, 0), b[-2:])]
+
+
 def _plain(
-    x: Operands, spec: GemmSpec, made: Program
+    own: Sequence[Any], spec: GemmSpec, made: Program, beside: Sequence[Shape]
 ) -> tuple[StridedGemm, tuple[Shape, ...]] | str:
-    """Returns the folded gemm and the strides of the leaves, or why there are none."""
+    """Returns the folded gemm and the strides of the leaves, or why there are none.
+
+    Args:
+        own: the operands of the product, and what else goes with it.
+        spec: the product.
+        made: the program.
+        beside: further steps along ``(*batch, m, n)``, folded like those of the leaves.
+    """
+    x = spec.unflatten(own[: len(spec.operand_names)])
     shapes = shapes_of(x)
     extents = (*x.a.shape, *x.b.shape)
     if not all(isinstance(extent, int) for extent in extents):
@@ -157,7 +236,8 @@ def _plain(
     if with_kernel_layouts(spec, shapes)[0] != spec:
         return "an operand without a contiguous axis"
     leaves = tuple(leaf.strides(spec.batch_ndim + 2) for leaf in made.leaves)
-    return fold_beside(spec.strided(shapes), leaves, keeps_rows=bool(made.reductions))
+    others = (*leaves, *beside)
+    return fold_beside(spec.strided(shapes), others, keeps_rows=bool(made.reductions))
 
 
 def _ragged(
@@ -177,16 +257,17 @@ def _ragged(
     return gemm, tuple((0, *leaf.strides(2)) for leaf in made.leaves)
 
 
-def source_of(made: Program, strides: Sequence[Shape], n: int) -> str:
+def source_of(made: Program, strides: Sequence[Shape], n: int, scaled: bool = False) -> str:
     """Returns the C++ of a program.
 
     Args:
         made: the program.
         strides: of each leaf, in elements along ``(*batch, m, n)``.
         n: columns of the results.
+        scaled: whether the factors have scales by blocks.
     """
     whole = [n * result.dtype.itemsize % COPY_BYTES == 0 for result in made.matrices]
-    return source.of_program(made, _kinds(made, strides, n), whole)
+    return source.of_program(made, _kinds(made, strides, n), whole, scaled)
 
 
 # Read through shared memory; as is_staged of cuda/compiled_params.h.
@@ -199,12 +280,7 @@ def _kinds(made: Program, strides: Sequence[Shape], n: int) -> list[tuple[str, b
     return [(_along(steps), _is_vector(leaf, steps, n)) for leaf, steps in pairs]
 
 
-def _is_wgmma(algorithm: str) -> bool:
-    row = ARITHMETIC[algorithm]
-    return row.wgmma and not row.k_major and sum_dtype(algorithm) == jnp.float32
-
-
-def _unfit(gemm: StridedGemm, second_weight: int) -> str | None:
+def _unfit(gemm: StridedGemm, second_weight: int, itemsize: int) -> str | None:
     """Says what keeps TMA from the factors, or the kernels from being fast."""
     if not gemm.m * gemm.n * gemm.k * math.prod(gemm.batch):
         return "an extent of 0"
@@ -212,13 +288,13 @@ def _unfit(gemm: StridedGemm, second_weight: int) -> str | None:
         return f"{len(gemm.batch)} batch dimensions that do not fold"
     if math.prod(gemm.batch) > MAX_EXTENT:
         return "a batch beyond 2^30"
-    if min(gemm.m, gemm.n) <= _FEW_ROWS:
+    if min(gemm.m, gemm.n) <= _FEW_ROWS and itemsize > 1:
         return f"{gemm.m} x {gemm.n} results of a matrix"
     for name in ("a", "b"):
-        what = unaligned_stride(gemm, name, 2)
+        what = unaligned_stride(gemm, name, itemsize)
         if what is not None:
             return f"{name} has {what}, not a multiple of {COPY_BYTES} bytes"
-    if second_weight * 2 % COPY_BYTES:
+    if second_weight * itemsize % COPY_BYTES:
         return "the second weight begins between multiples of 16 bytes"
     return None
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
@@ -64,10 +65,21 @@ def _wide(own: Sequence[Any], spec: CompiledSpec) -> Any:
 def _accumulators(own: Sequence[jax.Array], spec: CompiledSpec) -> list[jax.Array]:
     """Returns the products as the function takes them."""
     product, dtype = spec.product, _wide(own, spec)
+    if spec.scaled:
+        a, b, *scales = own
+        own = [_scaled(x, scale) for x, scale in zip((a, b), scales, strict=True)]
+        product = product.replace(precision=_compat.canonicalize_precision("highest"))
     if isinstance(product, RaggedSpec):
         return ragged.dot(dataclasses.replace(product, out_dtype=dtype), *own)
     inner = product.replace(out_dtype=dtype, config=product.config_of_products)
     return gemm_primitive.bind(product.unflatten(own), inner)
+
+
+def _scaled(x: jax.Array, scale: jax.Array) -> jax.Array:
+    """Returns a factor times its scales, each of which is a block's, in float32."""
+    for axis, (extent, blocks) in enumerate(zip(x.shape, scale.shape, strict=True)):
+        scale = jnp.repeat(scale, extent // blocks, axis)
+    return x.astype(jnp.float32) * scale
 
 
 # Abstract evaluation
@@ -106,6 +118,11 @@ def _jvp(
     saved = [checkpoint_name(x, PREACTIVATION) for x in saved]
     saved, masks = saved[:count], saved[count:]
     moves = any(t is not None for t in down)
+    if moves and spec.scaled:
+        raise TypeError(
+            "a product of operands with scales by blocks has no derivative by these operands; "
+            "accepted: fp8_dot, which quantizes the operands of each product of the derivative"
+        )
     dz = _product_tangents(own, down, spec) if moves else [None] * count
     values, slopes = [*saved, *others, *masks], [*dz, *dothers, *[None] * len(masks)]
     return results, _function_tangents(spec, _wide(own, spec), values, slopes)
@@ -170,15 +187,35 @@ def _batch(
         return results, [0] * len(results)
     product = spec.product
     assert not isinstance(product, RaggedSpec)
+    scales: list[jax.Array] = []
+    if spec.scaled:
+        own, own_dims, scales = _with_like_scales(own, own_dims, size)
     x, dim = product.unflatten(own), product.unflatten(own_dims)
     x, dim = gated.with_like_weights(x, dim, product, size)
     dim = Operands(*dim)
-    batched = CompiledSpec(
-        product.replace(axes=insert_batches(product.axes, dim)),
-        spec.function.mapped((*(0,) * count, *other_dims), size),
+    batched = spec.replace(
+        product=product.replace(axes=insert_batches(product.axes, dim)),
+        function=spec.function.mapped((*(0,) * count, *other_dims), size),
     )
-    results = bind([*flatten(x), *others], batched)
+    results = bind([*flatten(x), *scales, *others], batched)
     return results, [0] * len(results)
+
+
+def _with_like_scales(
+    own: Sequence[jax.Array], dims: Sequence[int | None], size: int
+) -> tuple[list[jax.Array], list[int | None], list[jax.Array]]:
+    """Returns factors, where they are mapped, and scales by blocks that are mapped likewise."""
+    factors, scales = list(own[:2]), list(own[2:])
+    where: list[int | None] = list(dims[:2])
+    for i, (scale, dim) in enumerate(zip(scales, dims[2:], strict=True)):
+        at = where[i]
+        if at is None and dim is not None:
+            factors[i] = jnp.broadcast_to(factors[i], (size, *factors[i].shape))
+            at = where[i] = 0
+        if at is not None:
+            scale = jnp.broadcast_to(scale, (size, *scale.shape)) if dim is None else scale
+            scales[i] = jnp.moveaxis(scale, dim or 0, at)
+    return factors, where, scales
 
 
 def _apply(spec: CompiledSpec, *operands: jax.Array) -> list[jax.Array]:

@@ -9,7 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.lax import DotAlgorithmPreset, Precision
 
-from jax_tcgemm.kernels.arithmetic import ARITHMETIC, PLANE_PRODUCTS, Arithmetic, PlaneProduct
+from jax_tcgemm.kernels.arithmetic import (
+    ALL_ARITHMETIC,
+    ARITHMETIC,
+    PLANE_PRODUCTS,
+    RUN_TIME_ARITHMETIC,
+    Arithmetic,
+    PlaneProduct,
+)
 
 # The element type of a and b in each row of the table.
 INPUT_DTYPES: dict[str, np.dtype] = {row.name: jnp.dtype(row.a.name) for row in ARITHMETIC.values()}
@@ -23,7 +30,7 @@ def written_dtype(algorithm: str, out: np.dtype) -> np.dtype:
 
 def sum_dtype(algorithm: str) -> np.dtype:
     """Returns the type of the accumulators."""
-    return jnp.dtype(ARITHMETIC[algorithm].accumulator.name)
+    return jnp.dtype(ALL_ARITHMETIC[algorithm].accumulator.name)
 
 
 def _writing(rows: list[Arithmetic], out: np.dtype) -> Arithmetic | None:
@@ -81,6 +88,52 @@ def resolve_algorithm(a: np.dtype, b: np.dtype, out: np.dtype, precision: Any) -
     if row.rounds_operands and Precision.HIGHEST in precision:
         return None
     return row.name
+
+
+# Of 8-bit floats, by the names of their presets, whether parts of k are added up in float32.
+_PROMOTES = {
+    "ANY_F8_ANY_F8_F32": True,
+    "ANY_F8_ANY_F8_ANY": True,
+    "ANY_F8_ANY_F8_F32_FAST_ACCUM": False,
+    "ANY_F8_ANY_F8_ANY_FAST_ACCUM": False,
+    "DEFAULT": False,
+}
+
+
+def resolve_run_time(a: np.dtype, b: np.dtype, out: np.dtype, precision: Any) -> str | None:
+    """Returns the arithmetic of operands of 8 bits, whose kernels are compiled at run time.
+
+    Args:
+        a: dtype of ``a``.
+        b: dtype of ``b``.
+        out: dtype of the result, of integers int32.
+        precision: canonical ``lax`` precision. As in XLA, sums are those of the tensor cores by
+            default, and promoted for a higher one.
+
+    Returns:
+        The name of a row of the table of arithmetic, ``None`` where there is none.
+    """
+    names = (np.dtype(a).name, np.dtype(b).name)
+    rows = [x for x in RUN_TIME_ARITHMETIC.values() if (x.a.name, x.b.name) == names]
+    if not rows:
+        return None
+    if rows[0].accumulator.name == "int32":
+        return rows[0].name if out == jnp.int32 else None
+    if not jnp.issubdtype(out, jnp.floating) or out.itemsize > 4:
+        return None
+    if isinstance(precision, DotAlgorithmPreset):
+        promotes = _PROMOTES.get(precision.name)
+    elif isinstance(precision, tuple) and all(isinstance(p, Precision) for p in precision):
+        promotes = any(p is not Precision.DEFAULT for p in precision)
+    else:
+        return None
+    return next((row.name for row in rows if row.promotes == promotes), None)
+
+
+def is_of_8_bits(a: np.dtype, b: np.dtype) -> bool:
+    """Whether there is arithmetic of such operands: two 8-bit floats, or two int8."""
+    names = (np.dtype(a).name, np.dtype(b).name)
+    return any((row.a.name, row.b.name) == names for row in RUN_TIME_ARITHMETIC.values())
 
 
 def resolve_planes(a: np.dtype, b: np.dtype, out: np.dtype, precision: Any) -> PlaneProduct | None:

@@ -9,7 +9,7 @@
 //   the warp: [cp.async of the next one's] -> wait -> accumulators, operands -> Program ->
 //             shared memory -> vectors of the results to memory
 //
-// A Program has kOperands, kOperand[], kResults, kResult[] (see compiled_params.h), and
+// A Program has kBlockScales (sm90/scaled_mainloop.cuh), kOperands, kOperand[], kResults, kResult[] (see compiled_params.h), and
 // run(io), which makes 16 x 16 values of each result from an instance of CompiledIo.
 
 #pragma once
@@ -21,6 +21,7 @@
 #include "ptx/cluster.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/shared_memory.cuh"
+#include "ptx/wgmma.cuh"
 #include "scheduler/raster.cuh"
 #include "sm90/kernel.cuh"
 #include "sm90/output/fused.cuh"
@@ -35,6 +36,7 @@ template <KernelConfig kConfig, typename Program>
 struct CompiledPlan {
   static constexpr int kVector = 16;  // bytes
   static constexpr int kWarpBytes = kConfig.staging_bytes() / 4;
+  using Sum = ptx::SumOf<kConfig.algorithm>;
 
   // Bytes from row to row: such that the threads of a warp meet different banks, or two at most
   // where there is least room.
@@ -99,7 +101,7 @@ struct CompiledIo {
   int column;  // likewise
   int batch;
   int chunk_column;  // the thread's first in the sub-tile
-  Chunk acc[2];
+  typename Plan::Sum acc[2][kChunkValues];
 
   __device__ __forceinline__ int m(int i) const { return row + i / 2 % 2 * 8; }
   __device__ __forceinline__ int n(int i) const { return column + i % 2 + i / 4 * 8; }
@@ -225,7 +227,7 @@ class CompiledOutput {
  public:
   using Plan = CompiledPlan<kConfig, Program>;
   static constexpr int kBlocks = kConfig.tile_m / (16 * kConfig.warps_m);
-  using Accumulators = float[kBlocks][kConfig.tile_n / 2];
+  using Accumulators = typename Plan::Sum[kBlocks][kConfig.tile_n / 2];
 
   __device__ __forceinline__ CompiledOutput(const CompiledParams& params, const TensorMaps&,
                                             const SharedMemory<kConfig>& smem, int /*warpgroup*/)
@@ -320,10 +322,10 @@ class CompiledOutput {
                              chunk * kChunkColumns + lane_column,
                              {}};
       visit_chunk<0, kBlockChunks>(acc, index * kChunks + chunk,
-                                   [&](int i, float a) { io.acc[0][i] = a; });
+                                   [&](int i, auto a) { io.acc[0][i] = a; });
       if constexpr (kConfig.gated) {
         visit_chunk<kBlockChunks, kBlockChunks>(acc, index * kChunks + chunk,
-                                                [&](int i, float a) { io.acc[1][i] = a; });
+                                                [&](int i, auto a) { io.acc[1][i] = a; });
       }
       Program::run(io);
     }

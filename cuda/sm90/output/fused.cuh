@@ -21,8 +21,8 @@ namespace jax_tcgemm::sm90 {
 // Calls use(i, accumulator) for the 8 of a thread in 16 columns: number `index` of those kPerBlock
 // in each block that begin with kFirst. Registers have no index at run time: a jump to code for
 // each.
-template <int kFirst, int kPerBlock, int kBlocks, int kBlockValues, typename Use>
-__device__ __forceinline__ void visit_chunk(const float (&acc)[kBlocks][kBlockValues], int index,
+template <int kFirst, int kPerBlock, typename Sum, int kBlocks, int kBlockValues, typename Use>
+__device__ __forceinline__ void visit_chunk(const Sum (&acc)[kBlocks][kBlockValues], int index,
                                             Use&& use) {
   constexpr int kCount = kBlocks * kPerBlock;
   const auto visit = [&]<int kIndex>() {

@@ -1,0 +1,259 @@
+"""Products of 8-bit operands on a Hopper GPU: every pair of types and layout, scales, residues."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_tcgemm import gated_gemm, gemm, ragged_dot
+from jax_tcgemm.kernels import table as kernel_table
+from jax_tcgemm.lowering import compiled as lowering
+from jax_tcgemm.lowering import k_major
+
+pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
+
+E4M3, E5M2, S8, BF16 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8, jnp.bfloat16
+PAIRS = [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3), (E5M2, E5M2), (S8, S8)]
+# A sum of the tensor cores keeps 14 bits.
+STEP = 2.0**-13
+
+
+@pytest.fixture(autouse=True)
+def never_apart(monkeypatch):
+    """Fails where a product is not computed by a kernel."""
+
+    def made(own, spec, made, _inner=lowering._call_or_reason):
+        call = _inner(own, spec, made)
+        assert not isinstance(call, str), call
+        return call
+
+    monkeypatch.setattr(lowering, "_call_or_reason", made)
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng()
+
+
+def drawn(rng, shape, dtype):
+    x = rng.normal(size=shape).astype(np.float32)
+    return jnp.asarray(np.round(x * 40) if dtype == S8 else x).astype(dtype)
+
+
+def wide(x):
+    return np.asarray(x.astype(jnp.float32)).astype(np.float64)
+
+
+def stored(x, letter):
+    return jnp.swapaxes(x, -1, -2) if letter == "t" else x
+
+
+def product(a, b, layout, **options):
+    ta, tb = (letter == "t" for letter in layout)
+    run = jax.jit(lambda a, b: gemm(a, b, transpose_a=ta, transpose_b=tb, **options))
+    return run(stored(a, layout[0]), stored(b, layout[1]))
+
+
+def worst(actual, exact, sizes):
+    return float(np.max(np.abs(wide(actual) - exact) / sizes))
+
+
+@pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair[0].__name__}-{pair[1].__name__}")
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(128, 256, 128), (1, 72, 400), (200, 136, 1000), (333, 271, 77), (64, 1, 16)]
+)
+def test_every_layout_and_residue(rng, m, n, k, pair, layout):
+    a, b = drawn(rng, (m, k), pair[0]), drawn(rng, (k, n), pair[1])
+    exact, sizes = wide(a) @ wide(b), np.abs(wide(a)) @ np.abs(wide(b)) + 1e-30
+    if pair[0] == S8:
+        y = product(a, b, layout, preferred_element_type=jnp.int32)
+        assert y.dtype == jnp.int32
+        np.testing.assert_array_equal(np.asarray(y), exact)
+        return
+    y = product(a, b, layout, preferred_element_type=jnp.float32)
+    fast = jax.jit(lambda a, b: jnp.matmul(a, b, preferred_element_type=jnp.float32))
+    assert worst(y, exact, sizes) <= 2 * worst(fast(a, b), exact, sizes) + 4 * STEP
+    y = product(a, b, layout, preferred_element_type=jnp.float32, precision="highest")
+    assert worst(y, exact, sizes) <= 4 * STEP
+
+
+@pytest.mark.parametrize("row", kernel_table.RUN_TIME_CONFIGS, ids=lambda row: row.name)
+def test_every_row(rng, row):
+    if row.gated or row.grouped != "none":
+        pytest.skip("of two weights or of groups")
+    m, n, k = (int(rng.integers(1, 600)) for _ in range(3))
+    types = {"e4m3": E4M3, "e5m2": E5M2, "s8": S8}
+    arithmetic = row.arithmetic
+    a = drawn(rng, (m, k), types[arithmetic.a.tag])
+    b = drawn(rng, (k, n), types[arithmetic.b.tag])
+    exact, sizes = wide(a) @ wide(b), np.abs(wide(a)) @ np.abs(wide(b)) + 1e-30
+    is_integer = arithmetic.a.tag == "s8"
+    precision = "highest" if arithmetic.promotes else None
+    options = {"precision": precision, "config": row.name}
+    y = product(
+        *(a, b, "nt"), preferred_element_type=jnp.int32 if is_integer else jnp.float32, **options
+    )
+    assert worst(y, exact, sizes) <= (0 if is_integer else 8 * STEP)
+
+
+def test_sums_that_are_promoted_do_not_lose_more_for_a_long_k(rng):
+    a = jnp.abs(drawn(rng, (128, 65536), E4M3).astype(jnp.float32)).astype(E4M3)
+    b = jnp.abs(drawn(rng, (65536, 128), E4M3).astype(jnp.float32)).astype(E4M3)
+    y = product(a, b, "nt", preferred_element_type=jnp.float32, precision="highest")
+    exact = wide(a) @ wide(b)
+    assert worst(y, exact, exact) <= 2 * STEP
+
+
+@pytest.mark.parametrize("shape", ["tensor", "rows", "columns", "both", "blocks of rows"])
+@pytest.mark.parametrize("layout", ["nt", "tn"])
+@pytest.mark.parametrize("dtype", [E4M3, S8], ids=lambda dtype: dtype.__name__)
+def test_scales_that_do_not_move_along_k(rng, dtype, layout, shape):
+    m, n, k = 192, 320, 512
+    a, b = drawn(rng, (m, k), dtype), drawn(rng, (k, n), dtype)
+    shapes = {
+        "tensor": ((), (1, 1)),
+        "rows": ((m, 1), ()),
+        "columns": ((), (1, n)),
+        "both": ((m, 1), (1, n)),
+        "blocks of rows": ((3, 1), (1, 5)),
+    }[shape]
+    of_a, of_b = (jnp.asarray(rng.uniform(0.5, 2, size), jnp.float32) for size in shapes)
+    y = product(
+        *(a, b, layout),
+        a_scale=stored(of_a, layout[0]) if of_a.ndim else of_a,
+        b_scale=stored(of_b, layout[1]) if of_b.ndim else of_b,
+        preferred_element_type=jnp.float32,
+        precision="highest",
+    )
+    scale_a = np.repeat(wide(of_a), m // of_a.shape[0], 0) if of_a.ndim else wide(of_a)
+    scale_b = np.repeat(wide(of_b), n // of_b.shape[1], 1) if of_b.ndim else wide(of_b)
+    exact = (wide(a) * scale_a) @ (wide(b) * scale_b)
+    sizes = (np.abs(wide(a)) * scale_a) @ (np.abs(wide(b)) * scale_b)
+    assert worst(y, exact, sizes) <= 4 * STEP
+
+
+@pytest.mark.parametrize("layout", ["nn", "nt", "tn"])
+@pytest.mark.parametrize(("m", "n", "k"), [(128, 128, 128), (200, 384, 640), (17, 256, 2048)])
+@pytest.mark.parametrize("batch", [(), (3,)], ids=["", "batch"])
+def test_scales_by_blocks(rng, batch, m, n, k, layout):
+    a, b = drawn(rng, (*batch, m, k), E4M3), drawn(rng, (*batch, k, n), E4M3)
+    of_a = jnp.asarray(rng.uniform(0.5, 2, (*batch, m, k // 128)), jnp.float32)
+    of_b = jnp.asarray(rng.uniform(0.5, 2, (*batch, k // 128, n // 128)), jnp.float32)
+    scales = {"a_scale": stored(of_a, layout[0]), "b_scale": stored(of_b, layout[1])}
+    y = product(a, b, layout, preferred_element_type=jnp.float32, **scales)
+    every = np.repeat(wide(of_a), 128, -1), np.repeat(np.repeat(wide(of_b), 128, -1), 128, -2)
+    exact = (wide(a) * every[0]) @ (wide(b) * every[1])
+    sizes = (np.abs(wide(a)) * every[0]) @ (np.abs(wide(b)) * every[1])
+    assert worst(y, exact, sizes) <= 4 * STEP
+
+
+def test_one_weight_with_scales_by_blocks_for_many_rows(rng):
+    x, w = drawn(rng, (2, 5, 64, 256), E4M3), drawn(rng, (256, 128), E4M3)
+    of_x = jnp.asarray(rng.uniform(0.5, 2, (2, 5, 64, 2)), jnp.float32)
+    of_w = jnp.asarray(rng.uniform(0.5, 2, (2, 1)), jnp.float32)
+    y = jax.jit(gemm)(x, w, a_scale=of_x, b_scale=of_w)
+    exact = (wide(x) * np.repeat(wide(of_x), 128, -1)) @ (wide(w) * np.repeat(wide(of_w), 128, 0))
+    assert np.max(np.abs(wide(y) - exact)) < 2**-7 * np.max(np.abs(exact))
+
+
+@pytest.mark.parametrize("out", [E4M3, E5M2, S8], ids=lambda dtype: dtype.__name__)
+def test_a_result_of_8_bits_with_its_largest_value(rng, out):
+    m, n, k = 200, 272, 384
+    a, b = drawn(rng, (m, k), E4M3), drawn(rng, (k, n), E4M3)
+    bias = jnp.asarray(rng.normal(size=n), jnp.float32)
+    of_a, of_b, of_d = 0.5, jnp.asarray(rng.uniform(0.5, 2, (1, n)), jnp.float32), 0.25
+
+    def formula(z):
+        y = jax.nn.gelu(z * 0.5 * of_b + bias)
+        limits = jnp.iinfo(out) if out == S8 else jnp.finfo(out)
+        q = y * 4
+        q = jnp.clip(jnp.round(q) if out == S8 else q, float(limits.min), float(limits.max))
+        return q.astype(out), jnp.max(jnp.abs(y))
+
+    d, amax = product(
+        *(a, b, "nt"),
+        a_scale=jnp.float32(of_a),
+        b_scale=of_b.T,
+        bias=bias,
+        activation="gelu",
+        out_scale=jnp.float32(of_d),
+        return_amax=True,
+        preferred_element_type=out,
+        precision="highest",
+    )
+    exact = jnp.asarray(wide(a) @ wide(b), jnp.float32)
+    expected, largest = formula(exact)
+    assert (d.dtype, amax.dtype) == (out, jnp.float32)
+    assert abs(float(amax) - float(largest)) < 1e-3 * float(largest)
+    steps = np.abs(wide(d) - wide(expected)) / (np.abs(wide(expected)) + 1)
+    assert steps.max() <= (1 if out == S8 else 2**-2)
+    assert (steps > 0).mean() < 0.02  # sums beside the middle of two numbers
+
+
+def test_batches_and_a_broadcast_operand(rng):
+    a, b = drawn(rng, (2, 3, 96, 160), E4M3), drawn(rng, (3, 160, 80), E5M2)
+    y = jax.jit(lambda a, b: gemm(a, b, preferred_element_type=jnp.float32))(a, b)
+    exact, sizes = wide(a) @ wide(b), np.abs(wide(a)) @ np.abs(wide(b))
+    assert worst(y, exact, sizes) <= 8 * STEP
+
+
+def test_vmap_of_products_with_scales(rng):
+    a, b = drawn(rng, (4, 72, 128), E4M3), drawn(rng, (128, 128), E4M3)
+    scale = jnp.asarray(rng.uniform(0.5, 2, 4), jnp.float32)
+    one = lambda a, s: gemm(a, b, a_scale=s, preferred_element_type=jnp.float32)  # noqa: E731
+    y = jax.jit(jax.vmap(one))(a, scale)
+    exact = wide(a) @ wide(b) * wide(scale)[:, None, None]
+    assert np.max(np.abs(wide(y) - exact)) < 1e-2
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_two_weights(rng, is_transposed):
+    x, gate, up = (drawn(rng, s, E4M3) for s in ((200, 256), (256, 192), (256, 192)))
+    weights = [w.T if is_transposed else w for w in (gate, up)]
+
+    def join(g, u):
+        return (jax.nn.silu(g / 16) * (u / 16)).astype(BF16)
+
+    y = jax.jit(lambda x, *w: gated_gemm(x, *w, transpose_w=is_transposed, epilogue=join))(
+        x, *weights
+    )
+    expected = join(*(jnp.asarray(wide(x) @ wide(w), jnp.float32) for w in (gate, up)))
+    assert np.max(np.abs(wide(y) - wide(expected))) < 2**-6 * np.max(np.abs(wide(expected)))
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize("precision", [None, "highest"])
+def test_groups_of_rows(rng, is_transposed, precision):
+    x, w = drawn(rng, (300, 256), E4M3), drawn(rng, (4, 256, 192), E4M3)
+    sizes = jnp.asarray([100, 0, 170, 20], jnp.int32)
+    scale = jnp.asarray(rng.uniform(0.5, 2, (300, 1)), jnp.float32)
+    y = jax.jit(
+        lambda x, w, s: ragged_dot(
+            *(x, w, sizes),
+            transpose_rhs=is_transposed,
+            precision=precision,
+            preferred_element_type=jnp.float32,
+            epilogue=lambda acc, s: acc * s,
+            epilogue_operands=(s,),
+        )
+    )(x, jnp.swapaxes(w, 1, 2) if is_transposed else w, scale)
+    group = np.repeat(np.arange(4), [100, 0, 170, 20])
+    exact = np.einsum("mk,mkn->mn", wide(x)[:290], wide(w)[group]) * wide(scale)[:290]
+    assert np.max(np.abs(wide(y)[:290] - exact)) < 2**-9 * np.max(np.abs(exact))
+    assert not wide(y)[290:].any()
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (16, 16), (77, 130), (128, 256), (1000, 33), (640, 384)])
+@pytest.mark.parametrize("batch", [(), (3,)])
+def test_bytes_are_transposed(rng, shape, batch):
+    x = jnp.asarray(rng.integers(-128, 128, (*batch, *shape)), jnp.int8)
+    rank = len(batch)
+    factor = k_major.Factor(x.shape, tuple(range(rank)), rank + 1, rank)
+    y = jax.jit(factor.made)(x)
+    k = k_major.filled_up(shape[0])
+    assert y.shape == (*batch, shape[1], k)
+    np.testing.assert_array_equal(y[..., : shape[0]], jnp.swapaxes(x, -1, -2))
+    assert not y[..., shape[0] :].any()
