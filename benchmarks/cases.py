@@ -33,6 +33,7 @@ DTYPES = {
     "bf16": jnp.dtype(jnp.bfloat16),
     "f16": jnp.dtype(jnp.float16),
     "f32": jnp.dtype(jnp.float32),
+    "c64": jnp.dtype(jnp.complex64),
     **quantized.DTYPES,
 }
 
@@ -69,6 +70,7 @@ class Case:
     dtype_b: str | None = None
     scale: str = ""
     sums: str = ""
+    conjugate: str = ""
 
     def __post_init__(self) -> None:
         unknown = set(self.parts) - _EPILOGUE_PARTS - set(ACTIVATIONS)
@@ -125,6 +127,8 @@ class Case:
             words.append(self.scale)
         if self.sums:
             words.append(self.sums)
+        if self.conjugate:
+            words.append(f"conjugate {self.conjugate}")
         if self.out:
             words.append(f"to {self.out}")
         if self.precision:
@@ -138,6 +142,7 @@ class Case:
     def flops(self) -> float:
         """Floating-point operations of the products alone."""
         products = 2 if self.is_gated else STEPS[self.step].products if self.step else 1
+        products *= 4 if self.dtype == "c64" else 1
         return 2.0 * self.m * self.n * self.k * self.batch * products
 
     @property
@@ -278,6 +283,8 @@ class Case:
             activation=self.activation,
             transpose_a=self.layout[0] == "t",
             transpose_b=self.layout[1] == "t",
+            conjugate_a=self.conjugate == "a",
+            conjugate_b=self.conjugate == "b",
             precision=self.precision,
             preferred_element_type=self.out_dtype if self.out else None,
             config=config,
@@ -352,6 +359,8 @@ class Case:
         )
         if self.group_sizes:
             return self._by_lax_ragged_dot(arrays, a, weights[0], preferred)
+        if self.conjugate:
+            a, weights = (a.conj(), weights) if self.conjugate == "a" else (a, [weights[0].conj()])
         options = {"precision": self.precision, "preferred_element_type": preferred}
         z, *up = (jnp.matmul(a, b, **options) for b in weights)
         if self.function:

@@ -17,4 +17,6 @@ def tiny(case: cases.Case, **changes) -> cases.Case:
     small = {"m": 5, "n": 7, "k": 6, "batch": min(case.batch, 3)}
     if case.step:  # with few elements the rival's roundings may be most of what there is
         small |= {"m": 64, "n": 96, "k": 48}
+    if case.scale == "blocks":
+        small |= {"m": 5, "n": 256, "k": 256}
     return dataclasses.replace(case, **{**small, **changes})

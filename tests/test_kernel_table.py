@@ -86,6 +86,7 @@ def test_impossible_rows(changes, message):
         ({"epilogue": "sum", "tile_m": 256, "tile_n": 160, "stages": 3}, "accumulators for sums"),
         ({"epilogue": "sum", "split_k": 2}, "every epilogue"),
         ({"epilogue": "none", "tile_n": 128, "stages": 4, "gated": True}, "gating"),
+        ({"algorithm": "S8_S8_S32", "tile_k": 128, "stages": 4}, "the build has no kernel"),
     ],
 )
 def test_impossible_sm90_rows(changes, message):

@@ -23,6 +23,22 @@ inline Status decode_type(const char* what, ffi::DataType from, ElementType* typ
   }
 }
 
+// Of A, B or D, whose complex numbers are pairs of real ones: extents and strides count those.
+inline Status decode_real_type(const char* what, ffi::DataType from, ElementType* type) {
+  return decode_type(what, from == ffi::C64 ? ffi::F32 : from, type);
+}
+
+// Real numbers of a buffer.
+inline int64_t real_count(const ffi::AnyBuffer& buffer) {
+  const auto count = static_cast<int64_t>(buffer.element_count());
+  return buffer.element_type() == ffi::C64 ? 2 * count : count;
+}
+
+// Bytes of one of them.
+inline int64_t real_bytes(ffi::DataType type) {
+  return static_cast<int64_t>(ffi::ByteWidth(type == ffi::C64 ? ffi::F32 : type));
+}
+
 // Of D or of what is added to it.
 inline bool is_output(ElementType type, Algorithm algorithm) {
   const Arithmetic arithmetic = arithmetic_of(algorithm);

@@ -46,10 +46,10 @@ Status decode_results(const Call& call, GemmProblem* problem) {
     auto result = call.results.get<ffi::AnyBuffer>(i);
     JAX_TCGEMM_REQUIRE(result.has_value(), "result ", i, " is missing");
     ffi::AnyBuffer buffer = **result;
-    JAX_TCGEMM_REQUIRE(static_cast<int64_t>(buffer.element_count()) == elements, "result ", i,
-                       " has ", buffer.element_count(), " elements, the problem ", elements);
+    JAX_TCGEMM_REQUIRE(real_count(buffer) == elements, "result ", i, " has ", real_count(buffer),
+                       " elements, the problem ", elements);
     ElementType type;
-    JAX_TCGEMM_RETURN_IF_ERROR(decode_type("D", buffer.element_type(), &type));
+    JAX_TCGEMM_RETURN_IF_ERROR(decode_real_type("D", buffer.element_type(), &type));
     if (i == 0) epilogue.d_type = type;
     JAX_TCGEMM_REQUIRE(type == epilogue.d_type, "the results differ in element type");
     void** const pointers[] = {&epilogue.d, &epilogue.aux, &epilogue.aux2};

@@ -18,8 +18,6 @@ struct Buffer {
   Strides strides;
 };
 
-int64_t element_bytes(ffi::DataType type) { return static_cast<int64_t>(ffi::ByteWidth(type)); }
-
 // Elements from the buffer's start to the end of the last one addressed; 0 when there are none.
 // `extents` are the matrix extents that belong to the strides after those of the batch.
 template <size_t kRank>
@@ -39,7 +37,7 @@ Status checked_span(const Buffer& buffer, const GemmAttributes& attributes,
     last += (extent - 1) * buffer.strides[i];
   }
   *span = empty ? 0 : last + 1;
-  const int64_t available = static_cast<int64_t>(buffer.data.element_count());
+  const int64_t available = real_count(buffer.data);
   JAX_TCGEMM_REQUIRE(*span <= available, buffer.name, " is addressed up to element ", *span,
                      " but has ", available);
   return Status();
@@ -122,8 +120,8 @@ Status decode_addend(const Buffer& buffer, const GemmAttributes& attributes, Ext
 Status check_types(const GemmProblem& problem, const Buffer& a, const Buffer& b) {
   const Arithmetic arithmetic = arithmetic_of(problem.algorithm);
   ElementType type_a, type_b;
-  JAX_TCGEMM_RETURN_IF_ERROR(decode_type("A", a.data.element_type(), &type_a));
-  JAX_TCGEMM_RETURN_IF_ERROR(decode_type("B", b.data.element_type(), &type_b));
+  JAX_TCGEMM_RETURN_IF_ERROR(decode_real_type("A", a.data.element_type(), &type_a));
+  JAX_TCGEMM_RETURN_IF_ERROR(decode_real_type("B", b.data.element_type(), &type_b));
   const ElementType a_type = problem.planes == nullptr ? arithmetic.a : ElementType::kF32;
   const ElementType b_type = problem.planes == nullptr ? arithmetic.b : ElementType::kF32;
   JAX_TCGEMM_REQUIRE(type_a == a_type && type_b == b_type, "element types of A and B are ",
@@ -204,13 +202,13 @@ Status decode_factors(const GemmAttributes& at, const Buffer& a, const Buffer& b
   JAX_TCGEMM_RETURN_IF_ERROR(checked_span<2>(a, at, {at.m, at.k}, &span_a));
   JAX_TCGEMM_RETURN_IF_ERROR(checked_span<2>(b, at, {at.k, at.n}, &span_b));
   return decode_factor_layouts(at, a.data.untyped_data(), b.data.untyped_data(),
-                               element_bytes(a.data.element_type()), span_a, span_b, problem);
+                               real_bytes(a.data.element_type()), span_a, span_b, problem);
 }
 
 // The second weight of a gated product: a buffer of its own, or a part of b's.
 Status decode_second_weight(const GemmAttributes& at, const Buffer& b,
                             const std::optional<Buffer>& b2, GemmProblem* problem) {
-  const int64_t bytes = element_bytes(b.data.element_type());
+  const int64_t bytes = real_bytes(b.data.element_type());
   int64_t span = 0;
   if (b2.has_value()) {
     JAX_TCGEMM_REQUIRE(b2->data.element_type() == b.data.element_type(),
@@ -219,7 +217,7 @@ Status decode_second_weight(const GemmAttributes& at, const Buffer& b,
     problem->params.b2 = b2->data.untyped_data();
   } else {
     JAX_TCGEMM_RETURN_IF_ERROR(checked_span<2>(b, at, {at.k, at.n}, &span));
-    const int64_t available = static_cast<int64_t>(b.data.element_count());
+    const int64_t available = real_count(b.data);
     JAX_TCGEMM_REQUIRE(0 <= at.b2_offset && at.b2_offset + span <= available,
                        "the second weight begins at element ", at.b2_offset, " of ", available);
     problem->params.b2 = static_cast<const char*>(b.data.untyped_data()) + at.b2_offset * bytes;

@@ -21,7 +21,7 @@ from jax_tcgemm.problem.strides import Operands
 
 @eager.one_program(
     *("activation", "transpose_a", "transpose_b", "precision", "preferred_element_type", "config"),
-    *("out_sharding", "epilogue", "return_amax"),
+    *("out_sharding", "epilogue", "return_amax", "conjugate_a", "conjugate_b"),
     numbers=("alpha", "beta"),
 )
 def gemm(
@@ -42,6 +42,8 @@ def gemm(
     return_amax: bool = False,
     transpose_a: bool = False,
     transpose_b: bool = False,
+    conjugate_a: bool = False,
+    conjugate_b: bool = False,
     precision: Any = None,
     preferred_element_type: DTypeLike | None = None,
     config: str | None = None,
@@ -96,6 +98,9 @@ def gemm(
         transpose_a: whether ``a`` holds the transpose of ``A``; nothing is moved in memory (of 8-bit
             operands, which tensor cores read along k alone, a pass transposes what lies otherwise).
         transpose_b: whether ``b`` holds the transpose of ``B``.
+        conjugate_a: whether a complex ``A`` is conjugated; with ``transpose_a`` ``a`` holds its
+            conjugate transpose.
+        conjugate_b: the same of ``B``.
         precision: as in ``jnp.matmul``; also the name of a ``jax.lax.DotAlgorithmPreset``.
             ``None`` is ``jax.default_matmul_precision``. float32 is computed in TF32 unless
             ``"highest"`` or a wider preset is asked for. 8-bit floats are added up as the tensor
@@ -130,6 +135,7 @@ def gemm(
     """
     a, b = arguments.matrix("a", a), arguments.matrix("b", b)
     batch, m, n, k = arguments.extents(a, b, transpose_a, transpose_b)
+    a, b = (jnp.conj(x) if is_conjugated else x for x, is_conjugated in ((a, conjugate_a), (b, conjugate_b)))
     precision = _compat.canonicalize_precision(precision)
     asked = scales.Asked(a_scale, b_scale, out_scale, return_amax)
     if scales.are_taken(asked, a, b, preferred_element_type, precision) and out_sharding is None:

@@ -97,13 +97,13 @@ def dequantize(x: Any, dtype: DTypeLike = jnp.float32) -> jax.Array:
     Raises:
         ValueError: the shape of the scale or of the zero point does not fit.
     """
-    wide = jnp.promote_types(dtype, jnp.float32)
+    wide, shape = jnp.promote_types(dtype, jnp.float32), x.qvalue.shape
     values = x.qvalue.astype(wide)
     if x.zero_point is not None:
-        check_divides("zero_point", x.zero_point.shape, "qvalue", x.shape)
-        values = values - spread(x.zero_point.astype(wide), x.shape)
-    check_divides("scale", x.scale.shape, "qvalue", x.shape)
-    return (values * spread(x.scale.astype(wide), x.shape)).astype(dtype)
+        check_divides("zero_point", x.zero_point.shape, "qvalue", shape)
+        values = values - spread(x.zero_point.astype(wide), shape)
+    check_divides("scale", x.scale.shape, "qvalue", shape)
+    return (values * spread(x.scale.astype(wide), shape)).astype(dtype)
 
 
 @eager.one_program("dtype", "tile", "scale_dtype", "power_of_two")
@@ -117,8 +117,10 @@ def _quantize(
 ) -> Quantized:
     """Does what ``quantize`` says, whose ``dtype`` may be positional."""
     x = arguments.array("x", x)
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(f"x must hold floating-point numbers, got x.dtype={x.dtype}")
+    if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize < 2:
+        raise TypeError(
+            f"x must hold floating-point numbers of 16 bits or more, got x.dtype={x.dtype}"
+        )
     target = _one_of("dtype", dtype, _LARGEST)
     scale_type = _one_of("scale_dtype", scale_dtype, _SCALE_DTYPES)
     counts = _counts(x.shape, tile)
@@ -145,8 +147,8 @@ def quantize(
     rounded to nearest (halves to even) and clipped to ``[-largest, largest]``: 448 for
     float8_e4m3fn, 57344 for float8_e5m2, 127 for int8. It is computed in float32 (float64 for
     float64), by one reduction and one elementwise operation, which XLA fuses. A block that holds a
-    NaN or an infinity has NaN for its scale, so that all of it is NaN once dequantised. A scale
-    never is smaller than the smallest normal number of its type.
+    NaN or an infinity has NaN for its scale, so that all of it is NaN once dequantised. Scales are
+    normal, finite numbers of their type else: what would need a larger one is clipped.
 
     Args:
         x: floating-point array of any shape.
@@ -211,28 +213,25 @@ def check_divides(name: str, own: Shape, of_name: str, shape: Shape) -> None:
     )
 
 
-def round_up_to_power_of_two(x: jax.Array) -> jax.Array:
-    """Rounds positive, finite, normal float32 numbers up; what is one of those already stays."""
-    mantissa = np.uint32(2**23 - 1)
-    bits = lax.bitcast_convert_type(x, jnp.uint32)
-    return lax.bitcast_convert_type((bits + mantissa) & ~mantissa, jnp.float32)
-
-
 def _scale(amax: jax.Array, target: Any, dtype: np.dtype, power_of_two: bool) -> jax.Array:
-    """Returns the scale, of type ``dtype``, of blocks of which ``amax`` is the largest magnitude."""
+    """Returns scales of type ``dtype`` of blocks whose largest magnitudes are ``amax``."""
     limits = jnp.finfo(dtype)
     # float32 holds all of the types of scales, but for the smallest of e8m0.
     low = max(float(limits.smallest_normal), float(jnp.finfo(jnp.float32).smallest_normal))
     scale = (amax / largest(target)).astype(jnp.float32)
     scale = jnp.clip(scale, low, float(limits.max))
     if power_of_two or dtype.itemsize == 1:
-        scale = jnp.minimum(round_up_to_power_of_two(scale), _largest_power(limits))
+        highest = 2.0 ** np.floor(np.log2(float(limits.max)))
+        scale = jnp.minimum(_round_up_to_power_of_two(scale), highest)
     scale = jnp.where(amax > 0, scale, 1)
     return jnp.where(jnp.isfinite(amax), scale, jnp.nan).astype(dtype)
 
 
-def _largest_power(limits: Any) -> float:
-    return 2.0 ** np.floor(np.log2(float(limits.max)))
+def _round_up_to_power_of_two(x: jax.Array) -> jax.Array:
+    """Rounds positive, finite, normal float32 numbers up; what is one of those already stays."""
+    mantissa = np.uint32(2**23 - 1)
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    return lax.bitcast_convert_type((bits + mantissa) & ~mantissa, jnp.float32)
 
 
 def _one_of(name: str, dtype: DTypeLike, accepted: Any) -> np.dtype:

@@ -92,8 +92,7 @@ struct Program {{
 # As kKernelName of cuda/dispatch/compiled.cc.
 _SOURCE = """\
 #include "sm90/output/compiled.cuh"
-#include "sm90/scaled_mainloop.cuh"
-
+{includes}
 namespace jax_tcgemm {{
 namespace {{
 
@@ -117,6 +116,12 @@ extern "C" __global__ void __launch_bounds__(jax_tcgemm::Row::kConfig.threads(),
 """
 
 
+_OF_8_BITS = """\
+#include "ptx/run_time_wgmma.cuh"
+#include "sm90/scaled_mainloop.cuh"
+"""
+
+
 def of_kernel(program: str, row: str, layout: str) -> str:
     """Returns what is compiled for a row of the kernel table.
 
@@ -125,9 +130,11 @@ def of_kernel(program: str, row: str, layout: str) -> str:
         row: the row's name.
         layout: of ``a`` and ``b``, ``"n"`` or ``"t"`` each.
     """
+    config = table.by_name(row)
     return _SOURCE.format(
         program=program,
-        config=cpp.config(table.by_name(row)),
+        includes=_OF_8_BITS if config.arithmetic.at_run_time else "",
+        config=cpp.config(config),
         a="Mn" if layout[0] == "t" else "K",
         b="K" if layout[1] == "t" else "Mn",
     )

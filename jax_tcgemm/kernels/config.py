@@ -162,7 +162,7 @@ class KernelConfig:
             ),
             "promoting takes two more sets of accumulators, of products of 16 bits or fewer",
         )
-        require(self.arithmetic.wgmma, "wgmma does not add up so")
+        require(self.arithmetic.wgmma, "sums of wgmma are float32, or int32")
         require(self.tile_k * self.element_bytes == 128, "tile_k must span 128 bytes")
         require(self.warps_n == 1 and self.warps_m % 4 == 0, "warpgroups share a tile along m")
         require(self.tile_m % (16 * self.warps_m) == 0, "a warpgroup computes 64 rows at a time")

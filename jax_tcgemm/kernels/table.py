@@ -242,7 +242,8 @@ def _run_time_rows() -> list[KernelConfig]:
                 (128, 128, 6, "cooperative", (1, 1)),
                 (128, 64, 8, "cooperative", (1, 1)),
                 (64, 128, 6, "pingpong", (1, 1)),
-                (64, 64, 8, "cooperative", (1, 1)),
+                (64, 64, 6, "cooperative", (1, 1)),
+                (64, 32, 8, "cooperative", (1, 1)),
             ]
             rows += [
                 _sm90(algorithm, 128, 128, 6, cluster=(2, 1), gated=True, **common),
@@ -254,11 +255,13 @@ def _run_time_rows() -> list[KernelConfig]:
                 (128, 256, 4, "cooperative", (2, 1)),
                 (128, 256, 4, "cooperative", (1, 1)),
                 (128, 192, 4, "pingpong", (2, 1)),
+                (128, 192, 4, "pingpong", (1, 2)),
                 (128, 128, 6, "pingpong", (2, 1)),
                 (128, 128, 6, "pingpong", (1, 1)),
                 (128, 64, 8, "cooperative", (1, 1)),
                 (64, 128, 6, "pingpong", (1, 1)),
-                (64, 64, 8, "cooperative", (1, 1)),
+                (64, 64, 6, "cooperative", (1, 1)),
+                (64, 32, 8, "cooperative", (1, 1)),
             ]
             rows += [
                 _sm90(algorithm, 128, 256, 4, cluster=(2, 1), gated=True, **common),

@@ -60,7 +60,7 @@ def _emitted(x: Operands, spec: GemmSpec, algorithm: str) -> list[jax.Array]:
     strided = fold(spec.strided(shapes))
     result = jax.ShapeDtypeStruct(spec.result_shape(shapes), out_dtype)
     results = (result,) * spec.result_count
-    padding, workspace = _workspace(strided, spec, in_dtype.itemsize, planes)
+    padding, workspace = workspace_bytes(strided, spec, in_dtype.itemsize, planes)
     call = jax.ffi.ffi_call(
         _extension.GEMM_TARGET,
         (*results, jax.ShapeDtypeStruct((workspace,), jnp.uint8)) if workspace else results,
@@ -71,7 +71,7 @@ def _emitted(x: Operands, spec: GemmSpec, algorithm: str) -> list[jax.Array]:
     return [output.astype(spec.out_dtype) for output in outputs[: len(results)]]
 
 
-def _workspace(
+def workspace_bytes(
     gemm: StridedGemm, spec: GemmSpec, itemsize: int, planes: PlaneProduct | None
 ) -> tuple[int, int]:
     """Returns the bytes of the workspace for copies with padding or planes, and of all of it."""

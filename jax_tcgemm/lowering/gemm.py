@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax_tcgemm import _extension
 from jax_tcgemm.kernels.arithmetic import PlaneProduct
 from jax_tcgemm.kernels.table import XLA, by_name, can_be, read_config
-from jax_tcgemm.lowering import devices, reference
+from jax_tcgemm.lowering import complex_product, devices, reference
 from jax_tcgemm.lowering.custom_call import custom_call, shapes_of
 from jax_tcgemm.lowering.obstacles import no_kernel, no_planes, possible_planes, quicker_in_xla
 from jax_tcgemm.lowering.row_epilogue import lacks_epilogue
@@ -41,6 +41,10 @@ def cuda_gemm(*operands: jax.Array, spec: GemmSpec) -> list[jax.Array]:
     """
     x = spec.unflatten(operands)
     types = (x.a.dtype, x.b.dtype, spec.out_dtype, spec.precision)
+    if complex_product.is_complex(x, spec):
+        results, how = complex_product.by_real_product(x, spec)
+        log(_describe(x, spec, how))
+        return reference.reference_gemm(*operands, spec=spec) if results is None else results
     planes = possible_planes(*types)
     if planes is not None:
         return _by_planes(operands, spec, planes)

@@ -58,14 +58,14 @@ def _no_kernel(algorithm: str | None, spec: GemmSpec, x: Operands) -> str | None
         return f"reference: no kernel for the {spec.epilogue.form} epilogue in {algorithm}"
     if spec.axes.c2 is not None and spec.axes.c2 != spec.axes.c:
         return "reference: c and c2 lie differently"
-    shape = _odd_shape(spec, x)
+    shape = odd_shape(spec, x)
     if shape is not None:
         return f"reference: {shape}"
     old = devices.too_old_for(ARITHMETIC[algorithm])
     return old and f"reference: {old}"
 
 
-def _odd_shape(spec: GemmSpec, x: Operands) -> str | None:
+def odd_shape(spec: GemmSpec, x: Operands) -> str | None:
     """Says what of the shapes kernels cannot count."""
     if not all(isinstance(extent, int) for extent in (*x.a.shape, *x.b.shape)):
         return "symbolic shapes"
@@ -106,7 +106,7 @@ def no_planes(planes: PlaneProduct, spec: GemmSpec, x: Operands) -> str | None:
         return f"no gated kernel for {planes.name}"
     if spec.axes.c2 is not None and spec.axes.c2 != spec.axes.c:
         return "c and c2 lie differently"
-    shape = _odd_shape(spec, x)
+    shape = odd_shape(spec, x)
     if shape is not None:
         return shape
     if with_kernel_layouts(spec, shapes_of(x))[0] != spec:

@@ -1,0 +1,11 @@
+// The instructions of kernels that are compiled at run time: of operands of 8 bits.
+
+#pragma once
+
+#include "ptx/wgmma.cuh"
+
+namespace jax_tcgemm::ptx {
+
+#include "run_time_wgmma_instructions.inc"
+
+}  // namespace jax_tcgemm::ptx

@@ -1,0 +1,128 @@
+"""Products of complex64 by one real product of float32, twice as large along n and along k.
+
+A complex number is a pair of real ones, so that A ``(m, k)`` is a real ``(m, 2 k)`` as it lies, and D
+``(m, n)`` a real ``(m, 2 n)``. B becomes ``[[Re B, Im B], [-Im B, Re B]]`` for each of its numbers, in
+a pass. Four real products in all, of one sum for each part, so that errors are those of the real
+product of the same name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_tcgemm import _extension
+from jax_tcgemm.kernels.table import XLA
+from jax_tcgemm.lowering import devices, reference
+from jax_tcgemm.lowering.custom_call import attributes, shapes_of, workspace_bytes
+from jax_tcgemm.lowering.obstacles import odd_shape, possible_planes
+from jax_tcgemm.problem.arithmetic import resolve_algorithm
+from jax_tcgemm.problem.spec import GemmSpec
+from jax_tcgemm.problem.strides import MAX_EXTENT, Operands, StridedGemm, fold, strided_gemm
+
+_COMPUTE_CAPABILITY = (9, 0)
+_MAX_TMA_BATCH_NDIM = 3
+_FLOAT32 = jnp.dtype(jnp.float32)
+
+# Multiplications of a matrix of the batch, rows and columns, and k from which this takes less time
+# than XLA's own product; measured on an H200 (docs/performance.md).
+_PRODUCTS = 2**29
+_ROWS = 256
+
+
+def is_complex(x: Operands, spec: GemmSpec) -> bool:
+    """Whether these are products of two complex64 operands."""
+    return x.a.dtype == x.b.dtype == spec.out_dtype == jnp.complex64
+
+
+def by_real_product(x: Operands, spec: GemmSpec) -> tuple[list[jax.Array] | None, str]:
+    """Computes a gemm of complex64, or says why XLA has to.
+
+    Args:
+        x: the operands.
+        spec: the primitive's parameters.
+
+    Returns:
+        The results, ``None`` where there are none, and how they are computed or why not.
+    """
+    types = (_FLOAT32, _FLOAT32, _FLOAT32, spec.precision)
+    planes = possible_planes(*types)
+    algorithm = planes.name if planes is not None else resolve_algorithm(*types)
+    reason = _obstacle(x, spec, algorithm)
+    if reason is not None or algorithm is None:
+        return None, f"reference: {reason}"
+    a, b, real, gemm = _as_real(x, spec)
+    padding, workspace = workspace_bytes(gemm, real, _FLOAT32.itemsize, planes)
+    result = jax.ShapeDtypeStruct(spec.result_shape(shapes_of(x)), jnp.complex64)
+    room = (jax.ShapeDtypeStruct((workspace,), jnp.uint8),) if workspace else ()
+    call = jax.ffi.ffi_call(_extension.GEMM_TARGET, (result, *room))
+    named = attributes(gemm, real, algorithm, padding, has_workspace=workspace > 0)
+    product, *_ = call(a, b, **named)
+    return reference.epilogue([product], x, spec), f"complex numbers as pairs, {algorithm}"
+
+
+def _obstacle(x: Operands, spec: GemmSpec, algorithm: str | None) -> str | None:
+    if algorithm is None:
+        return f"no kernel for complex64 with precision {spec.precision}"
+    if spec.config == XLA:
+        return "by config"
+    if spec.is_gated or spec.config is not None:
+        return "no kernel of complex64 by that name or of two weights"
+    other = devices.other_than(_COMPUTE_CAPABILITY)
+    if other is not None:
+        return f"a complex product on {other}"
+    if not _extension.has_kernel("TF32_TF32_F32"):
+        return "no kernel in this build"
+    shape = odd_shape(spec, x)
+    if shape is not None:
+        return shape
+    gemm = fold(spec.strided(shapes_of(x)))
+    if len(gemm.batch) > _MAX_TMA_BATCH_NDIM or 2 * max(gemm.n, gemm.k) > MAX_EXTENT:
+        return "batch dimensions that do not fold, or an extent beyond 2^29"
+    is_large = gemm.m * gemm.n * gemm.k >= _PRODUCTS and gemm.k >= _ROWS
+    if not is_large or min(gemm.m, gemm.n) < _ROWS:
+        return f"{gemm.m} x {gemm.n} x {gemm.k} is too little"
+    return None
+
+
+def _as_real(x: Operands, spec: GemmSpec) -> tuple[jax.Array, jax.Array, GemmSpec, StridedGemm]:
+    """Returns the operands, and the real product that they are for."""
+    a, a_axes = x.a, spec.axes.a
+    if a_axes[-1] != a.ndim - 1:
+        kept = [axis for axis in a_axes if axis is not None]
+        a = lax.transpose(a, kept)
+        a_axes = tuple(None if axis is None else kept.index(axis) for axis in a_axes)
+    b, b_axes = _expanded(x.b, spec.axes.b)
+    real = GemmSpec(Operands(a_axes, b_axes), _FLOAT32, spec.precision)
+    pairs = strided_gemm(real.axes, Operands(a.shape, b.shape))
+    of_a = (*(2 * stride for stride in pairs.strides.a[:-1]), 1)
+    gemm = dataclasses.replace(
+        pairs, k=2 * pairs.k, strides=pairs.strides._replace(a=of_a)
+    )
+    return a, b, real, fold(gemm)
+
+
+def _expanded(b: jax.Array, axes: tuple[int | None, ...]) -> tuple[jax.Array, tuple[int | None, ...]]:
+    """Returns a real B of twice the extents along k and n, and its axes.
+
+    What was contiguous stays so.
+    """
+    *batch, k, n = axes
+    is_k_major = k == b.ndim - 1
+    last, other = (k, n) if is_k_major else (n, k)
+    kept = [axis for axis in batch if axis is not None]
+    b = lax.transpose(b, (*kept, other, last))
+    re, im = lax.real(b), lax.imag(b)
+    # (..., other, 2, last, 2): a row of B k-major is one of D's real parts, and of its imaginary
+    # ones; else a row is what multiplies real parts of A, and imaginary ones.
+    pairs = ((re, -im), (im, re)) if is_k_major else ((re, im), (-im, re))
+    rows = [jnp.stack(pair, -1) for pair in pairs]
+    both = jnp.stack(rows, -3)
+    shape = (*b.shape[:-2], 2 * b.shape[-2], 2 * b.shape[-1])
+    places = tuple(None if axis is None else kept.index(axis) for axis in batch)
+    rank = len(kept)
+    matrix = (rank + 1, rank) if is_k_major else (rank, rank + 1)
+    return lax.reshape(both, shape), (*places, *matrix)

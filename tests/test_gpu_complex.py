@@ -1,0 +1,108 @@
+"""Products of complex64 on a Hopper GPU, beside XLA's and float64."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_tcgemm import gemm
+from jax_tcgemm.lowering import complex_product
+
+pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
+
+
+@pytest.fixture(autouse=True)
+def never_xla(monkeypatch):
+    """Fails where a product of complex numbers is not computed by a kernel."""
+
+    def made(x, spec, _inner=complex_product.by_real_product):
+        results, how = _inner(x, spec)
+        assert results is not None, how
+        return results, how
+
+    monkeypatch.setattr(complex_product, "_PRODUCTS", 0)
+    monkeypatch.setattr(complex_product, "_ROWS", 0)
+    monkeypatch.setattr(complex_product, "by_real_product", made)
+
+
+def drawn(shape):
+    rng = np.random.default_rng()
+    return jnp.asarray(rng.normal(size=shape) + 1j * rng.normal(size=shape), jnp.complex64)
+
+
+def worst(x, exact, sizes):
+    """The largest error of a part, over what the numbers would add up to."""
+    difference = np.asarray(x, np.complex128) - exact
+    return float(np.max(np.maximum(np.abs(difference.real), np.abs(difference.imag)) / sizes))
+
+
+def sizes_of(a, b):
+    parts = [np.abs(np.asarray(x).real) + np.abs(np.asarray(x).imag) for x in (a, b)]
+    return parts[0].astype(np.float64) @ parts[1].astype(np.float64) + 1e-30
+
+
+@pytest.mark.parametrize("precision", [None, "highest"])
+@pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(128, 256, 64), (257, 130, 71), (64, 65, 300), (300, 512, 1024)]
+)
+def test_every_layout_and_residue(m, n, k, layout, precision):
+    a, b = drawn((m, k)), drawn((k, n))
+    ta, tb = (letter == "t" for letter in layout)
+    run = jax.jit(
+        lambda a, b: gemm(a, b, transpose_a=ta, transpose_b=tb, precision=precision)
+    )
+    y = run(a.T if ta else a, b.T if tb else b)
+    exact = np.asarray(a, np.complex128) @ np.asarray(b, np.complex128)
+    sizes = sizes_of(a, b)
+    theirs = jax.jit(lambda a, b: jnp.matmul(a, b, precision=precision))(a, b)
+    # TF32 rounds both factors to 11 bits, XLA where it uses it.
+    floor = 2.0**-10 if precision is None else 2.0**-22
+    assert worst(y, exact, sizes) <= max(2 * worst(theirs, exact, sizes), floor)
+
+
+@pytest.mark.parametrize("which", ["a", "b", "ab"])
+def test_conjugates(which):
+    a, b = drawn((128, 256)), drawn((256, 192))
+    y = jax.jit(
+        lambda a, b: gemm(a, b, conjugate_a="a" in which, conjugate_b="b" in which, precision="highest")
+    )(a, b)
+    x, z = (v.conj() if name in which else v for name, v in (("a", a), ("b", b)))
+    exact = np.asarray(x, np.complex128) @ np.asarray(z, np.complex128)
+    assert worst(y, exact, sizes_of(a, b)) < 2.0**-21
+
+
+def test_batches_sums_and_complex_factors():
+    a, b, c, bias = drawn((3, 128, 96)), drawn((96, 160)), drawn((3, 128, 160)), drawn((160,))
+    y = jax.jit(
+        lambda *x: gemm(*x[:3], bias=x[3], alpha=0.5 - 2j, beta=1j, precision="highest")
+    )(a, b, c, bias)
+    a, b, c, bias = (np.asarray(x, np.complex128) for x in (a, b, c, bias))
+    exact = (0.5 - 2j) * (a @ b) + 1j * c + bias
+    assert np.max(np.abs(y - exact)) < 1e-4
+
+
+def test_gradients_are_those_of_matmul():
+    a, b, t = drawn((128, 256)), drawn((256, 128)), drawn((128, 128))
+
+    def loss(product, a, b):
+        return jnp.sum(jnp.abs(product(a, b, precision="highest") - t) ** 2)
+
+    for i in (0, 1):
+        ours, theirs = (
+            jax.jit(jax.grad(lambda a, b, f=f: loss(f, a, b), i))(a, b) for f in (gemm, jnp.matmul)
+        )
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4 * float(jnp.abs(theirs).max()))
+
+
+def test_vmap_and_infinities():
+    a, b = drawn((4, 64, 128)), drawn((128, 64))
+    y = jax.jit(jax.vmap(lambda a: gemm(a, b, precision="highest")))(a)
+    exact = np.asarray(a, np.complex128) @ np.asarray(b, np.complex128)
+    assert np.max(np.abs(y - exact)) < 1e-3
+    a = a.at[0, 3, 5].set(jnp.inf)
+    bad = ~jnp.isfinite(jax.jit(lambda a: gemm(a[0], b))(a))
+    assert bad[3].all()
+    assert not bad[4].any()

@@ -1,0 +1,170 @@
+"""Quantising: values, scales and what they stand for."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from quantized_values import E4M3, E5M2, INT8, LARGEST, dequantised, repeated
+
+from jax_tcgemm.api.quantization import Quantized, quantize
+
+TYPES = pytest.mark.parametrize("dtype", LARGEST, ids=lambda dtype: dtype.__name__)
+TILES = [None, (1, 128), (128, 128), (1, -1), (None, 1), (2, 64), (1, 1)]
+BF16_ROUNDING = 2**-8
+
+
+def step(dtype, magnitude: np.ndarray) -> np.ndarray:
+    """The distance of neighbouring numbers of a type at a magnitude."""
+    if dtype == INT8:
+        return np.ones_like(magnitude)
+    bits, lowest = (3, -6) if dtype == E4M3 else (2, -14)
+    exponent = np.floor(np.log2(np.maximum(magnitude, 2.0**lowest)))
+    return 2.0 ** (exponent - bits)
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@TYPES
+def test_values_and_scales(normal, exact, dtype, tile):
+    x = normal(256, 128) * jnp.exp(normal(256, 1))
+    for power_of_two in (False, True):
+        q = quantize(x, dtype, tile=tile, power_of_two=power_of_two)
+        assert q.qvalue.dtype == q.qtype == dtype
+        assert q.scale.dtype == q.dtype == jnp.float32
+        extents = [
+            n if tile is None or block in (None, -1) else block
+            for n, block in zip(x.shape, tile or x.shape, strict=True)
+        ]
+        counts = [n // block for n, block in zip(x.shape, extents, strict=True)]
+        assert q.scale.shape == tuple(counts)
+        blocks = np.abs(exact(x)).reshape(counts[0], extents[0], counts[1], extents[1])
+        least = blocks.max((1, 3)) / LARGEST[dtype]
+        scale = exact(q.scale)
+        if power_of_two:
+            assert np.all(np.log2(scale) == np.round(np.log2(scale)))
+            assert np.all((scale >= least * (1 - 2**-23)) & (scale < 2 * least * (1 + 2**-23)))
+        else:  # XLA may multiply by the reciprocal, which is rounded as well
+            np.testing.assert_allclose(scale, least, rtol=2**-23)
+        scale = repeated(scale, x.shape)
+        scaled = np.abs(exact(x)) / scale
+        # Half a step, of the number that float32's division may have rounded first.
+        allowed = (step(dtype, scaled * (1 + 2**-22)) / 2 + scaled * 2**-22) * scale
+        error = np.abs(dequantised(q.qvalue, q.scale) - exact(x))
+        assert np.all(error <= allowed)
+        assert np.abs(exact(q.qvalue)).max() <= LARGEST[dtype]
+        np.testing.assert_array_equal(
+            q.dequantize(), dequantised(q.qvalue, q.scale).astype(np.float32)
+        )
+
+
+@pytest.mark.parametrize("x_dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_integers_are_rounded_to_nearest_even(x_dtype):
+    x = jnp.asarray([127, 0.5, 1.5, -2.5, 2.75, -127, 0, 126.5], x_dtype)
+    assert quantize(x, INT8).qvalue.tolist() == [127, 0, 2, -2, 3, -127, 0, 126]
+
+
+@TYPES
+def test_blocks_of_zeros_and_of_what_is_not_finite(dtype):
+    x = jnp.asarray([[0, -0.0], [1, jnp.nan], [jnp.inf, 2], [3, -4], [1e-44, 0]], jnp.float32)
+    q = quantize(x, dtype, tile=(1, -1))
+    assert q.scale[0, 0] == 1
+    assert np.isnan(q.scale[:, 0]).tolist() == [False, True, True, False, False]
+    values = q.dequantize()
+    assert np.isnan(values).all(1).tolist() == [False, True, True, False, False]
+    np.testing.assert_allclose(values[3], x[3], rtol=0.07)
+    assert float(jnp.abs(values[4]).max()) < 2**-125  # and no division by zero
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16", "float8_e8m0fnu"])
+@TYPES
+def test_scale_dtypes(normal, exact, dtype, name):
+    x = normal(4, 64)
+    q = quantize(x, dtype, tile=(1, 32), scale_dtype=name)
+    assert q.scale.dtype == name
+    scale = repeated(q.scale, x.shape)
+    scaled = exact(x) / scale
+    half = step(dtype, np.abs(scaled)) / 2
+    # A scale that was rounded down makes the largest value clip.
+    clipped = np.maximum(np.abs(scaled) - LARGEST[dtype], 0)
+    error = np.abs(exact(q.qvalue) - scaled)
+    assert np.all(error <= half * (1 + 2**-20) + clipped)
+    assert clipped.max() <= (0 if name == "float8_e8m0fnu" else LARGEST[dtype] * 2**-8)
+    largest = quantize(jnp.full((2, 2), 3e38), dtype, scale_dtype="float16")
+    assert np.isfinite(exact(largest.scale)).all()
+
+
+def test_powers_of_two_stay_what_they_are():
+    x = jnp.asarray([[448.0], [449.0], [2.0**-140], [2.0**-110 * 448]])
+    q = quantize(x, E4M3, tile=(1, 1), power_of_two=True)
+    assert q.scale[:2, 0].tolist() == [1, 2]
+    assert q.scale[3, 0] == 2.0**-110
+    q = quantize(x, E4M3, tile=(1, 1), scale_dtype="float8_e8m0fnu")
+    assert q.scale[:2, 0].astype(jnp.float32).tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (0, 128)])
+def test_empty_arrays_and_scalars(shape):
+    q = quantize(jnp.ones(shape), E4M3)
+    assert q.shape == q.dequantize().shape == shape
+    assert q.scale.shape == (1,) * len(shape)
+    blocks = quantize(jnp.ones((0, 128)), INT8, tile=(4, 128))
+    assert blocks.scale.shape == (0, 1)
+    assert blocks.dequantize().shape == (0, 128)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"tile": (1, 100)}, ValueError, r"tile=\(1, 100\).*100 does not divide 128"),
+        ({"tile": (128,)}, ValueError, r"tile=\(128,\).*\(4, 128\)"),
+        ({"tile": (1, 0)}, ValueError, "0 does not divide 128"),
+        ({"tile": (1, -2)}, ValueError, "-2 does not divide 128"),
+        ({"tile": 128}, ValueError, "tile=128"),
+        ({"dtype": jnp.int4}, TypeError, "int4.*accepted: float8_e4m3fn, float8_e5m2, int8"),
+        ({"dtype": "nonsense"}, TypeError, "dtype='nonsense'"),
+        ({"scale_dtype": jnp.int32}, TypeError, "scale_dtype.*accepted: float32"),
+        ({"x": jnp.ones((4, 128), jnp.int32)}, TypeError, "x.dtype=int32"),
+        ({"x": jnp.ones((4, 128), E4M3)}, TypeError, "x.dtype=float8_e4m3fn"),
+    ],
+)
+def test_what_quantize_refuses(options, error, message):
+    arguments = {"x": jnp.ones((4, 128)), "dtype": E4M3} | options
+    with pytest.raises(error, match=message):
+        quantize(**arguments)
+
+
+def test_a_list_is_a_tile():
+    assert quantize(jnp.ones((4, 128)), E4M3, tile=[2, 64]).scale.shape == (2, 2)
+
+
+def test_quantized_is_a_pytree(normal):
+    x = normal(3, 4, 128)
+    q = jax.jit(lambda x: quantize(x, INT8, tile=(1, 2, 64)))(x)
+    leaves, tree = jax.tree.flatten(q)
+    assert len(leaves) == 2
+    again = jax.tree.unflatten(tree, leaves)
+    assert again.qtype == INT8
+    assert jax.tree.map(lambda x: None, q).qtype == INT8
+    mapped = jax.vmap(lambda x: quantize(x, INT8, tile=(2, 64)))(x)
+    np.testing.assert_array_equal(mapped.qvalue, q.qvalue)
+    np.testing.assert_array_equal(mapped.scale, q.scale)
+    back = jax.vmap(lambda q: q.dequantize(jnp.bfloat16))(q)
+    np.testing.assert_array_equal(back, q.dequantize(jnp.bfloat16))
+
+
+def test_transpositions(normal):
+    q = quantize(normal(3, 4, 128), E5M2, tile=(1, 2, 64))
+    assert (q.T.shape, q.T.scale.shape) == ((128, 4, 3), (2, 2, 3))
+    for turned, axes in ((q.T, (2, 1, 0)), (q.mT, (0, 2, 1)), (q.transpose(1, 0, 2), (1, 0, 2))):
+        np.testing.assert_array_equal(turned.dequantize(), q.dequantize().transpose(axes))
+
+
+def test_scales_and_zero_points_that_do_not_fit():
+    value = jnp.ones((4, 6), INT8)
+    with pytest.raises(
+        ValueError, match=r"scale.shape=\(4, 4\) does not fit qvalue.shape=\(4, 6\)"
+    ):
+        Quantized(value, jnp.ones((4, 4))).dequantize()
+    with pytest.raises(ValueError, match=r"zero_point.shape=\(1,\)"):
+        Quantized(value, jnp.ones((1, 1)), jnp.ones(1, INT8)).dequantize()
