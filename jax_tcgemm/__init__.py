@@ -5,10 +5,14 @@ import importlib.metadata
 import jax
 
 from jax_tcgemm import _extension
+from jax_tcgemm.api.delayed_scaling import DelayedScale, Fp8State
 from jax_tcgemm.api.dot_general import dot_general
+from jax_tcgemm.api.fp8 import fp8_dot, fp8_dot_general
 from jax_tcgemm.api.gemm import gated_gemm, gemm
 from jax_tcgemm.api.mlp import gated_mlp, mlp
+from jax_tcgemm.api.quantization import Quantized, quantize
 from jax_tcgemm.api.ragged_dot import gated_ragged_dot, ragged_dot
+from jax_tcgemm.api.scaled_dot import scaled_dot
 from jax_tcgemm.epilogue import compiler
 from jax_tcgemm.partitioning import partitioner
 from jax_tcgemm.primitives.gemm import ACTIVATION, PREACTIVATION
@@ -39,17 +43,24 @@ def export_disabled_checks() -> list[jax.export.DisabledSafetyCheck]:
 __all__ = [
     "ACTIVATION",
     "PREACTIVATION",
+    "DelayedScale",
+    "Fp8State",
+    "Quantized",
     "Tunings",
     "__version__",
     "clip",
     "dot_general",
     "export_disabled_checks",
+    "fp8_dot",
+    "fp8_dot_general",
     "gated_gemm",
     "gated_mlp",
     "gated_ragged_dot",
     "gemm",
     "mlp",
+    "quantize",
     "ragged_dot",
+    "scaled_dot",
     "softcap",
     "tune",
 ]

@@ -39,6 +39,24 @@ def test_custom_epilogue(capsys):
     assert lines[-1].startswith("a step: ")
 
 
+def test_fp8_training(capsys):
+    recipes = ["block", "delayed"]
+    sizes = ["--steps", "16", "--layers", "1", "--reps", "1"]
+    load("fp8_training").main([*sizes, "--recipes", *recipes])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2].split() == ["step", "bf16", *recipes]
+    assert len(lines[-2].split()) == 1 + len(recipes)
+    assert lines[-1] == "OK: float8 learns what bfloat16 does"
+
+
+def test_fp8_training_fails_when_less_is_learnt(monkeypatch):
+    module = load("fp8_training")
+    right = module.fp8_dot
+    monkeypatch.setattr(module, "fp8_dot", lambda *x, **options: right(*x, **options) * 0)
+    with pytest.raises(SystemExit, match=r"FAILED: loss .* by current"):
+        module.main(["--steps", "16", "--layers", "1", "--recipes", "current"])
+
+
 def test_precision(capsys):
     load("precision").main(["--size", "128", "--steps", "12"])
     assert capsys.readouterr().out.splitlines()[-1].startswith("OK: as accurate as jnp")
@@ -198,6 +216,6 @@ def test_sharded_transformer_fails_where_more_is_gathered(sharded_transformer, m
 
 def test_every_example_is_tested():
     names = {"moe", "quickstart", "train_digits", "flax_dense", "transformer_mlp"}
-    names |= {"custom_epilogue", "precision", "sharded_transformer"}
+    names |= {"custom_epilogue", "fp8_training", "precision", "sharded_transformer"}
     assert {path.stem for path in EXAMPLES.glob("*.py")} == names
     assert not any(name in sys.modules for name in names)

@@ -167,6 +167,24 @@ def test_shard_map(normal, check_vma):
     assert_same((dx, dw), (jnp.concatenate([p for p, _ in each]), sum(q for _, q in each)))
 
 
+@pytest.mark.parametrize(
+    ("kind", "recipe"), [("Auto", "current"), ("Explicit", "block"), ("Explicit", "delayed")]
+)
+def test_sharded_rows(normal, rng, kind, recipe):
+    x, w = normal(8, 128), normal(128, 128)
+    state = some_state(rng) if recipe == "delayed" else None
+    types = (getattr(jax.sharding.AxisType, kind),)
+    mesh = jax.make_mesh((2,), ("rows",), types, devices=jax.devices("cpu")[:2])
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows"))
+
+    def slopes(x, w, state):
+        return jax.grad(lambda *args: loss(*args[:2], recipe, args[2]), (0, 1, 2))(x, w, state)
+
+    with jax.set_mesh(mesh):
+        got = jax.jit(slopes)(jax.device_put(x, sharding), w, state)
+    assert_same(got, slopes(x, w, state))
+
+
 def test_delayed_scaling_step_by_step(normal):
     state, seen = Fp8State.create(3), {"x": [], "w": [], "gradient": []}
 

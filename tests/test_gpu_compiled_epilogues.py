@@ -94,11 +94,11 @@ def test_functions_from_end_to_end_of_their_range(name):
     assert (jnp.isinf(y) == jnp.isinf(expected)).all()
     with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
         exact = np.asarray(f(jnp.asarray(np.asarray(a.astype(jnp.float32)), jnp.float64)))
-    finite = np.isfinite(np.asarray(expected))
+    finite = np.isfinite(np.asarray(expected)) & np.isfinite(exact)
 
-    def worst(x):  # beside float32's smallest numbers
-        error = np.abs(np.asarray(x, np.float64) - exact)[finite]
-        return np.max(error / (np.abs(exact[finite]) + 1e-35))
+    def worst(x):  # what is near 0 is so by cancellation, in float64 as well
+        error = np.abs(np.asarray(x, np.float64)[finite] - exact[finite])
+        return np.max(error / (np.abs(exact[finite]) + 1e-9))
 
     assert worst(y) <= 2 * worst(expected) + 2e-6
 

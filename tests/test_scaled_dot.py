@@ -107,6 +107,19 @@ def test_scaled_dot_transforms(normal):
         np.testing.assert_array_equal(mapped[i], scaled_dot(lhs[i], rhs, lhs_scale=scale[i]))
 
 
+def test_explicit_axes(normal):
+    lhs, rhs, scale = normal(8, 64).astype(E4M3), normal(64, 4).astype(E4M3), normal(8, 2)
+    types = (jax.sharding.AxisType.Explicit,)
+    mesh = jax.make_mesh((2,), ("rows",), types, devices=jax.devices("cpu")[:2])
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows"))
+    wanted = scaled_dot(lhs, rhs, lhs_scale=scale)
+    with jax.set_mesh(mesh):
+        x, s = (jax.device_put(y, sharding) for y in (lhs, scale))
+        got = jax.jit(lambda x, y, s: scaled_dot(x, y, lhs_scale=s))(x, rhs, s)
+        assert jax.typeof(got).sharding.spec[0] == "rows"
+    np.testing.assert_array_equal(got, wanted)
+
+
 def test_what_scaled_dot_refuses():
     x = jnp.ones((8, 64), E4M3)
     with pytest.raises(ValueError, match=r"lhs_scale.shape=\(8, 3\) does not fit lhs.shape"):
@@ -147,7 +160,7 @@ def test_a_float_operand_beside_it(normal, dtype, x_dtype):
     rounding = 0 if x_dtype == jnp.float32 else BF16_ROUNDING
     for lhs, rhs, dims in ((x, q, MATRIX), (q, x, (((0,), (1,)), ((), ())))):
         got = quantized_dot_general(lhs, rhs, dims, precision="highest")
-        assert got.dtype == jnp.float32  # of the scales
+        assert got.dtype == x_dtype
         wide = [dequantised(y) if y is x else dequantised(y.qvalue, y.scale) for y in (lhs, rhs)]
         assert_close(got, *wide, dims, rounding)
     slope = jax.grad(lambda x: quantized_dot_general(x, q, MATRIX).sum())(x)

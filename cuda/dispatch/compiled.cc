@@ -32,8 +32,13 @@ struct LoadedKernel {
 // What was compiled of one program. Kernels stay where they are, and are never unloaded: graphs
 // that were captured may launch them.
 struct LoadedProgram {
+  struct Chosen {
+    ChoiceInput input;
+    std::string config;  // that was named, or empty
+    LoadedKernel* kernel;
+  };
   std::deque<LoadedKernel> kernels;
-  std::vector<std::pair<ChoiceInput, LoadedKernel*>> chosen;
+  std::vector<Chosen> chosen;
 };
 
 struct Library {
@@ -184,9 +189,9 @@ Status find_kernel(const EpilogueProgram& program, const GemmProblem& problem,
     found = all.programs.emplace(std::string(program.digest), LoadedProgram{}).first;
   }
   LoadedProgram& loaded = found->second;
-  for (const auto& [known, chosen] : loaded.chosen) {
-    if (known == input && (problem.config.empty() || chosen->entry->name == problem.config)) {
-      *kernel = chosen;
+  for (const LoadedProgram::Chosen& known : loaded.chosen) {
+    if (known.input == input && known.config == problem.config) {
+      *kernel = known.kernel;
       return Status();
     }
   }
@@ -197,7 +202,7 @@ Status find_kernel(const EpilogueProgram& program, const GemmProblem& problem,
     return Status();
   }
   JAX_TCGEMM_RETURN_IF_ERROR(choose(program, problem, input, &lock, &loaded, kernel));
-  loaded.chosen.emplace_back(input, *kernel);
+  loaded.chosen.push_back({input, std::string(problem.config), *kernel});
   return Status();
 }
 

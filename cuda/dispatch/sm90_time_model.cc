@@ -34,6 +34,7 @@ constexpr double kFragmentColumnCycles = 0.55;
 constexpr double kSharedMemoryRate = 137.0;
 constexpr double kSharedMemoryPeak = 128.0;
 constexpr double kContention = 0.1;  // for what is wanted beyond the peak
+constexpr double kContentionOf8Bits = 0.5;
 // From L2 into all SMs, where it holds both operands and where not; into one SM where few rows
 // share weights that L2 does not hold, and of 32-bit elements where rows are the fewer.
 constexpr double kWarmRate = 6560.0;
@@ -178,8 +179,9 @@ double stage_cycles(const KernelConfig& config, const ChoiceInput& input, int64_
   const bool cold = operand_bytes > kColdBytes || operand_bytes + d_bytes > kColdBytesWithD;
   const double loaded = loaded_bytes(config, input);
   const AskedBytes asked = asked_bytes(config, input);
+  const double contention = bytes == 1 ? kContentionOf8Bits : kContention;
   const double excess = std::max(0.0, shared_bytes / (kSharedMemoryPeak * ideal) - 1.0);
-  const double tensor = kTensorFactor * ideal * (cold ? 1.0 + kContention * excess : 1.0);
+  const double tensor = kTensorFactor * ideal * (cold ? 1.0 + contention * excess : 1.0);
   const double on_sm = std::max(1.0, static_cast<double>(blocks) / input.sm_count);
   double cycles =
       std::max(on_sm * std::max(tensor, shared), loaded * blocks / (cold ? kColdRate : kWarmRate));

@@ -28,6 +28,8 @@ struct LayoutMainloop {
   static constexpr int kBlocks = kConfig.tile_m / (16 * kConfig.warps_m);
   static constexpr int kSteps = 4;  // of 32 bytes of k, in the 128 of a stage
   static constexpr int kConsumerThreads = kConfig.consumer_warps() * 32;
+  // Of a promoting loop: two sets of accumulators take turns, as far as there are registers.
+  static constexpr bool kTakesTurns = kBlocks * kConfig.tile_n <= 128;
   static constexpr bool kAFromRegisters = kElementBytes == 4 && kMajorA == Major::kMn;
   // From 128 bytes of mn to the next, of an mn-major operand.
   static constexpr int kSlabBytes = kConfig.tile_k * 128;
@@ -138,11 +140,26 @@ struct LayoutMainloop {
   // keep 14 bits, of which the 128 of a stage are enough.
   template <typename Passed>
   __device__ __forceinline__ void run_promoting(Accumulators& total, int count, Passed& passed) {
-    if constexpr (kElementBytes == 1) {
+    if constexpr (!kTakesTurns) {
+      run_alone(total, count, passed);
+    } else if constexpr (kElementBytes == 1) {
       run_in_groups<1>(total, count, passed);
     } else {
       if (count <= 8) return run_in_groups<1>(total, count, passed);
       run_in_groups<2>(total, count, passed);
+    }
+  }
+
+  // While it adds, another warpgroup multiplies.
+  template <typename Passed>
+  __device__ __forceinline__ void run_alone(Accumulators& total, int count, Passed& passed) {
+    Accumulators apart;
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+      const int stage = begin_stage(apart, true);
+      if (i + 1 == count) passed();
+      end_stage<0>(apart, stage);
+      add(total, apart);
     }
   }
 

@@ -121,7 +121,7 @@ struct Producer {
 #pragma unroll 1
       for (int k = range.begin; k < range.end; ++k, at.advance()) {
         ptx::mbarrier_wait(smem.empty(at.stage), at.phase ^ 1);
-        ptx::mbarrier_arrive_expect(smem.full(at.stage), kStageBytes);
+        ptx::mbarrier_arrive_expect(smem.full(at.stage), stage_bytes(params));
         const auto [k_of_a, k_of_b] = k_tiles_of(params.planes, k);
         a.load(smem.a(at.stage), smem.full(at.stage), k_of_a * kConfig.tile_k);
         b.load(smem.b(at.stage), smem.full(at.stage), k_of_b * kConfig.tile_k);
@@ -169,6 +169,20 @@ struct Producer {
   // Of an operand; mn-major ones come in whole rows.
   static constexpr int bytes(int tile_mn, Major major) {
     return major == Major::kK ? tile_mn * 128 : kConfig.operand_bytes(tile_mn);
+  }
+
+  static __device__ __forceinline__ int stage_bytes(const GemmParams& params) {
+    if constexpr (element_bytes(kConfig.algorithm) == 1) {
+      const auto rows = [](int extent, int tile, int sharers) {
+        return loaded_rows(kConfig, extent, tile, sharers);
+      };
+      const int of_b = rows(params.n, kConfig.output_n(), kConfig.cluster_m);
+      return (rows(params.m, kConfig.tile_m, kConfig.cluster_n) +
+              of_b * (kConfig.gated ? 2 : 1)) *
+             128;
+    } else {
+      return kStageBytes;
+    }
   }
 
  public:

@@ -1,10 +1,12 @@
 // The consumers' loop over k where both operands have scales by blocks: of 1 x 128 (k) of A, of
 // 128 x 128 of B. The products of a stage, which is 128 bytes of k, are added up apart, multiplied
-// by what the blocks' scales make, and added in float32: the promoting loop with a factor.
+// by what the blocks' scales make, and added in float32: the promoting loops with a factor.
 //
-//   a stage: begin -> ask for its scales -> (the one before is done) -> total += factor * products
+//   a stage: begin -> (it, or the one before, is done) -> total += factor * products -> ask for the
+//            scales of two stages further on
 //
-// Two sets of accumulators take turns, so that one is multiplied while the other is added.
+// Where registers suffice, two sets of accumulators take turns, so that one is multiplied while the
+// other is added; in wider tiles the other warpgroup multiplies meanwhile.
 
 #pragma once
 
@@ -24,16 +26,23 @@ struct ScaledMainloop {
   using Loop = LayoutMainloop<kConfig, LayoutKK>;
   using Accumulators = typename Loop::Accumulators;
   static constexpr bool kScales = true;
+  // Columns of a tile, and of those that have one scale of B for sure: a tile may begin within a
+  // block.
+  static constexpr int kColumns = kConfig.tile_n;
+  static constexpr int kGroupColumns =
+      kColumns <= kScaleBlock ? kColumns : kColumns % 64 == 0 ? 64 : 32;
+  static constexpr int kGroups = kColumns / kGroupColumns;
   static_assert(kConfig.promote && Loop::kBlocks == 1 && kConfig.tile_k == kScaleBlock &&
-                kScaleBlock % kConfig.tile_n == 0);
+                kColumns % kGroupColumns == 0 && kScaleBlock % kGroupColumns == 0);
 
   const CompiledParams& params;
   const SharedMemory<kConfig>& smem;
   int first_row;
   bool has_partner;
   RingPosition<kConfig.stages> at;
-  const float* scale_a[2];  // of a thread's two rows, at the first stage
-  const float* scale_b;
+  // Of the stage to ask for next: of a thread's two rows, and of the groups of columns.
+  const float* scale_a[2];
+  const float* scale_b[kGroups];
 
   __device__ __forceinline__ ScaledMainloop(const CompiledParams& params,
                                             const SharedMemory<kConfig>& smem,
@@ -42,18 +51,22 @@ struct ScaledMainloop {
     has_partner = place.shares_with(threadIdx.x % 32);
   }
 
-  // Before run: where the warpgroup's rows and columns of D lie. Rows beyond D have the last one's
-  // scales.
+  // Before run: where the warpgroup's rows and columns of D lie. Rows and columns beyond D have the
+  // last one's scales.
   __device__ __forceinline__ void begin(const OutputPlace& place) {
     const BlockScales& scales = params.scales;
     const float* const a = scales.a + batch_offset(params, place.batch, scales.a_batch);
+    const float* const b = scales.b + batch_offset(params, place.batch, scales.b_batch);
     const int row = place.row + threadIdx.x / 32 % 4 * kWarpRows + threadIdx.x % 32 / 4;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       scale_a[i] = a + min(row + 8 * i, params.m - 1) * scales.a_stride_m;
     }
-    scale_b = scales.b + batch_offset(params, place.batch, scales.b_batch) +
-              min(place.column, params.n - 1) / kScaleBlock * scales.b_stride_n;
+#pragma unroll
+    for (int i = 0; i < kGroups; ++i) {
+      const int column = min(place.column + i * kGroupColumns, params.n - 1);
+      scale_b[i] = b + column / kScaleBlock * scales.b_stride_n;
+    }
   }
 
   // Sets total to the product over `count` stages; `passed` as of LayoutMainloop::run.
@@ -62,55 +75,97 @@ struct ScaledMainloop {
     Loop loop = {smem, first_row, static_cast<int>(threadIdx.x % 32), has_partner, false,
                  params.planes, at};
     Loop::clear(total);
-    Accumulators even, odd;
-    int stage = loop.begin_stage(odd, true);
-    Factors of_odd = factors(0);
-    Factors of_even;
-#pragma unroll 1
-    for (int i = 1; i < count; i += 2) {
-      const int next = loop.begin_stage(even, true);
-      of_even = factors(i);
-      loop.template end_stage<1>(odd, stage);
-      add(total, odd, of_odd);
-      if (i + 1 == count) {
-        passed();
-        loop.template end_stage<0>(even, next);
-        add(total, even, of_even);
-        at = loop.at;
-        return;
-      }
-      stage = loop.begin_stage(odd, true);
-      of_odd = factors(i + 1);
-      loop.template end_stage<1>(even, next);
-      add(total, even, of_even);
+    left_ = count;
+    if constexpr (Loop::kTakesTurns) {
+      run_in_turns(loop, total, count, passed);
+    } else {
+      run_alone(loop, total, count, passed);
     }
-    passed();
-    loop.template end_stage<0>(odd, stage);
-    add(total, odd, of_odd);
     at = loop.at;
   }
 
  private:
   struct Factors {
     float a[2];
-    float b;
+    float b[kGroups];
   };
 
-  // Asked for here: the compiler would put loads off until they are needed.
-  __device__ __forceinline__ Factors factors(int stage) const {
-    return {{ptx::load_global_4(scale_a[0] + stage * params.scales.a_stride_k),
-             ptx::load_global_4(scale_a[1] + stage * params.scales.a_stride_k)},
-            ptx::load_global_4(scale_b + stage * params.scales.b_stride_k)};
+  template <typename Passed>
+  __device__ __forceinline__ void run_alone(Loop& loop, Accumulators& total, int count,
+                                            Passed& passed) {
+    Accumulators products;
+    Factors now = next_factors();
+    Factors then = next_factors();
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+      const int stage = loop.begin_stage(products, true);
+      if (i + 1 == count) passed();
+      loop.template end_stage<0>(products, stage);
+      add(total, products, now);
+      now = then;
+      then = next_factors();
+    }
+  }
+
+  template <typename Passed>
+  __device__ __forceinline__ void run_in_turns(Loop& loop, Accumulators& total, int count,
+                                               Passed& passed) {
+    Accumulators even, odd;
+    Factors of_odd = next_factors();
+    Factors of_even = next_factors();
+    int stage = loop.begin_stage(odd, true);
+#pragma unroll 1
+    for (int i = 1; i < count; i += 2) {
+      const int next = loop.begin_stage(even, true);
+      loop.template end_stage<1>(odd, stage);
+      add(total, odd, of_odd);
+      of_odd = next_factors();
+      if (i + 1 == count) {
+        passed();
+        loop.template end_stage<0>(even, next);
+        return add(total, even, of_even);
+      }
+      stage = loop.begin_stage(odd, true);
+      loop.template end_stage<1>(even, next);
+      add(total, even, of_even);
+      of_even = next_factors();
+    }
+    passed();
+    loop.template end_stage<0>(odd, stage);
+    add(total, odd, of_odd);
+  }
+
+  // Asked for here: the compiler would put loads off until they are needed. Beyond the last stage
+  // it is that one's again.
+  __device__ __forceinline__ Factors next_factors() {
+    Factors factors;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) factors.a[i] = ptx::load_global_4(scale_a[i]);
+#pragma unroll
+    for (int i = 0; i < kGroups; ++i) factors.b[i] = ptx::load_global_4(scale_b[i]);
+    if (--left_ > 0) {
+#pragma unroll
+      for (const float*& scale : scale_a) scale += params.scales.a_stride_k;
+#pragma unroll
+      for (const float*& scale : scale_b) scale += params.scales.b_stride_k;
+    }
+    return factors;
   }
 
   static __device__ __forceinline__ void add(Accumulators& total, const Accumulators& products,
                                              const Factors& factors) {
-    const float factor[2] = {factors.a[0] * factors.b, factors.a[1] * factors.b};
 #pragma unroll
-    for (int j = 0; j < kConfig.tile_n / 2; ++j) {
-      total[0][j] = fmaf(factor[j / 2 % 2], products[0][j], total[0][j]);
+    for (int group = 0; group < kGroups; ++group) {
+      const float factor[2] = {factors.a[0] * factors.b[group], factors.a[1] * factors.b[group]};
+#pragma unroll
+      for (int i = 0; i < kGroupColumns / 2; ++i) {
+        const int j = group * kGroupColumns / 2 + i;
+        total[0][j] = fmaf(factor[j / 2 % 2], products[0][j], total[0][j]);
+      }
     }
   }
+
+  int left_;  // stages whose scales have not been asked for
 };
 
 template <KernelConfig kConfig, typename Layouts, typename Program>

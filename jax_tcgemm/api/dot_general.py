@@ -16,10 +16,11 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_tcgemm import _compat
-from jax_tcgemm.api import eager
+from jax_tcgemm.api import eager, quantization, scales
+from jax_tcgemm.api.scaled_dot import quantized_dot_general
 from jax_tcgemm.lowering.obstacles import possible_planes
 from jax_tcgemm.primitives import gemm as gemm_primitive
-from jax_tcgemm.problem.arithmetic import resolve_algorithm
+from jax_tcgemm.problem.arithmetic import is_of_8_bits, resolve_algorithm, resolve_run_time
 from jax_tcgemm.problem.log import log
 from jax_tcgemm.problem.spec import GemmSpec
 from jax_tcgemm.problem.strides import Axes, Operands
@@ -53,8 +54,8 @@ def dot_general(
     and rounded once.
 
     Args:
-        lhs: array of any rank.
-        rhs: array of any rank.
+        lhs: array of any rank, or ``Quantized`` (or qwix's ``QArray``).
+        rhs: the same.
         dimension_numbers: ``((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch))``.
         precision: as in ``lax.dot_general``; ``None`` is ``jax.default_matmul_precision``. float32
             is computed in TF32 unless ``"highest"`` or a wider preset is asked for.
@@ -71,6 +72,8 @@ def dot_general(
         ValueError: as ``lax.dot_general`` does.
     """
     options = (dimension_numbers, precision, preferred_element_type)
+    if any(map(quantization.is_quantized, (lhs, rhs))):
+        return quantized_dot_general(lhs, rhs, *options)
     by_lax = functools.partial(
         lax.dot_general, lhs, rhs, *options, out_sharding=out_sharding, **kwargs
     )
@@ -128,7 +131,11 @@ def _contract(
         operands = " x ".join(f"{x.dtype}{list(x.shape)}" for x in (a, b))
         log(f"dot_general {operands} -> {result.dtype}: lax.dot_general: {problem}")
         return by_lax(lhs, rhs)
-    (product,) = gemm_primitive.bind(*problem)
+    operands, spec = problem
+    if is_of_8_bits(a.dtype, b.dtype):
+        product = scales.product_of_8_bits(operands, spec, result.dtype)
+    else:
+        (product,) = gemm_primitive.bind(operands, spec)
     return lax.reshape(product, result.shape)
 
 
@@ -171,8 +178,10 @@ def _problem(
 
 
 def _has_kernel(lhs: np.dtype, rhs: np.dtype, out: np.dtype, precision: Any) -> bool:
+    types = (lhs, rhs, out, precision)
     try:
-        types = (lhs, rhs, out, precision)
+        if is_of_8_bits(lhs, rhs):
+            return resolve_run_time(*types) is not None
         return any(f(*types) is not None for f in (resolve_algorithm, possible_planes))
     except (TypeError, ValueError):  # lax multiplies types that do not promote, such as float8
         return False

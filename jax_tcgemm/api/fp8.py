@@ -48,9 +48,10 @@ def fp8_dot(
 
     - ``"current"``: one for each operand, of its largest magnitude.
     - ``"block"``: one for 1 x 128 of ``x`` and ``dy`` along the contracted dimension, one for 128 x
-      128 of ``w``. For ``x.T @ dy`` both are quantised once more from what they were: ``x`` along
-      its rows, ``dy`` in 128 x 128 blocks (whose values e5m2 takes without loss to scales), with
-      zeros up to a multiple of 128 rows. ``k`` and ``n`` must be multiples of 128.
+      128 of ``w``. For ``x.T @ dy`` both are quantised once more from what they were: ``x`` in
+      blocks of 128 rows x 1, ``dy`` in 128 x 128 blocks (the kernel takes finer ones of one operand
+      only, and e5m2 spans 2^30), with zeros up to a multiple of 128 rows. ``k`` and ``n`` must be
+      multiples of 128.
     - ``"delayed"``: one for each operand, of its largest magnitudes in the calls before, as
       ``flax.linen.fp8_ops`` has it. ``state`` holds them, and its cotangent is the new state:
       ``dx, dw, state = jax.grad(loss, (0, 1, 2))(x, w, state)``. It replaces the old one and is not
@@ -84,10 +85,21 @@ def fp8_dot(
             f"x must be (..., k) and w (k, n), got x.shape={x.shape} and w.shape={w.shape}"
         )
     _check_recipe(recipe, state, w.shape)
-    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    rows, w = _compat.match_varying((rows, w))  # whose transposition adds up their gradients
     how = _How(recipe, bool(power_of_two), x.dtype, w.dtype, out)
-    return _product(rows, w, state, how).reshape(*x.shape[:-1], w.shape[1])
+    if _compat.is_sharded(x, w):
+        dims = ((x.ndim - 1,), (0,)), ((), ())
+        shardings = _compat.shardings_of(lambda x, w: lax.dot_general(x, w, dims), x, w)
+        own = functools.partial(_dot, how=how)
+        return _compat.with_automatic_axes(own, (x, w, state), shardings)
+    return _dot(x, w, state, how)
+
+
+def _dot(x: jax.Array, w: jax.Array, state: Fp8State | None, how: _How) -> jax.Array:
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    # Under shard_map, where this is transposed to what adds up their gradients.
+    a, b = _compat.match_varying((rows, w))
+    product: Any = _product(a, b, state, how)
+    return product.reshape(*x.shape[:-1], w.shape[1])
 
 
 def fp8_dot_general(
@@ -227,15 +239,22 @@ def _refuse(how: _How, primals: Any, tangents: Any) -> Any:
 _product.defvjp(_forward, _backward)
 
 
-def _gemm(a: Quantized, b: Quantized, dtype: np.dtype, **transposes: bool) -> jax.Array:
+def _gemm(
+    a: Quantized,
+    b: Quantized,
+    dtype: np.dtype,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+) -> jax.Array:
     return gemm_api.gemm(
         a.qvalue,
         b.qvalue,
-        a_scale=a.scale if a.qvalue.size else None,
+        a_scale=a.scale if a.qvalue.size else None,  # where there is nothing, no scale fits
         b_scale=b.scale if b.qvalue.size else None,
         precision="highest",
         preferred_element_type=dtype,
-        **transposes,
+        transpose_a=transpose_a,
+        transpose_b=transpose_b,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import math
 import operator
 from typing import Any
@@ -13,12 +13,11 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
+from jax_tcgemm import _compat
 from jax_tcgemm.api import arguments, eager, quantization
 from jax_tcgemm.api import gemm as gemm_api
+from jax_tcgemm.api.scaled_matrices import DimensionNumbers, Scaled, matrices
 from jax_tcgemm.problem.strides import Shape
-
-_Dims = tuple[int, ...]
-_DimensionNumbers = tuple[tuple[_Dims, _Dims], tuple[_Dims, _Dims]]
 
 _FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 # Up to this k a sum of products of differences of int8 values is exact in int32.
@@ -80,14 +79,17 @@ def scaled_dot(
 def _scaled_dot(
     lhs: jax.Array, rhs: jax.Array, *, lhs_scale: Any, rhs_scale: Any, dims: Any, dtype: np.dtype
 ) -> jax.Array:
-    operands = []
-    for name, value, scale in (("lhs", lhs, lhs_scale), ("rhs", rhs, rhs_scale)):
-        if scale is not None:
-            scale = arguments.array(f"{name}_scale", scale)
-            scale = scale.reshape((1,) * value.ndim) if scale.size == 1 else scale
-            quantization.check_divides(f"{name}_scale", scale.shape, name, value.shape)
-        operands.append(_Scaled(value, scale))
-    return _contracted(*operands, dims, "highest", dtype)
+    a, b = _with_scale("lhs", lhs, lhs_scale), _with_scale("rhs", rhs, rhs_scale)
+    return _contracted(a, b, dims, "highest", dtype)
+
+
+def _with_scale(name: str, value: jax.Array, scale: Any) -> Scaled:
+    if scale is None:
+        return Scaled(value)
+    scale = arguments.array(f"{name}_scale", scale)
+    scale = scale.reshape((1,) * value.ndim) if scale.size == 1 else scale
+    quantization.check_divides(f"{name}_scale", scale.shape, name, value.shape)
+    return Scaled(value, scale)
 
 
 def quantized_dot_general(
@@ -109,8 +111,8 @@ def quantized_dot_general(
         rhs: the same.
         dimension_numbers: ``((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch))``.
         precision: as in ``gemm``.
-        preferred_element_type: dtype of the result; ``None`` is the common one of the scales and
-            of an operand that is not quantised.
+        preferred_element_type: dtype of the result; ``None`` is that of an operand that is not
+            quantised and has more than 8 bits, else the common one of the scales.
 
     Returns:
         The batch dimensions, then the free dimensions of ``lhs``, then those of ``rhs``.
@@ -138,48 +140,18 @@ def quantized_dot_general(
 def _quantized_dot_general(
     lhs: Any, rhs: Any, *, dims: Any, precision: Any, dtype: np.dtype
 ) -> jax.Array:
-    return _contracted(_Scaled.of(lhs), _Scaled.of(rhs), dims, precision, dtype)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Scaled:
-    """An operand, its scale and its zero point, which are of its rank."""
-
-    value: jax.Array
-    scale: jax.Array | None = None
-    zero_point: jax.Array | None = None
-
-    @staticmethod
-    def of(x: Any) -> _Scaled:
-        """Returns the parts of a quantised operand; another one is its own value."""
-        if not quantization.is_quantized(x):
-            return _Scaled(x)
-        for name in ("scale", "zero_point"):
-            if getattr(x, name) is not None:
-                shape = getattr(x, name).shape
-                quantization.check_divides(name, shape, "qvalue", x.qvalue.shape)
-        return _Scaled(x.qvalue, x.scale, x.zero_point)
-
-    def map(self, function: Any) -> _Scaled:
-        """Applies a function to each part that there is."""
-        parts = (self.value, self.scale, self.zero_point)
-        return _Scaled(*(None if x is None else function(x) for x in parts))
-
-    def is_constant_along(self, dims: _Dims) -> bool:
-        factors = [x for x in (self.scale, self.zero_point) if x is not None]
-        return all(x.shape[dim] == 1 for x in factors for dim in dims)
-
-    def dequantised(self, dtype: np.dtype) -> _Scaled:
-        if self.scale is None:
-            return _Scaled(self.value.astype(dtype))
-        parts = quantization.Quantized(self.value, self.scale, self.zero_point)
-        return _Scaled(parts.dequantize(dtype))
+    return _contracted(Scaled.of(lhs), Scaled.of(rhs), dims, precision, dtype)
 
 
 def _contracted(
-    lhs: _Scaled, rhs: _Scaled, dims: _DimensionNumbers, precision: Any, dtype: np.dtype
+    lhs: Scaled, rhs: Scaled, dims: DimensionNumbers, precision: Any, dtype: np.dtype
 ) -> jax.Array:
     """Computes the product of two operands, of type ``dtype``."""
+    if _compat.is_sharded(lhs.value, rhs.value):
+        own = functools.partial(_contracted, dims=dims, precision=precision, dtype=dtype)
+        values = (x.value.astype(jnp.float32) for x in (lhs, rhs))
+        shardings = _compat.shardings_of(lambda a, b: lax.dot_general(a, b, dims), *values)
+        return _compat.with_automatic_axes(own, (lhs, rhs), shardings)
     types = lhs.value.dtype, rhs.value.dtype
     is_native = types == (jnp.int8, jnp.int8) or all(x.name in _FLOAT8 for x in types)
     has_zero_points = lhs.zero_point is not None or rhs.zero_point is not None
@@ -188,21 +160,25 @@ def _contracted(
         common = _common_dtype(*types, dtype)
         lhs, rhs = lhs.dequantised(common), rhs.dequantised(common)
     shape = _result_shape(lhs.value.shape, rhs.value.shape, dims)
-    sides = _matrices(lhs, rhs, dims)
+    sides = matrices(lhs, rhs, dims)
     if is_corrected:
         return _without_zero_points(*sides).astype(dtype).reshape(shape)
     (a, transpose_a), (b, transpose_b) = sides
-    operands = {"a_scale": a, "b_scale": b}
-    scales = {name: x.scale for name, x in operands.items() if x.value.size}
-    return gemm_api.gemm(
+    scales: dict[str, Any] = {
+        name: x.scale.astype(jnp.float32)
+        for name, x in {"a_scale": a, "b_scale": b}.items()
+        if x.scale is not None and x.value.size  # where there is nothing, no scale fits
+    }
+    product = gemm_api.gemm(
         a.value,
         b.value,
         transpose_a=transpose_a,
         transpose_b=transpose_b,
         precision=precision,
         preferred_element_type=dtype,
-        **{name: x.astype(jnp.float32) for name, x in scales.items() if x is not None},
-    ).reshape(shape)
+        **scales,
+    )
+    return product.reshape(shape)
 
 
 def _common_dtype(lhs: np.dtype, rhs: np.dtype, result: np.dtype) -> np.dtype:
@@ -213,13 +189,18 @@ def _common_dtype(lhs: np.dtype, rhs: np.dtype, result: np.dtype) -> np.dtype:
 
 
 def _result_dtype(lhs: Any, rhs: Any) -> np.dtype:
-    """Returns the common dtype of what scales and wide operands are; bfloat16 where none is."""
-    dtypes = [(x.scale if quantization.is_quantized(x) else x).dtype for x in (lhs, rhs)]
-    wide = [dtype for dtype in dtypes if dtype.itemsize > 1]
-    return jnp.dtype(jnp.result_type(*wide) if wide else jnp.bfloat16)
+    """Returns the dtype of an operand of more than 8 bits, else the common one of the scales."""
+    wide, scales = [], []
+    for x in (lhs, rhs):
+        if quantization.is_quantized(x):
+            scales.append(x.scale.dtype)
+        elif x.dtype.itemsize > 1:
+            wide.append(x.dtype)
+    dtypes = wide or [dtype for dtype in scales if dtype.itemsize > 1]
+    return jnp.dtype(jnp.result_type(*dtypes) if dtypes else jnp.bfloat16)
 
 
-def _without_zero_points(lhs: tuple[_Scaled, bool], rhs: tuple[_Scaled, bool]) -> jax.Array:
+def _without_zero_points(lhs: tuple[Scaled, bool], rhs: tuple[Scaled, bool]) -> jax.Array:
     """Computes the product of int8 matrices exactly, subtracts their zero points and scales.
 
     ``(a - p) @ (b - q) = a @ b - p * sum(b) - sum(a) * q + k * p * q``. Each of these may leave the
@@ -240,7 +221,7 @@ def _without_zero_points(lhs: tuple[_Scaled, bool], rhs: tuple[_Scaled, bool]) -
     return exact.astype(jnp.float32) * (a_scale * b_scale)
 
 
-def _rank_one(x: _Scaled, k_axis: int, is_transposed: bool) -> list[jax.Array]:
+def _rank_one(x: Scaled, k_axis: int, is_transposed: bool) -> list[jax.Array]:
     """Returns sums along k, zero points and scales, ``(..., m, 1)`` or ``(..., 1, n)``."""
     sums = jnp.sum(x.value, k_axis, keepdims=True, dtype=jnp.int32)
     zero = jnp.zeros_like(sums) if x.zero_point is None else x.zero_point.astype(jnp.int32)
@@ -250,7 +231,7 @@ def _rank_one(x: _Scaled, k_axis: int, is_transposed: bool) -> list[jax.Array]:
     return [jnp.swapaxes(y, -1, -2) if is_transposed else y for y in parts]
 
 
-def _is_exact(lhs: _Scaled, rhs: _Scaled, dims: _DimensionNumbers) -> bool:
+def _is_exact(lhs: Scaled, rhs: Scaled, dims: DimensionNumbers) -> bool:
     """Says whether ``_without_zero_points`` serves these operands."""
     zeros = [x.zero_point for x in (lhs, rhs) if x.zero_point is not None]
     is_constant = all(x.is_constant_along(d) for x, d in zip((lhs, rhs), dims[0], strict=True))
@@ -258,7 +239,7 @@ def _is_exact(lhs: _Scaled, rhs: _Scaled, dims: _DimensionNumbers) -> bool:
     return is_constant and k <= _MOST_EXACT_K and all(zero.dtype == jnp.int8 for zero in zeros)
 
 
-def _dimension_numbers(given: Any, lhs: Shape, rhs: Shape) -> _DimensionNumbers:
+def _dimension_numbers(given: Any, lhs: Shape, rhs: Shape) -> DimensionNumbers:
     """Returns dimension numbers as tuples of non-negative numbers that are known to fit."""
     if given is None:
         if len(lhs) != len(rhs) or len(lhs) < 2:
@@ -277,68 +258,5 @@ def _dimension_numbers(given: Any, lhs: Shape, rhs: Shape) -> _DimensionNumbers:
 
 def _result_shape(lhs: Shape, rhs: Shape, dims: Any) -> Shape:
     """Returns the shape of the result, once ``lax`` has checked all."""
-    operands = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (lhs, rhs))
-    return jax.eval_shape(lambda *x: lax.dot_general(*x, dims), *operands).shape
-
-
-def _matrices(lhs: _Scaled, rhs: _Scaled, dims: _DimensionNumbers) -> list[tuple[_Scaled, bool]]:
-    """Returns the operands as matrices after the batch, and whether they are stored transposed."""
-    (lhs_contracted, rhs_contracted), (lhs_batch, rhs_batch) = dims
-    pairs = list(zip(lhs_contracted, rhs_contracted, strict=True))
-    # In the order in which the larger operand has them, so that only the smaller one is copied.
-    pairs.sort(key=operator.itemgetter(0 if lhs.value.size >= rhs.value.size else 1))
-    return [
-        _matrix(lhs, lhs_batch, tuple(pair[0] for pair in pairs), k_comes_first=False),
-        _matrix(rhs, rhs_batch, tuple(pair[1] for pair in pairs), k_comes_first=True),
-    ]
-
-
-def _matrix(
-    x: _Scaled, batch: _Dims, contracted: _Dims, k_comes_first: bool
-) -> tuple[_Scaled, bool]:
-    """Returns ``(*batch, m, k)``, or ``(*batch, k, m)``, and whether it is transposed.
-
-    Args:
-        x: the operand.
-        batch: its batch dimensions.
-        contracted: its contracted dimensions.
-        k_comes_first: whether k comes first in a matrix that is not transposed.
-    """
-    free = tuple(d for d in range(x.value.ndim) if d not in (*batch, *contracted))
-    groups = [(contracted, free), (free, contracted)]
-    in_place = [pair for pair in groups if _lies_so((*batch, *pair[0], *pair[1]), x.value.shape)]
-    # A copy has k last, which is what the tensor cores read.
-    first, last = in_place[0] if in_place else groups[1]
-    x = x.map(lambda y: lax.transpose(y, (*batch, *first, *last)))
-    shape, start, middle = x.value.shape, len(batch), len(batch) + len(first)
-    x = x.map(lambda y: _merged(_refined(y, shape, start, middle), start, middle))
-    return x, (first == contracted) != k_comes_first
-
-
-def _lies_so(order: _Dims, shape: Shape) -> bool:
-    """Says whether a transposition moves nothing."""
-    moved = [dim for dim in order if shape[dim] != 1]
-    return moved == sorted(moved)
-
-
-def _refined(factor: jax.Array, shape: Shape, start: int, middle: int) -> jax.Array:
-    """Repeats factors of an operand of ``shape`` until they are some of the matrices to be.
-
-    Dimensions from ``start`` to ``middle``, and those after, become one each. Blocks remain blocks
-    where nothing changes after the first dimension of blocks, and every element has a factor of its
-    own along those before. Along the batch there are no blocks. The operand itself stays as it is.
-    """
-    full = list(factor.shape)
-    for dim in range(start):
-        full[dim] = 1 if full[dim] == 1 else shape[dim]
-    for group in (range(start, middle), range(middle, len(shape))):
-        last = max((dim for dim in group if factor.shape[dim] > 1), default=0)
-        for dim in group:
-            full[dim] = shape[dim] if dim < last else full[dim]
-    return quantization.spread(factor, tuple(full))
-
-
-def _merged(x: jax.Array, start: int, middle: int) -> jax.Array:
-    """Makes matrices of all dimensions after the batch."""
-    groups = x.shape[start:middle], x.shape[middle:]
-    return lax.reshape(x, (*x.shape[:start], *map(math.prod, groups)))
+    a, b = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (lhs, rhs))
+    return jax.eval_shape(lambda a, b: lax.dot_general(a, b, dims), a, b).shape

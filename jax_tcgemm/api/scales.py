@@ -66,7 +66,7 @@ def scale_of(name: str, value: Any, operand_name: str, operand: jax.Array, k_axi
         return Scale(x.reshape(()))
     pairs = list(zip(x.shape, operand.shape, strict=False))
     fits = x.ndim == operand.ndim and all(
-        own > 0 and extent % own == 0 for own, extent in pairs
+        own == extent or (own > 0 and extent % own == 0) for own, extent in pairs
     )
     if not fits or any(own not in (1, extent) for own, extent in pairs[:-2]):
         raise ValueError(
@@ -365,6 +365,25 @@ def scaled_gemm(
     traced, held = functions.trace(listed, [product, *types], 1)
     is_scaled = bool(own_scales)
     return compiled.bind([a, b, *own_scales, *flat, *held], CompiledSpec(spec, traced, is_scaled))
+
+
+def product_of_8_bits(operands: Operands, spec: GemmSpec, out_dtype: np.dtype) -> jax.Array:
+    """Applies the primitive to operands without scales, as a drop-in for ``lax.dot_general``.
+
+    Args:
+        operands: two factors of 8 bits.
+        spec: the product.
+        out_dtype: of the result.
+    """
+    shapes = Operands(operands.a.shape, operands.b.shape)
+    is_integer = operands.a.dtype == jnp.int8
+    kept = jnp.int32 if is_integer else jnp.float32 if out_dtype.itemsize == 4 else jnp.bfloat16
+    sums = jax.ShapeDtypeStruct(
+        spec.result_shape(shapes), jnp.int32 if is_integer else jnp.float32
+    )
+    traced, _ = functions.trace(lambda z: [z.astype(out_dtype)], [sums], 1)
+    spec = spec.replace(out_dtype=jnp.dtype(kept))
+    return compiled.bind([operands.a, operands.b], CompiledSpec(spec, traced))[0]
 
 
 def _alike(scale: jax.Array, x: jax.Array, batch: Sequence[int]) -> jax.Array:

@@ -158,9 +158,10 @@ class KernelConfig:
             or (
                 self.element_bytes <= 2
                 and self.split_k == 1
-                and self.tile_m * self.tile_n // self.warps_m <= 64 * 32
+                and self.tile_m * self.tile_n // self.warps_m
+                <= (64 * 48 if self.element_bytes == 1 else 64 * 32)
             ),
-            "promoting takes two more sets of accumulators, of products of 16 bits or fewer",
+            "promoting takes two more sets of accumulators, of products of 8 bits one",
         )
         require(self.arithmetic.wgmma, "sums of wgmma are float32, or int32")
         require(self.tile_k * self.element_bytes == 128, "tile_k must span 128 bytes")

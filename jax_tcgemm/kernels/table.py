@@ -235,9 +235,10 @@ def _run_time_rows() -> list[KernelConfig]:
     rows = []
     for algorithm, arithmetic in RUN_TIME_ARITHMETIC.items():
         if arithmetic.promotes:
-            # Two more sets of accumulators.
+            # Two more sets of accumulators, or one.
             common = {"promote": True, "epilogue": "none"}
             tiles = [
+                (128, 192, 4, "cooperative", (2, 1)),
                 (128, 128, 6, "cooperative", (2, 1)),
                 (128, 128, 6, "cooperative", (1, 1)),
                 (128, 64, 8, "cooperative", (1, 1)),

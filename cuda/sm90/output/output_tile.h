@@ -10,6 +10,15 @@
 
 namespace jax_tcgemm::sm90 {
 
+// Rows of a k-major operand that are loaded for a tile: of an operand of 8 bits that has fewer than
+// the tile, as activations have in decoding, not many more. What shared memory holds beyond them is
+// multiplied into rows or columns that D has not.
+constexpr int loaded_rows(const KernelConfig& config, int extent, int tile, int sharers) {
+  const bool is_few = element_bytes(config.algorithm) == 1 && config.grouped == Grouped::kNone &&
+                      sharers == 1 && extent < tile;
+  return is_few ? (extent + 7) / 8 * 8 : tile;
+}
+
 // Rows of accumulators that a warpgroup computes with one instruction; those of each of its warps.
 constexpr int kBlockRows = 64;
 constexpr int kWarpRows = 16;
