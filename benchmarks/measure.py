@@ -30,8 +30,13 @@ from jax_tcgemm.tuning.tunings import untuned
 # or twice more than the other; TF32 cuts 13 bits off float32 operands, and XLA may do without.
 # Results in 8 bits differ by a step of them here and there; sums of 8-bit floats keep 14 bits.
 TOLERANCES = {
-    **{"bf16": 2**-6, "f16": 2**-9, "f32": 2**-9, "c64": 2**-9},
-    **{"e4m3": 2**-6, "e5m2": 2**-6, "s8": 2**-6},
+    "bf16": 2**-6,
+    "f16": 2**-9,
+    "f32": 2**-9,
+    "c64": 2**-9,
+    "e4m3": 2**-6,
+    "e5m2": 2**-6,
+    "s8": 2**-6,
 }
 # A derivative that XLA computes in 16 bits, each operation rounded, is off by most of that itself.
 _STEP_TOLERANCE = 2

@@ -22,7 +22,8 @@ struct CompiledOperand {
   BatchStrides batch;
 };
 
-// Scales by blocks of 8-bit operands: of 1 x kScaleBlock (k) of A, of kScaleBlock x kScaleBlock of B.
+// Scales by blocks of 8-bit operands: of 1 x kScaleBlock (k) of A, of kScaleBlock x kScaleBlock of
+// B.
 constexpr int kScaleBlock = 128;
 
 struct BlockScales {

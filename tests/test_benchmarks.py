@@ -107,7 +107,10 @@ def test_ours_computes_what_the_rival_does(case):
     wide = {name: x.astype(case.out_dtype) for name, x in arrays.items()} if widens else arrays
     ours, xla = jax.jit(case.ours())(arrays), jax.jit(case.xla)(wide)
     assert measure.disagreement(case, ours, xla) is None
-    has_two = {"aux", "amax"}.intersection(case.parts) or case.function in ("fp8 amax", "two results")
+    has_two = {"aux", "amax"}.intersection(case.parts) or case.function in (
+        "fp8 amax",
+        "two results",
+    )
     results = len(arrays) if case.step else 1 + bool(has_two)
     assert len(jax.tree.leaves(ours)) == results
     # The check is of use: without the last operand the result is another.

@@ -51,9 +51,7 @@ def sizes_of(a, b):
 def test_every_layout_and_residue(m, n, k, layout, precision):
     a, b = drawn((m, k)), drawn((k, n))
     ta, tb = (letter == "t" for letter in layout)
-    run = jax.jit(
-        lambda a, b: gemm(a, b, transpose_a=ta, transpose_b=tb, precision=precision)
-    )
+    run = jax.jit(lambda a, b: gemm(a, b, transpose_a=ta, transpose_b=tb, precision=precision))
     y = run(a.T if ta else a, b.T if tb else b)
     exact = np.asarray(a, np.complex128) @ np.asarray(b, np.complex128)
     sizes = sizes_of(a, b)
@@ -67,7 +65,9 @@ def test_every_layout_and_residue(m, n, k, layout, precision):
 def test_conjugates(which):
     a, b = drawn((128, 256)), drawn((256, 192))
     y = jax.jit(
-        lambda a, b: gemm(a, b, conjugate_a="a" in which, conjugate_b="b" in which, precision="highest")
+        lambda a, b: gemm(
+            a, b, conjugate_a="a" in which, conjugate_b="b" in which, precision="highest"
+        )
     )(a, b)
     x, z = (v.conj() if name in which else v for name, v in (("a", a), ("b", b)))
     exact = np.asarray(x, np.complex128) @ np.asarray(z, np.complex128)
@@ -76,9 +76,9 @@ def test_conjugates(which):
 
 def test_batches_sums_and_complex_factors():
     a, b, c, bias = drawn((3, 128, 96)), drawn((96, 160)), drawn((3, 128, 160)), drawn((160,))
-    y = jax.jit(
-        lambda *x: gemm(*x[:3], bias=x[3], alpha=0.5 - 2j, beta=1j, precision="highest")
-    )(a, b, c, bias)
+    y = jax.jit(lambda *x: gemm(*x[:3], bias=x[3], alpha=0.5 - 2j, beta=1j, precision="highest"))(
+        a, b, c, bias
+    )
     a, b, c, bias = (np.asarray(x, np.complex128) for x in (a, b, c, bias))
     exact = (0.5 - 2j) * (a @ b) + 1j * c + bias
     assert np.max(np.abs(y - exact)) < 1e-4

@@ -243,9 +243,7 @@ def wgmma_instructions(configs, arithmetic, cpp: ModuleType) -> str:
             # Of integers there is no factor that may be -1.
             "factors": "" if is_integer else ", 1, 1",
             "registers": ", ".join(f"%{i}" for i in range(count)),
-            "operands": ", ".join(
-                f'"+{"r" if is_integer else "f"}"(d[{i}])' for i in range(count)
-            ),
+            "operands": ", ".join(f'"+{"r" if is_integer else "f"}"(d[{i}])' for i in range(count)),
             # Which dimension is contiguous is an operand of the instructions that let one choose.
             "majors": "" if row.k_major else f", %{count + 3}, %{count + 4}",
             **{f"p{i}": count + i for i in range(6)},

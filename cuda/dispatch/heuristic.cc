@@ -135,7 +135,8 @@ bool wants_promotion(const ChoiceInput& input) {
 bool takes_compiled_epilogue(const KernelConfig& config) {
   const int bytes = element_bytes(config.algorithm);
   return config.arch == Arch::kSm90 && bytes <= 2 && !config.skinny && !config.swap_ab &&
-         (!config.promote || bytes == 1) && config.split_k == 1 && config.grouped != Grouped::kK && config.output_n() % 32 == 0;
+         (!config.promote || bytes == 1) && config.split_k == 1 && config.grouped != Grouped::kK &&
+         config.output_n() % 32 == 0;
 }
 
 }  // namespace

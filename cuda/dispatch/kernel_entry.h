@@ -1,5 +1,5 @@
-// The kernels: one entry for each row of the kernel table that was built, or that is compiled at run
-// time.
+// The kernels: one entry for each row of the kernel table that was built, or that is compiled at
+// run time.
 
 #ifndef JAX_TCGEMM_DISPATCH_KERNEL_ENTRY_H_
 #define JAX_TCGEMM_DISPATCH_KERNEL_ENTRY_H_

@@ -22,7 +22,8 @@
 namespace jax_tcgemm {
 
 // Set by jax_tcgemm/lowering/compiled.py. Operands: a, b, [b2 or group_sizes], [scales of a and b
-// by blocks], those of the epilogue. With groups, which divide the rows, those are the batch's matrices of b.
+// by blocks], those of the epilogue. With groups, which divide the rows, those are the batch's
+// matrices of b.
 struct CompiledAttributes {
   int64_t m, n, k;
   int64_t b2_offset;
@@ -158,10 +159,9 @@ Status decode_scales(const CompiledAttributes& at, ffi::RemainingArgs& operands,
                      int64_t* stride_first, int64_t* stride_second, BatchStrides* batch) {
   const size_t batch_rank = at.batch_shape.size();
   const auto buffer = operands.get<ffi::AnyBuffer>(index);
-  JAX_TCGEMM_REQUIRE(buffer.has_value() && buffer->element_type() == ffi::F32 &&
-                         strides.size() == batch_rank + 2,
-                     "operand ", index, " has no scales in float32 with ", strides.size(),
-                     " strides");
+  JAX_TCGEMM_REQUIRE(
+      buffer.has_value() && buffer->element_type() == ffi::F32 && strides.size() == batch_rank + 2,
+      "operand ", index, " has no scales in float32 with ", strides.size(), " strides");
   *stride_first = strides[batch_rank];
   *stride_second = strides[batch_rank + 1];
   int64_t last = (first - 1) * *stride_first + (second - 1) * *stride_second;
@@ -173,8 +173,8 @@ Status decode_scales(const CompiledAttributes& at, ffi::RemainingArgs& operands,
     JAX_TCGEMM_REQUIRE(stride >= 0, "scales have stride ", stride);
   }
   const auto available = static_cast<int64_t>(buffer->element_count());
-  JAX_TCGEMM_REQUIRE(last < available, "scales are addressed up to element ", last, " but there are ",
-                     available);
+  JAX_TCGEMM_REQUIRE(last < available, "scales are addressed up to element ", last,
+                     " but there are ", available);
   *data = static_cast<const float*>(buffer->untyped_data());
   return Status();
 }

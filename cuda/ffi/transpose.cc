@@ -38,9 +38,10 @@ Status decode_and_run(ffi::AnyBuffer in, ffi::AnyBuffer out, const TransposeAttr
     JAX_TCGEMM_REQUIRE(0 < extent && extent <= kMaxExtent, "batch=", at.batch, " rows=", at.rows,
                        " columns=", at.columns, " out_ld=", at.out_ld);
   }
-  JAX_TCGEMM_REQUIRE(ffi::ByteWidth(in.element_type()) == 1 && in.element_type() == out.element_type(),
-                     "element types ", static_cast<int>(in.element_type()), " and ",
-                     static_cast<int>(out.element_type()), " are not one of a byte");
+  JAX_TCGEMM_REQUIRE(
+      ffi::ByteWidth(in.element_type()) == 1 && in.element_type() == out.element_type(),
+      "element types ", static_cast<int>(in.element_type()), " and ",
+      static_cast<int>(out.element_type()), " are not one of a byte");
   JAX_TCGEMM_REQUIRE(at.out_ld >= at.rows && at.out_ld % kTransposedMultiple == 0,
                      "out_ld=", at.out_ld, " for rows=", at.rows);
   JAX_TCGEMM_REQUIRE(at.in_ld >= 0 && at.in_batch_stride >= 0, "in_ld=", at.in_ld,
@@ -48,8 +49,8 @@ Status decode_and_run(ffi::AnyBuffer in, ffi::AnyBuffer out, const TransposeAttr
   const int64_t last =
       (at.batch - 1) * at.in_batch_stride + (at.rows - 1) * at.in_ld + at.columns - 1;
   const auto available = static_cast<int64_t>(in.element_count());
-  JAX_TCGEMM_REQUIRE(last < available, "the operand is addressed up to element ", last,
-                     " but has ", available);
+  JAX_TCGEMM_REQUIRE(last < available, "the operand is addressed up to element ", last, " but has ",
+                     available);
   JAX_TCGEMM_REQUIRE(static_cast<int64_t>(out.element_count()) == at.batch * at.columns * at.out_ld,
                      "the result has ", out.element_count(), " elements");
   JAX_TCGEMM_REQUIRE(reinterpret_cast<uintptr_t>(out.untyped_data()) % 16 == 0,

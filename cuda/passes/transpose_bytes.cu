@@ -1,5 +1,5 @@
-// Transposes bytes: see transpose_bytes.h. A block turns 128 x 128 of them in shared memory: read as
-// vectors of 16 bytes along a row, written as such along a column.
+// Transposes bytes: see transpose_bytes.h. A block turns 128 x 128 of them in shared memory: read
+// as vectors of 16 bytes along a row, written as such along a column.
 //
 //   memory -> registers -> shared memory | barrier | 16 words of a column of words -> 4 x 4 bytes
 //   turned in registers -> memory
@@ -80,8 +80,8 @@ __device__ __forceinline__ void load_tile(uint4* tile, const TransposeProblem& p
 // Eight neighbouring lanes write a line of 128 bytes.
 __device__ __forceinline__ void store_tile(const uint32_t* tile, const TransposeProblem& p,
                                            uint8_t* out, int row0, int column0) {
-  const int group = threadIdx.x % kRowVectors;     // of 16 rows
-  const int column = threadIdx.x / kRowVectors;    // of words
+  const int group = threadIdx.x % kRowVectors;   // of 16 rows
+  const int column = threadIdx.x / kRowVectors;  // of words
   const int row = row0 + group * kVector;
   uint32_t turned[4][4];
 #pragma unroll

@@ -1,6 +1,6 @@
-// wgmma: D (64 x n, float32 or, of integers, int32 in registers) += A (64 x 32 bytes of k) * B (32 bytes of k x n), issued
-// by the four warps of a warpgroup and done asynchronously. B lies in shared memory, A there or in
-// registers.
+// wgmma: D (64 x n, float32 or, of integers, int32 in registers) += A (64 x 32 bytes of k) * B (32
+// bytes of k x n), issued by the four warps of a warpgroup and done asynchronously. B lies in
+// shared memory, A there or in registers.
 //
 // Accumulators: thread t of the warpgroup holds rows 16 (t / 32) + t % 32 / 4 + {0, 8} and columns
 // 8 j + 2 (t % 4) + {0, 1}; register 4 j + 2 (row / 8) + column.
@@ -43,8 +43,8 @@ __device__ __forceinline__ void wgmma_fence_registers(int32_t (&d)[kCount]) {
 
 // What accumulators are.
 template <Algorithm kAlgorithm>
-using SumOf = std::conditional_t<arithmetic_of(kAlgorithm).accumulator == ElementType::kS32,
-                                 int32_t, float>;
+using SumOf =
+    std::conditional_t<arithmetic_of(kAlgorithm).accumulator == ElementType::kS32, int32_t, float>;
 
 // An operand in shared memory in rows of 128 bytes with the 128-byte swizzle, or of 64 or 32 with
 // that one: a pattern is 8 rows. k-major: rows along mn. mn-major: rows along k, and `block_bytes`

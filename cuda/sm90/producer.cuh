@@ -177,8 +177,7 @@ struct Producer {
         return loaded_rows(kConfig, extent, tile, sharers);
       };
       const int of_b = rows(params.n, kConfig.output_n(), kConfig.cluster_m);
-      return (rows(params.m, kConfig.tile_m, kConfig.cluster_n) +
-              of_b * (kConfig.gated ? 2 : 1)) *
+      return (rows(params.m, kConfig.tile_m, kConfig.cluster_n) + of_b * (kConfig.gated ? 2 : 1)) *
              128;
     } else {
       return kStageBytes;

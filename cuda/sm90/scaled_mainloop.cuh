@@ -29,8 +29,9 @@ struct ScaledMainloop {
   // Columns of a tile, and of those that have one scale of B for sure: a tile may begin within a
   // block.
   static constexpr int kColumns = kConfig.tile_n;
-  static constexpr int kGroupColumns =
-      kColumns <= kScaleBlock ? kColumns : kColumns % 64 == 0 ? 64 : 32;
+  static constexpr int kGroupColumns = kColumns <= kScaleBlock ? kColumns
+                                       : kColumns % 64 == 0    ? 64
+                                                               : 32;
   static constexpr int kGroups = kColumns / kGroupColumns;
   static_assert(kConfig.promote && Loop::kBlocks == 1 && kConfig.tile_k == kScaleBlock &&
                 kColumns % kGroupColumns == 0 && kScaleBlock % kGroupColumns == 0);
@@ -72,7 +73,7 @@ struct ScaledMainloop {
   // Sets total to the product over `count` stages; `passed` as of LayoutMainloop::run.
   template <typename Passed>
   __device__ __forceinline__ void run(Accumulators& total, int count, Passed&& passed) {
-    Loop loop = {smem, first_row, static_cast<int>(threadIdx.x % 32), has_partner, false,
+    Loop loop = {smem,          first_row, static_cast<int>(threadIdx.x % 32), has_partner, false,
                  params.planes, at};
     Loop::clear(total);
     left_ = count;

@@ -119,7 +119,7 @@ Status encode_operand(const char* name, const Operand& operand, Major major, int
   t.box[0] = row_bytes / t.bytes;
   // As sm90/producer.cuh divides a tile among the blocks that share it.
   const int slabs = (tile_mn * t.bytes + 127) / 128;
-  t.box[1] = k_major ? loaded_rows(config, extent_mn, tile_mn, sharers) / sharers
+  t.box[1] = k_major                ? loaded_rows(config, extent_mn, tile_mn, sharers) / sharers
              : slabs % sharers == 0 ? config.tile_k
                                     : config.tile_k / sharers;
   t.swizzle = row_bytes == 128  ? CU_TENSOR_MAP_SWIZZLE_128B

@@ -16,7 +16,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_tcgemm import _compat
-from jax_tcgemm.api import eager, quantization, scales
+from jax_tcgemm.api import eager, of_8_bits, quantization
 from jax_tcgemm.api.scaled_dot import quantized_dot_general
 from jax_tcgemm.lowering.obstacles import possible_planes
 from jax_tcgemm.primitives import gemm as gemm_primitive
@@ -133,7 +133,7 @@ def _contract(
         return by_lax(lhs, rhs)
     operands, spec = problem
     if is_of_8_bits(a.dtype, b.dtype):
-        product = scales.product_of_8_bits(operands, spec, result.dtype)
+        product = of_8_bits.product_of_8_bits(operands, spec, result.dtype)
     else:
         (product,) = gemm_primitive.bind(operands, spec)
     return lax.reshape(product, result.shape)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_tcgemm import _compat
-from jax_tcgemm.api import arguments, eager, scales
+from jax_tcgemm.api import arguments, eager, of_8_bits
 from jax_tcgemm.api import epilogue as epilogues
 from jax_tcgemm.primitives import gemm as gemm_primitive
 from jax_tcgemm.problem.activations import Activation
@@ -95,8 +95,8 @@ def gemm(
             ``preferred_element_type``, one of 8 bits, and rounded. For operands of 8 bits.
         return_amax: whether the largest absolute value of the result, before that division, is a
             second result, in float32. For operands of 8 bits.
-        transpose_a: whether ``a`` holds the transpose of ``A``; nothing is moved in memory (of 8-bit
-            operands, which tensor cores read along k alone, a pass transposes what lies otherwise).
+        transpose_a: whether ``a`` holds the transpose of ``A``; nothing is moved in memory. (Tensor
+            cores read 8-bit operands along k alone: a pass transposes what lies otherwise.)
         transpose_b: whether ``b`` holds the transpose of ``B``.
         conjugate_a: whether a complex ``A`` is conjugated; with ``transpose_a`` ``a`` holds its
             conjugate transpose.
@@ -135,15 +135,23 @@ def gemm(
     """
     a, b = arguments.matrix("a", a), arguments.matrix("b", b)
     batch, m, n, k = arguments.extents(a, b, transpose_a, transpose_b)
-    a, b = (jnp.conj(x) if is_conjugated else x for x, is_conjugated in ((a, conjugate_a), (b, conjugate_b)))
+    a, b = (
+        jnp.conj(x) if is_conjugated else x
+        for x, is_conjugated in ((a, conjugate_a), (b, conjugate_b))
+    )
     precision = _compat.canonicalize_precision(precision)
-    asked = scales.Asked(a_scale, b_scale, out_scale, return_amax)
-    if scales.are_taken(asked, a, b, preferred_element_type, precision) and out_sharding is None:
+    asked = of_8_bits.Asked(a_scale, b_scale, out_scale, return_amax)
+    if of_8_bits.are_taken(asked, a, b, preferred_element_type, precision, out_sharding):
         given = {
-            **{"c": c, "bias": bias, "residual": residual, "row_scale": row_scale},
-            **{"column_scale": column_scale, "alpha": alpha, "beta": beta},
+            "c": c,
+            "bias": bias,
+            "residual": residual,
+            "row_scale": row_scale,
+            "column_scale": column_scale,
+            "alpha": alpha,
+            "beta": beta,
         }
-        return scales.gemm_of_8_bits(
+        return of_8_bits.gemm_of_8_bits(
             *(a, b, (*batch, m, n), (bool(transpose_a), bool(transpose_b)), asked),
             given=given,
             activation=activation,

@@ -11,7 +11,6 @@ from jax_tcgemm.problem.ragged import RaggedSpec
 from jax_tcgemm.problem.spec import GemmSpec
 from jax_tcgemm.problem.strides import Operands
 
-
 # As kScaleBlock of cuda/compiled_params.h.
 SCALE_BLOCK = 128
 

@@ -90,9 +90,7 @@ class KernelConfig:
             if not condition:
                 raise ValueError(f"{self}: {what}")
 
-        require(
-            self.algorithm in ALL_ARITHMETIC, f"algorithm must be one of {set(ALL_ARITHMETIC)}"
-        )
+        require(self.algorithm in ALL_ARITHMETIC, f"algorithm must be one of {set(ALL_ARITHMETIC)}")
         require(self.epilogue in ("none", "sum", "any"), "unknown epilogue")
         if self.arch == "simt":
             self._check_simt(require)
@@ -195,10 +193,11 @@ class KernelConfig:
             )
             require(128 % (self.tile_n // 4) == 0, "tile_n must be a power of two")
         if self.gated:
+            require(self.epilogue == "any" or self.arithmetic.at_run_time, "gating is an epilogue")
             require(
-                self.epilogue == "any" or self.arithmetic.at_run_time, "gating is an epilogue"
+                self.element_bytes <= 2 and self.split_k == 1,
+                "gated rows are of 16 bits or fewer, unsplit",
             )
-            require(self.element_bytes <= 2 and self.split_k == 1, "gated rows are of 16 bits or fewer, unsplit")
             require(self.tile_n % 128 == 0, "half of tile_n must be a multiple of 64")
         require(self.grouped in ("none", "m", "k"), "unknown grouped")
         if self.grouped != "none":

@@ -7,6 +7,7 @@ and its heuristic read the generated rows, and tests take their parameters from 
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 from jax_tcgemm.kernels.arithmetic import ALL_ARITHMETIC, ARITHMETIC, RUN_TIME_ARITHMETIC
 from jax_tcgemm.kernels.config import KernelConfig
@@ -236,7 +237,7 @@ def _run_time_rows() -> list[KernelConfig]:
     for algorithm, arithmetic in RUN_TIME_ARITHMETIC.items():
         if arithmetic.promotes:
             # Two more sets of accumulators, or one.
-            common = {"promote": True, "epilogue": "none"}
+            common: dict[str, Any] = {"promote": True, "epilogue": "none"}
             tiles = [
                 (128, 192, 4, "cooperative", (2, 1)),
                 (128, 128, 6, "cooperative", (2, 1)),

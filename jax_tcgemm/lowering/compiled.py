@@ -31,7 +31,6 @@ from jax_tcgemm.problem.strides import (
     Shape,
     StridedGemm,
     fold_beside,
-    row_major,
 )
 
 _COMPUTE_CAPABILITY = (9, 0)
@@ -141,8 +140,8 @@ def _call_or_reason(own: Sequence[Any], spec: CompiledSpec, made: Program) -> _C
     if ALL_ARITHMETIC[algorithm].k_major:
         if any(not isinstance(extent, int) for x in own for extent in x.shape):
             return "symbolic shapes"
-        own, product, factors = _as_k_major(own, product)
-    scales = _scale_steps(own, spec)
+        own, product, factors = k_major.of_product(own, product)
+    scales = k_major.scale_steps(own, spec)
     strided = (
         _ragged(own, product, made)
         if isinstance(product, RaggedSpec)
@@ -178,44 +177,10 @@ def _algorithm(a: np.dtype, b: np.dtype, product: GemmSpec | RaggedSpec) -> str 
     if found is None:
         return None
     row = ALL_ARITHMETIC[found]
-    is_ours = row.at_run_time or (row.wgmma and not row.k_major and row.accumulator.name == "float32")
+    is_ours = row.at_run_time or (
+        row.wgmma and not row.k_major and row.accumulator.name == "float32"
+    )
     return found if is_ours else None
-
-
-def _as_k_major(
-    own: Sequence[Any], product: GemmSpec | RaggedSpec
-) -> tuple[Sequence[Any], Any, dict[str, k_major.Factor]]:
-    """Returns the operands and the product as they will be, and what is to become of the factors."""
-    if isinstance(product, RaggedSpec):
-        made, factors = k_major.of_ragged(own, product)
-    else:
-        shapes = shapes_of(product.unflatten(own[: len(product.operand_names)]))
-        made, factors = k_major.of_gemm(shapes, product)
-    count = len(factors)
-    then = [
-        jax.ShapeDtypeStruct(factor.result_shape(), x.dtype)
-        for factor, x in zip(factors.values(), own, strict=False)
-    ]
-    return [*then, *own[count:]], made, factors
-
-
-def _scale_steps(own: Sequence[Any], spec: CompiledSpec) -> list[tuple[Shape, Shape]]:
-    """Returns of each scale by blocks the steps along ``(*batch, m, n)``, and those it ends with.
-
-    The scales have the axes of the factors. What changes where batches fold are steps along them
-    and along m; a scale of b moves along n by blocks.
-    """
-    if not spec.scaled:
-        return []
-    assert isinstance(spec.product, GemmSpec)
-    axes = spec.product.axes
-
-    def steps(scale: Any, axes: Sequence[int | None]) -> Shape:
-        dense = row_major(scale.shape)
-        return tuple(0 if axis is None else dense[axis] for axis in axes)
-
-    a, b = steps(own[-2], axes.a), steps(own[-1], axes.b)
-    return [((*a[:-1], 0), a[-1:]), ((*b[:-2], 0, 0), b[-2:])]
 
 
 def _plain(

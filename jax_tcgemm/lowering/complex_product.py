@@ -1,9 +1,9 @@
 """Products of complex64 by one real product of float32, twice as large along n and along k.
 
-A complex number is a pair of real ones, so that A ``(m, k)`` is a real ``(m, 2 k)`` as it lies, and D
-``(m, n)`` a real ``(m, 2 n)``. B becomes ``[[Re B, Im B], [-Im B, Re B]]`` for each of its numbers, in
-a pass. Four real products in all, of one sum for each part, so that errors are those of the real
-product of the same name.
+A complex number is a pair of real ones, so that A ``(m, k)`` is a real ``(m, 2 k)`` as it lies, and
+D ``(m, n)`` a real ``(m, 2 n)``. Of B each number becomes ``[[Re, Im], [-Im, Re]]``, in a pass.
+These are four real products, of one sum for each part, so that errors are those of the real product
+of the same name.
 """
 
 from __future__ import annotations
@@ -99,18 +99,20 @@ def _as_real(x: Operands, spec: GemmSpec) -> tuple[jax.Array, jax.Array, GemmSpe
     real = GemmSpec(Operands(a_axes, b_axes), _FLOAT32, spec.precision)
     pairs = strided_gemm(real.axes, Operands(a.shape, b.shape))
     of_a = (*(2 * stride for stride in pairs.strides.a[:-1]), 1)
-    gemm = dataclasses.replace(
-        pairs, k=2 * pairs.k, strides=pairs.strides._replace(a=of_a)
-    )
+    gemm = dataclasses.replace(pairs, k=2 * pairs.k, strides=pairs.strides._replace(a=of_a))
     return a, b, real, fold(gemm)
 
 
-def _expanded(b: jax.Array, axes: tuple[int | None, ...]) -> tuple[jax.Array, tuple[int | None, ...]]:
+def _expanded(
+    b: jax.Array, axes: tuple[int | None, ...]
+) -> tuple[jax.Array, tuple[int | None, ...]]:
     """Returns a real B of twice the extents along k and n, and its axes.
 
     What was contiguous stays so.
     """
     *batch, k, n = axes
+    assert k is not None
+    assert n is not None
     is_k_major = k == b.ndim - 1
     last, other = (k, n) if is_k_major else (n, k)
     kept = [axis for axis in batch if axis is not None]

@@ -7,6 +7,7 @@ XLA's is many times slower than; what has other rows is padded.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -16,6 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_tcgemm import _extension
+from jax_tcgemm.epilogue.spec import CompiledSpec
+from jax_tcgemm.lowering.custom_call import shapes_of
 from jax_tcgemm.problem.alignment import COPY_BYTES
 from jax_tcgemm.problem.ragged import RaggedSpec
 from jax_tcgemm.problem.spec import GemmSpec
@@ -111,13 +114,13 @@ def _one_step(batch: Sequence[tuple[int, int]]) -> int | None:
     batch = [(extent, step) for extent, step in batch if extent != 1]
     if not batch:
         return 0
-    for (_, outer), (extent, step) in zip(batch, batch[1:], strict=False):
+    for (_, outer), (extent, step) in itertools.pairwise(batch):
         if outer != extent * step:
             return None
     return batch[-1][1]
 
 
-def of_gemm(shapes: Operands, spec: GemmSpec) -> tuple[GemmSpec, dict[str, Factor]]:
+def _of_gemm(shapes: Operands, spec: GemmSpec) -> tuple[GemmSpec, dict[str, Factor]]:
     """Returns the product as the kernel sees it, and its factors by name.
 
     Args:
@@ -137,9 +140,45 @@ def of_gemm(shapes: Operands, spec: GemmSpec) -> tuple[GemmSpec, dict[str, Facto
     return spec.replace(axes=spec.axes._replace(**axes)), factors
 
 
-def of_ragged(own: Sequence[Any], spec: RaggedSpec) -> tuple[RaggedSpec, dict[str, Factor]]:
+def _of_ragged(own: Sequence[Any], spec: RaggedSpec) -> tuple[RaggedSpec, dict[str, Factor]]:
     """The same of a product over groups of rows."""
     lhs, rhs = own[:2]
     of_rhs = (1, 2) if spec.transpose_rhs else (2, 1)
     factors = {"a": Factor(lhs.shape, (), 0, 1), "b": Factor(rhs.shape, (0,), *of_rhs)}
     return dataclasses.replace(spec, transpose_rhs=True), factors
+
+
+def of_product(
+    own: Sequence[Any], product: GemmSpec | RaggedSpec
+) -> tuple[Sequence[Any], Any, dict[str, Factor]]:
+    """Returns operands and product as they will be, and what is to become of the factors."""
+    if isinstance(product, RaggedSpec):
+        made, factors = _of_ragged(own, product)
+    else:
+        shapes = shapes_of(product.unflatten(own[: len(product.operand_names)]))
+        made, factors = _of_gemm(shapes, product)
+    count = len(factors)
+    then = [
+        jax.ShapeDtypeStruct(factor.result_shape(), x.dtype)
+        for factor, x in zip(factors.values(), own, strict=False)
+    ]
+    return [*then, *own[count:]], made, factors
+
+
+def scale_steps(own: Sequence[Any], spec: CompiledSpec) -> list[tuple[Shape, Shape]]:
+    """Returns of each scale by blocks the steps along ``(*batch, m, n)``, and those it ends with.
+
+    The scales have the axes of the factors. What changes where batches fold are steps along them
+    and along m; a scale of b moves along n by blocks.
+    """
+    if not spec.scaled:
+        return []
+    assert isinstance(spec.product, GemmSpec)
+    axes = spec.product.axes
+
+    def steps(scale: Any, axes: Sequence[int | None]) -> Shape:
+        dense = row_major(scale.shape)
+        return tuple(0 if axis is None else dense[axis] for axis in axes)
+
+    a, b = steps(own[-2], axes.a), steps(own[-1], axes.b)
+    return [((*a[:-1], 0), a[-1:]), ((*b[:-2], 0, 0), b[-2:])]

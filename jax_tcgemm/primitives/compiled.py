@@ -28,7 +28,7 @@ from jax_tcgemm.primitives.gemm import PREACTIVATION
 from jax_tcgemm.primitives.tangents import linear_tangents
 from jax_tcgemm.problem.arithmetic import accumulator_dtype
 from jax_tcgemm.problem.ragged import RaggedSpec
-from jax_tcgemm.problem.spec import flatten
+from jax_tcgemm.problem.spec import GemmSpec, flatten
 from jax_tcgemm.problem.strides import Operands, insert_batches
 
 compiled_p = Primitive("tcgemm_compiled")
@@ -65,7 +65,7 @@ def _wide(own: Sequence[Any], spec: CompiledSpec) -> Any:
 def _accumulators(own: Sequence[jax.Array], spec: CompiledSpec) -> list[jax.Array]:
     """Returns the products as the function takes them."""
     product, dtype = spec.product, _wide(own, spec)
-    if spec.scaled:
+    if spec.scaled and isinstance(product, GemmSpec):
         a, b, *scales = own
         own = [_scaled(x, scale) for x, scale in zip((a, b), scales, strict=True)]
         product = product.replace(precision=_compat.canonicalize_precision("highest"))

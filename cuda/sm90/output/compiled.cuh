@@ -9,8 +9,9 @@
 //   the warp: [cp.async of the next one's] -> wait -> accumulators, operands -> Program ->
 //             shared memory -> vectors of the results to memory
 //
-// A Program has kBlockScales (sm90/scaled_mainloop.cuh), kOperands, kOperand[], kResults, kResult[] (see compiled_params.h), and
-// run(io), which makes 16 x 16 values of each result from an instance of CompiledIo.
+// A Program has kBlockScales (sm90/scaled_mainloop.cuh), kOperands, kOperand[], kResults, kResult[]
+// (see compiled_params.h), and run(io), which makes 16 x 16 values of each result from an instance
+// of CompiledIo.
 
 #pragma once
 

@@ -1,0 +1,328 @@
+"""Products of 8-bit operands: scales, a result that is quantised again, and its largest value."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jax_tcgemm import _compat
+from jax_tcgemm.api import arguments
+from jax_tcgemm.api import epilogue as epilogues
+from jax_tcgemm.api.scales import (
+    Scale,
+    alike,
+    along_results,
+    are_kernel_blocks,
+    dequantized,
+    scale_of,
+)
+from jax_tcgemm.epilogue import function as functions
+from jax_tcgemm.epilogue.spec import CompiledSpec
+from jax_tcgemm.primitives import compiled
+from jax_tcgemm.problem.activations import resolve
+from jax_tcgemm.problem.arithmetic import is_of_8_bits, resolve_run_time
+from jax_tcgemm.problem.spec import GemmSpec
+from jax_tcgemm.problem.strides import Operands, Shape
+
+
+@dataclasses.dataclass(frozen=True)
+class Formula:
+    """What becomes of a scaled product: the epilogue of ``gemm``, then a result of 8 bits.
+
+    Attributes:
+        operands: arrays by name: ``c``, ``bias``, ``residual``, ``row_scale``, ``column_scale``,
+            ``alpha``, ``beta``, ``out_scale``; those that there are.
+        activation: as in ``gemm``.
+        alpha: the factor of the product where that is no operand.
+        beta: the factor of ``c`` where that is no operand.
+        out_dtype: of the result.
+        quantizes: whether the result is divided by ``out_scale`` and clipped.
+        returns_amax: whether its largest absolute value is a second result.
+    """
+
+    operands: dict[str, jax.Array]
+    activation: Any
+    alpha: complex
+    beta: complex
+    out_dtype: np.dtype
+    quantizes: bool
+    returns_amax: bool
+
+    @property
+    def wide(self) -> np.dtype:
+        """The type in which it is computed."""
+        is_integer = jnp.issubdtype(self.out_dtype, jnp.integer) and not self.quantizes
+        return jnp.dtype(self.out_dtype if is_integer else jnp.float32)
+
+    def apply(self, product: jax.Array, *values: jax.Array) -> list[jax.Array]:
+        """Computes it of the product and of the operands, and rounds once."""
+        z = product.astype(self.wide)
+        given = zip(self.operands, values, strict=True)
+        x = {name: value.astype(self.wide) for name, value in given}
+        alpha, beta = x.get("alpha", self.alpha), x.get("beta", self.beta)
+        if "alpha" in x or alpha != 1:
+            z = z * alpha
+        for name, axis in (("row_scale", -1), ("column_scale", -2)):
+            if name in x:
+                z = z * jnp.expand_dims(x[name], axis)
+        if "c" in x:
+            is_sum = "beta" not in x and beta == 1
+            z = z + (x["c"] if is_sum else x["c"] * beta)
+        if "bias" in x:
+            z = z + jnp.expand_dims(x["bias"], -2)
+        if self.activation is not None:
+            z = resolve(self.activation).reference(z).astype(self.wide)
+        if "residual" in x:
+            z = z + x["residual"]
+        results = [self._rounded(z, x)]
+        if self.returns_amax:
+            results.append(jnp.max(jnp.abs(z), axis=(-2, -1)).astype(jnp.float32))
+        return results
+
+    def _rounded(self, z: jax.Array, x: dict[str, jax.Array]) -> jax.Array:
+        if self.quantizes:
+            z = z * (1 / x["out_scale"])
+            is_integer = jnp.issubdtype(self.out_dtype, jnp.integer)
+            limits = jnp.iinfo(self.out_dtype) if is_integer else jnp.finfo(self.out_dtype)
+            z = jnp.clip(jnp.round(z) if is_integer else z, float(limits.min), float(limits.max))
+        return z.astype(self.out_dtype)
+
+
+class Asked(NamedTuple):
+    """What is asked of a product of 8-bit operands alone."""
+
+    a_scale: Any
+    b_scale: Any
+    out_scale: Any
+    return_amax: bool
+
+    @property
+    def names(self) -> list[str]:
+        """Those arguments that ask for something."""
+        asks = [value is not None for value in self[:3]] + [bool(self.return_amax)]
+        return [name for name, is_given in zip(self._fields, asks, strict=True) if is_given]
+
+
+def are_taken(
+    asked: Asked,
+    a: jax.Array,
+    b: jax.Array,
+    preferred: DTypeLike | None,
+    precision: Any,
+    out_sharding: Any,
+) -> bool:
+    """Whether this is a product of 8-bit operands that kernels or this file's formula compute.
+
+    Raises:
+        TypeError: something is asked for that is not of other operands.
+        ValueError: something is asked for beside ``out_sharding``.
+    """
+    if asked.names and out_sharding is not None:
+        raise ValueError(f"out_sharding is not taken beside {', '.join(asked.names)}")
+    if not is_of_8_bits(a.dtype, b.dtype):
+        if asked.names:
+            raise TypeError(
+                f"{', '.join(asked.names)} are for operands of 8 bits, got a.dtype={a.dtype}, "
+                f"b.dtype={b.dtype}; accepted: two of float8_e4m3fn and float8_e5m2, or two of int8"
+            )
+        return False
+    if asked.names:
+        return True
+    if out_sharding is not None:
+        return False
+    if a.dtype == jnp.int8:
+        out = jnp.dtype(preferred or a.dtype)
+        return out == jnp.int32 or (jnp.issubdtype(out, jnp.floating) and out.itemsize <= 4)
+    out = jnp.dtype(jnp.bfloat16)
+    is_ours = resolve_run_time(a.dtype, b.dtype, out, precision) is not None
+    return is_ours and (preferred is not None or a.dtype == b.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Factors:
+    """Two 8-bit operands, their scales, and how they are multiplied.
+
+    Attributes:
+        a: the first.
+        b: the second, of the same kind.
+        a_scale: the scales of ``a``.
+        b_scale: those of ``b``.
+        shape: ``(*batch, m, n)`` of the product.
+        transposed: whether each is stored so.
+        precision: canonical ``lax`` precision.
+        config: name of a kernel configuration, or ``None``.
+    """
+
+    a: jax.Array
+    b: jax.Array
+    a_scale: Scale
+    b_scale: Scale
+    shape: Shape
+    transposed: tuple[bool, bool]
+    precision: Any
+    config: str | None
+
+    @property
+    def scales(self) -> tuple[Scale, Scale]:
+        return self.a_scale, self.b_scale
+
+
+def gemm_of_8_bits(
+    a: jax.Array,
+    b: jax.Array,
+    shape: Shape,
+    transposed: tuple[bool, bool],
+    asked: Asked,
+    *,
+    given: dict[str, Any],
+    activation: Any,
+    precision: Any,
+    preferred: DTypeLike | None,
+    config: str | None,
+    epilogue: Callable[..., Any] | None,
+    epilogue_operands: Sequence[Any],
+) -> Any:
+    """Computes ``gemm`` of 8-bit operands; arguments as there, ``given`` what else goes in."""
+    arguments.check_config(config)
+    a_scale = scale_of("a_scale", asked.a_scale, "a", a, -2 if transposed[0] else -1)
+    b_scale = scale_of("b_scale", asked.b_scale, "b", b, -1 if transposed[1] else -2)
+    has_scales = asked.a_scale is not None or asked.b_scale is not None
+    default = jnp.bfloat16 if has_scales else a.dtype
+    asked_dtype = jax.dtypes.canonicalize_dtype(default if preferred is None else preferred)
+    out_dtype = jnp.dtype(asked_dtype)
+    kept = jnp.dtype(jnp.float32 if out_dtype.itemsize == 4 else jnp.bfloat16)
+    factors = Factors(a, b, a_scale, b_scale, shape, transposed, precision, config)
+    if epilogue is not None:
+        _check_alone(asked, given, activation)
+        function, operands, out_trees = epilogues.as_listed(
+            epilogue, epilogue_operands, 1, shape, preferred
+        )
+        results = _bind(factors, function, operands, kept)
+        return jax.tree.unflatten(out_trees[0], results)
+    formula = _formula(asked, given, activation, shape, out_dtype)
+    results = _bind(factors, formula.apply, list(formula.operands.values()), kept)
+    return (results[0], jnp.max(results[1])) if asked.return_amax else results[0]
+
+
+def _check_alone(asked: Asked, given: dict[str, Any], activation: Any) -> None:
+    """Checks that nothing becomes of the product but by a function."""
+    numbers = {name: given[name] for name in ("alpha", "beta")}
+    changed = {k: x for k, x in numbers.items() if not (arguments.is_number(x) and x == 1)}
+    arrays = {name: x for name, x in given.items() if name not in numbers}
+    asked_too = {"out_scale": asked.out_scale, "return_amax": asked.return_amax or None}
+    epilogues.check_alone("gemm", activation=activation, **arrays, **changed, **asked_too)
+
+
+def _formula(
+    asked: Asked, given: dict[str, Any], activation: Any, shape: Shape, out_dtype: np.dtype
+) -> Formula:
+    """Returns what becomes of the product, its operands checked."""
+    *batch, m, n = shape
+    quantizes = asked.out_scale is not None
+    if quantizes and out_dtype.itemsize != 1:
+        raise ValueError(
+            "out_scale is for results of 8 bits (float8_e4m3fn, float8_e5m2, int8), got "
+            f"preferred_element_type={out_dtype}"
+        )
+    wide = jnp.dtype(jnp.float32 if quantizes else out_dtype)
+    arguments.check_activation(activation, wide)
+    operands: dict[str, jax.Array] = {}
+    for name in ("c", "residual"):
+        if given[name] is not None:
+            operands[name] = arguments.addend(name, given[name], tuple(shape), wide)
+    extents = {"bias": n, "row_scale": m, "column_scale": n}
+    for name, extent in extents.items():
+        if given[name] is not None:
+            operands[name] = arguments.vector(name, given[name], (*batch, extent), wide)
+    numbers = {}
+    for name in ("alpha", "beta"):
+        if arguments.is_number(given[name]):
+            numbers[name] = arguments.constant(name, given[name], wide)
+        else:
+            numbers[name] = 1
+            operands[name] = arguments.scalar(name, given[name], wide)
+    if quantizes:
+        scale = arguments.array("out_scale", asked.out_scale)
+        if scale.size != 1:
+            raise ValueError(f"out_scale must be one number, got out_scale.shape={scale.shape}")
+        operands["out_scale"] = scale.reshape(())
+    return Formula(
+        operands,
+        activation,
+        numbers["alpha"],
+        numbers["beta"],
+        out_dtype,
+        quantizes,
+        asked.return_amax,
+    )
+
+
+def _bind(
+    x: Factors, function: Callable[..., list[jax.Array]], operands: Sequence[jax.Array], kept: Any
+) -> list[jax.Array]:
+    """Applies the primitive.
+
+    Args:
+        x: what is multiplied.
+        function: of the scaled product and ``operands``; returns a list of results.
+        operands: of the function.
+        kept: type in which derivatives keep the product.
+    """
+    *batch, m, n = x.shape
+    k = x.a.shape[-2 if x.transposed[0] else -1]
+    a, b, precision = x.a, x.b, x.precision
+    by_blocks: list[jax.Array] = []
+    along: list[jax.Array] = []
+    if not any(scale.is_along_k for scale in x.scales):
+        along = along_results(x.scales, (a, b), x.transposed)
+    elif a.dtype != jnp.int8 and are_kernel_blocks(*x.scales, m, n, k):
+        pairs = zip(x.scales, (a, b), strict=True)
+        by_blocks = [alike(s.value, y, batch) for s, y in pairs if s.value is not None]
+        precision = _compat.canonicalize_precision("highest")
+    else:
+        a, b = (dequantized(y, s, kept) for y, s in zip((a, b), x.scales, strict=True))
+        precision = _compat.canonicalize_precision(None)
+    (a, a_axes), (b, b_axes) = (
+        arguments.placed(a, (*batch, m, k), x.transposed[0]),
+        arguments.placed(b, (*batch, k, n), x.transposed[1]),
+    )
+    sums = jnp.dtype(jnp.int32 if a.dtype == jnp.int8 else jnp.float32)
+    own_dtype = sums if sums == jnp.int32 else jnp.dtype(kept)
+    spec = GemmSpec(Operands(a_axes, b_axes), own_dtype, precision, config=x.config)
+    count = len(along)
+
+    def listed(product: jax.Array, *values: jax.Array) -> list[jax.Array]:
+        z = product
+        if count:
+            z = z.astype(jnp.float32) * math.prod(values[1:count], start=values[0])
+        return function(z, *values[count:])
+
+    flat = [*along, *operands]
+    types = [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in flat]
+    traced, held = functions.trace(listed, [jax.ShapeDtypeStruct(x.shape, sums), *types], 1)
+    whole = CompiledSpec(spec, traced, scaled=bool(by_blocks))
+    return compiled.bind([a, b, *by_blocks, *flat, *held], whole)
+
+
+def product_of_8_bits(operands: Operands, spec: GemmSpec, out_dtype: np.dtype) -> jax.Array:
+    """Applies the primitive to operands without scales, as a drop-in for ``lax.dot_general``.
+
+    Args:
+        operands: two factors of 8 bits.
+        spec: the product.
+        out_dtype: of the result.
+    """
+    shapes = Operands(operands.a.shape, operands.b.shape)
+    is_integer = operands.a.dtype == jnp.int8
+    kept = jnp.int32 if is_integer else jnp.float32 if out_dtype.itemsize == 4 else jnp.bfloat16
+    sums = jax.ShapeDtypeStruct(spec.result_shape(shapes), jnp.int32 if is_integer else jnp.float32)
+    traced, _ = functions.trace(lambda z: [z.astype(out_dtype)], [sums], 1)
+    spec = spec.replace(out_dtype=jnp.dtype(kept))
+    return compiled.bind([operands.a, operands.b], CompiledSpec(spec, traced))[0]
