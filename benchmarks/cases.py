@@ -129,7 +129,7 @@ class Case:
             words.append(self.sums)
         if self.conjugate:
             words.append(f"conjugate {self.conjugate}")
-        if self.out:
+        if self.out and not (self.scale and self.out == "bf16"):
             words.append(f"to {self.out}")
         if self.precision:
             words.append(self.precision)

@@ -288,7 +288,8 @@ def _bind(
         precision = _compat.canonicalize_precision("highest")
     else:
         a, b = (dequantized(y, s, kept) for y, s in zip((a, b), x.scales, strict=True))
-        precision = _compat.canonicalize_precision(None)
+        # What is dequantised to float32 is not to be rounded to TF32.
+        precision = _compat.canonicalize_precision("highest" if kept == jnp.float32 else None)
     (a, a_axes), (b, b_axes) = (
         arguments.placed(a, (*batch, m, k), x.transposed[0]),
         arguments.placed(b, (*batch, k, n), x.transposed[1]),
