@@ -8,7 +8,8 @@ from jax_tcgemm import _extension
 from jax_tcgemm.api.delayed_scaling import DelayedScale, Fp8State
 from jax_tcgemm.api.dot_general import dot_general
 from jax_tcgemm.api.fp8 import fp8_dot, fp8_dot_general
-from jax_tcgemm.api.gemm import gated_gemm, gemm
+from jax_tcgemm.api.gated_gemm import gated_gemm
+from jax_tcgemm.api.gemm import gemm
 from jax_tcgemm.api.mlp import gated_mlp, mlp
 from jax_tcgemm.api.quantization import Quantized, quantize
 from jax_tcgemm.api.ragged_dot import gated_ragged_dot, ragged_dot

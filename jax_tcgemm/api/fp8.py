@@ -16,8 +16,8 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_tcgemm import _compat
 from jax_tcgemm.api import arguments, eager
-from jax_tcgemm.api import gemm as gemm_api
 from jax_tcgemm.api.delayed_scaling import Fp8State
+from jax_tcgemm.api.gemm import gemm
 from jax_tcgemm.api.quantization import Quantized, quantize
 
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -246,7 +246,7 @@ def _gemm(
     transpose_a: bool = False,
     transpose_b: bool = False,
 ) -> jax.Array:
-    return gemm_api.gemm(
+    return gemm(
         a.qvalue,
         b.qvalue,
         a_scale=a.scale if a.qvalue.size else None,  # where there is nothing, no scale fits

@@ -10,7 +10,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_tcgemm import _compat
 from jax_tcgemm.api import arguments, eager
-from jax_tcgemm.api import gemm as gemm_api
+from jax_tcgemm.api.gated_gemm import gated_operands
 from jax_tcgemm.primitives import layers
 from jax_tcgemm.problem.activations import Activation
 from jax_tcgemm.problem.arithmetic import INPUT_DTYPES, resolve_algorithm
@@ -155,7 +155,7 @@ def gated_mlp(
         _weight("w_down", w_down),
     )
     precision = _compat.canonicalize_precision(precision)
-    first, spec = gemm_api.gated_operands(
+    first, spec = gated_operands(
         x,
         w_gate,
         w_up,

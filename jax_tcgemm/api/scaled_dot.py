@@ -15,7 +15,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_tcgemm import _compat
 from jax_tcgemm.api import arguments, eager, quantization
-from jax_tcgemm.api import gemm as gemm_api
+from jax_tcgemm.api.gemm import gemm
 from jax_tcgemm.api.scaled_matrices import DimensionNumbers, Scaled, matrices
 from jax_tcgemm.problem.strides import Shape
 
@@ -169,7 +169,7 @@ def _contracted(
         for name, x in {"a_scale": a, "b_scale": b}.items()
         if x.scale is not None and x.value.size  # where there is nothing, no scale fits
     }
-    product = gemm_api.gemm(
+    product = gemm(
         a.value,
         b.value,
         transpose_a=transpose_a,
@@ -207,7 +207,7 @@ def _without_zero_points(lhs: tuple[Scaled, bool], rhs: tuple[Scaled, bool]) -> 
     range of int32, whose arithmetic is modulo 2^32; the whole does not.
     """
     (a, transpose_a), (b, transpose_b) = lhs, rhs
-    product = gemm_api.gemm(
+    product = gemm(
         a.value,
         b.value,
         transpose_a=transpose_a,

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_tcgemm.api.gemm import gated_gemm, gemm
+from jax_tcgemm.api.gated_gemm import gated_gemm
+from jax_tcgemm.api.gemm import gemm
 from jax_tcgemm.api.ragged_dot import ragged_dot
 from jax_tcgemm.kernels import config as kernel_config
 from jax_tcgemm.primitives import ragged as ragged_primitive

@@ -1,0 +1,143 @@
+"""``gated_gemm``: arguments checked, and one ``GemmSpec`` of two weights made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax.typing import ArrayLike, DTypeLike
+
+from jax_tcgemm import _compat
+from jax_tcgemm.api import arguments, eager
+from jax_tcgemm.api import epilogue as epilogues
+from jax_tcgemm.primitives import gemm as gemm_primitive
+from jax_tcgemm.problem.activations import Activation
+from jax_tcgemm.problem.epilogue import Epilogue
+from jax_tcgemm.problem.spec import GemmSpec, flatten
+from jax_tcgemm.problem.strides import Operands
+
+
+@eager.one_program(
+    *("activation", "transpose_w", "precision", "preferred_element_type", "config"),
+    *("out_sharding", "epilogue"),
+)
+def gated_gemm(
+    x: ArrayLike,
+    w_gate: ArrayLike,
+    w_up: ArrayLike | None = None,
+    *,
+    activation: str | Activation | None = "silu",
+    bias_gate: ArrayLike | None = None,
+    bias_up: ArrayLike | None = None,
+    transpose_w: bool = False,
+    precision: Any = None,
+    preferred_element_type: DTypeLike | None = None,
+    config: str | None = None,
+    out_sharding: Any = None,
+    epilogue: Callable[..., Any] | None = None,
+    epilogue_operands: Sequence[Any] = (),
+) -> Any:
+    """Gated linear unit: two products of one left operand and what joins them, fused.
+
+    ``D = activation(x @ w_gate + bias_gate) * (x @ w_up + bias_up)`` (Shazeer, 2020, "GLU variants
+    improve transformer"). On GPUs of compute capability 9.0, for bfloat16 and float16, this is one
+    kernel that reads ``x`` once; both products are accumulated and joined in float32 and the result
+    is rounded once. Up to 64 rows take two kernels, and ``x @ w_up`` (of packed weights both
+    products) is rounded in between. Elsewhere, and for float32, it is the same formula in
+    ``jax.numpy``. It can be differentiated and batched as ``gemm`` can; the forward pass of a
+    derivative writes the two pre-activations as well.
+
+    Args:
+        x: ``(..., m, k)``.
+        w_gate: ``(..., k, n)``, or ``(..., n, k)`` with ``transpose_w``. Leading dimensions of
+            ``x`` and the weights broadcast as in ``jnp.matmul``.
+        w_up: of the shape and dtype of ``w_gate``. ``None`` says that ``w_gate`` holds both, side
+            by side, those columns first that are activated: ``(..., k, 2 * n)``, or
+            ``(..., 2 * n, k)`` with ``transpose_w``.
+        activation: as in ``gemm``; ``None`` is the plain product of the two.
+        bias_gate: ``(n,)`` or ``(..., n)``, added before the activation.
+        bias_up: ``(n,)`` or ``(..., n)``.
+        transpose_w: whether the weights are stored transposed; nothing is moved in memory.
+        precision: as in ``gemm``.
+        preferred_element_type: dtype of the result; ``None`` is that of ``jnp.matmul(x, w_gate)``.
+        config: name of a kernel configuration, ``"xla"`` or ``None``, as in ``gemm``.
+        out_sharding: as in ``gemm``.
+        epilogue: as in ``gemm``, of two products: ``x @ w_gate``, ``x @ w_up`` and
+            ``epilogue_operands``; ``activation`` then has no effect.
+        epilogue_operands: its further arguments.
+
+    Returns:
+        ``(..., m, n)``; with ``epilogue`` what that returns.
+
+    Raises:
+        TypeError: an argument's type or dtype is not accepted.
+        ValueError: an argument's shape or value is not accepted.
+    """
+    operands, spec = gated_operands(
+        x,
+        w_gate,
+        w_up,
+        bias_gate,
+        bias_up,
+        transpose_w=transpose_w,
+        precision=_compat.canonicalize_precision(precision),
+        preferred_element_type=preferred_element_type,
+    )
+    arguments.check_activation(activation, spec.out_dtype)
+    arguments.check_config(config)
+    if epilogue is not None:
+        epilogues.check_alone(
+            "gated_gemm", bias_gate=bias_gate, bias_up=bias_up, out_sharding=out_sharding
+        )
+        spec = spec.accumulators(config=config)
+        operands = spec.select(operands)
+        shape = spec.result_shape(Operands(*(None if x is None else x.shape for x in operands)))
+        return epilogues.applied(
+            flatten(operands), spec, shape, epilogue, epilogue_operands, preferred_element_type
+        )
+    spec = spec.replace(activation=activation, config=config)
+    out_sharding = _compat.out_sharding_of(out_sharding, "gated_gemm")
+    return gemm_primitive.bind(operands, spec, out_sharding)[0]
+
+
+_GATED_NAMES = arguments.Names("x", "w_gate", "", "transpose_w")
+
+
+def gated_operands(
+    x: ArrayLike,
+    w_gate: ArrayLike,
+    w_up: ArrayLike | None,
+    bias_gate: ArrayLike | None,
+    bias_up: ArrayLike | None,
+    *,
+    transpose_w: bool,
+    precision: Any,
+    preferred_element_type: DTypeLike | None,
+) -> tuple[Operands, GemmSpec]:
+    """Checks and places the operands of ``gated_gemm``; ``precision`` is canonical."""
+    x, w_gate = arguments.matrix("x", x), arguments.matrix("w_gate", w_gate)
+    batch, m, n, k = arguments.extents(x, w_gate, False, transpose_w, _GATED_NAMES)
+    x, w_gate, out_dtype = arguments.promoted(
+        x, w_gate, precision, preferred_element_type, _GATED_NAMES
+    )
+    placed = {
+        "a": arguments.placed(x, (*batch, m, k)),
+        "b": arguments.placed(w_gate, (*batch, k, n), transpose_w),
+    }
+    if w_up is None:
+        if n % 2:
+            raise ValueError(
+                f"w_gate.shape={w_gate.shape} holds both weights where w_up is None, so that the "
+                f"extent {n} must be even"
+            )
+        n //= 2
+    else:
+        w_up = arguments.like("w_up", w_up, "w_gate", w_gate)
+        placed["b2"] = arguments.placed(w_up, (*batch, k, n), transpose_w)
+    for name, own, value in (("bias_gate", "bias", bias_gate), ("bias_up", "bias2", bias_up)):
+        if value is not None:
+            vector = arguments.vector(name, value, (*batch, n), out_dtype)
+            placed[own] = arguments.placed(vector, (*batch, n))
+    operands = Operands(**{name: operand for name, (operand, _) in placed.items()})
+    axes = Operands(**{name: axes for name, (_, axes) in placed.items()})
+    return operands, GemmSpec(axes, out_dtype, precision, Epilogue("gated"), packed=w_up is None)
