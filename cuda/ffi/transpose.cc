@@ -12,7 +12,7 @@
 
 namespace jax_tcgemm {
 
-// Set by jax_tcgemm/lowering/transpose.py: (batch, rows, columns), with these steps in elements,
+// Set by jax_tcgemm/lowering/k_major.py: (batch, rows, columns), with these steps in elements,
 // -> (batch, columns, out_ld).
 struct TransposeAttributes {
   int64_t batch, rows, columns;

@@ -51,13 +51,18 @@ def matrix(name: str, value: Any) -> jax.Array:
     return x
 
 
+def check_flags(**flags: Any) -> None:
+    """Checks that arguments are True or False."""
+    for name, flag in flags.items():
+        if not isinstance(flag, (bool, np.bool_)):
+            raise TypeError(f"{name}={flag!r} must be True or False")
+
+
 def extents(
     a: jax.Array, b: jax.Array, transpose_a: bool, transpose_b: bool, names: Names = NAMES
 ) -> tuple[Shape, int, int, int]:
     """Returns the result's batch, ``m``, ``n`` and ``k``."""
-    for name, flag in ((names.transpose_a, transpose_a), (names.transpose_b, transpose_b)):
-        if not isinstance(flag, (bool, np.bool_)):
-            raise TypeError(f"{name}={flag!r} must be True or False")
+    check_flags(**{names.transpose_a: transpose_a, names.transpose_b: transpose_b})
     m, k = a.shape[-2:][::-1] if transpose_a else a.shape[-2:]
     b_k, n = b.shape[-2:][::-1] if transpose_b else b.shape[-2:]
     flags = ((names.transpose_a, transpose_a), (names.transpose_b, transpose_b))

@@ -54,7 +54,13 @@ class DelayedScale:
 
     @staticmethod
     def create(history: int = _HISTORY) -> DelayedScale:
-        """Returns a scale of 1 and a history of zeros."""
+        """Returns a scale of 1 and a history of zeros.
+
+        Raises:
+            ValueError: the history is to hold nothing.
+        """
+        if history < 1:
+            raise ValueError(f"history={history} must be at least 1")
         return DelayedScale(jnp.ones(1, jnp.float32), jnp.zeros(history, jnp.float32))
 
     def updated(self, x: jax.Array, dtype: DTypeLike) -> DelayedScale:

@@ -73,6 +73,10 @@ def dot_general(
     """
     options = (dimension_numbers, precision, preferred_element_type)
     if any(map(quantization.is_quantized, (lhs, rhs))):
+        if out_sharding is not None or kwargs:
+            raise TypeError(
+                f"quantized operands are not taken beside out_sharding={out_sharding}, {kwargs}"
+            )
         return quantized_dot_general(lhs, rhs, *options)
     by_lax = functools.partial(
         lax.dot_general, lhs, rhs, *options, out_sharding=out_sharding, **kwargs
@@ -181,7 +185,7 @@ def _has_kernel(lhs: np.dtype, rhs: np.dtype, out: np.dtype, precision: Any) -> 
     types = (lhs, rhs, out, precision)
     try:
         if is_of_8_bits(lhs, rhs):
-            return resolve_run_time(*types) is not None
+            return resolve_run_time(*types) is not None  # of integers to int32 alone
         return any(f(*types) is not None for f in (resolve_algorithm, possible_planes))
     except (TypeError, ValueError):  # lax multiplies types that do not promote, such as float8
         return False

@@ -83,7 +83,8 @@ def gated_gemm(
         precision=_compat.canonicalize_precision(precision),
         preferred_element_type=preferred_element_type,
     )
-    arguments.check_activation(activation, spec.out_dtype)
+    if epilogue is None:
+        arguments.check_activation(activation, spec.out_dtype)
     arguments.check_config(config)
     if epilogue is not None:
         epilogues.check_alone(

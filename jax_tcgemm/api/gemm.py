@@ -117,10 +117,11 @@ def gemm(
             on a mesh with explicit axes. It is needed where both operands' contracted dimensions
             are sharded, and may not leave sums to be made (``unreduced``).
         epilogue: instead of all of the above that becomes of the product, a function of the whole
-            product ``op(A) @ op(B)``, ``(..., m, n)`` in float32, and of ``epilogue_operands``, in
-            ``jax.numpy``. On GPUs of compute capability 9.0 and for 16-bit operands it is compiled
-            into the kernel; elsewhere, and where it cannot be, it follows the product
-            (docs/epilogues.md). What it closes over is differentiated as its operands are.
+            product ``op(A) @ op(B)``, ``(..., m, n)`` in float32 (of int8 without scales in int32),
+            and of ``epilogue_operands``, in ``jax.numpy``. On GPUs of compute capability 9.0 and
+            for operands of 16 bits or fewer it is compiled into the kernel; elsewhere, and where it
+            cannot be, it follows the product (docs/epilogues.md). What it closes over is
+            differentiated as its operands are.
         epilogue_operands: its further arguments, pytrees of arrays.
 
     Returns:
@@ -135,6 +136,7 @@ def gemm(
     """
     a, b = arguments.matrix("a", a), arguments.matrix("b", b)
     batch, m, n, k = arguments.extents(a, b, transpose_a, transpose_b)
+    arguments.check_flags(conjugate_a=conjugate_a, conjugate_b=conjugate_b)
     a, b = (
         jnp.conj(x) if is_conjugated else x
         for x, is_conjugated in ((a, conjugate_a), (b, conjugate_b))

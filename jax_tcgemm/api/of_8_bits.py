@@ -25,6 +25,7 @@ from jax_tcgemm.api.scales import (
 )
 from jax_tcgemm.epilogue import function as functions
 from jax_tcgemm.epilogue.spec import CompiledSpec
+from jax_tcgemm.kernels import table as kernel_table
 from jax_tcgemm.primitives import compiled
 from jax_tcgemm.problem.activations import resolve
 from jax_tcgemm.problem.arithmetic import is_of_8_bits, resolve_run_time
@@ -88,7 +89,7 @@ class Formula:
 
     def _rounded(self, z: jax.Array, x: dict[str, jax.Array]) -> jax.Array:
         if self.quantizes:
-            z = z * (1 / x["out_scale"])
+            z = z / x["out_scale"]
             is_integer = jnp.issubdtype(self.out_dtype, jnp.integer)
             limits = jnp.iinfo(self.out_dtype) if is_integer else jnp.finfo(self.out_dtype)
             z = jnp.clip(jnp.round(z) if is_integer else z, float(limits.min), float(limits.max))
@@ -133,16 +134,35 @@ def are_taken(
                 f"b.dtype={b.dtype}; accepted: two of float8_e4m3fn and float8_e5m2, or two of int8"
             )
         return False
+    is_sharded = _compat.is_sharded(a, b)
     if asked.names:
+        if is_sharded:
+            raise ValueError(
+                f"{', '.join(asked.names)} are not taken beside operands whose types say how they "
+                "are sharded; accepted: scaled_dot, or automatic axes"
+            )
         return True
-    if out_sharding is not None:
+    if out_sharding is not None or is_sharded:
         return False
-    if a.dtype == jnp.int8:
-        out = jnp.dtype(preferred or a.dtype)
-        return out == jnp.int32 or (jnp.issubdtype(out, jnp.floating) and out.itemsize <= 4)
-    out = jnp.dtype(jnp.bfloat16)
-    is_ours = resolve_run_time(a.dtype, b.dtype, out, precision) is not None
-    return is_ours and (preferred is not None or a.dtype == b.dtype)
+    if preferred is None and (a.dtype == jnp.int8 or a.dtype != b.dtype):
+        return False
+    out = jnp.dtype(preferred or a.dtype)
+    if a.dtype == jnp.int8 and out == jnp.int32:
+        return True
+    return _is_float(out) and resolve_run_time(a.dtype, b.dtype, _sums(a), precision) is not None
+
+
+def _is_float(dtype: np.dtype) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize <= 4
+
+
+def _sums(a: jax.Array) -> np.dtype:
+    """Returns the type of sums of products with ``a``."""
+    return jnp.dtype(jnp.int32 if a.dtype == jnp.int8 else jnp.float32)
+
+
+# Up to this k sums of products of int8 stay within int32.
+_MOST_INTEGER_K = (2**31 - 1) // 128**2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,6 +178,7 @@ class Factors:
         transposed: whether each is stored so.
         precision: canonical ``lax`` precision.
         config: name of a kernel configuration, or ``None``.
+        wraps: whether sums of integers are to be int32 however large they are.
     """
 
     a: jax.Array
@@ -168,6 +189,7 @@ class Factors:
     transposed: tuple[bool, bool]
     precision: Any
     config: str | None
+    wraps: bool
 
     @property
     def scales(self) -> tuple[Scale, Scale]:
@@ -197,8 +219,17 @@ def gemm_of_8_bits(
     default = jnp.bfloat16 if has_scales else a.dtype
     asked_dtype = jax.dtypes.canonicalize_dtype(default if preferred is None else preferred)
     out_dtype = jnp.dtype(asked_dtype)
-    kept = jnp.dtype(jnp.float32 if out_dtype.itemsize == 4 else jnp.bfloat16)
-    factors = Factors(a, b, a_scale, b_scale, shape, transposed, precision, config)
+    kept = jnp.dtype(jnp.float32 if out_dtype.itemsize >= 4 else jnp.bfloat16)
+    wraps = out_dtype == jnp.int32 and not asked.names and epilogue is None
+    factors = Factors(a, b, a_scale, b_scale, shape, transposed, precision, config, wraps)
+    _check_row(factors)
+    if asked.return_amax and 0 in shape:  # of which there is no largest value
+        asked = asked._replace(return_amax=False)
+        rest = {"given": given, "activation": activation, "precision": precision}
+        rest |= {"preferred": preferred, "config": config, "epilogue": epilogue}
+        rest |= {"epilogue_operands": epilogue_operands}
+        d = gemm_of_8_bits(a, b, shape, transposed, asked, **rest)
+        return d, jnp.zeros((), jnp.float32)
     if epilogue is not None:
         _check_alone(asked, given, activation)
         function, operands, out_trees = epilogues.as_listed(
@@ -209,6 +240,27 @@ def gemm_of_8_bits(
     formula = _formula(asked, given, activation, shape, out_dtype)
     results = _bind(factors, formula.apply, list(formula.operands.values()), kept)
     return (results[0], jnp.max(results[1])) if asked.return_amax else results[0]
+
+
+def _check_row(x: Factors) -> None:
+    """Checks that the precision is one of 8-bit operands, and that the row is of their arithmetic.
+
+    Raises:
+        TypeError: the precision is not.
+        ValueError: the row is not.
+    """
+    precision = x.precision
+    if any(scale.is_along_k for scale in x.scales):
+        precision = _compat.canonicalize_precision("highest")
+    algorithm = resolve_run_time(x.a.dtype, x.b.dtype, _sums(x.a), precision)
+    if algorithm is None:
+        raise TypeError(f"precision={x.precision} is not one of {x.a.dtype} times {x.b.dtype}")
+    rows = [row.name for row in kernel_table.for_algorithm(algorithm) if not row.gated]
+    if x.config not in (None, kernel_table.XLA, *rows):
+        raise ValueError(
+            f"config={x.config!r} is no kernel configuration in {algorithm}; accepted: None, "
+            f"{kernel_table.XLA!r} or {rows}"
+        )
 
 
 def _check_alone(asked: Asked, given: dict[str, Any], activation: Any) -> None:
@@ -230,6 +282,12 @@ def _formula(
         raise ValueError(
             "out_scale is for results of 8 bits (float8_e4m3fn, float8_e5m2, int8), got "
             f"preferred_element_type={out_dtype}"
+        )
+    is_integer = out_dtype == jnp.int32 and not asked.names
+    if not (quantizes or is_integer or _is_float(out_dtype)):
+        raise TypeError(
+            f"preferred_element_type={out_dtype} is not the type of a product with scales; "
+            "accepted: floating-point numbers of up to 32 bits, or int8 with out_scale"
         )
     wide = jnp.dtype(jnp.float32 if quantizes else out_dtype)
     arguments.check_activation(activation, wide)
@@ -280,6 +338,8 @@ def _bind(
     a, b, precision = x.a, x.b, x.precision
     by_blocks: list[jax.Array] = []
     along: list[jax.Array] = []
+    if a.dtype == jnp.int8 and k > _MOST_INTEGER_K and not x.wraps:
+        a, b = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)  # which holds them all
     if not any(scale.is_along_k for scale in x.scales):
         along = along_results(x.scales, (a, b), x.transposed)
     elif a.dtype != jnp.int8 and are_kernel_blocks(*x.scales, m, n, k):

@@ -14,6 +14,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_tcgemm.api import arguments, eager
+from jax_tcgemm.problem.arithmetic import at_least_float32
 from jax_tcgemm.problem.strides import Shape
 
 # The largest magnitude of each type that values are quantised to; that of int8 has its negative.
@@ -97,7 +98,7 @@ def dequantize(x: Any, dtype: DTypeLike = jnp.float32) -> jax.Array:
     Raises:
         ValueError: the shape of the scale or of the zero point does not fit.
     """
-    wide, shape = jnp.promote_types(dtype, jnp.float32), x.qvalue.shape
+    wide, shape = at_least_float32(jnp.dtype(dtype)), x.qvalue.shape
     values = x.qvalue.astype(wide)
     if x.zero_point is not None:
         check_divides("zero_point", x.zero_point.shape, "qvalue", shape)
@@ -124,7 +125,7 @@ def _quantize(
     target = _one_of("dtype", dtype, _LARGEST)
     scale_type = _one_of("scale_dtype", scale_dtype, _SCALE_DTYPES)
     counts = _counts(x.shape, tile)
-    wide = jnp.promote_types(x.dtype, jnp.float32)
+    wide = at_least_float32(x.dtype)
     shape = [extent for pair in _split(counts, x.shape) for extent in pair]
     blocks = x.reshape(shape).astype(wide)  # (blocks, extent of a block) for each axis
     amax = jnp.max(jnp.abs(blocks), tuple(range(1, len(shape), 2)), keepdims=True, initial=0)
@@ -222,7 +223,7 @@ def _scale(amax: jax.Array, target: Any, dtype: np.dtype, power_of_two: bool) ->
     scale = jnp.clip(scale, low, float(limits.max))
     if power_of_two or dtype.itemsize == 1:
         highest = 2.0 ** np.floor(np.log2(float(limits.max)))
-        scale = jnp.minimum(_round_up_to_power_of_two(scale), highest)
+        scale = jnp.minimum(_round_up_to_power_of_two(scale), float(highest))
     scale = jnp.where(amax > 0, scale, 1)
     return jnp.where(jnp.isfinite(amax), scale, jnp.nan).astype(dtype)
 

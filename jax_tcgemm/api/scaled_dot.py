@@ -17,6 +17,7 @@ from jax_tcgemm import _compat
 from jax_tcgemm.api import arguments, eager, quantization
 from jax_tcgemm.api.gemm import gemm
 from jax_tcgemm.api.scaled_matrices import DimensionNumbers, Scaled, matrices
+from jax_tcgemm.problem.arithmetic import common_dtype
 from jax_tcgemm.problem.strides import Shape
 
 _FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
@@ -38,9 +39,10 @@ def scaled_dot(
     Has the arguments of ``jax.lax.scaled_dot`` and takes more shapes of scales: each element of a
     scale holds for a block of its operand. float8 operands (e4m3fn and e5m2 in any pairing) and
     int8 ones are multiplied as they are by ``gemm``, which says what scales its kernels apply. Sums
-    of float8 are promoted (``precision="highest"``), and scales are float32 numbers, where ``lax``
-    rounds both them and the scaled operands to bfloat16. Other pairs are dequantised: to the dtype
-    of the operand that has more than 8 bits, else to the result's. Operands are read where they lie
+    of float8 are promoted (``precision="highest"``). Where ``gemm`` applies scales they are float32
+    numbers (``lax`` rounds them, and scaled operands, to bfloat16); operands with other scales it
+    dequantises first. Other pairs are dequantised: to the dtype of the operand that has more than 8
+    bits, else to the result's. Operands are read where they lie
     if batch dimensions come first, then the free and the contracted ones in either order; else they
     are copied. Operands of 8 bits are not differentiated.
 
@@ -184,7 +186,7 @@ def _contracted(
 def _common_dtype(lhs: np.dtype, rhs: np.dtype, result: np.dtype) -> np.dtype:
     """Returns the type in which operands are multiplied that no kernel takes as they are."""
     wide = [dtype for dtype in (lhs, rhs) if dtype.itemsize > 1]
-    common = jnp.result_type(*wide) if wide else result
+    common = functools.reduce(common_dtype, wide) if wide else result
     return jnp.dtype(common if jnp.issubdtype(common, jnp.floating) else jnp.float32)
 
 
@@ -197,7 +199,7 @@ def _result_dtype(lhs: Any, rhs: Any) -> np.dtype:
         elif x.dtype.itemsize > 1:
             wide.append(x.dtype)
     dtypes = wide or [dtype for dtype in scales if dtype.itemsize > 1]
-    return jnp.dtype(jnp.result_type(*dtypes) if dtypes else jnp.bfloat16)
+    return jnp.dtype(functools.reduce(common_dtype, dtypes) if dtypes else jnp.bfloat16)
 
 
 def _without_zero_points(lhs: tuple[Scaled, bool], rhs: tuple[Scaled, bool]) -> jax.Array:

@@ -59,7 +59,9 @@ def matrices(lhs: Scaled, rhs: Scaled, dims: DimensionNumbers) -> list[tuple[Sca
     (lhs_contracted, rhs_contracted), (lhs_batch, rhs_batch) = dims
     pairs = list(zip(lhs_contracted, rhs_contracted, strict=True))
     # In the order in which the larger operand has them, so that only the smaller one is copied.
-    pairs.sort(key=operator.itemgetter(0 if lhs.value.size >= rhs.value.size else 1))
+    sizes = [x.value.size for x in (lhs, rhs)]
+    is_known = all(isinstance(size, int) for size in sizes)
+    pairs.sort(key=operator.itemgetter(1 if is_known and sizes[0] < sizes[1] else 0))
     return [
         _matrix(lhs, lhs_batch, tuple(pair[0] for pair in pairs), k_comes_first=False),
         _matrix(rhs, rhs_batch, tuple(pair[1] for pair in pairs), k_comes_first=True),

@@ -21,12 +21,13 @@ from jax.interpreters import partial_eval as pe
 
 from jax_tcgemm import _compat
 from jax_tcgemm.epilogue.spec import CompiledSpec
+from jax_tcgemm.kernels.table import XLA
 from jax_tcgemm.lowering import compiled as compiled_lowering
 from jax_tcgemm.primitives import gated, ragged, registration
 from jax_tcgemm.primitives import gemm as gemm_primitive
 from jax_tcgemm.primitives.gemm import PREACTIVATION
 from jax_tcgemm.primitives.tangents import linear_tangents
-from jax_tcgemm.problem.arithmetic import accumulator_dtype
+from jax_tcgemm.problem.arithmetic import accumulator_dtype, is_of_8_bits
 from jax_tcgemm.problem.ragged import RaggedSpec
 from jax_tcgemm.problem.spec import GemmSpec, flatten
 from jax_tcgemm.problem.strides import Operands, insert_batches
@@ -71,7 +72,10 @@ def _accumulators(own: Sequence[jax.Array], spec: CompiledSpec) -> list[jax.Arra
         product = product.replace(precision=_compat.canonicalize_precision("highest"))
     if isinstance(product, RaggedSpec):
         return ragged.dot(dataclasses.replace(product, out_dtype=dtype), *own)
-    inner = product.replace(out_dtype=dtype, config=product.config_of_products)
+    config = product.config_of_products
+    if is_of_8_bits(own[0].dtype, own[1].dtype) or spec.scaled:  # of which only this has rows
+        config = config if config == XLA else None
+    inner = product.replace(out_dtype=dtype, config=config)
     return gemm_primitive.bind(product.unflatten(own), inner)
 
 
