@@ -179,7 +179,8 @@ def with_stderr(function: Callable[[], Any]) -> tuple[Any, str]:
 
 @jax.jit
 def _difference(x: jax.Array, y: jax.Array) -> jax.Array:
-    x, y = x.astype(jnp.float32), y.astype(jnp.float32)
+    if not jnp.iscomplexobj(y):
+        x, y = x.astype(jnp.float32), y.astype(jnp.float32)
     return jnp.linalg.norm((x - y).ravel()) / jnp.linalg.norm(y.ravel())
 
 

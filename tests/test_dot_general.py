@@ -212,7 +212,7 @@ OUTER = (((), ()), ((), ()))
         (jnp.int8, jnp.int8, {}),
         (jnp.int8, jnp.int8, {"preferred_element_type": jnp.float32}),
         (jnp.complex64, jnp.float32, {}),
-        (jnp.float8_e4m3fn, jnp.float8_e5m2, {"preferred_element_type": jnp.bfloat16}),
+        (jnp.float8_e4m3b11fnuz, jnp.float8_e5m2, {"preferred_element_type": jnp.bfloat16}),
         (jnp.float8_e4m3fn, jnp.bfloat16, {}),
         (jnp.float32, jnp.float32, {"precision": "highest"}),
         (jnp.float32, jnp.float32, {"precision": lax.DotAlgorithmPreset.F32_F32_F32}),
