@@ -39,6 +39,15 @@ struct CompiledParams : GemmParams {
   void* results[kMaxCompiledResults];  // each (batch, m, n), contiguous
 };
 
+// A pass with no product (passes/compiled_pass.cuh): warps of a block, and the neighbouring values
+// of a thread. As PASS_BLOCK in jax_tcgemm/epilogue/program.py a block's rows and columns.
+constexpr int kPassWarps = 8;
+constexpr int kPassValues = 8;
+constexpr int kPassRows = 64;
+constexpr int kPassColumns = 32 * kPassValues;
+constexpr int kPassThreads = 32 * kPassWarps;
+static_assert(kPassThreads == kPassColumns, "a thread joins a column of all warps");
+
 // Along which dimensions of D an operand moves.
 enum class Along { kNothing, kRows, kColumns, kMatrix };
 

@@ -23,6 +23,8 @@ from jax._src.lax import lax as _lax
 from jax._src.lib import xla_client as _client  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.lib.mlir import ir as _ir  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.lib.mlir.dialects import hlo as _hlo
+from jax.interpreters import ad
+from jax.interpreters import partial_eval as _partial_eval
 
 # XLA's shardings, and where its partitioner is told of ours.
 xla_client: Any = _client
@@ -208,6 +210,11 @@ def result_aval(operands: Sequence[Any], shape: tuple[int, ...], dtype: Any) -> 
     return operands[0].update(shape=shape, dtype=dtype, weak_type=weak_type, sharding=sharding)
 
 
+def zero_of(primal: Any) -> Any:
+    """Returns the tangent of what does not move."""
+    return ad.Zero(jax.typeof(primal).to_tangent_aval())
+
+
 def initialized_cuda_devices() -> list[Any]:
     """Returns this process's CUDA devices, or ``[]`` while no CUDA backend has been started."""
     if not _xla_bridge.backends_are_initialized():
@@ -379,6 +386,17 @@ def jaxpr_of(value: Any) -> Any:
     """
     inner = getattr(value, "jaxpr", value)
     return inner if hasattr(inner, "eqns") else None
+
+
+def without_unused(jaxpr: Any, needed: int) -> tuple[Any, list[bool]]:
+    """Returns a jaxpr without what its results do not need, and which arguments it still has.
+
+    Args:
+        jaxpr: the operations.
+        needed: how many of the first arguments stay.
+    """
+    stay = [i < needed for i in range(len(jaxpr.invars))]
+    return _partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=stay)
 
 
 def eval_jaxpr(jaxpr: Any, consts: Sequence[Any], *values: Any) -> list[Any]:

@@ -21,12 +21,14 @@ GEMM_TARGET = "jax_tcgemm_gemm_v1"
 RAGGED_DOT_TARGET = "jax_tcgemm_ragged_dot_v1"
 ACTIVATION_GRADIENT_TARGET = "jax_tcgemm_activation_gradient_v1"
 COMPILED_TARGET = "jax_tcgemm_compiled_gemm_v2"
+COMPILED_PASS_TARGET = "jax_tcgemm_compiled_pass_v1"
 TRANSPOSE_TARGET = "jax_tcgemm_transpose_v1"
 TARGETS = (
     GEMM_TARGET,
     RAGGED_DOT_TARGET,
     ACTIVATION_GRADIENT_TARGET,
     COMPILED_TARGET,
+    COMPILED_PASS_TARGET,
     TRANSPOSE_TARGET,
 )
 

@@ -19,7 +19,7 @@ from mps import pytest_configure, pytest_report_header, pytest_unconfigure  # no
 
 from jax_tcgemm import Tunings, _core, _extension
 from jax_tcgemm.kernels import table as kernel_table
-from jax_tcgemm.lowering import devices
+from jax_tcgemm.lowering import compiled, compiled_pass, devices
 from jax_tcgemm.partitioning import rules
 from jax_tcgemm.problem.alignment import split_bytes
 from jax_tcgemm.problem.arithmetic import INPUT_DTYPES
@@ -238,6 +238,21 @@ def cuda_module(all_kernels: None) -> Callable[..., tuple[str, list[dict[str, An
         return text, calls
 
     return lower
+
+
+@pytest.fixture
+def never_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails where no kernel is compiled of a function, or of what goes back through it."""
+    for lowering in (compiled, compiled_pass):
+
+        def made(*arguments: Any, _inner: Any = lowering._call_or_reason) -> Any:
+            call = _inner(*arguments)
+            assert not isinstance(call, str), call
+            return call
+
+        monkeypatch.setattr(lowering, "_call_or_reason", made)
+    monkeypatch.setattr(compiled, "_FEW_DRAWN", 0)
+    monkeypatch.setattr(compiled_pass, "LARGE_MATRIX", 0)
 
 
 @pytest.fixture

@@ -176,6 +176,17 @@ def draw(seed: int) -> Epilogue:
     return Epilogue(seed, kinds, steps, results, bool(rng.random() < 0.3))
 
 
+def draw_smooth(seed: int) -> Epilogue:
+    """Draws a function that has derivatives: with one result, and nothing that jumps."""
+    drawn = draw(seed)
+    steps = [
+        ("neg", operands) if name in _JUMPING else (name, operands)
+        for name, operands in drawn.steps
+    ]
+    result = drawn.results[0][0]
+    return dataclasses.replace(drawn, steps=steps, results=[(result, "float32")], special=False)
+
+
 def operands_of(epilogue: Epilogue, m: int, n: int) -> list[np.ndarray]:
     """Draws its operands."""
     rng = np.random.default_rng(epilogue.seed + 1)

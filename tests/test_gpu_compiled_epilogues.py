@@ -15,25 +15,11 @@ import random_epilogues
 import jax_tcgemm
 from jax_tcgemm import gated_gemm, gemm, ragged_dot
 from jax_tcgemm.epilogue import cubins, nvrtc, translation
-from jax_tcgemm.lowering import compiled as lowering
 
-pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
+pytestmark = [pytest.mark.gpu, pytest.mark.sm90, pytest.mark.usefixtures("never_apart")]
 
 BF16 = jnp.bfloat16
 wide = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
-
-
-@pytest.fixture(autouse=True)
-def never_apart(monkeypatch):
-    """Fails where a function is not compiled into the kernel."""
-
-    def made(own, spec, made, _inner=lowering._call_or_reason):
-        call = _inner(own, spec, made)
-        assert not isinstance(call, str), call
-        return call
-
-    monkeypatch.setattr(lowering, "_call_or_reason", made)
-    monkeypatch.setattr(lowering, "_FEW_DRAWN", 0)
 
 
 def _drawn(seed, shape, dtype=BF16, scale=1.0):

@@ -1,7 +1,5 @@
 #include "dispatch/compiled.h"
 
-#include <cuda.h>
-
 #include <deque>
 #include <map>
 #include <mutex>
@@ -19,18 +17,13 @@
 namespace jax_tcgemm {
 namespace {
 
-// The kernel's name in what is compiled; as in jax_tcgemm/epilogue/source.py.
-constexpr const char* kKernelName = "compiled_gemm";
-
 struct LoadedKernel {
   const KernelEntry* entry;
   std::string layout;
-  KernelHandle handle;
-  int local_bytes;  // of a thread: more than 0 where registers spill
+  RunTimeKernel made;
 };
 
-// What was compiled of one program. Kernels stay where they are, and are never unloaded: graphs
-// that were captured may launch them.
+// What was compiled of one program. Kernels stay where they are.
 struct LoadedProgram {
   struct Chosen {
     ChoiceInput input;
@@ -43,44 +36,12 @@ struct LoadedProgram {
 
 struct Library {
   std::mutex mutex;
-  Compiler compiler;
   std::map<std::string, LoadedProgram, std::less<>> programs;  // by digest
 };
 
 Library& library() {
   static Library* const library = new Library;  // outlives whatever runs at exit
   return *library;
-}
-
-// A function of the driver, without linking to it.
-template <typename Function>
-Status find_driver_function(const char* name, Function* function) {
-  void* found = nullptr;
-  cudaDriverEntryPointQueryResult query;
-  JAX_TCGEMM_CUDA_CHECK(
-      cudaGetDriverEntryPointByVersion(name, &found, 12000, cudaEnableDefault, &query), name);
-  JAX_TCGEMM_REQUIRE(query == cudaDriverEntryPointSuccess, "the driver has no ", name);
-  *function = reinterpret_cast<Function>(found);
-  return Status();
-}
-
-Status load(const std::string& cubin, LoadedKernel* kernel) {
-  decltype(&cuLibraryLoadData) load_data = nullptr;
-  decltype(&cuLibraryGetKernel) get_kernel = nullptr;
-  JAX_TCGEMM_RETURN_IF_ERROR(find_driver_function("cuLibraryLoadData", &load_data));
-  JAX_TCGEMM_RETURN_IF_ERROR(find_driver_function("cuLibraryGetKernel", &get_kernel));
-  CUlibrary library = nullptr;
-  CUkernel found = nullptr;
-  CUresult result = load_data(&library, cubin.data(), nullptr, nullptr, 0, nullptr, nullptr, 0);
-  if (result == CUDA_SUCCESS) result = get_kernel(&found, library, kKernelName);
-  JAX_TCGEMM_REQUIRE(result == CUDA_SUCCESS, "loading a kernel of ", cubin.size(), " bytes for ",
-                     kernel->entry->name, ": CUresult ", static_cast<int>(result));
-  kernel->handle = {found, {}};
-  // This also loads it now: it could not be while a graph is captured.
-  cudaFuncAttributes attributes = {};
-  JAX_TCGEMM_CUDA_CHECK(cudaFuncGetAttributes(&attributes, found), kernel->entry->name);
-  kernel->local_bytes = static_cast<int>(attributes.localSizeBytes);
-  return Status();
 }
 
 std::string layout_name(const GemmProblem& problem) {
@@ -131,7 +92,7 @@ std::vector<const KernelEntry*> candidates(std::string_view config, const Choice
   return rows;
 }
 
-// Under `lock`, which is not held meanwhile: who compiles may wait for a thread that waits for us.
+// Under `lock`, which is not held while it compiles.
 Status compile(const EpilogueProgram& program, const KernelEntry& row, const std::string& layout,
                std::unique_lock<std::mutex>* lock, LoadedProgram* loaded, LoadedKernel** kernel) {
   for (LoadedKernel& known : loaded->kernels) {
@@ -140,13 +101,9 @@ Status compile(const EpilogueProgram& program, const KernelEntry& row, const std
       return Status();
     }
   }
-  const Compiler compiler = library().compiler;
-  JAX_TCGEMM_REQUIRE(compiler != nullptr, "nothing compiles epilogues");
-  LoadedKernel fresh = {&row, layout, {}, 0};
+  LoadedKernel fresh = {&row, layout, {}};
   lock->unlock();
-  std::string cubin;
-  Status status = compiler(program.source, row.name, layout, &cubin);
-  if (status.ok()) status = load(cubin, &fresh);
+  const Status status = make_kernel(program, row.name, layout, &fresh.made);
   lock->lock();
   JAX_TCGEMM_RETURN_IF_ERROR(status);
   *kernel = &loaded->kernels.emplace_back(std::move(fresh));
@@ -164,7 +121,7 @@ Status choose(const EpilogueProgram& program, const GemmProblem& problem, const 
   LoadedKernel* first = nullptr;
   for (const KernelEntry* row : rows) {
     JAX_TCGEMM_RETURN_IF_ERROR(compile(program, *row, layout, lock, loaded, kernel));
-    if ((*kernel)->local_bytes == 0) return Status();
+    if ((*kernel)->made.local_bytes == 0) return Status();
     if (first == nullptr) first = *kernel;
   }
   *kernel = first;
@@ -208,12 +165,6 @@ Status find_kernel(const EpilogueProgram& program, const GemmProblem& problem,
 
 }  // namespace
 
-void set_compiler(Compiler compiler) {
-  Library& all = library();
-  const std::lock_guard<std::mutex> lock(all.mutex);
-  all.compiler = std::move(compiler);
-}
-
 Status prepare_compiled(const GemmProblem& problem, const EpilogueProgram& program,
                         const DeviceProperties& device) {
   LoadedKernel* kernel = nullptr;
@@ -241,7 +192,7 @@ Status run_compiled(const GemmProblem& problem, const CompiledParams& params,
     JAX_TCGEMM_RETURN_IF_ERROR(sm90::encode_factors(problem, config, &maps));
     const LaunchRequest request = {complete, problem.major_a, problem.major_b,
                                    &maps,    device,          stream};
-    const cudaError_t launched = launch_compiled(config, &kernel->handle, request);
+    const cudaError_t launched = launch_compiled(config, &kernel->made.handle, request);
     if (cluster_too_large(launched, config, device)) continue;
     log_choice(problem, *kernel->entry);
     JAX_TCGEMM_CUDA_CHECK(launched, "launching ", kernel->entry->name, " with a compiled epilogue",

@@ -144,18 +144,20 @@ __device__ __forceinline__ void load_shared_pair(ValueOf<T>& first, ValueOf<T>& 
 }
 
 template <typename T>
+__device__ __forceinline__ ElementPair<T> pair_of(ValueOf<T> first, ValueOf<T> second) {
+  if constexpr (kIsNarrowFloat<T>) {
+    using Bits = std::conditional_t<sizeof(T) == 1, uint16_t, uint32_t>;
+    const auto bits = static_cast<Bits>(packed_floats<T>(first, second));
+    return *reinterpret_cast<const ElementPair<T>*>(&bits);
+  } else {
+    return {element_of<T>(first), element_of<T>(second)};
+  }
+}
+
+template <typename T>
 __device__ __forceinline__ void store_shared_pair(uint32_t address, ValueOf<T> first,
                                                   ValueOf<T> second) {
-  if constexpr (kIsNarrowFloat<T>) {
-    const uint32_t pair = packed_floats<T>(first, second);
-    if constexpr (sizeof(T) == 1) {
-      ptx::store_shared_2(address, static_cast<uint16_t>(pair));
-    } else {
-      ptx::store_shared_4(address, __uint_as_float(pair));
-    }
-    return;
-  }
-  const ElementPair<T> pair = {element_of<T>(first), element_of<T>(second)};
+  const ElementPair<T> pair = pair_of<T>(first, second);
   if constexpr (sizeof(T) == 1) {
     ptx::store_shared_2(address, *reinterpret_cast<const uint16_t*>(&pair));
   } else if constexpr (sizeof(T) == 2) {
@@ -262,21 +264,57 @@ __device__ __forceinline__ T clamped(T low, T x, T high) {
   return minimum(maximum(low, x), high);
 }
 
-// exp(x) to 2 ulp: 2^(x log2 e) with the product's rounding error put back.
-__device__ __forceinline__ float fast_exp(float x) {
+// 2^(x log2 e) of the power that `ex2` makes of the rounded product, with the rounding error put
+// back. Infinity has no error to be put back, nor has what is nearly 0, for that of an infinite
+// product is NaN.
+template <typename Ex2>
+__device__ __forceinline__ float exp_by(float x, float least, Ex2&& ex2) {
   constexpr float kLog2E = 1.4426950408889634f;
   constexpr float kLog2ELow = 1.925963033500975e-08f;
   const float high = x * kLog2E;
   const float low = fmaf(x, kLog2ELow, fmaf(x, kLog2E, -high));
-  float power;
-  asm("ex2.approx.f32 %0, %1;\n" : "=f"(power) : "f"(high));
-  // Infinity has no error to be put back, and `low` of an infinite product is NaN.
-  const bool is_finite = high < 128.f && high > -200.f;
+  const float power = ex2(high);
+  const bool is_finite = high < 128.f && high > least;
   return is_finite ? fmaf(power, low * 0.6931471805599453f, power) : power;
 }
 
+// exp(x) to 2 ulp.
+__device__ __forceinline__ float fast_exp(float x) {
+  return exp_by(x, -200.f, [](float high) {
+    float power;
+    asm("ex2.approx.f32 %0, %1;\n" : "=f"(power) : "f"(high));
+    return power;
+  });
+}
+
+// The same, but 0 instead of less than 2^-126, for sums with 1.
+__device__ __forceinline__ float exp_beside_one(float x) {
+  return exp_by(x, -128.f, [](float high) {
+    float power;
+    asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(power) : "f"(high));
+    return power;
+  });
+}
+
+// 1 / x of what is 1 or more; 0 instead of less than 2^-126.
+__device__ __forceinline__ float reciprocal(float x) {
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;\n" : "=f"(result) : "f"(x));
+  return result;
+}
+
 // 1 / (1 + exp(-x)), to a few ulp.
-__device__ __forceinline__ float logistic(float x) { return __fdividef(1.f, 1.f + fast_exp(-x)); }
+__device__ __forceinline__ float logistic(float x) { return reciprocal(1.f + exp_beside_one(-x)); }
+
+// 1 + tanh(x) and 1 - tanh(x), without cancellation.
+struct BesideTanh {
+  float plus, minus;
+};
+__device__ __forceinline__ BesideTanh beside_tanh(float x) {
+  const float power = exp_beside_one(2.f * x);
+  const float minus = 2.f * reciprocal(1.f + power);
+  return {x > 0.f ? 2.f - minus : power * minus, minus};
+}
 
 __device__ __forceinline__ float sign(float x) {
   return x > 0.f ? 1.f : x < 0.f ? -1.f : x;  // of NaN and zeros themselves

@@ -15,8 +15,8 @@
 
 #include "common/status.h"
 #include "dispatch/choice.h"
-#include "dispatch/compiled.h"
 #include "dispatch/device.h"
+#include "dispatch/run_time_kernel.h"
 #include "ffi/algorithm_names.h"
 #include "ffi/handlers.h"
 #endif
@@ -31,6 +31,13 @@ using RankedConfig = std::tuple<std::string, double, bool>;
 
 #if JAX_TCGEMM_HAS_CUDA
 
+nb::dict stages(void* instantiate, void* execute) {
+  nb::dict result;
+  result["instantiate"] = nb::capsule(instantiate, "xla._CUSTOM_CALL_TARGET");
+  result["execute"] = nb::capsule(execute, "xla._CUSTOM_CALL_TARGET");
+  return result;
+}
+
 nb::dict registrations() {
   nb::dict result;
   result["jax_tcgemm_gemm_v1"] = nb::capsule(gemm_handler(), "xla._CUSTOM_CALL_TARGET");
@@ -38,11 +45,10 @@ nb::dict registrations() {
   result["jax_tcgemm_activation_gradient_v1"] =
       nb::capsule(activation_gradient_handler(), "xla._CUSTOM_CALL_TARGET");
   result["jax_tcgemm_transpose_v1"] = nb::capsule(transpose_handler(), "xla._CUSTOM_CALL_TARGET");
-  nb::dict stages;
-  stages["instantiate"] =
-      nb::capsule(compiled_gemm_instantiate_handler(), "xla._CUSTOM_CALL_TARGET");
-  stages["execute"] = nb::capsule(compiled_gemm_handler(), "xla._CUSTOM_CALL_TARGET");
-  result["jax_tcgemm_compiled_gemm_v2"] = stages;
+  result["jax_tcgemm_compiled_gemm_v2"] =
+      stages(compiled_gemm_instantiate_handler(), compiled_gemm_handler());
+  result["jax_tcgemm_compiled_pass_v1"] =
+      stages(compiled_pass_instantiate_handler(), compiled_pass_handler());
   return result;
 }
 

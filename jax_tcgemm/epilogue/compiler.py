@@ -24,8 +24,8 @@ def obstacle(program: str, expected: tuple[str, str] | None) -> str | None:
 
     Args:
         program: as ``source.of_program`` returns it.
-        expected: the row and layout that will be compiled first; ``None`` where there is no GPU
-            here, so that another process compiles it.
+        expected: the row and layout that will be compiled first, ``source.PASS`` in place of a row;
+            ``None`` where there is no GPU here, so that another process compiles it.
     """
     if expected is None:
         return None

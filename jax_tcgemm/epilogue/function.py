@@ -32,7 +32,7 @@ class EpilogueFunction:
 
     jaxpr: core.ClosedJaxpr
     accumulators: int
-    text: str
+    text: str = dataclasses.field(repr=False)
 
     def __eq__(self, other: object) -> bool:
         """Whether both compute and differentiate the same."""
@@ -143,6 +143,18 @@ class EpilogueFunction:
         avals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.jaxpr.in_avals]
         function, _ = trace(picked, avals, self.accumulators)
         return function
+
+    def without_unused(self, needed: int) -> tuple[EpilogueFunction, list[int]]:
+        """Returns the same without what its results do not need, and the operands that are left.
+
+        Args:
+            needed: how many of the first operands stay.
+        """
+        whole = self.differentiable
+        jaxpr, is_used = _compat.without_unused(whole.jaxpr, needed)
+        closed = core.ClosedJaxpr(jaxpr, whole.consts)
+        function = EpilogueFunction(closed, self.accumulators, _text(closed))
+        return function, [i for i, each in enumerate(is_used) if each]
 
 
 def trace(

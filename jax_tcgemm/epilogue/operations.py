@@ -105,6 +105,7 @@ _OF_FLOATS: Mapping[str, str] = {
     "floor": "floorf({0})",
     "ceil": "ceilf({0})",
     "square": "{0} * {0}",
+    "one_minus_square": "(1.f - {0}) * (1.f + {0})",
     "sqrt": "sqrtf({0})",
     "rsqrt": "rsqrtf({0})",
     "cbrt": "cbrtf({0})",

@@ -47,8 +47,10 @@ class Leaf:
         return tuple(strides)
 
 
-# Rows and columns of D that the kernel joins of what is reduced; XLA joins the rest.
-BLOCK = 16
+# Rows and columns that a kernel joins of what is reduced, and XLA the rest: of a product, and of a
+# pass with none, as kPassRows and kPassColumns of cuda/compiled_params.h.
+PRODUCT_BLOCK = (16, 16)
+PASS_BLOCK = (64, 256)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,8 +60,8 @@ class Reduction:
     Attributes:
         made: the operation, of the flat jaxpr.
         value: what is reduced, in C++.
-        shape: of what the kernel leaves: ``(*batch, m, n)`` with a 16th of what is joined.
-        dtype: of its elements.
+        shape: of what the kernel leaves: ``(*batch, m, n)`` with what is joined by blocks.
+        dtype: of its elements; float32 of any floating-point numbers.
     """
 
     made: Any
@@ -95,7 +97,8 @@ class Reduction:
     def finished(self, partial: jax.Array) -> jax.Array:
         """Joins what the kernel leaves."""
         reduce = {"Sum": jnp.sum, "Maximum": jnp.max, "Minimum": jnp.min}[self.join]
-        return reduce(partial.reshape(self.shape), axis=self.made.params["axes"]).astype(self.dtype)
+        joined = reduce(partial.reshape(self.shape), axis=self.made.params["axes"])
+        return joined.astype(self.made.outvars[0].aval.dtype)
 
 
 JOINS = {"reduce_sum": "Sum", "reduce_max": "Maximum", "reduce_min": "Minimum"}
@@ -110,7 +113,7 @@ class Program:
         matrices: types of the results that the kernel writes as they are.
         reductions: what it leaves to be joined, behind those.
         lines: statements that make the results of one value; ``x0[i]``, ``x1[i]`` ... are those of
-            the leaves, ``io.acc[0][i]`` the accumulators.
+            the leaves, ``io.acc[0][i]`` the accumulators, of which a pass has none.
         written: the variables that are the matrices.
         positions: of the matrices among the results of the function; the others follow from
             reductions.

@@ -38,22 +38,25 @@ def of_program(
         for result, is_vector in zip(program.matrices, by_vectors, strict=True)
     ]
     kinds_of = [element(each.dtype).cpp for each in program.outputs]
-    declared = [f"    ValueOf<{kind}> r{i}[kChunkValues];" for i, kind in enumerate(kinds_of)]
+    declared = [f"    ValueOf<{kind}> r{i}[kValues];" for i, kind in enumerate(kinds_of)]
     values = (*program.written, *(each.value for each in program.reductions))
     stored = [f"      r{i}[i] = {value};" for i, value in enumerate(values)]
     count = len(results)
     writes = [f"    io.template write<{kinds_of[i]}, {i}>(r{i});" for i in range(count)]
-    writes += [
-        f"    io.template reduce<{kinds_of[i]}, {i}, Along::{each.along}, {each.join}>"
-        f"(r{i}, {each.neutral});"
+    reductions = [
+        (f"<{kinds_of[i]}, {i}, Along::{each.along}, {each.join}>", i, each.neutral)
         for i, each in enumerate(program.reductions, count)
     ]
+    writes += [f"    io.template reduce{which}(r{i}, {zero});" for which, i, zero in reductions]
+    visits = [f"    visitor.template reduction{which}({zero});" for which, _, zero in reductions]
     return _PROGRAM.format(
         scaled=str(scaled).lower(),
         operands=len(types),
         operand_kinds=", ".join(types) or "{Along::kNothing, 4, false}",
         results=len(results),
-        result_kinds=", ".join(results),
+        result_kinds=", ".join(results) or "{4, false}",
+        reductions=len(reductions),
+        visits="\n".join(visits),
         loads="\n".join([*loads, *declared]),
         lines="\n".join([*(f"      {line}" for line in program.lines), *stored]),
         writes="\n".join(writes),
@@ -74,13 +77,18 @@ struct Program {{
   static constexpr CompiledOperandKind kOperand[] = {{{operand_kinds}}};
   static constexpr int kResults = {results};
   static constexpr CompiledResultKind kResult[] = {{{result_kinds}}};
+  static constexpr int kReductions = {reductions};
 
+  template <typename Visitor>
+  static __device__ __forceinline__ void each_reduction(const Visitor& visitor) {{
+{visits}
+  }}
   template <typename Io>
   static __device__ __forceinline__ void run(const Io& io) {{
-    constexpr int kChunkValues = sm90::kChunkValues;
+    constexpr int kValues = Io::kValues;
 {loads}
 #pragma unroll
-    for (int i = 0; i < kChunkValues; ++i) {{
+    for (int i = 0; i < kValues; ++i) {{
 {lines}
     }}
 {writes}
@@ -89,7 +97,7 @@ struct Program {{
 """
 
 
-# As kKernelName of cuda/dispatch/compiled.cc.
+# The kernel's name is kKernelName of cuda/dispatch/run_time_kernel.cc.
 _SOURCE = """\
 #include "sm90/output/compiled.cuh"
 {includes}
@@ -108,13 +116,33 @@ using Kernel = sm90::Kernel<Row::kConfig, false, Layouts, Program>;
 
 extern "C" __global__ void __launch_bounds__(jax_tcgemm::Row::kConfig.threads(),
                                              jax_tcgemm::Row::kConfig.blocks_on_sm())
-    compiled_gemm(const __grid_constant__ jax_tcgemm::CompiledParams params,
+    compiled_kernel(const __grid_constant__ jax_tcgemm::CompiledParams params,
                   const __grid_constant__ jax_tcgemm::sm90::TensorMaps maps) {{
   extern __shared__ __align__(1024) char smem[];
   jax_tcgemm::Kernel::run(params, maps, {{jax_tcgemm::ptx::shared_address(smem)}});
 }}
 """
 
+
+_PASS_SOURCE = """\
+#include "passes/compiled_pass.cuh"
+
+namespace jax_tcgemm {{
+namespace {{
+
+{program}
+}}  // namespace
+}}  // namespace jax_tcgemm
+
+extern "C" __global__ void __launch_bounds__(jax_tcgemm::kPassThreads, 4)
+    compiled_kernel(const __grid_constant__ jax_tcgemm::CompiledParams params) {{
+  jax_tcgemm::CompiledPass<jax_tcgemm::Program>::run(params);
+}}
+"""
+
+# In place of a row: the program alone, in a pass over its operands. As kPass of
+# cuda/dispatch/compiled_pass.cc.
+PASS = "pass"
 
 _OF_8_BITS = """\
 #include "ptx/run_time_wgmma.cuh"
@@ -127,9 +155,11 @@ def of_kernel(program: str, row: str, layout: str) -> str:
 
     Args:
         program: as ``of_program`` returns it.
-        row: the row's name.
+        row: the row's name, or ``PASS``.
         layout: of ``a`` and ``b``, ``"n"`` or ``"t"`` each.
     """
+    if row == PASS:
+        return _PASS_SOURCE.format(program=program)
     config = table.by_name(row)
     return _SOURCE.format(
         program=program,

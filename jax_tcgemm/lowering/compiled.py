@@ -163,7 +163,7 @@ def _call_or_reason(own: Sequence[Any], spec: CompiledSpec, made: Program) -> _C
         reason = reason or "few rows by integers that would be transposed"
     if reason is not None:
         return reason
-    staged = tuple(kind in _STAGED for kind in _kinds(made, strides, gemm.n))
+    staged = tuple(kind in _STAGED for kind in kinds_of(made, strides, gemm.n))
     source_text = source_of(made, strides, gemm.n, spec.scaled)
     ordered = tuple(factors.values())
     call = _Call(made, source_text, gemm, strides, staged, algorithm, ordered, scale_strides)
@@ -235,14 +235,14 @@ def source_of(made: Program, strides: Sequence[Shape], n: int, scaled: bool = Fa
         scaled: whether the factors have scales by blocks.
     """
     whole = [n * result.dtype.itemsize % COPY_BYTES == 0 for result in made.matrices]
-    return source.of_program(made, _kinds(made, strides, n), whole, scaled)
+    return source.of_program(made, kinds_of(made, strides, n), whole, scaled)
 
 
 # Read through shared memory; as is_staged of cuda/compiled_params.h.
 _STAGED = (("kColumns", True), ("kMatrix", True))
 
 
-def _kinds(made: Program, strides: Sequence[Shape], n: int) -> list[tuple[str, bool]]:
+def kinds_of(made: Program, strides: Sequence[Shape], n: int) -> list[tuple[str, bool]]:
     """Says of each leaf along what it moves, and whether by vectors."""
     pairs = zip(made.leaves, strides, strict=True)
     return [(_along(steps), _is_vector(leaf, steps, n)) for leaf, steps in pairs]

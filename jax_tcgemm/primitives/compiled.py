@@ -20,10 +20,11 @@ from jax.interpreters import ad, batching
 from jax.interpreters import partial_eval as pe
 
 from jax_tcgemm import _compat
+from jax_tcgemm.epilogue.linear import is_smooth
 from jax_tcgemm.epilogue.spec import CompiledSpec
 from jax_tcgemm.kernels.table import XLA
 from jax_tcgemm.lowering import compiled as compiled_lowering
-from jax_tcgemm.primitives import gated, ragged, registration
+from jax_tcgemm.primitives import epilogue_derivative, gated, ragged, registration
 from jax_tcgemm.primitives import gemm as gemm_primitive
 from jax_tcgemm.primitives.gemm import PREACTIVATION
 from jax_tcgemm.primitives.tangents import linear_tangents
@@ -129,7 +130,8 @@ def _jvp(
         )
     dz = _product_tangents(own, down, spec) if moves else [None] * count
     values, slopes = [*saved, *others, *masks], [*dz, *dothers, *[None] * len(masks)]
-    return results, _function_tangents(spec, _wide(own, spec), values, slopes)
+    made = iter(epilogue_derivative.tangents(spec, _wide(own, spec), values, slopes))
+    return results, [next(made) if is_smooth(x.dtype) else _compat.zero_of(x) for x in results]
 
 
 def _product_tangents(own: Sequence[Any], down: Sequence[Any], spec: CompiledSpec) -> list[Any]:
@@ -138,37 +140,6 @@ def _product_tangents(own: Sequence[Any], down: Sequence[Any], spec: CompiledSpe
         return [ragged.linear_tangent(own, down[:2], product)]
     x, dx = product.unflatten(own), product.unflatten(down)
     return linear_tangents(x, dx, product.replace(config=None), gemm_primitive.bind)
-
-
-def _function_tangents(
-    spec: CompiledSpec, wide: Any, values: Sequence[Any], slopes: Sequence[Any]
-) -> list[Any]:
-    """Returns the tangents of the results.
-
-    Args:
-        spec: the static parameters.
-        wide: type of the accumulators, which are given rounded.
-        values: the accumulators, the operands, the masks.
-        slopes: their tangents, ``None`` where that is zero.
-    """
-    count = spec.function.accumulators
-    moving = [i for i, slope in enumerate(slopes) if slope is not None]
-
-    # Rematerialized, so that the reverse pass keeps the accumulators and the operands alone.
-    @functools.partial(jax.checkpoint, prevent_cse=False)
-    def tangents(values: Sequence[Any], slopes: Sequence[Any]) -> list[Any]:
-        values = [*(z.astype(wide) for z in values[:count]), *values[count:]]
-        slopes = [t.astype(wide) if i < count else t for i, t in zip(moving, slopes, strict=True)]
-
-        def of_moving(*varied: Any) -> list[Any]:
-            every = list(values)
-            for i, value in zip(moving, varied, strict=True):
-                every[i] = value
-            return spec.function.of_masks(*every)
-
-        return jax.jvp(of_moving, tuple(values[i] for i in moving), tuple(slopes))[1]
-
-    return tangents(values, [slopes[i] for i in moving])
 
 
 # Batching

@@ -95,6 +95,7 @@ struct CompiledPlan {
 // What a Program sees of 16 x 16 values of D: a thread has 8, dealt as accumulators are (Chunk).
 template <typename Plan>
 struct CompiledIo {
+  static constexpr int kValues = kChunkValues;
   const CompiledParams& params;
   uint32_t operands;  // in shared memory: the stage
   uint32_t results;

@@ -1,0 +1,22 @@
+// A program that came with the custom call, in a pass over its operands: passes/compiled_pass.cuh.
+
+#ifndef JAX_TCGEMM_DISPATCH_COMPILED_PASS_H_
+#define JAX_TCGEMM_DISPATCH_COMPILED_PASS_H_
+
+#include <cuda_runtime_api.h>
+
+#include "common/status.h"
+#include "compiled_params.h"
+#include "dispatch/run_time_kernel.h"
+
+namespace jax_tcgemm {
+
+// Compiles and loads what run_pass will launch on the current device.
+Status prepare_pass(const EpilogueProgram& program);
+
+// Enqueues the pass. `params` have the shape, the operands and the results.
+Status run_pass(const CompiledParams& params, const EpilogueProgram& program, cudaStream_t stream);
+
+}  // namespace jax_tcgemm
+
+#endif  // JAX_TCGEMM_DISPATCH_COMPILED_PASS_H_

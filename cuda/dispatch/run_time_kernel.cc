@@ -1,0 +1,77 @@
+#include "dispatch/run_time_kernel.h"
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include <mutex>
+#include <utility>
+
+namespace jax_tcgemm {
+namespace {
+
+// The kernel's name in what is compiled; as in jax_tcgemm/epilogue/source.py.
+constexpr const char* kKernelName = "compiled_kernel";
+
+struct Slot {
+  std::mutex mutex;
+  Compiler compiler;
+};
+
+Slot& slot() {
+  static Slot* const slot = new Slot;  // outlives whatever runs at exit
+  return *slot;
+}
+
+Compiler current_compiler() {
+  const std::lock_guard<std::mutex> lock(slot().mutex);
+  return slot().compiler;
+}
+
+// A function of the driver, without linking to it.
+template <typename Function>
+Status find_driver_function(const char* name, Function* function) {
+  void* found = nullptr;
+  cudaDriverEntryPointQueryResult query;
+  JAX_TCGEMM_CUDA_CHECK(
+      cudaGetDriverEntryPointByVersion(name, &found, 12000, cudaEnableDefault, &query), name);
+  JAX_TCGEMM_REQUIRE(query == cudaDriverEntryPointSuccess, "the driver has no ", name);
+  *function = reinterpret_cast<Function>(found);
+  return Status();
+}
+
+Status load(const std::string& cubin, std::string_view row, RunTimeKernel* kernel) {
+  decltype(&cuLibraryLoadData) load_data = nullptr;
+  decltype(&cuLibraryGetKernel) get_kernel = nullptr;
+  JAX_TCGEMM_RETURN_IF_ERROR(find_driver_function("cuLibraryLoadData", &load_data));
+  JAX_TCGEMM_RETURN_IF_ERROR(find_driver_function("cuLibraryGetKernel", &get_kernel));
+  CUlibrary library = nullptr;
+  CUkernel found = nullptr;
+  CUresult result = load_data(&library, cubin.data(), nullptr, nullptr, 0, nullptr, nullptr, 0);
+  if (result == CUDA_SUCCESS) result = get_kernel(&found, library, kKernelName);
+  JAX_TCGEMM_REQUIRE(result == CUDA_SUCCESS, "loading a kernel of ", cubin.size(), " bytes for ",
+                     row, ": CUresult ", static_cast<int>(result));
+  kernel->handle = {found, {}};
+  // This also loads it now: it could not be while a graph is captured.
+  cudaFuncAttributes attributes = {};
+  JAX_TCGEMM_CUDA_CHECK(cudaFuncGetAttributes(&attributes, found), row);
+  kernel->local_bytes = static_cast<int>(attributes.localSizeBytes);
+  return Status();
+}
+
+}  // namespace
+
+void set_compiler(Compiler compiler) {
+  const std::lock_guard<std::mutex> lock(slot().mutex);
+  slot().compiler = std::move(compiler);
+}
+
+Status make_kernel(const EpilogueProgram& program, std::string_view row, std::string_view layout,
+                   RunTimeKernel* kernel) {
+  const Compiler compiler = current_compiler();
+  JAX_TCGEMM_REQUIRE(compiler != nullptr, "nothing compiles epilogues");
+  std::string cubin;
+  JAX_TCGEMM_RETURN_IF_ERROR(compiler(program.source, row, layout, &cubin));
+  return load(cubin, row, kernel);
+}
+
+}  // namespace jax_tcgemm

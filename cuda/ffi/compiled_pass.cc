@@ -1,0 +1,90 @@
+// The custom call of a program in a pass over its operands; see dispatch/compiled_pass.h.
+//
+// Instantiate, once for each call of a program: the kernel is compiled and loaded.
+// Execute: it is launched.
+
+#include "dispatch/compiled_pass.h"
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <string_view>
+
+#include "common/status.h"
+#include "ffi/attributes.h"
+#include "ffi/compiled_operands.h"
+#include "ffi/handlers.h"
+#include "ffi/operands.h"
+
+namespace jax_tcgemm {
+
+// Set by jax_tcgemm/lowering/compiled_pass.py.
+struct PassAttributes {
+  int64_t m, n;
+  Strides batch_shape;
+  Strides operand_strides;  // (batch..., m, n), one operand after the other
+  Strides operand_vectors;  // 1 where one is read by vectors of 16 bytes
+  Strides result_elements;
+  std::string_view digest, source;
+};
+
+}  // namespace jax_tcgemm
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
+    ::jax_tcgemm::PassAttributes, ::xla::ffi::StructMember<int64_t>("m"),
+    ::xla::ffi::StructMember<int64_t>("n"),
+    ::xla::ffi::StructMember<::jax_tcgemm::Strides>("batch_shape"),
+    ::xla::ffi::StructMember<::jax_tcgemm::Strides>("operand_strides"),
+    ::xla::ffi::StructMember<::jax_tcgemm::Strides>("operand_vectors"),
+    ::xla::ffi::StructMember<::jax_tcgemm::Strides>("result_elements"),
+    ::xla::ffi::StructMember<std::string_view>("digest"),
+    ::xla::ffi::StructMember<std::string_view>("source"));
+
+namespace jax_tcgemm {
+namespace {
+
+Status decode_and_run(const PassAttributes& at, ffi::RemainingArgs& operands,
+                      ffi::RemainingRets& results, cudaStream_t stream) {
+  GemmAttributes shape = {};
+  shape.m = at.m;
+  shape.n = at.n;
+  shape.batch_shape = at.batch_shape;
+  CompiledParams params = {};
+  JAX_TCGEMM_RETURN_IF_ERROR(decode_shape(shape, &params));
+  if (params.batch == 0 || params.m == 0 || params.n == 0) return Status();
+  const EpilogueOperands of_program = {
+      at.m, at.n, at.batch_shape, at.operand_strides, at.operand_vectors, at.result_elements, 0};
+  JAX_TCGEMM_RETURN_IF_ERROR(decode_epilogue(of_program, operands, results, &params));
+  return run_pass(params, {at.digest, at.source}, stream);
+}
+
+ffi::Error compiled_pass(cudaStream_t stream, ffi::RemainingArgs operands,
+                         ffi::RemainingRets results, PassAttributes attributes) {
+  return as_error(decode_and_run(attributes, operands, results, stream));
+}
+
+// XLA may hand over buffers without addresses, or none.
+ffi::Error instantiate_compiled_pass(ffi::RemainingArgs, ffi::RemainingRets,
+                                     PassAttributes attributes) {
+  return as_error(prepare_pass({attributes.digest, attributes.source}));
+}
+
+// Capturable into a CUDA graph: the handler only enqueues a kernel.
+XLA_FFI_DEFINE_HANDLER(kCompiledPassHandler, compiled_pass,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .RemainingArgs()
+                           .RemainingRets()
+                           .Attrs<PassAttributes>(),
+                       {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER(
+    kInstantiateHandler, instantiate_compiled_pass,
+    ffi::Ffi::BindInstantiate().RemainingArgs().RemainingRets().Attrs<PassAttributes>());
+
+}  // namespace
+
+void* compiled_pass_handler() { return reinterpret_cast<void*>(+kCompiledPassHandler); }
+void* compiled_pass_instantiate_handler() { return reinterpret_cast<void*>(+kInstantiateHandler); }
+
+}  // namespace jax_tcgemm

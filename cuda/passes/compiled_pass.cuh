@@ -1,0 +1,253 @@
+// A function compiled at run time from one of JAX (jax_tcgemm/epilogue) over whole matrices, with
+// no product in it: what goes back through an epilogue. Memory is what takes the time: each matrix
+// is touched once, 16 bytes at a time.
+//
+// Roles: block: kPassRows rows of kPassColumns columns of one matrix; a warp: every kPassWarps-th
+// of
+//        these rows; a thread: kValues neighbouring columns of a row, and what is joined of them.
+// Barriers: two __syncthreads() for each reduction over rows, after the last row.
+// Timeline: [load -> Program -> store, join] for each row -> join what the warps have.
+//
+// A Program is as in sm90/output/compiled.cuh, and has each_reduction(visitor), which calls
+// visitor.reduction<element, number of the result, along, join>(neutral) for each.
+
+#pragma once
+
+#include <stdint.h>
+
+#include "compiled_params.h"
+#include "epilogue/compiled_values.cuh"
+#include "scheduler/raster.cuh"
+
+namespace jax_tcgemm {
+
+// What a Program sees of a row's 8 neighbouring values.
+template <typename Program>
+struct PassIo {
+  static constexpr int kValues = kPassValues;
+  static constexpr int kTotals = Program::kReductions > 0 ? Program::kReductions : 1;
+
+  static constexpr int kOperands = Program::kOperands > 0 ? Program::kOperands : 1;
+
+  const CompiledParams& params;
+  const void* (&matrices)[kOperands];  // each operand's, of the batch
+  int batch;
+  int column;  // the thread's first
+  int row;
+  int column_block;
+  uint32_t (&totals)[kTotals][kValues];  // bits of what is joined over rows
+
+  __device__ __forceinline__ int m(int) const { return row; }
+  __device__ __forceinline__ int n(int i) const { return column + i; }
+
+  template <typename T, int kIndex>
+  __device__ __forceinline__ ScalarValues<T> scalar() const {
+    return {value_of(load_global(at<T, kIndex>(0, 0)))};
+  }
+  template <typename T, int kIndex>
+  __device__ __forceinline__ ScalarValues<T> rows() const {
+    return {value_of(load_global(at<T, kIndex>(row, 0)))};
+  }
+  template <typename T, int kIndex>
+  __device__ __forceinline__ MatrixValues<T> columns() const {
+    return neighbours<T, kIndex>(0);
+  }
+  template <typename T, int kIndex>
+  __device__ __forceinline__ MatrixValues<T> matrix() const {
+    return neighbours<T, kIndex>(row);
+  }
+
+  template <typename T, int kIndex>
+  __device__ __forceinline__ void write(const ValueOf<T> (&value)[kValues]) const {
+    T* const to = static_cast<T*>(params.results[kIndex]) +
+                  (int64_t{batch} * params.m + row) * params.n + column;
+    alignas(16) ElementPair<T> pairs[kValues / 2];
+#pragma unroll
+    for (int i = 0; i < kValues / 2; ++i) pairs[i] = pair_of<T>(value[2 * i], value[2 * i + 1]);
+    if constexpr (Program::kResult[kIndex].by_vectors) {
+      using Word = WordOf<T>;
+      constexpr int kWidth = sizeof(Word) / sizeof(T);
+#pragma unroll
+      for (int i = 0; i < kValues / kWidth; ++i) {
+        if (n(i * kWidth) < params.n) {
+          reinterpret_cast<Word*>(to)[i] = reinterpret_cast<const Word*>(pairs)[i];
+        }
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kValues; ++i) {
+        if (n(i) < params.n) to[i] = i % 2 == 0 ? pairs[i / 2].first : pairs[i / 2].second;
+      }
+    }
+  }
+
+  // Joins what the row has of a reduction; what lies outside of the matrix counts as `neutral`.
+  template <typename T, int kIndex, Along kAlong, typename Join>
+  __device__ __forceinline__ void reduce(ValueOf<T> (&value)[kValues], ValueOf<T> neutral) const {
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) {
+      if (n(i) >= params.n) value[i] = neutral;
+    }
+    if constexpr (kAlong == Along::kRows) {
+      auto x = value[0];
+#pragma unroll
+      for (int i = 1; i < kValues; ++i) x = Join::join(x, value[i]);
+      x = joined_lanes<Join, 1, 16>(x);
+      const int blocks = (params.n + kPassColumns - 1) / kPassColumns;
+      if (threadIdx.x % 32 == 0) {
+        static_cast<T*>(
+            params.results[kIndex])[(int64_t{batch} * params.m + row) * blocks + column_block] =
+            element_of<T>(x);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kValues; ++i) {
+        uint32_t& total = totals[kIndex - Program::kResults][i];
+        total = bits_as<uint32_t>(Join::join(bits_as<ValueOf<T>>(total), value[i]));
+      }
+    }
+  }
+
+ private:
+  // What is read or written at once.
+  template <typename T>
+  using WordOf = std::conditional_t<sizeof(T) == 1, uint2, uint4>;
+
+  template <typename T, int kIndex>
+  __device__ __forceinline__ const T* at(int m, int n) const {
+    const CompiledOperand& operand = params.operands[kIndex];
+    return static_cast<const T*>(matrices[kIndex]) + m * operand.stride_m + n * operand.stride_n;
+  }
+
+  // Of what lies outside of the matrix the last columns instead: no branch, and never stored.
+  template <typename T, int kIndex>
+  __device__ __forceinline__ MatrixValues<T> neighbours(int m) const {
+    MatrixValues<T> values;
+    if constexpr (Program::kOperand[kIndex].by_vectors) {
+      using Word = WordOf<T>;
+      constexpr int kWidth = sizeof(Word) / sizeof(T);
+      Word words[kValues / kWidth];
+#pragma unroll
+      for (int i = 0; i < kValues / kWidth; ++i) {
+        const int first = min(n(i * kWidth), params.n - kWidth);
+        words[i] = __ldg(reinterpret_cast<const Word*>(at<T, kIndex>(m, first)));
+      }
+#pragma unroll
+      for (int i = 0; i < kValues; ++i) {
+        values.value[i] = value_of(reinterpret_cast<const T*>(words)[i]);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kValues; ++i) {
+        values.value[i] = value_of(load_global(at<T, kIndex>(m, min(n(i), params.n - 1))));
+      }
+    }
+    return values;
+  }
+};
+
+template <typename Program>
+class CompiledPass {
+ public:
+  static __device__ __forceinline__ void run(const CompiledParams& params) {
+    const int column_blocks = (params.n + kPassColumns - 1) / kPassColumns;
+    const int row_blocks = (params.m + kPassRows - 1) / kPassRows;
+    const int blocks_before = blockIdx.x / column_blocks;
+    const int column_block = blockIdx.x - blocks_before * column_blocks;
+    const int batch = blocks_before / row_blocks;
+    const int row_block = blocks_before - batch * row_blocks;
+
+    const void* matrices[Io::kOperands];
+    each<Program::kOperands>([&]<int kIndex>() {
+      const CompiledOperand& operand = params.operands[kIndex];
+      matrices[kIndex] =
+          static_cast<const char*>(operand.data) +
+          batch_offset(params, batch, operand.batch) * Program::kOperand[kIndex].bytes;
+    });
+    uint32_t totals[Io::kTotals][kPassValues];
+    Program::each_reduction(Beginning{totals});
+    const int end = min((row_block + 1) * kPassRows, params.m);
+    const int column =
+        column_block * kPassColumns + static_cast<int>(threadIdx.x % 32) * kPassValues;
+#pragma unroll 1
+    for (int row = row_block * kPassRows + static_cast<int>(threadIdx.x) / 32; row < end;
+         row += kPassWarps) {
+      const Io io = {params, matrices, batch, column, row, column_block, totals};
+      Program::run(io);
+    }
+    __shared__ Joined of_warps;
+    Program::each_reduction(Ending{params, totals, of_warps,
+                                   int64_t{batch} * row_blocks + row_block, column_block,
+                                   column_blocks});
+  }
+
+ private:
+  using Io = PassIo<Program>;
+  using Totals = uint32_t[Io::kTotals][kPassValues];
+  using Joined = uint32_t[kPassWarps][kPassColumns];
+
+  struct Beginning {
+    Totals& totals;
+
+    template <typename T, int kIndex, Along, typename Join>
+    __device__ __forceinline__ void reduction(ValueOf<T> neutral) const {
+#pragma unroll
+      for (int i = 0; i < kPassValues; ++i) {
+        totals[kIndex - Program::kResults][i] = bits_as<uint32_t>(neutral);
+      }
+    }
+  };
+
+  // Joins the warps' totals, always in the same order.
+  struct Ending {
+    const CompiledParams& params;
+    Totals& totals;
+    Joined& of_warps;   // of one reduction after the other
+    int64_t row_block;  // of all matrices
+    int column_block;
+    int column_blocks;
+
+    template <typename T, int kIndex, Along kAlong, typename Join>
+    __device__ __forceinline__ void reduction(ValueOf<T>) const {
+      if constexpr (kAlong != Along::kRows) {
+        const auto& total = totals[kIndex - Program::kResults];
+        uint4* const own = reinterpret_cast<uint4*>(of_warps[threadIdx.x / 32]);
+        __syncthreads();
+        own[threadIdx.x % 32 * 2] = {total[0], total[1], total[2], total[3]};
+        own[threadIdx.x % 32 * 2 + 1] = {total[4], total[5], total[6], total[7]};
+        __syncthreads();
+        const auto of_warp = [&](int warp) {
+          return bits_as<ValueOf<T>>(of_warps[warp][threadIdx.x]);
+        };
+        auto x = of_warp(0);
+#pragma unroll
+        for (int warp = 1; warp < kPassWarps; ++warp) x = Join::join(x, of_warp(warp));
+        T* const out = static_cast<T*>(params.results[kIndex]);
+        if constexpr (kAlong == Along::kColumns) {
+          const int column = column_block * kPassColumns + static_cast<int>(threadIdx.x);
+          if (column < params.n) out[row_block * params.n + column] = element_of<T>(x);
+        } else {
+          x = joined_block<Join>(x, of_warps[0]);
+          if (threadIdx.x == 0) out[row_block * column_blocks + column_block] = element_of<T>(x);
+        }
+      }
+    }
+
+    // Of the values of all threads; `shared` has room for one a warp.
+    template <typename Join, typename Value>
+    static __device__ __forceinline__ Value joined_block(Value x, uint32_t* shared) {
+      x = joined_lanes<Join, 1, 16>(x);
+      __syncthreads();
+      if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = bits_as<uint32_t>(x);
+      __syncthreads();
+      x = bits_as<Value>(shared[0]);
+#pragma unroll
+      for (int warp = 1; warp < kPassWarps; ++warp) {
+        x = Join::join(x, bits_as<Value>(shared[warp]));
+      }
+      return x;
+    }
+  };
+};
+
+}  // namespace jax_tcgemm

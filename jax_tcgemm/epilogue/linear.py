@@ -1,0 +1,165 @@
+"""``LinearSpec``, the derivative of an epilogue at values that are known, and its transpose."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_tcgemm.epilogue import function as functions
+from jax_tcgemm.epilogue.function import EpilogueFunction
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearSpec:
+    """A linear function, and the matrices it is of.
+
+    Attributes:
+        tangent: of the slopes, in which it is linear, and of the values; returns tangents.
+        slopes: how many there are.
+        shape: of the products, ``(..., m, n)``.
+    """
+
+    tangent: EpilogueFunction
+    slopes: int
+    shape: tuple[int, ...]
+
+    @property
+    def pullback(self) -> EpilogueFunction:
+        """The transpose: of the tangents' cotangents and of the values; returns the slopes'."""
+        return _transposed(self.tangent, self.slopes, _tracing())
+
+    def of_slopes(self, wanted: Sequence[bool]) -> tuple[LinearSpec, list[int]]:
+        """Returns the same with some of the slopes alone, and which of the values it still has.
+
+        Args:
+            wanted: for each of the slopes.
+        """
+        avals = self.tangent.jaxpr.in_avals
+        of_slopes = avals[: self.slopes]
+        picked = [i for i, is_wanted in enumerate(wanted) if is_wanted]
+
+        def some(*operands: Any) -> list[Any]:
+            given = dict(zip(picked, operands, strict=False))
+            slopes = [
+                given[i] if i in given else jnp.zeros(x.shape, x.dtype)
+                for i, x in enumerate(of_slopes)
+            ]
+            return self.tangent(*slopes, *operands[len(picked) :])
+
+        types = [avals[i] for i in picked] + list(avals[self.slopes :])
+        return linear(some, types, len(picked), self.shape)
+
+    def of_results(self, wanted: Sequence[bool]) -> LinearSpec:
+        """Returns the same with some of the tangents alone."""
+        return dataclasses.replace(self, tangent=self.tangent.only(wanted))
+
+    def mapped(self, dims: Sequence[int | None], size: int) -> LinearSpec:
+        """Returns the same for a batch in front of each tangent.
+
+        Args:
+            dims: where the slopes and the values have the batch's dimension.
+            size: of the batch.
+        """
+        tangent = self.tangent.mapped(dims, size)
+        return LinearSpec(tangent, self.slopes, (size, *self.shape))
+
+
+def linear(
+    function: Any, avals: Sequence[Any], slopes: int, shape: tuple[int, ...]
+) -> tuple[LinearSpec, list[int]]:
+    """Traces a linear function, without the values that it does not depend on.
+
+    Args:
+        function: of the slopes and the values; closes over nothing.
+        avals: types of its arguments.
+        slopes: how many of them are slopes.
+        shape: of the products.
+
+    Returns:
+        The function, and which of the values it still has.
+    """
+    traced, held = functions.trace(function, avals, 0)
+    assert not held, "what it closes over is among the values"
+    traced, used = traced.without_unused(slopes)
+    return LinearSpec(traced, slopes, shape), [i - slopes for i in used if i >= slopes]
+
+
+def of_epilogue(
+    function: EpilogueFunction, wide: Any, avals: Sequence[Any], moving: Sequence[int]
+) -> tuple[LinearSpec, list[int]]:
+    """Returns the derivative of an epilogue's results that are floating-point numbers.
+
+    Args:
+        function: the epilogue.
+        wide: type of its accumulators.
+        avals: types of the values: of the accumulators as they are kept, of the operands, of the
+            masks.
+        moving: which of the values have slopes.
+
+    Returns:
+        The derivative, and which of the values it depends on.
+    """
+    types = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals)
+    return _of_epilogue(function, wide, types, tuple(moving), _tracing())
+
+
+def _tracing() -> Any:
+    """Returns what else tracing depends on."""
+    return jax.sharding.get_abstract_mesh(), jax.config.jax_enable_x64  # pyright: ignore
+
+
+@functools.lru_cache(maxsize=256)
+def _of_epilogue(
+    function: EpilogueFunction,
+    wide: Any,
+    avals: tuple[Any, ...],
+    moving: tuple[int, ...],
+    tracing: Any,
+) -> tuple[LinearSpec, list[int]]:
+    del tracing
+    count = function.accumulators
+    smooth = [is_smooth(x.dtype) for x in function.results]
+
+    def tangent(*operands: Any) -> list[Any]:
+        slopes, values = operands[: len(moving)], operands[len(moving) :]
+
+        def of_moving(*varied: Any) -> list[Any]:
+            every = list(values)
+            for i, value in zip(moving, varied, strict=True):
+                every[i] = value
+            results = function.of_masks(*(z.astype(wide) for z in every[:count]), *every[count:])
+            return [x for x, is_float in zip(results, smooth, strict=True) if is_float]
+
+        return jax.jvp(of_moving, tuple(values[i] for i in moving), tuple(slopes))[1]
+
+    types = [*(avals[i] for i in moving), *avals]
+    return linear(tangent, types, len(moving), tuple(avals[0].shape))
+
+
+def is_smooth(dtype: Any) -> bool:
+    """Whether results of this type have derivatives."""
+    return jnp.issubdtype(dtype, jnp.inexact)
+
+
+@functools.lru_cache(maxsize=256)
+def _transposed(tangent: EpilogueFunction, slopes: int, tracing: Any) -> EpilogueFunction:
+    del tracing
+    avals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in tangent.jaxpr.in_avals]
+    results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in tangent.results]
+
+    def pullback(*operands: Any) -> list[Any]:
+        cotangents, values = operands[: len(results)], operands[len(results) :]
+
+        def of_slopes(*varied: Any) -> list[Any]:
+            return tangent(*varied, *values)
+
+        return list(jax.linear_transpose(of_slopes, *avals[:slopes])(list(cotangents)))
+
+    traced, held = functions.trace(pullback, [*results, *avals[slopes:]], 0)
+    assert not held, "what it closes over is among the values"
+    return traced

@@ -1,0 +1,313 @@
+"""The C++ of values of a jaxpr: statements, and what they read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from jax_tcgemm.epilogue import operations
+from jax_tcgemm.epilogue.operations import NotTranslatableError, element
+from jax_tcgemm.epilogue.program import JOINS, Index, Leaf
+from jax_tcgemm.problem.strides import row_major
+
+
+def is_literal(atom: Any) -> bool:
+    """Whether an operand is a number that the jaxpr has."""
+    return isinstance(atom, core.Literal)
+
+
+def _following(variables: Iterable[Any], jaxpr: Any) -> set[Any]:
+    """Returns variables, and those that depend on them."""
+    found = set(variables)
+    for eqn in jaxpr.eqns:
+        if any(not is_literal(x) and x in found for x in eqn.invars):
+            found.update(eqn.outvars)
+    return found
+
+
+def _is_one(atom: Any) -> bool:
+    return is_literal(atom) and not atom.aval.shape and atom.val == 1
+
+
+class Values:
+    """What has been translated of a function.
+
+    Attributes:
+        flat: its jaxpr, without calls.
+        accumulators: the first of its arguments, which the kernel has.
+        shape: of the product, or of the matrices of a pass.
+        made: what makes each variable.
+        given: the variables that are arguments.
+        dependent: those that the kernel alone can know.
+        drawn: those that random numbers decide.
+        leaves: what is read.
+        lines: the statements.
+    """
+
+    def __init__(self, flat: Any, accumulators: int, shape: tuple[int, ...]):
+        jaxpr = flat.jaxpr
+        self.flat = flat
+        self.accumulators: list[Any] = list(jaxpr.invars[:accumulators])
+        self.shape = shape
+        self.made = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+        self.given = set(jaxpr.invars) | set(jaxpr.constvars)
+        # On the accumulators; in a pass, on any matrix.
+        matrices = self.accumulators or filter(self.spans, jaxpr.invars)
+        self.dependent = _following(matrices, jaxpr)
+        draws = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "random_bits"]
+        self.drawn = _following((eqn.outvars[0] for eqn in draws), jaxpr)
+        self.leaves: list[Leaf] = []
+        self.lines: list[str] = []
+        self._names: dict[tuple[Any, tuple[Any, ...]], str] = {}
+        self._tanhs_below_one = self._find_tanhs_below_one()
+
+    def spans(self, atom: Any) -> bool:
+        """Whether a value has the product's shape."""
+        return atom.aval.shape == self.shape
+
+    def value(self, atom: Any, index: Index) -> str:
+        """Returns the C++ of a value of the jaxpr, taken from there."""
+        if is_literal(atom):
+            if atom.aval.shape:
+                raise NotTranslatableError("an array as a literal")
+            return operations.constant(atom.val, atom.aval.dtype)
+        index = tuple(
+            None if extent == 1 else where
+            for extent, where in zip(atom.aval.shape, index, strict=True)
+        )
+        key = atom, index
+        if key not in self._names:
+            self._names[key] = self._made_value(atom, index)
+        return self._names[key]
+
+    def _made_value(self, atom: Any, index: Index) -> str:
+        if atom in self.accumulators:
+            return f"io.acc[{self.accumulators.index(atom)}][i]"
+        if atom in self.given:
+            return self.leaf(atom, index)
+        lines, leaves, names = len(self.lines), len(self.leaves), dict(self._names)
+        eqn = self.made[atom]
+        try:
+            return self._result(eqn, eqn.outvars.index(atom), index)
+        except NotTranslatableError:
+            # Known before the product: read instead, if it is no matrix that was not there before.
+            if atom in self.dependent or math.prod(atom.aval.shape) >= math.prod(self.shape) > 1:
+                raise
+            del self.lines[lines:], self.leaves[leaves:]
+            self._names = names
+            return self.leaf(atom, index)
+
+    def leaf(self, atom: Any, index: Index, word: int | None = None) -> str:
+        """Returns the C++ of what is read."""
+        if word is None:
+            element(atom.aval.dtype)
+        used = [where for where in index if where is not None]
+        extents = {where: self.shape[where] for where in used}
+        for extent, where in zip(atom.aval.shape, index, strict=False):
+            if where is not None and extent != extents[where]:
+                raise NotTranslatableError(f"a part of an operand of shape {atom.aval.shape}")
+        if word is None:
+            leaf = Leaf(atom, None, index, atom.aval.shape, atom.aval.dtype)
+        else:
+            leaf = Leaf(atom, word, (), (), jnp.dtype(jnp.uint32))
+        if leaf not in self.leaves:
+            self.leaves.append(leaf)
+        return f"x{self.leaves.index(leaf)}[i]"
+
+    def _result(self, eqn: Any, position: int, index: Index) -> str:
+        name = eqn.primitive.name
+        special = getattr(self, f"_{name}", None)
+        if special is not None:
+            return special(eqn, index)
+        if name in JOINS:
+            raise NotTranslatableError(f"{name} within what has the product's shape")
+        if position != 0 or len(eqn.outvars) != 1:
+            raise NotTranslatableError(name)
+        beside_one = self._tanh_beside_one(eqn, index)
+        if beside_one is not None:
+            return beside_one
+        values = [self._operand(atom, eqn.outvars[0], index) for atom in eqn.invars]
+        dtypes = [atom.aval.dtype for atom in eqn.invars]
+        return self.named(
+            operations.translated(name, values, dtypes, eqn.params), eqn.outvars[0].aval.dtype
+        )
+
+    def _tanh_beside_one(self, eqn: Any, index: Index) -> str | None:
+        """Returns ``1 + tanh(x)``, ``1 - tanh(x)`` or ``y + y tanh(x)``, ``None`` of anything else.
+
+        As gelu and the derivative of tanh have them: no cancellation, and no branch.
+        """
+        name, (result,) = eqn.primitive.name, eqn.outvars
+        if name not in ("add", "add_any", "sub") or result.aval.dtype != jnp.float32:
+            return None
+        first, second = eqn.invars
+        if name == "sub":
+            inner = self._tanh_of(second) if _is_one(first) else None
+            return inner and self._beside_tanh(inner, result, index, negated=True)
+        for y, other in ((first, second), (second, first)):
+            inner = self._tanh_of(other)
+            if inner is not None and _is_one(y):
+                return self._beside_tanh(inner, result, index)
+            inner = self._tanh_of(self._other_factor(other, y))
+            if inner is not None:
+                sum_with_one = self._beside_tanh(inner, result, index)
+                return self.named(
+                    f"{self._operand(y, result, index)} * {sum_with_one}", jnp.float32
+                )
+        return None
+
+    def _other_factor(self, product: Any, factor: Any) -> Any:
+        """Returns what a factor is multiplied by in a product, ``None`` in anything else."""
+        if is_literal(factor) or not self._is_made_by("mul", product):
+            return None
+        factors = list(self.made[product].invars)
+        if not any(x is factor for x in factors):
+            return None
+        return factors[1] if factors[0] is factor else factors[0]
+
+    def _is_made_by(self, name: str, atom: Any) -> bool:
+        made = None if atom is None or is_literal(atom) else self.made.get(atom)
+        return made is not None and made.primitive.name == name
+
+    def _tanh_of(self, atom: Any) -> Any:
+        """Returns what the tanh is of, ``None`` if it is none."""
+        return self.made[atom].invars[0] if self._is_made_by("tanh", atom) else None
+
+    def _beside_tanh(self, x: Any, result: Any, index: Index, negated: bool = False) -> str:
+        """Returns ``1 + tanh(x)``, or ``1 - tanh(x)``: both of one power where both are needed."""
+        of_both = x in self._tanhs_below_one
+        key = x, (*index, "tanh")
+        if key not in self._names:
+            value = self._operand(x, result, index)
+            name = f"v{len(self.lines)}"
+            self.lines.append(
+                f"const BesideTanh {name} = beside_tanh({value});"
+                if of_both
+                else f"const float {name} = 2.f * logistic(2.f * {value});"
+            )
+            self._names[key] = name
+        member = "" if not of_both else ".minus" if negated else ".plus"
+        return f"{self._names[key]}{member}"
+
+    def _operand(self, atom: Any, result: Any, index: Index) -> str:
+        """Returns an operand of an elementwise operation, which may be a scalar."""
+        shape = atom.aval.shape
+        if shape and len(shape) != len(result.aval.shape):
+            raise NotTranslatableError(f"an operand of shape {shape} for {result.aval.shape}")
+        return self.value(atom, index if shape else ())
+
+    def named(self, expression: str, dtype: Any) -> str:
+        """Returns the name of a new variable of that value."""
+        name = f"v{len(self.lines)}"
+        self.lines.append(f"const {element(dtype).value} {name} = {expression};")
+        return name
+
+    # Operations that say where a value is taken from.
+
+    def _broadcast_in_dim(self, eqn: Any, index: Index) -> str:
+        atom = eqn.invars[0]
+        taken = tuple(index[axis] for axis in eqn.params["broadcast_dimensions"])
+        return self.value(atom, taken)
+
+    def _squeeze(self, eqn: Any, index: Index) -> str:
+        atom, dropped = eqn.invars[0], eqn.params["dimensions"]
+        remaining = iter(index)
+        rank = len(atom.aval.shape)
+        dropped = {axis % rank for axis in dropped}
+        taken = (None if axis in dropped else next(remaining) for axis in range(rank))
+        return self.value(atom, tuple(taken))
+
+    def _expand_dims(self, eqn: Any, index: Index) -> str:
+        return self._reshape(eqn, index)
+
+    def _reshape(self, eqn: Any, index: Index) -> str:
+        atom = eqn.invars[0]
+        new, old = eqn.outvars[0].aval.shape, atom.aval.shape
+        if [x for x in new if x != 1] != [x for x in old if x != 1]:
+            raise NotTranslatableError(f"reshape of {old} to {new}")
+        kept = iter([where for extent, where in zip(new, index, strict=True) if extent != 1])
+        return self.value(atom, tuple(None if extent == 1 else next(kept) for extent in old))
+
+    def _transpose(self, eqn: Any, index: Index) -> str:
+        permutation = eqn.params["permutation"]
+        taken: list[int | None] = [None] * len(index)
+        for position, axis in enumerate(permutation):
+            taken[axis] = index[position]
+        return self.value(eqn.invars[0], tuple(taken))
+
+    def _one_minus_square(self, eqn: Any, index: Index) -> str:
+        (x,), (result,) = eqn.invars, eqn.outvars
+        dtype, inner = result.aval.dtype, self._tanh_of(x)
+        if inner is None or dtype != jnp.float32:
+            value = self._operand(x, result, index)
+            text = operations.translated("one_minus_square", [value], [dtype], eqn.params)
+            return self.named(text, dtype)
+        below = self._beside_tanh(inner, result, index, negated=True)
+        return self.named(f"{below} * {self._beside_tanh(inner, result, index)}", dtype)
+
+    def _div(self, eqn: Any, index: Index) -> str:
+        """By a number, multiplies by its reciprocal, as XLA does."""
+        x, y = eqn.invars
+        (result,) = eqn.outvars
+        dtype = result.aval.dtype
+        values = [self._operand(atom, result, index) for atom in (x, y)]
+        if is_literal(y) and dtype == jnp.float32 and 2.0**-120 < abs(float(y.val)) < 2.0**120:
+            return self.named(
+                f"{values[0]} * {operations.constant(1 / float(y.val), dtype)}", dtype
+            )
+        return self.named(operations.translated("div", values, [dtype, dtype], eqn.params), dtype)
+
+    # Operations on the index itself.
+
+    def place(self, where: int | None) -> str:
+        """Returns the C++ of the index along a dimension of the results."""
+        rank = len(self.shape)
+        if where is None:
+            return "0u"
+        if where < rank - 2:
+            raise NotTranslatableError("an index along a batch")
+        return f"static_cast<uint32_t>(io.{'m' if where == rank - 2 else 'n'}(i))"
+
+    def _iota(self, eqn: Any, index: Index) -> str:
+        dtype = eqn.params["dtype"]
+        place = f"static_cast<int32_t>({self.place(index[eqn.params['dimension']])})"
+        return self.named(operations.converted(place, jnp.int32, dtype), dtype)
+
+    def _random_bits(self, eqn: Any, index: Index) -> str:
+        """As ``jax.random.bits`` has them, of each element apart (threefry_partitionable)."""
+        (key,), shape, width = eqn.invars, eqn.params["shape"], eqn.params["bit_width"]
+        partitionable = jax.config.jax_threefry_partitionable  # pyright: ignore
+        if key.aval.shape or width not in (8, 16, 32) or not partitionable:
+            raise NotTranslatableError(f"random_bits of {width} bits")
+        if "fry" not in str(key.aval.dtype):
+            raise NotTranslatableError(f"random_bits of {key.aval.dtype}")
+        if is_literal(key) or key in self.dependent:
+            raise NotTranslatableError("random_bits of a key that depends on the product")
+        if math.prod(shape) >= 2**32:
+            raise NotTranslatableError("random_bits of more than 2^32 numbers")
+        terms = [
+            f"{self.place(where)} * {stride}u"
+            for stride, where in zip(row_major(shape), index, strict=True)
+            if where is not None
+        ]
+        words = [self.leaf(key, (), word) for word in (0, 1)]
+        count = self.named(" + ".join(terms) or "0u", jnp.uint32)
+        dtype = eqn.outvars[0].aval.dtype
+        bits = f"random_bits({words[0]}, {words[1]}, {count})"
+        return self.named(f"static_cast<{element(dtype).value}>({bits})", dtype)
+
+    # tanh beside 1
+
+    def _find_tanhs_below_one(self) -> set[Any]:
+        """Returns what the tanh is of in each ``1 - tanh(x)`` and ``1 - tanh(x)^2``."""
+        inner = set()
+        for eqn in self.flat.jaxpr.eqns:
+            name, taken = eqn.primitive.name, eqn.invars
+            if name == "one_minus_square" or (name == "sub" and _is_one(taken[0])):
+                inner.add(self._tanh_of(taken[-1]))
+        return inner - {None}

@@ -1,0 +1,118 @@
+"""Lowering of what goes back through a user's epilogue: one pass over the matrices."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_tcgemm import _compat, _extension
+from jax_tcgemm.epilogue import compiler, source, translation
+from jax_tcgemm.epilogue.linear import LinearSpec
+from jax_tcgemm.epilogue.program import Program
+from jax_tcgemm.lowering import devices
+from jax_tcgemm.lowering.compiled import kinds_of, source_of
+from jax_tcgemm.problem.log import log
+from jax_tcgemm.problem.spec import LARGE_MATRIX
+from jax_tcgemm.problem.strides import (
+    MAX_EXTENT,
+    ROLES,
+    Operands,
+    Shape,
+    StridedGemm,
+    fold_beside,
+    row_major,
+)
+
+_COMPUTE_CAPABILITY = (9, 0)
+
+# As kMaxBatchRank of cuda/gemm_params.h.
+_MAX_BATCH_NDIM = 4
+
+
+def cuda_pullback(*operands: jax.Array, spec: LinearSpec) -> list[jax.Array]:
+    """Computes the transpose on CUDA devices.
+
+    Args:
+        *operands: the cotangents of the tangents, then the values.
+        spec: the static parameters.
+    """
+    types = ", ".join(f"{x.dtype}{list(x.shape)}" for x in operands)
+    call = _call_or_reason(spec)
+    if isinstance(call, str):
+        log(f"cotangent of an epilogue {types}: XLA's: {call}")
+        return spec.pullback(*operands)
+    log(f"cotangent of an epilogue {types}: one pass ({len(call.program.outputs)} results)")
+    return call.emit(operands)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """A custom call that can be made."""
+
+    program: Program
+    source: str
+    shape: StridedGemm  # of the matrices
+    leaf_strides: tuple[Shape, ...]
+
+    def emit(self, operands: Sequence[jax.Array]) -> list[jax.Array]:
+        """Makes the call."""
+        known = [jnp.asarray(value) for value in self.program.known(operands)]
+        call = jax.ffi.ffi_call(_extension.COMPILED_PASS_TARGET, self.program.outputs)
+        outputs = call(*known, **self._attributes())
+        return self.program.finished(outputs, operands)
+
+    def _attributes(self) -> dict[str, Any]:
+        """As ``PassAttributes`` of ``cuda/ffi/compiled_pass.cc``."""
+        strides = [stride for each in self.leaf_strides for stride in each]
+        elements = [math.prod(x.shape) for x in self.program.outputs]
+        kinds = kinds_of(self.program, self.leaf_strides, self.shape.n)
+        return {
+            "m": np.int64(self.shape.m),
+            "n": np.int64(self.shape.n),
+            "batch_shape": np.asarray(self.shape.batch, np.int64),
+            "operand_strides": np.asarray(strides, np.int64),
+            "operand_vectors": np.asarray([is_vector for _, is_vector in kinds], np.int64),
+            "result_elements": np.asarray(elements, np.int64),
+            "digest": source.digest(self.source),
+            "source": self.source,
+        }
+
+
+def _call_or_reason(spec: LinearSpec) -> _Call | str:
+    """Returns the custom call, or why there can be none."""
+    shape = spec.shape
+    if not all(isinstance(extent, int) for extent in shape):
+        return "symbolic shapes"
+    if len(shape) < 2 or math.prod(shape) < LARGE_MATRIX:
+        return f"{math.prod(shape)} values"
+    if max(shape) > MAX_EXTENT:
+        return "an extent beyond 2^30"
+    if _extension.COMPILED_PASS_TARGET not in _extension.BUILT_TARGETS:
+        return "no kernels were built"
+    other = devices.other_than(_COMPUTE_CAPABILITY)
+    if other is not None:
+        return f"no kernel on {other}"
+    made = translation.translate(spec.pullback, shape)
+    if isinstance(made, str):
+        return made
+    folded, strides = _folded(shape, made)
+    if len(folded.batch) > _MAX_BATCH_NDIM:
+        return f"{len(folded.batch)} batch dimensions that do not fold"
+    call = _Call(made, source_of(made, strides, folded.n), folded, strides)
+    is_here = bool(_compat.initialized_cuda_devices())
+    return compiler.obstacle(call.source, (source.PASS, "") if is_here else None) or call
+
+
+def _folded(shape: Shape, made: Program) -> tuple[StridedGemm, tuple[Shape, ...]]:
+    """Returns the matrices with as few dimensions as the leaves allow, and the leaves' steps."""
+    *batch, m, n = shape
+    absent = Operands(*((0,) * (len(batch) + len(roles)) for roles in ROLES))
+    own = StridedGemm(m, n, 1, tuple(batch), absent._replace(a=row_major(shape)))
+    leaves = tuple(leaf.strides(len(shape)) for leaf in made.leaves)
+    return fold_beside(own, leaves, keeps_rows=bool(made.reductions))

@@ -1,0 +1,172 @@
+"""The derivative of a user's epilogue at known values, and its transpose.
+
+Both are primitives for the sake of the transpose, which on a GPU is one pass over the matrices:
+compiled from the function like the epilogue itself, it reads each once and joins in the same pass
+what the cotangents of smaller operands are sums of. Everything else about them is the function's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching
+from jax.interpreters import partial_eval as pe
+
+from jax_tcgemm import _compat
+from jax_tcgemm.epilogue import linear
+from jax_tcgemm.epilogue.linear import LinearSpec
+from jax_tcgemm.epilogue.spec import CompiledSpec
+from jax_tcgemm.lowering import compiled_pass
+from jax_tcgemm.primitives import registration
+
+tangent_p = Primitive("tcgemm_epilogue_tangent")
+pullback_p = Primitive("tcgemm_epilogue_pullback")
+
+
+def tangents(
+    spec: CompiledSpec, wide: Any, values: Sequence[Any], slopes: Sequence[Any]
+) -> list[Any]:
+    """Returns the tangents of those of an epilogue's results that are floating-point numbers.
+
+    Args:
+        spec: of the product and its epilogue.
+        wide: type of the accumulators, which are given rounded.
+        values: the accumulators, the operands, the masks.
+        slopes: their tangents, ``None`` where that is zero.
+    """
+    moving = [i for i, slope in enumerate(slopes) if slope is not None]
+    derivative, needed = linear.of_epilogue(spec.function, wide, values, moving)
+    given = [*(slopes[i] for i in moving), *(values[i] for i in needed)]
+    return _bind_tangent(given, derivative)
+
+
+def _bind_tangent(operands: Sequence[Any], spec: LinearSpec) -> list[jax.Array]:
+    return registration.bind(tangent_p, operands, spec, _tangent)
+
+
+def _bind_pullback(operands: Sequence[Any], spec: LinearSpec) -> list[jax.Array]:
+    return registration.bind(pullback_p, operands, spec, _pullback)
+
+
+def _tangent(*operands: Any, spec: LinearSpec) -> list[Any]:
+    return spec.tangent(*operands)
+
+
+def _pullback(*operands: Any, spec: LinearSpec) -> list[Any]:
+    return spec.pullback(*operands)
+
+
+def _tangent_avals(*avals: Any, spec: LinearSpec) -> list[Any]:
+    return [_compat.result_aval(avals, x.shape, x.dtype) for x in spec.tangent.results]
+
+
+def _pullback_avals(*avals: Any, spec: LinearSpec) -> list[Any]:
+    return [_compat.result_aval(avals, x.shape, x.dtype) for x in spec.pullback.results]
+
+
+# Transposition
+
+
+def _tangent_transpose(cotangents: Sequence[Any], *operands: Any, spec: LinearSpec) -> list[Any]:
+    slopes, values = operands[: spec.slopes], operands[spec.slopes :]
+    wanted = [ad.is_undefined_primal(x) for x in slopes]
+    if not all(wanted):
+        spec, kept = spec.of_slopes(wanted)
+        values = [values[i] for i in kept]
+    found = iter(_of_cotangents(cotangents, values, spec))
+    return [*(next(found) if is_wanted else None for is_wanted in wanted)] + [None] * (
+        len(operands) - len(slopes)
+    )
+
+
+def _of_cotangents(
+    cotangents: Sequence[Any], values: Sequence[Any], spec: LinearSpec
+) -> list[jax.Array | None]:
+    given = [type(x) is not ad.Zero for x in cotangents]
+    if not any(given):
+        return [None] * spec.slopes
+    if not all(given):
+        spec = spec.of_results(given)
+    nonzero = [x for x, is_given in zip(cotangents, given, strict=True) if is_given]
+    return list(_bind_pullback([*nonzero, *values], spec))
+
+
+def _pullback_transpose(cotangents: Sequence[Any], *operands: Any, spec: LinearSpec) -> list[Any]:
+    count = len(spec.tangent.results)
+    linear_operands, values = operands[:count], operands[count:]
+    wanted = [ad.is_undefined_primal(x) for x in linear_operands]
+    slopes = map(ad.instantiate_zeros, cotangents)
+    made = iter(_bind_tangent([*slopes, *values], spec.of_results(wanted)))
+    return [next(made) if is_wanted else None for is_wanted in wanted] + [None] * len(values)
+
+
+# Results that nobody reads
+
+
+def _drop_unread(used: Sequence[bool], *arguments: Any) -> tuple[list[bool], Any]:
+    eqn = arguments[-1]  # jax 0.12 puts another argument before it
+    if not any(used):
+        return [False] * len(eqn.invars), None
+    spec, count = eqn.params["spec"], len(eqn.invars)
+    before = len(spec.tangent.results)
+    needed = [True] * count
+    if not all(used):
+        spec, kept = spec.of_slopes(used)
+        needed = [i < before or i - before in kept for i in range(count)]
+    eqn = eqn.replace(
+        invars=[var for var, is_needed in zip(eqn.invars, needed, strict=True) if is_needed],
+        outvars=[var for var, is_used in zip(eqn.outvars, used, strict=True) if is_used],
+        params={**eqn.params, "spec": spec},
+    )
+    return needed, eqn
+
+
+# Batching
+
+
+def _tangent_batch(
+    axis_data: Any, operands: Sequence[Any], dims: Sequence[int | None], *, spec: LinearSpec
+) -> tuple[list[jax.Array], list[int | None]]:
+    count = len(spec.tangent.results)
+    if all(dim is None for dim in dims):
+        return _bind_tangent(operands, spec), [None] * count
+    return _bind_tangent(operands, spec.mapped(dims, axis_data.size)), [0] * count
+
+
+def _pullback_batch(
+    axis_data: Any, operands: Sequence[Any], dims: Sequence[int | None], *, spec: LinearSpec
+) -> tuple[list[jax.Array], list[int | None]]:
+    """Maps the transpose: each matrix of the batch has cotangents of its own."""
+    if all(dim is None for dim in dims):
+        return _bind_pullback(operands, spec), [None] * spec.slopes
+    size, count = axis_data.size, len(spec.tangent.results)
+    moved = [
+        x
+        if dim is None and i >= count  # a value that all have in common
+        else batching.bdim_at_front(x, dim, size, axis_data.explicit_mesh_axis)
+        for i, (x, dim) in enumerate(zip(operands, dims, strict=True))
+    ]
+    of_values = [None if dim is None else 0 for dim in dims[count:]]
+    mapped = spec.mapped([*[0] * spec.slopes, *of_values], size)
+    return _bind_pullback(moved, mapped), [0] * spec.slopes
+
+
+# Registration
+
+for _primitive in (tangent_p, pullback_p):
+    _primitive.multiple_results = True
+    registration.evaluate_by_jit(_primitive)
+tangent_p.def_abstract_eval(_tangent_avals)
+pullback_p.def_abstract_eval(_pullback_avals)
+registration.derive_linear(tangent_p, _tangent, lambda spec: spec.slopes)
+registration.derive_linear(pullback_p, _pullback, lambda spec: len(spec.tangent.results))
+pe.dce_rules[pullback_p] = _drop_unread
+ad.primitive_transposes[tangent_p] = _tangent_transpose
+ad.primitive_transposes[pullback_p] = _pullback_transpose
+batching.fancy_primitive_batchers[tangent_p] = _tangent_batch
+batching.fancy_primitive_batchers[pullback_p] = _pullback_batch
+registration.lower(tangent_p, reference=_tangent, cuda=_tangent)
+registration.lower(pullback_p, reference=_pullback, cuda=compiled_pass.cuda_pullback)

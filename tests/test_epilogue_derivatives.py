@@ -1,0 +1,265 @@
+"""Derivatives of functions as epilogues: what they keep, and the pass that goes back."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_tcgemm import gated_gemm, gemm
+from jax_tcgemm.epilogue import cubins, function, linear, nvrtc, source, translation
+from jax_tcgemm.lowering import compiled, compiled_pass
+from jax_tcgemm.primitives import epilogue_derivative
+
+M, N = 2048, 4096
+BF16 = jnp.bfloat16
+
+
+def _pullback(f, *kinds, shape=(M, N), accumulators=1):
+    """Returns the derivative's specification and which values it needs."""
+    products = [jax.ShapeDtypeStruct(shape, jnp.float32)] * accumulators
+    shapes = {"": (), "n": shape[-1:], "m1": (*shape[:-1], 1), "mn": shape}
+    operands = [jax.ShapeDtypeStruct(shapes[kind], BF16) for kind in kinds]
+    traced, _ = function.trace(
+        lambda *x: jax.tree.leaves(f(*x)), [*products, *operands], accumulators
+    )
+    kept = [jax.ShapeDtypeStruct(shape, BF16)] * accumulators
+    masks = [jax.ShapeDtypeStruct(shape, bool)] * len(traced.masks)
+    moving = range(accumulators + len(operands))
+    return linear.of_epilogue(traced, jnp.dtype(jnp.float32), [*kept, *operands, *masks], moving)
+
+
+def _program(f, *kinds, **options):
+    spec, _ = _pullback(f, *kinds, **options)
+    made = translation.translate(spec.pullback, spec.shape)
+    assert not isinstance(made, str), made
+    return spec, made
+
+
+def test_only_what_the_derivative_depends_on_is_kept():
+    _, needed = _pullback(lambda acc, bias: (acc + bias).astype(BF16), "n")
+    assert needed == []
+    _, needed = _pullback(lambda acc, row: (acc * row).astype(BF16), "m1")
+    assert needed == [0, 1]
+    _, needed = _pullback(lambda acc, bias: (jnp.tanh(acc) + bias).astype(BF16), "n")
+    assert needed == [0]
+
+
+def test_smaller_operands_get_partial_sums_of_the_same_pass():
+    _, made = _program(
+        lambda acc, row, column, scalar: (jnp.tanh(acc * row + column) * scalar).astype(BF16),
+        "m1",
+        "n",
+        "",
+    )
+    assert len(made.matrices) == 1
+    assert sorted(each.along for each in made.reductions) == ["kColumns", "kNothing", "kRows"]
+    rows, columns = -(-M // 64), -(-N // 256)
+    shapes = {each.along: each.shape for each in made.reductions}
+    assert shapes == {"kColumns": (rows, N), "kRows": (M, columns), "kNothing": (rows, columns)}
+
+
+def test_a_cotangent_that_only_passes_through_is_not_written():
+    _, made = _program(lambda acc, residual: (jnp.tanh(acc) + residual).astype(BF16), "mn")
+    assert len(made.matrices) == 1  # of the product
+    (leaf_of_cotangent, _) = made.leaves
+    assert leaf_of_cotangent.shape == (M, N)
+    # Of another type it is written.
+    _, made = _program(lambda acc, residual: jnp.tanh(acc) + residual, "mn")
+    assert len(made.matrices) == 2
+
+
+def test_masks_are_read_and_drawn_once():
+    def f(acc, bias):
+        kept = jax.random.bernoulli(jax.random.key(0), 0.5, acc.shape)
+        return jnp.where(kept, jax.nn.gelu(acc + bias), 0).astype(BF16)
+
+    _, made = _program(f, "n")
+    assert not made.draws
+    assert sum(leaf.dtype == bool for leaf in made.leaves) == 1
+    products, bias = (jax.ShapeDtypeStruct(x, jnp.float32) for x in ((M, N), (N,)))
+    traced, _ = function.trace(lambda *x: [f(*x)], [products, bias], 1)
+    forward = translation.translate(traced.with_residuals(BF16))
+    assert [str(x.dtype) for x in forward.matrices] == ["bfloat16", "bfloat16", "bool"]
+
+
+def test_tanh_is_taken_once_and_beside_one():
+    _, made = _program(lambda acc: jax.nn.gelu(acc).astype(BF16))
+    lines = "\n".join(made.lines)
+    assert lines.count("beside_tanh") == 1
+    assert "tanhf" not in lines
+
+
+_FUNCTIONS = {
+    "dropout": (
+        lambda acc, bias, r: (
+            jnp.where(
+                jax.random.bernoulli(jax.random.key(0), 0.9, acc.shape),
+                jax.nn.gelu(acc + bias),
+                0,
+            )
+            + r
+        ).astype(BF16),
+        ("n", "mn"),
+    ),
+    "everything": (
+        lambda acc, row, column, scalar, x: (
+            jax.nn.silu(acc * row + column) * scalar + jnp.maximum(x, acc),
+            (acc * x).astype(jnp.float16),
+        ),
+        ("m1", "n", "", "mn"),
+    ),
+    "normal noise": (
+        lambda acc: (acc * jax.random.normal(jax.random.key(1), acc.shape)).astype(BF16),
+        (),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", _FUNCTIONS)
+@pytest.mark.parametrize("shape", [(M, N), (M, 1031), (3, 333, 264)])
+def test_passes_compile(name, shape):
+    found = nvrtc.find()
+    if isinstance(found, str):
+        pytest.skip(found)
+    f, kinds = _FUNCTIONS[name]
+    if name == "normal noise" and len(shape) > 2:
+        pytest.skip("an index along a batch is not translated")
+    spec, made = _program(f, *kinds, shape=shape)
+    folded, strides = compiled_pass._folded(spec.shape, made)
+    text = compiled.source_of(made, strides, folded.n)
+    program = source.of_kernel(text, source.PASS, "")
+    assert found.compile(program, "sm_90a", cubins.include_folders())
+
+
+def _drawn(seed, shape, dtype=BF16):
+    x = np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+    return jnp.asarray(x).astype(dtype)
+
+
+def _loss(f, product):
+    def loss(a, b, *operands):
+        results = product(f, a, b, *operands)
+        return sum(jnp.sum(jnp.sin(y.astype(jnp.float32))) for y in jax.tree.leaves(results))
+
+    return loss
+
+
+def _ours(f, a, b, *operands):
+    return gemm(a, b, epilogue=f, epilogue_operands=operands)
+
+
+def _theirs(f, a, b, *operands):
+    return f(jnp.matmul(a, b, preferred_element_type=jnp.float32), *operands)
+
+
+@pytest.mark.parametrize("name", _FUNCTIONS)
+def test_gradients_of_any_subset(name):
+    f, kinds = _FUNCTIONS[name]
+    m, n, k = 24, 40, 16
+    shapes = {"": (), "n": (n,), "m1": (m, 1), "mn": (m, n)}
+    operands = [_drawn(0, (m, k), jnp.float32), _drawn(1, (k, n), jnp.float32)]
+    operands += [_drawn(2 + i, shapes[kind], jnp.float32) for i, kind in enumerate(kinds)]
+    count = len(operands)
+    for wanted in [tuple(range(count)), (0,), (count - 1,), tuple(range(1, count))]:
+        ours, theirs = (
+            jax.jit(jax.grad(_loss(f, product), wanted))(*operands) for product in (_ours, _theirs)
+        )
+        for x, y in zip(ours, theirs, strict=True):
+            scale = np.abs(np.asarray(y)).max() + 1e-6
+            assert np.abs(np.asarray(x) - np.asarray(y)).max() < 2e-2 * scale
+
+
+def test_what_nobody_reads_is_not_computed():
+    f = lambda acc, bias, x: (jnp.tanh(acc + bias) * x).astype(BF16)  # noqa: E731
+    operands = _drawn(0, (16, 16)), _drawn(1, (16, 24)), _drawn(2, (24,)), _drawn(3, (16, 24))
+
+    def of_bias(*x):
+        return jax.grad(_loss(f, _ours), (0, 1, 2, 3))(*x)[2]
+
+    jaxpr = jax.jit(of_bias).trace(*operands).jaxpr
+    (pullback,) = _equations(jaxpr, epilogue_derivative.pullback_p)
+    assert [x.aval.shape for x in pullback.outvars] == [(16, 24), (24,), (16, 24)]
+    lean = jax.make_jaxpr(lambda *x: jax.grad(_loss(f, _ours), (2,))(*x))(*operands)
+    (pullback,) = _equations(lean.jaxpr, epilogue_derivative.pullback_p)
+    assert [x.aval.shape for x in pullback.outvars] == [(24,)]
+
+
+def _equations(jaxpr, primitive):
+    for eqn in jaxpr.eqns:
+        if eqn.primitive is primitive:
+            yield eqn
+        for value in eqn.params.values():
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from _equations(inner, primitive)
+
+
+def test_vmap_of_gradients_and_second_derivatives():
+    f = lambda acc, bias, x: jnp.tanh(acc + bias) * x  # noqa: E731
+    a, b = _drawn(0, (3, 8, 16), jnp.float32), _drawn(1, (16, 8), jnp.float32) / 4
+    bias, x = _drawn(2, (8,), jnp.float32), _drawn(3, (3, 8, 8), jnp.float32)
+
+    def each(product):
+        gradients = jax.grad(_loss(f, product), (0, 1, 2, 3))
+        return jax.vmap(gradients, (0, None, None, 0))(a, b, bias, x)
+
+    for ours, theirs in zip(each(_ours), each(_theirs), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+
+    def second(product):
+        return jax.hessian(_loss(f, product), (1, 2))(a[0], b, bias, x[0])
+
+    for ours, theirs in zip(
+        jax.tree.leaves(second(_ours)), jax.tree.leaves(second(_theirs)), strict=True
+    ):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-3)
+
+
+def test_results_without_a_cotangent_or_a_derivative():
+    def f(acc, bias):
+        y = jnp.tanh(acc + bias)
+        return y, jnp.sign(y).astype(jnp.int8), (acc * 2).astype(BF16)
+
+    a, b, bias = _drawn(0, (8, 16)), _drawn(1, (16, 8)), _drawn(2, (8,))
+
+    def loss(product, *x):
+        return jnp.sum(product(f, *x)[0])
+
+    ours, theirs = (
+        jax.grad(lambda *x, p=p: loss(p, *x), (0, 1, 2))(a, b, bias) for p in (_ours, _theirs)
+    )
+    for x, y in zip(ours, theirs, strict=True):
+        x, y = np.asarray(x, np.float32), np.asarray(y, np.float32)
+        assert np.abs(x - y).max() < 0.05 * (np.abs(y).max() + 1e-6)
+
+
+def test_custom_vjp_as_an_epilogue():
+    @jax.custom_vjp
+    def clipped(x):
+        return jnp.clip(x, -1, 1)
+
+    clipped.defvjp(lambda x: (clipped(x), None), lambda _, ct: (ct,))  # straight through
+    a, b = _drawn(0, (8, 16)), _drawn(1, (16, 8))
+    grad = jax.grad(lambda a: gemm(a, b, epilogue=clipped).sum())(a)
+    expected = jnp.ones((8, 8)) @ b.T.astype(jnp.float32)
+    np.testing.assert_allclose(np.asarray(grad, np.float32), np.asarray(expected), rtol=0.02)
+
+
+def test_gated():
+    f = lambda g, u, bias: jax.nn.silu(g + bias) * u  # noqa: E731
+    x, w, v, bias = (
+        _drawn(i, s, jnp.float32) for i, s in enumerate([(8, 16), (16, 8), (16, 8), (8,)])
+    )
+
+    def ours(x, w, v, bias):
+        return gated_gemm(x, w, v, epilogue=f, epilogue_operands=(bias,)).sum()
+
+    def theirs(x, w, v, bias):
+        return f(x @ w, x @ v, bias).sum()
+
+    for y, z in zip(
+        *(jax.grad(each, (0, 1, 2, 3))(x, w, v, bias) for each in (ours, theirs)), strict=True
+    ):
+        np.testing.assert_allclose(y, z, rtol=1e-4, atol=1e-4)
