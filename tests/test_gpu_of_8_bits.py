@@ -9,6 +9,7 @@ import pytest
 
 from jax_tcgemm import gated_gemm, gemm, ragged_dot
 from jax_tcgemm.kernels import table as kernel_table
+from jax_tcgemm.lowering import compiled as lowering
 from jax_tcgemm.lowering import k_major
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90, pytest.mark.usefixtures("never_apart")]
@@ -65,6 +66,15 @@ def test_every_layout_and_residue(rng, m, n, k, pair, layout):
     assert worst(y, exact, sizes) <= 2 * worst(fast(a, b), exact, sizes) + 4 * STEP
     y = product(a, b, layout, preferred_element_type=jnp.float32, precision="highest")
     assert worst(y, exact, sizes) <= 4 * STEP
+
+
+@pytest.mark.parametrize("shape", [(4, 13, 18), (3, 16, 144), (128, 512, 4096)])
+def test_integers_without_a_kernel_are_exact(rng, shape, monkeypatch):
+    monkeypatch.setattr(lowering, "_call_or_reason", lambda *arguments: "by a test")
+    m, n, k = shape
+    a, b = drawn(rng, (m, k), S8), drawn(rng, (k, n), S8)
+    y = product(a, b, "nn", preferred_element_type=jnp.int32)
+    np.testing.assert_array_equal(np.asarray(y), wide(a) @ wide(b))
 
 
 @pytest.mark.parametrize("row", kernel_table.RUN_TIME_CONFIGS, ids=lambda row: row.name)

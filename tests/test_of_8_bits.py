@@ -12,6 +12,7 @@ from quantized_values import E4M3, E5M2, INT8
 import jax_tcgemm
 from jax_tcgemm import dot_general, gated_gemm, gemm, quantize
 from jax_tcgemm.kernels import table as kernel_table
+from jax_tcgemm.lowering import reference
 from jax_tcgemm.problem.arithmetic import resolve_run_time
 
 ROW = "sm90_e4m3e4m3_fast_128x128x128_s6_c2x1_pingpong"
@@ -185,6 +186,27 @@ def test_two_weights_of_integers_with_a_function():
     x, w = drawn((8, 16), INT8), drawn((16, 8), INT8)
     y = gated_gemm(x, w, w, epilogue=lambda g, u: g - u, preferred_element_type=jnp.int32)
     assert not y.any()
+
+
+@pytest.mark.parametrize("k", [70, 1024, 5000])
+@pytest.mark.parametrize("most_waiting", [2**28, 0])
+def test_integers_by_bfloat16_are_exact(monkeypatch, k, most_waiting):
+    monkeypatch.setattr(reference, "_MOST_WAITING", most_waiting)
+    rng = np.random.default_rng(k)
+    a, b = (rng.choice([-128, -128, 127, 5], shape).astype(np.int8) for shape in ((9, k), (k, 7)))
+    by_rows = reference._dot_of_int8(a, b, (((1,), (0,)), ((), ())))
+    np.testing.assert_array_equal(by_rows, a.astype(np.int64) @ b.astype(np.int64))
+    batches = np.stack([a, -a // 2]), np.stack([b, b]).swapaxes(1, 2)
+    batched = reference._dot_of_int8(*batches, (((2,), (2,)), ((0,), (0,))))
+    wide = [x.astype(np.int64) for x in batches]
+    np.testing.assert_array_equal(batched, np.einsum("bmk,bnk->bmn", *wide))
+
+
+def test_no_integers_are_given_to_xla_on_gpus(cuda_module):
+    x = jax.ShapeDtypeStruct((64, 64), jnp.int8)
+    text, _ = cuda_module(lambda a, b: gemm(a, b, config="xla"), x, x)
+    assert "stablehlo.dot_general" in text
+    assert "xi8>, tensor<64x64xi8>) -> tensor<64x64xi32>" not in text
 
 
 def test_arithmetic_of_8_bits():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from cuda_calls import picked
 from jax.lax import DotAlgorithmPreset, Precision
@@ -174,3 +175,11 @@ def test_rows_by_name_are_of_other_arithmetic():
             precision="highest",
             config="sm90_bf16_128x128x64_s6_c2x1_cooperative_promote",
         )
+
+
+def test_nine_products_of_little_are_those_of_float32():
+    rng = np.random.default_rng(0)
+    a, b = (rng.normal(size=shape).astype(np.float32) for shape in ((9, 70), (70, 5)))
+    y = jax.jit(lambda a, b: gemm(a, b, precision="BF16_BF16_F32_X9"))(a, b)
+    exact = a.astype(np.float64) @ b.astype(np.float64)
+    assert np.max(np.abs(y - exact) / (np.abs(a) @ np.abs(b))) < 1e-6

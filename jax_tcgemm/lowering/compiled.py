@@ -157,10 +157,7 @@ def _call_or_reason(own: Sequence[Any], spec: CompiledSpec, made: Program) -> _C
         for folded, (_, last) in zip(beside, scales, strict=True)
     )
     offset = 0 if isinstance(product, RaggedSpec) else second_weight_offset(gemm, product)
-    moves = [factor for factor in factors.values() if not factor.is_k_major]
     reason = _unfit(gemm, offset, a.dtype.itemsize) or _quicker_apart(gemm, made)
-    if min(gemm.m, gemm.n) <= _FEW_ROWS and a.dtype == jnp.int8 and moves:
-        reason = reason or "few rows by integers that would be transposed"
     if reason is not None:
         return reason
     staged = tuple(kind in _STAGED for kind in kinds_of(made, strides, gemm.n))

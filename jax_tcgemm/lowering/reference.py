@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -111,6 +112,9 @@ def product(a: jax.Array, b: jax.Array, spec: GemmSpec, rounds: bool = False) ->
         precision = lax.Precision.DEFAULT
     else:
         a, b = alike(a, b)
+        # XLA has errors of 1e-4 by this name on GPUs, and does not know it on CPUs.
+        if precision is lax.DotAlgorithmPreset.BF16_BF16_F32_X9:
+            precision = lax.Precision.HIGHEST
     return _dot(a, b, spec, precision, dtype)
 
 
@@ -140,10 +144,12 @@ def _dot(a: jax.Array, b: jax.Array, spec: GemmSpec, precision, dtype: np.dtype)
 
 
 def dot(a: jax.Array, b: jax.Array, dimension_numbers: Any, precision: Any, dtype: np.dtype):
-    """Returns ``lax.dot_general``, on a CPU of 16-bit operands converted to float32 before.
+    """Returns ``lax.dot_general``, in other types where XLA's compiler would fail or be wrong.
 
-    That is exact. XLA's CPU compiler has products of 16-bit operands that it refuses to accumulate
-    in float32. The platform is that which the program is lowered for, not this process's.
+    On a CPU 16-bit operands are converted to float32 before, which is exact: it has products of
+    them that it refuses to accumulate in float32. On CUDA int8 is multiplied as bfloat16, since
+    products that XLA gives to cuBLAS come out twice as large (seen with JAX 0.11, on an H200). The
+    platform is that which the program is lowered for, not this process's.
     """
 
     def narrow(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -153,12 +159,52 @@ def dot(a: jax.Array, b: jax.Array, dimension_numbers: Any, precision: Any, dtyp
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
         return lax.dot_general(a, b, dimension_numbers, precision, jnp.float32).astype(dtype)
 
+    if all(x.dtype == jnp.int8 for x in (a, b)) and dtype == jnp.int32:
+        exact = functools.partial(_dot_of_int8, dimension_numbers=dimension_numbers)
+        return lax.platform_dependent(a, b, cuda=exact, default=narrow)
     is_narrow = all(jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 2 for x in (a, b))
     if not is_narrow or dtype.itemsize > 4:
         return narrow(a, b)
     # A derivative keeps a and b, not what each platform makes of them.
     by_platform = functools.partial(lax.platform_dependent, cpu=widened, default=narrow)
     return jax.checkpoint(by_platform, prevent_cse=False)(a, b)
+
+
+# Sums of so many products of int8 are exact in float32; and so many bytes of those may wait to be
+# added up.
+_EXACT_K = 2**24 // 2**14
+_MOST_WAITING = 2**28
+
+
+def _dot_of_int8(a: jax.Array, b: jax.Array, dimension_numbers: Any) -> jax.Array:
+    """Multiplies parts of k as bfloat16, and adds up their sums as int32."""
+    ((of_a,), (of_b,)), (batch_a, batch_b) = dimension_numbers
+    k = a.shape[of_a]
+    parts = max(1, -(-k // _EXACT_K))
+
+    def whole(a: jax.Array, b: jax.Array, batch: Any = (batch_a, batch_b), at: Any = (of_a, of_b)):
+        numbers = (([at[0]], [at[1]]), batch)
+        a, b = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)
+        return lax.dot_general(a, b, numbers, preferred_element_type=jnp.float32).astype(jnp.int32)
+
+    if parts == 1:
+        return whole(a, b)
+    size = -(-k // parts)
+    a, b = (_divided(x, axis, parts, size) for x, axis in ((a, of_a), (b, of_b)))
+    result = jax.eval_shape(whole, a[0], b[0])
+    if 4 * parts * math.prod(result.shape) > _MOST_WAITING:
+        zero = jnp.zeros(result.shape, jnp.int32)
+        return lax.scan(lambda sum_, x: (sum_ + whole(*x), None), zero, (a, b))[0]
+    batch = tuple((0, *(axis + 1 for axis in axes)) for axes in (batch_a, batch_b))
+    return jnp.sum(whole(a, b, batch, (of_a + 1, of_b + 1)), axis=0, dtype=jnp.int32)
+
+
+def _divided(x: jax.Array, axis: int, parts: int, size: int) -> jax.Array:
+    """Divides an axis into parts, which become the first axis; what is missing is 0."""
+    missing = parts * size - x.shape[axis]
+    x = jnp.pad(x, [(0, missing if i == axis else 0) for i in range(x.ndim)])
+    x = x.reshape(*x.shape[:axis], parts, size, *x.shape[axis + 1 :])
+    return jnp.moveaxis(x, axis, 0)
 
 
 def _by_position(axes: Axes, roles: set[int]) -> list[int]:
