@@ -13,7 +13,11 @@ import jax_tcgemm
 from jax_tcgemm import dot_general, gated_gemm, gemm, quantize
 from jax_tcgemm.kernels import table as kernel_table
 from jax_tcgemm.lowering import reference
+from jax_tcgemm.partitioning import partitioner, rules
+from jax_tcgemm.primitives import gemm as gemm_primitive
 from jax_tcgemm.problem.arithmetic import resolve_run_time
+from jax_tcgemm.problem.spec import GemmSpec
+from jax_tcgemm.problem.strides import Operands
 
 ROW = "sm90_e4m3e4m3_fast_128x128x128_s6_c2x1_pingpong"
 
@@ -200,6 +204,48 @@ def test_integers_by_bfloat16_are_exact(monkeypatch, k, most_waiting):
     batched = reference._dot_of_int8(*batches, (((2,), (2,)), ((0,), (0,))))
     wide = [x.astype(np.int64) for x in batches]
     np.testing.assert_array_equal(batched, np.einsum("bmk,bnk->bmn", *wide))
+
+
+@pytest.mark.parametrize("dtype", [INT8, E4M3], ids=lambda dtype: dtype.__name__)
+@pytest.mark.parametrize(
+    ("of_a", "of_b"), [(P("x"), P(None, "y")), (P("x", "y"), P("y")), (P(None, "x"), P("x"))]
+)
+def test_products_are_divided_like_others(monkeypatch, all_kernels, dtype, of_a, of_b):
+    monkeypatch.setenv(rules.SETTING, "everywhere")
+    auto = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((2, 2), ("x", "y"), auto, devices=jax.devices("cpu")[:4])
+    rng = np.random.default_rng(0)
+    a, b = (
+        jnp.asarray(np.round(rng.normal(size=shape) * 30)).astype(dtype)
+        for shape in ((512, 256), (256, 384))
+    )
+    scale = jnp.asarray(rng.uniform(0.5, 2, (1, 384)), jnp.float32)
+
+    def f(a, b):
+        options = {"preferred_element_type": jnp.float32, "precision": "highest"}
+        return gemm(a, b, b_scale=scale, activation="gelu", **options)
+
+    wanted = jax.jit(f)(a, b)
+    placed = [
+        jax.device_put(x, jax.sharding.NamedSharding(mesh, spec))
+        for x, spec in ((a, of_a), (b, of_b))
+    ]
+    np.testing.assert_array_equal(jax.jit(lambda a, b: f(a, b))(*placed), wanted)
+    lowered = jax.jit(f).trace(*placed).lower(lowering_platforms=("cuda",)).as_text()
+    assert lowered.count(f"custom_call @{partitioner.TARGET}") == 1
+    assert "stablehlo.dot_general" not in lowered
+
+
+@pytest.mark.parametrize("dtype", [INT8, E4M3], ids=lambda dtype: dtype.__name__)
+def test_the_product_alone_has_a_kernel(all_kernels, dtype):
+    """As one device's part of a product has it, whose scales follow the sum."""
+    x = jax.ShapeDtypeStruct((128, 128), dtype)
+    out = jnp.dtype(jnp.int32 if dtype == INT8 else jnp.float32)
+    spec = GemmSpec(Operands(a=(0, 1), b=(0, 1)), out, (jax.lax.Precision.HIGHEST,) * 2)
+    traced = jax.jit(lambda a, b: gemm_primitive.bind(Operands(a, b), spec)).trace(x, x)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "jax_tcgemm_compiled_gemm" in text
+    assert "stablehlo.dot_general" not in text
 
 
 def test_no_integers_are_given_to_xla_on_gpus(cuda_module):

@@ -15,7 +15,7 @@ from jax_tcgemm.lowering.obstacles import possible_planes
 from jax_tcgemm.partitioning.rules import Rule
 from jax_tcgemm.partitioning.shard import Shard
 from jax_tcgemm.partitioning.work import Array, Work
-from jax_tcgemm.problem.arithmetic import accumulator_dtype, resolve_algorithm
+from jax_tcgemm.problem.arithmetic import accumulator_dtype, resolve_algorithm, resolve_run_time
 from jax_tcgemm.problem.epilogue import Epilogue
 from jax_tcgemm.problem.log import log
 from jax_tcgemm.problem.spec import GemmSpec, check_config
@@ -38,8 +38,12 @@ def _accepts(spec: GemmSpec, types: Sequence[Any]) -> bool:
     """XLA divides its own products as well."""
     x = spec.unflatten(types)
     arguments = (x.a.dtype, x.b.dtype, spec.out_dtype, spec.precision)
-    has_planes = not spec.is_gated and possible_planes(*arguments) is not None
-    return has_planes or resolve_algorithm(*arguments) is not None
+    if resolve_algorithm(*arguments) is not None:
+        return True
+    if spec.is_gated:
+        return False
+    is_of_8_bits = spec.work == "none" and resolve_run_time(*arguments) is not None
+    return is_of_8_bits or possible_planes(*arguments) is not None
 
 
 def _names(spec: GemmSpec, operand: str) -> tuple[str | None, ...]:
