@@ -241,7 +241,13 @@ def _float32(rng: np.random.Generator, shape: tuple[int, int], sort: str, along:
     return x.astype(np.float32)
 
 
-_PRESETS = ("highest", "BF16_BF16_F32_X3", "BF16_BF16_F32_X6", "BF16_BF16_F32_X9")
+_PRESETS = (
+    "highest",
+    "BF16_BF16_F32_X3",
+    "BF16_BF16_F32_X6",
+    "BF16_BF16_F32_X9",
+    "TF32_TF32_F32_X3",
+)
 # Times XLA's error by the same name, and what is right by that name in any case.
 _LIMITS = {
     "highest": (1.5, 2.0**-23),
@@ -249,6 +255,7 @@ _LIMITS = {
     "BF16_BF16_F32_X3": (2.0, 2.0**-17),
     "BF16_BF16_F32_X6": (2.0, 2.0**-22),
     "BF16_BF16_F32_X9": (1.5, 2.0**-23),
+    "TF32_TF32_F32_X3": (2.0, 2.0**-22),
 }
 _CHECKED_ROWS = 32
 

@@ -259,8 +259,8 @@ def test_every_operation_of_the_table_compiles():
                 continue
             lines.append(f"  const auto v{i}_{jnp.dtype(dtype).name} = {text};")
     source = (
-        '#include "epilogue/compiled_values.cuh"\nnamespace jax_tcgemm {\n'
-        "__global__ void f() {\n" + "\n".join(lines) + "\n}\n}\n"
+        '#include "epilogue/compiled_functions.cuh"\n#include "epilogue/compiled_values.cuh"\n'
+        "namespace jax_tcgemm {\n__global__ void f() {\n" + "\n".join(lines) + "\n}\n}\n"
     )
     assert len(lines) > 60
     assert found.compile(source, "sm_90a", cubins.include_folders())

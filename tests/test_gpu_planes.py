@@ -22,7 +22,7 @@ LARGEST = float(jnp.finfo(jnp.float32).max)
 
 # Of (|A| |B|), where XLA's is below: the planes hold 16 bits, or 24.
 ERRORS = {"F32_F32_F32": 0.0, "BF16_BF16_F32_X3": 2**-15, "BF16_BF16_F32_X6": 0.0}
-ERRORS["BF16_BF16_F32_X9"] = 0.0
+ERRORS |= {"BF16_BF16_F32_X9": 0.0, "TF32_TF32_F32_X3": 0.0}
 
 
 @pytest.fixture

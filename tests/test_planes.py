@@ -91,7 +91,9 @@ def test_workspace_is_that_of_the_planes():
 
 
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("precision", ["highest", "float32", "F32_F32_F32", "BF16_BF16_F32_X9"])
+@pytest.mark.parametrize(
+    "precision", ["highest", "float32", "F32_F32_F32", "BF16_BF16_F32_X9", "TF32_TF32_F32_X3"]
+)
 def test_one_call_with_the_epilogue(cuda_module, said, precision):
     def f(a, b, bias):
         return gemm(a, b, bias=bias, activation="gelu", precision=precision)
@@ -177,9 +179,10 @@ def test_rows_by_name_are_of_other_arithmetic():
         )
 
 
-def test_nine_products_of_little_are_those_of_float32():
+@pytest.mark.parametrize("name", ["BF16_BF16_F32_X9", "TF32_TF32_F32_X3"])
+def test_presets_that_a_cpu_does_not_know_are_those_of_float32(name):
     rng = np.random.default_rng(0)
     a, b = (rng.normal(size=shape).astype(np.float32) for shape in ((9, 70), (70, 5)))
-    y = jax.jit(lambda a, b: gemm(a, b, precision="BF16_BF16_F32_X9"))(a, b)
+    y = jax.jit(lambda a, b: gemm(a, b, precision=name))(a, b)
     exact = a.astype(np.float64) @ b.astype(np.float64)
     assert np.max(np.abs(y - exact) / (np.abs(a) @ np.abs(b))) < 1e-6

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from quantized_values import E4M3, E5M2, INT8, LARGEST, dequantised, repeated
 
+from jax_tcgemm import ragged_dot
 from jax_tcgemm.api.quantization import Quantized, quantize
 
 TYPES = pytest.mark.parametrize("dtype", LARGEST, ids=lambda dtype: dtype.__name__)
@@ -178,3 +179,38 @@ def test_scales_and_zero_points_that_do_not_fit():
         Quantized(value, jnp.ones((4, 4))).dequantize()
     with pytest.raises(ValueError, match=r"zero_point.shape=\(1,\)"):
         Quantized(value, jnp.ones((1, 1)), jnp.ones(1, INT8)).dequantize()
+
+
+@pytest.mark.parametrize("dtype", [INT8, E4M3], ids=lambda dtype: jnp.dtype(dtype).name)
+@pytest.mark.parametrize("tile", [None, (1, -1, 1), (1, -1, -1), (-1, -1, 1), (1, 4, 1)])
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_ragged_dot_of_quantised_operands(dtype, tile, is_transposed):
+    rng = np.random.default_rng(0)
+    m, k, n, groups = 13, 8, 6, 3
+    x = quantize(rng.normal(size=(m, k)).astype(np.float32), dtype, tile=(1, -1))
+    w = quantize(rng.normal(size=(groups, k, n)).astype(np.float32), dtype, tile=tile)
+    sizes = jnp.array([5, -2, 4])
+    bias = jnp.asarray(rng.normal(size=(groups, n)), jnp.float32)
+    options = {"bias": bias, "activation": "gelu", "transpose_rhs": is_transposed}
+    given = w.transpose(0, 2, 1) if is_transposed else w
+    y = ragged_dot(x, given, sizes, precision="highest", **options)
+    wide = x.dequantize(), given.dequantize()
+    wanted = ragged_dot(*wide, sizes, precision="highest", **options)
+    assert y.dtype == jnp.float32
+    np.testing.assert_allclose(y, wanted, rtol=1e-5, atol=1e-5)
+    assert not np.any(y[9:])
+
+    def f(acc, scale):
+        return (jnp.tanh(acc) * scale).astype(jnp.bfloat16)
+
+    given_f = {
+        "epilogue": f,
+        "epilogue_operands": (jnp.float32(2),),
+        "transpose_rhs": is_transposed,
+    }
+    y = ragged_dot(x, given, sizes, precision="highest", **given_f)
+    wanted = ragged_dot(*wide, sizes, precision="highest", **given_f)
+    np.testing.assert_allclose(y.astype(jnp.float32), wanted.astype(jnp.float32), rtol=1e-2)
+    # One quantised factor alone is dequantised.
+    half = ragged_dot(wide[0].astype(jnp.bfloat16), given, sizes, transpose_rhs=is_transposed)
+    assert half.dtype == jnp.bfloat16

@@ -16,6 +16,7 @@
 #include <stdint.h>
 
 #include "compiled_params.h"
+#include "epilogue/compiled_functions.cuh"
 #include "epilogue/compiled_values.cuh"
 #include "scheduler/raster.cuh"
 

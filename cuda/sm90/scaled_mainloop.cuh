@@ -23,7 +23,7 @@ namespace jax_tcgemm::sm90 {
 
 template <KernelConfig kConfig>
 struct ScaledMainloop {
-  using Loop = LayoutMainloop<kConfig, LayoutKK>;
+  using Loop = StageLoop<kConfig, LayoutKK>;
   using Accumulators = typename Loop::Accumulators;
   static constexpr bool kScales = true;
   // Columns of a tile, and of those that have one scale of B for sure: a tile may begin within a

@@ -11,8 +11,9 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_tcgemm import _compat
-from jax_tcgemm.api import arguments, eager
+from jax_tcgemm.api import arguments, eager, quantization
 from jax_tcgemm.api import epilogue as epilogues
+from jax_tcgemm.api.quantized_ragged_dot import quantized_ragged_dot
 from jax_tcgemm.kernels import table as kernel_table
 from jax_tcgemm.primitives import ragged as ragged_primitive
 from jax_tcgemm.problem import epilogue as problem_epilogue
@@ -28,8 +29,8 @@ _STATIC = "activation", "precision", "preferred_element_type", "transpose_rhs", 
 
 @eager.one_program(*_STATIC, "config", "epilogue")
 def ragged_dot(
-    lhs: ArrayLike,
-    rhs: ArrayLike,
+    lhs: Any,
+    rhs: Any,
     group_sizes: ArrayLike,
     *,
     bias: ArrayLike | None = None,
@@ -55,8 +56,9 @@ def ragged_dot(
     other.
 
     Args:
-        lhs: ``(m, k)``.
-        rhs: ``(g, k, n)``, or ``(g, n, k)`` with ``transpose_rhs``.
+        lhs: ``(m, k)``; a ``Quantized`` or qwix's ``QArray``, too.
+        rhs: ``(g, k, n)``, or ``(g, n, k)`` with ``transpose_rhs``; likewise. Two of float8 or two
+            of int8 whose scales do not change along k are multiplied as they are.
         group_sizes: ``(g,)``, integers. They may sum to less than ``m``. Negative sizes count as
             zero, and a group that would reach beyond row ``m`` ends there.
         bias: ``(g, n)``, added before the activation.
@@ -79,6 +81,23 @@ def ragged_dot(
         TypeError: an argument's type or dtype is not accepted.
         ValueError: an argument's shape or value is not accepted.
     """
+    if quantization.is_quantized(lhs) or quantization.is_quantized(rhs):
+        if out_sharding is not None:
+            raise ValueError("ragged_dot: no out_sharding= of quantised operands; accepted: None")
+        return quantized_ragged_dot(
+            ragged_dot,
+            lhs,
+            rhs,
+            group_sizes,
+            bias=bias,
+            activation=activation,
+            precision=precision,
+            preferred_element_type=preferred_element_type,
+            transpose_rhs=bool(transpose_rhs),
+            config=config,
+            epilogue=epilogue,
+            epilogue_operands=epilogue_operands,
+        )
     lhs, rhs = arguments.matrix("lhs", lhs), arguments.matrix("rhs", rhs)
     if lhs.ndim != 2 or rhs.ndim != 3:
         raise ValueError(
@@ -96,7 +115,8 @@ def ragged_dot(
         epilogues.check_alone(
             "ragged_dot", bias=bias, activation=activation, out_sharding=out_sharding
         )
-        spec = RaggedSpec(out_dtype, precision, bool(transpose_rhs), config=config)
+        sums = jnp.dtype(jnp.int32) if lhs.dtype == rhs.dtype == jnp.int8 else out_dtype
+        spec = RaggedSpec(sums, precision, bool(transpose_rhs), config=config)
         shape = (lhs.shape[0], n)
         return epilogues.applied(
             operands, spec, shape, epilogue, epilogue_operands, preferred_element_type

@@ -128,7 +128,7 @@ def quantized_dot_general(
         for name, x in (("lhs", lhs), ("rhs", rhs))
     )
     shapes = [(x.qvalue if quantization.is_quantized(x) else x).shape for x in (lhs, rhs)]
-    dtype = _result_dtype(lhs, rhs) if preferred_element_type is None else preferred_element_type
+    dtype = result_dtype(lhs, rhs) if preferred_element_type is None else preferred_element_type
     return _quantized_dot_general(
         lhs,
         rhs,
@@ -155,11 +155,11 @@ def _contracted(
         shardings = _compat.shardings_of(lambda a, b: lax.dot_general(a, b, dims), *values)
         return _compat.with_automatic_axes(own, (lhs, rhs), shardings)
     types = lhs.value.dtype, rhs.value.dtype
-    is_native = types == (jnp.int8, jnp.int8) or all(x.name in _FLOAT8 for x in types)
+    is_native = is_native_pair(*types)
     has_zero_points = lhs.zero_point is not None or rhs.zero_point is not None
     is_corrected = is_native and has_zero_points and _is_exact(lhs, rhs, dims)
     if not is_native or (has_zero_points and not is_corrected):
-        common = _common_dtype(*types, dtype)
+        common = common_of(*types, dtype)
         lhs, rhs = lhs.dequantised(common), rhs.dequantised(common)
     shape = _result_shape(lhs.value.shape, rhs.value.shape, dims)
     sides = matrices(lhs, rhs, dims)
@@ -183,14 +183,19 @@ def _contracted(
     return product.reshape(shape)
 
 
-def _common_dtype(lhs: np.dtype, rhs: np.dtype, result: np.dtype) -> np.dtype:
+def is_native_pair(lhs: np.dtype, rhs: np.dtype) -> bool:
+    """Whether operands of these types are multiplied as they are."""
+    return lhs == rhs == jnp.int8 or all(x.name in _FLOAT8 for x in (lhs, rhs))
+
+
+def common_of(lhs: np.dtype, rhs: np.dtype, result: np.dtype) -> np.dtype:
     """Returns the type in which operands are multiplied that no kernel takes as they are."""
     wide = [dtype for dtype in (lhs, rhs) if dtype.itemsize > 1]
     common = functools.reduce(common_dtype, wide) if wide else result
     return jnp.dtype(common if jnp.issubdtype(common, jnp.floating) else jnp.float32)
 
 
-def _result_dtype(lhs: Any, rhs: Any) -> np.dtype:
+def result_dtype(lhs: Any, rhs: Any) -> np.dtype:
     """Returns the dtype of an operand of more than 8 bits, else the common one of the scales."""
     wide, scales = [], []
     for x in (lhs, rhs):

@@ -81,7 +81,7 @@ class Reduction:
 
     @property
     def join(self) -> str:
-        """Name of what joins two values in ``compiled_values.cuh``."""
+        """Name of what joins two values in ``compiled_functions.cuh``."""
         return JOINS[self.made.primitive.name]
 
     @property

@@ -162,6 +162,15 @@ def dot(a: jax.Array, b: jax.Array, dimension_numbers: Any, precision: Any, dtyp
     if all(x.dtype == jnp.int8 for x in (a, b)) and dtype == jnp.int32:
         exact = functools.partial(_dot_of_int8, dimension_numbers=dimension_numbers)
         return lax.platform_dependent(a, b, cuda=exact, default=narrow)
+    if precision is lax.DotAlgorithmPreset.TF32_TF32_F32_X3:  # which CPUs do not know
+        exact = functools.partial(
+            lax.dot_general,
+            dimension_numbers=dimension_numbers,
+            precision=lax.Precision.HIGHEST,
+            preferred_element_type=dtype,
+        )
+        by_platform = functools.partial(lax.platform_dependent, cpu=exact, default=narrow)
+        return jax.checkpoint(by_platform, prevent_cse=False)(a, b)
     is_narrow = all(jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 2 for x in (a, b))
     if not is_narrow or dtype.itemsize > 4:
         return narrow(a, b)

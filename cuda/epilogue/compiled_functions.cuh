@@ -1,0 +1,218 @@
+// What the statements of a program compiled at run time call: the operations of JAX that C++ has no
+// operator for, joins, and random numbers. All on values as epilogue/compiled_values.cuh holds
+// them.
+
+#pragma once
+
+#include <stdint.h>
+
+#include <type_traits>
+
+namespace jax_tcgemm {
+
+// NaN where either is, as in jax.numpy; fmaxf would drop it.
+__device__ __forceinline__ float maximum(float x, float y) {
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;\n" : "=f"(result) : "f"(x), "f"(y));
+  return result;
+}
+__device__ __forceinline__ float minimum(float x, float y) {
+  float result;
+  asm("min.NaN.f32 %0, %1, %2;\n" : "=f"(result) : "f"(x), "f"(y));
+  return result;
+}
+template <typename T>
+__device__ __forceinline__ T maximum(T x, T y) {
+  return x < y ? y : x;
+}
+template <typename T>
+__device__ __forceinline__ T minimum(T x, T y) {
+  return y < x ? y : x;
+}
+
+struct Sum {
+  template <typename T>
+  static __device__ __forceinline__ T join(T x, T y) {
+    return x + y;
+  }
+};
+struct Maximum {
+  template <typename T>
+  static __device__ __forceinline__ T join(T x, T y) {
+    return maximum(x, y);
+  }
+};
+struct Minimum {
+  template <typename T>
+  static __device__ __forceinline__ T join(T x, T y) {
+    return minimum(x, y);
+  }
+};
+
+// Joins the values of lanes whose numbers differ in these bits.
+template <typename Join, int kFirst, int kLast, typename T>
+__device__ __forceinline__ T joined_lanes(T x) {
+#pragma unroll
+  for (int bit = kFirst; bit <= kLast; bit *= 2) {
+    x = Join::join(x, __shfl_xor_sync(0xffffffffu, x, bit));
+  }
+  return x;
+}
+
+template <typename T>
+__device__ __forceinline__ T clamped(T low, T x, T high) {
+  return minimum(maximum(low, x), high);
+}
+
+// 2^(x log2 e) of the power that `ex2` makes of the rounded product, with the rounding error put
+// back. Infinity has no error to be put back, nor has what is nearly 0, for that of an infinite
+// product is NaN.
+template <typename Ex2>
+__device__ __forceinline__ float exp_by(float x, float least, Ex2&& ex2) {
+  constexpr float kLog2E = 1.4426950408889634f;
+  constexpr float kLog2ELow = 1.925963033500975e-08f;
+  const float high = x * kLog2E;
+  const float low = fmaf(x, kLog2ELow, fmaf(x, kLog2E, -high));
+  const float power = ex2(high);
+  const bool is_finite = high < 128.f && high > least;
+  return is_finite ? fmaf(power, low * 0.6931471805599453f, power) : power;
+}
+
+// exp(x) to 2 ulp.
+__device__ __forceinline__ float fast_exp(float x) {
+  return exp_by(x, -200.f, [](float high) {
+    float power;
+    asm("ex2.approx.f32 %0, %1;\n" : "=f"(power) : "f"(high));
+    return power;
+  });
+}
+
+// The same, but 0 instead of less than 2^-126, for sums with 1.
+__device__ __forceinline__ float exp_beside_one(float x) {
+  return exp_by(x, -128.f, [](float high) {
+    float power;
+    asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(power) : "f"(high));
+    return power;
+  });
+}
+
+// 1 / x of what is 1 or more; 0 instead of less than 2^-126.
+__device__ __forceinline__ float reciprocal(float x) {
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;\n" : "=f"(result) : "f"(x));
+  return result;
+}
+
+// 1 / (1 + exp(-x)), to a few ulp.
+__device__ __forceinline__ float logistic(float x) { return reciprocal(1.f + exp_beside_one(-x)); }
+
+// 1 + tanh(x) and 1 - tanh(x), without cancellation.
+struct BesideTanh {
+  float plus, minus;
+};
+__device__ __forceinline__ BesideTanh beside_tanh(float x) {
+  const float power = exp_beside_one(2.f * x);
+  const float minus = 2.f * reciprocal(1.f + power);
+  return {x > 0.f ? 2.f - minus : power * minus, minus};
+}
+
+__device__ __forceinline__ float sign(float x) {
+  return x > 0.f ? 1.f : x < 0.f ? -1.f : x;  // of NaN and zeros themselves
+}
+template <typename T>
+__device__ __forceinline__ T sign(T x) {
+  return x > T{0} ? T{1} : x < T{0} ? static_cast<T>(-1) : T{0};
+}
+
+// x to a power that is known: by squaring, of a negative one the reciprocal.
+template <int kPower, typename T>
+__device__ __forceinline__ T integer_power(T x) {
+  if constexpr (kPower < 0) {
+    return T{1} / integer_power<-kPower>(x);
+  } else if constexpr (kPower == 0) {
+    return T{1};
+  } else if constexpr (kPower % 2 != 0) {
+    return integer_power<kPower - 1>(x) * x;
+  } else {
+    const T root = integer_power<kPower / 2>(x);
+    return root * root;
+  }
+}
+
+// Of integers: what XLA makes of a division by zero and of the one quotient out of range.
+template <typename T>
+__device__ __forceinline__ T quotient(T x, T y) {
+  if (y == T{0}) return static_cast<T>(-1);
+  if (static_cast<T>(-1) < T{0} && y == static_cast<T>(-1)) return static_cast<T>(T{0} - x);
+  return static_cast<T>(x / y);
+}
+template <typename T>
+__device__ __forceinline__ T remainder_of(T x, T y) {
+  if (y == T{0}) return x;
+  if (static_cast<T>(-1) < T{0} && y == static_cast<T>(-1)) return T{0};
+  return static_cast<T>(x % y);
+}
+
+// Shifts by the number of bits or more leave nothing, or the sign.
+template <typename T>
+__device__ __forceinline__ T shifted_left(T x, T by) {
+  using Bits = std::conditional_t<sizeof(T) == 4, uint32_t, uint16_t>;
+  const auto count = static_cast<uint32_t>(by);
+  return count >= 8 * sizeof(T) ? T{0} : static_cast<T>(static_cast<Bits>(x) << count);
+}
+template <typename T>
+__device__ __forceinline__ T shifted_right_logical(T x, T by) {
+  using Bits = std::conditional_t<sizeof(T) == 4, uint32_t,
+                                  std::conditional_t<sizeof(T) == 2, uint16_t, uint8_t>>;
+  const auto count = static_cast<uint32_t>(by);
+  return count >= 8 * sizeof(T) ? T{0} : static_cast<T>(static_cast<Bits>(x) >> count);
+}
+template <typename T>
+__device__ __forceinline__ T shifted_right_arithmetic(T x, T by) {
+  const auto count = static_cast<uint32_t>(by);
+  if (count < 8 * sizeof(T)) return static_cast<T>(x >> count);
+  return static_cast<T>(x < T{0} ? -1 : 0);
+}
+
+template <typename T>
+__device__ __forceinline__ int bits_set(T x) {
+  return __popc(static_cast<uint32_t>(x) & (0xffffffffu >> (32 - 8 * sizeof(T))));
+}
+
+// 20 rounds of Threefry-2x32 (Salmon et al., 2011, "Parallel random numbers: as easy as 1, 2, 3"),
+// in place.
+__device__ __forceinline__ void threefry2x32(uint32_t key0, uint32_t key1, uint32_t& x0,
+                                             uint32_t& x1) {
+  const uint32_t keys[3] = {key0, key1, key0 ^ key1 ^ 0x1BD11BDAu};
+  constexpr int kRotations[2][4] = {{13, 15, 26, 6}, {17, 29, 16, 24}};
+  x0 += keys[0];
+  x1 += keys[1];
+#pragma unroll
+  for (int group = 0; group < 5; ++group) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int by = kRotations[group % 2][i];
+      x0 += x1;
+      x1 = __funnelshift_l(x1, x1, by) ^ x0;
+    }
+    x0 += keys[(group + 1) % 3];
+    x1 += keys[(group + 2) % 3] + group + 1;
+  }
+}
+
+// As jax.random.bits makes number `count` of an array, below 2^32, where threefry is partitionable.
+__device__ __forceinline__ uint32_t random_bits(uint32_t key0, uint32_t key1, uint32_t count) {
+  uint32_t x0 = 0;
+  uint32_t x1 = count;
+  threefry2x32(key0, key1, x0, x1);
+  return x0 ^ x1;
+}
+
+// The same bits as another type of as many.
+template <typename To, typename From>
+__device__ __forceinline__ To bits_as(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  return *reinterpret_cast<const To*>(&from);
+}
+
+}  // namespace jax_tcgemm

@@ -1,0 +1,211 @@
+// What a program compiled at run time sees of a sub-tile: operands and results in shared memory,
+// the accumulators in registers. See sm90/output/compiled.cuh.
+
+#pragma once
+
+#include <stdint.h>
+
+#include "compiled_params.h"
+#include "epilogue/compiled_functions.cuh"
+#include "epilogue/compiled_values.cuh"
+#include "ptx/shared_memory.cuh"
+#include "ptx/wgmma.cuh"
+#include "scheduler/raster.cuh"
+#include "sm90/output/output_tile.h"
+#include "sm90/output/subtile.cuh"
+
+namespace jax_tcgemm::sm90 {
+
+// Where the operands and results of a sub-tile lie in a warp's part of shared memory.
+template <KernelConfig kConfig, typename Program>
+struct CompiledPlan {
+  static constexpr int kVector = 16;  // bytes
+  static constexpr int kWarpBytes = kConfig.staging_bytes() / 4;
+  using Sum = ptx::SumOf<kConfig.algorithm>;
+
+  // Bytes from row to row: such that the threads of a warp meet different banks, or two at most
+  // where there is least room.
+  static constexpr int pitch(int bytes, int columns) {
+    return columns * bytes + (bytes == 4 && columns > 16 ? 2 * kVector : kVector);
+  }
+  static constexpr int operand_bytes(int i, int columns) {
+    const CompiledOperandKind kind = Program::kOperand[i];
+    if (!kind.is_staged()) return 0;
+    return kind.along == Along::kMatrix ? kWarpRows * pitch(kind.bytes, columns)
+                                        : columns * kind.bytes;
+  }
+  static constexpr int operands_bytes(int columns, int count = Program::kOperands) {
+    int bytes = 0;
+    for (int i = 0; i < count; ++i) bytes += operand_bytes(i, columns);
+    return bytes;
+  }
+  static constexpr int results_bytes(int columns, int count = Program::kResults) {
+    int bytes = 0;
+    for (int i = 0; i < count; ++i) {
+      bytes += kWarpRows * pitch(Program::kResult[i].bytes, columns);
+    }
+    return bytes;
+  }
+  static constexpr bool has_room(int columns, int stages) {
+    return stages * operands_bytes(columns) + results_bytes(columns) <= kWarpBytes;
+  }
+  struct Choice {
+    int columns;
+    int stages;  // of operands; 0: they are read where they lie
+  };
+  // Long rows are quicker to store, and two stages hide that operands come from memory.
+  static constexpr Choice choice() {
+    constexpr Choice kChoices[] = {{64, 2}, {32, 2}, {16, 2}, {32, 1}, {16, 1}, {32, 0}, {16, 0}};
+    for (const Choice& each : kChoices) {
+      const bool divides = kConfig.output_n() % each.columns == 0;
+      if (divides && has_room(each.columns, each.stages)) return each;
+    }
+    return {0, 0};
+  }
+  static constexpr int kColumns = choice().columns;
+  static constexpr int kStages = choice().stages;
+  static_assert(kColumns > 0, "no room for the results of so many types");
+
+  // Constants, since device code cannot read the Program's arrays.
+  static constexpr uint32_t kStageBytes = operands_bytes(kColumns);
+  template <int kIndex>
+  static constexpr uint32_t kOperandAt = operands_bytes(kColumns, kIndex);
+  template <int kIndex>
+  static constexpr uint32_t kResultAt = kStages * kStageBytes + results_bytes(kColumns, kIndex);
+  template <int kIndex>
+  static constexpr bool kIsStaged = kStages > 0 && Program::kOperand[kIndex].is_staged();
+};
+
+// What a Program sees of 16 x 16 values of D: a thread has 8, dealt as accumulators are (Chunk).
+template <typename Plan>
+struct CompiledIo {
+  static constexpr int kValues = kChunkValues;
+  const CompiledParams& params;
+  uint32_t operands;  // in shared memory: the stage
+  uint32_t results;
+  int row;     // of D: the thread's first
+  int column;  // likewise
+  int batch;
+  int chunk_column;  // the thread's first in the sub-tile
+  typename Plan::Sum acc[2][kChunkValues];
+
+  __device__ __forceinline__ int m(int i) const { return row + i / 2 % 2 * 8; }
+  __device__ __forceinline__ int n(int i) const { return column + i % 2 + i / 4 * 8; }
+
+  // What moves along nothing.
+  template <typename T, int kIndex>
+  __device__ __forceinline__ ScalarValues<T> scalar() const {
+    return {load<T, kIndex>(0, 0)};
+  }
+  template <typename T, int kIndex>
+  __device__ __forceinline__ RowValues<T> rows() const {
+    return {load<T, kIndex>(m(0), 0), load<T, kIndex>(m(2), 0)};
+  }
+  template <typename T, int kIndex>
+  __device__ __forceinline__ ColumnValues<T> columns() const {
+    ColumnValues<T> values;
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      if constexpr (Plan::template kIsStaged<kIndex>) {
+        const uint32_t at = operands + Plan::template kOperandAt<kIndex> +
+                            (chunk_column + 8 * j) * static_cast<uint32_t>(sizeof(T));
+        load_shared_pair<T>(values.value[2 * j], values.value[2 * j + 1], at);
+      } else {
+        values.value[2 * j] = load<T, kIndex>(0, n(4 * j));
+        values.value[2 * j + 1] = load<T, kIndex>(0, n(4 * j + 1));
+      }
+    }
+    return values;
+  }
+  template <typename T, int kIndex>
+  __device__ __forceinline__ MatrixValues<T> matrix() const {
+    MatrixValues<T> values;
+#pragma unroll
+    for (int i = 0; i < kChunkValues; i += 2) {
+      if constexpr (Plan::template kIsStaged<kIndex>) {
+        const uint32_t at = operands + Plan::template kOperandAt<kIndex> + in_buffer<T>(i);
+        load_shared_pair<T>(values.value[i], values.value[i + 1], at);
+      } else {
+        values.value[i] = load<T, kIndex>(m(i), n(i));
+        values.value[i + 1] = load<T, kIndex>(m(i), n(i + 1));
+      }
+    }
+    return values;
+  }
+
+  template <typename T, int kIndex>
+  __device__ __forceinline__ void write(const ValueOf<T> (&value)[kChunkValues]) const {
+#pragma unroll
+    for (int i = 0; i < kChunkValues; i += 2) {
+      store_shared_pair<T>(results + Plan::template kResultAt<kIndex> + in_buffer<T>(i), value[i],
+                           value[i + 1]);
+    }
+  }
+
+  // Joins the values over rows and columns (Along::kNothing), rows (kColumns) or columns (kRows) of
+  // each 16 x 16; what lies outside of D counts as `neutral`. XLA joins the rest: an order of its
+  // own, whatever the tile.
+  template <typename T, int kIndex, Along kAlong, typename Join>
+  __device__ __forceinline__ void reduce(ValueOf<T> (&value)[kChunkValues],
+                                         ValueOf<T> neutral) const {
+#pragma unroll
+    for (int i = 0; i < kChunkValues; ++i) {
+      if (m(i) >= params.m || n(i) >= params.n) value[i] = neutral;
+    }
+    T* const out = static_cast<T*>(params.results[kIndex]);
+    const uint32_t lane = ptx::volatile_lane();
+    const int64_t row_blocks = (params.m + kChunkColumns - 1) / kChunkColumns;
+    const int64_t column_blocks = (params.n + kChunkColumns - 1) / kChunkColumns;
+    const int64_t row_block = batch * row_blocks + row / kChunkColumns;
+    const int column_block = column / kChunkColumns;
+    const auto join = [](auto x, auto y) { return Join::join(x, y); };
+    if constexpr (kAlong == Along::kColumns) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {  // columns 0, 1, 8, 9 of the thread
+        const int i = j / 2 * 4 + j % 2;
+        const auto x = joined_lanes<Join, 4, 16>(join(value[i], value[i + 2]));
+        if (lane < 4 && row < params.m && n(i) < params.n) {
+          out[row_block * params.n + n(i)] = element_of<T>(x);
+        }
+      }
+    } else if constexpr (kAlong == Along::kRows) {
+#pragma unroll
+      for (int i = 0; i < 4; i += 2) {  // rows 0 and 8
+        const auto x = joined_lanes<Join, 1, 2>(
+            join(join(value[i], value[i + 1]), join(value[i + 4], value[i + 5])));
+        if (lane % 4 == 0 && m(i) < params.m && column < params.n) {
+          out[(int64_t{batch} * params.m + m(i)) * column_blocks + column_block] = element_of<T>(x);
+        }
+      }
+    } else {
+      auto x = value[0];
+#pragma unroll
+      for (int i = 1; i < kChunkValues; ++i) x = join(x, value[i]);
+      x = joined_lanes<Join, 1, 16>(x);
+      if (lane == 0 && row < params.m && column < params.n) {
+        out[row_block * column_blocks + column_block] = element_of<T>(x);
+      }
+    }
+  }
+
+ private:
+  // Of the pair that begins with value i.
+  template <typename T>
+  __device__ __forceinline__ uint32_t in_buffer(int i) const {
+    constexpr int kPitch = Plan::pitch(sizeof(T), Plan::kColumns);
+    return (ptx::volatile_lane() / 4 + i / 2 % 2 * 8) * kPitch +
+           (chunk_column + i / 4 * 8) * static_cast<uint32_t>(sizeof(T));
+  }
+
+  // Of what lies outside of D the last row or column instead: no branch, and never stored.
+  template <typename T, int kIndex>
+  __device__ __forceinline__ ValueOf<T> load(int m, int n) const {
+    const CompiledOperand& operand = params.operands[kIndex];
+    const int64_t at = batch_offset(params, batch, operand.batch) +
+                       min(m, params.m - 1) * operand.stride_m +
+                       min(n, params.n - 1) * operand.stride_n;
+    return value_of(load_global(static_cast<const T*>(operand.data) + at));
+  }
+};
+
+}  // namespace jax_tcgemm::sm90

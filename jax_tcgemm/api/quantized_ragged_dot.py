@@ -1,0 +1,140 @@
+"""``ragged_dot`` of quantised operands: scales become a function of the product."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_tcgemm.api import arguments, quantization
+from jax_tcgemm.api.scaled_dot import common_of, is_native_pair, result_dtype
+from jax_tcgemm.api.scaled_matrices import Scaled
+from jax_tcgemm.problem.activations import Activation, resolve
+
+
+def quantized_ragged_dot(
+    dot: Callable[..., Any],
+    lhs: Any,
+    rhs: Any,
+    group_sizes: Any,
+    *,
+    bias: Any,
+    activation: str | Activation | None,
+    preferred_element_type: Any,
+    epilogue: Callable[..., Any] | None,
+    epilogue_operands: Sequence[Any],
+    **options: Any,
+) -> Any:
+    """Computes ``ragged_dot`` where at least one factor is quantised.
+
+    Two of float8 or two of int8 are multiplied as they are if no scale changes along k and there
+    are no zero points; others are dequantised.
+
+    Args:
+        dot: ``ragged_dot``.
+        lhs: ``(m, k)``.
+        rhs: ``(g, k, n)``, or ``(g, n, k)``.
+        group_sizes: as ``ragged_dot`` has them.
+        bias: likewise.
+        activation: likewise.
+        preferred_element_type: likewise.
+        epilogue: likewise.
+        epilogue_operands: likewise.
+        **options: further arguments of ``dot``.
+    """
+    dtype = jnp.dtype(
+        result_dtype(lhs, rhs) if preferred_element_type is None else preferred_element_type
+    )
+    a, b = Scaled.of(lhs), Scaled.of(rhs)
+    k_axis = 2 if options["transpose_rhs"] else 1
+    is_native = (
+        is_native_pair(a.value.dtype, b.value.dtype)
+        and a.zero_point is None
+        and b.zero_point is None
+        and a.is_constant_along((1,))
+        and b.is_constant_along((k_axis,))
+        and b.value.shape[0] > 0
+    )
+    if not is_native:
+        common = common_of(a.value.dtype, b.value.dtype, dtype)
+        return dot(
+            a.dequantised(common).value,
+            b.dequantised(common).value,
+            group_sizes,
+            bias=bias,
+            activation=activation,
+            preferred_element_type=None if epilogue is not None else dtype,
+            epilogue=epilogue,
+            epilogue_operands=epilogue_operands,
+            **options,
+        )
+    m, groups = a.value.shape[0], b.value.shape[0]
+    of_row, is_inside = _groups_of_rows(arguments.array("group_sizes", group_sizes), m)
+    scales = _along_results(a, b, k_axis, of_row)
+    if epilogue is None:
+        n = b.value.shape[3 - k_axis]
+        terms = [] if bias is None else [_of_rows(bias, (groups, n), of_row)]
+        epilogue_operands = (is_inside, *terms)
+        epilogue = _finished(activation, dtype)
+
+    def of_product(product: jax.Array, scales: Sequence[jax.Array], *others: Any) -> Any:
+        product = product.astype(jnp.float32)
+        for scale in scales:
+            product = product * scale
+        return epilogue(product, *others)
+
+    return dot(
+        a.value,
+        b.value,
+        group_sizes,
+        epilogue=of_product,
+        epilogue_operands=(scales, *epilogue_operands),
+        preferred_element_type=preferred_element_type,
+        **options,
+    )
+
+
+def _finished(activation: str | Activation | None, dtype: np.dtype) -> Callable[..., jax.Array]:
+    """Returns what becomes of a scaled product; rows beyond all groups are zero."""
+
+    def finished(product: jax.Array, is_inside: jax.Array, *bias: jax.Array) -> jax.Array:
+        for each in bias:
+            product = product + each
+        if activation is not None:
+            product = resolve(activation).reference(product)
+        return jnp.where(is_inside, product, 0).astype(dtype)
+
+    return finished
+
+
+def _groups_of_rows(sizes: jax.Array, m: int) -> tuple[jax.Array, jax.Array]:
+    """Returns the group of each row, ``(m,)``, and whether there is one, ``(m, 1)``."""
+    ends = jnp.cumsum(jnp.clip(sizes, 0, m).astype(jnp.int32))
+    rows = jnp.arange(m, dtype=jnp.int32)
+    group = jnp.searchsorted(ends, rows, side="right").astype(jnp.int32)
+    return jnp.minimum(group, sizes.shape[0] - 1), (rows < ends[-1])[:, None]
+
+
+def _of_rows(values: Any, shape: tuple[int, int], of_row: jax.Array) -> jax.Array:
+    """Returns the bias of each row's group."""
+    values = arguments.array("bias", values).astype(jnp.float32)
+    return jnp.broadcast_to(values, shape)[of_row]
+
+
+def _along_results(a: Scaled, b: Scaled, k_axis: int, of_row: jax.Array) -> list[jax.Array]:
+    """Returns scales that broadcast to ``(m, n)``."""
+    scales = []
+    if a.scale is not None:
+        rows = (a.value.shape[0] if a.scale.shape[0] > 1 else 1, 1)
+        scales.append(quantization.spread(a.scale.astype(jnp.float32), rows))
+    if b.scale is not None:
+        columns = b.value.shape[3 - k_axis] if b.scale.shape[3 - k_axis] > 1 else 1
+        scale = b.scale.astype(jnp.float32).squeeze(k_axis)
+        groups = b.value.shape[0] if scale.shape[0] > 1 else 1
+        scale = quantization.spread(scale, (groups, columns))
+        # Of each group: read along with the results.
+        scales.append(scale[of_row] if groups > 1 else scale)
+    return scales
