@@ -79,6 +79,20 @@ def _function_step(name: str, products: int = 3) -> Step:
     return Step(ours, xla, {"w": "kn", **function.operands}, "mn", products)
 
 
+def _function_mlp(name: str) -> Step:
+    """Two layers, of which the first has a function of ``functions.py`` as its epilogue."""
+    function = FUNCTIONS[name]
+
+    def ours(x: jax.Array, w1: jax.Array, w2: jax.Array, **operands: jax.Array) -> jax.Array:
+        given = tuple(operands.values())
+        return mlp(x, w1, None, w2, epilogue=function.apply, epilogue_operands=given)
+
+    def xla(x: jax.Array, w1: jax.Array, w2: jax.Array, **operands: jax.Array) -> jax.Array:
+        return function.apply((x @ w1).astype(jnp.float32), *operands.values()) @ w2
+
+    return Step(ours, xla, {"w1": "kn", "w2": "nk", **function.operands}, "mk", 6)
+
+
 STEPS = {
     "gelu layer": Step(_layer, _xla_layer, {"w": "kn", "bias": "n"}, "mn", 3),
     "mlp": Step(mlp, _xla_mlp, {"w1": "kn", "b1": "n", "w2": "nk", "b2": "k"}, "mk", 6),
@@ -86,4 +100,5 @@ STEPS = {
         gated_mlp, _xla_gated_mlp, {"w_gate": "kn", "w_up": "kn", "w_down": "nk"}, "mk", 9
     ),
     **{name: _function_step(name) for name in ("softcap", "silu slope", "dropout")},
+    **{f"mlp {name}": _function_mlp(name) for name in ("silu slope", "dropout")},
 }

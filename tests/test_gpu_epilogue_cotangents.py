@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import random_epilogues
 
-from jax_tcgemm import gated_gemm, gemm, ragged_dot
+from jax_tcgemm import gated_gemm, gated_mlp, gemm, mlp, quantize, ragged_dot
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90, pytest.mark.usefixtures("never_apart")]
 
@@ -155,3 +155,68 @@ def test_gated_and_ragged(assert_accurate):
     for x, y in zip(ours, _vjp(grouped_by_xla, (lhs, rhs, scale), cotangent), strict=True):
         x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
         assert np.linalg.norm(x - y) < 2**-6 * np.linalg.norm(y)
+
+
+def _near(found, expected):
+    for x, y in zip(found, expected, strict=True):
+        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        assert np.linalg.norm(x - y) < 2**-6 * np.linalg.norm(y)
+
+
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_two_layers_go_back_through_the_function_in_a_gemm(is_gated):
+    m, k, f, n = 256, 128, 264, 192
+    rng = np.random.default_rng(0)
+
+    def draw(*shape):
+        return jnp.asarray(rng.normal(size=shape).astype(np.float32)).astype(BF16)
+
+    def gate(g, u, bias, scale):
+        return (jax.nn.silu(g + bias) * u * scale).astype(BF16)
+
+    def hidden(acc, bias, scale):
+        return (_dropout(acc, bias, 0) * scale).astype(BF16)
+
+    weights = [draw(k, f) / 8 for _ in range(1 + is_gated)]
+    operands = [draw(m, k), *weights, draw(f, n) / 16, draw(f), draw(m, 1)]
+    cotangent = draw(m, n)
+
+    def ours(x, *rest):
+        *w, w2, bias, scale = rest
+        given = {"epilogue_operands": (bias, scale)}
+        if is_gated:
+            return gated_mlp(x, *w, w2, epilogue=gate, **given)
+        return mlp(x, *w, None, w2, epilogue=hidden, **given)
+
+    def by_xla(x, *rest):
+        *w, w2, bias, scale = rest
+        z = [jnp.matmul(x, y, preferred_element_type=jnp.float32) for y in w]
+        z = [each.astype(BF16).astype(jnp.float32) for each in z]
+        return (gate if is_gated else hidden)(*z, bias, scale) @ w2
+
+    _near(
+        jax.jit(lambda *x: _vjp(ours, x, cotangent))(*operands),
+        jax.jit(lambda *x: _vjp(by_xla, x, cotangent))(*operands),
+    )
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn], ids=lambda dtype: dtype.__name__)
+@pytest.mark.parametrize("tile", [(1, -1, -1), (1, 1, -1), (-1, 1, -1)])
+def test_ragged_dot_of_quantised_experts(dtype, tile):
+    m, n, k, groups = 300, 192, 256, 4
+    rng = np.random.default_rng(0)
+    x, w = (
+        jnp.asarray(rng.normal(size=shape).astype(np.float32)) for shape in ((m, k), (groups, n, k))
+    )
+    sizes = jnp.asarray([100, 0, 170, 20], jnp.int32)
+    bias = jnp.asarray(rng.normal(size=(groups, n)).astype(np.float32))
+    quantised = quantize(x, dtype, tile=(1, -1)), quantize(w, dtype, tile=tile)
+    options = {"transpose_rhs": True, "bias": bias, "activation": "gelu", "precision": "highest"}
+    y = jax.jit(lambda x, w: ragged_dot(x, w, sizes, **options))(*quantised)
+    wide = [np.asarray(each.dequantize(), np.float64) for each in quantised]
+    group = np.repeat(np.arange(groups), np.asarray(sizes))
+    z = np.einsum("mk,mnk->mn", wide[0][:290], wide[1][group]) + np.asarray(bias)[group]
+    exact = 0.5 * z * (1 + np.tanh(np.sqrt(2 / np.pi) * (z + 0.044715 * z**3)))
+    assert y.dtype == jnp.float32
+    assert np.max(np.abs(np.asarray(y)[:290] - exact)) < 2**-9 * np.max(np.abs(exact))
+    assert not np.asarray(y)[290:].any()

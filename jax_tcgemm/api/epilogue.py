@@ -62,14 +62,31 @@ def applied(
         TypeError: ``epilogue`` is no function, or an operand no array.
         ValueError: a result is neither of the product's shape nor a reduction of it.
     """
+    every, compiled_spec, out_tree = traced(
+        own, spec, shape, epilogue, operands, preferred_element_type
+    )
+    return jax.tree.unflatten(out_tree, compiled.bind(every, compiled_spec))
+
+
+def traced(
+    own: Sequence[jax.Array],
+    spec: GemmSpec | RaggedSpec,
+    shape: tuple[int, ...],
+    epilogue: Callable[..., Any],
+    operands: Sequence[Any],
+    preferred_element_type: DTypeLike | None,
+) -> tuple[list[jax.Array], CompiledSpec, Any]:
+    """Returns the operands and the static parameters of the primitive; see ``applied``.
+
+    The last is the structure of what the function returns.
+    """
     count = spec.epilogue.row.accumulators
     listed, flat, out_trees = as_listed(epilogue, operands, count, shape, preferred_element_type)
     dtype = accumulator_dtype(own[0].dtype, own[1].dtype, spec.out_dtype)
     product = jax.ShapeDtypeStruct(shape, dtype)
     types = [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in flat]
     function, held = functions.trace(listed, [*[product] * count, *types], count)
-    results = compiled.bind([*own, *flat, *held], CompiledSpec(spec, function))
-    return jax.tree.unflatten(out_trees[0], results)
+    return [*own, *flat, *held], CompiledSpec(spec, function), out_trees[0]
 
 
 def as_listed(

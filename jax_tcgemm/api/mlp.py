@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -10,17 +11,18 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_tcgemm import _compat
 from jax_tcgemm.api import arguments, eager
+from jax_tcgemm.api import epilogue as epilogues
 from jax_tcgemm.api.gated_gemm import gated_operands
-from jax_tcgemm.primitives import layers
+from jax_tcgemm.primitives import function_layers, layers
 from jax_tcgemm.problem.activations import Activation
 from jax_tcgemm.problem.arithmetic import INPUT_DTYPES, resolve_algorithm
 from jax_tcgemm.problem.epilogue import Epilogue
-from jax_tcgemm.problem.spec import GemmSpec
+from jax_tcgemm.problem.spec import GemmSpec, flatten
 from jax_tcgemm.problem.strides import Operands
 
 _STATIC = (
     *("activation", "transpose_w", "precision", "preferred_element_type"),
-    *("recompute_activation", "out_sharding"),
+    *("recompute_activation", "out_sharding", "epilogue"),
 )
 
 
@@ -39,6 +41,8 @@ def mlp(
     preferred_element_type: DTypeLike | None = None,
     recompute_activation: bool = False,
     out_sharding: Any = None,
+    epilogue: Callable[..., Any] | None = None,
+    epilogue_operands: Sequence[Any] = (),
 ) -> jax.Array:
     """Two layers: ``activation(x @ w1 + b1) @ w2 + b2 + residual``, as two gemms.
 
@@ -68,6 +72,10 @@ def mlp(
             computes the activation again for the gradient of ``w2``: one more pass over it, and
             half of the memory.
         out_sharding: as in ``gemm``.
+        epilogue: a function of ``x @ w1`` and ``epilogue_operands`` in place of ``b1`` and of the
+            activation, which is not looked at then: as in ``gemm``, with the hidden layer as its
+            only result. What goes back through it is in the epilogue of a gemm as well.
+        epilogue_operands: its further arguments.
 
     Returns:
         ``(..., m, n)``.
@@ -90,6 +98,9 @@ def mlp(
     if b1 is not None:
         placed["bias"] = arguments.placed(arguments.vector("b1", b1, (f,), dtype), (*batch, f))
     first, axes = _unzipped(placed)
+    if epilogue is not None:
+        _check_alone("mlp", recompute_activation, out_sharding, b1=b1)
+        activation = None
     spec = GemmSpec(axes, dtype, precision, Epilogue(activation=activation))
     return _two_layers(
         first,
@@ -99,6 +110,7 @@ def mlp(
         preferred_element_type,
         recompute_activation,
         out_sharding,
+        epilogue and (epilogue, epilogue_operands),
     )
 
 
@@ -119,6 +131,8 @@ def gated_mlp(
     preferred_element_type: DTypeLike | None = None,
     recompute_activation: bool = False,
     out_sharding: Any = None,
+    epilogue: Callable[..., Any] | None = None,
+    epilogue_operands: Sequence[Any] = (),
 ) -> jax.Array:
     """A gated layer and the next: ``(activation(x @ w_gate) * (x @ w_up)) @ w_down``, two gemms.
 
@@ -141,6 +155,9 @@ def gated_mlp(
         preferred_element_type: as in ``mlp``.
         recompute_activation: as in ``mlp``; what is kept then is ``x @ w_gate`` and ``x @ w_up``.
         out_sharding: as in ``gemm``.
+        epilogue: as in ``mlp``, of ``x @ w_gate`` and ``x @ w_up``, in place of their biases and of
+            the activation.
+        epilogue_operands: its further arguments.
 
     Returns:
         ``(..., m, n)``.
@@ -167,6 +184,10 @@ def gated_mlp(
     )
     dtype = _hidden_dtype(first.a, first.b, spec.out_dtype, precision)
     arguments.check_activation(activation, dtype)
+    if epilogue is not None:
+        biases = {"bias_gate": bias_gate, "bias_up": bias_up}
+        _check_alone("gated_mlp", recompute_activation, out_sharding, **biases)
+        activation = None
     return _two_layers(
         first,
         spec.replace(out_dtype=dtype, activation=activation),
@@ -175,7 +196,38 @@ def gated_mlp(
         preferred_element_type,
         recompute_activation,
         out_sharding,
+        epilogue and (epilogue, epilogue_operands),
     )
+
+
+def _check_alone(name: str, recompute_activation: bool, out_sharding: Any, **biases: Any) -> None:
+    """Checks what goes with ``epilogue=``."""
+    recomputes = recompute_activation or None
+    others = {"recompute_activation": recomputes, "out_sharding": out_sharding, **biases}
+    epilogues.check_alone(name, **others)
+
+
+def _of_function(
+    first: Sequence[jax.Array],
+    first_spec: GemmSpec,
+    hidden: Any,
+    epilogue: tuple[Callable[..., Any], Sequence[Any]],
+    second: Operands,
+    second_spec: GemmSpec,
+) -> jax.Array:
+    """Runs both layers, of which the first has a function as its epilogue."""
+    products = first_spec.accumulators(out_dtype=first_spec.out_dtype)
+    given, compiled_spec, _ = epilogues.traced(
+        first, products, hidden.shape, *epilogue, preferred_element_type=hidden.dtype
+    )
+    results = [(x.shape, x.dtype) for x in compiled_spec.function.results]
+    if results != [(hidden.shape, hidden.dtype)]:
+        raise ValueError(
+            f"epilogue returned arrays of {results}; accepted: one of {hidden.shape} and a "
+            "floating-point type, the hidden layer"
+        )
+    layers_spec = function_layers.FunctionLayers(compiled_spec, second_spec)
+    return function_layers.forward(layers_spec, given, second)
 
 
 def _weight(name: str, value: Any) -> jax.Array:
@@ -220,6 +272,7 @@ def _two_layers(
     preferred_element_type: DTypeLike | None,
     recompute_activation: bool,
     out_sharding: Any,
+    epilogue: tuple[Callable[..., Any], Sequence[Any]] | None,
 ) -> jax.Array:
     """Checks the operands of the second layer, by the names its caller gives, and runs both."""
     (w_name, w), (bias_name, bias), (_, residual) = others.items()
@@ -241,6 +294,8 @@ def _two_layers(
     second, axes = _unzipped(placed)
     axes = axes._replace(a=tuple(range(len(hidden.shape))))
     spec = GemmSpec(axes, out_dtype, first_spec.precision)
+    if epilogue is not None:
+        return _of_function(flatten(first), first_spec, hidden, epilogue, second, spec)
     out_sharding = _compat.out_sharding_of(out_sharding, "mlp" if w_name == "w2" else "gated_mlp")
     both = layers.Layers(first_spec, spec, bool(recompute_activation))
     return layers.apply(both, first, second, out_sharding)

@@ -59,14 +59,15 @@ def composed(*operands: jax.Array, spec: CompiledSpec) -> list[jax.Array]:
     return spec.function(*_accumulators(own, spec), *others)
 
 
-def _wide(own: Sequence[Any], spec: CompiledSpec) -> Any:
+def accumulators_dtype(operands: Sequence[Any], spec: CompiledSpec) -> Any:
     """Returns the type of the accumulators."""
-    return accumulator_dtype(own[0].dtype, own[1].dtype, spec.product.out_dtype)
+    a, b = operands[:2]
+    return accumulator_dtype(a.dtype, b.dtype, spec.product.out_dtype)
 
 
 def _accumulators(own: Sequence[jax.Array], spec: CompiledSpec) -> list[jax.Array]:
     """Returns the products as the function takes them."""
-    product, dtype = spec.product, _wide(own, spec)
+    product, dtype = spec.product, accumulators_dtype(own, spec)
     if spec.scaled and isinstance(product, GemmSpec):
         a, b, *scales = own
         own = [_scaled(x, scale) for x, scale in zip((a, b), scales, strict=True)]
@@ -112,9 +113,29 @@ def _drop_unread(used: Sequence[bool], *arguments: Any) -> tuple[list[bool], Any
 def _jvp(
     primals: Sequence[Any], tangents: Sequence[Any], *, spec: CompiledSpec
 ) -> tuple[list[Any], list[Any]]:
-    """Derives the function at the accumulators, which are asked for too, rounded like a product."""
+    moves = [None if type(t) is ad.Zero else t for t in tangents]
+    results, values, slopes = with_slopes(primals, moves, spec)
+    wide = accumulators_dtype(primals, spec)
+    made = iter(epilogue_derivative.tangents(spec, wide, values, slopes))
+    return results, [next(made) if is_smooth(x.dtype) else _compat.zero_of(x) for x in results]
+
+
+def with_slopes(
+    primals: Sequence[Any], tangents: Sequence[Any], spec: CompiledSpec
+) -> tuple[list[Any], list[Any], list[Any]]:
+    """Computes the results, and what their derivative is taken at.
+
+    Args:
+        primals: the operands.
+        tangents: theirs, ``None`` where that is zero.
+        spec: the static parameters.
+
+    Returns:
+        The results; the accumulators, which are asked for too, rounded like a product, the operands
+        of the function, and the masks; and the tangents of these.
+    """
     own, others = spec.split(primals)
-    down, dothers = spec.split([None if type(t) is ad.Zero else t for t in tangents])
+    down, dothers = spec.split(tangents)
     count = spec.function.accumulators
     kept = spec.function.with_residuals(spec.product.out_dtype)
     results = bind(primals, spec.replace(function=kept))
@@ -129,9 +150,7 @@ def _jvp(
             "accepted: fp8_dot, which quantizes the operands of each product of the derivative"
         )
     dz = _product_tangents(own, down, spec) if moves else [None] * count
-    values, slopes = [*saved, *others, *masks], [*dz, *dothers, *[None] * len(masks)]
-    made = iter(epilogue_derivative.tangents(spec, _wide(own, spec), values, slopes))
-    return results, [next(made) if is_smooth(x.dtype) else _compat.zero_of(x) for x in results]
+    return results, [*saved, *others, *masks], [*dz, *dothers, *[None] * len(masks)]
 
 
 def _product_tangents(own: Sequence[Any], down: Sequence[Any], spec: CompiledSpec) -> list[Any]:
