@@ -18,7 +18,11 @@ from jax_tcgemm.epilogue.spec import CompiledSpec
 from jax_tcgemm.kernels.arithmetic import ALL_ARITHMETIC
 from jax_tcgemm.kernels.table import XLA
 from jax_tcgemm.lowering import devices, k_major
-from jax_tcgemm.lowering.custom_call import second_weight_offset, shapes_of
+from jax_tcgemm.lowering.custom_call import (
+    MAX_TMA_BATCH_NDIM,
+    second_weight_offset,
+    shapes_of,
+)
 from jax_tcgemm.problem.alignment import COPY_BYTES, is_transposed, unaligned_stride
 from jax_tcgemm.problem.arithmetic import INPUT_DTYPES, resolve_algorithm, resolve_run_time
 from jax_tcgemm.problem.log import log
@@ -32,9 +36,6 @@ from jax_tcgemm.problem.strides import (
     StridedGemm,
     fold_beside,
 )
-
-_COMPUTE_CAPABILITY = (9, 0)
-_MAX_TMA_BATCH_NDIM = 3
 
 # Rows or columns up to which other kernels are made for the product, which have no compiled
 # epilogues: XLA computes the function in a pass of its own, over few results.
@@ -133,7 +134,7 @@ def _call_or_reason(own: Sequence[Any], spec: CompiledSpec, made: Program) -> _C
     algorithm = _algorithm(a.dtype, b.dtype, product)
     if algorithm is None:
         return f"no kernel for functions of products of {a.dtype} and {b.dtype}"
-    other = devices.other_than(_COMPUTE_CAPABILITY)
+    other = devices.other_than(devices.HOPPER)
     if other is not None:
         return f"no kernel on {other}"
     factors: dict[str, k_major.Factor] = {}
@@ -249,7 +250,7 @@ def _unfit(gemm: StridedGemm, second_weight: int, itemsize: int) -> str | None:
     """Says what keeps TMA from the factors, or the kernels from being fast."""
     if not gemm.m * gemm.n * gemm.k * math.prod(gemm.batch):
         return "an extent of 0"
-    if len(gemm.batch) > _MAX_TMA_BATCH_NDIM:
+    if len(gemm.batch) > MAX_TMA_BATCH_NDIM:
         return f"{len(gemm.batch)} batch dimensions that do not fold"
     if math.prod(gemm.batch) > MAX_EXTENT:
         return "a batch beyond 2^30"

@@ -17,6 +17,7 @@ from jax_tcgemm.epilogue.linear import LinearSpec
 from jax_tcgemm.epilogue.program import Program
 from jax_tcgemm.lowering import devices
 from jax_tcgemm.lowering.compiled import kinds_of, source_of
+from jax_tcgemm.lowering.custom_call import MAX_BATCH_NDIM
 from jax_tcgemm.problem.log import log
 from jax_tcgemm.problem.spec import LARGE_MATRIX
 from jax_tcgemm.problem.strides import (
@@ -28,11 +29,6 @@ from jax_tcgemm.problem.strides import (
     fold_beside,
     row_major,
 )
-
-_COMPUTE_CAPABILITY = (9, 0)
-
-# As kMaxBatchRank of cuda/gemm_params.h.
-_MAX_BATCH_NDIM = 4
 
 
 def cuda_pullback(*operands: jax.Array, spec: LinearSpec) -> list[jax.Array]:
@@ -95,14 +91,14 @@ def _call_or_reason(spec: LinearSpec) -> _Call | str:
         return "an extent beyond 2^30"
     if _extension.COMPILED_PASS_TARGET not in _extension.BUILT_TARGETS:
         return "no kernels were built"
-    other = devices.other_than(_COMPUTE_CAPABILITY)
+    other = devices.other_than(devices.HOPPER)
     if other is not None:
         return f"no kernel on {other}"
     made = translation.translate(spec.pullback, shape)
     if isinstance(made, str):
         return made
     folded, strides = _folded(shape, made)
-    if len(folded.batch) > _MAX_BATCH_NDIM:
+    if len(folded.batch) > MAX_BATCH_NDIM:
         return f"{len(folded.batch)} batch dimensions that do not fold"
     call = _Call(made, source_of(made, strides, folded.n), folded, strides)
     is_here = bool(_compat.initialized_cuda_devices())

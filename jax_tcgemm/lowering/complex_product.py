@@ -17,14 +17,17 @@ from jax import lax
 from jax_tcgemm import _extension
 from jax_tcgemm.kernels.table import XLA
 from jax_tcgemm.lowering import devices, reference
-from jax_tcgemm.lowering.custom_call import attributes, shapes_of, workspace_bytes
+from jax_tcgemm.lowering.custom_call import (
+    MAX_TMA_BATCH_NDIM,
+    attributes,
+    shapes_of,
+    workspace_bytes,
+)
 from jax_tcgemm.lowering.obstacles import odd_shape, possible_planes
 from jax_tcgemm.problem.arithmetic import resolve_algorithm
 from jax_tcgemm.problem.spec import GemmSpec
 from jax_tcgemm.problem.strides import MAX_EXTENT, Operands, StridedGemm, fold, strided_gemm
 
-_COMPUTE_CAPABILITY = (9, 0)
-_MAX_TMA_BATCH_NDIM = 3
 _FLOAT32 = jnp.dtype(jnp.float32)
 
 # Multiplications of a matrix of the batch, rows and columns, and k from which this takes less time
@@ -71,7 +74,7 @@ def _obstacle(x: Operands, spec: GemmSpec, algorithm: str | None) -> str | None:
         return "by config"
     if spec.is_gated or spec.config is not None:
         return "no kernel of complex64 by that name or of two weights"
-    other = devices.other_than(_COMPUTE_CAPABILITY)
+    other = devices.other_than(devices.HOPPER)
     if other is not None:
         return f"a complex product on {other}"
     if not _extension.has_kernel("TF32_TF32_F32"):
@@ -80,7 +83,7 @@ def _obstacle(x: Operands, spec: GemmSpec, algorithm: str | None) -> str | None:
     if shape is not None:
         return shape
     gemm = fold(spec.strided(shapes_of(x)))
-    if len(gemm.batch) > _MAX_TMA_BATCH_NDIM or 2 * max(gemm.n, gemm.k) > MAX_EXTENT:
+    if len(gemm.batch) > MAX_TMA_BATCH_NDIM or 2 * max(gemm.n, gemm.k) > MAX_EXTENT:
         return "batch dimensions that do not fold, or an extent beyond 2^29"
     is_large = gemm.m * gemm.n * gemm.k >= _PRODUCTS and gemm.k >= _ROWS
     if not is_large or min(gemm.m, gemm.n) < _ROWS:

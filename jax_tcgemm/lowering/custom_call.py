@@ -24,8 +24,10 @@ from jax_tcgemm.problem.arithmetic import INPUT_DTYPES, written_dtype
 from jax_tcgemm.problem.spec import GemmSpec, flatten, with_kernel_layouts
 from jax_tcgemm.problem.strides import ROLES, Operands, StridedGemm, fold
 
-# What the custom call takes; the kernel walks the batch with this many strides.
+# What the custom call takes, kMaxBatchRank of cuda/gemm_params.h: the kernel walks the batch with
+# this many strides. By TMA, as the fast ones do, with fewer.
 MAX_BATCH_NDIM = 4
+MAX_TMA_BATCH_NDIM = 3
 
 _FLOAT32 = jnp.dtype(jnp.float32)
 

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from jax_tcgemm import _compat, _extension
 from jax_tcgemm.kernels.arithmetic import Arithmetic
 
-# With tensor cores for the arithmetic.
+# With tensor cores for the arithmetic; HOPPER, the one that most kernels here are made for.
 _TURING, _AMPERE = (7, 5), (8, 0)
+HOPPER = (9, 0)
 
 
 def too_old_for(row: Arithmetic) -> str | None:

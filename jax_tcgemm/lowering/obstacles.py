@@ -12,20 +12,17 @@ from jax_tcgemm import _extension
 from jax_tcgemm.kernels import table as kernel_table
 from jax_tcgemm.kernels.arithmetic import ARITHMETIC, PlaneProduct
 from jax_tcgemm.lowering import devices
-from jax_tcgemm.lowering.custom_call import MAX_BATCH_NDIM, second_weight_offset, shapes_of
+from jax_tcgemm.lowering.custom_call import (
+    MAX_BATCH_NDIM,
+    MAX_TMA_BATCH_NDIM,
+    second_weight_offset,
+    shapes_of,
+)
 from jax_tcgemm.lowering.left_to_xla import left_to_xla
 from jax_tcgemm.problem.alignment import COPY_BYTES, misalignment
 from jax_tcgemm.problem.arithmetic import INPUT_DTYPES, resolve_planes, sum_dtype
 from jax_tcgemm.problem.spec import GemmSpec, with_kernel_layouts
 from jax_tcgemm.problem.strides import MAX_EXTENT, Operands, fold
-
-# Dimensions of the batch that kernels can walk which load by TMA, and so the fast ones for gated
-# products; they need instructions of this compute capability alone.
-_MAX_TMA_BATCH_NDIM = 3
-_GATED_COMPUTE_CAPABILITY = (9, 0)
-
-# Whose kernels were fitted to it; what others make of a plain product nobody knows untuned.
-_TUNED_COMPUTE_CAPABILITY = (9, 0)
 
 
 def no_kernel(algorithm: str | None, spec: GemmSpec, x: Operands) -> str | None:
@@ -85,9 +82,7 @@ _PLANE_K = 256
 
 def possible_planes(a: np.dtype, b: np.dtype, out: np.dtype, precision: Any) -> PlaneProduct | None:
     """As ``resolve_planes``, where all local GPUs have the kernels, and there are some."""
-    return (
-        resolve_planes(a, b, out, precision) if devices.are_all(_TUNED_COMPUTE_CAPABILITY) else None
-    )
+    return resolve_planes(a, b, out, precision) if devices.are_all(devices.HOPPER) else None
 
 
 def no_planes(planes: PlaneProduct, spec: GemmSpec, x: Operands) -> str | None:
@@ -112,7 +107,7 @@ def no_planes(planes: PlaneProduct, spec: GemmSpec, x: Operands) -> str | None:
     if with_kernel_layouts(spec, shapes_of(x))[0] != spec:
         return "an operand without a contiguous axis"
     gemm = fold(spec.strided(shapes_of(x)))
-    if len(gemm.batch) > _MAX_TMA_BATCH_NDIM:
+    if len(gemm.batch) > MAX_TMA_BATCH_NDIM:
         return f"{len(gemm.batch)} batch dimensions that do not fold"
     if len(planes.pairs) * gemm.k > MAX_EXTENT:
         return f"k={gemm.k} as that of {len(planes.pairs)} products"
@@ -143,7 +138,8 @@ def quicker_in_xla(algorithm: str, spec: GemmSpec, x: Operands) -> str | None:
     """
     if spec.is_gated or spec.config is not None:
         return None
-    other = devices.other_than(_TUNED_COMPUTE_CAPABILITY)
+    # Whose kernels were fitted to it; what others make of a plain product nobody knows untuned.
+    other = devices.other_than(devices.HOPPER)
     if other is not None and spec.work == "none":
         return f"reference: a product on {other} that was not tuned"
     shapes = shapes_of(x)
@@ -174,13 +170,13 @@ def no_gated_kernel(algorithm: str, spec: GemmSpec, x: Operands) -> str | None:
     if gemm.k == 0:
         return "reference: nothing to multiply"
     takes_any = spec.config is not None and kernel_table.by_name(spec.config).is_fallback
-    if len(gemm.batch) > (MAX_BATCH_NDIM if takes_any else _MAX_TMA_BATCH_NDIM):
+    if len(gemm.batch) > (MAX_BATCH_NDIM if takes_any else MAX_TMA_BATCH_NDIM):
         return f"reference: {len(gemm.batch)} batch dimensions that do not fold"
     if with_kernel_layouts(spec, shapes_of(x))[0] != spec:
         return "reference: an operand without a contiguous axis"
     if takes_any:
         return None
-    other = devices.other_than(_GATED_COMPUTE_CAPABILITY)
+    other = devices.other_than(devices.HOPPER)
     if other is not None:
         return f"reference: no gated kernel for {other}"
     itemsize = INPUT_DTYPES[algorithm].itemsize

@@ -27,7 +27,6 @@ from jax_tcgemm.tuning import lookup
 from jax_tcgemm.tuning.entry import problem_key
 
 _FLOAT32 = jnp.dtype(jnp.float32)
-_COMPUTE_CAPABILITY = (9, 0)
 
 
 def cuda_dot(
@@ -186,5 +185,5 @@ def _obstacle(
         return "reference: nothing to multiply, or an extent beyond 2^30"
     if config is not None and kernel_table.by_name(config).is_fallback:
         return None
-    other = devices.other_than(_COMPUTE_CAPABILITY)
+    other = devices.other_than(devices.HOPPER)
     return None if other is None else f"reference: no ragged kernel for {other}"
