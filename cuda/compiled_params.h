@@ -10,7 +10,7 @@
 
 namespace jax_tcgemm {
 
-// As MAX_OPERANDS and MAX_RESULTS in jax_tcgemm/epilogue/program.py.
+// As MAX_OPERANDS and MAX_RESULTS in jax_tcgemm/epilogue/translation.py.
 constexpr int kMaxCompiledOperands = 12;
 constexpr int kMaxCompiledResults = 6;
 

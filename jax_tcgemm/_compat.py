@@ -412,15 +412,6 @@ def bind_again(eqn: Any, values: Sequence[Any]) -> list[Any]:
     return list(results) if eqn.primitive.multiple_results else [results]
 
 
-def wrapped_function(value: Any) -> Any:
-    """Returns the user's function of a rule for derivatives, ``None`` for other parameters.
-
-    JAX wraps it anew each time that it traces a call.
-    """
-    if not callable(value):
-        return None
-    while True:
-        inner = getattr(value, "f", None) or getattr(value, "__wrapped__", None)
-        if inner is None:
-            return value
-        value = inner
+def is_rule(value: Any) -> bool:
+    """Whether a parameter of an operation is a function, wrapped or not."""
+    return hasattr(value, "transforms") or (callable(value) and not isinstance(value, type))

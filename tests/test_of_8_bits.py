@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -246,6 +247,16 @@ def test_the_product_alone_has_a_kernel(all_kernels, dtype):
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert "jax_tcgemm_compiled_gemm" in text
     assert "stablehlo.dot_general" not in text
+
+
+def test_integers_of_symbolic_shape_are_exported():
+    m, k = jax.export.symbolic_shape("m,4096")
+    a = jax.ShapeDtypeStruct((m, k), jnp.int8)
+    b = jax.ShapeDtypeStruct((4096, 32), jnp.int8)
+    product = jax.jit(lambda a, b: gemm(a, b, preferred_element_type=jnp.int32))
+    checks = jax_tcgemm.export_disabled_checks()
+    exported = jax.export.export(product, disabled_checks=checks)(a, b)
+    assert exported.out_avals[0].shape[1] == 32
 
 
 def test_no_integers_are_given_to_xla_on_gpus(cuda_module):

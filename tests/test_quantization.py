@@ -214,3 +214,21 @@ def test_ragged_dot_of_quantised_operands(dtype, tile, is_transposed):
     # One quantised factor alone is dequantised.
     half = ragged_dot(wide[0].astype(jnp.bfloat16), given, sizes, transpose_rhs=is_transposed)
     assert half.dtype == jnp.bfloat16
+
+
+def test_ragged_dot_of_quantised_operands_refuses_and_keeps_types():
+    rng = np.random.default_rng(0)
+    x = quantize(rng.normal(size=(6, 8)).astype(np.float32), INT8, tile=(1, -1))
+    w = quantize(rng.normal(size=(2, 8, 4)).astype(np.float32), INT8, tile=(1, -1, 1))
+    sizes = jnp.array([2, 3])
+    with pytest.raises(ValueError, match="got bias beside it"):
+        ragged_dot(x, w, sizes, bias=jnp.ones((2, 4)), epilogue=jnp.sin)
+    with pytest.raises(TypeError, match="must be a function"):
+        ragged_dot(x, w, sizes, epilogue=3)
+    with pytest.raises(ValueError, match=r"lhs must be \(m, k\)"):
+        ragged_dot(quantize(np.ones(8, np.float32), INT8), w, sizes)
+    wide = rng.normal(size=(6, 8)).astype(np.float32)
+    y = ragged_dot(wide, w, sizes, epilogue=jnp.sin, preferred_element_type=jnp.bfloat16)
+    assert y.dtype == jnp.bfloat16
+    nothing = quantize(np.ones((0, 8), np.float32), INT8, tile=(1, -1))
+    assert ragged_dot(nothing, w, sizes).shape == (0, 4)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_tcgemm.api import arguments, quantization
+from jax_tcgemm.api import epilogue as epilogues
 from jax_tcgemm.api.scaled_dot import common_of, is_native_pair, result_dtype
 from jax_tcgemm.api.scaled_matrices import Scaled
 from jax_tcgemm.problem.activations import Activation, resolve
@@ -45,10 +46,19 @@ def quantized_ragged_dot(
         epilogue_operands: likewise.
         **options: further arguments of ``dot``.
     """
+    if epilogue is not None:
+        epilogues.check_alone("ragged_dot", bias=bias, activation=activation)
+        if not callable(epilogue):
+            raise TypeError(f"epilogue={epilogue!r} must be a function of jax.numpy, or None")
     dtype = jnp.dtype(
         result_dtype(lhs, rhs) if preferred_element_type is None else preferred_element_type
     )
     a, b = Scaled.of(lhs), Scaled.of(rhs)
+    if a.value.ndim != 2 or b.value.ndim != 3:
+        raise ValueError(
+            f"lhs must be (m, k) and rhs (g, k, n), got lhs.shape={a.value.shape} and "
+            f"rhs.shape={b.value.shape}"
+        )
     k_axis = 2 if options["transpose_rhs"] else 1
     is_native = (
         is_native_pair(a.value.dtype, b.value.dtype)
@@ -59,14 +69,15 @@ def quantized_ragged_dot(
         and b.value.shape[0] > 0
     )
     if not is_native:
-        common = common_of(a.value.dtype, b.value.dtype, dtype)
+        wide = result_dtype(lhs, rhs) if epilogue is not None else dtype
+        common = common_of(a.value.dtype, b.value.dtype, jnp.dtype(wide))
         return dot(
             a.dequantised(common).value,
             b.dequantised(common).value,
             group_sizes,
             bias=bias,
             activation=activation,
-            preferred_element_type=None if epilogue is not None else dtype,
+            preferred_element_type=preferred_element_type if epilogue is not None else dtype,
             epilogue=epilogue,
             epilogue_operands=epilogue_operands,
             **options,
@@ -128,12 +139,12 @@ def _along_results(a: Scaled, b: Scaled, k_axis: int, of_row: jax.Array) -> list
     """Returns scales that broadcast to ``(m, n)``."""
     scales = []
     if a.scale is not None:
-        rows = (a.value.shape[0] if a.scale.shape[0] > 1 else 1, 1)
+        rows = (a.value.shape[0] if a.scale.shape[0] != 1 else 1, 1)
         scales.append(quantization.spread(a.scale.astype(jnp.float32), rows))
     if b.scale is not None:
-        columns = b.value.shape[3 - k_axis] if b.scale.shape[3 - k_axis] > 1 else 1
+        columns = b.value.shape[3 - k_axis] if b.scale.shape[3 - k_axis] != 1 else 1
         scale = b.scale.astype(jnp.float32).squeeze(k_axis)
-        groups = b.value.shape[0] if scale.shape[0] > 1 else 1
+        groups = b.value.shape[0] if scale.shape[0] != 1 else 1
         scale = quantization.spread(scale, (groups, columns))
         # Of each group: read along with the results.
         scales.append(scale[of_row] if groups > 1 else scale)

@@ -215,9 +215,11 @@ def _write(jaxpr: Any, lines: list[str]) -> None:
 
 
 def _named(value: Any) -> str:
-    """Returns a parameter as text; of a rule for derivatives, of the function that it is."""
-    rule = _compat.wrapped_function(value)
-    return f"{rule!r} at {id(rule):x}" if rule is not None else repr(value)
+    """Returns a parameter as text; of a rule for derivatives which object it is.
+
+    JAX wraps rules anew for each trace, with arguments that they may have (nondiff_argnums).
+    """
+    return f"rule {id(value):x}" if _compat.is_rule(value) else repr(value)
 
 
 def _is_mask(var: Any, shape: tuple[int, ...]) -> bool:

@@ -31,7 +31,14 @@ class LinearSpec:
     @property
     def pullback(self) -> EpilogueFunction:
         """The transpose: of the tangents' cotangents and of the values; returns the slopes'."""
-        return _transposed(self.tangent, self.slopes, _tracing())
+        is_known = _are_known(self.tangent.jaxpr.in_avals)
+        traced = _transposed if is_known else _transposed.__wrapped__
+        return traced(self.tangent, self.slopes, _tracing())
+
+    @property
+    def has_opaque_rule(self) -> bool:
+        """Whether the tangent can only be transposed: it goes through a ``jax.custom_vjp``."""
+        return any(x.primitive.name == "custom_lin" for x in self.tangent.jaxpr.jaxpr.eqns)
 
     def of_slopes(self, wanted: Sequence[bool]) -> tuple[LinearSpec, list[int]]:
         """Returns the same with some of the slopes alone, and which of the values it still has.
@@ -105,7 +112,13 @@ def of_epilogue(
         The derivative, and which of the values it depends on.
     """
     types = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals)
-    return _of_epilogue(function, wide, types, tuple(moving), _tracing())
+    traced = _of_epilogue if _are_known(types) else _of_epilogue.__wrapped__
+    return traced(function, wide, types, tuple(moving), _tracing())
+
+
+def _are_known(avals: Sequence[Any]) -> bool:
+    """Whether no extent is a symbol, of which others may have the name."""
+    return all(isinstance(extent, int) for x in avals for extent in x.shape)
 
 
 def _tracing() -> Any:

@@ -118,6 +118,7 @@ class Program:
         positions: of the matrices among the results of the function; the others follow from
             reductions.
         flat: the jaxpr whose variables the leaves are.
+        counts_rows: whether the statements know which row of a matrix a value is of.
     """
 
     leaves: tuple[Leaf, ...]
@@ -127,6 +128,12 @@ class Program:
     written: tuple[str, ...]
     positions: tuple[int, ...]
     flat: Any
+    counts_rows: bool
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether matrices of a batch must not be taken for more rows of one."""
+        return self.counts_rows or bool(self.reductions)
 
     @property
     def draws(self) -> bool:

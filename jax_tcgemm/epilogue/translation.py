@@ -90,6 +90,7 @@ class _Translation:
             tuple(matrices.values()),
             tuple(matrices),
             flat,
+            values.counts_rows,
         )
 
     @property

@@ -47,6 +47,7 @@ class Values:
         drawn: those that random numbers decide.
         leaves: what is read.
         lines: the statements.
+        counts_rows: whether they know which row a value is of.
     """
 
     def __init__(self, flat: Any, accumulators: int, shape: tuple[int, ...]):
@@ -63,6 +64,7 @@ class Values:
         self.drawn = _following((eqn.outvars[0] for eqn in draws), jaxpr)
         self.leaves: list[Leaf] = []
         self.lines: list[str] = []
+        self.counts_rows = False
         self._names: dict[tuple[Any, tuple[Any, ...]], str] = {}
         self._tanhs_below_one = self._find_tanhs_below_one()
 
@@ -87,6 +89,9 @@ class Values:
 
     def _made_value(self, atom: Any, index: Index) -> str:
         if atom in self.accumulators:
+            here = (None if extent == 1 else i for i, extent in enumerate(self.shape))
+            if index != tuple(here):
+                raise NotTranslatableError("a product read at another place")
             return f"io.acc[{self.accumulators.index(atom)}][i]"
         if atom in self.given:
             return self.leaf(atom, index)
@@ -271,6 +276,7 @@ class Values:
             return "0u"
         if where < rank - 2:
             raise NotTranslatableError("an index along a batch")
+        self.counts_rows |= where == rank - 2
         return f"static_cast<uint32_t>(io.{'m' if where == rank - 2 else 'n'}(i))"
 
     def _iota(self, eqn: Any, index: Index) -> str:

@@ -203,7 +203,7 @@ def _plain(
         return "an operand without a contiguous axis"
     leaves = tuple(leaf.strides(spec.batch_ndim + 2) for leaf in made.leaves)
     others = (*leaves, *beside)
-    return fold_beside(spec.strided(shapes), others, keeps_rows=bool(made.reductions))
+    return fold_beside(spec.strided(shapes), others, keeps_rows=made.keeps_rows)
 
 
 def _ragged(

@@ -111,4 +111,4 @@ def _folded(shape: Shape, made: Program) -> tuple[StridedGemm, tuple[Shape, ...]
     absent = Operands(*((0,) * (len(batch) + len(roles)) for roles in ROLES))
     own = StridedGemm(m, n, 1, tuple(batch), absent._replace(a=row_major(shape)))
     leaves = tuple(leaf.strides(len(shape)) for leaf in made.leaves)
-    return fold_beside(own, leaves, keeps_rows=bool(made.reductions))
+    return fold_beside(own, leaves, keeps_rows=made.keeps_rows)

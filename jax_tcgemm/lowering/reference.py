@@ -159,7 +159,8 @@ def dot(a: jax.Array, b: jax.Array, dimension_numbers: Any, precision: Any, dtyp
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
         return lax.dot_general(a, b, dimension_numbers, precision, jnp.float32).astype(dtype)
 
-    if all(x.dtype == jnp.int8 for x in (a, b)) and dtype == jnp.int32:
+    of_k = a.shape[dimension_numbers[0][0][0]]
+    if all(x.dtype == jnp.int8 for x in (a, b)) and dtype == jnp.int32 and isinstance(of_k, int):
         exact = functools.partial(_dot_of_int8, dimension_numbers=dimension_numbers)
         return lax.platform_dependent(a, b, cuda=exact, default=narrow)
     if precision is lax.DotAlgorithmPreset.TF32_TF32_F32_X3:  # which CPUs do not know
@@ -200,10 +201,11 @@ def _dot_of_int8(a: jax.Array, b: jax.Array, dimension_numbers: Any) -> jax.Arra
         return whole(a, b)
     size = -(-k // parts)
     a, b = (_divided(x, axis, parts, size) for x, axis in ((a, of_a), (b, of_b)))
-    result = jax.eval_shape(whole, a[0], b[0])
-    if 4 * parts * math.prod(result.shape) > _MOST_WAITING:
-        zero = jnp.zeros(result.shape, jnp.int32)
-        return lax.scan(lambda sum_, x: (sum_ + whole(*x), None), zero, (a, b))[0]
+    shape = jax.eval_shape(whole, a[0], b[0]).shape
+    is_known = all(isinstance(extent, int) for extent in shape)
+    if not is_known or 4 * parts * math.prod(shape) > _MOST_WAITING:
+        first = whole(a[0], b[0])
+        return lax.scan(lambda sum_, x: (sum_ + whole(*x), None), first, (a[1:], b[1:]))[0]
     batch = tuple((0, *(axis + 1 for axis in axes)) for axes in (batch_a, batch_b))
     return jnp.sum(whole(a, b, batch, (of_a + 1, of_b + 1)), axis=0, dtype=jnp.int32)
 

@@ -73,13 +73,15 @@ def _pullback_avals(*avals: Any, spec: LinearSpec) -> list[Any]:
 def _tangent_transpose(cotangents: Sequence[Any], *operands: Any, spec: LinearSpec) -> list[Any]:
     slopes, values = operands[: spec.slopes], operands[spec.slopes :]
     wanted = [ad.is_undefined_primal(x) for x in slopes]
-    if not all(wanted):
+    if not all(wanted) and not spec.has_opaque_rule:
         spec, kept = spec.of_slopes(wanted)
         values = [values[i] for i in kept]
-    found = iter(_of_cotangents(cotangents, values, spec))
-    return [*(next(found) if is_wanted else None for is_wanted in wanted)] + [None] * (
-        len(operands) - len(slopes)
-    )
+    found = _of_cotangents(cotangents, values, spec)
+    if len(found) < len(wanted):
+        remaining = iter(found)
+        found = [next(remaining) if is_wanted else None for is_wanted in wanted]
+    results = [x if is_wanted else None for x, is_wanted in zip(found, wanted, strict=True)]
+    return results + [None] * (len(operands) - len(slopes))
 
 
 def _of_cotangents(
@@ -88,6 +90,8 @@ def _of_cotangents(
     given = [type(x) is not ad.Zero for x in cotangents]
     if not any(given):
         return [None] * spec.slopes
+    if spec.has_opaque_rule:
+        return list(_bind_pullback([*map(ad.instantiate_zeros, cotangents), *values], spec))
     if not all(given):
         spec = spec.of_results(given)
     nonzero = [x for x, is_given in zip(cotangents, given, strict=True) if is_given]
@@ -113,6 +117,8 @@ def _drop_unread(used: Sequence[bool], *arguments: Any) -> tuple[list[bool], Any
     spec, count = eqn.params["spec"], len(eqn.invars)
     before = len(spec.tangent.results)
     needed = [True] * count
+    if spec.has_opaque_rule:
+        return needed, eqn
     if not all(used):
         spec, kept = spec.of_slopes(used)
         needed = [i < before or i - before in kept for i in range(count)]
@@ -143,6 +149,8 @@ def _pullback_batch(
     if all(dim is None for dim in dims):
         return _bind_pullback(operands, spec), [None] * spec.slopes
     size, count = axis_data.size, len(spec.tangent.results)
+    if spec.has_opaque_rule:
+        return jax.vmap(spec.pullback, tuple(dims), axis_size=size)(*operands), [0] * spec.slopes
     moved = [
         x
         if dim is None and i >= count  # a value that all have in common

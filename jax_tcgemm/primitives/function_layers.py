@@ -130,7 +130,7 @@ def _transpose(cotangent: Any, *operands: Any, spec: HiddenSpec) -> list[Any]:
     wanted = [ad.is_undefined_primal(x) for x in slopes]
     if type(cotangent) is ad.Zero:
         return [None] * len(operands)
-    if not all(wanted):
+    if not all(wanted) and not derivative.has_opaque_rule:
         derivative, kept = derivative.of_slopes(wanted)
         values = [values[i] for i in kept]
     dense = tuple(range(spec.product.batch_ndim + 2))
@@ -141,8 +141,11 @@ def _transpose(cotangent: Any, *operands: Any, spec: HiddenSpec) -> list[Any]:
     function = _of_accumulator(
         derivative, accumulator_dtype(cotangent.dtype, w.dtype, hidden.dtype)
     )
-    found = iter(compiled.bind([cotangent, w, *values], CompiledSpec(product, function)))
-    results = [next(found) if is_wanted else None for is_wanted in wanted]
+    found = compiled.bind([cotangent, w, *values], CompiledSpec(product, function))
+    if len(found) < len(wanted):
+        remaining = iter(found)
+        found = [next(remaining) if is_wanted else None for is_wanted in wanted]
+    results = [x if is_wanted else None for x, is_wanted in zip(found, wanted, strict=True)]
     return [*results, *[None] * (len(operands) - len(results))]
 
 
