@@ -405,7 +405,8 @@ def eval_jaxpr(jaxpr: Any, consts: Sequence[Any], *values: Any) -> list[Any]:
 
 
 def bind_again(eqn: Any, values: Sequence[Any]) -> list[Any]:
-    """Applies the operation of an equation to other values."""
+    """Applies the operation of an equation to other values, which may vary over mesh axes."""
+    values = match_varying(values) if len(values) > 1 else values
     params = eqn.primitive.get_bind_params(eqn.params)
     functions, params = params if isinstance(params, tuple) else ((), params)  # before 0.12
     results = eqn.primitive.bind(*functions, *values, **params)

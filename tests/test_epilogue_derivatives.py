@@ -9,6 +9,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import jax_tcgemm
 from jax_tcgemm import gated_gemm, gated_mlp, gemm, mlp
@@ -448,3 +449,55 @@ def test_symbolic_shapes_of_several_scopes():
             jax.jit(grad), disabled_checks=jax_tcgemm.export_disabled_checks()
         )(*types)
         assert exported.out_avals[1].shape == (64, 32)
+
+
+def _gelu_and_bias(z, bias):
+    return 2 * jax.nn.gelu(z) + bias
+
+
+def _one_layer(x, w, bias, v):
+    return gemm(x, w, epilogue=_gelu_and_bias, epilogue_operands=(bias,)) @ v
+
+
+def _both_layers(x, w, bias, v):
+    return mlp(x, w, None, v, epilogue=_gelu_and_bias, epilogue_operands=(bias,))
+
+
+def _plain_layers(x, w, bias, v):
+    return _gelu_and_bias(x @ w, bias) @ v
+
+
+_LAYER_SHAPES = (8, 16), (16, 8), (8,), (8, 4)
+
+
+@pytest.mark.parametrize("layers", [_one_layer, _both_layers])
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_functions_within_shard_map(layers, check_vma):
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((4,), ("d",), auto, devices=jax.devices("cpu")[:4])
+    specs = P("d"), P(), P(), P()
+    options = {"mesh": mesh, "in_specs": specs, "out_specs": P("d"), "check_vma": check_vma}
+    operands = _layer_operands(*_LAYER_SHAPES)
+    divided = jax.shard_map(layers, **options)
+    np.testing.assert_allclose(jax.jit(divided)(*operands), _plain_layers(*operands), rtol=1e-5)
+    ours, theirs = (
+        jax.jit(jax.grad(_squares(f), (0, 1, 2, 3)))(*operands) for f in (divided, _plain_layers)
+    )
+    for x, y in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("layers", [_one_layer, _both_layers])
+def test_functions_on_a_mesh_with_explicit_axes(layers):
+    explicit = (jax.sharding.AxisType.Explicit,)
+    mesh = jax.make_mesh((4,), ("d",), explicit, devices=jax.devices("cpu")[:4])
+    operands = _layer_operands(*_LAYER_SHAPES)
+    wanted = jax.grad(_squares(_plain_layers), (0, 1, 2, 3))(*operands)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(operands[0], jax.sharding.NamedSharding(mesh, P("d")))
+        placed = [x, *operands[1:]]
+        y = jax.jit(layers)(*placed)
+        assert jax.typeof(y).sharding.spec[0] == "d"
+        found = jax.jit(jax.grad(_squares(layers), (0, 1, 2, 3)))(*placed)
+    for x, y in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)

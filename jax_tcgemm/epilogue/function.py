@@ -48,6 +48,13 @@ class EpilogueFunction:
         """Computes the results by operations of JAX, which can be differentiated."""
         return core.jaxpr_as_fun(self.jaxpr)(*values)
 
+    def computed(self, *values: Any) -> list[Any]:
+        """Computes the results where nothing is differentiated any more.
+
+        Within ``shard_map``, too, whose operands vary over mesh axes where the traced ones did not.
+        """
+        return evaluate(self.flat.jaxpr, self.flat.consts, values)
+
     @property
     def results(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Types of the results."""
@@ -170,7 +177,8 @@ def trace(
     Returns:
         The epilogue, and the arrays that the function closes over, its further operands.
     """
-    closed = jax.make_jaxpr(function)(*avals)
+    with _compat.no_mesh():  # what is traced holds for any
+        closed = jax.make_jaxpr(function)(*avals)
     consts = list(closed.consts)
 
     def hoisted(*values: Any) -> list[Any]:

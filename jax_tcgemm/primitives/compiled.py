@@ -59,6 +59,12 @@ def composed(*operands: jax.Array, spec: CompiledSpec) -> list[jax.Array]:
     return spec.function(*_accumulators(own, spec), *others)
 
 
+def _computed(*operands: jax.Array, spec: CompiledSpec) -> list[jax.Array]:
+    """Does the same where a program is lowered."""
+    own, others = spec.split(operands)
+    return spec.function.computed(*_accumulators(own, spec), *others)
+
+
 def accumulators_dtype(operands: Sequence[Any], spec: CompiledSpec) -> Any:
     """Returns the type of the accumulators."""
     a, b = operands[:2]
@@ -230,6 +236,6 @@ for _primitive, _rule in (
     batching.fancy_primitive_batchers[_primitive] = _rule
     registration.lower(
         _primitive,
-        reference=composed,
-        cuda=functools.partial(compiled_lowering.cuda_compiled, composed=composed),
+        reference=_computed,
+        cuda=functools.partial(compiled_lowering.cuda_compiled, composed=_computed),
     )

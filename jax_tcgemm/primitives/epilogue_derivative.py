@@ -59,6 +59,14 @@ def _pullback(*operands: Any, spec: LinearSpec) -> list[Any]:
     return spec.pullback(*operands)
 
 
+def _computed_tangent(*operands: Any, spec: LinearSpec) -> list[Any]:
+    return spec.tangent.computed(*operands)
+
+
+def _computed_pullback(*operands: Any, spec: LinearSpec) -> list[Any]:
+    return spec.pullback.computed(*operands)
+
+
 def _tangent_avals(*avals: Any, spec: LinearSpec) -> list[Any]:
     return [_compat.result_aval(avals, x.shape, x.dtype) for x in spec.tangent.results]
 
@@ -176,5 +184,5 @@ ad.primitive_transposes[tangent_p] = _tangent_transpose
 ad.primitive_transposes[pullback_p] = _pullback_transpose
 batching.fancy_primitive_batchers[tangent_p] = _tangent_batch
 batching.fancy_primitive_batchers[pullback_p] = _pullback_batch
-registration.lower(tangent_p, reference=_tangent, cuda=_tangent)
-registration.lower(pullback_p, reference=_pullback, cuda=compiled_pass.cuda_pullback)
+registration.lower(tangent_p, reference=_computed_tangent, cuda=_computed_tangent)
+registration.lower(pullback_p, reference=_computed_pullback, cuda=compiled_pass.cuda_pullback)

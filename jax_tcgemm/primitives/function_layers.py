@@ -118,6 +118,13 @@ def _composed(*operands: Any, spec: HiddenSpec) -> jax.Array:
     return gemm_primitive.bind(Operands(tangent, w), spec.product.linear())[0]
 
 
+def _computed(*operands: Any, spec: HiddenSpec) -> jax.Array:
+    """Does the same where a program is lowered."""
+    *given, w = operands
+    (tangent,) = spec.derivative.tangent.computed(*given)
+    return gemm_primitive.bind(Operands(tangent, w), spec.product.linear())[0]
+
+
 def _abstract_eval(*avals: Any, spec: HiddenSpec) -> Any:
     shape = spec.product.result_shape(Operands(spec.derivative.shape, avals[-1].shape))
     return _compat.result_aval(avals, shape, spec.product.out_dtype)
@@ -178,4 +185,4 @@ hidden_tangent_p.def_abstract_eval(_abstract_eval)
 registration.derive_linear(hidden_tangent_p, _composed, lambda spec: spec.derivative.slopes)
 ad.primitive_transposes[hidden_tangent_p] = _transpose
 batching.fancy_primitive_batchers[hidden_tangent_p] = _batch
-mlir.register_lowering(hidden_tangent_p, mlir.lower_fun(_composed, multiple_results=False))
+mlir.register_lowering(hidden_tangent_p, mlir.lower_fun(_computed, multiple_results=False))
