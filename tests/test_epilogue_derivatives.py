@@ -456,7 +456,8 @@ def _gelu_and_bias(z, bias):
 
 
 def _one_layer(x, w, bias, v):
-    return gemm(x, w, epilogue=_gelu_and_bias, epilogue_operands=(bias,)) @ v
+    # In jnp's own gradient of the second product JAX 0.8 does not know how to divide the sum.
+    return gemm(gemm(x, w, epilogue=_gelu_and_bias, epilogue_operands=(bias,)), v)
 
 
 def _both_layers(x, w, bias, v):
