@@ -37,6 +37,16 @@ def check_alone(name: str, **others: Any) -> None:
         )
 
 
+def check_function(epilogue: Any) -> None:
+    """Checks that an epilogue can be called.
+
+    Raises:
+        TypeError: it cannot.
+    """
+    if not callable(epilogue):
+        raise TypeError(f"epilogue={epilogue!r} must be a function of jax.numpy, or None")
+
+
 def applied(
     own: Sequence[jax.Array],
     spec: GemmSpec | RaggedSpec,
@@ -112,8 +122,7 @@ def as_listed(
     Raises:
         TypeError: ``epilogue`` is no function, or an operand no array.
     """
-    if not callable(epilogue):
-        raise TypeError(f"epilogue={epilogue!r} must be a function of jax.numpy, or None")
+    check_function(epilogue)
     flat, tree = jax.tree.flatten(tuple(operands))
     flat = [arguments.array("epilogue_operands", value) for value in flat]
     out_trees: list[Any] = []

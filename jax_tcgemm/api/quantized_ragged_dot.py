@@ -48,8 +48,7 @@ def quantized_ragged_dot(
     """
     if epilogue is not None:
         epilogues.check_alone("ragged_dot", bias=bias, activation=activation)
-        if not callable(epilogue):
-            raise TypeError(f"epilogue={epilogue!r} must be a function of jax.numpy, or None")
+        epilogues.check_function(epilogue)
     dtype = jnp.dtype(
         result_dtype(lhs, rhs) if preferred_element_type is None else preferred_element_type
     )

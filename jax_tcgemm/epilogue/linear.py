@@ -154,6 +154,19 @@ def _of_epilogue(
     return linear(tangent, types, len(moving), tuple(avals[0].shape))
 
 
+def of_wanted(found: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
+    """Returns a cotangent for each slope, ``None`` where it is not wanted.
+
+    Args:
+        found: those of all slopes, or of the wanted ones.
+        wanted: for each of the slopes.
+    """
+    if len(found) < len(wanted):
+        remaining = iter(found)
+        return [next(remaining) if is_wanted else None for is_wanted in wanted]
+    return [x if is_wanted else None for x, is_wanted in zip(found, wanted, strict=True)]
+
+
 def is_smooth(dtype: Any) -> bool:
     """Whether results of this type have derivatives."""
     return jnp.issubdtype(dtype, jnp.inexact)

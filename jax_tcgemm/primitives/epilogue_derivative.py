@@ -84,11 +84,7 @@ def _tangent_transpose(cotangents: Sequence[Any], *operands: Any, spec: LinearSp
     if not all(wanted) and not spec.has_opaque_rule:
         spec, kept = spec.of_slopes(wanted)
         values = [values[i] for i in kept]
-    found = _of_cotangents(cotangents, values, spec)
-    if len(found) < len(wanted):
-        remaining = iter(found)
-        found = [next(remaining) if is_wanted else None for is_wanted in wanted]
-    results = [x if is_wanted else None for x, is_wanted in zip(found, wanted, strict=True)]
+    results = linear.of_wanted(_of_cotangents(cotangents, values, spec), wanted)
     return results + [None] * (len(operands) - len(slopes))
 
 

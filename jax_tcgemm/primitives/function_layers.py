@@ -149,10 +149,7 @@ def _transpose(cotangent: Any, *operands: Any, spec: HiddenSpec) -> list[Any]:
         derivative, accumulator_dtype(cotangent.dtype, w.dtype, hidden.dtype)
     )
     found = compiled.bind([cotangent, w, *values], CompiledSpec(product, function))
-    if len(found) < len(wanted):
-        remaining = iter(found)
-        found = [next(remaining) if is_wanted else None for is_wanted in wanted]
-    results = [x if is_wanted else None for x, is_wanted in zip(found, wanted, strict=True)]
+    results = linear.of_wanted(found, wanted)
     return [*results, *[None] * (len(operands) - len(results))]
 
 
