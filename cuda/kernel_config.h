@@ -16,7 +16,9 @@ enum class Arch { kSimt, kSm75, kSm80, kSm90 };
 //   kCpAsync: 16-byte cp.async; base, strides and contiguous extent are multiples of 16 bytes.
 //   kRegister: 16-byte loads through registers, for the same operands.
 //   kRealign: 16-byte loads through registers, shifted to the row's alignment; takes anything.
-//   kDirect:  no shared memory: from global memory to registers; takes anything.
+//   kDirect:  no shared memory: from global memory to registers; takes anything. Of sm90 kernels:
+//   B,
+//             which is of 8 bits and n-major, for few rows (sm90/streamed_kernel.cuh).
 //   kTma:     boxes copied by TMA; base and strides are multiples of 16 bytes.
 enum class Loader { kCpAsync, kRegister, kRealign, kDirect, kTma };
 
@@ -74,6 +76,10 @@ struct KernelConfig {
   // What epilogues the kernel has: most of its code and of the time that it takes to compile.
   EpilogueWork epilogue;
 
+  // sm90: B goes from memory to registers. Each warp multiplies a part of k by the whole tile, and
+  // finishes its columns of the sum.
+  constexpr bool streams_b() const { return arch == Arch::kSm90 && loader == Loader::kDirect; }
+
   constexpr int warp_m() const { return tile_m / warps_m; }
   constexpr int warp_n() const { return tile_n / warps_n; }
   constexpr int cluster_size() const { return cluster_m * cluster_n * split_k; }
@@ -113,7 +119,7 @@ struct KernelConfig {
   }
   // A whole warpgroup where registers are to move from it to the consumers.
   constexpr int producer_warps() const {
-    if (arch != Arch::kSm90) return 0;
+    if (arch != Arch::kSm90 || streams_b()) return 0;
     return consumer_warps() > 4 ? 4 : 1;
   }
   constexpr int threads() const { return 32 * (consumer_warps() + producer_warps()); }
@@ -132,7 +138,19 @@ struct KernelConfig {
     return tile_mn * tile_k * element_bytes(algorithm);
   }
   constexpr int stage_bytes() const { return operand_bytes(tile_m) + operand_bytes(tile_n); }
-  constexpr int ring_bytes() const { return stages * stage_bytes(); }
+  constexpr int ring_bytes() const {
+    return streams_b() ? streamed_partial_bytes() + streamed_sums_bytes() : stages * stage_bytes();
+  }
+  // Instead of a ring: the sums of each warp, and what the blocks of a cluster send of theirs, in
+  // rows of so many floats or integers.
+  static constexpr int kStreamedPartialPitch = 128 + 16;
+  constexpr int streamed_sums_pitch() const { return output_n() / split_k + 8; }
+  constexpr int streamed_partial_bytes() const {
+    return consumer_warps() * tile_m * kStreamedPartialPitch * 4;
+  }
+  constexpr int streamed_sums_bytes() const {
+    return (gated ? 2 : 1) * split_k * tile_m * streamed_sums_pitch() * 4;
+  }
   // A float32 slab of 16 rows of accumulators for each warp of an mma.sync kernel; the buffers of
   // the warps of an sm90 kernel, through which D leaves.
   constexpr int slab_bytes() const { return 16 * warp_n() * 4; }
@@ -152,6 +170,7 @@ struct KernelConfig {
   constexpr int staging_bytes() const {
     if (swap_ab) return transposed_buffers() * transposed_rows() * 128;
     constexpr int kBuffer = 4 * 2 * 1024;
+    if (streams_b()) return 2 * kBuffer;
     const int fixed = ring_bytes() + bias_bytes() + kBarrierBytes;
     const int tile_bytes = 4 * warp_m() * output_n() * 2;
     int buffers = tile_bytes > 2 * kBuffer ? 4 : 2;
@@ -165,12 +184,12 @@ struct KernelConfig {
     if (arch != Arch::kSm90) return consumer_warps() * slab_bytes();
     // Sums of all other blocks that share a tile, and the slab of this one's share.
     if (skinny) return tile_m * tile_n * 4 + kSkinnyPadding * 4 * tile_m;
-    return split_k > 1 ? 0 : consumer_warps() / 4 * staging_bytes();
+    return split_k > 1 && !streams_b() ? 0 : consumer_warps() / 4 * staging_bytes();
   }
   static constexpr int kSkinnyPadding = 4;  // float32 of a row of the slab
   // sm90: the barriers, and the bias of each warpgroup's tile.
   constexpr int bias_bytes() const {
-    return skinny || swap_ab ? 0 : consumer_warps() / 4 * tile_n * 4;
+    return skinny || swap_ab || streams_b() ? 0 : consumer_warps() / 4 * tile_n * 4;
   }
   // sm90: blocks that shared memory and registers let on one SM; two warpgroups of consumers take
   // all registers.
@@ -180,7 +199,8 @@ struct KernelConfig {
     constexpr int kRegisters = 64 * 1024;
     if (consumer_warps() > 4) return 1;
     const int by_memory = kSharedMemoryPerSm / (shared_memory_bytes() + kReservedPerBlock);
-    const int by_registers = kRegisters / (threads() * (skinny ? 128 : 168));
+    const int many = streams_b() && tile_m > 16 ? 255 : 168;
+    const int by_registers = kRegisters / (threads() * (skinny ? 128 : many));
     return by_memory < by_registers ? by_memory : by_registers;
   }
   static constexpr int kBarrierBytes = 512;

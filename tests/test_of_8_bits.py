@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.export
 import jax.numpy as jnp
@@ -12,6 +14,7 @@ from quantized_values import E4M3, E5M2, INT8
 
 import jax_tcgemm
 from jax_tcgemm import dot_general, gated_gemm, gemm, quantize
+from jax_tcgemm.epilogue import cubins, nvrtc, source
 from jax_tcgemm.kernels import table as kernel_table
 from jax_tcgemm.lowering import reference
 from jax_tcgemm.partitioning import partitioner, rules
@@ -264,6 +267,57 @@ def test_no_integers_are_given_to_xla_on_gpus(cuda_module):
     text, _ = cuda_module(lambda a, b: gemm(a, b, config="xla"), x, x)
     assert "stablehlo.dot_general" in text
     assert "xi8>, tensor<64x64xi8>) -> tensor<64x64xi32>" not in text
+
+
+_STREAMED_ROW = "sm90_e4m3e4m3_fast_16x128x32_s2_c1x1_k2_streamed"
+
+
+@pytest.mark.parametrize(
+    ("of_a", "of_b", "options", "moves"),
+    [
+        ((16, 64), (64, 48), {}, False),
+        ((32, 64), (64, 48), {}, False),
+        ((33, 64), (64, 48), {}, True),
+        ((33, 64), (64, 48), {"config": _STREAMED_ROW}, False),
+        ((16, 64), (64, 48), {"config": ROW}, True),
+        ((16, 72), (72, 48), {}, True),  # rows of A are padded, and so is B
+        ((16, 64), (64, 40), {}, True),
+        ((2, 16, 64), (64, 48), {}, False),  # 32 rows
+        ((3, 16, 64), (64, 48), {}, True),
+        ((3, 16, 64), (3, 64, 48), {}, False),
+        ((16, 256), (256, 128), {"by_blocks": True}, True),
+    ],
+)
+def test_few_rows_take_weights_as_they_lie(all_kernels, of_a, of_b, options, moves):
+    a, b = jax.ShapeDtypeStruct(of_a, E4M3), jax.ShapeDtypeStruct(of_b, E4M3)
+
+    def f(a, b, config=None, by_blocks=False):
+        scales = {"a_scale": jnp.ones((16, 2)), "b_scale": jnp.ones((2, 1))} if by_blocks else {}
+        return gemm(a, b, config=config, **scales)
+
+    traced = jax.jit(functools.partial(f, **options)).trace(a, b)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "jax_tcgemm_compiled_gemm" in text
+    assert ("jax_tcgemm_transpose" in text or "stablehlo.transpose" in text) == moves
+
+
+@pytest.mark.parametrize("dtype", [INT8, E4M3], ids=lambda dtype: dtype.__name__)
+def test_kernels_of_few_rows_compile(all_kernels, monkeypatch, dtype):
+    found = nvrtc.find()
+    if isinstance(found, str):
+        pytest.skip(found)
+    made = []
+    of_program = source.of_program
+    monkeypatch.setattr(
+        source, "of_program", lambda *args: made.append(of_program(*args)) or made[-1]
+    )
+    x, w = jax.ShapeDtypeStruct((16, 64), dtype), jax.ShapeDtypeStruct((64, 64), dtype)
+    f = jax.jit(lambda x, w: gemm(x, w, a_scale=jnp.ones((16, 1)), bias=jnp.ones(64)))
+    f.trace(x, w).lower(lowering_platforms=("cuda",))
+    tag = "s8" if dtype == INT8 else "e4m3e4m3_fast"
+    for tile in ("16x128x32_s2_c1x1_k8", "32x128x32_s2_c1x1"):
+        text = source.of_kernel(made[-1], f"sm90_{tag}_{tile}_streamed", "nn")
+        assert found.compile(text, "sm_90a", cubins.include_folders())
 
 
 def test_arithmetic_of_8_bits():

@@ -90,6 +90,11 @@ bool sm90_supports(const KernelConfig& config, const ChoiceInput& input) {
   if (config.grouped != Grouped::kNone && !input.d_by_tma) return false;
   if (config.swap_ab) return input.major_a == Major::kK && !input.widens();
   if (element_bytes(config.algorithm) == 2) return true;
+  if (config.streams_b()) {
+    constexpr int kVector = 16;  // that a thread reads
+    return input.major_a == Major::kK && input.major_b == Major::kMn && input.k % kVector == 0 &&
+           input.n % kVector == 0;
+  }
   if (element_bytes(config.algorithm) == 1) {
     return input.major_a == Major::kK && input.major_b == Major::kK;
   }
@@ -135,8 +140,8 @@ bool wants_promotion(const ChoiceInput& input) {
 bool takes_compiled_epilogue(const KernelConfig& config) {
   const int bytes = element_bytes(config.algorithm);
   return config.arch == Arch::kSm90 && bytes <= 2 && !config.skinny && !config.swap_ab &&
-         (!config.promote || bytes == 1) && config.split_k == 1 && config.grouped != Grouped::kK &&
-         config.output_n() % 32 == 0;
+         (!config.promote || bytes == 1) && (config.split_k == 1 || config.streams_b()) &&
+         config.grouped != Grouped::kK && config.output_n() % 32 == 0;
 }
 
 }  // namespace

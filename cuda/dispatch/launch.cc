@@ -88,7 +88,8 @@ cudaError_t launch_sm90(const KernelConfig& config, KernelHandle* kernel,
       if (tiles > capacity) return cudaErrorCooperativeLaunchTooLarge;
       launch.numAttrs = 2;
     }
-    clusters = static_cast<int>(std::min<int64_t>(tiles, capacity));
+    // Blocks that stream B have one tile each.
+    clusters = static_cast<int>(config.streams_b() ? tiles : std::min<int64_t>(tiles, capacity));
     set_stride(&params, clusters);
   }
   launch.gridDim = dim3(clusters * config.cluster_size());

@@ -93,6 +93,15 @@ constexpr double kSumCycles = 300.0;
 constexpr double kFusedCycles = 2000.0;
 }  // namespace skinny_model
 
+// Of the rows that stream B from memory to registers.
+namespace streamed_model {
+constexpr double kStartCycles = 3000.0;
+constexpr double kClusterStartCycles = 500.0;
+constexpr double kMemoryRate = 2500.0;
+constexpr double kBlockRate = 16.0;  // of B into one block
+constexpr double kRoundCycles = 1500.0;
+}  // namespace streamed_model
+
 // Clusters at a time. A cluster's blocks share a GPC, and not every GPC has a multiple of 4 SMs.
 int64_t concurrent_clusters(const KernelConfig& config, const ChoiceInput& input) {
   const int size = config.cluster_size();
@@ -239,6 +248,19 @@ double skinny_cycles(const KernelConfig& config, const ChoiceInput& input) {
   return cycles + round(tiles - (rounds - 1) * capacity);
 }
 
+// Whole rounds of blocks, each of which has so many bytes on their way; or memory.
+double streamed_cycles(const KernelConfig& config, const ChoiceInput& input) {
+  using namespace streamed_model;
+  const int64_t tiles = cluster_tiles(config, input, 1);
+  const int64_t rounds = ceil_div(tiles, concurrent_clusters(config, input));
+  const double weights = input.gated ? 2.0 : 1.0;
+  const double bytes = weights * config.output_n() * static_cast<double>(input.k);
+  const double block = bytes / config.split_k / kBlockRate;
+  const double limits[] = {tiles * bytes / kMemoryRate, rounds * (block + kRoundCycles)};
+  const double start = kStartCycles + (config.split_k > 1 ? kClusterStartCycles : 0.0);
+  return start + power_mean(limits);
+}
+
 struct FusedCost {
   double element = 0.0;
   double start = 0.0;
@@ -358,6 +380,7 @@ bool has_fixup(const KernelConfig& config, const ChoiceInput& input, int splits)
 }
 
 double estimated_cycles(const KernelConfig& config, const ChoiceInput& input, int splits) {
+  if (config.streams_b()) return streamed_cycles(config, input);
   return config.skinny ? skinny_cycles(config, input) : pipelined_cycles(config, input, splits);
 }
 

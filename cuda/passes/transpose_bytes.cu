@@ -10,6 +10,7 @@
 
 #include "common/ceil_div.h"
 #include "common/fast_divisor.h"
+#include "common/turn_bytes.cuh"
 #include "ptx/global_memory.cuh"
 
 namespace jax_tcgemm {
@@ -36,18 +37,6 @@ __device__ __forceinline__ void load_bytes(uint32_t (&word)[4], const uint8_t* f
       if (4 * i + j < left) word[i] |= uint32_t{from[4 * i + j]} << 8 * j;
     }
   }
-}
-
-// The rows of a word each become its bytes.
-__device__ __forceinline__ void turn(uint32_t (&out)[4], const uint32_t (&in)[4]) {
-  const uint32_t low01 = __byte_perm(in[0], in[1], 0x5140);
-  const uint32_t low23 = __byte_perm(in[2], in[3], 0x5140);
-  const uint32_t high01 = __byte_perm(in[0], in[1], 0x7362);
-  const uint32_t high23 = __byte_perm(in[2], in[3], 0x7362);
-  out[0] = __byte_perm(low01, low23, 0x5410);
-  out[1] = __byte_perm(low01, low23, 0x7632);
-  out[2] = __byte_perm(high01, high23, 0x5410);
-  out[3] = __byte_perm(high01, high23, 0x7632);
 }
 
 // Where a vector of a row lies, so that neither rows nor columns of words meet in a bank: vectors
@@ -92,7 +81,7 @@ __device__ __forceinline__ void store_tile(const uint32_t* tile, const Transpose
       const int at = vector_at(group * kVector + 4 * i + j, column / 4);
       in[j] = tile[4 * at + column % 4];
     }
-    turn(out_words, in);
+    turn_bytes(out_words, in);
 #pragma unroll
     for (int j = 0; j < 4; ++j) turned[j][i] = out_words[j];
   }

@@ -109,7 +109,7 @@ struct Row {{
   static constexpr KernelConfig kConfig{config};
 }};
 using Layouts = sm90::LayoutSet<sm90::Layout<Major::k{a}, Major::k{b}>>;
-using Kernel = sm90::Kernel<Row::kConfig, false, Layouts, Program>;
+using Kernel = sm90::{kernel};
 
 }}  // namespace
 }}  // namespace jax_tcgemm
@@ -144,9 +144,14 @@ extern "C" __global__ void __launch_bounds__(jax_tcgemm::kPassThreads, 4)
 # cuda/dispatch/compiled_pass.cc.
 PASS = "pass"
 
+_KERNEL = "Kernel<Row::kConfig, false, Layouts, Program>"
 _OF_8_BITS = """\
 #include "ptx/run_time_wgmma.cuh"
 #include "sm90/scaled_mainloop.cuh"
+"""
+_STREAMED_KERNEL = "StreamedKernel<Row::kConfig, Program>"
+_STREAMED = """\
+#include "sm90/streamed_kernel.cuh"
 """
 
 
@@ -161,9 +166,11 @@ def of_kernel(program: str, row: str, layout: str) -> str:
     if row == PASS:
         return _PASS_SOURCE.format(program=program)
     config = table.by_name(row)
+    of_8_bits = _OF_8_BITS if config.arithmetic.at_run_time else ""
     return _SOURCE.format(
         program=program,
-        includes=_OF_8_BITS if config.arithmetic.at_run_time else "",
+        includes=_STREAMED if config.streams_b else of_8_bits,
+        kernel=_STREAMED_KERNEL if config.streams_b else _KERNEL,
         config=cpp.config(config),
         a="Mn" if layout[0] == "t" else "K",
         b="K" if layout[1] == "t" else "Mn",

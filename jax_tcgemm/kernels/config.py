@@ -34,7 +34,9 @@ class KernelConfig:
             strides and contiguous extent are multiples of 16 bytes; ``"register"`` (sm75) copies
             such operands through registers; ``"realign"`` goes through registers, too, and takes
             any alignment; ``"direct"`` (simt) has no shared memory and takes any too; ``"tma"``
-            (sm90) copies boxes and needs a base and strides that are multiples of 16 bytes.
+            (sm90) copies boxes and needs a base and strides that are multiples of 16 bytes. Of
+            sm90 ``"direct"`` has a B of 8 bits, contiguous along n, go from memory to registers:
+            for few rows (see ``streams_b``).
         promote: add up the products of some k-tiles apart and then in float32. The tensor cores
             cut sums off instead of rounding them, which a float32 result of 16-bit operands would
             show. A row's name ends with it, but for skinny rows.
@@ -147,8 +149,22 @@ class KernelConfig:
         for extent in (self.tile_m, self.tile_n):
             require(extent * chunks % self.threads == 0, "tile must be a whole number of passes")
 
+    def _check_streamed(self, require: Callable[[bool, str], None]) -> None:
+        require(self.element_bytes == 1, "operands of more than 8 bits are taken as they lie")
+        require(self.tile_m in (16, 32), "more rows leave no registers")
+        require(self.output_n == 128 and self.tile_k == 32, "a warp reads 32 rows of 128 bytes")
+        require((self.warps_m, self.warps_n) == (1, 4), "four warps finish 32 columns each")
+        require(self.stages == 2, "a step is read while the other is multiplied")
+        require(self.cluster_m == self.cluster_n == 1, "blocks share no operand")
+        require(self.split_k in (1, 2, 4, 8), "split_k must be 1, 2, 4 or 8")
+        require(self.schedule == "cooperative", "a tile has no other to alternate with")
+        require(not (self.skinny or self.swap_ab or self.grouped != "none"), "of one kind")
+
     def _check_sm90(self, require: Callable[[bool, str], None]) -> None:
-        require(self.loader == "tma", "loader must be tma")
+        if self.streams_b:
+            self._check_streamed(require)
+            return
+        require(self.loader == "tma", "loader must be tma or direct")
         require(self.stages >= 3, "the ring needs at least 3 stages")
         require(
             not self.promote
@@ -296,6 +312,11 @@ class KernelConfig:
         return self.arch == "sm90" and plain and multiplies
 
     @property
+    def streams_b(self) -> bool:
+        """Whether B goes from memory to registers, for few rows of A."""
+        return self.arch == "sm90" and self.loader == "direct"
+
+    @property
     def rounds_sums(self) -> bool:
         """Whether float32 results of 16-bit operands are as accurate as float32 sums."""
         return self.promote or self.arch == "simt"
@@ -329,7 +350,8 @@ class KernelConfig:
 
     @property
     def threads(self) -> int:
-        producers = 0 if self.arch != "sm90" else 4 if self.consumer_warps > 4 else 1
+        loads = self.arch == "sm90" and not self.streams_b
+        producers = 0 if not loads else 4 if self.consumer_warps > 4 else 1
         return 32 * (self.consumer_warps + producers)
 
     @property
@@ -344,6 +366,11 @@ class KernelConfig:
         if self.skinny:
             ring = self.stages * (self.tile_m + self.tile_n) * 128
             return ring + self.tile_m * (self.tile_n + 4) * 4 + 512
+        if self.streams_b:
+            partials = self.consumer_warps * self.tile_m * (128 + 16) * 4
+            pitch = self.output_n // self.split_k + 8
+            sums = (1 + self.gated) * self.split_k * self.tile_m * pitch * 4
+            return partials + sums + 2 * 4 * 2 * 1024 + 512
         # Of 8-bit operands, all of them k-major, there are no rows along m or n.
         row = 128 // self.element_bytes if self.element_bytes > 1 else 1
         rows = sum(-(-extent // row) * row for extent in (self.tile_m, self.tile_n))
@@ -375,8 +402,8 @@ class KernelConfig:
         if self.arch == "sm90":
             cluster = f"_c{self.cluster_m}x{self.cluster_n}"
             split = f"_k{self.split_k}" if self.split_k > 1 else ""
-            kind = "skinny" if self.skinny else self.schedule
-            promote = "_promote" if self.promote and not self.skinny else ""
+            kind = "skinny" if self.skinny else "streamed" if self.streams_b else self.schedule
+            promote = "_promote" if self.promote and kind == self.schedule else ""
             swap_ab = "_swap_ab" if self.swap_ab else ""
             return f"{tile}_s{self.stages}{cluster}{split}_{kind}{kinds}{promote}{swap_ab}"
         suffix = "_realign" if self.loader == "realign" else ""

@@ -231,6 +231,25 @@ def _rows() -> list[KernelConfig]:
     return rows
 
 
+def _streamed(algorithm: str, tile_m: int, split_k: int, *, gated: bool) -> KernelConfig:
+    return KernelConfig(
+        "sm90",
+        algorithm,
+        tile_m,
+        tile_n=256 if gated else 128,
+        tile_k=32,
+        warps_m=1,
+        warps_n=4,
+        stages=2,
+        loader="direct",
+        split_k=split_k,
+        gated=gated,
+        # Its sums are float32's anyway.
+        promote=ALL_ARITHMETIC[algorithm].promotes,
+        epilogue="none",
+    )
+
+
 def _run_time_rows() -> list[KernelConfig]:
     """Rows whose kernels are compiled at run time, each with its epilogue."""
     rows = []
@@ -274,6 +293,13 @@ def _run_time_rows() -> list[KernelConfig]:
         rows += [
             _sm90(algorithm, m, n, stages, schedule=schedule, cluster=cluster, **common)
             for m, n, stages, schedule, cluster in tiles
+        ]
+        # Few rows of A by a B whose n is contiguous, which the others want transposed.
+        rows += [
+            _streamed(algorithm, tile_m, split_k, gated=gated)
+            for gated in (False, True)
+            for tile_m in (16, 32)
+            for split_k in (1, 2, 4, 8)
         ]
     return rows
 

@@ -141,7 +141,7 @@ def _call_or_reason(own: Sequence[Any], spec: CompiledSpec, made: Program) -> _C
     if ALL_ARITHMETIC[algorithm].k_major:
         if any(not isinstance(extent, int) for x in own for extent in x.shape):
             return "symbolic shapes"
-        own, product, factors = k_major.of_product(own, product)
+        own, product, factors = k_major.of_product(own, product, spec.scaled)
     scales = k_major.scale_steps(own, spec)
     strided = (
         _ragged(own, product, made)

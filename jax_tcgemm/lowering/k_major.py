@@ -1,7 +1,8 @@
 """Operands of 8 bits as ``wgmma`` takes them: k contiguous, in rows of whole multiples of 16 bytes.
 
 What lies so is read where it is. What lies along m or n is transposed by a pass of our own, which
-XLA's is many times slower than; what has other rows is padded.
+XLA's is many times slower than; what has other rows is padded. But for few rows there are kernels
+that take a B as it lies along n.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 
 from jax_tcgemm import _extension
 from jax_tcgemm.epilogue.spec import CompiledSpec
+from jax_tcgemm.kernels import table
 from jax_tcgemm.lowering.custom_call import shapes_of
 from jax_tcgemm.problem.alignment import COPY_BYTES
 from jax_tcgemm.problem.ragged import RaggedSpec
@@ -39,6 +41,7 @@ class Factor:
         batch: its dimensions that are batches, ``None`` where it has no such dimension.
         mn: its dimension along m or n.
         k: its contracted dimension.
+        stays: whether it is taken as it lies, whichever way that is.
         moves: whether there is anything to be done.
     """
 
@@ -46,6 +49,7 @@ class Factor:
     batch: tuple[int | None, ...]
     mn: int
     k: int
+    stays: bool = False
 
     @property
     def is_k_major(self) -> bool:
@@ -53,7 +57,7 @@ class Factor:
 
     @property
     def moves(self) -> bool:
-        return not self.is_k_major or self.shape[self.k] % COPY_BYTES != 0
+        return not (self.stays or (self.is_k_major and self.shape[self.k] % COPY_BYTES == 0))
 
     @property
     def own_batch(self) -> tuple[int, ...]:
@@ -120,23 +124,58 @@ def _one_step(batch: Sequence[tuple[int, int]]) -> int | None:
     return batch[-1][1]
 
 
-def _of_gemm(shapes: Operands, spec: GemmSpec) -> tuple[GemmSpec, dict[str, Factor]]:
+# Rows of A up to which weights are streamed as they lie. Measured on an H200
+# (docs/performance.md).
+_FEW_ROWS = 32
+
+
+def _streams(a: Factor, weights: Sequence[Factor], config: str | None) -> bool:
+    """Whether a kernel for few rows takes the weights as they lie, along n.
+
+    Args:
+        a: the rows.
+        weights: one or two.
+        config: the row that is asked for.
+    """
+    fits = all(
+        b.mn == len(b.shape) - 1
+        and b.shape[b.mn] % COPY_BYTES == 0
+        and b.shape[b.k] % COPY_BYTES == 0
+        for b in weights
+    )
+    if not fits or config == table.XLA:
+        return False
+    if config is not None:
+        return table.by_name(config).streams_b
+    # What batches of A share one weight are rows of it, if they fold.
+    shared = zip(a.batch, weights[0].batch, strict=True)
+    rows = (a.shape[of_a] for of_a, of_b in shared if of_b is None and of_a is not None)
+    return a.shape[a.mn] * math.prod(rows) <= _FEW_ROWS
+
+
+def _of_gemm(shapes: Operands, spec: GemmSpec, may_stream: bool) -> tuple[GemmSpec, dict[str, Factor]]:
     """Returns the product as the kernel sees it, and its factors by name.
 
     Args:
         shapes: of the operands.
         spec: the product.
+        may_stream: whether there are kernels for it that take weights as they lie.
     """
     *batch, m, k = spec.axes.a
-    factors = {"a": Factor(shapes.a, tuple(batch), m, k)}
-    axes = {"a": factors["a"].axes}
+    a = Factor(shapes.a, tuple(batch), m, k)
+    weights = {}
     for name in ("b", "b2"):
         own = getattr(spec.axes, name)
         if own is not None:
             *batch, k, n = own
-            factors[name] = Factor(getattr(shapes, name), tuple(batch), n, k)
-            *batch, n, k = factors[name].axes
-            axes[name] = (*batch, k, n)
+            weights[name] = Factor(getattr(shapes, name), tuple(batch), n, k)
+    if may_stream and _streams(a, tuple(weights.values()), spec.config):
+        weights = {name: dataclasses.replace(b, stays=True) for name, b in weights.items()}
+    axes = {"a": a.axes}
+    for name, b in weights.items():
+        *batch, n, k = b.axes
+        axes[name] = (*batch, k, n)
+    factors = {"a": a, **weights}
     return spec.replace(axes=spec.axes._replace(**axes)), factors
 
 
@@ -149,14 +188,20 @@ def _of_ragged(own: Sequence[Any], spec: RaggedSpec) -> tuple[RaggedSpec, dict[s
 
 
 def of_product(
-    own: Sequence[Any], product: GemmSpec | RaggedSpec
+    own: Sequence[Any], product: GemmSpec | RaggedSpec, scaled: bool = False
 ) -> tuple[Sequence[Any], Any, dict[str, Factor]]:
-    """Returns operands and product as they will be, and what is to become of the factors."""
+    """Returns operands and product as they will be, and what is to become of the factors.
+
+    Args:
+        own: the operands of the product, and what else goes with it.
+        product: the product.
+        scaled: whether the factors have scales by blocks.
+    """
     if isinstance(product, RaggedSpec):
         made, factors = _of_ragged(own, product)
     else:
         shapes = shapes_of(product.unflatten(own[: len(product.operand_names)]))
-        made, factors = _of_gemm(shapes, product)
+        made, factors = _of_gemm(shapes, product, may_stream=not scaled)
     count = len(factors)
     then = [
         jax.ShapeDtypeStruct(factor.result_shape(), x.dtype)

@@ -75,9 +75,14 @@ class CompiledOutput {
       if constexpr (kStages == 1) {
         if (!is_last) copy_in(place_of(tile, index + 1), 0);
       }
-      each_result([&]<int kIndex>() { copy_out<kIndex>(at); });
+      store(at);
       __syncwarp();
     }
+  }
+
+  // Writes the results of a sub-tile that the warp has gathered in shared memory.
+  __device__ __forceinline__ void store(const OutputPlace& at) const {
+    each<Program::kResults>([&]<int kIndex>() { copy_out<kIndex>(at); });
   }
 
   // Before prepare: the rows of the tile's group.
@@ -111,11 +116,6 @@ class CompiledOutput {
     const int block = index / kBlockSubtiles;
     return {tile.row + block * kBlockRows,
             tile.column + (index - block * kBlockSubtiles) * kColumns, tile.batch};
-  }
-
-  template <typename Visitor>
-  static __device__ __forceinline__ void each_result(Visitor&& visit) {
-    each<Program::kResults>(visit);
   }
 
   __device__ __forceinline__ void run_chunks(const Accumulators& acc, int index,

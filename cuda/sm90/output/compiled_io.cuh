@@ -55,6 +55,7 @@ struct CompiledPlan {
   };
   // Long rows are quicker to store, and two stages hide that operands come from memory.
   static constexpr Choice choice() {
+    if (kConfig.streams_b()) return {has_room(16, 0) ? 16 : 0, 0};
     constexpr Choice kChoices[] = {{64, 2}, {32, 2}, {16, 2}, {32, 1}, {16, 1}, {32, 0}, {16, 0}};
     for (const Choice& each : kChoices) {
       const bool divides = kConfig.output_n() % each.columns == 0;

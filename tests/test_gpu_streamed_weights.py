@@ -1,0 +1,163 @@
+"""Few rows by weights of 8 bits as they lie, along n: kernels that read them once, on a Hopper GPU."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_tcgemm import gated_gemm, gemm
+from jax_tcgemm.kernels import table as kernel_table
+from jax_tcgemm.lowering import k_major
+
+pytestmark = [pytest.mark.gpu, pytest.mark.sm90, pytest.mark.usefixtures("never_apart", "streams")]
+
+E4M3, E5M2, S8, BF16 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8, jnp.bfloat16
+PAIRS = [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3), (E5M2, E5M2), (S8, S8)]
+TYPES = {"e4m3": E4M3, "e5m2": E5M2, "s8": S8}
+# Floats are multiplied as float16, and added up in float32 by tensor cores, which cut sums off.
+STEP = 2.0**-20
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    """Fails where weights are transposed."""
+
+    def made(self, x, _inner=k_major.Factor.made):
+        assert self.is_k_major or self.stays, self
+        return _inner(self, x)
+
+    monkeypatch.setattr(k_major.Factor, "made", made)
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng()
+
+
+def drawn(rng, shape, dtype):
+    x = rng.normal(size=shape).astype(np.float32)
+    return jnp.asarray(np.round(x * 40) if dtype == S8 else x).astype(dtype)
+
+
+def wide(x):
+    return np.asarray(x.astype(jnp.float32)).astype(np.float64)
+
+
+def assert_product(y, a, b):
+    exact, sizes = wide(a) @ wide(b), np.abs(wide(a)) @ np.abs(wide(b))
+    if a.dtype == S8:
+        np.testing.assert_array_equal(np.asarray(y), exact)
+        return
+    assert y.dtype == jnp.float32
+    assert np.all(np.abs(wide(y) - exact) <= STEP * sizes)
+
+
+def product_of(a, b, **options):
+    out = jnp.int32 if a.dtype == S8 else jnp.float32
+    run = jax.jit(lambda a, b: gemm(a, b, preferred_element_type=out, **options))
+    return run(a, b)
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair[0].__name__}-{pair[1].__name__}")
+@pytest.mark.parametrize(
+    ("m", "n", "k"),
+    [(1, 16, 16), (7, 144, 48), (16, 128, 4096), (17, 4112, 1040), (31, 272, 8208), (32, 64, 272)],
+)
+def test_residues(rng, pair, m, n, k):
+    a, b = drawn(rng, (m, k), pair[0]), drawn(rng, (k, n), pair[1])
+    assert_product(product_of(a, b), a, b)
+
+
+ROWS = [row for row in kernel_table.RUN_TIME_CONFIGS if row.streams_b]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_every_row(rng, row):
+    m = int(rng.integers(1, 100))
+    n, k = (16 * int(rng.integers(1, 100)) for _ in range(2))
+    of_a, of_b = (TYPES[tag] for tag in (row.arithmetic.a.tag, row.arithmetic.b.tag))
+    if row.gated and of_a == S8:
+        pytest.skip("no integers are gated")
+    a, b, up = drawn(rng, (m, k), of_a), drawn(rng, (k, n), of_b), drawn(rng, (k, n), of_b)
+    precision = "highest" if row.arithmetic.promotes else None
+    options = {"precision": precision, "config": row.name}
+    if not row.gated:
+        assert_product(product_of(a, b, **options), a, b)
+        return
+    options["preferred_element_type"] = jnp.float32
+    both = jax.jit(lambda *x: gated_gemm(*x, epilogue=lambda g, u: (g, u), **options))
+    for y, weight in zip(both(a, b, up), (b, up), strict=True):
+        assert_product(y, a, weight)
+
+
+@pytest.mark.parametrize("m", [3, 24])
+@pytest.mark.parametrize("out", [E4M3, S8], ids=lambda dtype: dtype.__name__)
+def test_epilogues(rng, out, m):
+    n, k = 528, 1024
+    a, b = drawn(rng, (m, k), E4M3), drawn(rng, (k, n), E4M3)
+    of_a = jnp.asarray(rng.uniform(0.5, 2, (m, 1)), jnp.float32)
+    of_b = jnp.asarray(rng.uniform(0.5, 2, (1, n)), jnp.float32)
+    bias = jnp.asarray(rng.normal(size=n), jnp.float32)
+    residual = jnp.asarray(rng.normal(size=(m, n)), jnp.float32)
+
+    def formula(z):
+        y = jax.nn.gelu(z * of_a * of_b + bias) + residual
+        limits = jnp.iinfo(out) if out == S8 else jnp.finfo(out)
+        q = jnp.round(y * 4) if out == S8 else y * 4
+        return jnp.clip(q, float(limits.min), float(limits.max)).astype(out), jnp.max(jnp.abs(y))
+
+    run = jax.jit(
+        lambda a, b: gemm(
+            *(a, b),
+            a_scale=of_a,
+            b_scale=of_b,
+            bias=bias,
+            residual=residual,
+            activation="gelu",
+            out_scale=jnp.float32(0.25),
+            return_amax=True,
+            preferred_element_type=out,
+        )
+    )
+    d, amax = run(a, b)
+    expected, largest = formula(jnp.asarray(wide(a) @ wide(b), jnp.float32))
+    assert abs(float(amax) - float(largest)) < 1e-5 * float(largest)
+    steps = np.abs(wide(d) - wide(expected)) / (np.abs(wide(expected)) + 1)
+    assert steps.max() <= (1 if out == S8 else 2**-2)
+    assert (steps > 0).mean() < 0.01  # sums beside the middle of two numbers
+
+
+def test_batches(rng):
+    own = drawn(rng, (5, 8, 160), E4M3), drawn(rng, (5, 160, 80), E5M2)
+    shared = drawn(rng, (2, 3, 5, 160), E4M3), drawn(rng, (160, 80), E5M2)
+    partly = drawn(rng, (2, 3, 5, 160), E4M3), drawn(rng, (3, 160, 80), E5M2)
+    for a, b in (own, shared, partly):
+        assert_product(product_of(a, b), a, b)
+
+
+def test_infinities_and_nans_stay_where_they_are(rng):
+    a, b = drawn(rng, (5, 96), E5M2), drawn(rng, (96, 64), E5M2)
+    a = a.at[1, 70].set(jnp.inf).at[3, 2].set(jnp.nan)
+    b = b.at[50, 9].set(-jnp.inf)
+    y = product_of(a, b)
+    with np.errstate(invalid="ignore"):
+        exact = wide(a) @ wide(b)
+    assert np.array_equal(np.isnan(y), np.isnan(exact))
+    assert np.array_equal(np.isinf(y), np.isinf(exact))
+
+
+def test_few_rows_in_a_graph_and_a_scan(rng):
+    a, b = drawn(rng, (4, 256), E4M3), drawn(rng, (3, 256, 256), E4M3)
+
+    def layer(x, w):
+        y = gemm(x, w, a_scale=0.05, activation="relu", preferred_element_type=jnp.float32)
+        return y.astype(E4M3), y
+
+    ys = jax.jit(lambda a, b: jax.lax.scan(layer, a, b)[1])(a, b)
+    x = a
+    for y, w in zip(ys, b, strict=True):
+        exact = np.maximum(0.05 * wide(x) @ wide(w), 0)
+        assert np.max(np.abs(wide(y) - exact)) <= 1e-5 * np.max(exact)
+        x = y.astype(E4M3)
