@@ -139,15 +139,14 @@ struct KernelConfig {
   }
   constexpr int stage_bytes() const { return operand_bytes(tile_m) + operand_bytes(tile_n); }
   constexpr int ring_bytes() const {
-    return streams_b() ? streamed_partial_bytes() + streamed_sums_bytes() : stages * stage_bytes();
+    if (streams_b()) return consumer_warps() * streamed_warp_bytes() + streamed_sums_bytes();
+    return stages * stage_bytes();
   }
-  // Instead of a ring: the sums of each warp, and what the blocks of a cluster send of theirs, in
-  // rows of so many floats or integers.
-  static constexpr int kStreamedPartialPitch = 128 + 16;
+  // Where B is streamed there is no ring: here are the sums of each warp, and those that the blocks
+  // of a cluster send to one another, in rows of so many floats or integers.
+  static constexpr int kStreamedPitch = 128 + 16;
+  constexpr int streamed_warp_bytes() const { return tile_m * kStreamedPitch * 4; }
   constexpr int streamed_sums_pitch() const { return output_n() / split_k + 8; }
-  constexpr int streamed_partial_bytes() const {
-    return consumer_warps() * tile_m * kStreamedPartialPitch * 4;
-  }
   constexpr int streamed_sums_bytes() const {
     return (gated ? 2 : 1) * split_k * tile_m * streamed_sums_pitch() * 4;
   }
@@ -199,8 +198,8 @@ struct KernelConfig {
     constexpr int kRegisters = 64 * 1024;
     if (consumer_warps() > 4) return 1;
     const int by_memory = kSharedMemoryPerSm / (shared_memory_bytes() + kReservedPerBlock);
-    const int many = streams_b() && tile_m > 16 ? 255 : 168;
-    const int by_registers = kRegisters / (threads() * (skinny ? 128 : many));
+    const int registers = skinny ? 128 : streams_b() && tile_m > 16 ? 255 : 168;
+    const int by_registers = kRegisters / (threads() * registers);
     return by_memory < by_registers ? by_memory : by_registers;
   }
   static constexpr int kBarrierBytes = 512;

@@ -74,6 +74,11 @@ def has_config(config: str | None) -> bool:
     return config is not None and kernel_table.read_config(config)[0] in KERNEL_NAMES
 
 
+def has_row(name: str) -> bool:
+    """Says whether the kernel of a row was compiled in, or is compiled where it is needed."""
+    return name in KERNEL_NAMES or name in {row.name for row in kernel_table.RUN_TIME_CONFIGS}
+
+
 def has_kernel(
     algorithm: str, *, work: str = "none", gated: bool = False, grouped: str = "none"
 ) -> bool:

@@ -269,7 +269,8 @@ def compiles(epilogue: Epilogue, row: str) -> str | None:
     translated = translation.translate(made)
     if isinstance(translated, str):
         return translated
-    source = lowering.source_of(translated, [leaf.strides(2) for leaf in translated.leaves], n)
+    strides = [leaf.strides(2) for leaf in translated.leaves]
+    source = lowering.source_of(translated, strides, n, batched=False)
     compiler.compile_kernel(source, row, "nn")
     return None
 

@@ -132,7 +132,7 @@ def test_passes_compile(name, shape):
         pytest.skip("an index along a batch is not translated")
     spec, made = _program(f, *kinds, shape=shape)
     folded, strides = compiled_pass._folded(spec.shape, made)
-    text = compiled.source_of(made, strides, folded.n)
+    text = compiled.source_of(made, strides, folded.n, batched=bool(folded.batch))
     program = source.of_kernel(text, source.PASS, "")
     assert found.compile(program, "sm_90a", cubins.include_folders())
 

@@ -1,4 +1,4 @@
-"""Few rows by weights of 8 bits as they lie, along n: kernels that read them once, on a Hopper GPU."""
+"""Few rows by weights of 8 bits as they lie, along n, which are read once, on a Hopper GPU."""
 
 from __future__ import annotations
 

@@ -112,6 +112,31 @@ for config in {named!r}:
         assert re.search(line, done.stderr, re.MULTILINE), (config, done.stderr)
 
 
+def test_functions_and_products_of_8_bits_are_measured(rng, normal):
+    x, w = normal(256, 512), normal(512, 384)
+    few, weights = (normal(*s).astype(jnp.float8_e4m3fn) for s in ((8, 512), (512, 384)))
+    mask = normal(256, 384) > 0
+
+    def f(x, w, few, weights, mask):
+        y = gemm(x, w, epilogue=lambda z, mask: jnp.where(mask, z, 0), epilogue_operands=(mask,))
+        return y, gemm(few, weights, a_scale=0.1, preferred_element_type=jnp.float32)
+
+    arrays = x, w, few, weights, mask
+    found = tune(f, *arrays, progress=False)
+    assert len(found) == 2
+    expected = jax.jit(f)(*arrays)
+    programs = lookup.Recorder()
+    with programs:
+        jax.jit(lambda *arrays: f(*arrays)).trace(*arrays).lower()
+    for product in programs.products.values():
+        for config in (*candidates(product, _core.device_properties(0)), "xla"):
+            with named(product, config):
+                results = jax.jit(lambda *arrays: f(*arrays))(*arrays)
+            for y, z in zip(results, expected, strict=True):
+                y, z = (np.asarray(each, np.float32) for each in (y, z))
+                assert np.max(np.abs(y - z)) <= 2**-7 * np.max(np.abs(z)), config
+
+
 def model(x, w, gate, up, experts, sizes):
     h = mlp(gemm(x, w), w, None, w.T)
     h = h + gated_gemm(h, gate, up)

@@ -309,7 +309,9 @@ def test_kernels_of_few_rows_compile(all_kernels, monkeypatch, dtype):
     made = []
     of_program = source.of_program
     monkeypatch.setattr(
-        source, "of_program", lambda *args: made.append(of_program(*args)) or made[-1]
+        source,
+        "of_program",
+        lambda *args, **options: made.append(of_program(*args, **options)) or made[-1],
     )
     x, w = jax.ShapeDtypeStruct((16, 64), dtype), jax.ShapeDtypeStruct((64, 64), dtype)
     f = jax.jit(lambda x, w: gemm(x, w, a_scale=jnp.ones((16, 1)), bias=jnp.ones(64)))

@@ -18,7 +18,9 @@ from tuned_calls import (
     configs,
     entry,
     f,
+    lowered,
     problems,
+    tuned,
 )
 
 from jax_tcgemm import Tunings, _core, gated_gemm, gemm, mlp, ragged_dot, tune
@@ -71,6 +73,12 @@ def sharded(a, b):
         ),
         (lambda a, b: gated_gemm(a, b, b), ["gated nn 256x256x256 silu"]),
         (lambda a, b: ragged_dot(a, b[None], SIZES[:1]), ["ragged_m nn 256x256x256 1 groups"]),
+        (lambda a, b: gemm(a, b, epilogue=jnp.sin), ["gemm nn 256x256x256 function"]),
+        (
+            lambda a, b: gated_gemm(a, b, b, epilogue=jnp.multiply),
+            ["gated nn 256x256x256 function"],
+        ),
+        (lambda a, b: gemm(a, b, epilogue=jnp.sin, config=ROW), []),
         (lambda a, b: a + b, []),
         (lambda a, b: gemm(a, b, config=ROW), []),
     ],
@@ -118,6 +126,45 @@ def test_a_problem_is_known_by_what_its_time_depends_on():
     assert len({base, *others}) == 1 + len(others)
 
 
+E4M3 = jnp.float8_e4m3fn
+FEW_ROWS = jnp.zeros((16, 256), E4M3), jnp.zeros((256, 384), E4M3)
+H200 = {"sm_count": 132, "shared_memory_per_block": 227 * 1024, "compute_capability": 90}
+
+
+def test_functions_are_problems_of_their_own():
+    found = [
+        problems(lambda a, b, f=f: gemm(a, b, epilogue=f), *ARRAYS)[0]
+        for f in (jnp.sin, jnp.cos, lambda z: (z, jnp.abs(z)))
+    ]
+    found += problems(lambda a, b: gemm(a, b, a_scale=2.0), *FEW_ROWS)
+    found += problems(lambda a, b: gemm(a, b), *FEW_ROWS)
+    assert len(set(found)) == 5
+
+
+def test_a_measured_row_of_a_function_is_taken():
+    g = lambda a, b: gemm(a, b, epilogue=jnp.sin)  # noqa: E731
+    assert configs(g, *ARRAYS) == [""]
+    with tuned(ROW, g):
+        assert configs(g, *ARRAYS) == [ROW]
+    with tuned("xla", g):
+        assert configs(g, *ARRAYS) == []
+    with tuned("sm90_f16_128x128x64_s6_c2x1_pingpong", g):  # of another type
+        assert configs(g, *ARRAYS) == [""]
+
+
+def test_few_rows_of_8_bits_may_be_measured_with_weights_either_way():
+    g = lambda a, b: gemm(a, b, a_scale=2.0)  # noqa: E731
+    (product,) = tune_module.find_products(g, *FEW_ROWS)
+    names = tune_module.candidates(product, H200)
+    streamed = [name for name in names if kernel_table.by_name(name).streams_b]
+    assert 1 <= len(streamed) < len(names) <= 12
+    for name in (streamed[0], next(name for name in names if name not in streamed)):
+        with tuned(name, g, FEW_ROWS):
+            text = lowered(g, *FEW_ROWS)
+            assert configs(g, *FEW_ROWS) == [name]
+        assert ("jax_tcgemm_transpose" in text) == (name not in streamed)
+
+
 def test_tune_needs_a_gpu():
     with pytest.raises(RuntimeError, match=r"tune measures kernels on a GPU; .* is cpu"):
         tune(f, *ARRAYS)
@@ -156,6 +203,12 @@ def test_tune_measures_each_product_within_its_budget(monkeypatch, capfd):
         (lambda a, b: gated_gemm(a, b, b), SQUARE),
         (lambda a, b: ragged_dot(a, b[None], SIZES[:1]), SQUARE),
         (lambda a, b: gemm(a, b), (jnp.zeros((3, 5, 7)), jnp.zeros((7, 9)))),
+        (lambda a, b: gemm(a, b, epilogue=jnp.sin), SQUARE),
+        (lambda a, b: gemm(a, b, a_scale=2.0), FEW_ROWS),
+        (
+            lambda a, b: ragged_dot(a, b[None], SIZES[:1], epilogue=jnp.sin),
+            (jnp.zeros((64, 32), E4M3), jnp.zeros((32, 64), E4M3)),
+        ),
     ],
 )
 def test_competitors_are_compiled_and_timed(monkeypatch, f, arrays):

@@ -161,9 +161,9 @@ class CompiledPass {
     const void* matrices[Io::kOperands];
     each<Program::kOperands>([&]<int kIndex>() {
       const CompiledOperand& operand = params.operands[kIndex];
-      matrices[kIndex] =
-          static_cast<const char*>(operand.data) +
-          batch_offset(params, batch, operand.batch) * Program::kOperand[kIndex].bytes;
+      matrices[kIndex] = static_cast<const char*>(operand.data) +
+                         batch_offset_if<Program::kBatched>(params, batch, operand.batch) *
+                             Program::kOperand[kIndex].bytes;
     });
     uint32_t totals[Io::kTotals][kPassValues];
     Program::each_reduction(Beginning{totals});

@@ -66,4 +66,13 @@ __device__ __forceinline__ int64_t batch_offset(const GemmParams& params, int ba
   return offset + batch * strides.stride[0];
 }
 
+// The same of a kernel compiled for one product, which knows whether there is a batch. The code for
+// one takes a microsecond to jump over in a kernel that has just been fetched.
+template <bool kBatched>
+__device__ __forceinline__ int64_t batch_offset_if(const GemmParams& params, int batch,
+                                                   const BatchStrides& strides) {
+  if constexpr (!kBatched) return 0;
+  return batch_offset(params, batch, strides);
+}
+
 }  // namespace jax_tcgemm

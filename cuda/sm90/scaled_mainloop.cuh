@@ -56,8 +56,10 @@ struct ScaledMainloop {
   // last one's scales.
   __device__ __forceinline__ void begin(const OutputPlace& place) {
     const BlockScales& scales = params.scales;
-    const float* const a = scales.a + batch_offset(params, place.batch, scales.a_batch);
-    const float* const b = scales.b + batch_offset(params, place.batch, scales.b_batch);
+    const float* const a =
+        scales.a + batch_offset_if<Program::kBatched>(params, place.batch, scales.a_batch);
+    const float* const b =
+        scales.b + batch_offset_if<Program::kBatched>(params, place.batch, scales.b_batch);
     const int row = place.row + threadIdx.x / 32 % 4 * kWarpRows + threadIdx.x % 32 / 4;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {

@@ -1,15 +1,16 @@
 // The kernel for few rows of A times an n-major B of 8 bits, which wgmma does not take from shared
-// memory. B goes past once, from memory to registers; 4 x 4 bytes are turned there. Its epilogue is
-// compiled at run time (sm90/output/compiled.cuh).
+// memory. B goes past once; 4 x 4 bytes are turned in registers. Its epilogue is compiled at run
+// time (sm90/output/compiled.cuh).
 //
 // Roles: all warps are alike. A tile's k, 32 rows of B at a time, is dealt to the warps of the
 //        blocks of a cluster; then each block finishes equal parts of the tile's columns.
 // Barriers: sums_full: 1 + the bytes of all blocks' sums of this block's columns.
-// Timeline: loads of two steps -> [multiply one, load the next but one] ... -> the warp's sums to
-//        shared memory | block | the block's sums to the blocks that finish them, by st.async ->
-//        wait sums_full -> add -> Program -> results.
-// A block computes one tile. That the others of its cluster have started is waited for before sums
-// are sent; none is written to after its end, because each waits for all that it is sent.
+// Timeline: the loop over k (sm90/streamed_loop.cuh) -> the warp's sums to shared memory | block |
+// the block's sums to the blocks that finish them, by st.async -> wait
+//        sums_full -> add -> Program -> results.
+// A block computes one tile; of two weights one after the other. That the others of its cluster
+// have started is waited for before sums are sent; none is written to after its end, because each
+// waits for all that it is sent.
 //
 // What a thread holds of a step (lane = 4 g + t): of B rows 8 t ... 8 t + 7, columns 16 g ...
 // 16 g + 15 of the tile; of A columns 8 t ... 8 t + 7, rows g and g + 8 of every 16. So instruction
@@ -23,6 +24,7 @@
 #include "compiled_params.h"
 #include "kernel_config.h"
 #include "ptx/cluster.cuh"
+#include "ptx/global_memory.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/shared_memory.cuh"
 #include "scheduler/raster.cuh"
@@ -36,7 +38,7 @@ namespace jax_tcgemm::sm90 {
 template <KernelConfig kConfig, typename Program>
 struct StreamedKernel {
   using Smem = SharedMemory<kConfig>;
-  using Loop = StreamedLoop<kConfig>;
+  using Loop = StreamedLoop<kConfig, Program::kBatched>;
   using Out = CompiledOutput<kConfig, Program>;
   using Plan = typename Out::Plan;
   using Sum = typename Plan::Sum;
@@ -55,16 +57,17 @@ struct StreamedKernel {
   const Smem& smem;
   const ClusterPlace<kConfig> place;
 
+  __device__ __forceinline__ uint32_t of_warp(int warp) const {
+    return smem.base + warp * kConfig.streamed_warp_bytes();
+  }
   // Four neighbouring sums of a warp. Rows are 16 words over a multiple of 32 banks' worth, and
   // 16 bytes of a row are swapped by the thread's t, so that 8 threads meet different banks.
   __device__ __forceinline__ uint32_t partial(int warp, int row, int four) const {
-    return smem.base + (warp * kConfig.tile_m + row) * kConfig.kStreamedPartialPitch * 4 +
-           (four ^ four / 8 % 4) * 16;
+    return of_warp(warp) + row * kConfig.kStreamedPitch * 4 + (four ^ four / 8 % 4) * 16;
   }
   // What block `source` says of this block's columns.
   __device__ __forceinline__ uint32_t sums(int weight, int source) const {
-    return smem.base + kConfig.streamed_partial_bytes() +
-           (weight * kConfig.split_k + source) * kSourceBytes;
+    return of_warp(kWarps) + (weight * kConfig.split_k + source) * kSourceBytes;
   }
   __device__ __forceinline__ uint32_t sums_full() const { return smem.barrier(0); }
 
@@ -138,6 +141,22 @@ struct StreamedKernel {
     }
   }
 
+  // Sends for the operands of the warp's first 16 x 16: they come while B does.
+  __device__ __forceinline__ void prefetch_operands(const OutputPlace& at) const {
+    const int chunk = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32;
+    const int row = min(at.row + chunk % Loop::kBlocks * 16 + lane % 16, params.m - 1);
+    const int column =
+        min(at.column + chunk / Loop::kBlocks * kChunkColumns + lane / 16 * 8, params.n - 1);
+    each<Program::kOperands>([&]<int kIndex>() {
+      const CompiledOperand& operand = params.operands[kIndex];
+      const int64_t element = batch_offset_if<Program::kBatched>(params, at.batch, operand.batch) +
+                              row * operand.stride_m + column * operand.stride_n;
+      ptx::prefetch_line(static_cast<const char*>(operand.data) +
+                         element * Program::kOperand[kIndex].bytes);
+    });
+  }
+
   // `at` is the tile's first row, and the first of the block's columns.
   __device__ __forceinline__ void finish(const Out& output, const OutputPlace& at) const {
     const int lane = threadIdx.x % 32;
@@ -166,11 +185,12 @@ struct StreamedKernel {
 
   __device__ __forceinline__ void multiply(const OutputPlace& tile) const {
     const int lane = threadIdx.x % 32;
+    const int warp = threadIdx.x / 32;
 #pragma unroll 1
     for (int weight = 0; weight < kWeights; ++weight) {
       typename Loop::Accumulators acc = {};
       Loop(params, weight == 0 ? params.b.data : params.b2, tile.batch, tile.row + lane / 4,
-           tile.column + lane / 4 * Loop::kLaneColumns, place.k * kWarps + threadIdx.x / 32)
+           tile.column + lane / 4 * Loop::kLaneColumns, place.k * kWarps + warp)
           .run(acc);
       write_partials(acc);
       __syncthreads();
@@ -194,15 +214,16 @@ struct StreamedKernel {
     }
     const TileWalk walk(params, blockIdx.x / kConfig.cluster_size());
     const TileCoordinate tile = raster_tile(params.raster, walk.index);
-    OutputPlace at = {tile.tile_m * kConfig.tile_m, tile.tile_n * kColumns, walk.batch};
+    const OutputPlace at = {tile.tile_m * kConfig.tile_m, tile.tile_n * kColumns, walk.batch};
+    const OutputPlace own = {at.row, at.column + kernel.place.k * kShare, at.batch};
+    kernel.prefetch_operands(own);
     kernel.multiply(at);
     if constexpr (kConfig.split_k > 1) {
       ptx::mbarrier_wait(kernel.sums_full(), 0);
     } else {
       __syncthreads();
     }
-    at.column += kernel.place.k * kShare;
-    kernel.finish(Out(params, maps, smem, 0), at);
+    kernel.finish(Out(params, maps, smem, 0), own);
   }
 };
 

@@ -1,4 +1,9 @@
 // The loop over k of sm90/streamed_kernel.cuh, which tells what a thread holds.
+//
+//   loads of two steps -> [multiply one, load the next but one] ...
+//
+// B goes to registers at once: copies to shared memory of rows of 128 bytes, by cp.async or in
+// bulk, get half as much from memory (docs/performance.md).
 
 #pragma once
 
@@ -14,7 +19,7 @@
 namespace jax_tcgemm::sm90 {
 
 // One warp's part of 16 kBlocks rows of A, and of the columns of a tile.
-template <KernelConfig kConfig>
+template <KernelConfig kConfig, bool kBatched>
 struct StreamedLoop {
   using Product = ptx::MmaOf8Bits<kConfig.algorithm>;
   static constexpr int kBlocks = kConfig.tile_m / 16;
@@ -48,10 +53,10 @@ struct StreamedLoop {
     k_end = params.k;
     rows = params.m - a_row;
     has_b = b_column < params.n;
-    a = reinterpret_cast<uint64_t>(params.a.data) + batch_offset(params, batch, params.a.batch) +
-        a_row * a_pitch + first;
-    b = reinterpret_cast<uint64_t>(weight) + batch_offset(params, batch, params.b.batch) +
-        first * b_pitch + b_column;
+    a = reinterpret_cast<uint64_t>(params.a.data) +
+        batch_offset_if<kBatched>(params, batch, params.a.batch) + a_row * a_pitch + first;
+    b = reinterpret_cast<uint64_t>(weight) +
+        batch_offset_if<kBatched>(params, batch, params.b.batch) + first * b_pitch + b_column;
   }
 
   // Of what lies outside of the matrices zeros. A thread's rows are all inside or all outside,

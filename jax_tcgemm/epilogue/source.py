@@ -16,6 +16,8 @@ def of_program(
     program: Program,
     kinds: Sequence[tuple[str, bool]],
     by_vectors: Sequence[bool],
+    *,
+    batched: bool,
     scaled: bool = False,
 ) -> str:
     """Returns the C++ of a program, which ``cuda/sm90/output/compiled.cuh`` tells of.
@@ -25,6 +27,7 @@ def of_program(
         kinds: of each leaf along what it moves, in the words of ``Along``, and whether it is
             read by vectors.
         by_vectors: of each result whether it is written so.
+        batched: whether there is more than one matrix.
         scaled: whether the factors have scales by blocks.
     """
     loads, types = [], []
@@ -50,6 +53,7 @@ def of_program(
     writes += [f"    io.template reduce{which}(r{i}, {zero});" for which, i, zero in reductions]
     visits = [f"    visitor.template reduction{which}({zero});" for which, _, zero in reductions]
     return _PROGRAM.format(
+        batched=str(batched).lower(),
         scaled=str(scaled).lower(),
         operands=len(types),
         operand_kinds=", ".join(types) or "{Along::kNothing, 4, false}",
@@ -72,6 +76,7 @@ _LOADS: Mapping[str, str] = {
 
 _PROGRAM = """\
 struct Program {{
+  static constexpr bool kBatched = {batched};
   static constexpr bool kBlockScales = {scaled};
   static constexpr int kOperands = {operands};
   static constexpr CompiledOperandKind kOperand[] = {{{operand_kinds}}};

@@ -48,6 +48,10 @@ class CompiledSpec:
         """Returns what belongs to the product, and what to the operands of the function."""
         return tuple(values[: self.factor_count]), tuple(values[self.factor_count :])
 
+    def with_config(self, config: str | None) -> CompiledSpec:
+        """Returns a copy whose product is computed by that configuration."""
+        return self.replace(product=dataclasses.replace(self.product, config=config))
+
     def replace(self, **changes: Any) -> CompiledSpec:
         """Returns a copy of which some fields are others."""
         return dataclasses.replace(self, **changes)

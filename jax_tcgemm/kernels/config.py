@@ -367,10 +367,10 @@ class KernelConfig:
             ring = self.stages * (self.tile_m + self.tile_n) * 128
             return ring + self.tile_m * (self.tile_n + 4) * 4 + 512
         if self.streams_b:
-            partials = self.consumer_warps * self.tile_m * (128 + 16) * 4
+            warps = self.consumer_warps * self.tile_m * (128 + 16) * 4
             pitch = self.output_n // self.split_k + 8
             sums = (1 + self.gated) * self.split_k * self.tile_m * pitch * 4
-            return partials + sums + 2 * 4 * 2 * 1024 + 512
+            return warps + sums + 2 * 4 * 2 * 1024 + 512
         # Of 8-bit operands, all of them k-major, there are no rows along m or n.
         row = 128 // self.element_bytes if self.element_bytes > 1 else 1
         rows = sum(-(-extent // row) * row for extent in (self.tile_m, self.tile_n))

@@ -6,6 +6,7 @@ and its heuristic read the generated rows, and tests take their parameters from 
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 from typing import Any
 
@@ -320,13 +321,15 @@ def by_name(name: str) -> KernelConfig:
     """Returns the row called ``name``.
 
     Raises:
-        ValueError: there is none; the message lists those there are.
+        ValueError: there is none; the message lists those whose names are nearest.
     """
     try:
         return _BY_NAME[name]
     except KeyError:
+        nearest = difflib.get_close_matches(name, _BY_NAME, n=8, cutoff=0.0)
         raise ValueError(
-            f"config={name!r} is not a kernel configuration; known: {sorted(_BY_NAME)}"
+            f"config={name!r} is not a kernel configuration; of {len(_BY_NAME)} the nearest are "
+            f"{nearest}"
         ) from None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from jax_tcgemm.epilogue.program import Leaf, Program
 from jax_tcgemm.epilogue.spec import CompiledSpec
 from jax_tcgemm.kernels.arithmetic import ALL_ARITHMETIC
 from jax_tcgemm.kernels.table import XLA
-from jax_tcgemm.lowering import devices, k_major
+from jax_tcgemm.lowering import compiled_problem, devices, k_major
 from jax_tcgemm.lowering.custom_call import (
     MAX_TMA_BATCH_NDIM,
     second_weight_offset,
@@ -54,20 +54,35 @@ def cuda_compiled(
     """
     own, others = spec.split(operands)
     made = translation.translate(spec.function)
+    told = ""
+    if not isinstance(made, str):
+        spec, told = _tuned(operands, spec, made)
     call = made if isinstance(made, str) else _call_or_reason(own, spec, made)
     kind = "gated gemm" if spec.is_gated else "gemm"
     kind = "gemm scaled by blocks" if spec.scaled else kind
     kind = "ragged dot" if isinstance(spec.product, RaggedSpec) else kind
     described = f"{kind} {_types(operands)} with a function: "
     if isinstance(call, str):
-        log(f"{described}the function in a pass after the product: {call}")
+        log(f"{described}the function in a pass after the product: {call}{told}")
         return composed(*operands, spec=spec)
-    log(f"{described}compiled into the kernel ({len(call.program.leaves)} operands)")
+    log(f"{described}compiled into the kernel ({len(call.program.leaves)} operands){told}")
     return call.emit(own, others, spec)
 
 
+def _tuned(operands: Sequence[Any], spec: CompiledSpec, made: Program) -> tuple[CompiledSpec, str]:
+    """Returns ``spec`` with the configuration that was measured to be fastest, and who says so."""
+    own, _ = spec.split(operands)
+    call = planned(own, spec, made) if spec.product.config is None else "by config"
+    if isinstance(call, str):
+        return spec, ""
+    config, told = compiled_problem.measured_config(
+        operands, spec, call.gemm, call.algorithm, call.source
+    )
+    return spec.with_config(config), told
+
+
 @dataclasses.dataclass(frozen=True)
-class _Call:
+class Call:
     """A custom call that can be made."""
 
     program: Program
@@ -94,6 +109,11 @@ class _Call:
         call = jax.ffi.ffi_call(_extension.COMPILED_TARGET, self.program.outputs)
         outputs = call(*factors, *own[count:], *known, **self._attributes(spec))
         return self.program.finished(outputs, others)
+
+    @property
+    def layout(self) -> str:
+        """How the kernel finds ``a`` and ``b``."""
+        return "".join("t" if is_transposed(self.gemm, name) else "n" for name in ("a", "b"))
 
     def _attributes(self, spec: CompiledSpec) -> dict[str, Any]:
         """As ``CompiledAttributes`` of ``cuda/ffi/compiled.cc``."""
@@ -125,8 +145,22 @@ class _Call:
         }
 
 
-def _call_or_reason(own: Sequence[Any], spec: CompiledSpec, made: Program) -> _Call | str:
-    """Returns the custom call, or why there can be none."""
+def _call_or_reason(own: Sequence[Any], spec: CompiledSpec, made: Program) -> Call | str:
+    """Returns the custom call, its kernel compiled if it can be now, or why there is none."""
+    call = planned(own, spec, made)
+    if isinstance(call, str):
+        return call
+    return compiler.obstacle(call.source, _expected_row(call, spec)) or call
+
+
+def planned(own: Sequence[Any], spec: CompiledSpec, made: Program) -> Call | str:
+    """Returns the custom call, or why there can be none.
+
+    Args:
+        own: the operands of the product.
+        spec: the static parameters.
+        made: the function.
+    """
     product = spec.product
     if product.config == XLA:
         return "by config"
@@ -162,10 +196,9 @@ def _call_or_reason(own: Sequence[Any], spec: CompiledSpec, made: Program) -> _C
     if reason is not None:
         return reason
     staged = tuple(kind in _STAGED for kind in kinds_of(made, strides, gemm.n))
-    source_text = source_of(made, strides, gemm.n, spec.scaled)
+    source_text = source_of(made, strides, gemm.n, batched=bool(gemm.batch), scaled=spec.scaled)
     ordered = tuple(factors.values())
-    call = _Call(made, source_text, gemm, strides, staged, algorithm, ordered, scale_strides)
-    return compiler.obstacle(call.source, _expected_row(call, spec)) or call
+    return Call(made, source_text, gemm, strides, staged, algorithm, ordered, scale_strides)
 
 
 def _algorithm(a: np.dtype, b: np.dtype, product: GemmSpec | RaggedSpec) -> str | None:
@@ -223,17 +256,22 @@ def _ragged(
     return gemm, tuple((0, *leaf.strides(2)) for leaf in made.leaves)
 
 
-def source_of(made: Program, strides: Sequence[Shape], n: int, scaled: bool = False) -> str:
+def source_of(
+    made: Program, strides: Sequence[Shape], n: int, *, batched: bool, scaled: bool = False
+) -> str:
     """Returns the C++ of a program.
 
     Args:
         made: the program.
         strides: of each leaf, in elements along ``(*batch, m, n)``.
         n: columns of the results.
+        batched: whether there is more than one matrix.
         scaled: whether the factors have scales by blocks.
     """
     whole = [n * result.dtype.itemsize % COPY_BYTES == 0 for result in made.matrices]
-    return source.of_program(made, kinds_of(made, strides, n), whole, scaled)
+    return source.of_program(
+        made, kinds_of(made, strides, n), whole, batched=batched, scaled=scaled
+    )
 
 
 # Read through shared memory; as is_staged of cuda/compiled_params.h.
@@ -292,35 +330,48 @@ def _is_vector(leaf: Leaf, strides: Shape, n: int) -> bool:
     return strides[-1] == 1 and all(step * size % COPY_BYTES == 0 for step in steps)
 
 
-def _expected_row(call: _Call, spec: CompiledSpec) -> tuple[str, str] | None:
+def _expected_row(call: Call, spec: CompiledSpec) -> tuple[str, str] | None:
     """Returns the row and layout that will be compiled first, ``None`` without a GPU."""
     gpus = _compat.initialized_cuda_devices()
     if not gpus:
         return None
-    gemm = call.gemm
-    layout = "".join("t" if is_transposed(gemm, name) else "n" for name in ("a", "b"))
     if spec.product.config is not None:
-        return spec.product.config, layout
+        return spec.product.config, call.layout
+    ranked = ranked_rows(call, spec, _core.device_properties(gpus[0].local_hardware_id))
+    return (ranked[0][0], call.layout) if ranked else None
+
+
+def ranked_rows(
+    call: Call, spec: CompiledSpec, device: Mapping[str, Any]
+) -> list[tuple[str, float, bool]]:
+    """Returns rows and their time by the model, the fastest first, as ``_core.rank_configs``.
+
+    Groups of ``ragged_dot`` are taken to be of one size.
+
+    Args:
+        call: the product as a kernel sees it.
+        spec: its static parameters.
+        device: as ``_core.device_properties`` describes it.
+    """
+    gemm = call.gemm
     is_ragged = isinstance(spec.product, RaggedSpec)
-    facts = _core.device_properties(gpus[0].local_hardware_id)
-    ranked = _core.rank_configs(
+    return _core.rank_configs(
         call.algorithm,
         -(-gemm.m // gemm.batch[0]) if is_ragged else gemm.m,
         gemm.n,
         gemm.k,
         math.prod(gemm.batch),
         True,
-        facts["sm_count"],
-        facts["shared_memory_per_block"],
-        compute_capability=facts["compute_capability"],
-        layout=layout,
+        device["sm_count"],
+        device["shared_memory_per_block"],
+        compute_capability=device["compute_capability"],
+        layout=call.layout,
         epilogue="any",
         gated=spec.is_gated,
         grouped="m" if is_ragged else "none",
         batch_rank=len(gemm.batch),
         compiled=True,
     )
-    return (ranked[0][0], layout) if ranked else None
 
 
 def _types(operands: Sequence[Any]) -> str:

@@ -100,7 +100,8 @@ def _call_or_reason(spec: LinearSpec) -> _Call | str:
     folded, strides = _folded(shape, made)
     if len(folded.batch) > MAX_BATCH_NDIM:
         return f"{len(folded.batch)} batch dimensions that do not fold"
-    call = _Call(made, source_of(made, strides, folded.n), folded, strides)
+    text = source_of(made, strides, folded.n, batched=bool(folded.batch))
+    call = _Call(made, text, folded, strides)
     is_here = bool(_compat.initialized_cuda_devices())
     return compiler.obstacle(call.source, (source.PASS, "") if is_here else None) or call
 

@@ -153,7 +153,9 @@ def _streams(a: Factor, weights: Sequence[Factor], config: str | None) -> bool:
     return a.shape[a.mn] * math.prod(rows) <= _FEW_ROWS
 
 
-def _of_gemm(shapes: Operands, spec: GemmSpec, may_stream: bool) -> tuple[GemmSpec, dict[str, Factor]]:
+def _of_gemm(
+    shapes: Operands, spec: GemmSpec, may_stream: bool
+) -> tuple[GemmSpec, dict[str, Factor]]:
     """Returns the product as the kernel sees it, and its factors by name.
 
     Args:

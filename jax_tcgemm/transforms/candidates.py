@@ -6,7 +6,10 @@ import math
 from typing import Any
 
 from jax_tcgemm import _core
-from jax_tcgemm.kernels.table import read_config
+from jax_tcgemm.epilogue import translation
+from jax_tcgemm.epilogue.spec import CompiledSpec
+from jax_tcgemm.kernels.table import for_algorithm, read_config
+from jax_tcgemm.lowering import compiled
 from jax_tcgemm.lowering.row_epilogue import c_by_tma
 from jax_tcgemm.problem.alignment import (
     COPY_BYTES,
@@ -37,6 +40,8 @@ def candidates(product: Product, device: dict[str, Any]) -> list[str]:
         product: what is to be computed.
         device: as ``_core.device_properties`` describes it.
     """
+    if isinstance(product.spec, CompiledSpec):
+        return _of_compiled(product, device)
     is_gemm = isinstance(product.spec, GemmSpec)
     problem = _of_gemm(product) if is_gemm else _of_groups(product)
     ranked = _core.rank_configs(
@@ -57,6 +62,40 @@ def candidates(product: Product, device: dict[str, Any]) -> list[str]:
         if of_row.get(row, 0) <= _MOST_SPLITS_OF_A_ROW:
             chosen.append(config)
     return chosen
+
+
+def _of_compiled(product: Product, device: dict[str, Any]) -> list[str]:
+    """The same of products with an epilogue of the user's own.
+
+    Few rows of 8-bit operands take the weights as they lie or transposed, by rows of their own,
+    whose times the model does not compare: some of each.
+    """
+    spec: CompiledSpec = product.spec
+    own, _ = spec.split(product.types)
+    made = translation.translate(spec.function)
+    assert not isinstance(made, str), product  # lowering asks for those that are translated
+    first = compiled.planned(own, spec, made)
+    assert not isinstance(first, str), product
+    calls = {first.layout: first}
+    for streams in (False, True):
+        row = _any_row(first.algorithm, spec, streams)
+        call = None if row is None else compiled.planned(own, spec.with_config(row), made)
+        if call is not None and not isinstance(call, str):
+            calls.setdefault(call.layout, call)
+    chosen: list[str] = []
+    for call in calls.values():
+        ranked = compiled.ranked_rows(call, spec, device)[: _MOST // len(calls)]
+        chosen += [name for name, cycles, _ in ranked if cycles <= _FACTOR * ranked[0][1]]
+    return chosen
+
+
+def _any_row(algorithm: str, spec: CompiledSpec, streams: bool) -> str | None:
+    """Names a row that takes weights as they lie, or one that does not."""
+    grouped = "none" if isinstance(spec.product, GemmSpec) else "m"
+    rows = for_algorithm(algorithm, grouped)
+    return next(
+        (row.name for row in rows if row.streams_b == streams and row.gated == spec.is_gated), None
+    )
 
 
 def _of_gemm(product: Product) -> dict[str, Any]:

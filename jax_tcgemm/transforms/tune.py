@@ -20,8 +20,10 @@ import numpy as np
 from jax.extend.core import Primitive
 
 from jax_tcgemm import _compat, _core
+from jax_tcgemm.epilogue.spec import CompiledSpec
 from jax_tcgemm.kernels.table import XLA
 from jax_tcgemm.partitioning import partitioner
+from jax_tcgemm.primitives.compiled import compiled_p, compiled_ragged_p
 from jax_tcgemm.primitives.gemm import gemm_p
 from jax_tcgemm.primitives.ragged import ragged_contraction_p, ragged_dot_p
 from jax_tcgemm.problem.log import log
@@ -42,6 +44,8 @@ from jax_tcgemm.tuning.lookup import Product, Recorder
 from jax_tcgemm.tuning.tunings import Tunings, described, forget, untuned
 
 _PRIMITIVES: dict[str, Primitive] = {
+    "compiled": compiled_p,
+    "compiled_ragged": compiled_ragged_p,
     "gemm": gemm_p,
     "ragged_dot": ragged_dot_p,
     "ragged_contraction": ragged_contraction_p,
@@ -219,7 +223,9 @@ def _compiled(
 
 
 def _apply(product: Product, config: str | None, *operands: jax.Array) -> Any:
-    spec = dataclasses.replace(product.spec, config=config)
+    spec = product.spec
+    is_compiled = isinstance(spec, CompiledSpec)
+    spec = spec.with_config(config) if is_compiled else dataclasses.replace(spec, config=config)
     if isinstance(spec, GemmSpec):
         spec = spec.replace(overwrite_c=False)  # without donation that would copy c
     return _PRIMITIVES[product.primitive].bind(*operands, spec=spec)
@@ -237,17 +243,29 @@ def _draw(product: Product, numbers: Numbers) -> list[tuple[jax.Array, ...]]:
     The second factor is scaled so that sums stay finite in every type.
     """
     types = product.types
+    sizes_at = 2 if "ragged" in product.primitive else None
     size = sum(math.prod(x.shape) * x.dtype.itemsize for x in types)
     scale = max(types[1].shape) ** -0.5
 
     def operand(i: int, x: jax.ShapeDtypeStruct) -> jax.Array:
-        if jnp.issubdtype(x.dtype, jnp.integer):
+        if i == sizes_at:
             return _even_sizes(x, rows=types[0].shape[0])
+        if x.dtype.itemsize == 1 or not jnp.issubdtype(x.dtype, jnp.floating):
+            return _few_bits(numbers.take(jax.ShapeDtypeStruct(x.shape, jnp.float32)), x.dtype)
         values = numbers.take(x)
         return values * x.dtype.type(scale) if i == 1 else values
 
     sets = range(argument_set_count(2 * size))
     return [tuple(operand(i, x) for i, x in enumerate(types)) for _ in sets]
+
+
+def _few_bits(normal: jax.Array, dtype: np.dtype) -> jax.Array:
+    """Returns normal numbers in a type of 8 bits, of integers, or of truths."""
+    if dtype == jnp.bool_:
+        return normal > 0
+    if jnp.issubdtype(dtype, jnp.integer):
+        normal = jnp.round(jnp.abs(normal) if dtype.kind == "u" else normal * 30)
+    return normal.astype(dtype)
 
 
 def _even_sizes(sizes: jax.ShapeDtypeStruct, rows: int) -> jax.Array:

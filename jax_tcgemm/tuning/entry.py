@@ -45,8 +45,7 @@ class Entry:
     def is_current(self) -> bool:
         """Whether the rows that it names are in this build, and are what was measured."""
         return all(
-            name in _extension.KERNEL_NAMES and row_digest(name) == digest
-            for name, digest in self.rows
+            _extension.has_row(name) and row_digest(name) == digest for name, digest in self.rows
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -79,7 +78,8 @@ class Entry:
 @functools.cache
 def row_digest(name: str) -> str:
     """Returns a digest of a row of the kernel table; of a name that is none, of nothing."""
-    row = {config.name: config for config in kernel_table.CONFIGS}.get(name)
+    rows = (*kernel_table.CONFIGS, *kernel_table.RUN_TIME_CONFIGS)
+    row = {config.name: config for config in rows}.get(name)
     return hashlib.sha256(repr(row).encode()).hexdigest()[:12]
 
 

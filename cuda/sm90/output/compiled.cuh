@@ -9,9 +9,9 @@
 //   the warp: [cp.async of the next one's] -> wait -> accumulators, operands -> Program ->
 //             shared memory -> vectors of the results to memory
 //
-// A Program has kBlockScales (sm90/scaled_mainloop.cuh), kOperands, kOperand[], kResults, kResult[]
-// (see compiled_params.h), and run(io), which makes 16 x 16 values of each result from an instance
-// of CompiledIo.
+// A Program has kBatched, kBlockScales (sm90/scaled_mainloop.cuh), kOperands, kOperand[], kResults,
+// kResult[] (see compiled_params.h), and run(io), which makes 16 x 16 values of each result from an
+// instance of CompiledIo.
 
 #pragma once
 
@@ -158,8 +158,9 @@ class CompiledOutput {
     constexpr int kVectors = kRowVectors * (kMatrix ? kWarpRows : 1);
     constexpr int kPitch = Plan::pitch(kKind.bytes, kColumns);
     const CompiledOperand& operand = params_.operands[kIndex];
-    const char* const matrix = static_cast<const char*>(operand.data) +
-                               batch_offset(params_, at.batch, operand.batch) * kKind.bytes;
+    const char* const matrix =
+        static_cast<const char*>(operand.data) +
+        batch_offset_if<Program::kBatched>(params_, at.batch, operand.batch) * kKind.bytes;
     const uint32_t to = buffers_ + stage * Plan::kStageBytes + Plan::template kOperandAt<kIndex>;
 #pragma unroll
     for (int i = 0; i < kVectors; i += 32) {

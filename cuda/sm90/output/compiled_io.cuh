@@ -20,6 +20,7 @@ namespace jax_tcgemm::sm90 {
 template <KernelConfig kConfig, typename Program>
 struct CompiledPlan {
   static constexpr int kVector = 16;  // bytes
+  static constexpr bool kBatched = Program::kBatched;
   static constexpr int kWarpBytes = kConfig.staging_bytes() / 4;
   using Sum = ptx::SumOf<kConfig.algorithm>;
 
@@ -202,7 +203,7 @@ struct CompiledIo {
   template <typename T, int kIndex>
   __device__ __forceinline__ ValueOf<T> load(int m, int n) const {
     const CompiledOperand& operand = params.operands[kIndex];
-    const int64_t at = batch_offset(params, batch, operand.batch) +
+    const int64_t at = batch_offset_if<Plan::kBatched>(params, batch, operand.batch) +
                        min(m, params.m - 1) * operand.stride_m +
                        min(n, params.n - 1) * operand.stride_n;
     return value_of(load_global(static_cast<const T*>(operand.data) + at));

@@ -1,0 +1,74 @@
+"""What a product with an epilogue of the user's own is known by to tunings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jax_tcgemm.epilogue import source
+from jax_tcgemm.epilogue.spec import CompiledSpec
+from jax_tcgemm.kernels.table import can_be
+from jax_tcgemm.lowering import devices
+from jax_tcgemm.problem.ragged import RaggedSpec
+from jax_tcgemm.problem.spec import GemmSpec
+from jax_tcgemm.problem.strides import StridedGemm
+from jax_tcgemm.tuning import lookup
+from jax_tcgemm.tuning.entry import problem_key
+
+
+def measured_config(
+    operands: Sequence[Any], spec: CompiledSpec, gemm: StridedGemm, algorithm: str, program: str
+) -> tuple[str | None, str]:
+    """Returns the configuration that was measured to be fastest, and who says so.
+
+    Args:
+        operands: those of the product, then those of the function.
+        spec: the static parameters, without a configuration.
+        gemm: the product as a kernel sees it.
+        algorithm: of the table of arithmetic.
+        program: the function in C++.
+    """
+    types = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands)
+    is_ragged = isinstance(spec.product, RaggedSpec)
+    primitive = "compiled_ragged" if is_ragged else "compiled"
+    problem = _problem(types, spec, gemm, algorithm, program)
+    found = lookup.find(devices.local_kind(), lookup.Product(primitive, spec, types, problem))
+    grouped = "m" if is_ragged else "none"
+    if found is None or not can_be(
+        found[0].config, algorithm, gated=spec.is_gated, grouped=grouped
+    ):
+        return None, ""
+    return found[0].config, f", config {found[0].config or 'by heuristic'}, by {found[1]}"
+
+
+def _problem(
+    types: Sequence[Any], spec: CompiledSpec, gemm: StridedGemm, algorithm: str, program: str
+) -> str:
+    """Returns what the product is known by: all that its time depends on."""
+    own, _ = spec.split(types)
+    is_ragged = isinstance(spec.product, RaggedSpec)
+    op = "ragged_m" if is_ragged else "gated" if spec.is_gated else "gemm"
+    extents = {"groups": gemm.batch[0]} if is_ragged else {"batch": list(gemm.batch)}
+    return problem_key(
+        op=op,
+        algorithm=algorithm,
+        layout=_layout(own, spec.product),
+        m=gemm.m,
+        n=gemm.n,
+        k=gemm.k,
+        **extents,
+        dtypes=[x.dtype.name for x in own] + [x.dtype.name for x in spec.function.results],
+        strides={name: list(getattr(gemm.strides, name)) for name in ("a", "b")},
+        epilogue={"has": ["function"], "program": source.digest(program)[:16]},
+    )
+
+
+def _layout(own: Sequence[Any], product: GemmSpec | RaggedSpec) -> str:
+    """How the factors lie, before any is transposed."""
+    if isinstance(product, RaggedSpec):
+        return "nt" if product.transpose_rhs else "nn"
+    x = product.unflatten(own[: len(product.operand_names)])
+    k_of_a, n_of_b = product.axes.a[-1], product.axes.b[-1]
+    return ("n" if k_of_a == x.a.ndim - 1 else "t") + ("n" if n_of_b == x.b.ndim - 1 else "t")
