@@ -20,7 +20,9 @@ enum class Arch { kSimt, kSm75, kSm80, kSm90 };
 //   B,
 //             which is of 8 bits and n-major, for few rows (sm90/streamed_kernel.cuh).
 //   kTma:     boxes copied by TMA; base and strides are multiples of 16 bytes.
-enum class Loader { kCpAsync, kRegister, kRealign, kDirect, kTma };
+//   kTmaTurned: the same, of few rows of A and a B of 8 bits that is n-major
+//             (sm90/streamed_kernel.cuh).
+enum class Loader { kCpAsync, kRegister, kRealign, kDirect, kTma, kTmaTurned };
 
 // How the consumer warpgroups of an sm90 kernel share the work.
 //   kCooperative: each takes some rows of one tile.
@@ -76,9 +78,9 @@ struct KernelConfig {
   // What epilogues the kernel has: most of its code and of the time that it takes to compile.
   EpilogueWork epilogue;
 
-  // sm90: B goes from memory to registers. Each warp multiplies a part of k by the whole tile, and
-  // finishes its columns of the sum.
-  constexpr bool streams_b() const { return arch == Arch::kSm90 && loader == Loader::kDirect; }
+  // sm90: B, read once, goes through registers. Each warp multiplies a part of k by the whole tile,
+  // and finishes some columns of the sum.
+  constexpr bool streams_b() const { return loader == Loader::kTmaTurned; }
 
   constexpr int warp_m() const { return tile_m / warps_m; }
   constexpr int warp_n() const { return tile_n / warps_n; }
@@ -119,7 +121,7 @@ struct KernelConfig {
   }
   // A whole warpgroup where registers are to move from it to the consumers.
   constexpr int producer_warps() const {
-    if (arch != Arch::kSm90 || streams_b()) return 0;
+    if (arch != Arch::kSm90) return 0;
     return consumer_warps() > 4 ? 4 : 1;
   }
   constexpr int threads() const { return 32 * (consumer_warps() + producer_warps()); }
@@ -137,15 +139,21 @@ struct KernelConfig {
     if (arch == Arch::kSm90 && may_be_mn_major) tile_mn = (tile_mn + row - 1) / row * row;
     return tile_mn * tile_k * element_bytes(algorithm);
   }
-  constexpr int stage_bytes() const { return operand_bytes(tile_m) + operand_bytes(tile_n); }
-  constexpr int ring_bytes() const {
-    if (streams_b()) return consumer_warps() * streamed_warp_bytes() + streamed_sums_bytes();
-    return stages * stage_bytes();
+  constexpr int stage_bytes() const {
+    return operand_bytes(tile_m) + operand_bytes(streams_b() ? output_n() : tile_n);
   }
-  // Where B is streamed there is no ring: here are the sums of each warp, and those that the blocks
-  // of a cluster send to one another, in rows of so many floats or integers.
-  static constexpr int kStreamedPitch = 128 + 16;
-  constexpr int streamed_warp_bytes() const { return tile_m * kStreamedPitch * 4; }
+  constexpr int ring_bytes() const {
+    const int ring = stages * stage_bytes();
+    if (!streams_b()) return ring;
+    const int partials = consumer_warps() * 16 * kStreamedPitch * 4;
+    const int end = streamed_partials_at() + partials;
+    return (end > ring ? end : ring) + streamed_sums_bytes();
+  }
+  // Where B is streamed the sums of each warp take the place of the ring, or one beside it where
+  // that goes on with a second weight; then come those that the blocks of a cluster send to one
+  // another. Rows of so many floats or integers.
+  static constexpr int kStreamedPitch = 128 + 8;
+  constexpr int streamed_partials_at() const { return gated ? stages * stage_bytes() : 0; }
   constexpr int streamed_sums_pitch() const { return output_n() / split_k + 8; }
   constexpr int streamed_sums_bytes() const {
     return (gated ? 2 : 1) * split_k * tile_m * streamed_sums_pitch() * 4;
@@ -198,7 +206,7 @@ struct KernelConfig {
     constexpr int kRegisters = 64 * 1024;
     if (consumer_warps() > 4) return 1;
     const int by_memory = kSharedMemoryPerSm / (shared_memory_bytes() + kReservedPerBlock);
-    const int registers = skinny ? 128 : streams_b() && tile_m > 16 ? 255 : 168;
+    const int registers = skinny ? 128 : streams_b() ? 200 : 168;
     const int by_registers = kRegisters / (threads() * registers);
     return by_memory < by_registers ? by_memory : by_registers;
   }

@@ -38,7 +38,9 @@ def test_every_algorithm_has_rows_of_every_loader():
 
 
 def test_unknown_name():
-    with pytest.raises(ValueError, match=r"'fast' is not a kernel configuration; of .* nearest.*'sm"):
+    with pytest.raises(
+        ValueError, match=r"'fast' is not a kernel configuration; of .* nearest.*'sm"
+    ):
         by_name("fast")
 
 

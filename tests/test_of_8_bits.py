@@ -269,7 +269,7 @@ def test_no_integers_are_given_to_xla_on_gpus(cuda_module):
     assert "xi8>, tensor<64x64xi8>) -> tensor<64x64xi32>" not in text
 
 
-_STREAMED_ROW = "sm90_e4m3e4m3_fast_16x128x32_s2_c1x1_k2_streamed"
+_STREAMED_ROW = "sm90_e4m3e4m3_fast_16x128x128_s4_c1x1_k2_streamed"
 
 
 @pytest.mark.parametrize(
@@ -280,7 +280,7 @@ _STREAMED_ROW = "sm90_e4m3e4m3_fast_16x128x32_s2_c1x1_k2_streamed"
         ((33, 64), (64, 48), {}, True),
         ((33, 64), (64, 48), {"config": _STREAMED_ROW}, False),
         ((16, 64), (64, 48), {"config": ROW}, True),
-        ((16, 72), (72, 48), {}, True),  # rows of A are padded, and so is B
+        ((16, 72), (72, 48), {}, True),
         ((16, 64), (64, 40), {}, True),
         ((2, 16, 64), (64, 48), {}, False),  # 32 rows
         ((3, 16, 64), (64, 48), {}, True),
@@ -317,7 +317,7 @@ def test_kernels_of_few_rows_compile(all_kernels, monkeypatch, dtype):
     f = jax.jit(lambda x, w: gemm(x, w, a_scale=jnp.ones((16, 1)), bias=jnp.ones(64)))
     f.trace(x, w).lower(lowering_platforms=("cuda",))
     tag = "s8" if dtype == INT8 else "e4m3e4m3_fast"
-    for tile in ("16x128x32_s2_c1x1_k8", "32x128x32_s2_c1x1"):
+    for tile in ("16x128x128_s4_c1x1_k4", "32x128x128_s3_c1x1"):
         text = source.of_kernel(made[-1], f"sm90_{tag}_{tile}_streamed", "nn")
         assert found.compile(text, "sm_90a", cubins.include_folders())
 

@@ -189,9 +189,7 @@ Status run_compiled(const GemmProblem& problem, const CompiledParams& params,
       JAX_TCGEMM_RETURN_IF_ERROR(set_tile_order(config, false, &complete));
     }
     sm90::TensorMaps maps = {};
-    if (config.loader == Loader::kTma) {
-      JAX_TCGEMM_RETURN_IF_ERROR(sm90::encode_factors(problem, config, &maps));
-    }
+    JAX_TCGEMM_RETURN_IF_ERROR(sm90::encode_factors(problem, config, &maps));
     const LaunchRequest request = {complete, problem.major_a, problem.major_b,
                                    &maps,    device,          stream};
     const cudaError_t launched = launch_compiled(config, &kernel->made.handle, request);

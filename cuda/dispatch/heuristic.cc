@@ -91,9 +91,7 @@ bool sm90_supports(const KernelConfig& config, const ChoiceInput& input) {
   if (config.swap_ab) return input.major_a == Major::kK && !input.widens();
   if (element_bytes(config.algorithm) == 2) return true;
   if (config.streams_b()) {
-    constexpr int kVector = 16;  // that a thread reads
-    return input.major_a == Major::kK && input.major_b == Major::kMn && input.k % kVector == 0 &&
-           input.n % kVector == 0;
+    return input.major_a == Major::kK && input.major_b == Major::kMn;
   }
   if (element_bytes(config.algorithm) == 1) {
     return input.major_a == Major::kK && input.major_b == Major::kK;

@@ -93,13 +93,17 @@ constexpr double kSumCycles = 300.0;
 constexpr double kFusedCycles = 2000.0;
 }  // namespace skinny_model
 
-// Of the rows that stream B from memory to registers.
+// Of the rows that stream B of 8 bits.
 namespace streamed_model {
-constexpr double kStartCycles = 3000.0;
-constexpr double kClusterStartCycles = 500.0;
-constexpr double kMemoryRate = 2500.0;
-constexpr double kBlockRate = 16.0;  // of B into one block
-constexpr double kRoundCycles = 1500.0;
+constexpr double kStartCycles = 3180.0;
+constexpr double kPartCycles = 900.0;  // for each block that shares k
+constexpr double kRoundCycles = 6000.0;
+constexpr double kMemoryRate = 2520.0;
+// Of a stage of 16 rows; floats are converted; of 32 rows so many times as much.
+constexpr double kStageCycles = 309.0;
+constexpr double kConvertCycles = 191.0;
+constexpr double kTallFactor = 2.8;
+constexpr double kPower = 2.84;
 }  // namespace streamed_model
 
 // Clusters at a time. A cluster's blocks share a GPC, and not every GPC has a multiple of 4 SMs.
@@ -212,11 +216,10 @@ double stage_cycles(const KernelConfig& config, const ChoiceInput& input, int64_
 }
 
 // Limits that are close to one another take longer together.
-double power_mean(std::span<const double> limits) {
-  constexpr double kPower = 8.0;
+double power_mean(std::span<const double> limits, double power = 8.0) {
   double sum = 0.0;
-  for (const double limit : limits) sum += std::pow(limit, kPower);
-  return std::pow(sum, 1.0 / kPower);
+  for (const double limit : limits) sum += std::pow(limit, power);
+  return std::pow(sum, 1.0 / power);
 }
 
 // The limits are memory, the SMs, and what the rings keep on its way; round after round.
@@ -248,17 +251,26 @@ double skinny_cycles(const KernelConfig& config, const ChoiceInput& input) {
   return cycles + round(tiles - (rounds - 1) * capacity);
 }
 
-// Whole rounds of blocks, each of which has so many bytes on their way; or memory.
+// Rounds of blocks, which memory limits or what a stage takes on an SM.
 double streamed_cycles(const KernelConfig& config, const ChoiceInput& input) {
   using namespace streamed_model;
   const int64_t tiles = cluster_tiles(config, input, 1);
-  const int64_t rounds = ceil_div(tiles, concurrent_clusters(config, input));
+  const int64_t capacity = concurrent_clusters(config, input);
+  const int64_t rounds = ceil_div(tiles, capacity);
+  const bool converts = arithmetic_of(config.algorithm).accumulator != ElementType::kS32;
+  const double stage =
+      (kStageCycles + (converts ? kConvertCycles : 0.0)) * (config.tile_m > 16 ? kTallFactor : 1.0);
   const double weights = input.gated ? 2.0 : 1.0;
-  const double bytes = weights * config.output_n() * static_cast<double>(input.k);
-  const double block = bytes / config.split_k / kBlockRate;
-  const double limits[] = {tiles * bytes / kMemoryRate, rounds * (block + kRoundCycles)};
-  const double start = kStartCycles + (config.split_k > 1 ? kClusterStartCycles : 0.0);
-  return start + power_mean(limits);
+  const double stages = weights * ceil_div(input.k, config.tile_k) / config.split_k;
+  const auto round = [&](int64_t clusters) {
+    const double blocks = static_cast<double>(clusters * config.split_k);
+    const double bytes = blocks * stages * config.output_n() * config.tile_k;
+    const double limits[] = {bytes / kMemoryRate,
+                             stages * stage * std::max(1.0, blocks / input.sm_count)};
+    return power_mean(limits, kPower) + kRoundCycles;
+  };
+  return kStartCycles + kPartCycles * (config.split_k - 1) + (rounds - 1) * round(capacity) +
+         round(tiles - (rounds - 1) * capacity);
 }
 
 struct FusedCost {

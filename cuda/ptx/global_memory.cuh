@@ -24,37 +24,6 @@ __device__ __forceinline__ void load_global_16_if(uint32_t (&word)[4], uint64_t 
       : "l"(address), "r"(static_cast<int>(wanted)));
 }
 
-// The same of what this SM reads once: it takes no place in L1.
-__device__ __forceinline__ void load_global_16_once_if(uint32_t (&word)[4], uint64_t address,
-                                                       bool wanted) {
-  asm volatile(
-      "{\n"
-      ".reg .pred wanted;\n"
-      "setp.ne.b32 wanted, %5, 0;\n"
-      "mov.b32 %0, 0;\n"
-      "mov.b32 %1, 0;\n"
-      "mov.b32 %2, 0;\n"
-      "mov.b32 %3, 0;\n"
-      "@wanted ld.global.nc.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];\n"
-      "}\n"
-      : "=&r"(word[0]), "=&r"(word[1]), "=&r"(word[2]), "=&r"(word[3])
-      : "l"(address), "r"(static_cast<int>(wanted)));
-}
-
-__device__ __forceinline__ void load_global_8_if(uint32_t (&word)[2], uint64_t address,
-                                                 bool wanted) {
-  asm volatile(
-      "{\n"
-      ".reg .pred wanted;\n"
-      "setp.ne.b32 wanted, %3, 0;\n"
-      "mov.b32 %0, 0;\n"
-      "mov.b32 %1, 0;\n"
-      "@wanted ld.global.nc.v2.b32 {%0, %1}, [%2];\n"
-      "}\n"
-      : "=&r"(word[0]), "=&r"(word[1])
-      : "l"(address), "r"(static_cast<int>(wanted)));
-}
-
 // Brings a line of 128 bytes to L2.
 __device__ __forceinline__ void prefetch_line(const void* address) {
   asm volatile("prefetch.global.L2 [%0];\n" ::"l"(address));

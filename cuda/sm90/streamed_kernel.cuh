@@ -1,21 +1,19 @@
 // The kernel for few rows of A times an n-major B of 8 bits, which wgmma does not take from shared
-// memory. B goes past once; 4 x 4 bytes are turned in registers. Its epilogue is compiled at run
-// time (sm90/output/compiled.cuh).
+// memory: mma.sync takes it from registers, where 4 x 4 bytes are turned. B goes past once. Its
+// epilogue is compiled at run time (sm90/output/compiled.cuh).
 //
-// Roles: all warps are alike. A tile's k, 32 rows of B at a time, is dealt to the warps of the
-//        blocks of a cluster; then each block finishes equal parts of the tile's columns.
-// Barriers: sums_full: 1 + the bytes of all blocks' sums of this block's columns.
-// Timeline: the loop over k (sm90/streamed_loop.cuh) -> the warp's sums to shared memory | block |
-// the block's sums to the blocks that finish them, by st.async -> wait
-//        sums_full -> add -> Program -> results.
+// Roles: four consumer warps, which share the k of every stage and, of 32 rows, those; one producer
+//        warp, of which a thread works.
+// Barriers: full[stage]: 1 arrival of the producer + the bytes of the stage; empty[stage]: 4 warps;
+//        partial_full (split k): 1 + the bytes of all blocks' sums of this block's columns. Named
+//        barrier 0: the barriers are initialised; 3: the consumers.
+// Timeline, producer: initialise -> TMA A, B ...
+//        consumer: send for the epilogue's operands -> [wait full, multiply, arrive empty] ... ->
+//        the warp's sums to shared memory, over the ring | consumers | the block's sums to the
+//        blocks that finish them, by st.async -> wait partial_full -> add -> Program -> results.
 // A block computes one tile; of two weights one after the other. That the others of its cluster
 // have started is waited for before sums are sent; none is written to after its end, because each
 // waits for all that it is sent.
-//
-// What a thread holds of a step (lane = 4 g + t): of B rows 8 t ... 8 t + 7, columns 16 g ...
-// 16 g + 15 of the tile; of A columns 8 t ... 8 t + 7, rows g and g + 8 of every 16. So instruction
-// j multiplies columns j, 16 + j, 32 + j ... of the tile, and the k of both operands is permuted
-// alike.
 
 #pragma once
 
@@ -27,8 +25,11 @@
 #include "ptx/global_memory.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/shared_memory.cuh"
+#include "ptx/tma.cuh"
 #include "scheduler/raster.cuh"
 #include "sm90/output/compiled.cuh"
+#include "sm90/output/output_tile.h"
+#include "sm90/producer.cuh"
 #include "sm90/ring.cuh"
 #include "sm90/streamed_loop.cuh"
 #include "sm90/tensor_maps.h"
@@ -38,15 +39,17 @@ namespace jax_tcgemm::sm90 {
 template <KernelConfig kConfig, typename Program>
 struct StreamedKernel {
   using Smem = SharedMemory<kConfig>;
-  using Loop = StreamedLoop<kConfig, Program::kBatched>;
+  using Loop = StreamedLoop<kConfig>;
   using Out = CompiledOutput<kConfig, Program>;
   using Plan = typename Out::Plan;
   using Sum = typename Plan::Sum;
-  static constexpr int kThreads = kConfig.threads();
+  static constexpr int kThreads = 32 * kConfig.consumer_warps();
+  static constexpr int kStartBarrier = 0;
   static constexpr int kWarps = kConfig.consumer_warps();
   static constexpr int kColumns = kConfig.output_n();
   static constexpr int kShare = kColumns / kConfig.split_k;  // columns that a block finishes
   static constexpr int kWeights = kConfig.gated ? 2 : 1;
+  static constexpr int kRowBlocks = kConfig.tile_m / Loop::kRows;
   // Of the sums that a block is sent.
   static constexpr int kPitch = kConfig.streamed_sums_pitch();
   static constexpr int kSourceBytes = kConfig.tile_m * kPitch * 4;
@@ -54,36 +57,36 @@ struct StreamedKernel {
   static_assert(kShare % kChunkColumns == 0 && Plan::kColumns == kChunkColumns);
 
   const CompiledParams& params;
+  const TensorMaps& maps;
   const Smem& smem;
   const ClusterPlace<kConfig> place;
 
-  __device__ __forceinline__ uint32_t of_warp(int warp) const {
-    return smem.base + warp * kConfig.streamed_warp_bytes();
-  }
-  // Four neighbouring sums of a warp. Rows are 16 words over a multiple of 32 banks' worth, and
-  // 16 bytes of a row are swapped by the thread's t, so that 8 threads meet different banks.
+  // Four neighbouring sums of a warp. Rows are 8 words over a multiple of 32 banks, and 16 bytes of
+  // a row trade places, so that 8 threads meet different banks.
   __device__ __forceinline__ uint32_t partial(int warp, int row, int four) const {
-    return of_warp(warp) + row * kConfig.kStreamedPitch * 4 + (four ^ four / 8 % 4) * 16;
+    return smem.base + kConfig.streamed_partials_at() +
+           (warp * Loop::kRows + row) * kConfig.kStreamedPitch * 4 + (four ^ four / 8 % 2) * 16;
   }
   // What block `source` says of this block's columns.
   __device__ __forceinline__ uint32_t sums(int weight, int source) const {
-    return of_warp(kWarps) + (weight * kConfig.split_k + source) * kSourceBytes;
+    return smem.base + kConfig.ring_bytes() - kConfig.streamed_sums_bytes() +
+           (weight * kConfig.split_k + source) * kSourceBytes;
   }
-  __device__ __forceinline__ uint32_t sums_full() const { return smem.barrier(0); }
 
   __device__ __forceinline__ void write_partials(const typename Loop::Accumulators& acc) const {
     const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int i = 0; i < Loop::kBlocks * 2; ++i) {
+    for (int i = 0; i < 2; ++i) {
       const int row = 8 * i + lane / 4;
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         uint32_t word[4];
 #pragma unroll
         for (int l = 0; l < 4; ++l) {
-          word[l] = Loop::Product::bits(acc[i / 2][j % 4 * 4 + l][i % 2 * 2 + j / 4]);
+          word[l] = Loop::Product::bits(acc[j % 4 * 4 + l][i * 2 + j / 4]);
         }
-        ptx::store_shared_16(partial(threadIdx.x / 32, row, lane % 4 * 8 + j), word);
+        ptx::store_shared_16(partial(threadIdx.x / 32, row, lane % 4 * 4 + j / 4 * 16 + j % 4),
+                             word);
       }
     }
   }
@@ -98,9 +101,10 @@ struct StreamedKernel {
       const int four = i % kFours;
       Sum sum[4] = {};
 #pragma unroll
-      for (int warp = 0; warp < kWarps; ++warp) {
+      for (int part = 0; part < Loop::kParts; ++part) {
+        const int warp = row / Loop::kRows * Loop::kParts + part;
         uint32_t word[4];
-        ptx::load_shared_16(word, partial(warp, row, four));
+        ptx::load_shared_16(word, partial(warp, row % Loop::kRows, four));
 #pragma unroll
         for (int j = 0; j < 4; ++j) sum[j] += Loop::Product::value(word[j]);
       }
@@ -115,7 +119,7 @@ struct StreamedKernel {
         const int rank = 4 * four / kShare;
 #pragma unroll
         for (int j = 0; j < 4; j += 2) {
-          ptx::store_cluster_8(to + 4 * j, sums_full(), rank, __uint_as_float(word[j]),
+          ptx::store_cluster_8(to + 4 * j, smem.partial_full(), rank, __uint_as_float(word[j]),
                                __uint_as_float(word[j + 1]));
         }
       }
@@ -145,9 +149,9 @@ struct StreamedKernel {
   __device__ __forceinline__ void prefetch_operands(const OutputPlace& at) const {
     const int chunk = threadIdx.x / 32;
     const int lane = threadIdx.x % 32;
-    const int row = min(at.row + chunk % Loop::kBlocks * 16 + lane % 16, params.m - 1);
+    const int row = min(at.row + chunk % kRowBlocks * Loop::kRows + lane % 16, params.m - 1);
     const int column =
-        min(at.column + chunk / Loop::kBlocks * kChunkColumns + lane / 16 * 8, params.n - 1);
+        min(at.column + chunk / kRowBlocks * kChunkColumns + lane / 16 * 8, params.n - 1);
     each<Program::kOperands>([&]<int kIndex>() {
       const CompiledOperand& operand = params.operands[kIndex];
       const int64_t element = batch_offset_if<Program::kBatched>(params, at.batch, operand.batch) +
@@ -163,9 +167,9 @@ struct StreamedKernel {
     const int warp = threadIdx.x / 32;
     const uint32_t buffers = smem.output(warp);
 #pragma unroll 1
-    for (int chunk = warp; chunk < Loop::kBlocks * (kShare / kChunkColumns); chunk += kWarps) {
-      const int row = chunk % Loop::kBlocks * 16;
-      const int column = chunk / Loop::kBlocks * kChunkColumns;
+    for (int chunk = warp; chunk < kRowBlocks * (kShare / kChunkColumns); chunk += kWarps) {
+      const int row = chunk % kRowBlocks * Loop::kRows;
+      const int column = chunk / kRowBlocks * kChunkColumns;
       CompiledIo<Plan> io = {params,
                              buffers,
                              buffers,
@@ -183,47 +187,109 @@ struct StreamedKernel {
     }
   }
 
-  __device__ __forceinline__ void multiply(const OutputPlace& tile) const {
-    const int lane = threadIdx.x % 32;
+  // The tile's first row and column.
+  __device__ __forceinline__ OutputPlace tile_place() const {
+    const TileWalk walk(params, blockIdx.x / kConfig.cluster_size());
+    const TileCoordinate tile = raster_tile(params.raster, walk.index);
+    return {tile.tile_m * kConfig.tile_m, tile.tile_n * kColumns, walk.batch};
+  }
+  __device__ __forceinline__ int stages() const {
+    const int k_tiles = (params.k - 1) / kConfig.tile_k + 1;
+    return first_stage(k_tiles, place.k + 1) - first_stage(k_tiles, place.k);
+  }
+  static __device__ __forceinline__ int first_stage(int k_tiles, int part) {
+    return part * k_tiles / kConfig.split_k;
+  }
+
+  __device__ __forceinline__ void consume() const {
+    const OutputPlace tile = tile_place();
+    const OutputPlace own = {tile.row, tile.column + place.k * kShare, tile.batch};
     const int warp = threadIdx.x / 32;
+    prefetch_operands(own);
+    ptx::named_barrier_sync(kStartBarrier, kThreads + 32);
+    RingPosition<kConfig.stages> at;
 #pragma unroll 1
     for (int weight = 0; weight < kWeights; ++weight) {
       typename Loop::Accumulators acc = {};
-      Loop(params, weight == 0 ? params.b.data : params.b2, tile.batch, tile.row + lane / 4,
-           tile.column + lane / 4 * Loop::kLaneColumns, place.k * kWarps + warp)
-          .run(acc);
+#pragma unroll 1
+      for (int left = stages(); left > 0; --left, at.advance()) {
+        ptx::mbarrier_wait(smem.full(at.stage), at.phase);
+        Loop::multiply(acc, smem.a(at.stage), smem.b(at.stage), warp);
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(smem.empty(at.stage));
+      }
+      // No warp still reads the ring, or what was there of the other weight.
+      ptx::named_barrier_sync(kConsumerBarrier, kThreads);
       write_partials(acc);
-      __syncthreads();
+      ptx::named_barrier_sync(kConsumerBarrier, kThreads);
       if (kConfig.split_k > 1 && weight == 0) ptx::cluster_wait();
       send_sums(weight);
-      if (weight + 1 < kWeights) __syncthreads();
+    }
+    if constexpr (kConfig.split_k > 1) {
+      ptx::mbarrier_wait(smem.partial_full(), 0);
+    } else {
+      ptx::named_barrier_sync(kConsumerBarrier, kThreads);
+    }
+    finish(Out(params, maps, smem, 0), own);
+  }
+
+  __device__ __forceinline__ void init_barriers() const {
+    for (int stage = 0; stage < kConfig.stages; ++stage) {
+      ptx::mbarrier_init(smem.full(stage), 1);
+      ptx::mbarrier_init(smem.empty(stage), kWarps);
+    }
+    if constexpr (kConfig.split_k > 1) {
+      ptx::mbarrier_init(smem.partial_full(), 1);
+      ptx::mbarrier_arrive_expect(smem.partial_full(), kReceived);
+    }
+    ptx::fence_mbarrier_init();
+  }
+
+  // By one thread.
+  __device__ __forceinline__ void produce() const {
+    const OutputPlace tile = tile_place();
+    const bool many = params.batch_rank > 1;
+    const int rows = loaded_rows(kConfig, params.m, kConfig.tile_m, 1);
+    const int stage_bytes = (rows + kColumns) * kConfig.tile_k;
+    OperandLoader<kConfig, kConfig.tile_m, Major::kK, 1> a = {&maps.a, many, 0, 0, tile.row, {}};
+    OperandLoader<kConfig, kColumns, Major::kMn, 1> b = {&maps.b, many, 0, 0, tile.column, {}};
+    if constexpr (Program::kBatched) {
+      a.batch = batch_coordinates(params, tile.batch, maps.a_moves);
+      b.batch = batch_coordinates(params, tile.batch, maps.b_moves);
+    }
+    const int first = first_stage((params.k - 1) / kConfig.tile_k + 1, place.k);
+    RingPosition<kConfig.stages> at;
+#pragma unroll 1
+    for (int weight = 0; weight < kWeights; ++weight) {
+      if (weight == 1) b.map = &maps.b2;
+#pragma unroll 1
+      for (int i = 0; i < stages(); ++i, at.advance()) {
+        ptx::mbarrier_wait(smem.empty(at.stage), at.phase ^ 1);
+        ptx::mbarrier_arrive_expect(smem.full(at.stage), stage_bytes);
+        b.load(smem.b(at.stage), smem.full(at.stage), (first + i) * kConfig.tile_k);
+        a.load(smem.a(at.stage), smem.full(at.stage), (first + i) * kConfig.tile_k);
+      }
     }
   }
 
   static __device__ __forceinline__ void run(const CompiledParams& params, const TensorMaps& maps,
                                              const Smem& smem) {
-    const StreamedKernel kernel = {params, smem, {}};
-    if constexpr (kConfig.split_k > 1) {
-      if (threadIdx.x == 0) {
-        ptx::mbarrier_init(kernel.sums_full(), 1);
-        ptx::mbarrier_arrive_expect(kernel.sums_full(), kReceived);
-        ptx::fence_mbarrier_init();
-      }
+    const StreamedKernel kernel = {params, maps, smem, {}};
+    const int warp = threadIdx.x / 32;
+    if (warp == kWarps) {
+      if (threadIdx.x % 32 == 0) kernel.init_barriers();
       __syncwarp();
-      ptx::cluster_arrive_relaxed();
-    }
-    const TileWalk walk(params, blockIdx.x / kConfig.cluster_size());
-    const TileCoordinate tile = raster_tile(params.raster, walk.index);
-    const OutputPlace at = {tile.tile_m * kConfig.tile_m, tile.tile_n * kColumns, walk.batch};
-    const OutputPlace own = {at.row, at.column + kernel.place.k * kShare, at.batch};
-    kernel.prefetch_operands(own);
-    kernel.multiply(at);
-    if constexpr (kConfig.split_k > 1) {
-      ptx::mbarrier_wait(kernel.sums_full(), 0);
+      if constexpr (kConfig.split_k > 1) ptx::cluster_arrive_relaxed();
+      ptx::named_barrier_arrive(kStartBarrier, kThreads + 32);
+      if (threadIdx.x % 32 == 0) kernel.produce();
+      __syncwarp();
+      if constexpr (kConfig.split_k > 1) ptx::cluster_wait();
     } else {
-      __syncthreads();
+      if (warp == 0) ptx::prefetch_tensor_map(&maps.a);
+      if (warp == 1) ptx::prefetch_tensor_map(&maps.b);
+      if constexpr (kConfig.split_k > 1) ptx::cluster_arrive_relaxed();
+      kernel.consume();
     }
-    kernel.finish(Out(params, maps, smem, 0), own);
   }
 };
 

@@ -1,117 +1,98 @@
-// The loop over k of sm90/streamed_kernel.cuh, which tells what a thread holds.
+// The products of sm90/streamed_kernel.cuh: one warp's part of a stage, from shared memory through
+// registers, where 4 x 4 bytes of B are turned.
 //
-//   loads of two steps -> [multiply one, load the next but one] ...
-//
-// B goes to registers at once: copies to shared memory of rows of 128 bytes, by cp.async or in
-// bulk, get half as much from memory (docs/performance.md).
+// A warp multiplies 16 rows of A, and of a stage's k, 128, a half or a quarter, 32 at a time. With
+// lane = 4 g + t a thread has of those 32 rows of B t, 4 + t, 8 + t ... 28 + t, so that the 8
+// threads that read at once meet all banks, and of columns 16 that begin at 16 p(g), p = 0, 4, 1,
+// 5, 2, 6, 3, 7. Instruction j multiplies column j of each of these 16. k is in the same order in
+// A, whose bytes are picked accordingly.
 
 #pragma once
 
 #include <stdint.h>
 
 #include "common/turn_bytes.cuh"
-#include "gemm_params.h"
 #include "kernel_config.h"
-#include "ptx/global_memory.cuh"
 #include "ptx/mma_of_8_bits.cuh"
-#include "scheduler/raster.cuh"
+#include "ptx/shared_memory.cuh"
 
 namespace jax_tcgemm::sm90 {
 
-// One warp's part of 16 kBlocks rows of A, and of the columns of a tile.
-template <KernelConfig kConfig, bool kBatched>
+template <KernelConfig kConfig>
 struct StreamedLoop {
   using Product = ptx::MmaOf8Bits<kConfig.algorithm>;
-  static constexpr int kBlocks = kConfig.tile_m / 16;
+  static constexpr int kRows = 16;
   static constexpr int kLaneColumns = 16;
-  static constexpr int kLaneRows = 8;  // of k
-  static constexpr int kParts = kConfig.consumer_warps() * kConfig.split_k;
-  static constexpr int kPeriod = kConfig.tile_k * kParts;
-  static_assert(kConfig.tile_k == 4 * kLaneRows && kConfig.output_n() == 8 * kLaneColumns);
+  static constexpr int kLaneRows = 8;  // of B
+  static constexpr int kStepK = 32;
+  // Warps with the same rows of A, each with its part of k.
+  static constexpr int kParts = kConfig.consumer_warps() / (kConfig.tile_m / kRows);
+  static constexpr int kPartK = kConfig.tile_k / kParts;
+  static_assert(kPartK % kStepK == 0 && kConfig.output_n() == 8 * kLaneColumns);
 
-  using Accumulators = typename Product::Sum[kBlocks][kLaneColumns][4];
+  using Accumulators = typename Product::Sum[kLaneColumns][4];
 
-  struct Step {
-    uint32_t b[kLaneRows][4];
-    uint32_t a[kBlocks][2][2];  // rows g and g + 8
-  };
-
-  uint64_t a, b;  // addresses of the thread's first elements
-  int64_t a_pitch, b_pitch;
-  int k;       // the thread's next, of the tile's
-  int k_end;   // of the product
-  int rows;    // left of A, from the thread's first one on
-  bool has_b;  // whether its columns exist
-
-  // Part `part` of k; `a_row` and `b_column` are the thread's first.
-  __device__ __forceinline__ StreamedLoop(const GemmParams& params, const void* weight, int batch,
-                                          int a_row, int b_column, int part) {
-    const int first = part * kConfig.tile_k + threadIdx.x % 4 * kLaneRows;
-    a_pitch = params.a.ld;
-    b_pitch = params.b.ld;
-    k = first;
-    k_end = params.k;
-    rows = params.m - a_row;
-    has_b = b_column < params.n;
-    a = reinterpret_cast<uint64_t>(params.a.data) +
-        batch_offset_if<kBatched>(params, batch, params.a.batch) + a_row * a_pitch + first;
-    b = reinterpret_cast<uint64_t>(weight) +
-        batch_offset_if<kBatched>(params, batch, params.b.batch) + first * b_pitch + b_column;
+  // 16 bytes of a row of 128, as TMA swizzles them.
+  static __device__ __forceinline__ uint32_t vector_at(uint32_t operand, int row, int vector) {
+    return operand + row * 128 + (vector ^ row % 8) * 16;
   }
 
-  // Of what lies outside of the matrices zeros. A thread's rows are all inside or all outside,
-  // since k is a multiple of 16.
-  __device__ __forceinline__ void load(Step& step) {
-    const bool inside = k < k_end;
-    uint64_t from = b;
+  // Byte t of each word.
+  static __device__ __forceinline__ uint32_t picked(const uint32_t (&word)[4], int t) {
+    const uint32_t of_pair = t | (t + 4) << 4;
+    return __byte_perm(__byte_perm(word[0], word[1], of_pair),
+                       __byte_perm(word[2], word[3], of_pair), 0x5410);
+  }
+
+  // Rows g and g + 8, of 32 k from `k` on.
+  static __device__ __forceinline__ void read_a(typename Product::A& a, uint32_t smem_a,
+                                                int first_row, int k) {
+    const int lane = threadIdx.x % 32;
+    uint32_t row[2][2];
 #pragma unroll
-    for (int i = 0; i < kLaneRows; ++i, from += b_pitch) {
-      ptx::load_global_16_once_if(step.b[i], from, inside && has_b);
-    }
+    for (int half = 0; half < 2; ++half) {
 #pragma unroll
-    for (int i = 0; i < kBlocks; ++i) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = 16 * i + 8 * half;
-        ptx::load_global_8_if(step.a[i][half], a + row * a_pitch, inside && row < rows);
+      for (int j = 0; j < 2; ++j) {
+        uint32_t word[4];
+        ptx::load_shared_16(word, vector_at(smem_a, first_row + 8 * half + lane / 4, k / 16 + j));
+        row[half][j] = picked(word, lane % 4);
       }
     }
-    k += kPeriod;
-    a += kPeriod;
-    b += kPeriod * b_pitch;
+    Product::take(a, row);
   }
 
-  static __device__ __forceinline__ void multiply(Accumulators& acc, const Step& step) {
-    typename Product::A a[kBlocks];
+  static __device__ __forceinline__ void multiply_step(Accumulators& acc, uint32_t smem_a,
+                                                       uint32_t smem_b, int first_row, int k) {
+    const int lane = threadIdx.x % 32;
+    const int group = lane / 8 + lane / 4 % 2 * 4;  // p(g)
+    uint32_t b[kLaneRows][4];
 #pragma unroll
-    for (int i = 0; i < kBlocks; ++i) Product::take(a[i], step.a[i]);
+    for (int i = 0; i < kLaneRows; ++i) {
+      ptx::load_shared_16(b[i], vector_at(smem_b, k + 4 * i + lane % 4, group));
+    }
+    typename Product::A a;
+    read_a(a, smem_a, first_row, k);
 #pragma unroll
     for (int word = 0; word < 4; ++word) {
-      const uint32_t low[4] = {step.b[0][word], step.b[1][word], step.b[2][word], step.b[3][word]};
-      const uint32_t high[4] = {step.b[4][word], step.b[5][word], step.b[6][word], step.b[7][word]};
+      const uint32_t low[4] = {b[0][word], b[1][word], b[2][word], b[3][word]};
+      const uint32_t high[4] = {b[4][word], b[5][word], b[6][word], b[7][word]};
       uint32_t columns[2][4];
       turn_bytes(columns[0], low);
       turn_bytes(columns[1], high);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        const typename Product::B column(columns[0][j], columns[1][j]);
-#pragma unroll
-        for (int i = 0; i < kBlocks; ++i) Product::run(acc[i][4 * word + j], a[i], column);
+        Product::run(acc[4 * word + j], a, typename Product::B(columns[0][j], columns[1][j]));
       }
     }
   }
 
-  __device__ __forceinline__ void run(Accumulators& acc) {
-    Step even;
-    Step odd;
-    load(even);
-    load(odd);
+  static __device__ __forceinline__ void multiply(Accumulators& acc, uint32_t smem_a,
+                                                  uint32_t smem_b, int warp) {
+    const int first_row = warp / kParts * kRows;
+    const int first_k = warp % kParts * kPartK;
 #pragma unroll 1
-    for (int left = (k_end - 1) / kPeriod + 1; left > 0; left -= 2) {
-      multiply(acc, even);
-      load(even);
-      multiply(acc, odd);
-      load(odd);
+    for (int k = first_k; k < first_k + kPartK; k += kStepK) {
+      multiply_step(acc, smem_a, smem_b, first_row, k);
     }
   }
 };

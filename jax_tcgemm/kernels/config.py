@@ -34,9 +34,9 @@ class KernelConfig:
             strides and contiguous extent are multiples of 16 bytes; ``"register"`` (sm75) copies
             such operands through registers; ``"realign"`` goes through registers, too, and takes
             any alignment; ``"direct"`` (simt) has no shared memory and takes any too; ``"tma"``
-            (sm90) copies boxes and needs a base and strides that are multiples of 16 bytes. Of
-            sm90 ``"direct"`` has a B of 8 bits, contiguous along n, go from memory to registers:
-            for few rows (see ``streams_b``).
+            (sm90) copies boxes and needs a base and strides that are multiples of 16 bytes;
+            ``"tma_turned"`` does as well, of a B of 8 bits that is contiguous along n, for few rows
+            (see ``streams_b``).
         promote: add up the products of some k-tiles apart and then in float32. The tensor cores
             cut sums off instead of rounding them, which a float32 result of 16-bit operands would
             show. A row's name ends with it, but for skinny rows.
@@ -152,9 +152,9 @@ class KernelConfig:
     def _check_streamed(self, require: Callable[[bool, str], None]) -> None:
         require(self.element_bytes == 1, "operands of more than 8 bits are taken as they lie")
         require(self.tile_m in (16, 32), "more rows leave no registers")
-        require(self.output_n == 128 and self.tile_k == 32, "a warp reads 32 rows of 128 bytes")
+        require(self.output_n == self.tile_k == 128, "a warp reads 32 rows of 128 bytes")
         require((self.warps_m, self.warps_n) == (1, 4), "four warps finish 32 columns each")
-        require(self.stages == 2, "a step is read while the other is multiplied")
+        require(self.stages >= 3, "the ring needs at least 3 stages")
         require(self.cluster_m == self.cluster_n == 1, "blocks share no operand")
         require(self.split_k in (1, 2, 4, 8), "split_k must be 1, 2, 4 or 8")
         require(self.schedule == "cooperative", "a tile has no other to alternate with")
@@ -164,7 +164,7 @@ class KernelConfig:
         if self.streams_b:
             self._check_streamed(require)
             return
-        require(self.loader == "tma", "loader must be tma or direct")
+        require(self.loader == "tma", "loader must be tma or tma_turned")
         require(self.stages >= 3, "the ring needs at least 3 stages")
         require(
             not self.promote
@@ -278,7 +278,7 @@ class KernelConfig:
     @property
     def copies_whole_chunks(self) -> bool:
         """Whether operands must be addressed in multiples of 16 bytes."""
-        return self.loader in ("cp_async", "register", "tma")
+        return self.loader in ("cp_async", "register", "tma", "tma_turned")
 
     @property
     def is_fallback(self) -> bool:
@@ -313,8 +313,8 @@ class KernelConfig:
 
     @property
     def streams_b(self) -> bool:
-        """Whether B goes from memory to registers, for few rows of A."""
-        return self.arch == "sm90" and self.loader == "direct"
+        """Whether it takes a B of 8 bits as it lies along n, for few rows of A."""
+        return self.loader == "tma_turned"
 
     @property
     def rounds_sums(self) -> bool:
@@ -350,8 +350,7 @@ class KernelConfig:
 
     @property
     def threads(self) -> int:
-        loads = self.arch == "sm90" and not self.streams_b
-        producers = 0 if not loads else 4 if self.consumer_warps > 4 else 1
+        producers = 0 if self.arch != "sm90" else 4 if self.consumer_warps > 4 else 1
         return 32 * (self.consumer_warps + producers)
 
     @property
@@ -367,10 +366,12 @@ class KernelConfig:
             ring = self.stages * (self.tile_m + self.tile_n) * 128
             return ring + self.tile_m * (self.tile_n + 4) * 4 + 512
         if self.streams_b:
-            warps = self.consumer_warps * self.tile_m * (128 + 16) * 4
+            ring = self.stages * (self.tile_m + self.output_n) * self.tile_k
+            partials = self.consumer_warps * 16 * (128 + 8) * 4
             pitch = self.output_n // self.split_k + 8
             sums = (1 + self.gated) * self.split_k * self.tile_m * pitch * 4
-            return warps + sums + 2 * 4 * 2 * 1024 + 512
+            ring = ring + partials if self.gated else max(ring, partials)
+            return ring + sums + 2 * 4 * 2 * 1024 + 512
         # Of 8-bit operands, all of them k-major, there are no rows along m or n.
         row = 128 // self.element_bytes if self.element_bytes > 1 else 1
         rows = sum(-(-extent // row) * row for extent in (self.tile_m, self.tile_n))
