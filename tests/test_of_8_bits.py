@@ -276,14 +276,14 @@ _STREAMED_ROW = "sm90_e4m3e4m3_fast_16x128x128_s4_c1x1_k2_streamed"
     ("of_a", "of_b", "options", "moves"),
     [
         ((16, 64), (64, 48), {}, False),
-        ((32, 64), (64, 48), {}, False),
-        ((33, 64), (64, 48), {}, True),
-        ((33, 64), (64, 48), {"config": _STREAMED_ROW}, False),
+        ((64, 64), (64, 48), {}, False),
+        ((65, 64), (64, 48), {}, True),
+        ((65, 64), (64, 48), {"config": _STREAMED_ROW}, False),
         ((16, 64), (64, 48), {"config": ROW}, True),
         ((16, 72), (72, 48), {}, True),
         ((16, 64), (64, 40), {}, True),
-        ((2, 16, 64), (64, 48), {}, False),  # 32 rows
-        ((3, 16, 64), (64, 48), {}, True),
+        ((4, 16, 64), (64, 48), {}, False),  # 64 rows
+        ((5, 16, 64), (64, 48), {}, True),
         ((3, 16, 64), (3, 64, 48), {}, False),
         ((16, 256), (256, 128), {"by_blocks": True}, True),
     ],
@@ -317,7 +317,7 @@ def test_kernels_of_few_rows_compile(all_kernels, monkeypatch, dtype):
     f = jax.jit(lambda x, w: gemm(x, w, a_scale=jnp.ones((16, 1)), bias=jnp.ones(64)))
     f.trace(x, w).lower(lowering_platforms=("cuda",))
     tag = "s8" if dtype == INT8 else "e4m3e4m3_fast"
-    for tile in ("16x128x128_s4_c1x1_k4", "32x128x128_s3_c1x1"):
+    for tile in ("16x128x128_s4_c1x1_k4", "16x128x128_s4_c1x1"):
         text = source.of_kernel(made[-1], f"sm90_{tag}_{tile}_streamed", "nn")
         assert found.compile(text, "sm_90a", cubins.include_folders())
 

@@ -95,15 +95,14 @@ constexpr double kFusedCycles = 2000.0;
 
 // Of the rows that stream B of 8 bits.
 namespace streamed_model {
-constexpr double kStartCycles = 3180.0;
-constexpr double kPartCycles = 900.0;  // for each block that shares k
-constexpr double kRoundCycles = 6000.0;
-constexpr double kMemoryRate = 2520.0;
-// Of a stage of 16 rows; floats are converted; of 32 rows so many times as much.
-constexpr double kStageCycles = 309.0;
-constexpr double kConvertCycles = 191.0;
-constexpr double kTallFactor = 2.8;
-constexpr double kPower = 2.84;
+constexpr double kStartCycles = 2390.0;
+constexpr double kPartCycles = 1200.0;  // for each further block that shares k
+constexpr double kRoundCycles = 4390.0;
+constexpr double kMemoryRate = 2230.0;
+constexpr double kAgainShare = 0.31;  // of bytes that other tiles have brought to L2
+constexpr double kStageCycles = 381.0;
+constexpr double kConvertCycles = 224.0;  // of floats
+constexpr double kPower = 6.0;
 }  // namespace streamed_model
 
 // Clusters at a time. A cluster's blocks share a GPC, and not every GPC has a multiple of 4 SMs.
@@ -258,14 +257,15 @@ double streamed_cycles(const KernelConfig& config, const ChoiceInput& input) {
   const int64_t capacity = concurrent_clusters(config, input);
   const int64_t rounds = ceil_div(tiles, capacity);
   const bool converts = arithmetic_of(config.algorithm).accumulator != ElementType::kS32;
-  const double stage =
-      (kStageCycles + (converts ? kConvertCycles : 0.0)) * (config.tile_m > 16 ? kTallFactor : 1.0);
-  const double weights = input.gated ? 2.0 : 1.0;
-  const double stages = weights * ceil_div(input.k, config.tile_k) / config.split_k;
+  const double stage = kStageCycles + (converts ? kConvertCycles : 0.0);
+  const double stages =
+      (input.gated ? 2.0 : 1.0) * ceil_div(input.k, config.tile_k) / config.split_k;
+  const double first = 1.0 / static_cast<double>(ceil_div(input.m, config.tile_m));
+  const double stage_bytes =
+      config.output_n() * config.tile_k * (first + kAgainShare * (1.0 - first));
   const auto round = [&](int64_t clusters) {
     const double blocks = static_cast<double>(clusters * config.split_k);
-    const double bytes = blocks * stages * config.output_n() * config.tile_k;
-    const double limits[] = {bytes / kMemoryRate,
+    const double limits[] = {blocks * stages * stage_bytes / kMemoryRate,
                              stages * stage * std::max(1.0, blocks / input.sm_count)};
     return power_mean(limits, kPower) + kRoundCycles;
   };

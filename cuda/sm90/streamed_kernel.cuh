@@ -2,8 +2,8 @@
 // memory: mma.sync takes it from registers, where 4 x 4 bytes are turned. B goes past once. Its
 // epilogue is compiled at run time (sm90/output/compiled.cuh).
 //
-// Roles: four consumer warps, which share the k of every stage and, of 32 rows, those; one producer
-//        warp, of which a thread works.
+// Roles: four consumer warps, each of which multiplies a quarter of every stage's k by the whole
+//        tile; one producer warp, of which a thread works.
 // Barriers: full[stage]: 1 arrival of the producer + the bytes of the stage; empty[stage]: 4 warps;
 //        partial_full (split k): 1 + the bytes of all blocks' sums of this block's columns. Named
 //        barrier 0: the barriers are initialised; 3: the consumers.
@@ -49,7 +49,6 @@ struct StreamedKernel {
   static constexpr int kColumns = kConfig.output_n();
   static constexpr int kShare = kColumns / kConfig.split_k;  // columns that a block finishes
   static constexpr int kWeights = kConfig.gated ? 2 : 1;
-  static constexpr int kRowBlocks = kConfig.tile_m / Loop::kRows;
   // Of the sums that a block is sent.
   static constexpr int kPitch = kConfig.streamed_sums_pitch();
   static constexpr int kSourceBytes = kConfig.tile_m * kPitch * 4;
@@ -65,7 +64,7 @@ struct StreamedKernel {
   // a row trade places, so that 8 threads meet different banks.
   __device__ __forceinline__ uint32_t partial(int warp, int row, int four) const {
     return smem.base + kConfig.streamed_partials_at() +
-           (warp * Loop::kRows + row) * kConfig.kStreamedPitch * 4 + (four ^ four / 8 % 2) * 16;
+           (warp * kConfig.tile_m + row) * kConfig.kStreamedPitch * 4 + (four ^ four / 8 % 2) * 16;
   }
   // What block `source` says of this block's columns.
   __device__ __forceinline__ uint32_t sums(int weight, int source) const {
@@ -101,10 +100,9 @@ struct StreamedKernel {
       const int four = i % kFours;
       Sum sum[4] = {};
 #pragma unroll
-      for (int part = 0; part < Loop::kParts; ++part) {
-        const int warp = row / Loop::kRows * Loop::kParts + part;
+      for (int warp = 0; warp < kWarps; ++warp) {
         uint32_t word[4];
-        ptx::load_shared_16(word, partial(warp, row % Loop::kRows, four));
+        ptx::load_shared_16(word, partial(warp, row, four));
 #pragma unroll
         for (int j = 0; j < 4; ++j) sum[j] += Loop::Product::value(word[j]);
       }
@@ -127,13 +125,12 @@ struct StreamedKernel {
   }
 
   // 16 x 16 of the block's sums.
-  __device__ __forceinline__ void add(Sum (&value)[kChunkValues], int weight, int row,
-                                      int column) const {
+  __device__ __forceinline__ void add(Sum (&value)[kChunkValues], int weight, int column) const {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < kChunkValues; i += 2) {
       const uint32_t at =
-          ((row + lane / 4 + i / 2 % 2 * 8) * kPitch + column + lane % 4 * 2 + i / 4 * 8) * 4;
+          ((lane / 4 + i / 2 % 2 * 8) * kPitch + column + lane % 4 * 2 + i / 4 * 8) * 4;
       value[i] = value[i + 1] = 0;
 #pragma unroll
       for (int source = 0; source < kConfig.split_k; ++source) {
@@ -147,11 +144,10 @@ struct StreamedKernel {
 
   // Sends for the operands of the warp's first 16 x 16: they come while B does.
   __device__ __forceinline__ void prefetch_operands(const OutputPlace& at) const {
-    const int chunk = threadIdx.x / 32;
     const int lane = threadIdx.x % 32;
-    const int row = min(at.row + chunk % kRowBlocks * Loop::kRows + lane % 16, params.m - 1);
-    const int column =
-        min(at.column + chunk / kRowBlocks * kChunkColumns + lane / 16 * 8, params.n - 1);
+    const int first = at.column + threadIdx.x / 32 * kChunkColumns;
+    const int row = min(at.row + lane % 16, params.m - 1);
+    const int column = min(first + lane / 16 * 8, params.n - 1);
     each<Program::kOperands>([&]<int kIndex>() {
       const CompiledOperand& operand = params.operands[kIndex];
       const int64_t element = batch_offset_if<Program::kBatched>(params, at.batch, operand.batch) +
@@ -167,22 +163,16 @@ struct StreamedKernel {
     const int warp = threadIdx.x / 32;
     const uint32_t buffers = smem.output(warp);
 #pragma unroll 1
-    for (int chunk = warp; chunk < kRowBlocks * (kShare / kChunkColumns); chunk += kWarps) {
-      const int row = chunk % kRowBlocks * Loop::kRows;
-      const int column = chunk / kRowBlocks * kChunkColumns;
-      CompiledIo<Plan> io = {params,
-                             buffers,
-                             buffers,
-                             at.row + row + lane / 4,
-                             at.column + column + lane % 4 * 2,
-                             at.batch,
-                             lane % 4 * 2,
-                             {}};
+    for (int chunk = warp; chunk < kShare / kChunkColumns; chunk += kWarps) {
+      const int column = chunk * kChunkColumns;
+      CompiledIo<Plan> io = {
+          params,   buffers,      buffers, at.row + lane / 4, at.column + column + lane % 4 * 2,
+          at.batch, lane % 4 * 2, {}};
 #pragma unroll
-      for (int weight = 0; weight < kWeights; ++weight) add(io.acc[weight], weight, row, column);
+      for (int weight = 0; weight < kWeights; ++weight) add(io.acc[weight], weight, column);
       Program::run(io);
       __syncwarp();
-      output.store({at.row + row, at.column + column, at.batch});
+      output.store({at.row, at.column + column, at.batch});
       __syncwarp();
     }
   }

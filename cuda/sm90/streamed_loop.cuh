@@ -21,14 +21,11 @@ namespace jax_tcgemm::sm90 {
 template <KernelConfig kConfig>
 struct StreamedLoop {
   using Product = ptx::MmaOf8Bits<kConfig.algorithm>;
-  static constexpr int kRows = 16;
   static constexpr int kLaneColumns = 16;
   static constexpr int kLaneRows = 8;  // of B
-  static constexpr int kStepK = 32;
-  // Warps with the same rows of A, each with its part of k.
-  static constexpr int kParts = kConfig.consumer_warps() / (kConfig.tile_m / kRows);
-  static constexpr int kPartK = kConfig.tile_k / kParts;
-  static_assert(kPartK % kStepK == 0 && kConfig.output_n() == 8 * kLaneColumns);
+  static constexpr int kWarpK = 32;
+  static_assert(kConfig.tile_m == 16 && kConfig.output_n() == 8 * kLaneColumns &&
+                kConfig.tile_k == kWarpK * kConfig.consumer_warps());
 
   using Accumulators = typename Product::Sum[kLaneColumns][4];
 
@@ -44,9 +41,8 @@ struct StreamedLoop {
                        __byte_perm(word[2], word[3], of_pair), 0x5410);
   }
 
-  // Rows g and g + 8, of 32 k from `k` on.
-  static __device__ __forceinline__ void read_a(typename Product::A& a, uint32_t smem_a,
-                                                int first_row, int k) {
+  // Rows g and g + 8.
+  static __device__ __forceinline__ void read_a(typename Product::A& a, uint32_t smem_a, int k) {
     const int lane = threadIdx.x % 32;
     uint32_t row[2][2];
 #pragma unroll
@@ -54,24 +50,25 @@ struct StreamedLoop {
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         uint32_t word[4];
-        ptx::load_shared_16(word, vector_at(smem_a, first_row + 8 * half + lane / 4, k / 16 + j));
+        ptx::load_shared_16(word, vector_at(smem_a, 8 * half + lane / 4, k / 16 + j));
         row[half][j] = picked(word, lane % 4);
       }
     }
     Product::take(a, row);
   }
 
-  static __device__ __forceinline__ void multiply_step(Accumulators& acc, uint32_t smem_a,
-                                                       uint32_t smem_b, int first_row, int k) {
+  static __device__ __forceinline__ void multiply(Accumulators& acc, uint32_t smem_a,
+                                                  uint32_t smem_b, int warp) {
     const int lane = threadIdx.x % 32;
     const int group = lane / 8 + lane / 4 % 2 * 4;  // p(g)
+    const int k = warp * kWarpK;
     uint32_t b[kLaneRows][4];
 #pragma unroll
     for (int i = 0; i < kLaneRows; ++i) {
       ptx::load_shared_16(b[i], vector_at(smem_b, k + 4 * i + lane % 4, group));
     }
     typename Product::A a;
-    read_a(a, smem_a, first_row, k);
+    read_a(a, smem_a, k);
 #pragma unroll
     for (int word = 0; word < 4; ++word) {
       const uint32_t low[4] = {b[0][word], b[1][word], b[2][word], b[3][word]};
@@ -83,16 +80,6 @@ struct StreamedLoop {
       for (int j = 0; j < 4; ++j) {
         Product::run(acc[4 * word + j], a, typename Product::B(columns[0][j], columns[1][j]));
       }
-    }
-  }
-
-  static __device__ __forceinline__ void multiply(Accumulators& acc, uint32_t smem_a,
-                                                  uint32_t smem_b, int warp) {
-    const int first_row = warp / kParts * kRows;
-    const int first_k = warp % kParts * kPartK;
-#pragma unroll 1
-    for (int k = first_k; k < first_k + kPartK; k += kStepK) {
-      multiply_step(acc, smem_a, smem_b, first_row, k);
     }
   }
 };

@@ -151,7 +151,7 @@ class KernelConfig:
 
     def _check_streamed(self, require: Callable[[bool, str], None]) -> None:
         require(self.element_bytes == 1, "operands of more than 8 bits are taken as they lie")
-        require(self.tile_m in (16, 32), "more rows leave no registers")
+        require(self.tile_m == 16, "an instruction has 16 rows")
         require(self.output_n == self.tile_k == 128, "a warp reads 32 rows of 128 bytes")
         require((self.warps_m, self.warps_n) == (1, 4), "four warps finish 32 columns each")
         require(self.stages >= 3, "the ring needs at least 3 stages")

@@ -232,17 +232,16 @@ def _rows() -> list[KernelConfig]:
     return rows
 
 
-def _streamed(algorithm: str, tile_m: int, split_k: int, *, gated: bool) -> KernelConfig:
+def _streamed(algorithm: str, split_k: int, *, gated: bool) -> KernelConfig:
     return KernelConfig(
         "sm90",
         algorithm,
-        tile_m,
+        tile_m=16,
         tile_n=256 if gated else 128,
         tile_k=128,
         warps_m=1,
         warps_n=4,
-        # For two blocks on an SM, but of two weights.
-        stages=(6 if tile_m == 16 else 4) if gated else (4 if tile_m == 16 else 3),
+        stages=6 if gated else 4,  # which lets two blocks of one weight on an SM
         loader="tma_turned",
         split_k=split_k,
         gated=gated,
@@ -298,9 +297,8 @@ def _run_time_rows() -> list[KernelConfig]:
         ]
         # Few rows of A by a B whose n is contiguous, which the others want transposed.
         rows += [
-            _streamed(algorithm, tile_m, split_k, gated=gated)
+            _streamed(algorithm, split_k, gated=gated)
             for gated in (False, True)
-            for tile_m in (16, 32)
             for split_k in (1, 2, 4)
         ]
     return rows

@@ -126,7 +126,7 @@ def _one_step(batch: Sequence[tuple[int, int]]) -> int | None:
 
 # Rows of A up to which weights are streamed as they lie. Measured on an H200
 # (docs/performance.md).
-_FEW_ROWS = 32
+_FEW_ROWS = 64
 
 
 def _streams(a: Factor, weights: Sequence[Factor], config: str | None) -> bool:
