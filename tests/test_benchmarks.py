@@ -46,7 +46,7 @@ def test_every_suite_is_there_and_what_is_unsupported_says_so():
     assert list(dict.fromkeys(case.suite for case in CASES)) == [
         *("large", "medium", "decode", "unaligned", "batched"),
         *("epilogue", "gated", "backward", "tf32", "ragged", "f32_out", "precise"),
-        *("user_epilogue", "fp8", "int8", "complex", "random"),
+        *("user_epilogue", "fp8", "int8", "decode_8_bits", "complex", "random"),
     ]
     assert not any(case.unsupported for case in CASES)
     row = measure.measure_case(UNSUPPORTED, measure.Options())
