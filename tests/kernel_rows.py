@@ -15,9 +15,12 @@ def by_config(
     arch: str | None = None,
     gated: bool = False,
     grouped: str = "none",
+    skinny: bool | None = None,
     epilogues: tuple[str, ...] = ("none", "sum", "any"),
 ) -> pytest.MarkDecorator:
     """Runs a test for each configuration (of ``arch``), of one weight or of two, of groups or none.
+
+    ``skinny``: whether of those for few rows or columns alone, or none of them.
 
     Where sm90 rows for groups do not run, another would be tested in their stead.
     """
@@ -37,6 +40,7 @@ def by_config(
             for config in CONFIGS
             if arch in (None, config.arch) and config.epilogue in epilogues
             if (config.gated, config.grouped) == (gated, grouped)
+            if skinny in (None, config.skinny)
         ],
     )
 
