@@ -5,18 +5,14 @@
 
 #include <algorithm>
 #include <cmath>
-#include <span>
 
 #include "common/ceil_div.h"
+#include "dispatch/few_rows_time_model.h"
+#include "dispatch/sm90_model_parts.h"
 #include "sm90/output/output_tile.h"
 
 namespace jax_tcgemm::sm90 {
 namespace {
-
-// Bytes per cycle into one SM, of rows that are a part of two lines of L2; those that another block
-// of the cluster asks for count for less.
-constexpr double kSplitLineRate = 36.0;
-constexpr double kSplitLineSharedShare = 0.5;
 
 // Of the rows that compute tile after tile: clock cycles at about 1.75 GHz, bytes per cycle.
 namespace pipelined_model {
@@ -78,61 +74,6 @@ constexpr double kSumSplitCycles = 25.0;
 constexpr double kSumRate = 4470.0;  // bytes written and read again
 }  // namespace pipelined_model
 
-// Of the skinny rows, which stream an operand.
-namespace skinny_model {
-constexpr double kStartCycles = 2640.0;  // all that is none of the following
-constexpr double kClusterStartCycles = 800.0;
-constexpr double kRoundCycles = 3890.0;  // a block's next tile
-constexpr double kMemoryRate = 2640.0;   // of the longer operand
-constexpr double kSharedRate = 18300.0;  // of the other, which every block reads from L2
-constexpr double kSmRate = 53.7;         // of both into one SM
-constexpr double kLatencyCycles = 1695.0;
-constexpr double kElementCycles = 0.265;
-// Of an epilogue: of a line of it, and of any, whose code is fetched from afar.
-constexpr double kSumCycles = 300.0;
-constexpr double kFusedCycles = 2000.0;
-}  // namespace skinny_model
-
-// Of the rows that stream B of 8 bits.
-namespace streamed_model {
-constexpr double kStartCycles = 2390.0;
-constexpr double kPartCycles = 1200.0;  // for each further block that shares k
-constexpr double kRoundCycles = 4390.0;
-constexpr double kMemoryRate = 2230.0;
-constexpr double kAgainShare = 0.31;  // of bytes that other tiles have brought to L2
-constexpr double kStageCycles = 381.0;
-constexpr double kConvertCycles = 224.0;  // of floats
-constexpr double kPower = 6.0;
-}  // namespace streamed_model
-
-// Clusters at a time. A cluster's blocks share a GPC, and not every GPC has a multiple of 4 SMs.
-int64_t concurrent_clusters(const KernelConfig& config, const ChoiceInput& input) {
-  const int size = config.cluster_size();
-  const double usable = size <= 2 ? 1.0 : 120.0 / 132;
-  const int blocks = config.blocks_on_sm();
-  return std::max<int64_t>(1, static_cast<int64_t>(input.sm_count * blocks * usable / size));
-}
-
-// Of D, or of D^T where that is what a row computes.
-struct Extents {
-  int64_t rows;
-  int64_t columns;
-};
-
-Extents computed_extents(const KernelConfig& config, const ChoiceInput& input) {
-  if (swaps_operands(config, input.major_a, input.major_b, input.m, input.n)) {
-    return {input.n, input.m};
-  }
-  return {input.m, input.n};
-}
-
-// Clusters' tiles in all batches, of k in so many parts.
-int64_t cluster_tiles(const KernelConfig& config, const ChoiceInput& input, int splits) {
-  const Extents extents = computed_extents(config, input);
-  return ceil_div(extents.rows, config.tile_m * config.cluster_m) *
-         ceil_div(extents.columns, config.output_n() * config.cluster_n) * input.batch * splits;
-}
-
 // Bytes per cycle into one SM where blocks of 64 rows ask L2, almost at once, for columns that it
 // must fetch; 0 where that is not what limits them.
 double starved_rate(const KernelConfig& config, const ChoiceInput& input, double operand_bytes) {
@@ -144,26 +85,6 @@ double starved_rate(const KernelConfig& config, const ChoiceInput& input, double
   const Extents extents = computed_extents(config, input);
   const bool fewer = extents.rows < extents.columns;
   return operand_bytes > kColdBytes32 && fewer ? kColdRowsRate32 : 0.0;
-}
-
-// Bytes of a stage that a block asks L2 for; others of its cluster load the rest.
-struct AskedBytes {
-  double whole = 0.0;  // of rows that are whole lines
-  double split = 0.0;
-  double split_rest = 0.0;  // that others ask for
-};
-
-AskedBytes asked_bytes(const KernelConfig& config, const ChoiceInput& input) {
-  const bool swap_ab = swaps_operands(config, input.major_a, input.major_b, input.m, input.n);
-  AskedBytes asked;
-  const auto add = [&](int extent, int sharers, bool whole_lines) {
-    const double all = config.operand_bytes(extent);
-    (whole_lines ? asked.whole : asked.split) += all / sharers;
-    if (!whole_lines) asked.split_rest += all - all / sharers;
-  };
-  add(config.tile_m, config.cluster_n, swap_ab ? input.whole_lines_b : input.whole_lines_a);
-  add(config.tile_n, config.cluster_m, swap_ab ? input.whole_lines_a : input.whole_lines_b);
-  return asked;
 }
 
 // The same, in bytes of whole lines.
@@ -212,65 +133,6 @@ double stage_cycles(const KernelConfig& config, const ChoiceInput& input, int64_
   if (transposes_b(config, input.major_a, input.major_b)) cycles *= kTransposeFactor;
   if (config.promote) cycles *= kPromoteFactor;
   return config.stages < 4 ? cycles * kFewStagesFactor : cycles;
-}
-
-// Limits that are close to one another take longer together.
-double power_mean(std::span<const double> limits, double power = 8.0) {
-  double sum = 0.0;
-  for (const double limit : limits) sum += std::pow(limit, power);
-  return std::pow(sum, 1.0 / power);
-}
-
-// The limits are memory, the SMs, and what the rings keep on its way; round after round.
-double skinny_cycles(const KernelConfig& config, const ChoiceInput& input) {
-  using namespace skinny_model;
-  const int64_t capacity = concurrent_clusters(config, input);
-  const double stages = ceil_div(input.k, config.tile_k) / static_cast<double>(config.split_k);
-  const double streamed = stages * config.operand_bytes(config.tile_m);
-  const double loaded = stages * config.stage_bytes();
-  const AskedBytes asked = asked_bytes(config, input);
-  const double into_sm = stages * (asked.whole / kSmRate + asked.split / kSplitLineRate);
-  double cycles =
-      kStartCycles + (config.split_k > 1 ? kClusterStartCycles : 0.0) +
-      kElementCycles * config.blocks_on_sm() * config.tile_m * config.tile_n / config.split_k;
-  const auto round = [&](int64_t clusters) {
-    const double blocks = static_cast<double>(clusters * config.cluster_size());
-    const double sms = std::min<double>(blocks, input.sm_count);
-    const double limits[] = {blocks * (streamed / kMemoryRate + (loaded - streamed) / kSharedRate),
-                             blocks * into_sm / sms, kLatencyCycles * loaded / config.ring_bytes()};
-    return power_mean(limits);
-  };
-  const int64_t tiles = cluster_tiles(config, input, 1);
-  const int64_t rounds = ceil_div(tiles, capacity);
-  if (input.epilogue != EpilogueWork::kNone) {
-    const bool is_line = input.epilogue == EpilogueWork::kSum && !input.has_c;
-    cycles += is_line ? kSumCycles : kFusedCycles;
-  }
-  cycles += (rounds - 1) * (round(capacity) + kRoundCycles);
-  return cycles + round(tiles - (rounds - 1) * capacity);
-}
-
-// Rounds of blocks, which memory limits or what a stage takes on an SM.
-double streamed_cycles(const KernelConfig& config, const ChoiceInput& input) {
-  using namespace streamed_model;
-  const int64_t tiles = cluster_tiles(config, input, 1);
-  const int64_t capacity = concurrent_clusters(config, input);
-  const int64_t rounds = ceil_div(tiles, capacity);
-  const bool converts = arithmetic_of(config.algorithm).accumulator != ElementType::kS32;
-  const double stage = kStageCycles + (converts ? kConvertCycles : 0.0);
-  const double stages =
-      (input.gated ? 2.0 : 1.0) * ceil_div(input.k, config.tile_k) / config.split_k;
-  const double first = 1.0 / static_cast<double>(ceil_div(input.m, config.tile_m));
-  const double stage_bytes =
-      config.output_n() * config.tile_k * (first + kAgainShare * (1.0 - first));
-  const auto round = [&](int64_t clusters) {
-    const double blocks = static_cast<double>(clusters * config.split_k);
-    const double limits[] = {blocks * stages * stage_bytes / kMemoryRate,
-                             stages * stage * std::max(1.0, blocks / input.sm_count)};
-    return power_mean(limits, kPower) + kRoundCycles;
-  };
-  return kStartCycles + kPartCycles * (config.split_k - 1) + (rounds - 1) * round(capacity) +
-         round(tiles - (rounds - 1) * capacity);
 }
 
 struct FusedCost {

@@ -1,0 +1,81 @@
+// What the models of the sm90 families' time share: tiles, clusters, bytes.
+
+#ifndef JAX_TCGEMM_DISPATCH_SM90_MODEL_PARTS_H_
+#define JAX_TCGEMM_DISPATCH_SM90_MODEL_PARTS_H_
+
+#include <stdint.h>
+
+#include <algorithm>
+#include <cmath>
+#include <span>
+
+#include "common/ceil_div.h"
+#include "dispatch/heuristic.h"
+#include "kernel_config.h"
+#include "sm90/output/output_tile.h"
+
+namespace jax_tcgemm::sm90 {
+
+// Bytes per cycle into one SM, of rows that are a part of two lines of L2; those that another block
+// of the cluster asks for count for less.
+constexpr double kSplitLineRate = 36.0;
+constexpr double kSplitLineSharedShare = 0.5;
+
+// Clusters at a time. A cluster's blocks share a GPC, and not every GPC has a multiple of 4 SMs.
+inline int64_t concurrent_clusters(const KernelConfig& config, const ChoiceInput& input) {
+  const int size = config.cluster_size();
+  const double usable = size <= 2 ? 1.0 : 120.0 / 132;
+  const int blocks = config.blocks_on_sm();
+  return std::max<int64_t>(1, static_cast<int64_t>(input.sm_count * blocks * usable / size));
+}
+
+// Of D, or of D^T where that is what a row computes.
+struct Extents {
+  int64_t rows;
+  int64_t columns;
+};
+
+inline Extents computed_extents(const KernelConfig& config, const ChoiceInput& input) {
+  if (swaps_operands(config, input.major_a, input.major_b, input.m, input.n)) {
+    return {input.n, input.m};
+  }
+  return {input.m, input.n};
+}
+
+// Clusters' tiles in all batches, of k in so many parts.
+inline int64_t cluster_tiles(const KernelConfig& config, const ChoiceInput& input, int splits) {
+  const Extents extents = computed_extents(config, input);
+  return ceil_div(extents.rows, config.tile_m * config.cluster_m) *
+         ceil_div(extents.columns, config.output_n() * config.cluster_n) * input.batch * splits;
+}
+
+// Bytes of a stage that a block asks L2 for; others of its cluster load the rest.
+struct AskedBytes {
+  double whole = 0.0;  // of rows that are whole lines
+  double split = 0.0;
+  double split_rest = 0.0;  // that others ask for
+};
+
+inline AskedBytes asked_bytes(const KernelConfig& config, const ChoiceInput& input) {
+  const bool swap_ab = swaps_operands(config, input.major_a, input.major_b, input.m, input.n);
+  AskedBytes asked;
+  const auto add = [&](int extent, int sharers, bool whole_lines) {
+    const double all = config.operand_bytes(extent);
+    (whole_lines ? asked.whole : asked.split) += all / sharers;
+    if (!whole_lines) asked.split_rest += all - all / sharers;
+  };
+  add(config.tile_m, config.cluster_n, swap_ab ? input.whole_lines_b : input.whole_lines_a);
+  add(config.tile_n, config.cluster_m, swap_ab ? input.whole_lines_a : input.whole_lines_b);
+  return asked;
+}
+
+// Limits that are close to one another take longer together.
+inline double power_mean(std::span<const double> limits, double power = 8.0) {
+  double sum = 0.0;
+  for (const double limit : limits) sum += std::pow(limit, power);
+  return std::pow(sum, 1.0 / power);
+}
+
+}  // namespace jax_tcgemm::sm90
+
+#endif  // JAX_TCGEMM_DISPATCH_SM90_MODEL_PARTS_H_
