@@ -16,9 +16,7 @@ enum class Arch { kSimt, kSm75, kSm80, kSm90 };
 //   kCpAsync: 16-byte cp.async; base, strides and contiguous extent are multiples of 16 bytes.
 //   kRegister: 16-byte loads through registers, for the same operands.
 //   kRealign: 16-byte loads through registers, shifted to the row's alignment; takes anything.
-//   kDirect:  no shared memory: from global memory to registers; takes anything. Of sm90 kernels:
-//   B,
-//             which is of 8 bits and n-major, for few rows (sm90/streamed_kernel.cuh).
+//   kDirect:  no shared memory: from global memory to registers; takes anything.
 //   kTma:     boxes copied by TMA; base and strides are multiples of 16 bytes.
 //   kTmaTurned: the same, of few rows of A and a B of 8 bits that is n-major
 //             (sm90/streamed_kernel.cuh).

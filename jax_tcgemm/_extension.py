@@ -20,8 +20,8 @@ except ImportError as error:
 GEMM_TARGET = "jax_tcgemm_gemm_v1"
 RAGGED_DOT_TARGET = "jax_tcgemm_ragged_dot_v1"
 ACTIVATION_GRADIENT_TARGET = "jax_tcgemm_activation_gradient_v1"
-COMPILED_TARGET = "jax_tcgemm_compiled_gemm_v2"
-COMPILED_PASS_TARGET = "jax_tcgemm_compiled_pass_v1"
+COMPILED_TARGET = "jax_tcgemm_compiled_gemm_v3"
+COMPILED_PASS_TARGET = "jax_tcgemm_compiled_pass_v2"
 TRANSPOSE_TARGET = "jax_tcgemm_transpose_v1"
 TARGETS = (
     GEMM_TARGET,
@@ -76,7 +76,8 @@ def has_config(config: str | None) -> bool:
 
 def has_row(name: str) -> bool:
     """Says whether the kernel of a row was compiled in, or is compiled where it is needed."""
-    return name in KERNEL_NAMES or name in {row.name for row in kernel_table.RUN_TIME_CONFIGS}
+    row = kernel_table.find(name)
+    return name in KERNEL_NAMES or (row is not None and row.arithmetic.at_run_time)
 
 
 def has_kernel(

@@ -20,11 +20,6 @@ PAIRS = [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3), (E5M2, E5M2), (S8, S8)]
 STEP = 2.0**-13
 
 
-@pytest.fixture
-def rng():
-    return np.random.default_rng()
-
-
 def drawn(rng, shape, dtype):
     x = rng.normal(size=shape).astype(np.float32)
     return jnp.asarray(np.round(x * 40) if dtype == S8 else x).astype(dtype)

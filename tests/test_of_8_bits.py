@@ -301,6 +301,22 @@ def test_few_rows_take_weights_as_they_lie(all_kernels, of_a, of_b, options, mov
     assert ("jax_tcgemm_transpose" in text or "stablehlo.transpose" in text) == moves
 
 
+def test_few_rows_of_what_cannot_be_taken_as_it_lies(all_kernels):
+    x = jax.ShapeDtypeStruct((16, 64), E4M3)
+    halves = jax.ShapeDtypeStruct((64, 2 * 24), E4M3)  # of which the second begins at 24
+    packed = lambda x, w: gated_gemm(x, w, epilogue=lambda g, u: g * u)  # noqa: E731
+    four = [jax.ShapeDtypeStruct(s, E4M3) for s in ((2, 3, 2, 3, 16, 64), (3, 2, 3, 2, 64, 48))]
+    orders = ((0, 1, 2, 3, 4, 5), (1, 0, 3, 2, 4, 5))
+
+    def permuted(a, b):
+        return gemm(a, jnp.transpose(b, orders[1]), a_scale=2.0)
+
+    for f, arrays in ((packed, (x, halves)), (permuted, four)):
+        text = jax.jit(f).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+        assert "jax_tcgemm_compiled_gemm" in text
+        assert "stablehlo.dot_general" not in text
+
+
 @pytest.mark.parametrize("dtype", [INT8, E4M3], ids=lambda dtype: dtype.__name__)
 def test_kernels_of_few_rows_compile(all_kernels, monkeypatch, dtype):
     found = nvrtc.find()

@@ -165,6 +165,39 @@ def test_few_rows_of_8_bits_may_be_measured_with_weights_either_way():
         assert ("jax_tcgemm_transpose" in text) == (name not in streamed)
 
 
+def test_candidates_of_many_rows_are_of_one_way():
+    arrays = [jax.ShapeDtypeStruct(shape, E4M3) for shape in ((8192, 4096), (4096, 4096))]
+    (product,) = tune_module.find_products(lambda a, b: gemm(a, b, a_scale=2.0), *arrays)
+    names = tune_module.candidates(product, H200)
+    assert not any(kernel_table.by_name(name).streams_b for name in names)
+
+
+def test_operands_of_functions_are_drawn():
+    key = jax.random.key(3)
+
+    def dropped(z, mask, key):
+        kept = jax.random.bernoulli(key, 0.5, z.shape)
+        return jnp.where(mask & kept, z, 0)
+
+    arrays = (*(jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((4096, 512), (512, 8192))), key)
+    mask = jax.ShapeDtypeStruct((4096, 8192), jnp.bool_)
+
+    def g(a, b, key, mask):
+        return gemm(a, b, epilogue=dropped, epilogue_operands=(mask, key))
+
+    (product,) = tune_module.find_products(g, *arrays, mask)
+    drawn = tune_module._draw(product, tune_module.Numbers())[0]
+    assert [x.dtype for x in drawn] == [x.dtype for x in product.types]
+    assert [x.shape for x in drawn] == [x.shape for x in product.types]
+
+
+def test_rows_that_take_no_functions_are_not_taken_from_tunings():
+    g = lambda a, b: gemm(a, b, epilogue=jnp.sin)  # noqa: E731
+    for row in ("sm80_bf16_64x64x64_w2x2_s3", "sm90_bf16_64x64x64_s8_c1x1_skinny"):
+        with tuned(row, g):
+            assert configs(g, *ARRAYS) == [""]
+
+
 def test_tune_needs_a_gpu():
     with pytest.raises(RuntimeError, match=r"tune measures kernels on a GPU; .* is cpu"):
         tune(f, *ARRAYS)

@@ -11,10 +11,10 @@ void* gemm_handler();
 void* ragged_dot_handler();
 void* activation_gradient_handler();
 void* transpose_handler();  // of jax_tcgemm_transpose_v1
-// Of jax_tcgemm_compiled_gemm_v2, for its stages.
+// Of jax_tcgemm_compiled_gemm_v3, for its stages.
 void* compiled_gemm_handler();
 void* compiled_gemm_instantiate_handler();
-void* compiled_pass_handler();  // of jax_tcgemm_compiled_pass_v1
+void* compiled_pass_handler();  // of jax_tcgemm_compiled_pass_v2
 void* compiled_pass_instantiate_handler();
 
 // "major.minor" of the XLA FFI headers this was compiled against.

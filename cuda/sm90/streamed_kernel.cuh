@@ -216,7 +216,7 @@ struct StreamedKernel {
       send_sums(weight);
     }
     if constexpr (kConfig.split_k > 1) {
-      ptx::mbarrier_wait(smem.partial_full(), 0);
+      ptx::mbarrier_wait_cluster(smem.partial_full(), 0);
     } else {
       ptx::named_barrier_sync(kConsumerBarrier, kThreads);
     }

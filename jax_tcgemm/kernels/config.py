@@ -39,7 +39,7 @@ class KernelConfig:
             (see ``streams_b``).
         promote: add up the products of some k-tiles apart and then in float32. The tensor cores
             cut sums off instead of rounding them, which a float32 result of 16-bit operands would
-            show. A row's name ends with it, but for skinny rows.
+            show. A row's name ends with it, but for skinny and streamed rows.
         cluster_m: blocks along m that share one load of their columns of B (sm90).
         cluster_n: blocks along n that share one load of their rows of A (sm90).
         split_k: blocks that share the k of one tile and add up their accumulators in a fixed order
@@ -153,7 +153,7 @@ class KernelConfig:
         require(self.element_bytes == 1, "operands of more than 8 bits are taken as they lie")
         require(self.tile_m == 16, "an instruction has 16 rows")
         require(self.output_n == self.tile_k == 128, "a warp reads 32 rows of 128 bytes")
-        require((self.warps_m, self.warps_n) == (1, 4), "four warps finish 32 columns each")
+        require((self.warps_m, self.warps_n) == (1, 4), "four warps share k, and the columns")
         require(self.stages >= 3, "the ring needs at least 3 stages")
         require(self.cluster_m == self.cluster_n == 1, "blocks share no operand")
         require(self.split_k in (1, 2, 4, 8), "split_k must be 1, 2, 4 or 8")
@@ -292,7 +292,19 @@ class KernelConfig:
         As ``supports_splits`` of ``cuda/dispatch/heuristic.cc``, but for the problem.
         """
         alone = self.split_k == 1 and not (self.gated or self.skinny or self.swap_ab)
-        return self.arch in ("sm75", "sm90") and alone and self.grouped == "none"
+        is_built = not self.arithmetic.at_run_time
+        return self.arch in ("sm75", "sm90") and alone and self.grouped == "none" and is_built
+
+    @property
+    def takes_functions(self) -> bool:
+        """Whether it can be compiled with a function as its epilogue.
+
+        As ``takes_compiled_epilogue`` of ``cuda/dispatch/heuristic.cc``.
+        """
+        sums = (not self.promote or self.element_bytes == 1) and self.element_bytes <= 2
+        alone = self.split_k == 1 or self.streams_b
+        kind = not (self.skinny or self.swap_ab or self.grouped == "k")
+        return self.arch == "sm90" and sums and alone and kind and self.output_n % 32 == 0
 
     def has_every(self, work: str) -> bool:
         """Whether it has all epilogues of so much work, whatever the operands and however they lie.

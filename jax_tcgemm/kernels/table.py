@@ -313,7 +313,12 @@ if len(_BY_NAME) != len(CONFIGS) + len(RUN_TIME_CONFIGS):
 
 
 # Other rows have another.
-TABLE_DIGEST = hashlib.sha256(repr(CONFIGS).encode()).hexdigest()[:12]
+TABLE_DIGEST = hashlib.sha256(repr((CONFIGS, RUN_TIME_CONFIGS)).encode()).hexdigest()[:12]
+
+
+def find(name: str) -> KernelConfig | None:
+    """Returns the row called ``name``, if there is one."""
+    return _BY_NAME.get(name)
 
 
 def by_name(name: str) -> KernelConfig:
@@ -359,7 +364,7 @@ def can_be(
     if config in (None, XLA):
         return True
     name, splits = read_config(config)
-    row = _BY_NAME.get(name)
+    row = find(name)
     if row is None or splits == 0 or (splits > 1 and not row.splits_k):
         return False
     return (row.algorithm, row.gated, row.grouped) == (algorithm, gated, grouped)

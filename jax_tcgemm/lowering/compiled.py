@@ -55,9 +55,11 @@ def cuda_compiled(
     own, others = spec.split(operands)
     made = translation.translate(spec.function)
     told = ""
-    if not isinstance(made, str):
-        spec, told = _tuned(operands, spec, made)
-    call = made if isinstance(made, str) else _call_or_reason(own, spec, made)
+    if isinstance(made, str):
+        call = made
+    else:
+        spec, plan, told = _tuned(operands, spec, made)
+        call = _call_or_reason(spec, plan)
     kind = "gated gemm" if spec.is_gated else "gemm"
     kind = "gemm scaled by blocks" if spec.scaled else kind
     kind = "ragged dot" if isinstance(spec.product, RaggedSpec) else kind
@@ -69,16 +71,24 @@ def cuda_compiled(
     return call.emit(own, others, spec)
 
 
-def _tuned(operands: Sequence[Any], spec: CompiledSpec, made: Program) -> tuple[CompiledSpec, str]:
-    """Returns ``spec`` with the configuration that was measured to be fastest, and who says so."""
+def _tuned(
+    operands: Sequence[Any], spec: CompiledSpec, made: Program
+) -> tuple[CompiledSpec, Call | str, str]:
+    """Returns ``spec`` with the configuration that was measured to be fastest, and who says so.
+
+    And between them what ``planned`` says of it.
+    """
     own, _ = spec.split(operands)
-    call = planned(own, spec, made) if spec.product.config is None else "by config"
-    if isinstance(call, str):
-        return spec, ""
+    plan = planned(own, spec, made)
+    if isinstance(plan, str) or spec.product.config is not None:
+        return spec, plan, ""
     config, told = compiled_problem.measured_config(
-        operands, spec, call.gemm, call.algorithm, call.source
+        operands, spec, plan.gemm, plan.algorithm, plan.source
     )
-    return spec.with_config(config), told
+    if config is None:
+        return spec, plan, told
+    spec = spec.with_config(config)
+    return spec, planned(own, spec, made), told
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,12 +155,11 @@ class Call:
         }
 
 
-def _call_or_reason(own: Sequence[Any], spec: CompiledSpec, made: Program) -> Call | str:
+def _call_or_reason(spec: CompiledSpec, plan: Call | str) -> Call | str:
     """Returns the custom call, its kernel compiled if it can be now, or why there is none."""
-    call = planned(own, spec, made)
-    if isinstance(call, str):
-        return call
-    return compiler.obstacle(call.source, _expected_row(call, spec)) or call
+    if isinstance(plan, str):
+        return plan
+    return compiler.obstacle(plan.source, _expected_row(plan, spec)) or plan
 
 
 def planned(own: Sequence[Any], spec: CompiledSpec, made: Program) -> Call | str:
@@ -161,6 +170,14 @@ def planned(own: Sequence[Any], spec: CompiledSpec, made: Program) -> Call | str
         spec: the static parameters.
         made: the function.
     """
+    plan = _planned(own, spec, made, may_stream=not spec.scaled)
+    if isinstance(plan, str):  # which may be of weights as they lie alone
+        return _planned(own, spec, made, may_stream=False)
+    return plan
+
+
+def _planned(own: Sequence[Any], spec: CompiledSpec, made: Program, may_stream: bool) -> Call | str:
+    """The same, with weights of 8 bits as they lie or not."""
     product = spec.product
     if product.config == XLA:
         return "by config"
@@ -175,7 +192,7 @@ def planned(own: Sequence[Any], spec: CompiledSpec, made: Program) -> Call | str
     if ALL_ARITHMETIC[algorithm].k_major:
         if any(not isinstance(extent, int) for x in own for extent in x.shape):
             return "symbolic shapes"
-        own, product, factors = k_major.of_product(own, product, spec.scaled)
+        own, product, factors = k_major.of_product(own, product, may_stream)
     scales = k_major.scale_steps(own, spec)
     strided = (
         _ragged(own, product, made)

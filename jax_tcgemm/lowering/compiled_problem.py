@@ -9,7 +9,7 @@ import jax
 
 from jax_tcgemm.epilogue import source
 from jax_tcgemm.epilogue.spec import CompiledSpec
-from jax_tcgemm.kernels.table import can_be
+from jax_tcgemm.kernels import table
 from jax_tcgemm.lowering import devices
 from jax_tcgemm.problem.ragged import RaggedSpec
 from jax_tcgemm.problem.spec import GemmSpec
@@ -35,12 +35,17 @@ def measured_config(
     primitive = "compiled_ragged" if is_ragged else "compiled"
     problem = _problem(types, spec, gemm, algorithm, program)
     found = lookup.find(devices.local_kind(), lookup.Product(primitive, spec, types, problem))
-    grouped = "m" if is_ragged else "none"
-    if found is None or not can_be(
-        found[0].config, algorithm, gated=spec.is_gated, grouped=grouped
-    ):
+    if found is None or not _can_be(found[0].config, spec, algorithm):
         return None, ""
     return found[0].config, f", config {found[0].config or 'by heuristic'}, by {found[1]}"
+
+
+def _can_be(config: str | None, spec: CompiledSpec, algorithm: str) -> bool:
+    """Says whether a configuration is for such products, with a function as epilogue."""
+    grouped = "m" if isinstance(spec.product, RaggedSpec) else "none"
+    if not table.can_be(config, algorithm, gated=spec.is_gated, grouped=grouped):
+        return False
+    return config in (None, table.XLA) or table.by_name(config).takes_functions
 
 
 def _problem(

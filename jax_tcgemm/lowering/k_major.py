@@ -126,7 +126,7 @@ def _one_step(batch: Sequence[tuple[int, int]]) -> int | None:
 
 # Rows of A up to which weights are streamed as they lie. Measured on an H200
 # (docs/performance.md).
-_FEW_ROWS = 64
+FEW_ROWS = 64
 
 
 def _streams(a: Factor, weights: Sequence[Factor], config: str | None) -> bool:
@@ -146,11 +146,11 @@ def _streams(a: Factor, weights: Sequence[Factor], config: str | None) -> bool:
     if not fits or config == table.XLA:
         return False
     if config is not None:
-        return table.by_name(config).streams_b
+        return table.by_name(table.read_config(config)[0]).streams_b
     # What batches of A share one weight are rows of it, if they fold.
     shared = zip(a.batch, weights[0].batch, strict=True)
     rows = (a.shape[of_a] for of_a, of_b in shared if of_b is None and of_a is not None)
-    return a.shape[a.mn] * math.prod(rows) <= _FEW_ROWS
+    return a.shape[a.mn] * math.prod(rows) <= FEW_ROWS
 
 
 def _of_gemm(
@@ -190,20 +190,20 @@ def _of_ragged(own: Sequence[Any], spec: RaggedSpec) -> tuple[RaggedSpec, dict[s
 
 
 def of_product(
-    own: Sequence[Any], product: GemmSpec | RaggedSpec, scaled: bool = False
+    own: Sequence[Any], product: GemmSpec | RaggedSpec, may_stream: bool
 ) -> tuple[Sequence[Any], Any, dict[str, Factor]]:
     """Returns operands and product as they will be, and what is to become of the factors.
 
     Args:
         own: the operands of the product, and what else goes with it.
         product: the product.
-        scaled: whether the factors have scales by blocks.
+        may_stream: whether few rows may take weights as they lie.
     """
     if isinstance(product, RaggedSpec):
         made, factors = _of_ragged(own, product)
     else:
         shapes = shapes_of(product.unflatten(own[: len(product.operand_names)]))
-        made, factors = _of_gemm(shapes, product, may_stream=not scaled)
+        made, factors = _of_gemm(shapes, product, may_stream)
     count = len(factors)
     then = [
         jax.ShapeDtypeStruct(factor.result_shape(), x.dtype)

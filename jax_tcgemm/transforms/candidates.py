@@ -9,7 +9,7 @@ from jax_tcgemm import _core
 from jax_tcgemm.epilogue import translation
 from jax_tcgemm.epilogue.spec import CompiledSpec
 from jax_tcgemm.kernels.table import for_algorithm, read_config
-from jax_tcgemm.lowering import compiled
+from jax_tcgemm.lowering import compiled, k_major
 from jax_tcgemm.lowering.row_epilogue import c_by_tma
 from jax_tcgemm.problem.alignment import (
     COPY_BYTES,
@@ -68,7 +68,8 @@ def _of_compiled(product: Product, device: dict[str, Any]) -> list[str]:
     """The same of products with an epilogue of the user's own.
 
     Few rows of 8-bit operands take the weights as they lie or transposed, by rows of their own,
-    whose times the model does not compare: some of each.
+    whose times the model does not compare: some of each, also of somewhat more rows than are taken
+    to be few.
     """
     spec: CompiledSpec = product.spec
     own, _ = spec.split(product.types)
@@ -77,7 +78,8 @@ def _of_compiled(product: Product, device: dict[str, Any]) -> list[str]:
     first = compiled.planned(own, spec, made)
     assert not isinstance(first, str), product
     calls = {first.layout: first}
-    for streams in (False, True):
+    has_few_rows = first.gemm.m <= 4 * k_major.FEW_ROWS
+    for streams in (False, True) if has_few_rows else ():
         row = _any_row(first.algorithm, spec, streams)
         call = None if row is None else compiled.planned(own, spec.with_config(row), made)
         if call is not None and not isinstance(call, str):

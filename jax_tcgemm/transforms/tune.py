@@ -250,6 +250,9 @@ def _draw(product: Product, numbers: Numbers) -> list[tuple[jax.Array, ...]]:
     def operand(i: int, x: jax.ShapeDtypeStruct) -> jax.Array:
         if i == sizes_at:
             return _even_sizes(x, rows=types[0].shape[0])
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            keys = jax.random.key(0, impl="threefry2x32")  # functions with others are not compiled
+            return jax.random.split(keys, math.prod(x.shape)).reshape(x.shape)
         if x.dtype.itemsize == 1 or not jnp.issubdtype(x.dtype, jnp.floating):
             return _few_bits(numbers.take(jax.ShapeDtypeStruct(x.shape, jnp.float32)), x.dtype)
         values = numbers.take(x)

@@ -78,8 +78,7 @@ class Entry:
 @functools.cache
 def row_digest(name: str) -> str:
     """Returns a digest of a row of the kernel table; of a name that is none, of nothing."""
-    rows = (*kernel_table.CONFIGS, *kernel_table.RUN_TIME_CONFIGS)
-    row = {config.name: config for config in rows}.get(name)
+    row = kernel_table.find(name)
     return hashlib.sha256(repr(row).encode()).hexdigest()[:12]
 
 
