@@ -11,6 +11,7 @@ import jax
 from jax.extend import core
 
 from jax_tcgemm import _compat
+from jax_tcgemm._compat import jaxprs
 
 # Operations that stand for what is in them, by the name of the parameter that holds it.
 _CALLS = ("call_jaxpr", "fun_jaxpr", "jaxpr")
@@ -158,7 +159,7 @@ class EpilogueFunction:
             needed: how many of the first operands stay.
         """
         whole = self.differentiable
-        jaxpr, is_used = _compat.without_unused(whole.jaxpr, needed)
+        jaxpr, is_used = jaxprs.without_unused(whole.jaxpr, needed)
         closed = core.ClosedJaxpr(jaxpr, whole.consts)
         function = EpilogueFunction(closed, self.accumulators, _text(closed))
         return function, [i for i, each in enumerate(is_used) if each]
@@ -183,7 +184,7 @@ def trace(
 
     def hoisted(*values: Any) -> list[Any]:
         given, held = values[: len(avals)], values[len(avals) :]
-        return _compat.eval_jaxpr(closed.jaxpr, held, *given)
+        return jaxprs.eval_jaxpr(closed.jaxpr, held, *given)
 
     if consts:
         types = [jax.ShapeDtypeStruct(jax.numpy.shape(x), jax.typeof(x).dtype) for x in consts]
@@ -213,7 +214,7 @@ def _write(jaxpr: Any, lines: list[str]) -> None:
             f"{' '.join(map(name, eqn.outvars))}"
         )
         for key, value in sorted(eqn.params.items()):
-            inner = _compat.jaxpr_of(value)
+            inner = jaxprs.jaxpr_of(value)
             if inner is not None:
                 lines.append(f"  {key} of")
                 _write(inner, lines)
@@ -227,7 +228,7 @@ def _named(value: Any) -> str:
 
     JAX wraps rules anew for each trace, with arguments that they may have (nondiff_argnums).
     """
-    return f"rule {id(value):x}" if _compat.is_rule(value) else repr(value)
+    return f"rule {id(value):x}" if jaxprs.is_rule(value) else repr(value)
 
 
 def _is_mask(var: Any, shape: tuple[int, ...]) -> bool:
@@ -270,6 +271,6 @@ def apply(eqn: Any, values: Sequence[Any], kept: frozenset[str] = frozenset()) -
             if key not in eqn.params:
                 continue
             called = eqn.params[key]
-            inner = _compat.jaxpr_of(called)
+            inner = jaxprs.jaxpr_of(called)
             return evaluate(inner, getattr(called, "consts", ()), values, kept)
-    return _compat.bind_again(eqn, values)
+    return jaxprs.bind_again(eqn, values)

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 
 from jax_tcgemm import _compat
+from jax_tcgemm._compat import partitioner as xla
 from jax_tcgemm.kernels.table import TABLE_DIGEST
 from jax_tcgemm.partitioning.mesh import read_shardings, write_sharding
 from jax_tcgemm.partitioning.plan import make_plan
@@ -46,14 +47,14 @@ def lower(primitive: Primitive, platform: str) -> Callable[..., Any]:
             primitive.name,
             spec,
             platform,
-            *_compat.devices_of(context),
+            *xla.devices_of(context),
             x64=_compat.option("jax_enable_x64"),
             revision=REVISION,
             tunings=remembered(active()),
             kernels=TABLE_DIGEST,
         )
         work = call.rule.work(spec, context.avals_in)
-        return _compat.emit_partitioned(
+        return xla.emit_partitioned(
             context,
             values,
             TARGET,
@@ -90,7 +91,7 @@ def _elements(shape: Any, sharding: Any = None) -> tuple[list[Any], list[Any]]:
 def _packed(shape: Any, shardings: list[Any]) -> Any:
     if not shape.is_tuple():
         return shardings[0]
-    return _compat.xla_client.HloSharding.tuple_sharding(shape, shardings)
+    return xla.xla_client.HloSharding.tuple_sharding(shape, shardings)
 
 
 def _planned(
@@ -148,7 +149,7 @@ def divide(
     """
     call = _read_call(text)
     plan = _planned(call, shapes, shardings, result, wanted)
-    write = functools.partial(write_sharding, devices=plan.devices, xla_client=_compat.xla_client)
+    write = functools.partial(write_sharding, devices=plan.devices, xla_client=xla.xla_client)
     operands = list(map(write, plan.operand_tilings))
     results = list(map(write, plan.result_tilings))
     if call.groups:
@@ -164,7 +165,7 @@ def divide(
         return [jnp.zeros(1, jnp.int32), *results] if call.groups else results
 
     with _own_configuration(call):
-        module = _compat.program_of_one_device(program, local, AXIS, call.devices, call.platform)
+        module = xla.program_of_one_device(program, local, AXIS, call.devices, call.platform)
     division = module, operands, _packed(result, results)
     return division, _described(call, plan, _types(shapes))
 
@@ -174,7 +175,7 @@ def _infer(shapes: Sequence[Any], shardings: Sequence[Any], result: Any, text: b
     call = _read_call(text)
     plan = _planned(call, shapes, shardings, result, None)
     tilings = [*([((),)] if call.groups else []), *plan.result_tilings]
-    return _packed(result, [write_sharding(t, plan.devices, _compat.xla_client) for t in tilings])
+    return _packed(result, [write_sharding(t, plan.devices, xla.xla_client) for t in tilings])
 
 
 def _propagate(sharding: Any, shape: Any, text: bytes) -> Any:
@@ -201,7 +202,7 @@ def _printing_errors(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def install() -> None:
     """Registers the functions that XLA's partitioner calls; called once, on import."""
-    _compat.register_partitioner(
+    xla.register_partitioner(
         TARGET, _propagate, _printing_errors(_partition), _printing_errors(_infer)
     )
 

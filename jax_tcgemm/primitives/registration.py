@@ -12,6 +12,7 @@ from jax.interpreters import ad, mlir
 from jax.interpreters import partial_eval as pe
 
 from jax_tcgemm import _compat
+from jax_tcgemm._compat import partitioner as xla
 from jax_tcgemm.partitioning import partitioner, rules
 from jax_tcgemm.problem.log import log
 
@@ -182,7 +183,7 @@ def lower(
 
     def is_divided(context: Any, spec: Any, platform: str) -> bool:
         return (
-            _compat.partitioned_devices(context) > 1
+            xla.partitioned_devices(context) > 1
             and rules.divides(platform)
             and rules.accepts(primitive, spec, context.avals_in)
         )
@@ -195,7 +196,7 @@ def lower(
         return rule(reference)(context, *values, **params)
 
     def on_cuda(context: Any, *values: Any, **params: Any) -> Any:
-        devices = _compat.partitioned_devices(context)
+        devices = xla.partitioned_devices(context)
         if devices == 1:
             return rule(cuda)(context, *values, **params)
         if is_divided(context, params["spec"], "cuda"):

@@ -1,0 +1,206 @@
+"""Everything here that JAX does not promise to keep: each private name is imported in this folder.
+
+Written against JAX 0.8, 0.10 and 0.11. What jaxprs and XLA's partitioner ask for has files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax._src import core as _core
+from jax._src import mesh as _mesh
+from jax._src import sharding_impls as _sharding_impls
+from jax._src import xla_bridge as _xla_bridge
+from jax._src.lax import lax as _lax
+from jax.interpreters import ad
+
+# Tells ``jax.jit`` to leave nothing of itself within another trace. JAX 0.11 has several ways.
+INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True  # pyright: ignore
+
+
+def canonicalize_precision(precision: Any) -> Any:
+    """Returns ``precision`` as ``lax.dot_general`` would store it.
+
+    ``None`` becomes the value of ``jax.default_matmul_precision``.
+
+    Raises:
+        ValueError: ``precision`` is none of what ``lax.dot_general`` takes.
+    """
+    canonical = _lax.canonicalize_precision(precision)
+    return (jax.lax.Precision.DEFAULT,) * 2 if canonical is None else canonical
+
+
+def option(name: str) -> Any:
+    """Returns one of the options of JAX that a context manager of its name sets."""
+    return getattr(jax.config, name)
+
+
+def mark_as_single_operation(function: Any) -> None:
+    """Says that a function for ``jax.jit`` is one operation.
+
+    Where ``jax.debug_nans`` or ``jax.debug_infs`` finds one in a result, JAX runs a function again
+    operation by operation, but raises of such a one.
+    """
+    function._apply_primitive = True
+
+
+def match_varying(operands: Sequence[Any]) -> Sequence[Any]:
+    """Makes all operands vary over the same manual mesh axes, as every ``jax.lax`` function does.
+
+    Inside ``shard_map`` with ``check_vma=True`` a primitive may not mix replicated and varying
+    operands; the cast inserted here transposes to the sum over the mesh axes.
+    """
+    # The newer name first; JAX renamed it after 0.8.
+    for name in ("auto_insert_reshard", "standard_insert_pvary"):
+        if hasattr(_core, name):
+            return getattr(_core, name)(*operands)
+    return operands
+
+
+def is_sharded(*operands: Any) -> bool:
+    """Whether an operand's type says how it is sharded, under a mesh with explicit axes."""
+    return any(_divides(jax.typeof(x).sharding.spec) for x in operands)
+
+
+def typed_as(model: jax.Array, x: jax.Array) -> jax.Array:
+    """Returns ``x``, of the shape of ``model``, sharded and varying over mesh axes as that is."""
+    x = match_varying((model, x))[1]
+    sharding = jax.typeof(model).sharding
+    if jax.typeof(x).sharding == sharding or not is_sharded(model, x):
+        return x
+    return resharded(x, sharding)
+
+
+def resharded(x: jax.Array, sharding: Any) -> jax.Array:
+    """Returns ``x`` with a type that is sharded so; as it is for ``None``."""
+    if sharding is None:
+        return x
+    reshard = jax.reshard if hasattr(jax, "reshard") else jax.sharding.reshard  # before 0.9
+    return reshard(x, sharding)
+
+
+def is_unreduced(*operands: Any) -> bool:
+    """Whether an operand's type says that it is a sum over mesh axes yet to be made, or was one."""
+    return any(_leaves_sums(jax.typeof(x).sharding) for x in operands)
+
+
+def _leaves_sums(sharding: Any) -> bool:
+    return bool(sharding.spec.unreduced or sharding.spec.reduced)
+
+
+def out_sharding_of(sharding: Any, name: str) -> Any:
+    """Returns what ``out_sharding=`` of a public function asks for, ``None`` for nothing.
+
+    Raises:
+        NotImplementedError: it leaves sums over axes of the mesh to be made.
+        TypeError: it is no sharding.
+        ValueError: it does not go with the mesh, or names axes that are not explicit.
+    """
+    sharding = _sharding_impls.canonicalize_sharding(sharding, name)
+    if sharding is not None and _leaves_sums(sharding):
+        raise NotImplementedError(
+            f"{name}: out_sharding={sharding.spec} leaves sums to be made; jax.lax.dot_general and "
+            "jax_tcgemm.dot_general take it"
+        )
+    return sharding
+
+
+def sharding_from(
+    operands: Sequence[Any], sources: Sequence[tuple[int, int] | None]
+) -> jax.sharding.NamedSharding:
+    """Returns the sharding of a type each dimension of which is divided as one of an operand is.
+
+    An axis of the mesh divides the first dimension that has it.
+
+    Args:
+        operands: of which some have sharded types.
+        sources: the operand and its dimension for each dimension; ``None`` for an undivided one.
+    """
+    sharded = next(x for x in operands if is_sharded(x))
+    used: set[str] = set()
+    dims: list[tuple[str, ...]] = []
+    for source in sources:
+        axes: Any = None
+        if source is not None:
+            spec = jax.typeof(operands[source[0]]).sharding.spec
+            axes = tuple(getattr(spec, "partitions", spec))[source[1]]
+        axes = () if axes is None else axes if isinstance(axes, tuple) else (axes,)
+        dims.append(tuple(name for name in axes if name not in used))
+        used.update(axes)
+    spec = jax.sharding.PartitionSpec(*(axes or None for axes in dims))
+    return jax.sharding.NamedSharding(jax.typeof(sharded).sharding.mesh, spec)
+
+
+def shardings_of(function: Callable[..., Any], *operands: Any) -> Any:
+    """Returns the shardings of a function's results' types."""
+    # ``jax.eval_shape`` knows none where some axes of the mesh are not explicit.
+    jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*operands)
+    return jax.tree.unflatten(jax.tree.structure(shapes), [x.sharding for x in jaxpr.out_avals])
+
+
+def with_automatic_axes(function: Callable[..., Any], operands: Any, shardings: Any) -> Any:
+    """Calls a function within which the explicit axes of the mesh are automatic.
+
+    Args:
+        function: called with the operands, whose types do not say there how they are sharded.
+        operands: its arguments.
+        shardings: the ``NamedSharding`` of each result's type, in the structure of the results.
+    """
+    mesh = jax.tree.leaves(shardings)[0].mesh
+    pairs = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    explicit = tuple(name for name, kind in pairs if kind == jax.sharding.AxisType.Explicit)
+    automatic = jax.sharding.auto_axes(function, axes=explicit, out_sharding=shardings)
+    return automatic(*operands)
+
+
+def _divides(spec: jax.sharding.PartitionSpec) -> bool:
+    # Newer JAX has a name for the axes of each dimension, and refuses to iterate over some specs.
+    axes = getattr(spec, "partitions", spec)
+    return bool(spec.unreduced or spec.reduced or any(axis is not None for axis in axes))
+
+
+def result_aval(operands: Sequence[Any], shape: tuple[int, ...], dtype: Any) -> Any:
+    """Returns the abstract value of a result, which varies over the mesh axes that operands do.
+
+    Its type is weak where those of all operands are, and it has theirs.
+
+    Raises:
+        ValueError: the operands lie in different memory spaces.
+    """
+    if len({x.memory_space for x in operands}) > 1:
+        types = ", ".join(str(x) for x in operands)
+        raise ValueError(
+            f"all operands must lie in one memory space, got {types}; move those in host memory "
+            "with jax.device_put"
+        )
+    weak_type = all(x.weak_type and x.dtype == dtype for x in operands)
+    sharding = _core.get_cur_mesh_sharding(jax.sharding.PartitionSpec(*[None] * len(shape)))
+    return operands[0].update(shape=shape, dtype=dtype, weak_type=weak_type, sharding=sharding)
+
+
+def zero_of(primal: Any) -> Any:
+    """Returns the tangent of what does not move."""
+    return ad.Zero(jax.typeof(primal).to_tangent_aval())
+
+
+def initialized_cuda_devices() -> list[Any]:
+    """Returns this process's CUDA devices, or ``[]`` while no CUDA backend has been started."""
+    if not _xla_bridge.backends_are_initialized():
+        return []
+    try:
+        return jax.local_devices(backend="cuda")
+    except RuntimeError:
+        return []
+
+
+def platforms_of(context: Any) -> Sequence[str]:
+    """Returns the platforms that a lowering rule is to serve."""
+    return context.platforms or context.module_context.platforms
+
+
+def no_mesh() -> contextlib.AbstractContextManager[Any]:
+    """Forgets the mesh that surrounds what is traced."""
+    return _mesh.use_abstract_mesh(_mesh.empty_abstract_mesh)
