@@ -6,13 +6,9 @@ Imports the standard library alone, so that the build can run it before anything
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
+from jax_tcgemm.kernels import checks
 from jax_tcgemm.kernels.arithmetic import ALL_ARITHMETIC, PLANE_PRODUCTS, Arithmetic
-
-# Bytes of shared memory a thread block may use on the GPUs that have most (sm_90). sm_80 gives
-# 163 KiB, sm_86 and sm_89 99 KiB: rows above a device's own limit are skipped at run time.
-MAX_SHARED_MEMORY_BYTES = 227 * 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,173 +84,7 @@ class KernelConfig:
     epilogue: str = "any"
 
     def __post_init__(self) -> None:
-        def require(condition: bool, what: str) -> None:
-            if not condition:
-                raise ValueError(f"{self}: {what}")
-
-        require(self.algorithm in ALL_ARITHMETIC, f"algorithm must be one of {set(ALL_ARITHMETIC)}")
-        require(self.epilogue in ("none", "sum", "any"), "unknown epilogue")
-        if self.arch == "simt":
-            self._check_simt(require)
-            return
-        require(self.arch in ("sm75", "sm80", "sm90"), "arch must be sm90, sm80, sm75 or simt")
-        if self.arithmetic.at_run_time:
-            require(self.arch == "sm90" and self.epilogue == "none", "the build has no kernel")
-        require(
-            self.shared_memory_bytes <= MAX_SHARED_MEMORY_BYTES,
-            f"{self.shared_memory_bytes} bytes of shared memory",
-        )
-        check = {"sm75": self._check_sm75, "sm80": self._check_sm80, "sm90": self._check_sm90}
-        check[self.arch](require)
-
-    def _check_simt(self, require: Callable[[bool, str], None]) -> None:
-        require(self.loader == "direct", "simt kernels load directly")
-        require(self.tile_m * self.output_n == self.threads, "a thread computes one element")
-        require(self.epilogue == "any", "simt kernels have every epilogue")
-        require(self.grouped in ("none", "m", "k"), "unknown grouped")
-        require(not self.gated or self.grouped == "none", "grouped rows have one weight")
-        require(
-            self.arithmetic.promotes or not self.is_fallback,
-            "gated and grouped rows are 16-bit, with float32 sums",
-        )
-
-    def _check_sm75(self, require: Callable[[bool, str], None]) -> None:
-        require(self.loader in ("register", "realign"), "loader must be register or realign")
-        require(self.stages == 2, "a stage is read while the other is written")
-        require(self.arithmetic.turing, "sm75 kernels multiply float16")
-        require(self.warp_m % 32 == 0, "a warp's rows must be a multiple of 32")
-        self._check_mma_sync(require)
-
-    def _check_sm80(self, require: Callable[[bool, str], None]) -> None:
-        require(self.loader in ("cp_async", "realign"), "loader must be cp_async or realign")
-        require(self.stages >= 3, "the ring needs at least 3 stages")
-        self._check_mma_sync(require)
-
-    def _check_mma_sync(self, require: Callable[[bool, str], None]) -> None:
-        row_bytes = self.tile_k * self.element_bytes
-        require(row_bytes in (64, 128), "tile_k must span 64 or 128 bytes")
-        require(self.warp_m % 16 == 0, "a warp's rows must be a multiple of 16")
-        require(self.warp_n in (32, 64, 128), "a warp's columns must be 32, 64 or 128")
-        require(
-            not self.promote or self.arithmetic.promotes,
-            "only float32 sums of 16-bit products are promoted",
-        )
-        require(self.epilogue != "none", "mma.sync kernels have sums at least")
-        require(self.cluster_size == 1, "mma.sync kernels have no clusters")
-        require(not self.gated, "mma.sync kernels have one weight")
-        require(not self.skinny, "mma.sync kernels have one place for m and n")
-        require(self.grouped == "none", "mma.sync kernels know no groups")
-        require(not self.swap_ab, "mma.sync kernels compute D, not its transpose")
-        chunks = row_bytes // 16
-        for extent in (self.tile_m, self.tile_n):
-            require(extent * chunks % self.threads == 0, "tile must be a whole number of passes")
-
-    def _check_streamed(self, require: Callable[[bool, str], None]) -> None:
-        require(self.element_bytes == 1, "operands of more than 8 bits are taken as they lie")
-        require(self.tile_m == 16, "an instruction has 16 rows")
-        require(self.output_n == self.tile_k == 128, "a warp reads 32 rows of 128 bytes")
-        require((self.warps_m, self.warps_n) == (1, 4), "four warps share k, and the columns")
-        require(self.stages >= 3, "the ring needs at least 3 stages")
-        require(self.cluster_m == self.cluster_n == 1, "blocks share no operand")
-        require(self.split_k in (1, 2, 4, 8), "split_k must be 1, 2, 4 or 8")
-        require(self.schedule == "cooperative", "a tile has no other to alternate with")
-        require(not (self.skinny or self.swap_ab or self.grouped != "none"), "of one kind")
-
-    def _check_sm90(self, require: Callable[[bool, str], None]) -> None:
-        if self.streams_b:
-            self._check_streamed(require)
-            return
-        require(self.loader == "tma", "loader must be tma or tma_turned")
-        require(self.stages >= 3, "the ring needs at least 3 stages")
-        require(
-            not self.promote
-            or self.skinny
-            or (
-                self.element_bytes <= 2
-                and self.split_k == 1
-                and self.tile_m * self.tile_n // self.warps_m
-                <= (64 * 48 if self.element_bytes == 1 else 64 * 32)
-            ),
-            "promoting takes two more sets of accumulators, of products of 8 bits one",
-        )
-        require(self.arithmetic.wgmma, "sums of wgmma are float32, or int32")
-        require(self.tile_k * self.element_bytes == 128, "tile_k must span 128 bytes")
-        require(self.warps_n == 1 and self.warps_m % 4 == 0, "warpgroups share a tile along m")
-        require(self.tile_m % (16 * self.warps_m) == 0, "a warpgroup computes 64 rows at a time")
-        if self.skinny:
-            self._check_skinny(require)
-            return
-        if self.swap_ab:
-            self._check_swap_ab(require)
-        require(
-            self.epilogue == "any" or self.element_bytes <= 2,
-            "some layouts of float32 operands are swapped, which takes any epilogue's code",
-        )
-        unit = 8 if self.swap_ab else 32
-        require(
-            self.tile_n % unit == 0 and self.tile_n <= 256, f"tile_n must be a multiple of {unit}"
-        )
-        require(self.schedule in ("cooperative", "pingpong"), "unknown schedule")
-        sums = self.epilogue != "sum" or self.swap_ab or self._unrolls_sums
-        require(sums, "too many accumulators for sums")
-        require(self.split_k in (1, 2, 4, 8), "split_k must be 1, 2, 4 or 8")
-        require(self.cluster_size <= 8, "a cluster has at most 8 blocks")
-        if self.split_k > 1:
-            require(self.schedule == "cooperative", "pingpong does not split k")
-            require(self.epilogue == "any", "what adds up has every epilogue")
-            require(self.tile_m % self.split_k == 0, "each block finishes a share of the rows")
-            require(
-                self.tile_m * self.tile_n * 4 <= self.stages * (self.tile_m + self.tile_n) * 128,
-                "the accumulators must fit in the ring",
-            )
-            require(128 % (self.tile_n // 4) == 0, "tile_n must be a power of two")
-        if self.gated:
-            require(self.epilogue == "any" or self.arithmetic.at_run_time, "gating is an epilogue")
-            require(
-                self.element_bytes <= 2 and self.split_k == 1,
-                "gated rows are of 16 bits or fewer, unsplit",
-            )
-            require(self.tile_n % 128 == 0, "half of tile_n must be a multiple of 64")
-        require(self.grouped in ("none", "m", "k"), "unknown grouped")
-        if self.grouped != "none":
-            require(
-                self.element_bytes <= 2 and self.split_k == 1,
-                "grouped rows are of 16 bits or fewer, unsplit",
-            )
-            require(not self.gated, "grouped rows have one weight")
-        if self.grouped == "k":
-            require(self.epilogue == "none", "groups of k have no epilogue")
-            require(self.tile_m % 64 == 0 and self.tile_n % 64 == 0, "tiles must be whole slabs")
-        for extent, sharers in ((self.tile_m, self.cluster_n), (self.tile_n, self.cluster_m)):
-            require(sharers in (1, 2, 4), "a cluster shares an operand by 1, 2 or 4")
-            require(extent % sharers == 0, "a cluster shares whole rows of an operand")
-
-    def _check_swap_ab(self, require: Callable[[bool, str], None]) -> None:
-        require(self.element_bytes == 2, "float32 operands are swapped as their layouts need it")
-        require(
-            self.split_k == 1
-            and self.epilogue != "any"
-            and not (self.promote or self.gated or self.grouped != "none"),
-            "rows that swap operands compute products, with a bias at most",
-        )
-
-    def _check_skinny(self, require: Callable[[bool, str], None]) -> None:
-        require(self.element_bytes == 2, "float32 operands have layouts of their own")
-        require(self.tile_n in (16, 32, 64), "a skinny tile_n is 16, 32 or 64")
-        require(self.epilogue != "sum", "a skinny kernel has no epilogue or any")
-        require(self.warps_m == 4, "a skinny kernel has one consumer warpgroup")
-        require(self.schedule == "cooperative", "a lone warpgroup has no other to alternate with")
-        require(self.cluster_m == self.cluster_n == 1, "skinny blocks share no operand")
-        require(self.split_k in (1, 2, 4, 8), "split_k must be 1, 2, 4 or 8")
-        require(4 * self.split_k <= self.tile_n, "each block finishes a share of the sums")
-        require(
-            not self.promote or self.tile_m * self.tile_n <= 64 * 128,
-            "promoting takes a second set of accumulators, of at most 64",
-        )
-        require(
-            self.tile_m <= 128 or 4 * self.split_k < self.tile_n,
-            "half of every 16 rows is read in one pass, of 128 rows at most",
-        )
+        checks.check(self)
 
     @property
     def arithmetic(self) -> Arithmetic:
@@ -339,7 +169,8 @@ class KernelConfig:
         return self.tile_n // 2 if self.gated else self.tile_n
 
     @property
-    def _unrolls_sums(self) -> bool:
+    def unrolls_sums(self) -> bool:
+        """Whether there are registers for a sum's unrolled code: see ``cuda/kernel_config.h``."""
         accumulators = self.tile_m * self.tile_n // (32 * self.warps_m * self.warps_n)
         return accumulators <= 128 and not self.gated and self.element_bytes * self.tile_m <= 512
 
@@ -379,7 +210,7 @@ class KernelConfig:
             return ring + self.tile_m * (self.tile_n + 4) * 4 + 512
         if self.streams_b:
             ring = self.stages * (self.tile_m + self.output_n) * self.tile_k
-            partials = self.consumer_warps * 16 * (128 + 8) * 4
+            partials = self.consumer_warps * self.tile_m * (128 + 8) * 4
             pitch = self.output_n // self.split_k + 8
             sums = (1 + self.gated) * self.split_k * self.tile_m * pitch * 4
             ring = ring + partials if self.gated else max(ring, partials)
@@ -396,7 +227,8 @@ class KernelConfig:
             return fixed
         buffer = 4 * 2 * 1024
         buffers = 4 if 4 * self.warp_m * self.output_n * 2 > 2 * buffer else 2
-        while buffers > 1 and fixed + warpgroups * buffers * buffer > MAX_SHARED_MEMORY_BYTES:
+        most = checks.MAX_SHARED_MEMORY_BYTES
+        while buffers > 1 and fixed + warpgroups * buffers * buffer > most:
             buffers //= 2
         return fixed + warpgroups * buffers * buffer
 
