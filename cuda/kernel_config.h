@@ -143,7 +143,7 @@ struct KernelConfig {
   constexpr int ring_bytes() const {
     const int ring = stages * stage_bytes();
     if (!streams_b()) return ring;
-    const int partials = consumer_warps() * 16 * kStreamedPitch * 4;
+    const int partials = consumer_warps() * tile_m * kStreamedPitch * 4;
     const int end = streamed_partials_at() + partials;
     return (end > ring ? end : ring) + streamed_sums_bytes();
   }
@@ -204,8 +204,7 @@ struct KernelConfig {
     constexpr int kRegisters = 64 * 1024;
     if (consumer_warps() > 4) return 1;
     const int by_memory = kSharedMemoryPerSm / (shared_memory_bytes() + kReservedPerBlock);
-    const int registers = skinny ? 128 : streams_b() ? 200 : 168;
-    const int by_registers = kRegisters / (threads() * registers);
+    const int by_registers = kRegisters / (threads() * (skinny ? 128 : 168));
     return by_memory < by_registers ? by_memory : by_registers;
   }
   static constexpr int kBarrierBytes = 512;

@@ -9,11 +9,22 @@ import jax.numpy as jnp
 import numpy as np
 
 E4M3, E5M2, INT8 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8
+PAIRS = [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3), (E5M2, E5M2), (INT8, INT8)]
 LARGEST = {E4M3: 448, E5M2: 57344, INT8: 127}
 BF16_ROUNDING = 2**-8
 MATRIX = ((1,), (0,)), ((), ())
 # Of |A| |B|, what sums of 8-bit floats lose on tensor cores, which keep 14 bits of them.
 LOST_SUMS = 4 * 2.0**-13
+
+
+def drawn(rng: np.random.Generator, shape, dtype) -> jax.Array:
+    """Normal numbers, those of integers over most of their range."""
+    x = rng.normal(size=shape).astype(np.float32)
+    return jnp.asarray(np.round(x * 40) if dtype == INT8 else x).astype(dtype)
+
+
+def wide(x: jax.Array) -> np.ndarray:
+    return np.asarray(x.astype(jnp.float32)).astype(np.float64)
 
 
 def repeated(x, shape) -> np.ndarray:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from quantized_values import E4M3, E5M2, INT8, PAIRS, drawn, wide
 
 from jax_tcgemm import gated_gemm, gemm, ragged_dot
 from jax_tcgemm.kernels import table as kernel_table
@@ -14,19 +15,9 @@ from jax_tcgemm.lowering import k_major
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90, pytest.mark.usefixtures("never_apart")]
 
-E4M3, E5M2, S8, BF16 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8, jnp.bfloat16
-PAIRS = [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3), (E5M2, E5M2), (S8, S8)]
+BF16 = jnp.bfloat16
 # A sum of the tensor cores keeps 14 bits.
 STEP = 2.0**-13
-
-
-def drawn(rng, shape, dtype):
-    x = rng.normal(size=shape).astype(np.float32)
-    return jnp.asarray(np.round(x * 40) if dtype == S8 else x).astype(dtype)
-
-
-def wide(x):
-    return np.asarray(x.astype(jnp.float32)).astype(np.float64)
 
 
 def stored(x, letter):
@@ -51,7 +42,7 @@ def worst(actual, exact, sizes):
 def test_every_layout_and_residue(rng, m, n, k, pair, layout):
     a, b = drawn(rng, (m, k), pair[0]), drawn(rng, (k, n), pair[1])
     exact, sizes = wide(a) @ wide(b), np.abs(wide(a)) @ np.abs(wide(b)) + 1e-30
-    if pair[0] == S8:
+    if pair[0] == INT8:
         y = product(a, b, layout, preferred_element_type=jnp.int32)
         assert y.dtype == jnp.int32
         np.testing.assert_array_equal(np.asarray(y), exact)
@@ -67,7 +58,7 @@ def test_every_layout_and_residue(rng, m, n, k, pair, layout):
 def test_integers_without_a_kernel_are_exact(rng, shape, monkeypatch):
     monkeypatch.setattr(lowering, "_call_or_reason", lambda *arguments: "by a test")
     m, n, k = shape
-    a, b = drawn(rng, (m, k), S8), drawn(rng, (k, n), S8)
+    a, b = drawn(rng, (m, k), INT8), drawn(rng, (k, n), INT8)
     y = product(a, b, "nn", preferred_element_type=jnp.int32)
     np.testing.assert_array_equal(np.asarray(y), wide(a) @ wide(b))
 
@@ -81,7 +72,7 @@ def test_every_row(rng, row):
     if row.gated or row.grouped != "none":
         pytest.skip("of two weights or of groups")
     m, n, k = (int(rng.integers(1, 600)) for _ in range(3))
-    types = {"e4m3": E4M3, "e5m2": E5M2, "s8": S8}
+    types = {"e4m3": E4M3, "e5m2": E5M2, "s8": INT8}
     arithmetic = row.arithmetic
     a = drawn(rng, (m, k), types[arithmetic.a.tag])
     b = drawn(rng, (k, n), types[arithmetic.b.tag])
@@ -113,7 +104,7 @@ def test_sums_that_are_promoted_do_not_lose_more_for_a_long_k(rng):
 
 @pytest.mark.parametrize("shape", ["tensor", "rows", "columns", "both", "blocks of rows"])
 @pytest.mark.parametrize("layout", ["nt", "tn"])
-@pytest.mark.parametrize("dtype", [E4M3, S8], ids=lambda dtype: dtype.__name__)
+@pytest.mark.parametrize("dtype", [E4M3, INT8], ids=lambda dtype: dtype.__name__)
 def test_scales_that_do_not_move_along_k(rng, dtype, layout, shape):
     m, n, k = 192, 320, 512
     a, b = drawn(rng, (m, k), dtype), drawn(rng, (k, n), dtype)
@@ -163,7 +154,7 @@ def test_one_weight_with_scales_by_blocks_for_many_rows(rng):
     assert np.max(np.abs(wide(y) - exact)) < 2**-7 * np.max(np.abs(exact))
 
 
-@pytest.mark.parametrize("out", [E4M3, E5M2, S8], ids=lambda dtype: dtype.__name__)
+@pytest.mark.parametrize("out", [E4M3, E5M2, INT8], ids=lambda dtype: dtype.__name__)
 def test_a_result_of_8_bits_with_its_largest_value(rng, out):
     m, n, k = 200, 272, 384
     a, b = drawn(rng, (m, k), E4M3), drawn(rng, (k, n), E4M3)
@@ -172,9 +163,9 @@ def test_a_result_of_8_bits_with_its_largest_value(rng, out):
 
     def formula(z):
         y = jax.nn.gelu(z * 0.5 * of_b + bias)
-        limits = jnp.iinfo(out) if out == S8 else jnp.finfo(out)
+        limits = jnp.iinfo(out) if out == INT8 else jnp.finfo(out)
         q = y * 4
-        q = jnp.clip(jnp.round(q) if out == S8 else q, float(limits.min), float(limits.max))
+        q = jnp.clip(jnp.round(q) if out == INT8 else q, float(limits.min), float(limits.max))
         return q.astype(out), jnp.max(jnp.abs(y))
 
     d, amax = product(
@@ -193,7 +184,7 @@ def test_a_result_of_8_bits_with_its_largest_value(rng, out):
     assert (d.dtype, amax.dtype) == (out, jnp.float32)
     assert abs(float(amax) - float(largest)) < 1e-3 * float(largest)
     steps = np.abs(wide(d) - wide(expected)) / (np.abs(wide(expected)) + 1)
-    assert steps.max() <= (1 if out == S8 else 2**-2)
+    assert steps.max() <= (1 if out == INT8 else 2**-2)
     assert (steps > 0).mean() < 0.02  # sums beside the middle of two numbers
 
 

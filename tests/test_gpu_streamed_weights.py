@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from quantized_values import E4M3, E5M2, INT8, PAIRS, drawn, wide
 
 from jax_tcgemm import gated_gemm, gemm
 from jax_tcgemm.kernels import table as kernel_table
@@ -13,9 +14,7 @@ from jax_tcgemm.lowering import k_major
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90, pytest.mark.usefixtures("never_apart", "streams")]
 
-E4M3, E5M2, S8, BF16 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8, jnp.bfloat16
-PAIRS = [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3), (E5M2, E5M2), (S8, S8)]
-TYPES = {"e4m3": E4M3, "e5m2": E5M2, "s8": S8}
+TYPES = {"e4m3": E4M3, "e5m2": E5M2, "s8": INT8}
 # Floats are multiplied as float16, and added up in float32 by tensor cores, which cut sums off.
 STEP = 2.0**-20
 
@@ -31,18 +30,9 @@ def streams(monkeypatch):
     monkeypatch.setattr(k_major.Factor, "made", made)
 
 
-def drawn(rng, shape, dtype):
-    x = rng.normal(size=shape).astype(np.float32)
-    return jnp.asarray(np.round(x * 40) if dtype == S8 else x).astype(dtype)
-
-
-def wide(x):
-    return np.asarray(x.astype(jnp.float32)).astype(np.float64)
-
-
 def assert_product(y, a, b):
     exact, sizes = wide(a) @ wide(b), np.abs(wide(a)) @ np.abs(wide(b))
-    if a.dtype == S8:
+    if a.dtype == INT8:
         np.testing.assert_array_equal(np.asarray(y), exact)
         return
     assert y.dtype == jnp.float32
@@ -50,7 +40,7 @@ def assert_product(y, a, b):
 
 
 def product_of(a, b, **options):
-    out = jnp.int32 if a.dtype == S8 else jnp.float32
+    out = jnp.int32 if a.dtype == INT8 else jnp.float32
     run = jax.jit(lambda a, b: gemm(a, b, preferred_element_type=out, **options))
     return run(a, b)
 
@@ -73,7 +63,7 @@ def test_every_row(rng, row):
     m = int(rng.integers(1, 100))
     n, k = 16 * int(rng.integers(1, 100)), 16 * int(rng.integers(8 * row.split_k - 7, 100))
     of_a, of_b = (TYPES[tag] for tag in (row.arithmetic.a.tag, row.arithmetic.b.tag))
-    if row.gated and of_a == S8:
+    if row.gated and of_a == INT8:
         pytest.skip("no integers are gated")
     a, b, up = drawn(rng, (m, k), of_a), drawn(rng, (k, n), of_b), drawn(rng, (k, n), of_b)
     precision = "highest" if row.arithmetic.promotes else None
@@ -88,7 +78,7 @@ def test_every_row(rng, row):
 
 
 @pytest.mark.parametrize("m", [3, 24])
-@pytest.mark.parametrize("out", [E4M3, S8], ids=lambda dtype: dtype.__name__)
+@pytest.mark.parametrize("out", [E4M3, INT8], ids=lambda dtype: dtype.__name__)
 def test_epilogues(rng, out, m):
     n, k = 528, 1024
     a, b = drawn(rng, (m, k), E4M3), drawn(rng, (k, n), E4M3)
@@ -99,8 +89,8 @@ def test_epilogues(rng, out, m):
 
     def formula(z):
         y = jax.nn.gelu(z * of_a * of_b + bias) + residual
-        limits = jnp.iinfo(out) if out == S8 else jnp.finfo(out)
-        q = jnp.round(y * 4) if out == S8 else y * 4
+        limits = jnp.iinfo(out) if out == INT8 else jnp.finfo(out)
+        q = jnp.round(y * 4) if out == INT8 else y * 4
         return jnp.clip(q, float(limits.min), float(limits.max)).astype(out), jnp.max(jnp.abs(y))
 
     run = jax.jit(
@@ -120,7 +110,7 @@ def test_epilogues(rng, out, m):
     expected, largest = formula(jnp.asarray(wide(a) @ wide(b), jnp.float32))
     assert abs(float(amax) - float(largest)) < 1e-5 * float(largest)
     steps = np.abs(wide(d) - wide(expected)) / (np.abs(wide(expected)) + 1)
-    assert steps.max() <= (1 if out == S8 else 2**-2)
+    assert steps.max() <= (1 if out == INT8 else 2**-2)
     assert (steps > 0).mean() < 0.01  # sums beside the middle of two numbers
 
 

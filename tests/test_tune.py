@@ -246,13 +246,12 @@ def test_tune_measures_each_product_within_its_budget(monkeypatch, capfd):
 )
 def test_competitors_are_compiled_and_timed(monkeypatch, f, arrays):
     # Here all of them are XLA's, by wall time.
-    h200 = {"sm_count": 132, "shared_memory_per_block": 227 * 1024, "compute_capability": 90}
-    monkeypatch.setattr(tune_module._core, "device_properties", lambda ordinal: h200)
+    monkeypatch.setattr(tune_module._core, "device_properties", lambda ordinal: H200)
     (product,) = tune_module.find_products(f, *arrays)
     found = tune_module.measure(product)
     assert 0 < found.seconds <= found.untuned_seconds < 1
     assert 0 < found.xla_seconds < 1
-    named = {None, "xla", *tune_module.candidates(product, h200)}
+    named = {None, "xla", *tune_module.candidates(product, H200)}
     assert found.config in named
     assert len(named) >= 3 or not _core.kernel_names()
 
@@ -271,8 +270,7 @@ def test_what_is_taken_untuned_stays_unless_another_is_faster_by_more_than_noise
 
 
 def test_a_candidate_that_fails_is_left_out(monkeypatch):
-    h200 = {"sm_count": 132, "shared_memory_per_block": 227 * 1024, "compute_capability": 90}
-    monkeypatch.setattr(tune_module._core, "device_properties", lambda ordinal: h200)
+    monkeypatch.setattr(tune_module._core, "device_properties", lambda ordinal: H200)
     monkeypatch.setattr(tune_module, "candidates", lambda product, device: ["no row", ROW])
     (product,) = tune_module.find_products(f, *SQUARE)
     assert tune_module.measure(product).config in (None, "xla", ROW)
@@ -322,7 +320,6 @@ def test_candidates_hold_what_is_taken_untuned():
 
     if len(_core.kernel_names()) < len(kernel_table.CONFIGS):
         pytest.skip("needs every kernel of the table")
-    h200 = {"sm_count": 132, "shared_memory_per_block": 227 * 1024, "compute_capability": 90}
     float32_result = functools.partial(gemm, preferred_element_type="float32")
     for g, arrays, expected in (
         (f, (bf16(1024, 16384), bf16(16384, 1024)), f"{ROW}/splits=2"),
@@ -339,7 +336,7 @@ def test_candidates_hold_what_is_taken_untuned():
         ),
     ):
         products = tune_module.find_products(g, *arrays)
-        names = [candidates(product, h200) for product in products]
+        names = [candidates(product, H200) for product in products]
         assert any(expected in each[0] for each in names), (names, expected)
         assert all(1 <= len(each) == len(set(each)) <= 12 for each in names)
         for product, each in zip(products, names, strict=True):

@@ -66,8 +66,8 @@ __device__ __forceinline__ int64_t batch_offset(const GemmParams& params, int ba
   return offset + batch * strides.stride[0];
 }
 
-// The same of a kernel compiled for one product, which knows whether there is a batch. The code for
-// one takes a microsecond to jump over in a kernel that has just been fetched.
+// The same of a kernel compiled for one product, which knows whether there is a batch: the code for
+// one is some 130 instructions for each operand.
 template <bool kBatched>
 __device__ __forceinline__ int64_t batch_offset_if(const GemmParams& params, int batch,
                                                    const BatchStrides& strides) {

@@ -1,11 +1,10 @@
 // The products of sm90/streamed_kernel.cuh: one warp's part of a stage, from shared memory through
 // registers, where 4 x 4 bytes of B are turned.
 //
-// A warp multiplies 16 rows of A, and of a stage's k, 128, a half or a quarter, 32 at a time. With
-// lane = 4 g + t a thread has of those 32 rows of B t, 4 + t, 8 + t ... 28 + t, so that the 8
-// threads that read at once meet all banks, and of columns 16 that begin at 16 p(g), p = 0, 4, 1,
-// 5, 2, 6, 3, 7. Instruction j multiplies column j of each of these 16. k is in the same order in
-// A, whose bytes are picked accordingly.
+// A warp has 32 of a stage's 128 k. With lane = 4 g + t a thread has of those rows of B t, 4 + t, 8
+// + t ... 28 + t, so that the 8 threads that read at once meet all banks, and of columns 16 that
+// begin at 16 p(g), p = 0, 4, 1, 5, 2, 6, 3, 7. Instruction j multiplies column j of each of
+// these 16. k is in the same order in A, whose bytes are picked accordingly.
 
 #pragma once
 

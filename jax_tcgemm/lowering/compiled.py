@@ -162,22 +162,26 @@ def _call_or_reason(spec: CompiledSpec, plan: Call | str) -> Call | str:
     return compiler.obstacle(plan.source, _expected_row(plan, spec)) or plan
 
 
-def planned(own: Sequence[Any], spec: CompiledSpec, made: Program) -> Call | str:
+def planned(
+    own: Sequence[Any], spec: CompiledSpec, made: Program, *, may_stream: bool = True
+) -> Call | str:
     """Returns the custom call, or why there can be none.
 
     Args:
         own: the operands of the product.
         spec: the static parameters.
         made: the function.
+        may_stream: whether few rows of 8 bits may take weights as they lie.
     """
-    plan = _planned(own, spec, made, may_stream=not spec.scaled)
-    if isinstance(plan, str):  # which may be of weights as they lie alone
+    may_stream = may_stream and not spec.scaled and own[0].dtype.itemsize == 1
+    plan = _planned(own, spec, made, may_stream)
+    if isinstance(plan, str) and may_stream:  # what they lie like may be the reason
         return _planned(own, spec, made, may_stream=False)
     return plan
 
 
 def _planned(own: Sequence[Any], spec: CompiledSpec, made: Program, may_stream: bool) -> Call | str:
-    """The same, with weights of 8 bits as they lie or not."""
+    """The same, where nothing else is tried."""
     product = spec.product
     if product.config == XLA:
         return "by config"

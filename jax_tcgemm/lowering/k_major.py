@@ -126,7 +126,7 @@ def _one_step(batch: Sequence[tuple[int, int]]) -> int | None:
 
 # Rows of A up to which weights are streamed as they lie. Measured on an H200
 # (docs/performance.md).
-FEW_ROWS = 64
+_FEW_ROWS = 64
 
 
 def _streams(a: Factor, weights: Sequence[Factor], config: str | None) -> bool:
@@ -150,7 +150,7 @@ def _streams(a: Factor, weights: Sequence[Factor], config: str | None) -> bool:
     # What batches of A share one weight are rows of it, if they fold.
     shared = zip(a.batch, weights[0].batch, strict=True)
     rows = (a.shape[of_a] for of_a, of_b in shared if of_b is None and of_a is not None)
-    return a.shape[a.mn] * math.prod(rows) <= FEW_ROWS
+    return a.shape[a.mn] * math.prod(rows) <= _FEW_ROWS
 
 
 def _of_gemm(

@@ -8,8 +8,8 @@ from typing import Any
 from jax_tcgemm import _core
 from jax_tcgemm.epilogue import translation
 from jax_tcgemm.epilogue.spec import CompiledSpec
-from jax_tcgemm.kernels.table import for_algorithm, read_config
-from jax_tcgemm.lowering import compiled, k_major
+from jax_tcgemm.kernels.table import read_config
+from jax_tcgemm.lowering import compiled
 from jax_tcgemm.lowering.row_epilogue import c_by_tma
 from jax_tcgemm.problem.alignment import (
     COPY_BYTES,
@@ -68,36 +68,22 @@ def _of_compiled(product: Product, device: dict[str, Any]) -> list[str]:
     """The same of products with an epilogue of the user's own.
 
     Few rows of 8-bit operands take the weights as they lie or transposed, by rows of their own,
-    whose times the model does not compare: some of each, also of somewhat more rows than are taken
-    to be few.
+    whose times the model does not compare: some of each.
     """
     spec: CompiledSpec = product.spec
     own, _ = spec.split(product.types)
     made = translation.translate(spec.function)
     assert not isinstance(made, str), product  # lowering asks for those that are translated
-    first = compiled.planned(own, spec, made)
-    assert not isinstance(first, str), product
-    calls = {first.layout: first}
-    has_few_rows = first.gemm.m <= 4 * k_major.FEW_ROWS
-    for streams in (False, True) if has_few_rows else ():
-        row = _any_row(first.algorithm, spec, streams)
-        call = None if row is None else compiled.planned(own, spec.with_config(row), made)
-        if call is not None and not isinstance(call, str):
-            calls.setdefault(call.layout, call)
+    calls: dict[str, compiled.Call] = {}
+    for may_stream in (True, False):
+        call = compiled.planned(own, spec, made, may_stream=may_stream)
+        assert not isinstance(call, str), product
+        calls.setdefault(call.layout, call)
     chosen: list[str] = []
     for call in calls.values():
         ranked = compiled.ranked_rows(call, spec, device)[: _MOST // len(calls)]
         chosen += [name for name, cycles, _ in ranked if cycles <= _FACTOR * ranked[0][1]]
     return chosen
-
-
-def _any_row(algorithm: str, spec: CompiledSpec, streams: bool) -> str | None:
-    """Names a row that takes weights as they lie, or one that does not."""
-    grouped = "none" if isinstance(spec.product, GemmSpec) else "m"
-    rows = for_algorithm(algorithm, grouped)
-    return next(
-        (row.name for row in rows if row.streams_b == streams and row.gated == spec.is_gated), None
-    )
 
 
 def _of_gemm(product: Product) -> dict[str, Any]:
