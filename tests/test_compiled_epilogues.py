@@ -13,7 +13,9 @@ from jax import lax
 
 import jax_tcgemm
 from jax_tcgemm import gated_gemm, gemm
-from jax_tcgemm.epilogue import cubins, function, nvrtc, operations, translation
+from jax_tcgemm.epilogue import compiler, cubins, function, nvrtc, operations, translation
+from jax_tcgemm.kernels import table
+from jax_tcgemm.lowering import compiled as lowering
 
 BF16 = jnp.bfloat16
 M, N, K = 40, 48, 24
@@ -275,3 +277,31 @@ def test_random_functions_translate_and_compile(part, tmp_path, monkeypatch):
         epilogue = random_epilogues.draw(int(seed))
         what = random_epilogues.compiles(epilogue, "sm90_bf16_128x128x64_s6_c2x1_pingpong")
         assert what is None, (part, epilogue, what)
+
+
+def _programs_of(row):
+    """The C++ of an epilogue of a row's products: of one matrix or of many, with scales or not."""
+    accumulator = jax.ShapeDtypeStruct((96, 64), jnp.int32 if row.tag == "s8" else jnp.float32)
+    weights = 2 if row.gated else 1
+    types = [accumulator] * weights + [jax.ShapeDtypeStruct((96, 64), BF16)]
+    made, _ = function.trace(lambda *x: [sum(x[1:], x[0]).astype(BF16)], types, weights)
+    translated = translation.translate(made)
+    assert not isinstance(translated, str), translated
+    strides = [(0, *leaf.strides(2)) for leaf in translated.leaves]
+    has_blocks = row.promote and not (row.gated or row.streams_b or row.grouped != "none")
+    for batched in (False, True):
+        for scaled in (False, True)[: 1 + has_blocks]:
+            yield lowering.source_of(translated, strides, 64, batched=batched, scaled=scaled)
+
+
+@pytest.mark.any_jax
+@pytest.mark.parametrize(
+    "row",
+    [row for row in table.RUN_TIME_CONFIGS if row.algorithm in ("E4M3_E4M3_F32", "S8_S8_S32")],
+    ids=lambda row: row.name,
+)
+def test_rows_of_8_bits_compile(row, tmp_path, monkeypatch):
+    """Of the two accumulators; the build compiles none of them."""
+    monkeypatch.setenv("JAX_TCGEMM_CACHE_DIR", str(tmp_path))
+    layout = "nn" if row.streams_b else "nt"
+    assert all(compiler.compile_kernel(text, row.name, layout) for text in _programs_of(row))

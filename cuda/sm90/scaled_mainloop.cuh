@@ -21,7 +21,7 @@
 
 namespace jax_tcgemm::sm90 {
 
-template <KernelConfig kConfig>
+template <KernelConfig kConfig, bool kBatched>
 struct ScaledMainloop {
   using Loop = StageLoop<kConfig, LayoutKK>;
   using Accumulators = typename Loop::Accumulators;
@@ -57,9 +57,9 @@ struct ScaledMainloop {
   __device__ __forceinline__ void begin(const OutputPlace& place) {
     const BlockScales& scales = params.scales;
     const float* const a =
-        scales.a + batch_offset_if<Program::kBatched>(params, place.batch, scales.a_batch);
+        scales.a + batch_offset_if<kBatched>(params, place.batch, scales.a_batch);
     const float* const b =
-        scales.b + batch_offset_if<Program::kBatched>(params, place.batch, scales.b_batch);
+        scales.b + batch_offset_if<kBatched>(params, place.batch, scales.b_batch);
     const int row = place.row + threadIdx.x / 32 % 4 * kWarpRows + threadIdx.x % 32 / 4;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -174,7 +174,7 @@ struct ScaledMainloop {
 template <KernelConfig kConfig, typename Layouts, typename Program>
   requires(Program::kBlockScales)
 struct MainloopOf<kConfig, Layouts, Program> {
-  using Type = ScaledMainloop<kConfig>;
+  using Type = ScaledMainloop<kConfig, Program::kBatched>;
 };
 
 }  // namespace jax_tcgemm::sm90
