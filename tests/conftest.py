@@ -17,7 +17,7 @@ from gpu_accuracy import baseline_precision, poison
 from kernel_rows import first_of
 from mps import pytest_configure, pytest_report_header, pytest_unconfigure  # noqa: F401 (hooks)
 
-from jax_tcgemm import Tunings, _core, _extension
+from jax_tcgemm import Tunings, _compat, _core, _extension
 from jax_tcgemm.kernels import table as kernel_table
 from jax_tcgemm.lowering import compiled, compiled_pass, devices
 from jax_tcgemm.partitioning import rules
@@ -54,11 +54,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _device(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Runs what isn't marked `gpu` on the CPU, so that it means the same on every machine."""
+def _device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Runs what isn't marked `gpu` as on a machine without one: it means the same everywhere."""
     if "gpu" in request.keywords:
         yield
     else:
+        monkeypatch.setattr(_compat, "initialized_cuda_devices", lambda: [])
         with jax.default_device(jax.devices("cpu")[0]):
             yield
 

@@ -61,11 +61,12 @@ def check_problems(rng, exact, assert_accurate):
             try:
                 by_lax = jax.eval_shape(lambda *x, p=problem: p.by(lax.dot_general, *x), *x)
                 assert (got.shape, got.dtype) == (by_lax.shape, by_lax.dtype)
-                if not jnp.issubdtype(got.dtype, jnp.inexact):
-                    np.testing.assert_array_equal(got, baseline)
-                    continue
                 lhs, rhs = (exact(problem.rounded(operand)) for operand in x)
                 truth = exact_product(lhs, rhs, problem.dimension_numbers)
+                if not jnp.issubdtype(got.dtype, jnp.inexact):
+                    # XLA's own are doubled on some GPUs, where another product has the operands.
+                    np.testing.assert_array_equal(got, truth)
+                    continue
                 in_tf32 = not on_cpu and jnp.float32 in (problem.lhs_dtype, problem.rhs_dtype)
                 assert_accurate(got, baseline, truth, problem.slack(lhs, rhs, in_tf32))
             except AssertionError as error:
@@ -80,7 +81,7 @@ def test_random_problems(check_problems, rng):
 
 @pytest.mark.gpu
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(20))
+@pytest.mark.parametrize("part", range(10))
 def test_random_problems_on_the_gpu(check_problems, rng, part):
     check_problems([draw(rng, 300) for _ in range(50)], on_cpu=False)
 
