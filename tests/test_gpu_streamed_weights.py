@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from quantized_values import E4M3, E5M2, INT8, PAIRS, drawn, wide
 
-from jax_tcgemm import gated_gemm, gemm
+from jax_tcgemm import gated_gemm, gemm, ragged_dot
 from jax_tcgemm.kernels import table as kernel_table
 from jax_tcgemm.lowering import k_major
 
@@ -56,9 +56,11 @@ def test_residues(rng, pair, m, n, k):
 
 
 ROWS = [row for row in kernel_table.RUN_TIME_CONFIGS if row.streams_b]
+OF_ONE_MATRIX = [row for row in ROWS if row.grouped == "none"]
+OF_GROUPS = [row for row in ROWS if row.grouped == "m"]
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", OF_ONE_MATRIX, ids=lambda row: row.name)
 def test_every_row(rng, row):
     m = int(rng.integers(1, 100))
     n, k = 16 * int(rng.integers(1, 100)), 16 * int(rng.integers(8 * row.split_k - 7, 100))
@@ -75,6 +77,57 @@ def test_every_row(rng, row):
     both = jax.jit(lambda *x: gated_gemm(*x, epilogue=lambda g, u: (g, u), **options))
     for y, weight in zip(both(a, b, up), (b, up), strict=True):
         assert_product(y, a, weight)
+
+
+# Of rows: none, of some groups; beyond all; more than there are; below zero counts as none.
+SIZES = {
+    "even": [16, 16, 16, 16],
+    "one row each": [1] * 40,
+    "any": [0, 3, 40, 0, 17, 1, 0, 16, 33],
+    "one has all": [0, 0, 90, 0],
+    "rows of none": [5, 0, 2],
+    "too many": [30, 1000, 20],
+    "negative": [-4, 10, -1, 20],
+}
+
+
+def product_of_groups(a, b, sizes, **options):
+    out = jnp.int32 if a.dtype == INT8 else jnp.float32
+    options |= {"preferred_element_type": out, "epilogue": lambda acc, row: (acc, acc + row)}
+    rows = jnp.arange(a.shape[0], dtype=out)[:, None]
+    run = jax.jit(lambda *x: ragged_dot(*x, epilogue_operands=(rows,), **options))
+    return run(a, b, jnp.asarray(sizes, jnp.int32))
+
+
+def assert_groups(rng, types, sizes, n, k, **options):
+    """Rows that no group has are the function of zeros."""
+    m = sum(max(0, size) for size in sizes)
+    m = m + 21 if m < 40 else min(m, 96)
+    a, b = drawn(rng, (m, k), types[0]), drawn(rng, (len(sizes), k, n), types[1])
+    y, with_rows = product_of_groups(a, b, sizes, **options)
+    np.testing.assert_array_equal(with_rows, y + jnp.arange(m, dtype=y.dtype)[:, None])
+    begin = 0
+    for group, size in enumerate(sizes):
+        end = min(m, begin + max(0, size))
+        assert_product(y[begin:end], a[begin:end], b[group])
+        begin = end
+    assert not wide(y[begin:]).any()
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair[0].__name__}-{pair[1].__name__}")
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_groups(rng, pair, sizes):
+    n, k = 16 * int(rng.integers(1, 40)), 16 * int(rng.integers(1, 80))
+    assert_groups(rng, pair, sizes, n, k)
+
+
+@pytest.mark.parametrize("row", OF_GROUPS, ids=lambda row: row.name)
+def test_every_row_of_groups(rng, row):
+    n, k = 16 * int(rng.integers(1, 40)), 16 * int(rng.integers(8 * row.split_k - 7, 100))
+    types = [TYPES[tag] for tag in (row.arithmetic.a.tag, row.arithmetic.b.tag)]
+    precision = "highest" if row.arithmetic.promotes else None
+    sizes = rng.integers(0, 12, 37)
+    assert_groups(rng, types, sizes, n, k, precision=precision, config=row.name)
 
 
 @pytest.mark.parametrize("m", [3, 24])

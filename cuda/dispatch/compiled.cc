@@ -1,5 +1,6 @@
 #include "dispatch/compiled.h"
 
+#include <algorithm>
 #include <deque>
 #include <map>
 #include <mutex>
@@ -54,11 +55,12 @@ ChoiceInput choice_input(const GemmProblem& problem, const DeviceProperties& dev
   ChoiceInput input = {};
   input.algorithm = problem.algorithm;
   input.grouped = problem.grouped;
-  // Groups of one size: their own are not known.
-  input.m = input.grouped == Grouped::kM ? ceil_div(p.m, p.batch) : p.m;
+  // Groups of one size, a row at least: their own are not known.
+  const bool has_groups = input.grouped == Grouped::kM;
+  input.m = has_groups ? ceil_div(p.m, p.batch) : p.m;
   input.n = p.n;
   input.k = p.k;
-  input.batch = p.batch;
+  input.batch = has_groups ? std::min(p.m, p.batch) : p.batch;
   input.aligned = problem.aligned();
   input.tma_addressable = problem.tma_addressable();
   input.major_a = problem.major_a;

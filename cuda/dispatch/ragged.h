@@ -4,12 +4,16 @@
 #define JAX_TCGEMM_DISPATCH_RAGGED_H_
 
 #include <cuda_runtime_api.h>
+#include <stdint.h>
 
 #include "common/status.h"
 #include "dispatch/device.h"
 #include "gemm_problem.h"
 
 namespace jax_tcgemm {
+
+// The most tiles of so many rows that `m` rows make, of groups and of none.
+int64_t most_row_tiles(int64_t m, int64_t groups, int64_t tile_rows);
 
 // The device counts the tiles of sm90 rows in 32 bits.
 Status check_ragged_tiles(const GemmParams& params, Grouped grouped, const KernelConfig& config);

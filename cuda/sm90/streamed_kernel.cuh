@@ -6,14 +6,16 @@
 //        tile; one producer warp, of which a thread works.
 // Barriers: full[stage]: 1 arrival of the producer + the bytes of the stage; empty[stage]: 4 warps;
 //        partial_full (split k): 1 + the bytes of all blocks' sums of this block's columns. Named
-//        barrier 0: the barriers are initialised; 3: the consumers.
-// Timeline, producer: initialise -> TMA A, B ...
+//        barrier 0: the barriers are initialised, and the tile is known; 3: the consumers.
+// Timeline, producer: initialise -> [groups: find the tile, write slot] -> TMA A, B ...
 //        consumer: send for the epilogue's operands -> [wait full, multiply, arrive empty] ... ->
 //        the warp's sums to shared memory, over the ring | consumers | the block's sums to the
 //        blocks that finish them, by st.async -> wait partial_full -> add -> Program -> results.
 // A block computes one tile; of two weights one after the other. That the others of its cluster
 // have started is waited for before sums are sent; none is written to after its end, because each
 // waits for all that it is sent.
+// Groups of rows: the grid has as many tiles as there may be. The producer's warp looks at the sizes
+// and tells the consumers through a slot which tile is theirs, if any (sm90/ragged.cuh).
 
 #pragma once
 
@@ -26,10 +28,12 @@
 #include "ptx/mbarrier.cuh"
 #include "ptx/shared_memory.cuh"
 #include "ptx/tma.cuh"
+#include "scheduler/ragged.cuh"
 #include "scheduler/raster.cuh"
 #include "sm90/output/compiled.cuh"
 #include "sm90/output/output_tile.h"
 #include "sm90/producer.cuh"
+#include "sm90/ragged.cuh"
 #include "sm90/ring.cuh"
 #include "sm90/streamed_loop.cuh"
 #include "sm90/tensor_maps.h"
@@ -49,6 +53,8 @@ struct StreamedKernel {
   static constexpr int kColumns = kConfig.output_n();
   static constexpr int kShare = kColumns / kConfig.split_k;  // columns that a block finishes
   static constexpr int kWeights = kConfig.gated ? 2 : 1;
+  static constexpr bool kGroups = kConfig.grouped == Grouped::kM;
+  static constexpr int kNone = -1;  // instead of a group: there is no tile
   // Of the sums that a block is sent.
   static constexpr int kPitch = kConfig.streamed_sums_pitch();
   static constexpr int kSourceBytes = kConfig.tile_m * kPitch * 4;
@@ -177,34 +183,81 @@ struct StreamedKernel {
     }
   }
 
-  // The tile's first row and column.
-  __device__ __forceinline__ OutputPlace tile_place() const {
-    const TileWalk walk(params, blockIdx.x / kConfig.cluster_size());
-    const TileCoordinate tile = raster_tile(params.raster, walk.index);
-    return {tile.tile_m * kConfig.tile_m, tile.tile_n * kColumns, walk.batch};
-  }
-  __device__ __forceinline__ int stages() const {
-    const int k_tiles = (params.k - 1) / kConfig.tile_k + 1;
-    return first_stage(k_tiles, place.k + 1) - first_stage(k_tiles, place.k);
-  }
+  // The block's tile, whose columns it shares with its cluster.
+  struct Tile {
+    OutputPlace at;  // the first row and column, and the matrix of B; none: there is no tile
+    int row_end;     // of the rows it may write
+    int stages;      // of this block's part of k
+  };
+
+  __device__ __forceinline__ int k_tiles() const { return (params.k - 1) / kConfig.tile_k + 1; }
   static __device__ __forceinline__ int first_stage(int k_tiles, int part) {
     return part * k_tiles / kConfig.split_k;
   }
+  __device__ __forceinline__ int stages() const {
+    return first_stage(k_tiles(), place.k + 1) - first_stage(k_tiles(), place.k);
+  }
+
+  __device__ __forceinline__ Tile tile_of_grid() const {
+    const TileWalk walk(params, blockIdx.x / kConfig.cluster_size());
+    const TileCoordinate tile = raster_tile(params.raster, walk.index);
+    return {{tile.tile_m * kConfig.tile_m, tile.tile_n * kColumns, walk.batch}, params.m, stages()};
+  }
+
+  // By the producer's warp.
+  __device__ __forceinline__ Tile tile_of_groups() const {
+    constexpr int kSize = kConfig.cluster_size();
+    RaggedWalk<Grouped::kM, kConfig.tile_m, kColumns> walk(params, blockIdx.x / kSize,
+                                                            gridDim.x / kSize);
+    RaggedTile tile;
+    if (!walk.next(&tile)) return {{0, 0, kNone}, 0, 0};
+    const OutputPlace at = {tile.begin + tile.tile_m * kConfig.tile_m, tile.tile_n * kColumns,
+                            tile.group};
+    return {at, tile.end, tile.group == params.batch ? 0 : stages()};
+  }
+
+  __device__ __forceinline__ void publish(const Tile& tile) const {
+    if (threadIdx.x % 32 != 0) return;
+    RaggedSlot{tile.at.row, tile.row_end, tile.at.column, tile.at.batch, tile.stages, 0, 0, 0}
+        .write(smem.tile_slot(0));
+  }
+  __device__ __forceinline__ Tile published() const {
+    const RaggedSlot slot = RaggedSlot::read(smem.tile_slot(0));
+    return {{slot.row, slot.column, slot.group}, slot.row_end, slot.stages};
+  }
+
+  __device__ __forceinline__ OutputPlace own_columns(const Tile& tile) const {
+    return {tile.at.row, tile.at.column + place.k * kShare, tile.at.batch};
+  }
 
   __device__ __forceinline__ void consume() const {
-    const OutputPlace tile = tile_place();
-    const OutputPlace own = {tile.row, tile.column + place.k * kShare, tile.batch};
-    const int warp = threadIdx.x / 32;
-    prefetch_operands(own);
+    Tile tile;
+    if constexpr (!kGroups) {
+      tile = tile_of_grid();
+      prefetch_operands(own_columns(tile));
+    }
     ptx::named_barrier_sync(kStartBarrier, kThreads + 32);
+    if constexpr (kGroups) {
+      tile = published();
+      if (tile.at.batch == kNone) return;
+      prefetch_operands(own_columns(tile));
+    }
+    multiply(tile);
+    Out output(params, maps, smem, 0);
+    output.limit_rows(tile.row_end);
+    finish(output, own_columns(tile));
+  }
+
+  // Until the sums of the block's columns lie in its shared memory.
+  __device__ __forceinline__ void multiply(const Tile& tile) const {
     RingPosition<kConfig.stages> at;
 #pragma unroll 1
     for (int weight = 0; weight < kWeights; ++weight) {
       typename Loop::Accumulators acc = {};
 #pragma unroll 1
-      for (int left = stages(); left > 0; --left, at.advance()) {
+      for (int left = tile.stages; left > 0; --left, at.advance()) {
         ptx::mbarrier_wait(smem.full(at.stage), at.phase);
-        Loop::multiply(acc, smem.a(at.stage), smem.b(at.stage), warp);
+        Loop::multiply(acc, smem.a(at.stage), smem.b(at.stage), threadIdx.x / 32);
         __syncwarp();
         if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(smem.empty(at.stage));
       }
@@ -220,7 +273,6 @@ struct StreamedKernel {
     } else {
       ptx::named_barrier_sync(kConsumerBarrier, kThreads);
     }
-    finish(Out(params, maps, smem, 0), own);
   }
 
   __device__ __forceinline__ void init_barriers() const {
@@ -236,24 +288,26 @@ struct StreamedKernel {
   }
 
   // By one thread.
-  __device__ __forceinline__ void produce() const {
-    const OutputPlace tile = tile_place();
-    const bool many = params.batch_rank > 1;
+  __device__ __forceinline__ void produce(const Tile& tile) const {
+    const bool many = !kGroups && params.batch_rank > 1;
     const int rows = loaded_rows(kConfig, params.m, kConfig.tile_m, 1);
     const int stage_bytes = (rows + kColumns) * kConfig.tile_k;
-    OperandLoader<kConfig, kConfig.tile_m, Major::kK, 1> a = {&maps.a, many, 0, 0, tile.row, {}};
-    OperandLoader<kConfig, kColumns, Major::kMn, 1> b = {&maps.b, many, 0, 0, tile.column, {}};
-    if constexpr (Program::kBatched) {
-      a.batch = batch_coordinates(params, tile.batch, maps.a_moves);
-      b.batch = batch_coordinates(params, tile.batch, maps.b_moves);
+    const auto [row, column, batch] = tile.at;
+    OperandLoader<kConfig, kConfig.tile_m, Major::kK, 1> a = {&maps.a, many, 0, 0, row, {}};
+    OperandLoader<kConfig, kColumns, Major::kMn, 1> b = {&maps.b, many, 0, 0, column, {}};
+    if constexpr (kGroups) {
+      b.batch.z = batch;
+    } else if constexpr (Program::kBatched) {
+      a.batch = batch_coordinates(params, batch, maps.a_moves);
+      b.batch = batch_coordinates(params, batch, maps.b_moves);
     }
-    const int first = first_stage((params.k - 1) / kConfig.tile_k + 1, place.k);
+    const int first = first_stage(k_tiles(), place.k);
     RingPosition<kConfig.stages> at;
 #pragma unroll 1
     for (int weight = 0; weight < kWeights; ++weight) {
       if (weight == 1) b.map = &maps.b2;
 #pragma unroll 1
-      for (int i = 0; i < stages(); ++i, at.advance()) {
+      for (int i = 0; i < tile.stages; ++i, at.advance()) {
         ptx::mbarrier_wait(smem.empty(at.stage), at.phase ^ 1);
         ptx::mbarrier_arrive_expect(smem.full(at.stage), stage_bytes);
         b.load(smem.b(at.stage), smem.full(at.stage), (first + i) * kConfig.tile_k);
@@ -270,8 +324,16 @@ struct StreamedKernel {
       if (threadIdx.x % 32 == 0) kernel.init_barriers();
       __syncwarp();
       if constexpr (kConfig.split_k > 1) ptx::cluster_arrive_relaxed();
+      Tile tile;
+      if constexpr (kGroups) {
+        tile = kernel.tile_of_groups();
+        kernel.publish(tile);
+        __syncwarp();
+      } else {
+        tile = kernel.tile_of_grid();
+      }
       ptx::named_barrier_arrive(kStartBarrier, kThreads + 32);
-      if (threadIdx.x % 32 == 0) kernel.produce();
+      if (threadIdx.x % 32 == 0) kernel.produce(tile);
       __syncwarp();
       if constexpr (kConfig.split_k > 1) ptx::cluster_wait();
     } else {

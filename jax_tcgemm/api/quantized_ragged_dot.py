@@ -124,7 +124,7 @@ def _groups_of_rows(sizes: jax.Array, m: int) -> tuple[jax.Array, jax.Array]:
     """Returns the group of each row, ``(m,)``, and whether there is one, ``(m, 1)``."""
     ends = jnp.cumsum(jnp.clip(sizes, 0, m).astype(jnp.int32))
     rows = jnp.arange(m, dtype=jnp.int32)
-    group = jnp.searchsorted(ends, rows, side="right").astype(jnp.int32)
+    group = jnp.searchsorted(ends, rows, side="right", method="compare_all")
     return jnp.minimum(group, sizes.shape[0] - 1), (rows < ends[-1])[:, None]
 
 

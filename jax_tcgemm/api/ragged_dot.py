@@ -18,7 +18,7 @@ from jax_tcgemm.kernels import table as kernel_table
 from jax_tcgemm.primitives import ragged as ragged_primitive
 from jax_tcgemm.problem import epilogue as problem_epilogue
 from jax_tcgemm.problem.activations import Activation
-from jax_tcgemm.problem.arithmetic import resolve_algorithm
+from jax_tcgemm.problem.arithmetic import resolve_algorithm, resolve_run_time
 from jax_tcgemm.problem.ragged import RaggedSpec
 
 _NAMES = arguments.Names("lhs", "rhs", "", "transpose_rhs")
@@ -108,14 +108,17 @@ def ragged_dot(
     precision = _compat.canonicalize_precision(precision)
     lhs, rhs, out_dtype = arguments.promoted(lhs, rhs, precision, preferred_element_type, _NAMES)
     arguments.check_activation(activation, out_dtype)
-    _check_config(config, resolve_algorithm(lhs.dtype, rhs.dtype, out_dtype, precision))
+    sums = jnp.dtype(jnp.int32) if lhs.dtype == rhs.dtype == jnp.int8 else out_dtype
+    types = (lhs.dtype, rhs.dtype, sums, precision)
+    # Of 8 bits there are kernels with a function.
+    of_function = resolve_run_time(*types) if epilogue is not None else None
+    _check_config(config, of_function or resolve_algorithm(*types))
     groups = rhs.shape[0]
     operands = [lhs, rhs, _sizes(group_sizes, groups)]
     if epilogue is not None:
         epilogues.check_alone(
             "ragged_dot", bias=bias, activation=activation, out_sharding=out_sharding
         )
-        sums = jnp.dtype(jnp.int32) if lhs.dtype == rhs.dtype == jnp.int8 else out_dtype
         spec = RaggedSpec(sums, precision, bool(transpose_rhs), config=config)
         shape = (lhs.shape[0], n)
         return epilogues.applied(

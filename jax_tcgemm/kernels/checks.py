@@ -102,7 +102,8 @@ def _check_streamed(row: KernelConfig, require: Require) -> None:
     require(row.cluster_m == row.cluster_n == 1, "blocks share no operand")
     require(row.split_k in (1, 2, 4), "split_k must be 1, 2 or 4")
     require(row.schedule == "cooperative", "a tile has no other to alternate with")
-    require(not (row.skinny or row.swap_ab or row.grouped != "none"), "of one kind")
+    require(row.grouped in ("none", "m"), "no groups of k")
+    require(not (row.skinny or row.swap_ab or (row.gated and row.grouped == "m")), "of one kind")
 
 
 def _check_sm90(row: KernelConfig, require: Require) -> None:

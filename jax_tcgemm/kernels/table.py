@@ -232,7 +232,9 @@ def _rows() -> list[KernelConfig]:
     return rows
 
 
-def _streamed(algorithm: str, split_k: int, *, gated: bool) -> KernelConfig:
+def _streamed(
+    algorithm: str, split_k: int, *, gated: bool = False, grouped: str = "none"
+) -> KernelConfig:
     return KernelConfig(
         "sm90",
         algorithm,
@@ -245,6 +247,7 @@ def _streamed(algorithm: str, split_k: int, *, gated: bool) -> KernelConfig:
         loader="tma_turned",
         split_k=split_k,
         gated=gated,
+        grouped=grouped,
         # Its sums are float32's anyway.
         promote=ALL_ARITHMETIC[algorithm].promotes,
         epilogue="none",
@@ -297,8 +300,8 @@ def _run_time_rows() -> list[KernelConfig]:
         ]
         # Few rows of A by a B whose n is contiguous, which the others want transposed.
         rows += [
-            _streamed(algorithm, split_k, gated=gated)
-            for gated in (False, True)
+            _streamed(algorithm, split_k, **kind)
+            for kind in ({}, {"gated": True}, {"grouped": "m"})
             for split_k in (1, 2, 4)
         ]
     return rows

@@ -367,7 +367,7 @@ def ranked_rows(
 ) -> list[tuple[str, float, bool]]:
     """Returns rows and their time by the model, the fastest first, as ``_core.rank_configs``.
 
-    Groups of ``ragged_dot`` are taken to be of one size.
+    Groups of ``ragged_dot`` are taken to be of one size, a row at least.
 
     Args:
         call: the product as a kernel sees it.
@@ -381,7 +381,7 @@ def ranked_rows(
         -(-gemm.m // gemm.batch[0]) if is_ragged else gemm.m,
         gemm.n,
         gemm.k,
-        math.prod(gemm.batch),
+        min(gemm.m, gemm.batch[0]) if is_ragged else math.prod(gemm.batch),
         True,
         device["sm_count"],
         device["shared_memory_per_block"],

@@ -129,11 +129,11 @@ def _one_step(batch: Sequence[tuple[int, int]]) -> int | None:
 _FEW_ROWS = 64
 
 
-def _streams(a: Factor, weights: Sequence[Factor], config: str | None) -> bool:
+def _streams(rows: int, weights: Sequence[Factor], config: str | None) -> bool:
     """Whether a kernel for few rows takes the weights as they lie, along n.
 
     Args:
-        a: the rows.
+        rows: of A, by each weight.
         weights: one or two.
         config: the row that is asked for.
     """
@@ -147,10 +147,14 @@ def _streams(a: Factor, weights: Sequence[Factor], config: str | None) -> bool:
         return False
     if config is not None:
         return table.by_name(table.read_config(config)[0]).streams_b
-    # What batches of A share one weight are rows of it, if they fold.
-    shared = zip(a.batch, weights[0].batch, strict=True)
+    return rows <= _FEW_ROWS
+
+
+def _rows_by_weight(a: Factor, weight: Factor) -> int:
+    """Returns how many rows one weight multiplies: batches of A that share it fold, if they can."""
+    shared = zip(a.batch, weight.batch, strict=True)
     rows = (a.shape[of_a] for of_a, of_b in shared if of_b is None and of_a is not None)
-    return a.shape[a.mn] * math.prod(rows) <= _FEW_ROWS
+    return a.shape[a.mn] * math.prod(rows)
 
 
 def _of_gemm(
@@ -171,7 +175,8 @@ def _of_gemm(
         if own is not None:
             *batch, k, n = own
             weights[name] = Factor(getattr(shapes, name), tuple(batch), n, k)
-    if may_stream and _streams(a, tuple(weights.values()), spec.config):
+    rows = _rows_by_weight(a, weights["b"])
+    if may_stream and _streams(rows, tuple(weights.values()), spec.config):
         weights = {name: dataclasses.replace(b, stays=True) for name, b in weights.items()}
     axes = {"a": a.axes}
     for name, b in weights.items():
@@ -181,12 +186,18 @@ def _of_gemm(
     return spec.replace(axes=spec.axes._replace(**axes)), factors
 
 
-def _of_ragged(own: Sequence[Any], spec: RaggedSpec) -> tuple[RaggedSpec, dict[str, Factor]]:
+def _of_ragged(
+    own: Sequence[Any], spec: RaggedSpec, may_stream: bool
+) -> tuple[RaggedSpec, dict[str, Factor]]:
     """The same of a product over groups of rows."""
     lhs, rhs = own[:2]
     of_rhs = (1, 2) if spec.transpose_rhs else (2, 1)
-    factors = {"a": Factor(lhs.shape, (), 0, 1), "b": Factor(rhs.shape, (0,), *of_rhs)}
-    return dataclasses.replace(spec, transpose_rhs=True), factors
+    a, b = Factor(lhs.shape, (), 0, 1), Factor(rhs.shape, (0,), *of_rhs)
+    # Rows of each group, if they are of one size.
+    rows = -(-lhs.shape[0] // max(1, rhs.shape[0]))
+    if may_stream and _streams(rows, (b,), spec.config):
+        return spec, {"a": a, "b": dataclasses.replace(b, stays=True)}
+    return dataclasses.replace(spec, transpose_rhs=True), {"a": a, "b": b}
 
 
 def of_product(
@@ -200,7 +211,7 @@ def of_product(
         may_stream: whether few rows may take weights as they lie.
     """
     if isinstance(product, RaggedSpec):
-        made, factors = _of_ragged(own, product)
+        made, factors = _of_ragged(own, product, may_stream)
     else:
         shapes = shapes_of(product.unflatten(own[: len(product.operand_names)]))
         made, factors = _of_gemm(shapes, product, may_stream)
