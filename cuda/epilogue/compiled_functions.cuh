@@ -64,36 +64,36 @@ __device__ __forceinline__ T clamped(T low, T x, T high) {
   return minimum(maximum(low, x), high);
 }
 
-// 2^(x log2 e) of the power that `ex2` makes of the rounded product, with the rounding error put
-// back. Infinity has no error to be put back, nor has what is nearly 0, for that of an infinite
-// product is NaN.
-template <typename Ex2>
-__device__ __forceinline__ float exp_by(float x, float least, Ex2&& ex2) {
+// x log2 e: rounded, and e^(the rounding error) - 1. Infinities have none, but NaN.
+struct Power {
+  float high, correction;
+};
+__device__ __forceinline__ Power power_of_two(float x) {
   constexpr float kLog2E = 1.4426950408889634f;
   constexpr float kLog2ELow = 1.925963033500975e-08f;
   const float high = x * kLog2E;
   const float low = fmaf(x, kLog2ELow, fmaf(x, kLog2E, -high));
-  const float power = ex2(high);
-  const bool is_finite = high < 128.f && high > least;
-  return is_finite ? fmaf(power, low * 0.6931471805599453f, power) : power;
+  return {high, low * 0.6931471805599453f};
 }
 
 // exp(x) to 2 ulp.
 __device__ __forceinline__ float fast_exp(float x) {
-  return exp_by(x, -200.f, [](float high) {
-    float power;
-    asm("ex2.approx.f32 %0, %1;\n" : "=f"(power) : "f"(high));
-    return power;
-  });
+  const auto [high, correction] = power_of_two(x);
+  float power;
+  asm("ex2.approx.f32 %0, %1;\n" : "=f"(power) : "f"(high));
+  const bool is_finite = high < 128.f && high > -200.f;
+  return is_finite ? fmaf(power, correction, power) : power;
 }
 
-// The same, but 0 instead of less than 2^-126, for sums with 1.
+// The same for sums with 1: 0 instead of less than 2^-126, and no more than 2^128 - 2^104, which is
+// as good as infinity there.
 __device__ __forceinline__ float exp_beside_one(float x) {
-  return exp_by(x, -128.f, [](float high) {
-    float power;
-    asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(power) : "f"(high));
-    return power;
-  });
+  asm("min.NaN.f32 %0, %1, %2;\n" : "=f"(x) : "f"(x), "f"(88.72283f));
+  asm("max.NaN.f32 %0, %1, %2;\n" : "=f"(x) : "f"(x), "f"(-100.f));
+  const auto [high, correction] = power_of_two(x);
+  float power;
+  asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(power) : "f"(high));
+  return fmaf(power, correction, power);
 }
 
 // 1 / x of what is 1 or more; 0 instead of less than 2^-126.

@@ -8,17 +8,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core
 
 from jax_tcgemm.epilogue import operations
 from jax_tcgemm.epilogue.operations import NotTranslatableError, element
 from jax_tcgemm.epilogue.program import JOINS, Index, Leaf
+from jax_tcgemm.epilogue.tanh import Tanhs, is_literal
 from jax_tcgemm.problem.strides import row_major
-
-
-def is_literal(atom: Any) -> bool:
-    """Whether an operand is a number that the jaxpr has."""
-    return isinstance(atom, core.Literal)
 
 
 def _following(variables: Iterable[Any], jaxpr: Any) -> set[Any]:
@@ -28,10 +23,6 @@ def _following(variables: Iterable[Any], jaxpr: Any) -> set[Any]:
         if any(not is_literal(x) and x in found for x in eqn.invars):
             found.update(eqn.outvars)
     return found
-
-
-def _is_one(atom: Any) -> bool:
-    return is_literal(atom) and not atom.aval.shape and atom.val == 1
 
 
 class Values:
@@ -48,6 +39,7 @@ class Values:
         leaves: what is read.
         lines: the statements.
         counts_rows: whether they know which row a value is of.
+        names: of values that are known, from there.
     """
 
     def __init__(self, flat: Any, accumulators: int, shape: tuple[int, ...]):
@@ -65,8 +57,8 @@ class Values:
         self.leaves: list[Leaf] = []
         self.lines: list[str] = []
         self.counts_rows = False
-        self._names: dict[tuple[Any, tuple[Any, ...]], str] = {}
-        self._tanhs_below_one = self._find_tanhs_below_one()
+        self.names: dict[tuple[Any, tuple[Any, ...]], str] = {}
+        self._tanhs = Tanhs(self)
 
     def spans(self, atom: Any) -> bool:
         """Whether a value has the product's shape."""
@@ -83,9 +75,9 @@ class Values:
             for extent, where in zip(atom.aval.shape, index, strict=True)
         )
         key = atom, index
-        if key not in self._names:
-            self._names[key] = self._made_value(atom, index)
-        return self._names[key]
+        if key not in self.names:
+            self.names[key] = self._made_value(atom, index)
+        return self.names[key]
 
     def _made_value(self, atom: Any, index: Index) -> str:
         if atom in self.accumulators:
@@ -95,7 +87,7 @@ class Values:
             return f"io.acc[{self.accumulators.index(atom)}][i]"
         if atom in self.given:
             return self.leaf(atom, index)
-        lines, leaves, names = len(self.lines), len(self.leaves), dict(self._names)
+        lines, leaves, names = len(self.lines), len(self.leaves), dict(self.names)
         eqn = self.made[atom]
         try:
             return self._result(eqn, eqn.outvars.index(atom), index)
@@ -104,7 +96,7 @@ class Values:
             if atom in self.dependent or math.prod(atom.aval.shape) >= math.prod(self.shape) > 1:
                 raise
             del self.lines[lines:], self.leaves[leaves:]
-            self._names = names
+            self.names = names
             return self.leaf(atom, index)
 
     def leaf(self, atom: Any, index: Index, word: int | None = None) -> str:
@@ -133,73 +125,16 @@ class Values:
             raise NotTranslatableError(f"{name} within what has the product's shape")
         if position != 0 or len(eqn.outvars) != 1:
             raise NotTranslatableError(name)
-        beside_one = self._tanh_beside_one(eqn, index)
+        beside_one = self._tanhs.translated(eqn, index)
         if beside_one is not None:
             return beside_one
-        values = [self._operand(atom, eqn.outvars[0], index) for atom in eqn.invars]
+        values = [self.operand(atom, eqn.outvars[0], index) for atom in eqn.invars]
         dtypes = [atom.aval.dtype for atom in eqn.invars]
         return self.named(
             operations.translated(name, values, dtypes, eqn.params), eqn.outvars[0].aval.dtype
         )
 
-    def _tanh_beside_one(self, eqn: Any, index: Index) -> str | None:
-        """Returns ``1 + tanh(x)``, ``1 - tanh(x)`` or ``y + y tanh(x)``, ``None`` of anything else.
-
-        As gelu and the derivative of tanh have them: no cancellation, and no branch.
-        """
-        name, (result,) = eqn.primitive.name, eqn.outvars
-        if name not in ("add", "add_any", "sub") or result.aval.dtype != jnp.float32:
-            return None
-        first, second = eqn.invars
-        if name == "sub":
-            inner = self._tanh_of(second) if _is_one(first) else None
-            return inner and self._beside_tanh(inner, result, index, negated=True)
-        for y, other in ((first, second), (second, first)):
-            inner = self._tanh_of(other)
-            if inner is not None and _is_one(y):
-                return self._beside_tanh(inner, result, index)
-            inner = self._tanh_of(self._other_factor(other, y))
-            if inner is not None:
-                sum_with_one = self._beside_tanh(inner, result, index)
-                return self.named(
-                    f"{self._operand(y, result, index)} * {sum_with_one}", jnp.float32
-                )
-        return None
-
-    def _other_factor(self, product: Any, factor: Any) -> Any:
-        """Returns what a factor is multiplied by in a product, ``None`` in anything else."""
-        if is_literal(factor) or not self._is_made_by("mul", product):
-            return None
-        factors = list(self.made[product].invars)
-        if not any(x is factor for x in factors):
-            return None
-        return factors[1] if factors[0] is factor else factors[0]
-
-    def _is_made_by(self, name: str, atom: Any) -> bool:
-        made = None if atom is None or is_literal(atom) else self.made.get(atom)
-        return made is not None and made.primitive.name == name
-
-    def _tanh_of(self, atom: Any) -> Any:
-        """Returns what the tanh is of, ``None`` if it is none."""
-        return self.made[atom].invars[0] if self._is_made_by("tanh", atom) else None
-
-    def _beside_tanh(self, x: Any, result: Any, index: Index, negated: bool = False) -> str:
-        """Returns ``1 + tanh(x)``, or ``1 - tanh(x)``: both of one power where both are needed."""
-        of_both = x in self._tanhs_below_one
-        key = x, (*index, "tanh")
-        if key not in self._names:
-            value = self._operand(x, result, index)
-            name = f"v{len(self.lines)}"
-            self.lines.append(
-                f"const BesideTanh {name} = beside_tanh({value});"
-                if of_both
-                else f"const float {name} = 2.f * logistic(2.f * {value});"
-            )
-            self._names[key] = name
-        member = "" if not of_both else ".minus" if negated else ".plus"
-        return f"{self._names[key]}{member}"
-
-    def _operand(self, atom: Any, result: Any, index: Index) -> str:
+    def operand(self, atom: Any, result: Any, index: Index) -> str:
         """Returns an operand of an elementwise operation, which may be a scalar."""
         shape = atom.aval.shape
         if shape and len(shape) != len(result.aval.shape):
@@ -245,22 +180,12 @@ class Values:
             taken[axis] = index[position]
         return self.value(eqn.invars[0], tuple(taken))
 
-    def _one_minus_square(self, eqn: Any, index: Index) -> str:
-        (x,), (result,) = eqn.invars, eqn.outvars
-        dtype, inner = result.aval.dtype, self._tanh_of(x)
-        if inner is None or dtype != jnp.float32:
-            value = self._operand(x, result, index)
-            text = operations.translated("one_minus_square", [value], [dtype], eqn.params)
-            return self.named(text, dtype)
-        below = self._beside_tanh(inner, result, index, negated=True)
-        return self.named(f"{below} * {self._beside_tanh(inner, result, index)}", dtype)
-
     def _div(self, eqn: Any, index: Index) -> str:
         """By a number, multiplies by its reciprocal, as XLA does."""
         x, y = eqn.invars
         (result,) = eqn.outvars
         dtype = result.aval.dtype
-        values = [self._operand(atom, result, index) for atom in (x, y)]
+        values = [self.operand(atom, result, index) for atom in (x, y)]
         if is_literal(y) and dtype == jnp.float32 and 2.0**-120 < abs(float(y.val)) < 2.0**120:
             return self.named(
                 f"{values[0]} * {operations.constant(1 / float(y.val), dtype)}", dtype
@@ -306,14 +231,3 @@ class Values:
         dtype = eqn.outvars[0].aval.dtype
         bits = f"random_bits({words[0]}, {words[1]}, {count})"
         return self.named(f"static_cast<{element(dtype).value}>({bits})", dtype)
-
-    # tanh beside 1
-
-    def _find_tanhs_below_one(self) -> set[Any]:
-        """Returns what the tanh is of in each ``1 - tanh(x)`` and ``1 - tanh(x)^2``."""
-        inner = set()
-        for eqn in self.flat.jaxpr.eqns:
-            name, taken = eqn.primitive.name, eqn.invars
-            if name == "one_minus_square" or (name == "sub" and _is_one(taken[0])):
-                inner.add(self._tanh_of(taken[-1]))
-        return inner - {None}
