@@ -59,7 +59,7 @@ def _device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if "gpu" in request.keywords:
         yield
     else:
-        monkeypatch.setattr(_compat, "initialized_cuda_devices", lambda: [])
+        monkeypatch.setattr(_compat, "initialized_cuda_devices", list)
         with jax.default_device(jax.devices("cpu")[0]):
             yield
 

@@ -22,7 +22,7 @@ from jax_tcgemm.problem.strides import Operands
 pytestmark = pytest.mark.gpu
 
 
-@by_config()
+@by_config(epilogues=("any",))
 def test_residuals_and_scales(compare, normal, rng, config):
     for activation in some(rng, [None, *EVERY_ACTIVATION]):
         check_residual_and_scales(compare, normal, rng, config, activation)
@@ -155,7 +155,7 @@ def test_bias_of_a_batch_where_operands_are_swapped(compare, normal, rng, row):
     compare(ours, formula, args, dtype, config.algorithm)
 
 
-@by_config()
+@by_config(epilogues=("any",))
 def test_scales_alone(compare, normal, rng, config):
     """Without anything else in the epilogue, which must not count as none."""
     m, n, k = config.tile_m + 8, config.tile_n + 8, 2 * config.tile_k
@@ -179,7 +179,7 @@ def test_scales_alone(compare, normal, rng, config):
     compare(ours, formula, args, dtype, config.algorithm, slack)
 
 
-@by_config()
+@by_config(epilogues=("any",))
 def test_activations_of_odd_rows(compare, normal, rng, config):
     """TMA cannot address D, and nothing else in the epilogue needs the general loop."""
     algorithm = config.algorithm
@@ -203,7 +203,7 @@ def test_activations_of_odd_rows(compare, normal, rng, config):
 
 
 @pytest.mark.parametrize("form", ["derivative", "gated_derivative"])
-@by_config()
+@by_config(epilogues=("any",))
 def test_derivatives_of_activations(compare, normal, rng, config, form):
     algorithm = config.algorithm
     dtype = INPUT_DTYPES[algorithm]

@@ -33,7 +33,7 @@ def named(product, config):
     return Tunings({(devices.local_kind(), product.problem): entry})
 
 
-@pytest.mark.parametrize("part", range(16))
+@pytest.mark.parametrize("part", range(8))
 def test_random_products_are_right_whatever_is_named(rng, part):
     device = _core.device_properties(0)
     tried = 0
