@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_tcgemm import gemm
+from jax_tcgemm import Quantized, gemm, ragged_dot
 from jax_tcgemm.problem.activations import ACTIVATIONS
 
 DTYPES = {
@@ -33,9 +33,10 @@ _INTEGERS = 40.0  # standard deviation of those that are drawn
 def scale_shapes(case: Any) -> dict[str, tuple[int, ...]]:
     """Shapes of the scales of a case, stored as the operands are."""
     pair = SCALES[case.scale](case.m, case.n, case.k)
+    groups = (len(case.group_sizes),) if case.group_sizes else ()
     return {
-        f"{name}_scale": shape[::-1] if letter == "t" else shape
-        for name, shape, letter in zip("ab", pair, case.layout, strict=True)
+        f"{name}_scale": (*outer, *(shape[::-1] if letter == "t" else shape))
+        for name, outer, shape, letter in zip("ab", ((), groups), pair, case.layout, strict=True)
     }
 
 
@@ -54,6 +55,15 @@ def scales(values: jax.Array, k: int, dtype: np.dtype) -> jax.Array:
 
 def ours(case: Any, config: str | None) -> Callable[[dict[str, jax.Array]], Any]:
     """Returns the case computed by this package."""
+    if case.group_sizes:
+        return lambda arrays: ragged_dot(
+            *(Quantized(arrays[name], arrays[f"{name}_scale"]) for name in ("a", "b")),
+            jnp.asarray(case.group_sizes, jnp.int32),
+            transpose_rhs=case.layout[1] == "t",
+            precision="highest" if case.sums == "promoted" else None,
+            preferred_element_type=case.out_dtype,
+            config=config,
+        )
     quantizes = case.out in DTYPES
 
     def run(arrays: dict[str, jax.Array]) -> Any:
@@ -79,7 +89,7 @@ def ours(case: Any, config: str | None) -> Callable[[dict[str, jax.Array]], Any]
 def xla(case: Any, arrays: dict[str, jax.Array]) -> Any:
     """Computes the case by the natural JAX expression."""
     a, b, of_a, of_b = (
-        arrays[name].T if letter == "t" else arrays[name]
+        arrays[name].mT if letter == "t" else arrays[name]
         for name, letter in zip(("a", "b", "a_scale", "b_scale"), case.layout * 2, strict=True)
     )
     if case.scale == "blocks":
@@ -87,6 +97,8 @@ def xla(case: Any, arrays: dict[str, jax.Array]) -> Any:
         of_b = jnp.repeat(jnp.repeat(of_b, 128, 0), 128, 1)
         b = (b.astype(jnp.float32) * of_b).astype(jnp.bfloat16)
         return jnp.matmul(a, b).astype(case.out_dtype)
+    if case.group_sizes:
+        return _by_lax_ragged_dot(case, a, b, of_a, of_b)
     sums = jnp.int32 if a.dtype == jnp.int8 else jnp.float32
     precision = "highest" if case.sums == "promoted" else None
     z = jnp.matmul(a, b, precision=precision, preferred_element_type=sums) * (of_a * of_b)
@@ -100,3 +112,12 @@ def xla(case: Any, arrays: dict[str, jax.Array]) -> Any:
     else:
         d = z.astype(case.out_dtype)
     return (d, jnp.max(jnp.abs(z))) if "amax" in case.parts else d
+
+
+def _by_lax_ragged_dot(case: Any, a: jax.Array, b: jax.Array, of_a: Any, of_b: Any) -> jax.Array:
+    """8 bits are exact in bfloat16, which XLA multiplies faster."""
+    sizes = jnp.asarray(case.group_sizes, jnp.int32)
+    wide = (x.astype(jnp.bfloat16) for x in (a, b))
+    z = jax.lax.ragged_dot(*wide, sizes, preferred_element_type=jnp.float32)
+    of_rows = jnp.repeat(of_b[:, 0], sizes, axis=0, total_repeat_length=case.m)
+    return (z * of_a * of_rows).astype(case.out_dtype)
