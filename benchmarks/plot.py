@@ -19,7 +19,7 @@ _GRID = "#7d859055"
 _COLORS = {"jax_tcgemm": "#e5730f", "XLA": "#2f81f7", "Pallas": "#8957e5"}
 _KEYS = {"jax_tcgemm": "us", "XLA": "xla_us", "Pallas": "pallas_us"}
 
-_COLUMN_INCHES = 6.2
+_COLUMN_INCHES = 6.6
 _CASE_INCHES = 0.2
 _SUITE_INCHES = 0.75
 _FOOT_INCHES = 0.5
@@ -85,8 +85,8 @@ def draw(rows: list[Row], out: pathlib.Path, title: str, sustained: bool = False
         for index, column in enumerate(placed):
             top = height
             for suite in column:
-                # The names of the cases take the left 45 % of a column.
-                left, width = (index + 0.45) / len(placed), 0.5 / len(placed)
+                # The names of the cases take the left 52 % of a column.
+                left, width = (index + 0.52) / len(placed), 0.45 / len(placed)
                 plot_height = _CASE_INCHES * len(suites[suite])
                 bottom = top - 0.3 - plot_height
                 axes = figure.add_axes((left, bottom / height, width, plot_height / height))

@@ -75,8 +75,8 @@ int64_t most_row_tiles(int64_t m, int64_t groups, int64_t tile_rows) {
 
 Status check_ragged_tiles(const GemmParams& p, Grouped grouped, const KernelConfig& config) {
   const int64_t rows = config.tile_m * config.cluster_m;
-  const int64_t tiles_m = grouped == Grouped::kM ? most_row_tiles(p.m, p.batch, rows)
-                                                 : ceil_div(p.m, rows) * p.batch;
+  const int64_t tiles_m =
+      grouped == Grouped::kM ? most_row_tiles(p.m, p.batch, rows) : ceil_div(p.m, rows) * p.batch;
   const int64_t tiles = tiles_m * ceil_div(p.n, config.tile_n * config.cluster_n);
   constexpr int64_t kMax = std::numeric_limits<int32_t>::max() / 2;
   JAX_TCGEMM_REQUIRE(tiles <= kMax && p.m <= kMax && p.k <= kMax, "m=", p.m, " n=", p.n, " k=", p.k,

@@ -14,8 +14,8 @@
 // A block computes one tile; of two weights one after the other. That the others of its cluster
 // have started is waited for before sums are sent; none is written to after its end, because each
 // waits for all that it is sent.
-// Groups of rows: the grid has as many tiles as there may be. The producer's warp looks at the sizes
-// and tells the consumers through a slot which tile is theirs, if any (sm90/ragged.cuh).
+// Groups of rows: the grid has as many tiles as there may be. The producer's warp looks at the
+// sizes and tells the consumers through a slot which tile is theirs, if any (sm90/ragged.cuh).
 
 #pragma once
 
@@ -208,7 +208,7 @@ struct StreamedKernel {
   __device__ __forceinline__ Tile tile_of_groups() const {
     constexpr int kSize = kConfig.cluster_size();
     RaggedWalk<Grouped::kM, kConfig.tile_m, kColumns> walk(params, blockIdx.x / kSize,
-                                                            gridDim.x / kSize);
+                                                           gridDim.x / kSize);
     RaggedTile tile;
     if (!walk.next(&tile)) return {{0, 0, kNone}, 0, 0};
     const OutputPlace at = {tile.begin + tile.tile_m * kConfig.tile_m, tile.tile_n * kColumns,
