@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from quantized_values import E4M3, E5M2, INT8
 
 import jax_tcgemm
-from jax_tcgemm import dot_general, gated_gemm, gemm, quantize
+from jax_tcgemm import dot_general, gated_gemm, gemm, quantize, ragged_dot
 from jax_tcgemm.epilogue import cubins, nvrtc, source
 from jax_tcgemm.kernels import table as kernel_table
 from jax_tcgemm.lowering import reference
@@ -296,6 +296,37 @@ def test_few_rows_take_weights_as_they_lie(all_kernels, of_a, of_b, options, mov
         return gemm(a, b, config=config, **scales)
 
     traced = jax.jit(functools.partial(f, **options)).trace(a, b)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "jax_tcgemm_compiled_gemm" in text
+    assert ("jax_tcgemm_transpose" in text or "stablehlo.transpose" in text) == moves
+
+
+_STREAMED_GROUPS = "sm90_e4m3e4m3_fast_16x128x128_s4_c1x1_streamed_grouped_m"
+
+
+@pytest.mark.parametrize(
+    ("m", "of_weights", "options", "moves"),
+    [
+        (40, (8, 64, 48), {}, False),
+        (512, (8, 64, 48), {}, False),  # 64 rows a group
+        (513, (8, 64, 48), {}, True),
+        (513, (8, 64, 48), {"config": _STREAMED_GROUPS}, False),
+        (
+            40,
+            (8, 64, 48),
+            {"config": "sm90_e4m3e4m3_fast_64x128x128_s6_c1x1_pingpong_grouped_m"},
+            True,
+        ),
+        (40, (8, 64, 40), {}, True),
+        (40, (8, 48, 64), {"transpose_rhs": True}, False),
+        (5000, (8, 48, 64), {"transpose_rhs": True}, False),
+    ],
+)
+def test_groups_of_few_rows_take_weights_as_they_lie(all_kernels, m, of_weights, options, moves):
+    x, w = jax.ShapeDtypeStruct((m, 64), E4M3), jax.ShapeDtypeStruct(of_weights, E4M3)
+    sizes = jax.ShapeDtypeStruct((8,), jnp.int32)
+    halved = functools.partial(ragged_dot, epilogue=lambda acc: acc / 2, **options)
+    traced = jax.jit(halved).trace(x, w, sizes)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert "jax_tcgemm_compiled_gemm" in text
     assert ("jax_tcgemm_transpose" in text or "stablehlo.transpose" in text) == moves
