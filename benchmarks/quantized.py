@@ -57,7 +57,8 @@ def ours(case: Any, config: str | None) -> Callable[[dict[str, jax.Array]], Any]
     """Returns the case computed by this package."""
     if case.group_sizes:
         return lambda arrays: ragged_dot(
-            *(Quantized(arrays[name], arrays[f"{name}_scale"]) for name in ("a", "b")),
+            Quantized(arrays["a"], arrays["a_scale"]),
+            Quantized(arrays["b"], arrays["b_scale"]),
             jnp.asarray(case.group_sizes, jnp.int32),
             transpose_rhs=case.layout[1] == "t",
             precision="highest" if case.sums == "promoted" else None,
@@ -117,7 +118,7 @@ def xla(case: Any, arrays: dict[str, jax.Array]) -> Any:
 def _by_lax_ragged_dot(case: Any, a: jax.Array, b: jax.Array, of_a: Any, of_b: Any) -> jax.Array:
     """8 bits are exact in bfloat16, which XLA multiplies faster."""
     sizes = jnp.asarray(case.group_sizes, jnp.int32)
-    wide = (x.astype(jnp.bfloat16) for x in (a, b))
-    z = jax.lax.ragged_dot(*wide, sizes, preferred_element_type=jnp.float32)
+    a, b = (x.astype(jnp.bfloat16) for x in (a, b))
+    z = jax.lax.ragged_dot(a, b, sizes, preferred_element_type=jnp.float32)
     of_rows = jnp.repeat(of_b[:, 0], sizes, axis=0, total_repeat_length=case.m)
     return (z * of_a * of_rows).astype(case.out_dtype)

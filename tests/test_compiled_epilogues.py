@@ -245,6 +245,35 @@ def test_what_is_known_before_is_computed_before():
     np.testing.assert_array_equal(sorted_, np.arange(64.0))
 
 
+def _lines(function):
+    made = translation.translate(_traced(lambda acc: [function(acc)]))
+    assert not isinstance(made, str), made
+    return "\n".join(made.lines)
+
+
+def test_half_of_one_and_tanh_is_a_logistic_function():
+    lines = _lines(jax.nn.gelu)
+    assert lines.count("logistic(") == 1
+    assert "tanh" not in lines
+    assert "2.f *" not in lines
+    both = _lines(lambda x: 0.5 * (1 + jnp.tanh(x)) + (1 - jnp.tanh(x)))
+    assert both.count("beside_tanh(") == 1
+    assert "logistic(" not in both
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x * (1 + lax.tanh(0.5)),
+        lambda x: x + x * lax.tanh(0.1),
+        lambda x: x * (0.5 * (1 + lax.tanh(0.5))),
+        lambda x: x * (1 - lax.tanh(0.5)),
+    ],
+)
+def test_tanh_of_a_number(function):
+    assert "tanhf" in _lines(function)
+
+
 @pytest.mark.any_jax
 def test_every_operation_of_the_table_compiles():
     """Each by itself, of floats or of integers, by NVRTC."""

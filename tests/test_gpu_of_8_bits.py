@@ -64,18 +64,18 @@ def test_integers_without_a_kernel_are_exact(rng, shape, monkeypatch):
 
 
 # Those that stream their weights have tests of their own.
-ROWS = [row for row in kernel_table.RUN_TIME_CONFIGS if not row.streams_b]
+ROWS = [row for row in kernel_table.RUN_TIME_CONFIGS if not (row.streams_b or row.gated)]
+TYPES = {"e4m3": E4M3, "e5m2": E5M2, "s8": INT8}
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+@pytest.mark.parametrize(
+    "row", [row for row in ROWS if row.grouped == "none"], ids=lambda row: row.name
+)
 def test_every_row(rng, row):
-    if row.gated or row.grouped != "none":
-        pytest.skip("of two weights or of groups")
     m, n, k = (int(rng.integers(1, 600)) for _ in range(3))
-    types = {"e4m3": E4M3, "e5m2": E5M2, "s8": INT8}
     arithmetic = row.arithmetic
-    a = drawn(rng, (m, k), types[arithmetic.a.tag])
-    b = drawn(rng, (k, n), types[arithmetic.b.tag])
+    a = drawn(rng, (m, k), TYPES[arithmetic.a.tag])
+    b = drawn(rng, (k, n), TYPES[arithmetic.b.tag])
     exact, sizes = wide(a) @ wide(b), np.abs(wide(a)) @ np.abs(wide(b)) + 1e-30
     is_integer = arithmetic.a.tag == "s8"
     precision = "highest" if arithmetic.promotes else None
@@ -84,6 +84,30 @@ def test_every_row(rng, row):
         *(a, b, "nt"), preferred_element_type=jnp.int32 if is_integer else jnp.float32, **options
     )
     assert worst(y, exact, sizes) <= (0 if is_integer else 8 * STEP)
+
+
+@pytest.mark.parametrize(
+    "row", [row for row in ROWS if row.grouped == "m"], ids=lambda row: row.name
+)
+def test_every_row_of_groups(rng, row):
+    n, k = (int(rng.integers(1, 600)) for _ in range(2))
+    sizes = rng.integers(0, 150, 6)
+    m = int(sizes.sum()) + 50
+    arithmetic = row.arithmetic
+    a = drawn(rng, (m, k), TYPES[arithmetic.a.tag])
+    b = drawn(rng, (6, n, k), TYPES[arithmetic.b.tag])
+    is_integer = arithmetic.a.tag == "s8"
+    options = {"precision": "highest" if arithmetic.promotes else None, "config": row.name}
+    options["preferred_element_type"] = jnp.int32 if is_integer else jnp.float32
+    run = jax.jit(lambda *x: ragged_dot(*x, transpose_rhs=True, epilogue=lambda z: z, **options))
+    y = run(a, b, jnp.asarray(sizes, jnp.int32))
+    ends = np.cumsum(sizes)
+    for group, (begin, end) in enumerate(zip(ends - sizes, ends, strict=True)):
+        x, w = wide(a)[begin:end], wide(b)[group].T
+        if begin < end:
+            bound = 0 if is_integer else 8 * STEP
+            assert worst(y[begin:end], x @ w, np.abs(x) @ np.abs(w) + 1e-30) <= bound
+    assert not wide(y)[ends[-1] :].any()
 
 
 def test_sums_that_are_promoted_do_not_lose_more_for_a_long_k(rng):

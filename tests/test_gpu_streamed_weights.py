@@ -126,7 +126,7 @@ def test_every_row_of_groups(rng, row):
     n, k = 16 * int(rng.integers(1, 40)), 16 * int(rng.integers(8 * row.split_k - 7, 100))
     types = [TYPES[tag] for tag in (row.arithmetic.a.tag, row.arithmetic.b.tag)]
     precision = "highest" if row.arithmetic.promotes else None
-    sizes = rng.integers(0, 12, 37)
+    sizes = rng.integers(0, 6, 7)  # and rows of none
     assert_groups(rng, types, sizes, n, k, precision=precision, config=row.name)
 
 

@@ -332,6 +332,21 @@ def test_groups_of_few_rows_take_weights_as_they_lie(all_kernels, m, of_weights,
     assert ("jax_tcgemm_transpose" in text or "stablehlo.transpose" in text) == moves
 
 
+def test_rows_for_groups_are_named_with_a_function_and_their_own_sums():
+    x, w = jnp.ones((40, 64), E4M3), jnp.ones((8, 64, 48), E4M3)
+    sizes = jnp.full(8, 5)
+
+    def run(config, **options):
+        return ragged_dot(x, w, sizes, config=config, **options)
+
+    assert run(_STREAMED_GROUPS, epilogue=lambda acc: acc).shape == (40, 48)
+    with pytest.raises(ValueError, match="for groups of rows in these dtypes; accepted: None"):
+        run(_STREAMED_GROUPS)
+    for other in ("sm90_s8_16x128x128_s4_c1x1_streamed_grouped_m", _STREAMED_ROW):
+        with pytest.raises(ValueError, match="for groups of rows in E4M3_E4M3_F32_FAST"):
+            run(other, epilogue=lambda acc: acc)
+
+
 def test_few_rows_of_what_cannot_be_taken_as_it_lies(all_kernels):
     x = jax.ShapeDtypeStruct((16, 64), E4M3)
     halves = jax.ShapeDtypeStruct((64, 2 * 24), E4M3)  # of which the second begins at 24

@@ -14,7 +14,7 @@
 namespace jax_tcgemm {
 namespace {
 
-// Groups of one size: their own are not known.
+// Groups of one size, a row at least: their own are not known.
 ChoiceInput even_groups(const GemmProblem& problem, Grouped grouped,
                         const DeviceProperties& device) {
   const GemmParams& p = problem.params;
@@ -23,7 +23,7 @@ ChoiceInput even_groups(const GemmProblem& problem, Grouped grouped,
   input.m = grouped == Grouped::kM ? ceil_div(p.m, p.batch) : p.m;
   input.n = p.n;
   input.k = grouped == Grouped::kK ? ceil_div(p.k, p.batch) : p.k;
-  input.batch = p.batch;
+  input.batch = grouped == Grouped::kM ? std::min(p.m, p.batch) : p.batch;
   input.tma_addressable = problem.tma_addressable();
   input.major_a = problem.major_a;
   input.major_b = problem.major_b;

@@ -64,7 +64,7 @@ __device__ __forceinline__ T clamped(T low, T x, T high) {
   return minimum(maximum(low, x), high);
 }
 
-// x log2 e: rounded, and e^(the rounding error) - 1. Infinities have none, but NaN.
+// x log2 e, rounded, and what 2^(the rounding error) is beyond 1: of an infinity, NaN.
 struct Power {
   float high, correction;
 };
@@ -88,9 +88,7 @@ __device__ __forceinline__ float fast_exp(float x) {
 // The same for sums with 1: 0 instead of less than 2^-126, and no more than 2^128 - 2^104, which is
 // as good as infinity there.
 __device__ __forceinline__ float exp_beside_one(float x) {
-  asm("min.NaN.f32 %0, %1, %2;\n" : "=f"(x) : "f"(x), "f"(88.72283f));
-  asm("max.NaN.f32 %0, %1, %2;\n" : "=f"(x) : "f"(x), "f"(-100.f));
-  const auto [high, correction] = power_of_two(x);
+  const auto [high, correction] = power_of_two(clamped(-100.f, x, 88.72283f));
   float power;
   asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(power) : "f"(high));
   return fmaf(power, correction, power);

@@ -49,8 +49,9 @@ def ragged_dot(
     ``group_sizes[1]`` are made with ``rhs[1]`` and ``bias[1]``, and so on; rows beyond the last
     group are zero. This is ``jax.lax.ragged_dot`` with an epilogue: the tokens of a mixture of
     experts, sorted by expert. On NVIDIA GPUs of compute capability 9.0 it is one tensor-core
-    kernel for bfloat16 and float16, whatever the sizes are, which the host need not know; elsewhere
-    and for other dtypes it is computed group after group in ``jax.lax``. The product is accumulated
+    kernel for bfloat16 and float16, and for 8 bits with scales or ``epilogue``, whatever the sizes
+    are, which the host need not know; elsewhere and for other dtypes it is computed group after
+    group in ``jax.lax``. The product is accumulated
     and the epilogue computed in float32, and the result is rounded once. It can be differentiated,
     forward and reverse and to any order; under ``vmap`` the products are computed one after the
     other.
@@ -67,7 +68,8 @@ def ragged_dot(
         preferred_element_type: dtype of the result; ``None`` is that of ``jnp.matmul(lhs, rhs)``.
         transpose_rhs: whether the matrices are stored transposed; nothing is moved in memory.
         config: name of a kernel configuration for groups of rows (a row of
-            ``jax_tcgemm.kernels.table``), or ``None`` for the one that a heuristic chooses.
+            ``jax_tcgemm.kernels.table``; of 8 bits only with scales or ``epilogue``), or ``None``
+            for the one that a heuristic chooses.
         out_sharding: as in ``gemm``. Without it rows are divided as those of ``lhs``, columns as
             those of ``rhs``.
         epilogue: as in ``gemm``. What differs from group to group is an operand of ``(m, 1)``, such
@@ -193,7 +195,8 @@ def _check_config(config: str | None, algorithm: str | None) -> None:
     accepted = sorted(row.name for row in rows)
     if config not in (None, kernel_table.XLA, *accepted):
         raise ValueError(
-            f"config={config!r} is no kernel configuration for groups of rows in {algorithm}; "
+            f"config={config!r} is no kernel configuration for groups of rows in "
+            f"{algorithm or 'these dtypes'}; "
             f"accepted: None, {kernel_table.XLA!r} or {accepted}"
         )
 

@@ -96,8 +96,9 @@ class Tanhs:
         return self._of(tanh)
 
     def _of(self, atom: Any) -> Any:
-        """Returns what the tanh is of, ``None`` if it is none."""
-        return self._values.made[atom].invars[0] if self._is_made_by("tanh", atom) else None
+        """Returns what the tanh is of, ``None`` if it is none, or of a number."""
+        inner = self._values.made[atom].invars[0] if self._is_made_by("tanh", atom) else None
+        return None if is_literal(inner) else inner
 
     def _other_factor(self, product: Any, factor: Any) -> Any:
         """Returns what a factor is multiplied by in a product, ``None`` in anything else."""
@@ -132,7 +133,7 @@ class Tanhs:
             factor, other = 2.0, x
             if self._is_made_by("mul", x):  # one factor in place of two
                 for number, rest in itertools.permutations(values.made[x].invars):
-                    if is_literal(number) and not number.aval.shape:
+                    if is_literal(number) and not number.aval.shape and abs(number.val) < 2.0**126:
                         factor, other = 2 * float(number.val), rest
             value = values.operand(other, result, index)
             text = f"logistic({operations.constant(factor, jnp.float32)} * {value})"
