@@ -85,8 +85,8 @@ def draw(rows: list[Row], out: pathlib.Path, title: str, sustained: bool = False
         for index, column in enumerate(placed):
             top = height
             for suite in column:
-                # The names of the cases take the left 52 % of a column.
-                left, width = (index + 0.52) / len(placed), 0.45 / len(placed)
+                # The names of the cases take the left 54 % of a column.
+                left, width = (index + 0.54) / len(placed), 0.43 / len(placed)
                 plot_height = _CASE_INCHES * len(suites[suite])
                 bottom = top - 0.3 - plot_height
                 axes = figure.add_axes((left, bottom / height, width, plot_height / height))

@@ -121,6 +121,16 @@ def test_groups(rng, pair, sizes):
     assert_groups(rng, pair, sizes, n, k)
 
 
+def test_groups_without_a_function(rng):
+    a, b = drawn(rng, (40, 256), E4M3), drawn(rng, (5, 256, 192), E4M3)
+    sizes = jnp.asarray([3, 0, 20, 9, 1], jnp.int32)
+    y = jax.jit(lambda *x: ragged_dot(*x, preferred_element_type=jnp.float32))(a, b, sizes)
+    group = np.repeat(np.arange(5), np.asarray(sizes))
+    for row, its in enumerate(group):
+        assert_product(y[row : row + 1], a[row : row + 1], b[its])
+    assert not wide(y[33:]).any()
+
+
 @pytest.mark.parametrize("row", OF_GROUPS, ids=lambda row: row.name)
 def test_every_row_of_groups(rng, row):
     n, k = 16 * int(rng.integers(1, 40)), 16 * int(rng.integers(8 * row.split_k - 7, 100))

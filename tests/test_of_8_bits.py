@@ -332,16 +332,37 @@ def test_groups_of_few_rows_take_weights_as_they_lie(all_kernels, m, of_weights,
     assert ("jax_tcgemm_transpose" in text or "stablehlo.transpose" in text) == moves
 
 
-def test_rows_for_groups_are_named_with_a_function_and_their_own_sums():
+@pytest.mark.parametrize(
+    ("options", "is_kernel"),
+    [
+        ({}, True),
+        ({"precision": "highest"}, True),
+        ({"config": _STREAMED_GROUPS}, True),
+        ({"config": "xla"}, False),
+        ({"activation": "relu"}, False),
+        ({"bias": jnp.ones((8, 48))}, False),
+    ],
+)
+def test_groups_alone_are_multiplied_as_they_are(all_kernels, options, is_kernel):
+    x, w = jax.ShapeDtypeStruct((40, 64), E4M3), jax.ShapeDtypeStruct((8, 64, 48), E4M3)
+    sizes = jax.ShapeDtypeStruct((8,), jnp.int32)
+    product = functools.partial(ragged_dot, preferred_element_type=jnp.float32, **options)
+    text = jax.jit(product).trace(x, w, sizes).lower(lowering_platforms=("cuda",)).as_text()
+    assert ("jax_tcgemm_compiled_gemm" in text) == is_kernel
+    assert ("stablehlo.dot_general" in text) != is_kernel
+
+
+def test_rows_for_groups_are_named_without_bias_and_by_their_own_sums():
     x, w = jnp.ones((40, 64), E4M3), jnp.ones((8, 64, 48), E4M3)
     sizes = jnp.full(8, 5)
 
     def run(config, **options):
         return ragged_dot(x, w, sizes, config=config, **options)
 
+    assert run(_STREAMED_GROUPS).shape == (40, 48)
     assert run(_STREAMED_GROUPS, epilogue=lambda acc: acc).shape == (40, 48)
     with pytest.raises(ValueError, match="for groups of rows in these dtypes; accepted: None"):
-        run(_STREAMED_GROUPS)
+        run(_STREAMED_GROUPS, activation="relu")
     for other in ("sm90_s8_16x128x128_s4_c1x1_streamed_grouped_m", _STREAMED_ROW):
         with pytest.raises(ValueError, match="for groups of rows in E4M3_E4M3_F32_FAST"):
             run(other, epilogue=lambda acc: acc)

@@ -53,12 +53,20 @@ def activation_gradient(x, w):
     )(x)
 
 
+def groups_of_8_bits(x, w, **options):
+    x, w = (x.astype(jnp.float8_e4m3fn) for x in (x, jnp.stack([w.T, w.T])))
+    return ragged_dot(
+        x, w, SIZES, transpose_rhs=True, preferred_element_type=jnp.bfloat16, **options
+    )
+
+
 FUNCTIONS = {
     "gemm": (gemm, 1),
     "batch": (lambda x, w: jax.vmap(gemm, (None, 1), 1)(x, w.reshape(64, 2, 128)), 1),
     "column_sums": (lambda x, w: jax.grad(lambda b: gemm(x, w, bias=b).sum())(w[0]), 0),
     "gated_gemm": (lambda x, w: gated_gemm(x, w, w), 1),
     "ragged_dot": (lambda x, w: ragged_dot(x, jnp.stack([w, w]), SIZES), 1),
+    "groups_of_8_bits": (lambda x, w: groups_of_8_bits(x, w), 1),
     "dot_general": (lambda x, w: dot_general(x, w, (((1,), (0,)), ((), ()))), 1),
     "mlp": (lambda x, w: mlp(x, w, None, w.T), 2),
     "gradients": (jax.grad(square_sum(lambda x, w: gated_mlp(x, w, w, w.T)), (0, 1)), 8),

@@ -49,9 +49,9 @@ def ragged_dot(
     ``group_sizes[1]`` are made with ``rhs[1]`` and ``bias[1]``, and so on; rows beyond the last
     group are zero. This is ``jax.lax.ragged_dot`` with an epilogue: the tokens of a mixture of
     experts, sorted by expert. On NVIDIA GPUs of compute capability 9.0 it is one tensor-core
-    kernel for bfloat16 and float16, and for 8 bits with scales or ``epilogue``, whatever the sizes
-    are, which the host need not know; elsewhere and for other dtypes it is computed group after
-    group in ``jax.lax``. The product is accumulated
+    kernel for bfloat16 and float16, and for 8 bits (without scales not with ``bias`` or
+    ``activation``), whatever the sizes are, which the host need not know; elsewhere and for other
+    dtypes it is computed group after group in ``jax.lax``. The product is accumulated
     and the epilogue computed in float32, and the result is rounded once. It can be differentiated,
     forward and reverse and to any order; under ``vmap`` the products are computed one after the
     other.
@@ -68,8 +68,7 @@ def ragged_dot(
         preferred_element_type: dtype of the result; ``None`` is that of ``jnp.matmul(lhs, rhs)``.
         transpose_rhs: whether the matrices are stored transposed; nothing is moved in memory.
         config: name of a kernel configuration for groups of rows (a row of
-            ``jax_tcgemm.kernels.table``; of 8 bits only with scales or ``epilogue``), or ``None``
-            for the one that a heuristic chooses.
+            ``jax_tcgemm.kernels.table``), or ``None`` for the one that a heuristic chooses.
         out_sharding: as in ``gemm``. Without it rows are divided as those of ``lhs``, columns as
             those of ``rhs``.
         epilogue: as in ``gemm``. What differs from group to group is an operand of ``(m, 1)``, such
@@ -112,9 +111,10 @@ def ragged_dot(
     arguments.check_activation(activation, out_dtype)
     sums = jnp.dtype(jnp.int32) if lhs.dtype == rhs.dtype == jnp.int8 else out_dtype
     types = (lhs.dtype, rhs.dtype, sums, precision)
-    # Of 8 bits there are kernels with a function.
-    of_function = resolve_run_time(*types) if epilogue is not None else None
-    _check_config(config, of_function or resolve_algorithm(*types))
+    # Of 8 bits there are kernels with a function, or for the product alone.
+    has_epilogue = bias is not None or activation is not None
+    of_8_bits = None if has_epilogue else resolve_run_time(*types)
+    _check_config(config, of_8_bits or resolve_algorithm(*types))
     groups = rhs.shape[0]
     operands = [lhs, rhs, _sizes(group_sizes, groups)]
     if epilogue is not None:
