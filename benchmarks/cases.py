@@ -1,4 +1,4 @@
-"""The cases of ``suite.json``: their operands, ``jax_tcgemm`` for each, and the natural JAX."""
+"""The cases of ``suite.json``: their operands, and ``jax_tcgemm`` for each."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ ALPHA = 0.5
 BETA = 2.0
 
 # The operands that are multiplied, by name; others are bias and c, or those of a step.
-_FACTORS = ("a", "b", "b2")
+FACTORS = ("a", "b", "b2")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +152,7 @@ class Case:
         if self.step:  # a gradient for each operand, the result for the cotangent
             return 2 * sum(elements.values()) * self.out_dtype.itemsize
         outputs = self.batch * self.m * self.n * (2 if "aux" in self.parts else 1)
-        inputs = sum(elements.pop(name) for name in _FACTORS if name in elements)
+        inputs = sum(elements.pop(name) for name in FACTORS if name in elements)
         return inputs * DTYPES[self.dtype].itemsize + self.out_dtype.itemsize * (
             outputs + sum(elements.values())
         )
@@ -233,7 +233,7 @@ class Case:
         """Types of the operands by name."""
 
         def dtype(name: str) -> np.dtype:
-            if name in _FACTORS:
+            if name in FACTORS:
                 return DTYPES[(self.dtype_b if name != "a" else None) or self.dtype]
             return jnp.dtype(jnp.float32) if self.scale else self.out_dtype
 
@@ -290,7 +290,7 @@ class Case:
             config=config,
         )
 
-    def _function_operands(self, arrays: Arrays) -> list[jax.Array]:
+    def function_operands(self, arrays: Arrays) -> list[jax.Array]:
         """Returns the operands of the function, those of groups for each of their rows."""
 
         def over_rows(name: str, letters: str) -> jax.Array:
@@ -302,11 +302,11 @@ class Case:
         return [over_rows(*item) for item in FUNCTIONS[self.function].operands.items()]
 
     def _with_function(self, arrays: Arrays, config: str | None) -> Any:
-        a, *weights = (arrays[name] for name in _FACTORS if name in arrays)
+        a, *weights = (arrays[name] for name in FACTORS if name in arrays)
         options = {
             "config": config,
             "epilogue": FUNCTIONS[self.function].apply,
-            "epilogue_operands": self._function_operands(arrays),
+            "epilogue_operands": self.function_operands(arrays),
         }
         if self.group_sizes:
             sizes = jnp.asarray(self.group_sizes, jnp.int32)
@@ -344,52 +344,6 @@ class Case:
         )
         names = ("a", "b", "c", "bias")
         return gemm_primitive.bind(Operands(*(arrays.get(name) for name in names)), spec)
-
-    def xla(self, arrays: Arrays) -> Any:
-        """Computes the case by the natural JAX expression."""
-        if self.scale:
-            return quantized.xla(self, arrays)
-        if self.step:
-            return value_and_gradients(STEPS[self.step].xla, arrays)
-        preferred = self.out_dtype if self.out else None
-        a, *weights = (
-            jnp.swapaxes(arrays[name], -1, -2) if letter == "t" else arrays[name]
-            for name, letter in zip(_FACTORS, (*self.layout, self.layout[1]), strict=True)
-            if name in arrays
-        )
-        if self.group_sizes:
-            return self._by_lax_ragged_dot(arrays, a, weights[0], preferred)
-        if self.conjugate:
-            a, weights = (a.conj(), weights) if self.conjugate == "a" else (a, [weights[0].conj()])
-        options = {"precision": self.precision, "preferred_element_type": preferred}
-        z, *up = (jnp.matmul(a, b, **options) for b in weights)
-        if self.function:
-            products = (each.astype(jnp.float32) for each in (z, *up))
-            others = self._function_operands(arrays)
-            return FUNCTIONS[self.function].apply(*products, *others)
-        if self.is_gated:
-            return jax.nn.silu(z) * up[0]
-        if "alpha" in self.parts:
-            z = ALPHA * z
-        if self.has_c:
-            z = z + (BETA * arrays["c"] if "beta_c" in self.parts else arrays["c"])
-        if "bias" in self.parts:
-            z = z + arrays["bias"]
-        d = ACTIVATIONS[self.activation].reference(z) if self.activation else z
-        return [d, z] if "aux" in self.parts else d
-
-    def _by_lax_ragged_dot(
-        self, arrays: Arrays, a: jax.Array, b: jax.Array, preferred: np.dtype | None
-    ) -> jax.Array:
-        sizes = jnp.asarray(self.group_sizes, jnp.int32)
-        z = jax.lax.ragged_dot(a, b, sizes, preferred_element_type=preferred)
-        if self.function:
-            others = self._function_operands(arrays)
-            return FUNCTIONS[self.function].apply(z.astype(jnp.float32), *others)
-        # Those cases whose groups have all rows.
-        if "bias" in self.parts:
-            z = z + jnp.repeat(arrays["bias"], sizes, axis=0, total_repeat_length=self.m)
-        return ACTIVATIONS[self.activation].reference(z) if self.activation else z
 
 
 def load_cases(path: pathlib.Path = SUITE_FILE) -> list[Case]:

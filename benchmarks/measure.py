@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import fnmatch
+import functools
 import os
 import re
 import statistics
@@ -18,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pallas_rival
+import xla_rival
 from cases import Case
 
 from jax_tcgemm import Tunings, _extension
@@ -89,7 +91,7 @@ def _measure(case: Case, options: Options) -> Row:
     sets = case.argument_sets(_NUMBERS)
     with options.tunings or contextlib.nullcontext():
         ours, config = compile_ours(case, sets)
-    xla = compile_chain(case.xla, sets)
+    xla = compile_chain(functools.partial(xla_rival.xla, case), sets)
     row: Row = {"config": config}
     expected = xla()
     wrong = disagreement(case, ours(), expected)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 E4M3, E5M2, INT8 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8
+TYPES = {"e4m3": E4M3, "e5m2": E5M2, "s8": INT8}  # by the tags of the table of arithmetic
 PAIRS = [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3), (E5M2, E5M2), (INT8, INT8)]
 LARGEST = {E4M3: 448, E5M2: 57344, INT8: 127}
 BF16_ROUNDING = 2**-8

@@ -2,6 +2,7 @@
 
 import dataclasses
 import fnmatch
+import functools
 import itertools
 import json
 import sys
@@ -14,6 +15,7 @@ import measure
 import numpy as np
 import pallas_rival
 import pytest
+import xla_rival
 from benchmark_cases import CASES, UNSUPPORTED, tiny
 
 from jax_tcgemm import _extension
@@ -107,7 +109,7 @@ def test_ours_computes_what_the_rival_does(case):
     wide = {name: x.astype(case.out_dtype) for name, x in arrays.items()} if widens else arrays
     known = case.precision != "TF32_TF32_F32_X3"  # of XLA's presets not by CPUs
     rival = case if known else dataclasses.replace(case, precision="highest")
-    ours, xla = jax.jit(case.ours())(arrays), jax.jit(rival.xla)(wide)
+    ours, xla = jax.jit(case.ours())(arrays), jax.jit(functools.partial(xla_rival.xla, rival))(wide)
     assert measure.disagreement(case, ours, xla) is None
     has_two = {"aux", "amax"}.intersection(case.parts) or case.function in (
         "fp8 amax",
@@ -169,14 +171,14 @@ def test_times_the_configurations_that_can_compute_the_case(all_kernels):
 
 
 def test_a_wrong_result_is_reported_and_not_timed(monkeypatch):
-    monkeypatch.setattr(cases.Case, "xla", lambda self, arrays: 2 * self.ours()(arrays))
+    monkeypatch.setattr(xla_rival, "xla", lambda case, arrays: 2 * case.ours()(arrays))
     row = measure.measure_case(tiny(CASES[0]), options())
     assert row["error"].startswith("differs from XLA's result: by 5.0e-01 of its norm")
     assert row["us"] is None
 
 
 def test_an_exception_is_reported(monkeypatch):
-    monkeypatch.setattr(cases.Case, "xla", lambda self, arrays: arrays["x"])
+    monkeypatch.setattr(xla_rival, "xla", lambda case, arrays: arrays["x"])
     assert measure.measure_case(tiny(CASES[0]), options())["error"] == "KeyError: 'x'"
 
 

@@ -312,7 +312,8 @@ def _programs_of(row):
     """The C++ of an epilogue of a row's products: of one matrix or of many, with scales or not."""
     accumulator = jax.ShapeDtypeStruct((96, 64), jnp.int32 if row.tag == "s8" else jnp.float32)
     weights = 2 if row.gated else 1
-    types = [accumulator] * weights + [jax.ShapeDtypeStruct((96, 64), BF16)]
+    operands = [jax.ShapeDtypeStruct(shape, BF16) for shape in ((96, 64), (96, 1), (64,), ())]
+    types = [accumulator] * weights + operands
     made, _ = function.trace(lambda *x: [sum(x[1:], x[0]).astype(BF16)], types, weights)
     translated = translation.translate(made)
     assert not isinstance(translated, str), translated

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from quantized_values import E4M3, E5M2, INT8, PAIRS, drawn, wide
+from quantized_values import E4M3, E5M2, INT8, PAIRS, TYPES, drawn, wide
 
 from jax_tcgemm import gated_gemm, gemm, ragged_dot
 from jax_tcgemm.kernels import table as kernel_table
@@ -65,7 +65,6 @@ def test_integers_without_a_kernel_are_exact(rng, shape, monkeypatch):
 
 # Those that stream their weights have tests of their own.
 ROWS = [row for row in kernel_table.RUN_TIME_CONFIGS if not (row.streams_b or row.gated)]
-TYPES = {"e4m3": E4M3, "e5m2": E5M2, "s8": INT8}
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from quantized_values import E4M3, E5M2, INT8, PAIRS, drawn, wide
+from quantized_values import E4M3, E5M2, INT8, PAIRS, TYPES, drawn, wide
 
 from jax_tcgemm import gated_gemm, gemm, ragged_dot
 from jax_tcgemm.kernels import table as kernel_table
@@ -14,7 +14,6 @@ from jax_tcgemm.lowering import k_major
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90, pytest.mark.usefixtures("never_apart", "streams")]
 
-TYPES = {"e4m3": E4M3, "e5m2": E5M2, "s8": INT8}
 # Floats are multiplied as float16, and added up in float32 by tensor cores, which cut sums off.
 STEP = 2.0**-20
 

@@ -186,7 +186,7 @@ Status run_compiled(const GemmProblem& problem, const CompiledParams& params,
     const KernelConfig& config = kernel->entry->config;
     CompiledParams complete = params;
     if (config.grouped == Grouped::kM) {
-      JAX_TCGEMM_RETURN_IF_ERROR(check_ragged_tiles(complete, config.grouped, config));
+      JAX_TCGEMM_RETURN_IF_ERROR(check_ragged_tiles(complete, config));
     } else {
       JAX_TCGEMM_RETURN_IF_ERROR(set_tile_order(config, false, &complete));
     }

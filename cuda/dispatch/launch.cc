@@ -55,12 +55,6 @@ void set_stride(GemmParams* params, int blocks) {
   params->raster.stride_index = blocks % params->raster.tiles.divisor;
 }
 
-// That a grid which streams B may have.
-int64_t most_ragged_tiles(const KernelConfig& config, const GemmParams& params) {
-  return most_row_tiles(params.m, params.batch, config.tile_m) *
-         ceil_div(params.n, config.output_n());
-}
-
 int64_t tile_count(const GemmParams& params) {
   return int64_t{params.raster.tiles.divisor} * params.batch;
 }
@@ -90,7 +84,7 @@ cudaError_t launch_sm90(const KernelConfig& config, KernelHandle* kernel,
   params.k_major_b = request.maps->major_b == Major::kK;
   int clusters = capacity;
   if (config.grouped != Grouped::kNone) {
-    if (config.streams_b()) clusters = static_cast<int>(most_ragged_tiles(config, params));
+    if (config.streams_b()) clusters = static_cast<int>(most_ragged_tiles(params, config));
   } else {
     const int64_t tiles = tile_count(params);
     if (params.fixup.parts > 0) {  // blocks wait for one another

@@ -14,7 +14,7 @@
 namespace jax_tcgemm {
 namespace {
 
-// Groups of one size, a row at least: their own are not known.
+// Groups of one size: their own are not known.
 ChoiceInput even_groups(const GemmProblem& problem, Grouped grouped,
                         const DeviceProperties& device) {
   const GemmParams& p = problem.params;
@@ -23,7 +23,7 @@ ChoiceInput even_groups(const GemmProblem& problem, Grouped grouped,
   input.m = grouped == Grouped::kM ? ceil_div(p.m, p.batch) : p.m;
   input.n = p.n;
   input.k = grouped == Grouped::kK ? ceil_div(p.k, p.batch) : p.k;
-  input.batch = grouped == Grouped::kM ? std::min(p.m, p.batch) : p.batch;
+  input.batch = p.batch;
   input.tma_addressable = problem.tma_addressable();
   input.major_a = problem.major_a;
   input.major_b = problem.major_b;
@@ -58,7 +58,7 @@ Status launch(const GemmProblem& problem, Grouped grouped, const KernelEntry& en
   const GemmParams& p = problem.params;
   sm90::TensorMaps maps;
   if (entry.config.arch == Arch::kSm90) {
-    JAX_TCGEMM_RETURN_IF_ERROR(check_ragged_tiles(p, grouped, entry.config));
+    JAX_TCGEMM_RETURN_IF_ERROR(check_ragged_tiles(p, entry.config));
     JAX_TCGEMM_RETURN_IF_ERROR(sm90::encode_tensor_maps(problem, entry.config, &maps));
   }
   *launched = launch_kernel(entry.config, *entry.kernels,
@@ -68,16 +68,18 @@ Status launch(const GemmProblem& problem, Grouped grouped, const KernelEntry& en
 
 }  // namespace
 
-int64_t most_row_tiles(int64_t m, int64_t groups, int64_t tile_rows) {
-  // Each has a row at least; the last one of a group may have no more.
-  return (m + (tile_rows - 1) * std::min(m, groups + 1)) / tile_rows;
+int64_t most_ragged_tiles(const GemmParams& p, const KernelConfig& config) {
+  const int64_t rows = config.tile_m * config.cluster_m;
+  // Of groups of rows: each tile has a row at least, and the last one of a group may have no more.
+  const int64_t m = p.m;
+  const int64_t tiles_m = config.grouped == Grouped::kM
+                              ? (m + (rows - 1) * std::min<int64_t>(m, p.batch + 1)) / rows
+                              : ceil_div(m, rows) * p.batch;
+  return tiles_m * ceil_div(p.n, config.output_n() * config.cluster_n);
 }
 
-Status check_ragged_tiles(const GemmParams& p, Grouped grouped, const KernelConfig& config) {
-  const int64_t rows = config.tile_m * config.cluster_m;
-  const int64_t tiles_m =
-      grouped == Grouped::kM ? most_row_tiles(p.m, p.batch, rows) : ceil_div(p.m, rows) * p.batch;
-  const int64_t tiles = tiles_m * ceil_div(p.n, config.tile_n * config.cluster_n);
+Status check_ragged_tiles(const GemmParams& p, const KernelConfig& config) {
+  const int64_t tiles = most_ragged_tiles(p, config);
   constexpr int64_t kMax = std::numeric_limits<int32_t>::max() / 2;
   JAX_TCGEMM_REQUIRE(tiles <= kMax && p.m <= kMax && p.k <= kMax, "m=", p.m, " n=", p.n, " k=", p.k,
                      " groups=", p.batch, " make ", tiles, " tiles");

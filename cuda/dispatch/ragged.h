@@ -12,11 +12,11 @@
 
 namespace jax_tcgemm {
 
-// The most tiles of so many rows that `m` rows make, of groups and of none.
-int64_t most_row_tiles(int64_t m, int64_t groups, int64_t tile_rows);
+// The most tiles of clusters that there may be, whatever the groups' sizes are.
+int64_t most_ragged_tiles(const GemmParams& params, const KernelConfig& config);
 
 // The device counts the tiles of sm90 rows in 32 bits.
-Status check_ragged_tiles(const GemmParams& params, Grouped grouped, const KernelConfig& config);
+Status check_ragged_tiles(const GemmParams& params, const KernelConfig& config);
 
 // Enqueues one kernel. `problem` is a batch of one product a group, but that
 //   kM: A and D have the rows of all groups one after the other, m of them, and no batch;

@@ -88,7 +88,7 @@ __device__ __forceinline__ float fast_exp(float x) {
 // The same for sums with 1: 0 instead of less than 2^-126, and no more than 2^128 - 2^104, which is
 // as good as infinity there.
 __device__ __forceinline__ float exp_beside_one(float x) {
-  const auto [high, correction] = power_of_two(clamped(-100.f, x, 88.72283f));
+  const auto [high, correction] = power_of_two(maximum(minimum(x, 88.72283f), -100.f));
   float power;
   asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(power) : "f"(high));
   return fmaf(power, correction, power);

@@ -14,8 +14,8 @@
 // A block computes one tile; of two weights one after the other. That the others of its cluster
 // have started is waited for before sums are sent; none is written to after its end, because each
 // waits for all that it is sent.
-// Groups of rows: the grid has as many tiles as there may be. The producer's warp finds the
-// block's, if there is one, and tells the consumers through a slot (sm90/streamed_tiles.cuh).
+// Groups of rows: the grid has as many tiles as there may be. The producer's warp looks at the
+// sizes and tells the consumers through a slot which tile is theirs, if any (sm90/ragged.cuh).
 
 #pragma once
 
@@ -28,13 +28,14 @@
 #include "ptx/mbarrier.cuh"
 #include "ptx/shared_memory.cuh"
 #include "ptx/tma.cuh"
+#include "scheduler/ragged.cuh"
 #include "scheduler/raster.cuh"
 #include "sm90/output/compiled.cuh"
 #include "sm90/output/output_tile.h"
 #include "sm90/producer.cuh"
+#include "sm90/ragged.cuh"
 #include "sm90/ring.cuh"
 #include "sm90/streamed_loop.cuh"
-#include "sm90/streamed_tiles.cuh"
 #include "sm90/tensor_maps.h"
 
 namespace jax_tcgemm::sm90 {
@@ -43,8 +44,6 @@ template <KernelConfig kConfig, typename Program>
 struct StreamedKernel {
   using Smem = SharedMemory<kConfig>;
   using Loop = StreamedLoop<kConfig>;
-  using Tiles = StreamedTiles<kConfig>;
-  using Tile = StreamedTile;
   using Out = CompiledOutput<kConfig, Program>;
   using Plan = typename Out::Plan;
   using Sum = typename Plan::Sum;
@@ -55,6 +54,7 @@ struct StreamedKernel {
   static constexpr int kShare = kColumns / kConfig.split_k;  // columns that a block finishes
   static constexpr int kWeights = kConfig.gated ? 2 : 1;
   static constexpr bool kGroups = kConfig.grouped == Grouped::kM;
+  static constexpr int kNone = -1;  // instead of a group: there is no tile
   // Of the sums that a block is sent.
   static constexpr int kPitch = kConfig.streamed_sums_pitch();
   static constexpr int kSourceBytes = kConfig.tile_m * kPitch * 4;
@@ -65,8 +65,6 @@ struct StreamedKernel {
   const TensorMaps& maps;
   const Smem& smem;
   const ClusterPlace<kConfig> place;
-
-  __device__ __forceinline__ Tiles tiles() const { return {params, smem, place}; }
 
   // Four neighbouring sums of a warp. Rows are 8 words over a multiple of 32 banks, and 16 bytes of
   // a row trade places, so that 8 threads meet different banks.
@@ -185,6 +183,49 @@ struct StreamedKernel {
     }
   }
 
+  // The block's tile, whose columns it shares with its cluster.
+  struct Tile {
+    OutputPlace at;  // the first row and column, and the matrix of B; none: there is no tile
+    int row_end;     // of the rows it may write
+    int stages;      // of this block's part of k
+  };
+
+  __device__ __forceinline__ int k_tiles() const { return (params.k - 1) / kConfig.tile_k + 1; }
+  static __device__ __forceinline__ int first_stage(int k_tiles, int part) {
+    return part * k_tiles / kConfig.split_k;
+  }
+  __device__ __forceinline__ int stages() const {
+    return first_stage(k_tiles(), place.k + 1) - first_stage(k_tiles(), place.k);
+  }
+
+  __device__ __forceinline__ Tile tile_of_grid() const {
+    const TileWalk walk(params, blockIdx.x / kConfig.cluster_size());
+    const TileCoordinate tile = raster_tile(params.raster, walk.index);
+    return {{tile.tile_m * kConfig.tile_m, tile.tile_n * kColumns, walk.batch}, params.m, stages()};
+  }
+
+  // By the producer's warp.
+  __device__ __forceinline__ Tile tile_of_groups() const {
+    constexpr int kSize = kConfig.cluster_size();
+    RaggedWalk<Grouped::kM, kConfig.tile_m, kColumns> walk(params, blockIdx.x / kSize,
+                                                           gridDim.x / kSize);
+    RaggedTile tile;
+    if (!walk.next(&tile)) return {{0, 0, kNone}, 0, 0};
+    const OutputPlace at = {tile.begin + tile.tile_m * kConfig.tile_m, tile.tile_n * kColumns,
+                            tile.group};
+    return {at, tile.end, tile.group == params.batch ? 0 : stages()};
+  }
+
+  __device__ __forceinline__ void publish(const Tile& tile) const {
+    if (threadIdx.x % 32 != 0) return;
+    RaggedSlot{tile.at.row, tile.row_end, tile.at.column, tile.at.batch, tile.stages, 0, 0, 0}
+        .write(smem.tile_slot(0));
+  }
+  __device__ __forceinline__ Tile published() const {
+    const RaggedSlot slot = RaggedSlot::read(smem.tile_slot(0));
+    return {{slot.row, slot.column, slot.group}, slot.row_end, slot.stages};
+  }
+
   __device__ __forceinline__ OutputPlace own_columns(const Tile& tile) const {
     return {tile.at.row, tile.at.column + place.k * kShare, tile.at.batch};
   }
@@ -192,13 +233,13 @@ struct StreamedKernel {
   __device__ __forceinline__ void consume() const {
     Tile tile;
     if constexpr (!kGroups) {
-      tile = tiles().of_grid();
+      tile = tile_of_grid();
       prefetch_operands(own_columns(tile));
     }
     ptx::named_barrier_sync(kStartBarrier, kThreads + 32);
     if constexpr (kGroups) {
-      tile = tiles().published();
-      if (!tile.exists()) return;
+      tile = published();
+      if (tile.at.batch == kNone) return;
       prefetch_operands(own_columns(tile));
     }
     multiply(tile);
@@ -260,7 +301,7 @@ struct StreamedKernel {
       a.batch = batch_coordinates(params, batch, maps.a_moves);
       b.batch = batch_coordinates(params, batch, maps.b_moves);
     }
-    const int first = tiles().first_stage();
+    const int first = first_stage(k_tiles(), place.k);
     RingPosition<kConfig.stages> at;
 #pragma unroll 1
     for (int weight = 0; weight < kWeights; ++weight) {
@@ -285,11 +326,11 @@ struct StreamedKernel {
       if constexpr (kConfig.split_k > 1) ptx::cluster_arrive_relaxed();
       Tile tile;
       if constexpr (kGroups) {
-        tile = kernel.tiles().of_groups();
-        kernel.tiles().publish(tile);
+        tile = kernel.tile_of_groups();
+        kernel.publish(tile);
         __syncwarp();
       } else {
-        tile = kernel.tiles().of_grid();
+        tile = kernel.tile_of_grid();
       }
       ptx::named_barrier_arrive(kStartBarrier, kThreads + 32);
       if (threadIdx.x % 32 == 0) kernel.produce(tile);

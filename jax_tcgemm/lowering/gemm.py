@@ -9,19 +9,15 @@ import jax
 import jax.numpy as jnp
 
 from jax_tcgemm import _extension
-from jax_tcgemm.epilogue import function as functions
-from jax_tcgemm.epilogue.spec import CompiledSpec
 from jax_tcgemm.kernels.arithmetic import PlaneProduct
 from jax_tcgemm.kernels.table import XLA, by_name, can_be, read_config
-from jax_tcgemm.lowering import complex_product, devices, reference
-from jax_tcgemm.lowering.compiled import cuda_compiled
+from jax_tcgemm.lowering import complex_product, devices, of_8_bits, reference
 from jax_tcgemm.lowering.custom_call import custom_call, shapes_of
 from jax_tcgemm.lowering.obstacles import no_kernel, no_planes, possible_planes, quicker_in_xla
 from jax_tcgemm.lowering.row_epilogue import lacks_epilogue
 from jax_tcgemm.problem.activations import resolve
 from jax_tcgemm.problem.alignment import is_transposed
 from jax_tcgemm.problem.arithmetic import (
-    accumulator_dtype,
     is_of_8_bits,
     resolve_algorithm,
     written_dtype,
@@ -82,22 +78,15 @@ def cuda_gemm(*operands: jax.Array, spec: GemmSpec) -> list[jax.Array]:
 
 
 def _of_8_bits(operands: Sequence[jax.Array], spec: GemmSpec) -> list[jax.Array]:
-    """Computes a product of 8-bit operands by a kernel that is compiled for it, or by XLA.
-
-    What is one device's part of a product that was divided comes here: its scales follow the sum.
-    """
-
-    def by_xla(*operands: jax.Array, **_: CompiledSpec) -> list[jax.Array]:
-        return reference.reference_gemm(*operands, spec=spec)
-
+    """Computes a product of 8-bit operands by a kernel that is compiled for it, or by XLA."""
     x = spec.unflatten(operands)
     if spec.is_gated or spec.work != "none":
         log(_describe(x, spec, "reference: more than a product of 8-bit operands"))
         return reference.reference_gemm(*operands, spec=spec)
-    sums = accumulator_dtype(x.a.dtype, x.b.dtype, spec.out_dtype)
-    shape = jax.ShapeDtypeStruct(spec.result_shape(shapes_of(x)), sums)
-    function, _ = functions.trace(lambda acc: [acc.astype(spec.out_dtype)], [shape], 1)
-    return cuda_compiled(*operands, spec=CompiledSpec(spec, function), composed=by_xla)
+    shape = spec.result_shape(shapes_of(x))
+    return of_8_bits.cuda_product(
+        *operands, spec=spec, shape=shape, reference=reference.reference_gemm
+    )
 
 
 def _by_planes(

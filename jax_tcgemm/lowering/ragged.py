@@ -11,16 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_tcgemm import _extension
-from jax_tcgemm.epilogue import function as functions
-from jax_tcgemm.epilogue.spec import CompiledSpec
 from jax_tcgemm.kernels import table as kernel_table
-from jax_tcgemm.lowering import devices, ragged_reference
-from jax_tcgemm.lowering.compiled import cuda_compiled
+from jax_tcgemm.lowering import devices, of_8_bits, ragged_reference
 from jax_tcgemm.problem.activations import resolve
 from jax_tcgemm.problem.alignment import COPY_BYTES
 from jax_tcgemm.problem.arithmetic import (
     INPUT_DTYPES,
-    accumulator_dtype,
     is_of_8_bits,
     resolve_algorithm,
     written_dtype,
@@ -73,24 +69,17 @@ def cuda_dot(
 
 
 def _of_8_bits(operands: Sequence[jax.Array], spec: RaggedSpec) -> list[jax.Array]:
-    """Computes a product of 8-bit operands by a kernel that is compiled for it, or in ``jax.lax``.
-
-    What is one device's part of a product that was divided comes here: its scales follow the sum.
-    """
-
-    def by_reference(*operands: jax.Array, **_: CompiledSpec) -> list[jax.Array]:
-        return ragged_reference.reference_dot(*operands, spec=spec)
-
+    """Computes a product of 8-bit operands by a kernel compiled for it, or in ``jax.lax``."""
     lhs, rhs, _, *bias = operands
     if bias or spec.activation is not None or spec.result_count > 1:
         shapes = f"{lhs.dtype}{list(lhs.shape)} x {rhs.dtype}{list(rhs.shape)}"
         log(f"ragged product, groups of m, {shapes}: reference: more than a product of 8 bits")
-        return by_reference(*operands)
+        return ragged_reference.reference_dot(*operands, spec=spec)
     n = rhs.shape[1 if spec.transpose_rhs else 2]
-    sums = accumulator_dtype(lhs.dtype, rhs.dtype, spec.out_dtype)
-    shape = jax.ShapeDtypeStruct((lhs.shape[0], n), sums)
-    function, _ = functions.trace(lambda acc: [acc.astype(spec.out_dtype)], [shape], 1)
-    return cuda_compiled(*operands, spec=CompiledSpec(spec, function), composed=by_reference)
+    shape = (lhs.shape[0], n)
+    return of_8_bits.cuda_product(
+        *operands, spec=spec, shape=shape, reference=ragged_reference.reference_dot
+    )
 
 
 def cuda_contraction(

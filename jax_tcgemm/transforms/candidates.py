@@ -125,7 +125,7 @@ def _of_gemm(product: Product) -> dict[str, Any]:
 
 
 def _of_groups(product: Product) -> dict[str, Any]:
-    """Groups of one size, a row at least, as ``cuda/dispatch/ragged.cc`` takes them to be."""
+    """Groups of one size, as ``cuda/dispatch/ragged.cc`` takes them to be."""
     spec = product.spec
     lhs, rhs, sizes, *_ = product.types
     algorithm = _algorithm(product, lhs, rhs)
@@ -142,7 +142,7 @@ def _of_groups(product: Product) -> dict[str, Any]:
         "m": mean if by_rows else k,
         "n": n,
         "k": k if by_rows else mean,
-        "batch": min(rows, groups) if by_rows else groups,
+        "batch": groups,
         "aligned": True,
         "float32_result": written_dtype(algorithm, spec.out_dtype).itemsize > lhs.dtype.itemsize,
         "layout": ("nt" if spec.transpose_rhs else "nn") if by_rows else "tn",

@@ -1,0 +1,41 @@
+"""Products alone of 8-bit operands, whose kernels are all compiled with a function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+
+from jax_tcgemm.epilogue import function
+from jax_tcgemm.epilogue.spec import CompiledSpec
+from jax_tcgemm.lowering.compiled import cuda_compiled
+from jax_tcgemm.problem.arithmetic import accumulator_dtype
+from jax_tcgemm.problem.ragged import RaggedSpec
+from jax_tcgemm.problem.spec import GemmSpec
+from jax_tcgemm.problem.strides import Shape
+
+
+def cuda_product(
+    *operands: jax.Array,
+    spec: GemmSpec | RaggedSpec,
+    shape: Shape,
+    reference: Callable[..., list[jax.Array]],
+) -> list[jax.Array]:
+    """Computes a product, which the function rounds.
+
+    What is one device's part of a product that was divided comes here: its scales follow the sum.
+
+    Args:
+        *operands: those of the product.
+        spec: the product.
+        shape: of its result.
+        reference: computes it from the operands and ``spec`` where there is no kernel.
+    """
+    a, b = operands[:2]
+    sums = jax.ShapeDtypeStruct(shape, accumulator_dtype(a.dtype, b.dtype, spec.out_dtype))
+    rounded, _ = function.trace(lambda acc: [acc.astype(spec.out_dtype)], [sums], 1)
+
+    def composed(*operands: jax.Array, **_: CompiledSpec) -> list[jax.Array]:
+        return reference(*operands, spec=spec)
+
+    return cuda_compiled(*operands, spec=CompiledSpec(spec, rounded), composed=composed)
