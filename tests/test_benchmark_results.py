@@ -4,7 +4,6 @@ import dataclasses
 import json
 import os
 
-import cases
 import chains
 import jax
 import plot
@@ -12,6 +11,7 @@ import pytest
 import report
 import run
 import sharded
+import xla_rival
 from benchmark_cases import CASES, UNSUPPORTED, tiny
 
 from jax_tcgemm import Tunings
@@ -132,7 +132,7 @@ def test_run_tunes_cases(small_suite, monkeypatch, tmp_path, capsys):
 
 
 def test_run_fails_when_a_result_is_wrong(small_suite, monkeypatch, capsys):
-    monkeypatch.setattr(cases.Case, "xla", lambda self, arrays: -self.ours()(arrays))
+    monkeypatch.setattr(xla_rival, "xla", lambda case, arrays: -case.ours()(arrays))
     assert run.main(["--suite", "large", "--configs"]) == 1
     assert "FAILED: large: bf16 nn 5x7x6: differs" in capsys.readouterr().out
 
