@@ -53,8 +53,8 @@ Status find_kernel(const GemmProblem& problem, const ChoiceInput& input,
 }
 
 // `launched` says whether the kernel was; what prevents any row's launch is an error.
-Status launch(const GemmProblem& problem, Grouped grouped, const KernelEntry& entry,
-              const DeviceProperties& device, cudaStream_t stream, cudaError_t* launched) {
+Status launch(const GemmProblem& problem, const KernelEntry& entry, const DeviceProperties& device,
+              cudaStream_t stream, cudaError_t* launched) {
   const GemmParams& p = problem.params;
   sm90::TensorMaps maps;
   if (entry.config.arch == Arch::kSm90) {
@@ -94,7 +94,7 @@ Status run_ragged(GemmProblem problem, Grouped grouped, const DeviceProperties& 
   cudaError_t launched = cudaSuccess;
   do {
     JAX_TCGEMM_RETURN_IF_ERROR(find_kernel(problem, even_groups(problem, grouped, device), &entry));
-    JAX_TCGEMM_RETURN_IF_ERROR(launch(problem, grouped, *entry, device, stream, &launched));
+    JAX_TCGEMM_RETURN_IF_ERROR(launch(problem, *entry, device, stream, &launched));
   } while (cluster_too_large(launched, entry->config, device));
   log_choice(problem, *entry);
   JAX_TCGEMM_CUDA_CHECK(launched, "launching ", entry->name, " for m=", p.m, " n=", p.n, " k=", p.k,
