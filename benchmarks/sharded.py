@@ -72,6 +72,18 @@ def _matmul(x: jax.Array, w: jax.Array) -> jax.Array:
     return jnp.matmul(x, w)
 
 
+def _mish(product: jax.Array) -> jax.Array:
+    return jax.nn.mish(product).astype(jnp.bfloat16)
+
+
+def _function(x: jax.Array, w: jax.Array) -> jax.Array:
+    return gemm(x, w, epilogue=_mish)
+
+
+def _matmul_mish(x: jax.Array, w: jax.Array) -> jax.Array:
+    return _mish(jnp.matmul(x, w, preferred_element_type=jnp.float32))
+
+
 _PRODUCT = {"x": "mk", "w": "kn"}
 _MLP, _GATED = STEPS["mlp"], STEPS["gated mlp"]
 _MEGATRON = {"w1": _COLUMNS, "b1": _SHARD, "w2": _SHARD}
@@ -91,6 +103,8 @@ PROGRAMS = {
     "batch": Program(
         _gemm, _matmul, {"x": "bmk", "w": "bkn"}, {"x": _SHARD, "w": _SHARD}, extents=_BATCH
     ),
+    "function by rows": Program(_function, _matmul_mish, _PRODUCT, {"x": _SHARD}),
+    "function by columns": Program(_function, _matmul_mish, _PRODUCT, {"w": _COLUMNS}),
     "Megatron mlp": _layers(_MLP, _MEGATRON),
     "Megatron gated mlp": _layers(_GATED, _MEGATRON_GATED),
     "data-parallel gated mlp gradients": _layers(_GATED, {"x": _SHARD}, True),

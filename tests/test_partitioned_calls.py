@@ -104,7 +104,9 @@ def test_lowered_for_a_mesh_without_devices():
 # Compilers and processes
 
 
-@pytest.mark.parametrize("name", ["fsdp", "fused_k", "megatron_mlp", "ragged_experts"])
+@pytest.mark.parametrize(
+    "name", ["fsdp", "fused_k", "function_fsdp", "megatron_mlp", "ragged_experts"]
+)
 def test_without_shardy(name, rng):
     """GSPMD, which has no rules of propagation and asks for the results' shardings."""
     program, mesh = PROGRAMS[name], mesh_of()

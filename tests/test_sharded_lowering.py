@@ -65,6 +65,7 @@ FUNCTIONS = {
     "batch": (lambda x, w: jax.vmap(gemm, (None, 1), 1)(x, w.reshape(64, 2, 128)), 1),
     "column_sums": (lambda x, w: jax.grad(lambda b: gemm(x, w, bias=b).sum())(w[0]), 0),
     "gated_gemm": (lambda x, w: gated_gemm(x, w, w), 1),
+    "function": (lambda x, w: gemm(x, w, epilogue=jax.nn.mish), 1),
     "ragged_dot": (lambda x, w: ragged_dot(x, jnp.stack([w, w]), SIZES), 1),
     "groups_of_8_bits": (lambda x, w: groups_of_8_bits(x, w), 1),
     "dot_general": (lambda x, w: dot_general(x, w, (((1,), (0,)), ((), ()))), 1),
@@ -134,6 +135,33 @@ def test_each_device_calls_kernels_of_its_part(args):
     assert text.count("custom_call @jax_tcgemm_gemm") == 1
     assert "tensor<128x64xbf16>, tensor<64x256xbf16>) -> tensor<128x256xbf16>" in text
     assert "all_reduce" not in text
+
+
+def of_product(product, bias, rows):
+    return (jnp.tanh(product * rows) + bias).astype(jnp.bfloat16)
+
+
+def test_each_device_computes_a_function_within_its_kernel(args):
+    x, w = args
+
+    def program(x, w, *operands):
+        return gemm(x, w, epilogue=of_product, epilogue_operands=operands)
+
+    bias, rows = bf16(256), bf16(512, 1)
+    operands = (x, P("x")), (w, P()), (bias, P()), (rows, P("x"))
+    text = part(program, *operands, out=P("x"))
+    assert text.count("custom_call @jax_tcgemm_compiled") == 1
+    assert re.search(
+        r"tensor<128x64xbf16>, tensor<64x256xbf16>, tensor<128x1xbf16>, tensor<256xbf16>\) ->"
+        r" tensor<128x256xbf16>",
+        text,
+    )
+    assert "all_reduce" not in text
+    # Of parts of k, the function is of their sum.
+    operands = (x, P(None, "x")), (w, P("x")), (bias, P()), (rows, P())
+    text = part(program, *operands)
+    assert "jax_tcgemm_compiled" not in text
+    assert text.index("jax_tcgemm_gemm") < text.index("all_reduce") < text.index("tanh")
 
 
 @pytest.mark.usefixtures("on_an_h200")

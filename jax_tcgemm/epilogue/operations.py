@@ -260,6 +260,9 @@ _SPECIAL: Mapping[str, _Special] = {
     "name": lambda values, dtypes, params: values[0],
 }
 
+# All operations of one value at a time, of operands of one shape, or scalars.
+ELEMENTWISE = NAMES | _SPECIAL.keys()
+
 
 def translated(name: str, values: list[str], dtypes: list[Any], params: Mapping[str, Any]) -> str:
     """Returns an elementwise operation as an expression of C++.

@@ -16,7 +16,7 @@ from jax_tcgemm.epilogue.tanh import Tanhs, is_literal
 from jax_tcgemm.problem.strides import row_major
 
 
-def _following(variables: Iterable[Any], jaxpr: Any) -> set[Any]:
+def following(variables: Iterable[Any], jaxpr: Any) -> set[Any]:
     """Returns variables, and those that depend on them."""
     found = set(variables)
     for eqn in jaxpr.eqns:
@@ -51,9 +51,9 @@ class Values:
         self.given = set(jaxpr.invars) | set(jaxpr.constvars)
         # On the accumulators; in a pass, on any matrix.
         matrices = self.accumulators or filter(self.spans, jaxpr.invars)
-        self.dependent = _following(matrices, jaxpr)
+        self.dependent = following(matrices, jaxpr)
         draws = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "random_bits"]
-        self.drawn = _following((eqn.outvars[0] for eqn in draws), jaxpr)
+        self.drawn = following((eqn.outvars[0] for eqn in draws), jaxpr)
         self.leaves: list[Leaf] = []
         self.lines: list[str] = []
         self.counts_rows = False

@@ -26,7 +26,7 @@ from jax_tcgemm._compat import partitioner as xla
 from jax_tcgemm.kernels.table import TABLE_DIGEST
 from jax_tcgemm.partitioning.mesh import read_shardings, write_sharding
 from jax_tcgemm.partitioning.plan import make_plan
-from jax_tcgemm.partitioning.rules import REVISION, Call, parameter_classes
+from jax_tcgemm.partitioning.rules import REVISION, Call, parameter_classes, rule_of
 from jax_tcgemm.partitioning.shard import AXIS, Shard
 from jax_tcgemm.partitioning.work import Plan
 from jax_tcgemm.problem.log import log
@@ -43,9 +43,10 @@ def lower(primitive: Primitive, platform: str) -> Callable[..., Any]:
     """Returns the rule that lowers a primitive to the custom call."""
 
     def lowering(context: Any, *values: Any, spec: Any) -> Any:
+        rule = rule_of(primitive.name)
         call = Call(
             primitive.name,
-            spec,
+            rule.told(spec),
             platform,
             *xla.devices_of(context),
             x64=_compat.option("jax_enable_x64"),
@@ -53,7 +54,7 @@ def lower(primitive: Primitive, platform: str) -> Callable[..., Any]:
             tunings=remembered(active()),
             kernels=TABLE_DIGEST,
         )
-        work = call.rule.work(spec, context.avals_in)
+        work = rule.work(call.spec, context.avals_in)
         return xla.emit_partitioned(
             context,
             values,

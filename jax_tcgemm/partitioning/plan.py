@@ -68,6 +68,7 @@ def _suggested(
             for digits, count in parts.items()
             if count <= max(1, extent)
             and (name != work.packed or not digits or count % 2 == extent % count == 0)
+            and (name not in work.whole or extent % count == 0)
         }
     for name in work.summed:
         # Nothing is gathered that can be summed where it lies.
@@ -104,13 +105,14 @@ def _scattered(
         return {}
     summed = {digit for name in work.summed for digit in layout[name]}
     scattered = {}
-    for name, wanted in zip(work.results[0].dims, results[0], strict=True):
+    for name, wanted in zip(work.results[work.main].dims, results[work.main], strict=True):
         if name is None or name in work.unscattered:
             continue
         own = layout[name]
         rest = wanted[len(own) :]
         is_part = bool(rest) and wanted[: len(own)] == own and summed.issuperset(rest)
         # Parts of parts are those of the whole only where these are all of one size.
-        if is_part and (not own or work.extents[name] % devices.parts(wanted) == 0):
+        is_free = not own and name not in work.whole
+        if is_part and (is_free or work.extents[name] % devices.parts(wanted) == 0):
             scattered[name] = rest
     return scattered

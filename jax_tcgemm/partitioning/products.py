@@ -31,10 +31,10 @@ def rule(bind: Any) -> Rule:
     def local(shard: Shard, spec: GemmSpec, *operands: jax.Array) -> list[jax.Array]:
         return _local(shard, spec, operands, bind)
 
-    return Rule(_accepts, _work, local, (GemmSpec, Epilogue))
+    return Rule(accepts, work, local, (GemmSpec, Epilogue))
 
 
-def _accepts(spec: GemmSpec, types: Sequence[Any]) -> bool:
+def accepts(spec: GemmSpec, types: Sequence[Any]) -> bool:
     """XLA divides its own products as well."""
     x = spec.unflatten(types)
     arguments = (x.a.dtype, x.b.dtype, spec.out_dtype, spec.precision)
@@ -53,7 +53,13 @@ def _names(spec: GemmSpec, operand: str) -> tuple[str | None, ...]:
     return tuple(role for _, role in sorted(pair for pair in pairs if pair[0] is not None))
 
 
-def _work(spec: GemmSpec, types: Sequence[Any]) -> Work:
+def result_dims(spec: GemmSpec) -> tuple[str, ...]:
+    """Returns the name of each dimension of a result."""
+    return (*(f"batch{i}" for i in range(spec.batch_ndim)), "m", "n")
+
+
+def work(spec: GemmSpec, types: Sequence[Any]) -> Work:
+    """Describes the product; of ``spec`` and the types of its operands."""
     arrays, extents = [], {}
     for name, each in zip(spec.operand_names, types, strict=True):
         dims = _names(spec, name)
@@ -61,11 +67,11 @@ def _work(spec: GemmSpec, types: Sequence[Any]) -> Work:
         arrays.append(Array(dims, each.dtype.itemsize * (1 + packs), name))
         for dim, size in zip(dims, each.shape, strict=True):
             extents[dim] = size // 2 if packs and dim == "n" else size
-    result = (*(f"batch{i}" for i in range(spec.batch_ndim)), "m", "n")
+    result = Array(result_dims(spec), spec.out_dtype.itemsize, "the result")
     return Work(
         extents=extents,
         operands=tuple(arrays),
-        results=(Array(result, spec.out_dtype.itemsize, "the result"),) * spec.result_count,
+        results=(result,) * spec.result_count,
         factors=frozenset(i for i, name in enumerate(spec.operand_names) if name in _FACTORS),
         operations=2.0 * (1 + spec.is_gated) * math.prod(extents.values()),
         packed="n" if spec.packed else None,
@@ -75,28 +81,47 @@ def _work(spec: GemmSpec, types: Sequence[Any]) -> Work:
 def _local(
     shard: Shard, spec: GemmSpec, operands: Sequence[jax.Array], bind: Any
 ) -> list[jax.Array]:
-    x = spec.unflatten(operands)
+    x, products = summed(shard, spec, spec.unflatten(operands), bind)
+    if products is None:
+        return bind(x, with_local_config(spec, x))
+    return reference.epilogue(products, x, spec)
+
+
+def summed(
+    shard: Shard, spec: GemmSpec, x: Operands, bind: Any
+) -> tuple[Operands, list[jax.Array] | None]:
+    """Computes the products alone where something has to travel between them and an epilogue.
+
+    Args:
+        shard: the device's.
+        spec: the static parameters.
+        x: the operands of a device.
+        bind: applies ``gemm_p``.
+
+    Returns:
+        The operands, whose packed weight may be an exchanged one; and the products, or ``None``
+        where nothing has to travel.
+    """
     is_exchanged = spec.packed and bool(shard.plan.layout["n"])
     if is_exchanged and shard.plan.smaller_packed().label == "b":
         x = x._replace(b=shard.halves_together(x.b, spec.axes.b[-1], "n"))
         is_exchanged = False
-    spec = _with_local_config(spec, x)
     if not is_exchanged and not shard.plan.summed_digits():
-        return bind(x, spec)
+        return x, None
     factors = {
         name: shard.without_padding(getattr(x, name), getattr(spec.axes, name)[at], "k")
         for name, at in (("a", -1), ("b", -2), ("b2", -2))
         if getattr(x, name) is not None
     }
     x = x._replace(**factors)
-    products = _products(x, spec, bind)
+    products = _products(x, with_local_config(spec, x), bind)
     if is_exchanged:
         (both,) = products
         products = [shard.halves_together(both, both.ndim - 1, "n")]
     if spec.packed:
         # Before they are summed: a sum may divide the columns of each.
         products = reference.halves(*products)
-    return reference.epilogue([shard.total(product) for product in products], x, spec)
+    return x, [shard.total(product) for product in products]
 
 
 def _products(x: Operands, spec: GemmSpec, bind: Any) -> list[jax.Array]:
@@ -120,7 +145,7 @@ def _travelling_dtype(x: Operands, spec: GemmSpec) -> np.dtype:
     return accumulator_dtype(x.a.dtype, x.b.dtype, spec.out_dtype)
 
 
-def _with_local_config(spec: GemmSpec, x: Operands) -> GemmSpec:
+def with_local_config(spec: GemmSpec, x: Operands) -> GemmSpec:
     """Leaves the choice open where the kernel that is named cannot compute a device's part."""
     shapes = Operands(*(None if operand is None else operand.shape for operand in x))
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +55,7 @@ class Shard:
         part = self.plan.part(name)
         start = self._value(digits) * part if digits else 0
         if beyond and after_sum:
-            start = start + self._value(beyond) * -(-part // self.plan.devices.parts(beyond))
+            start = start + self._value(beyond) * self.plan.part(name, after_sum=True)
         return start
 
     def without_padding(self, x: jax.Array, axis: int, name: str) -> jax.Array:
@@ -65,10 +66,15 @@ class Shard:
         index = lax.broadcasted_iota(jnp.int32, x.shape, axis)
         return jnp.where(index < left, x, jnp.zeros_like(x))
 
-    def total(self, x: jax.Array, result: int = 0) -> jax.Array:
-        """Joins what devices have of a sum: of all of it, or each the part that it is to have."""
+    def total(self, x: jax.Array, result: int | None = None) -> jax.Array:
+        """Joins what devices have of a sum: of all of it, or each the part that it is to have.
+
+        Args:
+            x: what a device has.
+            result: of which result that is, by default the main one.
+        """
         digits = self.plan.summed_digits(result)
-        dims = self.plan.work.results[result].dims
+        dims = self.plan.work.results[self.plan.work.main if result is None else result].dims
         for axis, name in enumerate(dims):
             own = self.plan.scattered.get(name, ()) if name is not None else ()
             if own and set(own) <= set(digits):
@@ -87,6 +93,23 @@ class Shard:
                     tiled=True,
                 )
         return lax.psum(x, AXIS, axis_index_groups=self._groups(digits)) if digits else x
+
+    def joined(self, x: jax.Array, names: Sequence[str], join: str) -> jax.Array:
+        """Joins what devices have of a reduction over dimensions of the result.
+
+        Args:
+            x: what a device has.
+            names: of the dimensions.
+            join: "Sum", "Maximum" or "Minimum".
+        """
+        plan = self.plan
+        digits = tuple(
+            digit for name in names for digit in (*plan.layout[name], *plan.scattered.get(name, ()))
+        )
+        if not digits:
+            return x
+        reduce = {"Sum": lax.psum, "Maximum": lax.pmax, "Minimum": lax.pmin}[join]
+        return reduce(x, AXIS, axis_index_groups=self._groups(digits))
 
     def halves_together(self, x: jax.Array, axis: int, name: str) -> jax.Array:
         """Gives a device its parts of both halves of what lies side by side and is divided as one.

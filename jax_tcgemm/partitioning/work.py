@@ -43,6 +43,7 @@ class Work:
         unscattered: names by which no sum is divided.
         packed: the name along which the second operand holds two of what it has, side by side. It
             is divided into an even number of like parts, if at all.
+        whole: names that are divided into like parts, if at all.
     """
 
     extents: Mapping[str, int]
@@ -52,12 +53,19 @@ class Work:
     operations: float
     unscattered: frozenset[str] = frozenset()
     packed: str | None = None
+    whole: frozenset[str] = frozenset()
+
+    @property
+    def main(self) -> int:
+        """Which result it is that lacks only what is summed: the first of most dimensions."""
+        ranks = [len([name for name in array.dims if name]) for array in self.results]
+        return ranks.index(max(ranks))
 
     @property
     def summed(self) -> tuple[str, ...]:
-        """The names that the first result lacks, in the order of the operands."""
+        """The names that the main result lacks, in the order of the operands."""
         names = dict.fromkeys(name for array in self.operands for name in array.dims)
-        return tuple(name for name in names if name and name not in self.results[0].dims)
+        return tuple(name for name in names if name and name not in self.results[self.main].dims)
 
     def elements(self, array: Array) -> int:
         """Returns how many elements an array has (of its named dimensions)."""
@@ -103,9 +111,9 @@ class Plan:
         """How each result lies on the devices."""
         return [self.tiling(x) for x in self.work.results]
 
-    def summed_digits(self, result: int = 0) -> Digits:
-        """Returns the digits of the devices among which a result is a sum."""
-        dims = self.work.results[result].dims
+    def summed_digits(self, result: int | None = None) -> Digits:
+        """Returns the digits of the devices among which a result is a sum, by default the main."""
+        dims = self.work.results[self.work.main if result is None else result].dims
         return tuple(d for name, digits in self.layout.items() if name not in dims for d in digits)
 
     def part_bytes(self, array: Array, tiling: Tiling) -> float:
@@ -122,9 +130,16 @@ class Plan:
         both = (operand, product)
         return min(both, key=lambda x: self.part_bytes(x, self.tiling(x, is_factor=True)))
 
-    def part(self, name: str) -> int:
-        """Returns the extent of a device's part of a dimension of the product."""
-        return -(-self.work.extents[name] // self.devices.parts(self.layout[name]))
+    def part(self, name: str, *, after_sum: bool = False) -> int:
+        """Returns the extent of a device's part of a dimension of the product.
+
+        Args:
+            name: of the dimension.
+            after_sum: whether that of a result is meant, which the sum may divide further.
+        """
+        part = -(-self.work.extents[name] // self.devices.parts(self.layout[name]))
+        beyond = self.scattered.get(name, ()) if after_sum else ()
+        return -(-part // self.devices.parts(beyond))
 
     def is_even(self, name: str) -> bool:
         """Says whether all devices have as much of a dimension."""

@@ -24,6 +24,8 @@ from jax_tcgemm.epilogue.linear import is_smooth
 from jax_tcgemm.epilogue.spec import CompiledSpec
 from jax_tcgemm.kernels.table import XLA
 from jax_tcgemm.lowering import compiled as compiled_lowering
+from jax_tcgemm.partitioning import functions as division
+from jax_tcgemm.partitioning import rules
 from jax_tcgemm.primitives import epilogue_derivative, gated, ragged, registration
 from jax_tcgemm.primitives import gemm as gemm_primitive
 from jax_tcgemm.primitives.gemm import PREACTIVATION
@@ -239,3 +241,4 @@ for _primitive, _rule in (
         reference=_computed,
         cuda=functools.partial(compiled_lowering.cuda_compiled, composed=_computed),
     )
+rules.register(compiled_p, division.rule(bind, gemm_primitive.bind))

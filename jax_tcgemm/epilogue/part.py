@@ -1,0 +1,109 @@
+"""What a device computes of a function: its part, by operations of JAX."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_tcgemm.epilogue.operations import ELEMENTWISE
+from jax_tcgemm.epilogue.portable import Number, Operation, PortableFunction
+from jax_tcgemm.epilogue.program import JOINS
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A device's part of what a function is of.
+
+    Attributes:
+        function: the function.
+        extents: of the part, by name.
+        start: returns where along a name it begins: an array, or 0.
+    """
+
+    function: PortableFunction
+    extents: Mapping[str, int]
+    start: Callable[[str], Any]
+
+    def within(self, *arguments: Any) -> list[Any]:
+        """Computes what depends on the accumulators alone: ``PortableFunction.made_within``."""
+        return self._evaluated(dict(enumerate(arguments)), self.function.made_within)
+
+    def after(self, made: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
+        """Computes the results.
+
+        Args:
+            made: what ``within`` returned, joined where it has to be.
+            operands: those of the function, without the accumulators.
+        """
+        known = dict(enumerate(operands, self.function.accumulators))
+        known |= dict(zip(self.function.made_within, made, strict=True))
+        return self._evaluated(known, self.function.results)
+
+    def _evaluated(self, known: dict[int, Any], wanted: Sequence[int | Number]) -> list[Any]:
+        """Computes values, of those that are known."""
+        function, count = self.function, len(self.function.arguments)
+        needed = {x for x in wanted if isinstance(x, int)}
+        for i in reversed(range(len(function.operations))):
+            if count + i in needed - known.keys():
+                needed.update(x for x in function.operations[i].operands if isinstance(x, int))
+
+        def read(operand: int | Number) -> Any:
+            if isinstance(operand, Number):
+                return np.asarray(operand.value, operand.dtype)[()]
+            return known[operand]
+
+        for i, operation in enumerate(function.operations, count):
+            if i in needed - known.keys():
+                known[i] = self._applied(operation, [*map(read, operation.operands)])
+        return [jnp.asarray(read(x)) for x in wanted]
+
+    def _applied(self, operation: Operation, values: Sequence[Any]) -> Any:
+        name, parameters = operation.name, operation.parameters
+        if name in ELEMENTWISE:
+            return elementwise(name)(*values, *parameters)
+        if name == "transpose" or name in JOINS:
+            return getattr(lax, name)(*values, *parameters)
+        shape = tuple(self.extents[x] if isinstance(x, str) else x for x in operation.dims)
+        if name == "broadcast_in_dim":
+            (x,), (axes,) = values, parameters
+            return lax.broadcast_in_dim(x, shape, axes)
+        if name == "iota":
+            return self._counted(operation, shape)
+        (x,) = values
+        return lax.reshape(x, shape)
+
+    def _counted(self, operation: Operation, shape: tuple[int, ...]) -> Any:
+        """Counts along an axis of the whole."""
+        dtype, axis = operation.parameters
+        name = operation.dims[axis]
+        start = self.start(name) if isinstance(name, str) else 0
+        if isinstance(start, int):  # 0
+            return lax.broadcasted_iota(dtype, shape, axis)
+        place = lax.broadcasted_iota(jnp.int32, shape, axis) + start
+        return lax.convert_element_type(place, dtype)
+
+
+_IDENTITIES = frozenset({"copy", "copy_p", "name", "stop_gradient", "optimization_barrier"})
+_ALIASES: Mapping[str, str] = {
+    "add_any": "add",
+    "and": "bitwise_and",
+    "or": "bitwise_or",
+    "xor": "bitwise_xor",
+    "not": "bitwise_not",
+}
+
+
+def elementwise(name: str) -> Callable[..., Any]:
+    """Returns what computes an elementwise operation."""
+    if name in _IDENTITIES:
+        return lambda x: x
+    if name == "one_minus_square":
+        return lambda x: (1 - x) * (1 + x)
+    if name == "round":
+        return lambda x, method: lax.round(x, lax.RoundingMethod(method))
+    return getattr(lax, _ALIASES.get(name, name))

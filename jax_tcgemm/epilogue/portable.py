@@ -1,0 +1,206 @@
+"""A function as operations by name: for programs that are compiled elsewhere, and for parts.
+
+A jaxpr is made of objects of JAX, and its operations hold the extents that it was traced for. Here
+the product's axes have names instead, so that a device computes the same of its part; and all of it
+is numbers and text, which a program over several devices carries.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from jax_tcgemm._compat import jaxprs
+from jax_tcgemm.epilogue.axes import Axes, NotDivisibleError
+from jax_tcgemm.epilogue.function import EpilogueFunction
+from jax_tcgemm.epilogue.program import JOINS
+from jax_tcgemm.epilogue.tanh import is_literal
+from jax_tcgemm.epilogue.values import following
+
+# The name of each axis, or its extent where it is none of the product's.
+Dims = tuple[str | int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Number:
+    """An operand that is known."""
+
+    value: int | float | bool
+    dtype: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """An operation.
+
+    Attributes:
+        name: of JAX's primitive.
+        operands: numbers, and which values: those of the arguments come first, then one for each
+            operation.
+        parameters: those that ``_PARAMETERS`` names.
+        dims: of the result.
+    """
+
+    name: str
+    operands: tuple[int | Number, ...]
+    parameters: tuple[Any, ...]
+    dims: Dims
+
+
+@dataclasses.dataclass(frozen=True)
+class Joined:
+    """A reduction over axes of the product, of which each device has a part.
+
+    Attributes:
+        value: its result.
+        over: the names of the axes.
+        join: what joins parts, in the words of ``JOINS``.
+    """
+
+    value: int
+    over: tuple[str, ...]
+    join: str
+
+
+@dataclasses.dataclass(frozen=True)
+class PortableFunction:
+    """A function of accumulators and operands.
+
+    Attributes:
+        accumulators: how many arguments are accumulators.
+        arguments: the dimensions of all.
+        operations: in their order.
+        results: numbers, or which values.
+        result_dims: the dimensions of the results.
+        joined: the reductions over axes of the product.
+    """
+
+    accumulators: int
+    arguments: tuple[Dims, ...]
+    operations: tuple[Operation, ...]
+    results: tuple[int | Number, ...]
+    result_dims: tuple[Dims, ...]
+    joined: tuple[Joined, ...]
+
+    def following(self, values: Iterable[int]) -> set[int]:
+        """Returns values, and those that depend on them."""
+        found = set(values)
+        for number, operation in enumerate(self.operations, len(self.arguments)):
+            if found.intersection(x for x in operation.operands if isinstance(x, int)):
+                found.add(number)
+        return found
+
+    @functools.cached_property
+    def made_within(self) -> tuple[int, ...]:
+        """What is computed of the accumulators: results, then what is joined."""
+        dependent = self.following(range(self.accumulators))
+        later = self.following(each.value for each in self.joined)
+        results = (x for x in self.results if isinstance(x, int) and x in dependent - later)
+        return (*dict.fromkeys(results), *(each.value for each in self.joined))
+
+
+@functools.lru_cache(maxsize=256)
+def portable(function: EpilogueFunction, names: tuple[str, ...]) -> PortableFunction | str:
+    """Returns a function with names for the axes of the product, or why it has none.
+
+    Args:
+        function: an epilogue.
+        names: of the axes of the accumulators.
+    """
+    flat = function.flat
+    if flat.jaxpr.effects or flat.consts:
+        return "effects or constants"
+    jaxpr, _ = jaxprs.without_unused(flat.jaxpr, len(flat.jaxpr.invars))
+    try:
+        axes = Axes(jaxpr, function.accumulators, names)
+        return _portable(jaxpr, function.accumulators, axes)
+    except NotDivisibleError as error:
+        return str(error)
+
+
+def _portable(jaxpr: Any, accumulators: int, axes: Axes) -> PortableFunction:
+    numbers = {var: i for i, var in enumerate(jaxpr.invars)}
+    numbers |= {eqn.outvars[0]: i for i, eqn in enumerate(jaxpr.eqns, len(numbers))}
+
+    def atom(x: Any) -> int | Number:
+        return _number(x) if is_literal(x) else numbers[x]
+
+    reduced = _reduced(jaxpr, accumulators, axes)
+    return PortableFunction(
+        accumulators,
+        tuple(map(axes.of, jaxpr.invars)),
+        tuple(
+            Operation(
+                eqn.primitive.name,
+                tuple(map(atom, eqn.invars)),
+                _parameters(eqn),
+                axes.of(eqn.outvars[0]),
+            )
+            for eqn in jaxpr.eqns
+        ),
+        tuple(map(atom, jaxpr.outvars)),
+        tuple(() if is_literal(x) else axes.of(x) for x in jaxpr.outvars),
+        tuple(Joined(numbers[x], over, join) for x, (over, join) in reduced.items()),
+    )
+
+
+def _reduced(jaxpr: Any, accumulators: int, axes: Axes) -> dict[Any, tuple[tuple[str, ...], str]]:
+    """Returns what has to be joined over devices: over which names, and how."""
+    dependent = following(jaxpr.invars[:accumulators], jaxpr)
+    reduced: dict[Any, tuple[tuple[str, ...], str]] = {}
+    later: set[Any] = set()
+    for eqn in jaxpr.eqns:
+        name, (result, *_) = eqn.primitive.name, eqn.outvars
+        values = [x for x in eqn.invars if not is_literal(x)]
+        over: tuple[str, ...] = ()
+        if name in JOINS:
+            dims = axes.of(values[0])
+            over = tuple(d for d in (dims[i] for i in eqn.params["axes"]) if isinstance(d, str))
+        if any(x in later for x in values):
+            if over or any(x in dependent and x not in later for x in values):
+                raise NotDivisibleError(f"{name} of what was reduced and of what was not")
+            later.add(result)
+        elif over:
+            if values[0] not in dependent:
+                raise NotDivisibleError(f"{name} of an operand")
+            reduced[result] = over, JOINS[name]
+            later.add(result)
+    return reduced
+
+
+def _number(literal: Any) -> Number:
+    if literal.aval.shape:
+        raise NotDivisibleError("an array as a literal")
+    dtype = np.dtype(literal.aval.dtype)
+    return Number(np.asarray(literal.val).astype(dtype).item(), dtype)
+
+
+# Those of JAX that say what an operation does, beside the shape of its result.
+_PARAMETERS: Mapping[str, tuple[str, ...]] = {
+    "integer_pow": ("y",),
+    "round": ("rounding_method",),
+    "convert_element_type": ("new_dtype",),
+    "bitcast_convert_type": ("new_dtype",),
+    "reduce_precision": ("exponent_bits", "mantissa_bits"),
+    "broadcast_in_dim": ("broadcast_dimensions",),
+    "transpose": ("permutation",),
+    "iota": ("dtype", "dimension"),
+    **dict.fromkeys(JOINS, ("axes",)),
+}
+
+
+def _parameters(eqn: Any) -> tuple[Any, ...]:
+    names = _PARAMETERS.get(eqn.primitive.name, ())
+    values = (eqn.params[name] for name in names)
+    return tuple(
+        tuple(map(int, value))
+        if isinstance(value, tuple)
+        else np.dtype(value)
+        if name.endswith("dtype")
+        else int(value)
+        for name, value in zip(names, values, strict=True)
+    )

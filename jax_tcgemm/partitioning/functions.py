@@ -1,0 +1,162 @@
+"""How a gemm, gated or not, with a function of the user as its epilogue is divided.
+
+The product as without one (``products.py``); the function is of each device's part. What it reduces
+over rows or columns is joined over devices, and what follows from that is computed after it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_tcgemm.epilogue import function as functions
+from jax_tcgemm.epilogue import portable, translation
+from jax_tcgemm.epilogue.part import Part
+from jax_tcgemm.epilogue.portable import Joined, Number, Operation, PortableFunction
+from jax_tcgemm.epilogue.spec import CompiledSpec
+from jax_tcgemm.kernels.table import XLA
+from jax_tcgemm.partitioning import products
+from jax_tcgemm.partitioning.rules import Rule
+from jax_tcgemm.partitioning.shard import Shard
+from jax_tcgemm.partitioning.work import Array, Work
+from jax_tcgemm.problem.arithmetic import accumulator_dtype, is_of_8_bits
+from jax_tcgemm.problem.epilogue import Epilogue
+from jax_tcgemm.problem.log import log
+from jax_tcgemm.problem.spec import GemmSpec, flatten
+from jax_tcgemm.problem.strides import Operands
+
+
+@dataclasses.dataclass(frozen=True)
+class DividedSpec:
+    """``CompiledSpec`` as what a call is told.
+
+    Attributes:
+        product: what is multiplied.
+        function: what becomes of it.
+    """
+
+    product: GemmSpec
+    function: PortableFunction
+
+
+_Apply = Callable[[Sequence[jax.Array], CompiledSpec], list[jax.Array]]
+_Multiply = Callable[[Operands, GemmSpec], list[jax.Array]]
+
+
+def rule(apply: _Apply, multiply: _Multiply) -> Rule:
+    """Returns the rule of ``compiled_p``.
+
+    Args:
+        apply: binds it to operands and a spec.
+        multiply: binds ``gemm_p``.
+    """
+
+    def local(shard: Shard, spec: DividedSpec, *operands: jax.Array) -> list[jax.Array]:
+        return _local(shard, spec, operands, apply, multiply)
+
+    classes = (DividedSpec, PortableFunction, Operation, Number, Joined, GemmSpec, Epilogue)
+    return Rule(_accepts, _work, local, classes, _told)
+
+
+def _portable(spec: CompiledSpec) -> PortableFunction | str:
+    assert isinstance(spec.product, GemmSpec)
+    return portable.portable(spec.function, products.result_dims(spec.product))
+
+
+def _accepts(spec: CompiledSpec, types: Sequence[Any]) -> bool:
+    """What a kernel has for it; XLA divides all else as well."""
+    assert isinstance(spec.product, GemmSpec)
+    own, others = spec.split(types)
+    if spec.scaled or not products.accepts(spec.product, own):
+        return False
+    has_keys = any(jnp.issubdtype(x.dtype, jax.dtypes.extended) for x in others)
+    reasons = translation.translate(spec.function), has_keys and "random numbers", _portable(spec)
+    for reason in reasons:
+        if isinstance(reason, str):
+            log(f"the product is divided without its function, which XLA divides: {reason}")
+            return False
+    return True
+
+
+def _told(spec: CompiledSpec) -> DividedSpec:
+    function = _portable(spec)
+    assert isinstance(spec.product, GemmSpec)
+    assert isinstance(function, PortableFunction)
+    return DividedSpec(spec.product, function)
+
+
+def _work(spec: DividedSpec, types: Sequence[Any]) -> Work:
+    function, count = spec.function, len(spec.product.operand_names)
+    work = products.work(spec.product, types[:count])
+    others = tuple(
+        Array(_names(dims), each.dtype.itemsize, f"operand {i} of the function")
+        for i, (dims, each) in enumerate(
+            zip(function.arguments[function.accumulators :], types[count:], strict=True)
+        )
+    )
+    results = tuple(
+        Array(_names(dims), spec.product.out_dtype.itemsize, "the result")
+        for dims in function.result_dims
+    )
+    return dataclasses.replace(
+        work,
+        operands=(*work.operands, *others),
+        results=results,
+        whole=work.whole.union(*(each.over for each in function.joined)),
+    )
+
+
+def _names(dims: portable.Dims) -> tuple[str | None, ...]:
+    return tuple(name if isinstance(name, str) else None for name in dims)
+
+
+def _local(
+    shard: Shard,
+    spec: DividedSpec,
+    operands: Sequence[jax.Array],
+    apply: _Apply,
+    multiply: _Multiply,
+) -> list[jax.Array]:
+    function, count = spec.function, len(spec.product.operand_names)
+    own, others = operands[:count], operands[count:]
+    wide = accumulator_dtype(own[0].dtype, own[1].dtype, spec.product.out_dtype)
+    # Of 8 bits there are rows for functions alone.
+    of_8_bits = is_of_8_bits(own[0].dtype, own[1].dtype) and spec.product.config != XLA
+    alone = spec.product.replace(config=None) if of_8_bits else spec.product
+    alone, x = alone.replace(out_dtype=wide), spec.product.unflatten(own)
+    x, sums = products.summed(shard, alone, x, multiply)
+    names = products.result_dims(spec.product)
+    extents = {name: shard.plan.part(name, after_sum=True) for name in names}
+    part = Part(function, extents, lambda name: shard.start(name, after_sum=True))
+    if sums is None:
+        product = spec.product if of_8_bits else products.with_local_config(spec.product, x)
+        made = _within_kernel(part, product, x, wide, others, apply)
+    else:
+        made = part.within(*sums, *others)
+    joined = {each.value: each for each in function.joined}
+    made = [
+        shard.joined(value, joined[which].over, joined[which].join) if which in joined else value
+        for which, value in zip(function.made_within, made, strict=True)
+    ]
+    return part.after(made, others)
+
+
+def _within_kernel(
+    part: Part,
+    product: GemmSpec,
+    x: Operands,
+    wide: Any,
+    others: Sequence[jax.Array],
+    apply: _Apply,
+) -> list[jax.Array]:
+    """Computes the product and what the function makes of it by the primitive of both."""
+    count = part.function.accumulators
+    accumulator = jax.ShapeDtypeStruct(tuple(part.extents.values()), wide)
+    types = [accumulator] * count + [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in others]
+    function, held = functions.trace(part.within, types, count)
+    own = flatten(x)
+    return apply([*own, *others, *held], CompiledSpec(product, function))

@@ -1,0 +1,298 @@
+"""Functions of the user as epilogues of products that are divided among devices."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import random_epilogues
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from sharded_checks import kinds, put
+from sharded_programs import mesh_of
+
+from jax_tcgemm import gated_gemm, gemm
+from jax_tcgemm.epilogue import function as functions
+from jax_tcgemm.epilogue import operations, portable
+from jax_tcgemm.epilogue.part import Part, elementwise
+from jax_tcgemm.partitioning import rules
+from jax_tcgemm.problem.log import log
+from jax_tcgemm.problem.serialize import from_json, to_json
+
+pytestmark = pytest.mark.usefixtures("divided_everywhere")
+
+CALL = r"\22primitive\22:\22tcgemm_compiled\22"
+
+
+def is_divided(function, *operands) -> bool:
+    return CALL in jax.jit(function).lower(*operands).as_text()
+
+
+def both(function, *operands):
+    """Runs a function on sharded operands, and on one device."""
+    alone = [jnp.asarray(np.asarray(x)) for x in operands]
+    return jax.jit(function)(*operands), jax.jit(function)(*alone)
+
+
+def with_reductions(x, w, bias):
+    def epilogue(product, bias):
+        y = jnp.tanh(product + bias)
+        scale = jnp.max(jnp.abs(y)) / 448
+        share = jnp.sum(jnp.square(y), axis=-1, keepdims=True) / y.shape[-1]
+        return jnp.min(y), y.astype(jnp.bfloat16), scale, y.sum(-2), lax.rsqrt(share + 1e-6)
+
+    return gemm(x, w, epilogue=epilogue, epilogue_operands=(bias,))
+
+
+LAYOUTS = {
+    "rows": (P("x"), P(), P()),
+    "columns": (P(), P(None, "x"), P("x")),
+    "rows_and_columns": (P("y"), P(None, "x"), P("x")),
+    "k": (P(None, "x"), P("x"), P()),
+    "k_and_rows": (P("y", "x"), P("x"), P()),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", [(64, 32, 48), (60, 32, 44), (3, 24, 32, 40)])
+def test_reductions_are_joined(normal, layout, shape):
+    *batch, m, k, n = shape
+    specs = LAYOUTS[layout]
+    x_spec = P(*(None,) * len(batch), *specs[0])
+    x = put(mesh_of(), normal(*batch, m, k) / 4, *x_spec)
+    w, bias = put(mesh_of(), normal(k, n), *specs[1]), put(mesh_of(), normal(n), *specs[2])
+    assert is_divided(with_reductions, x, w, bias)
+    for got, expected in zip(*both(with_reductions, x, w, bias), strict=True):
+        assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
+        got, expected = (np.asarray(each, np.float32) for each in (got, expected))
+        np.testing.assert_allclose(got, expected, rtol=1e-2, atol=1e-5)
+
+
+def test_what_is_reduced_over_parts_of_other_sizes(normal):
+    """What XLA pads would be reduced, too, so that the rows stay whole."""
+    x, w, bias = normal(64, 32), normal(32, 48), put(mesh_of(), normal(48))
+    x, w = put(mesh_of(), x, "x"), put(mesh_of(), w)
+
+    def cut(x, w, bias):
+        return with_reductions(x[:61], w, bias)
+
+    assert is_divided(cut, x, w, bias)
+    for got, expected in zip(*both(cut, x, w, bias), strict=True):
+        got, expected = (np.asarray(each, np.float32) for each in (got, expected))
+        np.testing.assert_allclose(got, expected, rtol=1e-2, atol=1e-5)
+
+
+def test_a_result_is_scattered(normal):
+    """Rows of a sum over k, of which each device computes the function for its own."""
+
+    def program(x, w, rows):
+        def epilogue(product, rows):
+            y = product * rows + lax.broadcasted_iota(jnp.float32, product.shape, 0)
+            return y, jnp.max(y), y.sum(1)
+
+        y, most, sums = gemm(x, w, epilogue=epilogue, epilogue_operands=(rows,))
+        return lax.with_sharding_constraint(y, NamedSharding(mesh_of(), P("x"))), most, sums
+
+    x, w = put(mesh_of(), normal(64, 32), None, "x"), put(mesh_of(), normal(32, 48), "x")
+    rows = put(mesh_of(), normal(64, 1), "x")
+    for got, expected in zip(*both(program, x, w, rows), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_nothing_travels_but_what_is_joined(normal):
+    x, w = put(mesh_of(), normal(64, 32), "x"), put(mesh_of(), normal(32, 48))
+
+    def program(x, w):
+        return gemm(x, w, epilogue=lambda product: (jnp.sin(product), jnp.abs(product).max()))
+
+    assert kinds(program, x, w) == ["all-reduce"]
+    assert kinds(lambda x, w: program(x, w)[0], x, w) == []
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_random_functions(seed, normal):
+    """As numbers and names, as text and back, and on devices."""
+    epilogue = random_epilogues.draw(seed)
+    m, n = 24, 16
+    values = [np.asarray(normal(m, n)), *random_epilogues.operands_of(epilogue, m, n)]
+
+    def run(*arrays):
+        return epilogue.run(False, *arrays)
+
+    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in values]
+    made, _ = functions.trace(run, types, 1)
+    carried = portable.portable(made, ("m", "n"))
+    assert isinstance(carried, portable.PortableFunction), carried
+    assert from_json(to_json(carried), rules.parameter_classes()) == carried
+    part = Part(carried, {"m": m, "n": n}, lambda name: 0)
+
+    def again(*arrays):
+        return part.after(part.within(*arrays), arrays[1:])
+
+    expected = jax.jit(run)(*values)
+    for got, exact in zip(jax.jit(again)(*values), expected, strict=True):
+        assert got.dtype == exact.dtype
+        np.testing.assert_array_equal(*(np.asarray(each, np.float32) for each in (got, exact)))
+
+    def product(x, *others):
+        return gemm(x, jnp.eye(n), epilogue=run, epilogue_operands=others)
+
+    x = put(mesh_of(), values[0], "x", "y")
+    assert is_divided(product, x, *values[1:])
+    for got, exact in zip(jax.jit(product)(x, *values[1:]), expected, strict=True):
+        assert got.dtype == exact.dtype
+        got, exact = (np.asarray(each, np.float32) for each in (got, exact))
+        # XLA fuses otherwise; what jumps may, at one value in a hundred, jump.
+        off = ~np.isclose(got, exact, rtol=3e-2, atol=3e-2, equal_nan=True)
+        assert off.mean() <= 0.01, np.argwhere(off)
+
+
+@pytest.mark.parametrize("name", sorted(operations.ELEMENTWISE))
+def test_each_operation_has_one_of_jax(name):
+    assert callable(elementwise(name))
+
+
+def test_numbers_of_rows_are_those_of_the_whole(normal):
+    def program(x, w):
+        def epilogue(product):
+            rows = lax.broadcasted_iota(jnp.int32, product.shape, 0)
+            columns = lax.broadcasted_iota(jnp.float32, product.shape, 1)
+            return jnp.where(rows >= columns, product, -jnp.inf), rows.astype(jnp.int8)
+
+        return gemm(x, w, epilogue=epilogue)
+
+    x, w = put(mesh_of(), normal(64, 32), "x"), put(mesh_of(), normal(32, 48), None, "y")
+    assert is_divided(program, x, w)
+    (masked, rows), expected = both(program, x, w)
+    np.testing.assert_allclose(masked, expected[0], rtol=1e-4, atol=1e-4)
+    np.testing.assert_array_equal(rows, expected[1])
+
+
+def test_a_key_stays_whole(normal):
+    """Of dropout whose mask nothing reads any more."""
+
+    def program(x, w, key):
+        def epilogue(product, key):
+            return jnp.tanh(product), jax.random.normal(key, product.shape)
+
+        return gemm(x, w, epilogue=epilogue, epilogue_operands=(key,))[0]
+
+    x, w = put(mesh_of(), normal(64, 32), "x"), put(mesh_of(), normal(32, 48), None, "y")
+    got = jax.jit(program)(x, w, jax.random.key(0))
+    np.testing.assert_allclose(got, jnp.tanh(x @ w), rtol=1e-4, atol=1e-4)
+
+
+def test_parts_of_other_sizes_are_not_reduced_after_a_sum(normal):
+    def program(x, w):
+        def epilogue(product):
+            y = jnp.cos(product)
+            return y, jnp.max(y, axis=0)
+
+        y, most = gemm(x, w, epilogue=epilogue)
+        y = jnp.pad(y, ((0, -len(y) % 4), (0, 0)))
+        return lax.with_sharding_constraint(y, NamedSharding(mesh_of(), P("x"))), most
+
+    x, w = put(mesh_of(), normal(61, 32), None, "x"), put(mesh_of(), normal(32, 48), "x")
+    assert is_divided(program, x, w)
+    for got, expected in zip(*both(program, x, w), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_named_row_of_a_part(normal):
+    """Which a device's part cannot have, as it is: 9 of 36 columns."""
+    x, w = put(mesh_of(), normal(64, 64)), put(mesh_of(), normal(64, 36), None, "x")
+    config = "sm90_bf16_128x128x64_s6_c2x1_pingpong"
+
+    def program(x, w):
+        x, w = x.astype(jnp.bfloat16), jnp.pad(w, ((0, 0), (0, 4))).astype(jnp.bfloat16)
+        return gemm(x, w, epilogue=jnp.tanh, config=config)
+
+    assert is_divided(program, x, w)
+    for got, expected in zip(*both(program, x, w), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-2, atol=1e-2)
+
+
+def test_operands_that_only_look_like_axes(normal):
+    """As many rows as columns: what an axis is, is how it is broadcast."""
+    x, w = put(mesh_of(), normal(32, 32), "x"), put(mesh_of(), normal(32, 32), None, "y")
+    vector = put(mesh_of(), normal(32), "x")
+
+    def program(x, w, vector):
+        def epilogue(product, vector):
+            return product * vector[:, None] + vector
+
+        return gemm(x, w, epilogue=epilogue, epilogue_operands=(vector,))
+
+    # Along rows and along columns: no axis can be divided alone.
+    assert not is_divided(program, x, w, vector)
+    got, expected = both(program, x, w, vector)
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
+
+    def rows(x, w, vector):
+        return gemm(x, w, epilogue=lambda p, v: p * v[:, None], epilogue_operands=(vector,))
+
+    assert is_divided(rows, x, w, vector)
+    got, expected = both(rows, x, w, vector)
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
+
+
+REFUSED = {
+    "random_bits": lambda p: jnp.where(jax.random.bernoulli(jax.random.key(0), 0.5, p.shape), p, 0),
+    "within what has the product's shape": jax.nn.softmax,
+    "reshape of": lambda p: p.reshape(8, 8, 48).reshape(p.shape),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_xla_divides(reason, normal, monkeypatch, capfd):
+    log.cache_clear()
+    monkeypatch.setenv("JAX_TCGEMM_LOG", "1")
+    x, w = put(mesh_of(), normal(64, 32), "x"), put(mesh_of(), normal(32, 48), None, "y")
+
+    def program(x, w):
+        return gemm(x, w, epilogue=REFUSED[reason])
+
+    assert not is_divided(program, x, w)
+    err = capfd.readouterr().err
+    assert "the product is divided without its function" in err
+    assert reason in err
+    got, expected = both(program, x, w)
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_products_of_8_bits(normal):
+    x = put(mesh_of(), np.round(normal(64, 32) * 20).astype(np.int8), "x")
+    w = put(mesh_of(), np.round(normal(32, 48) * 20).astype(np.int8), None, "y")
+    offset = put(mesh_of(), np.arange(48, dtype=np.int32), "y")
+
+    def program(x, w, offset):
+        def epilogue(product, offset):
+            assert product.dtype == jnp.int32
+            return (product - offset) >> 2
+
+        options = {"epilogue": epilogue, "preferred_element_type": jnp.int32}
+        return gemm(x, w, epilogue_operands=(offset,), **options)
+
+    assert is_divided(program, x, w, offset)
+    got, expected = both(program, x, w, offset)
+    np.testing.assert_array_equal(got, expected)
+
+
+def test_two_products_divided_by_hand_and_by_xla(normal):
+    """Within ``shard_map`` over one axis, of which the others are divided by XLA."""
+    mesh = mesh_of()
+
+    def program(x, gate, up):
+        def part(x, gate, up):
+            return gated_gemm(x, gate, up, epilogue=lambda g, u: jax.nn.silu(g) * jnp.sin(u))
+
+        specs = {"in_specs": (P("x"), P(), P()), "out_specs": P("x")}
+        return jax.shard_map(part, mesh=mesh, axis_names={"x"}, **specs)(x, gate, up)
+
+    x = put(mesh, normal(64, 32), "x")
+    gate, up = (put(mesh, normal(32, 48), None, "y") for _ in range(2))
+    assert is_divided(program, x, gate, up)
+    expected = jax.nn.silu(x @ gate) * jnp.sin(x @ up)
+    np.testing.assert_allclose(jax.jit(program)(x, gate, up), expected, rtol=1e-4, atol=1e-4)
