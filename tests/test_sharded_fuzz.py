@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fused_call import assert_trees_close, square_sum
+from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from sharded_programs import TARGET, mesh_of
@@ -90,6 +91,32 @@ def gated(rng, normal):
     return lambda x, *w: gated_gemm(x, *w), [x, *weights]
 
 
+def function(rng, normal):
+    """Draws a function as an epilogue, with operands of every kind and reductions."""
+    m, n, k = (int(x) for x in rng.integers(1, 40, 3))
+    batch = tuple(int(x) for x in rng.integers(1, 9, rng.integers(0, 3)))
+    shapes = [(1,), (n,), (m, 1), (m, n), (*batch, m, n), (*batch, 1, 1), (*batch, 1, n)]
+    chosen = [shapes[i] for i in rng.permutation(len(shapes))[: rng.integers(0, 4)]]
+    axis = [-1, -2, (-2, -1), None][rng.integers(4)]
+    first = bool(rng.integers(2))
+
+    def epilogue(product, *others):
+        y = product + lax.broadcasted_iota(jnp.float32, product.shape, product.ndim - 2) / 64
+        for i, x in enumerate(others):
+            y = jnp.tanh(y) * x if i % 2 else y + x
+        if axis is None:
+            return (y,)
+        share = jnp.sum(y, axis, keepdims=True) / n
+        return (share, y) if first else (y, share)
+
+    def call(a, b, *rest):
+        results = gemm(a, b, epilogue=epilogue, epilogue_operands=rest)
+        return results[0] if axis is None else results[0] + results[1]
+
+    drawn = (*batch, m, k), (k, n), *chosen
+    return call, [normal(*shape) / 4 for shape in drawn]
+
+
 def layers(rng, normal):
     m, f, k = (int(x) for x in rng.integers(1, 40, 3))
     shapes = ((m, k), (k, f), (f,), (f, k))
@@ -109,7 +136,7 @@ def groups(rng, normal):
 
 
 @pytest.mark.parametrize("draw", range(DRAWS))
-@pytest.mark.parametrize("kind", [fused, gated, layers, groups])
+@pytest.mark.parametrize("kind", [fused, function, gated, layers, groups])
 def test_divided_as_on_one_device(kind, draw, rng, normal):
     mesh = mesh_of(MESHES[(draw + rng.integers(2)) % len(MESHES)])
     call, operands = kind(rng, normal)
@@ -141,7 +168,7 @@ def test_divided_as_on_one_device(kind, draw, rng, normal):
 
 
 @pytest.mark.parametrize("draw", range(DRAWS))
-@pytest.mark.parametrize("kind", [fused, gated, layers, groups])
+@pytest.mark.parametrize("kind", [fused, function, gated, layers, groups])
 def test_divided_in_parts_of_a_mesh_that_is_divided_by_hand(kind, draw, rng, normal):
     """Some axes by ``shard_map``, the others by XLA, which numbers the devices of each part."""
     mesh = mesh_of((2, 2, 2))
