@@ -154,6 +154,27 @@ def test_each_operation_has_one_of_jax(name):
     assert callable(elementwise(name))
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_maxima_keep_nan(normal, dtype):
+    """Which all-reduces may drop; infinities and zeros are what they are, too."""
+
+    def program(x, w):
+        def epilogue(product):
+            y = jnp.where(jnp.abs(product) > 2, product * jnp.inf, product).astype(dtype)
+            return y, y.max(0), y.min(0), y.max(), y.min(1)
+
+        return gemm(x, w, epilogue=epilogue)
+
+    values = normal(64, 32)
+    for rows in ([], [3], [3, 40]):
+        x, w = np.array(values), np.zeros((32, 48), np.float32)
+        w[np.arange(32), np.arange(32)] = 1
+        x[rows, 3], x[50, 5], x[9, 6] = np.nan, 3, -3
+        x, w = put(mesh_of(), x, "x"), put(mesh_of(), w, None, "y")
+        for pair in zip(*both(program, x, w), strict=True):
+            np.testing.assert_array_equal(*(np.asarray(each, np.float32) for each in pair))
+
+
 def test_numbers_of_rows_are_those_of_the_whole(normal):
     def program(x, w):
         def epilogue(product):

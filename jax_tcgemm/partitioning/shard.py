@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -109,7 +110,11 @@ class Shard:
         if not digits:
             return x
         reduce = {"Sum": lax.psum, "Maximum": lax.pmax, "Minimum": lax.pmin}[join]
-        return reduce(x, AXIS, axis_index_groups=self._groups(digits))
+        reduce = functools.partial(reduce, axis_name=AXIS, axis_index_groups=self._groups(digits))
+        if join == "Sum" or not jnp.issubdtype(x.dtype, jnp.floating):
+            return reduce(x)
+        # NaN has to stay, which all-reduces of floating-point numbers may drop.
+        return _of_ordered(reduce(_ordered(x, negative_nan=join == "Minimum")), x.dtype)
 
     def halves_together(self, x: jax.Array, axis: int, name: str) -> jax.Array:
         """Gives a device its parts of both halves of what lies side by side and is divided as one.
@@ -137,3 +142,21 @@ class Shard:
 
         # Each comes from one slot, according to whether the device's number is even; 0 elsewhere.
         return jnp.concatenate([received(i, 0) + received(i, 1) for i in (0, 1)], axis=axis)
+
+
+def _ordered(x: jax.Array, *, negative_nan: bool) -> jax.Array:
+    """Returns integers in the order of floating-point numbers, NaN below or above all others."""
+    wide = x.astype(jnp.float32)
+    nan = np.int32(-0x400000 if negative_nan else 0x7FC00000)
+    bits = jnp.where(jnp.isnan(wide), nan, lax.bitcast_convert_type(wide, jnp.int32))
+    return _flipped(bits)
+
+
+def _of_ordered(ordered: jax.Array, dtype: np.dtype) -> jax.Array:
+    """Returns what ``_ordered`` was given."""
+    return lax.bitcast_convert_type(_flipped(ordered), jnp.float32).astype(dtype)
+
+
+def _flipped(bits: jax.Array) -> jax.Array:
+    """Reverses the order of the negative ones: their bits are those of their sizes."""
+    return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
