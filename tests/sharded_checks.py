@@ -11,7 +11,7 @@ import numpy as np
 from fused_call import square_sum
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from sharded_programs import F32, Program
+from sharded_program import F32, Program
 
 from jax_tcgemm.tools.collectives import collectives
 

@@ -23,7 +23,8 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from sharded_checks import placed
-from sharded_programs import PROGRAMS, TARGET, mesh_of
+from sharded_program import TARGET, mesh_of
+from sharded_programs import PROGRAMS
 
 import jax_tcgemm
 from jax_tcgemm.tuning.entry import Entry, problem_key

@@ -2,58 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import math
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from sharded_functions import FUNCTION_PROGRAMS
+from sharded_program import BF16, F32, Program, mesh_of, uneven
 
 import jax_tcgemm as tc
-
-BF16, F32 = jnp.bfloat16, jnp.float32
-
-
-TARGET = "jax_tcgemm_partitioned"
-
-
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """What is computed, and where its operands and results lie.
-
-    Attributes:
-        ours: by this package.
-        theirs: the same by ``jax.numpy``.
-        shapes: of the operands.
-        specs: their shardings.
-        out: that of the result; ``None`` leaves it to the compiler.
-        dtype: of the operands.
-        gradients: of which operands there are some.
-        sizes: the operands that are not drawn but are sizes of groups.
-        grads_as_operands: whether each gradient is to lie as its operand does.
-    """
-
-    ours: Callable[..., jax.Array]
-    theirs: Callable[..., jax.Array]
-    shapes: tuple[tuple[int, ...], ...]
-    specs: tuple[P, ...]
-    out: P | None = None
-    dtype: Any = F32
-    gradients: tuple[int, ...] = (0, 1)
-    sizes: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
-    grads_as_operands: bool = False
-
-
-@functools.cache
-def mesh_of(shape: tuple[int, ...] = (4, 2), axis_type: AxisType = AxisType.Auto) -> Mesh:
-    devices = jax.devices("cpu")[: math.prod(shape)]
-    names = ("x", "y", "z")[: len(shape)]
-    return jax.make_mesh(shape, names, (axis_type,) * len(shape), devices=devices)
 
 
 def _fused(x, w, bias, c):
@@ -62,35 +21,6 @@ def _fused(x, w, bias, c):
 
 def _fused_formula(x, w, bias, c):
     return jax.nn.gelu(0.5 * jnp.matmul(x, w) + 2.0 * c + bias)
-
-
-def _of_product(product, bias, rows, addend):
-    counted = lax.broadcasted_iota(F32, product.shape, product.ndim - 2) / 64
-    return jax.nn.silu(product * rows + bias) * counted + addend
-
-
-def _function(x, w, *operands):
-    return tc.gemm(x, w, epilogue=_of_product, epilogue_operands=operands)
-
-
-def _function_formula(x, w, *operands):
-    return _of_product(jnp.matmul(x, w), *operands)
-
-
-def _of_both(gate, up, bias):
-    return jax.nn.gelu(gate + bias) * jnp.clip(up, -1, 1)
-
-
-def _gated_function(x, gate, up, bias):
-    return tc.gated_gemm(x, gate, up, epilogue=_of_both, epilogue_operands=(bias,))
-
-
-def _packed_function(x, w, bias):
-    return tc.gated_gemm(x, w, epilogue=_of_both, epilogue_operands=(bias,))
-
-
-def _packed_function_formula(x, w, bias):
-    return _of_both(*jnp.split(x @ w, 2, axis=-1), bias)
 
 
 def _mlp(x, w1, b1, w2, b2):
@@ -153,28 +83,12 @@ def _layers(layer):
 _gemm, _matmul = tc.gemm, jnp.matmul
 _W = ((64, 32), (32, 48))
 _FUSED = ((64, 32), (32, 48), (48,), (64, 48))
-_FUNCTION = ((64, 32), (32, 48), (48,), (64, 1), (64, 48))
 _MLP = ((64, 32), (32, 96), (96,), (96, 32), (32,))
 _GATED = ((64, 32), (32, 48), (32, 48))
 _GATED_MLP = ((64, 32), (32, 48), (32, 48), (48, 32))
 _QKV = ((4, 16, 8, 32), (4, 24, 8, 32), (4, 24, 8, 32))
 _RAGGED = ((64, 32), (8, 32, 48), (8,), (8, 48))
 _SIZES = {2: (5, 0, 11, 9, 20, 1, 2, 10)}
-
-
-def _uneven(ours, theirs, shapes, specs, sizes=None, **options):
-    """Cuts operands within the program, so that their parts are of different sizes."""
-
-    def cut(function):
-        return lambda *args: function(
-            *(lax.slice(x, (0,) * x.ndim, shape) for x, shape in zip(args, shapes, strict=True))
-        )
-
-    padded = tuple(
-        shape if sizes and i in sizes else tuple(-(-extent // 4) * 4 for extent in shape)
-        for i, shape in enumerate(shapes)
-    )
-    return Program(cut(ours), cut(theirs), padded, specs, sizes=sizes or {}, **options)
 
 
 def _to_rows(function):
@@ -195,7 +109,7 @@ def _transposed(function):
 _OF_GROUPS = {"gradients": (0, 1, 3), "sizes": _SIZES}
 _BOTH = (_ragged, functools.partial(_ragged_formula, jax.nn.relu))
 _groups = functools.partial(Program, *_BOTH, **_OF_GROUPS)
-_uneven_groups = functools.partial(_uneven, *_BOTH, **_OF_GROUPS)
+_uneven_groups = functools.partial(uneven, *_BOTH, **_OF_GROUPS)
 
 
 PROGRAMS = {
@@ -215,24 +129,22 @@ PROGRAMS = {
     "fsdp_and_columns": Program(_gemm, _matmul, _W, (P("x"), P("x", "y")), grads_as_operands=True),
     "rows_and_columns_alike": Program(_gemm, _matmul, _W, (P("x"), P(None, "x"))),
     "replicated_result": Program(_gemm, _matmul, _W, (P("x"), P()), P()),
-    "uneven_rows_and_columns": _uneven(
-        _gemm, _matmul, ((61, 32), (32, 43)), (P("x"), P(None, "y"))
-    ),
-    "uneven_k": _uneven(_gemm, _matmul, ((64, 30), (30, 48)), (P(None, "x"), P("x"))),
-    "uneven_k_to_uneven_rows": _uneven(
+    "uneven_rows_and_columns": uneven(_gemm, _matmul, ((61, 32), (32, 43)), (P("x"), P(None, "y"))),
+    "uneven_k": uneven(_gemm, _matmul, ((64, 30), (30, 48)), (P(None, "x"), P("x"))),
+    "uneven_k_to_uneven_rows": uneven(
         _to_rows(tc.gemm),
         _to_rows(jnp.matmul),
         ((61, 30), (30, 48)),
         (P(None, "x"), P("x")),
     ),
-    "uneven_fused_k": _uneven(
+    "uneven_fused_k": uneven(
         _fused,
         _fused_formula,
         ((61, 30), (30, 43), (43,), (61, 43)),
         (P(None, "x"), P("x"), P(), P()),
         gradients=(0, 1, 2, 3),
     ),
-    "uneven_gated_k": _uneven(
+    "uneven_gated_k": uneven(
         tc.gated_gemm,
         _gated,
         ((61, 30), (30, 43), (30, 43)),
@@ -256,65 +168,6 @@ PROGRAMS = {
     ),
     "fused_sequence": Program(
         _fused, _fused_formula, _FUSED, (P(None, "x"), P("x"), P(), P("x")), P("x")
-    ),
-    "function_rows": Program(
-        _function,
-        _function_formula,
-        _FUNCTION,
-        (P("x"), P(), P(), P("x"), P("x")),
-        gradients=(0, 1, 2, 3, 4),
-    ),
-    "function_columns": Program(
-        _function, _function_formula, _FUNCTION, (P(), P(None, "x"), P("x"), P(), P(None, "x"))
-    ),
-    "function_rows_and_columns": Program(
-        _function, _function_formula, _FUNCTION, (P("x"), P(None, "y"), P("y"), P("x"), P("x", "y"))
-    ),
-    "function_k": Program(
-        _function, _function_formula, _FUNCTION, (P(None, "x"), P("x"), P(), P(), P())
-    ),
-    "function_sequence": Program(
-        _function, _function_formula, _FUNCTION, (P(None, "x"), P("x"), P(), P("x"), P("x")), P("x")
-    ),
-    "function_fsdp": Program(
-        _function,
-        _function_formula,
-        _FUNCTION,
-        (P("x"), P("x"), P(), P("x"), P("x")),
-        gradients=(0, 1, 2, 3, 4),
-        grads_as_operands=True,
-    ),
-    "uneven_function": _uneven(
-        _function,
-        _function_formula,
-        ((61, 32), (32, 43), (43,), (61, 1), (61, 43)),
-        (P("x"), P(None, "y"), P(), P(), P("x", "y")),
-    ),
-    "uneven_function_k": _uneven(
-        _function,
-        _function_formula,
-        ((61, 30), (30, 43), (43,), (61, 1), (61, 43)),
-        (P(None, "x"), P("x"), P(), P(), P()),
-    ),
-    "function_batch": Program(
-        _function,
-        _function_formula,
-        ((8, 16, 32), (8, 32, 24), (24,), (8, 1, 1), (16, 24)),
-        (P("x"), P("x"), P(), P("x"), P()),
-    ),
-    "gated_function": Program(
-        _gated_function,
-        lambda x, gate, up, bias: _of_both(x @ gate, x @ up, bias),
-        (*_GATED, (48,)),
-        (P("x"), P(None, "y"), P(None, "y"), P("y")),
-        gradients=(0, 1, 2, 3),
-    ),
-    "packed_function": Program(
-        _packed_function,
-        _packed_function_formula,
-        ((64, 32), (32, 96), (48,)),
-        (P("x"), P(None, "y"), P("y")),
-        gradients=(),
     ),
     "activations_of_three_dimensions": Program(
         _gemm, _matmul, ((4, 16, 32), (32, 48)), (P("x", "y"), P())
@@ -462,4 +315,5 @@ PROGRAMS = {
         _RAGGED,
         (P(None, "x"), P(None, "x"), P(), P()),
     ),
+    **FUNCTION_PROGRAMS,
 }

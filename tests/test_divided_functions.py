@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from sharded_checks import kinds, put
-from sharded_programs import mesh_of
+from sharded_program import mesh_of
 
 from jax_tcgemm import gated_gemm, gemm
 from jax_tcgemm.epilogue import function as functions
@@ -99,6 +99,69 @@ def test_a_result_is_scattered(normal):
     rows = put(mesh_of(), normal(64, 1), "x")
     for got, expected in zip(*both(program, x, w, rows), strict=True):
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("mesh", [(2, 2), (4, 2)])
+@pytest.mark.parametrize("wanted", [P("x"), P(None, "x"), P("x", "y"), P("y", "x")])
+def test_a_result_that_lies_otherwise_than_the_product(normal, mesh, wanted):
+    """As many columns as rows; the first result is transposed, and wanted in parts of the sum."""
+    mesh = mesh_of(mesh)
+
+    def program(x, w, c):
+        def epilogue(product, c):
+            return c * 1.0, product + c.T
+
+        a, b = gemm(x, w, epilogue=epilogue, epilogue_operands=(c,))
+        return lax.with_sharding_constraint(a, NamedSharding(mesh, wanted)), b
+
+    for axes in ("x", ("x", "y")):
+        x, w = put(mesh, normal(32, 32), None, axes), put(mesh, normal(32, 32), axes)
+        c = put(mesh, normal(32, 32))
+        assert is_divided(program, x, w, c)
+        for got, expected in zip(*both(program, x, w, c), strict=True):
+            np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_result_with_a_further_dimension(normal):
+    def program(x, w):
+        def epilogue(product):
+            outer = product.sum(1)[None, :, None] * product.max(0)[None, None, :]
+            return outer, product * 2
+
+        outer, y = gemm(x, w, epilogue=epilogue)
+        outer = lax.with_sharding_constraint(outer, NamedSharding(mesh_of(), P(None, None, "x")))
+        return outer, lax.with_sharding_constraint(y, NamedSharding(mesh_of(), P(None, "x")))
+
+    x, w = put(mesh_of(), normal(64, 32), None, "x"), put(mesh_of(), normal(32, 48), "x")
+    assert is_divided(program, x, w)
+    for got, expected in zip(*both(program, x, w), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_a_value_with_two_axes_of_one_name(normal):
+    """As many matrices as rows: what has rows twice cannot be divided by them."""
+
+    def program(x, w):
+        def epilogue(product):
+            sums = product.sum((0, 2))
+            return product * 2, sums[:, None] * sums[None, :]
+
+        return gemm(x, w, epilogue=epilogue)
+
+    x, w = put(mesh_of(), normal(8, 8, 32), "x"), put(mesh_of(), normal(32, 48), None, "y")
+    assert not is_divided(program, x, w)
+    for got, expected in zip(*both(program, x, w), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_reductions_of_numbers(normal):
+    def program(x, w):
+        return gemm(x, w, epilogue=lambda product: product * jnp.max(2.0) + jnp.sum(3.0))
+
+    x, w = put(mesh_of(), normal(64, 32), "x"), put(mesh_of(), normal(32, 48), None, "y")
+    assert is_divided(program, x, w)
+    got, expected = both(program, x, w)
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_nothing_travels_but_what_is_joined(normal):

@@ -12,10 +12,7 @@ from fused_call import assert_trees_close, square_sum
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from sharded_checks import put, size, spec_of, vector_of
-from sharded_programs import (
-    TARGET,
-    mesh_of,
-)
+from sharded_program import TARGET, mesh_of
 
 from jax_tcgemm import (
     dot_general,

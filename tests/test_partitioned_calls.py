@@ -24,11 +24,8 @@ from sharded_checks import (
     placed,
     put,
 )
-from sharded_programs import (
-    PROGRAMS,
-    TARGET,
-    mesh_of,
-)
+from sharded_program import TARGET, mesh_of
+from sharded_programs import PROGRAMS
 
 from jax_tcgemm import (
     export_disabled_checks,

@@ -94,7 +94,8 @@ EIGHT = Devices((2, 2, 2))
 def product(m, n, k):
     names = {"m": m, "n": n, "k": k}
     arrays = [Array(tuple(dims), 2, dims) for dims in ("mk", "kn", "mn")]
-    return Work(names, tuple(arrays[:2]), (arrays[2],), frozenset((0, 1)), 2.0 * m * n * k)
+    product = arrays[2]
+    return Work(names, tuple(arrays[:2]), product, (product,), frozenset((0, 1)), 2.0 * m * n * k)
 
 
 def test_weights_are_gathered_for_many_rows_and_rows_exchanged_for_few():

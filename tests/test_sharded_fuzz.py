@@ -10,7 +10,7 @@ from fused_call import assert_trees_close, square_sum
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from sharded_programs import TARGET, mesh_of
+from sharded_program import TARGET, mesh_of
 
 from jax_tcgemm import gated_gemm, gemm, mlp, ragged_dot
 

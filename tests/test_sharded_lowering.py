@@ -216,7 +216,7 @@ def shard_map(function, mesh, **options):
     return jax.shard_map(function, **options)
 
 
-@pytest.mark.parametrize("name", ["gemm", "gated_gemm", "ragged_dot", "mlp"])
+@pytest.mark.parametrize("name", ["gemm", "function", "gated_gemm", "ragged_dot", "mlp"])
 def test_kernels_within_shard_map_over_all_axes(name, args):
     function, count = FUNCTIONS[name]
     assert calls(shard_map(function, mesh_of(4), check_vma=False), *args) == count

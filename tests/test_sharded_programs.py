@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from sharded_checks import compiled, compiled_gradients, gradients_of, placed
-from sharded_programs import PROGRAMS, TARGET, mesh_of
+from sharded_program import TARGET, mesh_of
+from sharded_programs import PROGRAMS
 
 from jax_tcgemm.tools.collectives import collectives
 

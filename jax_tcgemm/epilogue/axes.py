@@ -42,10 +42,18 @@ class Axes:
                     raise NotDivisibleError(f"{name} is {self._names[top]}, too")
 
     def of(self, atom: Any) -> tuple[Any, ...]:
-        """Returns the name of each axis, of one that is not the product's its extent."""
+        """Returns the name of each axis, of one that is not the product's its extent.
+
+        Raises:
+            NotDivisibleError: one name is that of two axes, which no device has parts of.
+        """
         tops = (self._top((atom, axis)) for axis in range(len(atom.aval.shape)))
         pairs = zip(tops, atom.aval.shape, strict=True)
-        return tuple(self._names.get(top, extent) for top, extent in pairs)
+        dims = tuple(self._names.get(top, extent) for top, extent in pairs)
+        names = [name for name in dims if isinstance(name, str)]
+        if len(set(names)) < len(names):
+            raise NotDivisibleError(f"axes {names} of one value")
+        return dims
 
     def _top(self, axis: tuple[Any, int]) -> tuple[Any, int]:
         while axis in self._above:

@@ -117,23 +117,9 @@ def portable(function: EpilogueFunction, names: tuple[str, ...]) -> PortableFunc
     jaxpr, _ = jaxprs.without_unused(flat.jaxpr, len(flat.jaxpr.invars))
     try:
         axes = Axes(jaxpr, function.accumulators, names)
-        made = _portable(jaxpr, function.accumulators, axes)
-        _check_dims(made, names)
-        return made
+        return _portable(jaxpr, function.accumulators, axes)
     except NotDivisibleError as error:
         return str(error)
-
-
-def _check_dims(function: PortableFunction, names: tuple[str, ...]) -> None:
-    """Refuses values of which one name divides two axes, and matrices that lie otherwise."""
-    every = (*function.arguments, *(each.dims for each in function.operations))
-    for dims in every:
-        own = [x for x in dims if isinstance(x, str)]
-        if len(set(own)) < len(own):
-            raise NotDivisibleError(f"{own} of one value")
-    whole = [dims for dims in function.result_dims if set(names) <= set(dims)]
-    if not whole or any(dims != names for dims in whole):
-        raise NotDivisibleError("a result that lies otherwise than the product")
 
 
 def _portable(jaxpr: Any, accumulators: int, axes: Axes) -> PortableFunction:

@@ -27,10 +27,12 @@ def _work(spec: Any, types: Sequence[Any]) -> Work:
     g, z = types
     dims = (*(f"row{i}" for i in range(z.ndim - 1)), "n")
     sums = tuple(Array(("n",), dtype.itemsize, "the sums") for dtype in spec.bias_dtypes)
+    result = Array(dims, z.dtype.itemsize, "the result")
     return Work(
         extents=dict(zip(dims, z.shape, strict=True)),
         operands=(Array(dims, g.dtype.itemsize, "g"), Array(dims, z.dtype.itemsize, "z")),
-        results=(Array(dims, z.dtype.itemsize, "the result"), *sums),
+        product=result,
+        results=(result, *sums),
         factors=frozenset((0, 1)),
         operations=0,
     )
@@ -40,13 +42,14 @@ def _local(
     shard: Shard, spec: Any, operands: Sequence[jax.Array], apply: Callable[..., list[jax.Array]]
 ) -> list[jax.Array]:
     """Sums rows at least in float32, over devices as well, and rounds once."""
-    if not spec.bias_dtypes or not shard.plan.summed_digits(1):
+    _, *sums = shard.plan.work.results
+    if not spec.bias_dtypes or not shard.plan.summed_digits(sums[0]):
         return apply(operands, spec)
     for axis, name in enumerate(shard.plan.work.operands[0].dims[:-1]):
         operands = [shard.without_padding(x, axis, str(name)) for x in operands]
     z_dtype = operands[1].dtype
     dtype = accumulator_dtype(z_dtype, z_dtype, z_dtype)
     wide = dataclasses.replace(spec, bias_dtypes=(dtype,) * len(spec.bias_dtypes))
-    d, *sums = apply(operands, wide)
-    pairs = zip(sums, spec.bias_dtypes, strict=True)
-    return [d, *(shard.total(x, 1 + i).astype(dtype) for i, (x, dtype) in enumerate(pairs))]
+    d, *parts = apply(operands, wide)
+    each = zip(parts, sums, spec.bias_dtypes, strict=True)
+    return [d, *(shard.total(x, array).astype(dtype) for x, array, dtype in each)]

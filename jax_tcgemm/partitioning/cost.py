@@ -59,8 +59,8 @@ def _joined(plan: Plan) -> Iterator[_Moved]:
     """Yields what the sums over devices cost."""
     beyond = [digit for digits in plan.scattered.values() for digit in digits]
     scattered = plan.devices.parts(beyond)
-    for i, array in enumerate(plan.work.results):
-        summed = plan.summed_digits(i)
+    for array in plan.work.results:
+        summed = plan.summed_digits(array)
         size = plan.part_bytes(array, plan.tiling(array, is_factor=True))
         is_scattered = bool(beyond) and set(beyond) <= set(summed)
         if is_scattered:

@@ -74,11 +74,12 @@ def _accepts(spec: CompiledSpec, types: Sequence[Any]) -> bool:
     if spec.scaled or not products.accepts(spec.product, own):
         return False
     has_keys = any(jnp.issubdtype(x.dtype, jax.dtypes.extended) for x in others)
-    reasons = translation.translate(spec.function), has_keys and "random numbers", _portable(spec)
-    for reason in reasons:
-        if isinstance(reason, str):
-            log(f"the product is divided without its function, which XLA divides: {reason}")
-            return False
+    reason = "random numbers" if has_keys else translation.translate(spec.function)
+    if not isinstance(reason, str):
+        reason = _portable(spec)
+    if isinstance(reason, str):
+        log(f"the product is divided without its function, which XLA divides: {reason}")
+        return False
     return True
 
 

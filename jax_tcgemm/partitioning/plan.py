@@ -101,11 +101,13 @@ def _scattered(
     work: Work, devices: Devices, layout: Mapping[str, Digits], results: Sequence[Tiling] | None
 ) -> dict[str, Digits]:
     """Returns the digits of a sum along which its result is wanted in parts."""
-    if not results:
+    dims = [array.dims for array in work.results]
+    if not results or work.product.dims not in dims:
         return {}
     summed = {digit for name in work.summed for digit in layout[name]}
     scattered = {}
-    for name, wanted in zip(work.results[work.main].dims, results[work.main], strict=True):
+    tiling = results[dims.index(work.product.dims)]
+    for name, wanted in zip(work.product.dims, tiling, strict=True):
         if name is None or name in work.unscattered:
             continue
         own = layout[name]

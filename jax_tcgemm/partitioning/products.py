@@ -71,6 +71,7 @@ def work(spec: GemmSpec, types: Sequence[Any]) -> Work:
     return Work(
         extents=extents,
         operands=tuple(arrays),
+        product=result,
         results=(result,) * spec.result_count,
         factors=frozenset(i for i, name in enumerate(spec.operand_names) if name in _FACTORS),
         operations=2.0 * (1 + spec.is_gated) * math.prod(extents.values()),

@@ -54,6 +54,7 @@ def _work(
     extents: dict[str, int] = {"g": types[2].shape[0]}
     for names, x in zip(dims, types, strict=True):
         extents |= {name: size for name, size in zip(names, x.shape, strict=True) if name}
+    each = Array(tuple(result), spec.out_dtype.itemsize, "the result")
     return Work(
         extents=extents,
         operands=tuple(
@@ -62,7 +63,8 @@ def _work(
                 dims, types, ("lhs", "rhs", "group_sizes", "bias"), strict=False
             )
         ),
-        results=(Array(tuple(result), spec.out_dtype.itemsize, "the result"),) * spec.result_count,
+        product=each,
+        results=(each,) * spec.result_count,
         factors=frozenset((0, 1)),
         operations=2.0 * extents["m"] * extents["k"] * extents["n"],
         # The rows of a result know their group, its columns need no more than their sum.

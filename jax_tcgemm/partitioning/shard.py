@@ -13,7 +13,7 @@ from jax import lax
 
 from jax_tcgemm.partitioning.mesh import Digits
 from jax_tcgemm.partitioning.rules import Call
-from jax_tcgemm.partitioning.work import Plan
+from jax_tcgemm.partitioning.work import Array, Plan
 
 # The axis along which all devices of a program lie.
 AXIS = "devices"
@@ -67,16 +67,15 @@ class Shard:
         index = lax.broadcasted_iota(jnp.int32, x.shape, axis)
         return jnp.where(index < left, x, jnp.zeros_like(x))
 
-    def total(self, x: jax.Array, result: int | None = None) -> jax.Array:
+    def total(self, x: jax.Array, array: Array | None = None) -> jax.Array:
         """Joins what devices have of a sum: of all of it, or each the part that it is to have.
 
         Args:
             x: what a device has.
-            result: of which result that is, by default the main one.
+            array: what that is, by default the product.
         """
-        digits = self.plan.summed_digits(result)
-        dims = self.plan.work.results[self.plan.work.main if result is None else result].dims
-        for axis, name in enumerate(dims):
+        digits = self.plan.summed_digits(array)
+        for axis, name in enumerate((array or self.plan.work.product).dims):
             own = self.plan.scattered.get(name, ()) if name is not None else ()
             if own and set(own) <= set(digits):
                 digits = tuple(digit for digit in digits if digit not in own)

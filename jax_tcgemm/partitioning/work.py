@@ -37,7 +37,8 @@ class Work:
     Attributes:
         extents: the extent of each name.
         operands: its operands.
-        results: its results.
+        product: what is computed first, over all that is summed.
+        results: what becomes of it; one may lack its dimensions, or have them in another order.
         factors: which operands are those of what is summed; the others join after the sum.
         operations: multiplications and additions.
         unscattered: names by which no sum is divided.
@@ -48,6 +49,7 @@ class Work:
 
     extents: Mapping[str, int]
     operands: tuple[Array, ...]
+    product: Array
     results: tuple[Array, ...]
     factors: frozenset[int]
     operations: float
@@ -56,16 +58,10 @@ class Work:
     whole: frozenset[str] = frozenset()
 
     @property
-    def main(self) -> int:
-        """Which result it is that lacks only what is summed: the first of most dimensions."""
-        ranks = [len([name for name in array.dims if name]) for array in self.results]
-        return ranks.index(max(ranks))
-
-    @property
     def summed(self) -> tuple[str, ...]:
-        """The names that the main result lacks, in the order of the operands."""
+        """The names that the product lacks, in the order of the operands."""
         names = dict.fromkeys(name for array in self.operands for name in array.dims)
-        return tuple(name for name in names if name and name not in self.results[self.main].dims)
+        return tuple(name for name in names if name and name not in self.product.dims)
 
     def elements(self, array: Array) -> int:
         """Returns how many elements an array has (of its named dimensions)."""
@@ -111,9 +107,9 @@ class Plan:
         """How each result lies on the devices."""
         return [self.tiling(x) for x in self.work.results]
 
-    def summed_digits(self, result: int | None = None) -> Digits:
-        """Returns the digits of the devices among which a result is a sum, by default the main."""
-        dims = self.work.results[self.work.main if result is None else result].dims
+    def summed_digits(self, array: Array | None = None) -> Digits:
+        """Returns the digits of the devices among which the product, or an array, is a sum."""
+        dims = (array or self.work.product).dims
         return tuple(d for name, digits in self.layout.items() if name not in dims for d in digits)
 
     def part_bytes(self, array: Array, tiling: Tiling) -> float:
@@ -125,7 +121,7 @@ class Plan:
         """Returns which has fewer elements on a device, a packed operand or the product with it."""
         operand = self.work.operands[1]
         product = dataclasses.replace(
-            self.work.results[0], itemsize=operand.itemsize, label="the product"
+            self.work.product, itemsize=operand.itemsize, label="the product"
         )
         both = (operand, product)
         return min(both, key=lambda x: self.part_bytes(x, self.tiling(x, is_factor=True)))
