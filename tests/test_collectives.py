@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jax_tcgemm.tools.collectives import collectives
 
@@ -52,3 +56,25 @@ def test_what_waits_is_no_other_collective():
 def test_a_group_of_one_receives_nothing():
     text = "%all-reduce = f32[8]{0} all-reduce(%x), replica_groups=[8,1]<=[8], to_apply=%add"
     assert collectives(text, 8) == []
+
+
+def _text(step):
+    mesh = jax.make_mesh((8,), ("x",), (AxisType.Auto,))
+    x = jax.device_put(jnp.ones((16, 16)), NamedSharding(mesh, P("x")))
+    w = jax.device_put(jnp.ones((16, 16)), NamedSharding(mesh, P(None, "x")))
+    return jax.jit(step).lower(x, w).compile().as_text()
+
+
+def test_a_loop_counts_as_often_as_it_runs():
+    def layer(x, w):
+        return jax.lax.cond(x[0, 0] > 0, lambda x: jnp.tanh(x @ w), jnp.tanh, x)
+
+    def loop(x, w):
+        return jax.lax.fori_loop(0, 3, lambda _, x: layer(x, w * (1 + x[:1].T)), x)
+
+    found = [
+        sorted(collectives(_text(step), 8))
+        for step in (loop, lambda x, w: layer(x, w * (1 + x[:1].T)))
+    ]
+    assert found[1]
+    assert found[0] == sorted(3 * found[1])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import math
 import re
+from collections.abc import Iterator
 from typing import NamedTuple
 
 _ITEM_BYTES = {
@@ -17,6 +19,9 @@ _LINE = re.compile(
     r"= (?P<result>.*?) (?P<kind>all-gather|all-reduce|reduce-scatter|all-to-all|"
     r"collective-permute)(?:-start)?\((?P<rest>.*)"
 )
+_COMPUTATION = re.compile(r"(?:ENTRY )?%([\w.-]+) \(.*\) -> .* \{$")
+_CALLED = re.compile(r"\b(?:body|calls|to_apply|\w+_computations?)=\{?(%[\w.-]+(?:, %[\w.-]+)*)")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 
 
 class Collective(NamedTuple):
@@ -32,17 +37,47 @@ class Collective(NamedTuple):
 
 
 def collectives(text: str, devices: int) -> list[Collective]:
-    """Returns the collectives of a program.
+    """Returns the collectives of a program, in the order of its text.
 
-    One within a loop counts once.
+    One within a loop is there as often as the loop runs, or once where XLA does not know how often.
+    XLA may copy a loop's body, to begin what travels earlier: the result is the same.
 
     Args:
         text: what ``as_text()`` of a compiled program returns.
         devices: how many devices it runs on.
     """
-    matches = filter(None, map(_LINE.search, text.splitlines()))
-    found = (_collective(match, devices) for match in matches)
-    return [each for each in found if each.received]
+    computations = dict(_computations(text.splitlines()))
+    runs = _runs(computations)
+    found = [
+        (_collective(match, devices), runs[name])
+        for name, lines in computations.items()
+        for match in filter(None, map(_LINE.search, lines))
+    ]
+    return [each for each, count in found for _ in range(count) if each.received]
+
+
+def _computations(lines: list[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yields the name and the lines of each computation; that of the program itself is the last."""
+    name, body = "", []
+    for line in lines:
+        head = _COMPUTATION.match(line)
+        if head:
+            yield name, body
+            name, body = head[1], []
+        body.append(line)
+    yield name, body
+
+
+def _runs(computations: dict[str, list[str]]) -> dict[str, int]:
+    """Returns how often each computation runs: a text has it before those that call it."""
+    runs = collections.Counter({list(computations)[-1]: 1})
+    for name, lines in reversed(computations.items()):
+        for line in lines:
+            trips = _TRIPS.search(line)
+            for called in _CALLED.findall(line):
+                for each in called.split(", "):
+                    runs[each[1:]] += runs[name] * (int(trips[1]) if trips else 1)
+    return runs
 
 
 def _collective(match: re.Match[str], devices: int) -> Collective:
