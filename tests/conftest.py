@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pathlib
 import re
@@ -13,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gpu_accuracy import baseline_precision, poison
+from gpu_accuracy import baseline_precision, in_float64, poison
 from kernel_rows import first_of
 from mps import pytest_configure, pytest_report_header, pytest_unconfigure  # noqa: F401 (hooks)
 
@@ -26,10 +27,15 @@ from jax_tcgemm.problem.arithmetic import INPUT_DTYPES
 from jax_tcgemm.problem.strides import Operands, StridedGemm
 from jax_tcgemm.tuning import cache, lookup
 
-# Read when a backend starts. The shard_map tests need more than one device; on GPUs, tuning the
-# products of the baseline would take most of the time.
-_XLA_FLAGS = ("--xla_force_host_platform_device_count=8", "--xla_gpu_autotune_level=0")
+# Read when a backend starts. The shard_map tests need more than one device. Programs run once: most
+# of the time would go into tuning the products of the baseline and into optimising machine code.
+_XLA_FLAGS = (
+    "--xla_force_host_platform_device_count=8",
+    "--xla_gpu_autotune_level=0",
+    "--xla_backend_optimization_level=0",
+)
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the processes share the GPU
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # and the cores, of which each has one
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_XLA_FLAGS])
 # Tests are of the choice that is made untuned, whatever files there are.
 os.environ["JAX_TCGEMM_TUNING"] = "off"
@@ -88,7 +94,7 @@ def normal(rng: np.random.Generator) -> Callable[..., jax.Array]:
         values = rng.standard_normal(shape)
         if jnp.issubdtype(dtype, jnp.complexfloating):
             values = values + 1j * rng.standard_normal(shape)
-        return jnp.asarray(values, dtype)
+        return jnp.asarray(values.astype(jnp.dtype(dtype)))  # a program for each shape otherwise
 
     return draw
 
@@ -130,7 +136,7 @@ def assert_accurate() -> Callable[..., None]:
 
 
 @pytest.fixture
-def compare(exact, assert_accurate):
+def compare(assert_accurate):
     """Holds the results of a function against those of a formula, in float64 and by XLA.
 
     The formula takes `matmul` first, and all arrays in one type.
@@ -153,9 +159,7 @@ def compare(exact, assert_accurate):
         for shape in {x.shape for x in baselines}:
             poison(shape, dtype)
         got = jax.jit(ours)(*args)
-        with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
-            expected = formula(jnp.matmul, *(jnp.asarray(exact(x)) for x in args))
-            expected = [np.asarray(x) for x in expected]
+        expected = in_float64(functools.partial(formula, jnp.matmul), *args)
         for x, baseline, wanted in zip(got, baselines, expected, strict=True):
             assert x.dtype == dtype
             assert_accurate(x, baseline, wanted, slack)

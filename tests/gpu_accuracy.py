@@ -7,6 +7,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_tcgemm import clip, softcap
 from jax_tcgemm.kernels.config import KernelConfig
@@ -78,7 +79,18 @@ def luck_slack(algorithm: str, k: int, size: int) -> float:
 
 def poison(shape, dtype) -> None:
     """Leaves NaNs in the memory that the next results of this shape are likely to get."""
-    blocks = [jnp.full(shape, jnp.nan, dtype) for _ in range(4)]
+    values = np.full(shape, np.nan, dtype)  # copied: to fill it there is a program for each shape
+    blocks = [jax.device_put(values) for _ in range(4)]
     jax.block_until_ready(blocks)
     for block in blocks:
         block.delete()
+
+
+def in_float64(function, *args):
+    """Returns what a function makes of float64 arrays on the CPU, as NumPy's.
+
+    By one program; otherwise there would be one for each operation and shape.
+    """
+    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
+        wide = jax.tree.map(lambda x: np.asarray(x).astype(np.float64), args)
+        return jax.tree.map(np.asarray, jax.jit(function)(*wide))

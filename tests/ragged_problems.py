@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from gpu_accuracy import in_float64
 
 from jax_tcgemm import ragged_dot
 from jax_tcgemm.problem.activations import ACTIVATIONS
@@ -32,9 +33,9 @@ def looped(lhs: Any, rhs: Any, sizes: Any, bias: Any = None, activation: str | N
         d[rows] = lhs[rows] @ rhs[group]
         if bias is not None:
             d[rows] += np.asarray(bias, np.float64)[group]
-        if activation is not None:
-            with jax.enable_x64(True):
-                d[rows] = ACTIVATIONS[activation].reference(jnp.asarray(d[rows]))
+    if activation is not None:
+        used = slice(at[0], at[-1])
+        d[used] = in_float64(ACTIVATIONS[activation].reference, d[used])
     return d
 
 

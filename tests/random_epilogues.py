@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from gpu_accuracy import in_float64
 from jax import lax
 
 from jax_tcgemm import gemm
@@ -217,9 +218,7 @@ def wrong(epilogue: Epilogue, m: int, n: int, layout: str) -> str | None:
     theirs = jax.jit(f)(exactly, *others)
     # What a rounding of the product would change.
     moved = jax.jit(f)(exactly * np.float32(1 + 2**-23), *others)
-    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
-        values = [np.asarray(x).astype(np.float64) for x in (product, *others)]
-        true = [np.asarray(x) for x in epilogue.run(True, *map(jnp.asarray, values))]
+    true = in_float64(lambda *x: epilogue.run(True, *x), product, *others)
     for i, (*found, exact) in enumerate(zip(ours, theirs, moved, true, strict=True)):
         what = _compare(*map(np.asarray, found), exact, epilogue.results[i][1])
         if what is not None:

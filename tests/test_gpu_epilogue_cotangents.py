@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import random_epilogues
+from gpu_accuracy import in_float64
 
 from jax_tcgemm import gated_gemm, gated_mlp, gemm, mlp, quantize, ragged_dot
 
@@ -57,9 +58,7 @@ def _check(f, drawn, cotangent, assert_accurate, k, out_dtype=BF16):
 
     found = jax.jit(lambda *x: _vjp(ours, x, cotangent))(*drawn)
     baseline = jax.jit(lambda *x: _vjp(theirs, x, cotangent))(*drawn)
-    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
-        wide = [jnp.asarray(np.asarray(x).astype(np.float64)) for x in (*drawn, cotangent)]
-        exact = [np.asarray(x) for x in _vjp(f, wide[:-1], wide[-1])]
+    exact = in_float64(lambda *x: _vjp(f, x[:-1], x[-1]), *drawn, cotangent)
     for x, y, true in zip(found, baseline, exact, strict=True):
         assert (x.dtype, x.shape) == (y.dtype, y.shape)
         # What the kernel's own functions may lose beside XLA's, of float32 results.

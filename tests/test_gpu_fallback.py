@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gpu_accuracy import poison
+from gpu_accuracy import in_float64, poison
 from kernel_rows import by_config
 from ragged_problems import BF16, F16, F32, bounds, contracted, looped
 
@@ -205,8 +205,7 @@ def test_gated_batches(normal, exact, assert_accurate, config, in_axes):
     baseline = jax.jit(jax.vmap(formula, in_axes))(*args)
     poison(baseline.shape, dtype)
     got = jax.jit(ours)(*args)
-    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
-        expected = np.asarray(jax.vmap(formula, in_axes)(*(jnp.asarray(exact(x)) for x in args)))
+    expected = in_float64(jax.vmap(formula, in_axes), *args)
     assert_accurate(got, baseline, expected)
 
 
@@ -232,7 +231,6 @@ def test_gated_gradients(normal, exact, assert_accurate, config):
 
     got = jax.jit(functools.partial(pulled, ours))(*args, ct)
     baseline = jax.jit(functools.partial(pulled, formula))(*args, ct)
-    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
-        expected = pulled(formula, *(jnp.asarray(exact(x)) for x in (*args, ct)))
+    expected = in_float64(functools.partial(pulled, formula), *args, ct)
     for actual, other, wanted in zip(got, baseline, expected, strict=True):
-        assert_accurate(actual, other, np.asarray(wanted))
+        assert_accurate(actual, other, wanted)

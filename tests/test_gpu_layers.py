@@ -14,6 +14,7 @@ from gpu_accuracy import (
     FLOATS,
     LAYOUTS,
     accumulation_slack,
+    in_float64,
     poison,
     residues,
     some,
@@ -142,9 +143,7 @@ def test_gated_vmap(normal, exact, assert_accurate, in_axes):
 
     got = jax.jit(jax.vmap(gated_gemm, in_axes))(*args)
     baseline = jax.jit(jax.vmap(formula, in_axes))(*args)
-    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
-        wide = [jnp.asarray(exact(x)) for x in args]
-        expected = np.asarray(jax.vmap(formula, in_axes)(*wide))
+    expected = in_float64(jax.vmap(formula, in_axes), *args)
     assert_accurate(got, baseline, expected)
 
 
@@ -200,9 +199,7 @@ def test_values_and_gradients_of_layers(
         for x in args:
             poison(x.shape, x.dtype)
         got = jax.jit(functools.partial(step, ours))(*args)
-    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
-        expected = step(formula, *(jnp.asarray(exact(x)) for x in args))
-        expected = [np.asarray(x) for x in expected]
+    expected = in_float64(functools.partial(step, formula), *args)
     for x, y, wanted in zip(got, baseline, expected, strict=True):
         assert x.dtype == dtype
         assert_accurate(x, y, wanted)

@@ -16,6 +16,7 @@ from gpu_accuracy import (
     LAYOUTS,
     accumulation_slack,
     baseline_precision,
+    in_float64,
     luck_slack,
     orientations,
     poison,
@@ -104,7 +105,10 @@ class Case:
         z = self.alpha * product
         z = z if c is None else z + self.beta * c
         z = z if bias is None else z + bias[..., None, :]
-        return z if self.activation is None else ACTIVATIONS[self.activation].reference(z)
+        if self.activation is None:
+            return z
+        reference = ACTIVATIONS[self.activation].reference
+        return in_float64(reference, z) if isinstance(z, np.ndarray) else reference(z)
 
     def by_matmul(self, a, b, c, bias):
         a, b = a.mT if self.transpose_a else a, b.mT if self.transpose_b else b
@@ -137,8 +141,7 @@ def check(normal, exact, assert_accurate):
         a, b, c, bias = (None if x is None else exact(x) for x in args)
         a, b = a.mT if case.transpose_a else a, b.mT if case.transpose_b else b
         product = a @ b
-        with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
-            expected = np.asarray(case.epilogue(jnp.asarray(product), c, bias))
+        expected = case.epilogue(product, c, bias)
         algorithm, k = case.config.algorithm, case.k
         largest = np.abs(product).max(initial=0.0) * abs(float(case.alpha))
         slack = accumulation_slack(case.config, case.result_dtype, k, largest)
@@ -307,8 +310,8 @@ def test_traced_scalars_and_preactivation(normal, exact, dtype):
     product = exact(a) @ exact(b)
     z = 0.1 * product + 0.5 * exact(bias)
     dz = 0.3 * product - 0.5 * exact(bias)
-    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
-        expected = jax.jvp(ACTIVATIONS["gelu"].reference, (jnp.asarray(z),), (jnp.asarray(dz),))
+    gelu = ACTIVATIONS["gelu"].reference
+    expected = in_float64(lambda z, dz: jax.jvp(gelu, (z,), (dz,)), z, dz)
     tolerance = 4 * max(float(jnp.finfo(dtype).eps), 2.0**-10)
     for x, y in zip((got, tangent), expected, strict=True):
         np.testing.assert_allclose(exact(x), y, rtol=tolerance, atol=tolerance * np.abs(y).max())

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gpu_accuracy import LAYOUTS, poison
+from gpu_accuracy import LAYOUTS, in_float64, poison
 
 from jax_tcgemm import gemm
 from jax_tcgemm.kernels.arithmetic import PLANE_PRODUCTS
@@ -184,9 +184,7 @@ def test_epilogue(normal, exact, assert_accurate, activation):
 
     got = jax.jit(ours)(a, b, c, bias)
     baseline = jax.jit(lambda a, b, c, bias: finished(by_xla(a, b), c, bias))(a, b, c, bias)
-    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
-        z = jnp.asarray(exact(a) @ exact(b))
-        expected = np.asarray(finished(z, exact(c), exact(bias)))
+    expected = in_float64(finished, exact(a) @ exact(b), c, bias)
     assert_accurate(got, baseline, expected)
 
 
