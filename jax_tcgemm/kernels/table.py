@@ -179,6 +179,7 @@ def _rows() -> list[KernelConfig]:
             _sm90(algorithm, 64, 128, 6, schedule="pingpong", grouped="m"),
             _sm90(algorithm, 128, 128, 6, schedule="pingpong", grouped="m"),
             _sm90(algorithm, 128, 256, 4, cluster=(1, 2), grouped="m"),
+            _sm90(algorithm, 128, 192, 4, cluster=(1, 2), schedule="pingpong", grouped="m"),
             # Groups of k.
             _sm90(algorithm, 128, 256, 4, cluster=(2, 1), grouped="k"),
             _sm90(algorithm, 128, 128, 6, schedule="pingpong", grouped="k"),
@@ -291,6 +292,10 @@ def _run_time_rows() -> list[KernelConfig]:
             rows += [
                 _sm90(algorithm, 128, 256, 4, cluster=(2, 1), gated=True, **common),
                 _sm90(algorithm, 128, 256, 4, cluster=(1, 2), grouped="m", **common),
+                _sm90(
+                    *(algorithm, 128, 192, 4),
+                    **{"cluster": (1, 2), "schedule": "pingpong", "grouped": "m", **common},
+                ),
                 _sm90(algorithm, 128, 128, 6, schedule="pingpong", grouped="m", **common),
                 _sm90(algorithm, 64, 128, 6, schedule="pingpong", grouped="m", **common),
             ]
