@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -262,6 +263,28 @@ def test_half_of_one_and_tanh_is_a_logistic_function():
 
 
 @pytest.mark.parametrize(
+    ("function", "wanted"),
+    [
+        (lambda x: jax.nn.gelu(x).astype(BF16), "coarse_logistic"),
+        (lambda x: jnp.exp(x).astype(jnp.float8_e4m3fn), "coarse_exp"),
+        (lambda x: jax.nn.sigmoid(x.astype(BF16)), "coarse_logistic"),
+        (lambda x: ((1 + jnp.tanh(x)) * (1 - jnp.tanh(x))).astype(BF16), "coarse_beside_tanh"),
+        # Rounded on the way.
+        (lambda x: jax.nn.silu(x).astype(BF16).astype(jnp.float32), "coarse_logistic"),
+        # In full, of a result or of another that shows it.
+        (jax.nn.gelu, "logistic"),
+        (lambda x: (y := jnp.exp(x), y.astype(BF16), y.max()), "fast_exp"),
+        (lambda x: (y := jax.nn.gelu(x), y.astype(BF16)), "logistic"),
+        (lambda x: jnp.where(jnp.exp(x) > 2, x, 0), "fast_exp"),
+    ],
+)
+def test_what_16_bits_do_not_show_is_computed_more_quickly(function, wanted):
+    made = translation.translate(_traced(lambda acc: jax.tree.leaves(function(acc))))
+    assert not isinstance(made, str), made
+    assert re.findall(r"(\w*(?:exp|logistic|tanh))\(", "\n".join(made.lines)) == [wanted]
+
+
+@pytest.mark.parametrize(
     "function",
     [
         lambda x: x * (1 + lax.tanh(0.5)),
@@ -285,10 +308,14 @@ def test_every_operation_of_the_table_compiles():
         for dtype in (jnp.float32, BF16, jnp.int32, jnp.uint8, jnp.bool_):
             values = [operations.constant(1, dtype)] * 2
             try:
-                text = operations.translated(name, values, [dtype] * 2, {})
+                texts = {
+                    operations.translated(name, values, [dtype] * 2, {}, coarse=coarse)
+                    for coarse in (False, True)
+                }
             except operations.NotTranslatableError:
                 continue
-            lines.append(f"  const auto v{i}_{jnp.dtype(dtype).name} = {text};")
+            for number, text in enumerate(sorted(texts)):
+                lines.append(f"  const auto v{i}_{jnp.dtype(dtype).name}_{number} = {text};")
     source = (
         '#include "epilogue/compiled_functions.cuh"\n#include "epilogue/compiled_values.cuh"\n'
         "namespace jax_tcgemm {\n__global__ void f() {\n" + "\n".join(lines) + "\n}\n}\n"

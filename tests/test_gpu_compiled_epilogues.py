@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import random_epilogues
+from gpu_accuracy import in_float64
 
 import jax_tcgemm
 from jax_tcgemm import gated_gemm, gemm, ragged_dot
@@ -69,17 +70,19 @@ _OF_ANY_SIZE = {
 }
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, BF16, jnp.float16])
 @pytest.mark.parametrize("name", _OF_ANY_SIZE)
-def test_functions_from_end_to_end_of_their_range(name):
-    f = _OF_ANY_SIZE[name]
+def test_functions_from_end_to_end_of_their_range(name, dtype):
+    def f(x):
+        return _OF_ANY_SIZE[name](x).astype(dtype)
+
     sizes = np.concatenate([np.linspace(0, 200, 8191), [3e38]]).astype(np.float32)
     a = jnp.asarray(np.concatenate([sizes, -sizes]).reshape(128, 128)).astype(BF16)
     y = jax.jit(lambda a: gemm(a, jnp.eye(128, dtype=BF16), epilogue=f))(a)
     expected = jax.jit(f)(a.astype(jnp.float32))
     assert (jnp.isnan(y) == jnp.isnan(expected)).all()
     assert (jnp.isinf(y) == jnp.isinf(expected)).all()
-    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
-        exact = np.asarray(f(jnp.asarray(np.asarray(a.astype(jnp.float32)), jnp.float64)))
+    exact = in_float64(_OF_ANY_SIZE[name], a)
     finite = np.isfinite(np.asarray(expected)) & np.isfinite(exact)
 
     def worst(x):  # what is near 0 is so by cancellation, in float64 as well

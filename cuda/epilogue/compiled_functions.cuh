@@ -114,6 +114,30 @@ __device__ __forceinline__ BesideTanh beside_tanh(float x) {
   return {x > 0.f ? 2.f - minus : power * minus, minus};
 }
 
+// The same for results of 16 bits and fewer: x log2 e is rounded, which is up to 2^-17 of the power,
+// and what overflows is infinite.
+__device__ __forceinline__ float coarse_exp(float x) {
+  constexpr float kLog2E = 1.4426950408889634f;
+  float power;
+  asm("ex2.approx.f32 %0, %1;\n" : "=f"(power) : "f"(kLog2E * x));
+  return power;
+}
+// exp(factor x); a factor that is known is one with log2 e.
+__device__ __forceinline__ float coarse_exp_beside_one(float factor, float x) {
+  constexpr float kLog2E = 1.4426950408889634f;
+  float power;
+  asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(power) : "f"(kLog2E * factor * x));
+  return power;
+}
+__device__ __forceinline__ float coarse_logistic(float x, float factor = 1.f) {
+  return reciprocal(1.f + coarse_exp_beside_one(-factor, x));
+}
+__device__ __forceinline__ BesideTanh coarse_beside_tanh(float x) {
+  const float power = coarse_exp_beside_one(2.f, x);
+  const float minus = 2.f * reciprocal(1.f + power);
+  return {x > 0.f ? 2.f - minus : power * minus, minus};
+}
+
 __device__ __forceinline__ float sign(float x) {
   return x > 0.f ? 1.f : x < 0.f ? -1.f : x;  // of NaN and zeros themselves
 }

@@ -56,6 +56,12 @@ def is_float(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating)
 
 
+def is_narrow(atom: Any) -> bool:
+    """Whether values are rounded to 16 bits or fewer."""
+    dtype = atom.aval.dtype
+    return is_float(dtype) and dtype.itemsize <= 2
+
+
 def constant(value: Any, dtype: Any) -> str:
     """Returns a number as C++, by its bits where it is not an integer."""
     scalar = np.asarray(value).astype(dtype)
@@ -132,6 +138,9 @@ _OF_FLOATS: Mapping[str, str] = {
     "erf_inv": "erfinvf({0})",
     "clamp": "clamped({0}, {1}, {2})",
 }
+
+# In place of those, for results of 16 bits and fewer.
+_COARSE: Mapping[str, str] = {"exp": "coarse_exp({0})", "logistic": "coarse_logistic({0})"}
 
 # Of integers: they wrap around.
 _OF_INTEGERS: Mapping[str, str] = {
@@ -264,7 +273,14 @@ _SPECIAL: Mapping[str, _Special] = {
 ELEMENTWISE = NAMES | _SPECIAL.keys()
 
 
-def translated(name: str, values: list[str], dtypes: list[Any], params: Mapping[str, Any]) -> str:
+def translated(
+    name: str,
+    values: list[str],
+    dtypes: list[Any],
+    params: Mapping[str, Any],
+    *,
+    coarse: bool = False,
+) -> str:
     """Returns an elementwise operation as an expression of C++.
 
     Args:
@@ -272,6 +288,7 @@ def translated(name: str, values: list[str], dtypes: list[Any], params: Mapping[
         values: its operands, as C++.
         dtypes: theirs.
         params: its parameters.
+        coarse: whether what it loses beyond 16 bits is of no account.
 
     Raises:
         NotTranslatableError: it has no translation.
@@ -280,6 +297,8 @@ def translated(name: str, values: list[str], dtypes: list[Any], params: Mapping[
         element(dtype)
     if name in _SPECIAL:
         return _SPECIAL[name](values, dtypes, params)
+    if coarse and name in _COARSE and is_float(dtypes[0]):
+        return rounded(_COARSE[name].format(*values), dtypes[0])
     if name in _COMPARISONS:
         return f"{values[0]} {_COMPARISONS[name]} {values[1]}"
     if name == "clamp":  # its bounds come first, and may be scalars

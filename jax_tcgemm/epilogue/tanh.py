@@ -124,7 +124,8 @@ class Tanhs:
         if key not in values.names:
             value = values.operand(x, result, index)
             values.names[key] = f"v{len(values.lines)}"
-            values.lines.append(f"const BesideTanh {values.names[key]} = beside_tanh({value});")
+            beside_tanh = "coarse_beside_tanh" if self._coarse(x) else "beside_tanh"
+            values.lines.append(f"const BesideTanh {values.names[key]} = {beside_tanh}({value});")
         return f"{values.names[key]}{'.minus' if negated else '.plus'}"
 
     def _logistic_of_twice(self, x: Any, result: Any, index: Index) -> str:
@@ -136,6 +137,13 @@ class Tanhs:
                     if is_literal(number) and not number.aval.shape and abs(number.val) < 2.0**126:
                         factor, other = 2 * float(number.val), rest
             value = values.operand(other, result, index)
-            text = f"logistic({operations.constant(factor, jnp.float32)} * {value})"
+            number = operations.constant(factor, jnp.float32)
+            text = f"logistic({number} * {value})"
+            if self._coarse(x):
+                text = f"coarse_logistic({value}, {number})"
             values.names[key] = values.named(text, jnp.float32)
         return values.names[key]
+
+    def _coarse(self, x: Any) -> bool:
+        """Whether no result shows the last bits of a function of ``x``."""
+        return x not in self._values.in_full

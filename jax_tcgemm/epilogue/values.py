@@ -25,6 +25,16 @@ def following(variables: Iterable[Any], jaxpr: Any) -> set[Any]:
     return found
 
 
+def shown_in_full(jaxpr: Any) -> set[Any]:
+    """Returns the variables whose last bits a result may show: one of more than 16 bits."""
+    found = {x for x in jaxpr.outvars if not is_literal(x) and not operations.is_narrow(x)}
+    for eqn in reversed(jaxpr.eqns):
+        # What is rounded to a narrow type on the way shows no more than that.
+        if any(x in found and not operations.is_narrow(x) for x in eqn.outvars):
+            found.update(x for x in eqn.invars if not is_literal(x))
+    return found
+
+
 class Values:
     """What has been translated of a function.
 
@@ -36,6 +46,7 @@ class Values:
         given: the variables that are arguments.
         dependent: those that the kernel alone can know.
         drawn: those that random numbers decide.
+        in_full: those whose last bits a result may show.
         leaves: what is read.
         lines: the statements.
         counts_rows: whether they know which row a value is of.
@@ -54,6 +65,7 @@ class Values:
         self.dependent = following(matrices, jaxpr)
         draws = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "random_bits"]
         self.drawn = following((eqn.outvars[0] for eqn in draws), jaxpr)
+        self.in_full = shown_in_full(jaxpr)
         self.leaves: list[Leaf] = []
         self.lines: list[str] = []
         self.counts_rows = False
@@ -128,11 +140,12 @@ class Values:
         beside_one = self._tanhs.translated(eqn, index)
         if beside_one is not None:
             return beside_one
-        values = [self.operand(atom, eqn.outvars[0], index) for atom in eqn.invars]
+        (result,) = eqn.outvars
+        values = [self.operand(atom, result, index) for atom in eqn.invars]
         dtypes = [atom.aval.dtype for atom in eqn.invars]
-        return self.named(
-            operations.translated(name, values, dtypes, eqn.params), eqn.outvars[0].aval.dtype
-        )
+        coarse = result not in self.in_full
+        expression = operations.translated(name, values, dtypes, eqn.params, coarse=coarse)
+        return self.named(expression, result.aval.dtype)
 
     def operand(self, atom: Any, result: Any, index: Index) -> str:
         """Returns an operand of an elementwise operation, which may be a scalar."""
