@@ -140,6 +140,21 @@ def test_dropout_is_that_of_jax_random():
     assert grad.shape == X.shape
 
 
+def test_a_small_product_of_a_function_that_draws_is_left_to_xla(cuda_module):
+    """Which draws in less time, and multiplies no slower."""
+
+    def f(*products):
+        return jnp.where(jax.random.bernoulli(jax.random.key(1), 0.5, products[0].shape), *products)
+
+    x, w = jnp.zeros((512, 256), BF16), jnp.zeros((256, 1024), BF16)
+    text, _ = cuda_module(lambda x, w: gemm(x, w, epilogue=lambda p: f(p, -p)), x, w)
+    assert "custom_call @jax_tcgemm" not in text
+    text, _ = cuda_module(lambda x, w: gemm(x[:, 1:], w[1:], epilogue=lambda p: f(p, -p)), x, w)
+    assert "custom_call @jax_tcgemm_gemm" in text
+    text, _ = cuda_module(lambda x, w: gated_gemm(x, w, w, epilogue=f), x, w)
+    assert "custom_call @jax_tcgemm_gemm" in text
+
+
 def test_masks_are_kept_for_the_derivative():
     def f(acc, key):
         return jnp.where(jax.random.bernoulli(key, 0.5, acc.shape), jax.nn.gelu(acc), 0.0)

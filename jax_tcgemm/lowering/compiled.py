@@ -66,6 +66,8 @@ def cuda_compiled(
     described = f"{kind} {_types(operands)} with a function: "
     if isinstance(call, str):
         log(f"{described}the function in a pass after the product: {call}{told}")
+        if isinstance(call, _LeftToXla) and spec.product.config is None:
+            spec = spec.with_config(XLA)
         return composed(*operands, spec=spec)
     log(f"{described}compiled into the kernel ({len(call.program.leaves)} operands){told}")
     return call.emit(own, others, spec)
@@ -213,7 +215,8 @@ def _planned(own: Sequence[Any], spec: CompiledSpec, made: Program, may_stream: 
         for folded, (_, last) in zip(beside, scales, strict=True)
     )
     offset = 0 if isinstance(product, RaggedSpec) else second_weight_offset(gemm, product)
-    reason = _unfit(gemm, offset, a.dtype.itemsize) or _quicker_apart(gemm, made)
+    is_plain = not (spec.is_gated or isinstance(product, RaggedSpec)) and a.dtype.itemsize > 1
+    reason = _unfit(gemm, offset, a.dtype.itemsize) or _quicker_apart(gemm, made, is_plain)
     if reason is not None:
         return reason
     staged = tuple(kind in _STAGED for kind in kinds_of(made, strides, gemm.n))
@@ -330,11 +333,18 @@ def _unfit(gemm: StridedGemm, second_weight: int, itemsize: int) -> str | None:
 _FEW_DRAWN = 132 * 128 * 128 * 8
 
 
-def _quicker_apart(gemm: StridedGemm, made: Program) -> str | None:
-    """Says why XLA is taken to compute the function in less time."""
-    if made.draws and gemm.m * gemm.n * math.prod(gemm.batch) < _FEW_DRAWN:
-        return f"random numbers for {gemm.m} x {gemm.n} results"
-    return None
+class _LeftToXla(str):
+    """Why XLA takes less time, for the product as well."""
+
+    __slots__ = ()
+
+
+def _quicker_apart(gemm: StridedGemm, made: Program, is_plain: bool) -> str | None:
+    """Says why XLA is taken to compute the function in less time; a plain product no slower."""
+    if not made.draws or gemm.m * gemm.n * math.prod(gemm.batch) >= _FEW_DRAWN:
+        return None
+    reason = f"random numbers for {gemm.m} x {gemm.n} results"
+    return _LeftToXla(reason) if is_plain else reason
 
 
 def _along(strides: Shape) -> str:
