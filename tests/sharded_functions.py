@@ -40,6 +40,20 @@ def _packed_function_formula(x, w, bias):
     return _of_both(*jnp.split(x @ w, 2, axis=-1), bias)
 
 
+def _dropout(product, bias, addend):
+    kept = jax.random.bernoulli(jax.random.key(7), 0.75, product.shape)
+    return jnp.where(kept, jax.nn.gelu(product + bias) / 0.75, 0) + addend
+
+
+def _dropout_function(x, w, *operands):
+    return tc.gemm(x, w, epilogue=_dropout, epilogue_operands=operands)
+
+
+def _dropout_formula(x, w, *operands):
+    return _dropout(jnp.matmul(x, w), *operands)
+
+
+_DROPOUT = ((64, 32), (32, 48), (48,), (64, 48))
 _FUNCTION = ((64, 32), (32, 48), (48,), (64, 1), (64, 48))
 _GATED = ((64, 32), (32, 48), (32, 48))
 
@@ -82,6 +96,28 @@ FUNCTION_PROGRAMS = {
         _function_formula,
         ((61, 30), (30, 43), (43,), (61, 1), (61, 43)),
         (P(None, "x"), P("x"), P(), P(), P()),
+    ),
+    "dropout_rows_and_columns": Program(
+        _dropout_function,
+        _dropout_formula,
+        _DROPOUT,
+        (P("x"), P(None, "y"), P("y"), P("x", "y")),
+        gradients=(0, 1, 2, 3),
+    ),
+    "dropout_k": Program(
+        _dropout_function, _dropout_formula, _DROPOUT, (P(None, "x"), P("x"), P(), P())
+    ),
+    "uneven_dropout": uneven(
+        _dropout_function,
+        _dropout_formula,
+        ((61, 32), (32, 43), (43,), (61, 43)),
+        (P("x"), P(None, "y"), P(), P("x", "y")),
+    ),
+    "dropout_batch": Program(
+        _dropout_function,
+        _dropout_formula,
+        ((8, 16, 32), (8, 32, 24), (24,), (16, 24)),
+        (P("x"), P("x", None, "y"), P("y"), P(None, "y")),
     ),
     "function_batch": Program(
         _function,

@@ -15,7 +15,7 @@ from sharded_program import mesh_of
 
 from jax_tcgemm import gated_gemm, gemm
 from jax_tcgemm.epilogue import function as functions
-from jax_tcgemm.epilogue import operations, portable
+from jax_tcgemm.epilogue import operations, portable, translation
 from jax_tcgemm.epilogue.part import Part, elementwise
 from jax_tcgemm.partitioning import rules
 from jax_tcgemm.problem.log import log
@@ -254,18 +254,59 @@ def test_numbers_of_rows_are_those_of_the_whole(normal):
     np.testing.assert_array_equal(rows, expected[1])
 
 
-def test_a_key_stays_whole(normal):
-    """Of dropout whose mask nothing reads any more."""
+DRAWN = {
+    "bits of an operand": lambda shape, key: jax.random.bits(key, shape),
+    "bytes": lambda shape, key: jax.random.bits(key, shape, "uint8"),
+    "of a seed": lambda shape, key: jax.random.bits(jax.random.key(shape[0]), shape, "uint16"),
+    "of another key": lambda shape, key: jax.random.uniform(jax.random.fold_in(key, 5), shape),
+    "of words": lambda shape, key: jax.random.normal(jax.random.PRNGKey(3), shape),
+    "along rows": lambda shape, key: jax.random.normal(key, (*shape[:-1], 1)),
+    "twice": lambda shape, key: jax.random.bits(key, shape) ^ jax.random.bits(key, shape[1:]),
+}
+
+
+@pytest.mark.parametrize("closed_over", [False, True])
+@pytest.mark.parametrize("name", DRAWN)
+def test_random_numbers_are_those_of_the_whole(normal, name, closed_over):
+    """Bit for bit, beside a product and with it."""
 
     def program(x, w, key):
-        def epilogue(product, key):
-            return jnp.tanh(product), jax.random.normal(key, product.shape)
+        def epilogue(product, *given):
+            drawn = DRAWN[name](product.shape, *(given or (key,)))
+            return jnp.broadcast_to(drawn, product.shape), product + (drawn > 0.5)
 
-        return gemm(x, w, epilogue=epilogue, epilogue_operands=(key,))[0]
+        return gemm(x, w, epilogue=epilogue, epilogue_operands=() if closed_over else (key,))
 
+    key = jax.random.key(11)
     x, w = put(mesh_of(), normal(64, 32), "x"), put(mesh_of(), normal(32, 48), None, "y")
-    got = jax.jit(program)(x, w, jax.random.key(0))
-    np.testing.assert_allclose(got, jnp.tanh(x @ w), rtol=1e-4, atol=1e-4)
+    assert is_divided(program, x, w, key)
+    drawn, result = jax.jit(program)(x, w, key)
+    wanted = jnp.broadcast_to(DRAWN[name](result.shape, key), result.shape)
+    np.testing.assert_array_equal(np.asarray(drawn), np.asarray(wanted))
+    expected = jnp.asarray(np.asarray(x)) @ np.asarray(w) + (np.asarray(wanted) > 0.5)
+    np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_part_draws_in_the_kernel(normal):
+    """What a device computes translates, and its counts begin where the part does."""
+
+    def epilogue(product):
+        return [jnp.where(jax.random.bernoulli(jax.random.key(1), 0.5, product.shape), product, 0)]
+
+    function, _ = functions.trace(epilogue, [jax.ShapeDtypeStruct((64, 48), jnp.float32)], 1)
+    found = portable.portable(function, ("m", "n"))
+    assert not isinstance(found, str), found
+    part = Part(found, {"m": 16, "n": 24}, {"m": jnp.int32(32), "n": 0}.get)
+    product = jax.ShapeDtypeStruct((16, 24), jnp.float32)
+    made, held = functions.trace(part.within, [product], 1)
+    program = translation.translate(made)
+    assert not isinstance(program, str), program
+    assert program.draws
+    assert "random_words(" in "\n".join(program.lines)
+    values = normal(16, 24)
+    (kept,) = made(values, *held)
+    whole = jax.random.bernoulli(jax.random.key(1), 0.5, (64, 48))[32:48, :24]
+    np.testing.assert_array_equal(kept, jnp.where(whole, values, 0))
 
 
 def test_parts_of_other_sizes_are_not_reduced_after_a_sum(normal):
@@ -322,8 +363,17 @@ def test_operands_that_only_look_like_axes(normal):
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
 
 
+def _normal_of_rbg(p):
+    return p + jax.random.normal(jax.random.key(0, impl="rbg"), p.shape)
+
+
+def _normal_of_split(p):
+    return p + jax.random.normal(jax.random.split(jax.random.key(0))[1], p.shape)
+
+
 REFUSED = {
-    "random_bits": lambda p: jnp.where(jax.random.bernoulli(jax.random.key(0), 0.5, p.shape), p, 0),
+    "random_bits of key<rbg>": _normal_of_rbg,
+    "random_split": _normal_of_split,
     "within what has the product's shape": jax.nn.softmax,
     "reshape of": lambda p: p.reshape(8, 8, 48).reshape(p.shape),
 }

@@ -222,6 +222,16 @@ __device__ __forceinline__ void threefry2x32(uint32_t key0, uint32_t key1, uint3
   }
 }
 
+// Of two words by a key of two.
+struct RandomWords {
+  uint32_t first, second;
+};
+__device__ __forceinline__ RandomWords random_words(uint32_t key0, uint32_t key1, uint32_t x0,
+                                                    uint32_t x1) {
+  threefry2x32(key0, key1, x0, x1);
+  return {x0, x1};
+}
+
 // As jax.random.bits makes number `count` of an array, below 2^32, where threefry is partitionable.
 __device__ __forceinline__ uint32_t random_bits(uint32_t key0, uint32_t key1, uint32_t count) {
   uint32_t x0 = 0;

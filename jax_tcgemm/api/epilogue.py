@@ -96,7 +96,8 @@ def traced(
     product = jax.ShapeDtypeStruct(shape, dtype)
     types = [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in flat]
     function, held = functions.trace(listed, [*[product] * count, *types], count)
-    return [*own, *flat, *held], CompiledSpec(spec, function), out_trees[0]
+    every = [*own, *functions.words(flat), *held]
+    return every, CompiledSpec(spec, function), out_trees[0]
 
 
 def as_listed(

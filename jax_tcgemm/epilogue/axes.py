@@ -11,6 +11,11 @@ from jax_tcgemm.epilogue.tanh import is_literal
 
 _RESHAPES = frozenset({"reshape", "squeeze", "expand_dims"})
 
+# What makes one key of random numbers, or its words, and what draws with it.
+_OF_KEYS = frozenset(
+    {"random_wrap", "random_unwrap", "random_seed", "random_fold_in", "random_bits"}
+)
+
 
 class NotDivisibleError(Exception):
     """What keeps a function from being computed in parts; the message names it."""
@@ -93,6 +98,8 @@ def _kept(eqn: Any, old: tuple[int, ...], new: tuple[int, ...]) -> Iterator[tupl
         if [old[i] for i in before] != [new[i] for i in after]:
             raise NotDivisibleError(f"{name} of {old} to {new}")
         return zip(before, after, strict=True)
+    if name in _OF_KEYS:
+        return iter(())
     if name not in operations.ELEMENTWISE:
         raise NotDivisibleError(name)
     return zip(range(len(old)), range(len(new)), strict=bool(old))

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend import random
 
 from jax_tcgemm.epilogue.operations import ELEMENTWISE
-from jax_tcgemm.epilogue.portable import Number, Operation, PortableFunction
+from jax_tcgemm.epilogue.portable import Dims, Number, Operation, PortableFunction
 from jax_tcgemm.epilogue.program import JOINS
+from jax_tcgemm.problem.strides import row_major
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +70,8 @@ class Part:
         name, parameters = operation.name, operation.parameters
         if name in ELEMENTWISE:
             return elementwise(name)(*values, *parameters)
+        if name in _KEYS:
+            return _KEYS[name](*values)
         if name == "transpose" or name in JOINS:
             return getattr(lax, name)(*values, *parameters)
         shape = tuple(self.extents[x] if isinstance(x, str) else x for x in operation.dims)
@@ -73,14 +79,27 @@ class Part:
             (x,), (axes,) = values, parameters
             return lax.broadcast_in_dim(x, shape, axes)
         if name == "iota":
-            return self._counted(operation, shape)
+            dtype, axis = parameters
+            return self._counted(operation.dims, shape, dtype, axis)
+        if name == "random_bits":
+            return self._drawn(operation, shape, *values)
         (x,) = values
         return lax.reshape(x, shape)
 
-    def _counted(self, operation: Operation, shape: tuple[int, ...]) -> Any:
+    def _drawn(self, operation: Operation, shape: tuple[int, ...], key: jax.Array) -> Any:
+        """Draws the device's part of what ``jax.random.bits`` makes of the whole."""
+        width, whole = operation.parameters
+        counts = jnp.zeros(shape, jnp.uint32)
+        for axis, stride in enumerate(row_major(whole)):
+            along = self._counted(operation.dims, shape, jnp.dtype(jnp.uint32), axis)
+            counts = counts + along * np.uint32(stride)
+        high, low = jax.random.key_data(key)
+        bits = random.threefry2x32_p.bind(high, low, jnp.zeros_like(counts), counts)
+        return (bits[0] ^ bits[1]).astype(f"uint{width}")
+
+    def _counted(self, dims: Dims, shape: tuple[int, ...], dtype: Any, axis: int) -> Any:
         """Counts along an axis of the whole."""
-        dtype, axis = operation.parameters
-        name = operation.dims[axis]
+        name = dims[axis]
         start = self.start(name) if isinstance(name, str) else 0
         if isinstance(start, int):  # 0
             return lax.broadcasted_iota(dtype, shape, axis)
@@ -88,6 +107,12 @@ class Part:
         return lax.convert_element_type(place, dtype)
 
 
+_KEYS: Mapping[str, Callable[..., Any]] = {
+    "random_wrap": functools.partial(jax.random.wrap_key_data, impl="threefry2x32"),
+    "random_unwrap": jax.random.key_data,
+    "random_seed": functools.partial(jax.random.key, impl="threefry2x32"),
+    "random_fold_in": jax.random.fold_in,
+}
 _IDENTITIES = frozenset({"copy", "copy_p", "name", "stop_gradient", "optimization_barrier"})
 _ALIASES: Mapping[str, str] = {
     "add_any": "add",

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jax_tcgemm._compat import jaxprs
@@ -99,7 +102,15 @@ class PortableFunction:
         """What is computed of the accumulators: results, then what is joined."""
         dependent = self.following(range(self.accumulators))
         later = self.following(each.value for each in self.joined)
-        results = (x for x in self.results if isinstance(x, int) and x in dependent - later)
+        # What is drawn for them is not drawn again.
+        operations = enumerate(self.operations, len(self.arguments))
+        drawn = self.following(i for i, each in operations if each.name == "random_bits")
+        whole = self.arguments[0]
+        results = (
+            x
+            for x, dims in zip(self.results, self.result_dims, strict=True)
+            if isinstance(x, int) and (x in dependent - later or (x in drawn and dims == whole))
+        )
         return (*dict.fromkeys(results), *(each.value for each in self.joined))
 
 
@@ -116,6 +127,8 @@ def portable(function: EpilogueFunction, names: tuple[str, ...]) -> PortableFunc
         return "effects or constants"
     jaxpr, _ = jaxprs.without_unused(flat.jaxpr, len(flat.jaxpr.invars))
     try:
+        for eqn in jaxpr.eqns:
+            _check_draws(eqn)
         axes = Axes(jaxpr, function.accumulators, names)
         return _portable(jaxpr, function.accumulators, axes)
     except NotDivisibleError as error:
@@ -146,6 +159,20 @@ def _portable(jaxpr: Any, accumulators: int, axes: Axes) -> PortableFunction:
         tuple(() if is_literal(x) else axes.of(x) for x in jaxpr.outvars),
         tuple(Joined(numbers[x], over, join) for x, (over, join) in reduced.items()),
     )
+
+
+def _check_draws(eqn: Any) -> None:
+    """Raises an error where a device cannot draw its part of random numbers."""
+    name = eqn.primitive.name
+    types = [x.aval for x in (*eqn.invars, *eqn.outvars)]
+    for each in types:
+        is_key = jnp.issubdtype(each.dtype, jax.dtypes.extended)
+        if is_key and (each.shape or str(each.dtype) != "key<fry>"):
+            raise NotDivisibleError(f"{name} of {each.str_short()}")
+    if name == "random_bits":
+        partitionable = jax.config.jax_threefry_partitionable  # pyright: ignore
+        if not partitionable or math.prod(eqn.params["shape"]) >= 2**32:
+            raise NotDivisibleError("random_bits that are no function of each count alone")
 
 
 def _reduced(jaxpr: Any, accumulators: int, axes: Axes) -> dict[Any, tuple[tuple[str, ...], str]]:
@@ -189,6 +216,7 @@ _PARAMETERS: Mapping[str, tuple[str, ...]] = {
     "broadcast_in_dim": ("broadcast_dimensions",),
     "transpose": ("permutation",),
     "iota": ("dtype", "dimension"),
+    "random_bits": ("bit_width", "shape"),
     **dict.fromkeys(JOINS, ("axes",)),
 }
 

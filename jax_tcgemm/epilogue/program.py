@@ -138,7 +138,7 @@ class Program:
     @property
     def draws(self) -> bool:
         """Whether it draws random numbers."""
-        return any(leaf.word is not None for leaf in self.leaves)
+        return any("random_" in line for line in self.lines)
 
     @property
     def outputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_tcgemm.epilogue import operations
+from jax_tcgemm.epilogue.function import DRAWS
 from jax_tcgemm.epilogue.operations import NotTranslatableError, element
 from jax_tcgemm.epilogue.program import JOINS, Index, Leaf
 from jax_tcgemm.epilogue.tanh import Tanhs, is_literal
@@ -63,8 +64,8 @@ class Values:
         # On the accumulators; in a pass, on any matrix.
         matrices = self.accumulators or filter(self.spans, jaxpr.invars)
         self.dependent = following(matrices, jaxpr)
-        draws = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "random_bits"]
-        self.drawn = following((eqn.outvars[0] for eqn in draws), jaxpr)
+        draws = [eqn for eqn in jaxpr.eqns if eqn.primitive.name in DRAWS]
+        self.drawn = following((var for eqn in draws for var in eqn.outvars), jaxpr)
         self.in_full = shown_in_full(jaxpr)
         self.leaves: list[Leaf] = []
         self.lines: list[str] = []
@@ -133,6 +134,8 @@ class Values:
         special = getattr(self, f"_{name}", None)
         if special is not None:
             return special(eqn, index)
+        if name == "threefry2x32":
+            return self._word(eqn, position, index)
         if name in JOINS:
             raise NotTranslatableError(f"{name} within what has the product's shape")
         if position != 0 or len(eqn.outvars) != 1:
@@ -221,6 +224,19 @@ class Values:
         dtype = eqn.params["dtype"]
         place = f"static_cast<int32_t>({self.place(index[eqn.params['dimension']])})"
         return self.named(operations.converted(place, jnp.int32, dtype), dtype)
+
+    def _word(self, eqn: Any, position: int, index: Index) -> str:
+        """One of the two that threefry makes of two, by a key."""
+        key = eqn, (*index, "words")
+        if key not in self.names:
+            if any(not is_literal(x) and x in self.dependent for x in eqn.invars):
+                raise NotTranslatableError("threefry2x32 of what depends on the product")
+            values = (self.operand(x, eqn.outvars[0], index) for x in eqn.invars)
+            self.names[key] = f"v{len(self.lines)}"
+            self.lines.append(
+                f"const RandomWords {self.names[key]} = random_words({', '.join(values)});"
+            )
+        return f"{self.names[key]}.{('first', 'second')[position]}"
 
     def _random_bits(self, eqn: Any, index: Index) -> str:
         """As ``jax.random.bits`` has them, of each element apart (threefry_partitionable)."""
