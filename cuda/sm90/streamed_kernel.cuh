@@ -36,6 +36,7 @@
 #include "sm90/ragged.cuh"
 #include "sm90/ring.cuh"
 #include "sm90/streamed_loop.cuh"
+#include "sm90/streamed_sums.cuh"
 #include "sm90/tensor_maps.h"
 
 namespace jax_tcgemm::sm90 {
@@ -46,19 +47,15 @@ struct StreamedKernel {
   using Loop = StreamedLoop<kConfig>;
   using Out = CompiledOutput<kConfig, Program>;
   using Plan = typename Out::Plan;
-  using Sum = typename Plan::Sum;
-  static constexpr int kThreads = 32 * kConfig.consumer_warps();
+  using Sums = StreamedSums<kConfig>;
   static constexpr int kStartBarrier = 0;
-  static constexpr int kWarps = kConfig.consumer_warps();
-  static constexpr int kColumns = kConfig.output_n();
-  static constexpr int kShare = kColumns / kConfig.split_k;  // columns that a block finishes
-  static constexpr int kWeights = kConfig.gated ? 2 : 1;
+  static constexpr int kWarps = Sums::kWarps;
+  static constexpr int kThreads = Sums::kThreads;
+  static constexpr int kColumns = Sums::kColumns;
+  static constexpr int kShare = Sums::kShare;
+  static constexpr int kWeights = Sums::kWeights;
   static constexpr bool kGroups = kConfig.grouped == Grouped::kM;
   static constexpr int kNone = -1;  // instead of a group: there is no tile
-  // Of the sums that a block is sent.
-  static constexpr int kPitch = kConfig.streamed_sums_pitch();
-  static constexpr int kSourceBytes = kConfig.tile_m * kPitch * 4;
-  static constexpr uint32_t kReceived = kWeights * kConfig.tile_m * kColumns * 4;
   static_assert(kShare % kChunkColumns == 0 && Plan::kColumns == kChunkColumns);
 
   const CompiledParams& params;
@@ -66,87 +63,7 @@ struct StreamedKernel {
   const Smem& smem;
   const ClusterPlace<kConfig> place;
 
-  // Four neighbouring sums of a warp. Rows are 8 words over a multiple of 32 banks, and 16 bytes of
-  // a row trade places, so that 8 threads meet different banks.
-  __device__ __forceinline__ uint32_t partial(int warp, int row, int four) const {
-    return smem.base + kConfig.streamed_partials_at() +
-           (warp * kConfig.tile_m + row) * kConfig.kStreamedPitch * 4 + (four ^ four / 8 % 2) * 16;
-  }
-  // What block `source` says of this block's columns.
-  __device__ __forceinline__ uint32_t sums(int weight, int source) const {
-    return smem.base + kConfig.ring_bytes() - kConfig.streamed_sums_bytes() +
-           (weight * kConfig.split_k + source) * kSourceBytes;
-  }
-
-  __device__ __forceinline__ void write_partials(const typename Loop::Accumulators& acc) const {
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int row = 8 * i + lane / 4;
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        uint32_t word[4];
-#pragma unroll
-        for (int l = 0; l < 4; ++l) {
-          word[l] = Loop::Product::bits(acc[j % 4 * 4 + l][i * 2 + j / 4]);
-        }
-        ptx::store_shared_16(partial(threadIdx.x / 32, row, lane % 4 * 4 + j / 4 * 16 + j % 4),
-                             word);
-      }
-    }
-  }
-
-  // Adds up what the block's warps have, in their order, and sends it to the block that finishes
-  // it.
-  __device__ __forceinline__ void send_sums(int weight) const {
-    constexpr int kFours = kColumns / 4;
-#pragma unroll
-    for (int i = threadIdx.x; i < kConfig.tile_m * kFours; i += kThreads) {
-      const int row = i / kFours;
-      const int four = i % kFours;
-      Sum sum[4] = {};
-#pragma unroll
-      for (int warp = 0; warp < kWarps; ++warp) {
-        uint32_t word[4];
-        ptx::load_shared_16(word, partial(warp, row, four));
-#pragma unroll
-        for (int j = 0; j < 4; ++j) sum[j] += Loop::Product::value(word[j]);
-      }
-      const int column = 4 * four % kShare;
-      const uint32_t to = sums(weight, place.k) + (row * kPitch + column) * 4;
-      uint32_t word[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) word[j] = Loop::Product::bits(sum[j]);
-      if constexpr (kConfig.split_k == 1) {
-        ptx::store_shared_16(to, word);
-      } else {
-        const int rank = 4 * four / kShare;
-#pragma unroll
-        for (int j = 0; j < 4; j += 2) {
-          ptx::store_cluster_8(to + 4 * j, smem.partial_full(), rank, __uint_as_float(word[j]),
-                               __uint_as_float(word[j + 1]));
-        }
-      }
-    }
-  }
-
-  // 16 x 16 of the block's sums.
-  __device__ __forceinline__ void add(Sum (&value)[kChunkValues], int weight, int column) const {
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int i = 0; i < kChunkValues; i += 2) {
-      const uint32_t at =
-          ((lane / 4 + i / 2 % 2 * 8) * kPitch + column + lane % 4 * 2 + i / 4 * 8) * 4;
-      value[i] = value[i + 1] = 0;
-#pragma unroll
-      for (int source = 0; source < kConfig.split_k; ++source) {
-        float first, second;
-        ptx::load_shared_8(first, second, sums(weight, source) + at);
-        value[i] += Loop::Product::value(__float_as_uint(first));
-        value[i + 1] += Loop::Product::value(__float_as_uint(second));
-      }
-    }
-  }
+  __device__ __forceinline__ Sums sums() const { return {smem, place.k}; }
 
   // Sends for the operands of the warp's first 16 x 16: they come while B does.
   __device__ __forceinline__ void prefetch_operands(const OutputPlace& at) const {
@@ -175,7 +92,7 @@ struct StreamedKernel {
           params,   buffers,      buffers, at.row + lane / 4, at.column + column + lane % 4 * 2,
           at.batch, lane % 4 * 2, {}};
 #pragma unroll
-      for (int weight = 0; weight < kWeights; ++weight) add(io.acc[weight], weight, column);
+      for (int weight = 0; weight < kWeights; ++weight) sums().add(io.acc[weight], weight, column);
       Program::run(io);
       __syncwarp();
       output.store({at.row, at.column + column, at.batch});
@@ -263,10 +180,10 @@ struct StreamedKernel {
       }
       // No warp still reads the ring, or what was there of the other weight.
       ptx::named_barrier_sync(kConsumerBarrier, kThreads);
-      write_partials(acc);
+      sums().write_partials(acc);
       ptx::named_barrier_sync(kConsumerBarrier, kThreads);
       if (kConfig.split_k > 1 && weight == 0) ptx::cluster_wait();
-      send_sums(weight);
+      sums().send(weight);
     }
     if constexpr (kConfig.split_k > 1) {
       ptx::mbarrier_wait_cluster(smem.partial_full(), 0);
@@ -282,7 +199,7 @@ struct StreamedKernel {
     }
     if constexpr (kConfig.split_k > 1) {
       ptx::mbarrier_init(smem.partial_full(), 1);
-      ptx::mbarrier_arrive_expect(smem.partial_full(), kReceived);
+      ptx::mbarrier_arrive_expect(smem.partial_full(), Sums::kReceived);
     }
     ptx::fence_mbarrier_init();
   }
