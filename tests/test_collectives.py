@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from sharded_checks import put
+from sharded_program import mesh_of
 
 from jax_tcgemm.tools.collectives import collectives
 
@@ -59,22 +59,41 @@ def test_a_group_of_one_receives_nothing():
 
 
 def _text(step):
-    mesh = jax.make_mesh((8,), ("x",), (AxisType.Auto,))
-    x = jax.device_put(jnp.ones((16, 16)), NamedSharding(mesh, P("x")))
-    w = jax.device_put(jnp.ones((16, 16)), NamedSharding(mesh, P(None, "x")))
+    x = put(mesh_of(), jnp.ones((16, 16)), "x")
+    w = put(mesh_of(), jnp.ones((16, 16)), None, "x")
     return jax.jit(step).lower(x, w).compile().as_text()
 
 
-def test_a_loop_counts_as_often_as_it_runs():
-    def layer(x, w):
-        return jax.lax.cond(x[0, 0] > 0, lambda x: jnp.tanh(x @ w), jnp.tanh, x)
+def layer(x, w):
+    return jax.lax.cond(x[0, 0] > 0, lambda x: jnp.tanh(x @ w), jnp.tanh, x)
 
+
+def test_a_loop_counts_as_often_as_it_runs():
     def loop(x, w):
         return jax.lax.fori_loop(0, 3, lambda _, x: layer(x, w * (1 + x[:1].T)), x)
 
-    found = [
-        sorted(collectives(_text(step), 8))
-        for step in (loop, lambda x, w: layer(x, w * (1 + x[:1].T)))
-    ]
+    texts = [_text(step) for step in (loop, lambda x, w: layer(x, w * (1 + x[:1].T)))]
+    found = [sorted(collectives(text, 8)) for text in texts]
     assert found[1]
     assert found[0] == sorted(3 * found[1])
+    # As other printers have it.
+    assert sorted(collectives(texts[0].replace("%", ""), 8)) == found[0]
+
+
+def test_a_loop_of_unknown_length_counts_once_and_so_does_what_it_asks():
+    text = _text(lambda x, w: jax.lax.while_loop(lambda x: x.sum() < 1e6, lambda x: 2 * x, x))
+    assert [each.kind for each in collectives(text, 8)] == ["all-reduce"]
+
+
+def test_what_runs_beside_counts_once():
+    text = """
+%beside (x: f32[8]) -> f32[16] {
+  %all-gather = f32[16]{0} all-gather(%x), replica_groups={{0,1}}, dimensions={0}
+}
+
+ENTRY %main (x: f32[8]) -> f32[16] {
+  %start = ((f32[8]), f32[16]) async-start(%x), calls=%beside
+  %done = f32[16] async-done(%start), calls=%beside
+}
+"""
+    assert [each.kind for each in collectives(text, 8)] == ["all-gather"]

@@ -153,6 +153,9 @@ def test_a_small_product_of_a_function_that_draws_is_left_to_xla(cuda_module):
     assert "custom_call @jax_tcgemm_gemm" in text
     text, _ = cuda_module(lambda x, w: gated_gemm(x, w, w, epilogue=f), x, w)
     assert "custom_call @jax_tcgemm_gemm" in text
+    config = "sm90_bf16_128x128x64_s6_c2x1_pingpong"
+    text, _ = cuda_module(lambda x, w: gemm(x, w, epilogue=lambda p: f(p, -p), config=config), x, w)
+    assert f'config = "{config}"' in text
 
 
 def test_masks_are_kept_for_the_derivative():

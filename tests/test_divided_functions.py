@@ -287,6 +287,52 @@ def test_random_numbers_are_those_of_the_whole(normal, name, closed_over):
     np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-4)
 
 
+def test_64_bits_are_left_to_xla(normal):
+    key = jax.random.key(5)
+
+    def program(x, w):
+        def epilogue(product):
+            return jnp.where(jax.random.bernoulli(key, 0.5, (len(product), 1)), product, 0)
+
+        return gemm(x, w, epilogue=epilogue)
+
+    with jax.enable_x64(True):
+        x, w = put(mesh_of(), normal(64, 32), "x"), put(mesh_of(), normal(32, 48), None, "y")
+        assert not is_divided(program, x, w)
+        got, expected = both(program, x, w)
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_draws_follow_the_configuration_of_jax(normal):
+    """The same function, by counts and otherwise."""
+    key = jax.random.key(5)
+
+    def program(x, w):
+        return gemm(x, w, epilogue=lambda product: jax.random.bits(key, product.shape))
+
+    x, w = put(mesh_of(), normal(64, 32), "x"), put(mesh_of(), normal(32, 48), None, "y")
+    for partitionable in (True, False, True):
+        with jax.threefry_partitionable(partitionable):
+            assert is_divided(program, x, w) == partitionable
+            got, wanted = jax.jit(program)(x, w), jax.random.bits(key, (64, 48))
+        np.testing.assert_array_equal(np.asarray(got), np.asarray(wanted))
+
+
+def test_words_of_a_key_are_no_axis(normal):
+    key = jax.random.PRNGKey(3)
+
+    def program(x, w):
+        def epilogue(product, key):
+            return product + key.astype(jnp.float32) * 1e-9 + jax.random.uniform(key, product.shape)
+
+        return gemm(x, w, epilogue=epilogue, epilogue_operands=(key,))
+
+    x, w = put(mesh_of(), normal(64, 32), "x"), put(mesh_of(), normal(32, 2), None, "y")
+    assert not is_divided(program, x, w)
+    got, expected = both(program, x, w)
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_a_part_draws_in_the_kernel(normal):
     """What a device computes translates, and its counts begin where the part does."""
 

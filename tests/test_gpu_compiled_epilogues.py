@@ -85,11 +85,14 @@ def test_functions_from_end_to_end_of_their_range(name, dtype):
     exact = in_float64(_OF_ANY_SIZE[name], a)
     finite = np.isfinite(np.asarray(expected)) & np.isfinite(exact)
 
-    def worst(x):  # what is near 0 is so by cancellation, in float64 as well
+    def worst(x, least):
         error = np.abs(np.asarray(x, np.float64)[finite] - exact[finite])
-        return np.max(error / (np.abs(exact[finite]) + 1e-9))
+        return np.max(error / (np.abs(exact[finite]) + least))
 
-    assert worst(y) <= 2 * worst(expected) + 2e-6
+    # What is near 0 is so by cancellation, in float64 as well, or a multiple of the least number;
+    # XLA's may be all wrong there.
+    for least in (max(1e-9, float(jnp.finfo(dtype).tiny)), 1):
+        assert worst(y, least) <= 2 * worst(expected, least) + 2e-6
 
 
 @pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
@@ -315,4 +318,4 @@ def test_random_functions(part, tmp_path, monkeypatch):
         epilogue = random_epilogues.draw(int(seed))
         what = random_epilogues.wrong(epilogue, m, n, str(rng.choice(["nn", "nt"])))
         assert what is None, (part, what)
-    translation.translate.cache_clear()
+    translation._translate.cache_clear()

@@ -20,6 +20,12 @@ _CONTROL = frozenset({"scan", "while", "cond", "shard_map", "pallas_call", "run_
 # Those that draw random numbers.
 DRAWS = frozenset({"random_bits", "threefry2x32"})
 
+
+def partitionable_draws() -> bool:
+    """Whether a number of ``random_bits`` depends on its count alone; what is cached asks it."""
+    return bool(jax.config.jax_threefry_partitionable)  # pyright: ignore
+
+
 # Calls with a derivative of their own.
 _CUSTOM = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
 

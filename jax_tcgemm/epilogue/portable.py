@@ -19,7 +19,7 @@ import numpy as np
 
 from jax_tcgemm._compat import jaxprs
 from jax_tcgemm.epilogue.axes import Axes, NotDivisibleError
-from jax_tcgemm.epilogue.function import EpilogueFunction
+from jax_tcgemm.epilogue.function import EpilogueFunction, partitionable_draws
 from jax_tcgemm.epilogue.program import JOINS
 from jax_tcgemm.epilogue.tanh import is_literal
 from jax_tcgemm.epilogue.values import following
@@ -109,12 +109,12 @@ class PortableFunction:
         results = (
             x
             for x, dims in zip(self.results, self.result_dims, strict=True)
-            if isinstance(x, int) and (x in dependent - later or (x in drawn and dims == whole))
+            if isinstance(x, int) and x not in later
+            if x in dependent or (x in drawn and dims == whole)
         )
         return (*dict.fromkeys(results), *(each.value for each in self.joined))
 
 
-@functools.lru_cache(maxsize=256)
 def portable(function: EpilogueFunction, names: tuple[str, ...]) -> PortableFunction | str:
     """Returns a function with names for the axes of the product, or why it has none.
 
@@ -122,6 +122,13 @@ def portable(function: EpilogueFunction, names: tuple[str, ...]) -> PortableFunc
         function: an epilogue.
         names: of the axes of the accumulators.
     """
+    return _named(function, names, partitionable_draws())
+
+
+@functools.lru_cache(maxsize=256)
+def _named(
+    function: EpilogueFunction, names: tuple[str, ...], _partitionable: bool
+) -> PortableFunction | str:
     flat = function.flat
     if flat.jaxpr.effects or flat.consts:
         return "effects or constants"
@@ -130,6 +137,8 @@ def portable(function: EpilogueFunction, names: tuple[str, ...]) -> PortableFunc
         for eqn in jaxpr.eqns:
             _check_draws(eqn)
         axes = Axes(jaxpr, function.accumulators, names)
+        for eqn in jaxpr.eqns:
+            _check_keys(eqn, axes)
         return _portable(jaxpr, function.accumulators, axes)
     except NotDivisibleError as error:
         return str(error)
@@ -170,9 +179,18 @@ def _check_draws(eqn: Any) -> None:
         if is_key and (each.shape or str(each.dtype) != "key<fry>"):
             raise NotDivisibleError(f"{name} of {each.str_short()}")
     if name == "random_bits":
-        partitionable = jax.config.jax_threefry_partitionable  # pyright: ignore
-        if not partitionable or math.prod(eqn.params["shape"]) >= 2**32:
+        width, shape = eqn.params["bit_width"], eqn.params["shape"]
+        if width > 32:
+            raise NotDivisibleError(f"random_bits of {width} bits")
+        if not partitionable_draws() or math.prod(shape) >= 2**32:
             raise NotDivisibleError("random_bits that are no function of each count alone")
+
+
+def _check_keys(eqn: Any, axes: Axes) -> None:
+    """Raises an error where the words of a key are an axis of the product."""
+    words = {"random_wrap": eqn.invars, "random_unwrap": eqn.outvars}.get(eqn.primitive.name, [])
+    if any(isinstance(dim, str) for x in words for dim in axes.of(x)):
+        raise NotDivisibleError(f"{eqn.primitive.name} along an axis of the product")
 
 
 def _reduced(jaxpr: Any, accumulators: int, axes: Axes) -> dict[Any, tuple[tuple[str, ...], str]]:

@@ -14,7 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jax_tcgemm.epilogue import operations
-from jax_tcgemm.epilogue.function import EpilogueFunction
+from jax_tcgemm.epilogue.function import EpilogueFunction, partitionable_draws
 from jax_tcgemm.epilogue.operations import NotTranslatableError, element
 from jax_tcgemm.epilogue.program import (
     JOINS,
@@ -34,7 +34,6 @@ MAX_RESULTS = 6
 _SUMMED = (jnp.dtype(jnp.int32), jnp.dtype(jnp.uint32))
 
 
-@functools.lru_cache(maxsize=256)
 def translate(function: EpilogueFunction, shape: tuple[int, ...] | None = None) -> Program | str:
     """Translates a function, or says why it cannot be.
 
@@ -42,6 +41,13 @@ def translate(function: EpilogueFunction, shape: tuple[int, ...] | None = None) 
         function: an epilogue; or one without accumulators, for a pass of its own.
         shape: of the matrices that the pass goes over.
     """
+    return _translate(function, shape, partitionable_draws())
+
+
+@functools.lru_cache(maxsize=256)
+def _translate(
+    function: EpilogueFunction, shape: tuple[int, ...] | None, _partitionable: bool
+) -> Program | str:
     try:
         return _Translation(function, shape).run()
     except NotTranslatableError as error:

@@ -6,11 +6,10 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from jax_tcgemm.epilogue import operations
-from jax_tcgemm.epilogue.function import DRAWS
+from jax_tcgemm.epilogue.function import DRAWS, partitionable_draws
 from jax_tcgemm.epilogue.operations import NotTranslatableError, element
 from jax_tcgemm.epilogue.program import JOINS, Index, Leaf
 from jax_tcgemm.epilogue.tanh import Tanhs, is_literal
@@ -241,8 +240,7 @@ class Values:
     def _random_bits(self, eqn: Any, index: Index) -> str:
         """As ``jax.random.bits`` has them, of each element apart (threefry_partitionable)."""
         (key,), shape, width = eqn.invars, eqn.params["shape"], eqn.params["bit_width"]
-        partitionable = jax.config.jax_threefry_partitionable  # pyright: ignore
-        if key.aval.shape or width not in (8, 16, 32) or not partitionable:
+        if key.aval.shape or width not in (8, 16, 32) or not partitionable_draws():
             raise NotTranslatableError(f"random_bits of {width} bits")
         if "fry" not in str(key.aval.dtype):
             raise NotTranslatableError(f"random_bits of {key.aval.dtype}")

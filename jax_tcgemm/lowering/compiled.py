@@ -65,9 +65,10 @@ def cuda_compiled(
     kind = "ragged dot" if isinstance(spec.product, RaggedSpec) else kind
     described = f"{kind} {_types(operands)} with a function: "
     if isinstance(call, str):
-        log(f"{described}the function in a pass after the product: {call}{told}")
         if isinstance(call, _LeftToXla) and spec.product.config is None:
-            spec = spec.with_config(XLA)
+            log(f"{described}XLA's own, with its product: {call}{told}")
+            return composed(*operands, spec=spec.with_config(XLA))
+        log(f"{described}the function in a pass after the product: {call}{told}")
         return composed(*operands, spec=spec)
     log(f"{described}compiled into the kernel ({len(call.program.leaves)} operands){told}")
     return call.emit(own, others, spec)
@@ -215,7 +216,8 @@ def _planned(own: Sequence[Any], spec: CompiledSpec, made: Program, may_stream: 
         for folded, (_, last) in zip(beside, scales, strict=True)
     )
     offset = 0 if isinstance(product, RaggedSpec) else second_weight_offset(gemm, product)
-    is_plain = not (spec.is_gated or isinstance(product, RaggedSpec)) and a.dtype.itemsize > 1
+    is_plain = not (spec.is_gated or isinstance(product, RaggedSpec))
+    is_plain = is_plain and a.dtype.itemsize == b.dtype.itemsize == 2
     reason = _unfit(gemm, offset, a.dtype.itemsize) or _quicker_apart(gemm, made, is_plain)
     if reason is not None:
         return reason

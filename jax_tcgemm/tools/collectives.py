@@ -19,8 +19,11 @@ _LINE = re.compile(
     r"= (?P<result>.*?) (?P<kind>all-gather|all-reduce|reduce-scatter|all-to-all|"
     r"collective-permute)(?:-start)?\((?P<rest>.*)"
 )
-_COMPUTATION = re.compile(r"(?:ENTRY )?%([\w.-]+) \(.*\) -> .* \{$")
-_CALLED = re.compile(r"\b(?:body|calls|to_apply|\w+_computations?)=\{?(%[\w.-]+(?:, %[\w.-]+)*)")
+_COMPUTATION = re.compile(r"(ENTRY )?%?([\w.-]+) \(.*\) -> .* \{$")
+_CALLED = re.compile(
+    r"\b(body|condition|calls|to_apply|\w+_computations?)=(?:\{(.*?)\}|(%?[\w.-]+))"
+)
+_WAITS = re.compile(r"-(?:done|update)\(")  # for what another line has started
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 
 
@@ -46,7 +49,9 @@ def collectives(text: str, devices: int) -> list[Collective]:
         text: what ``as_text()`` of a compiled program returns.
         devices: how many devices it runs on.
     """
-    computations = dict(_computations(text.splitlines()))
+    computations: dict[str, list[str]] = {}
+    for name, lines in _computations(text.splitlines()):
+        computations.setdefault(name, []).extend(lines)
     runs = _runs(computations)
     found = [
         (_collective(match, devices), runs[name])
@@ -57,27 +62,41 @@ def collectives(text: str, devices: int) -> list[Collective]:
 
 
 def _computations(lines: list[str]) -> Iterator[tuple[str, list[str]]]:
-    """Yields the name and the lines of each computation; that of the program itself is the last."""
+    """Yields the name and the lines of each computation; that of the program itself has none."""
     name, body = "", []
     for line in lines:
         head = _COMPUTATION.match(line)
         if head:
             yield name, body
-            name, body = head[1], []
+            name, body = "" if head[1] else head[2], []
         body.append(line)
     yield name, body
 
 
 def _runs(computations: dict[str, list[str]]) -> dict[str, int]:
-    """Returns how often each computation runs: a text has it before those that call it."""
-    runs = collections.Counter({list(computations)[-1]: 1})
-    for name, lines in reversed(computations.items()):
-        for line in lines:
-            trips = _TRIPS.search(line)
-            for called in _CALLED.findall(line):
-                for each in called.split(", "):
-                    runs[each[1:]] += runs[name] * (int(trips[1]) if trips else 1)
+    """Returns how often each computation runs."""
+    calls = {name: [*_calls(lines)] for name, lines in computations.items()}
+    runs = collections.Counter({"": 1})
+
+    def visit(name: str, count: int) -> None:
+        for called, times in calls.get(name, ()):
+            runs[called] += count * times
+            visit(called, count * times)
+
+    visit("", 1)
     return runs
+
+
+def _calls(lines: list[str]) -> Iterator[tuple[str, int]]:
+    """Yields the computations that one calls, and how often each time."""
+    for line in lines:
+        if _WAITS.search(line):
+            continue
+        trips = _TRIPS.search(line)
+        for role, several, one in _CALLED.findall(line):
+            for each in (several or one).split(","):
+                times = int(trips[1]) if trips else 1
+                yield each.strip().lstrip("%"), times + (role == "condition" and trips is not None)
 
 
 def _collective(match: re.Match[str], devices: int) -> Collective:
