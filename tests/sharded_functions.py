@@ -113,6 +113,13 @@ FUNCTION_PROGRAMS = {
         ((61, 32), (32, 43), (43,), (61, 43)),
         (P("x"), P(None, "y"), P(), P("x", "y")),
     ),
+    "dropout_of_sequences": Program(
+        _dropout_function,
+        _dropout_formula,
+        ((8, 16, 32), (32, 48), (48,), (8, 16, 48)),
+        (P("x"), P(None, "y"), P("y"), P("x", None, "y")),
+        gradients=(0, 1, 2, 3),
+    ),
     "dropout_batch": Program(
         _dropout_function,
         _dropout_formula,

@@ -158,6 +158,23 @@ def test_a_small_product_of_a_function_that_draws_is_left_to_xla(cuda_module):
     assert f'config = "{config}"' in text
 
 
+def test_draws_over_a_batch_that_goes_on_where_rows_end(cuda_module, monkeypatch):
+    """Of which the kernel makes one matrix; one of several matrices draws apart."""
+    monkeypatch.setattr(lowering, "_FEW_DRAWN", 0)
+    monkeypatch.setattr(lowering.compiler, "obstacle", lambda *_: None)
+
+    def f(product):
+        return jnp.where(jax.random.bernoulli(jax.random.key(1), 0.5, product.shape), product, 0)
+
+    x, w = jnp.zeros((4, 128, 256), BF16), jnp.zeros((256, 512), BF16)
+    text, _ = cuda_module(lambda x, w: gemm(x, w, epilogue=f), x, w)
+    assert text.count("custom_call @jax_tcgemm_compiled") == 1
+    assert "m = 512" in text
+    several = jnp.zeros((4, 256, 512), BF16)
+    text, _ = cuda_module(lambda x, w: gemm(x, w, epilogue=f), x, several)
+    assert "custom_call @jax_tcgemm_compiled" not in text
+
+
 def test_masks_are_kept_for_the_derivative():
     def f(acc, key):
         return jnp.where(jax.random.bernoulli(key, 0.5, acc.shape), jax.nn.gelu(acc), 0.0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -285,6 +287,55 @@ def test_random_numbers_are_those_of_the_whole(normal, name, closed_over):
     np.testing.assert_array_equal(np.asarray(drawn), np.asarray(wanted))
     expected = jnp.asarray(np.asarray(x)) @ np.asarray(w) + (np.asarray(wanted) > 0.5)
     np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-4)
+
+
+def counts(made, rows, columns):
+    """Evaluates the C++ of a program up to what it draws, which is of counts: returns those."""
+    program = translation.translate(made)
+    assert not isinstance(program, str), program
+    m, n = np.meshgrid(np.arange(rows), np.arange(columns), indexing="ij")
+    values = {"m": m, "n": n} | {f"x{i}": 0 for i in range(len(program.leaves))}
+    for line in program.lines:
+        drawn = re.search(r"random_(?:bits|words)\(.*, (\w+)\)+;", line)
+        if drawn:
+            return program, values[drawn[1]]
+        text = re.sub(r"^const \w+ |static_cast<\w+>|ll\b|(?<=\d)u|;", "", line)
+        text = text.replace("io.m(i)", "m").replace("io.n(i)", "n").replace("[i]", "")
+        exec(text.replace("/", "//"), values)
+    raise AssertionError(program.lines)
+
+
+@pytest.mark.parametrize("shape", [(64, 48), (3, 8, 16), (2, 3, 4, 8), (1, 5, 1, 8)])
+def test_counts_of_draws(shape):
+    """Of a batch, too, whose matrices the kernel takes for more rows."""
+
+    def epilogue(product):
+        return [jnp.where(jax.random.bernoulli(jax.random.key(1), 0.5, shape), product, 0)]
+
+    product = jax.ShapeDtypeStruct(shape, jnp.float32)
+    function, _ = functions.trace(epilogue, [product], 1)
+    rows = np.prod(shape[:-1])
+    program, found = counts(function, rows, shape[-1])
+    assert program.flat_rows == (len(shape) > 2 and max(shape[:-2]) > 1)
+    np.testing.assert_array_equal(found, np.arange(np.prod(shape)).reshape(rows, shape[-1]))
+    # The second half of what begins there, of rows and of the outermost dimension.
+    whole = (2 * shape[0], *shape[1:])
+    function, _ = functions.trace(
+        lambda p: [p + jax.random.uniform(jax.random.key(1), whole)],
+        [jax.ShapeDtypeStruct(whole, jnp.float32)],
+        1,
+    )
+    names = tuple("abmn"[-len(shape) :])
+    portable_function = portable.portable(function, names)
+    assert not isinstance(portable_function, str), portable_function
+    start = {name: np.int32(shape[0]) if name == names[0] else 0 for name in names}
+    part = Part(portable_function, dict(zip(names, shape, strict=True)), start.get)
+    made, _ = functions.trace(part.within, [product], 1)
+    _, found = counts(made, rows, shape[-1])
+    np.testing.assert_array_equal(
+        np.broadcast_to(found, (rows, shape[-1])),
+        np.prod(shape) + np.arange(np.prod(shape)).reshape(rows, shape[-1]),
+    )
 
 
 def test_64_bits_are_left_to_xla(normal):

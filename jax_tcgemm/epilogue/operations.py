@@ -15,6 +15,10 @@ class NotTranslatableError(Exception):
     """An operation, or a type, that has no translation; the message names it."""
 
 
+class BatchIndexError(NotTranslatableError):
+    """An index along a batch, which is one of rows where the batch goes on where rows end."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Element:
     """An element type: its name in C++, and that of what a value of it is held in."""

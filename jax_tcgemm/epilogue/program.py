@@ -119,6 +119,8 @@ class Program:
             reductions.
         flat: the jaxpr whose variables the leaves are.
         counts_rows: whether the statements know which row of a matrix a value is of.
+        flat_rows: whether they know which of all rows, so that the matrices of a batch have to be
+            taken for more rows of one.
     """
 
     leaves: tuple[Leaf, ...]
@@ -129,6 +131,7 @@ class Program:
     positions: tuple[int, ...]
     flat: Any
     counts_rows: bool
+    flat_rows: bool
 
     @property
     def keeps_rows(self) -> bool:

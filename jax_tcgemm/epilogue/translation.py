@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jax_tcgemm.epilogue import operations
 from jax_tcgemm.epilogue.function import EpilogueFunction, partitionable_draws
-from jax_tcgemm.epilogue.operations import NotTranslatableError, element
+from jax_tcgemm.epilogue.operations import BatchIndexError, NotTranslatableError, element
 from jax_tcgemm.epilogue.program import (
     JOINS,
     PASS_BLOCK,
@@ -50,19 +50,27 @@ def _translate(
 ) -> Program | str:
     try:
         return _Translation(function, shape).run()
+    except BatchIndexError as error:
+        reason = str(error)
     except NotTranslatableError as error:
         return str(error)
+    try:
+        return _Translation(function, shape, flat_rows=True).run()
+    except NotTranslatableError:
+        return reason
 
 
 class _Translation:
     """The state of one translation."""
 
-    def __init__(self, function: EpilogueFunction, shape: tuple[int, ...] | None):
+    def __init__(
+        self, function: EpilogueFunction, shape: tuple[int, ...] | None, flat_rows: bool = False
+    ):
         self.function = function
         count = function.accumulators
         self.shape = shape or function.flat.jaxpr.invars[0].aval.shape
         self.block = PRODUCT_BLOCK if count else PASS_BLOCK
-        self.values = Values(function.flat, count, self.shape)
+        self.values = Values(function.flat, count, self.shape, flat_rows)
         self.reductions: list[Reduction] = []
 
     def run(self) -> Program:
@@ -86,6 +94,8 @@ class _Translation:
             raise NotTranslatableError(
                 f"{len(matrices)} results of the product's shape of {results}"
             )
+        if values.flat_rows and self.reductions:
+            raise NotTranslatableError("a reduction beside an index along a batch")
         if len(values.leaves) > MAX_OPERANDS:
             raise NotTranslatableError(f"{len(values.leaves)} operands, more than {MAX_OPERANDS}")
         return Program(
@@ -97,6 +107,7 @@ class _Translation:
             tuple(matrices),
             flat,
             values.counts_rows,
+            values.flat_rows,
         )
 
     @property

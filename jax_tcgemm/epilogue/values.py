@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jax_tcgemm.epilogue import operations
 from jax_tcgemm.epilogue.function import DRAWS, partitionable_draws
-from jax_tcgemm.epilogue.operations import NotTranslatableError, element
+from jax_tcgemm.epilogue.operations import BatchIndexError, NotTranslatableError, element
 from jax_tcgemm.epilogue.program import JOINS, Index, Leaf
 from jax_tcgemm.epilogue.tanh import Tanhs, is_literal
 from jax_tcgemm.problem.strides import row_major
@@ -42,6 +42,7 @@ class Values:
         flat: its jaxpr, without calls.
         accumulators: the first of its arguments, which the kernel has.
         shape: of the product, or of the matrices of a pass.
+        flat_rows: whether the kernel's rows are those of all matrices, one after the other.
         made: what makes each variable.
         given: the variables that are arguments.
         dependent: those that the kernel alone can know.
@@ -53,11 +54,14 @@ class Values:
         names: of values that are known, from there.
     """
 
-    def __init__(self, flat: Any, accumulators: int, shape: tuple[int, ...]):
+    def __init__(
+        self, flat: Any, accumulators: int, shape: tuple[int, ...], flat_rows: bool = False
+    ):
         jaxpr = flat.jaxpr
         self.flat = flat
         self.accumulators: list[Any] = list(jaxpr.invars[:accumulators])
         self.shape = shape
+        self.flat_rows = flat_rows
         self.made = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
         self.given = set(jaxpr.invars) | set(jaxpr.constvars)
         # On the accumulators; in a pass, on any matrix.
@@ -214,10 +218,16 @@ class Values:
         rank = len(self.shape)
         if where is None:
             return "0u"
+        if where == rank - 1:
+            return "static_cast<uint32_t>(io.n(i))"
+        row = "static_cast<uint32_t>(io.m(i))"
+        if self.flat_rows:
+            rows = math.prod(self.shape[where + 1 : -1])
+            return f"({row} / {rows}u % {self.shape[where]}u)"
         if where < rank - 2:
-            raise NotTranslatableError("an index along a batch")
-        self.counts_rows |= where == rank - 2
-        return f"static_cast<uint32_t>(io.{'m' if where == rank - 2 else 'n'}(i))"
+            raise BatchIndexError("an index along a batch")
+        self.counts_rows = True
+        return row
 
     def _iota(self, eqn: Any, index: Index) -> str:
         dtype = eqn.params["dtype"]
@@ -253,6 +263,8 @@ class Values:
             for stride, where in zip(row_major(shape), index, strict=True)
             if where is not None
         ]
+        if self.flat_rows and shape == self.shape:
+            terms = [f"static_cast<uint32_t>(io.m(i)) * {shape[-1]}u", self.place(len(shape) - 1)]
         words = [self.leaf(key, (), word) for word in (0, 1)]
         count = self.named(" + ".join(terms) or "0u", jnp.uint32)
         dtype = eqn.outvars[0].aval.dtype

@@ -262,7 +262,10 @@ def _plain(
         return "an operand without a contiguous axis"
     leaves = tuple(leaf.strides(spec.batch_ndim + 2) for leaf in made.leaves)
     others = (*leaves, *beside)
-    return fold_beside(spec.strided(shapes), others, keeps_rows=made.keeps_rows)
+    gemm, strides = fold_beside(spec.strided(shapes), others, keeps_rows=made.keeps_rows)
+    if made.flat_rows and gemm.batch:
+        return "an index along a batch"
+    return gemm, strides
 
 
 def _ragged(

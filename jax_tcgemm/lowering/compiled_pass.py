@@ -98,6 +98,8 @@ def _call_or_reason(spec: LinearSpec) -> _Call | str:
     if isinstance(made, str):
         return made
     folded, strides = _folded(shape, made)
+    if made.flat_rows and folded.batch:
+        return "an index along a batch"
     if len(folded.batch) > MAX_BATCH_NDIM:
         return f"{len(folded.batch)} batch dimensions that do not fold"
     text = source_of(made, strides, folded.n, batched=bool(folded.batch))
