@@ -16,9 +16,10 @@ from sharded_checks import kinds, put
 from sharded_program import mesh_of
 
 from jax_tcgemm import gated_gemm, gemm
+from jax_tcgemm.epilogue import compiler, operations, portable, translation
 from jax_tcgemm.epilogue import function as functions
-from jax_tcgemm.epilogue import operations, portable, translation
 from jax_tcgemm.epilogue.part import Part, elementwise
+from jax_tcgemm.lowering import compiled as lowering
 from jax_tcgemm.partitioning import rules
 from jax_tcgemm.problem.log import log
 from jax_tcgemm.problem.serialize import from_json, to_json
@@ -400,6 +401,9 @@ def test_a_part_draws_in_the_kernel(normal):
     assert not isinstance(program, str), program
     assert program.draws
     assert "random_words(" in "\n".join(program.lines)
+    strides = [leaf.strides(2) for leaf in program.leaves]
+    text = lowering.source_of(program, strides, 24, batched=False)
+    assert compiler.compile_kernel(text, "sm90_bf16_128x128x64_s6_c2x1_pingpong", "nn")
     values = normal(16, 24)
     (kept,) = made(values, *held)
     whole = jax.random.bernoulli(jax.random.key(1), 0.5, (64, 48))[32:48, :24]

@@ -240,11 +240,9 @@ class Values:
         if key not in self.names:
             if any(not is_literal(x) and x in self.dependent for x in eqn.invars):
                 raise NotTranslatableError("threefry2x32 of what depends on the product")
-            values = (self.operand(x, eqn.outvars[0], index) for x in eqn.invars)
+            values = ", ".join([self.operand(x, eqn.outvars[0], index) for x in eqn.invars])
             self.names[key] = f"v{len(self.lines)}"
-            self.lines.append(
-                f"const RandomWords {self.names[key]} = random_words({', '.join(values)});"
-            )
+            self.lines.append(f"const RandomWords {self.names[key]} = random_words({values});")
         return f"{self.names[key]}.{('first', 'second')[position]}"
 
     def _random_bits(self, eqn: Any, index: Index) -> str:
