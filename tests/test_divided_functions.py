@@ -339,6 +339,16 @@ def test_counts_of_draws(shape):
     )
 
 
+def test_counts_of_draws_in_another_order():
+    def epilogue(product):
+        return [product + jax.random.uniform(jax.random.key(1), (8, 8, 16)).transpose(1, 0, 2)]
+
+    function, _ = functions.trace(epilogue, [jax.ShapeDtypeStruct((8, 8, 16), jnp.float32)], 1)
+    _, found = counts(function, 64, 16)
+    wanted = np.arange(8 * 8 * 16).reshape(8, 8, 16).transpose(1, 0, 2)
+    np.testing.assert_array_equal(found, wanted.reshape(64, 16))
+
+
 def test_64_bits_are_left_to_xla(normal):
     key = jax.random.key(5)
 

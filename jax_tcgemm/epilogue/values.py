@@ -261,7 +261,8 @@ class Values:
             for stride, where in zip(row_major(shape), index, strict=True)
             if where is not None
         ]
-        if self.flat_rows and shape == self.shape:
+        is_whole = all(where in (None, axis) for axis, where in enumerate(index))
+        if self.flat_rows and shape == self.shape and is_whole:  # where a result lies
             terms = [f"static_cast<uint32_t>(io.m(i)) * {shape[-1]}u", self.place(len(shape) - 1)]
         words = [self.leaf(key, (), word) for word in (0, 1)]
         count = self.named(" + ".join(terms) or "0u", jnp.uint32)
