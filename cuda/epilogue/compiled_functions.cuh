@@ -114,8 +114,8 @@ __device__ __forceinline__ BesideTanh beside_tanh(float x) {
   return {x > 0.f ? 2.f - minus : power * minus, minus};
 }
 
-// The same for results of 16 bits and fewer: x log2 e is rounded, which is up to 2^-17 of the power,
-// and what overflows is infinite.
+// The same for results of 16 bits and fewer: x log2 e is rounded, which is up to 2^-17 of the
+// power, and what overflows is infinite.
 __device__ __forceinline__ float coarse_exp(float x) {
   constexpr float kLog2E = 1.4426950408889634f;
   float power;
