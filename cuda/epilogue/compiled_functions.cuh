@@ -64,12 +64,13 @@ __device__ __forceinline__ T clamped(T low, T x, T high) {
   return minimum(maximum(low, x), high);
 }
 
+constexpr float kLog2E = 1.4426950408889634f;
+
 // x log2 e, rounded, and what 2^(the rounding error) is beyond 1: of an infinity, NaN.
 struct Power {
   float high, correction;
 };
 __device__ __forceinline__ Power power_of_two(float x) {
-  constexpr float kLog2E = 1.4426950408889634f;
   constexpr float kLog2ELow = 1.925963033500975e-08f;
   const float high = x * kLog2E;
   const float low = fmaf(x, kLog2ELow, fmaf(x, kLog2E, -high));
@@ -117,14 +118,12 @@ __device__ __forceinline__ BesideTanh beside_tanh(float x) {
 // The same for results of 16 bits and fewer: x log2 e is rounded, which is up to 2^-17 of the
 // power, and what overflows is infinite.
 __device__ __forceinline__ float coarse_exp(float x) {
-  constexpr float kLog2E = 1.4426950408889634f;
   float power;
   asm("ex2.approx.f32 %0, %1;\n" : "=f"(power) : "f"(kLog2E * x));
   return power;
 }
 // exp(factor x); a factor that is known is one with log2 e.
 __device__ __forceinline__ float coarse_exp_beside_one(float factor, float x) {
-  constexpr float kLog2E = 1.4426950408889634f;
   float power;
   asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(power) : "f"(kLog2E * factor * x));
   return power;
@@ -234,10 +233,8 @@ __device__ __forceinline__ RandomWords random_words(uint32_t key0, uint32_t key1
 
 // As jax.random.bits makes number `count` of an array, below 2^32, where threefry is partitionable.
 __device__ __forceinline__ uint32_t random_bits(uint32_t key0, uint32_t key1, uint32_t count) {
-  uint32_t x0 = 0;
-  uint32_t x1 = count;
-  threefry2x32(key0, key1, x0, x1);
-  return x0 ^ x1;
+  const auto [first, second] = random_words(key0, key1, 0, count);
+  return first ^ second;
 }
 
 // The same bits as another type of as many.

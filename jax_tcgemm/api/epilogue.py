@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_tcgemm.api import arguments
+from jax_tcgemm.epilogue import draws
 from jax_tcgemm.epilogue import function as functions
 from jax_tcgemm.epilogue.spec import CompiledSpec
 from jax_tcgemm.primitives import compiled
@@ -96,7 +97,7 @@ def traced(
     product = jax.ShapeDtypeStruct(shape, dtype)
     types = [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in flat]
     function, held = functions.trace(listed, [*[product] * count, *types], count)
-    every = [*own, *functions.words(flat), *held]
+    every = [*own, *draws.words(flat), *held]
     return every, CompiledSpec(spec, function), out_trees[0]
 
 

@@ -23,6 +23,7 @@ from jax_tcgemm.api.scales import (
     dequantized,
     scale_of,
 )
+from jax_tcgemm.epilogue import draws
 from jax_tcgemm.epilogue import function as functions
 from jax_tcgemm.epilogue.spec import CompiledSpec
 from jax_tcgemm.kernels import table as kernel_table
@@ -369,7 +370,7 @@ def _bind(
     types = [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in flat]
     traced, held = functions.trace(listed, [jax.ShapeDtypeStruct(x.shape, sums), *types], 1)
     whole = CompiledSpec(spec, traced, scaled=bool(by_blocks))
-    return compiled.bind([a, b, *by_blocks, *functions.words(flat), *held], whole)
+    return compiled.bind([a, b, *by_blocks, *draws.words(flat), *held], whole)
 
 
 def product_of_8_bits(operands: Operands, spec: GemmSpec, out_dtype: np.dtype) -> jax.Array:

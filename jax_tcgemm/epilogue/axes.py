@@ -6,15 +6,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jax_tcgemm.epilogue import operations
+from jax_tcgemm.epilogue.draws import KEYS
 from jax_tcgemm.epilogue.program import JOINS
 from jax_tcgemm.epilogue.tanh import is_literal
 
 _RESHAPES = frozenset({"reshape", "squeeze", "expand_dims"})
-
-# What makes one key of random numbers, or its words, and what draws with it.
-_OF_KEYS = frozenset(
-    {"random_wrap", "random_unwrap", "random_seed", "random_fold_in", "random_bits"}
-)
 
 
 class NotDivisibleError(Exception):
@@ -98,7 +94,7 @@ def _kept(eqn: Any, old: tuple[int, ...], new: tuple[int, ...]) -> Iterator[tupl
         if [old[i] for i in before] != [new[i] for i in after]:
             raise NotDivisibleError(f"{name} of {old} to {new}")
         return zip(before, after, strict=True)
-    if name in _OF_KEYS:
+    if name in KEYS or name == "random_bits":
         return iter(())
     if name not in operations.ELEMENTWISE:
         raise NotDivisibleError(name)

@@ -12,19 +12,11 @@ from jax.extend import core
 
 from jax_tcgemm import _compat
 from jax_tcgemm._compat import jaxprs
+from jax_tcgemm.epilogue import draws
 
 # Operations that stand for what is in them, by the name of the parameter that holds it.
 _CALLS = ("call_jaxpr", "fun_jaxpr", "jaxpr")
 _CONTROL = frozenset({"scan", "while", "cond", "shard_map", "pallas_call", "run_state"})
-
-# Those that draw random numbers.
-DRAWS = frozenset({"random_bits", "threefry2x32"})
-
-
-def partitionable_draws() -> bool:
-    """Whether a number of ``random_bits`` depends on its count alone; what is cached asks it."""
-    return bool(jax.config.jax_threefry_partitionable)  # pyright: ignore
-
 
 # Calls with a derivative of their own.
 _CUSTOM = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
@@ -120,7 +112,7 @@ class EpilogueFunction:
             if any(x in dependent for x in taken):
                 dependent.update(eqn.outvars)
                 masks.update(dict.fromkeys(x for x in taken if x in drawn and _is_mask(x, shape)))
-            elif eqn.primitive.name in DRAWS or any(x in drawn for x in taken):
+            elif eqn.primitive.name in draws.DRAWS or any(x in drawn for x in taken):
                 drawn.update(eqn.outvars)
         return tuple(masks)
 
@@ -185,43 +177,22 @@ def trace(
         accumulators: how many of them are accumulators.
 
     Returns:
-        The epilogue, whose operands are ``words`` of the arguments, and those of the arrays that
-        the function closes over, its further operands.
+        The epilogue, whose operands are ``draws.words`` of the arguments, and those of the arrays
+        that the function closes over, its further operands.
     """
     with _compat.no_mesh():  # what is traced holds for any
         closed = jax.make_jaxpr(function)(*avals)
     consts = list(closed.consts)
     types = [*avals, *map(jax.typeof, consts)]
-    is_key = [_is_key(each) for each in types]
+    is_key = [draws.is_key(each.dtype) for each in types]
 
     def of_words(*values: Any) -> list[Any]:
-        arrays = [
-            jax.random.wrap_key_data(x, impl=_THREEFRY) if wrap else x
-            for x, wrap in zip(values, is_key, strict=True)
-        ]
+        arrays = [draws.wrapped(x) if wrap else x for x, wrap in zip(values, is_key, strict=True)]
         return jaxprs.eval_jaxpr(closed.jaxpr, arrays[len(avals) :], *arrays[: len(avals)])
 
     if consts or any(is_key):
-        closed = jax.make_jaxpr(of_words)(*map(_word_type, types))
-    return EpilogueFunction(closed, accumulators, _text(closed)), words(consts)
-
-
-_THREEFRY = "threefry2x32"
-
-
-def _is_key(array: Any) -> bool:
-    return str(array.dtype) == "key<fry>"
-
-
-def _word_type(array: Any) -> jax.ShapeDtypeStruct:
-    if _is_key(array):
-        return jax.ShapeDtypeStruct((*array.shape, 2), jax.numpy.uint32)
-    return jax.ShapeDtypeStruct(array.shape, array.dtype)
-
-
-def words(arrays: Sequence[Any]) -> list[Any]:
-    """Returns keys of threefry as their words, which any program can take; all else as it is."""
-    return [jax.random.key_data(x) if _is_key(jax.typeof(x)) else x for x in arrays]
+        closed = jax.make_jaxpr(of_words)(*map(draws.word_type, types))
+    return EpilogueFunction(closed, accumulators, _text(closed)), draws.words(consts)
 
 
 def _text(closed: core.ClosedJaxpr) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend import random
 
+from jax_tcgemm.epilogue import draws
 from jax_tcgemm.epilogue.operations import ELEMENTWISE
 from jax_tcgemm.epilogue.portable import Dims, Number, Operation, PortableFunction
 from jax_tcgemm.epilogue.program import JOINS
@@ -70,8 +69,8 @@ class Part:
         name, parameters = operation.name, operation.parameters
         if name in ELEMENTWISE:
             return elementwise(name)(*values, *parameters)
-        if name in _KEYS:
-            return _KEYS[name](*values)
+        if name in draws.KEYS:
+            return draws.KEYS[name](*values)
         if name == "transpose" or name in JOINS:
             return getattr(lax, name)(*values, *parameters)
         shape = tuple(self.extents[x] if isinstance(x, str) else x for x in operation.dims)
@@ -93,9 +92,7 @@ class Part:
         for axis, stride in enumerate(row_major(whole)):
             along = self._counted(operation.dims, shape, jnp.dtype(jnp.uint32), axis)
             counts = counts + along * np.uint32(stride)
-        high, low = jax.random.key_data(key)
-        bits = random.threefry2x32_p.bind(high, low, jnp.zeros_like(counts), counts)
-        return (bits[0] ^ bits[1]).astype(f"uint{width}")
+        return draws.bits(key, counts, width)
 
     def _counted(self, dims: Dims, shape: tuple[int, ...], dtype: Any, axis: int) -> Any:
         """Counts along an axis of the whole."""
@@ -107,12 +104,6 @@ class Part:
         return lax.convert_element_type(place, dtype)
 
 
-_KEYS: Mapping[str, Callable[..., Any]] = {
-    "random_wrap": functools.partial(jax.random.wrap_key_data, impl="threefry2x32"),
-    "random_unwrap": jax.random.key_data,
-    "random_seed": functools.partial(jax.random.key, impl="threefry2x32"),
-    "random_fold_in": jax.random.fold_in,
-}
 _IDENTITIES = frozenset({"copy", "copy_p", "name", "stop_gradient", "optimization_barrier"})
 _ALIASES: Mapping[str, str] = {
     "add_any": "add",

@@ -18,8 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_tcgemm._compat import jaxprs
+from jax_tcgemm.epilogue import draws
 from jax_tcgemm.epilogue.axes import Axes, NotDivisibleError
-from jax_tcgemm.epilogue.function import EpilogueFunction, partitionable_draws
+from jax_tcgemm.epilogue.function import EpilogueFunction
 from jax_tcgemm.epilogue.program import JOINS
 from jax_tcgemm.epilogue.tanh import is_literal
 from jax_tcgemm.epilogue.values import following
@@ -122,7 +123,7 @@ def portable(function: EpilogueFunction, names: tuple[str, ...]) -> PortableFunc
         function: an epilogue.
         names: of the axes of the accumulators.
     """
-    return _named(function, names, partitionable_draws())
+    return _named(function, names, draws.partitionable())
 
 
 @functools.lru_cache(maxsize=256)
@@ -176,13 +177,13 @@ def _check_draws(eqn: Any) -> None:
     types = [x.aval for x in (*eqn.invars, *eqn.outvars)]
     for each in types:
         is_key = jnp.issubdtype(each.dtype, jax.dtypes.extended)
-        if is_key and (each.shape or str(each.dtype) != "key<fry>"):
+        if is_key and (each.shape or not draws.is_key(each.dtype)):
             raise NotDivisibleError(f"{name} of {each.str_short()}")
     if name == "random_bits":
         width, shape = eqn.params["bit_width"], eqn.params["shape"]
         if width > 32:
             raise NotDivisibleError(f"random_bits of {width} bits")
-        if not partitionable_draws() or math.prod(shape) >= 2**32:
+        if not draws.partitionable() or math.prod(shape) >= 2**32:
             raise NotDivisibleError("random_bits that are no function of each count alone")
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jax_tcgemm.epilogue import operations
-from jax_tcgemm.epilogue.function import EpilogueFunction, partitionable_draws
+from jax_tcgemm.epilogue import draws, operations
+from jax_tcgemm.epilogue.function import EpilogueFunction
 from jax_tcgemm.epilogue.operations import BatchIndexError, NotTranslatableError, element
 from jax_tcgemm.epilogue.program import (
     JOINS,
@@ -41,7 +41,7 @@ def translate(function: EpilogueFunction, shape: tuple[int, ...] | None = None) 
         function: an epilogue; or one without accumulators, for a pass of its own.
         shape: of the matrices that the pass goes over.
     """
-    return _translate(function, shape, partitionable_draws())
+    return _translate(function, shape, draws.partitionable())
 
 
 @functools.lru_cache(maxsize=256)

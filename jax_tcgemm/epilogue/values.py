@@ -8,8 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jax_tcgemm.epilogue import operations
-from jax_tcgemm.epilogue.function import DRAWS, partitionable_draws
+from jax_tcgemm.epilogue import draws, operations
 from jax_tcgemm.epilogue.operations import BatchIndexError, NotTranslatableError, element
 from jax_tcgemm.epilogue.program import JOINS, Index, Leaf
 from jax_tcgemm.epilogue.tanh import Tanhs, is_literal
@@ -67,8 +66,8 @@ class Values:
         # On the accumulators; in a pass, on any matrix.
         matrices = self.accumulators or filter(self.spans, jaxpr.invars)
         self.dependent = following(matrices, jaxpr)
-        draws = [eqn for eqn in jaxpr.eqns if eqn.primitive.name in DRAWS]
-        self.drawn = following((var for eqn in draws for var in eqn.outvars), jaxpr)
+        drawn = (eqn for eqn in jaxpr.eqns if eqn.primitive.name in draws.DRAWS)
+        self.drawn = following((var for eqn in drawn for var in eqn.outvars), jaxpr)
         self.in_full = shown_in_full(jaxpr)
         self.leaves: list[Leaf] = []
         self.lines: list[str] = []
@@ -248,9 +247,9 @@ class Values:
     def _random_bits(self, eqn: Any, index: Index) -> str:
         """As ``jax.random.bits`` has them, of each element apart (threefry_partitionable)."""
         (key,), shape, width = eqn.invars, eqn.params["shape"], eqn.params["bit_width"]
-        if key.aval.shape or width not in (8, 16, 32) or not partitionable_draws():
+        if key.aval.shape or width not in (8, 16, 32) or not draws.partitionable():
             raise NotTranslatableError(f"random_bits of {width} bits")
-        if "fry" not in str(key.aval.dtype):
+        if not draws.is_key(key.aval.dtype):
             raise NotTranslatableError(f"random_bits of {key.aval.dtype}")
         if is_literal(key) or key in self.dependent:
             raise NotTranslatableError("random_bits of a key that depends on the product")
@@ -261,9 +260,6 @@ class Values:
             for stride, where in zip(row_major(shape), index, strict=True)
             if where is not None
         ]
-        is_whole = all(where in (None, axis) for axis, where in enumerate(index))
-        if self.flat_rows and shape == self.shape and is_whole:  # where a result lies
-            terms = [f"static_cast<uint32_t>(io.m(i)) * {shape[-1]}u", self.place(len(shape) - 1)]
         words = [self.leaf(key, (), word) for word in (0, 1)]
         count = self.named(" + ".join(terms) or "0u", jnp.uint32)
         dtype = eqn.outvars[0].aval.dtype

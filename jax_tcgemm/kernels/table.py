@@ -289,15 +289,13 @@ def _run_time_rows() -> list[KernelConfig]:
                 (64, 64, 6, "cooperative", (1, 1)),
                 (64, 32, 8, "cooperative", (1, 1)),
             ]
+            groups = {"grouped": "m", **common}
             rows += [
                 _sm90(algorithm, 128, 256, 4, cluster=(2, 1), gated=True, **common),
-                _sm90(algorithm, 128, 256, 4, cluster=(1, 2), grouped="m", **common),
-                _sm90(
-                    *(algorithm, 128, 192, 4),
-                    **{"cluster": (1, 2), "schedule": "pingpong", "grouped": "m", **common},
-                ),
-                _sm90(algorithm, 128, 128, 6, schedule="pingpong", grouped="m", **common),
-                _sm90(algorithm, 64, 128, 6, schedule="pingpong", grouped="m", **common),
+                _sm90(algorithm, 128, 256, 4, cluster=(1, 2), **groups),
+                _sm90(algorithm, 128, 192, 4, cluster=(1, 2), schedule="pingpong", **groups),
+                _sm90(algorithm, 128, 128, 6, schedule="pingpong", **groups),
+                _sm90(algorithm, 64, 128, 6, schedule="pingpong", **groups),
             ]
         rows += [
             _sm90(algorithm, m, n, stages, schedule=schedule, cluster=cluster, **common)

@@ -13,11 +13,12 @@ import numpy as np
 
 from jax_tcgemm import _compat, _core, _extension
 from jax_tcgemm.epilogue import compiler, source, translation
-from jax_tcgemm.epilogue.program import Leaf, Program
+from jax_tcgemm.epilogue.program import Program
 from jax_tcgemm.epilogue.spec import CompiledSpec
 from jax_tcgemm.kernels.arithmetic import ALL_ARITHMETIC
 from jax_tcgemm.kernels.table import XLA
 from jax_tcgemm.lowering import compiled_problem, devices, k_major
+from jax_tcgemm.lowering.compiled_source import source_of, staged_of
 from jax_tcgemm.lowering.custom_call import (
     MAX_TMA_BATCH_NDIM,
     second_weight_offset,
@@ -221,7 +222,7 @@ def _planned(own: Sequence[Any], spec: CompiledSpec, made: Program, may_stream: 
     reason = _unfit(gemm, offset, a.dtype.itemsize) or _quicker_apart(gemm, made, is_plain)
     if reason is not None:
         return reason
-    staged = tuple(kind in _STAGED for kind in kinds_of(made, strides, gemm.n))
+    staged = staged_of(made, strides, gemm.n)
     source_text = source_of(made, strides, gemm.n, batched=bool(gemm.batch), scaled=spec.scaled)
     ordered = tuple(factors.values())
     return Call(made, source_text, gemm, strides, staged, algorithm, ordered, scale_strides)
@@ -285,34 +286,6 @@ def _ragged(
     return gemm, tuple((0, *leaf.strides(2)) for leaf in made.leaves)
 
 
-def source_of(
-    made: Program, strides: Sequence[Shape], n: int, *, batched: bool, scaled: bool = False
-) -> str:
-    """Returns the C++ of a program.
-
-    Args:
-        made: the program.
-        strides: of each leaf, in elements along ``(*batch, m, n)``.
-        n: columns of the results.
-        batched: whether there is more than one matrix.
-        scaled: whether the factors have scales by blocks.
-    """
-    whole = [n * result.dtype.itemsize % COPY_BYTES == 0 for result in made.matrices]
-    return source.of_program(
-        made, kinds_of(made, strides, n), whole, batched=batched, scaled=scaled
-    )
-
-
-# Read through shared memory; as is_staged of cuda/compiled_params.h.
-_STAGED = (("kColumns", True), ("kMatrix", True))
-
-
-def kinds_of(made: Program, strides: Sequence[Shape], n: int) -> list[tuple[str, bool]]:
-    """Says of each leaf along what it moves, and whether by vectors."""
-    pairs = zip(made.leaves, strides, strict=True)
-    return [(_along(steps), _is_vector(leaf, steps, n)) for leaf, steps in pairs]
-
-
 def _unfit(gemm: StridedGemm, second_weight: int, itemsize: int) -> str | None:
     """Says what keeps TMA from the factors, or the kernels from being fast."""
     if not gemm.m * gemm.n * gemm.k * math.prod(gemm.batch):
@@ -350,20 +323,6 @@ def _quicker_apart(gemm: StridedGemm, made: Program, is_plain: bool) -> str | No
         return None
     reason = f"random numbers for {gemm.m} x {gemm.n} results"
     return _LeftToXla(reason) if is_plain else reason
-
-
-def _along(strides: Shape) -> str:
-    """Says along what an operand moves, by its steps along (*batch, m, n)."""
-    if strides[-2] == 0:
-        return "kNothing" if strides[-1] == 0 else "kColumns"
-    return "kRows" if strides[-1] == 0 else "kMatrix"
-
-
-def _is_vector(leaf: Leaf, strides: Shape, n: int) -> bool:
-    """Whether 16 bytes of neighbouring columns are contiguous, and aligned."""
-    size = jnp.dtype(leaf.dtype).itemsize
-    steps = (*strides[:-1], n)
-    return strides[-1] == 1 and all(step * size % COPY_BYTES == 0 for step in steps)
 
 
 def _expected_row(call: Call, spec: CompiledSpec) -> tuple[str, str] | None:

@@ -1,0 +1,62 @@
+"""Random numbers of functions: keys of threefry, their words, and what is drawn with them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import random
+
+_THREEFRY = "threefry2x32"
+
+# Operations that draw.
+DRAWS = frozenset({"random_bits", _THREEFRY})
+
+wrapped = functools.partial(jax.random.wrap_key_data, impl=_THREEFRY)
+
+# What makes a key or its words, by the name of the operation.
+KEYS: Mapping[str, Callable[..., Any]] = {
+    "random_wrap": wrapped,
+    "random_unwrap": jax.random.key_data,
+    "random_seed": functools.partial(jax.random.key, impl=_THREEFRY),
+    "random_fold_in": jax.random.fold_in,
+}
+
+
+def is_key(dtype: Any) -> bool:
+    """Whether elements are keys of threefry."""
+    return str(dtype) == "key<fry>"
+
+
+def partitionable() -> bool:
+    """Whether a number of ``random_bits`` depends on its count alone; what is cached asks it."""
+    return bool(jax.config.jax_threefry_partitionable)  # pyright: ignore
+
+
+def word_type(array: Any) -> jax.ShapeDtypeStruct:
+    """Returns the type of what ``words`` makes of an array."""
+    if is_key(array.dtype):
+        return jax.ShapeDtypeStruct((*array.shape, 2), jnp.uint32)
+    return jax.ShapeDtypeStruct(array.shape, array.dtype)
+
+
+def words(arrays: Sequence[Any]) -> list[Any]:
+    """Returns keys as their words, which any program can take; all else as it is."""
+    return [jax.random.key_data(x) if is_key(jax.typeof(x).dtype) else x for x in arrays]
+
+
+def bits(key: jax.Array, counts: jax.Array, width: int) -> jax.Array:
+    """Draws what ``jax.random.bits`` has at these counts of an array, where it is partitionable.
+
+    Args:
+        key: the key.
+        counts: uint32.
+        width: of the bits, 8, 16 or 32.
+    """
+    first, second = random.threefry2x32_p.bind(
+        *jax.random.key_data(key), jnp.zeros_like(counts), counts
+    )
+    return (first ^ second).astype(f"uint{width}")
