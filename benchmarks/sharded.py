@@ -84,6 +84,19 @@ def _matmul_mish(x: jax.Array, w: jax.Array) -> jax.Array:
     return _mish(jnp.matmul(x, w, preferred_element_type=jnp.float32))
 
 
+def _drop(product: jax.Array) -> jax.Array:
+    kept = jax.random.bernoulli(jax.random.key(7), 0.9, product.shape)
+    return jnp.where(kept, product / 0.9, 0.0).astype(jnp.bfloat16)
+
+
+def _dropout(x: jax.Array, w: jax.Array) -> jax.Array:
+    return gemm(x, w, epilogue=_drop)
+
+
+def _matmul_dropout(x: jax.Array, w: jax.Array) -> jax.Array:
+    return _drop(jnp.matmul(x, w, preferred_element_type=jnp.float32))
+
+
 _PRODUCT = {"x": "mk", "w": "kn"}
 _MLP, _GATED = STEPS["mlp"], STEPS["gated mlp"]
 _MEGATRON = {"w1": _COLUMNS, "b1": _SHARD, "w2": _SHARD}
@@ -105,6 +118,7 @@ PROGRAMS = {
     ),
     "function by rows": Program(_function, _matmul_mish, _PRODUCT, {"x": _SHARD}),
     "function by columns": Program(_function, _matmul_mish, _PRODUCT, {"w": _COLUMNS}),
+    "dropout by rows": Program(_dropout, _matmul_dropout, _PRODUCT, {"x": _SHARD}),
     "Megatron mlp": _layers(_MLP, _MEGATRON),
     "Megatron gated mlp": _layers(_GATED, _MEGATRON_GATED),
     "data-parallel gated mlp gradients": _layers(_GATED, {"x": _SHARD}, True),

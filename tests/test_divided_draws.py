@@ -15,7 +15,9 @@ from jax_tcgemm import gemm
 from jax_tcgemm.epilogue import compiler, portable, translation
 from jax_tcgemm.epilogue import function as functions
 from jax_tcgemm.epilogue.part import Part
+from jax_tcgemm.epilogue.spec import CompiledSpec
 from jax_tcgemm.lowering.compiled_source import source_of
+from jax_tcgemm.partitioning import functions as partitioning_functions
 
 pytestmark = pytest.mark.usefixtures("divided_everywhere")
 
@@ -92,7 +94,7 @@ def test_counts_of_draws(shape):
     portable_function = portable.portable(function, names)
     assert not isinstance(portable_function, str), portable_function
     start = {name: np.int32(shape[0]) if name == names[0] else 0 for name in names}
-    part = Part(portable_function, dict(zip(names, shape, strict=True)), start.get)
+    part = Part(portable_function, dict(zip(names, shape, strict=True)), start)
     made, _ = functions.trace(part.within, [product], 1)
     _, found = counts(made, rows, shape[-1])
     np.testing.assert_array_equal(
@@ -157,6 +159,29 @@ def test_words_of_a_key_are_no_axis(normal):
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
 
 
+def test_what_a_device_is_told_to_compute_has_a_translation(normal, monkeypatch):
+    """Where its part begins is an operand: no kernel can ask which device it is of."""
+    told = []
+
+    def spec(product, function):
+        told.append(function)
+        return CompiledSpec(product, function)
+
+    monkeypatch.setattr(partitioning_functions, "CompiledSpec", spec)
+
+    def program(x, w):
+        return gemm(x, w, epilogue=lambda product: product + DRAWN["bytes"](product.shape, key))
+
+    key = jax.random.key(2)
+    x, w = put(mesh_of(), normal(64, 32), "x"), put(mesh_of(), normal(32, 48), None, "y")
+    assert is_divided(program, x, w)
+    jax.jit(program)(x, w)
+    (function,) = set(told)
+    made = translation.translate(function)
+    assert not isinstance(made, str), made
+    assert made.draws
+
+
 def test_a_part_draws_in_the_kernel(normal):
     """What a device computes translates, and its counts begin where the part does."""
 
@@ -166,7 +191,7 @@ def test_a_part_draws_in_the_kernel(normal):
     function, _ = functions.trace(epilogue, [jax.ShapeDtypeStruct((64, 48), jnp.float32)], 1)
     found = portable.portable(function, ("m", "n"))
     assert not isinstance(found, str), found
-    part = Part(found, {"m": 16, "n": 24}, {"m": jnp.int32(32), "n": 0}.get)
+    part = Part(found, {"m": 16, "n": 24}, {"m": jnp.int32(32), "n": 0})
     product = jax.ShapeDtypeStruct((16, 24), jnp.float32)
     made, held = functions.trace(part.within, [product], 1)
     program = translation.translate(made)

@@ -177,7 +177,7 @@ def test_random_functions(seed, normal):
     carried = portable.portable(made, ("m", "n"))
     assert isinstance(carried, portable.PortableFunction), carried
     assert from_json(to_json(carried), rules.parameter_classes()) == carried
-    part = Part(carried, {"m": m, "n": n}, lambda name: 0)
+    part = Part(carried, {"m": m, "n": n}, {"m": 0, "n": 0})
 
     def again(*arrays):
         return part.after(part.within(*arrays), arrays[1:])

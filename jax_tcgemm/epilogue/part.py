@@ -25,12 +25,12 @@ class Part:
     Attributes:
         function: the function.
         extents: of the part, by name.
-        start: returns where along a name it begins: an array, or 0.
+        starts: where along a name it begins: an array, or 0.
     """
 
     function: PortableFunction
     extents: Mapping[str, int]
-    start: Callable[[str], Any]
+    starts: Mapping[str, Any]
 
     def within(self, *arguments: Any) -> list[Any]:
         """Computes what depends on the accumulators alone: ``PortableFunction.made_within``."""
@@ -97,7 +97,7 @@ class Part:
     def _counted(self, dims: Dims, shape: tuple[int, ...], dtype: Any, axis: int) -> Any:
         """Counts along an axis of the whole."""
         name = dims[axis]
-        start = self.start(name) if isinstance(name, str) else 0
+        start = self.starts[name] if isinstance(name, str) else 0
         if isinstance(start, int):  # 0
             return lax.broadcasted_iota(dtype, shape, axis)
         place = lax.broadcasted_iota(jnp.int32, shape, axis) + start

@@ -132,7 +132,9 @@ def _local(
     x, sums = products.summed(shard, alone, x, multiply)
     names = products.result_dims(spec.product)
     extents = {name: shard.plan.part(name, after_sum=True) for name in names}
-    part = Part(function, extents, lambda name: shard.start(name, after_sum=True))
+    # Known outside of the function: which device this is, a kernel cannot ask.
+    starts = {name: shard.start(name, after_sum=True) for name in names}
+    part = Part(function, extents, starts)
     if sums is None:
         product = spec.product if of_8_bits else products.with_local_config(spec.product, x)
         made = _within_kernel(part, product, x, wide, others, apply)
