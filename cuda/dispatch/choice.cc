@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <limits>
+#include <numeric>
 #include <set>
 #include <string>
 #include <system_error>
@@ -132,9 +133,9 @@ Choice named_or_chosen(std::string_view config, const ChoiceInput& input) {
   return choose_kernel(input);
 }
 
-bool begins_lines(const Operand& operand, Algorithm algorithm) {
-  constexpr int kLine = 128;
-  return operand.ld * element_bytes(algorithm) % kLine == 0;
+int row_alignment(const Operand& operand, Algorithm algorithm) {
+  constexpr int64_t kLine = 128;
+  return static_cast<int>(std::gcd(kLine, operand.ld * element_bytes(algorithm)));
 }
 
 void log_choice(const GemmProblem& problem, const KernelEntry& entry) {

@@ -44,10 +44,10 @@ std::string config_of(const Choice& choice);
 // of.
 Choice named_or_chosen(std::string_view config, const ChoiceInput& input);
 
-// Whether an operand's rows begin with lines of L2 where its base address does. Of that nothing is
-// presumed but multiples of 16 bytes, as XLA gives: buffers move between the recordings of a graph,
-// which must have the same kernels each time.
-bool begins_lines(const Operand& operand, Algorithm algorithm);
+// Bytes, up to a line of L2, of which the distance of an operand's rows is a multiple: a power of
+// two. Of the base address nothing is presumed but multiples of 16 bytes, as XLA gives: buffers
+// move between the recordings of a graph, which must have the same kernels each time.
+int row_alignment(const Operand& operand, Algorithm algorithm);
 
 // One line for each distinct choice when JAX_TCGEMM_LOG is 1.
 void log_choice(const GemmProblem& problem, const KernelEntry& entry);

@@ -73,8 +73,8 @@ ChoiceInput choice_input(const GemmProblem& problem, const DeviceProperties& dev
   input.shared_memory_per_block = device.shared_memory_per_block;
   input.max_cluster_size = device.max_cluster_size.load(std::memory_order_relaxed);
   input.batch_rank = p.batch_rank;
-  input.whole_lines_a = begins_lines(p.a, problem.algorithm);
-  input.whole_lines_b = begins_lines(p.b, problem.algorithm);
+  input.row_alignment_a = row_alignment(p.a, problem.algorithm);
+  input.row_alignment_b = row_alignment(p.b, problem.algorithm);
   input.compiled = true;
   return input;
 }

@@ -26,33 +26,7 @@ constexpr int kMaxTmaBatchRank = 3;
 Status find_kernel(const GemmProblem& problem, const DeviceProperties& device, int64_t used,
                    Choice* choice) {
   const GemmParams& p = problem.params;
-  const ChoiceInput input = {
-      .algorithm = problem.algorithm,
-      .m = p.m,
-      .n = p.n,
-      .k = p.k,
-      .batch = p.batch,
-      .aligned = problem.aligned(),
-      .tma_addressable = problem.tma_addressable() && p.batch_rank <= kMaxTmaBatchRank,
-      .major_a = problem.major_a,
-      .major_b = problem.major_b,
-      .epilogue = work_of(p.epilogue),
-      .gated = p.epilogue.gated,
-      .d_type = p.epilogue.d_type,
-      .workspace_bytes = problem.workspace_bytes - used,
-      .compute_capability = device.compute_capability,
-      .sm_count = device.sm_count,
-      .shared_memory_per_block = device.shared_memory_per_block,
-      .max_cluster_size = device.max_cluster_size.load(std::memory_order_relaxed),
-      .batch_rank = p.batch_rank,
-      .grouped = Grouped::kNone,
-      .whole_lines_a = begins_lines(p.a, problem.algorithm),
-      .whole_lines_b = begins_lines(p.b, problem.algorithm),
-      .d_by_tma = sm90::d_by_tma(problem),
-      .has_c = p.epilogue.c.data != nullptr,
-      .c_by_tma = sm90::c_by_tma(problem),
-      .of_planes = p.planes.count > 0,
-  };
+  const ChoiceInput input = choice_input(problem, device, used);
   *choice = named_or_chosen(problem.config, input);
   JAX_TCGEMM_REQUIRE(choice->entry != nullptr, "no kernel for m=", p.m, " n=", p.n, " k=", p.k,
                      " aligned=", problem.aligned(), " gated=", p.epilogue.gated, " within ",
@@ -271,6 +245,37 @@ Status run_choice(GemmProblem problem, const Choice& choice, char* workspace,
 }
 
 }  // namespace
+
+ChoiceInput choice_input(const GemmProblem& problem, const DeviceProperties& device, int64_t used) {
+  const GemmParams& p = problem.params;
+  return {
+      .algorithm = problem.algorithm,
+      .m = p.m,
+      .n = p.n,
+      .k = p.k,
+      .batch = p.batch,
+      .aligned = problem.aligned(),
+      .tma_addressable = problem.tma_addressable() && p.batch_rank <= kMaxTmaBatchRank,
+      .major_a = problem.major_a,
+      .major_b = problem.major_b,
+      .epilogue = work_of(p.epilogue),
+      .gated = p.epilogue.gated,
+      .d_type = p.epilogue.d_type,
+      .workspace_bytes = problem.workspace_bytes - used,
+      .compute_capability = device.compute_capability,
+      .sm_count = device.sm_count,
+      .shared_memory_per_block = device.shared_memory_per_block,
+      .max_cluster_size = device.max_cluster_size.load(std::memory_order_relaxed),
+      .batch_rank = p.batch_rank,
+      .grouped = Grouped::kNone,
+      .row_alignment_a = row_alignment(p.a, problem.algorithm),
+      .row_alignment_b = row_alignment(p.b, problem.algorithm),
+      .d_by_tma = sm90::d_by_tma(problem),
+      .has_c = p.epilogue.c.data != nullptr,
+      .c_by_tma = sm90::c_by_tma(problem),
+      .of_planes = p.planes.count > 0,
+  };
+}
 
 Status set_tile_order(const KernelConfig& config, bool swap_ab, GemmParams* params) {
   const int64_t group_rows = config.arch == Arch::kSm90 ? 2048 : 1024;

@@ -7,10 +7,14 @@
 
 #include "common/status.h"
 #include "dispatch/device.h"
+#include "dispatch/heuristic.h"
 #include "dispatch/kernel_entry.h"
 #include "gemm_problem.h"
 
 namespace jax_tcgemm {
+
+// What the choice of a row depends on, where `used` bytes of the workspace are taken.
+ChoiceInput choice_input(const GemmProblem& problem, const DeviceProperties& device, int64_t used);
 
 // Groups of so many rows of D, whatever the tile, so that the blocks of one wave read few enough
 // rows of A and columns of B to share them in L2.

@@ -15,14 +15,14 @@ namespace {
 
 // Of the skinny rows, which stream an operand.
 namespace skinny_model {
-constexpr double kStartCycles = 2640.0;  // all that is none of the following
-constexpr double kClusterStartCycles = 800.0;
-constexpr double kRoundCycles = 3890.0;  // a block's next tile
-constexpr double kMemoryRate = 2640.0;   // of the longer operand
-constexpr double kSharedRate = 18300.0;  // of the other, which every block reads from L2
-constexpr double kSmRate = 53.7;         // of both into one SM
-constexpr double kLatencyCycles = 1695.0;
-constexpr double kElementCycles = 0.265;
+constexpr double kStartCycles = 1750.0;  // all that is none of the following
+constexpr double kClusterStartCycles = 1360.0;
+constexpr double kRoundCycles = 6770.0;  // a block's next tile
+constexpr double kMemoryRate = 2330.0;   // of the longer operand
+constexpr double kSharedRate = 4810.0;   // of the other, which every block reads from L2
+constexpr double kSmRate = 47.5;         // of both into one SM
+constexpr double kLatencyCycles = 1040.0;
+constexpr double kElementCycles = 0.36;
 // Of an epilogue: of a line of it, and of any, whose code is fetched from afar.
 constexpr double kSumCycles = 300.0;
 constexpr double kFusedCycles = 2000.0;
@@ -49,8 +49,7 @@ double skinny_cycles(const KernelConfig& config, const ChoiceInput& input) {
   const double stages = ceil_div(input.k, config.tile_k) / static_cast<double>(config.split_k);
   const double streamed = stages * config.operand_bytes(config.tile_m);
   const double loaded = stages * config.stage_bytes();
-  const AskedBytes asked = asked_bytes(config, input);
-  const double into_sm = stages * (asked.whole / kSmRate + asked.split / kSplitLineRate);
+  const double into_sm = stages * asked_bytes(config, input) / kSmRate;
   double cycles =
       kStartCycles + (config.split_k > 1 ? kClusterStartCycles : 0.0) +
       kElementCycles * config.blocks_on_sm() * config.tile_m * config.tile_n / config.split_k;

@@ -30,7 +30,7 @@ constexpr double kBalancedTraffic = 0.043;
 constexpr double kRealignFactor = 2.5;
 // On a GPU that has the sm90 family: what these rows make of its memory, in bytes per cycle, and
 // the cycles that they take there.
-constexpr double kSm90MemoryRate = 1800.0;
+constexpr double kSm90MemoryRate = 1300.0;
 constexpr double kSm90Factor = 1.4;
 constexpr double kSm90StartCycles = 1000.0;
 

@@ -27,10 +27,9 @@ struct ChoiceInput {
   int max_cluster_size = kMaxClusterSize;  // blocks
   int batch_rank;
   Grouped grouped = Grouped::kNone;
-  // Rows of the operands begin with a line of L2, wherever the first does: the leading dimension is
-  // a multiple of 128 bytes.
-  bool whole_lines_a = true;
-  bool whole_lines_b = true;
+  // Bytes, up to a line of L2, of which the leading dimensions are multiples.
+  int row_alignment_a = 128;
+  int row_alignment_b = 128;
   bool d_by_tma = true;  // else bulk copies and threads write D
   bool has_c = false;
   bool c_by_tma = true;    // if there is one

@@ -34,8 +34,8 @@ ChoiceInput even_groups(const GemmProblem& problem, Grouped grouped,
   input.shared_memory_per_block = device.shared_memory_per_block;
   input.max_cluster_size = device.max_cluster_size.load(std::memory_order_relaxed);
   input.grouped = grouped;
-  input.whole_lines_a = begins_lines(p.a, problem.algorithm);
-  input.whole_lines_b = begins_lines(p.b, problem.algorithm);
+  input.row_alignment_a = row_alignment(p.a, problem.algorithm);
+  input.row_alignment_b = row_alignment(p.b, problem.algorithm);
   input.d_by_tma = sm90::d_by_tma(problem);
   return input;
 }

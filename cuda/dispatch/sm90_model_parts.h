@@ -16,15 +16,18 @@
 
 namespace jax_tcgemm::sm90 {
 
-// Bytes per cycle into one SM, of rows that are a part of two lines of L2; those that another block
-// of the cluster asks for count for less.
-constexpr double kSplitLineRate = 36.0;
-constexpr double kSplitLineSharedShare = 0.5;
+// What asking L2 for a row costs that may begin at half of a sector (of 32 bytes), or at some
+// sector of a line, of one that begins with a line or its other half.
+constexpr double kHalfSectorFactor = 1.81;
+constexpr double kSectorFactor = 1.3;
+
+// Of the SMs, that clusters of more than two blocks find room on.
+constexpr double kUsableSms = 120.0 / 132;
 
 // Clusters at a time. A cluster's blocks share a GPC, and not every GPC has a multiple of 4 SMs.
 inline int64_t concurrent_clusters(const KernelConfig& config, const ChoiceInput& input) {
   const int size = config.cluster_size();
-  const double usable = size <= 2 ? 1.0 : 120.0 / 132;
+  const double usable = size <= 2 ? 1.0 : kUsableSms;
   const int blocks = config.blocks_on_sm();
   return std::max<int64_t>(1, static_cast<int64_t>(input.sm_count * blocks * usable / size));
 }
@@ -49,24 +52,19 @@ inline int64_t cluster_tiles(const KernelConfig& config, const ChoiceInput& inpu
          ceil_div(extents.columns, config.output_n() * config.cluster_n) * input.batch * splits;
 }
 
-// Bytes of a stage that a block asks L2 for; others of its cluster load the rest.
-struct AskedBytes {
-  double whole = 0.0;  // of rows that are whole lines
-  double split = 0.0;
-  double split_rest = 0.0;  // that others ask for
-};
-
-inline AskedBytes asked_bytes(const KernelConfig& config, const ChoiceInput& input) {
+// Bytes of a stage that a block asks L2 for, in those of rows that begin with lines; others of its
+// cluster load the rest.
+inline double asked_bytes(const KernelConfig& config, const ChoiceInput& input) {
   const bool swap_ab = swaps_operands(config, input.major_a, input.major_b, input.m, input.n);
-  AskedBytes asked;
-  const auto add = [&](int extent, int sharers, bool whole_lines) {
-    const double all = config.operand_bytes(extent);
-    (whole_lines ? asked.whole : asked.split) += all / sharers;
-    if (!whole_lines) asked.split_rest += all - all / sharers;
+  const auto asked = [&](int extent, int sharers, int alignment) {
+    const double factor = alignment >= 64   ? 1.0
+                          : alignment >= 32 ? kSectorFactor
+                                            : kHalfSectorFactor;
+    return factor * config.operand_bytes(extent) / sharers;
   };
-  add(config.tile_m, config.cluster_n, swap_ab ? input.whole_lines_b : input.whole_lines_a);
-  add(config.tile_n, config.cluster_m, swap_ab ? input.whole_lines_a : input.whole_lines_b);
-  return asked;
+  const int a = swap_ab ? input.row_alignment_b : input.row_alignment_a;
+  const int b = swap_ab ? input.row_alignment_a : input.row_alignment_b;
+  return asked(config.tile_m, config.cluster_n, a) + asked(config.tile_n, config.cluster_m, b);
 }
 
 // Limits that are close to one another take longer together.

@@ -16,62 +16,67 @@ namespace {
 
 // Of the rows that compute tile after tile: clock cycles at about 1.75 GHz, bytes per cycle.
 namespace pipelined_model {
-constexpr double kStartCycles = 3140.0;  // barriers, descriptors, the first stage
-constexpr double kClusterStartCycles = 184.0;
-constexpr double kTensorFactor = 1.13;     // wgmma does not quite reach its rate
-constexpr double kFewStagesFactor = 1.02;  // fewer than 4
+constexpr double kStartCycles = 2800.0;  // barriers, descriptors, the first stage
+constexpr double kClusterStartCycles = 82.0;
+constexpr double kClusterBlockCycles = 6.8;  // for each of its blocks
+constexpr double kTensorFactor = 1.15;       // wgmma does not quite reach its rate
+constexpr double kFewStagesFactor = 1.05;    // fewer than 4
 constexpr double kTransposeFactor = 1.34;
 constexpr double kPromoteFactor = 1.04;
 // The least that a stage takes where A goes through registers, of one and of two warpgroups, and
 // for each column that one multiplies; two blocks on an SM hide half of each other's.
 constexpr double kFragmentCycles[] = {355.0, 465.0};
-constexpr double kFragmentColumnCycles = 0.55;
+constexpr double kFragmentColumnCycles = 0.352;
 // Into and out of one SM's shared memory.
-constexpr double kSharedMemoryRate = 137.0;
+constexpr double kSharedMemoryRate = 162.0;
 constexpr double kSharedMemoryPeak = 128.0;
-constexpr double kContention = 0.1;  // for what is wanted beyond the peak
+constexpr double kContention = 0.23;  // for what is wanted beyond the peak
 constexpr double kContentionOf8Bits = 0.5;
 // From L2 into all SMs, where it holds both operands and where not; into one SM where few rows
 // share weights that L2 does not hold, and of 32-bit elements where rows are the fewer.
-constexpr double kWarmRate = 6560.0;
-constexpr double kColdRate = 6220.0;
-constexpr double kColdRowsRate = 57.4;
-constexpr double kColdRowsRate32 = 42.0;
+constexpr double kWarmRate = 6360.0;
+constexpr double kColdRate = 6170.0;
+constexpr double kColdRowsRate = 63.2;
+constexpr double kColdRowsRate32 = 44.1;
+// Into one SM, whichever block of the cluster asked; and how much these limits add up.
+constexpr double kReceiveRate = 72.0;
+constexpr double kLoadPower = 2.35;
 // What L2 does not hold: bytes of the operands, those and D, which takes their place, and of
 // operands of 32 bits that one block reads.
-constexpr double kColdBytes = 27e6;
-constexpr double kColdBytesWithD = 38e6;
+constexpr double kColdBytes = 29.2e6;
+constexpr double kColdBytesWithD = 57.4e6;
 constexpr double kColdBytes32 = 20e6;
-constexpr double kUnsharedFactor = 1.01;   // blocks that load all they need cost power
-constexpr double kSplitLineFactor = 1.6;   // rows that are a part of two lines ask for both
-constexpr double kReadRate = 2400.0;       // from device memory
-constexpr double kWriteRate = 1970.0;      // to it
-constexpr double kWrittenRowBytes = 46.0;  // each row of a cluster's tile takes as many more
-constexpr double kPaddingShare = 0.2;      // of what is not written, beyond D
-constexpr double kMemorySms = 0.75;        // share of the SMs that it takes
-constexpr double kAgainShare = 0.15;       // of loading from L2 again, that adds to this
+constexpr double kUnsharedFactor = 1.05;   // blocks that load all they need cost power
+constexpr double kReadRate = 1650.0;       // from device memory
+constexpr double kWriteRate = 2040.0;      // to it
+constexpr double kWrittenRowBytes = 47.3;  // each row of a cluster's tile takes as many more
+constexpr double kPaddingShare = 0.266;    // of what is not written, beyond D
+constexpr double kMemorySms = 0.484;       // share of the SMs that it takes
+constexpr double kLimitPower = 4.0;        // how much this and the SMs' time add up
+constexpr double kAgainShare = 0.192;      // of loading from L2 again, that adds to this
 // Writing 2 bytes of D, without and with a sum over the blocks that split k.
-constexpr double kElementCycles = 0.0745;
+constexpr double kElementCycles = 0.0758;
+constexpr double kWarpElementCycles = 0.144;  // divided by the warps of a tile
 // If TMA cannot: in parts of rows, and by words.
 constexpr double kRowElementCycles = 0.03;
 constexpr double kCopiedElementCycles = 0.1;
 // What an element takes beside its instructions and D, where a consumer waits for its turn.
-constexpr double kTurnElementCycles = 0.09;
+constexpr double kTurnElementCycles = 0.0382;
 // An epilogue's own, with code that is fetched from afar the first time; that of a sum, unrolled.
 constexpr double kFusedElementCycles = 0.18;
 constexpr double kFusedWarps = 8.0;  // of a tile, for which that is; fewer take longer
 constexpr double kFusedStartCycles = 3500.0;
 constexpr double kSumElementCycles = 0.03;
 constexpr double kSumStartCycles = 800.0;
-constexpr double kReductionCycles = 800.0;
-constexpr double kReducedElementCycles = 0.1;
+constexpr double kReductionCycles = 1150.0;
+constexpr double kReducedElementCycles = 0.145;
 // Adding up parts of k within the kernel: for each part, and by the bytes that a block sends.
-constexpr double kFixupPartCycles = 1500.0;
-constexpr double kFixupRate = 10.0;
+constexpr double kFixupPartCycles = 924.0;
+constexpr double kFixupRate = 8.63;
 // The kernel that adds up splits.
-constexpr double kSumCycles = 6000.0;  // with the launch before it
-constexpr double kSumSplitCycles = 25.0;
-constexpr double kSumRate = 4470.0;  // bytes written and read again
+constexpr double kSumCycles = 1770.0;  // with the launch before it
+constexpr double kSumSplitCycles = 12.9;
+constexpr double kSumRate = 2430.0;  // bytes written and read again
 }  // namespace pipelined_model
 
 // Bytes per cycle into one SM where blocks of 64 rows ask L2, almost at once, for columns that it
@@ -85,12 +90,6 @@ double starved_rate(const KernelConfig& config, const ChoiceInput& input, double
   const Extents extents = computed_extents(config, input);
   const bool fewer = extents.rows < extents.columns;
   return operand_bytes > kColdBytes32 && fewer ? kColdRowsRate32 : 0.0;
-}
-
-// The same, in bytes of whole lines.
-double loaded_bytes(const KernelConfig& config, const ChoiceInput& input) {
-  const AskedBytes asked = asked_bytes(config, input);
-  return asked.whole + pipelined_model::kSplitLineFactor * asked.split;
 }
 
 // Of an element of D.
@@ -110,19 +109,18 @@ double stage_cycles(const KernelConfig& config, const ChoiceInput& input, int64_
   const double d_bytes = static_cast<double>(result_bytes(input)) * input.m * input.n *
                          static_cast<double>(input.batch);
   const bool cold = operand_bytes > kColdBytes || operand_bytes + d_bytes > kColdBytesWithD;
-  const double loaded = loaded_bytes(config, input);
-  const AskedBytes asked = asked_bytes(config, input);
   const double contention = bytes == 1 ? kContentionOf8Bits : kContention;
   const double excess = std::max(0.0, shared_bytes / (kSharedMemoryPeak * ideal) - 1.0);
   const double tensor = kTensorFactor * ideal * (cold ? 1.0 + contention * excess : 1.0);
   const double on_sm = std::max(1.0, static_cast<double>(blocks) / input.sm_count);
-  double cycles =
-      std::max(on_sm * std::max(tensor, shared), loaded * blocks / (cold ? kColdRate : kWarmRate));
+  const double from_l2[] = {
+      asked_bytes(config, input) * blocks / (cold ? kColdRate : kWarmRate),
+      on_sm * config.stage_bytes() / kReceiveRate,
+  };
+  double cycles = std::max(on_sm * std::max(tensor, shared), power_mean(from_l2, kLoadPower));
   if (const double rate = starved_rate(config, input, operand_bytes); rate > 0.0) {
     cycles = std::max(cycles, on_sm * config.stage_bytes() / rate);
   }
-  const double split = asked.split + kSplitLineSharedShare * asked.split_rest;
-  cycles = std::max(cycles, on_sm * split / kSplitLineRate);
   if (cold && config.cluster_size() == 1) cycles *= kUnsharedFactor;
   if (bytes == 4 && (input.major_a == Major::kMn || input.major_b == Major::kMn)) {
     const int warpgroups = config.consumer_warps() / 4;
@@ -194,7 +192,8 @@ double output_cycles(const KernelConfig& config, const ChoiceInput& input, int s
   using namespace pipelined_model;
   const double elements = config.tile_m * config.output_n();
   const bool is_split = splits > 1 && !has_fixup(config, input, splits);
-  double output = kElementCycles * elements * (result_bytes(input) == 4 || is_split ? 2 : 1);
+  const double element = kElementCycles + kWarpElementCycles / config.warps_m;
+  double output = element * elements * (result_bytes(input) == 4 || is_split ? 2 : 1);
   output += fused.element * elements;
   if (!input.d_by_tma && splits == 1 && config.split_k == 1) {
     output += (leaves_by_rows(config, input) ? kRowElementCycles : kCopiedElementCycles) * elements;
@@ -233,10 +232,11 @@ double pipelined_cycles(const KernelConfig& config, const ChoiceInput& input, in
   const double round = std::max(mainloop, (mainloop + output + turn) / 2);
   const double tensor_time = hidden ? rounds * round + output : rounds * (mainloop + output);
   const int size = config.cluster_size();
-  const double start = kStartCycles + fused.start + (size > 1 ? kClusterStartCycles : 0.0);
-  const double loaded = tiles * config.cluster_size() * stages * loaded_bytes(config, input);
+  const double start = kStartCycles + fused.start +
+                       (size > 1 ? kClusterStartCycles + kClusterBlockCycles * size : 0.0);
+  const double loaded = tiles * config.cluster_size() * stages * asked_bytes(config, input);
   const double limits[] = {tensor_time, memory_cycles(config, input, blocks, loaded)};
-  return start + power_mean(limits) + sum_cycles(config, input, splits);
+  return start + power_mean(limits, kLimitPower) + sum_cycles(config, input, splits);
 }
 
 }  // namespace

@@ -118,7 +118,7 @@ std::vector<RankedConfig> rank_configs(const std::string& algorithm, int64_t m, 
                                        int compute_capability, const std::string& layout,
                                        int64_t workspace_bytes, const std::string& epilogue,
                                        bool gated, const std::string& grouped, int max_cluster_size,
-                                       int batch_rank, bool whole_lines_a, bool whole_lines_b,
+                                       int batch_rank, int row_alignment_a, int row_alignment_b,
                                        bool d_by_tma, bool has_c, bool c_by_tma, bool dense_splits,
                                        bool compiled) {
   const auto decoded = algorithm_from_name(algorithm);
@@ -144,8 +144,8 @@ std::vector<RankedConfig> rank_configs(const std::string& algorithm, int64_t m, 
   input.workspace_bytes = workspace_bytes;
   if (max_cluster_size > 0) input.max_cluster_size = max_cluster_size;
   input.batch_rank = batch_rank;
-  input.whole_lines_a = whole_lines_a;
-  input.whole_lines_b = whole_lines_b;
+  input.row_alignment_a = row_alignment_a;
+  input.row_alignment_b = row_alignment_b;
   input.d_by_tma = d_by_tma;
   input.has_c = has_c;
   input.c_by_tma = c_by_tma;
@@ -204,7 +204,7 @@ NB_MODULE(_core, module) {
       nb::arg("float32_result") = false, nb::arg("compute_capability") = 80,
       nb::arg("layout") = "nn", nb::arg("workspace_bytes") = 0, nb::arg("epilogue") = "none",
       nb::arg("gated") = false, nb::arg("grouped") = "none", nb::arg("max_cluster_size") = 0,
-      nb::arg("batch_rank") = 0, nb::arg("whole_lines_a") = true, nb::arg("whole_lines_b") = true,
+      nb::arg("batch_rank") = 0, nb::arg("row_alignment_a") = 128, nb::arg("row_alignment_b") = 128,
       nb::arg("d_by_tma") = true, nb::arg("has_c") = false, nb::arg("c_by_tma") = true,
       nb::arg("dense_splits") = false, nb::arg("compiled") = false);
 }

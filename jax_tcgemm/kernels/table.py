@@ -168,6 +168,33 @@ def _rows() -> list[KernelConfig]:
             _sm90(algorithm, 128, 72, 8, cluster=(4, 2), swap_ab=True),
             # For one tile of rows of A, shared, and long ones of B.
             _sm90(algorithm, 256, 128, 4, cluster=(2, 1), swap_ab=True),
+            # Shared by more blocks, so that fewer bytes are asked of L2: for rows that are no whole
+            # lines, and for other numbers of whole waves.
+            _sm90(algorithm, 128, 192, 4, cluster=(4, 2), schedule="pingpong"),
+            *(
+                _sm90(algorithm, m, n, stages, cluster=cluster, schedule="pingpong", epilogue="sum")
+                for m, n, stages, cluster in (
+                    (128, 128, 6, (4, 1)),
+                    (128, 128, 6, (1, 4)),
+                    (128, 128, 6, (2, 4)),
+                    (128, 96, 6, (4, 2)),
+                    (64, 128, 6, (4, 1)),
+                    (64, 128, 6, (1, 4)),
+                )
+            ),
+            *(
+                _sm90(algorithm, m, n, stages, cluster=cluster, schedule="pingpong", swap_ab=True)
+                for m, n, stages, cluster in (
+                    (128, 192, 4, (2, 2)),
+                    (128, 160, 5, (2, 2)),
+                    (128, 128, 6, (2, 4)),
+                    (128, 96, 6, (4, 1)),
+                )
+            ),
+            *(
+                _sm90(algorithm, m, n, 8, cluster=cluster, epilogue="sum")
+                for m, n, cluster in ((128, 64, (2, 1)), (128, 64, (1, 4)), (64, 64, (2, 2)))
+            ),
             # For float32 results.
             _sm90(algorithm, 128, 128, 6, cluster=(2, 1), promote=True),
             _sm90(algorithm, 64, 128, 6, schedule="pingpong", promote=True),
@@ -220,6 +247,11 @@ def _rows() -> list[KernelConfig]:
         _sm90("TF32_TF32_F32", 128, 64, 8, cluster=(2, 1)),
         _sm90("TF32_TF32_F32", 64, 128, 8),
         _sm90("TF32_TF32_F32", 64, 64, 6),
+        # Shared by more blocks, and for other numbers of whole waves.
+        _sm90("TF32_TF32_F32", 128, 128, 6, cluster=(1, 4)),
+        _sm90("TF32_TF32_F32", 128, 128, 6, cluster=(2, 4)),
+        _sm90("TF32_TF32_F32", 128, 64, 8, cluster=(2, 2)),
+        _sm90("TF32_TF32_F32", 128, 160, 5, cluster=(2, 1)),
     ]
     for algorithm in ARITHMETIC:
         rows.append(KernelConfig("simt", algorithm, 4, 32, 32, 4, 1, 1, "direct"))

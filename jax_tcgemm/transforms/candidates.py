@@ -116,8 +116,8 @@ def _of_gemm(product: Product) -> dict[str, Any]:
         "workspace_bytes": 0 if spec.is_gated else most_split_bytes(gemm),
         "epilogue": spec.work,
         "gated": spec.is_gated,
-        "whole_lines_a": is_padded or _in_whole_lines(gemm, "a", itemsize),
-        "whole_lines_b": is_padded or _in_whole_lines(gemm, "b", itemsize),
+        "row_alignment_a": _LINE_BYTES if is_padded else _row_alignment(gemm, "a", itemsize),
+        "row_alignment_b": _LINE_BYTES if is_padded else _row_alignment(gemm, "b", itemsize),
         "d_by_tma": gemm.n * out.itemsize % COPY_BYTES == 0,
         "has_c": x.c is not None,
         "c_by_tma": c_by_tma(gemm, x.c, out),
@@ -158,6 +158,6 @@ def _algorithm(product: Product, a: Any, b: Any) -> str:
     return algorithm
 
 
-def _in_whole_lines(gemm: StridedGemm, name: str, itemsize: int) -> bool:
-    """As ``begins_lines`` of ``cuda/dispatch/choice.cc``."""
-    return max(getattr(gemm.strides, name)[-2:]) * itemsize % _LINE_BYTES == 0
+def _row_alignment(gemm: StridedGemm, name: str, itemsize: int) -> int:
+    """As ``row_alignment`` of ``cuda/dispatch/choice.cc``."""
+    return math.gcd(_LINE_BYTES, max(getattr(gemm.strides, name)[-2:]) * itemsize)
