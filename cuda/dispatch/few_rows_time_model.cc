@@ -15,17 +15,17 @@ namespace {
 
 // Of the skinny rows, which stream an operand.
 namespace skinny_model {
-constexpr double kStartCycles = 1750.0;  // all that is none of the following
+constexpr double kStartCycles = 1960.0;  // all that is none of the following
 constexpr double kClusterStartCycles = 1360.0;
-constexpr double kRoundCycles = 6770.0;  // a block's next tile
-constexpr double kMemoryRate = 2330.0;   // of the longer operand
-constexpr double kSharedRate = 4810.0;   // of the other, which every block reads from L2
-constexpr double kSmRate = 47.5;         // of both into one SM
-constexpr double kLatencyCycles = 1040.0;
-constexpr double kElementCycles = 0.36;
+constexpr double kRoundCycles = 6790.0;  // a block's next tile
+constexpr double kMemoryRate = 2490.0;   // of the longer operand
+constexpr double kSharedRate = 4070.0;   // of the other, which every block reads from L2
+constexpr double kSmRate = 51.4;         // of both into one SM
+constexpr double kLatencyCycles = 1020.0;
+constexpr double kElementCycles = 0.463;
 // Of an epilogue: of a line of it, and of any, whose code is fetched from afar.
 constexpr double kSumCycles = 300.0;
-constexpr double kFusedCycles = 2000.0;
+constexpr double kFusedCycles = 1290.0;
 }  // namespace skinny_model
 
 // Of the rows that stream B of 8 bits.

@@ -16,67 +16,67 @@ namespace {
 
 // Of the rows that compute tile after tile: clock cycles at about 1.75 GHz, bytes per cycle.
 namespace pipelined_model {
-constexpr double kStartCycles = 2800.0;  // barriers, descriptors, the first stage
-constexpr double kClusterStartCycles = 82.0;
-constexpr double kClusterBlockCycles = 6.8;  // for each of its blocks
-constexpr double kTensorFactor = 1.15;       // wgmma does not quite reach its rate
-constexpr double kFewStagesFactor = 1.05;    // fewer than 4
+constexpr double kStartCycles = 3220.0;  // barriers, descriptors, the first stage
+constexpr double kClusterStartCycles = 72.6;
+constexpr double kClusterBlockCycles = 6.47;  // for each of its blocks
+constexpr double kTensorFactor = 1.1;         // wgmma does not quite reach its rate
+constexpr double kFewStagesFactor = 1.07;     // fewer than 4
 constexpr double kTransposeFactor = 1.34;
 constexpr double kPromoteFactor = 1.04;
 // The least that a stage takes where A goes through registers, of one and of two warpgroups, and
 // for each column that one multiplies; two blocks on an SM hide half of each other's.
 constexpr double kFragmentCycles[] = {355.0, 465.0};
-constexpr double kFragmentColumnCycles = 0.352;
+constexpr double kFragmentColumnCycles = 0.469;
 // Into and out of one SM's shared memory.
-constexpr double kSharedMemoryRate = 162.0;
+constexpr double kSharedMemoryRate = 170.0;
 constexpr double kSharedMemoryPeak = 128.0;
-constexpr double kContention = 0.23;  // for what is wanted beyond the peak
+constexpr double kContention = 0.36;  // for what is wanted beyond the peak
 constexpr double kContentionOf8Bits = 0.5;
 // From L2 into all SMs, where it holds both operands and where not; into one SM where few rows
 // share weights that L2 does not hold, and of 32-bit elements where rows are the fewer.
-constexpr double kWarmRate = 6360.0;
-constexpr double kColdRate = 6170.0;
-constexpr double kColdRowsRate = 63.2;
-constexpr double kColdRowsRate32 = 44.1;
+constexpr double kWarmRate = 6390.0;
+constexpr double kColdRate = 6680.0;
+constexpr double kColdRowsRate = 55.8;
+constexpr double kColdRowsRate32 = 45.3;
 // Into one SM, whichever block of the cluster asked; and how much these limits add up.
-constexpr double kReceiveRate = 72.0;
-constexpr double kLoadPower = 2.35;
+constexpr double kReceiveRate = 72.6;
+constexpr double kLoadPower = 2.22;
 // What L2 does not hold: bytes of the operands, those and D, which takes their place, and of
 // operands of 32 bits that one block reads.
-constexpr double kColdBytes = 29.2e6;
-constexpr double kColdBytesWithD = 57.4e6;
-constexpr double kColdBytes32 = 20e6;
-constexpr double kUnsharedFactor = 1.05;   // blocks that load all they need cost power
-constexpr double kReadRate = 1650.0;       // from device memory
-constexpr double kWriteRate = 2040.0;      // to it
-constexpr double kWrittenRowBytes = 47.3;  // each row of a cluster's tile takes as many more
-constexpr double kPaddingShare = 0.266;    // of what is not written, beyond D
-constexpr double kMemorySms = 0.484;       // share of the SMs that it takes
-constexpr double kLimitPower = 4.0;        // how much this and the SMs' time add up
-constexpr double kAgainShare = 0.192;      // of loading from L2 again, that adds to this
+constexpr double kColdBytes = 34.7e6;
+constexpr double kColdBytesWithD = 82.6e6;
+constexpr double kColdBytes32 = 20.1e6;
+constexpr double kUnsharedFactor = 1.07;   // blocks that load all they need cost power
+constexpr double kReadRate = 1660.0;       // from device memory
+constexpr double kWriteRate = 2060.0;      // to it
+constexpr double kWrittenRowBytes = 50.5;  // each row of a cluster's tile takes as many more
+constexpr double kPaddingShare = 0.271;    // of what is not written, beyond D
+constexpr double kMemorySms = 0.424;       // share of the SMs that it takes
+constexpr double kLimitPower = 3.54;       // how much this and the SMs' time add up
+constexpr double kAgainShare = 0.178;      // of loading from L2 again, that adds to this
 // Writing 2 bytes of D, without and with a sum over the blocks that split k.
-constexpr double kElementCycles = 0.0758;
-constexpr double kWarpElementCycles = 0.144;  // divided by the warps of a tile
+constexpr double kElementCycles = 0.0825;
+constexpr double kWarpElementCycles = 0.143;  // divided by the warps of a tile
 // If TMA cannot: in parts of rows, and by words.
 constexpr double kRowElementCycles = 0.03;
 constexpr double kCopiedElementCycles = 0.1;
 // What an element takes beside its instructions and D, where a consumer waits for its turn.
-constexpr double kTurnElementCycles = 0.0382;
+constexpr double kTurnElementCycles = 0.0311;
 // An epilogue's own, with code that is fetched from afar the first time; that of a sum, unrolled.
-constexpr double kFusedElementCycles = 0.18;
+constexpr double kFusedElementCycles = 0.193;
 constexpr double kFusedWarps = 8.0;  // of a tile, for which that is; fewer take longer
-constexpr double kFusedStartCycles = 3500.0;
-constexpr double kSumElementCycles = 0.03;
-constexpr double kSumStartCycles = 800.0;
-constexpr double kReductionCycles = 1150.0;
-constexpr double kReducedElementCycles = 0.145;
+constexpr double kFusedStartCycles = 3520.0;
+constexpr double kSumElementCycles = 0.0307;
+constexpr double kSumStartCycles = 936.0;
+constexpr double kReductionCycles = 1280.0;
+constexpr double kReducedElementCycles = 0.161;
 // Adding up parts of k within the kernel: for each part, and by the bytes that a block sends.
-constexpr double kFixupPartCycles = 924.0;
-constexpr double kFixupRate = 8.63;
+constexpr double kFixupPartCycles = 839.0;
+constexpr double kFixupRate = 8.34;
 // The kernel that adds up splits.
-constexpr double kSumCycles = 1770.0;  // with the launch before it
-constexpr double kSumSplitCycles = 12.9;
-constexpr double kSumRate = 2430.0;  // bytes written and read again
+constexpr double kSumCycles = 3500.0;  // with the launch before it
+constexpr double kSumSplitCycles = 11.5;
+constexpr double kSumRate = 2880.0;  // bytes written and read again
 }  // namespace pipelined_model
 
 // Bytes per cycle into one SM where blocks of 64 rows ask L2, almost at once, for columns that it
