@@ -15,17 +15,17 @@ namespace {
 
 // Of the skinny rows, which stream an operand.
 namespace skinny_model {
-constexpr double kStartCycles = 1960.0;  // all that is none of the following
+constexpr double kStartCycles = 1780.0;  // all that is none of the following
 constexpr double kClusterStartCycles = 1360.0;
-constexpr double kRoundCycles = 6790.0;  // a block's next tile
-constexpr double kMemoryRate = 2490.0;   // of the longer operand
-constexpr double kSharedRate = 4070.0;   // of the other, which every block reads from L2
-constexpr double kSmRate = 51.4;         // of both into one SM
-constexpr double kLatencyCycles = 1020.0;
-constexpr double kElementCycles = 0.463;
+constexpr double kRoundCycles = 7570.0;  // a block's next tile
+constexpr double kMemoryRate = 2640.0;   // of the longer operand
+constexpr double kSharedRate = 3800.0;   // of the other, which every block reads from L2
+constexpr double kSmRate = 56.7;         // of both into one SM
+constexpr double kLatencyCycles = 1000.0;
+constexpr double kElementCycles = 0.382;
 // Of an epilogue: of a line of it, and of any, whose code is fetched from afar.
 constexpr double kSumCycles = 300.0;
-constexpr double kFusedCycles = 1290.0;
+constexpr double kFusedCycles = 999.0;
 }  // namespace skinny_model
 
 // Of the rows that stream B of 8 bits.

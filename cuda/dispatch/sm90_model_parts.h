@@ -18,8 +18,8 @@ namespace jax_tcgemm::sm90 {
 
 // What asking L2 for a row costs that may begin at half of a sector (of 32 bytes), or at some
 // sector of a line, of one that begins with a line or its other half.
-constexpr double kHalfSectorFactor = 1.83;
-constexpr double kSectorFactor = 1.31;
+constexpr double kHalfSectorFactor = 1.9;
+constexpr double kSectorFactor = 1.3;
 
 // Of the SMs, that clusters of more than two blocks find room on.
 constexpr double kUsableSms = 120.0 / 132;

@@ -16,67 +16,69 @@ namespace {
 
 // Of the rows that compute tile after tile: clock cycles at about 1.75 GHz, bytes per cycle.
 namespace pipelined_model {
-constexpr double kStartCycles = 3220.0;  // barriers, descriptors, the first stage
-constexpr double kClusterStartCycles = 72.6;
-constexpr double kClusterBlockCycles = 6.47;  // for each of its blocks
-constexpr double kTensorFactor = 1.1;         // wgmma does not quite reach its rate
-constexpr double kFewStagesFactor = 1.07;     // fewer than 4
+constexpr double kStartCycles = 2740.0;  // barriers, descriptors, the first stage
+constexpr double kClusterStartCycles = 54.0;
+constexpr double kClusterBlockCycles = 5.47;  // for each of its blocks
+constexpr double kTensorFactor = 1.14;        // wgmma does not quite reach its rate
+constexpr double kFewStagesFactor = 1.05;     // fewer than 4
 constexpr double kTransposeFactor = 1.34;
 constexpr double kPromoteFactor = 1.04;
 // The least that a stage takes where A goes through registers, of one and of two warpgroups, and
 // for each column that one multiplies; two blocks on an SM hide half of each other's.
 constexpr double kFragmentCycles[] = {355.0, 465.0};
-constexpr double kFragmentColumnCycles = 0.469;
+constexpr double kFragmentColumnCycles = 0.528;
 // Into and out of one SM's shared memory.
-constexpr double kSharedMemoryRate = 170.0;
+constexpr double kSharedMemoryRate = 197.0;
 constexpr double kSharedMemoryPeak = 128.0;
-constexpr double kContention = 0.36;  // for what is wanted beyond the peak
+constexpr double kContention = 0.329;  // for what is wanted beyond the peak
 constexpr double kContentionOf8Bits = 0.5;
 // From L2 into all SMs, where it holds both operands and where not; into one SM where few rows
 // share weights that L2 does not hold, and of 32-bit elements where rows are the fewer.
-constexpr double kWarmRate = 6390.0;
-constexpr double kColdRate = 6680.0;
-constexpr double kColdRowsRate = 55.8;
-constexpr double kColdRowsRate32 = 45.3;
+constexpr double kWarmRate = 6420.0;
+constexpr double kColdRate = 6860.0;
+constexpr double kColdRowsRate = 57.2;
+constexpr double kColdRowsRate32 = 46.1;
 // Into one SM, whichever block of the cluster asked; and how much these limits add up.
-constexpr double kReceiveRate = 72.6;
-constexpr double kLoadPower = 2.22;
+constexpr double kReceiveRate = 76.4;
+constexpr double kLoadPower = 2.24;
 // What L2 does not hold: bytes of the operands, those and D, which takes their place, and of
 // operands of 32 bits that one block reads.
 constexpr double kColdBytes = 34.7e6;
 constexpr double kColdBytesWithD = 82.6e6;
-constexpr double kColdBytes32 = 20.1e6;
-constexpr double kUnsharedFactor = 1.07;   // blocks that load all they need cost power
-constexpr double kReadRate = 1660.0;       // from device memory
-constexpr double kWriteRate = 2060.0;      // to it
-constexpr double kWrittenRowBytes = 50.5;  // each row of a cluster's tile takes as many more
-constexpr double kPaddingShare = 0.271;    // of what is not written, beyond D
-constexpr double kMemorySms = 0.424;       // share of the SMs that it takes
-constexpr double kLimitPower = 3.54;       // how much this and the SMs' time add up
-constexpr double kAgainShare = 0.178;      // of loading from L2 again, that adds to this
+constexpr double kColdBytes32 = 20.0e6;
+constexpr double kUnsharedFactor = 1.07;    // blocks that load all they need cost power
+constexpr double kReadRate = 1650.0;        // from device memory
+constexpr double kWriteRate = 2130.0;       // to it
+constexpr double kWrittenRowBytes = 45.0;   // each row of a cluster's tile takes as many more
+constexpr double kPaddingShare = 0.312;     // of what is not written, beyond D
+constexpr double kPartLineShare = 0.483;    // of lines that a tile writes in part
+constexpr double kPartSectorFactor = 1.48;  // of rows that begin within sectors
+constexpr double kMemorySms = 0.424;        // share of the SMs that it takes
+constexpr double kLimitPower = 3.58;        // how much this and the SMs' time add up
+constexpr double kAgainShare = 0.137;       // of loading from L2 again, that adds to this
 // Writing 2 bytes of D, without and with a sum over the blocks that split k.
-constexpr double kElementCycles = 0.0825;
-constexpr double kWarpElementCycles = 0.143;  // divided by the warps of a tile
+constexpr double kElementCycles = 0.0786;
+constexpr double kWarpElementCycles = 0.168;  // divided by the warps of a tile
 // If TMA cannot: in parts of rows, and by words.
 constexpr double kRowElementCycles = 0.03;
 constexpr double kCopiedElementCycles = 0.1;
 // What an element takes beside its instructions and D, where a consumer waits for its turn.
-constexpr double kTurnElementCycles = 0.0311;
+constexpr double kTurnElementCycles = 0.0269;
 // An epilogue's own, with code that is fetched from afar the first time; that of a sum, unrolled.
-constexpr double kFusedElementCycles = 0.193;
+constexpr double kFusedElementCycles = 0.196;
 constexpr double kFusedWarps = 8.0;  // of a tile, for which that is; fewer take longer
-constexpr double kFusedStartCycles = 3520.0;
-constexpr double kSumElementCycles = 0.0307;
-constexpr double kSumStartCycles = 936.0;
-constexpr double kReductionCycles = 1280.0;
-constexpr double kReducedElementCycles = 0.161;
+constexpr double kFusedStartCycles = 3420.0;
+constexpr double kSumElementCycles = 0.0299;
+constexpr double kSumStartCycles = 1290.0;
+constexpr double kReductionCycles = 1810.0;
+constexpr double kReducedElementCycles = 0.23;
 // Adding up parts of k within the kernel: for each part, and by the bytes that a block sends.
-constexpr double kFixupPartCycles = 839.0;
-constexpr double kFixupRate = 8.34;
+constexpr double kFixupPartCycles = 763.0;
+constexpr double kFixupRate = 8.14;
 // The kernel that adds up splits.
 constexpr double kSumCycles = 3500.0;  // with the launch before it
-constexpr double kSumSplitCycles = 11.5;
-constexpr double kSumRate = 2880.0;  // bytes written and read again
+constexpr double kSumSplitCycles = 8.78;
+constexpr double kSumRate = 2520.0;  // bytes written and read again
 }  // namespace pipelined_model
 
 // Bytes per cycle into one SM where blocks of 64 rows ask L2, almost at once, for columns that it
@@ -168,7 +170,12 @@ double width_factor(const KernelConfig& config, const ChoiceInput& input) {
   const double row_bytes =
       static_cast<double>(result_bytes(input)) * std::min<int64_t>(columns, input.n);
   const double padding = static_cast<double>(ceil_div(input.n, columns) * columns) / input.n - 1.0;
-  return (1.0 + kWrittenRowBytes / row_bytes) * (1.0 + kPaddingShare * padding);
+  const double own_bytes = static_cast<double>(result_bytes(input)) *
+                           (config.swap_ab ? config.tile_m : config.output_n());
+  const double part_lines = std::ceil(own_bytes / 128.0) * 128.0 / own_bytes - 1.0;
+  const bool in_sectors = result_bytes(input) * input.n % 32 == 0;
+  return (1.0 + kWrittenRowBytes / row_bytes) * (1.0 + kPaddingShare * padding) *
+         (1.0 + kPartLineShare * part_lines) * (in_sectors ? 1.0 : kPartSectorFactor);
 }
 
 // Cycles of reading the operands and writing D, where blocks load so many bytes together. Few SMs
