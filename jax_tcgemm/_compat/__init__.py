@@ -201,6 +201,11 @@ def platforms_of(context: Any) -> Sequence[str]:
     return context.platforms or context.module_context.platforms
 
 
+def has_manual_axes() -> bool:
+    """Whether what is traced now lies within ``shard_map``."""
+    return bool(_mesh.get_abstract_mesh().manual_axes)
+
+
 def no_mesh() -> contextlib.AbstractContextManager[Any]:
     """Forgets the mesh that surrounds what is traced."""
     return _mesh.use_abstract_mesh(_mesh.empty_abstract_mesh)

@@ -10,6 +10,9 @@ from jax.interpreters import partial_eval as _partial_eval
 
 from jax_tcgemm._compat import match_varying
 
+# What makes values vary over more mesh axes, within ``shard_map``.
+VARYING = frozenset({"pvary", "pcast"})
+
 
 def jaxpr_of(value: Any) -> Any:
     """Returns the jaxpr that a parameter of an operation is, ``None`` where it is none.

@@ -180,8 +180,7 @@ def trace(
         The epilogue, whose operands are ``draws.words`` of the arguments, and those of the arrays
         that the function closes over, its further operands.
     """
-    with _compat.no_mesh():  # what is traced holds for any
-        closed = jax.make_jaxpr(function)(*avals)
+    closed = _traced(function, avals)
     consts = list(closed.consts)
     types = [*avals, *map(jax.typeof, consts)]
     is_key = [draws.is_key(each.dtype) for each in types]
@@ -193,6 +192,33 @@ def trace(
     if consts or any(is_key):
         closed = jax.make_jaxpr(of_words)(*map(draws.word_type, types))
     return EpilogueFunction(closed, accumulators, _text(closed)), draws.words(consts)
+
+
+def _traced(function: Callable[..., Any], avals: Sequence[Any]) -> core.ClosedJaxpr:
+    """Traces what holds for any mesh."""
+    try:
+        with _compat.no_mesh():
+            return jax.make_jaxpr(function)(*avals)
+    except Exception:
+        # Within ``shard_map`` it may close over what varies: a type for which it takes a mesh.
+        if not _compat.has_manual_axes():
+            raise
+    closed = jax.make_jaxpr(function)(*avals)
+    with _compat.no_mesh():
+        return core.ClosedJaxpr(_of_no_axes(closed.jaxpr), closed.consts)
+
+
+def _of_no_axes(jaxpr: Any) -> Any:
+    """Returns a jaxpr anew, whose values vary over no mesh axes."""
+    count = len(jaxpr.constvars)
+    variables = [*jaxpr.constvars, *jaxpr.invars]
+
+    def again(*values: Any) -> list[Any]:
+        return evaluate(jaxpr, values[:count], values[count:], _CUSTOM, forget_axes=True)
+
+    types = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in variables]
+    anew = jax.make_jaxpr(again)(*types).jaxpr
+    return anew.replace(constvars=anew.invars[:count], invars=anew.invars[count:])
 
 
 def _text(closed: core.ClosedJaxpr) -> str:
@@ -244,6 +270,7 @@ def evaluate(
     values: Sequence[Any],
     kept: frozenset[str] = frozenset(),
     env: dict[Any, Any] | None = None,
+    forget_axes: bool = False,
 ) -> list[Any]:
     """Evaluates a jaxpr with what calls stand for in their place.
 
@@ -253,6 +280,7 @@ def evaluate(
         values: its arguments.
         kept: names of calls that stay.
         env: variables that are known; all others are added.
+        forget_axes: whether it varies over mesh axes, of which there are none here.
     """
     env = {} if env is None else env
     env.update(zip(jaxpr.constvars, consts, strict=True))
@@ -263,17 +291,40 @@ def evaluate(
 
     for eqn in jaxpr.eqns:
         if any(var not in env for var in eqn.outvars):
-            env.update(zip(eqn.outvars, apply(eqn, [*map(read, eqn.invars)], kept), strict=True))
+            values = [*map(read, eqn.invars)]
+            env.update(zip(eqn.outvars, apply(eqn, values, kept, forget_axes), strict=True))
     return [*map(read, jaxpr.outvars)]
 
 
-def apply(eqn: Any, values: Sequence[Any], kept: frozenset[str] = frozenset()) -> list[Any]:
+def apply(
+    eqn: Any,
+    values: Sequence[Any],
+    kept: frozenset[str] = frozenset(),
+    forget_axes: bool = False,
+) -> list[Any]:
     """Evaluates one operation, with what a call stands for in its place."""
+    if forget_axes and eqn.primitive.name in jaxprs.VARYING:
+        return list(values)
     if eqn.primitive.name not in _CONTROL | kept:
         for key in _CALLS:
             if key not in eqn.params:
                 continue
             called = eqn.params[key]
             inner = jaxprs.jaxpr_of(called)
-            return evaluate(inner, getattr(called, "consts", ()), values, kept)
+            consts = getattr(called, "consts", ())
+            return evaluate(inner, consts, values, kept, forget_axes=forget_axes)
+    if forget_axes:
+        params = {key: _parameter_of_no_axes(value) for key, value in eqn.params.items()}
+        eqn = eqn.replace(params=params)
     return jaxprs.bind_again(eqn, values)
+
+
+def _parameter_of_no_axes(value: Any) -> Any:
+    """Returns what is a jaxpr anew."""
+    if type(value) is tuple:  # of branches
+        return tuple(map(_parameter_of_no_axes, value))
+    jaxpr = jaxprs.jaxpr_of(value)
+    if jaxpr is None:
+        return value
+    anew = _of_no_axes(jaxpr)
+    return core.ClosedJaxpr(anew, value.consts) if hasattr(value, "consts") else anew
