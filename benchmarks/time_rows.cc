@@ -1,14 +1,15 @@
 // Times rows of the kernel table beside what the model expects of them: what its constants are
 // fitted to (cuda/dispatch/sm90_time_model.cc).
 //
-//   cmake --build build --target time_rows
-//   time_rows [--within FACTOR] [--rows GLOB] [--dense] < problems > times.csv
+//   cmake -S . -B build -DJAX_TCGEMM_TIME_ROWS=ON && cmake --build build --target time_rows
+//   build/time_rows [--within FACTOR] [--rows GLOB] [--dense] < problems > times.csv
 //
 // A problem is a line "TYPE LAYOUT M N K BATCH EPILOGUE": bf16, f16 or tf32; nn, nt, tn or tt;
-// none, bias or bias+gelu. Of each, those choices are timed that the model has within FACTOR of the
-// fastest (2), and whose names the glob matches: rows, and rows that split k ("ROW/splits=N"; with
-// --dense into other numbers than powers of two, too). Each is launched many times by a CUDA graph,
-// on operands that L2 cannot hold together; the time is of one launch, the gap before it included.
+// extents whose rows are multiples of 16 bytes; none, bias or bias+gelu. Of each, those choices are
+// timed that the model has within FACTOR of the fastest (2), and whose names the glob matches:
+// rows, and rows that split k ("ROW/splits=N"; with --dense into other numbers than powers of two,
+// too). Each is launched many times by a CUDA graph, on as many sets of operands as L2 cannot hold
+// together, at most 64; the time is of one launch, the gap before it included.
 
 #include <cuda_runtime_api.h>
 #include <fnmatch.h>
@@ -18,15 +19,20 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <initializer_list>
 #include <iostream>
+#include <memory>
 #include <random>
 #include <sstream>
 #include <string>
+#include <string_view>
+#include <utility>
 #include <vector>
 
 #include "common/ceil_div.h"
 #include "dispatch/choice.h"
 #include "dispatch/dispatch.h"
+#include "dispatch/sm90_time_model.h"
 #include "gemm_problem.h"
 
 namespace jax_tcgemm {
@@ -34,10 +40,9 @@ namespace {
 
 constexpr int64_t kCopiesBytes = 160 << 20;  // of all sets of operands, at least: beyond any L2
 constexpr int kMostCopies = 64;
-constexpr double kGraphMicroseconds = 1000.0;  // of a graph, about, but for its
-constexpr int kLeastLaunches = 4;              // launches,
-constexpr int kMostLaunches = 40;
-constexpr int kSamples = 5;  // and graphs of which the median counts
+constexpr double kGraphMicroseconds = 1000.0;  // of a graph, about; each set has its turn
+constexpr int kMostLaunches = 100;
+constexpr int kSamples = 5;  // graphs, of which the median counts
 constexpr double kCyclesOfMicrosecond = 1755.0;
 
 void check(cudaError_t error, const char* what) {
@@ -56,6 +61,17 @@ struct Case {
                            : Algorithm::kTf32Tf32F32;
   }
   int bytes() const { return type == "tf32" ? 4 : 2; }
+
+  // Whether the line was one that the head describes.
+  bool is_known() const {
+    const auto any = [](const std::string& word, std::initializer_list<const char*> words) {
+      return std::find(words.begin(), words.end(), word) != words.end();
+    };
+    const auto aligned = [&](int64_t extent) { return extent > 0 && extent * bytes() % 16 == 0; };
+    return any(type, {"bf16", "f16", "tf32"}) && any(layout, {"nn", "nt", "tn", "tt"}) &&
+           any(epilogue, {"none", "bias", "bias+gelu"}) && aligned(m) && aligned(n) && aligned(k) &&
+           batch > 0;
+  }
 };
 
 // Normal numbers in memory of the device, of which operands are pieces.
@@ -75,12 +91,13 @@ class Numbers {
       from = narrow.data();
     }
     const int64_t bytes = kCount * (type == "tf32" ? 4 : 2);
-    check(cudaMalloc(reinterpret_cast<void**>(&data_), kBytes), "cudaMalloc");
+    check(cudaMalloc(&data_, kBytes), "cudaMalloc");
     for (int64_t at = 0; at < kBytes; at += bytes) {
-      check(cudaMemcpy(data_ + at, from, std::min(bytes, kBytes - at), cudaMemcpyDefault), "copy");
+      check(cudaMemcpy(data() + at, from, std::min(bytes, kBytes - at), cudaMemcpyDefault), "copy");
     }
   }
-  char* data() const { return data_; }
+  ~Numbers() { cudaFree(data_); }
+  char* data() const { return static_cast<char*>(data_); }
   static constexpr int64_t kBytes = int64_t{8} << 30;
 
  private:
@@ -93,7 +110,7 @@ class Numbers {
     if (exponent <= 0) return static_cast<uint16_t>(bits >> 16 & 0x8000);
     return static_cast<uint16_t>((bits >> 16 & 0x8000) | exponent << 10 | (bits >> 13 & 0x3ff));
   }
-  char* data_;
+  void* data_;
 };
 
 int64_t rounded_up(int64_t bytes) { return ceil_div(bytes, int64_t{1024}) * 1024; }
@@ -142,7 +159,7 @@ int64_t set_bytes(const Case& c) {
 template <typename Launch>
 double time_launches(cudaStream_t stream, int copies, double expected, Launch&& launch) {
   const int launches =
-      std::clamp(static_cast<int>(kGraphMicroseconds / expected), kLeastLaunches, kMostLaunches);
+      std::clamp(static_cast<int>(kGraphMicroseconds / expected), copies, kMostLaunches);
   cudaGraph_t graph;
   cudaGraphExec_t exec;
   if (!launch(0)) return -1.0;  // loads the code
@@ -170,81 +187,98 @@ double time_launches(cudaStream_t stream, int copies, double expected, Launch&& 
   return 1000.0 * samples[kSamples / 2] / launches;
 }
 
-}  // namespace
-}  // namespace jax_tcgemm
-
-#ifdef JAX_TCGEMM_RIVAL
-#include JAX_TCGEMM_RIVAL
-#endif
-
-int main(int argc, char** argv) {
-  using namespace jax_tcgemm;
+struct Options {
   double within = 2.0;
   std::string glob = "*";
   bool dense = false;
-  for (int i = 1; i < argc; ++i) {
-    if (!std::strcmp(argv[i], "--within") && i + 1 < argc)
-      within = std::atof(argv[++i]);
-    else if (!std::strcmp(argv[i], "--rows") && i + 1 < argc)
-      glob = argv[++i];
-    else if (!std::strcmp(argv[i], "--dense"))
-      dense = true;
-    else
-      return std::fprintf(stderr, "see the head of benchmarks/time_rows.cc\n"), 2;
+};
+
+// The bytes in which k of a problem may be split: see jax_tcgemm/problem/alignment.py.
+int64_t workspace_bytes(const Case& c) {
+  constexpr int64_t kMostSplits = 64;
+  constexpr int64_t kSplitElements = int64_t{132} * 128 * 256;
+  const int64_t splits = c.batch == 1 ? std::min(kMostSplits, kSplitElements / (c.m * c.n)) : 0;
+  return splits > 1 ? splits * c.m * c.n * 4 + sm90::kFixupFlagBytes : 0;
+}
+
+// Prints a line for each choice.
+void time_choices(const std::string& line, const Options& options, const DeviceProperties& device,
+                  cudaStream_t stream, std::vector<GemmProblem> sets) {
+  const std::vector<Estimate> ranked =
+      ranked_choices(choice_input(sets[0], device, 0), options.dense);
+  for (const Estimate& estimate : ranked) {
+    if (estimate.cycles > options.within * ranked[0].cycles) break;
+    const std::string config = config_of(estimate.choice);
+    if (fnmatch(options.glob.c_str(), config.c_str(), 0) != 0) continue;
+    const double expected = estimate.cycles / kCyclesOfMicrosecond;
+    const double us = time_launches(stream, static_cast<int>(sets.size()), expected, [&](int i) {
+      sets[i].config = config;
+      const Status status = run_gemm(sets[i], device, stream);
+      if (!status.ok()) std::fprintf(stderr, "%s\n", status.message().c_str());
+      return status.ok();
+    });
+    if (us > 0.0)
+      std::printf("%s,%s,%.0f,%.3f\n", line.c_str(), config.c_str(), estimate.cycles, us);
   }
-  const DeviceProperties* device = nullptr;
-  const Status found = get_device_properties(0, &device);
-  if (!found.ok()) return std::fprintf(stderr, "%s\n", found.message().c_str()), 1;
+  std::fflush(stdout);
+}
+
+// Times the problems of the standard input.
+void time_all(const Options& options, const DeviceProperties& device) {
   cudaStream_t stream;
   check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "stream");
-  constexpr int64_t kWorkspaceBytes = int64_t{4} * 132 * 128 * 256 * 4 + 8192;
-  char* workspace;
-  check(cudaMalloc(reinterpret_cast<void**>(&workspace), kWorkspaceBytes), "workspace");
-  std::string loaded;
-  char* memory = nullptr;
+  std::unique_ptr<Numbers> numbers;
+  std::string type;
   std::printf("problem,config,cycles,us\n");
   for (std::string line; std::getline(std::cin, line);) {
-    Case c;
+    Case c = {};
     std::istringstream words(line);
-    if (!(words >> c.type >> c.layout >> c.m >> c.n >> c.k >> c.batch >> c.epilogue)) continue;
-    if (loaded != c.type) {
-      if (memory != nullptr) check(cudaFree(memory), "cudaFree");
-      memory = Numbers(c.type).data();
-      loaded = c.type;
-    }
-    const int64_t bytes = set_bytes(c);
-    const int copies =
-        static_cast<int>(std::clamp<int64_t>(ceil_div(kCopiesBytes, bytes) + 1, 2, kMostCopies));
-    if (copies * bytes > Numbers::kBytes) {
-      std::fprintf(stderr, "too large: %s\n", line.c_str());
+    words >> c.type >> c.layout >> c.m >> c.n >> c.k >> c.batch >> c.epilogue;
+    const int64_t bytes = c.is_known() ? set_bytes(c) : 0;
+    const int64_t room = c.is_known() ? workspace_bytes(c) : 0;
+    const int copies = static_cast<int>(
+        std::clamp<int64_t>(bytes > 0 ? ceil_div(kCopiesBytes, bytes) + 1 : 0, 2, kMostCopies));
+    if (!c.is_known() || copies * bytes + room > Numbers::kBytes) {
+      std::fprintf(stderr, "not known, or too large: %s\n", line.c_str());
       continue;
     }
-    const int64_t results = c.m * c.n * 4;
-    const int64_t splits =
-        c.batch == 1 ? std::min<int64_t>(64, int64_t{132} * 128 * 256 / (c.m * c.n)) : 0;
-    const int64_t room = splits > 1 ? std::min(kWorkspaceBytes, splits * results + 8192) : 0;
+    if (type != c.type) {
+      numbers.reset();  // before others are drawn: there is room for one type
+      numbers = std::make_unique<Numbers>(c.type);
+      type = c.type;
+    }
     std::vector<GemmProblem> sets;
     for (int i = 0; i < copies; ++i) {
-      sets.push_back(problem_of(c, memory + i * bytes, workspace, room));
+      sets.push_back(problem_of(c, numbers->data() + room + i * bytes, numbers->data(), room));
     }
-    const std::vector<Estimate> ranked = ranked_choices(choice_input(sets[0], *device, 0), dense);
-    for (const Estimate& estimate : ranked) {
-      if (estimate.cycles > within * ranked[0].cycles) break;
-      const std::string config = config_of(estimate.choice);
-      if (fnmatch(glob.c_str(), config.c_str(), 0) != 0) continue;
-      const double expected = estimate.cycles / kCyclesOfMicrosecond;
-      const double us = time_launches(stream, copies, expected, [&](int i) {
-        sets[i].config = config;
-        const Status status = run_gemm(sets[i], *device, stream);
-        if (!status.ok()) std::fprintf(stderr, "%s\n", status.message().c_str());
-        return status.ok();
-      });
-      std::printf("%s,%s,%.0f,%.3f\n", line.c_str(), config.c_str(), estimate.cycles, us);
-    }
-#ifdef JAX_TCGEMM_RIVAL
-    time_rival(c, line, sets, stream, copies, ranked[0].cycles / kCyclesOfMicrosecond);
-#endif
-    std::fflush(stdout);
+    time_choices(line, options, device, stream, std::move(sets));
   }
+}
+
+}  // namespace
+}  // namespace jax_tcgemm
+
+int main(int argc, char** argv) {
+  jax_tcgemm::Options options;
+  for (int i = 1; i < argc; ++i) {
+    const std::string_view name = argv[i];
+    if (name == "--within" && i + 1 < argc) {
+      options.within = std::atof(argv[++i]);
+    } else if (name == "--rows" && i + 1 < argc) {
+      options.glob = argv[++i];
+    } else if (name == "--dense") {
+      options.dense = true;
+    } else {
+      std::fprintf(stderr, "%s: see the head of benchmarks/time_rows.cc\n", argv[i]);
+      return 2;
+    }
+  }
+  const jax_tcgemm::DeviceProperties* device = nullptr;
+  const jax_tcgemm::Status found = jax_tcgemm::get_device_properties(0, &device);
+  if (!found.ok()) {
+    std::fprintf(stderr, "%s\n", found.message().c_str());
+    return 1;
+  }
+  jax_tcgemm::time_all(options, *device);
   return 0;
 }

@@ -255,8 +255,43 @@ def test_heuristic_knows_what_an_epilogue_costs():
         arguments = "BF16_BF16_F32", 96, 4096, 1024, 1, True, 132, 227 * 1024
         return chosen_config(*arguments, compute_capability=90, epilogue=epilogue)
 
-    # Unrolled, a sum costs next to nothing; another epilogue has rows of its own.
+    # Unrolled, a sum costs next to nothing.
     assert choice("none") == choice("sum") == "sm90_bf16_128x64x64_s8_c1x4_cooperative"
-    assert by_name(choice("any")).epilogue == "any"
+
+    def cycles(epilogue):
+        ranked = _core.rank_configs(
+            *("BF16_BF16_F32", 96, 4096, 1024, 1, True, 132, 227 * 1024),
+            compute_capability=90,
+            epilogue=epilogue,
+        )
+        row = "sm90_bf16_64x64x64_s6_c1x1_cooperative"
+        return {name: cycles for name, cycles, _ in ranked}[row]
+
+    assert cycles("none") < cycles("sum") < cycles("any")
     with pytest.raises(ValueError, match="epilogue 'gelu'"):
         choice("gelu")
+
+
+@ALL_KERNELS
+@pytest.mark.parametrize(
+    ("row", "own", "shared"),
+    [
+        ("sm90_bf16_128x128x64_s6_c4x1_pingpong", "a", "b"),
+        ("sm90_bf16_128x96x64_s6_c4x1_pingpong_swap_ab", "b", "a"),
+    ],
+)
+def test_rows_that_begin_within_sectors_take_longer(row, own, shared):
+    """Those that a block asks for alone the most."""
+
+    def cycles(of, alignment):
+        ranked = _core.rank_configs(
+            *("BF16_BF16_F32", 4096, 4096, 4096, 1, True, 132, 227 * 1024),
+            compute_capability=90,
+            layout="nt",
+            **{f"row_alignment_{of}": alignment},
+        )
+        return {name: cycles for name, cycles, _ in ranked}[row]
+
+    whole = cycles(own, 128)
+    assert cycles(own, 64) == whole
+    assert cycles(own, 16) > max(whole, cycles(shared, 16))

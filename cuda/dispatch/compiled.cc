@@ -50,7 +50,7 @@ std::string layout_name(const GemmProblem& problem) {
                      problem.major_b == Major::kK ? 't' : 'n'};
 }
 
-ChoiceInput choice_input(const GemmProblem& problem, const DeviceProperties& device) {
+ChoiceInput compiled_input(const GemmProblem& problem, const DeviceProperties& device) {
   const GemmParams& p = problem.params;
   ChoiceInput input = {};
   input.algorithm = problem.algorithm;
@@ -170,7 +170,7 @@ Status find_kernel(const EpilogueProgram& program, const GemmProblem& problem,
 Status prepare_compiled(const GemmProblem& problem, const EpilogueProgram& program,
                         const DeviceProperties& device) {
   LoadedKernel* kernel = nullptr;
-  return find_kernel(program, problem, choice_input(problem, device), true, &kernel);
+  return find_kernel(program, problem, compiled_input(problem, device), true, &kernel);
 }
 
 Status run_compiled(const GemmProblem& problem, const CompiledParams& params,
@@ -182,7 +182,7 @@ Status run_compiled(const GemmProblem& problem, const CompiledParams& params,
   for (;;) {
     LoadedKernel* kernel = nullptr;
     JAX_TCGEMM_RETURN_IF_ERROR(
-        find_kernel(program, problem, choice_input(problem, device), may_compile, &kernel));
+        find_kernel(program, problem, compiled_input(problem, device), may_compile, &kernel));
     const KernelConfig& config = kernel->entry->config;
     CompiledParams complete = params;
     if (config.grouped == Grouped::kM) {

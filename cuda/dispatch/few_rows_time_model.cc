@@ -1,5 +1,5 @@
-// The constants were fitted to measurements on an H200 (docs/performance.md); only their ratios
-// matter.
+// The constants were fitted to measurements on H100s, those of 8 bits on an H200
+// (docs/performance.md); only their ratios matter.
 
 #include "dispatch/few_rows_time_model.h"
 
@@ -15,17 +15,17 @@ namespace {
 
 // Of the skinny rows, which stream an operand.
 namespace skinny_model {
-constexpr double kStartCycles = 1780.0;  // all that is none of the following
-constexpr double kClusterStartCycles = 1360.0;
-constexpr double kRoundCycles = 7570.0;  // a block's next tile
-constexpr double kMemoryRate = 2640.0;   // of the longer operand
-constexpr double kSharedRate = 3800.0;   // of the other, which every block reads from L2
-constexpr double kSmRate = 56.7;         // of both into one SM
-constexpr double kLatencyCycles = 1000.0;
-constexpr double kElementCycles = 0.382;
+constexpr double kStartCycles = 1960.0;  // all that is none of the following
+constexpr double kClusterStartCycles = 1400.0;
+constexpr double kRoundCycles = 7470.0;  // a block's next tile
+constexpr double kMemoryRate = 2600.0;   // of the longer operand
+constexpr double kSharedRate = 3880.0;   // of the other, which every block reads from L2
+constexpr double kSmRate = 53.9;         // of both into one SM
+constexpr double kLatencyCycles = 1020.0;
+constexpr double kElementCycles = 0.381;
 // Of an epilogue: of a line of it, and of any, whose code is fetched from afar.
 constexpr double kSumCycles = 300.0;
-constexpr double kFusedCycles = 999.0;
+constexpr double kFusedCycles = 1030.0;
 }  // namespace skinny_model
 
 // Of the rows that stream B of 8 bits.
@@ -49,7 +49,7 @@ double skinny_cycles(const KernelConfig& config, const ChoiceInput& input) {
   const double stages = ceil_div(input.k, config.tile_k) / static_cast<double>(config.split_k);
   const double streamed = stages * config.operand_bytes(config.tile_m);
   const double loaded = stages * config.stage_bytes();
-  const double into_sm = stages * asked_bytes(config, input) / kSmRate;
+  const double into_sm = stages * asked_cost(config, input) / kSmRate;
   double cycles =
       kStartCycles + (config.split_k > 1 ? kClusterStartCycles : 0.0) +
       kElementCycles * config.blocks_on_sm() * config.tile_m * config.tile_n / config.split_k;

@@ -16,10 +16,10 @@
 
 namespace jax_tcgemm::sm90 {
 
-// What asking L2 for a row costs that may begin at half of a sector (of 32 bytes), or at some
-// sector of a line, of one that begins with a line or its other half.
-constexpr double kHalfSectorFactor = 1.9;
-constexpr double kSectorFactor = 1.3;
+// What a row costs to ask L2 for that begins at a multiple of 16 bytes alone, and of 32 (a sector),
+// beside one at a multiple of 64.
+constexpr double kHalfSectorFactor = 1.82;
+constexpr double kSectorFactor = 1.26;
 
 // Of the SMs, that clusters of more than two blocks find room on.
 constexpr double kUsableSms = 120.0 / 132;
@@ -52,11 +52,16 @@ inline int64_t cluster_tiles(const KernelConfig& config, const ChoiceInput& inpu
          ceil_div(extents.columns, config.output_n() * config.cluster_n) * input.batch * splits;
 }
 
-// Bytes of a stage that a block asks L2 for, in those of rows that begin with lines; others of its
-// cluster load the rest.
-inline double asked_bytes(const KernelConfig& config, const ChoiceInput& input) {
+// Bytes of a stage that a block asks L2 for; others of its cluster load the rest.
+inline double asked_bytes(const KernelConfig& config) {
+  return static_cast<double>(config.operand_bytes(config.tile_m)) / config.cluster_n +
+         static_cast<double>(config.operand_bytes(config.tile_n)) / config.cluster_m;
+}
+
+// What they cost, in bytes of rows that begin with lines.
+inline double asked_cost(const KernelConfig& config, const ChoiceInput& input) {
   const bool swap_ab = swaps_operands(config, input.major_a, input.major_b, input.m, input.n);
-  const auto asked = [&](int extent, int sharers, int alignment) {
+  const auto cost = [&](int extent, int sharers, int alignment) {
     const double factor = alignment >= 64   ? 1.0
                           : alignment >= 32 ? kSectorFactor
                                             : kHalfSectorFactor;
@@ -64,7 +69,7 @@ inline double asked_bytes(const KernelConfig& config, const ChoiceInput& input) 
   };
   const int a = swap_ab ? input.row_alignment_b : input.row_alignment_a;
   const int b = swap_ab ? input.row_alignment_a : input.row_alignment_b;
-  return asked(config.tile_m, config.cluster_n, a) + asked(config.tile_n, config.cluster_m, b);
+  return cost(config.tile_m, config.cluster_n, a) + cost(config.tile_n, config.cluster_m, b);
 }
 
 // Limits that are close to one another take longer together.

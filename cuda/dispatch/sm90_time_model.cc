@@ -1,5 +1,5 @@
-// The constants were fitted to measurements on an H200 (docs/performance.md); only their ratios
-// matter.
+// The constants were fitted to measurements on H100s, in part on an H200 (docs/performance.md);
+// only their ratios matter.
 
 #include "dispatch/sm90_time_model.h"
 
@@ -16,69 +16,68 @@ namespace {
 
 // Of the rows that compute tile after tile: clock cycles at about 1.75 GHz, bytes per cycle.
 namespace pipelined_model {
-constexpr double kStartCycles = 2740.0;  // barriers, descriptors, the first stage
-constexpr double kClusterStartCycles = 54.0;
-constexpr double kClusterBlockCycles = 5.47;  // for each of its blocks
-constexpr double kTensorFactor = 1.14;        // wgmma does not quite reach its rate
-constexpr double kFewStagesFactor = 1.05;     // fewer than 4
+constexpr double kStartCycles = 2910.0;  // barriers, descriptors, the first stage
+constexpr double kClusterStartCycles = 49.6;
+constexpr double kClusterBlockCycles = 5.22;  // for each of its blocks
+constexpr double kTensorFactor = 1.13;        // wgmma does not quite reach its rate
+constexpr double kFewStagesFactor = 1.08;     // fewer than 4
 constexpr double kTransposeFactor = 1.34;
 constexpr double kPromoteFactor = 1.04;
 // The least that a stage takes where A goes through registers, of one and of two warpgroups, and
 // for each column that one multiplies; two blocks on an SM hide half of each other's.
 constexpr double kFragmentCycles[] = {355.0, 465.0};
-constexpr double kFragmentColumnCycles = 0.528;
-// Into and out of one SM's shared memory.
-constexpr double kSharedMemoryRate = 197.0;
+constexpr double kFragmentColumnCycles = 0.471;
+// Of one SM's shared memory, and what is asked for beyond it.
 constexpr double kSharedMemoryPeak = 128.0;
-constexpr double kContention = 0.329;  // for what is wanted beyond the peak
+constexpr double kContention = 0.414;
 constexpr double kContentionOf8Bits = 0.5;
-// From L2 into all SMs, where it holds both operands and where not; into one SM where few rows
-// share weights that L2 does not hold, and of 32-bit elements where rows are the fewer.
-constexpr double kWarmRate = 6420.0;
-constexpr double kColdRate = 6860.0;
-constexpr double kColdRowsRate = 57.2;
-constexpr double kColdRowsRate32 = 46.1;
-// Into one SM, whichever block of the cluster asked; and how much these limits add up.
-constexpr double kReceiveRate = 76.4;
+// From L2 into all SMs; into one, whichever block of the cluster asked; and how much these two add
+// up.
+constexpr double kL2Rate = 6400.0;
+constexpr double kReceiveRate = 73.8;
 constexpr double kLoadPower = 2.24;
+// Into one SM where few rows share weights that L2 does not hold, and of 32-bit elements where rows
+// are the fewer.
+constexpr double kColdRowsRate = 54.7;
+constexpr double kColdRowsRate32 = 46.3;
 // What L2 does not hold: bytes of the operands, those and D, which takes their place, and of
 // operands of 32 bits that one block reads.
-constexpr double kColdBytes = 34.7e6;
-constexpr double kColdBytesWithD = 82.6e6;
+constexpr double kColdBytes = 44.0e6;
+constexpr double kColdBytesWithD = 82.5e6;
 constexpr double kColdBytes32 = 20.0e6;
 constexpr double kUnsharedFactor = 1.07;    // blocks that load all they need cost power
-constexpr double kReadRate = 1650.0;        // from device memory
-constexpr double kWriteRate = 2130.0;       // to it
-constexpr double kWrittenRowBytes = 45.0;   // each row of a cluster's tile takes as many more
-constexpr double kPaddingShare = 0.312;     // of what is not written, beyond D
-constexpr double kPartLineShare = 0.483;    // of lines that a tile writes in part
-constexpr double kPartSectorFactor = 1.48;  // of rows that begin within sectors
-constexpr double kMemorySms = 0.424;        // share of the SMs that it takes
-constexpr double kLimitPower = 3.58;        // how much this and the SMs' time add up
-constexpr double kAgainShare = 0.137;       // of loading from L2 again, that adds to this
-// Writing 2 bytes of D, without and with a sum over the blocks that split k.
+constexpr double kReadRate = 1670.0;        // from device memory
+constexpr double kWriteRate = 2100.0;       // to it
+constexpr double kWrittenRowBytes = 46.9;   // each row of a cluster's tile takes as many more
+constexpr double kPaddingShare = 0.321;     // of what is not written, beyond D
+constexpr double kPartLineShare = 0.526;    // of lines that a tile writes in part
+constexpr double kPartSectorFactor = 1.55;  // of rows that begin within sectors
+constexpr double kMemorySms = 0.466;        // share of the SMs that it takes
+constexpr double kLimitPower = 3.55;        // how much this and the SMs' time add up
+constexpr double kAgainShare = 0.14;        // of loading from L2 again, that adds to this
+// Writing 2 bytes of D: of any tile, and what fewer warps take longer.
 constexpr double kElementCycles = 0.0786;
-constexpr double kWarpElementCycles = 0.168;  // divided by the warps of a tile
+constexpr double kWarpElementCycles = 0.183;  // divided by the warps of a tile
 // If TMA cannot: in parts of rows, and by words.
 constexpr double kRowElementCycles = 0.03;
 constexpr double kCopiedElementCycles = 0.1;
 // What an element takes beside its instructions and D, where a consumer waits for its turn.
-constexpr double kTurnElementCycles = 0.0269;
+constexpr double kTurnElementCycles = 0.025;
 // An epilogue's own, with code that is fetched from afar the first time; that of a sum, unrolled.
-constexpr double kFusedElementCycles = 0.196;
+constexpr double kFusedElementCycles = 0.197;
 constexpr double kFusedWarps = 8.0;  // of a tile, for which that is; fewer take longer
-constexpr double kFusedStartCycles = 3420.0;
+constexpr double kFusedStartCycles = 3380.0;
 constexpr double kSumElementCycles = 0.0299;
-constexpr double kSumStartCycles = 1290.0;
-constexpr double kReductionCycles = 1810.0;
-constexpr double kReducedElementCycles = 0.23;
+constexpr double kSumStartCycles = 1380.0;
+constexpr double kReductionCycles = 2110.0;
+constexpr double kReducedElementCycles = 0.269;
 // Adding up parts of k within the kernel: for each part, and by the bytes that a block sends.
-constexpr double kFixupPartCycles = 763.0;
-constexpr double kFixupRate = 8.14;
+constexpr double kFixupPartCycles = 771.0;
+constexpr double kFixupRate = 7.02;
 // The kernel that adds up splits.
 constexpr double kSumCycles = 3500.0;  // with the launch before it
-constexpr double kSumSplitCycles = 8.78;
-constexpr double kSumRate = 2520.0;  // bytes written and read again
+constexpr double kSumSplitCycles = 8.59;
+constexpr double kSumRate = 2560.0;  // bytes written and read again
 }  // namespace pipelined_model
 
 // Bytes per cycle into one SM where blocks of 64 rows ask L2, almost at once, for columns that it
@@ -97,15 +96,15 @@ double starved_rate(const KernelConfig& config, const ChoiceInput& input, double
 // Of an element of D.
 int result_bytes(const ChoiceInput& input) { return element_bytes(input.d_type); }
 
-// Cycles of one stage: the slowest of tensor cores, shared memory (wgmma reads A once and B for
-// every 64 rows; TMA writes both) and L2.
+// Cycles of one stage: the slower of tensor cores and L2. What shared memory is asked for, beyond
+// what it gives, slows the former down (wgmma reads A once and B for every 64 rows; TMA writes
+// both).
 double stage_cycles(const KernelConfig& config, const ChoiceInput& input, int64_t blocks) {
   using namespace pipelined_model;
   const int bytes = element_bytes(config.algorithm);
   const double ideal = config.tile_m * config.tile_n / 32.0;
   const double shared_bytes =
       config.tile_m / 64.0 * (64 + config.tile_n) * 128 + config.stage_bytes();
-  const double shared = shared_bytes / kSharedMemoryRate;
   const double operand_bytes =
       static_cast<double>(bytes) * input.k * (input.m + input.n) * input.batch;
   const double d_bytes = static_cast<double>(result_bytes(input)) * input.m * input.n *
@@ -115,11 +114,9 @@ double stage_cycles(const KernelConfig& config, const ChoiceInput& input, int64_
   const double excess = std::max(0.0, shared_bytes / (kSharedMemoryPeak * ideal) - 1.0);
   const double tensor = kTensorFactor * ideal * (cold ? 1.0 + contention * excess : 1.0);
   const double on_sm = std::max(1.0, static_cast<double>(blocks) / input.sm_count);
-  const double from_l2[] = {
-      asked_bytes(config, input) * blocks / (cold ? kColdRate : kWarmRate),
-      on_sm * config.stage_bytes() / kReceiveRate,
-  };
-  double cycles = std::max(on_sm * std::max(tensor, shared), power_mean(from_l2, kLoadPower));
+  const double from_l2[] = {asked_cost(config, input) * blocks / kL2Rate,
+                            on_sm * config.stage_bytes() / kReceiveRate};
+  double cycles = std::max(on_sm * tensor, power_mean(from_l2, kLoadPower));
   if (const double rate = starved_rate(config, input, operand_bytes); rate > 0.0) {
     cycles = std::max(cycles, on_sm * config.stage_bytes() / rate);
   }
@@ -161,21 +158,22 @@ FusedCost fused_cost(const KernelConfig& config, const ChoiceInput& input) {
 }
 
 // What writing D takes by the columns of a cluster's tile (of a block's, where a row of the table
-// swaps operands): short rows take longer, and so do those that end beyond D.
+// swaps operands): short rows take longer, and so do those that end beyond D; by what a block's
+// tile has of lines in part; and by whether rows of D begin with sectors of 32 bytes.
 double width_factor(const KernelConfig& config, const ChoiceInput& input) {
   using namespace pipelined_model;
-  const int64_t columns = swaps_operands(config, input.major_a, input.major_b, input.m, input.n)
-                              ? config.tile_m * (config.swap_ab ? 1 : config.cluster_m)
-                              : config.output_n() * config.cluster_n;
-  const double row_bytes =
-      static_cast<double>(result_bytes(input)) * std::min<int64_t>(columns, input.n);
+  const bool swapped = swaps_operands(config, input.major_a, input.major_b, input.m, input.n);
+  const int64_t own_columns = swapped ? config.tile_m : config.output_n();
+  const int sharers = config.swap_ab ? 1 : swapped ? config.cluster_m : config.cluster_n;
+  const int64_t columns = own_columns * sharers;
+  const double bytes = result_bytes(input);
+  const double row_bytes = bytes * static_cast<double>(std::min<int64_t>(columns, input.n));
   const double padding = static_cast<double>(ceil_div(input.n, columns) * columns) / input.n - 1.0;
-  const double own_bytes = static_cast<double>(result_bytes(input)) *
-                           (config.swap_ab ? config.tile_m : config.output_n());
-  const double part_lines = std::ceil(own_bytes / 128.0) * 128.0 / own_bytes - 1.0;
+  const double lines = bytes * static_cast<double>(own_columns) / 128.0;
   const bool in_sectors = result_bytes(input) * input.n % 32 == 0;
   return (1.0 + kWrittenRowBytes / row_bytes) * (1.0 + kPaddingShare * padding) *
-         (1.0 + kPartLineShare * part_lines) * (in_sectors ? 1.0 : kPartSectorFactor);
+         (1.0 + kPartLineShare * (std::ceil(lines) / lines - 1.0)) *
+         (in_sectors ? 1.0 : kPartSectorFactor);
 }
 
 // Cycles of reading the operands and writing D, where blocks load so many bytes together. Few SMs
@@ -190,7 +188,7 @@ double memory_cycles(const KernelConfig& config, const ChoiceInput& input, int64
                          input.n * width_factor(config, input);
   const double asked = std::min(1.0, blocks / (kMemorySms * input.sm_count));
   return (read / kReadRate + written / kWriteRate) / asked +
-         kAgainShare * std::max(0.0, loaded - read) / kWarmRate;
+         kAgainShare * std::max(0.0, loaded - read) / kL2Rate;
 }
 
 // Cycles between the last instruction of a tile and its D.
@@ -241,7 +239,7 @@ double pipelined_cycles(const KernelConfig& config, const ChoiceInput& input, in
   const int size = config.cluster_size();
   const double start = kStartCycles + fused.start +
                        (size > 1 ? kClusterStartCycles + kClusterBlockCycles * size : 0.0);
-  const double loaded = tiles * config.cluster_size() * stages * asked_bytes(config, input);
+  const double loaded = tiles * config.cluster_size() * stages * asked_bytes(config);
   const double limits[] = {tensor_time, memory_cycles(config, input, blocks, loaded)};
   return start + power_mean(limits, kLimitPower) + sum_cycles(config, input, splits);
 }

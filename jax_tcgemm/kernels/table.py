@@ -170,7 +170,6 @@ def _rows() -> list[KernelConfig]:
             _sm90(algorithm, 256, 128, 4, cluster=(2, 1), swap_ab=True),
             # Shared by more blocks, so that fewer bytes are asked of L2: for rows that are no whole
             # lines, and for other numbers of whole waves.
-            _sm90(algorithm, 128, 192, 4, cluster=(4, 2), schedule="pingpong"),
             *(
                 _sm90(algorithm, m, n, stages, cluster=cluster, schedule="pingpong", epilogue="sum")
                 for m, n, stages, cluster in (
@@ -249,7 +248,6 @@ def _rows() -> list[KernelConfig]:
         _sm90("TF32_TF32_F32", 64, 64, 6),
         # Shared by more blocks, and for other numbers of whole waves.
         _sm90("TF32_TF32_F32", 128, 128, 6, cluster=(1, 4)),
-        _sm90("TF32_TF32_F32", 128, 128, 6, cluster=(2, 4)),
         _sm90("TF32_TF32_F32", 128, 64, 8, cluster=(2, 2)),
         _sm90("TF32_TF32_F32", 128, 160, 5, cluster=(2, 1)),
     ]

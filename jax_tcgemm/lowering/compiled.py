@@ -24,7 +24,12 @@ from jax_tcgemm.lowering.custom_call import (
     second_weight_offset,
     shapes_of,
 )
-from jax_tcgemm.problem.alignment import COPY_BYTES, is_transposed, unaligned_stride
+from jax_tcgemm.problem.alignment import (
+    COPY_BYTES,
+    is_transposed,
+    row_alignment,
+    unaligned_stride,
+)
 from jax_tcgemm.problem.arithmetic import INPUT_DTYPES, resolve_algorithm, resolve_run_time
 from jax_tcgemm.problem.log import log
 from jax_tcgemm.problem.ragged import RaggedSpec
@@ -350,6 +355,7 @@ def ranked_rows(
     """
     gemm = call.gemm
     is_ragged = isinstance(spec.product, RaggedSpec)
+    itemsize = ALL_ARITHMETIC[call.algorithm].a.bytes
     return _core.rank_configs(
         call.algorithm,
         -(-gemm.m // gemm.batch[0]) if is_ragged else gemm.m,
@@ -365,6 +371,8 @@ def ranked_rows(
         gated=spec.is_gated,
         grouped="m" if is_ragged else "none",
         batch_rank=len(gemm.batch),
+        row_alignment_a=row_alignment(gemm, "a", itemsize),
+        row_alignment_b=row_alignment(gemm, "b", itemsize),
         compiled=True,
     )
 

@@ -10,7 +10,7 @@ from jax_tcgemm.problem.strides import StridedGemm
 COPY_BYTES = 16
 
 # A line of L2.
-_LINE_BYTES = 128
+LINE_BYTES = 128
 
 
 def misalignment(gemm: StridedGemm, name: str, itemsize: int) -> str | None:
@@ -45,6 +45,23 @@ def unaligned_stride(gemm: StridedGemm, name: str, itemsize: int) -> str | None:
         if value * itemsize % COPY_BYTES:
             return f"{what} of {value} elements"
     return None
+
+
+def row_alignment(gemm: StridedGemm, name: str, itemsize: int, *, is_padded: bool = False) -> int:
+    """Returns the bytes, up to a line of L2, of which the distance of rows is a multiple.
+
+    As ``row_alignment`` of ``cuda/dispatch/choice.cc``.
+
+    Args:
+        gemm: the folded gemm.
+        name: ``"a"`` or ``"b"``.
+        itemsize: bytes of an element.
+        is_padded: whether what is misaligned is copied first.
+    """
+    _, rows, row_stride, columns = _layout(gemm, name)
+    if is_padded and misalignment(gemm, name, itemsize) is not None:
+        return math.gcd(LINE_BYTES, _pitch(columns * itemsize))
+    return math.gcd(LINE_BYTES, row_stride * itemsize if rows > 1 else 0)
 
 
 # Float32 copies of the result that are worth adding up, and from which k on they are.
@@ -115,7 +132,7 @@ def padding_bytes(gemm: StridedGemm, itemsize: int) -> int:
             continue
         _, _, _, columns = _layout(gemm, name)
         rows = elements(gemm, name) // columns
-        total += -(-rows * _pitch(columns * itemsize) // _LINE_BYTES) * _LINE_BYTES
+        total += -(-rows * _pitch(columns * itemsize) // LINE_BYTES) * LINE_BYTES
     return total
 
 
@@ -139,7 +156,7 @@ def plane_bytes(gemm: StridedGemm, count: int) -> int:
         matrix = k * (_rounded_up(extent_mn, _PLANE_COLUMNS) if is_mn_major else extent_mn)
         batch_strides, *_ = _layout(gemm, name)
         batch = (extent for extent, stride in zip(gemm.batch, batch_strides, strict=True) if stride)
-        total += _rounded_up(2 * math.prod(batch) * matrix, _LINE_BYTES)
+        total += _rounded_up(2 * math.prod(batch) * matrix, LINE_BYTES)
     return total
 
 
@@ -164,8 +181,8 @@ def _pitch(row_bytes: int) -> int:
 
     As in ``cuda/passes/pad_operand.cu``: no row is a part of more lines of L2 than it must be.
     """
-    if row_bytes > _LINE_BYTES // 2:
-        return -(-row_bytes // _LINE_BYTES) * _LINE_BYTES
+    if row_bytes > LINE_BYTES // 2:
+        return -(-row_bytes // LINE_BYTES) * LINE_BYTES
     return max(COPY_BYTES, 1 << (row_bytes - 1).bit_length())
 
 

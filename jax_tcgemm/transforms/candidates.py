@@ -13,14 +13,16 @@ from jax_tcgemm.lowering import compiled
 from jax_tcgemm.lowering.row_epilogue import c_by_tma
 from jax_tcgemm.problem.alignment import (
     COPY_BYTES,
+    LINE_BYTES,
     is_transposed,
     misalignment,
     most_split_bytes,
     padding_bytes,
+    row_alignment,
 )
 from jax_tcgemm.problem.arithmetic import INPUT_DTYPES, resolve_algorithm, written_dtype
 from jax_tcgemm.problem.spec import GemmSpec, with_kernel_layouts
-from jax_tcgemm.problem.strides import Operands, StridedGemm, fold
+from jax_tcgemm.problem.strides import Operands, fold
 from jax_tcgemm.tuning.lookup import Product
 
 # The model is seldom further off than this, and most of what it puts below another by more is.
@@ -29,7 +31,6 @@ _MOST = 12
 # Splits of one row beyond so many are not far from these.
 _MOST_SPLITS_OF_A_ROW = 2
 
-_LINE_BYTES = 128
 _MOST_TMA_BATCH_NDIM = 3  # kMaxTmaBatchRank of cuda/dispatch/dispatch.cc
 
 
@@ -116,8 +117,8 @@ def _of_gemm(product: Product) -> dict[str, Any]:
         "workspace_bytes": 0 if spec.is_gated else most_split_bytes(gemm),
         "epilogue": spec.work,
         "gated": spec.is_gated,
-        "row_alignment_a": _LINE_BYTES if is_padded else _row_alignment(gemm, "a", itemsize),
-        "row_alignment_b": _LINE_BYTES if is_padded else _row_alignment(gemm, "b", itemsize),
+        "row_alignment_a": row_alignment(gemm, "a", itemsize, is_padded=is_padded),
+        "row_alignment_b": row_alignment(gemm, "b", itemsize, is_padded=is_padded),
         "d_by_tma": gemm.n * out.itemsize % COPY_BYTES == 0,
         "has_c": x.c is not None,
         "c_by_tma": c_by_tma(gemm, x.c, out),
@@ -136,6 +137,8 @@ def _of_groups(product: Product) -> dict[str, Any]:
     n = rhs.shape[1 if spec.transpose_rhs or not by_rows else 2]
     k, n = (-(-extent // multiple) * multiple for extent in (k, n))
     mean = -(-rows // groups)
+    row_a, row_b = k, k if by_rows and spec.transpose_rhs else n
+    itemsize = lhs.dtype.itemsize
     plain = spec.activation is None and len(product.types) == 3 and spec.result_count == 1
     return {
         "algorithm": algorithm,
@@ -144,7 +147,9 @@ def _of_groups(product: Product) -> dict[str, Any]:
         "k": k if by_rows else mean,
         "batch": groups,
         "aligned": True,
-        "float32_result": written_dtype(algorithm, spec.out_dtype).itemsize > lhs.dtype.itemsize,
+        "float32_result": written_dtype(algorithm, spec.out_dtype).itemsize > itemsize,
+        "row_alignment_a": math.gcd(LINE_BYTES, row_a * itemsize),
+        "row_alignment_b": math.gcd(LINE_BYTES, row_b * itemsize),
         "layout": ("nt" if spec.transpose_rhs else "nn") if by_rows else "tn",
         "epilogue": "none" if plain else "any",
         "grouped": "m" if by_rows else "k",
@@ -156,8 +161,3 @@ def _algorithm(product: Product, a: Any, b: Any) -> str:
     algorithm = resolve_algorithm(a.dtype, b.dtype, spec.out_dtype, spec.precision)
     assert algorithm is not None, product  # lowering asks for such products alone
     return algorithm
-
-
-def _row_alignment(gemm: StridedGemm, name: str, itemsize: int) -> int:
-    """As ``row_alignment`` of ``cuda/dispatch/choice.cc``."""
-    return math.gcd(_LINE_BYTES, max(getattr(gemm.strides, name)[-2:]) * itemsize)
