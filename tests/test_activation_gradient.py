@@ -170,8 +170,9 @@ def test_explicitly_sharded_batch(normal):
             ),
         )
         got = jax.jit(gradients(ours))(*placed)
+    # Of 400 draws both were off float64's by up to 4.4e-5.
     for x, y in zip(got, expected, strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
 
 
 def layer_gradients(*wanted):
