@@ -23,7 +23,7 @@ import xla_rival
 from cases import Case
 
 from jax_tcgemm import Tunings, _extension
-from jax_tcgemm.kernels import table as kernel_table
+from jax_tcgemm.kernels import names as kernel_names
 from jax_tcgemm.tools.benchmarking import Chain, Timing, compile_chain, time_chains
 from jax_tcgemm.transforms.numbers import Numbers
 from jax_tcgemm.tuning.tunings import untuned
@@ -260,7 +260,7 @@ def config_names(case: Case, glob: str) -> list[str]:
         return []
     return [
         row.name
-        for row in kernel_table.for_algorithm(
+        for row in kernel_names.for_algorithm(
             case.algorithm or "", "m" if case.group_sizes else "none"
         )
         if row.name in _extension.KERNEL_NAMES

@@ -6,6 +6,7 @@ import pathlib
 
 import jax
 
+from jax_tcgemm.kernels import names as kernel_names
 from jax_tcgemm.kernels import table as kernel_table
 
 try:
@@ -71,12 +72,12 @@ def is_built_for(capability: tuple[int, ...]) -> bool:
 
 def has_config(config: str | None) -> bool:
     """Says whether the row that ``config=`` names was compiled in."""
-    return config is not None and kernel_table.read_config(config)[0] in KERNEL_NAMES
+    return config is not None and kernel_names.read_config(config)[0] in KERNEL_NAMES
 
 
 def has_row(name: str) -> bool:
     """Says whether the kernel of a row was compiled in, or is compiled where it is needed."""
-    row = kernel_table.find(name)
+    row = kernel_names.find(name)
     return name in KERNEL_NAMES or (row is not None and row.arithmetic.at_run_time)
 
 
@@ -93,7 +94,7 @@ def has_kernel(
         gated: whether there are two weights.
         grouped: what groups divide; see ``KernelConfig``.
     """
-    rows = (row for row in kernel_table.for_algorithm(algorithm, grouped) if row.gated == gated)
+    rows = (row for row in kernel_names.for_algorithm(algorithm, grouped) if row.gated == gated)
     built = (row for row in rows if row.name in KERNEL_NAMES and not row.is_fallback)
     return any(row.has_every(work) for row in built)
 
@@ -104,7 +105,7 @@ def has_plane_kernel(factors: str) -> bool:
     Args:
         factors: the row of the table of arithmetic that multiplies planes.
     """
-    rows = kernel_table.for_algorithm(factors)
+    rows = kernel_names.for_algorithm(factors)
     return any(row.takes_planes and row.name in KERNEL_NAMES for row in rows)
 
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_tcgemm import _extension, gemm
+from jax_tcgemm.kernels import names as kernel_names
 from jax_tcgemm.kernels import table as kernel_table
 from jax_tcgemm.kernels.arithmetic import ARITHMETIC
 from jax_tcgemm.kernels.config import KernelConfig
@@ -59,7 +60,7 @@ class Problem:
 
     @property
     def row(self) -> KernelConfig | None:
-        return kernel_table.by_name(self.call["config"]) if self.call["config"] else None
+        return kernel_names.by_name(self.call["config"]) if self.call["config"] else None
 
 
 # Drawing
@@ -139,7 +140,7 @@ def draw(seed: int, index: int, kernels: str | None = None) -> Problem:
     algorithm, row = str(rng.choice(list(ARITHMETIC), p=[0.45, 0.2, 0.05, 0.3])), None
     if kernels or rng.random() < 0.35:
         built = _extension.KERNEL_NAMES or {row.name for row in kernel_table.CONFIGS}
-        rows = kernel_table.CONFIGS if kernels else kernel_table.for_algorithm(algorithm)
+        rows = kernel_table.CONFIGS if kernels else kernel_names.for_algorithm(algorithm)
         rows = [x for x in rows if x.name in built and not x.gated and x.grouped == "none"]
         rows = [x for x in rows if fnmatch.fnmatch(x.name, kernels or "*")]
         row = rows[rng.integers(len(rows))] if rows else None

@@ -19,7 +19,7 @@ import xla_rival
 from benchmark_cases import CASES, UNSUPPORTED, tiny
 
 from jax_tcgemm import _extension
-from jax_tcgemm.kernels import table as kernel_table
+from jax_tcgemm.kernels import names as kernel_names
 from jax_tcgemm.tools import benchmarking
 
 pytestmark = pytest.mark.any_jax
@@ -158,7 +158,7 @@ def test_times_the_configurations_that_can_compute_the_case(all_kernels):
     glob = "simt_*"
     names = [
         row.name
-        for row in kernel_table.for_algorithm("BF16_BF16_F32")
+        for row in kernel_names.for_algorithm("BF16_BF16_F32")
         if fnmatch.fnmatch(row.name, glob) and not (row.copies_whole_chunks or row.gated)
     ]
     case = tiny(CASES[0])  # no extent allows copies of 16 bytes

@@ -19,6 +19,7 @@ from tuned_calls import (
 )
 
 from jax_tcgemm import gated_gemm, gemm, ragged_dot
+from jax_tcgemm.kernels import names as kernel_names
 from jax_tcgemm.kernels import table as kernel_table
 
 pytestmark = pytest.mark.usefixtures("all_kernels", "on_an_h200")
@@ -136,6 +137,6 @@ def test_rows_that_split_k_are_those_of_the_dispatch():
             options |= {"workspace_bytes": 2**30}
             for layout in ("nn", "tn", "nt"):
                 ranked = _core.rank_configs(*problem, layout=layout, **options)
-                read = [kernel_table.read_config(config) for config, _, _ in ranked]
+                read = [kernel_names.read_config(config) for config, _, _ in ranked]
                 split |= {name for name, splits in read if splits > 1}
     assert split == {row.name for row in kernel_table.CONFIGS if row.splits_k}

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jax_tcgemm import gemm
-from jax_tcgemm.kernels import table as kernel_table
+from jax_tcgemm.kernels import names as kernel_names
 
 
 def _zeros(*shape, dtype=jnp.float32):
@@ -21,10 +21,10 @@ A, B = _zeros(4, 6), _zeros(6, 5)
 INTS = {"a": _zeros(4, 6, dtype=jnp.int32), "b": _zeros(6, 5, dtype=jnp.int32)}
 COMPLEX = {"a": _zeros(4, 6, dtype=jnp.complex64), "b": _zeros(6, 5, dtype=jnp.complex64)}
 BF16 = {"a": _zeros(8, 16, dtype=jnp.bfloat16), "b": _zeros(16, 8, dtype=jnp.bfloat16)}
-BF16_ROW = kernel_table.for_algorithm("BF16_BF16_F32")[0].name
-TF32_ROW = kernel_table.for_algorithm("TF32_TF32_F32")[0].name
+BF16_ROW = kernel_names.for_algorithm("BF16_BF16_F32")[0].name
+TF32_ROW = kernel_names.for_algorithm("TF32_TF32_F32")[0].name
 REALIGN_ROW = next(
-    row.name for row in kernel_table.for_algorithm("BF16_BF16_F32") if row.loader == "realign"
+    row.name for row in kernel_names.for_algorithm("BF16_BF16_F32") if row.loader == "realign"
 )
 
 CASES = {

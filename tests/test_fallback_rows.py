@@ -14,7 +14,7 @@ from gpu_accuracy import LAYOUTS
 from kernel_rows import chosen_config
 
 from jax_tcgemm import _compat, _extension, gated_gemm, ragged_dot
-from jax_tcgemm.kernels import table as kernel_table
+from jax_tcgemm.kernels import names as kernel_names
 from jax_tcgemm.kernels.table import CONFIGS
 
 FALLBACKS = {row.name: row for row in CONFIGS if row.is_fallback}
@@ -157,7 +157,7 @@ def test_a_named_row_takes_any_alignment(cuda_module, transpose_w, packed):
     assert call["b_strides"] == ([1, 9] if transpose_w else [columns, 1])
     assert call["b2_offset"] == (0 if not packed else n * 9 if transpose_w else n)
     assert "stablehlo.pad" not in text
-    sm90 = next(row.name for row in kernel_table.for_algorithm("BF16_BF16_F32") if row.gated)
+    sm90 = next(row.name for row in kernel_names.for_algorithm("BF16_BF16_F32") if row.gated)
     with pytest.raises(ValueError, match=rf"16 bytes at a time.*{GATED}"):
         gated_gemm(bf16(7, 9), *weights, config=sm90, transpose_w=transpose_w)
 

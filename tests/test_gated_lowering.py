@@ -12,6 +12,7 @@ from cuda_calls import assert_nothing_moves, bf16, picked
 
 import jax_tcgemm
 from jax_tcgemm import _extension, gated_gemm
+from jax_tcgemm.kernels import names as kernel_names
 from jax_tcgemm.kernels import table as kernel_table
 
 
@@ -140,7 +141,7 @@ def test_packed_halves_off_16_bytes_take_the_reference(cuda_module):
 
 
 def test_config_is_the_primal_calls(cuda_module):
-    rows = kernel_table.for_algorithm("BF16_BF16_F32")
+    rows = kernel_names.for_algorithm("BF16_BF16_F32")
     name = next(row.name for row in rows if row.gated)
 
     def loss(x, w):

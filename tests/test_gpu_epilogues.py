@@ -11,7 +11,8 @@ from kernel_rows import by_config
 
 from jax_tcgemm import _compat, _core, _extension, gemm
 from jax_tcgemm.kernels.config import KernelConfig
-from jax_tcgemm.kernels.table import CONFIGS, by_name
+from jax_tcgemm.kernels.names import by_name
+from jax_tcgemm.kernels.table import CONFIGS
 from jax_tcgemm.primitives import gemm as gemm_primitive
 from jax_tcgemm.problem.activations import resolve
 from jax_tcgemm.problem.arithmetic import INPUT_DTYPES

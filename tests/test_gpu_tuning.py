@@ -16,7 +16,8 @@ import pytest
 from gemm_problems import draw, failure
 
 from jax_tcgemm import Tunings, _core, gated_gemm, gemm, mlp, ragged_dot, tune
-from jax_tcgemm.kernels.table import CONFIGS, by_name, read_config
+from jax_tcgemm.kernels.names import by_name, read_config
+from jax_tcgemm.kernels.table import CONFIGS
 from jax_tcgemm.lowering import devices
 from jax_tcgemm.transforms import tune as tune_module
 from jax_tcgemm.transforms.candidates import candidates

@@ -10,7 +10,7 @@ from kernel_rows import chosen_config
 
 from jax_tcgemm import _core
 from jax_tcgemm.kernels.arithmetic import ARITHMETIC
-from jax_tcgemm.kernels.table import by_name, read_config
+from jax_tcgemm.kernels.names import by_name, read_config
 
 pytestmark = pytest.mark.any_jax
 

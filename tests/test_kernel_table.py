@@ -11,7 +11,8 @@ import pytest
 
 from jax_tcgemm import _core, _extension
 from jax_tcgemm.kernels.arithmetic import ARITHMETIC
-from jax_tcgemm.kernels.table import CONFIGS, by_name, for_algorithm
+from jax_tcgemm.kernels.names import by_name, for_algorithm
+from jax_tcgemm.kernels.table import CONFIGS
 from jax_tcgemm.problem.arithmetic import INPUT_DTYPES
 
 pytestmark = pytest.mark.any_jax

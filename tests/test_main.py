@@ -13,6 +13,7 @@ import pytest
 import jax_tcgemm
 from jax_tcgemm import __main__ as main_module
 from jax_tcgemm import _core
+from jax_tcgemm.kernels import names as kernel_names
 from jax_tcgemm.kernels import table as kernel_table
 from jax_tcgemm.tools import benchmarking, selftest
 
@@ -83,7 +84,7 @@ def test_problems_fit_their_row_and_can_be_drawn_again(config):
 
 @pytest.mark.parametrize("algorithm", selftest.INPUT_DTYPES)
 def test_the_criterion_refuses_an_error_of_a_few_roundings(algorithm, monkeypatch):
-    config = kernel_table.for_algorithm(algorithm)[0]
+    config = kernel_names.for_algorithm(algorithm)[0]
     problem = selftest.draw_problem(config, np.random.default_rng(0), plain=True)
     assert selftest.check(problem, use_config=False) is None
     right = selftest.gemm

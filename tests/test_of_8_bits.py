@@ -12,7 +12,7 @@ from quantized_values import E4M3, E5M2, INT8
 
 import jax_tcgemm
 from jax_tcgemm import dot_general, gated_gemm, gemm, quantize
-from jax_tcgemm.kernels import table as kernel_table
+from jax_tcgemm.kernels import names as kernel_names
 from jax_tcgemm.lowering import reference
 from jax_tcgemm.partitioning import partitioner, rules
 from jax_tcgemm.primitives import gemm as gemm_primitive
@@ -110,7 +110,7 @@ def test_a_config_of_a_row_that_is_compiled_at_run_time():
     assert many.shape == (3, 8, 8)
     with pytest.raises(ValueError, match="is no kernel configuration in E4M3_E4M3_F32_FAST"):
         gemm(a, a, transpose_b=True, a_scale=1.0, config="sm90_s8_64x64x128_s6_c1x1_cooperative")
-    assert kernel_table.by_name(ROW).arithmetic.at_run_time
+    assert kernel_names.by_name(ROW).arithmetic.at_run_time
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from ragged_problems import (
 
 import jax_tcgemm
 from jax_tcgemm import _extension, gated_ragged_dot, ragged_dot
+from jax_tcgemm.kernels import names as kernel_names
 from jax_tcgemm.kernels import table as kernel_table
 from jax_tcgemm.primitives import ragged as ragged_primitive
 from jax_tcgemm.problem.activations import ACTIVATIONS
@@ -353,7 +354,7 @@ def test_other_dtypes_lower_to_the_reference(normal, cuda_text, dtype):
 
 def test_a_named_kernel_is_asked_for_and_not_by_derivatives(normal, cuda_text):
     operands = normal(16, 8, dtype=BF16), normal(2, 8, 8, dtype=BF16), jnp.array([8, 8])
-    name = kernel_table.for_algorithm("BF16_BF16_F32", "m")[0].name
+    name = kernel_names.for_algorithm("BF16_BF16_F32", "m")[0].name
     function = functools.partial(ragged_dot, config=name)
     assert cuda_text(function, *operands).count(f'config = "{name}"') == 1
     text = cuda_text(jax.grad(lambda *x: function(*x).astype(F32).sum(), (0, 1)), *operands)
@@ -364,7 +365,7 @@ def test_no_gemm_takes_a_ragged_kernel():
     names = {row.name for row in kernel_table.CONFIGS if row.grouped != "none"}
     assert names
     for algorithm in ("BF16_BF16_F32", "F16_F16_F32"):
-        assert not names & {row.name for row in kernel_table.for_algorithm(algorithm)}
+        assert not names & {row.name for row in kernel_names.for_algorithm(algorithm)}
     operand = jnp.zeros((8, 8), BF16)
     with pytest.raises(ValueError, match="is not a kernel configuration for"):
         jax_tcgemm.gemm(operand, operand, config=min(n for n in names if "_bf16_" in n))
@@ -383,7 +384,7 @@ def test_no_gemm_takes_a_ragged_kernel():
     ],
 )
 def test_the_choice_depends_on_the_mean_size(grouped, extents, groups, wanted):
-    rows = kernel_table.for_algorithm("BF16_BF16_F32", grouped)
+    rows = kernel_names.for_algorithm("BF16_BF16_F32", grouped)
     if not _extension.KERNEL_NAMES.issuperset(row.name for row in rows):
         pytest.skip("not in this build")
     name = chosen_config(

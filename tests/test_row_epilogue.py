@@ -10,7 +10,7 @@ import pytest
 from cuda_calls import assert_nothing_moves, bf16, picked
 
 from jax_tcgemm import _extension, gemm
-from jax_tcgemm.kernels.table import by_name
+from jax_tcgemm.kernels.names import by_name
 from jax_tcgemm.problem.log import log
 
 SUMS = "sm90_bf16_128x64x64_s8_c1x1_cooperative"

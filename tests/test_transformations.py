@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 import jax_tcgemm
 from jax_tcgemm import gemm, ragged_dot
-from jax_tcgemm.kernels import table as kernel_table
+from jax_tcgemm.kernels import names as kernel_names
 
 # Batching
 
@@ -193,7 +193,7 @@ def test_export_with_symbolic_shapes_and_a_configuration(normal, ragged):
     """Whether the rows suit it is not known: the product is XLA's, as without a configuration."""
     rows, k = jax.export.symbolic_shape("rows, k")
     algorithm = "BF16_BF16_F32"
-    kinds = kernel_table.for_algorithm(algorithm, "m" if ragged else "none")
+    kinds = kernel_names.for_algorithm(algorithm, "m" if ragged else "none")
     config = next(row.name for row in kinds if row.copies_whole_chunks and not row.gated)
     bf16 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
 

@@ -24,6 +24,7 @@ from tuned_calls import (
 )
 
 from jax_tcgemm import Tunings, _core, gated_gemm, gemm, mlp, ragged_dot, tune
+from jax_tcgemm.kernels import names as kernel_names
 from jax_tcgemm.kernels import table as kernel_table
 from jax_tcgemm.tools.benchmarking import Timing
 from jax_tcgemm.transforms import tune as tune_module
@@ -156,7 +157,7 @@ def test_few_rows_of_8_bits_may_be_measured_with_weights_either_way():
     g = lambda a, b: gemm(a, b, a_scale=2.0)  # noqa: E731
     (product,) = tune_module.find_products(g, *FEW_ROWS)
     names = tune_module.candidates(product, H200)
-    streamed = [name for name in names if kernel_table.by_name(name).streams_b]
+    streamed = [name for name in names if kernel_names.by_name(name).streams_b]
     assert 1 <= len(streamed) < len(names) <= 12
     for name in (streamed[0], next(name for name in names if name not in streamed)):
         with tuned(name, g, FEW_ROWS):
@@ -169,7 +170,7 @@ def test_candidates_of_many_rows_are_of_one_way():
     arrays = [jax.ShapeDtypeStruct(shape, E4M3) for shape in ((8192, 4096), (4096, 4096))]
     (product,) = tune_module.find_products(lambda a, b: gemm(a, b, a_scale=2.0), *arrays)
     names = tune_module.candidates(product, H200)
-    assert not any(kernel_table.by_name(name).streams_b for name in names)
+    assert not any(kernel_names.by_name(name).streams_b for name in names)
 
 
 def test_operands_of_functions_are_drawn():

@@ -29,6 +29,7 @@ from tuned_calls import (
 )
 
 from jax_tcgemm import Tunings, _extension, gated_gemm, gemm, ragged_dot
+from jax_tcgemm.kernels import names as kernel_names
 from jax_tcgemm.kernels import table as kernel_table
 from jax_tcgemm.lowering import devices
 from jax_tcgemm.transforms import tune as tune_module
@@ -241,7 +242,7 @@ def test_what_comes_with_the_package_names_rows_as_they_are(monkeypatch):
         assert len(entries) > 80
         assert {name for name, _ in entries} == {kind}
         assert all(entry.is_current for entry in entries.values())
-        assert {entry.config for entry in entries.values()} > {None, kernel_table.XLA}
+        assert {entry.config for entry in entries.values()} > {None, kernel_names.XLA}
 
 
 def test_order_of_places(monkeypatch):

@@ -26,7 +26,7 @@ from jax_tcgemm.api.scales import (
 from jax_tcgemm.epilogue import draws
 from jax_tcgemm.epilogue import function as functions
 from jax_tcgemm.epilogue.spec import CompiledSpec
-from jax_tcgemm.kernels import table as kernel_table
+from jax_tcgemm.kernels import names as kernel_names
 from jax_tcgemm.primitives import compiled
 from jax_tcgemm.problem.activations import resolve
 from jax_tcgemm.problem.arithmetic import is_of_8_bits, resolve_run_time
@@ -256,11 +256,11 @@ def _check_row(x: Factors) -> None:
     algorithm = resolve_run_time(x.a.dtype, x.b.dtype, _sums(x.a), precision)
     if algorithm is None:
         raise TypeError(f"precision={x.precision} is not one of {x.a.dtype} times {x.b.dtype}")
-    rows = [row.name for row in kernel_table.for_algorithm(algorithm) if not row.gated]
-    if x.config not in (None, kernel_table.XLA, *rows):
+    rows = [row.name for row in kernel_names.for_algorithm(algorithm) if not row.gated]
+    if x.config not in (None, kernel_names.XLA, *rows):
         raise ValueError(
             f"config={x.config!r} is no kernel configuration in {algorithm}; accepted: None, "
-            f"{kernel_table.XLA!r} or {rows}"
+            f"{kernel_names.XLA!r} or {rows}"
         )
 
 

@@ -14,7 +14,7 @@ from jax_tcgemm import _compat
 from jax_tcgemm.api import arguments, eager, quantization
 from jax_tcgemm.api import epilogue as epilogues
 from jax_tcgemm.api.quantized_ragged_dot import quantized_ragged_dot
-from jax_tcgemm.kernels import table as kernel_table
+from jax_tcgemm.kernels import names as kernel_names
 from jax_tcgemm.primitives import ragged as ragged_primitive
 from jax_tcgemm.problem import epilogue as problem_epilogue
 from jax_tcgemm.problem.activations import Activation
@@ -191,13 +191,13 @@ def gated_ragged_dot(
 
 def _check_config(config: str | None, algorithm: str | None) -> None:
     arguments.check_config(config)
-    rows = kernel_table.for_algorithm(algorithm, "m") if algorithm is not None else ()
+    rows = kernel_names.for_algorithm(algorithm, "m") if algorithm is not None else ()
     accepted = sorted(row.name for row in rows)
-    if config not in (None, kernel_table.XLA, *accepted):
+    if config not in (None, kernel_names.XLA, *accepted):
         raise ValueError(
             f"config={config!r} is no kernel configuration for groups of rows in "
             f"{algorithm or 'these dtypes'}; "
-            f"accepted: None, {kernel_table.XLA!r} or {accepted}"
+            f"accepted: None, {kernel_names.XLA!r} or {accepted}"
         )
 
 

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from jax_tcgemm.epilogue.operations import element
 from jax_tcgemm.epilogue.program import Program
-from jax_tcgemm.kernels import cpp, table
+from jax_tcgemm.kernels import cpp
+from jax_tcgemm.kernels import names as kernel_names
 
 
 def of_program(
@@ -170,7 +171,7 @@ def of_kernel(program: str, row: str, layout: str) -> str:
     """
     if row == PASS:
         return _PASS_SOURCE.format(program=program)
-    config = table.by_name(row)
+    config = kernel_names.by_name(row)
     of_8_bits = _OF_8_BITS if config.arithmetic.at_run_time else ""
     return _SOURCE.format(
         program=program,

@@ -6,7 +6,6 @@ and its heuristic read the generated rows, and tests take their parameters from 
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 from typing import Any
 
@@ -341,73 +340,10 @@ def _run_time_rows() -> list[KernelConfig]:
 CONFIGS: tuple[KernelConfig, ...] = tuple(_rows())
 RUN_TIME_CONFIGS: tuple[KernelConfig, ...] = tuple(_run_time_rows())
 
-_BY_NAME = {config.name: config for config in (*CONFIGS, *RUN_TIME_CONFIGS)}
-if len(_BY_NAME) != len(CONFIGS) + len(RUN_TIME_CONFIGS):
+BY_NAME = {config.name: config for config in (*CONFIGS, *RUN_TIME_CONFIGS)}
+if len(BY_NAME) != len(CONFIGS) + len(RUN_TIME_CONFIGS):
     raise ValueError("two rows of the kernel table have one name")
 
 
 # Other rows have another.
 TABLE_DIGEST = hashlib.sha256(repr((CONFIGS, RUN_TIME_CONFIGS)).encode()).hexdigest()[:12]
-
-
-def find(name: str) -> KernelConfig | None:
-    """Returns the row called ``name``, if there is one."""
-    return _BY_NAME.get(name)
-
-
-def by_name(name: str) -> KernelConfig:
-    """Returns the row called ``name``.
-
-    Raises:
-        ValueError: there is none; the message lists those whose names are nearest.
-    """
-    try:
-        return _BY_NAME[name]
-    except KeyError:
-        nearest = difflib.get_close_matches(name, _BY_NAME, n=8, cutoff=0.0)
-        raise ValueError(
-            f"config={name!r} is not a kernel configuration; of {len(_BY_NAME)} the nearest are "
-            f"{nearest}"
-        ) from None
-
-
-# What ``config=`` takes beside rows: XLA's own composition.
-XLA = "xla"
-
-_SPLITS = "/splits="
-_MOST_SPLITS = 64  # as kMostSplits of cuda/dispatch/heuristic.cc
-
-
-def read_config(config: str) -> tuple[str, int]:
-    """Returns the name of a row and into how many parts it splits k, 0 for what is no number.
-
-    Args:
-        config: ``"ROW"`` or ``"ROW/splits=N"``, as ``cuda/dispatch/choice.cc`` reads it.
-    """
-    name, _, number = config.partition(_SPLITS)
-    if not number:
-        return config, 1
-    is_number = number in map(str, range(2, _MOST_SPLITS + 1))
-    return name, int(number) if is_number else 0
-
-
-def can_be(
-    config: str | None, algorithm: str, *, gated: bool = False, grouped: str = "none"
-) -> bool:
-    """Says whether a configuration is for such products."""
-    if config in (None, XLA):
-        return True
-    name, splits = read_config(config)
-    row = find(name)
-    if row is None or splits == 0 or (splits > 1 and not row.splits_k):
-        return False
-    return (row.algorithm, row.gated, row.grouped) == (algorithm, gated, grouped)
-
-
-def for_algorithm(algorithm: str, grouped: str = "none") -> tuple[KernelConfig, ...]:
-    """Returns the rows of such groups for ``algorithm`` (a row of the table of arithmetic)."""
-    return tuple(
-        config
-        for config in (*CONFIGS, *RUN_TIME_CONFIGS)
-        if config.algorithm == algorithm and config.grouped == grouped
-    )

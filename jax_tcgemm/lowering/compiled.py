@@ -16,7 +16,7 @@ from jax_tcgemm.epilogue import compiler, source, translation
 from jax_tcgemm.epilogue.program import Program
 from jax_tcgemm.epilogue.spec import CompiledSpec
 from jax_tcgemm.kernels.arithmetic import ALL_ARITHMETIC
-from jax_tcgemm.kernels.table import XLA
+from jax_tcgemm.kernels.names import XLA
 from jax_tcgemm.lowering import compiled_problem, devices, k_major
 from jax_tcgemm.lowering.compiled_source import source_of, staged_of
 from jax_tcgemm.lowering.custom_call import (

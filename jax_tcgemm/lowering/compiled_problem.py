@@ -9,7 +9,7 @@ import jax
 
 from jax_tcgemm.epilogue import source
 from jax_tcgemm.epilogue.spec import CompiledSpec
-from jax_tcgemm.kernels import table
+from jax_tcgemm.kernels import names as kernel_names
 from jax_tcgemm.lowering import devices
 from jax_tcgemm.problem.ragged import RaggedSpec
 from jax_tcgemm.problem.spec import GemmSpec
@@ -43,9 +43,9 @@ def measured_config(
 def _can_be(config: str | None, spec: CompiledSpec, algorithm: str) -> bool:
     """Says whether a configuration is for such products, with a function as epilogue."""
     grouped = "m" if isinstance(spec.product, RaggedSpec) else "none"
-    if not table.can_be(config, algorithm, gated=spec.is_gated, grouped=grouped):
+    if not kernel_names.can_be(config, algorithm, gated=spec.is_gated, grouped=grouped):
         return False
-    return config in (None, table.XLA) or table.by_name(config).takes_functions
+    return config in (None, kernel_names.XLA) or kernel_names.by_name(config).takes_functions
 
 
 def _problem(

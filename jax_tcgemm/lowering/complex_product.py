@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_tcgemm import _extension
-from jax_tcgemm.kernels.table import XLA
+from jax_tcgemm.kernels.names import XLA
 from jax_tcgemm.lowering import devices, reference
 from jax_tcgemm.lowering.custom_call import (
     MAX_TMA_BATCH_NDIM,

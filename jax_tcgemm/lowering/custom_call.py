@@ -11,7 +11,7 @@ from jax import lax
 
 from jax_tcgemm import _extension
 from jax_tcgemm.kernels.arithmetic import PLANE_PRODUCTS, PlaneProduct
-from jax_tcgemm.kernels.table import by_name, read_config
+from jax_tcgemm.kernels.names import by_name, read_config
 from jax_tcgemm.lowering import reference
 from jax_tcgemm.problem.activations import resolve
 from jax_tcgemm.problem.alignment import (

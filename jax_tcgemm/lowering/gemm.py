@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jax_tcgemm import _extension
 from jax_tcgemm.kernels.arithmetic import PlaneProduct
-from jax_tcgemm.kernels.table import XLA, by_name, can_be, read_config
+from jax_tcgemm.kernels.names import XLA, by_name, can_be, read_config
 from jax_tcgemm.lowering import complex_product, devices, of_8_bits, reference
 from jax_tcgemm.lowering.custom_call import custom_call, shapes_of
 from jax_tcgemm.lowering.obstacles import no_kernel, no_planes, possible_planes, quicker_in_xla

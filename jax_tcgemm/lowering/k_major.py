@@ -19,7 +19,7 @@ import numpy as np
 
 from jax_tcgemm import _extension
 from jax_tcgemm.epilogue.spec import CompiledSpec
-from jax_tcgemm.kernels import table
+from jax_tcgemm.kernels import names as kernel_names
 from jax_tcgemm.lowering.custom_call import shapes_of
 from jax_tcgemm.problem.alignment import COPY_BYTES
 from jax_tcgemm.problem.ragged import RaggedSpec
@@ -143,10 +143,10 @@ def _streams(rows: int, weights: Sequence[Factor], config: str | None) -> bool:
         and b.shape[b.k] % COPY_BYTES == 0
         for b in weights
     )
-    if not fits or config == table.XLA:
+    if not fits or config == kernel_names.XLA:
         return False
     if config is not None:
-        return table.by_name(table.read_config(config)[0]).streams_b
+        return kernel_names.by_name(kernel_names.read_config(config)[0]).streams_b
     return rows <= _FEW_ROWS
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_tcgemm import _extension
-from jax_tcgemm.kernels import table as kernel_table
+from jax_tcgemm.kernels import names as kernel_names
 from jax_tcgemm.kernels.arithmetic import ARITHMETIC, PlaneProduct
 from jax_tcgemm.lowering import devices
 from jax_tcgemm.lowering.custom_call import (
@@ -45,7 +45,7 @@ def _no_kernel(algorithm: str | None, spec: GemmSpec, x: Operands) -> str | None
             f"reference: no kernel algorithm for {x.a.dtype} and {x.b.dtype} to {spec.out_dtype} "
             f"with precision {spec.precision}"
         )
-    if spec.config == kernel_table.XLA:
+    if spec.config == kernel_names.XLA:
         return "reference: by config"
     named = _extension.has_config(spec.config)
     if not (named or _extension.has_kernel(algorithm, work=spec.work, gated=spec.is_gated)):
@@ -93,7 +93,7 @@ def no_planes(planes: PlaneProduct, spec: GemmSpec, x: Operands) -> str | None:
         spec: the primitive's parameters.
         x: the operands.
     """
-    if spec.config == kernel_table.XLA:
+    if spec.config == kernel_names.XLA:
         return "by config"
     if not _extension.has_plane_kernel(planes.factors):
         return f"no kernel for {planes.name} in this build"
@@ -169,7 +169,7 @@ def no_gated_kernel(algorithm: str, spec: GemmSpec, x: Operands) -> str | None:
     gemm = fold(spec.strided(shapes_of(x)))
     if gemm.k == 0:
         return "reference: nothing to multiply"
-    takes_any = spec.config is not None and kernel_table.by_name(spec.config).is_fallback
+    takes_any = spec.config is not None and kernel_names.by_name(spec.config).is_fallback
     if len(gemm.batch) > (MAX_BATCH_NDIM if takes_any else MAX_TMA_BATCH_NDIM):
         return f"reference: {len(gemm.batch)} batch dimensions that do not fold"
     if with_kernel_layouts(spec, shapes_of(x))[0] != spec:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_tcgemm import _extension
-from jax_tcgemm.kernels import table as kernel_table
+from jax_tcgemm.kernels import names as kernel_names
 from jax_tcgemm.lowering import devices, of_8_bits, ragged_reference
 from jax_tcgemm.problem.activations import resolve
 from jax_tcgemm.problem.alignment import COPY_BYTES
@@ -35,7 +35,7 @@ def cuda_dot(
 ) -> list[jax.Array]:
     """Computes the ragged product on CUDA devices; see ``ragged_reference``."""
     operands = (lhs, rhs, group_sizes, *bias)
-    if is_of_8_bits(lhs.dtype, rhs.dtype) and spec.config != kernel_table.XLA:
+    if is_of_8_bits(lhs.dtype, rhs.dtype) and spec.config != kernel_names.XLA:
         return _of_8_bits(operands, spec)
     algorithm, spec = _kernel_algorithm("m", operands, spec)
     if algorithm is None:
@@ -147,7 +147,7 @@ def _kernel_algorithm(
     source = ""
     if algorithm is not None and obstacle is None and spec.config is None:
         found = lookup.find(devices.local_kind(), _product(grouped, operands, spec, algorithm))
-        if found is not None and kernel_table.can_be(found[0].config, algorithm, grouped=grouped):
+        if found is not None and kernel_names.can_be(found[0].config, algorithm, grouped=grouped):
             spec = dataclasses.replace(spec, config=found[0].config)
             source = f", config {spec.config or 'by heuristic'}, by {found[1]}"
             obstacle = _obstacle(algorithm, grouped, extents, spec.config)
@@ -190,9 +190,9 @@ def _obstacle(
     algorithm: str | None, grouped: str, extents: tuple[Any, ...], config: str | None
 ) -> str | None:
     """Says why no kernel can be used, if none can; slow ones have to be named."""
-    if config == kernel_table.XLA:
+    if config == kernel_names.XLA:
         return "reference: by config"
-    if algorithm is None or not kernel_table.for_algorithm(algorithm, grouped):
+    if algorithm is None or not kernel_names.for_algorithm(algorithm, grouped):
         return f"reference: no ragged kernel for {algorithm}"
     if not (config in _extension.KERNEL_NAMES or _extension.has_kernel(algorithm, grouped=grouped)):
         return f"reference: no ragged kernel for {algorithm} in this build"
@@ -200,7 +200,7 @@ def _obstacle(
         return "reference: symbolic shapes"
     if not all(0 < extent <= MAX_EXTENT for extent in extents):
         return "reference: nothing to multiply, or an extent beyond 2^30"
-    if config is not None and kernel_table.by_name(config).is_fallback:
+    if config is not None and kernel_names.by_name(config).is_fallback:
         return None
     other = devices.other_than(devices.HOPPER)
     return None if other is None else f"reference: no ragged kernel for {other}"

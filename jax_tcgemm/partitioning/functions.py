@@ -18,7 +18,7 @@ from jax_tcgemm.epilogue import portable, translation
 from jax_tcgemm.epilogue.part import Part
 from jax_tcgemm.epilogue.portable import Joined, Number, Operation, PortableFunction
 from jax_tcgemm.epilogue.spec import CompiledSpec
-from jax_tcgemm.kernels.table import XLA
+from jax_tcgemm.kernels.names import XLA
 from jax_tcgemm.partitioning import products
 from jax_tcgemm.partitioning.rules import Rule
 from jax_tcgemm.partitioning.shard import Shard

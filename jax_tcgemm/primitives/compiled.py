@@ -22,7 +22,7 @@ from jax.interpreters import partial_eval as pe
 from jax_tcgemm import _compat
 from jax_tcgemm.epilogue.linear import is_smooth
 from jax_tcgemm.epilogue.spec import CompiledSpec
-from jax_tcgemm.kernels.table import XLA
+from jax_tcgemm.kernels.names import XLA
 from jax_tcgemm.lowering import compiled as compiled_lowering
 from jax_tcgemm.partitioning import functions as division
 from jax_tcgemm.partitioning import rules

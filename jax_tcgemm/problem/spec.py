@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_tcgemm.kernels import table as kernel_table
+from jax_tcgemm.kernels import names as kernel_names
 from jax_tcgemm.problem.activations import Activation
 from jax_tcgemm.problem.alignment import COPY_BYTES, misalignment
 from jax_tcgemm.problem.arithmetic import INPUT_DTYPES, resolve_algorithm
@@ -89,7 +89,7 @@ class GemmSpec:
 
         Kernels for gated products compute D, so that none is to be named.
         """
-        return None if self.is_gated and self.config != kernel_table.XLA else self.config
+        return None if self.is_gated and self.config != kernel_names.XLA else self.config
 
     @property
     def result_count(self) -> int:
@@ -228,7 +228,7 @@ def check_config(spec: GemmSpec, dtypes: Operands, shapes: Operands) -> None:
         ValueError: there is no such configuration, it is of another algorithm or does not split k,
             or it copies 16 bytes at a time and an operand's rows do not lie on multiples of that.
     """
-    if spec.config in (None, kernel_table.XLA):
+    if spec.config in (None, kernel_names.XLA):
         return
     algorithm = resolve_algorithm(dtypes.a, dtypes.b, spec.out_dtype, spec.precision)
     if algorithm is None:
@@ -236,15 +236,15 @@ def check_config(spec: GemmSpec, dtypes: Operands, shapes: Operands) -> None:
             f"config={spec.config!r}: no kernel computes a.dtype={dtypes.a}, b.dtype={dtypes.b} to "
             f"{spec.out_dtype} with precision={spec.precision}; accepted here: config=None"
         )
-    table = kernel_table.for_algorithm(algorithm)
+    table = kernel_names.for_algorithm(algorithm)
     rows = {row.name: row for row in table if row.gated == spec.is_gated}
-    name, _ = kernel_table.read_config(spec.config)
-    if not kernel_table.can_be(spec.config, algorithm, gated=spec.is_gated):
+    name, _ = kernel_names.read_config(spec.config)
+    if not kernel_names.can_be(spec.config, algorithm, gated=spec.is_gated):
         kind = f"gated products in {algorithm}" if spec.is_gated else algorithm
         raise ValueError(
             f"config={spec.config!r} is not a kernel configuration for {kind}, which is what "
             f"a.dtype={dtypes.a}, b.dtype={dtypes.b} and precision={spec.precision} ask for; "
-            f"accepted: None, {kernel_table.XLA!r} or {sorted(rows)}, and ROW/splits=N of "
+            f"accepted: None, {kernel_names.XLA!r} or {sorted(rows)}, and ROW/splits=N of "
             f"{sorted(name for name, row in rows.items() if row.splits_k)}"
         )
     # Products of extents that are not known are computed by XLA.

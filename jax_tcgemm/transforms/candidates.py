@@ -8,7 +8,7 @@ from typing import Any
 from jax_tcgemm import _core
 from jax_tcgemm.epilogue import translation
 from jax_tcgemm.epilogue.spec import CompiledSpec
-from jax_tcgemm.kernels.table import read_config
+from jax_tcgemm.kernels.names import read_config
 from jax_tcgemm.lowering import compiled
 from jax_tcgemm.lowering.row_epilogue import c_by_tma
 from jax_tcgemm.problem.alignment import (

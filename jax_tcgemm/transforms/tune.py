@@ -21,7 +21,7 @@ from jax.extend.core import Primitive
 
 from jax_tcgemm import _compat, _core
 from jax_tcgemm.epilogue.spec import CompiledSpec
-from jax_tcgemm.kernels.table import XLA
+from jax_tcgemm.kernels.names import XLA
 from jax_tcgemm.partitioning import partitioner
 from jax_tcgemm.primitives.compiled import compiled_p, compiled_ragged_p
 from jax_tcgemm.primitives.gemm import gemm_p

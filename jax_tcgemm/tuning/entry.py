@@ -10,7 +10,7 @@ import math
 from typing import Any
 
 from jax_tcgemm import _extension
-from jax_tcgemm.kernels import table as kernel_table
+from jax_tcgemm.kernels import names as kernel_names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Entry:
         cls, config: str | None, seconds: float, untuned_seconds: float, xla_seconds: float
     ) -> Entry:
         """Returns an entry of the rows as they are in this build."""
-        names = [] if config in (None, kernel_table.XLA) else [kernel_table.read_config(config)[0]]
+        names = [] if config in (None, kernel_names.XLA) else [kernel_names.read_config(config)[0]]
         rows = tuple((name, row_digest(name)) for name in names)
         return cls(config, seconds, untuned_seconds, xla_seconds, rows)
 
@@ -66,8 +66,8 @@ class Entry:
         except (TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"not an entry: {content!r}") from error
         texts = [text for pair in rows for text in pair]
-        named = {None, kernel_table.XLA, *(name for name, _ in rows)}
-        row, splits = kernel_table.read_config(config) if isinstance(config, str) else (config, 1)
+        named = {None, kernel_names.XLA, *(name for name, _ in rows)}
+        row, splits = kernel_names.read_config(config) if isinstance(config, str) else (config, 1)
         are_times = all(isinstance(time, float) and 0 < time < math.inf for time in times)
         are_texts = all(isinstance(text, str) for text in texts)
         if not (row in named and splits > 0 and are_times and are_texts):
@@ -78,7 +78,7 @@ class Entry:
 @functools.cache
 def row_digest(name: str) -> str:
     """Returns a digest of a row of the kernel table; of a name that is none, of nothing."""
-    row = kernel_table.find(name)
+    row = kernel_names.find(name)
     return hashlib.sha256(repr(row).encode()).hexdigest()[:12]
 
 
