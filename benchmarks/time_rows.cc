@@ -9,7 +9,8 @@
 // timed that the model has within FACTOR of the fastest (2), and whose names the glob matches:
 // rows, and rows that split k ("ROW/splits=N"; with --dense into other numbers than powers of two,
 // too). Each is launched many times by a CUDA graph, on as many sets of operands as L2 cannot hold
-// together, at most 64; the time is of one launch, the gap before it included.
+// together, at most 64; the time is of one launch, the gap before it included. Choices have their
+// turns in random order, so that what one draws of the GPU's power slows all of them down.
 
 #include <cuda_runtime_api.h>
 #include <fnmatch.h>
@@ -155,37 +156,56 @@ int64_t set_bytes(const Case& c) {
          rounded_up(c.n * bytes) + rounded_up(c.batch * c.m * c.n * bytes);
 }
 
-// Microseconds of one launch, of which so many are expected; negative: it failed.
-template <typename Launch>
-double time_launches(cudaStream_t stream, int copies, double expected, Launch&& launch) {
-  const int launches =
-      std::clamp(static_cast<int>(kGraphMicroseconds / expected), copies, kMostLaunches);
-  cudaGraph_t graph;
-  cudaGraphExec_t exec;
-  if (!launch(0)) return -1.0;  // loads the code
-  check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture");
-  for (int i = 0; i < launches; ++i) launch(i % copies);
-  check(cudaStreamEndCapture(stream, &graph), "capture");
-  check(cudaGraphInstantiate(&exec, graph, 0), "instantiate");
-  cudaEvent_t begin, end;
-  check(cudaEventCreate(&begin), "event");
-  check(cudaEventCreate(&end), "event");
-  std::vector<float> samples(kSamples);
-  check(cudaGraphLaunch(exec, stream), "graph");
-  for (float& sample : samples) {
+// A choice, as a graph of launches.
+class Launches {
+ public:
+  // `launch(i)` launches it on set i of operands; false: it failed.
+  template <typename Launch>
+  static std::unique_ptr<Launches> capture(const Estimate& estimate, cudaStream_t stream,
+                                           int copies, Launch&& launch) {
+    if (!launch(0)) return nullptr;  // loads the code
+    const double expected = estimate.cycles / kCyclesOfMicrosecond;
+    auto launches = std::make_unique<Launches>();
+    launches->config = config_of(estimate.choice);
+    launches->cycles = estimate.cycles;
+    launches->count_ =
+        std::clamp(static_cast<int>(kGraphMicroseconds / expected), copies, kMostLaunches);
+    cudaGraph_t graph;
+    check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture");
+    for (int i = 0; i < launches->count_; ++i) launch(i % copies);
+    check(cudaStreamEndCapture(stream, &graph), "capture");
+    check(cudaGraphInstantiate(&launches->exec_, graph, 0), "instantiate");
+    check(cudaGraphDestroy(graph), "graph");
+    check(cudaGraphLaunch(launches->exec_, stream), "graph");
+    return launches;
+  }
+  ~Launches() { cudaGraphExecDestroy(exec_); }
+
+  // Takes one sample.
+  void time(cudaStream_t stream, cudaEvent_t begin, cudaEvent_t end) {
+    float milliseconds;
     check(cudaEventRecord(begin, stream), "record");
-    check(cudaGraphLaunch(exec, stream), "graph");
+    check(cudaGraphLaunch(exec_, stream), "graph");
     check(cudaEventRecord(end, stream), "record");
     check(cudaEventSynchronize(end), "kernel");
-    check(cudaEventElapsedTime(&sample, begin, end), "time");
+    check(cudaEventElapsedTime(&milliseconds, begin, end), "time");
+    samples_.push_back(milliseconds);
   }
-  check(cudaEventDestroy(begin), "event");
-  check(cudaEventDestroy(end), "event");
-  check(cudaGraphExecDestroy(exec), "graph");
-  check(cudaGraphDestroy(graph), "graph");
-  std::sort(samples.begin(), samples.end());
-  return 1000.0 * samples[kSamples / 2] / launches;
-}
+
+  // Microseconds of one launch.
+  double median() {
+    std::sort(samples_.begin(), samples_.end());
+    return 1000.0 * samples_[samples_.size() / 2] / count_;
+  }
+
+  std::string config;
+  double cycles = 0.0;  // that the model expects
+
+ private:
+  cudaGraphExec_t exec_ = nullptr;
+  int count_ = 0;
+  std::vector<float> samples_;
+};
 
 struct Options {
   double within = 2.0;
@@ -206,19 +226,34 @@ void time_choices(const std::string& line, const Options& options, const DeviceP
                   cudaStream_t stream, std::vector<GemmProblem> sets) {
   const std::vector<Estimate> ranked =
       ranked_choices(choice_input(sets[0], device, 0), options.dense);
+  std::vector<std::unique_ptr<Launches>> choices;
   for (const Estimate& estimate : ranked) {
     if (estimate.cycles > options.within * ranked[0].cycles) break;
     const std::string config = config_of(estimate.choice);
     if (fnmatch(options.glob.c_str(), config.c_str(), 0) != 0) continue;
-    const double expected = estimate.cycles / kCyclesOfMicrosecond;
-    const double us = time_launches(stream, static_cast<int>(sets.size()), expected, [&](int i) {
+    auto choice = Launches::capture(estimate, stream, static_cast<int>(sets.size()), [&](int i) {
       sets[i].config = config;
       const Status status = run_gemm(sets[i], device, stream);
       if (!status.ok()) std::fprintf(stderr, "%s\n", status.message().c_str());
       return status.ok();
     });
-    if (us > 0.0)
-      std::printf("%s,%s,%.0f,%.3f\n", line.c_str(), config.c_str(), estimate.cycles, us);
+    if (choice != nullptr) choices.push_back(std::move(choice));
+  }
+  cudaEvent_t begin, end;
+  check(cudaEventCreate(&begin), "event");
+  check(cudaEventCreate(&end), "event");
+  std::vector<Launches*> turns;
+  for (const auto& choice : choices) turns.push_back(choice.get());
+  std::mt19937 generator(1);
+  for (int sample = 0; sample < kSamples; ++sample) {
+    std::shuffle(turns.begin(), turns.end(), generator);
+    for (Launches* choice : turns) choice->time(stream, begin, end);
+  }
+  check(cudaEventDestroy(begin), "event");
+  check(cudaEventDestroy(end), "event");
+  for (const auto& choice : choices) {
+    std::printf("%s,%s,%.0f,%.3f\n", line.c_str(), choice->config.c_str(), choice->cycles,
+                choice->median());
   }
   std::fflush(stdout);
 }

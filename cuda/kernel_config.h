@@ -23,7 +23,7 @@ enum class Arch { kSimt, kSm75, kSm80, kSm90 };
 enum class Loader { kCpAsync, kRegister, kRealign, kDirect, kTma, kTmaTurned };
 
 // How the consumer warpgroups of an sm90 kernel share the work.
-//   kCooperative: each takes some rows of one tile.
+//   kCooperative: one, two or three; each takes some rows of one tile.
 //   kPingpong:    two, each with a tile of its own; one multiplies while the other writes.
 enum class Schedule { kCooperative, kPingpong };
 
@@ -196,8 +196,8 @@ struct KernelConfig {
   constexpr int bias_bytes() const {
     return skinny || swap_ab || streams_b() ? 0 : consumer_warps() / 4 * tile_n * 4;
   }
-  // sm90: blocks that shared memory and registers let on one SM; two warpgroups of consumers take
-  // all registers.
+  // sm90: blocks that shared memory and registers let on one SM; more than one warpgroup of
+  // consumers takes all registers.
   constexpr int blocks_on_sm() const {
     constexpr int kSharedMemoryPerSm = 228 * 1024;
     constexpr int kReservedPerBlock = 1024;

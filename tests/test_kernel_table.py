@@ -133,6 +133,21 @@ def test_impossible_rows_that_swap_operands(changes, message):
 
 
 @pytest.mark.parametrize(
+    "changes",
+    [
+        {"tile_n": 224, "stages": 3},
+        {"algorithm": "TF32_TF32_F32", "tile_k": 32},
+        {"tile_m": 256, "warps_m": 16, "stages": 3},
+    ],
+)
+def test_impossible_rows_of_three_consumers(changes):
+    row = by_name("sm90_bf16_192x192x64_s4_c1x2_cooperative")
+    row = dataclasses.replace(row, epilogue="any")
+    with pytest.raises(ValueError, match="160 registers"):
+        dataclasses.replace(row, **changes)
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"algorithm": "TF32_TF32_F32", "tile_k": 32}, "float32 operands"),

@@ -31,9 +31,10 @@ constexpr double kFragmentColumnCycles = 0.471;
 constexpr double kSharedMemoryPeak = 128.0;
 constexpr double kContention = 0.414;
 constexpr double kContentionOf8Bits = 0.5;
-// From L2 into all SMs; into one, whichever block of the cluster asked; and how much these two add
-// up.
+// From L2 into all SMs, also of 32-bit elements; into one, whichever block of the cluster asked;
+// and how much these two add up.
 constexpr double kL2Rate = 6400.0;
+constexpr double kL2Rate32 = 5000.0;
 constexpr double kReceiveRate = 73.8;
 constexpr double kLoadPower = 2.24;
 // Into one SM where few rows share weights that L2 does not hold, and of 32-bit elements where rows
@@ -114,7 +115,7 @@ double stage_cycles(const KernelConfig& config, const ChoiceInput& input, int64_
   const double excess = std::max(0.0, shared_bytes / (kSharedMemoryPeak * ideal) - 1.0);
   const double tensor = kTensorFactor * ideal * (cold ? 1.0 + contention * excess : 1.0);
   const double on_sm = std::max(1.0, static_cast<double>(blocks) / input.sm_count);
-  const double from_l2[] = {asked_cost(config, input) * blocks / kL2Rate,
+  const double from_l2[] = {asked_cost(config, input) * blocks / (bytes == 4 ? kL2Rate32 : kL2Rate),
                             on_sm * config.stage_bytes() / kReceiveRate};
   double cycles = std::max(on_sm * tensor, power_mean(from_l2, kLoadPower));
   if (const double rate = starved_rate(config, input, operand_bytes); rate > 0.0) {

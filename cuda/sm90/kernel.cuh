@@ -3,13 +3,13 @@
 //
 // Roles: the first warpgroups are consumers; the warps after them the producer, of which one thread
 //        works (sm90/producer.cuh) and whose registers go to the consumers where those are many.
-//        Cooperative: consumer w computes rows w * tile_m / consumers of each tile of its block.
-//        Pingpong: consumers 0 and 1 compute every other tile each.
+//        Cooperative: consumer w of one to three computes rows w * tile_m / consumers of each tile
+//        of its block. Pingpong: consumers 0 and 1 compute every other tile each.
 // Barriers (sm90/ring.cuh): full[stage]: 1 arrival of the producer + the bytes of the stage;
 //        empty[stage]: each warp that reads the stage, of every block its producer writes to;
 //        turn[w] (pingpong): 4 warps of the other consumer; c_full: 1 + bytes; partial_full and
 //        partial_empty (split k): all consumer warps of the cluster; fixup_full[warp] (parts of
-//        k): 1 + bytes. Named barrier 1 + w: the 128 threads of consumer w; 3: all consumers.
+//        k): 1 + bytes. Named barrier 1 + w: the 128 threads of consumer w; 4: all consumers.
 // Timeline, producer: wait empty -> expect bytes -> TMA A, B ...                 (tile after tile)
 //        consumer: send for C -> [wait turn] -> mainloop (sm90/mainloop.cuh); while its last
 //        instructions run: [pass the turn], fetch the bias -> [sm90/split_k/in_workspace.cuh] ->
@@ -73,8 +73,8 @@ struct Kernel {
   static constexpr bool kPingpong = kConfig.schedule == Schedule::kPingpong;
   static constexpr int kWarpgroups = kConfig.consumer_warps() / 4;
   // Of a thread; together they are all of an SM's.
-  static constexpr int kProducerRegisters = 40;
-  static constexpr int kConsumerRegisters = 232;
+  static constexpr int kProducerRegisters = kWarpgroups == 3 ? 32 : 40;
+  static constexpr int kConsumerRegisters = kWarpgroups == 3 ? 160 : 232;
 
   static __device__ __forceinline__ OutputPlace output_place(const GemmParams& params,
                                                              const TileWalk& walk,

@@ -12,7 +12,7 @@ namespace jax_tcgemm::sm90 {
 
 // Named barriers: 1 + w of the 128 threads of consumer warpgroup w, and one of all consumers.
 constexpr int kWarpgroupBarrier = 1;
-constexpr int kConsumerBarrier = 3;
+constexpr int kConsumerBarrier = 4;
 
 // Where a warp stands in the ring.
 template <int kStages>

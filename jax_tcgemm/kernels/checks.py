@@ -127,6 +127,11 @@ def _check_sm90(row: KernelConfig, require: Require) -> None:
     require(row.tile_k * row.element_bytes == 128, "tile_k must span 128 bytes")
     require(row.warps_n == 1 and row.warps_m % 4 == 0, "warpgroups share a tile along m")
     require(row.tile_m % (16 * row.warps_m) == 0, "a warpgroup computes 64 rows at a time")
+    require(
+        row.consumer_warps <= 8
+        or (row.consumer_warps == 12 and row.element_bytes == 2 and row.tile_n <= 192),
+        "three consumer warpgroups have 160 registers a thread, and no fragments of A",
+    )
     if row.skinny:
         _check_skinny(row, require)
         return

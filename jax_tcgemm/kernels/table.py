@@ -33,7 +33,7 @@ def _sm90(
         epilogue = "none"
     elif swap_ab:
         epilogue = "sum"
-    warpgroups = 1 if skinny or schedule == "pingpong" else min(2, tile_m // 64)
+    warpgroups = 1 if skinny or schedule == "pingpong" else {192: 3, 64: 1}.get(tile_m, 2)
     return KernelConfig(
         "sm90",
         algorithm,
@@ -190,8 +190,15 @@ def _rows() -> list[KernelConfig]:
                 )
             ),
             *(
-                _sm90(algorithm, m, n, 8, cluster=cluster, epilogue="sum")
-                for m, n, cluster in ((128, 64, (2, 1)), (128, 64, (1, 4)), (64, 64, (2, 2)))
+                _sm90(algorithm, m, n, stages, cluster=cluster, epilogue="sum")
+                for m, n, stages, cluster in (
+                    (128, 64, 8, (2, 1)),
+                    (128, 64, 8, (1, 4)),
+                    (64, 64, 8, (2, 2)),
+                    (192, 96, 5, (2, 4)),
+                    (192, 128, 5, (2, 4)),
+                    (192, 192, 4, (1, 2)),
+                )
             ),
             # For float32 results.
             _sm90(algorithm, 128, 128, 6, cluster=(2, 1), promote=True),
