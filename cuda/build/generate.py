@@ -40,7 +40,7 @@ _FILE_SECONDS = 40.0
 
 
 def _seconds(row) -> float:
-    """What a row takes to compile, roughly (docs/performance.md, "Build time")."""
+    """What a row takes to compile, roughly (docs/experiments/calls_and_build.md)."""
     seconds = {"none": 1.5, "sum": 3.0, "any": 8.0}[row.epilogue]
     if row.arch == "sm90" and row.arithmetic.k_major:
         return 1.5 * seconds  # a kernel for each layout
