@@ -49,23 +49,23 @@ def test_the_same_types_are_not_traced_again(normal, name, monkeypatch):
 def test_calls_take_microseconds(normal):
     """Few times those of `jnp.matmul`, whatever the machine."""
     x, w, b = normal(8, 8), normal(8, 8), normal(8)
-
-    def seconds(function):
-        function().block_until_ready()
-        times = []
-        for _ in range(100):
-            start = time.perf_counter()
-            function()
-            times.append(time.perf_counter() - start)
-        return min(times)
-
-    base = seconds(lambda: jnp.matmul(x, w))
-    for function in (
+    functions = (
+        lambda: jnp.matmul(x, w),
         lambda: gemm(x, w, alpha=0.5, bias=b),
         lambda: gated_gemm(x, w, w),
         lambda: dot_general(x, w, DIMS),
-    ):
-        assert seconds(function) < 20 * base
+    )
+    best = [float("inf")] * len(functions)
+    for _ in range(50):  # by turns, for other work may hold the machine for a while
+        for i, function in enumerate(functions):
+            function().block_until_ready()
+            for _ in range(20):
+                start = time.perf_counter()
+                function()
+                best[i] = min(best[i], time.perf_counter() - start)
+        if max(best) < 20 * best[0]:
+            return
+    raise AssertionError(best)
 
 
 def test_nothing_is_left_of_it_within_a_program(normal):
