@@ -56,15 +56,22 @@ class Problem:
     def names_algorithm(self) -> bool:
         return self.precision not in (None, "highest")
 
-    def rounded(self, x: jax.Array) -> jax.Array:
-        """Returns an operand as the algorithm that is asked for, if any, sees it."""
-        return x.astype(jnp.bfloat16) if self.precision == "BF16_BF16_F32" else x
+    def rounded(self, x: jax.Array, on_cpu: bool) -> jax.Array:
+        """Returns an operand as the algorithm that is asked for, if any, sees it.
+
+        On a CPU XLA, and so `lax.dot_general`, rounds a factor in float16 to the type of the other
+        one where that is the result's, too.
+        """
+        is_mixed = {self.lhs_dtype, self.rhs_dtype} == {jnp.float16, jnp.bfloat16}
+        is_narrowed = is_mixed and self.preferred_element_type in (None, jnp.bfloat16)
+        to_bfloat16 = self.precision == "BF16_BF16_F32" or (on_cpu and is_narrowed)
+        return x.astype(jnp.bfloat16) if to_bfloat16 else x
 
     def baseline(self, lhs: jax.Array, rhs: jax.Array, on_cpu: bool) -> jax.Array:
         """XLA's own. It has not every algorithm on every platform, and none for some shapes."""
         dtype = jax.eval_shape(lambda *x: self.by(lax.dot_general, *x), lhs, rhs).dtype
         precision = None if self.names_algorithm else self.precision
-        lhs, rhs = self.rounded(lhs), self.rounded(rhs)
+        lhs, rhs = self.rounded(lhs, on_cpu), self.rounded(rhs, on_cpu)
         if on_cpu and jnp.issubdtype(dtype, jnp.floating):
             # Of 16-bit operands with a float32 result, older XLA's CPU compiler takes few forms.
             lhs, rhs = lhs.astype(jnp.float32), rhs.astype(jnp.float32)

@@ -61,7 +61,7 @@ def check_problems(rng, exact, assert_accurate):
             try:
                 by_lax = jax.eval_shape(lambda *x, p=problem: p.by(lax.dot_general, *x), *x)
                 assert (got.shape, got.dtype) == (by_lax.shape, by_lax.dtype)
-                lhs, rhs = (exact(problem.rounded(operand)) for operand in x)
+                lhs, rhs = (exact(problem.rounded(operand, on_cpu)) for operand in x)
                 truth = exact_product(lhs, rhs, problem.dimension_numbers)
                 if not jnp.issubdtype(got.dtype, jnp.inexact):
                     # XLA's own are doubled on some GPUs, where another product has the operands.
