@@ -30,6 +30,7 @@ struct GemmProblem {
   int64_t padding_bytes;    // of copies or planes; 0: unaligned operands are not to be copied
   std::string_view config;  // a row's name, or empty: choose
   Grouped grouped;          // of products with a compiled epilogue
+  bool beside_collectives;  // the program is one of several devices: see LaunchRequest
 
   bool aligned() const { return aligned_a && aligned_b; }
   bool tma_addressable() const { return strides_aligned_a && strides_aligned_b; }

@@ -24,7 +24,7 @@ ATTRIBUTES = {
     *("bias2_strides", "has_c", "has_bias", "has_alpha", "has_beta", "has_row_scale"),
     *("has_column_scale", "has_b2", "has_bias2", "has_c2", "has_aux", "has_workspace"),
     *("padding_bytes", "alpha", "beta", "c_role", "activation", "activation_p0"),
-    *("activation_p1", "gated", "b2_offset", "algorithm", "config"),
+    *("activation_p1", "gated", "beside_collectives", "b2_offset", "algorithm", "config"),
     *("operands", "results"),
 }
 
@@ -38,6 +38,7 @@ def test_plain(cuda_module):
     assert picked(call, "alpha", "beta", "activation", "config") == (1.0, 1.0, "", "")
     assert call["algorithm"] == "BF16_BF16_F32"
     assert picked(call, "c_role", "gated", "b2_offset") == ("add", False, 0)
+    assert call["beside_collectives"] is False
     assert not any(call[name] for name in call if name.startswith("has_"))
     assert picked(call, "operands", "results") == (["4x6xbf16", "6x5xbf16"], ["4x5xbf16"])
 

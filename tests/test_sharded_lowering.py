@@ -137,6 +137,31 @@ def test_each_device_calls_kernels_of_its_part(args):
     assert "all_reduce" not in text
 
 
+def test_weight_gradients_are_told_of_collectives_beside_them(args):
+    """Those of several devices; no other product, which is to hold its SMs from start to end."""
+    x, w = args
+
+    def weight_gradient(x, y):
+        return dot_general(x, y, (((0,), (0,)), ((), ())))
+
+    def told(text):
+        return re.findall(r"beside_collectives = (\w+)", text)
+
+    def lowered(function, *args):
+        return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+    def on_each(function):
+        specs = {"in_specs": P("x"), "out_specs": P("x")}
+        return jax.shard_map(function, mesh=mesh_of(4), check_vma=False, **specs)
+
+    y = bf16(512, 256)
+    assert told(lowered(weight_gradient, x, y)) == ["false"]
+    assert told(lowered(on_each(weight_gradient), x, y)) == ["true"]
+    assert told(lowered(on_each(lambda x, y: gemm(x, y, transpose_b=True)), x, x)) == ["false"]
+    assert told(part(weight_gradient, (x, P("x")), (y, P("x")))) == ["true"]
+    assert told(part(lambda x, w: gemm(x, w), (x, P("x")), (w, P()), out=P("x"))) == ["false"]
+
+
 def of_product(product, bias, rows):
     return (jnp.tanh(product * rows) + bias).astype(jnp.bfloat16)
 

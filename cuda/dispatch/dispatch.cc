@@ -206,7 +206,8 @@ Status launch(GemmProblem* problem, const KernelEntry& entry, const DeviceProper
   if (config.arch == Arch::kSm90) {
     JAX_TCGEMM_RETURN_IF_ERROR(sm90::encode_tensor_maps(*problem, config, &maps));
   }
-  const LaunchRequest request = {params, problem->major_a, problem->major_b, &maps, device, stream};
+  const LaunchRequest request = {params, problem->major_a, problem->major_b,           &maps,
+                                 device, stream,           problem->beside_collectives};
   const cudaError_t launched = launch_kernel(entry.config, *entry.kernels, request);
   *fit = Fit::kFits;
   if (launched == cudaErrorCooperativeLaunchTooLarge && params.fixup.parts > 0) {

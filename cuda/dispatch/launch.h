@@ -24,6 +24,9 @@ struct LaunchRequest {
   const sm90::TensorMaps* maps;  // null but for sm90 kernels
   const DeviceProperties& device;
   cudaStream_t stream;
+  // Collectives may hold SMs for a while: blocks are to end now and then, so that those that find
+  // no room at first have less of the work.
+  bool beside_collectives = false;
 };
 
 // Enqueues the kernel for the request's layouts. Capturable: no allocation, no synchronisation.

@@ -71,6 +71,7 @@ Status decode_and_run(const Call& call, int32_t ordinal, cudaStream_t stream) {
   JAX_TCGEMM_REQUIRE(algorithm.has_value(), "unknown algorithm '", at.algorithm, "'");
   problem.algorithm = *algorithm;
   problem.config = at.config;
+  problem.beside_collectives = at.beside_collectives;
   JAX_TCGEMM_RETURN_IF_ERROR(decode_shape(at, &problem.params));
   JAX_TCGEMM_RETURN_IF_ERROR(decode_results(call, &problem));
   EpilogueParams& epilogue = problem.params.epilogue;

@@ -57,11 +57,24 @@ def partitioned_devices(context: Any) -> int:
         1 where each device's program is written out: on a single device, and within ``shard_map``
         over all axes of a mesh (``pmap`` alike).
     """
-    known = (_sharding_impls.ShardingContext, _sharding_impls.SPMDAxisContext)
-    if not isinstance(context.module_context.axis_context, known):
+    if not _is_known(context):
         return 1
     devices, groups = devices_of(context)
     return len(groups[0]) if groups else devices
+
+
+def program_devices(context: Any) -> int:
+    """Returns on how many devices the program runs that is lowered; of ``pmap``'s, 1.
+
+    Args:
+        context: what a lowering rule is given.
+    """
+    return devices_of(context)[0] if _is_known(context) else 1
+
+
+def _is_known(context: Any) -> bool:
+    known = (_sharding_impls.ShardingContext, _sharding_impls.SPMDAxisContext)
+    return isinstance(context.module_context.axis_context, known)
 
 
 def emit_partitioned(

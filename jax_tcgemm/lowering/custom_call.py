@@ -12,7 +12,7 @@ from jax import lax
 from jax_tcgemm import _extension
 from jax_tcgemm.kernels.arithmetic import PLANE_PRODUCTS, PlaneProduct
 from jax_tcgemm.kernels.names import by_name, read_config
-from jax_tcgemm.lowering import reference
+from jax_tcgemm.lowering import devices, reference
 from jax_tcgemm.problem.activations import resolve
 from jax_tcgemm.problem.alignment import (
     named_split_bytes,
@@ -181,10 +181,20 @@ def attributes(
         "activation_p0": np.float32(p0),
         "activation_p1": np.float32(p1),
         "gated": spec.is_gated,
+        "beside_collectives": devices.is_one_of_several() and _contracts_rows(gemm),
         "b2_offset": np.int64(second_weight_offset(gemm, spec)),
         "algorithm": algorithm,
         "config": spec.config or "",
     }
+
+
+def _contracts_rows(gemm: StridedGemm) -> bool:
+    """Whether it is ``x.T @ y`` of row-major operands, as the gradients of weights are.
+
+    Nothing but the optimizer waits for their sum over devices, so XLA lets the next product begin
+    beside it. Sums of other products are waited for.
+    """
+    return gemm.strides.a[-1] != 1 and gemm.strides.b[-2] != 1
 
 
 def second_weight_offset(gemm: StridedGemm, spec: GemmSpec) -> int:

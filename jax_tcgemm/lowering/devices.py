@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
 
 from jax_tcgemm import _compat, _extension
 from jax_tcgemm.kernels.arithmetic import Arithmetic
@@ -10,6 +12,25 @@ from jax_tcgemm.kernels.arithmetic import Arithmetic
 # With tensor cores for the arithmetic; HOPPER, the one that most kernels here are made for.
 _TURING, _AMPERE = (7, 5), (8, 0)
 HOPPER = (9, 0)
+
+
+# Of the program that is lowered in this context.
+_PROGRAM_DEVICES = contextvars.ContextVar("_PROGRAM_DEVICES", default=1)
+
+
+@contextlib.contextmanager
+def program_of(count: int) -> Iterator[None]:
+    """Lowers, in this context, what each of so many devices does."""
+    token = _PROGRAM_DEVICES.set(count)
+    try:
+        yield
+    finally:
+        _PROGRAM_DEVICES.reset(token)
+
+
+def is_one_of_several() -> bool:
+    """Whether what is lowered may run beside collectives."""
+    return _PROGRAM_DEVICES.get() > 1
 
 
 def too_old_for(row: Arithmetic) -> str | None:

@@ -13,6 +13,7 @@ from jax.interpreters import partial_eval as pe
 
 from jax_tcgemm import _compat
 from jax_tcgemm._compat import partitioner as xla
+from jax_tcgemm.lowering.devices import program_of
 from jax_tcgemm.partitioning import partitioner, rules
 from jax_tcgemm.problem.log import log
 
@@ -198,7 +199,8 @@ def lower(
     def on_cuda(context: Any, *values: Any, **params: Any) -> Any:
         devices = xla.partitioned_devices(context)
         if devices == 1:
-            return rule(cuda)(context, *values, **params)
+            with program_of(xla.program_devices(context)):
+                return rule(cuda)(context, *values, **params)
         if is_divided(context, params["spec"], "cuda"):
             return partitioner.lower(primitive, "cuda")(context, *values, **params)
         reason = f"no kernel to be divided among {devices} devices, XLA divides its own products"
