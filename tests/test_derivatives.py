@@ -15,6 +15,7 @@ from jax_tcgemm import gemm
 from jax_tcgemm.problem.activations import ACTIVATIONS
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
 def test_derivatives_against_finite_differences(rng, activation):
     with jax.enable_x64(True):

@@ -78,6 +78,7 @@ def check_problems(rng, exact, assert_accurate):
     return check
 
 
+@pytest.mark.any_jax
 def test_random_problems(check_problems, rng):
     check_problems([draw(rng, 24) for _ in range(60)], on_cpu=True)
 

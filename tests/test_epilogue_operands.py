@@ -120,6 +120,7 @@ def test_errors(changes, error, parts):
 # Derivatives and transformations
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize("activation", [None, "gelu", softcap(1.5)], ids=str)
 def test_derivatives_against_finite_differences(rng, activation):
     with jax.enable_x64(True):

@@ -32,6 +32,7 @@ def test_quickstart(capsys):
     assert "(8, 256, 128) bfloat16" in lines[5]
 
 
+@pytest.mark.any_jax
 def test_custom_epilogue(capsys):
     load("custom_epilogue").main(["--steps", "12", "--rows", "64", "--features", "32"])
     lines = capsys.readouterr().out.splitlines()
@@ -39,6 +40,7 @@ def test_custom_epilogue(capsys):
     assert lines[-1].startswith("a step: ")
 
 
+@pytest.mark.any_jax
 def test_fp8_training(capsys):
     recipes = ["block", "delayed"]
     sizes = ["--steps", "16", "--layers", "1", "--reps", "1"]
@@ -49,6 +51,7 @@ def test_fp8_training(capsys):
     assert lines[-1] == "OK: float8 learns what bfloat16 does"
 
 
+@pytest.mark.any_jax
 def test_fp8_training_fails_when_less_is_learnt(monkeypatch):
     module = load("fp8_training")
     right = module.fp8_dot
@@ -57,11 +60,13 @@ def test_fp8_training_fails_when_less_is_learnt(monkeypatch):
         module.main(["--steps", "16", "--layers", "1", "--recipes", "current"])
 
 
+@pytest.mark.any_jax
 def test_precision(capsys):
     load("precision").main(["--size", "128", "--steps", "12"])
     assert capsys.readouterr().out.splitlines()[-1].startswith("OK: as accurate as jnp")
 
 
+@pytest.mark.any_jax
 def test_train_digits_learns_as_the_jnp_model_does(capsys):
     load("train_digits").main(["--epochs", "12"])
     output = capsys.readouterr().out
@@ -77,6 +82,7 @@ def test_train_digits_on_the_gpu(dtype, capsys):
     assert output.splitlines()[-1].startswith("OK: equal within rounding")
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_train_digits_in_16_bits(dtype, capsys):
     arguments = ["--epochs", "3", "--accuracy", "0.8", "--members", "2", "--dtype", dtype]
@@ -84,11 +90,13 @@ def test_train_digits_in_16_bits(dtype, capsys):
     assert "OK" in capsys.readouterr().out
 
 
+@pytest.mark.any_jax
 def test_train_digits_fails_below_the_accuracy():
     with pytest.raises(SystemExit, match="accuracy is not over"):
         load("train_digits").main(["--epochs", "1", "--members", "1"])
 
 
+@pytest.mark.any_jax
 def test_train_digits_fails_when_the_curves_part(monkeypatch):
     module = load("train_digits")
     right = module.dense_gemm
@@ -116,6 +124,7 @@ def test_flax_dense_on_the_gpu(dtype, capsys):
     assert output.splitlines()[-1] == "OK: equal within rounding"
 
 
+@pytest.mark.any_jax
 def test_flax_dense_fails_when_the_curves_part(monkeypatch):
     pytest.importorskip("flax")
     module = load("flax_dense")
@@ -143,6 +152,7 @@ def test_transformer_mlp_on_the_gpu(capsys):
     assert output.splitlines()[-1].startswith("OK: the same within rounding")
 
 
+@pytest.mark.any_jax
 def test_transformer_mlp_fails_when_a_gradient_is_off(monkeypatch):
     module = load("transformer_mlp")
     right = module.gated_mlp
@@ -155,6 +165,7 @@ def test_transformer_mlp_fails_when_a_gradient_is_off(monkeypatch):
         module.main([])
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_moe_learns_as_with_lax(dtype, capsys):
     load("moe").main(["--epochs", "8", "--accuracy", "0.85", "--experts", "4", "--dtype", dtype])
@@ -172,6 +183,7 @@ def test_moe_on_the_gpu(dtype, capsys):
     assert output.splitlines()[-1] == "OK: equal within rounding"
 
 
+@pytest.mark.any_jax
 def test_moe_fails_when_the_curves_part(monkeypatch):
     module = load("moe")
     right = jax_tcgemm.ragged_dot
@@ -196,6 +208,7 @@ def test_sharded_transformer(sharded_transformer, dtype, capsys):
     assert len(lines) == 10
 
 
+@pytest.mark.any_jax
 def test_sharded_transformer_fails_when_the_losses_part(sharded_transformer, monkeypatch):
     right = sharded_transformer.PRODUCTS["jax_tcgemm"]
     off = right._replace(residual=lambda x, w, r: right.residual(x, w, r) * 1.5)
@@ -204,6 +217,7 @@ def test_sharded_transformer_fails_when_the_losses_part(sharded_transformer, mon
         sharded_transformer.main(["--platform", "cpu", "--steps", "2", "--layouts", "data"])
 
 
+@pytest.mark.any_jax
 def test_sharded_transformer_fails_where_more_is_gathered(sharded_transformer, monkeypatch):
     monkeypatch.setattr(
         sharded_transformer,

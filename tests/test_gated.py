@@ -168,6 +168,7 @@ def test_a_factor(normal, exact):
 # Derivatives
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize("activation", [None, "gelu", clip(-3, 3)], ids=str)
 @pytest.mark.parametrize("form", [fused, packed])
 def test_derivatives_against_finite_differences(rng, form, activation):

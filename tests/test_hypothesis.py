@@ -7,11 +7,14 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jax_tcgemm import gemm
 from jax_tcgemm.problem.activations import ACTIVATIONS
+
+pytestmark = pytest.mark.any_jax
 
 _settings = settings(
     max_examples=30,

@@ -20,6 +20,7 @@ from jax_tcgemm.tools import benchmarking, selftest
 ROOT = pathlib.Path(__file__).parent.parent
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize("platform", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 def test_the_whole_report(platform, capsys):
     status = main_module.main(["--seed", "3", "--no-speed"])

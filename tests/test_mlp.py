@@ -114,6 +114,7 @@ def test_float32_master_weights_get_float32_gradients(exact, normal, form, formu
 # Derivatives
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize("name", ["plain", "recomputing", "gated", "packed"])
 def test_derivatives_against_finite_differences(rng, name):
     with jax.enable_x64(True):
@@ -144,6 +145,7 @@ def test_both_modes(args, normal, form, formula):
     )
 
 
+@pytest.mark.any_jax
 @TWO
 def test_each_operand_alone(args, exact, form, formula):
     """In float64, for second derivatives are differences of larger numbers."""
@@ -156,6 +158,7 @@ def test_each_operand_alone(args, exact, form, formula):
             assert_trees_close(hessian, jax.hessian(square_sum(formula), argnum)(*args), 1e-6)
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @EACH
 def test_16_bit_gradients(normal, exact, assert_accurate, form, formula, dtype):

@@ -181,6 +181,7 @@ def test_scales_and_zero_points_that_do_not_fit():
         Quantized(value, jnp.ones((1, 1)), jnp.ones(1, INT8)).dequantize()
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize("dtype", [INT8, E4M3], ids=lambda dtype: jnp.dtype(dtype).name)
 @pytest.mark.parametrize("tile", [None, (1, -1, 1), (1, -1, -1), (-1, -1, 1), (1, 4, 1)])
 @pytest.mark.parametrize("is_transposed", [False, True])

@@ -129,6 +129,7 @@ def test_derivatives(normal, activation, transposed, sizes):
             np.testing.assert_allclose(actual, wanted, rtol=2e-4, atol=2e-5)
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize("activation", [None, "tanh"])
 def test_derivatives_against_finite_differences(rng, activation):
     function = functools.partial(ragged_dot, activation=activation)

@@ -14,7 +14,7 @@ from sharded_program import TARGET, mesh_of
 
 from jax_tcgemm import gated_gemm, gemm, mlp, ragged_dot
 
-pytestmark = pytest.mark.usefixtures("divided_everywhere")
+pytestmark = [pytest.mark.any_jax, pytest.mark.usefixtures("divided_everywhere")]
 
 MESHES = [(8,), (4, 2), (2, 4), (2, 2, 2), (3, 2), (6,), (2, 1)]
 DRAWS = 6

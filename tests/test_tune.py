@@ -229,6 +229,7 @@ def test_tune_measures_each_product_within_its_budget(monkeypatch, capfd):
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize(
     ("f", "arrays"),
     [
