@@ -16,7 +16,8 @@ enum class Arch { kSimt, kSm75, kSm80, kSm90 };
 //   kCpAsync: 16-byte cp.async; base, strides and contiguous extent are multiples of 16 bytes.
 //   kRegister: 16-byte loads through registers, for the same operands.
 //   kRealign: 16-byte loads through registers, shifted to the row's alignment; takes anything.
-//   kDirect:  no shared memory: from global memory to registers; takes anything.
+//   kDirect:  from global memory to registers. simt: takes anything; sm80: 16-byte loads where they
+//             lie together, for the operands of kCpAsync (sm80/direct_kernel.cuh).
 //   kTma:     boxes copied by TMA; base and strides are multiples of 16 bytes.
 //   kTmaTurned: the same, of few rows of A and a B of 8 bits that is n-major
 //             (sm90/streamed_kernel.cuh).
@@ -59,7 +60,7 @@ struct KernelConfig {
   // rounding them, which a float32 result of 16-bit operands would show.
   bool promote;
   // Of sm90 kernels: blocks of a cluster along m, n (which share operands) and k (which add up
-  // their accumulators).
+  // their accumulators). Of direct sm80 kernels split_k is of the warps of a block.
   int cluster_m;
   int cluster_n;
   int split_k;
@@ -79,6 +80,11 @@ struct KernelConfig {
   // sm90: B, read once, goes through registers. Each warp multiplies a part of k by the whole tile,
   // and finishes some columns of the sum.
   constexpr bool streams_b() const { return loader == Loader::kTmaTurned; }
+
+  // sm80: for little work, without stages or copies.
+  constexpr bool is_direct() const { return arch == Arch::kSm80 && loader == Loader::kDirect; }
+  // Floats of a row of a warp's sums; rows begin in other banks.
+  constexpr int direct_pitch() const { return tile_n + 4; }
 
   constexpr int warp_m() const { return tile_m / warps_m; }
   constexpr int warp_n() const { return tile_n / warps_n; }
@@ -122,7 +128,10 @@ struct KernelConfig {
     if (arch != Arch::kSm90) return 0;
     return consumer_warps() > 4 ? 4 : 1;
   }
-  constexpr int threads() const { return 32 * (consumer_warps() + producer_warps()); }
+  constexpr int threads() const {
+    if (is_direct()) return 32 * split_k;
+    return 32 * (consumer_warps() + producer_warps());
+  }
 
   // sm90: an operand is rows of 128 bytes, and of an mn-major one whole rows are loaded; rows of
   // fewer bytes if the tile has no more. Where operands are swapped tile_n is a k-major one's, and
@@ -211,6 +220,7 @@ struct KernelConfig {
   static constexpr int kMaxSharedMemoryBytes = 227 * 1024;
   constexpr int shared_memory_bytes() const {
     if (arch == Arch::kSimt) return 0;
+    if (is_direct()) return split_k * tile_m * direct_pitch() * 4;
     if (arch == Arch::kSm75) {  // one after the other
       return ring_bytes() > output_bytes() ? ring_bytes() : output_bytes();
     }

@@ -49,6 +49,7 @@ PLAIN = {
     "activation_p0": 0.0,
     "activation_p1": 0.0,
     "gated": False,
+    "beside_collectives": False,
     "b2_offset": 0,
     "algorithm": "BF16_BF16_F32",
     "config": "",

@@ -4,6 +4,7 @@
 #include "dispatch/heuristic.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "common/ceil_div.h"
 #include "dispatch/sm90_time_model.h"
@@ -33,6 +34,10 @@ constexpr double kRealignFactor = 2.5;
 constexpr double kSm90MemoryRate = 1300.0;
 constexpr double kSm90Factor = 1.4;
 constexpr double kSm90StartCycles = 1000.0;
+constexpr double kSm90FusedElementCycles[] = {0.0, 0.06, 0.18};  // of each kind of epilogue
+
+// Of a grid's second and third dimension.
+constexpr int64_t kMaxGridRows = 65535;
 
 int blocks_per_sm(const KernelConfig& config, const ChoiceInput& input) {
   const int by_memory = input.shared_memory_per_block / config.shared_memory_bytes();
@@ -56,8 +61,11 @@ double tensor_core_cycles(const KernelConfig& config, const ChoiceInput& input, 
   const int64_t tiles_per_sm = ceil_div(tiles * splits, input.sm_count);
   const int64_t k_tiles = ceil_div(ceil_div(input.k, config.tile_k), splits);
   const int64_t steps = k_tiles * config.tile_k * element_bytes(config.algorithm) / 32;
+  const double fused = input.compute_capability == 90
+                           ? kSm90FusedElementCycles[static_cast<int>(input.epilogue)]
+                           : 0.0;
   const auto round = [&](int64_t blocks) {
-    const double element = blocks > 1 ? kElementCyclesShared : kElementCyclesAlone;
+    const double element = (blocks > 1 ? kElementCyclesShared : kElementCyclesAlone) + fused;
     return kFillCycles + element * config.tile_m * config.tile_n * blocks +
            k_tiles * kBarrierCycles + steps * step_cycles(config, blocks);
   };
@@ -79,6 +87,26 @@ double simt_cycles(const KernelConfig& config, const ChoiceInput& input, int64_t
   const double loads = 2.0 * config.tile_k * config.threads() / 32 * blocks;
   const int products = config.gated ? 2 : 1;
   return products * ceil_div(input.k, config.tile_k) * (trip_cycles + loads);
+}
+
+// Of direct rows: a start with its trip to memory, a further trip for each part beyond the warps',
+// what a block and its parts take of an SM, and what is read and written, which L2 does not hold.
+double direct_cycles(const KernelConfig& config, const ChoiceInput& input, int64_t tiles) {
+  constexpr double kStartCycles = 1840.0;
+  constexpr double kTripCycles = 740.0;
+  constexpr double kBlockCycles = 394.0;
+  constexpr double kPartCycles = 40.0;  // and as many more for each mn-major operand
+  constexpr double kBytesPerCycle = 1350.0;
+  const int64_t parts = ceil_div(input.k, config.tile_k);
+  const int64_t trips = ceil_div(parts, config.split_k);
+  const int transposed =
+      (input.major_a == Major::kMn ? 1 : 0) + (input.major_b == Major::kMn ? 1 : 0);
+  const double blocks = static_cast<double>(tiles) / input.sm_count;
+  const double work = blocks * (kBlockCycles + parts * kPartCycles * (1 + transposed));
+  const double elements = static_cast<double>(input.m) * input.k + input.k * input.n +
+                          static_cast<double>(input.m) * input.n;
+  const double bytes = elements * input.batch * element_bytes(config.algorithm);
+  return kStartCycles + (trips - 1) * kTripCycles + std::hypot(work, bytes / kBytesPerCycle);
 }
 
 // wgmma is an instruction of compute capability 9.0 alone.
@@ -134,6 +162,11 @@ bool wants_promotion(const ChoiceInput& input) {
   return 4 * input.batch * input.m * input.n < 3 * input.sm_count * kLargeTile;
 }
 
+// Whether a block has one tile, and there are not too many.
+bool fits_grid(const KernelConfig& config, const ChoiceInput& input) {
+  return input.batch <= kMaxGridRows && ceil_div(input.m, config.tile_m) <= kMaxGridRows;
+}
+
 // See sm90/output/compiled.cuh.
 bool takes_compiled_epilogue(const KernelConfig& config) {
   const int bytes = element_bytes(config.algorithm);
@@ -159,22 +192,25 @@ bool supports(const KernelConfig& config, const ChoiceInput& input, int splits) 
   }
   if (config.arch == Arch::kSm90) return sm90_supports(config, input);
   if (config.arch == Arch::kSm80 && input.compute_capability < 80) return false;
+  if (config.is_direct()) return input.aligned && fits_grid(config, input);
   const bool any_address = config.loader == Loader::kRealign || config.loader == Loader::kDirect;
   return input.aligned || any_address;
 }
 
 Rank rank_of(const KernelConfig& config, const ChoiceInput& input) {
   if (config.is_fallback()) return Rank::kFallback;
-  // By name alone where there are later instructions.
+  // By name alone where there are later instructions, and where nobody has timed them.
   if (config.arch == Arch::kSm75 && input.compute_capability >= 80) return Rank::kFallback;
-  // Promoting takes longer than it has to where it is not wanted, but for the skinny rows.
-  const bool suits = config.promote == wants_promotion(input) || (config.promote && config.skinny);
+  if (config.is_direct() && input.compute_capability != 90) return Rank::kFallback;
+  // Promoting takes longer than it has to where it is not wanted, but for rows for little work.
+  const bool takes_both = config.promote && (config.skinny || config.is_direct());
+  const bool suits = config.promote == wants_promotion(input) || takes_both;
   return config.arch == Arch::kSimt || suits ? Rank::kAccurate : Rank::kRough;
 }
 
 int max_splits(const ChoiceInput& input) {
-  constexpr int kMaxGridRows = 65535;  // of the kernel that adds them up
   constexpr int64_t kMostSplits = 64;
+  // The kernel that adds them up has a row of its grid for each of D.
   if (input.batch != 1 || input.n % kVectorColumns != 0 || input.m > kMaxGridRows) return 1;
   const int64_t result = std::max<int64_t>(1, 4 * input.m * input.n);
   return static_cast<int>(std::clamp<int64_t>(input.workspace_bytes / result, 1, kMostSplits));
@@ -195,6 +231,7 @@ double estimated_cycles(const KernelConfig& config, const ChoiceInput& input, in
   const int64_t tiles =
       ceil_div(input.m, config.tile_m) * ceil_div(input.n, config.output_n()) * input.batch;
   if (config.arch == Arch::kSimt) return simt_cycles(config, input, tiles);
+  if (config.is_direct()) return direct_cycles(config, input, tiles);
   const double cycles =
       tensor_core_cycles(config, input, tiles, splits) + sum_cycles(input, splits);
   if (input.compute_capability != 90) return cycles;

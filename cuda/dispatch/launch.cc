@@ -11,6 +11,7 @@
 #include "mma_sync/layouts.h"
 #include "simt/fallback_tiles.h"
 #include "simt/plain_params.h"
+#include "sm80/direct_params.h"
 #include "sm90/tensor_maps.h"
 
 namespace jax_tcgemm {
@@ -186,6 +187,35 @@ cudaError_t launch_simt(const KernelConfig& config, const KernelSet& kernels,
   return enqueue(launch, *kernels.simple(request.major_a, request.major_b), plain);
 }
 
+cudaError_t launch_direct(const KernelConfig& config, const KernelSet& kernels,
+                          const LaunchRequest& request) {
+  const GemmParams& params = request.params;
+  cudaLaunchConfig_t launch = launch_config(config, request.stream);
+  launch.gridDim = dim3(static_cast<unsigned>(ceil_div(params.n, config.tile_n)),
+                        static_cast<unsigned>(ceil_div(params.m, config.tile_m)),
+                        static_cast<unsigned>(params.batch));
+  if (params.batch_rank > 1 || !is_plain(params.epilogue)) {
+    mma_sync::Layouts layouts = {request.major_a, request.major_b};
+    return enqueue(launch, *kernels.any(layouts.a, layouts.b), params, layouts);
+  }
+  const auto batch_stride = [&](const Operand& operand) {
+    return params.batch_rank == 0 ? 0 : operand.batch.stride[0];
+  };
+  sm80::DirectParams plain = {params.a.data,
+                              params.b.data,
+                              params.epilogue.d,
+                              params.a.ld,
+                              params.b.ld,
+                              batch_stride(params.a),
+                              batch_stride(params.b),
+                              params.m,
+                              params.n,
+                              params.k,
+                              params.epilogue.d_type,
+                              params.epilogue.d_vectorizable};
+  return enqueue(launch, *kernels.simple(request.major_a, request.major_b), plain);
+}
+
 }  // namespace
 
 cudaError_t launch_kernel(const KernelConfig& config, const KernelSet& kernels,
@@ -197,6 +227,7 @@ cudaError_t launch_kernel(const KernelConfig& config, const KernelSet& kernels,
     }
     case Arch::kSm75:
     case Arch::kSm80: {
+      if (config.is_direct()) return launch_direct(config, kernels, request);
       mma_sync::Layouts layouts = {request.major_a, request.major_b};
       return launch_persistent(config, kernels.any(layouts.a, layouts.b), request, layouts);
     }

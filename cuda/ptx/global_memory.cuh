@@ -24,6 +24,24 @@ __device__ __forceinline__ void load_global_16_if(uint32_t (&word)[4], uint64_t 
       : "l"(address), "r"(static_cast<int>(wanted)));
 }
 
+// 4, 8 or 16 bytes of what no kernel writes while this one runs; zeros unless kSurely or `wanted`.
+template <bool kSurely>
+__device__ __forceinline__ void load_global(uint32_t (&word)[1], const void* address, bool wanted) {
+  word[0] = kSurely || wanted ? __ldg(static_cast<const uint32_t*>(address)) : 0u;
+}
+template <bool kSurely>
+__device__ __forceinline__ void load_global(uint32_t (&word)[2], const void* address, bool wanted) {
+  const auto* const from = static_cast<const uint2*>(address);
+  const uint2 read = kSurely || wanted ? __ldg(from) : uint2{};
+  word[0] = read.x, word[1] = read.y;
+}
+template <bool kSurely>
+__device__ __forceinline__ void load_global(uint32_t (&word)[4], const void* address, bool wanted) {
+  const auto* const from = static_cast<const uint4*>(address);
+  const uint4 read = kSurely || wanted ? __ldg(from) : uint4{};
+  word[0] = read.x, word[1] = read.y, word[2] = read.z, word[3] = read.w;
+}
+
 // Brings a line of 128 bytes to L2.
 __device__ __forceinline__ void prefetch_line(const void* address) {
   asm volatile("prefetch.global.L2 [%0];\n" ::"l"(address));

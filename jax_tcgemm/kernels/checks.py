@@ -67,8 +67,27 @@ def _check_sm75(row: KernelConfig, require: Require) -> None:
     _check_mma_sync(row, require)
 
 
+def _check_direct(row: KernelConfig, require: Require) -> None:
+    require(row.tile_m % 16 == 0 and row.tile_n % 16 == 0, "a lane has two lines at least")
+    widest = max(row.tile_m, row.tile_n)
+    require(widest // 8 * row.element_bytes <= 16, "lines that lie together are read at once")
+    require(row.tile_k * row.element_bytes == 64, "tile_k must span 64 bytes")
+    require((row.warps_m, row.warps_n, row.stages) == (1, 1, 1), "each warp computes the tile")
+    require(row.split_k in (2, 4, 8), "split_k must be 2, 4 or 8")
+    require(32 * row.split_k % (row.tile_n // 4) == 0, "a thread has vectors of the same columns")
+    require(row.promote == row.arithmetic.promotes, "sums of parts of k are added in float32")
+    require(row.arithmetic.accumulator.tag == "f32", "sums are float32")
+    require(row.epilogue == "any", "direct kernels have every epilogue")
+    require(row.cluster_m == row.cluster_n == 1, "direct kernels have no clusters")
+    require(not (row.gated or row.skinny or row.swap_ab), "direct kernels have one weight")
+    require(row.grouped == "none", "direct kernels know no groups")
+
+
 def _check_sm80(row: KernelConfig, require: Require) -> None:
-    require(row.loader in ("cp_async", "realign"), "loader must be cp_async or realign")
+    if row.loader == "direct":
+        _check_direct(row, require)
+        return
+    require(row.loader in ("cp_async", "realign"), "loader must be cp_async, realign or direct")
     require(row.stages >= 3, "the ring needs at least 3 stages")
     _check_mma_sync(row, require)
 

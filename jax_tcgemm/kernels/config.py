@@ -29,17 +29,18 @@ class KernelConfig:
         loader: ``"cp_async"`` copies 16-byte chunks asynchronously and needs operands whose base,
             strides and contiguous extent are multiples of 16 bytes; ``"register"`` (sm75) copies
             such operands through registers; ``"realign"`` goes through registers, too, and takes
-            any alignment; ``"direct"`` (simt) has no shared memory and takes any too; ``"tma"``
+            any alignment; ``"direct"`` loads from global memory to registers (simt: of any
+            alignment, without shared memory; sm80: as ``"cp_async"``, for little work); ``"tma"``
             (sm90) copies boxes and needs a base and strides that are multiples of 16 bytes;
             ``"tma_turned"`` does as well, of a B of 8 bits that is contiguous along n, for few rows
             (see ``streams_b``).
         promote: add up the products of some k-tiles apart and then in float32. The tensor cores
             cut sums off instead of rounding them, which a float32 result of 16-bit operands would
-            show. A row's name ends with it, but for skinny and streamed rows.
+            show. A row's name ends with it, but for skinny, streamed and direct rows.
         cluster_m: blocks along m that share one load of their columns of B (sm90).
         cluster_n: blocks along n that share one load of their rows of A (sm90).
-        split_k: blocks that share the k of one tile and add up their accumulators in a fixed order
-            (sm90).
+        split_k: blocks (of direct sm80 rows: warps of one) that share the k of one tile and add up
+            their accumulators in a fixed order (sm80, sm90).
         schedule: ``"cooperative"``: all consumer warps compute one tile; ``"pingpong"`` (sm90):
             two warpgroups compute a tile each, and one multiplies while the other writes.
         gated: ``tile_n`` is half of one weight's columns and half of the other's, and D has the
@@ -108,7 +109,7 @@ class KernelConfig:
     @property
     def copies_whole_chunks(self) -> bool:
         """Whether operands must be addressed in multiples of 16 bytes."""
-        return self.loader in ("cp_async", "register", "tma", "tma_turned")
+        return self.is_direct or self.loader in ("cp_async", "register", "tma", "tma_turned")
 
     @property
     def is_fallback(self) -> bool:
@@ -159,6 +160,11 @@ class KernelConfig:
         return self.loader == "tma_turned"
 
     @property
+    def is_direct(self) -> bool:
+        """Whether it multiplies little by ``mma.sync``, without stages or copies."""
+        return self.arch == "sm80" and self.loader == "direct"
+
+    @property
     def rounds_sums(self) -> bool:
         """Whether float32 results of 16-bit operands are as accurate as float32 sums."""
         return self.promote or self.arch == "simt"
@@ -193,6 +199,8 @@ class KernelConfig:
 
     @property
     def threads(self) -> int:
+        if self.is_direct:
+            return 32 * self.split_k
         producers = 0 if self.arch != "sm90" else 4 if self.consumer_warps > 4 else 1
         return 32 * (self.consumer_warps + producers)
 
@@ -201,6 +209,8 @@ class KernelConfig:
         """The ring, and what the epilogue needs: see ``cuda/kernel_config.h``."""
         if self.arch == "simt":
             return 0
+        if self.is_direct:
+            return self.split_k * self.tile_m * (self.tile_n + 4) * 4
         if self.arch in ("sm75", "sm80"):
             ring = self.stages * (self.tile_m + self.tile_n) * self.tile_k * self.element_bytes
             slabs = self.warps_m * 16 * self.tile_n * 4
@@ -251,6 +261,8 @@ class KernelConfig:
             promote = "_promote" if self.promote and kind == self.schedule else ""
             swap_ab = "_swap_ab" if self.swap_ab else ""
             return f"{tile}_s{self.stages}{cluster}{split}_{kind}{kinds}{promote}{swap_ab}"
+        if self.is_direct:
+            return f"{tile}_k{self.split_k}_direct"
         suffix = "_realign" if self.loader == "realign" else ""
         suffix += "_promote" if self.promote else ""
         return f"{tile}_w{self.warps_m}x{self.warps_n}_s{self.stages}{suffix}{kinds}"

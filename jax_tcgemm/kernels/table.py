@@ -72,6 +72,15 @@ def _sm80(
     )
 
 
+def _direct(algorithm: str, tile_n: int, split_k: int) -> KernelConfig:
+    row = ALL_ARITHMETIC[algorithm]
+    return KernelConfig(
+        *("sm80", algorithm, 16, tile_n, 64 // row.a.bytes, 1, 1, 1, "direct"),
+        split_k=split_k,
+        promote=row.promotes,
+    )
+
+
 def _sm75_rows() -> list[KernelConfig]:
     """float16 for GPUs without cp.async; large and small, of any address, for float32 results."""
 
@@ -132,6 +141,12 @@ def _sm80_rows() -> list[KernelConfig]:
         _sm80("TF32_TF32_F32", (64, 64, 32), (2, 2), 3),
         _sm80("TF32_TF32_F32", (128, 128, 32), (2, 4), 3, "realign", epilogue="sum"),
         _sm80("TF32_TF32_F32", (64, 64, 16), (2, 2), 3, "realign"),
+        # For little work, whose time is that of starting.
+        *(
+            _direct(algorithm, tile_n, split_k)
+            for algorithm in ("BF16_BF16_F32", "F16_F16_F32", "TF32_TF32_F32")
+            for tile_n, split_k in ((16, 8), (32, 4))
+        ),
     ]
 
 

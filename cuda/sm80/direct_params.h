@@ -1,0 +1,25 @@
+// What sm80/direct_kernel.cuh needs to know of a product without an epilogue.
+
+#ifndef JAX_TCGEMM_SM80_DIRECT_PARAMS_H_
+#define JAX_TCGEMM_SM80_DIRECT_PARAMS_H_
+
+#include <stdint.h>
+
+#include "arithmetic.h"
+
+namespace jax_tcgemm::sm80 {
+
+struct DirectParams {
+  const void* a;
+  const void* b;
+  void* d;
+  int64_t ld_a, ld_b;        // elements
+  int64_t batch_a, batch_b;  // elements from one matrix to the next
+  int32_t m, n, k;
+  ElementType d_type;
+  bool d_vectorizable;
+};
+
+}  // namespace jax_tcgemm::sm80
+
+#endif  // JAX_TCGEMM_SM80_DIRECT_PARAMS_H_
