@@ -30,7 +30,7 @@ struct KernelSet {
   KernelsByLayout any;  // for all that the row can do
   // Where there are any, for an epilogue with little to do. sm90: for Finish before kActivate.
   // simt: for one product of two matrices and nothing else, by PlainParams. Direct rows of sm80:
-  // for products and nothing else, by DirectParams.
+  // for alpha * product + bias, by DirectParams.
   KernelsByLayout simple;
 };
 

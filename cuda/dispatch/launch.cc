@@ -187,6 +187,12 @@ cudaError_t launch_simt(const KernelConfig& config, const KernelSet& kernels,
   return enqueue(launch, *kernels.simple(request.major_a, request.major_b), plain);
 }
 
+// Whether there is no more to do than alpha * sum + bias.
+bool is_line(const EpilogueParams& epilogue) {
+  return work_of(epilogue) <= EpilogueWork::kSum && epilogue.c.data == nullptr &&
+         epilogue.alpha.data == nullptr;
+}
+
 cudaError_t launch_direct(const KernelConfig& config, const KernelSet& kernels,
                           const LaunchRequest& request) {
   const GemmParams& params = request.params;
@@ -194,26 +200,29 @@ cudaError_t launch_direct(const KernelConfig& config, const KernelSet& kernels,
   launch.gridDim = dim3(static_cast<unsigned>(ceil_div(params.n, config.tile_n)),
                         static_cast<unsigned>(ceil_div(params.m, config.tile_m)),
                         static_cast<unsigned>(params.batch));
-  if (params.batch_rank > 1 || !is_plain(params.epilogue)) {
+  if (params.batch_rank > 1 || !is_line(params.epilogue)) {
     mma_sync::Layouts layouts = {request.major_a, request.major_b};
     return enqueue(launch, *kernels.any(layouts.a, layouts.b), params, layouts);
   }
   const auto batch_stride = [&](const Operand& operand) {
     return params.batch_rank == 0 ? 0 : operand.batch.stride[0];
   };
-  sm80::DirectParams plain = {params.a.data,
-                              params.b.data,
-                              params.epilogue.d,
-                              params.a.ld,
-                              params.b.ld,
-                              batch_stride(params.a),
-                              batch_stride(params.b),
-                              params.m,
-                              params.n,
-                              params.k,
-                              params.epilogue.d_type,
-                              params.epilogue.d_vectorizable};
-  return enqueue(launch, *kernels.simple(request.major_a, request.major_b), plain);
+  const EpilogueParams& epilogue = params.epilogue;
+  sm80::DirectParams line = {.a = params.a.data,
+                             .b = params.b.data,
+                             .d = epilogue.d,
+                             .ld_a = params.a.ld,
+                             .ld_b = params.b.ld,
+                             .batch_a = batch_stride(params.a),
+                             .batch_b = batch_stride(params.b),
+                             .m = params.m,
+                             .n = params.n,
+                             .k = params.k,
+                             .alpha = epilogue.alpha.value,
+                             .d_type = epilogue.d_type,
+                             .d_vectorizable = epilogue.d_vectorizable,
+                             .bias = epilogue.bias};
+  return enqueue(launch, *kernels.simple(request.major_a, request.major_b), line);
 }
 
 }  // namespace

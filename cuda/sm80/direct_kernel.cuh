@@ -233,7 +233,8 @@ __global__ void __launch_bounds__(Row::kConfig.threads())
       .finish(value, row + Tile::first_row(), Tile::kRowStep);
 }
 
-// D = A * B and nothing else, with parameters in few lines of the constant cache.
+// D = alpha * A * B + bias, one batch dimension at most: little code, and parameters in few lines
+// of the constant cache.
 template <typename Row, Major kMajorA, Major kMajorB>
 __global__ void __launch_bounds__(Row::kConfig.threads())
     direct_plain_kernel(const __grid_constant__ DirectParams p) {
@@ -251,15 +252,22 @@ __global__ void __launch_bounds__(Row::kConfig.threads())
                                  p.m,
                                  p.n,
                                  p.k};
+  const int at = column + Tile::first_column();
+  Vector<kVectorColumns> bias = {};  // in flight with the operands
+  if (p.bias.data != nullptr) {
+    const int64_t first = blockIdx.z * p.bias.batch.stride[0] + at * p.bias.stride_n;
+    load_vector<typename Traits::Output, kVectorColumns>(bias, p.bias, first, p.n - at);
+  }
   Tile tile;
   tile.template multiply<kMajorA, kMajorB>(product, row, column);
   Vector<kVectorColumns> value[Tile::kVectors];
   if (!tile.add_up(ptx::shared_address(memory), value)) return;
-  const int at = column + Tile::first_column();
 #pragma unroll
   for (int i = 0; i < Tile::kVectors; ++i) {
     const int line = row + Tile::first_row() + i * Tile::kRowStep;
     if (line >= p.m) continue;
+#pragma unroll
+    for (int j = 0; j < kVectorColumns; ++j) value[i][j] = fmaf(p.alpha, value[i][j], bias[j]);
     const int64_t element = (int64_t{blockIdx.z} * p.m + line) * p.n + at;
     store_vector<typename Traits::Output, kVectorColumns>(p.d, p.d_type, p.d_vectorizable, element,
                                                           value[i], p.n - at);

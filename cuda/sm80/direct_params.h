@@ -1,4 +1,4 @@
-// What sm80/direct_kernel.cuh needs to know of a product without an epilogue.
+// What sm80/direct_kernel.cuh needs to know of alpha * A * B + bias.
 
 #ifndef JAX_TCGEMM_SM80_DIRECT_PARAMS_H_
 #define JAX_TCGEMM_SM80_DIRECT_PARAMS_H_
@@ -6,6 +6,7 @@
 #include <stdint.h>
 
 #include "arithmetic.h"
+#include "gemm_params.h"
 
 namespace jax_tcgemm::sm80 {
 
@@ -16,8 +17,10 @@ struct DirectParams {
   int64_t ld_a, ld_b;        // elements
   int64_t batch_a, batch_b;  // elements from one matrix to the next
   int32_t m, n, k;
+  float alpha;
   ElementType d_type;
   bool d_vectorizable;
+  Addend bias;
 };
 
 }  // namespace jax_tcgemm::sm80
