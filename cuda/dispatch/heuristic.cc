@@ -93,8 +93,9 @@ double simt_cycles(const KernelConfig& config, const ChoiceInput& input, int64_t
 // what a block and its parts take of an SM, and what is read and written, which L2 does not hold.
 double direct_cycles(const KernelConfig& config, const ChoiceInput& input, int64_t tiles) {
   constexpr double kStartCycles = 1840.0;
-  constexpr double kAnyStartCycles =
-      2000.0;  // more, of an epilogue whose code is fetched from afar
+  // More: what is added comes before the operands do; other epilogues' code comes from afar.
+  constexpr double kBiasStartCycles = 1750.0;
+  constexpr double kAnyStartCycles = 2000.0;
   constexpr double kTripCycles = 740.0;
   constexpr double kBlockCycles = 394.0;
   constexpr double kPartCycles = 40.0;  // and as many more for each mn-major operand
@@ -109,7 +110,9 @@ double direct_cycles(const KernelConfig& config, const ChoiceInput& input, int64
                           static_cast<double>(input.m) * input.n;
   const double bytes = elements * input.batch * element_bytes(config.algorithm);
   const bool is_line = input.epilogue <= EpilogueWork::kSum && !input.has_c;
-  const double start = kStartCycles + (is_line ? 0.0 : kAnyStartCycles);
+  const double start = kStartCycles + (input.epilogue == EpilogueWork::kNone ? 0.0
+                                       : is_line                             ? kBiasStartCycles
+                                                                             : kAnyStartCycles);
   return start + (trips - 1) * kTripCycles + std::hypot(work, bytes / kBytesPerCycle);
 }
 
