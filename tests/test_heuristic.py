@@ -129,6 +129,10 @@ def test_heuristic_of_the_sm80_family_on_132_sms(shape, aligned, float32_result,
         ("BF16_BF16_F32", (32, 4096, 14336), "nn", ("64x32x64_s8_c1x1_k2_skinny",)),
         ("BF16_BF16_F32", (64, 28672, 4096), "nn", ("256x64x64_s3_c1x1_skinny",)),
         ("BF16_BF16_F32", (4096, 64, 14336), "tt", ("64x64x64_s8_c1x1_k2_skinny",)),
+        # Little work.
+        ("BF16_BF16_F32", (64, 160, 96), "nt", ("16x16x32_k8_direct", "16x32x32_k4_direct")),
+        ("F16_F16_F32", (24, 512, 184), "nn", ("16x16x32_k8_direct",)),
+        ("TF32_TF32_F32", (32, 184, 88), "nt", ("16x16x16_k8_direct",)),
         ("TF32_TF32_F32", (4096, 4096, 4096), "nn", ("128x256x32",)),
         # Two buffers of a transposed B fit in a stage of this row alone.
         ("TF32_TF32_F32", (4096, 4096, 4096), "tn", ("256x128x32",)),
@@ -143,6 +147,20 @@ def test_heuristic_of_the_sm90_family_on_an_h200(algorithm, shape, layout, expec
         algorithm, *shape, 1, False, 132, 227 * 1024, compute_capability=90, layout=layout
     )
     assert not by_name(unaligned).copies_whole_chunks
+
+
+@ALL_KERNELS
+def test_direct_rows_are_for_little_work_where_they_were_timed(choose_on_h200):
+    def is_direct(*shape, **options):
+        config = choose_on_h200("BF16_BF16_F32", *shape, **options)
+        return by_name(read_config(config.removesuffix(" fixup"))[0]).is_direct
+
+    assert is_direct(64, 160, 96)
+    assert is_direct(64, 160, 96, float32_result=True)  # sums of parts of k are float32
+    assert not is_direct(24, 2320, 192, epilogue="sum")  # nothing hides the trip for a bias
+    assert not is_direct(656, 1088, 72)
+    on_an_a100 = chosen_config("BF16_BF16_F32", 64, 160, 96, 1, True, 108, 163 * 1024)
+    assert not by_name(on_an_a100).is_direct
 
 
 def test_rows_that_swap_operands_add_a_bias_at_most(choose_on_h200):

@@ -72,6 +72,26 @@ def test_impossible_rows(changes, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"tile_m": 24}, "two lines"),
+        ({"tile_n": 128}, "at once"),
+        ({"tile_k": 64}, "64 bytes"),
+        ({"warps_n": 2}, "each warp"),
+        ({"split_k": 1}, "split_k"),
+        ({"promote": False}, "float32"),
+        ({"algorithm": "F16_F16_F16", "promote": False}, "sums are float32"),
+        ({"epilogue": "sum"}, "every epilogue"),
+        ({"gated": True}, "one weight"),
+        ({"grouped": "m"}, "groups"),
+    ],
+)
+def test_impossible_direct_rows(changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(next(row for row in CONFIGS if row.is_direct), **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
         ({"loader": "cp_async"}, "tma"),
         ({"algorithm": "F16_F16_F16"}, "float32"),
         ({"tile_k": 32}, "128 bytes"),

@@ -253,7 +253,7 @@ __global__ void __launch_bounds__(Row::kConfig.threads())
                                  p.n,
                                  p.k};
   const int at = column + Tile::first_column();
-  Vector<kVectorColumns> bias = {};  // in flight with the operands
+  Vector<kVectorColumns> bias = {};  // converted, so waited for, before the operands are asked for
   if (p.bias.data != nullptr) {
     const int64_t first = blockIdx.z * p.bias.batch.stride[0] + at * p.bias.stride_n;
     load_vector<typename Traits::Output, kVectorColumns>(bias, p.bias, first, p.n - at);
