@@ -80,26 +80,33 @@ double sum_cycles(const ChoiceInput& input, int splits) {
   return splits == 1 ? 0.0 : kStartCycles + splits * 8.0 * input.m * input.n / kBytesPerCycle;
 }
 
-// A trip to memory for every tile_k steps; the loads of an SM's blocks queue behind one another.
+// A trip to memory for every tile_k steps, of an H200 by how the operands lie: neighbouring threads
+// have neighbouring columns. The loads of an SM's blocks queue behind one another. An epilogue's
+// code comes from afar.
 double simt_cycles(const KernelConfig& config, const ChoiceInput& input, int64_t tiles) {
-  const double trip_cycles = input.compute_capability == 90 ? 1500.0 : 700.0;
+  const double a_cycles = input.major_a == Major::kMn ? 300.0 : 0.0;
+  const double b_cycles = input.major_b == Major::kK ? 1000.0 : 0.0;
+  const double trip_cycles = input.compute_capability == 90 ? 850.0 + a_cycles + b_cycles : 700.0;
   const int64_t blocks = ceil_div(tiles, input.sm_count);
   const double loads = 2.0 * config.tile_k * config.threads() / 32 * blocks;
   const int products = config.gated ? 2 : 1;
-  return products * ceil_div(input.k, config.tile_k) * (trip_cycles + loads);
+  const bool fused = input.compute_capability == 90 && input.epilogue != EpilogueWork::kNone;
+  return products * ceil_div(input.k, config.tile_k) * (trip_cycles + loads) +
+         (fused ? 3500.0 : 0.0);
 }
 
 // Of direct rows: a start with its trip to memory, a further trip for each part beyond the warps',
 // what a block and its parts take of an SM, and what is read and written, which L2 does not hold.
 double direct_cycles(const KernelConfig& config, const ChoiceInput& input, int64_t tiles) {
-  constexpr double kStartCycles = 1840.0;
+  constexpr double kStartCycles = 1040.0;
+  constexpr double kColumnStartCycles = 10.0;
   // More: what is added comes before the operands do; other epilogues' code comes from afar.
-  constexpr double kBiasStartCycles = 1750.0;
-  constexpr double kAnyStartCycles = 2000.0;
-  constexpr double kTripCycles = 740.0;
-  constexpr double kBlockCycles = 394.0;
-  constexpr double kPartCycles = 40.0;  // and as many more for each mn-major operand
-  constexpr double kBytesPerCycle = 1350.0;
+  constexpr double kBiasStartCycles = 1200.0;
+  constexpr double kAnyStartCycles = 2640.0;
+  constexpr double kTripCycles = 1500.0;
+  constexpr double kBlockCycles = 500.0;
+  constexpr double kPartCycles = 36.0;  // and as many more for each mn-major operand
+  constexpr double kBytesPerCycle = 2000.0;
   const int64_t parts = ceil_div(input.k, config.tile_k);
   const int64_t trips = ceil_div(parts, config.split_k);
   const int transposed =
@@ -110,9 +117,10 @@ double direct_cycles(const KernelConfig& config, const ChoiceInput& input, int64
                           static_cast<double>(input.m) * input.n;
   const double bytes = elements * input.batch * element_bytes(config.algorithm);
   const bool is_line = input.epilogue <= EpilogueWork::kSum && !input.has_c;
-  const double start = kStartCycles + (input.epilogue == EpilogueWork::kNone ? 0.0
-                                       : is_line                             ? kBiasStartCycles
-                                                                             : kAnyStartCycles);
+  const double fused = input.epilogue == EpilogueWork::kNone ? 0.0
+                       : is_line                             ? kBiasStartCycles
+                                                             : kAnyStartCycles;
+  const double start = kStartCycles + kColumnStartCycles * config.tile_n + fused;
   return start + (trips - 1) * kTripCycles + std::hypot(work, bytes / kBytesPerCycle);
 }
 
