@@ -12,7 +12,9 @@ import pathlib
 import sys
 from collections.abc import Callable
 
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+os.environ["XLA_FLAGS"] = (
+    "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+)
 os.environ["JAX_TCGEMM_PARTITION"] = "everywhere"
 os.environ["JAX_PLATFORMS"] = "cpu"
 

@@ -109,7 +109,8 @@ def test_ours_computes_what_the_rival_does(case):
     wide = {name: x.astype(case.out_dtype) for name, x in arrays.items()} if widens else arrays
     known = case.precision != "TF32_TF32_F32_X3"  # of XLA's presets not by CPUs
     rival = case if known else dataclasses.replace(case, precision="highest")
-    ours, xla = jax.jit(case.ours())(arrays), jax.jit(functools.partial(xla_rival.xla, rival))(wide)
+    compute = jax.jit(case.ours())
+    ours, xla = compute(arrays), jax.jit(functools.partial(xla_rival.xla, rival))(wide)
     assert measure.disagreement(case, ours, xla) is None
     has_two = {"aux", "amax"}.intersection(case.parts) or case.function in (
         "fp8 amax",
@@ -119,7 +120,7 @@ def test_ours_computes_what_the_rival_does(case):
     assert len(jax.tree.leaves(ours)) == results
     # The check is of use: without the last operand the result is another.
     last = list(arrays)[-1]
-    wrong = case.ours()({**arrays, last: jnp.zeros_like(arrays[last])})
+    wrong = compute({**arrays, last: jnp.zeros_like(arrays[last])})
     assert "of its norm" in measure.disagreement(case, wrong, xla)
 
 

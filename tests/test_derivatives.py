@@ -87,6 +87,7 @@ def test_jvp_linearize_and_vjp_agree(operands, normal, activation):
     np.testing.assert_allclose(inner, jnp.vdot(g, expected[1]), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize("argnum", range(6))
 def test_hessian(operands, argnum):
     def scalar(function):

@@ -11,6 +11,7 @@ import jax_tcgemm
 from jax_tcgemm.tools.collectives import Collective
 
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
+IN_16_BITS = [pytest.param(dtype, marks=pytest.mark.any_jax) for dtype in ("bfloat16", "float16")]
 
 
 def load(name: str):
@@ -107,7 +108,7 @@ def test_train_digits_fails_when_the_curves_part(monkeypatch):
         module.main(["--epochs", "2", "--members", "1"])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", *IN_16_BITS])
 def test_flax_dense_learns_as_without(dtype, capsys):
     pytest.importorskip("flax")
     load("flax_dense").main(["--epochs", "12", "--accuracy", "0.95", "--dtype", dtype])
@@ -134,7 +135,7 @@ def test_flax_dense_fails_when_the_curves_part(monkeypatch):
         module.main(["--epochs", "2"])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", IN_16_BITS[0]])
 def test_transformer_mlp(dtype, capsys):
     load("transformer_mlp").main(["--dtype", dtype, "--reps", "2", "--seed", "3"])
     lines = capsys.readouterr().out.splitlines()
@@ -200,7 +201,7 @@ def sharded_transformer(monkeypatch):
     return load("sharded_transformer")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", IN_16_BITS[0]])
 def test_sharded_transformer(sharded_transformer, dtype, capsys):
     sharded_transformer.main(["--platform", "cpu", "--steps", "3", "--dtype", dtype])
     lines = capsys.readouterr().out.splitlines()

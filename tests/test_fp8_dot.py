@@ -214,6 +214,7 @@ def test_delayed_scaling_step_by_step(normal):
             assert scale.amax_history.tolist() == [*seen[name], 0, 0, 0][:3]
 
 
+@pytest.mark.any_jax
 def test_delayed_scaling_under_vmap(normal, rng):
     """A state that is not mapped sees all; one that is mapped its own."""
     xs, ws, state = normal(3, 5, 16), normal(3, 16, 8), some_state(rng)

@@ -153,6 +153,7 @@ def test_time_is_limited(monkeypatch, run):
     assert "stopped before problem 3" in text
 
 
+@pytest.mark.any_jax
 def test_processes():
     command = [sys.executable, fuzz.__file__, "--jobs", "2", "--count", "4", "--seed", "1"]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}

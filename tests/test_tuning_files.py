@@ -103,6 +103,7 @@ def numbered(m):
     return problem_key(op="gemm", m=m)
 
 
+@pytest.mark.any_jax
 def test_processes_that_write_at_once_and_are_killed():
     rows = {config: entry(config).rows for config in CONFIGS}
     program = f"ROWS = {rows!r}\n{_WRITE_FOR_EVER}"
