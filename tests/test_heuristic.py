@@ -159,6 +159,8 @@ def test_direct_rows_are_for_little_work_where_they_were_timed(choose_on_h200):
     assert is_direct(64, 160, 96, float32_result=True)  # sums of parts of k are float32
     assert is_direct(32, 168, 192, layout="nt", epilogue="sum")
     assert is_direct(32, 32, 32, epilogue="sum")  # simt rows fetch their epilogue's code from afar
+    assert is_direct(256, 256, 16)
+    assert not is_direct(32, 32, 32)  # one step of simt
     assert not is_direct(40, 640, 872, layout="nt")  # a further trip to memory for each 256 of k
     assert not is_direct(24, 2320, 192, epilogue="sum")  # nothing hides the trip for a bias
     assert not is_direct(656, 1088, 72)

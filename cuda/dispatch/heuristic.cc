@@ -86,11 +86,12 @@ double sum_cycles(const ChoiceInput& input, int splits) {
 double simt_cycles(const KernelConfig& config, const ChoiceInput& input, int64_t tiles) {
   const double a_cycles = input.major_a == Major::kMn ? 300.0 : 0.0;
   const double b_cycles = input.major_b == Major::kK ? 1000.0 : 0.0;
-  const double trip_cycles = input.compute_capability == 90 ? 850.0 + a_cycles + b_cycles : 700.0;
+  const bool is_sm90 = input.compute_capability == 90;
+  const double trip_cycles = is_sm90 ? 650.0 + a_cycles + b_cycles : 700.0;
   const int64_t blocks = ceil_div(tiles, input.sm_count);
-  const double loads = 2.0 * config.tile_k * config.threads() / 32 * blocks;
+  const double loads = (is_sm90 ? 3.5 : 2.0) * config.tile_k * config.threads() / 32 * blocks;
   const int products = config.gated ? 2 : 1;
-  const bool fused = input.compute_capability == 90 && input.epilogue != EpilogueWork::kNone;
+  const bool fused = is_sm90 && input.epilogue != EpilogueWork::kNone;
   return products * ceil_div(input.k, config.tile_k) * (trip_cycles + loads) +
          (fused ? 3500.0 : 0.0);
 }
