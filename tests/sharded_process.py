@@ -12,9 +12,7 @@ import pathlib
 import sys
 from collections.abc import Callable
 
-os.environ["XLA_FLAGS"] = (
-    "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
-)
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")  # of conftest.py
 os.environ["JAX_TCGEMM_PARTITION"] = "everywhere"
 os.environ["JAX_PLATFORMS"] = "cpu"
 

@@ -146,6 +146,12 @@ def test_both_modes(args, normal, form, formula):
     )
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _derivatives(f, argnum, *args):
+    loss = square_sum(f)
+    return jax.grad(loss, argnum)(*args), jax.hessian(loss, argnum)(*args)
+
+
 @pytest.mark.any_jax
 @TWO
 def test_each_operand_alone(args, exact, form, formula):
@@ -153,13 +159,8 @@ def test_each_operand_alone(args, exact, form, formula):
     with jax.enable_x64(True):
         args = [jnp.asarray(exact(x)) for x in args]
         for argnum in EVERY:
-
-            def derivatives(f, *args, argnum=argnum):
-                loss = square_sum(f)
-                return jax.grad(loss, argnum)(*args), jax.hessian(loss, argnum)(*args)
-
-            both = jax.jit(derivatives, static_argnums=0)
-            assert_trees_close(both(form, *args), both(formula, *args), 1e-6)
+            actual, expected = (_derivatives(f, argnum, *args) for f in (form, formula))
+            assert_trees_close(actual, expected, 1e-6)
 
 
 @pytest.mark.any_jax

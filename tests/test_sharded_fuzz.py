@@ -17,7 +17,7 @@ from jax_tcgemm import gated_gemm, gemm, mlp, ragged_dot
 pytestmark = [pytest.mark.any_jax, pytest.mark.usefixtures("divided_everywhere")]
 
 MESHES = [(8,), (4, 2), (2, 4), (2, 2, 2), (3, 2), (6,), (2, 1)]
-DRAWS = 4
+DRAWS = 6
 
 
 def random_spec(rng, mesh, ndim):
