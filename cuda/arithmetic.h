@@ -83,8 +83,7 @@ struct PlaneProduct {
   Algorithm factors;  // of the products of planes
   int count;          // planes of an operand
   int order;          // of the smallest products that count
-  uint32_t of_a;      // the plane of each product, two bits each, in the order of the sum
-  uint32_t of_b;
+  int products;       // that count
 };
 
 constexpr PlaneProduct kPlaneProducts[] = {
@@ -92,14 +91,6 @@ constexpr PlaneProduct kPlaneProducts[] = {
     JAX_TCGEMM_PLANE_PRODUCTS(JAX_TCGEMM_ROW)
 #undef JAX_TCGEMM_ROW
 };
-
-constexpr bool multiplies_planes(Algorithm algorithm) {
-  bool found = false;
-#define JAX_TCGEMM_ROW(kName, Factors, ...) found |= algorithm == Algorithm::Factors;
-  JAX_TCGEMM_PLANE_PRODUCTS(JAX_TCGEMM_ROW)
-#undef JAX_TCGEMM_ROW
-  return found;
-}
 
 }  // namespace jax_tcgemm
 

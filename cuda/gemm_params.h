@@ -113,19 +113,15 @@ struct Fixup {
   uint64_t launch;  // the value of a flag that is set
 };
 
-// A and B are bfloat16 planes of float32 operands, one after the other along k, each of whole
-// k-tiles. A product of planes i and j is of order i + j and counts 2^(-7 (i + j)) times.
+// A and B are bfloat16 planes of float32 operands (passes/split_planes.h), one after the other
+// along k, each of whole k-tiles; GemmParams::k is that of all of them. A product of planes i and j
+// is of order i + j.
 struct Planes {
-  int32_t count;        // of an operand; 0: A and B are no planes
-  int32_t order;        // of the smallest products, which come first
-  FastDivisor k_tiles;  // of one plane
-  uint32_t of_a, of_b;  // the planes of each product, two bits each
-
-  // Products of an order.
-  JAX_TCGEMM_HOST_DEVICE int products(int of_order) const {
-    const int most = 2 * count - 1 - of_order;
-    return of_order + 1 < most ? of_order + 1 : most;
-  }
+  int32_t count;    // of an operand; 0: A and B are no planes
+  int32_t order;    // of the smallest products that count
+  int32_t k_tiles;  // of one plane
+  // In device memory: products of order i count 2^-(*scale_bits * i) times.
+  const int32_t* scale_bits;
 };
 
 struct GemmParams {

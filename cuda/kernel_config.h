@@ -59,6 +59,8 @@ struct KernelConfig {
   // Accumulate each k-tile apart and add it in float32. The tensor cores cut sums off instead of
   // rounding them, which a float32 result of 16-bit operands would show.
   bool promote;
+  // sm90: A and B are planes of float32 operands (GemmParams::planes), and nothing else.
+  bool planes;
   // Of sm90 kernels: blocks of a cluster along m, n (which share operands) and k (which add up
   // their accumulators). Of direct sm80 kernels split_k is of the warps of a block.
   int cluster_m;
@@ -90,12 +92,6 @@ struct KernelConfig {
   constexpr int warp_n() const { return tile_n / warps_n; }
   constexpr int cluster_size() const { return cluster_m * cluster_n * split_k; }
 
-  // sm90: A and B may be planes of float32 operands (GemmParams::planes).
-  constexpr bool takes_planes() const {
-    return arch == Arch::kSm90 && promote && !skinny && !gated && split_k == 1 &&
-           grouped == Grouped::kNone && multiplies_planes(algorithm);
-  }
-
   // Columns of D in a tile.
   constexpr int output_n() const { return gated ? tile_n / 2 : tile_n; }
 
@@ -115,8 +111,8 @@ struct KernelConfig {
   // sm90: parts of k may be added up by the blocks that multiply them
   // (sm90/split_k/in_workspace.cuh). Large tiles have too much to exchange (docs/performance.md).
   constexpr bool has_fixup() const {
-    return arch == Arch::kSm90 && schedule == Schedule::kPingpong && !promote && !gated &&
-           !swap_ab && grouped == Grouped::kNone && accumulators() <= 128;
+    return arch == Arch::kSm90 && schedule == Schedule::kPingpong && !promote && !planes &&
+           !gated && !swap_ab && grouped == Grouped::kNone && accumulators() <= 128;
   }
 
   // Warps that multiply; sm90 kernels have others that load.

@@ -105,8 +105,8 @@ def has_plane_kernel(factors: str) -> bool:
     Args:
         factors: the row of the table of arithmetic that multiplies planes.
     """
-    rows = kernel_names.for_algorithm(factors)
-    return any(row.takes_planes and row.name in KERNEL_NAMES for row in rows)
+    rows = (row for row in kernel_table.CONFIGS if row.planes and row.algorithm == factors)
+    return any(row.name in KERNEL_NAMES for row in rows)
 
 
 def load() -> None:

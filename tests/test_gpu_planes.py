@@ -131,6 +131,34 @@ def test_kinds_of_numbers(rng, kind, m, n, k):
 
 
 @pytest.mark.usefixtures("takes_planes")
+@pytest.mark.parametrize("precision", ["highest", "BF16_BF16_F32_X3"])
+@pytest.mark.parametrize("power", [-142, -110, -70, -62, 0, 51, 60])
+def test_the_range_of_planes_as_they_are(rng, precision, power):
+    """One element may have all planes scaled, and products of two lower the range of both."""
+    m, n, k = 1100, 1000, 1040
+    a, b = rng.standard_normal((m, k)), rng.standard_normal((k, n))
+    x = np.array(a)
+    x[700, 900] = 2.0**power
+    check(jnp.asarray(x, jnp.float32), jnp.asarray(b, jnp.float32), precision)
+    check(jnp.asarray(b.T, jnp.float32), jnp.asarray(x.T, jnp.float32), precision)
+    scale = 2.0 ** max(power, -126 + 30)
+    scaled = [jnp.asarray(x * scale, jnp.float32) for x in (a, b)]
+    lost = 2.0**-148 if power < -70 else 0.0
+    check(scaled[0], jnp.asarray(b, jnp.float32), precision, lost=lost)
+    if -70 <= power:
+        check(*scaled, precision)
+
+
+@pytest.mark.usefixtures("takes_planes")
+def test_elements_that_vanish(rng):
+    """As those of a Gaussian kernel do, down to zero."""
+    x, y = rng.uniform(-10, 10, (1100, 1)), rng.uniform(-10, 10, (1, 1040))
+    a = jnp.asarray(np.exp(-((x - y) ** 2)), jnp.float32)
+    check(a, jnp.asarray(rng.standard_normal((1040, 1000)), jnp.float32), lost=2.0**-148)
+    check(a.mT.copy(), a, lost=2.0**-148)
+
+
+@pytest.mark.usefixtures("takes_planes")
 def test_cancellation(rng):
     half = rng.standard_normal((1300, 1000))
     a = jnp.asarray(np.concatenate([half, half], axis=1), jnp.float32)

@@ -34,7 +34,8 @@ def test_every_algorithm_has_rows_of_every_loader():
         assert ("register" in loaders) == ARITHMETIC[algorithm].turing
         assert {row.element_bytes for row in rows} == {dtype.itemsize}
     kinds = itertools.product(INPUT_DTYPES, ("none", "m", "k"))
-    assert sum(len(for_algorithm(*kind)) for kind in kinds) == len(CONFIGS)
+    of_planes = [row for row in CONFIGS if row.planes]
+    assert sum(len(for_algorithm(*kind)) for kind in kinds) == len(CONFIGS) - len(of_planes)
     assert len({(row.tile_m, row.tile_n) for row in CONFIGS}) >= 5
 
 
@@ -104,6 +105,10 @@ def test_impossible_direct_rows(changes, message):
         ({"split_k": 8, "cluster_m": 2}, "8 blocks"),
         ({"cluster_m": 3}, "1, 2 or 4"),
         ({"promote": True, "tile_n": 160, "stages": 4}, "two more sets"),
+        ({"planes": True, "tile_n": 160, "stages": 4, "epilogue": "any"}, "two k-tiles"),
+        ({"planes": True, "tile_n": 192, "tile_m": 64, "warps_m": 4, "stages": 6}, "two more sets"),
+        ({"planes": True, "promote": True, "epilogue": "any"}, "of one kind"),
+        ({"planes": True}, "every epilogue"),
         ({"epilogue": "all"}, "unknown epilogue"),
         ({"epilogue": "none", "algorithm": "TF32_TF32_F32", "tile_k": 32}, "swapped"),
         ({"epilogue": "sum", "tile_m": 256, "tile_n": 160, "stages": 3}, "accumulators for sums"),
@@ -229,10 +234,10 @@ def test_no_sm90_kernel_spills_or_is_serialised():
         kernels = {name: bytes_ for name, bytes_ in spills.items() if f"Row_{row.name}E" in name}
         # All pairs of layouts: but some float32 rows cannot take two mn-major operands, and groups
         # are of rows of a k-major A, or of k in two mn-major operands. Exchanged operands have a
-        # k-major A.
+        # k-major A, planes are both k-major.
         layouts = sum(len(re.findall(_LAYOUT, name)) for name in kernels)
         least = {"none": 3, "m": 2, "k": 1}[row.grouped]
-        assert layouts >= (2 if row.swap_ab else least), row.name
+        assert layouts >= (1 if row.planes else 2 if row.swap_ab else least), row.name
         assert set(kernels.values()) == {0}, kernels
 
 

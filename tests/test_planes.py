@@ -50,7 +50,7 @@ def test_products_come_smallest_first(name, count):
     assert len(set(row.pairs)) == len(row.pairs) == count
     assert row.pairs[-1] == (0, 0)
     assert all(max(pair) < row.count for pair in row.pairs)
-    # Of each order all or none: Planes::products of cuda/gemm_params.h counts on it.
+    # Of each order all or none: sm90/plane_loop.cuh counts on it.
     for order in range(row.order + 1):
         assert orders.count(order) == min(order + 1, 2 * row.count - 1 - order)
     assert row.factors in ARITHMETIC
@@ -82,12 +82,13 @@ def test_workspace_is_that_of_the_planes():
     def gemm_of(a, b, batch=()):
         return StridedGemm(m=130, n=70, k=100, batch=batch, strides=Operands(a, b))
 
-    # Rows of k: three planes of 128. Rows of m or n: of whole lines.
-    assert plane_bytes(gemm_of((100, 1), (1, 100)), 3) == 2 * 3 * 128 * (130 + 70)
-    assert plane_bytes(gemm_of((1, 130), (70, 1)), 2) == 2 * 2 * 128 * (192 + 128)
+    # Three planes or two of 128, along k, and what is noted of the operands.
+    noted = 128 + 1024
+    assert plane_bytes(gemm_of((100, 1), (1, 100)), 3) == 2 * 3 * 128 * (130 + 70) + noted
+    assert plane_bytes(gemm_of((1, 130), (70, 1)), 2) == 2 * 2 * 128 * (130 + 70) + noted
     # What a batch shares is split once.
     shared = gemm_of((13000, 100, 1), (0, 1, 100), batch=(5,))
-    assert plane_bytes(shared, 3) == 2 * 3 * 128 * (5 * 130 + 70)
+    assert plane_bytes(shared, 3) == 2 * 3 * 128 * (5 * 130 + 70) + noted
 
 
 @pytest.mark.usefixtures("hopper")
@@ -101,7 +102,7 @@ def test_one_call_with_the_epilogue(cuda_module, said, precision):
     _, (call,) = cuda_module(f, f32(1000, 520), f32(520, 1100), f32(1100))
     name = "F32_F32_F32" if precision in ("highest", "float32") else precision
     assert picked(call, "algorithm", "activation", "has_bias") == (name, "Gelu", True)
-    bytes_of_planes = 2 * 3 * 576 * (1000 + 1152)
+    bytes_of_planes = 2 * 3 * 576 * (1000 + 1100) + 1152
     assert picked(call, "padding_bytes", "has_workspace") == (bytes_of_planes, True)
     assert call["operands"][:2] == ["1000x520xf32", "520x1100xf32"]
     count = len(PLANE_PRODUCTS[name].pairs)
@@ -162,7 +163,7 @@ def test_xla_multiplies_where_no_kernel_takes_planes(cuda_module, monkeypatch, s
     _, calls = cuda_module(gated, f32(1024, 512), f32(512, 1024), f32(512, 1024))
     assert not calls
     assert said[-1].endswith("no gated kernel for F32_F32_F32")
-    others = frozenset(name for name in _extension.KERNEL_NAMES if "promote" not in name)
+    others = frozenset(name for name in _extension.KERNEL_NAMES if "planes" not in name)
     monkeypatch.setattr(_extension, "KERNEL_NAMES", others)
     f = jax.jit(lambda a, b: gemm(a, b, precision="highest"))
     assert not cuda_module(f, f32(1024, 512), f32(512, 1024))[1]
@@ -175,7 +176,13 @@ def test_rows_by_name_are_of_other_arithmetic():
             jnp.ones((8, 8)),
             jnp.ones((8, 8)),
             precision="highest",
-            config="sm90_bf16_128x128x64_s6_c2x1_cooperative_promote",
+            config="sm90_bf16_128x128x64_s6_c2x1_cooperative_planes",
+        )
+    with pytest.raises(ValueError, match="is not a kernel configuration for BF16_BF16_F32"):
+        gemm(
+            jnp.ones((8, 8), jnp.bfloat16),
+            jnp.ones((8, 8), jnp.bfloat16),
+            config="sm90_bf16_128x128x64_s6_c2x1_cooperative_planes",
         )
 
 

@@ -159,9 +159,6 @@ def arithmetic_lists(arithmetic: ModuleType, cpp: ModuleType) -> str:
     def flag(value: bool) -> str:
         return str(value).lower()
 
-    def packed(planes) -> str:
-        return f"{sum(plane << 2 * i for i, plane in enumerate(planes)):#x}"
-
     def instruction(row, k: int) -> str:
         sums, multiplied = row.accumulator.tag, row.multiplied
         types = f"{sums}.{multiplied}.{multiplied}.{sums}"
@@ -189,7 +186,7 @@ def arithmetic_lists(arithmetic: ModuleType, cpp: ModuleType) -> str:
         instructions=_entries(instruction(row, row.k) for row in built),
         plane_products=_entries(
             f'"{row.name}", {cpp.enumerator("", row.factors)[2:]}, {row.count}, {row.order}, '
-            f"{packed(i for i, _ in row.pairs)}, {packed(j for _, j in row.pairs)}"
+            f"{len(row.pairs)}"
             for row in plane_products
         ),
         k8_instructions=_entries(instruction(row, row.k // 2) for row in built if row.turing),

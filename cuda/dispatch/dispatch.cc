@@ -115,20 +115,20 @@ Status split_into_planes(GemmProblem* problem, int64_t* used, cudaStream_t strea
     *used += bytes;
     *operands[i] = {split.out, split.out_ld, bytes / 2, split.out_batch};
   }
+  void* const state = static_cast<char*>(problem->workspace) + *used;
+  *used += kSplitStateBytes;
   JAX_TCGEMM_REQUIRE(*used <= problem->padding_bytes, product.name, " of m=", params.m,
                      " n=", params.n, " k=", params.k, " takes ", *used, " bytes for planes, not ",
                      problem->padding_bytes);
+  problem->major_a = problem->major_b = Major::kK;
   problem->aligned_a = problem->aligned_b = true;
   problem->strides_aligned_a = problem->strides_aligned_b = true;
   const int32_t k_tiles = splits[0].plane_k / kPlaneTileK;
-  params.planes = {product.count, product.order, make_fast_divisor(k_tiles), product.of_a,
-                   product.of_b};
-  int products = 0;
-  for (int order = 0; order <= product.order; ++order) products += params.planes.products(order);
-  const int64_t k = int64_t{products} * splits[0].plane_k;
+  params.planes = {product.count, product.order, k_tiles, static_cast<const int32_t*>(state)};
+  const int64_t k = int64_t{product.products} * splits[0].plane_k;
   JAX_TCGEMM_REQUIRE(k <= std::numeric_limits<int32_t>::max(), product.name, " of k=", params.k);
-  params.k = static_cast<int32_t>(k);
-  JAX_TCGEMM_CUDA_CHECK(launch_splits(splits, stream), "splitting operands of m=", params.m,
+  params.k = product.count * splits[0].plane_k;
+  JAX_TCGEMM_CUDA_CHECK(launch_splits(splits, state, stream), "splitting operands of m=", params.m,
                         " n=", params.n, " into planes");
   return Status();
 }
@@ -137,7 +137,7 @@ bool takes_planes(const GemmProblem& problem, const DeviceProperties& device) {
   const auto rows = kernel_registry();
   return device.compute_capability == 90 && problem.params.batch_rank <= kMaxTmaBatchRank &&
          problem.params.k > 0 && std::any_of(rows.begin(), rows.end(), [](const KernelEntry& row) {
-           return row.config.takes_planes();
+           return row.config.planes;
          });
 }
 
@@ -249,11 +249,12 @@ Status run_choice(GemmProblem problem, const Choice& choice, char* workspace,
 
 ChoiceInput choice_input(const GemmProblem& problem, const DeviceProperties& device, int64_t used) {
   const GemmParams& p = problem.params;
+  const bool of_planes = p.planes.count > 0;
   return {
       .algorithm = problem.algorithm,
       .m = p.m,
       .n = p.n,
-      .k = p.k,
+      .k = of_planes ? p.k / p.planes.count * problem.planes->products : p.k,
       .batch = p.batch,
       .aligned = problem.aligned(),
       .tma_addressable = problem.tma_addressable() && p.batch_rank <= kMaxTmaBatchRank,
@@ -274,7 +275,7 @@ ChoiceInput choice_input(const GemmProblem& problem, const DeviceProperties& dev
       .d_by_tma = sm90::d_by_tma(problem),
       .has_c = p.epilogue.c.data != nullptr,
       .c_by_tma = sm90::c_by_tma(problem),
-      .of_planes = p.planes.count > 0,
+      .of_planes = of_planes,
   };
 }
 

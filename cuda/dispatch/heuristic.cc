@@ -187,8 +187,9 @@ bool fits_grid(const KernelConfig& config, const ChoiceInput& input) {
 bool takes_compiled_epilogue(const KernelConfig& config) {
   const int bytes = element_bytes(config.algorithm);
   return config.arch == Arch::kSm90 && bytes <= 2 && !config.skinny && !config.swap_ab &&
-         (!config.promote || bytes == 1) && (config.split_k == 1 || config.streams_b()) &&
-         config.grouped != Grouped::kK && config.output_n() % 32 == 0;
+         (!config.promote || bytes == 1) && !config.planes &&
+         (config.split_k == 1 || config.streams_b()) && config.grouped != Grouped::kK &&
+         config.output_n() % 32 == 0;
 }
 
 }  // namespace
@@ -200,7 +201,7 @@ bool supports(const KernelConfig& config, const ChoiceInput& input, int splits) 
   } else if (splits == 1 && !has_epilogue(config, input)) {
     return false;  // the kernel that adds up splits has every epilogue
   }
-  if (input.of_planes && (!config.takes_planes() || splits > 1)) return false;
+  if (input.of_planes != config.planes || (config.planes && splits > 1)) return false;
   if (config.algorithm != input.algorithm || config.gated != input.gated ||
       config.grouped != input.grouped ||
       config.shared_memory_bytes() > input.shared_memory_per_block) {
@@ -220,7 +221,7 @@ Rank rank_of(const KernelConfig& config, const ChoiceInput& input) {
   if (config.is_direct() && input.compute_capability != 90) return Rank::kFallback;
   // Promoting takes longer than it has to where it is not wanted, but for rows for little work.
   const bool takes_both = config.promote && (config.skinny || config.is_direct());
-  const bool suits = config.promote == wants_promotion(input) || takes_both;
+  const bool suits = config.promote == wants_promotion(input) || takes_both || config.planes;
   return config.arch == Arch::kSimt || suits ? Rank::kAccurate : Rank::kRough;
 }
 
@@ -238,8 +239,8 @@ bool supports_splits(const KernelConfig& config, const ChoiceInput& input, int s
   const bool even = config.schedule == Schedule::kCooperative || k_tiles % splits == 0 ||
                     sm90::has_fixup(config, input, splits);
   const bool splits_k = config.arch == Arch::kSm75 || config.arch == Arch::kSm90;
-  return splits_k && config.split_k == 1 && !config.gated && !config.skinny && !config.swap_ab &&
-         even && input.batch == 1 && k_tiles >= splits;
+  return splits_k && config.split_k == 1 && !config.planes && !config.gated && !config.skinny &&
+         !config.swap_ab && even && input.batch == 1 && k_tiles >= splits;
 }
 
 double estimated_cycles(const KernelConfig& config, const ChoiceInput& input, int splits) {

@@ -10,15 +10,15 @@
 
 namespace jax_tcgemm {
 
-// An operand (batch, rows, columns), columns contiguous, and where its bfloat16 planes go. They lie
-// one after the other along k, filled up with zeros to multiples of a k-tile.
+// An operand (batch, rows, columns), columns contiguous, and where its bfloat16 planes go. They are
+// k-major, and lie one after the other along k, filled up with zeros to multiples of a k-tile.
 struct SplitProblem {
   Operand in;
   void* out;
   Major major;  // k is the columns (kK) or the rows (kMn)
   int32_t count;
   int32_t rows, columns;
-  int32_t plane_k;  // extent of a plane along k
+  int32_t plane_k;  // extent of a plane along k, a multiple of 64
   int64_t out_ld;   // elements
   int32_t batch_rank;
   int32_t batch_shape[kMaxBatchRank];  // 1 where the operand is broadcast
@@ -29,8 +29,19 @@ struct SplitProblem {
 // extents.
 int64_t plan_split(SplitProblem* problem);
 
-// Enqueues the splitting of A and of B, as one kernel.
-cudaError_t launch_splits(const SplitProblem (&problems)[2], cudaStream_t stream);
+// Of two planes that are scaled the second is what the first leaves over, times 2^kPlaneBits, which
+// is half of the number at most; and so on.
+constexpr int kPlaneBits = 7;
+
+// What the launches below write to: Planes::scale_bits, then what each block found.
+constexpr int kSplitStateBytes = 128 + 1024;
+
+// Enqueues the splitting of A and of B: into planes as they are, which float32's range allows of
+// most operands; and a second kernel that replaces them by scaled ones where it does not. Tiny
+// elements would lose bits of their last planes; of infinities and the largest elements nothing but
+// NaN is left over, and products of planes may be infinite, which the products of scaled planes are
+// kept apart for (sm90/plane_loop.cuh).
+cudaError_t launch_splits(const SplitProblem (&problems)[2], void* state, cudaStream_t stream);
 
 }  // namespace jax_tcgemm
 

@@ -10,6 +10,7 @@
 #include "ptx/mbarrier.cuh"
 #include "ptx/wgmma.cuh"
 #include "sm90/layouts.cuh"
+#include "sm90/plane_loop.cuh"
 #include "sm90/promoting_loop.cuh"
 #include "sm90/register_loop.cuh"
 #include "sm90/ring.cuh"
@@ -22,10 +23,11 @@ constexpr bool a_from_registers(const KernelConfig& config, Major a) {
 }
 
 template <KernelConfig kConfig, typename Layout>
-using LoopOfLayout =
-    std::conditional_t<a_from_registers(kConfig, Layout::kMajorA) ||
-                           transposes_b(kConfig, Layout::kMajorA, Layout::kMajorB),
-                       RegisterLoop<kConfig, Layout>, PromotingLoop<kConfig, Layout>>;
+using LoopOfLayout = std::conditional_t<
+    a_from_registers(kConfig, Layout::kMajorA) ||
+        transposes_b(kConfig, Layout::kMajorA, Layout::kMajorB),
+    RegisterLoop<kConfig, Layout>,
+    std::conditional_t<kConfig.planes, PlaneLoop<kConfig, Layout>, PromotingLoop<kConfig, Layout>>>;
 
 // Of operands of one layout.
 template <KernelConfig kConfig, typename Layout>
@@ -50,15 +52,13 @@ struct LayoutMainloop : LoopOfLayout<kConfig, Layout> {
       this->run_transposing(acc, count, passed);
     } else if constexpr (a_from_registers(kConfig, Layout::kMajorA)) {
       this->run_from_registers(acc, count, passed);
+    } else if constexpr (kConfig.planes) {
+      this->run_planes(acc, passed);
     } else if constexpr (kConfig.promote) {
-      if constexpr (kConfig.takes_planes()) {
-        this->run_planes(acc, count, passed);
-      } else {
-        clear(acc);
-        this->run_promoting(acc, count, passed);
-      }
+      clear(acc);
+      this->run_promoting(acc, count, passed);
     } else {
-      this->run_from_shared(acc, count, true, passed);
+      this->run_from_shared(acc, count, passed);
     }
   }
 

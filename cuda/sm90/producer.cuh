@@ -122,9 +122,9 @@ struct Producer {
       for (int k = range.begin; k < range.end; ++k, at.advance()) {
         ptx::mbarrier_wait(smem.empty(at.stage), at.phase ^ 1);
         ptx::mbarrier_arrive_expect(smem.full(at.stage), stage_bytes(params));
-        const auto [k_of_a, k_of_b] = k_tiles_of(params.planes, k);
-        a.load(smem.a(at.stage), smem.full(at.stage), k_of_a * kConfig.tile_k);
-        b.load(smem.b(at.stage), smem.full(at.stage), k_of_b * kConfig.tile_k);
+        const int first_k = k_tile_of(params.planes, k) * kConfig.tile_k;
+        a.load(smem.a(at.stage), smem.full(at.stage), first_k);
+        b.load(smem.b(at.stage), smem.full(at.stage), first_k);
         if constexpr (kConfig.gated) {
           constexpr int kHalf = kConfig.operand_bytes(kConfig.tile_n) / 2;
           b2.load(smem.b(at.stage) + kHalf, smem.full(at.stage), k * kConfig.tile_k);
@@ -149,21 +149,14 @@ struct Producer {
   }
 
  private:
-  struct KTiles {
-    int a, b;
-  };
-  // Where the k-tile of a product lies in the operands: elsewhere if those are planes.
-  static __device__ __forceinline__ KTiles k_tiles_of(const Planes& planes, int k) {
-    if constexpr (kConfig.takes_planes()) {
-      if (planes.count > 0) {
-        const int product = planes.k_tiles.divide(k);
-        const int tile = k - product * planes.k_tiles.divisor;
-        const auto plane = [&](uint32_t of) { return static_cast<int>(of >> 2 * product & 3); };
-        return {plane(planes.of_a) * planes.k_tiles.divisor + tile,
-                plane(planes.of_b) * planes.k_tiles.divisor + tile};
-      }
+  // Where stage k lies in the operands. Planes come by turns, of each k-tile the last one first.
+  static __device__ __forceinline__ int k_tile_of(const Planes& planes, int k) {
+    if constexpr (kConfig.planes) {
+      const int tile = k / planes.count;
+      const int plane = (tile + 1) * planes.count - 1 - k;
+      return plane * planes.k_tiles + tile;
     }
-    return {k, k};
+    return k;
   }
 
   // Of an operand; mn-major ones come in whole rows.

@@ -2,7 +2,6 @@
 
 #pragma once
 
-#include "gemm_params.h"
 #include "kernel_config.h"
 #include "ptx/wgmma.cuh"
 #include "sm90/stage_loop.cuh"
@@ -14,12 +13,9 @@ struct PromotingLoop : StageLoop<kConfig, Layout> {
   using Base = StageLoop<kConfig, Layout>;
   using Base::add;
   using Base::begin_stage;
-  using Base::clear;
   using Base::kElementBytes;
   using Base::kTakesTurns;
-  using Base::planes;
   using Base::release;
-  using Base::run_from_shared;
   using typename Base::Accumulators;
 
   // The tensor cores cut sums off; those of few stages, added up in float32, lose little by it: of
@@ -37,23 +33,6 @@ struct PromotingLoop : StageLoop<kConfig, Layout> {
     }
   }
 
-  // Products of planes, an order after the other. What is cut off counts in the last one alone.
-  template <typename Passed>
-  __device__ __forceinline__ void run_planes(Accumulators& total, int count, Passed& passed) {
-    if (planes.count > 0) {
-#pragma unroll 1
-      for (int order = planes.order; order > 0; --order) {
-        const int stages = planes.products(order) * planes.k_tiles.divisor;
-        run_from_shared(total, stages, order == planes.order, [] {});
-        raise_order(total, order == 1);
-      }
-      count = planes.k_tiles.divisor;
-    } else {
-      clear(total);
-    }
-    run_promoting(total, count, passed);
-  }
-
  private:
   // While it adds, another warpgroup multiplies.
   template <typename Passed>
@@ -65,19 +44,6 @@ struct PromotingLoop : StageLoop<kConfig, Layout> {
       if (i + 1 == count) passed();
       this->template end_stage<0>(apart, stage);
       add(total, apart);
-    }
-  }
-
-  // Of an infinity nothing is left over but NaN, and sums may be beyond float32's range where D is:
-  // then the products of order 0 say what D is.
-  static __device__ __forceinline__ void raise_order(Accumulators& total, bool is_last) {
-#pragma unroll
-    for (auto& block : total) {
-#pragma unroll
-      for (float& value : block) {
-        value *= 0x1p-7f;
-        if (is_last && !(fabsf(value) <= 0x1.fffffep127f)) value = 0.f;
-      }
     }
   }
 

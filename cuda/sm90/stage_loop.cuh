@@ -67,8 +67,14 @@ struct StageLoop {
       kMajorA == Major::kK ? kBlockRows * 128 : kBlockRows * kElementBytes / 128 * kSlabBytes;
 
   __device__ __forceinline__ void issue_stage(Accumulators& acc, bool first) const {
-    const uint64_t a = descriptor<kMajorA>(smem.a(at.stage) + first_row / kBlockRows * kBlockBytes);
-    const uint64_t b = descriptor<kMajorB, kRowBytesB>(smem.b(at.stage));
+    issue_product(acc, at.stage, at.stage, first);
+  }
+
+  // Of A in one stage and B in another.
+  __device__ __forceinline__ void issue_product(Accumulators& acc, int stage_a, int stage_b,
+                                                bool first) const {
+    const uint64_t a = descriptor<kMajorA>(smem.a(stage_a) + first_row / kBlockRows * kBlockBytes);
+    const uint64_t b = descriptor<kMajorB, kRowBytesB>(smem.b(stage_b));
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
@@ -80,17 +86,16 @@ struct StageLoop {
     }
   }
 
-  // One stage is always in flight; the one before it is released. `is_first`: acc is nothing yet.
+  // One stage is always in flight; the one before it is released.
   template <typename Passed>
-  __device__ __forceinline__ void run_from_shared(Accumulators& acc, int count, bool is_first,
-                                                  Passed&& passed) {
+  __device__ __forceinline__ void run_from_shared(Accumulators& acc, int count, Passed&& passed) {
     int previous = 0;
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
       ptx::mbarrier_wait(smem.full(at.stage), at.phase);
       fence(acc);
       ptx::wgmma_fence();
-      issue_stage(acc, is_first && i == 0);
+      issue_stage(acc, i == 0);
       ptx::wgmma_commit();
       fence(acc);
       ptx::wgmma_wait<1>();

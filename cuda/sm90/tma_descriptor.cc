@@ -101,9 +101,6 @@ Status encode_operand(const char* name, const Operand& operand, Major major, int
                       int tile_mn, int sharers, const GemmParams& params,
                       const KernelConfig& config, TensorMap* map, uint8_t (*moves)[kMaxBatchRank]) {
   const bool k_major = major == Major::kK;
-  const Planes& planes = params.planes;
-  const int32_t k =
-      planes.count > 0 ? planes.count * planes.k_tiles.divisor * config.tile_k : params.k;
   Tiling t = {};
   t.name = name;
   t.bytes = element_bytes(config.algorithm);
@@ -111,8 +108,8 @@ Status encode_operand(const char* name, const Operand& operand, Major major, int
   // TMA rounds to tf32 on the way, as XLA does; wgmma itself would cut off.
   t.type = arithmetic.rounds_to_tf32 ? CU_TENSOR_MAP_DATA_TYPE_TFLOAT32 : data_type(arithmetic.a);
   t.data = operand.data;
-  t.extent[0] = k_major ? k : extent_mn;
-  t.extent[1] = k_major ? extent_mn : k;
+  t.extent[0] = k_major ? params.k : extent_mn;
+  t.extent[1] = k_major ? extent_mn : params.k;
   // A single row has no stride of its own.
   t.stride[1] = operand.ld != 0 ? operand.ld * t.bytes : (t.extent[0] * t.bytes + 15) / 16 * 16;
   const int row_bytes = k_major ? 128 : config.mn_row_bytes(tile_mn);

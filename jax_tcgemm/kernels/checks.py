@@ -36,6 +36,7 @@ def check(row: KernelConfig) -> None:
     if row.arch == "simt":
         _check_simt(row, require)
         return
+    require(row.arch == "sm90" or not row.planes, "only sm90 rows multiply planes")
     require(row.arch in ("sm75", "sm80", "sm90"), "arch must be sm90, sm80, sm75 or simt")
     if row.arithmetic.at_run_time:
         require(row.arch == "sm90" and row.epilogue == "none", "the build has no kernel")
@@ -125,6 +126,18 @@ def _check_streamed(row: KernelConfig, require: Require) -> None:
     require(not (row.skinny or row.swap_ab or (row.gated and row.grouped == "m")), "of one kind")
 
 
+def _check_planes(row: KernelConfig, require: Require) -> None:
+    require(row.arithmetic.a.tag == "bf16", "planes are of bfloat16")
+    require(row.stages >= 6, "the ring holds three planes of two k-tiles")
+    require(
+        row.tile_m * row.tile_n // row.warps_m <= 64 * 32,
+        "planes take two more sets of accumulators",
+    )
+    require(row.epilogue == "any", "rows for planes have every epilogue")
+    require(row.split_k == 1 and row.grouped == "none", "neither parts of k nor groups")
+    require(not (row.promote or row.skinny or row.gated or row.swap_ab), "of one kind")
+
+
 def _check_sm90(row: KernelConfig, require: Require) -> None:
     if row.streams_b:
         _check_streamed(row, require)
@@ -142,6 +155,8 @@ def _check_sm90(row: KernelConfig, require: Require) -> None:
         ),
         "promoting takes two more sets of accumulators, of products of 8 bits one",
     )
+    if row.planes:
+        _check_planes(row, require)
     require(row.arithmetic.wgmma, "sums of wgmma are float32, or int32")
     require(row.tile_k * row.element_bytes == 128, "tile_k must span 128 bytes")
     require(row.warps_n == 1 and row.warps_m % 4 == 0, "warpgroups share a tile along m")

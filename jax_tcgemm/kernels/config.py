@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 
 from jax_tcgemm.kernels import checks
-from jax_tcgemm.kernels.arithmetic import ALL_ARITHMETIC, PLANE_PRODUCTS, Arithmetic
+from jax_tcgemm.kernels.arithmetic import ALL_ARITHMETIC, Arithmetic
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +37,7 @@ class KernelConfig:
         promote: add up the products of some k-tiles apart and then in float32. The tensor cores
             cut sums off instead of rounding them, which a float32 result of 16-bit operands would
             show. A row's name ends with it, but for skinny, streamed and direct rows.
+        planes: A and B are bfloat16 planes of float32 operands, and nothing else (sm90).
         cluster_m: blocks along m that share one load of their columns of B (sm90).
         cluster_n: blocks along n that share one load of their rows of A (sm90).
         split_k: blocks (of direct sm80 rows: warps of one) that share the k of one tile and add up
@@ -74,6 +75,7 @@ class KernelConfig:
     stages: int
     loader: str = "cp_async"
     promote: bool = False
+    planes: bool = False
     cluster_m: int = 1
     cluster_n: int = 1
     split_k: int = 1
@@ -122,7 +124,7 @@ class KernelConfig:
 
         As ``supports_splits`` of ``cuda/dispatch/heuristic.cc``, but for the problem.
         """
-        alone = self.split_k == 1 and not (self.gated or self.skinny or self.swap_ab)
+        alone = self.split_k == 1 and not (self.gated or self.skinny or self.swap_ab or self.planes)
         is_built = not self.arithmetic.at_run_time
         return self.arch in ("sm75", "sm90") and alone and self.grouped == "none" and is_built
 
@@ -134,7 +136,7 @@ class KernelConfig:
         """
         sums = (not self.promote or self.element_bytes == 1) and self.element_bytes <= 2
         alone = self.split_k == 1 or self.streams_b
-        kind = not (self.skinny or self.swap_ab or self.grouped == "k")
+        kind = not (self.skinny or self.swap_ab or self.planes or self.grouped == "k")
         return self.arch == "sm90" and sums and alone and kind and self.output_n % 32 == 0
 
     def has_every(self, work: str) -> bool:
@@ -145,14 +147,6 @@ class KernelConfig:
         """
         adds = work == "sum" and self.arch in ("sm75", "sm80")
         return work == "none" or self.epilogue == "any" or adds
-
-    @property
-    def takes_planes(self) -> bool:
-        """Whether A and B may be planes of float32 operands; as of ``cuda/kernel_config.h``."""
-        multiplies = any(row.factors == self.algorithm for row in PLANE_PRODUCTS.values())
-        alone = self.split_k == 1 and self.grouped == "none"
-        plain = self.promote and alone and not (self.skinny or self.gated)
-        return self.arch == "sm90" and plain and multiplies
 
     @property
     def streams_b(self) -> bool:
@@ -167,7 +161,7 @@ class KernelConfig:
     @property
     def rounds_sums(self) -> bool:
         """Whether float32 results of 16-bit operands are as accurate as float32 sums."""
-        return self.promote or self.arch == "simt"
+        return self.promote or self.planes or self.arch == "simt"
 
     @property
     def output_n(self) -> int:
@@ -259,6 +253,7 @@ class KernelConfig:
             split = f"_k{self.split_k}" if self.split_k > 1 else ""
             kind = "skinny" if self.skinny else "streamed" if self.streams_b else self.schedule
             promote = "_promote" if self.promote and kind == self.schedule else ""
+            promote += "_planes" if self.planes else ""
             swap_ab = "_swap_ab" if self.swap_ab else ""
             return f"{tile}_s{self.stages}{cluster}{split}_{kind}{kinds}{promote}{swap_ab}"
         if self.is_direct:

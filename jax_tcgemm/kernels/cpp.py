@@ -23,6 +23,7 @@ def config(row: KernelConfig) -> str:
         row.stages,
         enumerator("Loader", row.loader),
         str(row.promote).lower(),
+        str(row.planes).lower(),
         row.cluster_m,
         row.cluster_n,
         row.split_k,

@@ -59,13 +59,16 @@ def can_be(
     row = find(name)
     if row is None or splits == 0 or (splits > 1 and not row.splits_k):
         return False
-    return (row.algorithm, row.gated, row.grouped) == (algorithm, gated, grouped)
+    return row in for_algorithm(algorithm, grouped) and row.gated == gated
 
 
 def for_algorithm(algorithm: str, grouped: str = "none") -> tuple[KernelConfig, ...]:
-    """Returns the rows of such groups for ``algorithm`` (a row of the table of arithmetic)."""
+    """Returns the rows of such groups for ``algorithm`` (a row of the table of arithmetic).
+
+    Rows for planes are of another: they take no operands of their algorithm, and go by no name.
+    """
     return tuple(
         config
         for config in (*CONFIGS, *RUN_TIME_CONFIGS)
-        if config.algorithm == algorithm and config.grouped == grouped
+        if config.algorithm == algorithm and config.grouped == grouped and not config.planes
     )

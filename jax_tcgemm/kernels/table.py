@@ -9,7 +9,12 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
-from jax_tcgemm.kernels.arithmetic import ALL_ARITHMETIC, ARITHMETIC, RUN_TIME_ARITHMETIC
+from jax_tcgemm.kernels.arithmetic import (
+    ALL_ARITHMETIC,
+    ARITHMETIC,
+    PLANE_PRODUCTS,
+    RUN_TIME_ARITHMETIC,
+)
 from jax_tcgemm.kernels.config import KernelConfig
 
 
@@ -26,6 +31,7 @@ def _sm90(
     skinny: bool = False,
     grouped: str = "none",
     promote: bool = False,
+    planes: bool = False,
     swap_ab: bool = False,
     epilogue: str = "any",
 ) -> KernelConfig:
@@ -52,6 +58,7 @@ def _sm90(
         skinny=skinny,
         grouped=grouped,
         promote=promote,
+        planes=planes,
         swap_ab=swap_ab,
         epilogue=epilogue,
     )
@@ -272,6 +279,12 @@ def _rows() -> list[KernelConfig]:
         _sm90("TF32_TF32_F32", 128, 64, 8, cluster=(2, 2)),
         _sm90("TF32_TF32_F32", 128, 160, 5, cluster=(2, 1)),
     ]
+    # Planes of float32 operands; for few tiles.
+    for algorithm in sorted({row.factors for row in PLANE_PRODUCTS.values()}):
+        rows += [
+            _sm90(algorithm, 128, 128, 6, cluster=(2, 1), planes=True),
+            _sm90(algorithm, 64, 128, 8, schedule="pingpong", planes=True),
+        ]
     for algorithm in ARITHMETIC:
         rows.append(KernelConfig("simt", algorithm, 4, 32, 32, 4, 1, 1, "direct"))
     for algorithm, _ in _MOST:

@@ -137,26 +137,25 @@ def padding_bytes(gemm: StridedGemm, itemsize: int) -> int:
 
 
 _PLANE_K = 64  # kPlaneTileK of cuda/dispatch/dispatch.cc
-_PLANE_COLUMNS = 64
+_SPLIT_STATE_BYTES = 128 + 1024  # kSplitStateBytes of cuda/passes/split_planes.h
 
 
 def plane_bytes(gemm: StridedGemm, count: int) -> int:
     """Returns the bytes of workspace for the bfloat16 planes of both operands.
 
-    As ``plan_split`` of ``cuda/passes/split_planes.cu`` lays them out.
+    As ``plan_split`` of ``cuda/passes/split_planes.cu`` lays them out, and what ``launch_splits``
+    notes of the operands.
 
     Args:
         gemm: the folded gemm, of float32 operands.
         count: planes of an operand.
     """
     k = count * _rounded_up(gemm.k, _PLANE_K)
-    total = 0
+    total = _SPLIT_STATE_BYTES
     for name, extent_mn in (("a", gemm.m), ("b", gemm.n)):
-        is_mn_major = _is_mn_major(gemm, name)
-        matrix = k * (_rounded_up(extent_mn, _PLANE_COLUMNS) if is_mn_major else extent_mn)
         batch_strides, *_ = _layout(gemm, name)
         batch = (extent for extent, stride in zip(gemm.batch, batch_strides, strict=True) if stride)
-        total += _rounded_up(2 * math.prod(batch) * matrix, LINE_BYTES)
+        total += _rounded_up(2 * math.prod(batch) * k * extent_mn, LINE_BYTES)
     return total
 
 

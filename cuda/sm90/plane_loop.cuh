@@ -1,0 +1,209 @@
+// The loop over k of float32 operands by their planes (GemmParams::planes): every plane of a k-tile
+// is loaded once, and multiplied by each of the other operand's that counts.
+//
+// Stages: plane after plane of a k-tile, the last one first, each of both operands. The ring holds
+//         a k-tile and what comes of the next one.
+// Sums:   the products of a k-tile, the smallest first, in one set of accumulators, since the
+// tensor
+//         cores cut sums off. It is added to the total in float32 while the next k-tile is
+//         multiplied in another set.
+// Where planes are scaled (passes/split_planes.h) the sum over an order is scaled before the next
+//         order goes on with it; only another warpgroup multiplies meanwhile.
+
+#pragma once
+
+#include "gemm_params.h"
+#include "kernel_config.h"
+#include "ptx/mbarrier.cuh"
+#include "ptx/wgmma.cuh"
+#include "sm90/stage_loop.cuh"
+
+namespace jax_tcgemm::sm90 {
+
+template <KernelConfig kConfig, typename Layout>
+struct PlaneLoop : StageLoop<kConfig, Layout> {
+  using Base = StageLoop<kConfig, Layout>;
+  using Base::add;
+  using Base::at;
+  using Base::clear;
+  using Base::fence;
+  using Base::planes;
+  using Base::release;
+  using Base::smem;
+  using typename Base::Accumulators;
+
+  template <typename Passed>
+  __device__ __forceinline__ void run_planes(Accumulators& total, Passed& passed) {
+    clear(total);
+    // Nine products are asked for so seldom that less code is worth more.
+    if (*planes.scale_bits != 0 || planes.order > 2) {
+      run_scaled(total, passed);
+    } else if (planes.count == 2) {
+      run_as_they_are<2>(total, planes.k_tiles, passed);
+    } else {
+      run_as_they_are<3>(total, planes.k_tiles, passed);
+    }
+  }
+
+ private:
+  // The stages of a k-tile, which begin with that of the last plane.
+  struct Tile {
+    int first;
+    int count;
+
+    __device__ __forceinline__ int stage(int plane) const {
+      constexpr int kStages = ring_stages(kConfig, Layout::kMajorA, Layout::kMajorB);
+      const int stage = first + count - 1 - plane;
+      return stage < kStages ? stage : stage - kStages;
+    }
+  };
+
+  __device__ __forceinline__ Tile next_tile(int count) {
+    const Tile tile = {at.stage, count};
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+      ptx::mbarrier_wait(smem.full(at.stage), at.phase);
+      at.advance();
+    }
+    return tile;
+  }
+
+  // Products of planes i and kOrder - i. `first`: acc is nothing yet.
+  template <int kOrder, int kCount>
+  __device__ __forceinline__ void issue_order(Accumulators& acc, const Tile& tile,
+                                              bool first) const {
+    constexpr int kBegin = kOrder < kCount ? 0 : kOrder - kCount + 1;
+#pragma unroll
+    for (int i = kBegin; i <= kOrder - kBegin; ++i) {
+      this->issue_product(acc, tile.stage(i), tile.stage(kOrder - i), first && i == kBegin);
+    }
+  }
+
+  static __device__ __forceinline__ void begin(Accumulators& acc) {
+    fence(acc);
+    ptx::wgmma_fence();
+  }
+  static __device__ __forceinline__ void commit(Accumulators& acc) {
+    ptx::wgmma_commit();
+    fence(acc);
+  }
+  template <int kPending>
+  static __device__ __forceinline__ void wait(Accumulators& acc) {
+    ptx::wgmma_wait<kPending>();
+    fence(acc);
+  }
+
+  // Those of the order that begins a k-tile, as a group of instructions.
+  template <int kCount>
+  __device__ __forceinline__ void begin_tile(Accumulators& acc, const Tile& tile) const {
+    begin(acc);
+    issue_order<kCount - 1, kCount>(acc, tile, true);
+    commit(acc);
+  }
+
+  // The others. A group ends where a plane has been read for the last time; each but plane 0 is
+  // released then.
+  template <int kCount>
+  __device__ __forceinline__ void end_tile(Accumulators& acc, const Tile& tile) const {
+    begin(acc);
+    if constexpr (kCount == 3) {
+      issue_order<1, kCount>(acc, tile, false);
+      ptx::wgmma_commit();
+    }
+    issue_order<0, kCount>(acc, tile, false);
+    commit(acc);
+    ptx::wgmma_wait<kCount - 1>();
+    release(tile.stage(kCount - 1));
+    if constexpr (kCount == 3) {
+      ptx::wgmma_wait<1>();
+      release(tile.stage(1));
+    }
+  }
+
+  template <int kCount, typename Passed>
+  __device__ __forceinline__ void run_as_they_are(Accumulators& total, int tiles, Passed& passed) {
+    Accumulators even;
+    Accumulators odd;
+    Tile tile = next_tile(kCount);
+    begin_tile<kCount>(even, tile);
+    end_tile<kCount>(even, tile);
+#pragma unroll 1
+    for (;;) {
+      if (--tiles == 0) break;
+      const Tile next = turn<kCount>(total, even, odd, tile);
+      if (--tiles == 0) {
+        passed();
+        return finish<0>(total, odd, next);
+      }
+      tile = turn<kCount>(total, odd, even, next);
+    }
+    passed();
+    finish<0>(total, even, tile);
+  }
+
+  // Multiplies the next tile in `other`, and adds what `acc` has of this one.
+  template <int kCount>
+  __device__ __forceinline__ Tile turn(Accumulators& total, Accumulators& acc, Accumulators& other,
+                                       const Tile& tile) {
+    const Tile next = next_tile(kCount);
+    begin_tile<kCount>(other, next);
+    // Of three planes the ring holds two tiles: what this one has read is soon to be loaded again.
+    if constexpr (kCount == 3) finish<1>(total, acc, tile);
+    end_tile<kCount>(other, next);
+    if constexpr (kCount == 2) finish<1>(total, acc, tile);
+    return next;
+  }
+
+  // Adds what a tile comes to, with kPending groups that are still to run.
+  template <int kPending>
+  __device__ __forceinline__ void finish(Accumulators& total, Accumulators& acc,
+                                         const Tile& tile) const {
+    wait<kPending>(acc);
+    release(tile.stage(0));
+    add(total, acc);
+  }
+
+  // Any products, an order after the other; only another warpgroup multiplies while sums are
+  // scaled.
+  template <typename Passed>
+  __device__ __forceinline__ void run_scaled(Accumulators& total, Passed& passed) {
+    const int bits = *planes.scale_bits;
+    const float scale = __int_as_float((127 - bits) << 23);
+    Accumulators acc;
+#pragma unroll 1
+    for (int tiles = planes.k_tiles; tiles > 0; --tiles) {
+      const Tile tile = next_tile(planes.count);
+#pragma unroll 1
+      for (int order = planes.order;; --order) {
+        const int first = order < planes.count ? 0 : order - planes.count + 1;
+#pragma unroll 1
+        for (int i = first; i <= order - first; ++i) {
+          begin(acc);
+          this->issue_product(acc, tile.stage(i), tile.stage(order - i),
+                              order == planes.order && i == first);
+          commit(acc);
+        }
+        if (tiles == 1 && order == 0) passed();
+        wait<0>(acc);
+        if (order < planes.count) release(tile.stage(order));
+        if (order == 0) break;
+        scale_sums(acc, scale);
+      }
+      add(total, acc);
+    }
+  }
+
+  // Of an infinity nothing is left over but NaN, and sums may be beyond float32's range where D is:
+  // then the products of order 0 say what D is.
+  static __device__ __forceinline__ void scale_sums(Accumulators& acc, float scale) {
+#pragma unroll
+    for (auto& block : acc) {
+#pragma unroll
+      for (float& value : block) {
+        value = fabsf(value) <= 0x1.fffffep127f ? value * scale : 0.f;
+      }
+    }
+  }
+};
+
+}  // namespace jax_tcgemm::sm90
