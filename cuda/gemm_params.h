@@ -125,7 +125,7 @@ struct Planes {
 };
 
 struct GemmParams {
-  int32_t m, n, k;       // with planes, k is that of all their products
+  int32_t m, n, k;       // with planes, k is that of all of them
   int32_t batch;         // product of batch_shape; with split_stages, the number of parts of k
   int32_t split_stages;  // > 0: matrix i of the batch is the product over so many stages of k
   // sm90: of what the kernel calls A and B. In the first line of the parameters, for a kernel of
@@ -141,6 +141,9 @@ struct GemmParams {
   int32_t batch_rank;
   int32_t batch_shape[kMaxBatchRank];
   Planes planes;
+  // B is of complex numbers x + i y, of half as many rows and columns, and stands for the real
+  // matrix of ((x, y), (-y, x)). Its strides are in parts.
+  bool pairs_of_b;
 };
 
 }  // namespace jax_tcgemm

@@ -61,6 +61,8 @@ struct KernelConfig {
   bool promote;
   // sm90: A and B are planes of float32 operands (GemmParams::planes), and nothing else.
   bool planes;
+  // sm90: B is of complex numbers (GemmParams::pairs_of_b), n-major, and goes through registers.
+  bool pairs;
   // Of sm90 kernels: blocks of a cluster along m, n (which share operands) and k (which add up
   // their accumulators). Of direct sm80 kernels split_k is of the warps of a block.
   int cluster_m;

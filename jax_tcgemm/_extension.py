@@ -109,6 +109,12 @@ def has_plane_kernel(factors: str) -> bool:
     return any(row.name in KERNEL_NAMES for row in rows)
 
 
+def has_pairs_kernel(algorithm: str) -> bool:
+    """Says whether a kernel that takes a B of complex numbers as it lies was compiled in."""
+    rows = (row for row in kernel_table.CONFIGS if row.pairs and row.algorithm == algorithm)
+    return any(row.name in KERNEL_NAMES for row in rows)
+
+
 def load() -> None:
     """Checks the extension and registers its custom calls; called once, on import."""
     check_kernel_names(KERNEL_NAMES, _core.build_info())

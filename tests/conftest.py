@@ -237,8 +237,8 @@ def cuda_module(all_kernels: None) -> Callable[..., tuple[str, list[dict[str, An
                 name: _attribute(value, type_name)
                 for name, value, type_name in _ATTRIBUTE.findall(attributes)
             }
-            tensors = re.findall(r"tensor<([\w]+)>", operands)
-            calls.append(call | {"operands": tensors, "results": re.findall(r"<(\w+)>", results)})
+            tensors = [re.findall(r"tensor<([\w<>]+)>", said) for said in (operands, results)]
+            calls.append(call | dict(zip(("operands", "results"), tensors, strict=True)))
         assert len(calls) == text.count("custom_call @jax_tcgemm_gemm"), text
         return text, calls
 

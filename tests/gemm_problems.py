@@ -142,7 +142,9 @@ def draw(seed: int, index: int, kernels: str | None = None) -> Problem:
         built = _extension.KERNEL_NAMES or {row.name for row in kernel_table.CONFIGS}
         rows = kernel_table.CONFIGS if kernels else kernel_names.for_algorithm(algorithm)
         rows = [
-            x for x in rows if x.name in built and not (x.gated or x.planes) and x.grouped == "none"
+            x
+            for x in rows
+            if x.name in built and x.goes_by_name and not x.gated and x.grouped == "none"
         ]
         rows = [x for x in rows if fnmatch.fnmatch(x.name, kernels or "*")]
         row = rows[rng.integers(len(rows))] if rows else None

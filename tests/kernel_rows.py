@@ -41,7 +41,7 @@ def by_config(
             if arch in (None, config.arch) and config.epilogue in epilogues
             if (config.gated, config.grouped) == (gated, grouped)
             if skinny in (None, config.skinny)
-            if not config.planes  # which no config= names
+            if config.goes_by_name
         ],
     )
 

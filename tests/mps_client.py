@@ -18,7 +18,8 @@ ROWS = {
     row.cluster_size: row.name
     for row in CONFIGS
     if row.arch == "sm90" and row.algorithm == "BF16_BF16_F32" and row.name in _core.kernel_names()
-    if row.grouped == "none" and not (row.gated or row.planes or (row.promote and not row.skinny))
+    if row.grouped == "none"
+    and not (row.gated or not row.goes_by_name or (row.promote and not row.skinny))
 }
 GROUPS = np.asarray([200, 0, 312], np.int32)
 ENDS = np.cumsum(GROUPS)

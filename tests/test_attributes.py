@@ -50,6 +50,7 @@ PLAIN = {
     "activation_p1": 0.0,
     "gated": False,
     "beside_collectives": False,
+    "pairs_of_b": False,
     "b2_offset": 0,
     "algorithm": "BF16_BF16_F32",
     "config": "",

@@ -34,8 +34,8 @@ def test_every_algorithm_has_rows_of_every_loader():
         assert ("register" in loaders) == ARITHMETIC[algorithm].turing
         assert {row.element_bytes for row in rows} == {dtype.itemsize}
     kinds = itertools.product(INPUT_DTYPES, ("none", "m", "k"))
-    of_planes = [row for row in CONFIGS if row.planes]
-    assert sum(len(for_algorithm(*kind)) for kind in kinds) == len(CONFIGS) - len(of_planes)
+    nameless = [row for row in CONFIGS if not row.goes_by_name]
+    assert sum(len(for_algorithm(*kind)) for kind in kinds) == len(CONFIGS) - len(nameless)
     assert len({(row.tile_m, row.tile_n) for row in CONFIGS}) >= 5
 
 
@@ -234,10 +234,11 @@ def test_no_sm90_kernel_spills_or_is_serialised():
         kernels = {name: bytes_ for name, bytes_ in spills.items() if f"Row_{row.name}E" in name}
         # All pairs of layouts: but some float32 rows cannot take two mn-major operands, and groups
         # are of rows of a k-major A, or of k in two mn-major operands. Exchanged operands have a
-        # k-major A, planes are both k-major.
+        # k-major A; planes and pairs are of one layout.
         layouts = sum(len(re.findall(_LAYOUT, name)) for name in kernels)
         least = {"none": 3, "m": 2, "k": 1}[row.grouped]
-        assert layouts >= (1 if row.planes else 2 if row.swap_ab else least), row.name
+        least = 1 if not row.goes_by_name else 2 if row.swap_ab else least
+        assert layouts >= least, row.name
         assert set(kernels.values()) == {0}, kernels
 
 

@@ -24,8 +24,8 @@ ATTRIBUTES = {
     *("bias2_strides", "has_c", "has_bias", "has_alpha", "has_beta", "has_row_scale"),
     *("has_column_scale", "has_b2", "has_bias2", "has_c2", "has_aux", "has_workspace"),
     *("padding_bytes", "alpha", "beta", "c_role", "activation", "activation_p0"),
-    *("activation_p1", "gated", "beside_collectives", "b2_offset", "algorithm", "config"),
-    *("operands", "results"),
+    *("activation_p1", "gated", "beside_collectives", "pairs_of_b", "b2_offset", "algorithm"),
+    *("config", "operands", "results"),
 }
 
 

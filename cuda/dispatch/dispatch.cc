@@ -87,7 +87,7 @@ Status pad_unaligned_operands(GemmProblem* problem, const DeviceProperties& devi
 constexpr int kPlaneTileK = 64;
 
 SplitProblem split_of(const GemmProblem& problem, const Operand& operand, Major major,
-                      int32_t extent_mn) {
+                      int32_t extent_mn, bool is_pairs) {
   const GemmParams& params = problem.params;
   SplitProblem split = {};
   split.in = operand;
@@ -95,6 +95,8 @@ SplitProblem split_of(const GemmProblem& problem, const Operand& operand, Major 
   split.count = problem.planes->count;
   split.rows = major == Major::kK ? extent_mn : params.k;
   split.columns = major == Major::kK ? params.k : extent_mn;
+  split.pairs = is_pairs;
+  if (is_pairs) split.rows /= 2;  // each makes two, whichever way it lies
   split.plane_k = static_cast<int32_t>(ceil_div(params.k, kPlaneTileK) * kPlaneTileK);
   split.batch_rank = params.batch_rank;
   std::copy(std::begin(params.batch_shape), std::end(params.batch_shape), split.batch_shape);
@@ -105,8 +107,9 @@ SplitProblem split_of(const GemmProblem& problem, const Operand& operand, Major 
 Status split_into_planes(GemmProblem* problem, int64_t* used, cudaStream_t stream) {
   GemmParams& params = problem->params;
   const PlaneProduct& product = *problem->planes;
-  SplitProblem splits[2] = {split_of(*problem, params.a, problem->major_a, params.m),
-                            split_of(*problem, params.b, problem->major_b, params.n)};
+  SplitProblem splits[2] = {
+      split_of(*problem, params.a, problem->major_a, params.m, false),
+      split_of(*problem, params.b, problem->major_b, params.n, params.pairs_of_b)};
   Operand* const operands[2] = {&params.a, &params.b};
   for (int i = 0; i < 2; ++i) {
     SplitProblem& split = splits[i];
@@ -121,6 +124,7 @@ Status split_into_planes(GemmProblem* problem, int64_t* used, cudaStream_t strea
                      " n=", params.n, " k=", params.k, " takes ", *used, " bytes for planes, not ",
                      problem->padding_bytes);
   problem->major_a = problem->major_b = Major::kK;
+  params.pairs_of_b = false;
   problem->aligned_a = problem->aligned_b = true;
   problem->strides_aligned_a = problem->strides_aligned_b = true;
   const int32_t k_tiles = splits[0].plane_k / kPlaneTileK;
@@ -276,6 +280,7 @@ ChoiceInput choice_input(const GemmProblem& problem, const DeviceProperties& dev
       .has_c = p.epilogue.c.data != nullptr,
       .c_by_tma = sm90::c_by_tma(problem),
       .of_planes = of_planes,
+      .pairs = p.pairs_of_b,
   };
 }
 
@@ -320,6 +325,10 @@ Status run_gemm(GemmProblem problem, const DeviceProperties& device, cudaStream_
   if (problem.planes != nullptr && takes_planes(problem, device)) {
     JAX_TCGEMM_RETURN_IF_ERROR(split_into_planes(&problem, &used, stream));
   } else {
+    JAX_TCGEMM_REQUIRE(!problem.params.pairs_of_b || device.compute_capability == 90,
+                       "a product of complex numbers that was compiled for compute capability 9.0, "
+                       "on ",
+                       device.compute_capability);
     if (problem.planes != nullptr) {
       JAX_TCGEMM_RETURN_IF_ERROR(take_operands_as_they_are(&problem));
     }

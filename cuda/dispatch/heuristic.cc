@@ -140,6 +140,7 @@ bool sm90_supports(const KernelConfig& config, const ChoiceInput& input) {
   if (element_bytes(config.algorithm) == 1) {
     return input.major_a == Major::kK && input.major_b == Major::kK;
   }
+  if (config.pairs) return input.major_a == Major::kK && input.major_b == Major::kMn;
   if (sm90::transposes_b(config, input.major_a, input.major_b)) {
     return sm90::can_transpose_b(config);
   }
@@ -201,7 +202,8 @@ bool supports(const KernelConfig& config, const ChoiceInput& input, int splits) 
   } else if (splits == 1 && !has_epilogue(config, input)) {
     return false;  // the kernel that adds up splits has every epilogue
   }
-  if (input.of_planes != config.planes || (config.planes && splits > 1)) return false;
+  if (input.of_planes != config.planes || input.pairs != config.pairs) return false;
+  if ((config.planes || config.pairs) && splits > 1) return false;
   if (config.algorithm != input.algorithm || config.gated != input.gated ||
       config.grouped != input.grouped ||
       config.shared_memory_bytes() > input.shared_memory_per_block) {
@@ -239,8 +241,8 @@ bool supports_splits(const KernelConfig& config, const ChoiceInput& input, int s
   const bool even = config.schedule == Schedule::kCooperative || k_tiles % splits == 0 ||
                     sm90::has_fixup(config, input, splits);
   const bool splits_k = config.arch == Arch::kSm75 || config.arch == Arch::kSm90;
-  return splits_k && config.split_k == 1 && !config.planes && !config.gated && !config.skinny &&
-         !config.swap_ab && even && input.batch == 1 && k_tiles >= splits;
+  return splits_k && config.split_k == 1 && !config.planes && !config.pairs && !config.gated &&
+         !config.skinny && !config.swap_ab && even && input.batch == 1 && k_tiles >= splits;
 }
 
 double estimated_cycles(const KernelConfig& config, const ChoiceInput& input, int splits) {

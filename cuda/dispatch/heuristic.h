@@ -34,6 +34,7 @@ struct ChoiceInput {
   bool has_c = false;
   bool c_by_tma = true;    // if there is one
   bool of_planes = false;  // A and B are planes, k that of all their products
+  bool pairs = false;      // B is of complex numbers
   bool compiled = false;   // the epilogue is compiled at run time, into any row that can have it
 
   // D is of the wider of the types that it may have.

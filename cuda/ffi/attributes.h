@@ -35,7 +35,7 @@ struct GemmAttributes {
   Strides row_scale_strides;     // (batch..., m)
   Strides column_scale_strides;  // (batch..., n)
   bool has_c, has_bias, has_alpha, has_beta, has_row_scale, has_column_scale;
-  bool has_b2, has_bias2, has_c2, has_aux, has_workspace, gated, beside_collectives;
+  bool has_b2, has_bias2, has_c2, has_aux, has_workspace, gated, beside_collectives, pairs_of_b;
   float alpha, beta, activation_p0, activation_p1;
   std::string_view activation, c_role, algorithm, config;
 };
@@ -64,8 +64,8 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     ::xla::ffi::StructMember<bool>("has_bias2"), ::xla::ffi::StructMember<bool>("has_c2"),
     ::xla::ffi::StructMember<bool>("has_aux"), ::xla::ffi::StructMember<bool>("has_workspace"),
     ::xla::ffi::StructMember<bool>("gated"), ::xla::ffi::StructMember<bool>("beside_collectives"),
-    ::xla::ffi::StructMember<float>("alpha"), ::xla::ffi::StructMember<float>("beta"),
-    ::xla::ffi::StructMember<float>("activation_p0"),
+    ::xla::ffi::StructMember<bool>("pairs_of_b"), ::xla::ffi::StructMember<float>("alpha"),
+    ::xla::ffi::StructMember<float>("beta"), ::xla::ffi::StructMember<float>("activation_p0"),
     ::xla::ffi::StructMember<float>("activation_p1"),
     ::xla::ffi::StructMember<std::string_view>("activation"),
     ::xla::ffi::StructMember<std::string_view>("c_role"),

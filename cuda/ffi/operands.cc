@@ -200,7 +200,16 @@ Status decode_factors(const GemmAttributes& at, const Buffer& a, const Buffer& b
                       GemmProblem* problem) {
   int64_t span_a = 0, span_b = 0;
   JAX_TCGEMM_RETURN_IF_ERROR(checked_span<2>(a, at, {at.m, at.k}, &span_a));
-  JAX_TCGEMM_RETURN_IF_ERROR(checked_span<2>(b, at, {at.k, at.n}, &span_b));
+  std::array<int64_t, 2> extents_b = {at.k, at.n};
+  if (at.pairs_of_b) {
+    JAX_TCGEMM_REQUIRE(b.data.element_type() == ffi::C64 && at.k % 2 == 0 && at.n % 2 == 0,
+                       "pairs of element type ", static_cast<int>(b.data.element_type()),
+                       " for k=", at.k, " n=", at.n);
+    // The other dimension is that of parts.
+    extents_b[at.b_strides[at.b_strides.size() - 1] == 1 ? 0 : 1] /= 2;
+  }
+  problem->params.pairs_of_b = at.pairs_of_b;
+  JAX_TCGEMM_RETURN_IF_ERROR(checked_span<2>(b, at, extents_b, &span_b));
   return decode_factor_layouts(at, a.data.untyped_data(), b.data.untyped_data(),
                                real_bytes(a.data.element_type()), span_a, span_b, problem);
 }

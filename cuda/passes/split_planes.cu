@@ -118,6 +118,11 @@ struct Matrix {
   __nv_bfloat16* out;
 };
 
+// Of complex numbers, what stands at (k, n) of the real matrix, given the part that it is.
+__device__ __forceinline__ float part_of(float value, int k, int n) {
+  return k % 2 == 1 && n % 2 == 0 ? -value : value;
+}
+
 // Part (rows, columns) of kRows x kColumns.
 __device__ __forceinline__ void split_k_major(const SplitProblem& p, const Matrix& matrix,
                                               int32_t rows, int32_t columns, float scale,
@@ -131,7 +136,17 @@ __device__ __forceinline__ void split_k_major(const SplitProblem& p, const Matri
     float value[kWidth];
     read(value, matrix.in + row * p.in.ld + k, p.columns - k);
     magnitudes->take(value);
-    split(p, value, matrix.out + row * p.out_ld, k, scale);
+    if (!p.pairs) {
+      split(p, value, matrix.out + row * p.out_ld, k, scale);
+      continue;
+    }
+#pragma unroll
+    for (int part = 0; part < 2; ++part) {
+      float half[kWidth];
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) half[j] = part_of(value[j ^ part], j, part);
+      split(p, half, matrix.out + (2 * row + part) * p.out_ld, k, scale);
+    }
   }
 }
 
@@ -141,10 +156,12 @@ __device__ __forceinline__ void split_mn_major(const SplitProblem& p, const Matr
                                                Magnitudes* magnitudes) {
   __shared__ float tile[kSide * kPitch];
   constexpr int kReaders = kSide / 4;  // of a row
+  const int32_t in_rows = p.pairs ? kSide / 2 : kSide;
 #pragma unroll
   for (int i = 0; i < kSide; i += kThreads / kReaders) {
     const int32_t row = i + threadIdx.x / kReaders;
-    const int32_t k = rows * kSide + row;
+    if (row >= in_rows) break;
+    const int32_t k = rows * in_rows + row;
     const int32_t column = threadIdx.x % kReaders * 4;
     const int32_t mn = columns * kSide + column;
     float value[4] = {};
@@ -162,7 +179,10 @@ __device__ __forceinline__ void split_mn_major(const SplitProblem& p, const Matr
     const int32_t k = threadIdx.x % kWriters * kWidth;
     float value[kWidth];
 #pragma unroll
-    for (int j = 0; j < kWidth; ++j) value[j] = tile[(k + j) * kPitch + column];
+    for (int j = 0; j < kWidth; ++j) {
+      value[j] = p.pairs ? part_of(tile[(k + j) / 2 * kPitch + (column ^ j % 2)], j, column)
+                         : tile[(k + j) * kPitch + column];
+    }
     if (mn < p.columns) split(p, value, matrix.out + mn * p.out_ld, rows * kSide + k, scale);
   }
   __syncthreads();  // the tile is written anew
@@ -245,7 +265,8 @@ __global__ void __launch_bounds__(kThreads)
 int64_t plan_split(SplitProblem* problem) {
   SplitProblem& p = *problem;
   p.out_ld = int64_t{p.count} * p.plane_k;
-  int64_t elements = p.out_ld * (p.major == Major::kK ? p.rows : p.columns);
+  const int64_t rows = p.major == Major::kMn ? p.columns : p.pairs ? 2 * p.rows : p.rows;
+  int64_t elements = p.out_ld * rows;
   for (int i = p.batch_rank - 1; i >= 0; --i) {
     const bool broadcast = p.in.batch.stride[i] == 0;
     if (broadcast) p.batch_shape[i] = 1;

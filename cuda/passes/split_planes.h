@@ -17,6 +17,7 @@ struct SplitProblem {
   void* out;
   Major major;  // k is the columns (kK) or the rows (kMn)
   int32_t count;
+  bool pairs;  // columns are parts of complex numbers: see GemmParams::pairs_of_b
   int32_t rows, columns;
   int32_t plane_k;  // extent of a plane along k, a multiple of 64
   int64_t out_ld;   // elements

@@ -10,29 +10,43 @@
 namespace jax_tcgemm::sm90 {
 
 // A slab is so many bytes, of 32 rows. Register 2 j + h holds row 8 h + lane / 4 and k = 4 j + lane
-// % 4. Odd lanes fetch the two halves of k in the other order, which spreads a warp over all banks.
-template <int kSlabBytes>
+// % 4. Some lanes fetch the two halves of k in the other order, which spreads a warp over all
+// banks. kPairs: of complex numbers (GemmParams::pairs_of_b, as A). There are half as many k in
+// shared memory; an odd one takes the other parts of the numbers, the imaginary ones negated.
+template <int kSlabBytes, bool kPairs>
 struct FragmentReader {
+  static constexpr int kStepBytes = kPairs ? 512 : 1024;  // of 8 k
   uint32_t offset[4];  // bytes, of the registers in the order they are fetched
-  bool odd;
+  bool late;
+  uint32_t sign = 0;
 
   __device__ __forceinline__ explicit FragmentReader(int row) {
     const int lane = threadIdx.x % 32;
-    odd = lane % 2 != 0;
+    late = (kPairs ? lane / 2 : lane) % 2 != 0;
+    const int other = kPairs ? lane % 2 : 0;
+    if (kPairs && other != 0 && lane / 4 % 2 == 0) sign = 0x80000000;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int m = row + 16 * (threadIdx.x / 32 % 4) + 8 * (i % 2) + lane / 4;
-      const int k = lane % 4 + 4 * (odd ? 1 - i / 2 : i / 2);
+      const int m = (row + 16 * (threadIdx.x / 32 % 4) + 8 * (i % 2) + lane / 4) ^ other;
+      int k = lane % 4 + 4 * (late ? 1 - i / 2 : i / 2);
+      if constexpr (kPairs) k /= 2;
       offset[i] = m / 32 * kSlabBytes + k * 128 + (m % 32 / 4 ^ k) * 16 + m % 4 * 4;
     }
   }
 
-  __device__ __forceinline__ void read(uint32_t (&fragment)[4], uint32_t address) const {
+  // Of a step of 8 k of the slabs at `address`. The swizzle repeats every 8 rows.
+  __device__ __forceinline__ void read(uint32_t (&fragment)[4], uint32_t address, int step) const {
+    const uint32_t turned = kPairs && step % 2 != 0 ? 64 : 0;
     uint32_t word[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) word[i] = ptx::load_shared_4(address + offset[i]);
+    for (int i = 0; i < 4; ++i) {
+      word[i] = ptx::load_shared_4(address + step * kStepBytes + (offset[i] ^ turned));
+    }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) fragment[i] = odd ? word[i ^ 2] : word[i];
+    for (int i = 0; i < 4; ++i) {
+      fragment[i] = late ? word[i ^ 2] : word[i];
+      if constexpr (kPairs) fragment[i] ^= sign;
+    }
   }
 };
 

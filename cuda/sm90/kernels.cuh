@@ -67,7 +67,9 @@ template <typename Row>
 KernelSet kernels_of() {
   constexpr KernelConfig kConfig = Row::kConfig;
   static_assert(static_cast<int>(Major::kK) == 0 && static_cast<int>(Major::kMn) == 1);
-  if constexpr (kConfig.planes) {
+  if constexpr (kConfig.pairs) {
+    return {{{{nullptr, kernel_for<Row, true, LayoutMnK>()}, {}}}, {}};
+  } else if constexpr (kConfig.planes) {
     return {{{{kernel_for<Row, false, LayoutKK>()}, {}}},
             {}};  // as passes/split_planes.cu writes them
   } else if constexpr (kConfig.grouped == Grouped::kK) {

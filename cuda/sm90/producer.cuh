@@ -34,9 +34,11 @@ batch_coordinates(const GemmParams& params, int batch, const uint8_t (&moves)[kM
 }
 
 // Loads of one operand: a tile of (kTileMn, tile_k), of which each of kSharers blocks fetches a
-// part for all.
-template <KernelConfig kConfig, int kTileMn, Major kMajor, int kSharers>
+// part for all. kPairs: of complex numbers, half as many along k.
+template <KernelConfig kConfig, int kTileMn, Major kMajor, int kSharers, bool kPairs = false>
 struct OperandLoader {
+  // Rows along k of an mn-major one.
+  static constexpr int kTileRows = kPairs ? kConfig.tile_k / 2 : kConfig.tile_k;
   const TensorMap* map;
   bool many_batch_dimensions;
   int share;
@@ -70,13 +72,15 @@ struct OperandLoader {
       constexpr int kSlabs = (kTileMn + kWidth - 1) / kWidth;
       // Whole slabs for each sharer if they come out even, else some k of every slab.
       constexpr bool kWhole = kSlabs % kSharers == 0;
-      constexpr int kRows = kWhole ? kConfig.tile_k : kConfig.tile_k / kSharers;
+      constexpr int kRows = kWhole ? kTileRows : kTileRows / kSharers;
+      const int first_row = kPairs ? k / 2 : k;
       constexpr int kCopies = kWhole ? kSlabs / kSharers : kSlabs;
 #pragma unroll
       for (int i = 0; i < kCopies; ++i) {
         const int slab = kWhole ? share * kCopies + i : i;
         const int row = kWhole ? 0 : share * kRows;
-        copy(shared + (slab * kConfig.tile_k + row) * 128, barrier, first + slab * kWidth, k + row);
+        copy(shared + (slab * kConfig.tile_k + row) * 128, barrier, first + slab * kWidth,
+             first_row + row);
       }
     }
   }
@@ -86,7 +90,7 @@ template <KernelConfig kConfig, typename Layout>
 struct Producer {
   static constexpr Major kMajorA = Layout::kMajorA;
   static constexpr Major kMajorB = Layout::kMajorB;
-  using LoaderA = OperandLoader<kConfig, kConfig.tile_m, kMajorA, kConfig.cluster_n>;
+  using LoaderA = OperandLoader<kConfig, kConfig.tile_m, kMajorA, kConfig.cluster_n, kConfig.pairs>;
   using LoaderB = OperandLoader<kConfig, kConfig.output_n(), kMajorB, kConfig.cluster_m>;
   static constexpr int kStages = ring_stages(kConfig, kMajorA, kMajorB);
   using Position = RingPosition<kStages>;
@@ -180,7 +184,7 @@ struct Producer {
  public:
   // That arrive in a stage.
   static constexpr int kStageBytes =
-      bytes(kConfig.tile_m, kMajorA) + bytes(kConfig.tile_n, kMajorB);
+      bytes(kConfig.tile_m, kMajorA) / (kConfig.pairs ? 2 : 1) + bytes(kConfig.tile_n, kMajorB);
 };
 
 }  // namespace jax_tcgemm::sm90

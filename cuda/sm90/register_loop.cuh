@@ -33,12 +33,13 @@ struct RegisterLoop : StageLoop<kConfig, Layout> {
   using Base::smem;
   using typename Base::Accumulators;
   using typename Base::Instruction;
+  using Reader = FragmentReader<kSlabBytes, kConfig.pairs>;
 
   // Stages take turns with two sets of fragments, so that one is read while the other is
   // multiplied. Unrolled by hand, here and below: in other forms ptxas spills 128 accumulators.
   template <typename Passed>
   __device__ __forceinline__ void run_from_registers(Accumulators& acc, int count, Passed& passed) {
-    const FragmentReader<kSlabBytes> reader(first_row);
+    const Reader reader(first_row);
     Fragments even;
     Fragments odd;
     int previous = 0;
@@ -58,7 +59,7 @@ struct RegisterLoop : StageLoop<kConfig, Layout> {
   // While one k-tile is multiplied, B of the next one is transposed and its A read.
   template <typename Passed>
   __device__ __forceinline__ void run_transposing(Accumulators& acc, int count, Passed& passed) {
-    const FragmentReader<kSlabBytes> reader(first_row);
+    const Reader reader(first_row);
     const uint32_t buffers = smem.a(kConfig.stages - 1);
     Fragments even;
     Fragments odd;
@@ -80,15 +81,13 @@ struct RegisterLoop : StageLoop<kConfig, Layout> {
   // A's fragments of one stage.
   using Fragments = uint32_t[kSteps][kBlocks][4];
 
-  __device__ __forceinline__ void read_stage(Fragments& fragments,
-                                             const FragmentReader<kSlabBytes>& reader) const {
+  __device__ __forceinline__ void read_stage(Fragments& fragments, const Reader& reader) const {
     const uint32_t a = smem.a(at.stage);
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
       for (int j = 0; j < kBlocks; ++j) {
-        reader.read(fragments[step][j],
-                    a + j * kBlockBytes + step * Base::template kStepBytes<kMajorA>);
+        reader.read(fragments[step][j], a + j * kBlockBytes, step);
       }
     }
   }
@@ -112,8 +111,7 @@ struct RegisterLoop : StageLoop<kConfig, Layout> {
   // Reads the next stage's fragments and multiplies by them, while the stage before is still being
   // multiplied; then releases that one. Returns which of the ring it is.
   __device__ __forceinline__ int multiply_stage(Accumulators& acc, Fragments& fragments,
-                                                const FragmentReader<kSlabBytes>& reader,
-                                                bool first, int previous) {
+                                                const Reader& reader, bool first, int previous) {
     ptx::mbarrier_wait(smem.full(at.stage), at.phase);
     read_stage(fragments, reader);
     issue_from_registers(acc, fragments, Base::template descriptor<Major::kK>(smem.b(at.stage)),
@@ -147,8 +145,8 @@ struct RegisterLoop : StageLoop<kConfig, Layout> {
 
   // Transposes the next stage's B to `buffer` and multiplies by it.
   __device__ __forceinline__ void multiply_transposed(Accumulators& acc, Fragments& fragments,
-                                                      const FragmentReader<kSlabBytes>& reader,
-                                                      uint32_t buffer, bool first) {
+                                                      const Reader& reader, uint32_t buffer,
+                                                      bool first) {
     ptx::mbarrier_wait(smem.full(at.stage), at.phase);
     transpose_b(buffer);
     read_stage(fragments, reader);

@@ -99,8 +99,11 @@ void add_batch(const GemmParams& params, const BatchStrides& strides, Tiling* t,
 // A or B, whose tile is loaded in boxes of 128 bytes by rows, each of `sharers` blocks a part.
 Status encode_operand(const char* name, const Operand& operand, Major major, int32_t extent_mn,
                       int tile_mn, int sharers, const GemmParams& params,
-                      const KernelConfig& config, TensorMap* map, uint8_t (*moves)[kMaxBatchRank]) {
+                      const KernelConfig& config, TensorMap* map, uint8_t (*moves)[kMaxBatchRank],
+                      bool pairs = false) {
   const bool k_major = major == Major::kK;
+  const int32_t k = pairs ? params.k / 2 : params.k;
+  const int tile_k = pairs ? config.tile_k / 2 : config.tile_k;
   Tiling t = {};
   t.name = name;
   t.bytes = element_bytes(config.algorithm);
@@ -108,8 +111,8 @@ Status encode_operand(const char* name, const Operand& operand, Major major, int
   // TMA rounds to tf32 on the way, as XLA does; wgmma itself would cut off.
   t.type = arithmetic.rounds_to_tf32 ? CU_TENSOR_MAP_DATA_TYPE_TFLOAT32 : data_type(arithmetic.a);
   t.data = operand.data;
-  t.extent[0] = k_major ? params.k : extent_mn;
-  t.extent[1] = k_major ? extent_mn : params.k;
+  t.extent[0] = k_major ? k : extent_mn;
+  t.extent[1] = k_major ? extent_mn : k;
   // A single row has no stride of its own.
   t.stride[1] = operand.ld != 0 ? operand.ld * t.bytes : (t.extent[0] * t.bytes + 15) / 16 * 16;
   const int row_bytes = k_major ? 128 : config.mn_row_bytes(tile_mn);
@@ -117,8 +120,8 @@ Status encode_operand(const char* name, const Operand& operand, Major major, int
   // As sm90/producer.cuh divides a tile among the blocks that share it.
   const int slabs = (tile_mn * t.bytes + 127) / 128;
   t.box[1] = k_major                ? loaded_rows(config, extent_mn, tile_mn, sharers) / sharers
-             : slabs % sharers == 0 ? config.tile_k
-                                    : config.tile_k / sharers;
+             : slabs % sharers == 0 ? tile_k
+                                    : tile_k / sharers;
   t.swizzle = row_bytes == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
               : row_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
                                 : CU_TENSOR_MAP_SWIZZLE_32B;
@@ -210,7 +213,7 @@ Status encode_factors(const GemmProblem& problem, const KernelConfig& config, Te
   JAX_TCGEMM_RETURN_IF_ERROR(encode_operand(
       "b", params.b, problem.major_b, params.n, swap_ab ? config.tile_m : config.output_n(),
       swap_ab ? config.cluster_n : config.cluster_m, params, config, swap_ab ? &maps->a : &maps->b,
-      swap_ab ? &maps->a_moves : &maps->b_moves));
+      swap_ab ? &maps->a_moves : &maps->b_moves, config.pairs));
   if (config.gated) {
     Operand b2 = params.b;
     b2.data = params.b2;

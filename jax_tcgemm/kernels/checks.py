@@ -36,7 +36,8 @@ def check(row: KernelConfig) -> None:
     if row.arch == "simt":
         _check_simt(row, require)
         return
-    require(row.arch == "sm90" or not row.planes, "only sm90 rows multiply planes")
+    only = "only sm90 rows multiply planes or pairs"
+    require(row.arch == "sm90" or row.goes_by_name, only)
     require(row.arch in ("sm75", "sm80", "sm90"), "arch must be sm90, sm80, sm75 or simt")
     if row.arithmetic.at_run_time:
         require(row.arch == "sm90" and row.epilogue == "none", "the build has no kernel")
@@ -138,6 +139,13 @@ def _check_planes(row: KernelConfig, require: Require) -> None:
     require(not (row.promote or row.skinny or row.gated or row.swap_ab), "of one kind")
 
 
+def _check_pairs(row: KernelConfig, require: Require) -> None:
+    require(row.element_bytes == 4, "complex numbers are pairs of float32")
+    require(row.schedule == "cooperative" and row.split_k == 1, "neither turns nor parts of k")
+    require(row.cluster_n == 1, "whole slabs of B go to one block")
+    require(row.grouped == "none" and not (row.planes or row.skinny or row.gated), "of one kind")
+
+
 def _check_sm90(row: KernelConfig, require: Require) -> None:
     if row.streams_b:
         _check_streamed(row, require)
@@ -157,6 +165,8 @@ def _check_sm90(row: KernelConfig, require: Require) -> None:
     )
     if row.planes:
         _check_planes(row, require)
+    if row.pairs:
+        _check_pairs(row, require)
     require(row.arithmetic.wgmma, "sums of wgmma are float32, or int32")
     require(row.tile_k * row.element_bytes == 128, "tile_k must span 128 bytes")
     require(row.warps_n == 1 and row.warps_m % 4 == 0, "warpgroups share a tile along m")

@@ -38,6 +38,8 @@ class KernelConfig:
             cut sums off instead of rounding them, which a float32 result of 16-bit operands would
             show. A row's name ends with it, but for skinny, streamed and direct rows.
         planes: A and B are bfloat16 planes of float32 operands, and nothing else (sm90).
+        pairs: B is of complex numbers, n of which are contiguous, and stands for a real matrix of
+            twice their extents along k and n (sm90).
         cluster_m: blocks along m that share one load of their columns of B (sm90).
         cluster_n: blocks along n that share one load of their rows of A (sm90).
         split_k: blocks (of direct sm80 rows: warps of one) that share the k of one tile and add up
@@ -76,6 +78,7 @@ class KernelConfig:
     loader: str = "cp_async"
     promote: bool = False
     planes: bool = False
+    pairs: bool = False
     cluster_m: int = 1
     cluster_n: int = 1
     split_k: int = 1
@@ -124,9 +127,15 @@ class KernelConfig:
 
         As ``supports_splits`` of ``cuda/dispatch/heuristic.cc``, but for the problem.
         """
-        alone = self.split_k == 1 and not (self.gated or self.skinny or self.swap_ab or self.planes)
+        alone = self.split_k == 1 and not (self.gated or self.skinny or self.swap_ab)
         is_built = not self.arithmetic.at_run_time
-        return self.arch in ("sm75", "sm90") and alone and self.grouped == "none" and is_built
+        return (
+            self.arch in ("sm75", "sm90")
+            and alone
+            and self.grouped == "none"
+            and is_built
+            and self.goes_by_name
+        )
 
     @property
     def takes_functions(self) -> bool:
@@ -136,7 +145,7 @@ class KernelConfig:
         """
         sums = (not self.promote or self.element_bytes == 1) and self.element_bytes <= 2
         alone = self.split_k == 1 or self.streams_b
-        kind = not (self.skinny or self.swap_ab or self.planes or self.grouped == "k")
+        kind = self.goes_by_name and not (self.skinny or self.swap_ab or self.grouped == "k")
         return self.arch == "sm90" and sums and alone and kind and self.output_n % 32 == 0
 
     def has_every(self, work: str) -> bool:
@@ -147,6 +156,11 @@ class KernelConfig:
         """
         adds = work == "sum" and self.arch in ("sm75", "sm80")
         return work == "none" or self.epilogue == "any" or adds
+
+    @property
+    def goes_by_name(self) -> bool:
+        """Whether ``config=`` may name it: its operands are those that a user gives."""
+        return not (self.planes or self.pairs)
 
     @property
     def streams_b(self) -> bool:
@@ -253,7 +267,7 @@ class KernelConfig:
             split = f"_k{self.split_k}" if self.split_k > 1 else ""
             kind = "skinny" if self.skinny else "streamed" if self.streams_b else self.schedule
             promote = "_promote" if self.promote and kind == self.schedule else ""
-            promote += "_planes" if self.planes else ""
+            promote += "_planes" if self.planes else "_pairs" if self.pairs else ""
             swap_ab = "_swap_ab" if self.swap_ab else ""
             return f"{tile}_s{self.stages}{cluster}{split}_{kind}{kinds}{promote}{swap_ab}"
         if self.is_direct:

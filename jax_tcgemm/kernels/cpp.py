@@ -24,6 +24,7 @@ def config(row: KernelConfig) -> str:
         enumerator("Loader", row.loader),
         str(row.promote).lower(),
         str(row.planes).lower(),
+        str(row.pairs).lower(),
         row.cluster_m,
         row.cluster_n,
         row.split_k,

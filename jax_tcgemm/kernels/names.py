@@ -65,10 +65,10 @@ def can_be(
 def for_algorithm(algorithm: str, grouped: str = "none") -> tuple[KernelConfig, ...]:
     """Returns the rows of such groups for ``algorithm`` (a row of the table of arithmetic).
 
-    Rows for planes are of another: they take no operands of their algorithm, and go by no name.
+    Rows for planes and pairs are not: they take no operands of these types, and go by no name.
     """
     return tuple(
         config
         for config in (*CONFIGS, *RUN_TIME_CONFIGS)
-        if config.algorithm == algorithm and config.grouped == grouped and not config.planes
+        if config.algorithm == algorithm and config.grouped == grouped and config.goes_by_name
     )

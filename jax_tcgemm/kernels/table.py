@@ -32,6 +32,7 @@ def _sm90(
     grouped: str = "none",
     promote: bool = False,
     planes: bool = False,
+    pairs: bool = False,
     swap_ab: bool = False,
     epilogue: str = "any",
 ) -> KernelConfig:
@@ -59,6 +60,7 @@ def _sm90(
         grouped=grouped,
         promote=promote,
         planes=planes,
+        pairs=pairs,
         swap_ab=swap_ab,
         epilogue=epilogue,
     )
@@ -278,6 +280,11 @@ def _rows() -> list[KernelConfig]:
         _sm90("TF32_TF32_F32", 128, 128, 6, cluster=(1, 4)),
         _sm90("TF32_TF32_F32", 128, 64, 8, cluster=(2, 2)),
         _sm90("TF32_TF32_F32", 128, 160, 5, cluster=(2, 1)),
+    ]
+    rows += [
+        # A real operand by a complex one.
+        _sm90("TF32_TF32_F32", 128, 256, 4, cluster=(2, 1), pairs=True),
+        _sm90("TF32_TF32_F32", 128, 128, 6, cluster=(2, 1), pairs=True),
     ]
     # Planes of float32 operands; for few tiles.
     for algorithm in sorted({row.factors for row in PLANE_PRODUCTS.values()}):

@@ -1,7 +1,8 @@
 """Products of complex64 by one real product of float32, twice as large along n and along k.
 
 A complex number is a pair of real ones, so that A ``(m, k)`` is a real ``(m, 2 k)`` as it lies, and
-D ``(m, n)`` a real ``(m, 2 n)``. Of B each number becomes ``[[Re, Im], [-Im, Re]]``, in a pass.
+D ``(m, n)`` a real ``(m, 2 n)``. Of B each number stands for ``[[Re, Im], [-Im, Re]]``: kernels for
+pairs read it so, the pass that splits planes writes it so, and for other layouts XLA does before.
 These are four real products, of one sum for each part, so that errors are those of the real product
 of the same name.
 """
@@ -57,12 +58,15 @@ def by_real_product(x: Operands, spec: GemmSpec) -> tuple[list[jax.Array] | None
     reason = _obstacle(x, spec, algorithm)
     if reason is not None or algorithm is None:
         return None, f"reference: {reason}"
-    a, b, real, gemm = _as_real(x, spec)
+    by_pairs = planes is not None or _takes_pairs(x, spec, algorithm)
+    a, b, real, gemm = _as_real(x, spec, by_pairs=by_pairs)
     padding, workspace = workspace_bytes(gemm, real, _FLOAT32.itemsize, planes)
     result = jax.ShapeDtypeStruct(spec.result_shape(shapes_of(x)), jnp.complex64)
     room = (jax.ShapeDtypeStruct((workspace,), jnp.uint8),) if workspace else ()
     call = jax.ffi.ffi_call(_extension.GEMM_TARGET, (result, *room))
-    named = attributes(gemm, real, algorithm, padding, has_workspace=workspace > 0)
+    named = attributes(
+        gemm, real, algorithm, padding, has_workspace=workspace > 0, pairs_of_b=by_pairs
+    )
     product, *_ = call(a, b, **named)
     return reference.epilogue([product], x, spec), f"complex numbers as pairs, {algorithm}"
 
@@ -91,19 +95,59 @@ def _obstacle(x: Operands, spec: GemmSpec, algorithm: str | None) -> str | None:
     return None
 
 
-def _as_real(x: Operands, spec: GemmSpec) -> tuple[jax.Array, jax.Array, GemmSpec, StridedGemm]:
-    """Returns the operands, and the real product that they are for."""
+def _takes_pairs(x: Operands, spec: GemmSpec, algorithm: str) -> bool:
+    """Whether a kernel reads B as it lies: n contiguous, rows of multiples of 16 bytes, as A's."""
+    k, n = spec.axes.b[-2:]
+    if k is None or n != x.b.ndim - 1 or not _extension.has_pairs_kernel(algorithm):
+        return False
+    return x.b.shape[k] % 2 == 0 and x.b.shape[n] % 2 == 0
+
+
+def _as_real(
+    x: Operands, spec: GemmSpec, *, by_pairs: bool
+) -> tuple[jax.Array, jax.Array, GemmSpec, StridedGemm]:
+    """Returns the operands, and the real product that they are for.
+
+    Args:
+        x: the operands.
+        spec: the primitive's parameters.
+        by_pairs: leave B as it is, unless neither k nor n is contiguous.
+    """
     a, a_axes = x.a, spec.axes.a
     if a_axes[-1] != a.ndim - 1:
-        kept = [axis for axis in a_axes if axis is not None]
-        a = lax.transpose(a, kept)
-        a_axes = tuple(None if axis is None else kept.index(axis) for axis in a_axes)
-    b, b_axes = _expanded(x.b, spec.axes.b)
+        a, a_axes = _in_order(a, a_axes)
+    if not by_pairs:
+        b, b_axes = _expanded(x.b, spec.axes.b)
+    elif x.b.ndim - 1 in spec.axes.b[-2:]:
+        b, b_axes = x.b, spec.axes.b
+    else:
+        b, b_axes = _in_order(x.b, spec.axes.b)
     real = GemmSpec(Operands(a_axes, b_axes), _FLOAT32, spec.precision)
     pairs = strided_gemm(real.axes, Operands(a.shape, b.shape))
-    of_a = (*(2 * stride for stride in pairs.strides.a[:-1]), 1)
-    gemm = dataclasses.replace(pairs, k=2 * pairs.k, strides=pairs.strides._replace(a=of_a))
+    gemm = dataclasses.replace(
+        pairs, k=2 * pairs.k, strides=pairs.strides._replace(a=_in_parts(pairs.strides.a, -1))
+    )
+    if by_pairs:
+        contiguous = -1 if b_axes[-1] == b.ndim - 1 else -2
+        strides = gemm.strides._replace(b=_in_parts(pairs.strides.b, contiguous))
+        gemm = dataclasses.replace(gemm, n=2 * gemm.n, strides=strides)
     return a, b, real, fold(gemm)
+
+
+def _in_order(
+    x: jax.Array, axes: tuple[int | None, ...]
+) -> tuple[jax.Array, tuple[int | None, ...]]:
+    """Transposes an operand so that its axes come in the order of ``axes``."""
+    kept = [axis for axis in axes if axis is not None]
+    moved = tuple(None if axis is None else kept.index(axis) for axis in axes)
+    return lax.transpose(x, kept), moved
+
+
+def _in_parts(strides: tuple[int, ...], contiguous: int) -> tuple[int, ...]:
+    """Returns strides of complex numbers as those of their parts."""
+    parts = [2 * stride for stride in strides]
+    parts[contiguous] = 1
+    return tuple(parts)
 
 
 def _expanded(

@@ -153,7 +153,13 @@ def with_dense_batch(x: Operands, spec: GemmSpec) -> tuple[Operands, GemmSpec]:
 
 
 def attributes(
-    gemm: StridedGemm, spec: GemmSpec, algorithm: str, padding: int, has_workspace: bool
+    gemm: StridedGemm,
+    spec: GemmSpec,
+    algorithm: str,
+    padding: int,
+    *,
+    has_workspace: bool,
+    pairs_of_b: bool = False,
 ) -> dict[str, Any]:
     """Returns the attributes of the custom call; ``cuda/ffi/attributes.h`` has the same names."""
     has = {f"has_{name}": axes is not None for name, axes in spec.axes._asdict().items()}
@@ -181,6 +187,7 @@ def attributes(
         "activation_p0": np.float32(p0),
         "activation_p1": np.float32(p1),
         "gated": spec.is_gated,
+        "pairs_of_b": pairs_of_b,
         "beside_collectives": devices.is_one_of_several() and _contracts_rows(gemm),
         "b2_offset": np.int64(second_weight_offset(gemm, spec)),
         "algorithm": algorithm,

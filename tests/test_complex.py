@@ -1,0 +1,91 @@
+"""Products of complex64: which real products they are lowered to."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from cuda_calls import picked
+
+from jax_tcgemm import _compat, _extension, dot_general, gemm
+from jax_tcgemm.lowering import gemm as gemm_lowering
+
+
+class Hopper:
+    device_kind = "a GPU"
+    compute_capability = "9.0"
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch):
+    monkeypatch.setattr(_compat, "initialized_cuda_devices", lambda: [Hopper()])
+
+
+@pytest.fixture
+def said(monkeypatch):
+    lines = []
+    monkeypatch.setattr(gemm_lowering, "log", lines.append)
+    return lines
+
+
+def c64(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.complex64)
+
+
+def test_b_is_read_as_it_lies(cuda_module, said):
+    _, (call,) = cuda_module(lambda a, b: gemm(a, b), c64(1000, 520), c64(520, 1100))
+    assert picked(call, "algorithm", "pairs_of_b") == ("TF32_TF32_F32", True)
+    assert picked(call, "m", "n", "k") == (1000, 2200, 1040)
+    assert picked(call, "a_strides", "b_strides") == ([1040, 1], [2200, 1])
+    assert call["operands"] == ["1000x520xcomplex<f32>", "520x1100xcomplex<f32>"]
+    assert call["results"][0] == "1000x1100xcomplex<f32>"
+    assert said[-1].endswith("complex numbers as pairs, TF32_TF32_F32")
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "options"),
+    [
+        ((1000, 520), (1100, 520), {"transpose_b": True}),  # k is what is contiguous
+        ((1000, 520), (520, 1101), {}),  # rows that TMA cannot address
+        ((1000, 521), (521, 1100), {}),
+    ],
+)
+def test_what_no_kernel_reads_as_it_lies_is_expanded(cuda_module, a, b, options):
+    _, (call,) = cuda_module(lambda a, b: gemm(a, b, **options), c64(*a), c64(*b))
+    assert picked(call, "algorithm", "pairs_of_b") == ("TF32_TF32_F32", False)
+    n, k = b if options else b[::-1]
+    shape = (2 * n, 2 * k) if options else (2 * k, 2 * n)
+    assert call["operands"] == [f"{a[0]}x{a[1]}xcomplex<f32>", f"{shape[0]}x{shape[1]}xf32"]
+    assert picked(call, "m", "n", "k") == (1000, 2 * n, 2 * k)
+
+
+@pytest.mark.parametrize("transpose_b", [False, True])
+def test_planes_are_made_of_b_as_it_lies(cuda_module, transpose_b):
+    b = c64(1101, 521) if transpose_b else c64(521, 1101)
+    _, (call,) = cuda_module(
+        lambda a, b: gemm(a, b, transpose_b=transpose_b, precision="highest"), c64(1000, 521), b
+    )
+    assert picked(call, "algorithm", "pairs_of_b") == ("F32_F32_F32", True)
+    assert call["b_strides"] == ([1, 1042] if transpose_b else [2202, 1])
+    # Planes of k filled up to a multiple of 64, and what is noted of the operands.
+    assert call["padding_bytes"] == 2 * 3 * 1088 * (1000 + 2202) + 1152
+
+
+def test_batches(cuda_module):
+    def f(a, b):
+        return dot_general(a, b, (((2,), (1,)), ((0,), (0,))))
+
+    _, (call,) = cuda_module(f, c64(5, 640, 768), c64(5, 768, 1280))
+    assert picked(call, "pairs_of_b", "batch_shape") == (True, [5])
+    assert call["b_strides"] == [2 * 768 * 1280, 2560, 1]
+    _, (call,) = cuda_module(
+        lambda a, b: f(a, jnp.moveaxis(b, 2, 0)), c64(5, 640, 768), c64(768, 1280, 5)
+    )
+    assert picked(call, "pairs_of_b", "batch_shape") == (False, [5])
+
+
+def test_without_the_kernel_b_is_expanded(cuda_module, monkeypatch):
+    others = frozenset(name for name in _extension.KERNEL_NAMES if "pairs" not in name)
+    monkeypatch.setattr(_extension, "KERNEL_NAMES", others)
+    _, (call,) = cuda_module(lambda a, b: gemm(a, b), c64(1000, 520), c64(520, 1100))
+    assert call["pairs_of_b"] is False
