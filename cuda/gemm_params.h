@@ -113,15 +113,20 @@ struct Fixup {
   uint64_t launch;  // the value of a flag that is set
 };
 
+// Products of planes of order i count 2^-(bits i) times, and the sum 2^-shift[0] 2^-shift[1] times.
+struct PlaneScale {
+  int32_t bits;
+  int32_t shift[2];
+};
+
 // A and B are bfloat16 planes of float32 operands (passes/split_planes.h), one after the other
 // along k, each of whole k-tiles; GemmParams::k is that of all of them. A product of planes i and j
 // is of order i + j.
 struct Planes {
-  int32_t count;    // of an operand; 0: A and B are no planes
-  int32_t order;    // of the smallest products that count
-  int32_t k_tiles;  // of one plane
-  // In device memory: products of order i count 2^-(*scale_bits * i) times.
-  const int32_t* scale_bits;
+  int32_t count;            // of an operand; 0: A and B are no planes
+  int32_t order;            // of the smallest products that count
+  int32_t k_tiles;          // of one plane
+  const PlaneScale* scale;  // in device memory
 };
 
 struct GemmParams {

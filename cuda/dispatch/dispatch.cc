@@ -128,7 +128,7 @@ Status split_into_planes(GemmProblem* problem, int64_t* used, cudaStream_t strea
   problem->aligned_a = problem->aligned_b = true;
   problem->strides_aligned_a = problem->strides_aligned_b = true;
   const int32_t k_tiles = splits[0].plane_k / kPlaneTileK;
-  params.planes = {product.count, product.order, k_tiles, static_cast<const int32_t*>(state)};
+  params.planes = {product.count, product.order, k_tiles, static_cast<const PlaneScale*>(state)};
   const int64_t k = int64_t{product.products} * splits[0].plane_k;
   JAX_TCGEMM_REQUIRE(k <= std::numeric_limits<int32_t>::max(), product.name, " of k=", params.k);
   params.k = product.count * splits[0].plane_k;

@@ -25,27 +25,7 @@ constexpr int kColumns = kThreads * kWidth;
 constexpr int kSide = 64;
 constexpr int kPitch = kSide + 1;
 constexpr int64_t kLineBytes = 128;
-constexpr int kMaxBlocks = kSplitStateBytes - kLineBytes;  // each has a byte
-
-// What there is among the elements of A, and four bits above among those of B.
-constexpr uint32_t kTiny = 1;         // below 2^-60, but no zero
-constexpr uint32_t kVanishing = 2;    // below 2^-100: plane 2 would lose bits
-constexpr uint32_t kLarge = 4;        // 2^50 and more
-constexpr uint32_t kOverflowing = 8;  // 2^100 and more, infinities and NaN
-constexpr int kBitsOfB = 4;
-
-// Parts of A, then those of B.
-struct SplitLaunch {
-  SplitProblem problem[2];
-  FastDivisor parts_per_row[2];
-  FastDivisor parts_per_matrix[2];
-  int32_t parts_of_a, parts;
-  int32_t blocks;
-  int32_t* scale_bits;
-  uint8_t* found;  // by each block
-};
-
-// The least and the largest magnitude of what a thread has read, as bits. A zero is no least.
+// The least and the largest magnitude of some numbers, as bits.
 struct Magnitudes {
   uint32_t least = 0xffffffff;  // less 1
   uint32_t most = 0;
@@ -59,13 +39,23 @@ struct Magnitudes {
       most = max(most, bits);
     }
   }
-  static constexpr uint32_t power(int exponent) { return uint32_t(127 + exponent) << 23; }
-  __device__ __forceinline__ uint32_t found() const {
-    const bool any = least != 0xffffffff;
-    return (any && least + 1 < power(-60) ? kTiny : 0) |
-           (any && least + 1 < power(-100) ? kVanishing : 0) | (most >= power(50) ? kLarge : 0) |
-           (most >= power(100) ? kOverflowing : 0);
+  __device__ __forceinline__ void merge(const Magnitudes& other, bool also) {
+    if (also) least = min(least, other.least), most = max(most, other.most);
   }
+};
+
+constexpr int kMaxBlocks = (kSplitStateBytes - kLineBytes) / (2 * sizeof(Magnitudes));
+
+// Parts of A, then those of B.
+struct SplitLaunch {
+  SplitProblem problem[2];
+  FastDivisor parts_per_row[2];
+  FastDivisor parts_per_matrix[2];
+  int32_t parts_of_a, parts;
+  int32_t blocks;
+  int32_t k;
+  PlaneScale* scale;
+  Magnitudes (*found)[2];  // by each block
 };
 
 // Elements of a row, of which there are `count`; zeros for others.
@@ -93,10 +83,18 @@ __device__ __forceinline__ float first_plane(float value) {
   return nearest == 0.f && value != 0.f ? copysignf(kSmallest, value) : nearest;
 }
 
+// Powers of two: of an operand, and of what each plane leaves over.
+struct Scales {
+  float of_operand, of_planes;
+};
+
 // Elements along k, from `k` on, of a row of the planes that begins at `row`.
 __device__ __forceinline__ void split(const SplitProblem& p, float (&rest)[kWidth],
-                                      __nv_bfloat16* row, int32_t k, float scale) {
+                                      __nv_bfloat16* row, int32_t k, const Scales& scales) {
   __nv_bfloat16* to = row + k;
+  const float scale = scales.of_planes;
+#pragma unroll
+  for (float& value : rest) value *= scales.of_operand;
 #pragma unroll 1
   for (int i = 0; i < p.count; ++i, to += p.plane_k) {
     uint32_t word[kWidth / 2];
@@ -125,7 +123,7 @@ __device__ __forceinline__ float part_of(float value, int k, int n) {
 
 // Part (rows, columns) of kRows x kColumns.
 __device__ __forceinline__ void split_k_major(const SplitProblem& p, const Matrix& matrix,
-                                              int32_t rows, int32_t columns, float scale,
+                                              int32_t rows, int32_t columns, const Scales& scales,
                                               Magnitudes* magnitudes) {
   const int32_t k = columns * kColumns + threadIdx.x * kWidth;
   if (k >= p.plane_k) return;
@@ -137,7 +135,7 @@ __device__ __forceinline__ void split_k_major(const SplitProblem& p, const Matri
     read(value, matrix.in + row * p.in.ld + k, p.columns - k);
     magnitudes->take(value);
     if (!p.pairs) {
-      split(p, value, matrix.out + row * p.out_ld, k, scale);
+      split(p, value, matrix.out + row * p.out_ld, k, scales);
       continue;
     }
 #pragma unroll
@@ -145,14 +143,14 @@ __device__ __forceinline__ void split_k_major(const SplitProblem& p, const Matri
       float half[kWidth];
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) half[j] = part_of(value[j ^ part], j, part);
-      split(p, half, matrix.out + (2 * row + part) * p.out_ld, k, scale);
+      split(p, half, matrix.out + (2 * row + part) * p.out_ld, k, scales);
     }
   }
 }
 
 // Part (rows, columns) of kSide x kSide: rows of it are along k.
 __device__ __forceinline__ void split_mn_major(const SplitProblem& p, const Matrix& matrix,
-                                               int32_t rows, int32_t columns, float scale,
+                                               int32_t rows, int32_t columns, const Scales& scales,
                                                Magnitudes* magnitudes) {
   __shared__ float tile[kSide * kPitch];
   constexpr int kReaders = kSide / 4;  // of a row
@@ -183,14 +181,14 @@ __device__ __forceinline__ void split_mn_major(const SplitProblem& p, const Matr
       value[j] = p.pairs ? part_of(tile[(k + j) / 2 * kPitch + (column ^ j % 2)], j, column)
                          : tile[(k + j) * kPitch + column];
     }
-    if (mn < p.columns) split(p, value, matrix.out + mn * p.out_ld, rows * kSide + k, scale);
+    if (mn < p.columns) split(p, value, matrix.out + mn * p.out_ld, rows * kSide + k, scales);
   }
   __syncthreads();  // the tile is written anew
 }
 
-// Returns what there is in the part.
-__device__ __forceinline__ uint32_t split_part(const SplitLaunch& launch, int32_t part,
-                                               float scale) {
+// Takes note of what is in the part.
+__device__ __forceinline__ void split_part(const SplitLaunch& launch, int32_t part,
+                                           const Scales (&scales)[2], Magnitudes (&found)[2]) {
   const int which = part >= launch.parts_of_a;
   const SplitProblem& p = launch.problem[which];
   const int32_t of_operand = part - which * launch.parts_of_a;
@@ -208,55 +206,102 @@ __device__ __forceinline__ uint32_t split_part(const SplitLaunch& launch, int32_
   }
   Magnitudes magnitudes;
   if (p.major == Major::kK) {
-    split_k_major(p, matrix, rows, columns, scale, &magnitudes);
+    split_k_major(p, matrix, rows, columns, scales[which], &magnitudes);
   } else {
-    split_mn_major(p, matrix, rows, columns, scale, &magnitudes);
+    split_mn_major(p, matrix, rows, columns, scales[which], &magnitudes);
   }
-  return magnitudes.found() << which * kBitsOfB;
+  // Not by an index, which would take local memory.
+  found[0].merge(magnitudes, which == 0);
+  found[1].merge(magnitudes, which == 1);
 }
 
 // Of all threads.
-__device__ __forceinline__ uint32_t either(uint32_t found) {
-  __shared__ uint32_t all;
-  if (threadIdx.x == 0) all = 0;
+__device__ __forceinline__ Magnitudes of_block(Magnitudes magnitudes) {
+  __shared__ Magnitudes of_warp[kThreads / 32];
+#pragma unroll
+  for (int lanes = 16; lanes > 0; lanes /= 2) {
+    magnitudes.merge({__shfl_xor_sync(0xffffffff, magnitudes.least, lanes),
+                      __shfl_xor_sync(0xffffffff, magnitudes.most, lanes)},
+                     true);
+  }
+  __syncthreads();  // it may still be read
+  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = magnitudes;
   __syncthreads();
-  if (found != 0) atomicOr(&all, found);
-  __syncthreads();
-  return all;
+  for (const Magnitudes& other : of_warp) magnitudes.merge(other, true);
+  return magnitudes;
 }
 
 __global__ void __launch_bounds__(kThreads)
     split_kernel(const __grid_constant__ SplitLaunch launch) {
-  uint32_t found = 0;
+  const Scales scales[2] = {{1.f, 1.f}, {1.f, 1.f}};
+  Magnitudes magnitudes[2];
 #pragma unroll 1
   for (int32_t part = blockIdx.x; part < launch.parts; part += gridDim.x) {
-    found |= split_part(launch, part, 1.f);
+    split_part(launch, part, scales, magnitudes);
   }
-  found = either(found);
-  if (threadIdx.x == 0) launch.found[blockIdx.x] = static_cast<uint8_t>(found);
+  for (int i = 0; i < 2; ++i) {
+    const Magnitudes all = of_block(magnitudes[i]);
+    if (threadIdx.x == 0) launch.found[blockIdx.x][i] = all;
+  }
 }
 
-// Two planes may be further apart, so that as little of a denormal is lost as of three planes,
-// where no sum over products of order 1 can be beyond float32's range by it.
-__device__ __forceinline__ int32_t scale_bits(uint32_t found, int32_t count) {
-  const uint32_t either = found | found >> kBitsOfB;
-  const uint32_t both = found & found >> kBitsOfB;
-  if ((either & (kVanishing | kOverflowing)) == 0 && (both & (kTiny | kLarge)) == 0) return 0;
-  return count == 2 && (either & kLarge) == 0 ? 2 * kPlaneBits : kPlaneBits;
+// An operand's numbers, but zeros, are 2^least and more, and below 2^most; of no others both are 0.
+struct Exponents {
+  int least, most;
+
+  __device__ __forceinline__ explicit Exponents(const Magnitudes& found) : least(0), most(0) {
+    if (found.most == 0) return;
+    const int lowest = static_cast<int>((found.least + 1) >> 23);
+    least = lowest == 0 ? -149 : lowest - 127;
+    most = static_cast<int>(found.most >> 23) - 126;
+  }
+};
+
+// What has to become of the operands, so that planes of them lose no bits and neither do products
+// of planes: an operand is multiplied by a power of two. Where the sum would be beyond float32's
+// range by it, or is anyway, planes are scaled instead.
+__device__ __forceinline__ PlaneScale scale_for(const Magnitudes (&found)[2], int32_t count,
+                                                int32_t k) {
+  constexpr int kLeast = -109;         // whose last bit is 2^-132
+  constexpr int kLeastProduct = -120;  // of order 0
+  constexpr int kMost = 126;
+  const Exponents a(found[0]), b(found[1]);
+  int shift_a = max(0, kLeast - a.least);
+  int shift_b = max(0, kLeast - b.least);
+  const int missing = max(0, kLeastProduct - (a.least + shift_a + b.least + shift_b));
+  shift_a += missing / 2;
+  shift_b += missing - missing / 2;
+  const int bits_of_k = 32 - __clz(k);
+  const bool fits = a.most + shift_a <= kMost && b.most + shift_b <= kMost &&
+                    a.most + shift_a + b.most + shift_b + bits_of_k <= kMost;
+  if (fits) return {0, {shift_a, shift_b}};
+  // Two planes may be further apart, so that as little of a denormal is lost as of three planes,
+  // where no sum over products of order 1 can be beyond float32's range by it.
+  const bool small = a.most <= 50 && b.most <= 50;
+  return {count == 2 && small ? 2 * kPlaneBits : kPlaneBits, {0, 0}};
 }
 
-// Splits once more where planes have to be scaled.
+__device__ __forceinline__ float power_of_two(int exponent) {
+  return __int_as_float((127 + exponent) << 23);
+}
+
+// Splits once more where that takes scales.
 __global__ void __launch_bounds__(kThreads)
     scale_kernel(const __grid_constant__ SplitLaunch launch) {
-  uint32_t found = 0;
-  for (int32_t i = threadIdx.x; i < launch.blocks; i += kThreads) found |= launch.found[i];
-  const int32_t bits = scale_bits(either(found), launch.problem[0].count);
-  if (blockIdx.x == 0 && threadIdx.x == 0) *launch.scale_bits = bits;
-  if (bits == 0) return;
-  const float scale = static_cast<float>(1 << bits);
+  Magnitudes found[2];
+  for (int32_t i = threadIdx.x; i < launch.blocks; i += kThreads) {
+    for (int j = 0; j < 2; ++j) found[j].merge(launch.found[i][j], true);
+  }
+  for (int j = 0; j < 2; ++j) found[j] = of_block(found[j]);
+  const PlaneScale scale = scale_for(found, launch.problem[0].count, launch.k);
+  if (blockIdx.x == 0 && threadIdx.x == 0) *launch.scale = scale;
+  if (scale.bits == 0 && scale.shift[0] == 0 && scale.shift[1] == 0) return;
+  const float of_planes = power_of_two(scale.bits);
+  const Scales scales[2] = {{power_of_two(scale.shift[0]), of_planes},
+                            {power_of_two(scale.shift[1]), of_planes}};
 #pragma unroll 1
   for (int32_t part = blockIdx.x; part < launch.parts; part += gridDim.x) {
-    split_part(launch, part, scale);
+    split_part(launch, part, scales, found);
   }
 }
 
@@ -278,8 +323,9 @@ int64_t plan_split(SplitProblem* problem) {
 
 cudaError_t launch_splits(const SplitProblem (&problems)[2], void* state, cudaStream_t stream) {
   SplitLaunch launch = {};
-  launch.scale_bits = static_cast<int32_t*>(state);
-  launch.found = static_cast<uint8_t*>(state) + kLineBytes;
+  launch.scale = static_cast<PlaneScale*>(state);
+  launch.found = reinterpret_cast<Magnitudes(*)[2]>(static_cast<char*>(state) + kLineBytes);
+  launch.k = problems[0].plane_k;
   int64_t parts = 0;
   for (int i = 0; i < 2; ++i) {
     const SplitProblem& p = launch.problem[i] = problems[i];

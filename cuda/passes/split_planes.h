@@ -34,14 +34,14 @@ int64_t plan_split(SplitProblem* problem);
 // is half of the number at most; and so on.
 constexpr int kPlaneBits = 7;
 
-// What the launches below write to: Planes::scale_bits, then what each block found.
-constexpr int kSplitStateBytes = 128 + 1024;
+// What the launches below write to: the PlaneScale, then what each block found.
+constexpr int kSplitStateBytes = 128 + 1024 * 16;
 
-// Enqueues the splitting of A and of B: into planes as they are, which float32's range allows of
-// most operands; and a second kernel that replaces them by scaled ones where it does not. Tiny
-// elements would lose bits of their last planes; of infinities and the largest elements nothing but
-// NaN is left over, and products of planes may be infinite, which the products of scaled planes are
-// kept apart for (sm90/plane_loop.cuh).
+// Enqueues the splitting of A and of B, and a second kernel that does it again if the numbers that
+// the first has found take it. Tiny ones would lose bits of their last planes, and are multiplied
+// by a power of two. Where that leaves float32's range, planes are scaled, and their products kept
+// apart (sm90/plane_loop.cuh): of infinities and of sums that are beyond that range nothing but NaN
+// is left over for planes after the first.
 cudaError_t launch_splits(const SplitProblem (&problems)[2], void* state, cudaStream_t stream);
 
 }  // namespace jax_tcgemm

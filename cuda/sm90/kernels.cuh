@@ -70,8 +70,8 @@ KernelSet kernels_of() {
   if constexpr (kConfig.pairs) {
     return {{{{nullptr, kernel_for<Row, true, LayoutMnK>()}, {}}}, {}};
   } else if constexpr (kConfig.planes) {
-    return {{{{kernel_for<Row, false, LayoutKK>()}, {}}},
-            {}};  // as passes/split_planes.cu writes them
+    // As passes/split_planes.cu writes them.
+    return {{{{kernel_for<Row, false, LayoutKK>()}, {}}}, {}};
   } else if constexpr (kConfig.grouped == Grouped::kK) {
     return {{{{}, {nullptr, kernel_for<Row, false, LayoutMnMn>()}}}, {}};
   } else if constexpr (kConfig.grouped == Grouped::kM) {

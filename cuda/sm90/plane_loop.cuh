@@ -36,16 +36,33 @@ struct PlaneLoop : StageLoop<kConfig, Layout> {
   __device__ __forceinline__ void run_planes(Accumulators& total, Passed& passed) {
     clear(total);
     // Nine products are asked for so seldom that less code is worth more.
-    if (*planes.scale_bits != 0 || planes.order > 2) {
+    if (planes.scale->bits != 0 || planes.order > 2) {
       run_scaled(total, passed);
     } else if (planes.count == 2) {
       run_as_they_are<2>(total, planes.k_tiles, passed);
     } else {
       run_as_they_are<3>(total, planes.k_tiles, passed);
     }
+    // One after the other: together they may be no float32.
+    multiply(total, planes.scale->shift[0]);
+    multiply(total, planes.scale->shift[1]);
   }
 
  private:
+  static __device__ __forceinline__ float power_of_two(int exponent) {
+    return __int_as_float((127 + exponent) << 23);
+  }
+
+  static __device__ __forceinline__ void multiply(Accumulators& total, int shift) {
+    if (shift == 0) return;
+    const float scale = power_of_two(-shift);
+#pragma unroll
+    for (auto& block : total) {
+#pragma unroll
+      for (float& value : block) value *= scale;
+    }
+  }
+
   // The stages of a k-tile, which begin with that of the last plane.
   struct Tile {
     int first;
@@ -167,8 +184,7 @@ struct PlaneLoop : StageLoop<kConfig, Layout> {
   // scaled.
   template <typename Passed>
   __device__ __forceinline__ void run_scaled(Accumulators& total, Passed& passed) {
-    const int bits = *planes.scale_bits;
-    const float scale = __int_as_float((127 - bits) << 23);
+    const float scale = power_of_two(-planes.scale->bits);
     Accumulators acc;
 #pragma unroll 1
     for (int tiles = planes.k_tiles; tiles > 0; --tiles) {
