@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from cuda_calls import picked
 
-from jax_tcgemm import _compat, _extension, dot_general, gemm
+from jax_tcgemm import _compat, _extension, gemm
 from jax_tcgemm.lowering import gemm as gemm_lowering
 
 
@@ -68,20 +68,16 @@ def test_planes_are_made_of_b_as_it_lies(cuda_module, transpose_b):
     assert picked(call, "algorithm", "pairs_of_b") == ("F32_F32_F32", True)
     assert call["b_strides"] == ([1, 1042] if transpose_b else [2202, 1])
     # Planes of k filled up to a multiple of 64, and what is noted of the operands.
-    assert call["padding_bytes"] == 2 * 3 * 1088 * (1000 + 2202) + 128 + 1024 * 16
+    assert call["padding_bytes"] == 2 * 3 * 1088 * (1000 + 2202) + 128 + 1024 * 4
 
 
 def test_batches(cuda_module):
-    def f(a, b):
-        return dot_general(a, b, (((2,), (1,)), ((0,), (0,))))
-
-    _, (call,) = cuda_module(f, c64(5, 640, 768), c64(5, 768, 1280))
+    _, (call,) = cuda_module(lambda a, b: gemm(a, b), c64(5, 640, 768), c64(5, 768, 1280))
     assert picked(call, "pairs_of_b", "batch_shape") == (True, [5])
     assert call["b_strides"] == [2 * 768 * 1280, 2560, 1]
-    _, (call,) = cuda_module(
-        lambda a, b: f(a, jnp.moveaxis(b, 2, 0)), c64(5, 640, 768), c64(768, 1280, 5)
-    )
-    assert picked(call, "pairs_of_b", "batch_shape") == (False, [5])
+    # A batch that B has not is rows of one product.
+    _, (call,) = cuda_module(lambda a, b: gemm(a, b), c64(5, 640, 768), c64(768, 1280))
+    assert picked(call, "pairs_of_b", "batch_shape", "m") == (True, [], 3200)
 
 
 def test_without_the_kernel_b_is_expanded(cuda_module, monkeypatch):

@@ -83,7 +83,7 @@ def test_workspace_is_that_of_the_planes():
         return StridedGemm(m=130, n=70, k=100, batch=batch, strides=Operands(a, b))
 
     # Three planes or two of 128, along k, and what is noted of the operands.
-    noted = 128 + 1024 * 16
+    noted = 128 + 1024 * 4
     assert plane_bytes(gemm_of((100, 1), (1, 100)), 3) == 2 * 3 * 128 * (130 + 70) + noted
     assert plane_bytes(gemm_of((1, 130), (70, 1)), 2) == 2 * 2 * 128 * (130 + 70) + noted
     # What a batch shares is split once.
@@ -102,7 +102,7 @@ def test_one_call_with_the_epilogue(cuda_module, said, precision):
     _, (call,) = cuda_module(f, f32(1000, 520), f32(520, 1100), f32(1100))
     name = "F32_F32_F32" if precision in ("highest", "float32") else precision
     assert picked(call, "algorithm", "activation", "has_bias") == (name, "Gelu", True)
-    bytes_of_planes = 2 * 3 * 576 * (1000 + 1100) + 128 + 1024 * 16
+    bytes_of_planes = 2 * 3 * 576 * (1000 + 1100) + 128 + 1024 * 4
     assert picked(call, "padding_bytes", "has_workspace") == (bytes_of_planes, True)
     assert call["operands"][:2] == ["1000x520xf32", "520x1100xf32"]
     count = len(PLANE_PRODUCTS[name].pairs)

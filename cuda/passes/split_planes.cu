@@ -44,7 +44,12 @@ struct Magnitudes {
   }
 };
 
-constexpr int kMaxBlocks = (kSplitStateBytes - kLineBytes) / (2 * sizeof(Magnitudes));
+// Biased exponents of the least and the largest number of an operand; of zeros alone 255 and 0.
+struct Exponents {
+  uint8_t least = 255;
+  uint8_t most = 0;
+};
+constexpr int kMaxBlocks = (kSplitStateBytes - kLineBytes) / (2 * sizeof(Exponents));
 
 // Parts of A, then those of B.
 struct SplitLaunch {
@@ -55,7 +60,7 @@ struct SplitLaunch {
   int32_t blocks;
   int32_t k;
   PlaneScale* scale;
-  Magnitudes (*found)[2];  // by each block
+  Exponents (*found)[2];  // by each block
 };
 
 // Elements of a row, of which there are `count`; zeros for others.
@@ -215,20 +220,24 @@ __device__ __forceinline__ void split_part(const SplitLaunch& launch, int32_t pa
   found[1].merge(magnitudes, which == 1);
 }
 
-// Of all threads.
-__device__ __forceinline__ Magnitudes of_block(Magnitudes magnitudes) {
-  __shared__ Magnitudes of_warp[kThreads / 32];
+// The least and the largest number of all threads.
+__device__ __forceinline__ void reduce(uint32_t* least, uint32_t* most) {
+  __shared__ uint32_t of_warp[kThreads / 32][2];
 #pragma unroll
   for (int lanes = 16; lanes > 0; lanes /= 2) {
-    magnitudes.merge({__shfl_xor_sync(0xffffffff, magnitudes.least, lanes),
-                      __shfl_xor_sync(0xffffffff, magnitudes.most, lanes)},
-                     true);
+    *least = min(*least, __shfl_xor_sync(0xffffffff, *least, lanes));
+    *most = max(*most, __shfl_xor_sync(0xffffffff, *most, lanes));
   }
   __syncthreads();  // it may still be read
-  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = magnitudes;
+  if (threadIdx.x % 32 == 0) {
+    of_warp[threadIdx.x / 32][0] = *least;
+    of_warp[threadIdx.x / 32][1] = *most;
+  }
   __syncthreads();
-  for (const Magnitudes& other : of_warp) magnitudes.merge(other, true);
-  return magnitudes;
+  for (const auto& [other_least, other_most] : of_warp) {
+    *least = min(*least, other_least);
+    *most = max(*most, other_most);
+  }
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -240,32 +249,34 @@ __global__ void __launch_bounds__(kThreads)
     split_part(launch, part, scales, magnitudes);
   }
   for (int i = 0; i < 2; ++i) {
-    const Magnitudes all = of_block(magnitudes[i]);
-    if (threadIdx.x == 0) launch.found[blockIdx.x][i] = all;
+    reduce(&magnitudes[i].least, &magnitudes[i].most);
+    if (threadIdx.x != 0) continue;
+    const uint32_t least = magnitudes[i].least;
+    launch.found[blockIdx.x][i] = {
+        static_cast<uint8_t>(least == 0xffffffff ? 255 : (least + 1) >> 23),
+        static_cast<uint8_t>(magnitudes[i].most >> 23)};
   }
 }
 
 // An operand's numbers, but zeros, are 2^least and more, and below 2^most; of no others both are 0.
-struct Exponents {
+struct Bounds {
   int least, most;
 
-  __device__ __forceinline__ explicit Exponents(const Magnitudes& found) : least(0), most(0) {
-    if (found.most == 0) return;
-    const int lowest = static_cast<int>((found.least + 1) >> 23);
-    least = lowest == 0 ? -149 : lowest - 127;
-    most = static_cast<int>(found.most >> 23) - 126;
+  __device__ __forceinline__ Bounds(uint32_t biased_least, uint32_t biased_most) {
+    const bool any = biased_least != 255;
+    least = !any ? 0 : biased_least == 0 ? -149 : static_cast<int>(biased_least) - 127;
+    most = any ? static_cast<int>(biased_most) - 126 : 0;
   }
 };
 
 // What has to become of the operands, so that planes of them lose no bits and neither do products
 // of planes: an operand is multiplied by a power of two. Where the sum would be beyond float32's
 // range by it, or is anyway, planes are scaled instead.
-__device__ __forceinline__ PlaneScale scale_for(const Magnitudes (&found)[2], int32_t count,
+__device__ __forceinline__ PlaneScale scale_for(const Bounds& a, const Bounds& b, int32_t count,
                                                 int32_t k) {
   constexpr int kLeast = -109;         // whose last bit is 2^-132
   constexpr int kLeastProduct = -120;  // of order 0
   constexpr int kMost = 126;
-  const Exponents a(found[0]), b(found[1]);
   int shift_a = max(0, kLeast - a.least);
   int shift_b = max(0, kLeast - b.least);
   const int missing = max(0, kLeastProduct - (a.least + shift_a + b.least + shift_b));
@@ -288,20 +299,29 @@ __device__ __forceinline__ float power_of_two(int exponent) {
 // Splits once more where that takes scales.
 __global__ void __launch_bounds__(kThreads)
     scale_kernel(const __grid_constant__ SplitLaunch launch) {
-  Magnitudes found[2];
+  uint32_t least[2] = {255, 255};
+  uint32_t most[2] = {};
   for (int32_t i = threadIdx.x; i < launch.blocks; i += kThreads) {
-    for (int j = 0; j < 2; ++j) found[j].merge(launch.found[i][j], true);
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const Exponents found = launch.found[i][j];
+      least[j] = min(least[j], uint32_t{found.least});
+      most[j] = max(most[j], uint32_t{found.most});
+    }
   }
-  for (int j = 0; j < 2; ++j) found[j] = of_block(found[j]);
-  const PlaneScale scale = scale_for(found, launch.problem[0].count, launch.k);
+#pragma unroll
+  for (int j = 0; j < 2; ++j) reduce(&least[j], &most[j]);
+  const PlaneScale scale =
+      scale_for({least[0], most[0]}, {least[1], most[1]}, launch.problem[0].count, launch.k);
   if (blockIdx.x == 0 && threadIdx.x == 0) *launch.scale = scale;
   if (scale.bits == 0 && scale.shift[0] == 0 && scale.shift[1] == 0) return;
   const float of_planes = power_of_two(scale.bits);
   const Scales scales[2] = {{power_of_two(scale.shift[0]), of_planes},
                             {power_of_two(scale.shift[1]), of_planes}};
+  Magnitudes magnitudes[2];  // known
 #pragma unroll 1
   for (int32_t part = blockIdx.x; part < launch.parts; part += gridDim.x) {
-    split_part(launch, part, scales, found);
+    split_part(launch, part, scales, magnitudes);
   }
 }
 
@@ -324,7 +344,7 @@ int64_t plan_split(SplitProblem* problem) {
 cudaError_t launch_splits(const SplitProblem (&problems)[2], void* state, cudaStream_t stream) {
   SplitLaunch launch = {};
   launch.scale = static_cast<PlaneScale*>(state);
-  launch.found = reinterpret_cast<Magnitudes(*)[2]>(static_cast<char*>(state) + kLineBytes);
+  launch.found = reinterpret_cast<Exponents(*)[2]>(static_cast<char*>(state) + kLineBytes);
   launch.k = problems[0].plane_k;
   int64_t parts = 0;
   for (int i = 0; i < 2; ++i) {
@@ -351,7 +371,7 @@ cudaError_t launch_splits(const SplitProblem (&problems)[2], void* state, cudaSt
   grid.stream = stream;
   const cudaError_t split = cudaLaunchKernelEx(&grid, split_kernel, launch);
   if (split != cudaSuccess) return split;
-  constexpr unsigned kFew = 128;  // which mostly have nothing to do
+  constexpr unsigned kFew = 512;  // which mostly have nothing to do
   grid.gridDim.x = std::min(grid.gridDim.x, kFew);
   return cudaLaunchKernelEx(&grid, scale_kernel, launch);
 }

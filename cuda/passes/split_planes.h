@@ -35,7 +35,7 @@ int64_t plan_split(SplitProblem* problem);
 constexpr int kPlaneBits = 7;
 
 // What the launches below write to: the PlaneScale, then what each block found.
-constexpr int kSplitStateBytes = 128 + 1024 * 16;
+constexpr int kSplitStateBytes = 128 + 1024 * 4;
 
 // Enqueues the splitting of A and of B, and a second kernel that does it again if the numbers that
 // the first has found take it. Tiny ones would lose bits of their last planes, and are multiplied

@@ -137,7 +137,7 @@ def padding_bytes(gemm: StridedGemm, itemsize: int) -> int:
 
 
 _PLANE_K = 64  # kPlaneTileK of cuda/dispatch/dispatch.cc
-_SPLIT_STATE_BYTES = 128 + 1024 * 16  # kSplitStateBytes of cuda/passes/split_planes.h
+_SPLIT_STATE_BYTES = 128 + 1024 * 4  # kSplitStateBytes of cuda/passes/split_planes.h
 
 
 def plane_bytes(gemm: StridedGemm, count: int) -> int:
