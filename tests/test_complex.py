@@ -67,8 +67,8 @@ def test_planes_are_made_of_b_as_it_lies(cuda_module, transpose_b):
     )
     assert picked(call, "algorithm", "pairs_of_b") == ("F32_F32_F32", True)
     assert call["b_strides"] == ([1, 1042] if transpose_b else [2202, 1])
-    # Planes of k filled up to a multiple of 128, and what is noted of the operands.
-    assert call["padding_bytes"] == 2 * 3 * 1152 * (1000 + 2202) + 128 + 1024 * 4
+    # Planes of k filled up to a multiple of 64, and what is noted of the operands.
+    assert call["padding_bytes"] == 2 * 3 * 1088 * (1000 + 2202) + 128 + 1024 * 4
 
 
 def test_batches(cuda_module):

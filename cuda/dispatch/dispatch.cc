@@ -83,9 +83,8 @@ Status pad_unaligned_operands(GemmProblem* problem, const DeviceProperties& devi
   return Status();
 }
 
-// A k-tile of the kernels that take planes; of three they add up two at a time.
+// A k-tile of the kernels that take planes.
 constexpr int kPlaneTileK = 64;
-constexpr int plane_unit(int count) { return count == 3 ? 2 * kPlaneTileK : kPlaneTileK; }
 
 SplitProblem split_of(const GemmProblem& problem, const Operand& operand, Major major,
                       int32_t extent_mn, bool is_pairs) {
@@ -98,8 +97,7 @@ SplitProblem split_of(const GemmProblem& problem, const Operand& operand, Major 
   split.columns = major == Major::kK ? params.k : extent_mn;
   split.pairs = is_pairs;
   if (is_pairs) split.rows /= 2;  // each makes two, whichever way it lies
-  split.plane_k =
-      static_cast<int32_t>(ceil_div(params.k, plane_unit(split.count)) * plane_unit(split.count));
+  split.plane_k = static_cast<int32_t>(ceil_div(params.k, kPlaneTileK) * kPlaneTileK);
   split.batch_rank = params.batch_rank;
   std::copy(std::begin(params.batch_shape), std::end(params.batch_shape), split.batch_shape);
   return split;

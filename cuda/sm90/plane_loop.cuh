@@ -3,10 +3,10 @@
 //
 // Stages: plane after plane of a k-tile, the last one first, each of both operands. The ring holds
 //         a k-tile and what comes of the next one.
-// Sums:   the products of a k-tile, of three planes of two, in one set of accumulators, of each
-// tile
-//         the smallest first. It is added to the total in float32 while what follows is multiplied
-//         in another set: the tensor cores cut sums off, and float32 rounds the total.
+// Sums:   the products of a k-tile, the smallest first, in one set of accumulators, since the
+// tensor
+//         cores cut sums off. It is added to the total in float32 while the next k-tile is
+//         multiplied in another set.
 // Where planes are scaled (passes/split_planes.h) the sum over an order is scaled before the next
 //         order goes on with it; only another warpgroup multiplies meanwhile.
 
@@ -112,10 +112,9 @@ struct PlaneLoop : StageLoop<kConfig, Layout> {
 
   // Those of the order that begins a k-tile, as a group of instructions.
   template <int kCount>
-  __device__ __forceinline__ void begin_tile(Accumulators& acc, const Tile& tile,
-                                             bool first) const {
+  __device__ __forceinline__ void begin_tile(Accumulators& acc, const Tile& tile) const {
     begin(acc);
-    issue_order<kCount - 1, kCount>(acc, tile, first);
+    issue_order<kCount - 1, kCount>(acc, tile, true);
     commit(acc);
   }
 
@@ -138,25 +137,18 @@ struct PlaneLoop : StageLoop<kConfig, Layout> {
     }
   }
 
-  // Of three planes, whose error is nothing but that of sums, two tiles make a group, of which
-  // there is a whole number; in other forms ptxas spills.
   template <int kCount, typename Passed>
   __device__ __forceinline__ void run_as_they_are(Accumulators& total, int tiles, Passed& passed) {
     Accumulators even;
     Accumulators odd;
     Tile tile = next_tile(kCount);
-    begin_tile<kCount>(even, tile, true);
+    begin_tile<kCount>(even, tile);
     end_tile<kCount>(even, tile);
-    int groups = tiles;
-    if constexpr (kCount == 3) {
-      tile = extend<kCount>(even, tile);
-      groups /= 2;
-    }
 #pragma unroll 1
     for (;;) {
-      if (--groups == 0) break;
+      if (--tiles == 0) break;
       const Tile next = turn<kCount>(total, even, odd, tile);
-      if (--groups == 0) {
+      if (--tiles == 0) {
         passed();
         return finish<0>(total, odd, next);
       }
@@ -166,36 +158,16 @@ struct PlaneLoop : StageLoop<kConfig, Layout> {
     finish<0>(total, even, tile);
   }
 
-  // Multiplies the next group in `other`, and adds what `acc` has of the one before.
+  // Multiplies the next tile in `other`, and adds what `acc` has of this one.
   template <int kCount>
   __device__ __forceinline__ Tile turn(Accumulators& total, Accumulators& acc, Accumulators& other,
                                        const Tile& tile) {
-    const Tile next = multiply_next<kCount>(other, true, [&] {
-      fence(acc);
-      release(tile.stage(0));
-      add(total, acc);
-    });
-    if constexpr (kCount == 2) return next;
-    return extend<kCount>(other, next);
-  }
-
-  template <int kCount>
-  __device__ __forceinline__ Tile extend(Accumulators& acc, const Tile& tile) {
-    return multiply_next<kCount>(acc, false, [&] { release(tile.stage(0)); });
-  }
-
-  // `ended` is called when the tile before has been multiplied. Of three planes the ring holds two
-  // tiles: what that one has read is soon to be loaded again.
-  template <int kCount, typename Ended>
-  __device__ __forceinline__ Tile multiply_next(Accumulators& acc, bool first, Ended&& ended) {
     const Tile next = next_tile(kCount);
-    begin_tile<kCount>(acc, next, first);
-    if constexpr (kCount == 3) {
-      ptx::wgmma_wait<1>();
-      ended();
-    }
-    end_tile<kCount>(acc, next);
-    if constexpr (kCount == 2) ended();
+    begin_tile<kCount>(other, next);
+    // Of three planes the ring holds two tiles: what this one has read is soon to be loaded again.
+    if constexpr (kCount == 3) finish<1>(total, acc, tile);
+    end_tile<kCount>(other, next);
+    if constexpr (kCount == 2) finish<1>(total, acc, tile);
     return next;
   }
 

@@ -136,7 +136,7 @@ def padding_bytes(gemm: StridedGemm, itemsize: int) -> int:
     return total
 
 
-_PLANE_K = 64  # plane_unit of cuda/dispatch/dispatch.cc; of three planes twice as much
+_PLANE_K = 64  # kPlaneTileK of cuda/dispatch/dispatch.cc
 _SPLIT_STATE_BYTES = 128 + 1024 * 4  # kSplitStateBytes of cuda/passes/split_planes.h
 
 
@@ -150,7 +150,7 @@ def plane_bytes(gemm: StridedGemm, count: int) -> int:
         gemm: the folded gemm, of float32 operands.
         count: planes of an operand.
     """
-    k = count * _rounded_up(gemm.k, _PLANE_K * (2 if count == 3 else 1))
+    k = count * _rounded_up(gemm.k, _PLANE_K)
     total = _SPLIT_STATE_BYTES
     for name, extent_mn in (("a", gemm.m), ("b", gemm.n)):
         batch_strides, *_ = _layout(gemm, name)
