@@ -156,6 +156,18 @@ def test_what_xla_multiplies(cuda_module, monkeypatch, said, capability, shapes,
 
 
 @pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    ("precision", "k", "is_xla"),
+    [("BF16_BF16_F32_X6", 8080, True), ("BF16_BF16_F32_X6", 4096, False), ("highest", 8080, False)],
+)
+def test_xla_multiplies_what_it_adds_up_in_parts(cuda_module, said, precision, k, is_xla):
+    f = jax.jit(lambda a, b: gemm(a, b, precision=precision))
+    _, calls = cuda_module(f, f32(334, k), f32(k, 1184))
+    assert len(calls) == (not is_xla)
+    assert said[-1].endswith("adds up in parts") == is_xla
+
+
+@pytest.mark.usefixtures("hopper")
 def test_xla_multiplies_where_no_kernel_takes_planes(cuda_module, monkeypatch, said):
     def gated(x, w, v):
         return gated_gemm(x, w, v, precision="highest")
