@@ -186,6 +186,16 @@ def test_infinities_and_nan(rng, precision):
 
 @pytest.mark.usefixtures("takes_planes", "any_size")
 @pytest.mark.parametrize("precision", PLANE_PRODUCTS)
+@pytest.mark.parametrize("others", [0.0, 1.0])
+def test_nothing_but_infinities(precision, others):
+    a, b = np.zeros((260, 300)), np.full((300, 140), others)
+    a[3, 5], a[4, 6] = np.inf, -np.inf
+    a, b = jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32)
+    np.testing.assert_array_equal(by_planes(a, b, precision=precision), by_xla(a, b))
+
+
+@pytest.mark.usefixtures("takes_planes", "any_size")
+@pytest.mark.parametrize("precision", PLANE_PRODUCTS)
 def test_beyond_float32(rng, precision):
     """As docs/precision.md says; where the sum is within the range, the result is."""
     a, b = rng.standard_normal((260, 300)), rng.standard_normal((300, 140))

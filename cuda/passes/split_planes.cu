@@ -25,6 +25,7 @@ constexpr int kColumns = kThreads * kWidth;
 constexpr int kSide = 64;
 constexpr int kPitch = kSide + 1;
 constexpr int64_t kLineBytes = 128;
+
 // The least and the largest magnitude of some numbers, as bits.
 struct Magnitudes {
   uint32_t least = 0xffffffff;  // less 1
@@ -258,12 +259,12 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// An operand's numbers, but zeros, are 2^least and more, and below 2^most; of no others both are 0.
+// An operand's numbers, but zeros, are 2^least and more, and below 2^most; of zeros both are 0.
 struct Bounds {
   int least, most;
 
   __device__ __forceinline__ Bounds(uint32_t biased_least, uint32_t biased_most) {
-    const bool any = biased_least != 255;
+    const bool any = biased_least != 255 || biased_most != 0;  // or all others are no numbers
     least = !any ? 0 : biased_least == 0 ? -149 : static_cast<int>(biased_least) - 127;
     most = any ? static_cast<int>(biased_most) - 126 : 0;
   }

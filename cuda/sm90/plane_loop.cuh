@@ -3,10 +3,10 @@
 //
 // Stages: plane after plane of a k-tile, the last one first, each of both operands. The ring holds
 //         a k-tile and what comes of the next one.
-// Sums:   the products of a k-tile, the smallest first, in one set of accumulators, since the
-// tensor
-//         cores cut sums off. It is added to the total in float32 while the next k-tile is
-//         multiplied in another set.
+// Sums:   the products of a k-tile, the smallest first, in one set of accumulators, for the tensor
+//         cores cut off. It is added to the total in float32 while the next k-tile is multiplied
+//         in another set. The small products of a second tile would be cut off at the sum over
+//         the first (docs/experiments/precision.md).
 // Where planes are scaled (passes/split_planes.h) the sum over an order is scaled before the next
 //         order goes on with it; only another warpgroup multiplies meanwhile.
 
