@@ -21,7 +21,8 @@ def test_derivatives_against_finite_differences(rng, activation):
     with jax.enable_x64(True):
         shapes = [(2, 3, 4), (4, 3), (3, 1), (3,), (), ()]
         args = [jnp.asarray(rng.uniform(0.2, 1, shape)) for shape in shapes]
-        check_grads(functools.partial(fused, activation=activation), args, order=2)
+        # With the default step of 1e-4 the differences themselves are off by 5e-5 of some sums.
+        check_grads(functools.partial(fused, activation=activation), args, order=2, eps=1e-5)
 
 
 @pytest.mark.parametrize("transpose_a", [False, True])
