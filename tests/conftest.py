@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cuda_calls import Gpu
 from gpu_accuracy import baseline_precision, in_float64, poison
 from kernel_rows import first_of
 from mps import pytest_configure, pytest_report_header, pytest_unconfigure  # noqa: F401 (hooks)
@@ -21,6 +22,7 @@ from mps import pytest_configure, pytest_report_header, pytest_unconfigure  # no
 from jax_tcgemm import Tunings, _compat, _core, _extension
 from jax_tcgemm.kernels import table as kernel_table
 from jax_tcgemm.lowering import compiled, compiled_pass, devices
+from jax_tcgemm.lowering import gemm as gemm_lowering
 from jax_tcgemm.partitioning import rules
 from jax_tcgemm.problem.alignment import split_bytes
 from jax_tcgemm.problem.arithmetic import INPUT_DTYPES
@@ -222,6 +224,20 @@ _CALL = re.compile(
     r" : \((.*)\) -> (.*)"
 )
 _ATTRIBUTE = re.compile(r'(\w+) = ("[^"]*"|dense<[^>]*>|[^\s,]+)(?: : ([\w<>]+))?')
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is lowered is for a GPU of compute capability 9.0."""
+    monkeypatch.setattr(_compat, "initialized_cuda_devices", lambda: [Gpu("9.0")])
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """How products were lowered, a line each."""
+    lines: list[str] = []
+    monkeypatch.setattr(gemm_lowering, "log", lines.append)
+    return lines
 
 
 @pytest.fixture

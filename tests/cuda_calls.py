@@ -10,6 +10,15 @@ import jax.numpy as jnp
 _MOVES = ("stablehlo.transpose", "stablehlo.convert", "stablehlo.broadcast", "stablehlo.slice")
 
 
+class Gpu:
+    """A device as `_compat.initialized_cuda_devices` lists it."""
+
+    device_kind = "a GPU"
+
+    def __init__(self, compute_capability: str):
+        self.compute_capability = compute_capability
+
+
 def bf16(*shape: int) -> jax.Array:
     return jnp.zeros(shape, jnp.bfloat16)
 

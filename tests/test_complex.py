@@ -7,25 +7,9 @@ import jax.numpy as jnp
 import pytest
 from cuda_calls import picked
 
-from jax_tcgemm import _compat, _extension, gemm
-from jax_tcgemm.lowering import gemm as gemm_lowering
+from jax_tcgemm import _extension, gemm
 
-
-class Hopper:
-    device_kind = "a GPU"
-    compute_capability = "9.0"
-
-
-@pytest.fixture(autouse=True)
-def hopper(monkeypatch):
-    monkeypatch.setattr(_compat, "initialized_cuda_devices", lambda: [Hopper()])
-
-
-@pytest.fixture
-def said(monkeypatch):
-    lines = []
-    monkeypatch.setattr(gemm_lowering, "log", lines.append)
-    return lines
+pytestmark = pytest.mark.usefixtures("hopper")
 
 
 def c64(*shape):

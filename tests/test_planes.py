@@ -6,36 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cuda_calls import picked
+from cuda_calls import Gpu, picked
 from jax.lax import DotAlgorithmPreset, Precision
 
 from jax_tcgemm import _compat, _extension, dot_general, gated_gemm, gemm
 from jax_tcgemm.kernels.arithmetic import ARITHMETIC, PLANE_PRODUCTS
-from jax_tcgemm.lowering import gemm as gemm_lowering
 from jax_tcgemm.problem.alignment import plane_bytes
 from jax_tcgemm.problem.arithmetic import resolve_planes
 from jax_tcgemm.problem.strides import Operands, StridedGemm
 
 HIGHEST = (Precision.HIGHEST, Precision.HIGHEST)
-
-
-class Gpu:
-    device_kind = "a GPU"
-
-    def __init__(self, compute_capability: str):
-        self.compute_capability = compute_capability
-
-
-@pytest.fixture
-def hopper(monkeypatch):
-    monkeypatch.setattr(_compat, "initialized_cuda_devices", lambda: [Gpu("9.0")])
-
-
-@pytest.fixture
-def said(monkeypatch):
-    lines = []
-    monkeypatch.setattr(gemm_lowering, "log", lines.append)
-    return lines
 
 
 def f32(*shape):
