@@ -22,13 +22,12 @@ def formula(a, b, c, bias, alpha, beta, activation="gelu"):
 
 
 def assert_trees_close(actual, expected, tolerance=2e-4):
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(
-            np.asarray(x, np.float32), np.asarray(y, np.float32), rtol=tolerance, atol=tolerance
-        ),
-        actual,
-        expected,
-    )
+    def assert_close(x, y):
+        dtype = np.complex64 if np.iscomplexobj(y) else np.float32
+        x, y = np.asarray(x, dtype), np.asarray(y, dtype)
+        np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance)
+
+    jax.tree.map(assert_close, actual, expected)
 
 
 def square_sum(function):

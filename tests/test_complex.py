@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from cuda_calls import picked
 
-from jax_tcgemm import _extension, gemm
+from jax_tcgemm import _extension, dot_general, gemm
 
 pytestmark = pytest.mark.usefixtures("hopper")
 
@@ -69,3 +69,14 @@ def test_without_the_kernel_b_is_expanded(cuda_module, monkeypatch):
     monkeypatch.setattr(_extension, "KERNEL_NAMES", others)
     _, (call,) = cuda_module(lambda a, b: gemm(a, b), c64(1000, 520), c64(520, 1100))
     assert call["pairs_of_b"] is False
+
+
+def test_dot_general(cuda_module):
+    heads = (((3,), (3,)), ((0, 2), (0, 2)))  # bqhd,bkhd->bhqk
+    x, y = c64(2, 1024, 3, 512), c64(2, 1280, 3, 512)
+    _, (call,) = cuda_module(lambda x, y: dot_general(x, y, heads), x, y)
+    assert picked(call, "algorithm", "m", "n", "k") == ("TF32_TF32_F32", 1024, 2560, 1024)
+    assert picked(call, "batch_shape", "a_strides") == ([2, 3], [3145728, 1024, 3072, 1])
+    _, (call,) = cuda_module(lambda x, y: dot_general(x, y, heads, precision="highest"), x, y)
+    assert picked(call, "algorithm", "pairs_of_b") == ("F32_F32_F32", True)
+    assert call["b_strides"] == [3932160, 1024, 1, 3072]

@@ -59,6 +59,24 @@ def test_derivatives(normal, lhs, rhs, dimension_numbers):
     assert_trees_close(jax.jit(lambda: derivatives(dot_general))(), by_lax)
 
 
+@BY_CASE
+def test_derivatives_of_complex_products(normal, lhs, rhs, dimension_numbers):
+    args, tangents = (
+        (normal(*lhs, dtype=jnp.complex64), normal(*rhs, dtype=jnp.complex64)) for _ in range(2)
+    )
+
+    def derivatives(function):
+        def f(x, y):
+            return function(x, y, dimension_numbers)
+
+        out, pullback = jax.vjp(f, *args)
+        return out, pullback(jnp.cos(out)), jax.jvp(f, args, tangents)
+
+    assert gemms(lambda: derivatives(dot_general)) > 3
+    by_lax = derivatives(lax.dot_general)
+    assert_trees_close(jax.jit(lambda: derivatives(dot_general))(), by_lax)
+
+
 def test_16_bit_gradients(normal, exact, assert_accurate):
     x, w = normal(2, 16, 24, dtype=jnp.bfloat16), normal(24, 2, 4, dtype=jnp.bfloat16)
     g = normal(2, 16, 2, 4)

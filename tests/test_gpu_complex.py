@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_tcgemm import gemm
+from jax_tcgemm import dot_general, gemm
 from jax_tcgemm.lowering import complex_product
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
@@ -95,6 +95,24 @@ def test_gradients_are_those_of_matmul():
             jax.jit(jax.grad(lambda a, b, f=f: loss(f, a, b), i))(a, b) for f in (gemm, jnp.matmul)
         )
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4 * float(jnp.abs(theirs).max()))
+
+
+@pytest.mark.parametrize("precision", [None, "highest"])
+@pytest.mark.parametrize(
+    "subscripts", ["bqhd,bkhd->bhqk", "bhqk,bkhd->bhqd", "bth,hio->btio", "bqhd,bqe->bhde"]
+)
+def test_einsum(subscripts, precision):
+    extents = {"b": 2, "h": 130, "q": 66, "k": 70, "d": 34, "t": 65, "i": 6, "o": 12, "e": 96}
+    x, y = (
+        drawn([extents[name] for name in names]) for names in subscripts.split("->")[0].split(",")
+    )
+    run = jax.jit(
+        lambda x, y: jnp.einsum(subscripts, x, y, precision=precision, _dot_general=dot_general)
+    )
+    exact = np.einsum(subscripts, *(np.asarray(v, np.complex128) for v in (x, y)))
+    parts = [np.abs(np.asarray(v).real) + np.abs(np.asarray(v).imag) for v in (x, y)]
+    sizes = np.einsum(subscripts, *(v.astype(np.float64) for v in parts))
+    assert worst(run(x, y), exact, sizes) <= (2.0**-10 if precision is None else 2.0**-21)
 
 
 def test_vmap_and_infinities():

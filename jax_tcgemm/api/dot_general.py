@@ -182,6 +182,8 @@ def _problem(
 
 
 def _has_kernel(lhs: np.dtype, rhs: np.dtype, out: np.dtype, precision: Any) -> bool:
+    if lhs == rhs == out == jnp.complex64:
+        lhs = rhs = out = np.dtype(np.float32)  # of whose products they are made
     types = (lhs, rhs, out, precision)
     try:
         if is_of_8_bits(lhs, rhs):
