@@ -61,7 +61,7 @@ struct KernelConfig {
   bool promote;
   // sm90: A and B are planes of float32 operands (GemmParams::planes), and nothing else.
   bool planes;
-  // sm90: B is of complex numbers (GemmParams::pairs_of_b), n-major, and goes through registers.
+  // B is of complex numbers (GemmParams::pairs_of_b); sm90: n-major, and goes through registers.
   bool pairs;
   // Of sm90 kernels: blocks of a cluster along m, n (which share operands) and k (which add up
   // their accumulators). Of direct sm80 kernels split_k is of the warps of a block.
@@ -100,7 +100,7 @@ struct KernelConfig {
   // What computes what only sm90 kernels compute in good time, on other GPUs and of operands that
   // TMA cannot address: taken where nothing else is.
   constexpr bool is_fallback() const {
-    return arch == Arch::kSimt && (gated || grouped != Grouped::kNone);
+    return arch == Arch::kSimt && (gated || pairs || grouped != Grouped::kNone);
   }
 
   // sm90: float32 sums that a thread holds. With many of them, or tall tiles of 32-bit operands, no

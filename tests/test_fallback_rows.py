@@ -25,12 +25,13 @@ KINDS = {
     "m": {"grouped": "m", "layout": "nn"},
     "k": {"grouped": "k", "layout": "tn"},
 }
+PAIRS = "simt_tf32_4x32x32_w4x1_s1_pairs"
 ALGORITHMS = ("BF16_BF16_F32", "F16_F16_F32")
 SIZES = jnp.array([8, 8])
 
 
 def kind_of(row):
-    return "gated" if row.gated else row.grouped
+    return "gated" if row.gated else "pairs" if row.pairs else row.grouped
 
 
 def choose(algorithm, kind, extents, aligned, compute_capability, **options):
@@ -45,14 +46,15 @@ def choose(algorithm, kind, extents, aligned, compute_capability, **options):
 
 def test_every_kind_of_product_that_sm90_rows_alone_compute_fast_has_one():
     kinds = {(row.algorithm, kind_of(row)) for row in FALLBACKS.values()}
-    assert kinds == set(itertools.product(ALGORITHMS, KINDS))
+    assert kinds == {*itertools.product(ALGORITHMS, KINDS), ("TF32_TF32_F32", "pairs")}
     fast = {(row.algorithm, kind_of(row)) for row in CONFIGS if row.arch == "sm90"}
     assert fast >= kinds
     for row in FALLBACKS.values():
         assert row.rounds_sums
         assert not row.copies_whole_chunks
-        assert row.name.endswith("_gated" if row.gated else f"_grouped_{row.grouped}")
-    assert {GATED, ROWS} <= set(FALLBACKS)
+        kind = kind_of(row)
+        assert row.name.endswith(f"_{kind}" if len(kind) > 1 else f"_grouped_{kind}")
+    assert {GATED, ROWS, PAIRS} <= set(FALLBACKS)
 
 
 @pytest.mark.parametrize(
@@ -69,6 +71,19 @@ def test_every_kind_of_product_that_sm90_rows_alone_compute_fast_has_one():
 def test_impossible_rows(changes, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(FALLBACKS[GATED], **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"algorithm": "BF16_BF16_F32"}, "pairs of float32"),
+        ({"grouped": "m"}, "of one kind"),
+        ({"pairs": False, "planes": True}, "planes are of sm90 rows"),
+    ],
+)
+def test_impossible_rows_of_pairs(changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(FALLBACKS[PAIRS], **changes)
 
 
 @pytest.mark.parametrize("capability", [80, 86, 89, 100, 120])

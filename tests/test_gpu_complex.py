@@ -12,6 +12,8 @@ from jax_tcgemm.lowering import complex_product
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
 
+PAIRS = "simt_tf32_4x32x32_w4x1_s1_pairs"
+
 
 @pytest.fixture(autouse=True)
 def never_xla(monkeypatch):
@@ -59,6 +61,34 @@ def test_every_layout_and_residue(m, n, k, layout, precision):
     # TF32 rounds both factors to 11 bits, XLA where it uses it.
     floor = 2.0**-10 if precision is None else 2.0**-22
     assert worst(y, exact, sizes) <= max(2 * worst(theirs, exact, sizes), floor)
+
+
+@pytest.mark.parametrize(
+    ("shape", "transpose_b", "precision"),
+    [
+        *(((70, 130, 66), False, p) for p in (None, "highest")),
+        *(((3, 64, 62, 32), False, p) for p in (None, "highest")),
+        ((5, 71, 9), False, "highest"),
+        ((5, 71, 9), True, "highest"),
+        ((2, 65, 33, 700), True, "highest"),
+    ],
+)
+def test_the_kernel_of_other_gpus(shape, transpose_b, precision, monkeypatch):
+    """As a program takes it that was exported on a Hopper GPU."""
+
+    def of_other_gpus(*args, _inner=complex_product.attributes, **options):
+        named = _inner(*args, **options)
+        assert named["pairs_of_b"]
+        # Planes are no concern of theirs: what they take is of float32's precision anyway.
+        return {**named, "algorithm": "TF32_TF32_F32", "config": PAIRS, "padding_bytes": 0}
+
+    monkeypatch.setattr(complex_product, "attributes", of_other_gpus)
+    *batch, m, n, k = shape
+    a, b = drawn((*batch, m, k)), drawn((*batch, n, k) if transpose_b else (*batch, k, n))
+    y = jax.jit(lambda a, b: gemm(a, b, transpose_b=transpose_b, precision=precision))(a, b)
+    b = jnp.swapaxes(b, -1, -2) if transpose_b else b
+    exact = np.asarray(a, np.complex128) @ np.asarray(b, np.complex128)
+    assert worst(y, exact, sizes_of(a, b)) < 2.0**-21
 
 
 @pytest.mark.parametrize("which", ["a", "b", "ab"])

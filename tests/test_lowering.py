@@ -359,12 +359,8 @@ def test_turing(cuda_module, monkeypatch, built_for, dtype, bias, reason):
         assert reason in said[-1]
 
 
-def test_new_gpu_is_taken(cuda_module, monkeypatch):
-    class Hopper:
-        compute_capability = "9.0"
-        device_kind = "NVIDIA H200"
-
-    monkeypatch.setattr(_compat, "initialized_cuda_devices", lambda: [Hopper()])
+@pytest.mark.usefixtures("hopper")
+def test_new_gpu_is_taken(cuda_module):
     _, calls = cuda_module(lambda a, b: gemm(a, b), bf16(4, 6), bf16(6, 5))
     assert len(calls) == 1
 

@@ -150,7 +150,8 @@ bool takes_planes(const GemmProblem& problem, const DeviceProperties& device) {
 Status take_operands_as_they_are(GemmProblem* problem) {
   for (const KernelEntry& entry : kernel_registry()) {
     const KernelConfig& config = entry.config;
-    if (config.arch != Arch::kSimt || arithmetic_of(config.algorithm).a != ElementType::kF32) {
+    if (config.arch != Arch::kSimt || config.pairs != problem->params.pairs_of_b ||
+        arithmetic_of(config.algorithm).a != ElementType::kF32) {
       continue;
     }
     problem->algorithm = config.algorithm;
@@ -325,10 +326,6 @@ Status run_gemm(GemmProblem problem, const DeviceProperties& device, cudaStream_
   if (problem.planes != nullptr && takes_planes(problem, device)) {
     JAX_TCGEMM_RETURN_IF_ERROR(split_into_planes(&problem, &used, stream));
   } else {
-    JAX_TCGEMM_REQUIRE(!problem.params.pairs_of_b || device.compute_capability == 90,
-                       "a product of complex numbers that was compiled for compute capability 9.0, "
-                       "on ",
-                       device.compute_capability);
     if (problem.planes != nullptr) {
       JAX_TCGEMM_RETURN_IF_ERROR(take_operands_as_they_are(&problem));
     }

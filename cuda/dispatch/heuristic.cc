@@ -203,7 +203,6 @@ bool supports(const KernelConfig& config, const ChoiceInput& input, int splits) 
     return false;  // the kernel that adds up splits has every epilogue
   }
   if (input.of_planes != config.planes || input.pairs != config.pairs) return false;
-  if ((config.planes || config.pairs) && splits > 1) return false;
   if (config.algorithm != input.algorithm || config.gated != input.gated ||
       config.grouped != input.grouped ||
       config.shared_memory_bytes() > input.shared_memory_per_block) {
@@ -211,6 +210,7 @@ bool supports(const KernelConfig& config, const ChoiceInput& input, int splits) 
   }
   if (config.arch == Arch::kSm90) return sm90_supports(config, input);
   if (config.arch == Arch::kSm80 && input.compute_capability < 80) return false;
+  if (config.pairs && input.epilogue != EpilogueWork::kNone) return false;
   if (config.is_direct()) return input.aligned && fits_grid(config, input);
   const bool any_address = config.loader == Loader::kRealign || config.loader == Loader::kDirect;
   return input.aligned || any_address;

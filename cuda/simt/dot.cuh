@@ -32,6 +32,7 @@ struct Line {
   const Element* data;
   int64_t stride;
 
+  __device__ __forceinline__ Line(const Element* first, int64_t step) : data(first), stride(step) {}
   __device__ __forceinline__ Line(const GemmParams& params, const Operand& operand, bool k_major,
                                   int batch, int mn)
       : data(static_cast<const Element*>(operand.data) +

@@ -1,13 +1,14 @@
-// The simt kernel for two weights, or for groups whose sizes only the device knows: for GPUs that
-// do not run the sm90 kernels, which a program that was exported on a host without one may meet,
-// and for operands that TMA cannot address. It has to be right there, and small: a thread asks for
-// the layouts at run time, and looks for its group alone.
+// The simt kernel for two weights, for groups whose sizes only the device knows, or for complex
+// numbers: for GPUs that do not run the sm90 kernels, which a program that was exported on a host
+// without one may meet, and for operands that TMA cannot address. It has to be right there, and
+// small: a thread asks for the layouts at run time, and looks for its group alone.
 //
 // Roles: a thread computes one element of a tile of (tile_m, output_n) of D, neighbouring threads
 //        neighbouring columns, by float32 FMA over all of k, or of its group's.
 // Barriers: none.
 // Timeline: [sizes, one after the other] -> loads of tile_k steps of k in flight together -> FMA
-//        ... -> [the same of the second weight] -> epilogue; then a tile of the grid's next wave.
+//        ... -> [the same of the second weight, or of the other parts] -> epilogue; then a tile of
+//        the grid's next wave.
 
 #pragma once
 
@@ -95,17 +96,42 @@ struct FallbackKernel {
       const int batch = kRows ? group_of_row(params, row) : matrix;
       if (kRows && batch == params.batch) return clear(at);
       const Line<Input> a(params, params.a, k_major_a, batch, row);
-      Line<Input> b(params, params.b, k_major_b, batch, column);
-      const float z = dot<kConfig.tile_k>(a, b, params.k);
-      float up = 0.f;
-      if constexpr (kConfig.gated) {
-        // Laid out as the first.
-        b.data = static_cast<const Input*>(params.b2) +
-                 (b.data - static_cast<const Input*>(params.b.data));
-        up = dot<kConfig.tile_k>(a, b, params.k);
+      if constexpr (kConfig.pairs) {
+        finish(dot_of_pairs(a, batch, column), 0.f, batch, column, at);
+      } else {
+        multiply(a, batch, column, at);
       }
-      finish(z, up, batch, column, at);
     }
+  }
+
+  __device__ __forceinline__ void multiply(const Line<Input>& a, int batch, int column,
+                                           int64_t at) const {
+    Line<Input> b(params, params.b, k_major_b, batch, column);
+    const float z = dot<kConfig.tile_k>(a, b, params.k);
+    float up = 0.f;
+    if constexpr (kConfig.gated) {
+      // Laid out as the first.
+      b.data = static_cast<const Input*>(params.b2) +
+               (b.data - static_cast<const Input*>(params.b.data));
+      up = dot<kConfig.tile_k>(a, b, params.k);
+    }
+    finish(z, up, batch, column, at);
+  }
+
+  // The sum over A's real parts, each by the part of B that the column is, and that over the
+  // imaginary ones, by the other part: see GemmParams::pairs_of_b.
+  __device__ __forceinline__ float dot_of_pairs(const Line<Input>& a, int batch, int column) const {
+    const int part = column % 2;
+    const Line<Input> numbers(params, params.b, k_major_b, batch,
+                              k_major_b ? column / 2 : column - part);
+    const int64_t step = k_major_b ? 2 : params.b.ld;
+    float sum[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      sum[i] = dot<kConfig.tile_k, Input>({a.data + i * a.stride, 2 * a.stride},
+                                          {numbers.data + (part ^ i), step}, params.k / 2);
+    }
+    return part == 0 ? sum[0] - sum[1] : sum[0] + sum[1];
   }
 
   // D = f(z + bias), times up + bias2 where gated; what f is applied to and multiplied by are

@@ -36,8 +36,7 @@ def check(row: KernelConfig) -> None:
     if row.arch == "simt":
         _check_simt(row, require)
         return
-    only = "only sm90 rows multiply planes or pairs"
-    require(row.arch == "sm90" or row.goes_by_name, only)
+    require(row.arch == "sm90" or row.goes_by_name, "planes are of sm90 rows, pairs of simt, too")
     require(row.arch in ("sm75", "sm80", "sm90"), "arch must be sm90, sm80, sm75 or simt")
     if row.arithmetic.at_run_time:
         require(row.arch == "sm90" and row.epilogue == "none", "the build has no kernel")
@@ -55,6 +54,11 @@ def _check_simt(row: KernelConfig, require: Require) -> None:
     require(row.epilogue == "any", "simt kernels have every epilogue")
     require(row.grouped in ("none", "m", "k"), "unknown grouped")
     require(not row.gated or row.grouped == "none", "grouped rows have one weight")
+    if row.pairs:
+        require(row.element_bytes == 4, "complex numbers are pairs of float32")
+        require(row.grouped == "none" and not (row.planes or row.gated), "of one kind")
+        return
+    require(not row.planes, "planes are of sm90 rows")
     require(
         row.arithmetic.promotes or not row.is_fallback,
         "gated and grouped rows are 16-bit, with float32 sums",

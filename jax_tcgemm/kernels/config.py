@@ -38,8 +38,8 @@ class KernelConfig:
             cut sums off instead of rounding them, which a float32 result of 16-bit operands would
             show. A row's name ends with it, but for skinny, streamed and direct rows.
         planes: A and B are bfloat16 planes of float32 operands, and nothing else (sm90).
-        pairs: B is of complex numbers, n of which are contiguous, and stands for a real matrix of
-            twice their extents along k and n (sm90).
+        pairs: B is of complex numbers, and stands for a real matrix of twice their extents along k
+            and n (sm90, where n is contiguous; simt).
         cluster_m: blocks along m that share one load of their columns of B (sm90).
         cluster_n: blocks along n that share one load of their rows of A (sm90).
         split_k: blocks (of direct sm80 rows: warps of one) that share the k of one tile and add up
@@ -119,7 +119,7 @@ class KernelConfig:
     @property
     def is_fallback(self) -> bool:
         """Whether it is taken only where nothing else computes the product: right, but slow."""
-        return self.arch == "simt" and (self.gated or self.grouped != "none")
+        return self.arch == "simt" and (self.gated or self.pairs or self.grouped != "none")
 
     @property
     def splits_k(self) -> bool:
@@ -273,5 +273,5 @@ class KernelConfig:
         if self.is_direct:
             return f"{tile}_k{self.split_k}_direct"
         suffix = "_realign" if self.loader == "realign" else ""
-        suffix += "_promote" if self.promote else ""
+        suffix += "_promote" if self.promote else "_pairs" if self.pairs else ""
         return f"{tile}_w{self.warps_m}x{self.warps_n}_s{self.stages}{suffix}{kinds}"

@@ -301,6 +301,7 @@ def _rows() -> list[KernelConfig]:
             KernelConfig("simt", algorithm, 4, 32, 32, 4, 1, 1, "direct", grouped="m"),
             KernelConfig("simt", algorithm, 4, 32, 32, 4, 1, 1, "direct", grouped="k"),
         ]
+    rows.append(KernelConfig("simt", "TF32_TF32_F32", 4, 32, 32, 4, 1, 1, "direct", pairs=True))
     return rows
 
 
