@@ -18,6 +18,7 @@ from sharded_checks import compiled, compiled_gradients, placed
 from sharded_programs import PROGRAMS
 
 from jax_tcgemm import gated_gemm, gated_mlp, gemm, mlp, ragged_dot
+from jax_tcgemm._extension import GEMM_TARGET
 from jax_tcgemm.tools.collectives import collectives
 
 pytestmark = pytest.mark.gpu
@@ -175,6 +176,25 @@ def test_nothing_is_gathered_that_jnp_does_not_gather(normal, mesh, axes, ours, 
     assert counted.count("all-gather") <= wanted.count("all-gather")
     assert len(counted) <= len(wanted), (counted, wanted)
     close(jax.jit(ours)(*args), jax.jit(formula)(*args))
+
+
+@pytest.mark.parametrize("precision", [None, "highest"])
+@pytest.mark.parametrize("specs", [(P("x"), P()), (P(None, "x"), P("x"))], ids=["rows", "k"])
+def test_complex_products(normal, mesh, specs, precision):
+    x, w = (
+        jax.device_put(normal(2048, 2048, dtype=jnp.complex64), NamedSharding(mesh, spec))
+        for spec in specs
+    )
+
+    def ours(x, w):
+        return gemm(x, w, precision=precision)
+
+    text = jax.jit(ours).lower(x, w).compile().as_text()
+    assert GEMM_TARGET in text
+    assert "all-gather" not in text
+    wanted = jnp.matmul(x, w, precision="highest")
+    error = jnp.abs(jax.jit(ours)(x, w) - wanted).max() / jnp.abs(wanted).max()
+    assert error < (2e-3 if precision is None else 1e-5)
 
 
 @pytest.mark.parametrize("gradients", [False, True], ids=["results", "gradients"])

@@ -20,7 +20,12 @@ from jax_tcgemm.api import eager, of_8_bits, quantization
 from jax_tcgemm.api.scaled_dot import quantized_dot_general
 from jax_tcgemm.lowering.obstacles import possible_planes
 from jax_tcgemm.primitives import gemm as gemm_primitive
-from jax_tcgemm.problem.arithmetic import is_of_8_bits, resolve_algorithm, resolve_run_time
+from jax_tcgemm.problem.arithmetic import (
+    is_of_8_bits,
+    resolve_algorithm,
+    resolve_run_time,
+    types_of_parts,
+)
 from jax_tcgemm.problem.log import log
 from jax_tcgemm.problem.spec import GemmSpec
 from jax_tcgemm.problem.strides import Axes, Operands
@@ -182,9 +187,7 @@ def _problem(
 
 
 def _has_kernel(lhs: np.dtype, rhs: np.dtype, out: np.dtype, precision: Any) -> bool:
-    if lhs == rhs == out == jnp.complex64:
-        lhs = rhs = out = np.dtype(np.float32)  # of whose products they are made
-    types = (lhs, rhs, out, precision)
+    types = (*types_of_parts(lhs, rhs, out), precision)
     try:
         if is_of_8_bits(lhs, rhs):
             return resolve_run_time(*types) is not None  # of integers to int32 alone

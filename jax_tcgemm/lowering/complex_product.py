@@ -25,7 +25,7 @@ from jax_tcgemm.lowering.custom_call import (
     workspace_bytes,
 )
 from jax_tcgemm.lowering.obstacles import odd_shape, possible_planes
-from jax_tcgemm.problem.arithmetic import resolve_algorithm
+from jax_tcgemm.problem.arithmetic import resolve_algorithm, types_of_parts
 from jax_tcgemm.problem.spec import GemmSpec
 from jax_tcgemm.problem.strides import MAX_EXTENT, Operands, StridedGemm, fold, strided_gemm
 
@@ -39,7 +39,8 @@ _ROWS = 256
 
 def is_complex(x: Operands, spec: GemmSpec) -> bool:
     """Whether these are products of two complex64 operands."""
-    return x.a.dtype == x.b.dtype == spec.out_dtype == jnp.complex64
+    types = (x.a.dtype, x.b.dtype, spec.out_dtype)
+    return types_of_parts(*types) != types
 
 
 def by_real_product(x: Operands, spec: GemmSpec) -> tuple[list[jax.Array] | None, str]:
@@ -52,7 +53,7 @@ def by_real_product(x: Operands, spec: GemmSpec) -> tuple[list[jax.Array] | None
     Returns:
         The results, ``None`` where there are none, and how they are computed or why not.
     """
-    types = (_FLOAT32, _FLOAT32, _FLOAT32, spec.precision)
+    types = (*types_of_parts(x.a.dtype, x.b.dtype, spec.out_dtype), spec.precision)
     planes = possible_planes(*types)
     algorithm = planes.name if planes is not None else resolve_algorithm(*types)
     reason = _obstacle(x, spec, algorithm)

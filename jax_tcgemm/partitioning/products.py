@@ -15,7 +15,12 @@ from jax_tcgemm.lowering.obstacles import possible_planes
 from jax_tcgemm.partitioning.rules import Rule
 from jax_tcgemm.partitioning.shard import Shard
 from jax_tcgemm.partitioning.work import Array, Work
-from jax_tcgemm.problem.arithmetic import accumulator_dtype, resolve_algorithm, resolve_run_time
+from jax_tcgemm.problem.arithmetic import (
+    accumulator_dtype,
+    resolve_algorithm,
+    resolve_run_time,
+    types_of_parts,
+)
 from jax_tcgemm.problem.epilogue import Epilogue
 from jax_tcgemm.problem.log import log
 from jax_tcgemm.problem.spec import GemmSpec, check_config
@@ -37,7 +42,7 @@ def rule(bind: Any) -> Rule:
 def accepts(spec: GemmSpec, types: Sequence[Any]) -> bool:
     """XLA divides its own products as well."""
     x = spec.unflatten(types)
-    arguments = (x.a.dtype, x.b.dtype, spec.out_dtype, spec.precision)
+    arguments = (*types_of_parts(x.a.dtype, x.b.dtype, spec.out_dtype), spec.precision)
     if resolve_algorithm(*arguments) is not None:
         return True
     if spec.is_gated:
@@ -74,9 +79,16 @@ def work(spec: GemmSpec, types: Sequence[Any]) -> Work:
         product=result,
         results=(result,) * spec.result_count,
         factors=frozenset(i for i, name in enumerate(spec.operand_names) if name in _FACTORS),
-        operations=2.0 * (1 + spec.is_gated) * math.prod(extents.values()),
+        operations=2.0 * _products_of_elements(spec) * math.prod(extents.values()),
         packed="n" if spec.packed else None,
     )
+
+
+def _products_of_elements(spec: GemmSpec) -> int:
+    """Returns how many products of real numbers there are of two elements: of weights or parts."""
+    if jnp.issubdtype(spec.out_dtype, jnp.complexfloating):
+        return 4
+    return 1 + spec.is_gated
 
 
 def _local(

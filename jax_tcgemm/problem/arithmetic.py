@@ -51,6 +51,23 @@ def _named(name: str, out: np.dtype) -> Arithmetic | None:
     return _writing(rows, out)
 
 
+def types_of_parts(a: np.dtype, b: np.dtype, out: np.dtype) -> tuple[np.dtype, np.dtype, np.dtype]:
+    """Returns the types of the real products that operands of these are multiplied by.
+
+    Args:
+        a: dtype of ``a``.
+        b: dtype of ``b``.
+        out: dtype of the result.
+
+    Returns:
+        float32 where all are complex64; the types themselves otherwise.
+    """
+    if a == b == out == jnp.complex64:
+        part = jnp.dtype(jnp.float32)
+        return part, part, part
+    return a, b, out
+
+
 def resolve_algorithm(a: np.dtype, b: np.dtype, out: np.dtype, precision: Any) -> str | None:
     """Returns the kernel algorithm that computes a gemm, ``None`` where XLA's own product must.
 
