@@ -162,6 +162,7 @@ def test_nothing_travels_but_what_is_joined(normal):
     assert kinds(lambda x, w: program(x, w)[0], x, w) == []
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize("seed", range(24))
 def test_random_functions(seed, normal):
     """As numbers and names, as text and back, and on devices."""

@@ -58,6 +58,7 @@ def test_values(normal, exact, assert_accurate, dtype, activation):
     assert_accurate(got, baseline, expected)
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize("residual_shape", [(), (5,), (4, 1), (3, 1, 5), (2, 3, 4, 5)])
 @pytest.mark.parametrize("row_shape", [(4,), (1, 4), (3, 4), (2, 1, 4)])
 @pytest.mark.parametrize("column_shape", [(5,), (2, 3, 5)])
@@ -216,6 +217,7 @@ def composed(a, b, c, c2=None, *, activation="gelu"):
     return [(a @ b) * c2 * f.derivative(c), (a @ b) * f.reference(c)]
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("activation", ["gelu", "silu", "relu_squared", softcap(1.5)], ids=str)
 def test_derivative_roles(normal, gated, activation):

@@ -81,6 +81,7 @@ def test_every_form_has_a_formula():
     assert FORMULAS.keys() == NAMES.keys() == FORMS.keys()
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize("made", [bound, left_unread])
 @pytest.mark.parametrize(("form", "mask"), MASKS)
 def test_values_and_derivatives(normal, made, form, mask):

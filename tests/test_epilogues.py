@@ -48,6 +48,7 @@ def test_reference(activation):
     )
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 @EACH
 def test_fused(normal, exact, assert_accurate, activation, dtype):
@@ -59,6 +60,7 @@ def test_fused(normal, exact, assert_accurate, activation, dtype):
     assert_accurate(got, baseline, FORMULAS[activation](exact_z))
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @EACH
 def test_derivative_is_rounded_once(exact, rng, activation, dtype):

@@ -78,6 +78,7 @@ def args(normal):
 # Values
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("activation", [None, "silu", "gelu_exact", clip(-1, 1)], ids=str)
 @FORMS
@@ -104,6 +105,7 @@ def test_rounds_once(normal, exact, form, dtype):
     assert np.all(np.abs(exact(form(*args)) - exact(expected)) <= 1.01 * spacing + 1e-5)
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize(
     ("x_batch", "w_batch", "bias_batch"),
     [((), (), ()), ((3,), (), (3,)), ((), (3,), ()), ((2, 3), (3,), (2, 1)), ((2, 1), (1, 3), ())],
@@ -195,6 +197,7 @@ def test_both_modes(args, normal, form):
         assert_trees_close(hessian, jax.hessian(square_sum(formula), argnum)(*args), 5e-3)
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @FORMS
 def test_16_bit_gradients(normal, exact, assert_accurate, form, dtype):

@@ -44,6 +44,7 @@ def mesh():
 # Values
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 @EACH
 def test_values(normal, exact, assert_accurate, form, formula, dtype):

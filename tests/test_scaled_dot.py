@@ -42,6 +42,7 @@ CONTRACTIONS = {
 PAIRS = [(E4M3, E4M3), (E5M2, E4M3), (INT8, INT8), (E4M3, INT8), (jnp.bfloat16, E5M2)]
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize("case", CONTRACTIONS.values(), ids=CONTRACTIONS)
 def test_scaled_dot(normal, rng, case):
     *shapes, dims, lhs_scale, rhs_scale = case

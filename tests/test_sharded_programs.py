@@ -45,6 +45,7 @@ def check(program, ours, theirs, operands, exact, assert_accurate):
         assert_accurate(actual, baseline, value, slack=scale)
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_results(name, rng, assert_accurate):
     program, mesh = PROGRAMS[name], mesh_of()
