@@ -24,15 +24,15 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from sharded_checks import placed
 from sharded_program import TARGET, mesh_of
-from sharded_programs import PROGRAMS
+from sharded_programs import KINDS, PROGRAMS
 
 import jax_tcgemm
 from jax_tcgemm.tuning.entry import Entry, problem_key
 
 
 def write(path: pathlib.Path) -> None:
-    for name, program in PROGRAMS.items():
-        mesh = mesh_of()
+    for name in KINDS:
+        program, mesh = PROGRAMS[name], mesh_of()
         operands = placed(program, mesh, np.random.default_rng(0))
         function = jax.jit(lambda *args, own=program.ours: own(*args))
         checks = jax_tcgemm.export_disabled_checks()
@@ -43,7 +43,8 @@ def write(path: pathlib.Path) -> None:
 
 
 def read(path: pathlib.Path) -> None:
-    for name, program in PROGRAMS.items():
+    for name in KINDS:
+        program = PROGRAMS[name]
         exported = jax.export.deserialize(bytearray((path / name).read_bytes()))
         operands = placed(program, mesh_of(), np.random.default_rng(0))
         result = jax.jit(exported.call)(*operands)

@@ -317,3 +317,14 @@ PROGRAMS = {
     ),
     **FUNCTION_PROGRAMS,
 }
+
+# Some of each primitive and of each way in which operands lie: for what may depend on the version
+# of JAX or on the process, and not on how the rules divide a program.
+KINDS = (
+    *("rows", "k", "k_bfloat16", "fsdp", "uneven_k", "fused_k", "fused_sequence"),
+    *("uneven_fused_k", "batch_and_k", "vmap", "attention_heads", "accumulated_gradient"),
+    *("megatron_mlp", "fsdp_mlp", "scan_of_layers", "gated_k", "packed_fsdp"),
+    *("megatron_gated_mlp", "ragged_rows", "ragged_experts", "uneven_ragged_k"),
+    *("gated_ragged_rows", "function_rows_and_columns", "function_k", "uneven_function_k"),
+    *("dropout_k", "dropout_batch", "gated_function", "packed_function"),
+)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from sharded_checks import compiled, compiled_gradients, gradients_of, placed
 from sharded_program import TARGET, mesh_of
-from sharded_programs import PROGRAMS
+from sharded_programs import KINDS, PROGRAMS
 
 from jax_tcgemm.tools.collectives import collectives
 
@@ -55,7 +55,14 @@ def test_results(name, rng, assert_accurate):
     check(program, ours, theirs, operands, program.theirs, assert_accurate)
 
 
-@pytest.mark.parametrize("name", [name for name, each in PROGRAMS.items() if each.gradients])
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in KINDS else pytest.param(name, marks=pytest.mark.any_jax)
+        for name, each in PROGRAMS.items()
+        if each.gradients
+    ],
+)
 def test_gradients(name, rng, assert_accurate):
     program, mesh = PROGRAMS[name], mesh_of()
     operands = placed(program, mesh, rng)
