@@ -156,6 +156,7 @@ def test_gradients_of_scales_share_a_product(args):
     assert every.compile().as_text().count(" dot(") == 1  # the forward product is the same, too
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize(
     "axes",
     [

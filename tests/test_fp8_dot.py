@@ -110,6 +110,7 @@ def test_the_result_may_be_wider(normal):
     assert_close(got, rounded(x, E4M3), rounded(w, E4M3), MATRIX)
 
 
+@pytest.mark.any_jax
 @RECIPES
 @pytest.mark.parametrize("leading", [(), (2, 0, 3)])
 def test_few_rows(recipe, leading):

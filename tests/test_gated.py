@@ -186,6 +186,7 @@ def test_second_order_in_float32(rng):
         check_grads(fused, args, order=2, rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.any_jax
 @FORMS
 def test_both_modes(args, normal, form):
     tangents = jax.tree.map(lambda x: normal(*x.shape), args)
@@ -253,6 +254,7 @@ def test_linear_transpose_of_layers_in_the_second_weight(normal):
 # Transformations
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize(
     "axes",
     [

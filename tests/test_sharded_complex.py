@@ -15,7 +15,7 @@ from sharded_program import TARGET, mesh_of
 
 from jax_tcgemm import dot_general, gemm
 
-pytestmark = pytest.mark.usefixtures("divided_everywhere")
+pytestmark = [pytest.mark.any_jax, pytest.mark.usefixtures("divided_everywhere")]
 
 
 def fused(x, w, bias):

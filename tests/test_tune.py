@@ -271,6 +271,7 @@ def test_what_is_taken_untuned_stays_unless_another_is_faster_by_more_than_noise
     assert fastest([0.9, 1.0, 1.0, 1.1], [0.4, 0.5, 0.5, 0.6]) == "xla"
 
 
+@pytest.mark.any_jax
 def test_a_candidate_that_fails_is_left_out(monkeypatch):
     monkeypatch.setattr(tune_module._core, "device_properties", lambda ordinal: H200)
     monkeypatch.setattr(tune_module, "candidates", lambda product, device: ["no row", ROW])
