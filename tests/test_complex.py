@@ -71,6 +71,21 @@ def test_without_the_kernel_b_is_expanded(cuda_module, monkeypatch):
     assert call["pairs_of_b"] is False
 
 
+@pytest.mark.parametrize(
+    ("n", "k", "precision", "is_xla"),
+    [
+        (400, 16944, "highest", True),
+        (400, 8192, "highest", False),
+        (1600, 16944, "highest", False),
+        (400, 16944, None, False),
+    ],
+)
+def test_xla_multiplies_what_it_adds_up_in_parts(cuda_module, said, n, k, precision, is_xla):
+    _, calls = cuda_module(lambda a, b: gemm(a, b, precision=precision), c64(334, k), c64(k, n))
+    assert len(calls) == (not is_xla)
+    assert said[-1].endswith("XLA adds up in parts") == is_xla
+
+
 def test_dot_general(cuda_module):
     heads = (((3,), (3,)), ((0, 2), (0, 2)))  # bqhd,bkhd->bhqk
     x, y = c64(2, 1024, 3, 512), c64(2, 1280, 3, 512)

@@ -138,13 +138,19 @@ def test_what_xla_multiplies(cuda_module, monkeypatch, said, capability, shapes,
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize(
     ("precision", "k", "is_xla"),
-    [("BF16_BF16_F32_X6", 8080, True), ("BF16_BF16_F32_X6", 4096, False), ("highest", 8080, False)],
+    [
+        ("BF16_BF16_F32_X6", 8080, True),
+        ("BF16_BF16_F32_X6", 4096, False),
+        ("BF16_BF16_F32_X3", 32768, False),
+        ("highest", 16384, False),
+        ("highest", 16448, True),
+    ],
 )
 def test_xla_multiplies_what_it_adds_up_in_parts(cuda_module, said, precision, k, is_xla):
     f = jax.jit(lambda a, b: gemm(a, b, precision=precision))
     _, calls = cuda_module(f, f32(334, k), f32(k, 1184))
     assert len(calls) == (not is_xla)
-    assert said[-1].endswith("adds up in parts") == is_xla
+    assert said[-1].endswith("XLA adds up in parts") == is_xla
 
 
 @pytest.mark.usefixtures("hopper")

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_tcgemm import _extension
+from jax_tcgemm.kernels.arithmetic import PlaneProduct
 from jax_tcgemm.kernels.names import XLA
 from jax_tcgemm.lowering import devices, reference
 from jax_tcgemm.lowering.custom_call import (
@@ -24,7 +25,7 @@ from jax_tcgemm.lowering.custom_call import (
     shapes_of,
     workspace_bytes,
 )
-from jax_tcgemm.lowering.obstacles import odd_shape, possible_planes
+from jax_tcgemm.lowering.obstacles import added_up_in_parts, odd_shape, possible_planes
 from jax_tcgemm.problem.arithmetic import resolve_algorithm, types_of_parts
 from jax_tcgemm.problem.spec import GemmSpec
 from jax_tcgemm.problem.strides import MAX_EXTENT, Operands, StridedGemm, fold, strided_gemm
@@ -56,7 +57,7 @@ def by_real_product(x: Operands, spec: GemmSpec) -> tuple[list[jax.Array] | None
     types = (*types_of_parts(x.a.dtype, x.b.dtype, spec.out_dtype), spec.precision)
     planes = possible_planes(*types)
     algorithm = planes.name if planes is not None else resolve_algorithm(*types)
-    reason = _obstacle(x, spec, algorithm)
+    reason = _obstacle(x, spec, algorithm, planes)
     if reason is not None or algorithm is None:
         return None, f"reference: {reason}"
     by_pairs = planes is not None or _takes_pairs(x, spec, algorithm)
@@ -72,7 +73,9 @@ def by_real_product(x: Operands, spec: GemmSpec) -> tuple[list[jax.Array] | None
     return reference.epilogue([product], x, spec), f"complex numbers as pairs, {algorithm}"
 
 
-def _obstacle(x: Operands, spec: GemmSpec, algorithm: str | None) -> str | None:
+def _obstacle(
+    x: Operands, spec: GemmSpec, algorithm: str | None, planes: PlaneProduct | None
+) -> str | None:
     if algorithm is None:
         return f"no kernel for complex64 with precision {spec.precision}"
     if spec.config == XLA:
@@ -93,7 +96,7 @@ def _obstacle(x: Operands, spec: GemmSpec, algorithm: str | None) -> str | None:
     is_large = gemm.m * gemm.n * gemm.k >= _PRODUCTS and gemm.k >= _ROWS
     if not is_large or min(gemm.m, gemm.n) < _ROWS:
         return f"{gemm.m} x {gemm.n} x {gemm.k} is too little"
-    return None
+    return planes and added_up_in_parts(planes, 2 * gemm.m * gemm.n, 2 * gemm.k)
 
 
 def _takes_pairs(x: Operands, spec: GemmSpec, algorithm: str) -> bool:

@@ -78,11 +78,14 @@ _PLANE_PRODUCTS = 2**28
 _PLANE_RESULTS = 2**18
 _PLANE_ROWS = 256
 _PLANE_K = 256
-# By these names XLA adds up parts of k of so few results and so long a k, and is more accurate than
-# float32 sums of all k-tiles are.
-_IN_PARTS = ("BF16_BF16_F32_X6", "TF32_TF32_F32_X3")
+# XLA adds up parts of k of so few results, and is more accurate than float32 sums of all k-tiles
+# are where k is longer than this (docs/experiments/precision.md).
 _RESULTS_IN_PARTS = 2**20
-_K_IN_PARTS = 4096
+_K_IN_PARTS = {
+    "BF16_BF16_F32_X6": 4096,
+    "TF32_TF32_F32_X3": 4096,
+    "F32_F32_F32": 16384,
+}
 
 
 def possible_planes(a: np.dtype, b: np.dtype, out: np.dtype, precision: Any) -> PlaneProduct | None:
@@ -120,10 +123,20 @@ def no_planes(planes: PlaneProduct, spec: GemmSpec, x: Operands) -> str | None:
     is_large = results >= _PLANE_RESULTS and results * gemm.k >= _PLANE_PRODUCTS
     if not is_large or min(gemm.m, gemm.n) < _PLANE_ROWS or gemm.k < _PLANE_K:
         return f"{gemm.m} x {gemm.n} x {gemm.k} is too little to multiply by planes"
-    is_in_parts = results < _RESULTS_IN_PARTS and gemm.k > _K_IN_PARTS
-    if planes.name in _IN_PARTS and is_in_parts:
-        return f"{planes.name} of {gemm.m} x {gemm.n} x {gemm.k}, whose k XLA adds up in parts"
-    return None
+    return added_up_in_parts(planes, results, gemm.k)
+
+
+def added_up_in_parts(planes: PlaneProduct, results: int, k: int) -> str | None:
+    """Says where XLA is more accurate, since it adds up parts of k.
+
+    Args:
+        planes: the products that would be added up.
+        results: of the real product, of one matrix of the batch.
+        k: of the real product.
+    """
+    if results >= _RESULTS_IN_PARTS or k <= _K_IN_PARTS.get(planes.name, k):
+        return None
+    return f"{planes.name} of {results} results, whose k={k} XLA adds up in parts"
 
 
 def _matrices(spec: GemmSpec, x: Operands) -> int:
