@@ -33,10 +33,13 @@ def check(row: KernelConfig) -> None:
 
     require(row.algorithm in ALL_ARITHMETIC, f"algorithm must be one of {set(ALL_ARITHMETIC)}")
     require(row.epilogue in ("none", "sum", "any"), "unknown epilogue")
+    require(row.arch == "sm90" or not row.planes, "planes are of sm90 rows")
+    require(row.arch in ("sm90", "simt") or not row.pairs, "pairs are of sm90 and simt rows")
+    if row.pairs:
+        _check_pairs(row, require)
     if row.arch == "simt":
         _check_simt(row, require)
         return
-    require(row.arch == "sm90" or row.goes_by_name, "planes are of sm90 rows, pairs of simt, too")
     require(row.arch in ("sm75", "sm80", "sm90"), "arch must be sm90, sm80, sm75 or simt")
     if row.arithmetic.at_run_time:
         require(row.arch == "sm90" and row.epilogue == "none", "the build has no kernel")
@@ -54,13 +57,8 @@ def _check_simt(row: KernelConfig, require: Require) -> None:
     require(row.epilogue == "any", "simt kernels have every epilogue")
     require(row.grouped in ("none", "m", "k"), "unknown grouped")
     require(not row.gated or row.grouped == "none", "grouped rows have one weight")
-    if row.pairs:
-        require(row.element_bytes == 4, "complex numbers are pairs of float32")
-        require(row.grouped == "none" and not (row.planes or row.gated), "of one kind")
-        return
-    require(not row.planes, "planes are of sm90 rows")
     require(
-        row.arithmetic.promotes or not row.is_fallback,
+        row.arithmetic.promotes or row.pairs or not row.is_fallback,
         "gated and grouped rows are 16-bit, with float32 sums",
     )
 
@@ -145,9 +143,11 @@ def _check_planes(row: KernelConfig, require: Require) -> None:
 
 def _check_pairs(row: KernelConfig, require: Require) -> None:
     require(row.element_bytes == 4, "complex numbers are pairs of float32")
+    require(row.grouped == "none" and not (row.planes or row.skinny or row.gated), "of one kind")
+    if row.arch == "simt":
+        return
     require(row.schedule == "cooperative" and row.split_k == 1, "neither turns nor parts of k")
     require(row.cluster_n == 1, "whole slabs of B go to one block")
-    require(row.grouped == "none" and not (row.planes or row.skinny or row.gated), "of one kind")
 
 
 def _check_sm90(row: KernelConfig, require: Require) -> None:
@@ -169,8 +169,6 @@ def _check_sm90(row: KernelConfig, require: Require) -> None:
     )
     if row.planes:
         _check_planes(row, require)
-    if row.pairs:
-        _check_pairs(row, require)
     require(row.arithmetic.wgmma, "sums of wgmma are float32, or int32")
     require(row.tile_k * row.element_bytes == 128, "tile_k must span 128 bytes")
     require(row.warps_n == 1 and row.warps_m % 4 == 0, "warpgroups share a tile along m")
