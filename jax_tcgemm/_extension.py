@@ -21,7 +21,7 @@ except ImportError as error:
 GEMM_TARGET = "jax_tcgemm_gemm_v1"
 RAGGED_DOT_TARGET = "jax_tcgemm_ragged_dot_v1"
 ACTIVATION_GRADIENT_TARGET = "jax_tcgemm_activation_gradient_v1"
-COMPILED_TARGET = "jax_tcgemm_compiled_gemm_v3"
+COMPILED_TARGET = "jax_tcgemm_compiled_gemm_v4"
 COMPILED_PASS_TARGET = "jax_tcgemm_compiled_pass_v2"
 TRANSPOSE_TARGET = "jax_tcgemm_transpose_v1"
 TARGETS = (

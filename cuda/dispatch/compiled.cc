@@ -79,8 +79,14 @@ ChoiceInput compiled_input(const GemmProblem& problem, const DeviceProperties& d
   return input;
 }
 
-// The rows to try: that which is named, or those that are expected to be fastest.
-std::vector<const KernelEntry*> candidates(std::string_view config, const ChoiceInput& input) {
+bool has_room(const KernelConfig& config, const EpilogueProgram& program) {
+  return config.streams_b() || config.staging_bytes() / 4 >= program.warp_bytes;
+}
+
+// The rows to try: that which is named, or those that are expected to be fastest, of rows with room
+// for the program if there are any.
+std::vector<const KernelEntry*> candidates(std::string_view config, const ChoiceInput& input,
+                                           const EpilogueProgram& program) {
   constexpr size_t kMost = 3;
   std::vector<const KernelEntry*> rows;
   if (!config.empty()) {
@@ -88,8 +94,12 @@ std::vector<const KernelEntry*> candidates(std::string_view config, const Choice
     if (named.entry != nullptr) rows.push_back(named.entry);
     return rows;
   }
-  for (const Estimate& estimate : ranked_choices(input, false)) {
-    if (rows.size() < kMost) rows.push_back(estimate.choice.entry);
+  const std::vector<Estimate> ranked = ranked_choices(input, false);
+  for (const bool needs_room : {true, false}) {
+    for (const Estimate& estimate : ranked) {
+      const KernelEntry* const row = estimate.choice.entry;
+      if (rows.size() < kMost && has_room(row->config, program) == needs_room) rows.push_back(row);
+    }
   }
   return rows;
 }
@@ -116,7 +126,7 @@ Status compile(const EpilogueProgram& program, const KernelEntry& row, const std
 Status choose(const EpilogueProgram& program, const GemmProblem& problem, const ChoiceInput& input,
               std::unique_lock<std::mutex>* lock, LoadedProgram* loaded, LoadedKernel** kernel) {
   const std::string layout = layout_name(problem);
-  const auto rows = candidates(problem.config, input);
+  const auto rows = candidates(problem.config, input, program);
   JAX_TCGEMM_REQUIRE(!rows.empty(), "no kernel for m=", input.m, " n=", input.n, " k=", input.k,
                      " tma_addressable=", input.tma_addressable, " gated=", input.gated,
                      " with a compiled epilogue on compute capability ", input.compute_capability);

@@ -3,6 +3,8 @@
 #ifndef JAX_TCGEMM_DISPATCH_RUN_TIME_KERNEL_H_
 #define JAX_TCGEMM_DISPATCH_RUN_TIME_KERNEL_H_
 
+#include <stdint.h>
+
 #include <functional>
 #include <string>
 #include <string_view>
@@ -16,6 +18,10 @@ namespace jax_tcgemm {
 struct EpilogueProgram {
   std::string_view digest;
   std::string_view source;
+  // Of shared memory that a warp needs for 16 x 16 values: the operands that go through it, one
+  // stage ahead, and the results. Without room the operands are read where they lie, which takes
+  // several times as long.
+  int64_t warp_bytes = 0;
 };
 
 // Compiles a program into the kernel of a row for a layout of A and B ("nn", "nt", "tn", "tt"), or

@@ -45,7 +45,7 @@ nb::dict registrations() {
   result["jax_tcgemm_activation_gradient_v1"] =
       nb::capsule(activation_gradient_handler(), "xla._CUSTOM_CALL_TARGET");
   result["jax_tcgemm_transpose_v1"] = nb::capsule(transpose_handler(), "xla._CUSTOM_CALL_TARGET");
-  result["jax_tcgemm_compiled_gemm_v3"] =
+  result["jax_tcgemm_compiled_gemm_v4"] =
       stages(compiled_gemm_instantiate_handler(), compiled_gemm_handler());
   result["jax_tcgemm_compiled_pass_v2"] =
       stages(compiled_pass_instantiate_handler(), compiled_pass_handler());

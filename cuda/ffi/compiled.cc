@@ -36,6 +36,7 @@ struct CompiledAttributes {
   Strides operand_strides;  // (batch..., m, n), one operand of the epilogue after the other
   Strides operand_vectors;  // 1 where one is read by vectors of 16 bytes
   Strides result_elements;
+  int64_t warp_bytes;  // as EpilogueProgram has them
   bool has_b2, gated, has_groups;
   std::string_view algorithm, config, digest, source;
 
@@ -60,8 +61,8 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     ::xla::ffi::StructMember<::jax_tcgemm::Strides>("operand_strides"),
     ::xla::ffi::StructMember<::jax_tcgemm::Strides>("operand_vectors"),
     ::xla::ffi::StructMember<::jax_tcgemm::Strides>("result_elements"),
-    ::xla::ffi::StructMember<bool>("has_b2"), ::xla::ffi::StructMember<bool>("gated"),
-    ::xla::ffi::StructMember<bool>("has_groups"),
+    ::xla::ffi::StructMember<int64_t>("warp_bytes"), ::xla::ffi::StructMember<bool>("has_b2"),
+    ::xla::ffi::StructMember<bool>("gated"), ::xla::ffi::StructMember<bool>("has_groups"),
     ::xla::ffi::StructMember<std::string_view>("algorithm"),
     ::xla::ffi::StructMember<std::string_view>("config"),
     ::xla::ffi::StructMember<std::string_view>("digest"),
@@ -96,6 +97,10 @@ Status decode_problem(const CompiledAttributes& at, GemmProblem* problem) {
   problem->params.epilogue.d_type = arithmetic_of(*algorithm).output;
   problem->params.epilogue.gated = at.gated;
   return decode_shape(gemm_attributes(at), &problem->params);
+}
+
+EpilogueProgram program_of(const CompiledAttributes& at) {
+  return {at.digest, at.source, at.warp_bytes};
 }
 
 EpilogueOperands epilogue_operands(const CompiledAttributes& at) {
@@ -172,7 +177,7 @@ Status decode_and_run(const CompiledAttributes& at, ffi::RemainingArgs& operands
   JAX_TCGEMM_RETURN_IF_ERROR(decode_epilogue(epilogue_operands(at), operands, results, &params));
   const DeviceProperties* device = nullptr;
   JAX_TCGEMM_RETURN_IF_ERROR(get_device_properties(ordinal, &device));
-  return run_compiled(problem, params, {at.digest, at.source}, *device, stream);
+  return run_compiled(problem, params, program_of(at), *device, stream);
 }
 
 // The kernel for the process's current GPU; for another kind it is compiled when it runs first.
@@ -188,7 +193,7 @@ Status decode_and_prepare(const CompiledAttributes& at) {
   JAX_TCGEMM_RETURN_IF_ERROR(decode_layouts(gemm_attributes(at), &problem));
   const DeviceProperties* device = nullptr;
   JAX_TCGEMM_RETURN_IF_ERROR(get_device_properties(ordinal, &device));
-  return prepare_compiled(problem, {at.digest, at.source}, *device);
+  return prepare_compiled(problem, program_of(at), *device);
 }
 
 ffi::Error compiled_gemm(cudaStream_t stream, int32_t ordinal, ffi::RemainingArgs operands,

@@ -11,7 +11,7 @@ void* gemm_handler();
 void* ragged_dot_handler();
 void* activation_gradient_handler();
 void* transpose_handler();  // of jax_tcgemm_transpose_v1
-// Of jax_tcgemm_compiled_gemm_v3, for its stages.
+// Of jax_tcgemm_compiled_gemm_v4, for its stages.
 void* compiled_gemm_handler();
 void* compiled_gemm_instantiate_handler();
 void* compiled_pass_handler();  // of jax_tcgemm_compiled_pass_v2

@@ -18,7 +18,12 @@ from jax_tcgemm.epilogue.spec import CompiledSpec
 from jax_tcgemm.kernels.arithmetic import ALL_ARITHMETIC
 from jax_tcgemm.kernels.names import XLA
 from jax_tcgemm.lowering import compiled_problem, devices, k_major
-from jax_tcgemm.lowering.compiled_source import source_of, staged_of
+from jax_tcgemm.lowering.compiled_source import (
+    MOST_WARP_BYTES,
+    source_of,
+    staged_of,
+    warp_bytes,
+)
 from jax_tcgemm.lowering.custom_call import (
     MAX_TMA_BATCH_NDIM,
     second_weight_offset,
@@ -110,6 +115,7 @@ class Call:
     leaf_strides: tuple[Shape, ...]
     staged: tuple[bool, ...]
     algorithm: str
+    warp_bytes: int
     factors: tuple[k_major.Factor, ...] = ()  # of 8-bit operands, to be made k-major
     scale_strides: tuple[Shape, ...] = ()  # of a and b, along batches and then m, k or k, n
 
@@ -154,6 +160,7 @@ class Call:
             "operand_strides": np.asarray(strides, np.int64),
             "operand_vectors": np.asarray(self.staged, np.int64),
             "result_elements": np.asarray(elements, np.int64),
+            "warp_bytes": np.int64(self.warp_bytes),
             "has_b2": not is_ragged and product.axes.b2 is not None,
             "gated": spec.is_gated,
             "has_groups": is_ragged,
@@ -227,10 +234,13 @@ def _planned(own: Sequence[Any], spec: CompiledSpec, made: Program, may_stream: 
     reason = _unfit(gemm, offset, a.dtype.itemsize) or _quicker_apart(gemm, made, is_plain)
     if reason is not None:
         return reason
+    needed = warp_bytes(made, strides, gemm.n)
+    if needed > MOST_WARP_BYTES:
+        return f"operands and results that take {needed} bytes of {MOST_WARP_BYTES} a warp has"
     staged = staged_of(made, strides, gemm.n)
     source_text = source_of(made, strides, gemm.n, batched=bool(gemm.batch), scaled=spec.scaled)
     ordered = tuple(factors.values())
-    return Call(made, source_text, gemm, strides, staged, algorithm, ordered, scale_strides)
+    return Call(made, source_text, gemm, strides, staged, algorithm, needed, ordered, scale_strides)
 
 
 def _algorithm(a: np.dtype, b: np.dtype, product: GemmSpec | RaggedSpec) -> str | None:

@@ -35,6 +35,31 @@ def staged_of(made: Program, strides: Sequence[Shape], n: int) -> tuple[bool, ..
     return tuple(kind in _STAGED for kind in kinds_of(made, strides, n))
 
 
+# Rows and columns of the smallest sub-tile, and what separates its rows in shared memory; as
+# CompiledPlan of cuda/sm90/output/compiled_io.cuh.
+_ROWS, _COLUMNS, _GAP = 16, 16, 16
+
+# Of shared memory that a warp has at most, in any row: KernelConfig::staging_bytes.
+MOST_WARP_BYTES = 8192
+
+
+def warp_bytes(made: Program, strides: Sequence[Shape], n: int) -> int:
+    """Returns what a warp needs of shared memory for a sub-tile, operands one stage ahead."""
+    sizes = [jnp.dtype(result.dtype).itemsize for result in made.matrices]
+    columns = 0
+    for leaf, kind in zip(made.leaves, kinds_of(made, strides, n), strict=True):
+        if kind == ("kMatrix", True):
+            sizes.append(jnp.dtype(leaf.dtype).itemsize)
+        elif kind == ("kColumns", True):
+            columns += jnp.dtype(leaf.dtype).itemsize * _COLUMNS
+    return columns + sum(map(matrix_bytes, sizes))
+
+
+def matrix_bytes(size: int) -> int:
+    """Returns what a warp needs for a matrix of elements of so many bytes."""
+    return _ROWS * (_COLUMNS * size + _GAP)
+
+
 _STAGED = (("kColumns", True), ("kMatrix", True))
 
 
