@@ -18,6 +18,7 @@ from jax_tcgemm.epilogue import compiler
 from jax_tcgemm.partitioning import partitioner
 from jax_tcgemm.primitives.gemm import ACTIVATION, PREACTIVATION
 from jax_tcgemm.problem.activations import clip, softcap
+from jax_tcgemm.transforms.fuse import fuse
 from jax_tcgemm.transforms.tune import tune
 from jax_tcgemm.tuning.tunings import Tunings
 
@@ -54,6 +55,7 @@ __all__ = [
     "export_disabled_checks",
     "fp8_dot",
     "fp8_dot_general",
+    "fuse",
     "gated_gemm",
     "gated_mlp",
     "gated_ragged_dot",

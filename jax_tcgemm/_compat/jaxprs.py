@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 from jax._src import core as _core
+from jax._src import sharding_impls as _sharding_impls
+from jax._src import source_info_util as _source_info_util
 from jax.interpreters import partial_eval as _partial_eval
 
 from jax_tcgemm._compat import match_varying
@@ -51,3 +55,70 @@ def bind_again(eqn: Any, values: Sequence[Any]) -> list[Any]:
 def is_rule(value: Any) -> bool:
     """Whether a parameter of an operation is a function, wrapped or not."""
     return hasattr(value, "transforms") or (callable(value) and not isinstance(value, type))
+
+
+def plain_call(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
+    """Returns what a call of ``jit`` runs, and its constants, if it does nothing but call.
+
+    ``None`` of all else, as of one that says where arrays lie, or that gives some away.
+    """
+    if eqn.primitive.name not in ("jit", "pjit", "closed_call", "core_call"):
+        return None
+    params = eqn.params
+    unspecified = _sharding_impls.UnspecifiedValue  # pyright: ignore[reportPrivateImportUsage]
+    where = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
+    layouts = (*params.get("in_layouts", ()), *params.get("out_layouts", ()))
+    if (
+        any(not isinstance(x, unspecified) for x in where)
+        or any(x is not None for x in layouts)
+        or any(params.get("donated_invars", ()))
+        or params.get("compiler_options_kvs", ())
+    ):
+        return None
+    called = next(params[key] for key in ("jaxpr", "call_jaxpr") if key in params)
+    return jaxpr_of(called), getattr(called, "consts", ())
+
+
+@contextlib.contextmanager
+def as_part_of(eqns: Sequence[Any]) -> Any:
+    """Makes what is traced within bear the names and the source line of equations.
+
+    Args:
+        eqns: calls, the outermost first, and at last what is called.
+    """
+    with contextlib.ExitStack() as stack:
+        for eqn in eqns:
+            info = eqn.source_info
+            names = _source_info_util.current_name_stack() + info.name_stack
+            stack.enter_context(_source_info_util.user_context(info.traceback, name_stack=names))
+            stack.enter_context(eqn.ctx.manager)
+            if eqn.primitive.name in ("jit", "pjit"):
+                stack.enter_context(jax.named_scope(f"{eqn.params['name']}"))
+        yield
+
+
+def by_shards(eqn: Any, function: Any, values: Sequence[Any]) -> list[Any]:
+    """Applies another function in place of what a ``shard_map`` runs."""
+    params = eqn.params
+    names = params["newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"]
+    mapped = jax.shard_map(
+        lambda *xs: tuple(function(*xs)),
+        mesh=params["mesh"],
+        in_specs=tuple(params["in_specs"]),
+        out_specs=tuple(params["out_specs"]),
+        axis_names=frozenset(names),
+        check_vma=params["check_vma"],
+    )
+    return list(mapped(*values))
+
+
+def with_jaxpr(old: Any, new: Any) -> Any:
+    """Returns a jaxpr in the form of another; ``None`` where it holds arrays and that cannot.
+
+    Args:
+        old: a parameter of an operation.
+        new: what ``jax.make_jaxpr`` returns.
+    """
+    if hasattr(old, "jaxpr") or not hasattr(new, "jaxpr"):
+        return new
+    return None if new.consts else new.jaxpr

@@ -1,0 +1,121 @@
+"""Nodes of a graph that are products, and nodes that work element by element."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_tcgemm.epilogue import draws, operations
+from jax_tcgemm.transforms.graph import Graph, Node, Value, inner_nodes
+from jax_tcgemm.transforms.matrix_form import MatrixForm, RaggedForm, matrix_form, ragged_form
+
+# What leaves a value as it is, but means something to others; and what takes several at once.
+_APART = frozenset({"name", "optimization_barrier"})
+ELEMENTWISE = operations.ELEMENTWISE - _APART
+# What makes values of the product's shape of others, without a look at their neighbours.
+SPREADING = frozenset({"broadcast_in_dim", "iota"})
+DRAWING = draws.DRAWS
+REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min"})
+_CUSTOM = frozenset({"custom_jvp_call", "custom_vjp_call"})
+
+_TYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+
+
+def with_factors_exchanged(graph: Graph) -> list[Any]:
+    """Returns the items, where the other product of two operands is what is asked for.
+
+    The gradient of a weight is ``dot_general`` and then ``transpose``: the product of the same
+    operands in the other order.
+    """
+    items: list[Any] = graph.used()
+    users: dict[Value, list[Any]] = {}
+    for item in items:
+        for value in item.taken:
+            users.setdefault(value, []).append(item)
+    returned = {x for x in graph.results if isinstance(x, Value)}
+    anew: dict[Any, Node] = {}
+    gone: set[Any] = set()
+    for item in items:
+        if item.name != "dot_general" or is_typed(item):
+            continue
+        (result,) = item.outputs
+        found = users.get(result, [])
+        if result in returned or len(found) != 1 or found[0].name != "transpose":
+            continue
+        (user,) = found
+        if tuple(user.params["permutation"]) == _exchange(item):
+            anew[item] = _exchanged(item, user.outputs)
+            gone.add(user)
+    return [anew.get(item, item) for item in items if item not in gone]
+
+
+def _exchange(product: Node) -> tuple[int, ...]:
+    """Returns the permutation that puts what ``rhs`` has before what ``lhs`` has."""
+    (contracted, _), (batch, _) = product.params["dimension_numbers"]
+    lead, rank = len(batch), len(product.outputs[0].shape)
+    rows = len(product.inputs[0].aval.shape) - lead - len(contracted)
+    return (*range(lead), *range(lead + rows, rank), *range(lead, lead + rows))
+
+
+def _exchanged(product: Node, outputs: tuple[Value, ...]) -> Node:
+    params = dict(product.params)
+    params["dimension_numbers"] = tuple(pair[::-1] for pair in params["dimension_numbers"])
+    if isinstance(params["precision"], tuple):
+        params["precision"] = params["precision"][::-1]
+    eqn = product.eqn.replace(params=params)
+    return Node(eqn, product.inputs[::-1], outputs, product.within)
+
+
+def is_product(item: Any) -> bool:
+    """Whether an item multiplies numbers of 16 bits, as a kernel with an epilogue can."""
+    if not isinstance(item, Node) or item.name not in ("dot_general", "ragged_dot_general"):
+        return False
+    lhs, rhs = item.inputs[:2]
+    types = {x.aval.dtype for x in (lhs, rhs)}
+    (result,) = item.outputs
+    return (
+        all(isinstance(x, Value) for x in (lhs, rhs))
+        and len(types) == 1
+        and types.issubset(_TYPES)
+        and (result.dtype in types or result.dtype == jnp.float32)
+        and all(isinstance(x, int) and x > 0 for value in (lhs, rhs) for x in value.shape)
+    )
+
+
+def form_of(product: Node) -> MatrixForm | RaggedForm | None:
+    """Returns how this package computes a product with an epilogue, ``None`` where it cannot."""
+    lhs, rhs = product.taken[:2]
+    if is_typed(product):
+        return None
+    if product.name == "ragged_dot_general":
+        form = ragged_form(product.params)
+        return None if form is None or form.contracts_groups else form
+    return matrix_form(lhs.shape, rhs.shape, product.params["dimension_numbers"])
+
+
+def is_typed(node: Node) -> bool:
+    """Whether an equation says how its result is sharded, on a mesh with explicit axes."""
+    shardings = (node.params.get(name) for name in ("sharding", "out_sharding"))
+    explicit = jax.sharding.AxisType.Explicit
+    return any(x is not None and explicit in x.mesh.axis_types for x in shardings)
+
+
+def is_elementwise(item: Any) -> bool:
+    """Whether an item has one result, each element of which depends on those beside it."""
+    if not isinstance(item, Node) or item.has_effects or len(item.outputs) != 1:
+        return False
+    if item.name in _CUSTOM:
+        return all(_is_plain(eqn, item.outputs[0].shape) for eqn in inner_nodes(item.eqn))
+    return item.name in ELEMENTWISE
+
+
+def _is_plain(eqn: Any, shape: tuple[int, ...]) -> bool:
+    """The same of an equation within a call, whose values may also be numbers that are spread."""
+    name = eqn.primitive.name
+    if name == "broadcast_in_dim":
+        return math.prod(eqn.invars[0].aval.shape) == 1
+    shapes = {x.aval.shape for x in (*eqn.invars, *eqn.outvars)}
+    return name in ELEMENTWISE and len(eqn.outvars) == 1 and shapes <= {shape, ()}
