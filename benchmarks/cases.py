@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import quantized
 from functions import FUNCTIONS
-from steps import STEPS, Arrays, value_and_gradients
+from steps import STEPS, Arrays, own_value_and_gradients
 
 from jax_tcgemm import _compat, gated_gemm, gemm, ragged_dot
 from jax_tcgemm.primitives import gemm as gemm_primitive
@@ -248,7 +248,7 @@ class Case:
         if self.scale:
             return quantized.ours(self, config)
         if self.step:
-            return lambda arrays: value_and_gradients(STEPS[self.step].ours, arrays)
+            return lambda arrays: own_value_and_gradients(STEPS[self.step], arrays)
         if self.function:
             return lambda arrays: self._with_function(arrays, config)
         if self.is_gated:

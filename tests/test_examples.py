@@ -5,6 +5,7 @@ import os
 import pathlib
 import sys
 
+import jax
 import pytest
 
 import jax_tcgemm
@@ -39,6 +40,27 @@ def test_custom_epilogue(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 4
     assert lines[-1].startswith("a step: ")
+
+
+@pytest.mark.any_jax
+def test_fused_model(capsys):
+    load("fused_model").main(["--steps", "30", "--reps", "1"])
+    lines = capsys.readouterr().out.splitlines()
+    assert int(lines[-3].split()[0]) >= 4  # products with an epilogue
+    assert lines[-1] == "OK: the same losses"
+
+
+@pytest.mark.any_jax
+def test_fused_model_fails_when_losses_part(monkeypatch):
+    module = load("fused_model")
+    right = jax_tcgemm.fuse
+
+    def halved(f):
+        return lambda params, *rest: right(f)(jax.tree.map(lambda x: x / 2, params), *rest)
+
+    monkeypatch.setattr(jax_tcgemm, "fuse", halved)
+    with pytest.raises(SystemExit, match=r"FAILED: the losses of step 1 part"):
+        module.main(["--steps", "1"])
 
 
 @pytest.mark.any_jax

@@ -84,7 +84,8 @@ bool has_room(const KernelConfig& config, const EpilogueProgram& program) {
 }
 
 // The rows to try: that which is named, or those that are expected to be fastest, of rows with room
-// for the program if there are any.
+// for the program if there are any: without room the epilogue takes longer than with registers that
+// spill.
 std::vector<const KernelEntry*> candidates(std::string_view config, const ChoiceInput& input,
                                            const EpilogueProgram& program) {
   constexpr size_t kMost = 3;
@@ -95,12 +96,14 @@ std::vector<const KernelEntry*> candidates(std::string_view config, const Choice
     return rows;
   }
   const std::vector<Estimate> ranked = ranked_choices(input, false);
-  for (const bool needs_room : {true, false}) {
+  const auto take = [&](bool needs_room) {
     for (const Estimate& estimate : ranked) {
       const KernelEntry* const row = estimate.choice.entry;
       if (rows.size() < kMost && has_room(row->config, program) == needs_room) rows.push_back(row);
     }
-  }
+  };
+  take(true);
+  if (rows.empty()) take(false);
   return rows;
 }
 

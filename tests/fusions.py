@@ -1,0 +1,159 @@
+"""Random functions of square matrices, with products, for ``fuse``."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+_UNARY: list[Callable[[Any], Any]] = [
+    jnp.tanh,
+    jnp.sin,
+    jax.nn.sigmoid,
+    jax.nn.relu,
+    jax.nn.gelu,
+    lambda x: x * 0.5,
+    lambda x: 1 - x,
+    lambda x: jnp.exp(-jnp.abs(x)),
+    lambda x: jax.jit(jnp.cos)(x),
+    lambda x: jnp.where(x > 0, x, 0.1 * x),
+]
+_BINARY: list[Callable[[Any, Any], Any]] = [
+    jnp.add,
+    jnp.subtract,
+    lambda x, y: jnp.tanh(x) * y,
+    jnp.maximum,
+    lambda x, y: jnp.clip(x, -1, 1) * jnp.clip(y, -1, 1),
+]
+_PRODUCTS: list[Callable[[Any, Any], Any]] = [
+    lambda x, y: x @ y,
+    lambda x, y: x.T @ y,
+    lambda x, y: jnp.einsum("ij,kj->ik", x, y),
+    lambda x, y: (x.T @ y).T,
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One operation on values that there are.
+
+    Attributes:
+        kind: of what sort it is.
+        which: number of the function of that sort.
+        operands: numbers of values, of those that there will be.
+    """
+
+    kind: str
+    which: int
+    operands: tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomFunction:
+    """A function of ``(matrices (3, s, s), rows (2, s))``."""
+
+    steps: tuple[Step, ...]
+    results: tuple[int, ...]
+
+    def __call__(self, matrices: Any, rows: Any) -> list[Any]:
+        """Computes the results."""
+        size = matrices.shape[-1]
+        values, vectors = list(matrices), list(rows)
+        columns = [jnp.ones((size, 1), matrices.dtype)]
+        for step in self.steps:
+            x, y = (values[i % len(values)] for i in step.operands)
+            match step.kind:
+                case "product":
+                    product = _PRODUCTS[step.which % len(_PRODUCTS)](x, y)
+                    values.append(product * size**-0.5)
+                case "unary":
+                    values.append(_UNARY[step.which % len(_UNARY)](x))
+                case "binary":
+                    values.append(_BINARY[step.which % len(_BINARY)](x, y))
+                case "row":
+                    values.append(x + vectors[step.which % len(vectors)])
+                case "column":
+                    values.append(x * columns[step.which % len(columns)])
+                case "wide":
+                    values.append((x.astype(jnp.float32) + 1).astype(x.dtype))
+                case "of_rows":
+                    columns.append(jnp.tanh(x.max(-1, keepdims=True)))
+                case "of_columns":
+                    vectors.append(x.mean(0))
+        return [values[i % len(values)] for i in self.results] + [vectors[-1], columns[-1]]
+
+    def __str__(self) -> str:
+        """Returns what a failed test prints."""
+        lines = (f"{x.kind} {x.which} of {x.operands}" for x in self.steps)
+        return "; ".join((*lines, f"-> {self.results}"))
+
+
+def random_function(rng: np.random.Generator) -> RandomFunction:
+    """Draws a function."""
+    kinds = ["product", "unary", "binary", "row", "column", "wide", "of_rows", "of_columns"]
+    odds = np.array([5, 5, 4, 2, 1, 1, 1, 1])
+    count = int(rng.integers(6, 24))
+    steps = tuple(
+        Step(
+            str(kind),
+            int(rng.integers(60)),
+            # The latest most of the time, so that there are chains.
+            tuple(int(2 + i - min(rng.geometric(0.5) - 1, i + 2)) for _ in range(2)),
+        )
+        for i, kind in enumerate(rng.choice(kinds, count, p=odds / odds.sum()))
+    )
+    results = tuple(int(x) for x in rng.integers(0, count + 3, int(rng.integers(1, 4))))
+    return RandomFunction((Step("product", 0, (0, 1)), *steps), results)
+
+
+def operands(rng: np.random.Generator, size: int) -> tuple[jax.Array, jax.Array]:
+    """Draws arguments of a random function, in bfloat16."""
+    shapes = (3, size, size), (2, size)
+    return tuple(jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in shapes)
+
+
+def loss_of(function: RandomFunction) -> Callable[[Any, Any], Any]:
+    """Returns a number that depends on all results, for gradients."""
+
+    def loss(matrices: Any, rows: Any) -> Any:
+        results = function(matrices, rows)
+        return sum((jnp.sin(x.astype(jnp.float32)) ** 2).mean() for x in results)
+
+    return loss
+
+
+def worst(
+    function: Any, ours: Any, args: Any, slack: float = 2.0, between: Any = jnp.bfloat16
+) -> float:
+    """Returns how far off a result is, in multiples of what is allowed.
+
+    Args:
+        function: the plain one.
+        ours: what is checked.
+        args: of both.
+        slack: how many roundings of the largest number are allowed beside twice the error of the
+            plain function, which a sum may have right by chance.
+        between: the type to which values are rounded on the way.
+    """
+    theirs, own = jax.jit(function)(*args), jax.jit(ours)(*args)
+    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
+        wide = [np.asarray(x).astype(np.float64) if _is_float(x) else np.asarray(x) for x in args]
+        exact = jax.jit(function)(*wide)
+    assert jax.tree.structure(theirs) == jax.tree.structure(own)
+    found = 0.0
+    for plain, other, truth in zip(*map(jax.tree.leaves, (theirs, own, exact)), strict=True):
+        assert (plain.shape, plain.dtype) == (other.shape, other.dtype)
+        truth = np.asarray(truth, np.float64)
+        off, bound = (np.abs(np.asarray(x, np.float64) - truth).max() for x in (other, plain))
+        rounding = float(jnp.finfo(between).eps) if _is_float(other) else 0.0
+        allowed = 2 * bound + slack * rounding * np.abs(truth).max()
+        found = max(found, 0.0 if off == 0 else off / allowed if allowed else np.inf)
+    return found
+
+
+def _is_float(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)

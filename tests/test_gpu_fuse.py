@@ -1,0 +1,108 @@
+"""``fuse`` on a GPU: kernels with the epilogues that it finds, and what they compute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fusions import loss_of, operands, random_function, worst
+
+from jax_tcgemm import fuse
+
+pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
+
+M, K, N = 640, 256, 384
+
+
+def kernels(f: Any, *args: Any) -> int:
+    """Counts the products that are compiled with an epilogue."""
+    return jax.jit(fuse(f)).lower(*args).as_text().count("custom_call @jax_tcgemm_compiled_gemm")
+
+
+@pytest.fixture
+def arrays(normal):
+    shapes = {"x": (M, K), "w": (K, N), "u": (K, N), "b": (N,), "d": (N, K)}
+    return {name: normal(*shape, dtype=jnp.bfloat16) / 8 for name, shape in shapes.items()}
+
+
+def mlp(x, w, b, d):
+    return x + jax.nn.gelu(x @ w + b) @ d
+
+
+def gated(x, w, u, d):
+    return x + (jax.nn.silu(x @ w) * (x @ u)) @ d
+
+
+def stepped(layer):
+    """Two layers in a scan, computed again on the way back, and all gradients."""
+
+    def loss(x, *weights):
+        body = jax.checkpoint(lambda h, _: (layer(h, *weights), None))
+        y = jax.lax.scan(body, x, None, length=2)[0]
+        return jnp.mean(y.astype(jnp.float32) ** 2)
+
+    return jax.value_and_grad(loss, argnums=(0, 1, 2, 3))
+
+
+@pytest.mark.parametrize(
+    ("f", "names", "count"),
+    [(mlp, "xwbd", 2), (gated, "xwud", 2), (stepped(mlp), "xwbd", 4), (stepped(gated), "xwud", 4)],
+    ids=["mlp", "gated", "mlp step", "gated step"],
+)
+def test_layers(arrays, f, names, count):
+    args = [arrays[name] for name in names]
+    assert kernels(f, *args) >= count
+    assert worst(f, fuse(f), args) <= 1
+
+
+@pytest.mark.parametrize("part", range(6))
+def test_random_functions(rng, part):
+    function, args = random_function(rng), operands(rng, 128)
+    f = function if part % 2 else jax.value_and_grad(loss_of(function), argnums=(0, 1))
+    assert worst(f, fuse(f), args) <= 1, function
+
+
+@pytest.mark.parametrize("count", [3, 6, 8])
+@pytest.mark.parametrize("wide", [False, True])
+def test_many_matrices_beside_the_product(normal, count, wide):
+    """Which take so much shared memory that fewer rows of the table have room."""
+    dtype = jnp.float32 if wide else jnp.bfloat16
+    x, w = normal(M, K, dtype=jnp.bfloat16) / 8, normal(K, N, dtype=jnp.bfloat16) / 8
+    others = [normal(M, N, dtype=dtype) for _ in range(count)]
+
+    def f(x, w, *others):
+        y = (x @ w).astype(jnp.float32)
+        for i, other in enumerate(others):
+            y = jnp.sin(y) * other + i
+        return y.astype(jnp.bfloat16), jnp.cos(y), y.sum(0)
+
+    assert worst(f, fuse(f), (x, w, *others), slack=4) <= 1
+
+
+def test_dropout_keeps_what_it_keeps(normal):
+    m, n = 8192, 4096  # of fewer numbers a kernel of their own draws
+    x, w = normal(m, K, dtype=jnp.bfloat16), normal(K, n, dtype=jnp.bfloat16)
+
+    def f(x, w):
+        kept = jax.random.bernoulli(jax.random.key(1), 0.9, (m, n))
+        return jnp.where(kept, x @ w / 0.9, 0).astype(x.dtype)
+
+    assert kernels(f, x, w) == 1
+    ours, theirs = jax.jit(fuse(f))(x, w), jax.jit(f)(x, w)
+    np.testing.assert_array_equal(np.asarray(ours == 0), np.asarray(theirs == 0))
+
+
+def test_groups(normal):
+    x, w = normal(M, K, dtype=jnp.bfloat16) / 8, normal(3, K, N, dtype=jnp.bfloat16) / 8
+    sizes = jnp.array([200, 240, 200], jnp.int32)
+
+    def f(x, w, sizes):
+        hidden = jax.nn.silu(jax.lax.ragged_dot(x, w, sizes))
+        return (hidden @ hidden.T).astype(jnp.float32).sum()
+
+    step = jax.value_and_grad(f, argnums=(0, 1))
+    assert kernels(f, x, w, sizes) >= 1
+    assert worst(step, fuse(step), (x, w, sizes)) <= 1
