@@ -68,6 +68,8 @@ class RandomFunction:
             x, y = (values[i % len(values)] for i in step.operands)
             match step.kind:
                 case "product":
+                    # Of numbers up to 2, since chains of squares overflow.
+                    x, y = (2 * jnp.tanh(v / 2) for v in (x, y))
                     product = _PRODUCTS[step.which % len(_PRODUCTS)](x, y)
                     values.append(product * size**-0.5)
                 case "unary":
@@ -83,7 +85,7 @@ class RandomFunction:
                 case "of_rows":
                     columns.append(jnp.tanh(x.max(-1, keepdims=True)))
                 case "of_columns":
-                    vectors.append(x.mean(0))
+                    vectors.append(x.mean(0) if step.which % 2 else jnp.tanh(x.max(0)))
         return [values[i % len(values)] for i in self.results] + [vectors[-1], columns[-1]]
 
     def __str__(self) -> str:

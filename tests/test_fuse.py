@@ -27,15 +27,18 @@ fuse_module = importlib.import_module("jax_tcgemm.transforms.fuse")
 M, K, N = 320, 96, 128
 
 
+INNER = jaxprs.CALLS | {"scan", "while", "cond", "shard_map"}
+
+
 def operations(f: Any, *args: Any) -> collections.Counter[str]:
     """Counts the primitives of a function, at any depth."""
     eqns = jax.make_jaxpr(f)(*args).eqns
-    return collections.Counter(x.primitive.name for eqn in eqns for x in inner_nodes(eqn))
+    return collections.Counter(x.primitive.name for eqn in eqns for x in inner_nodes(eqn, INNER))
 
 
 def with_epilogues(f: Any, *args: Any) -> list[tuple[int, int]]:
     """Returns of each product with a function the numbers of its operands and results."""
-    eqns = [x for eqn in jax.make_jaxpr(fuse(f))(*args).eqns for x in inner_nodes(eqn)]
+    eqns = [x for eqn in jax.make_jaxpr(fuse(f))(*args).eqns for x in inner_nodes(eqn, INNER)]
     return [(len(eqn.invars), len(eqn.outvars)) for eqn in eqns if "compiled" in eqn.primitive.name]
 
 

@@ -33,6 +33,18 @@ def canonicalize_precision(precision: Any) -> Any:
     return (jax.lax.Precision.DEFAULT,) * 2 if canonical is None else canonical
 
 
+def exchanged_precision(precision: Any) -> Any:
+    """Returns a ``precision`` for the factors in the other order."""
+    if isinstance(precision, jax.lax.DotAlgorithm):
+        return precision._replace(
+            lhs_precision_type=precision.rhs_precision_type,
+            rhs_precision_type=precision.lhs_precision_type,
+            lhs_component_count=precision.rhs_component_count,
+            rhs_component_count=precision.lhs_component_count,
+        )
+    return precision[::-1] if isinstance(precision, tuple) else precision
+
+
 def option(name: str) -> Any:
     """Returns one of the options of JAX that a context manager of its name sets."""
     return getattr(jax.config, name)

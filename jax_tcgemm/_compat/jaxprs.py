@@ -14,6 +14,14 @@ from jax.interpreters import partial_eval as _partial_eval
 
 from jax_tcgemm._compat import match_varying
 
+# Operations that do nothing but what is in them.
+CALLS = frozenset(
+    {
+        *("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint"),
+        *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"),
+    }
+)
+
 # What makes values vary over more mesh axes, within ``shard_map``.
 VARYING = frozenset({"pvary", "pcast"})
 
@@ -43,9 +51,15 @@ def eval_jaxpr(jaxpr: Any, consts: Sequence[Any], *values: Any) -> list[Any]:
     return list(_core.eval_jaxpr(jaxpr, consts, *values))
 
 
-def bind_again(eqn: Any, values: Sequence[Any]) -> list[Any]:
-    """Applies the operation of an equation to other values, which may vary over mesh axes."""
-    values = match_varying(values) if len(values) > 1 else values
+def bind_again(eqn: Any, values: Sequence[Any], *, match: bool = True) -> list[Any]:
+    """Applies the operation of an equation to other values.
+
+    Args:
+        eqn: the equation.
+        values: its operands.
+        match: whether these may vary over more mesh axes than its own did.
+    """
+    values = match_varying(values) if match and len(values) > 1 else values
     params = eqn.primitive.get_bind_params(eqn.params)
     functions, params = params if isinstance(params, tuple) else ((), params)  # before 0.12
     results = eqn.primitive.bind(*functions, *values, **params)
@@ -77,6 +91,16 @@ def plain_call(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
         return None
     called = next(params[key] for key in ("jaxpr", "call_jaxpr") if key in params)
     return jaxpr_of(called), getattr(called, "consts", ())
+
+
+def context_of(eqn: Any) -> tuple[Any, ...]:
+    """Returns where and how an equation is computed, as context managers of JAX say it.
+
+    First where, ``None`` for the device; then how random numbers are counted; and what XLA is told.
+    """
+    context = eqn.ctx
+    told = getattr(context, "xla_metadata", None)
+    return context.compute_type, context.threefry_partitionable, repr(told) if told else ""
 
 
 @contextlib.contextmanager

@@ -181,7 +181,7 @@ def _problem(
     if n == 1:
         # The result's order is the same, and one row of D is contiguous where one column is not.
         left, right = right, left
-        precision = precision[::-1] if isinstance(precision, tuple) else precision
+        precision = _compat.exchanged_precision(precision)
     operands, axes = _gemm(*_arranged(left, right))
     return operands, GemmSpec(axes, jnp.dtype(result.dtype), precision)
 

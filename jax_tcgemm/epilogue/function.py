@@ -16,8 +16,6 @@ from jax_tcgemm.epilogue import draws
 
 # Operations that stand for what is in them, by the name of the parameter that holds it.
 _CALLS = ("call_jaxpr", "fun_jaxpr", "jaxpr")
-_CONTROL = frozenset({"scan", "while", "cond", "shard_map", "pallas_call", "run_state"})
-
 # Calls with a derivative of their own.
 _CUSTOM = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
 
@@ -305,7 +303,7 @@ def apply(
     """Evaluates one operation, with what a call stands for in its place."""
     if forget_axes and eqn.primitive.name in jaxprs.VARYING:
         return list(values)
-    if eqn.primitive.name not in _CONTROL | kept:
+    if eqn.primitive.name in jaxprs.CALLS - kept:
         for key in _CALLS:
             if key not in eqn.params:
                 continue

@@ -54,6 +54,8 @@ def _translate(
         reason = str(error)
     except NotTranslatableError as error:
         return str(error)
+    except RecursionError:
+        return "more operations one after the other than can be translated"
     try:
         return _Translation(function, shape, flat_rows=True).run()
     except NotTranslatableError:

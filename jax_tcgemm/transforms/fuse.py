@@ -21,13 +21,14 @@ from jax_tcgemm.epilogue import translation
 from jax_tcgemm.epilogue.spec import CompiledSpec
 from jax_tcgemm.lowering import compiled as compiled_lowering
 from jax_tcgemm.primitives import compiled
+from jax_tcgemm.primitives import ragged as ragged_primitive
 from jax_tcgemm.problem.log import log
 from jax_tcgemm.problem.ragged import RaggedSpec
 from jax_tcgemm.problem.spec import GemmSpec, flatten
 from jax_tcgemm.problem.strides import Operands
 from jax_tcgemm.transforms.graph import Node, Value, evaluate, graph_of, inner_nodes
 from jax_tcgemm.transforms.matrix_form import RaggedForm, ragged_form
-from jax_tcgemm.transforms.products import is_typed
+from jax_tcgemm.transforms.products import is_on_device, is_typed
 from jax_tcgemm.transforms.region_function import region_function
 from jax_tcgemm.transforms.regions import Fused, with_regions
 
@@ -40,6 +41,7 @@ _OF_GROUPS = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 _CONTROL = frozenset(
     {"jit", "pjit", "closed_call", "core_call", "scan", "while", "cond", "remat2", "checkpoint"}
 )
+_LOOKED_INTO = _CONTROL | {"shard_map"}
 
 
 def fuse(f: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
@@ -60,9 +62,9 @@ def fuse(f: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
     passed to ``f`` as it is. The result can be differentiated and batched, but then what ``fuse``
     sees is the forward pass alone.
 
-    Results are those of ``f`` up to rounding: between a product and what is written, what has 16
-    bits in ``f`` is float32, as in a fusion of XLA's. ``JAX_TCGEMM_LOG=1`` prints what became of
-    each product.
+    Results are those of ``f`` up to rounding: between a product and what is written, what is
+    bfloat16 in ``f`` is float32, as in a fusion of XLA's. ``JAX_TCGEMM_LOG=1`` prints what became
+    of each product.
 
     Args:
         f: a function of pytrees of arrays.
@@ -74,7 +76,7 @@ def fuse(f: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
     @functools.wraps(f)
     def fused(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
         leaves, tree = jax.tree.flatten((args, kwargs))
-        is_array = [isinstance(x, (jax.Array, np.ndarray, np.generic)) for x in leaves]
+        is_array = [isinstance(x, (jax.Array, np.ndarray)) for x in leaves]
 
         def of_arrays(*arrays: Any) -> Any:
             given = iter(arrays)
@@ -82,9 +84,10 @@ def fuse(f: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
             own, named = jax.tree.unflatten(tree, every)
             return f(*own, **named)  # pyright: ignore[reportCallIssue]
 
-        arrays = [x for x, each in zip(leaves, is_array, strict=True) if each]
+        arrays = [jnp.asarray(x) for x, each in zip(leaves, is_array, strict=True) if each]
         closed, shapes = jax.make_jaxpr(of_arrays, return_shape=True)(*arrays)
         results = _computed(closed.jaxpr, closed.consts, arrays)
+        results = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in results]
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return fused
@@ -106,20 +109,20 @@ def _applied(item: Node | Fused, values: list[Any]) -> Sequence[Any]:
 
 
 def _of_node(node: Node, values: Sequence[Any]) -> Sequence[Any]:
-    if node.name in _PRODUCTS:
+    if node.name in _PRODUCTS and is_on_device(node):
         return [_product(node, values)]
-    if node.name not in _CONTROL | {"shard_map"} or not _has_products(node.eqn):
-        return jaxprs.bind_again(node.eqn, values)
+    if node.name not in _LOOKED_INTO or not _has_products(node.eqn):
+        return jaxprs.bind_again(node.eqn, values, match=False)
     if node.name == "shard_map":
         inner = jaxprs.jaxpr_of(node.params["jaxpr"])
         return jaxprs.by_shards(node.eqn, lambda *xs: _computed(inner, (), xs), values)
     is_stacked = _stacked(node.eqn) if node.name == "scan" else ()
     params = {key: _rewritten(value, is_stacked) for key, value in node.params.items()}
-    return jaxprs.bind_again(node.eqn.replace(params=params), values)
+    return jaxprs.bind_again(node.eqn.replace(params=params), values, match=False)
 
 
 def _has_products(eqn: Any) -> bool:
-    return any(each.primitive.name in _PRODUCTS for each in inner_nodes(eqn))
+    return any(each.primitive.name in _PRODUCTS for each in inner_nodes(eqn, _LOOKED_INTO))
 
 
 def _stacked(eqn: Any) -> list[bool]:
@@ -152,7 +155,7 @@ def _product(node: Node, values: Sequence[Any]) -> jax.Array:
     form = ragged_form(node.params)
     lhs, rhs, group_sizes = values
     if form is None or lhs.dtype not in _OF_GROUPS or rhs.dtype != lhs.dtype:
-        return jaxprs.bind_again(node.eqn, values)[0]
+        return jaxprs.bind_again(node.eqn, values, match=False)[0]
     options = {
         "precision": node.params["precision"],
         "preferred_element_type": node.params["preferred_element_type"],
@@ -160,10 +163,9 @@ def _product(node: Node, values: Sequence[Any]) -> jax.Array:
     if not form.contracts_groups:
         return ragged_dot(*values, transpose_rhs=form.transpose_rhs, **options)
     # The gradient of the weights.
-    shape = (group_sizes.shape[0], lhs.shape[1], rhs.shape[1])
-    model = jax.ShapeDtypeStruct(shape, lhs.dtype)
-    transposed = jax.linear_transpose(lambda w: ragged_dot(lhs, w, group_sizes, **options), model)
-    return transposed(rhs)[0].astype(node.outputs[0].dtype)
+    precision = _compat.canonicalize_precision(node.params["precision"])
+    spec = RaggedSpec(jnp.dtype(node.outputs[0].dtype), precision)
+    return ragged_primitive.contraction(spec, lhs, rhs, group_sizes.astype(jnp.int32))[0]
 
 
 # Regions
@@ -186,9 +188,8 @@ def _of_region(fused: Fused, values: list[Any]) -> Sequence[Any]:
 
 def _as_wide_product(fused: Fused, values: Sequence[Any]) -> jax.Array | None:
     """Computes what is only written in float32, ``None`` where there is more to it."""
-    names = {node.name for node in fused.nodes}
-    dtypes = [x.dtype for node in fused.nodes for x in node.outputs]
-    if names != {"convert_element_type"} or len(fused.outputs) > 1 or dtypes[-1] != jnp.float32:
+    names = [node.name for node in fused.nodes]
+    if names != ["convert_element_type"] or [x.dtype for x in fused.outputs] != [jnp.float32]:
         return None
     if isinstance(fused.form, RaggedForm):
         return None
@@ -250,5 +251,7 @@ def _apart(fused: Fused, values: Sequence[Any]) -> list[Any]:
         env[value] = _product(product, [env[x] for x in product.inputs])
     for node in fused.nodes:
         inputs = [env[x] if isinstance(x, Value) else x.val for x in node.inputs]
-        env.update(zip(node.outputs, jaxprs.bind_again(node.eqn, inputs), strict=True))
+        with jaxprs.as_part_of((*node.within, node.eqn)):
+            results = jaxprs.bind_again(node.eqn, inputs, match=False)
+        env.update(zip(node.outputs, results, strict=True))
     return [env[x] for x in fused.outputs]

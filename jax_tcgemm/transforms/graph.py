@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ class Value:
 
     aval: Any
 
-    @property
+    @functools.cached_property
     def shape(self) -> tuple[int, ...]:
         """Its shape."""
         return getattr(self.aval, "shape", ())
@@ -27,7 +28,7 @@ class Value:
         """Its type; ``None`` of what is no array."""
         return getattr(self.aval, "dtype", None)
 
-    @property
+    @functools.cached_property
     def bytes(self) -> int:
         """What it takes in memory, ``0`` where that is not known."""
         size = getattr(self.dtype, "itemsize", 0)
@@ -51,7 +52,7 @@ class Item:
     inputs: tuple[Atom, ...]
     outputs: tuple[Value, ...]
 
-    @property
+    @functools.cached_property
     def taken(self) -> list[Value]:
         """Those of its inputs that are no literals."""
         return [x for x in self.inputs if isinstance(x, Value)]
@@ -112,6 +113,11 @@ class Graph:
     results: list[Atom]
     stacked: frozenset[Value] = frozenset()
 
+    @functools.cached_property
+    def returned(self) -> frozenset[Value]:
+        """Its results that are no literals."""
+        return frozenset(x for x in self.results if isinstance(x, Value))
+
     def used(self) -> list[Any]:
         """Returns the items that the results, or effects, need."""
         wanted = {x for x in self.results if isinstance(x, Value)}
@@ -171,16 +177,21 @@ def _add(
     return [*map(read, jaxpr.outvars)]
 
 
-def inner_nodes(eqn: Any) -> Iterator[Any]:
-    """Yields the equations within one that calls, at any depth; of one that does not, itself."""
+def inner_nodes(eqn: Any, names: frozenset[str]) -> Iterator[Any]:
+    """Yields an equation, or those within it, at any depth.
+
+    Args:
+        eqn: the equation.
+        names: of the primitives that are looked into.
+    """
+    if eqn.primitive.name not in names:
+        yield eqn
+        return
     params = eqn.params.values()
     every = [x for value in params for x in (value if type(value) is tuple else (value,))]
-    inner = [jaxpr for jaxpr in map(jaxprs.jaxpr_of, every) if jaxpr is not None]
-    if not inner:
-        yield eqn
-    for jaxpr in inner:
-        for each in jaxpr.eqns:
-            yield from inner_nodes(each)
+    for jaxpr in map(jaxprs.jaxpr_of, every):
+        for each in () if jaxpr is None else jaxpr.eqns:
+            yield from inner_nodes(each, names)
 
 
 def evaluate(

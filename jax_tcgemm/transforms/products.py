@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core
 
+from jax_tcgemm import _compat
+from jax_tcgemm._compat import jaxprs
 from jax_tcgemm.epilogue import draws, operations
 from jax_tcgemm.transforms.graph import Graph, Node, Value, inner_nodes
 from jax_tcgemm.transforms.matrix_form import MatrixForm, RaggedForm, matrix_form, ragged_form
@@ -18,6 +22,7 @@ ELEMENTWISE = operations.ELEMENTWISE - _APART
 # What makes values of the product's shape of others, without a look at their neighbours.
 SPREADING = frozenset({"broadcast_in_dim", "iota"})
 DRAWING = draws.DRAWS
+# What XLA computes of values that it makes on the way.
 REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min"})
 _CUSTOM = frozenset({"custom_jvp_call", "custom_vjp_call"})
 
@@ -63,8 +68,7 @@ def _exchange(product: Node) -> tuple[int, ...]:
 def _exchanged(product: Node, outputs: tuple[Value, ...]) -> Node:
     params = dict(product.params)
     params["dimension_numbers"] = tuple(pair[::-1] for pair in params["dimension_numbers"])
-    if isinstance(params["precision"], tuple):
-        params["precision"] = params["precision"][::-1]
+    params["precision"] = _compat.exchanged_precision(params["precision"])
     eqn = product.eqn.replace(params=params)
     return Node(eqn, product.inputs[::-1], outputs, product.within)
 
@@ -78,6 +82,7 @@ def is_product(item: Any) -> bool:
     (result,) = item.outputs
     return (
         all(isinstance(x, Value) for x in (lhs, rhs))
+        and is_on_device(item)
         and len(types) == 1
         and types.issubset(_TYPES)
         and (result.dtype in types or result.dtype == jnp.float32)
@@ -103,12 +108,25 @@ def is_typed(node: Node) -> bool:
     return any(x is not None and explicit in x.mesh.axis_types for x in shardings)
 
 
+def is_on_device(node: Node) -> bool:
+    """Whether a node is not to be computed by the host."""
+    return jaxprs.context_of(node.eqn)[0] is None
+
+
+def draws_as_usual(node: Node) -> bool:
+    """Whether random numbers are counted as where the program is lowered."""
+    return jaxprs.context_of(node.eqn)[1] == draws.partitionable()
+
+
 def is_elementwise(item: Any) -> bool:
     """Whether an item has one result, each element of which depends on those beside it."""
     if not isinstance(item, Node) or item.has_effects or len(item.outputs) != 1:
         return False
+    if _asks_for_equals(item.name, item.inputs):
+        return False
     if item.name in _CUSTOM:
-        return all(_is_plain(eqn, item.outputs[0].shape) for eqn in inner_nodes(item.eqn))
+        inner = inner_nodes(item.eqn, jaxprs.CALLS)
+        return all(_is_plain(eqn, item.outputs[0].shape) for eqn in inner)
     return item.name in ELEMENTWISE
 
 
@@ -118,4 +136,17 @@ def _is_plain(eqn: Any, shape: tuple[int, ...]) -> bool:
     if name == "broadcast_in_dim":
         return math.prod(eqn.invars[0].aval.shape) == 1
     shapes = {x.aval.shape for x in (*eqn.invars, *eqn.outvars)}
+    if _asks_for_equals(name, eqn.invars):
+        return False
     return name in ELEMENTWISE and len(eqn.outvars) == 1 and shapes <= {shape, ()}
+
+
+def _asks_for_equals(name: str, inputs: Sequence[Any]) -> bool:
+    """Whether two computed numbers are compared: the largest of some with each, say.
+
+    What is rounded in another place, or computed by other instructions, is equal to none.
+    """
+    return name in ("eq", "ne") and all(
+        not isinstance(x, core.Literal) and jnp.issubdtype(x.aval.dtype, jnp.floating)
+        for x in inputs
+    )

@@ -9,28 +9,34 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_tcgemm._compat import jaxprs
-from jax_tcgemm.epilogue.operations import is_float
 from jax_tcgemm.transforms.graph import Atom, Value
 from jax_tcgemm.transforms.regions import Fused
 
 # What shows the type that its operands have, or has rules of its own for it.
 _EXACT = frozenset(
-    {"bitcast_convert_type", "nextafter", "custom_jvp_call", "custom_vjp_call", "reduce_precision"}
+    {
+        *("bitcast_convert_type", "nextafter", "reduce_precision", "is_finite"),
+        *("custom_jvp_call", "custom_vjp_call"),
+    }
 )
-_NARROW = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+# What is float32 on the way. Not float16, whose largest number programs may be written around.
+_NARROW = jnp.dtype(jnp.bfloat16)
 
 
 def region_function(fused: Fused) -> Callable[..., list[Any]]:
     """Returns a function of the products, in float32, and of the leaves, a list of the outputs.
 
-    What has 16 bits in the user's program is float32 on the way, and is rounded where it is
+    What is bfloat16 in the user's program is float32 on the way, and is rounded where it is
     written: as XLA has it within a fusion, unless ``xla_allow_excess_precision`` is off.
     """
     count = len(fused.products)
     leaves = fused.leaves
 
     def function(*values: Any) -> list[Any]:
-        env: dict[Value, Any] = dict(zip(fused.accumulators, values[:count], strict=True))
+        env: dict[Value, Any] = {
+            product: _wide(x.astype(product.dtype)) if product.dtype == jnp.float16 else x
+            for product, x in zip(fused.accumulators, values[:count], strict=True)
+        }
         env.update((leaf, _wide(x)) for leaf, x in zip(leaves, values[count:], strict=True))
         for node in fused.nodes:
             inputs = [_read(env, atom) for atom in node.inputs]
@@ -43,11 +49,11 @@ def region_function(fused: Fused) -> Callable[..., list[Any]]:
 def _read(env: dict[Value, Any], atom: Atom) -> Any:
     if isinstance(atom, Value):
         return env[atom]
-    return np.float32(atom.val) if atom.aval.dtype in _NARROW else atom.val
+    return np.float32(atom.val) if _is_narrow(atom.aval.dtype) else atom.val
 
 
 def _applied(node: Any, inputs: list[Any]) -> list[Any]:
-    """Computes a node of values of which those of 16 bits are float32."""
+    """Computes a node of values of which those of bfloat16 are float32."""
     if node.name == "convert_element_type":
         new = node.params["new_dtype"]
         return [inputs[0].astype(jnp.float32 if _is_narrow(new) else new)]
@@ -73,4 +79,4 @@ def _wide(x: Any) -> Any:
 
 
 def _is_narrow(dtype: Any) -> bool:
-    return dtype in _NARROW and is_float(dtype)
+    return dtype == _NARROW

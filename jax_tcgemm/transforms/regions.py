@@ -8,9 +8,11 @@ depends on nothing that depends on it: no value leaves it on the way and comes b
 from __future__ import annotations
 
 import dataclasses
+import heapq
 from collections.abc import Iterable
 from typing import Any
 
+from jax_tcgemm._compat import jaxprs
 from jax_tcgemm.epilogue.translation import MAX_OPERANDS, MAX_RESULTS
 from jax_tcgemm.lowering.compiled_source import MOST_WARP_BYTES, matrix_bytes
 from jax_tcgemm.transforms.graph import Atom, Graph, Item, Node, Value
@@ -20,12 +22,14 @@ from jax_tcgemm.transforms.products import (
     DRAWING,
     REDUCTIONS,
     SPREADING,
+    draws_as_usual,
     form_of,
     is_elementwise,
     is_product,
     is_typed,
     with_factors_exchanged,
 )
+from jax_tcgemm.transforms.wiring import Wiring
 
 # A value that takes less than so many times the product's bytes is read for nothing.
 _SMALL = 1 / 16
@@ -37,8 +41,9 @@ _MOST_OF_PAIR = 3
 # Of shared memory that matrices may take: as much as there is beside the fastest mainloops.
 _MOST_WARP_BYTES = MOST_WARP_BYTES
 
-# What has more operations is left to XLA from there on.
-_MOST_NODES = 200
+# What has more operations is left to XLA from there on; and of those that make operands.
+_MOST_NODES = 100
+_MOST_PULLED = 50
 
 
 @dataclasses.dataclass(eq=False)
@@ -72,55 +77,52 @@ class Fused(Item):
 
 def with_regions(graph: Graph) -> Graph:
     """Returns the same with products joined with what becomes of them."""
-    items = with_factors_exchanged(graph)
-    for product in [item for item in items if is_product(item)]:
-        if product in items:
-            grown = _Region.of(graph, items, (product,))
-            items = items if grown is None else grown.contracted()
-    joined = dataclasses.replace(graph, items=items)
+    wiring = Wiring(with_factors_exchanged(graph))
+    for product in [item for item in wiring.items if is_product(item)]:
+        if product in wiring.position:
+            region = _Region.of(graph, wiring, (product,))
+            if region is not None:
+                region.contract()
+    joined = dataclasses.replace(graph, items=wiring.items)
     return dataclasses.replace(joined, items=joined.used())
 
 
 class _Region:
     """A product, or two, and the nodes after it that may become its epilogue."""
 
-    def __init__(self, graph: Graph, items: list[Any], products: tuple[Node, ...]):
-        self.graph, self.items, self.products = graph, items, products
-        self.makers = {value: item for item in items for value in item.outputs}
-        self.users: dict[Value, list[Any]] = {}
-        for item in items:
-            for value in item.taken:
-                self.users.setdefault(value, []).append(item)
-        self.returned = {x for x in graph.results if isinstance(x, Value)}
+    def __init__(self, graph: Graph, wiring: Wiring, products: tuple[Node, ...]):
+        self.graph, self.wiring, self.products = graph, wiring, products
+        self.returned = graph.returned
         forms = {form_of(product) for product in products}
         self.form = forms.pop() if len(forms) == 1 else None
         self.accumulators = [product.outputs[0] for product in products]
+        self.start = min(wiring.position[product] for product in products)
         self.members: list[Node] = []
         self.sums: list[Node] = []
-        self.tainted: set[Value] = set()
         self.within: set[Value] = set()
+        self.depends: dict[Value, bool] = {}  # on the products
         self.pulled: set[Node] = set()
         self.leaves: dict[Value, None] = {}
         self.outputs: list[Value] = []
         self.is_worthwhile = False  # whether a matrix is written that others don't make as well
 
     @classmethod
-    def of(cls, graph: Graph, items: list[Any], products: tuple[Node, ...]) -> _Region | None:
+    def of(cls, graph: Graph, wiring: Wiring, products: tuple[Node, ...]) -> _Region | None:
         """Returns the region of products, ``None`` where there is nothing to gain."""
-        region = cls(graph, items, products)
+        region = cls(graph, wiring, products)
         if region.form is None:
             return None
         region.grow(_MOST_NODES)
         region.pull()
         pair = region.partner() if len(products) == 1 else None
         if pair is not None:
-            both = cls.of(graph, items, (*products, pair))
+            both = cls.of(graph, wiring, (*products, pair))
             if both is not None and len(both.outputs) <= _MOST_OF_PAIR:
                 return both
         region.choose_outputs()
         while region.is_worthwhile and region.exceeds_kernels():
-            most = len(region.members) - 1
-            region = cls(graph, items, products)
+            most = len(region.members) - max(1, len(region.outputs) - MAX_RESULTS)
+            region = cls(graph, wiring, products)
             region.grow(most)
             region.pull()
             region.choose_outputs()
@@ -156,32 +158,70 @@ class _Region:
         """Adds what follows the products, up to so many nodes."""
         own = set(self.products)
         self.within.update(self.accumulators)
-        for item in self.items:
-            if item in own:
+        waiting: list[tuple[int, Any]] = []
+        seen: set[Any] = set(own)
+
+        def follow(value: Value) -> None:
+            for user in self.wiring.users_of(value):
+                if user not in seen:
+                    seen.add(user)
+                    heapq.heappush(waiting, (self.wiring.position[user], user))
+
+        for value in self.accumulators:
+            follow(value)
+        while waiting:
+            _, item = heapq.heappop(waiting)
+            if any(x not in self.within and self.comes_back(x) for x in item.taken):
                 continue
-            taken = set(item.taken)
-            if not taken.isdisjoint(self.tainted):
-                self.tainted.update(item.outputs)
-            elif not taken.isdisjoint(self.within):
-                if len(self.members) < most and self.is_member(item):
-                    self.members.append(item)
-                    self.within.update(item.outputs)
+            if len(self.members) < most and self.is_member(item):
+                self.members.append(item)
+                for value in item.outputs:
+                    self.within.add(value)
+                    follow(value)
+            elif self.is_sum(item):
+                self.sums.append(item)
+
+    def comes_back(self, value: Value) -> bool:
+        """Whether a value depends on the products, by what is not of the region."""
+        waiting = [value]
+        while waiting:
+            value = waiting[-1]
+            if value in self.depends:
+                waiting.pop()
+                continue
+            maker = self.wiring.makers.get(value)
+            if maker is None or self.wiring.position[maker] < self.start:
+                self.depends[value] = False
+            elif value in self.accumulators:
+                self.depends[value] = True
+            else:
+                unknown = [x for x in maker.taken if x not in self.depends]
+                if unknown:
+                    waiting += unknown
                     continue
-                if self.is_sum(item):
-                    self.sums.append(item)
-                self.tainted.update(item.outputs)
+                self.depends[value] = any(self.depends[x] for x in maker.taken)
+            waiting.pop()
+        return self.depends[value]
 
     def is_member(self, item: Any) -> bool:
         """Whether an item works element by element on values of the product's shape."""
         return (
             is_elementwise(item)
+            and self.is_beside(item)
             and all(x.shape == self.shape for x in item.outputs)
             and all(self.fits(x) for x in item.inputs)
         )
 
+    def is_beside(self, node: Node) -> bool:
+        """Whether a node is to be computed where and as the product is."""
+        return jaxprs.context_of(node.eqn) == jaxprs.context_of(self.products[0].eqn)
+
     def is_sum(self, item: Any) -> bool:
-        """Whether an item joins the rows of all matrices alone, as the gradient of a bias does."""
-        if not isinstance(item, Node) or item.name not in REDUCTIONS:
+        """Whether an item adds up the rows of all matrices, as the gradient of a bias does.
+
+        Not so the largest of a column: it is compared with what others make of a rounded value.
+        """
+        if not isinstance(item, Node) or item.name != "reduce_sum" or not self.is_beside(item):
             return False
         if isinstance(self.form, RaggedForm):  # of which kernels reduce nothing
             return False
@@ -204,6 +244,8 @@ class _Region:
         known = self.external([*self.members, *self.sums])
         for value in known:
             nodes, leaves = self.cone(value)
+            if len(self.pulled | nodes) > _MOST_PULLED:
+                continue
             extra = sum(x.bytes for x in leaves if x not in known and self.is_large(x))
             matrices = [x for x in nodes if self.is_large(x.outputs[0])]
             is_ours = all(self.is_ours(x, nodes) for x in matrices)
@@ -215,7 +257,7 @@ class _Region:
 
     def find_leaves(self) -> None:
         """Notes what the nodes read."""
-        pulled = [item for item in self.items if item in self.pulled]
+        pulled = self.ordered(self.pulled)
         self.leaves = dict.fromkeys(self.external([*pulled, *self.members, *self.sums]))
 
     def external(self, nodes: Iterable[Node]) -> list[Value]:
@@ -231,7 +273,7 @@ class _Region:
         waiting = [value]
         while waiting:
             value = waiting.pop()
-            maker = self.makers.get(value)
+            maker = self.wiring.makers.get(value)
             if maker in nodes:
                 continue
             if maker is not None and self.is_made_in_place(maker, value):
@@ -245,8 +287,10 @@ class _Region:
         """Whether the kernel may make a value, instead of reading it."""
         if not isinstance(maker, Node) or maker.has_effects or len(maker.outputs) != 1:
             return False
+        if not self.is_beside(maker):
+            return False
         if maker.name in DRAWING:
-            return value.shape == self.shape
+            return value.shape == self.shape and draws_as_usual(maker)
         if not self.fits(value) or not value.shape:
             return False
         if maker.name in SPREADING:
@@ -259,7 +303,7 @@ class _Region:
         """Whether nothing else uses what a node gives."""
         own = {*self.members, *self.sums, *others}
         return all(
-            x not in self.returned and own.issuperset(self.users.get(x, [])) for x in node.outputs
+            x not in self.returned and own.issuperset(self.wiring.users_of(x)) for x in node.outputs
         )
 
     def partner(self) -> Node | None:
@@ -268,7 +312,7 @@ class _Region:
         if not isinstance(form, MatrixForm) or form.transpose_a or len(form.b_shape) != 2:
             return None
         for value in self.leaves:
-            other = self.makers.get(value)
+            other = self.wiring.makers.get(value)
             if (
                 isinstance(other, Node)
                 and is_product(other)
@@ -291,7 +335,7 @@ class _Region:
         soft: list[Value] = []
         outside: set[Any] = set()
         for value in [*self.accumulators, *made]:
-            users = [item for item in self.users.get(value, []) if item not in own]
+            users = [item for item in self.wiring.users_of(value) if item not in own]
             stays = value in self.returned and value not in self.graph.stacked
             if stays or not all(map(self.is_soft_user, users)):
                 hard.append(value)
@@ -316,16 +360,10 @@ class _Region:
     # What becomes of the list.
 
     def required(self) -> set[Any]:
-        """Returns the items that have to come before."""
-        found: set[Any] = set()
-        factors = [x for product in self.products for x in product.taken]
-        waiting = [*self.leaves, *factors]
-        while waiting:
-            maker = self.makers.get(waiting.pop())
-            if maker is not None and maker not in found:
-                found.add(maker)
-                waiting += maker.taken
-        return found
+        """Returns the items from the first product on that have to come before."""
+        makers = [self.wiring.makers.get(x) for x in self.leaves]
+        ahead = [x for x in makers if x is not None and self.wiring.position[x] >= self.start]
+        return {*ahead, *self.wiring.before([*ahead, *self.products], self.start)}
 
     def can_move(self) -> bool:
         """Whether what it needs does not depend on it, nor does anything that has effects."""
@@ -333,8 +371,8 @@ class _Region:
         own = {*self.products, *self.members, *self.sums}
         return required.isdisjoint(own) and not any(item.has_effects for item in required)
 
-    def contracted(self) -> list[Any]:
-        """Returns the items with the region as one of them."""
+    def contract(self) -> None:
+        """Puts the region into the list as one item."""
         needed = self.needed()
         taken = self.external(needed)
         first, *others = self.products
@@ -349,26 +387,31 @@ class _Region:
             (*factors, *taken),
             tuple(self.outputs),
         )
-        gone = set(self.products)
+        gone: set[Any] = set(self.products)
         made = set(self.outputs)
+        # Of the others some are still used elsewhere, and made there of what is written.
         gone.update(node for node in needed if not made.isdisjoint(node.outputs))
-        start = min(self.items.index(product) for product in self.products)
-        required = self.required()
-        before, after = self.items[:start], self.items[start:]
-        return [
+        required, items = self.required(), self.wiring.items
+        before, after = items[: self.start], items[self.start :]
+        moved = [
             *before,
             *(item for item in after if item in required),
             fused,
             *(item for item in after if item not in required and item not in gone),
         ]
+        self.wiring.join(gone, fused, moved, self.returned)
 
     def needed(self) -> list[Node]:
         """Returns the nodes that the outputs need, in order."""
         wanted = set(self.outputs)
         own = {*self.members, *self.sums, *self.pulled}
         kept: list[Node] = []
-        for item in reversed(self.items):
-            if item in own and not wanted.isdisjoint(item.outputs):
-                wanted.update(item.taken)
-                kept.append(item)
+        for node in self.ordered(own)[::-1]:
+            if not wanted.isdisjoint(node.outputs):
+                wanted.update(node.taken)
+                kept.append(node)
         return kept[::-1]
+
+    def ordered(self, nodes: Iterable[Node]) -> list[Node]:
+        """Returns nodes in their order."""
+        return sorted(nodes, key=self.wiring.position.__getitem__)

@@ -1,0 +1,216 @@
+"""Where float32 on the way, or an equation out of its place, would change what a function means."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fusions import worst
+from jax import lax
+from jax.experimental.compute_on import compute_on
+from jax.sharding import PartitionSpec
+from sharded_program import mesh_of
+
+from jax_tcgemm import _compat, fuse
+
+M, K, N = 128, 96, 160
+
+
+@pytest.fixture
+def arrays(normal):
+    shapes = {"x": (M, K), "w": (K, N), "b": (N,), "d": (N, K)}
+    return {name: normal(*shape, dtype=jnp.bfloat16) / 4 for name, shape in shapes.items()}
+
+
+def equal(f, *args):
+    """Checks that results are those of the plain function to the last bit."""
+    for own, plain in zip(*(jax.tree.leaves(jax.jit(g)(*args)) for g in (fuse(f), f)), strict=True):
+        np.testing.assert_array_equal(np.asarray(own), np.asarray(plain))
+
+
+@pytest.mark.parametrize("reduce", [jnp.max, jnp.min])
+@pytest.mark.parametrize("activation", [jax.nn.gelu, jax.nn.silu, jnp.tanh])
+def test_largest_of_a_column_is_one_of_them(arrays, reduce, activation):
+    """Its gradient asks which: of values rounded otherwise none would be."""
+
+    def loss(w, b):
+        return reduce(activation(arrays["x"] @ w + b), 0).astype(jnp.float32).sum()
+
+    ours, theirs = (jax.grad(f, (0, 1))(arrays["w"], arrays["b"]) for f in (fuse(loss), loss))
+    step = jax.jit(fuse(jax.grad(loss, (0, 1))))(arrays["w"], arrays["b"])
+    for gradients in (ours, step):
+        for own, plain in zip(gradients, theirs, strict=True):
+            own, plain = np.asarray(own, np.float32), np.asarray(plain, np.float32)
+            assert np.isfinite(own).all()
+            if reduce is jnp.max:  # of near equals, as the least ones are, it may be another
+                assert np.mean(np.abs(own - plain) > 0.05 * np.abs(plain).max()) < 0.05
+
+
+def test_largest_of_a_row_is_one_of_them(arrays):
+    """On the way back a kernel would make the row anew, and find its largest number nowhere."""
+
+    def loss(x, w, d):
+        h = jax.nn.gelu(x @ w)
+        scaled = h / (1 + jnp.abs(h.max(-1, keepdims=True)))
+        return jnp.sin((scaled @ d).astype(jnp.float32)).sum()
+
+    args = [arrays[name] for name in "xwd"]
+    gradient = jax.grad(loss, (0, 1, 2))
+    jaxpr = jax.make_jaxpr(fuse(gradient))(*args)
+    assert sum(eqn.primitive.name == "eq" for eqn in jaxpr.eqns) == 1  # XLA's
+    assert worst(gradient, fuse(gradient), args, slack=4) <= 1
+
+
+@pytest.mark.parametrize("between", [jnp.int32, jnp.int8, jnp.bool_, jnp.float8_e4m3fn])
+def test_conversions_that_lose(arrays, between):
+    x, w = (jnp.round(arrays[name] * 4) for name in "xw")  # so that products are exact
+    equal(lambda x, w: (x @ w).astype(between).astype(jnp.float32), x, w)
+    equal(lambda x, w: (x @ w).astype(between).astype(jnp.float32) + 1, x, w)
+
+
+def test_guards_of_float16(arrays):
+    x, w = arrays["x"].astype(jnp.float16) * 1e3, arrays["w"].astype(jnp.float16) * 1e3
+    for f in (
+        lambda x, w: jnp.nan_to_num(x @ w),
+        lambda x, w: jnp.where(jnp.isfinite(x @ w), x @ w, 0),
+        lambda x, w: jnp.clip(x @ w, -1, 1) * 2,
+    ):
+        assert np.isfinite(np.asarray(jax.jit(fuse(f))(x, w))).all()
+    assert np.isinf(np.asarray(jax.jit(fuse(lambda x, w: -(x @ w)))(x, w))).any()
+
+
+def test_float16(arrays):
+    args = [arrays[name].astype(jnp.float16) for name in "xwbd"]
+
+    def f(x, w, b, d):
+        return x + jax.nn.gelu(x @ w + b) @ d
+
+    assert worst(f, fuse(f), args, between=jnp.float16) <= 1
+
+
+def test_what_reduces_by_a_function_is_not_elementwise(arrays):
+    """Within a call with a derivative of its own, where its function looks like one of numbers."""
+
+    @jax.custom_jvp
+    def over_largest(x):
+        return x / lax.reduce(x, x.dtype.type(-9), lambda a, b: jnp.maximum(a, b) * 1, (0, 1))
+
+    over_largest.defjvp(lambda p, t: (over_largest(*p), t[0]))
+
+    def f(x, w):
+        return over_largest(x @ w) + 1
+
+    args = jnp.abs(arrays["x"]), jnp.abs(arrays["w"])
+    assert worst(f, fuse(f), args) <= 1
+
+
+def test_random_numbers_count_as_the_function_says(arrays):
+    def f(key, x, w):
+        with jax.threefry_partitionable(False):
+            kept = jax.random.bernoulli(key, 0.5, (M, N))
+        return jnp.where(kept, x @ w, 0)
+
+    equal(lambda *args: f(*args) != 0, jax.random.key(0), arrays["x"], arrays["w"])
+
+
+def test_host_computations_stay_there(arrays):
+    def f(x, w):
+        y = x @ w
+        with compute_on("device_host"):
+            return jnp.tanh(y) * 2
+
+    jaxpr = jax.make_jaxpr(fuse(f))(arrays["x"], arrays["w"])
+    tanh = next(eqn for eqn in jaxpr.eqns if eqn.primitive.name == "tanh")
+    assert tanh.ctx.compute_type == "device_host"
+
+
+def test_loops_by_hand_with_replicated_weights(arrays):
+    """Within ``shard_map`` a loop's types say what varies, and the cotangent of a weight does."""
+    mesh = mesh_of((4, 2))
+    spec = PartitionSpec("x")
+    x = jnp.tile(arrays["x"], (4, 1))
+    w, d = arrays["w"], arrays["d"]
+
+    def looped(x, w, d):
+        return lax.fori_loop(0, 2, lambda i, h: jnp.tanh(h @ w) @ d, x)
+
+    def counted(x, w, d):
+        return lax.scan(lambda c, _: ((c[0] + 1, jnp.tanh(c[1] @ w) @ d), None), (0, x), None, 2)[0]
+
+    def layers(x, w, d):
+        body = jax.checkpoint(lambda h, _: (jnp.tanh(h @ w) @ d, None))
+        return lax.psum(lax.scan(body, x, None, 2)[0].astype(jnp.float32).sum(), "x")
+
+    def summed(x, w, d):
+        return jnp.logaddexp(x @ w, d[:, 0])
+
+    for f, out in ((looped, spec), (counted, (PartitionSpec(), spec)), (summed, spec)):
+        mapped = jax.shard_map(f, mesh=mesh, in_specs=(spec, None, None), out_specs=out)
+        assert worst(mapped, fuse(mapped), (x, w, d), slack=4) <= 1
+    total = jax.shard_map(layers, mesh=mesh, in_specs=(spec, None, None), out_specs=PartitionSpec())
+    step = jax.grad(total, (1, 2))
+    assert worst(step, fuse(step), (x, w, d), slack=4) <= 1
+
+
+def test_long_chains(arrays):
+    def f(x, w, m):
+        y = x @ w
+        for _ in range(160):
+            m, y = jnp.sin(m), jnp.cos(y)
+        return y + m
+
+    args = arrays["x"], arrays["w"], jnp.ones((M, N), jnp.bfloat16)
+    assert worst(f, fuse(f), args) <= 1
+
+
+def test_many_results(arrays):
+    def f(x, w):
+        y, every = x @ w, []
+        for _ in range(30):
+            y = jnp.sin(y) * 2
+            every.append(y)
+        return every
+
+    assert worst(f, fuse(f), (arrays["x"], arrays["w"]), slack=40) <= 1
+
+
+def test_float32_gradients_of_groups(arrays):
+    numbers = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
+    sizes = jnp.array([50, 30, 48], jnp.int32)
+
+    def f(a, b):
+        return lax.ragged_dot_general(a, b, sizes, numbers, preferred_element_type=jnp.float32)
+
+    a, b = arrays["x"], jnp.ones((M, N), jnp.bfloat16)
+    assert worst(f, fuse(f), (a, b)) <= 1
+
+
+def test_algorithms_of_unequal_factors():
+    """The factors of a weight's gradient are exchanged, and what an algorithm says of each."""
+    algorithm = lax.DotAlgorithm(jnp.bfloat16, jnp.float32, jnp.float32, 1, 2, 3, False)
+    exchanged = _compat.exchanged_precision(algorithm)
+    assert exchanged == lax.DotAlgorithm(jnp.float32, jnp.bfloat16, jnp.float32, 2, 1, 3, False)
+    assert _compat.exchanged_precision(("high", "highest")) == ("highest", "high")
+    assert _compat.exchanged_precision(None) is None
+    assert _compat.exchanged_precision(lax.DotAlgorithmPreset.BF16_BF16_F32).name == "BF16_BF16_F32"
+
+
+def test_results_and_arguments_are_arrays(arrays):
+    x, w = arrays["x"], arrays["w"]
+    results = fuse(lambda x: (x @ w, 1.0, jnp.float32(2), True))(x)
+    assert all(isinstance(each, jax.Array) for each in results)
+    assert fuse(lambda x, n: n)(x, np.ones(3)).dtype == jnp.float32
+    assert jax.jit(fuse(lambda x, n: (x @ w)[:n]), static_argnums=1)(x, np.int64(3)).shape == (3, N)
+
+
+def test_low_part_by_reduce_precision(arrays):
+    """What splits a number says how it is rounded; a conversion and back may be left out."""
+
+    def f(x, w):
+        z = lax.dot(x, w, preferred_element_type=jnp.float32)
+        high = lax.reduce_precision(z, 8, 7)
+        return high.astype(jnp.bfloat16), (z - high).astype(jnp.bfloat16)
+
+    low = np.asarray(jax.jit(fuse(f))(arrays["x"], arrays["w"])[1], np.float32)
+    assert np.count_nonzero(low) > 0.5 * low.size
