@@ -194,8 +194,8 @@ def _as_wide_product(fused: Fused, values: Sequence[Any]) -> jax.Array | None:
     if isinstance(fused.form, RaggedForm):
         return None
     (node,) = fused.products
-    params = {**node.params, "preferred_element_type": jnp.dtype(jnp.float32)}
-    return dot_general(*values[:2], **params)
+    changes = {"preferred_element_type": jnp.dtype(jnp.float32), "out_sharding": None}
+    return dot_general(*values[:2], **{**node.params, **changes})
 
 
 def _call(fused: Fused, values: Sequence[Any]) -> tuple[list[jax.Array], CompiledSpec] | str:
