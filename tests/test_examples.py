@@ -253,6 +253,6 @@ def test_sharded_transformer_fails_where_more_is_gathered(sharded_transformer, m
 
 def test_every_example_is_tested():
     names = {"moe", "quickstart", "train_digits", "flax_dense", "transformer_mlp"}
-    names |= {"custom_epilogue", "fp8_training", "precision", "sharded_transformer"}
+    names |= {"custom_epilogue", "fp8_training", "fused_model", "precision", "sharded_transformer"}
     assert {path.stem for path in EXAMPLES.glob("*.py")} == names
     assert not any(name in sys.modules for name in names)
