@@ -114,6 +114,7 @@ def test_random_numbers_count_as_the_function_says(arrays):
     equal(lambda *args: f(*args) != 0, jax.random.key(0), arrays["x"], arrays["w"])
 
 
+@pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="compute_on is a call by itself")
 def test_host_computations_stay_there(arrays):
     def f(x, w):
         y = x @ w
