@@ -1,7 +1,8 @@
-"""Random functions of square matrices, with products, for ``fuse``."""
+"""What the tests of ``fuse`` share: functions, random ones among them, and what becomes of them."""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from jax_tcgemm import fuse
+from jax_tcgemm._compat import jaxprs
+from jax_tcgemm.transforms.graph import inner_nodes
+
+M, K, N = 320, 96, 128
 
 _UNARY: list[Callable[[Any], Any]] = [
     jnp.tanh,
@@ -159,3 +166,50 @@ def worst(
 
 def _is_float(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+# What becomes of a function
+
+INNER = jaxprs.CALLS | {"scan", "while", "cond", "shard_map"}
+
+
+def operations(f: Any, *args: Any) -> collections.Counter[str]:
+    """Counts the primitives of a function, at any depth."""
+    eqns = jax.make_jaxpr(f)(*args).eqns
+    return collections.Counter(x.primitive.name for eqn in eqns for x in inner_nodes(eqn, INNER))
+
+
+def with_epilogues(f: Any, *args: Any) -> list[tuple[int, int]]:
+    """Returns of each product with a function the numbers of its operands and results."""
+    eqns = [x for eqn in jax.make_jaxpr(fuse(f))(*args).eqns for x in inner_nodes(eqn, INNER)]
+    return [(len(eqn.invars), len(eqn.outvars)) for eqn in eqns if "compiled" in eqn.primitive.name]
+
+
+def check(f: Any, *args: Any, **allowed: Any) -> None:
+    assert worst(f, fuse(f), args, **{"slack": 1.0, **allowed}) <= 1
+
+
+def check_equal(ours: Any, theirs: Any) -> None:
+    for own, other in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True):
+        own, other = np.asarray(own, np.float32), np.asarray(other, np.float32)
+        np.testing.assert_allclose(own, other, atol=0.02 * np.abs(other).max())
+
+
+def layer_arrays(normal: Callable[..., Any]) -> dict[str, jax.Array]:
+    """Draws operands of a layer: x, two weights, a bias, the weight back, all in bfloat16."""
+    shapes = {"x": (M, K), "w": (K, N), "u": (K, N), "b": (N,), "d": (N, K)}
+    return {name: normal(*shape, dtype=jnp.bfloat16) / 8 for name, shape in shapes.items()}
+
+
+def layer(x, w, b):
+    return jax.nn.gelu(x @ w + b)
+
+
+def mlp_loss(x, w, b, d):
+    y = x + jax.nn.gelu(jnp.einsum("mk,kn->mn", x, w) + b) @ d
+    return jnp.mean(y.astype(jnp.float32) ** 2)
+
+
+def gated_loss(x, w, u, d):
+    y = x + (jax.nn.silu(x @ w) * (x @ u)) @ d
+    return jnp.mean(y.astype(jnp.float32) ** 2)

@@ -2,69 +2,37 @@
 
 from __future__ import annotations
 
-import collections
 import functools
 import importlib
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from cuda_calls import bf16
-from fusions import worst
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from sharded_program import mesh_of
+from fusions import (
+    K,
+    M,
+    N,
+    check,
+    check_equal,
+    gated_loss,
+    layer,
+    layer_arrays,
+    mlp_loss,
+    operations,
+    with_epilogues,
+)
 
-import jax_tcgemm
 from jax_tcgemm import fuse
-from jax_tcgemm._compat import jaxprs
-from jax_tcgemm.transforms.graph import inner_nodes
 
 # ``jax_tcgemm.transforms.fuse`` as an attribute is the function.
 fuse_module = importlib.import_module("jax_tcgemm.transforms.fuse")
 
-M, K, N = 320, 96, 128
-
-
-INNER = jaxprs.CALLS | {"scan", "while", "cond", "shard_map"}
-
-
-def operations(f: Any, *args: Any) -> collections.Counter[str]:
-    """Counts the primitives of a function, at any depth."""
-    eqns = jax.make_jaxpr(f)(*args).eqns
-    return collections.Counter(x.primitive.name for eqn in eqns for x in inner_nodes(eqn, INNER))
-
-
-def with_epilogues(f: Any, *args: Any) -> list[tuple[int, int]]:
-    """Returns of each product with a function the numbers of its operands and results."""
-    eqns = [x for eqn in jax.make_jaxpr(fuse(f))(*args).eqns for x in inner_nodes(eqn, INNER)]
-    return [(len(eqn.invars), len(eqn.outvars)) for eqn in eqns if "compiled" in eqn.primitive.name]
-
 
 @pytest.fixture
 def arrays(normal):
-    """Operands of a layer: x, two weights, a bias, the weight back, all in bfloat16."""
-    shapes = {"x": (M, K), "w": (K, N), "u": (K, N), "b": (N,), "d": (N, K)}
-    return {name: normal(*shape, dtype=jnp.bfloat16) / 8 for name, shape in shapes.items()}
-
-
-def check(f: Any, *args: Any, **allowed: Any) -> None:
-    assert worst(f, fuse(f), args, **{"slack": 1.0, **allowed}) <= 1
-
-
-def layer(x, w, b):
-    return jax.nn.gelu(x @ w + b)
-
-
-def mlp_loss(x, w, b, d):
-    y = x + jax.nn.gelu(jnp.einsum("mk,kn->mn", x, w) + b) @ d
-    return jnp.mean(y.astype(jnp.float32) ** 2)
-
-
-def gated_loss(x, w, u, d):
-    y = x + (jax.nn.silu(x @ w) * (x @ u)) @ d
-    return jnp.mean(y.astype(jnp.float32) ** 2)
+    return layer_arrays(normal)
 
 
 def test_a_layer_is_one_kernel(arrays):
@@ -231,101 +199,6 @@ def test_grad_jvp_and_vmap_of_fused(arrays):
     check_equal(derived(fuse(f)), derived(f))
 
 
-# Control flow
-
-
-def scanned(x, w, d):
-    return jax.lax.scan(lambda h, _: (jnp.tanh(h @ w) @ d, h.sum()), x, None, length=3)
-
-
-def looped(x, w, d):
-    return jax.lax.fori_loop(0, 3, lambda _, h: jnp.tanh(h @ w) @ d, x)
-
-
-def branching(x, w, d):
-    return jax.lax.cond(x.sum() > 0, lambda: jnp.tanh(x @ w) @ d, lambda: x @ w @ d + x)
-
-
-def rematerialised(x, w, d):
-    f = jax.checkpoint(lambda x: (jnp.tanh(x @ w) @ d).astype(jnp.float32).sum())
-    return jax.value_and_grad(f)(x)
-
-
-def by_hand(x, w, d):
-    mesh = mesh_of((4, 2))
-    spec = PartitionSpec("x")
-
-    def f(x, w, d):
-        return jnp.tanh(x @ w) @ d
-
-    return jax.shard_map(f, mesh=mesh, in_specs=(spec, None, None), out_specs=spec)(x, w, d)
-
-
-def donating(x, w, d):
-    return jax.jit(lambda h: jnp.tanh(h @ w) @ d, donate_argnums=0)(x + 1)
-
-
-@pytest.mark.parametrize("f", [scanned, looped, branching, rematerialised, by_hand, donating])
-def test_control_flow(arrays, f):
-    args = [arrays[name] for name in "xwd"]
-    found = operations(fuse(f), *args)
-    assert found["tcgemm_compiled"]
-    assert not found["dot_general"]
-    check(f, *args, slack=4)
-
-
-def test_donation_stays(arrays):
-    (eqn,) = (
-        eqn
-        for eqn in jax.make_jaxpr(fuse(donating))(*(arrays[name] for name in "xwd")).eqns
-        if eqn.params.get("donated_invars")
-    )
-    assert eqn.params["donated_invars"][-1]
-
-
-def test_residuals_that_scan_stacks_are_made_of_one(arrays):
-    """XLA writes what it stacks where that lies; what a kernel wrote it would copy."""
-    x, w, b, d = (arrays[name] for name in "xwbd")
-
-    def loss(w, b, d):
-        def body(h, _):
-            return jax.nn.gelu(h @ w + b) @ d, None
-
-        return jax.lax.scan(body, x, None, length=2)[0].astype(jnp.float32).sum()
-
-    # The hidden layer, and what the others are made of.
-    assert with_epilogues(jax.grad(loss, argnums=(0, 1, 2)), w, b, d)[0][1] == 2
-
-
-def test_custom_vjp_stays_as_it_is(arrays):
-    x, w = arrays["x"], arrays["w"]
-    f = jax.custom_vjp(lambda x: jnp.tanh(x @ w))
-    f.defvjp(lambda x: (f(x), x), lambda x, ct: (x * 2,))
-    assert operations(fuse(lambda x: f(x)), x)["dot_general"] == 1
-    np.testing.assert_array_equal(
-        jax.grad(lambda x: fuse(f)(x).astype(jnp.float32).sum())(x), 2 * x
-    )
-
-
-def test_effects_keep_their_order(arrays):
-    x, w = arrays["x"], arrays["w"]
-    seen: list[str] = []
-
-    def note(name, value):
-        jax.experimental.io_callback(lambda _: seen.append(name), None, value, ordered=True)
-
-    def f(x, w):
-        p = x @ w
-        note("first", p.sum())
-        bias = jnp.sin(w[0])
-        note("second", bias.sum())
-        return jnp.tanh(p + bias)
-
-    jax.block_until_ready(fuse(f)(x, w))
-    jax.effects_barrier()
-    assert seen == ["first", "second"]
-
-
 # What else a call may hold
 
 
@@ -427,61 +300,3 @@ def test_layouts(normal, numbers, shapes, is_fused):
     assert bool(with_epilogues(f, *operands)) == is_fused
     assert not operations(fuse(f), *operands)["dot_general"]
     check(f, *operands)
-
-
-# Several devices, export
-
-
-def test_sharded_operands(arrays, divided_everywhere):
-    mesh = mesh_of((4, 2))
-    step = jax.value_and_grad(mlp_loss, argnums=(0, 1, 2, 3))
-    specs = {"x": ("x",), "w": (None, "y"), "b": ("y",), "d": ("y",)}
-    args = [
-        jax.device_put(arrays[name], NamedSharding(mesh, PartitionSpec(*spec)))
-        for name, spec in specs.items()
-    ]
-    check_equal(jax.jit(fuse(step))(*args), jax.jit(step)(*args))
-
-
-def test_explicit_axes(arrays):
-    """Types say where arrays lie: the products are ours, without an epilogue."""
-    mesh = mesh_of((4, 2), AxisType.Explicit)
-    with jax.set_mesh(mesh):
-        x = jax.device_put(arrays["x"], NamedSharding(mesh, PartitionSpec("x", None)))
-        w, b = (jax.device_put(arrays[i], NamedSharding(mesh, PartitionSpec())) for i in "wb")
-        ours, theirs = jax.jit(fuse(layer))(x, w, b), jax.jit(layer)(x, w, b)
-        assert ours.sharding == theirs.sharding
-        check_equal(ours, theirs)
-
-
-def check_equal(ours: Any, theirs: Any) -> None:
-    for own, other in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True):
-        own, other = np.asarray(own, np.float32), np.asarray(other, np.float32)
-        np.testing.assert_allclose(own, other, atol=0.02 * np.abs(other).max())
-
-
-def test_export(arrays):
-    args = [arrays[name] for name in "xwb"]
-    checks = jax_tcgemm.export_disabled_checks()
-    export = functools.partial(jax.export.export, platforms=["cpu"], disabled_checks=checks)
-    exported = export(jax.jit(fuse(layer)))(*args)
-    again = jax.export.deserialize(exported.serialize())
-    check_equal(again.call(*args), layer(*args))
-
-
-def test_source_lines_and_names_stay(arrays):
-    def f(x, w):
-        with jax.named_scope("block"):
-            return jnp.tanh(x @ w)
-
-    text = jax.jit(fuse(f)).lower(arrays["x"], arrays["w"]).as_text(debug_info=True)
-    assert "block" in text
-
-
-def test_graph_of_plain_calls_alone():
-    """A call that says where its result lies stays one."""
-    mesh = mesh_of((4, 2))
-    placed = NamedSharding(mesh, PartitionSpec("x"))
-    inner = jax.jit(lambda x: x + 1, out_shardings=placed)
-    eqns = jax.make_jaxpr(lambda x: jax.jit(lambda x: x * 2)(inner(x)))(jnp.ones(8)).eqns
-    assert [jaxprs.plain_call(eqn) is None for eqn in eqns] == [True, False]

@@ -26,11 +26,12 @@ from jax_tcgemm.problem.log import log
 from jax_tcgemm.problem.ragged import RaggedSpec
 from jax_tcgemm.problem.spec import GemmSpec, flatten
 from jax_tcgemm.problem.strides import Operands
+from jax_tcgemm.transforms.fused import Fused
 from jax_tcgemm.transforms.graph import Node, Value, evaluate, graph_of, inner_nodes
 from jax_tcgemm.transforms.matrix_form import RaggedForm, ragged_form
 from jax_tcgemm.transforms.products import is_on_device, is_typed
 from jax_tcgemm.transforms.region_function import region_function
-from jax_tcgemm.transforms.regions import Fused, with_regions
+from jax_tcgemm.transforms.regions import with_regions
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")

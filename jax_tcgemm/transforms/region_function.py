@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_tcgemm._compat import jaxprs
+from jax_tcgemm.transforms.fused import Fused
 from jax_tcgemm.transforms.graph import Atom, Value
-from jax_tcgemm.transforms.regions import Fused
 
 # What shows the type that its operands have, or has rules of its own for it.
 _EXACT = frozenset(

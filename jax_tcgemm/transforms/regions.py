@@ -15,7 +15,8 @@ from typing import Any
 from jax_tcgemm._compat import jaxprs
 from jax_tcgemm.epilogue.translation import MAX_OPERANDS, MAX_RESULTS
 from jax_tcgemm.lowering.compiled_source import MOST_WARP_BYTES, matrix_bytes
-from jax_tcgemm.transforms.graph import Atom, Graph, Item, Node, Value
+from jax_tcgemm.transforms.fused import Fused
+from jax_tcgemm.transforms.graph import Atom, Graph, Node, Value
 from jax_tcgemm.transforms.matrix_form import MatrixForm, RaggedForm
 from jax_tcgemm.transforms.outputs import Flow
 from jax_tcgemm.transforms.products import (
@@ -44,35 +45,6 @@ _MOST_WARP_BYTES = MOST_WARP_BYTES
 # What has more operations is left to XLA from there on; and of those that make operands.
 _MOST_NODES = 100
 _MOST_PULLED = 50
-
-
-@dataclasses.dataclass(eq=False)
-class Fused(Item):
-    """A product, or two of one operand, and what becomes of it.
-
-    Attributes:
-        products: the nodes of ``dot_general``, or of one ``ragged_dot_general``.
-        form: how this package computes each.
-        factors: how many operands the products have: a gated one ``lhs`` and two ``rhs``, one over
-            groups ``lhs``, ``rhs`` and ``group_sizes``.
-        accumulators: their results.
-        nodes: what is computed of them, in order.
-        inputs: the factors, and what ``nodes`` read beside.
-        outputs: what is used elsewhere.
-    """
-
-    products: tuple[Node, ...]
-    form: MatrixForm | RaggedForm
-    factors: int
-    accumulators: tuple[Value, ...]
-    nodes: tuple[Node, ...]
-    inputs: tuple[Atom, ...]
-    outputs: tuple[Value, ...]
-
-    @property
-    def leaves(self) -> tuple[Atom, ...]:
-        """What ``nodes`` read beside the products."""
-        return self.inputs[self.factors :]
 
 
 def with_regions(graph: Graph) -> Graph:

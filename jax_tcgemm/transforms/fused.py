@@ -1,0 +1,37 @@
+"""A product with what becomes of it, as one item of a graph."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jax_tcgemm.transforms.graph import Atom, Item, Node, Value
+from jax_tcgemm.transforms.matrix_form import MatrixForm, RaggedForm
+
+
+@dataclasses.dataclass(eq=False)
+class Fused(Item):
+    """A product, or two of one operand, and what becomes of it.
+
+    Attributes:
+        products: the nodes of ``dot_general``, or of one ``ragged_dot_general``.
+        form: how this package computes each.
+        factors: how many operands the products have: a gated one ``lhs`` and two ``rhs``, one over
+            groups ``lhs``, ``rhs`` and ``group_sizes``.
+        accumulators: their results.
+        nodes: what is computed of them, in order.
+        inputs: the factors, and what ``nodes`` read beside.
+        outputs: what is used elsewhere.
+    """
+
+    products: tuple[Node, ...]
+    form: MatrixForm | RaggedForm
+    factors: int
+    accumulators: tuple[Value, ...]
+    nodes: tuple[Node, ...]
+    inputs: tuple[Atom, ...]
+    outputs: tuple[Value, ...]
+
+    @property
+    def leaves(self) -> tuple[Atom, ...]:
+        """What ``nodes`` read beside the products."""
+        return self.inputs[self.factors :]
