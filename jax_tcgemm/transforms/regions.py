@@ -39,9 +39,6 @@ _SMALL = 1 / 16
 # (docs/experiments/fusion.md).
 _MOST_OF_PAIR = 3
 
-# Of shared memory that matrices may take: as much as there is beside the fastest mainloops.
-_MOST_WARP_BYTES = MOST_WARP_BYTES
-
 # What has more operations is left to XLA from there on; and of those that make operands.
 _MOST_NODES = 100
 _MOST_PULLED = 50
@@ -123,7 +120,7 @@ class _Region:
         return (
             len(leaves) > MAX_OPERANDS
             or len(self.outputs) > MAX_RESULTS
-            or sum(matrix_bytes(x.dtype.itemsize) for x in matrices) > _MOST_WARP_BYTES
+            or sum(matrix_bytes(x.dtype.itemsize) for x in matrices) > MOST_WARP_BYTES
         )
 
     def grow(self, most: int) -> None:
