@@ -14,13 +14,11 @@ from jax.interpreters import partial_eval as _partial_eval
 
 from jax_tcgemm._compat import match_varying
 
-# Operations that do nothing but what is in them.
-CALLS = frozenset(
-    {
-        *("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint"),
-        *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"),
-    }
-)
+# Operations that do nothing but what is in them; some have a derivative of their own.
+_PLAIN_CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
+CUSTOM_CALLS = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
+OTHER_CALLS = _PLAIN_CALLS | {"remat", "remat2", "checkpoint"}
+CALLS = CUSTOM_CALLS | OTHER_CALLS
 
 # What makes values vary over more mesh axes, within ``shard_map``.
 VARYING = frozenset({"pvary", "pcast"})
@@ -76,7 +74,7 @@ def plain_call(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
 
     ``None`` of all else, as of one that says where arrays lie, or that gives some away.
     """
-    if eqn.primitive.name not in ("jit", "pjit", "closed_call", "core_call"):
+    if eqn.primitive.name not in _PLAIN_CALLS:
         return None
     params = eqn.params
     unspecified = _sharding_impls.UnspecifiedValue  # pyright: ignore[reportPrivateImportUsage]

@@ -16,8 +16,6 @@ from jax_tcgemm.epilogue import draws
 
 # Operations that stand for what is in them, by the name of the parameter that holds it.
 _CALLS = ("call_jaxpr", "fun_jaxpr", "jaxpr")
-# Calls with a derivative of their own.
-_CUSTOM = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -91,7 +89,7 @@ class EpilogueFunction:
         avals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.jaxpr.in_avals]
 
         def inlined(*values: Any) -> list[Any]:
-            return evaluate(self.jaxpr.jaxpr, self.jaxpr.consts, values, kept=_CUSTOM)
+            return evaluate(self.jaxpr.jaxpr, self.jaxpr.consts, values, kept=jaxprs.CUSTOM_CALLS)
 
         return jax.make_jaxpr(inlined)(*avals)
 
@@ -123,7 +121,7 @@ class EpilogueFunction:
 
         def both(*values: Any) -> list[Any]:
             env: dict[Any, Any] = {}
-            results = evaluate(jaxpr.jaxpr, jaxpr.consts, values, kept=_CUSTOM, env=env)
+            results = evaluate(jaxpr.jaxpr, jaxpr.consts, values, kept=jaxprs.CUSTOM_CALLS, env=env)
             accumulators = (x.astype(dtype) for x in values[: self.accumulators])
             return [*results, *accumulators, *(env[mask] for mask in masks)]
 
@@ -139,7 +137,9 @@ class EpilogueFunction:
         """
         jaxpr, count = self.differentiable, len(self.jaxpr.in_avals)
         env = dict(zip(self.masks, values[count:], strict=True))
-        return evaluate(jaxpr.jaxpr, jaxpr.consts, values[:count], kept=_CUSTOM, env=env)
+        return evaluate(
+            jaxpr.jaxpr, jaxpr.consts, values[:count], kept=jaxprs.CUSTOM_CALLS, env=env
+        )
 
     def only(self, wanted: Sequence[bool]) -> EpilogueFunction:
         """Returns the same with some of the results alone."""
@@ -212,7 +212,9 @@ def _of_no_axes(jaxpr: Any) -> Any:
     variables = [*jaxpr.constvars, *jaxpr.invars]
 
     def again(*values: Any) -> list[Any]:
-        return evaluate(jaxpr, values[:count], values[count:], _CUSTOM, forget_axes=True)
+        return evaluate(
+            jaxpr, values[:count], values[count:], jaxprs.CUSTOM_CALLS, forget_axes=True
+        )
 
     types = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in variables]
     anew = jax.make_jaxpr(again)(*types).jaxpr

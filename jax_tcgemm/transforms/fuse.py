@@ -29,7 +29,7 @@ from jax_tcgemm.problem.strides import Operands
 from jax_tcgemm.transforms.fused import Fused
 from jax_tcgemm.transforms.graph import Node, Value, evaluate, graph_of, inner_nodes
 from jax_tcgemm.transforms.matrix_form import RaggedForm, ragged_form
-from jax_tcgemm.transforms.products import is_on_device, is_typed
+from jax_tcgemm.transforms.products import HALF_TYPES, is_on_device, is_typed
 from jax_tcgemm.transforms.region_function import region_function
 from jax_tcgemm.transforms.regions import with_regions
 
@@ -37,12 +37,8 @@ _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
 
 _PRODUCTS = frozenset({"dot_general", "ragged_dot_general"})
-_OF_GROUPS = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 # Operations that run other operations, which are looked into.
-_CONTROL = frozenset(
-    {"jit", "pjit", "closed_call", "core_call", "scan", "while", "cond", "remat2", "checkpoint"}
-)
-_LOOKED_INTO = _CONTROL | {"shard_map"}
+_LOOKED_INTO = jaxprs.OTHER_CALLS | {"scan", "while", "cond", "shard_map"}
 
 
 def fuse(f: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
@@ -155,7 +151,7 @@ def _product(node: Node, values: Sequence[Any]) -> jax.Array:
         return dot_general(*values, **{**node.params, **untyped})
     form = ragged_form(node.params)
     lhs, rhs, group_sizes = values
-    if form is None or lhs.dtype not in _OF_GROUPS or rhs.dtype != lhs.dtype:
+    if form is None or lhs.dtype not in HALF_TYPES or rhs.dtype != lhs.dtype:
         return jaxprs.bind_again(node.eqn, values, match=False)[0]
     options = {
         "precision": node.params["precision"],

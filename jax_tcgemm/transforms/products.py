@@ -24,9 +24,8 @@ SPREADING = frozenset({"broadcast_in_dim", "iota"})
 DRAWING = draws.DRAWS
 # What XLA computes of values that it makes on the way.
 REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min"})
-_CUSTOM = frozenset({"custom_jvp_call", "custom_vjp_call"})
 
-_TYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+HALF_TYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 
 
 def with_factors_exchanged(graph: Graph) -> list[Any]:
@@ -84,7 +83,7 @@ def is_product(item: Any) -> bool:
         all(isinstance(x, Value) for x in (lhs, rhs))
         and is_on_device(item)
         and len(types) == 1
-        and types.issubset(_TYPES)
+        and types.issubset(HALF_TYPES)
         and (result.dtype in types or result.dtype == jnp.float32)
         and all(isinstance(x, int) and x > 0 for value in (lhs, rhs) for x in value.shape)
     )
@@ -124,7 +123,7 @@ def is_elementwise(item: Any) -> bool:
         return False
     if _asks_for_equals(item.name, item.inputs):
         return False
-    if item.name in _CUSTOM:
+    if item.name in jaxprs.CUSTOM_CALLS:
         inner = inner_nodes(item.eqn, jaxprs.CALLS)
         return all(_is_plain(eqn, item.outputs[0].shape) for eqn in inner)
     return item.name in ELEMENTWISE

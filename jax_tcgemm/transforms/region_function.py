@@ -16,7 +16,7 @@ from jax_tcgemm.transforms.graph import Atom, Value
 _EXACT = frozenset(
     {
         *("bitcast_convert_type", "nextafter", "reduce_precision", "is_finite"),
-        *("custom_jvp_call", "custom_vjp_call"),
+        *jaxprs.CUSTOM_CALLS,
     }
 )
 # What is float32 on the way. Not float16, whose largest number programs may be written around.
