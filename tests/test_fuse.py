@@ -27,7 +27,7 @@ from fusions import (
 from jax_tcgemm import fuse
 
 # ``jax_tcgemm.transforms.fuse`` as an attribute is the function.
-fuse_module = importlib.import_module("jax_tcgemm.transforms.fuse")
+rewriting = importlib.import_module("jax_tcgemm.transforms.rewriting")
 
 
 @pytest.fixture
@@ -234,7 +234,7 @@ def test_float32_models_take_the_products(normal):
 def test_few_rows_stay_without_an_epilogue(monkeypatch):
     """A kernel for few rows has none; the function follows the product as it is written."""
     said: list[str] = []
-    monkeypatch.setattr(fuse_module, "log", said.append)
+    monkeypatch.setattr(rewriting, "log", said.append)
     f = jax.jit(lambda x, w: jnp.tanh(x @ w))
     assert operations(fuse(f), bf16(16, K), bf16(K, N)) == {"tcgemm": 1, "tanh": 1}
     assert any("no epilogue (16 x 128 results" in line for line in said)

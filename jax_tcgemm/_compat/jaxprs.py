@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax._src import core as _core
+from jax._src import effects as _effects
 from jax._src import sharding_impls as _sharding_impls
-from jax._src import source_info_util as _source_info_util
+from jax._src import util as _util
+from jax._src.interpreters import partial_eval as _pe
 from jax.interpreters import partial_eval as _partial_eval
 
 from jax_tcgemm._compat import match_varying
@@ -72,7 +73,8 @@ def is_rule(value: Any) -> bool:
 def plain_call(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
     """Returns what a call of ``jit`` runs, and its constants, if it does nothing but call.
 
-    ``None`` of all else, as of one that says where arrays lie, or that gives some away.
+    ``None`` for all else, for example a call that says where arrays lie, gives some away or changes
+    mutable arrays.
     """
     if eqn.primitive.name not in _PLAIN_CALLS:
         return None
@@ -85,6 +87,7 @@ def plain_call(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
         or any(x is not None for x in layouts)
         or any(params.get("donated_invars", ()))
         or params.get("compiler_options_kvs", ())
+        or has_input_effects(eqn)
     ):
         return None
     called = next(params[key] for key in ("jaxpr", "call_jaxpr") if key in params)
@@ -101,22 +104,68 @@ def context_of(eqn: Any) -> tuple[Any, ...]:
     return context.compute_type, context.threefry_partitionable, repr(told) if told else ""
 
 
-@contextlib.contextmanager
-def as_part_of(eqns: Sequence[Any]) -> Any:
-    """Makes what is traced within bear the names and the source line of equations.
+def scope_of_call(eqn: Any, scope: Any) -> Any:
+    """Returns the name stack of what a call runs.
 
     Args:
-        eqns: calls, the outermost first, and at last what is called.
+        eqn: the call.
+        scope: the name stack of the jaxpr that has the call; ``None`` for an empty one.
     """
-    with contextlib.ExitStack() as stack:
-        for eqn in eqns:
-            info = eqn.source_info
-            names = _source_info_util.current_name_stack() + info.name_stack
-            stack.enter_context(_source_info_util.user_context(info.traceback, name_stack=names))
-            stack.enter_context(eqn.ctx.manager)
-            if eqn.primitive.name in ("jit", "pjit"):
-                stack.enter_context(jax.named_scope(f"{eqn.params['name']}"))
-        yield
+    scope = with_scope(eqn.source_info, scope).name_stack
+    name = eqn.params.get("name")
+    return scope if name is None else scope.extend(_util.wrap_name("jit", name))
+
+
+def with_scope(source_info: Any, scope: Any) -> Any:
+    """Returns where an equation comes from if what it is part of has a name stack."""
+    if scope is None:
+        return source_info
+    return source_info.replace(name_stack=scope + source_info.name_stack)
+
+
+def has_input_effects(eqn_or_jaxpr: Any) -> bool:
+    """Whether effects name a variable, as those of mutable arrays do, or its number."""
+    return any(isinstance(x, _effects.JaxprInputEffect) for x in eqn_or_jaxpr.effects)
+
+
+def new_var(aval: Any) -> Any:
+    """Returns a variable that no jaxpr has."""
+    return _core.Var(aval)
+
+
+def is_staging() -> bool:
+    """Whether operations are recorded in a jaxpr at the moment, instead of computed."""
+    trace = _core.trace_ctx.trace
+    while trace is not None:
+        if isinstance(trace, _pe.DynamicJaxprTrace):
+            return True
+        trace = getattr(trace, "parent_trace", None)
+    return False
+
+
+def call(jaxpr: Any, consts: Sequence[Any], values: Sequence[Any], name: str) -> list[Any]:
+    """Evaluates a jaxpr, by one equation of ``jit`` where operations are recorded.
+
+    Args:
+        jaxpr: the operations.
+        consts: its constants.
+        values: its arguments.
+        name: what the equation is called.
+    """
+    if not is_staging():
+        return eval_jaxpr(jaxpr, consts, *values)
+    jaxpr = _pe.convert_constvars_jaxpr(jaxpr)
+    arguments, results = len(jaxpr.invars), len(jaxpr.outvars)
+    (eqn,) = jax.make_jaxpr(jax.jit(lambda x: x))(0).eqns  # for the parameters of this JAX
+    params = {
+        key: each * (arguments if key.startswith(("in_", "donated_")) else results)
+        if key.startswith(("in_", "out_", "donated_"))
+        else each
+        for key, each in eqn.params.items()
+    }
+    old = params["jaxpr"]
+    params |= {"name": name, "jaxpr": with_jaxpr(old, _core.ClosedJaxpr(jaxpr, ()))}
+    return list(eqn.primitive.bind(*consts, *values, **params))
 
 
 def by_shards(eqn: Any, function: Any, values: Sequence[Any]) -> list[Any]:
@@ -144,3 +193,8 @@ def with_jaxpr(old: Any, new: Any) -> Any:
     if hasattr(old, "jaxpr") or not hasattr(new, "jaxpr"):
         return new
     return None if new.consts else new.jaxpr
+
+
+def closed(jaxpr: Any, consts: Sequence[Any]) -> Any:
+    """Returns a jaxpr with its constants."""
+    return _core.ClosedJaxpr(jaxpr, consts)

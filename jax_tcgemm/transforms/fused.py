@@ -35,3 +35,21 @@ class Fused(Item):
     def leaves(self) -> tuple[Atom, ...]:
         """What ``nodes`` read beside the products."""
         return self.inputs[self.factors :]
+
+    def apart(self) -> list[Node]:
+        """Returns nodes that compute the same one by one.
+
+        What they give beside the outputs are values of their own, since nodes for others may stay.
+        """
+        values = {value: value for value in self.outputs}
+
+        def own(atom: Atom) -> Atom:
+            return values.get(atom, atom) if isinstance(atom, Value) else atom
+
+        nodes = []
+        for node in (*self.products, *self.nodes):
+            for value in node.outputs:
+                values.setdefault(value, Value(value.aval))
+            inputs, outputs = tuple(map(own, node.inputs)), tuple(map(own, node.outputs))
+            nodes.append(dataclasses.replace(node, inputs=inputs, outputs=outputs))
+        return nodes

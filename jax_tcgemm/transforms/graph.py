@@ -1,10 +1,10 @@
-"""A jaxpr as a list of nodes that can be moved, without the calls of ``jit`` in it."""
+"""A jaxpr as a list of nodes that can be moved, with its calls of ``jit`` inlined."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jax.extend import core
@@ -12,32 +12,32 @@ from jax.extend import core
 from jax_tcgemm._compat import jaxprs
 
 
-@dataclasses.dataclass(eq=False)
 class Value:
-    """What a node, or a caller, gives."""
+    """A result of a node, an argument or a constant.
 
-    aval: Any
+    Attributes:
+        aval: its type.
+        shape: its shape; ``()`` for what is no array.
+        dtype: its dtype; ``None`` for what is no array.
+        var: its variable in the jaxpr that the graph is made of; ``None`` if it was inlined.
+    """
 
-    @functools.cached_property
-    def shape(self) -> tuple[int, ...]:
-        """Its shape."""
-        return getattr(self.aval, "shape", ())
-
-    @property
-    def dtype(self) -> Any:
-        """Its type; ``None`` of what is no array."""
-        return getattr(self.aval, "dtype", None)
+    def __init__(self, aval: Any, var: Any = None):
+        self.aval = aval
+        self.shape: tuple[int, ...] = getattr(aval, "shape", ())
+        self.dtype = getattr(aval, "dtype", None)
+        self.var = var
 
     @functools.cached_property
     def bytes(self) -> int:
-        """What it takes in memory, ``0`` where that is not known."""
+        """Its size in memory; ``0`` where that is not known."""
         size = getattr(self.dtype, "itemsize", 0)
         for extent in self.shape:
             size *= extent if isinstance(extent, int) else 0
         return size
 
 
-# What a node takes: a value, or a number that the jaxpr holds.
+# An input of a node: a value, or a literal of the jaxpr.
 Atom = Any
 
 
@@ -45,8 +45,8 @@ class Item:
     """What has inputs and outputs.
 
     Attributes:
-        inputs: what it takes.
-        outputs: what it gives.
+        inputs: the values and literals that it reads.
+        outputs: the values that it makes.
     """
 
     inputs: tuple[Atom, ...]
@@ -54,12 +54,12 @@ class Item:
 
     @functools.cached_property
     def taken(self) -> list[Value]:
-        """Those of its inputs that are no literals."""
+        """The inputs that are no literals."""
         return [x for x in self.inputs if isinstance(x, Value)]
 
     @property
     def has_effects(self) -> bool:
-        """Whether it does anything but give its outputs."""
+        """Whether it does anything but make its outputs."""
         return False
 
 
@@ -68,42 +68,49 @@ class Node(Item):
     """An equation.
 
     Attributes:
-        eqn: the equation, whose variables mean nothing.
-        inputs: what it takes.
-        outputs: what it gives.
-        within: the calls of ``jit`` that it was inlined from, the outermost first.
+        eqn: the equation; ``inputs`` and ``outputs`` replace its variables.
+        inputs: the values and literals that it reads.
+        outputs: the values that it makes.
+        scope: the name stack of the calls from which it was inlined, ``None`` outside of any.
+        elementwise: what ``products.is_elementwise`` found, ``None`` before it is asked.
     """
 
     eqn: Any
     inputs: tuple[Atom, ...]
     outputs: tuple[Value, ...]
-    within: tuple[Any, ...] = ()
+    scope: Any = None
+    elementwise: bool | None = None
 
-    @property
+    @functools.cached_property
     def name(self) -> str:
-        """Of its primitive."""
+        """The name of its primitive."""
         return self.eqn.primitive.name
 
     @property
     def params(self) -> Mapping[str, Any]:
-        """Those of its primitive."""
+        """The parameters of its primitive."""
         return self.eqn.params
 
     @property
     def has_effects(self) -> bool:
-        """Whether it does anything but give its outputs."""
-        return bool(self.eqn.effects)
+        """Whether it does anything but make its outputs; ``free_ref`` has no outputs at all."""
+        return bool(self.eqn.effects) or not self.outputs
+
+    @functools.cached_property
+    def context(self) -> tuple[Any, ...]:
+        """Where and how it is computed, see ``jaxprs.context_of``."""
+        return jaxprs.context_of(self.eqn)
 
 
 @dataclasses.dataclass
 class Graph:
-    """A jaxpr, without calls of ``jit`` that do nothing but call.
+    """A jaxpr with its plain calls of ``jit`` inlined.
 
     Attributes:
-        arguments: what it is given.
-        constants: arrays that it holds.
-        items: what is computed, each item after those whose outputs it takes.
-        results: what it returns.
+        arguments: the values that a caller gives.
+        constants: the arrays that the jaxpr holds.
+        items: the nodes, each after those whose outputs it reads.
+        results: the values and literals that it returns.
         stacked: the results that a caller copies into an array of many, as ``scan`` does.
     """
 
@@ -115,12 +122,12 @@ class Graph:
 
     @functools.cached_property
     def returned(self) -> frozenset[Value]:
-        """Its results that are no literals."""
+        """The results that are no literals."""
         return frozenset(x for x in self.results if isinstance(x, Value))
 
     def used(self) -> list[Any]:
         """Returns the items that the results, or effects, need."""
-        wanted = {x for x in self.results if isinstance(x, Value)}
+        wanted = set(self.returned)
         kept = []
         for item in reversed(self.items):
             if item.has_effects or not wanted.isdisjoint(item.outputs):
@@ -133,48 +140,54 @@ def graph_of(jaxpr: Any, consts: Sequence[Any], is_stacked: Sequence[bool] = ())
     """Returns the nodes of a jaxpr.
 
     Args:
-        jaxpr: without its constants.
-        consts: those.
-        is_stacked: of each result, whether it is one of those that a caller stacks.
+        jaxpr: the operations, without constants.
+        consts: the constants.
+        is_stacked: for each result, whether the caller stacks it.
     """
-    arguments = [Value(var.aval) for var in jaxpr.invars]
-    constants: dict[Value, Any] = {}
-    items: list[Node] = []
-    results = _add(jaxpr, consts, arguments, constants, items, ())
+    arguments = [Value(var.aval, var) for var in jaxpr.invars]
+    inlining = _Inlining(not jaxprs.has_input_effects(jaxpr))
+    results = inlining.add(jaxpr, consts, arguments, None)
     pairs = [*zip(results, is_stacked, strict=False)]
     kept = {x for x, is_one in pairs if not is_one and isinstance(x, Value)}
     stacked = {x for x, is_one in pairs if is_one and isinstance(x, Value)}
-    return Graph(arguments, constants, items, results, frozenset(stacked - kept))
+    return Graph(
+        arguments, inlining.constants, inlining.items, results, frozenset(stacked - kept)
+    )
 
 
-def _add(
-    jaxpr: Any,
-    consts: Sequence[Any],
-    arguments: Sequence[Atom],
-    constants: dict[Value, Any],
-    items: list[Node],
-    within: tuple[Any, ...],
-) -> list[Atom]:
-    """Adds the nodes of a jaxpr that is given such arguments, and returns its results."""
-    env: dict[Any, Atom] = dict(zip(jaxpr.invars, arguments, strict=True))
-    for var, const in zip(jaxpr.constvars, consts, strict=True):
-        env[var] = Value(var.aval)
-        constants[env[var]] = const
+class _Inlining:
+    """The state of ``graph_of``.
 
-    def read(atom: Any) -> Atom:
-        return atom if isinstance(atom, core.Literal) else env[atom]
+    Attributes:
+        may_add_constants: whether a call that holds arrays may be inlined.
+        constants: the arrays found so far.
+        items: the nodes found so far.
+    """
 
-    for eqn in jaxpr.eqns:
-        inputs = tuple(map(read, eqn.invars))
-        called = jaxprs.plain_call(eqn)
-        if called is None:
-            outputs = tuple(Value(var.aval) for var in eqn.outvars)
-            items.append(Node(eqn, inputs, outputs, within))
-        else:
-            inner, inner_consts = called
-            outputs = _add(inner, inner_consts, inputs, constants, items, (*within, eqn))
-        env.update(zip(eqn.outvars, outputs, strict=True))
-    return [*map(read, jaxpr.outvars)]
+    def __init__(self, may_add_constants: bool):
+        self.may_add_constants = may_add_constants
+        self.constants: dict[Value, Any] = {}
+        self.items: list[Node] = []
+
+    def add(
+        self, jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Atom], scope: Any
+    ) -> list[Atom]:
+        """Adds the nodes of a jaxpr that is given these arguments, and returns its results."""
+        env: dict[Any, Atom] = dict(zip(jaxpr.invars, arguments, strict=True))
+        for var, const in zip(jaxpr.constvars, consts, strict=True):
+            env[var] = Value(var.aval, var if scope is None else None)
+            self.constants[env[var]] = const
+        for eqn in jaxpr.eqns:
+            inputs = tuple([x if isinstance(x, core.Literal) else env[x] for x in eqn.invars])
+            called = jaxprs.plain_call(eqn)
+            if called is None or (called[1] and not self.may_add_constants):
+                kept = scope is None
+                outputs = tuple([Value(x.aval, x if kept else None) for x in eqn.outvars])
+                self.items.append(Node(eqn, inputs, outputs, scope))
+            else:
+                outputs = self.add(*called, inputs, jaxprs.scope_of_call(eqn, scope))
+            env.update(zip(eqn.outvars, outputs, strict=True))
+        return [x if isinstance(x, core.Literal) else env[x] for x in jaxpr.outvars]
 
 
 def inner_nodes(eqn: Any, names: frozenset[str]) -> Iterator[Any]:
@@ -182,7 +195,7 @@ def inner_nodes(eqn: Any, names: frozenset[str]) -> Iterator[Any]:
 
     Args:
         eqn: the equation.
-        names: of the primitives that are looked into.
+        names: names of the primitives that are looked into.
     """
     if eqn.primitive.name not in names:
         yield eqn
@@ -192,29 +205,3 @@ def inner_nodes(eqn: Any, names: frozenset[str]) -> Iterator[Any]:
     for jaxpr in map(jaxprs.jaxpr_of, every):
         for each in () if jaxpr is None else jaxpr.eqns:
             yield from inner_nodes(each, names)
-
-
-def evaluate(
-    graph: Graph, values: Sequence[Any], apply: Callable[[Any, list[Any]], Sequence[Any]]
-) -> list[Any]:
-    """Computes the results of a graph.
-
-    Args:
-        graph: what is computed.
-        values: the arguments.
-        apply: computes the outputs of an item from its inputs.
-    """
-    env: dict[Value, Any] = dict(graph.constants)
-    env.update(zip(graph.arguments, values, strict=True))
-
-    def read(atom: Atom) -> Any:
-        return env[atom] if isinstance(atom, Value) else atom.val
-
-    last = {value: item for item in graph.items for value in item.taken}
-    kept = {x for x in graph.results if isinstance(x, Value)}
-    for item in graph.items:
-        env.update(zip(item.outputs, apply(item, [*map(read, item.inputs)]), strict=True))
-        for value in item.taken:  # outside of jit arrays take memory as long as they are here
-            if last[value] is item and value not in kept:
-                env.pop(value, None)
-    return [*map(read, graph.results)]

@@ -39,7 +39,6 @@ def with_factors_exchanged(graph: Graph) -> list[Any]:
     for item in items:
         for value in item.taken:
             users.setdefault(value, []).append(item)
-    returned = {x for x in graph.results if isinstance(x, Value)}
     anew: dict[Any, Node] = {}
     gone: set[Any] = set()
     for item in items:
@@ -47,7 +46,7 @@ def with_factors_exchanged(graph: Graph) -> list[Any]:
             continue
         (result,) = item.outputs
         found = users.get(result, [])
-        if result in returned or len(found) != 1 or found[0].name != "transpose":
+        if result in graph.returned or len(found) != 1 or found[0].name != "transpose":
             continue
         (user,) = found
         if tuple(user.params["permutation"]) == _exchange(item):
@@ -69,7 +68,7 @@ def _exchanged(product: Node, outputs: tuple[Value, ...]) -> Node:
     params["dimension_numbers"] = tuple(pair[::-1] for pair in params["dimension_numbers"])
     params["precision"] = _compat.exchanged_precision(params["precision"])
     eqn = product.eqn.replace(params=params)
-    return Node(eqn, product.inputs[::-1], outputs, product.within)
+    return Node(eqn, product.inputs[::-1], outputs, product.scope)
 
 
 def is_product(item: Any) -> bool:
@@ -109,17 +108,25 @@ def is_typed(node: Node) -> bool:
 
 def is_on_device(node: Node) -> bool:
     """Whether a node is not to be computed by the host."""
-    return jaxprs.context_of(node.eqn)[0] is None
+    return node.context[0] is None
 
 
 def draws_as_usual(node: Node) -> bool:
     """Whether random numbers are counted as where the program is lowered."""
-    return jaxprs.context_of(node.eqn)[1] == draws.partitionable()
+    return node.context[1] == draws.partitionable()
 
 
 def is_elementwise(item: Any) -> bool:
     """Whether an item has one result, each element of which depends on those beside it."""
-    if not isinstance(item, Node) or item.has_effects or len(item.outputs) != 1:
+    if not isinstance(item, Node):
+        return False
+    if item.elementwise is None:
+        item.elementwise = _works_by_element(item)
+    return item.elementwise
+
+
+def _works_by_element(item: Node) -> bool:
+    if item.has_effects or len(item.outputs) != 1:
         return False
     if _asks_for_equals(item.name, item.inputs):
         return False

@@ -2,32 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import core
 
 from jax_tcgemm._compat import jaxprs
 from jax_tcgemm.transforms.fused import Fused
-from jax_tcgemm.transforms.graph import Atom, Value
+from jax_tcgemm.transforms.graph import Atom, Node, Value
 
-# What shows the type that its operands have, or has rules of its own for it.
+# bfloat16 values are float32 within a region. Not float16 ones, whose largest number programs may
+# be written around.
+_NARROW = jnp.dtype(jnp.bfloat16)
+_WIDE = jnp.dtype(jnp.float32)
+
+# Operations that show the type of their operands, that have rules of their own for it, or whose
+# results jump: they take bfloat16 operands as the program has them, rounded.
 _EXACT = frozenset(
     {
         *("bitcast_convert_type", "nextafter", "reduce_precision", "is_finite"),
+        *("floor", "ceil", "round", "rem"),
         *jaxprs.CUSTOM_CALLS,
     }
 )
-# What is float32 on the way. Not float16, whose largest number programs may be written around.
-_NARROW = jnp.dtype(jnp.bfloat16)
+_COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 
 
 def region_function(fused: Fused) -> Callable[..., list[Any]]:
     """Returns a function of the products, in float32, and of the leaves, a list of the outputs.
 
-    What is bfloat16 in the user's program is float32 on the way, and is rounded where it is
-    written: as XLA has it within a fusion, unless ``xla_allow_excess_precision`` is off.
+    Values that are bfloat16 in the user's program are float32 on the way, and are rounded where
+    they are written: as within a fusion of XLA's, unless ``xla_allow_excess_precision`` is off.
     """
     count = len(fused.products)
     leaves = fused.leaves
@@ -47,35 +54,50 @@ def region_function(fused: Fused) -> Callable[..., list[Any]]:
 
 
 def _read(env: dict[Value, Any], atom: Atom) -> Any:
-    if isinstance(atom, Value):
-        return env[atom]
-    return np.float32(atom.val) if _is_narrow(atom.aval.dtype) else atom.val
+    """Returns a value, or the number of a literal in the dtype that it has in the program."""
+    return env[atom] if isinstance(atom, Value) else _wide(literal(atom))
 
 
-def _applied(node: Any, inputs: list[Any]) -> list[Any]:
+def literal(atom: Any) -> np.ndarray:
+    """Returns the number that a literal of a jaxpr stands for, in its dtype."""
+    return np.asarray(atom.val).astype(atom.aval.dtype)
+
+
+def _applied(node: Node, inputs: Sequence[Any]) -> list[Any]:
     """Computes a node of values of which those of bfloat16 are float32."""
     if node.name == "convert_element_type":
-        new = node.params["new_dtype"]
-        return [inputs[0].astype(jnp.float32 if _is_narrow(new) else new)]
-    if node.name == "iota" and _is_narrow(node.params["dtype"]):
-        iota = jaxprs.bind_again(_with(node.eqn, dtype=jnp.dtype(jnp.int32)), inputs)
-        return [_wide(iota[0])]
-    if node.name in _EXACT:
+        return [_converted(node, inputs[0])]
+    made = [x for x in node.outputs if _is_narrow(x.dtype)]
+    if not node.inputs and made:  # an iota, whose numbers are rounded
+        return [_wide(x) for x in jaxprs.bind_again(node.eqn, [])]
+    if _is_exact(node):
         inputs = [_of(x, atom.aval) for x, atom in zip(inputs, node.inputs, strict=True)]
     return [_wide(x) for x in jaxprs.bind_again(node.eqn, inputs)]
 
 
-def _with(eqn: Any, **params: Any) -> Any:
-    return eqn.replace(params={**eqn.params, **params})
+def _converted(node: Node, x: Any) -> Any:
+    """Converts a value; only floating-point numbers may stay unrounded, and only as bfloat16."""
+    old, new = node.inputs[0].aval.dtype, jnp.dtype(node.params["new_dtype"])
+    if _is_narrow(new):
+        return x.astype(_WIDE) if jnp.issubdtype(old, jnp.floating) else _wide(x.astype(new))
+    if _is_narrow(old) and not jnp.issubdtype(new, jnp.inexact):
+        x = x.astype(old)
+    return x.astype(new)
+
+
+def _is_exact(node: Node) -> bool:
+    """Whether an operation takes its operands rounded; the sign of a number is always the same."""
+    if node.name in _COMPARISONS:
+        return not any(isinstance(x, core.Literal) and np.all(x.val == 0) for x in node.inputs)
+    return node.name in _EXACT
 
 
 def _of(x: Any, aval: Any) -> Any:
-    return x.astype(aval.dtype) if hasattr(x, "astype") and x.dtype != aval.dtype else x
+    return x.astype(aval.dtype) if x.dtype != aval.dtype else x
 
 
 def _wide(x: Any) -> Any:
-    dtype = getattr(x, "dtype", None)
-    return x.astype(jnp.float32) if _is_narrow(dtype) else x
+    return x.astype(_WIDE) if _is_narrow(x.dtype) else x
 
 
 def _is_narrow(dtype: Any) -> bool:

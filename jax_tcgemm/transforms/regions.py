@@ -1,8 +1,9 @@
 """Which equations become the epilogue of which product.
 
-From a product on, whatever works element by element on values of its shape is its region, and so
-is what those read, where it is made element by element of less than it takes to read it. A region
-depends on nothing that depends on it: no value leaves it on the way and comes back.
+The region of a product is what follows it element by element on values of its shape, and what makes
+the operands of those, where that is made element by element of fewer bytes. A region depends on
+nothing that depends on it: no value leaves it on the way and comes back. Each region is looked for
+in bounded time, so that the time for a program is proportional to its length.
 """
 
 from __future__ import annotations
@@ -12,13 +13,12 @@ import heapq
 from collections.abc import Iterable
 from typing import Any
 
-from jax_tcgemm._compat import jaxprs
 from jax_tcgemm.epilogue.translation import MAX_OPERANDS, MAX_RESULTS
 from jax_tcgemm.lowering.compiled_source import MOST_WARP_BYTES, matrix_bytes
 from jax_tcgemm.transforms.fused import Fused
 from jax_tcgemm.transforms.graph import Atom, Graph, Node, Value
 from jax_tcgemm.transforms.matrix_form import MatrixForm, RaggedForm
-from jax_tcgemm.transforms.outputs import Flow
+from jax_tcgemm.transforms.outputs import Flow, written
 from jax_tcgemm.transforms.products import (
     DRAWING,
     REDUCTIONS,
@@ -32,22 +32,30 @@ from jax_tcgemm.transforms.products import (
 )
 from jax_tcgemm.transforms.wiring import Wiring
 
-# A value that takes less than so many times the product's bytes is read for nothing.
+# A value smaller than this part of the product is read for nothing.
 _SMALL = 1 / 16
 
-# Of two products in one kernel; more are written in less time by one that reads the other product
-# (docs/experiments/fusion.md).
+# The most results of two products in one kernel; more are written faster by one kernel that reads
+# the other product (docs/experiments/fusion.md).
 _MOST_OF_PAIR = 3
 
-# What has more operations is left to XLA from there on; and of those that make operands.
+# The most operations of a region, and of those that make its operands.
 _MOST_NODES = 100
 _MOST_PULLED = 50
 
+# The most values that members read, before those that are made of others are left out.
+_MOST_READ = 3 * MAX_OPERANDS
+
+# The most items that are moved before a region.
+_MOST_MOVED = 1000
+
 
 def with_regions(graph: Graph) -> Graph:
-    """Returns the same with products joined with what becomes of them."""
-    wiring = Wiring(with_factors_exchanged(graph))
-    for product in [item for item in wiring.items if is_product(item)]:
+    """Returns the same graph with products joined with what becomes of them."""
+    items = with_factors_exchanged(graph)
+    products = [*filter(is_product, items)]
+    wiring = Wiring(items, products, graph.returned)
+    for product in products:
         if product in wiring.position:
             region = _Region.of(graph, wiring, (product,))
             if region is not None:
@@ -57,7 +65,16 @@ def with_regions(graph: Graph) -> Graph:
 
 
 class _Region:
-    """A product, or two, and the nodes after it that may become its epilogue."""
+    """A product, or two, and the nodes after it that may become its epilogue.
+
+    Attributes:
+        members: nodes that follow the products element by element.
+        sums: nodes that add up the rows of members' values.
+        pulled: nodes that make operands of those.
+        leaves: what all of these read.
+        outputs: the values that the kernel writes.
+        required: items behind the first product that have to come before the kernel.
+    """
 
     def __init__(self, graph: Graph, wiring: Wiring, products: tuple[Node, ...]):
         self.graph, self.wiring, self.products = graph, wiring, products
@@ -65,15 +82,17 @@ class _Region:
         forms = {form_of(product) for product in products}
         self.form = forms.pop() if len(forms) == 1 else None
         self.accumulators = [product.outputs[0] for product in products]
+        self.shape = self.accumulators[0].shape
+        self.bytes = self.accumulators[0].bytes
         self.start = min(wiring.position[product] for product in products)
         self.members: list[Node] = []
         self.sums: list[Node] = []
         self.within: set[Value] = set()
-        self.depends: dict[Value, bool] = {}  # on the products
         self.pulled: set[Node] = set()
+        self.too_long: set[Value] = set()  # to be made by the kernel
         self.leaves: dict[Value, None] = {}
         self.outputs: list[Value] = []
-        self.is_worthwhile = False  # whether a matrix is written that others don't make as well
+        self.required: set[Any] = set()
 
     @classmethod
     def of(cls, graph: Graph, wiring: Wiring, products: tuple[Node, ...]) -> _Region | None:
@@ -81,33 +100,30 @@ class _Region:
         region = cls(graph, wiring, products)
         if region.form is None:
             return None
-        region.grow(_MOST_NODES)
-        region.pull()
+        is_worthwhile = region.find(_MOST_NODES)
         pair = region.partner() if len(products) == 1 else None
         if pair is not None:
             both = cls.of(graph, wiring, (*products, pair))
             if both is not None and len(both.outputs) <= _MOST_OF_PAIR:
                 return both
-        region.choose_outputs()
-        while region.is_worthwhile and region.exceeds_kernels():
-            most = len(region.members) - max(1, len(region.outputs) - MAX_RESULTS)
+        while is_worthwhile and region.exceeds_kernels():
+            count = len(region.members)
+            fewer = max(1, len(region.outputs) - MAX_RESULTS, count // 10)
             region = cls(graph, wiring, products)
-            region.grow(most)
-            region.pull()
-            region.choose_outputs()
-        return region if region.is_worthwhile and region.can_move() else None
+            is_worthwhile = region.find(count - fewer)
+        return region if is_worthwhile and region.can_move() else None
+
+    def find(self, most: int) -> bool:
+        """Finds the nodes and the results of a region of so many members at most.
+
+        Returns:
+            Whether the kernel writes a matrix that others cannot make as well.
+        """
+        self.grow(most)
+        self.pull()
+        return self.choose_outputs()
 
     # What there is.
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the product."""
-        return self.accumulators[0].shape
-
-    @property
-    def bytes(self) -> int:
-        """What the product takes in memory."""
-        return self.accumulators[0].bytes
 
     def is_large(self, atom: Atom) -> bool:
         """Whether it takes time to read a value."""
@@ -138,52 +154,34 @@ class _Region:
 
         for value in self.accumulators:
             follow(value)
+        read: set[Value] = set()
         while waiting:
             _, item = heapq.heappop(waiting)
-            if any(x not in self.within and self.comes_back(x) for x in item.taken):
-                continue
-            if len(self.members) < most and self.is_member(item):
+            others = [x for x in item.taken if x not in self.within]
+            if any(self.wiring.depends_on(x, self.products) for x in others):
+                continue  # on values of the region that come back by way of others
+            is_short = len(self.members) < most and len(read) <= _MOST_READ
+            if is_short and self.is_member(item):
                 self.members.append(item)
+                read.update(others)
                 for value in item.outputs:
                     self.within.add(value)
                     follow(value)
             elif self.is_sum(item):
                 self.sums.append(item)
 
-    def comes_back(self, value: Value) -> bool:
-        """Whether a value depends on the products, by what is not of the region."""
-        waiting = [value]
-        while waiting:
-            value = waiting[-1]
-            if value in self.depends:
-                waiting.pop()
-                continue
-            maker = self.wiring.makers.get(value)
-            if maker is None or self.wiring.position[maker] < self.start:
-                self.depends[value] = False
-            elif value in self.accumulators:
-                self.depends[value] = True
-            else:
-                unknown = [x for x in maker.taken if x not in self.depends]
-                if unknown:
-                    waiting += unknown
-                    continue
-                self.depends[value] = any(self.depends[x] for x in maker.taken)
-            waiting.pop()
-        return self.depends[value]
-
     def is_member(self, item: Any) -> bool:
         """Whether an item works element by element on values of the product's shape."""
         return (
             is_elementwise(item)
+            and item.outputs[0].shape == self.shape
             and self.is_beside(item)
-            and all(x.shape == self.shape for x in item.outputs)
-            and all(self.fits(x) for x in item.inputs)
+            and all(map(self.fits, item.inputs))
         )
 
     def is_beside(self, node: Node) -> bool:
         """Whether a node is to be computed where and as the product is."""
-        return jaxprs.context_of(node.eqn) == jaxprs.context_of(self.products[0].eqn)
+        return node.context == self.products[0].context
 
     def is_sum(self, item: Any) -> bool:
         """Whether an item adds up the rows of all matrices, as the gradient of a bias does.
@@ -200,11 +198,11 @@ class _Region:
 
     def fits(self, atom: Atom) -> bool:
         """Whether a value is of the product's shape, or goes on along some of its dimensions."""
-        shape = atom.aval.shape
+        shape = atom.shape if isinstance(atom, Value) else atom.aval.shape
+        if not shape or shape == self.shape:
+            return True
         pairs = zip(shape, self.shape, strict=False)
-        return not shape or (
-            len(shape) == len(self.shape) and all(x in (1, extent) for x, extent in pairs)
-        )
+        return len(shape) == len(self.shape) and all(x in (1, extent) for x, extent in pairs)
 
     # What it reads.
 
@@ -212,15 +210,15 @@ class _Region:
         """Adds what makes the values that are read, where that takes less to read."""
         known = self.external([*self.members, *self.sums])
         for value in known:
-            nodes, leaves = self.cone(value)
-            if len(self.pulled | nodes) > _MOST_PULLED:
+            nodes, leaves = self.cone(value) or (set(), set())
+            if not nodes or len(self.pulled | nodes) > _MOST_PULLED:
                 continue
             extra = sum(x.bytes for x in leaves if x not in known and self.is_large(x))
             matrices = [x for x in nodes if self.is_large(x.outputs[0])]
             is_ours = all(self.is_ours(x, nodes) for x in matrices)
             # Numbers that others read, too, are drawn once.
             is_free = extra <= value.bytes and not any(x.name in DRAWING for x in nodes)
-            if nodes and (is_free or (is_ours and self.is_large(value))):
+            if is_free or (is_ours and self.is_large(value)):
                 self.pulled.update(nodes)
         self.find_leaves()
 
@@ -235,21 +233,28 @@ class _Region:
         given = {value for node in nodes for value in node.outputs} | set(self.accumulators)
         return list(dict.fromkeys(x for node in nodes for x in node.taken if x not in given))
 
-    def cone(self, value: Value) -> tuple[set[Node], set[Value]]:
-        """Returns what makes a value element by element, and what that starts from."""
+    def cone(self, value: Value) -> tuple[set[Node], set[Value]] | None:
+        """Returns what makes a value element by element, and what that starts from.
+
+        ``None`` where that is more than a kernel may have.
+        """
         nodes: set[Node] = set()
         leaves: set[Value] = set()
         waiting = [value]
         while waiting:
-            value = waiting.pop()
-            maker = self.wiring.makers.get(value)
+            each = waiting.pop()
+            maker = self.wiring.makers.get(each)
             if maker in nodes:
                 continue
-            if maker is not None and self.is_made_in_place(maker, value):
+            if maker is not None and self.is_made_in_place(maker, each):
                 nodes.add(maker)
                 waiting += maker.taken
             else:
-                leaves.add(value)
+                leaves.add(each)
+            is_too_long = len(nodes) > _MOST_PULLED or len(leaves) > MAX_OPERANDS
+            if is_too_long or each in self.too_long:
+                self.too_long.add(value)
+                return None
         return nodes, leaves
 
     def is_made_in_place(self, maker: Any, value: Value) -> bool:
@@ -266,7 +271,7 @@ class _Region:
             return not is_typed(maker)
         # What is made of a row or a column is made once, not for each element.
         is_cheap = self.is_large(value) or maker.name == "convert_element_type"
-        return is_cheap and is_elementwise(maker) and all(self.fits(x) for x in maker.inputs)
+        return is_cheap and is_elementwise(maker) and all(map(self.fits, maker.inputs))
 
     def is_ours(self, node: Node, others: set[Node]) -> bool:
         """Whether nothing else uses what a node gives."""
@@ -296,7 +301,7 @@ class _Region:
 
     # What it gives.
 
-    def choose_outputs(self) -> None:
+    def choose_outputs(self) -> bool:
         """Decides which values are written, and whether the region is worth it."""
         own = {*self.members, *self.sums}
         made = [x for node in self.members for x in node.outputs]
@@ -311,37 +316,58 @@ class _Region:
             elif users or value in self.returned:
                 soft.append(value)
                 outside.update(users or [value])
-        makers = {x: node for node in (*self.members, *self.pulled) for x in node.outputs}
-        reduced = [node.taken[0] for node in self.sums]
-        small = _SMALL * self.bytes
-        # Most likely others are two kernels, or one.
-        kernels = min(len(outside), 2)
-        written = Flow(self.accumulators, makers, hard, soft, kernels, reduced, small).written()
-        self.is_worthwhile = written is not None
-        self.outputs = [*(written or ()), *(x for node in self.sums for x in node.outputs)]
+        # Others are most likely two kernels of XLA's, or one.
+        values, flow = self.flow(made, hard, soft, min(len(outside), 2))
+        chosen = written(flow)
+        self.outputs = [values[i] for i in chosen or ()]
+        self.outputs += [x for node in self.sums for x in node.outputs]
+        return chosen is not None
+
+    def flow(
+        self, made: list[Value], hard: list[Value], soft: list[Value], kernels: int
+    ) -> tuple[list[Value], Flow]:
+        """Returns the values of the region, and the same by number."""
+        pulled = self.ordered(self.pulled)
+        makers = {x: node for node in (*self.members, *pulled) for x in node.outputs}
+        values = list(dict.fromkeys([*self.accumulators, *makers, *self.leaves]))
+        number = {value: i for i, value in enumerate(values)}
+
+        def numbers(some: Iterable[Value]) -> tuple[int, ...]:
+            return tuple([number[x] for x in some])
+
+        flow = Flow(
+            sizes=tuple([x.bytes if self.is_large(x) else 0 for x in values]),
+            made_of=tuple([numbers(makers[x].taken) if x in makers else None for x in values]),
+            products=len(self.accumulators),
+            choices=numbers(made),
+            hard=numbers(hard),
+            soft=numbers(soft),
+            kernels=kernels,
+            reduced=numbers(node.taken[0] for node in self.sums),
+        )
+        return values, flow
 
     def is_soft_user(self, item: Any) -> bool:
         """Whether an item works element by element, so that it could as well start before."""
         if isinstance(item, Node) and item.name in REDUCTIONS:
             return True
-        return is_elementwise(item) and all(self.fits(x) for x in item.inputs)
+        return is_elementwise(item) and all(map(self.fits, item.inputs))
 
-    # What becomes of the list.
-
-    def required(self) -> set[Any]:
-        """Returns the items from the first product on that have to come before."""
-        makers = [self.wiring.makers.get(x) for x in self.leaves]
-        ahead = [x for x in makers if x is not None and self.wiring.position[x] >= self.start]
-        return {*ahead, *self.wiring.before([*ahead, *self.products], self.start)}
+    # What becomes of the graph.
 
     def can_move(self) -> bool:
         """Whether what it needs does not depend on it, nor does anything that has effects."""
-        required = self.required()
+        makers = [self.wiring.makers.get(x) for x in self.leaves]
+        ahead = {x for x in makers if x is not None and self.wiring.position[x] >= self.start}
+        before = self.wiring.before([*ahead, *self.products], self.start, _MOST_MOVED)
+        if before is None:
+            return False
+        self.required = ahead | before
         own = {*self.products, *self.members, *self.sums}
-        return required.isdisjoint(own) and not any(item.has_effects for item in required)
+        return self.required.isdisjoint(own) and not any(x.has_effects for x in self.required)
 
     def contract(self) -> None:
-        """Puts the region into the list as one item."""
+        """Puts the region into the graph as one item."""
         needed = self.needed()
         taken = self.external(needed)
         first, *others = self.products
@@ -356,19 +382,10 @@ class _Region:
             (*factors, *taken),
             tuple(self.outputs),
         )
-        gone: set[Any] = set(self.products)
+        # The other nodes stay for those who use them, and start from what is written.
         made = set(self.outputs)
-        # Of the others some are still used elsewhere, and made there of what is written.
-        gone.update(node for node in needed if not made.isdisjoint(node.outputs))
-        required, items = self.required(), self.wiring.items
-        before, after = items[: self.start], items[self.start :]
-        moved = [
-            *before,
-            *(item for item in after if item in required),
-            fused,
-            *(item for item in after if item not in required and item not in gone),
-        ]
-        self.wiring.join(gone, fused, moved, self.returned)
+        gone = [node for node in needed if not made.isdisjoint(node.outputs)]
+        self.wiring.join([*self.products, *gone], fused, self.required, self.start)
 
     def needed(self) -> list[Node]:
         """Returns the nodes that the outputs need, in order."""

@@ -1,85 +1,143 @@
-"""Who makes and who uses each value of a list of items, kept while items are joined."""
+"""Who makes and who uses each value of a graph, and in which order, while items are joined."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from jax_tcgemm.transforms.graph import Value
+from jax_tcgemm.transforms.graph import Item, Value
+
+# A place in the order of items: longer ones lie between others.
+Position = tuple[int, ...]
 
 
 class Wiring:
-    """Items in order, each after those whose outputs it takes.
+    """Items in an order in which each comes after those whose outputs it reads.
+
+    Joining items renumbers only those that move, so its cost does not grow with the program.
 
     Attributes:
-        items: the list.
-        position: of each item in it.
-        makers: the item that gives a value; arguments and constants have none.
-        users: the items that take a value, in no order.
+        position: the place of each item.
+        makers: the item that makes a value; arguments and constants have none.
+        users: the items that read a value.
     """
 
-    def __init__(self, items: Sequence[Any]):
-        self.items = list(items)
-        self.position: dict[Any, int] = {}
+    def __init__(self, items: Sequence[Any], marked: Iterable[Any], kept: frozenset[Value]):
+        """Connects items.
+
+        Args:
+            items: in their order.
+            marked: those of the items that ``depends_on`` asks for.
+            kept: values that stay although no item reads them.
+        """
+        self.position: dict[Any, Position] = {item: (i,) for i, item in enumerate(items)}
         self.makers: dict[Value, Any] = {}
-        self.users: dict[Value, list[Any]] = {}
-        self._number()
-        for item in self.items:
-            self._add(item)
+        self.users: dict[Value, dict[Any, None]] = {}
+        self.kept = kept
+        self._bits = {item: 1 << i for i, item in enumerate(marked)}
+        self._ancestors: dict[Value, int] = {}  # the bits of the marked items before a value
+        for item in items:
+            self._connect(item)
+            bits = self._bits_before(item)
+            self._ancestors.update((value, bits) for value in item.outputs)
 
-    def users_of(self, value: Value) -> list[Any]:
-        """Returns the items that take a value."""
-        return self.users.get(value, [])
+    @property
+    def items(self) -> list[Any]:
+        """The items in their order."""
+        return sorted(self.position, key=self.position.__getitem__)
 
-    def before(self, items: Iterable[Any], start: int) -> set[Any]:
-        """Returns what items depend on that lies from ``start`` on, themselves aside."""
+    def users_of(self, value: Value) -> Iterable[Any]:
+        """Returns the items that read a value."""
+        return self.users.get(value, ())
+
+    def depends_on(self, value: Value, marked: Iterable[Any]) -> bool:
+        """Whether a value is made of what one of some marked items makes."""
+        bits = self._ancestors.get(value, 0)
+        return any(bits & self._bits[item] for item in marked)
+
+    def before(self, items: Iterable[Any], start: Position, most: int) -> set[Any] | None:
+        """Returns what items depend on from ``start`` on, without themselves.
+
+        Args:
+            items: the items.
+            start: a place in the order; what lies before it is left out.
+            most: a number of items.
+
+        Returns:
+            ``None`` if there are more than ``most``.
+        """
         found: set[Any] = set()
         waiting = [value for item in items for value in item.taken]
         while waiting:
             maker = self.makers.get(waiting.pop())
             if maker is not None and maker not in found and self.position[maker] >= start:
                 found.add(maker)
+                if len(found) > most:
+                    return None
                 waiting += maker.taken
         return found
 
-    def join(self, gone: set[Any], joined: Any, items: list[Any], kept: frozenset[Value]) -> None:
-        """Takes another list, in which one item is in the place of some.
+    def join(self, gone: Iterable[Any], joined: Item, first: Iterable[Any], start: Position) -> None:
+        """Puts one item in the place of some.
 
         Args:
-            gone: those that are not in the list.
-            joined: what is in their place.
-            items: the list, which may have items that are no longer used by any.
-            kept: values that stay though no item uses them.
+            gone: the items that it replaces; one of them is at ``start``.
+            joined: the new item.
+            first: items behind ``start`` that have to come before the new one, with all of those
+                behind ``start`` that they depend on.
+            start: where the new item is put.
         """
+        gone = list(gone)
+        moved = sorted(first, key=self.position.__getitem__)
         for item in gone:
-            self._remove(item)
-        self._add(joined)
-        dead: set[Any] = set()
-        waiting = [value for item in gone for value in item.taken]
-        while waiting:
-            value = waiting.pop()
-            maker = self.makers.get(value)
-            if maker is None or maker in dead or maker.has_effects:
-                continue
-            if not any(x in kept or self.users_of(x) for x in maker.outputs):
-                dead.add(maker)
-                self._remove(maker)
-                waiting += maker.taken
-        self.items = [item for item in items if item not in dead]
-        self._number()
+            self._disconnect(item)
+            del self.position[item]
+        for i, item in enumerate(moved):
+            self.position[item] = (*start, 0, i)
+        self.position[joined] = (*start, 1)
+        self._connect(joined)
+        self._bits[joined] = sum(self._bits.get(item, 0) for item in gone)
+        self._update_ancestors(joined)
+        self._drop_unused(value for item in gone for value in item.taken)
 
-    def _remove(self, item: Any) -> None:
+    def _bits_before(self, item: Any) -> int:
+        bits = self._bits.get(item, 0)
+        for value in item.taken:
+            bits |= self._ancestors.get(value, 0)
+        return bits
+
+    def _update_ancestors(self, item: Any) -> None:
+        """Notes what the outputs of an item, and what follows, depend on now."""
+        waiting = [item]
+        while waiting:
+            item = waiting.pop()
+            bits = self._bits_before(item)
+            for value in item.outputs:
+                if self._ancestors.get(value, 0) != bits:
+                    self._ancestors[value] = bits
+                    waiting += self.users.get(value, ())
+
+    def _drop_unused(self, values: Iterable[Value]) -> None:
+        """Removes the makers of values that nothing reads any more, and so on."""
+        waiting = list(values)
+        while waiting:
+            maker = self.makers.get(waiting.pop())
+            if maker is None or maker.has_effects:
+                continue
+            if not any(x in self.kept or self.users.get(x) for x in maker.outputs):
+                self._disconnect(maker)
+                del self.position[maker]
+                waiting += maker.taken
+
+    def _connect(self, item: Any) -> None:
+        for value in item.outputs:
+            self.makers[value] = item
+        for value in item.taken:
+            self.users.setdefault(value, {})[item] = None
+
+    def _disconnect(self, item: Any) -> None:
         for value in item.outputs:
             if self.makers.get(value) is item:
                 del self.makers[value]
-        for value in dict.fromkeys(item.taken):
-            self.users[value].remove(item)
-
-    def _add(self, item: Any) -> None:
-        for value in item.outputs:
-            self.makers[value] = item
-        for value in dict.fromkeys(item.taken):
-            self.users.setdefault(value, []).append(item)
-
-    def _number(self) -> None:
-        self.position = {item: i for i, item in enumerate(self.items)}
+        for value in item.taken:
+            self.users[value].pop(item, None)

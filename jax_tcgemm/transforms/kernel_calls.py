@@ -1,0 +1,146 @@
+"""What computes a product, or a region, as a jaxpr of this package's primitives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_tcgemm import _compat
+from jax_tcgemm._compat import jaxprs
+from jax_tcgemm.api import arguments
+from jax_tcgemm.api import epilogue as epilogues
+from jax_tcgemm.api.dot_general import dot_general
+from jax_tcgemm.api.gated_gemm import gated_operands
+from jax_tcgemm.api.ragged_dot import ragged_dot
+from jax_tcgemm.epilogue import translation
+from jax_tcgemm.lowering import compiled as compiled_lowering
+from jax_tcgemm.primitives import compiled
+from jax_tcgemm.primitives import ragged as ragged_primitive
+from jax_tcgemm.problem.ragged import RaggedSpec
+from jax_tcgemm.problem.spec import GemmSpec, flatten
+from jax_tcgemm.problem.strides import Operands
+from jax_tcgemm.transforms.fused import Fused
+from jax_tcgemm.transforms.graph import Node, Value
+from jax_tcgemm.transforms.matrix_form import RaggedForm, ragged_form
+from jax_tcgemm.transforms.products import HALF_TYPES, is_typed
+from jax_tcgemm.transforms.region_function import literal, region_function
+
+
+class NoKernelError(Exception):
+    """No kernel has such an epilogue; the message says why."""
+
+
+def traced(item: Node | Fused) -> Any:
+    """Returns a product, or a region, as a closed jaxpr, see ``traced_call``.
+
+    Raises:
+        NoKernelError: no kernel has the epilogue that the region is.
+    """
+    return traced_call(item, _region if isinstance(item, Fused) else _product)
+
+
+def traced_call(item: Node | Fused, compute: Callable[[Any, list[Any]], Sequence[Any]]) -> Any:
+    """Traces a function of the inputs of an item that are no literals.
+
+    Args:
+        item: what is computed.
+        compute: returns the outputs of the item, given all of its inputs.
+    """
+
+    def function(*values: Any) -> Sequence[Any]:
+        given = iter(values)
+        inputs = [next(given) if isinstance(x, Value) else literal(x) for x in item.inputs]
+        return compute(item, inputs)
+
+    node = item.products[0] if isinstance(item, Fused) else item
+    with node.eqn.ctx.manager:
+        return jax.make_jaxpr(function)(*(value.aval for value in item.taken))
+
+
+def _product(node: Node, values: Sequence[Any]) -> list[Any]:
+    if node.name == "dot_general":
+        untyped = {} if is_typed(node) else {"out_sharding": None}
+        return [dot_general(*values, **{**node.params, **untyped})]
+    form = ragged_form(node.params)
+    lhs, rhs, group_sizes = values
+    if form is None or lhs.dtype not in HALF_TYPES or rhs.dtype != lhs.dtype:
+        return jaxprs.bind_again(node.eqn, values, match=False)
+    options = {
+        "precision": node.params["precision"],
+        "preferred_element_type": node.params["preferred_element_type"],
+    }
+    if not form.contracts_groups:
+        return [ragged_dot(*values, transpose_rhs=form.transpose_rhs, **options)]
+    # The gradient of the weights.
+    precision = _compat.canonicalize_precision(node.params["precision"])
+    spec = RaggedSpec(jnp.dtype(node.outputs[0].dtype), precision)
+    return list(ragged_primitive.contraction(spec, lhs, rhs, group_sizes.astype(jnp.int32)))
+
+
+def _region(fused: Fused, values: Sequence[Any]) -> Sequence[Any]:
+    """Computes a region by one kernel."""
+    if _is_wide_product(fused):
+        (node,) = fused.products
+        changes = {"preferred_element_type": jnp.dtype(jnp.float32), "out_sharding": None}
+        return [dot_general(*values[:2], **{**node.params, **changes})]
+    if _compat.is_sharded(*values):
+        raise NoKernelError("a mesh with explicit axes")
+    own, spec = _factors(fused, values[: fused.factors])
+    shape = fused.accumulators[0].shape
+    every, compiled_spec, _ = epilogues.traced(
+        own, spec, shape, region_function(fused), values[fused.factors :], None
+    )
+    made = translation.translate(compiled_spec.function)
+    if isinstance(made, str):
+        raise NoKernelError(made)
+    plan = compiled_lowering.planned(compiled_spec.split(every)[0], compiled_spec, made)
+    if isinstance(plan, str):
+        raise NoKernelError(plan)
+    return compiled.bind(every, compiled_spec)
+
+
+def _is_wide_product(fused: Fused) -> bool:
+    """Whether a bfloat16 product is only converted to float32, which needs no rounding before.
+
+    A float16 product does: 70000 is infinite there.
+    """
+    names = [node.name for node in fused.nodes]
+    return (
+        names == ["convert_element_type"]
+        and not isinstance(fused.form, RaggedForm)
+        and [x.dtype for x in fused.outputs] == [jnp.float32]
+        and fused.accumulators[0].dtype == jnp.bfloat16
+    )
+
+
+def _factors(
+    fused: Fused, values: Sequence[Any]
+) -> tuple[Sequence[jax.Array], GemmSpec | RaggedSpec]:
+    """Returns the operands of the product, or of the two of a gated one, and what is multiplied."""
+    form, params = fused.form, fused.products[0].params
+    precision = _compat.canonicalize_precision(params["precision"])
+    out_dtype = fused.products[0].outputs[0].dtype
+    if isinstance(form, RaggedForm):
+        lhs, rhs, group_sizes = values
+        sizes = group_sizes.astype(jnp.int32)
+        return (lhs, rhs, sizes), RaggedSpec(jnp.dtype(out_dtype), precision, form.transpose_rhs)
+    a, b = form.factors(*values[:2])
+    if len(fused.products) == 2:
+        _, b2 = form.factors(values[0], values[2])
+        operands, spec = gated_operands(
+            *(a, b, b2, None, None),
+            transpose_w=form.transpose_b,
+            precision=precision,
+            preferred_element_type=out_dtype,
+        )
+        spec = spec.accumulators(config=None)
+        return flatten(spec.select(operands)), spec
+    batch, m, n, k = arguments.extents(a, b, form.transpose_a, form.transpose_b)
+    (a, a_axes), (b, b_axes) = (
+        arguments.placed(a, (*batch, m, k), form.transpose_a),
+        arguments.placed(b, (*batch, k, n), form.transpose_b),
+    )
+    return (a, b), GemmSpec(Operands(a_axes, b_axes), jnp.dtype(out_dtype), precision)

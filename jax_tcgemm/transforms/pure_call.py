@@ -1,0 +1,221 @@
+"""A call of a user's function by a function of arrays alone, and what it does to its arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# Computes a function of arrays that returns a list of arrays.
+Evaluate = Callable[[Callable[..., list[Any]], list[Any]], Sequence[Any]]
+
+# What nnx finds its contexts by.
+_TAG = "jax_tcgemm.fuse"
+
+
+def call(f: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], evaluate: Evaluate) -> Any:
+    """Calls a function, whose arrays are computed by ``evaluate``.
+
+    Anything but an array passes into the function and out of it as it is. What the function changes
+    in place is changed in the caller's objects: dicts, lists, and the objects of Flax NNX.
+
+    Args:
+        f: the function.
+        args: its arguments.
+        kwargs: those with names.
+        evaluate: computes a function of the arrays among the arguments.
+
+    Returns:
+        What the function returns.
+
+    Raises:
+        TypeError: the function changes an argument in place that is none of these objects.
+    """
+    owner = getattr(f, "__self__", None)
+    if _is_nnx(owner):  # a method, whose object is an argument
+        f, args = f.__func__, (owner, *args)
+    elif _is_nnx(f):
+        f, args = type(f).__call__, (f, *args)
+    if any(map(_is_nnx, jax.tree.leaves((args, kwargs), is_leaf=_is_nnx))):
+        return _call_nnx(f, args, kwargs, evaluate)
+    return _Call(f, args, kwargs).run(evaluate)
+
+
+def is_array(x: Any) -> bool:
+    """Whether a leaf of a pytree is traced."""
+    if isinstance(x, np.ndarray):
+        return jnp.issubdtype(x.dtype, jnp.number) or x.dtype == bool
+    return isinstance(x, jax.Array)
+
+
+class _Call:
+    """A call whose arguments are pytrees.
+
+    Attributes:
+        results: the leaves that the function returned.
+        changes: what it changed in place.
+    """
+
+    def __init__(self, f: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]):
+        self.f = f
+        self.arguments = tuple(args), dict(kwargs)
+        self.leaves, self.tree = jax.tree.flatten(self.arguments)
+        self.results: list[Any] = []
+        self.result_tree: Any = None
+
+    def run(self, evaluate: Evaluate) -> Any:
+        """Calls the function, and changes what it changed."""
+        arrays = [jnp.asarray(x) for x in self.leaves if is_array(x)]
+        computed = iter(evaluate(self.of_arrays, arrays))
+        leaves = [next(computed) if is_array(x) else x for x in self.results]
+        leaves = [x.leaf if isinstance(x, _Given) else x for x in leaves]
+        result, changes = jax.tree.unflatten(self.result_tree, leaves)
+        for (container, key, _), (value,) in zip(self.changes, changes, strict=True):
+            if value is _REMOVED:
+                del container[key]
+            else:
+                container[key] = value
+        return result
+
+    def of_arrays(self, *arrays: Any) -> list[Any]:
+        """Returns the arrays among the results, and those that arguments were changed to."""
+        given = iter(arrays)
+        leaves = [next(given) if is_array(x) else x for x in self.leaves]
+        args, kwargs = arguments = jax.tree.unflatten(self.tree, leaves)
+        before = _Snapshot.of(arguments)
+        result = self.f(*args, **kwargs)
+        try:
+            self.changes = [*_changes(self.arguments, before)]
+        except _CannotChangeError as error:
+            name = getattr(self.f, "__qualname__", self.f)
+            raise TypeError(
+                f"fuse: {name} changes an argument in place, {error}, of which the caller's object "
+                "would know nothing; accepted: a function that returns the new value, or one that "
+                "changes dicts, lists and objects of Flax NNX"
+            ) from None
+        changed = [(value,) for _, _, value in self.changes]
+        self.results, self.result_tree = jax.tree.flatten((result, changed))
+        # An argument that is put elsewhere stays the caller's object.
+        count = len(jax.tree.leaves(result))
+        own = {id(x): old for x, old in zip(leaves, self.leaves, strict=True)}
+        for i, x in enumerate(self.results[count:], count):
+            self.results[i] = _Given(own[id(x)]) if id(x) in own else x
+        return [x for x in self.results if is_array(x)]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Given:
+    """Stands for a leaf of the caller's arguments."""
+
+    leaf: Any
+
+
+class _Removed:
+    """Stands for what is no longer in a dict."""
+
+
+_REMOVED = _Removed()
+
+
+class _CannotChangeError(Exception):
+    """An object was changed in place that is no container; the message names it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Snapshot:
+    """A node of a pytree, and what it holds.
+
+    Attributes:
+        node: the object itself.
+        children: those of it by key; of a leaf none.
+    """
+
+    node: Any
+    children: dict[Any, _Snapshot]
+
+    @classmethod
+    def of(cls, node: Any) -> _Snapshot:
+        """Returns what a node holds now, at any depth."""
+        return cls(node, {key: cls.of(child) for key, child in _children(node).items()})
+
+
+def _children(node: Any) -> dict[Any, Any]:
+    """Returns what a node of a pytree holds, by key; of a leaf nothing."""
+    if isinstance(node, dict):
+        return dict(node)
+    children = jax.tree.leaves(node, is_leaf=lambda x: x is not node)
+    return {} if len(children) == 1 and children[0] is node else dict(enumerate(children))
+
+
+def _changes(old: Any, before: _Snapshot) -> Iterator[tuple[Any, Any, Any]]:
+    """Yields what has to be done to an argument so that it becomes what a copy of it became.
+
+    Args:
+        old: the caller's object.
+        before: the copy, as it was.
+
+    Yields:
+        A dict or list, a key, and the value it has now.
+
+    Raises:
+        _CannotChangeError: something else was changed.
+    """
+    node, own = before.node, _children(old)
+    now = _children(node)
+    if isinstance(node, list) and len(now) != len(own):
+        yield old, slice(None), [*node]
+        return
+    for key in {**before.children, **now}:
+        was = before.children.get(key)
+        if was is not None and key in now and now[key] is was.node:
+            yield from _changes(own[key], was)
+        elif isinstance(node, dict | list):
+            yield old, key, now.get(key, _REMOVED)
+        else:
+            raise _CannotChangeError(f"an object of {type(node)}")
+
+
+# Flax NNX
+
+
+def _nnx() -> Any:
+    """Returns the module, ``None`` where no program has imported it."""
+    return sys.modules.get("flax.nnx")
+
+
+def _is_nnx(x: Any) -> bool:
+    """Whether an object is of Flax NNX, which functions change in place."""
+    nnx = _nnx()
+    names = ("Variable", "Pytree", "Object", "Module")
+    types = tuple(getattr(nnx, name) for name in names if hasattr(nnx, name))
+    return nnx is not None and isinstance(x, types)
+
+
+def _call_nnx(
+    f: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], evaluate: Evaluate
+) -> Any:
+    """Calls a function of objects of NNX, as ``nnx.jit`` does.
+
+    They are split into a structure and arrays, merged to copies within, and what the copies become
+    goes back into the caller's objects. What they share stays shared.
+    """
+    nnx = _nnx()
+
+    def of_state(graph: Any, state: Any) -> Any:
+        with nnx.merge_context(_TAG, True) as context:
+            own, named = context.merge(graph, state)
+        result = f(*own, **named)
+        with nnx.split_context(_TAG) as context:
+            return context.split((own, named, result))
+
+    with nnx.update_context(_TAG):
+        with nnx.split_context(_TAG) as context:
+            graph, state = context.split((tuple(args), dict(kwargs)))
+        graph, state = _Call(of_state, (graph, state), {}).run(evaluate)
+        with nnx.merge_context(_TAG, False) as context:
+            return context.merge(graph, state)[-1]

@@ -1,0 +1,242 @@
+"""A jaxpr in which the products are this package's: graph, regions, and a jaxpr again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax.extend import core
+
+from jax_tcgemm._compat import jaxprs
+from jax_tcgemm.problem.log import log
+from jax_tcgemm.transforms import kernel_calls
+from jax_tcgemm.transforms.fused import Fused
+from jax_tcgemm.transforms.graph import Atom, Graph, Node, Value, graph_of, inner_nodes
+from jax_tcgemm.transforms.products import is_on_device
+from jax_tcgemm.transforms.regions import with_regions
+
+_PRODUCTS = frozenset({"dot_general", "ragged_dot_general"})
+# Operations that run other operations, which are rewritten as well.
+_LOOKED_INTO = jaxprs.OTHER_CALLS | {"scan", "while", "cond", "shard_map"}
+
+
+class Rewriting:
+    """Rewrites jaxprs of one program; equal parts of it are traced once."""
+
+    def __init__(self) -> None:
+        self._jaxprs: dict[tuple[int, tuple[bool, ...]], tuple[Any, Any]] = {}
+        self._has_products: dict[int, tuple[Any, bool]] = {}
+        self._calls: dict[Any, Any] = {}
+
+    def rewritten(
+        self, jaxpr: Any, consts: Sequence[Any], is_stacked: Sequence[bool] = ()
+    ) -> tuple[Any, list[Any]]:
+        """Returns a jaxpr by the products of this package, and its constants.
+
+        Args:
+            jaxpr: the operations.
+            consts: their constants.
+            is_stacked: for each result, whether the caller stacks it, as ``scan`` does.
+        """
+        graph = with_regions(graph_of(jaxpr, consts, is_stacked))
+        return _Emission(self, graph).jaxpr(jaxpr)
+
+    def has_products(self, eqn: Any) -> bool:
+        """Whether there is a product within an operation that runs others."""
+        for value in eqn.params.values():
+            for jaxpr in map(jaxprs.jaxpr_of, value if type(value) is tuple else (value,)):
+                if jaxpr is not None and self._multiplies(jaxpr):
+                    return True
+        return False
+
+    def _multiplies(self, jaxpr: Any) -> bool:
+        known = self._has_products.get(id(jaxpr))
+        if known is None:
+            found = any(
+                eqn.primitive.name in _PRODUCTS
+                or (eqn.primitive.name in _LOOKED_INTO and self.has_products(eqn))
+                for eqn in jaxpr.eqns
+            )
+            known = self._has_products[id(jaxpr)] = jaxpr, found  # which keeps its id its own
+        return known[1]
+
+    def parameters(self, node: Node) -> dict[str, Any]:
+        """Returns the parameters of an operation that runs others, with those rewritten."""
+        is_stacked = _stacked(node.eqn) if node.name == "scan" else ()
+        return {key: self._parameter(value, is_stacked) for key, value in node.params.items()}
+
+    def _parameter(self, value: Any, is_stacked: tuple[bool, ...]) -> Any:
+        if type(value) is tuple and value and all(jaxprs.jaxpr_of(x) is not None for x in value):
+            return tuple(self._parameter(x, is_stacked) for x in value)
+        jaxpr = jaxprs.jaxpr_of(value)
+        if jaxpr is None or not self._multiplies(jaxpr):
+            return value
+        key = id(value), is_stacked
+        if key not in self._jaxprs:
+            new, consts = self.rewritten(jaxpr, getattr(value, "consts", ()), is_stacked)
+            made = jaxprs.with_jaxpr(value, jaxprs.closed(new, consts))
+            self._jaxprs[key] = value, value if made is None else made
+        return self._jaxprs[key][1]
+
+    def call(self, item: Node | Fused) -> Any:
+        """Returns what computes a product, or a region, as a closed jaxpr.
+
+        Returns:
+            Why there is no kernel with such an epilogue, a string, instead.
+        """
+        key = _key(item)
+        if key not in self._calls:
+            try:
+                self._calls[key] = kernel_calls.traced(item)
+            except kernel_calls.NoKernelError as error:
+                self._calls[key] = str(error)
+        return self._calls[key]
+
+
+def _stacked(eqn: Any) -> tuple[bool, ...]:
+    """Says which results of the body of a ``scan`` it stacks."""
+    inner = jaxprs.jaxpr_of(eqn.params["jaxpr"]).outvars
+    pairs = zip(inner, eqn.outvars, strict=True)
+    return tuple(len(one.aval.shape) < len(every.aval.shape) for one, every in pairs)
+
+
+def _key(item: Node | Fused) -> Any:
+    """Returns what two products, or regions, have in common if one jaxpr computes both."""
+    nodes = [*item.products, *item.nodes] if isinstance(item, Fused) else [item]
+    numbers: dict[Value, int] = {}
+
+    def atom(x: Atom) -> Any:
+        if isinstance(x, Value):
+            return numbers.setdefault(x, len(numbers)), x.aval
+        return np.asarray(x.val).tobytes(), x.aval
+
+    inputs = tuple(map(atom, item.inputs))
+    eqns = tuple(
+        (
+            node.eqn.primitive,
+            tuple((k, type(v), v) for k, v in node.params.items()),
+            node.context,
+            tuple(map(atom, node.inputs)),
+            tuple(map(atom, node.outputs)),
+        )
+        for node in nodes
+    )
+    key = inputs, eqns, tuple(map(atom, item.outputs))
+    try:
+        hash(key)
+    except TypeError:
+        return item
+    return key
+
+
+class _Emission:
+    """The equations of a graph."""
+
+    def __init__(self, rewriting: Rewriting, graph: Graph):
+        self.rewriting, self.graph = rewriting, graph
+        self.atoms: dict[Value, Any] = {}
+        self.eqns: list[Any] = []
+        self.constants = dict(graph.constants)
+
+    def jaxpr(self, old: Any) -> tuple[Any, list[Any]]:
+        """Returns the graph as a jaxpr with the arguments of another, and its constants."""
+        for item in self.graph.items:
+            self.add(item)
+        results = [self.atom(x) for x in self.graph.results]
+        constants = {self.atom(value): array for value, array in self.constants.items()}
+        new = old.replace(constvars=[*constants], eqns=self.eqns, outvars=results)
+        return new, [*constants.values()]
+
+    def atom(self, atom: Atom) -> Any:
+        """Returns the variable of a value; a literal as it is."""
+        if not isinstance(atom, Value):
+            return atom
+        found = self.atoms.get(atom, atom.var)
+        if found is None:
+            found = self.atoms[atom] = jaxprs.new_var(atom.aval)
+        return found
+
+    def add(self, item: Node | Fused) -> None:
+        """Adds the equations of an item."""
+        if isinstance(item, Fused):
+            call = self.rewriting.call(item)
+            names = " ".join(node.name for node in item.nodes)
+            what = ", ".join(f"{x.dtype}{list(x.shape)}" for x in item.taken[: item.factors])
+            if isinstance(call, str):
+                log(f"fuse: {what}: no epilogue ({call}): {names}")
+                for node in item.apart():
+                    self.add(node)
+                return
+            log(f"fuse: {what}: epilogue of {len(item.outputs)} results: {names}")
+            self.inline(call, item, item.products[0])
+        elif item.name in _PRODUCTS and is_on_device(item):
+            self.inline(self.rewriting.call(item), item, item)
+        elif item.name in _LOOKED_INTO and self.rewriting.has_products(item.eqn):
+            self.inner(item)
+        else:
+            self.keep(item)
+
+    def inner(self, node: Node) -> None:
+        """Adds an operation that runs others."""
+        if node.name == "shard_map":
+            self.inline(_by_shards(self.rewriting, node), node, node)
+        else:
+            self.keep(node, node.eqn.replace(params=self.rewriting.parameters(node)))
+
+    def keep(self, node: Node, eqn: Any = None) -> None:
+        """Adds an equation with the variables that its values have here."""
+        eqn = node.eqn if eqn is None else eqn
+        invars, outvars = [*map(self.atom, node.inputs)], [*map(self.atom, node.outputs)]
+        if invars != eqn.invars or outvars != eqn.outvars or node.scope is not None:
+            source = jaxprs.with_scope(eqn.source_info, node.scope)
+            eqn = eqn.replace(invars=invars, outvars=outvars, source_info=source)
+        self.eqns.append(eqn)
+
+    def inline(self, closed: Any, item: Node | Fused, origin: Node) -> None:
+        """Adds the equations of a jaxpr that computes an item.
+
+        Args:
+            closed: a function of the item's inputs, without literals, that returns its outputs.
+            item: the item.
+            origin: the node whose name and source line the equations bear.
+        """
+        jaxpr = closed.jaxpr
+        env = dict(zip(jaxpr.invars, map(self.atom, item.taken), strict=True))
+        for var, const in zip(jaxpr.constvars, closed.consts, strict=True):
+            constant = Value(var.aval)
+            self.constants[constant] = const
+            env[var] = self.atom(constant)
+        made = {var for eqn in jaxpr.eqns for var in eqn.outvars}
+        for var, value in zip(jaxpr.outvars, item.outputs, strict=True):
+            if isinstance(var, core.Literal):
+                self.atoms[value] = var
+            elif var in made and var not in env:
+                env[var] = self.atom(value)
+            else:
+                self.atoms[value] = env[var]
+        source = jaxprs.with_scope(origin.eqn.source_info, origin.scope)
+        for eqn in jaxpr.eqns:
+            env.update((x, jaxprs.new_var(x.aval)) for x in eqn.outvars if x not in env)
+            inner = jaxprs.with_scope(eqn.source_info, source.name_stack)
+            self.eqns.append(
+                eqn.replace(
+                    invars=[x if isinstance(x, core.Literal) else env[x] for x in eqn.invars],
+                    outvars=[env[x] for x in eqn.outvars],
+                    source_info=source.replace(name_stack=inner.name_stack),
+                )
+            )
+
+
+def _by_shards(rewriting: Rewriting, node: Node) -> Any:
+    """Returns a ``shard_map`` with another function in it, as a closed jaxpr."""
+    inner = jaxprs.jaxpr_of(node.params["jaxpr"])
+
+    def run(*values: Any) -> list[Any]:
+        new, consts = rewriting.rewritten(inner, ())
+        return jaxprs.eval_jaxpr(new, consts, *values)
+
+    def compute(node: Node, values: list[Any]) -> list[Any]:
+        return jaxprs.by_shards(node.eqn, run, values)
+
+    return kernel_calls.traced_call(node, compute)

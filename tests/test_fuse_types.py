@@ -1,0 +1,137 @@
+"""``fuse`` keeps the types of a program: rounding of float16, integers, iotas, weak types, x64."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fusions import loss_of, operands, random_function, with_epilogues, worst
+from jax import lax
+
+from jax_tcgemm import fuse
+
+N = 128
+
+
+@pytest.fixture
+def arrays(normal):
+    """Operands whose products are exact in float32."""
+    return tuple(jnp.round(normal(N, N, dtype=jnp.bfloat16) * 16) / 16 for _ in range(2))
+
+
+def equal(f, *args):
+    """Checks results to the last bit, and that there is an epilogue to be wrong."""
+    for own, plain in zip(*(jax.tree.leaves(jax.jit(g)(*args)) for g in (fuse(f), f)), strict=True):
+        assert own.dtype == plain.dtype
+        with np.errstate(invalid="ignore"):  # of NaN
+            wide = [np.asarray(x).astype(np.float64) for x in (own, plain)]
+        np.testing.assert_array_equal(*wide)
+
+
+@pytest.mark.parametrize("value", [40.0, 16.0, 1.0])
+def test_float16_product_as_float32_is_rounded(value):
+    """Above 65504 it is infinite, and 2049 is 2048."""
+    x = jnp.full((N, N), value, jnp.float16)
+    w = jnp.full((N, N), 40, jnp.float16).at[0, 0].set(41)
+    f = lambda x, w: (x @ w).astype(jnp.float32)  # noqa: E731
+    equal(f, x, w)
+    np.testing.assert_array_equal(jax.jit(fuse(f))(x, w), (x @ w).astype(jnp.float32))
+
+
+@pytest.mark.parametrize(
+    "discrete",
+    [
+        lambda z: z.astype(jnp.int32),
+        lambda z: z.astype(jnp.int8),
+        jnp.floor,
+        jnp.ceil,
+        jnp.round,
+        lambda z: lax.rem(z, jnp.bfloat16(1)),
+        lambda z: z > 2.998,
+        lambda z: z == 3,
+        lambda z: z <= jnp.bfloat16(-1.004),
+    ],
+)
+def test_discrete_functions_take_the_rounded_product(arrays, discrete):
+    equal(lambda x, w: discrete(x @ w), *arrays)
+    equal(lambda x, w: discrete(x @ w).astype(jnp.float32) + 1, *arrays)
+
+
+def test_iota_of_bfloat16(arrays):
+    """The bias of ALiBi, and quotients of two, which are none of integers."""
+
+    def rows_and_columns():
+        return (lax.broadcasted_iota(jnp.bfloat16, (N, N), axis) for axis in (0, 1))
+
+    def alibi(x, w):
+        i, j = rows_and_columns()
+        return x @ w - (i - j) * 0.5
+
+    def quotients(x, w):
+        i, j = rows_and_columns()
+        return jnp.where(x @ w > 1e30, x @ w, lax.div(j, lax.max(i, j)))
+
+    assert worst(alibi, fuse(alibi), arrays) <= 1
+    assert with_epilogues(alibi, *arrays) == [(2, 1)]
+    equal(quotients, *arrays)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "int32", "int8", "uint8"])
+@pytest.mark.parametrize("made", ["iota", "constant", "conversion", "bits", "reduction"])
+def test_values_that_operations_make(arrays, dtype, made):
+    """Each in its own type, rounded as the program says: large iotas and integers are not exact."""
+    x, w = arrays[0], jnp.zeros_like(arrays[1])
+    wide = jax.random.randint(jax.random.key(1), (N, N), -(2**20), 2**20)
+
+    def value(z):
+        match made:
+            case "iota":
+                return lax.broadcasted_iota(dtype, (1024, N), 0)[-N:]
+            case "constant":
+                return jnp.full((N, N), 0.1, dtype)
+            case "conversion":
+                return wide.astype(dtype)
+            case "bits":
+                bits = jax.random.bits(jax.random.key(0), (N, N), jnp.uint16)
+                return lax.bitcast_convert_type(bits, jnp.bfloat16).astype(dtype)
+            case "reduction":
+                return jnp.broadcast_to(wide.astype(dtype).max(0), (N, N))
+
+    def f(x, w):
+        z = x @ w  # zeros
+        return jnp.where(z == 0, value(z).astype(jnp.float32), z.astype(jnp.float32))
+
+    equal(f, x, w)
+
+
+def test_weak_types_stay(arrays):
+    x, w = arrays
+    for f in (lambda s: s * 2, lambda s: (s * 2, (x @ w).sum() * 0 + s)):
+        for own, plain in zip(
+            *(jax.make_jaxpr(g)(1.0).out_avals for g in (fuse(f), f)), strict=True
+        ):
+            assert own.weak_type == plain.weak_type
+
+
+MODES = {
+    "x64": lambda: jax.enable_x64(True),
+    "strict": lambda: jax.numpy_dtype_promotion("strict"),
+    "checks": lambda: jax.enable_checks(True),
+}
+
+
+@pytest.mark.any_jax
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("kind", ["value", "gradient"])
+def test_random_functions(rng, mode, dtype, kind):
+    """Types of weak scalars and literals, in regions of 16-bit products and beside float32 ones."""
+    function = random_function(rng)
+    args = tuple(x.astype(dtype) for x in operands(rng, 80))
+    if kind == "gradient":
+        function = jax.value_and_grad(loss_of(function), argnums=(0, 1))
+    with MODES[mode]():
+        own, plain = (jax.jit(f)(*args) for f in (fuse(function), function))
+        assert [x.dtype for x in jax.tree.leaves(own)] == [x.dtype for x in jax.tree.leaves(plain)]
+        assert worst(function, fuse(function), args) <= 1, function

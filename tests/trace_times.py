@@ -1,0 +1,138 @@
+"""How long ``fuse`` takes to trace a program, beside plain ``jax.jit``, by the program's depth.
+
+``python tests/trace_times.py`` prints a table; needs no GPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_tcgemm import fuse
+
+WIDTH, TOKENS = 256, 512
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A function and the types of its arguments."""
+
+    name: str
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+
+
+def transformer(layers: int) -> Program:
+    """A training step by AdamW of unrolled transformer layers without attention's softmax."""
+
+    def layer(p: Any, h: jax.Array) -> jax.Array:
+        def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+            wide = x.astype(jnp.float32)
+            wide = wide * jax.lax.rsqrt((wide**2).mean(-1, keepdims=True) + 1e-6)
+            return wide.astype(x.dtype) * scale
+
+        x = norm(h, p["scale"])
+        q, k, v = (x @ p[name] for name in ("q", "k", "v"))
+        weights = jax.nn.softmax((q @ k.T).astype(jnp.float32) * WIDTH**-0.5)
+        h = h + (weights.astype(h.dtype) @ v) @ p["o"]
+        x = norm(h, p["scale2"])
+        return h + (jax.nn.silu(x @ p["gate"]) * (x @ p["up"])) @ p["down"]
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        for p in params:
+            x = layer(p, x)
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    def adamw(p: jax.Array, g: jax.Array, m: jax.Array, v: jax.Array, t: jax.Array) -> Any:
+        g = g.astype(jnp.float32)
+        m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g
+        step = m / (1 - 0.9**t) / (jnp.sqrt(v / (1 - 0.95**t)) + 1e-8)
+        new = p.astype(jnp.float32) * (1 - 1e-4) - 1e-3 * step
+        return new.astype(p.dtype), m, v
+
+    def step(params: Any, m: Any, v: Any, t: jax.Array, x: jax.Array) -> Any:
+        value, grads = jax.value_and_grad(loss)(params, x)
+        updated = jax.tree.map(lambda *xs: adamw(*xs, t), params, grads, m, v)
+        return value, updated
+
+    square, tall = _array(WIDTH, WIDTH), _array(WIDTH, 4 * WIDTH)
+    one = {name: square for name in "qkvo"} | {"gate": tall, "up": tall}
+    one |= {"down": _array(4 * WIDTH, WIDTH), "scale": _array(WIDTH), "scale2": _array(WIDTH)}
+    params = [dict(one) for _ in range(layers)]
+    moments = jax.tree.map(lambda x: _array(*x.shape, dtype=jnp.float32), params)
+    arguments = params, moments, moments, _array(dtype=jnp.float32), _array(TOKENS, WIDTH)
+    return Program(f"transformer, {layers} layers", step, arguments)
+
+
+def recurrent(steps: int) -> Program:
+    """The gradient of an unrolled recurrent network."""
+
+    def loss(w: jax.Array, u: jax.Array, b: jax.Array, xs: jax.Array) -> jax.Array:
+        h = jnp.zeros((TOKENS, WIDTH), xs.dtype)
+        for i in range(steps):
+            h = jnp.tanh(xs[i] @ w + h @ u + b)
+        return h.astype(jnp.float32).sum()
+
+    square = _array(WIDTH, WIDTH)
+    arguments = square, square, _array(WIDTH), _array(steps, TOKENS, WIDTH)
+    return Program(f"recurrent network, {steps} steps", jax.grad(loss, (0, 1, 2)), arguments)
+
+
+def chain(products: int, operations: int = 400) -> Program:
+    """Products that read one chain of elementwise operations."""
+
+    def f(x: jax.Array, ws: jax.Array, c: jax.Array) -> jax.Array:
+        for _ in range(operations // 2):
+            c = jnp.sin(c) * 1.01
+        return sum((x @ ws[i] + c for i in range(products)), c)
+
+    arguments = _array(TOKENS, WIDTH), _array(products, WIDTH, WIDTH), _array(TOKENS, WIDTH)
+    return Program(f"chain of {operations}, {products} products", f, arguments)
+
+
+def programs() -> list[Program]:
+    """Returns what the table has."""
+    return [
+        *(transformer(layers) for layers in (4, 32, 96)),
+        *(recurrent(steps) for steps in (50, 200)),
+        *(chain(products) for products in (10, 40)),
+    ]
+
+
+def seconds(program: Program, transform: Callable[..., Any], repeat: int = 2) -> tuple[float, float]:
+    """Returns the seconds that tracing takes, and those that lowering takes for CUDA."""
+    found = []
+    for _ in range(repeat):
+        jax.clear_caches()
+        jitted = jax.jit(lambda *xs: transform(program.function)(*xs))
+        start = time.perf_counter()
+        traced = jitted.trace(*program.arguments)
+        middle = time.perf_counter()
+        traced.lower(lowering_platforms=("cuda",))
+        found.append((middle - start, time.perf_counter() - middle))
+    return min(a for a, _ in found), min(b for _, b in found)
+
+
+def _array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def main() -> None:
+    """Prints the table."""
+    print(f"{'':36} {'trace, s':>16} {'ratio':>6} {'trace + lower, s':>18} {'ratio':>6}")
+    for program in programs():
+        plain, ours = (seconds(program, transform) for transform in (lambda f: f, fuse))
+        print(
+            f"{program.name:36} {plain[0]:7.2f} {ours[0]:7.2f}  {ours[0] / plain[0]:6.2f} "
+            f"{sum(plain):8.2f} {sum(ours):8.2f}  {sum(ours) / sum(plain):6.2f}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
