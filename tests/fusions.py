@@ -140,6 +140,9 @@ def worst(
 ) -> float:
     """Returns how far off a result is, in multiples of what is allowed.
 
+    Allowed is twice the error of the plain function, of the arguments or of those of which each
+    number is rounded the other way, whichever is larger: a long chain of roundings multiplies any.
+
     Args:
         function: the plain one.
         ours: what is checked.
@@ -148,23 +151,40 @@ def worst(
             plain function, which a sum may have right by chance.
         between: the type to which values are rounded on the way.
     """
-    theirs, own = jax.jit(function)(*args), jax.jit(ours)(*args)
+    plain, own = jax.jit(function), jax.jit(ours)(*args)
+    theirs = [jax.tree.leaves(plain(*each)) for each in (args, *(_shaken(args, seed) for seed in range(4)))]
     with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
         wide = [np.asarray(x).astype(np.float64) if _is_float(x) else np.asarray(x) for x in args]
         exact = jax.jit(function)(*wide)
         if not all(np.isfinite(np.asarray(x)).all() for x in jax.tree.leaves(exact)):
             # XLA may make a maximum twice, otherwise, so that no element is equal to it.
             exact = function(*map(jnp.asarray, wide))
-    assert jax.tree.structure(theirs) == jax.tree.structure(own)
+    assert jax.tree.structure(exact) == jax.tree.structure(own)
     found = 0.0
-    for plain, other, truth in zip(*map(jax.tree.leaves, (theirs, own, exact)), strict=True):
-        assert (plain.shape, plain.dtype) == (other.shape, other.dtype)
+    results = zip(*map(jax.tree.leaves, (own, exact)), zip(*theirs, strict=True), strict=True)
+    for other, truth, plains in results:
+        assert {(x.shape, x.dtype) for x in plains} == {(other.shape, other.dtype)}
         truth = np.asarray(truth, np.float64)
-        off, bound = (np.abs(np.asarray(x, np.float64) - truth).max() for x in (other, plain))
+        off, *bounds = (np.abs(np.asarray(x, np.float64) - truth).max() for x in (other, *plains))
+        bound = max(bounds)
         rounding = float(jnp.finfo(between).eps) if _is_float(other) else 0.0
         allowed = 2 * bound + slack * rounding * np.abs(truth).max()
         found = max(found, 0.0 if off == 0 else off / allowed if allowed else np.inf)
     return found
+
+
+def _shaken(args: Any, seed: int) -> Any:
+    """Returns arguments whose 16-bit numbers are moved by half a rounding, up or down."""
+    rng = np.random.default_rng(seed)
+
+    def moved(x: Any) -> Any:
+        if not _is_float(x) or x.dtype.itemsize > 2:
+            return x
+        signs = rng.choice([-1.0, 1.0], x.shape)
+        eps = float(jnp.finfo(x.dtype).eps)
+        return (np.asarray(x, np.float32) * (1 + 0.5 * eps * signs)).astype(x.dtype)
+
+    return jax.tree.map(moved, args)
 
 
 def _is_float(x: Any) -> bool:

@@ -11,6 +11,7 @@ from jax._src import effects as _effects
 from jax._src import sharding_impls as _sharding_impls
 from jax._src import util as _util
 from jax._src.interpreters import partial_eval as _pe
+from jax.extend import core as _extended
 from jax.interpreters import partial_eval as _partial_eval
 
 from jax_tcgemm._compat import match_varying
@@ -164,7 +165,7 @@ def call(jaxpr: Any, consts: Sequence[Any], values: Sequence[Any], name: str) ->
         for key, each in eqn.params.items()
     }
     old = params["jaxpr"]
-    params |= {"name": name, "jaxpr": with_jaxpr(old, _core.ClosedJaxpr(jaxpr, ()))}
+    params |= {"name": name, "jaxpr": with_jaxpr(old, _extended.ClosedJaxpr(jaxpr, ()))}
     return list(eqn.primitive.bind(*consts, *values, **params))
 
 
@@ -197,4 +198,4 @@ def with_jaxpr(old: Any, new: Any) -> Any:
 
 def closed(jaxpr: Any, consts: Sequence[Any]) -> Any:
     """Returns a jaxpr with its constants."""
-    return _core.ClosedJaxpr(jaxpr, consts)
+    return _extended.ClosedJaxpr(jaxpr, consts)
