@@ -47,6 +47,21 @@ def test_largest_of_a_column_is_one_of_them(arrays, reduce, activation):
                 assert np.mean(np.abs(own - plain) > 0.05 * np.abs(plain).max()) < 0.05
 
 
+def test_larger_of_two_is_one_of_them(arrays):
+    """An operand that the kernel made a second time, unrounded, would be neither."""
+
+    def loss(x, w, y):
+        largest = jnp.maximum(x @ w, jnp.sin(y * 1.1) + 0.3)
+        return (largest * 2).astype(jnp.float32).sum()
+
+    y = arrays["x"] @ arrays["w"] + 0.2
+    args = arrays["x"], arrays["w"], y
+    for step in (jax.jit(fuse(jax.grad(loss, 2))), jax.jit(jax.grad(fuse(loss), 2))):
+        ours, theirs = (np.asarray(f(*args), np.float32) for f in (step, jax.grad(loss, 2)))
+        assert np.mean(theirs == 0) < 0.9
+        np.testing.assert_array_equal(ours == 0, theirs == 0)
+
+
 def test_largest_of_a_row_is_one_of_them(arrays):
     """On the way back a kernel would make the row anew, and find its largest number nowhere."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -24,6 +24,8 @@ SPREADING = frozenset({"broadcast_in_dim", "iota"})
 DRAWING = draws.DRAWS
 # What XLA computes of values that it makes on the way.
 REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min"})
+
+COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 
 HALF_TYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 
@@ -147,12 +149,25 @@ def _is_plain(eqn: Any, shape: tuple[int, ...]) -> bool:
     return name in ELEMENTWISE and len(eqn.outvars) == 1 and shapes <= {shape, ()}
 
 
-def _asks_for_equals(name: str, inputs: Sequence[Any]) -> bool:
-    """Whether two computed numbers are compared: the largest of some with each, say.
+def compared(items: Iterable[Any]) -> frozenset[Value]:
+    """Returns the values that are compared with other computed ones.
 
-    What is rounded in another place, or computed by other instructions, is equal to none.
+    Whoever makes such a value must be the only one. The gradient of a maximum asks which operand it
+    is, and sampling which logits reach the k-th largest: an operand that is made a second time,
+    rounded in another place, would be none of them.
     """
-    return name in ("eq", "ne") and all(
+    nodes = (x for x in items if isinstance(x, Node) and _compares(x.name, x.inputs, COMPARISONS))
+    return frozenset(value for node in nodes for value in node.taken)
+
+
+def _asks_for_equals(name: str, inputs: Sequence[Any]) -> bool:
+    """Whether two computed numbers are compared for equality, see ``compared``."""
+    return _compares(name, inputs, frozenset({"eq", "ne"}))
+
+
+def _compares(name: str, inputs: Sequence[Any], names: frozenset[str]) -> bool:
+    """Whether an operation of one of these names has two operands that are computed numbers."""
+    return name in names and all(
         not isinstance(x, core.Literal) and jnp.issubdtype(x.aval.dtype, jnp.floating)
         for x in inputs
     )

@@ -12,6 +12,7 @@ from jax.extend import core
 from jax_tcgemm._compat import jaxprs
 from jax_tcgemm.transforms.fused import Fused
 from jax_tcgemm.transforms.graph import Atom, Node, Value
+from jax_tcgemm.transforms.products import COMPARISONS
 
 # bfloat16 values are float32 within a region. Not float16 ones, whose largest number programs may
 # be written around.
@@ -27,7 +28,6 @@ _EXACT = frozenset(
         *jaxprs.CUSTOM_CALLS,
     }
 )
-_COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 
 
 def region_function(fused: Fused) -> Callable[..., list[Any]]:
@@ -87,7 +87,7 @@ def _converted(node: Node, x: Any) -> Any:
 
 def _is_exact(node: Node) -> bool:
     """Whether an operation takes its operands rounded; the sign of a number is always the same."""
-    if node.name in _COMPARISONS:
+    if node.name in COMPARISONS:
         return not any(isinstance(x, core.Literal) and np.all(x.val == 0) for x in node.inputs)
     return node.name in _EXACT
 

@@ -23,6 +23,7 @@ from jax_tcgemm.transforms.products import (
     DRAWING,
     REDUCTIONS,
     SPREADING,
+    compared,
     draws_as_usual,
     form_of,
     is_elementwise,
@@ -55,9 +56,10 @@ def with_regions(graph: Graph) -> Graph:
     items = with_factors_exchanged(graph)
     products = [*filter(is_product, items)]
     wiring = Wiring(items, products, graph.returned)
+    kept = compared(items)
     for product in products:
         if product in wiring.position:
-            region = _Region.of(graph, wiring, (product,))
+            region = _Region.of(graph, wiring, kept, (product,))
             if region is not None:
                 region.contract()
     joined = dataclasses.replace(graph, items=wiring.items)
@@ -76,8 +78,15 @@ class _Region:
         required: items behind the first product that have to come before the kernel.
     """
 
-    def __init__(self, graph: Graph, wiring: Wiring, products: tuple[Node, ...]):
+    def __init__(
+        self,
+        graph: Graph,
+        wiring: Wiring,
+        compared: frozenset[Value],
+        products: tuple[Node, ...],
+    ):
         self.graph, self.wiring, self.products = graph, wiring, products
+        self.compared = compared
         self.returned = graph.returned
         forms = {form_of(product) for product in products}
         self.form = forms.pop() if len(forms) == 1 else None
@@ -95,21 +104,34 @@ class _Region:
         self.required: set[Any] = set()
 
     @classmethod
-    def of(cls, graph: Graph, wiring: Wiring, products: tuple[Node, ...]) -> _Region | None:
-        """Returns the region of products, ``None`` where there is nothing to gain."""
-        region = cls(graph, wiring, products)
+    def of(
+        cls,
+        graph: Graph,
+        wiring: Wiring,
+        compared: frozenset[Value],
+        products: tuple[Node, ...],
+    ) -> _Region | None:
+        """Returns the region of products, ``None`` where there is nothing to gain.
+
+        Args:
+            graph: the program.
+            wiring: its items as they are connected now.
+            compared: the values that must not be made twice.
+            products: one, or two of a gated layer.
+        """
+        region = cls(graph, wiring, compared, products)
         if region.form is None:
             return None
         is_worthwhile = region.find(_MOST_NODES)
         pair = region.partner() if len(products) == 1 else None
         if pair is not None:
-            both = cls.of(graph, wiring, (*products, pair))
+            both = cls.of(graph, wiring, compared, (*products, pair))
             if both is not None and len(both.outputs) <= _MOST_OF_PAIR:
                 return both
         while is_worthwhile and region.exceeds_kernels():
             count = len(region.members)
             fewer = max(1, len(region.outputs) - MAX_RESULTS, count // 10)
-            region = cls(graph, wiring, products)
+            region = cls(graph, wiring, compared, products)
             is_worthwhile = region.find(count - fewer)
         return region if is_worthwhile and region.can_move() else None
 
@@ -260,6 +282,8 @@ class _Region:
     def is_made_in_place(self, maker: Any, value: Value) -> bool:
         """Whether the kernel may make a value, instead of reading it."""
         if not isinstance(maker, Node) or maker.has_effects or len(maker.outputs) != 1:
+            return False
+        if value in self.compared:
             return False
         if not self.is_beside(maker):
             return False
