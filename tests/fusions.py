@@ -152,7 +152,8 @@ def worst(
         between: the type to which values are rounded on the way.
     """
     plain, own = jax.jit(function), jax.jit(ours)(*args)
-    theirs = [jax.tree.leaves(plain(*each)) for each in (args, *(_shaken(args, seed) for seed in range(4)))]
+    every = [args, *(_shaken(args, seed) for seed in range(4))]
+    theirs = [jax.tree.leaves(plain(*each)) for each in every]
     with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
         wide = [np.asarray(x).astype(np.float64) if _is_float(x) else np.asarray(x) for x in args]
         exact = jax.jit(function)(*wide)

@@ -61,7 +61,7 @@ def transformer(layers: int) -> Program:
         return value, updated
 
     square, tall = _array(WIDTH, WIDTH), _array(WIDTH, 4 * WIDTH)
-    one = {name: square for name in "qkvo"} | {"gate": tall, "up": tall}
+    one = dict.fromkeys("qkvo", square) | {"gate": tall, "up": tall}
     one |= {"down": _array(4 * WIDTH, WIDTH), "scale": _array(WIDTH), "scale2": _array(WIDTH)}
     params = [dict(one) for _ in range(layers)]
     moments = jax.tree.map(lambda x: _array(*x.shape, dtype=jnp.float32), params)
@@ -104,7 +104,9 @@ def programs() -> list[Program]:
     ]
 
 
-def seconds(program: Program, transform: Callable[..., Any], repeat: int = 2) -> tuple[float, float]:
+def seconds(
+    program: Program, transform: Callable[..., Any], repeat: int = 2
+) -> tuple[float, float]:
     """Returns the seconds that tracing takes, and those that lowering takes for CUDA."""
     found = []
     for _ in range(repeat):

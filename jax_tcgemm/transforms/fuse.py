@@ -17,34 +17,37 @@ _Result = TypeVar("_Result")
 
 
 def fuse(f: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
-    """Makes a function compute its matrix products by this package's kernels.
+    """Returns a function that computes its matrix products by this package's kernels.
 
-    ``f`` is any function of JAX; nothing in it has to be written for this package. Each
-    ``lax.dot_general`` in it, from ``@``, ``jnp.einsum``, or a layer of a library, becomes
+    ``f`` is any function of JAX; it does not have to be written for this package. Each
+    ``lax.dot_general`` (of ``@``, ``jnp.einsum`` or a library's layer) becomes
     ``jax_tcgemm.dot_general``, and ``lax.ragged_dot`` this package's. What follows a product of
-    16-bit operands element by element, say a bias, an activation, dropout, a residual, or on the
-    way back the derivative of an activation and the sums for the gradient of a bias, becomes its
-    epilogue, compiled into the kernel (see ``epilogue=`` of ``gemm``), where that moves fewer
-    bytes. Two products of one operand that are joined so, as in a gated layer, become one kernel.
-    This goes through ``jit``, ``scan``, ``while_loop``, ``cond``, ``jax.checkpoint`` and
-    ``shard_map``; within ``custom_jvp`` and ``custom_vjp`` all stays as it is.
+    16-bit operands element by element (a bias, an activation, dropout, a residual, the derivative
+    of an activation, sums for the gradient of a bias) becomes its epilogue, compiled into the
+    kernel (see ``epilogue=`` of ``gemm``), if that moves fewer bytes. Two products of one operand
+    that are joined in this way, as in a gated layer, become one kernel. Bodies of ``jit``,
+    ``scan``, ``while_loop``, ``cond``, ``jax.checkpoint`` and ``shard_map`` are rewritten as well;
+    bodies of ``custom_jvp`` and ``custom_vjp`` are not.
 
-    Apply it last: to a whole training step, after ``jax.grad``, and before ``jax.jit``. Like
-    ``jit`` it traces ``f``, at each call: ``jax.jit(fuse(f))`` does so once. What is no array is
-    passed to ``f`` as it is. The result can be differentiated and batched, but then what ``fuse``
-    sees is the forward pass alone.
+    Apply it to a whole training step, after ``jax.grad`` and before ``jax.jit``. Like ``jit`` it
+    traces ``f``, but at each call: ``jax.jit(fuse(f))`` traces once. The result can be
+    differentiated and batched, but then ``fuse`` sees the forward pass alone. Decode steps, of few
+    rows, may become slower: use ``jax.jit`` alone there (docs/fusion.md).
 
-    Results are those of ``f`` up to rounding: between a product and what is written, what is
-    bfloat16 in ``f`` is float32, as in a fusion of XLA's. ``JAX_TCGEMM_LOG=1`` prints what became
-    of each product.
+    Leaves that are not arrays pass into ``f`` and out of it as they are. Changes that ``f`` makes
+    in place to dicts, lists and objects of Flax NNX reach the caller's objects.
+
+    Results are those of ``f`` up to rounding: values that are bfloat16 in ``f`` are float32 between
+    a product and the next value that is written, as in a fusion of XLA's. ``JAX_TCGEMM_LOG=1``
+    prints what became of each product.
 
     Args:
-        f: a function of pytrees of arrays.
+        f: a function of pytrees, or of objects of Flax NNX.
 
     Returns:
-        A function of the same arguments and results.
+        A function of the same arguments and results. It raises ``TypeError`` if ``f`` changes an
+        argument in place that is no dict, list or object of Flax NNX.
     """
-
     name = getattr(f, "__name__", type(f).__name__)
 
     def evaluate(function: Callable[..., list[Any]], arrays: list[Any]) -> list[Any]:

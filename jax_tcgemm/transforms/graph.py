@@ -150,9 +150,7 @@ def graph_of(jaxpr: Any, consts: Sequence[Any], is_stacked: Sequence[bool] = ())
     pairs = [*zip(results, is_stacked, strict=False)]
     kept = {x for x, is_one in pairs if not is_one and isinstance(x, Value)}
     stacked = {x for x, is_one in pairs if is_one and isinstance(x, Value)}
-    return Graph(
-        arguments, inlining.constants, inlining.items, results, frozenset(stacked - kept)
-    )
+    return Graph(arguments, inlining.constants, inlining.items, results, frozenset(stacked - kept))
 
 
 class _Inlining:

@@ -31,7 +31,7 @@ from jax_tcgemm.transforms.products import (
     is_typed,
     with_factors_exchanged,
 )
-from jax_tcgemm.transforms.wiring import Wiring
+from jax_tcgemm.transforms.wiring import Position, Wiring
 
 # A value smaller than this part of the product is read for nothing.
 _SMALL = 1 / 16
@@ -158,14 +158,14 @@ class _Region:
         return (
             len(leaves) > MAX_OPERANDS
             or len(self.outputs) > MAX_RESULTS
-            or sum(matrix_bytes(x.dtype.itemsize) for x in matrices) > MOST_WARP_BYTES
+            or sum(matrix_bytes(x.aval.dtype.itemsize) for x in matrices) > MOST_WARP_BYTES
         )
 
     def grow(self, most: int) -> None:
         """Adds what follows the products, up to so many nodes."""
         own = set(self.products)
         self.within.update(self.accumulators)
-        waiting: list[tuple[int, Any]] = []
+        waiting: list[tuple[Position, Any]] = []
         seen: set[Any] = set(own)
 
         def follow(value: Value) -> None:

@@ -12,7 +12,7 @@ from jax_tcgemm._compat import jaxprs
 from jax_tcgemm.problem.log import log
 from jax_tcgemm.transforms import kernel_calls
 from jax_tcgemm.transforms.fused import Fused
-from jax_tcgemm.transforms.graph import Atom, Graph, Node, Value, graph_of, inner_nodes
+from jax_tcgemm.transforms.graph import Atom, Graph, Node, Value, graph_of
 from jax_tcgemm.transforms.products import is_on_device
 from jax_tcgemm.transforms.regions import with_regions
 

@@ -77,7 +77,9 @@ class Wiring:
                 waiting += maker.taken
         return found
 
-    def join(self, gone: Iterable[Any], joined: Item, first: Iterable[Any], start: Position) -> None:
+    def join(
+        self, gone: Iterable[Any], joined: Item, first: Iterable[Any], start: Position
+    ) -> None:
         """Puts one item in the place of some.
 
         Args:
