@@ -1,0 +1,264 @@
+"""A product, what follows it element by element, and what makes the operands of that."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from collections.abc import Iterable
+from typing import Any
+
+from jax_tcgemm.epilogue.translation import MAX_OPERANDS
+from jax_tcgemm.transforms.graph import Atom, Node, Value
+from jax_tcgemm.transforms.matrix_form import MatrixForm, RaggedForm
+from jax_tcgemm.transforms.products import (
+    DRAWING,
+    REDUCTIONS,
+    SPREADING,
+    draws_as_usual,
+    form_of,
+    is_elementwise,
+    is_product,
+    is_typed,
+)
+from jax_tcgemm.transforms.wiring import Position, Wiring
+
+# A value smaller than this part of the product is read for nothing.
+_SMALL = 1 / 16
+
+# The most operations that make operands of a region.
+_MOST_PULLED = 50
+
+# The most values that members read, before those that are made of others are left out.
+_MOST_READ = 3 * MAX_OPERANDS
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What regions are looked for in.
+
+    Attributes:
+        wiring: the items as they are connected now.
+        returned: the values that the program returns.
+        stacked: those of them that a caller copies into an array of many.
+        compared: the values that must not be made twice, see ``products.compared``.
+    """
+
+    wiring: Wiring
+    returned: frozenset[Value]
+    stacked: frozenset[Value]
+    compared: frozenset[Value]
+
+
+class Region:
+    """A product, or two, and the nodes after it that may become its epilogue.
+
+    Attributes:
+        form: how the kernels of this package compute the products; ``None`` if they do not.
+        start: where the first product is.
+        members: nodes that follow the products element by element.
+        sums: nodes that add up the rows of members' values.
+        pulled: nodes that make operands of those.
+        leaves: what all of these read.
+    """
+
+    def __init__(self, program: Program, products: tuple[Node, ...], most: int):
+        """Finds the nodes.
+
+        Args:
+            program: where to find them.
+            products: one, or two of one operand.
+            most: how many members there may be.
+        """
+        self.program, self.wiring, self.products = program, program.wiring, products
+        forms = {form_of(product) for product in products}
+        self.form = forms.pop() if len(forms) == 1 else None
+        self.accumulators = [product.outputs[0] for product in products]
+        self.shape = self.accumulators[0].shape
+        self.bytes = self.accumulators[0].bytes
+        self.start = min(self.wiring.position[product] for product in products)
+        self.members: list[Node] = []
+        self.sums: list[Node] = []
+        self.pulled: set[Node] = set()
+        self.leaves: dict[Value, None] = {}
+        self._within: set[Value] = set()
+        self._too_long: set[Value] = set()  # to be made by the kernel
+        if self.form is not None:
+            self.grow(most)
+            self.pull()
+
+    def is_large(self, atom: Atom) -> bool:
+        """Whether it takes time to read a value."""
+        return isinstance(atom, Value) and atom.bytes > _SMALL * self.bytes
+
+    def grow(self, most: int) -> None:
+        """Adds what follows the products, up to so many nodes."""
+        own = set(self.products)
+        self._within.update(self.accumulators)
+        waiting: list[tuple[Position, Any]] = []
+        seen: set[Any] = set(own)
+
+        def follow(value: Value) -> None:
+            for user in self.wiring.users_of(value):
+                if user not in seen:
+                    seen.add(user)
+                    heapq.heappush(waiting, (self.wiring.position[user], user))
+
+        for value in self.accumulators:
+            follow(value)
+        read: set[Value] = set()
+        while waiting:
+            _, item = heapq.heappop(waiting)
+            others = [x for x in item.taken if x not in self._within]
+            if any(self.wiring.depends_on(x, self.products) for x in others):
+                continue  # on values of the region that come back by way of others
+            is_short = len(self.members) < most and len(read) <= _MOST_READ
+            if is_short and self.is_member(item):
+                self.members.append(item)
+                read.update(others)
+                for value in item.outputs:
+                    self._within.add(value)
+                    follow(value)
+            elif self.is_sum(item):
+                self.sums.append(item)
+
+    def is_member(self, item: Any) -> bool:
+        """Whether an item works element by element on values of the product's shape."""
+        return (
+            is_elementwise(item)
+            and item.outputs[0].shape == self.shape
+            and self.is_beside(item)
+            and all(map(self.fits, item.inputs))
+        )
+
+    def is_beside(self, node: Node) -> bool:
+        """Whether a node is to be computed where and as the product is."""
+        return node.context == self.products[0].context
+
+    def is_sum(self, item: Any) -> bool:
+        """Whether an item adds up the rows of all matrices, as the gradient of a bias does.
+
+        Not so the largest of a column: it is compared with what others make of a rounded value.
+        """
+        if not isinstance(item, Node) or item.name != "reduce_sum" or not self.is_beside(item):
+            return False
+        if isinstance(self.form, RaggedForm):  # of which kernels reduce nothing
+            return False
+        (operand,) = item.inputs
+        axes = {int(axis) for axis in item.params["axes"]}
+        return operand in self._within and axes == set(range(len(self.shape) - 1))
+
+    def fits(self, atom: Atom) -> bool:
+        """Whether a value is of the product's shape, or goes on along some of its dimensions."""
+        shape = atom.shape if isinstance(atom, Value) else atom.aval.shape
+        if not shape or shape == self.shape:
+            return True
+        pairs = zip(shape, self.shape, strict=False)
+        return len(shape) == len(self.shape) and all(x in (1, extent) for x, extent in pairs)
+
+    # What it reads.
+
+    def pull(self) -> None:
+        """Adds what makes the values that are read, where that takes less to read."""
+        known = self.external([*self.members, *self.sums])
+        for value in known:
+            nodes, leaves = self.cone(value) or (set(), set())
+            if not nodes or len(self.pulled | nodes) > _MOST_PULLED:
+                continue
+            extra = sum(x.bytes for x in leaves if x not in known and self.is_large(x))
+            matrices = [x for x in nodes if self.is_large(x.outputs[0])]
+            is_ours = all(self.is_ours(x, nodes) for x in matrices)
+            # Numbers that others read, too, are drawn once.
+            is_free = extra <= value.bytes and not any(x.name in DRAWING for x in nodes)
+            if is_free or (is_ours and self.is_large(value)):
+                self.pulled.update(nodes)
+        self.find_leaves()
+
+    def find_leaves(self) -> None:
+        """Notes what the nodes read."""
+        pulled = self.ordered(self.pulled)
+        self.leaves = dict.fromkeys(self.external([*pulled, *self.members, *self.sums]))
+
+    def external(self, nodes: Iterable[Node]) -> list[Value]:
+        """Returns what nodes take that none of them, and no product, gives."""
+        nodes = list(nodes)
+        given = {value for node in nodes for value in node.outputs} | set(self.accumulators)
+        return list(dict.fromkeys(x for node in nodes for x in node.taken if x not in given))
+
+    def cone(self, value: Value) -> tuple[set[Node], set[Value]] | None:
+        """Returns what makes a value element by element, and what that starts from.
+
+        ``None`` where that is more than a kernel may have.
+        """
+        nodes: set[Node] = set()
+        leaves: set[Value] = set()
+        waiting = [value]
+        while waiting:
+            each = waiting.pop()
+            maker = self.wiring.makers.get(each)
+            if maker in nodes:
+                continue
+            if maker is not None and self.is_made_in_place(maker, each):
+                nodes.add(maker)
+                waiting += maker.taken
+            else:
+                leaves.add(each)
+            is_too_long = len(nodes) > _MOST_PULLED or len(leaves) > MAX_OPERANDS
+            if is_too_long or each in self._too_long:
+                self._too_long.add(value)
+                return None
+        return nodes, leaves
+
+    def is_made_in_place(self, maker: Any, value: Value) -> bool:
+        """Whether the kernel may make a value, instead of reading it."""
+        if not isinstance(maker, Node) or maker.has_effects or len(maker.outputs) != 1:
+            return False
+        if value in self.program.compared:
+            return False
+        if not self.is_beside(maker):
+            return False
+        if maker.name in DRAWING:
+            return value.shape == self.shape and draws_as_usual(maker)
+        if not self.fits(value) or not value.shape:
+            return False
+        if maker.name in SPREADING:
+            return not is_typed(maker)
+        # What is made of a row or a column is made once, not for each element.
+        is_cheap = self.is_large(value) or maker.name == "convert_element_type"
+        return is_cheap and is_elementwise(maker) and all(map(self.fits, maker.inputs))
+
+    def is_ours(self, node: Node, others: set[Node]) -> bool:
+        """Whether nothing else uses what a node gives."""
+        own = {*self.members, *self.sums, *others}
+        return all(
+            x not in self.program.returned and own.issuperset(self.wiring.users_of(x))
+            for x in node.outputs
+        )
+
+    def partner(self) -> Node | None:
+        """Returns another product of the same operand that is read here, of a gated layer."""
+        (product,), form = self.products, self.form
+        if not isinstance(form, MatrixForm) or form.transpose_a or len(form.b_shape) != 2:
+            return None
+        for value in self.leaves:
+            other = self.wiring.makers.get(value)
+            if (
+                isinstance(other, Node)
+                and is_product(other)
+                and other.name == product.name
+                and other.inputs[0] is product.inputs[0]
+                and other.inputs[1].shape == product.inputs[1].shape
+                and other.params == product.params
+                and value.aval == self.accumulators[0].aval
+            ):
+                return other
+        return None
+
+    def is_soft_user(self, item: Any) -> bool:
+        """Whether an item works element by element, so that it could as well start before."""
+        if isinstance(item, Node) and item.name in REDUCTIONS:
+            return True
+        return is_elementwise(item) and all(map(self.fits, item.inputs))
+
+    def ordered(self, nodes: Iterable[Node]) -> list[Node]:
+        """Returns nodes in their order."""
+        return sorted(nodes, key=self.wiring.position.__getitem__)
