@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import mesh as _mesh
 from jax._src import sharding_impls as _sharding_impls
@@ -19,6 +20,9 @@ from jax.interpreters import ad
 
 # Tells ``jax.jit`` to leave nothing of itself within another trace. JAX 0.11 has several ways.
 INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True  # pyright: ignore
+
+
+_JITTED = type(jax.jit(lambda: None))
 
 
 def canonicalize_precision(precision: Any) -> Any:
@@ -48,6 +52,21 @@ def exchanged_precision(precision: Any) -> Any:
 def option(name: str) -> Any:
     """Returns one of the options of JAX that a context manager of its name sets."""
     return getattr(jax.config, name)
+
+
+def trace_context() -> Any:
+    """Returns a hashable value of all options and contexts that tracing depends on."""
+    return _config.trace_context()
+
+
+def is_tracing() -> bool:
+    """Whether the caller is traced or transformed by JAX."""
+    return not _core.trace_state_clean()
+
+
+def is_jitted(function: Any) -> bool:
+    """Whether a function is what ``jax.jit`` returns."""
+    return isinstance(function, _JITTED)
 
 
 def mark_as_single_operation(function: Any) -> None:
