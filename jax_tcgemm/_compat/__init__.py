@@ -10,8 +10,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax._src import config as _config
 from jax._src import core as _core
+from jax._src import literals as _literals
 from jax._src import mesh as _mesh
 from jax._src import sharding_impls as _sharding_impls
 from jax._src import xla_bridge as _xla_bridge
@@ -23,6 +25,9 @@ INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True  # pyrigh
 
 
 _JITTED = type(jax.jit(lambda: None))
+
+# Arrays on the host. In JAX 0.8 those that JAX makes are none of NumPy's.
+HOST_ARRAYS = (np.ndarray, _literals.TypedNdArray)
 
 
 def canonicalize_precision(precision: Any) -> Any:

@@ -6,10 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.extend import core
 
-from jax_tcgemm._compat import jaxprs
+from jax_tcgemm._compat import HOST_ARRAYS, jaxprs
 
 # Operations that stand for what is in them, by the name of the parameter that holds it.
 _CALLS = ("call_jaxpr", "fun_jaxpr", "jaxpr")
@@ -108,7 +107,7 @@ def _held(jaxpr: Any, consts: Sequence[Any], kept: frozenset[str]) -> Iterator[A
 
 def _is_array(x: Any) -> bool:
     """Whether a literal is an array in the sense of users, and no number of their code."""
-    return isinstance(x, jax.Array) or (isinstance(x, np.ndarray) and x.ndim > 0)
+    return isinstance(x, jax.Array) or (isinstance(x, HOST_ARRAYS) and x.ndim > 0)
 
 
 def of_no_axes(closed: Any) -> Any:

@@ -25,7 +25,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend import core
 
-from jax_tcgemm._compat import jaxprs
+from jax_tcgemm._compat import HOST_ARRAYS, jaxprs
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -88,7 +88,7 @@ class _Writer:
             return _joined(type(x).__name__.encode(), map(self.value, x))
         if isinstance(x, np.dtype):
             return self._once(x, self._dtype)
-        if isinstance(x, (np.ndarray, np.generic)):
+        if isinstance(x, (*HOST_ARRAYS, np.generic)):
             return self._array(x)
         if isinstance(x, Tracer):
             return self._reference(x)
