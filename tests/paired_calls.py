@@ -84,6 +84,17 @@ WAYS: Mapping[str, Callable[..., list[Any]]] = {
 }
 
 
+def computed(wrapper: str, way: str, functions: list[Function]) -> list[Any]:
+    """Returns the results of functions of `PRODUCT`.
+
+    Args:
+        wrapper: a key of `WRAPPERS`.
+        way: a key of `WAYS`.
+        functions: the functions.
+    """
+    return WAYS[way](WRAPPERS[wrapper], functions, _X)
+
+
 def wrong_values(wrapper: str, way: str, pairs: Mapping[str, Callable[[], Pair]]) -> list[str]:
     """Returns what is wrong with the results of pairs of functions.
 
@@ -98,7 +109,7 @@ def wrong_values(wrapper: str, way: str, pairs: Mapping[str, Callable[[], Pair]]
     named = {name: make for name, make in pairs.items() if name not in lost}
     made = [(name, function) for name, make in named.items() for function in make()]
     functions = [function for _, function in made]
-    found = WAYS[way](WRAPPERS[wrapper], functions, _X)
+    found = computed(wrapper, way, functions)
     wanted = [np.asarray(function(jnp.asarray(PRODUCT))) for function in functions]
     return _compared(f"{wrapper} {way}", [name for name, _ in made], found, wanted)
 
@@ -124,8 +135,8 @@ def wrong_slopes(is_jitted: bool, pairs: Mapping[str, Callable[[], Pair]]) -> li
         return [jax.grad(lambda c, f=f: of(f, c).sum())(c) for _, f in made]
 
     c = jnp.asarray(np.random.default_rng(6).integers(-3, 4, SHAPE).astype(np.float32))
-    computed = functools.partial(gradients, ours)
-    found = (jax.jit(computed) if is_jitted else computed)(c)
+    of_ours = functools.partial(gradients, ours)
+    found = (jax.jit(of_ours) if is_jitted else of_ours)(c)
     wanted = list(map(np.asarray, jax.jit(functools.partial(gradients, plain))(c)))
     return _compared("gradient", [name for name, _ in made], found, wanted)
 

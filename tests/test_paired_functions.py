@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import random_pairs
 from function_pairs import SLOPES, VALUES, simplified_constants
 from fused_call import assert_trees_close
 from paired_calls import PRODUCT, WAYS, WRAPPERS, wrong_slopes, wrong_values
@@ -207,3 +208,9 @@ def test_functions_that_compute_the_same_are_compiled_once(normal, monkeypatch):
     for slope, count in ((0.1, 1), (0.1, 1), (0.2, 2), (0.1, 2)):
         call(slope)
         assert len(lowered) == count
+
+
+def test_random_pairs(rng):
+    """A few of those that ``tests/random_pairs.py`` draws."""
+    for i in range(40):
+        assert random_pairs.check(int(rng.integers(2**31)), is_computed=i % 20 == 0) is None
