@@ -10,7 +10,16 @@ import numpy as np
 import pytest
 from fused_call import assert_trees_close
 
-from jax_tcgemm import dot_general, gated_gemm, gated_mlp, gated_ragged_dot, gemm, mlp, ragged_dot
+from jax_tcgemm import (
+    clip,
+    dot_general,
+    gated_gemm,
+    gated_mlp,
+    gated_ragged_dot,
+    gemm,
+    mlp,
+    ragged_dot,
+)
 from jax_tcgemm.api import arguments
 
 SIZES = jnp.array([3, 5])
@@ -91,6 +100,75 @@ def test_numbers_are_constants_and_arrays_are_not(normal):
     assert equation.params["spec"].beta == 3
     gradient = jax.grad(lambda alpha: gemm(x, w, c, alpha=alpha, beta=3).sum())(2.0)
     np.testing.assert_allclose(gradient, (x @ w).sum(), rtol=1e-5)
+
+
+# In each group all are equal by `==`, but for NaN.
+ALIKE = ((0.0, -0.0, 0, False), (1, 1.0, True), (2, 2.0), (float("nan"), -float("nan")))
+
+
+@pytest.mark.parametrize("numbers", ALIKE, ids=str)
+def test_numbers_that_are_equal_are_constants_apart(normal, numbers):
+    """Eagerly, in one program and in several, in either order; as `alpha` and as `beta`."""
+    x, w = normal(4, 6), normal(6, 8)
+    c = normal(4, 8)
+
+    def checked(found, number, wanted):
+        assert found.dtype == wanted.dtype
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+        if number == 0:
+            np.testing.assert_array_equal(np.signbit(found), np.signbit(wanted))
+
+    for order in (numbers, numbers[::-1]):
+        products = jax.jit(lambda x, w, order=order: [gemm(x, w, alpha=n) for n in order])(x, w)
+        sums = jax.jit(lambda x, w, c, order=order: [gemm(x, w, c, beta=n) for n in order])(x, w, c)
+        for number, product, total in zip(order, products, sums, strict=True):
+            scaled, added = jnp.asarray(number, x.dtype) * (x @ w), jnp.asarray(number, x.dtype) * c
+            checked(product, number, scaled)
+            checked(gemm(x, w, alpha=number), number, scaled)
+            checked(jax.jit(lambda x, w, n=number: gemm(x, w, alpha=n))(x, w), number, scaled)
+            np.testing.assert_allclose(total, x @ w + added, rtol=1e-5, atol=1e-5)
+            np.testing.assert_allclose(gemm(x, w, c, beta=number), total, rtol=1e-5, atol=1e-5)
+
+
+def test_numbers_of_a_type_that_does_not_fit_raise_after_those_that_do():
+    x = jnp.ones((4, 4), jnp.int32)
+    assert gemm(x, x, alpha=2).dtype == jnp.int32
+    with pytest.raises(TypeError, match=r"alpha=2\.0 does not fit"):
+        gemm(x, x, alpha=2.0)
+
+
+def test_activations_whose_numbers_are_equal(normal):
+    """As lower bounds zero and its negative."""
+    x, eye = -jnp.abs(normal(8, 8)) - 1, jnp.eye(8)
+    for lowers in ((0.0, -0.0), (-0.0, 0.0)):
+
+        def program(x, lowers=lowers):
+            return [gemm(x, eye, activation=clip(lower, 1.0)) for lower in lowers]
+
+        for found in (program(x), jax.jit(program)(x)):
+            for got, lower in zip(found, lowers, strict=True):
+                np.testing.assert_array_equal(np.signbit(got), np.signbit(np.full((8, 8), lower)))
+
+
+def test_functions_of_jit_are_not_traced_again(normal):
+    """Such a one traces once itself; with other arrays it is another."""
+    x = normal(8, 8)
+    traced = []
+
+    def epilogue(z, b):
+        traced.append(z)
+        return z + b
+
+    jitted = jax.jit(epilogue)
+    for _ in range(3):
+        for b in (normal(8), normal(8)):
+            np.testing.assert_allclose(
+                gemm(x, x, epilogue=jitted, epilogue_operands=(b,)), x @ x + b, rtol=1e-4, atol=1e-4
+            )
+    assert len(traced) == 1
+    gradient = jax.grad(lambda x: gemm(x, x, epilogue=jitted, epilogue_operands=(b,)).sum())
+    wanted = jax.grad(lambda x: (x @ x + b).sum())
+    np.testing.assert_allclose(gradient(x), wanted(x), rtol=1e-4, atol=1e-4)
 
 
 def test_settings_are_respected(normal):

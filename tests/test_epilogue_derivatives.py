@@ -21,7 +21,7 @@ BF16 = jnp.bfloat16
 
 
 def _pullback(f, *kinds, shape=(M, N), accumulators=1):
-    """Returns the derivative's specification and which values it needs."""
+    """Returns the derivative's specification, which values it needs and which arrays."""
     products = [jax.ShapeDtypeStruct(shape, jnp.float32)] * accumulators
     shapes = {"": (), "n": shape[-1:], "m1": (*shape[:-1], 1), "mn": shape}
     operands = [jax.ShapeDtypeStruct(shapes[kind], BF16) for kind in kinds]
@@ -35,18 +35,18 @@ def _pullback(f, *kinds, shape=(M, N), accumulators=1):
 
 
 def _program(f, *kinds, **options):
-    spec, _ = _pullback(f, *kinds, **options)
+    spec, *_ = _pullback(f, *kinds, **options)
     made = translation.translate(spec.pullback, spec.shape)
     assert not isinstance(made, str), made
     return spec, made
 
 
 def test_only_what_the_derivative_depends_on_is_kept():
-    _, needed = _pullback(lambda acc, bias: (acc + bias).astype(BF16), "n")
+    _, needed, _ = _pullback(lambda acc, bias: (acc + bias).astype(BF16), "n")
     assert needed == []
-    _, needed = _pullback(lambda acc, row: (acc * row).astype(BF16), "m1")
+    _, needed, _ = _pullback(lambda acc, row: (acc * row).astype(BF16), "m1")
     assert needed == [0, 1]
-    _, needed = _pullback(lambda acc, bias: (jnp.tanh(acc) + bias).astype(BF16), "n")
+    _, needed, _ = _pullback(lambda acc, bias: (jnp.tanh(acc) + bias).astype(BF16), "n")
     assert needed == [0]
 
 

@@ -318,4 +318,4 @@ def test_random_functions(part, tmp_path, monkeypatch):
         epilogue = random_epilogues.draw(int(seed))
         what = random_epilogues.wrong(epilogue, m, n, str(rng.choice(["nn", "nt"])))
         assert what is None, (part, what)
-    translation._translate.cache_clear()
+    translation.translate.cache_clear()

@@ -10,7 +10,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
+from jax._src import config as _config
 from jax._src import core as _core
+from jax._src import literals as _literals
 from jax._src import mesh as _mesh
 from jax._src import sharding_impls as _sharding_impls
 from jax._src import xla_bridge as _xla_bridge
@@ -19,6 +22,12 @@ from jax.interpreters import ad
 
 # Tells ``jax.jit`` to leave nothing of itself within another trace. JAX 0.11 has several ways.
 INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True  # pyright: ignore
+
+
+_JITTED = type(jax.jit(lambda: None))
+
+# Arrays on the host. In JAX 0.8 those that JAX makes are none of NumPy's.
+HOST_ARRAYS = (np.ndarray, _literals.TypedNdArray)
 
 
 def canonicalize_precision(precision: Any) -> Any:
@@ -48,6 +57,21 @@ def exchanged_precision(precision: Any) -> Any:
 def option(name: str) -> Any:
     """Returns one of the options of JAX that a context manager of its name sets."""
     return getattr(jax.config, name)
+
+
+def trace_context() -> Any:
+    """Returns a hashable value of all options and contexts that tracing depends on."""
+    return _config.trace_context()
+
+
+def is_tracing() -> bool:
+    """Whether the caller is traced or transformed by JAX."""
+    return not _core.trace_state_clean()
+
+
+def is_jitted(function: Any) -> bool:
+    """Whether a function is what ``jax.jit`` returns."""
+    return isinstance(function, _JITTED)
 
 
 def mark_as_single_operation(function: Any) -> None:

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 from jax._src import core as _core
 from jax._src import effects as _effects
+from jax._src import mesh as _mesh
 from jax._src import sharding_impls as _sharding_impls
 from jax._src import util as _util
 from jax._src.interpreters import partial_eval as _pe
 from jax.extend import core as _extended
 from jax.interpreters import partial_eval as _partial_eval
 
-from jax_tcgemm._compat import match_varying
+from jax_tcgemm._compat import match_varying, option
 
 # Operations that do nothing but what is in them; some have a derivative of their own.
 _PLAIN_CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
 CUSTOM_CALLS = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
 OTHER_CALLS = _PLAIN_CALLS | {"remat", "remat2", "checkpoint"}
 CALLS = CUSTOM_CALLS | OTHER_CALLS
+
+# The type of arrays' types, those of keys of random numbers included.
+ShapedArray = _core.ShapedArray
 
 # What makes values vary over more mesh axes, within ``shard_map``.
 VARYING = frozenset({"pvary", "pcast"})
@@ -44,11 +49,6 @@ def without_unused(jaxpr: Any, needed: int) -> tuple[Any, list[bool]]:
     """
     stay = [i < needed for i in range(len(jaxpr.invars))]
     return _partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=stay)
-
-
-def eval_jaxpr(jaxpr: Any, consts: Sequence[Any], *values: Any) -> list[Any]:
-    """Evaluates a jaxpr."""
-    return list(_core.eval_jaxpr(jaxpr, consts, *values))
 
 
 def bind_again(eqn: Any, values: Sequence[Any], *, match: bool = True) -> list[Any]:
@@ -98,11 +98,42 @@ def plain_call(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
 def context_of(eqn: Any) -> tuple[Any, ...]:
     """Returns where and how an equation is computed, as context managers of JAX say it.
 
-    First where, ``None`` for the device; then how random numbers are counted; and what XLA is told.
+    First where, ``None`` for the device; then how random numbers are counted; and what XLA is told,
+    as names, types and values, of which ``True`` and 1 are two.
     """
     context = eqn.ctx
-    told = getattr(context, "xla_metadata", None)
-    return context.compute_type, context.threefry_partitionable, repr(told) if told else ""
+    told = getattr(context, "xla_metadata", None) or {}
+    items = tuple(
+        (name, type(value), value.hex() if isinstance(value, float) else value)
+        for name, value in sorted(told.items())
+    )
+    return context.compute_type, context.threefry_partitionable, items
+
+
+def context_fields(context: Any) -> tuple[tuple[str, Any], ...]:
+    """Returns all that JAX notes of the context of an equation, by name."""
+    names = (name for name in type(context).__slots__ if name not in ("configs", "__weakref__"))
+    return tuple((name, getattr(context, name)) for name in names)
+
+
+@contextlib.contextmanager
+def in_context(eqn: Any) -> Iterator[None]:
+    """Traces in the context of an equation, but on the mesh that surrounds the caller.
+
+    An equation may be evaluated within ``shard_map`` that was traced without a mesh.
+    """
+    compute_type, partitionable, told = context_of(eqn)
+    if compute_type is None and not told and partitionable == option("jax_threefry_partitionable"):
+        yield  # entering a context takes a while, and most equations have none of their own
+        return
+    mesh = _mesh.get_abstract_mesh()
+    with eqn.ctx.manager, _mesh.use_abstract_mesh(mesh):
+        yield
+
+
+def is_symbolic(extent: Any) -> bool:
+    """Whether an extent is an expression of symbols, as ``jax.export`` has them."""
+    return _core.is_symbolic_dim(extent)
 
 
 def scope_of_call(eqn: Any, scope: Any) -> Any:

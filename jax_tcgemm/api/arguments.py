@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
+from jax_tcgemm import _compat
 from jax_tcgemm.problem.activations import Activation, resolve
 from jax_tcgemm.problem.arithmetic import resolve_algorithm
 from jax_tcgemm.problem.strides import Axes, Shape
@@ -36,9 +37,9 @@ def is_number(value: Any) -> bool:
 
 def array(name: str, value: Any) -> jax.Array:
     """Returns an argument as an array, unless it is something that only looks like one."""
-    if not isinstance(value, (jax.Array, np.ndarray, np.generic, *_NUMBERS)) and not hasattr(
-        value, "__jax_array__"
-    ):
+    if not isinstance(
+        value, (jax.Array, *_compat.HOST_ARRAYS, np.generic, *_NUMBERS)
+    ) and not hasattr(value, "__jax_array__"):
         raise TypeError(f"{name} must be an array, got {name}={value!r} of {type(value)}")
     return jnp.asarray(value)
 

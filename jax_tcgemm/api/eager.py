@@ -3,50 +3,77 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from jax_tcgemm import _compat
 from jax_tcgemm.api.arguments import is_number
+from jax_tcgemm.problem.exact import exactly, number_of
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
+class _Constant(NamedTuple):
+    """A number as a static argument, which ``jit`` compares by ``==``."""
+
+    key: Any
+
+
 def one_program(
-    *static: str, numbers: tuple[str, ...] = ()
+    *static: str, numbers: tuple[str, ...] = (), functions: tuple[str, ...] = ()
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Makes a function of arrays a program that is traced and compiled once for their types.
 
     Within another program nothing is left of it: its operations stand there as if written out.
 
+    A call with a function among its arguments traces that function each time, for what it does may
+    change between two calls without a sign (a method reads its object). The primitives that the
+    call applies are compiled once for what was traced. Exception: outside of other programs a
+    function of ``jax.jit``, which traces once itself, is a static argument when it comes again.
+
     Args:
         *static: names of the keyword arguments that are not arrays.
         numbers: names of keyword arguments that are static where they are Python numbers.
+        functions: names of keyword arguments that are ``None`` or a function.
 
     Returns:
         A decorator. What the function raises, it raises of the arguments as they were given.
     """
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
+        @functools.wraps(function)
+        def of_constants(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            for name in numbers:
+                if type(kwargs.get(name)) is _Constant:
+                    kwargs[name] = number_of(kwargs[name].key)  # pyright: ignore
+            return function(*args, **kwargs)
+
         @functools.cache
         def program(*constants: str) -> Callable[..., Any]:
-            return jax.jit(function, static_argnames=(*static, *constants), inline=_compat.INLINE)
+            names = (*static, *constants)
+            return jax.jit(of_constants, static_argnames=names, inline=_compat.INLINE)
 
         default = program(*numbers)
 
         @functools.wraps(function)
         def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            passed = [name for name in functions if kwargs.get(name) is not None]
+            if passed and not all(_comes_again(kwargs[name]) for name in passed):
+                return function(*args, **kwargs)
             run = default
+            if passed or any(name in kwargs and not is_number(kwargs[name]) for name in numbers):
+                run = program(*(n for n in numbers if is_number(kwargs.get(n, 1))), *passed)
+            given = {key: _array(value) for key, value in kwargs.items()}
             for name in numbers:
-                if name in kwargs and not is_number(kwargs[name]):
-                    run = program(*(n for n in numbers if is_number(kwargs.get(n, 1))))
-                    break
+                if is_number(given.get(name)):
+                    given[name] = _Constant(exactly(given[name]))
             try:
-                return run(*map(_array, args), **{k: _array(x) for k, x in kwargs.items()})
+                return run(*map(_array, args), **given)
             except (TypeError, ValueError):
                 pass  # of an argument that no program takes, or raised by the function
             return function(*args, **kwargs)
@@ -54,6 +81,23 @@ def one_program(
         return call
 
     return decorate
+
+
+# Functions of ``jax.jit`` that a call has had.
+_JITTED = weakref.WeakSet[Any]()
+
+
+def _comes_again(function: Any) -> bool:
+    """Whether this is a function of ``jax.jit``, outside of programs, and not for the first time.
+
+    Of functions that come once, each with a table of its own, what was traced is compiled once.
+    """
+    if not _compat.is_jitted(function) or _compat.is_tracing():
+        return False
+    if function in _JITTED:
+        return True
+    _JITTED.add(function)
+    return False
 
 
 def _array(x: Any) -> Any:

@@ -19,7 +19,8 @@ from jax_tcgemm.problem.strides import Operands
 
 @eager.one_program(
     *("activation", "transpose_w", "precision", "preferred_element_type", "config"),
-    *("out_sharding", "epilogue"),
+    "out_sharding",
+    functions=("epilogue",),
 )
 def gated_gemm(
     x: ArrayLike,

@@ -21,8 +21,9 @@ from jax_tcgemm.problem.strides import Operands
 
 @eager.one_program(
     *("activation", "transpose_a", "transpose_b", "precision", "preferred_element_type", "config"),
-    *("out_sharding", "epilogue", "return_amax", "conjugate_a", "conjugate_b"),
+    *("out_sharding", "return_amax", "conjugate_a", "conjugate_b"),
     numbers=("alpha", "beta"),
+    functions=("epilogue",),
 )
 def gemm(
     a: ArrayLike,

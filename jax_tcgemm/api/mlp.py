@@ -22,11 +22,11 @@ from jax_tcgemm.problem.strides import Operands
 
 _STATIC = (
     *("activation", "transpose_w", "precision", "preferred_element_type"),
-    *("recompute_activation", "out_sharding", "epilogue"),
+    *("recompute_activation", "out_sharding"),
 )
 
 
-@eager.one_program(*_STATIC)
+@eager.one_program(*_STATIC, functions=("epilogue",))
 def mlp(
     x: ArrayLike,
     w1: ArrayLike,
@@ -114,7 +114,7 @@ def mlp(
     )
 
 
-@eager.one_program(*_STATIC)
+@eager.one_program(*_STATIC, functions=("epilogue",))
 def gated_mlp(
     x: ArrayLike,
     w_gate: ArrayLike,

@@ -27,7 +27,7 @@ _NAMES = arguments.Names("lhs", "rhs", "", "transpose_rhs")
 _STATIC = "activation", "precision", "preferred_element_type", "transpose_rhs", "out_sharding"
 
 
-@eager.one_program(*_STATIC, "config", "epilogue")
+@eager.one_program(*_STATIC, "config", functions=("epilogue",))
 def ragged_dot(
     lhs: Any,
     rhs: Any,

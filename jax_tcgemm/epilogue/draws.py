@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend import random
 
+from jax_tcgemm._compat import jaxprs
+
 _THREEFRY = "threefry2x32"
 
 # Operations that draw.
@@ -32,8 +34,13 @@ def is_key(dtype: Any) -> bool:
 
 
 def partitionable() -> bool:
-    """Whether a number of ``random_bits`` depends on its count alone; what is cached asks it."""
+    """Whether a number of ``random_bits`` depends on its count alone, where it is drawn now."""
     return bool(jax.config.jax_threefry_partitionable)  # pyright: ignore
+
+
+def is_partitionable(eqn: Any) -> bool:
+    """Whether a number of this ``random_bits`` depends on its count alone."""
+    return bool(jaxprs.context_of(eqn)[1])
 
 
 def word_type(array: Any) -> jax.ShapeDtypeStruct:

@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.core import Tracer
 from jax.extend import core
 
 from jax_tcgemm import _compat
 from jax_tcgemm._compat import jaxprs
 from jax_tcgemm.epilogue import draws
-
-# Operations that stand for what is in them, by the name of the parameter that holds it.
-_CALLS = ("call_jaxpr", "fun_jaxpr", "jaxpr")
+from jax_tcgemm.epilogue.evaluation import evaluate, held_arrays, of_no_axes
+from jax_tcgemm.epilogue.identity import Key, key_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -23,24 +23,29 @@ class EpilogueFunction:
     """What becomes of the accumulators, as a value that ``jit`` can key on.
 
     Attributes:
-        jaxpr: the function, of the accumulators, then its operands; without constants.
+        jaxpr: the function, of the accumulators, then its operands. It has constants only where a
+            rule for derivatives or batches closes over arrays.
         accumulators: how many of its operands are accumulators.
-        text: what it computes and how it is differentiated: equal functions have equal texts.
     """
 
     jaxpr: core.ClosedJaxpr
     accumulators: int
-    text: str = dataclasses.field(repr=False)
+
+    @functools.cached_property
+    def key(self) -> Key:
+        """What functions that compute and differentiate the same have alike."""
+        return key_of(self.jaxpr)
 
     def __eq__(self, other: object) -> bool:
         """Whether both compute and differentiate the same."""
-        return isinstance(other, EpilogueFunction) and (self.text, self.accumulators) == (
-            other.text,
-            other.accumulators,
-        )
+        if self is other:
+            return True
+        if not isinstance(other, EpilogueFunction) or self.accumulators != other.accumulators:
+            return False
+        return self.key == other.key
 
     def __hash__(self) -> int:
-        return hash(self.text)
+        return hash(self.key)
 
     def __call__(self, *values: Any) -> list[Any]:
         """Computes the results by operations of JAX, which can be differentiated."""
@@ -54,6 +59,11 @@ class EpilogueFunction:
         return evaluate(self.flat.jaxpr, self.flat.consts, values)
 
     @property
+    def types(self) -> list[jax.ShapeDtypeStruct]:
+        """Types of the accumulators and of the operands."""
+        return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.jaxpr.in_avals]
+
+    @property
     def results(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Types of the results."""
         return tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.jaxpr.out_avals)
@@ -61,12 +71,20 @@ class EpilogueFunction:
     @functools.cached_property
     def flat(self) -> core.ClosedJaxpr:
         """The same without calls: of ``jit``, of custom derivatives, of ``jax.checkpoint``."""
-        avals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.jaxpr.in_avals]
 
         def inlined(*values: Any) -> list[Any]:
             return evaluate(self.jaxpr.jaxpr, self.jaxpr.consts, values)
 
-        return jax.make_jaxpr(inlined)(*avals)
+        return jax.make_jaxpr(inlined)(*self.types)
+
+    @functools.cached_property
+    def without_rules(self) -> EpilogueFunction:
+        """The same where nothing is differentiated: equal to all that compute the same.
+
+        JAX makes the objects of custom derivatives anew whenever it traces a function.
+        """
+        has_calls = any(eqn.primitive.name in jaxprs.CALLS for eqn in self.jaxpr.jaxpr.eqns)
+        return EpilogueFunction(self.flat, self.accumulators) if has_calls else self
 
     def mapped(self, dims: Sequence[int | None], size: int) -> EpilogueFunction:
         """Returns the same for a batch in front of each result.
@@ -80,18 +98,16 @@ class EpilogueFunction:
         for aval, dim in zip(self.jaxpr.in_avals, dims, strict=True):
             shape = aval.shape if dim is None else (*aval.shape[:dim], size, *aval.shape[dim:])
             avals.append(jax.ShapeDtypeStruct(shape, aval.dtype))
-        function, _ = trace(batched, avals, self.accumulators)
-        return function
+        return _derived(batched, avals, self.accumulators)
 
     @functools.cached_property
     def differentiable(self) -> core.ClosedJaxpr:
         """The same without calls, but for those with a derivative of their own."""
-        avals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.jaxpr.in_avals]
 
         def inlined(*values: Any) -> list[Any]:
             return evaluate(self.jaxpr.jaxpr, self.jaxpr.consts, values, kept=jaxprs.CUSTOM_CALLS)
 
-        return jax.make_jaxpr(inlined)(*avals)
+        return jax.make_jaxpr(inlined)(*self.types)
 
     @functools.cached_property
     def masks(self) -> tuple[Any, ...]:
@@ -125,9 +141,7 @@ class EpilogueFunction:
             accumulators = (x.astype(dtype) for x in values[: self.accumulators])
             return [*results, *accumulators, *(env[mask] for mask in masks)]
 
-        avals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.jaxpr.in_avals]
-        function, _ = trace(both, avals, self.accumulators)
-        return function
+        return _derived(both, self.types, self.accumulators)
 
     def of_masks(self, *values: Any) -> list[Any]:
         """Computes the results where the masks are known.
@@ -147,9 +161,7 @@ class EpilogueFunction:
         def picked(*values: Any) -> list[Any]:
             return [x for x, is_wanted in zip(self(*values), wanted, strict=True) if is_wanted]
 
-        avals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.jaxpr.in_avals]
-        function, _ = trace(picked, avals, self.accumulators)
-        return function
+        return _derived(picked, self.types, self.accumulators)
 
     def without_unused(self, needed: int) -> tuple[EpilogueFunction, list[int]]:
         """Returns the same without what its results do not need, and the operands that are left.
@@ -160,7 +172,7 @@ class EpilogueFunction:
         whole = self.differentiable
         jaxpr, is_used = jaxprs.without_unused(whole.jaxpr, needed)
         closed = core.ClosedJaxpr(jaxpr, whole.consts)
-        function = EpilogueFunction(closed, self.accumulators, _text(closed))
+        function = EpilogueFunction(closed, self.accumulators)
         return function, [i for i, each in enumerate(is_used) if each]
 
 
@@ -179,17 +191,42 @@ def trace(
         that the function closes over, its further operands.
     """
     closed = _traced(function, avals)
-    consts = list(closed.consts)
-    types = [*avals, *map(jax.typeof, consts)]
+    # What a call closes over is an operand only where the call is gone.
+    kept = jaxprs.CUSTOM_CALLS
+    arrays = held_arrays(closed.jaxpr, closed.consts, kept)
+    if len(arrays) == len(closed.consts):
+        kept = jaxprs.CALLS
+    types = [*avals, *map(jax.typeof, arrays)]
     is_key = [draws.is_key(each.dtype) for each in types]
 
     def of_words(*values: Any) -> list[Any]:
-        arrays = [draws.wrapped(x) if wrap else x for x, wrap in zip(values, is_key, strict=True)]
-        return jaxprs.eval_jaxpr(closed.jaxpr, arrays[len(avals) :], *arrays[: len(avals)])
+        every = [draws.wrapped(x) if wrap else x for x, wrap in zip(values, is_key, strict=True)]
+        given = dict(zip(map(id, arrays), every[len(avals) :], strict=True))
+        own = every[: len(avals)]
+        return evaluate(closed.jaxpr, closed.consts, own, kept, given=given)
 
-    if consts or any(is_key):
-        closed = jax.make_jaxpr(of_words)(*map(draws.word_type, types))
-    return EpilogueFunction(closed, accumulators, _text(closed)), draws.words(consts)
+    if arrays or any(is_key):
+        with _compat.no_mesh():
+            closed = jax.make_jaxpr(of_words)(*map(draws.word_type, types))
+    return EpilogueFunction(closed, accumulators), draws.words(arrays)
+
+
+def _derived(
+    function: Callable[..., Any], avals: Sequence[Any], accumulators: int
+) -> EpilogueFunction:
+    """Traces a function that is made of an epilogue, of the same operands.
+
+    Raises:
+        TypeError: a rule of the epilogue, for batches, closes over what is traced.
+    """
+    closed = _traced(function, avals)
+    traced = [x for x in closed.consts if isinstance(x, Tracer)]
+    if traced:
+        raise TypeError(
+            f"a rule of the epilogue closes over traced values {traced}; accepted: the same among "
+            "the operands of the function that has the rule"
+        )
+    return EpilogueFunction(closed, accumulators)
 
 
 def _traced(function: Callable[..., Any], avals: Sequence[Any]) -> core.ClosedJaxpr:
@@ -203,128 +240,8 @@ def _traced(function: Callable[..., Any], avals: Sequence[Any]) -> core.ClosedJa
             raise
     closed = jax.make_jaxpr(function)(*avals)
     with _compat.no_mesh():
-        return core.ClosedJaxpr(_of_no_axes(closed.jaxpr), closed.consts)
-
-
-def _of_no_axes(jaxpr: Any) -> Any:
-    """Returns a jaxpr anew, whose values vary over no mesh axes."""
-    count = len(jaxpr.constvars)
-    variables = [*jaxpr.constvars, *jaxpr.invars]
-
-    def again(*values: Any) -> list[Any]:
-        return evaluate(
-            jaxpr, values[:count], values[count:], jaxprs.CUSTOM_CALLS, forget_axes=True
-        )
-
-    types = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in variables]
-    anew = jax.make_jaxpr(again)(*types).jaxpr
-    return anew.replace(constvars=anew.invars[:count], invars=anew.invars[count:])
-
-
-def _text(closed: core.ClosedJaxpr) -> str:
-    """Returns what distinguishes a function from others: its operations, in their order."""
-    lines: list[str] = []
-    _write(closed.jaxpr, lines)
-    return "\n".join(lines)
-
-
-def _write(jaxpr: Any, lines: list[str]) -> None:
-    names: dict[Any, str] = {}
-
-    def name(atom: Any) -> str:
-        if isinstance(atom, core.Literal):
-            return f"{atom.val!r}:{atom.aval.str_short()}"
-        return f"{names.setdefault(atom, f'v{len(names)}')}:{atom.aval.str_short()}"
-
-    lines.append("in " + " ".join(map(name, jaxpr.invars)))
-    for eqn in jaxpr.eqns:
-        lines.append(
-            f"{eqn.primitive.name} {' '.join(map(name, eqn.invars))} -> "
-            f"{' '.join(map(name, eqn.outvars))}"
-        )
-        for key, value in sorted(eqn.params.items()):
-            inner = jaxprs.jaxpr_of(value)
-            if inner is not None:
-                lines.append(f"  {key} of")
-                _write(inner, lines)
-            else:
-                lines.append(f"  {key}={_named(value)}")
-    lines.append("out " + " ".join(map(name, jaxpr.outvars)))
-
-
-def _named(value: Any) -> str:
-    """Returns a parameter as text; of a rule for derivatives which object it is.
-
-    JAX wraps rules anew for each trace, with arguments that they may have (nondiff_argnums).
-    """
-    return f"rule {id(value):x}" if jaxprs.is_rule(value) else repr(value)
+        return of_no_axes(closed)
 
 
 def _is_mask(var: Any, shape: tuple[int, ...]) -> bool:
     return var.aval.shape == shape and var.aval.dtype == bool
-
-
-def evaluate(
-    jaxpr: Any,
-    consts: Sequence[Any],
-    values: Sequence[Any],
-    kept: frozenset[str] = frozenset(),
-    env: dict[Any, Any] | None = None,
-    forget_axes: bool = False,
-) -> list[Any]:
-    """Evaluates a jaxpr with what calls stand for in their place.
-
-    Args:
-        jaxpr: the operations.
-        consts: its constants.
-        values: its arguments.
-        kept: names of calls that stay.
-        env: variables that are known; all others are added.
-        forget_axes: whether it varies over mesh axes, of which there are none here.
-    """
-    env = {} if env is None else env
-    env.update(zip(jaxpr.constvars, consts, strict=True))
-    env.update(zip(jaxpr.invars, values, strict=True))
-
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, core.Literal) else env[atom]
-
-    for eqn in jaxpr.eqns:
-        if any(var not in env for var in eqn.outvars):
-            values = [*map(read, eqn.invars)]
-            env.update(zip(eqn.outvars, apply(eqn, values, kept, forget_axes), strict=True))
-    return [*map(read, jaxpr.outvars)]
-
-
-def apply(
-    eqn: Any,
-    values: Sequence[Any],
-    kept: frozenset[str] = frozenset(),
-    forget_axes: bool = False,
-) -> list[Any]:
-    """Evaluates one operation, with what a call stands for in its place."""
-    if forget_axes and eqn.primitive.name in jaxprs.VARYING:
-        return list(values)
-    if eqn.primitive.name in jaxprs.CALLS - kept:
-        for key in _CALLS:
-            if key not in eqn.params:
-                continue
-            called = eqn.params[key]
-            inner = jaxprs.jaxpr_of(called)
-            consts = getattr(called, "consts", ())
-            return evaluate(inner, consts, values, kept, forget_axes=forget_axes)
-    if forget_axes:
-        params = {key: _parameter_of_no_axes(value) for key, value in eqn.params.items()}
-        eqn = eqn.replace(params=params)
-    return jaxprs.bind_again(eqn, values)
-
-
-def _parameter_of_no_axes(value: Any) -> Any:
-    """Returns what is a jaxpr anew."""
-    if type(value) is tuple:  # of branches
-        return tuple(map(_parameter_of_no_axes, value))
-    jaxpr = jaxprs.jaxpr_of(value)
-    if jaxpr is None:
-        return value
-    anew = _of_no_axes(jaxpr)
-    return core.ClosedJaxpr(anew, value.consts) if hasattr(value, "consts") else anew

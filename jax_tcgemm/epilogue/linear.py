@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jax_tcgemm import _compat
 from jax_tcgemm.epilogue import function as functions
 from jax_tcgemm.epilogue.function import EpilogueFunction
 
@@ -31,9 +32,23 @@ class LinearSpec:
     @property
     def pullback(self) -> EpilogueFunction:
         """The transpose: of the tangents' cotangents and of the values; returns the slopes'."""
+        return self.transposed()[0]
+
+    def transposed(self) -> tuple[EpilogueFunction, list[Any]]:
+        """Returns ``pullback``, and the arrays that a ``jax.custom_vjp`` in it closes over.
+
+        Those are its last operands.
+        """
         is_known = _are_known(self.tangent.jaxpr.in_avals)
         traced = _transposed if is_known else _transposed.__wrapped__
-        return traced(self.tangent, self.slopes, _tracing())
+        return _called(traced, self.tangent, self.slopes, _compat.trace_context())
+
+    @property
+    def without_rules(self) -> LinearSpec:
+        """The same where nothing is differentiated: see ``EpilogueFunction.without_rules``."""
+        if self.has_opaque_rule:
+            return self
+        return dataclasses.replace(self, tangent=self.tangent.without_rules)
 
     @property
     def has_opaque_rule(self) -> bool:
@@ -59,7 +74,9 @@ class LinearSpec:
             return self.tangent(*slopes, *operands[len(picked) :])
 
         types = [avals[i] for i in picked] + list(avals[self.slopes :])
-        return linear(some, types, len(picked), self.shape)
+        spec, kept, held = linear(some, types, len(picked), self.shape)
+        assert not held, "no rule is asked for a derivative"
+        return spec, kept
 
     def of_results(self, wanted: Sequence[bool]) -> LinearSpec:
         """Returns the same with some of the tangents alone."""
@@ -78,27 +95,29 @@ class LinearSpec:
 
 def linear(
     function: Any, avals: Sequence[Any], slopes: int, shape: tuple[int, ...]
-) -> tuple[LinearSpec, list[int]]:
+) -> tuple[LinearSpec, list[int], list[Any]]:
     """Traces a linear function, without the values that it does not depend on.
 
     Args:
-        function: of the slopes and the values; closes over nothing.
+        function: of the slopes and the values.
         avals: types of its arguments.
         slopes: how many of them are slopes.
         shape: of the products.
 
     Returns:
-        The function, and which of the values it still has.
+        The function, which of the values it still has, and the arrays that it closes over, which
+        follow those.
     """
     traced, held = functions.trace(function, avals, 0)
-    assert not held, "what it closes over is among the values"
     traced, used = traced.without_unused(slopes)
-    return LinearSpec(traced, slopes, shape), [i - slopes for i in used if i >= slopes]
+    kept = [i - slopes for i in used if slopes <= i < len(avals)]
+    held = [held[i - len(avals)] for i in used if i >= len(avals)]
+    return LinearSpec(traced, slopes, shape), kept, held
 
 
 def of_epilogue(
     function: EpilogueFunction, wide: Any, avals: Sequence[Any], moving: Sequence[int]
-) -> tuple[LinearSpec, list[int]]:
+) -> tuple[LinearSpec, list[int], list[Any]]:
     """Returns the derivative of an epilogue's results that are floating-point numbers.
 
     Args:
@@ -109,11 +128,12 @@ def of_epilogue(
         moving: which of the values have slopes.
 
     Returns:
-        The derivative, and which of the values it depends on.
+        The derivative, which of the values it depends on, and the arrays that rules of the epilogue
+        (``jax.custom_jvp``) close over, its further values.
     """
     types = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals)
     traced = _of_epilogue if _are_known(types) else _of_epilogue.__wrapped__
-    return traced(function, wide, types, tuple(moving), _tracing())
+    return _called(traced, function, wide, types, tuple(moving), _compat.trace_context())
 
 
 def _are_known(avals: Sequence[Any]) -> bool:
@@ -121,9 +141,19 @@ def _are_known(avals: Sequence[Any]) -> bool:
     return all(isinstance(extent, int) for x in avals for extent in x.shape)
 
 
-def _tracing() -> Any:
-    """Returns what else tracing depends on."""
-    return jax.sharding.get_abstract_mesh(), jax.config.jax_enable_x64  # pyright: ignore
+class _HoldsArrays(Exception):  # noqa: N818
+    """Carries a result that no cache is to keep: one with arrays, which may be traced."""
+
+    def __init__(self, *result: Any) -> None:
+        self.result = result
+
+
+def _called(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls a function that caches its results, but for those that hold arrays."""
+    try:
+        return function(*arguments)
+    except _HoldsArrays as found:
+        return found.result
 
 
 @functools.lru_cache(maxsize=256)
@@ -133,7 +163,7 @@ def _of_epilogue(
     avals: tuple[Any, ...],
     moving: tuple[int, ...],
     tracing: Any,
-) -> tuple[LinearSpec, list[int]]:
+) -> tuple[LinearSpec, list[int], list[Any]]:
     del tracing
     count = function.accumulators
     smooth = [is_smooth(x.dtype) for x in function.results]
@@ -151,7 +181,10 @@ def _of_epilogue(
         return jax.jvp(of_moving, tuple(values[i] for i in moving), tuple(slopes))[1]
 
     types = [*(avals[i] for i in moving), *avals]
-    return linear(tangent, types, len(moving), tuple(avals[0].shape))
+    spec, kept, held = linear(tangent, types, len(moving), tuple(avals[0].shape))
+    if held:
+        raise _HoldsArrays(spec, kept, held)
+    return spec, kept, []
 
 
 def of_wanted(found: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
@@ -173,10 +206,11 @@ def is_smooth(dtype: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=256)
-def _transposed(tangent: EpilogueFunction, slopes: int, tracing: Any) -> EpilogueFunction:
+def _transposed(
+    tangent: EpilogueFunction, slopes: int, tracing: Any
+) -> tuple[EpilogueFunction, list[Any]]:
     del tracing
-    avals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in tangent.jaxpr.in_avals]
-    results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in tangent.results]
+    avals, results = tangent.types, tangent.results
 
     def pullback(*operands: Any) -> list[Any]:
         cotangents, values = operands[: len(results)], operands[len(results) :]
@@ -187,5 +221,6 @@ def _transposed(tangent: EpilogueFunction, slopes: int, tracing: Any) -> Epilogu
         return list(jax.linear_transpose(of_slopes, *avals[:slopes])(list(cotangents)))
 
     traced, held = functions.trace(pullback, [*results, *avals[slopes:]], 0)
-    assert not held, "what it closes over is among the values"
-    return traced
+    if held:
+        raise _HoldsArrays(traced, held)
+    return traced, []

@@ -24,13 +24,14 @@ from jax_tcgemm.epilogue.function import EpilogueFunction
 from jax_tcgemm.epilogue.program import JOINS
 from jax_tcgemm.epilogue.tanh import is_literal
 from jax_tcgemm.epilogue.values import following
+from jax_tcgemm.problem.exact import ComparedExactly
 
 # The name of each axis, or its extent where it is none of the product's.
 Dims = tuple[str | int, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class Number:
+@dataclasses.dataclass(frozen=True, eq=False)
+class Number(ComparedExactly):
     """An operand that is known."""
 
     value: int | float | bool
@@ -116,6 +117,7 @@ class PortableFunction:
         return (*dict.fromkeys(results), *(each.value for each in self.joined))
 
 
+@functools.lru_cache(maxsize=256)
 def portable(function: EpilogueFunction, names: tuple[str, ...]) -> PortableFunction | str:
     """Returns a function with names for the axes of the product, or why it has none.
 
@@ -123,19 +125,13 @@ def portable(function: EpilogueFunction, names: tuple[str, ...]) -> PortableFunc
         function: an epilogue.
         names: of the axes of the accumulators.
     """
-    return _named(function, names, draws.partitionable())
-
-
-@functools.lru_cache(maxsize=256)
-def _named(
-    function: EpilogueFunction, names: tuple[str, ...], _partitionable: bool
-) -> PortableFunction | str:
     flat = function.flat
     if flat.jaxpr.effects or flat.consts:
         return "effects or constants"
     jaxpr, _ = jaxprs.without_unused(flat.jaxpr, len(flat.jaxpr.invars))
     try:
         for eqn in jaxpr.eqns:
+            _check_place(eqn)
             _check_draws(eqn)
         axes = Axes(jaxpr, function.accumulators, names)
         for eqn in jaxpr.eqns:
@@ -171,6 +167,13 @@ def _portable(jaxpr: Any, accumulators: int, axes: Axes) -> PortableFunction:
     )
 
 
+def _check_place(eqn: Any) -> None:
+    """Raises an error where an operation is to be computed elsewhere (``compute_on``)."""
+    place, *_ = jaxprs.context_of(eqn)
+    if place is not None:
+        raise NotDivisibleError(f"{eqn.primitive.name} on {place}")
+
+
 def _check_draws(eqn: Any) -> None:
     """Raises an error where a device cannot draw its part of random numbers."""
     name = eqn.primitive.name
@@ -183,7 +186,7 @@ def _check_draws(eqn: Any) -> None:
         width, shape = eqn.params["bit_width"], eqn.params["shape"]
         if width > 32:
             raise NotDivisibleError(f"random_bits of {width} bits")
-        if not draws.partitionable() or math.prod(shape) >= 2**32:
+        if not draws.is_partitionable(eqn) or math.prod(shape) >= 2**32:
             raise NotDivisibleError("random_bits that are no function of each count alone")
 
 
@@ -222,7 +225,10 @@ def _number(literal: Any) -> Number:
     if literal.aval.shape:
         raise NotDivisibleError("an array as a literal")
     dtype = np.dtype(literal.aval.dtype)
-    return Number(np.asarray(literal.val).astype(dtype).item(), dtype)
+    value = np.asarray(literal.val).astype(dtype)
+    if value != value and value.tobytes() != np.asarray(math.nan, dtype).tobytes():
+        raise NotDivisibleError("a NaN other than the usual one, which no text holds")
+    return Number(value.item(), dtype)
 
 
 # Those of JAX that say what an operation does, beside the shape of its result.

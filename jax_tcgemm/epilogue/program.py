@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from jax_tcgemm.epilogue import function as functions
-from jax_tcgemm.epilogue import operations
+from jax_tcgemm.epilogue import evaluation, operations
 from jax_tcgemm.problem.strides import row_major
 
 # Where a value is taken from, for each of its dimensions: that dimension of the results, or the one
@@ -196,6 +195,6 @@ class _Known:
             return atom.val
         if atom not in self._values:
             eqn = self._made[atom]
-            results = functions.apply(eqn, [self.value(x) for x in eqn.invars])
+            results = evaluation.apply(eqn, [self.value(x) for x in eqn.invars])
             self._values.update(zip(eqn.outvars, results, strict=True))
         return self._values[atom]

@@ -44,6 +44,11 @@ class CompiledSpec:
             return 3
         return len(self.product.operand_names) + (2 if self.scaled else 0)
 
+    @property
+    def without_rules(self) -> CompiledSpec:
+        """The same where nothing is differentiated: see ``EpilogueFunction.without_rules``."""
+        return self.replace(function=self.function.without_rules)
+
     def split(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Returns what belongs to the product, and what to the operands of the function."""
         return tuple(values[: self.factor_count]), tuple(values[self.factor_count :])

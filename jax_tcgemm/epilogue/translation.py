@@ -13,7 +13,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jax_tcgemm.epilogue import draws, operations
+from jax_tcgemm._compat import jaxprs
+from jax_tcgemm.epilogue import operations
 from jax_tcgemm.epilogue.function import EpilogueFunction
 from jax_tcgemm.epilogue.operations import BatchIndexError, NotTranslatableError, element
 from jax_tcgemm.epilogue.program import (
@@ -34,6 +35,7 @@ MAX_RESULTS = 6
 _SUMMED = (jnp.dtype(jnp.int32), jnp.dtype(jnp.uint32))
 
 
+@functools.lru_cache(maxsize=256)
 def translate(function: EpilogueFunction, shape: tuple[int, ...] | None = None) -> Program | str:
     """Translates a function, or says why it cannot be.
 
@@ -41,13 +43,6 @@ def translate(function: EpilogueFunction, shape: tuple[int, ...] | None = None) 
         function: an epilogue; or one without accumulators, for a pass of its own.
         shape: of the matrices that the pass goes over.
     """
-    return _translate(function, shape, draws.partitionable())
-
-
-@functools.lru_cache(maxsize=256)
-def _translate(
-    function: EpilogueFunction, shape: tuple[int, ...] | None, _partitionable: bool
-) -> Program | str:
     try:
         return _Translation(function, shape).run()
     except BatchIndexError as error:
@@ -80,6 +75,9 @@ class _Translation:
         values, flat = self.values, self.function.flat
         if flat.jaxpr.effects:
             raise NotTranslatableError("effects")
+        places = {jaxprs.context_of(eqn)[0] for eqn in flat.jaxpr.eqns} - {None}
+        if places:
+            raise NotTranslatableError(f"operations that are computed on {', '.join(places)}")
         if not all(isinstance(extent, int) for extent in self.shape):
             raise NotTranslatableError("symbolic shapes")
         matrices: dict[int, str] = {}

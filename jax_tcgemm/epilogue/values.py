@@ -247,7 +247,7 @@ class Values:
     def _random_bits(self, eqn: Any, index: Index) -> str:
         """As ``jax.random.bits`` has them, of each element apart (threefry_partitionable)."""
         (key,), shape, width = eqn.invars, eqn.params["shape"], eqn.params["bit_width"]
-        if key.aval.shape or width not in (8, 16, 32) or not draws.partitionable():
+        if key.aval.shape or width not in (8, 16, 32) or not draws.is_partitionable(eqn):
             raise NotTranslatableError(f"random_bits of {width} bits")
         if not draws.is_key(key.aval.dtype):
             raise NotTranslatableError(f"random_bits of {key.aval.dtype}")

@@ -254,7 +254,7 @@ for _primitive, _rule in (
     (compiled_ragged_p, functools.partial(ragged.batch_one_by_one, _apply)),
 ):
     _primitive.multiple_results = True
-    registration.evaluate_by_jit(_primitive)
+    registration.evaluate_by_jit(_primitive, lambda spec: spec.without_rules)
     _primitive.def_abstract_eval(_abstract_eval)
     pe.dce_rules[_primitive] = _drop_unread
     ad.primitive_jvps[_primitive] = _jvp

@@ -38,8 +38,8 @@ def tangents(
         slopes: their tangents, ``None`` where that is zero.
     """
     moving = [i for i, slope in enumerate(slopes) if slope is not None]
-    derivative, needed = linear.of_epilogue(spec.function, wide, values, moving)
-    given = [*(slopes[i] for i in moving), *(values[i] for i in needed)]
+    derivative, needed, held = linear.of_epilogue(spec.function, wide, values, moving)
+    given = [*(slopes[i] for i in moving), *(values[i] for i in needed), *held]
     return _bind_tangent(given, derivative)
 
 
@@ -95,7 +95,10 @@ def _of_cotangents(
     if not any(given):
         return [None] * spec.slopes
     if spec.has_opaque_rule:
-        return list(_bind_pullback([*map(ad.instantiate_zeros, cotangents), *values], spec))
+        operands = [*map(ad.instantiate_zeros, cotangents), *values]
+        pullback, held = spec.transposed()
+        # Arrays of the rule have no place among the primitive's operands.
+        return list(pullback(*operands, *held) if held else _bind_pullback(operands, spec))
     if not all(given):
         spec = spec.of_results(given)
     nonzero = [x for x, is_given in zip(cotangents, given, strict=True) if is_given]
@@ -170,7 +173,7 @@ def _pullback_batch(
 
 for _primitive in (tangent_p, pullback_p):
     _primitive.multiple_results = True
-    registration.evaluate_by_jit(_primitive)
+    registration.evaluate_by_jit(_primitive, lambda spec: spec.without_rules)
 tangent_p.def_abstract_eval(_tangent_avals)
 pullback_p.def_abstract_eval(_pullback_avals)
 registration.derive_linear(tangent_p, _tangent, lambda spec: spec.slopes)

@@ -56,6 +56,11 @@ class HiddenSpec:
     derivative: LinearSpec
     product: GemmSpec
 
+    @property
+    def without_rules(self) -> HiddenSpec:
+        """The same where nothing is differentiated: see ``EpilogueFunction.without_rules``."""
+        return dataclasses.replace(self, derivative=self.derivative.without_rules)
+
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def forward(layers: FunctionLayers, first: Sequence[Any], second: Operands) -> jax.Array:
@@ -88,8 +93,8 @@ def _jvp(
     moving = [i for i, slope in enumerate(slopes) if slope is not None]
     if moving:
         wide = compiled.accumulators_dtype(first, layers.first)
-        derivative, kept = linear.of_epilogue(layers.first.function, wide, values, moving)
-        given = [*(slopes[i] for i in moving), *(values[i] for i in kept), second.b]
+        derivative, kept, held = linear.of_epilogue(layers.first.function, wide, values, moving)
+        given = [*(slopes[i] for i in moving), *(values[i] for i in kept), *held, second.b]
         addends.append(_bind(given, HiddenSpec(derivative, layers.second.product())))
     tangent: Any = sum(addends[1:], addends[0]) if addends else jnp.zeros_like(y)
     if d_second.b is not None or d_second.bias is not None:
@@ -145,17 +150,22 @@ def _transpose(cotangent: Any, *operands: Any, spec: HiddenSpec) -> list[Any]:
     axes = Operands(dense, (*batch, columns, rows))
     (hidden,) = derivative.tangent.results
     product = spec.product.replace(axes=axes, out_dtype=jnp.dtype(hidden.dtype))
-    function = _of_accumulator(
+    function, held = _of_accumulator(
         derivative, accumulator_dtype(cotangent.dtype, w.dtype, hidden.dtype)
     )
-    found = compiled.bind([cotangent, w, *values], CompiledSpec(product, function))
+    found = compiled.bind([cotangent, w, *values, *held], CompiledSpec(product, function))
     results = linear.of_wanted(found, wanted)
     return [*results, *[None] * (len(operands) - len(results))]
 
 
-def _of_accumulator(derivative: LinearSpec, wide: Any) -> functions.EpilogueFunction:
-    """Returns what goes back through a hidden layer, of the product that its cotangent is."""
-    pullback = derivative.pullback
+def _of_accumulator(
+    derivative: LinearSpec, wide: Any
+) -> tuple[functions.EpilogueFunction, list[Any]]:
+    """Returns what goes back through a hidden layer, of the product that its cotangent is.
+
+    And the arrays that it closes over, its last operands.
+    """
+    pullback, held = derivative.transposed()
     cotangent, *values = pullback.jaxpr.in_avals
 
     def of_product(product: jax.Array, *values: Any) -> list[jax.Array]:
@@ -163,9 +173,8 @@ def _of_accumulator(derivative: LinearSpec, wide: Any) -> functions.EpilogueFunc
 
     types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (cotangent, *values)]
     types[0] = jax.ShapeDtypeStruct(cotangent.shape, wide)
-    function, held = functions.trace(of_product, types, 1)
-    assert not held, "what it closes over is among the values"
-    return function
+    function, _ = functions.trace(of_product, types, 1)
+    return function, held
 
 
 def _batch(
@@ -177,7 +186,7 @@ def _batch(
     return jax.vmap(composed, tuple(dims), axis_size=axis_data.size)(*operands), 0
 
 
-registration.evaluate_by_jit(hidden_tangent_p)
+registration.evaluate_by_jit(hidden_tangent_p, lambda spec: spec.without_rules)
 hidden_tangent_p.def_abstract_eval(_abstract_eval)
 registration.derive_linear(hidden_tangent_p, _composed, lambda spec: spec.derivative.slopes)
 ad.primitive_transposes[hidden_tangent_p] = _transpose

@@ -15,9 +15,11 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from jax_tcgemm.problem.exact import ComparedExactly
 
-@dataclasses.dataclass(frozen=True)
-class Activation:
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Activation(ComparedExactly):
     """One activation of the fused epilogue; hashable, and equal to another of the same values.
 
     Attributes:

@@ -7,6 +7,7 @@ import enum
 from typing import Any
 
 from jax_tcgemm.problem.activations import Activation
+from jax_tcgemm.problem.exact import ComparedExactly
 
 Mask = tuple[bool, ...]
 
@@ -91,8 +92,8 @@ FORMS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Epilogue:
+@dataclasses.dataclass(frozen=True, eq=False)
+class Epilogue(ComparedExactly):
     """What becomes of the accumulators of one gemm.
 
     Attributes:

@@ -56,7 +56,7 @@ def traced_call(item: Node | Fused, compute: Callable[[Any, list[Any]], Sequence
         return compute(item, inputs)
 
     node = item.products[0] if isinstance(item, Fused) else item
-    with node.eqn.ctx.manager:
+    with jaxprs.in_context(node.eqn):
         return jax.make_jaxpr(function)(*(value.aval for value in item.taken))
 
 

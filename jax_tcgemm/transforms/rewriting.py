@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from jax.extend import core
 
 from jax_tcgemm._compat import jaxprs
+from jax_tcgemm.epilogue import identity
 from jax_tcgemm.problem.log import log
 from jax_tcgemm.transforms import kernel_calls
 from jax_tcgemm.transforms.fused import Fused
@@ -101,33 +101,30 @@ def _stacked(eqn: Any) -> tuple[bool, ...]:
     return tuple(len(one.aval.shape) < len(every.aval.shape) for one, every in pairs)
 
 
-def _key(item: Node | Fused) -> Any:
+def _key(item: Node | Fused) -> identity.Key:
     """Returns what two products, or regions, have in common if one jaxpr computes both."""
-    nodes = [*item.products, *item.nodes] if isinstance(item, Fused) else [item]
-    numbers: dict[Value, int] = {}
+    nodes = (*item.products, *item.nodes) if isinstance(item, Fused) else (item,)
+    eqns = [_Equation(node.inputs, node.outputs, node.eqn) for node in nodes]
+    return identity.key_of(_Equations(item.inputs, eqns, item.outputs))
 
-    def atom(x: Atom) -> Any:
-        if isinstance(x, Value):
-            return numbers.setdefault(x, len(numbers)), x.aval
-        return np.asarray(x.val).tobytes(), x.aval
 
-    inputs = tuple(map(atom, item.inputs))
-    eqns = tuple(
-        (
-            node.eqn.primitive,
-            tuple((k, type(v), v) for k, v in node.params.items()),
-            node.context,
-            tuple(map(atom, node.inputs)),
-            tuple(map(atom, node.outputs)),
-        )
-        for node in nodes
-    )
-    key = inputs, eqns, tuple(map(atom, item.outputs))
-    try:
-        hash(key)
-    except TypeError:
-        return item
-    return key
+class _Equation:
+    """An equation as ``identity`` reads it, with values in place of variables."""
+
+    def __init__(self, invars: Sequence[Atom], outvars: Sequence[Atom], eqn: Any):
+        self.invars, self.outvars = invars, outvars
+        self.primitive, self.params, self.ctx = eqn.primitive, eqn.params, eqn.ctx
+
+
+class _Equations:
+    """A jaxpr as ``identity`` reads it."""
+
+    constvars = consts = ()
+
+    def __init__(
+        self, invars: Sequence[Atom], eqns: Sequence[_Equation], outvars: Sequence[Atom]
+    ):
+        self.invars, self.eqns, self.outvars = invars, eqns, outvars
 
 
 class _Emission:

@@ -1,0 +1,142 @@
+"""Evaluates a jaxpr without its calls, each operation in the context that it was traced in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from jax_tcgemm._compat import HOST_ARRAYS, jaxprs
+
+# Operations that stand for what is in them, by the name of the parameter that holds it.
+_CALLS = ("call_jaxpr", "fun_jaxpr", "jaxpr")
+
+
+def evaluate(
+    jaxpr: Any,
+    consts: Sequence[Any],
+    values: Sequence[Any],
+    kept: frozenset[str] = frozenset(),
+    env: dict[Any, Any] | None = None,
+    forget_axes: bool = False,
+    given: Mapping[int, Any] | None = None,
+) -> list[Any]:
+    """Evaluates a jaxpr with what calls stand for in their place.
+
+    Args:
+        jaxpr: the operations.
+        consts: its constants.
+        values: its arguments.
+        kept: names of calls that stay.
+        env: variables that are known; all others are added.
+        forget_axes: whether it varies over mesh axes, of which there are none here.
+        given: what stands for arrays of ``held_arrays``, by their ``id``.
+    """
+    env, given = {} if env is None else env, given or {}
+    env.update(zip(jaxpr.constvars, (given.get(id(x), x) for x in consts), strict=True))
+    env.update(zip(jaxpr.invars, values, strict=True))
+
+    def read(atom: Any) -> Any:
+        if isinstance(atom, core.Literal):
+            return given.get(id(atom.val), atom.val)
+        return env[atom]
+
+    for eqn in jaxpr.eqns:
+        if any(var not in env for var in eqn.outvars):
+            values = [*map(read, eqn.invars)]
+            results = apply(eqn, values, kept, forget_axes, given)
+            env.update(zip(eqn.outvars, results, strict=True))
+    return [*map(read, jaxpr.outvars)]
+
+
+def apply(
+    eqn: Any,
+    values: Sequence[Any],
+    kept: frozenset[str] = frozenset(),
+    forget_axes: bool = False,
+    given: Mapping[int, Any] | None = None,
+) -> list[Any]:
+    """Evaluates one operation, with what a call stands for in its place."""
+    if forget_axes and eqn.primitive.name in jaxprs.VARYING:
+        return list(values)
+    called = _called(eqn, kept)
+    if called is not None:
+        jaxpr, consts = called
+        return evaluate(jaxpr, consts, values, kept, forget_axes=forget_axes, given=given)
+    if forget_axes:
+        params = {key: _parameter_of_no_axes(value) for key, value in eqn.params.items()}
+        eqn = eqn.replace(params=params)
+    with jaxprs.in_context(eqn):
+        return jaxprs.bind_again(eqn, values)
+
+
+def _called(eqn: Any, kept: frozenset[str]) -> tuple[Any, Sequence[Any]] | None:
+    """Returns what a call runs, and its constants; ``None`` for all else and what is kept."""
+    if eqn.primitive.name not in jaxprs.CALLS - kept:
+        return None
+    called = next((eqn.params[key] for key in _CALLS if key in eqn.params), None)
+    return None if called is None else (jaxprs.jaxpr_of(called), getattr(called, "consts", ()))
+
+
+def held_arrays(jaxpr: Any, consts: Sequence[Any], kept: frozenset[str]) -> list[Any]:
+    """Returns the arrays that a jaxpr closes over, in it and in its calls, each one once.
+
+    Under ``jax_use_simplified_jaxpr_constants`` these are literals.
+
+    Args:
+        jaxpr: the operations.
+        consts: its constants.
+        kept: names of calls that are not looked into.
+    """
+    return [*{id(x): x for x in _held(jaxpr, consts, kept)}.values()]
+
+
+def _held(jaxpr: Any, consts: Sequence[Any], kept: frozenset[str]) -> Iterator[Any]:
+    yield from consts
+    atoms = (atom for eqn in jaxpr.eqns for atom in eqn.invars)
+    for atom in (*atoms, *jaxpr.outvars):
+        if isinstance(atom, core.Literal) and _is_array(atom.val):
+            yield atom.val
+    for eqn in jaxpr.eqns:
+        called = _called(eqn, kept)
+        if called is not None:
+            yield from _held(*called, kept)
+
+
+def _is_array(x: Any) -> bool:
+    """Whether a literal is an array in the sense of users, and no number of their code."""
+    return isinstance(x, jax.Array) or (isinstance(x, HOST_ARRAYS) and x.ndim > 0)
+
+
+def of_no_axes(closed: Any) -> Any:
+    """Returns a jaxpr anew, whose values vary over no mesh axes.
+
+    Args:
+        closed: the jaxpr, which may have no place for constants.
+    """
+    has_place = hasattr(closed, "consts")
+    # Calls stay where nothing could hold the arrays that they close over.
+    kept = jaxprs.CUSTOM_CALLS if has_place else jaxprs.CALLS
+    jaxpr, consts = jaxprs.jaxpr_of(closed), getattr(closed, "consts", ())
+    arrays = held_arrays(jaxpr, consts, kept)
+    count = len(arrays)
+
+    def again(*values: Any) -> list[Any]:
+        given = dict(zip(map(id, arrays), values[:count], strict=True))
+        return evaluate(jaxpr, consts, values[count:], kept, forget_axes=True, given=given)
+
+    avals = [*map(jax.typeof, arrays), *(x.aval for x in jaxpr.invars)]
+    anew = jax.make_jaxpr(again)(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals)).jaxpr
+    if not has_place:
+        return anew
+    anew = anew.replace(constvars=anew.invars[:count], invars=anew.invars[count:])
+    return core.ClosedJaxpr(anew, arrays)
+
+
+def _parameter_of_no_axes(value: Any) -> Any:
+    """Returns what is a jaxpr anew."""
+    if type(value) is tuple:  # of branches
+        return tuple(map(_parameter_of_no_axes, value))
+    return value if jaxprs.jaxpr_of(value) is None else of_no_axes(value)
