@@ -175,6 +175,11 @@ def is_staging() -> bool:
     return False
 
 
+def eval_jaxpr(jaxpr: Any, consts: Sequence[Any], *values: Any) -> list[Any]:
+    """Evaluates a jaxpr, each equation in its context and with its name."""
+    return list(_core.eval_jaxpr(jaxpr, consts, *values))
+
+
 def call(jaxpr: Any, consts: Sequence[Any], values: Sequence[Any], name: str) -> list[Any]:
     """Evaluates a jaxpr, by one equation of ``jit`` where operations are recorded.
 

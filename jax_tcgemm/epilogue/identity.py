@@ -63,6 +63,20 @@ def key_of(closed: core.ClosedJaxpr) -> Key:
     return Key(digest, tuple(writer.equal), tuple(writer.same))
 
 
+class Digests:
+    """Digests of jaxprs that are compared with each other alone.
+
+    They need no objects beside them, which this holds for all, and take less time than keys.
+    """
+
+    def __init__(self) -> None:
+        self._writer = _Writer()
+
+    def of(self, closed: Any) -> bytes:
+        """Returns the digest of a jaxpr and its constants, or of what looks like one."""
+        return self._writer.of_jaxpr(closed)
+
+
 class _Writer:
     """Writes values as bytes.
 
@@ -115,7 +129,7 @@ class _Writer:
         if kind is set or kind is frozenset:
             return _joined(b"set", sorted(map(self.value, x)))
         if jaxprs.jaxpr_of(x) is not None:
-            return self._once(x, self._jaxpr)
+            return self._once(x, self.of_jaxpr)
         if jaxprs.is_symbolic(x):  # in integers alone; another scope may have the same names
             return _joined(b"extent", (_text(str(x)), self._reference(x.scope)))
         return self._of_jax(x) if _is_of_jax(kind) else self._reference(x)
@@ -181,7 +195,7 @@ class _Writer:
     def _context(self, context: Any) -> bytes:
         return self.value(jaxprs.context_fields(context))
 
-    def _jaxpr(self, closed: Any) -> bytes:
+    def of_jaxpr(self, closed: Any) -> bytes:
         """Writes a jaxpr, with its constants if it has any, as a digest."""
         jaxpr = jaxprs.jaxpr_of(closed)
         numbers: dict[Any, int] = {}

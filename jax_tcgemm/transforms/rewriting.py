@@ -27,7 +27,8 @@ class Rewriting:
     def __init__(self) -> None:
         self._jaxprs: dict[tuple[int, tuple[bool, ...]], tuple[Any, Any]] = {}
         self._has_products: dict[int, tuple[Any, bool]] = {}
-        self._calls: dict[Any, Any] = {}
+        self._calls: dict[bytes, Any] = {}
+        self._digests = identity.Digests()
 
     def rewritten(
         self, jaxpr: Any, consts: Sequence[Any], is_stacked: Sequence[bool] = ()
@@ -85,7 +86,9 @@ class Rewriting:
         Returns:
             Why there is no kernel with such an epilogue, a string, instead.
         """
-        key = _key(item)
+        nodes = (*item.products, *item.nodes) if isinstance(item, Fused) else (item,)
+        eqns = [_Equation(node.inputs, node.outputs, node.eqn) for node in nodes]
+        key = self._digests.of(_Equations(item.inputs, eqns, item.outputs))
         if key not in self._calls:
             try:
                 self._calls[key] = kernel_calls.traced(item)
@@ -101,13 +104,6 @@ def _stacked(eqn: Any) -> tuple[bool, ...]:
     return tuple(len(one.aval.shape) < len(every.aval.shape) for one, every in pairs)
 
 
-def _key(item: Node | Fused) -> identity.Key:
-    """Returns what two products, or regions, have in common if one jaxpr computes both."""
-    nodes = (*item.products, *item.nodes) if isinstance(item, Fused) else (item,)
-    eqns = [_Equation(node.inputs, node.outputs, node.eqn) for node in nodes]
-    return identity.key_of(_Equations(item.inputs, eqns, item.outputs))
-
-
 class _Equation:
     """An equation as ``identity`` reads it, with values in place of variables."""
 
@@ -121,9 +117,7 @@ class _Equations:
 
     constvars = consts = ()
 
-    def __init__(
-        self, invars: Sequence[Atom], eqns: Sequence[_Equation], outvars: Sequence[Atom]
-    ):
+    def __init__(self, invars: Sequence[Atom], eqns: Sequence[_Equation], outvars: Sequence[Atom]):
         self.invars, self.eqns, self.outvars = invars, eqns, outvars
 
 
