@@ -9,7 +9,9 @@ import pytest
 import random_pairs
 from function_pairs import SLOPES, VALUES, simplified_constants
 from fused_call import assert_trees_close
+from jax.sharding import PartitionSpec
 from paired_calls import PRODUCT, WAYS, WRAPPERS, wrong_slopes, wrong_values
+from sharded_program import mesh_of
 
 from jax_tcgemm import fuse, gemm
 from jax_tcgemm.epilogue import function as functions
@@ -117,6 +119,45 @@ def test_rules_that_close_over_traced_arrays(normal):
         wanted = x.T @ jnp.broadcast_to(t, (8, 8))
         np.testing.assert_allclose(gradient(w, t), wanted, rtol=1e-4, atol=1e-4)
         np.testing.assert_allclose(jax.jit(gradient)(w, t), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_arrays_within_calls_by_shards(normal, check_vma):
+    """Beside one that varies over the mesh, which has no type without it."""
+    x, w, rows, column = normal(64, 8), normal(8, 8), normal(64, 1), normal(8)
+    column_on_host = np.asarray(normal(8))
+
+    def epilogue_of(rows):
+        return jax.jit(lambda z: jax.jit(lambda y: jnp.tanh(y + column))(z) * rows + column_on_host)
+
+    def body(x, w, rows):
+        return gemm(x, w, epilogue=epilogue_of(rows), precision="highest")
+
+    specs = (PartitionSpec("x"), PartitionSpec(), PartitionSpec("x"))
+    program = jax.shard_map(
+        body, mesh=mesh_of(), in_specs=specs, out_specs=specs[0], check_vma=check_vma
+    )
+    for run in (program, jax.jit(program)):
+        wanted = epilogue_of(rows)(jnp.matmul(x, w, precision="highest"))
+        np.testing.assert_allclose(run(x, w, rows), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_rules_for_batches_that_close_over_arrays(normal):
+    x, w, t = normal(3, 8, 8), normal(8, 8), normal(8)
+
+    def ruled(t):
+        function = jax.custom_batching.custom_vmap(lambda z: z * 2)
+        function.def_vmap(lambda size, is_mapped, z: (z * t, True))
+        return function
+
+    def program(x, t):
+        return jax.vmap(lambda x: gemm(x, w, epilogue=ruled(t)))(x)
+
+    wanted = jnp.matmul(x, w) * t
+    np.testing.assert_allclose(program(x, t), wanted, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(jax.jit(lambda x: program(x, t))(x), wanted, rtol=1e-4, atol=1e-4)
+    with pytest.raises(TypeError, match="closes over traced values"):
+        jax.jit(program)(x, t)
 
 
 def test_layers_with_rates_of_their_own():
