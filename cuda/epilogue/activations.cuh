@@ -2,7 +2,9 @@
 // names in jax_tcgemm/problem/activations.py, whose jnp functions are what they are tested against.
 //
 // All are accurate to a few float32 roundings: exp and reciprocal by the fast instructions (2 ulp),
-// nothing by tanh.approx, whose 2^-11 would show in float32 results.
+// nothing by tanh.approx, whose 2^-11 would show in float32 results. A logistic function of less
+// than 2^-60 counts as 0. NaN and infinities give what the jnp functions give, and do not change
+// the values beside them; tests/test_special_values.py holds both.
 
 #pragma once
 
@@ -35,15 +37,39 @@ concept ActivationFunctor = LogisticFunctor<T> || PointwiseFunctor<T>;
 // A functor's parameters are the first of these.
 using ActivationParameters = float[kActivationParameters];
 
+// The larger and the smaller of two, as jnp.maximum and jnp.minimum have them: NaN if either is
+// NaN, and -0 below 0.
+__device__ __forceinline__ float larger(float x, float y) {
+#if __CUDA_ARCH__ >= 800
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;\n" : "=f"(result) : "f"(x), "f"(y));
+  return result;
+#else
+  return x != x ? x : y != y ? y : fmaxf(x, y);
+#endif
+}
+__device__ __forceinline__ float smaller(float x, float y) {
+#if __CUDA_ARCH__ >= 800
+  float result;
+  asm("min.NaN.f32 %0, %1, %2;\n" : "=f"(result) : "f"(x), "f"(y));
+  return result;
+#else
+  return x != x ? x : y != y ? y : fminf(x, y);
+#endif
+}
+
 struct Relu {
-  // Written so that NaN passes, as in jnp.maximum(x, 0).
-  __device__ __forceinline__ float apply(float x) const { return x < 0.f ? 0.f : x; }
+  __device__ __forceinline__ float apply(float x) const { return larger(x, 0.f); }
+  // 0 at NaN, as jax.nn.relu has it.
   __device__ __forceinline__ float derivative(float x) const { return x > 0.f ? 1.f : 0.f; }
 };
 
 struct ReluSquared {
-  __device__ __forceinline__ float apply(float x) const { return x < 0.f ? 0.f : x * x; }
-  __device__ __forceinline__ float derivative(float x) const { return x < 0.f ? 0.f : 2.f * x; }
+  __device__ __forceinline__ float apply(float x) const {
+    const float y = larger(x, 0.f);
+    return y * y;
+  }
+  __device__ __forceinline__ float derivative(float x) const { return 2.f * larger(x, 0.f); }
 };
 
 struct Gelu {
@@ -78,7 +104,8 @@ struct Silu {
 };
 
 struct Sigmoid {
-  __device__ __forceinline__ float scale(float) const { return 1.f; }
+  // NaN at NaN: of a pair, no other part of the quotient keeps it.
+  __device__ __forceinline__ float scale(float x) const { return x == x ? 1.f : x; }
   __device__ __forceinline__ float scale_slope() const { return 0.f; }
   __device__ __forceinline__ float argument(float x) const { return x; }
   __device__ __forceinline__ float argument_slope(float) const { return 1.f; }
@@ -102,27 +129,49 @@ struct Softcap {
 struct Clip {
   float low, high;
   __device__ __forceinline__ explicit Clip(const ActivationParameters& p) : low(p[0]), high(p[1]) {}
-  // Written so that NaN passes.
-  __device__ __forceinline__ float apply(float x) const {
-    x = x < low ? low : x;
-    return x > high ? high : x;
-  }
-  // Half at a bound, where jnp.minimum and jnp.maximum divide a cotangent evenly.
+  __device__ __forceinline__ float apply(float x) const { return smaller(high, larger(low, x)); }
+  // Half at a bound, where jnp.minimum and jnp.maximum divide a cotangent evenly, and 0 at NaN.
   __device__ __forceinline__ float derivative(float x) const {
-    const float from_low = x < low ? 0.f : x == low ? 0.5f : 1.f;
+    const float from_low = x > low ? 1.f : x == low ? 0.5f : 0.f;
     x = x < low ? low : x;
-    return from_low * (x > high ? 0.f : x == high ? 0.5f : 1.f);
+    return from_low * (x < high ? 1.f : x == high ? 0.5f : 0.f);
   }
 };
 
-// 1 + exp(-x). The power is capped at 2^60, where the quotient has long vanished, so that the
-// product of two is finite.
-__device__ __forceinline__ float one_plus_exp(float x) {
-  constexpr float kLog2E = 1.4426950408889634f;
+__device__ __forceinline__ float fast_exp2(float x) {
   float power;
-  asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(power) : "f"(fminf(-kLog2E * x, 60.f)));
-  return 1.f + power;
+  asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(power) : "f"(x));
+  return power;
 }
+
+// 0 instead of less than 2^-126.
+__device__ __forceinline__ float fast_reciprocal(float x) {
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;\n" : "=f"(result) : "f"(x));
+  return result;
+}
+
+constexpr float kMinusLog2E = -1.4426950408889634f;
+
+// 1 / (1 + exp(-x)): 0 where exp(-x) overflows, NaN at NaN.
+__device__ __forceinline__ float sigma(float x) {
+  return fast_reciprocal(1.f + fast_exp2(kMinusLog2E * x));
+}
+
+// One of two values that share a reciprocal: 1 + exp(-x) where that is at most 1 + 2^60, and a
+// factor for the quotient, which is 1 there. Beyond it the factor is 0 and the sum 1 + 2^60: the
+// product of two sums is finite, and its reciprocal is above 2^-126, so that the other value does
+// not change. NaN counts as beyond: fminf and saturation drop it, and the scale brings it back.
+struct HalfOfPair {
+  float one_plus_exp, factor;
+  __device__ __forceinline__ explicit HalfOfPair(float x) {
+    constexpr float kLargest = 60.f;
+    constexpr float kSteep = 1048576.f;
+    const float exponent = kMinusLog2E * x;
+    one_plus_exp = 1.f + fast_exp2(fminf(exponent, kLargest));
+    factor = __saturatef(fmaf(exponent, -kSteep, kLargest * kSteep));
+  }
+};
 
 template <ActivationFunctor Functor, int kWidth>
 __device__ __forceinline__ void apply_activation(const Functor& functor, float (&x)[kWidth]) {
@@ -130,15 +179,16 @@ __device__ __forceinline__ void apply_activation(const Functor& functor, float (
 #pragma unroll
     for (float& value : x) value = functor.apply(value);
   } else if constexpr (kWidth == 1) {
-    x[0] = __fdividef(functor.scale(x[0]), one_plus_exp(functor.argument(x[0])));
+    x[0] = functor.scale(x[0]) * sigma(functor.argument(x[0]));
   } else {
 #pragma unroll
     for (int i = 0; i < kWidth; i += 2) {
-      const float first = one_plus_exp(functor.argument(x[i]));
-      const float second = one_plus_exp(functor.argument(x[i + 1]));
-      const float reciprocal = __fdividef(1.f, first * second);
-      x[i] = functor.scale(x[i]) * (reciprocal * second);
-      x[i + 1] = functor.scale(x[i + 1]) * (reciprocal * first);
+      const HalfOfPair first(functor.argument(x[i]));
+      const HalfOfPair second(functor.argument(x[i + 1]));
+      const float reciprocal = fast_reciprocal(first.one_plus_exp * second.one_plus_exp);
+      // The scale comes last: an infinite one times a quotient of 0 is NaN.
+      x[i] = functor.scale(x[i]) * (first.factor * (reciprocal * second.one_plus_exp));
+      x[i + 1] = functor.scale(x[i + 1]) * (second.factor * (reciprocal * first.one_plus_exp));
     }
   }
 }
@@ -151,9 +201,10 @@ __device__ __forceinline__ void differentiate(const Functor& functor, float& x, 
     x = functor.apply(x);
   } else {
     // s sigma(a): s' sigma + s sigma (1 - sigma) a'
-    const float sigma = __fdividef(1.f, one_plus_exp(functor.argument(x)));
-    const float value = functor.scale(x) * sigma;
-    slope = fmaf(value * (1.f - sigma), functor.argument_slope(x), functor.scale_slope() * sigma);
+    const float quotient = sigma(functor.argument(x));
+    const float value = functor.scale(x) * quotient;
+    slope =
+        fmaf(value * (1.f - quotient), functor.argument_slope(x), functor.scale_slope() * quotient);
     x = value;
   }
 }

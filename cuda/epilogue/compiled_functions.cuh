@@ -145,21 +145,6 @@ __device__ __forceinline__ T sign(T x) {
   return x > T{0} ? T{1} : x < T{0} ? static_cast<T>(-1) : T{0};
 }
 
-// x to a power that is known: by squaring, of a negative one the reciprocal.
-template <int kPower, typename T>
-__device__ __forceinline__ T integer_power(T x) {
-  if constexpr (kPower < 0) {
-    return T{1} / integer_power<-kPower>(x);
-  } else if constexpr (kPower == 0) {
-    return T{1};
-  } else if constexpr (kPower % 2 != 0) {
-    return integer_power<kPower - 1>(x) * x;
-  } else {
-    const T root = integer_power<kPower / 2>(x);
-    return root * root;
-  }
-}
-
 // Of integers: what XLA makes of a division by zero and of the one quotient out of range.
 template <typename T>
 __device__ __forceinline__ T quotient(T x, T y) {
@@ -188,11 +173,15 @@ __device__ __forceinline__ T shifted_right_logical(T x, T by) {
   const auto count = static_cast<uint32_t>(by);
   return count >= 8 * sizeof(T) ? T{0} : static_cast<T>(static_cast<Bits>(x) >> count);
 }
+// The highest bit is the sign, of unsigned integers as well.
 template <typename T>
 __device__ __forceinline__ T shifted_right_arithmetic(T x, T by) {
+  using Signed = std::conditional_t<sizeof(T) == 4, int32_t,
+                                    std::conditional_t<sizeof(T) == 2, int16_t, int8_t>>;
+  const auto value = static_cast<Signed>(x);
   const auto count = static_cast<uint32_t>(by);
-  if (count < 8 * sizeof(T)) return static_cast<T>(x >> count);
-  return static_cast<T>(x < T{0} ? -1 : 0);
+  if (count < 8 * sizeof(T)) return static_cast<T>(value >> count);
+  return static_cast<T>(value < 0 ? -1 : 0);
 }
 
 template <typename T>

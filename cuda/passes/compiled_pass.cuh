@@ -17,6 +17,7 @@
 
 #include "compiled_params.h"
 #include "epilogue/compiled_functions.cuh"
+#include "epilogue/compiled_rounding.cuh"
 #include "epilogue/compiled_values.cuh"
 #include "scheduler/raster.cuh"
 

@@ -78,6 +78,16 @@ def constant(value: Any, dtype: Any) -> str:
     return f"static_cast<{element(dtype).value}>({int(scalar)}ll)"
 
 
+def reciprocal(number: Any, dtype: Any) -> np.ndarray | None:
+    """Returns 1 / number rounded to a floating-point type, ``None`` if it is no normal number."""
+    if not is_float(dtype):
+        return None
+    with np.errstate(all="ignore"):
+        inverse = np.ones((), dtype) / np.asarray(number, dtype)
+    is_normal = jnp.finfo(dtype).tiny <= abs(inverse) <= jnp.finfo(dtype).max
+    return inverse if is_normal else None
+
+
 def rounded(expression: str, dtype: Any) -> str:
     """Returns a float32 expression rounded to a narrower floating-point type."""
     kind = element(dtype)
@@ -92,11 +102,13 @@ def converted(x: str, old: Any, new: Any) -> str:
     if np.dtype(new) == np.bool_:
         return f"({x} != {constant(0, old)})"
     if is_float(new):
+        if jnp.issubdtype(old, jnp.integer) and kind.cpp != kind.value:
+            return f"nearest_to<{kind.cpp}>({x})"
         return rounded(x if is_float(old) else f"static_cast<float>({x})", new)
     return f"integer_of<{kind.value}>({x})" if is_float(old) else f"static_cast<{kind.value}>({x})"
 
 
-# Of values of floating-point types; {0}, {1} and so on are the operands.
+# Of values of floating-point types; {0}, {1} and so on are the operands, {element} their type.
 _OF_FLOATS: Mapping[str, str] = {
     "add": "{0} + {1}",
     "add_any": "{0} + {1}",
@@ -108,14 +120,14 @@ _OF_FLOATS: Mapping[str, str] = {
     "min": "minimum({0}, {1})",
     "pow": "powf({0}, {1})",
     "atan2": "atan2f({0}, {1})",
-    "nextafter": "nextafterf({0}, {1})",
+    "nextafter": "next_after<{element}>({0}, {1})",
     "neg": "-{0}",
     "abs": "fabsf({0})",
     "sign": "sign({0})",
     "floor": "floorf({0})",
     "ceil": "ceilf({0})",
     "square": "{0} * {0}",
-    "one_minus_square": "(1.f - {0}) * (1.f + {0})",
+    "one_minus_square": "one_minus_square<{element}>({0})",
     "sqrt": "sqrtf({0})",
     "rsqrt": "rsqrtf({0})",
     "cbrt": "cbrtf({0})",
@@ -153,6 +165,7 @@ _OF_INTEGERS: Mapping[str, str] = {
     "sub": "static_cast<uint32_t>({0}) - static_cast<uint32_t>({1})",
     "mul": "static_cast<uint32_t>({0}) * static_cast<uint32_t>({1})",
     "square": "static_cast<uint32_t>({0}) * static_cast<uint32_t>({0})",
+    "one_minus_square": "1u - static_cast<uint32_t>({0}) * static_cast<uint32_t>({0})",
     "neg": "0u - static_cast<uint32_t>({0})",
     "abs": "{0} < 0 ? 0u - static_cast<uint32_t>({0}) : static_cast<uint32_t>({0})",
     "sign": "sign({0})",
@@ -199,7 +212,7 @@ def _from_table(name: str, values: list[str], dtype: Any) -> str:
     if name not in table:
         raise NotTranslatableError(f"{name} of {dtype}")
     kind = element(dtype)
-    text = table[name].format(*values, type=kind.value)
+    text = table[name].format(*values, element=kind.cpp)
     if is_float(dtype):
         return rounded(text, dtype)
     return text if truths else f"static_cast<{kind.value}>({text})"
@@ -209,7 +222,7 @@ def _integer_pow(values: list[str], dtypes: list[Any], params: Mapping[str, Any]
     power = params["y"]
     if not is_float(dtypes[0]):
         raise NotTranslatableError(f"integer_pow of {dtypes[0]}")
-    return rounded(f"integer_power<{power}>({values[0]})", dtypes[0])
+    return f"integer_power<{element(dtypes[0]).cpp}, {power}>({values[0]})"
 
 
 def _round(values: list[str], dtypes: list[Any], params: Mapping[str, Any]) -> str:
@@ -235,21 +248,19 @@ def _bitcast(values: list[str], dtypes: list[Any], params: Mapping[str, Any]) ->
     if old.itemsize != new.itemsize or np.bool_ in (old, new):
         raise NotTranslatableError(f"bitcast_convert_type of {old} to {new}")
     if is_float(old):
-        value = f"element_of<{element(old).cpp}>({value})"
+        value = f"exact_element<{element(old).cpp}>({value})"
     bits = f"bits_as<{element(new).cpp}>({value})"
     return f"value_of({bits})"
 
 
-_NARROW = {(8, 7): "__nv_bfloat16", (5, 10): "__half"}
-
-
 def _reduce_precision(values: list[str], dtypes: list[Any], params: Mapping[str, Any]) -> str:
-    kept = params["exponent_bits"], params["mantissa_bits"]
-    if kept == (8, 23):
+    exponent, mantissa = params["exponent_bits"], params["mantissa_bits"]
+    info = jnp.finfo(dtypes[0])
+    if exponent >= info.nexp and mantissa >= info.nmant:
         return values[0]
-    if kept not in _NARROW or np.dtype(dtypes[0]) != np.float32:
-        raise NotTranslatableError(f"reduce_precision of {dtypes[0]} to {kept}")
-    return f"rounded<{_NARROW[kept]}>({values[0]})"
+    if np.dtype(dtypes[0]).itemsize == 1:
+        raise NotTranslatableError(f"reduce_precision of {dtypes[0]} to {exponent, mantissa}")
+    return f"reduced_precision<{element(dtypes[0]).cpp}, {exponent}, {mantissa}>({values[0]})"
 
 
 def _is_finite(values: list[str], dtypes: list[Any], params: Mapping[str, Any]) -> str:

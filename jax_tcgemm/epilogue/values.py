@@ -203,12 +203,24 @@ class Values:
         x, y = eqn.invars
         (result,) = eqn.outvars
         dtype = result.aval.dtype
+        number = self._number(y)
+        if number is not None:
+            reciprocal = operations.reciprocal(number, dtype)
+            if reciprocal is not None:
+                factor = operations.constant(reciprocal, dtype)
+                product = f"{self.operand(x, result, index)} * {factor}"
+                return self.named(operations.rounded(product, dtype), dtype)
         values = [self.operand(atom, result, index) for atom in (x, y)]
-        if is_literal(y) and dtype == jnp.float32 and 2.0**-120 < abs(float(y.val)) < 2.0**120:
-            return self.named(
-                f"{values[0]} * {operations.constant(1 / float(y.val), dtype)}", dtype
-            )
         return self.named(operations.translated("div", values, [dtype, dtype], eqn.params), dtype)
+
+    def _number(self, atom: Any) -> Any:
+        """Returns what every element of a value is, if the jaxpr says so."""
+        while not is_literal(atom):
+            eqn = self.made.get(atom)
+            if eqn is None or eqn.primitive.name != "broadcast_in_dim":
+                return None
+            atom = eqn.invars[0]
+        return atom.val if not atom.aval.shape else None
 
     # Operations on the index itself.
 

@@ -7,6 +7,7 @@
 
 #include "compiled_params.h"
 #include "epilogue/compiled_functions.cuh"
+#include "epilogue/compiled_rounding.cuh"
 #include "epilogue/compiled_values.cuh"
 #include "ptx/shared_memory.cuh"
 #include "ptx/wgmma.cuh"
