@@ -30,7 +30,7 @@ PICTURE = ROOT / "docs" / "architecture.svg"
 PYTHON_ORDER = (
     *("__main__", "__init__", "transforms", "tools", "api", "primitives", "partitioning"),
     *("lowering", "epilogue", "tuning", "problem"),
-    *("_extension", "_compat", "_core", "kernels"),
+    *("_extension", "_compat", "_core", "_clone", "kernels"),
 )
 
 _CAPTIONS = {
@@ -47,6 +47,7 @@ _CAPTIONS = {
     "_extension": "loads and registers",
     "_compat": "JAX's private names",
     "_core": "the compiled module",
+    "_clone": "finds the installed package",
     "kernels": "the table of kernels",
     "ffi": "XLA's calls, decoded",
     "build": "compilers, written sources",

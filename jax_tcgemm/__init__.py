@@ -1,8 +1,13 @@
 """Tensor-core GEMM for JAX: hand-written CUDA kernels as an ordinary JAX function."""
 
 import importlib.metadata
+import sys
 
 import jax
+
+from jax_tcgemm import _clone
+
+_clone.hand_over(sys.modules[__name__])
 
 from jax_tcgemm import _extension
 from jax_tcgemm.api.delayed_scaling import DelayedScale, Fp8State

@@ -14,8 +14,8 @@ try:
 except ImportError as error:
     raise ImportError(
         f"jax_tcgemm was imported from {pathlib.Path(__file__).parent}, whose compiled extension "
-        f"cannot be loaded ({error}). In a clone of the repository, run `pip install .` and start "
-        "Python elsewhere or with `python -P`; otherwise reinstall jax_tcgemm."
+        f"cannot be loaded ({error}). In a clone of the repository, run `pip install .`; otherwise "
+        "reinstall jax_tcgemm."
     ) from error
 
 GEMM_TARGET = "jax_tcgemm_gemm_v1"

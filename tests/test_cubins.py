@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import os
+import pathlib
+import stat
 import subprocess
 import sys
+import time
+import warnings
 
 import pytest
 
 from jax_tcgemm.epilogue import cubins, nvrtc
+from jax_tcgemm.tuning import cache
+from jax_tcgemm.tuning.entry import Entry
 
 pytestmark = pytest.mark.any_jax
 
@@ -75,23 +81,128 @@ def test_broken_entries_are_misses(folder, damage):
     assert cubins._read(entry) == made
 
 
-def test_folder_that_others_write_to_is_not_used(folder):
+@pytest.fixture
+def umask():
+    """Sets the umask: umask(0o002)."""
+    before = os.umask(0o022)
+    yield os.umask
+    os.umask(before)
+
+
+def _mode(path):
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.mark.parametrize("mask", [0o000, 0o002, 0o022, 0o077], ids=oct)
+@pytest.mark.parametrize("first", ["tuning", "cubin"])
+def test_kept_under_every_umask(folder, monkeypatch, umask, mask, first):
+    umask(mask)
+    if first == "tuning":  # makes the folder above
+        assert cache.write("a device", "{}", Entry("xla", 1.0, 2.0, 1.0)) is None
+    made = cubins.cubin(SOURCE, "sm_90a")
+    assert (_mode(folder.parent), _mode(folder)) == (0o700, 0o700)
+    cubins.clear_memory()
+    monkeypatch.setattr(nvrtc.Nvrtc, "compile", _refuse)
+    assert cubins.cubin(SOURCE, "sm_90a") == made
+
+
+def test_a_folder_above_that_others_write_to_stays_as_it_is(folder, monkeypatch):
     folder.parent.mkdir()
-    folder.mkdir()
+    folder.parent.chmod(0o775)
+    made = cubins.cubin(SOURCE, "sm_90a")
+    assert (_mode(folder.parent), _mode(folder)) == (0o775, 0o700)
+    cubins.clear_memory()
+    monkeypatch.setattr(nvrtc.Nvrtc, "compile", _refuse)
+    assert cubins.cubin(SOURCE, "sm_90a") == made
+
+
+@pytest.mark.parametrize("mode", [0o775, 0o777], ids=oct)
+def test_own_folder_that_others_write_to_is_mended(folder, mode):
+    folder.mkdir(parents=True)
+    folder.chmod(mode)
+    assert cubins.cubin(SOURCE, "sm_90a")
+    assert _mode(folder) == 0o700
+    assert len(list(folder.iterdir())) == 1
+
+
+def test_a_mode_that_does_not_change_is_refused(folder, monkeypatch):
+    """As on file systems without modes."""
+    folder.mkdir(parents=True)
     folder.chmod(0o777)
+    monkeypatch.setattr(pathlib.Path, "chmod", lambda *_: None)
     with pytest.warns(UserWarning, match="others can write to it"):
         assert cubins.cubin(SOURCE, "sm_90a")
     assert not list(folder.iterdir())
 
 
-def test_full_disk_keeps_nothing(folder, monkeypatch):
-    def full(*arguments, **options):
-        raise OSError(28, "No space left on device")
+def _with_owner(status, owner):
+    fields = list(status)
+    fields[stat.ST_UID] = owner
+    return os.stat_result(fields)
 
-    monkeypatch.setattr(cubins.os, "fdopen", full)
-    with pytest.warns(UserWarning, match="No space left"):
+
+def test_another_users_folder_is_not_used(folder, monkeypatch):
+    real, other = pathlib.Path.stat, os.geteuid() + 1
+
+    def stat_of(path, **options):
+        status = real(path, **options)
+        return _with_owner(status, other) if path == folder else status
+
+    monkeypatch.setattr(pathlib.Path, "stat", stat_of)
+    with pytest.warns(UserWarning, match="is another user's"):
         assert cubins.cubin(SOURCE, "sm_90a")
     assert not list(folder.iterdir())
+
+
+@pytest.mark.parametrize("whose", ["another user's", "writable", "another key's"])
+def test_entries_that_others_may_have_made_are_misses(folder, monkeypatch, whose):
+    cubins.cubin(SOURCE, "sm_90a")
+    (entry,) = folder.iterdir()
+    assert cubins._read(entry) is not None
+    if whose == "another user's":
+        real, other = os.fstat, os.geteuid() + 1
+        monkeypatch.setattr(cubins.os, "fstat", lambda file: _with_owner(real(file), other))
+    elif whose == "writable":
+        entry.chmod(0o660)
+    else:
+        entry = entry.rename(folder / ("0" * 64))
+    assert cubins._read(entry) is None
+
+
+def _full(*arguments, **options):
+    raise OSError(28, "No space left on device", f"/{time.perf_counter_ns()}")
+
+
+def _read_only(*arguments, **options):
+    raise OSError(30, "Read-only file system", f"/{time.perf_counter_ns()}")
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "fails"),
+    [
+        (cubins.os, "fdopen", _full),
+        (cubins.os, "replace", _full),
+        (cubins.tempfile, "mkstemp", _read_only),
+        (cubins.pathlib.Path, "mkdir", _read_only),
+        (cubins.pathlib.Path, "stat", _read_only),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+@pytest.mark.parametrize("filtered", ["default", "error"])
+def test_what_cannot_be_kept_is_said_once_and_ends_nothing(
+    folder, monkeypatch, where, name, fails, filtered
+):
+    cubins._headers_digest()  # reads files of the package
+    with monkeypatch.context() as patch, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always" if filtered == "default" else "error")
+        patch.setattr(where, name, fails)
+        for i in range(2):
+            assert cubins.cubin(SOURCE.replace("= 1", f"= {i}"), "sm_90a")
+    message = fails.__name__.strip("_").split("_")[0]
+    said = [str(each.message).lower() for each in said]
+    assert len(said) == (filtered == "default")
+    assert all({"full": "no space left", "read": "read-only"}[message] in each for each in said)
+    assert not folder.exists() or not list(folder.iterdir())
 
 
 def test_least_recently_used_go_first(folder, monkeypatch):

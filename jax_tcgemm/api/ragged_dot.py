@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_tcgemm import _compat
@@ -65,7 +67,9 @@ def ragged_dot(
         bias: ``(g, n)``, added before the activation.
         activation: as in ``gemm``.
         precision: as in ``gemm``.
-        preferred_element_type: dtype of the result; ``None`` is that of ``jnp.matmul(lhs, rhs)``.
+        preferred_element_type: dtype of the result; ``None`` is that of ``jnp.matmul(lhs, rhs)``,
+            or of ``jax.lax.ragged_dot`` where JAX promotes the two to no common type (bfloat16
+            by int4).
         transpose_rhs: whether the matrices are stored transposed; nothing is moved in memory.
         config: name of a kernel configuration for groups of rows (a row of
             ``jax_tcgemm.kernels.table``), or ``None`` for the one that a heuristic chooses.
@@ -107,7 +111,9 @@ def ragged_dot(
         )
     _, _, n, _ = arguments.extents(lhs, rhs, False, transpose_rhs, _NAMES)
     precision = _compat.canonicalize_precision(precision)
-    lhs, rhs, out_dtype = arguments.promoted(lhs, rhs, precision, preferred_element_type, _NAMES)
+    own = preferred_element_type
+    own = _without_promotion(lhs.dtype, rhs.dtype) if own is None else own
+    lhs, rhs, out_dtype = arguments.promoted(lhs, rhs, precision, own, _NAMES)
     arguments.check_activation(activation, out_dtype)
     sums = jnp.dtype(jnp.int32) if lhs.dtype == rhs.dtype == jnp.int8 else out_dtype
     types = (lhs.dtype, rhs.dtype, sums, precision)
@@ -187,6 +193,18 @@ def gated_ragged_dot(
     }
     gate = ragged_dot(lhs, rhs_gate, group_sizes, bias=bias_gate, activation=activation, **options)
     return gate * ragged_dot(lhs, rhs_up, group_sizes, bias=bias_up, **options)
+
+
+def _without_promotion(lhs: np.dtype, rhs: np.dtype) -> np.dtype | None:
+    """Returns the dtype of ``lax.ragged_dot`` for operands that JAX does not promote."""
+    try:
+        with jax.numpy_dtype_promotion("standard"):
+            jnp.promote_types(lhs, rhs)
+    except (TypeError, ValueError):
+        x, w = jax.ShapeDtypeStruct((1, 1), lhs), jax.ShapeDtypeStruct((1, 1, 1), rhs)
+        with contextlib.suppress(TypeError, ValueError):
+            return jax.eval_shape(lax.ragged_dot, x, w, jax.ShapeDtypeStruct((1,), "int32")).dtype
+    return None
 
 
 def _check_config(config: str | None, algorithm: str | None) -> None:

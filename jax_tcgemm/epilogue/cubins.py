@@ -1,7 +1,8 @@
 """Machine code compiled at run time, kept in memory and on disk.
 
-A file is replaced as a whole and says what it must hash to; what is torn, foreign or not to be read
-is as if it were not there. What is kept is code: the folder is the user's own, or is not used.
+A file is replaced as a whole and says what it and its name must hash to; what is torn, foreign or
+not to be read is as if it were not there. What is kept is code: the folder and each file in it are
+the user's own, or are not used.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from collections.abc import Iterator
 
 from jax_tcgemm import _core
 from jax_tcgemm.epilogue import nvrtc
+from jax_tcgemm.problem.log import log
 from jax_tcgemm.tuning import cache
 
 # To be raised when what an entry says changes.
-_VERSION = "cubins-1"
+_VERSION = "cubins-2"
 _MAGIC = b"jax_tcgemm cubin\n"
 
 # Of all entries; those used longest ago go first.
@@ -103,7 +105,11 @@ def _read_or_compile(key: str, source: str, architecture: str) -> bytes:
 
 @functools.cache
 def _warn(message: str) -> None:
-    warnings.warn(f"jax_tcgemm keeps no compiled epilogues on disk: {message}", stacklevel=2)
+    text = f"jax_tcgemm keeps no compiled epilogues on disk: {message}"
+    try:
+        warnings.warn(text, stacklevel=2)
+    except Warning:  # an error by the user's filter, which is not to end the user's trace
+        log(text)
 
 
 def _folder() -> pathlib.Path | None:
@@ -113,26 +119,40 @@ def _folder() -> pathlib.Path | None:
         return None
     folder = base / _VERSION
     try:
-        base.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(FileExistsError):
-            folder.mkdir(mode=0o700)
-        for each in (base, folder):
-            status = each.stat()
-            if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-                _warn(f"{each} is another user's, or others can write to it")
-                return None
+        cache.make(base)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        status = folder.stat()
+        if status.st_uid == os.geteuid() and not _is_own(status):
+            # What others put there before is their own, so that `_read` does not take it.
+            folder.chmod(0o700)
+            status = folder.stat()
+        if not _is_own(status):
+            _warn(f"{folder} is another user's, or others can write to it")
+            return None
     except OSError as error:
-        _warn(str(error))
+        _warn(f"{folder}: {error.strerror}")
         return None
     return folder
 
 
+def _is_own(status: os.stat_result) -> bool:
+    """Whether this user alone can write to a file or folder."""
+    return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _digest(key: str, payload: bytes) -> bytes:
+    return hashlib.sha256(key.encode() + payload).digest()
+
+
 def _read(path: pathlib.Path) -> bytes | None:
     try:
-        content = path.read_bytes()
+        with path.open("rb") as file:
+            if not _is_own(os.fstat(file.fileno())):
+                return None
+            content = file.read()
         head = len(_MAGIC) + hashlib.sha256().digest_size
         payload = content[head:]
-        if content[:head] != _MAGIC + hashlib.sha256(payload).digest() or not payload:
+        if content[:head] != _MAGIC + _digest(path.name, payload) or not payload:
             return None
         with contextlib.suppress(OSError):
             os.utime(path)
@@ -146,11 +166,11 @@ def _write(folder: pathlib.Path, key: str, made: bytes) -> None:
     try:
         descriptor, temporary = tempfile.mkstemp(prefix=".writing-", dir=folder)
         with os.fdopen(descriptor, "wb") as file:
-            file.write(_MAGIC + hashlib.sha256(made).digest() + made)
+            file.write(_MAGIC + _digest(key, made) + made)
         os.replace(temporary, folder / key)
         _evict(folder)
     except OSError as error:
-        _warn(str(error))
+        _warn(f"{folder}: {error.strerror}")
         if temporary is not None:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)

@@ -109,7 +109,7 @@ def _exact_factors(
     algorithm = resolve_algorithm(lhs.dtype, rhs.dtype, spec.out_dtype, spec.precision)
     dtype = accumulator_dtype(lhs.dtype, rhs.dtype, spec.out_dtype)
     if algorithm is None:
-        return *reference.alike(lhs, rhs), spec.precision, dtype
+        return *reference.alike(lhs, rhs, dtype), spec.precision, dtype
     # The algorithm is spelled out in dtypes: XLA's CPU compiler knows few of the presets.
     lhs, rhs = (x.astype(INPUT_DTYPES[algorithm]) for x in (lhs, rhs))
     return lhs, rhs, lax.Precision.DEFAULT, _FLOAT32

@@ -16,6 +16,7 @@ from jax_tcgemm.problem.activations import resolve
 from jax_tcgemm.problem.arithmetic import (
     INPUT_DTYPES,
     accumulator_dtype,
+    at_least_8_bits,
     common_dtype,
     is_float8,
     resolve_algorithm,
@@ -111,18 +112,26 @@ def product(a: jax.Array, b: jax.Array, spec: GemmSpec, rounds: bool = False) ->
             dtype = spec.out_dtype
         precision = lax.Precision.DEFAULT
     else:
-        a, b = alike(a, b)
+        a, b = alike(a, b, dtype)
         # XLA has errors of 1e-4 by this name on GPUs, and does not know it on CPUs.
         if precision is lax.DotAlgorithmPreset.BF16_BF16_F32_X9:
             precision = lax.Precision.HIGHEST
     return _dot(a, b, spec, precision, dtype)
 
 
-def alike(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the operands of a product in their common type, but for a pair of 8-bit floats."""
+def alike(a: jax.Array, b: jax.Array, dtype: np.dtype) -> tuple[jax.Array, jax.Array]:
+    """Returns the operands of a product in one type, but for a pair of 8-bit floats.
+
+    Args:
+        a: the first factor.
+        b: the second.
+        dtype: the accumulator's type. Two types are converted to it if it is an integer, as
+            ``lax.dot_general`` does, and to their common type if not, which rounds less.
+    """
     if is_float8(a.dtype) and is_float8(b.dtype):
         return a, b
-    common = common_dtype(a.dtype, b.dtype)
+    is_exact = a.dtype != b.dtype and not jnp.issubdtype(dtype, jnp.inexact)
+    common = dtype if is_exact else common_dtype(a.dtype, b.dtype)
     return a.astype(common), b.astype(common)
 
 
@@ -148,7 +157,8 @@ def dot(a: jax.Array, b: jax.Array, dimension_numbers: Any, precision: Any, dtyp
 
     On a CPU 16-bit operands are converted to float32 before, which is exact: it has products of
     them that it refuses to accumulate in float32. On CUDA int8 is multiplied as bfloat16, since
-    products that XLA gives to cuBLAS come out twice as large (seen with JAX 0.11, on an H200). The
+    products that XLA gives to cuBLAS come out twice as large (seen with JAX 0.11, on an H200).
+    Integers of fewer than 8 bits are widened: XLA's CPU compiler refuses most products of them. The
     platform is that which the program is lowered for, not this process's.
     """
 
@@ -159,6 +169,11 @@ def dot(a: jax.Array, b: jax.Array, dimension_numbers: Any, precision: Any, dtyp
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
         return lax.dot_general(a, b, dimension_numbers, precision, jnp.float32).astype(dtype)
 
+    wide = at_least_8_bits(dtype)
+    if any(at_least_8_bits(x.dtype) != x.dtype for x in (a, b)):
+        a, b = a.astype(wide), b.astype(wide)
+    if wide != dtype:  # integers wrap in both
+        return dot(a, b, dimension_numbers, precision, wide).astype(dtype)
     of_k = a.shape[dimension_numbers[0][0][0]]
     if all(x.dtype == jnp.int8 for x in (a, b)) and dtype == jnp.int32 and isinstance(of_k, int):
         exact = functools.partial(_dot_of_int8, dimension_numbers=dimension_numbers)

@@ -176,13 +176,28 @@ def common_dtype(a: np.dtype, b: np.dtype) -> np.dtype:
     """Returns the dtype in which operands are multiplied that were accepted before.
 
     Under ``jax_numpy_dtype_promotion="strict"`` too: operands of derivatives may differ in type
-    where the user's do not. An 8-bit float, which JAX promotes with nothing, counts as float32.
+    where the user's do not. JAX promotes neither 8-bit floats nor integers of fewer than 8 bits:
+    the former count as float32, the latter as integers of 8 bits.
     """
     if a == b:
         return jnp.dtype(a)
-    a, b = (jnp.dtype(jnp.float32) if is_float8(dtype) else dtype for dtype in (a, b))
+    a, b = map(_promotable, (a, b))
     with jax.numpy_dtype_promotion("standard"):
         return jnp.dtype(jnp.promote_types(a, b))
+
+
+def _promotable(dtype: np.dtype) -> np.dtype:
+    if is_float8(dtype):
+        return jnp.dtype(jnp.float32)
+    return at_least_8_bits(dtype)
+
+
+def at_least_8_bits(dtype: np.dtype) -> np.dtype:
+    """Returns the dtype, or int8 (uint8) for an integer of fewer bits, such as int4."""
+    if not jnp.issubdtype(dtype, jnp.integer) or jnp.iinfo(dtype).bits >= 8:
+        return dtype
+    is_signed = jnp.issubdtype(dtype, jnp.signedinteger)
+    return jnp.dtype(jnp.int8 if is_signed else jnp.uint8)
 
 
 def is_float8(dtype: np.dtype) -> bool:

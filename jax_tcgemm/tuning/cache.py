@@ -32,6 +32,15 @@ def base() -> pathlib.Path | None:
         return None
 
 
+def make(within: pathlib.Path) -> None:
+    """Makes the folder of all that this package keeps, for this user alone unless it is there.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    within.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
 def folder() -> pathlib.Path | None:
     """Returns where entries are kept, ``None`` for nowhere."""
     within = base()
@@ -76,7 +85,8 @@ def write(device_kind: str, problem: str, entry: Entry) -> str | None:
         return f"{SETTING} is empty"
     content = {"device": device_kind, "problem": problem, "entry": entry.to_json()}
     try:
-        within.mkdir(parents=True, exist_ok=True)
+        make(within.parent)
+        within.mkdir(exist_ok=True)
         write_atomically(_path(within, device_kind, problem), json.dumps(content))
     except OSError as error:
         return str(error)

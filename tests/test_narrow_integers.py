@@ -1,0 +1,178 @@
+"""Products of integers of fewer than 8 bits, beside every other type, mean what they do in JAX."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jax_tcgemm import dot_general, gated_gemm, gemm, ragged_dot
+
+NARROW = ("int2", "int4", "uint2", "uint4")
+DTYPES = (*NARROW, "bool", "int8", "bfloat16", "float32")
+PREFERRED = (None, "int4", "int8", "int32", "bfloat16", "float32")
+# For all but gemm, for the time that compiling takes.
+FEWER = ("int4", "uint2", "bool", "int8", "bfloat16")
+_DIMS = (((1,), (0,)), ((), ()))
+_SIZES = np.array([1, 2], np.int32)
+
+# Each takes x, two weights and preferred_element_type.
+OURS = {
+    "gemm": lambda x, w, _, out: gemm(x, w, preferred_element_type=out),
+    "gated_gemm": lambda x, w, v, out: gated_gemm(
+        x, w, v, activation=None, preferred_element_type=out
+    ),
+    "ragged_dot": lambda x, w, v, out: ragged_dot(
+        x, jnp.stack([w, v]), _SIZES, preferred_element_type=out
+    ),
+    "dot_general": lambda x, w, _, out: dot_general(x, w, _DIMS, preferred_element_type=out),
+}
+THEIRS = {
+    "gemm": lambda x, w, _, out: jnp.matmul(x, w, preferred_element_type=out),
+    "gated_gemm": lambda x, w, v, out: (
+        jnp.matmul(x, w, preferred_element_type=out) * jnp.matmul(x, v, preferred_element_type=out)
+    ),
+    "ragged_dot": lambda x, w, v, out: lax.ragged_dot(
+        x, jnp.stack([w, v]), _SIZES, preferred_element_type=out
+    ),
+    "dot_general": lambda x, w, _, out: lax.dot_general(x, w, _DIMS, preferred_element_type=out),
+}
+
+
+def _drawn(rng: np.random.Generator, dtype: str, *shape: int) -> jax.Array:
+    """Draws numbers whose sums over k are exact in bfloat16."""
+    if dtype == "bool":
+        return jnp.asarray(rng.integers(0, 2, shape).astype(bool))
+    if jnp.issubdtype(dtype, jnp.integer):
+        limits = jnp.iinfo(dtype)
+        values = rng.integers(
+            max(-8, int(limits.min)), min(7, int(limits.max)), shape, endpoint=True
+        )
+    else:
+        values = rng.integers(-6, 7, shape) / 4
+    return jnp.asarray(values.astype(jnp.dtype(dtype)))
+
+
+def _type_or_error(function, *operands: jax.Array, out: str | None) -> str | Exception:
+    try:
+        return jax.eval_shape(lambda *x: function(*x, out), *operands).dtype.name
+    except Exception as error:
+        return error
+
+
+def _refused_by_xla(a: str, b: str, dtype: str) -> bool:
+    """Whether XLA's CPU compiler may have no product of these."""
+    is_narrow = bool({a, b} & {*NARROW})
+    return dtype in ("int2", "uint2") or (is_narrow and (a == b or "bool" in (a, b)))
+
+
+def _in_wider_types(name: str, x, w, v, out: str):
+    """Computes what JAX means, in types that XLA has products of."""
+    is_exact = out == "bool" or jnp.issubdtype(out, jnp.integer)
+    wide = jnp.int32 if is_exact else jnp.float32
+    x, w, v = (each.astype(wide) for each in (x, w, v))
+    product = jnp.dot(x, w, preferred_element_type=wide)
+    if name == "gated_gemm":
+        product = product * jnp.dot(x, v, preferred_element_type=wide)
+    if name == "ragged_dot":
+        product = product.at[1:].set(jnp.dot(x[1:], v, preferred_element_type=wide))
+    return product.astype(out)
+
+
+def _matrix(rng: np.random.Generator, name: str) -> tuple[list[str], list[tuple], list]:
+    """Returns what is wrong at trace time, and the cases that trace: names and operands."""
+    wrong, cases, operands = [], [], []
+    dtypes = DTYPES if name == "gemm" else FEWER
+    for a, b in itertools.product(dtypes, dtypes):
+        if not {a, b} & {*NARROW, "bool", "int8"}:
+            continue
+        own = tuple(_drawn(rng, *args) for args in ((a, 3, 4), (b, 4, 5), (b, 4, 5)))
+        for out in PREFERRED:
+            ours = _type_or_error(OURS[name], *own, out=out)
+            theirs = _type_or_error(THEIRS[name], *own, out=out)
+            if name == "ragged_dot" and isinstance(theirs, str) and out is None:
+                common = _type_or_error(lambda x, w, v, _: x[0, 0] * w[0, 0], *own, out=None)
+                theirs = common if isinstance(common, str) else theirs
+            if isinstance(ours, str) and ours == theirs:
+                cases.append((a, b, out, ours))
+                operands.append(own)
+            elif isinstance(ours, str) or isinstance(theirs, str):
+                wrong.append(f"{a} by {b} to {out}: {ours!r}, JAX {theirs!r}")
+            elif not isinstance(ours, (TypeError, ValueError)):
+                wrong.append(f"{a} by {b} to {out}: {ours!r}")
+    return wrong, cases, operands
+
+
+def _different(rng: np.random.Generator, name: str) -> list[str]:
+    """Returns which products of the matrix are not those of JAX on a CPU."""
+    wrong, cases, operands = _matrix(rng, name)
+    if name == "dot_general":  # lax's own, which XLA refuses as well
+        kept = [i for i, (a, b, _, out) in enumerate(cases) if not _refused_by_xla(a, b, out)]
+        cases, operands = [cases[i] for i in kept], [operands[i] for i in kept]
+
+    def ours(operands):
+        pairs = zip(cases, operands, strict=True)
+        return [OURS[name](*own, out) for (_, _, out, _), own in pairs]
+
+    def theirs(operands):
+        for (a, b, out, dtype), own in zip(cases, operands, strict=True):
+            if _refused_by_xla(a, b, dtype):
+                yield _in_wider_types(name, *own, dtype)
+            else:
+                yield THEIRS[name](*own, out)
+
+    got = jax.jit(ours)(operands)
+    with jax.default_device(jax.devices("cpu")[0]):
+        operands = jax.tree.map(np.asarray, operands)
+        expected = jax.jit(lambda operands: list(theirs(operands)))(operands)
+    for case, x, y in zip(cases, got, expected, strict=True):
+        x, y = (np.asarray(each).astype(np.float64) for each in (x, y))
+        # A gated product is rounded once here, and each factor as well there.
+        tolerance = 2**-6 if name == "gated_gemm" and case[3] == "bfloat16" else 0
+        if not np.allclose(x, y, rtol=tolerance, atol=0):
+            wrong.append(f"{case}: {x.tolist()}, JAX {y.tolist()}")
+    return wrong
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_every_pair_of_types_is_as_in_jax(rng, name):
+    assert not (wrong := _different(rng, name)), "\n".join(wrong)
+
+
+@pytest.mark.gpu
+def test_every_pair_of_types_is_as_in_jax_on_a_gpu(rng):
+    wrong = {name: _different(rng, name) for name in ("gemm", "gated_gemm", "ragged_dot")}
+    assert not any(wrong.values()), "\n".join(f"{k}: {x}" for k, v in wrong.items() for x in v)
+
+
+@pytest.mark.parametrize("mode", ["standard", "strict"])
+@pytest.mark.parametrize("weight", NARROW)
+def test_activations_by_narrow_weights(rng, normal, weight, mode):
+    """Eager, under jit and vmap, and the gradient of the activations."""
+    x, w = normal(2, 6, 8, dtype=jnp.bfloat16), _drawn(rng, weight, 8, 5)
+    plain = jnp.matmul(x, w.astype(jnp.bfloat16))
+
+    def product(x):
+        return gemm(x, w, preferred_element_type=jnp.bfloat16)
+
+    with jax.numpy_dtype_promotion(mode):
+        for way in (product, jax.jit(product), jax.vmap(product)):
+            y = way(x)
+            assert y.dtype == jnp.bfloat16
+            np.testing.assert_array_equal(y, plain)
+        gradient = jax.grad(lambda x: product(x).astype(jnp.float32).sum())(x)
+    assert gradient.dtype == jnp.bfloat16
+    rows = w.astype(jnp.float32).sum(1)
+    np.testing.assert_array_equal(gradient, jnp.broadcast_to(rows, x.shape))
+
+
+def test_a_refused_pair_is_named(rng):
+    x, w = _drawn(rng, "bfloat16", 3, 4), _drawn(rng, "int4", 4, 5)
+    with pytest.raises(TypeError, match=r"a\.dtype=bfloat16, b\.dtype=int4"):
+        gemm(x, w)
+    with pytest.raises(TypeError, match=r"x\.dtype=bfloat16, w_gate\.dtype=int4"):
+        gated_gemm(x, w, w)
