@@ -33,11 +33,14 @@ def rank_configs(
     c_by_tma: bool = True,
     dense_splits: bool = False,
     compiled: bool = False,
+    warp_bytes: int = 0,
 ) -> list[tuple[str, float, bool]]:
     """Names what can compute a problem on a device, the fastest first by the time model.
 
     The first is what is taken untuned. That looks at parts of k that are powers of two; with
-    ``dense_splits`` others are among them.
+    ``dense_splits`` others are among them. With ``compiled``, the epilogue is compiled at run time
+    and needs so many bytes of shared memory for a warp: rows without room are left out if others
+    have it.
 
     Returns:
         Of each its name (as for ``config=``), expected cycles, and whether its blocks add up parts

@@ -66,10 +66,19 @@ def _batched(wrapper: Callable[..., Any], functions: list[Function], x: Any) -> 
     return [result[0] for result in results]
 
 
+def export_options() -> dict[str, Any]:
+    """Returns what ``jax.export.export`` needs for programs that run where arrays are made here."""
+    platform = next(iter(jnp.zeros(()).devices())).platform
+    return {
+        "platforms": ["cuda" if platform == "gpu" else platform],
+        "disabled_checks": jax_tcgemm.export_disabled_checks(),
+    }
+
+
 def _exported(wrapper: Callable[..., Any], functions: list[Function], x: Any) -> list[Any]:
-    checks = jax_tcgemm.export_disabled_checks()
+    options = export_options()
     programs = [
-        jax.export.export(jax.jit(functools.partial(wrapper, function)), disabled_checks=checks)(x)
+        jax.export.export(jax.jit(functools.partial(wrapper, function)), **options)(x)
         for function in functions
     ]
     return [program.call(x) for program in programs]

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from jax.experimental.compute_on import compute_on
 from jax.experimental.xla_metadata import set_xla_metadata
+from paired_calls import export_options
 from sharded_checks import is_divided, put
 from sharded_program import mesh_of
 
-import jax_tcgemm
 from jax_tcgemm import gemm
 from jax_tcgemm.epilogue import function as functions
 from jax_tcgemm.epilogue import portable, translation
@@ -44,10 +44,8 @@ def traced(epilogue):
 
 
 def exported(program):
-    checks = jax_tcgemm.export_disabled_checks()
-    return lambda *args: jax.export.export(jax.jit(program), disabled_checks=checks)(*args).call(
-        *args
-    )
+    options = export_options()
+    return lambda *args: jax.export.export(jax.jit(program), **options)(*args).call(*args)
 
 
 CONFIGURATIONS = [(inner, outer) for inner in (True, False) for outer in (True, False)]

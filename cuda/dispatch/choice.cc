@@ -5,12 +5,14 @@
 #include <charconv>
 #include <cstdio>
 #include <cstdlib>
+#include <functional>
 #include <limits>
 #include <numeric>
 #include <set>
 #include <string>
 #include <system_error>
 #include <unordered_map>
+#include <utility>
 
 #include "dispatch/sm90_time_model.h"
 #include "kernel_registry.inc"
@@ -110,6 +112,16 @@ std::vector<Estimate> ranked_choices(const ChoiceInput& input, bool dense_splits
   });
   std::stable_sort(ranked.begin(), ranked.end(),
                    [](const Estimate& x, const Estimate& y) { return x.cycles < y.cycles; });
+  return ranked;
+}
+
+std::vector<Estimate> with_room(std::vector<Estimate> ranked, int64_t warp_bytes) {
+  const auto has_room = [&](const Estimate& estimate) {
+    const KernelConfig& config = estimate.choice.entry->config;
+    return config.streams_b() || config.staging_bytes() / 4 >= warp_bytes;
+  };
+  if (std::any_of(ranked.begin(), ranked.end(), has_room))
+    std::erase_if(ranked, std::not_fn(has_room));
   return ranked;
 }
 

@@ -35,6 +35,11 @@ struct Estimate {
 };
 std::vector<Estimate> ranked_choices(const ChoiceInput& input, bool dense_splits);
 
+// Keeps those rows that have room in shared memory for an epilogue that is compiled at run time, if
+// any has: without room it takes longer than with registers that spill, or cannot be compiled.
+// `warp_bytes` is what a warp needs for its operands and results.
+std::vector<Estimate> with_room(std::vector<Estimate> ranked, int64_t warp_bytes);
+
 // The name of a choice: that of its row, and "/splits=N" after it where k is split into N.
 std::string config_of(const Choice& choice);
 

@@ -79,13 +79,8 @@ ChoiceInput compiled_input(const GemmProblem& problem, const DeviceProperties& d
   return input;
 }
 
-bool has_room(const KernelConfig& config, const EpilogueProgram& program) {
-  return config.streams_b() || config.staging_bytes() / 4 >= program.warp_bytes;
-}
-
-// The rows to try: that which is named, or those that are expected to be fastest, of rows with room
-// for the program if there are any: without room the epilogue takes longer than with registers that
-// spill.
+// The rows to try: the one that is named, or those with room for the program that are expected to
+// be fastest.
 std::vector<const KernelEntry*> candidates(std::string_view config, const ChoiceInput& input,
                                            const EpilogueProgram& program) {
   constexpr size_t kMost = 3;
@@ -95,15 +90,9 @@ std::vector<const KernelEntry*> candidates(std::string_view config, const Choice
     if (named.entry != nullptr) rows.push_back(named.entry);
     return rows;
   }
-  const std::vector<Estimate> ranked = ranked_choices(input, false);
-  const auto take = [&](bool needs_room) {
-    for (const Estimate& estimate : ranked) {
-      const KernelEntry* const row = estimate.choice.entry;
-      if (rows.size() < kMost && has_room(row->config, program) == needs_room) rows.push_back(row);
-    }
-  };
-  take(true);
-  if (rows.empty()) take(false);
+  for (const Estimate& estimate : with_room(ranked_choices(input, false), program.warp_bytes)) {
+    if (rows.size() < kMost) rows.push_back(estimate.choice.entry);
+  }
   return rows;
 }
 

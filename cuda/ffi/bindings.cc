@@ -8,6 +8,7 @@
 #include <stdexcept>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #if JAX_TCGEMM_HAS_CUDA
@@ -120,7 +121,7 @@ std::vector<RankedConfig> rank_configs(const std::string& algorithm, int64_t m, 
                                        bool gated, const std::string& grouped, int max_cluster_size,
                                        int batch_rank, int row_alignment_a, int row_alignment_b,
                                        bool d_by_tma, bool has_c, bool c_by_tma, bool dense_splits,
-                                       bool compiled) {
+                                       bool compiled, int64_t warp_bytes) {
   const auto decoded = algorithm_from_name(algorithm);
   if (!decoded) throw std::invalid_argument("unknown algorithm '" + algorithm + "'");
   if (layout.size() != 2) throw std::invalid_argument("layout '" + layout + "'");
@@ -151,7 +152,9 @@ std::vector<RankedConfig> rank_configs(const std::string& algorithm, int64_t m, 
   input.c_by_tma = c_by_tma;
   input.compiled = compiled;
   std::vector<RankedConfig> ranked;
-  for (const Estimate& estimate : ranked_choices(input, dense_splits)) {
+  std::vector<Estimate> estimates = ranked_choices(input, dense_splits);
+  if (compiled) estimates = with_room(std::move(estimates), warp_bytes);
+  for (const Estimate& estimate : estimates) {
     ranked.emplace_back(config_of(estimate.choice), estimate.cycles, estimate.choice.has_fixup);
   }
   return ranked;
@@ -171,8 +174,8 @@ nb::dict device_properties(int) {
 
 std::vector<RankedConfig> rank_configs(const std::string&, int64_t, int64_t, int64_t, int64_t, bool,
                                        int, int, bool, int, const std::string&, int64_t,
-                                       const std::string&, bool, const std::string&, int, int, bool,
-                                       bool, bool, bool, bool, bool, bool) {
+                                       const std::string&, bool, const std::string&, int, int, int,
+                                       int, bool, bool, bool, bool, bool, int64_t) {
   return {};
 }
 
@@ -206,5 +209,6 @@ NB_MODULE(_core, module) {
       nb::arg("gated") = false, nb::arg("grouped") = "none", nb::arg("max_cluster_size") = 0,
       nb::arg("batch_rank") = 0, nb::arg("row_alignment_a") = 128, nb::arg("row_alignment_b") = 128,
       nb::arg("d_by_tma") = true, nb::arg("has_c") = false, nb::arg("c_by_tma") = true,
-      nb::arg("dense_splits") = false, nb::arg("compiled") = false);
+      nb::arg("dense_splits") = false, nb::arg("compiled") = false,
+      nb::arg("warp_bytes") = 0);
 }

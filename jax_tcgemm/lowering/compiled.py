@@ -356,7 +356,8 @@ def ranked_rows(
 ) -> list[tuple[str, float, bool]]:
     """Returns rows and their time by the model, the fastest first, as ``_core.rank_configs``.
 
-    Groups of ``ragged_dot`` are taken to be of one size, a row at least.
+    Rows without room for what the epilogue reads and writes are left out if others have it. Groups
+    of ``ragged_dot`` are taken to be of one size, a row at least.
 
     Args:
         call: the product as a kernel sees it.
@@ -384,6 +385,7 @@ def ranked_rows(
         row_alignment_a=row_alignment(gemm, "a", itemsize),
         row_alignment_b=row_alignment(gemm, "b", itemsize),
         compiled=True,
+        warp_bytes=call.warp_bytes,
     )
 
 
