@@ -24,7 +24,7 @@ from jax._src.interpreters import pxla
 
 import jax_tcgemm
 from jax_tcgemm._compat.jaxprs import jaxpr_of
-from jax_tcgemm.transforms import fuse as fuse_module
+from jax_tcgemm.transforms import rewriting
 from jax_tcgemm.transforms.fused import Fused
 
 _PRODUCTS = {"dot_general", "ragged_dot_general"}
@@ -108,18 +108,18 @@ def described(counts: dict[str, int]) -> str:
 
 
 def _install() -> None:
-    lower, with_regions = pxla.lower_sharding_computation, fuse_module.with_regions
+    lower, with_regions = pxla.lower_sharding_computation, rewriting.with_regions
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         graph = with_regions(*args, **kwargs)
         _state.fused = getattr(_state, "fused", 0) + sum(isinstance(x, Fused) for x in graph.items)
         return graph
 
-    def rewriting(closed: Any, *args: Any, **kwargs: Any) -> Any:
+    def lowered(closed: Any, *args: Any, **kwargs: Any) -> Any:
         return lower(_rewritten(closed), *args, **kwargs)
 
-    fuse_module.with_regions = counted
-    pxla.lower_sharding_computation = rewriting
+    rewriting.with_regions = counted
+    pxla.lower_sharding_computation = lowered
 
 
 def _rewritten(closed: Any) -> Any:
