@@ -49,15 +49,29 @@ _SMOOTH: dict[str, Callable[[Any], Any]] = {
     "sin": lambda x: jnp.sin(jnp.clip(x, -9, 9)),
     "cos": lambda x: jnp.cos(jnp.clip(x, -9, 9)),
     "atan": jnp.arctan,
+    "tan": lambda x: jnp.tan(jnp.clip(x, -1.2, 1.2)),
+    "asin": lambda x: jnp.arcsin(jnp.clip(x, -0.9, 0.9)),
+    "acos": lambda x: jnp.arccos(jnp.clip(x, -0.9, 0.9)),
+    "sinh": lambda x: jnp.sinh(jnp.clip(x, -9, 9)),
+    "cosh": lambda x: jnp.cosh(jnp.clip(x, -9, 9)),
+    "asinh": jnp.arcsinh,
+    "acosh": lambda x: jnp.arccosh(jnp.abs(x) + 1.5),
+    "atanh": lambda x: jnp.arctanh(jnp.clip(x, -0.9, 0.9)),
+    "erf_inv": lambda x: lax.erf_inv(jnp.clip(x, -0.9, 0.9)),
+    "tanh_slope": lambda x: jax.jvp(jnp.tanh, (x,), (jnp.ones_like(x),))[1],
     "square": jnp.square,
     "cube": lambda x: lax.integer_pow(jnp.clip(x, -9, 9), 3),
+    "fifth": lambda x: lax.integer_pow(jnp.clip(x, -3, 3), 5),
     "reciprocal": lambda x: lax.integer_pow(jnp.abs(x) + 0.5, -1),
+    "inverse_square": lambda x: lax.integer_pow(jnp.abs(x) + 0.5, -2),
+    "third": lambda x: x / 3,
     "pow": lambda x: lax.pow(jnp.abs(x) + 0.5, jnp.full_like(x, 1.5)),
     "neg": lambda x: -x,
     "abs": jnp.abs,
     "relu": jax.nn.relu,
     "hard_swish": jax.nn.hard_swish,
     "clip": lambda x: jnp.clip(x, -1.5, 2.5),
+    "clamp": lambda x: lax.clamp(jnp.asarray(-1.5, x.dtype), x, jnp.asarray(2.5, x.dtype)),
     "softcap": lambda x: 3 * jnp.tanh(x / 3),
 }
 
@@ -69,6 +83,7 @@ _JOINING: dict[str, Callable[[Any, Any], Any]] = {
     "max": jnp.maximum,
     "min": jnp.minimum,
     "atan2": lambda x, y: jnp.arctan2(x, jnp.abs(y) + 0.5),
+    "power": lambda x, y: (jnp.abs(x) + 0.5) ** jnp.clip(y, -2, 2),
     "lerp": lambda x, y: x + jax.nn.sigmoid(y) * (y - x),
 }
 
@@ -76,6 +91,19 @@ _JOINING: dict[str, Callable[[Any, Any], Any]] = {
 def _integers(x: Any) -> Any:
     i = jnp.clip(jnp.round(x * 8), -1000, 1000).astype(jnp.int32)
     return (((i << 1) ^ (i >> 2)) & 255) - lax.rem(i, jnp.int32(7))
+
+
+def _counted(x: Any) -> Any:
+    i = jnp.clip(jnp.round(x * 8), -1000, 1000).astype(jnp.int16)
+    shifted = lax.shift_right_logical(~i, jnp.full_like(i, 3)) | jnp.int16(5)
+    return lax.population_count(shifted) + i // jnp.int16(3)
+
+
+def _masked(x: Any) -> Any:
+    """Drops the lowest bits of a float32 number."""
+    bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32) & jnp.uint32(0xFFFFF000)
+    kept = lax.bitcast_convert_type(bits, jnp.float32).astype(x.dtype)
+    return jnp.where(x == x, kept, x)
 
 
 # Of exact values: float32 in, float32 out.
@@ -87,8 +115,15 @@ _JUMPING: dict[str, Callable[[Any], Any]] = {
     "integers": lambda x: _integers(x).astype(x.dtype),
     "unsigned": lambda x: (jnp.clip(x * 4, 0, 900).astype(jnp.uint32) * 3 >> 1).astype(x.dtype),
     "where": lambda x: jnp.where(x > 0.25, x, 2.0),
+    "counted": lambda x: _counted(x).astype(x.dtype),
+    "masked": _masked,
+    "rem": lambda x: lax.rem(x, jnp.full_like(x, 0.75)),
+    "nextafter": lambda x: jnp.nextafter(x, jnp.full_like(x, 9.0)),
+    "reduced": lambda x: lax.reduce_precision(x, 5, 10),
+    "stepped": lambda x: jnp.nextafter(x.astype(jnp.bfloat16), jnp.bfloat16(9)).astype(x.dtype),
     "finite": lambda x: jnp.where(jnp.isfinite(x), x, 1.0),
     "bits": lambda x: jnp.where(jnp.logical_and(x == x, x != 0.5), x, -1.0),
+    "truths": lambda x: jnp.where(~((x > 0) | (x < -2)) ^ (x <= 1.5), x, 0.5),
 }
 
 # Kinds of operand, by their shapes.
