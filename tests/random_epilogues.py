@@ -83,7 +83,7 @@ _JOINING: dict[str, Callable[[Any, Any], Any]] = {
     "max": jnp.maximum,
     "min": jnp.minimum,
     "atan2": lambda x, y: jnp.arctan2(x, jnp.abs(y) + 0.5),
-    "power": lambda x, y: lax.pow(jnp.abs(x) + 0.5, jnp.clip(y, -2, 2)),
+    "power": lambda x, y: (jnp.abs(x) + 0.5) ** jnp.clip(y, -2, 2),
     "lerp": lambda x, y: x + jax.nn.sigmoid(y) * (y - x),
 }
 

@@ -37,12 +37,12 @@ def _is_translated(case: edges.Case) -> bool:
 
 
 def _groups(dtype: str) -> Iterator[list[edges.Case]]:
-    """Yields operations of the same types, as many as one kernel has room for."""
-    by_types: dict[tuple[Any, ...], list[edges.Case]] = {}
+    """Yields operations of the same operands, as many as one kernel has room for."""
+    by_types: dict[tuple[str, ...], list[edges.Case]] = {}
     for case in edges.cases(dtype):
         if _is_translated(case):
-            by_types.setdefault((case.types, case.result), []).append(case)
-    for (types, _), found in by_types.items():
+            by_types.setdefault(case.types, []).append(case)
+    for types, found in by_types.items():
         sizes = [compiled_source.matrix_bytes(jnp.dtype(each).itemsize) for each in types]
         group, left = [], compiled_source.MOST_WARP_BYTES - sum(sizes)
         room = left
