@@ -51,7 +51,7 @@ def test_each_has_its_own_slopes_with_hidden_constants():
 
 
 def test_numbers_in_64_bits():
-    """Of which ``repr`` shows those of float32 alone."""
+    """Their literals differ after the digits of float32."""
     with jax.enable_x64(True):
         x = jnp.ones((8, 8), jnp.float32)
 
@@ -123,7 +123,7 @@ def test_rules_that_close_over_traced_arrays(normal):
 
 @pytest.mark.parametrize("check_vma", [False, True])
 def test_arrays_within_calls_by_shards(normal, check_vma):
-    """Beside one that varies over the mesh, which has no type without it."""
+    """Together with an array that varies over the mesh, which has no type without the mesh."""
     x, w, rows, column = normal(64, 8), normal(8, 8), normal(64, 1), normal(8)
     column_on_host = np.asarray(normal(8))
 

@@ -26,7 +26,7 @@ INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True  # pyrigh
 
 _JITTED = type(jax.jit(lambda: None))
 
-# Arrays on the host. In JAX 0.8 those that JAX makes are none of NumPy's.
+# Arrays on the host. JAX 0.8 wraps NumPy's arrays in a class that does not inherit from theirs.
 HOST_ARRAYS = (np.ndarray, _literals.TypedNdArray)
 
 

@@ -24,7 +24,7 @@ CUSTOM_CALLS = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call
 OTHER_CALLS = _PLAIN_CALLS | {"remat", "remat2", "checkpoint"}
 CALLS = CUSTOM_CALLS | OTHER_CALLS
 
-# The type of arrays' types, those of keys of random numbers included.
+# The abstract value of every array, PRNG keys included.
 ShapedArray = _core.ShapedArray
 
 # What makes values vary over more mesh axes, within ``shard_map``.
@@ -98,8 +98,8 @@ def plain_call(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
 def context_of(eqn: Any) -> tuple[Any, ...]:
     """Returns where and how an equation is computed, as context managers of JAX say it.
 
-    First where, ``None`` for the device; then how random numbers are counted; and what XLA is told,
-    as names, types and values, of which ``True`` and 1 are two.
+    The first is the compute type, ``None`` for the device; the second is whether threefry is
+    partitionable; the third is XLA's metadata as names, types and values (``True`` is not 1).
     """
     context = eqn.ctx
     told = getattr(context, "xla_metadata", None) or {}
@@ -124,7 +124,7 @@ def in_context(eqn: Any) -> Iterator[None]:
     """
     compute_type, partitionable, told = context_of(eqn)
     if compute_type is None and not told and partitionable == option("jax_threefry_partitionable"):
-        yield  # entering a context takes a while, and most equations have none of their own
+        yield  # entering a context takes time, and most equations do not need it
         return
     mesh = _mesh.get_abstract_mesh()
     with eqn.ctx.manager, _mesh.use_abstract_mesh(mesh):
@@ -132,7 +132,7 @@ def in_context(eqn: Any) -> Iterator[None]:
 
 
 def is_symbolic(extent: Any) -> bool:
-    """Whether an extent is an expression of symbols, as ``jax.export`` has them."""
+    """Whether an extent is a symbolic expression of ``jax.export``."""
     return _core.is_symbolic_dim(extent)
 
 

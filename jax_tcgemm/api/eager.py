@@ -31,10 +31,10 @@ def one_program(
 
     Within another program nothing is left of it: its operations stand there as if written out.
 
-    A call with a function among its arguments traces that function each time, for what it does may
-    change between two calls without a sign (a method reads its object). The primitives that the
-    call applies are compiled once for what was traced. Exception: outside of other programs a
-    function of ``jax.jit``, which traces once itself, is a static argument when it comes again.
+    A call that is given a function traces it each time, because a method or closure may change
+    between two calls. JAX compiles the primitives once for equal traces. Exception: outside of
+    other programs, a function that ``jax.jit`` returned is a static argument from its second call
+    on, because ``jax.jit`` traces it once as well.
 
     Args:
         *static: names of the keyword arguments that are not arrays.
@@ -83,14 +83,15 @@ def one_program(
     return decorate
 
 
-# Functions of ``jax.jit`` that a call has had.
+# Functions that ``jax.jit`` returned and an earlier call was given.
 _JITTED = weakref.WeakSet[Any]()
 
 
 def _comes_again(function: Any) -> bool:
-    """Whether this is a function of ``jax.jit``, outside of programs, and not for the first time.
+    """Whether ``jax.jit`` returned this function, and an earlier call was given it.
 
-    Of functions that come once, each with a table of its own, what was traced is compiled once.
+    Never within a program. The first call traces the function, so that functions that differ in
+    their tables alone share a program.
     """
     if not _compat.is_jitted(function) or _compat.is_tracing():
         return False

@@ -1,4 +1,4 @@
-"""Evaluates a jaxpr without its calls, each operation in the context that it was traced in."""
+"""Evaluates a jaxpr with its calls inlined and each operation in its own context."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _held(jaxpr: Any, consts: Sequence[Any], kept: frozenset[str]) -> Iterator[A
 
 
 def _is_array(x: Any) -> bool:
-    """Whether a literal is an array in the sense of users, and no number of their code."""
+    """Whether a literal is an array that a function closes over, and not a number in its code."""
     return isinstance(x, jax.Array) or (isinstance(x, HOST_ARRAYS) and x.ndim > 0)
 
 
@@ -117,7 +117,7 @@ def of_no_axes(closed: Any) -> Any:
         closed: the jaxpr, which may have no place for constants.
     """
     has_place = hasattr(closed, "consts")
-    # Calls stay where nothing could hold the arrays that they close over.
+    # Inlined calls would need a place for the arrays that they close over.
     kept = jaxprs.CUSTOM_CALLS if has_place else jaxprs.CALLS
     jaxpr, consts = jaxprs.jaxpr_of(closed), getattr(closed, "consts", ())
     arrays = held_arrays(jaxpr, consts, kept)

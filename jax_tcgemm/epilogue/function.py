@@ -33,7 +33,7 @@ class EpilogueFunction:
 
     @functools.cached_property
     def key(self) -> Key:
-        """What functions that compute and differentiate the same have alike."""
+        """The key by which caches find this function."""
         return key_of(self.jaxpr)
 
     def __eq__(self, other: object) -> bool:
@@ -79,9 +79,10 @@ class EpilogueFunction:
 
     @functools.cached_property
     def without_rules(self) -> EpilogueFunction:
-        """The same where nothing is differentiated: equal to all that compute the same.
+        """The same function without custom derivatives, for programs that differentiate nothing.
 
-        JAX makes the objects of custom derivatives anew whenever it traces a function.
+        JAX creates new objects for custom derivatives in each trace, so that two traces of one
+        function are not equal. Without them they are.
         """
         has_calls = any(eqn.primitive.name in jaxprs.CALLS for eqn in self.jaxpr.jaxpr.eqns)
         return EpilogueFunction(self.flat, self.accumulators) if has_calls else self
@@ -191,7 +192,7 @@ def trace(
         that the function closes over, its further operands.
     """
     closed = _traced(function, avals)
-    # What a call closes over is an operand only where the call is gone.
+    # Arrays of nested calls become operands once the calls are inlined.
     kept = jaxprs.CUSTOM_CALLS
     arrays = held_arrays(closed.jaxpr, closed.consts, kept)
     if len(arrays) == len(closed.consts):
@@ -214,10 +215,10 @@ def trace(
 def _derived(
     function: Callable[..., Any], avals: Sequence[Any], accumulators: int
 ) -> EpilogueFunction:
-    """Traces a function that is made of an epilogue, of the same operands.
+    """Traces a function that calls an epilogue on its own operands.
 
     Raises:
-        TypeError: a rule of the epilogue, for batches, closes over what is traced.
+        TypeError: a batching rule of the epilogue closes over a traced value.
     """
     closed = _traced(function, avals)
     traced = [x for x in closed.consts if isinstance(x, Tracer)]

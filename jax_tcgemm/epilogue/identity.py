@@ -48,7 +48,7 @@ class Key:
             return False
         if len(self.same) != len(other.same) or not all(map(operator.is_, self.same, other.same)):
             return False
-        # Last, for ``==`` raises an error of extents that are symbols of two scopes.
+        # Last, because ``==`` raises an error for symbolic extents of two scopes.
         return self.equal == other.equal
 
     def __hash__(self) -> int:
@@ -89,7 +89,7 @@ class _Writer:
         self.equal: dict[Any, int] = {}
         self.same: list[Any] = []
         self._numbers: dict[int, int] = {}  # of `same`, by id
-        # What occurs often, by id; `_alive` keeps these ids from being reused.
+        # Bytes of objects that occur often, by id; `_alive` keeps these ids from being reused.
         self._known: dict[int, bytes] = {}
         self._alive: list[Any] = []
 
@@ -130,14 +130,14 @@ class _Writer:
             return _joined(b"set", sorted(map(self.value, x)))
         if jaxprs.jaxpr_of(x) is not None:
             return self._once(x, self.of_jaxpr)
-        if jaxprs.is_symbolic(x):  # in integers alone; another scope may have the same names
+        if jaxprs.is_symbolic(x):  # a polynomial with integer coefficients; scopes share names
             return _joined(b"extent", (_text(str(x)), self._reference(x.scope)))
         return self._of_jax(x) if _is_of_jax(kind) else self._reference(x)
 
     def _of_jax(self, x: Any) -> bytes:
         kind = type(x)
         for base in (int, float, complex):
-            if isinstance(x, base):  # with a type, such as `TypedFloat`
+            if isinstance(x, base):  # a number that carries its type, such as `TypedFloat`
                 dtype = self.value(getattr(x, "dtype", None))
                 return _joined(b"typed", (self._reference(kind), _PLAIN[base](x), dtype))
         if kind.__eq__ is object.__eq__:
@@ -166,7 +166,7 @@ class _Writer:
         return b"eq%d;" % self.equal.setdefault((type(x), x), len(self.equal))
 
     def _dtype(self, dtype: np.dtype) -> bytes:
-        # Of float0 and the like the name says little.
+        # The name alone does not distinguish structured types such as float0.
         parts = (_text(dtype.name), _text(dtype.str), self.value(dtype.names))
         return _joined(b"dtype", (*parts, self._reference(dtype.type)))
 
@@ -177,7 +177,7 @@ class _Writer:
             return _joined(b"keys", (self.value(x.dtype), words))
         try:
             values = np.asarray(x)
-        except RuntimeError:  # it was deleted, or lies on devices of other processes
+        except RuntimeError:  # it was deleted, or is on devices of other processes
             return self._reference(x)
         if values.dtype.hasobject:
             return self._reference(x)
@@ -225,13 +225,14 @@ class _Writer:
         return b"jaxpr:" + hashlib.sha256(b"".join(parts)).digest()
 
     def _literal(self, literal: Any) -> bytes:
-        # As it is lowered: `val` may be a Python number.
-        value = np.asarray(literal.val, literal.aval.dtype)
+        # `val` may be a Python number; it is lowered in the type of `aval`.
+        is_key = jnp.issubdtype(literal.aval.dtype, jax.dtypes.extended)
+        value = literal.val if is_key else np.asarray(literal.val, literal.aval.dtype)
         return _joined(b"number", (self._array(value), self.value(literal.aval)))
 
 
 def _joined(kind: bytes, parts: Iterable[bytes]) -> bytes:
-    """Joins parts, each of which says by itself where it ends."""
+    """Joins self-delimiting parts."""
     written = list(parts)
     return b"%b%d(%b" % (kind, len(written), b"".join(written))
 
@@ -250,7 +251,7 @@ def _content(x: bytes) -> bytes:
 
 
 def _is_frozen(kind: type) -> bool:
-    """Whether instances are their fields."""
+    """Whether the fields are all that an instance has."""
     params = vars(kind).get("__dataclass_params__")
     return params is not None and params.frozen
 

@@ -35,9 +35,9 @@ class LinearSpec:
         return self.transposed()[0]
 
     def transposed(self) -> tuple[EpilogueFunction, list[Any]]:
-        """Returns ``pullback``, and the arrays that a ``jax.custom_vjp`` in it closes over.
+        """Returns ``pullback`` and its last operands.
 
-        Those are its last operands.
+        These are the arrays that a backward rule (``jax.custom_vjp``) closes over.
         """
         is_known = _are_known(self.tangent.jaxpr.in_avals)
         traced = _transposed if is_known else _transposed.__wrapped__
@@ -45,7 +45,7 @@ class LinearSpec:
 
     @property
     def without_rules(self) -> LinearSpec:
-        """The same where nothing is differentiated: see ``EpilogueFunction.without_rules``."""
+        """The same without custom derivatives: see ``EpilogueFunction.without_rules``."""
         if self.has_opaque_rule:
             return self
         return dataclasses.replace(self, tangent=self.tangent.without_rules)
@@ -142,14 +142,14 @@ def _are_known(avals: Sequence[Any]) -> bool:
 
 
 class _HoldsArrays(Exception):  # noqa: N818
-    """Carries a result that no cache is to keep: one with arrays, which may be traced."""
+    """Carries a result past a cache, because its arrays may be tracers."""
 
     def __init__(self, *result: Any) -> None:
         self.result = result
 
 
 def _called(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Calls a function that caches its results, but for those that hold arrays."""
+    """Calls a function whose cache does not keep results that hold arrays."""
     try:
         return function(*arguments)
     except _HoldsArrays as found:

@@ -46,7 +46,7 @@ class CompiledSpec:
 
     @property
     def without_rules(self) -> CompiledSpec:
-        """The same where nothing is differentiated: see ``EpilogueFunction.without_rules``."""
+        """The same without custom derivatives: see ``EpilogueFunction.without_rules``."""
         return self.replace(function=self.function.without_rules)
 
     def split(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

@@ -97,7 +97,7 @@ def _of_cotangents(
     if spec.has_opaque_rule:
         operands = [*map(ad.instantiate_zeros, cotangents), *values]
         pullback, held = spec.transposed()
-        # Arrays of the rule have no place among the primitive's operands.
+        # The primitive has no operands for arrays that the rule closes over.
         return list(pullback(*operands, *held) if held else _bind_pullback(operands, spec))
     if not all(given):
         spec = spec.of_results(given)

@@ -58,7 +58,7 @@ class HiddenSpec:
 
     @property
     def without_rules(self) -> HiddenSpec:
-        """The same where nothing is differentiated: see ``EpilogueFunction.without_rules``."""
+        """The same without custom derivatives: see ``EpilogueFunction.without_rules``."""
         return dataclasses.replace(self, derivative=self.derivative.without_rules)
 
 
@@ -161,9 +161,10 @@ def _transpose(cotangent: Any, *operands: Any, spec: HiddenSpec) -> list[Any]:
 def _of_accumulator(
     derivative: LinearSpec, wide: Any
 ) -> tuple[functions.EpilogueFunction, list[Any]]:
-    """Returns what goes back through a hidden layer, of the product that its cotangent is.
+    """Returns the pullback of a hidden layer as an epilogue, and its last operands.
 
-    And the arrays that it closes over, its last operands.
+    Its accumulator is the product that is the layer's cotangent. The last operands are arrays that
+    a backward rule closes over.
     """
     pullback, held = derivative.transposed()
     cotangent, *values = pullback.jaxpr.in_avals

@@ -82,7 +82,7 @@ def evaluate_by_jit(
 
     Args:
         primitive: what runs.
-        computed: returns a ``spec`` that computes the same, and is equal to others that do.
+        computed: returns a ``spec`` that computes the same and has no custom derivatives.
     """
 
     def apply(*operands: jax.Array, spec: Any) -> Any:
