@@ -18,13 +18,14 @@ from typing import Any
 
 import jax
 import jax.extend.core
+import jax.numpy as jnp
 import pytest
 from jax._src import config as jax_config
 from jax._src.interpreters import pxla
 
 import jax_tcgemm
 from jax_tcgemm._compat.jaxprs import jaxpr_of
-from jax_tcgemm.transforms import rewriting
+from jax_tcgemm.transforms import products, rewriting
 from jax_tcgemm.transforms.fused import Fused
 
 _PRODUCTS = {"dot_general", "ragged_dot_general"}
@@ -41,14 +42,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--fuse-off", action="store_true", help="rewrite nothing, for comparison")
     group.addoption("--fuse-every", type=int, default=1, help="run every N-th test of each file")
     group.addoption("--fuse-offset", type=int, default=0, help="the first of them")
+    group.addoption("--fuse-float32", action="store_true", help="regions of float32 products, too")
     group.addoption("--fuse-outcomes", help="a JSON file for what became of each test")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if not config.getoption("--fuse-off"):
         _install()
+    if config.getoption("--fuse-float32"):
+        # For the choice of regions, of which 16-bit products of JAX's tests have few. Without a
+        # kernel, what follows the product is computed after it.
+        products.HALF_TYPES = (*products.HALF_TYPES, *map(jnp.dtype, ("float32", "float64")))
 
 
+@pytest.hookimpl(trylast=True)  # every N-th of those that other options leave
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     by_file: dict[pathlib.Path, list[pytest.Item]] = collections.defaultdict(list)
     for item in items:

@@ -4,9 +4,9 @@ The exit status is 1 where a test fails with it that passes without. Rounding is
 tolerances for 16-bit results do not expect that intermediate ones are not rounded.
 
     python tests/jax_own_tests.py CHECKOUT_OF_JAX --every 20 --jobs 8
-    python tests/jax_own_tests.py CHECKOUT_OF_JAX --files nn_test --every 1 --keep outcomes/
+    python tests/jax_own_tests.py CHECKOUT_OF_JAX --fuse-float32 -k "dot or matmul or grad"
 
-The checkout is of the tag of the installed JAX (`jax-v0.10.2`).
+Other arguments are pytest's. The checkout is of the tag of the installed JAX (`jax-v0.10.2`).
 """
 
 from __future__ import annotations
@@ -88,11 +88,11 @@ def main() -> int:
     parser.add_argument("--offset", type=int, default=0, help="the first of them")
     parser.add_argument("--jobs", type=int, default=0, help="processes; 0 for none beside pytest's")
     parser.add_argument("--keep", type=pathlib.Path, help="a folder for outcomes and logs")
-    args = parser.parse_args()
+    args, others = parser.parse_known_args()
     names = args.files.split(",")
     files = [args.checkout.resolve() / "tests" / f"{name}.py" for name in names]
     options = ["--fuse-every", str(args.every), "--fuse-offset", str(args.offset)]
-    options += ["-n", str(args.jobs)]
+    options += ["-n", str(args.jobs), *others]
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.keep or pathlib.Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
