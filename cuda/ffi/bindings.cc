@@ -209,6 +209,5 @@ NB_MODULE(_core, module) {
       nb::arg("gated") = false, nb::arg("grouped") = "none", nb::arg("max_cluster_size") = 0,
       nb::arg("batch_rank") = 0, nb::arg("row_alignment_a") = 128, nb::arg("row_alignment_b") = 128,
       nb::arg("d_by_tma") = true, nb::arg("has_c") = false, nb::arg("c_by_tma") = true,
-      nb::arg("dense_splits") = false, nb::arg("compiled") = false,
-      nb::arg("warp_bytes") = 0);
+      nb::arg("dense_splits") = false, nb::arg("compiled") = false, nb::arg("warp_bytes") = 0);
 }

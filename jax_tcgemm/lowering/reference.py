@@ -158,8 +158,10 @@ def dot(a: jax.Array, b: jax.Array, dimension_numbers: Any, precision: Any, dtyp
     On a CPU 16-bit operands are converted to float32 before, which is exact: it has products of
     them that it refuses to accumulate in float32. On CUDA int8 is multiplied as bfloat16, since
     products that XLA gives to cuBLAS come out twice as large (seen with JAX 0.11, on an H200).
-    Integers of fewer than 8 bits are widened: XLA's CPU compiler refuses most products of them. The
-    platform is that which the program is lowered for, not this process's.
+    Integers of fewer than 8 bits are widened: XLA's CPU compiler refuses most products of them.
+    Integers with a floating-point result are converted to it: XLA's GPU compiler crashes on such
+    products (seen with JAX 0.11). The platform is that which the program is lowered for, not this
+    process's.
     """
 
     def narrow(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -169,6 +171,10 @@ def dot(a: jax.Array, b: jax.Array, dimension_numbers: Any, precision: Any, dtyp
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
         return lax.dot_general(a, b, dimension_numbers, precision, jnp.float32).astype(dtype)
 
+    if jnp.issubdtype(dtype, jnp.inexact) and not any(
+        jnp.issubdtype(x.dtype, jnp.inexact) for x in (a, b)
+    ):
+        a, b, precision = a.astype(dtype), b.astype(dtype), lax.Precision.HIGHEST
     wide = at_least_8_bits(dtype)
     if any(at_least_8_bits(x.dtype) != x.dtype for x in (a, b)):
         a, b = a.astype(wide), b.astype(wide)
