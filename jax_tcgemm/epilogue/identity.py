@@ -91,6 +91,7 @@ class _Writer:
         self._numbers: dict[int, int] = {}  # of `same`, by id
         # Bytes of objects that occur often, by id; `_alive` keeps these ids from being reused.
         self._known: dict[int, bytes] = {}
+        self._operations: dict[tuple[Any, ...], bytes] = {}
         self._alive: list[Any] = []
 
     def value(self, x: Any) -> bytes:
@@ -98,6 +99,9 @@ class _Writer:
         write = _PLAIN.get(type(x))
         if write is not None:
             return write(x)
+        known = self._known.get(id(x))
+        if known is not None:
+            return known
         if type(x) is tuple or type(x) is list:
             return _joined(type(x).__name__.encode(), map(self.value, x))
         if isinstance(x, np.dtype):
@@ -203,17 +207,16 @@ class _Writer:
         def atom(x: Any) -> bytes:
             if isinstance(x, core.Literal):
                 return self._literal(x)
-            return b"v%d:" % numbers.setdefault(x, len(numbers)) + self.value(x.aval)
+            aval = x.aval
+            return b"v%d:%b" % (
+                numbers.setdefault(x, len(numbers)),
+                self._known.get(id(aval)) or self.value(aval),
+            )
 
         def equation(eqn: Any) -> bytes:
             taken = _joined(b"of", map(atom, eqn.invars))
             made = _joined(b"to", map(atom, eqn.outvars))
-            named = (
-                part for k, x in sorted(eqn.params.items()) for part in (_text(k), self.value(x))
-            )
-            which = (_text(eqn.primitive.name), self._reference(eqn.primitive))
-            parts = (taken, made, _joined(b"with", named), self._once(eqn.ctx, self._context))
-            return _joined(b"do", (*which, *parts))
+            return _joined(b"do", (self._operation(eqn), taken, made))
 
         parts = [
             _joined(b"given", map(atom, jaxpr.constvars)),
@@ -223,6 +226,25 @@ class _Writer:
             _joined(b"return", map(atom, jaxpr.outvars)),
         ]
         return b"jaxpr:" + hashlib.sha256(b"".join(parts)).digest()
+
+    def _operation(self, eqn: Any) -> bytes:
+        """Writes what an equation does, by the objects that say so, which many have in common."""
+        params = eqn.params
+        which = (id(eqn.primitive), id(eqn.ctx), *params, *map(id, params.values()))
+        known = self._operations.get(which)
+        if known is None:
+            named = (part for k, x in sorted(params.items()) for part in (_text(k), self.value(x)))
+            known = self._operations[which] = _joined(
+                b"by",
+                (
+                    _text(eqn.primitive.name),
+                    self._reference(eqn.primitive),
+                    _joined(b"with", named),
+                    self._once(eqn.ctx, self._context),
+                ),
+            )
+            self._alive.append(eqn)
+        return known
 
     def _literal(self, literal: Any) -> bytes:
         # `val` may be a Python number; it is lowered in the type of `aval`.

@@ -19,6 +19,7 @@ class Value:
         aval: its type.
         shape: its shape; ``()`` for what is no array.
         dtype: its dtype; ``None`` for what is no array.
+        bytes: its size in memory; ``0`` where that is not known.
         var: its variable in the jaxpr that the graph is made of; ``None`` if it was inlined.
     """
 
@@ -27,14 +28,10 @@ class Value:
         self.shape: tuple[int, ...] = getattr(aval, "shape", ())
         self.dtype = getattr(aval, "dtype", None)
         self.var = var
-
-    @functools.cached_property
-    def bytes(self) -> int:
-        """Its size in memory; ``0`` where that is not known."""
         size = getattr(self.dtype, "itemsize", 0)
         for extent in self.shape:
             size *= extent if isinstance(extent, int) else 0
-        return size
+        self.bytes = size
 
 
 # An input of a node: a value, or a literal of the jaxpr.
@@ -47,15 +44,16 @@ class Item:
     Attributes:
         inputs: the values and literals that it reads.
         outputs: the values that it makes.
+        taken: the inputs that are no literals.
     """
 
     inputs: tuple[Atom, ...]
     outputs: tuple[Value, ...]
+    taken: list[Value]
 
-    @functools.cached_property
-    def taken(self) -> list[Value]:
-        """The inputs that are no literals."""
-        return [x for x in self.inputs if isinstance(x, Value)]
+    def __post_init__(self) -> None:
+        """Finds what it takes."""
+        self.taken = [x for x in self.inputs if isinstance(x, Value)]
 
     @property
     def has_effects(self) -> bool:
@@ -73,6 +71,7 @@ class Node(Item):
         outputs: the values that it makes.
         scope: the name stack of the calls from which it was inlined, ``None`` outside of any.
         elementwise: what ``products.is_elementwise`` found, ``None`` before it is asked.
+        name: the name of its primitive.
     """
 
     eqn: Any
@@ -80,11 +79,12 @@ class Node(Item):
     outputs: tuple[Value, ...]
     scope: Any = None
     elementwise: bool | None = None
+    name: str = dataclasses.field(init=False)
 
-    @functools.cached_property
-    def name(self) -> str:
-        """The name of its primitive."""
-        return self.eqn.primitive.name
+    def __post_init__(self) -> None:
+        """Notes what is asked for often."""
+        super().__post_init__()
+        self.name = self.eqn.primitive.name
 
     @property
     def params(self) -> Mapping[str, Any]:

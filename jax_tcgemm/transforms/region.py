@@ -28,9 +28,6 @@ _SMALL = 1 / 16
 # The most operations that make operands of a region.
 _MOST_PULLED = 50
 
-# The most values that members read, before those that are made of others are left out.
-_MOST_READ = 3 * MAX_OPERANDS
-
 
 @dataclasses.dataclass(frozen=True)
 class Program:
@@ -41,12 +38,27 @@ class Program:
         returned: the values that the program returns.
         stacked: those of them that a caller copies into an array of many.
         compared: the values that must not be made twice, see ``products.compared``.
+        answers: what was found of nodes, by what it depends on of a region.
     """
 
     wiring: Wiring
     returned: frozenset[Value]
     stacked: frozenset[Value]
     compared: frozenset[Value]
+    answers: dict[Any, _Answers] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Answers:
+    """What was found of nodes for regions of one shape, size and context.
+
+    Attributes:
+        is_member: whether a node works element by element on values of this shape.
+        may_make: whether a kernel may make what a node makes.
+    """
+
+    is_member: dict[Any, bool] = dataclasses.field(default_factory=dict)
+    may_make: dict[Any, bool] = dataclasses.field(default_factory=dict)
 
 
 class Region:
@@ -75,6 +87,7 @@ class Region:
         self.accumulators = [product.outputs[0] for product in products]
         self.shape = self.accumulators[0].shape
         self.bytes = self.accumulators[0].bytes
+        self.context = products[0].context
         self.start = min(self.wiring.position[product] for product in products)
         self.members: list[Node] = []
         self.sums: list[Node] = []
@@ -82,8 +95,11 @@ class Region:
         self.leaves: dict[Value, None] = {}
         self._within: set[Value] = set()
         self._too_long: set[Value] = set()  # to be made by the kernel
+        kind = self.shape, self.bytes, self.context
+        self._answers = program.answers.setdefault(kind, _Answers())
         if self.form is not None:
             self.grow(most)
+        if self.members or self.sums:
             self.pull()
 
     def is_large(self, atom: Atom) -> bool:
@@ -105,16 +121,17 @@ class Region:
 
         for value in self.accumulators:
             follow(value)
-        read: set[Value] = set()
+        read: set[Value] = set()  # from memory
+        bits = self.wiring.bits_of(self.products)
         while waiting:
             _, item = heapq.heappop(waiting)
             others = [x for x in item.taken if x not in self._within]
-            if any(self.wiring.depends_on(x, self.products) for x in others):
+            if any(self.wiring.depends_on(x, bits) for x in others):
                 continue  # on values of the region that come back by way of others
-            is_short = len(self.members) < most and len(read) <= _MOST_READ
+            is_short = len(self.members) < most and len(read) <= MAX_OPERANDS
             if is_short and self.is_member(item):
                 self.members.append(item)
-                read.update(others)
+                read.update(x for x in others if not self.is_made_here(x))
                 for value in item.outputs:
                     self._within.add(value)
                     follow(value)
@@ -123,16 +140,20 @@ class Region:
 
     def is_member(self, item: Any) -> bool:
         """Whether an item works element by element on values of the product's shape."""
-        return (
-            is_elementwise(item)
-            and item.outputs[0].shape == self.shape
-            and self.is_beside(item)
-            and all(map(self.fits, item.inputs))
-        )
+        answers = self._answers.is_member
+        known = answers.get(item)
+        if known is None:
+            known = answers[item] = (
+                is_elementwise(item)
+                and item.outputs[0].shape == self.shape
+                and self.is_beside(item)
+                and all(map(self.fits, item.inputs))
+            )
+        return known
 
     def is_beside(self, node: Node) -> bool:
         """Whether a node is to be computed where and as the product is."""
-        return node.context == self.products[0].context
+        return node.context == self.context
 
     def is_sum(self, item: Any) -> bool:
         """Whether an item adds up the rows of all matrices, as the gradient of a bias does.
@@ -161,6 +182,8 @@ class Region:
         """Adds what makes the values that are read, where that takes less to read."""
         known = self.external([*self.members, *self.sums])
         for value in known:
+            if not self.is_made_here(value):
+                continue
             nodes, leaves = self.cone(value) or (set(), set())
             if not nodes or len(self.pulled | nodes) > _MOST_PULLED:
                 continue
@@ -197,7 +220,7 @@ class Region:
             maker = self.wiring.makers.get(each)
             if maker in nodes:
                 continue
-            if maker is not None and self.is_made_in_place(maker, each):
+            if maker is not None and self.is_made_here(each):
                 nodes.add(maker)
                 waiting += maker.taken
             else:
@@ -208,8 +231,15 @@ class Region:
                 return None
         return nodes, leaves
 
-    def is_made_in_place(self, maker: Any, value: Value) -> bool:
+    def is_made_here(self, value: Value) -> bool:
         """Whether the kernel may make a value, instead of reading it."""
+        maker = self.wiring.makers.get(value)
+        known = self._answers.may_make.get(maker)
+        if known is None:
+            known = self._answers.may_make[maker] = self._may_make(maker, value)
+        return known
+
+    def _may_make(self, maker: Any, value: Value) -> bool:
         if not isinstance(maker, Node) or maker.has_effects or len(maker.outputs) != 1:
             return False
         if value in self.program.compared:

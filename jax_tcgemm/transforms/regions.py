@@ -75,7 +75,7 @@ class _Kernel:
         self.program, self.wiring, self.region = program, program.wiring, region
         self.outputs: list[Value] = []
         self.required: set[Any] = set()
-        self.is_worthwhile = region.form is not None and self.choose_outputs()
+        self.is_worthwhile = bool(region.members or region.sums) and self.choose_outputs()
 
     def choose_outputs(self) -> bool:
         """Decides which values are written, and whether the region is worth it."""

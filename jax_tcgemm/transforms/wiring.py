@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -50,10 +52,13 @@ class Wiring:
         """Returns the items that read a value."""
         return self.users.get(value, ())
 
-    def depends_on(self, value: Value, marked: Iterable[Any]) -> bool:
+    def bits_of(self, marked: Iterable[Any]) -> int:
+        """Returns a number for some marked items, for ``depends_on``."""
+        return functools.reduce(operator.or_, (self._bits[item] for item in marked))
+
+    def depends_on(self, value: Value, bits: int) -> bool:
         """Whether a value is made of what one of some marked items makes."""
-        bits = self._ancestors.get(value, 0)
-        return any(bits & self._bits[item] for item in marked)
+        return bool(self._ancestors.get(value, 0) & bits)
 
     def before(self, items: Iterable[Any], start: Position, most: int) -> set[Any] | None:
         """Returns what items depend on from ``start`` on, without themselves.
