@@ -1,14 +1,15 @@
-"""What cuda/build/compile_with_report.py keeps of ptxas's output."""
+"""What is kept of ptxas's output: cuda/build/compile_with_log.sh, and report_kernels.py."""
 
 import importlib.util
 import pathlib
+import subprocess
 import sys
 
 import pytest
 
 pytestmark = pytest.mark.any_jax
 
-SCRIPT = pathlib.Path(__file__).parent.parent / "cuda" / "build" / "compile_with_report.py"
+SCRIPT = pathlib.Path(__file__).parent.parent / "cuda" / "build" / "report_kernels.py"
 
 KERNEL = """\
 ptxas info    : Compiling entry function '{name}' for 'sm_90a'
@@ -33,7 +34,7 @@ IGNORED = (
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("compile_with_report", SCRIPT)
+    spec = importlib.util.spec_from_file_location("report_kernels", SCRIPT)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -62,11 +63,15 @@ def test_a_warning_that_names_no_kernel_names_the_object(script):
     assert script.report(IGNORED + TWO, "row.cu.o").endswith("\nwarning C7508 row.cu.o\n")
 
 
-def test_the_report_is_written_and_the_output_passed_on(script, tmp_path, monkeypatch, capfd):
-    compiler = f"import sys; sys.stderr.write({IGNORED + TWO!r})"
-    command = [sys.executable, "-c", compiler, "-o", str(tmp_path / "row.cu.o")]
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), str(tmp_path / "reports"), *command])
-    assert script.main() == 0
-    assert capfd.readouterr().err == IGNORED + TWO
-    written = (tmp_path / "reports" / "row.cu.o.txt").read_text()
-    assert written == script.report(IGNORED + TWO, "row.cu.o")
+@pytest.mark.parametrize("status", [0, 3])
+def test_the_log_is_kept_and_passed_on(script, status, tmp_path, monkeypatch):
+    compiler = f"import sys; sys.stderr.write({IGNORED + TWO!r}); sys.exit({status})"
+    launcher = ["sh", SCRIPT.with_name("compile_with_log.sh"), tmp_path / "logs"]
+    command = [sys.executable, "-c", compiler, "-o", tmp_path / "row.cu.o"]
+    done = subprocess.run([*launcher, *command], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (status, IGNORED + TWO)
+    log, where = tmp_path / "logs" / "row.cu.o.txt", tmp_path / "kernels.txt"
+    assert log.read_text() == IGNORED + TWO
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), str(where), str(log), str(log)])
+    script.main()
+    assert where.read_text() == 2 * script.report(IGNORED + TWO, "row.cu.o")

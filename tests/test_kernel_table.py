@@ -224,7 +224,7 @@ _LAYOUT = r"I(?:LNS_5MajorE|LS\w_)\dELS\w_\dEE"
 
 @pytest.mark.skipif(not _core.build_info()["cuda"], reason="built without kernels")
 def test_no_sm90_kernel_spills_or_is_serialised():
-    """The report that cuda/build/compile_with_report.py writes: name, registers, spills."""
+    """The report that cuda/build/report_kernels.py writes: name, registers, spills."""
     report = (importlib.resources.files("jax_tcgemm") / "sm90_kernels.txt").read_text().splitlines()
     assert [line for line in report if line.startswith("warning ")] == []
     spills = {name: int(spilled) for name, _, spilled in map(str.split, report)}

@@ -2,8 +2,9 @@
 
 ``<family>_<number>.cu`` for every few rows, which instantiates their kernels;
 ``kernel_registry.inc``, the list of them; ``arithmetic.inc``; the instructions of ``wgmma``, of
-kernels that are compiled at run time apart, so that a row of those builds nothing anew. Run
-by CMake; the results live in the build directory and are never committed.
+kernels that are compiled at run time apart, so that a row of those builds nothing anew. CMake runs
+it when it configures, and reads the names of the ``.cu`` files that it prints; the results live in
+the build directory and are never committed.
 """
 
 from __future__ import annotations
@@ -262,8 +263,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tables", type=pathlib.Path, required=True, help="jax_tcgemm/kernels")
     parser.add_argument("--kernels", default="*", help="glob over row names")
-    parser.add_argument("--out", type=pathlib.Path, help="directory to write to")
-    parser.add_argument("--list", action="store_true", help="print the .cu file names only")
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="directory to write to")
     arguments = parser.parse_args()
 
     table, arithmetic, cpp = load(arguments.tables, "table", "arithmetic", "cpp")
@@ -271,21 +271,19 @@ def main() -> None:
     if not configs:
         known = "\n  ".join(c.name for c in table.CONFIGS)
         raise SystemExit(f"no kernel matches {arguments.kernels!r}; there are\n  {known}")
-    files = generated_files(configs, cpp)
-    if arguments.list:
-        print("\n".join(files))
-        return
-    if arguments.out is None:
-        parser.error("--out is needed unless --list is given")
-    arguments.out.mkdir(parents=True, exist_ok=True)
+    sources = generated_files(configs, cpp)
     run_time = table.RUN_TIME_CONFIGS
-    files["kernel_registry.inc"] = registry(configs, run_time, cpp)
+    included = {
+        "kernel_registry.inc": registry(configs, run_time, cpp),
+        "arithmetic.inc": arithmetic_lists(arithmetic, cpp),
+    }
     for name, rows in (("wgmma", configs), ("run_time_wgmma", run_time)):
         text = wgmma_instructions(rows, arithmetic.ALL_ARITHMETIC, cpp)
-        files[f"{name}_instructions.inc"] = text
-    files["arithmetic.inc"] = arithmetic_lists(arithmetic, cpp)
-    for name, text in files.items():
+        included[f"{name}_instructions.inc"] = text
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    for name, text in (sources | included).items():
         write_if_changed(arguments.out / name, text)
+    print("\n".join(sources))
 
 
 if __name__ == "__main__":

@@ -1,16 +1,15 @@
-"""Runs a CUDA compiler and keeps what it reports of each kernel: registers, spills, lost speed.
+"""Writes what a CUDA compiler said of each kernel: registers, spills, lost speed.
 
-Usage: compile_with_report.py DIRECTORY COMPILER [ARGUMENTS...]. CMake calls it as a compiler
-launcher; the kernels' line in DIRECTORY/<object>.txt is `<mangled name> <registers> <spill bytes>`.
-Where ptxas serialises wgmma or ignores setmaxnreg, there is a line `warning <code> <mangled name>`,
-with the object in place of the name where ptxas gives none.
+Usage: report_kernels.py REPORT LOG...; compile_with_log.sh keeps the logs. A kernel's line is
+`<mangled name> <registers> <spill bytes>`. Where ptxas serialises wgmma or ignores setmaxnreg,
+there is a line `warning <code> <mangled name>`, with the object in place of the name where ptxas
+gives none.
 """
 
 from __future__ import annotations
 
 import pathlib
 import re
-import subprocess
 import sys
 
 _KERNEL = re.compile(
@@ -40,18 +39,10 @@ def report(compiler_output: str, target: str) -> str:
     return "".join((*kernels, *losses))
 
 
-def main() -> int:
-    directory, *command = sys.argv[1:]
-    done = subprocess.run(command, text=True, capture_output=True, check=False)
-    sys.stdout.write(done.stdout)
-    sys.stderr.write(done.stderr)
-    if done.returncode == 0 and "-o" in command:
-        target = pathlib.Path(command[command.index("-o") + 1])
-        pathlib.Path(directory).mkdir(parents=True, exist_ok=True)
-        lines = report(done.stdout + done.stderr, target.name)
-        (pathlib.Path(directory) / f"{target.name}.txt").write_text(lines)
-    return done.returncode
+def main() -> None:
+    where, *logs = map(pathlib.Path, sys.argv[1:])
+    where.write_text("".join(report(log.read_text(), log.stem) for log in logs))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
