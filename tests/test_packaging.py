@@ -16,7 +16,8 @@ pytestmark = pytest.mark.any_jax
 
 ROOT = pathlib.Path(__file__).parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-PINS = PYPROJECT["tool"]["jax-tcgemm"]["cuda-wheels"]
+WHEELS = (ROOT / "cuda" / "build" / "compiler_wheels.txt").read_text()
+PINS = re.findall(r"^[\w-]+==[\d.]+", WHEELS, re.MULTILINE)
 MINIMUM = tuple(map(int, PYPROJECT["tool"]["jax-tcgemm"]["minimum-cuda"].split(".")))
 
 
@@ -168,6 +169,11 @@ def test_no_python_headers_says_what_to_install(backend, monkeypatch, tmp_path):
     monkeypatch.setattr(backend.sysconfig, "get_path", lambda _: str(tmp_path))
     with pytest.raises(SystemExit, match="apt install python3-dev"):
         backend.get_requires_for_build_wheel(None)
+
+
+def test_each_compiler_wheel_has_a_hash_for_each_processor():
+    hashes = re.findall(r"--hash=sha256:[0-9a-f]{64}\b", WHEELS)
+    assert len(hashes) == len(set(hashes)) == 2 * len(PINS) > 0
 
 
 def test_headers_are_pinned_to_the_oldest_supported_jax():

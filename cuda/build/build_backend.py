@@ -2,8 +2,8 @@
 
 The compiler is the first one recent enough among ``$CUDACXX``, ``$CUDA_HOME/bin``,
 ``$CUDA_PATH/bin``, ``PATH`` and ``/usr/local/cuda/bin``. Where there is none, NVIDIA's compiler
-wheels join the build requirements, and the build then uses those. Their pins and the oldest
-accepted CUDA release are in ``pyproject.toml``, ``[tool.jax-tcgemm]``.
+wheels join the build requirements, and the build then uses those: ``compiler_wheels.txt`` pins
+them. The oldest accepted CUDA release is in ``pyproject.toml``, ``[tool.jax-tcgemm]``.
 
 ``JAX_TCGEMM_CUDA=OFF``, as environment variable or as the config setting
 ``cmake.define.JAX_TCGEMM_CUDA=OFF``, builds without kernels; that is the default where JAX has no
@@ -51,6 +51,12 @@ _DEFAULT_NVCC = "/usr/local/cuda/bin/nvcc"
 def _project() -> dict[str, Any]:
     """``[tool.jax-tcgemm]`` of pyproject.toml; hooks run in the source root (PEP 517)."""
     return tomllib.loads(pathlib.Path("pyproject.toml").read_text())["tool"]["jax-tcgemm"]
+
+
+def _compiler_wheels() -> list[str]:
+    """Names and versions of the compiler wheels."""
+    lines = pathlib.Path(__file__).with_name("compiler_wheels.txt").read_text().splitlines()
+    return [line.split()[0] for line in lines if line[:1].isalpha()]
 
 
 def _log(message: str) -> None:
@@ -165,7 +171,7 @@ def _use_cuda_compiler() -> None:
     toolkit = _find_wheel_toolkit()
     if toolkit is None:
         minimum = _project()["minimum-cuda"]
-        wheels = " ".join(f"'{wheel}'" for wheel in _project()["cuda-wheels"])
+        wheels = " ".join(f"'{wheel}'" for wheel in _compiler_wheels())
         found = f" ({'; '.join(refused)})" if refused else ""
         raise SystemExit(
             f"jax_tcgemm: no CUDA compiler {minimum} or later found{found}. Do one of these:\n"
@@ -195,7 +201,7 @@ def _cuda_requires(config_settings: ConfigSettings) -> list[str]:
     for reason in refused:
         _log(f"{reason}: not used")
     _log("no recent CUDA compiler found: adding the compiler wheels to the build requirements")
-    return list(_project()["cuda-wheels"])
+    return _compiler_wheels()
 
 
 def get_requires_for_build_wheel(config_settings: ConfigSettings = None) -> list[str]:
