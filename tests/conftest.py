@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from cuda_calls import Gpu
 from gpu_accuracy import baseline_precision, in_float64, poison
-from kernel_rows import first_of
+from kernel_rows import first_of, rank_rows
 from mps import pytest_configure, pytest_report_header, pytest_unconfigure  # noqa: F401 (hooks)
 
 from jax_tcgemm import Tunings, _compat, _core, _extension
@@ -54,7 +54,15 @@ def _compute_capability() -> float | None:
     return float(jax.devices()[0].compute_capability)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--nightly", action="store_true", help="also run tests marked nightly")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--nightly"):
+        nightly = [item for item in items if "nightly" in item.keywords]
+        config.hook.pytest_deselected(items=nightly)
+        items[:] = [item for item in items if "nightly" not in item.keywords]
     capability = _compute_capability()
     for item in items:
         if "gpu" in item.keywords and capability is None:
@@ -175,14 +183,14 @@ def compare(assert_accurate):
 
 @pytest.fixture
 def rank_on_h200() -> Callable[..., list[tuple[str, float, bool]]]:
-    """Ranks what an H200 could take for a product in its workspace, as `_core.rank_configs`."""
-    if len(_core.kernel_names()) < len(kernel_table.CONFIGS):
+    """Ranks what an H200 could take for a product in its workspace."""
+    if _core.build_info()["kernels_glob"] != "*":
         pytest.skip("needs every kernel of the table")
 
     def rank(algorithm: str, m: int, n: int, k: int, *, sms: int = 132, **options: Any):
         room = split_bytes(StridedGemm(m, n, k, (), Operands((k, 1), (n, 1))))
         options = {"compute_capability": 90, "workspace_bytes": room} | options
-        return _core.rank_configs(algorithm, m, n, k, 1, True, sms, 227 * 1024, **options)
+        return rank_rows(algorithm, m, n, k, 1, True, sms, 227 * 1024, **options)
 
     return rank
 

@@ -228,7 +228,6 @@ def test_no_folder_no_files(folder, monkeypatch):
     assert not folder.exists()
 
 
-@pytest.mark.slow
 def test_eight_processes_at_once(folder):
     program = (
         "import hashlib; from jax_tcgemm.epilogue import cubins; "

@@ -84,7 +84,6 @@ def test_random_problems(check_problems, rng):
 
 
 @pytest.mark.gpu
-@pytest.mark.slow
 @pytest.mark.parametrize("part", range(10))
 def test_random_problems_on_the_gpu(check_problems, rng, part):
     check_problems([draw(rng, 300) for _ in range(50)], on_cpu=False)

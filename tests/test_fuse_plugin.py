@@ -32,7 +32,6 @@ def test_an_inner_jit_and_eager_operations():
 """
 
 
-@pytest.mark.slow
 def test_both_runs_and_their_difference(tmp_path, monkeypatch, capsys):
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "own_test.py").write_text(TESTS)
@@ -69,3 +68,6 @@ def test_what_counts_as_caused_by_fuse():
     assert jax_own_tests.is_rounding("Not equal to tolerance\n ACTUAL: array([1], dtype=bfloat16)")
     assert not jax_own_tests.is_rounding("Not equal to tolerance\n ACTUAL: array([1.], float32)")
     assert not jax_own_tests.is_rounding("TypeError: bfloat16")
+    counted = "tests/api_test.py::APITest::test_eval_shape_trace_cache_share"
+    assert jax_own_tests.kind_of(counted, "5 != 1") == "counts of traces"
+    assert jax_own_tests.kind_of("tests/a.py::test_b", "5 != 1") == "failures that fuse causes"

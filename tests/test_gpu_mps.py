@@ -11,7 +11,7 @@ import pytest
 from mps import CONTROL, outer_environment
 from mps_client import NO_DEVICE, ROWS
 
-pytestmark = [pytest.mark.gpu, pytest.mark.sm90, pytest.mark.slow]
+pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
 
 CLIENT = pathlib.Path(__file__).with_name("mps_client.py")
 

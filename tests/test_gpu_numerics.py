@@ -357,7 +357,6 @@ def test_large_batch(normal, exact, assert_accurate):
     assert_accurate(jax.jit(gemm)(a, b), jnp.matmul(a, b), exact(a) @ exact(b))
 
 
-@pytest.mark.slow
 def test_more_than_2_to_the_31_elements(normal, exact):
     """The last rows of a product whose operand and result both pass 2^31 elements."""
     m, n, k = 2**16 + 8, 2**15 + 8, 2**15 + 64
