@@ -10,10 +10,6 @@
 
 namespace jax_tcgemm {
 
-// As MAX_OPERANDS and MAX_RESULTS in jax_tcgemm/epilogue/translation.py.
-constexpr int kMaxCompiledOperands = 12;
-constexpr int kMaxCompiledResults = 6;
-
 // An operand of the epilogue: (batch, m, n) with any strides, 0 where it is broadcast.
 struct CompiledOperand {
   const void* data;
@@ -22,10 +18,7 @@ struct CompiledOperand {
   BatchStrides batch;
 };
 
-// Scales by blocks of 8-bit operands: of 1 x kScaleBlock (k) of A, of kScaleBlock x kScaleBlock of
-// B.
-constexpr int kScaleBlock = 128;
-
+// See kScaleBlock.
 struct BlockScales {
   const float* a;  // (batch, m, blocks of k), with any strides
   const float* b;  // (batch, blocks of k, blocks of n)
@@ -39,12 +32,7 @@ struct CompiledParams : GemmParams {
   void* results[kMaxCompiledResults];  // each (batch, m, n), contiguous
 };
 
-// A pass with no product (passes/compiled_pass.cuh): warps of a block, and the neighbouring values
-// of a thread. As PASS_BLOCK in jax_tcgemm/epilogue/program.py a block's rows and columns.
-constexpr int kPassWarps = 8;
-constexpr int kPassValues = 8;
-constexpr int kPassRows = 64;
-constexpr int kPassColumns = 32 * kPassValues;
+// Of a block of passes/compiled_pass.cuh.
 constexpr int kPassThreads = 32 * kPassWarps;
 static_assert(kPassThreads == kPassColumns, "a thread joins a column of all warps");
 

@@ -8,14 +8,12 @@
 
 #include "arithmetic.h"
 #include "common/fast_divisor.h"
+#include "shared_limits.h"
 
 namespace jax_tcgemm {
 
 // Batch dimensions left after folding; each operand has its own stride in each (0 = broadcast).
 constexpr int kMaxBatchRank = 4;
-
-// Neighbouring columns of C and D that the epilogue reads and writes together.
-constexpr int kVectorColumns = 4;
 
 // The activations, by their C++ names in jax_tcgemm/problem/activations.py; each is a functor in
 // epilogue/activations.cuh.

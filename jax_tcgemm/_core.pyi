@@ -1,6 +1,19 @@
 from collections.abc import Callable
 from typing import Any
 
+from jax_tcgemm.kernels.choice_input import ChoiceInput
+
+# Numbers of cuda/shared_limits.h.
+VECTOR_COLUMNS: int
+FIXUP_FLAG_BYTES: int
+MAX_TMA_BATCH_RANK: int
+PLANE_TILE_K: int
+SPLIT_STATE_BYTES: int
+MAX_COMPILED_OPERANDS: int
+MAX_COMPILED_RESULTS: int
+SCALE_BLOCK: int
+PASS_BLOCK: tuple[int, int]
+
 def registrations() -> dict[str, object]: ...
 def kernel_names() -> list[str]: ...
 def build_info() -> dict[str, str]: ...
@@ -9,40 +22,20 @@ def set_compiler(compiler: Callable[[str, str, str], bytes]) -> None:
 
 def device_properties(ordinal: int) -> dict[str, Any]: ...
 def rank_configs(
-    algorithm: str,
-    m: int,
-    n: int,
-    k: int,
-    batch: int,
-    aligned: bool,
-    sm_count: int,
-    shared_memory_per_block: int,
-    float32_result: bool = False,
-    compute_capability: int = 80,
-    layout: str = "nn",
-    workspace_bytes: int = 0,
-    epilogue: str = "none",
-    gated: bool = False,
-    grouped: str = "none",
-    max_cluster_size: int = 0,
-    batch_rank: int = 0,
-    row_alignment_a: int = 128,
-    row_alignment_b: int = 128,
-    d_by_tma: bool = True,
-    has_c: bool = False,
-    c_by_tma: bool = True,
-    dense_splits: bool = False,
-    compiled: bool = False,
-    warp_bytes: int = 0,
+    problem: ChoiceInput, dense_splits: bool = False, warp_bytes: int = 0
 ) -> list[tuple[str, float, bool]]:
-    """Names what can compute a problem on a device, the fastest first by the time model.
+    """Ranks the rows that can compute a problem on a device, the fastest first by the time model.
 
-    The first is what is taken untuned. That looks at parts of k that are powers of two; with
-    ``dense_splits`` others are among them. With ``compiled``, the epilogue is compiled at run time
-    and needs so many bytes of shared memory for a warp: rows without room are left out if others
-    have it.
+    Args:
+        problem: the product and the device.
+        dense_splits: whether to split k into other numbers of parts than powers of two.
+        warp_bytes: shared memory that each warp needs for an epilogue that is compiled at run time.
+            Rows without room for it are left out if others have room.
 
     Returns:
-        Of each its name (as for ``config=``), expected cycles, and whether its blocks add up parts
-        of k themselves. Nothing without kernels in the extension.
+        The name of each (as for ``config=``), its expected cycles, and whether its blocks add up
+        parts of k themselves. Without tuning, the handler takes the first one.
+
+    Raises:
+        ValueError: the problem names no known algorithm, layout or epilogue.
     """

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from jax_tcgemm import _core, _extension
+from jax_tcgemm.kernels.choice_input import ChoiceInput
 from jax_tcgemm.kernels.table import CONFIGS
 
 
@@ -54,6 +55,13 @@ def first_of(ranked: list[tuple[str, float, bool]]) -> str:
     return config + " fixup" * has_fixup
 
 
+def rank_rows(
+    *arguments: Any, dense_splits: bool = False, warp_bytes: int = 0, **options: Any
+) -> list[tuple[str, float, bool]]:
+    """Ranks rows as `_core.rank_configs`; the other arguments are those of `ChoiceInput`."""
+    return _core.rank_configs(ChoiceInput(*arguments, **options), dense_splits, warp_bytes)
+
+
 def chosen_config(*arguments: Any, **options: Any) -> str:
-    """Names what a device would take untuned; the arguments are those of `_core.rank_configs`."""
-    return first_of(_core.rank_configs(*arguments, **options))
+    """Names what a device would take untuned; the arguments are those of `ChoiceInput`."""
+    return first_of(rank_rows(*arguments, **options))

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import random_epilogues
 from gpu_accuracy import in_float64
+from kernel_rows import rank_rows
 
 import jax_tcgemm
 from jax_tcgemm import gated_gemm, gemm, ragged_dot
@@ -149,7 +150,7 @@ def test_float16_and_every_row():
     f = lambda acc, r: (jnp.tanh(acc) + r).astype(jnp.float16)  # noqa: E731
     r = _drawn(2, (m, n), jnp.float16)
     facts = _core.device_properties(0)
-    rows = _core.rank_configs(
+    rows = rank_rows(
         "F16_F16_F32", m, n, k, 1, True, facts["sm_count"], facts["shared_memory_per_block"],
         compute_capability=90, epilogue="any", compiled=True,
     )  # fmt: skip

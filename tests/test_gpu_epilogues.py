@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gpu_accuracy import EVERY_ACTIVATION, FLOATS, accumulation_slack, some
-from kernel_rows import by_config
+from kernel_rows import by_config, rank_rows
 
 from jax_tcgemm import _compat, _core, _extension, gemm
 from jax_tcgemm.kernels.config import KernelConfig
@@ -91,7 +91,7 @@ def test_after_parts_of_k(compare, normal, rng, row, splits):
     sizes = {name: device[name] for name in ("sm_count", "shared_memory_per_block")}
     works = {"sum": ("none", "sum"), "any": ("none", "sum", "any")}
     for work in works[by_name(row).epilogue]:
-        ranked = _core.rank_configs(
+        ranked = rank_rows(
             *(algorithm, m, n, k, 1, True),
             **sizes,
             compute_capability=90,

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kernel_rows import rank_rows
 
 import jax_tcgemm
 from jax_tcgemm import _core, _extension, gemm
@@ -138,7 +139,7 @@ def in_parts(algorithm: str, shape: tuple[int, int, int], layout: str, splits: i
         pytest.skip("not in this build")
     config = f"{row}/splits={splits}"
     device = _core.device_properties(0)
-    ranked = _core.rank_configs(
+    ranked = rank_rows(
         *(algorithm, *shape, 1, True, device["sm_count"], device["shared_memory_per_block"]),
         compute_capability=90,
         layout=layout,

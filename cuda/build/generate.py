@@ -58,6 +58,7 @@ _REGISTRY = """\
 namespace jax_tcgemm {{
 
 {declarations}
+static_assert(kMostSplits == {most_splits});
 
 constexpr KernelEntry kKernelEntries[] = {{
 {entries}
@@ -99,18 +100,19 @@ def generated_files(configs, cpp: ModuleType) -> dict[str, str]:
     return files
 
 
-def registry(configs, run_time, cpp: ModuleType) -> str:
+def registry(rows, cpp: ModuleType, most_splits: int) -> str:
     """The list of kernels that cuda/dispatch/choice.cc includes, in the order of the table.
 
     Args:
-        configs: the rows that are built.
-        run_time: those that are compiled at run time.
+        rows: each row of the table, and the address of its kernels, ``nullptr`` if the build has
+            none.
         cpp: the module that writes rows.
+        most_splits: into how many parts Python expects k to be split at most.
     """
-    rows = [(c, f"&kernels_{c.name}") for c in configs] + [(c, "nullptr") for c in run_time]
     return _REGISTRY.format(
+        most_splits=most_splits,
         declarations="\n".join(
-            [f"extern const KernelSet kernels_{c.name};" for c in configs]
+            [f"extern const KernelSet {kernels[1:]};" for _, kernels in rows if kernels[0] == "&"]
             + [_CHECK.format(config=cpp.config(c), row=c) for c, _ in rows]
         ),
         entries="\n".join(
@@ -263,18 +265,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tables", type=pathlib.Path, required=True, help="jax_tcgemm/kernels")
     parser.add_argument("--kernels", default="*", help="glob over row names")
+    parser.add_argument("--no-kernels", action="store_true", help="rows alone, for their ranking")
     parser.add_argument("--out", type=pathlib.Path, required=True, help="directory to write to")
     arguments = parser.parse_args()
 
-    table, arithmetic, cpp = load(arguments.tables, "table", "arithmetic", "cpp")
+    table, arithmetic, cpp, names = load(arguments.tables, "table", "arithmetic", "cpp", "names")
     configs = [c for c in table.CONFIGS if fnmatch.fnmatch(c.name, arguments.kernels)]
     if not configs:
         known = "\n  ".join(c.name for c in table.CONFIGS)
         raise SystemExit(f"no kernel matches {arguments.kernels!r}; there are\n  {known}")
-    sources = generated_files(configs, cpp)
     run_time = table.RUN_TIME_CONFIGS
+    sources = {}
+    rows = [(row, "nullptr") for row in (*configs, *run_time)]
+    if not arguments.no_kernels:
+        sources = generated_files(configs, cpp)
+        rows[: len(configs)] = [(row, f"&kernels_{row.name}") for row in configs]
     included = {
-        "kernel_registry.inc": registry(configs, run_time, cpp),
+        "kernel_registry.inc": registry(rows, cpp, names.MAX_SPLITS),
         "arithmetic.inc": arithmetic_lists(arithmetic, cpp),
     }
     for name, rows in (("wgmma", configs), ("run_time_wgmma", run_time)):

@@ -14,13 +14,12 @@
 #include "passes/pad_operand.h"
 #include "passes/split_planes.h"
 #include "passes/sum_splits.h"
+#include "shared_limits.h"
 #include "sm90/output/output_tile.h"
 #include "sm90/tma_descriptor.h"
 
 namespace jax_tcgemm {
 namespace {
-
-constexpr int kMaxTmaBatchRank = 3;
 
 // `used` bytes of the workspace are taken.
 Status find_kernel(const GemmProblem& problem, const DeviceProperties& device, int64_t used,
@@ -82,9 +81,6 @@ Status pad_unaligned_operands(GemmProblem* problem, const DeviceProperties& devi
                         " operands of m=", params.m, " n=", params.n, " k=", params.k);
   return Status();
 }
-
-// A k-tile of the kernels that take planes.
-constexpr int kPlaneTileK = 64;
 
 SplitProblem split_of(const GemmProblem& problem, const Operand& operand, Major major,
                       int32_t extent_mn, bool is_pairs) {
@@ -190,7 +186,7 @@ GemmProblem fixup_problem(const GemmProblem& whole, int stages, int parts, char*
   problem.params.split_stages = stages;
   problem.params.batch = parts;
   problem.params.batch_rank = 0;
-  problem.params.fixup = {parts, workspace + sm90::kFixupFlagBytes,
+  problem.params.fixup = {parts, workspace + kFixupFlagBytes,
                           reinterpret_cast<uint64_t*>(workspace), next_launch()};
   return problem;
 }

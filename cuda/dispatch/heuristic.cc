@@ -8,6 +8,7 @@
 
 #include "common/ceil_div.h"
 #include "dispatch/sm90_time_model.h"
+#include "shared_limits.h"
 #include "sm90/output/output_tile.h"
 
 namespace jax_tcgemm {
@@ -228,7 +229,6 @@ Rank rank_of(const KernelConfig& config, const ChoiceInput& input) {
 }
 
 int max_splits(const ChoiceInput& input) {
-  constexpr int64_t kMostSplits = 64;
   // The kernel that adds them up has a row of its grid for each of D.
   if (input.batch != 1 || input.n % kVectorColumns != 0 || input.m > kMaxGridRows) return 1;
   const int64_t result = std::max<int64_t>(1, 4 * input.m * input.n);

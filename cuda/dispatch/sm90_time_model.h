@@ -12,7 +12,6 @@ namespace jax_tcgemm::sm90 {
 // on the GPU at once, the row has the epilogue, of which C is no part, and D is of the narrower of
 // its types and leaves by TMA. They need kFixupFlagBytes of the workspace, for a flag of each warp
 // of each block, and room for their accumulators.
-constexpr int kFixupFlagBytes = 8192;
 bool has_fixup(const KernelConfig& config, const ChoiceInput& input, int splits);
 
 // See jax_tcgemm::estimated_cycles.

@@ -11,14 +11,16 @@
 #include <utility>
 #include <vector>
 
+#include "dispatch/choice.h"
+#include "ffi/algorithm_names.h"
+#include "shared_limits.h"
+
 #if JAX_TCGEMM_HAS_CUDA
 #include <cuda_runtime_api.h>
 
 #include "common/status.h"
-#include "dispatch/choice.h"
 #include "dispatch/device.h"
 #include "dispatch/run_time_kernel.h"
-#include "ffi/algorithm_names.h"
 #include "ffi/handlers.h"
 #endif
 
@@ -29,6 +31,81 @@ namespace {
 
 // What can be named as `config=`, its expected cycles, and whether its blocks add up parts of k.
 using RankedConfig = std::tuple<std::string, double, bool>;
+
+std::vector<std::string> kernel_names() {
+  std::vector<std::string> names;
+  for (const KernelEntry& entry : kernel_registry()) {
+    if (entry.kernels != nullptr) names.emplace_back(entry.name);
+  }
+  return names;
+}
+
+EpilogueWork work_called(const std::string& name) {
+  if (name == "none") return EpilogueWork::kNone;
+  if (name == "sum") return EpilogueWork::kSum;
+  if (name == "any") return EpilogueWork::kAny;
+  throw std::invalid_argument("epilogue '" + name + "'");
+}
+
+// Reads jax_tcgemm/kernels/choice_input.py.
+ChoiceInput choice_input(const nb::object& problem) {
+  const auto read = [&]<class T>(const char* name, T* value) {
+    *value = nb::cast<T>(problem.attr(name));
+  };
+  ChoiceInput input = {};
+  std::string algorithm, layout, epilogue, grouped;
+  bool float32_result = false;
+  int max_cluster_size = 0;
+  read("algorithm", &algorithm);
+  read("m", &input.m);
+  read("n", &input.n);
+  read("k", &input.k);
+  read("batch", &input.batch);
+  read("aligned", &input.aligned);
+  read("sm_count", &input.sm_count);
+  read("shared_memory_per_block", &input.shared_memory_per_block);
+  read("float32_result", &float32_result);
+  read("compute_capability", &input.compute_capability);
+  read("layout", &layout);
+  read("workspace_bytes", &input.workspace_bytes);
+  read("epilogue", &epilogue);
+  read("gated", &input.gated);
+  read("grouped", &grouped);
+  read("max_cluster_size", &max_cluster_size);
+  read("batch_rank", &input.batch_rank);
+  read("row_alignment_a", &input.row_alignment_a);
+  read("row_alignment_b", &input.row_alignment_b);
+  read("d_by_tma", &input.d_by_tma);
+  read("has_c", &input.has_c);
+  read("c_by_tma", &input.c_by_tma);
+  read("compiled", &input.compiled);
+  const auto decoded = algorithm_from_name(algorithm);
+  if (!decoded) throw std::invalid_argument("unknown algorithm '" + algorithm + "'");
+  if (layout.size() != 2) throw std::invalid_argument("layout '" + layout + "'");
+  input.algorithm = *decoded;
+  input.tma_addressable = input.aligned;
+  const EpilogueWork work = work_called(epilogue);
+  input.epilogue = input.gated ? EpilogueWork::kAny : work;
+  input.grouped = grouped == "m" ? Grouped::kM : grouped == "k" ? Grouped::kK : Grouped::kNone;
+  input.major_a = layout[0] == 't' ? Major::kMn : Major::kK;
+  input.major_b = layout[1] == 't' ? Major::kK : Major::kMn;
+  input.d_type = float32_result ? ElementType::kF32 : arithmetic_of(*decoded).output;
+  if (max_cluster_size > 0) input.max_cluster_size = max_cluster_size;
+  return input;
+}
+
+// See _core.pyi.
+std::vector<RankedConfig> rank_configs(const nb::object& problem, bool dense_splits,
+                                       int64_t warp_bytes) {
+  const ChoiceInput input = choice_input(problem);
+  std::vector<RankedConfig> ranked;
+  std::vector<Estimate> estimates = ranked_choices(input, dense_splits);
+  if (input.compiled) estimates = with_room(std::move(estimates), warp_bytes);
+  for (const Estimate& estimate : estimates) {
+    ranked.emplace_back(config_of(estimate.choice), estimate.cycles, estimate.choice.has_fixup);
+  }
+  return ranked;
+}
 
 #if JAX_TCGEMM_HAS_CUDA
 
@@ -74,14 +151,6 @@ void set_python_compiler(nb::object compile) {
   });
 }
 
-std::vector<std::string> kernel_names() {
-  std::vector<std::string> names;
-  for (const KernelEntry& entry : kernel_registry()) {
-    if (entry.kernels != nullptr) names.emplace_back(entry.name);
-  }
-  return names;
-}
-
 std::string cuda_version() {
   return std::to_string(CUDART_VERSION / 1000) + "." + std::to_string(CUDART_VERSION % 1000 / 10);
 }
@@ -105,78 +174,15 @@ nb::dict device_properties(int ordinal) {
   return result;
 }
 
-EpilogueWork work_called(const std::string& name) {
-  if (name == "none") return EpilogueWork::kNone;
-  if (name == "sum") return EpilogueWork::kSum;
-  if (name == "any") return EpilogueWork::kAny;
-  throw std::invalid_argument("epilogue '" + name + "'");
-}
-
-// See _core.pyi.
-std::vector<RankedConfig> rank_configs(const std::string& algorithm, int64_t m, int64_t n,
-                                       int64_t k, int64_t batch, bool aligned, int sm_count,
-                                       int shared_memory_per_block, bool float32_result,
-                                       int compute_capability, const std::string& layout,
-                                       int64_t workspace_bytes, const std::string& epilogue,
-                                       bool gated, const std::string& grouped, int max_cluster_size,
-                                       int batch_rank, int row_alignment_a, int row_alignment_b,
-                                       bool d_by_tma, bool has_c, bool c_by_tma, bool dense_splits,
-                                       bool compiled, int64_t warp_bytes) {
-  const auto decoded = algorithm_from_name(algorithm);
-  if (!decoded) throw std::invalid_argument("unknown algorithm '" + algorithm + "'");
-  if (layout.size() != 2) throw std::invalid_argument("layout '" + layout + "'");
-  ChoiceInput input = {};
-  input.algorithm = *decoded;
-  input.m = m;
-  input.n = n;
-  input.k = k;
-  input.batch = batch;
-  input.aligned = input.tma_addressable = aligned;
-  const EpilogueWork work = work_called(epilogue);
-  input.epilogue = gated ? EpilogueWork::kAny : work;
-  input.gated = gated;
-  input.grouped = grouped == "m" ? Grouped::kM : grouped == "k" ? Grouped::kK : Grouped::kNone;
-  input.major_a = layout[0] == 't' ? Major::kMn : Major::kK;
-  input.major_b = layout[1] == 't' ? Major::kK : Major::kMn;
-  input.d_type = float32_result ? ElementType::kF32 : arithmetic_of(*decoded).output;
-  input.compute_capability = compute_capability;
-  input.sm_count = sm_count;
-  input.shared_memory_per_block = shared_memory_per_block;
-  input.workspace_bytes = workspace_bytes;
-  if (max_cluster_size > 0) input.max_cluster_size = max_cluster_size;
-  input.batch_rank = batch_rank;
-  input.row_alignment_a = row_alignment_a;
-  input.row_alignment_b = row_alignment_b;
-  input.d_by_tma = d_by_tma;
-  input.has_c = has_c;
-  input.c_by_tma = c_by_tma;
-  input.compiled = compiled;
-  std::vector<RankedConfig> ranked;
-  std::vector<Estimate> estimates = ranked_choices(input, dense_splits);
-  if (compiled) estimates = with_room(std::move(estimates), warp_bytes);
-  for (const Estimate& estimate : estimates) {
-    ranked.emplace_back(config_of(estimate.choice), estimate.cycles, estimate.choice.has_fixup);
-  }
-  return ranked;
-}
-
 #else
 
 nb::dict registrations() { return nb::dict(); }
 void set_python_compiler(nb::object) {}
-std::vector<std::string> kernel_names() { return {}; }
 std::string cuda_version() { return ""; }
 std::string ffi_version() { return ""; }
 
 nb::dict device_properties(int) {
   throw std::runtime_error("jax_tcgemm was built without CUDA (JAX_TCGEMM_CUDA=OFF)");
-}
-
-std::vector<RankedConfig> rank_configs(const std::string&, int64_t, int64_t, int64_t, int64_t, bool,
-                                       int, int, bool, int, const std::string&, int64_t,
-                                       const std::string&, bool, const std::string&, int, int, int,
-                                       int, bool, bool, bool, bool, bool, int64_t) {
-  return {};
 }
 
 #endif
@@ -201,13 +207,15 @@ NB_MODULE(_core, module) {
   module.def("build_info", &build_info);
   module.def("set_compiler", &set_python_compiler, nb::arg("compiler"));
   module.def("device_properties", &device_properties, nb::arg("ordinal"));
-  module.def(
-      "rank_configs", &rank_configs, nb::arg("algorithm"), nb::arg("m"), nb::arg("n"), nb::arg("k"),
-      nb::arg("batch"), nb::arg("aligned"), nb::arg("sm_count"), nb::arg("shared_memory_per_block"),
-      nb::arg("float32_result") = false, nb::arg("compute_capability") = 80,
-      nb::arg("layout") = "nn", nb::arg("workspace_bytes") = 0, nb::arg("epilogue") = "none",
-      nb::arg("gated") = false, nb::arg("grouped") = "none", nb::arg("max_cluster_size") = 0,
-      nb::arg("batch_rank") = 0, nb::arg("row_alignment_a") = 128, nb::arg("row_alignment_b") = 128,
-      nb::arg("d_by_tma") = true, nb::arg("has_c") = false, nb::arg("c_by_tma") = true,
-      nb::arg("dense_splits") = false, nb::arg("compiled") = false, nb::arg("warp_bytes") = 0);
+  module.attr("VECTOR_COLUMNS") = kVectorColumns;
+  module.attr("FIXUP_FLAG_BYTES") = kFixupFlagBytes;
+  module.attr("MAX_TMA_BATCH_RANK") = kMaxTmaBatchRank;
+  module.attr("PLANE_TILE_K") = kPlaneTileK;
+  module.attr("SPLIT_STATE_BYTES") = kSplitStateBytes;
+  module.attr("MAX_COMPILED_OPERANDS") = kMaxCompiledOperands;
+  module.attr("MAX_COMPILED_RESULTS") = kMaxCompiledResults;
+  module.attr("SCALE_BLOCK") = kScaleBlock;
+  module.attr("PASS_BLOCK") = nb::make_tuple(kPassRows, kPassColumns);
+  module.def("rank_configs", &rank_configs, nb::arg("problem"), nb::arg("dense_splits") = false,
+             nb::arg("warp_bytes") = 0);
 }

@@ -7,6 +7,7 @@
 
 #include "gemm_params.h"
 #include "kernel_config.h"
+#include "shared_limits.h"
 
 namespace jax_tcgemm {
 
@@ -33,9 +34,6 @@ int64_t plan_split(SplitProblem* problem);
 // Of two planes that are scaled the second is what the first leaves over, times 2^kPlaneBits, which
 // is half of the number at most; and so on.
 constexpr int kPlaneBits = 7;
-
-// What the launches below write to: the PlaneScale, then what each block found.
-constexpr int kSplitStateBytes = 128 + 1024 * 4;
 
 // Enqueues the splitting of A and of B, and a second kernel that does it again if the numbers that
 // the first has found take it. Tiny ones would lose bits of their last planes, and are multiplied

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from jax_tcgemm import _core
 from jax_tcgemm.epilogue import evaluation, operations
 from jax_tcgemm.problem.strides import row_major
 
@@ -46,10 +47,10 @@ class Leaf:
         return tuple(strides)
 
 
-# Rows and columns that a kernel joins of what is reduced, and XLA the rest: of a product, and of a
-# pass with none, as kPassRows and kPassColumns of cuda/compiled_params.h.
+# Rows and columns that a kernel reduces to one value each, of which XLA reduces the rest: in the
+# epilogue of a product, and in a pass without one.
 PRODUCT_BLOCK = (16, 16)
-PASS_BLOCK = (64, 256)
+PASS_BLOCK = _core.PASS_BLOCK
 
 
 @dataclasses.dataclass(frozen=True)

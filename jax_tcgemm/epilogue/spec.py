@@ -6,13 +6,13 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from jax_tcgemm import _core
 from jax_tcgemm.epilogue.function import EpilogueFunction
 from jax_tcgemm.problem.ragged import RaggedSpec
 from jax_tcgemm.problem.spec import GemmSpec
 from jax_tcgemm.problem.strides import Operands
 
-# As kScaleBlock of cuda/compiled_params.h.
-SCALE_BLOCK = 128
+SCALE_BLOCK = _core.SCALE_BLOCK
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jax_tcgemm import _core
 from jax_tcgemm._compat import jaxprs
 from jax_tcgemm.epilogue import operations
 from jax_tcgemm.epilogue.function import EpilogueFunction
@@ -27,9 +28,8 @@ from jax_tcgemm.epilogue.program import (
 )
 from jax_tcgemm.epilogue.values import Values, is_literal
 
-# As kMaxCompiledOperands and kMaxCompiledResults of cuda/compiled_params.h.
-MAX_OPERANDS = 12
-MAX_RESULTS = 6
+MAX_OPERANDS = _core.MAX_COMPILED_OPERANDS
+MAX_RESULTS = _core.MAX_COMPILED_RESULTS
 
 # Sums of narrower integers would wrap at each step; those of floating-point numbers are float32.
 _SUMMED = (jnp.dtype(jnp.int32), jnp.dtype(jnp.uint32))

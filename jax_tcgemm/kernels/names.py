@@ -33,7 +33,8 @@ def by_name(name: str) -> KernelConfig:
 XLA = "xla"
 
 _SPLITS = "/splits="
-_MOST_SPLITS = 64  # as kMostSplits of cuda/dispatch/heuristic.cc
+# The build compares it with kMostSplits of cuda/shared_limits.h.
+MAX_SPLITS = 64
 
 
 def read_config(config: str) -> tuple[str, int]:
@@ -45,7 +46,7 @@ def read_config(config: str) -> tuple[str, int]:
     name, _, number = config.partition(_SPLITS)
     if not number:
         return config, 1
-    is_number = number in map(str, range(2, _MOST_SPLITS + 1))
+    is_number = number in map(str, range(2, MAX_SPLITS + 1))
     return name, int(number) if is_number else 0
 
 

@@ -16,6 +16,7 @@ from jax_tcgemm.epilogue import compiler, source, translation
 from jax_tcgemm.epilogue.program import Program
 from jax_tcgemm.epilogue.spec import CompiledSpec
 from jax_tcgemm.kernels.arithmetic import ALL_ARITHMETIC
+from jax_tcgemm.kernels.choice_input import ChoiceInput
 from jax_tcgemm.kernels.names import XLA
 from jax_tcgemm.lowering import compiled_problem, devices, k_major
 from jax_tcgemm.lowering.compiled_source import (
@@ -367,7 +368,7 @@ def ranked_rows(
     gemm = call.gemm
     is_ragged = isinstance(spec.product, RaggedSpec)
     itemsize = ALL_ARITHMETIC[call.algorithm].a.bytes
-    return _core.rank_configs(
+    choice = ChoiceInput(
         call.algorithm,
         -(-gemm.m // gemm.batch[0]) if is_ragged else gemm.m,
         gemm.n,
@@ -385,8 +386,8 @@ def ranked_rows(
         row_alignment_a=row_alignment(gemm, "a", itemsize),
         row_alignment_b=row_alignment(gemm, "b", itemsize),
         compiled=True,
-        warp_bytes=call.warp_bytes,
     )
+    return _core.rank_configs(choice, warp_bytes=call.warp_bytes)
 
 
 def _types(operands: Sequence[Any]) -> str:

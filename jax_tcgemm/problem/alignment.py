@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from jax_tcgemm import _core
+from jax_tcgemm.kernels.names import MAX_SPLITS
 from jax_tcgemm.problem.strides import StridedGemm
 
 # cp.async copies so many bytes at a time, between addresses that are multiples of it.
@@ -65,11 +67,8 @@ def row_alignment(gemm: StridedGemm, name: str, itemsize: int, *, is_padded: boo
 
 
 # Float32 copies of the result that are worth adding up, and from which k on they are.
-_MAX_SPLITS = 64
 _SPLIT_ELEMENTS = 132 * 128 * 256  # results that keep every SM of the largest GPU busy
 _SPLIT_K = 1024
-_SUM_COLUMNS = 4  # kVectorColumns: what adds parts up takes so many at a time
-_FLAG_BYTES = 2**13  # kFixupFlagBytes of cuda/dispatch/sm90_time_model.h
 
 
 def split_bytes(gemm: StridedGemm) -> int:
@@ -85,7 +84,7 @@ def most_split_bytes(gemm: StridedGemm) -> int:
     results = gemm.m * gemm.n
     if not results or math.prod(gemm.batch) != 1:
         return 0
-    splits = min(_MAX_SPLITS, _SPLIT_ELEMENTS // results)
+    splits = min(MAX_SPLITS, _SPLIT_ELEMENTS // results)
     return 4 * splits * results if splits > 1 else 0
 
 
@@ -98,10 +97,10 @@ def named_split_bytes(gemm: StridedGemm, splits: int, tile_m: int, tile_n: int) 
         tile_m: rows that a cluster computes.
         tile_n: columns.
     """
-    if splits == 1 or math.prod(gemm.batch) != 1 or gemm.n % _SUM_COLUMNS:
+    if splits == 1 or math.prod(gemm.batch) != 1 or gemm.n % _core.VECTOR_COLUMNS:
         return 0
     m, n = (-(-extent // tile) * tile for extent, tile in ((gemm.m, tile_m), (gemm.n, tile_n)))
-    return 4 * splits * m * n + _FLAG_BYTES
+    return 4 * splits * m * n + _core.FIXUP_FLAG_BYTES
 
 
 # From where on copies, a kernel more, cost less than realigning: docs/performance.md. For a short k
@@ -136,10 +135,6 @@ def padding_bytes(gemm: StridedGemm, itemsize: int) -> int:
     return total
 
 
-_PLANE_K = 64  # kPlaneTileK of cuda/dispatch/dispatch.cc
-_SPLIT_STATE_BYTES = 128 + 1024 * 4  # kSplitStateBytes of cuda/passes/split_planes.h
-
-
 def plane_bytes(gemm: StridedGemm, count: int) -> int:
     """Returns the bytes of workspace for the bfloat16 planes of both operands.
 
@@ -150,8 +145,8 @@ def plane_bytes(gemm: StridedGemm, count: int) -> int:
         gemm: the folded gemm, of float32 operands.
         count: planes of an operand.
     """
-    k = count * _rounded_up(gemm.k, _PLANE_K)
-    total = _SPLIT_STATE_BYTES
+    k = count * _rounded_up(gemm.k, _core.PLANE_TILE_K)
+    total = _core.SPLIT_STATE_BYTES
     for name, extent_mn in (("a", gemm.m), ("b", gemm.n)):
         batch_strides, *_ = _layout(gemm, name)
         batch = (extent for extent, stride in zip(gemm.batch, batch_strides, strict=True) if stride)

@@ -8,6 +8,7 @@ from typing import Any
 from jax_tcgemm import _core
 from jax_tcgemm.epilogue import translation
 from jax_tcgemm.epilogue.spec import CompiledSpec
+from jax_tcgemm.kernels.choice_input import ChoiceInput
 from jax_tcgemm.kernels.names import read_config
 from jax_tcgemm.lowering import compiled
 from jax_tcgemm.lowering.row_epilogue import c_by_tma
@@ -31,8 +32,6 @@ _MOST = 12
 # Splits of one row beyond so many are not far from these.
 _MOST_SPLITS_OF_A_ROW = 2
 
-_MOST_TMA_BATCH_NDIM = 3  # kMaxTmaBatchRank of cuda/dispatch/dispatch.cc
-
 
 def candidates(product: Product, device: dict[str, Any]) -> list[str]:
     """Names configurations, the fastest first by the time model.
@@ -45,13 +44,13 @@ def candidates(product: Product, device: dict[str, Any]) -> list[str]:
         return _of_compiled(product, device)
     is_gemm = isinstance(product.spec, GemmSpec)
     problem = _of_gemm(product) if is_gemm else _of_groups(product)
-    ranked = _core.rank_configs(
+    choice = ChoiceInput(
         **problem,
         sm_count=device["sm_count"],
         shared_memory_per_block=device["shared_memory_per_block"],
         compute_capability=device["compute_capability"],
-        dense_splits=True,
     )
+    ranked = _core.rank_configs(choice, dense_splits=True)
     chosen: list[str] = []
     of_row: dict[str, int] = {}
     for config, cycles, _ in ranked:
@@ -111,7 +110,7 @@ def _of_gemm(product: Product) -> dict[str, Any]:
         "k": gemm.k,
         "batch": math.prod(gemm.batch),
         "batch_rank": len(gemm.batch),
-        "aligned": (is_padded or not is_odd) and len(gemm.batch) <= _MOST_TMA_BATCH_NDIM,
+        "aligned": (is_padded or not is_odd) and len(gemm.batch) <= _core.MAX_TMA_BATCH_RANK,
         "float32_result": out.itemsize > itemsize,
         "layout": "".join("t" if is_transposed(gemm, name) else "n" for name in ("a", "b")),
         "workspace_bytes": 0 if spec.is_gated else most_split_bytes(gemm),

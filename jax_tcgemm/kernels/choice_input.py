@@ -1,0 +1,62 @@
+"""The problem for which the extension ranks rows of the kernel table."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class ChoiceInput:
+    """A product and a device, as ``ChoiceInput`` of ``cuda/dispatch/heuristic.h``.
+
+    Attributes:
+        algorithm: the name of the arithmetic, such as ``"BF16_BF16_F32"``.
+        m: rows of the result; of each group, for a ragged product.
+        n: columns of the result.
+        k: the contraction dimension.
+        batch: the number of products.
+        aligned: whether TMA and ``cp.async`` can address both operands.
+        sm_count: the number of streaming multiprocessors.
+        shared_memory_per_block: the most shared memory of a block, in bytes.
+        float32_result: whether the result has the wider of the types that it may have.
+        compute_capability: ten times the major number, plus the minor one.
+        layout: ``"n"`` or ``"t"`` for each operand, ``"t"`` if it is transposed.
+        workspace_bytes: memory for partial results over parts of k.
+        epilogue: what follows the product: ``"none"``, ``"sum"`` (C, bias) or ``"any"``.
+        gated: whether the product has two weights.
+        grouped: ``"m"`` if the rows are divided into groups, ``"k"`` if the contraction dimension
+            is, else ``"none"``.
+        max_cluster_size: the most blocks of a cluster that fit on the device; 0 if any do.
+        batch_rank: the number of batch dimensions.
+        row_alignment_a: the largest power of two, up to 128, that divides the row stride of A, in
+            bytes.
+        row_alignment_b: the same of B.
+        d_by_tma: whether TMA can write the result.
+        has_c: whether the product has an addend C.
+        c_by_tma: whether TMA can read C.
+        compiled: whether the epilogue is compiled at run time.
+    """
+
+    algorithm: str
+    m: int
+    n: int
+    k: int
+    batch: int
+    aligned: bool
+    sm_count: int
+    shared_memory_per_block: int
+    float32_result: bool = False
+    compute_capability: int = 80
+    layout: str = "nn"
+    workspace_bytes: int = 0
+    epilogue: str = "none"
+    gated: bool = False
+    grouped: str = "none"
+    max_cluster_size: int = 0
+    batch_rank: int = 0
+    row_alignment_a: int = 128
+    row_alignment_b: int = 128
+    d_by_tma: bool = True
+    has_c: bool = False
+    c_by_tma: bool = True
+    compiled: bool = False
