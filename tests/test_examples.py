@@ -223,7 +223,9 @@ def sharded_transformer(monkeypatch):
     return load("sharded_transformer")
 
 
-@pytest.mark.parametrize("dtype", ["float32", IN_16_BITS[0]])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param("float32", marks=pytest.mark.nightly), IN_16_BITS[0]]
+)
 def test_sharded_transformer(sharded_transformer, dtype, capsys):
     sharded_transformer.main(["--platform", "cpu", "--steps", "3", "--dtype", dtype])
     lines = capsys.readouterr().out.splitlines()

@@ -32,6 +32,7 @@ def test_an_inner_jit_and_eager_operations():
 """
 
 
+@pytest.mark.nightly
 def test_both_runs_and_their_difference(tmp_path, monkeypatch, capsys):
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "own_test.py").write_text(TESTS)

@@ -56,7 +56,7 @@ def library(run, tmp_path_factory):
     return run.build(tmp_path_factory.mktemp("ladder"))
 
 
-@pytest.mark.any_jax
+@pytest.mark.nightly
 def test_without_a_gpu_it_builds_and_says_what_it_would_do(run, library, monkeypatch, capsys):
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
     run.main(["--build", str(library.parent), "--dtype", "bfloat16"])
