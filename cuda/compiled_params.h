@@ -32,7 +32,7 @@ struct CompiledParams : GemmParams {
   void* results[kMaxCompiledResults];  // each (batch, m, n), contiguous
 };
 
-// Of a block of passes/compiled_pass.cuh.
+// Threads of a block of passes/compiled_pass.cuh.
 constexpr int kPassThreads = 32 * kPassWarps;
 static_assert(kPassThreads == kPassColumns, "a thread joins a column of all warps");
 

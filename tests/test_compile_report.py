@@ -1,4 +1,4 @@
-"""What is kept of ptxas's output: cuda/build/compile_with_log.sh, and report_kernels.py."""
+"""The build keeps and reads ptxas's output: compile_with_log.sh and report_kernels.py."""
 
 import importlib.util
 import pathlib

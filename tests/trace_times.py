@@ -111,7 +111,7 @@ def programs() -> list[Program]:
 def seconds(program: Program, repeat: int = 3) -> tuple[list[float], list[float]]:
     """Returns the least time of a processor that ``jit`` takes, and ``fuse`` within it.
 
-    Of each, the seconds of tracing, and of tracing and lowering for CUDA.
+    Each is two times in seconds: tracing, and tracing plus lowering for CUDA.
     """
     found = [[float("inf")] * 2 for _ in range(2)]
     for _ in range(repeat):

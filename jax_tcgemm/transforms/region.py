@@ -50,7 +50,7 @@ class Program:
 
 @dataclasses.dataclass(frozen=True)
 class _Answers:
-    """What was found of nodes for regions of one shape, size and context.
+    """Facts about nodes, shared by all regions of one shape, size and context.
 
     Attributes:
         is_member: whether a node works element by element on values of this shape.
