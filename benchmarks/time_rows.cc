@@ -35,6 +35,7 @@
 #include "dispatch/dispatch.h"
 #include "dispatch/sm90_time_model.h"
 #include "gemm_problem.h"
+#include "shared_limits.h"
 
 namespace jax_tcgemm {
 namespace {
@@ -218,7 +219,7 @@ int64_t workspace_bytes(const Case& c) {
   constexpr int64_t kMostSplits = 64;
   constexpr int64_t kSplitElements = int64_t{132} * 128 * 256;
   const int64_t splits = c.batch == 1 ? std::min(kMostSplits, kSplitElements / (c.m * c.n)) : 0;
-  return splits > 1 ? splits * c.m * c.n * 4 + sm90::kFixupFlagBytes : 0;
+  return splits > 1 ? splits * c.m * c.n * 4 + kFixupFlagBytes : 0;
 }
 
 // Prints a line for each choice.

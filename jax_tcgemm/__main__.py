@@ -26,7 +26,10 @@ import numpy as np
 
 import jax_tcgemm
 from jax_tcgemm import _core
+from jax_tcgemm.epilogue import nvrtc
+from jax_tcgemm.kernels import names as kernel_names
 from jax_tcgemm.kernels import table as kernel_table
+from jax_tcgemm.kernels.built import built_epilogue
 from jax_tcgemm.tools import benchmarking, selftest
 from jax_tcgemm.tuning import cache, lookup
 
@@ -59,9 +62,19 @@ def _tuned_products(device: Any) -> str:
     return f"{packaged} in the package, {files} ({lookup.SETTING}={lookup.mode()})"
 
 
+def _kernels_built(architectures: str) -> str:
+    """Returns a line about the rows of the kernel table."""
+    built = [name for name in _core.kernel_names() if built_epilogue(kernel_names.by_name(name))]
+    text = f"{len(built)} of {len(kernel_table.CONFIGS)} in the table"
+    if not built:
+        return text
+    found = nvrtc.find()
+    others = found if isinstance(found, str) else "the others are compiled when first needed"
+    return f"{text}, for architectures {architectures}; {others}"
+
+
 def _print_installation(device: Any) -> None:
     build = _core.build_info()
-    built = _core.kernel_names()
     driver = _driver_version()
     rows = {
         "jax_tcgemm": jax_tcgemm.__version__,
@@ -78,9 +91,7 @@ def _print_installation(device: Any) -> None:
             f", compute capability {properties['compute_capability'] / 10:.1f}, "
             f"{properties['sm_count']} SMs"
         )
-    rows["kernels built"] = f"{len(built)} of {len(kernel_table.CONFIGS)} in the table"
-    if built:
-        rows["kernels built"] += f", for architectures {build['architectures']}"
+    rows["kernels built"] = _kernels_built(build["architectures"])
     rows["custom calls"] = ", ".join(_core.registrations()) or "none"
     if _core.registrations():
         rows["custom calls"] += f" (registered, XLA FFI {build['xla_ffi_api']})"

@@ -17,8 +17,16 @@ PASS_BLOCK: tuple[int, int]
 def registrations() -> dict[str, object]: ...
 def kernel_names() -> list[str]: ...
 def build_info() -> dict[str, str]: ...
-def set_compiler(compiler: Callable[[str, str, str], bytes]) -> None:
-    """Says who compiles kernels at run time, of a program, a row's name and a layout."""
+def set_compiler(
+    compile_kernel: Callable[[str, str, str, bool, int], bytes],
+    begin: Callable[[str, str, str, bool, int], None],
+) -> None:
+    """Says who compiles kernels at run time: see ``jax_tcgemm/epilogue/compiler.py``.
+
+    Args:
+        compile_kernel: returns the machine code.
+        begin: begins to compile the same, on another thread.
+    """
 
 def device_properties(ordinal: int) -> dict[str, Any]: ...
 def rank_configs(

@@ -56,7 +56,8 @@ _Handler = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(_CallFrame))
 @functools.cache
 def _shifted_target(target: str) -> str:
     """Registers the handler that moves operands by ``_shift`` bytes, and returns its name."""
-    capsule = _core.registrations()[target]
+    stages = _core.registrations()[target]
+    capsule = stages["execute"] if isinstance(stages, dict) else stages
     pointer = ctypes.pythonapi.PyCapsule_GetPointer
     pointer.restype, pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
     handler = _Handler(pointer(capsule, b"xla._CUSTOM_CALL_TARGET"))

@@ -92,8 +92,8 @@ def test_pytest_in_a_clone(run, clone):
     """In a process of xdist's, which pytest starts."""
     test = f"{CHECKS}\n\ndef test_one():\n    check()\n\n\ndef test_two():\n    check()\n"
     (clone / "test_program.py").write_text(test)
-    options = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "test_program.py")
-    assert "2 passed" in run(*options, "-n", "1")
+    without = ("-p", "no:cacheprovider", "-p", "no:benchmark")
+    assert "2 passed" in run("-m", "pytest", "-q", *without, "test_program.py", "-n", "1")
 
 
 @pytest.mark.skipif(

@@ -86,7 +86,7 @@ def test_after_parts_of_k(compare, normal, rng, row, splits):
     algorithm, config = by_name(row).algorithm, f"{row}/splits={splits}"
     dtype = INPUT_DTYPES[algorithm]
     # All parts of all clusters' tiles are on the GPU at once.
-    m, n, k = (8 * int(x) for x in rng.integers((1, 1, 64), (56, 56, 400)))
+    m, n, k = (8 * int(x) for x in rng.integers((1, 1, 64), (48, 48, 400)))
     device = _core.device_properties(0)
     sizes = {name: device[name] for name in ("sm_count", "shared_memory_per_block")}
     works = {"sum": ("none", "sum"), "any": ("none", "sum", "any")}

@@ -37,12 +37,12 @@ const KernelSet kernels_{name} = {arch}::kernels_of<Row_{name}>();
 
 # Seconds of compiling that a source file is given: reading the headers takes 1.6 for each, and few
 # large files would leave cores idle.
-_FILE_SECONDS = 40.0
+_FILE_SECONDS = 50.0
 
 
-def _seconds(row) -> float:
+def _seconds(row, epilogue: str) -> float:
     """What a row takes to compile, roughly (docs/experiments/calls_and_build.md)."""
-    seconds = {"none": 1.5, "sum": 3.0, "any": 8.0}[row.epilogue]
+    seconds = {"none": 1.5, "sum": 3.0, "any": 8.0}[epilogue]
     if row.arch == "sm90" and row.arithmetic.k_major:
         return 1.5 * seconds  # a kernel for each layout
     return seconds / 2 if row.skinny or row.arch == "simt" else seconds
@@ -79,22 +79,25 @@ def load(path: pathlib.Path, *modules: str) -> list[ModuleType]:
 
 def _shared_out(rows: list) -> list[list]:
     """Shares rows out among as many files as they are worth, each to the lightest so far."""
-    count = math.ceil(sum(map(_seconds, rows)) / _FILE_SECONDS)
+    count = math.ceil(sum(_seconds(*row) for row in rows) / _FILE_SECONDS)
     files: list[list] = [[] for _ in range(count)]
-    for row in sorted(rows, key=_seconds, reverse=True):
-        min(files, key=lambda file: sum(map(_seconds, file))).append(row)
+    for row in sorted(rows, key=lambda row: _seconds(*row), reverse=True):
+        min(files, key=lambda file: sum(_seconds(*row) for row in file)).append(row)
     return files
 
 
-def generated_files(configs, cpp: ModuleType) -> dict[str, str]:
-    """File name -> contents of the kernel sources for the given rows."""
+def generated_files(built, cpp: ModuleType) -> dict[str, str]:
+    """File name -> contents of the kernel sources for the given rows, each with its epilogues."""
     families: dict[tuple[str, str], list] = {}
-    for config in configs:
-        families.setdefault((config.arch, config.tag), []).append(config)
+    for config, epilogue in built:
+        families.setdefault((config.arch, config.tag), []).append((config, epilogue))
     files = {}
     for (arch, tag), rows in families.items():
         for i, share in enumerate(_shared_out(rows)):
-            kernels = [_KERNEL.format(arch=arch, name=x.name, config=cpp.config(x)) for x in share]
+            kernels = [
+                _KERNEL.format(arch=arch, name=row.name, config=cpp.config(row, epilogue))
+                for row, epilogue in share
+            ]
             text = _SOURCE.format(arch=arch, kernels="".join(kernels))
             files[f"{arch}_{tag}_{i:02}.cu"] = text
     return files
@@ -104,19 +107,21 @@ def registry(rows, cpp: ModuleType, most_splits: int) -> str:
     """The list of kernels that cuda/dispatch/choice.cc includes, in the order of the table.
 
     Args:
-        rows: each row of the table, and the address of its kernels, ``nullptr`` if the build has
-            none.
+        rows: each row of the table, the epilogues of its kernels in the build, ``None`` if there
+            are none, and their address, or ``nullptr``.
         cpp: the module that writes rows.
         most_splits: into how many parts Python expects k to be split at most.
     """
     return _REGISTRY.format(
         most_splits=most_splits,
         declarations="\n".join(
-            [f"extern const KernelSet {kernels[1:]};" for _, kernels in rows if kernels[0] == "&"]
-            + [_CHECK.format(config=cpp.config(c), row=c) for c, _ in rows]
+            [f"extern const KernelSet {at[1:]};" for _, _, at in rows if at[0] == "&"]
+            + [_CHECK.format(config=cpp.config(c), row=c) for c, _, _ in rows]
         ),
         entries="\n".join(
-            f'    {{"{c.name}", {cpp.config(c)}, {kernels}}},' for c, kernels in rows
+            f'    {{"{c.name}", {cpp.config(c)}, {str(epilogue is not None).lower()}, '
+            f"{cpp.enumerator('EpilogueWork', epilogue or 'none')}, {at}}},"
+            for c, epilogue, at in rows
         ),
     )
 
@@ -269,23 +274,24 @@ def main() -> None:
     parser.add_argument("--out", type=pathlib.Path, required=True, help="directory to write to")
     arguments = parser.parse_args()
 
-    table, arithmetic, cpp, names = load(arguments.tables, "table", "arithmetic", "cpp", "names")
+    modules = ("table", "arithmetic", "cpp", "names", "built")
+    table, arithmetic, cpp, names, built = load(arguments.tables, *modules)
     configs = [c for c in table.CONFIGS if fnmatch.fnmatch(c.name, arguments.kernels)]
     if not configs:
         known = "\n  ".join(c.name for c in table.CONFIGS)
         raise SystemExit(f"no kernel matches {arguments.kernels!r}; there are\n  {known}")
-    run_time = table.RUN_TIME_CONFIGS
-    sources = {}
-    rows = [(row, "nullptr") for row in (*configs, *run_time)]
-    if not arguments.no_kernels:
-        sources = generated_files(configs, cpp)
-        rows[: len(configs)] = [(row, f"&kernels_{row.name}") for row in configs]
+    of_8_bits = table.RUN_TIME_CONFIGS
+    epilogues = {row: built.built_epilogue(row) for row in configs}
+    compiled = [] if arguments.no_kernels else [(r, e) for r, e in epilogues.items() if e]
+    sources = generated_files(compiled, cpp)
+    at = {row: f"&kernels_{row.name}" for row, _ in compiled}
+    rows = [(row, epilogues.get(row), at.get(row, "nullptr")) for row in (*configs, *of_8_bits)]
     included = {
         "kernel_registry.inc": registry(rows, cpp, names.MAX_SPLITS),
         "arithmetic.inc": arithmetic_lists(arithmetic, cpp),
     }
-    for name, rows in (("wgmma", configs), ("run_time_wgmma", run_time)):
-        text = wgmma_instructions(rows, arithmetic.ALL_ARITHMETIC, cpp)
+    for name, kind in (("wgmma", table.CONFIGS), ("run_time_wgmma", of_8_bits)):
+        text = wgmma_instructions(kind, arithmetic.ALL_ARITHMETIC, cpp)
         included[f"{name}_instructions.inc"] = text
     arguments.out.mkdir(parents=True, exist_ok=True)
     for name, text in (sources | included).items():

@@ -37,9 +37,25 @@ struct ChoiceInputHash {
   }
 };
 
+// What the model takes for a kernel that has to be compiled first: one that is hardly faster than
+// what the build has is not worth the wait.
+constexpr double kRunTimeFactor = 1.02;
+
+// Whether the build has the kernel that a row needs for the problem. The kernel that adds up parts
+// of k has every epilogue.
+bool is_built(const KernelEntry& entry, const ChoiceInput& input, int splits, bool has_fixup) {
+  if (input.compiled || !entry.is_built) return false;
+  return (splits > 1 && !has_fixup) || has_epilogue(entry.built_config(), input);
+}
+
 // Whether a row can compute the problem with k in so many parts, one among them.
-bool can_split(const KernelConfig& config, const ChoiceInput& input, int splits) {
-  return supports(config, input, splits) && (splits == 1 || supports_splits(config, input, splits));
+bool can_take(const KernelEntry& entry, const ChoiceInput& input, int splits, Choice* choice) {
+  const KernelConfig& config = entry.config;
+  if (!supports(config, input, splits)) return false;
+  if (splits > 1 && !supports_splits(config, input, splits)) return false;
+  const bool has_fixup = sm90::has_fixup(config, input, splits);
+  *choice = {&entry, splits, has_fixup, is_built(entry, input, splits, has_fixup)};
+  return choice->is_built || input.compiled || input.run_time_rows;
 }
 
 // Into how many parts to split k after so many: twice as many, or up to 4 numbers to each doubling.
@@ -56,9 +72,10 @@ void for_each_choice(const ChoiceInput& input, bool dense, Take take) {
   for (const KernelEntry& entry : kernel_registry()) {
     const Rank rank = rank_of(entry.config, input);
     for (int splits = 1; splits <= most_splits; splits = next_splits(splits, dense)) {
-      if (!can_split(entry.config, input, splits)) continue;
-      const Choice choice = {&entry, splits, sm90::has_fixup(entry.config, input, splits)};
-      take(choice, rank, estimated_cycles(entry.config, input, splits));
+      Choice choice;
+      if (!can_take(entry, input, splits, &choice)) continue;
+      const double factor = choice.is_built || input.compiled ? 1.0 : kRunTimeFactor;
+      take(choice, rank, factor * estimated_cycles(entry.config, input, splits));
     }
   }
 }
@@ -138,9 +155,8 @@ Choice named_or_chosen(std::string_view config, const ChoiceInput& input) {
     const auto rows = kernel_registry();
     const auto found = std::find_if(rows.begin(), rows.end(),
                                     [&](const KernelEntry& row) { return row.name == name; });
-    if (found != rows.end() && can_split(found->config, input, splits)) {
-      return {&*found, splits, sm90::has_fixup(found->config, input, splits)};
-    }
+    Choice choice;
+    if (found != rows.end() && can_take(*found, input, splits, &choice)) return choice;
   }
   return choose_kernel(input);
 }

@@ -16,11 +16,16 @@ namespace jax_tcgemm {
 
 std::span<const KernelEntry> kernel_registry();
 
-// A compiled row, into how many products it splits k, and whether it adds them up itself.
+// A row, into how many products it splits k, whether it adds them up itself, and whether its kernel
+// is in the build.
 struct Choice {
   const KernelEntry* entry = nullptr;  // null: no row supports the problem
   int splits = 1;
   bool has_fixup = false;
+  bool is_built = true;
+
+  // The row with the epilogues that its kernel has code for.
+  KernelConfig config() const { return is_built ? entry->built_config() : entry->config; }
 };
 
 // What is expected to be fastest.

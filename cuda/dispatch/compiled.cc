@@ -107,7 +107,7 @@ Status compile(const EpilogueProgram& program, const KernelEntry& row, const std
   }
   LoadedKernel fresh = {&row, layout, {}};
   lock->unlock();
-  const Status status = make_kernel(program, row.name, layout, &fresh.made);
+  const Status status = make_kernel({program.source, row.name, layout}, &fresh.made);
   lock->lock();
   JAX_TCGEMM_RETURN_IF_ERROR(status);
   *kernel = &loaded->kernels.emplace_back(std::move(fresh));

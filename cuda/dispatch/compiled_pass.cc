@@ -33,7 +33,7 @@ Status find_or_make(const EpilogueProgram& program, const RunTimeKernel** kernel
   *kernel = find(program.digest);
   if (*kernel != nullptr) return Status();
   RunTimeKernel fresh = {};
-  JAX_TCGEMM_RETURN_IF_ERROR(make_kernel(program, kPass, "", &fresh));
+  JAX_TCGEMM_RETURN_IF_ERROR(make_kernel({program.source, kPass, ""}, &fresh));
   const std::lock_guard<std::mutex> lock(loaded().mutex);
   // Of two threads that made it, the first one's stays.
   *kernel = &loaded().kernels.emplace(std::string(program.digest), fresh).first->second;

@@ -9,6 +9,7 @@
 #include "common/ceil_div.h"
 #include "dispatch/choice.h"
 #include "dispatch/launch.h"
+#include "dispatch/run_time_row.h"
 #include "dispatch/sm90_time_model.h"
 #include "epilogue/work.h"
 #include "passes/pad_operand.h"
@@ -192,14 +193,15 @@ GemmProblem fixup_problem(const GemmProblem& whole, int stages, int parts, char*
 }
 
 // Whether the device has room for a kernel: not for all blocks at once, where they wait for one
-// another; or not for a cluster.
-enum class Fit { kFits, kTooManyBlocks, kClusterTooLarge };
+// another; or not for a cluster. Or whether there is no kernel, since it could not be compiled.
+enum class Fit { kFits, kTooManyBlocks, kClusterTooLarge, kNoKernel };
 
 // Where the kernel does not fit, nothing is launched, and that is no error.
-Status launch(GemmProblem* problem, const KernelEntry& entry, const DeviceProperties& device,
+Status launch(GemmProblem* problem, const Choice& choice, const DeviceProperties& device,
               cudaStream_t stream, Fit* fit) {
   GemmParams& params = problem->params;
-  const KernelConfig& config = entry.config;
+  const KernelEntry& entry = *choice.entry;
+  const KernelConfig config = choice.config();
   const bool swap_ab =
       sm90::swaps_operands(config, problem->major_a, problem->major_b, params.m, params.n);
   JAX_TCGEMM_RETURN_IF_ERROR(set_tile_order(config, swap_ab, &params));
@@ -209,7 +211,13 @@ Status launch(GemmProblem* problem, const KernelEntry& entry, const DeviceProper
   }
   const LaunchRequest request = {params, problem->major_a, problem->major_b,           &maps,
                                  device, stream,           problem->beside_collectives};
-  const cudaError_t launched = launch_kernel(entry.config, *entry.kernels, request);
+  KernelHandle* const kernel =
+      choice.is_built ? built_kernel(config, *entry.kernels, request) : row_kernel(entry, request);
+  if (kernel == nullptr && !choice.is_built) {
+    *fit = Fit::kNoKernel;
+    return Status();
+  }
+  const cudaError_t launched = launch_kernel(config, kernel, request);
   *fit = Fit::kFits;
   if (launched == cudaErrorCooperativeLaunchTooLarge && params.fixup.parts > 0) {
     *fit = Fit::kTooManyBlocks;  // found by counting: CUDA was not asked
@@ -226,17 +234,17 @@ Status launch(GemmProblem* problem, const KernelEntry& entry, const DeviceProper
 // Runs the problem by this choice, which has `workspace` for what it splits.
 Status run_choice(GemmProblem problem, const Choice& choice, char* workspace,
                   const DeviceProperties& device, cudaStream_t stream, Fit* fit) {
-  if (choice.splits == 1) return launch(&problem, *choice.entry, device, stream, fit);
+  if (choice.splits == 1) return launch(&problem, choice, device, stream, fit);
   // Equal parts, but for the last, and none of them empty.
   const int64_t k_tiles = ceil_div(problem.params.k, choice.entry->config.tile_k);
   const int stages = static_cast<int>(ceil_div(k_tiles, choice.splits));
   const int splits = static_cast<int>(ceil_div(k_tiles, stages));
   if (choice.has_fixup) {
     GemmProblem whole = fixup_problem(problem, stages, splits, workspace);
-    return launch(&whole, *choice.entry, device, stream, fit);
+    return launch(&whole, choice, device, stream, fit);
   }
   GemmProblem parts = split_problem(problem, stages, splits, workspace);
-  JAX_TCGEMM_RETURN_IF_ERROR(launch(&parts, *choice.entry, device, stream, fit));
+  JAX_TCGEMM_RETURN_IF_ERROR(launch(&parts, choice, device, stream, fit));
   if (*fit != Fit::kFits) return Status();
   const float* const partial = reinterpret_cast<const float*>(workspace);
   JAX_TCGEMM_CUDA_CHECK(launch_sum_splits(problem.params, arithmetic_of(problem.algorithm).output,
@@ -278,6 +286,7 @@ ChoiceInput choice_input(const GemmProblem& problem, const DeviceProperties& dev
       .c_by_tma = sm90::c_by_tma(problem),
       .of_planes = of_planes,
       .pairs = p.pairs_of_b,
+      .run_time_rows = may_compile_rows(),
   };
 }
 
@@ -329,7 +338,7 @@ Status run_gemm(GemmProblem problem, const DeviceProperties& device, cudaStream_
   }
   char* const workspace = static_cast<char*>(problem.workspace) + used;
   // Another process may have some of the SMs. What does not fit is not chosen again: each turn but
-  // the last rules out splitting, or the larger clusters.
+  // the last rules out splitting, the larger clusters, or what is not in the build.
   for (;;) {
     Choice choice;
     Fit fit = Fit::kFits;
@@ -338,6 +347,19 @@ Status run_gemm(GemmProblem problem, const DeviceProperties& device, cudaStream_
     if (fit == Fit::kFits) return Status();
     if (fit == Fit::kTooManyBlocks) used = problem.workspace_bytes;  // without it nothing is split
   }
+}
+
+void begin_gemm(GemmProblem problem, const DeviceProperties& device) {
+  // Of planes the build has the kernels, and of copies the layout is not known yet.
+  if (problem.planes != nullptr || problem.padding_bytes > 0) return;
+  const Choice choice = named_or_chosen(problem.config, choice_input(problem, device, 0));
+  if (choice.entry == nullptr || choice.is_built) return;
+  const KernelConfig& config = choice.entry->config;
+  if (choice.splits > 1 && !choice.has_fixup) problem = split_problem(problem, 1, 1, nullptr);
+  sm90::TensorMaps maps = {};
+  if (config.arch == Arch::kSm90) sm90::describe(problem, config, &maps);
+  begin_row_kernel(*choice.entry,
+                   {problem.params, problem.major_a, problem.major_b, &maps, device, nullptr});
 }
 
 }  // namespace jax_tcgemm

@@ -25,6 +25,10 @@ Status set_tile_order(const KernelConfig& config, bool swap_ab, GemmParams* para
 bool cluster_too_large(cudaError_t launched, const KernelConfig& config,
                        const DeviceProperties& device);
 
+// Begins to compile the kernel that the problem will need, if the build lacks it. Addresses need
+// not be known: of what there is any will do.
+void begin_gemm(GemmProblem problem, const DeviceProperties& device);
+
 // Enqueues the problem on `stream` of `device`.
 Status run_gemm(GemmProblem problem, const DeviceProperties& device, cudaStream_t stream);
 

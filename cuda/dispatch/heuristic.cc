@@ -148,21 +148,6 @@ bool sm90_supports(const KernelConfig& config, const ChoiceInput& input) {
   return !sm90::swaps_operands(config, input.major_a, input.major_b) || config.split_k == 1;
 }
 
-// Whether the kernel has the problem's epilogue. What becomes of its sums is in finish_of
-// (sm90/tma_descriptor.cc).
-bool has_epilogue(const KernelConfig& config, const ChoiceInput& input) {
-  if (config.epilogue == EpilogueWork::kAny) return true;
-  if (config.arch != Arch::kSm90) return input.epilogue <= config.epilogue;
-  if (config.skinny) return input.epilogue == EpilogueWork::kNone;
-  if (!input.d_by_tma) {
-    return !config.swap_ab && input.epilogue != EpilogueWork::kAny && !input.has_c;
-  }
-  if (input.epilogue == EpilogueWork::kNone) return true;
-  const bool has_c_too = !config.swap_ab && input.c_by_tma;
-  return config.epilogue == EpilogueWork::kSum && input.epilogue == EpilogueWork::kSum &&
-         !input.widens() && (!input.has_c || has_c_too);
-}
-
 // Whether a float32 result would show that the tensor cores cut sums off more than XLA's does. The
 // kernels that XLA takes cut them off as well; it is more accurate where it adds up parts of k, as
 // it does where D has few tiles, or multiplies few rows without tensor cores. Of larger D its error
@@ -195,6 +180,23 @@ bool takes_compiled_epilogue(const KernelConfig& config) {
 }
 
 }  // namespace
+
+// Whether the kernel has the problem's epilogue. What becomes of its sums is in finish_of
+// (sm90/tma_descriptor.cc).
+bool has_epilogue(const KernelConfig& config, const ChoiceInput& input) {
+  if (config.epilogue == EpilogueWork::kAny) return true;
+  if (config.arch != Arch::kSm90) return input.epilogue <= config.epilogue;
+  if (config.skinny) return input.epilogue <= config.epilogue && !input.has_c;
+  if (!input.d_by_tma) {
+    return !config.swap_ab && input.epilogue != EpilogueWork::kAny && !input.has_c;
+  }
+  if (input.epilogue == EpilogueWork::kNone) return true;
+  const bool has_c_too = !config.swap_ab && input.c_by_tma;
+  const bool has_sums =
+      config.epilogue == EpilogueWork::kSum && (config.swap_ab || config.unrolls_sums());
+  return has_sums && input.epilogue == EpilogueWork::kSum && !input.widens() &&
+         (!input.has_c || has_c_too);
+}
 
 bool supports(const KernelConfig& config, const ChoiceInput& input, int splits) {
   if (!input.compiled && arithmetic_of(config.algorithm).at_run_time) return false;

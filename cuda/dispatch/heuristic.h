@@ -36,6 +36,7 @@ struct ChoiceInput {
   bool of_planes = false;  // A and B are planes, k that of all their products
   bool pairs = false;      // B is of complex numbers
   bool compiled = false;   // the epilogue is compiled at run time, into any row that can have it
+  bool run_time_rows = false;  // kernels that the build lacks may be compiled
 
   // D is of the wider of the types that it may have.
   bool widens() const { return d_type != arithmetic_of(algorithm).output; }
@@ -45,6 +46,9 @@ struct ChoiceInput {
 
 // Whether a configuration can compute the problem, with k split into so many products.
 bool supports(const KernelConfig& config, const ChoiceInput& input, int splits = 1);
+
+// Whether it has code for the problem's epilogue, where k is not split.
+bool has_epilogue(const KernelConfig& config, const ChoiceInput& input);
 
 // What goes before time: of configurations that support a problem, those of the highest rank are
 // chosen among.

@@ -1,5 +1,5 @@
-// The kernels: one entry for each row of the kernel table that was built, or that is compiled at
-// run time.
+// The rows of the kernel table, and which of their kernels are in the build: the others are
+// compiled where they are first needed.
 
 #ifndef JAX_TCGEMM_DISPATCH_KERNEL_ENTRY_H_
 #define JAX_TCGEMM_DISPATCH_KERNEL_ENTRY_H_
@@ -12,7 +12,17 @@ namespace jax_tcgemm {
 struct KernelEntry {
   const char* name;
   KernelConfig config;
-  const KernelSet* kernels;  // null: there are none in the build
+  // Whether the build has kernels of the row, and for which of its epilogues.
+  bool is_built;
+  EpilogueWork built_epilogue;
+  const KernelSet* kernels;  // null: there are none, or the build is without CUDA
+
+  // The row as it was built.
+  constexpr KernelConfig built_config() const {
+    KernelConfig built = config;
+    built.epilogue = built_epilogue;
+    return built;
+  }
 };
 
 }  // namespace jax_tcgemm

@@ -168,41 +168,38 @@ cudaError_t launch_fallback(const KernelConfig& config, const KernelHandle& kern
   return enqueue(launch, kernel, request.params, k_major_a, k_major_b);
 }
 
-cudaError_t launch_simt(const KernelConfig& config, const KernelSet& kernels,
+// Whether a simt row has one product of two matrices to compute and nothing else: its kernel for
+// that takes PlainParams.
+bool takes_plain(const KernelConfig& config, const GemmParams& params) {
+  constexpr int64_t kMaxGridRows = 65535;
+  return !config.is_fallback() && params.batch == 1 && is_plain(params.epilogue) &&
+         ceil_div(params.m, config.tile_m) <= kMaxGridRows;
+}
+
+cudaError_t launch_simt(const KernelConfig& config, KernelHandle* kernel,
                         const LaunchRequest& request) {
-  KernelHandle* const kernel = kernels.any(request.major_a, request.major_b);
   if (config.is_fallback()) return launch_fallback(config, *kernel, request);
   const GemmParams& params = request.params;
-  const int64_t rows = ceil_div(params.m, config.tile_m);
-  constexpr int64_t kMaxGridRows = 65535;
-  if (params.batch != 1 || !is_plain(params.epilogue) || rows > kMaxGridRows) {
-    return launch_persistent(config, kernel, request);
-  }
+  if (!takes_plain(config, params)) return launch_persistent(config, kernel, request);
   simt::PlainParams plain = {params.a.data, params.b.data, params.epilogue.d,
                              params.a.ld,   params.b.ld,   params.m,
                              params.n,      params.k,      params.epilogue.d_type};
   cudaLaunchConfig_t launch = launch_config(config, request.stream);
-  launch.gridDim =
-      dim3(static_cast<unsigned>(ceil_div(params.n, config.tile_n)), static_cast<unsigned>(rows));
-  return enqueue(launch, *kernels.simple(request.major_a, request.major_b), plain);
+  launch.gridDim = dim3(static_cast<unsigned>(ceil_div(params.n, config.tile_n)),
+                        static_cast<unsigned>(ceil_div(params.m, config.tile_m)));
+  return enqueue(launch, *kernel, plain);
 }
 
-// Whether there is no more to do than alpha * sum + bias.
-bool is_line(const EpilogueParams& epilogue) {
-  return work_of(epilogue) <= EpilogueWork::kSum && epilogue.c.data == nullptr &&
-         epilogue.alpha.data == nullptr;
-}
-
-cudaError_t launch_direct(const KernelConfig& config, const KernelSet& kernels,
+cudaError_t launch_direct(const KernelConfig& config, KernelHandle* kernel,
                           const LaunchRequest& request) {
   const GemmParams& params = request.params;
   cudaLaunchConfig_t launch = launch_config(config, request.stream);
   launch.gridDim = dim3(static_cast<unsigned>(ceil_div(params.n, config.tile_n)),
                         static_cast<unsigned>(ceil_div(params.m, config.tile_m)),
                         static_cast<unsigned>(params.batch));
-  if (params.batch_rank > 1 || !is_line(params.epilogue)) {
+  if (!takes_line(params)) {
     mma_sync::Layouts layouts = {request.major_a, request.major_b};
-    return enqueue(launch, *kernels.any(layouts.a, layouts.b), params, layouts);
+    return enqueue(launch, *kernel, params, layouts);
   }
   const auto batch_stride = [&](const Operand& operand) {
     return params.batch_rank == 0 ? 0 : operand.batch.stride[0];
@@ -222,26 +219,48 @@ cudaError_t launch_direct(const KernelConfig& config, const KernelSet& kernels,
                              .d_type = epilogue.d_type,
                              .d_vectorizable = epilogue.d_vectorizable,
                              .bias = epilogue.bias};
-  return enqueue(launch, *kernels.simple(request.major_a, request.major_b), line);
+  return enqueue(launch, *kernel, line);
 }
 
 }  // namespace
 
-cudaError_t launch_kernel(const KernelConfig& config, const KernelSet& kernels,
-                          const LaunchRequest& request) {
+bool takes_line(const GemmParams& params) {
+  const EpilogueParams& epilogue = params.epilogue;
+  return params.batch_rank <= 1 && work_of(epilogue) <= EpilogueWork::kSum &&
+         epilogue.c.data == nullptr && epilogue.alpha.data == nullptr;
+}
+
+KernelHandle* built_kernel(const KernelConfig& config, const KernelSet& kernels,
+                           const LaunchRequest& request) {
+  const Major a = request.major_a;
+  const Major b = request.major_b;
   switch (config.arch) {
-    case Arch::kSm90: {
-      KernelHandle* const kernel = sm90_kernel(config, kernels, request);
-      return kernel == nullptr ? cudaErrorNotSupported : launch_sm90(config, kernel, request);
-    }
+    case Arch::kSm90:
+      return sm90_kernel(config, kernels, request);
+    case Arch::kSm75:
+    case Arch::kSm80:
+      return config.is_direct() && takes_line(request.params) ? kernels.simple(a, b)
+                                                              : kernels.any(a, b);
+    case Arch::kSimt:
+      return takes_plain(config, request.params) ? kernels.simple(a, b) : kernels.any(a, b);
+  }
+  return nullptr;
+}
+
+cudaError_t launch_kernel(const KernelConfig& config, KernelHandle* kernel,
+                          const LaunchRequest& request) {
+  if (kernel == nullptr) return cudaErrorNotSupported;
+  switch (config.arch) {
+    case Arch::kSm90:
+      return launch_sm90(config, kernel, request);
     case Arch::kSm75:
     case Arch::kSm80: {
-      if (config.is_direct()) return launch_direct(config, kernels, request);
+      if (config.is_direct()) return launch_direct(config, kernel, request);
       mma_sync::Layouts layouts = {request.major_a, request.major_b};
-      return launch_persistent(config, kernels.any(layouts.a, layouts.b), request, layouts);
+      return launch_persistent(config, kernel, request, layouts);
     }
     case Arch::kSimt:
-      return launch_simt(config, kernels, request);
+      return launch_simt(config, kernel, request);
   }
   return cudaErrorInvalidValue;
 }

@@ -29,8 +29,16 @@ struct LaunchRequest {
   bool beside_collectives = false;
 };
 
-// Enqueues the kernel for the request's layouts. Capturable: no allocation, no synchronisation.
-cudaError_t launch_kernel(const KernelConfig& config, const KernelSet& kernels,
+// Whether a direct row of sm80 has no more to do than alpha * sum + bias, of one batch dimension at
+// most: its kernel for that takes DirectParams.
+bool takes_line(const GemmParams& params);
+
+// Of the kernels in the build the one for a request; null: there is none.
+KernelHandle* built_kernel(const KernelConfig& config, const KernelSet& kernels,
+                           const LaunchRequest& request);
+
+// Enqueues the kernel. Capturable: no allocation, no synchronisation.
+cudaError_t launch_kernel(const KernelConfig& config, KernelHandle* kernel,
                           const LaunchRequest& request);
 
 // The same of an sm90 kernel with an epilogue compiled at run time; request.params are

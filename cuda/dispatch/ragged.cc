@@ -7,6 +7,7 @@
 #include "dispatch/choice.h"
 #include "dispatch/dispatch.h"
 #include "dispatch/launch.h"
+#include "dispatch/run_time_row.h"
 #include "epilogue/work.h"
 #include "sm90/tensor_maps.h"
 #include "sm90/tma_descriptor.h"
@@ -37,32 +38,37 @@ ChoiceInput even_groups(const GemmProblem& problem, Grouped grouped,
   input.row_alignment_a = row_alignment(p.a, problem.algorithm);
   input.row_alignment_b = row_alignment(p.b, problem.algorithm);
   input.d_by_tma = sm90::d_by_tma(problem);
+  input.run_time_rows = may_compile_rows();
   return input;
 }
 
-Status find_kernel(const GemmProblem& problem, const ChoiceInput& input,
-                   const KernelEntry** entry) {
+Status find_kernel(const GemmProblem& problem, const ChoiceInput& input, Choice* choice) {
   const GemmParams& p = problem.params;
-  const Choice choice = named_or_chosen(problem.config, input);
-  JAX_TCGEMM_REQUIRE(choice.entry != nullptr, "no kernel for groups of m=", p.m, " n=", p.n,
+  *choice = named_or_chosen(problem.config, input);
+  JAX_TCGEMM_REQUIRE(choice->entry != nullptr, "no kernel for groups of m=", p.m, " n=", p.n,
                      " k=", p.k, " tma_addressable=", problem.tma_addressable(),
                      " d_by_tma=", input.d_by_tma, " and clusters of ", input.max_cluster_size,
                      " blocks on compute capability ", input.compute_capability);
-  *entry = choice.entry;
   return Status();
 }
 
-// `launched` says whether the kernel was; what prevents any row's launch is an error.
-Status launch(const GemmProblem& problem, const KernelEntry& entry, const DeviceProperties& device,
-              cudaStream_t stream, cudaError_t* launched) {
+// `launched` says whether the kernel was; what prevents any row's launch is an error. Null
+// `kernel`: it could not be compiled.
+Status launch(const GemmProblem& problem, const Choice& choice, const DeviceProperties& device,
+              cudaStream_t stream, KernelHandle** kernel, cudaError_t* launched) {
   const GemmParams& p = problem.params;
+  const KernelEntry& entry = *choice.entry;
   sm90::TensorMaps maps;
   if (entry.config.arch == Arch::kSm90) {
     JAX_TCGEMM_RETURN_IF_ERROR(check_ragged_tiles(p, entry.config));
-    JAX_TCGEMM_RETURN_IF_ERROR(sm90::encode_tensor_maps(problem, entry.config, &maps));
+    JAX_TCGEMM_RETURN_IF_ERROR(sm90::encode_tensor_maps(problem, choice.config(), &maps));
   }
-  *launched = launch_kernel(entry.config, *entry.kernels,
-                            {p, problem.major_a, problem.major_b, &maps, device, stream});
+  const LaunchRequest request = {p, problem.major_a, problem.major_b, &maps, device, stream};
+  *kernel = choice.is_built ? built_kernel(entry.config, *entry.kernels, request)
+                            : row_kernel(entry, request);
+  if (*kernel != nullptr || choice.is_built) {
+    *launched = launch_kernel(entry.config, *kernel, request);
+  }
   return Status();
 }
 
@@ -90,16 +96,28 @@ Status run_ragged(GemmProblem problem, Grouped grouped, const DeviceProperties& 
                   cudaStream_t stream) {
   JAX_TCGEMM_RETURN_IF_ERROR(check_device(device));
   const GemmParams& p = problem.params;
-  const KernelEntry* entry = nullptr;
+  Choice choice;
+  KernelHandle* kernel = nullptr;
   cudaError_t launched = cudaSuccess;
   do {
-    JAX_TCGEMM_RETURN_IF_ERROR(find_kernel(problem, even_groups(problem, grouped, device), &entry));
-    JAX_TCGEMM_RETURN_IF_ERROR(launch(problem, *entry, device, stream, &launched));
-  } while (cluster_too_large(launched, entry->config, device));
-  log_choice(problem, *entry);
-  JAX_TCGEMM_CUDA_CHECK(launched, "launching ", entry->name, " for m=", p.m, " n=", p.n, " k=", p.k,
-                        " groups=", p.batch, " on ", device.name);
+    const ChoiceInput input = even_groups(problem, grouped, device);
+    JAX_TCGEMM_RETURN_IF_ERROR(find_kernel(problem, input, &choice));
+    JAX_TCGEMM_RETURN_IF_ERROR(launch(problem, choice, device, stream, &kernel, &launched));
+  } while ((kernel == nullptr && !choice.is_built) ||
+           cluster_too_large(launched, choice.entry->config, device));
+  log_choice(problem, *choice.entry);
+  JAX_TCGEMM_CUDA_CHECK(launched, "launching ", choice.entry->name, " for m=", p.m, " n=", p.n,
+                        " k=", p.k, " groups=", p.batch, " on ", device.name);
   return Status();
+}
+
+void begin_ragged(const GemmProblem& problem, Grouped grouped, const DeviceProperties& device) {
+  const Choice choice = named_or_chosen(problem.config, even_groups(problem, grouped, device));
+  if (choice.entry == nullptr || choice.is_built) return;
+  sm90::TensorMaps maps = {};
+  sm90::describe(problem, choice.entry->config, &maps);
+  begin_row_kernel(*choice.entry,
+                   {problem.params, problem.major_a, problem.major_b, &maps, device, nullptr});
 }
 
 }  // namespace jax_tcgemm

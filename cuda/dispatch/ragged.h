@@ -18,6 +18,9 @@ int64_t most_ragged_tiles(const GemmParams& params, const KernelConfig& config);
 // The device counts the tiles of sm90 rows in 32 bits.
 Status check_ragged_tiles(const GemmParams& params, const KernelConfig& config);
 
+// As begin_gemm.
+void begin_ragged(const GemmProblem& problem, Grouped grouped, const DeviceProperties& device);
+
 // Enqueues one kernel. `problem` is a batch of one product a group, but that
 //   kM: A and D have the rows of all groups one after the other, m of them, and no batch;
 //   kK: A and B have the k of all groups one after the other, and no batch.

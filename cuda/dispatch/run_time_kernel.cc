@@ -65,13 +65,17 @@ void set_compiler(Compiler compiler) {
   slot().compiler = std::move(compiler);
 }
 
-Status make_kernel(const EpilogueProgram& program, std::string_view row, std::string_view layout,
-                   RunTimeKernel* kernel) {
+Status make_kernel(const KernelSource& source, RunTimeKernel* kernel) {
   const Compiler compiler = current_compiler();
-  JAX_TCGEMM_REQUIRE(compiler != nullptr, "nothing compiles epilogues");
+  JAX_TCGEMM_REQUIRE(compiler.compile != nullptr, "nothing compiles kernels");
   std::string cubin;
-  JAX_TCGEMM_RETURN_IF_ERROR(compiler(program.source, row, layout, &cubin));
-  return load(cubin, row, kernel);
+  JAX_TCGEMM_RETURN_IF_ERROR(compiler.compile(source, &cubin));
+  return load(cubin, source.row, kernel);
+}
+
+void begin_to_compile(const KernelSource& source) {
+  const Compiler compiler = current_compiler();
+  if (compiler.begin != nullptr) compiler.begin(source);
 }
 
 }  // namespace jax_tcgemm

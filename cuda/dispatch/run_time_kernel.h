@@ -24,10 +24,21 @@ struct EpilogueProgram {
   int64_t warp_bytes = 0;
 };
 
-// Compiles a program into the kernel of a row for a layout of A and B ("nn", "nt", "tn", "tt"), or
-// into a pass (dispatch/compiled_pass.h).
-using Compiler = std::function<Status(std::string_view source, std::string_view row,
-                                      std::string_view layout, std::string* cubin)>;
+// What is to be compiled: a program as the epilogue of a row, or in a pass of its own
+// (dispatch/compiled_pass.h); or a row for one of the epilogues that the package has.
+struct KernelSource {
+  std::string_view program;  // C++ that defines a Program; or what is known of the epilogue
+  std::string_view row;
+  std::string_view layout;  // of A and B: "nn", "nt", "tn" or "tt"
+  bool has_program = true;
+  int compute_capability = 90;  // 10 * major + minor
+};
+
+struct Compiler {
+  std::function<Status(const KernelSource&, std::string* cubin)> compile;
+  // Begins to, on another thread: `compile` will wait for it.
+  std::function<void(const KernelSource&)> begin;
+};
 
 // Who compiles; called once, on import.
 void set_compiler(Compiler compiler);
@@ -40,8 +51,9 @@ struct RunTimeKernel {
 
 // Compiles and loads a kernel. Holds no lock while it compiles: who compiles may wait for a thread
 // that waits for us.
-Status make_kernel(const EpilogueProgram& program, std::string_view row, std::string_view layout,
-                   RunTimeKernel* kernel);
+Status make_kernel(const KernelSource& source, RunTimeKernel* kernel);
+
+void begin_to_compile(const KernelSource& source);
 
 }  // namespace jax_tcgemm
 

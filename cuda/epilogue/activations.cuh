@@ -10,6 +10,7 @@
 
 #include <concepts>
 
+#include "epilogue/known.cuh"
 #include "gemm_params.h"
 
 namespace jax_tcgemm {
@@ -225,7 +226,7 @@ __device__ __forceinline__ void visit_activation(const EpilogueParams& epilogue,
       visit(Functor());
     }
   };
-  switch (epilogue.activation) {
+  switch (known_activation(epilogue)) {
     case Activation::kNone:
       return visit(Identity());
 #define JAX_TCGEMM_VISIT(Name) \
@@ -253,7 +254,7 @@ __device__ __forceinline__ void apply_activation(const AnyActivation& any, float
 template <typename Visitor>
 __device__ __forceinline__ void visit_common_activation(const EpilogueParams& epilogue,
                                                         Visitor&& visit) {
-  switch (epilogue.activation) {
+  switch (known_activation(epilogue)) {
     case Activation::kGelu:
       return visit(Gelu());
     case Activation::kSilu:

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "epilogue/activations.cuh"
+#include "epilogue/known.cuh"
 #include "gemm_params.h"
 #include "scheduler/raster.cuh"
 
@@ -54,7 +55,7 @@ __device__ __forceinline__ void multiply_derivative(const EpilogueParams& epilog
     c[i] *= value[i];
     value[i] *= slope[i];
   }
-  if (epilogue.role_of_c != RoleOfC::kGatedDerivative) return;
+  if (known_role_of_c(epilogue) != RoleOfC::kGatedDerivative) return;
   load_c2(slope);
   store_aux(c);
 #pragma unroll
@@ -71,20 +72,21 @@ template <Derivatives kDerivatives = Derivatives::kBoth, int kWidth, typename Lo
 __device__ __forceinline__ void finish_values(const EpilogueParams& epilogue, float beta,
                                               float (&value)[kWidth], LoadC&& load_c,
                                               LoadC2&& load_c2, StoreAux&& store_aux) {
+  const RoleOfC role = known_role_of_c(epilogue);
   if constexpr (kDerivatives != Derivatives::kNone) {
-    if (kDerivatives == Derivatives::kOnly || takes_derivative(epilogue.role_of_c)) {
+    if (kDerivatives == Derivatives::kOnly || takes_derivative(role)) {
       return multiply_derivative(epilogue, value, load_c, load_c2, store_aux);
     }
   }
   if constexpr (kDerivatives == Derivatives::kOnly) return;
   const bool has_c = epilogue.c.data != nullptr;
-  if (has_c && epilogue.role_of_c == RoleOfC::kAdd) add_c(beta, value, load_c);
+  if (has_c && role == RoleOfC::kAdd) add_c(beta, value, load_c);
   if (epilogue.aux != nullptr) store_aux(value);
   visit_activation(epilogue, [&]<ActivationFunctor Functor>(const Functor& functor) {
     apply_activation(functor, value);
   });
-  if (has_c && epilogue.role_of_c == RoleOfC::kResidual) add_c(beta, value, load_c);
-  if (has_c && epilogue.role_of_c == RoleOfC::kFactor) multiply_c(value, load_c);
+  if (has_c && role == RoleOfC::kResidual) add_c(beta, value, load_c);
+  if (has_c && role == RoleOfC::kFactor) multiply_c(value, load_c);
 }
 
 }  // namespace jax_tcgemm

@@ -76,7 +76,7 @@ struct FusedEpilogue {
       for (int i = 0; i < kCount; ++i) {
         const int at = row + i * row_step;
         if (at >= problem.m) continue;
-        store_vector<Element, kWidth>(matrix, params.d_type, params.d_vectorizable,
+        store_vector<Element, kWidth>(matrix, known_d_type(params), params.d_vectorizable,
                                       d_offset + int64_t{at} * problem.n,
                                       reinterpret_cast<const Vector&>(in[i * kWidth]), columns);
       }

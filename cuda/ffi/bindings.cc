@@ -35,7 +35,8 @@ using RankedConfig = std::tuple<std::string, double, bool>;
 std::vector<std::string> kernel_names() {
   std::vector<std::string> names;
   for (const KernelEntry& entry : kernel_registry()) {
-    if (entry.kernels != nullptr) names.emplace_back(entry.name);
+    const bool is_of_8_bits = arithmetic_of(entry.config.algorithm).at_run_time;
+    if (JAX_TCGEMM_HAS_CUDA && !is_of_8_bits) names.emplace_back(entry.name);
   }
   return names;
 }
@@ -79,6 +80,7 @@ ChoiceInput choice_input(const nb::object& problem) {
   read("has_c", &input.has_c);
   read("c_by_tma", &input.c_by_tma);
   read("compiled", &input.compiled);
+  read("run_time_rows", &input.run_time_rows);
   const auto decoded = algorithm_from_name(algorithm);
   if (!decoded) throw std::invalid_argument("unknown algorithm '" + algorithm + "'");
   if (layout.size() != 2) throw std::invalid_argument("layout '" + layout + "'");
@@ -118,8 +120,9 @@ nb::dict stages(void* instantiate, void* execute) {
 
 nb::dict registrations() {
   nb::dict result;
-  result["jax_tcgemm_gemm_v1"] = nb::capsule(gemm_handler(), "xla._CUSTOM_CALL_TARGET");
-  result["jax_tcgemm_ragged_dot_v1"] = nb::capsule(ragged_dot_handler(), "xla._CUSTOM_CALL_TARGET");
+  result["jax_tcgemm_gemm_v1"] = stages(gemm_instantiate_handler(), gemm_handler());
+  result["jax_tcgemm_ragged_dot_v1"] =
+      stages(ragged_dot_instantiate_handler(), ragged_dot_handler());
   result["jax_tcgemm_activation_gradient_v1"] =
       nb::capsule(activation_gradient_handler(), "xla._CUSTOM_CALL_TARGET");
   result["jax_tcgemm_transpose_v1"] = nb::capsule(transpose_handler(), "xla._CUSTOM_CALL_TARGET");
@@ -130,25 +133,37 @@ nb::dict registrations() {
   return result;
 }
 
-// XLA's threads call it, which do not hold Python's lock. What it raises becomes XLA's error.
-void set_python_compiler(nb::object compile) {
+// XLA's threads call these, which do not hold Python's lock. What `compile` raises becomes XLA's
+// error, or rules kernels out that the build lacks.
+void set_python_compiler(nb::object compile, nb::object begin) {
+  const auto call = [](const nb::object& function, const KernelSource& source) -> nb::object {
+    const auto text = [](std::string_view view) { return nb::str(view.data(), view.size()); };
+    return function(text(source.program), text(source.row), text(source.layout), source.has_program,
+                    source.compute_capability);
+  };
   // Never freed: threads may outlive the interpreter.
-  auto* const kept = new nb::object(std::move(compile));
-  set_compiler([kept](std::string_view source, std::string_view row, std::string_view layout,
-                      std::string* cubin) {
-    const nb::gil_scoped_acquire locked;
-    try {
-      const nb::object made =
-          (*kept)(nb::str(source.data(), source.size()), nb::str(row.data(), row.size()),
-                  nb::str(layout.data(), layout.size()));
-      const auto bytes = nb::cast<nb::bytes>(made);
-      cubin->assign(bytes.c_str(), bytes.size());
-      return Status();
-    } catch (const std::exception& error) {
-      return Status(Status::Code::kInternal, "jax_tcgemm: compiling an epilogue for " +
-                                                 std::string(row) + ": " + error.what());
-    }
-  });
+  auto* const kept_compile = new nb::object(std::move(compile));
+  auto* const kept_begin = new nb::object(std::move(begin));
+  set_compiler({[=](const KernelSource& source, std::string* cubin) {
+                  const nb::gil_scoped_acquire locked;
+                  try {
+                    const auto bytes = nb::cast<nb::bytes>(call(*kept_compile, source));
+                    cubin->assign(bytes.c_str(), bytes.size());
+                    return Status();
+                  } catch (const std::exception& error) {
+                    return Status(Status::Code::kInternal, "jax_tcgemm: compiling a kernel of " +
+                                                               std::string(source.row) + ": " +
+                                                               error.what());
+                  }
+                },
+                [=](const KernelSource& source) {
+                  const nb::gil_scoped_acquire locked;
+                  try {
+                    call(*kept_begin, source);
+                  } catch (const std::exception&) {
+                    // `compile` will say.
+                  }
+                }});
 }
 
 std::string cuda_version() {
@@ -177,7 +192,7 @@ nb::dict device_properties(int ordinal) {
 #else
 
 nb::dict registrations() { return nb::dict(); }
-void set_python_compiler(nb::object) {}
+void set_python_compiler(nb::object, nb::object) {}
 std::string cuda_version() { return ""; }
 std::string ffi_version() { return ""; }
 
@@ -205,7 +220,7 @@ NB_MODULE(_core, module) {
   module.def("registrations", &registrations);
   module.def("kernel_names", &kernel_names);
   module.def("build_info", &build_info);
-  module.def("set_compiler", &set_python_compiler, nb::arg("compiler"));
+  module.def("set_compiler", &set_python_compiler, nb::arg("compile_kernel"), nb::arg("begin"));
   module.def("device_properties", &device_properties, nb::arg("ordinal"));
   module.attr("VECTOR_COLUMNS") = kVectorColumns;
   module.attr("FIXUP_FLAG_BYTES") = kFixupFlagBytes;

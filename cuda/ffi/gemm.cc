@@ -85,6 +85,77 @@ Status decode_and_run(const Call& call, int32_t ordinal, cudaStream_t stream) {
   return run_gemm(problem, *device, stream);
 }
 
+// The epilogue as far as a call's attributes tell: what is there has some address.
+Status expect_epilogue(const GemmAttributes& at, ffi::RemainingRets& results,
+                       EpilogueParams* epilogue) {
+  static constexpr float kSomewhere alignas(16)[4] = {};
+  const auto expect = [&](bool is_there, Strides strides, bool along_m, bool along_n,
+                          Addend* addend) {
+    if (!is_there) return;
+    const size_t rank = at.batch_shape.size();
+    *addend = {kSomewhere, 0, 0, {}, epilogue->d_type, true};
+    if (along_m) addend->stride_m = strides[rank];
+    if (along_n) addend->stride_n = strides[strides.size() - 1];
+    for (size_t i = 0; i < rank; ++i) addend->batch.stride[i] = strides[i];
+  };
+  // XLA may hand over no results yet.
+  if (auto d = results.get<ffi::AnyBuffer>(0); d.has_value()) {
+    ffi::AnyBuffer buffer = **d;
+    JAX_TCGEMM_RETURN_IF_ERROR(decode_real_type("D", buffer.element_type(), &epilogue->d_type));
+  }
+  epilogue->d_vectorizable = at.n % kVectorColumns == 0;
+  epilogue->gated = at.gated;
+  epilogue->alpha.value = at.alpha;
+  epilogue->beta.value = at.beta;
+  if (at.has_alpha) epilogue->alpha.data = kSomewhere;
+  if (at.has_beta) epilogue->beta.data = kSomewhere;
+  expect(at.has_c, at.c_strides, true, true, &epilogue->c);
+  expect(at.has_c2, at.c_strides, true, true, &epilogue->c2);
+  expect(at.has_bias, at.bias_strides, false, true, &epilogue->bias);
+  expect(at.has_row_scale, at.row_scale_strides, true, false, &epilogue->row_scale);
+  expect(at.has_column_scale, at.column_scale_strides, false, true, &epilogue->column_scale);
+  if (at.has_aux) epilogue->aux = const_cast<float*>(kSomewhere);
+  JAX_TCGEMM_RETURN_IF_ERROR(decode_role(at.c_role, &epilogue->role_of_c));
+  return decode_activation(at.activation, &epilogue->activation);
+}
+
+// For the process's current GPU; for another kind kernels are compiled when they run first.
+Status decode_and_begin(const GemmAttributes& at, ffi::RemainingRets& results) {
+  const auto algorithm = algorithm_from_name(at.algorithm);
+  int ordinal = 0;
+  if (!algorithm.has_value() || cudaGetDevice(&ordinal) != cudaSuccess) {
+    cudaGetLastError();
+    return Status();
+  }
+  GemmProblem problem = {};
+  problem.algorithm = *algorithm;
+  problem.config = at.config;
+  problem.padding_bytes = at.padding_bytes;
+  if (at.has_workspace && results.size() > 0) {
+    auto workspace = results.get<ffi::AnyBuffer>(results.size() - 1);
+    if (workspace.has_value()) {
+      problem.workspace_bytes = static_cast<int64_t>((*workspace)->size_bytes());
+    }
+  }
+  JAX_TCGEMM_RETURN_IF_ERROR(decode_shape(at, &problem.params));
+  if (problem.params.batch == 0 || problem.params.m == 0 || problem.params.n == 0) return Status();
+  JAX_TCGEMM_RETURN_IF_ERROR(decode_layouts(at, &problem));
+  problem.params.epilogue.d_type = arithmetic_of(*algorithm).output;
+  JAX_TCGEMM_RETURN_IF_ERROR(expect_epilogue(at, results, &problem.params.epilogue));
+  const DeviceProperties* device = nullptr;
+  JAX_TCGEMM_RETURN_IF_ERROR(get_device_properties(ordinal, &device));
+  begin_gemm(problem, *device);
+  return Status();
+}
+
+// Kernels that the build lacks are compiled side by side, until the first of them is needed. What
+// is wrong with the call, its execution will say.
+ffi::Error instantiate_gemm(ffi::RemainingArgs, ffi::RemainingRets results,
+                            GemmAttributes attributes) {
+  static_cast<void>(decode_and_begin(attributes, results));
+  return ffi::Error::Success();
+}
+
 ffi::Error gemm(cudaStream_t stream, int32_t ordinal, ffi::RemainingArgs operands,
                 ffi::RemainingRets results, GemmAttributes attributes) {
   return as_error(decode_and_run({attributes, operands, results}, ordinal, stream));
@@ -100,12 +171,17 @@ XLA_FFI_DEFINE_HANDLER(kGemmHandler, gemm,
                            .Attrs<GemmAttributes>(),
                        {ffi::Traits::kCmdBufferCompatible});
 
+XLA_FFI_DEFINE_HANDLER(
+    kInstantiateHandler, instantiate_gemm,
+    ffi::Ffi::BindInstantiate().RemainingArgs().RemainingRets().Attrs<GemmAttributes>());
+
 #define JAX_TCGEMM_STRING(x) #x
 #define JAX_TCGEMM_VALUE(x) JAX_TCGEMM_STRING(x)
 
 }  // namespace
 
 void* gemm_handler() { return reinterpret_cast<void*>(+kGemmHandler); }
+void* gemm_instantiate_handler() { return reinterpret_cast<void*>(+kInstantiateHandler); }
 
 const char* xla_ffi_api_version() {
   return JAX_TCGEMM_VALUE(XLA_FFI_API_MAJOR) "." JAX_TCGEMM_VALUE(XLA_FFI_API_MINOR);

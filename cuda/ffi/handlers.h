@@ -5,10 +5,12 @@
 
 namespace jax_tcgemm {
 
-// XLA_FFI_Handler* of the targets jax_tcgemm_gemm_v1, jax_tcgemm_ragged_dot_v1 and
-// jax_tcgemm_activation_gradient_v1.
+// XLA_FFI_Handler* of the targets jax_tcgemm_gemm_v1 and jax_tcgemm_ragged_dot_v1, for their
+// stages, and of jax_tcgemm_activation_gradient_v1.
 void* gemm_handler();
+void* gemm_instantiate_handler();
 void* ragged_dot_handler();
+void* ragged_dot_instantiate_handler();
 void* activation_gradient_handler();
 void* transpose_handler();  // of jax_tcgemm_transpose_v1
 // Of jax_tcgemm_compiled_gemm_v4, for its stages.

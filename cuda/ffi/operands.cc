@@ -237,22 +237,6 @@ Status decode_second_weight(const GemmAttributes& at, const Buffer& b,
   return Status();
 }
 
-Status decode_role(std::string_view name, RoleOfC* role) {
-  if (name == "add") {
-    *role = RoleOfC::kAdd;
-  } else if (name == "residual") {
-    *role = RoleOfC::kResidual;
-  } else if (name == "factor") {
-    *role = RoleOfC::kFactor;
-  } else if (name == "derivative") {
-    *role = RoleOfC::kDerivative;
-  } else {
-    JAX_TCGEMM_REQUIRE(name == "gated_derivative", "unknown role of c '", name, "'");
-    *role = RoleOfC::kGatedDerivative;
-  }
-  return Status();
-}
-
 Status check_combination(const GemmAttributes& at) {
   const bool gated_derivative = at.c_role == "gated_derivative";
   JAX_TCGEMM_REQUIRE(at.has_c || at.c_role == "add" || at.c_role == "residual", "c_role is ",
@@ -297,6 +281,22 @@ Status decode_shape(const GemmAttributes& attributes, GemmParams* params) {
   }
   JAX_TCGEMM_REQUIRE(batch <= kMaxExtent, "more than ", kMaxExtent, " matrices in the batch");
   params->batch = static_cast<int32_t>(batch);
+  return Status();
+}
+
+Status decode_role(std::string_view name, RoleOfC* role) {
+  if (name == "add") {
+    *role = RoleOfC::kAdd;
+  } else if (name == "residual") {
+    *role = RoleOfC::kResidual;
+  } else if (name == "factor") {
+    *role = RoleOfC::kFactor;
+  } else if (name == "derivative") {
+    *role = RoleOfC::kDerivative;
+  } else {
+    JAX_TCGEMM_REQUIRE(name == "gated_derivative", "unknown role of c '", name, "'");
+    *role = RoleOfC::kGatedDerivative;
+  }
   return Status();
 }
 

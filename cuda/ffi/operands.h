@@ -29,6 +29,9 @@ Status decode_shape(const GemmAttributes& attributes, GemmParams* params);
 // An activation by its name in jax_tcgemm/problem/activations.py; empty: none.
 Status decode_activation(std::string_view name, Activation* activation);
 
+// What becomes of C, by its name.
+Status decode_role(std::string_view name, RoleOfC* role);
+
 ffi::Error as_error(const Status& status);
 
 }  // namespace jax_tcgemm

@@ -65,10 +65,23 @@ Status take(Buffers& buffers, size_t index, const char* name, int64_t elements, 
   return Status();
 }
 
+// How the operands lie, at these addresses.
+void lay_out_factors(const RaggedAttributes& at, const void* lhs, const void* rhs,
+                     GemmProblem* problem) {
+  GemmParams& p = problem->params;
+  const int64_t matrices = at.depth ? 1 : at.groups;
+  problem->major_a = at.depth ? Major::kMn : Major::kK;
+  problem->major_b = at.depth || !at.transpose_rhs ? Major::kMn : Major::kK;
+  p.a = {lhs, at.depth ? at.m : at.k, at.m * at.k, {}};
+  p.b = {rhs, problem->major_b == Major::kMn ? at.n : at.k, matrices * at.k * at.n, {}};
+  if (!at.depth) p.b.batch.stride[0] = at.k * at.n;
+  problem->aligned_a = problem->strides_aligned_a = p.a.ld % 8 == 0 && is_aligned(lhs);
+  problem->aligned_b = problem->strides_aligned_b = p.b.ld % 8 == 0 && is_aligned(rhs);
+}
+
 // The operands of both kinds of product.
 Status decode_factors(ffi::RemainingArgs& operands, const RaggedAttributes& at,
                       GemmProblem* problem) {
-  GemmParams& p = problem->params;
   void *lhs = nullptr, *rhs = nullptr, *sizes = nullptr;
   ffi::DataType lhs_type, rhs_type, sizes_type;
   const int64_t matrices = at.depth ? 1 : at.groups;
@@ -82,14 +95,8 @@ Status decode_factors(ffi::RemainingArgs& operands, const RaggedAttributes& at,
   JAX_TCGEMM_REQUIRE(a == arithmetic.a && b == arithmetic.b && sizes_type == ffi::S32,
                      "element types of lhs, rhs and group_sizes are ", static_cast<int>(lhs_type),
                      ", ", static_cast<int>(rhs_type), " and ", static_cast<int>(sizes_type));
-  p.group_sizes = static_cast<const int32_t*>(sizes);
-  problem->major_a = at.depth ? Major::kMn : Major::kK;
-  problem->major_b = at.depth || !at.transpose_rhs ? Major::kMn : Major::kK;
-  p.a = {lhs, at.depth ? at.m : at.k, at.m * at.k, {}};
-  p.b = {rhs, problem->major_b == Major::kMn ? at.n : at.k, matrices * at.k * at.n, {}};
-  if (!at.depth) p.b.batch.stride[0] = at.k * at.n;
-  problem->aligned_a = problem->strides_aligned_a = p.a.ld % 8 == 0 && is_aligned(lhs);
-  problem->aligned_b = problem->strides_aligned_b = p.b.ld % 8 == 0 && is_aligned(rhs);
+  problem->params.group_sizes = static_cast<const int32_t*>(sizes);
+  lay_out_factors(at, lhs, rhs, problem);
   return Status();
 }
 
@@ -122,8 +129,7 @@ Status decode_epilogue(ffi::RemainingArgs& operands, ffi::RemainingRets& results
   return Status();
 }
 
-Status decode_and_run(ffi::RemainingArgs& operands, ffi::RemainingRets& results,
-                      const RaggedAttributes& at, int32_t ordinal, cudaStream_t stream) {
+Status decode_shape(const RaggedAttributes& at, GemmProblem* problem) {
   for (const int64_t extent : {at.m, at.n, at.k, at.groups}) {
     JAX_TCGEMM_REQUIRE(0 < extent && extent <= kMaxExtent, "m=", at.m, " n=", at.n, " k=", at.k,
                        " groups=", at.groups);
@@ -133,20 +139,62 @@ Status decode_and_run(ffi::RemainingArgs& operands, ffi::RemainingRets& results,
                      "no ragged kernel for '", at.algorithm, "'");
   JAX_TCGEMM_REQUIRE(!at.depth || !(at.has_bias || at.has_aux || !at.activation.empty()),
                      "groups of k have no epilogue");
-  GemmProblem problem = {};
-  problem.algorithm = *algorithm;
-  problem.config = at.config;
-  GemmParams& p = problem.params;
+  problem->algorithm = *algorithm;
+  problem->config = at.config;
+  GemmParams& p = problem->params;
   p.m = static_cast<int32_t>(at.m);
   p.n = static_cast<int32_t>(at.n);
   p.k = static_cast<int32_t>(at.k);
   p.batch = p.batch_shape[0] = static_cast<int32_t>(at.groups);
   p.batch_rank = 1;
+  return Status();
+}
+
+Grouped grouped_of(const RaggedAttributes& at) { return at.depth ? Grouped::kK : Grouped::kM; }
+
+Status decode_and_run(ffi::RemainingArgs& operands, ffi::RemainingRets& results,
+                      const RaggedAttributes& at, int32_t ordinal, cudaStream_t stream) {
+  GemmProblem problem = {};
+  JAX_TCGEMM_RETURN_IF_ERROR(decode_shape(at, &problem));
   JAX_TCGEMM_RETURN_IF_ERROR(decode_factors(operands, at, &problem));
-  JAX_TCGEMM_RETURN_IF_ERROR(decode_epilogue(operands, results, at, *algorithm, &p.epilogue));
+  JAX_TCGEMM_RETURN_IF_ERROR(
+      decode_epilogue(operands, results, at, problem.algorithm, &problem.params.epilogue));
   const DeviceProperties* device = nullptr;
   JAX_TCGEMM_RETURN_IF_ERROR(get_device_properties(ordinal, &device));
-  return run_ragged(problem, at.depth ? Grouped::kK : Grouped::kM, *device, stream);
+  return run_ragged(problem, grouped_of(at), *device, stream);
+}
+
+// As that of gemm.cc.
+Status decode_and_begin(const RaggedAttributes& at, ffi::RemainingRets& results) {
+  int ordinal = 0;
+  if (cudaGetDevice(&ordinal) != cudaSuccess) {
+    cudaGetLastError();
+    return Status();
+  }
+  GemmProblem problem = {};
+  JAX_TCGEMM_RETURN_IF_ERROR(decode_shape(at, &problem));
+  lay_out_factors(at, nullptr, nullptr, &problem);
+  static constexpr float kSomewhere alignas(16)[4] = {};
+  EpilogueParams& epilogue = problem.params.epilogue;
+  epilogue.d_type = arithmetic_of(problem.algorithm).output;
+  if (auto d = results.get<ffi::AnyBuffer>(0); d.has_value()) {
+    ffi::AnyBuffer buffer = **d;
+    JAX_TCGEMM_RETURN_IF_ERROR(decode_type("D", buffer.element_type(), &epilogue.d_type));
+  }
+  epilogue.alpha.value = 1.f;
+  if (at.has_bias) epilogue.bias.data = kSomewhere;
+  if (at.has_aux) epilogue.aux = const_cast<float*>(kSomewhere);
+  JAX_TCGEMM_RETURN_IF_ERROR(decode_activation(at.activation, &epilogue.activation));
+  const DeviceProperties* device = nullptr;
+  JAX_TCGEMM_RETURN_IF_ERROR(get_device_properties(ordinal, &device));
+  begin_ragged(problem, grouped_of(at), *device);
+  return Status();
+}
+
+ffi::Error instantiate_ragged_dot(ffi::RemainingArgs, ffi::RemainingRets results,
+                                  RaggedAttributes attributes) {
+  static_cast<void>(decode_and_begin(attributes, results));
+  return ffi::Error::Success();
 }
 
 ffi::Error ragged_dot(cudaStream_t stream, int32_t ordinal, ffi::RemainingArgs operands,
@@ -164,8 +212,13 @@ XLA_FFI_DEFINE_HANDLER(kRaggedDotHandler, ragged_dot,
                            .Attrs<RaggedAttributes>(),
                        {ffi::Traits::kCmdBufferCompatible});
 
+XLA_FFI_DEFINE_HANDLER(
+    kInstantiateHandler, instantiate_ragged_dot,
+    ffi::Ffi::BindInstantiate().RemainingArgs().RemainingRets().Attrs<RaggedAttributes>());
+
 }  // namespace
 
 void* ragged_dot_handler() { return reinterpret_cast<void*>(+kRaggedDotHandler); }
+void* ragged_dot_instantiate_handler() { return reinterpret_cast<void*>(+kInstantiateHandler); }
 
 }  // namespace jax_tcgemm

@@ -9,6 +9,7 @@
 #include "common/dtype.cuh"
 #include "epilogue/accumulator_slab.cuh"
 #include "epilogue/fused_epilogue.cuh"
+#include "epilogue/known.cuh"
 #include "gemm_params.h"
 #include "kernel_config.h"
 #include "mma_sync/accumulators.cuh"
@@ -46,7 +47,7 @@ struct WarpOutput {
       acc.store_slab(i, slab);
       __syncwarp();
       const int row = first_row + i * Slab::kRows;
-      if (kAny && takes_derivative(params.epilogue.role_of_c)) {
+      if (kAny && takes_derivative(known_role_of_c(params.epilogue))) {
         // One at a time: derivatives of all activations are much code.
         if constexpr (kAny) finish_slab<1, Derivatives::kOnly>(epilogue, slab, row);
       } else {

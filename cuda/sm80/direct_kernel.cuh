@@ -204,74 +204,87 @@ struct DirectTile {
   }
 };
 
-// Any epilogue, any batch, any layout.
+// What the kernels do, in a block with `memory`.
+template <KernelConfig kConfig>
+struct DirectKernel {
+  using Traits = AlgorithmTraits<kConfig.algorithm>;
+  using Input = typename Traits::Input;
+  using Tile = DirectTile<kConfig>;
+
+  // Any epilogue, any batch. `visit` as mma_sync::visit_majors.
+  template <typename Visit>
+  static __device__ __forceinline__ void run(const GemmParams& params, uint32_t memory,
+                                             Visit&& visit) {
+    const int row = blockIdx.y * kConfig.tile_m;
+    const int column = blockIdx.x * kConfig.tile_n;
+    const int batch = blockIdx.z;
+    const auto matrix = [&](const Operand& operand) {
+      return static_cast<const Input*>(operand.data) + batch_offset(params, batch, operand.batch);
+    };
+    const DirectProduct product = {matrix(params.a), matrix(params.b), params.a.ld, params.b.ld,
+                                   params.m,         params.n,         params.k};
+    Tile tile;
+    visit([&]<typename Layout>(Layout) {
+      tile.template multiply<Layout::kA, Layout::kB>(product, row, column);
+    });
+    Vector<kVectorColumns> value[Tile::kVectors];
+    if (!tile.add_up(memory, value)) return;
+    FusedEpilogue<typename Traits::Output, kVectorColumns>(params, batch,
+                                                           column + Tile::first_column())
+        .finish(value, row + Tile::first_row(), Tile::kRowStep);
+  }
+
+  // D = alpha * A * B + bias, one batch dimension at most: little code, and parameters in few lines
+  // of the constant cache.
+  template <Major kMajorA, Major kMajorB>
+  static __device__ __forceinline__ void run_plain(const DirectParams& p, uint32_t memory) {
+    const int row = blockIdx.y * kConfig.tile_m;
+    const int column = blockIdx.x * kConfig.tile_n;
+    const DirectProduct product = {static_cast<const Input*>(p.a) + blockIdx.z * p.batch_a,
+                                   static_cast<const Input*>(p.b) + blockIdx.z * p.batch_b,
+                                   p.ld_a,
+                                   p.ld_b,
+                                   p.m,
+                                   p.n,
+                                   p.k};
+    const int at = column + Tile::first_column();
+    Vector<kVectorColumns> bias =
+        {};  // converted, so waited for, before the operands are asked for
+    if (p.bias.data != nullptr) {
+      const int64_t first = blockIdx.z * p.bias.batch.stride[0] + at * p.bias.stride_n;
+      load_vector<typename Traits::Output, kVectorColumns>(bias, p.bias, first, p.n - at);
+    }
+    Tile tile;
+    tile.template multiply<kMajorA, kMajorB>(product, row, column);
+    Vector<kVectorColumns> value[Tile::kVectors];
+    if (!tile.add_up(memory, value)) return;
+#pragma unroll
+    for (int i = 0; i < Tile::kVectors; ++i) {
+      const int line = row + Tile::first_row() + i * Tile::kRowStep;
+      if (line >= p.m) continue;
+#pragma unroll
+      for (int j = 0; j < kVectorColumns; ++j) value[i][j] = fmaf(p.alpha, value[i][j], bias[j]);
+      const int64_t element = (int64_t{blockIdx.z} * p.m + line) * p.n + at;
+      store_vector<typename Traits::Output, kVectorColumns>(p.d, p.d_type, p.d_vectorizable,
+                                                            element, value[i], p.n - at);
+    }
+  }
+};
+
 template <typename Row>
 __global__ void __launch_bounds__(Row::kConfig.threads())
     direct_kernel(const __grid_constant__ GemmParams params,
                   const __grid_constant__ mma_sync::Layouts layouts) {
-  constexpr KernelConfig kConfig = Row::kConfig;
-  using Traits = AlgorithmTraits<kConfig.algorithm>;
-  using Input = typename Traits::Input;
-  using Tile = DirectTile<kConfig>;
   extern __shared__ __align__(128) char memory[];
-  const int row = blockIdx.y * kConfig.tile_m;
-  const int column = blockIdx.x * kConfig.tile_n;
-  const int batch = blockIdx.z;
-  const auto matrix = [&](const Operand& operand) {
-    return static_cast<const Input*>(operand.data) + batch_offset(params, batch, operand.batch);
-  };
-  const DirectProduct product = {matrix(params.a), matrix(params.b), params.a.ld, params.b.ld,
-                                 params.m,         params.n,         params.k};
-  Tile tile;
-  mma_sync::visit_majors(layouts, [&]<typename Layout>(Layout) {
-    tile.template multiply<Layout::kA, Layout::kB>(product, row, column);
-  });
-  Vector<kVectorColumns> value[Tile::kVectors];
-  if (!tile.add_up(ptx::shared_address(memory), value)) return;
-  FusedEpilogue<typename Traits::Output, kVectorColumns>(params, batch,
-                                                         column + Tile::first_column())
-      .finish(value, row + Tile::first_row(), Tile::kRowStep);
+  DirectKernel<Row::kConfig>::run(params, ptx::shared_address(memory),
+                                  [&](auto&& use) { mma_sync::visit_majors(layouts, use); });
 }
 
-// D = alpha * A * B + bias, one batch dimension at most: little code, and parameters in few lines
-// of the constant cache.
 template <typename Row, Major kMajorA, Major kMajorB>
 __global__ void __launch_bounds__(Row::kConfig.threads())
     direct_plain_kernel(const __grid_constant__ DirectParams p) {
-  constexpr KernelConfig kConfig = Row::kConfig;
-  using Traits = AlgorithmTraits<kConfig.algorithm>;
-  using Input = typename Traits::Input;
-  using Tile = DirectTile<kConfig>;
   extern __shared__ __align__(128) char memory[];
-  const int row = blockIdx.y * kConfig.tile_m;
-  const int column = blockIdx.x * kConfig.tile_n;
-  const DirectProduct product = {static_cast<const Input*>(p.a) + blockIdx.z * p.batch_a,
-                                 static_cast<const Input*>(p.b) + blockIdx.z * p.batch_b,
-                                 p.ld_a,
-                                 p.ld_b,
-                                 p.m,
-                                 p.n,
-                                 p.k};
-  const int at = column + Tile::first_column();
-  Vector<kVectorColumns> bias = {};  // converted, so waited for, before the operands are asked for
-  if (p.bias.data != nullptr) {
-    const int64_t first = blockIdx.z * p.bias.batch.stride[0] + at * p.bias.stride_n;
-    load_vector<typename Traits::Output, kVectorColumns>(bias, p.bias, first, p.n - at);
-  }
-  Tile tile;
-  tile.template multiply<kMajorA, kMajorB>(product, row, column);
-  Vector<kVectorColumns> value[Tile::kVectors];
-  if (!tile.add_up(ptx::shared_address(memory), value)) return;
-#pragma unroll
-  for (int i = 0; i < Tile::kVectors; ++i) {
-    const int line = row + Tile::first_row() + i * Tile::kRowStep;
-    if (line >= p.m) continue;
-#pragma unroll
-    for (int j = 0; j < kVectorColumns; ++j) value[i][j] = fmaf(p.alpha, value[i][j], bias[j]);
-    const int64_t element = (int64_t{blockIdx.z} * p.m + line) * p.n + at;
-    store_vector<typename Traits::Output, kVectorColumns>(p.d, p.d_type, p.d_vectorizable, element,
-                                                          value[i], p.n - at);
-  }
+  DirectKernel<Row::kConfig>::template run_plain<kMajorA, kMajorB>(p, ptx::shared_address(memory));
 }
 
 }  // namespace jax_tcgemm::sm80

@@ -7,6 +7,7 @@
 #include "sm90/layouts.cuh"
 #include "sm90/output/output_tile.h"
 #include "sm90/skinny_kernel.cuh"
+#include "sm90/tensor_maps.h"
 
 namespace jax_tcgemm::sm90 {
 
@@ -52,15 +53,9 @@ constexpr bool is_for_moments(const KernelConfig& config) {
   return config.skinny || config.tile_m * config.tile_n <= 64 * 128;
 }
 
-// The row with the code for simple epilogues alone.
 template <typename Row>
 struct SimpleRow {
-  static constexpr KernelConfig simple(KernelConfig config) {
-    const bool sums = config.unrolls_sums() || config.skinny;
-    config.epilogue = sums ? EpilogueWork::kSum : EpilogueWork::kNone;
-    return config;
-  }
-  static constexpr KernelConfig kConfig = simple(Row::kConfig);
+  static constexpr KernelConfig kConfig = with_simple_epilogue(Row::kConfig);
 };
 
 template <typename Row>

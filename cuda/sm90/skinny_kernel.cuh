@@ -22,6 +22,7 @@
 
 #include <stdint.h>
 
+#include "epilogue/known.cuh"
 #include "gemm_params.h"
 #include "kernel_config.h"
 #include "ptx/cluster.cuh"
@@ -82,7 +83,7 @@ struct SkinnyKernel {
       };
       if constexpr (kConfig.epilogue == EpilogueWork::kSum) {
         // One mainloop for both: its code is most of the kernel's.
-        const bool is_plain = maps.finish == Finish::kProduct;
+        const bool is_plain = known_finish(maps.finish) == Finish::kProduct;
         typename Out::Line line;
         if (!Out::kFetchesLate && !is_plain) line = output.line();
         compute([&] {

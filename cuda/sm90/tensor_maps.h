@@ -52,6 +52,13 @@ constexpr bool has_finish(const KernelConfig& config, Finish finish, bool swap_a
   }
 }
 
+// A row for any epilogue with the code alone for those before kActivate.
+constexpr KernelConfig with_simple_epilogue(KernelConfig config) {
+  const bool sums = config.unrolls_sums() || config.skinny;
+  config.epilogue = sums ? EpilogueWork::kSum : EpilogueWork::kNone;
+  return config;
+}
+
 // A __grid_constant__ kernel parameter. Boxes are what one TMA instruction copies.
 struct TensorMaps {
   TensorMap a;  // (batch..., m, k) or (batch..., k, m), the contiguous dimension last

@@ -181,6 +181,19 @@ Finish finish_of(const EpilogueParams& epilogue, const TensorMaps& maps, bool sw
   return unrolled && maps.c_by_tma ? Finish::kAddC : Finish::kAnything;
 }
 
+bool has_skinny_finish(const KernelConfig& config, Finish finish) {
+  return finish == Finish::kProduct || config.epilogue == EpilogueWork::kAny ||
+         (finish == Finish::kAddBias && config.epilogue == EpilogueWork::kSum);
+}
+
+// What the kernel calls A gives the rows of the accumulators.
+void describe_factors(const GemmProblem& problem, const KernelConfig& config, TensorMaps* maps) {
+  const GemmParams& params = problem.params;
+  maps->swap_ab = swaps_operands(config, problem.major_a, problem.major_b, params.m, params.n);
+  maps->major_a = maps->swap_ab ? problem.major_b : problem.major_a;
+  maps->major_b = maps->swap_ab ? problem.major_a : problem.major_b;
+}
+
 }  // namespace
 
 bool d_by_tma(const GemmProblem& problem) {
@@ -199,13 +212,18 @@ bool c_by_tma(const GemmProblem& problem) {
          is_aligned(epilogue.c2.data);
 }
 
+void describe(const GemmProblem& problem, const KernelConfig& config, TensorMaps* maps) {
+  describe_factors(problem, config, maps);
+  maps->d_by_tma = !config.skinny && d_by_tma(problem);
+  maps->c_by_tma = maps->d_by_tma && c_by_tma(problem);
+  maps->has_c2 = maps->c_by_tma && problem.params.epilogue.c2.data != nullptr;
+  maps->finish = finish_of(problem.params.epilogue, *maps, maps->swap_ab, config);
+}
+
 Status encode_factors(const GemmProblem& problem, const KernelConfig& config, TensorMaps* maps) {
   const GemmParams& params = problem.params;
-  // What the kernel calls A gives the rows of the accumulators.
-  const bool swap_ab = swaps_operands(config, problem.major_a, problem.major_b, params.m, params.n);
-  maps->swap_ab = swap_ab;
-  maps->major_a = swap_ab ? problem.major_b : problem.major_a;
-  maps->major_b = swap_ab ? problem.major_a : problem.major_b;
+  describe_factors(problem, config, maps);
+  const bool swap_ab = maps->swap_ab;
   JAX_TCGEMM_RETURN_IF_ERROR(encode_operand(
       "a", params.a, problem.major_a, params.m, swap_ab ? config.tile_n : config.tile_m,
       swap_ab ? config.cluster_m : config.cluster_n, params, config, swap_ab ? &maps->b : &maps->a,
@@ -229,15 +247,12 @@ Status encode_tensor_maps(const GemmProblem& problem, const KernelConfig& config
   const GemmParams& params = problem.params;
   JAX_TCGEMM_RETURN_IF_ERROR(encode_factors(problem, config, maps));
   const EpilogueParams& epilogue = params.epilogue;
-  maps->d_by_tma = !config.skinny && d_by_tma(problem);
-  maps->c_by_tma = maps->d_by_tma && c_by_tma(problem);
-  maps->has_c2 = maps->c_by_tma && epilogue.c2.data != nullptr;
-  maps->finish = finish_of(epilogue, *maps, maps->swap_ab, config);
+  describe(problem, config, maps);
   // Parts of k are added up where D leaves by TMA and there is no C (Output::finish_sum).
   const bool adds_parts = params.fixup.parts > 0;
-  const bool has_code =
-      config.skinny ? maps->finish == Finish::kProduct || config.epilogue == EpilogueWork::kAny
-                    : config.split_k > 1 || has_finish(config, maps->finish, maps->swap_ab);
+  const bool has_code = config.skinny
+                            ? has_skinny_finish(config, maps->finish)
+                            : config.split_k > 1 || has_finish(config, maps->finish, maps->swap_ab);
   const bool has_sum = maps->d_by_tma && epilogue.c.data == nullptr;
   JAX_TCGEMM_REQUIRE(has_code && (!adds_parts || has_sum), "the kernel has no epilogue ",
                      static_cast<int>(maps->finish), " for ", params.fixup.parts, " parts of k");

@@ -15,6 +15,9 @@ bool d_by_tma(const GemmProblem& problem);
 // Whether it can read C, which there is. What it cannot, threads read.
 bool c_by_tma(const GemmProblem& problem);
 
+// Fills in what there is beside descriptors, of which addresses need not be known.
+void describe(const GemmProblem& problem, const KernelConfig& config, TensorMaps* maps);
+
 // Fills in how TMA sees A and B, for the tiles of `config`.
 Status encode_factors(const GemmProblem& problem, const KernelConfig& config, TensorMaps* maps);
 

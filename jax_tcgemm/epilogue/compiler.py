@@ -1,22 +1,60 @@
-"""Kernels with a program in them: the whole source, compiled when XLA asks for a kernel."""
+"""Kernels that the build lacks: their whole source, compiled when XLA asks for a kernel."""
 
 from __future__ import annotations
+
+import concurrent.futures
+import functools
+import os
 
 from jax_tcgemm import _core
 from jax_tcgemm.epilogue import cubins, nvrtc, source
 from jax_tcgemm.problem.log import log
 
-_ARCHITECTURE = "sm_90a"
+# Divisions and square roots of functions to 2 ulp, as XLA has them; all else is as IEEE says.
+_FUNCTION_OPTIONS = ("--prec-div=false", "--prec-sqrt=false")
 
 
-def compile_kernel(program: str, row: str, layout: str) -> bytes:
-    """Returns the machine code; called by the extension, on any thread."""
-    return cubins.cubin(source.of_kernel(program, row, layout), _ARCHITECTURE)
+def compile_kernel(
+    program: str, row: str, layout: str, has_program: bool = True, capability: int = 90
+) -> bytes:
+    """Returns the machine code of a kernel; called by the extension, on any thread.
+
+    Args:
+        program: C++ of the epilogue; or what is known of one that the package has, as
+            ``cuda/dispatch/run_time_row.cc`` writes it.
+        row: the name of a row of the kernel table, or ``source.PASS``.
+        layout: of ``a`` and ``b``, ``"n"`` or ``"t"`` each.
+        has_program: which of the two ``program`` is.
+        capability: the compute capability of the GPU, ten times the major number plus the minor.
+
+    Raises:
+        CompileError: it does not compile, or there is no compiler.
+    """
+    architecture = "sm_90a" if capability == 90 else f"sm_{capability}"
+    what = f"{row} ({layout})"
+    if has_program:
+        text = source.of_kernel(program, row, layout)
+        return cubins.cubin(text, architecture, _FUNCTION_OPTIONS, f"an epilogue into {what}")
+    try:
+        return cubins.cubin(source.of_row(program, row, layout), architecture, what=what)
+    except nvrtc.CompileError as error:
+        log(f"{what} cannot be compiled, kernels of the build take its place: {error}")
+        raise
+
+
+@functools.cache
+def _pool() -> concurrent.futures.Executor:
+    return concurrent.futures.ThreadPoolExecutor(os.cpu_count(), "jax_tcgemm compiles")
+
+
+def begin(program: str, row: str, layout: str, has_program: bool, capability: int) -> None:
+    """Begins ``compile_kernel`` on another thread; the next call of it will wait for that."""
+    _pool().submit(compile_kernel, program, row, layout, has_program, capability)
 
 
 def install() -> None:
     """Tells the extension who compiles; called once, on import."""
-    _core.set_compiler(compile_kernel)
+    _core.set_compiler(compile_kernel, begin)
 
 
 def obstacle(program: str, expected: tuple[str, str] | None) -> str | None:

@@ -15,8 +15,9 @@ import pathlib
 import stat
 import tempfile
 import threading
+import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from jax_tcgemm import _core
 from jax_tcgemm.epilogue import nvrtc
@@ -24,7 +25,7 @@ from jax_tcgemm.problem.log import log
 from jax_tcgemm.tuning import cache
 
 # To be raised when what an entry says changes.
-_VERSION = "cubins-2"
+_VERSION = "cubins-3"
 _MAGIC = b"jax_tcgemm cubin\n"
 
 # Of all entries; those used longest ago go first.
@@ -35,20 +36,24 @@ _locks: dict[str, threading.Lock] = {}
 _locks_lock = threading.Lock()
 
 
-def cubin(source: str, architecture: str) -> bytes:
+def cubin(
+    source: str, architecture: str, options: Sequence[str] = (), what: str = "a kernel"
+) -> bytes:
     """Returns the machine code of a source, compiled once for all processes of a user.
 
     Args:
         source: C++, which may include the package's device headers.
         architecture: such as ``"sm_90a"``.
+        options: of the compiler.
+        what: what the log calls it.
 
     Raises:
         CompileError: it does not compile, or there is no compiler.
     """
-    key = _key(source, architecture)
+    key = _key(source, architecture, options)
     with _lock_of(key):
         if key not in _memory:
-            _memory[key] = _read_or_compile(key, source, architecture)
+            _memory[key] = _read_or_compile(key, source, architecture, options, what)
         return _memory[key]
 
 
@@ -69,9 +74,10 @@ def _compiler() -> nvrtc.Nvrtc:
     return found
 
 
-def _key(source: str, architecture: str) -> str:
+def _key(source: str, architecture: str, options: Sequence[str]) -> str:
     found = _compiler()
-    parts = (_VERSION, architecture, str(found.version), _headers_digest(), source)
+    compiler = (str(found.version), *options)
+    parts = (_VERSION, architecture, *compiler, _headers_digest(), source)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
@@ -91,13 +97,17 @@ def _headers_digest() -> str:
     return digest.hexdigest()
 
 
-def _read_or_compile(key: str, source: str, architecture: str) -> bytes:
+def _read_or_compile(
+    key: str, source: str, architecture: str, options: Sequence[str], what: str
+) -> bytes:
     folder = _folder()
     if folder is not None:
         found = _read(folder / key)
         if found is not None:
             return found
-    made = _compiler().compile(source, architecture, include_folders())
+    begin = time.perf_counter()
+    made = _compiler().compile(source, architecture, include_folders(), options)
+    log(f"compiled {what} for {architecture} in {time.perf_counter() - begin:.2f} s")
     if folder is not None:
         _write(folder, key, made)
     return made

@@ -8,7 +8,6 @@ import importlib.util
 import os
 import pathlib
 import shutil
-import threading
 from collections.abc import Iterator, Sequence
 
 _OLDEST = (12, 5)
@@ -16,8 +15,7 @@ _RTLD_NOLOAD = 4
 _NAMES = ("libnvrtc.so.13", "libnvrtc.so.12")
 _HEADERS = ("cuda_bf16.h", "cuda_fp16.h", "cuda_fp8.h")
 
-# Divisions and square roots to 2 ulp, as XLA has them; everything else as IEEE says.
-_OPTIONS = ("--std=c++20", "-default-device", "--prec-div=false", "--prec-sqrt=false")
+_OPTIONS = ("--std=c++20", "-default-device")
 
 
 class CompileError(Exception):
@@ -34,42 +32,45 @@ class Nvrtc:
 
     def __init__(self, library: ctypes.CDLL, headers: pathlib.Path):
         self._library = library
-        self._lock = threading.Lock()
         major, minor = ctypes.c_int(), ctypes.c_int()
         self._check(library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
         self.version = (major.value, minor.value)
         self.headers = headers
 
     def compile(
-        self, source: str, architecture: str, include: Sequence[pathlib.Path] = ()
+        self,
+        source: str,
+        architecture: str,
+        include: Sequence[pathlib.Path] = (),
+        options: Sequence[str] = (),
     ) -> bytes:
-        """Returns the machine code of a source.
+        """Returns the machine code of a source. Threads compile side by side.
 
         Args:
             source: C++.
             architecture: such as ``"sm_90a"``.
             include: folders of headers, before CUDA's own.
+            options: further ones.
 
         Raises:
             CompileError: it does not compile.
         """
         library = self._library
         folders = [f"-I{folder}" for folder in (*include, self.headers)]
-        options = [f"--gpu-architecture={architecture}", *_OPTIONS, *folders]
-        encoded = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+        every = [f"--gpu-architecture={architecture}", *_OPTIONS, *options, *folders]
+        encoded = (ctypes.c_char_p * len(every))(*(option.encode() for option in every))
         program = ctypes.c_void_p()
-        with self._lock:
-            self._check(
-                library.nvrtcCreateProgram(
-                    ctypes.byref(program), source.encode(), b"epilogue.cu", 0, None, None
-                )
+        self._check(
+            library.nvrtcCreateProgram(
+                ctypes.byref(program), source.encode(), b"kernel.cu", 0, None, None
             )
-            try:
-                if library.nvrtcCompileProgram(program, len(options), encoded):
-                    raise CompileError(self._text(program, "ProgramLog").decode(errors="replace"))
-                return self._text(program, "CUBIN")
-            finally:
-                library.nvrtcDestroyProgram(ctypes.byref(program))
+        )
+        try:
+            if library.nvrtcCompileProgram(program, len(every), encoded):
+                raise CompileError(self._text(program, "ProgramLog").decode(errors="replace"))
+            return self._text(program, "CUBIN")
+        finally:
+            library.nvrtcDestroyProgram(ctypes.byref(program))
 
     def _text(self, program: ctypes.c_void_p, what: str) -> bytes:
         size = ctypes.c_size_t()

@@ -178,9 +178,43 @@ def of_kernel(program: str, row: str, layout: str) -> str:
         includes=_STREAMED if config.streams_b else of_8_bits,
         kernel=_STREAMED_KERNEL if config.streams_b else _KERNEL,
         config=cpp.config(config),
-        a="Mn" if layout[0] == "t" else "K",
-        b="K" if layout[1] == "t" else "Mn",
+        **_majors(layout),
     )
+
+
+# The kernel is in the header.
+_ROW_SOURCE = """\
+{known}#include "kernel_config.h"
+
+namespace jax_tcgemm {{
+
+struct Row {{
+  static constexpr KernelConfig kConfig{config};
+}};
+constexpr Major kMajorA = Major::k{a}, kMajorB = Major::k{b};
+
+}}  // namespace jax_tcgemm
+
+#include "{family}/run_time_row.cuh"
+"""
+
+
+def of_row(known: str, row: str, layout: str) -> str:
+    """Returns what is compiled for a row of the kernel table with an epilogue of the package.
+
+    Args:
+        known: definitions of what is known of the epilogue.
+        row: the row's name.
+        layout: of what the kernel calls A and B, ``"n"`` or ``"t"`` each.
+    """
+    config = kernel_names.by_name(row)
+    return _ROW_SOURCE.format(
+        known=known, config=cpp.config(config), family=config.arch, **_majors(layout)
+    )
+
+
+def _majors(layout: str) -> dict[str, str]:
+    return {"a": "Mn" if layout[0] == "t" else "K", "b": "K" if layout[1] == "t" else "Mn"}
 
 
 def digest(text: str) -> str:

@@ -35,6 +35,7 @@ class ChoiceInput:
         has_c: whether the product has an addend C.
         c_by_tma: whether TMA can read C.
         compiled: whether the epilogue is compiled at run time.
+        run_time_rows: whether kernels that the build lacks may be compiled.
     """
 
     algorithm: str
@@ -60,3 +61,4 @@ class ChoiceInput:
     has_c: bool = False
     c_by_tma: bool = True
     compiled: bool = False
+    run_time_rows: bool = True

@@ -10,8 +10,13 @@ def enumerator(enum: str, name: str) -> str:
     return f"{enum}::k" + "".join(part.capitalize() for part in name.split("_"))
 
 
-def config(row: KernelConfig) -> str:
-    """Returns the row as an aggregate initialiser of ``KernelConfig``."""
+def config(row: KernelConfig, epilogue: str | None = None) -> str:
+    """Returns the row as an aggregate initialiser of ``KernelConfig``.
+
+    Args:
+        row: the row.
+        epilogue: in place of the row's own.
+    """
     fields = [
         enumerator("Arch", row.arch),
         enumerator("Algorithm", row.algorithm),
@@ -33,6 +38,6 @@ def config(row: KernelConfig) -> str:
         str(row.skinny).lower(),
         enumerator("Grouped", row.grouped),
         str(row.swap_ab).lower(),
-        enumerator("EpilogueWork", row.epilogue),
+        enumerator("EpilogueWork", epilogue or row.epilogue),
     ]
     return "{" + ", ".join(map(str, fields)) + "}"

@@ -6,6 +6,7 @@
 
 #include <stdint.h>
 
+#include "epilogue/known.cuh"
 #include "gemm_params.h"
 #include "ptx/cluster.cuh"
 #include "ptx/shared_memory.cuh"
@@ -59,7 +60,7 @@ class Output {
   // After it. acc is only read.
   __device__ __forceinline__ void finish(const Accumulators& acc, const OutputPlace& tile_place) {
     const OutputPlace place = of_warp(tile_place);
-    switch (maps_.finish) {
+    switch (known_finish(maps_.finish)) {
       case Finish::kProduct:
         return unrolled_for_d<Finish::kProduct>(acc, place);
       case Finish::kAddBias:
@@ -83,7 +84,7 @@ class Output {
   __device__ __forceinline__ void finish_sum(const Accumulators& acc,
                                              const OutputPlace& tile_place) {
     const OutputPlace place = of_warp({tile_place.row, tile_place.column, 0});
-    switch (maps_.finish) {
+    switch (known_finish(maps_.finish)) {
       case Finish::kAddBias:
         return unrolled<false, Finish::kAddBias>(acc, place);
       case Finish::kActivate:
@@ -125,14 +126,14 @@ class Output {
 
   template <bool kGeneral>
   __device__ __forceinline__ FusedOutput<kConfig, kSwapAb, kGeneral> fused() {
-    return {params_, buffers_, {params_.epilogue.d_type}, bias_address()};
+    return {params_, buffers_, {known_d_type(params_.epilogue)}, bias_address()};
   }
 
   // For the type of D, which of 16-bit operands may be float32.
   template <Finish kFinish>
   __device__ __forceinline__ void unrolled_for_d(const Accumulators& acc,
                                                  const OutputPlace& place) {
-    if (sizeof(Element) == 4 || params_.epilogue.d_type == ElementType::kF32) {
+    if (sizeof(Element) == 4 || known_d_type(params_.epilogue) == ElementType::kF32) {
       return unrolled<true, kFinish>(acc, place);
     }
     unrolled<false, kFinish>(acc, place);

@@ -11,6 +11,7 @@
 #include <stdint.h>
 
 #include "epilogue/fused_epilogue.cuh"
+#include "epilogue/known.cuh"
 #include "epilogue/vector_io.cuh"
 #include "gemm_params.h"
 #include "ptx/cluster.cuh"
@@ -124,7 +125,7 @@ class SkinnyOutput {
     visit_rows<1>([&](typename Epilogue::Vector(&value)[1], int row, int) {
       if (row >= params_.m) return;
       finish(value[0]);
-      store_vector<Element, kVectorColumns>(to.d, to.d_type, to.d_vectorizable,
+      store_vector<Element, kVectorColumns>(to.d, known_d_type(to), to.d_vectorizable,
                                             first + int64_t{row} * params_.n, value[0], columns);
     });
   }

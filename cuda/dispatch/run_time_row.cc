@@ -1,0 +1,160 @@
+#include "dispatch/run_time_row.h"
+
+#include <cuda_runtime_api.h>
+
+#include <atomic>
+#include <compare>
+#include <map>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <utility>
+
+#include "dispatch/device.h"
+#include "dispatch/run_time_kernel.h"
+#include "epilogue/work.h"
+#include "sm90/tensor_maps.h"
+
+namespace jax_tcgemm {
+namespace {
+
+// What a kernel is compiled for: the same for all requests that it serves.
+struct Known {
+  const KernelEntry* entry;
+  int compute_capability;
+  Major major_a, major_b;  // of what the kernel calls A and B
+  bool swap_ab;            // sm90
+  sm90::Finish finish;     // likewise
+  bool plain;              // sm80: see takes_line
+  bool sum;                // sm80: no more than a sum is to be done
+  Activation activation;
+  RoleOfC role_of_c;
+  ElementType d_type;
+
+  auto operator<=>(const Known&) const = default;
+};
+
+Known known_of(const KernelEntry& entry, const LaunchRequest& request) {
+  const EpilogueParams& epilogue = request.params.epilogue;
+  const KernelConfig& config = entry.config;
+  Known known = {};
+  known.entry = &entry;
+  known.compute_capability = request.device.compute_capability;
+  known.major_a = request.major_a;
+  known.major_b = request.major_b;
+  known.d_type = epilogue.d_type;
+  bool asks_activation = true;
+  bool asks_role = true;
+  if (config.arch == Arch::kSm90) {
+    known.major_a = request.maps->major_a;
+    known.major_b = request.maps->major_b;
+    known.swap_ab = !config.skinny && request.maps->swap_ab;
+    known.finish = request.maps->finish;
+    // Where k is split in the cluster the code does not ask for the finish.
+    const bool asks = config.split_k > 1 && !config.skinny;
+    asks_activation = asks || known.finish >= sm90::Finish::kActivate;
+    asks_role = asks || known.finish == sm90::Finish::kAnything;
+  } else {
+    known.plain = config.is_direct() && takes_line(request.params);
+    known.sum = work_of(epilogue) <= EpilogueWork::kSum;
+    asks_activation = asks_role = !known.plain;
+  }
+  if (asks_activation) known.activation = epilogue.activation;
+  if (asks_role) known.role_of_c = epilogue.role_of_c;
+  return known;
+}
+
+// As sm90/run_time_row.cuh, sm80/run_time_row.cuh and epilogue/known.cuh read it.
+std::string definitions(const Known& known) {
+  const KernelConfig& config = known.entry->config;
+  std::string text;
+  const auto define = [&](const char* name, auto value) {
+    text.append("#define JAX_TCGEMM_KNOWN_").append(name).append(" ");
+    text.append(std::to_string(static_cast<int>(value))).append("\n");
+  };
+  define("ACTIVATION", known.activation);
+  define("ROLE_OF_C", known.role_of_c);
+  define("D_TYPE", known.d_type);
+  if (config.arch == Arch::kSm90) {
+    define("FINISH", known.finish);
+    define("SWAP_AB", known.swap_ab);
+    define("SKINNY", config.skinny);
+  } else {
+    define("SUM", known.sum);
+    define("PLAIN", known.plain);
+    define("DIRECT", config.is_direct());
+  }
+  return text;
+}
+
+std::string layout_of(const Known& known) {
+  return {known.major_a == Major::kK ? 'n' : 't', known.major_b == Major::kK ? 't' : 'n'};
+}
+
+template <typename Use>
+auto with_source(const Known& known, Use&& use) {
+  const std::string program = definitions(known);
+  const std::string layout = layout_of(known);
+  return use(KernelSource{program, known.entry->name, layout, false, known.compute_capability});
+}
+
+struct Library {
+  std::mutex mutex;
+  std::map<Known, RunTimeKernel> kernels;
+  std::atomic<bool> was_refused = false;
+};
+
+Library& library() {
+  static Library* const library = new Library;  // outlives whatever runs at exit
+  return *library;
+}
+
+KernelHandle* find(const Known& known) {
+  Library& all = library();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  const auto found = all.kernels.find(known);
+  return found == all.kernels.end() ? nullptr : &found->second.handle;
+}
+
+// Code cannot be loaded by a thread that captures a graph.
+template <typename Load>
+Status beside_capture(const LaunchRequest& request, Load&& load) {
+  cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
+  JAX_TCGEMM_CUDA_CHECK(cudaStreamIsCapturing(request.stream, &capturing), "asking for a capture");
+  if (capturing == cudaStreamCaptureStatusNone) return load();
+  Status status;
+  std::thread([&] {
+    const cudaError_t error = cudaSetDevice(request.device.ordinal);
+    status = error == cudaSuccess ? load() : Status(Status::Code::kInternal, "cudaSetDevice");
+  }).join();
+  return status;
+}
+
+}  // namespace
+
+bool may_compile_rows() { return !library().was_refused.load(std::memory_order_relaxed); }
+
+void begin_row_kernel(const KernelEntry& entry, const LaunchRequest& request) {
+  const Known known = known_of(entry, request);
+  if (find(known) == nullptr) with_source(known, begin_to_compile);
+}
+
+KernelHandle* row_kernel(const KernelEntry& entry, const LaunchRequest& request) {
+  const Known known = known_of(entry, request);
+  if (KernelHandle* const found = find(known)) return found;
+  RunTimeKernel fresh = {};
+  const Status status = beside_capture(request, [&] {
+    return with_source(known,
+                       [&](const KernelSource& source) { return make_kernel(source, &fresh); });
+  });
+  Library& all = library();
+  if (!status.ok()) {  // whoever compiles has said why
+    all.was_refused.store(true, std::memory_order_relaxed);
+    return nullptr;
+  }
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  // Of two threads that made it, the first one's stays.
+  return &all.kernels.emplace(known, fresh).first->second.handle;
+}
+
+}  // namespace jax_tcgemm
