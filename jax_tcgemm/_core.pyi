@@ -28,6 +28,9 @@ def set_compiler(
         begin: begins to compile the same, on another thread.
     """
 
+def may_compile_rows() -> bool:
+    """Says whether every kernel that was to be compiled for a row of the table could be."""
+
 def device_properties(ordinal: int) -> dict[str, Any]: ...
 def rank_configs(
     problem: ChoiceInput, dense_splits: bool = False, warp_bytes: int = 0

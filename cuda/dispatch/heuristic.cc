@@ -187,13 +187,14 @@ bool has_epilogue(const KernelConfig& config, const ChoiceInput& input) {
   if (config.epilogue == EpilogueWork::kAny) return true;
   if (config.arch != Arch::kSm90) return input.epilogue <= config.epilogue;
   if (config.skinny) return input.epilogue <= config.epilogue && !input.has_c;
+  const bool swaps = sm90::swaps_operands(config, input.major_a, input.major_b);
   if (!input.d_by_tma) {
-    return !config.swap_ab && input.epilogue != EpilogueWork::kAny && !input.has_c;
+    return !swaps && input.epilogue != EpilogueWork::kAny && !input.has_c;
   }
   if (input.epilogue == EpilogueWork::kNone) return true;
-  const bool has_c_too = !config.swap_ab && input.c_by_tma;
-  const bool has_sums =
-      config.epilogue == EpilogueWork::kSum && (config.swap_ab || config.unrolls_sums());
+  const bool has_c_too = !swaps && input.c_by_tma;
+  const bool has_sums = config.epilogue == EpilogueWork::kSum &&
+                        (config.swap_ab || (config.unrolls_sums() && !swaps));
   return has_sums && input.epilogue == EpilogueWork::kSum && !input.widens() &&
          (!input.has_c || has_c_too);
 }

@@ -21,6 +21,7 @@
 #include "common/status.h"
 #include "dispatch/device.h"
 #include "dispatch/run_time_kernel.h"
+#include "dispatch/run_time_row.h"
 #include "ffi/handlers.h"
 #endif
 
@@ -193,6 +194,7 @@ nb::dict device_properties(int ordinal) {
 
 nb::dict registrations() { return nb::dict(); }
 void set_python_compiler(nb::object, nb::object) {}
+bool may_compile_rows() { return false; }
 std::string cuda_version() { return ""; }
 std::string ffi_version() { return ""; }
 
@@ -221,6 +223,7 @@ NB_MODULE(_core, module) {
   module.def("kernel_names", &kernel_names);
   module.def("build_info", &build_info);
   module.def("set_compiler", &set_python_compiler, nb::arg("compile_kernel"), nb::arg("begin"));
+  module.def("may_compile_rows", &may_compile_rows);
   module.def("device_properties", &device_properties, nb::arg("ordinal"));
   module.attr("VECTOR_COLUMNS") = kVectorColumns;
   module.attr("FIXUP_FLAG_BYTES") = kFixupFlagBytes;

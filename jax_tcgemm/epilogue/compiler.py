@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import functools
-import os
 
 from jax_tcgemm import _core
 from jax_tcgemm.epilogue import cubins, nvrtc, source
@@ -12,6 +11,9 @@ from jax_tcgemm.problem.log import log
 
 # Divisions and square roots of functions to 2 ulp, as XLA has them; all else is as IEEE says.
 _FUNCTION_OPTIONS = ("--prec-div=false", "--prec-sqrt=false")
+
+# Each takes some 100 MB while it compiles.
+_MOST_THREADS = 8
 
 
 def compile_kernel(
@@ -44,7 +46,7 @@ def compile_kernel(
 
 @functools.cache
 def _pool() -> concurrent.futures.Executor:
-    return concurrent.futures.ThreadPoolExecutor(os.cpu_count(), "jax_tcgemm compiles")
+    return concurrent.futures.ThreadPoolExecutor(_MOST_THREADS, "jax_tcgemm compiles")
 
 
 def begin(program: str, row: str, layout: str, has_program: bool, capability: int) -> None:
