@@ -1,5 +1,5 @@
-// Times rows of the kernel table beside what the model expects of them: what its constants are
-// fitted to (cuda/dispatch/sm90_time_model.cc).
+// Times rows of the kernel table that the build has beside what the model expects of them: what its
+// constants are fitted to (cuda/dispatch/sm90_time_model.cc).
 //
 //   cmake -S . -B build -DJAX_TCGEMM_TIME_ROWS=ON && cmake --build build --target time_rows
 //   build/time_rows [--within FACTOR] [--rows GLOB] [--dense] < problems > times.csv
@@ -230,6 +230,7 @@ void time_choices(const std::string& line, const Options& options, const DeviceP
   std::vector<std::unique_ptr<Launches>> choices;
   for (const Estimate& estimate : ranked) {
     if (estimate.cycles > options.within * ranked[0].cycles) break;
+    if (!estimate.choice.is_built) continue;  // nothing compiles here
     const std::string config = config_of(estimate.choice);
     if (fnmatch(options.glob.c_str(), config.c_str(), 0) != 0) continue;
     auto choice = Launches::capture(estimate, stream, static_cast<int>(sets.size()), [&](int i) {

@@ -8,6 +8,7 @@ import jax
 
 from jax_tcgemm.kernels import names as kernel_names
 from jax_tcgemm.kernels import table as kernel_table
+from jax_tcgemm.kernels.built import built_epilogue
 
 try:
     from jax_tcgemm import _core
@@ -82,9 +83,14 @@ def has_row(name: str) -> bool:
 
 
 def has_kernel(
-    algorithm: str, *, work: str = "none", gated: bool = False, grouped: str = "none"
+    algorithm: str,
+    *,
+    work: str = "none",
+    gated: bool = False,
+    grouped: str = "none",
+    may_compile: bool = True,
 ) -> bool:
-    """Says whether a kernel for such products in ``algorithm`` was compiled in.
+    """Says whether there is a kernel for such products in ``algorithm``.
 
     Rows that are there only for where nothing else serves do not count: XLA is faster.
 
@@ -93,10 +99,14 @@ def has_kernel(
         work: how much the epilogue has to do; see ``GemmSpec.work``.
         gated: whether there are two weights.
         grouped: what groups divide; see ``KernelConfig``.
+        may_compile: whether kernels count that the build lacks.
     """
     rows = (row for row in kernel_names.for_algorithm(algorithm, grouped) if row.gated == gated)
-    built = (row for row in rows if row.name in KERNEL_NAMES and not row.is_fallback)
-    return any(row.has_every(work) for row in built)
+    fast = (row for row in rows if row.name in KERNEL_NAMES and not row.is_fallback)
+    return any(
+        row.has_every(work) and (may_compile or built_epilogue(row) in (row.epilogue, work, "any"))
+        for row in fast
+    )
 
 
 def has_plane_kernel(factors: str) -> bool:

@@ -51,6 +51,11 @@ for m, n, k in ((16, 4096, 1024), (384, 512, 256), (2048, 1536, 512), (72, 333, 
     check(jax.jit(gemm)(a, b), x @ w)
     step = jax.jit(lambda a, b, c: gemm(a, b, bias=c, activation="gelu"))
     check(step(a, b, bias), gelu(x @ w + c))
+a, b = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((128, 256), (256, 192)))
+exactly = jax.jit(lambda a, b: gemm(a, b, bias=b[0], activation="gelu", precision="highest"))
+x, w = wide(a, b)
+want = gelu(x @ w + w[0])
+assert np.abs(np.asarray(exactly(a, b), np.float64) - want).max() < 1e-4 * np.abs(want).max()
 a, b, u = normal(256, 512), normal(512, 256), normal(512, 256)
 x, w, v = wide(a, b, u)
 gate = x @ w

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from kernel_rows import rank_rows
 
-from jax_tcgemm import _core
+from jax_tcgemm import _core, _extension
 from jax_tcgemm.epilogue import compiler, cubins, nvrtc
 from jax_tcgemm.kernels import built
 from jax_tcgemm.kernels.arithmetic import ELEMENT_TYPES
@@ -102,6 +102,22 @@ def test_the_build_alone_computes_every_product(algorithm, capability):
         assert ranked
         row = by_name(read_config(ranked[0][0])[0])
         assert built.built_epilogue(row) is not None
+
+
+def test_without_a_compiler_slow_rows_give_way_to_xla():
+    """To XLA, where the build has no other row than those for where nothing else serves."""
+    if not _core.build_info()["cuda"]:
+        pytest.skip("built without kernels")
+    for options, is_fast in (
+        ({"algorithm": "F16_F16_F32", "work": "any"}, True),
+        ({"algorithm": "F16_F16_F32", "work": "any", "gated": True}, False),
+        ({"algorithm": "BF16_BF16_F32", "work": "any", "gated": True}, True),
+        ({"algorithm": "F16_F16_F32", "grouped": "m"}, False),
+        ({"algorithm": "BF16_BF16_F32", "grouped": "m"}, True),
+        ({"algorithm": "BF16_BF16_F32", "grouped": "m", "work": "any"}, False),
+    ):
+        assert _extension.has_kernel(**options)
+        assert _extension.has_kernel(**options, may_compile=False) is is_fast, options
 
 
 def test_a_kernel_that_has_to_be_compiled_must_be_faster():

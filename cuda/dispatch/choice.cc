@@ -106,6 +106,14 @@ bool read_config(std::string_view config, std::string_view* row, int* splits) {
   return read.ec == std::errc() && read.ptr == end && *splits > 1;
 }
 
+bool is_logging() {
+  static const bool enabled = [] {
+    const char* value = std::getenv("JAX_TCGEMM_LOG");
+    return value != nullptr && std::string_view(value) == "1";
+  }();
+  return enabled;
+}
+
 }  // namespace
 
 std::span<const KernelEntry> kernel_registry() { return kKernelEntries; }
@@ -166,21 +174,22 @@ int row_alignment(const Operand& operand, Algorithm algorithm) {
   return static_cast<int>(std::gcd(kLine, operand.ld * element_bytes(algorithm)));
 }
 
-void log_choice(const GemmProblem& problem, const KernelEntry& entry) {
-  static const bool enabled = [] {
-    const char* value = std::getenv("JAX_TCGEMM_LOG");
-    return value != nullptr && std::string_view(value) == "1";
-  }();
-  if (!enabled) return;
-  const GemmParams& p = problem.params;
-  const std::string line =
-      "jax_tcgemm: m=" + std::to_string(p.m) + " n=" + std::to_string(p.n) +
-      " k=" + std::to_string(p.k) + " batch=" + std::to_string(p.batch) +
-      (problem.aligned() ? "" : " unaligned") +
-      (p.split_stages > 0 ? " split_stages=" + std::to_string(p.split_stages) : "") +
-      (p.fixup.parts > 0 ? " fixup" : "") + " -> " + entry.name + "\n";
+void log_line(const std::string& text) {
+  if (!is_logging()) return;
+  const std::string line = "jax_tcgemm: " + text + "\n";
   thread_local std::set<std::string> seen;
   if (seen.insert(line).second) std::fputs(line.c_str(), stderr);
+}
+
+void log_choice(const GemmProblem& problem, const KernelEntry& entry) {
+  if (!is_logging()) return;
+  const GemmParams& p = problem.params;
+  const std::string line =
+      "m=" + std::to_string(p.m) + " n=" + std::to_string(p.n) + " k=" + std::to_string(p.k) +
+      " batch=" + std::to_string(p.batch) + (problem.aligned() ? "" : " unaligned") +
+      (p.split_stages > 0 ? " split_stages=" + std::to_string(p.split_stages) : "") +
+      (p.fixup.parts > 0 ? " fixup" : "") + " -> " + entry.name;
+  log_line(line);
 }
 
 }  // namespace jax_tcgemm

@@ -59,6 +59,9 @@ Choice named_or_chosen(std::string_view config, const ChoiceInput& input);
 // move between the recordings of a graph, which must have the same kernels each time.
 int row_alignment(const Operand& operand, Algorithm algorithm);
 
+// Prints a line when JAX_TCGEMM_LOG is 1, once for each thread.
+void log_line(const std::string& text);
+
 // One line for each distinct choice when JAX_TCGEMM_LOG is 1.
 void log_choice(const GemmProblem& problem, const KernelEntry& entry);
 

@@ -135,15 +135,19 @@ Status split_into_planes(GemmProblem* problem, int64_t* used, cudaStream_t strea
 }
 
 bool takes_planes(const GemmProblem& problem, const DeviceProperties& device) {
+  if (device.compute_capability != 90 || problem.params.batch_rank > kMaxTmaBatchRank ||
+      problem.params.k <= 0) {
+    return false;
+  }
+  const ChoiceInput input = choice_input(problem, device, 0);
   const auto rows = kernel_registry();
-  return device.compute_capability == 90 && problem.params.batch_rank <= kMaxTmaBatchRank &&
-         problem.params.k > 0 && std::any_of(rows.begin(), rows.end(), [](const KernelEntry& row) {
-           return row.config.planes;
-         });
+  return std::any_of(rows.begin(), rows.end(), [&](const KernelEntry& row) {
+    return row.config.planes && (input.run_time_rows || has_epilogue(row.built_config(), input));
+  });
 }
 
 // What takes float32 operands as they are, slowly, where no kernel takes planes: a program that was
-// made for another GPU.
+// made for another GPU, or an epilogue whose kernel would have to be compiled and cannot be.
 Status take_operands_as_they_are(GemmProblem* problem) {
   for (const KernelEntry& entry : kernel_registry()) {
     const KernelConfig& config = entry.config;
@@ -286,7 +290,7 @@ ChoiceInput choice_input(const GemmProblem& problem, const DeviceProperties& dev
       .c_by_tma = sm90::c_by_tma(problem),
       .of_planes = of_planes,
       .pairs = p.pairs_of_b,
-      .run_time_rows = may_compile_rows(),
+      .run_time_rows = may_compile_rows(device),
   };
 }
 
@@ -327,6 +331,7 @@ bool cluster_too_large(cudaError_t launched, const KernelConfig& config,
 
 Status run_gemm(GemmProblem problem, const DeviceProperties& device, cudaStream_t stream) {
   JAX_TCGEMM_RETURN_IF_ERROR(check_device(device));
+  const GemmProblem asked = problem;
   int64_t used = 0;
   if (problem.planes != nullptr && takes_planes(problem, device)) {
     JAX_TCGEMM_RETURN_IF_ERROR(split_into_planes(&problem, &used, stream));
@@ -345,12 +350,13 @@ Status run_gemm(GemmProblem problem, const DeviceProperties& device, cudaStream_
     JAX_TCGEMM_RETURN_IF_ERROR(find_kernel(problem, device, used, &choice));
     JAX_TCGEMM_RETURN_IF_ERROR(run_choice(problem, choice, workspace, device, stream, &fit));
     if (fit == Fit::kFits) return Status();
+    if (fit == Fit::kNoKernel && asked.planes != nullptr) return run_gemm(asked, device, stream);
     if (fit == Fit::kTooManyBlocks) used = problem.workspace_bytes;  // without it nothing is split
   }
 }
 
 void begin_gemm(GemmProblem problem, const DeviceProperties& device) {
-  // Of planes the build has the kernels, and of copies the layout is not known yet.
+  // The layouts of planes and of copies are not known yet.
   if (problem.planes != nullptr || problem.padding_bytes > 0) return;
   const Choice choice = named_or_chosen(problem.config, choice_input(problem, device, 0));
   if (choice.entry == nullptr || choice.is_built) return;

@@ -38,7 +38,7 @@ ChoiceInput even_groups(const GemmProblem& problem, Grouped grouped,
   input.row_alignment_a = row_alignment(p.a, problem.algorithm);
   input.row_alignment_b = row_alignment(p.b, problem.algorithm);
   input.d_by_tma = sm90::d_by_tma(problem);
-  input.run_time_rows = may_compile_rows();
+  input.run_time_rows = may_compile_rows(device);
   return input;
 }
 

@@ -2,14 +2,17 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <atomic>
 #include <compare>
+#include <iterator>
 #include <map>
 #include <mutex>
 #include <string>
 #include <thread>
 #include <utility>
 
+#include "dispatch/choice.h"
 #include "dispatch/device.h"
 #include "dispatch/run_time_kernel.h"
 #include "epilogue/work.h"
@@ -21,6 +24,7 @@ namespace {
 // What a kernel is compiled for: the same for all requests that it serves.
 struct Known {
   const KernelEntry* entry;
+  int device;  // each loads its own, outside of captures
   int compute_capability;
   Major major_a, major_b;  // of what the kernel calls A and B
   bool swap_ab;            // sm90
@@ -39,6 +43,7 @@ Known known_of(const KernelEntry& entry, const LaunchRequest& request) {
   const KernelConfig& config = entry.config;
   Known known = {};
   known.entry = &entry;
+  known.device = request.device.ordinal;
   known.compute_capability = request.device.compute_capability;
   known.major_a = request.major_a;
   known.major_b = request.major_b;
@@ -101,7 +106,10 @@ auto with_source(const Known& known, Use&& use) {
 struct Library {
   std::mutex mutex;
   std::map<Known, RunTimeKernel> kernels;
-  std::atomic<bool> was_refused = false;
+  std::atomic<bool> was_refused[kMaxDevices] = {};  // by devices; the last for all further ones
+  std::atomic<bool>& was_refused_by(int device) {
+    return was_refused[std::min(device, kMaxDevices - 1)];
+  }
 };
 
 Library& library() {
@@ -132,7 +140,16 @@ Status beside_capture(const LaunchRequest& request, Load&& load) {
 
 }  // namespace
 
-bool may_compile_rows() { return !library().was_refused.load(std::memory_order_relaxed); }
+bool may_compile_rows(const DeviceProperties& device) {
+  return !library().was_refused_by(device.ordinal).load(std::memory_order_relaxed);
+}
+
+bool may_compile_rows() {
+  const auto& refused = library().was_refused;
+  return std::none_of(std::begin(refused), std::end(refused), [](const std::atomic<bool>& was) {
+    return was.load(std::memory_order_relaxed);
+  });
+}
 
 void begin_row_kernel(const KernelEntry& entry, const LaunchRequest& request) {
   const Known known = known_of(entry, request);
@@ -148,8 +165,10 @@ KernelHandle* row_kernel(const KernelEntry& entry, const LaunchRequest& request)
                        [&](const KernelSource& source) { return make_kernel(source, &fresh); });
   });
   Library& all = library();
-  if (!status.ok()) {  // whoever compiles has said why
-    all.was_refused.store(true, std::memory_order_relaxed);
+  if (!status.ok()) {
+    cudaGetLastError();  // or another library's check would take it for its own
+    log_line(status.message() + "; kernels of the build take the place of such");
+    all.was_refused_by(request.device.ordinal).store(true, std::memory_order_relaxed);
     return nullptr;
   }
   const std::lock_guard<std::mutex> lock(all.mutex);

@@ -223,7 +223,7 @@ NB_MODULE(_core, module) {
   module.def("kernel_names", &kernel_names);
   module.def("build_info", &build_info);
   module.def("set_compiler", &set_python_compiler, nb::arg("compile_kernel"), nb::arg("begin"));
-  module.def("may_compile_rows", &may_compile_rows);
+  module.def("may_compile_rows", [] { return may_compile_rows(); });
   module.def("device_properties", &device_properties, nb::arg("ordinal"));
   module.attr("VECTOR_COLUMNS") = kVectorColumns;
   module.attr("FIXUP_FLAG_BYTES") = kFixupFlagBytes;

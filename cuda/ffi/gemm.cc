@@ -93,6 +93,7 @@ Status expect_epilogue(const GemmAttributes& at, ffi::RemainingRets& results,
                           Addend* addend) {
     if (!is_there) return;
     const size_t rank = at.batch_shape.size();
+    if (strides.size() != rank + along_m + along_n) return;  // the execution will say
     *addend = {kSomewhere, 0, 0, {}, epilogue->d_type, true};
     if (along_m) addend->stride_m = strides[rank];
     if (along_n) addend->stride_n = strides[strides.size() - 1];

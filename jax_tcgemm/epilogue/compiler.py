@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import concurrent.futures
 import functools
+import threading
 
-from jax_tcgemm import _core
+from jax_tcgemm import _compat, _core
 from jax_tcgemm.epilogue import cubins, nvrtc, source
 from jax_tcgemm.problem.log import log
 
@@ -14,6 +15,7 @@ _FUNCTION_OPTIONS = ("--prec-div=false", "--prec-sqrt=false")
 
 # Each takes some 100 MB while it compiles.
 _MOST_THREADS = 8
+_begun: set[tuple[str, str, str, bool, int]] = set()
 
 
 def compile_kernel(
@@ -51,7 +53,28 @@ def _pool() -> concurrent.futures.Executor:
 
 def begin(program: str, row: str, layout: str, has_program: bool, capability: int) -> None:
     """Begins ``compile_kernel`` on another thread; the next call of it will wait for that."""
-    _pool().submit(compile_kernel, program, row, layout, has_program, capability)
+    kernel = (program, row, layout, has_program, capability)
+    if kernel not in _begun:
+        _begun.add(kernel)
+        _pool().submit(_compile_until_exit, *kernel)
+
+
+def _compile_until_exit(
+    program: str, row: str, layout: str, has_program: bool, capability: int
+) -> None:
+    """Compiles a kernel, unless the interpreter ends, which waits for what has begun."""
+    if threading.main_thread().is_alive():
+        compile_kernel(program, row, layout, has_program, capability)
+
+
+def may_compile_rows() -> bool:
+    """Says whether kernels that the build lacks may be compiled on this process's GPUs.
+
+    Without a GPU here they may: another process will compile them.
+    """
+    if not _compat.initialized_cuda_devices():
+        return True
+    return _core.may_compile_rows() and not isinstance(nvrtc.find(), str)
 
 
 def install() -> None:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_tcgemm import _extension
+from jax_tcgemm.epilogue import compiler
 from jax_tcgemm.kernels import names as kernel_names
 from jax_tcgemm.kernels.arithmetic import ARITHMETIC, PlaneProduct
 from jax_tcgemm.lowering import devices
@@ -48,7 +49,13 @@ def _no_kernel(algorithm: str | None, spec: GemmSpec, x: Operands) -> str | None
     if spec.config == kernel_names.XLA:
         return "reference: by config"
     named = _extension.has_config(spec.config)
-    if not (named or _extension.has_kernel(algorithm, work=spec.work, gated=spec.is_gated)):
+    has_kernel = named or _extension.has_kernel(
+        algorithm,
+        work=spec.work,
+        gated=spec.is_gated,
+        may_compile=compiler.may_compile_rows(),
+    )
+    if not has_kernel:
         kind = " gated" if spec.is_gated else "" if spec.work == "none" else " fused"
         return f"reference: no{kind} kernel for {algorithm} in this build"
     if spec.epilogue.is_derivative and sum_dtype(algorithm) != jnp.float32:

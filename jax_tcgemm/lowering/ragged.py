@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_tcgemm import _extension
+from jax_tcgemm.epilogue import compiler
 from jax_tcgemm.kernels import names as kernel_names
 from jax_tcgemm.lowering import devices, of_8_bits, ragged_reference
 from jax_tcgemm.problem.activations import resolve
@@ -140,17 +141,19 @@ def _kernel_algorithm(
 
     And ``spec``, with the configuration that was measured to be fastest.
     """
-    lhs, rhs, group_sizes, *_ = operands
+    lhs, rhs, group_sizes, *bias = operands
+    is_plain = not bias and spec.activation is None and spec.result_count == 1
+    work = "none" if is_plain else "any"
     algorithm = resolve_algorithm(lhs.dtype, rhs.dtype, spec.out_dtype, spec.precision)
     extents = (*lhs.shape, *rhs.shape, *group_sizes.shape)
-    obstacle = _obstacle(algorithm, grouped, extents, spec.config)
+    obstacle = _obstacle(algorithm, grouped, work, extents, spec.config)
     source = ""
     if algorithm is not None and obstacle is None and spec.config is None:
         found = lookup.find(devices.local_kind(), _product(grouped, operands, spec, algorithm))
         if found is not None and kernel_names.can_be(found[0].config, algorithm, grouped=grouped):
             spec = dataclasses.replace(spec, config=found[0].config)
             source = f", config {spec.config or 'by heuristic'}, by {found[1]}"
-            obstacle = _obstacle(algorithm, grouped, extents, spec.config)
+            obstacle = _obstacle(algorithm, grouped, work, extents, spec.config)
     shapes = f"{lhs.dtype}{list(lhs.shape)} x {rhs.dtype}{list(rhs.shape)}"
     decision = f"{shapes} -> {spec.out_dtype}: {obstacle or algorithm}{source}"
     log(f"ragged product, groups of {grouped}, {decision}")
@@ -187,14 +190,18 @@ def _product(
 
 
 def _obstacle(
-    algorithm: str | None, grouped: str, extents: tuple[Any, ...], config: str | None
+    algorithm: str | None, grouped: str, work: str, extents: tuple[Any, ...], config: str | None
 ) -> str | None:
     """Says why no kernel can be used, if none can; slow ones have to be named."""
     if config == kernel_names.XLA:
         return "reference: by config"
     if algorithm is None or not kernel_names.for_algorithm(algorithm, grouped):
         return f"reference: no ragged kernel for {algorithm}"
-    if not (config in _extension.KERNEL_NAMES or _extension.has_kernel(algorithm, grouped=grouped)):
+    may_compile = compiler.may_compile_rows()
+    has_kernel = _extension.has_kernel(
+        algorithm, work=work, grouped=grouped, may_compile=may_compile
+    )
+    if not (config in _extension.KERNEL_NAMES or has_kernel):
         return f"reference: no ragged kernel for {algorithm} in this build"
     if not all(isinstance(extent, int) for extent in extents):
         return "reference: symbolic shapes"

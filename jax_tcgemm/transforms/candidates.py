@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from jax_tcgemm import _core
-from jax_tcgemm.epilogue import nvrtc, translation
+from jax_tcgemm.epilogue import compiler, translation
 from jax_tcgemm.epilogue.spec import CompiledSpec
 from jax_tcgemm.kernels.choice_input import ChoiceInput
 from jax_tcgemm.kernels.names import read_config
@@ -49,7 +49,7 @@ def candidates(product: Product, device: dict[str, Any]) -> list[str]:
         sm_count=device["sm_count"],
         shared_memory_per_block=device["shared_memory_per_block"],
         compute_capability=device["compute_capability"],
-        run_time_rows=not isinstance(nvrtc.find(), str),
+        run_time_rows=compiler.may_compile_rows(),
     )
     ranked = _core.rank_configs(choice, dense_splits=True)
     chosen: list[str] = []
