@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
+import contextlib
 import functools
 import threading
 
@@ -15,7 +17,9 @@ _FUNCTION_OPTIONS = ("--prec-div=false", "--prec-sqrt=false")
 
 # Each takes some 100 MB while it compiles.
 _MOST_THREADS = 8
-_begun: set[tuple[str, str, str, bool, int]] = set()
+
+# The arguments of `compile_kernel`.
+_Kernel = tuple[str, str, str, bool, int]
 
 
 def compile_kernel(
@@ -46,25 +50,51 @@ def compile_kernel(
         raise
 
 
+class _Compilations:
+    """Kernels that compile on other threads, each once."""
+
+    def __init__(self) -> None:
+        self._pool = concurrent.futures.ThreadPoolExecutor(_MOST_THREADS, "jax_tcgemm compiles")
+        self._lock = threading.Lock()
+        self._begun: set[_Kernel] = set()
+        self._waiting: collections.deque[_Kernel] = collections.deque()
+        self._busy = 0
+
+    def begin(self, kernel: _Kernel) -> None:
+        with self._lock:
+            if kernel in self._begun:
+                return
+            self._begun.add(kernel)
+            self._waiting.append(kernel)
+            if self._busy == _MOST_THREADS:
+                return
+            self._busy += 1
+        self._submit()
+
+    def _submit(self) -> None:
+        # The pool takes nothing more when the interpreter ends, which waits for what runs alone.
+        with contextlib.suppress(RuntimeError):
+            self._pool.submit(self._compile_next)
+
+    def _compile_next(self) -> None:
+        with self._lock:
+            if not self._waiting:
+                self._busy -= 1
+                return
+            kernel = self._waiting.popleft()
+        with contextlib.suppress(nvrtc.CompileError):  # raised again for who needs the kernel
+            compile_kernel(*kernel)
+        self._submit()
+
+
 @functools.cache
-def _pool() -> concurrent.futures.Executor:
-    return concurrent.futures.ThreadPoolExecutor(_MOST_THREADS, "jax_tcgemm compiles")
+def _compilations() -> _Compilations:
+    return _Compilations()
 
 
 def begin(program: str, row: str, layout: str, has_program: bool, capability: int) -> None:
     """Begins ``compile_kernel`` on another thread; the next call of it will wait for that."""
-    kernel = (program, row, layout, has_program, capability)
-    if kernel not in _begun:
-        _begun.add(kernel)
-        _pool().submit(_compile_until_exit, *kernel)
-
-
-def _compile_until_exit(
-    program: str, row: str, layout: str, has_program: bool, capability: int
-) -> None:
-    """Compiles a kernel, unless the interpreter ends, which waits for what has begun."""
-    if threading.main_thread().is_alive():
-        compile_kernel(program, row, layout, has_program, capability)
+    _compilations().begin((program, row, layout, has_program, capability))
 
 
 def may_compile_rows() -> bool:
