@@ -37,8 +37,8 @@ struct ChoiceInputHash {
   }
 };
 
-// What the model takes for a kernel that has to be compiled first: one that is hardly faster than
-// what the build has is not worth the wait.
+// Factor of the expected time of a kernel that has to be compiled first: a kernel that is hardly
+// faster than the build's is not worth the wait.
 constexpr double kRunTimeFactor = 1.02;
 
 // Whether the build has the kernel that a row needs for the problem. The kernel that adds up parts

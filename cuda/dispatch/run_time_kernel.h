@@ -24,10 +24,10 @@ struct EpilogueProgram {
   int64_t warp_bytes = 0;
 };
 
-// What is to be compiled: a program as the epilogue of a row, or in a pass of its own
+// The source of a kernel: a program as the epilogue of a row, or in a pass of its own
 // (dispatch/compiled_pass.h); or a row for one of the epilogues that the package has.
 struct KernelSource {
-  std::string_view program;  // C++ that defines a Program; or what is known of the epilogue
+  std::string_view program;  // C++ that defines a Program; or facts about the epilogue
   std::string_view row;
   std::string_view layout;  // of A and B: "nn", "nt", "tn" or "tt"
   bool has_program = true;

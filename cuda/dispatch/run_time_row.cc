@@ -21,7 +21,7 @@
 namespace jax_tcgemm {
 namespace {
 
-// What a kernel is compiled for: the same for all requests that it serves.
+// The facts that a kernel is compiled for: the same for all requests that it serves.
 struct Known {
   const KernelEntry* entry;
   int device;  // each loads its own, outside of captures

@@ -1,6 +1,6 @@
-// What a kernel knows of its epilogue. One of the build has code for any, and asks its parameters;
-// one that is compiled at run time is for one epilogue, whose numbers
-// dispatch/run_time_row.cc defines.
+// Facts about the epilogue that a kernel knows when it is compiled. A kernel of the build has code
+// for any epilogue and asks its parameters; a kernel that is compiled at run time has one epilogue,
+// whose numbers dispatch/run_time_row.cc defines.
 
 #pragma once
 
