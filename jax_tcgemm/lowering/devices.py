@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from jax_tcgemm import _compat, _extension
+from jax_tcgemm.epilogue import compiler
 from jax_tcgemm.kernels.arithmetic import Arithmetic
 
 # With tensor cores for the arithmetic; HOPPER, the one that most kernels here are made for.
@@ -77,3 +79,16 @@ def local_device(matches: Callable[[tuple[int, ...]], bool]) -> str | None:
         if matches(tuple(int(part) for part in str(device.compute_capability).split("."))):
             return device.device_kind
     return None
+
+
+def has_kernel(
+    algorithm: str, *, work: str = "none", gated: bool = False, grouped: str = "none"
+) -> bool:
+    """Says whether a kernel for such products is in the build, or can be compiled here.
+
+    The arguments are those of ``_extension.has_kernel``.
+    """
+    kind: dict[str, Any] = {"work": work, "gated": gated, "grouped": grouped}
+    if _extension.has_kernel(algorithm, **kind, may_compile=False):
+        return True
+    return _extension.has_kernel(algorithm, **kind) and compiler.may_compile_rows()

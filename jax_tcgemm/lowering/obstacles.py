@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_tcgemm import _extension
-from jax_tcgemm.epilogue import compiler
 from jax_tcgemm.kernels import names as kernel_names
 from jax_tcgemm.kernels.arithmetic import ARITHMETIC, PlaneProduct
 from jax_tcgemm.lowering import devices
@@ -49,13 +48,7 @@ def _no_kernel(algorithm: str | None, spec: GemmSpec, x: Operands) -> str | None
     if spec.config == kernel_names.XLA:
         return "reference: by config"
     named = _extension.has_config(spec.config)
-    has_kernel = named or _extension.has_kernel(
-        algorithm,
-        work=spec.work,
-        gated=spec.is_gated,
-        may_compile=compiler.may_compile_rows(),
-    )
-    if not has_kernel:
+    if not (named or devices.has_kernel(algorithm, work=spec.work, gated=spec.is_gated)):
         kind = " gated" if spec.is_gated else "" if spec.work == "none" else " fused"
         return f"reference: no{kind} kernel for {algorithm} in this build"
     if spec.epilogue.is_derivative and sum_dtype(algorithm) != jnp.float32:

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_tcgemm import _extension
-from jax_tcgemm.epilogue import compiler
 from jax_tcgemm.kernels import names as kernel_names
 from jax_tcgemm.lowering import devices, of_8_bits, ragged_reference
 from jax_tcgemm.problem.activations import resolve
@@ -197,11 +196,8 @@ def _obstacle(
         return "reference: by config"
     if algorithm is None or not kernel_names.for_algorithm(algorithm, grouped):
         return f"reference: no ragged kernel for {algorithm}"
-    may_compile = compiler.may_compile_rows()
-    has_kernel = _extension.has_kernel(
-        algorithm, work=work, grouped=grouped, may_compile=may_compile
-    )
-    if not (config in _extension.KERNEL_NAMES or has_kernel):
+    named = config in _extension.KERNEL_NAMES
+    if not (named or devices.has_kernel(algorithm, work=work, grouped=grouped)):
         return f"reference: no ragged kernel for {algorithm} in this build"
     if not all(isinstance(extent, int) for extent in extents):
         return "reference: symbolic shapes"
