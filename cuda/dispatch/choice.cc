@@ -41,7 +41,7 @@ struct ChoiceInputHash {
 // faster than the build's is not worth the wait.
 constexpr double kRunTimeFactor = 1.02;
 
-// Whether the build has the kernel that a row needs for the problem. The kernel that adds up parts
+// Says if the build has the kernel that a row needs for the problem. The kernel that adds up parts
 // of k has every epilogue.
 bool is_built(const KernelEntry& entry, const ChoiceInput& input, int splits, bool has_fixup) {
   if (input.compiled || !entry.is_built) return false;

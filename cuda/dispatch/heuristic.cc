@@ -181,7 +181,7 @@ bool takes_compiled_epilogue(const KernelConfig& config) {
 
 }  // namespace
 
-// Whether the kernel has the problem's epilogue. What becomes of its sums is in finish_of
+// Says if the kernel has the problem's epilogue. finish_of decides what becomes of its sums
 // (sm90/tma_descriptor.cc).
 bool has_epilogue(const KernelConfig& config, const ChoiceInput& input) {
   if (config.epilogue == EpilogueWork::kAny) return true;

@@ -47,7 +47,7 @@ struct ChoiceInput {
 // Whether a configuration can compute the problem, with k split into so many products.
 bool supports(const KernelConfig& config, const ChoiceInput& input, int splits = 1);
 
-// Whether it has code for the problem's epilogue, where k is not split.
+// Says if a configuration has code for the problem's epilogue, where k is not split.
 bool has_epilogue(const KernelConfig& config, const ChoiceInput& input);
 
 // What goes before time: of configurations that support a problem, those of the highest rank are

@@ -12,7 +12,7 @@ namespace jax_tcgemm {
 struct KernelEntry {
   const char* name;
   KernelConfig config;
-  // Whether the build has kernels of the row, and for which of its epilogues.
+  // The build has kernels of the row or not, and for these of its epilogues.
   bool is_built;
   EpilogueWork built_epilogue;
   const KernelSet* kernels;  // null: there are none, or the build is without CUDA

@@ -168,7 +168,7 @@ cudaError_t launch_fallback(const KernelConfig& config, const KernelHandle& kern
   return enqueue(launch, kernel, request.params, k_major_a, k_major_b);
 }
 
-// Whether a simt row has one product of two matrices to compute and nothing else: its kernel for
+// Says if a simt row has one product of two matrices to compute and nothing else: its kernel for
 // that takes PlainParams.
 bool takes_plain(const KernelConfig& config, const GemmParams& params) {
   constexpr int64_t kMaxGridRows = 65535;

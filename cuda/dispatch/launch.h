@@ -29,11 +29,11 @@ struct LaunchRequest {
   bool beside_collectives = false;
 };
 
-// Whether a direct row of sm80 has no more to do than alpha * sum + bias, of one batch dimension at
+// Says if a direct row of sm80 has no more to do than alpha * sum + bias, of one batch dimension at
 // most: its kernel for that takes DirectParams.
 bool takes_line(const GemmParams& params);
 
-// Of the kernels in the build the one for a request; null: there is none.
+// Returns the kernel of the build for a request; null: there is none.
 KernelHandle* built_kernel(const KernelConfig& config, const KernelSet& kernels,
                            const LaunchRequest& request);
 

@@ -172,7 +172,7 @@ KernelHandle* row_kernel(const KernelEntry& entry, const LaunchRequest& request)
     return nullptr;
   }
   const std::lock_guard<std::mutex> lock(all.mutex);
-  // Of two threads that made it, the first one's stays.
+  // The first kernel stays if two threads made one.
   return &all.kernels.emplace(known, fresh).first->second.handle;
 }
 

@@ -12,7 +12,7 @@
 
 namespace jax_tcgemm {
 
-// Whether such kernels may be chosen for a device: none was refused yet.
+// Says if such kernels may be chosen for a device: none was refused yet.
 bool may_compile_rows(const DeviceProperties& device);
 
 // The same of all devices.

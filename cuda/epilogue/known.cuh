@@ -32,7 +32,7 @@ __device__ __forceinline__ ElementType known_d_type(const EpilogueParams& epilog
 #endif
 }
 
-// Of an sm90 kernel; `finish` is what its parameters say.
+// For sm90 kernels; `finish` is what the parameters say.
 template <typename Finish>
 __device__ __forceinline__ Finish known_finish(Finish finish) {
 #ifdef JAX_TCGEMM_KNOWN_FINISH
