@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -61,18 +61,32 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class RandomFunction:
-    """A function of ``(matrices (3, s, s), rows (2, s))``."""
+    """A function of ``(matrices (3, s, s), rows (2, s))``.
+
+    Attributes:
+        steps: what it computes, in order.
+        results: numbers of the values that it returns.
+        moved: seed by which 16-bit values are moved by half a rounding on the way; 0 for none.
+    """
 
     steps: tuple[Step, ...]
     results: tuple[int, ...]
+    moved: int = 0
 
     def __call__(self, matrices: Any, rows: Any) -> list[Any]:
         """Computes the results."""
         size = matrices.shape[-1]
         values, vectors = list(matrices), list(rows)
         columns = [jnp.ones((size, 1), matrices.dtype)]
+        rng = np.random.default_rng(self.moved)
         for step in self.steps:
             x, y = (values[i % len(values)] for i in step.operands)
+            if self.moved and x.dtype.itemsize == 2:
+                factors = 1 + rng.choice([-0.5, 0.5], 2) * float(jnp.finfo(x.dtype).eps)
+                x, y = (
+                    (v.astype(jnp.float32) * factor.astype(np.float32)).astype(v.dtype)
+                    for v, factor in zip((x, y), factors, strict=True)
+                )
             match step.kind:
                 case "product":
                     # Of numbers up to 2, since chains of squares overflow.
@@ -135,13 +149,29 @@ def loss_of(function: RandomFunction) -> Callable[[Any, Any], Any]:
     return loss
 
 
+def worst_of_random(function: RandomFunction, args: Any, *, gradient: bool = False) -> float:
+    """Returns ``worst`` of ``fuse`` of a random function or of its loss and gradients."""
+
+    def whole(f: RandomFunction) -> Any:
+        return jax.value_and_grad(loss_of(f), argnums=(0, 1)) if gradient else f
+
+    moved = [whole(dataclasses.replace(function, moved=seed)) for seed in (1, 2)]
+    return worst(whole(function), fuse(whole(function)), args, moved=moved)
+
+
 def worst(
-    function: Any, ours: Any, args: Any, slack: float = 2.0, between: Any = jnp.bfloat16
+    function: Any,
+    ours: Any,
+    args: Any,
+    slack: float = 2.0,
+    between: Any = jnp.bfloat16,
+    moved: Sequence[Any] = (),
 ) -> float:
     """Returns how far off a result is, in multiples of what is allowed.
 
     Allowed is twice the error of the plain function, of the arguments or of those of which each
-    number is rounded the other way, whichever is larger: a long chain of roundings multiplies any.
+    number is rounded the other way, or that of ``moved``, whichever is larger: a long chain of
+    roundings multiplies any.
 
     Args:
         function: the plain one.
@@ -150,10 +180,12 @@ def worst(
         slack: how many roundings of the largest number are allowed beside twice the error of the
             plain function, which a sum may have right by chance.
         between: the type to which values are rounded on the way.
+        moved: the plain function with other roundings on the way.
     """
     plain, own = jax.jit(function), jax.jit(ours)(*args)
     every = [args, *(_shaken(args, seed) for seed in range(4))]
     theirs = [jax.tree.leaves(plain(*each)) for each in every]
+    theirs += [jax.tree.leaves(jax.jit(other)(*args)) for other in moved]
     with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
         wide = [np.asarray(x).astype(np.float64) if _is_float(x) else np.asarray(x) for x in args]
         exact = jax.jit(function)(*wide)
@@ -165,11 +197,17 @@ def worst(
     results = zip(*map(jax.tree.leaves, (own, exact)), zip(*theirs, strict=True), strict=True)
     for other, truth, plains in results:
         assert {(x.shape, x.dtype) for x in plains} == {(other.shape, other.dtype)}
-        truth = np.asarray(truth, np.float64)
-        off, *bounds = (np.abs(np.asarray(x, np.float64) - truth).max() for x in (other, *plains))
-        bound = max(bounds)
+        with np.errstate(invalid="ignore"):  # of NaN
+            truth, given, *bases = (np.asarray(x, np.float64) for x in (truth, other, *plains))
+        # The plain function may make that maximum twice, too, and then says nothing of an element.
+        known = np.isfinite([truth, *bases]).all(0)
+        if not known.any():
+            continue
+        if not np.isfinite(given[known]).all():
+            return np.inf
+        off, *bounds = (np.abs(x[known] - truth[known]).max() for x in (given, *bases))
         rounding = float(jnp.finfo(between).eps) if _is_float(other) else 0.0
-        allowed = 2 * bound + slack * rounding * np.abs(truth).max()
+        allowed = 2 * max(bounds) + slack * rounding * np.abs(truth[known]).max()
         found = max(found, 0.0 if off == 0 else off / allowed if allowed else np.inf)
     return found
 

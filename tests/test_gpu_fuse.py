@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fusions import loss_of, operands, random_function, worst
+from fusions import operands, random_function, worst, worst_of_random
 
 from jax_tcgemm import fuse
 
@@ -61,8 +61,7 @@ def test_layers(arrays, f, names, count):
 @pytest.mark.parametrize("part", range(6))
 def test_random_functions(rng, part):
     function, args = random_function(rng), operands(rng, 128)
-    f = function if part % 2 else jax.value_and_grad(loss_of(function), argnums=(0, 1))
-    assert worst(f, fuse(f), args) <= 1, function
+    assert worst_of_random(function, args, gradient=part % 2 == 0) <= 1, function
 
 
 @pytest.mark.parametrize("count", [3, 6, 8])
