@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import pathlib
@@ -298,3 +299,13 @@ def count_gemms() -> Callable[..., int]:
         return jax.jit(function).lower(*args).as_text().count("stablehlo.dot_general")
 
     return count
+
+
+@pytest.fixture
+def no_gpu() -> None:
+    """Skips where a GPU is: handlers that are called with addresses of nothing would use it."""
+    if not _extension.BUILT_TARGETS:
+        pytest.skip("no kernels were built")
+    with contextlib.suppress(RuntimeError):
+        _core.device_properties(0)
+        pytest.skip("a GPU would run what is accepted")

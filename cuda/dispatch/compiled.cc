@@ -37,7 +37,7 @@ struct LoadedProgram {
 
 struct Library {
   std::mutex mutex;
-  std::map<std::string, LoadedProgram, std::less<>> programs;  // by digest
+  std::map<ByProgram::Owned, LoadedProgram, ByProgram> programs;
 };
 
 Library& library() {
@@ -145,9 +145,9 @@ Status find_kernel(const EpilogueProgram& program, const GemmProblem& problem,
                    const ChoiceInput& input, bool may_compile, LoadedKernel** kernel) {
   Library& all = library();
   std::unique_lock<std::mutex> lock(all.mutex);
-  auto found = all.programs.find(program.digest);
+  auto found = all.programs.find(program);
   if (found == all.programs.end()) {
-    found = all.programs.emplace(std::string(program.digest), LoadedProgram{}).first;
+    found = all.programs.emplace(ByProgram::view(program), LoadedProgram{}).first;
   }
   LoadedProgram& loaded = found->second;
   for (const LoadedProgram::Chosen& known : loaded.chosen) {

@@ -15,7 +15,7 @@ constexpr const char* kPass = "pass";
 
 struct Loaded {
   std::mutex mutex;
-  std::map<std::string, RunTimeKernel, std::less<>> kernels;  // by digest; they stay where they are
+  std::map<ByProgram::Owned, RunTimeKernel, ByProgram> kernels;  // they stay where they are
 };
 
 Loaded& loaded() {
@@ -23,20 +23,20 @@ Loaded& loaded() {
   return *loaded;
 }
 
-const RunTimeKernel* find(std::string_view digest) {
+const RunTimeKernel* find(const EpilogueProgram& program) {
   const std::lock_guard<std::mutex> lock(loaded().mutex);
-  const auto found = loaded().kernels.find(digest);
+  const auto found = loaded().kernels.find(program);
   return found == loaded().kernels.end() ? nullptr : &found->second;
 }
 
 Status find_or_make(const EpilogueProgram& program, const RunTimeKernel** kernel) {
-  *kernel = find(program.digest);
+  *kernel = find(program);
   if (*kernel != nullptr) return Status();
   RunTimeKernel fresh = {};
   JAX_TCGEMM_RETURN_IF_ERROR(make_kernel({program.source, kPass, ""}, &fresh));
   const std::lock_guard<std::mutex> lock(loaded().mutex);
   // Of two threads that made it, the first one's stays.
-  *kernel = &loaded().kernels.emplace(std::string(program.digest), fresh).first->second;
+  *kernel = &loaded().kernels.emplace(ByProgram::view(program), fresh).first->second;
   return Status();
 }
 
@@ -50,7 +50,7 @@ Status prepare_pass(const EpilogueProgram& program) {
 Status run_pass(const CompiledParams& params, const EpilogueProgram& program, cudaStream_t stream) {
   cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
   JAX_TCGEMM_CUDA_CHECK(cudaStreamIsCapturing(stream, &capturing), "asking for a capture");
-  const RunTimeKernel* kernel = find(program.digest);
+  const RunTimeKernel* kernel = find(program);
   JAX_TCGEMM_REQUIRE(kernel != nullptr || capturing == cudaStreamCaptureStatusNone,
                      "no kernel of this pass is loaded while a graph is captured");
   JAX_TCGEMM_RETURN_IF_ERROR(find_or_make(program, &kernel));

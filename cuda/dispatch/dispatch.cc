@@ -7,6 +7,7 @@
 #include <limits>
 
 #include "common/ceil_div.h"
+#include "common/saturating.h"
 #include "dispatch/choice.h"
 #include "dispatch/launch.h"
 #include "dispatch/run_time_row.h"
@@ -51,7 +52,7 @@ bool plan_padding(const GemmProblem& problem, Major major, int32_t extent_mn, Op
   const int64_t bytes = plan_pad(pad);
   // An operand of which the base address alone is unaligned had no copy planned; kernels that
   // realign will take it.
-  if (*used + bytes > problem.padding_bytes) return false;
+  if (add_sat(*used, bytes) > problem.padding_bytes) return false;
   *used += bytes;
   *operand = {pad->out, pad->out_ld, bytes / pad->element_bytes, pad->out_batch};
   return true;
@@ -112,11 +113,11 @@ Status split_into_planes(GemmProblem* problem, int64_t* used, cudaStream_t strea
     SplitProblem& split = splits[i];
     split.out = static_cast<char*>(problem->workspace) + *used;
     const int64_t bytes = plan_split(&split);
-    *used += bytes;
+    *used = add_sat(*used, bytes);
     *operands[i] = {split.out, split.out_ld, bytes / 2, split.out_batch};
   }
   void* const state = static_cast<char*>(problem->workspace) + *used;
-  *used += kSplitStateBytes;
+  *used = add_sat(*used, kSplitStateBytes);
   JAX_TCGEMM_REQUIRE(*used <= problem->padding_bytes, product.name, " of m=", params.m,
                      " n=", params.n, " k=", params.k, " takes ", *used, " bytes for planes, not ",
                      problem->padding_bytes);

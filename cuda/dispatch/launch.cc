@@ -113,6 +113,7 @@ cudaError_t launch_sm90(const KernelConfig& config, KernelHandle* kernel,
       launch.numAttrs = 2;
     }
     if (config.streams_b()) {  // whose blocks have one tile each
+      if (tiles > INT32_MAX / config.cluster_size()) return cudaErrorInvalidConfiguration;
       clusters = static_cast<int>(tiles);
     } else if (request.beside_collectives && !config.skinny && params.fixup.parts == 0) {
       clusters = clusters_of_generations(config, params, tiles, capacity);

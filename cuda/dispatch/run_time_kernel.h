@@ -8,6 +8,7 @@
 #include <functional>
 #include <string>
 #include <string_view>
+#include <utility>
 
 #include "common/status.h"
 #include "kernel_set.h"
@@ -22,6 +23,22 @@ struct EpilogueProgram {
   // stage ahead, and the results. Without room the operands are read where they lie, which takes
   // several times as long.
   int64_t warp_bytes = 0;
+};
+
+// Orders programs by digest and then by source: whoever made the call wrote both.
+struct ByProgram {
+  using is_transparent = void;
+  using Owned = std::pair<std::string, std::string>;
+
+  template <typename One, typename Other>
+  bool operator()(const One& one, const Other& other) const {
+    return view(one) < view(other);
+  }
+
+  static std::pair<std::string_view, std::string_view> view(const EpilogueProgram& program) {
+    return {program.digest, program.source};
+  }
+  static std::pair<std::string_view, std::string_view> view(const Owned& owned) { return owned; }
 };
 
 // The source of a kernel: a program as the epilogue of a row, or in a pass of its own

@@ -11,6 +11,7 @@
 #include <string_view>
 
 #include "common/ceil_div.h"
+#include "common/saturating.h"
 #include "common/status.h"
 #include "dispatch/compiled.h"
 #include "dispatch/device.h"
@@ -103,14 +104,16 @@ EpilogueProgram program_of(const CompiledAttributes& at) {
   return {at.digest, at.source, at.warp_bytes};
 }
 
-EpilogueOperands epilogue_operands(const CompiledAttributes& at) {
+EpilogueOperands epilogue_operands(const CompiledAttributes& at, int64_t matrix_elements) {
   return {at.m,
           at.n,
           at.batch_shape,
           at.operand_strides,
           at.operand_vectors,
           at.result_elements,
-          at.own_operands()};
+          at.own_operands(),
+          matrix_elements,
+          at.source};
 }
 
 // Scales of one operand, of (batch..., first, second).
@@ -124,17 +127,16 @@ Status decode_scales(const CompiledAttributes& at, ffi::RemainingArgs& operands,
       "operand ", index, " has no scales in float32 with ", strides.size(), " strides");
   *stride_first = strides[batch_rank];
   *stride_second = strides[batch_rank + 1];
-  int64_t last = (first - 1) * *stride_first + (second - 1) * *stride_second;
-  for (size_t i = 0; i < batch_rank; ++i) {
-    batch->stride[i] = strides[i];
-    last += (at.batch_shape[i] - 1) * strides[i];
-  }
-  for (const int64_t stride : strides) {
-    JAX_TCGEMM_REQUIRE(stride >= 0, "scales have stride ", stride);
+  AddressedSpan addressed;
+  for (size_t i = 0; i < batch_rank + 2; ++i) {
+    JAX_TCGEMM_REQUIRE(is_stride(strides[i]), "scales have stride ", strides[i]);
+    const int64_t extent = i < batch_rank ? at.batch_shape[i] : i == batch_rank ? first : second;
+    addressed.add_dimension(extent, strides[i]);
+    if (i < batch_rank) batch->stride[i] = strides[i];
   }
   const auto available = static_cast<int64_t>(buffer->element_count());
-  JAX_TCGEMM_REQUIRE(last < available, "scales are addressed up to element ", last,
-                     " but there are ", available);
+  JAX_TCGEMM_REQUIRE(addressed.elements() <= available, "scales are addressed up to element ",
+                     addressed.elements(), " but there are ", available);
   *data = static_cast<const float*>(buffer->untyped_data());
   return Status();
 }
@@ -153,6 +155,8 @@ Status decode_block_scales(const CompiledAttributes& at, ffi::RemainingArgs& ope
 
 Status decode_groups(ffi::RemainingArgs& operands, GemmParams* params) {
   const auto sizes = operands.get<ffi::AnyBuffer>(2);
+  JAX_TCGEMM_REQUIRE(params->batch_rank == 1, "groups of ", params->batch_rank,
+                     " batch dimensions");
   JAX_TCGEMM_REQUIRE(sizes.has_value() && sizes->element_type() == ffi::S32 &&
                          static_cast<int64_t>(sizes->element_count()) == params->batch,
                      "no sizes of ", params->batch, " groups");
@@ -174,7 +178,11 @@ Status decode_and_run(const CompiledAttributes& at, ffi::RemainingArgs& operands
                        "scales by blocks of two weights or of groups");
     JAX_TCGEMM_RETURN_IF_ERROR(decode_block_scales(at, operands, &params.scales));
   }
-  JAX_TCGEMM_RETURN_IF_ERROR(decode_epilogue(epilogue_operands(at), operands, results, &params));
+  // Groups divide the rows of one matrix.
+  const int64_t matrices = at.has_groups ? 1 : params.batch;
+  const int64_t elements = mul_sat(mul_sat(matrices, params.m), params.n);
+  JAX_TCGEMM_RETURN_IF_ERROR(
+      decode_epilogue(epilogue_operands(at, elements), operands, results, &params));
   const DeviceProperties* device = nullptr;
   JAX_TCGEMM_RETURN_IF_ERROR(get_device_properties(ordinal, &device));
   return run_compiled(problem, params, program_of(at), *device, stream);

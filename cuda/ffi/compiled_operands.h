@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string_view>
 
 #include "common/status.h"
 #include "compiled_params.h"
@@ -19,10 +20,12 @@ struct EpilogueOperands {
   Strides operand_strides;  // (batch..., m, n), one operand after the other
   Strides operand_vectors;  // 1 where one is read by vectors of 16 bytes
   Strides result_elements;
-  size_t before;  // buffers of the call before them
+  size_t before;            // buffers of the call before them
+  int64_t matrix_elements;  // of a result that is a matrix of each batch entry
+  std::string_view source;
 };
 
-// Reads the addresses and strides, checked against the buffers.
+// Reads the addresses and strides, checked against the buffers and against what the source says.
 Status decode_epilogue(const EpilogueOperands& at, ffi::RemainingArgs& operands,
                        ffi::RemainingRets& results, CompiledParams* params);
 

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <string_view>
 
+#include "common/saturating.h"
 #include "common/status.h"
 #include "ffi/attributes.h"
 #include "ffi/compiled_operands.h"
@@ -52,8 +53,15 @@ Status decode_and_run(const PassAttributes& at, ffi::RemainingArgs& operands,
   CompiledParams params = {};
   JAX_TCGEMM_RETURN_IF_ERROR(decode_shape(shape, &params));
   if (params.batch == 0 || params.m == 0 || params.n == 0) return Status();
-  const EpilogueOperands of_program = {
-      at.m, at.n, at.batch_shape, at.operand_strides, at.operand_vectors, at.result_elements, 0};
+  const EpilogueOperands of_program = {at.m,
+                                       at.n,
+                                       at.batch_shape,
+                                       at.operand_strides,
+                                       at.operand_vectors,
+                                       at.result_elements,
+                                       0,
+                                       mul_sat(mul_sat(params.batch, params.m), params.n),
+                                       at.source};
   JAX_TCGEMM_RETURN_IF_ERROR(decode_epilogue(of_program, operands, results, &params));
   return run_pass(params, {at.digest, at.source}, stream);
 }

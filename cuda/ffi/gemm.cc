@@ -10,6 +10,7 @@
 #include <optional>
 #include <string_view>
 
+#include "common/saturating.h"
 #include "common/status.h"
 #include "dispatch/device.h"
 #include "dispatch/dispatch.h"
@@ -26,7 +27,7 @@ namespace {
 Status decode_results(const Call& call, GemmProblem* problem) {
   const GemmAttributes& at = call.attributes;
   GemmParams* params = &problem->params;
-  const int64_t elements = int64_t{params->batch} * params->m * params->n;
+  const int64_t elements = mul_sat(mul_sat(params->batch, params->m), params->n);
   const size_t matrices = !at.has_aux ? 1 : at.gated ? 3 : 2;
   const size_t count = matrices + (at.has_workspace ? 1 : 0);
   JAX_TCGEMM_REQUIRE(call.results.size() == count, call.results.size(), " results, ", count,

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <optional>
 
+#include "common/saturating.h"
 #include "ffi/element_types.h"
 #include "gemm_params.h"
 
@@ -27,16 +28,14 @@ Status checked_span(const Buffer& buffer, const GemmAttributes& attributes,
   JAX_TCGEMM_REQUIRE(buffer.strides.size() == batch_rank + kRank, buffer.name, " has ",
                      buffer.strides.size(), " strides for ", batch_rank, " batch and ", kRank,
                      " matrix dimensions");
-  int64_t last = 0;
-  bool empty = false;
+  AddressedSpan addressed;
   for (size_t i = 0; i < batch_rank + kRank; ++i) {
     const int64_t extent = i < batch_rank ? attributes.batch_shape[i] : extents[i - batch_rank];
-    JAX_TCGEMM_REQUIRE(buffer.strides[i] >= 0, buffer.name, " stride ", i, " is ",
+    JAX_TCGEMM_REQUIRE(is_stride(buffer.strides[i]), buffer.name, " stride ", i, " is ",
                        buffer.strides[i]);
-    empty |= extent == 0;
-    last += (extent - 1) * buffer.strides[i];
+    addressed.add_dimension(extent, buffer.strides[i]);
   }
-  *span = empty ? 0 : last + 1;
+  *span = addressed.elements();
   const int64_t available = real_count(buffer.data);
   JAX_TCGEMM_REQUIRE(*span <= available, buffer.name, " is addressed up to element ", *span,
                      " but has ", available);
@@ -205,6 +204,7 @@ Status decode_factors(const GemmAttributes& at, const Buffer& a, const Buffer& b
     JAX_TCGEMM_REQUIRE(b.data.element_type() == ffi::C64 && at.k % 2 == 0 && at.n % 2 == 0,
                        "pairs of element type ", static_cast<int>(b.data.element_type()),
                        " for k=", at.k, " n=", at.n);
+    JAX_TCGEMM_REQUIRE(at.b_strides.size() > 0, "pairs without strides");
     // The other dimension is that of parts.
     extents_b[at.b_strides[at.b_strides.size() - 1] == 1 ? 0 : 1] /= 2;
   }
@@ -227,7 +227,7 @@ Status decode_second_weight(const GemmAttributes& at, const Buffer& b,
   } else {
     JAX_TCGEMM_RETURN_IF_ERROR(checked_span<2>(b, at, {at.k, at.n}, &span));
     const int64_t available = real_count(b.data);
-    JAX_TCGEMM_REQUIRE(0 <= at.b2_offset && at.b2_offset + span <= available,
+    JAX_TCGEMM_REQUIRE(0 <= at.b2_offset && add_sat(at.b2_offset, span) <= available,
                        "the second weight begins at element ", at.b2_offset, " of ", available);
     problem->params.b2 = static_cast<const char*>(b.data.untyped_data()) + at.b2_offset * bytes;
   }
@@ -257,6 +257,9 @@ Status decode_layouts(const GemmAttributes& attributes, GemmProblem* problem) {
   JAX_TCGEMM_REQUIRE(attributes.a_strides.size() == count && attributes.b_strides.size() == count,
                      attributes.a_strides.size(), " and ", attributes.b_strides.size(),
                      " strides of A and B, not ", count);
+  for (const Strides strides : {attributes.a_strides, attributes.b_strides}) {
+    for (const int64_t stride : strides) JAX_TCGEMM_REQUIRE(is_stride(stride), "stride ", stride);
+  }
   return decode_factor_layouts(attributes, nullptr, nullptr, element_bytes(problem->algorithm), 1,
                                1, problem);
 }

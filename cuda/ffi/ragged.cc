@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <string_view>
 
+#include "common/saturating.h"
 #include "common/status.h"
 #include "dispatch/device.h"
 #include "dispatch/ragged.h"
@@ -72,8 +73,11 @@ void lay_out_factors(const RaggedAttributes& at, const void* lhs, const void* rh
   const int64_t matrices = at.depth ? 1 : at.groups;
   problem->major_a = at.depth ? Major::kMn : Major::kK;
   problem->major_b = at.depth || !at.transpose_rhs ? Major::kMn : Major::kK;
-  p.a = {lhs, at.depth ? at.m : at.k, at.m * at.k, {}};
-  p.b = {rhs, problem->major_b == Major::kMn ? at.n : at.k, matrices * at.k * at.n, {}};
+  p.a = {lhs, at.depth ? at.m : at.k, mul_sat(at.m, at.k), {}};
+  p.b = {rhs,
+         problem->major_b == Major::kMn ? at.n : at.k,
+         mul_sat(mul_sat(matrices, at.k), at.n),
+         {}};
   if (!at.depth) p.b.batch.stride[0] = at.k * at.n;
   problem->aligned_a = problem->strides_aligned_a = p.a.ld % 8 == 0 && is_aligned(lhs);
   problem->aligned_b = problem->strides_aligned_b = p.b.ld % 8 == 0 && is_aligned(rhs);
@@ -85,8 +89,9 @@ Status decode_factors(ffi::RemainingArgs& operands, const RaggedAttributes& at,
   void *lhs = nullptr, *rhs = nullptr, *sizes = nullptr;
   ffi::DataType lhs_type, rhs_type, sizes_type;
   const int64_t matrices = at.depth ? 1 : at.groups;
-  JAX_TCGEMM_RETURN_IF_ERROR(take(operands, 0, "lhs", at.m * at.k, &lhs, &lhs_type));
-  JAX_TCGEMM_RETURN_IF_ERROR(take(operands, 1, "rhs", matrices * at.k * at.n, &rhs, &rhs_type));
+  JAX_TCGEMM_RETURN_IF_ERROR(take(operands, 0, "lhs", mul_sat(at.m, at.k), &lhs, &lhs_type));
+  JAX_TCGEMM_RETURN_IF_ERROR(
+      take(operands, 1, "rhs", mul_sat(mul_sat(matrices, at.k), at.n), &rhs, &rhs_type));
   JAX_TCGEMM_RETURN_IF_ERROR(take(operands, 2, "group_sizes", at.groups, &sizes, &sizes_type));
   const Arithmetic arithmetic = arithmetic_of(problem->algorithm);
   ElementType a, b;
@@ -102,7 +107,7 @@ Status decode_factors(ffi::RemainingArgs& operands, const RaggedAttributes& at,
 
 Status decode_epilogue(ffi::RemainingArgs& operands, ffi::RemainingRets& results,
                        const RaggedAttributes& at, Algorithm algorithm, EpilogueParams* epilogue) {
-  const int64_t elements = at.m * at.n * (at.depth ? at.groups : 1);
+  const int64_t elements = mul_sat(mul_sat(at.depth ? at.groups : 1, at.m), at.n);
   ffi::DataType type, other;
   JAX_TCGEMM_RETURN_IF_ERROR(take(results, 0, "d", elements, &epilogue->d, &type));
   JAX_TCGEMM_RETURN_IF_ERROR(decode_type("D", type, &epilogue->d_type));
@@ -119,7 +124,7 @@ Status decode_epilogue(ffi::RemainingArgs& operands, ffi::RemainingRets& results
   JAX_TCGEMM_RETURN_IF_ERROR(decode_activation(at.activation, &epilogue->activation));
   if (!at.has_bias) return Status();
   void* bias = nullptr;
-  JAX_TCGEMM_RETURN_IF_ERROR(take(operands, 3, "bias", at.groups * at.n, &bias, &other));
+  JAX_TCGEMM_RETURN_IF_ERROR(take(operands, 3, "bias", mul_sat(at.groups, at.n), &bias, &other));
   JAX_TCGEMM_RETURN_IF_ERROR(decode_type("the bias", other, &epilogue->bias.type));
   JAX_TCGEMM_REQUIRE(is_output(epilogue->bias.type, algorithm), "element type of the bias is ",
                      static_cast<int>(other));

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "common/saturating.h"
 #include "common/status.h"
 #include "ffi/attributes.h"
 #include "ffi/handlers.h"
@@ -44,15 +45,18 @@ Status decode_and_run(ffi::AnyBuffer in, ffi::AnyBuffer out, const TransposeAttr
       static_cast<int>(out.element_type()), " are not one of a byte");
   JAX_TCGEMM_REQUIRE(at.out_ld >= at.rows && at.out_ld % kTransposedMultiple == 0,
                      "out_ld=", at.out_ld, " for rows=", at.rows);
-  JAX_TCGEMM_REQUIRE(at.in_ld >= 0 && at.in_batch_stride >= 0, "in_ld=", at.in_ld,
+  JAX_TCGEMM_REQUIRE(is_stride(at.in_ld) && is_stride(at.in_batch_stride), "in_ld=", at.in_ld,
                      " in_batch_stride=", at.in_batch_stride);
-  const int64_t last =
-      (at.batch - 1) * at.in_batch_stride + (at.rows - 1) * at.in_ld + at.columns - 1;
+  AddressedSpan addressed;
+  addressed.add_dimension(at.batch, at.in_batch_stride);
+  addressed.add_dimension(at.rows, at.in_ld);
+  addressed.add_dimension(at.columns, 1);
   const auto available = static_cast<int64_t>(in.element_count());
-  JAX_TCGEMM_REQUIRE(last < available, "the operand is addressed up to element ", last, " but has ",
-                     available);
-  JAX_TCGEMM_REQUIRE(static_cast<int64_t>(out.element_count()) == at.batch * at.columns * at.out_ld,
-                     "the result has ", out.element_count(), " elements");
+  JAX_TCGEMM_REQUIRE(addressed.elements() <= available, "the operand is addressed up to element ",
+                     addressed.elements(), " but has ", available);
+  const int64_t elements = mul_sat(mul_sat(at.batch, at.columns), at.out_ld);
+  JAX_TCGEMM_REQUIRE(static_cast<int64_t>(out.element_count()) == elements, "the result has ",
+                     out.element_count(), " elements, not ", elements);
   JAX_TCGEMM_REQUIRE(reinterpret_cast<uintptr_t>(out.untyped_data()) % 16 == 0,
                      "the result lies at ", out.untyped_data());
   const TransposeProblem problem = {in.untyped_data(),

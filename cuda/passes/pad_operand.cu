@@ -12,6 +12,7 @@
 #include "common/ceil_div.h"
 #include "common/fast_divisor.h"
 #include "common/realign.cuh"
+#include "common/saturating.h"
 #include "ptx/global_memory.cuh"
 
 namespace jax_tcgemm {
@@ -106,14 +107,15 @@ __global__ void __launch_bounds__(kThreads) pad_kernel(const __grid_constant__ P
 int64_t plan_pad(PadProblem* problem) {
   problem->out_ld =
       pitch_bytes(int64_t{problem->columns} * problem->element_bytes) / problem->element_bytes;
-  int64_t elements = problem->rows * problem->out_ld;
+  int64_t elements = mul_sat(problem->rows, problem->out_ld);
   for (int i = problem->batch_rank - 1; i >= 0; --i) {
     const bool broadcast = problem->in.batch.stride[i] == 0;
     if (broadcast) problem->batch_shape[i] = 1;
     problem->out_batch.stride[i] = broadcast ? 0 : elements;
-    elements *= problem->batch_shape[i];
+    elements = mul_sat(elements, problem->batch_shape[i]);
   }
-  return ceil_div(elements * problem->element_bytes, kLineBytes) * kLineBytes;
+  const int64_t bytes = mul_sat(elements, problem->element_bytes);
+  return add_sat(bytes, kLineBytes - 1) / kLineBytes * kLineBytes;
 }
 
 cudaError_t launch_pads(const PadProblem* problems, int count, cudaStream_t stream) {

@@ -13,6 +13,7 @@
 #include "common/ceil_div.h"
 #include "common/dtype.cuh"
 #include "common/fast_divisor.h"
+#include "common/saturating.h"
 
 namespace jax_tcgemm {
 namespace {
@@ -332,14 +333,14 @@ int64_t plan_split(SplitProblem* problem) {
   SplitProblem& p = *problem;
   p.out_ld = int64_t{p.count} * p.plane_k;
   const int64_t rows = p.major == Major::kMn ? p.columns : p.pairs ? 2 * p.rows : p.rows;
-  int64_t elements = p.out_ld * rows;
+  int64_t elements = mul_sat(p.out_ld, rows);
   for (int i = p.batch_rank - 1; i >= 0; --i) {
     const bool broadcast = p.in.batch.stride[i] == 0;
     if (broadcast) p.batch_shape[i] = 1;
     p.out_batch.stride[i] = broadcast ? 0 : elements;
-    elements *= p.batch_shape[i];
+    elements = mul_sat(elements, p.batch_shape[i]);
   }
-  return ceil_div(2 * elements, kLineBytes) * kLineBytes;
+  return add_sat(mul_sat(elements, 2), kLineBytes - 1) / kLineBytes * kLineBytes;
 }
 
 cudaError_t launch_splits(const SplitProblem (&problems)[2], void* state, cudaStream_t stream) {
