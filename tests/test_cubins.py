@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import os
 import pathlib
 import stat
 import subprocess
 import sys
+import threading
 import time
 import warnings
 
 import pytest
 
-from jax_tcgemm.epilogue import cubins, nvrtc
+from jax_tcgemm.epilogue import compiler, cubins, nvrtc
 from jax_tcgemm.tuning import cache
 from jax_tcgemm.tuning.entry import Entry
 
@@ -220,6 +222,85 @@ def test_least_recently_used_go_first(folder, monkeypatch):
     assert cubins.cubin(sources[2], "sm_90a")
     with pytest.raises(AssertionError):
         cubins.cubin(sources[1], "sm_90a")
+
+
+def test_the_compiler_is_part_of_the_key(folder, monkeypatch):
+    """Another release of NVRTC, its options and CUDA's headers make other machine code."""
+    found = nvrtc.find()
+    assert isinstance(found, nvrtc.Nvrtc)
+    keys = {cubins._key(SOURCE, "sm_90a", ())}
+    for change in (
+        lambda patch: patch.setattr(nvrtc, "OPTIONS", ("--std=c++20",)),
+        lambda patch: patch.setattr(nvrtc, "_beginning", lambda path: b"another build"),
+        lambda patch: patch.setattr(found, "headers", cubins.include_folders()[0]),
+        lambda patch: patch.setattr(found, "version", (99, 0)),
+    ):
+        with monkeypatch.context() as patch:
+            change(patch)
+            patch.setattr(found, "digest", found._digest())
+            keys.add(cubins._key(SOURCE, "sm_90a", ()))
+    assert len(keys) == 5
+
+
+def test_memory_is_bounded(folder, monkeypatch):
+    size = len(cubins.cubin(SOURCE, "sm_90a"))
+    monkeypatch.setattr(cubins, "_MOST_KEPT_BYTES", 2 * size + 100)
+    for i in range(5):
+        cubins.cubin(SOURCE.replace("= 1", f"= {i + 2}"), "sm_90a")
+    assert len(cubins._memory) == 2
+    assert not cubins._underway
+
+
+def test_threads_wait_for_one_compilation(folder, monkeypatch):
+    inner, made = nvrtc.Nvrtc.compile, []
+
+    def once(self, *arguments):
+        made.append(threading.get_ident())
+        time.sleep(0.2)
+        if len(made) == 1:
+            raise KeyboardInterrupt  # the next thread compiles
+        return inner(self, *arguments)
+
+    monkeypatch.setattr(nvrtc.Nvrtc, "compile", once)
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        futures = [pool.submit(cubins.cubin, SOURCE, "sm_90a") for _ in range(8)]
+        errors = [future.exception() for future in futures]
+    assert [type(error) for error in errors if error is not None] == [KeyboardInterrupt]
+    assert len({future.result() for future in futures if future.exception() is None}) == 1
+    assert len(made) == 2
+
+
+def test_a_forked_process_compiles(folder):
+    """Whatever other threads of its parent held."""
+    program = f"""
+import os, threading, warnings
+from jax_tcgemm.epilogue import compiler, cubins, nvrtc
+warnings.simplefilter("ignore")
+nvrtc.find()
+held = threading.Event()
+def hold():
+    with cubins._lock:
+        held.set()
+        threading.Event().wait()
+threading.Thread(target=hold, daemon=True).start()
+held.wait()
+child = os.fork()
+if child == 0:
+    assert cubins.cubin({SOURCE!r}, "sm_90a")
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+os._exit(0)
+"""
+    subprocess.run([sys.executable, "-P", "-c", program], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    "program",
+    ['#include "/etc/passwd"', "%:include <x>", "??=include <x>", "#pragma unroll \\\n#error"],
+)
+def test_directives_in_a_program_are_refused(program):
+    with pytest.raises(nvrtc.CompileError, match="none of ours has"):
+        compiler.compile_kernel(program, compiler.source.PASS, "")
 
 
 def test_no_folder_no_files(folder, monkeypatch):

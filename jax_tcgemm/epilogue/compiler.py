@@ -6,6 +6,8 @@ import collections
 import concurrent.futures
 import contextlib
 import functools
+import os
+import re
 import threading
 
 from jax_tcgemm import _compat, _core
@@ -41,6 +43,7 @@ def compile_kernel(
     architecture = "sm_90a" if capability == 90 else f"sm_{capability}"
     what = f"{row} ({layout})"
     if has_program:
+        _refuse_directives(program)
         text = source.of_kernel(program, row, layout)
         return cubins.cubin(text, architecture, _FUNCTION_OPTIONS, f"an epilogue into {what}")
     try:
@@ -48,6 +51,19 @@ def compile_kernel(
     except nvrtc.CompileError as error:
         log(f"{what} cannot be compiled, kernels of the build take its place: {error}")
         raise
+
+
+# A program may come from anywhere, within an exported program. Directives could read files of this
+# machine into what is compiled. Each of these begins one or hides its beginning.
+_DIRECTIVES = ("#", "%:", "??", "\\\n", "\\\r", "_Pragma")
+_OWN_DIRECTIVE = re.compile(r"^#pragma unroll$", re.MULTILINE)
+
+
+def _refuse_directives(program: str) -> None:
+    others = _OWN_DIRECTIVE.sub("", program)
+    found = [each for each in _DIRECTIVES if each in others]
+    if found:
+        raise nvrtc.CompileError(f"the source of an epilogue has {found}, which none of ours has")
 
 
 class _Compilations:
@@ -84,12 +100,18 @@ class _Compilations:
             kernel = self._waiting.popleft()
         with contextlib.suppress(nvrtc.CompileError):  # raised again for who needs the kernel
             compile_kernel(*kernel)
+        with self._lock:
+            self._begun.discard(kernel)
         self._submit()
 
 
 @functools.cache
 def _compilations() -> _Compilations:
     return _Compilations()
+
+
+# The threads are the parent's.
+os.register_at_fork(after_in_child=_compilations.cache_clear)
 
 
 def begin(program: str, row: str, layout: str, has_program: bool, capability: int) -> None:

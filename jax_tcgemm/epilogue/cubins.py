@@ -7,6 +7,8 @@ the user's own, or are not used.
 
 from __future__ import annotations
 
+import collections
+import concurrent.futures
 import contextlib
 import functools
 import hashlib
@@ -17,7 +19,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from jax_tcgemm import _core
 from jax_tcgemm.epilogue import nvrtc
@@ -31,9 +33,12 @@ _MAGIC = b"jax_tcgemm cubin\n"
 # Of all entries; those used longest ago go first.
 _MOST_BYTES = 256 * 2**20
 
-_memory: dict[str, bytes] = {}
-_locks: dict[str, threading.Lock] = {}
-_locks_lock = threading.Lock()
+# Of this process's memory: kernels that were loaded are not asked for again.
+_MOST_KEPT_BYTES = 64 * 2**20
+
+_memory: collections.OrderedDict[str, bytes] = collections.OrderedDict()
+_underway: dict[str, concurrent.futures.Future[bytes]] = {}
+_lock = threading.Lock()
 
 
 def cubin(
@@ -51,20 +56,60 @@ def cubin(
         CompileError: it does not compile, or there is no compiler.
     """
     key = _key(source, architecture, options)
-    with _lock_of(key):
-        if key not in _memory:
-            _memory[key] = _read_or_compile(key, source, architecture, options, what)
-        return _memory[key]
+    while True:
+        with _lock:
+            if key in _memory:
+                _memory.move_to_end(key)
+                return _memory[key]
+            others = _underway.get(key)
+            if others is None:
+                own = _underway[key] = concurrent.futures.Future()
+        if others is None:
+            return _made(
+                own, key, lambda: _read_or_compile(key, source, architecture, options, what)
+            )
+        concurrent.futures.wait([others])
+        if isinstance(others.exception(), nvrtc.CompileError):
+            return others.result()  # raises it
+
+
+def _made(future: concurrent.futures.Future[bytes], key: str, make: Callable[[], bytes]) -> bytes:
+    """Makes what other threads wait for as well; if it is interrupted, one of them tries anew."""
+    try:
+        made = make()
+    except BaseException as error:
+        with _lock:
+            _underway.pop(key, None)
+        future.set_exception(error)
+        raise
+    with _lock:
+        _keep(key, made)
+        _underway.pop(key, None)
+    future.set_result(made)
+    return made
+
+
+def _keep(key: str, made: bytes) -> None:
+    """Keeps machine code in memory, and forgets what was used longest ago; under ``_lock``."""
+    _memory[key] = made
+    while sum(map(len, _memory.values())) > _MOST_KEPT_BYTES and len(_memory) > 1:
+        _memory.popitem(last=False)
 
 
 def clear_memory() -> None:
     """Forgets what this process has compiled."""
-    _memory.clear()
+    with _lock:
+        _memory.clear()
 
 
-def _lock_of(key: str) -> threading.Lock:
-    with _locks_lock:
-        return _locks.setdefault(key, threading.Lock())
+def _start_anew() -> None:
+    """Forgets locks that other threads of the parent process held when this one was forked."""
+    global _lock
+    _lock = threading.Lock()
+    _underway.clear()
+
+
+os.register_at_fork(after_in_child=_start_anew)
 
 
 def _compiler() -> nvrtc.Nvrtc:
@@ -75,9 +120,7 @@ def _compiler() -> nvrtc.Nvrtc:
 
 
 def _key(source: str, architecture: str, options: Sequence[str]) -> str:
-    found = _compiler()
-    compiler = (str(found.version), *options)
-    parts = (_VERSION, architecture, *compiler, _headers_digest(), source)
+    parts = (_VERSION, architecture, *options, _compiler().digest, _headers_digest(), source)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import importlib.util
 import os
 import pathlib
 import shutil
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 _OLDEST = (12, 5)
 _RTLD_NOLOAD = 4
 _NAMES = ("libnvrtc.so.13", "libnvrtc.so.12")
 _HEADERS = ("cuda_bf16.h", "cuda_fp16.h", "cuda_fp8.h")
 
-_OPTIONS = ("--std=c++20", "-default-device")
+# Options of every kernel.
+OPTIONS = ("--std=c++20", "-default-device")
 
 
 class CompileError(Exception):
@@ -28,6 +31,7 @@ class Nvrtc:
     Attributes:
         version: of CUDA.
         headers: the folder with CUDA's own headers.
+        digest: differs where the compiler, its options or CUDA's headers differ.
     """
 
     def __init__(self, library: ctypes.CDLL, headers: pathlib.Path):
@@ -36,6 +40,7 @@ class Nvrtc:
         self._check(library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
         self.version = (major.value, minor.value)
         self.headers = headers
+        self.digest = self._digest()
 
     def compile(
         self,
@@ -57,7 +62,7 @@ class Nvrtc:
         """
         library = self._library
         folders = [f"-I{folder}" for folder in (*include, self.headers)]
-        every = [f"--gpu-architecture={architecture}", *_OPTIONS, *options, *folders]
+        every = [f"--gpu-architecture={architecture}", *OPTIONS, *options, *folders]
         encoded = (ctypes.c_char_p * len(every))(*(option.encode() for option in every))
         program = ctypes.c_void_p()
         self._check(
@@ -72,6 +77,15 @@ class Nvrtc:
         finally:
             library.nvrtcDestroyProgram(ctypes.byref(program))
 
+    def _digest(self) -> str:
+        digest = hashlib.sha256("\0".join((*map(str, self.version), *OPTIONS)).encode())
+        # Releases of one version differ in the build identifier, near the beginning of the file.
+        digest.update(_beginning(_file_of(self._library.nvrtcVersion)))
+        for name in _HEADERS:
+            for path in (self.headers / name, (self.headers / name).with_suffix(".hpp")):
+                digest.update(path.read_bytes() if path.exists() else b"none")
+        return digest.hexdigest()
+
     def _text(self, program: ctypes.c_void_p, what: str) -> bytes:
         size = ctypes.c_size_t()
         self._check(getattr(self._library, f"nvrtcGet{what}Size")(program, ctypes.byref(size)))
@@ -83,6 +97,34 @@ class Nvrtc:
         if result:
             self._library.nvrtcGetErrorString.restype = ctypes.c_char_p
             raise CompileError(self._library.nvrtcGetErrorString(result).decode())
+
+
+class _Symbol(ctypes.Structure):
+    """``Dl_info`` of ``dladdr(3)``."""
+
+    _fields_ = (
+        ("file", ctypes.c_char_p),
+        ("base", ctypes.c_void_p),
+        ("name", ctypes.c_char_p),
+        ("address", ctypes.c_void_p),
+    )
+
+
+def _file_of(function: Any) -> str | None:
+    """Returns the path of the library that a function is in, ``None`` if nobody knows."""
+    symbol = _Symbol()
+    address = ctypes.cast(function, ctypes.c_void_p)
+    if not ctypes.CDLL(None).dladdr(address, ctypes.byref(symbol)) or symbol.file is None:
+        return None
+    return os.fsdecode(symbol.file)
+
+
+def _beginning(path: str | None) -> bytes:
+    try:
+        with open(path or "", "rb") as file:
+            return file.read(2**16)
+    except OSError:
+        return b""
 
 
 @functools.cache
