@@ -198,6 +198,26 @@ def test_what_is_no_file_of_tunings(tmp_path, text):
         Tunings.load(path)
 
 
+@pytest.mark.parametrize("problem", ["x", 1, None, [], [{"m": 1}]])
+def test_a_problem_is_an_object(tmp_path, problem):
+    each = {"problem": problem, "entry": entry(ROW).to_json()}
+    path = tmp_path / "file.json"
+    path.write_text(json.dumps({"format": 1, "devices": {KIND: [each]}}))
+    with pytest.raises(ValueError, match=r"file\.json holds no tunings"):
+        Tunings.load(path)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"algorithm": 1}, {"batch": 2}, {"epilogue": []}, {"op": None}]
+)
+def test_any_object_is_printed(tmp_path, changes):
+    fields = {"op": "gemm", "algorithm": "BF16_BF16_F32", "m": 1, "n": 1, "k": 1} | changes
+    each = {"problem": fields, "entry": entry(ROW).to_json()}
+    path = tmp_path / "file.json"
+    path.write_text(json.dumps({"format": 1, "devices": {KIND: [each]}}))
+    assert len(str(Tunings.load(path)).splitlines()) == 3
+
+
 @pytest.mark.parametrize(
     "change",
     [

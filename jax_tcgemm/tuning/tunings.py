@@ -139,6 +139,8 @@ class Tunings:
             entries = {}
             for kind, problems in content["devices"].items():
                 for each in problems:
+                    if not isinstance(each["problem"], dict):
+                        raise ValueError(f"{each['problem']!r} is no problem")
                     key = json.dumps(each["problem"], sort_keys=True, separators=(",", ":"))
                     entries[kind, key] = Entry.from_json(each["entry"])
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -268,9 +270,13 @@ def write_atomically(path: pathlib.Path, text: str) -> None:
 
 def described(problem: str) -> str:
     """Returns a problem in a few words; what another version wrote as it is."""
-    fields = json.loads(problem)
-    if not {"op", "algorithm", "m", "n", "k"} <= fields.keys():
+    try:
+        return _described(json.loads(problem))
+    except (KeyError, TypeError, AttributeError):
         return problem
+
+
+def _described(fields: dict[str, Any]) -> str:
     batch = "".join(f"{extent}x" for extent in fields.get("batch", []))
     parts = [fields["op"], fields["algorithm"].split("_")[0].lower(), fields.get("layout", "")]
     parts += [f"{batch}{fields['m']}x{fields['n']}x{fields['k']}"]
