@@ -202,6 +202,8 @@ def _planned(own: Sequence[Any], spec: CompiledSpec, made: Program, may_stream: 
     product = spec.product
     if product.config == XLA:
         return "by config"
+    if _extension.COMPILED_TARGET not in _extension.BUILT_TARGETS:
+        return "no kernels were built"
     a, b = own[:2]
     algorithm = _algorithm(a.dtype, b.dtype, product)
     if algorithm is None:
