@@ -33,6 +33,10 @@ constexpr int kMaxCompiledResults = 6;
 // B.
 constexpr int kScaleBlock = 128;
 
+// Rows and columns of the results of which a reduction leaves one number, or one for each row or
+// column (sm90/output/compiled_io.cuh).
+constexpr int kReducedBlock = 16;
+
 // A pass with no product (passes/compiled_pass.cuh): warps of a block, the neighbouring values of a
 // thread, and the rows and columns of a block.
 constexpr int kPassWarps = 8;

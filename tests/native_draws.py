@@ -25,11 +25,15 @@ class Call:
         attributes: by name.
         operands: types and extents.
         results: likewise.
+        offsets: of the buffers' addresses, operands first, from a multiple of 256; 0 beyond.
+        program: of which the source is; see ``native_programs``.
     """
 
     attributes: dict[str, Any]
     operands: list[Buffer]
     results: list[Buffer]
+    offsets: list[int] = dataclasses.field(default_factory=list)
+    program: Any = None
 
 
 def span(extents: Sequence[int], strides: Sequence[int]) -> int:
@@ -45,6 +49,11 @@ def contiguous(extents: Sequence[int]) -> list[int]:
 
 def count(buffer: Buffer) -> int:
     return math.prod(buffer[1])
+
+
+def size_of(buffer: Buffer) -> int:
+    """Counts bytes."""
+    return count(buffer) * BYTES[buffer[0]]
 
 
 def is_within(buffer: Buffer, extents: Sequence[int], strides: Sequence[int]) -> bool:
@@ -70,13 +79,14 @@ def draw_gemm(rng: random.Random) -> Call:
     }
     flags |= {name: rng.random() < 0.3 for name in ("has_bias", "has_beta", "has_aux")}
     flags |= {"has_b2": is_gated and rng.random() < 0.5, "gated": is_gated}
-    flags |= {"has_bias2": is_gated and flags["has_bias"]}
+    flags |= {"has_bias2": is_gated and flags["has_bias"], "has_workspace": rng.random() < 0.3}
+    flags |= {"has_c2": flags["has_aux"] and flags.get("has_c", False)}
     attributes: dict[str, Any] = dict.fromkeys(
-        ("has_c", "has_alpha", "has_row_scale", "has_column_scale", "has_c2", "has_workspace"),
-        False,
+        ("has_c", "has_alpha", "has_row_scale", "has_column_scale"), False
     ) | {"beside_collectives": False, "pairs_of_b": False, "padding_bytes": 0, "b2_offset": 0}
     attributes |= flags | {"m": m, "n": n, "k": k, "batch_shape": batch, "alpha": 1.0, "beta": 1.0}
-    attributes |= {"activation": "Silu" if is_gated else "", "c_role": "add", "config": ""}
+    attributes |= {"activation": "Silu" if is_gated else "", "config": ""}
+    attributes |= {"c_role": "gated_derivative" if flags["has_c2"] else "add"}
     attributes |= {"activation_p0": 0.0, "activation_p1": 0.0}
     attributes["algorithm"] = "BF16_BF16_F32" if dtype == "bf16" else "F16_F16_F32"
     operands = []
@@ -94,6 +104,9 @@ def draw_gemm(rng: random.Random) -> Call:
                 operand_type = "f32"
             operands.append((operand_type, [elements]))
     results = [(out, [math.prod(batch), m, n])] * (1 + flags["has_aux"] * (1 + is_gated))
+    if flags["has_workspace"]:
+        results.append(("u8", [4096]))
+        attributes["padding_bytes"] = rng.choice([0, 4096])
     attributes.pop("b2_strides")
     attributes.pop("c2_strides")
     return Call(attributes, operands, results)
@@ -124,6 +137,8 @@ def gemm_is_within(call: Call) -> bool:
     strides = [at[f"{strides_of.get(name, name)}_strides"] for name, *_ in present]
     pairs = zip(call.operands, present, strides, strict=False)
     elements = math.prod(at["batch_shape"]) * at["m"] * at["n"]
+    if elements == 0:
+        return True  # nothing is launched
     matrices = 1 if not at["has_aux"] else 3 if at["gated"] else 2
     second = at["b2_offset"] + span(present[1][2], strides[1])
     dtype = "bf16" if at["algorithm"] == "BF16_BF16_F32" else "f16"
@@ -132,7 +147,8 @@ def gemm_is_within(call: Call) -> bool:
         and all(is_within(each, extents, of) for each, (_, _, extents), of in pairs)
         and all(call.operands[i][0] == dtype for i, each in enumerate(present) if each[0] in "ab")
         and all(count(each) == elements for each in call.results[:matrices])
-        and len(call.results) >= matrices
+        and len(call.results) >= matrices + at["has_workspace"]
+        and (not at["has_workspace"] or 0 <= at["padding_bytes"] <= size_of(call.results[-1]))
         and (not at["gated"] or at["has_b2"] or 0 <= second <= count(call.operands[1]))
     )
 
@@ -191,114 +207,32 @@ def transpose_is_within(call: Call) -> bool:
     )
 
 
-KINDS = [
-    ("kMatrix", [1, 1, 1]),
-    ("kColumns", [0, 0, 1]),
-    ("kRows", [0, 1, 0]),
-    ("kNothing", [0] * 3),
-]
-ELEMENTS = ["bf16", "f32", "s32", "s8"]
+def draw_activation_gradient(rng: random.Random) -> Call:
+    rows, n = rng.choice([1, 7, 64]), 8 * rng.choice([1, 2, 33])
+    parts = rng.choice([1, 4])
+    attributes = {"n": n, "parts": parts, "activation_p0": 0.0, "activation_p1": 0.0}
+    matrix: Buffer = ("bf16", [rows, n])
+    results: list[Buffer] = [matrix]
+    if rng.random() < 0.5:
+        results += [("f32", [n]), ("f32", [parts, n])]
+    return Call(attributes | {"activation": "Gelu"}, [matrix, matrix], results)
 
 
-def draw_pass(rng: random.Random) -> Call:
-    """Draws a program over operands of several kinds, with up to two dimensions of the batch."""
-    m, n = (rng.choice([1, 8, 16, 33, 64]) for _ in range(2))
-    batch = [rng.choice([1, 2, 3]) for _ in range(rng.randint(0, 2))]
-    extents = [*batch, m, n]
-    operands: list[Buffer] = []
-    strides: list[int] = []
-    vectors: list[int] = []
-    operand_kinds = []
-    for _ in range(rng.randint(0, 3)):
-        along, moves = rng.choice(KINDS)
-        dtype = rng.choice(ELEMENTS)
-        steps = [each * (moves[0] if i < len(batch) else moves[i - len(batch) + 1])
-                 for i, each in enumerate(contiguous(extents))]  # fmt: skip
-        is_vector = steps[-1] == 1 and all(x * BYTES[dtype] % 16 == 0 for x in (*steps[:-1], n))
-        operand_kinds.append(f"{{Along::{along}, {BYTES[dtype]}, {str(is_vector).lower()}}}")
-        operands.append((dtype, [span(extents, steps)]))
-        strides += steps
-        vectors.append(int(is_vector))
-    results: list[Buffer] = [(rng.choice(ELEMENTS), extents) for _ in range(rng.randint(1, 2))]
-    result_kinds = [
-        f"{{{BYTES[dtype]}, {str(n * BYTES[dtype] % 16 == 0).lower()}}}" for dtype, _ in results
-    ]
-    reductions = rng.randint(0, 1)
-    source = (
-        f"  static constexpr int kOperands = {len(operands)};\n  static constexpr "
-        f"CompiledOperandKind kOperand[] = {{{', '.join(operand_kinds)}}};\n"
-        f"  static constexpr int kResults = {len(results)};\n  static constexpr "
-        f"CompiledResultKind kResult[] = {{{', '.join(result_kinds)}}};\n"
-        f"  static constexpr int kReductions = {reductions};\n"
-    )
-    results += [("f32", [n])] * reductions
-    attributes = {"m": m, "n": n, "batch_shape": batch, "operand_strides": strides}
-    attributes |= {"operand_vectors": vectors, "source": source, "digest": ""}
-    attributes["result_elements"] = [count(each) for each in results]
-    return Call(attributes, operands, results)
-
-
-def pass_is_within(call: Call, before: int = 0, groups: bool = False) -> bool:
+def activation_gradient_is_within(call: Call) -> bool:
     at = call.attributes
-    extents = [*at["batch_shape"], at["m"], at["n"]]
-    if 0 in extents:
-        return True  # nothing is launched
-    source = at["source"]
-    operands, matrices = (int(source.split(f"{name} = ")[1].split(";")[0]) for name in
-                          ("kOperands", "kResults"))  # fmt: skip
-    elements = math.prod(extents[len(extents) - 2 :] if groups else extents)
-    steps, rank = at["operand_strides"], len(extents)
-    own = [steps[i * rank : (i + 1) * rank] for i in range(operands)]
-    kinds = source.split("kOperand[] = {")[1].split(";")[0]
-    sizes = [int(kind.split(", ")[1]) for kind in kinds.split("{")[1:]]
-    result_kinds = source.split("kResult[] = {")[1].split(";")[0]
-    result_sizes = [int(kind.split(",")[0]) for kind in result_kinds.split("{")[1:]]
-    if len(call.operands) < before + operands or len(call.results) < matrices:
-        return False
-    pairs = zip(call.operands[before : before + operands], own, strict=True)
+    elements = count(call.operands[1])
     return (
-        all(is_within(each, extents, steps) for each, steps in pairs)
-        and [BYTES[x[0]] for x in call.operands[before : before + operands]] == sizes
-        and all(count(each) == elements for each in call.results[:matrices])
-        and [BYTES[x[0]] for x in call.results[:matrices]] == result_sizes
-    )
-
-
-def draw_compiled(rng: random.Random) -> Call:
-    """Draws a product in front of such a program, plain or over groups of rows."""
-    inner = draw_pass(rng)
-    at = inner.attributes
-    has_groups = len(at["batch_shape"]) == 1 and rng.random() < 0.5
-    k = rng.choice([8, 16, 64])
-    m, n, batch = at["m"], at["n"], at["batch_shape"]
-    if has_groups:
-        inner.results = [(dtype, [m, n]) if shape == [*batch, m, n] else (dtype, shape)
-                         for dtype, shape in inner.results]  # fmt: skip
-        at["result_elements"] = [count(each) for each in inner.results]
-    a, b = [*batch, m, k], [*batch, k, n]
-    a_strides = [0, k, 1] if has_groups else contiguous(a)
-    at |= {"k": k, "b2_offset": 0, "a_strides": a_strides, "b_strides": contiguous(b)}
-    at |= {"a_scale_strides": [], "b_scale_strides": [], "warp_bytes": 0, "has_b2": False}
-    at |= {"gated": False, "has_groups": has_groups, "algorithm": "BF16_BF16_F32", "config": ""}
-    own: list[Buffer] = [("bf16", [span(a, a_strides)]), ("bf16", b)]
-    own += [("s32", batch)] if has_groups else []
-    return Call(at, [*own, *inner.operands], inner.results)
-
-
-def compiled_is_within(call: Call) -> bool:
-    at = call.attributes
-    groups = at["has_groups"]
-    if 0 in (*at["batch_shape"], at["m"], at["n"]):
-        return True
-    if len(call.operands) < 2 + groups:
-        return False
-    a = [*at["batch_shape"], at["m"], at["k"]]
-    b = [*at["batch_shape"], at["k"], at["n"]]
-    return (
-        is_within(call.operands[0], a, at["a_strides"])
-        and is_within(call.operands[1], b, at["b_strides"])
-        and (not groups or count(call.operands[2]) == math.prod(at["batch_shape"]))
-        and pass_is_within(call, 2 + groups, groups)
+        [count(each) for each in (*call.operands, call.results[0])] == [elements] * 3
+        and elements % at["n"] == 0
+        and all(BYTES[each[0]] == 2 for each in (*call.operands, call.results[0]))
+        and all(offset % 16 == 0 for offset in call.offsets)
+        and (
+            len(call.results) == 1
+            or (
+                count(call.results[1]) == at["n"]
+                and count(call.results[2]) * BYTES[call.results[2][0]] == 4 * at["n"] * at["parts"]
+            )
+        )
     )
 
 
@@ -306,38 +240,41 @@ TARGETS: dict[str, tuple[str, Callable[[random.Random], Call], Callable[[Call], 
     "gemm": (_extension.GEMM_TARGET, draw_gemm, gemm_is_within),
     "ragged_dot": (_extension.RAGGED_DOT_TARGET, draw_ragged, ragged_is_within),
     "transpose": (_extension.TRANSPOSE_TARGET, draw_transpose, transpose_is_within),
-    "pass": (_extension.COMPILED_PASS_TARGET, draw_pass, pass_is_within),
-    "compiled": (_extension.COMPILED_TARGET, draw_compiled, compiled_is_within),
+    "activation_gradient": (
+        *(_extension.ACTIVATION_GRADIENT_TARGET, draw_activation_gradient),
+        activation_gradient_is_within,
+    ),
 }
 
 
 def damaged(call: Call, rng: random.Random) -> Call:
-    """Returns the call with some numbers, extents, types or buffers changed."""
+    """Returns the call with some numbers, extents, types, addresses or buffers changed."""
     call = copy.deepcopy(call)
     at = call.attributes
+    lists = [name for name in at if isinstance(at[name], list)]
     for _ in range(rng.randint(1, 3)):
         buffers = rng.choice([call.operands, call.results])
-        match rng.randint(0, 5):
+        i = rng.randrange(max(1, len(buffers)))
+        match rng.randint(0, 7):
             case 0:
-                name = rng.choice([x for x in at if type(at[x]) is int])
-                at[name] = rng.choice(NASTY)
-            case 1 | 2:
-                name = rng.choice([x for x in at if isinstance(at[x], list)] or ["m"])
-                if name != "m" and at[name]:
-                    at[name][rng.randrange(len(at[name]))] = rng.choice(NASTY)
-            case 3:
-                name = rng.choice([x for x in at if isinstance(at[x], list)] or ["m"])
-                if name != "m":
-                    at[name] = [*at[name], 1] if rng.random() < 0.5 else at[name][1:]
+                at[rng.choice([x for x in at if type(at[x]) is int])] = rng.choice(NASTY)
+            case 1 | 2 if any(at[name] for name in lists):
+                values = at[rng.choice([name for name in lists if at[name]])]
+                values[rng.randrange(len(values))] = rng.choice(NASTY)
+            case 3 if lists:
+                name = rng.choice(lists)
+                at[name] = [*at[name], 1] if rng.random() < 0.5 else at[name][1:]
             case 4 if buffers:
-                i = rng.randrange(len(buffers))
-                dtype, extents = buffers[i]
-                size = rng.choice([0, 1, math.prod(extents) - 1, 2 * math.prod(extents)])
-                buffers[i] = (dtype, [max(size, 0)])
+                elements = math.prod(buffers[i][1])
+                size = rng.choice([0, 1, elements - 1, 2 * elements])
+                buffers[i] = (buffers[i][0], [max(size, 0)])
             case 5 if buffers:
-                i = rng.randrange(len(buffers))
-                if rng.random() < 0.5:
-                    buffers[i] = (rng.choice(list(BYTES)), buffers[i][1])
-                else:
-                    del buffers[i]
+                buffers[i] = (rng.choice(list(BYTES)), buffers[i][1])
+            case 6 if buffers:
+                del buffers[i]
+            case 7:
+                call.offsets = [rng.choice([0, 0, 8]) for _ in (*call.operands, *call.results)]
+    if call.program is not None and rng.random() < 0.3:
+        call.program.damage(rng)
+        at["source"] = call.program.source()
     return call

@@ -6,6 +6,7 @@ import concurrent.futures
 import os
 import pathlib
 import stat
+import struct
 import subprocess
 import sys
 import threading
@@ -231,7 +232,7 @@ def test_the_compiler_is_part_of_the_key(folder, monkeypatch):
     keys = {cubins._key(SOURCE, "sm_90a", ())}
     for change in (
         lambda patch: patch.setattr(nvrtc, "OPTIONS", ("--std=c++20",)),
-        lambda patch: patch.setattr(nvrtc, "_beginning", lambda path: b"another build"),
+        lambda patch: patch.setattr(nvrtc, "_ends", lambda path: b"another build"),
         lambda patch: patch.setattr(found, "headers", cubins.include_folders()[0]),
         lambda patch: patch.setattr(found, "version", (99, 0)),
     ):
@@ -240,6 +241,17 @@ def test_the_compiler_is_part_of_the_key(folder, monkeypatch):
             patch.setattr(found, "digest", found._digest())
             keys.add(cubins._key(SOURCE, "sm_90a", ()))
     assert len(keys) == 5
+
+
+def test_the_build_identifier_is_part_of_the_key():
+    found = nvrtc.find()
+    assert isinstance(found, nvrtc.Nvrtc)
+    path = nvrtc._file_of(found._library.nvrtcVersion)
+    assert path is not None
+    content = pathlib.Path(path).read_bytes()
+    note = struct.pack("III4s", 4, 20, 3, b"GNU")  # of 20 bytes, NT_GNU_BUILD_ID
+    at = content.index(note) + len(note)
+    assert content[at : at + 20] in nvrtc._ends(path)
 
 
 def test_memory_is_bounded(folder, monkeypatch):
@@ -271,12 +283,14 @@ def test_threads_wait_for_one_compilation(folder, monkeypatch):
 
 
 def test_a_forked_process_compiles(folder):
-    """Whatever other threads of its parent held."""
+    """Though other threads of its parent compile, and hold the lock."""
     program = f"""
-import os, threading, warnings
+import concurrent.futures, os, threading, warnings
 from jax_tcgemm.epilogue import compiler, cubins, nvrtc
 warnings.simplefilter("ignore")
 nvrtc.find()
+cubins._underway[cubins._key({SOURCE!r}, "sm_90a", ())] = concurrent.futures.Future()
+parents = compiler._compilations()
 held = threading.Event()
 def hold():
     with cubins._lock:
@@ -286,10 +300,9 @@ threading.Thread(target=hold, daemon=True).start()
 held.wait()
 child = os.fork()
 if child == 0:
-    assert cubins.cubin({SOURCE!r}, "sm_90a")
-    os._exit(0)
-assert os.waitpid(child, 0)[1] == 0
-os._exit(0)
+    failed = not cubins.cubin({SOURCE!r}, "sm_90a") or compiler._compilations() is parents
+    os._exit(failed)
+os._exit(os.waitpid(child, 0)[1] != 0)
 """
     subprocess.run([sys.executable, "-P", "-c", program], check=True, timeout=60)
 

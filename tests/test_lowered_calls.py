@@ -46,6 +46,11 @@ def dropped(z):
     return jnp.where(kept, z, 0).astype(BF16)
 
 
+def masked(z, mask, key):
+    kept = mask & jax.random.bernoulli(key, 0.9, z.shape)
+    return jnp.where(kept, z, 0).astype(BF16)
+
+
 def loss(x, w, bias):
     return product(lambda z, b: (jnp.sin(z) * jnp.exp(b)).astype(BF16))(x, w, bias).sum()
 
@@ -87,6 +92,10 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     ),
     "reductions": (COMPILED, product(reduced), (of(M, K), of(K, N), of(N))),
     "random numbers": (COMPILED, product(dropped), (of(M, K), of(K, N))),
+    "truths and a key": (
+        *(COMPILED, lambda x, w, mask, seed: product(masked)(x, w, mask, jax.random.key(seed))),
+        (of(M, K), of(K, N), of(M, N, dtype=jnp.bool_), of(dtype=jnp.uint32)),
+    ),
     "two weights": (COMPILED, gated, (of(M, K), of(K, N), of(K, N))),
     "groups": (COMPILED, grouped, (of(M, K), of(4, K, N), SIZES, of(N))),
     "a gradient": (PASS, jax.grad(loss, argnums=(0, 1, 2)), (of(M, K), of(K, N), of(N))),

@@ -7,18 +7,23 @@ from typing import Any
 
 import pytest
 from native_calls import INVALID_ARGUMENT, Handler
+from native_draws import TARGETS as PLAIN_TARGETS
 from native_draws import (
-    TARGETS,
     Call,
     contiguous,
     damaged,
-    draw_compiled,
     draw_gemm,
     draw_ragged,
     gemm_operands,
 )
+from native_programs import compiled_is_within, draw_compiled, draw_pass, pass_is_within
 
 from jax_tcgemm import _extension
+
+TARGETS = PLAIN_TARGETS | {
+    "pass": (_extension.COMPILED_PASS_TARGET, draw_pass, pass_is_within),
+    "compiled": (_extension.COMPILED_TARGET, draw_compiled, compiled_is_within),
+}
 
 pytestmark = [pytest.mark.any_jax, pytest.mark.usefixtures("no_gpu")]
 
@@ -41,7 +46,7 @@ def test_no_call_beyond_its_buffers_is_accepted(name, rng):
     accepted = 0
     for _ in range(20_000):
         call = damaged(draw(own), own)
-        code, _ = handler(call.attributes, call.operands, call.results)
+        code, _ = handler(call.attributes, call.operands, call.results, call.offsets)
         if code != INVALID_ARGUMENT:
             accepted += 1
             assert is_within_buffers(call), call
@@ -102,9 +107,10 @@ def test_a_transpose_into_nothing():
 
 def test_one_element_for_a_matrix():
     rng = random.Random(0)
-    call = next(
-        x for x in iter(lambda: draw_compiled(rng), None) if not x.attributes["batch_shape"]
-    )
+    while True:
+        call = draw_compiled(rng)
+        if call.program.results and not call.attributes["has_groups"]:
+            break
     call.results = [(dtype, [1]) for dtype, _ in call.results]
     call.attributes["result_elements"] = [1] * len(call.results)
     assert "result 0 has 1 elements" in refused(_extension.COMPILED_TARGET, call)

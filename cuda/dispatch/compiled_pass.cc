@@ -6,6 +6,7 @@
 #include <string>
 
 #include "common/ceil_div.h"
+#include "common/saturating.h"
 
 namespace jax_tcgemm {
 namespace {
@@ -53,9 +54,9 @@ Status run_pass(const CompiledParams& params, const EpilogueProgram& program, cu
   const RunTimeKernel* kernel = find(program);
   JAX_TCGEMM_REQUIRE(kernel != nullptr || capturing == cudaStreamCaptureStatusNone,
                      "no kernel of this pass is loaded while a graph is captured");
-  JAX_TCGEMM_RETURN_IF_ERROR(find_or_make(program, &kernel));
-  const int64_t blocks =
-      int64_t{params.batch} * ceil_div(params.m, kPassRows) * ceil_div(params.n, kPassColumns);
+  if (kernel == nullptr) JAX_TCGEMM_RETURN_IF_ERROR(find_or_make(program, &kernel));
+  const int64_t blocks = mul_sat(mul_sat(params.batch, ceil_div(params.m, kPassRows)),
+                                 ceil_div(params.n, kPassColumns));
   JAX_TCGEMM_REQUIRE(blocks <= std::numeric_limits<int32_t>::max(), blocks, " blocks");
   cudaLaunchConfig_t launch = {};
   launch.gridDim = dim3(static_cast<unsigned>(blocks));

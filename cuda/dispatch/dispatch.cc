@@ -114,13 +114,15 @@ Status split_into_planes(GemmProblem* problem, int64_t* used, cudaStream_t strea
     split.out = static_cast<char*>(problem->workspace) + *used;
     const int64_t bytes = plan_split(&split);
     *used = add_sat(*used, bytes);
+    if (*used > problem->padding_bytes) break;  // refused below
     *operands[i] = {split.out, split.out_ld, bytes / 2, split.out_batch};
   }
-  void* const state = static_cast<char*>(problem->workspace) + *used;
+  const int64_t state_at = *used;
   *used = add_sat(*used, kSplitStateBytes);
   JAX_TCGEMM_REQUIRE(*used <= problem->padding_bytes, product.name, " of m=", params.m,
                      " n=", params.n, " k=", params.k, " takes ", *used, " bytes for planes, not ",
                      problem->padding_bytes);
+  void* const state = static_cast<char*>(problem->workspace) + state_at;
   problem->major_a = problem->major_b = Major::kK;
   params.pairs_of_b = false;
   problem->aligned_a = problem->aligned_b = true;

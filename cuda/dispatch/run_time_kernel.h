@@ -25,7 +25,8 @@ struct EpilogueProgram {
   int64_t warp_bytes = 0;
 };
 
-// Orders programs by digest and then by source: whoever made the call wrote both.
+// Orders programs by digest and then by source. The digest alone proves nothing: it comes with the
+// call.
 struct ByProgram {
   using is_transparent = void;
   using Owned = std::pair<std::string, std::string>;

@@ -20,6 +20,8 @@
 #include "ffi/compiled_operands.h"
 #include "ffi/handlers.h"
 #include "ffi/operands.h"
+#include "ffi/program_source.h"
+#include "shared_limits.h"
 
 namespace jax_tcgemm {
 
@@ -104,7 +106,7 @@ EpilogueProgram program_of(const CompiledAttributes& at) {
   return {at.digest, at.source, at.warp_bytes};
 }
 
-EpilogueOperands epilogue_operands(const CompiledAttributes& at, int64_t matrix_elements) {
+EpilogueOperands epilogue_operands(const CompiledAttributes& at, int64_t matrices) {
   return {at.m,
           at.n,
           at.batch_shape,
@@ -112,7 +114,9 @@ EpilogueOperands epilogue_operands(const CompiledAttributes& at, int64_t matrix_
           at.operand_vectors,
           at.result_elements,
           at.own_operands(),
-          matrix_elements,
+          matrices,
+          kReducedBlock,
+          kReducedBlock,
           at.source};
 }
 
@@ -168,10 +172,12 @@ Status decode_and_run(const CompiledAttributes& at, ffi::RemainingArgs& operands
                       ffi::RemainingRets& results, int32_t ordinal, cudaStream_t stream) {
   GemmProblem problem = {};
   JAX_TCGEMM_RETURN_IF_ERROR(decode_problem(at, &problem));
+  if (problem.params.batch == 0 || problem.params.m == 0 || problem.params.n == 0) return Status();
   const GemmAttributes gemm = gemm_attributes(at);
   JAX_TCGEMM_RETURN_IF_ERROR(decode_operands({gemm, operands, results}, &problem));
-  if (problem.params.batch == 0 || problem.params.m == 0 || problem.params.n == 0) return Status();
   if (at.has_groups) JAX_TCGEMM_RETURN_IF_ERROR(decode_groups(operands, &problem.params));
+  JAX_TCGEMM_REQUIRE(is_true_after(at.source, "kBlockScales = ") == at.has_scales(),
+                     "scales by blocks, not as the source says");
   CompiledParams params = {problem.params, {}, {}, {}};
   if (at.has_scales()) {
     JAX_TCGEMM_REQUIRE(!at.has_b2 && !at.gated && !at.has_groups,
@@ -180,9 +186,8 @@ Status decode_and_run(const CompiledAttributes& at, ffi::RemainingArgs& operands
   }
   // Groups divide the rows of one matrix.
   const int64_t matrices = at.has_groups ? 1 : params.batch;
-  const int64_t elements = mul_sat(mul_sat(matrices, params.m), params.n);
   JAX_TCGEMM_RETURN_IF_ERROR(
-      decode_epilogue(epilogue_operands(at, elements), operands, results, &params));
+      decode_epilogue(epilogue_operands(at, matrices), operands, results, &params));
   const DeviceProperties* device = nullptr;
   JAX_TCGEMM_RETURN_IF_ERROR(get_device_properties(ordinal, &device));
   return run_compiled(problem, params, program_of(at), *device, stream);

@@ -20,12 +20,14 @@ struct EpilogueOperands {
   Strides operand_strides;  // (batch..., m, n), one operand after the other
   Strides operand_vectors;  // 1 where one is read by vectors of 16 bytes
   Strides result_elements;
-  size_t before;            // buffers of the call before them
-  int64_t matrix_elements;  // of a result that is a matrix of each batch entry
+  size_t before;                      // buffers of the call before them
+  int64_t matrices;                   // of m x n
+  int64_t block_rows, block_columns;  // of results that reductions join
   std::string_view source;
 };
 
-// Reads the addresses and strides, checked against the buffers and against what the source says.
+// Reads the addresses and strides. The buffers have what the strides address, and are what the
+// source says.
 Status decode_epilogue(const EpilogueOperands& at, ffi::RemainingArgs& operands,
                        ffi::RemainingRets& results, CompiledParams* params);
 

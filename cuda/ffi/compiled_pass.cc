@@ -10,7 +10,6 @@
 #include <cstdint>
 #include <string_view>
 
-#include "common/saturating.h"
 #include "common/status.h"
 #include "ffi/attributes.h"
 #include "ffi/compiled_operands.h"
@@ -60,7 +59,9 @@ Status decode_and_run(const PassAttributes& at, ffi::RemainingArgs& operands,
                                        at.operand_vectors,
                                        at.result_elements,
                                        0,
-                                       mul_sat(mul_sat(params.batch, params.m), params.n),
+                                       params.batch,
+                                       kPassRows,
+                                       kPassColumns,
                                        at.source};
   JAX_TCGEMM_RETURN_IF_ERROR(decode_epilogue(of_program, operands, results, &params));
   return run_pass(params, {at.digest, at.source}, stream);

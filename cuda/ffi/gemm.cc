@@ -75,12 +75,12 @@ Status decode_and_run(const Call& call, int32_t ordinal, cudaStream_t stream) {
   problem.beside_collectives = at.beside_collectives;
   JAX_TCGEMM_RETURN_IF_ERROR(decode_shape(at, &problem.params));
   JAX_TCGEMM_RETURN_IF_ERROR(decode_results(call, &problem));
+  if (problem.params.batch == 0 || problem.params.m == 0 || problem.params.n == 0) return Status();
   EpilogueParams& epilogue = problem.params.epilogue;
   JAX_TCGEMM_RETURN_IF_ERROR(decode_activation(at.activation, &epilogue.activation));
   epilogue.activation_parameters[0] = at.activation_p0;
   epilogue.activation_parameters[1] = at.activation_p1;
   JAX_TCGEMM_RETURN_IF_ERROR(decode_operands(call, &problem));
-  if (problem.params.batch == 0 || problem.params.m == 0 || problem.params.n == 0) return Status();
   const DeviceProperties* device = nullptr;
   JAX_TCGEMM_RETURN_IF_ERROR(get_device_properties(ordinal, &device));
   return run_gemm(problem, *device, stream);

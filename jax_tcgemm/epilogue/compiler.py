@@ -55,7 +55,7 @@ def compile_kernel(
 
 # A program may come from anywhere, within an exported program. Directives could read files of this
 # machine into what is compiled. Each of these begins one or hides its beginning.
-_DIRECTIVES = ("#", "%:", "??", "\\\n", "\\\r", "_Pragma")
+_DIRECTIVES = ("#", "%:", "??", "\\", "_Pragma")
 _OWN_DIRECTIVE = re.compile(r"^#pragma unroll$", re.MULTILINE)
 
 
@@ -98,11 +98,13 @@ class _Compilations:
                 self._busy -= 1
                 return
             kernel = self._waiting.popleft()
-        with contextlib.suppress(nvrtc.CompileError):  # raised again for who needs the kernel
-            compile_kernel(*kernel)
-        with self._lock:
-            self._begun.discard(kernel)
-        self._submit()
+        try:
+            with contextlib.suppress(Exception):  # raised again for who needs the kernel
+                compile_kernel(*kernel)
+        finally:
+            with self._lock:
+                self._begun.discard(kernel)
+            self._submit()
 
 
 @functools.cache

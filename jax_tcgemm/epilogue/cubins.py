@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from jax_tcgemm import _core
 from jax_tcgemm.epilogue import nvrtc
@@ -33,7 +33,7 @@ _MAGIC = b"jax_tcgemm cubin\n"
 # Of all entries; those used longest ago go first.
 _MOST_BYTES = 256 * 2**20
 
-# Of this process's memory: kernels that were loaded are not asked for again.
+# Of this process's memory: a kernel is asked for by its lowering and by each device that loads it.
 _MOST_KEPT_BYTES = 64 * 2**20
 
 _memory: collections.OrderedDict[str, bytes] = collections.OrderedDict()
@@ -62,31 +62,41 @@ def cubin(
                 _memory.move_to_end(key)
                 return _memory[key]
             others = _underway.get(key)
-            if others is None:
-                own = _underway[key] = concurrent.futures.Future()
         if others is None:
-            return _made(
-                own, key, lambda: _read_or_compile(key, source, architecture, options, what)
-            )
-        concurrent.futures.wait([others])
-        if isinstance(others.exception(), nvrtc.CompileError):
-            return others.result()  # raises it
+            made = _make_for_all(key, source, architecture, options, what)
+            if made is not None:
+                return made
+        else:
+            concurrent.futures.wait([others])
+            if others.exception() is None or isinstance(others.exception(), nvrtc.CompileError):
+                return others.result()
 
 
-def _made(future: concurrent.futures.Future[bytes], key: str, make: Callable[[], bytes]) -> bytes:
-    """Makes what other threads wait for as well; if it is interrupted, one of them tries anew."""
+def _make_for_all(
+    key: str, source: str, architecture: str, options: Sequence[str], what: str
+) -> bytes | None:
+    """Makes what other threads then wait for as well; ``None`` if one of them was faster.
+
+    If this is interrupted, one of those that wait makes it.
+    """
+    future: concurrent.futures.Future[bytes] = concurrent.futures.Future()
     try:
-        made = make()
-    except BaseException as error:
+        if _underway.setdefault(key, future) is not future:
+            return None
+        made = _memory.get(key) or _read_or_compile(key, source, architecture, options, what)
         with _lock:
-            _underway.pop(key, None)
-        future.set_exception(error)
+            _keep(key, made)
+        future.set_result(made)
+        return made
+    except nvrtc.CompileError as error:
+        # Without its traceback, which would keep what the callers hold.
+        future.set_exception(nvrtc.CompileError(*error.args))
         raise
-    with _lock:
-        _keep(key, made)
-        _underway.pop(key, None)
-    future.set_result(made)
-    return made
+    finally:
+        if not future.done():
+            future.set_exception(RuntimeError("interrupted"))
+        if _underway.get(key) is future:
+            del _underway[key]
 
 
 def _keep(key: str, made: bytes) -> None:

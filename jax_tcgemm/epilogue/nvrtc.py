@@ -79,8 +79,8 @@ class Nvrtc:
 
     def _digest(self) -> str:
         digest = hashlib.sha256("\0".join((*map(str, self.version), *OPTIONS)).encode())
-        # Releases of one version differ in the build identifier, near the beginning of the file.
-        digest.update(_beginning(_file_of(self._library.nvrtcVersion)))
+        # Releases of one version differ in the build identifier, at either end of the file.
+        digest.update(_ends(_file_of(self._library.nvrtcVersion)))
         for name in _HEADERS:
             for path in (self.headers / name, (self.headers / name).with_suffix(".hpp")):
                 digest.update(path.read_bytes() if path.exists() else b"none")
@@ -119,10 +119,15 @@ def _file_of(function: Any) -> str | None:
     return os.fsdecode(symbol.file)
 
 
-def _beginning(path: str | None) -> bytes:
+def _ends(path: str | None) -> bytes:
+    """Returns the beginning and the end of a file; nothing of one that cannot be read."""
+    size = 2**16
     try:
         with open(path or "", "rb") as file:
-            return file.read(2**16)
+            beginning = file.read(size)
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - size))
+            return beginning + file.read()
     except OSError:
         return b""
 

@@ -155,6 +155,7 @@ struct CompiledIo {
     for (int i = 0; i < kChunkValues; ++i) {
       if (m(i) >= params.m || n(i) >= params.n) value[i] = neutral;
     }
+    static_assert(kReducedBlock == kChunkColumns);
     T* const out = static_cast<T*>(params.results[kIndex]);
     const uint32_t lane = ptx::volatile_lane();
     const int64_t row_blocks = (params.m + kChunkColumns - 1) / kChunkColumns;
