@@ -110,7 +110,7 @@ def test_run_tunes_cases(small_suite, monkeypatch, tmp_path, capsys):
 
     def tune(function, *types, progress):
         tuned.append(types)
-        return Tunings({("cpu", str(len(tuned))): Entry(None, 1.0, 1.0, 1.0)})
+        return Tunings({("cpu", json.dumps({"m": len(tuned)})): Entry(None, 1.0, 1.0, 1.0)})
 
     monkeypatch.setattr(run, "tune", tune)
     out, found = tmp_path / "out.json", tmp_path / "tunings.json"
