@@ -16,7 +16,7 @@ _SCALE_BLOCK = 128
 
 @dataclasses.dataclass
 class Program:
-    """What the source says.
+    """The facts in a source.
 
     Attributes:
         operands: along what each moves, bytes of its elements, and whether it is read by vectors.

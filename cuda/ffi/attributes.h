@@ -19,7 +19,7 @@ using Strides = ffi::Span<const int64_t>;
 // jax_tcgemm/problem/strides.py.
 constexpr int64_t kMaxExtent = int64_t{1} << 30;
 
-// Whether this is a possible stride, in elements, whose bytes fit into 64 bits.
+// A stride in elements is possible if it is not negative and its bytes fit into 64 bits.
 constexpr bool is_stride(int64_t stride) { return 0 <= stride && stride <= int64_t{1} << 56; }
 
 // Strides are in elements.

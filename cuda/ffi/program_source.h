@@ -1,5 +1,5 @@
-// What the C++ of a program says of its operands and results, as of_program of
-// jax_tcgemm/epilogue/source.py writes it.
+// Reads from the C++ of a program, as of_program of jax_tcgemm/epilogue/source.py writes it, which
+// operands and results it has.
 
 #ifndef JAX_TCGEMM_FFI_PROGRAM_SOURCE_H_
 #define JAX_TCGEMM_FFI_PROGRAM_SOURCE_H_
@@ -14,7 +14,7 @@ namespace jax_tcgemm {
 // The number after `name`, such as "kResults = "; -1 if there is none.
 int64_t number_after(std::string_view source, std::string_view name);
 
-// Whether "true" follows `name`, such as "kBlockScales = ".
+// Says if "true" follows `name`, such as "kBlockScales = ".
 bool is_true_after(std::string_view source, std::string_view name);
 
 // An operand, or a result that is a matrix.

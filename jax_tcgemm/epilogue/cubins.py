@@ -33,7 +33,7 @@ _MAGIC = b"jax_tcgemm cubin\n"
 # Of all entries; those used longest ago go first.
 _MOST_BYTES = 256 * 2**20
 
-# Of this process's memory: a kernel is asked for by its lowering and by each device that loads it.
+# The most of this process's memory. Lowering asks for a kernel, and each device that loads it does.
 _MOST_KEPT_BYTES = 64 * 2**20
 
 _memory: collections.OrderedDict[str, bytes] = collections.OrderedDict()
