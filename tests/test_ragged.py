@@ -32,6 +32,7 @@ from jax_tcgemm.problem.activations import ACTIVATIONS
 from jax_tcgemm.problem.ragged import RaggedSpec
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize("dtype", [F32, BF16, F16])
 def test_equals_the_loop_and_lax(rng, normal, assert_accurate, dtype):
     for _ in range(4):
@@ -99,6 +100,7 @@ def _indexed(lhs, rhs, sizes, bias, activation):
     return jnp.pad(d, ((0, lhs.shape[0] - len(groups)), (0, 0)))
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize("activation", [None, "silu"])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("sizes", [[3, 0, 4], [1, 2, 9], [0, 0, 0]])
