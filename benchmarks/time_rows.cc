@@ -5,12 +5,13 @@
 //   build/time_rows [--within FACTOR] [--rows GLOB] [--dense] < problems > times.csv
 //
 // A problem is a line "TYPE LAYOUT M N K BATCH EPILOGUE": bf16, f16 or tf32; nn, nt, tn or tt;
-// extents whose rows are multiples of 16 bytes; none, bias or bias+gelu. Of each, those choices are
-// timed that the model has within FACTOR of the fastest (2), and whose names the glob matches:
-// rows, and rows that split k ("ROW/splits=N"; with --dense into other numbers than powers of two,
-// too). Each is launched many times by a CUDA graph, on as many sets of operands as L2 cannot hold
-// together, at most 64; the time is of one launch, the gap before it included. Choices have their
-// turns in random order, so that what one draws of the GPU's power slows all of them down.
+// extents whose rows are multiples of 16 bytes; none, bias, bias+gelu, or f32, a float32 result
+// without either. Of each, those choices are timed that the model has within FACTOR of the fastest
+// (2), and whose names the glob matches: rows, and rows that split k ("ROW/splits=N"; with --dense
+// into other numbers than powers of two, too). Each is launched many times by a CUDA graph, on as
+// many sets of operands as L2 cannot hold together, at most 64; the time is of one launch, the gap
+// before it included. Choices have their turns in random order, so that what one draws of the GPU's
+// power slows all of them down.
 
 #include <cuda_runtime_api.h>
 #include <fnmatch.h>
@@ -63,6 +64,8 @@ struct Case {
                            : Algorithm::kTf32Tf32F32;
   }
   int bytes() const { return type == "tf32" ? 4 : 2; }
+  bool is_wide() const { return epilogue == "f32"; }
+  bool has_bias() const { return epilogue.starts_with("bias"); }
 
   // Whether the line was one that the head describes.
   bool is_known() const {
@@ -71,8 +74,8 @@ struct Case {
     };
     const auto aligned = [&](int64_t extent) { return extent > 0 && extent * bytes() % 16 == 0; };
     return any(type, {"bf16", "f16", "tf32"}) && any(layout, {"nn", "nt", "tn", "tt"}) &&
-           any(epilogue, {"none", "bias", "bias+gelu"}) && aligned(m) && aligned(n) && aligned(k) &&
-           batch > 0;
+           any(epilogue, {"none", "bias", "bias+gelu", "f32"}) && aligned(m) && aligned(n) &&
+           aligned(k) && batch > 0;
   }
 };
 
@@ -144,9 +147,9 @@ GemmProblem problem_of(const Case& c, char* memory, char* workspace, int64_t wor
   EpilogueParams& epilogue = p.epilogue;
   epilogue.alpha.value = 1.f;
   epilogue.d = d;
-  epilogue.d_type = arithmetic_of(problem.algorithm).output;
+  epilogue.d_type = c.is_wide() ? ElementType::kF32 : arithmetic_of(problem.algorithm).output;
   epilogue.d_vectorizable = true;
-  if (c.epilogue != "none") epilogue.bias = {bias, 0, 1, {}, epilogue.d_type, true};
+  if (c.has_bias()) epilogue.bias = {bias, 0, 1, {}, epilogue.d_type, true};
   if (c.epilogue == "bias+gelu") epilogue.activation = Activation::kGelu;
   return problem;
 }
@@ -154,7 +157,7 @@ GemmProblem problem_of(const Case& c, char* memory, char* workspace, int64_t wor
 int64_t set_bytes(const Case& c) {
   const int64_t bytes = c.bytes();
   return rounded_up(c.batch * c.m * c.k * bytes) + rounded_up(c.batch * c.n * c.k * bytes) +
-         rounded_up(c.n * bytes) + rounded_up(c.batch * c.m * c.n * bytes);
+         rounded_up(c.n * bytes) + rounded_up(c.batch * c.m * c.n * (c.is_wide() ? 4 : bytes));
 }
 
 // A choice, as a graph of launches.

@@ -31,7 +31,12 @@ def set_compiler(
 def may_compile_rows() -> bool:
     """Says whether every kernel that was to be compiled for a row of the table could be."""
 
-def device_properties(ordinal: int) -> dict[str, Any]: ...
+def device_properties(ordinal: int) -> dict[str, Any]:
+    """Describes a GPU: sizes in bytes, the peaks ``clock_rate`` (Hz), ``memory_bandwidth`` (B/s).
+
+    A peak is 0 where the driver does not say.
+    """
+
 def rank_configs(
     problem: ChoiceInput, dense_splits: bool = False, warp_bytes: int = 0
 ) -> list[tuple[str, float, bool]]:
@@ -49,4 +54,15 @@ def rank_configs(
 
     Raises:
         ValueError: the problem names no known algorithm, layout or epilogue.
+    """
+
+def time_terms(problem: ChoiceInput) -> list[tuple[str, float, list[float]]]:
+    """Returns, of all that can compute a problem, the model's cycles and what corrects them.
+
+    Args:
+        problem: the product and the device.
+
+    Returns:
+        For each configuration the cycles by the model alone, and the terms of which the logarithm
+        of the correction is a linear function (``cuda/dispatch/time_correction.h``).
     """

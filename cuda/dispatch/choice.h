@@ -40,6 +40,9 @@ struct Estimate {
 };
 std::vector<Estimate> ranked_choices(const ChoiceInput& input, bool dense_splits);
 
+// The same in no order, by the time model alone (dispatch/time_correction.h).
+std::vector<Estimate> modelled_choices(const ChoiceInput& input, bool dense_splits);
+
 // Keeps those rows that have room in shared memory for an epilogue that is compiled at run time, if
 // any has: without room it takes longer than with registers that spill, or cannot be compiled.
 // `warp_bytes` is what a warp needs for its operands and results.

@@ -1,6 +1,7 @@
 // The Python module jax_tcgemm._core: FFI handlers, kernel names, build and device facts.
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -12,6 +13,7 @@
 #include <vector>
 
 #include "dispatch/choice.h"
+#include "dispatch/time_correction.h"
 #include "ffi/algorithm_names.h"
 #include "shared_limits.h"
 
@@ -110,6 +112,18 @@ std::vector<RankedConfig> rank_configs(const nb::object& problem, bool dense_spl
   return ranked;
 }
 
+// See _core.pyi.
+using TimedConfig = std::tuple<std::string, double, TimeTerms>;
+std::vector<TimedConfig> time_terms_of(const nb::object& problem) {
+  const ChoiceInput input = choice_input(problem);
+  std::vector<TimedConfig> result;
+  for (const auto& [choice, cycles] : modelled_choices(input, true)) {
+    const TimeTerms terms = time_terms(choice.entry->config, input, choice.splits, cycles);
+    result.emplace_back(config_of(choice), cycles, terms);
+  }
+  return result;
+}
+
 #if JAX_TCGEMM_HAS_CUDA
 
 nb::dict stages(void* instantiate, void* execute) {
@@ -179,6 +193,12 @@ nb::dict device_properties(int ordinal) {
   if (!status.ok()) throw std::runtime_error(status.message());
   int driver = 0;
   cudaDriverGetVersion(&driver);
+  // 0 where the driver does not say.
+  int clock_khz = 0, memory_clock_khz = 0, memory_bus_bits = 0;
+  cudaDeviceGetAttribute(&clock_khz, cudaDevAttrClockRate, ordinal);
+  cudaDeviceGetAttribute(&memory_clock_khz, cudaDevAttrMemoryClockRate, ordinal);
+  cudaDeviceGetAttribute(&memory_bus_bits, cudaDevAttrGlobalMemoryBusWidth, ordinal);
+  cudaGetLastError();
   nb::dict result;
   result["name"] = properties->name;
   result["compute_capability"] = properties->compute_capability;
@@ -186,6 +206,9 @@ nb::dict device_properties(int ordinal) {
   result["shared_memory_per_block"] = properties->shared_memory_per_block;
   result["shared_memory_per_sm"] = properties->shared_memory_per_sm;
   result["l2_bytes"] = properties->l2_bytes;
+  result["clock_rate"] = 1e3 * clock_khz;
+  // Two transfers a clock.
+  result["memory_bandwidth"] = 2e3 * memory_clock_khz * memory_bus_bits / 8;
   result["driver_cuda"] = std::to_string(driver / 1000) + "." + std::to_string(driver % 1000 / 10);
   return result;
 }
@@ -236,4 +259,5 @@ NB_MODULE(_core, module) {
   module.attr("PASS_BLOCK") = nb::make_tuple(kPassRows, kPassColumns);
   module.def("rank_configs", &rank_configs, nb::arg("problem"), nb::arg("dense_splits") = false,
              nb::arg("warp_bytes") = 0);
+  module.def("time_terms", &time_terms_of, nb::arg("problem"));
 }

@@ -1,0 +1,121 @@
+// The weights are fitted by benchmarks/fit_times.py to times of rows on an H200 and an H100
+// (benchmarks/time_rows.cc). Rows of float16 have those of the same row of bfloat16.
+
+#include "dispatch/time_correction.h"
+
+#include <algorithm>
+#include <cmath>
+#include <iterator>
+#include <map>
+#include <numeric>
+#include <string>
+#include <string_view>
+
+#include "common/ceil_div.h"
+
+namespace jax_tcgemm {
+namespace {
+
+struct RowWeights {
+  std::string_view name;
+  TimeTerms weights;
+};
+
+// Sorted by name.
+constexpr RowWeights kRowWeights[] = {
+#include "dispatch/time_weights.inc"
+};
+
+// Of the logarithm.
+constexpr double kMostCorrection = 0.5;
+
+// What was timed: multiplications, bytes of the operands and of D, and k, also where there are few
+// rows. Others keep the model's times.
+constexpr double kLeastProducts = 2e6;
+constexpr double kMostProducts = 6e10;
+constexpr double kMostBytes = 200e6;
+constexpr int64_t kMostK = 8192;
+constexpr int64_t kMostKOfFew = 16384;
+
+// Terms stay within what most timed products have.
+constexpr double kMostLogCycles = 13.0;
+constexpr double kMostLogExtent = 14.0;
+constexpr double kMostLogK = 15.0;
+constexpr double kMostLogWaves = 5.0;
+
+const TimeTerms* find_weights(std::string name) {
+  constexpr std::string_view kHalf = "_f16_";
+  if (const size_t at = name.find(kHalf); at != std::string::npos) {
+    name.replace(at, kHalf.size(), "_bf16_");
+  }
+  const auto found = std::lower_bound(
+      std::begin(kRowWeights), std::end(kRowWeights), name,
+      [](const RowWeights& row, const std::string& key) { return row.name < key; });
+  return found != std::end(kRowWeights) && found->name == name ? &found->weights : nullptr;
+}
+
+const TimeTerms* weights_of(const KernelEntry& entry) {
+  thread_local std::map<const KernelEntry*, const TimeTerms*> known;
+  const auto [found, is_fresh] = known.try_emplace(&entry);
+  if (is_fresh) found->second = find_weights(entry.name);
+  return found->second;
+}
+
+}  // namespace
+
+bool has_timed_kin(const ChoiceInput& input) {
+  const bool is_kin = input.compute_capability == 90 && !input.compiled && !input.gated &&
+                      input.grouped == Grouped::kNone && !input.of_planes && !input.pairs &&
+                      input.tma_addressable && input.d_by_tma;
+  const double m = static_cast<double>(input.m), n = static_cast<double>(input.n);
+  const double k = static_cast<double>(input.k), batch = static_cast<double>(input.batch);
+  const double products = m * n * k * batch;
+  const double bytes = (m * k + k * n + m * n) * batch * element_bytes(input.algorithm);
+  const int64_t most_k = std::min(input.m, input.n) <= kFewRows ? kMostKOfFew : kMostK;
+  return is_kin && kLeastProducts <= products && products <= kMostProducts && bytes <= kMostBytes &&
+         input.k <= most_k;
+}
+
+TimeTerms time_terms(const KernelConfig& config, const ChoiceInput& input, int splits,
+                     double cycles) {
+  const auto tiles = [&](int64_t rows, int64_t columns) {
+    return ceil_div(rows, int64_t{config.tile_m}) * ceil_div(columns, int64_t{config.output_n()});
+  };
+  int64_t blocks = tiles(input.m, input.n);
+  if (config.skinny || config.swap_ab) blocks = std::min(blocks, tiles(input.n, input.m));
+  blocks *= input.batch * splits * config.split_k;
+  const double waves = static_cast<double>(blocks) / input.sm_count;
+  const auto log2 = [](double value, double most) { return std::min(std::log2(value), most); };
+  const double log_cycles = std::min(std::log(cycles), kMostLogCycles);
+  const double log_k = log2(static_cast<double>(input.k), kMostLogK);
+  const double shorter = static_cast<double>(std::min(input.m, input.n));
+  return {1.0,
+          log_cycles,
+          log_cycles * log_cycles,
+          log_k,
+          log_k * log_k,
+          std::max(0.0, 5.0 - log_k),
+          log2(static_cast<double>(input.m), kMostLogExtent),
+          log2(static_cast<double>(input.n), kMostLogExtent),
+          log2(std::max(waves, 0.01), kMostLogWaves),
+          std::log(std::ceil(waves) / waves),
+          std::min(waves, 2.0),
+          input.epilogue == EpilogueWork::kSum ? 1.0 : 0.0,
+          input.epilogue == EpilogueWork::kAny ? 1.0 : 0.0,
+          input.major_a == Major::kMn ? 1.0 : 0.0,
+          input.major_b == Major::kK ? 1.0 : 0.0,
+          shorter > 16 ? 1.0 : 0.0,
+          shorter > 32 ? 1.0 : 0.0,
+          shorter > 64 ? 1.0 : 0.0};
+}
+
+double time_correction(const KernelEntry& entry, const ChoiceInput& input, int splits,
+                       double cycles) {
+  const TimeTerms* const weights = weights_of(entry);
+  if (weights == nullptr || !has_timed_kin(input)) return 1.0;
+  const TimeTerms terms = time_terms(entry.config, input, splits, cycles);
+  const double logarithm = std::inner_product(terms.begin(), terms.end(), weights->begin(), 0.0);
+  return std::exp(std::clamp(logarithm, -kMostCorrection, kMostCorrection));
+}
+
+}  // namespace jax_tcgemm

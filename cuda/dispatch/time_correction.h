@@ -1,0 +1,37 @@
+// How much longer rows take than the time model says, as far as they were timed.
+
+#ifndef JAX_TCGEMM_DISPATCH_TIME_CORRECTION_H_
+#define JAX_TCGEMM_DISPATCH_TIME_CORRECTION_H_
+
+#include <stdint.h>
+
+#include <array>
+
+#include "dispatch/heuristic.h"
+#include "dispatch/kernel_entry.h"
+
+namespace jax_tcgemm {
+
+// Rows or columns of D, the fewer, up to which products were timed with more rows of the table and
+// longer k.
+constexpr int64_t kFewRows = 64;
+
+constexpr int kTimeTerms = 18;
+using TimeTerms = std::array<double, kTimeTerms>;
+
+// Whether products of this kind were timed: of compute capability 9.0, dense, and with aligned
+// rows.
+bool has_timed_kin(const ChoiceInput& input);
+
+// Facts about a product and a row, which takes `cycles` by the model with k split into so many
+// parts. The logarithm of the correction is a linear function of them, with weights for each row.
+TimeTerms time_terms(const KernelConfig& config, const ChoiceInput& input, int splits,
+                     double cycles);
+
+// The factor for the model's cycles; 1 where nothing was timed.
+double time_correction(const KernelEntry& entry, const ChoiceInput& input, int splits,
+                       double cycles);
+
+}  // namespace jax_tcgemm
+
+#endif  // JAX_TCGEMM_DISPATCH_TIME_CORRECTION_H_
