@@ -28,6 +28,7 @@ from jax_tcgemm.partitioning import rules
 from jax_tcgemm.problem.alignment import split_bytes
 from jax_tcgemm.problem.arithmetic import INPUT_DTYPES
 from jax_tcgemm.problem.strides import Operands, StridedGemm
+from jax_tcgemm.transforms import measure
 from jax_tcgemm.tuning import cache, lookup
 
 # Read when a backend starts. The shard_map tests need more than one device. Programs run once: most
@@ -212,6 +213,9 @@ def on_an_h200(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     monkeypatch.setenv(lookup.SETTING, "read")
     monkeypatch.setattr(lookup, "packaged", lambda kind: Tunings())
     monkeypatch.setattr(lookup, "_MEASURED", {})
+    monkeypatch.setattr(lookup, "_SPENT", [0.0])
+    monkeypatch.setattr(lookup, "_AGREED", {})
+    monkeypatch.setattr(measure, "_FASTEST", {})
 
 
 @pytest.fixture

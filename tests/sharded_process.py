@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import pathlib
 import sys
+import time
 from collections.abc import Callable
 
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")  # of conftest.py
@@ -20,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from sharded_checks import placed
@@ -27,6 +29,8 @@ from sharded_program import TARGET, mesh_of
 from sharded_programs import KINDS, PROGRAMS
 
 import jax_tcgemm
+from jax_tcgemm.tuning import agreement, lookup
+from jax_tcgemm.tuning import cache as tuning_cache
 from jax_tcgemm.tuning.entry import Entry, problem_key
 
 
@@ -86,6 +90,7 @@ def join(address: str, rank: int) -> None:
         result = np.asarray(jitted(*arrays).addressable_data(0))
         np.testing.assert_allclose(result, np.maximum(x @ w, 0), rtol=1e-4, atol=1e-4)
     tunings_of_processes(rank, lambda: jitted(*arrays))
+    measurements_of_processes(rank)
     print("joined", rank, jnp.shape(result))
 
 
@@ -99,6 +104,32 @@ def tunings_of_processes(rank: int, run: Callable[[], jax.Array]) -> None:
         jax.block_until_ready(run())
     with pytest.raises(AssertionError, match="differ between processes"), found(rank):
         pass
+
+
+def measurements_of_processes(rank: int) -> None:
+    """What one of them measures, all take; and nothing, if it takes too long."""
+    os.environ.update({lookup.SETTING: "tune", tuning_cache.SETTING: ""})
+    measured = []
+
+    def measure(product: lookup.Product, patience: float) -> lookup.Measured:
+        measured.append(product.problem)
+        time.sleep(seconds)
+        return lookup.Measured(Entry(None, 1.0 + rank, 1.0 + rank, None), is_certain=True)
+
+    def found(m: int) -> object:
+        product = lookup.Product("gemm", None, (), problem_key(m=m))
+        return lookup.find("GPU", product)
+
+    lookup.measure, seconds = measure, 0.2
+    if rank == 1:
+        assert found(1)[0].seconds == 2.0  # process 0 has no such product
+    order = (2, 3, 4, 5) if rank == 0 else (5, 4, 3, 2)
+    times = {m: found(m)[0].seconds for m in order}
+    print("taken", [times[m] for m in sorted(times)])
+    print("measured", len(measured))
+    agreement.PATIENCE, seconds = 0.5, 2.0
+    multihost_utils.sync_global_devices("both ask")
+    assert found(6) is None
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import pathlib
+import re
 import socket
 import subprocess
 import sys
@@ -187,6 +188,11 @@ def test_two_processes():
     outputs = [process.communicate(timeout=300) for process in processes]
     for rank, (out, err) in enumerate(outputs):
         assert f"joined {rank}" in out, err
+    taken, counts = zip(
+        *(re.findall("(?:taken|measured) (.*)", out) for out, _ in outputs), strict=True
+    )
+    assert taken[0] == taken[1]  # of products that both have
+    assert sum(map(int, counts)) == 5  # one of them has one more
 
 
 # Types

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jax._src import config as _config
 from jax._src import core as _core
+from jax._src import distributed as _distributed
 from jax._src import literals as _literals
 from jax._src import mesh as _mesh
 from jax._src import sharding_impls as _sharding_impls
@@ -245,3 +246,26 @@ def has_manual_axes() -> bool:
 def no_mesh() -> contextlib.AbstractContextManager[Any]:
     """Forgets the mesh that surrounds what is traced."""
     return _mesh.use_abstract_mesh(_mesh.empty_abstract_mesh)
+
+
+def write_shared(key: str, value: str) -> bool:
+    """Writes a value for all processes of ``jax.distributed``; ``False``: the key has one."""
+    client: Any = _distributed.global_state.client
+    try:
+        client.key_value_set(key, value)
+    except Exception as error:
+        if "ALREADY_EXISTS" in str(error):
+            return False
+        raise
+    return True
+
+
+def read_shared(key: str, seconds: float) -> str | None:
+    """Waits for a value that a process of ``jax.distributed`` writes; ``None``: for too long."""
+    client: Any = _distributed.global_state.client
+    try:
+        return client.blocking_key_value_get(key, round(1000 * seconds))
+    except Exception as error:
+        if "DEADLINE_EXCEEDED" in str(error):
+            return None
+        raise

@@ -109,29 +109,50 @@ class Chain:
     """One call of a function per argument set, one after the other, compiled.
 
     Attributes:
-        compiled: takes the argument sets, returns the list of results.
+        compiled: takes the argument sets, returns the list of results; or, ``one_by_one``, takes
+            one set and returns its result.
         argument_sets: tuples of arrays.
+        one_by_one: whether each call is a program of its own.
     """
 
-    compiled: Callable[..., list[Any]]
+    compiled: Callable[..., Any]
     argument_sets: list[tuple[Any, ...]]
+    one_by_one: bool = False
 
     def __call__(self) -> list[Any]:
+        if self.one_by_one:
+            return [self.compiled(*arguments) for arguments in self.argument_sets]
         return self.compiled(self.argument_sets)
 
 
-def compile_chain(function: Callable[..., Any], argument_sets: Sequence[tuple[Any, ...]]) -> Chain:
-    """Compiles one call per argument set and runs it once."""
+def compile_chain(
+    function: Callable[..., Any],
+    argument_sets: Sequence[tuple[Any, ...]],
+    *,
+    one_by_one: bool = False,
+    options: Mapping[str, Any] | None = None,
+) -> Chain:
+    """Compiles one call per argument set and runs it once.
+
+    Args:
+        function: of the arguments of a set.
+        argument_sets: tuples of arrays.
+        options: more ``compiler_options`` of ``jax.jit``.
+        one_by_one: compile one call, which is run for one set after the other: sooner compiled,
+            and as good for CUPTI. Wall times then are those of launches, where these take longer.
+    """
     sets = [tuple(arguments) for arguments in argument_sets]
 
     def chain(sets):
         return [function(*arguments) for arguments in sets]
 
-    options = {}
+    asked = dict(options or {})
     if default_device().platform == "gpu":
         # A CUDA graph may run independent calls at the same time; a stream does not.
-        options["compiler_options"] = {"xla_gpu_graph_min_graph_size": 2**30}
-    compiled = Chain(jax.jit(chain, **options).lower(sets).compile(), sets)
+        asked["xla_gpu_graph_min_graph_size"] = 2**30
+    jitted = jax.jit(function if one_by_one else chain, compiler_options=asked or None)
+    lowered = jitted.lower(*sets[0]) if one_by_one else jitted.lower(sets)
+    compiled = Chain(lowered.compile(), sets, one_by_one)
     jax.block_until_ready(compiled())
     return compiled
 
@@ -158,14 +179,17 @@ def time_chains(
         One ``Timing`` per name, its samples in the order in which they were taken.
 
     Raises:
-        RuntimeError: ``method="cupti"`` and CUPTI cannot be used here.
+        RuntimeError: ``method="cupti"`` and CUPTI cannot be used here, or what it recorded of
+            calls one by one cannot be divided among them.
     """
     if method is None:
-        method = "cupti" if _cupti_works(default_device()) else "wall"
+        method = "cupti" if cupti_works(default_device()) else "wall"
     if method == "cupti":
         try:
             return _one_cupti_session(chains, reps, block, seconds)
         except RuntimeError as error:
+            if any(chain.one_by_one for chain in chains.values()):
+                raise
             warnings.warn(f"one CUPTI session for each block, because {error}", stacklevel=2)
     sample = _cupti_samples if method == "cupti" else _wall_samples
     samples: dict[str, list[float]] = {name: [] for name in chains}
@@ -191,7 +215,8 @@ def default_device() -> Any:
 
 
 @functools.cache
-def _cupti_works(device: Any) -> bool:
+def cupti_works(device: Any) -> bool:
+    """Whether kernel times of a device can be had by CUPTI."""
     if device.platform != "gpu":
         return False
     try:
@@ -220,6 +245,16 @@ def _cupti_samples(chain: Chain, count: int) -> list[float]:
     return [ms * 1e-3 for ms in milliseconds]
 
 
+@functools.cache
+def _marker(device: Any) -> Callable[[], Any]:
+    """Compiles what runs a kernel of its own kind on a device."""
+    with jax.default_device(device):
+        angle = jnp.ones(())
+        compiled = jax.jit(jnp.arctan2).lower(angle, angle).compile()
+        jax.block_until_ready(compiled(angle, angle))
+    return functools.partial(compiled, angle, angle)
+
+
 def _one_cupti_session(
     chains: Mapping[str, Chain], reps: int, block: int, seconds: float
 ) -> dict[str, Timing]:
@@ -235,15 +270,13 @@ def _one_cupti_session(
         start, finish = extension._cupti_init, extension._cupti_get_timings
     except AttributeError as error:
         raise RuntimeError(f"this JAX's CUPTI timer is another: {error}") from error
-    angle = jnp.ones(())
-    marker = jax.jit(jnp.arctan2).lower(angle, angle).compile()
-    jax.block_until_ready(marker(angle, angle))
+    mark = _marker(default_device())
     order, running = [], []
     start()
     try:
         for name in _turns(list(chains), reps, block, seconds):
             order.append(name)
-            marker(angle, angle)
+            mark()
             for _ in range(block - 1):
                 chains[name]()
             running.append(chains[name]())

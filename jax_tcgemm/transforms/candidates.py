@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import jax
+import jax.numpy as jnp
 
 from jax_tcgemm import _core
 from jax_tcgemm.epilogue import compiler, translation
 from jax_tcgemm.epilogue.spec import CompiledSpec
+from jax_tcgemm.kernels import names
 from jax_tcgemm.kernels.choice_input import ChoiceInput
 from jax_tcgemm.kernels.names import read_config
 from jax_tcgemm.lowering import compiled
@@ -22,18 +29,20 @@ from jax_tcgemm.problem.alignment import (
     row_alignment,
 )
 from jax_tcgemm.problem.arithmetic import INPUT_DTYPES, resolve_algorithm, written_dtype
-from jax_tcgemm.problem.spec import GemmSpec, with_kernel_layouts
+from jax_tcgemm.problem.spec import GemmSpec, flatten, with_kernel_layouts
 from jax_tcgemm.problem.strides import Operands, fold
 from jax_tcgemm.tuning.lookup import Product
 
-# The model is seldom further off than this, and most of what it puts below another by more is.
-_FACTOR = 1.6
-_MOST = 12
+# The model is seldom further off than this for the best of a kind, and than that for others.
+_FACTOR, _NEAR = 2.0, 1.3
+_MOST = 10
+# The arithmetic whose rows have relatives of bfloat16.
+_HALF = "F16_F16_F32"
 # Splits of one row beyond so many are not far from these.
 _MOST_SPLITS_OF_A_ROW = 2
 
 
-def candidates(product: Product, device: dict[str, Any]) -> list[str]:
+def candidates(product: Product, device: Mapping[str, Any]) -> list[str]:
     """Names configurations, the fastest first by the time model.
 
     Args:
@@ -42,6 +51,105 @@ def candidates(product: Product, device: dict[str, Any]) -> list[str]:
     """
     if isinstance(product.spec, CompiledSpec):
         return _of_compiled(product, device)
+    return _spread(_ranked(product, device, run_time_rows=compiler.may_compile_rows()))
+
+
+def built_candidates(product: Product, device: Mapping[str, Any]) -> list[str]:
+    """The same of kernels that the build has: none for an epilogue of the user's own.
+
+    Those that the model puts far behind a kernel that would have to be compiled are left out.
+
+    Args:
+        product: what is to be computed.
+        device: as ``_core.device_properties`` describes it.
+    """
+    if isinstance(product.spec, CompiledSpec):
+        return []
+    possible = _ranked(product, device, run_time_rows=True)
+    near = {config for config, cycles, _ in possible if cycles <= _FACTOR * possible[0][1]}
+    built = _ranked(product, device, run_time_rows=False)
+    return _spread([each for each in built if each[0] in near])
+
+
+def algorithm_of(product: Product) -> str:
+    """Returns the name of the arithmetic that computes a product."""
+    return json.loads(product.problem)["algorithm"]
+
+
+def relative(product: Product) -> Product | None:
+    """Returns a product that rows of the build compute about as fast relative to one another.
+
+    That is the plain product, without what follows it, of bfloat16 instead of float16. ``None``: it
+    would be the product itself, or there is none, as of 8-bit operands.
+    """
+    spec, types = product.spec, product.types
+    if isinstance(spec, CompiledSpec):
+        types, _ = spec.split(types)
+        spec = spec.product
+    if types[0].dtype.itemsize < 2:
+        return None
+    if isinstance(spec, GemmSpec):
+        x = spec.unflatten(types[: len(spec.operand_names)])
+        spec = spec.accumulators(config=None)
+        primitive, types = "gemm", tuple(flatten(spec.select(x)))
+    else:
+        primitive = product.primitive.replace("compiled_ragged", "ragged_dot")
+    if algorithm_of(product) == _HALF:
+        is_wide = spec.out_dtype.itemsize > 2
+        out = spec.out_dtype if is_wide else jnp.dtype(jnp.bfloat16)
+        precision = (jax.lax.Precision.DEFAULT,) * 2  # instead of a preset of float16
+        spec = dataclasses.replace(spec, out_dtype=out, precision=precision)
+        types = tuple(
+            jax.ShapeDtypeStruct(x.shape, jnp.bfloat16 if x.dtype == jnp.float16 else x.dtype)
+            for x in types
+        )
+    if (spec, types) == (product.spec, product.types):
+        return None
+    return Product(primitive, spec, types, product.problem)
+
+
+def row_of(product: Product, config: str) -> str | None:
+    """Returns the configuration of a product that corresponds to one of its relative, if any does.
+
+    Args:
+        product: what is to be computed.
+        config: of ``relative(product)``.
+    """
+    if algorithm_of(product) == _HALF:
+        config = config.replace("_bf16_", "_f16_")
+    row, splits = read_config(config)
+    found = names.find(row)
+    if found is None:
+        return None
+    if isinstance(product.spec, CompiledSpec) and (splits > 1 or not found.takes_functions):
+        return None
+    return config
+
+
+def _spread(ranked: Sequence[tuple[str, float, bool]]) -> list[str]:
+    """Picks the best, and the first of each kind and number of parts."""
+    chosen: list[str] = []
+    of_row: dict[str, int] = {}
+    kinds: set[tuple[Any, ...]] = set()
+    for config, cycles, _ in ranked:
+        row, splits = read_config(config)
+        if cycles > _FACTOR * ranked[0][1] or len(chosen) == _MOST:
+            break
+        found = names.by_name(row)
+        kind = found.arch, found.schedule, found.skinny, found.swap_ab, splits
+        if kind in kinds and cycles > _NEAR * ranked[0][1]:
+            continue
+        if splits > 1:
+            of_row[row] = of_row.get(row, 0) + 1
+        if of_row.get(row, 0) <= _MOST_SPLITS_OF_A_ROW:
+            kinds.add(kind)
+            chosen.append(config)
+    return chosen
+
+
+def _ranked(
+    product: Product, device: Mapping[str, Any], *, run_time_rows: bool
+) -> list[tuple[str, float, bool]]:
     is_gemm = isinstance(product.spec, GemmSpec)
     problem = _of_gemm(product) if is_gemm else _of_groups(product)
     choice = ChoiceInput(
@@ -49,23 +157,12 @@ def candidates(product: Product, device: dict[str, Any]) -> list[str]:
         sm_count=device["sm_count"],
         shared_memory_per_block=device["shared_memory_per_block"],
         compute_capability=device["compute_capability"],
-        run_time_rows=compiler.may_compile_rows(),
+        run_time_rows=run_time_rows,
     )
-    ranked = _core.rank_configs(choice, dense_splits=True)
-    chosen: list[str] = []
-    of_row: dict[str, int] = {}
-    for config, cycles, _ in ranked:
-        row, splits = read_config(config)
-        if cycles > _FACTOR * ranked[0][1] or len(chosen) == _MOST:
-            break
-        if splits > 1:
-            of_row[row] = of_row.get(row, 0) + 1
-        if of_row.get(row, 0) <= _MOST_SPLITS_OF_A_ROW:
-            chosen.append(config)
-    return chosen
+    return _core.rank_configs(choice, dense_splits=True)
 
 
-def _of_compiled(product: Product, device: dict[str, Any]) -> list[str]:
+def _of_compiled(product: Product, device: Mapping[str, Any]) -> list[str]:
     """The same of products with an epilogue of the user's own.
 
     Few rows of 8-bit operands take the weights as they lie or transposed, by rows of their own,

@@ -1,18 +1,27 @@
-"""Random operands for measurements."""
+"""Random operands for measurements, made without compiling anything."""
 
 from __future__ import annotations
 
-import functools
 import math
+from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-_STEP = 2**20
+from jax_tcgemm.tuning.lookup import Product
+
+# Elements of a pool, after which operands repeat themselves.
+_POOL = 1 << 21
+# Consecutive operands begin so many elements apart, modulo the pool: an odd number.
+_STEP = 149_797
 
 
 class Numbers:
-    """Normal numbers, of which operands are pieces: to draw them anew for each takes a second.
+    """Normal numbers in host memory, of which operands are pieces.
+
+    Integers are rounded normal numbers times 30, unsigned ones their magnitudes, truths whether
+    they are positive.
 
     Args:
         seed: equal seeds give equal pieces.
@@ -20,22 +29,67 @@ class Numbers:
 
     def __init__(self, seed: int = 0) -> None:
         self._seed = seed
-        self._pools: dict[np.dtype, jax.Array] = {}
+        self._pools: dict[np.dtype, np.ndarray] = {}
         self._begin = 0
 
     def take(self, x: jax.ShapeDtypeStruct) -> jax.Array:
-        """Returns a copy of other numbers than the last time, as far as there are any."""
+        """Returns an array of this type on the default device, other numbers than the last time."""
         count = math.prod(x.shape)
-        pool = self._pools.get(x.dtype)
-        if pool is None or pool.size < count + _STEP:
-            size = _STEP + max(_STEP, 1 << count.bit_length())
-            # Of JAX's generators, rbg is compiled and run in the least time.
-            key = jax.random.fold_in(jax.random.key(self._seed, impl="rbg"), size)
-            pool = self._pools[x.dtype] = jax.random.normal(key, (size,), x.dtype)
-        self._begin = (self._begin + _STEP // 7 + 1) % (pool.size - count)
-        return _piece(pool, self._begin, x.shape)
+        pool = self._pool(np.dtype(x.dtype))
+        self._begin = (self._begin + _STEP) % pool.size
+        if self._begin + count <= pool.size:
+            return jnp.asarray(pool[self._begin : self._begin + count].reshape(x.shape))
+        values = np.empty(count, pool.dtype)
+        at, begin = 0, self._begin
+        while at < count:
+            piece = pool[begin : begin + count - at]
+            values[at : at + piece.size] = piece
+            at, begin = at + piece.size, 0
+        return jnp.asarray(values.reshape(x.shape))
+
+    def _pool(self, dtype: np.dtype) -> np.ndarray:
+        if dtype not in self._pools:
+            single = np.dtype(np.float32)
+            self._pools[dtype] = (
+                np.random.default_rng(self._seed).standard_normal(_POOL, single)
+                if dtype == single
+                else _converted(self._pool(single), dtype)
+            )
+        return self._pools[dtype]
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def _piece(pool: jax.Array, begin: int, shape: tuple[int, ...]) -> jax.Array:
-    return jax.lax.dynamic_slice(pool, (begin,), (math.prod(shape),)).reshape(shape)
+def _converted(normal: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    if dtype == np.bool_:
+        return normal > 0
+    if jnp.issubdtype(dtype, jnp.integer):
+        normal = np.round(np.abs(normal) if dtype.kind == "u" else normal * 30)
+        least, most = jnp.iinfo(dtype).min, jnp.iinfo(dtype).max
+        return np.clip(normal, least, most).astype(dtype)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return (normal + 1j * normal[::-1]).astype(dtype)
+    return normal.astype(dtype)
+
+
+def operand_sets(product: Product, numbers: Numbers, count: int) -> list[tuple[jax.Array, ...]]:
+    """Returns ``count`` sets of operands of a product; groups are of one size."""
+    sizes_at = 2 if "ragged" in product.primitive else None
+
+    def operand(i: int, x: jax.ShapeDtypeStruct) -> jax.Array:
+        if i == sizes_at:
+            return _even_sizes(x, rows=product.types[0].shape[0])
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            keys = jax.random.key(0, impl="threefry2x32")  # functions with others are not compiled
+            return jax.random.split(keys, math.prod(x.shape)).reshape(x.shape)
+        return numbers.take(x)
+
+    return [tuple(operand(i, x) for i, x in enumerate(product.types)) for _ in range(count)]
+
+
+def size_of(types: Sequence[jax.ShapeDtypeStruct]) -> int:
+    """Returns the bytes of arrays of these types."""
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in types)
+
+
+def _even_sizes(sizes: jax.ShapeDtypeStruct, rows: int) -> jax.Array:
+    bounds = np.linspace(0, rows, sizes.shape[0] + 1).astype(int)
+    return jnp.asarray(np.diff(bounds), sizes.dtype)

@@ -22,19 +22,19 @@ class Entry:
             what is taken untuned.
         seconds: of ``config``.
         untuned_seconds: of what is taken untuned.
-        xla_seconds: of XLA's own composition, the epilogue included.
+        xla_seconds: of XLA's own composition, the epilogue included; ``None`` if it was not timed.
         rows: digests of the rows of the kernel table that ``config`` names, by name.
     """
 
     config: str | None
     seconds: float
     untuned_seconds: float
-    xla_seconds: float
+    xla_seconds: float | None
     rows: tuple[tuple[str, str], ...] = ()
 
     @classmethod
     def measured(
-        cls, config: str | None, seconds: float, untuned_seconds: float, xla_seconds: float
+        cls, config: str | None, seconds: float, untuned_seconds: float, xla_seconds: float | None
     ) -> Entry:
         """Returns an entry of the rows as they are in this build."""
         names = [] if config in (None, kernel_names.XLA) else [kernel_names.read_config(config)[0]]
@@ -68,7 +68,8 @@ class Entry:
         texts = [text for pair in rows for text in pair]
         named = {None, kernel_names.XLA, *(name for name, _ in rows)}
         row, splits = kernel_names.read_config(config) if isinstance(config, str) else (config, 1)
-        are_times = all(isinstance(time, float) and 0 < time < math.inf for time in times)
+        needed = times if config == kernel_names.XLA or times[2] is not None else times[:2]
+        are_times = all(isinstance(time, float) and 0 < time < math.inf for time in needed)
         are_texts = all(isinstance(text, str) for text in texts)
         if not (row in named and splits > 0 and are_times and are_texts):
             raise ValueError(f"not an entry: {content!r}")

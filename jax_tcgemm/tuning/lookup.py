@@ -8,9 +8,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.resources
+import json
 import os
 import re
 import threading
+import time
 import uuid
 from collections.abc import Callable
 from typing import Any
@@ -18,12 +20,12 @@ from typing import Any
 import jax
 
 from jax_tcgemm.problem.log import log
-from jax_tcgemm.tuning import cache
+from jax_tcgemm.tuning import agreement, cache
 from jax_tcgemm.tuning.entry import Entry
 from jax_tcgemm.tuning.tunings import Tunings, active
 
 # "off": neither files nor what comes with the package; "read", the default; "tune": as well,
-# products that nothing is known of are measured where a program of one process first has them.
+# products that nothing is known of are measured where a program first has them.
 SETTING = "JAX_TCGEMM_TUNING"
 _MODES = ("off", "read", "tune")
 
@@ -64,8 +66,22 @@ class Recorder(Tunings):
         return f"recording {uuid.uuid4()}"
 
 
-# Measures a product, for "tune"; set by what can.
-measure: Callable[[Product], Entry] | None = None
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """What was found of a product.
+
+    Attributes:
+        entry: the choice and its times.
+        is_certain: whether it may be kept for other processes: a GPU that others use meanwhile
+            gives times that do not agree.
+    """
+
+    entry: Entry
+    is_certain: bool
+
+
+# Measures a product, for "tune", with so many seconds left for all; set by what can.
+measure: Callable[[Product, float], Measured] | None = None
 
 
 def mode() -> str:
@@ -104,33 +120,99 @@ def find(device_kind: str | None, product: Product) -> tuple[Entry, str] | None:
         entry = packaged(device_kind).find(device_kind, product.problem)
         if entry is not None:
             return entry, "the package"
-    if how == "tune" and alone:
-        entry = _measured(device_kind, product)
-        return None if entry is None else (entry, "a measurement")
+        if how == "tune":
+            entry = (_measured if alone else _agreed)(device_kind, product)
+            return None if entry is None else (entry, "a measurement")
     return None
 
 
-# One measurement at a time, each problem once in a process, whether or not there are files.
-_MEASURING = threading.Lock()
+# Seconds of a process that it may spend on measuring, and how long a thread waits for another's.
+BUDGET_SETTING = "JAX_TCGEMM_TUNING_SECONDS"
+_BUDGET = 5.0
+_PATIENCE = 2.0
+
+# One measurement at a time, those of ``tune`` included, each problem once in a process, whether or
+# not there are files.
+MEASURING = threading.Lock()
 _MEASURED: dict[tuple[str, str], Entry | None] = {}
+_SPENT = [0.0]
+# What the processes of a program agreed on.
+_AGREED: dict[tuple[str, str], Entry | None] = {}
+
+
+def budget() -> float:
+    """Returns the seconds that this process may spend on measuring.
+
+    Raises:
+        ValueError: the setting is no number.
+    """
+    setting = os.environ.get(BUDGET_SETTING)
+    try:
+        return float(setting) if setting else _BUDGET
+    except ValueError:
+        raise ValueError(f"{BUDGET_SETTING}={setting!r} must be a number of seconds") from None
 
 
 def _measured(device_kind: str, product: Product) -> Entry | None:
     """Measures a product, unless that was done; ``None`` if it cannot be."""
     key = device_kind, product.problem
-    with _MEASURING:
-        if key in _MEASURED or measure is None:
-            return _MEASURED.get(key)
+    if key in _MEASURED or measure is None:
+        return _MEASURED.get(key)
+    if not MEASURING.acquire(timeout=_PATIENCE):
+        log(f"{product.problem} is not measured: another thread measures")
+        return None
+    try:
+        return _MEASURED[key] if key in _MEASURED else _measure_now(*key, product, measure)
+    finally:
+        MEASURING.release()
+
+
+def _agreed(device_kind: str, product: Product) -> Entry | None:
+    """Returns what all processes of the program take, which a file or a measurement of one says."""
+    key = device_kind, product.problem
+    if key not in _AGREED:
         try:
-            entry = measure(product)
-        except Exception as error:  # Out of memory, say: the user's program is still to run.
-            log(f"{product.problem} could not be measured: {type(error).__name__}: {error}")
+            text = agreement.agreed("\n".join(key), lambda: _own_text(*key, product))
+            entry = None if text is None else Entry.from_json(json.loads(text))
+        except Exception as error:  # A process that is gone, say: the program is still to run.
+            log(f"no agreement about {product.problem}: {type(error).__name__}: {error}")
             entry = None
-        _MEASURED[key] = entry
-        problem = None if entry is None else cache.write(*key, entry)
-        if problem is not None:
-            log(f"a measured choice is not kept in a file: {problem}")
-        return entry
+        _AGREED[key] = entry if entry is not None and entry.is_current else None
+    return _AGREED[key]
+
+
+def _own_text(device_kind: str, problem: str, product: Product) -> str | None:
+    entry = cache.read(device_kind, problem) or _measured(device_kind, product)
+    return None if entry is None else json.dumps(entry.to_json())
+
+
+def _measure_now(
+    device_kind: str,
+    problem: str,
+    product: Product,
+    measure: Callable[[Product, float], Measured],
+) -> Entry | None:
+    most = budget()
+    if _SPENT[0] >= most:
+        return None
+    begun = time.perf_counter()
+    try:
+        measured = measure(product, most - _SPENT[0])
+    except Exception as error:  # Out of memory, say: the user's program is still to run.
+        log(f"{problem} could not be measured: {type(error).__name__}: {error}")
+        measured = None
+    _SPENT[0] += time.perf_counter() - begun
+    if _SPENT[0] >= most:
+        log(f"{BUDGET_SETTING}={most:g} are spent: other products take the model's choice")
+    entry = None if measured is None else measured.entry
+    _MEASURED[device_kind, problem] = entry
+    if measured is None:
+        return None
+    kept = measured.is_certain
+    reason = cache.write(device_kind, problem, measured.entry) if kept else "its times scatter"
+    if reason is not None:
+        log(f"a measured choice is not kept in a file: {reason}")
+    return entry
 
 
 @functools.cache

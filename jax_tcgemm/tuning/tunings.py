@@ -161,10 +161,14 @@ class Tunings:
     def __str__(self) -> str:
         lines = [f"{'problem':<58}{'us':>9}{'untuned':>9}{'XLA':>9}{'XLA/us':>8}  config"]
         for (_, problem), entry in self._entries.items():
-            us = [1e6 * t for t in (entry.seconds, entry.untuned_seconds, entry.xla_seconds)]
+            us = [1e6 * t for t in (entry.seconds, entry.untuned_seconds)]
             times = "".join(f"{each:>9.1f}" for each in us)
+            if entry.xla_seconds is None:
+                times += f"{'-':>9}{'-':>8}"
+            else:
+                times += f"{1e6 * entry.xla_seconds:>9.1f}{entry.xla_seconds / entry.seconds:>8.2f}"
             config = entry.config or "as untuned"
-            lines.append(f"{described(problem):<58}{times}{us[2] / us[0]:>8.2f}  {config}")
+            lines.append(f"{described(problem):<58}{times}  {config}")
         if self._entries:
             before, after = self.speedups()
             lines.append(f"XLA's time over ours: {before:.3f} untuned, {after:.3f} tuned")
@@ -175,16 +179,22 @@ class Tunings:
         return f"<Tunings of {len(self)} products, for {', '.join(kinds) or 'no device'}>"
 
     def speedups(self) -> tuple[float, float]:
-        """Returns the geometric means of XLA's time over ours, untuned and tuned."""
-        values = list(self._entries.values())
+        """Returns the geometric means of XLA's time over ours, untuned and tuned.
+
+        Of products for which XLA was timed.
+        """
         means = []
         for own in ("untuned_seconds", "seconds"):
-            logs = [math.log(entry.xla_seconds / getattr(entry, own)) for entry in values]
+            logs = [
+                math.log(entry.xla_seconds / getattr(entry, own))
+                for entry in self._entries.values()
+                if entry.xla_seconds is not None
+            ]
             means.append(math.exp(sum(logs) / max(1, len(logs))))
         return means[0], means[1]
 
     def plot(self, axes: Any = None) -> Any:
-        """Draws XLA's time over ours, untuned and tuned, a line for each product.
+        """Draws XLA's time over ours, untuned and tuned, a line for each product XLA was timed for.
 
         Args:
             axes: of matplotlib; by default new ones.
@@ -199,10 +209,12 @@ class Tunings:
             import matplotlib.pyplot as plt  # pyright: ignore[reportMissingImports]
 
             _, axes = plt.subplots(figsize=(8, 1 + 0.25 * len(self)), layout="constrained")
-        names = [described(problem) for _, problem in self._entries]
-        values = list(self._entries.values())
-        untuned = [entry.xla_seconds / entry.untuned_seconds for entry in values]
-        tuned = [entry.xla_seconds / entry.seconds for entry in values]
+        names, untuned, tuned = [], [], []
+        for (_, problem), entry in self._entries.items():
+            if entry.xla_seconds is not None:
+                names.append(described(problem))
+                untuned.append(entry.xla_seconds / entry.untuned_seconds)
+                tuned.append(entry.xla_seconds / entry.seconds)
         places = range(len(names))
         axes.hlines(places, untuned, tuned, color="0.7")
         axes.plot(untuned, places, "o", color="0.6", label="untuned")

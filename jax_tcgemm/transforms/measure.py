@@ -1,0 +1,371 @@
+"""How a product is computed fastest: its candidates by turns, beside XLA's own composition."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive
+
+from jax_tcgemm import _compat, _core
+from jax_tcgemm.epilogue.spec import CompiledSpec
+from jax_tcgemm.kernels.names import XLA, read_config
+from jax_tcgemm.primitives.compiled import compiled_p, compiled_ragged_p
+from jax_tcgemm.primitives.gemm import gemm_p
+from jax_tcgemm.primitives.ragged import ragged_contraction_p, ragged_dot_p
+from jax_tcgemm.problem.log import log
+from jax_tcgemm.problem.spec import GemmSpec
+from jax_tcgemm.tools.benchmarking import (
+    Chain,
+    Timing,
+    argument_set_count,
+    compile_chain,
+    cupti_works,
+    default_device,
+    time_chains,
+)
+from jax_tcgemm.transforms.candidates import built_candidates, candidates, relative, row_of
+from jax_tcgemm.transforms.numbers import Numbers, operand_sets, size_of
+from jax_tcgemm.transforms.roofline import least_seconds
+from jax_tcgemm.tuning import lookup
+from jax_tcgemm.tuning.entry import Entry
+from jax_tcgemm.tuning.lookup import Measured, Product
+from jax_tcgemm.tuning.tunings import described, untuned
+
+_PRIMITIVES: dict[str, Primitive] = {
+    "compiled": compiled_p,
+    "compiled_ragged": compiled_ragged_p,
+    "gemm": gemm_p,
+    "ragged_dot": ragged_dot_p,
+    "ragged_contraction": ragged_contraction_p,
+}
+
+# Competitors beside rows: what is taken untuned; XLA's composition, autotuned or by cuBLAS alone.
+_UNTUNED = "untuned"
+_CUBLAS = "cublas"
+_OF_XLA = {XLA: {}, _CUBLAS: {"xla_gpu_enable_triton_gemm": False}}
+
+# What is faster by less is noise.
+_NOISE = 0.02
+# Two blocks of samples that differ by more were taken on a GPU that others use.
+_STABLE = 0.05
+# Rounds that narrow the candidates down: samples of each, who stays (times the fastest), how many.
+_ROUNDS = ((2, 1.25, 5), (4, 1.06, 2))
+_FINAL_REPS, _BLOCK = 8, 2
+# Kernels that NVRTC has to compile for one product, at most, beside the one taken untuned.
+_MOST_COMPILED = 2
+# Of the memory that is free.
+_MEMORY_SHARE = 0.05
+
+# XLA's autotuning takes most of a measurement (0.75 of 1.1 s on 16 cores). With less time left than
+# this it is left out where cuBLAS takes longer than this, times the fastest row: of 76 random
+# products 5 were then slower than XLA by more than 3 %, the worst by 13 %.
+_PATIENT_SECONDS = 60.0
+_CUBLAS_FACTOR = 0.97
+# XLA is not asked either where a row takes at most the time of a launch, or is this near to what
+# the GPU can do.
+_LEAST_ASKED_SECONDS = 2e-6
+_NEAR_LIMIT = 0.95
+
+_NUMBERS = Numbers()
+# Rows of the build for plain products that were timed, the fastest first.
+_FASTEST: dict[tuple[Any, ...], list[str]] = {}
+
+
+class InterruptedMeasurementError(Exception):
+    """Whoever asked for the measurement no longer waits for it."""
+
+
+def measure(
+    product: Product,
+    numbers: Numbers | None = None,
+    *,
+    patience: float = math.inf,
+    stop: threading.Event | None = None,
+) -> Measured:
+    """Times what may compute a product, by turns.
+
+    Rows of the build are timed as they are. Where the epilogue or the type takes rows that NVRTC
+    compiles, their relatives in the build are timed first (``candidates.relative``), and of the
+    rows themselves two at most.
+
+    Args:
+        product: as lowering has it.
+        numbers: what operands are made of; by default those of other measurements.
+        patience: seconds that this and other measurements may still take. With few, XLA's
+            autotuning is left out where it is unlikely to matter.
+        stop: once set, the measurement ends where it is.
+
+    Returns:
+        What was found. It is certain if two blocks of samples, taken one after the other, agree.
+
+    Raises:
+        MemoryError: the operands and results take more than a part of the free memory.
+        InterruptedMeasurementError: ``stop`` was set.
+    """
+    begun = time.perf_counter()
+    race = _Race(product, numbers or _NUMBERS, stop or threading.Event())
+    race.enter({_UNTUNED: None} | {name: name for name in race.rows()}, also_cublas=True)
+    race.narrow_down()
+    if race.asks_xla(patience):
+        race.enter({XLA: XLA})
+    race.drop(_CUBLAS)
+    blocks = [race.timed(_FINAL_REPS, _BLOCK) for _ in range(2)]
+    best, is_certain = decided(blocks)
+    times = {name: min(block[name].median for block in blocks) for name in blocks[0]}
+    config = None if best == _UNTUNED else best
+    entry = Entry.measured(config, times[best], times[_UNTUNED], times.get(XLA))
+    us = ", ".join(f"{name} {1e6 * seconds:.1f} us" for name, seconds in times.items())
+    took = time.perf_counter() - begun
+    log(f"tune: {described(product.problem)}: {best}; {us}; took {took:.2f} s")
+    return Measured(entry, is_certain)
+
+
+class _Race:
+    """Competitors for a product, compiled, on the same operands.
+
+    Args:
+        product: as lowering has it.
+        numbers: what operands are made of.
+        stop: ends it.
+    """
+
+    def __init__(self, product: Product, numbers: Numbers, stop: threading.Event) -> None:
+        self._product = product
+        self._numbers = numbers
+        self._stop = stop
+        self._device = default_device()
+        # Without CUPTI, launches one by one would be timed instead of kernels.
+        self._one_by_one = self._device.platform != "gpu" or cupti_works(self._device)
+        self._properties = _core.device_properties(self._device.local_hardware_id or 0)
+        self._sets = operand_sets(product, numbers, _set_count(product, self._device))
+        self._chains: dict[str, Chain] = {}
+        self._least: dict[str, float] = {}
+
+    def rows(self) -> list[str]:
+        """Names what is worth timing."""
+        ranked = candidates(self._product, self._properties)
+        built = built_candidates(self._product, self._properties)
+        plain = relative(self._product)
+        is_half = plain is not None and plain.types[0].dtype != self._product.types[0].dtype
+        if not ranked or (ranked[0] in built and not is_half):
+            return built
+        if plain is None:  # of each way to lay the weights out the first
+            return list(dict.fromkeys([*ranked[:_MOST_COMPILED], ranked[len(ranked) // 2]]))
+        named = [row_of(self._product, name) for name in self._fastest_relatives(plain)]
+        known = set(built)
+        if is_untuned(ranked[0]):  # which is timed anyway
+            known.add(ranked[0])
+        possible = [name for name in named if name is not None]
+        others = dict.fromkeys(name for name in (*possible, *ranked) if name not in known)
+        return [*built, *list(others)[:_MOST_COMPILED]]
+
+    def _fastest_relatives(self, plain: Product) -> list[str]:
+        key = plain.primitive, plain.spec, plain.types
+        found = _FASTEST.get(key)
+        if found is None:
+            race = _Race(plain, self._numbers, self._stop)
+            race.enter({name: name for name in built_candidates(plain, self._properties)})
+            found = race.narrow_down()
+            if found:
+                _FASTEST[key] = found
+        return found
+
+    def enter(self, configs: Mapping[str, str | None], *, also_cublas: bool = False) -> None:
+        """Compiles competitors, several at a time.
+
+        One that cannot be compiled is left out, but for what is taken untuned.
+
+        Args:
+            configs: what is asked for by ``config=``, by name.
+            also_cublas: whether XLA's composition by cuBLAS alone is another, on a GPU.
+        """
+        self._check()
+        if also_cublas and self._device.platform == "gpu":
+            configs = {**configs, _CUBLAS: XLA}
+
+        def chain(item: tuple[str, str | None]) -> Chain | None:
+            name, config = item
+            call = functools.partial(_apply, self._product, config)
+            options = _OF_XLA.get(name)
+            try:
+                with untuned(), jax.default_device(self._device):
+                    return compile_chain(
+                        call, self._sets, one_by_one=self._one_by_one, options=options
+                    )
+            except Exception as error:  # Of those that remain one is chosen.
+                if name == _UNTUNED:
+                    raise
+                log(f"tune: {name} left out: {type(error).__name__}: {error}")
+                return None
+
+        with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+            made = zip(configs, pool.map(chain, configs.items()), strict=True)
+            self._chains |= {name: each for name, each in made if each is not None}
+
+    def narrow_down(self) -> list[str]:
+        """Keeps the few fastest rows, and all others; returns the rows, the fastest first."""
+        others = {_UNTUNED, *_OF_XLA}
+        rows = [name for name in self._chains if name not in others]
+        for reps, factor, most in _ROUNDS:
+            if len(self._chains) < 2:
+                break
+            timings = self.timed(reps, 1)
+            self._least = {name: min(timing.seconds) for name, timing in timings.items()}
+            rows = sorted((x for x in timings if x not in others), key=self._least.__getitem__)
+            limit = factor * min(self._least[x] for x in timings if x not in _OF_XLA)
+            rows = [name for name in rows if self._least[name] <= limit][:most]
+            self._chains = {x: y for x, y in self._chains.items() if x in others or x in rows}
+        return rows
+
+    def asks_xla(self, patience: float) -> bool:
+        """Says whether XLA's composition may be the fastest, and is worth its compilation.
+
+        Args:
+            patience: as of ``measure``.
+        """
+        others = (x for x in self._chains if x != _CUBLAS and x in self._least)
+        best = min((self._least[x] for x in others), default=0.0)
+        if patience == math.inf or not best:
+            return True
+        limit = least_seconds(self._product, _bytes(self._product), self._properties)
+        if best <= _LEAST_ASKED_SECONDS or _NEAR_LIMIT * best <= limit:
+            return False
+        cublas = self._least.get(_CUBLAS, 0.0)
+        return patience >= _PATIENT_SECONDS or cublas <= _CUBLAS_FACTOR * best
+
+    def drop(self, name: str) -> None:
+        """Takes a competitor out."""
+        self._chains.pop(name, None)
+
+    def timed(self, reps: int, block: int) -> dict[str, Timing]:
+        """Returns samples of all, taken by turns."""
+        self._check()
+        return time_chains(self._chains, reps=reps, block=block)
+
+    def _check(self) -> None:
+        if self._stop.is_set():
+            raise InterruptedMeasurementError
+
+
+def is_untuned(config: str) -> bool:
+    """Whether the first of the candidates is what is taken untuned: k is then split by doubling."""
+    return read_config(config)[1].bit_count() == 1
+
+
+def decided(blocks: Sequence[Mapping[str, Timing]]) -> tuple[str, bool]:
+    """Names the choice, and says whether the blocks agree about the times behind it.
+
+    What is taken untuned stays unless a row is faster by more than noise in each block, and so do
+    rows beside XLA's composition. Where the power limit moves the clock, samples of one kernel
+    differ by up to a tenth.
+
+    Args:
+        blocks: samples of all competitors, twice.
+    """
+    medians = {
+        name: math.prod(block[name].median for block in blocks) ** (1 / len(blocks))
+        for name in blocks[0]
+    }
+    choice = _UNTUNED
+    rows = sorted(set(medians) - {_UNTUNED, XLA}, key=medians.__getitem__)
+    for name in (*rows[:1], *(each for each in (XLA,) if each in medians)):
+        if all(_is_faster(block[name], block[choice]) for block in blocks):
+            choice = name
+    # Relative to one another: the power limit slows all of them down.
+    ratios = [
+        [block[name].median / block[_UNTUNED].median for block in blocks]
+        for name in {choice, *rows[:1], *({XLA} & medians.keys())}
+    ]
+    return choice, all(max(each) <= (1 + _STABLE) * min(each) for each in ratios)
+
+
+def _is_faster(timing: Timing, than: Timing) -> bool:
+    # About twice the standard error of the difference of two medians of 16 samples.
+    noise = max(_NOISE, (timing.spread + than.spread) / 3)
+    return timing.median < (1 - noise) * than.median
+
+
+def measure_while_lowering(product: Product, patience: float) -> Measured:
+    """Measures a product where a program is being traced; ``patience`` is as of ``measure``."""
+    return in_a_thread(functools.partial(measure, product, patience=patience))
+
+
+def in_a_thread(function: Callable[..., Measured]) -> Measured:
+    """Calls a function where nothing is traced, and no mesh or option is set by a context.
+
+    Args:
+        function: takes ``stop``, which is set if this thread is interrupted.
+    """
+    device = next(iter(_compat.initialized_cuda_devices()), None)
+    stop = threading.Event()
+
+    outcomes: list[Measured | BaseException] = []
+
+    def run() -> None:
+        try:
+            with jax.default_device(device):
+                outcomes.append(function(stop=stop))
+        except BaseException as error:  # raised again where it is waited for
+            outcomes.append(error)
+
+    # Not an executor: one that is interrupted while it starts a thread does not wait for it.
+    thread = threading.Thread(target=run)
+    try:
+        thread.start()
+        thread.join()
+    except BaseException:
+        stop.set()
+        raise
+    finally:
+        if thread.ident is not None:
+            thread.join()
+    (outcome,) = outcomes
+    if isinstance(outcome, BaseException):
+        raise outcome
+    return outcome
+
+
+def _apply(product: Product, config: str | None, *operands: jax.Array) -> Any:
+    spec = product.spec
+    is_compiled = isinstance(spec, CompiledSpec)
+    spec = spec.with_config(config) if is_compiled else dataclasses.replace(spec, config=config)
+    if isinstance(spec, GemmSpec):
+        spec = spec.replace(overwrite_c=False)  # without donation that would copy c
+    return _PRIMITIVES[product.primitive].bind(*operands, spec=spec)
+
+
+def _bytes(product: Product) -> int:
+    """Returns the bytes of the operands and results."""
+    results = jax.eval_shape(functools.partial(_apply, product, XLA), *product.types)
+    return size_of(product.types) + size_of(jax.tree.leaves(results))
+
+
+def _set_count(product: Product, device: Any) -> int:
+    """Returns how many sets of operands to make: as many as no cache holds together, if they fit.
+
+    Raises:
+        MemoryError: not even one does.
+    """
+    size = _bytes(product)
+    count = argument_set_count(size)
+    statistics = device.memory_stats() or {}
+    if "bytes_limit" not in statistics:
+        return count
+    free = statistics["bytes_limit"] - statistics["bytes_in_use"]
+    fitting = int(_MEMORY_SHARE * free) // size
+    if fitting < 1:
+        share = f"{_MEMORY_SHARE:.0%} of the {free} that are free"
+        raise MemoryError(f"{size} bytes of operands and results are more than {share}")
+    return min(count, fitting)
+
+
+lookup.measure = measure_while_lowering
