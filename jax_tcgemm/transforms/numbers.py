@@ -11,8 +11,8 @@ import numpy as np
 
 from jax_tcgemm.tuning.lookup import Product
 
-# Elements of a pool, after which operands repeat themselves.
-_POOL = 1 << 21
+# Elements of a pool, after which operands repeat themselves: odd, so that rows do not repeat.
+_POOL = 2**21 - 9
 # Consecutive operands begin so many elements apart, modulo the pool: an odd number.
 _STEP = 149_797
 
