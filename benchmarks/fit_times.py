@@ -24,11 +24,11 @@ import numpy as np
 from jax_tcgemm import _core
 from jax_tcgemm.kernels.choice_input import ChoiceInput
 
-# Of the least squares, for terms of unit variance.
+# The penalty of the least squares, for terms of unit variance.
 _RIDGE = 2.0
-# Of a row that was timed less often nothing is learnt.
+# A row that was timed less often gets no weights.
 _LEAST_TIMINGS = 40
-# As in cuda/dispatch/time_correction.cc.
+# The same as in cuda/dispatch/time_correction.cc.
 _MOST_CORRECTION = 0.5
 
 _FOLDS = 3
@@ -168,7 +168,7 @@ def corrected(weights: Weights) -> Callable[[Timed], float]:
 
 
 def loss(timed: list[Timed], cycles: Callable[[Timed], float]) -> float:
-    """What the choice by some estimate takes, divided by what the fastest row took."""
+    """The time of the choice by some estimate, divided by that of the fastest row."""
     return min(timed, key=cycles).seconds / min(each.seconds for each in timed)
 
 

@@ -107,7 +107,7 @@ def tunings_of_processes(rank: int, run: Callable[[], jax.Array]) -> None:
 
 
 def measurements_of_processes(rank: int) -> None:
-    """What one of them measures, all take; and nothing, if it takes too long."""
+    """All take what one of them measures; and nothing, if it takes too long."""
     os.environ.update({lookup.SETTING: "tune", tuning_cache.SETTING: ""})
     measured = []
 

@@ -17,7 +17,7 @@ from jax_tcgemm import _core
 pytestmark = pytest.mark.any_jax
 
 RECORDS = pathlib.Path(fit_times.__file__).parent / "results"
-# As in cuda/dispatch/choice.cc.
+# The same as in cuda/dispatch/choice.cc.
 RUN_TIME, LEAST_GAIN = 1.02, 1.06
 
 

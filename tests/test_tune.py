@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import functools
-import threading
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from cuda_calls import bf16
 from tuned_calls import (
     ARRAYS,
+    E4M3,
+    FEW_ROWS,
+    H200,
     KIND,
-    OTHER,
     ROW,
     SIZES,
     SQUARE,
@@ -28,12 +28,9 @@ from tuned_calls import (
 from jax_tcgemm import Tunings, _core, gated_gemm, gemm, mlp, ragged_dot, tune
 from jax_tcgemm.kernels import names as kernel_names
 from jax_tcgemm.kernels import table as kernel_table
-from jax_tcgemm.tools.benchmarking import Timing
-from jax_tcgemm.transforms import measure as measure_module
 from jax_tcgemm.transforms import tune as tune_module
-from jax_tcgemm.transforms.candidates import built_candidates, candidates, relative, row_of
+from jax_tcgemm.transforms.candidates import candidates
 from jax_tcgemm.transforms.numbers import Numbers, operand_sets
-from jax_tcgemm.transforms.roofline import least_seconds
 from jax_tcgemm.tuning import tunings
 from jax_tcgemm.tuning.entry import Entry
 from jax_tcgemm.tuning.lookup import Measured
@@ -134,11 +131,6 @@ def test_a_problem_is_known_by_what_its_time_depends_on():
     assert len({base, *others}) == 1 + len(others)
 
 
-E4M3 = jnp.float8_e4m3fn
-FEW_ROWS = jnp.zeros((16, 256), E4M3), jnp.zeros((256, 384), E4M3)
-H200 = {"sm_count": 132, "shared_memory_per_block": 227 * 1024, "compute_capability": 90}
-
-
 def test_functions_are_problems_of_their_own():
     found = [
         problems(lambda a, b, f=f: gemm(a, b, epilogue=f), *ARRAYS)[0]
@@ -236,213 +228,6 @@ def test_tune_measures_each_product_within_its_budget(monkeypatch, capfd):
     assert capfd.readouterr().err == ""
 
 
-@pytest.mark.any_jax
-@pytest.mark.parametrize(
-    ("f", "arrays"),
-    [
-        (lambda a, b: gemm(a, b, bias=b[0], activation="relu"), SQUARE),
-        (lambda a, b: gemm(a, b, b, preferred_element_type="float32"), SQUARE),
-        (lambda a, b: gated_gemm(a, b, b), SQUARE),
-        (lambda a, b: ragged_dot(a, b[None], SIZES[:1]), SQUARE),
-        (lambda a, b: gemm(a, b), (jnp.zeros((3, 5, 7)), jnp.zeros((7, 9)))),
-        (lambda a, b: gemm(a, b, epilogue=jnp.sin), SQUARE),
-        (lambda a, b: gemm(a, b, a_scale=2.0), FEW_ROWS),
-        (
-            lambda a, b: ragged_dot(a, b[None], SIZES[:1], epilogue=jnp.sin),
-            (jnp.zeros((64, 32), E4M3), jnp.zeros((32, 64), E4M3)),
-        ),
-    ],
-)
-def test_competitors_are_compiled_and_timed(monkeypatch, f, arrays):
-    # Here all of them are XLA's, by wall time.
-    monkeypatch.setattr(_core, "device_properties", lambda ordinal: H200)
-    (product,) = tune_module.find_products(f, *arrays)
-    found = measure_module.measure(product).entry
-    assert 0 < found.seconds <= found.untuned_seconds < 1
-    assert 0 < found.xla_seconds < 1
-    named = {None, "xla", *candidates(product, H200), *built_candidates(product, H200)}
-    assert found.config in named
-    assert len(named) >= 3 or not _core.kernel_names()
-
-
-def timing(seconds):
-    return Timing(tuple(seconds), "cupti")
-
-
-STEADY = [1.0] * 4
-
-
-def decided(first, second=None):
-    """Of times of each competitor, in one block or in two."""
-    blocks = [first, second or first]
-    return measure_module.decided(
-        [{name: timing(seconds) for name, seconds in block.items()} for block in blocks]
-    )
-
-
-@pytest.mark.parametrize(
-    ("times", "expected"),
-    [
-        ([0.97] * 4, True),
-        ([0.99] * 4, False),
-        ([0.4, 0.5, 0.5, 0.6], True),
-        ([0.8, 0.97, 0.97, 1.2], False),
-    ],
-)
-@pytest.mark.parametrize("name", ["xla", ROW])
-def test_what_is_taken_untuned_stays_unless_another_is_faster_by_more_than_noise(
-    times, expected, name
-):
-    assert decided({"untuned": STEADY, name: times}) == (name if expected else "untuned", True)
-
-
-def test_a_row_stays_unless_xla_is_faster_by_more_than_noise():
-    times = {"untuned": STEADY, ROW: [0.9] * 4, OTHER: [0.91] * 4}
-    assert decided(times | {"xla": [0.89] * 4})[0] == ROW
-    assert decided(times | {"xla": [0.8] * 4})[0] == "xla"
-
-
-def test_two_blocks_agree_or_nothing_changes():
-    fast, slow = {"untuned": STEADY, ROW: [0.9] * 4}, {"untuned": STEADY, ROW: [1.0] * 4}
-    assert decided(fast, slow) == ("untuned", False)
-    assert decided(slow, fast) == ("untuned", False)
-    spoilt = {"untuned": STEADY, "xla": [1.5] * 4}
-    assert decided({"untuned": STEADY, "xla": [0.6] * 4}, spoilt) == ("untuned", False)
-    # All of them slower in one block, at the power limit.
-    assert decided(fast, {name: [2 * x for x in y] for name, y in fast.items()}) == (ROW, True)
-
-
-F16 = jax.ShapeDtypeStruct((512, 768), jnp.float16), jax.ShapeDtypeStruct((768, 1024), jnp.float16)
-BF16 = tuple(jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in F16)
-
-
-@pytest.mark.parametrize(
-    ("f", "arrays", "op"),
-    [
-        (lambda a, b: gemm(a, b), F16, "gemm"),
-        (lambda a, b: gemm(a, b, bias=b[0], activation="gelu"), F16, "gemm"),
-        (lambda a, b: gemm(a, b, bias=b[0], activation="gelu"), BF16, "gemm"),
-        (lambda a, b: gemm(a, b, epilogue=jnp.sin), BF16, "gemm"),
-        (lambda a, b: gated_gemm(a, b, b), F16, "gemm"),
-        (lambda a, b: gated_gemm(a, b, b, epilogue=jnp.multiply), BF16, "gemm"),
-        (lambda a, b: ragged_dot(a, b[None], SIZES[:1]), F16, "ragged_dot"),
-        (lambda a, b: ragged_dot(a, b[None], SIZES[:1], epilogue=jnp.sin), BF16, "ragged_dot"),
-    ],
-)
-def test_rows_that_are_to_be_compiled_have_relatives_in_the_build(f, arrays, op):
-    (product,) = tune_module.find_products(f, *arrays)
-    plain = relative(product)
-    assert plain.primitive == op
-    assert [x.dtype for x in plain.types[:2]] == [jnp.bfloat16] * 2
-    assert [x.shape for x in plain.types[:2]] == [x.shape for x in product.types[:2]]
-    names = built_candidates(plain, H200)
-    assert names
-    possible = {row_of(product, name) for name in names} - {None}
-    assert possible
-    for name in possible:
-        with Tunings({(KIND, product.problem): entry(name)}):
-            assert configs(f, *arrays) == [name]
-
-
-LONG = tuple(jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((512, 8192), (8192, 1024)))
-
-
-@pytest.mark.parametrize(
-    ("f", "arrays"),
-    [
-        (lambda a, b: gemm(a, b, epilogue=jnp.sin), LONG),  # its relatives split k
-        (lambda a, b: gemm(a, b, epilogue=jnp.sin, preferred_element_type="float32"), BF16),
-        (lambda a, b: gated_gemm(a, b, b), F16),
-        (lambda a, b: ragged_dot(a, b[None], SIZES[:1], epilogue=jnp.sin), LONG),
-        (lambda a, b: gemm(a, b, precision="BF16_BF16_F32"), F16),
-        (lambda a, b: gemm(a, b, precision="F16_F16_F32"), F16),
-        (lambda a, b: gemm(a, b, a_scale=2.0), FEW_ROWS),
-    ],
-)
-def test_what_is_timed_can_compute_the_product(monkeypatch, f, arrays):
-    monkeypatch.setattr(_core, "device_properties", lambda ordinal: H200)
-    (product,) = tune_module.find_products(f, *arrays)
-
-    def fastest(race, plain):
-        return built_candidates(plain, H200)
-
-    monkeypatch.setattr(measure_module._Race, "_fastest_relatives", fastest)
-    monkeypatch.setattr(measure_module, "operand_sets", lambda *_: [])
-    names = measure_module._Race(product, Numbers(), threading.Event()).rows()
-    assert names
-    for name in names:
-        assert "simt" not in name
-        with Tunings({(KIND, product.problem): entry(name)}):
-            assert configs(f, *arrays) == [name]
-
-
-def test_products_of_the_build_and_of_8_bits_have_none():
-    for g, arrays in ((f, BF16), (lambda a, b: gemm(a, b, a_scale=2.0), FEW_ROWS)):
-        (product,) = tune_module.find_products(g, *arrays)
-        assert relative(product) is None
-
-
-PEAKS = {**H200, "clock_rate": 1.98e9, "memory_bandwidth": 4.9e12}
-
-
-@pytest.mark.parametrize(
-    ("m", "n", "k", "us"),
-    # What an H200 took for them: products near one of its limits.
-    [(4096, 4096, 4096, 173.4), (64, 28672, 4096, 56.9), (1, 28672, 4096, 55.3)],
-)
-def test_no_kernel_is_faster_than_the_gpu(m, n, k, us):
-    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((m, k), (k, n))]
-    (product,) = tune_module.find_products(f, *arrays)
-    size = 2 * (m * k + k * n + m * n)
-    assert measure_module._bytes(product) == size
-    assert 0.85 * us < 1e6 * least_seconds(product, size, PEAKS) < us
-    assert least_seconds(product, size, H200) == 0
-
-
-@pytest.mark.parametrize(
-    ("patience", "best", "cublas", "expected"),
-    [
-        (5.0, 20e-6, 19e-6, True),
-        (5.0, 20e-6, 19.8e-6, False),
-        (5.0, 20e-6, 30e-6, False),
-        (100.0, 20e-6, 30e-6, True),
-        (5.0, 1.9e-6, 1.5e-6, False),
-        (100.0, 4.0e-6, 1.5e-6, False),  # about a start and reading the operands
-        (float("inf"), 1.9e-6, 3e-6, True),
-    ],
-)
-def test_when_xla_is_asked(monkeypatch, patience, best, cublas, expected):
-    monkeypatch.setattr(_core, "device_properties", lambda ordinal: PEAKS)
-    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((8, 1024), (1024, 6144))]
-    (product,) = tune_module.find_products(f, *arrays)
-    race = measure_module._Race(product, Numbers(), threading.Event())
-    race._chains = dict.fromkeys(["untuned", ROW, "cublas"])
-    race._least = {"untuned": 1.2 * best, ROW: best, "cublas": cublas, "gone": 1e-6}
-    assert race.asks_xla(patience) == expected
-
-
-@pytest.mark.any_jax
-def test_a_candidate_that_fails_is_left_out(monkeypatch):
-    monkeypatch.setattr(_core, "device_properties", lambda ordinal: H200)
-    for name in ("candidates", "built_candidates"):
-        monkeypatch.setattr(measure_module, name, lambda product, device: ["no row", ROW])
-    (product,) = tune_module.find_products(f, *SQUARE)
-    assert measure_module.measure(product).entry.config in (None, "xla", ROW)
-
-
-def test_products_are_measured_without_a_mesh_or_options(monkeypatch):
-    seen = []
-
-    def look(stop) -> None:
-        seen.append((jax.sharding.get_abstract_mesh().empty, jax.config.jax_debug_nans))
-
-    auto = (jax.sharding.AxisType.Auto,)
-    mesh = jax.make_mesh((2,), ("x",), auto, devices=jax.devices("cpu")[:2])
-    with jax.set_mesh(mesh), jax.debug_nans(True):
-        measure_module.in_a_thread(look)
-    assert seen == [(True, False)]
-
-
 def test_programs_that_xla_divides_are_compiled(monkeypatch):
     compiled = []
     monkeypatch.setattr(jax.stages.Lowered, "compile", lambda self: compiled.append(self))
@@ -456,16 +241,6 @@ def test_programs_that_xla_divides_are_compiled(monkeypatch):
         count = len(compiled)
         tune_module.find_products(function, *SQUARE)
         assert len(compiled) == count + 1
-
-
-def test_numbers_are_normal_and_others_each_time():
-    numbers = Numbers()
-    kinds = [jax.ShapeDtypeStruct(s, d) for s in ((64, 128), (300, 7)) for d in ("float32", "f2")]
-    drawn = [np.asarray(numbers.take(x), np.float32) for x in kinds * 3]
-    for values, x in zip(drawn, kinds * 3, strict=True):
-        assert values.shape == x.shape
-        assert abs(values.std() - 1) < 0.1
-    assert len({values.tobytes() for values in drawn}) == len(drawn)
 
 
 def test_candidates_hold_what_is_taken_untuned():

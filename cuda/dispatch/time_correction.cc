@@ -26,11 +26,11 @@ constexpr RowWeights kRowWeights[] = {
 #include "dispatch/time_weights.inc"
 };
 
-// Of the logarithm.
+// The largest logarithm of a correction.
 constexpr double kMostCorrection = 0.5;
 
-// What was timed: multiplications, bytes of the operands and of D, and k, also where there are few
-// rows. Others keep the model's times.
+// The products that were timed: their multiplications, the bytes of the operands and of D, and k,
+// also where there are few rows. Others keep the model's times.
 constexpr double kLeastProducts = 2e6;
 constexpr double kMostProducts = 6e10;
 constexpr double kMostBytes = 200e6;

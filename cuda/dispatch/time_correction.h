@@ -19,8 +19,8 @@ constexpr int64_t kFewRows = 64;
 constexpr int kTimeTerms = 18;
 using TimeTerms = std::array<double, kTimeTerms>;
 
-// Whether products of this kind were timed: of compute capability 9.0, dense, and with aligned
-// rows.
+// Says whether products of this kind and size were timed: dense ones with aligned rows, on GPUs of
+// compute capability 9.0.
 bool has_timed_kin(const ChoiceInput& input);
 
 // Facts about a product and a row, which takes `cycles` by the model with k split into so many

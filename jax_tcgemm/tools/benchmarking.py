@@ -216,7 +216,7 @@ def default_device() -> Any:
 
 @functools.cache
 def cupti_works(device: Any) -> bool:
-    """Whether kernel times of a device can be had by CUPTI."""
+    """Says whether kernel times of a device can be had by CUPTI."""
     if device.platform != "gpu":
         return False
     try:

@@ -57,7 +57,7 @@ def candidates(product: Product, device: Mapping[str, Any]) -> list[str]:
 def built_candidates(product: Product, device: Mapping[str, Any]) -> list[str]:
     """The same of kernels that the build has: none for an epilogue of the user's own.
 
-    Those that the model puts far behind a kernel that would have to be compiled are left out.
+    Kernels that the model puts far behind one that would have to be compiled are left out.
 
     Args:
         product: what is to be computed.

@@ -9,7 +9,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from jax.extend.core import Primitive
 
 from jax_tcgemm import _compat, _core
 from jax_tcgemm.epilogue.spec import CompiledSpec
-from jax_tcgemm.kernels.names import XLA, read_config
+from jax_tcgemm.kernels.names import XLA
 from jax_tcgemm.primitives.compiled import compiled_p, compiled_ragged_p
 from jax_tcgemm.primitives.gemm import gemm_p
 from jax_tcgemm.primitives.ragged import ragged_contraction_p, ragged_dot_p
@@ -33,6 +33,7 @@ from jax_tcgemm.tools.benchmarking import (
     time_chains,
 )
 from jax_tcgemm.transforms.candidates import built_candidates, candidates, relative, row_of
+from jax_tcgemm.transforms.decision import UNTUNED, decided, is_untuned
 from jax_tcgemm.transforms.numbers import Numbers, operand_sets, size_of
 from jax_tcgemm.transforms.roofline import least_seconds
 from jax_tcgemm.tuning import lookup
@@ -48,21 +49,16 @@ _PRIMITIVES: dict[str, Primitive] = {
     "ragged_contraction": ragged_contraction_p,
 }
 
-# Competitors beside rows: what is taken untuned; XLA's composition, autotuned or by cuBLAS alone.
-_UNTUNED = "untuned"
+# Competitors beside rows and the untuned choice: XLA's composition, autotuned or by cuBLAS alone.
 _CUBLAS = "cublas"
 _OF_XLA = {XLA: {}, _CUBLAS: {"xla_gpu_enable_triton_gemm": False}}
 
-# What is faster by less is noise.
-_NOISE = 0.02
-# Two blocks of samples that differ by more were taken on a GPU that others use.
-_STABLE = 0.05
 # Rounds that narrow the candidates down: samples of each, who stays (times the fastest), how many.
 _ROUNDS = ((2, 1.25, 5), (4, 1.06, 2))
 _FINAL_REPS, _BLOCK = 8, 2
 # Kernels that NVRTC has to compile for one product, at most, beside the one taken untuned.
 _MOST_COMPILED = 2
-# Of the memory that is free.
+# The share of the free memory that operands and results may take.
 _MEMORY_SHARE = 0.05
 
 # XLA's autotuning takes most of a measurement (0.75 of 1.1 s on 16 cores). With less time left than
@@ -105,7 +101,7 @@ def measure(
         stop: once set, the measurement ends where it is.
 
     Returns:
-        What was found. It is certain if two blocks of samples, taken one after the other, agree.
+        The outcome. It is certain if two blocks of samples, taken one after the other, agree.
 
     Raises:
         MemoryError: the operands and results take more than a part of the free memory.
@@ -113,7 +109,7 @@ def measure(
     """
     begun = time.perf_counter()
     race = _Race(product, numbers or _NUMBERS, stop or threading.Event())
-    race.enter({_UNTUNED: None} | {name: name for name in race.rows()}, also_cublas=True)
+    race.enter({UNTUNED: None} | {name: name for name in race.rows()}, also_cublas=True)
     race.narrow_down()
     if race.asks_xla(patience):
         race.enter({XLA: XLA})
@@ -121,8 +117,8 @@ def measure(
     blocks = [race.timed(_FINAL_REPS, _BLOCK) for _ in range(2)]
     best, is_certain = decided(blocks)
     times = {name: min(block[name].median for block in blocks) for name in blocks[0]}
-    config = None if best == _UNTUNED else best
-    entry = Entry.measured(config, times[best], times[_UNTUNED], times.get(XLA))
+    config = None if best == UNTUNED else best
+    entry = Entry.measured(config, times[best], times[UNTUNED], times.get(XLA))
     us = ", ".join(f"{name} {1e6 * seconds:.1f} us" for name, seconds in times.items())
     took = time.perf_counter() - begun
     log(f"tune: {described(product.problem)}: {best}; {us}; took {took:.2f} s")
@@ -201,8 +197,8 @@ class _Race:
                     return compile_chain(
                         call, self._sets, one_by_one=self._one_by_one, options=options
                     )
-            except Exception as error:  # Of those that remain one is chosen.
-                if name == _UNTUNED:
+            except Exception as error:  # One of the others is chosen.
+                if name == UNTUNED:
                     raise
                 log(f"tune: {name} left out: {type(error).__name__}: {error}")
                 return None
@@ -213,7 +209,7 @@ class _Race:
 
     def narrow_down(self) -> list[str]:
         """Keeps the few fastest rows, and all others; returns the rows, the fastest first."""
-        others = {_UNTUNED, *_OF_XLA}
+        others = {UNTUNED, *_OF_XLA}
         rows = [name for name in self._chains if name not in others]
         for reps, factor, most in _ROUNDS:
             if len(self._chains) < 2:
@@ -254,44 +250,6 @@ class _Race:
     def _check(self) -> None:
         if self._stop.is_set():
             raise InterruptedMeasurementError
-
-
-def is_untuned(config: str) -> bool:
-    """Whether the first of the candidates is what is taken untuned: k is then split by doubling."""
-    return read_config(config)[1].bit_count() == 1
-
-
-def decided(blocks: Sequence[Mapping[str, Timing]]) -> tuple[str, bool]:
-    """Names the choice, and says whether the blocks agree about the times behind it.
-
-    What is taken untuned stays unless a row is faster by more than noise in each block, and so do
-    rows beside XLA's composition. Where the power limit moves the clock, samples of one kernel
-    differ by up to a tenth.
-
-    Args:
-        blocks: samples of all competitors, twice.
-    """
-    medians = {
-        name: math.prod(block[name].median for block in blocks) ** (1 / len(blocks))
-        for name in blocks[0]
-    }
-    choice = _UNTUNED
-    rows = sorted(set(medians) - {_UNTUNED, XLA}, key=medians.__getitem__)
-    for name in (*rows[:1], *(each for each in (XLA,) if each in medians)):
-        if all(_is_faster(block[name], block[choice]) for block in blocks):
-            choice = name
-    # Relative to one another: the power limit slows all of them down.
-    ratios = [
-        [block[name].median / block[_UNTUNED].median for block in blocks]
-        for name in {choice, *rows[:1], *({XLA} & medians.keys())}
-    ]
-    return choice, all(max(each) <= (1 + _STABLE) * min(each) for each in ratios)
-
-
-def _is_faster(timing: Timing, than: Timing) -> bool:
-    # About twice the standard error of the difference of two medians of 16 samples.
-    noise = max(_NOISE, (timing.spread + than.spread) / 3)
-    return timing.median < (1 - noise) * than.median
 
 
 def measure_while_lowering(product: Product, patience: float) -> Measured:

@@ -12,9 +12,9 @@ from jax_tcgemm.tuning.lookup import Product
 
 # From a kernel's start to its first load, and from its last to its end.
 _START_SECONDS = 1e-6
-# Of the peaks of memory and tensor cores, what the fastest kernels reach.
+# The shares of the peaks of memory and tensor cores that the fastest kernels reach.
 _MEMORY_REACHED, _TENSOR_REACHED = 0.9, 0.83
-# Of an SM of compute capability 9.0 in a cycle, times the bytes of an operand's element.
+# Operations of an SM of compute capability 9.0 in a cycle, times the bytes of an element.
 _TENSOR_OPERATIONS = 8192
 
 
@@ -35,7 +35,7 @@ def least_seconds(product: Product, size: int, device: Mapping[str, Any]) -> flo
     products = 2 if fields["op"] == "gated" else 1
     operations = 2.0 * products * math.prod(fields.get("batch", []))
     operations *= fields["m"] * fields["n"] * fields["k"]
-    # Of what is multiplied, into which a preset may convert the operands.
+    # A preset may convert the operands before they are multiplied.
     multiplied = INPUT_DTYPES.get(fields["algorithm"]) or product.types[0].dtype
     peak = device["sm_count"] * clock * _TENSOR_OPERATIONS / multiplied.itemsize
     memory = size / (_MEMORY_REACHED * bandwidth)

@@ -68,7 +68,7 @@ class Recorder(Tunings):
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What was found of a product.
+    """The outcome of a measurement.
 
     Attributes:
         entry: the choice and its times.
@@ -136,7 +136,7 @@ _PATIENCE = 2.0
 MEASURING = threading.Lock()
 _MEASURED: dict[tuple[str, str], Entry | None] = {}
 _SPENT = [0.0]
-# What the processes of a program agreed on.
+# The choices that the processes of a program agreed on.
 _AGREED: dict[tuple[str, str], Entry | None] = {}
 
 

@@ -181,7 +181,7 @@ class Tunings:
     def speedups(self) -> tuple[float, float]:
         """Returns the geometric means of XLA's time over ours, untuned and tuned.
 
-        Of products for which XLA was timed.
+        Products for which XLA was not timed do not count.
         """
         means = []
         for own in ("untuned_seconds", "seconds"):
