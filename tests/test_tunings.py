@@ -427,9 +427,13 @@ def test_who_interrupts_a_measurement_ends_it(monkeypatch):
     monkeypatch.setattr(measure_module, "measure", measure)
     monkeypatch.setattr(lookup, "measure", measure_module.measure_while_lowering)
     monkeypatch.setenv(lookup.SETTING, "tune")
-    with pytest.raises(KeyboardInterrupt):
-        configs(f, *ARRAYS)
-    assert ended.is_set()
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)  # xdist ignores it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            configs(f, *ARRAYS)
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    assert ended.wait(10)
     assert len(cache.everything()) == 0
     monkeypatch.setattr(
         lookup, "measure", lambda product, patience: Measured(entry(ROW), is_certain=True)
