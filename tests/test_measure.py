@@ -71,7 +71,7 @@ STEADY = [1.0] * 4
 
 
 def decided(first, second=None):
-    """Of times of each competitor, in one block or in two."""
+    """The decision by times of each competitor, in one block or in two."""
     blocks = [first, second or first]
     return decision.decided(
         [{name: timing(seconds) for name, seconds in block.items()} for block in blocks]

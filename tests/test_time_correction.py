@@ -1,4 +1,4 @@
-"""What corrects the time model: near what was timed, and how good choices are by it."""
+"""Corrections of the time model: where they hold, and how good choices are by them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RUN_TIME, LEAST_GAIN = 1.02, 1.06
 
 
 def ratios(choice):
-    """What rows take beside the model's cycles."""
+    """The cycles by which rows are ranked beside those of the model alone."""
     modelled = {config: cycles for config, cycles, _ in _core.time_terms(choice)}
     ranked = _core.rank_configs(choice, dense_splits=True)
     return {config: cycles / modelled[config] for config, cycles, _ in ranked}
