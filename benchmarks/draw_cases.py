@@ -1,8 +1,9 @@
-"""Draws the cases of the suite ``random``: products that nobody tuned for.
+"""Draws the cases of the suites ``random`` and ``random_decode``: products that nobody tuned for.
 
-Prints them as ``suite.json`` has them. Those there are of seed 20261124, which no fit has seen.
+Prints them as ``suite.json`` has them. Those there are of seeds that no fit has seen.
 
-    python benchmarks/draw_cases.py --seed 20261124 --count 100
+    python benchmarks/draw_cases.py random --seed 20261127 --count 100
+    python benchmarks/draw_cases.py random_decode --seed 20261127 --count 60
 """
 
 from __future__ import annotations
@@ -41,14 +42,33 @@ def draw_case(rng: np.random.Generator) -> dict[str, Any]:
     return case
 
 
+def draw_decode_case(rng: np.random.Generator) -> dict[str, Any]:
+    """Draws one of few rows, as where a model makes one token after the other."""
+    m = int(np.exp(rng.uniform(0, np.log(128.999))))
+    case: dict[str, Any] = {"m": m, "n": _extent(rng, 512, 32768), "k": _extent(rng, 512, 32768)}
+    case["dtype"] = str(rng.choice(["bf16", "f16", "f32"], p=[0.7, 0.2, 0.1]))
+    case["layout"] = str(rng.choice(["nn", "nt", "tn", "tt"]))
+    kind = rng.choice(["none", "out", "bias", "bias+gelu", "bias+silu", "gelu"], p=_DECODE_KINDS)
+    if kind == "out" and case["dtype"] != "f32":
+        case["out"] = "f32"
+    elif kind not in ("none", "out"):
+        case["epilogue"] = str(kind)
+    return case
+
+
+_DECODE_KINDS = (0.35, 0.15, 0.2, 0.1, 0.1, 0.1)
+_DRAWS = {"random": draw_case, "random_decode": draw_decode_case}
+
+
 def main() -> None:
     """Prints the cases."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("suite", choices=_DRAWS)
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--count", type=int, default=100)
     args = parser.parse_args()
     rng = np.random.default_rng(args.seed)
-    rows = [draw_case(rng) for _ in range(args.count)]
+    rows = [_DRAWS[args.suite](rng) for _ in range(args.count)]
     print(",\n".join(f"  {json.dumps(row)}" for row in rows))
 
 

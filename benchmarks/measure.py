@@ -146,12 +146,12 @@ def compile_ours(
     """Compiles this package's product; returns it and the kernel configuration that runs.
 
     The configuration is what the dispatch logs. It logs each choice once in each thread, so a new
-    thread asks.
+    thread asks; what was logged before may be of a measurement.
     """
-    chain, log = with_stderr(lambda: compile_chain(case.ours(config), sets))
+    chain, _ = with_stderr(lambda: compile_chain(case.ours(config), sets))
     with concurrent.futures.ThreadPoolExecutor(1) as executor:
         run = lambda: executor.submit(lambda: jax.block_until_ready(chain())).result()  # noqa: E731
-        log += with_stderr(run)[1]
+        _, log = with_stderr(run)
     chosen = list(dict.fromkeys(_CHOICE.findall(log)))
     return chain, " ".join(chosen) if case.step else chosen[-1] if chosen else None
 

@@ -45,7 +45,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--configs", action="store_true", help="also time every kernel configuration")
     add("--configs-glob", metavar="GLOB", help="only configurations with such names")
     add("--chain", action="store_true", help="also wall times of chains of small products")
-    add("--tune", action="store_true", help="also tune each case; rows of SUITE and SUITE_tuned")
+    add("--tuning", choices=lookup.MODES, default="tune", help=f"as {lookup.SETTING}; default tune")
+    add("--no-packaged", action="store_true", help="without the tunings of the package")
+    add("--tune", action="store_true", help="tune each case; rows of SUITE_untuned, SUITE_tuned")
     add("--tunings", type=pathlib.Path, metavar="FILE", help="what --tune found, added to FILE")
     add("--commit", metavar="HASH", help="of the sources, where this is not a checkout")
     args = parser.parse_args(arguments)
@@ -118,16 +120,17 @@ class Tuner:
         return found
 
 
-def _tuned(suite: str) -> str:
-    return f"{suite}_tuned"
-
-
 def measure_all(
     cases: list[Case], options: Options, results: report.Results, tuner: Tuner | None = None
 ) -> None:
-    """Measures the cases that the results lack, and adds each as soon as it is done."""
-    suite = (lambda name: name) if tuner is None else _tuned
-    left = [case for case in cases if (suite(case.suite), case.label) not in results.done]
+    """Measures the cases that the results lack, and adds each as soon as it is done.
+
+    Rows are of the suite SUITE where choices are made as in users' programs, of SUITE_untuned where
+    they are the model's, and of SUITE_tuned by a tuner.
+    """
+    untuned, tuned = "_untuned", "_tuned"
+    suffix = "" if lookup.mode() != "off" else untuned if tuner is None else tuned
+    left = [case for case in cases if (case.suite + suffix, case.label) not in results.done]
     progress = Progress(len(left))
     for index, case in enumerate(left):
         if sys.stderr.isatty():
@@ -138,8 +141,9 @@ def measure_all(
             row = measure_case(case, dataclasses.replace(options, tunings=tuner.tune(case)))
             before = untuned_row(row, case.flops)
             if before is not None:
+                before["suite"] += untuned
                 results.add(before)
-            row["suite"] = _tuned(case.suite)
+        row["suite"] += suffix
         results.add(row)
         if not sys.stderr.isatty() or index + 1 == len(left):
             progress.show(index + 1, _outcome(row))
@@ -157,10 +161,12 @@ def main(arguments: list[str] | None = None) -> int:
     args = parse_arguments(arguments)
     # The dispatch then says which kernel it takes; it reads this when it is first used.
     os.environ["JAX_TCGEMM_LOG"] = "1"
-    # Of tunings, those that come with the package alone, or what --tune finds.
+    # Nothing that was measured before counts, and there is time for every product.
     os.environ[cache.SETTING] = ""
-    if args.tune:
-        os.environ[lookup.SETTING] = "off"
+    os.environ[lookup.SETTING] = "off" if args.tune else args.tuning
+    os.environ.setdefault(lookup.BUDGET_SETTING, "600")
+    if args.no_packaged:
+        lookup.packaged = lambda device_kind: Tunings()
     try:
         header = report.header(args.commit)
         results = (

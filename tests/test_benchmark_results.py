@@ -119,7 +119,7 @@ def test_run_tunes_cases(small_suite, monkeypatch, tmp_path, capsys):
     rows = json.loads(out.read_text())["rows"]
     assert [case.suite for case in small_suite] == ["large", "large", "none"]
     cases = small_suite[:2]
-    assert [row["suite"] for row in rows] == ["large", "large_tuned"] * len(cases)
+    assert [row["suite"] for row in rows] == ["large_untuned", "large_tuned"] * len(cases)
     assert all(row["us"] > 0 and row["ratio"] > 0 for row in rows)
     assert rows[0]["us"] == rows[1]["untuned_us"]
     assert rows[0]["xla_us"] == rows[1]["xla_us"]

@@ -49,6 +49,7 @@ def test_every_suite_is_there_and_what_is_unsupported_says_so():
         *("large", "medium", "decode", "unaligned", "batched"),
         *("epilogue", "gated", "backward", "fused", "tf32", "ragged", "f32_out", "precise"),
         *("user_epilogue", "fp8", "int8", "decode_8_bits", "complex", "random"),
+        "random_decode",
     ]
     assert not any(case.unsupported for case in CASES)
     row = measure.measure_case(UNSUPPORTED, measure.Options())
@@ -190,8 +191,13 @@ def test_the_chosen_kernel_is_read_from_the_log(monkeypatch, capfd):
 
     def compile_chain(function, sets):
         chain = compiled(function, sets)
-        print(f"a warning\n{line}", file=sys.__stderr__, flush=True)
-        return chain
+        print(f"{line}_of_a_measurement", file=sys.__stderr__, flush=True)
+
+        def run(sets):
+            print(f"a warning\n{line}", file=sys.__stderr__, flush=True)
+            return chain.compiled(sets)
+
+        return dataclasses.replace(chain, compiled=run)
 
     monkeypatch.setattr(measure, "compile_chain", compile_chain)
     case = tiny(CASES[0])

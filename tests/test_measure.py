@@ -223,7 +223,7 @@ def test_when_xla_is_asked(monkeypatch, patience, best, cublas, expected):
 def test_a_candidate_that_fails_is_left_out(monkeypatch):
     monkeypatch.setattr(_core, "device_properties", lambda ordinal: H200)
     for name in ("candidates", "built_candidates"):
-        monkeypatch.setattr(measure_module, name, lambda product, device: ["no row", ROW])
+        monkeypatch.setattr(measure_module, name, lambda *_: ["no row", ROW])
     (product,) = tune_module.find_products(f, *SQUARE)
     assert measure_module.measure(product).entry.config in (None, "xla", ROW)
 

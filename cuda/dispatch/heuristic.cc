@@ -109,6 +109,7 @@ double direct_cycles(const KernelConfig& config, const ChoiceInput& input, int64
   constexpr double kBlockCycles = 500.0;
   constexpr double kPartCycles = 36.0;  // and as many more for each mn-major operand
   constexpr double kBytesPerCycle = 2000.0;
+  constexpr double kL2Bytes = 50e6;
   const int64_t parts = ceil_div(input.k, config.tile_k);
   const int64_t trips = ceil_div(parts, config.split_k);
   const int transposed =
@@ -118,12 +119,16 @@ double direct_cycles(const KernelConfig& config, const ChoiceInput& input, int64
   const double elements = static_cast<double>(input.m) * input.k + input.k * input.n +
                           static_cast<double>(input.m) * input.n;
   const double bytes = elements * input.batch * element_bytes(config.algorithm);
+  // Each tile reads its rows and columns, from memory where L2 does not hold them meanwhile.
+  const double read = static_cast<double>(tiles) * (config.tile_m + config.tile_n) * input.k *
+                      element_bytes(config.algorithm);
+  const double moved = bytes > kL2Bytes ? std::max(bytes, read) : bytes;
   const bool is_line = input.epilogue <= EpilogueWork::kSum && !input.has_c;
   const double fused = input.epilogue == EpilogueWork::kNone ? 0.0
                        : is_line                             ? kBiasStartCycles
                                                              : kAnyStartCycles;
   const double start = kStartCycles + kColumnStartCycles * config.tile_n + fused;
-  return start + (trips - 1) * kTripCycles + std::hypot(work, bytes / kBytesPerCycle);
+  return start + (trips - 1) * kTripCycles + std::hypot(work, moved / kBytesPerCycle);
 }
 
 // wgmma is an instruction of compute capability 9.0 alone.

@@ -29,13 +29,17 @@ constexpr RowWeights kRowWeights[] = {
 // The largest logarithm of a correction.
 constexpr double kMostCorrection = 0.5;
 
-// The products that were timed: their multiplications, the bytes of the operands and of D, and k,
-// also where there are few rows. Others keep the model's times.
+// The products that were timed: their multiplications, the bytes of the operands and of D, and k.
+// Others keep the model's times.
+struct TimedSizes {
+  double most_products;
+  double most_bytes;
+  int64_t most_k;
+};
 constexpr double kLeastProducts = 2e6;
-constexpr double kMostProducts = 6e10;
-constexpr double kMostBytes = 200e6;
-constexpr int64_t kMostK = 8192;
-constexpr int64_t kMostKOfFew = 16384;
+constexpr TimedSizes kTimed{6e10, 200e6, 8192};
+constexpr int64_t kFewTimedRows = 128;
+constexpr TimedSizes kTimedOfFewRows{1.4e11, 2e9, 32768};
 
 // Terms stay within what most timed products have.
 constexpr double kMostLogCycles = 13.0;
@@ -71,9 +75,9 @@ bool has_timed_kin(const ChoiceInput& input) {
   const double k = static_cast<double>(input.k), batch = static_cast<double>(input.batch);
   const double products = m * n * k * batch;
   const double bytes = (m * k + k * n + m * n) * batch * element_bytes(input.algorithm);
-  const int64_t most_k = std::min(input.m, input.n) <= kFewRows ? kMostKOfFew : kMostK;
-  return is_kin && kLeastProducts <= products && products <= kMostProducts && bytes <= kMostBytes &&
-         input.k <= most_k;
+  const TimedSizes& timed = std::min(input.m, input.n) <= kFewTimedRows ? kTimedOfFewRows : kTimed;
+  return is_kin && kLeastProducts <= products && products <= timed.most_products &&
+         bytes <= timed.most_bytes && input.k <= timed.most_k;
 }
 
 TimeTerms time_terms(const KernelConfig& config, const ChoiceInput& input, int splits,

@@ -34,18 +34,12 @@ class Numbers:
 
     def take(self, x: jax.ShapeDtypeStruct) -> jax.Array:
         """Returns an array of this type on the default device, other numbers than the last time."""
-        count = math.prod(x.shape)
-        pool = self._pool(np.dtype(x.dtype))
-        self._begin = (self._begin + _STEP) % pool.size
-        if self._begin + count <= pool.size:
-            return jnp.asarray(pool[self._begin : self._begin + count].reshape(x.shape))
-        values = np.empty(count, pool.dtype)
-        at, begin = 0, self._begin
-        while at < count:
-            piece = pool[begin : begin + count - at]
-            values[at : at + piece.size] = piece
-            at, begin = at + piece.size, 0
-        return jnp.asarray(values.reshape(x.shape))
+        count, dtype = math.prod(x.shape), np.dtype(x.dtype)
+        pool = self._pool(dtype)
+        if pool.size < _POOL + count:  # kept, so that no operand has to be put together
+            pool = self._pools[dtype] = np.resize(pool[:_POOL], _POOL + count)
+        self._begin = (self._begin + _STEP) % _POOL
+        return jnp.asarray(pool[self._begin : self._begin + count].reshape(x.shape))
 
     def _pool(self, dtype: np.dtype) -> np.ndarray:
         if dtype not in self._pools:
@@ -53,7 +47,7 @@ class Numbers:
             self._pools[dtype] = (
                 np.random.default_rng(self._seed).standard_normal(_POOL, single)
                 if dtype == single
-                else _converted(self._pool(single), dtype)
+                else _converted(self._pool(single)[:_POOL], dtype)
             )
         return self._pools[dtype]
 

@@ -6,16 +6,28 @@ were not there; what cannot be written is left out.
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import json
 import os
 import pathlib
+from typing import NamedTuple
 
 from jax_tcgemm.tuning.entry import Entry
 from jax_tcgemm.tuning.tunings import Tunings, write_atomically
 
 # The folder, by default ~/.cache/jax_tcgemm; empty for none.
 SETTING = "JAX_TCGEMM_CACHE_DIR"
+
+
+class _File(NamedTuple):
+    """The content of a file; ``seconds`` is what measuring took."""
+
+    device_kind: str
+    problem: str
+    entry: Entry
+    seconds: float
+
 
 # To be raised when what an entry says changes; a folder of its own for each.
 _VERSION = "tunings-1"
@@ -62,28 +74,37 @@ def read(device_kind: str, problem: str) -> Entry | None:
     if within is None:
         return None
     found = _read(_path(within, device_kind, problem))
-    if found is None or found[:2] != (device_kind, problem) or not found[2].is_current:
+    if found is None or found[:2] != (device_kind, problem) or not found.entry.is_current:
         return None
-    return found[2]
+    return found.entry
 
 
-def _read(path: pathlib.Path) -> tuple[str, str, Entry] | None:
+def _read(path: pathlib.Path) -> _File | None:
     try:
         content = json.loads(path.read_text())
         device_kind, problem = content["device"], content["problem"]
         if not (isinstance(device_kind, str) and isinstance(json.loads(problem), dict)):
             return None
-        return device_kind, problem, Entry.from_json(content["entry"])
+        seconds = float(content.get("seconds", 0.0))
+        return _File(device_kind, problem, Entry.from_json(content["entry"]), seconds)
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
 
 
-def write(device_kind: str, problem: str, entry: Entry) -> str | None:
-    """Keeps an entry; returns why it could not be, if it could not."""
+def write(device_kind: str, problem: str, entry: Entry, seconds: float = 0.0) -> str | None:
+    """Keeps an entry; returns why it could not be, if it could not.
+
+    Args:
+        device_kind: of the GPU.
+        problem: as of ``problem_key``.
+        entry: what was found.
+        seconds: what measuring it took.
+    """
     within = folder()
     if within is None:
         return f"{SETTING} is empty"
     content = {"device": device_kind, "problem": problem, "entry": entry.to_json()}
+    content["seconds"] = seconds
     try:
         make(within.parent)
         within.mkdir(exist_ok=True)
@@ -95,6 +116,35 @@ def write(device_kind: str, problem: str, entry: Entry) -> str | None:
 
 def everything() -> Tunings:
     """Returns all entries that can be read."""
+    return Tunings({each[:2]: each.entry for each, _ in _files()})
+
+
+def describe(device_kind: str) -> str:
+    """Says how many products of a GPU are kept, when they were measured, and how long that took."""
     within = folder()
-    found = [] if within is None else map(_read, sorted(within.glob("*.json")))
-    return Tunings({each[:2]: each[2] for each in found if each is not None})
+    if within is None:
+        return "no files"
+    found = [(each, time) for each, time in _files() if each.device_kind == device_kind]
+    text = f"{len(found)} in {within}"
+    if not found:
+        return text
+    first, last = (
+        datetime.datetime.fromtimestamp(bound(time for _, time in found)).strftime("%Y-%m-%d %H:%M")
+        for bound in (min, max)
+    )
+    took = sum(each.seconds for each, _ in found)
+    return f"{text}, measured from {first} to {last} in {took:.1f} s"
+
+
+def _files() -> list[tuple[_File, float]]:
+    """Returns what can be read, and when it was written."""
+    within = folder()
+    found = []
+    for path in [] if within is None else sorted(within.glob("*.json")):
+        content = _read(path)
+        if content is not None:
+            try:
+                found.append((content, path.stat().st_mtime))
+            except OSError:  # removed since
+                continue
+    return found
