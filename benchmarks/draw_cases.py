@@ -2,7 +2,7 @@
 
 Prints them as ``suite.json`` has them. Those there are of seeds that no fit has seen.
 
-    python benchmarks/draw_cases.py random --seed 20261127 --count 100
+    python benchmarks/draw_cases.py random --seed 20261124 --count 100
     python benchmarks/draw_cases.py random_decode --seed 20261127 --count 60
 """
 

@@ -45,7 +45,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--configs", action="store_true", help="also time every kernel configuration")
     add("--configs-glob", metavar="GLOB", help="only configurations with such names")
     add("--chain", action="store_true", help="also wall times of chains of small products")
-    add("--tuning", choices=lookup.MODES, default="tune", help=f"as {lookup.SETTING}; default tune")
+    add("--tuning", choices=lookup.MODES, default="read", help=f"as {lookup.SETTING}; default read")
     add("--no-packaged", action="store_true", help="without the tunings of the package")
     add("--tune", action="store_true", help="tune each case; rows of SUITE_untuned, SUITE_tuned")
     add("--tunings", type=pathlib.Path, metavar="FILE", help="what --tune found, added to FILE")
@@ -120,16 +120,18 @@ class Tuner:
         return found
 
 
+_SUFFIXES = {"read": "", "tune": "_tuned", "off": "_untuned"}
+
+
 def measure_all(
     cases: list[Case], options: Options, results: report.Results, tuner: Tuner | None = None
 ) -> None:
     """Measures the cases that the results lack, and adds each as soon as it is done.
 
-    Rows are of the suite SUITE where choices are made as in users' programs, of SUITE_untuned where
-    they are the model's, and of SUITE_tuned by a tuner.
+    Rows are of the suite SUITE where choices are made as by default, of SUITE_untuned where they
+    are the model's, and of SUITE_tuned where they were measured.
     """
-    untuned, tuned = "_untuned", "_tuned"
-    suffix = "" if lookup.mode() != "off" else untuned if tuner is None else tuned
+    suffix = _SUFFIXES["tune" if tuner is not None else lookup.mode()]
     left = [case for case in cases if (case.suite + suffix, case.label) not in results.done]
     progress = Progress(len(left))
     for index, case in enumerate(left):
@@ -141,7 +143,7 @@ def measure_all(
             row = measure_case(case, dataclasses.replace(options, tunings=tuner.tune(case)))
             before = untuned_row(row, case.flops)
             if before is not None:
-                before["suite"] += untuned
+                before["suite"] += _SUFFIXES["off"]
                 results.add(before)
         row["suite"] += suffix
         results.add(row)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -83,6 +84,16 @@ def test_what_cannot_be_read_or_written(monkeypatch, tmp_path):
     assert cache.write(KIND, PROBLEM, entry(ROW))
     assert cache.read(KIND, PROBLEM) is None
     assert len(cache.everything()) == 0
+
+
+def test_what_is_kept_is_described():
+    assert cache.describe(KIND) == f"0 in {cache.folder()}"
+    cache.write(KIND, "{}", entry(ROW), 0.5)
+    cache.write(KIND, '{"m":1}', entry(OTHER), 0.75)
+    cache.write("another", "{}", entry(ROW), 7.0)
+    time = r"20\d\d-\d\d-\d\d \d\d:\d\d"
+    expected = rf"2 in .*, measured from {time} to {time} in 1\.2 s"
+    assert re.fullmatch(expected, cache.describe(KIND))
 
 
 _WRITE_FOR_EVER = """
