@@ -38,7 +38,6 @@ struct TimedSizes {
 };
 constexpr double kLeastProducts = 2e6;
 constexpr TimedSizes kTimed{6e10, 200e6, 8192};
-constexpr int64_t kFewTimedRows = 128;
 constexpr TimedSizes kTimedOfFewRows{1.4e11, 2e9, 32768};
 
 // Terms stay within what most timed products have.
@@ -75,7 +74,7 @@ bool has_timed_kin(const ChoiceInput& input) {
   const double k = static_cast<double>(input.k), batch = static_cast<double>(input.batch);
   const double products = m * n * k * batch;
   const double bytes = (m * k + k * n + m * n) * batch * element_bytes(input.algorithm);
-  const TimedSizes& timed = std::min(input.m, input.n) <= kFewTimedRows ? kTimedOfFewRows : kTimed;
+  const TimedSizes& timed = std::min(input.m, input.n) <= kFewRows ? kTimedOfFewRows : kTimed;
   return is_kin && kLeastProducts <= products && products <= timed.most_products &&
          bytes <= timed.most_bytes && input.k <= timed.most_k;
 }

@@ -23,7 +23,9 @@ def fuse(f: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
 
     ``f`` is any function of JAX; it does not have to be written for this package. Each
     ``lax.dot_general`` (of ``@``, ``jnp.einsum`` or a library's layer) becomes
-    ``jax_tcgemm.dot_general``, and ``lax.ragged_dot`` this package's. What follows a product of
+    ``jax_tcgemm.dot_general``, and ``lax.ragged_dot`` this package's. Products stay XLA's where it
+    computes them together with what surrounds them: batches of products, as in attention, and few
+    rows by a weight that is made on the way, for example dequantised. What follows a product of
     16-bit operands element by element (a bias, an activation, dropout, a residual, the derivative
     of an activation, sums for the gradient of a bias) becomes its epilogue, compiled into the
     kernel (see ``epilogue=`` of ``gemm``), if that moves fewer bytes. Two products of one operand
@@ -33,8 +35,7 @@ def fuse(f: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
 
     Apply it to a whole training step, after ``jax.grad`` and before ``jax.jit``. Like ``jit`` it
     traces ``f``, but at each call: ``jax.jit(fuse(f))`` traces once. The result can be
-    differentiated and batched, but then ``fuse`` sees the forward pass alone. Decode steps, of few
-    rows, may become slower: use ``jax.jit`` alone there (docs/fusion.md).
+    differentiated and batched, but then ``fuse`` sees the forward pass alone.
 
     Leaves that are not arrays pass into ``f`` and out of it as they are. Changes that ``f`` makes
     in place to dicts, lists and objects of Flax NNX reach the caller's objects.

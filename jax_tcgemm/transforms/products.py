@@ -10,10 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from jax_tcgemm import _compat
 from jax_tcgemm._compat import jaxprs
 from jax_tcgemm.epilogue import draws, operations
-from jax_tcgemm.transforms.graph import Graph, Node, Value, inner_nodes
+from jax_tcgemm.transforms.graph import Node, Value, inner_nodes
 from jax_tcgemm.transforms.matrix_form import MatrixForm, RaggedForm, matrix_form, ragged_form
 
 # What leaves a value as it is, but means something to others; and what takes several at once.
@@ -30,49 +29,6 @@ COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 HALF_TYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 
 
-def with_factors_exchanged(graph: Graph) -> list[Any]:
-    """Returns the items, where the other product of two operands is what is asked for.
-
-    The gradient of a weight is ``dot_general`` and then ``transpose``: the product of the same
-    operands in the other order.
-    """
-    items: list[Any] = graph.used()
-    users: dict[Value, list[Any]] = {}
-    for item in items:
-        for value in item.taken:
-            users.setdefault(value, []).append(item)
-    anew: dict[Any, Node] = {}
-    gone: set[Any] = set()
-    for item in items:
-        if item.name != "dot_general" or is_typed(item):
-            continue
-        (result,) = item.outputs
-        found = users.get(result, [])
-        if result in graph.returned or len(found) != 1 or found[0].name != "transpose":
-            continue
-        (user,) = found
-        if tuple(user.params["permutation"]) == _exchange(item):
-            anew[item] = _exchanged(item, user.outputs)
-            gone.add(user)
-    return [anew.get(item, item) for item in items if item not in gone]
-
-
-def _exchange(product: Node) -> tuple[int, ...]:
-    """Returns the permutation that puts what ``rhs`` has before what ``lhs`` has."""
-    (contracted, _), (batch, _) = product.params["dimension_numbers"]
-    lead, rank = len(batch), len(product.outputs[0].shape)
-    rows = len(product.inputs[0].aval.shape) - lead - len(contracted)
-    return (*range(lead), *range(lead + rows, rank), *range(lead, lead + rows))
-
-
-def _exchanged(product: Node, outputs: tuple[Value, ...]) -> Node:
-    params = dict(product.params)
-    params["dimension_numbers"] = tuple(pair[::-1] for pair in params["dimension_numbers"])
-    params["precision"] = _compat.exchanged_precision(params["precision"])
-    eqn = product.eqn.replace(params=params)
-    return Node(eqn, product.inputs[::-1], outputs, product.scope)
-
-
 def is_product(item: Any) -> bool:
     """Whether an item multiplies numbers of 16 bits, as a kernel with an epilogue can."""
     if not isinstance(item, Node) or item.name not in ("dot_general", "ragged_dot_general"):
@@ -81,7 +37,8 @@ def is_product(item: Any) -> bool:
     types = {x.aval.dtype for x in (lhs, rhs)}
     (result,) = item.outputs
     return (
-        all(isinstance(x, Value) for x in (lhs, rhs))
+        item.why_left is None
+        and all(isinstance(x, Value) for x in (lhs, rhs))
         and is_on_device(item)
         and len(types) == 1
         and types.issubset(HALF_TYPES)

@@ -16,8 +16,9 @@ from jax_tcgemm.epilogue.translation import MAX_OPERANDS, MAX_RESULTS
 from jax_tcgemm.lowering.compiled_source import MOST_WARP_BYTES, matrix_bytes
 from jax_tcgemm.transforms.fused import Fused
 from jax_tcgemm.transforms.graph import Graph, Node, Value
+from jax_tcgemm.transforms.neighbours import laid_out, why_left
 from jax_tcgemm.transforms.outputs import Flow, written
-from jax_tcgemm.transforms.products import compared, is_product, with_factors_exchanged
+from jax_tcgemm.transforms.products import compared, is_product
 from jax_tcgemm.transforms.region import Program, Region
 from jax_tcgemm.transforms.wiring import Wiring
 
@@ -34,7 +35,10 @@ _MOST_MOVED = 1000
 
 def with_regions(graph: Graph) -> Graph:
     """Returns the same graph with products joined with what becomes of them."""
-    items = with_factors_exchanged(graph)
+    items = laid_out(graph)
+    makers = {value: item for item in items for value in item.outputs}
+    for item in items:
+        item.why_left = why_left(item, makers)
     products = [*filter(is_product, items)]
     wiring = Wiring(items, products, graph.returned)
     program = Program(wiring, graph.returned, graph.stacked, compared(items))

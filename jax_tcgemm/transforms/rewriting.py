@@ -161,6 +161,10 @@ class _Emission:
                 return
             log(f"fuse: {what}: epilogue of {len(item.outputs)} results: {names}")
             self.inline(call, item, item.products[0])
+        elif item.name in _PRODUCTS and item.why_left is not None:
+            what = ", ".join(str(x.aval) for x in item.inputs[:2])
+            log(f"fuse: {what}: XLA's own product: {item.why_left}")
+            self.keep(item)
         elif item.name in _PRODUCTS and is_on_device(item):
             self.inline(self.rewriting.call(item), item, item)
         elif item.name in _LOOKED_INTO and self.rewriting.has_products(item.eqn):

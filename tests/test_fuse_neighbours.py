@@ -1,0 +1,141 @@
+"""What stands before and behind a product under ``fuse``: transposes, and what XLA fuses itself."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fusions import check, operations, with_epilogues
+
+from jax_tcgemm import fuse
+
+M, K, N = 128, 96, 160
+
+
+@pytest.fixture
+def arrays(normal):
+    """``x``, a weight that is kept transposed, the same in float32, and a bias."""
+    x, w = normal(M, K, dtype=jnp.bfloat16), normal(N, K, dtype=jnp.bfloat16) / 8
+    return {"x": x, "w": w, "master": w.astype(jnp.float32), "b": normal(N, dtype=jnp.bfloat16)}
+
+
+def transposes(f, *args):
+    return operations(fuse(f), *args)["transpose"]
+
+
+@pytest.mark.parametrize("name", ["w", "master"])
+def test_weights_that_are_kept_transposed_are_read_as_they_lie(arrays, name):
+    def f(x, w, b):
+        return jax.nn.relu(x @ w.T.astype(x.dtype) + b)
+
+    args = arrays["x"], arrays[name], arrays["b"]
+    assert transposes(f, *args) == 0
+    assert len(with_epilogues(f, *args)) == 1
+    check(f, *args)
+
+
+@pytest.mark.parametrize("name", ["w", "master"])
+def test_their_gradients_are_written_as_they_lie(arrays, name):
+    def loss(x, w, b):
+        return jnp.sin((x @ w.T.astype(x.dtype) + b).astype(jnp.float32)).mean()
+
+    step = jax.grad(loss, argnums=(0, 1, 2))
+    args = arrays["x"], arrays[name], arrays["b"]
+    assert operations(step, *args)["transpose"] >= 2
+    assert transposes(step, *args) == 0
+    check(step, *args, slack=4)
+
+
+def test_an_update_follows_the_gradient_of_such_a_weight(arrays):
+    """As in GPT-2 of transformers, whose weights are kept transposed, in float32."""
+
+    def step(x, w, mean):
+        gradient = jax.grad(lambda w: jnp.sin((x @ w.T.astype(x.dtype)).astype(jnp.float32)).sum())
+        mean = 0.9 * mean + 0.1 * gradient(w)
+        return w - 0.01 * mean, mean
+
+    args = arrays["x"], arrays["master"], jnp.ones_like(arrays["master"])
+    assert transposes(step, *args) == 0
+    assert len(with_epilogues(step, *args)) == 2  # the cosine of the product, and the update
+    check(step, *args, slack=4)
+
+
+def test_a_conversion_that_others_read_stays_where_it_is(arrays):
+    def f(x, w):
+        y = w.T.astype(x.dtype)
+        return x @ y, jnp.sort(y, axis=0)
+
+    args = arrays["x"], arrays["master"]
+    assert transposes(f, *args) == 1
+    check(f, *args)
+
+
+def test_one_conversion_serves_several_products(arrays):
+    def f(x, w):
+        y = w.T.astype(x.dtype)
+        return x @ y, jnp.tanh(x) @ y
+
+    args = arrays["x"], arrays["master"]
+    assert transposes(f, *args) == 0
+    assert operations(fuse(f), *args)["convert_element_type"] == 1
+    check(f, *args)
+
+
+def test_dimensions_in_another_order_stay(normal):
+    """The free dimensions of the result would come in another order."""
+    x, w = normal(64, 3, K, dtype=jnp.bfloat16), normal(K, N, dtype=jnp.bfloat16) / 8
+
+    def f(x, w):
+        return jax.lax.dot_general(x.transpose(1, 0, 2), w, (((2,), (0,)), ((), ())))
+
+    assert transposes(f, x, w) == 1
+    check(f, x, w)
+
+
+def attention(q, k, v):
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
+    weights = jax.nn.softmax(scores.astype(jnp.float32)).astype(q.dtype)
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+
+
+def test_attention_is_left_to_xla(normal):
+    args = [normal(2, 80, 3, 32, dtype=jnp.bfloat16) for _ in range(3)]
+    assert operations(fuse(attention), *args) == operations(attention, *args)
+    step = jax.grad(lambda *args: attention(*args).astype(jnp.float32).sum(), argnums=(0, 1, 2))
+    found = operations(fuse(step), *args)
+    assert found["dot_general"]
+    assert not any("tcgemm" in name for name in found)
+    ours, theirs = jax.jit(fuse(attention))(*args), jax.jit(attention)(*args)
+    np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
+
+
+@pytest.mark.parametrize(
+    ("weight", "rows", "is_left"),
+    [
+        (lambda w, s: w, 16, False),
+        (lambda w, s: w.reshape(4, -1, w.shape[1]).reshape(w.shape), 16, False),
+        (lambda w, s: jax.lax.sort(w), 16, False),  # which XLA writes in any case
+        (lambda w, s: w.T, 16, False),  # read as it lies
+        (lambda w, s: w.astype(jnp.int8).astype(w.dtype) * s, 16, True),
+        (lambda w, s: w.astype(jnp.int8).astype(w.dtype) * s, 65, False),
+        (lambda w, s: jax.lax.slice_in_dim(w, 0, K, 2), 16, True),
+    ],
+)
+def test_few_rows_by_a_weight_made_on_the_way(normal, capfd, monkeypatch, weight, rows, is_left):
+    monkeypatch.setenv("JAX_TCGEMM_LOG", "1")
+    w, s = normal(K, K, dtype=jnp.bfloat16), normal(1, K, dtype=jnp.bfloat16)
+    x = normal(rows, weight(w, s).shape[0], dtype=jnp.bfloat16)
+
+    def f(x, w, s):
+        return x @ weight(w, s)
+
+    assert operations(fuse(f), x, w, s)["dot_general"] == is_left
+    assert ("XLA's own product: few rows" in capfd.readouterr().err) == is_left
+    check(f, x, w, s)
+
+
+@pytest.mark.parametrize(("rows", "k", "columns"), [(64, 1, 64), (1, 512, 1)])
+def test_what_is_hardly_a_product_is_left_to_xla(normal, rows, k, columns):
+    x, w = normal(rows, k, dtype=jnp.bfloat16), normal(k, columns, dtype=jnp.bfloat16)
+    assert operations(fuse(jnp.matmul), x, w)["dot_general"] == 1
