@@ -237,7 +237,7 @@ def test_few_rows_stay_without_an_epilogue(monkeypatch):
     monkeypatch.setattr(rewriting, "log", said.append)
     f = jax.jit(lambda x, w: jnp.tanh(x @ w))
     assert operations(fuse(f), bf16(16, K), bf16(K, N)) == {"tcgemm": 1, "tanh": 1}
-    assert any("no epilogue (16 x 128 results" in line for line in said)
+    assert any("kernel: no epilogue (16 x 128 results" in line for line in said)
 
 
 @pytest.mark.parametrize("count", [8, 15])

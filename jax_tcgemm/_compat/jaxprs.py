@@ -11,6 +11,7 @@ from jax._src import core as _core
 from jax._src import effects as _effects
 from jax._src import mesh as _mesh
 from jax._src import sharding_impls as _sharding_impls
+from jax._src import source_info_util as _source_info_util
 from jax._src import util as _util
 from jax._src.interpreters import partial_eval as _pe
 from jax.extend import core as _extended
@@ -49,6 +50,11 @@ def without_unused(jaxpr: Any, needed: int) -> tuple[Any, list[bool]]:
     """
     stay = [i < needed for i in range(len(jaxpr.invars))]
     return _partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=stay)
+
+
+def source_of(eqn: Any) -> str:
+    """Returns the file, line and function in which an operation is written."""
+    return _source_info_util.summarize(eqn.source_info)
 
 
 def bind_again(eqn: Any, values: Sequence[Any], *, match: bool = True) -> list[Any]:

@@ -6,19 +6,21 @@ import contextlib
 import functools
 import gc
 from collections.abc import Callable, Iterator
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import jax
 
 from jax_tcgemm._compat import jaxprs
 from jax_tcgemm.transforms import pure_call
+from jax_tcgemm.transforms.report import Report
 from jax_tcgemm.transforms.rewriting import Rewriting
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
+_Result_co = TypeVar("_Result_co", covariant=True)
 
 
-def fuse(f: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
+def fuse(f: Callable[_Parameters, _Result]) -> FusedFunction[_Parameters, _Result]:
     """Returns a function that computes its matrix products by this package's kernels.
 
     ``f`` is any function of JAX; it does not have to be written for this package. Each
@@ -49,7 +51,9 @@ def fuse(f: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
 
     Returns:
         A function of the same arguments and results. It raises ``TypeError`` if ``f`` changes an
-        argument in place that is no dict, list or object of Flax NNX.
+        argument in place that is no dict, list or object of Flax NNX. Its ``report``, called with
+        the same arguments (or ``jax.ShapeDtypeStruct`` in place of arrays), runs nothing and
+        returns a table of what becomes of each product: ``print(fuse(f).report(*args))``.
     """
     name = getattr(f, "__name__", type(f).__name__)
 
@@ -63,7 +67,54 @@ def fuse(f: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
     def fused(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
         return pure_call.call(f, args, kwargs, evaluate)
 
-    return fused
+    def report(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> Report:
+        def evaluate(function: Callable[..., list[Any]], arrays: list[Any]) -> list[Any]:
+            closed = jax.make_jaxpr(function)(*arrays)
+            rewriting = Rewriting()
+            rewriting.rewritten(closed.jaxpr, closed.consts)
+            raise _ReportedError(Report(rewriting.decisions))  # before anything is changed in place
+
+        def traced(leaves: list[Any]) -> Any:
+            given = iter(leaves)
+            filled = [next(given) if x is None else x for x in others]
+            own, named = jax.tree.unflatten(tree, filled)
+            return pure_call.call(f, own, named, evaluate)
+
+        every, tree = jax.tree.flatten((args, kwargs))
+        types = [x for x in every if isinstance(x, jax.ShapeDtypeStruct)]
+        others = [None if isinstance(x, jax.ShapeDtypeStruct) else x for x in every]
+        try:
+            if types:
+                jax.eval_shape(traced, types)
+            else:
+                pure_call.call(f, args, kwargs, evaluate)
+        except _ReportedError as reported:
+            return reported.report
+        raise AssertionError("a call has to be evaluated")
+
+    result: Any = fused
+    result.report = report
+    return result
+
+
+class FusedFunction(Protocol[_Parameters, _Result_co]):
+    """What ``fuse`` returns."""
+
+    def __call__(self, *args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result_co:
+        """Computes what the function does, by this package's kernels."""
+        ...
+
+    def report(self, *args: _Parameters.args, **kwargs: _Parameters.kwargs) -> Report:
+        """Returns what becomes of each product; nothing is run."""
+        ...
+
+
+class _ReportedError(Exception):
+    """Ends a call whose products are known."""
+
+    def __init__(self, report: Report) -> None:
+        super().__init__()
+        self.report = report
 
 
 @contextlib.contextmanager

@@ -15,6 +15,8 @@ _Dims = tuple[int, ...]
 
 # A product of so few rows, or columns, takes about the time of reading the other operand.
 _FEW = 64
+# Operations before an operand, at most, among which a product is looked for.
+_MOST_LOOKED_AT = 50
 # What changes no byte of an array that lies as it is declared.
 _VIEWS = frozenset({"reshape", "squeeze", "expand_dims"})
 # What XLA computes on the way into its own product, beside what works element by element.
@@ -53,9 +55,27 @@ def why_left(product: Node, makers: Mapping[Value, Any]) -> str | None:
     if min(m, n) <= _FEW:
         larger = max(product.inputs, key=lambda x: math.prod(x.aval.shape))
         maker = _maker(larger, makers)
-        if isinstance(maker, Node) and (maker.name in _FUSIBLE or is_elementwise(maker)):
+        if _is_fusible(maker) and not _follows_product(larger, makers):
             return f"few rows, and XLA makes the other operand ({maker.name}) where it reads it"
     return None
+
+
+def _is_fusible(maker: Any) -> bool:
+    return isinstance(maker, Node) and (maker.name in _FUSIBLE or is_elementwise(maker))
+
+
+def _follows_product(atom: Atom, makers: Mapping[Value, Any]) -> bool:
+    """Whether a value is made of a product's result, whose kernel may make it as well."""
+    waiting, seen = [atom], set()
+    while waiting and len(seen) < _MOST_LOOKED_AT:
+        maker = _maker(waiting.pop(), makers)
+        if isinstance(maker, Node) and maker not in seen:
+            seen.add(maker)
+            if maker.name in ("dot_general", "ragged_dot_general"):
+                return True
+            if _is_fusible(maker):
+                waiting += maker.taken
+    return False
 
 
 def _maker(atom: Atom, makers: Mapping[Value, Any]) -> Any:

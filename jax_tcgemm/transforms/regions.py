@@ -17,7 +17,7 @@ from jax_tcgemm.lowering.compiled_source import MOST_WARP_BYTES, matrix_bytes
 from jax_tcgemm.transforms.fused import Fused
 from jax_tcgemm.transforms.graph import Graph, Node, Value
 from jax_tcgemm.transforms.neighbours import laid_out, why_left
-from jax_tcgemm.transforms.outputs import Flow, written
+from jax_tcgemm.transforms.outputs import Flow, saved_bytes, written
 from jax_tcgemm.transforms.products import compared, is_product
 from jax_tcgemm.transforms.region import Program, Region
 from jax_tcgemm.transforms.wiring import Wiring
@@ -73,12 +73,14 @@ class _Kernel:
         outputs: the values that the kernel writes.
         is_worthwhile: whether it writes a matrix that others cannot make as well.
         required: items behind the first product that have to come before the kernel.
+        saved_bytes: as of ``Fused``.
     """
 
     def __init__(self, program: Program, region: Region):
         self.program, self.wiring, self.region = program, program.wiring, region
         self.outputs: list[Value] = []
         self.required: set[Any] = set()
+        self.saved_bytes = 0
         self.is_worthwhile = bool(region.members or region.sums) and self.choose_outputs()
 
     def choose_outputs(self) -> bool:
@@ -101,6 +103,8 @@ class _Kernel:
         chosen = written(flow)
         self.outputs = [values[i] for i in chosen or ()]
         self.outputs += [x for node in self.region.sums for x in node.outputs]
+        if chosen is not None:
+            self.saved_bytes = saved_bytes(flow, chosen)
         return chosen is not None
 
     def flow(
@@ -165,6 +169,7 @@ class _Kernel:
             tuple(needed),
             (*factors, *taken),
             tuple(self.outputs),
+            self.saved_bytes,
         )
         # The other nodes stay for those who use them, and start from what is written.
         made = set(self.outputs)

@@ -15,6 +15,7 @@ from jax_tcgemm.transforms.fused import Fused
 from jax_tcgemm.transforms.graph import Atom, Graph, Node, Value, graph_of
 from jax_tcgemm.transforms.products import is_on_device
 from jax_tcgemm.transforms.regions import with_regions
+from jax_tcgemm.transforms.report import Decision
 
 _PRODUCTS = frozenset({"dot_general", "ragged_dot_general"})
 # Operations that run other operations, which are rewritten as well.
@@ -22,9 +23,14 @@ _LOOKED_INTO = jaxprs.OTHER_CALLS | {"scan", "while", "cond", "shard_map"}
 
 
 class Rewriting:
-    """Rewrites jaxprs of one program; equal parts of it are traced once."""
+    """Rewrites jaxprs of one program; equal parts of it are traced once.
+
+    Attributes:
+        decisions: what became of each product.
+    """
 
     def __init__(self) -> None:
+        self.decisions: list[Decision] = []
         self._jaxprs: dict[tuple[int, tuple[bool, ...]], tuple[Any, Any]] = {}
         self._has_products: dict[int, tuple[Any, bool]] = {}
         self._calls: dict[bytes, Any] = {}
@@ -97,6 +103,10 @@ class Rewriting:
         return self._calls[key]
 
 
+def _type(aval: Any) -> str:
+    return f"{aval.dtype}[{','.join(map(str, aval.shape))}]"
+
+
 def _stacked(eqn: Any) -> tuple[bool, ...]:
     """Says which results of the body of a ``scan`` it stacks."""
     inner = jaxprs.jaxpr_of(eqn.params["jaxpr"]).outvars
@@ -148,24 +158,39 @@ class _Emission:
             found = self.atoms[atom] = jaxprs.new_var(atom.aval)
         return found
 
-    def add(self, item: Node | Fused) -> None:
-        """Adds the equations of an item."""
+    def decide(self, products: Sequence[Node], way: str, reason: str, saved_bytes: int = 0) -> None:
+        """Notes what becomes of a product, or of the two of a gated layer; see ``Decision``."""
+        first = products[0]
+        factors = [*first.inputs[:2], *(other.inputs[1] for other in products[1:])]
+        operands = ", ".join(_type(x.aval) for x in factors)
+        product = f"{operands} -> {_type(first.outputs[0].aval)}"
+        source = jaxprs.source_of(first.eqn)
+        self.rewriting.decisions.append(Decision(product, way, reason, saved_bytes, source))
+        log(f"fuse: {product}: {way}" + (f": {reason}" if reason else ""))
+
+    def add(self, item: Node | Fused, reason: str = "") -> None:
+        """Adds the equations of an item.
+
+        Args:
+            item: what is added.
+            reason: why it has no epilogue, if it is a product that might have had one.
+        """
         if isinstance(item, Fused):
             call = self.rewriting.call(item)
             names = " ".join(node.name for node in item.nodes)
-            what = ", ".join(f"{x.dtype}{list(x.shape)}" for x in item.taken[: item.factors])
             if isinstance(call, str):
-                log(f"fuse: {what}: no epilogue ({call}): {names}")
+                reason = f"no epilogue ({call}): {names}"
                 for node in item.apart():
-                    self.add(node)
+                    self.add(node, reason)
                 return
-            log(f"fuse: {what}: epilogue of {len(item.outputs)} results: {names}")
+            results = f"{len(item.outputs)} results: {names}"
+            self.decide(item.products, "kernel with epilogue", results, item.saved_bytes)
             self.inline(call, item, item.products[0])
         elif item.name in _PRODUCTS and item.why_left is not None:
-            what = ", ".join(str(x.aval) for x in item.inputs[:2])
-            log(f"fuse: {what}: XLA's own product: {item.why_left}")
+            self.decide([item], "XLA", item.why_left)
             self.keep(item)
         elif item.name in _PRODUCTS and is_on_device(item):
+            self.decide([item], "kernel", reason)
             self.inline(self.rewriting.call(item), item, item)
         elif item.name in _LOOKED_INTO and self.rewriting.has_products(item.eqn):
             self.inner(item)

@@ -1,0 +1,81 @@
+"""What ``fuse`` makes of each product of a function, as a table."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+from collections.abc import Sequence
+
+_HEAD = ("count", "product", "computed by", "because", "saves", "where")
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """What becomes of a product.
+
+    Attributes:
+        product: types of its operands, and of its result.
+        way: ``"kernel"``, ``"kernel with epilogue"`` or ``"XLA"``.
+        reason: the operations of the epilogue, or why there is none.
+        saved_bytes: how many bytes fewer the epilogue moves through memory than a kernel of its
+            own would.
+        source: file, line and function in which the product is written.
+    """
+
+    product: str
+    way: str
+    reason: str
+    saved_bytes: int
+    source: str
+
+
+class Report(Sequence[Decision]):
+    """The decisions of a program, in the order of its products; ``print`` shows a table.
+
+    The body of a loop counts once.
+    """
+
+    def __init__(self, decisions: Sequence[Decision]) -> None:
+        self._decisions = tuple(decisions)
+
+    def __len__(self) -> int:
+        return len(self._decisions)
+
+    def __getitem__(self, index):
+        return self._decisions[index]
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        counts: dict[Decision, int] = {}
+        for each in self._decisions:
+            counts[each] = counts.get(each, 0) + 1
+        return [
+            (
+                str(count),
+                each.product,
+                each.way,
+                each.reason,
+                f"{each.saved_bytes * 1e-6:.1f} MB" if each.saved_bytes else "",
+                each.source,
+            )
+            for each, count in counts.items()
+        ]
+
+    def __str__(self) -> str:
+        rows = [_HEAD, *self._rows()]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        fused = sum(each.way == "kernel with epilogue" for each in self)
+        left = sum(each.way == "XLA" for each in self)
+        return f"<Report of {len(self)} products: {fused} with an epilogue, {left} left to XLA>"
+
+    def _repr_html_(self) -> str:
+        """Returns the table for a notebook."""
+
+        def line(tag: str, cells: Sequence[str]) -> str:
+            return "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells)
+
+        body = "".join(f"<tr>{line('td', row)}</tr>" for row in self._rows())
+        return f"<table><tr>{line('th', _HEAD)}</tr>{body}</table>"
