@@ -12,7 +12,10 @@ import jax_tcgemm
 from jax_tcgemm.tools.collectives import Collective
 
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
-IN_16_BITS = [pytest.param(dtype, marks=pytest.mark.any_jax) for dtype in ("bfloat16", "float16")]
+IN_16_BITS = [
+    pytest.param("bfloat16", marks=pytest.mark.any_jax),
+    pytest.param("float16", marks=[pytest.mark.any_jax, pytest.mark.nightly]),
+]
 
 
 def load(name: str):
@@ -105,8 +108,7 @@ def test_train_digits_on_the_gpu(dtype, capsys):
     assert output.splitlines()[-1].startswith("OK: equal within rounding")
 
 
-@pytest.mark.any_jax
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", IN_16_BITS)
 def test_train_digits_in_16_bits(dtype, capsys):
     arguments = ["--epochs", "3", "--accuracy", "0.8", "--members", "2", "--dtype", dtype]
     load("train_digits").main(arguments)
@@ -189,7 +191,7 @@ def test_transformer_mlp_fails_when_a_gradient_is_off(monkeypatch):
 
 
 @pytest.mark.any_jax
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.nightly), "bfloat16"])
 def test_moe_learns_as_with_lax(dtype, capsys):
     load("moe").main(["--epochs", "8", "--accuracy", "0.85", "--experts", "4", "--dtype", dtype])
     lines = capsys.readouterr().out.splitlines()

@@ -17,7 +17,7 @@ from jax_tcgemm.problem.activations import ACTIVATIONS
 pytestmark = pytest.mark.any_jax
 
 _settings = settings(
-    max_examples=30,
+    max_examples=20,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
