@@ -14,7 +14,7 @@ from jax.lax import DotAlgorithmPreset, Precision
 import jax_tcgemm
 from jax_tcgemm import gated_gemm, gemm, mlp
 from jax_tcgemm.problem.arithmetic import resolve_algorithm
-from jax_tcgemm.problem.log import log
+from jax_tcgemm.problem.log import print_once
 
 FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)
 BATCHES = [
@@ -273,7 +273,7 @@ def test_default_matmul_precision_is_respected(normal, cuda_module):
 
 
 def test_log_says_what_was_chosen(normal, monkeypatch, capsys, cuda_module):
-    log.cache_clear()
+    print_once.cache_clear()
     monkeypatch.setenv("JAX_TCGEMM_LOG", "1")
     a, b = normal(11, 13), normal(13, 12)
     cuda_module(lambda a, b: gemm(a, b), a, b)

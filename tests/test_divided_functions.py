@@ -18,7 +18,7 @@ from jax_tcgemm.epilogue import function as functions
 from jax_tcgemm.epilogue import operations, portable
 from jax_tcgemm.epilogue.part import Part, elementwise
 from jax_tcgemm.partitioning import rules
-from jax_tcgemm.problem.log import log
+from jax_tcgemm.problem.log import print_once
 from jax_tcgemm.problem.serialize import from_json, to_json
 
 pytestmark = pytest.mark.usefixtures("divided_everywhere")
@@ -315,7 +315,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("reason", REFUSED)
 def test_what_xla_divides(reason, normal, monkeypatch, capfd):
-    log.cache_clear()
+    print_once.cache_clear()
     monkeypatch.setenv("JAX_TCGEMM_LOG", "1")
     x, w = put(mesh_of(), normal(64, 32), "x"), put(mesh_of(), normal(32, 48), None, "y")
 

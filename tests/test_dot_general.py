@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jax_tcgemm import dot_general
-from jax_tcgemm.problem.log import log
+from jax_tcgemm.problem.log import print_once
 
 # Random problems
 
@@ -275,7 +275,7 @@ def test_each_operand_keeps_its_precision(normal):
 
 
 def test_the_log_says_why(normal, monkeypatch, capfd):
-    log.cache_clear()
+    print_once.cache_clear()
     monkeypatch.setenv("JAX_TCGEMM_LOG", "1")
     dot_general(normal(13), normal(17), OUTER)  # of types that nothing else has traced
     line = capfd.readouterr().err

@@ -32,7 +32,7 @@ from jax_tcgemm import (
     export_disabled_checks,
     gemm,
 )
-from jax_tcgemm.problem.log import log
+from jax_tcgemm.problem.log import print_once
 from jax_tcgemm.tools.collectives import collectives
 
 pytestmark = pytest.mark.usefixtures("divided_everywhere")
@@ -244,7 +244,7 @@ def test_gradients_need_no_more_memory(name, rng):
 
 
 def test_log_names_every_collective(mesh, normal, monkeypatch, capfd):
-    log.cache_clear()
+    print_once.cache_clear()
     monkeypatch.setenv("JAX_TCGEMM_LOG", "1")
     x, w = put(mesh, normal(64, 32), "x"), put(mesh, normal(32, 48), "x", "y")
     jax.jit(lambda x, w: gemm(x, w)).lower(x, w).compile()
@@ -257,7 +257,7 @@ def test_log_names_every_collective(mesh, normal, monkeypatch, capfd):
 
 
 def test_log_says_what_xla_divides(mesh, normal, monkeypatch, capfd):
-    log.cache_clear()
+    print_once.cache_clear()
     monkeypatch.setenv("JAX_TCGEMM_LOG", "1")
     x, w = put(mesh, normal(64, 32), "x"), normal(32, 48)
     traced = jax.jit(lambda x, w: gemm(x, w, precision="highest")).trace(x, w)

@@ -11,7 +11,7 @@ from cuda_calls import assert_nothing_moves, bf16, picked
 
 from jax_tcgemm import _extension, gemm
 from jax_tcgemm.kernels.names import by_name
-from jax_tcgemm.problem.log import log
+from jax_tcgemm.problem.log import print_once
 
 SUMS = "sm90_bf16_128x64x64_s8_c1x1_cooperative"
 PRODUCTS = "sm90_bf16_256x16x64_s3_c1x1_skinny"
@@ -105,7 +105,7 @@ def test_builds_that_lack_the_epilogue_leave_it_to_xla(cuda_module, monkeypatch,
 
 
 def test_the_log_names_a_pass_after_the_product(cuda_module, monkeypatch, capfd):
-    log.cache_clear()
+    print_once.cache_clear()
     monkeypatch.setenv("JAX_TCGEMM_LOG", "1")
     cuda_module(lambda a, b: gemm(a, b, activation="relu", config=SUMS), bf16(24, 64), bf16(64, 64))
     line = capfd.readouterr().err.rstrip()

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import stat
 import subprocess
 import sys
 import time
@@ -84,6 +85,33 @@ def test_what_cannot_be_read_or_written(monkeypatch, tmp_path):
     assert cache.write(KIND, PROBLEM, entry(ROW))
     assert cache.read(KIND, PROBLEM) is None
     assert len(cache.everything()) == 0
+
+
+@pytest.mark.parametrize(("owner", "is_read"), [(os.geteuid(), True), (0, True), (54321, False)])
+def test_files_of_other_users_are_none(monkeypatch, owner, is_read):
+    cache.write(KIND, PROBLEM, entry(ROW))
+    status = os.fstat
+
+    def owned(descriptor):
+        found = list(status(descriptor))
+        found[stat.ST_UID] = owner
+        return os.stat_result(found)
+
+    monkeypatch.setattr(os, "fstat", owned)
+    assert cache.read(KIND, PROBLEM) == (entry(ROW) if is_read else None)
+    assert len(cache.everything()) == is_read
+
+
+def test_what_killed_processes_left_is_removed():
+    cache.write(KIND, PROBLEM, entry(ROW))
+    old, fresh = (cache.folder() / f".writing-{name}" for name in ("old", "fresh"))
+    for path in (old, fresh):
+        path.touch()
+    os.utime(old, (0, time.time() - 4000))
+    cache._remove_leftovers.cache_clear()
+    cache.write(KIND, PROBLEM, entry(ROW))
+    assert not old.exists()
+    assert fresh.exists()
 
 
 def test_what_is_kept_is_described():

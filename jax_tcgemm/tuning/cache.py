@@ -1,20 +1,23 @@
 """Measured choices on disk, one file each, which any number of processes read and write.
 
-A file is replaced as a whole. What cannot be read, is broken or is of another problem is as if it
-were not there; what cannot be written is left out.
+A file is replaced as a whole. What cannot be read, is broken, of another problem or of another user
+than this one and root is as if it were not there; what cannot be written is left out.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import functools
 import hashlib
 import json
 import os
 import pathlib
+import time
 from typing import NamedTuple
 
 from jax_tcgemm.tuning.entry import Entry
-from jax_tcgemm.tuning.tunings import Tunings, write_atomically
+from jax_tcgemm.tuning.tunings import PARTIAL, Tunings, write_atomically
 
 # The folder, by default ~/.cache/jax_tcgemm; empty for none.
 SETTING = "JAX_TCGEMM_CACHE_DIR"
@@ -28,6 +31,8 @@ class _File(NamedTuple):
     entry: Entry
     seconds: float
 
+
+_LEFT_SECONDS = 3600.0
 
 # To be raised when what an entry says changes; a folder of its own for each.
 _VERSION = "tunings-1"
@@ -81,7 +86,10 @@ def read(device_kind: str, problem: str) -> Entry | None:
 
 def _read(path: pathlib.Path) -> _File | None:
     try:
-        content = json.loads(path.read_text())
+        with path.open() as file:
+            if os.fstat(file.fileno()).st_uid not in (os.geteuid(), 0):
+                return None
+            content = json.load(file)
         device_kind, problem = content["device"], content["problem"]
         if not (isinstance(device_kind, str) and isinstance(json.loads(problem), dict)):
             return None
@@ -108,10 +116,20 @@ def write(device_kind: str, problem: str, entry: Entry, seconds: float = 0.0) ->
     try:
         make(within.parent)
         within.mkdir(exist_ok=True)
+        _remove_leftovers(within)
         write_atomically(_path(within, device_kind, problem), json.dumps(content))
     except OSError as error:
         return str(error)
     return None
+
+
+@functools.cache
+def _remove_leftovers(within: pathlib.Path) -> None:
+    """Removes what processes that were killed an hour ago or earlier have left half written."""
+    for path in within.glob(f"{PARTIAL}*"):
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime > _LEFT_SECONDS:
+                path.unlink()
 
 
 def everything() -> Tunings:

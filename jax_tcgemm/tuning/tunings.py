@@ -264,13 +264,17 @@ def recalled(digest: str) -> Any:
     return _ACTIVE(_BY_DIGEST.get(digest))
 
 
+# How the names of files begin that are being written.
+PARTIAL = ".writing-"
+
+
 def write_atomically(path: pathlib.Path, text: str) -> None:
     """Writes a file that others see whole or not at all.
 
     Raises:
         OSError: it cannot be written.
     """
-    partial = path.with_name(f".writing-{uuid.uuid4()}")
+    partial = path.with_name(f"{PARTIAL}{uuid.uuid4()}")
     try:
         partial.write_text(text)
         os.replace(partial, path)
