@@ -1,0 +1,178 @@
+"""Times steps of public models under ``fuse`` beside ``jax.jit`` alone: wall time, by turns.
+
+Usage: python -P benchmarks/models.py --out results.json
+
+Each program runs in a process of its own, so that none finds what another one had XLA measure, and
+in there first by ``jax.jit`` or first by ``fuse``, every other one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+# With -P the folder of a script is not on the path.
+sys.path.append(str(pathlib.Path(__file__).parent))
+
+import jax
+import report
+from measure import disagreement_of
+from programs import FULL, PROGRAMS, TINY, Program
+
+from jax_tcgemm import fuse
+
+_SUITE = "models"
+_ROUNDS = 8
+_SECONDS_OF_A_SAMPLE = 0.05
+# Of the norm of a result: 16-bit models, whose sums come in another order.
+_TOLERANCE = 2**-4
+
+
+class Way:
+    """A compiled step, and a state of its own.
+
+    Attributes:
+        first_seconds: to the first result: traced, compiled and run.
+        temporaries: bytes that the step needs beside its arguments and results.
+    """
+
+    def __init__(self, program: Program, step: Callable[..., Any]) -> None:
+        self._inputs = program.inputs
+        self._state = jax.tree.map(lambda x: x.copy(), program.state)
+        begun = time.perf_counter()
+        jitted = jax.jit(step, donate_argnums=0)
+        self._compiled = jitted.lower(self._state, *self._inputs).compile()
+        self.first = self._run()
+        jax.block_until_ready(self.first)
+        self.first_seconds = time.perf_counter() - begun
+        memory: Any = self._compiled.memory_analysis()
+        self.temporaries = memory.temp_size_in_bytes
+
+    def _run(self) -> Any:
+        self._state, result = self._compiled(self._state, *self._inputs)
+        return result
+
+    def seconds(self, count: int) -> float:
+        """Returns the wall time of one of so many steps, each after the other."""
+        begun = time.perf_counter()
+        for _ in range(count):
+            result = self._run()
+        jax.block_until_ready((self._state, result))
+        return (time.perf_counter() - begun) / count
+
+
+def measure(name: str, *, fused_first: bool, tiny: bool = False, rounds: int = _ROUNDS) -> Any:
+    """Returns the row of a program, with the keys that ``benchmarks/README.md`` lists."""
+    row: dict[str, Any] = {"suite": _SUITE, "case": name}
+    try:
+        program = PROGRAMS[name](TINY if tiny else FULL)
+    except ImportError as error:
+        return row | {"note": f"not installed: {error.name}"}
+    steps = {"jit": program.step, "fuse": fuse(program.step)}
+    order = ["fuse", "jit"] if fused_first else ["jit", "fuse"]
+    ways = {each: Way(program, steps[each]) for each in order}
+    wrong = disagreement_of(ways["fuse"].first, ways["jit"].first, _TOLERANCE)
+    if wrong and "decode" not in name:  # where two tokens are as likely, either may come
+        return row | {"error": f"differs from the result by jax.jit: {wrong}"}
+    count = max(1, round(_SECONDS_OF_A_SAMPLE / max(ways["jit"].seconds(2), 1e-6)))
+    samples: dict[str, list[float]] = {each: [] for each in order}
+    for _ in range(rounds):
+        for each in order:
+            samples[each].append(ways[each].seconds(count))
+        order = order[::-1]
+    ms = {each: 1e3 * statistics.median(samples[each]) for each in ways}
+    return row | {
+        "jit_ms": ms["jit"],
+        "fuse_ms": ms["fuse"],
+        "ratio": ms["jit"] / ms["fuse"],
+        "jit_first_s": ways["jit"].first_seconds,
+        "fuse_first_s": ways["fuse"].first_seconds,
+        "jit_temporaries": ways["jit"].temporaries,
+        "fuse_temporaries": ways["fuse"].temporaries,
+        "first": "fuse" if fused_first else "jit",
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Returns the results in columns, and geometric means by the kind of step."""
+    lines = [
+        f"{'program':<20}{'jit ms':>9}{'fuse ms':>9}{'ratio':>7}{'first s':>16}{'temp MB':>16}"
+    ]
+    kinds: dict[str, list[float]] = {}
+    for row in rows:
+        if "ratio" not in row:
+            lines.append(f"{row['case']:<20}{row.get('error') or row.get('note')}")
+            continue
+        first = f"{row['jit_first_s']:.1f} {row['fuse_first_s']:.1f}"
+        bytes_ = f"{row['jit_temporaries'] * 1e-6:.0f} {row['fuse_temporaries'] * 1e-6:.0f}"
+        lines.append(
+            f"{row['case']:<20}{row['jit_ms']:>9.3f}{row['fuse_ms']:>9.3f}{row['ratio']:>7.3f}"
+            f"{first:>16}{bytes_:>16}"
+        )
+        kind = next(x for x in ("train", "prefill", "decode") if x in row["case"])
+        kinds.setdefault(kind, []).append(row["ratio"])
+    for kind, ratios in kinds.items():
+        mean = math.exp(statistics.mean(map(math.log, ratios)))
+        lines.append(f"{kind}: geometric mean {mean:.3f} of {len(ratios)}, least {min(ratios):.3f}")
+    return "\n".join(lines)
+
+
+def _in_a_process(name: str, fused_first: bool, tiny: bool) -> dict[str, Any]:
+    command = [sys.executable, "-P", __file__, "--one", name, "--tiny" * tiny]
+    command += ["--fused-first" * fused_first]
+    environment = os.environ | {"USE_TORCH": "0"}  # of transformers, which else imports it
+    ran = subprocess.run(
+        [word for word in command if word],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+    )
+    lines = ran.stdout.splitlines()
+    if ran.returncode or not lines:
+        return {"suite": _SUITE, "case": name, "error": ran.stderr[-300:]}
+    return json.loads(lines[-1])
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the benchmark.
+
+    Args:
+        arguments: command line; by default the process's.
+
+    Returns:
+        The exit status: 0, or 1 if a program failed.
+    """
+    parser = argparse.ArgumentParser(prog="python -P benchmarks/models.py", description=__doc__)
+    parser.add_argument("--case", default="", metavar="SUBSTRING", help="only such programs")
+    parser.add_argument("--out", type=pathlib.Path, metavar="FILE", help="JSON, after each program")
+    parser.add_argument("--commit", metavar="HASH", help="of the sources, if this is no checkout")
+    parser.add_argument("--tiny", action="store_true", help="small models, to try the script")
+    parser.add_argument("--one", metavar="PROGRAM", help="measure it here, print a line of JSON")
+    parser.add_argument("--fused-first", action="store_true", help="with --one: begin with fuse")
+    args = parser.parse_args(arguments)
+    if args.one:
+        print(json.dumps(measure(args.one, fused_first=args.fused_first, tiny=args.tiny)))
+        return 0
+    # This process is on the GPU, too, for the header.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    results = report.Results(args.out, report.header(args.commit))
+    for index, name in enumerate(x for x in PROGRAMS if args.case in x):
+        row = _in_a_process(name, bool(index % 2), args.tiny)
+        results.add(row)
+        print(table([row]).splitlines()[1], file=sys.stderr)
+    print(table(results.rows))
+    return int(any("error" in row for row in results.rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
