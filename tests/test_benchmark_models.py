@@ -30,7 +30,9 @@ def test_steps_keep_their_state_and_have_products(name):
 def test_programs_under_fuse(name):
     row = models.measure(name, fused_first=False, tiny=True, rounds=1)
     assert "error" not in row
-    assert "note" in row or row["ratio"] > 0
+    if "note" in row:
+        pytest.skip(row["note"])
+    assert row["ratio"] > 0
 
 
 def test_rows_become_a_table(monkeypatch, tmp_path, capsys):

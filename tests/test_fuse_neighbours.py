@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fusions import check, operations, with_epilogues
+from jax.experimental.xla_metadata import set_xla_metadata
 
 from jax_tcgemm import fuse
+from jax_tcgemm.transforms import neighbours
 
 M, K, N = 128, 96, 160
 
@@ -139,3 +141,55 @@ def test_few_rows_by_a_weight_made_on_the_way(normal, capfd, monkeypatch, weight
 def test_what_is_hardly_a_product_is_left_to_xla(normal, rows, k, columns):
     x, w = normal(rows, k, dtype=jnp.bfloat16), normal(k, columns, dtype=jnp.bfloat16)
     assert operations(fuse(jnp.matmul), x, w)["dot_general"] == 1
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: jnp.einsum("ij,->ij", x, 2.0),
+        lambda x: jnp.einsum(",ij->ij", 2.0, x),
+        lambda x: jnp.einsum("ij,kj,->ik", x, x, 0.5),
+        lambda x: jnp.tensordot(2.0, x, axes=0),
+    ],
+)
+def test_products_by_a_literal(normal, f):
+    x = normal(8, 4)
+    np.testing.assert_allclose(jax.jit(fuse(f))(x), f(x), rtol=1e-6)
+
+
+def test_a_chain_of_transposes_and_a_conversion(arrays):
+    def f(x, w):
+        return (x @ w.T).T.astype(jnp.float32).T, (x @ w.T).T.T
+
+    assert transposes(f, arrays["x"], arrays["w"]) == 0
+    check(f, arrays["x"], arrays["w"])
+
+
+def test_transposes_in_another_context_stay(arrays):
+    def f(x, w):
+        with set_xla_metadata(tag="1"):
+            transposed = w.T
+        return x @ transposed
+
+    assert transposes(f, arrays["x"], arrays["w"]) == 1
+
+
+def test_many_products_by_a_weight_that_others_read_as_well(arrays, monkeypatch):
+    """Each is looked at once, however many there are."""
+    looked_at = []
+    untransposed = neighbours._untransposed
+
+    def counted(*arguments):
+        looked_at.append(1)
+        return untransposed(*arguments)
+
+    monkeypatch.setattr(neighbours, "_untransposed", counted)
+
+    def f(x, w):
+        y = w.T.astype(x.dtype)
+        for _ in range(40):
+            x = jnp.tanh(x @ y)[:, :K]
+        return x, jnp.sort(y)
+
+    jax.make_jaxpr(fuse(f))(arrays["x"], arrays["master"])
+    assert len(looked_at) <= 80

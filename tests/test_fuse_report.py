@@ -30,7 +30,7 @@ def test_each_product_once(arrays):
     first, second, third = report
     assert first.product == "bfloat16[128,96], bfloat16[96,160] -> bfloat16[128,160]"
     assert first.way == "kernel with epilogue"
-    assert first.reason.startswith("1 results: ")
+    assert first.reason.startswith("1 result: ")
     # The product that XLA would read once more, and write before.
     assert first.saved_bytes == 2 * 2 * M * N
     assert (second.way, second.reason, second.saved_bytes) == ("kernel", "", 0)
@@ -38,7 +38,7 @@ def test_each_product_once(arrays):
     assert "a batch of products" in third.reason
     place = pathlib.Path(__file__).name
     assert all(place in each.source and "layer" in each.source for each in report)
-    assert repr(report) == "<Report of 3 products: 1 with an epilogue, 1 left to XLA>"
+    assert repr(report) == "<Report of 3 products: 1 with an epilogue, 1 by XLA>"
     assert report[0] is first
     assert len(report[1:]) == 2
 
@@ -114,3 +114,34 @@ def test_tables(arrays):
     assert all(any(cell in row for row in (head, *rows)) for cell in cells)
     assert "bfloat16[128,96], bfloat16[96,160] -> bfloat16[128,160]" in cells
     assert str(fuse(lambda x: x + 1).report(arrays[0])).count("\n") == 0
+
+
+def test_a_body_counts_as_often_as_it_is_called(arrays):
+    x, w = arrays[0], arrays[1][:, :K]
+    layer = jax.checkpoint(lambda x: jnp.tanh(x @ w))
+
+    def f(x):
+        return layer(layer(layer(x)))
+
+    assert len(fuse(f).report(x)) == 3
+
+
+def test_products_that_stay_as_they_are(arrays):
+    @jax.custom_vjp
+    def by_hand(x, w):
+        return x @ w
+
+    by_hand.defvjp(lambda x, w: (x @ w, (x, w)), lambda kept, y: (y @ kept[1].T, kept[0].T @ y))
+
+    def f(x, w):
+        return by_hand(x, w), x.astype(jnp.int32) @ w.astype(jnp.int32)
+
+    inside, of_integers = fuse(f).report(*arrays[:2])
+    assert inside.way == of_integers.way == "XLA"
+    assert inside.reason.startswith("within custom_vjp")
+    assert of_integers.reason == "no kernel for such types or extents"
+
+
+def test_an_extent_of_zero(arrays):
+    (only,) = fuse(jnp.matmul).report(arrays[0][:0], arrays[1])
+    assert only.way == "XLA"

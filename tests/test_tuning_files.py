@@ -87,7 +87,7 @@ def test_what_cannot_be_read_or_written(monkeypatch, tmp_path):
     assert len(cache.everything()) == 0
 
 
-@pytest.mark.parametrize(("owner", "is_read"), [(os.geteuid(), True), (0, True), (54321, False)])
+@pytest.mark.parametrize(("owner", "is_read"), [(1000, True), (0, True), (54321, False)])
 def test_files_of_other_users_are_none(monkeypatch, owner, is_read):
     cache.write(KIND, PROBLEM, entry(ROW))
     status = os.fstat
@@ -98,6 +98,7 @@ def test_files_of_other_users_are_none(monkeypatch, owner, is_read):
         return os.stat_result(found)
 
     monkeypatch.setattr(os, "fstat", owned)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert cache.read(KIND, PROBLEM) == (entry(ROW) if is_read else None)
     assert len(cache.everything()) == is_read
 

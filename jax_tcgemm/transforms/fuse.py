@@ -53,7 +53,8 @@ def fuse(f: Callable[_Parameters, _Result]) -> FusedFunction[_Parameters, _Resul
         A function of the same arguments and results. It raises ``TypeError`` if ``f`` changes an
         argument in place that is no dict, list or object of Flax NNX. Its ``report``, called with
         the same arguments (or ``jax.ShapeDtypeStruct`` in place of arrays), runs nothing and
-        returns a table of what becomes of each product: ``print(fuse(f).report(*args))``.
+        returns a table of what becomes of each product: ``print(fuse(f).report(*args))``. That of
+        a method takes the object as well.
     """
     name = getattr(f, "__name__", type(f).__name__)
 
@@ -98,7 +99,11 @@ def fuse(f: Callable[_Parameters, _Result]) -> FusedFunction[_Parameters, _Resul
 
 
 class FusedFunction(Protocol[_Parameters, _Result_co]):
-    """What ``fuse`` returns."""
+    """The type of the functions that ``fuse`` returns."""
+
+    def __get__(self, instance: Any, owner: Any = None) -> Callable[..., _Result_co]:
+        """Binds a method."""
+        ...
 
     def __call__(self, *args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result_co:
         """Computes what the function does, by this package's kernels."""

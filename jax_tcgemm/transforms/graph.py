@@ -71,7 +71,7 @@ class Node(Item):
         outputs: the values that it makes.
         scope: the name stack of the calls from which it was inlined, ``None`` outside of any.
         elementwise: what ``products.is_elementwise`` found, ``None`` before it is asked.
-        why_left: of a product that XLA is to compute, why.
+        fallback_reason: of a product that XLA is to compute, why.
         name: the name of its primitive.
     """
 
@@ -80,7 +80,7 @@ class Node(Item):
     outputs: tuple[Value, ...]
     scope: Any = None
     elementwise: bool | None = None
-    why_left: str | None = None
+    fallback_reason: str | None = None
     name: str = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:

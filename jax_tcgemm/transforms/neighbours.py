@@ -1,10 +1,10 @@
-"""What stands before and behind a product: transposes that it takes in, and what XLA would fuse."""
+"""The surroundings of a product: transposes that it absorbs, what XLA would fuse."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from jax_tcgemm import _compat
 from jax_tcgemm.transforms.graph import Atom, Graph, Node, Value
@@ -17,24 +17,24 @@ _Dims = tuple[int, ...]
 _FEW = 64
 # Operations before an operand, at most, among which a product is looked for.
 _MOST_LOOKED_AT = 50
-# What changes no byte of an array that lies as it is declared.
+# Operations that change no byte of an array in its declared layout.
 _VIEWS = frozenset({"reshape", "squeeze", "expand_dims"})
-# What XLA computes on the way into its own product, beside what works element by element.
+# Operations that XLA fuses into its own product, beside element-wise ones.
 _FUSIBLE = SPREADING | {"transpose", "slice", "dynamic_slice", "rev", "pad", "concatenate"}
 
 
-def laid_out(graph: Graph) -> list[Any]:
-    """Returns the items, where products take and give matrices as they lie in memory.
+def absorb_transposes(graph: Graph) -> list[Any]:
+    """Returns the items, where products read and write matrices without transposes around them.
 
-    A kernel reads a transposed matrix as fast as another. XLA transposes in memory what a kernel of
-    this package is given, or gives, since it knows nothing of what the kernel could do.
+    A kernel reads a transposed matrix as fast as another. XLA does not know that: it would
+    transpose in memory what it passes to the kernel, and what comes back.
     """
     items = _with_factors_exchanged(graph.used(), graph.returned)
-    return _Untransposing(items, graph.returned).items()
+    return _OperandTransposes(items, graph.returned).absorbed()
 
 
-def why_left(product: Node, makers: Mapping[Value, Any]) -> str | None:
-    """Says why XLA is to compute a product in a program, if it is.
+def fallback_reason(product: Node, makers: Mapping[Value, Any]) -> str | None:
+    """Says why XLA is to compute a product, together with its surroundings; ``None``: it is not.
 
     Args:
         product: any node of a graph.
@@ -44,19 +44,19 @@ def why_left(product: Node, makers: Mapping[Value, Any]) -> str | None:
         return None
     (contracted, _), (batch, _) = product.params["dimension_numbers"]
     if batch:
-        return "a batch of products, whose operands XLA lays out as it likes"
+        return "a batch of products: XLA chooses the layouts of its operands"
     lhs, rhs = (x.aval.shape for x in product.inputs)
     if not all(isinstance(extent, int) for extent in (*lhs, *rhs)):
         return None
     k = math.prod(lhs[i] for i in contracted)
     m, n = (math.prod(shape) // max(k, 1) for shape in (lhs, rhs))
     if k <= 1 or m == n == 1:
-        return "no more than an element-wise product, or a sum"
+        return "an outer product, or a single sum"
     if min(m, n) <= _FEW:
         larger = max(product.inputs, key=lambda x: math.prod(x.aval.shape))
         maker = _maker(larger, makers)
         if _is_fusible(maker) and not _follows_product(larger, makers):
-            return f"few rows, and XLA makes the other operand ({maker.name}) where it reads it"
+            return f"few rows, and XLA fuses {maker.name}, which makes the other operand"
     return None
 
 
@@ -91,75 +91,90 @@ def _maker(atom: Atom, makers: Mapping[Value, Any]) -> Any:
 
 
 def _with_factors_exchanged(items: list[Any], returned: frozenset[Value]) -> list[Any]:
-    """Returns the items, where the other product of two operands is what is asked for.
+    """Returns the items, where a product that is transposed becomes that of the other order.
 
-    The gradient of a weight is ``dot_general`` and then ``transpose``: the product of the same
-    operands in the other order. The gradient of one that is kept transposed, and in float32, is
-    converted and transposed once more.
+    The gradient of a weight is ``dot_general`` and then ``transpose``. That of a weight that is
+    stored transposed, and in float32, is converted and transposed once more.
     """
-    found = True
-    while found:
-        found = False
-        users = _users(items)
-        anew: dict[Any, Node] = {}
-        gone: set[Any] = set()
-        for item in items:
-            if item.name != "dot_general" or is_typed(item):
-                continue
-            conversion, user = None, _only_user(item, users, returned)
-            if user is not None and user.name == "convert_element_type":
-                conversion, user = user, _only_user(user, users, returned)
-            if user is None or user.name != "transpose":
-                continue
-            if tuple(user.params["permutation"]) != _exchange(item):
-                continue
-            found = True
-            gone.add(user)
-            if conversion is None:
-                anew[item] = _exchanged(item, user.outputs)
-            else:
-                (old,), (last,) = item.outputs, user.outputs
-                aval = last.aval.update(dtype=old.dtype, weak_type=old.aval.weak_type)
-                between = Value(aval)
-                anew[item] = _exchanged(item, (between,))
-                anew[conversion] = Node(conversion.eqn, (between,), user.outputs, conversion.scope)
-        items = [anew.get(item, item) for item in items if item not in gone]
-    return items
+    users = _users(items)
+    replaced: dict[Any, Node] = {}
+    removed: set[Any] = set()
+    for item in items:
+        if item.name != "dot_general" or is_typed(item):
+            continue
+        product, conversion, (result,) = item, None, item.outputs
+        while True:
+            user = _only_user(result, users, returned)
+            if user is not None and conversion is None and _is_conversion(user, item):
+                behind = _only_user(user.outputs[0], users, returned)
+                if _is_exchange(behind, product):
+                    conversion, user = user, behind
+            if user is None or not _is_exchange(user, product):
+                break
+            removed.add(user)
+            product, result = _exchanged(product), user.outputs[0]
+        if product is item:
+            continue
+        if conversion is None:
+            replaced[item] = _with(product, outputs=(result,))
+        else:
+            (own,) = item.outputs
+            aval = result.aval.update(dtype=own.dtype, weak_type=own.aval.weak_type)
+            between = Value(aval)
+            replaced[item] = _with(product, outputs=(between,))
+            replaced[conversion] = Node(conversion.eqn, (between,), (result,), conversion.scope)
+    return [replaced.get(item, item) for item in items if item not in removed]
 
 
 def _only_user(
-    node: Node, users: Mapping[Value, Sequence[Any]], returned: frozenset[Value]
+    value: Value, users: Mapping[Value, Sequence[Any]], returned: frozenset[Value]
 ) -> Node | None:
-    """Returns the item that reads a node's result, if there is one and no other."""
-    (result,) = node.outputs
-    found = users.get(result, [])
-    return found[0] if len(found) == 1 and result not in returned else None
+    """Returns the item that reads a value, if there is one and no other."""
+    found = users.get(value, [])
+    return found[0] if len(found) == 1 and value not in returned else None
 
 
-def _exchange(product: Node) -> _Dims:
-    """Returns the permutation that puts what ``rhs`` has before what ``lhs`` has."""
+def _is_conversion(node: Any, product: Node) -> TypeGuard[Node]:
+    """Whether a node converts, in the context of a product."""
+    return (
+        isinstance(node, Node)
+        and node.name == "convert_element_type"
+        and node.context == product.context
+        and not is_typed(node)
+    )
+
+
+def _is_exchange(node: Any, product: Node) -> bool:
+    """Whether a node transposes what a product's operands would give in the other order."""
+    if not isinstance(node, Node) or node.name != "transpose" or node.context != product.context:
+        return False
     (contracted, _), (batch, _) = product.params["dimension_numbers"]
-    lead, rank = len(batch), len(product.outputs[0].shape)
+    lead, rank = len(batch), len(node.params["permutation"])
     rows = len(product.inputs[0].aval.shape) - lead - len(contracted)
-    return (*range(lead), *range(lead + rows, rank), *range(lead, lead + rows))
+    permutation = (*range(lead), *range(lead + rows, rank), *range(lead, lead + rows))
+    return tuple(node.params["permutation"]) == permutation
 
 
-def _exchanged(product: Node, outputs: tuple[Value, ...]) -> Node:
+def _exchanged(product: Node) -> Node:
     params = dict(product.params)
     params["dimension_numbers"] = tuple(pair[::-1] for pair in params["dimension_numbers"])
     params["precision"] = _compat.exchanged_precision(params["precision"])
-    eqn = product.eqn.replace(params=params)
-    return Node(eqn, product.inputs[::-1], outputs, product.scope)
+    return _with(product, eqn=product.eqn.replace(params=params), inputs=product.inputs[::-1])
+
+
+def _with(product: Node, **changes: Any) -> Node:
+    same = {"eqn": product.eqn, "inputs": product.inputs, "outputs": product.outputs}
+    return Node(**{**same, **changes}, scope=product.scope)
 
 
 # --- Operands --------------------------------------------------------------------------------
 
 
-class _Untransposing:
+class _OperandTransposes:
     """Lets products read what their operands are transposes of.
 
-    A matrix may be converted after it is transposed, as parameters are that are kept in float32.
-    It is then converted as it lies, if products alone read it.
+    A matrix may be converted after it is transposed, as parameters are that are stored in float32.
+    Then it is converted before, unless anything else reads it.
     """
 
     def __init__(self, items: Sequence[Any], returned: frozenset[Value]):
@@ -167,10 +182,11 @@ class _Untransposing:
         self._returned = returned
         self._makers = {value: item for item in items for value in item.outputs}
         self._users = _users(items)
-        self._converted: dict[Value, Node] = {}  # as it lies, by what is converted in ``items``
+        self._converted: dict[Value, Node] = {}  # untransposed, by the transposed value
+        self._is_convertible: dict[Value, bool] = {}
 
-    def items(self) -> list[Any]:
-        """Returns the items, conversions that are new before the first product that needs them."""
+    def absorbed(self) -> list[Any]:
+        """Returns the items, with new conversions before the first product that reads them."""
         result: list[Any] = []
         for item in self._items:
             if _is_plain_product(item):
@@ -182,50 +198,60 @@ class _Untransposing:
         return result
 
     def _with_operand(self, product: Node, side: int) -> tuple[Node, Node | None]:
-        """Returns the product without a transpose before one operand, and a conversion if new."""
+        """Returns a product that reads one operand untransposed, and a conversion if it is new."""
         value = product.inputs[side]
-        transpose, conversion = self._origin(value)
+        transpose, conversion = self._origin(value, product)
         if transpose is None:
             return product, None
-        anew = _untransposed(product, side, transpose)
-        if anew is None:
+        if conversion is not None and not self._may_convert(value, transpose):
             return product, None
-        if conversion is None:
-            return anew, None
+        changed = _untransposed(product, side, transpose)
+        if changed is None or conversion is None:
+            return changed or product, None
         if value in self._converted:
-            return _with_input(anew, side, self._converted[value].outputs[0]), None
-        if not self._all_untransposed(value, transpose):
-            return product, None
+            return _with_input(changed, side, self._converted[value].outputs[0]), None
         source = transpose.inputs[0]
         (old,) = conversion.outputs
         aval = source.aval.update(dtype=old.dtype, weak_type=old.aval.weak_type)
         new = Node(conversion.eqn, (source,), (Value(aval),), conversion.scope)
         self._converted[value] = new
-        return _with_input(anew, side, new.outputs[0]), new
+        return _with_input(changed, side, new.outputs[0]), new
 
-    def _origin(self, value: Atom) -> tuple[Node | None, Node | None]:
+    def _origin(self, value: Atom, product: Node) -> tuple[Node | None, Node | None]:
         """Returns the transpose that an operand is, and the conversion behind it, if any."""
-        maker, conversion = self._makers.get(value), None
-        if isinstance(maker, Node) and maker.name == "convert_element_type":
-            maker, conversion = self._makers.get(maker.inputs[0]), maker
-        if not isinstance(maker, Node) or maker.name != "transpose" or is_typed(maker):
+        if not isinstance(value, Value):
             return None, None
-        return (maker, conversion) if isinstance(maker.inputs[0], Value) else (None, None)
-
-    def _all_untransposed(self, value: Value, transpose: Node) -> bool:
-        return value not in self._returned and all(
-            _is_plain_product(user)
-            and all(
-                _untransposed(user, side, transpose) is not None
-                for side in range(2)
-                if user.inputs[side] is value
-            )
-            for user in self._users[value]
+        maker, conversion = self._makers.get(value), None
+        if _is_conversion(maker, product) and isinstance(maker.inputs[0], Value):
+            maker, conversion = self._makers.get(maker.inputs[0]), maker
+        is_known = (
+            isinstance(maker, Node)
+            and maker.name == "transpose"
+            and maker.context == product.context
+            and not is_typed(maker)
+            and isinstance(maker.inputs[0], Value)
         )
+        return (maker, conversion) if is_known else (None, None)
+
+    def _may_convert(self, value: Value, transpose: Node) -> bool:
+        """Whether all that read a converted transpose are products that can do without it."""
+        if value not in self._is_convertible:
+            users = self._users[value]
+            self._is_convertible[value] = (
+                value not in self._returned
+                and all(map(_is_plain_product, users))
+                and all(
+                    _untransposed(user, side, transpose) is not None
+                    for user in users
+                    for side in range(2)
+                    if user.inputs[side] is value
+                )
+            )
+        return self._is_convertible[value]
 
 
 def _is_plain_product(item: Any) -> bool:
-    """Whether an item is a product without a batch, whose type says nothing of shardings."""
+    """Whether an item is a product without a batch, and without explicit shardings."""
     if not isinstance(item, Node) or item.name != "dot_general" or is_typed(item):
         return False
     _, (batch, _) = item.params["dimension_numbers"]
@@ -233,7 +259,7 @@ def _is_plain_product(item: Any) -> bool:
 
 
 def _untransposed(product: Node, side: int, transpose: Node) -> Node | None:
-    """Returns the product of what was transposed; ``None`` where no kernel reads that as it lies.
+    """Returns the product of a transpose's operand; ``None`` if no kernel reads that in place.
 
     Args:
         product: without a batch.
@@ -253,15 +279,13 @@ def _untransposed(product: Node, side: int, transpose: Node) -> Node | None:
     if matrix_form(shapes[0], shapes[1], dims) is None:
         return None
     eqn = product.eqn.replace(params={**product.params, "dimension_numbers": dims})
-    return _with_input(
-        Node(eqn, product.inputs, product.outputs, product.scope), side, transpose.inputs[0]
-    )
+    return _with_input(_with(product, eqn=eqn), side, transpose.inputs[0])
 
 
 def _with_input(product: Node, side: int, atom: Atom) -> Node:
     inputs = list(product.inputs)
     inputs[side] = atom
-    return Node(product.eqn, tuple(inputs), product.outputs, product.scope)
+    return _with(product, inputs=tuple(inputs))
 
 
 def _users(items: Iterable[Any]) -> dict[Value, list[Any]]:

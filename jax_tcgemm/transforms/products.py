@@ -37,7 +37,7 @@ def is_product(item: Any) -> bool:
     types = {x.aval.dtype for x in (lhs, rhs)}
     (result,) = item.outputs
     return (
-        item.why_left is None
+        item.fallback_reason is None
         and all(isinstance(x, Value) for x in (lhs, rhs))
         and is_on_device(item)
         and len(types) == 1

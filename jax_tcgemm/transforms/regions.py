@@ -16,7 +16,7 @@ from jax_tcgemm.epilogue.translation import MAX_OPERANDS, MAX_RESULTS
 from jax_tcgemm.lowering.compiled_source import MOST_WARP_BYTES, matrix_bytes
 from jax_tcgemm.transforms.fused import Fused
 from jax_tcgemm.transforms.graph import Graph, Node, Value
-from jax_tcgemm.transforms.neighbours import laid_out, why_left
+from jax_tcgemm.transforms.neighbours import absorb_transposes, fallback_reason
 from jax_tcgemm.transforms.outputs import Flow, saved_bytes, written
 from jax_tcgemm.transforms.products import compared, is_product
 from jax_tcgemm.transforms.region import Program, Region
@@ -35,10 +35,10 @@ _MOST_MOVED = 1000
 
 def with_regions(graph: Graph) -> Graph:
     """Returns the same graph with products joined with what becomes of them."""
-    items = laid_out(graph)
+    items = absorb_transposes(graph)
     makers = {value: item for item in items for value in item.outputs}
     for item in items:
-        item.why_left = why_left(item, makers)
+        item.fallback_reason = fallback_reason(item, makers)
     products = [*filter(is_product, items)]
     wiring = Wiring(items, products, graph.returned)
     program = Program(wiring, graph.returned, graph.stacked, compared(items))

@@ -1,4 +1,4 @@
-"""What ``fuse`` makes of each product of a function, as a table."""
+"""A table of the products of a function under ``fuse``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _HEAD = ("count", "product", "computed by", "because", "saves", "where")
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """What becomes of a product.
+    """The way in which a product is computed.
 
     Attributes:
         product: types of its operands, and of its result.
@@ -69,7 +69,7 @@ class Report(Sequence[Decision]):
     def __repr__(self) -> str:
         fused = sum(each.way == "kernel with epilogue" for each in self)
         left = sum(each.way == "XLA" for each in self)
-        return f"<Report of {len(self)} products: {fused} with an epilogue, {left} left to XLA>"
+        return f"<Report of {len(self)} products: {fused} with an epilogue, {left} by XLA>"
 
     def _repr_html_(self) -> str:
         """Returns the table for a notebook."""

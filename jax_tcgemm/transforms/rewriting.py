@@ -12,7 +12,7 @@ from jax_tcgemm.epilogue import identity
 from jax_tcgemm.problem.log import log
 from jax_tcgemm.transforms import kernel_calls
 from jax_tcgemm.transforms.fused import Fused
-from jax_tcgemm.transforms.graph import Atom, Graph, Node, Value, graph_of
+from jax_tcgemm.transforms.graph import Atom, Graph, Node, Value, graph_of, inner_nodes
 from jax_tcgemm.transforms.products import is_on_device
 from jax_tcgemm.transforms.regions import with_regions
 from jax_tcgemm.transforms.report import Decision
@@ -31,7 +31,7 @@ class Rewriting:
 
     def __init__(self) -> None:
         self.decisions: list[Decision] = []
-        self._jaxprs: dict[tuple[int, tuple[bool, ...]], tuple[Any, Any]] = {}
+        self._jaxprs: dict[tuple[int, tuple[bool, ...]], tuple[Any, Any, list[Decision]]] = {}
         self._has_products: dict[int, tuple[Any, bool]] = {}
         self._calls: dict[bytes, Any] = {}
         self._digests = identity.Digests()
@@ -80,11 +80,18 @@ class Rewriting:
         if jaxpr is None or not self._multiplies(jaxpr):
             return value
         key = id(value), is_stacked
-        if key not in self._jaxprs:
-            new, consts = self.rewritten(jaxpr, getattr(value, "consts", ()), is_stacked)
-            made = jaxprs.with_jaxpr(value, jaxprs.closed(new, consts))
-            self._jaxprs[key] = value, value if made is None else made
-        return self._jaxprs[key][1]
+        if key in self._jaxprs:
+            _, made, decisions = self._jaxprs[key]
+            self.decisions += decisions
+            return made
+        count = len(self.decisions)
+        new, consts = self.rewritten(jaxpr, getattr(value, "consts", ()), is_stacked)
+        made = jaxprs.with_jaxpr(value, jaxprs.closed(new, consts))
+        if made is None:
+            made = value
+            del self.decisions[count:]
+        self._jaxprs[key] = value, made, self.decisions[count:]
+        return made
 
     def call(self, item: Node | Fused) -> Any:
         """Returns what computes a product, or a region, as a closed jaxpr.
@@ -101,6 +108,11 @@ class Rewriting:
             except kernel_calls.NoKernelError as error:
                 self._calls[key] = str(error)
         return self._calls[key]
+
+
+def _has_kernel(call: Any) -> bool:
+    """Whether this package computes any of a product."""
+    return any("tcgemm" in eqn.primitive.name for eqn in call.jaxpr.eqns)
 
 
 def _type(aval: Any) -> str:
@@ -162,10 +174,22 @@ class _Emission:
         """Notes what becomes of a product, or of the two of a gated layer; see ``Decision``."""
         first = products[0]
         factors = [*first.inputs[:2], *(other.inputs[1] for other in products[1:])]
+        self.note(factors, first.outputs[0], way, reason, first.eqn, saved_bytes)
+
+    def note(
+        self,
+        factors: Sequence[Any],
+        result: Any,
+        way: str,
+        reason: str,
+        eqn: Any,
+        saved_bytes: int = 0,
+    ) -> None:
+        """Notes a decision about a product of these factors, which ``eqn`` is."""
         operands = ", ".join(_type(x.aval) for x in factors)
-        product = f"{operands} -> {_type(first.outputs[0].aval)}"
-        source = jaxprs.source_of(first.eqn)
-        self.rewriting.decisions.append(Decision(product, way, reason, saved_bytes, source))
+        product = f"{operands} -> {_type(result.aval)}"
+        decision = Decision(product, way, reason, saved_bytes, jaxprs.source_of(eqn))
+        self.rewriting.decisions.append(decision)
         log(f"fuse: {product}: {way}" + (f": {reason}" if reason else ""))
 
     def add(self, item: Node | Fused, reason: str = "") -> None:
@@ -183,19 +207,33 @@ class _Emission:
                 for node in item.apart():
                     self.add(node, reason)
                 return
-            results = f"{len(item.outputs)} results: {names}"
+            results = f"{len(item.outputs)} result{'s' * (len(item.outputs) > 1)}: {names}"
             self.decide(item.products, "kernel with epilogue", results, item.saved_bytes)
             self.inline(call, item, item.products[0])
-        elif item.name in _PRODUCTS and item.why_left is not None:
-            self.decide([item], "XLA", item.why_left)
+        elif item.name in _PRODUCTS and item.fallback_reason is not None:
+            self.decide([item], "XLA", item.fallback_reason)
             self.keep(item)
         elif item.name in _PRODUCTS and is_on_device(item):
-            self.decide([item], "kernel", reason)
-            self.inline(self.rewriting.call(item), item, item)
+            call = self.rewriting.call(item)
+            if _has_kernel(call):
+                self.decide([item], "kernel", reason)
+            else:
+                self.decide([item], "XLA", "no kernel for such types or extents")
+            self.inline(call, item, item)
         elif item.name in _LOOKED_INTO and self.rewriting.has_products(item.eqn):
             self.inner(item)
         else:
             self.keep(item)
+            self.note_inside(item)
+
+    def note_inside(self, item: Node) -> None:
+        """Notes the products that stay as they are: of the host, and in custom derivatives."""
+        if item.name in _PRODUCTS:
+            self.decide([item], "XLA", "computed by the host")
+        elif item.name in jaxprs.CUSTOM_CALLS:
+            for eqn in inner_nodes(item.eqn, jaxprs.CALLS):
+                if eqn.primitive.name in _PRODUCTS:
+                    self.note(eqn.invars[:2], eqn.outvars[0], "XLA", f"within {item.name}", eqn)
 
     def inner(self, node: Node) -> None:
         """Adds an operation that runs others."""

@@ -1,7 +1,8 @@
 """Measured choices on disk, one file each, which any number of processes read and write.
 
-A file is replaced as a whole. What cannot be read, is broken, of another problem or of another user
-than this one and root is as if it were not there; what cannot be written is left out.
+A file is replaced as a whole. One that cannot be read, is broken or of another problem is as if it
+were not there; what cannot be written is left out. Root reads files of all users, others their own
+and those of root.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import pathlib
 import time
 from typing import NamedTuple
 
+from jax_tcgemm.problem.log import log
 from jax_tcgemm.tuning.entry import Entry
 from jax_tcgemm.tuning.tunings import PARTIAL, Tunings, write_atomically
 
@@ -87,7 +89,9 @@ def read(device_kind: str, problem: str) -> Entry | None:
 def _read(path: pathlib.Path) -> _File | None:
     try:
         with path.open() as file:
-            if os.fstat(file.fileno()).st_uid not in (os.geteuid(), 0):
+            owner = os.fstat(file.fileno()).st_uid
+            if owner != os.geteuid() and 0 not in (owner, os.geteuid()):
+                log(f"{path.parent} has files of another user ({owner}), which are not read")
                 return None
             content = json.load(file)
         device_kind, problem = content["device"], content["problem"]
