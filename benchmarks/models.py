@@ -27,14 +27,15 @@ import jax
 import jax.numpy as jnp
 import report
 from measure import disagreement_of
-from programs import FULL, PROGRAMS, TINY, Program
+from model_step import FULL, TINY, Program
+from programs import PROGRAMS
 
 from jax_tcgemm import fuse
 
 _SUITE = "models"
 _ROUNDS = 8
 _SECONDS_OF_A_SAMPLE = 0.05
-# Of the norm of a result: 16-bit models, whose sums come in another order.
+# The largest difference, over the norm: 16-bit models add in another order.
 _TOLERANCE = 2**-4
 
 

@@ -5,20 +5,21 @@ from __future__ import annotations
 import json
 
 import jax
+import model_step
 import models
 import programs
 import pytest
 
 from jax_tcgemm import fuse
 
-# Of libraries that the tests come with.
+# Programs whose libraries the tests install.
 HERE = ("gqa decode 16", "experts train")
 
 
 @pytest.mark.any_jax
 @pytest.mark.parametrize("name", HERE)
 def test_steps_keep_their_state_and_have_products(name):
-    program = programs.PROGRAMS[name](programs.TINY)
+    program = programs.PROGRAMS[name](model_step.TINY)
     state, _ = jax.eval_shape(program.step, program.state, *program.inputs)
     before, after = (jax.tree.map(lambda x: (x.shape, x.dtype), x) for x in (program.state, state))
     assert before == after

@@ -1,4 +1,4 @@
-"""What stands before and behind a product under ``fuse``: transposes, and what XLA fuses itself."""
+"""The surroundings of a product under ``fuse``: transposes, and operations that XLA fuses."""
 
 from __future__ import annotations
 

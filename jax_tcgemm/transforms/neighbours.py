@@ -65,7 +65,7 @@ def _is_fusible(maker: Any) -> bool:
 
 
 def _follows_product(atom: Atom, makers: Mapping[Value, Any]) -> bool:
-    """Whether a value is made of a product's result, whose kernel may make it as well."""
+    """Returns true if a product's result makes a value, so that its kernel may."""
     waiting, seen = [atom], set()
     while waiting and len(seen) < _MOST_LOOKED_AT:
         maker = _maker(waiting.pop(), makers)
@@ -135,7 +135,7 @@ def _only_user(
 
 
 def _is_conversion(node: Any, product: Node) -> TypeGuard[Node]:
-    """Whether a node converts, in the context of a product."""
+    """Returns true if a node converts, in the context of a product."""
     return (
         isinstance(node, Node)
         and node.name == "convert_element_type"
@@ -145,7 +145,7 @@ def _is_conversion(node: Any, product: Node) -> TypeGuard[Node]:
 
 
 def _is_exchange(node: Any, product: Node) -> bool:
-    """Whether a node transposes what a product's operands would give in the other order."""
+    """Returns true if a node transposes to what the operands in the other order give."""
     if not isinstance(node, Node) or node.name != "transpose" or node.context != product.context:
         return False
     (contracted, _), (batch, _) = product.params["dimension_numbers"]
@@ -234,7 +234,7 @@ class _OperandTransposes:
         return (maker, conversion) if is_known else (None, None)
 
     def _may_convert(self, value: Value, transpose: Node) -> bool:
-        """Whether all that read a converted transpose are products that can do without it."""
+        """Returns true if only products that need no transpose read a converted one."""
         if value not in self._is_convertible:
             users = self._users[value]
             self._is_convertible[value] = (
@@ -251,7 +251,7 @@ class _OperandTransposes:
 
 
 def _is_plain_product(item: Any) -> bool:
-    """Whether an item is a product without a batch, and without explicit shardings."""
+    """Returns true for a product without a batch and without explicit shardings."""
     if not isinstance(item, Node) or item.name != "dot_general" or is_typed(item):
         return False
     _, (batch, _) = item.params["dimension_numbers"]

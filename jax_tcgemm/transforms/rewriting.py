@@ -111,7 +111,7 @@ class Rewriting:
 
 
 def _has_kernel(call: Any) -> bool:
-    """Whether this package computes any of a product."""
+    """Returns true if this package computes any part of a product."""
     return any("tcgemm" in eqn.primitive.name for eqn in call.jaxpr.eqns)
 
 

@@ -1,0 +1,91 @@
+"""A step of a model with random weights, and the parts that such steps share."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+BF16 = jnp.bfloat16
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """How large the models are; those of ``TINY`` are for tests.
+
+    Attributes:
+        scale: divides widths and vocabularies.
+        tokens: of a sequence, and entries of a cache.
+        sequences: of a batch.
+    """
+
+    scale: int = 1
+    tokens: int = 1024
+    sequences: int = 4
+
+
+FULL, TINY = Sizes(), Sizes(scale=16, tokens=32, sequences=2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A step.
+
+    Attributes:
+        step: of the state and the inputs; returns the state, which is donated, and results.
+        state: parameters and what an optimizer keeps, or a cache.
+        inputs: the rest.
+    """
+
+    step: Callable[..., tuple[Any, Any]]
+    state: Any
+    inputs: tuple[Any, ...]
+
+
+@functools.cache
+def _pool() -> np.ndarray:
+    return np.random.default_rng(0).standard_normal(2**21 - 9).astype(np.float32)
+
+
+def filled(types: Any, dtype: Any = None) -> Any:
+    """Returns arrays of these types: small normal numbers, ones for vectors, zeros for integers."""
+
+    def one(x: Any) -> jax.Array:
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return jnp.zeros(x.shape, x.dtype)
+        scale = 0.02 * np.resize(_pool(), x.shape) if len(x.shape) > 1 else np.ones(x.shape)
+        return jnp.asarray(scale.astype(x.dtype if dtype is None else dtype))
+
+    return jax.tree.map(one, types)
+
+
+def tokens_of(shape: tuple[int, ...], vocabulary: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(1).integers(0, vocabulary, shape), jnp.int32)
+
+
+def normal(shape: tuple[int, ...], dtype: Any = BF16) -> jax.Array:
+    return jnp.asarray(np.resize(_pool(), shape).astype(dtype))
+
+
+def next_token_loss(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+    wide = logits[:, :-1].astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(wide, tokens[:, 1:]).mean()
+
+
+def training(loss: Callable[..., jax.Array], parameters: Any, *inputs: Any) -> Program:
+    """Returns the step of AdamW on a loss of the parameters and the inputs."""
+    optimizer = optax.adamw(1e-4)
+
+    def step(state: Any, *inputs: Any) -> tuple[Any, Any]:
+        parameters, kept = state
+        value, gradients = jax.value_and_grad(loss)(parameters, *inputs)
+        updates, kept = optimizer.update(gradients, kept, parameters)
+        return (optax.apply_updates(parameters, updates), kept), value
+
+    return Program(step, (parameters, jax.jit(optimizer.init)(parameters)), inputs)
