@@ -56,8 +56,10 @@ def _driver_version() -> str | None:
 def _tuned_products(device: Any) -> str:
     """Says what is known of this device, and where that is."""
     packaged = len(lookup.packaged(device.device_kind))
+    reason = None if os.environ.get(lookup.SETTING) else lookup.why_not_measured()
+    why = "" if reason is None else f", because {reason}"
     files = cache.describe(device.device_kind)
-    return f"{packaged} in the package, {files} ({lookup.SETTING}={lookup.mode()})"
+    return f"{packaged} in the package, {files} ({lookup.SETTING}={lookup.mode()}{why})"
 
 
 def _kernels_built(architectures: str) -> str:

@@ -31,6 +31,16 @@ def set_compiler(
 def may_compile_rows() -> bool:
     """Says whether every kernel that was to be compiled for a row of the table could be."""
 
+def open_gates(ordinal: int, count: int) -> None:
+    """Opens the first gates of a device, which ``jax_tcgemm_mark_v1`` enqueues, in their order."""
+
+def stopwatch_seconds(ordinal: int) -> list[list[float]]:
+    """Returns, for each gate of a device, the times between the marks behind it; forgets them.
+
+    Raises:
+        RuntimeError: CUDA failed.
+    """
+
 def device_properties(ordinal: int) -> dict[str, Any]:
     """Describes a GPU: sizes in bytes, the peaks ``clock_rate`` (Hz), ``memory_bandwidth`` (B/s).
 

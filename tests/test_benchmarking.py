@@ -45,14 +45,14 @@ class FakeCupti:
             "__call__",
             lambda chain: (self.record.append((str(id(chain)), 3.0)), call(chain))[1],
         )
-        turns = benchmarking._turns
+        turns = benchmarking.turns
 
         def marked_turns(*arguments):
             for name in turns(*arguments):
                 self.record.append(("mark", 0.5))
                 yield name
 
-        monkeypatch.setattr(benchmarking, "_turns", marked_turns)
+        monkeypatch.setattr(benchmarking, "turns", marked_turns)
         monkeypatch.setattr(benchmarking, "_profiler", lambda: self)
 
     def _cupti_init(self):

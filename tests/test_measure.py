@@ -197,26 +197,38 @@ def test_no_kernel_is_faster_than_the_gpu(m, n, k, us):
     assert least_seconds(product, size, H200) == 0
 
 
-@pytest.mark.parametrize(
-    ("patience", "best", "cublas", "expected"),
-    [
-        (5.0, 20e-6, 19e-6, True),
-        (5.0, 20e-6, 19.8e-6, False),
-        (5.0, 20e-6, 30e-6, False),
-        (100.0, 20e-6, 30e-6, True),
-        (5.0, 1.9e-6, 1.5e-6, False),
-        (100.0, 4.0e-6, 1.5e-6, False),  # about a start and reading the operands
-        (float("inf"), 1.9e-6, 3e-6, True),
-    ],
-)
-def test_when_xla_is_asked(monkeypatch, patience, best, cublas, expected):
+def race_of(monkeypatch):
     monkeypatch.setattr(_core, "device_properties", lambda ordinal: PEAKS)
     arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((8, 1024), (1024, 6144))]
     (product,) = tune_module.find_products(f, *arrays)
-    race = measure_module._Race(product, Numbers(), threading.Event())
-    race._chains = dict.fromkeys(["untuned", ROW, "cublas"])
-    race._least = {"untuned": 1.2 * best, ROW: best, "cublas": cublas, "gone": 1e-6}
-    assert race.asks_xla(patience) == expected
+    return measure_module._Race(product, Numbers(), threading.Event())
+
+
+@pytest.mark.parametrize(
+    ("best", "expected"),
+    [
+        (20e-6, True),
+        (1.9e-6, False),
+        (4.0e-6, False),  # about a start and reading the operands
+    ],
+)
+def test_when_xla_is_asked(monkeypatch, best, expected):
+    race = race_of(monkeypatch)
+    race._chains = dict.fromkeys(["untuned", ROW])
+    race._least = {"untuned": 1.2 * best, ROW: best, "gone": 1e-6}
+    assert race.asks_xla() == expected
+
+
+@pytest.mark.parametrize(
+    ("untuned_us", "cublas_us", "expected"),
+    [(5.0, 6.0, True), (5.0, 5.1, False), (8.0, 10.0, False), (5.0, None, False)],
+)
+def test_when_the_untuned_choice_is_good_enough(monkeypatch, untuned_us, cublas_us, expected):
+    race = race_of(monkeypatch)
+    times = {"untuned": untuned_us, "cublas": cublas_us}
+    timings = {x: Timing((1e-6 * y,), "events") for x, y in times.items() if y is not None}
+    monkeypatch.setattr(race, "timed", lambda reps, block: timings)
+    assert race.is_decided() == expected
 
 
 @pytest.mark.any_jax

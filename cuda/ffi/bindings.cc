@@ -25,6 +25,7 @@
 #include "dispatch/run_time_kernel.h"
 #include "dispatch/run_time_row.h"
 #include "ffi/handlers.h"
+#include "ffi/stopwatch.h"
 #endif
 
 namespace nb = nanobind;
@@ -141,6 +142,7 @@ nb::dict registrations() {
   result["jax_tcgemm_activation_gradient_v1"] =
       nb::capsule(activation_gradient_handler(), "xla._CUSTOM_CALL_TARGET");
   result["jax_tcgemm_transpose_v1"] = nb::capsule(transpose_handler(), "xla._CUSTOM_CALL_TARGET");
+  result["jax_tcgemm_mark_v1"] = nb::capsule(mark_handler(), "xla._CUSTOM_CALL_TARGET");
   result["jax_tcgemm_compiled_gemm_v4"] =
       stages(compiled_gemm_instantiate_handler(), compiled_gemm_handler());
   result["jax_tcgemm_compiled_pass_v2"] =
@@ -218,6 +220,8 @@ nb::dict device_properties(int ordinal) {
 nb::dict registrations() { return nb::dict(); }
 void set_python_compiler(nb::object, nb::object) {}
 bool may_compile_rows() { return false; }
+void open_gates(int, uint32_t) {}
+std::vector<std::vector<double>> stopwatch_seconds(int) { return {}; }
 std::string cuda_version() { return ""; }
 std::string ffi_version() { return ""; }
 
@@ -247,6 +251,10 @@ NB_MODULE(_core, module) {
   module.def("build_info", &build_info);
   module.def("set_compiler", &set_python_compiler, nb::arg("compile_kernel"), nb::arg("begin"));
   module.def("may_compile_rows", [] { return may_compile_rows(); });
+  module.def("open_gates", &open_gates, nb::arg("ordinal"), nb::arg("count"),
+             nb::call_guard<nb::gil_scoped_release>());
+  module.def("stopwatch_seconds", &stopwatch_seconds, nb::arg("ordinal"),
+             nb::call_guard<nb::gil_scoped_release>());
   module.def("device_properties", &device_properties, nb::arg("ordinal"));
   module.attr("VECTOR_COLUMNS") = kVectorColumns;
   module.attr("FIXUP_FLAG_BYTES") = kFixupFlagBytes;

@@ -13,6 +13,7 @@ void* ragged_dot_handler();
 void* ragged_dot_instantiate_handler();
 void* activation_gradient_handler();
 void* transpose_handler();  // of jax_tcgemm_transpose_v1
+void* mark_handler();       // of jax_tcgemm_mark_v1
 // Of jax_tcgemm_compiled_gemm_v4, for its stages.
 void* compiled_gemm_handler();
 void* compiled_gemm_instantiate_handler();

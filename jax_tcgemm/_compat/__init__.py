@@ -16,6 +16,7 @@ from jax._src import core as _core
 from jax._src import distributed as _distributed
 from jax._src import literals as _literals
 from jax._src import mesh as _mesh
+from jax._src import profiler as _profiler
 from jax._src import sharding_impls as _sharding_impls
 from jax._src import xla_bridge as _xla_bridge
 from jax._src.lax import lax as _lax
@@ -231,6 +232,26 @@ def initialized_cuda_devices() -> list[Any]:
         return jax.local_devices(backend="cuda")
     except RuntimeError:
         return []
+
+
+def runs_here(context: Any) -> bool:
+    """Whether what is lowered runs on CUDA devices of this process, as far as JAX says where.
+
+    Args:
+        context: what a lowering rule is given.
+    """
+    module = context.module_context
+    if module.lowering_parameters.for_export:
+        return False
+    own = [getattr(device, "client", None) for device in initialized_cuda_devices()]
+    return module.backend is None or module.backend in own
+
+
+def is_profiling() -> bool:
+    """Whether ``jax.profiler`` records now."""
+    state: Any = _profiler._profile_state
+    # JAX renamed it after 0.8.
+    return any(getattr(state, name, None) for name in ("session", "profile_session"))
 
 
 def platforms_of(context: Any) -> Sequence[str]:

@@ -34,7 +34,7 @@ def measured_config(
     is_ragged = isinstance(spec.product, RaggedSpec)
     primitive = "compiled_ragged" if is_ragged else "compiled"
     problem = _problem(types, spec, gemm, algorithm, program)
-    found = lookup.find(devices.local_kind(), lookup.Product(primitive, spec, types, problem))
+    found = devices.find_choice(lookup.Product(primitive, spec, types, problem))
     if found is None or not _can_be(found[0].config, spec, algorithm):
         return None, ""
     return found[0].config, f", config {found[0].config or 'by heuristic'}, by {found[1]}"

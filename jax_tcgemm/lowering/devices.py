@@ -4,35 +4,56 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from jax_tcgemm import _compat, _extension
 from jax_tcgemm.epilogue import compiler
 from jax_tcgemm.kernels.arithmetic import Arithmetic
+from jax_tcgemm.tuning import lookup
+from jax_tcgemm.tuning.entry import Entry
 
 # With tensor cores for the arithmetic; HOPPER, the one that most kernels here are made for.
 _TURING, _AMPERE = (7, 5), (8, 0)
 HOPPER = (9, 0)
 
 
-# Of the program that is lowered in this context.
-_PROGRAM_DEVICES = contextvars.ContextVar("_PROGRAM_DEVICES", default=1)
+@dataclasses.dataclass(frozen=True)
+class _Program:
+    """The program that is lowered.
+
+    Attributes:
+        device_count: on how many devices it runs.
+        runs_here: whether these are of this process; ``False`` of one that is exported.
+    """
+
+    device_count: int = 1
+    runs_here: bool = True
+
+
+_HERE = _Program()
+_PROGRAM = contextvars.ContextVar("_PROGRAM", default=_HERE)
 
 
 @contextlib.contextmanager
-def program_of(count: int) -> Iterator[None]:
-    """Lowers, in this context, what each of so many devices does."""
-    token = _PROGRAM_DEVICES.set(count)
+def program_of(device_count: int, *, runs_here: bool) -> Iterator[None]:
+    """Lowers, in this context, what each device of a program does; see ``_Program``."""
+    token = _PROGRAM.set(_Program(device_count, runs_here))
     try:
         yield
     finally:
-        _PROGRAM_DEVICES.reset(token)
+        _PROGRAM.reset(token)
 
 
 def is_one_of_several() -> bool:
     """Whether what is lowered may run beside collectives."""
-    return _PROGRAM_DEVICES.get() > 1
+    return _PROGRAM.get().device_count > 1
+
+
+def find_choice(product: lookup.Product) -> tuple[Entry, str] | None:
+    """Returns what is known of a product on the local GPUs, and where that was found."""
+    return lookup.find(local_kind(), product, runs_here=_PROGRAM.get().runs_here)
 
 
 def too_old_for(row: Arithmetic) -> str | None:

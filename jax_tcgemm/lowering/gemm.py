@@ -110,7 +110,7 @@ def _tuned(operands: Sequence[jax.Array], spec: GemmSpec, algorithm: str) -> tup
     if not all(math.prod(x.shape) for x in types):
         return spec, ""
     product = lookup.Product("gemm", spec, types, _problem(spec.unflatten(types), spec, algorithm))
-    found = lookup.find(devices.local_kind(), product)
+    found = devices.find_choice(product)
     if found is None or not can_be(found[0].config, algorithm, gated=spec.is_gated):
         return spec, ""
     return spec.replace(config=found[0].config), f", by {found[1]}"

@@ -148,7 +148,7 @@ def _kernel_algorithm(
     obstacle = _obstacle(algorithm, grouped, work, extents, spec.config)
     source = ""
     if algorithm is not None and obstacle is None and spec.config is None:
-        found = lookup.find(devices.local_kind(), _product(grouped, operands, spec, algorithm))
+        found = devices.find_choice(_product(grouped, operands, spec, algorithm))
         if found is not None and kernel_names.can_be(found[0].config, algorithm, grouped=grouped):
             spec = dataclasses.replace(spec, config=found[0].config)
             source = f", config {spec.config or 'by heuristic'}, by {found[1]}"

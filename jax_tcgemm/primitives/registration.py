@@ -206,7 +206,8 @@ def lower(
     def on_cuda(context: Any, *values: Any, **params: Any) -> Any:
         devices = xla.partitioned_devices(context)
         if devices == 1:
-            with program_of(xla.program_devices(context)):
+            count = xla.program_devices(context)
+            with program_of(count, runs_here=_compat.runs_here(context)):
                 return rule(cuda)(context, *values, **params)
         if is_divided(context, params["spec"], "cuda"):
             return partitioner.lower(primitive, "cuda")(context, *values, **params)

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-Method = Literal["cupti", "wall"]
+Method = Literal["cupti", "events", "wall"]
 
 # Over twice the L2 cache of an H200 (50 MiB).
 _CACHE_BYTES = 2 * 64 * 2**20
@@ -34,8 +34,9 @@ class Timing:
     Attributes:
         seconds: one sample per repetition; each is the time of one call, averaged over the
             argument sets.
-        method: ``"cupti"`` for kernel time on the GPU, ``"wall"`` for wall time of a jitted chain
-            of calls, one per argument set, launch gaps included.
+        method: ``"cupti"`` for kernel time on the GPU; ``"events"`` for time on the GPU, the gaps
+            behind kernels included (``stopwatch``); ``"wall"`` for wall time of a jitted chain of
+            calls, one per argument set, launch gaps included.
         kernels: kernels of one call, where they were counted.
     """
 
@@ -193,13 +194,13 @@ def time_chains(
             warnings.warn(f"one CUPTI session for each block, because {error}", stacklevel=2)
     sample = _cupti_samples if method == "cupti" else _wall_samples
     samples: dict[str, list[float]] = {name: [] for name in chains}
-    for name in _turns(list(chains), reps, block, seconds):
+    for name in turns(list(chains), reps, block, seconds):
         calls = len(chains[name].argument_sets)
         samples[name] += [second / calls for second in sample(chains[name], block)]
     return {name: Timing(tuple(samples[name]), method) for name in chains}
 
 
-def _turns(names: list[str], reps: int, block: int, seconds: float) -> Iterator[str]:
+def turns(names: list[str], reps: int, block: int, seconds: float = 0.0) -> Iterator[str]:
     """Yields whose block is next, until each had ``reps`` samples and the time is over."""
     start = time.perf_counter()
     done = 0
@@ -274,7 +275,7 @@ def _one_cupti_session(
     order, running = [], []
     start()
     try:
-        for name in _turns(list(chains), reps, block, seconds):
+        for name in turns(list(chains), reps, block, seconds):
             order.append(name)
             mark()
             for _ in range(block - 1):

@@ -23,12 +23,12 @@ from jax_tcgemm.primitives.gemm import gemm_p
 from jax_tcgemm.primitives.ragged import ragged_contraction_p, ragged_dot_p
 from jax_tcgemm.problem.log import log
 from jax_tcgemm.problem.spec import GemmSpec
+from jax_tcgemm.tools import stopwatch
 from jax_tcgemm.tools.benchmarking import (
     Chain,
     Timing,
     argument_set_count,
     compile_chain,
-    cupti_works,
     default_device,
     time_chains,
 )
@@ -65,12 +65,13 @@ _MOST_COMPILED = 2
 _MEMORY_SHARE = 0.05
 
 # XLA's autotuning takes most of a measurement (0.75 of 1.1 s on 16 cores). With less time left than
-# this it is left out where cuBLAS takes longer than this, times the fastest row: of 76 random
-# products 5 were then slower than XLA by more than 3 %, the worst by 13 %.
+# this it is left out: cuBLAS alone stands for XLA, whose autotuning finds nothing slower.
 _PATIENT_SECONDS = 60.0
-_CUBLAS_FACTOR = 0.97
-# XLA is not asked either where a row takes at most the time of a launch, or is this near to what
-# the GPU can do.
+# The untuned choice is good enough then if cuBLAS takes so much longer and the GPU can hardly do
+# better.
+_AHEAD, _NEAR_ENOUGH = 0.97, 0.75
+# XLA is not asked where a row takes at most the time of a launch, or is this near to what the GPU
+# can do.
 _LEAST_ASKED_SECONDS = 2e-6
 _NEAR_LIMIT = 0.95
 
@@ -99,8 +100,8 @@ def measure(
     Args:
         product: as lowering has it.
         numbers: what operands are made of; by default those of other measurements.
-        patience: seconds that this and other measurements may still take. With few, XLA's
-            autotuning is left out where it is unlikely to matter.
+        patience: seconds that this and other measurements may still take. With few, fewer rows are
+            timed, and none where the untuned choice is good; cuBLAS stands for XLA.
         stop: once set, the measurement ends where it is.
 
     Returns:
@@ -111,13 +112,20 @@ def measure(
         InterruptedMeasurementError: ``stop`` was set.
     """
     begun = time.perf_counter()
-    most = MOST if patience >= _PATIENT_SECONDS else _FEW_ROWS
+    is_patient = patience >= _PATIENT_SECONDS
+    most = MOST if is_patient else _FEW_ROWS
     race = _Race(product, numbers or _NUMBERS, stop or threading.Event(), most)
-    race.enter({UNTUNED: None} | {name: name for name in race.rows()}, also_cublas=True)
-    race.narrow_down()
-    if race.asks_xla(patience):
-        race.enter({XLA: XLA})
-    race.drop(_CUBLAS)
+    if is_patient:
+        race.enter({UNTUNED: None} | {name: name for name in race.rows()})
+        race.narrow_down()
+        if race.asks_xla():
+            race.enter({XLA: XLA})
+    else:
+        race.enter({UNTUNED: None, _CUBLAS: XLA})
+        if not race.is_decided():
+            race.enter({name: name for name in race.rows()})
+            race.narrow_down()
+        race.rename(_CUBLAS, XLA)
     blocks = [race.timed(_FINAL_REPS, _BLOCK) for _ in range(2)]
     best, is_certain = decided(blocks)
     times = {name: min(block[name].median for block in blocks) for name in blocks[0]}
@@ -147,8 +155,6 @@ class _Race:
         self._numbers = numbers
         self._stop = stop
         self._device = default_device()
-        # Without CUPTI, launches one by one would be timed instead of kernels.
-        self._one_by_one = self._device.platform != "gpu" or cupti_works(self._device)
         self._properties = _core.device_properties(self._device.local_hardware_id or 0)
         self._sets = operand_sets(product, numbers, _set_count(product, self._device))
         self._chains: dict[str, Chain] = {}
@@ -184,18 +190,15 @@ class _Race:
                 _FASTEST[key] = found
         return found
 
-    def enter(self, configs: Mapping[str, str | None], *, also_cublas: bool = False) -> None:
+    def enter(self, configs: Mapping[str, str | None]) -> None:
         """Compiles competitors, several at a time.
 
         One that cannot be compiled is left out, but for what is taken untuned.
 
         Args:
             configs: what is asked for by ``config=``, by name.
-            also_cublas: whether XLA's composition by cuBLAS alone is another, on a GPU.
         """
         self._check()
-        if also_cublas and self._device.platform == "gpu":
-            configs = {**configs, _CUBLAS: XLA}
 
         def chain(item: tuple[str, str | None]) -> Chain | None:
             name, config = item
@@ -203,9 +206,7 @@ class _Race:
             options = _OF_XLA.get(name)
             try:
                 with untuned(), jax.default_device(self._device):
-                    return compile_chain(
-                        call, self._sets, one_by_one=self._one_by_one, options=options
-                    )
+                    return compile_chain(call, self._sets, one_by_one=True, options=options)
             except Exception as error:  # One of the others is chosen.
                 if name == UNTUNED:
                     raise
@@ -231,29 +232,30 @@ class _Race:
             self._chains = {x: y for x, y in self._chains.items() if x in others or x in rows}
         return rows
 
-    def asks_xla(self, patience: float) -> bool:
-        """Says whether XLA's composition may be the fastest, and is worth its compilation.
+    def is_decided(self) -> bool:
+        """Says whether the untuned choice beats cuBLAS, and is near to what the GPU can do."""
+        self._least = {name: min(x.seconds) for name, x in self.timed(_FINAL_REPS, 1).items()}
+        least, cublas = self._least[UNTUNED], self._least.get(_CUBLAS, 0.0)
+        return least <= _AHEAD * cublas and _NEAR_ENOUGH * least <= self._limit()
 
-        Args:
-            patience: as of ``measure``.
-        """
-        others = (x for x in self._chains if x != _CUBLAS and x in self._least)
-        best = min((self._least[x] for x in others), default=0.0)
-        if patience == math.inf or not best:
-            return True
-        limit = least_seconds(self._product, _bytes(self._product), self._properties)
-        if best <= _LEAST_ASKED_SECONDS or _NEAR_LIMIT * best <= limit:
-            return False
-        cublas = self._least.get(_CUBLAS, 0.0)
-        return patience >= _PATIENT_SECONDS or cublas <= _CUBLAS_FACTOR * best
+    def asks_xla(self) -> bool:
+        """Says whether XLA's composition may be the fastest."""
+        best = min((self._least[x] for x in self._chains if x in self._least), default=0.0)
+        return not best or (best > _LEAST_ASKED_SECONDS and _NEAR_LIMIT * best > self._limit())
 
-    def drop(self, name: str) -> None:
-        """Takes a competitor out."""
-        self._chains.pop(name, None)
+    def _limit(self) -> float:
+        return least_seconds(self._product, _bytes(self._product), self._properties)
+
+    def rename(self, old: str, new: str) -> None:
+        """Gives a competitor that could be compiled another name."""
+        if old in self._chains:
+            self._chains[new] = self._chains.pop(old)
 
     def timed(self, reps: int, block: int) -> dict[str, Timing]:
         """Returns samples of all, taken by turns."""
         self._check()
+        if self._device.platform == "gpu":
+            return stopwatch.time_chains(self._chains, self._device, reps=reps, block=block)
         return time_chains(self._chains, reps=reps, block=block)
 
     def _check(self) -> None:
@@ -261,8 +263,16 @@ class _Race:
             raise InterruptedMeasurementError
 
 
-def measure_while_lowering(product: Product, patience: float) -> Measured:
-    """Measures a product where a program is being traced; ``patience`` is as of ``measure``."""
+def measure_while_lowering(product: Product, patience: float) -> Measured | None:
+    """Measures a product where a program is being traced.
+
+    Args:
+        product: as lowering has it.
+        patience: as of ``measure``. With little, a product with a function is not measured: NVRTC
+            would compile kernels only to time them, and the model's choice was as fast.
+    """
+    if patience < _PATIENT_SECONDS and isinstance(product.spec, CompiledSpec):
+        return None
     return in_a_thread(functools.partial(measure, product, patience=patience))
 
 

@@ -19,15 +19,27 @@ from typing import Any
 
 import jax
 
+from jax_tcgemm import _compat
 from jax_tcgemm.problem.log import log
 from jax_tcgemm.tuning import agreement, cache
 from jax_tcgemm.tuning.entry import Entry
 from jax_tcgemm.tuning.tunings import Tunings, active
 
-# "off": neither files nor what comes with the package; "read", the default; "tune": as well,
-# products that nothing is known of are measured where a program first has them.
+# "off": neither files nor what comes with the package; "read": these; "tune": as well, products
+# that nothing is known of are measured where a program first has them.
 SETTING = "JAX_TCGEMM_TUNING"
 MODES = ("off", "read", "tune")
+
+# Set by pytest; the first since 8.2.
+_PYTEST = ("PYTEST_VERSION", "PYTEST_CURRENT_TEST")
+# Options of XLA after which programs are to be the same every time: names and values.
+_REPRODUCIBLE = {
+    "xla_gpu_deterministic_ops": "true",
+    "xla_gpu_exclude_nondeterministic_ops": "true",
+    "xla_gpu_autotune_level": "0",
+}
+_TRUE = ("", "1", "true")
+_TRANSFERS = ("host_to_device", "device_to_device", "device_to_host")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,23 +93,55 @@ class Measured:
 
 
 # Measures a product, for "tune", with so many seconds left for all; set by what can.
-measure: Callable[[Product, float], Measured] | None = None
+measure: Callable[[Product, float], Measured | None] | None = None
 
 
-def mode() -> str:
-    """Returns the setting.
+def mode(*, runs_here: bool = True) -> str:
+    """Returns the setting, by default ``"tune"`` unless something speaks against measuring.
+
+    Args:
+        runs_here: as of ``find``.
 
     Raises:
         ValueError: there is no such setting.
     """
-    setting = os.environ.get(SETTING) or "read"
+    setting = os.environ.get(SETTING)
+    if not setting:
+        return "tune" if runs_here and why_not_measured() is None else "read"
     if setting not in MODES:
         raise ValueError(f"{SETTING}={setting!r} must be one of {MODES}")
     return setting
 
 
-def find(device_kind: str | None, product: Product) -> tuple[Entry, str] | None:
-    """Returns what is known of a product, and where that was found."""
+def why_not_measured() -> str | None:
+    """Says why nothing is measured in this process unless the setting asks for it; or ``None``."""
+    if os.environ.get("CI", "").lower() not in ("", "0", "false"):
+        return "CI is set"
+    if any(name in os.environ for name in _PYTEST):
+        return "pytest runs"
+    for word in os.environ.get("XLA_FLAGS", "").split():
+        name, _, value = word.removeprefix("--").partition("=")
+        wanted = _REPRODUCIBLE.get(name)
+        if wanted is not None and (value if value not in _TRUE else "true") == wanted:
+            return f"XLA_FLAGS has {word}"
+    for name in _TRANSFERS:
+        guard = _compat.option(f"jax_transfer_guard_{name}")
+        if guard not in (None, "allow"):
+            return f"jax_transfer_guard_{name} is {guard!r}"
+    return "jax.profiler records" if _compat.is_profiling() else None
+
+
+def find(
+    device_kind: str | None, product: Product, *, runs_here: bool = True
+) -> tuple[Entry, str] | None:
+    """Returns what is known of a product, and where that was found.
+
+    Args:
+        device_kind: of the local GPUs; ``None`` if there are none or of several kinds.
+        product: as lowering has it.
+        runs_here: whether the program is for these GPUs, and is not exported. Otherwise a product
+            is measured only if the setting asks for it.
+    """
     tunings = active()
     if isinstance(tunings, Recorder):
         tunings.products[product.problem] = product
@@ -108,7 +152,7 @@ def find(device_kind: str | None, product: Product) -> tuple[Entry, str] | None:
             return entry, "active tunings"
         if tunings.is_final:
             return None
-    how = mode()
+    how = mode(runs_here=runs_here)
     if how == "off" or device_kind is None:
         return None
     alone = not jax.distributed.is_initialized()
@@ -190,7 +234,7 @@ def _measure_now(
     device_kind: str,
     problem: str,
     product: Product,
-    measure: Callable[[Product, float], Measured],
+    measure: Callable[[Product, float], Measured | None],
 ) -> Entry | None:
     most = budget()
     if _SPENT[0] >= most:

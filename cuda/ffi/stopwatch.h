@@ -1,0 +1,24 @@
+// Times of what runs on the streams of XLA's programs, by events: a profiler would not bear another
+// one in the process. Programs that hold marks are enqueued among those that are timed.
+
+#ifndef JAX_TCGEMM_FFI_STOPWATCH_H_
+#define JAX_TCGEMM_FFI_STOPWATCH_H_
+
+#include <cstdint>
+#include <vector>
+
+namespace jax_tcgemm {
+
+// Opens the first `count` gates that a device's programs have passed or will pass, counted since
+// the process began.
+void open_gates(int ordinal, uint32_t count);
+
+// Waits for the marks of a device, and forgets them. Returns for each gate the seconds from its
+// mark to the next one behind it, from that to the next, and so on.
+//
+// Throws std::runtime_error: CUDA failed.
+std::vector<std::vector<double>> stopwatch_seconds(int ordinal);
+
+}  // namespace jax_tcgemm
+
+#endif  // JAX_TCGEMM_FFI_STOPWATCH_H_
