@@ -18,6 +18,8 @@ from jax_tcgemm.epilogue import compiler, cubins, function, nvrtc, operations, t
 from jax_tcgemm.kernels import table
 from jax_tcgemm.lowering import compiled as lowering
 
+pytestmark = pytest.mark.any_jax
+
 BF16 = jnp.bfloat16
 M, N, K = 40, 48, 24
 
@@ -360,7 +362,7 @@ def test_every_operation_of_the_table_compiles():
 
 
 @pytest.mark.any_jax
-@pytest.mark.parametrize("part", [0, 1, pytest.param(2, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("part", [0, *(pytest.param(x, marks=pytest.mark.nightly) for x in (1, 2))])
 def test_random_functions_translate_and_compile(part, tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_TCGEMM_CACHE_DIR", str(tmp_path))
     rng = np.random.default_rng()

@@ -225,6 +225,7 @@ def sharded_transformer(monkeypatch):
     return load("sharded_transformer")
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize(
     "dtype", [pytest.param("float32", marks=pytest.mark.nightly), IN_16_BITS[0]]
 )

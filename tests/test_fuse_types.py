@@ -11,6 +11,8 @@ from jax import lax
 
 from jax_tcgemm import fuse
 
+pytestmark = pytest.mark.any_jax
+
 N = 128
 
 

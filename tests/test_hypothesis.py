@@ -99,6 +99,7 @@ def vmapped(draw):
     return shapes, levels
 
 
+@pytest.mark.nightly
 @_settings
 @given(vmapped(), seeds, activations)
 def test_vmap_and_its_gradient(case, seed, activation):

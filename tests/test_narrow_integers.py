@@ -12,6 +12,8 @@ from jax import lax
 
 from jax_tcgemm import dot_general, gated_gemm, gemm, ragged_dot
 
+pytestmark = pytest.mark.any_jax
+
 NARROW = ("int2", "int4", "uint2", "uint4")
 DTYPES = (*NARROW, "bool", "int8", "bfloat16", "float32")
 PREFERRED = (None, "int4", "int8", "int32", "bfloat16", "float32")

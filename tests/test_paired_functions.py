@@ -16,6 +16,8 @@ from sharded_program import mesh_of
 from jax_tcgemm import fuse, gemm
 from jax_tcgemm.epilogue import function as functions
 
+pytestmark = pytest.mark.any_jax
+
 # With integers as results there are no slopes.
 SMOOTH = {name: make for name, make in VALUES.items() if name != "the bits of NaN"} | SLOPES
 # Each wrapper in the way that compiles least, `gemm` in all.

@@ -144,6 +144,7 @@ def process_environment():
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
+@pytest.mark.any_jax
 def test_exported_to_another_process(tmp_path):
     for verb in ("export", "import"):
         done = run_process(verb, tmp_path)

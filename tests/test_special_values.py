@@ -22,6 +22,8 @@ from jax_tcgemm.lowering import compiled_pass
 from jax_tcgemm.primitives import activation_gradient
 from jax_tcgemm.problem.activations import ACTIVATIONS, Activation, resolve
 
+pytestmark = pytest.mark.any_jax
+
 M, K = 128, 64
 EVERY = [*ACTIVATIONS, softcap(2.5), clip(-0.5, 1.25), clip(0, 6)]
 
