@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -55,12 +56,15 @@ def _pool() -> np.ndarray:
 
 def filled(types: Any, dtype: Any = None) -> Any:
     """Returns arrays of these types: small normal numbers, ones for vectors, zeros for integers."""
+    starts = itertools.count(1, 99991)
 
     def one(x: Any) -> jax.Array:
         if not jnp.issubdtype(x.dtype, jnp.floating):
             return jnp.zeros(x.shape, x.dtype)
-        scale = 0.02 * np.resize(_pool(), x.shape) if len(x.shape) > 1 else np.ones(x.shape)
-        return jnp.asarray(scale.astype(x.dtype if dtype is None else dtype))
+        # From another place each: equal weights would learn alike.
+        numbers = np.roll(_pool(), next(starts)) if len(x.shape) > 1 else np.ones(1, np.float32)
+        scale = 0.02 if len(x.shape) > 1 else 1.0
+        return jnp.asarray((scale * np.resize(numbers, x.shape)).astype(dtype or x.dtype))
 
     return jax.tree.map(one, types)
 
@@ -70,7 +74,7 @@ def tokens_of(shape: tuple[int, ...], vocabulary: int) -> jax.Array:
 
 
 def normal(shape: tuple[int, ...], dtype: Any = BF16) -> jax.Array:
-    return jnp.asarray(np.resize(_pool(), shape).astype(dtype))
+    return jnp.asarray(np.random.default_rng(2).standard_normal(shape, np.float32).astype(dtype))
 
 
 def next_token_loss(logits: jax.Array, tokens: jax.Array) -> jax.Array:

@@ -40,16 +40,29 @@ _TOLERANCE = 2**-4
 
 
 def _norms(state: Any) -> list[jax.Array]:
-    """Returns the norm of each array of a state: the rest is donated to the next step."""
-    arrays = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)]
-    return [jnp.linalg.norm(x.astype(jnp.float32).ravel())[None] for x in arrays]
+    """Returns, for parameters and for each moment of their gradients, the norms of its arrays.
+
+    Arrays are not compared one by one: the gradient of a key's bias, say, is 0 but for rounding.
+    """
+    first = state[0] if isinstance(state, tuple) and state else state
+    structure = jax.tree.structure(first)
+    parts = jax.tree.leaves(state, is_leaf=lambda x: jax.tree.structure(x) == structure)
+    arrays = [
+        [x for x in jax.tree.leaves(part) if jnp.issubdtype(x.dtype, jnp.floating)]
+        for part in parts
+    ]
+    return [
+        jnp.stack([jnp.linalg.norm(x.astype(jnp.float32).ravel()) for x in each])
+        for each in arrays
+        if each
+    ]
 
 
 class Way:
     """A compiled step, and a state of its own.
 
     Attributes:
-        first: the results of the first step, and the norms of the arrays of its state.
+        first: the results of the first step, and norms of its state, see ``_norms``.
         first_seconds: to the first result: traced, compiled and run.
         temporaries: bytes that the step needs beside its arguments and results.
     """

@@ -28,6 +28,7 @@ from jax_tcgemm import fuse
 
 # ``jax_tcgemm.transforms.fuse`` as an attribute is the function.
 rewriting = importlib.import_module("jax_tcgemm.transforms.rewriting")
+neighbours = importlib.import_module("jax_tcgemm.transforms.neighbours")
 
 
 @pytest.fixture
@@ -235,6 +236,7 @@ def test_few_rows_stay_without_an_epilogue(monkeypatch):
     """A kernel for few rows has none; the function follows the product as it is written."""
     said: list[str] = []
     monkeypatch.setattr(rewriting, "log", said.append)
+    monkeypatch.setattr(neighbours, "_SMALL_BYTES", 0)
     f = jax.jit(lambda x, w: jnp.tanh(x @ w))
     assert operations(fuse(f), bf16(16, K), bf16(K, N)) == {"tcgemm": 1, "tanh": 1}
     assert any("kernel: no epilogue (16 x 128 results" in line for line in said)

@@ -49,18 +49,43 @@ def test_their_gradients_are_written_as_they_lie(arrays, name):
     check(step, *args, slack=4)
 
 
+def sines(w, x):
+    return jnp.sin((x @ w.T.astype(x.dtype)).astype(jnp.float32)).sum()
+
+
 def test_an_update_follows_the_gradient_of_such_a_weight(arrays):
     """As in GPT-2 of transformers, whose weights are kept transposed, in float32."""
 
+    def step(x, w):
+        return w - 0.01 * jax.grad(sines)(w, x)
+
+    args = arrays["x"], arrays["master"]
+    assert transposes(step, *args) == 0
+    assert len(with_epilogues(step, *args)) == 2  # the cosine of the product, and the update
+    check(step, *args, slack=4)
+
+
+def test_an_optimizer_with_a_state_is_xlas(arrays):
+    """A step that donates its state would copy each matrix that a kernel writes."""
+
     def step(x, w, mean):
-        gradient = jax.grad(lambda w: jnp.sin((x @ w.T.astype(x.dtype)).astype(jnp.float32)).sum())
-        mean = 0.9 * mean + 0.1 * gradient(w)
+        mean = 0.9 * mean + 0.1 * jax.grad(sines)(w, x)
         return w - 0.01 * mean, mean
 
     args = arrays["x"], arrays["master"], jnp.ones_like(arrays["master"])
     assert transposes(step, *args) == 0
-    assert len(with_epilogues(step, *args)) == 2  # the cosine of the product, and the update
+    assert len(with_epilogues(step, *args)) == 1
     check(step, *args, slack=4)
+
+
+def test_an_update_of_what_is_no_argument_stays_an_epilogue(arrays):
+    def step(x, w, mean):
+        w, mean = jnp.sort(w), jnp.sort(mean)
+        mean = 0.9 * mean + 0.1 * jax.grad(sines)(w, x)
+        return w - 0.01 * mean, mean
+
+    args = arrays["x"], arrays["master"], jnp.ones_like(arrays["master"])
+    assert len(with_epilogues(step, *args)) == 2
 
 
 def test_a_conversion_that_others_read_stays_where_it_is(arrays):
@@ -126,6 +151,7 @@ def test_attention_is_left_to_xla(normal):
 )
 def test_few_rows_by_a_weight_made_on_the_way(normal, capfd, monkeypatch, weight, rows, is_left):
     monkeypatch.setenv("JAX_TCGEMM_LOG", "1")
+    monkeypatch.setattr(neighbours, "_SMALL_BYTES", 0)
     w, s = normal(K, K, dtype=jnp.bfloat16), normal(1, K, dtype=jnp.bfloat16)
     x = normal(rows, weight(w, s).shape[0], dtype=jnp.bfloat16)
 
@@ -135,6 +161,31 @@ def test_few_rows_by_a_weight_made_on_the_way(normal, capfd, monkeypatch, weight
     assert operations(fuse(f), x, w, s)["dot_general"] == is_left
     assert (": XLA: few rows" in capfd.readouterr().err) == is_left
     check(f, x, w, s)
+
+
+@pytest.mark.parametrize(("rows", "is_left"), [(1, True), (64, True), (65, False)])
+def test_few_rows_by_a_small_matrix(normal, rows, is_left):
+    x, w = normal(rows, K, dtype=jnp.bfloat16), normal(K, N, dtype=jnp.bfloat16)
+    assert operations(fuse(jnp.matmul), x, w)["dot_general"] == is_left
+    check(jnp.matmul, x, w)
+
+
+@pytest.mark.parametrize(
+    ("rows", "joined_bytes", "left"),
+    [(1, 2**20, 0), (2, 2**20, 2), (64, 2**20, 2), (65, 2**20, 0), (16, 2**10, 0)],
+)
+def test_few_rows_by_several_matrices(normal, monkeypatch, rows, joined_bytes, left):
+    """XLA reads the weights of q, k and v, say, in one kernel."""
+    monkeypatch.setattr(neighbours, "_SMALL_BYTES", 0)
+    monkeypatch.setattr(neighbours, "_JOINED_BYTES", joined_bytes)
+    x = normal(rows, K, dtype=jnp.bfloat16)
+    q, k, out = (normal(*shape, dtype=jnp.bfloat16) for shape in ((K, N), (K, K), (N, K)))
+
+    def f(x, q, k, out):
+        return (x @ q) @ out + x @ k
+
+    assert operations(fuse(f), x, q, k, out)["dot_general"] == left
+    check(f, x, q, k, out)
 
 
 @pytest.mark.parametrize(("rows", "k", "columns"), [(64, 1, 64), (1, 512, 1)])

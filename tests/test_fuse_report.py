@@ -21,7 +21,7 @@ def layer(x, w, b, v):
 
 @pytest.fixture
 def arrays(normal):
-    shapes = (M, K), (K, N), (N,), (N, 8)
+    shapes = (M, K), (K, N), (N,), (N, 80)
     return [normal(*shape, dtype=jnp.bfloat16) for shape in shapes]
 
 

@@ -72,6 +72,8 @@ class Node(Item):
         scope: the name stack of the calls from which it was inlined, ``None`` outside of any.
         elementwise: what ``products.is_elementwise`` found, ``None`` before it is asked.
         fallback_reason: of a product that XLA is to compute, why.
+        is_sequence_last: of a projection, whether its kernel writes the sequence behind the
+            features; see ``heads``.
         name: the name of its primitive.
     """
 
@@ -81,6 +83,7 @@ class Node(Item):
     scope: Any = None
     elementwise: bool | None = None
     fallback_reason: str | None = None
+    is_sequence_last: bool = False
     name: str = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:

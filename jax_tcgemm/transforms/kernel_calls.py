@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jax_tcgemm import _compat
 from jax_tcgemm._compat import jaxprs
@@ -14,6 +15,7 @@ from jax_tcgemm.api import arguments
 from jax_tcgemm.api import epilogue as epilogues
 from jax_tcgemm.api.dot_general import dot_general
 from jax_tcgemm.api.gated_gemm import gated_operands
+from jax_tcgemm.api.gemm import gemm
 from jax_tcgemm.api.ragged_dot import ragged_dot
 from jax_tcgemm.epilogue import translation
 from jax_tcgemm.lowering import compiled as compiled_lowering
@@ -24,8 +26,8 @@ from jax_tcgemm.problem.spec import GemmSpec, flatten
 from jax_tcgemm.problem.strides import Operands
 from jax_tcgemm.transforms.fused import Fused
 from jax_tcgemm.transforms.graph import Node, Value
-from jax_tcgemm.transforms.matrix_form import RaggedForm, ragged_form
-from jax_tcgemm.transforms.products import HALF_TYPES, is_typed
+from jax_tcgemm.transforms.matrix_form import MatrixForm, RaggedForm, ragged_form
+from jax_tcgemm.transforms.products import HALF_TYPES, form_of, is_typed
 from jax_tcgemm.transforms.region_function import literal, region_function
 
 
@@ -61,6 +63,8 @@ def traced_call(item: Node | Fused, compute: Callable[[Any, list[Any]], Sequence
 
 
 def _product(node: Node, values: Sequence[Any]) -> list[Any]:
+    if node.is_sequence_last:
+        return [_with_sequence_last(node, *values)]
     if node.name == "dot_general":
         untyped = {} if is_typed(node) else {"out_sharding": None}
         return [dot_general(*values, **{**node.params, **untyped})]
@@ -78,6 +82,21 @@ def _product(node: Node, values: Sequence[Any]) -> list[Any]:
     precision = _compat.canonicalize_precision(node.params["precision"])
     spec = RaggedSpec(jnp.dtype(node.outputs[0].dtype), precision)
     return list(ragged_primitive.contraction(spec, lhs, rhs, group_sizes.astype(jnp.int32)))
+
+
+def _with_sequence_last(node: Node, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    """Computes ``(batch, sequence, ...)`` as the transpose of ``(batch, ..., sequence)``."""
+    form, (result,) = form_of(node), node.outputs
+    assert isinstance(form, MatrixForm)
+    a, b = form.factors(lhs, rhs)
+    product = gemm(
+        *(b, a),
+        transpose_a=not form.transpose_b,
+        transpose_b=True,
+        precision=_compat.exchanged_precision(node.params["precision"]),
+        preferred_element_type=result.dtype,
+    )
+    return lax.reshape(lax.transpose(product, (0, 2, 1)), result.shape)
 
 
 def _region(fused: Fused, values: Sequence[Any]) -> Sequence[Any]:

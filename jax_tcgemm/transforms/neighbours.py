@@ -15,10 +15,15 @@ _Dims = tuple[int, ...]
 
 # A product of so few rows, or columns, takes about the time of reading the other operand.
 _FEW = 64
+# The bytes of a product of few rows that takes about as long as a launch. XLA's own kernel does not
+# take longer, may add up its parts in the next one, and is updated sooner in a command buffer.
+_SMALL_BYTES = 4 * 2**20
+# XLA joins products of one operand into a single one if one of them is no larger than this.
+_JOINED_BYTES = 32 * 2**20
 # Operations before an operand, at most, among which a product is looked for.
 _MOST_LOOKED_AT = 50
 # Operations that change no byte of an array in its declared layout.
-_VIEWS = frozenset({"reshape", "squeeze", "expand_dims"})
+VIEWS = frozenset({"reshape", "squeeze", "expand_dims"})
 # Operations that XLA fuses into its own product, beside element-wise ones.
 _FUSIBLE = SPREADING | {"transpose", "slice", "dynamic_slice", "rev", "pad", "concatenate"}
 
@@ -33,12 +38,24 @@ def absorb_transposes(graph: Graph) -> list[Any]:
     return _OperandTransposes(items, graph.returned).absorbed()
 
 
-def fallback_reason(product: Node, makers: Mapping[Value, Any]) -> str | None:
+def note_fallbacks(items: Iterable[Any]) -> None:
+    """Writes into each product that XLA is to compute why."""
+    items = list(items)
+    makers = {value: item for item in items for value in item.outputs}
+    users = users_of(items)
+    for item in items:
+        item.fallback_reason = _fallback_reason(item, makers, users)
+
+
+def _fallback_reason(
+    product: Node, makers: Mapping[Value, Any], users: Mapping[Value, Sequence[Any]]
+) -> str | None:
     """Says why XLA is to compute a product, together with its surroundings; ``None``: it is not.
 
     Args:
         product: any node of a graph.
         makers: the item that makes a value; arguments and constants have none.
+        users: the items that read a value.
     """
     if product.name != "dot_general":
         return None
@@ -57,7 +74,36 @@ def fallback_reason(product: Node, makers: Mapping[Value, Any]) -> str | None:
         maker = _maker(larger, makers)
         if _is_fusible(maker) and not _follows_product(larger, makers):
             return f"few rows, and XLA fuses {maker.name}, which makes the other operand"
+        if 0 < _size(product) < _SMALL_BYTES:
+            return "few rows by a small matrix: a launch takes as long"
+        if min(m, n) > 1 and _has_sibling(product, users):
+            return "few rows, and XLA joins it with another product of the same operand"
     return None
+
+
+def _has_sibling(product: Node, users: Mapping[Value, Sequence[Any]]) -> bool:
+    """Returns true if another product reads the smaller operand, too, as of a layer's q, k and v.
+
+    XLA's kernel for one row is not worth that: two of this package's take less time.
+    """
+    if not all(isinstance(x, Value) for x in product.inputs):
+        return False
+    side = int(product.inputs[1].bytes < product.inputs[0].bytes)
+    shared = product.inputs[side]
+    return any(
+        user is not product
+        and _is_plain_product(user)
+        and user.inputs[side] is shared
+        and user.context == product.context
+        and user.params["dimension_numbers"] == product.params["dimension_numbers"]
+        and min(_size(product), _size(user)) <= _JOINED_BYTES
+        for user in users.get(shared, ())
+    )
+
+
+def _size(product: Node) -> int:
+    """Returns the bytes of the operands and the result."""
+    return sum(x.bytes for x in (*product.taken, *product.outputs))
 
 
 def _is_fusible(maker: Any) -> bool:
@@ -81,7 +127,7 @@ def _follows_product(atom: Atom, makers: Mapping[Value, Any]) -> bool:
 def _maker(atom: Atom, makers: Mapping[Value, Any]) -> Any:
     """Returns the item that computes what is read; ``None`` for what is in memory already."""
     maker = makers.get(atom) if isinstance(atom, Value) else None
-    while isinstance(maker, Node) and maker.name in _VIEWS:
+    while isinstance(maker, Node) and maker.name in VIEWS:
         (atom,) = maker.inputs[:1]
         maker = makers.get(atom) if isinstance(atom, Value) else None
     return maker
@@ -96,7 +142,7 @@ def _with_factors_exchanged(items: list[Any], returned: frozenset[Value]) -> lis
     The gradient of a weight is ``dot_general`` and then ``transpose``. That of a weight that is
     stored transposed, and in float32, is converted and transposed once more.
     """
-    users = _users(items)
+    users = users_of(items)
     replaced: dict[Any, Node] = {}
     removed: set[Any] = set()
     for item in items:
@@ -181,7 +227,7 @@ class _OperandTransposes:
         self._items = items
         self._returned = returned
         self._makers = {value: item for item in items for value in item.outputs}
-        self._users = _users(items)
+        self._users = users_of(items)
         self._converted: dict[Value, Node] = {}  # untransposed, by the transposed value
         self._is_convertible: dict[Value, bool] = {}
 
@@ -288,7 +334,8 @@ def _with_input(product: Node, side: int, atom: Atom) -> Node:
     return _with(product, inputs=tuple(inputs))
 
 
-def _users(items: Iterable[Any]) -> dict[Value, list[Any]]:
+def users_of(items: Iterable[Any]) -> dict[Value, list[Any]]:
+    """Returns by value the items that read it."""
     users: dict[Value, list[Any]] = {}
     for item in items:
         for value in item.taken:

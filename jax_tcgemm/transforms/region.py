@@ -35,6 +35,7 @@ class Program:
 
     Attributes:
         wiring: the items as they are connected now.
+        arguments: the values that a caller gives.
         returned: the values that the program returns.
         stacked: those of them that a caller copies into an array of many.
         compared: the values that must not be made twice, see ``products.compared``.
@@ -42,6 +43,7 @@ class Program:
     """
 
     wiring: Wiring
+    arguments: frozenset[Value]
     returned: frozenset[Value]
     stacked: frozenset[Value]
     compared: frozenset[Value]

@@ -16,7 +16,8 @@ from jax_tcgemm.epilogue.translation import MAX_OPERANDS, MAX_RESULTS
 from jax_tcgemm.lowering.compiled_source import MOST_WARP_BYTES, matrix_bytes
 from jax_tcgemm.transforms.fused import Fused
 from jax_tcgemm.transforms.graph import Graph, Node, Value
-from jax_tcgemm.transforms.neighbours import absorb_transposes, fallback_reason
+from jax_tcgemm.transforms.heads import note_heads
+from jax_tcgemm.transforms.neighbours import absorb_transposes, note_fallbacks
 from jax_tcgemm.transforms.outputs import Flow, saved_bytes, written
 from jax_tcgemm.transforms.products import compared, is_product
 from jax_tcgemm.transforms.region import Program, Region
@@ -25,6 +26,11 @@ from jax_tcgemm.transforms.wiring import Wiring
 # The most results of two products in one kernel; more are written faster by one kernel that reads
 # the other product (docs/experiments/fusion.md).
 _MOST_OF_PAIR = 3
+
+# Results that replace arguments of their type, from which on a region is an optimizer's update. A
+# step that donates its state would copy each of them, since a kernel writes none in place, and
+# AdamW in the epilogue takes no less time than XLA's own kernel (docs/experiments/fusion.md).
+_UPDATES = 2
 
 # The most operations of a region that follow the product.
 _MOST_MEMBERS = 100
@@ -36,12 +42,13 @@ _MOST_MOVED = 1000
 def with_regions(graph: Graph) -> Graph:
     """Returns the same graph with products joined with what becomes of them."""
     items = absorb_transposes(graph)
-    makers = {value: item for item in items for value in item.outputs}
-    for item in items:
-        item.fallback_reason = fallback_reason(item, makers)
-    products = [*filter(is_product, items)]
+    note_fallbacks(items)
+    note_heads(items)
+    products = [x for x in items if is_product(x) and not x.is_sequence_last]
     wiring = Wiring(items, products, graph.returned)
-    program = Program(wiring, graph.returned, graph.stacked, compared(items))
+    program = Program(
+        wiring, frozenset(graph.arguments), graph.returned, graph.stacked, compared(items)
+    )
     for product in products:
         if product in wiring.position:
             kernel = _kernel_of(program, (product,))
@@ -103,9 +110,25 @@ class _Kernel:
         chosen = written(flow)
         self.outputs = [values[i] for i in chosen or ()]
         self.outputs += [x for node in self.region.sums for x in node.outputs]
-        if chosen is not None:
-            self.saved_bytes = saved_bytes(flow, chosen)
-        return chosen is not None
+        if chosen is None or self.updates() >= _UPDATES:
+            return False
+        self.saved_bytes = saved_bytes(flow, chosen)
+        return True
+
+    def updates(self) -> int:
+        """Returns how many matrices are written that replace arguments of the program."""
+        region, program = self.region, self.program
+        arguments = [
+            leaf.aval
+            for leaf in region.leaves
+            if region.is_large(leaf) and leaf in program.arguments
+        ]
+        count = 0
+        for value in self.outputs:
+            if value in program.returned and value.aval in arguments:
+                arguments.remove(value.aval)
+                count += 1
+        return count
 
     def flow(
         self, made: list[Value], hard: list[Value], soft: list[Value], kernels: int

@@ -33,7 +33,7 @@ class Rewriting:
         self.decisions: list[Decision] = []
         self._jaxprs: dict[tuple[int, tuple[bool, ...]], tuple[Any, Any, list[Decision]]] = {}
         self._has_products: dict[int, tuple[Any, bool]] = {}
-        self._calls: dict[bytes, Any] = {}
+        self._calls: dict[tuple[bytes, bool], Any] = {}
         self._digests = identity.Digests()
 
     def rewritten(
@@ -101,7 +101,8 @@ class Rewriting:
         """
         nodes = (*item.products, *item.nodes) if isinstance(item, Fused) else (item,)
         eqns = [_Equation(node.inputs, node.outputs, node.eqn) for node in nodes]
-        key = self._digests.of(_Equations(item.inputs, eqns, item.outputs))
+        is_sequence_last = isinstance(item, Node) and item.is_sequence_last
+        key = self._digests.of(_Equations(item.inputs, eqns, item.outputs)), is_sequence_last
         if key not in self._calls:
             try:
                 self._calls[key] = kernel_calls.traced(item)
@@ -216,6 +217,8 @@ class _Emission:
         elif item.name in _PRODUCTS and is_on_device(item):
             call = self.rewriting.call(item)
             if _has_kernel(call):
+                if item.is_sequence_last:
+                    reason = "written with the sequence last, as attention reads it"
                 self.decide([item], "kernel", reason)
             else:
                 self.decide([item], "XLA", "no kernel for such types or extents")

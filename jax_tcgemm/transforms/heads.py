@@ -1,0 +1,108 @@
+"""Projections whose heads attention multiplies: their kernels write the sequence last.
+
+XLA computes the batches of products of attention. Their operands have to be ordered by sequence and
+head before anything else, and XLA brings a projection's result into that order. Where it computes
+the projection itself, it does so at once; behind a kernel, whose result lies as it is declared, it
+does so last, after the rotary embedding, in a kernel that is several times slower. A kernel of this
+package writes ``(batch, features, sequence)`` as fast as any other order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from jax_tcgemm.transforms.graph import Node, Value
+from jax_tcgemm.transforms.matrix_form import MatrixForm
+from jax_tcgemm.transforms.neighbours import VIEWS, users_of
+from jax_tcgemm.transforms.products import form_of, is_elementwise, is_product
+
+# A kernel reads and writes in vectors of so many elements of 16 bits.
+_VECTOR = 8
+# Sequences that are not worth it: those of decoding.
+_SHORT = 64
+# Operations between a projection and attention, at most.
+_MOST_BETWEEN = 100
+# Operations that keep the first two dimensions, beside views and element-wise ones.
+_KEEPING = frozenset({"slice", "split", "concatenate", "broadcast_in_dim"})
+
+
+def note_heads(items: Iterable[Any]) -> None:
+    """Marks the products that are to be written with the sequence last."""
+    items = list(items)
+    users = users_of(items)
+    for item in items:
+        if is_product(item) and _has_sequence(item):
+            item.is_sequence_last = _Way(item, users).leads_to_attention()
+
+
+def _has_sequence(product: Node) -> bool:
+    """Returns true for ``(batch, sequence, k)`` by a matrix that is kept in memory."""
+    form, (result,) = form_of(product), product.outputs
+    if not isinstance(form, MatrixForm) or form.transpose_a or len(form.a_shape) != 3:
+        return False
+    sequence, features = form.a_shape[1], form.b_shape[-2 if form.transpose_b else -1]
+    return (
+        len(form.b_shape) == 2
+        and len(result.shape) > 2
+        and sequence > _SHORT
+        and sequence % _VECTOR == features % _VECTOR == 0
+    )
+
+
+@dataclasses.dataclass
+class _Way:
+    """What becomes of a projection.
+
+    Attributes:
+        product: the projection.
+        users: the items that read a value.
+    """
+
+    product: Node
+    users: Mapping[Value, Sequence[Any]]
+
+    def leads_to_attention(self) -> bool:
+        """Returns true if batches of products read it, by way of a rotary embedding or nothing."""
+        (result,) = self.product.outputs
+        waiting, seen = [result], {result}
+        is_rotated = is_changed = False
+        while waiting:
+            value = waiting.pop()
+            for user in self.users.get(value, ()):
+                if not isinstance(user, Node) or user.context != self.product.context:
+                    return False
+                if user.name == "dot_general":
+                    if not _reads_heads(user, value):
+                        return False
+                    continue
+                if not self._keeps(user) or len(seen) > _MOST_BETWEEN:
+                    return False
+                is_rotated |= user.name == "concatenate"
+                is_changed |= is_elementwise(user) and user.name != "convert_element_type"
+                waiting += [x for x in user.outputs if x not in seen]
+                seen.update(user.outputs)
+        return len(seen) > 1 and (is_rotated or not is_changed)
+
+    def _keeps(self, node: Node) -> bool:
+        """Returns true if a node keeps the batch and the sequence where they are."""
+        if not (node.name in VIEWS or node.name in _KEEPING or is_elementwise(node)):
+            return False
+        if node.name == "concatenate" and node.params["dimension"] < 2:
+            return False
+        if node.name == "broadcast_in_dim" and node.params["broadcast_dimensions"][:2] != (0, 1):
+            return False
+        lead = self.product.outputs[0].shape[:2]
+        return all(x.shape[:2] == lead and len(x.shape) > 2 for x in node.outputs)
+
+
+def _reads_heads(product: Node, value: Value) -> bool:
+    """Returns true if a product's batch is that of a value and a dimension behind its sequence."""
+    for side, each in enumerate(product.inputs):
+        if each is value:
+            (contracted, batch) = (pair[side] for pair in product.params["dimension_numbers"])
+            is_ordered = 0 in batch and 1 not in batch and len(batch) > 1
+            if not is_ordered or len(contracted) != 1 or len(value.shape) - len(batch) != 2:
+                return False
+    return True
