@@ -28,7 +28,7 @@ from jax_tcgemm.partitioning import rules
 from jax_tcgemm.problem.alignment import split_bytes
 from jax_tcgemm.problem.arithmetic import INPUT_DTYPES
 from jax_tcgemm.problem.strides import Operands, StridedGemm
-from jax_tcgemm.transforms import measure
+from jax_tcgemm.transforms import race
 from jax_tcgemm.tuning import cache, lookup
 
 # Read when a backend starts. The shard_map tests need more than one device. Programs run once: most
@@ -215,7 +215,7 @@ def on_an_h200(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     monkeypatch.setattr(lookup, "_MEASURED", {})
     monkeypatch.setattr(lookup, "_SPENT", [0.0])
     monkeypatch.setattr(lookup, "_AGREED", {})
-    monkeypatch.setattr(measure, "_FASTEST", {})
+    monkeypatch.setattr(race, "_FASTEST", {})
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ from sharded_program import mesh_of
 import jax_tcgemm
 from jax_tcgemm import fuse
 from jax_tcgemm._compat import jaxprs
+from jax_tcgemm.lowering import compiled_rows
 
 
 @pytest.fixture
@@ -169,3 +170,15 @@ def test_graph_of_plain_calls_alone():
     inner = jax.jit(lambda x: x + 1, out_shardings=placed)
     eqns = jax.make_jaxpr(lambda x: jax.jit(lambda x: x * 2)(inner(x)))(jnp.ones(8)).eqns
     assert [jaxprs.plain_call(eqn) is None for eqn in eqns] == [True, False]
+
+
+def test_kernels_begin_to_compile_before_the_program_is_lowered(arrays, monkeypatch):
+    """So that those of several regions compile at the same time."""
+    begun = []
+    monkeypatch.setattr(compiled_rows, "expected_row", lambda call, spec: ("row", "nn"))
+    monkeypatch.setattr(compiled_rows.nvrtc, "find", lambda: None)
+    monkeypatch.setattr(compiled_rows.compiler, "begin", lambda *kernel: begun.append(kernel))
+    x, w, b, d = (arrays[name] for name in "xwbd")
+    jax.make_jaxpr(fuse(lambda x: jnp.tanh(jax.nn.gelu(x @ w + b) @ d)))(x)
+    assert [kernel[1:] for kernel in begun] == [("row", "nn")] * 2
+    assert len({source for source, *_ in begun}) == 2

@@ -26,6 +26,7 @@ from jax_tcgemm import Tunings, _core, gated_gemm, gemm, ragged_dot
 from jax_tcgemm.tools.benchmarking import Timing
 from jax_tcgemm.transforms import decision
 from jax_tcgemm.transforms import measure as measure_module
+from jax_tcgemm.transforms import race as race_module
 from jax_tcgemm.transforms import tune as tune_module
 from jax_tcgemm.transforms.candidates import built_candidates, candidates, relative, row_of
 from jax_tcgemm.transforms.numbers import Numbers
@@ -164,9 +165,9 @@ def test_what_is_timed_can_compute_the_product(monkeypatch, f, arrays):
     def fastest(race, plain):
         return built_candidates(plain, H200)
 
-    monkeypatch.setattr(measure_module._Race, "_fastest_relatives", fastest)
-    monkeypatch.setattr(measure_module, "operand_sets", lambda *_: [])
-    names = measure_module._Race(product, Numbers(), threading.Event()).rows()
+    monkeypatch.setattr(race_module.Race, "_fastest_relatives", fastest)
+    monkeypatch.setattr(race_module, "operand_sets", lambda *_: [])
+    names = race_module.Race(product, Numbers(), threading.Event()).rows()
     assert names
     for name in names:
         assert "simt" not in name
@@ -192,7 +193,7 @@ def test_no_kernel_is_faster_than_the_gpu(m, n, k, us):
     arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((m, k), (k, n))]
     (product,) = tune_module.find_products(f, *arrays)
     size = 2 * (m * k + k * n + m * n)
-    assert measure_module._bytes(product) == size
+    assert race_module._bytes(product) == size
     assert 0.85 * us < 1e6 * least_seconds(product, size, PEAKS) < us
     assert least_seconds(product, size, H200) == 0
 
@@ -201,7 +202,7 @@ def race_of(monkeypatch):
     monkeypatch.setattr(_core, "device_properties", lambda ordinal: PEAKS)
     arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((8, 1024), (1024, 6144))]
     (product,) = tune_module.find_products(f, *arrays)
-    return measure_module._Race(product, Numbers(), threading.Event())
+    return race_module.Race(product, Numbers(), threading.Event())
 
 
 @pytest.mark.parametrize(
@@ -220,22 +221,42 @@ def test_when_xla_is_asked(monkeypatch, best, expected):
 
 
 @pytest.mark.parametrize(
-    ("untuned_us", "cublas_us", "expected"),
-    [(5.0, 6.0, True), (5.0, 5.1, False), (8.0, 10.0, False), (5.0, None, False)],
+    ("untuned_us", "cublas_us", "entered"),
+    [
+        (4.0, None, ["untuned"]),  # about a start and reading the operands
+        (5.0, 6.0, ["untuned", "cublas"]),
+        (5.0, 4.8, ["untuned", "cublas", "rows"]),
+        (8.0, 10.0, ["untuned", "cublas", "rows"]),  # the GPU could do better
+        (5.0, None, ["untuned", "rows"]),  # XLA could not compile it
+    ],
 )
-def test_when_the_untuned_choice_is_good_enough(monkeypatch, untuned_us, cublas_us, expected):
-    race = race_of(monkeypatch)
-    times = {"untuned": untuned_us, "cublas": cublas_us}
-    timings = {x: Timing((1e-6 * y,), "events") for x, y in times.items() if y is not None}
-    monkeypatch.setattr(race, "timed", lambda reps, block: timings)
-    assert race.is_decided() == expected
+def test_who_is_asked_with_little_time(monkeypatch, untuned_us, cublas_us, entered):
+    """With few seconds left nothing is compiled that hardly matters."""
+    times = {"untuned": untuned_us, "cublas": cublas_us, ROW: 4.9}
+
+    def enter(race, configs):
+        race._chains |= {name: None for name in configs if times[name] is not None}
+
+    def timed(race, reps, block):
+        timed_at.append([*race._chains])
+        return {x: Timing((1e-6 * times.get(x, cublas_us),) * 4, "events") for x in race._chains}
+
+    timed_at: list[list[str]] = []
+    monkeypatch.setattr(race_module.Race, "enter", enter)
+    monkeypatch.setattr(race_module.Race, "timed", timed)
+    monkeypatch.setattr(race_module.Race, "rows", lambda race: [ROW])
+    product = race_of(monkeypatch)._product
+    entry = measure_module.measure(product, patience=5.0).entry
+    expected = [{"cublas": "xla", "rows": ROW}.get(name, name) for name in entered]
+    assert set(timed_at[-1]) == set(expected)
+    assert entry.xla_seconds == (cublas_us and pytest.approx(1e-6 * cublas_us))
 
 
 @pytest.mark.any_jax
 def test_a_candidate_that_fails_is_left_out(monkeypatch):
     monkeypatch.setattr(_core, "device_properties", lambda ordinal: H200)
     for name in ("candidates", "built_candidates"):
-        monkeypatch.setattr(measure_module, name, lambda *_: ["no row", ROW])
+        monkeypatch.setattr(race_module, name, lambda *_: ["no row", ROW])
     (product,) = tune_module.find_products(f, *SQUARE)
     assert measure_module.measure(product).entry.config in (None, "xla", ROW)
 

@@ -116,7 +116,9 @@ def _compilations() -> _Compilations:
 os.register_at_fork(after_in_child=_compilations.cache_clear)
 
 
-def begin(program: str, row: str, layout: str, has_program: bool, capability: int) -> None:
+def begin(
+    program: str, row: str, layout: str, has_program: bool = True, capability: int = 90
+) -> None:
     """Begins ``compile_kernel`` on another thread; the next call of it will wait for that."""
     _compilations().begin((program, row, layout, has_program, capability))
 

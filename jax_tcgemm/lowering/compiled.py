@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_tcgemm import _compat, _core, _extension
+from jax_tcgemm import _extension
 from jax_tcgemm.epilogue import compiler, source, translation
 from jax_tcgemm.epilogue.program import Program
 from jax_tcgemm.epilogue.spec import CompiledSpec
 from jax_tcgemm.kernels.arithmetic import ALL_ARITHMETIC
-from jax_tcgemm.kernels.choice_input import ChoiceInput
 from jax_tcgemm.kernels.names import XLA
 from jax_tcgemm.lowering import compiled_problem, devices, k_major
+from jax_tcgemm.lowering.compiled_rows import expected_row
 from jax_tcgemm.lowering.compiled_source import (
     MOST_WARP_BYTES,
     source_of,
@@ -33,7 +33,6 @@ from jax_tcgemm.lowering.custom_call import (
 from jax_tcgemm.problem.alignment import (
     COPY_BYTES,
     is_transposed,
-    row_alignment,
     unaligned_stride,
 )
 from jax_tcgemm.problem.arithmetic import INPUT_DTYPES, resolve_algorithm, resolve_run_time
@@ -176,7 +175,7 @@ def _call_or_reason(spec: CompiledSpec, plan: Call | str) -> Call | str:
     """Returns the custom call, its kernel compiled if it can be now, or why there is none."""
     if isinstance(plan, str):
         return plan
-    return compiler.obstacle(plan.source, _expected_row(plan, spec)) or plan
+    return compiler.obstacle(plan.source, expected_row(plan, spec)) or plan
 
 
 def planned(
@@ -341,55 +340,6 @@ def _quicker_apart(gemm: StridedGemm, made: Program, is_plain: bool) -> str | No
         return None
     reason = f"random numbers for {gemm.m} x {gemm.n} results"
     return _LeftToXla(reason) if is_plain else reason
-
-
-def _expected_row(call: Call, spec: CompiledSpec) -> tuple[str, str] | None:
-    """Returns the row and layout that will be compiled first, ``None`` without a GPU."""
-    gpus = _compat.initialized_cuda_devices()
-    if not gpus:
-        return None
-    if spec.product.config is not None:
-        return spec.product.config, call.layout
-    ranked = ranked_rows(call, spec, _core.device_properties(gpus[0].local_hardware_id))
-    return (ranked[0][0], call.layout) if ranked else None
-
-
-def ranked_rows(
-    call: Call, spec: CompiledSpec, device: Mapping[str, Any]
-) -> list[tuple[str, float, bool]]:
-    """Returns rows and their time by the model, the fastest first, as ``_core.rank_configs``.
-
-    Rows without room for what the epilogue reads and writes are left out if others have it. Groups
-    of ``ragged_dot`` are taken to be of one size, a row at least.
-
-    Args:
-        call: the product as a kernel sees it.
-        spec: its static parameters.
-        device: as ``_core.device_properties`` describes it.
-    """
-    gemm = call.gemm
-    is_ragged = isinstance(spec.product, RaggedSpec)
-    itemsize = ALL_ARITHMETIC[call.algorithm].a.bytes
-    choice = ChoiceInput(
-        call.algorithm,
-        -(-gemm.m // gemm.batch[0]) if is_ragged else gemm.m,
-        gemm.n,
-        gemm.k,
-        min(gemm.m, gemm.batch[0]) if is_ragged else math.prod(gemm.batch),
-        True,
-        device["sm_count"],
-        device["shared_memory_per_block"],
-        compute_capability=device["compute_capability"],
-        layout=call.layout,
-        epilogue="any",
-        gated=spec.is_gated,
-        grouped="m" if is_ragged else "none",
-        batch_rank=len(gemm.batch),
-        row_alignment_a=row_alignment(gemm, "a", itemsize),
-        row_alignment_b=row_alignment(gemm, "b", itemsize),
-        compiled=True,
-    )
-    return _core.rank_configs(choice, warp_bytes=call.warp_bytes)
 
 
 def _types(operands: Sequence[Any]) -> str:

@@ -17,7 +17,7 @@ from jax_tcgemm.epilogue.spec import CompiledSpec
 from jax_tcgemm.kernels import names
 from jax_tcgemm.kernels.choice_input import ChoiceInput
 from jax_tcgemm.kernels.names import read_config
-from jax_tcgemm.lowering import compiled
+from jax_tcgemm.lowering import compiled, compiled_rows
 from jax_tcgemm.lowering.row_epilogue import c_by_tma
 from jax_tcgemm.problem.alignment import (
     COPY_BYTES,
@@ -182,7 +182,7 @@ def _of_compiled(product: Product, device: Mapping[str, Any], most: int) -> list
         calls.setdefault(call.layout, call)
     chosen: list[str] = []
     for call in calls.values():
-        ranked = compiled.ranked_rows(call, spec, device)[: most // len(calls)]
+        ranked = compiled_rows.ranked_rows(call, spec, device)[: most // len(calls)]
         chosen += [name for name, cycles, _ in ranked if cycles <= _FACTOR * ranked[0][1]]
     return chosen
 

@@ -2,86 +2,39 @@
 
 from __future__ import annotations
 
-import concurrent.futures
-import dataclasses
 import functools
 import math
-import os
 import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import jax
-from jax.extend.core import Primitive
 
-from jax_tcgemm import _compat, _core
+from jax_tcgemm import _compat
 from jax_tcgemm.epilogue.spec import CompiledSpec
 from jax_tcgemm.kernels.names import XLA
-from jax_tcgemm.primitives.compiled import compiled_p, compiled_ragged_p
-from jax_tcgemm.primitives.gemm import gemm_p
-from jax_tcgemm.primitives.ragged import ragged_contraction_p, ragged_dot_p
 from jax_tcgemm.problem.log import log
-from jax_tcgemm.problem.spec import GemmSpec
-from jax_tcgemm.tools import stopwatch
-from jax_tcgemm.tools.benchmarking import (
-    Chain,
-    Timing,
-    argument_set_count,
-    compile_chain,
-    default_device,
-    time_chains,
-)
-from jax_tcgemm.transforms.candidates import MOST, built_candidates, candidates, relative, row_of
-from jax_tcgemm.transforms.decision import UNTUNED, decided, is_untuned
-from jax_tcgemm.transforms.numbers import Numbers, operand_sets, size_of
-from jax_tcgemm.transforms.roofline import least_seconds
+from jax_tcgemm.transforms.candidates import MOST
+from jax_tcgemm.transforms.decision import UNTUNED, decided
+from jax_tcgemm.transforms.numbers import Numbers
+from jax_tcgemm.transforms.race import CUBLAS, NEAR_LIMIT, Race
 from jax_tcgemm.tuning import lookup
 from jax_tcgemm.tuning.entry import Entry
 from jax_tcgemm.tuning.lookup import Measured, Product
-from jax_tcgemm.tuning.tunings import described, untuned
+from jax_tcgemm.tuning.tunings import described
 
-_PRIMITIVES: dict[str, Primitive] = {
-    "compiled": compiled_p,
-    "compiled_ragged": compiled_ragged_p,
-    "gemm": gemm_p,
-    "ragged_dot": ragged_dot_p,
-    "ragged_contraction": ragged_contraction_p,
-}
-
-# Competitors beside rows and the untuned choice: XLA's composition, autotuned or by cuBLAS alone.
-_CUBLAS = "cublas"
-_OF_XLA = {XLA: {}, _CUBLAS: {"xla_gpu_enable_triton_gemm": False}}
-
-# Rounds that narrow the candidates down: samples of each, who stays (times the fastest), how many.
-_ROUNDS = ((2, 1.25, 5), (4, 1.06, 2))
 _FINAL_REPS, _BLOCK = 8, 2
 # Rows that are timed with less time left than ``_PATIENT_SECONDS``: of 1,800 recorded products the
 # best of them takes 0.3 % longer than the best of all rows.
 _FEW_ROWS = 6
-# Kernels that NVRTC has to compile for one product, at most, beside the one taken untuned.
-_MOST_COMPILED = 2
-# The share of the free memory that operands and results may take.
-_MEMORY_SHARE = 0.05
-
 # XLA's autotuning takes most of a measurement (0.75 of 1.1 s on 16 cores). With less time left than
 # this it is left out: cuBLAS alone stands for XLA, whose autotuning finds nothing slower.
 _PATIENT_SECONDS = 60.0
-# The untuned choice is good enough then if cuBLAS takes so much longer and the GPU can hardly do
-# better.
-_AHEAD, _NEAR_ENOUGH = 0.97, 0.75
-# XLA is not asked where a row takes at most the time of a launch, or is this near to what the GPU
+# The untuned choice is good enough then if it is as fast as cuBLAS and this near to what the GPU
 # can do.
-_LEAST_ASKED_SECONDS = 2e-6
-_NEAR_LIMIT = 0.95
+_NEAR_ENOUGH = 0.75
 
 _NUMBERS = Numbers()
-# Rows of the build for plain products that were timed, the fastest first.
-_FASTEST: dict[tuple[Any, ...], list[str]] = {}
-
-
-class InterruptedMeasurementError(Exception):
-    """Whoever asked for the measurement no longer waits for it."""
 
 
 def measure(
@@ -114,18 +67,20 @@ def measure(
     begun = time.perf_counter()
     is_patient = patience >= _PATIENT_SECONDS
     most = MOST if is_patient else _FEW_ROWS
-    race = _Race(product, numbers or _NUMBERS, stop or threading.Event(), most)
+    race = Race(product, numbers or _NUMBERS, stop or threading.Event(), most)
     if is_patient:
         race.enter({UNTUNED: None} | {name: name for name in race.rows()})
         race.narrow_down()
         if race.asks_xla():
             race.enter({XLA: XLA})
     else:
-        race.enter({UNTUNED: None, _CUBLAS: XLA})
-        if not race.is_decided():
-            race.enter({name: name for name in race.rows()})
-            race.narrow_down()
-        race.rename(_CUBLAS, XLA)
+        race.enter({UNTUNED: None})
+        if not race.is_near(NEAR_LIMIT):
+            race.enter({CUBLAS: XLA})
+            if not (race.is_as_fast_as(CUBLAS) and race.is_near(_NEAR_ENOUGH)):
+                race.enter({name: name for name in race.rows()})
+                race.narrow_down()
+            race.rename(CUBLAS, XLA)
     blocks = [race.timed(_FINAL_REPS, _BLOCK) for _ in range(2)]
     best, is_certain = decided(blocks)
     times = {name: min(block[name].median for block in blocks) for name in blocks[0]}
@@ -135,132 +90,6 @@ def measure(
     took = time.perf_counter() - begun
     log(f"tune: {described(product.problem)}: {best}; {us}; took {took:.2f} s")
     return Measured(entry, is_certain)
-
-
-class _Race:
-    """Competitors for a product, compiled, on the same operands.
-
-    Args:
-        product: as lowering has it.
-        numbers: what operands are made of.
-        stop: ends it.
-        most: how many rows are timed.
-    """
-
-    def __init__(
-        self, product: Product, numbers: Numbers, stop: threading.Event, most: int = MOST
-    ) -> None:
-        self._most = most
-        self._product = product
-        self._numbers = numbers
-        self._stop = stop
-        self._device = default_device()
-        self._properties = _core.device_properties(self._device.local_hardware_id or 0)
-        self._sets = operand_sets(product, numbers, _set_count(product, self._device))
-        self._chains: dict[str, Chain] = {}
-        self._least: dict[str, float] = {}
-
-    def rows(self) -> list[str]:
-        """Names what is worth timing."""
-        ranked = candidates(self._product, self._properties, self._most)
-        built = built_candidates(self._product, self._properties, self._most)
-        plain = relative(self._product)
-        is_half = plain is not None and plain.types[0].dtype != self._product.types[0].dtype
-        if not ranked or (ranked[0] in built and not is_half):
-            return built
-        if plain is None:  # of each way to lay the weights out the first
-            return list(dict.fromkeys([*ranked[:_MOST_COMPILED], ranked[len(ranked) // 2]]))
-        named = [row_of(self._product, name) for name in self._fastest_relatives(plain)]
-        known = set(built)
-        if is_untuned(ranked[0]):  # which is timed anyway
-            known.add(ranked[0])
-        possible = [name for name in named if name is not None]
-        others = dict.fromkeys(name for name in (*possible, *ranked) if name not in known)
-        return [*built, *list(others)[:_MOST_COMPILED]]
-
-    def _fastest_relatives(self, plain: Product) -> list[str]:
-        key = plain.primitive, plain.spec, plain.types
-        found = _FASTEST.get(key)
-        if found is None:
-            race = _Race(plain, self._numbers, self._stop, self._most)
-            built = built_candidates(plain, self._properties, self._most)
-            race.enter({name: name for name in built})
-            found = race.narrow_down()
-            if found:
-                _FASTEST[key] = found
-        return found
-
-    def enter(self, configs: Mapping[str, str | None]) -> None:
-        """Compiles competitors, several at a time.
-
-        One that cannot be compiled is left out, but for what is taken untuned.
-
-        Args:
-            configs: what is asked for by ``config=``, by name.
-        """
-        self._check()
-
-        def chain(item: tuple[str, str | None]) -> Chain | None:
-            name, config = item
-            call = functools.partial(_apply, self._product, config)
-            options = _OF_XLA.get(name)
-            try:
-                with untuned(), jax.default_device(self._device):
-                    return compile_chain(call, self._sets, one_by_one=True, options=options)
-            except Exception as error:  # One of the others is chosen.
-                if name == UNTUNED:
-                    raise
-                log(f"tune: {name} left out: {type(error).__name__}: {error}")
-                return None
-
-        with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-            made = zip(configs, pool.map(chain, configs.items()), strict=True)
-            self._chains |= {name: each for name, each in made if each is not None}
-
-    def narrow_down(self) -> list[str]:
-        """Keeps the few fastest rows, and all others; returns the rows, the fastest first."""
-        others = {UNTUNED, *_OF_XLA}
-        rows = [name for name in self._chains if name not in others]
-        for reps, factor, most in _ROUNDS:
-            if len(self._chains) < 2:
-                break
-            timings = self.timed(reps, 1)
-            self._least = {name: min(timing.seconds) for name, timing in timings.items()}
-            rows = sorted((x for x in timings if x not in others), key=self._least.__getitem__)
-            limit = factor * min(self._least[x] for x in timings if x not in _OF_XLA)
-            rows = [name for name in rows if self._least[name] <= limit][:most]
-            self._chains = {x: y for x, y in self._chains.items() if x in others or x in rows}
-        return rows
-
-    def is_decided(self) -> bool:
-        """Says whether the untuned choice beats cuBLAS, and is near to what the GPU can do."""
-        self._least = {name: min(x.seconds) for name, x in self.timed(_FINAL_REPS, 1).items()}
-        least, cublas = self._least[UNTUNED], self._least.get(_CUBLAS, 0.0)
-        return least <= _AHEAD * cublas and _NEAR_ENOUGH * least <= self._limit()
-
-    def asks_xla(self) -> bool:
-        """Says whether XLA's composition may be the fastest."""
-        best = min((self._least[x] for x in self._chains if x in self._least), default=0.0)
-        return not best or (best > _LEAST_ASKED_SECONDS and _NEAR_LIMIT * best > self._limit())
-
-    def _limit(self) -> float:
-        return least_seconds(self._product, _bytes(self._product), self._properties)
-
-    def rename(self, old: str, new: str) -> None:
-        """Gives a competitor that could be compiled another name."""
-        if old in self._chains:
-            self._chains[new] = self._chains.pop(old)
-
-    def timed(self, reps: int, block: int) -> dict[str, Timing]:
-        """Returns samples of all, taken by turns."""
-        self._check()
-        if self._device.platform == "gpu":
-            return stopwatch.time_chains(self._chains, self._device, reps=reps, block=block)
-        return time_chains(self._chains, reps=reps, block=block)
-
-    def _check(self) -> None:
-        if self._stop.is_set():
-            raise InterruptedMeasurementError
 
 
 def measure_while_lowering(product: Product, patience: float) -> Measured | None:
@@ -309,40 +138,6 @@ def in_a_thread(function: Callable[..., Measured]) -> Measured:
     if isinstance(outcome, BaseException):
         raise outcome
     return outcome
-
-
-def _apply(product: Product, config: str | None, *operands: jax.Array) -> Any:
-    spec = product.spec
-    is_compiled = isinstance(spec, CompiledSpec)
-    spec = spec.with_config(config) if is_compiled else dataclasses.replace(spec, config=config)
-    if isinstance(spec, GemmSpec):
-        spec = spec.replace(overwrite_c=False)  # without donation that would copy c
-    return _PRIMITIVES[product.primitive].bind(*operands, spec=spec)
-
-
-def _bytes(product: Product) -> int:
-    """Returns the bytes of the operands and results."""
-    results = jax.eval_shape(functools.partial(_apply, product, XLA), *product.types)
-    return size_of(product.types) + size_of(jax.tree.leaves(results))
-
-
-def _set_count(product: Product, device: Any) -> int:
-    """Returns how many sets of operands to make: as many as no cache holds together, if they fit.
-
-    Raises:
-        MemoryError: not even one does.
-    """
-    size = _bytes(product)
-    count = argument_set_count(size)
-    statistics = device.memory_stats() or {}
-    if "bytes_limit" not in statistics:
-        return count
-    free = statistics["bytes_limit"] - statistics["bytes_in_use"]
-    fitting = int(_MEMORY_SHARE * free) // size
-    if fitting < 1:
-        share = f"{_MEMORY_SHARE:.0%} of the {free} that are free"
-        raise MemoryError(f"{size} bytes of operands and results are more than {share}")
-    return min(count, fitting)
 
 
 lookup.measure = measure_while_lowering

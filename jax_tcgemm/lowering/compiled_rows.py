@@ -1,0 +1,87 @@
+"""Rows that NVRTC may compile for a product with a function, the fastest by the model first."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from jax_tcgemm import _compat, _core
+from jax_tcgemm.epilogue import compiler, nvrtc
+from jax_tcgemm.epilogue.spec import CompiledSpec
+from jax_tcgemm.kernels.arithmetic import ALL_ARITHMETIC
+from jax_tcgemm.kernels.choice_input import ChoiceInput
+from jax_tcgemm.problem.alignment import row_alignment
+from jax_tcgemm.problem.ragged import RaggedSpec
+from jax_tcgemm.problem.strides import StridedGemm
+
+
+class Call(Protocol):
+    """A custom call, as ``compiled.Call``."""
+
+    @property
+    def source(self) -> str: ...
+    @property
+    def gemm(self) -> StridedGemm: ...
+    @property
+    def algorithm(self) -> str: ...
+    @property
+    def warp_bytes(self) -> int: ...
+    @property
+    def layout(self) -> str: ...
+
+
+def begin_compiling(call: Call, spec: CompiledSpec) -> None:
+    """Begins to compile on another thread what lowering will most likely wait for."""
+    expected = expected_row(call, spec)
+    if expected is not None and not isinstance(nvrtc.find(), str):
+        compiler.begin(call.source, *expected)
+
+
+def expected_row(call: Call, spec: CompiledSpec) -> tuple[str, str] | None:
+    """Returns the row and layout that will be compiled first, ``None`` without a GPU."""
+    gpus = _compat.initialized_cuda_devices()
+    if not gpus:
+        return None
+    if spec.product.config is not None:
+        return spec.product.config, call.layout
+    ranked = ranked_rows(call, spec, _core.device_properties(gpus[0].local_hardware_id))
+    return (ranked[0][0], call.layout) if ranked else None
+
+
+def ranked_rows(
+    call: Call, spec: CompiledSpec, device: Mapping[str, Any]
+) -> list[tuple[str, float, bool]]:
+    """Returns rows and their time by the model, the fastest first, as ``_core.rank_configs``.
+
+    Rows without room for what the epilogue reads and writes are left out if others have it. Groups
+    of ``ragged_dot`` are taken to be of one size, a row at least.
+
+    Args:
+        call: the product as a kernel sees it.
+        spec: its static parameters.
+        device: as ``_core.device_properties`` describes it.
+    """
+    gemm = call.gemm
+    is_ragged = isinstance(spec.product, RaggedSpec)
+    itemsize = ALL_ARITHMETIC[call.algorithm].a.bytes
+    choice = ChoiceInput(
+        call.algorithm,
+        -(-gemm.m // gemm.batch[0]) if is_ragged else gemm.m,
+        gemm.n,
+        gemm.k,
+        min(gemm.m, gemm.batch[0]) if is_ragged else math.prod(gemm.batch),
+        True,
+        device["sm_count"],
+        device["shared_memory_per_block"],
+        compute_capability=device["compute_capability"],
+        layout=call.layout,
+        epilogue="any",
+        gated=spec.is_gated,
+        grouped="m" if is_ragged else "none",
+        batch_rank=len(gemm.batch),
+        row_alignment_a=row_alignment(gemm, "a", itemsize),
+        row_alignment_b=row_alignment(gemm, "b", itemsize),
+        compiled=True,
+    )
+    return _core.rank_configs(choice, warp_bytes=call.warp_bytes)
