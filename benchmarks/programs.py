@@ -236,7 +236,8 @@ def experts_train(sizes: Sizes) -> Program:
         gate, up = (jax.lax.ragged_dot(rows, parameters[name], sizes) for name in ("gate", "up"))
         y = jax.lax.ragged_dot(jax.nn.silu(gate) * up, parameters["down"], sizes)
         y = y[jnp.argsort(order)].reshape(*chosen.shape, width)
-        return x + (y * weights[..., None]).sum(1)
+        # Not (y * weights[..., None]).sum(1), whose gradient XLA adds up in bfloat16.
+        return x + jnp.einsum("tkw,tk->tw", y, weights)
 
     shapes = {
         "router": (width, experts),

@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 from fusions import check, operations
+from rotary_attention import SIZE, attention, layer, rotated, split
 
 from jax_tcgemm import fuse
 
-B, S, HEADS, SIZE = 2, 96, 3, 32
+B, S, HEADS = 2, 96, 3
 K = HEADS * SIZE
 
 
@@ -18,27 +19,6 @@ def arrays(normal):
     """``x``, and the weights of q, k and v."""
     x = normal(B, S, K, dtype=jnp.bfloat16)
     return [x, *(normal(K, K, dtype=jnp.bfloat16) / 4 for _ in range(3))]
-
-
-def split(x):
-    return x.reshape(*x.shape[:2], -1, SIZE)
-
-
-def rotated(x):
-    angle = jnp.arange(x.shape[1])[:, None, None] / 10000 ** (jnp.arange(SIZE) / SIZE)
-    wide = x.astype(jnp.float32)
-    half = jnp.concatenate([-wide[..., SIZE // 2 :], wide[..., : SIZE // 2]], -1)
-    return (wide * jnp.cos(angle) + half * jnp.sin(angle)).astype(x.dtype)
-
-
-def attention(q, k, v):
-    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * SIZE**-0.5
-    weights = jax.nn.softmax(scores.astype(jnp.float32)).astype(q.dtype)
-    return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
-
-
-def layer(x, q, k, v):
-    return attention(rotated(split(x @ q)), rotated(split(x @ k)), split(x @ v))
 
 
 def sequence_last(f, *args):

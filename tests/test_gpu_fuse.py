@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fusions import operands, random_function, worst, worst_of_random
+from rotary_attention import SIZE, layer
 
 from jax_tcgemm import fuse
 
@@ -105,3 +106,20 @@ def test_groups(normal):
     step = jax.value_and_grad(f, argnums=(0, 1))
     assert kernels(f, x, w, sizes) >= 1
     assert worst(step, fuse(step), (x, w, sizes)) <= 1
+
+
+@pytest.mark.parametrize("sequence", [72, 256, 1000])
+@pytest.mark.parametrize("heads", [4, 7])
+def test_projections_of_attention(normal, sequence, heads):
+    """Their kernels write the sequence last; gradients read what XLA makes of them."""
+    x = normal(3, sequence, K, dtype=jnp.bfloat16)
+    weights = [normal(K, heads * SIZE, dtype=jnp.bfloat16) / 16 for _ in range(3)]
+    last = [each for each in fuse(layer).report(x, *weights) if "sequence last" in each.reason]
+    assert len(last) == 3
+    assert worst(layer, fuse(layer), [x, *weights]) <= 1
+
+    def loss(*args):
+        return jnp.sin(layer(*args).astype(jnp.float32)).mean()
+
+    step = jax.grad(loss, argnums=(0, 1, 2, 3))
+    assert worst(step, fuse(step), [x, *weights]) <= 1
