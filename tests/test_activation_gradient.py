@@ -14,6 +14,8 @@ from jax_tcgemm import gemm, softcap
 from jax_tcgemm.primitives.activation_gradient import activation_tangent
 from jax_tcgemm.problem.activations import resolve
 
+pytestmark = pytest.mark.any_jax
+
 TARGET = "jax_tcgemm_activation_gradient_v1"
 
 

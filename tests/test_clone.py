@@ -88,6 +88,7 @@ def test_programs_in_a_clone(run, clone):
     assert str(INSTALLED) in run("-c", "import jax_tcgemm; print(jax_tcgemm.__path__)")
 
 
+@pytest.mark.nightly  # .ci/run is one, too
 def test_pytest_in_a_clone(run, clone):
     """In a process of xdist's, which pytest starts."""
     test = f"{CHECKS}\n\ndef test_one():\n    check()\n\n\ndef test_two():\n    check()\n"

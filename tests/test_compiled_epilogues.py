@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import random_epilogues
 from jax import lax
+from nightly import slow
 
 import jax_tcgemm
 from jax_tcgemm import gated_gemm, gemm
@@ -334,7 +335,6 @@ def test_tanh_of_a_number(function):
     assert "tanhf" in _lines(function)
 
 
-@pytest.mark.any_jax
 def test_every_operation_of_the_table_compiles():
     """Each by itself, of floats or of integers, by NVRTC."""
     found = nvrtc.find()
@@ -361,8 +361,7 @@ def test_every_operation_of_the_table_compiles():
     assert found.compile(source, "sm_90a", cubins.include_folders())
 
 
-@pytest.mark.any_jax
-@pytest.mark.parametrize("part", [0, *(pytest.param(x, marks=pytest.mark.nightly) for x in (1, 2))])
+@pytest.mark.parametrize("part", [0, slow(1), slow(2)])
 def test_random_functions_translate_and_compile(part, tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_TCGEMM_CACHE_DIR", str(tmp_path))
     rng = np.random.default_rng()
@@ -387,7 +386,6 @@ def _programs_of(row):
         yield lowering.source_of(translated, strides, 64, batched=not scaled, scaled=scaled)
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize(
     "row",
     [row for row in table.RUN_TIME_CONFIGS if row.algorithm in ("E4M3_E4M3_F32", "S8_S8_S32")],

@@ -14,8 +14,9 @@ from jax.test_util import check_grads
 from jax_tcgemm import gemm
 from jax_tcgemm.problem.activations import ACTIVATIONS
 
+pytestmark = pytest.mark.any_jax
 
-@pytest.mark.any_jax
+
 @pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
 def test_derivatives_against_finite_differences(rng, activation):
     with jax.enable_x64(True):
@@ -88,7 +89,6 @@ def test_jvp_linearize_and_vjp_agree(operands, normal, activation):
     np.testing.assert_allclose(inner, jnp.vdot(g, expected[1]), rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize("argnum", range(6))
 def test_hessian(operands, argnum):
     def scalar(function):

@@ -16,6 +16,8 @@ from jax_tcgemm.epilogue import cubins, function, linear, nvrtc, source, transla
 from jax_tcgemm.lowering import compiled, compiled_pass
 from jax_tcgemm.primitives import epilogue_derivative
 
+pytestmark = pytest.mark.any_jax
+
 M, N = 2048, 4096
 BF16 = jnp.bfloat16
 

@@ -18,6 +18,8 @@ from jax_tcgemm.problem.epilogue import Epilogue
 from jax_tcgemm.problem.spec import GemmSpec
 from jax_tcgemm.problem.strides import Operands
 
+pytestmark = pytest.mark.any_jax
+
 
 def call(a, b, bias, residual, row_scale, column_scale, alpha=1.0, activation="gelu"):
     return gemm(
@@ -58,7 +60,6 @@ def test_values(normal, exact, assert_accurate, dtype, activation):
     assert_accurate(got, baseline, expected)
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize("residual_shape", [(), (5,), (4, 1), (3, 1, 5), (2, 3, 4, 5)])
 @pytest.mark.parametrize("row_shape", [(4,), (1, 4), (3, 4), (2, 1, 4)])
 @pytest.mark.parametrize("column_shape", [(5,), (2, 3, 5)])
@@ -121,7 +122,6 @@ def test_errors(changes, error, parts):
 # Derivatives and transformations
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize("activation", [None, "gelu", softcap(1.5)], ids=str)
 def test_derivatives_against_finite_differences(rng, activation):
     with jax.enable_x64(True):
@@ -156,7 +156,6 @@ def test_gradients_of_scales_share_a_product(args):
     assert every.compile().as_text().count(" dot(") == 1  # the forward product is the same, too
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize(
     "axes",
     [
@@ -218,7 +217,6 @@ def composed(a, b, c, c2=None, *, activation="gelu"):
     return [(a @ b) * c2 * f.derivative(c), (a @ b) * f.reference(c)]
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("activation", ["gelu", "silu", "relu_squared", softcap(1.5)], ids=str)
 def test_derivative_roles(normal, gated, activation):

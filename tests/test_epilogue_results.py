@@ -18,6 +18,8 @@ from jax_tcgemm.problem.epilogue import FORMS, Epilogue
 from jax_tcgemm.problem.spec import GemmSpec
 from jax_tcgemm.problem.strides import Operands
 
+pytestmark = pytest.mark.any_jax
+
 SILU = resolve("silu").reference
 SLOPE = resolve("silu").derivative
 
@@ -81,7 +83,6 @@ def test_every_form_has_a_formula():
     assert FORMULAS.keys() == NAMES.keys() == FORMS.keys()
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize("made", [bound, left_unread])
 @pytest.mark.parametrize(("form", "mask"), MASKS)
 def test_values_and_derivatives(normal, made, form, mask):

@@ -7,6 +7,7 @@ import sys
 
 import jax
 import pytest
+from nightly import slow
 
 import jax_tcgemm
 from jax_tcgemm.tools.collectives import Collective
@@ -66,7 +67,7 @@ def test_fused_model_fails_when_losses_part(monkeypatch):
         module.main(["--steps", "1"])
 
 
-@pytest.mark.any_jax
+@pytest.mark.nightly
 def test_fp8_training(capsys):
     recipes = ["block", "delayed"]
     sizes = ["--steps", "16", "--layers", "1", "--reps", "1"]
@@ -191,7 +192,7 @@ def test_transformer_mlp_fails_when_a_gradient_is_off(monkeypatch):
 
 
 @pytest.mark.any_jax
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.nightly), "bfloat16"])
+@pytest.mark.parametrize("dtype", [slow("float32"), "bfloat16"])
 def test_moe_learns_as_with_lax(dtype, capsys):
     load("moe").main(["--epochs", "8", "--accuracy", "0.85", "--experts", "4", "--dtype", dtype])
     lines = capsys.readouterr().out.splitlines()
@@ -225,10 +226,8 @@ def sharded_transformer(monkeypatch):
     return load("sharded_transformer")
 
 
-@pytest.mark.any_jax
-@pytest.mark.parametrize(
-    "dtype", [pytest.param("float32", marks=pytest.mark.nightly), IN_16_BITS[0]]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("dtype", ["float32", IN_16_BITS[0]])
 def test_sharded_transformer(sharded_transformer, dtype, capsys):
     sharded_transformer.main(["--platform", "cpu", "--steps", "3", "--dtype", dtype])
     lines = capsys.readouterr().out.splitlines()

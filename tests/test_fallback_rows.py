@@ -17,6 +17,8 @@ from jax_tcgemm import _compat, _extension, gated_gemm, ragged_dot
 from jax_tcgemm.kernels import names as kernel_names
 from jax_tcgemm.kernels.table import CONFIGS
 
+pytestmark = pytest.mark.any_jax
+
 FALLBACKS = {row.name: row for row in CONFIGS if row.is_fallback}
 GATED = "simt_bf16_4x64x32_w4x1_s1_gated"
 ROWS = "simt_bf16_4x32x32_w4x1_s1_grouped_m"

@@ -13,6 +13,8 @@ from jax_tcgemm.epilogue import translation
 from jax_tcgemm.primitives import compiled as compiled_primitive
 from jax_tcgemm.primitives import epilogue_derivative
 
+pytestmark = pytest.mark.any_jax
+
 
 def _layer_operands(*shapes):
     rng = np.random.default_rng(0)

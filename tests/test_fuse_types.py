@@ -123,7 +123,6 @@ MODES = {
 }
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("kind", ["value", "gradient"])

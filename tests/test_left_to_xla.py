@@ -13,6 +13,8 @@ from jax_tcgemm import gemm
 from jax_tcgemm.lowering.left_to_xla import left_to_xla
 from jax_tcgemm.problem.strides import Operands, StridedGemm, fold, strided_gemm
 
+pytestmark = pytest.mark.any_jax
+
 
 def folded(m: int, n: int, k: int, layout: str = "nn", batch: int = 1) -> StridedGemm:
     def lies(shape: tuple[int, int], letter: str) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -32,10 +32,9 @@ from jax_tcgemm.transforms.candidates import built_candidates, candidates, relat
 from jax_tcgemm.transforms.numbers import Numbers
 from jax_tcgemm.transforms.roofline import least_seconds
 
-pytestmark = pytest.mark.usefixtures("all_kernels", "on_an_h200")
+pytestmark = [pytest.mark.any_jax, pytest.mark.usefixtures("all_kernels", "on_an_h200")]
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize(
     ("f", "arrays"),
     [
@@ -252,7 +251,6 @@ def test_who_is_asked_with_little_time(monkeypatch, untuned_us, cublas_us, enter
     assert entry.xla_seconds == (cublas_us and pytest.approx(1e-6 * cublas_us))
 
 
-@pytest.mark.any_jax
 def test_a_candidate_that_fails_is_left_out(monkeypatch):
     monkeypatch.setattr(_core, "device_properties", lambda ordinal: H200)
     for name in ("candidates", "built_candidates"):

@@ -10,6 +10,7 @@ import random_pairs
 from function_pairs import SLOPES, VALUES, simplified_constants
 from fused_call import assert_trees_close
 from jax.sharding import PartitionSpec
+from nightly import slow
 from paired_calls import PRODUCT, WAYS, WRAPPERS, wrong_slopes, wrong_values
 from sharded_program import mesh_of
 
@@ -36,13 +37,13 @@ def test_each_has_its_own_values_where_numbers_are_printed_short():
         assert wrong_values("fuse", "in a program each", VALUES) == []
 
 
-@pytest.mark.parametrize("way", ["eagerly", "in one program"])
+@pytest.mark.parametrize("way", [slow("eagerly"), "in one program"])
 def test_each_has_its_own_values_with_hidden_constants(way):
     with simplified_constants():
         assert wrong_values("gemm", way, VALUES) == []
 
 
-@pytest.mark.parametrize("is_jitted", [False, True])
+@pytest.mark.parametrize("is_jitted", [slow(False), True])
 def test_each_has_its_own_slopes(is_jitted):
     assert wrong_slopes(is_jitted, SMOOTH) == []
 

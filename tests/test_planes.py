@@ -15,6 +15,8 @@ from jax_tcgemm.problem.alignment import plane_bytes
 from jax_tcgemm.problem.arithmetic import resolve_planes
 from jax_tcgemm.problem.strides import Operands, StridedGemm
 
+pytestmark = pytest.mark.any_jax
+
 HIGHEST = (Precision.HIGHEST, Precision.HIGHEST)
 
 

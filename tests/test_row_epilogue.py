@@ -13,6 +13,8 @@ from jax_tcgemm import _extension, gemm
 from jax_tcgemm.kernels.names import by_name
 from jax_tcgemm.problem.log import print_once
 
+pytestmark = pytest.mark.any_jax
+
 SUMS = "sm90_bf16_128x64x64_s8_c1x1_cooperative"
 PRODUCTS = "sm90_bf16_256x16x64_s3_c1x1_skinny"
 

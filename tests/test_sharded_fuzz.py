@@ -10,6 +10,7 @@ from fused_call import assert_trees_close, square_sum
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from nightly import slow
 from sharded_program import TARGET, mesh_of
 
 from jax_tcgemm import gated_gemm, gemm, mlp, ragged_dot
@@ -17,7 +18,7 @@ from jax_tcgemm import gated_gemm, gemm, mlp, ragged_dot
 pytestmark = [pytest.mark.any_jax, pytest.mark.usefixtures("divided_everywhere")]
 
 MESHES = [(8,), (4, 2), (2, 4), (2, 2, 2), (3, 2), (6,), (2, 1)]
-DRAWS = [*range(3), *(pytest.param(i, marks=pytest.mark.nightly) for i in range(3, 6))]
+DRAWS = [*range(3), *map(slow, range(3, 6))]
 
 
 def random_spec(rng, mesh, ndim):

@@ -214,7 +214,6 @@ EACH_WAY = pytest.mark.parametrize("way", WAYS)
 EACH_TYPE = pytest.mark.parametrize("dtype", FLOATS, ids=lambda dtype: np.dtype(dtype).name)
 
 
-@pytest.mark.any_jax
 @EACH_TYPE
 @EACH_WAY
 def test_without_a_kernel(way, dtype):

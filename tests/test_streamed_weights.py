@@ -11,6 +11,8 @@ from quantized_values import E4M3
 
 from jax_tcgemm import gated_gemm, gemm, ragged_dot
 
+pytestmark = pytest.mark.any_jax
+
 _OTHER_ROW = "sm90_e4m3e4m3_fast_128x128x128_s6_c2x1_pingpong"
 _STREAMED_ROW = "sm90_e4m3e4m3_fast_16x128x128_s4_c1x1_k2_streamed"
 

@@ -35,7 +35,7 @@ from jax_tcgemm.tuning import tunings
 from jax_tcgemm.tuning.entry import Entry
 from jax_tcgemm.tuning.lookup import Measured
 
-pytestmark = pytest.mark.usefixtures("all_kernels", "on_an_h200")
+pytestmark = [pytest.mark.any_jax, pytest.mark.usefixtures("all_kernels", "on_an_h200")]
 
 
 def scanned(a, b):

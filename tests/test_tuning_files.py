@@ -22,7 +22,7 @@ from tuned_calls import (
 from jax_tcgemm.tuning import cache
 from jax_tcgemm.tuning.entry import problem_key
 
-pytestmark = pytest.mark.usefixtures("all_kernels", "on_an_h200")
+pytestmark = [pytest.mark.any_jax, pytest.mark.usefixtures("all_kernels", "on_an_h200")]
 
 
 PROBLEM = problem_key(op="gemm", m=1)
@@ -143,7 +143,6 @@ def numbered(m):
     return problem_key(op="gemm", m=m)
 
 
-@pytest.mark.any_jax
 def test_processes_that_write_at_once_and_are_killed():
     rows = {config: entry(config).rows for config in CONFIGS}
     program = f"ROWS = {rows!r}\n{_WRITE_FOR_EVER}"

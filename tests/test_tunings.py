@@ -35,7 +35,7 @@ from jax_tcgemm.lowering import devices
 from jax_tcgemm.tuning import cache, lookup, tunings
 from jax_tcgemm.tuning.entry import Entry, row_digest
 
-pytestmark = pytest.mark.usefixtures("all_kernels", "on_an_h200")
+pytestmark = [pytest.mark.any_jax, pytest.mark.usefixtures("all_kernels", "on_an_h200")]
 
 
 def test_what_is_active_names_the_row():
