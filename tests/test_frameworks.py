@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from framework_steps import FRAMEWORKS
+from nightly import slow
 from training_step import Framework, batch
 
 from jax_tcgemm import fuse
@@ -64,7 +65,7 @@ def _plain(name: str, dtype: str) -> tuple[list[float], Any, Any]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("dtype", [slow(x) if x == "float32" else x for x in TOLERANCES])
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_five_steps(name, dtype, way):
     framework = _framework(name)
