@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import re
 import types
 
 import jax
 import pytest
-from tuned_calls import ARRAYS, KIND, OTHER, ROW, configs, entry, f
+from tuned_calls import ARRAYS, KIND, ROW, configs, entry, f
 
 import jax_tcgemm
 from jax_tcgemm import _compat, gemm
-from jax_tcgemm.tuning import cache, lookup
+from jax_tcgemm.tuning import lookup
 from jax_tcgemm.tuning.lookup import Measured
 
 pytestmark = pytest.mark.usefixtures("all_kernels", "on_an_h200", "unprepared")
@@ -106,13 +105,3 @@ def test_where_a_program_runs(monkeypatch, is_exported):
         export() if is_exported else configs(f, *ARRAYS)
     # The devices that it is compiled for have to be among those of the process.
     assert seen == [False, not is_exported]
-
-
-def test_report():
-    assert cache.describe(KIND) == f"0 in {cache.folder()}"
-    cache.write(KIND, "{}", entry(ROW), 0.5)
-    cache.write(KIND, '{"m":1}', entry(OTHER), 0.75)
-    cache.write("another", "{}", entry(ROW), 7.0)
-    time = r"20\d\d-\d\d-\d\d \d\d:\d\d"
-    expected = rf"2 in .*, measured from {time} to {time} in 1\.2 s"
-    assert re.fullmatch(expected, cache.describe(KIND))
