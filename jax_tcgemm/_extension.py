@@ -25,7 +25,7 @@ ACTIVATION_GRADIENT_TARGET = "jax_tcgemm_activation_gradient_v1"
 COMPILED_TARGET = "jax_tcgemm_compiled_gemm_v4"
 COMPILED_PASS_TARGET = "jax_tcgemm_compiled_pass_v2"
 TRANSPOSE_TARGET = "jax_tcgemm_transpose_v1"
-# Of measurements, in no program of a user's.
+# Measurements alone have it; no program of a user does.
 MARK_TARGET = "jax_tcgemm_mark_v1"
 TARGETS = (
     GEMM_TARGET,

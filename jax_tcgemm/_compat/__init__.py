@@ -235,7 +235,7 @@ def initialized_cuda_devices() -> list[Any]:
 
 
 def runs_here(context: Any) -> bool:
-    """Whether what is lowered runs on CUDA devices of this process, as far as JAX says where.
+    """Returns true if a lowered program runs on CUDA devices of this process, as far as JAX says.
 
     Args:
         context: what a lowering rule is given.
@@ -248,7 +248,7 @@ def runs_here(context: Any) -> bool:
 
 
 def is_profiling() -> bool:
-    """Whether ``jax.profiler`` records now."""
+    """Returns true while ``jax.profiler`` records."""
     state: Any = _profiler._profile_state
     # JAX renamed it after 0.8.
     return any(getattr(state, name, None) for name in ("session", "profile_session"))

@@ -30,7 +30,7 @@ _SMALLEST_KERNEL = 2e-6
 
 @dataclasses.dataclass
 class _Device:
-    """What marks the stream of a device.
+    """Compiled programs that mark the stream of a device.
 
     Attributes:
         ordinal: as the extension knows the device.

@@ -53,7 +53,7 @@ def _has_sequence(product: Node) -> bool:
 
 @dataclasses.dataclass
 class _Way:
-    """What becomes of a projection.
+    """The operations that read a projection, up to attention.
 
     Attributes:
         product: the projection.

@@ -58,7 +58,7 @@ _MOST_COMPILED = 2
 # The share of the free memory that operands and results may take.
 _MEMORY_SHARE = 0.05
 
-# What takes at most so many times as long as another is as fast.
+# A competitor that takes at most so many times as long as another is as fast.
 _AS_FAST = 1.02
 # XLA is not asked where a row takes at most the time of a launch, or is this near to what the GPU
 # can do.
