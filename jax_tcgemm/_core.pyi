@@ -31,6 +31,9 @@ def set_compiler(
 def may_compile_rows() -> bool:
     """Says whether every kernel that was to be compiled for a row of the table could be."""
 
+def configure_gate(ordinal: int, gate: int, config: str) -> None:
+    """Names what calls with ``config=MEASURED`` take behind a gate."""
+
 def open_gates(ordinal: int, count: int) -> None:
     """Opens the first gates of a device, which ``jax_tcgemm_mark_v1`` enqueues, in their order."""
 

@@ -76,3 +76,37 @@ def test_products_are_measured_by_default_between_profiles(tmp_path):
     )
     assert ran.returncode == 0, ran.stderr
     assert "2 measured" in ran.stdout
+
+
+_ROWS = """
+import threading
+import jax, jax.numpy as jnp
+import jax_tcgemm
+from jax_tcgemm.tools import stopwatch
+from jax_tcgemm.transforms import race, tune
+a, b = jnp.ones((24, 4096), jnp.bfloat16), jnp.ones((4096, 1024), jnp.bfloat16)
+(product,) = tune.find_products(jax_tcgemm.gemm, a, b)
+made = race.Race(product, race.Numbers(), threading.Event())
+rows = [row for row in made.rows() if made._shares_program(row)]
+made.enter({row: row for row in rows})
+print("#", *rows)
+times = made.timed(2, 1)
+assert times.keys() == set(rows)
+"""
+
+
+def test_gates_name_the_rows_of_one_program():
+    environment = os.environ | {"JAX_TCGEMM_LOG": "1", "JAX_TCGEMM_TUNING": "off", "XLA_FLAGS": ""}
+    ran = subprocess.run(
+        [sys.executable, "-P", "-c", _ROWS],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+    )
+    assert ran.returncode == 0, ran.stderr
+    (named,) = (line for line in ran.stdout.splitlines() if line.startswith("# "))
+    rows = {row.split("/")[0] for row in named.split()[1:]}
+    assert len(rows) > 1
+    for row in rows:  # each ran
+        assert row in ran.stderr

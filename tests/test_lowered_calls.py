@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +11,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 from native_calls import INVALID_ARGUMENT, Handler, calls_of
+from tuned_calls import H200
 
 import jax_tcgemm
-from jax_tcgemm import _extension
+from jax_tcgemm import _core, _extension
+from jax_tcgemm.kernels.names import MEASURED
+from jax_tcgemm.transforms import race as race_module
+from jax_tcgemm.transforms import tune
+from jax_tcgemm.transforms.numbers import Numbers
+from jax_tcgemm.transforms.race import Race
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 M, K, N = 512, 256, 384
@@ -133,6 +140,50 @@ def test_calls_of_the_package_are_accepted(name):
     for called, attributes, operands, results in calls:
         code, message = Handler(called)(attributes, operands, results)
         assert code != INVALID_ARGUMENT, message
+
+
+def skinny(x, w):
+    return jax_tcgemm.gemm(x, w, bias=w[0], activation="gelu")
+
+
+@pytest.mark.usefixtures("all_kernels", "on_an_h200", "never_apart")
+@pytest.mark.parametrize(
+    ("function", "arguments"),
+    [
+        (jax_tcgemm.gemm, (of(M, K), of(K, N))),
+        (jax_tcgemm.gemm, (of(16, 4096), of(4096, 1024))),
+        (jax_tcgemm.gemm, (of(1031, 777), of(777, 1031))),
+        (jax_tcgemm.gemm, (of(4, M, K, dtype=F32), of(4, K, N, dtype=F32))),
+        (skinny, (of(8, 2048), of(2048, 1024))),
+        (jax_tcgemm.gated_gemm, (of(M, K), of(K, N), of(K, N))),
+        (jax_tcgemm.ragged_dot, (of(M, K), of(4, K, N), SIZES)),
+    ],
+)
+def test_one_program_is_that_of_many_rows(monkeypatch, function, arguments):
+    """Calls by name differ from that with a name to come in the name, and in unused workspace."""
+    monkeypatch.setattr(_core, "device_properties", lambda ordinal: H200)
+    (product,) = tune.find_products(function, *arguments)
+    race = Race(product, Numbers(), threading.Event())
+
+    def call(config):
+        apply = functools.partial(race_module._apply, product, config)
+        (made,) = calls_of(lowered(lambda *x: apply(*x), product.types))
+        return made
+
+    target, attributes, operands, results = call(MEASURED)
+    assert attributes.pop("config") == MEASURED
+    rows = [row for row in race.rows() if race._shares_program(row)]
+    assert rows
+    for row in rows:
+        own_target, own, own_operands, own_results = call(row)
+        assert own.pop("config") == row
+        workspace = results[-1][1] if attributes.pop("has_workspace", False) else [0]
+        own_workspace = own_results.pop()[1] if own.pop("has_workspace", False) else [0]
+        assert own_workspace[0] <= workspace[0]
+        attributes["has_workspace"] = workspace != [0]
+        assert (own_target, own_operands) == (target, operands)
+        assert own_results == results[: len(own_results)]
+        assert own == {name: each for name, each in attributes.items() if name != "has_workspace"}
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax.numpy as jnp
 import pytest
 
@@ -19,6 +21,8 @@ class FakeStream:
         self.turns = []
         monkeypatch.setattr(stopwatch, "_marked", lambda device: self.device)
         monkeypatch.setattr(_core, "open_gates", lambda ordinal, count: self.log.append(count))
+        named = lambda ordinal, gate, config: self.log.append((gate, config))  # noqa: E731
+        monkeypatch.setattr(_core, "configure_gate", named)
         monkeypatch.setattr(_core, "stopwatch_seconds", self.seconds)
         self.device = stopwatch._Device(0, self.gate, self.mark)
 
@@ -57,6 +61,16 @@ def test_turns_are_queued_behind_gates(monkeypatch):
     again = stopwatch.time_chains(chains, None, reps=3, block=1)
     assert [count for count in stream.log if isinstance(count, int)] == list(range(1, 9))
     assert len(again["x"].seconds) == 3
+
+
+def test_gates_name_what_calls_behind_them_take(monkeypatch):
+    stream = FakeStream(monkeypatch, {"x": 1.0, "y": 2.0})
+    x, y = stream.chain("x", 1), stream.chain("y", 1)
+    chains = {"x": x, "row": dataclasses.replace(y, config="row")}
+    stopwatch.time_chains(chains, None, reps=1, block=1)
+    assert stream.log == ["gate", "x", "mark", 1, (2, "row"), "gate", "y", "mark", 2]
+    stopwatch.run_once(chains["row"], None)
+    assert stream.log[-4:] == [(3, "row"), "gate", 3, "y"]
 
 
 def test_marks_of_an_interrupted_measurement_do_not_count(monkeypatch):

@@ -220,6 +220,7 @@ nb::dict device_properties(int ordinal) {
 nb::dict registrations() { return nb::dict(); }
 void set_python_compiler(nb::object, nb::object) {}
 bool may_compile_rows() { return false; }
+void configure_gate(int, uint32_t, const std::string&) {}
 void open_gates(int, uint32_t) {}
 std::vector<std::vector<double>> stopwatch_seconds(int) { return {}; }
 std::string cuda_version() { return ""; }
@@ -251,6 +252,8 @@ NB_MODULE(_core, module) {
   module.def("build_info", &build_info);
   module.def("set_compiler", &set_python_compiler, nb::arg("compile_kernel"), nb::arg("begin"));
   module.def("may_compile_rows", [] { return may_compile_rows(); });
+  module.def("configure_gate", &configure_gate, nb::arg("ordinal"), nb::arg("gate"),
+             nb::arg("config"));
   module.def("open_gates", &open_gates, nb::arg("ordinal"), nb::arg("count"),
              nb::call_guard<nb::gil_scoped_release>());
   module.def("stopwatch_seconds", &stopwatch_seconds, nb::arg("ordinal"),

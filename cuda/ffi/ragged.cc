@@ -3,6 +3,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <string>
 #include <string_view>
 
 #include "common/saturating.h"
@@ -14,6 +15,7 @@
 #include "ffi/element_types.h"
 #include "ffi/handlers.h"
 #include "ffi/operands.h"
+#include "ffi/stopwatch.h"
 
 namespace jax_tcgemm {
 
@@ -161,6 +163,8 @@ Status decode_and_run(ffi::RemainingArgs& operands, ffi::RemainingRets& results,
                       const RaggedAttributes& at, int32_t ordinal, cudaStream_t stream) {
   GemmProblem problem = {};
   JAX_TCGEMM_RETURN_IF_ERROR(decode_shape(at, &problem));
+  const std::string measured = is_measured(at.config) ? measured_config(ordinal) : std::string();
+  if (is_measured(at.config)) problem.config = measured;
   JAX_TCGEMM_RETURN_IF_ERROR(decode_factors(operands, at, &problem));
   JAX_TCGEMM_RETURN_IF_ERROR(
       decode_epilogue(operands, results, at, problem.algorithm, &problem.params.epilogue));
@@ -171,6 +175,7 @@ Status decode_and_run(ffi::RemainingArgs& operands, ffi::RemainingRets& results,
 
 // As that of gemm.cc.
 Status decode_and_begin(const RaggedAttributes& at, ffi::RemainingRets& results) {
+  if (is_measured(at.config)) return Status();
   int ordinal = 0;
   if (cudaGetDevice(&ordinal) != cudaSuccess) {
     cudaGetLastError();

@@ -9,6 +9,7 @@
 #include <mutex>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 
 #include "common/status.h"
 #include "ffi/handlers.h"
@@ -18,6 +19,8 @@
 namespace jax_tcgemm {
 namespace {
 
+constexpr std::string_view kMeasured = "measured";  // as jax_tcgemm/kernels/names.py has it
+
 struct Mark {
   cudaEvent_t event;
   bool behind_gate;
@@ -26,7 +29,9 @@ struct Mark {
 struct Stopwatch {
   uint32_t* opened = nullptr;  // in memory that the GPU reads; written by the host
   uint32_t gates = 0;
-  std::vector<Mark> marks;  // since they were read
+  std::map<uint32_t, std::string> configs;  // of gates that are not yet enqueued
+  std::string config;                       // of the last one
+  std::vector<Mark> marks;                  // since they were read
   std::vector<cudaEvent_t> unused;
 };
 
@@ -47,6 +52,9 @@ Status enqueue(Stopwatch* watch, bool gate, cudaStream_t stream) {
     *watch->opened = 0;
   }
   if (gate) {
+    const auto named = watch->configs.find(watch->gates + 1);
+    watch->config = named == watch->configs.end() ? std::string() : named->second;
+    watch->configs.erase(watch->configs.begin(), watch->configs.upper_bound(watch->gates + 1));
     JAX_TCGEMM_CUDA_CHECK(launch_gate(watch->opened, ++watch->gates, stream), "gate ",
                           watch->gates);
   }
@@ -86,6 +94,18 @@ void check(cudaError_t error) {
 }  // namespace
 
 void* mark_handler() { return reinterpret_cast<void*>(+kMarkHandler); }
+
+void configure_gate(int ordinal, uint32_t gate, const std::string& config) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  stopwatch_of(ordinal).configs[gate] = config;
+}
+
+bool is_measured(std::string_view config) { return config == kMeasured; }
+
+std::string measured_config(int ordinal) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  return stopwatch_of(ordinal).config;
+}
 
 void open_gates(int ordinal, uint32_t count) {
   const std::lock_guard<std::mutex> lock(mutex);

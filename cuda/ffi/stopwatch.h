@@ -5,9 +5,21 @@
 #define JAX_TCGEMM_FFI_STOPWATCH_H_
 
 #include <cstdint>
+#include <string>
+#include <string_view>
 #include <vector>
 
 namespace jax_tcgemm {
+
+// Says which configuration the calls behind a gate take that have `config` "measured": one compiled
+// program times many. Gates of a device are counted since the process began, from 1 on.
+void configure_gate(int ordinal, uint32_t gate, const std::string& config);
+
+// Whether a call's attribute `config` leaves it to gates.
+bool is_measured(std::string_view config);
+
+// What the device's last enqueued gate says of such calls.
+std::string measured_config(int ordinal);
 
 // Opens the first `count` gates that a device's programs have passed or will pass, counted since
 // the process began.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from typing import TypeGuard
 
 from jax_tcgemm.kernels.config import KernelConfig
 from jax_tcgemm.kernels.table import BY_NAME, CONFIGS, RUN_TIME_CONFIGS
@@ -31,6 +32,9 @@ def by_name(name: str) -> KernelConfig:
 
 # What ``config=`` takes beside rows: XLA's own composition.
 XLA = "xla"
+# A call with this configuration takes the one that the stopwatch's last gate names, so that one
+# compiled program times many (cuda/ffi/stopwatch.h).
+MEASURED = "measured"
 
 _SPLITS = "/splits="
 # The build compares it with kMostSplits of cuda/shared_limits.h.
@@ -50,11 +54,16 @@ def read_config(config: str) -> tuple[str, int]:
     return name, int(number) if is_number else 0
 
 
+def is_row(config: str | None) -> TypeGuard[str]:
+    """Says whether a configuration names a row, with or without parts of k."""
+    return config not in (None, XLA, MEASURED)
+
+
 def can_be(
     config: str | None, algorithm: str, *, gated: bool = False, grouped: str = "none"
 ) -> bool:
     """Says whether a configuration is for such products."""
-    if config in (None, XLA):
+    if config is None or not is_row(config):
         return True
     name, splits = read_config(config)
     row = find(name)

@@ -11,10 +11,12 @@ from jax import lax
 
 from jax_tcgemm import _extension
 from jax_tcgemm.kernels.arithmetic import PLANE_PRODUCTS, PlaneProduct
-from jax_tcgemm.kernels.names import by_name, read_config
+from jax_tcgemm.kernels.names import MEASURED, by_name, read_config
+from jax_tcgemm.kernels.table import BY_NAME
 from jax_tcgemm.lowering import devices, reference
 from jax_tcgemm.problem.activations import resolve
 from jax_tcgemm.problem.alignment import (
+    most_split_bytes,
     named_split_bytes,
     padding_bytes,
     plane_bytes,
@@ -85,11 +87,24 @@ def workspace_bytes(
     if spec.config is None:
         padding = padding_bytes(gemm, itemsize)
         return padding, padding + split_bytes(gemm)
+    if spec.config == MEASURED:
+        padding = padding_bytes(gemm, itemsize)
+        return padding, padding + _measured_split_bytes(gemm)
     name, splits = read_config(spec.config)
     row = by_name(name)
     padding = padding_bytes(gemm, itemsize) if row.copies_whole_chunks else 0
     tile_m, tile_n = row.tile_m * row.cluster_m, row.tile_n * row.cluster_n
     return padding, padding + named_split_bytes(gemm, splits, tile_m, tile_n)
+
+
+def _measured_split_bytes(gemm: StridedGemm) -> int:
+    """Returns bytes that are enough for each row that is timed with k split."""
+    splits = most_split_bytes(gemm) // max(1, 4 * gemm.m * gemm.n)
+    if splits < 2:
+        return 0
+    rows = [row for row in BY_NAME.values() if row.splits_k]
+    tiles = {(row.tile_m * row.cluster_m, row.tile_n * row.cluster_n) for row in rows}
+    return max((named_split_bytes(gemm, splits, *tile) for tile in tiles), default=0)
 
 
 def _can_overwrite_c(x: Operands, spec: GemmSpec, result: jax.ShapeDtypeStruct) -> bool:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jax_tcgemm import _extension
 from jax_tcgemm.kernels.arithmetic import PlaneProduct
-from jax_tcgemm.kernels.names import XLA, by_name, can_be, read_config
+from jax_tcgemm.kernels.names import XLA, by_name, can_be, find, is_row, read_config
 from jax_tcgemm.lowering import complex_product, devices, of_8_bits, reference
 from jax_tcgemm.lowering.custom_call import custom_call, shapes_of
 from jax_tcgemm.lowering.obstacles import no_kernel, no_planes, possible_planes, quicker_in_xla
@@ -167,13 +167,29 @@ def _gated_by_products(x: Operands, spec: GemmSpec, algorithm: str) -> list[jax.
 
 def _is_finished_apart(x: Operands, spec: GemmSpec, algorithm: str) -> bool:
     """Says whether ``spec.config`` names a row without the epilogue that is asked for."""
-    if spec.config is None:
+    if spec.config is None or not is_row(spec.config):
         return False
     written = spec.replace(out_dtype=written_dtype(algorithm, spec.out_dtype))
     name, splits = read_config(spec.config)
     if splits > 1:  # what adds up the parts has every epilogue
         return False
     return lacks_epilogue(by_name(name), fold(spec.strided(shapes_of(x))), x, written)
+
+
+def shares_program(types: Sequence[jax.ShapeDtypeStruct], spec: GemmSpec, config: str) -> bool:
+    """Says whether a row computes a product by the call that it is with ``config=MEASURED``.
+
+    Args:
+        types: the primitive's operands.
+        spec: the primitive's parameters.
+        config: names the row.
+    """
+    x = spec.unflatten(types)
+    algorithm = resolve_algorithm(x.a.dtype, x.b.dtype, spec.out_dtype, spec.precision)
+    row = find(read_config(config)[0])
+    if algorithm is None or row is None or not row.copies_whole_chunks:
+        return False
+    return not _is_finished_apart(x, spec.replace(config=config), algorithm)
 
 
 def _finished_apart(x: Operands, spec: GemmSpec, algorithm: str) -> list[jax.Array]:
@@ -183,7 +199,7 @@ def _finished_apart(x: Operands, spec: GemmSpec, algorithm: str) -> list[jax.Arr
 
 
 def _check_built(spec: GemmSpec) -> None:
-    if spec.config is not None and not _extension.has_config(spec.config):
+    if is_row(spec.config) and not _extension.has_config(spec.config):
         raise ValueError(
             f"config={spec.config!r} is not in this build of jax_tcgemm; accepted: None or "
             f"{sorted(_extension.KERNEL_NAMES)}"

@@ -190,7 +190,8 @@ def no_gated_kernel(algorithm: str, spec: GemmSpec, x: Operands) -> str | None:
     gemm = fold(spec.strided(shapes_of(x)))
     if gemm.k == 0:
         return "reference: nothing to multiply"
-    takes_any = spec.config is not None and kernel_names.by_name(spec.config).is_fallback
+    row = kernel_names.find(spec.config or "")
+    takes_any = row is not None and row.is_fallback
     if len(gemm.batch) > (MAX_BATCH_NDIM if takes_any else MAX_TMA_BATCH_NDIM):
         return f"reference: {len(gemm.batch)} batch dimensions that do not fold"
     if with_kernel_layouts(spec, shapes_of(x))[0] != spec:

@@ -28,6 +28,7 @@ from jax_tcgemm.tuning import lookup
 from jax_tcgemm.tuning.entry import problem_key
 
 _FLOAT32 = jnp.dtype(jnp.float32)
+_NAMED = (None, kernel_names.MEASURED, *_extension.KERNEL_NAMES)
 
 
 def cuda_dot(
@@ -156,7 +157,7 @@ def _kernel_algorithm(
     shapes = f"{lhs.dtype}{list(lhs.shape)} x {rhs.dtype}{list(rhs.shape)}"
     decision = f"{shapes} -> {spec.out_dtype}: {obstacle or algorithm}{source}"
     log(f"ragged product, groups of {grouped}, {decision}")
-    if obstacle is None and spec.config not in (None, *_extension.KERNEL_NAMES):
+    if obstacle is None and spec.config not in _NAMED:
         raise ValueError(f"config={spec.config!r} is not in this build of jax_tcgemm")
     return (algorithm if obstacle is None else None), spec
 
@@ -203,7 +204,8 @@ def _obstacle(
         return "reference: symbolic shapes"
     if not all(0 < extent <= MAX_EXTENT for extent in extents):
         return "reference: nothing to multiply, or an extent beyond 2^30"
-    if config is not None and kernel_names.by_name(config).is_fallback:
+    row = kernel_names.find(config or "")
+    if row is not None and row.is_fallback:
         return None
     other = devices.other_than(devices.HOPPER)
     return None if other is None else f"reference: no ragged kernel for {other}"

@@ -228,7 +228,7 @@ def check_config(spec: GemmSpec, dtypes: Operands, shapes: Operands) -> None:
         ValueError: there is no such configuration, it is of another algorithm or does not split k,
             or it copies 16 bytes at a time and an operand's rows do not lie on multiples of that.
     """
-    if spec.config in (None, kernel_names.XLA):
+    if not kernel_names.is_row(spec.config):
         return
     algorithm = resolve_algorithm(dtypes.a, dtypes.b, spec.out_dtype, spec.precision)
     if algorithm is None:

@@ -114,11 +114,14 @@ class Chain:
             one set and returns its result.
         argument_sets: tuples of arrays.
         one_by_one: whether each call is a program of its own.
+        config: which row calls take whose configuration is ``names.MEASURED``, where ``stopwatch``
+            times them; empty for others.
     """
 
     compiled: Callable[..., Any]
     argument_sets: list[tuple[Any, ...]]
     one_by_one: bool = False
+    config: str = ""
 
     def __call__(self) -> list[Any]:
         if self.one_by_one:

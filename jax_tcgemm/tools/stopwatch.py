@@ -68,15 +68,29 @@ def _marked(device: Any) -> _Device:
     return made
 
 
-def _turn(device: _Device, run: Callable[[], Any], block: int) -> Any:
+def _turn(device: _Device, chain: Chain, block: int) -> Any:
     """Enqueues so many runs, each between two marks, and lets them go; returns what is running."""
-    device.gate()
-    device.gates += 1
+    _pass_gate(device, chain.config)
     running = None
     for _ in range(block):
-        running = run(), device.mark()
+        running = chain(), device.mark()
     _core.open_gates(device.ordinal, device.gates)
     return running
+
+
+def _pass_gate(device: _Device, config: str) -> None:
+    device.gates += 1
+    if config:
+        _core.configure_gate(device.ordinal, device.gates, config)
+    device.gate()
+
+
+def run_once(chain: Chain, device: Any) -> None:
+    """Runs a chain with its configuration: what it needs is loaded, or it fails here."""
+    marked = _marked(device)
+    _pass_gate(marked, chain.config)
+    _core.open_gates(marked.ordinal, marked.gates)
+    jax.block_until_ready(chain())
 
 
 def time_chains(

@@ -15,7 +15,8 @@ from jax.extend.core import Primitive
 
 from jax_tcgemm import _core
 from jax_tcgemm.epilogue.spec import CompiledSpec
-from jax_tcgemm.kernels.names import XLA
+from jax_tcgemm.kernels.names import MEASURED, XLA, find
+from jax_tcgemm.lowering.gemm import shares_program
 from jax_tcgemm.primitives.compiled import compiled_p, compiled_ragged_p
 from jax_tcgemm.primitives.gemm import gemm_p
 from jax_tcgemm.primitives.ragged import ragged_contraction_p, ragged_dot_p
@@ -136,6 +137,15 @@ class Race:
         """
         self._check()
 
+        shared = {
+            name: config
+            for name, config in configs.items()
+            if config is not None and config != XLA and self._shares_program(config)
+        }
+        programs = {name: config for name, config in configs.items() if name not in shared}
+        if shared:
+            programs[MEASURED] = MEASURED
+
         def chain(item: tuple[str, str | None]) -> Chain | None:
             name, config = item
             call = functools.partial(_apply, self._product, config)
@@ -150,8 +160,33 @@ class Race:
                 return None
 
         with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-            made = zip(configs, pool.map(chain, configs.items()), strict=True)
-            self._chains |= {name: each for name, each in made if each is not None}
+            compiled = dict(zip(programs, pool.map(chain, programs.items()), strict=True))
+        program = compiled.pop(MEASURED, None)
+        if program is not None:
+            for name, config in shared.items():
+                compiled[name] = self._loaded(dataclasses.replace(program, config=config))
+        made = ((name, compiled.get(name)) for name in configs)
+        self._chains |= {name: each for name, each in made if each is not None}
+
+    def _shares_program(self, config: str) -> bool:
+        """Says whether a row computes the product by the program that is compiled for many."""
+        product = self._product
+        if isinstance(product.spec, CompiledSpec):
+            return False
+        if isinstance(product.spec, GemmSpec):
+            return shares_program(product.types, product.spec, config)
+        row = find(config)
+        return row is not None and row.copies_whole_chunks
+
+    def _loaded(self, chain: Chain) -> Chain | None:
+        """Returns a row of the program for many once it has run, or None: it cannot."""
+        try:
+            if self._device.platform == "gpu":
+                stopwatch.run_once(chain, self._device)
+        except Exception as error:  # One of the others is chosen.
+            log(f"tune: {chain.config} left out: {type(error).__name__}: {error}")
+            return None
+        return chain
 
     def narrow_down(self) -> list[str]:
         """Keeps the few fastest rows, and all others; returns the rows, the fastest first."""
