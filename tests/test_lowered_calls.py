@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import threading
 from collections.abc import Callable
@@ -16,7 +17,9 @@ from tuned_calls import H200
 import jax_tcgemm
 from jax_tcgemm import _core, _extension
 from jax_tcgemm.kernels.names import MEASURED
-from jax_tcgemm.transforms import race as race_module
+from jax_tcgemm.lowering import ragged
+from jax_tcgemm.lowering.gemm import cuda_gemm
+from jax_tcgemm.problem.spec import GemmSpec
 from jax_tcgemm.transforms import tune
 from jax_tcgemm.transforms.numbers import Numbers
 from jax_tcgemm.transforms.race import Race
@@ -166,8 +169,9 @@ def test_one_program_is_that_of_many_rows(monkeypatch, function, arguments):
     race = Race(product, Numbers(), threading.Event())
 
     def call(config):
-        apply = functools.partial(race_module._apply, product, config)
-        (made,) = calls_of(lowered(lambda *x: apply(*x), product.types))
+        spec = dataclasses.replace(product.spec, config=config)
+        compute = cuda_gemm if isinstance(spec, GemmSpec) else ragged.cuda_dot
+        (made,) = calls_of(lowered(lambda *x: compute(*x, spec=spec), product.types))
         return made
 
     target, attributes, operands, results = call(MEASURED)
