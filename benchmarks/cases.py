@@ -24,7 +24,7 @@ from jax_tcgemm.problem.arithmetic import resolve_algorithm, resolve_run_time
 from jax_tcgemm.problem.epilogue import Epilogue
 from jax_tcgemm.problem.spec import GemmSpec
 from jax_tcgemm.problem.strides import Operands
-from jax_tcgemm.tools.benchmarking import argument_set_count
+from jax_tcgemm.tools.chain import argument_set_count
 from jax_tcgemm.transforms.numbers import Numbers
 
 SUITE_FILE = pathlib.Path(__file__).parent / "suite.json"

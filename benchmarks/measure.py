@@ -24,7 +24,8 @@ from cases import Case
 
 from jax_tcgemm import Tunings, _extension
 from jax_tcgemm.kernels import names as kernel_names
-from jax_tcgemm.tools.benchmarking import Chain, Timing, compile_chain, time_chains
+from jax_tcgemm.tools.benchmarking import Timing, time_chains
+from jax_tcgemm.tools.chain import Chain, compile_chain
 from jax_tcgemm.transforms.numbers import Numbers
 from jax_tcgemm.tuning.tunings import untuned
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax_tcgemm
 from jax_tcgemm import _core
-from jax_tcgemm.tools.benchmarking import default_device
+from jax_tcgemm.tools.chain import default_device
 
 Row = dict[str, Any]
 

@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_tcgemm import gemm
-from jax_tcgemm.tools.benchmarking import compile_chain, default_device, time_chains
+from jax_tcgemm.tools.benchmarking import time_chains
+from jax_tcgemm.tools.chain import compile_chain, default_device
 
 Parameters = list[dict[str, jax.Array]]
 Layer = Callable[[jax.Array, dict[str, jax.Array], jax.Array], jax.Array]

@@ -22,7 +22,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_tcgemm import Fp8State, fp8_dot
-from jax_tcgemm.tools.benchmarking import Chain, compile_chain, default_device, time_chains
+from jax_tcgemm.tools.benchmarking import time_chains
+from jax_tcgemm.tools.chain import Chain, compile_chain, default_device
 
 RECIPES = ("current", "block", "delayed")
 CHAINS = 4

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_tcgemm import gemm
-from jax_tcgemm.tools.benchmarking import compile_chain, default_device, time_chains
+from jax_tcgemm.tools.benchmarking import time_chains
+from jax_tcgemm.tools.chain import compile_chain, default_device
 
 Inverse = Callable[[jax.Array], jax.Array]
 

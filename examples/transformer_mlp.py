@@ -20,7 +20,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_tcgemm import gated_mlp, gemm, tune
-from jax_tcgemm.tools.benchmarking import compile_chain, default_device, time_chains
+from jax_tcgemm.tools.benchmarking import time_chains
+from jax_tcgemm.tools.chain import compile_chain, default_device
 
 LEARNING_RATE = 1e-3
 # Against what a gradient cannot be measured by: one rounding of its largest element.

@@ -31,6 +31,7 @@ from jax_tcgemm.kernels import names as kernel_names
 from jax_tcgemm.kernels import table as kernel_table
 from jax_tcgemm.kernels.built import built_epilogue
 from jax_tcgemm.tools import benchmarking, selftest
+from jax_tcgemm.tools.chain import argument_set_count, default_device
 from jax_tcgemm.tuning import cache, lookup
 
 _FAILURES_SHOWN = 10
@@ -136,7 +137,7 @@ def _run_checks(on_gpu: bool, seed: int, jobs: int) -> int:
     print(f"\nChecking {what} against float64, seed {seed}")
     rng = np.random.default_rng(seed)
     problems = selftest.draw_problems(configs, rng, use_config=use_config)
-    device = benchmarking.default_device()
+    device = default_device()
 
     def wrong(problem: selftest.Problem) -> str | None:
         try:
@@ -190,9 +191,7 @@ def _print_speed() -> None:
                 "jnp": lambda a, b, _: jnp.matmul(a, b),
             }
         bytes_per_call = (m * k + k * n + m * n) * jnp.dtype(dtype).itemsize
-        keys = jax.random.split(
-            jax.random.key(0), (benchmarking.argument_set_count(bytes_per_call), 3)
-        )
+        keys = jax.random.split(jax.random.key(0), (argument_set_count(bytes_per_call), 3))
         sets = [
             (
                 jax.random.normal(key[0], (m, k), dtype),
@@ -232,7 +231,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     seed = args.seed if args.seed is not None else int(np.random.default_rng().integers(10**6))
 
-    device = benchmarking.default_device()
+    device = default_device()
     on_gpu = device.platform == "gpu"
     _print_installation(device)
     failures = _run_checks(on_gpu, seed, args.jobs)

@@ -19,7 +19,8 @@ from jax_tcgemm.kernels import table as kernel_table
 from jax_tcgemm.kernels.arithmetic import ARITHMETIC
 from jax_tcgemm.kernels.config import KernelConfig
 from jax_tcgemm.problem.activations import ACTIVATIONS, resolve
-from jax_tcgemm.tools import benchmarking, selftest
+from jax_tcgemm.tools import selftest
+from jax_tcgemm.tools.chain import default_device
 
 _MOST_PRODUCTS, _MOST_ELEMENTS = 3e9, 3e7
 _SCALES = ("row_scale", "column_scale")
@@ -303,7 +304,7 @@ def failure(problem: Problem, rng: np.random.Generator) -> str | None:
         return "two runs differ"
     exact = {name: x.astype(np.float64) for name, x in arrays.items()}
     expected = _exact(problem, exact)
-    on_cpu = benchmarking.default_device().platform == "cpu"
+    on_cpu = default_device().platform == "cpu"
     baseline = np.asarray(jax.jit(functools.partial(_baseline, problem, on_cpu))(operands))
     lost = np.abs(baseline - expected).max(initial=0.0)
     info = jnp.finfo(problem.out_dtype)

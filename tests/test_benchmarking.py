@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import pytest
 
 from jax_tcgemm.tools import benchmarking
+from jax_tcgemm.tools.chain import Chain, compile_chain
 
 
 def kernels(*names):
@@ -39,9 +40,9 @@ class FakeCupti:
         self.record = []
         self.mosaic_gpu_lib = self
         self._mosaic_gpu_ext = self
-        call = benchmarking.Chain.__call__
+        call = Chain.__call__
         monkeypatch.setattr(
-            benchmarking.Chain,
+            Chain,
             "__call__",
             lambda chain: (self.record.append((str(id(chain)), 3.0)), call(chain))[1],
         )
@@ -64,7 +65,7 @@ class FakeCupti:
 
 def chains_of(names):
     sets = [(jnp.ones(3),), (jnp.zeros(3),)]
-    return {name: benchmarking.compile_chain(jnp.negative, sets) for name in names}
+    return {name: compile_chain(jnp.negative, sets) for name in names}
 
 
 def test_one_session_times_all_chains(monkeypatch):

@@ -20,7 +20,7 @@ from benchmark_cases import CASES, UNSUPPORTED, tiny
 
 from jax_tcgemm import _extension
 from jax_tcgemm.kernels import names as kernel_names
-from jax_tcgemm.tools import benchmarking
+from jax_tcgemm.tools.chain import compile_chain
 
 pytestmark = pytest.mark.any_jax
 
@@ -187,10 +187,9 @@ def test_an_exception_is_reported(monkeypatch):
 
 def test_the_chosen_kernel_is_read_from_the_log(monkeypatch, capfd):
     line = "jax_tcgemm: m=5 n=7 k=6 batch=1 -> sm90_x"
-    compiled = benchmarking.compile_chain
 
-    def compile_chain(function, sets):
-        chain = compiled(function, sets)
+    def logging_chain(function, sets):
+        chain = compile_chain(function, sets)
         print(f"{line}_of_a_measurement", file=sys.__stderr__, flush=True)
 
         def run(sets):
@@ -199,7 +198,7 @@ def test_the_chosen_kernel_is_read_from_the_log(monkeypatch, capfd):
 
         return dataclasses.replace(chain, compiled=run)
 
-    monkeypatch.setattr(measure, "compile_chain", compile_chain)
+    monkeypatch.setattr(measure, "compile_chain", logging_chain)
     case = tiny(CASES[0])
     assert measure.compile_ours(case, case.argument_sets())[1] == "sm90_x"
     captured = capfd.readouterr().err

@@ -13,15 +13,14 @@ import pytest
 
 from jax_tcgemm import _core
 from jax_tcgemm.tools import benchmarking, stopwatch
+from jax_tcgemm.tools.chain import compile_chain
 
 pytestmark = pytest.mark.gpu
 
 
 def chains_of(sizes):
     return {
-        str(size): benchmarking.compile_chain(
-            jnp.matmul, [(jnp.ones((size, size)),) * 2] * 4, one_by_one=True
-        )
+        str(size): compile_chain(jnp.matmul, [(jnp.ones((size, size)),) * 2] * 4, one_by_one=True)
         for size in sizes
     }
 

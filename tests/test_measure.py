@@ -220,25 +220,27 @@ def test_when_xla_is_asked(monkeypatch, best, expected):
 
 
 @pytest.mark.parametrize(
-    ("untuned_us", "cublas_us", "entered"),
+    ("untuned_us", "cublas_us", "xla_us", "entered", "best"),
     [
-        (4.0, None, ["untuned"]),  # about a start and reading the operands
-        (5.0, 6.0, ["untuned", "cublas"]),
-        (5.0, 4.8, ["untuned", "cublas", "rows"]),
-        (8.0, 10.0, ["untuned", "cublas", "rows"]),  # the GPU could do better
-        (5.0, None, ["untuned", "rows"]),  # XLA could not compile it
+        (4.0, 4.1, None, ["untuned"], None),  # about a start and reading the operands
+        (5.0, 6.0, None, ["untuned", "cublas"], None),
+        (5.2, 5.05, None, ["untuned", "cublas", ROW], ROW),
+        (8.0, 10.0, None, ["untuned", "cublas", ROW], ROW),  # the GPU could do better
+        (5.0, None, None, ["untuned", ROW], None),  # XLA could not compile it
+        (8.0, 4.5, 4.5, ["untuned", "xla", ROW], "xla"),
+        (8.0, 4.5, 7.0, ["untuned", "xla", ROW], ROW),  # XLA would take another kernel
     ],
 )
-def test_who_is_asked_with_little_time(monkeypatch, untuned_us, cublas_us, entered):
+def test_who_is_asked_with_little_time(monkeypatch, untuned_us, cublas_us, xla_us, entered, best):
     """With few seconds left nothing is compiled that hardly matters."""
-    times = {"untuned": untuned_us, "cublas": cublas_us, ROW: 4.9}
+    times = {"untuned": untuned_us, "cublas": cublas_us, "xla": xla_us, ROW: 4.9}
 
     def enter(race, configs):
         race._chains |= {name: None for name in configs if times[name] is not None}
 
     def timed(race, reps, block):
         timed_at.append([*race._chains])
-        return {x: Timing((1e-6 * times.get(x, cublas_us),) * 4, "events") for x in race._chains}
+        return {x: Timing((1e-6 * (times[x] or 0.0),) * 4, "events") for x in race._chains}
 
     timed_at: list[list[str]] = []
     monkeypatch.setattr(race_module.Race, "enter", enter)
@@ -246,9 +248,10 @@ def test_who_is_asked_with_little_time(monkeypatch, untuned_us, cublas_us, enter
     monkeypatch.setattr(race_module.Race, "rows", lambda race: [ROW])
     product = race_of(monkeypatch)._product
     entry = measure_module.measure(product, patience=5.0).entry
-    expected = [{"cublas": "xla", "rows": ROW}.get(name, name) for name in entered]
-    assert set(timed_at[-1]) == set(expected)
-    assert entry.xla_seconds == (cublas_us and pytest.approx(1e-6 * cublas_us))
+    assert set(timed_at[-1]) == set(entered)
+    assert entry.config == best
+    of_xla = xla_us or ("cublas" in entered and cublas_us) or None
+    assert entry.xla_seconds == (of_xla and pytest.approx(1e-6 * of_xla))
 
 
 def test_a_candidate_that_fails_is_left_out(monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 
 from jax_tcgemm import _core
 from jax_tcgemm.tools import stopwatch
-from jax_tcgemm.tools.benchmarking import Chain
+from jax_tcgemm.tools.chain import Chain
 
 
 class FakeStream:

@@ -25,7 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_tcgemm import gemm
-from jax_tcgemm.tools.benchmarking import Timing, argument_set_count, time_interleaved
+from jax_tcgemm.tools.benchmarking import Timing, time_interleaved
+from jax_tcgemm.tools.chain import argument_set_count
 
 FOLDER = pathlib.Path(__file__).parent
 UNIT = 128  # what extents are multiples of

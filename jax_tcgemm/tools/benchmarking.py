@@ -20,10 +20,10 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from jax_tcgemm.tools.chain import Chain, compile_chain, default_device
+
 Method = Literal["cupti", "events", "wall"]
 
-# Over twice the L2 cache of an H200 (50 MiB).
-_CACHE_BYTES = 2 * 64 * 2**20
 _WALL_SECONDS_PER_SAMPLE = 2e-3
 
 
@@ -58,19 +58,6 @@ class Timing:
         return (high - low) / self.median
 
 
-def argument_set_count(bytes_per_call: int, limit: int = 16) -> int:
-    """Number of argument sets that no cache holds together.
-
-    Args:
-        bytes_per_call: bytes of one call's arguments and results.
-        limit: at most so many.
-
-    Returns:
-        A number between 1 and ``limit``.
-    """
-    return max(1, min(limit, -(-_CACHE_BYTES // max(1, bytes_per_call))))
-
-
 def time_interleaved(
     functions: Mapping[str, Callable[..., Any]],
     argument_sets: Sequence[tuple[Any, ...]],
@@ -103,62 +90,6 @@ def time_interleaved(
         raise ValueError(f"reps={reps} and block={block} must be at least 1")
     chains = {name: compile_chain(f, argument_sets) for name, f in functions.items()}
     return time_chains(chains, reps=reps, block=block, method=method)
-
-
-@dataclasses.dataclass(frozen=True)
-class Chain:
-    """One call of a function per argument set, one after the other, compiled.
-
-    Attributes:
-        compiled: takes the argument sets, returns the list of results; or, ``one_by_one``, takes
-            one set and returns its result.
-        argument_sets: tuples of arrays.
-        one_by_one: whether each call is a program of its own.
-        config: which row calls take whose configuration is ``names.MEASURED``, where ``stopwatch``
-            times them; empty for others.
-    """
-
-    compiled: Callable[..., Any]
-    argument_sets: list[tuple[Any, ...]]
-    one_by_one: bool = False
-    config: str = ""
-
-    def __call__(self) -> list[Any]:
-        if self.one_by_one:
-            return [self.compiled(*arguments) for arguments in self.argument_sets]
-        return self.compiled(self.argument_sets)
-
-
-def compile_chain(
-    function: Callable[..., Any],
-    argument_sets: Sequence[tuple[Any, ...]],
-    *,
-    one_by_one: bool = False,
-    options: Mapping[str, Any] | None = None,
-) -> Chain:
-    """Compiles one call per argument set and runs it once.
-
-    Args:
-        function: of the arguments of a set.
-        argument_sets: tuples of arrays.
-        options: more ``compiler_options`` of ``jax.jit``.
-        one_by_one: compile one call, which is run for one set after the other: sooner compiled,
-            and as good for CUPTI. Wall times then are those of launches, where these take longer.
-    """
-    sets = [tuple(arguments) for arguments in argument_sets]
-
-    def chain(sets):
-        return [function(*arguments) for arguments in sets]
-
-    asked = dict(options or {})
-    if default_device().platform == "gpu":
-        # A CUDA graph may run independent calls at the same time; a stream does not.
-        asked["xla_gpu_graph_min_graph_size"] = 2**30
-    jitted = jax.jit(function if one_by_one else chain, compiler_options=asked or None)
-    lowered = jitted.lower(*sets[0]) if one_by_one else jitted.lower(sets)
-    compiled = Chain(lowered.compile(), sets, one_by_one)
-    jax.block_until_ready(compiled())
-    return compiled
 
 
 def time_chains(
@@ -211,11 +142,6 @@ def turns(names: list[str], reps: int, block: int, seconds: float = 0.0) -> Iter
         yield from names
         names = names[::-1]
         done += block
-
-
-def default_device() -> Any:
-    """Returns the ``jax.Device`` of new arrays; ``jax.default_device`` is respected."""
-    return next(iter(jnp.zeros(()).devices()))
 
 
 @functools.cache

@@ -21,7 +21,7 @@ from jax_tcgemm.primitives import ragged as ragged_primitive
 from jax_tcgemm.problem import activations
 from jax_tcgemm.problem.arithmetic import INPUT_DTYPES, sum_dtype
 from jax_tcgemm.problem.ragged import RaggedSpec
-from jax_tcgemm.tools import benchmarking
+from jax_tcgemm.tools.chain import default_device
 
 PROBLEMS_PER_CONFIG = 3
 
@@ -287,7 +287,7 @@ def check(problem: Problem, *, use_config: bool) -> str | None:
     shape = (problem.batch, problem.m, problem.n)
     if got.shape != shape or got.dtype != problem.out_dtype:
         return f"got {got.dtype}{got.shape}, expected {problem.out_dtype}{shape}"
-    on_cpu = benchmarking.default_device().platform == "cpu"
+    on_cpu = default_device().platform == "cpu"
     # The fastest of XLA's kernels is not wanted here, and finding it would take most of the time.
     options = None if on_cpu else {"xla_gpu_autotune_level": 0}
     by_jnp = functools.partial(_by_jnp, problem, on_cpu)

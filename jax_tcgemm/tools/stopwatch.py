@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_tcgemm import _core, _extension
-from jax_tcgemm.tools.benchmarking import Chain, Timing, compile_chain, turns
+from jax_tcgemm.tools.benchmarking import Timing, turns
+from jax_tcgemm.tools.chain import Chain, compile_chain
 
 # Programs of a turn. JAX waits with the 33rd that is queued until one has ended, and none does
 # behind a closed gate.

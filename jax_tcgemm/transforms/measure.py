@@ -14,10 +14,11 @@ from jax_tcgemm import _compat
 from jax_tcgemm.epilogue.spec import CompiledSpec
 from jax_tcgemm.kernels.names import XLA
 from jax_tcgemm.problem.log import log
+from jax_tcgemm.tools.benchmarking import Timing
 from jax_tcgemm.transforms.candidates import MOST
-from jax_tcgemm.transforms.decision import UNTUNED, decided
+from jax_tcgemm.transforms.decision import CUBLAS, UNTUNED, decided
 from jax_tcgemm.transforms.numbers import Numbers
-from jax_tcgemm.transforms.race import CUBLAS, NEAR_LIMIT, Race
+from jax_tcgemm.transforms.race import NEAR_LIMIT, Race
 from jax_tcgemm.tuning import lookup
 from jax_tcgemm.tuning.entry import Entry
 from jax_tcgemm.tuning.lookup import Measured, Product
@@ -74,22 +75,31 @@ def measure(
         if race.asks_xla():
             race.enter({XLA: XLA})
     else:
-        race.enter({UNTUNED: None})
-        if not race.is_near(NEAR_LIMIT):
-            race.enter({CUBLAS: XLA})
-            if not (race.is_as_fast_as(CUBLAS) and race.is_near(_NEAR_ENOUGH)):
-                race.enter({name: name for name in race.rows()})
-                race.narrow_down()
-            race.rename(CUBLAS, XLA)
-    blocks = [race.timed(_FINAL_REPS, _BLOCK) for _ in range(2)]
+        race.enter({UNTUNED: None, CUBLAS: XLA})
+        if race.is_near(NEAR_LIMIT):
+            race.leave(CUBLAS)
+        elif not (race.is_as_fast_as(CUBLAS) and race.is_near(_NEAR_ENOUGH)):
+            race.enter({name: name for name in race.rows()})
+            race.narrow_down()
+    blocks = _blocks(race)
     best, is_certain = decided(blocks)
+    if best == CUBLAS:  # what XLA takes in its place may be slower
+        race.leave(CUBLAS)
+        race.enter({XLA: XLA})
+        blocks = _blocks(race)
+        best, is_certain = decided(blocks)
     times = {name: min(block[name].median for block in blocks) for name in blocks[0]}
     config = None if best == UNTUNED else best
-    entry = Entry.measured(config, times[best], times[UNTUNED], times.get(XLA))
+    of_xla = times.get(XLA, times.get(CUBLAS))
+    entry = Entry.measured(config, times[best], times[UNTUNED], of_xla)
     us = ", ".join(f"{name} {1e6 * seconds:.1f} us" for name, seconds in times.items())
     took = time.perf_counter() - begun
     log(f"tune: {described(product.problem)}: {best}; {us}; took {took:.2f} s")
     return Measured(entry, is_certain)
+
+
+def _blocks(race: Race) -> list[dict[str, Timing]]:
+    return [race.timed(_FINAL_REPS, _BLOCK) for _ in range(2)]
 
 
 def measure_while_lowering(product: Product, patience: float) -> Measured | None:

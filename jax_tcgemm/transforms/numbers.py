@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
 
 import jax
@@ -31,15 +32,17 @@ class Numbers:
         self._seed = seed
         self._pools: dict[np.dtype, np.ndarray] = {}
         self._begin = 0
+        self._lock = threading.Lock()
 
     def take(self, x: jax.ShapeDtypeStruct) -> jax.Array:
         """Returns an array of this type on the default device, other numbers than the last time."""
         count, dtype = math.prod(x.shape), np.dtype(x.dtype)
-        pool = self._pool(dtype)
-        if pool.size < _POOL + count:  # kept, so that no operand has to be put together
-            pool = self._pools[dtype] = np.resize(pool[:_POOL], _POOL + count)
-        self._begin = (self._begin + _STEP) % _POOL
-        return jnp.asarray(pool[self._begin : self._begin + count].reshape(x.shape))
+        with self._lock:
+            pool = self._pool(dtype)
+            if pool.size < _POOL + count:  # kept, so that no operand has to be put together
+                pool = self._pools[dtype] = np.resize(pool[:_POOL], _POOL + count)
+            self._begin = begin = (self._begin + _STEP) % _POOL
+        return jnp.asarray(pool[begin : begin + count].reshape(x.shape))
 
     def _pool(self, dtype: np.dtype) -> np.ndarray:
         if dtype not in self._pools:

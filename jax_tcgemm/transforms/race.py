@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -23,16 +23,10 @@ from jax_tcgemm.primitives.ragged import ragged_contraction_p, ragged_dot_p
 from jax_tcgemm.problem.log import log
 from jax_tcgemm.problem.spec import GemmSpec
 from jax_tcgemm.tools import stopwatch
-from jax_tcgemm.tools.benchmarking import (
-    Chain,
-    Timing,
-    argument_set_count,
-    compile_chain,
-    default_device,
-    time_chains,
-)
+from jax_tcgemm.tools.benchmarking import Timing, time_chains
+from jax_tcgemm.tools.chain import Chain, argument_set_count, compile_call, default_device
 from jax_tcgemm.transforms.candidates import MOST, built_candidates, candidates, relative, row_of
-from jax_tcgemm.transforms.decision import UNTUNED, is_untuned
+from jax_tcgemm.transforms.decision import CUBLAS, UNTUNED, is_untuned
 from jax_tcgemm.transforms.numbers import Numbers, operand_sets, size_of
 from jax_tcgemm.transforms.roofline import least_seconds
 from jax_tcgemm.tuning.lookup import Product
@@ -46,8 +40,7 @@ _PRIMITIVES: dict[str, Primitive] = {
     "ragged_contraction": ragged_contraction_p,
 }
 
-# Competitors beside rows and the untuned choice: XLA's composition, autotuned or by cuBLAS alone.
-CUBLAS = "cublas"
+# Options of XLA's composition, autotuned or by cuBLAS alone.
 _OF_XLA = {XLA: {}, CUBLAS: {"xla_gpu_enable_triton_gemm": False}}
 
 # Rounds that narrow the candidates down: samples of each, who stays (times the fastest), how many.
@@ -93,9 +86,13 @@ class Race:
         self._stop = stop
         self._device = default_device()
         self._properties = _core.device_properties(self._device.local_hardware_id or 0)
-        self._sets = operand_sets(product, numbers, _set_count(product, self._device))
+        self._sets = _begin(self._operands, _set_count(product, self._device))
         self._chains: dict[str, Chain] = {}
         self._least: dict[str, float] = {}
+
+    def _operands(self, count: int) -> list[tuple[jax.Array, ...]]:
+        with jax.default_device(self._device):
+            return operand_sets(self._product, self._numbers, count)
 
     def rows(self) -> list[str]:
         """Names what is worth timing."""
@@ -146,13 +143,18 @@ class Race:
         if shared:
             programs[MEASURED] = MEASURED
 
+        types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self._product.types]
+
         def chain(item: tuple[str, str | None]) -> Chain | None:
             name, config = item
             call = functools.partial(_apply, self._product, config)
             options = _OF_XLA.get(name)
             try:
                 with untuned(), jax.default_device(self._device):
-                    return compile_chain(call, self._sets, one_by_one=True, options=options)
+                    compiled = compile_call(call, types, options)
+                    made = Chain(compiled, self._sets.result(), one_by_one=True)
+                    jax.block_until_ready(made())
+                    return made
             except Exception as error:  # One of the others is chosen.
                 if name == UNTUNED:
                     raise
@@ -226,10 +228,9 @@ class Race:
     def _limit(self) -> float:
         return least_seconds(self._product, _bytes(self._product), self._properties)
 
-    def rename(self, old: str, new: str) -> None:
-        """Gives a competitor that could be compiled another name."""
-        if old in self._chains:
-            self._chains[new] = self._chains.pop(old)
+    def leave(self, name: str) -> None:
+        """Takes a competitor out."""
+        self._chains.pop(name, None)
 
     def timed(self, reps: int, block: int) -> dict[str, Timing]:
         """Returns samples of all, taken by turns."""
@@ -250,6 +251,15 @@ def _apply(product: Product, config: str | None, *operands: jax.Array) -> Any:
     if isinstance(spec, GemmSpec):
         spec = spec.replace(overwrite_c=False)  # without donation that would copy c
     return _PRIMITIVES[product.primitive].bind(*operands, spec=spec)
+
+
+def _begin(function: Callable[..., Any], *arguments: Any) -> concurrent.futures.Future[Any]:
+    """Calls a function in a thread; nothing waits for it but who asks for the result."""
+    pool = concurrent.futures.ThreadPoolExecutor(1)
+    try:
+        return pool.submit(function, *arguments)
+    finally:
+        pool.shutdown(wait=False)
 
 
 def _bytes(product: Product) -> int:

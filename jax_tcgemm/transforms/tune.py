@@ -16,7 +16,7 @@ import jax
 from jax_tcgemm import _core
 from jax_tcgemm.partitioning import partitioner
 from jax_tcgemm.problem.log import log
-from jax_tcgemm.tools.benchmarking import default_device
+from jax_tcgemm.tools.chain import default_device
 from jax_tcgemm.transforms.measure import in_a_thread, measure
 from jax_tcgemm.tuning import lookup
 from jax_tcgemm.tuning.entry import Entry
