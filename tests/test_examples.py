@@ -133,7 +133,7 @@ def test_train_digits_fails_when_the_curves_part(monkeypatch):
         module.main(["--epochs", "2", "--members", "1"])
 
 
-@pytest.mark.parametrize("dtype", ["float32", *IN_16_BITS])
+@pytest.mark.parametrize("dtype", [slow("float32"), *IN_16_BITS])
 def test_flax_dense_learns_as_without(dtype, capsys):
     pytest.importorskip("flax")
     load("flax_dense").main(["--epochs", "12", "--accuracy", "0.95", "--dtype", dtype])
@@ -160,7 +160,7 @@ def test_flax_dense_fails_when_the_curves_part(monkeypatch):
         module.main(["--epochs", "2"])
 
 
-@pytest.mark.parametrize("dtype", ["float32", IN_16_BITS[0]])
+@pytest.mark.parametrize("dtype", [slow("float32"), IN_16_BITS[0]])
 def test_transformer_mlp(dtype, capsys):
     load("transformer_mlp").main(["--dtype", dtype, "--reps", "2", "--seed", "3"])
     lines = capsys.readouterr().out.splitlines()

@@ -14,6 +14,8 @@ from jax_tcgemm.api.delayed_scaling import DelayedScale, Fp8State
 from jax_tcgemm.api.fp8 import fp8_dot, fp8_dot_general
 from jax_tcgemm.api.quantization import quantize
 
+pytestmark = pytest.mark.any_jax
+
 DTYPES = [(jnp.bfloat16, jnp.float32), (jnp.float16, jnp.float16), (jnp.float32, jnp.bfloat16)]
 RECIPES = pytest.mark.parametrize("recipe", ["current", "block", "delayed"])
 

@@ -12,7 +12,7 @@ from sharded_program import mesh_of
 
 from jax_tcgemm import gated_gemm, gemm
 
-pytestmark = pytest.mark.usefixtures("divided_everywhere")
+pytestmark = [pytest.mark.any_jax, pytest.mark.usefixtures("divided_everywhere")]
 
 
 def test_two_products_divided_by_hand_and_by_xla(normal):

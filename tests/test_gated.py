@@ -20,6 +20,8 @@ from jax_tcgemm.problem.epilogue import Epilogue
 from jax_tcgemm.problem.spec import GemmSpec
 from jax_tcgemm.problem.strides import Operands
 
+pytestmark = pytest.mark.any_jax
+
 FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 

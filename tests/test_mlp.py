@@ -24,6 +24,8 @@ from mlp_forms import (
 import jax_tcgemm
 from jax_tcgemm import clip, gated_mlp, mlp
 
+pytestmark = pytest.mark.any_jax
+
 SHAPES = [(2, 5, 6), (6, 8), (8,), (8, 3), (3,)]
 EVERY = range(5)
 

@@ -20,6 +20,8 @@ from jax_tcgemm.problem.arithmetic import resolve_run_time
 from jax_tcgemm.problem.spec import GemmSpec
 from jax_tcgemm.problem.strides import Operands
 
+pytestmark = pytest.mark.any_jax
+
 ROW = "sm90_e4m3e4m3_fast_128x128x128_s6_c2x1_pingpong"
 
 

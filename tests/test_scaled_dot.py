@@ -13,6 +13,8 @@ from quantized_values import BF16_ROUNDING, E4M3, E5M2, INT8, MATRIX, assert_clo
 from jax_tcgemm.api.quantization import Quantized, quantize
 from jax_tcgemm.api.scaled_dot import quantized_dot_general, scaled_dot
 
+pytestmark = pytest.mark.any_jax
+
 # Shapes and dimension numbers, then scales.
 CONTRACTIONS = {
     "matrices": ((8, 256), (256, 16), None, (8, 2), (2, 1)),
