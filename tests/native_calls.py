@@ -232,6 +232,23 @@ def calls_of(module: ir.Module) -> list[tuple[str, dict[str, Any], list[Buffer],
     Args:
         module: a lowered program, of StableHLO.
     """
+    return [
+        (
+            target,
+            {each.name: _value(each.attr) for each in config},
+            [_buffer(each.type) for each in operation.operands],
+            [_buffer(each.type) for each in operation.results],
+        )
+        for target, config, operation in _operations_of(module)
+    ]
+
+
+def custom_calls_of(module: ir.Module) -> list[tuple[str, ir.DictAttr]]:
+    """Returns target and attributes of each custom call of the extension, as MLIR has them."""
+    return [(target, config) for target, config, _ in _operations_of(module)]
+
+
+def _operations_of(module: ir.Module) -> list[tuple[str, ir.DictAttr, Any]]:
     found = []
 
     def visit(operation: Any) -> None:
@@ -239,10 +256,7 @@ def calls_of(module: ir.Module) -> list[tuple[str, dict[str, Any], list[Buffer],
             target = ir.StringAttr(operation.attributes["call_target_name"]).value
             if target in _core.registrations():
                 config = ir.DictAttr(operation.attributes["mhlo.backend_config"])
-                attributes = {each.name: _value(each.attr) for each in config}
-                operands = [_buffer(each.type) for each in operation.operands]
-                results = [_buffer(each.type) for each in operation.results]
-                found.append((target, attributes, operands, results))
+                found.append((target, config, operation))
         for region in operation.regions:
             for block in region:
                 for inner in block:
