@@ -307,6 +307,38 @@ os._exit(os.waitpid(child, 0)[1] != 0)
     subprocess.run([sys.executable, "-P", "-c", program], check=True, timeout=60)
 
 
+def test_a_process_forked_while_nvrtc_works_is_told(folder):
+    """NVRTC's locks are its own: where another thread had them, the child would wait for ever."""
+    program = f"""
+import os, threading, warnings
+from jax_tcgemm.epilogue import cubins, nvrtc
+warnings.simplefilter("ignore")
+inside, leave = threading.Event(), threading.Event()
+compiled = nvrtc.Nvrtc._compiled
+def held(self, *arguments):
+    inside.set()
+    leave.wait()
+    return compiled(self, *arguments)
+nvrtc.Nvrtc._compiled = held
+thread = threading.Thread(target=cubins.cubin, args=({SOURCE!r}, "sm_90a"))
+thread.start()
+inside.wait()
+child = os.fork()
+if child == 0:
+    leave.set()
+    try:
+        cubins.cubin({SOURCE!r} + " ", "sm_90a")
+    except nvrtc.CompileError as error:
+        os._exit("forked" not in str(error))
+    os._exit(1)
+assert os.waitpid(child, 0)[1] == 0
+leave.set()
+thread.join()
+assert cubins.cubin({SOURCE!r}, "sm_90a")
+"""
+    subprocess.run([sys.executable, "-P", "-c", program], check=True, timeout=60)
+
+
 @pytest.mark.parametrize(
     "program",
     ['#include "/etc/passwd"', "%:include <x>", "??=include <x>", "#pragma unroll \\\n#error"],

@@ -21,6 +21,12 @@ _HEADERS = ("cuda_bf16.h", "cuda_fp16.h", "cuda_fp8.h")
 OPTIONS = ("--std=c++20", "-default-device")
 
 
+# One for each thread for which NVRTC works.
+_at_work: list[None] = []
+# NVRTC's own locks stay locked in a process that was forked meanwhile.
+_is_locked = False
+
+
 class CompileError(Exception):
     """NVRTC refused a source; the message is its log."""
 
@@ -58,8 +64,23 @@ class Nvrtc:
             options: further ones.
 
         Raises:
-            CompileError: it does not compile.
+            CompileError: it does not compile, or this process was forked while its parent compiled.
         """
+        if _is_locked:
+            raise CompileError("NVRTC cannot be used: this process was forked while it compiled")
+        _at_work.append(None)
+        try:
+            return self._compiled(source, architecture, include, options)
+        finally:
+            _at_work.pop()
+
+    def _compiled(
+        self,
+        source: str,
+        architecture: str,
+        include: Sequence[pathlib.Path],
+        options: Sequence[str],
+    ) -> bytes:
         library = self._library
         folders = [f"-I{folder}" for folder in (*include, self.headers)]
         every = [f"--gpu-architecture={architecture}", *OPTIONS, *options, *folders]
@@ -97,6 +118,15 @@ class Nvrtc:
         if result:
             self._library.nvrtcGetErrorString.restype = ctypes.c_char_p
             raise CompileError(self._library.nvrtcGetErrorString(result).decode())
+
+
+def _note_locks() -> None:
+    global _is_locked
+    _is_locked = _is_locked or bool(_at_work)
+    _at_work.clear()
+
+
+os.register_at_fork(after_in_child=_note_locks)
 
 
 class _Symbol(ctypes.Structure):
