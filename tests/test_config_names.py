@@ -141,3 +141,17 @@ def test_rows_that_split_k_are_those_of_the_dispatch():
                 read = [kernel_names.read_config(config) for config, _, _ in ranked]
                 split |= {name for name, splits in read if splits > 1}
     assert split == {row.name for row in kernel_table.CONFIGS if row.splits_k}
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: gemm(x, x, config="measured"),
+        lambda x: gated_gemm(x, x, x, config="measured"),
+        lambda x: ragged_dot(x, x[None], jnp.array([64]), config="measured"),
+        lambda x: gemm(x, x, epilogue=jnp.sin, config="measured"),
+    ],
+)
+def test_what_measurements_ask_for_is_refused(function):
+    with pytest.raises(ValueError, match=r"'measured' is no.* kernel configuration"):
+        function(jnp.ones((64, 64), jnp.bfloat16))

@@ -12,6 +12,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jax_tcgemm import _compat
+from jax_tcgemm.kernels.names import MEASURED
 from jax_tcgemm.problem.activations import Activation, resolve
 from jax_tcgemm.problem.arithmetic import resolve_algorithm
 from jax_tcgemm.problem.strides import Axes, Shape
@@ -134,9 +135,16 @@ def check_activation(activation: str | Activation | None, out_dtype: np.dtype) -
 
 
 def check_config(config: str | None) -> None:
-    """Checks the type; whether there is such a configuration depends on the operands."""
+    """Checks the type; whether there is such a configuration depends on the operands.
+
+    Raises:
+        TypeError: it is no string.
+        ValueError: it is what measurements alone ask for.
+    """
     if not (config is None or isinstance(config, str)):
         raise TypeError(f"config={config!r} must be None or the name of a kernel configuration")
+    if config == MEASURED:
+        raise ValueError(f"config={config!r} is not a kernel configuration")
 
 
 def placed(x: jax.Array, extents: Shape, swap: bool = False) -> tuple[jax.Array, Axes]:

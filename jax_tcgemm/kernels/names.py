@@ -63,7 +63,7 @@ def can_be(
     config: str | None, algorithm: str, *, gated: bool = False, grouped: str = "none"
 ) -> bool:
     """Says whether a configuration is for such products."""
-    if config is None or not is_row(config):
+    if config in (None, XLA):
         return True
     name, splits = read_config(config)
     row = find(name)
