@@ -6,12 +6,14 @@ None knows of this package. ``models.py`` skips a program whose library is not i
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
 import hugging_face
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from model_step import (
     BF16,
@@ -257,6 +259,38 @@ def experts_train(sizes: Sizes) -> Program:
     return training(loss, [filled(types) for _ in range(2)], x)
 
 
+def keras_train(sizes: Sizes) -> Program:
+    """Four layers by Keras in mixed bfloat16, by its own training step, with its AdamW."""
+    os.environ.setdefault("KERAS_BACKEND", "jax")  # read when it is imported
+    import keras  # pyright: ignore[reportMissingImports]
+
+    heads = max(1, 16 // sizes.scale)
+    width, vocabulary = 64 * heads, 32768 // sizes.scale
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    tokens = keras.Input((sizes.tokens,), dtype="int32")
+    x = keras.layers.Embedding(vocabulary, width)(tokens)
+    for _ in range(4):
+        h = keras.layers.LayerNormalization()(x)
+        x = x + keras.layers.MultiHeadAttention(heads, 64)(h, h, use_causal_mask=True)
+        h = keras.layers.Dense(4 * width, activation="gelu")(keras.layers.LayerNormalization()(x))
+        x = x + keras.layers.Dense(width)(h)
+    logits = keras.layers.Dense(vocabulary, dtype="bfloat16")(x)
+    model = keras.Model(tokens, logits)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.AdamW(), loss)
+    model.optimizer.build(model.trainable_variables)
+    kept = model.trainable_variables, model.non_trainable_variables, model.optimizer.variables
+    state = tuple([each.value for each in one] for one in (*kept, model.metrics_variables))
+
+    def step(state: Any, inputs: jax.Array, labels: jax.Array) -> tuple[Any, Any]:
+        logs, state = model.train_step(state, (inputs, labels))
+        return state, logs["loss"]
+
+    rng = np.random.default_rng(0)
+    drawn = rng.integers(0, vocabulary, (sizes.sequences, sizes.tokens + 1), np.int32)
+    return Program(step, state, (jnp.asarray(drawn[:, :-1]), jnp.asarray(drawn[:, 1:])))
+
+
 PROGRAMS: dict[str, Callable[[Sizes], Program]] = {
     "gpt2 train": hugging_face.gpt2_train,
     "bert train": hugging_face.bert_train,
@@ -271,6 +305,7 @@ PROGRAMS: dict[str, Callable[[Sizes], Program]] = {
     "gqa decode 1": functools.partial(gqa_decode, batch=1),
     "equinox train": equinox_train,
     "haiku train": haiku_train,
+    "keras train": keras_train,
     "unet train": hugging_face.unet_train,
     "experts train": experts_train,
 }
