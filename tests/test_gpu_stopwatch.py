@@ -25,6 +25,14 @@ def chains_of(sizes):
     }
 
 
+def run(program, environment):
+    """Runs a program in a process of its own."""
+    command = [sys.executable, "-P", "-c", program]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    return ran
+
+
 def test_as_cupti_but_for_gaps():
     if not benchmarking.cupti_works(jax.devices()[0]):
         pytest.skip("no CUPTI")
@@ -66,15 +74,7 @@ def test_products_are_measured_by_default_between_profiles(tmp_path):
     for name in ("CI", "PYTEST_VERSION", "PYTEST_CURRENT_TEST", "JAX_TCGEMM_TUNING"):
         os.environ.get(name) and variables.update({name: ""})
     environment = {k: v for k, v in (os.environ | variables).items() if v or k == "XLA_FLAGS"}
-    ran = subprocess.run(
-        [sys.executable, "-P", "-c", _PROGRAM],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr
-    assert "2 measured" in ran.stdout
+    assert "2 measured" in run(_PROGRAM, environment).stdout
 
 
 _ROWS = """
@@ -96,14 +96,7 @@ assert times.keys() == set(rows)
 
 def test_gates_name_the_rows_of_one_program():
     environment = os.environ | {"JAX_TCGEMM_LOG": "1", "JAX_TCGEMM_TUNING": "off", "XLA_FLAGS": ""}
-    ran = subprocess.run(
-        [sys.executable, "-P", "-c", _ROWS],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-    )
-    assert ran.returncode == 0, ran.stderr
+    ran = run(_ROWS, environment)
     (named,) = (line for line in ran.stdout.splitlines() if line.startswith("# "))
     rows = {row.split("/")[0] for row in named.split()[1:]}
     assert len(rows) > 1

@@ -15,10 +15,10 @@ namespace jax_tcgemm {
 // program times many. Gates of a device are counted since the process began, from 1 on.
 void configure_gate(int ordinal, uint32_t gate, const std::string& config);
 
-// Whether a call's attribute `config` leaves it to gates.
+// Says if a call's attribute `config` leaves it to gates.
 bool is_measured(std::string_view config);
 
-// What the device's last enqueued gate says of such calls.
+// The configuration that the device's last enqueued gate names.
 std::string measured_config(int ordinal);
 
 // Opens the first `count` gates that a device's programs have passed or will pass, counted since
