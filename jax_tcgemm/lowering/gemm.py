@@ -167,7 +167,7 @@ def _gated_by_products(x: Operands, spec: GemmSpec, algorithm: str) -> list[jax.
 
 def _is_finished_apart(x: Operands, spec: GemmSpec, algorithm: str) -> bool:
     """Says whether ``spec.config`` names a row without the epilogue that is asked for."""
-    if spec.config is None or not is_row(spec.config):
+    if not is_row(spec.config):
         return False
     written = spec.replace(out_dtype=written_dtype(algorithm, spec.out_dtype))
     name, splits = read_config(spec.config)

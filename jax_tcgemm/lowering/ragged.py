@@ -28,7 +28,6 @@ from jax_tcgemm.tuning import lookup
 from jax_tcgemm.tuning.entry import problem_key
 
 _FLOAT32 = jnp.dtype(jnp.float32)
-_NAMED = (None, kernel_names.MEASURED, *_extension.KERNEL_NAMES)
 
 
 def cuda_dot(
@@ -157,7 +156,8 @@ def _kernel_algorithm(
     shapes = f"{lhs.dtype}{list(lhs.shape)} x {rhs.dtype}{list(rhs.shape)}"
     decision = f"{shapes} -> {spec.out_dtype}: {obstacle or algorithm}{source}"
     log(f"ragged product, groups of {grouped}, {decision}")
-    if obstacle is None and spec.config not in _NAMED:
+    is_row = kernel_names.is_row(spec.config)
+    if obstacle is None and is_row and spec.config not in _extension.KERNEL_NAMES:
         raise ValueError(f"config={spec.config!r} is not in this build of jax_tcgemm")
     return (algorithm if obstacle is None else None), spec
 
