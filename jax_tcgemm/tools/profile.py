@@ -1,0 +1,251 @@
+"""Where the time of a step goes: by kind of kernel, by instruction of XLA's program, and why.
+
+From JAX's own profiler. ``str(profile(step, state, batch))`` is a table; ``comparison`` puts the
+same step by two ways side by side, such as by ``jax.jit`` alone and under ``fuse``.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import pathlib
+import re
+import tempfile
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+
+# Each instruction's own launches, which a CUDA graph hides.
+_OPTIONS: dict[str, str | bool] = {"xla_gpu_enable_command_buffer": ""}
+
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.-]+) \(.*\) -> .* \{$", re.MULTILINE)
+_INSTRUCTION = re.compile(
+    r"^  (?:ROOT )?%?([\w.-]+) = (.+?) ([a-z][a-z0-9-]*)\((.*)$", re.MULTILINE
+)
+_TARGET = re.compile(r'custom_call_target="([^"]*)"')
+_SOURCE = re.compile(r'op_name="([^"]*)"')
+_CALLED = re.compile(r"\bcalls=%?([\w.-]+)")
+_LAYOUT = re.compile(r"\{[^{}]*\}")
+_MOVING = {
+    *("copy", "copy-start", "copy-done", "transpose", "bitcast", "reshape", "convert", "slice"),
+    *("concatenate", "pad", "parameter", "tuple", "get-tuple-element"),
+}
+
+# Of custom calls, by how their targets begin. The first that fits.
+_KINDS_OF_CALLS = {
+    "jax_tcgemm_compiled": "products with functions, ours",
+    "jax_tcgemm_transpose": "copies and transposes",
+    "jax_tcgemm": "products, ours",
+    "__cublas": "products, XLA's",
+    "__cudnn$fmha": "attention, XLA's",
+    "__cudnn$conv": "convolutions, XLA's",
+}
+_COLLECTIVES = ("all-", "reduce-scatter", "collective-")
+
+
+class Instruction(NamedTuple):
+    """An instruction of a compiled program.
+
+    Attributes:
+        kind: what its kernels do, such as ``"products, ours"``.
+        shape: of its result, as XLA writes it.
+        source: JAX's name stack of what it was made from.
+    """
+
+    kind: str
+    shape: str
+    source: str
+
+
+class Entry(NamedTuple):
+    """What an instruction takes.
+
+    Attributes:
+        name: of the instruction.
+        what: what it is.
+        us: microseconds of a step.
+        kernels: how many a step launches.
+    """
+
+    name: str
+    what: Instruction
+    us: float
+    kernels: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """The time of a step, by instruction.
+
+    Attributes:
+        entries: what takes the most first.
+    """
+
+    entries: tuple[Entry, ...]
+
+    @property
+    def us(self) -> float:
+        """Microseconds of a step in kernels."""
+        return sum(entry.us for entry in self.entries)
+
+    def by_kind(self) -> dict[str, float]:
+        """Returns the microseconds of each kind of instruction, the most first."""
+        sums: dict[str, float] = collections.defaultdict(float)
+        for entry in self.entries:
+            sums[entry.what.kind] += entry.us
+        return dict(sorted(sums.items(), key=lambda item: -item[1]))
+
+    def __str__(self) -> str:
+        return comparison({"us": self}) + "\n\n" + self.table()
+
+    def table(self, count: int = 20) -> str:
+        """Returns a line for each of the instructions that take the most."""
+        lines = [f"{'us':>9}{'kernels':>9}  instruction, its result and source"]
+        lines += [
+            f"{entry.us:>9.1f}{entry.kernels:>9.1f}  {entry.name} {entry.what.shape}"
+            f" [{entry.what.kind}] {entry.what.source}"
+            for entry in self.entries[:count]
+        ]
+        return "\n".join(lines)
+
+
+def comparison(profiles: Mapping[str, Profile]) -> str:
+    """Returns a table of the microseconds by kind, a column for each profile."""
+    sums = {name: profile.by_kind() for name, profile in profiles.items()}
+    kinds = sorted(
+        {kind for each in sums.values() for kind in each},
+        key=lambda kind: -max(each.get(kind, 0.0) for each in sums.values()),
+    )
+    lines = [f"{'':<32}" + "".join(f"{name:>12}" for name in profiles)]
+    for kind in kinds:
+        lines.append(f"{kind:<32}" + "".join(f"{sums[x].get(kind, 0.0):>12.1f}" for x in profiles))
+    lines.append(f"{'all':<32}" + "".join(f"{profile.us:>12.1f}" for profile in profiles.values()))
+    return "\n".join(lines)
+
+
+def profile(function: Any, *args: Any, steps: int = 5) -> Profile:
+    """Runs a function several times and says what its kernels take.
+
+    Args:
+        function: what ``jax.jit`` takes, or what it returned. Arguments that it donates are copied
+            before each step; the copies don't count.
+        *args: its arguments.
+        steps: how often it runs, after a first time that does not count.
+
+    Returns:
+        The means of these runs. Kernels run one after the other, not from a CUDA graph, so that
+        each has its instruction's name; what the host takes between them is not in it.
+    """
+    jitted = function if hasattr(function, "lower") else jax.jit(function)
+    lowered = jitted.lower(*args)
+    compiled = lowered.compile(_OPTIONS if jax.default_backend() == "gpu" else None)
+    donated = [info.donated for info in jax.tree.leaves(lowered.args_info)]
+
+    def run() -> None:
+        leaves, structure = jax.tree.flatten(args)
+        own = [x.copy() if is_donated else x for x, is_donated in zip(leaves, donated, strict=True)]
+        jax.block_until_ready(compiled(*jax.tree.unflatten(structure, own)))
+
+    run()
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(steps):
+                run()
+        (path,) = pathlib.Path(folder).rglob("*.xplane.pb")
+        data = jax.profiler.ProfileData.from_file(str(path))
+        return account(compiled.as_text() or "", events(data), steps)
+
+
+class Event(NamedTuple):
+    """What the profiler saw of an instruction.
+
+    Attributes:
+        module: the program.
+        instruction: its name.
+        ns: how long it ran.
+    """
+
+    module: str
+    instruction: str
+    ns: float
+
+
+def events(data: Any) -> list[Event]:
+    """Returns what a ``jax.profiler.ProfileData`` has of kernels or, without a GPU, of a CPU's."""
+    planes = list(data.planes)
+    devices = [plane for plane in planes if plane.name.startswith("/device:GPU")]
+    found = []
+    with warnings.catch_warnings():
+        # The type of the stats names no module, and jaxlib aborts where that is an error.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        for plane in devices or planes:
+            for line in plane.lines:
+                if devices and not line.name.startswith("Stream"):
+                    continue
+                for event in line.events:
+                    stats: dict[str, Any] = dict(event.stats)
+                    if "hlo_op" in stats:
+                        module = stats.get("hlo_module", "")
+                        found.append(Event(module, stats["hlo_op"], event.duration_ns))
+    return found
+
+
+def account(text: str, seen: Iterable[Event], steps: int) -> Profile:
+    """Gives each instruction of a program what it took.
+
+    Args:
+        text: of the compiled program.
+        seen: events, also of other programs.
+        steps: how often the program ran.
+    """
+    module = re.match(r"HloModule ([\w.-]+)", text)
+    known = instructions(text)
+    ns: dict[str, float] = collections.defaultdict(float)
+    kernels: dict[str, int] = collections.defaultdict(int)
+    for event in seen:
+        if module is None or event.module == module[1]:
+            ns[event.instruction] += event.ns
+            kernels[event.instruction] += 1
+    unknown = Instruction("other", "", "")
+    entries = [
+        Entry(name, known.get(name, unknown), 1e-3 * ns[name] / steps, kernels[name] / steps)
+        for name in sorted(ns, key=lambda name: -ns[name])
+    ]
+    return Profile(tuple(entries))
+
+
+def instructions(text: str) -> dict[str, Instruction]:
+    """Returns what the instructions of a compiled program are, by their names."""
+    heads = list(_COMPUTATION.finditer(text))
+    ends = [head.start() for head in heads[1:]] + [len(text)]
+    bodies = {head[1]: text[head.end() : end] for head, end in zip(heads, ends, strict=True)}
+    found = {}
+    for body in bodies.values():
+        for name, shape, opcode, rest in _INSTRUCTION.findall(body):
+            source = _SOURCE.search(rest)
+            called = _CALLED.search(rest)
+            kind = _kind(name, opcode, rest, bodies.get(called[1], "") if called else "")
+            shape = _LAYOUT.sub("", shape)
+            found[name] = Instruction(kind, shape, source[1] if source else "")
+    return found
+
+
+def _kind(name: str, opcode: str, rest: str, body: str) -> str:
+    target = _TARGET.search(rest)
+    if opcode == "custom-call" and target:
+        for prefix, kind in _KINDS_OF_CALLS.items():
+            if target[1].startswith(prefix):
+                return kind
+        return "other calls"
+    if opcode.startswith(_COLLECTIVES):
+        return "collectives"
+    opcodes = {inner for _, _, inner, _ in _INSTRUCTION.findall(body)} or {opcode}
+    if "dot" in opcodes or "gemm" in name:
+        return "products, XLA's"
+    if "convolution" in opcodes:
+        return "convolutions, XLA's"
+    if opcodes <= _MOVING:
+        return "copies and transposes"
+    return "reductions" if "reduce" in opcodes else "elementwise"
