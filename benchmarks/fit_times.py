@@ -1,7 +1,8 @@
 """Fits what corrects the time model to times of rows, and says what that is worth.
 
 Reads files of ``time_rows`` (``benchmarks/time_rows.cc``), writes the weights that
-``cuda/dispatch/time_correction.cc`` includes. The loss of a product is what the choice takes longer
+``cuda/dispatch/time_correction.cc`` includes, for products of few rows others than for the rest.
+The loss of a product is what the choice takes longer
 than the fastest row that was timed; that of the correction is of products that it was not fitted
 to, a third of them at a time.
 
@@ -28,11 +29,11 @@ from jax_tcgemm.kernels.choice_input import ChoiceInput
 _RIDGE = 2.0
 # A row that was timed less often gets no weights.
 _LEAST_TIMINGS = 40
-# The same as in cuda/dispatch/time_correction.cc.
+# The same as in cuda/dispatch/time_correction.cc and .h.
 _MOST_CORRECTION = 0.5
+_FEW = 64
 
 _FOLDS = 3
-_FEW = 64
 
 Weights = dict[str, np.ndarray]
 
@@ -73,11 +74,16 @@ class Problem:
         return cls(kind, layout, int(m), int(n), int(k), int(batch), epilogue)
 
     @property
+    def has_few_rows(self) -> bool:
+        """Whether it has as few rows or columns as those with weights of their own."""
+        return min(self.m, self.n) <= _FEW
+
+    @property
     def regime(self) -> str:
         """The kind of product, by which losses are told apart."""
         if self.batch > 1:
             return f"{self.type} batches"
-        if min(self.m, self.n) <= _FEW:
+        if self.has_few_rows:
             return f"{self.type} few rows"
         return f"{self.type} others"
 
@@ -126,7 +132,16 @@ def load(path: pathlib.Path) -> dict[Problem, list[Timed]]:
     return {problem: timed for problem, timed in result.items() if timed}
 
 
-def fit(products: Iterable[list[Timed]]) -> Weights:
+def fit(products: Iterable[tuple[Problem, list[Timed]]]) -> Weights:
+    """Returns the weights of each row, those for few rows as of the row with ``/few`` behind it."""
+    by_regime: dict[bool, list[list[Timed]]] = {True: [], False: []}
+    for problem, timed in products:
+        by_regime[problem.has_few_rows].append(timed)
+    few = _fit(by_regime[True])
+    return _fit(by_regime[False]) | {f"{row}/few": weights for row, weights in few.items()}
+
+
+def _fit(products: Iterable[list[Timed]]) -> Weights:
     """Returns the weights of each row by least squares, so that they are about 0 in the mean."""
     by_row: dict[str, list[Timed]] = collections.defaultdict(list)
     for timed in products:
@@ -155,13 +170,15 @@ def modelled(each: Timed) -> float:
     return each.cycles
 
 
-def corrected(weights: Weights) -> Callable[[Timed], float]:
-    """Returns what corrects the model's cycles by these weights."""
+def corrected(weights: Weights, problem: Problem) -> Callable[[Timed], float]:
+    """Returns what corrects the model's cycles for a product by these weights."""
+    suffix = "/few" if problem.has_few_rows else ""
 
     def cycles(each: Timed) -> float:
-        if each.row not in weights:
+        own = weights.get(each.row + suffix)
+        if own is None:
             return each.cycles
-        logarithm = float(weights[each.row] @ each.terms)
+        logarithm = float(own @ each.terms)
         return each.cycles * math.exp(min(max(logarithm, -_MOST_CORRECTION), _MOST_CORRECTION))
 
     return cycles
@@ -198,15 +215,16 @@ def main() -> None:
     )
     losses: dict[str, list[tuple[float, float]]] = collections.defaultdict(list)
     for held_out in range(_FOLDS):
-        known = [x for file in files for problem, x in file.items() if fold[problem] != held_out]
-        estimate = corrected(fit(known))
+        known = [pair for file in files for pair in file.items() if fold[pair[0]] != held_out]
+        weights = fit(known)
         for file in files:
             for problem, timed in file.items():
                 if fold[problem] == held_out:
+                    estimate = corrected(weights, problem)
                     losses[problem.regime].append((loss(timed, modelled), loss(timed, estimate)))
     print(_table(losses))
     if args.out is not None:
-        weights = fit(x for file in files for x in file.values())
+        weights = fit(pair for file in files for pair in file.items())
         rows = [
             f'{{"{row}",\n {{{", ".join(f"{x:.6g}" for x in values)}}}}},\n'
             for row, values in sorted(weights.items())

@@ -10,6 +10,7 @@
 #include <numeric>
 #include <string>
 #include <string_view>
+#include <utility>
 
 #include "common/ceil_div.h"
 
@@ -46,21 +47,24 @@ constexpr double kMostLogExtent = 14.0;
 constexpr double kMostLogK = 15.0;
 constexpr double kMostLogWaves = 5.0;
 
-const TimeTerms* find_weights(std::string name) {
+bool has_few_rows(const ChoiceInput& input) { return std::min(input.m, input.n) <= kFewRows; }
+
+const TimeTerms* find_weights(std::string name, bool has_few) {
   constexpr std::string_view kHalf = "_f16_";
   if (const size_t at = name.find(kHalf); at != std::string::npos) {
     name.replace(at, kHalf.size(), "_bf16_");
   }
+  if (has_few) name += "/few";
   const auto found = std::lower_bound(
       std::begin(kRowWeights), std::end(kRowWeights), name,
       [](const RowWeights& row, const std::string& key) { return row.name < key; });
   return found != std::end(kRowWeights) && found->name == name ? &found->weights : nullptr;
 }
 
-const TimeTerms* weights_of(const KernelEntry& entry) {
-  thread_local std::map<const KernelEntry*, const TimeTerms*> known;
-  const auto [found, is_fresh] = known.try_emplace(&entry);
-  if (is_fresh) found->second = find_weights(entry.name);
+const TimeTerms* weights_of(const KernelEntry& entry, bool has_few) {
+  thread_local std::map<std::pair<const KernelEntry*, bool>, const TimeTerms*> known;
+  const auto [found, is_fresh] = known.try_emplace({&entry, has_few});
+  if (is_fresh) found->second = find_weights(entry.name, has_few);
   return found->second;
 }
 
@@ -74,7 +78,7 @@ bool has_timed_kin(const ChoiceInput& input) {
   const double k = static_cast<double>(input.k), batch = static_cast<double>(input.batch);
   const double products = m * n * k * batch;
   const double bytes = (m * k + k * n + m * n) * batch * element_bytes(input.algorithm);
-  const TimedSizes& timed = std::min(input.m, input.n) <= kFewRows ? kTimedOfFewRows : kTimed;
+  const TimedSizes& timed = has_few_rows(input) ? kTimedOfFewRows : kTimed;
   return is_kin && kLeastProducts <= products && products <= timed.most_products &&
          bytes <= timed.most_bytes && input.k <= timed.most_k;
 }
@@ -92,6 +96,8 @@ TimeTerms time_terms(const KernelConfig& config, const ChoiceInput& input, int s
   const double log_cycles = std::min(std::log(cycles), kMostLogCycles);
   const double log_k = log2(static_cast<double>(input.k), kMostLogK);
   const double shorter = static_cast<double>(std::min(input.m, input.n));
+  const double is_split = splits > 1 ? 1.0 : 0.0;
+  const double results = static_cast<double>(input.m) * static_cast<double>(input.n);
   return {1.0,
           log_cycles,
           log_cycles * log_cycles,
@@ -109,12 +115,16 @@ TimeTerms time_terms(const KernelConfig& config, const ChoiceInput& input, int s
           input.major_b == Major::kK ? 1.0 : 0.0,
           shorter > 16 ? 1.0 : 0.0,
           shorter > 32 ? 1.0 : 0.0,
-          shorter > 64 ? 1.0 : 0.0};
+          shorter > 64 ? 1.0 : 0.0,
+          is_split,
+          std::log2(static_cast<double>(splits)),
+          is_split * std::log2(results * static_cast<double>(input.batch)),
+          input.epilogue == EpilogueWork::kAny ? is_split : 0.0};
 }
 
 double time_correction(const KernelEntry& entry, const ChoiceInput& input, int splits,
                        double cycles) {
-  const TimeTerms* const weights = weights_of(entry);
+  const TimeTerms* const weights = weights_of(entry, has_few_rows(input));
   if (weights == nullptr || !has_timed_kin(input)) return 1.0;
   const TimeTerms terms = time_terms(entry.config, input, splits, cycles);
   const double logarithm = std::inner_product(terms.begin(), terms.end(), weights->begin(), 0.0);

@@ -16,7 +16,7 @@ namespace jax_tcgemm {
 // longer k.
 constexpr int64_t kFewRows = 64;
 
-constexpr int kTimeTerms = 18;
+constexpr int kTimeTerms = 22;
 using TimeTerms = std::array<double, kTimeTerms>;
 
 // Says whether products of this kind and size were timed: dense ones with aligned rows, on GPUs of
@@ -24,7 +24,8 @@ using TimeTerms = std::array<double, kTimeTerms>;
 bool has_timed_kin(const ChoiceInput& input);
 
 // Facts about a product and a row, which takes `cycles` by the model with k split into so many
-// parts. The logarithm of the correction is a linear function of them, with weights for each row.
+// parts. The logarithm of the correction is a linear function of them, with weights for each row,
+// for products of few rows others than for the rest.
 TimeTerms time_terms(const KernelConfig& config, const ChoiceInput& input, int splits,
                      double cycles);
 

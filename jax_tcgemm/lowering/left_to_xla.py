@@ -21,9 +21,19 @@ from jax_tcgemm.problem.strides import StridedGemm
 _FEW_ROWS = 128
 _MANY_COLUMNS = 1024
 
-# Rows of float32, and both extents of B from which that shows.
+# Rows of float32, and both extents of B from which that shows; fewer rows, and the columns from
+# which it does where they are many times k.
 _FEW_FLOAT32_ROWS = 32
 _LARGE_FLOAT32_EXTENT = 4096
+_FEWER_FLOAT32_ROWS = 16
+_MANY_FLOAT32_COLUMNS = 5000
+# Columns of a row of float32 from which XLA takes long to add up a long k down columns of B.
+_SLOW_COLUMNS = 1024
+
+# Rows of 16 bits up to which a transposed A is not copied where B is much wider than it is long.
+_FEW_COPIED_ROWS = 64
+_WIDE_COLUMNS = 10_000
+_WIDE = 2
 
 # The most that D has of rows and columns, the fewer and the more, and the longest k, of small
 # batches; of how many of them, at least, that was measured, by bytes of an element.
@@ -64,6 +74,7 @@ def left_to_xla(
     return (
         _of_a_vector(gemm, itemsize)
         or _of_few_rows(gemm, itemsize)
+        or _of_few_copied_rows(gemm, itemsize)
         or _of_few_float32_rows(gemm, itemsize)
         or (
             _of_small_batches(gemm, itemsize, out_itemsize) if is_plain and not has_factor else None
@@ -92,12 +103,25 @@ def _of_few_rows(gemm: StridedGemm, itemsize: int) -> str | None:
     return f"few rows, {gemm.m}, and b has {what}, unaligned"
 
 
+def _of_few_copied_rows(gemm: StridedGemm, itemsize: int) -> str | None:
+    """Where the copy of A is launched for a product that hardly takes longer than a launch."""
+    if itemsize != 2 or gemm.batch or gemm.m > _FEW_COPIED_ROWS:
+        return None
+    if gemm.n < max(_WIDE_COLUMNS, _WIDE * gemm.k) or not padding_bytes(gemm, itemsize):
+        return None
+    what = misalignment(gemm, "a", itemsize)
+    return what and f"few rows, {gemm.m}, and a has {what}, unaligned"
+
+
 def _of_few_float32_rows(gemm: StridedGemm, itemsize: int) -> str | None:
     if itemsize != 4 or gemm.batch or gemm.m > _FEW_FLOAT32_ROWS:
         return None
-    if min(gemm.n, gemm.k) < _LARGE_FLOAT32_EXTENT:
-        return None
-    return f"few rows, {gemm.m}, of float32"
+    is_large = min(gemm.n, gemm.k) >= _LARGE_FLOAT32_EXTENT
+    is_wide = gemm.n >= max(_MANY_FLOAT32_COLUMNS, _WIDE * gemm.k)
+    is_slow = gemm.strides.b[-1] == 1 and gemm.k >= 2 * gemm.n and gemm.n >= _SLOW_COLUMNS
+    if is_large or (is_wide and gemm.m <= _FEWER_FLOAT32_ROWS) or (gemm.m == 1 and not is_slow):
+        return f"few rows, {gemm.m}, of float32"
+    return None
 
 
 def _of_small_batches(gemm: StridedGemm, itemsize: int, out_itemsize: int) -> str | None:
