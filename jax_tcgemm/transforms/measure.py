@@ -16,7 +16,7 @@ from jax_tcgemm.kernels.names import XLA
 from jax_tcgemm.problem.log import log
 from jax_tcgemm.tools.benchmarking import Timing
 from jax_tcgemm.transforms.candidates import MOST
-from jax_tcgemm.transforms.decision import CUBLAS, UNTUNED, decided
+from jax_tcgemm.transforms.decision import CUBLAS, UNTUNED, decided, is_clear
 from jax_tcgemm.transforms.numbers import Numbers
 from jax_tcgemm.transforms.race import NEAR_LIMIT, Race
 from jax_tcgemm.tuning import lookup
@@ -24,7 +24,9 @@ from jax_tcgemm.tuning.entry import Entry
 from jax_tcgemm.tuning.lookup import Measured, Product
 from jax_tcgemm.tuning.tunings import described
 
-_FINAL_REPS, _BLOCK = 8, 2
+# Samples of a block, and of one competitor before the next has its turn. Where two blocks leave it
+# unclear which competitor is faster, there are more, so many at most.
+_FINAL_REPS, _BLOCK, _MOST_BLOCKS = 8, 2, 8
 # Rows that are timed with less time left than ``_PATIENT_SECONDS``: of 1,800 recorded products the
 # best of them takes 0.3 % longer than the best of all rows.
 _FEW_ROWS = 6
@@ -99,7 +101,11 @@ def measure(
 
 
 def _blocks(race: Race) -> list[dict[str, Timing]]:
-    return [race.timed(_FINAL_REPS, _BLOCK) for _ in range(2)]
+    """Returns samples: of two blocks, or of more where these leave the choice unclear."""
+    blocks: list[dict[str, Timing]] = []
+    while len(blocks) < 2 or not (is_clear(blocks) or len(blocks) == _MOST_BLOCKS):
+        blocks += [race.timed(_FINAL_REPS, _BLOCK) for _ in range(2)]
+    return blocks
 
 
 def measure_while_lowering(product: Product, patience: float) -> Measured | None:

@@ -44,7 +44,7 @@ _PRIMITIVES: dict[str, Primitive] = {
 _OF_XLA = {XLA: {}, CUBLAS: {"xla_gpu_enable_triton_gemm": False}}
 
 # Rounds that narrow the candidates down: samples of each, who stays (times the fastest), how many.
-_ROUNDS = ((2, 1.25, 5), (4, 1.06, 2))
+_ROUNDS = ((4, 1.25, 5), (8, 1.06, 3))
 # Samples by which competitors are judged at all.
 _FIRST_REPS = 8
 # Kernels that NVRTC has to compile for one product, at most, beside the one taken untuned.
