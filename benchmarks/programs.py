@@ -6,6 +6,7 @@ None knows of this package. ``models.py`` skips a program whose library is not i
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -279,12 +280,22 @@ def keras_train(sizes: Sizes) -> Program:
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.AdamW(), loss)
     model.optimizer.build(model.trainable_variables)
-    kept = model.trainable_variables, model.non_trainable_variables, model.optimizer.variables
-    state = tuple([each.value for each in one] for one in (*kept, model.metrics_variables))
+    # The optimizer's by what they are, as moments are compared together.
+    of_optimizer = model.optimizer.variables
+    kinds = [each.path.rpartition("_")[2] for each in of_optimizer]
+    groups = [[i for i, kind in enumerate(kinds) if kind == name] for name in sorted({*kinds})]
+    order = [*itertools.chain(*groups)]
+    others = model.non_trainable_variables, model.metrics_variables
+    kept = model.trainable_variables, *([of_optimizer[i] for i in group] for group in groups)
+    state = tuple([each.value for each in one] for one in (*kept, *others))
 
     def step(state: Any, inputs: jax.Array, labels: jax.Array) -> tuple[Any, Any]:
-        logs, state = model.train_step(state, (inputs, labels))
-        return state, logs["loss"]
+        trainable, *moments, fixed, metrics = state
+        own = [each for _, each in sorted(zip(order, itertools.chain(*moments), strict=True))]
+        logs, state = model.train_step((trainable, fixed, own, metrics), (inputs, labels))
+        trainable, fixed, own, metrics = state
+        moments = [[own[i] for i in group] for group in groups]
+        return (trainable, *moments, fixed, metrics), logs["loss"]
 
     rng = np.random.default_rng(0)
     drawn = rng.integers(0, vocabulary, (sizes.sequences, sizes.tokens + 1), np.int32)
