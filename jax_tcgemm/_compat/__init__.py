@@ -100,7 +100,12 @@ def match_varying(operands: Sequence[Any]) -> Sequence[Any]:
 
 def is_sharded(*operands: Any) -> bool:
     """Whether an operand's type says how it is sharded, under a mesh with explicit axes."""
-    return any(_divides(jax.typeof(x).sharding.spec) for x in operands)
+    return any(is_sharded_type(jax.typeof(x)) for x in operands)
+
+
+def is_sharded_type(aval: Any) -> bool:
+    """The same of the type of an array."""
+    return _divides(aval.sharding.spec)
 
 
 def typed_as(model: jax.Array, x: jax.Array) -> jax.Array:

@@ -23,6 +23,10 @@ SPREADING = frozenset({"broadcast_in_dim", "iota"})
 DRAWING = draws.DRAWS
 # What XLA computes of values that it makes on the way.
 REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min"})
+# What reads parts of a value, which XLA then makes at these places alone: those that never read one
+# twice, and others.
+_SLICES = frozenset({"slice", "split"})
+_PARTIAL = frozenset({"gather", "dynamic_slice"})
 
 COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 
@@ -63,6 +67,14 @@ def is_typed(node: Node) -> bool:
     shardings = (node.params.get(name) for name in ("sharding", "out_sharding"))
     explicit = jax.sharding.AxisType.Explicit
     return any(x is not None and explicit in x.mesh.axis_types for x in shardings)
+
+
+def reads_parts(item: Any) -> bool:
+    """Whether an item reads slices of its first operand, or less than half of it."""
+    if not isinstance(item, Node) or item.name not in _SLICES | _PARTIAL:
+        return False
+    read, made = item.inputs[0], sum(x.bytes for x in item.outputs)
+    return item.name in _SLICES or (isinstance(read, Value) and 2 * made < read.bytes)
 
 
 def is_on_device(node: Node) -> bool:

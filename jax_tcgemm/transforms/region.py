@@ -19,6 +19,7 @@ from jax_tcgemm.transforms.products import (
     is_elementwise,
     is_product,
     is_typed,
+    reads_parts,
 )
 from jax_tcgemm.transforms.wiring import Position, Wiring
 
@@ -287,7 +288,7 @@ class Region:
 
     def is_soft_user(self, item: Any) -> bool:
         """Whether an item works element by element, so that it could as well start before."""
-        if isinstance(item, Node) and item.name in REDUCTIONS:
+        if reads_parts(item) or (isinstance(item, Node) and item.name in REDUCTIONS):
             return True
         return is_elementwise(item) and all(map(self.fits, item.inputs))
 

@@ -16,6 +16,7 @@ from jax_tcgemm.transforms.graph import Atom, Graph, Node, Value, graph_of, inne
 from jax_tcgemm.transforms.products import is_on_device
 from jax_tcgemm.transforms.regions import with_regions
 from jax_tcgemm.transforms.report import Decision
+from jax_tcgemm.transforms.scattered_rows import rows_as_sums
 
 _PRODUCTS = frozenset({"dot_general", "ragged_dot_general"})
 # Operations that run other operations, which are rewritten as well.
@@ -225,6 +226,10 @@ class _Emission:
             self.inline(call, item, item)
         elif item.name in _LOOKED_INTO and self.rewriting.has_products(item.eqn):
             self.inner(item)
+        elif (sums := rows_as_sums(item)) is not None:
+            added, kept = item.inputs[2], item.outputs[0]
+            log(f"fuse: {_type(added.aval)} added to rows of {_type(kept.aval)}: as sums")
+            self.inline(sums, item, item)
         else:
             self.keep(item)
             self.note_inside(item)
