@@ -20,8 +20,8 @@ _FEW = 64
 _SMALL_BYTES = 4 * 2**20
 # XLA joins products of one operand into a single one if one of them is no larger than this.
 _JOINED_BYTES = 32 * 2**20
-# The same of products of one row. This package's kernels take less time there than XLA's one, but of
-# smaller weights so little less that the host takes longer for another launch.
+# The same of products of one row. This package's kernels take less time there than XLA's one, but
+# of smaller weights so little less that the host takes longer for another launch.
 _JOINED_BYTES_OF_ONE_ROW = 16 * 2**20
 # Operations before an operand, at most, among which a product is looked for.
 _MOST_LOOKED_AT = 50
