@@ -4,6 +4,7 @@
 #include <deque>
 #include <map>
 #include <mutex>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -79,11 +80,10 @@ ChoiceInput compiled_input(const GemmProblem& problem, const DeviceProperties& d
   return input;
 }
 
-// The rows to try: the one that is named, or those with room for the program that are expected to
-// be fastest.
+// The rows to try: the one that is named, or those with room for the program, the one that is
+// expected to be fastest first.
 std::vector<const KernelEntry*> candidates(std::string_view config, const ChoiceInput& input,
                                            const EpilogueProgram& program) {
-  constexpr size_t kMost = 3;
   std::vector<const KernelEntry*> rows;
   if (!config.empty()) {
     const Choice named = named_or_chosen(config, input);
@@ -91,9 +91,19 @@ std::vector<const KernelEntry*> candidates(std::string_view config, const Choice
     return rows;
   }
   for (const Estimate& estimate : with_room(ranked_choices(input, false), program.warp_bytes)) {
-    if (rows.size() < kMost) rows.push_back(estimate.choice.entry);
+    rows.push_back(estimate.choice.entry);
   }
   return rows;
+}
+
+// Whether two rows differ at most in what takes no registers: clusters and stages.
+bool has_same_registers(const KernelConfig& x, const KernelConfig& y) {
+  const auto parts = [](const KernelConfig& config) {
+    return std::tuple(config.arch, config.tile_m, config.tile_n, config.tile_k, config.warps_m,
+                      config.warps_n, config.loader, config.promote, config.schedule, config.gated,
+                      config.skinny, config.grouped, config.swap_ab);
+  };
+  return parts(x) == parts(y);
 }
 
 // Under `lock`, which is not held while it compiles.
@@ -122,13 +132,19 @@ Status choose(const EpilogueProgram& program, const GemmProblem& problem, const 
   JAX_TCGEMM_REQUIRE(!rows.empty(), "no kernel for m=", input.m, " n=", input.n, " k=", input.k,
                      " tma_addressable=", input.tma_addressable, " gated=", input.gated,
                      " with a compiled epilogue on compute capability ", input.compute_capability);
-  LoadedKernel* first = nullptr;
+  constexpr size_t kMost = 3;
+  std::vector<LoadedKernel*> spilling;
   for (const KernelEntry* row : rows) {
+    const auto is_alike = [&](const LoadedKernel* other) {
+      return has_same_registers(other->entry->config, row->config);
+    };
+    if (std::any_of(spilling.begin(), spilling.end(), is_alike)) continue;
     JAX_TCGEMM_RETURN_IF_ERROR(compile(program, *row, layout, lock, loaded, kernel));
     if ((*kernel)->made.local_bytes == 0) return Status();
-    if (first == nullptr) first = *kernel;
+    spilling.push_back(*kernel);
+    if (spilling.size() == kMost) break;
   }
-  *kernel = first;
+  *kernel = spilling.front();
   return Status();
 }
 

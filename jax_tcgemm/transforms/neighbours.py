@@ -20,9 +20,6 @@ _FEW = 64
 _SMALL_BYTES = 4 * 2**20
 # XLA joins products of one operand into a single one if one of them is no larger than this.
 _JOINED_BYTES = 32 * 2**20
-# The same of products of one row. This package's kernels take less time there than XLA's one, but
-# of smaller weights so little less that the host takes longer for another launch.
-_JOINED_BYTES_OF_ONE_ROW = 16 * 2**20
 # Operations before an operand, at most, among which a product is looked for.
 _MOST_LOOKED_AT = 50
 # Operations that change no byte of an array in its declared layout.
@@ -72,26 +69,22 @@ def _fallback_reason(
     m, n = (math.prod(shape) // max(k, 1) for shape in (lhs, rhs))
     if k <= 1 or m == n == 1:
         return "an outer product, or a single sum"
-    if (few := min(m, n)) <= _FEW:
+    if min(m, n) <= _FEW:
         larger = max(product.inputs, key=lambda x: math.prod(x.aval.shape))
         maker = _maker(larger, makers)
         if _is_fusible(maker) and not _follows_product(larger, makers):
             return f"few rows, and XLA fuses {maker.name}, which makes the other operand"
         if 0 < _size(product) < _SMALL_BYTES:
             return "few rows by a small matrix: a launch takes as long"
-        joined_bytes = _JOINED_BYTES if few > 1 else _JOINED_BYTES_OF_ONE_ROW
-        if _has_sibling(product, users, joined_bytes):
+        if min(m, n) > 1 and _has_sibling(product, users):
             return "few rows, and XLA joins it with another product of the same operand"
     return None
 
 
-def _has_sibling(product: Node, users: Mapping[Value, Sequence[Any]], joined_bytes: float) -> bool:
+def _has_sibling(product: Node, users: Mapping[Value, Sequence[Any]]) -> bool:
     """Returns true if another product reads the smaller operand, too, as of a layer's q, k and v.
 
-    Args:
-        product: of few rows.
-        users: the items that read a value.
-        joined_bytes: the most bytes of the smaller of the two.
+    XLA's kernel for one row is not worth that: two of this package's take less time.
     """
     if not all(isinstance(x, Value) for x in product.inputs):
         return False
@@ -103,7 +96,7 @@ def _has_sibling(product: Node, users: Mapping[Value, Sequence[Any]], joined_byt
         and user.inputs[side] is shared
         and user.context == product.context
         and user.params["dimension_numbers"] == product.params["dimension_numbers"]
-        and min(_size(product), _size(user)) <= joined_bytes
+        and min(_size(product), _size(user)) <= _JOINED_BYTES
         for user in users.get(shared, ())
     )
 
