@@ -47,6 +47,30 @@ _PRODUCTS: list[Callable[[Any, Any], Any]] = [
 ]
 
 
+def _labelled(x: Any) -> Any:
+    """Less than x what it has at one place of each row, as a loss does with its labels."""
+    places = (jnp.arange(len(x)) * 7 % x.shape[1])[:, None]
+    return x - jnp.take_along_axis(x, places, 1)
+
+
+def _embedded(x: Any, count: int) -> Any:
+    """Adds the sums of rows by their number modulo ``count``, of which each takes a part."""
+    numbers = jnp.arange(len(x)) % count
+    sums = jnp.zeros((count, x.shape[1]), x.dtype).at[numbers].add(x / len(x))
+    return x + sums[numbers]
+
+
+# What reads parts of a matrix, puts them together or adds them up.
+_PARTS: list[Callable[[Any], Any]] = [
+    lambda x: jnp.concatenate([-x[:, len(x) // 2 :], x[:, : len(x) // 2]], 1),  # rotated
+    lambda x: jnp.concatenate(jnp.split(x, 2, 1)[::-1], 1),
+    lambda x: x * jax.lax.dynamic_slice_in_dim(x, 3, 1, 0),
+    _labelled,
+    lambda x: _embedded(x, 1),
+    lambda x: _embedded(x, 8),
+]
+
+
 @dataclasses.dataclass(frozen=True)
 class Step:
     """One operation on values that there are.
@@ -106,6 +130,8 @@ class RandomFunction:
                     values.append(x * columns[step.which % len(columns)])
                 case "wide":
                     values.append((x.astype(jnp.float32) + 1).astype(x.dtype))
+                case "parts":
+                    values.append(_PARTS[step.which % len(_PARTS)](x))
                 case "of_rows":
                     columns.append(jnp.tanh(x.max(-1, keepdims=True)))
                 case "of_columns":
@@ -120,8 +146,9 @@ class RandomFunction:
 
 def random_function(rng: np.random.Generator) -> RandomFunction:
     """Draws a function."""
-    kinds = ["product", "unary", "binary", "row", "column", "wide", "of_rows", "of_columns"]
-    odds = np.array([5, 5, 4, 2, 1, 1, 1, 1])
+    odds_of = {"product": 5, "unary": 5, "binary": 4, "row": 2, "parts": 2}
+    odds_of |= dict.fromkeys(("column", "wide", "of_rows", "of_columns"), 1)
+    kinds, odds = [*odds_of], np.array([*odds_of.values()])
     count = int(rng.integers(6, 24))
     steps = tuple(
         Step(
