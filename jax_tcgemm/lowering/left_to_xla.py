@@ -27,7 +27,9 @@ _FEW_FLOAT32_ROWS = 32
 _LARGE_FLOAT32_EXTENT = 4096
 _FEWER_FLOAT32_ROWS = 16
 _MANY_FLOAT32_COLUMNS = 5000
-# Columns of a row of float32 from which XLA takes long to add up a long k down columns of B.
+# Elements of B from which one row was measured; columns from which XLA takes long to add up a long k
+# down columns of B.
+_MANY_OF_A_ROW = 2**20
 _SLOW_COLUMNS = 1024
 
 # Rows of 16 bits up to which a transposed A is not copied where B is much wider than it is long.
@@ -119,7 +121,8 @@ def _of_few_float32_rows(gemm: StridedGemm, itemsize: int) -> str | None:
     is_large = min(gemm.n, gemm.k) >= _LARGE_FLOAT32_EXTENT
     is_wide = gemm.n >= max(_MANY_FLOAT32_COLUMNS, _WIDE * gemm.k)
     is_slow = gemm.strides.b[-1] == 1 and gemm.k >= 2 * gemm.n and gemm.n >= _SLOW_COLUMNS
-    if is_large or (is_wide and gemm.m <= _FEWER_FLOAT32_ROWS) or (gemm.m == 1 and not is_slow):
+    is_row = gemm.m == 1 and gemm.n * gemm.k >= _MANY_OF_A_ROW
+    if is_large or (is_wide and gemm.m <= _FEWER_FLOAT32_ROWS) or (is_row and not is_slow):
         return f"few rows, {gemm.m}, of float32"
     return None
 
