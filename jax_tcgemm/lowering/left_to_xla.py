@@ -27,8 +27,8 @@ _FEW_FLOAT32_ROWS = 32
 _LARGE_FLOAT32_EXTENT = 4096
 _FEWER_FLOAT32_ROWS = 16
 _MANY_FLOAT32_COLUMNS = 5000
-# Elements of B from which one row was measured; columns from which XLA takes long to add up a long k
-# down columns of B.
+# Elements of B from which one row was measured; columns from which XLA takes long to add up a long
+# k down columns of B.
 _MANY_OF_A_ROW = 2**20
 _SLOW_COLUMNS = 1024
 
