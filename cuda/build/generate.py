@@ -77,8 +77,14 @@ def load(path: pathlib.Path, *modules: str) -> list[ModuleType]:
     return [importlib.import_module(f"{root.name}.{path.name}.{module}") for module in modules]
 
 
-def _shared_out(rows: list) -> list[list]:
-    """Shares rows out among as many files as they are worth, each to the lightest so far."""
+def _shared_out(arch: str, rows: list) -> list[list]:
+    """Shares rows out among as many files as they are worth, each to the lightest so far.
+
+    The driver compiles all PTX of a file when it first needs a row of it. So rows that have PTX,
+    all but those of sm90, have a file each.
+    """
+    if arch != "sm90":
+        return [[row] for row in rows]
     count = math.ceil(sum(_seconds(*row) for row in rows) / _FILE_SECONDS)
     files: list[list] = [[] for _ in range(count)]
     for row in sorted(rows, key=lambda row: _seconds(*row), reverse=True):
@@ -93,7 +99,7 @@ def generated_files(built, cpp: ModuleType) -> dict[str, str]:
         families.setdefault((config.arch, config.tag), []).append((config, epilogue))
     files = {}
     for (arch, tag), rows in families.items():
-        for i, share in enumerate(_shared_out(rows)):
+        for i, share in enumerate(_shared_out(arch, rows)):
             kernels = [
                 _KERNEL.format(arch=arch, name=row.name, config=cpp.config(row, epilogue))
                 for row, epilogue in share
