@@ -131,6 +131,34 @@ def test_its_own_derivatives_are_those_of_the_additions():
         np.testing.assert_allclose(np.asarray(own, np.float32), wanted, rtol=0.05, atol=0.3)
 
 
+def test_types_with_shardings_stay():
+    """Also where an operation is traced on a mesh of its own, for its result's sharding."""
+    mesh = mesh_of((4,), jax.sharding.AxisType.Explicit)
+    table, ids, _ = draw(3, (400,))
+
+    def loss(table, ids):
+        rows = table.at[ids].get(out_sharding=jax.sharding.PartitionSpec("x"))
+        return jnp.sum(rows.astype(jnp.float32) ** 2)
+
+    with jax.set_mesh(mesh):
+        own = jax.jit(fuse(jax.grad(loss)))(table, ids)
+        np.testing.assert_array_equal(own, jax.jit(jax.grad(loss))(table, ids))
+
+
+def test_indices_that_do_not_hold_the_number_of_rows():
+    table, ids, rows = draw(8, (600,))
+    numbers = lax.ScatterDimensionNumbers((1,), (0,), (0,))
+
+    def f(table, ids, rows):
+        return lax.scatter_add(table, ids[:, None], rows, numbers, mode="clip")
+
+    assert not scatters(f, table, ids.astype(jnp.int4), rows)
+    own = fuse(f)(table, ids.astype(jnp.int4), rows)
+    np.testing.assert_allclose(
+        np.asarray(own, np.float64), expected(table, ids, rows), rtol=1e-2, atol=1e-2
+    )
+
+
 def test_shards_are_added_up():
     mesh = mesh_of((4,))
     table, ids, rows = draw(3, (1024,))

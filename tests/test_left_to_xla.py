@@ -150,6 +150,9 @@ def test_only_near_what_was_measured():
     assert left_to_xla("F16_F16_F32", folded(577, 577, 64, "nt", 192), 2)
     assert left_to_xla("BF16_BF16_F32", folded(8, 577, 64, "nt", 4096), 2) is None  # few rows
     assert left_to_xla("BF16_BF16_F32", folded(577, 0, 64, "nt", 192), 2) is None
+    # Few rows of an unaligned A that is not transposed, or by an unaligned B.
+    for problem in ((8, 12000, 4095, "nt"), (64, 20000, 1001), (7, 20001, 1000, "tn")):
+        assert left_to_xla("BF16_BF16_F32", folded(*problem), 2) is None
     # Rows of float32 results are aligned where those of bfloat16 are not.
     assert left_to_xla("BF16_BF16_F32", folded(580, 580, 64, "nt", 192), 2)
     assert left_to_xla("BF16_BF16_F32", folded(580, 580, 64, "nt", 192), 4) is None

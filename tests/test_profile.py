@@ -53,6 +53,7 @@ ENTRY %main.9 (x: bf16[64,32], w: bf16[32,16]) -> f32[] {
   %turning = f32[16,64]{1,0} fusion(%gemm.1), kind=kLoop, calls=%body.3
   %loop_tanh = bf16[64,16]{1,0} fusion(%gemm.1), kind=kLoop, calls=%body.4
   %all-reduce-start = f32[64]{0} all-reduce-start(%b), to_apply=%add
+  %while.5 = (s32[], f32[64]{0}) while(%init), condition=%less, body=%more
   %copy.1 = f32[64]{0:T(64)} copy(%b)
   ROOT %wrapped = f32[] reduce(%b, %zero), dimensions={0}, to_apply=%add
 }
@@ -70,6 +71,7 @@ KINDS = {
     "turning": "copies and transposes",
     "loop_tanh": "elementwise",
     "all-reduce-start": "collectives",
+    "while.5": "control",
     "copy.1": "copies and transposes",
     "wrapped": "reductions",
 }
@@ -88,9 +90,15 @@ def test_shapes_and_sources():
 
 
 def test_times_are_means_of_steps_and_of_one_program_alone():
-    seen = [Event("jit_step", "gemm.1", 3000.0), Event("jit_step", "gemm.1", 1000.0)] * 2
-    seen += [Event("jit_step", "loop_tanh", 500.0), Event("jit_copy", "copy.1", 9e9)]
-    seen.append(Event("jit_step", "memset.7", 100.0))
+    seen = [
+        Event("gpu:0", "jit_step", "gemm.1", 3000.0),
+        Event("gpu:0", "jit_step", "gemm.1", 1000.0),
+    ] * 2
+    seen += [
+        Event("gpu:0", "jit_step", "loop_tanh", 500.0),
+        Event("gpu:0", "jit_copy", "copy.1", 9e9),
+    ]
+    seen.append(Event("gpu:0", "jit_step", "memset.7", 100.0))
     found = account(PROGRAM, seen, steps=2)
     assert [(x.name, x.us, x.kernels) for x in found.entries] == [
         ("gemm.1", 4.0, 2.0),
@@ -105,12 +113,26 @@ def test_times_are_means_of_steps_and_of_one_program_alone():
     assert "gemm.1 s8[8] [products, ours] a" in str(found)
 
 
+def test_devices_count_once_and_what_runs_others_does_not():
+    seen = [Event(f"gpu:{i}", "jit_step", "loop_tanh", 1000.0) for i in range(4)]
+    seen += [Event(f"gpu:{i}", "jit_step", "while.5", 5000.0) for i in range(4)]
+    found = account(PROGRAM, seen, steps=1)
+    assert [(x.name, x.us, x.kernels) for x in found.entries] == [("loop_tanh", 1.0, 1.0)]
+
+
+def test_what_cannot_be_profiled():
+    with pytest.raises(ValueError, match="bound to the function"):
+        profile(jax.jit(lambda x, n: x * n, static_argnums=1), jnp.ones(3), 3)
+    with pytest.raises(ValueError, match="at least 1"):
+        profile(jnp.sin, jnp.ones(3), steps=0)
+
+
 def test_a_step_here():
     def step(state, x):
         y = jnp.tanh(x @ state["w"])
-        return {"w": state["w"] + 1e-3 * (x.T @ y)}, y.sum()
+        return {"w": state["w"] + 1e-3 * (x.T @ y), "at": state["at"] + 1}, y.sum()
 
-    state = {"w": jnp.full((256, 256), 0.01)}
+    state = {"w": jnp.full((256, 256), 0.01), "at": 1.5}
     x = jnp.ones((128, 256))
     for f in (step, jax.jit(step, donate_argnums=0), fuse(step)):
         found = profile(f, state, x, steps=2)

@@ -84,13 +84,16 @@ ChoiceInput compiled_input(const GemmProblem& problem, const DeviceProperties& d
 // expected to be fastest first.
 std::vector<const KernelEntry*> candidates(std::string_view config, const ChoiceInput& input,
                                            const EpilogueProgram& program) {
+  constexpr double kMostFactor = 1.3;  // about what spilling costs
   std::vector<const KernelEntry*> rows;
   if (!config.empty()) {
     const Choice named = named_or_chosen(config, input);
     if (named.entry != nullptr) rows.push_back(named.entry);
     return rows;
   }
-  for (const Estimate& estimate : with_room(ranked_choices(input, false), program.warp_bytes)) {
+  const auto ranked = with_room(ranked_choices(input, false), program.warp_bytes);
+  for (const Estimate& estimate : ranked) {
+    if (estimate.cycles > kMostFactor * ranked.front().cycles) break;
     rows.push_back(estimate.choice.entry);
   }
   return rows;

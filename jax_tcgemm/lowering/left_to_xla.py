@@ -13,7 +13,13 @@ import math
 
 import numpy as np
 
-from jax_tcgemm.problem.alignment import COPY_BYTES, elements, misalignment, padding_bytes
+from jax_tcgemm.problem.alignment import (
+    COPY_BYTES,
+    elements,
+    is_transposed,
+    misalignment,
+    padding_bytes,
+)
 from jax_tcgemm.problem.arithmetic import INPUT_DTYPES, sum_dtype
 from jax_tcgemm.problem.strides import StridedGemm
 
@@ -110,6 +116,8 @@ def _of_few_copied_rows(gemm: StridedGemm, itemsize: int) -> str | None:
     if itemsize != 2 or gemm.batch or gemm.m > _FEW_COPIED_ROWS:
         return None
     if gemm.n < max(_WIDE_COLUMNS, _WIDE * gemm.k) or not padding_bytes(gemm, itemsize):
+        return None
+    if not is_transposed(gemm, "a") or misalignment(gemm, "b", itemsize) is not None:
         return None
     what = misalignment(gemm, "a", itemsize)
     return what and f"few rows, {gemm.m}, and a has {what}, unaligned"

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 # Each instruction's own launches, which a CUDA graph hides.
 _OPTIONS: dict[str, str | bool] = {"xla_gpu_enable_command_buffer": ""}
@@ -42,7 +43,9 @@ _KINDS_OF_CALLS = {
     "__cudnn$fmha": "attention, XLA's",
     "__cudnn$conv": "convolutions, XLA's",
 }
-_COLLECTIVES = ("all-", "reduce-scatter", "collective-")
+_COLLECTIVES = ("all-", "ragged-all-", "reduce-scatter", "collective-", "send", "recv")
+# What runs others, which have their own events.
+_CONTROL = frozenset({"while", "call", "conditional"})
 
 
 class Instruction(NamedTuple):
@@ -65,8 +68,8 @@ class Entry(NamedTuple):
     Attributes:
         name: of the instruction.
         what: what it is.
-        us: microseconds of a step.
-        kernels: how many a step launches.
+        us: microseconds of a step on each device, in the mean.
+        kernels: how many a step launches there.
     """
 
     name: str
@@ -130,22 +133,31 @@ def profile(function: Any, *args: Any, steps: int = 5) -> Profile:
 
     Args:
         function: what ``jax.jit`` takes, or what it returned. Arguments that it donates are copied
-            before each step; the copies don't count.
+            before each step; the copies don't count. Static arguments are to be bound to it before.
         *args: its arguments.
-        steps: how often it runs, after a first time that does not count.
+        steps: how often it runs, once at least, after a first time that does not count.
 
     Returns:
         The means of these runs. Kernels run one after the other, not from a CUDA graph, so that
         each has its instruction's name; what the host takes between them is not in it.
+
+    Raises:
+        ValueError: it has static arguments, or does not run once.
     """
+    if steps < 1:
+        raise ValueError(f"steps must be at least 1, not {steps}")
     jitted = function if hasattr(function, "lower") else jax.jit(function)
     lowered = jitted.lower(*args)
     compiled = lowered.compile(_OPTIONS if jax.default_backend() == "gpu" else None)
     donated = [info.donated for info in jax.tree.leaves(lowered.args_info)]
+    if len(donated) != len(jax.tree.leaves(args)):
+        raise ValueError("static arguments have to be bound to the function, by functools.partial")
 
     def run() -> None:
         leaves, structure = jax.tree.flatten(args)
-        own = [x.copy() if is_donated else x for x, is_donated in zip(leaves, donated, strict=True)]
+        own = [
+            jnp.copy(x) if is_donated else x for x, is_donated in zip(leaves, donated, strict=True)
+        ]
         jax.block_until_ready(compiled(*jax.tree.unflatten(structure, own)))
 
     run()
@@ -162,11 +174,13 @@ class Event(NamedTuple):
     """What the profiler saw of an instruction.
 
     Attributes:
+        device: where.
         module: the program.
         instruction: its name.
         ns: how long it ran.
     """
 
+    device: str
     module: str
     instruction: str
     ns: float
@@ -188,12 +202,12 @@ def events(data: Any) -> list[Event]:
                     stats: dict[str, Any] = dict(event.stats)
                     if "hlo_op" in stats:
                         module = stats.get("hlo_module", "")
-                        found.append(Event(module, stats["hlo_op"], event.duration_ns))
+                        found.append(Event(plane.name, module, stats["hlo_op"], event.duration_ns))
     return found
 
 
 def account(text: str, seen: Iterable[Event], steps: int) -> Profile:
-    """Gives each instruction of a program what it took.
+    """Gives each instruction of a program what it took, on each of its devices in the mean.
 
     Args:
         text: of the compiled program.
@@ -204,13 +218,17 @@ def account(text: str, seen: Iterable[Event], steps: int) -> Profile:
     known = instructions(text)
     ns: dict[str, float] = collections.defaultdict(float)
     kernels: dict[str, int] = collections.defaultdict(int)
+    devices = set()
+    unknown = Instruction("other", "", "")
     for event in seen:
-        if module is None or event.module == module[1]:
+        is_own = module is None or event.module == module[1]
+        if is_own and known.get(event.instruction, unknown).kind != "control":
+            devices.add(event.device)
             ns[event.instruction] += event.ns
             kernels[event.instruction] += 1
-    unknown = Instruction("other", "", "")
+    runs = steps * max(1, len(devices))
     entries = [
-        Entry(name, known.get(name, unknown), 1e-3 * ns[name] / steps, kernels[name] / steps)
+        Entry(name, known.get(name, unknown), 1e-3 * ns[name] / runs, kernels[name] / runs)
         for name in sorted(ns, key=lambda name: -ns[name])
     ]
     return Profile(tuple(entries))
@@ -239,9 +257,11 @@ def _kind(name: str, opcode: str, rest: str, body: str) -> str:
             if target[1].startswith(prefix):
                 return kind
         return "other calls"
-    if opcode.startswith(_COLLECTIVES):
-        return "collectives"
+    if opcode in _CONTROL:
+        return "control"
     opcodes = {inner for _, _, inner, _ in _INSTRUCTION.findall(body)} or {opcode}
+    if any(each.startswith(_COLLECTIVES) for each in (opcode, *opcodes)):
+        return "collectives"
     if "dot" in opcodes or "gemm" in name:
         return "products, XLA's"
     if "convolution" in opcodes:

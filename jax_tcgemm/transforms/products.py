@@ -69,12 +69,14 @@ def is_typed(node: Node) -> bool:
     return any(x is not None and explicit in x.mesh.axis_types for x in shardings)
 
 
-def reads_parts(item: Any) -> bool:
-    """Whether an item reads slices of its first operand, or less than half of it."""
+def reads_parts(item: Any, value: Value) -> bool:
+    """Whether an item reads slices of a value, or less than half of it."""
     if not isinstance(item, Node) or item.name not in _SLICES | _PARTIAL:
         return False
-    read, made = item.inputs[0], sum(x.bytes for x in item.outputs)
-    return item.name in _SLICES or (isinstance(read, Value) and 2 * made < read.bytes)
+    # The others say where.
+    is_read = item.inputs[0] is value and not any(x is value for x in item.inputs[1:])
+    made = sum(x.bytes for x in item.outputs)
+    return is_read and (item.name in _SLICES or 2 * made < value.bytes)
 
 
 def is_on_device(node: Node) -> bool:

@@ -286,9 +286,9 @@ class Region:
                 return other
         return None
 
-    def is_soft_user(self, item: Any) -> bool:
-        """Whether an item works element by element, so that it could as well start before."""
-        if reads_parts(item) or (isinstance(item, Node) and item.name in REDUCTIONS):
+    def is_soft_user(self, item: Any, value: Value) -> bool:
+        """Whether an item reads a value by element or in parts, so that it can start before."""
+        if reads_parts(item, value) or (isinstance(item, Node) and item.name in REDUCTIONS):
             return True
         return is_elementwise(item) and all(map(self.fits, item.inputs))
 

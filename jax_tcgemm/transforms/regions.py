@@ -100,7 +100,7 @@ class _Kernel:
         for value in [*self.region.accumulators, *made]:
             users = [item for item in self.wiring.users_of(value) if item not in own]
             stays = value in self.program.returned and value not in self.program.stacked
-            if stays or not all(map(self.region.is_soft_user, users)):
+            if stays or not all(self.region.is_soft_user(user, value) for user in users):
                 hard.append(value)
             elif users or value in self.program.returned:
                 soft.append(value)

@@ -48,9 +48,16 @@ def rows_as_sums(node: Node) -> Any:
         return None
     if node.params["mode"] not in _MODES or not _adds_whole_rows(node, operand, indices, updates):
         return None
-    if any(_compat.is_sharded_type(x) for x in (operand, indices, updates)):
+    if not all(map(_lies_in_context, (operand, indices, updates))):
         return None
     return kernel_calls.traced_call(node, _sums)
+
+
+def _lies_in_context(aval: Any) -> bool:
+    """Whether it is not sharded by its type, nor of another mesh than what is traced here."""
+    mesh = aval.sharding.mesh
+    is_here = mesh.empty or mesh == jax.sharding.get_abstract_mesh()
+    return is_here and not _compat.is_sharded_type(aval)
 
 
 def _adds_whole_rows(node: Node, operand: Any, indices: Any, updates: Any) -> bool:
@@ -70,6 +77,8 @@ def _sums(node: Node, values: list[Any]) -> list[jax.Array]:
     operand, indices, updates = values
     count = operand.shape[0]
     ids = indices.reshape(-1)
+    if jnp.iinfo(ids.dtype).bits < 8:  # which may not hold the number of rows
+        ids = ids.astype(jnp.int32)
     if node.params["mode"] == lax.GatherScatterMode.CLIP:
         ids = jnp.clip(ids, 0, count - 1)
     added = updates.reshape(len(ids), *operand.shape[1:])
