@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from fusions import operands, random_function, with_epilogues, worst, worst_of_random
 from jax import lax
+from sharded_program import mesh_of
 
 from jax_tcgemm import fuse
 
@@ -132,3 +133,24 @@ def test_random_functions(rng, mode, dtype, kind):
     args = tuple(x.astype(dtype) for x in operands(rng, 80))
     with MODES[mode]():
         assert worst_of_random(function, args, gradient=kind == "gradient") <= 1, function
+
+
+def test_parts_of_a_program_on_a_mesh_of_their_own(normal):
+    """Within ``auto_axes`` types are of another mesh than what surrounds them."""
+    x, w = (normal(128, 128, dtype=jnp.bfloat16) / 8 for _ in range(2))
+    spec = jax.sharding.PartitionSpec("x")
+
+    def layer(x, w):
+        return jax.sharding.auto_axes(lambda x, w: jnp.tanh(x @ w), out_sharding=spec)(x, w)
+
+    def loss(x, w):
+        return layer(x, w).astype(jnp.float32).sum()
+
+    with jax.set_mesh(mesh_of((4,), jax.sharding.AxisType.Explicit)):
+        for f in (layer, jax.grad(loss, (0, 1))):
+            assert "tcgemm" in str(jax.make_jaxpr(fuse(f))(x, w))
+            own, plain = (jax.tree.leaves(jax.jit(g)(x, w)) for g in (fuse(f), f))
+            assert [*map(jax.typeof, own)] == [*map(jax.typeof, plain)]
+            for one, other in zip(own, plain, strict=True):
+                one, other = (np.asarray(y, np.float32) for y in (one, other))
+                np.testing.assert_allclose(one, other, atol=0.02 * np.abs(other).max())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -120,6 +120,22 @@ def context_fields(context: Any) -> tuple[tuple[str, Any], ...]:
     """Returns all that JAX notes of the context of an equation, by name."""
     names = (name for name in type(context).__slots__ if name not in ("configs", "__weakref__"))
     return tuple((name, getattr(context, name)) for name in names)
+
+
+@contextlib.contextmanager
+def on_mesh_of(avals: Iterable[Any]) -> Iterator[None]:
+    """Traces on the mesh of types, as of values within ``auto_axes``, if they have one.
+
+    Args:
+        avals: the types of an operation's operands and results, none of another mesh.
+    """
+    meshes = [aval.sharding.mesh for aval in avals if isinstance(aval, ShapedArray)]
+    mesh = next((each for each in meshes if not each.empty), None)
+    if mesh is None or mesh == _mesh.get_abstract_mesh():
+        yield
+        return
+    with _mesh.use_abstract_mesh(mesh):
+        yield
 
 
 @contextlib.contextmanager

@@ -59,8 +59,9 @@ def traced_call(item: Node | Fused, compute: Callable[[Any, list[Any]], Sequence
         return compute(item, inputs)
 
     node = item.products[0] if isinstance(item, Fused) else item
-    with jaxprs.in_context(node.eqn):
-        return jax.make_jaxpr(function)(*(value.aval for value in item.taken))
+    avals = [value.aval for value in item.taken]
+    with jaxprs.in_context(node.eqn), jaxprs.on_mesh_of(avals):
+        return jax.make_jaxpr(function)(*avals)
 
 
 def _product(node: Node, values: Sequence[Any]) -> list[Any]:

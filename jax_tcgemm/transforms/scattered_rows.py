@@ -48,16 +48,9 @@ def rows_as_sums(node: Node) -> Any:
         return None
     if node.params["mode"] not in _MODES or not _adds_whole_rows(node, operand, indices, updates):
         return None
-    if not all(map(_lies_in_context, (operand, indices, updates))):
+    if any(_compat.is_sharded_type(x) for x in (operand, indices, updates)):
         return None
     return kernel_calls.traced_call(node, _sums)
-
-
-def _lies_in_context(aval: Any) -> bool:
-    """Whether it is not sharded by its type, nor of another mesh than what is traced here."""
-    mesh = aval.sharding.mesh
-    is_here = mesh.empty or mesh == jax.sharding.get_abstract_mesh()
-    return is_here and not _compat.is_sharded_type(aval)
 
 
 def _adds_whole_rows(node: Node, operand: Any, indices: Any, updates: Any) -> bool:
