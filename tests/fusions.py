@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -185,8 +185,13 @@ def worst_of_random(function: RandomFunction, args: Any, *, gradient: bool = Fal
     def whole(f: RandomFunction) -> Any:
         return jax.value_and_grad(loss_of(f), argnums=(0, 1)) if gradient else f
 
-    moved = [whole(dataclasses.replace(function, moved=seed)) for seed in (1, 2)]
-    return worst(whole(function), fuse(whole(function)), args, moved=moved)
+    def found(seeds: Iterable[int]) -> float:
+        moved = [whole(dataclasses.replace(function, moved=seed)) for seed in seeds]
+        return worst(whole(function), fuse(whole(function)), args, moved=moved)
+
+    # Where a rounding may decide which of two numbers is the larger, few others show it.
+    first = found((1, 2))
+    return first if first <= 1 else found(range(1, 13))
 
 
 def worst(
