@@ -215,9 +215,9 @@ def test_no_kernel_is_faster_than_the_gpu(m, n, k, us):
     assert least_seconds(product, size, H200) == 0
 
 
-def race_of(monkeypatch, m=8):
+def race_of(monkeypatch):
     monkeypatch.setattr(_core, "device_properties", lambda ordinal: PEAKS)
-    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((m, 1024), (1024, 6144))]
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((8, 1024), (1024, 6144))]
     (product,) = tune_module.find_products(f, *arrays)
     return race_module.Race(product, Numbers(), threading.Event())
 
@@ -237,11 +237,6 @@ def test_when_xla_is_asked(monkeypatch, best, expected):
     assert race.asks_xla() == expected
 
 
-@pytest.mark.parametrize(("m", "expected"), [(8, False), (512, True)])
-def test_whether_tiles_of_the_result_occupy_all_sms(monkeypatch, m, expected):
-    assert race_of(monkeypatch, m).has_many_tiles() == expected
-
-
 @pytest.mark.parametrize(
     ("untuned_us", "cublas_us", "xla_us", "entered", "best"),
     [
@@ -252,13 +247,10 @@ def test_whether_tiles_of_the_result_occupy_all_sms(monkeypatch, m, expected):
         (4.94, None, None, ["untuned", ROW], None),  # XLA could not compile it
         (8.0, 4.5, 4.5, ["untuned", "xla", ROW], "xla"),
         (8.0, 4.5, 7.0, ["untuned", "xla", ROW], ROW),  # XLA would take another kernel
-        (8.0, 4.5, None, ["untuned", "cublas", ROW], "xla"),  # with many tiles it does not
     ],
 )
 def test_who_is_asked_with_little_time(monkeypatch, untuned_us, cublas_us, xla_us, entered, best):
     """With few seconds left nothing is compiled that hardly matters."""
-    has_many_tiles = best == "xla" and xla_us is None
-    monkeypatch.setattr(race_module.Race, "has_many_tiles", lambda race: has_many_tiles)
     times = {"untuned": untuned_us, "cublas": cublas_us, "xla": xla_us, ROW: 4.9}
 
     def enter(race, configs):

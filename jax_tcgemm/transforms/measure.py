@@ -85,13 +85,13 @@ def measure(
             race.narrow_down()
     blocks = _blocks(race)
     best, is_certain = decided(blocks)
-    if best == CUBLAS and not race.has_many_tiles():  # what XLA takes in its place may be slower
+    if best == CUBLAS:  # what XLA takes in its place may be slower
         race.leave(CUBLAS)
         race.enter({XLA: XLA})
         blocks = _blocks(race)
         best, is_certain = decided(blocks)
     times = {name: min(block[name].median for block in blocks) for name in blocks[0]}
-    config = {UNTUNED: None, CUBLAS: XLA}.get(best, best)
+    config = None if best == UNTUNED else best
     of_xla = times.get(XLA, times.get(CUBLAS))
     entry = Entry.measured(config, times[best], times[UNTUNED], of_xla)
     us = ", ".join(f"{name} {1e6 * seconds:.1f} us" for name, seconds in times.items())

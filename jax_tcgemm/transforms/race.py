@@ -5,8 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
-import json
-import math
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -53,9 +51,6 @@ _FIRST_REPS = 8
 _MOST_COMPILED = 2
 # The share of the free memory that operands and results may take.
 _MEMORY_SHARE = 0.05
-
-# Elements of a tile of XLA's products.
-_TILE = 128 * 128
 
 # A competitor that takes at most so many times as long as another is as fast.
 _AS_FAST = 1.02
@@ -217,15 +212,6 @@ class Race:
     def is_as_fast_as(self, other: str) -> bool:
         """Says whether the untuned choice does not take longer than another competitor."""
         return self._time_of(UNTUNED) <= _AS_FAST * self._time_of(other)
-
-    def has_many_tiles(self) -> bool:
-        """Says whether tiles of the result occupy all SMs, so that XLA has no need to split k.
-
-        XLA's autotuning then takes cuBLAS, or what is no slower.
-        """
-        fields = json.loads(self._product.problem)
-        results = math.prod(fields.get("batch", [])) * fields["m"] * fields["n"]
-        return results >= _TILE * self._properties["sm_count"]
 
     def _time_of(self, name: str) -> float:
         """Returns the least time of a competitor; 0 for one that could not be compiled."""
