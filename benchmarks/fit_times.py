@@ -75,7 +75,7 @@ class Problem:
 
     @property
     def has_few_rows(self) -> bool:
-        """Whether it has as few rows or columns as those with weights of their own."""
+        """True if the model has separate weights for so few rows or columns."""
         return min(self.m, self.n) <= _FEW
 
     @property

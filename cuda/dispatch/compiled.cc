@@ -84,7 +84,7 @@ ChoiceInput compiled_input(const GemmProblem& problem, const DeviceProperties& d
 // expected to be fastest first.
 std::vector<const KernelEntry*> candidates(std::string_view config, const ChoiceInput& input,
                                            const EpilogueProgram& program) {
-  constexpr double kMostFactor = 1.3;  // about what spilling costs
+  constexpr double kMostFactor = 1.3;  // a guess: no one measured what spilling costs
   std::vector<const KernelEntry*> rows;
   if (!config.empty()) {
     const Choice named = named_or_chosen(config, input);
@@ -99,7 +99,7 @@ std::vector<const KernelEntry*> candidates(std::string_view config, const Choice
   return rows;
 }
 
-// Whether two rows differ at most in what takes no registers: clusters and stages.
+// Checks whether two rows differ at most in clusters and stages, which take no registers.
 bool has_same_registers(const KernelConfig& x, const KernelConfig& y) {
   const auto parts = [](const KernelConfig& config) {
     return std::tuple(config.arch, config.tile_m, config.tile_n, config.tile_k, config.warps_m,

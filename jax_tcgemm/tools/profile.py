@@ -34,7 +34,7 @@ _MOVING = {
     *("concatenate", "pad", "parameter", "tuple", "get-tuple-element"),
 }
 
-# Of custom calls, by how their targets begin. The first that fits.
+# Kinds of custom calls by the prefix of their target; the first match counts.
 _KINDS_OF_CALLS = {
     "jax_tcgemm_compiled": "products with functions, ours",
     "jax_tcgemm_transpose": "copies and transposes",
@@ -44,7 +44,7 @@ _KINDS_OF_CALLS = {
     "__cudnn$conv": "convolutions, XLA's",
 }
 _COLLECTIVES = ("all-", "ragged-all-", "reduce-scatter", "collective-", "send", "recv")
-# What runs others, which have their own events.
+# These run other instructions, which have events of their own.
 _CONTROL = frozenset({"while", "call", "conditional"})
 
 
@@ -63,7 +63,7 @@ class Instruction(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """What an instruction takes.
+    """The time of an instruction.
 
     Attributes:
         name: of the instruction.
@@ -171,7 +171,7 @@ def profile(function: Any, *args: Any, steps: int = 5) -> Profile:
 
 
 class Event(NamedTuple):
-    """What the profiler saw of an instruction.
+    """One run of an instruction, as the profiler saw it.
 
     Attributes:
         device: where.

@@ -23,8 +23,7 @@ SPREADING = frozenset({"broadcast_in_dim", "iota"})
 DRAWING = draws.DRAWS
 # What XLA computes of values that it makes on the way.
 REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min"})
-# What reads parts of a value, which XLA then makes at these places alone: those that never read one
-# twice, and others.
+# XLA fuses these readers of parts with their producer. Slices read no element twice; a gather may.
 _SLICES = frozenset({"slice", "split"})
 _PARTIAL = frozenset({"gather", "dynamic_slice"})
 
@@ -70,7 +69,7 @@ def is_typed(node: Node) -> bool:
 
 
 def reads_parts(item: Any, value: Value) -> bool:
-    """Whether an item reads slices of a value, or less than half of it."""
+    """Checks whether an item reads slices of a value, or less than half of it."""
     if not isinstance(item, Node) or item.name not in _SLICES | _PARTIAL:
         return False
     # The others say where.

@@ -287,7 +287,7 @@ class Region:
         return None
 
     def is_soft_user(self, item: Any, value: Value) -> bool:
-        """Whether an item reads a value by element or in parts, so that it can start before."""
+        """Checks whether an item could compute a value it reads from an earlier one."""
         if reads_parts(item, value) or (isinstance(item, Node) and item.name in REDUCTIONS):
             return True
         return is_elementwise(item) and all(map(self.fits, item.inputs))

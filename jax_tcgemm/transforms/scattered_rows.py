@@ -54,7 +54,7 @@ def rows_as_sums(node: Node) -> Any:
 
 
 def _adds_whole_rows(node: Node, operand: Any, indices: Any, updates: Any) -> bool:
-    """Whether an index names a row of the operand, and the updates are such rows."""
+    """Checks whether each index names a row of the operand, and the updates are rows."""
     numbers = node.params["dimension_numbers"]
     rank, window = len(indices.shape) - 1, len(operand.shape) - 1
     return (
