@@ -50,7 +50,7 @@ def collectives(text: str, devices: int) -> list[Collective]:
         devices: how many devices it runs on.
     """
     computations: dict[str, list[str]] = {}
-    for name, lines in _computations(text.splitlines()):
+    for name, lines in computations_of(text):
         computations.setdefault(name, []).extend(lines)
     runs = _runs(computations)
     found = [
@@ -61,10 +61,14 @@ def collectives(text: str, devices: int) -> list[Collective]:
     return [each for each, count in found for _ in range(count) if each.received]
 
 
-def _computations(lines: list[str]) -> Iterator[tuple[str, list[str]]]:
-    """Yields the name and the lines of each computation; that of the program itself has none."""
+def computations_of(text: str) -> Iterator[tuple[str, list[str]]]:
+    """Yields the name and the lines of each computation; that of the program itself has none.
+
+    Args:
+        text: what ``as_text()`` of a compiled program returns.
+    """
     name, body = "", []
-    for line in lines:
+    for line in text.splitlines():
         head = _COMPUTATION.match(line)
         if head:
             yield name, body

@@ -18,10 +18,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jax_tcgemm.tools.collectives import computations_of
+
 # Each instruction's own launches, which a CUDA graph hides.
 _OPTIONS: dict[str, str | bool] = {"xla_gpu_enable_command_buffer": ""}
 
-_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.-]+) \(.*\) -> .* \{$", re.MULTILINE)
 _INSTRUCTION = re.compile(
     r"^  (?:ROOT )?%?([\w.-]+) = (.+?) ([a-z][a-z0-9-]*)\((.*)$", re.MULTILINE
 )
@@ -236,15 +237,15 @@ def account(text: str, seen: Iterable[Event], steps: int) -> Profile:
 
 def instructions(text: str) -> dict[str, Instruction]:
     """Returns what the instructions of a compiled program are, by their names."""
-    heads = list(_COMPUTATION.finditer(text))
-    ends = [head.start() for head in heads[1:]] + [len(text)]
-    bodies = {head[1]: text[head.end() : end] for head, end in zip(heads, ends, strict=True)}
+    bodies: dict[str, str] = collections.defaultdict(str)
+    for computation, lines in computations_of(text):
+        bodies[computation] += "\n".join(lines) + "\n"
     found = {}
-    for body in bodies.values():
+    for body in [*bodies.values()]:
         for name, shape, opcode, rest in _INSTRUCTION.findall(body):
             source = _SOURCE.search(rest)
             called = _CALLED.search(rest)
-            kind = _kind(name, opcode, rest, bodies.get(called[1], "") if called else "")
+            kind = _kind(name, opcode, rest, bodies[called[1]] if called else "")
             shape = _LAYOUT.sub("", shape)
             found[name] = Instruction(kind, shape, source[1] if source else "")
     return found
