@@ -31,6 +31,12 @@ def set_compiler(
 def may_compile_rows() -> bool:
     """Says whether every kernel that was to be compiled for a row of the table could be."""
 
+def release_unused_programs(used_digests: set[str], grace_seconds: float) -> None:
+    """Releases the kernels of epilogues that were unused so long ago, and are not among these."""
+
+def loaded_program_count() -> int:
+    """Returns the number of epilogues whose kernels are loaded."""
+
 def configure_gate(ordinal: int, gate: int, config: str) -> None:
     """Names what calls with ``config=MEASURED`` take behind a gate."""
 

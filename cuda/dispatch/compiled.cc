@@ -1,8 +1,6 @@
 #include "dispatch/compiled.h"
 
 #include <algorithm>
-#include <deque>
-#include <map>
 #include <mutex>
 #include <tuple>
 #include <utility>
@@ -12,39 +10,13 @@
 #include "dispatch/choice.h"
 #include "dispatch/dispatch.h"
 #include "dispatch/launch.h"
+#include "dispatch/program_library.h"
 #include "dispatch/ragged.h"
 #include "sm90/tensor_maps.h"
 #include "sm90/tma_descriptor.h"
 
 namespace jax_tcgemm {
 namespace {
-
-struct LoadedKernel {
-  const KernelEntry* entry;
-  std::string layout;
-  RunTimeKernel made;
-};
-
-// What was compiled of one program. Kernels stay where they are.
-struct LoadedProgram {
-  struct Chosen {
-    ChoiceInput input;
-    std::string config;  // that was named, or empty
-    LoadedKernel* kernel;
-  };
-  std::deque<LoadedKernel> kernels;
-  std::vector<Chosen> chosen;
-};
-
-struct Library {
-  std::mutex mutex;
-  std::map<ByProgram::Owned, LoadedProgram, ByProgram> programs;
-};
-
-Library& library() {
-  static Library* const library = new Library;  // outlives whatever runs at exit
-  return *library;
-}
 
 std::string layout_name(const GemmProblem& problem) {
   return std::string{problem.major_a == Major::kK ? 'n' : 't',
@@ -109,24 +81,6 @@ bool has_same_registers(const KernelConfig& x, const KernelConfig& y) {
   return parts(x) == parts(y);
 }
 
-// Under `lock`, which is not held while it compiles.
-Status compile(const EpilogueProgram& program, const KernelEntry& row, const std::string& layout,
-               std::unique_lock<std::mutex>* lock, LoadedProgram* loaded, LoadedKernel** kernel) {
-  for (LoadedKernel& known : loaded->kernels) {
-    if (known.entry == &row && known.layout == layout) {
-      *kernel = &known;
-      return Status();
-    }
-  }
-  LoadedKernel fresh = {&row, layout, {}};
-  lock->unlock();
-  const Status status = make_kernel({program.source, row.name, layout}, &fresh.made);
-  lock->lock();
-  JAX_TCGEMM_RETURN_IF_ERROR(status);
-  *kernel = &loaded->kernels.emplace_back(std::move(fresh));
-  return Status();
-}
-
 // The kernel for a problem: the fastest row whose registers suffice for the program.
 Status choose(const EpilogueProgram& program, const GemmProblem& problem, const ChoiceInput& input,
               std::unique_lock<std::mutex>* lock, LoadedProgram* loaded, LoadedKernel** kernel) {
@@ -142,7 +96,7 @@ Status choose(const EpilogueProgram& program, const GemmProblem& problem, const 
       return has_same_registers(other->entry->config, row->config);
     };
     if (std::any_of(spilling.begin(), spilling.end(), is_alike)) continue;
-    JAX_TCGEMM_RETURN_IF_ERROR(compile(program, *row, layout, lock, loaded, kernel));
+    JAX_TCGEMM_RETURN_IF_ERROR(find_or_make_kernel(program, row, layout, lock, loaded, kernel));
     if ((*kernel)->made.local_bytes == 0) return Status();
     spilling.push_back(*kernel);
     if (spilling.size() == kMost) break;
@@ -160,29 +114,25 @@ LoadedKernel* any_loaded(LoadedProgram* loaded, const std::string& layout,
   return nullptr;
 }
 
-Status find_kernel(const EpilogueProgram& program, const GemmProblem& problem,
-                   const ChoiceInput& input, bool may_compile, LoadedKernel** kernel) {
-  Library& all = library();
-  std::unique_lock<std::mutex> lock(all.mutex);
-  auto found = all.programs.find(program);
-  if (found == all.programs.end()) {
-    found = all.programs.emplace(ByProgram::view(program), LoadedProgram{}).first;
-  }
-  LoadedProgram& loaded = found->second;
-  for (const LoadedProgram::Chosen& known : loaded.chosen) {
+// `lock` is that of the program.
+Status find_or_choose(const EpilogueProgram& program, const GemmProblem& problem,
+                      const ChoiceInput& input, bool may_compile,
+                      std::unique_lock<std::mutex>* lock, LoadedProgram* loaded,
+                      LoadedKernel** kernel) {
+  for (const LoadedProgram::Chosen& known : loaded->chosen) {
     if (known.input == input && known.config == problem.config) {
       *kernel = known.kernel;
       return Status();
     }
   }
   if (!may_compile) {
-    *kernel = any_loaded(&loaded, layout_name(problem), input);
+    *kernel = any_loaded(loaded, layout_name(problem), input);
     JAX_TCGEMM_REQUIRE(*kernel != nullptr, "no kernel with this epilogue is loaded for m=", input.m,
                        " n=", input.n, " k=", input.k, " while a graph is captured");
     return Status();
   }
-  JAX_TCGEMM_RETURN_IF_ERROR(choose(program, problem, input, &lock, &loaded, kernel));
-  loaded.chosen.push_back({input, std::string(problem.config), *kernel});
+  JAX_TCGEMM_RETURN_IF_ERROR(choose(program, problem, input, lock, loaded, kernel));
+  loaded->chosen.push_back({input, std::string(problem.config), *kernel});
   return Status();
 }
 
@@ -190,8 +140,12 @@ Status find_kernel(const EpilogueProgram& program, const GemmProblem& problem,
 
 Status prepare_compiled(const GemmProblem& problem, const EpilogueProgram& program,
                         const DeviceProperties& device) {
+  const auto loaded = loaded_program(program);
+  std::unique_lock<std::mutex> lock(loaded->mutex);
+  loaded->is_awaited = true;
   LoadedKernel* kernel = nullptr;
-  return find_kernel(program, problem, compiled_input(problem, device), true, &kernel);
+  return find_or_choose(program, problem, compiled_input(problem, device), true, &lock,
+                        loaded.get(), &kernel);
 }
 
 Status run_compiled(const GemmProblem& problem, const CompiledParams& params,
@@ -200,10 +154,15 @@ Status run_compiled(const GemmProblem& problem, const CompiledParams& params,
   cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
   JAX_TCGEMM_CUDA_CHECK(cudaStreamIsCapturing(stream, &capturing), "asking for a capture");
   const bool may_compile = capturing == cudaStreamCaptureStatusNone;
+  const auto loaded = loaded_program(program);
   for (;;) {
     LoadedKernel* kernel = nullptr;
-    JAX_TCGEMM_RETURN_IF_ERROR(
-        find_kernel(program, problem, compiled_input(problem, device), may_compile, &kernel));
+    {
+      std::unique_lock<std::mutex> lock(loaded->mutex);
+      loaded->is_awaited = false;
+      JAX_TCGEMM_RETURN_IF_ERROR(find_or_choose(program, problem, compiled_input(problem, device),
+                                                may_compile, &lock, loaded.get(), &kernel));
+    }
     const KernelConfig& config = kernel->entry->config;
     CompiledParams complete = params;
     if (config.grouped == Grouped::kM) {

@@ -51,6 +51,7 @@ Status load(const std::string& cubin, std::string_view row, RunTimeKernel* kerne
   JAX_TCGEMM_REQUIRE(result == CUDA_SUCCESS, "loading a kernel of ", cubin.size(), " bytes for ",
                      row, ": CUresult ", static_cast<int>(result));
   kernel->handle = {found, {}};
+  kernel->library = library;
   // This also loads it now: it could not be while a graph is captured.
   cudaFuncAttributes attributes = {};
   JAX_TCGEMM_CUDA_CHECK(cudaFuncGetAttributes(&attributes, found), row);
@@ -71,6 +72,13 @@ Status make_kernel(const KernelSource& source, RunTimeKernel* kernel) {
   std::string cubin;
   JAX_TCGEMM_RETURN_IF_ERROR(compiler.compile(source, &cubin));
   return load(cubin, source.row, kernel);
+}
+
+void unload(const RunTimeKernel& kernel) {
+  decltype(&cuLibraryUnload) unload_library = nullptr;
+  if (find_driver_function("cuLibraryUnload", &unload_library).ok()) {
+    unload_library(static_cast<CUlibrary>(kernel.library));
+  }
 }
 
 void begin_to_compile(const KernelSource& source) {

@@ -61,15 +61,18 @@ struct Compiler {
 // Who compiles; called once, on import.
 void set_compiler(Compiler compiler);
 
-// Kernels are never unloaded: graphs that were captured may launch them.
 struct RunTimeKernel {
   KernelHandle handle;
   int local_bytes;  // of a thread: more than 0 where registers spill
+  void* library;    // a CUlibrary: what was loaded
 };
 
 // Compiles and loads a kernel. Holds no lock while it compiles: who compiles may wait for a thread
 // that waits for us.
 Status make_kernel(const KernelSource& source, RunTimeKernel* kernel);
+
+// Neither work that is enqueued nor a graph may launch the kernel any more.
+void unload(const RunTimeKernel& kernel);
 
 void begin_to_compile(const KernelSource& source);
 

@@ -2,10 +2,12 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
+#include <nanobind/stl/set.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <set>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -22,6 +24,7 @@
 
 #include "common/status.h"
 #include "dispatch/device.h"
+#include "dispatch/program_library.h"
 #include "dispatch/run_time_kernel.h"
 #include "dispatch/run_time_row.h"
 #include "ffi/handlers.h"
@@ -220,6 +223,8 @@ nb::dict device_properties(int ordinal) {
 nb::dict registrations() { return nb::dict(); }
 void set_python_compiler(nb::object, nb::object) {}
 bool may_compile_rows() { return false; }
+void release_unused_programs(const std::set<std::string>&, double) {}
+int loaded_program_count() { return 0; }
 void configure_gate(int, uint32_t, const std::string&) {}
 void open_gates(int, uint32_t) {}
 std::vector<std::vector<double>> stopwatch_seconds(int) { return {}; }
@@ -250,6 +255,9 @@ NB_MODULE(_core, module) {
   module.def("registrations", &registrations);
   module.def("kernel_names", &kernel_names);
   module.def("build_info", &build_info);
+  module.def("release_unused_programs", &release_unused_programs, nb::arg("used_digests"),
+             nb::arg("grace_seconds"));
+  module.def("loaded_program_count", &loaded_program_count);
   module.def("set_compiler", &set_python_compiler, nb::arg("compile_kernel"), nb::arg("begin"));
   module.def("may_compile_rows", [] { return may_compile_rows(); });
   module.def("configure_gate", &configure_gate, nb::arg("ordinal"), nb::arg("gate"),

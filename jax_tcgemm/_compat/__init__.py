@@ -239,6 +239,18 @@ def initialized_cuda_devices() -> list[Any]:
         return []
 
 
+def texts_of_executables() -> list[str] | None:
+    """Returns the HLO of all executables for this process's CUDA devices; ``None``: not all say."""
+    devices = initialized_cuda_devices()
+    if not devices:
+        return []
+    try:
+        executables = devices[0].client.live_executables()
+        return [module.to_string() for each in executables for module in each.hlo_modules()]
+    except Exception:
+        return None
+
+
 def runs_here(context: Any) -> bool:
     """Returns true if a lowered program runs on CUDA devices of this process, as far as JAX says.
 

@@ -11,7 +11,7 @@ import re
 import threading
 
 from jax_tcgemm import _compat, _core
-from jax_tcgemm.epilogue import cubins, nvrtc, source
+from jax_tcgemm.epilogue import cubins, nvrtc, source, unused
 from jax_tcgemm.problem.log import log
 
 # Divisions and square roots of functions to 2 ulp, as XLA has them; all else is as IEEE says.
@@ -43,6 +43,7 @@ def compile_kernel(
     architecture = "sm_90a" if capability == 90 else f"sm_{capability}"
     what = f"{row} ({layout})"
     if has_program:
+        unused.note_compilation()
         _refuse_directives(program)
         text = source.of_kernel(program, row, layout)
         return cubins.cubin(text, architecture, _FUNCTION_OPTIONS, f"an epilogue into {what}")

@@ -1,0 +1,99 @@
+#include "dispatch/program_library.h"
+
+#include <map>
+#include <utility>
+
+namespace jax_tcgemm {
+namespace {
+
+// In place of a row's name; as PASS in jax_tcgemm/epilogue/source.py.
+constexpr const char* kPass = "pass";
+
+struct Library {
+  std::mutex mutex;
+  std::map<ByProgram::Owned, std::shared_ptr<LoadedProgram>, ByProgram> programs;
+};
+
+Library& library() {
+  static Library* const library = new Library;  // outlives whatever runs at exit
+  return *library;
+}
+
+bool may_go(LoadedProgram* loaded, bool is_used, std::chrono::duration<double> grace) {
+  const std::lock_guard<std::mutex> lock(loaded->mutex);
+  if (is_used || loaded->is_awaited) {
+    loaded->unused_since.reset();
+    return false;
+  }
+  const auto now = std::chrono::steady_clock::now();
+  const bool was_unused = loaded->unused_since.has_value();
+  if (!was_unused) loaded->unused_since = now;
+  return was_unused && now - *loaded->unused_since >= grace;
+}
+
+}  // namespace
+
+LoadedProgram::~LoadedProgram() {
+  for (const LoadedKernel& kernel : kernels) unload(kernel.made);
+}
+
+std::shared_ptr<LoadedProgram> loaded_program(const EpilogueProgram& program) {
+  Library& all = library();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  const auto found = all.programs.find(program);
+  if (found != all.programs.end()) return found->second;
+  return all.programs.emplace(ByProgram::view(program), std::make_shared<LoadedProgram>())
+      .first->second;
+}
+
+LoadedKernel* find_kernel(LoadedProgram* loaded, const KernelEntry* entry,
+                          const std::string& layout) {
+  for (LoadedKernel& known : loaded->kernels) {
+    if (known.entry == entry && known.layout == layout) return &known;
+  }
+  return nullptr;
+}
+
+Status find_or_make_kernel(const EpilogueProgram& program, const KernelEntry* entry,
+                           const std::string& layout, std::unique_lock<std::mutex>* lock,
+                           LoadedProgram* loaded, LoadedKernel** kernel) {
+  *kernel = find_kernel(loaded, entry, layout);
+  if (*kernel != nullptr) return Status();
+  lock->unlock();
+  LoadedKernel fresh = {entry, layout, {}};
+  const char* const row = entry == nullptr ? kPass : entry->name;
+  const Status status = make_kernel({program.source, row, layout}, &fresh.made);
+  lock->lock();
+  JAX_TCGEMM_RETURN_IF_ERROR(status);
+  *kernel = find_kernel(loaded, entry, layout);
+  if (*kernel != nullptr) {  // by another thread, meanwhile
+    unload(fresh.made);
+    return Status();
+  }
+  *kernel = &loaded->kernels.emplace_back(std::move(fresh));
+  return Status();
+}
+
+void release_unused_programs(const std::set<std::string>& used_digests, double grace_seconds) {
+  // They are unloaded when this ends, without the lock.
+  std::vector<std::shared_ptr<LoadedProgram>> unused;
+  Library& all = library();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  const std::chrono::duration<double> grace(grace_seconds);
+  for (auto at = all.programs.begin(); at != all.programs.end();) {
+    if (may_go(at->second.get(), used_digests.count(at->first.first) > 0, grace)) {
+      unused.push_back(std::move(at->second));
+      at = all.programs.erase(at);
+    } else {
+      ++at;
+    }
+  }
+}
+
+int loaded_program_count() {
+  Library& all = library();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  return static_cast<int>(all.programs.size());
+}
+
+}  // namespace jax_tcgemm
