@@ -20,6 +20,7 @@ from jax_tcgemm.api.quantization import Quantized, quantize
 from jax_tcgemm.api.ragged_dot import gated_ragged_dot, ragged_dot
 from jax_tcgemm.api.scaled_dot import scaled_dot
 from jax_tcgemm.epilogue import compiler
+from jax_tcgemm.lowering.fallback import FallbackError
 from jax_tcgemm.partitioning import partitioner
 from jax_tcgemm.primitives.gemm import ACTIVATION, PREACTIVATION
 from jax_tcgemm.problem.activations import clip, softcap
@@ -51,6 +52,7 @@ __all__ = [
     "ACTIVATION",
     "PREACTIVATION",
     "DelayedScale",
+    "FallbackError",
     "Fp8State",
     "Quantized",
     "Tunings",

@@ -22,7 +22,7 @@ from mps import pytest_configure, pytest_report_header, pytest_unconfigure  # no
 
 from jax_tcgemm import Tunings, _compat, _core, _extension
 from jax_tcgemm.kernels import table as kernel_table
-from jax_tcgemm.lowering import compiled, compiled_pass, devices
+from jax_tcgemm.lowering import compiled, compiled_pass, devices, fallback
 from jax_tcgemm.lowering import gemm as gemm_lowering
 from jax_tcgemm.partitioning import rules
 from jax_tcgemm.problem.alignment import split_bytes
@@ -255,7 +255,8 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """How products were lowered, a line each."""
     lines: list[str] = []
-    monkeypatch.setattr(gemm_lowering, "log", lines.append)
+    for module in (gemm_lowering, fallback):
+        monkeypatch.setattr(module, "log", lines.append)
     return lines
 
 

@@ -282,7 +282,7 @@ def test_log_says_what_was_chosen(normal, monkeypatch, capsys, cuda_module):
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 3
     assert "TF32_TF32_F32" in lines[0]
-    assert "reference" in lines[1]
+    assert "fallback" in lines[1]
     assert "HIGHEST" in lines[1]
     assert "no kernels for this platform" in lines[2]
     jax.jit(lambda a, b: gemm(a, b) + 1)(a, b)

@@ -17,7 +17,7 @@ from ragged_problems import BF16, F16, F32, bounds, contracted, looped
 
 from jax_tcgemm import gated_gemm, ragged_dot
 from jax_tcgemm.kernels.table import CONFIGS
-from jax_tcgemm.lowering import devices, obstacles, ragged_reference
+from jax_tcgemm.lowering import devices, fallback, ragged_reference
 from jax_tcgemm.lowering import ragged as ragged_lowering
 from jax_tcgemm.primitives import ragged as ragged_primitive
 from jax_tcgemm.problem.arithmetic import INPUT_DTYPES
@@ -172,7 +172,7 @@ def test_odd_groups_need_no_name(normal, monkeypatch, dtype, transposed):
 @pytest.mark.parametrize("packed", [False, True])
 @DTYPES
 def test_odd_gated_products_need_no_name(normal, exact, monkeypatch, dtype, packed):
-    monkeypatch.setattr(obstacles, "no_gated_kernel", lambda *_: None)
+    monkeypatch.setattr(fallback, "no_gated_kernel", lambda *_: None)
     m, n, k = 131, 33, 57
     x = normal(m, k, dtype=dtype)
     gate, up = ((normal(k, n) * k**-0.5).astype(dtype) for _ in range(2))

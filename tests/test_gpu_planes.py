@@ -12,8 +12,7 @@ from gpu_accuracy import LAYOUTS, in_float64, poison
 
 from jax_tcgemm import gemm
 from jax_tcgemm.kernels.arithmetic import PLANE_PRODUCTS
-from jax_tcgemm.lowering import gemm as gemm_lowering
-from jax_tcgemm.lowering import obstacles
+from jax_tcgemm.lowering import fallback
 from jax_tcgemm.problem.activations import ACTIVATIONS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
@@ -29,14 +28,12 @@ ERRORS |= {"BF16_BF16_F32_X9": 0.0, "TF32_TF32_F32_X3": 0.0}
 def any_size(monkeypatch):
     """What is small is multiplied by planes, too."""
     for name in ("_PLANE_PRODUCTS", "_PLANE_RESULTS", "_PLANE_ROWS", "_PLANE_K"):
-        monkeypatch.setattr(obstacles, name, 0)
+        monkeypatch.setattr(fallback, name, 0)
 
 
 @pytest.fixture
-def takes_planes(monkeypatch):
+def takes_planes(said):
     """Checks that the programs lowered in the meantime are products of planes."""
-    said = []
-    monkeypatch.setattr(gemm_lowering, "log", said.append)
     yield
     assert said
     assert all("planes in" in line for line in said), said

@@ -12,7 +12,6 @@ from cuda_calls import assert_nothing_moves, bf16, picked
 
 from jax_tcgemm import _compat, _core, _extension, clip, gemm, softcap
 from jax_tcgemm.lowering import custom_call, reference
-from jax_tcgemm.lowering import gemm as gemm_lowering
 from jax_tcgemm.primitives import gemm as gemm_primitive
 from jax_tcgemm.problem.epilogue import Epilogue
 from jax_tcgemm.problem.spec import GemmSpec, flatten
@@ -344,10 +343,8 @@ def test_reference_where_there_is_no_kernel(cuda_module, monkeypatch, why):
         ("80", jnp.float16, True, "no kernel for Tesla T4 in this build; set CUDAARCHS"),
     ],
 )
-def test_turing(cuda_module, monkeypatch, built_for, dtype, bias, reason):
+def test_turing(cuda_module, monkeypatch, said, built_for, dtype, bias, reason):
     """It multiplies float16 where machine code is there, with an epilogue: else untuned."""
-    said = []
-    monkeypatch.setattr(gemm_lowering, "log", said.append)
     info = {**_core.build_info(), "architectures": built_for}
     monkeypatch.setattr(_core, "build_info", lambda: info)
     monkeypatch.setattr(_compat, "initialized_cuda_devices", lambda: [Turing()])

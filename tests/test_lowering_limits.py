@@ -10,7 +10,6 @@ import pytest
 from cuda_calls import picked
 
 from jax_tcgemm import gated_gemm, gemm
-from jax_tcgemm.lowering import gemm as gemm_lowering
 
 
 @pytest.mark.parametrize("extents", [(2**30 + 1, 2, 2), (2, 2**30 + 1, 2), (2, 2, 2**30 + 1)])
@@ -22,9 +21,7 @@ def test_reference_beyond_what_kernels_count(cuda_module, extents):
 
 
 @pytest.mark.parametrize("product", [gemm, functools.partial(gated_gemm, w_up=None)])
-def test_reference_beyond_the_matrices_that_kernels_count(cuda_module, monkeypatch, product):
-    said = []
-    monkeypatch.setattr(gemm_lowering, "log", said.append)
+def test_reference_beyond_the_matrices_that_kernels_count(cuda_module, said, product):
 
     def calls(batch_a, batch_b):
         shapes = (*batch_a, 40, 8), (*batch_b, 8, 80)
@@ -33,10 +30,10 @@ def test_reference_beyond_the_matrices_that_kernels_count(cuda_module, monkeypat
     (call,) = calls((2**15, 2**15), (2**15, 2**15))
     assert call["batch_shape"] == [2**30]
     assert not calls((2**15, 2**15 + 1), (2**15, 2**15 + 1))
-    assert said[-1].endswith("reference: a batch beyond 2^30")
+    assert said[-1].endswith("fallback to XLA: a batch beyond 2^30")
     # What folds into rows is no batch.
     (call,) = calls((2**15, 2**16), ())
     assert picked(call, "m", "batch_shape") == (40 * 2**16, [2**15])
     # It does not once operands are broadcast over a batch that has too many dimensions.
     assert not calls((2**15, 1, 2, 1, 2, 1, 2**16), (1, 2, 1, 2, 1, 2, 1))
-    assert said[-1].endswith("reference: a batch beyond 2^30")
+    assert said[-1].endswith("fallback to XLA: a batch beyond 2^30")

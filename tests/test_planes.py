@@ -133,7 +133,7 @@ def test_what_xla_multiplies(cuda_module, monkeypatch, said, capability, shapes,
     )
     assert not calls
     assert "HIGHEST" in text
-    assert ": reference: " in said[-1]
+    assert ": fallback to XLA: " in said[-1]
     assert reason in said[-1]
 
 

@@ -18,7 +18,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jax_tcgemm import _compat
 from jax_tcgemm.api import eager, of_8_bits, quantization
 from jax_tcgemm.api.scaled_dot import quantized_dot_general
-from jax_tcgemm.lowering.obstacles import possible_planes
+from jax_tcgemm.lowering import fallback
 from jax_tcgemm.primitives import gemm as gemm_primitive
 from jax_tcgemm.problem.arithmetic import (
     is_of_8_bits,
@@ -26,7 +26,6 @@ from jax_tcgemm.problem.arithmetic import (
     resolve_run_time,
     types_of_parts,
 )
-from jax_tcgemm.problem.log import log
 from jax_tcgemm.problem.spec import GemmSpec
 from jax_tcgemm.problem.strides import Axes, Operands
 
@@ -138,7 +137,8 @@ def _contract(
     problem = _problem(a, b, dims, _compat.canonicalize_precision(precision), result)
     if isinstance(problem, str):
         operands = " x ".join(f"{x.dtype}{list(x.shape)}" for x in (a, b))
-        log(f"dot_general {operands} -> {result.dtype}: lax.dot_general: {problem}")
+        strict = fallback.is_strict(None) and bool(_compat.initialized_cuda_devices())
+        fallback.report(f"dot_general {operands} -> {result.dtype}", problem, strict=strict)
         return by_lax(lhs, rhs)
     operands, spec = problem
     if is_of_8_bits(a.dtype, b.dtype):
@@ -191,7 +191,7 @@ def _has_kernel(lhs: np.dtype, rhs: np.dtype, out: np.dtype, precision: Any) -> 
     try:
         if is_of_8_bits(lhs, rhs):
             return resolve_run_time(*types) is not None  # of integers to int32 alone
-        return any(f(*types) is not None for f in (resolve_algorithm, possible_planes))
+        return any(f(*types) is not None for f in (resolve_algorithm, fallback.possible_planes))
     except (TypeError, ValueError):  # lax multiplies types that do not promote, such as float8
         return False
 

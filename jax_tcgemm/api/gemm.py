@@ -112,8 +112,10 @@ def gemm(
             kernels write the operands' dtype and float32, which is then converted to any other.
         config: name of a kernel configuration (a row of ``jax_tcgemm.kernels.table``), the same
             with ``"/splits=N"`` after it for k in N parts that are added up, ``"xla"`` for XLA's
-            own composition (a sum in one 16-bit type rounds as in ``jnp``), or ``None`` for what
-            was tuned (see ``tune``) and else expected to be fastest. Derivatives choose their own.
+            own composition (a sum in one 16-bit type rounds as in ``jnp``), ``"kernel"`` for the
+            fastest kernel, and a ``FallbackError`` on a GPU where none computes it, or ``None`` for
+            what was tuned (see ``tune``) and else expected to be fastest. Derivatives choose their
+            own.
         out_sharding: as in ``jnp.matmul``: a ``PartitionSpec`` or ``NamedSharding`` of the result,
             on a mesh with explicit axes. It is needed where both operands' contracted dimensions
             are sharded, and may not leave sums to be made (``unreduced``).

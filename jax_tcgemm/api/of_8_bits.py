@@ -257,10 +257,10 @@ def _check_row(x: Factors) -> None:
     if algorithm is None:
         raise TypeError(f"precision={x.precision} is not one of {x.a.dtype} times {x.b.dtype}")
     rows = [row.name for row in kernel_names.for_algorithm(algorithm) if not row.gated]
-    if x.config not in (None, kernel_names.XLA, *rows):
+    if x.config not in (*kernel_names.NO_ROWS, *rows):
         raise ValueError(
-            f"config={x.config!r} is no kernel configuration in {algorithm}; accepted: None, "
-            f"{kernel_names.XLA!r} or {rows}"
+            f"config={x.config!r} is no kernel configuration in {algorithm}; accepted: "
+            f"{kernel_names.NO_ROWS} or {rows}"
         )
 
 

@@ -211,11 +211,11 @@ def _check_config(config: str | None, algorithm: str | None) -> None:
     arguments.check_config(config)
     rows = kernel_names.for_algorithm(algorithm, "m") if algorithm is not None else ()
     accepted = sorted(row.name for row in rows)
-    if config not in (None, kernel_names.XLA, *accepted):
+    if config not in (*kernel_names.NO_ROWS, *accepted):
         raise ValueError(
             f"config={config!r} is no kernel configuration for groups of rows in "
             f"{algorithm or 'these dtypes'}; "
-            f"accepted: None, {kernel_names.XLA!r} or {accepted}"
+            f"accepted: {kernel_names.NO_ROWS} or {accepted}"
         )
 
 

@@ -1,4 +1,4 @@
-"""What ``config=`` takes: names of rows of the kernel table, with parts of k, and ``"xla"``."""
+"""What ``config=`` takes: names of rows of the kernel table, ``"xla"`` and ``"kernel"``."""
 
 from __future__ import annotations
 
@@ -30,8 +30,11 @@ def by_name(name: str) -> KernelConfig:
         ) from None
 
 
-# What ``config=`` takes beside rows: XLA's own composition.
+# What ``config=`` takes beside rows: XLA's own composition, and any kernel, but not XLA's.
 XLA = "xla"
+KERNEL = "kernel"
+# Beside these, ``config=`` takes rows only.
+NO_ROWS = (None, XLA, KERNEL)
 # A call with this configuration takes the one that the stopwatch's last gate names, so that one
 # compiled program times many (cuda/ffi/stopwatch.h).
 MEASURED = "measured"
@@ -56,7 +59,7 @@ def read_config(config: str) -> tuple[str, int]:
 
 def is_row(config: str | None) -> TypeGuard[str]:
     """Says whether a configuration names a row, with or without parts of k."""
-    return config not in (None, XLA, MEASURED)
+    return config not in (*NO_ROWS, MEASURED)
 
 
 def can_be(

@@ -16,8 +16,8 @@ from jax_tcgemm.epilogue import compiler, source, translation
 from jax_tcgemm.epilogue.program import Program
 from jax_tcgemm.epilogue.spec import CompiledSpec
 from jax_tcgemm.kernels.arithmetic import ALL_ARITHMETIC
-from jax_tcgemm.kernels.names import XLA
-from jax_tcgemm.lowering import compiled_problem, devices, k_major
+from jax_tcgemm.kernels.names import KERNEL, XLA
+from jax_tcgemm.lowering import compiled_problem, devices, fallback, k_major
 from jax_tcgemm.lowering.compiled_rows import expected_row
 from jax_tcgemm.lowering.compiled_source import (
     MOST_WARP_BYTES,
@@ -63,30 +63,33 @@ def cuda_compiled(
         spec: the static parameters.
         composed: computes it by the product and operations of JAX.
     """
+    strict = fallback.is_strict(spec.product.config)
+    if spec.product.config == KERNEL:
+        spec = spec.with_config(None)
     own, others = spec.split(operands)
     made = translation.translate(spec.function)
     told = ""
     if isinstance(made, str):
         call = made
     else:
-        spec, plan, told = _tuned(operands, spec, made)
+        spec, plan, told = _tuned(operands, spec, made, strict)
         call = _call_or_reason(spec, plan)
     kind = "gated gemm" if spec.is_gated else "gemm"
     kind = "gemm scaled by blocks" if spec.scaled else kind
     kind = "ragged dot" if isinstance(spec.product, RaggedSpec) else kind
-    described = f"{kind} {_types(operands)} with a function: "
+    described = f"{kind} {_types(operands)} with a function"
     if isinstance(call, str):
-        if isinstance(call, _LeftToXla) and spec.product.config is None:
-            log(f"{described}XLA's own, with its product: {call}{told}")
+        if isinstance(call, _SlowerThanXla) and spec.product.config is None:
+            fallback.report(f"{described}: the product and the function", call, strict=strict)
             return composed(*operands, spec=spec.with_config(XLA))
-        log(f"{described}the function in a pass after the product: {call}{told}")
+        fallback.report(f"{described}: the function", call + told, strict=strict)
         return composed(*operands, spec=spec)
-    log(f"{described}compiled into the kernel ({len(call.program.leaves)} operands){told}")
+    log(f"{described}: compiled into the kernel ({len(call.program.leaves)} operands){told}")
     return call.emit(own, others, spec)
 
 
 def _tuned(
-    operands: Sequence[Any], spec: CompiledSpec, made: Program
+    operands: Sequence[Any], spec: CompiledSpec, made: Program, strict: bool
 ) -> tuple[CompiledSpec, Call | str, str]:
     """Returns ``spec`` with the configuration that was measured to be fastest, and who says so.
 
@@ -99,7 +102,7 @@ def _tuned(
     config, told = compiled_problem.measured_config(
         operands, spec, plan.gemm, plan.algorithm, plan.source
     )
-    if config is None:
+    if config is None or (strict and config == XLA):
         return spec, plan, told
     spec = spec.with_config(config)
     return spec, planned(own, spec, made), told
@@ -328,7 +331,7 @@ def _unfit(gemm: StridedGemm, second_weight: int, itemsize: int) -> str | None:
 _FEW_DRAWN = 132 * 128 * 128 * 8
 
 
-class _LeftToXla(str):
+class _SlowerThanXla(str):
     """Why XLA takes less time, for the product as well."""
 
     __slots__ = ()
@@ -339,7 +342,7 @@ def _quicker_apart(gemm: StridedGemm, made: Program, is_plain: bool) -> str | No
     if not made.draws or gemm.m * gemm.n * math.prod(gemm.batch) >= _FEW_DRAWN:
         return None
     reason = f"random numbers for {gemm.m} x {gemm.n} results"
-    return _LeftToXla(reason) if is_plain else reason
+    return _SlowerThanXla(reason) if is_plain else reason
 
 
 def _types(operands: Sequence[Any]) -> str:

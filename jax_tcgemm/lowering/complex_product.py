@@ -16,26 +16,18 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_tcgemm import _extension
-from jax_tcgemm.kernels.arithmetic import PlaneProduct
-from jax_tcgemm.kernels.names import XLA
-from jax_tcgemm.lowering import devices, reference
+from jax_tcgemm.lowering import reference
 from jax_tcgemm.lowering.custom_call import (
-    MAX_TMA_BATCH_NDIM,
     attributes,
     shapes_of,
     workspace_bytes,
 )
-from jax_tcgemm.lowering.obstacles import added_up_in_parts, odd_shape, possible_planes
+from jax_tcgemm.lowering.fallback import no_complex_kernel, possible_planes
 from jax_tcgemm.problem.arithmetic import resolve_algorithm, types_of_parts
 from jax_tcgemm.problem.spec import GemmSpec
-from jax_tcgemm.problem.strides import MAX_EXTENT, Operands, StridedGemm, fold, strided_gemm
+from jax_tcgemm.problem.strides import Operands, StridedGemm, fold, strided_gemm
 
 _FLOAT32 = jnp.dtype(jnp.float32)
-
-# Multiplications of a matrix of the batch, rows and columns, and k from which this takes less time
-# than XLA's own product; measured on an H200 (docs/performance.md).
-_PRODUCTS = 2**29
-_ROWS = 256
 
 
 def is_complex(x: Operands, spec: GemmSpec) -> bool:
@@ -57,9 +49,9 @@ def by_real_product(x: Operands, spec: GemmSpec) -> tuple[list[jax.Array] | None
     types = (*types_of_parts(x.a.dtype, x.b.dtype, spec.out_dtype), spec.precision)
     planes = possible_planes(*types)
     algorithm = planes.name if planes is not None else resolve_algorithm(*types)
-    reason = _obstacle(x, spec, algorithm, planes)
+    reason = no_complex_kernel(x, spec, algorithm, planes)
     if reason is not None or algorithm is None:
-        return None, f"reference: {reason}"
+        return None, f"{reason}"
     by_pairs = planes is not None or _takes_pairs(x, spec, algorithm)
     a, b, real, gemm = _as_real(x, spec, by_pairs=by_pairs)
     padding, workspace = workspace_bytes(gemm, real, _FLOAT32.itemsize, planes)
@@ -71,32 +63,6 @@ def by_real_product(x: Operands, spec: GemmSpec) -> tuple[list[jax.Array] | None
     )
     product, *_ = call(a, b, **named)
     return reference.epilogue([product], x, spec), f"complex numbers as pairs, {algorithm}"
-
-
-def _obstacle(
-    x: Operands, spec: GemmSpec, algorithm: str | None, planes: PlaneProduct | None
-) -> str | None:
-    if algorithm is None:
-        return f"no kernel for complex64 with precision {spec.precision}"
-    if spec.config == XLA:
-        return "by config"
-    if spec.is_gated or spec.config is not None:
-        return "no kernel of complex64 by that name or of two weights"
-    other = devices.other_than(devices.HOPPER)
-    if other is not None:
-        return f"a complex product on {other}"
-    if not _extension.has_kernel("TF32_TF32_F32"):
-        return "no kernel in this build"
-    shape = odd_shape(spec, x)
-    if shape is not None:
-        return shape
-    gemm = fold(spec.strided(shapes_of(x)))
-    if len(gemm.batch) > MAX_TMA_BATCH_NDIM or 2 * max(gemm.n, gemm.k) > MAX_EXTENT:
-        return "batch dimensions that do not fold, or an extent beyond 2^29"
-    is_large = gemm.m * gemm.n * gemm.k >= _PRODUCTS and gemm.k >= _ROWS
-    if not is_large or min(gemm.m, gemm.n) < _ROWS:
-        return f"{gemm.m} x {gemm.n} x {gemm.k} is too little"
-    return planes and added_up_in_parts(planes, 2 * gemm.m * gemm.n, 2 * gemm.k)
 
 
 def _takes_pairs(x: Operands, spec: GemmSpec, algorithm: str) -> bool:

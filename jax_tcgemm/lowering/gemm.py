@@ -10,10 +10,9 @@ import jax.numpy as jnp
 
 from jax_tcgemm import _extension
 from jax_tcgemm.kernels.arithmetic import PlaneProduct
-from jax_tcgemm.kernels.names import XLA, by_name, can_be, find, is_row, read_config
-from jax_tcgemm.lowering import complex_product, devices, of_8_bits, reference
+from jax_tcgemm.kernels.names import KERNEL, XLA, by_name, can_be, find, is_row, read_config
+from jax_tcgemm.lowering import complex_product, devices, fallback, of_8_bits, reference
 from jax_tcgemm.lowering.custom_call import custom_call, shapes_of
-from jax_tcgemm.lowering.obstacles import no_kernel, no_planes, possible_planes, quicker_in_xla
 from jax_tcgemm.lowering.row_epilogue import lacks_epilogue
 from jax_tcgemm.problem.activations import resolve
 from jax_tcgemm.problem.alignment import is_transposed
@@ -42,32 +41,40 @@ def cuda_gemm(*operands: jax.Array, spec: GemmSpec) -> list[jax.Array]:
 
     Raises:
         ValueError: ``spec.config`` names a kernel that this build leaves out.
+        FallbackError: no kernel can compute it, which the call or the environment does not allow.
     """
+    strict = fallback.is_strict(spec.config)
+    if spec.config == KERNEL and not is_of_8_bits(operands[0].dtype, operands[1].dtype):
+        spec = spec.replace(config=None)
     x = spec.unflatten(operands)
     types = (x.a.dtype, x.b.dtype, spec.out_dtype, spec.precision)
     if complex_product.is_complex(x, spec):
         results, how = complex_product.by_real_product(x, spec)
-        log(_describe(x, spec, how))
-        return reference.reference_gemm(*operands, spec=spec) if results is None else results
+        if results is None:
+            fallback.report(_describe(x, spec), how, strict=strict)
+            return reference.reference_gemm(*operands, spec=spec)
+        log(f"{_describe(x, spec)}: {how}")
+        return results
     if is_of_8_bits(x.a.dtype, x.b.dtype) and spec.config != XLA:
         return _of_8_bits(operands, spec)
-    planes = possible_planes(*types)
+    planes = fallback.possible_planes(*types)
     if planes is not None:
-        return _by_planes(operands, spec, planes)
+        return _by_planes(operands, spec, planes, strict)
     algorithm = resolve_algorithm(*types)
-    reason, source = no_kernel(algorithm, spec, x), ""
+    reason, source = fallback.no_kernel(algorithm, spec, x), ""
     if algorithm is not None and reason is None:
-        spec, source = _tuned(operands, spec, algorithm)
-        is_xla = spec.config == XLA
-        reason = "reference" if is_xla else quicker_in_xla(algorithm, spec, x)
-    apart = algorithm is not None and reason is None and _is_finished_apart(x, spec, algorithm)
-    how = f"{algorithm}, config {spec.config or 'by heuristic'}"
-    reason = reason and reason + source
-    how += source
-    log(_describe(x, spec, reason or how + ", epilogue in a pass after it" * apart))
+        spec, source = _tuned(operands, spec, algorithm, strict)
+        if spec.config == XLA:
+            reason = "it was measured to be faster"
+        elif not strict:
+            reason = fallback.slower_than_xla(algorithm, spec, x)
     if algorithm is None or reason is not None:
+        fallback.report(_describe(x, spec), f"{reason}{source}", strict=strict)
         asked = spec.config == XLA
         return (reference.natural_gemm if asked else reference.reference_gemm)(*operands, spec=spec)
+    apart = _is_finished_apart(x, spec, algorithm)
+    how = f"{algorithm}, config {spec.config or 'by heuristic'}{source}"
+    log(f"{_describe(x, spec)}: {how}" + ", epilogue in a pass after it" * apart)
     _check_built(spec)
     if apart:
         return _finished_apart(x, spec, algorithm)
@@ -81,7 +88,8 @@ def _of_8_bits(operands: Sequence[jax.Array], spec: GemmSpec) -> list[jax.Array]
     """Computes a product of 8-bit operands by a kernel that is compiled for it, or by XLA."""
     x = spec.unflatten(operands)
     if spec.is_gated or spec.work != "none":
-        log(_describe(x, spec, "reference: more than a product of 8-bit operands"))
+        reason = "more than a product of 8-bit operands"
+        fallback.report(_describe(x, spec), reason, strict=fallback.is_strict(spec.config))
         return reference.reference_gemm(*operands, spec=spec)
     shape = spec.result_shape(shapes_of(x))
     return of_8_bits.cuda_product(
@@ -90,19 +98,22 @@ def _of_8_bits(operands: Sequence[jax.Array], spec: GemmSpec) -> list[jax.Array]
 
 
 def _by_planes(
-    operands: Sequence[jax.Array], spec: GemmSpec, planes: PlaneProduct
+    operands: Sequence[jax.Array], spec: GemmSpec, planes: PlaneProduct, strict: bool
 ) -> list[jax.Array]:
     """Computes a gemm of float32 by products of planes, or leaves it to XLA."""
     x = spec.unflatten(operands)
-    reason = no_planes(planes, spec, x)
-    pairs = f"{len(planes.pairs)} products of {planes.count} planes in {planes.factors}"
-    log(_describe(x, spec, f"reference: {reason}" if reason else f"{planes.name}, {pairs}"))
+    reason = fallback.no_planes(planes, spec, x)
     if reason is not None:
+        fallback.report(_describe(x, spec), reason, strict=strict)
         return reference.reference_gemm(*operands, spec=spec)
+    pairs = f"{len(planes.pairs)} products of {planes.count} planes in {planes.factors}"
+    log(f"{_describe(x, spec)}: {planes.name}, {pairs}")
     return custom_call(x, spec, planes.name)
 
 
-def _tuned(operands: Sequence[jax.Array], spec: GemmSpec, algorithm: str) -> tuple[GemmSpec, str]:
+def _tuned(
+    operands: Sequence[jax.Array], spec: GemmSpec, algorithm: str, strict: bool
+) -> tuple[GemmSpec, str]:
     """Returns ``spec`` with the configuration that was measured to be fastest, and who says so."""
     if spec.config is not None:
         return spec, ""
@@ -113,6 +124,8 @@ def _tuned(operands: Sequence[jax.Array], spec: GemmSpec, algorithm: str) -> tup
     found = devices.find_choice(product)
     if found is None or not can_be(found[0].config, algorithm, gated=spec.is_gated):
         return spec, ""
+    if strict and found[0].config == XLA:
+        return spec, f", though not by {found[1]}"
     return spec.replace(config=found[0].config), f", by {found[1]}"
 
 
@@ -206,6 +219,6 @@ def _check_built(spec: GemmSpec) -> None:
         )
 
 
-def _describe(x: Operands, spec: GemmSpec, decision: str) -> str:
+def _describe(x: Operands, spec: GemmSpec) -> str:
     shapes = " x ".join(f"{operand.dtype}{list(operand.shape)}" for operand in (x.a, x.b))
-    return f"{'gated ' * spec.is_gated}gemm {shapes} -> {spec.out_dtype}: {decision}"
+    return f"{'gated ' * spec.is_gated}gemm {shapes} -> {spec.out_dtype}"

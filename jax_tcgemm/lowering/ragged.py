@@ -12,7 +12,7 @@ import numpy as np
 
 from jax_tcgemm import _extension
 from jax_tcgemm.kernels import names as kernel_names
-from jax_tcgemm.lowering import devices, of_8_bits, ragged_reference
+from jax_tcgemm.lowering import devices, fallback, of_8_bits, ragged_reference
 from jax_tcgemm.problem.activations import resolve
 from jax_tcgemm.problem.alignment import COPY_BYTES
 from jax_tcgemm.problem.arithmetic import (
@@ -23,7 +23,6 @@ from jax_tcgemm.problem.arithmetic import (
 )
 from jax_tcgemm.problem.log import log
 from jax_tcgemm.problem.ragged import RaggedSpec
-from jax_tcgemm.problem.strides import MAX_EXTENT
 from jax_tcgemm.tuning import lookup
 from jax_tcgemm.tuning.entry import problem_key
 
@@ -72,8 +71,9 @@ def _of_8_bits(operands: Sequence[jax.Array], spec: RaggedSpec) -> list[jax.Arra
     """Computes a product of 8-bit operands by a kernel compiled for it, or in ``jax.lax``."""
     lhs, rhs, _, *bias = operands
     if bias or spec.activation is not None or spec.result_count > 1:
-        shapes = f"{lhs.dtype}{list(lhs.shape)} x {rhs.dtype}{list(rhs.shape)}"
-        log(f"ragged product, groups of m, {shapes}: reference: more than a product of 8 bits")
+        call = _describe("m", operands, spec)
+        strict = fallback.is_strict(spec.config)
+        fallback.report(call, "more than a product of 8-bit operands", strict=strict)
         return ragged_reference.reference_dot(*operands, spec=spec)
     n = rhs.shape[1 if spec.transpose_rhs else 2]
     shape = (lhs.shape[0], n)
@@ -140,26 +140,37 @@ def _kernel_algorithm(
 
     And ``spec``, with the configuration that was measured to be fastest.
     """
+    strict = fallback.is_strict(spec.config)
+    if spec.config == kernel_names.KERNEL:
+        spec = dataclasses.replace(spec, config=None)
     lhs, rhs, group_sizes, *bias = operands
     is_plain = not bias and spec.activation is None and spec.result_count == 1
     work = "none" if is_plain else "any"
     algorithm = resolve_algorithm(lhs.dtype, rhs.dtype, spec.out_dtype, spec.precision)
     extents = (*lhs.shape, *rhs.shape, *group_sizes.shape)
-    obstacle = _obstacle(algorithm, grouped, work, extents, spec.config)
+    reason = fallback.no_ragged_kernel(algorithm, grouped, work, extents, spec.config)
     source = ""
-    if algorithm is not None and obstacle is None and spec.config is None:
+    if algorithm is not None and reason is None and spec.config is None:
         found = devices.find_choice(_product(grouped, operands, spec, algorithm))
-        if found is not None and kernel_names.can_be(found[0].config, algorithm, grouped=grouped):
-            spec = dataclasses.replace(spec, config=found[0].config)
-            source = f", config {spec.config or 'by heuristic'}, by {found[1]}"
-            obstacle = _obstacle(algorithm, grouped, work, extents, spec.config)
-    shapes = f"{lhs.dtype}{list(lhs.shape)} x {rhs.dtype}{list(rhs.shape)}"
-    decision = f"{shapes} -> {spec.out_dtype}: {obstacle or algorithm}{source}"
-    log(f"ragged product, groups of {grouped}, {decision}")
-    is_row = kernel_names.is_row(spec.config)
-    if obstacle is None and is_row and spec.config not in _extension.KERNEL_NAMES:
+        config = found and found[0].config
+        is_refused = strict and config == kernel_names.XLA
+        if found and not is_refused and kernel_names.can_be(config, algorithm, grouped=grouped):
+            spec = dataclasses.replace(spec, config=config)
+            source = f", config {config or 'by heuristic'}, by {found[1]}"
+            reason = fallback.no_ragged_kernel(algorithm, grouped, work, extents, spec.config)
+    call = _describe(grouped, operands, spec)
+    if reason is not None:
+        fallback.report(call, reason + source, strict=strict)
+        return None, spec
+    log(f"{call}: {algorithm}{source}")
+    if kernel_names.is_row(spec.config) and spec.config not in _extension.KERNEL_NAMES:
         raise ValueError(f"config={spec.config!r} is not in this build of jax_tcgemm")
-    return (algorithm if obstacle is None else None), spec
+    return algorithm, spec
+
+
+def _describe(grouped: str, operands: Sequence[Any], spec: RaggedSpec) -> str:
+    shapes = " x ".join(f"{x.dtype}{list(x.shape)}" for x in operands[:2])
+    return f"ragged product, groups of {grouped}, {shapes} -> {spec.out_dtype}"
 
 
 def _product(
@@ -187,25 +198,3 @@ def _product(
     )
     primitive = "ragged_dot" if grouped == "m" else "ragged_contraction"
     return lookup.Product(primitive, spec, types, problem)
-
-
-def _obstacle(
-    algorithm: str | None, grouped: str, work: str, extents: tuple[Any, ...], config: str | None
-) -> str | None:
-    """Says why no kernel can be used, if none can; slow ones have to be named."""
-    if config == kernel_names.XLA:
-        return "reference: by config"
-    if algorithm is None or not kernel_names.for_algorithm(algorithm, grouped):
-        return f"reference: no ragged kernel for {algorithm}"
-    named = config in _extension.KERNEL_NAMES
-    if not (named or devices.has_kernel(algorithm, work=work, grouped=grouped)):
-        return f"reference: no ragged kernel for {algorithm} in this build"
-    if not all(isinstance(extent, int) for extent in extents):
-        return "reference: symbolic shapes"
-    if not all(0 < extent <= MAX_EXTENT for extent in extents):
-        return "reference: nothing to multiply, or an extent beyond 2^30"
-    row = kernel_names.find(config or "")
-    if row is not None and row.is_fallback:
-        return None
-    other = devices.other_than(devices.HOPPER)
-    return None if other is None else f"reference: no ragged kernel for {other}"

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_tcgemm.lowering import reference
-from jax_tcgemm.lowering.obstacles import possible_planes
+from jax_tcgemm.lowering.fallback import possible_planes
 from jax_tcgemm.partitioning.rules import Rule
 from jax_tcgemm.partitioning.shard import Shard
 from jax_tcgemm.partitioning.work import Array, Work

@@ -13,9 +13,9 @@ from jax.interpreters import partial_eval as pe
 
 from jax_tcgemm import _compat
 from jax_tcgemm._compat import partitioner as xla
+from jax_tcgemm.lowering import fallback
 from jax_tcgemm.lowering.devices import program_of
 from jax_tcgemm.partitioning import partitioner, rules
-from jax_tcgemm.problem.log import log
 
 
 def bind(
@@ -38,7 +38,8 @@ def bind(
         The results of the primitive.
     """
     if _compat.is_unreduced(*operands):
-        log(_describe(primitive, spec, operands, "operands' types are sums over mesh axes"))
+        call = _call(primitive, spec, operands)
+        fallback.report(call, "operands' types are sums over mesh axes", strict=False)
         results = composed(*operands, spec=spec)
         return jax.tree.map(lambda x: _compat.resharded(x, out_sharding), results)
 
@@ -200,7 +201,8 @@ def lower(
         spec, platforms = params["spec"], _compat.platforms_of(context)
         if len(platforms) == 1 and is_divided(context, spec, platforms[0]):
             return partitioner.lower(primitive, platforms[0])(context, *values, **params)
-        log(_describe(primitive, spec, context.avals_in, "no kernels for this platform"))
+        call = _call(primitive, spec, context.avals_in)
+        fallback.report(call, "no kernels for this platform", strict=False)
         return rule(reference)(context, *values, **params)
 
     def on_cuda(context: Any, *values: Any, **params: Any) -> Any:
@@ -212,14 +214,21 @@ def lower(
         if is_divided(context, params["spec"], "cuda"):
             return partitioner.lower(primitive, "cuda")(context, *values, **params)
         reason = f"no kernel to be divided among {devices} devices, XLA divides its own products"
-        log(_describe(primitive, params["spec"], context.avals_in, reason))
+        spec = params["spec"]
+        strict = fallback.is_strict(_config(spec))
+        fallback.report(_call(primitive, spec, context.avals_in), reason, strict=strict)
         return rule(divided or reference)(context, *values, **params)
 
     mlir.register_lowering(primitive, elsewhere)
     mlir.register_lowering(primitive, on_cuda, platform="cuda")
 
 
-def _describe(primitive: Primitive, spec: Any, operands: Sequence[Any], reason: str) -> str:
+def _config(spec: Any) -> str | None:
+    """Returns what a call asks for, of a product or of one with a function."""
+    return getattr(getattr(spec, "product", spec), "config", None)
+
+
+def _call(primitive: Primitive, spec: Any, operands: Sequence[Any]) -> str:
     types = ", ".join(f"{x.dtype}{list(x.shape)}" for x in operands)
     kind = "_gated" if getattr(spec, "is_gated", False) else ""
-    return f"{primitive.name}{kind} {types}: reference: {reason}"
+    return f"{primitive.name}{kind} {types}"

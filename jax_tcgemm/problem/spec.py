@@ -89,7 +89,8 @@ class GemmSpec:
 
         Kernels for gated products compute D, so that none is to be named.
         """
-        return None if self.is_gated and self.config != kernel_names.XLA else self.config
+        is_row = self.config not in kernel_names.NO_ROWS
+        return None if self.is_gated and is_row else self.config
 
     @property
     def result_count(self) -> int:
@@ -244,7 +245,7 @@ def check_config(spec: GemmSpec, dtypes: Operands, shapes: Operands) -> None:
         raise ValueError(
             f"config={spec.config!r} is not a kernel configuration for {kind}, which is what "
             f"a.dtype={dtypes.a}, b.dtype={dtypes.b} and precision={spec.precision} ask for; "
-            f"accepted: None, {kernel_names.XLA!r} or {sorted(rows)}, and ROW/splits=N of "
+            f"accepted: {kernel_names.NO_ROWS}, {sorted(rows)}, and ROW/splits=N of "
             f"{sorted(name for name, row in rows.items() if row.splits_k)}"
         )
     # Products of extents that are not known are computed by XLA.

@@ -1,8 +1,9 @@
-"""Why XLA computes a gemm: no kernel can, or none is as fast."""
+"""Why XLA computes a product in place of a kernel: none can, or none is as fast."""
 
 from __future__ import annotations
 
 import math
+import os
 from typing import Any
 
 import jax.numpy as jnp
@@ -18,11 +19,44 @@ from jax_tcgemm.lowering.custom_call import (
     second_weight_offset,
     shapes_of,
 )
-from jax_tcgemm.lowering.left_to_xla import left_to_xla
+from jax_tcgemm.lowering.slower_kernels import why_slower
 from jax_tcgemm.problem.alignment import COPY_BYTES, misalignment
 from jax_tcgemm.problem.arithmetic import INPUT_DTYPES, resolve_planes, sum_dtype
+from jax_tcgemm.problem.log import log
 from jax_tcgemm.problem.spec import GemmSpec, with_kernel_layouts
 from jax_tcgemm.problem.strides import MAX_EXTENT, Operands, fold
+
+# ``1``: no program is lowered that falls back.
+SETTING = "JAX_TCGEMM_STRICT"
+
+
+class FallbackError(ValueError):
+    """XLA would compute what ``config="kernel"`` or ``JAX_TCGEMM_STRICT=1`` asks kernels for."""
+
+
+def is_strict(config: str | None) -> bool:
+    """Says whether a call takes no product of XLA's.
+
+    Args:
+        config: what the call asks for.
+    """
+    if config == kernel_names.XLA:
+        return False
+    return config == kernel_names.KERNEL or os.environ.get(SETTING) == "1"
+
+
+def report(call: str, reason: str, *, strict: bool) -> None:
+    """Logs that XLA computes a call, and why.
+
+    Raises:
+        FallbackError: ``strict``, which says that it may not.
+    """
+    if strict:
+        raise FallbackError(
+            f"{call}: no kernel computes this: {reason}; without config={kernel_names.KERNEL!r} "
+            f"and {SETTING}=1 XLA does"
+        )
+    log(f"{call}: fallback to XLA: {reason}")
 
 
 def no_kernel(algorithm: str | None, spec: GemmSpec, x: Operands) -> str | None:
@@ -42,24 +76,23 @@ def no_kernel(algorithm: str | None, spec: GemmSpec, x: Operands) -> str | None:
 def _no_kernel(algorithm: str | None, spec: GemmSpec, x: Operands) -> str | None:
     if algorithm is None:
         return (
-            f"reference: no kernel algorithm for {x.a.dtype} and {x.b.dtype} to {spec.out_dtype} "
+            f"no kernel algorithm for {x.a.dtype} and {x.b.dtype} to {spec.out_dtype} "
             f"with precision {spec.precision}"
         )
     if spec.config == kernel_names.XLA:
-        return "reference: by config"
+        return "by config"
     named = _extension.has_config(spec.config)
     if not (named or devices.has_kernel(algorithm, work=spec.work, gated=spec.is_gated)):
         kind = " gated" if spec.is_gated else "" if spec.work == "none" else " fused"
-        return f"reference: no{kind} kernel for {algorithm} in this build"
+        return f"no{kind} kernel for {algorithm} in this build"
     if spec.epilogue.is_derivative and sum_dtype(algorithm) != jnp.float32:
-        return f"reference: no kernel for the {spec.epilogue.form} epilogue in {algorithm}"
+        return f"no kernel for the {spec.epilogue.form} epilogue in {algorithm}"
     if spec.axes.c2 is not None and spec.axes.c2 != spec.axes.c:
-        return "reference: c and c2 lie differently"
+        return "c and c2 lie differently"
     shape = odd_shape(spec, x)
     if shape is not None:
-        return f"reference: {shape}"
-    old = devices.too_old_for(ARITHMETIC[algorithm])
-    return old and f"reference: {old}"
+        return shape
+    return devices.too_old_for(ARITHMETIC[algorithm])
 
 
 def odd_shape(spec: GemmSpec, x: Operands) -> str | None:
@@ -70,6 +103,11 @@ def odd_shape(spec: GemmSpec, x: Operands) -> str | None:
         return "an extent beyond 2^30"
     return "a batch beyond 2^30" if _matrices(spec, x) > MAX_EXTENT else None
 
+
+# Multiplications of a matrix of the batch, rows and columns, and k from which complex products take
+# less time than XLA's own; measured on an H200 (docs/performance.md).
+_PAIR_PRODUCTS = 2**29
+_PAIR_ROWS = 256
 
 # Multiplications of a matrix of the batch from which products of planes take less time than XLA's
 # own product, and the results, rows or columns, and k; measured on an H200 (docs/performance.md).
@@ -149,7 +187,7 @@ def _matrices(spec: GemmSpec, x: Operands) -> int:
     return math.prod((folded if stay else gemm).batch)
 
 
-def quicker_in_xla(algorithm: str, spec: GemmSpec, x: Operands) -> str | None:
+def slower_than_xla(algorithm: str, spec: GemmSpec, x: Operands) -> str | None:
     """Says why XLA is taken to compute the gemm in less time, where nothing was measured.
 
     Args:
@@ -162,21 +200,20 @@ def quicker_in_xla(algorithm: str, spec: GemmSpec, x: Operands) -> str | None:
     # Whose kernels were fitted to it; what others make of a plain product nobody knows untuned.
     other = devices.other_than(devices.HOPPER)
     if other is not None and spec.work == "none":
-        return f"reference: a product on {other} that was not tuned"
+        return f"a product on {other} that was not tuned"
     shapes = shapes_of(x)
     if with_kernel_layouts(spec, shapes)[0] != spec:
         return None
     beside = x._replace(a=None, b=None, alpha=None)
     is_plain = not (any(operand is not None for operand in beside) or spec.activation)
     gemm = fold(spec.strided(shapes))
-    reason = left_to_xla(
+    return why_slower(
         algorithm,
         gemm,
         spec.out_dtype.itemsize,
         is_plain=is_plain,
         has_factor=spec.work != "none",
     )
-    return reason and f"reference: {reason}"
 
 
 def no_gated_kernel(algorithm: str, spec: GemmSpec, x: Operands) -> str | None:
@@ -186,26 +223,82 @@ def no_gated_kernel(algorithm: str, spec: GemmSpec, x: Operands) -> str | None:
     it is known XLA is faster, and those have to be asked for by name.
     """
     if not spec.packed and spec.axes.b2 != spec.axes.b:
-        return "reference: the two weights lie differently"
+        return "the two weights lie differently"
     gemm = fold(spec.strided(shapes_of(x)))
     if gemm.k == 0:
-        return "reference: nothing to multiply"
+        return "nothing to multiply"
     row = kernel_names.find(spec.config or "")
     takes_any = row is not None and row.is_fallback
     if len(gemm.batch) > (MAX_BATCH_NDIM if takes_any else MAX_TMA_BATCH_NDIM):
-        return f"reference: {len(gemm.batch)} batch dimensions that do not fold"
+        return f"{len(gemm.batch)} batch dimensions that do not fold"
     if with_kernel_layouts(spec, shapes_of(x))[0] != spec:
-        return "reference: an operand without a contiguous axis"
+        return "an operand without a contiguous axis"
     if takes_any:
         return None
     other = devices.other_than(devices.HOPPER)
     if other is not None:
-        return f"reference: no gated kernel for {other}"
+        return f"no gated kernel for {other}"
     itemsize = INPUT_DTYPES[algorithm].itemsize
     for name in ("a", "b"):
         what = misalignment(gemm, name, itemsize)
         if what is not None:
-            return f"reference: {name} has {what}, unaligned"
+            return f"{name} has {what}, unaligned"
     if second_weight_offset(gemm, spec) * itemsize % COPY_BYTES:
-        return "reference: the second weight's columns begin unaligned"
+        return "the second weight's columns begin unaligned"
     return None
+
+
+def no_complex_kernel(
+    x: Operands, spec: GemmSpec, algorithm: str | None, planes: PlaneProduct | None
+) -> str | None:
+    """Says why complex numbers are not multiplied as pairs of real ones.
+
+    Args:
+        x: the operands.
+        spec: the primitive's parameters.
+        algorithm: of the real product; ``None`` where there is none.
+        planes: that it would be by, if so.
+    """
+    if algorithm is None:
+        return f"no kernel for complex64 with precision {spec.precision}"
+    if spec.config == kernel_names.XLA:
+        return "by config"
+    if spec.is_gated or spec.config is not None:
+        return "no kernel of complex64 by that name or of two weights"
+    other = devices.other_than(devices.HOPPER)
+    if other is not None:
+        return f"a complex product on {other}"
+    if not _extension.has_kernel("TF32_TF32_F32"):
+        return "no kernel in this build"
+    shape = odd_shape(spec, x)
+    if shape is not None:
+        return shape
+    gemm = fold(spec.strided(shapes_of(x)))
+    if len(gemm.batch) > MAX_TMA_BATCH_NDIM or 2 * max(gemm.n, gemm.k) > MAX_EXTENT:
+        return "batch dimensions that do not fold, or an extent beyond 2^29"
+    is_large = gemm.m * gemm.n * gemm.k >= _PAIR_PRODUCTS and gemm.k >= _PAIR_ROWS
+    if not is_large or min(gemm.m, gemm.n) < _PAIR_ROWS:
+        return f"{gemm.m} x {gemm.n} x {gemm.k} is too little"
+    return planes and added_up_in_parts(planes, 2 * gemm.m * gemm.n, 2 * gemm.k)
+
+
+def no_ragged_kernel(
+    algorithm: str | None, grouped: str, work: str, extents: tuple[Any, ...], config: str | None
+) -> str | None:
+    """Says why no kernel can be used, if none can; slow ones have to be named."""
+    if config == kernel_names.XLA:
+        return "by config"
+    if algorithm is None or not kernel_names.for_algorithm(algorithm, grouped):
+        return f"no ragged kernel for {algorithm}"
+    named = config in _extension.KERNEL_NAMES
+    if not (named or devices.has_kernel(algorithm, work=work, grouped=grouped)):
+        return f"no ragged kernel for {algorithm} in this build"
+    if not all(isinstance(extent, int) for extent in extents):
+        return "symbolic shapes"
+    if not all(0 < extent <= MAX_EXTENT for extent in extents):
+        return "nothing to multiply, or an extent beyond 2^30"
+    row = kernel_names.find(config or "")
+    if row is not None and row.is_fallback:
+        return None
+    other = devices.other_than(devices.HOPPER)
+    return None if other is None else f"no ragged kernel for {other}"

@@ -1,4 +1,4 @@
-"""Which products are XLA's own: some that it was measured to compute in less time.
+"""Products that XLA was measured to compute in less time than the kernels.
 
 The kernels copy 16 bytes at a time, so that unaligned operands are copied with padding first,
 and results leave in parts of rows. Where there is little to multiply, that takes longer than the
@@ -56,7 +56,7 @@ _SMALLEST_EXTENT = 32
 _MANY_ELEMENTS = 2**20
 
 
-def left_to_xla(
+def why_slower(
     algorithm: str,
     gemm: StridedGemm,
     out_itemsize: int,
@@ -64,7 +64,7 @@ def left_to_xla(
     is_plain: bool = True,
     has_factor: bool = False,
 ) -> str | None:
-    """Says why XLA computes a product in less time than a kernel.
+    """Says why a kernel takes longer for a product than XLA.
 
     Args:
         algorithm: name of the ``DotAlgorithmPreset``.

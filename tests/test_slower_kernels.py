@@ -10,7 +10,7 @@ import pytest
 from cuda_calls import bf16
 
 from jax_tcgemm import gemm
-from jax_tcgemm.lowering.left_to_xla import left_to_xla
+from jax_tcgemm.lowering.slower_kernels import why_slower
 from jax_tcgemm.problem.strides import Operands, StridedGemm, fold, strided_gemm
 
 pytestmark = pytest.mark.any_jax
@@ -87,7 +87,7 @@ def folded(m: int, n: int, k: int, layout: str = "nn", batch: int = 1) -> Stride
     ],
 )
 def test_bfloat16_as_measured(problem, ours, xla):
-    assert (left_to_xla("BF16_BF16_F32", folded(*problem), 2) is not None) == (xla < ours)
+    assert (why_slower("BF16_BF16_F32", folded(*problem), 2) is not None) == (xla < ours)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_bfloat16_as_measured(problem, ours, xla):
 )
 def test_what_the_kernels_have_yet_to_gain(problem):
     """XLA is quicker, and yet it is not left to XLA."""
-    assert left_to_xla("BF16_BF16_F32", folded(*problem), 2) is None
+    assert why_slower("BF16_BF16_F32", folded(*problem), 2) is None
 
 
 @pytest.mark.parametrize(
@@ -138,28 +138,28 @@ def test_what_the_kernels_have_yet_to_gain(problem):
     ],
 )
 def test_float32_as_measured(problem, ours, xla):
-    reason = left_to_xla("TF32_TF32_F32", folded(*problem), 4)
+    reason = why_slower("TF32_TF32_F32", folded(*problem), 4)
     assert (reason is not None) == (xla < ours)
 
 
 def test_only_near_what_was_measured():
-    assert left_to_xla("BF16_BF16_F32", folded(577, 577, 64, "nt", 2), 2) is None  # small
-    assert left_to_xla("BF16_BF16_F32", folded(4097, 4097, 8, "nt"), 2) is None
-    assert left_to_xla("TF32_TF32_F32", folded(8, 64, 2**18), 4) is None
-    assert left_to_xla("F16_F16_F16", folded(577, 577, 64, "nt", 192), 2) is None
-    assert left_to_xla("F16_F16_F32", folded(577, 577, 64, "nt", 192), 2)
-    assert left_to_xla("BF16_BF16_F32", folded(8, 577, 64, "nt", 4096), 2) is None  # few rows
-    assert left_to_xla("BF16_BF16_F32", folded(577, 0, 64, "nt", 192), 2) is None
+    assert why_slower("BF16_BF16_F32", folded(577, 577, 64, "nt", 2), 2) is None  # small
+    assert why_slower("BF16_BF16_F32", folded(4097, 4097, 8, "nt"), 2) is None
+    assert why_slower("TF32_TF32_F32", folded(8, 64, 2**18), 4) is None
+    assert why_slower("F16_F16_F16", folded(577, 577, 64, "nt", 192), 2) is None
+    assert why_slower("F16_F16_F32", folded(577, 577, 64, "nt", 192), 2)
+    assert why_slower("BF16_BF16_F32", folded(8, 577, 64, "nt", 4096), 2) is None  # few rows
+    assert why_slower("BF16_BF16_F32", folded(577, 0, 64, "nt", 192), 2) is None
     # Few rows of an unaligned A that is not transposed, or by an unaligned B.
     for problem in ((8, 12000, 4095, "nt"), (64, 20000, 1001), (7, 20001, 1000, "tn")):
-        assert left_to_xla("BF16_BF16_F32", folded(*problem), 2) is None
+        assert why_slower("BF16_BF16_F32", folded(*problem), 2) is None
     # Rows of float32 results are aligned where those of bfloat16 are not.
-    assert left_to_xla("BF16_BF16_F32", folded(580, 580, 64, "nt", 192), 2)
-    assert left_to_xla("BF16_BF16_F32", folded(580, 580, 64, "nt", 192), 4) is None
+    assert why_slower("BF16_BF16_F32", folded(580, 580, 64, "nt", 192), 2)
+    assert why_slower("BF16_BF16_F32", folded(580, 580, 64, "nt", 192), 4) is None
 
 
 def test_small_batches_as_they_were_measured_alone():
-    small = functools.partial(left_to_xla, "BF16_BF16_F32")
+    small = functools.partial(why_slower, "BF16_BF16_F32")
     problem = 32, 32, 64
     assert small(folded(*problem, "nn", 128), 2) == "small batches, 32 x 32 x 64"
     assert small(folded(*problem, "nn", 127), 2) is None
@@ -168,15 +168,15 @@ def test_small_batches_as_they_were_measured_alone():
     assert small(folded(*problem, "nn", 128), 2, is_plain=False) is None
     for layout in ("nt", "tn", "tt"):
         assert small(folded(*problem, layout, 128), 2) is None
-    assert left_to_xla("TF32_TF32_F32", folded(*problem, "nn", 128), 4) is None
+    assert why_slower("TF32_TF32_F32", folded(*problem, "nn", 128), 4) is None
     shared = strided_gemm(Operands((None, 0, 1), (0, 1, 2)), Operands((32, 64), (128, 64, 32)))
     assert small(fold(shared), 2) is None
 
 
 def test_reasons():
-    reason = left_to_xla("BF16_BF16_F32", folded(577, 64, 577, "nn", 192), 2)
+    reason = why_slower("BF16_BF16_F32", folded(577, 64, 577, "nn", 192), 2)
     assert reason == "52 products an element, and a unaligned"
-    reason = left_to_xla("BF16_BF16_F32", folded(8, 4095, 4096), 2)
+    reason = why_slower("BF16_BF16_F32", folded(8, 4095, 4096), 2)
     assert reason == "few rows, 8, and b has a leading dimension of 4095 elements, unaligned"
 
 
@@ -196,8 +196,8 @@ def test_a_shared_operand_is_read_once():
     """129 products an element, where 64 matrices of A would make them 86."""
     axes = Operands((None, 0, 1), (0, 1, 2))
     shared = strided_gemm(axes, Operands((257, 264), (64, 264, 257)))
-    assert left_to_xla("BF16_BF16_F32", fold(shared), 2) is None
-    assert left_to_xla("BF16_BF16_F32", folded(257, 257, 264, "nn", 64), 2)
+    assert why_slower("BF16_BF16_F32", fold(shared), 2) is None
+    assert why_slower("BF16_BF16_F32", folded(257, 257, 264, "nn", 64), 2)
 
 
 def test_an_operand_that_is_copied_anyway(cuda_module):

@@ -1,0 +1,113 @@
+"""Where XLA computes a product in place of a kernel, and the modes that do not allow it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jax_tcgemm import FallbackError, dot_general, gated_gemm, gemm, ragged_dot
+from jax_tcgemm.lowering import devices, fallback
+from jax_tcgemm.tuning.entry import Entry
+
+BF16 = jnp.bfloat16
+
+
+def shape(*extents, dtype=BF16):
+    return jax.ShapeDtypeStruct(extents, dtype)
+
+
+def lower(function, *shapes):
+    return jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.fixture(autouse=True)
+def _all_kernels(all_kernels):
+    pass
+
+
+def _of_integers(a, b, **options):
+    return gemm(a.astype(jnp.int16), b.astype(jnp.int16), **options)
+
+
+def _highest(a, b, **options):
+    return gemm(a.astype(jnp.float32), b.astype(jnp.float32), precision="highest", **options)
+
+
+def _complex(a, b, **options):
+    return gemm(a.astype(jnp.complex64), b.astype(jnp.complex64), **options)
+
+
+def _function_of_few_rows(a, b, **options):
+    return gemm(a[:8], b, epilogue=jnp.tanh, **options)
+
+
+def _gated(a, b, **options):
+    return gated_gemm(a[:, :63], b[:63], b[:63], **options)
+
+
+def _of_groups(a, b, **options):
+    sizes = jnp.full((2,), 32, jnp.int32)
+    return ragged_dot(a.astype(jnp.int16), jnp.stack([b, b]).astype(jnp.int16), sizes, **options)
+
+
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        (_of_integers, "no kernel algorithm for int16"),
+        (_highest, "no kernel algorithm for float32 .* precision"),
+        (_complex, "64 x 64 x 64 is too little"),
+        (_function_of_few_rows, "the function: no kernel computes this: 8 x 64 results"),
+        (_gated, "a has .* unaligned"),
+        (_of_groups, "no ragged kernel for None"),
+    ],
+)
+@pytest.mark.parametrize("by", ["config", "environment"])
+def test_what_no_kernel_computes_is_an_error_where_asked(call, reason, by, monkeypatch):
+    shapes = shape(64, 64), shape(64, 64)
+    lower(call, *shapes)  # XLA computes it
+    options = {"config": "kernel"} if by == "config" else {}
+    if by == "environment":
+        monkeypatch.setenv(fallback.SETTING, "1")
+    with pytest.raises(FallbackError, match=reason):
+        lower(lambda a, b: call(a, b, **options), *shapes)
+    lower(lambda a, b: call(a, b, config="xla"), *shapes)  # which says so itself
+
+
+def test_a_kernel_takes_what_xla_computes_in_less_time(cuda_module, monkeypatch):
+    a, b = shape(8, 4096), shape(4096, 4095)
+    assert not cuda_module(gemm, a, b)[1]
+    (call,) = cuda_module(lambda a, b: gemm(a, b, config="kernel"), a, b)[1]
+    assert call["config"] == ""
+    monkeypatch.setenv(fallback.SETTING, "1")
+    assert len(cuda_module(lambda a, b: gemm(a, b), a, b)[1]) == 1
+
+
+def test_a_measured_choice_of_xla_is_not_taken(cuda_module, monkeypatch):
+    found = Entry("xla", 1e-6, 2e-6, 1e-6), "the tunings"
+    monkeypatch.setattr(devices, "find_choice", lambda product: found)
+    a = shape(512, 512)
+    assert not cuda_module(gemm, a, a)[1]
+    assert len(cuda_module(lambda a, b: gemm(a, b, config="kernel"), a, a)[1]) == 1
+    function = functools.partial(gemm, epilogue=jnp.tanh)
+    assert "compiled_gemm" not in lower(function, a, a)
+    assert "compiled_gemm" in lower(functools.partial(function, config="kernel"), a, a)
+    groups = shape(2, 512, 512), shape(2, dtype=jnp.int32)
+    assert "ragged_dot_v1" not in lower(ragged_dot, a, *groups)
+    assert "ragged_dot_v1" in lower(functools.partial(ragged_dot, config="kernel"), a, *groups)
+
+
+def test_other_platforms_have_no_kernels_to_ask_for(normal, monkeypatch):
+    monkeypatch.setenv(fallback.SETTING, "1")
+    a, b = normal(8, 16), normal(16, 8)
+    assert jnp.allclose(gemm(a, b, config="kernel"), a @ b, atol=1e-5)
+    assert jnp.allclose(dot_general(a, b, (((1,), (0,)), ((), ()))), a @ b, atol=1e-5)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_dot_general_of_lax_is_an_error_on_a_gpu(monkeypatch):
+    a = jnp.ones((8, 8), jnp.int32)
+    dimensions = (((1,), (0,)), ((), ()))
+    monkeypatch.setenv(fallback.SETTING, "1")
+    with pytest.raises(FallbackError, match="dot_general int32"):
+        dot_general(a, a, dimensions)
