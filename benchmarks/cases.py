@@ -37,7 +37,7 @@ DTYPES = {
     **quantized.DTYPES,
 }
 
-# What an epilogue may be joined from, besides the names of activations.
+# The parts of an epilogue, besides the names of activations.
 _EPILOGUE_PARTS = {"none", "bias", "c", "aux", "alpha", "beta_c", "silu_glu", "amax"}
 
 _TRANSPOSED = ("transpose_a", "transpose_b")
@@ -45,7 +45,7 @@ _TRANSPOSED = ("transpose_a", "transpose_b")
 ALPHA = 0.5
 BETA = 2.0
 
-# The operands that are multiplied, by name; others are bias and c, or those of a step.
+# Names of the operands that are multiplied; others are bias and c, or operands of a step.
 FACTORS = ("a", "b", "b2")
 
 
@@ -109,7 +109,7 @@ class Case:
 
     @property
     def label(self) -> str:
-        """The case in a few words, by which result files know it."""
+        """A short description of the case, which identifies it in result files."""
         words = [f"{self.dtype} {self.layout} {self.m}x{self.n}x{self.k}"]
         if self.batch > 1:
             words.append(f"batch {self.batch}")
@@ -149,7 +149,7 @@ class Case:
     def bytes(self) -> int:
         """Bytes of the operands and results, each read or written once."""
         elements = {name: math.prod(shape) for name, shape in self.shapes.items()}
-        if self.step:  # a gradient for each operand, the result for the cotangent
+        if self.step:  # a gradient for each operand; the cotangent is as large as the result
             return 2 * sum(elements.values()) * self.out_dtype.itemsize
         outputs = self.batch * self.m * self.n * (2 if "aux" in self.parts else 1)
         inputs = sum(elements.pop(name) for name in FACTORS if name in elements)
@@ -159,7 +159,7 @@ class Case:
 
     @property
     def unsupported(self) -> str | None:
-        """Why there is nothing to compare yet, or None."""
+        """The reason why there is nothing to compare yet, or None."""
         beside = {"c", "beta_c", "alpha", "aux", "silu_glu"}.intersection(self.parts)
         if self.group_sizes and (beside or self.layout[0] == "t"):
             return "not supported yet: groups with more than a bias and an activation"
@@ -205,13 +205,13 @@ class Case:
         return shapes
 
     def argument_sets(self, numbers: Numbers | None = None) -> list[tuple[Arrays]]:
-        """Returns normal operands, as many sets as no cache holds together.
+        """Returns normal operands, in so many sets that no cache holds all of them.
 
-        Weights are scaled so that the product's elements are about 1: a bias or an activation that
-        is wrong then shows.
+        Weights are scaled so that the product's elements are about 1: a wrong bias or activation
+        then shows.
 
         Args:
-            numbers: what they are made of; by default new ones.
+            numbers: the source of the numbers; by default a new one.
         """
         numbers = numbers or Numbers(time.time_ns() % 2**31)
 
@@ -291,7 +291,7 @@ class Case:
         )
 
     def function_operands(self, arrays: Arrays) -> list[jax.Array]:
-        """Returns the operands of the function, those of groups for each of their rows."""
+        """Returns the operands of the function; group operands are expanded to rows."""
 
         def over_rows(name: str, letters: str) -> jax.Array:
             if letters != "g":
@@ -318,7 +318,7 @@ class Case:
         return gemm(a, *weights, **dict(zip(_TRANSPOSED, transposed, strict=True)), **options)
 
     def _with_preactivation(self, arrays: Arrays, config: str | None) -> Any:
-        """Binds the primitive as the derivative of ``gemm`` does: no public function asks for z."""
+        """Binds the primitive like the derivative of ``gemm``: no public function returns z."""
 
         def axes(name: str, letter: str = "n") -> tuple[int | None, ...] | None:
             if name not in arrays:

@@ -22,10 +22,10 @@ _SAMPLES_PER_ROUND = 25
 def measure_chain(
     size: int, rounds: int = _ROUNDS, samples_per_round: int = _SAMPLES_PER_ROUND
 ) -> dict[str, Any]:
-    """Times square bfloat16 products on donated, so unmoving, buffers.
+    """Times square bfloat16 products on donated buffers, which do not move.
 
     Returns:
-        ``size``, and of each competitor the median and the best time per product.
+        ``size``, and for each competitor the median and the best time per product.
     """
     w = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16) / size**0.5
     chains = {"us": _chain(gemm), "xla_us": _chain(jnp.matmul)}

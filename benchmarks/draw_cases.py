@@ -1,6 +1,6 @@
-"""Draws the cases of the suites ``random`` and ``random_decode``: products that nobody tuned for.
+"""Draws cases of the suites ``random`` and ``random_decode``: products that nobody tuned for.
 
-Prints them as ``suite.json`` has them. Those there are of seeds that no fit has seen.
+Prints the cases in the format of ``suite.json``. The cases there have seeds that no fit has seen.
 
     python benchmarks/draw_cases.py random --seed 20261124 --count 100
     python benchmarks/draw_cases.py random_decode --seed 20261127 --count 60
@@ -14,17 +14,17 @@ from typing import Any
 
 import numpy as np
 
-# The largest take 1 ms.
+# The largest products take 1 ms.
 _MOST_PRODUCTS = 6e11
 
 
 def _extent(rng: np.random.Generator, least: int, most: int) -> int:
-    """A multiple of 8, log-uniform."""
+    """Draws a multiple of 8, log-uniform."""
     return max(least, int(np.exp(rng.uniform(np.log(least), np.log(most))) // 8 * 8))
 
 
 def draw_case(rng: np.random.Generator) -> dict[str, Any]:
-    """Draws one: of 16 bits or TF32, alone or a batch, with or without an epilogue."""
+    """Draws a case: 16-bit or TF32, single or batched, with or without an epilogue."""
     kind = rng.choice(["product", "epilogue", "batch", "tf32"], p=[0.4, 0.3, 0.15, 0.15])
     most = 2048 if kind == "batch" else 16384
     while True:
@@ -43,7 +43,7 @@ def draw_case(rng: np.random.Generator) -> dict[str, Any]:
 
 
 def draw_decode_case(rng: np.random.Generator) -> dict[str, Any]:
-    """Draws one of few rows, as where a model makes one token after the other."""
+    """Draws a case of few rows, as when a model generates tokens one by one."""
     m = int(np.exp(rng.uniform(0, np.log(128.999))))
     case: dict[str, Any] = {"m": m, "n": _extent(rng, 512, 32768), "k": _extent(rng, 512, 32768)}
     case["dtype"] = str(rng.choice(["bf16", "f16", "f32"], p=[0.7, 0.2, 0.1]))

@@ -1,10 +1,9 @@
-"""Fits what corrects the time model to times of rows, and says what that is worth.
+"""Fits the correction of the time model to times of rows, and reports its benefit.
 
-Reads files of ``time_rows`` (``benchmarks/time_rows.cc``), writes the weights that
-``cuda/dispatch/time_correction.cc`` includes, for products of few rows others than for the rest.
-The loss of a product is what the choice takes longer
-than the fastest row that was timed; that of the correction is of products that it was not fitted
-to, a third of them at a time.
+Reads files of ``time_rows`` (``benchmarks/time_rows.cc``). Writes the weights that
+``cuda/dispatch/time_correction.cc`` includes; products of few rows have separate weights. The loss
+of a product is the time of the choice relative to the fastest timed row. The correction's loss is
+for products that it was not fitted to, a third of them at a time.
 
     python -P benchmarks/fit_times.py benchmarks/results/rows_h200.csv.gz \
         benchmarks/results/rows_h100.csv.gz --out cuda/dispatch/time_weights.inc
@@ -27,9 +26,9 @@ from jax_tcgemm.kernels.choice_input import ChoiceInput
 
 # The penalty of the least squares, for terms of unit variance.
 _RIDGE = 2.0
-# A row that was timed less often gets no weights.
+# A row with fewer timings gets no weights.
 _LEAST_TIMINGS = 40
-# The same as in cuda/dispatch/time_correction.cc and .h.
+# The same values as in cuda/dispatch/time_correction.cc and .h.
 _MOST_CORRECTION = 0.5
 _FEW = 64
 
@@ -43,10 +42,10 @@ class Timed:
     """A row that was timed for a product.
 
     Attributes:
-        row: its name, without parts of k.
-        cycles: by the time model alone.
-        terms: of ``_core.time_terms``.
-        seconds: what it took.
+        row: its name, without the split of k.
+        cycles: the cycles of the time model alone.
+        terms: the terms of ``_core.time_terms``.
+        seconds: the measured time.
     """
 
     row: str
@@ -75,12 +74,12 @@ class Problem:
 
     @property
     def has_few_rows(self) -> bool:
-        """True if the model has separate weights for so few rows or columns."""
+        """True if the model has separate weights for this number of rows or columns."""
         return min(self.m, self.n) <= _FEW
 
     @property
     def regime(self) -> str:
-        """The kind of product, by which losses are told apart."""
+        """The kind of product, for separate losses."""
         if self.batch > 1:
             return f"{self.type} batches"
         if self.has_few_rows:
@@ -89,7 +88,7 @@ class Problem:
 
     @property
     def choice_input(self) -> ChoiceInput:
-        """The same on a GPU of compute capability 9.0."""
+        """The product as the input of a choice on a GPU of compute capability 9.0."""
         itemsize = 4 if self.type == "tf32" else 2
         row_a = self.m if self.layout[0] == "t" else self.k
         row_b = self.k if self.layout[1] == "t" else self.n
@@ -114,7 +113,7 @@ class Problem:
 
 
 def load(path: pathlib.Path) -> dict[Problem, list[Timed]]:
-    """Reads a file of ``time_rows``; rows that the table has no more are left out."""
+    """Reads a file of ``time_rows``; it omits rows that the table no longer has."""
     times: dict[str, dict[str, float]] = collections.defaultdict(dict)
     with gzip.open(path, "rt") as file:
         next(file)
@@ -133,7 +132,7 @@ def load(path: pathlib.Path) -> dict[Problem, list[Timed]]:
 
 
 def fit(products: Iterable[tuple[Problem, list[Timed]]]) -> Weights:
-    """Returns the weights of each row, those for few rows as of the row with ``/few`` behind it."""
+    """Returns the weights of each row; weights for few rows have ``/few`` after the row's name."""
     by_regime: dict[bool, list[list[Timed]]] = {True: [], False: []}
     for problem, timed in products:
         by_regime[problem.has_few_rows].append(timed)
@@ -154,7 +153,7 @@ def _fit(products: Iterable[list[Timed]]) -> Weights:
             continue
         terms = np.array([each.terms for each in timed])
         wanted = np.array([math.log(each.seconds / each.cycles) for each in timed]) - mean
-        # The first term is 1: its weight takes what the centred others leave.
+        # The first term is 1; its weight takes what the other, centred terms leave.
         center, scale = terms.mean(0), terms.std(0)
         scale[scale < 1e-9] = np.inf
         normal = (terms - center) / scale
@@ -166,12 +165,12 @@ def _fit(products: Iterable[list[Timed]]) -> Weights:
 
 
 def modelled(each: Timed) -> float:
-    """The model's cycles."""
+    """Returns the model's cycles."""
     return each.cycles
 
 
 def corrected(weights: Weights, problem: Problem) -> Callable[[Timed], float]:
-    """Returns what corrects the model's cycles for a product by these weights."""
+    """Returns a function that corrects the model's cycles for a product by these weights."""
     suffix = "/few" if problem.has_few_rows else ""
 
     def cycles(each: Timed) -> float:
@@ -185,7 +184,7 @@ def corrected(weights: Weights, problem: Problem) -> Callable[[Timed], float]:
 
 
 def loss(timed: list[Timed], cycles: Callable[[Timed], float]) -> float:
-    """The time of the choice by some estimate, divided by that of the fastest row."""
+    """Returns the time of the choice by an estimate, divided by the fastest row's time."""
     return min(timed, key=cycles).seconds / min(each.seconds for each in timed)
 
 

@@ -1,4 +1,4 @@
-"""Functions as epilogues, written as a user would: of float32 products and of operands."""
+"""Functions as epilogues, as a user would write them: of float32 products and operands."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ _BF16 = jnp.bfloat16
 
 @dataclasses.dataclass(frozen=True)
 class Function:
-    """What becomes of a product.
+    """A function of a product.
 
     Attributes:
         apply: the function.
-        operands: extents of each operand in ``m``, ``n``, ``1`` and ``g``, the groups, by name.
+        operands: the extents of each operand by name, in ``m``, ``n``, ``1`` and ``g`` (the
+            groups).
     """
 
     apply: Callable[..., Any]

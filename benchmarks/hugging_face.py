@@ -1,4 +1,4 @@
-"""Steps of models of Hugging Face: transformers 4 and diffusers, by Flax."""
+"""Steps of Hugging Face models: transformers 4 and diffusers, in Flax."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from model_step import (
 
 
 def _hugging_face(model: Any, batch: tuple[int, int], dtype: Any = None, **options: Any) -> Any:
-    """Returns the variables of a model of transformers."""
+    """Returns the variables of a transformers model."""
     ids = jnp.zeros(batch, jnp.int32)
     init = functools.partial(model.module.init, return_dict=False, **options)
     types = jax.eval_shape(init, jax.random.key(0), ids, jnp.ones_like(ids), ids)
@@ -30,7 +30,7 @@ def _hugging_face(model: Any, batch: tuple[int, int], dtype: Any = None, **optio
 
 
 def _positions(tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the mask and the positions that the models ask for."""
+    """Returns the mask and the positions that the models need."""
     return jnp.ones_like(tokens), jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
 
 
@@ -120,7 +120,7 @@ def llama_train(sizes: Sizes) -> Program:
 
 
 def llama_prefill(sizes: Sizes) -> Program:
-    """The same in bfloat16: the logits after the last token."""
+    """The same layers in bfloat16: the logits after the last token."""
     model = _llama(sizes)
     parameters = _hugging_face(model, (1, 8), BF16)["params"]
 
@@ -133,7 +133,7 @@ def llama_prefill(sizes: Sizes) -> Program:
 
 
 def llama_decode(sizes: Sizes, batch: int = 16) -> Program:
-    """The same: one token more, with a cache."""
+    """The same layers: generates one more token, with a cache."""
     model = _llama(sizes)
     variables = _hugging_face(model, (batch, sizes.tokens), BF16, init_cache=True)
     mask = jnp.ones((batch, sizes.tokens), jnp.int32)
@@ -154,7 +154,7 @@ def llama_decode(sizes: Sizes, batch: int = 16) -> Program:
 
 
 def unet_train(sizes: Sizes) -> Program:
-    """A diffusion UNet of diffusers, of two resolutions with cross-attention."""
+    """A diffusion UNet of diffusers with two resolutions and cross-attention."""
     from diffusers import FlaxUNet2DConditionModel  # pyright: ignore[reportMissingImports]
 
     width = 320 // sizes.scale

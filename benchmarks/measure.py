@@ -1,4 +1,4 @@
-"""One case: compared with its rivals, then timed beside them."""
+"""Compares a case with its rivals, then times it beside them."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from jax_tcgemm.tools.chain import Chain, compile_chain
 from jax_tcgemm.transforms.numbers import Numbers
 from jax_tcgemm.tuning.tunings import untuned
 
-# Largest norm of the difference between two results, relative to that of one. Each is rounded once
-# or twice more than the other; TF32 cuts 13 bits off float32 operands, and XLA may do without.
-# Results in 8 bits differ by a step of them here and there; sums of 8-bit floats keep 14 bits.
+# The largest norm of the difference between two results, relative to the norm of one. Each result
+# is rounded once or twice more than the other. TF32 drops 13 bits of float32 operands, which XLA
+# may avoid. 8-bit results sometimes differ by a step; sums of 8-bit floats keep 14 bits.
 TOLERANCES = {
     "bf16": 2**-6,
     "f16": 2**-9,
@@ -41,13 +41,14 @@ TOLERANCES = {
     "e5m2": 2**-6,
     "s8": 2**-6,
 }
-# A derivative that XLA computes in 16 bits, each operation rounded, is off by most of that itself.
+# XLA computes this derivative in 16 bits with a rounding after each operation, which causes most of
+# this difference.
 _STEP_TOLERANCE = 2
 
 _SUSTAINED_ABOVE_US = 100.0
 _SUSTAINED_BLOCK_SECONDS = 0.05
 _CONFIG_REPS = 6
-# Above this a simt kernel takes longer than all others together.
+# Above this limit, a simt kernel takes longer than all others together.
 _SIMT_FLOPS = 2e9
 
 _CHOICE = re.compile(r"^jax_tcgemm: m=.* -> (\S+)$", re.MULTILINE)
@@ -59,14 +60,14 @@ _NUMBERS = Numbers(time.time_ns() % 2**31)
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What to measure.
+    """The options of a measurement.
 
     Attributes:
         against: the rivals, of ``"xla"`` and ``"pallas"``.
-        reps: samples of each competitor, at least.
-        seconds: of the sustained measurement; 0 for none.
-        configs: glob over the kernel configurations to time as well, or None.
-        tunings: active for ours; the untuned choice is then a rival as well.
+        reps: the least number of samples of each competitor.
+        seconds: the length of the sustained measurement; 0 for none.
+        configs: a glob over further kernel configurations to time, or None.
+        tunings: the active tunings for ours; the untuned choice is then a rival as well.
     """
 
     against: tuple[str, ...] = ("xla",)
@@ -84,7 +85,7 @@ def measure_case(case: Case, options: Options) -> Row:
         return row | {"note": case.unsupported}
     try:
         return row | _measure(case, options)
-    except Exception as error:  # One case that fails must not cost the others.
+    except Exception as error:  # One failing case must not cost the others.
         return row | {"error": describe(error)}
 
 
@@ -131,7 +132,7 @@ def _measure(case: Case, options: Options) -> Row:
 
 
 def untuned_row(row: Row, flops: float) -> Row | None:
-    """Returns what a row of a tuned case says of the untuned choice; None where it says nothing."""
+    """Returns the untuned choice's row from a tuned case's row; None if it has no such data."""
     if row.get("untuned_us") is None:
         return None
     us, rivals = row["untuned_us"], [row[x] for x in ("xla_us", "pallas_us") if row[x]]
@@ -146,8 +147,8 @@ def compile_ours(
 ) -> tuple[Chain, str | None]:
     """Compiles this package's product; returns it and the kernel configuration that runs.
 
-    The configuration is what the dispatch logs. It logs each choice once in each thread, so a new
-    thread asks; what was logged before may be of a measurement.
+    The configuration comes from the dispatch's log. The dispatch logs each choice once in each
+    thread, so a new thread asks; an earlier log line may come from a measurement.
     """
     chain, _ = with_stderr(lambda: compile_chain(case.ours(config), sets))
     with concurrent.futures.ThreadPoolExecutor(1) as executor:
@@ -158,9 +159,9 @@ def compile_ours(
 
 
 def with_stderr(function: Callable[[], Any]) -> tuple[Any, str]:
-    """Calls a function; returns its result and what was written to file descriptor 2 meanwhile.
+    """Calls a function; returns its result and its output on file descriptor 2.
 
-    What this package did not write there is passed on.
+    Output that is not from this package is passed on.
     """
     sys.stderr.flush()
     with tempfile.TemporaryFile() as file:
@@ -188,29 +189,29 @@ def _difference(x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def disagreement(case: Case, actual: Any, expected: Any) -> str | None:
-    """Says how far the results of a case are from those expected, None if they are near enough."""
+    """Says how far results differ from the expected ones, or None if they are close enough."""
     tolerance = TOLERANCES[case.dtype] * (_STEP_TOLERANCE if case.step else 1)
     return disagreement_of(actual, expected, tolerance)
 
 
 def disagreement_of(actual: Any, expected: Any, tolerance: float) -> str | None:
-    """The same of any results, of which the norm of each difference is to be that small."""
+    """Does the same for any results; ``tolerance`` limits the norm of each difference."""
     got, wanted = ([(x.shape, x.dtype) for x in jax.tree.leaves(y)] for y in (actual, expected))
     if got != wanted:
         return f"{got} instead of {wanted}"
     differences = jax.tree.leaves(jax.tree.map(_difference, actual, expected))
-    # The largest of several, one of which may be NaN.
+    # Takes the largest of several numbers, one of which may be NaN.
     largest = float(jnp.max(jnp.stack(differences)))
     return None if largest <= tolerance else f"by {largest:.1e} of its norm, over {tolerance:.1e}"
 
 
-# What XLA's compiled programs name that runs no kernel.
+# Instructions in XLA's compiled programs that run no kernel.
 _NO_KERNEL = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element"}
 _INSTRUCTION = re.compile(r"^  .* = .*? ([a-z][a-z0-9-]*)\(", re.MULTILINE)
 
 
 def hlo_kernels(chain: Chain) -> float:
-    """Counts the instructions of a call that run something, where no timer counts kernels."""
+    """Counts a call's instructions that run something, for use without kernel counts."""
     _, entry = chain.compiled.as_text().split("\nENTRY ", 1)
     names = _INSTRUCTION.findall(entry[: entry.index("\n}")])
     return sum(name not in _NO_KERNEL for name in names) / len(chain.argument_sets)
@@ -238,7 +239,7 @@ def _best_pallas(case: Case, sets: list[tuple[Any, ...]], expected: Any) -> tupl
 
 
 def _sustained(chains: dict[str, Chain], us: float, seconds: float) -> Row:
-    """Times ours and XLA's with the clock at its power limit: the second half of each's samples."""
+    """Times ours and XLA's at the clock's power limit, from the second half of the samples."""
     chains = {name: chain for name, chain in chains.items() if name in ("us", "xla_us")}
     run_seconds = us * 1e-6 * len(chains["us"].argument_sets)
     block = max(1, round(_SUSTAINED_BLOCK_SECONDS / run_seconds))
@@ -257,7 +258,7 @@ def _sustained(chains: dict[str, Chain], us: float, seconds: float) -> Row:
 
 def config_names(case: Case, glob: str) -> list[str]:
     """Returns the kernel configurations that may compute a case."""
-    if case.step:  # several gemms, which choose for themselves
+    if case.step:  # several gemms, each with its own choice
         return []
     return [
         row.name
@@ -274,14 +275,14 @@ def config_names(case: Case, glob: str) -> list[str]:
 def _all_configs(
     case: Case, sets: list[tuple[Any, ...]], ours: Chain, chosen: str | None, glob: str
 ) -> Row:
-    """Times every configuration beside the choice, which may pad operands where none of them do."""
+    """Times every configuration beside the choice, which may pad operands if none of them does."""
     chains = {"": ours}
     for name in config_names(case, glob):
         try:
             chain, used = compile_ours(case, sets, name)
         except Exception:  # A configuration that cannot compute the case.
             continue
-        # Where the named row cannot, the dispatch takes another.
+        # If the named row cannot compute it, the dispatch takes another row.
         if used in (None, name):
             chains[name] = chain
     timings = time_chains(chains, reps=_CONFIG_REPS, block=2)
@@ -305,5 +306,5 @@ def microseconds(timing: Timing) -> float:
 
 
 def describe(error: Exception) -> str:
-    """The first lines of an error."""
+    """Returns the first lines of an error."""
     return f"{type(error).__name__}: {error}"[:300]

@@ -18,12 +18,12 @@ BF16 = jnp.bfloat16
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """How large the models are; those of ``TINY`` are for tests.
+    """The sizes of the models; ``TINY`` is for tests.
 
     Attributes:
-        scale: divides widths and vocabularies.
-        tokens: of a sequence, and entries of a cache.
-        sequences: of a batch.
+        scale: a divisor of widths and vocabularies.
+        tokens: the length of a sequence, and the entries of a cache.
+        sequences: the number of sequences in a batch.
     """
 
     scale: int = 1
@@ -39,9 +39,9 @@ class Program:
     """A step.
 
     Attributes:
-        step: of the state and the inputs; returns the state, which is donated, and results.
-        state: parameters and what an optimizer keeps, or a cache.
-        inputs: the rest.
+        step: maps the state and the inputs to the state, which is donated, and results.
+        state: parameters and the optimizer's state, or a cache.
+        inputs: the other arguments.
     """
 
     step: Callable[..., tuple[Any, Any]]
@@ -61,7 +61,7 @@ def filled(types: Any, dtype: Any = None) -> Any:
     def one(x: Any) -> jax.Array:
         if not jnp.issubdtype(x.dtype, jnp.floating):
             return jnp.zeros(x.shape, x.dtype)
-        # From another place each: equal weights would learn alike.
+        # Each array starts at another place: equal weights would learn alike.
         numbers = np.roll(_pool(), next(starts)) if len(x.shape) > 1 else np.ones(1, np.float32)
         scale = 0.02 if len(x.shape) > 1 else 1.0
         return jnp.asarray((scale * np.resize(numbers, x.shape)).astype(dtype or x.dtype))

@@ -1,9 +1,9 @@
-"""Times steps of public models under ``fuse`` beside ``jax.jit`` alone: wall time, by turns.
+"""Times steps of public models under ``fuse`` beside ``jax.jit``: wall time, alternating.
 
 Usage: python -P benchmarks/models.py --out results.json
 
-Each program runs in a process of its own, so that none finds what another one had XLA measure, and
-in there first by ``jax.jit`` or first by ``fuse``, every other one.
+Each program runs in a separate process, so that none reuses XLA's autotuning for another one. The
+order of ``jax.jit`` and ``fuse`` alternates from program to program.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-# With -P the folder of a script is not on the path.
+# With -P, a script's folder is not on the path.
 sys.path.append(str(pathlib.Path(__file__).parent))
 
 import jax
@@ -35,14 +35,15 @@ from jax_tcgemm import fuse
 _SUITE = "models"
 _ROUNDS = 8
 _SECONDS_OF_A_SAMPLE = 0.05
-# The largest difference, over the norm: 16-bit models add in another order.
+# The largest difference relative to the norm: 16-bit models add in another order.
 _TOLERANCE = 2**-4
 
 
 def _norms(state: Any) -> list[jax.Array]:
-    """Returns, for parameters and for each moment of their gradients, the norms of its arrays.
+    """Returns the norms of arrays, for parameters and for each moment of their gradients.
 
-    Arrays are not compared one by one: the gradient of a key's bias, say, is 0 but for rounding.
+    Arrays are not compared one by one: the gradient of a key's bias, for example, is 0 except for
+    rounding.
     """
     first = state[0] if isinstance(state, tuple) and state else state
     structure = jax.tree.structure(first)
@@ -59,12 +60,12 @@ def _norms(state: Any) -> list[jax.Array]:
 
 
 class Way:
-    """A compiled step, and a state of its own.
+    """A compiled step with its own state.
 
     Attributes:
         first: the results of the first step, and norms of its state, see ``_norms``.
-        first_seconds: to the first result: traced, compiled and run.
-        temporaries: bytes that the step needs beside its arguments and results.
+        first_seconds: the time to the first result: tracing, compilation and execution.
+        temporaries: the bytes that the step needs beside its arguments and results.
     """
 
     def __init__(self, program: Program, step: Callable[..., Any]) -> None:
@@ -85,7 +86,7 @@ class Way:
         return result
 
     def seconds(self, count: int) -> float:
-        """Returns the wall time of one of so many steps, each after the other."""
+        """Returns the wall time of a step, from this many consecutive steps."""
         begun = time.perf_counter()
         for _ in range(count):
             result = self._run()
@@ -104,7 +105,7 @@ def measure(name: str, *, fused_first: bool, tiny: bool = False, rounds: int = _
     order = ["fuse", "jit"] if fused_first else ["jit", "fuse"]
     ways = {each: Way(program, steps[each]) for each in order}
     results = [ways[each].first for each in ("fuse", "jit")]
-    if "decode" in name:  # where two tokens are as likely, either may come
+    if "decode" in name:  # if two tokens are equally likely, either may result
         results = [norms for _, norms in results]
     wrong = disagreement_of(results[0], results[1], _TOLERANCE)
     if wrong:
@@ -155,7 +156,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 def _in_a_process(name: str, fused_first: bool, tiny: bool) -> dict[str, Any]:
     command = [sys.executable, "-P", __file__, "--one", name, "--tiny" * tiny]
     command += ["--fused-first" * fused_first]
-    environment = os.environ | {"USE_TORCH": "0"}  # of transformers, which else imports it
+    environment = os.environ | {"USE_TORCH": "0"}  # otherwise transformers imports PyTorch
     ran = subprocess.run(
         [word for word in command if word],
         capture_output=True,
@@ -189,7 +190,7 @@ def main(arguments: list[str] | None = None) -> int:
     if args.one:
         print(json.dumps(measure(args.one, fused_first=args.fused_first, tiny=args.tiny)))
         return 0
-    # This process is on the GPU, too, for the header.
+    # This process uses the GPU, too, for the header.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     results = report.Results(args.out, report.header(args.commit))
     for index, name in enumerate(x for x in PROGRAMS if args.case in x):

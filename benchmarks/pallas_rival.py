@@ -9,8 +9,8 @@ from typing import Any
 import jax.numpy as jnp
 from cases import Case
 
-# tile_m, tile_n of one of the two warpgroups; the dimension along which they lie side by side; the
-# dimension along which two blocks form a cluster; stages.
+# tile_m, tile_n of one of the two warpgroups; the dimension along which the warpgroups lie side by
+# side; the dimension along which two blocks form a cluster; stages.
 _TILES = (
     (128, 128, "M", None, 4),
     (128, 128, "N", None, 4),
@@ -21,8 +21,8 @@ _TILES = (
     (64, 64, "N", None, 6),
 )
 
-# Of the kernel for groups of rows: tile_m, tile_n, stages; and how many tiles of columns come
-# before the next rows.
+# For the kernel for groups of rows: tile_m, tile_n, stages; and the number of column tiles before
+# the next rows.
 _RAGGED_TILES = ((128, 128, 6), (128, 192, 4), (64, 256, 4), (64, 128, 6))
 _RAGGED_WIDTHS = (1, 4, 16)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 Row = dict[str, Any]
 
-# Light and dark pages both let these be seen; the background stays theirs.
+# Colors that are visible on light and dark pages; the background is transparent.
 _TEXT = "#7d8590"
 _GRID = "#7d859055"
 _COLORS = {"jax_tcgemm": "#e5730f", "XLA": "#2f81f7", "Pallas": "#8957e5"}
@@ -29,8 +29,8 @@ def speeds(row: Row, sustained: bool = False) -> dict[str, float]:
     """Returns the TFLOP/s of each competitor that was timed.
 
     Args:
-        row: of a result file.
-        sustained: with the clock at its power limit, where that was measured.
+        row: a row of a result file.
+        sustained: whether to use times with the clock at its power limit, if they exist.
     """
     tflop = row["tflops"] * row["us"]
     times = {name: row.get(key) for name, key in _KEYS.items()}
@@ -58,7 +58,7 @@ def draw(rows: list[Row], out: pathlib.Path, title: str, sustained: bool = False
     """Writes the picture.
 
     Args:
-        rows: of a result file; those without a time are left out.
+        rows: the rows of a result file; rows without a time are left out.
         out: path without suffix; ``.svg`` and ``.png`` are added.
         title: one line below the picture.
         sustained: see ``speeds``.

@@ -1,6 +1,7 @@
-"""Steps of public models with random weights, by the libraries' own layers, unchanged.
+"""Steps of public models with random weights, using the libraries' own layers, unchanged.
 
-None knows of this package. ``models.py`` skips a program whose library is not installed.
+The libraries do not know this package. ``models.py`` skips a program whose library is not
+installed.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from model_step import (
 
 
 def vit_train(sizes: Sizes, *, scanned: bool = False) -> Program:
-    """Six layers of ViT base by linen; ``scanned``, and computed again on the way back."""
+    """Six layers of ViT base by linen; optionally ``scanned``, with rematerialization."""
     import flax.linen as nn
 
     heads = max(1, 12 // sizes.scale)
@@ -72,7 +73,7 @@ def vit_train(sizes: Sizes, *, scanned: bool = False) -> Program:
 
 
 def _grouped_queries(sizes: Sizes) -> Any:
-    """A decoder with grouped queries, as Gemma 3 1B has them, of NNX's layers."""
+    """A decoder with grouped queries like Gemma 3 1B, of NNX layers."""
     from flax import nnx
 
     width, hidden, wide = 1152 // sizes.scale, 6912 // sizes.scale, 256 // sizes.scale
@@ -129,7 +130,7 @@ def _grouped_queries(sizes: Sizes) -> Any:
 
 
 def gqa_train(sizes: Sizes) -> Program:
-    """Four layers of the shape of Gemma 3 1B, by NNX, parameters in float32."""
+    """Four layers with the shape of Gemma 3 1B, by NNX, with float32 parameters."""
     from flax import nnx
 
     graph, state, (_, vocabulary) = _grouped_queries(sizes)
@@ -141,13 +142,13 @@ def gqa_train(sizes: Sizes) -> Program:
 
 
 def gqa_decode(sizes: Sizes, batch: int = 16) -> Program:
-    """The same in bfloat16: one token more, with a cache."""
+    """The same layers in bfloat16: generates one more token, with a cache."""
     from flax import nnx
 
     graph, state, (wide, vocabulary) = _grouped_queries(sizes)
     parameters = filled(state, BF16)
     caches = [(normal((batch, sizes.tokens, 1, wide)),) * 2 for _ in range(4)]
-    caches = jax.tree.map(jnp.copy, caches)  # each donated
+    caches = jax.tree.map(jnp.copy, caches)  # each copy is donated
     at = sizes.tokens - 8
 
     def step(caches: Any, parameters: Any, tokens: jax.Array) -> tuple[Any, Any]:
@@ -228,7 +229,7 @@ def haiku_train(sizes: Sizes) -> Program:
 
 
 def experts_train(sizes: Sizes) -> Program:
-    """Two layers of eight experts, each token by two of them, by ``lax.ragged_dot``."""
+    """Two layers of eight experts, two for each token, by ``lax.ragged_dot``."""
     width, hidden, experts = 1024 // sizes.scale, 4096 // sizes.scale, 8
 
     def layer(parameters: Any, x: jax.Array) -> jax.Array:
@@ -239,7 +240,7 @@ def experts_train(sizes: Sizes) -> Program:
         gate, up = (jax.lax.ragged_dot(rows, parameters[name], sizes) for name in ("gate", "up"))
         y = jax.lax.ragged_dot(jax.nn.silu(gate) * up, parameters["down"], sizes)
         y = y[jnp.argsort(order)].reshape(*chosen.shape, width)
-        # Not (y * weights[..., None]).sum(1), whose gradient XLA adds up in bfloat16.
+        # XLA would add up the gradient of (y * weights[..., None]).sum(1) in bfloat16.
         return x + jnp.einsum("tkw,tk->tw", y, weights)
 
     shapes = {
@@ -261,8 +262,8 @@ def experts_train(sizes: Sizes) -> Program:
 
 
 def keras_train(sizes: Sizes) -> Program:
-    """Four layers by Keras in mixed bfloat16, by its own training step, with its AdamW."""
-    os.environ.setdefault("KERAS_BACKEND", "jax")  # read when it is imported
+    """Four layers by Keras in mixed bfloat16, with its own training step and AdamW."""
+    os.environ.setdefault("KERAS_BACKEND", "jax")  # Keras reads this when it is imported
     import keras  # pyright: ignore[reportMissingImports]
 
     heads = max(1, 16 // sizes.scale)
@@ -280,7 +281,7 @@ def keras_train(sizes: Sizes) -> Program:
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.AdamW(), loss)
     model.optimizer.build(model.trainable_variables)
-    # The optimizer's by what they are, as moments are compared together.
+    # Groups the optimizer's variables by kind, since moments are compared together.
     of_optimizer = model.optimizer.variables
     kinds = [each.path.rpartition("_")[2] for each in of_optimizer]
     groups = [[i for i, kind in enumerate(kinds) if kind == name] for name in sorted({*kinds})]

@@ -18,7 +18,7 @@ DTYPES = {
     "s8": jnp.dtype(jnp.int8),
 }
 
-# Shapes of the scales of A (m, k) and B (k, n) as they are multiplied, by the field `scale`.
+# Shapes of the scales of A (m, k) and B (k, n), as multiplied, by the field `scale`.
 SCALES: dict[str, Callable[[int, int, int], tuple[tuple[int, ...], tuple[int, ...]]]] = {
     "tensor": lambda m, n, k: ((1, 1), (1, 1)),
     "rows+columns": lambda m, n, k: ((m, 1), (1, n)),
@@ -27,11 +27,11 @@ SCALES: dict[str, Callable[[int, int, int], tuple[tuple[int, ...], tuple[int, ..
 SUMS = ("fast", "promoted")
 
 OUT_SCALE = 1 / 64
-_INTEGERS = 40.0  # standard deviation of those that are drawn
+_INTEGERS = 40.0  # standard deviation of drawn integers
 
 
 def scale_shapes(case: Any) -> dict[str, tuple[int, ...]]:
-    """Shapes of the scales of a case, stored as the operands are."""
+    """Returns the shapes of a case's scales, stored in the operands' layouts."""
     pair = SCALES[case.scale](case.m, case.n, case.k)
     groups = (len(case.group_sizes),) if case.group_sizes else ()
     return {
@@ -41,14 +41,14 @@ def scale_shapes(case: Any) -> dict[str, tuple[int, ...]]:
 
 
 def drawn(values: jax.Array, dtype: np.dtype) -> jax.Array:
-    """Returns normal numbers in a type of 8 bits."""
+    """Returns normal numbers in an 8-bit type."""
     if jnp.issubdtype(dtype, jnp.integer):
         values = jnp.clip(jnp.round(values * _INTEGERS), -127, 127)
     return values.astype(dtype)
 
 
 def scales(values: jax.Array, k: int, dtype: np.dtype) -> jax.Array:
-    """Returns positive scales by which elements of the product are about 1."""
+    """Returns positive scales that make the product's elements about 1."""
     size = _INTEGERS if jnp.issubdtype(dtype, jnp.integer) else 1.0
     return jnp.exp(0.1 * values) * (k**-0.25 / size)
 
@@ -116,7 +116,7 @@ def xla(case: Any, arrays: dict[str, jax.Array]) -> Any:
 
 
 def _by_lax_ragged_dot(case: Any, a: jax.Array, b: jax.Array, of_a: Any, of_b: Any) -> jax.Array:
-    """8 bits are exact in bfloat16, which XLA multiplies faster."""
+    """Uses bfloat16, which holds 8-bit values exactly and which XLA multiplies faster."""
     sizes = jnp.asarray(case.group_sizes, jnp.int32)
     a, b = (x.astype(jnp.bfloat16) for x in (a, b))
     z = jax.lax.ragged_dot(a, b, sizes, preferred_element_type=jnp.float32)

@@ -1,4 +1,4 @@
-"""What comes of a run: the header, the result file, and the tables."""
+"""The output of a run: the header, the result file, and the tables."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def header(commit: str | None = None) -> Row:
     """Describes the machine and the software.
 
     Args:
-        commit: hash of the sources measured; by default that of the checkout, if this is one.
+        commit: hash of the measured sources; by default that of the checkout, if there is one.
     """
     device = default_device()
     return {
@@ -66,17 +66,17 @@ def _query_gpu() -> dict[str, str] | None:
 
 
 def _checked_out_commit() -> str | None:
-    # --exclude: tags would take the hash's place.
+    # --exclude: otherwise tags would replace the hash.
     describe = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     return _output(["git", "-C", str(_ROOT), *describe])
 
 
 class Results:
-    """The rows so far, in a file that is complete after each of them.
+    """The rows so far, in a file that is complete after each row.
 
     Attributes:
-        header: what ``header`` says.
-        rows: one for each case.
+        header: the value of ``header``.
+        rows: a row for each case.
         chains: rows of ``run.py --chain``.
     """
 
@@ -88,7 +88,7 @@ class Results:
 
     @classmethod
     def resume(cls, path: pathlib.Path, header: Row) -> Results:
-        """Continues a file; cases that failed are forgotten, so that they are tried again.
+        """Continues a file; it drops failed cases, so that they are tried again.
 
         Raises:
             ValueError: the file was measured with another device, software or commit.
@@ -117,7 +117,7 @@ class Results:
         self.save()
 
     def save(self) -> None:
-        """Writes the file, whole or not at all; without a path, nothing."""
+        """Writes the file atomically; does nothing without a path."""
         if self._path is None:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -180,9 +180,9 @@ def _cell(column: str, value: Any) -> str:
 
 
 def tables(rows: list[Row]) -> str:
-    """Returns a Markdown table of each suite with what its ratios come to.
+    """Returns a Markdown table of each suite, with a summary of its ratios.
 
-    A ratio is the time of the best rival over ours: above 1 is faster than all of them.
+    A ratio is the time of the best rival divided by ours: above 1, ours is faster than all rivals.
     """
     columns = {
         name: title
@@ -219,7 +219,7 @@ def _summary(rows: list[Row], key: str) -> list[str]:
 
 
 def choices(rows: list[Row]) -> str:
-    """Says how often the heuristic's choice is as good as the best kernel, and where it is not."""
+    """Says how often the heuristic's choice is as good as the best kernel, and lists the others."""
     rated = [row for row in rows if row.get("choice_loss") is not None]
     bad = [row for row in rated if row["choice_loss"] > GOOD_CHOICE]
     good = f"{len(rated) - len(bad)} of {len(rated)}"

@@ -12,7 +12,7 @@ import pathlib
 import sys
 import time
 
-# With -P the folder of a script is not on the path.
+# With -P, a script's folder is not on the path.
 sys.path.append(str(pathlib.Path(__file__).parent))
 
 import chains
@@ -73,14 +73,14 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 class Progress:
-    """A bar on stderr, or one line for each case where that is no terminal."""
+    """A bar on stderr, or one line for each case if stderr is no terminal."""
 
     def __init__(self, total: int) -> None:
         self._total = total
         self._start = time.perf_counter()
 
     def show(self, index: int, label: str) -> None:
-        """Says that ``index`` cases are done and which one is next or, at the end, was last."""
+        """Shows that ``index`` cases are done and which one is next or, at the end, was last."""
         seconds = time.perf_counter() - self._start
         left = seconds / index * (self._total - index) if index else 0.0
         text = f"{index}/{self._total}, {seconds:.0f} s, {left:.0f} s to go: {label}"
@@ -101,10 +101,10 @@ def _outcome(row: report.Row) -> str:
 
 
 class Tuner:
-    """Tunes cases, and keeps what was found.
+    """Tunes cases, and keeps the results.
 
     Args:
-        path: where, if anywhere.
+        path: the file for the results, if any.
     """
 
     def __init__(self, path: pathlib.Path | None) -> None:
@@ -128,8 +128,8 @@ def measure_all(
 ) -> None:
     """Measures the cases that the results lack, and adds each as soon as it is done.
 
-    Rows are of the suite SUITE where choices are made as by default, of SUITE_untuned where they
-    are the model's, and of SUITE_tuned where they were measured.
+    Rows have the suite SUITE for default choices, SUITE_untuned for the model's choices, and
+    SUITE_tuned for measured choices.
     """
     suffix = _SUFFIXES["tune" if tuner is not None else lookup.mode()]
     left = [case for case in cases if (case.suite + suffix, case.label) not in results.done]
@@ -161,9 +161,9 @@ def main(arguments: list[str] | None = None) -> int:
         The exit status: 0, or 1 if a case failed.
     """
     args = parse_arguments(arguments)
-    # The dispatch then says which kernel it takes; it reads this when it is first used.
+    # Makes the dispatch log its kernels; it reads this at first use.
     os.environ["JAX_TCGEMM_LOG"] = "1"
-    # Nothing that was measured before counts, and there is time for every product.
+    # Ignores earlier measurements, and gives time for every product.
     os.environ[cache.SETTING] = ""
     os.environ[lookup.SETTING] = "off" if args.tune else args.tuning
     os.environ.setdefault(lookup.BUDGET_SETTING, "600")
@@ -186,7 +186,7 @@ def main(arguments: list[str] | None = None) -> int:
         args.configs_glob or ("*" if args.configs else None),
     )
     if args.chain:
-        # Before any profiling, which makes launches slower; the log would be in the table's way.
+        # Chains run before any profiling, which slows launches; the log would disturb the table.
         measured, _ = with_stderr(lambda: [chains.measure_chain(size) for size in chains.SIZES])
         results.chains = measured
         results.save()

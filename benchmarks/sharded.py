@@ -1,4 +1,4 @@
-"""Wall times of programs whose arrays lie on several GPUs, by turns with the same in jnp.
+"""Wall times of programs sharded over several GPUs, alternating with the same in jnp.
 
 Usage: python -P benchmarks/sharded.py --out results.json
 """
@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-# With -P the folder of a script is not on the path.
+# With -P, a script's folder is not on the path.
 sys.path.append(str(pathlib.Path(__file__).parent))
 
 import jax
@@ -30,7 +30,7 @@ from jax_tcgemm import gemm
 from jax_tcgemm.tools.collectives import collectives
 
 SUITE = "sharded"
-# m, n, k; and the batch.
+# m, n, k, batch.
 _EXTENTS = (8192, 14336, 4096)
 _BATCH = (16, 1024, 1792, 512)
 _SHARD = P("x")
@@ -42,12 +42,14 @@ class Program:
     """One program.
 
     Attributes:
-        ours: by this package.
-        xla: by natural JAX.
-        shapes: of the operands, by name, in letters of ``m``, ``n``, ``k``, ``batch`` is ``b``.
-        specs: where they lie; replicated those that are not named.
-        gradients: whether those of all weights are computed as well, each to lie as its weight.
-        extents: of the letters.
+        ours: the program by this package.
+        xla: the program in natural JAX.
+        shapes: the operands' shapes by name, in the letters ``m``, ``n``, ``k`` and ``b``, the
+            batch.
+        specs: the operands' shardings; operands without a spec are replicated.
+        gradients: whether the gradients of all weights are computed as well, each sharded like its
+            weight.
+        extents: the values of the letters.
     """
 
     ours: Callable[..., jax.Array]
@@ -58,7 +60,7 @@ class Program:
     extents: tuple[int, ...] = _EXTENTS
 
     def shape(self, letters: str, scale: int) -> tuple[int, ...]:
-        """Returns the shape of an operand, each extent divided by ``scale`` but the batch's."""
+        """Returns an operand's shape, with each extent except the batch's divided by ``scale``."""
         names = "bmnk" if len(self.extents) == 4 else "mnk"
         sizes = dict(zip(names, self.extents, strict=True))
         return tuple(sizes[name] if name == "b" else sizes[name] // scale for name in letters)
@@ -158,7 +160,7 @@ def _seconds(run: Any, operands: Any, calls: int) -> float:
 
 
 def measure(name: str, mesh: Mesh, scale: int, rounds: int, calls: int) -> report.Row:
-    """Returns the row of a program: medians of wall times, what travels, and temporary memory."""
+    """Returns a program's row: median wall times, bytes moved, and temporary memory."""
     program = PROGRAMS[name]
     operands = _operands(program, mesh, scale)
     runs = {
@@ -207,7 +209,7 @@ def main(arguments: list[str] | None = None) -> int:
         if args.case in name:
             try:
                 row = measure(name, mesh, args.scale, args.rounds, args.calls)
-            except Exception as error:  # One program that fails must not cost the others.
+            except Exception as error:  # One failing program must not cost the others.
                 row = {"suite": SUITE, "case": name, "us": None, "error": describe(error)}
             results.add(row)
     print(report.tables(results.rows))

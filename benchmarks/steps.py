@@ -1,4 +1,4 @@
-"""Layers of which a case takes the value and all gradients, by this package and by natural JAX."""
+"""Layers whose value and gradients a case computes, by this package and by natural JAX."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ class Step:
     """A function of ``x (m, k)`` and its weights.
 
     Attributes:
-        ours: computes it by this package; ``None`` where ``fuse`` makes that of ``xla`` and its
-            gradients.
+        ours: computes it by this package; if ``None``, ``fuse`` rewrites ``xla`` and its gradients.
         xla: computes it by the natural JAX expression.
-        weights: extents of each weight in ``m, n, k``, by name.
-        result: extents of the result.
+        weights: the extents of each weight by name, in ``m, n, k``.
+        result: the extents of the result.
         products: how often the value and the gradients multiply ``m n k`` numbers.
     """
 
@@ -36,7 +35,7 @@ class Step:
     products: int
 
     def shapes(self, m: int, n: int, k: int) -> dict[str, tuple[int, ...]]:
-        """Returns the shape of each operand, the cotangent ``g`` of the result last."""
+        """Returns the shape of each operand; ``g``, the cotangent of the result, is last."""
         extents = {"m": m, "n": n, "k": k}
         names = {"x": "mk", **self.weights, "g": self.result}
         return {name: tuple(extents[letter] for letter in own) for name, own in names.items()}
@@ -50,7 +49,7 @@ def own_value_and_gradients(step: Step, arrays: Arrays) -> list[Any]:
 
 
 def value_and_gradients(function: Callable[..., jax.Array], arrays: Arrays) -> list[Any]:
-    """Returns the value of a function of all arrays but ``g``, and what ``g`` gives each."""
+    """Returns the value of a function of all arrays except ``g``, and the cotangents for ``g``."""
     operands = {name: array for name, array in arrays.items() if name != "g"}
     y, pullback = jax.vjp(lambda operands: function(**operands), operands)
     (gradients,) = pullback(arrays["g"])
@@ -106,7 +105,7 @@ def _function_step(name: str, products: int = 3) -> Step:
 
 
 def _function_mlp(name: str) -> Step:
-    """Two layers, of which the first has a function of ``functions.py`` as its epilogue."""
+    """Two layers; the first has a function of ``functions.py`` as its epilogue."""
     function = FUNCTIONS[name]
 
     def ours(x: jax.Array, w1: jax.Array, w2: jax.Array, **operands: jax.Array) -> jax.Array:
@@ -129,7 +128,7 @@ STEPS = {
     "gated mlp": Step(gated_mlp, _xla_gated_mlp, _GATED_MLP, "mk", 9),
     "fused mlp": Step(None, _xla_mlp, _MLP, "mk", 6),
     "fused gated mlp": Step(None, _xla_gated_mlp, _GATED_MLP, "mk", 9),
-    # Of n = 4 k; attention itself is not counted.
+    # For n = 4 k; attention itself is not counted.
     "fused block": Step(None, _xla_block, _BLOCK, "mk", 12),
     **{name: _function_step(name) for name in ("softcap", "silu slope", "dropout")},
     **{f"mlp {name}": _function_mlp(name) for name in ("silu slope", "dropout")},

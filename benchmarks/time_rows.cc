@@ -1,17 +1,20 @@
-// Times rows of the kernel table that the build has beside what the model expects of them: what its
-// constants are fitted to (cuda/dispatch/sm90_time_model.cc).
+// Times the built rows of the kernel table beside the time model's expectation. The model's
+// constants are fitted to these times (cuda/dispatch/sm90_time_model.cc).
 //
 //   cmake -S . -B build -DJAX_TCGEMM_TIME_ROWS=ON && cmake --build build --target time_rows
 //   build/time_rows [--within FACTOR] [--rows GLOB] [--dense] < problems > times.csv
 //
-// A problem is a line "TYPE LAYOUT M N K BATCH EPILOGUE": bf16, f16 or tf32; nn, nt, tn or tt;
-// extents whose rows are multiples of 16 bytes; none, bias, bias+gelu, or f32, a float32 result
-// without either. Of each, those choices are timed that the model has within FACTOR of the fastest
-// (2), and whose names the glob matches: rows, and rows that split k ("ROW/splits=N"; with --dense
-// into other numbers than powers of two, too). Each is launched many times by a CUDA graph, on as
-// many sets of operands as L2 cannot hold together, at most 64; the time is of one launch, the gap
-// before it included. Choices have their turns in random order, so that what one draws of the GPU's
-// power slows all of them down.
+// A problem is a line "TYPE LAYOUT M N K BATCH EPILOGUE":
+//   TYPE: bf16, f16 or tf32
+//   LAYOUT: nn, nt, tn or tt
+//   M, N, K: extents whose rows are multiples of 16 bytes
+//   EPILOGUE: none, bias, bias+gelu, or f32, a float32 result without bias and gelu
+// The program times the choices that the model has within FACTOR (2) of the fastest and whose names
+// the glob matches. A choice is a row, or a row that splits k ("ROW/splits=N"; with --dense, N may
+// be other than a power of two). A CUDA graph launches each choice many times, on so many sets of
+// operands that L2 cannot hold all of them, at most 64. The time is that of one launch, including
+// the gap before it. Choices take turns in random order, so that one choice's power draw slows all
+// of them.
 
 #include <cuda_runtime_api.h>
 #include <fnmatch.h>
@@ -41,11 +44,11 @@
 namespace jax_tcgemm {
 namespace {
 
-constexpr int64_t kCopiesBytes = 160 << 20;  // of all sets of operands, at least: beyond any L2
+constexpr int64_t kCopiesBytes = 160 << 20;  // least size of all operand sets: beyond any L2
 constexpr int kMostCopies = 64;
-constexpr double kGraphMicroseconds = 1000.0;  // of a graph, about; each set has its turn
+constexpr double kGraphMicroseconds = 1000.0;  // about, for a graph; sets take turns
 constexpr int kMostLaunches = 100;
-constexpr int kSamples = 5;  // graphs, of which the median counts
+constexpr int kSamples = 5;  // graphs; the median counts
 constexpr double kCyclesOfMicrosecond = 1755.0;
 
 void check(cudaError_t error, const char* what) {
@@ -67,7 +70,7 @@ struct Case {
   bool is_wide() const { return epilogue == "f32"; }
   bool has_bias() const { return epilogue.starts_with("bias"); }
 
-  // Whether the line was one that the head describes.
+  // Returns true if the line has the format described at the top.
   bool is_known() const {
     const auto any = [](const std::string& word, std::initializer_list<const char*> words) {
       return std::find(words.begin(), words.end(), word) != words.end();
@@ -79,7 +82,7 @@ struct Case {
   }
 };
 
-// Normal numbers in memory of the device, of which operands are pieces.
+// Normal numbers in device memory; operands are pieces of them.
 class Numbers {
  public:
   explicit Numbers(const std::string& type) {
@@ -106,7 +109,7 @@ class Numbers {
   static constexpr int64_t kBytes = int64_t{8} << 30;
 
  private:
-  // Rounded towards zero, which is random enough.
+  // Rounds towards zero, which is random enough.
   static uint16_t narrowed(float value, bool half) {
     uint32_t bits;
     std::memcpy(&bits, &value, 4);
@@ -120,7 +123,7 @@ class Numbers {
 
 int64_t rounded_up(int64_t bytes) { return ceil_div(bytes, int64_t{1024}) * 1024; }
 
-// One set of operands, as the handlers would decode them.
+// Returns one set of operands, as the handlers would decode them.
 GemmProblem problem_of(const Case& c, char* memory, char* workspace, int64_t workspace_bytes) {
   const int64_t bytes = c.bytes();
   char* const a = memory;
@@ -163,7 +166,7 @@ int64_t set_bytes(const Case& c) {
 // A choice, as a graph of launches.
 class Launches {
  public:
-  // `launch(i)` launches it on set i of operands; false: it failed.
+  // `launch(i)` launches the choice on operand set i, and returns false if that failed.
   template <typename Launch>
   static std::unique_ptr<Launches> capture(const Estimate& estimate, cudaStream_t stream,
                                            int copies, Launch&& launch) {
@@ -196,14 +199,14 @@ class Launches {
     samples_.push_back(milliseconds);
   }
 
-  // Microseconds of one launch.
+  // Returns the microseconds of one launch.
   double median() {
     std::sort(samples_.begin(), samples_.end());
     return 1000.0 * samples_[samples_.size() / 2] / count_;
   }
 
   std::string config;
-  double cycles = 0.0;  // that the model expects
+  double cycles = 0.0;  // the model's expectation
 
  private:
   cudaGraphExec_t exec_ = nullptr;
@@ -217,7 +220,7 @@ struct Options {
   bool dense = false;
 };
 
-// The bytes in which k of a problem may be split: see jax_tcgemm/problem/alignment.py.
+// Returns the workspace bytes for splitting k: see jax_tcgemm/problem/alignment.py.
 int64_t workspace_bytes(const Case& c) {
   constexpr int64_t kMostSplits = 64;
   constexpr int64_t kSplitElements = int64_t{132} * 128 * 256;
@@ -233,7 +236,7 @@ void time_choices(const std::string& line, const Options& options, const DeviceP
   std::vector<std::unique_ptr<Launches>> choices;
   for (const Estimate& estimate : ranked) {
     if (estimate.cycles > options.within * ranked[0].cycles) break;
-    if (!estimate.choice.is_built) continue;  // nothing compiles here
+    if (!estimate.choice.is_built) continue;  // this program compiles no kernels
     const std::string config = config_of(estimate.choice);
     if (fnmatch(options.glob.c_str(), config.c_str(), 0) != 0) continue;
     auto choice = Launches::capture(estimate, stream, static_cast<int>(sets.size()), [&](int i) {
@@ -263,7 +266,7 @@ void time_choices(const std::string& line, const Options& options, const DeviceP
   std::fflush(stdout);
 }
 
-// Times the problems of the standard input.
+// Times the problems on standard input.
 void time_all(const Options& options, const DeviceProperties& device) {
   cudaStream_t stream;
   check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "stream");
@@ -283,7 +286,7 @@ void time_all(const Options& options, const DeviceProperties& device) {
       continue;
     }
     if (type != c.type) {
-      numbers.reset();  // before others are drawn: there is room for one type
+      numbers.reset();  // frees memory first: there is room for one type
       numbers = std::make_unique<Numbers>(c.type);
       type = c.type;
     }

@@ -1,4 +1,4 @@
-"""The natural JAX of each case, which XLA compiles: what ``jax_tcgemm`` is measured beside."""
+"""The natural JAX of each case, compiled by XLA: the rival of ``jax_tcgemm``."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _by_lax_ragged_dot(
     if case.function:
         others = case.function_operands(arrays)
         return FUNCTIONS[case.function].apply(z.astype(jnp.float32), *others)
-    # Those cases whose groups have all rows.
+    # The cases whose groups contain all rows.
     if "bias" in case.parts:
         z = z + jnp.repeat(arrays["bias"], sizes, axis=0, total_repeat_length=case.m)
     return ACTIVATIONS[case.activation].reference(z) if case.activation else z

@@ -1,5 +1,5 @@
-// What is multiplied, in what it is added up, and what may come out. The rows stand in
-// jax_tcgemm/kernels/arithmetic.py; generate.py writes them out as lists for the preprocessor.
+// Arithmetic: the types of operands, sums and results. The rows are in
+// jax_tcgemm/kernels/arithmetic.py; generate.py writes them as lists for the preprocessor.
 
 #ifndef JAX_TCGEMM_ARITHMETIC_H_
 #define JAX_TCGEMM_ARITHMETIC_H_
@@ -16,7 +16,7 @@ enum class ElementType {
 #undef JAX_TCGEMM_ENUMERATOR
 };
 
-// By cases: device code may read no array of the host.
+// Returns the bytes of an element. It is a switch because device code cannot read a host array.
 constexpr int element_bytes(ElementType type) {
   switch (type) {
 #define JAX_TCGEMM_BYTES(Type, kBytes, Device, Ffi, Tma) \
@@ -40,18 +40,18 @@ struct Arithmetic {
   ElementType a;
   ElementType b;
   ElementType accumulator;
-  // D is of this type, or also of a wider one.
+  // D has this type, or a wider one.
   ElementType output;
   ElementType wide_output;
   // float32 operands are rounded to tf32 before they are multiplied.
   bool rounds_to_tf32;
   // There are kernels for Hopper.
   bool wgmma;
-  // wgmma takes k-major operands alone from shared memory.
+  // wgmma takes only k-major operands from shared memory.
   bool k_major;
-  // A wide result wants parts of k added up in float32 (KernelConfig::promote).
+  // A wide result needs parts of k added up in float32 (KernelConfig::promote).
   bool promotes;
-  // The build has no kernels for it: each is compiled at run time, with its epilogue.
+  // The build has no kernels for this row: each is compiled at run time, with its epilogue.
   bool at_run_time;
 };
 
@@ -72,18 +72,18 @@ constexpr Arithmetic arithmetic_of(Algorithm algorithm) {
   return {};
 }
 
-// Of A and B.
+// Returns the bytes of an element of A and B.
 constexpr int element_bytes(Algorithm algorithm) {
   return element_bytes(arithmetic_of(algorithm).a);
 }
 
-// A product of float32 operands by products of their planes.
+// A product of float32 operands, computed as products of their planes.
 struct PlaneProduct {
   const char* name;
-  Algorithm factors;  // of the products of planes
+  Algorithm factors;  // multiplies planes
   int count;          // planes of an operand
   int order;          // of the smallest products that count
-  int products;       // that count
+  int products;       // number of products that count
 };
 
 constexpr PlaneProduct kPlaneProducts[] = {

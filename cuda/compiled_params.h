@@ -1,5 +1,5 @@
-// What a kernel whose epilogue was compiled at run time is given beside GemmParams, and what such
-// an epilogue says of its operands and results.
+// Parameters of kernels whose epilogue is compiled at run time, beyond GemmParams, and the kinds of
+// such an epilogue's operands and results.
 
 #ifndef JAX_TCGEMM_COMPILED_PARAMS_H_
 #define JAX_TCGEMM_COMPILED_PARAMS_H_
@@ -10,7 +10,7 @@
 
 namespace jax_tcgemm {
 
-// An operand of the epilogue: (batch, m, n) with any strides, 0 where it is broadcast.
+// An operand of the epilogue: (batch, m, n) with any strides, 0 along broadcast dimensions.
 struct CompiledOperand {
   const void* data;
   int64_t stride_m;  // elements
@@ -18,7 +18,7 @@ struct CompiledOperand {
   BatchStrides batch;
 };
 
-// See kScaleBlock.
+// Block scales of 8-bit operands: see kScaleBlock.
 struct BlockScales {
   const float* a;  // (batch, m, blocks of k), with any strides
   const float* b;  // (batch, blocks of k, blocks of n)
@@ -36,7 +36,7 @@ struct CompiledParams : GemmParams {
 constexpr int kPassThreads = 32 * kPassWarps;
 static_assert(kPassThreads == kPassColumns, "a thread joins a column of all warps");
 
-// Along which dimensions of D an operand moves.
+// The dimensions of D along which an operand changes.
 enum class Along { kNothing, kRows, kColumns, kMatrix };
 
 struct CompiledOperandKind {
@@ -45,7 +45,7 @@ struct CompiledOperandKind {
   // 16 bytes of neighbouring columns are contiguous, aligned, and inside or outside of D together.
   bool by_vectors;
 
-  // It goes through shared memory, ahead of its use.
+  // Checks if the operand goes through shared memory, ahead of its use.
   constexpr bool is_staged() const { return by_vectors && along >= Along::kColumns; }
 };
 

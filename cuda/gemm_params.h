@@ -1,5 +1,5 @@
-// What one kernel launch needs. Passed by value as a __grid_constant__ kernel parameter, so it is
-// plain data without host types.
+// Parameters of one kernel launch. They are passed by value as a __grid_constant__ kernel
+// parameter, so they are plain data without host types.
 
 #ifndef JAX_TCGEMM_GEMM_PARAMS_H_
 #define JAX_TCGEMM_GEMM_PARAMS_H_
@@ -15,12 +15,12 @@ namespace jax_tcgemm {
 // Batch dimensions left after folding; each operand has its own stride in each (0 = broadcast).
 constexpr int kMaxBatchRank = 4;
 
-// The activations, by their C++ names in jax_tcgemm/problem/activations.py; each is a functor in
+// The activations, with their C++ names in jax_tcgemm/problem/activations.py. Each is a functor in
 // epilogue/activations.cuh.
 #define JAX_TCGEMM_ACTIVATIONS(X) \
   X(Relu) X(ReluSquared) X(Gelu) X(GeluExact) X(Silu) X(Sigmoid) X(Tanh) X(Softcap) X(Clip)
 
-// Numbers that an activation may be given.
+// The most parameters of an activation.
 constexpr int kActivationParameters = 2;
 
 enum class Activation {
@@ -30,7 +30,7 @@ enum class Activation {
 #undef JAX_TCGEMM_ENUMERATOR
 };
 
-// What the epilogue does with C, once z = alpha * scales * acc + bias:
+// The use of C in the epilogue, with z = alpha * scales * acc + bias:
 //   kAdd:             D = f(z + beta * C)
 //   kResidual:        D = f(z) + beta * C
 //   kFactor:          D = f(z) * C
@@ -38,7 +38,7 @@ enum class Activation {
 //   kGatedDerivative: D = z * C2 * f'(C), and the second result is z * f(C)
 enum class RoleOfC { kAdd, kResidual, kFactor, kDerivative, kGatedDerivative };
 
-// Along which dimension consecutive tiles of one raster group go.
+// The dimension along which consecutive tiles of one raster group follow each other.
 enum class RasterOrder { kAlongM, kAlongN };
 
 // The order of tiles: see scheduler/raster.cuh.
@@ -47,7 +47,7 @@ struct Raster {
   FastDivisor tiles;  // of one matrix
   FastDivisor tiles_per_group;
   FastDivisor width;       // tiles of a group along `order`
-  FastDivisor last_width;  // the same of the last group
+  FastDivisor last_width;  // the same for the last group
   int32_t last_group;
   int32_t stride_index;  // blocks of the grid, as tiles of a matrix ...
   int32_t stride_batch;  // ... and whole matrices
@@ -57,7 +57,7 @@ struct BatchStrides {
   int64_t stride[kMaxBatchRank];  // elements
 };
 
-// A or B: (batch, mn, k) with one of mn, k contiguous; `ld` is the stride of the other one.
+// A or B: (batch, mn, k), where mn or k is contiguous; `ld` is the stride of the other dimension.
 struct Operand {
   const void* data;
   int64_t ld;
@@ -65,7 +65,7 @@ struct Operand {
   BatchStrides batch;
 };
 
-// C: (batch, m, n) with any strides, in the type of D or in float32.
+// C, a bias or a scale: (batch, m, n) with any strides, in the type of D or in float32.
 struct Addend {
   const void* data;  // null: absent
   int64_t stride_m;
@@ -78,7 +78,7 @@ struct Addend {
 // alpha or beta: a number, or one number per batch in device memory.
 struct Scalar {
   float value;
-  const float* data;  // null: `value` holds
+  const float* data;  // null: `value` counts
   BatchStrides batch;
 };
 
@@ -97,7 +97,7 @@ struct EpilogueParams {
   Activation activation;
   float activation_parameters[kActivationParameters];
   void* d;     // (batch, m, n), contiguous
-  void* aux;   // (batch, m, n), contiguous: the pre-activation; null: not asked for
+  void* aux;   // (batch, m, n), contiguous: the pre-activation; null: not requested
   void* aux2;  // likewise
   ElementType d_type;
   bool d_vectorizable;  // likewise D and aux
@@ -107,19 +107,20 @@ struct EpilogueParams {
 struct Fixup {
   int32_t parts;    // 0: none
   char* partials;   // accumulators of warps
-  uint64_t* flags;  // one for each of those
+  uint64_t* flags;  // one for each warp's accumulators
   uint64_t launch;  // the value of a flag that is set
 };
 
-// Products of planes of order i count 2^-(bits i) times, and the sum 2^-shift[0] 2^-shift[1] times.
+// Scales of planes. A product of order i is multiplied by 2^-(bits i), and the sum by 2^-shift[0]
+// and 2^-shift[1].
 struct PlaneScale {
   int32_t bits;
   int32_t shift[2];
 };
 
-// A and B are bfloat16 planes of float32 operands (passes/split_planes.h), one after the other
-// along k, each of whole k-tiles; GemmParams::k is that of all of them. A product of planes i and j
-// is of order i + j.
+// A and B are bfloat16 planes of float32 operands (passes/split_planes.h). An operand's planes
+// follow each other along k, each in whole k-tiles; GemmParams::k is the extent of all planes
+// together. A product of planes i and j has order i + j.
 struct Planes {
   int32_t count;            // of an operand; 0: A and B are no planes
   int32_t order;            // of the smallest products that count
@@ -128,24 +129,24 @@ struct Planes {
 };
 
 struct GemmParams {
-  int32_t m, n, k;       // with planes, k is that of all of them
+  int32_t m, n, k;       // with planes, k is the extent of all planes together
   int32_t batch;         // product of batch_shape; with split_stages, the number of parts of k
   int32_t split_stages;  // > 0: matrix i of the batch is the product over so many stages of k
-  // sm90: of what the kernel calls A and B. In the first line of the parameters, for a kernel of
-  // several layouts asks for it before the first load.
+  // sm90: layouts of what the kernel calls A and B. They are in the parameters' first cache line,
+  // because a kernel for several layouts reads them before the first load.
   bool k_major_a, k_major_b;
-  Fixup fixup;    // of these matrices; else each is one of D
+  Fixup fixup;    // adds up the parts of k; without it each matrix is one of D
   Raster raster;  // set when a configuration has been chosen
   Operand a;
   Operand b;
   const void* b2;  // the second weight of a gated product, laid out as b
   EpilogueParams epilogue;
-  const int32_t* group_sizes;  // ragged: of the batch's groups; see scheduler/ragged.cuh
+  const int32_t* group_sizes;  // ragged: sizes of the batch's groups; see scheduler/ragged.cuh
   int32_t batch_rank;
   int32_t batch_shape[kMaxBatchRank];
   Planes planes;
-  // B is of complex numbers x + i y, of half as many rows and columns, and stands for the real
-  // matrix of ((x, y), (-y, x)). Its strides are in parts.
+  // B holds complex numbers x + i y in half as many rows and columns. It stands for the real matrix
+  // of ((x, y), (-y, x)). Its strides count real and imaginary parts.
   bool pairs_of_b;
 };
 

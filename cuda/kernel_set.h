@@ -1,4 +1,4 @@
-// What a family of kernels (sm90/kernels.cuh, sm80/, simt/) gives the dispatch for each row.
+// The kernels of a row, as a family (sm90/kernels.cuh, sm80/, simt/) gives them to the dispatch.
 
 #ifndef JAX_TCGEMM_KERNEL_SET_H_
 #define JAX_TCGEMM_KERNEL_SET_H_
@@ -7,16 +7,16 @@
 
 namespace jax_tcgemm {
 
-constexpr int kMaxDevices = 64;  // whose answers are kept
+constexpr int kMaxDevices = 64;  // with cached answers
 
 // A kernel, as CUDA's runtime takes it: a __global__ function, or a cudaKernel_t.
 struct KernelHandle {
   const void* function;
-  // Blocks on an SM, or clusters on the device (sm90), that fit at once; 0: not asked for yet.
+  // Blocks on an SM, or clusters on the device (sm90), that fit at once; 0: not known yet.
   int resident[kMaxDevices];
 };
 
-// Kernels by the layouts of A and B. One may be there for several; null: there is none.
+// Kernels by the layouts of A and B. Several layouts may share a kernel; null: there is none.
 struct KernelsByLayout {
   KernelHandle* handle[2][2];  // [major of A][major of B]
 
@@ -27,10 +27,11 @@ struct KernelsByLayout {
 
 // The kernels of a row.
 struct KernelSet {
-  KernelsByLayout any;  // for all that the row can do
-  // Where there are any, for an epilogue with little to do. sm90: for Finish before kActivate.
-  // simt: for one product of two matrices and nothing else, by PlainParams. Direct rows of sm80:
-  // for alpha * product + bias, by DirectParams.
+  KernelsByLayout any;  // for every problem of the row
+  // Kernels for short epilogues, if there are any:
+  //   sm90: for Finish before kActivate;
+  //   simt: for one product of two matrices and nothing else, by PlainParams;
+  //   direct rows of sm80: for alpha * product + bias, by DirectParams.
   KernelsByLayout simple;
 };
 

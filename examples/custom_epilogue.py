@@ -1,10 +1,11 @@
-"""A layer with an epilogue of one's own: a learned gate, dropout and a residual, trained.
+"""Trains a layer with a custom epilogue: a learned gate, dropout and a residual.
 
-``silu(x @ w * gate + bias)``, dropped out and added to ``x``, is a function of ``jax.numpy``. As
-``epilogue=`` it is compiled into the kernel of the product, on GPUs of compute capability 9.0, and
-JAX differentiates it; dropout draws the numbers that ``jax.random`` does. Both losses are printed:
-by ``jax_tcgemm.gemm``, and by ``jnp.matmul`` with the same function after it, then the time of a
-step. Fails if the curves part, or if the loss does not fall.
+``silu(x @ w * gate + bias)``, with dropout and added to ``x``, is a function of ``jax.numpy``. As
+``epilogue=``, the function is compiled into the product's kernel on GPUs of compute capability 9.0.
+JAX differentiates the function, and dropout draws the same numbers as ``jax.random``. The script
+trains the layer twice: by ``jax_tcgemm.gemm``, and by ``jnp.matmul`` followed by the same function.
+It prints both losses, then the time of a step. It fails if the curves part, or if the loss does not
+fall.
 
 Run it with ``python examples/custom_epilogue.py``; ``--help`` lists the arguments. The defaults are
 small on a CPU.
@@ -30,7 +31,7 @@ KEPT = 0.9
 def epilogue(
     product: jax.Array, gate: jax.Array, bias: jax.Array, residual: jax.Array, key: jax.Array
 ) -> jax.Array:
-    """What becomes of the product, ``(rows, features)`` in float32."""
+    """Maps the product, ``(rows, features)`` in float32, to the layer's output."""
     hidden = jax.nn.silu(product * gate + bias)
     is_kept = jax.random.bernoulli(key, KEPT, product.shape)
     return (jnp.where(is_kept, hidden / KEPT, 0) + residual).astype(residual.dtype)

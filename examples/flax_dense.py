@@ -1,9 +1,9 @@
 """Trains a Flax classifier of scikit-learn's handwritten digits, twice.
 
-Once with ``dot_general=jax_tcgemm.dot_general``, the one argument that gives a Flax layer its
-products, once without, from the same weights and over the same batches. Prints both losses side by
-side, epoch by epoch, and the test accuracy of both; fails if the two curves part or if the accuracy
-is not over 96 %.
+One model has ``dot_general=jax_tcgemm.dot_general``, the one argument that makes a Flax layer use
+this package's products; the other model lacks it. Both start from the same weights and see the same
+batches. The script prints both losses side by side, epoch by epoch, and the test accuracy of both.
+It fails if the two curves part or if the accuracy is not over 96 %.
 
 Run it with ``python examples/flax_dense.py``; ``--help`` lists the arguments. It needs Flax.
 """

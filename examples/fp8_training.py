@@ -1,11 +1,11 @@
-"""Trains a small transformer decoder in float8 beside bfloat16, by each recipe for scales.
+"""Trains a small transformer decoder in float8 beside bfloat16, with each recipe for scales.
 
-The projections of attention and the two layers after it are products by ``jax_tcgemm.fp8_dot``:
-operands in float8_e4m3fn, cotangents in float8_e5m2, sums and master weights in float32. Embedding,
-attention, norms and logits are the same code in bfloat16 for all. A text is one of several Markov
-chains, and its first token says which, so that the layers have something to learn. Prints the
-losses side by side, then the time of a step; fails if a float8 model does not learn what the
-bfloat16 one does.
+``jax_tcgemm.fp8_dot`` computes the projections of attention and the two layers after it: operands
+in float8_e4m3fn, cotangents in float8_e5m2, sums and master weights in float32. Embedding,
+attention, norms and logits are the same bfloat16 code for all models. A text is one of several
+Markov chains, and its first token says which, so that the layers have something to learn. The
+script prints the losses side by side, then the time of a step. It fails if a float8 model does not
+learn what the bfloat16 model does.
 
 Run it with ``python examples/fp8_training.py``; ``--help`` lists the arguments. The defaults are
 small on a CPU.
@@ -27,9 +27,9 @@ from jax_tcgemm.tools.chain import Chain, compile_chain, default_device
 
 RECIPES = ("current", "block", "delayed")
 CHAINS = 4
-# In a chain a token is followed by one of a few, the first of them most of the time.
+# In a chain, one of a few tokens follows each token; the first of them does most of the time.
 FOLLOWERS = (0.7, 0.15, 0.1, 0.05)
-# The largest difference accepted between the losses of the last steps, relative to what was learnt:
+# The largest accepted difference between the losses of the last steps, relative to what was learnt:
 # values keep 3 bits after the first, gradients 2.
 TOLERANCE = 0.05
 LAST = 5
@@ -40,7 +40,7 @@ Dense = Callable[[jax.Array, jax.Array, Any], jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Extents of the model and of a batch. Block scales need multiples of 128 of the widths."""
+    """Extents of the model and of a batch. Block scales need widths that are multiples of 128."""
 
     batch: int
     tokens: int
@@ -56,18 +56,18 @@ LARGE = Shape(batch=8, tokens=1024, width=4096, hidden=14336, heads=32, layers=2
 
 
 def in_bf16(x: jax.Array, w: jax.Array, state: None) -> jax.Array:
-    """A product by XLA, of weights rounded to bfloat16."""
+    """Computes a product by XLA, with weights rounded to bfloat16."""
     del state
     return x @ w.astype(x.dtype)
 
 
 def in_fp8(recipe: str) -> Dense:
-    """Returns a product in float8, which quantises the master weights themselves."""
+    """Returns a float8 product, which quantises the master weights directly."""
     return lambda x, w, state: fp8_dot(x, w, recipe=recipe, state=state)
 
 
 def init(key: jax.Array, shape: Shape) -> Params:
-    """Returns the weights, in float32: normal numbers that keep the scale of what they multiply."""
+    """Returns float32 weights: normal numbers that keep the scale of their factors."""
     matrices = {
         "qkv": (shape.width, 3 * shape.width),
         "out": (shape.width, shape.width),
@@ -95,7 +95,7 @@ def norm(x: jax.Array) -> jax.Array:
 
 
 def block(dense: Dense, layer: Params, states: Params, x: jax.Array, heads: int) -> jax.Array:
-    """Attention and two layers after it; ``x`` is ``(batch, tokens, width)`` in bfloat16."""
+    """Applies attention and two layers; ``x`` is ``(batch, tokens, width)`` in bfloat16."""
     qkv = dense(norm(x), layer["qkv"], states["qkv"])
     q, k, v = jnp.split(qkv.reshape(*x.shape[:2], 3 * heads, -1), 3, axis=2)
     mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape)
@@ -140,7 +140,7 @@ def make_step(dense: Dense, heads: int, rate: float) -> Callable:
 
 
 def start(params: Params, recipe: str) -> tuple:
-    """Returns the state of a training to come."""
+    """Returns the initial state of a training."""
     create = Fp8State.create if recipe == "delayed" else lambda: None
     states = [{name: create() for name in layer} for layer in params["layers"]]
     zeros = jax.tree.map(jnp.zeros_like, params)
@@ -148,26 +148,26 @@ def start(params: Params, recipe: str) -> tuple:
 
 
 def draw_followers(key: jax.Array, shape: Shape) -> jax.Array:
-    """Draws what may follow each token in each chain, ``(chains, vocabulary, followers)``."""
+    """Draws the possible followers of each token: ``(chains, vocabulary, followers)``."""
     order = jax.vmap(lambda key: jax.random.permutation(key, shape.vocabulary - CHAINS))
     drawn = order(jax.random.split(key, CHAINS * shape.vocabulary))[:, : len(FOLLOWERS)] + CHAINS
     return drawn.reshape(CHAINS, shape.vocabulary, len(FOLLOWERS))
 
 
 def entropy(shape: Shape) -> float:
-    """Returns that of a token: the second of a text is any, the others are of its chain."""
+    """Returns the entropy of a token: a text's second token is any, later ones follow its chain."""
     followers = -sum(share * math.log(share) for share in FOLLOWERS)
     return (math.log(shape.vocabulary - CHAINS) + (shape.tokens - 1) * followers) / shape.tokens
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def texts(key: jax.Array, shape: Shape, followers: jax.Array) -> jax.Array:
-    """Draws ``(batch, tokens + 1)`` tokens: the number of a chain, then what that makes.
+    """Draws ``(batch, tokens + 1)`` tokens: the number of a chain, then the chain's tokens.
 
     Args:
-        key: of the random numbers.
-        shape: of the batch.
-        followers: of ``draw_followers``.
+        key: the key of the random numbers.
+        shape: the shape of the batch.
+        followers: the result of ``draw_followers``.
     """
     keys = jax.random.split(key, 3)
     chain = jax.random.randint(keys[0], (shape.batch,), 0, CHAINS)
@@ -197,7 +197,7 @@ def compare(curves: dict[str, list[float]]) -> None:
     """Prints the losses side by side.
 
     Raises:
-        SystemExit: a model did not learn what the one in bfloat16 did.
+        SystemExit: a model did not learn what the bfloat16 model did.
     """
     print("  step" + "".join(f"{name:>10}" for name in curves))
     length = len(curves["bf16"])
@@ -213,10 +213,10 @@ def compare(curves: dict[str, list[float]]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Trains all, and compares them.
+    """Trains all models, and compares them.
 
     Raises:
-        SystemExit: a model did not learn what the one in bfloat16 did.
+        SystemExit: a model did not learn what the bfloat16 model did.
     """
     device = default_device()
     is_gpu = device.platform == "gpu"

@@ -1,10 +1,10 @@
-"""Trains a transformer that was written without this package, as it is and by ``jax_tcgemm.fuse``.
+"""Trains a transformer written without this package, plain and under ``jax_tcgemm.fuse``.
 
-A decoder in plain ``jax.numpy``: layers by ``lax.scan``, each under ``jax.checkpoint``, RMSNorm,
-attention, a gated layer, weights in float32, products in bfloat16, and Adam by Optax. ``fuse`` is
-given the whole training step. The task is to learn which token follows which. Prints both losses,
-how many products became kernels with an epilogue, and the wall time of a step; fails if the losses
-part or nothing is learnt.
+The model is a decoder in plain ``jax.numpy``: layers by ``lax.scan``, each under
+``jax.checkpoint``, RMSNorm, attention, a gated layer, weights in float32, products in bfloat16, and
+Adam by Optax. ``fuse`` rewrites the whole training step. The task is to learn which token follows
+which. The script prints both losses, the number of products that became kernels with an epilogue,
+and the wall time of a step. It fails if the losses part or the model learns nothing.
 
 Run it with ``python examples/fused_model.py``; ``--help`` lists the arguments.
 """
@@ -23,7 +23,7 @@ import optax
 
 import jax_tcgemm
 
-# The largest relative difference accepted between the losses of a step: rounding differs, and
+# The largest accepted relative difference between the losses of a step: rounding differs, and
 # training amplifies it.
 TOLERANCE = 0.05
 
@@ -48,7 +48,7 @@ LARGE = Shape(4, width=2048, hidden=8192, heads=16, vocabulary=8192, batch=4, to
 
 
 def init(key: jax.Array, shape: Shape) -> Params:
-    """Returns the weights, in float32; those of the layers have a leading dimension of layers."""
+    """Returns the weights, in float32; layer weights have a leading dimension of layers."""
     width, hidden = shape.width, shape.hidden
     matrices = {
         **dict.fromkeys(("q", "k", "v", "o"), (width, width)),
@@ -66,7 +66,7 @@ def init(key: jax.Array, shape: Shape) -> Params:
 
 
 def rms_norm(x: jax.Array, gain: jax.Array) -> jax.Array:
-    """Returns the rows of ``x``, each of mean square 1, times the gain."""
+    """Returns the rows of ``x``, each scaled to mean square 1, times the gain."""
     wide = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + 1e-6)
     return (wide * scale).astype(x.dtype) * gain
@@ -106,7 +106,7 @@ def make_step(shape: Shape) -> tuple[optax.GradientTransformation, Callable[...,
 
 
 def batches(key: jax.Array, shape: Shape, steps: int) -> Iterator[jax.Array]:
-    """Yields tokens, ``(batch, tokens + 1)``: each is followed by one and the same."""
+    """Yields tokens, ``(batch, tokens + 1)``: each token always has the same successor."""
     follower = jax.random.permutation(key, shape.vocabulary)
     for each in jax.random.split(key, steps):
         token = jax.random.randint(each, (shape.batch,), 0, shape.vocabulary)
@@ -126,7 +126,7 @@ def kernels(jaxpr: Any) -> collections.Counter[str]:
 
 
 def times_of(steps: dict[str, Any], given: Any, reps: int) -> dict[str, list[float]]:
-    """Returns the wall times of compiled steps in seconds, by turns."""
+    """Returns the wall times of compiled steps in seconds; the steps alternate."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(reps):
         for name, run in steps.items():
@@ -155,7 +155,7 @@ def main(arguments: list[str] | None = None) -> None:
     key = jax.random.key(args.seed)
     params = init(key, shape)
     optimizer, step = make_step(shape)
-    fused = jax_tcgemm.fuse(step)  # all that there is to do
+    fused = jax_tcgemm.fuse(step)  # the only change
 
     steps = {"jnp": jax.jit(step), "fuse": jax.jit(fused)}
     states: dict[str, Any] = dict.fromkeys(steps, (params, optimizer.init(params)))

@@ -1,11 +1,12 @@
 """Trains a mixture-of-experts classifier of scikit-learn's handwritten digits, twice.
 
-Every image goes to the two of the experts that a router prefers; an expert is a perceptron with one
-hidden layer. The images, sorted by expert, are the rows of two products over groups: once by
-``jax_tcgemm.ragged_dot``, with bias and activation in the kernel, once by ``jax.lax.ragged_dot``
-and what JAX makes of the rest; from the same weights and over the same batches. Prints both losses
-side by side, epoch by epoch, the time of a training step and the test accuracy of both; fails if
-the two curves part or if the accuracy is not over 95 %.
+A router sends every image to its two preferred experts; an expert is a perceptron with one hidden
+layer. The images, sorted by expert, are the rows of two products over groups. One model uses
+``jax_tcgemm.ragged_dot``, with bias and activation in the kernel. The other model uses
+``jax.lax.ragged_dot``, with bias and activation by JAX. Both start from the same weights and see
+the same batches. The script prints both losses side by side, epoch by epoch, the time of a training
+step and the test accuracy of both. It fails if the two curves part or if the accuracy is not over
+95 %.
 
 Run it with ``python examples/moe.py``; ``--help`` lists the arguments.
 """
@@ -47,12 +48,12 @@ def initial(key: jax.Array, experts: int, hidden: int) -> Parameters:
 
 
 def fused_expert_layer(x, weights, sizes, bias, activation):
-    """One layer of all experts, by one kernel."""
+    """Computes one layer of all experts by one kernel."""
     return jax_tcgemm.ragged_dot(x, weights, sizes, bias=bias, activation=activation)
 
 
 def plain_expert_layer(x, weights, sizes, bias, activation):
-    """The same by JAX's own product over groups."""
+    """Computes the same layer by JAX's own product over groups."""
     z = jax.lax.ragged_dot(x, weights, sizes)
     z = z + jnp.repeat(bias, sizes, axis=0, total_repeat_length=len(x))
     return jax.nn.gelu(z) if activation == "gelu" else z
@@ -68,7 +69,7 @@ def logits(
     scores = images @ parameters["router"]
     preferred, expert = jax.lax.top_k(scores, CHOSEN)  # (batch, chosen)
     share = jax.nn.softmax(preferred)
-    # A row for each image and expert, those of one expert side by side.
+    # Each image has a row for each of its experts; rows of one expert are consecutive.
     order = jnp.argsort(expert.reshape(-1))
     sizes = jnp.bincount(expert.reshape(-1), length=scores.shape[1]).astype(jnp.int32)
     x = images[order // CHOSEN].astype(dtype)
@@ -84,7 +85,7 @@ def logits(
 
 @functools.partial(jax.jit, static_argnames=("dtype", "name"))
 def train_step(parameters, moments, images, labels, dtype, name):
-    """One step of Adam; returns parameters, moments and the loss before."""
+    """Takes one step of Adam; returns parameters, moments and the loss before the step."""
 
     def loss_fn(parameters):
         z, balance = logits(parameters, images, dtype, LAYERS[name])
@@ -141,7 +142,7 @@ def main(arguments: list[str] | None = None) -> None:
     (device,) = jnp.zeros(()).devices()
     print(f"{args.dtype}, {args.experts} experts, on {device.device_kind} ({device.platform})")
     print(f"{'epoch':>5}  " + "  ".join(f"{name:>10}" for name in LAYERS))
-    seconds = dict.fromkeys(LAYERS, float("inf"))  # of the fastest epoch: others compile
+    seconds = dict.fromkeys(LAYERS, float("inf"))  # the fastest epoch, since others compile
     steps = len(labels) // BATCH
     for number in range(1, args.epochs + 1):
         order = rng.permutation(len(labels))[: steps * BATCH].reshape(steps, BATCH)

@@ -1,10 +1,10 @@
 """Newton-Schulz iterations for a matrix inverse, in three precisions: residuals and times.
 
-X <- X (2 I - A X) squares the residual I - A X in every step, until the rounding of the products
-stands in the way. TF32, the default on a GPU, stops at three digits; ``precision="highest"`` goes
-on to float32's limit: once by ``jnp.matmul``, once by ``jax_tcgemm.gemm``, which multiplies planes
-of bfloat16 on tensor cores (docs/precision.md) and adds 2 X in the kernel. Fails if ours ends with
-a residual over one and a half times that of jnp's.
+X <- X (2 I - A X) squares the residual I - A X in every step, until rounding of the products limits
+it. TF32, the default on a GPU, stops at three digits. ``precision="highest"`` reaches float32's
+limit, in ``jnp.matmul`` and in ``jax_tcgemm.gemm``. The latter multiplies bfloat16 planes on tensor
+cores (docs/precision.md) and adds 2 X in the kernel. The script fails if our final residual is over
+one and a half times that of jnp's.
 
 Run it with ``python examples/precision.py``; ``--help`` lists the arguments. The defaults are small
 on a CPU.
@@ -34,7 +34,7 @@ def matrix(size: int, condition: float) -> jax.Array:
 
 
 def by_jnp(a: jax.Array, steps: int, precision: str | None) -> jax.Array:
-    """Returns the inverse after so many steps, in plain ``jnp``."""
+    """Returns the inverse after ``steps`` steps, in plain ``jnp``."""
     matmul = functools.partial(jnp.matmul, precision=precision)
 
     def step(x: jax.Array, _: None) -> tuple[jax.Array, None]:
@@ -44,7 +44,7 @@ def by_jnp(a: jax.Array, steps: int, precision: str | None) -> jax.Array:
 
 
 def by_gemm(a: jax.Array, steps: int, precision: str | None) -> jax.Array:
-    """The same; the second product adds 2 X to minus itself."""
+    """Does the same; the second product adds 2 X to its negative."""
 
     def step(x: jax.Array, _: None) -> tuple[jax.Array, None]:
         ax = gemm(a, x, precision=precision)
@@ -54,7 +54,7 @@ def by_gemm(a: jax.Array, steps: int, precision: str | None) -> jax.Array:
 
 
 def residual(a: jax.Array, x: jax.Array) -> float:
-    """Returns the norm of I - A X over that of I, in float64."""
+    """Returns the norm of I - A X divided by that of I, in float64."""
     size = a.shape[0]
     product = np.asarray(a, np.float64) @ np.asarray(x, np.float64)
     return float(np.linalg.norm(np.eye(size) - product) / size**0.5)

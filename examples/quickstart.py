@@ -25,7 +25,7 @@ def main() -> None:
     y32 = gemm(x, w, y, alpha=0.5, beta=2.0, preferred_element_type=jnp.float32)
     print("alpha, beta, float32", y32.shape, y32.dtype)
 
-    # 4. Transposed operands are read where they lie; nothing is copied.
+    # 4. Transposed operands are read in place; nothing is copied.
     y = gemm(x, w.T, transpose_b=True)
     print("transpose_b         ", y.shape, y.dtype)
 

@@ -1,16 +1,20 @@
-"""Trains a transformer block whose arrays lie on several devices, beside the same in plain jnp.
+"""Trains a transformer block sharded over several devices, beside the same in plain jnp.
 
-Four ways to divide the work: ``data`` (each device has its sequences and all weights), ``fsdp``
-(weights are divided as well, and gathered when they are used), ``tensor`` (heads and hidden units
-over one axis of the mesh, sequences over the other) and ``expert`` (a mixture of experts, which lie
-on different devices). All that is said is where the arrays lie (``NamedSharding``); ``jax.jit``
-divides the program. Both models start from the same weights and learn what another block computes.
-Prints the losses, what travels in a training step of each, and its time; fails if the losses part,
-or if anything is gathered that plain jnp does not gather.
+There are four layouts:
 
-Runs on the GPUs there are if they are several, else on eight CPU devices, where the products are
-divided as on GPUs but computed by XLA. Run it with ``python examples/sharded_transformer.py``;
-``--help`` lists the arguments.
+- ``data``: each device has its sequences and all weights.
+- ``fsdp``: weights are sharded as well, and gathered when they are used.
+- ``tensor``: one mesh axis shards heads and hidden units, the other axis sequences.
+- ``expert``: a mixture of experts, which are on different devices.
+
+The program only states the shardings of arrays (``NamedSharding``); ``jax.jit`` partitions it. Both
+models start from the same weights and learn the output of another block. The script prints the
+losses, the bytes that each training step moves, and its time. It fails if the losses part, or if it
+gathers anything that plain jnp does not gather.
+
+It runs on the GPUs of the machine if there are several, else on eight CPU devices. On CPU devices,
+products are partitioned as on GPUs but computed by XLA. Run it with ``python
+examples/sharded_transformer.py``; ``--help`` lists the arguments.
 """
 
 import argparse
@@ -22,7 +26,8 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-# Both are read later: when a CPU is first used, and when a program is lowered for one.
+# JAX reads the first variable when it first uses a CPU, and we read the second when a program is
+# lowered for one.
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )
@@ -37,7 +42,7 @@ import jax_tcgemm
 from jax_tcgemm.tools.collectives import collectives
 
 Parameters = dict[str, jax.Array]
-# The largest relative difference accepted between the losses of a step.
+# The largest accepted relative difference between the losses of a step.
 LOSS_TOLERANCE = {"float32": 0.02, "bfloat16": 0.05}
 
 
@@ -72,7 +77,7 @@ def initial(key: jax.Array, size: Size, layout: str) -> Parameters:
     }
 
 
-# Where the arrays lie: each weight on axes "data" and "model" of the mesh, and the sequences.
+# The shardings of arrays: each weight on axes "data" and "model" of the mesh, and the sequences.
 EVERY = ("data", "model")
 _WEIGHTS: tuple[str, ...] = ("query", "key", "value", "out", "gate", "up", "down")
 _FSDP: dict[str, P] = dict.fromkeys(_WEIGHTS, P(EVERY))
@@ -96,33 +101,33 @@ LAYOUTS: dict[str, tuple[P, dict[str, P]]] = {
 
 
 def plain_residual(x, w, residual):
-    """A product and what is added to it."""
+    """Computes a product and adds the residual."""
     return x @ w + residual
 
 
 def plain_gated(x, gate, up, down, residual):
-    """A gated layer, the next, and what is added."""
+    """Computes a gated layer and the next, and adds the residual."""
     return (jax.nn.silu(x @ gate) * (x @ up)) @ down + residual
 
 
 def plain_gated_groups(x, gate, up, sizes):
-    """The gated layer of each expert."""
+    """Computes the gated layer of each expert."""
     g, u = (jax.lax.ragged_dot(x, w, sizes) for w in (gate, up))
     return jax.nn.silu(g) * u
 
 
 def fused_residual(x, w, residual):
-    """The same, added in the kernel."""
+    """Computes the same; the kernel adds the residual."""
     return jax_tcgemm.gemm(x, w, residual=residual)
 
 
 def fused_gated(x, gate, up, down, residual):
-    """The same by two kernels."""
+    """Computes the same by two kernels."""
     return jax_tcgemm.gated_mlp(x, gate, up, down, residual=residual)
 
 
 class Products(NamedTuple):
-    """By what a block multiplies."""
+    """The products of a block."""
 
     dot_general: Callable
     residual: Callable
@@ -156,7 +161,7 @@ def normalized(x: jax.Array) -> jax.Array:
 
 
 def attention(p: Parameters, x: jax.Array, by: Products) -> jax.Array:
-    """Causal attention of ``x``, (batch, length, width), and ``x`` itself."""
+    """Returns causal attention of ``x``, (batch, length, width), plus ``x``."""
     einsum = functools.partial(jnp.einsum, _dot_general=by.dot_general)
     y = normalized(x)
     q, k, v = (einsum("btd,dhe->bthe", y, p[name]) for name in ("query", "key", "value"))
@@ -168,7 +173,7 @@ def attention(p: Parameters, x: jax.Array, by: Products) -> jax.Array:
 
 
 def mixture(p: Parameters, x: jax.Array, by: Products) -> jax.Array:
-    """The layers of the expert that a router prefers for each row of ``x``, and ``x`` itself."""
+    """Returns the layers of the expert that a router prefers for each row of ``x``, plus ``x``."""
     rows = x.reshape(-1, x.shape[-1])
     y = normalized(rows)
     scores = jax.nn.softmax((y @ p["router"]).astype(jnp.float32))
@@ -181,7 +186,7 @@ def mixture(p: Parameters, x: jax.Array, by: Products) -> jax.Array:
 
 
 def block(p: Parameters, x: jax.Array, by: Products) -> jax.Array:
-    """One block of a transformer."""
+    """Computes one transformer block."""
     x = attention(p, x, by)
     if "router" in p:
         return mixture(p, x, by)
@@ -192,7 +197,7 @@ def block(p: Parameters, x: jax.Array, by: Products) -> jax.Array:
 
 
 def train_step(parameters, x, wanted, dtype, name):
-    """One step of gradient descent in float32; returns the weights and the loss before."""
+    """Takes a float32 gradient descent step; returns the weights and the loss before it."""
 
     def loss(parameters):
         p = {key: value.astype(dtype) for key, value in parameters.items()}
@@ -204,7 +209,7 @@ def train_step(parameters, x, wanted, dtype, name):
 
 
 def compiled_step(mesh: Mesh, layout: str, state: Parameters, batch: list, dtype, name: str):
-    """Compiles a step that leaves the weights where they lie."""
+    """Compiles a step that keeps the weights' shardings."""
     where = jax.tree.map(lambda x: x.sharding, state)
     step = jax.jit(
         functools.partial(train_step, dtype=dtype, name=name),
@@ -215,7 +220,7 @@ def compiled_step(mesh: Mesh, layout: str, state: Parameters, batch: list, dtype
 
 
 def trained(step, state: Parameters, batch: list, steps: int) -> tuple[list[float], float]:
-    """Returns the loss of each step and the seconds of one."""
+    """Returns the loss of each step and the seconds of one step."""
     losses, seconds = [], []
     for _ in range(steps):
         start = time.perf_counter()
@@ -226,7 +231,7 @@ def trained(step, state: Parameters, batch: list, steps: int) -> tuple[list[floa
 
 
 def run(layout: str, mesh: Mesh, size: Size, dtype: jnp.dtype, steps: int, seed: int) -> None:
-    """Trains both models in one layout and prints how that went.
+    """Trains both models in one layout and prints the results.
 
     Raises:
         SystemExit: the losses part, or more is gathered than in plain jnp.

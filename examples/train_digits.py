@@ -1,9 +1,9 @@
 """Trains an ensemble of classifiers on scikit-learn's handwritten digits, twice.
 
-Once with every dense layer through ``jax_tcgemm.gemm`` (bias and gelu fused into the kernel), once
-with the same model in plain ``jnp``, from the same weights and over the same batches. Prints both
-losses side by side, epoch by epoch, and the test accuracy of both; fails if the two curves part or
-if the accuracy is not over 96 %.
+One ensemble computes every dense layer by ``jax_tcgemm.gemm`` (bias and gelu fused into the
+kernel); the other has the same model in plain ``jnp``. Both start from the same weights and see the
+same batches. The script prints both losses side by side, epoch by epoch, and the test accuracy of
+both. It fails if the two curves part or if the accuracy is not over 96 %.
 
 Run it with ``python examples/train_digits.py``; ``--help`` lists the arguments.
 """
@@ -33,14 +33,14 @@ Dense = Callable[[jax.Array, jax.Array, jax.Array, bool], jax.Array]
 
 
 def dense_gemm(x: jax.Array, w: jax.Array, bias: jax.Array, last: bool) -> jax.Array:
-    """One layer as one kernel: bias, and gelu except in the last layer, are its epilogue."""
+    """Computes a layer by one kernel: bias, and gelu except in the last layer, are its epilogue."""
     if last:
         return gemm(x, w, bias=bias, preferred_element_type=jnp.float32)
     return gemm(x, w, bias=bias, activation="gelu")
 
 
 def dense_jnp(x: jax.Array, w: jax.Array, bias: jax.Array, last: bool) -> jax.Array:
-    """The same layer by XLA, with the same accumulator and output types."""
+    """Computes the same layer by XLA, with the same accumulator and output types."""
     y = jnp.matmul(x, w, preferred_element_type=jnp.float32) + bias.astype(jnp.float32)
     return y if last else jax.nn.gelu(y).astype(x.dtype)
 
@@ -70,7 +70,7 @@ def make_epoch(dense: Dense, dtype: jnp.dtype) -> Callable:
 
     def step(state, batch):
         params, mean, square, count = state
-        # One gradient per member; the batch is the same for all and is not copied.
+        # One gradient per member; all members share the batch, which is not copied.
         losses, grads = jax.vmap(jax.value_and_grad(loss_fn), in_axes=(0, None, None))(
             params, *batch
         )

@@ -1,11 +1,12 @@
-"""A transformer block in the shape of Llama's, twice: forward, backward, time and memory.
+"""Compares a transformer block like Llama's with plain ``jnp``: gradients, time and memory.
 
-Once with every dense layer through this package: the projections by ``jax_tcgemm.gemm``, the sum
-with the residual stream in the kernel, and the SwiGLU layers by ``jax_tcgemm.gated_mlp``. Once in
-plain ``jnp``. RMSNorm, rotary embedding and attention are the same code for both. Prints the loss,
-the error of every gradient against the same block in float32, the time of a training step and the
-memory that it needs; fails if an error is over twice that of the plain block. With ``--tune`` the
-step's products are measured first, and the step that this makes is timed beside the others.
+One block computes every dense layer by this package: the projections by ``jax_tcgemm.gemm``, which
+adds the residual stream in the kernel, and the SwiGLU layers by ``jax_tcgemm.gated_mlp``. The other
+block is in plain ``jnp``. RMSNorm, rotary embedding and attention are the same code for both. The
+script prints the loss, the error of every gradient against the same block in float32, the time of a
+training step and the memory that it needs. It fails if an error is over twice that of the plain
+block. With ``--tune`` it first measures the step's products, and times the tuned step beside the
+others.
 
 Run it with ``python examples/transformer_mlp.py``; ``--help`` lists the arguments. The defaults are
 small on a CPU and one layer of Llama 3 8B on a GPU.
@@ -24,7 +25,7 @@ from jax_tcgemm.tools.benchmarking import time_chains
 from jax_tcgemm.tools.chain import compile_chain, default_device
 
 LEARNING_RATE = 1e-3
-# Against what a gradient cannot be measured by: one rounding of its largest element.
+# A gradient's error is at least one rounding of its largest element.
 ROUNDING = {"bfloat16": 2**-8, "float32": 2**-11}
 
 Params = dict[str, jax.Array]
@@ -54,7 +55,7 @@ LARGE = Shape(batch=4, tokens=2048, width=4096, hidden=14336, heads=32, kv_heads
 
 
 def init(key: jax.Array, shape: Shape, dtype: jnp.dtype) -> Params:
-    """Returns the weights: normal numbers that keep the scale of what they multiply."""
+    """Returns the weights: normal numbers that keep the scale of their factors."""
     kv = 2 * shape.kv_heads * shape.head_width
     matrices = {
         "qkv": (shape.width, shape.width + kv),
@@ -91,7 +92,7 @@ def rotary(x: jax.Array) -> jax.Array:
 
 
 def attention(qkv: jax.Array, shape: Shape) -> jax.Array:
-    """Causal attention of heads that share keys and values; ``(batch, tokens, width)``."""
+    """Applies causal attention with shared key/value heads; ``(batch, tokens, width)``."""
     batch, tokens, _ = qkv.shape
     heads = qkv.reshape(batch, tokens, -1, shape.head_width)
     turned, v = jnp.split(heads, [shape.heads + shape.kv_heads], axis=2)
@@ -101,7 +102,7 @@ def attention(qkv: jax.Array, shape: Shape) -> jax.Array:
 
 
 def block_gemm(params: Params, x: jax.Array, shape: Shape) -> jax.Array:
-    """The block in four gemms, of which one is gated; the residual stream is added in them."""
+    """Computes the block in four gemms, one of them gated; they add the residual stream."""
     normed = rms_norm(x, params["attention_norm"])
     mixed = attention(gemm(normed, params["qkv"]), shape)
     x = gemm(mixed, params["out"], residual=x)
@@ -110,7 +111,7 @@ def block_gemm(params: Params, x: jax.Array, shape: Shape) -> jax.Array:
 
 
 def block_jnp(params: Params, x: jax.Array, shape: Shape) -> jax.Array:
-    """The same block by XLA."""
+    """Computes the same block by XLA."""
     normed = rms_norm(x, params["attention_norm"])
     x = x + attention(normed @ params["qkv"], shape) @ params["out"]
     normed = rms_norm(x, params["mlp_norm"])
@@ -132,7 +133,7 @@ def make_loss(block: Block, shape: Shape) -> Callable:
 
 
 def make_step(block: Block, shape: Shape) -> Callable:
-    """Returns a step of Adam without its first steps' correction, and the input's gradient."""
+    """Returns a step of Adam without bias correction, and the input's gradient."""
     grad = jax.value_and_grad(make_loss(block, shape), argnums=(0, 1))
 
     def step(state: State, x: jax.Array, target: jax.Array):
@@ -151,7 +152,7 @@ def make_step(block: Block, shape: Shape) -> Callable:
 
 
 def peak_bytes(step: Callable, *args) -> int:
-    """Returns the memory that the compiled step needs: arguments, results and what is between."""
+    """Returns the memory of the compiled step: arguments, results and temporaries."""
     stats = jax.jit(step, donate_argnums=0).lower(*args).compile().memory_analysis()
     if stats is None:
         raise SystemExit("FAILED: this platform does not say what memory a program needs")
@@ -204,7 +205,7 @@ def measure(shape: Shape, args: tuple, reps: int, tuned: bool) -> None:
         start = time.perf_counter()
         tunings = tune(ours, *args)
         print(f"tuned in {time.perf_counter() - start:.0f} s\n{tunings}")
-        with tunings:  # where the step is compiled
+        with tunings:  # while the step is compiled
             chains["tuned"] = compile_chain(ours, [args])
     timings = time_chains(chains, reps=reps)
     print(f"{'':>18}  " + "  ".join(f"{name:>10}" for name in timings))

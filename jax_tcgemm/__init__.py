@@ -36,10 +36,10 @@ __version__ = importlib.metadata.version("jax_tcgemm")
 
 
 def export_disabled_checks() -> list[jax.export.DisabledSafetyCheck]:
-    """Returns what ``jax.export.export(..., disabled_checks=)`` needs to export these functions.
+    """Returns the ``disabled_checks`` that ``jax.export.export`` needs for this package.
 
-    JAX exports only custom calls that it knows to be stable. The targets here carry a version in
-    their names, which changes whenever their meaning does.
+    JAX exports only custom calls that it knows to be stable. The targets of this package carry a
+    version in their names, which changes whenever their meaning changes.
 
     Returns:
         One ``DisabledSafetyCheck`` for each custom-call target of this package.

@@ -1,8 +1,9 @@
-"""``python -m jax_tcgemm``: what is installed, whether it computes right, and how fast.
+"""``python -m jax_tcgemm``: prints the installation, checks results and measures speed.
 
-Prints versions, device and kernels, runs every kernel configuration on random problems against
-NumPy in float64, and on a GPU times a few products beside ``jnp.matmul``. The exit status is 1 if
-anything is wrong. The output is meant to be pasted into a bug report.
+The report lists versions, device and kernels. It runs every kernel configuration on random problems
+and compares the results with NumPy in float64. On a GPU it times a few products beside
+``jnp.matmul``. The exit status is 1 if anything is wrong. The output is meant to be pasted into a
+bug report.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ _FAILURES_SHOWN = 10
 _Item = TypeVar("_Item")
 
 
-# --- What is installed -----------------------------------------------------------------------
+# --- Installation ----------------------------------------------------------------------------
 
 
 def _driver_version() -> str | None:
-    """Version of NVIDIA's kernel driver, or None if there is none."""
+    """Returns the version of NVIDIA's kernel driver, or None if there is none."""
     smi = shutil.which("nvidia-smi")
     if smi:
         query = [smi, "--query-gpu=driver_version", "--format=csv,noheader"]
@@ -55,7 +56,7 @@ def _driver_version() -> str | None:
 
 
 def _tuned_products(device: Any) -> str:
-    """Says what is known of this device, and where that is."""
+    """Returns a line about the tuned products of this device and their files."""
     packaged = len(lookup.packaged(device.device_kind))
     reason = None if os.environ.get(lookup.SETTING) else lookup.why_not_measured()
     why = "" if reason is None else f", because {reason}"
@@ -106,11 +107,11 @@ def _print_installation(device: Any) -> None:
         )
 
 
-# --- Whether it computes right ---------------------------------------------------------------
+# --- Correctness -----------------------------------------------------------------------------
 
 
 def _progress(items: Iterable[_Item], count: int) -> Iterator[_Item]:
-    """Yields the items with a bar on stderr, or a line now and then where that is no terminal."""
+    """Yields the items and shows progress on stderr: a bar, or a few lines without a terminal."""
     bar_width, lines = 40, 5
     start = time.perf_counter()
     for index, item in enumerate(items, start=1):
@@ -126,7 +127,7 @@ def _progress(items: Iterable[_Item], count: int) -> Iterator[_Item]:
 
 
 def _run_checks(on_gpu: bool, seed: int, jobs: int) -> int:
-    """Runs every kernel configuration; returns the number of problems that went wrong."""
+    """Runs every kernel configuration and returns the number of wrong problems."""
     built = set(_core.kernel_names())
     use_config = on_gpu and bool(built)
     configs = [c for c in kernel_table.CONFIGS if c.name in built or not use_config]
@@ -141,12 +142,12 @@ def _run_checks(on_gpu: bool, seed: int, jobs: int) -> int:
 
     def wrong(problem: selftest.Problem) -> str | None:
         try:
-            with jax.default_device(device):  # which other threads do not take over
+            with jax.default_device(device):  # other threads do not inherit it
                 return selftest.check(problem, use_config=use_config)
-        except Exception as error:  # A failed launch counts, and the rest still runs.
+        except Exception as error:  # A failed launch is a wrong problem; the rest still runs.
             return f"{type(error).__name__}: {error}"
 
-    # Most of the time goes into compiling, which several threads do side by side.
+    # Compiling takes most of the time, so several threads do it at once.
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         results = list(_progress(pool.map(wrong, problems), len(problems)))
     failures = [(problem, text) for problem, text in zip(problems, results, strict=True) if text]
@@ -160,7 +161,7 @@ def _run_checks(on_gpu: bool, seed: int, jobs: int) -> int:
     return len(failures)
 
 
-# --- How fast --------------------------------------------------------------------------------
+# --- Speed -----------------------------------------------------------------------------------
 
 _SPEED_PROBLEMS = (
     # m, n, k, dtype, with bias and gelu
@@ -216,7 +217,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the report.
 
     Args:
-        arguments: command line; by default the process's.
+        arguments: command line arguments; by default those of the process.
 
     Returns:
         The exit status: 0, or 1 if anything is wrong.

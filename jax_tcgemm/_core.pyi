@@ -3,7 +3,7 @@ from typing import Any
 
 from jax_tcgemm.kernels.choice_input import ChoiceInput
 
-# Numbers of cuda/shared_limits.h.
+# Constants of cuda/shared_limits.h.
 VECTOR_COLUMNS: int
 FIXUP_FLAG_BYTES: int
 MAX_TMA_BATCH_RANK: int
@@ -21,67 +21,76 @@ def set_compiler(
     compile_kernel: Callable[[str, str, str, bool, int], bytes],
     begin: Callable[[str, str, str, bool, int], None],
 ) -> None:
-    """Says who compiles kernels at run time: see ``jax_tcgemm/epilogue/compiler.py``.
+    """Sets the functions that compile kernels at run time; see ``epilogue/compiler.py``.
 
     Args:
         compile_kernel: returns the machine code.
-        begin: begins to compile the same, on another thread.
+        begin: starts the same compilation on another thread.
     """
 
 def may_compile_rows() -> bool:
-    """Says whether every kernel that was to be compiled for a row of the table could be."""
+    """Checks if every kernel compilation for a row of the table has succeeded."""
 
 def release_unused_programs(used_digests: set[str], grace_seconds: float) -> None:
-    """Releases the kernels of epilogues that were unused so long ago, and are not among these."""
+    """Releases the kernels of epilogues that have been unused for some time.
+
+    Args:
+        used_digests: digests of the epilogues to keep.
+        grace_seconds: how long an epilogue must have been unused.
+    """
 
 def loaded_program_count() -> int:
     """Returns the number of epilogues whose kernels are loaded."""
 
 def configure_gate(ordinal: int, gate: int, config: str) -> None:
-    """Names what calls with ``config=MEASURED`` take behind a gate."""
+    """Sets the configuration that calls with ``config=MEASURED`` use behind a gate."""
 
 def open_gates(ordinal: int, count: int) -> None:
-    """Opens the first gates of a device, which ``jax_tcgemm_mark_v1`` enqueues, in their order."""
+    """Opens the first ``count`` gates of a device, which ``jax_tcgemm_mark_v1`` enqueues."""
 
 def stopwatch_seconds(ordinal: int) -> list[list[float]]:
-    """Returns, for each gate of a device, the times between the marks behind it; forgets them.
+    """Returns, for each gate of a device, the times between the marks behind it.
+
+    The marks are then forgotten.
 
     Raises:
         RuntimeError: CUDA failed.
     """
 
 def device_properties(ordinal: int) -> dict[str, Any]:
-    """Describes a GPU: sizes in bytes, the peaks ``clock_rate`` (Hz), ``memory_bandwidth`` (B/s).
+    """Returns the properties of a GPU.
 
-    A peak is 0 where the driver does not say.
+    Sizes are in bytes. The peaks are ``clock_rate`` (Hz) and ``memory_bandwidth`` (B/s). A peak is
+    0 if the driver does not report it.
     """
 
 def rank_configs(
     problem: ChoiceInput, dense_splits: bool = False, warp_bytes: int = 0
 ) -> list[tuple[str, float, bool]]:
-    """Ranks the rows that can compute a problem on a device, the fastest first by the time model.
+    """Returns the rows that can compute a problem on a device, fastest first by the time model.
 
     Args:
         problem: the product and the device.
-        dense_splits: whether to split k into other numbers of parts than powers of two.
+        dense_splits: whether to split k also into numbers of parts that are not powers of two.
         warp_bytes: shared memory that each warp needs for an epilogue that is compiled at run time.
             Rows without room for it are left out if others have room.
 
     Returns:
-        The name of each (as for ``config=``), its expected cycles, and whether its blocks add up
-        parts of k themselves. Without tuning, the handler takes the first one.
+        For each row its name (as for ``config=``), its expected cycles, and whether its blocks add
+        up parts of k themselves. Without tuning, the handler takes the first one.
 
     Raises:
         ValueError: the problem names no known algorithm, layout or epilogue.
     """
 
 def time_terms(problem: ChoiceInput) -> list[tuple[str, float, list[float]]]:
-    """Returns, of all that can compute a problem, the model's cycles and what corrects them.
+    """Returns the cycles of the time model and its correction terms for every configuration.
 
     Args:
         problem: the product and the device.
 
     Returns:
-        For each configuration the cycles by the model alone, and the terms of which the logarithm
-        of the correction is a linear function (``cuda/dispatch/time_correction.h``).
+        For each configuration that can compute the problem: its name, the cycles by the model
+        alone, and the terms of the correction. The logarithm of the correction is a linear function
+        of these terms (``cuda/dispatch/time_correction.h``).
     """

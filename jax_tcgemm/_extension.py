@@ -1,4 +1,4 @@
-"""The compiled extension ``jax_tcgemm._core``: imported, compared with the table, registered."""
+"""Imports, checks and registers the compiled extension ``jax_tcgemm._core``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ACTIVATION_GRADIENT_TARGET = "jax_tcgemm_activation_gradient_v1"
 COMPILED_TARGET = "jax_tcgemm_compiled_gemm_v4"
 COMPILED_PASS_TARGET = "jax_tcgemm_compiled_pass_v2"
 TRANSPOSE_TARGET = "jax_tcgemm_transpose_v1"
-# Measurements alone have it; no program of a user does.
+# Only measurements use this target; no program of a user contains it.
 MARK_TARGET = "jax_tcgemm_mark_v1"
 TARGETS = (
     GEMM_TARGET,
@@ -44,7 +44,8 @@ def check_kernel_names(built: frozenset[str], build_info: dict[str, str]) -> Non
     """Compares the kernels in the extension with the rows of the table.
 
     Raises:
-        ImportError: the extension has a kernel that the table has not, or a full build lacks one.
+        ImportError: the extension has a kernel that the table lacks, or a full build lacks a kernel
+            of the table.
     """
     table = {config.name for config in kernel_table.CONFIGS}
     is_full_build = bool(build_info["cuda"]) and build_info["kernels_glob"] == "*"
@@ -58,10 +59,10 @@ def check_kernel_names(built: frozenset[str], build_info: dict[str, str]) -> Non
 
 
 def is_built_for(capability: tuple[int, ...]) -> bool:
-    """Says whether the kernels run on a GPU of this compute capability.
+    """Checks if the kernels run on a GPU of this compute capability.
 
-    By PTX, which later GPUs compile as well, or by machine code, which those of its major number
-    take. What ``CUDAARCHS`` says by name (``native``, ``all``) is taken to be enough.
+    Later GPUs compile the PTX of a build. Machine code runs on GPUs of the same major number. An
+    architecture that ``CUDAARCHS`` gives by name (``native``, ``all``) counts as sufficient.
     """
     architectures = _core.build_info()["architectures"].split(",")
     for name, kind in (each.partition("-")[::2] for each in architectures):
@@ -74,12 +75,12 @@ def is_built_for(capability: tuple[int, ...]) -> bool:
 
 
 def has_config(config: str | None) -> bool:
-    """Says whether the row that ``config=`` names was compiled in."""
+    """Checks if the row that ``config=`` names was compiled in."""
     return config is not None and kernel_names.read_config(config)[0] in KERNEL_NAMES
 
 
 def has_row(name: str) -> bool:
-    """Says whether the kernel of a row was compiled in, or is compiled where it is needed."""
+    """Checks if the kernel of a row was compiled in, or is compiled at run time."""
     row = kernel_names.find(name)
     return name in KERNEL_NAMES or (row is not None and row.arithmetic.at_run_time)
 
@@ -92,16 +93,16 @@ def has_kernel(
     grouped: str = "none",
     may_compile: bool = True,
 ) -> bool:
-    """Says whether there is a kernel for such products in ``algorithm``.
+    """Checks if there is a kernel for such products in ``algorithm``.
 
-    Rows that are there only for where nothing else serves do not count: XLA is faster.
+    Fallback rows (``KernelConfig.is_fallback``) do not count, because XLA is faster.
 
     Args:
-        algorithm: a row of the table of arithmetic.
+        algorithm: a row of the arithmetic table.
         work: how much the epilogue has to do; see ``GemmSpec.work``.
         gated: whether there are two weights.
-        grouped: what groups divide; see ``KernelConfig``.
-        may_compile: whether kernels count that the build lacks.
+        grouped: which dimension the groups divide; see ``KernelConfig``.
+        may_compile: whether to count kernels that the build lacks.
     """
     rows = (row for row in kernel_names.for_algorithm(algorithm, grouped) if row.gated == gated)
     fast = (row for row in rows if row.name in KERNEL_NAMES and not row.is_fallback)
@@ -112,19 +113,19 @@ def has_kernel(
 
 
 def has_plane_kernel(factors: str) -> bool:
-    """Says whether a kernel that takes planes of float32 operands was compiled in.
+    """Checks if a kernel that takes planes of float32 operands was compiled in.
 
     Args:
-        factors: the row of the table of arithmetic that multiplies planes.
+        factors: the row of the arithmetic table that multiplies planes.
     """
     rows = (row for row in kernel_table.CONFIGS if row.planes and row.algorithm == factors)
     return any(row.name in KERNEL_NAMES for row in rows)
 
 
 def has_pairs_kernel(algorithm: str) -> bool:
-    """Says whether a kernel that takes a B of complex numbers as it lies was compiled in.
+    """Checks if a kernel that reads a B of complex numbers in place was compiled in.
 
-    As ``has_kernel``, without rows that are there only for where nothing else serves.
+    As in ``has_kernel``, fallback rows do not count.
     """
     rows = (row for row in kernel_table.CONFIGS if row.pairs and row.algorithm == algorithm)
     return any(row.name in KERNEL_NAMES and not row.is_fallback for row in rows)

@@ -15,7 +15,7 @@ UNSUPPORTED = dataclasses.replace(
 def tiny(case: cases.Case, **changes) -> cases.Case:
     """Returns the same kind of case with hardly anything to compute."""
     small = {"m": 5, "n": 7, "k": 6, "batch": min(case.batch, 3)}
-    if case.step:  # with few elements the rival's roundings may be most of what there is
+    if case.step:  # with few elements, the rival's roundings may dominate
         small |= {"m": 64, "n": 96, "k": 48}
     if case.scale == "blocks":
         small |= {"m": 5, "n": 256, "k": 256}

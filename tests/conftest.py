@@ -31,10 +31,11 @@ from jax_tcgemm.problem.strides import Operands, StridedGemm
 from jax_tcgemm.transforms import race
 from jax_tcgemm.tuning import cache, lookup
 
-# Read when a backend starts. The shard_map tests need more than one device. Programs run once: most
-# of the time would go into tuning the products of the baseline and into making machine code, which
-# on a CPU takes a fifth of it in one part and by the older of two emitters. JAX 0.11 has it no
-# longer, and that of 0.8 rounds to 8 bits wrongly.
+# XLA reads these flags when a backend starts. The shard_map tests need more than one device.
+# Programs run once, so most of the time would go into autotuning the baseline's products and into
+# generating machine code. On a CPU, code generation takes a fifth of its time if it is not split
+# and if it uses the older of two emitters. JAX 0.11 no longer has the older emitter, and the older
+# emitter of JAX 0.8 rounds to 8 bits wrongly.
 _XLA_FLAGS = (
     "--xla_force_host_platform_device_count=8",
     "--xla_gpu_autotune_level=0",
@@ -43,14 +44,14 @@ _XLA_FLAGS = (
     *(("--xla_cpu_use_fusion_emitters=false",) if jax.__version_info__[:2] == (0, 10) else ()),
 )
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the processes share the GPU
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # and the cores, of which each has one
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # and the cores: one each
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_XLA_FLAGS])
-# Tests are of the choice that is made untuned, whatever files there are.
+# Tests cover the untuned choice, whatever tuning files exist.
 os.environ["JAX_TCGEMM_TUNING"] = "off"
 
 
 def _compute_capability() -> float | None:
-    """Returns that of the GPU, or None where there is none."""
+    """Returns the GPU's compute capability, or None without a GPU."""
     if jax.default_backend() != "gpu":
         return None
     return float(jax.devices()[0].compute_capability)
@@ -77,10 +78,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def _device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Runs what isn't marked `gpu` as on a machine without one: it means the same everywhere."""
+    """Runs tests not marked `gpu` as if without a GPU, so that they behave the same everywhere."""
     if "gpu" in request.keywords:
         yield
-        # Else slower kernels of the build would have taken the place of what is to be tested.
+        # Otherwise slower kernels of the build would have replaced the kernels under test.
         assert _core.may_compile_rows(), "a kernel could not be compiled: see JAX_TCGEMM_LOG=1"
     else:
         monkeypatch.setattr(_compat, "initialized_cuda_devices", list)
@@ -90,13 +91,13 @@ def _device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def divided_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Divides products of sharded programs by our rules on CPU devices as well."""
+    """Makes our rules partition products of sharded programs on CPU devices as well."""
     monkeypatch.setenv(rules.SETTING, "everywhere")
 
 
 @pytest.fixture
 def rng() -> np.random.Generator:
-    """A generator of fresh numbers; JAX_TCGEMM_TEST_SEED repeats a run."""
+    """Returns a generator with a new seed; JAX_TCGEMM_TEST_SEED repeats a run."""
     seed = int(os.environ.get("JAX_TCGEMM_TEST_SEED", secrets.randbits(32)))
     print(f"JAX_TCGEMM_TEST_SEED={seed}")
     return np.random.default_rng(seed)
@@ -112,7 +113,7 @@ def normal(rng: np.random.Generator) -> Callable[..., jax.Array]:
         values = rng.standard_normal(shape)
         if jnp.issubdtype(dtype, jnp.complexfloating):
             values = values + 1j * rng.standard_normal(shape)
-        return jnp.asarray(values.astype(jnp.dtype(dtype)))  # a program for each shape otherwise
+        return jnp.asarray(values.astype(jnp.dtype(dtype)))  # each shape would compile a program
 
     return draw
 
@@ -137,7 +138,7 @@ def exact() -> Callable[[Any], np.ndarray]:
 
 @pytest.fixture
 def assert_accurate() -> Callable[..., None]:
-    """The criterion: error against `exact` at most twice `baseline`'s, plus one output rounding."""
+    """Checks that the error against `exact` is at most 2x `baseline`'s plus one output rounding."""
 
     def check(actual: Any, baseline: Any, exact: Any, slack: float = 0.0) -> None:
         exact = _exact(exact)
@@ -155,9 +156,9 @@ def assert_accurate() -> Callable[..., None]:
 
 @pytest.fixture
 def compare(assert_accurate):
-    """Holds the results of a function against those of a formula, in float64 and by XLA.
+    """Compares a function's results with a formula's, in float64 and computed by XLA.
 
-    The formula takes `matmul` first, and all arrays in one type.
+    The formula takes `matmul` as its first argument; all its arrays have one type.
     """
 
     def run(ours, formula, args, dtype, algorithm=None, slack=0.0):
@@ -165,7 +166,7 @@ def compare(assert_accurate):
         factors = INPUT_DTYPES[algorithm] if algorithm else None
 
         def matmul(a, b):
-            # The arrays are float32; in the products they are of the operands' type again.
+            # The arrays are float32; the products convert them back to the operands' type.
             a, b = (x if factors is None else x.astype(factors) for x in (a, b))
             return jnp.matmul(a, b, precision=precision, preferred_element_type=jnp.float32)
 
@@ -187,7 +188,7 @@ def compare(assert_accurate):
 
 @pytest.fixture
 def rank_on_h200() -> Callable[..., list[tuple[str, float, bool]]]:
-    """Ranks what an H200 could take for a product in its workspace."""
+    """Ranks the candidates of an H200 for a product in its workspace."""
     if _core.build_info()["kernels_glob"] != "*":
         pytest.skip("needs every kernel of the table")
 
@@ -201,13 +202,13 @@ def rank_on_h200() -> Callable[..., list[tuple[str, float, bool]]]:
 
 @pytest.fixture
 def choose_on_h200(rank_on_h200: Callable[..., Any]) -> Callable[..., str]:
-    """Names the row, and the parts of k, that an H200 takes: see `kernel_rows.first_of`."""
+    """Names the kernel, and the split of k, that an H200 takes: see `kernel_rows.first_of`."""
     return lambda *arguments, **options: first_of(rank_on_h200(*arguments, **options))
 
 
 @pytest.fixture
 def on_an_h200(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
-    """Lowers as on a machine with an H200, reads tunings from files, and finds none there."""
+    """Lowers as on a machine with an H200, reads tunings from files, and finds no tuning files."""
     monkeypatch.setattr(devices, "local_kind", lambda: "NVIDIA H200")
     monkeypatch.setenv(cache.SETTING, str(tmp_path / "cache"))
     monkeypatch.setenv(lookup.SETTING, "read")
@@ -220,7 +221,7 @@ def on_an_h200(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
 
 @pytest.fixture
 def all_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pretends that every kernel of the table was compiled in, for lowering alone."""
+    """Pretends, for lowering alone, that the build has every kernel of the table."""
     names = frozenset(config.name for config in kernel_table.CONFIGS)
     monkeypatch.setattr(_extension, "KERNEL_NAMES", names)
     monkeypatch.setattr(_extension, "BUILT_TARGETS", frozenset(_extension.TARGETS))
@@ -247,13 +248,13 @@ _ATTRIBUTE = re.compile(r'(\w+) = ("[^"]*"|dense<[^>]*>|[^\s,]+)(?: : ([\w<>]+))
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is lowered is for a GPU of compute capability 9.0."""
+    """Lowers for a GPU of compute capability 9.0."""
     monkeypatch.setattr(_compat, "initialized_cuda_devices", lambda: [Gpu("9.0")])
 
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """How products were lowered, a line each."""
+    """Collects one log line for each lowered product."""
     lines: list[str] = []
     for module in (gemm_lowering, fallback):
         monkeypatch.setattr(module, "log", lines.append)
@@ -262,7 +263,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def cuda_module(all_kernels: None) -> Callable[..., tuple[str, list[dict[str, Any]]]]:
-    """Lowers a function for CUDA, GPU or not: the module's text, and each custom call in it."""
+    """Lowers a function for CUDA, with or without a GPU; returns module text and custom calls."""
 
     def lower(function: Callable, *args: Any, **jit_options: Any):
         traced = jax.jit(function, **jit_options).trace(*args)
@@ -283,7 +284,7 @@ def cuda_module(all_kernels: None) -> Callable[..., tuple[str, list[dict[str, An
 
 @pytest.fixture
 def never_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails where no kernel is compiled of a function, or of what goes back through it."""
+    """Fails if a function, or its cotangent, gets no compiled kernel."""
     for lowering in (compiled, compiled_pass):
 
         def made(*arguments: Any, _inner: Any = lowering._call_or_reason) -> Any:
@@ -298,7 +299,7 @@ def never_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def count_gemms() -> Callable[..., int]:
-    """Counts the gemms that a function's program still has after unused ones are dropped."""
+    """Counts a program's gemms that remain after dead code elimination."""
 
     def count(function: Callable, *args: Any) -> int:
         return jax.jit(function).lower(*args).as_text().count("stablehlo.dot_general")
@@ -308,7 +309,7 @@ def count_gemms() -> Callable[..., int]:
 
 @pytest.fixture
 def no_gpu() -> None:
-    """Skips where a GPU is: handlers that are called with addresses of nothing would use it."""
+    """Skips if there is a GPU: it would run handlers that are called with invalid addresses."""
     if not _extension.BUILT_TARGETS:
         pytest.skip("no kernels were built")
     with contextlib.suppress(RuntimeError):

@@ -1,4 +1,4 @@
-"""What tests of the CUDA lowering ask of the module and calls that `cuda_module` returns."""
+"""Helpers that inspect the module and the calls that `cuda_module` returns."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def bf16(*shape: int) -> jax.Array:
 
 
 def picked(call: dict[str, Any], *names: str) -> tuple[Any, ...]:
-    """The values of these attributes."""
+    """Returns the values of these attributes."""
     return tuple(call[name] for name in names)
 
 
 def assert_nothing_moves(text: str) -> None:
-    """The module has no operation that copies an operand."""
+    """Checks that the module has no operation that copies an operand."""
     assert not [op for op in _MOVES if op in text], text

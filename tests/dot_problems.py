@@ -1,4 +1,4 @@
-"""Random problems for `dot_general`, their exact results and what may be lost."""
+"""Random problems for `dot_general`, their exact results and their tolerances."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jax import lax
 
 _MOST_PRODUCTS, _MOST_ELEMENTS = 3e7, 1e6
 
-# Operand dtypes, and what preferred_element_type and precision may then be.
+# Operand dtypes, each with the allowed values of preferred_element_type and precision.
 _DTYPES: list[tuple[Any, Any, list[Any], list[Any]]] = [
     (jnp.bfloat16, jnp.bfloat16, [None, jnp.float32, jnp.float16], [None, "BF16_BF16_F32"]),
     (jnp.float16, jnp.float16, [None, jnp.float32], [None, "highest", "F16_F16_F16"]),
@@ -29,7 +29,7 @@ _WEIGHTS = [0.36, 0.16, 0.28, 0.04, 0.04, 0.04, 0.04, 0.04]
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One call of `dot_general`, but for its arrays."""
+    """One call of `dot_general`, without its arrays."""
 
     lhs_shape: tuple[int, ...]
     rhs_shape: tuple[int, ...]
@@ -57,10 +57,10 @@ class Problem:
         return self.precision not in (None, "highest")
 
     def rounded(self, x: jax.Array, on_cpu: bool) -> jax.Array:
-        """Returns an operand as the algorithm that is asked for, if any, sees it.
+        """Returns an operand as the requested algorithm, if any, sees it.
 
-        On a CPU XLA, and so `lax.dot_general`, rounds a factor in float16 to the type of the other
-        one where that is the result's, too.
+        On a CPU, XLA (and so `lax.dot_general`) rounds a float16 factor to the other factor's type
+        if the result has that type, too.
         """
         is_mixed = {self.lhs_dtype, self.rhs_dtype} == {jnp.float16, jnp.bfloat16}
         is_narrowed = is_mixed and self.preferred_element_type in (None, jnp.bfloat16)
@@ -68,21 +68,22 @@ class Problem:
         return x.astype(jnp.bfloat16) if to_bfloat16 else x
 
     def baseline(self, lhs: jax.Array, rhs: jax.Array, on_cpu: bool) -> jax.Array:
-        """XLA's own. It has not every algorithm on every platform, and none for some shapes."""
+        """Returns XLA's result. XLA lacks some algorithms on some platforms and for some shapes."""
         dtype = jax.eval_shape(lambda *x: self.by(lax.dot_general, *x), lhs, rhs).dtype
         precision = None if self.names_algorithm else self.precision
         lhs, rhs = self.rounded(lhs, on_cpu), self.rounded(rhs, on_cpu)
         if on_cpu and jnp.issubdtype(dtype, jnp.floating):
-            # Of 16-bit operands with a float32 result, older XLA's CPU compiler takes few forms.
+            # The CPU compiler of older XLA supports few 16-bit products with a float32 result.
             lhs, rhs = lhs.astype(jnp.float32), rhs.astype(jnp.float32)
         return lax.dot_general(lhs, rhs, self.dimension_numbers, precision, dtype)
 
     def slack(self, lhs: np.ndarray, rhs: np.ndarray, in_tf32: bool) -> float:
-        """What may be lost beyond what the baseline says.
+        """Returns the tolerance beyond the baseline's error.
 
         A small result has too few elements to measure an error by, and XLA has more accurate paths
-        for some. So: one rounding of the operands, or of the sum where they are exact, at the scale
-        of `|lhs| |rhs|`; and of every 16 products that are summed in float16.
+        for some results. So the tolerance is one rounding at the scale of `|lhs| |rhs|`: a rounding
+        of the operands or, if the operands are exact, of the sum. Sums in float16 add one rounding
+        for every 16 products.
         """
         scale = exact_product(np.abs(lhs), np.abs(rhs), self.dimension_numbers).max(initial=0.0)
         if self.precision == "F16_F16_F16":
@@ -92,7 +93,7 @@ class Problem:
 
 
 def exact_product(lhs: np.ndarray, rhs: np.ndarray, dimension_numbers: Any) -> np.ndarray:
-    """Returns `lax.dot_general` of NumPy's arrays, by one batched `np.matmul`."""
+    """Returns `lax.dot_general` of NumPy arrays, by one batched `np.matmul`."""
     matrices, kept = [], []
     for x, contracted, batch in zip((lhs, rhs), *dimension_numbers, strict=True):
         free = [dim for dim in range(x.ndim) if dim not in (*contracted, *batch)]
@@ -122,7 +123,7 @@ def _extent(rng: np.random.Generator, largest: int) -> int:
 
 
 def _bounded(extents: dict[str, list[int]]) -> dict[str, list[int]]:
-    """Halves the largest extents until the problem can be checked in a moment."""
+    """Halves the largest extents until the problem can be checked quickly."""
 
     def product(roles: list[str]) -> int:
         return math.prod(math.prod(extents[role]) for role in roles)
@@ -167,7 +168,7 @@ def draw(rng: np.random.Generator, largest: int) -> Problem:
         for shared in (contracted, batch)
     )
     lhs_dtype, rhs_dtype, preferred, precisions = _DTYPES[rng.choice(len(_DTYPES), p=_WEIGHTS)]
-    # What is no product of matrices goes to XLA, whose compilers refuse some of these forms.
+    # XLA computes calls that are not matrix products; its compilers refuse some of these forms.
     are_matrices = all(math.prod(extents[role]) > 1 for role in "kmn") and 0 not in extents["b"]
     return Problem(
         tuple(extent_of[name] for name in lhs),

@@ -1,7 +1,8 @@
 """A training step of a small model in each framework: a hidden layer, batch norm, dropout, Adam.
 
-Where a framework has no dropout or batch norm of its own, as plain pytrees, they are written out. A
-layer before batch norm has no bias, whose gradient would be rounding alone.
+If a framework has no dropout or batch norm of its own (plain pytrees, for example), this file
+writes them out. A layer before batch norm has no bias, because the bias gradient would be rounding
+error alone.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from training_step import (
 
 
 def plain() -> Framework:
-    """A state that is a dictionary, and a tuple in it."""
+    """Returns a framework whose state is a dictionary that contains a tuple."""
     adam = optax.adam(RATE)
 
     def layer(key, extents):
@@ -100,7 +101,7 @@ def _nnx_parts() -> tuple[Any, Callable[[Any], Any], Callable[..., Any]]:
 
 
 def flax_nnx() -> Framework:
-    """Model and optimizer are updated in place."""
+    """Returns Flax NNX, which updates model and optimizer in place."""
     nnx, start, step = _nnx_parts()
 
     def run(compiled, state, x, y):
@@ -110,7 +111,7 @@ def flax_nnx() -> Framework:
 
 
 def flax_nnx_functional() -> Framework:
-    """The same, split and merged around `jax.jit`."""
+    """Returns Flax NNX, split and merged around `jax.jit`."""
     nnx, start, step = _nnx_parts()
 
     def split(dtype):
@@ -128,7 +129,7 @@ def flax_nnx_functional() -> Framework:
 
 
 def flax_linen() -> Framework:
-    """A `TrainState`, whose functions are no leaves, with the statistics in it."""
+    """Returns Flax Linen with a `TrainState`, whose functions are no leaves, and statistics."""
     from flax import linen
     from flax.training import train_state
 
@@ -171,7 +172,7 @@ def flax_linen() -> Framework:
 
 
 def equinox() -> Framework:
-    """Modules that hold functions and Python numbers among their leaves."""
+    """Returns Equinox: modules that hold functions and Python numbers among their leaves."""
     import equinox as eqx
 
     class Net(eqx.Module):
@@ -180,7 +181,7 @@ def equinox() -> Framework:
         dropout: eqx.nn.Dropout
         out: eqx.nn.Linear
         activation: Callable  # a leaf
-        passes: int  # another
+        passes: int  # another leaf
 
         def __init__(self, dtype, key):
             keys = jax.random.split(key, 2)
@@ -225,7 +226,7 @@ def equinox() -> Framework:
 
 
 def haiku() -> Framework:
-    """Parameters and statistics in dictionaries of their own."""
+    """Returns Haiku: separate dictionaries for parameters and statistics."""
     import haiku as hk
 
     def forward(x, dtype):

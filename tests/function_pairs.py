@@ -1,6 +1,6 @@
-"""Pairs of functions that differ in one thing alone, for tests of what programs are found by.
+"""Pairs of functions that differ in one thing only, for tests of cache keys.
 
-Each function is of a float32 matrix of `SHAPE`. `PAIRS` has a function that makes each pair anew.
+Each function takes a float32 matrix of `SHAPE`. Each value of `PAIRS` creates its pair anew.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.xla_metadata import set_xla_metadata
 
-# Of a product that kernels with compiled epilogues are made for.
+# The shape of a product for which the package compiles kernels with epilogues.
 SHAPE = (72, 72)
 
 Function = Callable[[Any], Any]
 Pair = tuple[Function, Function]
 
 _FAR = np.arange(72.0 * 72, dtype=np.float32).reshape(SHAPE)
-_OTHER = _FAR + (_FAR == 2600)  # one element, where a printed array has dots
+_OTHER = _FAR + (_FAR == 2600)  # changes one element, where a printed array has dots
 _LARGE, _OTHER_LARGE = (np.tile(x, (4, 1)) for x in (_FAR, _OTHER))
 _KEY = np.array([0, 7], np.uint32)
 
@@ -41,17 +41,17 @@ def simplified_constants() -> Iterator[None]:
 
 
 def times(x: Any, y: Any) -> Pair:
-    """Returns products with either number."""
+    """Returns two functions that multiply by different values."""
     return (lambda z: z * x), (lambda z: z * y)
 
 
 def summed(x: Any, y: Any) -> Pair:
-    """Returns sums with those of either array."""
+    """Returns two functions that add the sum of different arrays."""
     return (lambda z: z + x.sum(0)), (lambda z: z + y.sum(0))
 
 
 def in_calls(x: Any, y: Any) -> Pair:
-    """Returns calls that close over either array."""
+    """Returns two functions with calls that close over different arrays."""
 
     def closing(t: Any) -> Function:
         return jax.jit(lambda z: z * t)
@@ -60,7 +60,7 @@ def in_calls(x: Any, y: Any) -> Pair:
 
 
 def in_calls_in_calls(x: Any, y: Any) -> Pair:
-    """Returns calls of calls that close over either array."""
+    """Returns two functions with nested calls that close over different arrays."""
 
     def closing(t: Any) -> Function:
         return jax.jit(lambda z: jax.jit(lambda a: a * t)(z + 1))
@@ -69,7 +69,7 @@ def in_calls_in_calls(x: Any, y: Any) -> Pair:
 
 
 def in_loops(x: Any, y: Any) -> Pair:
-    """Returns loops whose bodies call what closes over either array."""
+    """Returns two functions with loops whose bodies call closures over different arrays."""
 
     def looping(t: Any) -> Function:
         return lambda z: lax.fori_loop(0, 2, lambda i, a: jax.jit(lambda b: b + t)(a), z)
@@ -78,7 +78,7 @@ def in_loops(x: Any, y: Any) -> Pair:
 
 
 def in_branches(x: Any, y: Any) -> Pair:
-    """Returns branches that call what closes over either array."""
+    """Returns two functions with branches that call closures over different arrays."""
 
     def branching(t: Any) -> Function:
         return lambda z: lax.cond(z[0, 0] > -1e9, jax.jit(lambda a: a + t), jnp.sin, z)
@@ -87,7 +87,7 @@ def in_branches(x: Any, y: Any) -> Pair:
 
 
 def with_rules(x: Any, y: Any) -> Pair:
-    """Returns calls with a derivative of their own that close over either array."""
+    """Returns two custom-derivative functions that close over different arrays."""
 
     def ruled(t: Any) -> Function:
         function = jax.custom_jvp(lambda z: jax.jit(lambda a: a * t)(z))
@@ -98,7 +98,7 @@ def with_rules(x: Any, y: Any) -> Pair:
 
 
 def with_forward_rules(x: Any, y: Any) -> Pair:
-    """Returns the same function, whose derivative is either number."""
+    """Returns one function with two different JVP rules."""
 
     def ruled(t: Any) -> Function:
         function = jax.custom_jvp(lambda z: z * 2)
@@ -109,7 +109,7 @@ def with_forward_rules(x: Any, y: Any) -> Pair:
 
 
 def with_backward_rules(x: Any, y: Any) -> Pair:
-    """Returns the same function, which takes cotangents back by either number."""
+    """Returns one function with two different VJP rules."""
 
     def ruled(t: Any) -> Function:
         function = jax.custom_vjp(lambda z: z * 2)
@@ -120,7 +120,7 @@ def with_backward_rules(x: Any, y: Any) -> Pair:
 
 
 def drawn(one: bool, other: bool) -> Pair:
-    """Returns random numbers that are counted in either way."""
+    """Returns two functions that draw random numbers with different counter layouts."""
 
     def drawing(partitionable: bool) -> Function:
         def draw(z: Any) -> Any:
@@ -135,7 +135,7 @@ def drawn(one: bool, other: bool) -> Pair:
 
 
 def told(one: Any, other: Any) -> Pair:
-    """Returns the same function, of which XLA is told either value."""
+    """Returns one function with two different values of XLA metadata."""
 
     def telling(value: Any) -> Function:
         def tell(z: Any) -> Any:
@@ -148,7 +148,7 @@ def told(one: Any, other: Any) -> Pair:
 
 
 def rounded(one: tuple[int, int], other: tuple[int, int]) -> Pair:
-    """Returns roundings to either number of bits."""
+    """Returns two functions that round to different numbers of bits."""
     return (lambda z: lax.reduce_precision(z, *one)), (lambda z: lax.reduce_precision(z, *other))
 
 
@@ -164,7 +164,7 @@ def _device(x: Any) -> Any:
     return jnp.asarray(x)
 
 
-# Those whose values differ.
+# Pairs whose values differ.
 VALUES: dict[str, Callable[[], Pair]] = {
     "the last digits of a number": lambda: times(0.001, 0.001000004),
     "the last digits of another": lambda: times(0.0001234, 0.000123404),
@@ -189,7 +189,7 @@ VALUES: dict[str, Callable[[], Pair]] = {
     "how random numbers are counted": lambda: drawn(True, False),
 }
 
-# Those whose slopes differ, and nothing else.
+# Pairs whose derivatives differ, and nothing else.
 SLOPES: dict[str, Callable[[], Pair]] = {
     "a forward rule": lambda: with_forward_rules(2.0, 3.0),
     "a forward rule that closes over an array": lambda: with_forward_rules(
@@ -201,7 +201,7 @@ SLOPES: dict[str, Callable[[], Pair]] = {
     ),
 }
 
-# Those that differ for others who read the program.
+# Pairs that differ only for other readers of the program.
 NAMES: dict[str, Callable[[], Pair]] = {
     "a name": lambda: (
         (lambda z: checkpoint_name(z, "one") * 2),

@@ -1,8 +1,9 @@
-"""A pytest plugin that rewrites by `fuse` every program that JAX compiles.
+"""A pytest plugin that rewrites every program that JAX compiles by `fuse`.
 
-For tests that know nothing of this package, such as JAX's own: `jax_own_tests.py` runs those with
-it and without. Programs are rewritten when JAX lowers them, so that inner jits, eager operations,
-`jit(f).lower()` and exports count, and arguments are checked and errors raised as without it.
+It is for tests that know nothing of this package, such as JAX's own: `jax_own_tests.py` runs those
+with the plugin and without it. The plugin rewrites programs when JAX lowers them. So it covers
+inner jits, eager operations, `jit(f).lower()` and exports, and JAX checks arguments and raises
+errors as it does without the plugin.
 
     PYTHONPATH=tests python -P -m pytest -p fuse_plugin CHECKOUT/tests/lax_test.py --fuse-every 20
 """
@@ -31,7 +32,7 @@ from jax_tcgemm.transforms.fused import Fused
 _PRODUCTS = {"dot_general", "ragged_dot_general"}
 
 counts: collections.Counter[str] = collections.Counter()
-# What `fuse` raised, by test: a test that expects an error may hide it.
+# The errors that `fuse` raised, by test: a test that expects an error may hide them.
 raised: dict[str, str] = {}
 _outcomes: dict[str, dict[str, str]] = {}
 _state = threading.local()
@@ -50,12 +51,12 @@ def pytest_configure(config: pytest.Config) -> None:
     if not config.getoption("--fuse-off"):
         _install()
     if config.getoption("--fuse-float32"):
-        # For the choice of regions, of which 16-bit products of JAX's tests have few. Without a
-        # kernel, what follows the product is computed after it.
+        # This changes the choice of regions; JAX's tests have few 16-bit products. Without a
+        # kernel, XLA computes what follows the product after it.
         products.HALF_TYPES = (*products.HALF_TYPES, *map(jnp.dtype, ("float32", "float64")))
 
 
-@pytest.hookimpl(trylast=True)  # every N-th of those that other options leave
+@pytest.hookimpl(trylast=True)  # takes every N-th of the tests that other options leave
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     by_file: dict[pathlib.Path, list[pytest.Item]] = collections.defaultdict(list)
     for item in items:
@@ -74,13 +75,13 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         crash = getattr(report.longrepr, "reprcrash", None)
         message = crash.message if crash is not None else str(report.longrepr or "")
         own = {"outcome": report.outcome, "message": message if report.failed else ""}
-        if _outcomes.get(report.nodeid, {}).get("outcome") != "failed":  # of a subtest, say
+        if _outcomes.get(report.nodeid, {}).get("outcome") != "failed":  # in a subtest
             _outcomes[report.nodeid] = own
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     output = getattr(session.config, "workeroutput", None)
-    if output is not None:  # a process of xdist's
+    if output is not None:  # an xdist worker
         output["fuse"] = {"counts": dict(counts), "raised": raised}
         return
     file = session.config.getoption("--fuse-outcomes")
@@ -104,7 +105,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 def described(counts: dict[str, int]) -> str:
-    """Says what was rewritten."""
+    """Describes what was rewritten."""
     known = ("programs", "products", "regions", "fused")
     programs, products, regions, fused = (counts.get(name, 0) for name in known)
     others = [f"{name} {count}" for name, count in sorted(counts.items()) if name not in known]
@@ -130,8 +131,8 @@ def _install() -> None:
 
 
 def _rewritten(closed: Any) -> Any:
-    """Returns a program as `fuse` makes it."""
-    if getattr(_state, "busy", False):  # an operation that `fuse` itself computes
+    """Returns a program rewritten by `fuse`."""
+    if getattr(_state, "busy", False):  # `fuse` itself computes an operation
         return closed
     if not all(isinstance(x, jax.core.ShapedArray) for x in (*closed.in_avals, *closed.out_avals)):
         counts["left alone: other arguments than arrays"] += 1
@@ -139,7 +140,7 @@ def _rewritten(closed: Any) -> Any:
     _state.busy, _state.fused = True, 0
     try:
         function = jax_tcgemm.fuse(jax.extend.core.jaxpr_as_fun(closed))
-        with jax_config.explain_cache_misses(False):  # whose log tests compare
+        with jax_config.explain_cache_misses(False):  # tests compare its log
             made = jax.make_jaxpr(function)(*closed.in_avals)
     except Exception as error:
         raised[getattr(_state, "test", "")] = f"{type(error).__name__}: {error}".split("\n")[0]
@@ -154,7 +155,7 @@ def _rewritten(closed: Any) -> Any:
     counts["products"] += any(name in _PRODUCTS for name in _names(closed.jaxpr))
     counts["regions"] += _state.fused > 0
     counts["fused"] += _state.fused
-    # Names of arguments and results in errors.
+    # Keeps the names of arguments and results in errors.
     return made.replace(jaxpr=made.jaxpr.replace(debug_info=closed.jaxpr.debug_info))
 
 

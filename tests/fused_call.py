@@ -1,4 +1,4 @@
-"""The fused call that the tests of derivatives and transformations take apart, and its formula."""
+"""The fused call, and its formula, for tests of derivatives and transformations."""
 
 from __future__ import annotations
 

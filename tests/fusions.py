@@ -1,4 +1,4 @@
-"""What the tests of ``fuse`` share: functions, random ones among them, and what becomes of them."""
+"""Helpers of the tests of ``fuse``: fixed and random functions, and inspection of programs."""
 
 from __future__ import annotations
 
@@ -41,26 +41,26 @@ _PRODUCTS: list[Callable[[Any, Any], Any]] = [
     lambda x, y: x.T @ y,
     lambda x, y: jnp.einsum("ij,kj->ik", x, y),
     lambda x, y: (x.T @ y).T,
-    lambda x, y: x @ y.astype(jnp.float32).T.astype(y.dtype),  # as parameters are kept
+    lambda x, y: x @ y.astype(jnp.float32).T.astype(y.dtype),  # stored parameters
     lambda x, y: (x.T @ y).astype(jnp.float32).T.astype(x.dtype),
     lambda x, y: jnp.concatenate([x[:8] @ (y * 0.5), x[8:] @ y]),  # few rows
 ]
 
 
 def _labelled(x: Any) -> Any:
-    """Less than x what it has at one place of each row, as a loss does with its labels."""
+    """Subtracts from each row its value at one place, as a loss does with its labels."""
     places = (jnp.arange(len(x)) * 7 % x.shape[1])[:, None]
     return x - jnp.take_along_axis(x, places, 1)
 
 
 def _embedded(x: Any, count: int) -> Any:
-    """Adds the sums of rows by their number modulo ``count``, of which each takes a part."""
+    """Adds sums of rows: rows with the same number modulo ``count`` share a sum."""
     numbers = jnp.arange(len(x)) % count
     sums = jnp.zeros((count, x.shape[1]), x.dtype).at[numbers].add(x / len(x))
     return x + sums[numbers]
 
 
-# What reads parts of a matrix, puts them together or adds them up.
+# Functions that read, join or add up parts of a matrix.
 _PARTS: list[Callable[[Any], Any]] = [
     lambda x: jnp.concatenate([-x[:, len(x) // 2 :], x[:, : len(x) // 2]], 1),  # rotated
     lambda x: jnp.concatenate(jnp.split(x, 2, 1)[::-1], 1),
@@ -73,12 +73,12 @@ _PARTS: list[Callable[[Any], Any]] = [
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One operation on values that there are.
+    """One operation on earlier values.
 
     Attributes:
-        kind: of what sort it is.
-        which: number of the function of that sort.
-        operands: numbers of values, of those that there will be.
+        kind: the kind of operation.
+        which: the number of the function among those of this kind.
+        operands: the numbers of the values it reads, modulo the number of existing values.
     """
 
     kind: str
@@ -91,9 +91,9 @@ class RandomFunction:
     """A function of ``(matrices (3, s, s), rows (2, s))``.
 
     Attributes:
-        steps: what it computes, in order.
-        results: numbers of the values that it returns.
-        moved: seed by which 16-bit values are moved by half a rounding on the way; 0 for none.
+        steps: its operations, in order.
+        results: the numbers of the values that it returns.
+        moved: the seed for moving intermediate 16-bit values by half a rounding; 0 moves none.
     """
 
     steps: tuple[Step, ...]
@@ -116,7 +116,7 @@ class RandomFunction:
                 )
             match step.kind:
                 case "product":
-                    # Of numbers up to 2, since chains of squares overflow.
+                    # Bounds the factors by 2, since chains of squares overflow.
                     x, y = (2 * jnp.tanh(v / 2) for v in (x, y))
                     product = _PRODUCTS[step.which % len(_PRODUCTS)](x, y)
                     values.append(product * size**-0.5)
@@ -139,7 +139,7 @@ class RandomFunction:
         return [values[i % len(values)] for i in self.results] + [vectors[-1], columns[-1]]
 
     def __str__(self) -> str:
-        """Returns what a failed test prints."""
+        """Returns the text that a failed test prints."""
         lines = (f"{x.kind} {x.which} of {x.operands}" for x in self.steps)
         return "; ".join((*lines, f"-> {self.results}"))
 
@@ -154,7 +154,7 @@ def random_function(rng: np.random.Generator) -> RandomFunction:
         Step(
             str(kind),
             int(rng.integers(60)),
-            # The latest most of the time, so that there are chains.
+            # Prefers the latest values, so that chains occur.
             tuple(int(2 + i - min(rng.geometric(0.5) - 1, i + 2)) for _ in range(2)),
         )
         for i, kind in enumerate(rng.choice(kinds, count, p=odds / odds.sum()))
@@ -170,7 +170,7 @@ def operands(rng: np.random.Generator, size: int) -> tuple[jax.Array, jax.Array]
 
 
 def loss_of(function: RandomFunction) -> Callable[[Any, Any], Any]:
-    """Returns a number that depends on all results, for gradients."""
+    """Returns a loss that depends on all results, for gradients."""
 
     def loss(matrices: Any, rows: Any) -> Any:
         results = function(matrices, rows)
@@ -180,7 +180,7 @@ def loss_of(function: RandomFunction) -> Callable[[Any, Any], Any]:
 
 
 def worst_of_random(function: RandomFunction, args: Any, *, gradient: bool = False) -> float:
-    """Returns ``worst`` of ``fuse`` of a random function or of its loss and gradients."""
+    """Returns ``worst`` for a random function under ``fuse``, or for its loss and gradients."""
 
     def whole(f: RandomFunction) -> Any:
         return jax.value_and_grad(loss_of(f), argnums=(0, 1)) if gradient else f
@@ -189,7 +189,7 @@ def worst_of_random(function: RandomFunction, args: Any, *, gradient: bool = Fal
         moved = [whole(dataclasses.replace(function, moved=seed)) for seed in seeds]
         return worst(whole(function), fuse(whole(function)), args, moved=moved)
 
-    # Where a rounding may decide which of two numbers is the larger, few others show it.
+    # If a rounding decides which of two numbers is larger, few perturbations show it.
     first = found((1, 2))
     return first if first <= 1 else found(range(1, 13))
 
@@ -202,20 +202,20 @@ def worst(
     between: Any = jnp.bfloat16,
     moved: Sequence[Any] = (),
 ) -> float:
-    """Returns how far off a result is, in multiples of what is allowed.
+    """Returns the largest error of a result, in multiples of the tolerance.
 
-    Allowed is twice the error of the plain function, of the arguments or of those of which each
-    number is rounded the other way, or that of ``moved``, whichever is larger: a long chain of
-    roundings multiplies any.
+    The tolerance is twice the largest error of these: the plain function, the plain function with
+    each argument rounded the other way, and the functions in ``moved``. A long chain of roundings
+    multiplies any error.
 
     Args:
-        function: the plain one.
-        ours: what is checked.
-        args: of both.
-        slack: how many roundings of the largest number are allowed beside twice the error of the
-            plain function, which a sum may have right by chance.
-        between: the type to which values are rounded on the way.
-        moved: the plain function with other roundings on the way.
+        function: the plain function.
+        ours: the function under test.
+        args: the arguments of both functions.
+        slack: how many roundings of the largest number are allowed in addition, since the plain
+            function may compute a sum exactly by chance.
+        between: the type to which intermediate values are rounded.
+        moved: the plain function with other intermediate roundings.
     """
     plain, own = jax.jit(function), jax.jit(ours)(*args)
     every = [args, *(_shaken(args, seed) for seed in range(4))]
@@ -225,16 +225,17 @@ def worst(
         wide = [np.asarray(x).astype(np.float64) if _is_float(x) else np.asarray(x) for x in args]
         exact = jax.jit(function)(*wide)
         if not all(np.isfinite(np.asarray(x)).all() for x in jax.tree.leaves(exact)):
-            # XLA may make a maximum twice, otherwise, so that no element is equal to it.
+            # Otherwise XLA may compute a maximum twice, so that no element equals the maximum.
             exact = function(*map(jnp.asarray, wide))
     assert jax.tree.structure(exact) == jax.tree.structure(own)
     found = 0.0
     results = zip(*map(jax.tree.leaves, (own, exact)), zip(*theirs, strict=True), strict=True)
     for other, truth, plains in results:
         assert {(x.shape, x.dtype) for x in plains} == {(other.shape, other.dtype)}
-        with np.errstate(invalid="ignore"):  # of NaN
+        with np.errstate(invalid="ignore"):  # because of NaN
             truth, given, *bases = (np.asarray(x, np.float64) for x in (truth, other, *plains))
-        # The plain function may make that maximum twice, too, and then says nothing of an element.
+        # The plain function may compute that maximum twice, too. Then it gives no reference for an
+        # element.
         known = np.isfinite([truth, *bases]).all(0)
         if not known.any():
             continue
@@ -265,7 +266,7 @@ def _is_float(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
 
 
-# What becomes of a function
+# Inspection of programs
 
 INNER = jaxprs.CALLS | {"scan", "while", "cond", "shard_map"}
 
@@ -288,7 +289,7 @@ def operations(f: Any, *args: Any) -> collections.Counter[str]:
 
 
 def with_epilogues(f: Any, *args: Any) -> list[tuple[int, int]]:
-    """Returns of each product with a function the numbers of its operands and results."""
+    """Returns the numbers of operands and results of each product with a compiled epilogue."""
     eqns = equations(fuse(f), *args)
     return [(len(eqn.invars), len(eqn.outvars)) for eqn in eqns if "compiled" in eqn.primitive.name]
 
@@ -304,7 +305,7 @@ def check_equal(ours: Any, theirs: Any) -> None:
 
 
 def layer_arrays(normal: Callable[..., Any]) -> dict[str, jax.Array]:
-    """Draws operands of a layer: x, two weights, a bias, the weight back, all in bfloat16."""
+    """Draws a layer's arrays in bfloat16: x, two weights, a bias, the weight of the way back."""
     shapes = {"x": (M, K), "w": (K, N), "u": (K, N), "b": (N,), "d": (N, K)}
     return {name: normal(*shape, dtype=jnp.bfloat16) / 8 for name, shape in shapes.items()}
 

@@ -1,9 +1,9 @@
-"""Random problems for `gemm`, each held against float64. A script, which pytest does not collect.
+"""Random problems for `gemm`, each compared with float64. A script, which pytest skips.
 
     python tests/fuzz.py --count 2000 --jobs 8
 
-Problem i of a seed is always the same for one build and choice of rows, so that a failure is
-printed with the command that repeats it.
+Problem i of a seed is always the same for one build and choice of rows. A failure is printed with
+the command that repeats it.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ import numpy as np
 from gemm_problems import draw, failure
 
 _MOST_FAILURES = 50
-_PATIENCE = 120.0  # seconds for one problem, the start of a process included
+_PATIENCE = 120.0  # seconds for one problem, including the start of a process
 
 
 class Result(NamedTuple):
-    """What came of a problem; `outcome` is passed, skipped, failed or raised."""
+    """The result of a problem; `outcome` is passed, skipped, failed or raised."""
 
     family: str
     outcome: str
@@ -47,7 +47,7 @@ def run_problem(seed: int, kernels: str | None, index: int) -> Result:
     try:
         what = failure(problem, np.random.default_rng([seed, index, 1]))
     except Exception as error:
-        # The only reason for which a row of the right algorithm is refused.
+        # A row of the right algorithm is refused for this reason only.
         if row and isinstance(error, ValueError) and "copies 16 bytes at a time" in str(error):
             return Result(family, "skipped")
         return Result(family, "raised", f"{problem}\n{traceback.format_exc()}")
@@ -61,7 +61,7 @@ def _serve(connection: Any, seed: int, kernels: str | None) -> None:
 
 
 def _in_process(local: threading.local, seed: int, kernels: str | None, index: int) -> Result:
-    """Runs a problem in this thread's process, since a kernel may hang it or end it."""
+    """Runs a problem in this thread's process, since a kernel may hang or end the process."""
     if getattr(local, "process", None) is None:
         context = multiprocessing.get_context("spawn")
         local.connection, other = context.Pipe()
@@ -79,14 +79,14 @@ def _in_process(local: threading.local, seed: int, kernels: str | None, index: i
         result = Result("lost", "raised", f"the process ended: {local.process.exitcode}")
     if result.family == "lost":
         result = result._replace(message=f"{draw(seed, index, kernels)}\n{result.message}")
-    if result.outcome == "raised":  # after an error of CUDA's, a process can go on with nothing
+    if result.outcome == "raised":  # a process is unusable after a CUDA error
         local.process.kill()
         local.process = None
     return result
 
 
 class State:
-    """How far a run is, kept in a file if there is one."""
+    """The progress of a run, kept in a file if there is one."""
 
     def __init__(self, arguments: argparse.Namespace):
         self.path = arguments.state
@@ -103,7 +103,7 @@ class State:
             self.seed = secrets.randbits(32)
 
     def add(self, result: Result) -> None:
-        """Takes the result of the next problem."""
+        """Records the result of the next problem."""
         counts = self.counts.setdefault(result.family, {})
         counts[result.outcome] = counts.get(result.outcome, 0) + 1
         if result.message:
@@ -112,7 +112,7 @@ class State:
         self.next += 1
 
     def command(self, index: int) -> str:
-        """Repeats a problem."""
+        """Returns the command that repeats a problem."""
         kernels = f" --kernels {shlex.quote(self.kernels)}" if self.kernels else ""
         return f"python {__file__} --seed {self.seed} --start {index} --count 1{kernels}"
 
@@ -132,7 +132,7 @@ class State:
 
 
 def _set_environment(jobs: int) -> None:
-    """Sets what the backend, when it starts, and the processes' NumPy read."""
+    """Sets variables that the backend reads when it starts, and that the processes' NumPy reads."""
     flags = os.environ.get("XLA_FLAGS", "")
     if "xla_gpu_autotune_level" not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_autotune_level=0"

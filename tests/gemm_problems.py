@@ -1,4 +1,4 @@
-"""Random problems for `gemm`: how they are drawn, their exact results and what may be lost."""
+"""Random problems for `gemm`: drawing, exact results and tolerances."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from jax_tcgemm.tools.chain import default_device
 _MOST_PRODUCTS, _MOST_ELEMENTS = 3e9, 3e7
 _SCALES = ("row_scale", "column_scale")
 _VECTORS = ("bias", *_SCALES)
-_STEEPEST = 1.13  # slope of an activation that has a steepest one
-_ACTIVATION_ERROR = 4 * 2.0**-23  # exp and reciprocal are off by 2 ulp each
+_STEEPEST = 1.13  # the largest slope of the activations with bounded slope
+_ACTIVATION_ERROR = 4 * 2.0**-23  # exp and reciprocal each have an error of 2 ulp
 
 
 class Operand(NamedTuple):
-    """An array; `axis` is the one that `vmap` maps."""
+    """An array; `vmap` maps its `axis`."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -84,7 +84,7 @@ def _extent(rng: np.random.Generator, largest: int, tile: int | None) -> int:
 def _extents(
     rng: np.random.Generator, row: KernelConfig | None, count: int
 ) -> tuple[int, int, int]:
-    """Draws m, n and k such that `count` such products can be checked in a moment."""
+    """Draws m, n and k such that `count` products can be checked quickly."""
     tiles = (row.tile_m, row.tile_n, row.tile_k) if row else (None, None, None)
     m, n, k = (_extent(rng, *x) for x in zip((1500, 1500, 4000), tiles, strict=True))
     if rng.random() < 0.06:
@@ -103,7 +103,7 @@ def _broadcastable(rng: np.random.Generator, batch: tuple[int, ...]) -> tuple[in
 def _operands(
     rng: np.random.Generator, shapes: dict[str, tuple[int, ...]], mapped: int | None, dtypes: list
 ) -> dict[str, Operand]:
-    """Draws the dtypes of all operands but `a` and `b`, and what `vmap` maps."""
+    """Draws the dtypes of all operands except `a` and `b`, and the operands that `vmap` maps."""
     chosen = [name for name in shapes if rng.random() < 0.6] or ["a"]
     operands = {}
     for name, shape in shapes.items():
@@ -136,7 +136,7 @@ def _epilogue_shapes(
 
 
 def draw(seed: int, index: int, kernels: str | None = None) -> Problem:
-    """Draws a problem; with `kernels`, a glob, for one of the rows that it names."""
+    """Draws a problem; with the glob `kernels`, for one of the kernels that it names."""
     rng = np.random.default_rng([seed, index])
     algorithm, row = str(rng.choice(list(ARITHMETIC), p=[0.45, 0.2, 0.05, 0.3])), None
     if kernels or rng.random() < 0.35:
@@ -172,7 +172,7 @@ def draw(seed: int, index: int, kernels: str | None = None) -> Problem:
     preferred = [None, dtype, "float32"][rng.integers(3)]
     operands = _operands(rng, shapes, mapped, [dtype, preferred or dtype, "float32"])
     activation = str(rng.choice(list(ACTIVATIONS))) if rng.random() < 0.5 else None
-    # An activation is curved where its argument is about one.
+    # An activation is curved near arguments of one.
     weights = [0.2, 0.15, 0.05, 0.6] if activation else [0.5, 0.2, 0.05, 0.25]
     alpha = rng.choice([1.0, -0.5, 0.0, max(k, 1) ** -0.5], p=weights)
     call = {
@@ -194,7 +194,7 @@ def draw(seed: int, index: int, kernels: str | None = None) -> Problem:
 def _formula(
     problem: Problem, arrays: Mapping[str, Any], matmul: Callable, activate: Callable
 ) -> Any:
-    """The formula, for NumPy's and JAX's arrays."""
+    """Computes the formula, for NumPy and JAX arrays."""
     x: dict[str, Any] = {**problem.call}
     for name, array in arrays.items():
         axis = problem.operands[name].axis
@@ -222,8 +222,8 @@ def _exact(problem: Problem, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
 
 
 def _baseline(problem: Problem, on_cpu: bool, arrays: dict[str, jax.Array]) -> jax.Array:
-    """XLA's own, before it is rounded to the result's dtype."""
-    # Of TF32 and of 16-bit operands with a float32 result, XLA's CPU compiler takes few forms.
+    """Returns XLA's result, before it is rounded to the result's dtype."""
+    # XLA's CPU compiler supports few forms of TF32 and of 16-bit products with a float32 result.
     precision = None if on_cpu or problem.algorithm != "TF32_TF32_F32" else problem.algorithm
     kept = () if on_cpu else ("a", "b")
     wide = {name: x if name in kept else x.astype(jnp.float32) for name, x in arrays.items()}
@@ -240,32 +240,33 @@ def _by_gemm(problem: Problem, arrays: dict[str, jax.Array]) -> jax.Array:
 
 
 def _poison(sizes: Iterable[int]) -> None:
-    """Leaves NaNs in the memory that the next buffers of so many bytes are likely to get."""
+    """Leaves NaNs in the memory that the next buffers of these sizes are likely to get."""
     blocks = [jax.device_put(np.full(size, 0xFF, np.uint8)) for size in sizes]
     for block in jax.block_until_ready(blocks):
         block.delete()
 
 
 def _tolerance(problem: Problem, arrays: Mapping[str, np.ndarray]) -> float:
-    """What the activation's argument may have lost, beyond what the baseline says.
+    """Returns the tolerance of the activation's argument, beyond the baseline's error.
 
     A small result has too few elements to measure an error by, and XLA has more accurate paths for
-    some. So: a float32 rounding of the sum at its natural scale, |A| |B|, and one of TF32 operands.
+    some results. So the tolerance adds a float32 rounding of the sum at its natural scale, |A| |B|,
+    and one rounding of TF32 operands.
     """
     call, scale = problem.call, abs(problem.call["alpha"])
     for name, along_k in (("a", call["transpose_a"]), ("b", not call["transpose_b"])):
         axis = problem.operands[name].axis
         x = arrays[name] if axis is None else np.moveaxis(arrays[name], axis, 0)
         scale *= math.sqrt(np.square(x).sum(-2 if along_k else -1).max(initial=0.0))
-    deviation = scale / math.sqrt(max(problem.k, 1))  # of an element of alpha A B
+    deviation = scale / math.sqrt(max(problem.k, 1))  # deviation of an element of alpha A B
     scale += abs(call["beta"]) * np.abs(arrays.get("c", np.zeros(1))).max(initial=0.0)
     for name in ("bias", "residual"):
         scale += np.abs(arrays.get(name, np.zeros(1))).max(initial=0.0)
     eps = float(jnp.finfo(jnp.float32).eps)
     total = eps * scale
-    # The tensor cores cut sums off after every 16 steps along k, which promoted sums do not show.
-    # The row that replaces one that cannot take a problem has the same property for the float32
-    # results of the sizes drawn here.
+    # Tensor cores truncate sums after every 16 steps along k; promoted sums hide that. If a row
+    # cannot take a problem, its replacement has the same property for float32 results of the sizes
+    # drawn here.
     row = problem.row
     rounds = row is not None and row.rounds_sums
     if problem.algorithm == "TF32_TF32_F32":
@@ -279,7 +280,7 @@ def _tolerance(problem: Problem, arrays: Mapping[str, np.ndarray]) -> float:
 
 
 def failure(problem: Problem, rng: np.random.Generator) -> str | None:
-    """Runs a problem twice on random arrays and says what is wrong with the results, if anything.
+    """Runs a problem twice on random arrays and describes wrong results, if there are any.
 
     Raises:
         ValueError: the configuration does not take the problem.
@@ -317,8 +318,8 @@ def failure(problem: Problem, rng: np.random.Generator) -> str | None:
     allowed = allowed + roundings * np.abs(expected)
     if {"c", "residual"} <= set(exact):  # the result is rounded before the residual is added, too
         allowed += roundings * np.abs(exact["residual"]).max(initial=0.0)
-    wrong = ~(np.abs(got.astype(np.float64) - expected) <= allowed)  # a NaN is
-    # What the type of the result cannot hold is infinite.
+    wrong = ~(np.abs(got.astype(np.float64) - expected) <= allowed)  # NaN counts as wrong
+    # A value beyond the range of the result's type is infinite.
     largest = float(info.max) * (1 - float(info.eps))
     wrong &= ~(np.isinf(got) & (np.sign(got) * expected + allowed >= largest))
     if not wrong.any():

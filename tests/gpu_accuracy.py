@@ -1,4 +1,4 @@
-"""What the tests on the GPU try each kernel with, and how accurate its results must be."""
+"""The inputs with which GPU tests try each kernel, and the accuracy of its results."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
 def some(rng, choices, count=2):
-    """Draws a few: nearly all of the time goes into compiling a program for each."""
+    """Draws a few choices, since compiling a program for each takes nearly all of the time."""
     return [choices[i] for i in rng.permutation(len(choices))[:count]]
 
 
 def residues(tile: int, unit: int, large: int) -> list[int]:
-    """Extents around a tile, in multiples of what alignment allows."""
+    """Returns extents around a tile, in multiples that alignment allows."""
     if unit == 1:
         return [0, 1, 7, tile - 1, tile, tile + 1, large + 3]
     return [0, unit, tile - unit, tile, tile + unit, large + unit]
@@ -39,7 +39,7 @@ def orientations(config: KernelConfig) -> list[tuple[int, int]]:
 
 
 def units(config: KernelConfig, transpose_a: bool, transpose_b: bool) -> tuple[int, int, int]:
-    """Returns what m, n and k must be multiples of: 16 bytes where they are contiguous."""
+    """Returns the units of m, n and k: 16 bytes if the dimension is contiguous."""
     chunk = 16 // config.element_bytes if config.copies_whole_chunks else 1
     m = chunk if transpose_a else 1
     n = 1 if transpose_b else chunk
@@ -48,9 +48,9 @@ def units(config: KernelConfig, transpose_a: bool, transpose_b: bool) -> tuple[i
 
 
 def accumulation_slack(config: KernelConfig, out_dtype, k: int, largest: float) -> float:
-    """What the sums inside mma.sync may be off beyond the baseline's, where the result shows it.
+    """Returns the extra error of sums inside mma.sync, where the result shows it.
 
-    They are cut off after every instruction, at the accumulator's precision.
+    The hardware truncates sums after every instruction, at the accumulator's precision.
     """
     if config.algorithm == "F16_F16_F16":
         eps = jnp.finfo(jnp.float16).eps
@@ -62,15 +62,16 @@ def accumulation_slack(config: KernelConfig, out_dtype, k: int, largest: float) 
 
 
 def baseline_precision(algorithm: str):
-    """XLA computes some float32 products more accurately than TF32 unless told not to."""
+    """Returns the baseline's precision: XLA may compute more accurately than TF32 by default."""
     return algorithm if algorithm == "TF32_TF32_F32" else None
 
 
 def luck_slack(algorithm: str, k: int, size: int) -> float:
-    """What the baseline's error may fall short of its typical value where it is that of few sums.
+    """Returns how far the error of a baseline with few sums may lie below its typical error.
 
-    Of k products of normal numbers that are rounded to tf32's 11 bits (each by 0.42 units in the
-    last place, root mean square); rounded once, as 16-bit results are, sums have no such part.
+    The value is for k products of normal numbers, each rounded to tf32's 11 bits (0.42 units in the
+    last place, root mean square). Sums that are rounded once, as 16-bit results are, have no such
+    part.
     """
     if algorithm != "TF32_TF32_F32" or size >= 64:
         return 0.0
@@ -79,7 +80,8 @@ def luck_slack(algorithm: str, k: int, size: int) -> float:
 
 def poison(shape, dtype) -> None:
     """Leaves NaNs in the memory that the next results of this shape are likely to get."""
-    values = np.full(shape, np.nan, dtype)  # copied: to fill it there is a program for each shape
+    # Copied from the host: filling on the device would compile a program for each shape.
+    values = np.full(shape, np.nan, dtype)
     blocks = [jax.device_put(values) for _ in range(4)]
     jax.block_until_ready(blocks)
     for block in blocks:
@@ -87,9 +89,9 @@ def poison(shape, dtype) -> None:
 
 
 def in_float64(function, *args):
-    """Returns what a function makes of float64 arrays on the CPU, as NumPy's.
+    """Returns a function's results for float64 arrays on the CPU, as NumPy arrays.
 
-    By one program; otherwise there would be one for each operation and shape.
+    One program computes them; otherwise each operation and shape would compile a program.
     """
     with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
         wide = jax.tree.map(lambda x: np.asarray(x).astype(np.float64), args)

@@ -1,13 +1,15 @@
 """Runs JAX's own tests with every program rewritten by `fuse`, and without.
 
-The exit status is 1 where a test fails with it that passes without. Two kinds are said apart:
-rounding, since JAX's tolerances for 16-bit results do not expect that intermediate ones are not
-rounded, and counts of traces, since `fuse` traces what it rewrites.
+The exit status is 1 if a test fails with `fuse` and passes without. Two kinds of failures are
+listed separately:
+
+- rounding: JAX's tolerances for 16-bit results expect that intermediate results are rounded, too;
+- counts of traces: `fuse` traces the programs that it rewrites.
 
     python tests/jax_own_tests.py CHECKOUT_OF_JAX --every 20 --jobs 8
     python tests/jax_own_tests.py CHECKOUT_OF_JAX --fuse-float32 -k "dot or matmul or grad"
 
-Other arguments are pytest's. The checkout is of the tag of the installed JAX (`jax-v0.10.2`).
+Other arguments go to pytest. The checkout must have the tag of the installed JAX (`jax-v0.10.2`).
 """
 
 from __future__ import annotations
@@ -28,14 +30,14 @@ FILES = (
     *("lax_test", "lax_autodiff_test", "lax_vmap_test", "lax_control_flow_test", "nn_test"),
     "api_test",
 )
-# Tests of how often JAX traces a function.
+# Tests that count how often JAX traces a function.
 _OF_TRACES = ("test_eval_shape_trace_cache_share",)
 _ROUNDING = ("Not equal to tolerance", "Mismatched elements")
 _LINES = 4
 
 
 def _run(files: Sequence[pathlib.Path], outcomes: pathlib.Path, options: Sequence[str]) -> Any:
-    """Runs pytest; returns what the plugin wrote."""
+    """Runs pytest; returns the plugin's output."""
     paths = [str(pathlib.Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     command = [sys.executable, "-P", "-m", "pytest", "-q", "--tb=short", "-p", "fuse_plugin"]
@@ -58,12 +60,12 @@ def failures(plain: dict[str, Any], fused: dict[str, Any]) -> dict[str, str]:
 
 
 def is_rounding(message: str) -> bool:
-    """Whether this is a difference of numbers of which some have 16 bits."""
+    """Checks if a test failed by a numerical difference that involves 16-bit numbers."""
     return any(each in message for each in _ROUNDING) and "float16" in message
 
 
 def kind_of(test: str, message: str) -> str:
-    """Returns what kind of failure this is."""
+    """Returns the kind of this failure."""
     if test.rpartition("::")[2] in _OF_TRACES:
         return "counts of traces"
     return "rounding" if is_rounding(message) else "failures that fuse causes"

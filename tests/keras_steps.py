@@ -1,4 +1,4 @@
-"""Training steps of Keras on JAX, its functional way and its own loop."""
+"""Training steps of Keras on JAX, by its stateless API and by its own loop."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from training_step import (
     itself,
 )
 
-# Read when Keras is imported, which the functions do.
+# Keras reads this when the functions import it.
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
 
@@ -40,7 +40,7 @@ def _keras_model(dtype: Any, model_class: Any = None) -> Any:
 
 
 def keras_stateless() -> Framework:
-    """Keras's functional way: variables as lists of arrays, `jax.jit`."""
+    """Returns Keras's stateless API: variables as lists of arrays, `jax.jit`."""
     import keras
 
     model: Any = None
@@ -69,7 +69,7 @@ def keras_stateless() -> Framework:
 
 
 def keras_fit() -> Framework:
-    """Keras's own loop, which jits `train_step`: a model in whose class that is fused."""
+    """Returns Keras's own loop, which jits `train_step`; the model's class fuses `train_step`."""
     import keras
 
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)

@@ -19,11 +19,11 @@ def by_config(
     skinny: bool | None = None,
     epilogues: tuple[str, ...] = ("none", "sum", "any"),
 ) -> pytest.MarkDecorator:
-    """Runs a test for each configuration (of ``arch``), of one weight or of two, of groups or none.
+    """Runs a test for each configuration (of ``arch``) with this ``gated`` and ``grouped``.
 
-    ``skinny``: whether of those for few rows or columns alone, or none of them.
+    ``skinny`` selects the configurations for few rows or columns (true) or all others (false).
 
-    Where sm90 rows for groups do not run, another would be tested in their stead.
+    A test of grouped sm90 rows needs an sm90 GPU, since elsewhere another row would run instead.
     """
     return pytest.mark.parametrize(
         "config",
@@ -48,7 +48,7 @@ def by_config(
 
 
 def first_of(ranked: list[tuple[str, float, bool]]) -> str:
-    """Names what is taken untuned, " fixup" after it where blocks add up parts of k."""
+    """Names the untuned choice, followed by " fixup" if blocks add up parts of k."""
     if not ranked:
         return ""
     config, _, has_fixup = ranked[0]
@@ -63,5 +63,5 @@ def rank_rows(
 
 
 def chosen_config(*arguments: Any, **options: Any) -> str:
-    """Names what a device would take untuned; the arguments are those of `ChoiceInput`."""
+    """Names a device's untuned choice; the arguments are those of `ChoiceInput`."""
     return first_of(rank_rows(*arguments, **options))

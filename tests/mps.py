@@ -1,8 +1,8 @@
 """Starts NVIDIA's MPS for a run of the tests, whose processes share a GPU; hooks for conftest.py.
 
-Without MPS the GPU gives its time to one process after the other, which is slow. A daemon is
-started for several processes on a machine with a GPU, unless one runs already or the environment
-names one. JAX_TCGEMM_TEST_MPS=0 starts none. Where it doesn't work, the tests run without.
+Without MPS the GPU gives its time to one process after the other, which is slow. On a machine with
+a GPU, a run with several processes starts a daemon. It starts none if a daemon runs already, if the
+environment names one, or if JAX_TCGEMM_TEST_MPS=0. If MPS doesn't work, the tests run without it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ import pytest
 CONTROL = "nvidia-cuda-mps-control"
 SWITCH = "JAX_TCGEMM_TEST_MPS"
 DIRECTORIES = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
-_PREFIX = "jax_tcgemm-mps-"  # of the folder that holds both
+_PREFIX = "jax_tcgemm-mps-"  # of the folder that holds both directories
 
-# A server is told to end when its clients don't: seconds that it gives them, and that we wait.
+# The daemon tells a server to end even if its clients don't end. The command gives them 10 seconds;
+# we wait for _TIMEOUT seconds.
 _QUIT = "quit -t 10\n"
 _TIMEOUT = 60
 
@@ -37,11 +38,11 @@ sys.exit(f"CUDA error {status}" if status else 0)
 
 
 class MpsError(Exception):
-    """Why there is no MPS; one line."""
+    """The reason why there is no MPS; one line."""
 
 
 class Daemon:
-    """An MPS control daemon of this run's own, which processes started from here on find."""
+    """An MPS control daemon for this run; processes started from here on find it."""
 
     def __init__(self):
         self._folder = pathlib.Path(tempfile.mkdtemp(prefix=_PREFIX))
@@ -52,14 +53,14 @@ class Daemon:
         atexit.register(self.stop)
         try:
             _check(_run([CONTROL, "-d"]))
-            # Where clients get no device, as in some containers, every GPU test would be skipped.
+            # In some containers clients get no device; then every GPU test would be skipped.
             _check(_first_client())
         except BaseException:
             self.stop()
             raise
 
     def stop(self) -> None:
-        """Ends the daemon; harmless when repeated, and never raises."""
+        """Ends the daemon; may be called repeatedly, and never raises."""
         atexit.unregister(self.stop)
         if not self._folder.exists():
             return
@@ -86,7 +87,8 @@ def outer_environment() -> dict[str, str]:
 
 def _run(command: list[str], text: str = "") -> subprocess.CompletedProcess[str]:
     try:
-        # To files: a daemon keeps its ends of pipes, and reading from those would wait for it.
+        # Output goes to files: a daemon keeps its ends of pipes open, so reading a pipe would wait
+        # for it.
         with tempfile.TemporaryFile("w+", errors="replace") as said:
             done = subprocess.run(
                 command,
@@ -112,7 +114,7 @@ def _check(done: subprocess.CompletedProcess[str]) -> None:
 
 
 def _first_client() -> subprocess.CompletedProcess[str]:
-    """Starts the server, which the first client does, and says whether that client got a GPU."""
+    """Starts the server by a first client, and reports whether that client got a GPU."""
     return _run([sys.executable, "-c", _FIRST_CLIENT])
 
 
@@ -133,7 +135,7 @@ def _processes(config: pytest.Config) -> int:
 
 
 def is_wanted(config: pytest.Config) -> bool:
-    """Says whether the tests need a daemon that isn't there."""
+    """Checks if the tests need a daemon that isn't running."""
     if _processes(config) < 2 or os.environ.get(SWITCH) == "0":
         return False
     if os.environ.get("JAX_PLATFORMS") == "cpu":
@@ -152,7 +154,7 @@ def pytest_configure(config: pytest.Config) -> None:
         if is_wanted(config):
             config.stash[_DAEMON] = Daemon()
             config.stash[_HEADER] = f"MPS: the tests share the GPU ({SWITCH}=0: without)"
-    except Exception as error:  # whatever it is, the tests run, only slower
+    except Exception as error:  # after any error the tests still run, only slower
         config.stash[_HEADER] = f"MPS: the tests go without: {error}"
 
 

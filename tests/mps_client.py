@@ -1,4 +1,4 @@
-"""A process of test_gpu_mps.py: products of every kind, by however many SMs MPS leaves it."""
+"""A process of test_gpu_mps.py: products of every kind, with the SMs that MPS leaves it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from jax_tcgemm import _core, gated_gemm, gemm, ragged_dot
 from jax_tcgemm.kernels.table import CONFIGS
 
-# Exit status: there is no GPU for a client of this MPS server.
+# Exit status if the MPS server gives its client no GPU.
 NO_DEVICE = 77
 
 ROWS = {
@@ -31,7 +31,7 @@ def by_groups(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def check(name: str, ours, formula, *shapes: tuple[int, ...]) -> None:
-    """Holds results against float32; XLA's error in the same types is the measure."""
+    """Compares results with float32; the tolerance is XLA's error in the same types."""
     keys = jax.random.split(jax.random.key(len(name)), len(shapes))
     args = [jax.random.normal(k, s, jnp.bfloat16) for k, s in zip(keys, shapes, strict=True)]
     got, baseline = (jax.tree.leaves(jax.jit(f)(*args)) for f in (ours, formula))
@@ -60,7 +60,7 @@ def main() -> int:
             jnp.matmul,
             *((512, 1024), (1024, 1152)),
         )
-    # Few columns, k split through the workspace, and among blocks; sizes for the heuristic.
+    # Few columns, k split through the workspace, and k split among blocks; sizes for the heuristic.
     for m, n, k in ((4096, 16, 4096), (128, 128, 65536), (1024, 1024, 16384), (2048, 2048, 2048)):
         check(f"{m} x {n} x {k}", gemm, jnp.matmul, (m, k), (k, n))
     check("unaligned", gemm, jnp.matmul, (333, 1111), (1111, 777))

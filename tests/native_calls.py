@@ -1,7 +1,7 @@
-"""Calls of the extension's handlers without XLA: the call frames of its C interface, by ctypes.
+"""Calls the extension's handlers without XLA: builds the call frames of XLA's C API by ctypes.
 
-A handler checks what a call says against its buffers and then asks CUDA for the device. Where there
-is no GPU, an accepted call ends there with an internal error, so nothing is read or written.
+A handler checks a call's attributes against its buffers and then asks CUDA for the device. Without
+a GPU, an accepted call ends there with an internal error, so it reads and writes nothing.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ _Frame = _structure(
     ("attrs", _Attrs),
     ("future", c_void_p),
 )
-# In the order of XLA_FFI_Api.
+# The order is that of XLA_FFI_Api.
 _FUNCTIONS = (
     *("error_create", "error_get_message", "error_destroy", "handler_register", "stream_get"),
     *("type_register", "context_get", "state_set", "state_get", "allocate", "free", "schedule"),
@@ -95,7 +95,7 @@ _Api = _structure(
 _get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
 _get_pointer.restype, _get_pointer.argtypes = c_void_p, (ctypes.py_object, c_char_p)
 
-Buffer = tuple[str, Sequence[int]]  # a type of TYPES, and extents
+Buffer = tuple[str, Sequence[int]]  # a key of TYPES, and extents
 
 
 class Handler:
@@ -135,12 +135,13 @@ class Handler:
         """Returns the code of the error, 0 for none, and its message.
 
         Args:
-            attributes: integers, truths, numbers, texts and sequences of integers.
-            operands: those of the call.
-            results: likewise.
-            offsets: of each buffer's address, operands first, from a multiple of 256; 0 beyond.
+            attributes: integers, booleans, floats, strings and sequences of integers.
+            operands: the operands of the call.
+            results: the results of the call.
+            offsets: the distance of each buffer's address from a multiple of 256, operands first;
+                missing offsets are 0.
         """
-        kept: list[Any] = []  # alive until the call has ended
+        kept: list[Any] = []  # objects that must live until the call has ended
         at = iter([*offsets, *[0] * (len(operands) + len(results))])
         frame = _Frame(
             struct_size=_Frame.future.offset,
@@ -164,7 +165,7 @@ def _buffers(buffers: Sequence[Buffer], offsets: Any, kept: list[Any]) -> Any:
             _Buffer(
                 struct_size=ctypes.sizeof(_Buffer),
                 dtype=TYPES[dtype],
-                data=number * 2**40 + next(offsets),  # where nothing is
+                data=number * 2**40 + next(offsets),  # an address without memory
                 rank=len(extents),
                 dims=dims,
             )
@@ -213,7 +214,7 @@ def _attribute(value: Any, kept: list[Any]) -> tuple[int, Any]:
 
 # --- Calls of lowered programs ---------------------------------------------------------------
 
-# XLA_FFI_DataType of what MLIR calls otherwise than TYPES.
+# The MLIR types that have other names in TYPES.
 _MLIR_TYPES = {
     "i1": "pred",
     "i8": "s8",
@@ -230,7 +231,7 @@ def calls_of(module: ir.Module) -> list[tuple[str, dict[str, Any], list[Buffer],
     """Returns target, attributes, operands and results of each custom call of the extension.
 
     Args:
-        module: a lowered program, of StableHLO.
+        module: a lowered program in StableHLO.
     """
     return [
         (
@@ -244,7 +245,7 @@ def calls_of(module: ir.Module) -> list[tuple[str, dict[str, Any], list[Buffer],
 
 
 def custom_calls_of(module: ir.Module) -> list[tuple[str, ir.DictAttr]]:
-    """Returns target and attributes of each custom call of the extension, as MLIR has them."""
+    """Returns target and attributes of each custom call of the extension, as MLIR objects."""
     return [(target, config) for target, config, _ in _operations_of(module)]
 
 

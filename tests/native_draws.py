@@ -1,4 +1,4 @@
-"""Random calls of the extension's targets, and what holds of those within their buffers."""
+"""Random calls of the extension's targets, and checks that they stay within their buffers."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ class Call:
     """A custom call.
 
     Attributes:
-        attributes: by name.
-        operands: types and extents.
-        results: likewise.
-        offsets: of the buffers' addresses, operands first, from a multiple of 256; 0 beyond.
-        program: of which the source is; see ``native_programs``.
+        attributes: the attributes by name.
+        operands: the operands' types and extents.
+        results: the results' types and extents.
+        offsets: the distance of each buffer's address from a multiple of 256, operands first;
+            missing offsets are 0.
+        program: the program behind the source attribute; see ``native_programs``.
     """
 
     attributes: dict[str, Any]
@@ -37,7 +38,7 @@ class Call:
 
 
 def span(extents: Sequence[int], strides: Sequence[int]) -> int:
-    """Counts the elements to the end of the last one that is addressed."""
+    """Counts the elements up to and including the last one that is addressed."""
     if 0 in extents:
         return 0
     return 1 + sum((e - 1) * s for e, s in zip(extents, strides, strict=True))
@@ -52,7 +53,7 @@ def count(buffer: Buffer) -> int:
 
 
 def size_of(buffer: Buffer) -> int:
-    """Counts bytes."""
+    """Returns the size of a buffer in bytes."""
     return count(buffer) * BYTES[buffer[0]]
 
 
@@ -64,7 +65,7 @@ def is_within(buffer: Buffer, extents: Sequence[int], strides: Sequence[int]) ->
     )
 
 
-# --- Valid calls, and what is to hold of an accepted one -------------------------------------
+# --- Valid calls, and the conditions of an accepted one --------------------------------------
 
 
 def draw_gemm(rng: random.Random) -> Call:
@@ -138,7 +139,7 @@ def gemm_is_within(call: Call) -> bool:
     pairs = zip(call.operands, present, strides, strict=False)
     elements = math.prod(at["batch_shape"]) * at["m"] * at["n"]
     if elements == 0:
-        return True  # nothing is launched
+        return True  # the handler launches nothing
     matrices = 1 if not at["has_aux"] else 3 if at["gated"] else 2
     second = at["b2_offset"] + span(present[1][2], strides[1])
     dtype = "bf16" if at["algorithm"] == "BF16_BF16_F32" else "f16"
@@ -225,7 +226,7 @@ def activation_gradient_is_within(call: Call) -> bool:
         [count(each) for each in (*call.operands, call.results[0])] == [elements] * 3
         and elements % at["n"] == 0
         and all(BYTES[each[0]] == 2 for each in (*call.operands, call.results[0]))
-        # Offsets of buffers that were taken away are of none.
+        # Offsets beyond the remaining buffers have no effect.
         and not any(offset % 16 for offset in call.offsets[: 2 + len(call.results)])
         and (
             len(call.results) == 1

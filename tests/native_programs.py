@@ -1,4 +1,4 @@
-"""Random calls with a program as epilogue, or in a pass of its own: see ``native_draws``."""
+"""Random calls with a program as epilogue or as a separate pass: see ``native_draws``."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ _SCALE_BLOCK = 128
 
 @dataclasses.dataclass
 class Program:
-    """The facts in a source.
+    """The facts that a source states.
 
     Attributes:
-        operands: along what each moves, bytes of its elements, and whether it is read by vectors.
-        results: bytes of the elements of each matrix, and whether it is written by vectors.
-        reductions: along what the result of each moves.
-        scaled: whether the factors have scales by blocks.
-        block: rows and columns of the results that a reduction joins.
+        operands: for each operand, the dimensions along which it moves, its element size in bytes,
+            and whether the kernel reads it by vectors.
+        results: for each matrix, its element size in bytes and whether the kernel writes it by
+            vectors.
+        reductions: for each reduction, the dimensions along which its result moves.
+        scaled: whether the factors have block scales.
+        block: the rows and columns of the results that one reduction step joins.
     """
 
     operands: list[tuple[str, int, bool]]
@@ -33,7 +35,7 @@ class Program:
     block: tuple[int, int]
 
     def source(self) -> str:
-        """As ``of_program`` of ``jax_tcgemm/epilogue/source.py`` writes it."""
+        """Returns the source that ``of_program`` of ``jax_tcgemm/epilogue/source.py`` writes."""
         operands = [f"{{Along::{x}, {size}, {_cpp(v)}}}" for x, size, v in self.operands]
         results = [f"{{{size}, {_cpp(v)}}}" for size, v in self.results]
         visits = [
@@ -97,8 +99,8 @@ def draw_pass(
     Args:
         rng: the generator.
         block: see ``Program``.
-        rank: dimensions of the batch; by default up to two.
-        rows: whether the results are one matrix, whose rows the batch divides.
+        rank: the number of batch dimensions; by default up to two.
+        rows: whether the results are one matrix whose rows the batch divides.
     """
     m, n = (rng.choice([1, 8, 16, 33, 64, 300]) for _ in range(2))
     batch = [rng.choice([1, 2, 3]) for _ in range(rng.randint(0, 2) if rank is None else rank)]
@@ -132,18 +134,18 @@ def draw_pass(
 
 
 def pass_is_within(call: Call, before: int = 0, groups: bool = False) -> bool:
-    """Says whether a call may be accepted.
+    """Checks if the handler may accept a call.
 
     Args:
         call: the call.
-        before: operands before those of the program.
+        before: the number of operands before those of the program.
         groups: whether the batch divides the rows of one matrix.
     """
     at, program = call.attributes, call.program
     m, n = at["m"], at["n"]
     extents = [*at["batch_shape"], m, n]
     if 0 in extents:
-        return True  # nothing is launched
+        return True  # the handler launches nothing
     own = call.operands[before:]
     offsets = [*call.offsets, *[0] * (len(call.operands) + len(call.results))]
     of_results = offsets[len(call.operands) :][: len(call.results)]
@@ -172,7 +174,7 @@ def pass_is_within(call: Call, before: int = 0, groups: bool = False) -> bool:
 
 
 def draw_compiled(rng: random.Random) -> Call:
-    """Draws a product: plain, of two weights, of factors with scales, or over groups of rows."""
+    """Draws a product: plain, with two weights, with scaled factors, or over groups of rows."""
     kind = rng.choice(["plain", "two weights", "scaled", "groups"])
     has_groups, is_scaled = kind == "groups", kind == "scaled"
     call = draw_pass(rng, (16, 16), 1 if has_groups else None, has_groups)
@@ -182,7 +184,7 @@ def draw_compiled(rng: random.Random) -> Call:
     a, b = [*batch, m, k], [*batch, k, n]
     a_strides = [0, k, 1] if has_groups else contiguous(a)
     dtype = "s8" if is_scaled else "bf16"
-    # Operands of 8 bits are k-major.
+    # The contraction dimension of 8-bit operands is contiguous.
     b_strides = [*contiguous(b)[:-2], 1, k] if is_scaled else contiguous(b)
     at |= {"k": k, "b2_offset": 0, "a_strides": a_strides, "b_strides": b_strides, "config": ""}
     at |= {"a_scale_strides": [], "b_scale_strides": [], "warp_bytes": 0}

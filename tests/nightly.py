@@ -1,4 +1,4 @@
-"""Parameters of tests that take too long for each change."""
+"""Parameters of tests that take too long to run on each change."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ import pytest
 
 
 def slow(value: Any) -> Any:
-    """Returns a parameter with which a test runs nightly."""
+    """Returns a parameter that runs nightly only."""
     return pytest.param(value, marks=pytest.mark.nightly)

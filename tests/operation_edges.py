@@ -1,4 +1,4 @@
-"""Every operation that a compiled epilogue may have, in every type, and the values at its edges."""
+"""Every operation of compiled epilogues, in every type, with values at its edges."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ TYPES = (*FLOATS, *SIGNED, *UNSIGNED, "bool")
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """An operation of operands of some types.
+    """An operation on operands of some types.
 
     Attributes:
-        name: for reports.
+        name: the name for reports.
         call: the operation.
-        types: of its operands.
-        exact: whether XLA's result is the only one, bit for bit.
+        types: the types of its operands.
+        exact: whether the result must equal XLA's bit for bit.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Case:
 
     @property
     def result(self) -> np.dtype:
-        """Type of the result."""
+        """Returns the type of the result."""
         operands = [jax.ShapeDtypeStruct((M, N), jnp.dtype(each)) for each in self.types]
         return np.dtype(jax.eval_shape(self.call, *operands).dtype)
 
@@ -66,7 +66,7 @@ _POWERS = (-20, -3, -2, -1, 0, 1, 2, 3, 4, 5, 7, 20)
 PRECISIONS = ((8, 23), (8, 7), (5, 10), (5, 2), (4, 3), (3, 1), (8, 0), (11, 52), (1, 1), (8, 10))
 _DIVISORS = (3.0, 0.1, -7.0, 2.0**-6)
 
-# XLA does not compile these.
+# XLA does not compile these operations.
 _NOT_IN_XLA = ("erf", "erfc")
 
 
@@ -100,7 +100,7 @@ def _bits(dtype: str, x: Any) -> Any:
 
 @functools.cache
 def _one_minus_square() -> Callable[..., Any] | None:
-    """Returns the operation, which newer versions of JAX have, by the derivative that uses it."""
+    """Returns JAX's operation ``1 - x**2``, from a derivative that uses it; older JAX has none."""
     jaxpr = jax.make_jaxpr(jax.grad(lax.tanh))(1.0).jaxpr
     made = (eqn.primitive for eqn in jaxpr.eqns if eqn.primitive.name == "one_minus_square")
     primitive = next(made, None)
@@ -146,7 +146,7 @@ def _of_truths() -> Iterator[Case]:
 
 
 def cases(dtype: str) -> list[Case]:
-    """Returns all operations whose first operand, or that of a choice, is of that type."""
+    """Returns all operations on this type: as first operand or, in ``select_n``, as choices."""
     found = list(
         _of_floats(dtype)
         if dtype in FLOATS
@@ -168,7 +168,7 @@ def cases(dtype: str) -> list[Case]:
 
 
 def in_kernel(call: Callable[..., Any], product: Any, operands: Sequence[Any]) -> Any:
-    """Makes operands depend on a product that is 0, which is what a kernel alone knows."""
+    """Makes operands depend on a product that is 0, a value that only the kernel knows."""
     is_one = product == 1
     return call(*(lax.select(is_one, lax.full_like(x, 0), x) for x in operands))
 
@@ -177,7 +177,7 @@ def in_kernel(call: Callable[..., Any], product: Any, operands: Sequence[Any]) -
 
 
 def operands(types: Sequence[str]) -> list[np.ndarray]:
-    """Returns matrices of values at the edges: of one type all, of two each beside each other."""
+    """Returns matrices of edge values; for two operands, every pair of their edge values."""
     rng = np.random.default_rng(0)
     if len(types) == 1:
         return [_many(types[0], rng)]
@@ -220,7 +220,7 @@ def _random(dtype: str, rng: np.random.Generator, count: int) -> np.ndarray:
 
 
 def _between(dtype: str, rng: np.random.Generator) -> np.ndarray:
-    """Returns float32 numbers half-way between two neighbours of a narrower type, and beside."""
+    """Returns float32 midpoints between neighbours of a narrower type, and their neighbours."""
     kind = jnp.dtype(dtype)
     low = _random(dtype, rng, 3000)
     high = (low.view(np.uint16) + np.uint16(1)).view(kind)
@@ -231,7 +231,7 @@ def _between(dtype: str, rng: np.random.Generator) -> np.ndarray:
 
 
 def _ties(dtype: str) -> np.ndarray:
-    """Returns integers half-way between two numbers of a floating-point type, and beside them."""
+    """Returns integer midpoints of two floating-point numbers, and the integers beside them."""
     info = np.iinfo(dtype)
     steps = itertools.product(range(9, 32), (3, 4, 8, 9, 11, 12, 24, 25), (-1, 0, 1), (1, -1))
     values = {s * (2**k + 2 ** (k - b) + d) for k, b, d, s in steps if k >= b}
@@ -239,7 +239,7 @@ def _ties(dtype: str) -> np.ndarray:
 
 
 def _edges(dtype: str, rng: np.random.Generator) -> np.ndarray:
-    """Returns up to 256 values of a type: all, or those where something changes and random ones."""
+    """Returns up to 256 values of a type: all values, or edge values and random ones."""
     kind = jnp.dtype(dtype)
     if kind.itemsize == 1:
         return _every(dtype)

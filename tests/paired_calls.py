@@ -1,4 +1,4 @@
-"""Calls whose function is one or the other of a pair, and whether each gives its own results."""
+"""Calls with one or the other function of a pair, and checks that each gives its own results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from function_pairs import SHAPE, Function, Pair
 import jax_tcgemm
 from jax_tcgemm import fuse, gated_gemm, gemm, mlp, ragged_dot
 
-# Products of these are exact: small integers, times the identity.
+# Products of these arrays are exact: small integers, times the identity.
 PRODUCT = np.random.default_rng(5).integers(-8, 9, SHAPE).astype(np.float32)
 _X = PRODUCT.astype(jnp.bfloat16)
 _EYE = np.eye(SHAPE[1], dtype=jnp.bfloat16)
@@ -33,7 +33,7 @@ def _of_mlp(function: Function, x: Any) -> Any:
     return mlp(x.astype(np.float32), wide, None, wide, epilogue=epilogue, **options)
 
 
-# What each computes: `function` of `x` times the identity.
+# Each computes `function` of `x` times the identity.
 WRAPPERS: Mapping[str, Callable[[Function, Any], Any]] = {
     "gemm": lambda function, x: gemm(x, _EYE, epilogue=function),
     "gated_gemm": lambda function, x: gated_gemm(
@@ -67,7 +67,7 @@ def _batched(wrapper: Callable[..., Any], functions: list[Function], x: Any) -> 
 
 
 def export_options() -> dict[str, Any]:
-    """Returns what ``jax.export.export`` needs for programs that run where arrays are made here."""
+    """Returns options of ``jax.export.export`` for programs that run on the default platform."""
     platform = next(iter(jnp.zeros(()).devices())).platform
     return {
         "platforms": ["cuda" if platform == "gpu" else platform],
@@ -105,7 +105,7 @@ def computed(wrapper: str, way: str, functions: list[Function]) -> list[Any]:
 
 
 def wrong_values(wrapper: str, way: str, pairs: Mapping[str, Callable[[], Pair]]) -> list[str]:
-    """Returns what is wrong with the results of pairs of functions.
+    """Describes wrong results of pairs of functions.
 
     Args:
         wrapper: a key of `WRAPPERS`.
@@ -114,7 +114,7 @@ def wrong_values(wrapper: str, way: str, pairs: Mapping[str, Callable[[], Pair]]
     """
     lost = (
         ("the sign of zero", "the bits of NaN") if wrapper == "mlp" else ()
-    )  # by its second layer
+    )  # the second layer loses these
     named = {name: make for name, make in pairs.items() if name not in lost}
     made = [(name, function) for name, make in named.items() for function in make()]
     functions = [function for _, function in made]
@@ -124,12 +124,12 @@ def wrong_values(wrapper: str, way: str, pairs: Mapping[str, Callable[[], Pair]]
 
 
 def wrong_slopes(is_jitted: bool, pairs: Mapping[str, Callable[[], Pair]]) -> list[str]:
-    """Returns what is wrong with the derivatives of pairs of functions.
+    """Describes wrong derivatives of pairs of functions.
 
-    They are by an operand of the function in float32, in which nothing is rounded.
+    The derivatives are with respect to a float32 operand of the function, so nothing is rounded.
 
     Args:
-        is_jitted: whether all are computed in one program.
+        is_jitted: whether one program computes all derivatives.
         pairs: some of `function_pairs.PAIRS`.
     """
     made = [(name, function) for name, make in pairs.items() for function in make()]

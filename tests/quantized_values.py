@@ -1,4 +1,4 @@
-"""What tests of quantised operands hold products against: float64 of what they stand for."""
+"""The float64 references of tests with quantized operands."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 
 E4M3, E5M2, INT8 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8
-TYPES = {"e4m3": E4M3, "e5m2": E5M2, "s8": INT8}  # by the tags of the table of arithmetic
+TYPES = {"e4m3": E4M3, "e5m2": E5M2, "s8": INT8}  # keys are the tags in the table of arithmetic
 PAIRS = [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3), (E5M2, E5M2), (INT8, INT8)]
 LARGEST = {E4M3: 448, E5M2: 57344, INT8: 127}
 BF16_ROUNDING = 2**-8
 MATRIX = ((1,), (0,)), ((), ())
-# Of |A| |B|, what sums of 8-bit floats lose on tensor cores, which keep 14 bits of them.
+# The loss of 8-bit float sums relative to |A| |B|: tensor cores keep 14 bits of the sums.
 LOST_SUMS = 4 * 2.0**-13
 
 
 def drawn(rng: np.random.Generator, shape, dtype) -> jax.Array:
-    """Normal numbers, those of integers over most of their range."""
+    """Draws normal numbers; integers cover most of their range."""
     x = rng.normal(size=shape).astype(np.float32)
     return jnp.asarray(np.round(x * 40) if dtype == INT8 else x).astype(dtype)
 
@@ -47,10 +47,10 @@ def product(lhs: np.ndarray, rhs: np.ndarray, dims) -> np.ndarray:
 
 
 def assert_close(got, lhs, rhs, dims, operand_rounding=0.0):
-    """Allows rounding the result, float32 sums, and what each operand was rounded by before."""
+    """Allows rounding the result, float32 sums, and the earlier rounding of each operand."""
     wanted, size = product(lhs, rhs, dims), product(np.abs(lhs), np.abs(rhs), dims)
     k = math.prod(lhs.shape[dim] for dim in dims[0][0])
-    # Sums, the two scales and their product.
+    # The roundings of the sums, the two scales and their product.
     relative = (k + 3) * 2.0**-24 + 2 * operand_rounding + operand_rounding**2
     relative += LOST_SUMS if jax.default_backend() == "gpu" else 0.0
     allowed = relative * size

@@ -1,4 +1,4 @@
-"""Products over groups: problems, and what their results should be."""
+"""Products over groups: problems and their expected results."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
 
 
 def bounds(sizes: Any, rows: int) -> np.ndarray:
-    """Where the groups begin, and the last one ends."""
+    """Returns where the groups begin and where the last one ends."""
     ends = np.cumsum(np.clip(np.asarray(sizes, np.int64), 0, rows))
     return np.concatenate([[0], np.minimum(ends, rows)])
 
 
 def looped(lhs: Any, rhs: Any, sizes: Any, bias: Any = None, activation: str | None = None) -> Any:
-    """The definition, group after group in float64; rhs is (g, k, n)."""
+    """Computes the definition in float64, one group at a time; rhs is (g, k, n)."""
     lhs, rhs = (np.asarray(x, np.float64) for x in (lhs, rhs))
     at = bounds(sizes, len(lhs))
     d = np.zeros((len(lhs), rhs.shape[2]))
@@ -46,7 +46,7 @@ def contracted(lhs: Any, rhs: Any, sizes: Any) -> np.ndarray:
 
 
 def drawn_sizes(rng: np.random.Generator, groups: int, rows: int) -> np.ndarray:
-    """Sizes of many a kind: even, uneven, empty, negative, short of the rows or beyond them."""
+    """Draws sizes of many kinds: even, uneven, empty, negative, fewer or more than the rows."""
     mean = rows // max(groups, 1)
     kind = rng.integers(6)
     if kind == 0:
@@ -89,7 +89,7 @@ def check_problem(p: dict[str, Any], assert_accurate: Callable) -> None:
     function = ACTIVATIONS[p["activation"]].reference if p["activation"] else lambda x: x
     baseline = function(z).at[sizes.sum() :].set(0).astype(d.dtype)
     exact = looped(p["lhs"], rhs, sizes, p["bias"], p["activation"])
-    # Of float32 sums, that come in another order.
+    # The kernel adds float32 sums in another order.
     order = float(jnp.finfo(F32).eps) * p["lhs"].shape[1] ** 0.5 * np.abs(exact).max()
     assert_accurate(d, baseline, exact, slack=order)
     assert not np.asarray(d[sizes.sum() :]).any()

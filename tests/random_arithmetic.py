@@ -1,10 +1,10 @@
-"""Random products of other arithmetic than 16 bits, each held against float64 on a GPU. A script.
+"""Random products of quantized, float32 and complex operands, compared with float64 on a GPU.
 
     python tests/random_arithmetic.py --kind eight --count 2000 --jobs 12
     python tests/random_arithmetic.py --kind precise --count 500 --jobs 12
 
-``eight``: 8-bit operands with scales and epilogues. ``precise``: float32 by planes of bfloat16, and
-complex64. What is allowed is a multiple of ``|A| |B|``, as ``gemm``'s documentation has it.
+``eight``: 8-bit operands with scales and epilogues. ``precise``: float32 by bfloat16 planes, and
+complex64. The tolerance is a multiple of ``|A| |B|``, as in the documentation of ``gemm``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ E4M3, E5M2, S8 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8
 _PAIRS = [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3), (E5M2, E5M2), (S8, S8)]
 _LARGEST = {E4M3: 448.0, E5M2: 57344.0, S8: 127.0}
 
-# A sum of the tensor cores keeps 14 bits of what it adds up.
+# Tensor cores keep 14 bits in a sum.
 _STEP = 2.0**-13
 _MOST_PRODUCTS = 1.5e8
 
@@ -40,12 +40,12 @@ _ACTIVATIONS = {
     "gelu": lambda z: 0.5 * z * (1 + np.tanh(np.sqrt(2 / np.pi) * (z + 0.044715 * z**3))),
     "silu": lambda z: z / (1 + np.exp(-z)),
 }
-_STEEPEST = 1.13  # of their derivatives
+_STEEPEST = 1.13  # largest derivative
 
 
 @dataclasses.dataclass
 class Outcome:
-    """What came of a problem: a word for the summary, and what is wrong, if anything is."""
+    """The result of a problem: a word for the summary, and what is wrong, if anything is."""
 
     family: str
     wrong: str | None = None
@@ -58,7 +58,7 @@ def _extent(rng: np.random.Generator, most: int) -> int:
 def _shape(rng: np.random.Generator) -> tuple[int, int, int]:
     while True:
         m, n, k = _extent(rng, 900), _extent(rng, 900), _extent(rng, 65536)
-        if rng.random() < 0.5:  # whole vectors, as most have
+        if rng.random() < 0.5:  # prefers whole vectors, as most operands have
             n, k = -(-n // 16) * 16, -(-k // 16) * 16
         if m * n * k <= _MOST_PRODUCTS:
             return m, n, k
@@ -72,7 +72,7 @@ def _stored(x: Any, letter: str) -> Any:
     return jnp.swapaxes(x, -1, -2) if letter == "t" else x
 
 
-# 8 bits
+# 8-bit operands
 
 
 def _numbers(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any, sort: str) -> Any:
@@ -143,7 +143,7 @@ def eight(seed: int, index: int) -> Outcome:
     ]
     z, sizes = wide[0] @ wide[1], np.abs(wide[0]) @ np.abs(wide[1])
     quantizes = out in (E4M3, E5M2, S8)
-    # So that most results fit: of float16, too.
+    # Scales the results so that most fit the type, even float16.
     fit = 2.0 ** -np.floor(np.log2(max(np.abs(z).max(), 1e-9)) - 2)
     if not is_raw and sort != "none":
         name = "a" if "a" in scales else "b"
@@ -180,7 +180,7 @@ def eight(seed: int, index: int) -> Outcome:
     lost = 0.0 if types[0] == S8 else 16 * _STEP
     if types[0] != S8 and precision is None and sort != "blocks":
         lost += 2 * _lost_by_xla(a, b)
-        if numbers == "positive":  # what is cut off always has the same sign, and adds up with k
+        if numbers == "positive":  # all truncation errors have one sign: they grow with k
             lost += k * _STEP / 2
     allowed = _STEEPEST * (lost + 2.0**-22) * sizes + 4e-6 * (1 + np.abs(exact))
     if amax is not None:
@@ -191,7 +191,7 @@ def eight(seed: int, index: int) -> Outcome:
 
 
 def _lost_by_xla(a: Any, b: Any) -> float:
-    """Returns the error of XLA's sums, which lose with k, where it takes the tensor cores."""
+    """Returns the error of XLA's sums, which grows with k if XLA uses tensor cores."""
     m, k = a.shape
     whole = [(0, -m % 16), (0, -b.shape[1] % 16), (0, -k % 16)]
     a, b = jnp.pad(a, [whole[0], whole[2]]), jnp.pad(b.T, [whole[1], whole[2]])
@@ -205,7 +205,7 @@ def _lost_by_xla(a: Any, b: Any) -> float:
 
 
 def _beyond(described: str, y: Any, exact: np.ndarray, allowed: np.ndarray, out: Any) -> str | None:
-    """Says where a result differs by more than is allowed and its rounding."""
+    """Says where a result differs by more than the tolerance and its rounding."""
     if out == S8:
         exact, rounding = np.clip(exact, -128, 127), 0.5
     else:
@@ -248,7 +248,7 @@ _PRESETS = (
     "BF16_BF16_F32_X9",
     "TF32_TF32_F32_X3",
 )
-# Times XLA's error by the same name, and what is right by that name in any case.
+# The factor of XLA's error by the same name, and the error that is always allowed by that name.
 _LIMITS = {
     "highest": (1.5, 2.0**-23),
     "default": (3.0, 2.0**-14),
@@ -261,7 +261,7 @@ _CHECKED_ROWS = 32
 
 
 def _large_shape(rng: np.random.Generator) -> tuple[int, int, int]:
-    """Draws extents of which most are multiplied by kernels, and some by XLA."""
+    """Draws extents; kernels multiply most of them, and XLA some."""
     while True:
         m, n, k = (int(np.exp(rng.uniform(np.log(least), np.log(most)))) for least, most in _LARGE)
         if rng.random() < 0.6:
@@ -309,7 +309,7 @@ def precise(seed: int, index: int) -> Outcome:
     )
     stored = [_stored(jnp.asarray(x), letter) for x, letter in zip((a, b), layout, strict=True)]
     y = np.asarray(ours(*stored))
-    # XLA's x9 is not what its name says.
+    # The name of XLA's x9 promises more accuracy than it has.
     rival = "highest" if preset == "BF16_BF16_F32_X9" else precision
     left = a.conj() if conjugate else a
     theirs = np.asarray(jax.jit(lambda a, b: jnp.matmul(a, b, precision=rival))(left, b))
@@ -353,7 +353,7 @@ def _run(task: tuple[str, int, int]) -> Outcome:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the problems; returns how many are wrong, at most 1."""
+    """Runs the problems; returns 1 if any is wrong, else 0."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kind", choices=_KINDS, required=True)
     parser.add_argument("--count", type=int, default=2000)

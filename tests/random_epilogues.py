@@ -1,11 +1,11 @@
-"""Random functions as epilogues, and what they are in float64.
+"""Random functions as epilogues, and their results in float64.
 
     python tests/random_epilogues.py --count 300          # on a GPU: right?
     python tests/random_epilogues.py --count 300 --compile-only
 
-A function is a list of steps on values. It is run twice: by the package, or by XLA, in its own
-types, and on a CPU with every float32 a float64. What jumps (rounding, comparison, conversion to
-integers) is done to exact values alone, on which both agree.
+A function is a list of steps on values. It runs twice: by the package (or by XLA) in its own types,
+and on a CPU with every float32 widened to float64. Discontinuous steps (rounding, comparison,
+conversion to integers) take exact values only, for which both runs agree.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from jax_tcgemm import gemm
 from jax_tcgemm.epilogue import compiler, cubins, function, translation
 from jax_tcgemm.lowering import compiled as lowering
 
-# Of one value, smooth, with what it is taken of first, so that it is defined.
+# Smooth functions of one value; some bound their argument first, so that they are defined.
 _SMOOTH: dict[str, Callable[[Any], Any]] = {
     "tanh": jnp.tanh,
     "logistic": jax.nn.sigmoid,
@@ -106,7 +106,7 @@ def _masked(x: Any) -> Any:
     return jnp.where(x == x, kept, x)
 
 
-# Of exact values: float32 in, float32 out.
+# Discontinuous functions of exact values: float32 in, float32 out.
 _JUMPING: dict[str, Callable[[Any], Any]] = {
     "floor": jnp.floor,
     "ceil": jnp.ceil,
@@ -145,12 +145,12 @@ class Epilogue:
     """One function.
 
     Attributes:
-        seed: what it was drawn with.
-        kinds: kind and dtype of each operand.
-        steps: name, operands; each makes a value after those of the accumulator and the operands.
-        exact: which of the values are exact.
-        results: values and dtypes.
-        special: whether there are NaN, infinities and denormals among the operands.
+        seed: the seed it was drawn with.
+        kinds: the kind and dtype of each operand.
+        steps: name and operands of each step; each result follows the accumulator and the operands
+            in the list of values.
+        results: the numbers and dtypes of the results.
+        special: whether the operands contain NaN, infinities and denormals.
     """
 
     seed: int
@@ -160,7 +160,7 @@ class Epilogue:
     special: bool
 
     def run(self, wide: bool, *values: Any) -> list[Any]:
-        """Computes the results; ``wide``: in float64 what is float32."""
+        """Computes the results; ``wide`` replaces float32 by float64."""
         real = jnp.float64 if wide else jnp.float32
         known = [x.astype(real) for x in values]
         for name, operands in self.steps:
@@ -176,7 +176,7 @@ class Epilogue:
             if dtype.startswith("int"):
                 results.append(x if wide else jnp.clip(jnp.round(x * 4), -100, 100).astype(dtype))
             elif dtype.startswith("float8"):
-                # Beyond the largest NaN or infinity: of smooth values not to be known.
+                # Larger values become NaN or infinity; smooth values cannot decide that.
                 x = jnp.clip(x, -200, 200)
                 results.append(x if wide else x.astype(dtype))
             else:
@@ -205,7 +205,7 @@ def draw(seed: int) -> Epilogue:
             step = (str(rng.choice(list(_JOINING))), [recent, int(rng.integers(0, total))])
         steps.append(step)
         total += 1
-    steps.append(("add", [total - 1, 0]))  # so that it depends on the product
+    steps.append(("add", [total - 1, 0]))  # makes the result depend on the product
     results = [(total, str(rng.choice(_RESULTS)))]
     if rng.random() < 0.3:
         results.append((int(rng.integers(count + 1, total)), "float32"))
@@ -213,7 +213,7 @@ def draw(seed: int) -> Epilogue:
 
 
 def draw_smooth(seed: int) -> Epilogue:
-    """Draws a function that has derivatives: with one result, and nothing that jumps."""
+    """Draws a differentiable function: one result and no discontinuous steps."""
     drawn = draw(seed)
     steps = [
         ("neg", operands) if name in _JUMPING else (name, operands)
@@ -224,7 +224,7 @@ def draw_smooth(seed: int) -> Epilogue:
 
 
 def operands_of(epilogue: Epilogue, m: int, n: int) -> list[np.ndarray]:
-    """Draws its operands."""
+    """Draws the operands of a function."""
     rng = np.random.default_rng(epilogue.seed + 1)
     drawn = []
     for kind, dtype in epilogue.kinds:
@@ -237,11 +237,11 @@ def operands_of(epilogue: Epilogue, m: int, n: int) -> list[np.ndarray]:
 
 
 def wrong(epilogue: Epilogue, m: int, n: int, layout: str) -> str | None:
-    """Says what is wrong with the package's results on this machine's GPU, if anything is."""
+    """Describes wrong results of the package on this machine's GPU, if there are any."""
     rng = np.random.default_rng(epilogue.seed + 2)
     product = rng.normal(size=(m, n)).astype(jnp.bfloat16)
     others = operands_of(epilogue, m, n)
-    # Times the identity: the accumulators are the numbers themselves.
+    # The second factor is the identity, so the accumulators are the numbers themselves.
     a, b = jnp.asarray(product), jnp.eye(n, dtype=jnp.bfloat16)
     ta, tb = layout[0] == "t", layout[1] == "t"
     a = a.T.copy() if ta else a
@@ -251,7 +251,7 @@ def wrong(epilogue: Epilogue, m: int, n: int, layout: str) -> str | None:
     )(a, b, *others)
     exactly = jnp.asarray(product).astype(jnp.float32)
     theirs = jax.jit(f)(exactly, *others)
-    # What a rounding of the product would change.
+    # The effect of rounding the product.
     moved = jax.jit(f)(exactly * np.float32(1 + 2**-23), *others)
     true = in_float64(lambda *x: epilogue.run(True, *x), product, *others)
     for i, (*found, exact) in enumerate(zip(ours, theirs, moved, true, strict=True)):
@@ -267,7 +267,7 @@ def _compare(
     if dtype.startswith("int"):
         exact = np.clip(np.round(exact * 4), -100, 100)
     x, y, z = (values.astype(np.float64) for values in (mine, other, moved))
-    # Where XLA itself differs (beyond float32's range), nothing is asked.
+    # No check where XLA itself differs from float64 (beyond float32's range).
     known = (np.isnan(exact) == np.isnan(y)) & (np.isinf(exact) == np.isinf(y))
     if dtype.startswith("int"):
         known &= ~np.isnan(exact)
@@ -286,7 +286,7 @@ def _compare(
     known = np.isfinite(z[finite])
     steps = np.abs(z[finite] - y[finite])[known] / scale[known]
     reference = np.append(reference, steps)
-    if dtype.startswith("int"):  # a smooth value between two of them may go either way
+    if dtype.startswith("int"):  # a smooth value half-way between two integers may round either way
         error, reference = np.abs(x - y)[finite] > 1, np.zeros(1)
     if error.max() > 2 * reference.max() + allowed:
         at = np.argwhere(finite)[error.argmax()]

@@ -1,13 +1,14 @@
-"""Random functions in pairs that differ in one thing alone: is each found by itself?
+"""Random pairs of functions that differ in one thing only: do their cache keys differ?
 
     python tests/random_pairs.py --count 3000               # some of the pairs are computed, too
     python tests/random_pairs.py --count 300 --computed 1   # all are; on a GPU by its kernels
 
 A function is a list of steps: operations with numbers, arrays and parameters, calls of all kinds
-around other steps, names and contexts. The other function of a pair has the same steps, but for one
-number (in its last bit, its sign or its type), one element of one array, one parameter, name,
-context or derivative rule. What they are traced to must not be equal, and to trace one again must
-give the same. Those that are computed differ by more, and each must have its own results.
+around other steps, names and contexts. The other function of a pair has the same steps, except for
+one thing: a number (in its last bit, its sign or its type), an element of an array, a parameter, a
+name, a context or a derivative rule. Their traces must not be equal, and tracing one function again
+must give the same trace. Computed pairs differ by more, and each function must give its own
+results.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ class Drawn:
     """A pair of functions.
 
     Attributes:
-        one: the steps of the first.
-        other: those of the second.
-        path: where they differ.
+        one: the steps of the first function.
+        other: the steps of the second function.
+        path: the place where they differ.
     """
 
     one: tuple[Step, ...]
@@ -44,12 +45,12 @@ class Drawn:
 
     @property
     def functions(self) -> tuple[Function, Function]:
-        """Both, made anew."""
+        """Returns both functions, created anew."""
         return (lambda z: run(self.one, z)), (lambda z: run(self.other, z))
 
     @property
     def has_rules(self) -> bool:
-        """Whether tracing one again makes other objects."""
+        """Checks if tracing a function again creates other objects."""
         kinds = [step.kind for step in every(self.one)]
         return bool({"forward rule", "backward rule"} & set(kinds)) or any(
             step.name == "relu" for step in every(self.one)
@@ -74,7 +75,7 @@ def _traced(function: Function) -> tuple[Any, list[Any]]:
 
 
 def wrong_key(pair: Drawn) -> str | None:
-    """Says what is wrong with what two functions are known by, if anything is."""
+    """Describes what is wrong with the cache keys of two functions, if anything is."""
     one, other = map(_traced, pair.functions)
     if one == other:
         return "they are equal"
@@ -87,12 +88,12 @@ def wrong_key(pair: Drawn) -> str | None:
 
 
 def wrong_results(pair: Drawn, wrapper: str, way: str) -> str | None:
-    """Says what is wrong with the results of two functions, if anything is."""
+    """Describes what is wrong with the results of two functions, if anything is."""
     bounded = [lambda z, f=f: jnp.tanh(f(jnp.tanh(z / 4))) for f in pair.functions]
     found = computed(wrapper, way, bounded)
     wanted = [np.asarray(jax.jit(f)(jnp.asarray(PRODUCT))) for f in bounded]
     for i, (mine, own) in enumerate(zip(found, wanted, strict=True)):
-        # Where a value is rounded on the way, some elements go to the other side.
+        # If intermediate values are rounded, some elements fall on the other side of a step.
         near, nearer = _share(mine, own), _share(mine, wanted[1 - i])
         if near < 0.97 or nearer > near:
             return f"of the {('first', 'second')[i]} {near:.0%} are right, {nearer:.0%} the other's"
@@ -106,7 +107,7 @@ def _share(x: Any, y: np.ndarray) -> float:
 
 
 def check(seed: int, is_computed: bool) -> str | None:
-    """Draws a pair, and says what is wrong with it, if anything is."""
+    """Draws a pair, and describes what is wrong with it, if anything is."""
     rng = np.random.default_rng(seed + 1)
     pair = draw_pair(seed, is_computed)
     how = {"precision": int(rng.integers(1, 9)), "suppress": bool(rng.random() < 0.5)}
@@ -142,7 +143,7 @@ def main() -> int:
             wrong += 1
             print(what, flush=True)
         if i % 200 == 199:
-            jax.clear_caches()  # which hold every function that there was
+            jax.clear_caches()  # they hold every earlier function
     print(f"{options.count} pairs, {computed_count} of them computed: {wrong} wrong")
     return 1 if wrong else 0
 

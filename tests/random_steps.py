@@ -1,4 +1,4 @@
-"""Random functions as lists of steps, and the same with another step in one place."""
+"""Random functions as lists of steps, and copies with one step changed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _PARAMETERS: dict[str, tuple[Callable[[Any, Any], Any], tuple[Any, ...]]] = {
     "transpose": (lambda z, order: z + lax.transpose(z, order), ((0, 1), (1, 0))),
 }
 
-# Kinds of steps that are around others.
+# Kinds of steps that enclose others.
 _AROUND = ("call", "checkpoint", "forward rule", "backward rule", "loop", "branch", "told")
 
 
@@ -51,9 +51,9 @@ class Step:
     """One step.
 
     Attributes:
-        kind: what it is.
-        name: of the operation, or what it is called.
-        value: the number, array, parameter or context in it.
+        kind: the kind of step.
+        name: the name of the operation, or the name given to the step.
+        value: the number, array, parameter or context in the step.
         inner: the steps within.
     """
 
@@ -171,13 +171,13 @@ _AROUND_OTHERS: dict[str, Callable[[Step, Function], Function]] = {
 }
 
 
-# What differs
+# Changing a step
 
 
 def sites(steps: tuple[Step, ...], path: tuple[int, ...] = ()) -> Iterator[tuple[int, ...]]:
-    """Yields the places of steps in which something can differ."""
+    """Yields the places of steps that can be changed."""
     for i, step in enumerate(steps):
-        # A call has a name that means nothing, and is gone where it closes over arrays.
+        # A call's name means nothing, and the call disappears if it closes over arrays.
         if step.kind not in ("unary", "checkpoint", "call"):
             yield (*path, i)
         yield from sites(step.inner, (*path, i))
@@ -186,13 +186,13 @@ def sites(steps: tuple[Step, ...], path: tuple[int, ...] = ()) -> Iterator[tuple
 def changed(
     steps: tuple[Step, ...], path: tuple[int, ...], rng: np.random.Generator, by_much: bool
 ) -> tuple[Step, ...]:
-    """Returns the steps with another one in a place.
+    """Returns the steps with one step changed.
 
     Args:
-        steps: all.
-        path: the place.
-        rng: draws what differs.
-        by_much: whether numbers differ by more than a bit.
+        steps: all steps.
+        path: the place of the changed step.
+        rng: draws the change.
+        by_much: whether numbers change by more than a bit.
     """
     i, *rest = path
     if rest:
@@ -239,13 +239,13 @@ def _other_number(value: Any, rng: np.random.Generator, by_much: bool) -> Any:
         return -value
     if isinstance(value, int):
         return value + int(rng.choice([-1, 1]))
-    # As float32, which the operation has.
+    # The operation reads the number as float32.
     near = np.nextafter(np.float32(value), np.float32(rng.choice([-9, 9])))
     return near if isinstance(value, np.float32) else float(near)
 
 
 def every(steps: tuple[Step, ...]) -> Iterator[Step]:
-    """Yields the steps and those within them."""
+    """Yields the steps and the steps within them."""
     for step in steps:
         yield step
         yield from every(step.inner)

@@ -1,4 +1,4 @@
-"""A layer of attention with rotary embedding, as users write it."""
+"""An attention layer with rotary embedding, as users write it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def split(x: jax.Array) -> jax.Array:
 
 
 def rotated(x: jax.Array) -> jax.Array:
-    """Turns pairs of each head's numbers by an angle of their place in the sequence."""
+    """Rotates pairs of each head's numbers by an angle that depends on the sequence position."""
     angle = jnp.arange(x.shape[1])[:, None, None] / 10000 ** (jnp.arange(SIZE) / SIZE)
     wide = x.astype(jnp.float32)
     half = jnp.concatenate([-wide[..., SIZE // 2 :], wide[..., : SIZE // 2]], -1)
@@ -29,5 +29,5 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 
 
 def layer(x: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Returns attention of ``x`` by three weights, the heads apart."""
+    """Returns attention of ``x`` with three weights; the heads have their own dimension."""
     return attention(rotated(split(x @ q)), rotated(split(x @ k)), split(x @ v))

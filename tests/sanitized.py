@@ -2,7 +2,7 @@
 
     compute-sanitizer --tool memcheck python tests/sanitized.py 'sm90_bf16_64x*,simt_*' 60
 
-The arguments are globs over names of rows, and for how many seconds.
+The arguments are globs over row names, and a time limit in seconds.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main() -> int:
     for row in rows:
         if time.monotonic() > end:
             break
-        # Whole tiles alone first, then anything.
+        # The first problem has whole tiles only, the others have any extents.
         for plain in (True, False, False):
             problem = selftest.draw_problem(row, rng, plain=plain)
             wrong = selftest.check(problem, use_config=True)

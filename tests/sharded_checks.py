@@ -1,4 +1,4 @@
-"""How the tests lay programs out over devices, compile them, and see what travels in them."""
+"""Helpers that shard programs over devices, compile them, and list their collectives."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jax_tcgemm.tools.collectives import collectives
 
 
 def placed(program: Program, mesh: Mesh, rng: np.random.Generator) -> list[jax.Array]:
-    """Draws the operands and lays them out."""
+    """Draws the operands and shards them."""
     arrays = []
     for i, (shape, spec) in enumerate(zip(program.shapes, program.specs, strict=True)):
         if i in program.sizes:
@@ -29,7 +29,7 @@ def placed(program: Program, mesh: Mesh, rng: np.random.Generator) -> list[jax.A
 
 
 def compiled(function: Callable[..., Any], program: Program, mesh: Mesh, operands: Any) -> Any:
-    """Compiles the function of a program; afresh, since it may have been lowered otherwise."""
+    """Compiles a program's function anew, since other settings may have lowered it before."""
     out = None if program.out is None else NamedSharding(mesh, program.out)
     return jax.jit(lambda *args: function(*args), out_shardings=out).lower(*operands).compile()
 
@@ -80,7 +80,7 @@ _CALL = r"\22primitive\22:\22tcgemm_compiled\22"
 
 
 def is_divided(function, *operands) -> bool:
-    """Whether our rules divide a product and what becomes of it."""
+    """Checks if our rules partition a product and its epilogue."""
     return _CALL in jax.jit(function).lower(*operands).as_text()
 
 

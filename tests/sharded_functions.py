@@ -1,4 +1,4 @@
-"""Sharded programs of which epilogues are functions of the user."""
+"""Sharded programs whose epilogues are user functions."""
 
 from __future__ import annotations
 

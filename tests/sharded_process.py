@@ -1,8 +1,7 @@
-"""What a process of its own does in the tests of programs over several devices.
+"""The subprocess of the tests of programs over several devices.
 
-``export PATH``: writes programs and results; ``import PATH``: runs them. ``cache PATH``: compiles
-with a persistent cache there. ``join ADDRESS RANK``: is one of two processes that run a program
-together.
+``export PATH`` writes programs and results; ``import PATH`` runs them. ``cache PATH`` compiles with
+a persistent cache there. ``join ADDRESS RANK`` is one of two processes that run a program together.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")  # of conftest.py
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")  # from conftest.py
 os.environ["JAX_TCGEMM_PARTITION"] = "everywhere"
 os.environ["JAX_PLATFORMS"] = "cpu"
 
@@ -95,7 +94,7 @@ def join(address: str, rank: int) -> None:
 
 
 def tunings_of_processes(rank: int, run: Callable[[], jax.Array]) -> None:
-    """They must be the same in all processes, whose programs would differ."""
+    """Checks that tunings must agree between processes, since their programs would differ."""
 
     def found(m: int) -> jax_tcgemm.Tunings:
         return jax_tcgemm.Tunings({("GPU", problem_key(m=m)): Entry(None, 1.0, 1.0, 1.0)})
@@ -107,7 +106,7 @@ def tunings_of_processes(rank: int, run: Callable[[], jax.Array]) -> None:
 
 
 def measurements_of_processes(rank: int) -> None:
-    """All take what one of them measures; and nothing, if it takes too long."""
+    """Checks that processes share one measurement, and take none if measuring takes too long."""
     os.environ.update({lookup.SETTING: "tune", tuning_cache.SETTING: ""})
     measured = []
 
@@ -122,7 +121,7 @@ def measurements_of_processes(rank: int) -> None:
 
     lookup.measure, seconds = measure, 0.2
     if rank == 1:
-        assert found(1)[0].seconds == 2.0  # process 0 has no such product
+        assert found(1)[0].seconds == 2.0  # process 0 does not have this product
     order = (2, 3, 4, 5) if rank == 0 else (5, 4, 3, 2)
     times = {m: found(m)[0].seconds for m in order}
     print("taken", [times[m] for m in sorted(times)])

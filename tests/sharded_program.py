@@ -1,4 +1,4 @@
-"""What a program over several devices is, and the devices."""
+"""A program over several devices, and its meshes."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ TARGET = "jax_tcgemm_partitioned"
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What is computed, and where its operands and results lie.
+    """A computation, and the shardings of its operands and results.
 
     Attributes:
-        ours: by this package.
-        theirs: the same by ``jax.numpy``.
-        shapes: of the operands.
-        specs: their shardings.
-        out: that of the result; ``None`` leaves it to the compiler.
-        dtype: of the operands.
-        gradients: of which operands there are some.
-        sizes: the operands that are not drawn but are sizes of groups.
-        grads_as_operands: whether each gradient is to lie as its operand does.
+        ours: the computation by this package.
+        theirs: the same computation by ``jax.numpy``.
+        shapes: the operands' shapes.
+        specs: the operands' shardings.
+        out: the result's sharding; with ``None`` the compiler chooses.
+        dtype: the operands' dtype.
+        gradients: the operands that have gradients.
+        sizes: the operands that are group sizes and are not drawn.
+        grads_as_operands: whether each gradient has its operand's sharding.
     """
 
     ours: Callable[..., jax.Array]
@@ -54,7 +54,7 @@ def mesh_of(shape: tuple[int, ...] = (4, 2), axis_type: AxisType = AxisType.Auto
 
 
 def uneven(ours, theirs, shapes, specs, sizes=None, **options):
-    """Cuts operands within the program, so that their parts are of different sizes."""
+    """Slices operands within the program, so that their shards have different sizes."""
 
     def cut(function):
         return lambda *args: function(

@@ -1,4 +1,4 @@
-"""Programs of which operands are sharded: ours and the same in jax.numpy."""
+"""Programs with sharded operands: ours and the same in jax.numpy."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _attention(dot_general):
 
 
 def _ragged_formula(activation, x, w, sizes, bias=None):
-    """Each row by its group's matrix, in operations that XLA divides: every group, masked."""
+    """Multiplies each row by its group's matrix: all groups masked, partitionable by XLA."""
     ends = jnp.cumsum(sizes)
     rows = jnp.arange(x.shape[0])[None, :]
     inside = ((ends - sizes)[:, None] <= rows) & (rows < ends[:, None])  # (g, m)
@@ -92,7 +92,7 @@ _SIZES = {2: (5, 0, 11, 9, 20, 1, 2, 10)}
 
 
 def _to_rows(function):
-    """Pads the result to rows that divide, and divides them."""
+    """Pads the result to a divisible number of rows, and shards the rows."""
 
     def padded(x, w):
         d = function(x, w)
@@ -318,8 +318,8 @@ PROGRAMS = {
     **FUNCTION_PROGRAMS,
 }
 
-# Some of each primitive and of each way in which operands lie: for what may depend on the version
-# of JAX or on the process, and not on how the rules divide a program.
+# Some programs of each primitive and each operand sharding. Use these for tests of the JAX version
+# or of the process, not for tests of how the rules partition a program.
 KINDS = (
     *("rows", "k", "k_bfloat16", "fsdp", "uneven_k", "fused_k", "fused_sequence"),
     *("uneven_fused_k", "batch_and_k", "vmap", "attention_heads", "accumulated_gradient"),

@@ -1,7 +1,7 @@
-"""A custom call whose operands begin some bytes into their buffers, where XLA never puts one.
+"""A custom call whose operands begin some bytes into their buffers, which XLA never does.
 
-The package's handler stands behind another, which moves each operand's address before it calls it.
-The structures are those of `xla/ffi/api/c_api.h`.
+A wrapper handler moves each operand's address before it calls the package's handler. The structures
+are those of `xla/ffi/api/c_api.h`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import jax.numpy as jnp
 
 from jax_tcgemm import _core
 
-_shift = 0  # bytes
-_kept: list[Any] = []  # what ctypes must not free
+_shift = 0  # in bytes
+_kept: list[Any] = []  # objects that ctypes must not free
 
 
 class _Buffer(ctypes.Structure):
@@ -42,7 +42,7 @@ class _Args(ctypes.Structure):
 class _CallFrame(ctypes.Structure):
     _fields_ = (
         ("struct_size", ctypes.c_size_t),
-        ("extension", ctypes.c_void_p),  # of what asks for the handler's traits
+        ("extension", ctypes.c_void_p),  # set if XLA asks for the handler's traits
         ("api", ctypes.c_void_p),
         ("context", ctypes.c_void_p),
         ("stage", ctypes.c_int),
@@ -88,9 +88,9 @@ def shifted_call(
     shift: int,
     **attributes: Any,
 ) -> list[jax.Array]:
-    """Makes a custom call of which each operand begins ``shift`` bytes into a buffer.
+    """Makes a custom call whose operands begin ``shift`` bytes into their buffers.
 
-    The bytes around it are NaN where they are floats: what is read beyond an operand shows.
+    The bytes around floating-point operands are NaN, so that reads beyond an operand show.
     """
     global _shift
     padded = []

@@ -1,4 +1,4 @@
-"""The tangent of a biased activation, its transpose, and when that is one kernel."""
+"""The tangent of a biased activation, its transpose, and when one kernel computes both."""
 
 from __future__ import annotations
 
@@ -42,13 +42,14 @@ def test_derivatives(operands, activation, biased):
         precise = [jnp.asarray(np.asarray(x, np.float64)) for x in (z, *linear)]
         expected = plain(activation, *precise)
         np.testing.assert_allclose(f(*precise), expected, rtol=1e-11, atol=1e-11)
-        # 1 + tanh(z) is a difference where z is negative, the more so the steeper its argument.
+        # For negative z, 1 + tanh(z) is a difference; its error grows with the steepness of the
+        # argument.
         np.testing.assert_allclose(single, expected, rtol=1e-6, atol=3e-5)
         check_grads(f, precise, order=2, rtol=1e-4, atol=1e-4)
 
 
 def test_no_bias_is_not_one_of_float64(operands):
-    """NumPy takes None and float64 for equal, and caches would."""
+    """NumPy treats None and float64 as equal, so caches would confuse them."""
     with jax.enable_x64(True):
         z, t, bias = (jnp.asarray(np.asarray(x, np.float64)) for x in operands)
         jax.vjp(lambda *x: activation_tangent("silu", *x), z, t)[1](z)
@@ -59,7 +60,7 @@ def test_no_bias_is_not_one_of_float64(operands):
 
 @pytest.mark.parametrize("wanted", [(1,), (2,), (1, 2), (0, 1, 2)])
 def test_transpose(operands, wanted):
-    """Of those operands alone that are asked for."""
+    """The transpose computes cotangents of the requested operands only."""
 
     def gradients(f):
         return jax.grad(lambda *args: jnp.sum(jnp.cos(f("silu", *args))), wanted)(*operands)
@@ -108,7 +109,7 @@ def test_vmap(normal, t_axis, bias_axis):
 
 
 def test_vmap_over_nothing_of_it(normal):
-    """Neither operand is mapped, nor is a result: nothing is computed for each element."""
+    """Neither operand nor result is mapped, so vmap computes nothing for each element."""
     a, b, bias = normal(4, 6), normal(6, 8), normal(8)
 
     def gradients(a, b, bias):
@@ -143,7 +144,7 @@ def test_vmap_over_one_operand(normal, mapped):
 
 
 def test_explicitly_sharded_batch(normal):
-    """A custom call cannot be divided among devices; XLA's own operations are."""
+    """A custom call cannot be partitioned; XLA's own operations can."""
     mesh = jax.make_mesh(
         (2,), ("x",), (jax.sharding.AxisType.Explicit,), devices=jax.devices("cpu")[:2]
     )
@@ -172,7 +173,7 @@ def test_explicitly_sharded_batch(normal):
             ),
         )
         got = jax.jit(gradients(ours))(*placed)
-    # Of 400 draws both were off float64's by up to 4.4e-5.
+    # In 400 draws, both differed from float64 by up to 4.4e-5.
     for x, y in zip(got, expected, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
 
@@ -195,7 +196,7 @@ def layer(normal, rows, n, dtype=jnp.bfloat16, bias_dtype=None):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("bias_dtype", [None, jnp.float32])
 def test_large_layer_has_one_kernel_for_both(normal, cuda_module, dtype, bias_dtype):
-    """Beside it three products; nothing is summed or derived elsewhere."""
+    """Three products run beside this kernel; no other operation sums or differentiates."""
     args = layer(normal, 4096, 1024, dtype, bias_dtype)
     text, calls = cuda_module(layer_gradients(0, 1, 2), *args)
     assert len(calls) == 3
@@ -219,7 +220,7 @@ def test_without_a_bias_there_are_no_sums(normal, cuda_module):
     ("rows", "n", "dtype", "products"),
     [
         (4095, 1024, jnp.bfloat16, 3),
-        (4096, 1028, jnp.bfloat16, 2),  # without that for w, few rows times such a matrix
+        (4096, 1028, jnp.bfloat16, 2),  # w's gradient runs on XLA: unaligned, few rows
         (4096, 1024, jnp.float32, 3),
     ],
     ids=["small", "unaligned rows", "float32"],
@@ -242,7 +243,7 @@ def test_symbolic_shapes_are_left_to_xla(all_kernels):
 
 
 def test_sums_are_not_of_rounded_products():
-    """4096 products of 3 + 3/128, of which bfloat16 makes 3 + 4/128."""
+    """4096 products are 3 + 3/128 each; bfloat16 would round each to 3 + 4/128."""
     rows = 4096
     z = jnp.full((rows, 8), 1.5, jnp.bfloat16)  # relu_squared' = 3
     g = jnp.full((rows, 8), 1 + 2**-7, jnp.bfloat16)

@@ -1,4 +1,4 @@
-"""Which operands 16-byte copies can address, and how much workspace the others get."""
+"""Which operands 16-byte copies can address, and how much workspace the other operands get."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_padding_is_for_products_that_take_a_while_and_copies_a_broadcast_operan
     assert padding_bytes(gemm(0, 100, 1001, (1001, 1), (100, 1)), 2) == 0
     assert padding_bytes(gemm(8, 8, 1001, (1001, 1), (8, 1)), 2) == 8 * 1024 * 2  # k is long
     assert padding_bytes(gemm(4096, 4096, 37, (37, 1), (4096, 1)), 2) == 4096 * 64 * 2
-    short = gemm(4096, 3, 1000, (1000, 1), (3, 1))  # rows of 6 bytes stay short
+    short = gemm(4096, 3, 1000, (1000, 1), (3, 1))  # rows of 6 bytes are not padded
     assert padding_bytes(short, 2) == 1000 * 16
     tiny = gemm(5, 5, 5, (25, 5, 1), (25, 5, 1), batch=(10**6,))
     assert padding_bytes(tiny, 2) == 0
@@ -71,7 +71,7 @@ def test_room_for_partial_products():
     assert split_bytes(gemm(128, 128, 65536, (65536, 1), (128, 1))) == 64 * 128 * 128 * 4
     assert split_bytes(gemm(1024, 1024, 16384, (16384, 1), (1024, 1))) == 4 * 1024 * 1024 * 4
     assert split_bytes(gemm(1024, 1024, 1016, (1016, 1), (1024, 1))) == 0  # k too short
-    assert split_bytes(gemm(4096, 4096, 16384, (16384, 1), (4096, 1))) == 0  # tiles enough
+    assert split_bytes(gemm(4096, 4096, 16384, (16384, 1), (4096, 1))) == 0  # enough tiles
     assert split_bytes(gemm(0, 128, 65536, (65536, 1), (128, 1))) == 0
     batch = gemm(8, 8, 65536, (8 * 65536, 65536, 1), (0, 8, 1), batch=(2,))
     assert split_bytes(batch) == 0

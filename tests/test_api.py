@@ -96,7 +96,7 @@ def test_weak_types(normal, dtype, scalar):
 @pytest.mark.parametrize("strong", [None, "w", "b", "c", "residual", "alpha"])
 @pytest.mark.parametrize("preferred", [None, jnp.float32])
 def test_a_result_is_weak_where_all_operands_are(strong, preferred):
-    """And no type was asked for: as a formula in `jnp` of the same operands."""
+    """A result is weakly typed, as in `jnp`, if all operands are and no type is requested."""
     shapes = {"x": (2, 2), "w": (2, 2), "b": (2,), "c": (2, 2), "residual": (2, 2), "alpha": ()}
     values = {
         name: jnp.ones(shape) if name == strong else jax.lax.full(shape, 1.0)

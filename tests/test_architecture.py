@@ -1,6 +1,6 @@
-"""Who may include whom in ``cuda/``, and what of the package's own its modules import.
+"""The include rules of ``cuda/``, and what the package's modules import from the package itself.
 
-Folders of Python import downwards: ``lint-imports`` checks that, among the other hooks.
+``lint-imports``, another hook, checks that Python folders import downwards.
 """
 
 import graphlib
@@ -20,7 +20,7 @@ FROM_PACKAGE = re.compile(r"^\s*from jax_tcgemm import ([^(\n]+|\([^)]+\))", re.
 
 
 def folder(path: pathlib.PurePath) -> str:
-    """Returns the outermost folder of a path; a header beside the folders is its own."""
+    """Returns the outermost folder of a path; a header beside the folders is its own folder."""
     return path.parts[0]
 
 
@@ -43,7 +43,7 @@ def test_no_folders_include_one_another_in_a_circle():
 
 
 def test_modules_import_only_modules_from_the_package():
-    """What is public is above them all, where ``lint-imports`` does not look."""
+    """Public names are the top layer, which ``lint-imports`` does not check."""
     found = set()
     for path in (ROOT / "jax_tcgemm").rglob("*.py"):
         if path.name not in ("__main__.py", "selftest.py"):

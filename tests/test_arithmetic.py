@@ -1,4 +1,4 @@
-"""The table of arithmetic: what a row may be, and how one is found for a product."""
+"""The table of arithmetic: the valid rows, and how a product finds its row."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ TO_BF16 = Arithmetic(
 
 
 def test_each_row_is_a_preset_of_jax():
-    """Today: names of our own are for what JAX has no preset for."""
+    """Today every name is JAX's; our own names are for arithmetic without a JAX preset."""
     for name, row in ARITHMETIC.items():
         assert row.name == name == DotAlgorithmPreset[name].name
         assert jnp.dtype(row.a.name).itemsize == row.a.bytes

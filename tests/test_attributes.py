@@ -1,4 +1,4 @@
-"""The attributes of the custom call, all of them: programs that were exported have the same."""
+"""All attributes of the custom call: exported programs contain the same attributes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jax_tcgemm.problem.epilogue import Epilogue
 from jax_tcgemm.problem.spec import GemmSpec
 from jax_tcgemm.problem.strides import Operands
 
-# Of a product (80, 64) @ (64, 48) in bfloat16, and nothing else.
+# Attributes of a plain product (80, 64) @ (64, 48) in bfloat16.
 PLAIN = {
     "m": 80,
     "n": 48,
@@ -59,7 +59,7 @@ X, W, C, VECTOR = bf16(80, 64), bf16(64, 48), bf16(80, 48), bf16(48)
 
 
 def by_primitive(epilogue, *values, **names):
-    """Binds the primitive to operands of the epilogue that no public function takes."""
+    """Binds the primitive to epilogue operands that no public function takes."""
     x = Operands(X, W, *values, **names)
     axes = Operands(*(None if o is None else tuple(range(o.ndim)) for o in x))
     spec = GemmSpec(axes, X.dtype, _compat.canonicalize_precision(None), epilogue)
@@ -150,7 +150,7 @@ GATED = {"gated": True, "activation": "Silu"}
             {"c_role": "derivative", "activation": "Tanh", "has_c": True, "c_strides": [48, 1]},
         ),
         (both_derivatives, GATED_DERIVATIVE),
-        # The kernel writes both results of the two.
+        # The kernel writes both results, even if one is needed.
         (lambda: both_derivatives()[1], GATED_DERIVATIVE),
         (lambda: gated_gemm(X, W, W), {**GATED, "has_b2": True}),
         (

@@ -1,4 +1,4 @@
-"""The benchmark of public models: its programs, of small sizes, and what is made of the times."""
+"""The benchmark of public models: its programs in small sizes, and the evaluation of its times."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from jax_tcgemm import fuse
 
-# Programs whose libraries the tests install.
+# Programs whose libraries the test environment installs.
 HERE = ("gqa decode 16", "experts train")
 
 

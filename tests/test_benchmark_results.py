@@ -1,4 +1,4 @@
-"""What comes of a run of the benchmark: records, tables, the picture; and the programs."""
+"""The output of a benchmark run: records, tables and the picture; and the programs."""
 
 import dataclasses
 import json
@@ -11,6 +11,7 @@ import pytest
 import report
 import run
 import sharded
+import speed_page
 import xla_rival
 from benchmark_cases import CASES, UNSUPPORTED, tiny
 
@@ -98,7 +99,7 @@ def test_run_writes_resumes_and_reports(small_suite, tmp_path, capsys):
     assert "1/1" in capsys.readouterr().err
     assert run.main([*arguments, "--resume"]) == 0
     captured = capsys.readouterr()
-    assert "2/2" in captured.err  # the other product and what is not supported
+    assert "2/2" in captured.err  # the other product and the unsupported case
     assert "geometric mean" in captured.out
     assert "chain of 100" in captured.out
     assert len(report.load(path)["rows"]) == 3
@@ -205,3 +206,7 @@ def test_a_sharded_program_that_is_wrong_is_not_timed(monkeypatch, tmp_path):
     assert sharded.main(arguments) == 1
     (row,) = json.loads(path.read_text())["rows"]
     assert "differs from XLA's result" in row["error"]
+
+
+def test_the_page_of_speeds_is_up_to_date():
+    assert speed_page.PAGE.read_text() == speed_page.page(), "python -P benchmarks/speed_page.py"

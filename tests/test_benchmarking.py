@@ -1,4 +1,4 @@
-"""The timer's CUPTI session: how it takes turns, and how its record is divided."""
+"""The timer's CUPTI session: how timers take turns, and how its record is divided."""
 
 import jax.numpy as jnp
 import pytest
@@ -34,7 +34,7 @@ def test_a_session_that_does_not_divide_is_refused(record):
 
 
 class FakeCupti:
-    """Stands for the extension of JAX's profiler; every run of a chain is one kernel."""
+    """A fake of the extension of JAX's profiler; every run of a chain is one kernel."""
 
     def __init__(self, monkeypatch):
         self.record = []
@@ -73,7 +73,7 @@ def test_one_session_times_all_chains(monkeypatch):
     timings = benchmarking.time_chains(chains_of("xy"), reps=5, block=2, method="cupti")
     assert set(timings) == {"x", "y"}
     assert all(timing.seconds == (1.5e-3,) * 6 for timing in timings.values())
-    # The fake has one kernel for a chain of two calls.
+    # The fake runs one kernel for a chain of two calls.
     assert all(timing.kernels == 0.5 for timing in timings.values())
 
 

@@ -1,4 +1,4 @@
-"""The benchmark's cases, and how each is measured beside its competitors."""
+"""The benchmark's cases, and how each is measured beside its rivals."""
 
 import dataclasses
 import fnmatch
@@ -24,7 +24,7 @@ from jax_tcgemm.tools.chain import compile_chain
 
 pytestmark = pytest.mark.any_jax
 
-# One of each kind: what differs in extents alone runs the same code.
+# One case of each kind: cases that differ only in extents run the same code.
 KINDS = list(dict.fromkeys(tiny(case, suite="tiny") for case in CASES))
 STEP = next(case for case in KINDS if case.step)
 MORE_KINDS = [
@@ -100,16 +100,17 @@ def test_operands_are_fresh_and_of_unit_products():
 @pytest.mark.parametrize("case", [*KINDS, *MORE_KINDS], ids=lambda case: case.label)
 def test_ours_computes_what_the_rival_does(case):
     (arrays,) = case.argument_sets()[0]
-    # Of numbers about 1; a softmax of products of such is one of them, now this, now that.
+    # Operands about 1. In a fused block, they would make the softmax select one score, which
+    # rounding decides.
     if not case.scale and case.step != "fused block":
         arrays = {
             name: jax.random.normal(jax.random.key(index), shape, cases.DTYPES[case.dtype])
             for index, (name, shape) in enumerate(case.shapes.items())
         }
-    # XLA's CPU backend lacks some products of 16-bit operands to float32.
+    # XLA's CPU backend lacks some 16-bit products with a float32 result.
     widens = case.out and not case.scale
     wide = {name: x.astype(case.out_dtype) for name, x in arrays.items()} if widens else arrays
-    known = case.precision != "TF32_TF32_F32_X3"  # of XLA's presets not by CPUs
+    known = case.precision != "TF32_TF32_F32_X3"  # CPUs lack this preset of XLA
     rival = case if known else dataclasses.replace(case, precision="highest")
     compute = jax.jit(case.ours())
     ours, xla = compute(arrays), jax.jit(functools.partial(xla_rival.xla, rival))(wide)
@@ -120,7 +121,7 @@ def test_ours_computes_what_the_rival_does(case):
     )
     results = len(arrays) if case.step else 1 + bool(has_two)
     assert len(jax.tree.leaves(ours)) == results
-    # The check is of use: without the last operand the result is another.
+    # Checks the check: without the last operand the result is different.
     last = list(arrays)[-1]
     wrong = compute({**arrays, last: jnp.zeros_like(arrays[last])})
     assert "of its norm" in measure.disagreement(case, wrong, xla)
@@ -164,7 +165,7 @@ def test_times_the_configurations_that_can_compute_the_case(all_kernels):
         for row in kernel_names.for_algorithm("BF16_BF16_F32")
         if fnmatch.fnmatch(row.name, glob) and not (row.copies_whole_chunks or row.gated)
     ]
-    case = tiny(CASES[0])  # no extent allows copies of 16 bytes
+    case = tiny(CASES[0])  # no extent allows 16-byte copies
     row = measure.measure_case(case, options(configs=glob))
     assert "error" not in row
     assert set(names) <= set(row["configs"]) <= set(measure.config_names(case, glob))

@@ -1,4 +1,4 @@
-"""In a clone, whose sources hide the installed package, Python runs the installed package."""
+"""Python in a clone runs the installed package, even though the sources hide it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import jax_tcgemm
 pytestmark = pytest.mark.any_jax
 
 INSTALLED = pathlib.Path(jax_tcgemm.__file__).parent
-# What an import of the package has to be like, wherever it was found.
+# Properties of an imported package, wherever Python found it.
 CHECKS = f"""
 import importlib, importlib.resources, inspect, pathlib, pickle, sys
 import jax_tcgemm
@@ -55,7 +55,7 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def clone(tmp_path):
-    """The sources without the extension, as git has them."""
+    """Returns the sources without the extension, as in git."""
     folder = tmp_path / "clone"
     ignored = shutil.ignore_patterns("_core*", "include", "__pycache__", "sm90_kernels.txt")
     shutil.copytree(INSTALLED, folder / "jax_tcgemm", ignore=ignored)
@@ -64,7 +64,7 @@ def clone(tmp_path):
 
 @pytest.fixture
 def run(clone):
-    """Runs Python in the clone; returns what it prints."""
+    """Returns a function that runs Python in the clone and returns the output."""
     paths = [str(INSTALLED.parent), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
@@ -81,16 +81,16 @@ def run(clone):
 
 
 def test_programs_in_a_clone(run, clone):
-    """Also after `reload`, in a process that was spawned, and when run as `python -m`."""
+    """It also works after `reload`, in a spawned process, and for `python -m`."""
     (clone / "program.py").write_text(PROGRAM)
     run("program.py")
     assert "usage: python -m jax_tcgemm" in run("-m", "jax_tcgemm", "--help")
     assert str(INSTALLED) in run("-c", "import jax_tcgemm; print(jax_tcgemm.__path__)")
 
 
-@pytest.mark.nightly  # .ci/run is one, too
+@pytest.mark.nightly  # .ci/run runs in a clone, too
 def test_pytest_in_a_clone(run, clone):
-    """In a process of xdist's, which pytest starts."""
+    """The test runs in an xdist worker that pytest starts."""
     test = f"{CHECKS}\n\ndef test_one():\n    check()\n\n\ndef test_two():\n    check()\n"
     (clone / "test_program.py").write_text(test)
     without = ("-p", "no:cacheprovider", "-p", "no:benchmark")
@@ -108,7 +108,7 @@ def test_a_clone_of_another_version_says_so(run, clone):
     assert "pip install ." in said
 
 
-# The rules, of a package that has nothing else.
+# The import rules, for a package that has nothing else.
 INIT = """
 import sys
 from jax_tcgemm import _clone
@@ -119,7 +119,7 @@ from small_package import part
 
 @pytest.fixture
 def small(tmp_path, monkeypatch):
-    """Makes folders of a package; returns a function that imports it from them."""
+    """Returns a function that creates package folders, and one that imports from them."""
 
     def make(name, init=True, extension=False):
         folder = tmp_path / name / "small_package"
@@ -168,7 +168,7 @@ def test_without_an_installed_package_nothing_changes(small):
 
 
 def test_a_folder_with_nothing_but_an_extension_is_no_package(small):
-    """An editable install puts one into site-packages."""
+    """An editable install puts such a folder into site-packages."""
     make, imported = small
     own = make("clone")
     folder = make("site-packages", init=False, extension=True)
@@ -176,7 +176,7 @@ def test_a_folder_with_nothing_but_an_extension_is_no_package(small):
 
 
 def test_an_editable_install_stays(small):
-    """Its finder knows where the extension is."""
+    """The finder of the editable install knows where the extension is."""
     make, imported = small
     own = make("clone")
     folder = make("site-packages", init=False, extension=True)

@@ -1,4 +1,4 @@
-"""What travels, read from lines of compiled programs as XLA's compilers write them."""
+"""The bytes of collectives, read from compiled programs as XLA's compilers print them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jax_tcgemm.tools.collectives import collectives
 pytestmark = pytest.mark.any_jax
 
 LINES = {
-    # 16 x 32 of float32, of which half is the device's own
+    # 16 x 32 of float32; the device already has half
     "%all-gather = f32[16,32]{0,1} all-gather(%x), channel_id=1, replica_groups=[4,2]<=[8], "
     "dimensions={1}": ("all-gather", 1024),
     "ROOT %psum.5 = f32[64,48]{1,0} all-reduce(%y), channel_id=1, "
@@ -29,12 +29,16 @@ LINES = {
     "dimensions={0}": ("reduce-scatter", 3 * 3072),
     "%all-to-all.5 = (f32[1,8]{1,0}, f32[1,8]{1,0}) all-to-all(%a, %b), "
     "replica_groups={{0,1},{2,3}}": ("all-to-all", 32),
-    # to half of the devices, one of which sends to itself
+    # to half of the devices; one of them sends to itself
     "%collective-permute = f32[16,24]{1,0} collective-permute(%x), channel_id=1, "
     "source_target_pairs={{0,0},{2,3},{4,5},{6,7}}": ("collective-permute", 1536 * 3 / 8),
-    # an asynchronous one has its operand beside its result
+    # an asynchronous collective has its operand beside its result
     "%all-gather-start = (bf16[8,8]{1,0}, bf16[16,8]{1,0}) all-gather-start(%x), "
     "replica_groups={{0,1}}, dimensions={0}": ("all-gather", 128),
+    "%all-gather-start.2 = ((f32[8], f32[4]), (f32[16], f32[8])) all-gather-start(%x, %y), "
+    "replica_groups={{0,1}}, dimensions={0}": ("all-gather", 48),
+    "%collective-permute-start = (f32[16], f32[16], u32[], u32[]) collective-permute-start(%x), "
+    "source_target_pairs={{0,1},{1,0}}": ("collective-permute", 16),
     "%all-reduce-start.1 = bf16[64]{0} all-reduce-start(%x), replica_groups={}, to_apply=%add": (
         "all-reduce",
         2 * 7 / 8 * 128,
@@ -76,7 +80,7 @@ def test_a_loop_counts_as_often_as_it_runs():
     found = [sorted(collectives(text, 8)) for text in texts]
     assert found[1]
     assert found[0] == sorted(3 * found[1])
-    # As other printers have it.
+    # Other printers omit the percent signs.
     assert sorted(collectives(texts[0].replace("%", ""), 8)) == found[0]
 
 

@@ -50,7 +50,7 @@ def test_registers_and_spills(script):
 @pytest.mark.parametrize("kind", ["info   ", "warning"])
 @pytest.mark.parametrize("first", [True, False])
 def test_serialised_wgmma(script, kind, first):
-    """By its name, wherever ptxas says it: before all kernels, among them, or at the end."""
+    """The report names the kernel, wherever ptxas warns: before, among or after all kernels."""
     loss = SERIALISED.format(kind=kind, name="_Z3twov")
     text = loss + TWO if first else TWO + loss
     lines = "_Z3onev 168 0\n_Z3twov 255 20\nwarning C7510 _Z3twov\n"

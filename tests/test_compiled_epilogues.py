@@ -1,4 +1,4 @@
-"""Functions of the user as epilogues: their meaning under JAX's transformations, and their C++."""
+"""User functions as epilogues: their meaning under JAX's transformations, and their C++."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_dropout_is_that_of_jax_random():
 
 
 def test_a_small_product_of_a_function_that_draws_is_left_to_xla(cuda_module):
-    """Which draws in less time, and multiplies no slower."""
+    """XLA draws in less time, and multiplies no slower."""
 
     def f(*products):
         return jnp.where(jax.random.bernoulli(jax.random.key(1), 0.5, products[0].shape), *products)
@@ -162,7 +162,7 @@ def test_a_small_product_of_a_function_that_draws_is_left_to_xla(cuda_module):
 
 
 def test_draws_over_a_batch_that_goes_on_where_rows_end(cuda_module, monkeypatch):
-    """Of which the kernel makes one matrix; one of several matrices draws apart."""
+    """The kernel treats the batch as one matrix; several matrices would draw separately."""
     monkeypatch.setattr(lowering, "_FEW_DRAWN", 0)
     monkeypatch.setattr(lowering.compiler, "obstacle", lambda *_: None)
 
@@ -307,9 +307,9 @@ def test_half_of_one_and_tanh_is_a_logistic_function():
         (lambda x: jnp.exp(x).astype(jnp.float8_e4m3fn), "coarse_exp"),
         (lambda x: jax.nn.sigmoid(x.astype(BF16)), "coarse_logistic"),
         (lambda x: ((1 + jnp.tanh(x)) * (1 - jnp.tanh(x))).astype(BF16), "coarse_beside_tanh"),
-        # Rounded on the way.
+        # Rounded between two operations.
         (lambda x: jax.nn.silu(x).astype(BF16).astype(jnp.float32), "coarse_logistic"),
-        # In full, of a result or of another that shows it.
+        # In full precision, since a float32 value is a result or decides another result.
         (jax.nn.gelu, "logistic"),
         (lambda x: (y := jnp.exp(x), y.astype(BF16), y.max()), "fast_exp"),
         (lambda x: (y := jax.nn.gelu(x), y.astype(BF16)), "logistic"),
@@ -336,7 +336,7 @@ def test_tanh_of_a_number(function):
 
 
 def test_every_operation_of_the_table_compiles():
-    """Each by itself, of floats or of integers, by NVRTC."""
+    """NVRTC compiles each operation separately, on floats or on integers."""
     found = nvrtc.find()
     assert not isinstance(found, str), found
     names = sorted({*operations.NAMES} - {"add_any", "clamp"})
@@ -372,7 +372,7 @@ def test_random_functions_translate_and_compile(part, tmp_path, monkeypatch):
 
 
 def _programs_of(row):
-    """The C++ of an epilogue of a row's products: of many matrices, and with scales of one."""
+    """Returns the C++ of an epilogue: for plain operands and batches, and with block scales."""
     accumulator = jax.ShapeDtypeStruct((96, 64), jnp.int32 if row.tag == "s8" else jnp.float32)
     weights = 2 if row.gated else 1
     operands = [jax.ShapeDtypeStruct(shape, BF16) for shape in ((96, 64), (96, 1), (64,), ())]
@@ -393,7 +393,7 @@ _ROWS = [row for row in table.RUN_TIME_CONFIGS if row.algorithm in ("E4M3_E4M3_F
     "row", [slow(row) if i % 3 else row for i, row in enumerate(_ROWS)], ids=lambda row: row.name
 )
 def test_rows_of_8_bits_compile(row, tmp_path, monkeypatch):
-    """Of the two accumulators; the build compiles none of them."""
+    """The programs use both accumulators; the build compiles no quantized rows."""
     monkeypatch.setenv("JAX_TCGEMM_CACHE_DIR", str(tmp_path))
     layout = "nn" if row.streams_b else "nt"
     assert all(compiler.compile_kernel(text, row.name, layout) for text in _programs_of(row))

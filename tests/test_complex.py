@@ -1,4 +1,4 @@
-"""Products of complex64: which real products they are lowered to."""
+"""Products of complex64: the real products that they are lowered to."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def test_b_is_read_as_it_lies(cuda_module, said):
 @pytest.mark.parametrize(
     ("a", "b", "options"),
     [
-        ((1000, 520), (1100, 520), {"transpose_b": True}),  # k is what is contiguous
-        ((1000, 520), (520, 1101), {}),  # rows that TMA cannot address
+        ((1000, 520), (1100, 520), {"transpose_b": True}),  # k is contiguous
+        ((1000, 520), (520, 1101), {}),  # TMA cannot address these rows
         ((1000, 521), (521, 1100), {}),
     ],
 )
@@ -51,7 +51,7 @@ def test_planes_are_made_of_b_as_it_lies(cuda_module, transpose_b):
     )
     assert picked(call, "algorithm", "pairs_of_b") == ("F32_F32_F32", True)
     assert call["b_strides"] == ([1, 1042] if transpose_b else [2202, 1])
-    # Planes of k filled up to a multiple of 64, and what is noted of the operands.
+    # Planes with k padded to a multiple of 64, and the notes about the operands.
     assert call["padding_bytes"] == 2 * 3 * 1088 * (1000 + 2202) + 128 + 1024 * 4
 
 
@@ -59,7 +59,7 @@ def test_batches(cuda_module):
     _, (call,) = cuda_module(lambda a, b: gemm(a, b), c64(5, 640, 768), c64(5, 768, 1280))
     assert picked(call, "pairs_of_b", "batch_shape") == (True, [5])
     assert call["b_strides"] == [2 * 768 * 1280, 2560, 1]
-    # A batch that B has not is rows of one product.
+    # If B has no batch, the batch becomes rows of one product.
     _, (call,) = cuda_module(lambda a, b: gemm(a, b), c64(5, 640, 768), c64(768, 1280))
     assert picked(call, "pairs_of_b", "batch_shape", "m") == (True, [], 3200)
 

@@ -1,4 +1,4 @@
-"""What ``config=`` takes: rows, rows with k in parts, XLA's own composition."""
+"""The values of ``config=``: rows, rows that split k, XLA's own composition."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_xla_by_name(f, arrays):
 
 
 def sums(text):
-    """The types that products of a program have."""
+    """Returns the result types of the products in a program."""
     return re.findall(r"stablehlo.dot_general.* -> tensor<[x\d]*x(\w+)>", text)
 
 
@@ -55,7 +55,7 @@ def sums(text):
         ({"bias": "bfloat16", "activation": "gelu"}, "bfloat16", "bf16"),
         ({"bias": "float16"}, "float16", "f16"),
         ({"c": "bfloat16"}, "bfloat16", "bf16"),
-        # What jnp has no sum for, what is scaled, and what may be beyond the numbers of float16.
+        # Sums that jnp does not have, scaled products, and values that may exceed float16's range.
         ({"bias": "float16", "activation": "silu"}, "float16", "f32"),
         ({"bias": "float16", "alpha": 0.5}, "float16", "f32"),
         ({"c": "bfloat16", "beta": -1.0}, "bfloat16", "f32"),
@@ -73,7 +73,7 @@ def test_xla_is_asked_for_as_jnp_would(options, dtype, product):
     }
     text = lowered(lambda a, b: gemm(a, b, config="xla", **options), a, b)
     assert sums(text) == [product]
-    # An activation, and what is left to XLA without being asked for, are in float32.
+    # Activations run in float32, and so do products that XLA computes as a fallback.
     assert ("f32" in text) == (product == "f32" or "activation" in options)
 
 
@@ -85,7 +85,7 @@ def test_xla_by_name_is_kept_where_a_gated_product_is_taken_apart():
     packed = lambda x, w: gated_gemm(x, w, config="xla")  # noqa: E731
     grad = jax.grad(lambda x, w: packed(x, w).astype("float32").sum(), (0, 1))
     assert configs(packed, *ARRAYS) == []
-    assert configs(grad, *ARRAYS) != []  # derivatives choose their own
+    assert configs(grad, *ARRAYS) != []  # derivatives choose their own configuration
 
 
 def test_parts_of_k_by_name():
@@ -93,7 +93,7 @@ def test_parts_of_k_by_name():
     assert f'config = "{ROW}/splits=4"' in text
     # Four products of whole tiles of clusters in float32, and flags.
     assert f"tensor<{4 * 4 * 256 * 384 + 8192}xui8>" in text
-    # With an epilogue, which what adds up the parts has.
+    # The code that adds up the parts applies the epilogue.
     arrays = *ARRAYS, bf16(384)
     named = configs(
         lambda a, b, c: gemm(a, b, bias=c, activation="silu", config=f"{ROW}/splits=2"), *arrays

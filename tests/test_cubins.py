@@ -1,4 +1,4 @@
-"""Kernels compiled at run time: NVRTC is found, and what it made is kept and checked."""
+"""Kernels compiled at run time: NVRTC is found, and its output is cached and checked."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_broken_entries_are_misses(folder, damage):
 
 @pytest.fixture
 def umask():
-    """Sets the umask: umask(0o002)."""
+    """Returns a function that sets the umask: umask(0o002)."""
     before = os.umask(0o022)
     yield os.umask
     os.umask(before)
@@ -100,7 +100,7 @@ def _mode(path):
 @pytest.mark.parametrize("first", ["tuning", "cubin"])
 def test_kept_under_every_umask(folder, monkeypatch, umask, mask, first):
     umask(mask)
-    if first == "tuning":  # makes the folder above
+    if first == "tuning":  # creates the folder above
         assert cache.write("a device", "{}", Entry("xla", 1.0, 2.0, 1.0)) is None
     made = cubins.cubin(SOURCE, "sm_90a")
     assert (_mode(folder.parent), _mode(folder)) == (0o700, 0o700)
@@ -129,7 +129,7 @@ def test_own_folder_that_others_write_to_is_mended(folder, mode):
 
 
 def test_a_mode_that_does_not_change_is_refused(folder, monkeypatch):
-    """As on file systems without modes."""
+    """Some file systems have no modes."""
     folder.mkdir(parents=True)
     folder.chmod(0o777)
     monkeypatch.setattr(pathlib.Path, "chmod", lambda *_: None)
@@ -226,7 +226,7 @@ def test_least_recently_used_go_first(folder, monkeypatch):
 
 
 def test_the_compiler_is_part_of_the_key(folder, monkeypatch):
-    """Another release of NVRTC, its options and CUDA's headers make other machine code."""
+    """Another release of NVRTC, other options or other CUDA headers make other machine code."""
     found = nvrtc.find()
     assert isinstance(found, nvrtc.Nvrtc)
     keys = {cubins._key(SOURCE, "sm_90a", ())}
@@ -249,7 +249,7 @@ def test_the_build_identifier_is_part_of_the_key():
     path = nvrtc._file_of(found._library.nvrtcVersion)
     assert path is not None
     content = pathlib.Path(path).read_bytes()
-    note = struct.pack("III4s", 4, 20, 3, b"GNU")  # of 20 bytes, NT_GNU_BUILD_ID
+    note = struct.pack("III4s", 4, 20, 3, b"GNU")  # 20 bytes, NT_GNU_BUILD_ID
     at = content.index(note) + len(note)
     assert content[at : at + 20] in nvrtc._ends(path)
 
@@ -283,7 +283,7 @@ def test_threads_wait_for_one_compilation(folder, monkeypatch):
 
 
 def test_a_forked_process_compiles(folder):
-    """Though other threads of its parent compile, and hold the lock."""
+    """Other threads of its parent may compile and hold the lock."""
     program = f"""
 import concurrent.futures, os, threading, warnings
 from jax_tcgemm.epilogue import compiler, cubins, nvrtc
@@ -308,7 +308,7 @@ os._exit(os.waitpid(child, 0)[1] != 0)
 
 
 def test_a_process_forked_while_nvrtc_works_is_told(folder):
-    """NVRTC's locks are its own: where another thread had them, the child would wait for ever."""
+    """If another thread held one of NVRTC's locks, the child would wait forever."""
     program = f"""
 import os, threading, warnings
 from jax_tcgemm.epilogue import cubins, nvrtc

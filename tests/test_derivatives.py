@@ -22,7 +22,7 @@ def test_derivatives_against_finite_differences(rng, activation):
     with jax.enable_x64(True):
         shapes = [(2, 3, 4), (4, 3), (3, 1), (3,), (), ()]
         args = [jnp.asarray(rng.uniform(0.2, 1, shape)) for shape in shapes]
-        # With the default step of 1e-4 the differences themselves are off by 5e-5 of some sums.
+        # With the default step of 1e-4 the finite differences have an error of 5e-5 for some sums.
         check_grads(functools.partial(fused, activation=activation), args, order=2, eps=1e-5)
 
 
@@ -118,7 +118,7 @@ def test_linear_transpose_in_a_residual(normal, activation):
 
     (cotangent,) = jax.linear_transpose(f, residual)(g)
     np.testing.assert_allclose(cotangent, g.sum((0, 2))[:, None], rtol=1e-5, atol=1e-5)
-    # A primitive of whose two results the pre-activation alone has a cotangent.
+    # Only the pre-activation, one of the primitive's two results, has a cotangent.
     (cotangent,) = jax.linear_transpose(lambda r: jax.jvp(f, (r,), (r,))[1], residual)(g)
     np.testing.assert_allclose(cotangent, g.sum((0, 2))[:, None], rtol=1e-5, atol=1e-5)
 
@@ -127,7 +127,7 @@ def test_linear_transpose(normal):
     a, b, g = normal(4, 6), normal(6, 5), normal(4, 5)
     (cotangent,) = jax.linear_transpose(lambda a: gemm(a, b), a)(g)
     np.testing.assert_allclose(cotangent, g @ b.T, rtol=1e-5, atol=1e-5)
-    # alpha and beta, a and c: several operands are linear at once.
+    # The call is linear in several operands at once: alpha and beta, a and c.
     c = normal(4, 5)
     f = jax.linear_transpose(lambda s, t: gemm(a, b, c, alpha=s, beta=t), 1.0, 1.0)
     expected = (jnp.sum(g * (a @ b)), jnp.sum(g * c))
@@ -176,7 +176,7 @@ def test_integer_operand_has_no_gradient(normal):
     assert_trees_close(actual, expected)
 
 
-# What is not computed
+# Work that is skipped
 
 
 def test_zero_tangents_cost_nothing(operands, count_gemms):
@@ -225,7 +225,7 @@ def test_unread_preactivation_is_dropped(normal, cuda_module):
 
 
 def test_reverse_pass_forms_the_inner_cotangent_once(normal, cuda_module):
-    """One elementwise expression, which two products and the sum for the bias read."""
+    """One elementwise expression computes it; two products and the bias sum read it."""
     args = [normal(*shape, dtype=jnp.bfloat16) for shape in ((16, 24), (24, 8), (8,))]
 
     def f(a, b, bias):
@@ -240,7 +240,7 @@ def test_reverse_pass_forms_the_inner_cotangent_once(normal, cuda_module):
     ("m", "dtype", "products"), [(4096, None, 4), (8, None, 3), (4096, "float32", 3)]
 )
 def test_large_bias_gradients_are_products_with_ones(normal, cuda_module, m, dtype, products):
-    """Forward, two factors, and the sums over rows where they are many and rounded to 16 bits."""
+    """Row sums are a fourth product if rows are many and the result has 16 bits."""
     x, w = normal(2, m // 2, 16, dtype=jnp.bfloat16), normal(16, 1024, dtype=jnp.bfloat16)
     bias = normal(1024, dtype=dtype or jnp.bfloat16)
 

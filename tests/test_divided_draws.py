@@ -1,4 +1,4 @@
-"""Random numbers in epilogues of products that are divided among devices, or have a batch."""
+"""Random numbers in epilogues of products that are partitioned or have a batch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DRAWN = {
 @pytest.mark.parametrize("closed_over", [False, True])
 @pytest.mark.parametrize("name", DRAWN)
 def test_random_numbers_are_those_of_the_whole(normal, name, closed_over):
-    """Bit for bit, beside a product and with it."""
+    """The numbers are equal bit for bit, both returned beside a product and combined with it."""
 
     def program(x, w, key):
         def epilogue(product, *given):
@@ -55,7 +55,7 @@ def test_random_numbers_are_those_of_the_whole(normal, name, closed_over):
 
 
 def counts(made, rows, columns):
-    """Evaluates the C++ of a program up to what it draws, which is of counts: returns those."""
+    """Returns the program and the counters it draws from, by evaluating its C++ up to the draw."""
     program = translation.translate(made)
     assert not isinstance(program, str), program
     m, n = np.meshgrid(np.arange(rows), np.arange(columns), indexing="ij")
@@ -72,7 +72,7 @@ def counts(made, rows, columns):
 
 @pytest.mark.parametrize("shape", [(64, 48), (3, 8, 16), (2, 3, 4, 8), (1, 5, 1, 8)])
 def test_counts_of_draws(shape):
-    """Of a batch, too, whose matrices the kernel takes for more rows."""
+    """This holds for a batch, too: the kernel treats its matrices as more rows."""
 
     def epilogue(product):
         return [jnp.where(jax.random.bernoulli(jax.random.key(1), 0.5, shape), product, 0)]
@@ -83,7 +83,7 @@ def test_counts_of_draws(shape):
     program, found = counts(function, rows, shape[-1])
     assert program.flat_rows == (len(shape) > 2 and max(shape[:-2]) > 1)
     np.testing.assert_array_equal(found, np.arange(np.prod(shape)).reshape(rows, shape[-1]))
-    # The second half of what begins there, of rows and of the outermost dimension.
+    # The second half of a larger whole, along rows and along the outermost dimension.
     whole = (2 * shape[0], *shape[1:])
     function, _ = functions.trace(
         lambda p: [p + jax.random.uniform(jax.random.key(1), whole)],
@@ -130,7 +130,7 @@ def test_64_bits_are_left_to_xla(normal):
 
 
 def test_draws_follow_the_configuration_of_jax(normal):
-    """The same function, by counts and otherwise."""
+    """The same function draws with partitionable counters and without."""
     key = jax.random.key(5)
 
     def program(x, w):
@@ -160,7 +160,7 @@ def test_words_of_a_key_are_no_axis(normal):
 
 
 def test_what_a_device_is_told_to_compute_has_a_translation(normal, monkeypatch):
-    """Where its part begins is an operand: no kernel can ask which device it is of."""
+    """The part's offset is an operand: a kernel cannot ask which device it runs on."""
     told = []
 
     def spec(product, function):
@@ -183,7 +183,7 @@ def test_what_a_device_is_told_to_compute_has_a_translation(normal, monkeypatch)
 
 
 def test_a_part_draws_in_the_kernel(normal):
-    """What a device computes translates, and its counts begin where the part does."""
+    """A device's part translates, and its counters begin at the part's offset."""
 
     def epilogue(product):
         return [jnp.where(jax.random.bernoulli(jax.random.key(1), 0.5, product.shape), product, 0)]
@@ -200,7 +200,7 @@ def test_a_part_draws_in_the_kernel(normal):
     assert "random_words(" in "\n".join(program.lines)
     strides = [leaf.strides(2) for leaf in program.leaves]
     text = source_of(program, strides, 24, batched=False)
-    if _core.build_info()["cuda"]:  # and so kernels' headers
+    if _core.build_info()["cuda"]:  # the build has the kernels' headers
         assert compiler.compile_kernel(text, "sm90_bf16_128x128x64_s6_c2x1_pingpong", "nn")
     values = normal(16, 24)
     (kept,) = made(values, *held)

@@ -1,4 +1,4 @@
-"""Functions of the user as epilogues of products that are divided among devices."""
+"""User functions as epilogues of partitioned products."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_reductions_are_joined(normal, layout, shape):
 
 
 def test_what_is_reduced_over_parts_of_other_sizes(normal):
-    """What XLA pads would be reduced, too, so that the rows stay whole."""
+    """A reduction would include XLA's padding, so the rows are not partitioned."""
     x, w, bias = normal(64, 32), normal(32, 48), put(mesh_of(), normal(48))
     x, w = put(mesh_of(), x, "x"), put(mesh_of(), w)
 
@@ -73,7 +73,7 @@ def test_what_is_reduced_over_parts_of_other_sizes(normal):
 
 
 def test_a_result_is_scattered(normal):
-    """Rows of a sum over k, of which each device computes the function for its own."""
+    """The product sums over k; each device applies the function to its own rows of the sum."""
 
     def program(x, w, rows):
         def epilogue(product, rows):
@@ -92,7 +92,7 @@ def test_a_result_is_scattered(normal):
 @pytest.mark.parametrize("mesh", [(2, 2), (4, 2)])
 @pytest.mark.parametrize("wanted", [P("x"), P(None, "x"), P("x", "y"), P("y", "x")])
 def test_a_result_that_lies_otherwise_than_the_product(normal, mesh, wanted):
-    """As many columns as rows; the first result is transposed, and wanted in parts of the sum."""
+    """m = n; the first result is transposed, and its requested sharding uses axes of the sum."""
     mesh = mesh_of(mesh)
 
     def program(x, w, c):
@@ -127,7 +127,7 @@ def test_a_result_with_a_further_dimension(normal):
 
 
 def test_a_value_with_two_axes_of_one_name(normal):
-    """As many matrices as rows: what has rows twice cannot be divided by them."""
+    """With as many matrices as rows, a value with two row axes cannot be partitioned by rows."""
 
     def program(x, w):
         def epilogue(product):
@@ -165,7 +165,7 @@ def test_nothing_travels_but_what_is_joined(normal):
 @pytest.mark.any_jax
 @pytest.mark.parametrize("seed", range(24))
 def test_random_functions(seed, normal):
-    """As numbers and names, as text and back, and on devices."""
+    """Traced functions, text and back, and several devices give the same results."""
     epilogue = random_epilogues.draw(seed)
     m, n = 24, 16
     values = [np.asarray(normal(m, n)), *random_epilogues.operands_of(epilogue, m, n)]
@@ -196,7 +196,7 @@ def test_random_functions(seed, normal):
     for got, exact in zip(jax.jit(product)(x, *values[1:]), expected, strict=True):
         assert got.dtype == exact.dtype
         got, exact = (np.asarray(each, np.float32) for each in (got, exact))
-        # XLA fuses otherwise; what jumps may, at one value in a hundred, jump.
+        # XLA fuses differently, so one value in a hundred may fall on the other side of a jump.
         off = ~np.isclose(got, exact, rtol=3e-2, atol=3e-2, equal_nan=True)
         assert off.mean() <= 0.01, np.argwhere(off)
 
@@ -208,7 +208,7 @@ def test_each_operation_has_one_of_jax(name):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_maxima_keep_nan(normal, dtype):
-    """Which all-reduces may drop; infinities and zeros are what they are, too."""
+    """All-reduces may drop NaN; infinities and zeros must stay, too."""
 
     def program(x, w):
         def epilogue(product):
@@ -260,7 +260,7 @@ def test_parts_of_other_sizes_are_not_reduced_after_a_sum(normal):
 
 
 def test_a_named_row_of_a_part(normal):
-    """Which a device's part cannot have, as it is: 9 of 36 columns."""
+    """The named row does not suit a device's part as it is: 9 of 36 columns."""
     x, w = put(mesh_of(), normal(64, 64)), put(mesh_of(), normal(64, 36), None, "x")
     config = "sm90_bf16_128x128x64_s6_c2x1_pingpong"
 
@@ -274,7 +274,7 @@ def test_a_named_row_of_a_part(normal):
 
 
 def test_operands_that_only_look_like_axes(normal):
-    """As many rows as columns: what an axis is, is how it is broadcast."""
+    """With m = n, broadcasting alone decides which axis an operand has."""
     x, w = put(mesh_of(), normal(32, 32), "x"), put(mesh_of(), normal(32, 32), None, "y")
     vector = put(mesh_of(), normal(32), "x")
 
@@ -284,7 +284,7 @@ def test_operands_that_only_look_like_axes(normal):
 
         return gemm(x, w, epilogue=epilogue, epilogue_operands=(vector,))
 
-    # Along rows and along columns: no axis can be divided alone.
+    # The vector runs along rows and along columns, so no axis can be partitioned alone.
     assert not is_divided(program, x, w, vector)
     got, expected = both(program, x, w, vector)
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)

@@ -1,4 +1,4 @@
-"""`dot_general` against `lax.dot_general`: random problems, what is moved, what is handed on."""
+"""`dot_general` against `lax.dot_general`: random problems, moved operands, calls passed to lax."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def results(problems: list[Problem], arrays: list, on_cpu: bool):
     try:
         together = jax.jit(functools.partial(run, problems))(arrays)
     except jax.errors.JaxRuntimeError:
-        # XLA has products that it cannot compile: without those. They are few.
+        # XLA cannot compile some products. They are few; this drops them.
         compiled = [(p, x) for p, x in zip(problems, arrays, strict=True) if lax_compiles(p, x)]
         assert len(compiled) > 0.8 * len(problems)
         problems, arrays = map(list, zip(*compiled, strict=True))
@@ -53,7 +53,7 @@ def lax_compiles(problem: Problem, x: list) -> bool:
 
 @pytest.fixture
 def check_problems(rng, exact, assert_accurate):
-    """Compares problems, all in one program: nearly all of the time goes into compiling."""
+    """Compares problems in one program, since compiling takes nearly all of the time."""
 
     def check(problems: list[Problem], on_cpu: bool):
         arrays = [problem.arrays(rng) for problem in problems]
@@ -64,13 +64,15 @@ def check_problems(rng, exact, assert_accurate):
                 lhs, rhs = (exact(problem.rounded(operand, on_cpu)) for operand in x)
                 truth = exact_product(lhs, rhs, problem.dimension_numbers)
                 if not jnp.issubdtype(got.dtype, jnp.inexact):
-                    # XLA's own are doubled on some GPUs, where another product has the operands.
+                    # On some GPUs, XLA's own results are doubled if another product has the same
+                    # operands.
                     np.testing.assert_array_equal(got, truth)
                     continue
                 in_tf32 = not on_cpu and jnp.float32 in (problem.lhs_dtype, problem.rhs_dtype)
                 slack = problem.slack(lhs, rhs, in_tf32)
-                # Both are XLA's there, which adds up one product after the other for some layouts:
-                # of 2312 products 1.8 times the slack were seen, by `lax.dot_general` a quarter.
+                # XLA computes both results there. For some layouts it adds up one product after the
+                # other. Among 2312 products the error reached 1.8 times the slack; with
+                # `lax.dot_general`, a quarter of the slack.
                 assert_accurate(got, baseline, truth, 2 * slack if on_cpu else slack)
             except AssertionError as error:
                 raise AssertionError(f"{problem}: {error}") from None
@@ -89,7 +91,7 @@ def test_random_problems_on_the_gpu(check_problems, rng, part):
     check_problems([draw(rng, 300) for _ in range(50)], on_cpu=False)
 
 
-# What is moved
+# Moved operands
 
 
 def numbers(subscripts: str):
@@ -128,11 +130,11 @@ def contraction(subscripts, function=dot_general):
         ("btf,fo->bto", 10, 4, 16, []),  # a dense layer
         ("btf,bto->fo", 16, 4, 10, []),  # the gradient of its weights
         ("btf,fhd->bthd", 10, 24, 16, []),  # a projection to several heads
-        ("bthd,hdf->btf", 10, 16, 24, []),  # and back
+        ("bthd,hdf->btf", 10, 16, 24, []),  # back to one dimension
         ("bqhd,bthd->bhqt", 6, 5, 8, [2, 3]),  # attention's scores
-        ("bhqt,bthd->bhqd", 6, 8, 5, [2, 3]),  # and its output
+        ("bhqt,bthd->bhqd", 6, 8, 5, [2, 3]),  # attention's output
         ("ukm,kvn->umvn", 7, 10, 12, []),
-        ("bkm,kn->bmn", 7, 10, 12, [2]),  # rows in two places
+        ("bkm,kn->bmn", 7, 10, 12, [2]),  # two separate row dimensions
         ("mk,k->m", 1, 7, 12, []),
         ("k,nk->n", 1, 10, 12, []),
         ("bkm,bk->bm", 1, 7, 12, [2]),
@@ -152,7 +154,7 @@ def test_in_place(cuda_module, normal, subscripts, m, n, k, batch):
     [
         ("tmd,dtn->mn", {}, ["lhs"]),
         ("mtd,nthd->mnh", {}, ["rhs"]),
-        ("mtd,dtn->mn", {}, ["lhs"]),  # either will do: the smaller one
+        ("mtd,dtn->mn", {}, ["lhs"]),  # moving either operand suffices: it moves the smaller one
         ("mtd,dtn->mn", {"m": 11}, ["rhs"]),
         ("tmd,dnt->mn", {}, ["lhs", "rhs"]),
         ("mk,tkn->mtn", {}, ["rhs"]),
@@ -187,7 +189,7 @@ def test_layers_are_differentiated_in_place(cuda_module, normal, subscripts):
 
 @pytest.mark.parametrize(("m", "is_moved"), [(7, True), (70, False)])
 def test_gradient_of_rows_in_two_places(normal, m, is_moved):
-    """Summed over the places: by the contraction, if moving lhs takes less than adding up."""
+    """The contraction sums over both row dimensions if moving lhs costs less than a sum."""
     args = arrays("bkm,kn->bmn", normal, m=m)
 
     def pullback(function):
@@ -199,7 +201,7 @@ def test_gradient_of_rows_in_two_places(normal, m, is_moved):
     assert_trees_close(pullback(dot_general)(*args), pullback(lax.dot_general)(*args))
 
 
-# What goes to lax
+# Calls passed to lax
 
 
 def primitives(function, *args):
@@ -268,7 +270,7 @@ def test_default_matmul_precision_is_heard(normal):
 
 
 def test_each_operand_keeps_its_precision(normal):
-    """Where the operands change places, as a vector on the right does."""
+    """Precisions follow the operands when they change places, as for a vector on the right."""
     jaxpr = jax.make_jaxpr(lambda x, y: dot_general(x, y, PLAIN, ("high", "default")))
     spec = jaxpr(normal(3, 4), normal(4, 1)).eqns[-2].params["spec"]
     assert spec.precision == (lax.Precision.DEFAULT, lax.Precision.HIGH)
@@ -277,10 +279,10 @@ def test_each_operand_keeps_its_precision(normal):
 def test_the_log_says_why(normal, monkeypatch, capfd):
     print_once.cache_clear()
     monkeypatch.setenv("JAX_TCGEMM_LOG", "1")
-    dot_general(normal(13), normal(17), OUTER)  # of types that nothing else has traced
+    dot_general(normal(13), normal(17), OUTER)  # nothing else has traced these types
     line = capfd.readouterr().err
     assert "dot_general float32[13] x float32[17]" in line
-    assert line.rstrip().endswith("lax.dot_general: nothing is contracted")
+    assert line.rstrip().endswith("fallback to XLA: nothing is contracted")
 
 
 def test_shardings_and_other_arguments_are_handed_on(normal):

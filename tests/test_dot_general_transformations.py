@@ -1,4 +1,4 @@
-"""`dot_general` under the JAX transformations and in the hooks it is for, against `lax`'s."""
+"""`dot_general` under JAX transformations and as a hook of other libraries, against `lax`'s."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from jax_tcgemm import dot_general
 
 PLAIN = (((1,), (0,)), ((), ()))
 
-# Shapes and dimension numbers: a dense layer, heads and back, attention's two products, rows and
-# columns in two places, contracted dimensions in another order, vectors.
+# Shapes and dimension numbers: a dense layer, a projection to heads and back, attention's two
+# products, two separate row or column dimensions, contraction dimensions in another order, vectors.
 CASES = [
     ((2, 5, 8), (8, 3), (((2,), (0,)), ((), ()))),
     ((2, 5, 8), (8, 3, 4), (((2,), (0,)), ((), ()))),
@@ -131,7 +131,7 @@ def test_vmap(normal, lhs_axis, rhs_axis):
 
 
 def test_nested_vmap_of_vectors_is_one_product(normal, cuda_module):
-    """A matrix by the vectors of a stack: one product of two matrices, nothing moved."""
+    """A matrix times a stack of vectors is one product of two matrices; nothing is moved."""
 
     def f(matrix, vectors):
         return jax.vmap(lambda v: dot_general(matrix, v, (((1,), (0,)), ((), ()))))(vectors)
@@ -181,7 +181,7 @@ def test_shard_map(normal, check_vma):
 @pytest.mark.parametrize("preferred", [None, jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("dtypes", [(None, None), (None, jnp.float32), (None, jnp.bfloat16)])
 def test_types_are_those_of_lax(preferred, dtypes):
-    """Weak types included: `jnp.full` without a dtype makes one."""
+    """This includes weak types: `jnp.full` without a dtype returns one."""
     args = [jnp.full((4, 4), 2.0, dtype) for dtype in dtypes]
 
     def types(function):

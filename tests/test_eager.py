@@ -1,4 +1,4 @@
-"""Outside of `jit` a call is a program that is found, not a function that is traced again."""
+"""Outside `jit`, a call finds its compiled program and does not trace a function again."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_the_same_types_are_not_traced_again(normal, name, monkeypatch):
 
 
 def test_calls_take_microseconds(normal):
-    """Few times those of `jnp.matmul`, whatever the machine."""
+    """Calls take a small multiple of the time of `jnp.matmul`, on any machine."""
     x, w, b = normal(8, 8), normal(8, 8), normal(8)
     functions = (
         lambda: jnp.matmul(x, w),
@@ -65,7 +65,7 @@ def test_calls_take_microseconds(normal):
         lambda: dot_general(x, w, DIMS),
     )
     best = [float("inf")] * len(functions)
-    for _ in range(50):  # by turns, for other work may hold the machine for a while
+    for _ in range(50):  # alternates, since other work may occupy the machine for a while
         for i, function in enumerate(functions):
             function().block_until_ready()
             for _ in range(20):
@@ -102,13 +102,13 @@ def test_numbers_are_constants_and_arrays_are_not(normal):
     np.testing.assert_allclose(gradient, (x @ w).sum(), rtol=1e-5)
 
 
-# In each group all are equal by `==`, but for NaN.
+# The numbers of each group are equal by `==`, except NaN.
 ALIKE = ((0.0, -0.0, 0, False), (1, 1.0, True), (2, 2.0), (float("nan"), -float("nan")))
 
 
 @pytest.mark.parametrize("numbers", ALIKE, ids=str)
 def test_numbers_that_are_equal_are_constants_apart(normal, numbers):
-    """Eagerly, in one program and in several, in either order; as `alpha` and as `beta`."""
+    """They differ eagerly, in one program and in several, in either order, as alpha and beta."""
     x, w = normal(4, 6), normal(6, 8)
     c = normal(4, 8)
 
@@ -138,7 +138,7 @@ def test_numbers_of_a_type_that_does_not_fit_raise_after_those_that_do():
 
 
 def test_activations_whose_numbers_are_equal(normal):
-    """As lower bounds zero and its negative."""
+    """The lower bounds are zero and its negative."""
     x, eye = -jnp.abs(normal(8, 8)) - 1, jnp.eye(8)
     for lowers in ((0.0, -0.0), (-0.0, 0.0)):
 
@@ -151,7 +151,7 @@ def test_activations_whose_numbers_are_equal(normal):
 
 
 def test_functions_of_jit_are_not_traced_again(normal):
-    """Such a one traces once itself; with other arrays it is another."""
+    """A function of jit traces itself once; with other arrays it is another function."""
     x = normal(8, 8)
     traced = []
 
@@ -172,7 +172,7 @@ def test_functions_of_jit_are_not_traced_again(normal):
 
 
 def test_settings_are_respected(normal):
-    """What JAX's context managers say is a part of what a program is found by."""
+    """JAX's context managers are part of the key of a compiled program."""
     x, w = normal(16, 600), normal(600, 8)
     precisions = set()
     for precision in ("default", "highest", "BF16_BF16_F32"):
@@ -187,7 +187,7 @@ def test_settings_are_respected(normal):
 
 
 class Holder:
-    """Stands for an array of another library."""
+    """A fake array of another library."""
 
     def __init__(self, array):
         self.array = array
@@ -204,7 +204,7 @@ def test_what_stands_for_an_array(normal):
 
 
 def test_arguments_that_no_program_takes(normal):
-    """Errors are of the arguments as they were given."""
+    """Error messages show the arguments as the caller gave them."""
     x, w = normal(4, 6), normal(6, 8)
     with pytest.raises(ValueError, match=r"activation=\['gelu'\] is unknown"):
         gemm(x, w, activation=["gelu"])

@@ -1,4 +1,4 @@
-"""Derivatives of functions as epilogues: what they keep, and the pass that goes back."""
+"""Derivatives of user epilogues: the values they keep, and the backward pass."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BF16 = jnp.bfloat16
 
 
 def _pullback(f, *kinds, shape=(M, N), accumulators=1):
-    """Returns the derivative's specification, which values it needs and which arrays."""
+    """Returns the derivative's specification, the values it needs and the arrays it needs."""
     products = [jax.ShapeDtypeStruct(shape, jnp.float32)] * accumulators
     shapes = {"": (), "n": shape[-1:], "m1": (*shape[:-1], 1), "mn": shape}
     operands = [jax.ShapeDtypeStruct(shapes[kind], BF16) for kind in kinds]
@@ -68,10 +68,10 @@ def test_smaller_operands_get_partial_sums_of_the_same_pass():
 
 def test_a_cotangent_that_only_passes_through_is_not_written():
     _, made = _program(lambda acc, residual: (jnp.tanh(acc) + residual).astype(BF16), "mn")
-    assert len(made.matrices) == 1  # of the product
+    assert len(made.matrices) == 1  # the cotangent of the product
     (leaf_of_cotangent, _) = made.leaves
     assert leaf_of_cotangent.shape == (M, N)
-    # Of another type it is written.
+    # If its type differs, the kernel writes it.
     _, made = _program(lambda acc, residual: jnp.tanh(acc) + residual, "mn")
     assert len(made.matrices) == 2
 
@@ -276,7 +276,7 @@ def _layer_operands(*shapes):
     return [_drawn(i, shape, jnp.float32) / 4 for i, shape in enumerate(shapes)]
 
 
-# What is easily taken for another
+# Cases that are easily confused
 
 
 def test_rows_of_a_batch_are_counted_apart():

@@ -1,4 +1,4 @@
-"""Residuals, scales of rows and columns, and the epilogues that only derivatives ask for."""
+"""Residuals, row and column scales, and the epilogues that only derivatives use."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def formula(a, b, bias, residual, row_scale, column_scale, alpha=1.0, activation
 
 @pytest.fixture
 def args(normal):
-    """a, b, bias, residual, row_scale, column_scale, alpha."""
+    """Returns a, b, bias, residual, row_scale, column_scale and alpha."""
     return normal(2, 5, 7), normal(7, 3), normal(3), normal(5, 3), normal(5), normal(3), normal()
 
 
@@ -190,7 +190,7 @@ def test_unread_results_are_dropped(normal, cuda_module):
 
     _, (forward,) = cuda_module(lambda *x: jax.vjp(f, *x)[0], a, b, residual)
     assert (forward["has_aux"], forward["c_role"]) == (False, "residual")
-    # The derivative alone needs neither the result nor the residual.
+    # The derivative needs neither the result nor the residual.
     _, (forward, _) = cuda_module(lambda *x: jax.vjp(f, *x)[1](a)[0], a, b, residual)
     assert (forward["has_aux"], forward["has_c"], forward["activation"]) == (False, False, "")
     assert len(forward["operands"]) == 2

@@ -1,4 +1,4 @@
-"""Every form of epilogue with any of its results: what is asked for, and what is left unread."""
+"""Every epilogue form with each subset of its results, requested or unused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.any_jax
 SILU = resolve("silu").reference
 SLOPE = resolve("silu").derivative
 
-# Of a form's operands (a, b, c, c2 or bias) all its results.
+# All results of each form, from its operands (a, b, c, c2 or bias).
 FORMULAS = {
     "add": lambda a, b, c, bias: (SILU(a @ b + c + bias), a @ b + c + bias),
     "residual": lambda a, b, c, bias: (SILU(a @ b + bias) + c, a @ b + bias),
@@ -48,7 +48,7 @@ MASKS = [
 
 
 def bound(form, mask, dtype=jnp.float32):
-    """The primitive that has these results."""
+    """Returns the primitive that computes these results."""
     nothing = Operands(None, None)
     axes = {name: tuple(range(len(SHAPES[name]))) for name in NAMES[form]}
     precision = _compat.canonicalize_precision(None)
@@ -63,7 +63,7 @@ def bound(form, mask, dtype=jnp.float32):
 
 
 def left_unread(form, mask):
-    """The primitive that has all results, of which others are dropped."""
+    """Returns the primitive that computes all results and drops the others."""
     apply = bound(form, (True,) * len(mask))
 
     def some(*args):
@@ -93,7 +93,7 @@ def test_values_and_derivatives(normal, made, form, mask):
     cotangents = [normal(4, 5) for _ in range(sum(mask))]
     pulled = jax.vjp(f, *args)[1](cotangents)
     assert_trees_close(pulled, jax.vjp(expected, *args)[1](cotangents))
-    # All but one operand constant, each in turn.
+    # Differentiates by one operand at a time, with the others constant.
     for i in range(len(args) if made is bound else 0):
         own = jax.jvp(lambda x, i=i: f(*args[:i], x, *args[i + 1 :]), [args[i]], [tangents[i]])
         wanted = jax.jvp(
@@ -105,7 +105,7 @@ def test_values_and_derivatives(normal, made, form, mask):
 @pytest.mark.parametrize(("form", "mask"), MASKS)
 def test_vmap(normal, form, mask):
     f, expected = bound(form, mask), formula(form, mask)
-    for mapped in ((0,), (2,), (0, 1, 2)):  # a, what the epilogue has, all
+    for mapped in ((0,), (2,), (0, 1, 2)):  # a, the epilogue's operands, all operands
         axes = tuple(0 if i in mapped else None for i in range(len(NAMES[form])))
         args = [
             normal(*SHAPES[name]) if axis is None else normal(3, *SHAPES[name])
@@ -116,7 +116,7 @@ def test_vmap(normal, form, mask):
 
 @pytest.mark.parametrize(("form", "mask"), MASKS)
 def test_one_call_that_a_kernel_has(cuda_module, form, mask):
-    """The kernels write certain sets of results; the fewest of them that serve are asked for."""
+    """Kernels write certain sets of results; the lowering requests the smallest that suffices."""
     shapes = SHAPES | {"a": (80, 64), "b": (64, 48), "b2": (64, 48), "c": (80, 48), "bias": (48,)}
     shapes["c2"] = shapes["c"]
     args = [jnp.zeros(shapes[name], jnp.bfloat16) for name in NAMES[form]]
@@ -125,7 +125,7 @@ def test_one_call_that_a_kernel_has(cuda_module, form, mask):
         assert [call["gated"] for call in calls] == [False] * sum(mask)
         return
     (call,) = calls
-    if FORMS[form].results[0] == "d" and not mask[0]:  # the pre-activation alone
+    if FORMS[form].results[0] == "d" and not mask[0]:  # only the pre-activation
         assert picked(call, "activation", "has_c") == ("", form == "add")
         mask = (True, False)
     written = next(w for w in FORMS[form].written if np.all(np.asarray(w) >= mask))

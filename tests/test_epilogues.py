@@ -1,4 +1,4 @@
-"""The activations: the references against float64, and the C++ functors' names."""
+"""The activations: their references against float64, and the names of the C++ functors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jax_tcgemm.tools import selftest
 
 _erf = np.vectorize(math.erf, otypes=[np.float64])
 
-# Written apart from the package's references.
+# Written independently of the package's references.
 FORMULAS = {
     "relu": lambda z: np.maximum(z, 0),
     "relu_squared": lambda z: np.maximum(z, 0) ** 2,
@@ -64,7 +64,7 @@ def test_fused(normal, exact, assert_accurate, activation, dtype):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @EACH
 def test_derivative_is_rounded_once(exact, rng, activation, dtype):
-    """With an identity matrix the derivative is that of the activation at the rounded sum."""
+    """With an identity matrix, the derivative is the activation's derivative at the rounded sum."""
     z = jnp.asarray(rng.uniform(-4, 4, (8, 8)), dtype)
     eye = jnp.eye(8, dtype=dtype)
     _, got = jax.jvp(lambda z: gemm(z, eye, activation=activation), (z,), (jnp.ones_like(z),))
@@ -72,7 +72,7 @@ def test_derivative_is_rounded_once(exact, rng, activation, dtype):
         wide = jnp.asarray(exact(z))
         expected = resolve(activation).derivative(wide)
     half = float(jnp.finfo(dtype).eps) / 2
-    # Far from zero the float32 derivative cancels down to this.
+    # Far from zero, cancellation limits the float32 derivative to this accuracy.
     np.testing.assert_allclose(exact(got), expected, rtol=1.01 * half, atol=1e-5)
 
 

@@ -1,4 +1,4 @@
-"""Bad input raises at trace time and names the argument, its value and what is accepted."""
+"""Invalid input raises at trace time and names the argument, its value and the accepted values."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_raises_while_tracing():
 def test_aligned_config_is_accepted():
     gemm(BF16["a"], BF16["b"], config=BF16_ROW)
     gemm(BF16["a"][:, :9], BF16["b"][:9, :3], config=REALIGN_ROW)
-    # The leading dimension of a single row is never used.
+    # The leading dimension of a single row has no effect.
     gemm(BF16["a"][:1, :9], BF16["b"][:9].T, transpose_b=True, config=REALIGN_ROW)
 
 

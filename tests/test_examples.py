@@ -1,4 +1,4 @@
-"""The examples run, and fail when they should."""
+"""The examples run, and they fail when they should."""
 
 import importlib.util
 import os
@@ -22,7 +22,7 @@ IN_16_BITS = [
 def load(name: str):
     spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
-    # For dataclasses, which look their module up.
+    # Dataclasses look their module up here.
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
@@ -220,7 +220,7 @@ def test_moe_fails_when_the_curves_part(monkeypatch):
 
 @pytest.fixture
 def sharded_transformer(monkeypatch):
-    """The example, which sets variables of the environment when it is imported."""
+    """Returns the example, which sets environment variables when it is imported."""
     monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])
     monkeypatch.setenv("JAX_TCGEMM_PARTITION", "everywhere")
     return load("sharded_transformer")

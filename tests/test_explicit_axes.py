@@ -1,4 +1,4 @@
-"""Meshes with explicit axes: types and values of results are those of ``jnp``, by our rules."""
+"""Meshes with explicit axes: our rules give the types and values that ``jnp`` gives."""
 
 from __future__ import annotations
 
@@ -67,12 +67,13 @@ def test_explicit_axes(explicit, normal, name, specs):
             types, wanted = (jax.tree.map(spec_of, y) for y in (actual, expected))
             assert types == wanted
             assert_trees_close(actual, expected, 1e-3)
-            # Of each product the least travels, but XLA gathers once what two of its own need.
+            # Each product moves the fewest bytes, but XLA gathers an operand of two of its products
+            # once.
             assert size(mine, *args) <= 1.05 * size(other, *args)
 
 
 def test_out_sharding(explicit, normal):
-    """Where both contracted dimensions are sharded, it has to be said; as jnp does."""
+    """If both contraction dimensions are sharded, the caller must give out_sharding, as for jnp."""
     with jax.set_mesh(explicit):
         x, w = put(explicit, normal(64, 32), None, "x"), put(explicit, normal(32, 48), "x")
         for out in (P(), P("x"), P(None, ("x", "y")), P("y", "x")):

@@ -1,4 +1,4 @@
-"""Where XLA computes a product in place of a kernel, and the modes that do not allow it."""
+"""When XLA computes a product instead of a kernel, and the modes that forbid it."""
 
 import functools
 
@@ -71,7 +71,7 @@ def test_what_no_kernel_computes_is_an_error_where_asked(call, reason, by, monke
         monkeypatch.setenv(fallback.SETTING, "1")
     with pytest.raises(FallbackError, match=reason):
         lower(lambda a, b: call(a, b, **options), *shapes)
-    lower(lambda a, b: call(a, b, config="xla"), *shapes)  # which says so itself
+    lower(lambda a, b: call(a, b, config="xla"), *shapes)  # the caller requests XLA
 
 
 def test_a_kernel_takes_what_xla_computes_in_less_time(cuda_module, monkeypatch):

@@ -1,4 +1,4 @@
-"""When the rows are taken that are for where nothing else computes a product. Without a GPU."""
+"""When fallback kernels run: nothing else computes the product. Without a GPU."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_hopper_takes_them_for_what_tma_cannot_address_alone(algorithm, kind):
     for extents, float32_result, epilogue in itertools.product(
         [(1, 8, 8), (1, 4096, 4096), (64, 64, 64), (128, 512, 512), (8192, 14336, 4096)],
         (True, False),
-        ("none",) if kind == "k" else ("none", "any"),  # groups of k have no epilogue
+        ("none",) if kind == "k" else ("none", "any"),  # groups along k have no epilogue
     ):
         options = {"float32_result": float32_result, "epilogue": epilogue}
         assert choose(algorithm, kind, extents, True, 90, **options) in sm90
@@ -122,7 +122,7 @@ def test_hopper_takes_them_for_what_tma_cannot_address_alone(algorithm, kind):
 
 @pytest.fixture
 def local_gpu(monkeypatch):
-    """Pretends that there is a GPU here."""
+    """Pretends that this machine has a GPU."""
 
     def pretend(capability):
         device = type("Device", (), {"compute_capability": capability, "device_kind": "a GPU"})
@@ -132,7 +132,7 @@ def local_gpu(monkeypatch):
 
 
 def gated_calls(cuda_module, *operands, **options):
-    # A function of its own: jax keeps what one was lowered to.
+    # A new function, since jax caches the lowering of a function.
     return cuda_module(functools.partial(gated_gemm, **options), *operands)[1]
 
 
@@ -181,7 +181,7 @@ def test_a_named_row_takes_any_alignment(cuda_module, transpose_w, packed):
 
 def test_a_named_row_takes_four_batch_dimensions(cuda_module):
     f = functools.partial(gated_gemm, config=GATED)
-    for axis in range(3):  # in another order in the weights, so that they do not fold
+    for axis in range(3):  # the weights' batch order differs, so the dimensions do not fold
         f = jax.vmap(f, (1, axis, axis))
     x, w = bf16(2, 3, 4, 5, 6, 8), bf16(5, 4, 3, 8, 8)
     _, (call,) = cuda_module(lambda x, w: f(x, w, w), x, w)

@@ -1,4 +1,4 @@
-"""``fp8_dot`` in the layers of Flax."""
+"""``fp8_dot`` in Flax layers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_linen_as_flax_has_it(normal):
         (found[cls],) = variables[fp8_ops.OVERWRITE_WITH_GRADIENT].values()
     ours, theirs = found.values()
     assert ours.keys() == theirs.keys()
-    # A difference of one step of float8 here and there is what float32's rounding may make.
+    # Rounding in float32 may change single values by one float8 step.
     np.testing.assert_allclose(*curves.values(), rtol=1e-2)
     for name in ours:
         assert ours[name].shape == theirs[name].shape

@@ -1,4 +1,4 @@
-"""``fp8_dot``: values and gradients against float64 of the dequantised operands, and its state."""
+"""``fp8_dot``: values, gradients and state, against float64 of the dequantised operands."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def by_history(x, history, dtype) -> np.ndarray:
 
 
 def some_state(rng) -> Fp8State:
-    """Returns a state whose histories clip a few of normally distributed numbers."""
+    """Returns a state whose histories clip some normally distributed numbers."""
     scales = [
         DelayedScale(jnp.ones(1), jnp.asarray(2.0 ** rng.integers(0, 2, 3), jnp.float32))
         for _ in range(3)
@@ -56,7 +56,7 @@ def test_values_and_gradients(normal, rng, recipe, draw):
     x, w = normal(2, 70, k, dtype=dtypes[0]), normal(k, n, dtype=dtypes[1])
     dy = normal(2, 70, n, dtype=dtypes[0])
     state = some_state(rng) if recipe == "delayed" else None
-    # Powers of two, so that no value depends on how XLA divides.
+    # Scales are powers of two, so that no value depends on how XLA divides.
     options = {"recipe": recipe, "power_of_two": True}
 
     @jax.jit
@@ -131,7 +131,7 @@ def loss(x, w, recipe="current", state=None):
 
 
 def assert_same(got, wanted):
-    """Compares trees of results whose sums may have been made in another order."""
+    """Compares trees of results whose sums may be in another order."""
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5 * float(jnp.abs(y).max()))
 
@@ -212,14 +212,14 @@ def test_delayed_scaling_step_by_step(normal):
             wanted = largest / LARGEST[dtype] if largest > 0 else 1
             np.testing.assert_allclose(scale.scale[0], wanted, rtol=2**-22)
             amax = float(jnp.abs(given[name]).max())
-            # Of infinity nothing is kept, and the oldest is forgotten.
+            # The history keeps no infinity (0 instead) and forgets the oldest entry.
             seen[name] = [amax if np.isfinite(amax) else 0, *seen[name]][:3]
             assert scale.amax_history.tolist() == [*seen[name], 0, 0, 0][:3]
 
 
 @pytest.mark.any_jax
 def test_delayed_scaling_under_vmap(normal, rng):
-    """A state that is not mapped sees all; one that is mapped its own."""
+    """An unmapped state sees all examples; a mapped state sees its own example."""
     xs, ws, state = normal(3, 5, 16), normal(3, 16, 8), some_state(rng)
     slope = jax.grad(lambda x, w, state: loss(x, w, "delayed", state), 2)
     each = [slope(x, w, state) for x, w in zip(xs, ws, strict=True)]

@@ -1,4 +1,4 @@
-"""Training steps of frameworks do under `fuse` what they do under the framework's own `jit`."""
+"""Training steps of frameworks do the same under `fuse` as under the framework's own `jit`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from training_step import Framework, batch
 
 from jax_tcgemm import fuse
 
-# Warnings are the frameworks' own: older ones beside a newer JAX.
+# The warnings come from older frameworks with a newer JAX.
 pytestmark = [pytest.mark.any_jax, pytest.mark.filterwarnings("default")]
 
 STEPS = 5
@@ -25,7 +25,8 @@ WAYS: dict[str, Callable[[Any, Any], Any]] = {
     "fuse of jit": lambda step, jit: fuse(jit(step)),
     "fuse alone": lambda step, _: fuse(step),
 }
-# Of the losses, relative; and of parameters, by how far those that training changes have moved.
+# Tolerances of the losses (relative) and of the parameters (relative to how far training moves
+# them).
 TOLERANCES = {"float32": (1e-5, 1e-2), "bfloat16": (2e-2, 0.5)}
 
 
@@ -36,7 +37,7 @@ def _framework(name: str) -> Framework:
 
 
 def _numbers(tree: Any) -> list[np.ndarray]:
-    """Returns the leaves in float64, integers as they are."""
+    """Returns the leaves in float64, except integers."""
     found = []
     for leaf in map(jnp.asarray, jax.tree.leaves(tree)):
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -47,7 +48,7 @@ def _numbers(tree: Any) -> list[np.ndarray]:
 
 
 def _trained(framework: Framework, compiled: Any, dtype: Any) -> tuple[list[float], Any, Any]:
-    """Returns the losses, and the numbers of the state before and after."""
+    """Returns the losses, and the numbers of the state before and after training."""
     x, y = batch()
     state = framework.start(dtype)
     before = _numbers(framework.observed(state))
@@ -82,7 +83,7 @@ def test_five_steps(name, dtype, way):
     np.testing.assert_allclose(losses, plain_losses, rtol=of_losses)
     assert len(after) == len(plain)
     for own, expected, first, plain_first in zip(after, plain, before, plain_before, strict=True):
-        np.testing.assert_array_equal(first, plain_first)  # both began alike
+        np.testing.assert_array_equal(first, plain_first)  # both start equal
         assert own.shape == expected.shape
         if own.dtype != np.float64:  # counts, keys
             np.testing.assert_array_equal(own, expected)

@@ -1,4 +1,4 @@
-"""What a context manager of JAX says within a function holds wherever the function is computed."""
+"""JAX's context managers inside a function hold wherever the function is computed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHAPE = (64, 48)
 
 
 def dropout(partitionable):
-    """Returns an epilogue that draws as it says itself."""
+    """Returns an epilogue that sets its own mode of drawing."""
 
     def epilogue(z):
         with jax.threefry_partitionable(partitionable):
@@ -53,7 +53,7 @@ CONFIGURATIONS = [(inner, outer) for inner in (True, False) for outer in (True, 
 
 @pytest.mark.parametrize(("inner", "outer"), CONFIGURATIONS)
 def test_random_numbers_count_as_the_function_says(inner, outer):
-    """Whatever the configuration is where it is called."""
+    """The caller's configuration has no effect."""
     x, w = jnp.ones((64, 8)), jnp.ones((8, 48))
 
     def program(x, w):
@@ -83,7 +83,7 @@ def test_random_numbers_count_as_the_function_says(inner, outer):
 
 @pytest.mark.parametrize(("inner", "outer"), CONFIGURATIONS)
 def test_kernels_draw_what_each_element_has_by_itself(inner, outer):
-    """And no other random numbers, in C++ and in the form that another process reads."""
+    """Kernels draw partitionable numbers only, in C++ and in the form for other processes."""
     with jax.threefry_partitionable(outer):
         function = traced(dropout(inner))
         in_kernel = translation.translate(function)

@@ -31,7 +31,7 @@ def traced(function):
 
 
 def traced_with_operands(function):
-    """Returns a function and the arrays that are its operands, as bytes."""
+    """Returns a function and its operand arrays, as bytes."""
     made, held = functions.trace(lambda z: [function(z)], [PRODUCT], 1)
     return made, [(x.dtype, x.shape, np.asarray(x).tobytes()) for x in held]
 
@@ -71,7 +71,7 @@ REPEATED = {
 
 @pytest.mark.parametrize("name", REPEATED)
 def test_functions_that_compute_the_same_are_equal(name):
-    """Two layers of a model are compiled once."""
+    """Two equal layers of a model compile once."""
     one, other = traced(REPEATED[name]()), traced(REPEATED[name]())
     assert one == other
     assert hash(one) == hash(other)
@@ -85,7 +85,7 @@ def test_functions_with_rules_are_equal_where_nothing_is_differentiated():
 
 
 def test_tables_in_calls_are_operands():
-    """So that functions of other tables are the same function, compiled once."""
+    """Functions with other tables have the same key, so they compile once."""
     tables = [jnp.full(function_pairs.SHAPE, float(i)) for i in range(3)]
     made = [
         functions.trace(lambda z, f=f: [f(z)], [PRODUCT], 1)
@@ -123,7 +123,7 @@ class Changing:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Held:
-    """Makes a parameter of what has no hash, which JAX asks for."""
+    """Gives a parameter without a hash the hash that JAX needs."""
 
     x: object
 
@@ -132,7 +132,7 @@ def _nan(bits):
     return np.uint64(bits).view(np.float64).item()
 
 
-# Values of a parameter, no two of which are the same.
+# Values of a parameter; no two are the same.
 PARAMETERS = [
     *(1, 1.0, True, 1 + 0j, "1", b"1", 2, 0, False, None, "", (), []),
     *(0.0, -0.0, complex(0.0, -0.0), complex(-0.0, 0.0), np.inf, -np.inf),
@@ -161,7 +161,7 @@ def _with_parameter():
 
 
 def test_parameters_that_are_not_the_same():
-    """In type, in a bit, in an element far from the ends, in the structure that holds them."""
+    """They differ in type, in a bit, in an inner element, or in the structure that holds them."""
     function = _with_parameter()
     made = [function(value) for value in PARAMETERS]
     wrong = [
@@ -188,7 +188,7 @@ def test_parameters_that_are_the_same():
 
 
 def test_rules_stay_alive_with_the_key():
-    """Python gives their `id()` to others once they are gone."""
+    """Python reuses the `id()` of freed objects."""
 
     def made():
         rule = jax.custom_jvp(lambda z: z * 2)

@@ -1,4 +1,4 @@
-"""Two layers of which the first has a function as its epilogue; functions on meshes."""
+"""Two layers, the first with a user function as its epilogue; functions on meshes."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_mlp_goes_back_through_its_function_in_a_gemm():
     jaxpr = jax.make_jaxpr(jax.grad(_squares(_mlp), tuple(range(7))))(*operands).jaxpr
     assert not list(_equations(jaxpr, epilogue_derivative.pullback_p))
     forward, back = _equations(jaxpr, compiled_primitive.compiled_p)
-    # Its cotangent, the sums for the bias and for the slope.
+    # The cotangent, and the sums for the bias and the slope.
     assert [x.aval.shape for x in back.outvars] == [(12, 24), (24,), ()]
     assert any(x.aval.dtype == bool for x in forward.outvars)
     made = translation.translate(back.params["spec"].function)
@@ -121,7 +121,7 @@ def _gelu_and_bias(z, bias):
 
 
 def _one_layer(x, w, bias, v):
-    # In jnp's own gradient of the second product JAX 0.8 does not know how to divide the sum.
+    # JAX 0.8 cannot partition the sum in jnp's own gradient of the second product.
     return gemm(gemm(x, w, epilogue=_gelu_and_bias, epilogue_operands=(bias,)), v)
 
 

@@ -1,4 +1,4 @@
-"""Functions of the user as epilogues within ``shard_map``, which divides programs by hand."""
+"""User functions as epilogues within ``shard_map``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.any_jax, pytest.mark.usefixtures("divided_everywhere")
 
 
 def test_two_products_divided_by_hand_and_by_xla(normal):
-    """Within ``shard_map`` over one axis, of which the others are divided by XLA."""
+    """``shard_map`` covers one axis; XLA partitions the other axes."""
     mesh = mesh_of()
 
     def program(x, gate, up):
@@ -35,7 +35,7 @@ def test_two_products_divided_by_hand_and_by_xla(normal):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_a_function_closes_over_what_varies(normal, check_vma):
-    """Over mesh axes, within ``shard_map``: it is traced for any mesh all the same."""
+    """The array varies over mesh axes within ``shard_map``; tracing still works for any mesh."""
     mesh = mesh_of()
     keys = jax.random.split(jax.random.key(5), 4)
 

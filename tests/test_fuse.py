@@ -1,4 +1,4 @@
-"""``fuse``: what becomes of a function's products, and that results are right."""
+"""``fuse``: how it rewrites a function's products, and that results are right."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fusions import (
 
 from jax_tcgemm import fuse
 
-# ``jax_tcgemm.transforms.fuse`` as an attribute is the function.
+# The attribute ``jax_tcgemm.transforms.fuse`` is the function.
 rewriting = importlib.import_module("jax_tcgemm.transforms.rewriting")
 neighbours = importlib.import_module("jax_tcgemm.transforms.neighbours")
 
@@ -46,13 +46,14 @@ def test_a_layer_is_one_kernel(arrays):
 def test_step_of_an_mlp(arrays):
     step = jax.value_and_grad(mlp_loss, argnums=(0, 1, 2, 3))
     args = [arrays[name] for name in "xwbd"]
-    # The hidden layer and its preactivation; the residual; the cotangent of the preactivation with
-    # the sums for the bias; the sum of two cotangents. And the gradients of two weights.
+    # Four kernels have an epilogue: the hidden layer and its preactivation; the residual; the
+    # cotangent of the preactivation with the bias sums; the sum of two cotangents. Two plain
+    # kernels compute weight gradients.
     assert with_epilogues(step, *args) == [(3, 2), (4, 2), (3, 2), (3, 1)]
     found = operations(fuse(step), *args)
     assert found["tcgemm_compiled"] == 4
     assert found["tcgemm"] == 2
-    # Nothing of a matrix is left but the square of the loss.
+    # The square of the loss is the only matrix operation left.
     assert not found["transpose"]
     assert not found["dot_general"]
     assert found["reduce_sum"] == 2
@@ -63,9 +64,10 @@ def test_step_of_a_gated_mlp(arrays):
     step = jax.value_and_grad(gated_loss, argnums=(0, 1, 2, 3))
     args = [arrays[name] for name in "xwud"]
     found = operations(fuse(step), *args)
-    # Beside these the gradients of three weights, and one of the two products for that of x.
+    # The plain kernels compute three weight gradients and one of the two products for x's gradient.
     assert (found["tcgemm_compiled"], found["tcgemm"]) == (4, 4), found
-    # Two weights: the hidden layer and both products, which the derivative starts from.
+    # The first call has two weights. It returns the hidden layer and both products, which the
+    # derivative reads.
     assert with_epilogues(step, *args)[0] == (3, 3)
     check(step, *args)
 
@@ -80,7 +82,7 @@ def test_residual_is_read_by_the_kernel(arrays):
 
 
 def test_normalised_residual_is_written_once(arrays):
-    """What two kernels of XLA would read of two matrices is written as one."""
+    """The kernel writes one matrix instead of two that two XLA kernels would read."""
 
     def f(x, w, d):
         y = x + (x @ w) @ d
@@ -94,7 +96,7 @@ def test_normalised_residual_is_written_once(arrays):
 
 
 def test_softmax_starts_from_the_product(arrays):
-    """XLA scales logits where it reads them: in float32 they were twice as large."""
+    """XLA scales logits where it reads them; float32 logits would be twice as large."""
 
     def f(x, w):
         return jax.nn.softmax((x @ w).astype(jnp.float32) * 0.125).astype(jnp.bfloat16)
@@ -134,7 +136,7 @@ def test_dropout_is_drawn_by_the_kernel(arrays):
 
     wide = jax.ShapeDtypeStruct((8192, K), x.dtype), jax.ShapeDtypeStruct((K, 8192), x.dtype)
     assert operations(fuse(functools.partial(f, shape=(8192, 8192))), *wide)["random_bits"] == 0
-    # Few are drawn in less time by a kernel of their own.
+    # XLA draws few numbers in less time.
     assert operations(fuse(f), x, w)["random_bits"] == 1
     check(f, x, w)
 
@@ -151,7 +153,7 @@ def test_mask_that_others_read_is_drawn_once(arrays):
 
 
 def test_what_depends_on_a_region_stays_out_of_it(arrays):
-    """A value on the way leaves the region, and comes back as a row's maximum."""
+    """An intermediate value leaves the region and comes back as a row's maximum."""
     x, w = arrays["x"], arrays["w"]
 
     def f(x, w):
@@ -162,7 +164,7 @@ def test_what_depends_on_a_region_stays_out_of_it(arrays):
 
 
 def test_two_products_that_read_each_other(arrays):
-    """Each region could take the other's product; both cannot."""
+    """Each region could take the other's product, but not both at once."""
     x, w, u = (arrays[name] for name in "xwu")
 
     def f(x, w, u):
@@ -174,7 +176,7 @@ def test_two_products_that_read_each_other(arrays):
 
 @pytest.mark.parametrize("activation", [jax.nn.relu, jax.nn.softplus, jax.nn.leaky_relu])
 def test_custom_derivatives_stay(arrays, activation):
-    """``fuse`` before ``grad``: at a tie ``relu`` has a derivative of its own."""
+    """``grad`` of ``fuse``: at a tie, ``relu`` has its own derivative."""
     x, w, b = (arrays[name] for name in "xwb")
 
     def f(x, w, b):
@@ -200,7 +202,7 @@ def test_grad_jvp_and_vmap_of_fused(arrays):
     check_equal(derived(fuse(f)), derived(f))
 
 
-# What else a call may hold
+# Other contents of a call
 
 
 def test_other_arguments(arrays):
@@ -233,7 +235,7 @@ def test_float32_models_take_the_products(normal):
 
 
 def test_few_rows_stay_without_an_epilogue(monkeypatch):
-    """A kernel for few rows has none; the function follows the product as it is written."""
+    """Kernels for few rows have no epilogue; the function remains after the product."""
     said: list[str] = []
     monkeypatch.setattr(rewriting, "log", said.append)
     monkeypatch.setattr(neighbours, "_SMALL_BYTES", 0)
@@ -253,7 +255,8 @@ def test_more_operands_than_a_kernel_reads(arrays, count):
         return y
 
     others = [bf16_of(arrays["w"], i) for i in range(count)]
-    # What a kernel cannot read at once XLA reads for the rest of it, so that nothing is saved.
+    # A kernel cannot read this many matrices at once. XLA would read them for the rest, so nothing
+    # is saved.
     assert with_epilogues(f, x, w, *others) == ([(10, 1)] if count == 8 else [])
     check(f, x, w, *others)
 
@@ -286,10 +289,10 @@ def test_products_over_groups(normal):
     ("numbers", "shapes", "is_fused"),
     [
         ((((2,), (0,)), ((), ())), ((4, 40, K), (K, N)), True),  # tokens of a batch
-        ((((0, 1), (0, 1)), ((), ())), ((4, 40, K), (4, 40, N)), True),  # gradient of a weight
-        ((((2, 3), (0, 1)), ((), ())), ((4, 40, 6, 16), (6, 16, N)), True),  # heads, merged
+        ((((0, 1), (0, 1)), ((), ())), ((4, 40, K), (4, 40, N)), True),  # weight gradient
+        ((((2, 3), (0, 1)), ((), ())), ((4, 40, 6, 16), (6, 16, N)), True),  # merged heads
         ((((2,), (2,)), ((0,), (0,))), ((3, 80, K), (3, N, K)), None),  # a batch
-        ((((2,), (0,)), ((), ())), ((4, 40, K), (K, 8, 16)), False),  # heads, split
+        ((((2,), (0,)), ((), ())), ((4, 40, K), (K, 8, 16)), False),  # split heads
         ((((3,), (3,)), ((0, 2), (0, 2))), ((2, 80, 3, K), (2, 80, 3, K)), None),  # attention
     ],
 )
@@ -300,6 +303,6 @@ def test_layouts(normal, numbers, shapes, is_fused):
         return jnp.tanh(jax.lax.dot_general(a, b, numbers))
 
     assert bool(with_epilogues(f, *operands)) == bool(is_fused)
-    is_left = is_fused is None  # to XLA
+    is_left = is_fused is None  # XLA computes it
     assert operations(fuse(f), *operands)["dot_general"] == is_left
     check(f, *operands)

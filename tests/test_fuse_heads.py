@@ -1,4 +1,4 @@
-"""Projections whose heads attention reads, under ``fuse``: written with the sequence last."""
+"""Projections to attention heads under ``fuse``: kernels write the sequence dimension last."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ K = HEADS * SIZE
 
 @pytest.fixture
 def arrays(normal):
-    """``x``, and the weights of q, k and v."""
+    """Returns ``x``, and the weights of q, k and v."""
     x = normal(B, S, K, dtype=jnp.bfloat16)
     return [x, *(normal(K, K, dtype=jnp.bfloat16) / 4 for _ in range(3))]
 
@@ -65,7 +65,7 @@ def test_under_vmap_and_scan(arrays):
 
 
 def grouped(x, q, k, v):
-    """The heads of ``q`` share one of ``k`` and ``v``."""
+    """The heads of ``q`` share a head of ``k`` and ``v``."""
     queries = rotated(split(x @ q)).reshape(B, S, 1, HEADS, SIZE)
     scores = jnp.einsum("bqghd,bkgd->bghqk", queries, rotated(split(x @ k))[:, :, :1])
     return jnp.einsum("bghqk,bkgd->bqghd", scores, split(x @ v)[:, :, :1])

@@ -1,4 +1,4 @@
-"""The surroundings of a product under ``fuse``: transposes, and operations that XLA fuses."""
+"""Operations around a product under ``fuse``: transposes, and operations that XLA fuses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ M, K, N = 128, 96, 160
 
 @pytest.fixture
 def arrays(normal):
-    """``x``, a weight that is kept transposed, the same in float32, and a bias."""
+    """Returns ``x``, a transposed weight, the same in float32, and a bias."""
     x, w = normal(M, K, dtype=jnp.bfloat16), normal(N, K, dtype=jnp.bfloat16) / 8
     return {"x": x, "w": w, "master": w.astype(jnp.float32), "b": normal(N, dtype=jnp.bfloat16)}
 
@@ -54,7 +54,7 @@ def sines(w, x):
 
 
 def test_an_update_follows_the_gradient_of_such_a_weight(arrays):
-    """As in GPT-2 of transformers, whose weights are kept transposed, in float32."""
+    """GPT-2 of transformers stores its weights like this: transposed, in float32."""
 
     def step(x, w):
         return w - 0.01 * jax.grad(sines)(w, x)
@@ -66,7 +66,7 @@ def test_an_update_follows_the_gradient_of_such_a_weight(arrays):
 
 
 def test_an_optimizer_with_a_state_is_xlas(arrays):
-    """A step that donates its state would copy each matrix that a kernel writes."""
+    """If a step donates its state, XLA would copy each matrix that a kernel writes."""
 
     def step(x, w, mean):
         mean = 0.9 * mean + 0.1 * jax.grad(sines)(w, x)
@@ -110,7 +110,7 @@ def test_one_conversion_serves_several_products(arrays):
 
 
 def test_dimensions_in_another_order_stay(normal):
-    """The free dimensions of the result would come in another order."""
+    """The result's free dimensions would be in another order."""
     x, w = normal(64, 3, K, dtype=jnp.bfloat16), normal(K, N, dtype=jnp.bfloat16) / 8
 
     def f(x, w):
@@ -142,8 +142,8 @@ def test_attention_is_left_to_xla(normal):
     [
         (lambda w, s: w, 16, False),
         (lambda w, s: w.reshape(4, -1, w.shape[1]).reshape(w.shape), 16, False),
-        (lambda w, s: jax.lax.sort(w), 16, False),  # which XLA writes in any case
-        (lambda w, s: w.T, 16, False),  # read as it lies
+        (lambda w, s: jax.lax.sort(w), 16, False),  # XLA writes it in any case
+        (lambda w, s: w.T, 16, False),  # read without a copy
         (lambda w, s: w.astype(jnp.int8).astype(w.dtype) * s, 16, True),
         (lambda w, s: w.astype(jnp.int8).astype(w.dtype) * s, 65, False),
         (lambda w, s: jax.lax.slice_in_dim(w, 0, K, 2), 16, True),
@@ -175,7 +175,7 @@ def test_few_rows_by_a_small_matrix(normal, rows, is_left):
     [(1, 2**20, 0), (2, 2**20, 2), (64, 2**20, 2), (65, 2**20, 0), (16, 2**10, 0)],
 )
 def test_few_rows_by_several_matrices(normal, monkeypatch, rows, joined_bytes, left):
-    """XLA reads the weights of q, k and v, say, in one kernel."""
+    """XLA reads several weights, such as those of q, k and v, in one kernel."""
     monkeypatch.setattr(neighbours, "_SMALL_BYTES", 0)
     monkeypatch.setattr(neighbours, "_JOINED_BYTES", joined_bytes)
     x = normal(rows, K, dtype=jnp.bfloat16)
@@ -226,7 +226,7 @@ def test_transposes_in_another_context_stay(arrays):
 
 
 def test_many_products_by_a_weight_that_others_read_as_well(arrays, monkeypatch):
-    """Each is looked at once, however many there are."""
+    """``fuse`` looks at each product once, however many there are."""
     looked_at = []
     untransposed = neighbours._untransposed
 

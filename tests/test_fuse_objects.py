@@ -1,4 +1,4 @@
-"""``fuse`` of functions that take and return more than arrays, or change what they are given."""
+"""``fuse`` of functions that take and return more than arrays, or that change their arguments."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def x(normal):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Layer:
-    """A layer that is changed in place."""
+    """A layer that training changes in place."""
 
     w: jax.Array
 
@@ -41,7 +41,7 @@ def test_what_is_no_array_passes_through(x):
     for key in ("n", "rate", "name", "act", "none", "text"):
         assert result[key] is tree[key], key
     assert isinstance(result["y"], jax.Array)
-    again = fuse(f)(result)  # as a training step is called
+    again = fuse(f)(result)  # like the next call of a training step
     assert again["n"] is tree["n"]
     assert seen[0] == seen[1][: len(seen[0])]
 
@@ -53,7 +53,7 @@ def test_numpy_arrays_become_arrays(x):
 
 
 def test_dicts_and_lists_are_changed(x):
-    """As without ``fuse``: keys removed, added and replaced, the inner objects the caller's."""
+    """The changes are those without ``fuse``: keys removed, added, replaced; inner objects stay."""
 
     def f(state, log, count):
         state["w"] = jnp.tanh(state["w"] @ state["w"])
@@ -118,7 +118,7 @@ nnx = pytest.importorskip("flax.nnx")
 
 
 class Net(nnx.Module):
-    """A model with statistics, random numbers and a layer that is used twice."""
+    """A model with statistics, random numbers and a layer that it uses twice."""
 
     def __init__(self, rngs):
         self.first = nnx.Linear(N, N, rngs=rngs, param_dtype=jnp.bfloat16)
@@ -187,7 +187,7 @@ def test_nnx_methods_and_callable_modules(normal):
 
 
 def test_nnx_models_that_are_closed_over(normal):
-    """They belong to another trace; NNX says so."""
+    """Such models belong to another trace; NNX raises an error."""
     model = Net(nnx.Rngs(0))
     with pytest.raises(Exception, match="trace level"):
         fuse(lambda x: model(x))(normal(N, N))

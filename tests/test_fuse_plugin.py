@@ -1,4 +1,4 @@
-"""The plugin that rewrites programs of tests that know nothing of this package, and its report."""
+"""The plugin that rewrites programs of other projects' tests, and its report."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 pytestmark = pytest.mark.any_jax
 
-# Of a file among JAX's own, say.
+# Contents of a test file as JAX's own.
 TESTS = """
 import jax
 import jax.numpy as jnp

@@ -78,7 +78,7 @@ def test_donation_stays(arrays):
 
 
 def test_residuals_that_scan_stacks_are_made_of_one(arrays):
-    """XLA writes what it stacks where that lies; what a kernel wrote it would copy."""
+    """XLA writes what scan stacks in place; it would copy what a kernel wrote."""
     x, w, b, d = (arrays[name] for name in "xwbd")
 
     def loss(w, b, d):
@@ -87,7 +87,7 @@ def test_residuals_that_scan_stacks_are_made_of_one(arrays):
 
         return jax.lax.scan(body, x, None, length=2)[0].astype(jnp.float32).sum()
 
-    # The hidden layer, and what the others are made of.
+    # The hidden layer, and the array from which the other residuals are computed.
     assert with_epilogues(jax.grad(loss, argnums=(0, 1, 2)), w, b, d)[0][1] == 2
 
 
@@ -135,7 +135,7 @@ def test_sharded_operands(arrays, divided_everywhere):
 
 
 def test_explicit_axes(arrays):
-    """Types say where arrays lie: the products are ours, without an epilogue."""
+    """Types contain shardings: our kernels compute the products, without an epilogue."""
     mesh = mesh_of((4, 2), AxisType.Explicit)
     with jax.set_mesh(mesh):
         x = jax.device_put(arrays["x"], NamedSharding(mesh, PartitionSpec("x", None)))
@@ -164,7 +164,7 @@ def test_source_lines_and_names_stay(arrays):
 
 
 def test_graph_of_plain_calls_alone():
-    """A call that says where its result lies stays one."""
+    """A call that states its result's sharding stays a call."""
     mesh = mesh_of((4, 2))
     placed = NamedSharding(mesh, PartitionSpec("x"))
     inner = jax.jit(lambda x: x + 1, out_shardings=placed)
@@ -173,7 +173,7 @@ def test_graph_of_plain_calls_alone():
 
 
 def test_kernels_begin_to_compile_before_the_program_is_lowered(arrays, monkeypatch):
-    """So that those of several regions compile at the same time."""
+    """Kernels of several regions compile at the same time."""
     begun = []
     monkeypatch.setattr(compiled_rows, "expected_row", lambda call, spec: ("row", "nn"))
     monkeypatch.setattr(compiled_rows.nvrtc, "find", lambda: None)

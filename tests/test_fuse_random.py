@@ -1,4 +1,4 @@
-"""``fuse`` of random functions, in which values leave a region on the way and come back."""
+"""``fuse`` of random functions, in which intermediate values leave a region and come back."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from nightly import slow
 
 pytestmark = pytest.mark.any_jax
 
-SIZE = 80  # of which kernels have epilogues
+SIZE = 80  # kernels of this size have epilogues
 
 
 @pytest.mark.parametrize("part", range(8))

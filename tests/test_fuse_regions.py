@@ -1,4 +1,4 @@
-"""What a region reads, writes and leaves in the program, where others use its values as well."""
+"""A region's reads, writes and remaining equations if other code uses its values as well."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def norm(x, scale):
 
 
 def test_layer_between_two_norms(normal):
-    """As in Gemma 2 and OLMo 2: a value that others use earlier is made twice, never written."""
+    """In Gemma 2 and OLMo 2, other code uses a value earlier: recomputed, never written."""
     shapes = {"r": (128, 128), "a": (128, 128), "w": (128, 128), "s1": (128,), "s2": (128,)}
     args = [normal(*shape, dtype=jnp.bfloat16) for shape in shapes.values()]
 
@@ -40,7 +40,7 @@ def test_layer_between_two_norms(normal):
 @pytest.mark.parametrize(
     "use",
     [
-        # As of q, k and v; of labels; of the last token. XLA reads the bias on the way.
+        # Uses: splitting q, k and v; labels; the last token. XLA reads the bias in these uses.
         lambda y: jax.nn.silu(y[:, :128]) * y[:, 128:],
         lambda y: sum(map(jnp.sin, jnp.split(y, 2, axis=1))),
         lambda y: jax.nn.logsumexp(y.astype(jnp.float32), 1) - y.astype(jnp.float32)[:, 7],
@@ -65,7 +65,7 @@ def test_a_value_is_not_written_for_those_who_read_parts_of_it(arrays, use):
     ],
 )
 def test_operand_that_is_needed_before_the_region(arrays, further):
-    """``p`` is made of arguments; another product reads it, which the region reads."""
+    """Arguments determine ``p``; another product reads ``p``, and the region reads that product."""
 
     def f(x, w, w2, u, v):
         p = jnp.tanh(u) * v
@@ -95,8 +95,8 @@ def test_stochastic_depth_and_layer_scale(arrays):
 
 
 def test_nodes_of_a_region_without_a_kernel(arrays):
-    """They may stay in the program for others as well; each variable is made once."""
-    x, w = arrays["x"], arrays["w"][:, :64]  # a kernel of up to 64 columns has no epilogue
+    """Other readers may keep these nodes in the program; each variable is computed once."""
+    x, w = arrays["x"], arrays["w"][:, :64]  # kernels for up to 64 columns have no epilogue
 
     def f(x, w):
         z = x @ w
@@ -122,7 +122,7 @@ def test_transpose_without_a_derivative(arrays):
 
 
 def _count(monkeypatch, program: Program) -> tuple[int, int]:
-    """Returns how many regions and products were traced, and how many choices of results made."""
+    """Counts the traced regions and products, and the choices of results."""
     found: list[object] = []
     traced = kernel_calls.traced
 

@@ -1,4 +1,4 @@
-"""What ``fuse(f).report`` says of the products of a function."""
+"""The contents of ``fuse(f).report`` for a function's products."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_each_product_once(arrays):
     assert first.product == "bfloat16[128,96], bfloat16[96,160] -> bfloat16[128,160]"
     assert first.way == "kernel with epilogue"
     assert first.reason.startswith("1 result: ")
-    # The product that XLA would read once more, and write before.
+    # XLA would write the product and read it once more.
     assert first.saved_bytes == 2 * 2 * M * N
     assert (second.way, second.reason, second.saved_bytes) == ("kernel", "", 0)
     assert third.way == "XLA"

@@ -1,4 +1,4 @@
-"""Rows that are added to few others: as sums under ``fuse``, and what else stays as it is."""
+"""Rows that are added to few other rows: ``fuse`` rewrites them as sums; others stay unchanged."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MODES = ["fill", "promise_in_bounds", "clip"]
 
 
 def scatters(f, *args):
-    """Whether a function adds to memory under ``fuse``, in any of its parts."""
+    """Checks if a function scatters into memory under ``fuse``, in any of its parts."""
     return "= scatter" in str(jax.make_jaxpr(fuse(f))(*args))
 
 
@@ -34,7 +34,7 @@ def draw(count=3, ids=(5, 80), dtype=jnp.bfloat16, width=(WIDTH,), seed=0):
 
 
 def expected(table, ids, rows):
-    """The sums in float64; an index that is no row's is left out."""
+    """Computes the sums in float64; it skips indices outside the rows."""
     sums = np.asarray(table, np.float64)
     for index, row in zip(np.ravel(ids), np.reshape(rows, (-1, *table.shape[1:])), strict=True):
         if 0 <= index < len(sums):
@@ -62,7 +62,7 @@ def test_rows_are_added_in_float32_and_rounded_once(dtype, mode, count, ids, wid
 @pytest.mark.parametrize("ids_dtype", [jnp.int32, jnp.uint8, jnp.int8])
 def test_indices_beyond_the_rows(ids_dtype):
     table, ids, rows = draw(3, (400,))
-    # Negative ones count from the end; jnp makes them positive before they are scattered.
+    # Negative indices count from the end; jnp makes them positive before it scatters.
     ids = jnp.where(jnp.arange(400) % 3 == 0, 100, ids).astype(ids_dtype)
     for mode in ("fill", "clip"):
         wanted = np.asarray(ids, np.int64)
@@ -132,7 +132,7 @@ def test_its_own_derivatives_are_those_of_the_additions():
 
 
 def test_an_operation_on_a_mesh_of_its_own():
-    """As where JAX traces one for the sharding of its result."""
+    """JAX traces an operation like this for the sharding of its result."""
     mesh = mesh_of((4,), jax.sharding.AxisType.Explicit)
     table, ids, _ = draw(3, (400,))
 
@@ -176,5 +176,5 @@ def test_shards_are_added_up():
     nothing = jnp.zeros_like(table)
     assert not scatters(f, nothing, ids, rows)
     actual = np.asarray(jax.jit(fuse(f))(nothing, ids, rows), np.float64)
-    # What the shards have is rounded, and so are its sums.
+    # The values of the shards are rounded, and so are their sums.
     np.testing.assert_allclose(actual, expected(nothing, ids, rows), rtol=0.02, atol=0.5)

@@ -1,4 +1,4 @@
-"""Where float32 on the way, or an equation out of its place, would change what a function means."""
+"""Where float32 intermediates, or a moved equation, would change the meaning of a function."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def arrays(normal):
 
 
 def equal(f, *args):
-    """Checks that results are those of the plain function to the last bit."""
+    """Checks that results equal those of the plain function to the last bit."""
     for own, plain in zip(*(jax.tree.leaves(jax.jit(g)(*args)) for g in (fuse(f), f)), strict=True):
         np.testing.assert_array_equal(np.asarray(own), np.asarray(plain))
 
@@ -32,7 +32,7 @@ def equal(f, *args):
 @pytest.mark.parametrize("reduce", [jnp.max, jnp.min])
 @pytest.mark.parametrize("activation", [jax.nn.gelu, jax.nn.silu, jnp.tanh])
 def test_largest_of_a_column_is_one_of_them(arrays, reduce, activation):
-    """Its gradient asks which: of values rounded otherwise none would be."""
+    """The gradient asks which value is the largest; differently rounded values would match none."""
 
     def loss(w, b):
         return reduce(activation(arrays["x"] @ w + b), 0).astype(jnp.float32).sum()
@@ -43,12 +43,12 @@ def test_largest_of_a_column_is_one_of_them(arrays, reduce, activation):
         for own, plain in zip(gradients, theirs, strict=True):
             own, plain = np.asarray(own, np.float32), np.asarray(plain, np.float32)
             assert np.isfinite(own).all()
-            if reduce is jnp.max:  # of near equals, as the least ones are, it may be another
+            if reduce is jnp.max:  # smallest values are nearly equal, so another one may be taken
                 assert np.mean(np.abs(own - plain) > 0.05 * np.abs(plain).max()) < 0.05
 
 
 def test_larger_of_two_is_one_of_them(arrays):
-    """An operand that the kernel made a second time, unrounded, would be neither."""
+    """If the kernel recomputed an operand unrounded, the result would equal neither operand."""
 
     def loss(x, w, y):
         largest = jnp.maximum(x @ w, jnp.sin(y * 1.1) + 0.3)
@@ -63,7 +63,7 @@ def test_larger_of_two_is_one_of_them(arrays):
 
 
 def test_largest_of_a_row_is_one_of_them(arrays):
-    """On the way back a kernel would make the row anew, and find its largest number nowhere."""
+    """A backward kernel would recompute the row and not find its largest number in it."""
 
     def loss(x, w, d):
         h = jax.nn.gelu(x @ w)
@@ -72,7 +72,7 @@ def test_largest_of_a_row_is_one_of_them(arrays):
 
     args = [arrays[name] for name in "xwd"]
     gradient = jax.grad(loss, (0, 1, 2))
-    assert operations(fuse(gradient), *args)["eq"] == 1  # XLA's
+    assert operations(fuse(gradient), *args)["eq"] == 1  # from XLA
     assert worst(gradient, fuse(gradient), args, slack=4) <= 1
 
 
@@ -104,7 +104,7 @@ def test_float16(arrays):
 
 
 def test_what_reduces_by_a_function_is_not_elementwise(arrays):
-    """Within a call with a derivative of its own, where its function looks like one of numbers."""
+    """A custom-derivative call contains a reduction whose function looks elementwise."""
 
     @jax.custom_jvp
     def over_largest(x):
@@ -141,7 +141,7 @@ def test_host_computations_stay_there(arrays):
 
 
 def test_loops_by_hand_with_replicated_weights(arrays):
-    """Within ``shard_map`` a loop's types say what varies, and the cotangent of a weight does."""
+    """Within ``shard_map``, types state what varies over the mesh; a weight's cotangent varies."""
     mesh = mesh_of((4, 2))
     spec = PartitionSpec("x")
     x = jnp.tile(arrays["x"], (4, 1))
@@ -202,7 +202,7 @@ def test_float32_gradients_of_groups(arrays):
 
 
 def test_algorithms_of_unequal_factors():
-    """The factors of a weight's gradient are exchanged, and what an algorithm says of each."""
+    """A weight gradient exchanges its factors, so an algorithm's types must be exchanged, too."""
     algorithm = lax.DotAlgorithm(jnp.bfloat16, jnp.float32, jnp.float32, 1, 2, 3, False)
     exchanged = _compat.exchanged_precision(algorithm)
     assert exchanged == lax.DotAlgorithm(jnp.float32, jnp.bfloat16, jnp.float32, 2, 1, 3, False)
@@ -217,7 +217,7 @@ def test_static_arguments(arrays):
 
 
 def test_low_part_by_reduce_precision(arrays):
-    """What splits a number says how it is rounded; a conversion and back may be left out."""
+    """reduce_precision states its rounding; XLA may remove a conversion and its inverse."""
 
     def f(x, w):
         z = lax.dot(x, w, preferred_element_type=jnp.float32)

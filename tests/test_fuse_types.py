@@ -19,22 +19,22 @@ N = 128
 
 @pytest.fixture
 def arrays(normal):
-    """Operands whose products are exact in float32."""
+    """Returns operands whose products are exact in float32."""
     return tuple(jnp.round(normal(N, N, dtype=jnp.bfloat16) * 16) / 16 for _ in range(2))
 
 
 def equal(f, *args):
-    """Checks results to the last bit, and that there is an epilogue to be wrong."""
+    """Checks results to the last bit, and that the program has an epilogue."""
     for own, plain in zip(*(jax.tree.leaves(jax.jit(g)(*args)) for g in (fuse(f), f)), strict=True):
         assert own.dtype == plain.dtype
-        with np.errstate(invalid="ignore"):  # of NaN
+        with np.errstate(invalid="ignore"):  # because of NaN
             wide = [np.asarray(x).astype(np.float64) for x in (own, plain)]
         np.testing.assert_array_equal(*wide)
 
 
 @pytest.mark.parametrize("value", [40.0, 16.0, 1.0])
 def test_float16_product_as_float32_is_rounded(value):
-    """Above 65504 it is infinite, and 2049 is 2048."""
+    """Values above 65504 become infinite, and 2049 becomes 2048."""
     x = jnp.full((N, N), value, jnp.float16)
     w = jnp.full((N, N), 40, jnp.float16).at[0, 0].set(41)
     f = lambda x, w: (x @ w).astype(jnp.float32)  # noqa: E731
@@ -62,7 +62,7 @@ def test_discrete_functions_take_the_rounded_product(arrays, discrete):
 
 
 def test_iota_of_bfloat16(arrays):
-    """The bias of ALiBi, and quotients of two, which are none of integers."""
+    """The bias of ALiBi, and quotients of two iotas: these are not integer quotients."""
 
     def rows_and_columns():
         return (lax.broadcasted_iota(jnp.bfloat16, (N, N), axis) for axis in (0, 1))
@@ -83,7 +83,7 @@ def test_iota_of_bfloat16(arrays):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "int32", "int8", "uint8"])
 @pytest.mark.parametrize("made", ["iota", "constant", "conversion", "bits", "reduction"])
 def test_values_that_operations_make(arrays, dtype, made):
-    """Each in its own type, rounded as the program says: large iotas and integers are not exact."""
+    """Each value keeps its type and rounding: large iotas and integers are not exact."""
     x, w = arrays[0], jnp.zeros_like(arrays[1])
     wide = jax.random.randint(jax.random.key(1), (N, N), -(2**20), 2**20)
 
@@ -128,7 +128,7 @@ MODES = {
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("kind", ["value", "gradient"])
 def test_random_functions(rng, mode, dtype, kind):
-    """Types of weak scalars and literals, in regions of 16-bit products and beside float32 ones."""
+    """Weak scalars and literals keep their types, in 16-bit regions and beside float32 regions."""
     function = random_function(rng)
     args = tuple(x.astype(dtype) for x in operands(rng, 80))
     with MODES[mode]():
@@ -136,7 +136,7 @@ def test_random_functions(rng, mode, dtype, kind):
 
 
 def test_parts_of_a_program_on_a_mesh_of_their_own(normal):
-    """Within ``auto_axes`` types are of another mesh than what surrounds them."""
+    """Within ``auto_axes``, types have another mesh than the surrounding code."""
     x, w = (normal(128, 128, dtype=jnp.bfloat16) / 8 for _ in range(2))
     spec = jax.sharding.PartitionSpec("x")
 

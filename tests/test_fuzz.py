@@ -1,4 +1,4 @@
-"""The fuzzer: what it draws, what it finds, and how a run is continued. On the CPU."""
+"""The fuzzer: the problems it draws, the errors it finds, and resuming a run. On the CPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jax_tcgemm.kernels.arithmetic import ARITHMETIC
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """Runs the script in this process: its exit status and what it printed."""
+    """Returns a function that runs the script here and returns its exit status and output."""
     monkeypatch.setattr(fuzz, "_set_environment", lambda jobs: None)
 
     def call(*arguments: object) -> tuple[int, str]:
@@ -31,12 +31,12 @@ def run(monkeypatch, capsys):
 
 @pytest.fixture
 def small(monkeypatch):
-    """Only small problems."""
+    """Limits the fuzzer to small problems."""
     monkeypatch.setattr(gemm_problems, "_MOST_PRODUCTS", 1e5)
 
 
 def checked_indices(monkeypatch) -> list[int]:
-    """Records the problems that are run, and makes each pass."""
+    """Records the problems that run, and makes each pass."""
     indices = []
 
     def record(seed, kernels, index):

@@ -26,12 +26,12 @@ FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
 def fused(x, w_gate, w_up, bias_gate=None, bias_up=None, activation="silu"):
-    """`w_gate` and `w_up` as two weights."""
+    """`gated_gemm` with `w_gate` and `w_up` as two weights."""
     return gated_gemm(x, w_gate, w_up, bias_gate=bias_gate, bias_up=bias_up, activation=activation)
 
 
 def packed(x, w_gate, w_up, bias_gate=None, bias_up=None, activation="silu"):
-    """The same of a weight that holds both."""
+    """`gated_gemm` with one weight that holds both."""
     both = jnp.concatenate([w_gate, w_up], -1)
     return gated_gemm(x, both, bias_gate=bias_gate, bias_up=bias_up, activation=activation)
 
@@ -48,7 +48,7 @@ def formula(x, w_gate, w_up, bias_gate=None, bias_up=None, activation="silu"):
 
 
 def formula_of_packed(x, w_gate, w_up, bias_gate=None, bias_up=None, activation="silu"):
-    """`formula` with one product: the order of XLA's sums depends on columns and layout."""
+    """`formula` with one product: XLA's order of summation depends on columns and layout."""
     products = jnp.split(x @ jnp.concatenate([w_gate, w_up], -1), 2, -1)
     return gate_of(*products, bias_gate, bias_up, activation)
 
@@ -151,7 +151,7 @@ def test_float32_master_weights_get_float32_gradients(normal):
 
     grads = jax.grad(loss, (0, 1, 2))(x, w, v)
     assert [g.dtype for g in grads] == [jnp.bfloat16, jnp.float32, jnp.float32]
-    # They are not rounded to bfloat16 on the way.
+    # The gradients are not rounded to bfloat16 in between.
     assert not np.array_equal(grads[1], grads[1].astype(jnp.bfloat16))
 
 

@@ -1,4 +1,4 @@
-"""How `gated_gemm` and its derivatives lower for CUDA. Without a GPU."""
+"""The CUDA lowering of `gated_gemm` and its derivatives. Without a GPU."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_derivative_takes_three_results_of_one_pass(cuda_module):
     assert picked(forward, "gated", "has_aux") == (True, True)
     assert forward["results"] == ["80x24xbf16"] * 3
     assert len(rest) == 4
-    # The two parts of x's cotangent are added by the second product.
+    # The second product adds the two parts of x's cotangent.
     first, second = (call for call in rest if call["results"] == ["80x16xbf16"])
     assert picked(first, "has_c", "c_role") == (False, "add")
     assert picked(second, "has_c", "c_role", "beta", "c_strides") == (True, "add", 1.0, [16, 1])
@@ -82,17 +82,17 @@ def test_gradients_of_a_packed_weight_are_two_products(cuda_module, transpose_w)
     text, calls = cuda_module(pullback, bf16(8, 16), w, bf16(8, 24))
     shape = "48x16xbf16" if transpose_w else "16x48xbf16"
     assert sorted(call["results"][0] for call in calls[1:]) == sorted(["8x16xbf16", shape])
-    # XLA finds that both products read the same concatenated cotangent.
+    # XLA detects that both products read the same concatenated cotangent.
     compiled = jax.jit(pullback).lower(bf16(8, 16), w, bf16(8, 24)).compile().as_text()
     assert len(re.findall(r" concatenate\(", compiled)) == 1
     assert "stablehlo.transpose" not in text
-    # The forward pass is for the pre-activations alone: one product with the packed weight.
+    # The forward pass needs the pre-activations only: one product with the packed weight.
     assert picked(calls[0], "gated", "n", "results") == (False, 48, ["8x48xbf16"])
 
 
 @pytest.mark.parametrize("saves", [False, True])
 def test_few_rows_are_two_products(cuda_module, saves):
-    """The second takes the first, which is rounded, as a factor."""
+    """The second product reads the first, rounded, as a factor."""
     x, w = bf16(64, 16), bf16(16, 24)
 
     def f(x, w, v, bias):

@@ -1,4 +1,4 @@
-"""On the GPU: operands whose addresses are not where XLA's allocator puts them."""
+"""On the GPU: operands at addresses that XLA's allocator never returns."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jax_tcgemm.problem.strides import Operands, fold
 
 pytestmark = pytest.mark.gpu
 
-# Tiles of several kinds: in one block, in many, few rows, k split, unaligned rows.
+# Several kinds of tiling: one block, many blocks, few rows, split k, unaligned rows.
 SHAPES = [(96, 136, 200), (520, 264, 320), (16, 512, 4096), (256, 1024, 4160), (65, 67, 131)]
 
 
@@ -29,7 +29,7 @@ SHAPES = [(96, 136, 200), (520, 264, 320), (16, 512, 4096), (256, 1024, 4160), (
 def test_operands_that_begin_anywhere(
     normal, exact, assert_accurate, algorithm, shape, shift, layout
 ):
-    """Through the handler: the address is known to nothing before it."""
+    """Only the handler sees the address; nothing before it does."""
     dtype = INPUT_DTYPES[algorithm]
     if shift % dtype.itemsize:
         pytest.skip("no address of such an element")
@@ -48,7 +48,7 @@ def test_operands_that_begin_anywhere(
     wide = jnp.float16 if algorithm == "F16_F16_F16" else jnp.float32
     baseline = jnp.matmul(a, b, preferred_element_type=wide) + bias
     expected = exact(a) @ exact(b) + exact(bias)
-    # Sums in float16 are rounded every 16 steps of k, which jnp.matmul does in float32.
+    # Sums in float16 are rounded every 16 steps of k; jnp.matmul sums in float32.
     roundings = -(-k // 16) if algorithm == "F16_F16_F16" else 0
     slack = roundings * float(jnp.finfo(jnp.float16).eps) * np.abs(expected).max()
     assert_accurate(got, baseline.astype(dtype), expected, slack)
@@ -69,9 +69,9 @@ def test_weights_of_a_gated_product_that_begin_anywhere(normal, exact, assert_ac
     assert_accurate(got, baseline, (exact(x) @ exact(w)) * (exact(x) @ exact(u)), 0.5)
 
 
-@pytest.mark.parametrize("offset", [8, 32])  # elements of 16 bits: 16 and 64 bytes
+@pytest.mark.parametrize("offset", [8, 32])  # in 16-bit elements: 16 and 64 bytes
 def test_a_graph_whose_operand_moves_off_lines_of_l2(normal, offset):
-    """By turns an array of JAX and a part of another library's: recorded with the same kernels."""
+    """JAX's array and a slice of another library's alternate; the graph keeps its kernels."""
     torch = pytest.importorskip("torch")
     if not torch.cuda.is_available():
         pytest.skip("needs a PyTorch that sees the GPU")

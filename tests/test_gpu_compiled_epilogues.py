@@ -1,4 +1,4 @@
-"""Functions of the user inside the kernels, on a Hopper GPU, beside the same function after it."""
+"""User functions inside kernels, on a Hopper GPU, compared with XLA after the product."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ def test_functions_from_end_to_end_of_their_range(name, dtype):
         error = np.abs(np.asarray(x, np.float64)[finite] - exact[finite])
         return np.max(error / (np.abs(exact[finite]) + least))
 
-    # What is near 0 is so by cancellation, in float64 as well, or a multiple of the least number;
-    # XLA's may be all wrong there.
+    # A value near 0 results from cancellation, also in float64, or is a multiple of the least
+    # number. XLA's value may be entirely wrong there.
     for least in (max(1e-9, float(jnp.finfo(dtype).tiny)), 1):
         assert worst(y, least) <= 2 * worst(expected, least) + 2e-6
 
@@ -280,7 +280,7 @@ def test_a_function_is_compiled_once(monkeypatch):
     monkeypatch.setattr(nvrtc.Nvrtc, "compile", refuse)
     again = jax.jit(lambda a, b: gemm(a, b, epilogue=lambda acc: f(acc)))(a, b)
     np.testing.assert_array_equal(first, again)
-    # In a graph, many times.
+    # Runs many times in a CUDA graph.
     looped = jax.jit(lambda a, b: [gemm(a + i, b, epilogue=f) for i in range(5)])
     for _ in range(4):
         results = looped(a, b)

@@ -1,4 +1,4 @@
-"""Products of complex64 on a Hopper GPU, beside XLA's and float64."""
+"""Products of complex64 on a Hopper GPU, compared with XLA's and float64."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PAIRS = "simt_tf32_4x32x32_w4x1_s1_pairs"
 
 @pytest.fixture(autouse=True)
 def never_xla(monkeypatch):
-    """Fails where a product of complex numbers is not computed by a kernel."""
+    """Fails if XLA computes a product of complex numbers."""
 
     def made(x, spec, _inner=complex_product.by_real_product):
         results, how = _inner(x, spec)
@@ -35,7 +35,7 @@ def drawn(shape):
 
 
 def worst(x, exact, sizes):
-    """The largest error of a part, over what the numbers would add up to."""
+    """Returns the largest error of a real or imaginary part, relative to the sum of magnitudes."""
     difference = np.asarray(x, np.complex128) - exact
     return float(np.max(np.maximum(np.abs(difference.real), np.abs(difference.imag)) / sizes))
 
@@ -58,7 +58,7 @@ def test_every_layout_and_residue(m, n, k, layout, precision):
     exact = np.asarray(a, np.complex128) @ np.asarray(b, np.complex128)
     sizes = sizes_of(a, b)
     theirs = jax.jit(lambda a, b: jnp.matmul(a, b, precision=precision))(a, b)
-    # TF32 rounds both factors to 11 bits, XLA where it uses it.
+    # TF32 rounds both factors to 11 bits, also in XLA if XLA uses TF32.
     floor = 2.0**-10 if precision is None else 2.0**-22
     assert worst(y, exact, sizes) <= max(2 * worst(theirs, exact, sizes), floor)
 
@@ -74,12 +74,12 @@ def test_every_layout_and_residue(m, n, k, layout, precision):
     ],
 )
 def test_the_kernel_of_other_gpus(shape, transpose_b, precision, monkeypatch):
-    """As a program takes it that was exported on a Hopper GPU."""
+    """A program exported on a Hopper GPU calls this kernel on other GPUs."""
 
     def of_other_gpus(*args, _inner=complex_product.attributes, **options):
         named = _inner(*args, **options)
         assert named["pairs_of_b"]
-        # Planes are no concern of theirs: what they take is of float32's precision anyway.
+        # Other GPUs don't use planes: their precision is that of float32 in any case.
         return {**named, "algorithm": "TF32_TF32_F32", "config": PAIRS, "padding_bytes": 0}
 
     monkeypatch.setattr(complex_product, "attributes", of_other_gpus)

@@ -1,4 +1,4 @@
-"""What goes back through a user's epilogue, in one pass, on a Hopper GPU."""
+"""The cotangents of user epilogues, computed in one pass, on a Hopper GPU."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _vjp(f, operands, cotangents):
 
 
 def _check(f, drawn, cotangent, assert_accurate, k, out_dtype=BF16):
-    """Compares cotangents of z and of the operands with those by XLA and in float64."""
+    """Compares cotangents of z and of the operands with XLA's and with float64."""
     n = drawn[0].shape[-1]
 
     def ours(z, *others):
@@ -61,7 +61,7 @@ def _check(f, drawn, cotangent, assert_accurate, k, out_dtype=BF16):
     exact = in_float64(lambda *x: _vjp(f, x[:-1], x[-1]), *drawn, cotangent)
     for x, y, true in zip(found, baseline, exact, strict=True):
         assert (x.dtype, x.shape) == (y.dtype, y.shape)
-        # What the kernel's own functions may lose beside XLA's, of float32 results.
+        # The kernel's own functions may have this extra error in float32 results.
         assert_accurate(x, y, true, slack=1e-6 * np.abs(true).max())
 
 

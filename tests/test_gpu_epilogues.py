@@ -1,4 +1,4 @@
-"""Epilogues of one product on the GPU, those of derivatives too, against float64."""
+"""Epilogues of one product on the GPU, including those of derivatives, against float64."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def check_residual_and_scales(compare, normal, rng, config, activation):
 
 
 def adds_up_parts(row: KernelConfig) -> bool:
-    """As `has_fixup` of cuda/kernel_config.h."""
+    """Computes `has_fixup` of cuda/kernel_config.h."""
     is_pingpong = row.splits_k and row.schedule == "pingpong" and not row.promote
     return is_pingpong and row.tile_m * row.tile_n <= 128 * 128
 
@@ -80,12 +80,12 @@ def adds_up_parts(row: KernelConfig) -> bool:
 @pytest.mark.parametrize("splits", [2, 3, 4])
 @pytest.mark.parametrize("row", [row.name for row in CONFIGS if adds_up_parts(row)])
 def test_after_parts_of_k(compare, normal, rng, row, splits):
-    """In the kernel where the row has the epilogue; of extents that are no multiples of a tile."""
+    """The kernel applies the epilogue if the row has it; extents are not multiples of a tile."""
     if row not in _extension.KERNEL_NAMES:
         pytest.skip("not in this build")
     algorithm, config = by_name(row).algorithm, f"{row}/splits={splits}"
     dtype = INPUT_DTYPES[algorithm]
-    # All parts of all clusters' tiles are on the GPU at once.
+    # The GPU must hold all parts of all clusters' tiles at once.
     m, n, k = (8 * int(x) for x in rng.integers((1, 1, 64), (48, 48, 400)))
     device = _core.device_properties(0)
     sizes = {name: device[name] for name in ("sm_count", "shared_memory_per_block")}
@@ -134,7 +134,7 @@ def test_after_parts_of_k(compare, normal, rng, row, splits):
 @pytest.mark.sm90
 @pytest.mark.parametrize("row", [row.name for row in CONFIGS if row.swap_ab])
 def test_bias_of_a_batch_where_operands_are_swapped(compare, normal, rng, row):
-    """A block has several tiles, of which each has a bias of its own."""
+    """A block computes several tiles, each with its own bias."""
     if row not in _extension.KERNEL_NAMES:
         pytest.skip("not in this build")
     config = by_name(row)
@@ -159,7 +159,7 @@ def test_bias_of_a_batch_where_operands_are_swapped(compare, normal, rng, row):
 
 @by_config(epilogues=("any",))
 def test_scales_alone(compare, normal, rng, config):
-    """Without anything else in the epilogue, which must not count as none."""
+    """The epilogue has scales only; it must not count as an empty epilogue."""
     m, n, k = config.tile_m + 8, config.tile_n + 8, 2 * config.tile_k
     dtype = INPUT_DTYPES[config.algorithm]
     names = [["row_scale"], ["column_scale"], ["row_scale", "column_scale"]][rng.integers(3)]
@@ -245,7 +245,7 @@ def test_derivatives_of_activations(compare, normal, rng, config, form):
 @pytest.mark.parametrize("has_c", [False, True])
 @by_config(epilogues=("none", "sum"))
 def test_rows_without_the_epilogue(compare, normal, rng, config, has_c):
-    """The product by the row that is named, or a sum by itself, and the rest in a pass after it."""
+    """The named row computes the product, or a plain sum; a separate pass applies the rest."""
     m, n, k = config.tile_m + 8, config.tile_n + 8, 4 * config.tile_k
     dtype = INPUT_DTYPES[config.algorithm]
     (activation,) = some(rng, [None, *EVERY_ACTIVATION], 1)
@@ -272,7 +272,7 @@ def test_rows_without_the_epilogue(compare, normal, rng, config, has_c):
 @pytest.mark.sm90
 @by_config(epilogues=("none", "sum"))
 def test_derivatives_of_rows_without_the_epilogue(compare, normal, config):
-    """The pre-activation is a further result, or all that is left to compute."""
+    """The pre-activation is a second result, or the only result."""
     m, n, k = config.tile_m + 8, config.tile_n + 8, 2 * config.tile_k
     dtype = INPUT_DTYPES[config.algorithm]
     args = normal(m, k, dtype=dtype) / 8, normal(k, n, dtype=dtype) / 8, normal(n, dtype=dtype)
@@ -288,7 +288,7 @@ def test_derivatives_of_rows_without_the_epilogue(compare, normal, config):
     def formula(matmul, a, b, bias):
         return [1 - jnp.tanh(matmul(a, b) + bias) ** 2]
 
-    # The pre-activation is rounded before its derivative is taken.
+    # The pre-activation is rounded before the derivative.
     slack = 4 * float(jnp.finfo(dtype).eps)
     slack += 8 * accumulation_slack(config, dtype, k, 5 / 64 * k**0.5)
     compare(ours, formula, args, dtype, config.algorithm, slack)
@@ -312,7 +312,7 @@ def test_results_of_any_type(compare, normal, dtype, out_dtype):
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_sums_over_many_rows(compare, normal, dtype):
-    """The gradient of a bias, which is a product with ones where it is large."""
+    """A large bias gradient is a product with ones."""
     args = normal(8200, 24, dtype=dtype) / 8, normal(24, 520, dtype=dtype), normal(520, dtype=dtype)
 
     def ours(a, b, bias):
@@ -324,7 +324,7 @@ def test_sums_over_many_rows(compare, normal, dtype):
     def formula(matmul, a, b, bias):
         return [(1 - jnp.tanh(matmul(a, b) + bias) ** 2).sum(0)]
 
-    # Each term is rounded before it is added.
+    # Each term is rounded before the sum.
     slack = 8200**0.5 * float(jnp.finfo(dtype).eps)
     compare(ours, formula, args, dtype, slack=slack)
 

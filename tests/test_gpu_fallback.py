@@ -1,6 +1,6 @@
-"""The rows for where nothing else computes a product, on any GPU.
+"""Fallback kernels on any GPU: they run where nothing else computes a product.
 
-Beside the tests that each row of the table has: test_gpu_layers.py and test_gpu_ragged.py.
+test_gpu_layers.py and test_gpu_ragged.py also test each row of the table.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ pytestmark = pytest.mark.gpu
 DTYPES = pytest.mark.parametrize("dtype", [BF16, F16])
 PRECISION = (jax.lax.Precision.DEFAULT,) * 2
 
-# Fitting, with empty groups; short of 57 rows; beyond them; negative; one group of none.
+# Group sizes that fit, with empty groups; fewer than the 57 rows; more; negative; all empty; one
+# group has all rows.
 SIZES = [
     [20, 0, 30, 7, 0],
     [0, 3, 0, 0, 5],
@@ -41,14 +42,14 @@ SIZES = [
 
 
 def fallbacks(grouped):
-    """The mark of `by_config` without other rows."""
+    """Returns the mark of `by_config`, for fallback rows only."""
     mark = by_config(grouped=grouped)
     names = {row.name for row in CONFIGS if row.is_fallback}
     return pytest.mark.parametrize("config", [p for p in mark.args[1] if p.id in names])
 
 
 def order(k, largest):
-    """What float32 sums may differ by that come in another order."""
+    """Returns the tolerance of float32 sums in another order."""
     return float(jnp.finfo(F32).eps) * k**0.5 * float(largest)
 
 
@@ -68,7 +69,7 @@ def test_groups_of_rows(normal, assert_accurate, config, transposed, activation,
     by_xla = jax.jit(functools.partial(ragged_reference.reference_dot, spec=spec))
     for sizes in SIZES:
         used = int(bounds(sizes, m)[-1])
-        mine = lhs.at[used:].set(jnp.nan)  # rows of no group are not read
+        mine = lhs.at[used:].set(jnp.nan)  # kernels must not read rows outside all groups
         counts = jnp.asarray(sizes, jnp.int32)
         baselines = by_xla(lhs, stored, counts, bias)
         poison((m, n), out_dtype)
@@ -105,7 +106,7 @@ def test_groups_of_k(normal, assert_accurate, config, out):
 
 @fallbacks("m")
 def test_many_groups_and_gradients(rng, normal, assert_accurate, config):
-    """Through the gradient: the pre-activation by the named row, whatever computes the rest."""
+    """In the gradient, the named row computes the pre-activation; any kernel computes the rest."""
     dtype = jnp.dtype(INPUT_DTYPES[config.algorithm])
     m, n, k, groups = 500, 136, 200, 300
     sizes = rng.integers(-2, 5, groups)
@@ -130,7 +131,7 @@ def test_many_groups_and_gradients(rng, normal, assert_accurate, config):
         looped(dz, jnp.swapaxes(rhs, 1, 2), sizes),
         contracted(lhs, dz, sizes),
     )
-    # z, and so dz, is rounded to the operands' type on the way.
+    # z, and so dz, is rounded to the operands' type in between.
     eps = float(jnp.finfo(dtype).eps)
     for actual, wanted in zip((y, dlhs, drhs), exact, strict=True):
         slack = 0.0 if actual is y else 2 * eps * np.abs(wanted).max()
@@ -141,7 +142,7 @@ def test_many_groups_and_gradients(rng, normal, assert_accurate, config):
 @pytest.mark.parametrize("transposed", [False, True])
 @DTYPES
 def test_odd_groups_need_no_name(normal, monkeypatch, dtype, transposed):
-    """Extents that TMA cannot step over, unpadded: no other row computes them."""
+    """TMA cannot step over these unpadded extents, so no other row computes them."""
     monkeypatch.setattr(ragged_lowering, "_padded", lambda x, dtype: x.astype(dtype))
     monkeypatch.setattr(devices, "local_device", lambda matches: None)
     m, n, k = 57, 13, 21

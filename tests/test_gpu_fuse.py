@@ -1,4 +1,4 @@
-"""``fuse`` on a GPU: kernels with the epilogues that it finds, and what they compute."""
+"""``fuse`` on a GPU: kernels with the epilogues that it finds, and their results."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def gated(x, w, u, d):
 
 
 def stepped(layer):
-    """Two layers in a scan, computed again on the way back, and all gradients."""
+    """Returns two layers in a scan, rematerialized in the backward pass, with all gradients."""
 
     def loss(x, *weights):
         body = jax.checkpoint(lambda h, _: (layer(h, *weights), None))
@@ -68,7 +68,7 @@ def test_random_functions(rng, part):
 @pytest.mark.parametrize("count", [3, 6, 8])
 @pytest.mark.parametrize("wide", [False, True])
 def test_many_matrices_beside_the_product(normal, count, wide):
-    """Which take so much shared memory that fewer rows of the table have room."""
+    """The matrices take much shared memory, so fewer rows of the table have room."""
     dtype = jnp.float32 if wide else jnp.bfloat16
     x, w = normal(M, K, dtype=jnp.bfloat16) / 8, normal(K, N, dtype=jnp.bfloat16) / 8
     others = [normal(M, N, dtype=dtype) for _ in range(count)]
@@ -83,7 +83,7 @@ def test_many_matrices_beside_the_product(normal, count, wide):
 
 
 def test_dropout_keeps_what_it_keeps(normal):
-    m, n = 8192, 4096  # of fewer numbers a kernel of their own draws
+    m, n = 8192, 4096  # XLA draws fewer numbers in a separate kernel
     x, w = normal(m, K, dtype=jnp.bfloat16), normal(K, n, dtype=jnp.bfloat16)
 
     def f(x, w):
@@ -111,7 +111,7 @@ def test_groups(normal):
 @pytest.mark.parametrize("sequence", [72, 256, 1000])
 @pytest.mark.parametrize("heads", [4, 7])
 def test_projections_of_attention(normal, sequence, heads):
-    """Their kernels write the sequence last; gradients read what XLA makes of them."""
+    """The kernels write the sequence last; gradients read XLA's results of these."""
     x = normal(3, sequence, K, dtype=jnp.bfloat16)
     weights = [normal(K, heads * SIZE, dtype=jnp.bfloat16) / 16 for _ in range(3)]
     last = [each for each in fuse(layer).report(x, *weights) if "sequence last" in each.reason]

@@ -1,4 +1,4 @@
-"""On the GPU: custom calls made by hand, which no lowering makes, are refused or right."""
+"""On the GPU: custom calls that no lowering makes are refused or right."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_batch_beyond_what_kernels_count_is_refused(extents):
         custom_call(operands, **changes)
 
 
-# Of operands whose rows TMA can address, and of others.
+# Operands with rows that TMA can address, and others.
 @pytest.mark.parametrize(
     ("name", "strides"), [("a", [0, 1]), ("b", [0, 1]), ("b", [1, 0]), ("a", [1, 0])]
 )
@@ -52,7 +52,7 @@ def test_rows_without_a_stride_are_refused(name, strides, k):
     np.testing.assert_array_equal(custom_call(operands).astype(jnp.float32), k)
     with pytest.raises(jax.errors.JaxRuntimeError, match=rf"{name} has strides .*may be 0"):
         custom_call(operands, **{f"{name}_strides": np.asarray(strides, np.int64)})
-    # One row, or nothing to read, needs no stride.
+    # A single row, or an empty operand, needs no stride.
     single = Operands(ones(1, k), ones(k, 48))
     got = custom_call(single, a_strides=np.asarray([0, 1], np.int64))
     np.testing.assert_array_equal(got.astype(jnp.float32), k)

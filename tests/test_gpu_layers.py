@@ -79,7 +79,7 @@ def test_gated_activations(compare, normal, rng, config, activation):
 def check_gated(
     compare, normal, rng, config, shape, transpose_w=False, packed=False, activation="silu"
 ):
-    """The result alone and with the pre-activations, with and without biases."""
+    """Checks the result alone and with the pre-activations, with and without biases."""
     dtype = INPUT_DTYPES[config.algorithm]
     addend = jnp.dtype(rng.choice([dtype, jnp.float32]))
     biases = [addend] * 2 if rng.integers(2) else []
@@ -103,10 +103,10 @@ def check_gated(
             )
         ]
 
-    # The kernels' own sums, which a float32 result shows.
+    # The tolerance of the kernels' own sums, visible in a float32 result.
     k = shape[2]
     slack = 30 * accumulation_slack(config, out_dtype, k, 5.0)
-    if config.rounds_sums:  # which come in another order
+    if config.rounds_sums:  # these sums are in another order
         slack += float(jnp.finfo(jnp.float32).eps) * k**0.5 * 5.0
     compare(ours, formula, args, out_dtype, config.algorithm, slack)
 
@@ -209,7 +209,7 @@ def test_values_and_gradients_of_layers(
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("activation", [None, *EVERY_ACTIVATION], ids=str)
 def test_activation_gradients(monkeypatch, normal, rng, compare, activation, dtype, biased):
-    """By the kernel, which takes large matrices alone otherwise."""
+    """Uses the kernel for every size; otherwise it takes large matrices only."""
     monkeypatch.setattr(activation_gradient, "LARGE_MATRIX", 0)
     derivative = resolve(activation).derivative
 
@@ -248,7 +248,7 @@ def test_float32_sums_of_an_activation_gradient(monkeypatch, normal):
 
 
 def test_second_derivatives(normal):
-    """Forward over reverse, by kernels in TF32 and by XLA in float32."""
+    """Forward over reverse: our kernels use TF32, XLA float32."""
     shapes = ((40, 72), (72, 128), (128,), (128, 56), (56,))
     args = [normal(*s) * (s[0] ** -0.5 if len(s) == 2 else 1) for s in shapes]
     tangents = [normal(*x.shape) for x in args]

@@ -1,4 +1,4 @@
-"""On the GPU: processes to which MPS leaves few SMs, where larger clusters may not fit."""
+"""On the GPU: MPS leaves the processes few SMs, where larger clusters may not fit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CLIENT = pathlib.Path(__file__).with_name("mps_client.py")
 
 @pytest.fixture
 def mps(tmp_path):
-    """The environment of the clients of an MPS server of this test's own."""
+    """Returns the environment for clients of this test's own MPS server."""
     if shutil.which(CONTROL) is None:
         pytest.skip(f"no {CONTROL}")
     environment = outer_environment()
@@ -39,7 +39,7 @@ def mps(tmp_path):
 
 @pytest.mark.parametrize("percentage", [5, 10, 20])
 def test_a_share_of_the_gpu(mps, percentage):
-    """Every kind of product is right, by smaller clusters where a row has too large ones."""
+    """Every kind of product is right; smaller clusters replace too large ones."""
     if not {1, 2, 4, 8} <= set(ROWS):
         pytest.skip("needs rows with clusters of each size")
     mps["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = str(percentage)

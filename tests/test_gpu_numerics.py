@@ -34,7 +34,7 @@ from jax_tcgemm.problem.arithmetic import INPUT_DTYPES
 pytestmark = pytest.mark.gpu
 
 
-# Drawn afresh in each run: nearly all of the time goes into compiling programs.
+# Drawn anew in each run, since compiling programs takes nearly all of the time.
 _RESIDUES_PER_LAYOUT = 2
 
 
@@ -43,9 +43,9 @@ BY_CONFIG = by_config()
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One call of `gemm`, but for its arrays.
+    """One call of `gemm`, without its arrays.
 
-    With `roundings`, errors of so many of the largest sum to float32 are allowed.
+    With `roundings`, this many float32 roundings of the largest sum are allowed.
     """
 
     config: KernelConfig
@@ -120,11 +120,11 @@ class Case:
 
 @pytest.fixture
 def check(normal, exact, assert_accurate):
-    """Runs cases on fresh arrays and holds their errors against those of `jnp.matmul`."""
+    """Returns a function that compares the errors of cases with those of `jnp.matmul`."""
 
     def run(*cases: Case):
         args = [case.drawn(normal) for case in cases]
-        # One program for all: most of the time is the compiler's, and most of that each program's.
+        # One program for all cases: compiling takes most of the time, most of it for each program.
         baselines = jax.jit(
             lambda args: [case.by_matmul(*x) for case, x in zip(cases, args, strict=True)]
         )(args)
@@ -149,7 +149,7 @@ def check(normal, exact, assert_accurate):
         if case.roundings:
             baseline = expected
             slack = case.roundings * float(jnp.finfo(jnp.float32).eps) * largest
-        if case.activation == "relu_squared":  # the one that amplifies what z is off
+        if case.activation == "relu_squared":  # it amplifies the error of z
             slack *= max(1.0, 2 * np.sqrt(np.abs(expected).max(initial=0.0)))
         assert_accurate(got, baseline, expected, slack)
 
@@ -174,7 +174,7 @@ def test_residues(check, rng, config, transpose_a, transpose_b):
 
 @by_config(arch="sm75")
 def test_turing(check, config):
-    """Of k, 8 in the first k-tile of 32; tiles that end inside the parts of warps."""
+    """The first k-tile of 32 covers 8 of k; tiles end inside the parts of warps."""
     plain = Case(config, 520, 264, 136, transpose_b=True)
     check(plain, Case(config, 520, 264, 136, transpose_a=True, activation="gelu", a_batch=(3,)))
 
@@ -191,7 +191,7 @@ def test_float32_output(check, config):
 
 @BY_CONFIG
 def test_long_promoted_sums(check, rng, config):
-    """Stages are added up in groups, of more the longer k is; some are left over."""
+    """Groups of stages are added up, longer groups for longer k; some stages remain."""
     if not config.promote:
         pytest.skip("its sums are not promoted")
     check(
@@ -201,7 +201,7 @@ def test_long_promoted_sums(check, rng, config):
 
 def promoted(config, stages):
     extents = config.tile_m + 8, config.tile_n + 8, stages * config.tile_k - 8
-    # A sum is rounded once a stage, or less often. XLA adds up as many parts as it likes.
+    # A sum is rounded once a stage, or less often. XLA may add up any number of parts.
     return Case(config, *extents, out_dtype=jnp.float32, roundings=2 + math.sqrt(stages) / 2)
 
 
@@ -214,7 +214,7 @@ def promoted(config, stages):
     ],
 )
 def test_float32_results_are_as_accurate_as_those_of_xla(normal, assert_accurate, m, n, k, dtype):
-    """Some choices add up parts of k in float32, where XLA may; the tensor cores cut sums off."""
+    """Some choices add up parts of k in float32, as XLA may; tensor cores truncate sums."""
     for transpose_a, transpose_b in LAYOUTS:
         a = normal(*((k, m) if transpose_a else (m, k)), dtype=dtype)
         b = normal(*((n, k) if transpose_b else (k, n)), dtype=dtype)
@@ -229,7 +229,7 @@ def test_float32_results_are_as_accurate_as_those_of_xla(normal, assert_accurate
 
 @BY_CONFIG
 def test_unaligned_results(check, rng, config):
-    """Rows and matrices of D begin anywhere: neither TMA nor vectors can write them whole."""
+    """Rows and matrices of D begin anywhere, so neither TMA nor vectors can write them whole."""
     cases = []
     for (tile_m, tile_n), out_dtype in itertools.product(orientations(config), (None, jnp.float32)):
         m, n, k = tile_m + 5, 2 * int(rng.integers(tile_n)) + 1, 2 * config.tile_k
@@ -240,7 +240,7 @@ def test_unaligned_results(check, rng, config):
 
 @by_config(skinny=True)
 def test_few_rows(check, rng, config):
-    """More tiles along n than run at a time, so that blocks go on from one to the next."""
+    """More tiles along n than run at a time, so blocks continue with further tiles."""
     n, k = 600 * config.tile_m // config.split_k + 8, (config.split_k + 1) * config.tile_k
     few = some(rng, [1, 3, 16, 17, 33, 64], 3)
     check(*(Case(config, m, n, k, activation="silu", bias_shape=(n,)) for m in few))
@@ -248,7 +248,7 @@ def test_few_rows(check, rng, config):
 
 @BY_CONFIG
 def test_epilogue(check, rng, config):
-    """Of rows that have one some; of the others' it is a pass that all share."""
+    """Rows with epilogues try some activations; other rows share a pass, which needs one."""
     count = 3 if config.epilogue == "any" else 1
     check(*(drawn_epilogue(rng, config, x) for x in some(rng, [None, *ACTIVATIONS], count)))
 
@@ -258,7 +258,7 @@ def drawn_epilogue(rng, config, activation):
     m, n, k = tile_m + 8, tile_n + 8, 4 * config.tile_k
     out_dtype = rng.choice([None, jnp.float32])
     case = Case(config, m, n, k, out_dtype=out_dtype, activation=activation, alpha=0.125, beta=-2.0)
-    # Everything, in half of the draws.
+    # Half of the draws have c and bias as full operands.
     c_shape = [None, (m, n), (m, n), (m, n), (n,), (m, 1)][rng.integers(6)]
     bias_shape = (n,) if c_shape == (m, n) or rng.integers(2) else None
     return dataclasses.replace(case, c_shape=c_shape, bias_shape=bias_shape)
@@ -281,7 +281,7 @@ def in_batches(config, a_batch, b_batch):
 @pytest.mark.parametrize("algorithm", INPUT_DTYPES)
 @pytest.mark.parametrize("shape", [(5, 7, 9), (65, 33, 130), (127, 129, 257), (1, 1000, 513)])
 def test_heuristic_takes_any_alignment(normal, exact, assert_accurate, algorithm, shape):
-    """Odd leading dimensions and batch strides, with no configuration named."""
+    """Leading dimensions and batch strides are odd, and no configuration is named."""
     m, n, k = shape
     dtype = INPUT_DTYPES[algorithm]
     for transpose_a, transpose_b in LAYOUTS:
@@ -352,13 +352,13 @@ def test_vmap(normal, exact, assert_accurate, in_axes):
 
 
 def test_large_batch(normal, exact, assert_accurate):
-    """More batches than one grid dimension holds."""
+    """The batch is larger than a grid dimension."""
     a, b = normal(70000, 5, 8, dtype=jnp.bfloat16), normal(70000, 8, 3, dtype=jnp.bfloat16)
     assert_accurate(jax.jit(gemm)(a, b), jnp.matmul(a, b), exact(a) @ exact(b))
 
 
 def test_more_than_2_to_the_31_elements(normal, exact):
-    """The last rows of a product whose operand and result both pass 2^31 elements."""
+    """The last rows of a product are right if operand and result both exceed 2^31 elements."""
     m, n, k = 2**16 + 8, 2**15 + 8, 2**15 + 64
     a = jnp.zeros((m, k), jnp.bfloat16).at[-4:].set(normal(4, k, dtype=jnp.bfloat16))
     b = jnp.zeros((k, n), jnp.bfloat16).at[:, -4:].set(normal(k, 4, dtype=jnp.bfloat16))

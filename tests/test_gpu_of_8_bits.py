@@ -1,4 +1,4 @@
-"""Products of 8-bit operands on a Hopper GPU: every pair of types and layout, scales, residues."""
+"""Quantized products on a Hopper GPU: every pair of types and layout, scales, residues."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jax_tcgemm.lowering import k_major
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90, pytest.mark.usefixtures("never_apart")]
 
 BF16 = jnp.bfloat16
-# A sum of the tensor cores keeps 14 bits.
+# Tensor cores keep 14 bits in a sum.
 STEP = 2.0**-13
 
 
@@ -63,7 +63,7 @@ def test_integers_without_a_kernel_are_exact(rng, shape, monkeypatch):
     np.testing.assert_array_equal(np.asarray(y), wide(a) @ wide(b))
 
 
-# Those that stream their weights have tests of their own.
+# Rows that stream their weights have their own tests.
 ROWS = [row for row in kernel_table.RUN_TIME_CONFIGS if not (row.streams_b or row.gated)]
 
 
@@ -118,8 +118,8 @@ def test_sums_that_are_promoted_do_not_lose_more_for_a_long_k(rng):
         exact = wide(a) @ wide(b)
         return worst(product(a, b, "nt", **options), exact, exact)
 
-    # What is cut off always is towards zero: of numbers that are all positive it adds up.
-    # Each of the 4 instructions of a stage cuts off its sum and 32 products at 14 bits.
+    # Truncation is always towards zero, so it adds up if all numbers are positive. Each of the 4
+    # instructions of a stage truncates its sum and 32 products at 14 bits.
     short, long = loss(128), loss(65536)
     assert short <= 4 * 33 * STEP / 2
     assert long <= 1.2 * short
@@ -208,7 +208,7 @@ def test_a_result_of_8_bits_with_its_largest_value(rng, out):
     assert abs(float(amax) - float(largest)) < 1e-3 * float(largest)
     steps = np.abs(wide(d) - wide(expected)) / (np.abs(wide(expected)) + 1)
     assert steps.max() <= (1 if out == INT8 else 2**-2)
-    assert (steps > 0).mean() < 0.02  # sums beside the middle of two numbers
+    assert (steps > 0).mean() < 0.02  # sums close to a midpoint of two numbers
 
 
 def test_batches_and_a_broadcast_operand(rng):

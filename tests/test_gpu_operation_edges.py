@@ -1,4 +1,4 @@
-"""Each operation of compiled epilogues at the edges of each type, beside XLA's, on a Hopper GPU."""
+"""Each operation of compiled epilogues at its edge values, compared with XLA on a Hopper GPU."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ pytestmark = [pytest.mark.gpu, pytest.mark.sm90, pytest.mark.usefixtures("never_
 
 K = 64
 MOST_RESULTS = 6
-PARTS = 3  # of a type, for several processes
-SHOWN = 6  # differences of one operation in the table
+PARTS = 3  # of the operations of a type, for several processes
+SHOWN = 6  # differences that the table shows for an operation
 
-# Units in the last place that a function may be off, by bytes of its type, or twice what XLA is.
+# The allowed error in units in the last place, by bytes of the type; alternatively twice XLA's
+# error.
 _UNITS = {4: 8, 2: 1, 1: 1}
 
 
@@ -37,7 +38,7 @@ def _is_translated(case: edges.Case) -> bool:
 
 
 def _groups(dtype: str) -> Iterator[list[edges.Case]]:
-    """Yields operations of the same operands, as many as one kernel has room for."""
+    """Yields groups of operations on the same operands, as many as one kernel has room for."""
     by_types: dict[tuple[str, ...], list[edges.Case]] = {}
     for case in edges.cases(dtype):
         if _is_translated(case):
@@ -68,7 +69,7 @@ def _ours(group: Sequence[edges.Case], operands: Sequence[np.ndarray]) -> list[n
 
 
 def _theirs(group: Sequence[edges.Case], operands: Sequence[np.ndarray]) -> list[np.ndarray | None]:
-    """Computes the same by XLA, ``None`` where XLA does not compile it."""
+    """Returns XLA's results, or ``None`` for operations that XLA does not compile."""
 
     def every(product, *x):
         return [edges.in_kernel(case.call, product, x) for case in group]
@@ -83,7 +84,7 @@ def _theirs(group: Sequence[edges.Case], operands: Sequence[np.ndarray]) -> list
 
 
 def _place(x: np.ndarray) -> np.ndarray:
-    """Counts the numbers of a floating-point type from 0 on."""
+    """Returns the signed index of each floating-point number, counted from 0."""
     bits = x.view(f"uint{8 * x.dtype.itemsize}").astype(np.int64)
     sign = 1 << (8 * x.dtype.itemsize - 1)
     return np.where(bits & sign, -(bits & (sign - 1)), bits)
@@ -96,7 +97,7 @@ def _is_nan(x: np.ndarray) -> np.ndarray:
 def _different(
     case: edges.Case, ours: np.ndarray, theirs: np.ndarray, exact: np.ndarray | None
 ) -> np.ndarray:
-    """Says where results differ more than they may."""
+    """Returns where results differ by more than the tolerance."""
     if not jnp.issubdtype(ours.dtype, jnp.floating):
         return ours != theirs
     bits = f"uint{8 * ours.dtype.itemsize}"
@@ -106,7 +107,7 @@ def _different(
         return different
     with np.errstate(all="ignore"):
         best = exact.astype(np.float32).astype(ours.dtype)
-        # Subnormal numbers of float32's exponent may be 0.
+        # Subnormal numbers with float32's exponent range may become 0.
         vanishes = np.abs(ours.astype(np.float64) - exact) <= 2.0**-126
     off, baseline = np.abs(_place(ours) - _place(best)), np.abs(_place(theirs) - _place(best))
     close = off <= np.maximum(_UNITS[ours.dtype.itemsize], 2 * baseline)
@@ -144,7 +145,7 @@ def _differences(group: Sequence[edges.Case]) -> tuple[int, list[str]]:
         tried += 1
         wrong = _different(case, ours, theirs, exact.get(str(case)))
         if case.name.startswith("bitcast") and case.types[0] != "float32":
-            for x in floats:  # the bits of a NaN may be those of any
+            for x in floats:  # a NaN may have any bits
                 wrong &= ~_is_nan(x)
         if wrong.any():
             lines += _table(case, operands, ours, theirs, wrong)

@@ -1,4 +1,4 @@
-"""On a GPU, where they are compiled into kernels: functions that differ in one thing alone."""
+"""On a GPU, which compiles them into kernels: functions that differ in one thing only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jax_tcgemm.epilogue import translation
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
 
-# Others than `gemm` know functions by the same key.
+# Other wrappers than `gemm` use the same key for functions.
 SOME = {
     name: VALUES[name]
     for name in (
@@ -51,7 +51,7 @@ def test_random_pairs(rng):
 
 
 def test_tables_in_calls_share_a_kernel(monkeypatch):
-    """And each product has the results of its own table."""
+    """Each product has the results of its own table."""
     x, eye = jnp.asarray(PRODUCT, jnp.bfloat16), jnp.eye(72, dtype=jnp.bfloat16)
     tables = [jnp.full(72, float(i), jnp.float32) for i in range(1, 4)]
     translated = []

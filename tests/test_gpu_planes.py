@@ -19,28 +19,28 @@ pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
 
 LARGEST = float(jnp.finfo(jnp.float32).max)
 
-# Of (|A| |B|), where XLA's is below: the planes hold 16 bits, or 24.
+# The least tolerance, relative to |A| |B|: the planes hold 16 bits, or 24.
 ERRORS = {"F32_F32_F32": 0.0, "BF16_BF16_F32_X3": 2**-15, "BF16_BF16_F32_X6": 0.0}
 ERRORS |= {"BF16_BF16_F32_X9": 0.0, "TF32_TF32_F32_X3": 0.0}
 
 
 @pytest.fixture
 def any_size(monkeypatch):
-    """What is small is multiplied by planes, too."""
+    """Makes products of planes compute small problems, too."""
     for name in ("_PLANE_PRODUCTS", "_PLANE_RESULTS", "_PLANE_ROWS", "_PLANE_K"):
         monkeypatch.setattr(fallback, name, 0)
 
 
 @pytest.fixture
 def takes_planes(said):
-    """Checks that the programs lowered in the meantime are products of planes."""
+    """Checks that the programs lowered in the meantime use products of planes."""
     yield
     assert said
     assert all("planes in" in line for line in said), said
 
 
 def errors(got, a, b, exact=None):
-    """Returns the error of each element over that of |A| |B|."""
+    """Returns the error of each element relative to |A| |B|."""
     a, b = (np.asarray(x, np.float64) for x in (a, b))
     exact = a @ b if exact is None else exact
     bound = np.abs(a) @ np.abs(b)
@@ -62,20 +62,20 @@ def by_xla(a, b):
 
 
 def check(a, b, precision="highest", lost=0.0, **options):
-    """Holds the error against one and a half times XLA's in float32.
+    """Checks that the error is at most one and a half times XLA's in float32.
 
     Args:
         a: the first factor.
-        b: the second.
-        precision: of the product.
-        lost: what each number of one factor is off by, as docs/precision.md says of denormals.
-        **options: of the product.
+        b: the second factor.
+        precision: the precision of the product.
+        lost: the error of each number of one factor, as docs/precision.md states for denormals.
+        **options: further arguments of the product.
     """
     got = errors(by_planes(a, b, precision=precision, **options), a, b)
     baseline = errors(by_xla(a, b), a, b).max()
     allowed = max(1.5 * baseline, ERRORS.get(precision, 0.0))
-    # Of random signs: five standard deviations of their sum. Means in float64, for GPUs may take
-    # denormals for zeros.
+    # Errors with random signs: five standard deviations of their sum. The means are in float64,
+    # since GPUs may flush denormals to zero.
     mean = [np.mean(np.abs(np.asarray(x, np.float64))) for x in (a, b)]
     sums = 5 * lost * 3**-0.5 * np.sqrt(a.shape[1]) / (a.shape[1] * mean[0] * mean[1])
     assert got.max() <= allowed + sums, (precision, a.shape, b.shape, got.max(), baseline)
@@ -117,7 +117,7 @@ KINDS = {
     [(520, 512, 1040), (1536, 1400, 256), (1400, 1540, 1040), (1100, 1000, 4096)],
 )
 def test_kinds_of_numbers(rng, kind, m, n, k):
-    """Of sizes that are multiplied by planes; XLA adds up smaller ones in parts, and loses less."""
+    """The sizes use planes; XLA adds up smaller products in parts and has smaller errors."""
     a = jnp.asarray(KINDS[kind](rng, m, k), jnp.float32)
     b = jnp.asarray(rng.standard_normal((k, n)), jnp.float32)
     lost = {"denormal": 2.0**-148}.get(kind, 0.0)
@@ -131,7 +131,7 @@ def test_kinds_of_numbers(rng, kind, m, n, k):
 @pytest.mark.parametrize("precision", ["highest", "BF16_BF16_F32_X3"])
 @pytest.mark.parametrize("power", [-142, -110, -70, -62, 0, 51, 60])
 def test_the_range_of_planes_as_they_are(rng, precision, power):
-    """One element may have all planes scaled, and products of two lower the range of both."""
+    """One element may require scaling all planes, and products of two such lower both ranges."""
     m, n, k = 1100, 1000, 1040
     a, b = rng.standard_normal((m, k)), rng.standard_normal((k, n))
     x = np.array(a)
@@ -148,7 +148,7 @@ def test_the_range_of_planes_as_they_are(rng, precision, power):
 
 @pytest.mark.usefixtures("takes_planes")
 def test_elements_that_vanish(rng):
-    """As those of a Gaussian kernel do, down to zero."""
+    """The elements decrease to zero, like those of a Gaussian kernel."""
     x, y = rng.uniform(-10, 10, (1100, 1)), rng.uniform(-10, 10, (1, 1040))
     a = jnp.asarray(np.exp(-((x - y) ** 2)), jnp.float32)
     check(a, jnp.asarray(rng.standard_normal((1040, 1000)), jnp.float32), lost=2.0**-148)
@@ -171,7 +171,7 @@ def test_infinities_and_nan(rng, precision):
     a[3, 5] = a[250, 0] = b[7, 20] = np.inf
     a[4, 6] = b[299, 139] = -np.inf
     a[100, 1] = b[2, 3] = np.nan
-    a[7, 8], b[10, 9] = LARGEST / 64, -LARGEST / 64  # whose products are still numbers
+    a[7, 8], b[10, 9] = LARGEST / 64, -LARGEST / 64  # their products are finite
     a[9, 7] = 0.0  # times the infinity of b
     a, b = jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32)
     got, expected = (np.asarray(x) for x in (by_planes(a, b, precision=precision), by_xla(a, b)))
@@ -194,7 +194,7 @@ def test_nothing_but_infinities(precision, others):
 @pytest.mark.usefixtures("takes_planes", "any_size")
 @pytest.mark.parametrize("precision", PLANE_PRODUCTS)
 def test_beyond_float32(rng, precision):
-    """As docs/precision.md says; where the sum is within the range, the result is."""
+    """As docs/precision.md states, the result is in range if the sum is in range."""
     a, b = rng.standard_normal((260, 300)), rng.standard_normal((300, 140))
     a[7, 8], b[8, 9] = LARGEST, -LARGEST
     a, b = jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32)

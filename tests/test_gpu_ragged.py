@@ -90,7 +90,7 @@ def test_gradients_on_the_gpu(rng, normal, assert_accurate, dtype):
 @pytest.mark.sm90
 @pytest.mark.parametrize("dtype", [BF16, F16])
 def test_float32_results_are_as_accurate_as_those_of_lax(normal, dtype):
-    """The tensor cores cut sums off, which a result of their own type would not show."""
+    """Tensor cores truncate sums; a 16-bit result would not show it."""
     sizes = jnp.asarray([1700, 0, 2000, 300], jnp.int32)
     lhs, rhs, ct = (normal(*s, dtype=dtype) for s in ((4096, 2048), (4, 2048, 256), (4096, 256)))
 

@@ -1,4 +1,4 @@
-"""On the GPU: kernels that the build lacks, compiled where they are first needed, or not at all."""
+"""On the GPU: kernels missing from the build, compiled at first use, or not at all."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 pytestmark = pytest.mark.gpu
 
-# Products of float16 whose kernels the build lacks on most GPUs, against float64.
+# Products of float16 whose kernels most GPUs' builds lack, against float64.
 PRODUCTS = """
 import sys
 
@@ -105,7 +105,7 @@ assert np.abs(np.asarray(program.call(a, b), np.float64) - want).max() < 0.1
 
 
 def run(script: str, *arguments: str, tmp_path, **environment: str) -> str:
-    """Runs a script in a process with a cache of its own and returns its log."""
+    """Runs a script in a process with its own cache and returns its log."""
     settings = {"JAX_TCGEMM_LOG": "1", "JAX_TCGEMM_CACHE_DIR": str(tmp_path / "cache")}
     run = subprocess.run(
         [sys.executable, "-P", "-c", script, *arguments],

@@ -1,4 +1,4 @@
-"""On the GPU: what is compiled around a gemm, moving buffers, determinism, transformations."""
+"""On the GPU: programs around a gemm, moving buffers, determinism, transformations."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def opcodes(text: str) -> list[str]:
 def assert_one_call(function, *args) -> None:
     text = compiled_text(function, *args)
     ops = [op for op in opcodes(text) if op not in ("parameter", "bitcast", "get-tuple-element")]
-    # Where it is put into a command buffer, the entry calls that instead.
+    # If XLA puts it into a command buffer, the entry calls that instead.
     assert ops in (["custom-call"], ["call"], ["custom-call", "tuple"]), text
     assert text.count(f'custom_call_target="{TARGET}"') == 1
     assert not re.search(r"= \S+ (copy|transpose|convert|fusion)\(", text), text
@@ -71,7 +71,7 @@ def test_batched_calls_move_nothing(normal):
 
 
 def test_buffers_may_move_between_calls(normal):
-    """One executable (and its command buffer), every argument and result elsewhere each time."""
+    """One executable (and its command buffer) runs with other buffer addresses each time."""
 
     @jax.jit
     def chain(x, w, bias):
@@ -116,7 +116,7 @@ def test_runs_are_bit_identical(normal, dtype, shape):
 @pytest.mark.parametrize("shape", [(128, 128, 65536), (256, 520, 16384), (27, 52, 8201)])
 @pytest.mark.parametrize("fused", [True, False])
 def test_long_k(normal, exact, assert_accurate, dtype, shape, fused):
-    """Where k is split, through a workspace or within a cluster: right, and the same every time."""
+    """k is split through a workspace or within a cluster: results are right and deterministic."""
     m, n, k = shape
     a, b, bias = normal(m, k, dtype=dtype), normal(k, n, dtype=dtype), normal(n, dtype=dtype)
     alpha, bias = (0.5, bias) if fused else (1.0, jnp.zeros_like(bias))
@@ -132,7 +132,7 @@ def test_long_k(normal, exact, assert_accurate, dtype, shape, fused):
 
 
 def in_parts(algorithm: str, shape: tuple[int, int, int], layout: str, splits: int) -> str:
-    """Names a row that adds up so many parts of k itself."""
+    """Names a row that adds up this many parts of k itself."""
     tag = ARITHMETIC[algorithm].tag
     row = f"sm90_{tag}_128x128x64_s6_c2x1_pingpong"
     if row not in _extension.KERNEL_NAMES:
@@ -149,7 +149,7 @@ def in_parts(algorithm: str, shape: tuple[int, int, int], layout: str, splits: i
     return config
 
 
-# Whole tiles, in two parts and in four; and residues of m, n, and k, whose last part is shorter.
+# Whole tiles in two and in four parts; and residues of m, n and k with a shorter last part.
 @pytest.mark.parametrize(
     ("algorithm", "layout"),
     [
@@ -166,12 +166,12 @@ def in_parts(algorithm: str, shape: tuple[int, int, int], layout: str, splits: i
 def test_parts_of_k_added_up_by_the_kernel(
     normal, exact, assert_accurate, algorithm, layout, shape, splits
 ):
-    """The same every time, in a loop too, where the workspace holds other things in between."""
+    """Results are deterministic, also in a loop where other data use the workspace in between."""
     m, n, k = shape
     dtype = INPUT_DTYPES[algorithm]
     config = in_parts(algorithm, shape, layout, splits)
     if layout[0] == "t":
-        m += -m % 8  # whose rows TMA can address
+        m += -m % 8  # TMA can address these rows
     transposes = {"transpose_a": layout[0] == "t", "transpose_b": layout[1] == "t"}
     a = normal(*((k, m) if layout[0] == "t" else (m, k)), dtype=dtype)
     b = normal(*((n, k) if layout[1] == "t" else (k, n)), dtype=dtype)
@@ -195,7 +195,7 @@ def test_parts_of_k_added_up_by_the_kernel(
 
 
 def test_two_products_with_parts_of_k_in_one_graph(normal):
-    """Independent of one another, so that both may run at once, each with flags of its own."""
+    """The products are independent and may run at once, each with its own flags."""
     shapes = ((256, 4096, 4096), (500, 504, 4168))
     operands = []
     for m, n, k in shapes:
@@ -213,13 +213,13 @@ def test_two_products_with_parts_of_k_in_one_graph(normal):
     expected = [np.asarray(x).view(np.uint16) for x in alone]
     for i in range(300):
         results = both(*operands)
-        if i % 30 == 0:  # many replays in flight
+        if i % 30 == 0:  # limits how many replays are in flight
             for x, y in zip(results, expected, strict=True):
                 np.testing.assert_array_equal(np.asarray(x).view(np.uint16), y)
 
 
 def test_an_error_of_the_handler_is_an_exception(monkeypatch):
-    """What tracing cannot rule out, a custom call made by hand, must not end the process."""
+    """Tracing cannot exclude handmade custom calls; their errors must not end the process."""
     right = custom_call.attributes
 
     def wrong(*args, **options):

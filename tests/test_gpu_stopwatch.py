@@ -1,4 +1,4 @@
-"""Times by CUDA's events on a GPU, beside those of CUPTI, and beside a profile."""
+"""Times by CUDA events on a GPU, compared with CUPTI's, and beside a profile."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def chains_of(sizes):
 
 
 def run(program, environment):
-    """Runs a program in a process of its own."""
+    """Runs a program in a separate process."""
     command = [sys.executable, "-P", "-c", program]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
@@ -100,5 +100,5 @@ def test_gates_name_the_rows_of_one_program():
     (named,) = (line for line in ran.stdout.splitlines() if line.startswith("# "))
     rows = {row.split("/")[0] for row in named.split()[1:]}
     assert len(rows) > 1
-    for row in rows:  # each ran
+    for row in rows:  # each row ran
         assert row in ran.stderr

@@ -1,4 +1,4 @@
-"""Few rows by weights of 8 bits as they lie, along n, which are read once, on a Hopper GPU."""
+"""Few rows times 8-bit weights contiguous along n, which kernels read once, on a Hopper GPU."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from jax_tcgemm.lowering import k_major
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90, pytest.mark.usefixtures("never_apart", "streams")]
 
-# Floats are multiplied as float16, and added up in float32 by tensor cores, which cut sums off.
+# Floats are multiplied as float16; tensor cores add them up in float32 and truncate sums.
 STEP = 2.0**-20
 
 
 @pytest.fixture
 def streams(monkeypatch):
-    """Fails where weights are transposed."""
+    """Fails if weights are transposed."""
 
     def made(self, x, _inner=k_major.Factor.made):
         assert self.is_k_major or self.stays, self
@@ -78,7 +78,8 @@ def test_every_row(rng, row):
         assert_product(y, a, weight)
 
 
-# Of rows: none, of some groups; beyond all; more than there are; below zero counts as none.
+# Group sizes: no rows; some groups empty; ends beyond all rows; more rows than exist; negative
+# sizes, which count as none.
 SIZES = {
     "even": [16, 16, 16, 16],
     "one row each": [1] * 40,
@@ -99,7 +100,7 @@ def product_of_groups(a, b, sizes, **options):
 
 
 def assert_groups(rng, types, sizes, n, k, **options):
-    """Rows that no group has are the function of zeros."""
+    """Checks groups; rows outside all groups are the function of zeros."""
     m = sum(max(0, size) for size in sizes)
     m = m + 21 if m < 40 else min(m, 96)
     a, b = drawn(rng, (m, k), types[0]), drawn(rng, (len(sizes), k, n), types[1])
@@ -135,7 +136,7 @@ def test_every_row_of_groups(rng, row):
     n, k = 16 * int(rng.integers(1, 40)), 16 * int(rng.integers(8 * row.split_k - 7, 100))
     types = [TYPES[tag] for tag in (row.arithmetic.a.tag, row.arithmetic.b.tag)]
     precision = "highest" if row.arithmetic.promotes else None
-    sizes = rng.integers(0, 6, 7)  # and rows of none
+    sizes = rng.integers(0, 6, 7)  # and rows outside all groups
     assert_groups(rng, types, sizes, n, k, precision=precision, config=row.name)
 
 
@@ -173,7 +174,7 @@ def test_epilogues(rng, out, m):
     assert abs(float(amax) - float(largest)) < 1e-5 * float(largest)
     steps = np.abs(wide(d) - wide(expected)) / (np.abs(wide(expected)) + 1)
     assert steps.max() <= (1 if out == INT8 else 2**-2)
-    assert (steps > 0).mean() < 0.01  # sums beside the middle of two numbers
+    assert (steps > 0).mean() < 0.01  # sums close to a midpoint of two numbers
 
 
 def test_batches(rng):

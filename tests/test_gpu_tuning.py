@@ -1,4 +1,4 @@
-"""Measured choices on the GPU: right whatever they name, and found by measuring."""
+"""Measured choices on the GPU: right for every configuration, and found by measuring."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def test_random_products_are_right_whatever_is_named(rng, part):
             names = candidates(product, device)
             rows = {read_config(name)[0] for name in names}.intersection(SPLIT)
             names += [f"{row}/splits={rng.integers(2, 9)}" for row in rows]
-            # XLA's own, asked for, rounds before an epilogue as jnp does; this check does not.
+            # XLA's own composition rounds before an epilogue, as jnp does; this check does not
+            # allow that.
             xla = ["xla"] * (product.spec.work == "none")
             for config in [*rng.permutation(names)[:2], *xla]:
                 with named(product, str(config)):
@@ -86,7 +87,7 @@ def check_parts_of_k(a, b, bias, fused, rows, splits, assert_accurate):
 
 
 def test_what_is_named_is_what_runs():
-    # The dispatch says so once in a process, if it is told to before.
+    # The dispatch logs each choice once in a process, if logging is on from the start.
     rows = [rows_called(prefix)[0] for prefix in ("sm75_f16_", "sm90_bf16", "sm90_tf32")]
     named = [f"{row}/splits={parts}" for row in rows for parts in (2, 3)]
     program = f"""
@@ -182,7 +183,7 @@ def test_first_use_is_measured(normal, monkeypatch, tmp_path):
     assert kind == jax.devices()[0].device_kind
     assert json.loads(problem)["m"] == 328
     assert entry.untuned_seconds > 0
-    # The second program finds it.
+    # The second program finds the measurement.
     monkeypatch.setattr(tune_module, "measure", None)
     again = jax.jit(lambda a, b: gemm(a, b) + 0)(a, b)
     np.testing.assert_array_equal(first, again)

@@ -1,4 +1,4 @@
-"""On two GPUs in one process: each has its kernels, and nothing is gathered that need not be."""
+"""On two GPUs in one process: each has its kernels, and no unnecessary gathers occur."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def close(actual, expected):
 
 
 def test_shard_map(normal, mesh):
-    """Results, and gradients that are added up across devices."""
+    """Checks results, and gradients that are summed across devices."""
     x, w = normal(512, 256, dtype=jnp.bfloat16), normal(256, 384, dtype=jnp.bfloat16) / 16
     up, down = normal(256, 384, dtype=jnp.bfloat16) / 16, normal(384, 256, dtype=jnp.bfloat16) / 16
 
@@ -70,7 +70,7 @@ def test_shard_map(normal, mesh):
 
 
 def test_two_threads(normal, devices):
-    """Each with a device of its own, at the same time, over and over."""
+    """Each thread uses its own device, at the same time and repeatedly."""
     operands = [(normal(300, 520), normal(520, 260)) for _ in devices]
     errors = []
 
@@ -118,7 +118,7 @@ print("right")
 
 
 def test_first_use_beside_a_collective(devices):
-    """Kernels are loaded when they are first launched, which must not wait for the other device."""
+    """The first launch loads a kernel, and must not wait for the other device."""
     done = subprocess.run(
         [sys.executable, "-P", "-c", _FIRST_USE],
         env=outer_environment(),
@@ -200,7 +200,7 @@ def test_complex_products(normal, mesh, specs, precision):
 @pytest.mark.parametrize("gradients", [False, True], ids=["results", "gradients"])
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if "to_uneven_rows" not in name])
 def test_programs(rng, devices, name, gradients):
-    """Those of the CPU tests, in bfloat16, by kernels on both GPUs."""
+    """Programs of the CPU tests, in bfloat16, with kernels on both GPUs."""
     program = dataclasses.replace(PROGRAMS[name], dtype=jnp.bfloat16)
     if gradients and not program.gradients:
         pytest.skip("no gradients")

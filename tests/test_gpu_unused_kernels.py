@@ -1,4 +1,4 @@
-"""Kernels of epilogues that no program launches any more, on a Hopper GPU."""
+"""Release of epilogue kernels that no program launches any more, on a Hopper GPU."""
 
 import gc
 
@@ -45,7 +45,7 @@ def test_kernels_of_dropped_programs_are_released(factors):
     del dropped
     gc.collect()
     unused.release(0)
-    assert _core.loaded_program_count() == before  # what was enqueued may go on
+    assert _core.loaded_program_count() == before  # enqueued work may still run
     unused.release(3600)
     assert _core.loaded_program_count() == before
     unused.release(0)

@@ -1,4 +1,4 @@
-"""Which row of the kernel table, and how many parts of k, the time model takes."""
+"""The time model's choice of a row of the kernel table and of a split of k."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ALL_KERNELS = pytest.mark.skipif(
     reason="not a build with all kernels",
 )
 
-# Streaming multiprocessors and shared memory of one block: A100, H100, a small card.
+# Streaming multiprocessors and shared memory of a block: A100, H100, a small card.
 DEVICES = [(108, 163 * 1024), (132, 227 * 1024), (20, 99 * 1024)]
 
 
@@ -44,7 +44,7 @@ def test_heuristic_chooses_a_row_that_fits(algorithm, aligned, sm_count, shared_
         assert row.algorithm == algorithm
         assert row.shared_memory_bytes <= shared_memory
         assert aligned or not row.copies_whole_chunks
-        assert row.arch in ("sm80", "simt")  # sm90 does not run, sm75 has a successor
+        assert row.arch in ("sm80", "simt")  # sm90 does not run here, sm75 has a successor
     assert len(chosen) > 1
 
 
@@ -52,7 +52,7 @@ def test_heuristic_chooses_a_row_that_fits(algorithm, aligned, sm_count, shared_
 @pytest.mark.parametrize("aligned", [True, False])
 @pytest.mark.parametrize("algorithm", ["F16_F16_F32", "F16_F16_F16"])
 def test_turing_takes_its_rows(algorithm, aligned):
-    """As a T4: 40 SMs, 64 KiB of shared memory."""
+    """The device is like a T4: 40 SMs, 64 KiB of shared memory."""
     turing = {"compute_capability": 75, "workspace_bytes": 2**24}
     for m, n, k, wide in ((4096, 4096, 4096, False), (72, 200, 136, False), (512, 512, 512, True)):
         options = {**turing, "float32_result": wide, "epilogue": "any"}
@@ -68,7 +68,7 @@ def test_turing_takes_its_rows(algorithm, aligned):
 
 
 def rank(*arguments, **options):
-    """Names the rows that can compute a problem, the fastest first."""
+    """Names the rows that can compute a problem, fastest first."""
     return [name for name, _, _ in rank_rows(*arguments, **options)]
 
 
@@ -76,8 +76,8 @@ def rank(*arguments, **options):
 @pytest.mark.parametrize(
     ("shape", "aligned", "float32_result", "expected"),
     [
-        # For the three large products, one of the two fastest rows measured; for the others, the
-        # kind of row that their size, alignment and result call for.
+        # For the three large products, one of the two fastest rows measured. For the others, the
+        # kind of row that suits their size, alignment and result.
         ((4096, 4096, 4096), True, False, ("128x256x64", "256x128x64")),
         ((8192, 8192, 8192), True, False, ("128x256x64", "256x128x64")),
         ((8192, 14336, 4096), True, False, ("128x256x64", "256x128x64")),
@@ -133,7 +133,7 @@ def test_heuristic_of_the_sm80_family_on_132_sms(shape, aligned, float32_result,
         ("F16_F16_F32", (24, 512, 184), "nn", ("16x16x32_k8_direct",)),
         ("TF32_TF32_F32", (32, 184, 88), "nt", ("16x16x16_k8_direct",)),
         ("TF32_TF32_F32", (4096, 4096, 4096), "nn", ("128x256x32",)),
-        # Two buffers of a transposed B fit in a stage of this row alone.
+        # Only this row's stage has room for two buffers of a transposed B.
         ("TF32_TF32_F32", (4096, 4096, 4096), "tn", ("256x128x32",)),
     ],
 )
@@ -157,11 +157,11 @@ def test_direct_rows_are_for_little_work_where_they_were_timed(choose_on_h200):
     assert is_direct(64, 160, 96)
     assert is_direct(64, 160, 96, float32_result=True)  # sums of parts of k are float32
     assert is_direct(32, 168, 192, layout="nt", epilogue="sum")
-    assert is_direct(32, 32, 32, epilogue="sum")  # simt rows fetch their epilogue's code from afar
+    assert is_direct(32, 32, 32, epilogue="sum")  # simt rows load epilogue code from afar
     assert is_direct(256, 256, 16)
     assert not is_direct(32, 32, 32)  # one step of simt
-    assert not is_direct(40, 640, 872, layout="nt")  # a further trip to memory for each 256 of k
-    assert not is_direct(24, 2320, 192, epilogue="sum")  # nothing hides the trip for a bias
+    assert not is_direct(40, 640, 872, layout="nt")  # one more memory trip for each 256 of k
+    assert not is_direct(24, 2320, 192, epilogue="sum")  # nothing hides reading a bias
     assert not is_direct(656, 1088, 72)
     on_an_a100 = chosen_config("BF16_BF16_F32", 64, 160, 96, 1, True, 108, 163 * 1024)
     assert not by_name(on_an_a100).is_direct
@@ -187,10 +187,10 @@ def test_float32_results_are_promoted_where_xla_adds_up_parts(choose_on_h200):
     for large in ((2048, 2048, 2048), (4096, 4096, 4096), (1024, 32000, 2048)):
         assert not chosen(*large, float32_result=True).promote
     assert chosen(2048, 2048, 2048, float32_result=True, grouped="m").promote
-    # What was not measured, and few rows, which XLA may multiply in other ways.
+    # Problems that were not measured, and few rows, which XLA may multiply in other ways.
     for shape in ((4096, 4096, 16384), (64, 128256, 4096), (1, 4000000, 512)):
         assert chosen(*shape, float32_result=True).promote
-    # Where memory is what takes the time promoting is free.
+    # If memory limits the kernel, promotion is free.
     for float32_result in (False, True):
         row = chosen(16, 4096, 4096, float32_result=float32_result)
         assert row.skinny
@@ -211,7 +211,7 @@ def test_rows_take_the_epilogues_they_have(choose_on_h200, algorithm):
         chosen[epilogue] = {row.epilogue for row in rows}
     assert chosen["any"] == {"any"}
     assert "none" in chosen["none"] - chosen["sum"]
-    # What adds up parts of k has every epilogue, and the row need not.
+    # The code that adds up parts of k has every epilogue; the row need not have it.
     name = choose_on_h200(algorithm, 256, 256, 16384, epilogue="any", layout="nt")
     assert "splits" in name
 
@@ -223,7 +223,7 @@ def test_heuristic_adds_up_parts_of_k_within_the_kernel(choose_on_h200):
     assert choose(256, 4096, 14336) == in_kernel
     # The epilogue follows the sum.
     assert choose(1024, 1024, 16384, epilogue="sum") == in_kernel
-    # The parts must be on the GPU at once.
+    # The GPU must hold all parts at once.
     assert "fixup" not in choose(1024, 1024, 16384, sms=126)
     assert "fixup" not in choose(1024, 1024, 16384, float32_result=True)
     assert "/splits=" in choose(128, 128, 65536)
@@ -258,7 +258,7 @@ def test_heuristic_keeps_to_clusters_that_fit(choose_on_h200, limit):
                 assert row.cluster_size <= limit
                 assert (
                     row.arch == "sm90" or row.element_bytes == 4
-                )  # which no block transposes alone
+                )  # no single block transposes these
     for options in ({"float32_result": True}, {"grouped": "m"}, {"grouped": "k"}):
         assert by_name(choose("BF16_BF16_F32", 4096, 4096, 4096, **options)).cluster_size <= limit
     assert by_name(choose_on_h200("BF16_BF16_F32", 4096, 4096, 4096)).cluster_size == 2
@@ -275,7 +275,7 @@ def test_heuristic_knows_what_an_epilogue_costs():
         arguments = "BF16_BF16_F32", 96, 4096, 1024, 1, True, 132, 227 * 1024
         return chosen_config(*arguments, compute_capability=90, epilogue=epilogue)
 
-    # Unrolled, a sum costs next to nothing.
+    # The unrolled sum costs next to nothing.
     assert choice("none") == choice("sum") == "sm90_bf16_128x64x64_s8_c1x4_cooperative"
 
     def cycles(epilogue):
@@ -301,7 +301,7 @@ def test_heuristic_knows_what_an_epilogue_costs():
     ],
 )
 def test_rows_that_begin_within_sectors_take_longer(row, own, shared):
-    """Those that a block asks for alone the most."""
+    """The operand that each block reads alone costs the most."""
 
     def cycles(of, alignment):
         ranked = rank_rows(

@@ -28,7 +28,7 @@ seeds = st.integers(0, 2**32 - 1)
 
 @st.composite
 def broadcastable(draw, shape):
-    """A shape that broadcasts to `shape`."""
+    """Draws a shape that broadcasts to `shape`."""
     kept = shape[draw(st.integers(0, len(shape))) :]
     return tuple(1 if draw(st.booleans()) else extent for extent in kept)
 
@@ -83,7 +83,7 @@ def test_against_the_formula(problem, seed, dtype, traced_scalars):
 
 @st.composite
 def vmapped(draw):
-    """A gemm under up to three vmaps: in_axes of every operand, innermost vmap first."""
+    """Draws a gemm under up to three vmaps: in_axes of every operand, innermost vmap first."""
     shapes = {"a": (4, 6), "b": (6, 5), "c": (4, 5), "bias": (5,), "alpha": (), "beta": ()}
     levels = []
     for size in draw(st.lists(st.integers(1, 3), min_size=1, max_size=3)):

@@ -1,4 +1,4 @@
-"""The kernel table: its rows, and the built extension against them."""
+"""The kernel table: its rows, and the built extension compared with them."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ _LAYOUT = r"I(?:LNS_5MajorE|LS\w_)\dELS\w_\dEE"
 
 @pytest.mark.skipif(not _core.build_info()["cuda"], reason="built without kernels")
 def test_no_sm90_kernel_spills_or_is_serialised():
-    """The report that cuda/build/report_kernels.py writes: name, registers, spills."""
+    """Reads the report that cuda/build/report_kernels.py writes: name, registers, spills."""
     report = (importlib.resources.files("jax_tcgemm") / "sm90_kernels.txt").read_text().splitlines()
     assert [line for line in report if line.startswith("warning ")] == []
     spills = {name: int(spilled) for name, _, spilled in map(str.split, report)}
@@ -233,9 +233,9 @@ def test_no_sm90_kernel_spills_or_is_serialised():
         if row.arch != "sm90" or row.name not in _core.kernel_names() or not built_epilogue(row):
             continue
         kernels = {name: bytes_ for name, bytes_ in spills.items() if f"Row_{row.name}E" in name}
-        # All pairs of layouts: but some float32 rows cannot take two mn-major operands, and groups
-        # are of rows of a k-major A, or of k in two mn-major operands. Exchanged operands have a
-        # k-major A; planes and pairs are of one layout.
+        # All pairs of layouts, with exceptions: some float32 rows cannot take two mn-major
+        # operands. Groups of rows have a k-major A; groups of k have two mn-major operands.
+        # Exchanged operands have a k-major A; planes and pairs have one layout.
         layouts = sum(len(re.findall(_LAYOUT, name)) for name in kernels)
         least = {"none": 3, "m": 2, "k": 1}[row.grouped]
         least = 1 if not row.goes_by_name else 2 if row.swap_ab else least
@@ -244,7 +244,7 @@ def test_no_sm90_kernel_spills_or_is_serialised():
 
 
 def test_every_arithmetic_has_any_epilogue_of_unaligned_operands():
-    """By tensor cores: the plain FMA kernels would take many times as long."""
+    """Tensor cores compute them: the plain FMA kernels would take many times as long."""
     for algorithm in ARITHMETIC:
         rows = for_algorithm(algorithm)
         assert any(row.loader == "realign" and row.epilogue == "any" for row in rows), algorithm

@@ -17,7 +17,7 @@ LADDER = pathlib.Path(__file__).parent.parent / "examples" / "ladder"
 def run():
     spec = importlib.util.spec_from_file_location("ladder_run", LADDER / "run.py")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # for dataclasses, which look their module up
+    sys.modules[spec.name] = module  # dataclasses look their module up here
     try:
         spec.loader.exec_module(module)
         yield module

@@ -1,4 +1,4 @@
-"""The log: each decision once, and bounded memory."""
+"""The log: it prints each decision once, with bounded memory."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def of(*shape: int, dtype: Any = BF16) -> jax.ShapeDtypeStruct:
 
 
 def product(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """Returns a product with a function of it and further operands."""
+    """Returns a product whose epilogue is the function, with further operands."""
     return lambda x, w, *others: jax_tcgemm.gemm(
         x, w, epilogue=function, epilogue_operands=others, **options
     )
@@ -163,7 +163,7 @@ def skinny(x, w):
     ],
 )
 def test_one_program_is_that_of_many_rows(monkeypatch, function, arguments):
-    """Calls by name differ from that with a name to come in the name, and in unused workspace."""
+    """Calls with a named row equal the shared call, except for the name and unused workspace."""
     monkeypatch.setattr(_core, "device_properties", lambda ordinal: H200)
     (product,) = tune.find_products(function, *arguments)
     race = Race(product, Numbers(), threading.Event())

@@ -88,7 +88,7 @@ def test_scales_are_operands(cuda_module):
     assert picked(call, "has_row_scale", "has_column_scale", "has_alpha") == (True, True, False)
     assert picked(call, "m", "row_scale_strides", "column_scale_strides") == (24, [1], [1])
     assert call["operands"][2:] == ["2x3x4xf32", "5xf32"]
-    # Not a scale for each row of the folded batch: the batch stays.
+    # The scale is not one for each row of the folded batch, so the batch stays.
     _, (call,) = cuda_module(f, *args[:2], bf16(4), bf16(2, 3, 5))
     assert picked(call, "batch_shape", "row_scale_strides") == ([6], [0, 1])
     assert call["column_scale_strides"] == [5, 1]
@@ -117,7 +117,7 @@ def test_residual_takes_the_place_of_c(cuda_module):
     text, (call,) = cuda_module(f, *args)
     assert_nothing_moves(text)
     assert picked(call, "c_role", "has_c", "beta", "c_strides") == ("residual", True, 1.0, [5, 1])
-    # Without an activation there is no difference.
+    # Without an activation both roles are the same.
     _, (call,) = cuda_module(functools.partial(f, activation=None), *args)
     assert picked(call, "c_role", "has_c", "beta") == ("add", True, 1.0)
 
@@ -151,7 +151,7 @@ def test_derivatives_of_activations_are_epilogues(cuda_module):
         *("gated_derivative", True, True, True),
     )
     assert call["operands"][2:] == call["results"] == ["4x5xbf16"] * 2
-    # Both of one dtype, and of one layout.
+    # The addends share one dtype and one layout.
     _, (call,) = cuda_module(_derivative("gated_derivative", (0, 1)), *args[:3], jnp.zeros((4, 5)))
     assert call["operands"][2:] == ["4x5xf32"] * 2
     _, calls = cuda_module(_derivative("gated_derivative", (1, 0)), *args[:3], bf16(5, 4))
@@ -166,7 +166,8 @@ def test_float32_addends_are_not_rounded(cuda_module):
     text, (call,) = cuda_module(f, *args)
     assert_nothing_moves(text)
     assert call["operands"][2:] == ["4x5xf32", "5xf32"]
-    # A type that the kernel does not take goes to float32, not to the result's.
+    # An addend type that the kernel does not take is converted to float32, not to the result's
+    # type.
     _, (call,) = cuda_module(f, *args[:2], args[2].astype(jnp.float16), args[3].astype(jnp.int8))
     assert call["operands"][2:] == ["4x5xf32", "5xf32"]
 
@@ -253,7 +254,7 @@ def test_batch_dimensions_that_do_not_fold(cuda_module, normal):
 
 
 def test_dense_batch_means_the_same(monkeypatch, normal):
-    """What the custom call would be given, computed by the reference."""
+    """The reference computes what the custom call would receive."""
     a, b, alpha = normal(1, 2, 1, 3, 1, 4, 6), normal(2, 1, 3, 1, 2, 6, 5), normal(2)
     c, bias = normal(3, 1, 4, 1), normal(5)
 
@@ -344,7 +345,7 @@ def test_reference_where_there_is_no_kernel(cuda_module, monkeypatch, why):
     ],
 )
 def test_turing(cuda_module, monkeypatch, said, built_for, dtype, bias, reason):
-    """It multiplies float16 where machine code is there, with an epilogue: else untuned."""
+    """On Turing, built kernels compute float16 with an epilogue; without one, only if tuned."""
     info = {**_core.build_info(), "architectures": built_for}
     monkeypatch.setattr(_core, "build_info", lambda: info)
     monkeypatch.setattr(_compat, "initialized_cuda_devices", lambda: [Turing()])

@@ -1,4 +1,4 @@
-"""Buffers around the custom call: results in place of C, layouts, and workspaces. Without a GPU."""
+"""Buffers of the custom call: results in place of C, layouts, workspaces. Without a GPU."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_row_major_layouts_are_asked_for(cuda_module):
 
 
 def test_odd_rows_get_a_workspace(cuda_module):
-    """Unaligned operands are copied with padding, into a hidden result."""
+    """The kernel copies unaligned operands, with padding, into a hidden result."""
     text, (call,) = cuda_module(lambda a, b: gemm(a, b), bf16(1000, 1001), bf16(1001, 1000))
     assert_nothing_moves(text)
     assert call["has_workspace"]
@@ -84,7 +84,7 @@ def test_odd_rows_get_a_workspace(cuda_module):
 
 @pytest.mark.parametrize("m", [1, 2, 128, 129])
 def test_a_matrix_is_not_copied_for_few_rows(cuda_module, m):
-    """XLA reads it where it lies, for a vector on either side and for few rows on the left."""
+    """XLA reads the matrix in place, for a vector on either side and for few rows on the left."""
 
     def count(f, *args):
         _, calls = cuda_module(lambda *args: f(*args), *args)
@@ -95,10 +95,10 @@ def test_a_matrix_is_not_copied_for_few_rows(cuda_module, m):
     transposed = functools.partial(gemm, transpose_a=True, transpose_b=True)
     assert count(transposed, matrix, rows) == (m > 1)
     assert count(gemm, rows, bf16(768, 5024)) == 1
-    assert count(gemm, bf16(m, 769), bf16(769, 5024)) == 1  # the rows alone are unaligned
-    assert count(gemm, bf16(m, 769), bf16(769, 5025)) == (m > 1)  # both
+    assert count(gemm, bf16(m, 769), bf16(769, 5024)) == 1  # only the rows are unaligned
+    assert count(gemm, bf16(m, 769), bf16(769, 5025)) == (m > 1)  # both are unaligned
     assert count(gemm, rows, bf16(768, 1001)) == (m > 1)  # few columns
-    assert count(transposed, bf16(1001, 8 * m), bf16(5024, 1001)) == 1  # B in rows of k
+    assert count(transposed, bf16(1001, 8 * m), bf16(5024, 1001)) == 1  # B has rows along k
     a_transposed = functools.partial(gemm, transpose_a=True)
     assert count(a_transposed, bf16(768, 8 * m), matrix) == (8 * m > 128)
     row = "sm80_bf16_64x64x32_w2x2_s3_realign"
@@ -106,13 +106,13 @@ def test_a_matrix_is_not_copied_for_few_rows(cuda_module, m):
 
 
 def test_a_long_k_gets_a_workspace(cuda_module):
-    """Room for products over parts of k behind that for padding; what is unpadded stays so."""
+    """Products over parts of k lie behind the padded copies; unpadded operands need no copy."""
     _, (call,) = cuda_module(lambda a, b: gemm(a, b), bf16(128, 65536), bf16(65536, 128))
     assert call["has_workspace"]
     assert call["padding_bytes"] == 0
     assert call["results"] == ["128x128xbf16", f"{64 * 128 * 128 * 4}xui8"]
     _, (call,) = cuda_module(lambda a, b: gemm(a, b), bf16(256, 30001), bf16(30001, 27))
-    padding = 256 * 60032 + 30002 * 64  # rows of 60002 and 54 bytes, to whole lines of 128
+    padding = 256 * 60032 + 30002 * 64  # rows of 60002 and 54 bytes, padded to whole lines of 128
     assert call["padding_bytes"] == padding
     assert call["results"][1] == f"{padding + 64 * 256 * 27 * 4}xui8"
     _, (call,) = cuda_module(lambda a, b: gemm(a, b), bf16(1000, 10001), bf16(10001, 1000))

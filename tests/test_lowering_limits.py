@@ -1,4 +1,4 @@
-"""The CUDA lowering where a gemm has more rows, columns, k or matrices than a kernel counts."""
+"""The CUDA lowering of gemms whose rows, columns, k or batch exceed a kernel's limits."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def test_reference_beyond_the_matrices_that_kernels_count(cuda_module, said, pro
     assert call["batch_shape"] == [2**30]
     assert not calls((2**15, 2**15 + 1), (2**15, 2**15 + 1))
     assert said[-1].endswith("fallback to XLA: a batch beyond 2^30")
-    # What folds into rows is no batch.
+    # Dimensions that fold into rows are no batch.
     (call,) = calls((2**15, 2**16), ())
     assert picked(call, "m", "batch_shape") == (40 * 2**16, [2**15])
-    # It does not once operands are broadcast over a batch that has too many dimensions.
+    # They do not fold once operands are broadcast over a batch that has too many dimensions.
     assert not calls((2**15, 1, 2, 1, 2, 1, 2**16), (1, 2, 1, 2, 1, 2, 1))
     assert said[-1].endswith("fallback to XLA: a batch beyond 2^30")

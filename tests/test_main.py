@@ -39,7 +39,7 @@ def test_the_whole_report(platform, capsys):
     if platform == "cpu":  # a dozen for each algorithm
         count = 12 * len(selftest.INPUT_DTYPES)
     assert f"{count} of {count} problems right" in lines
-    # No terminal: some plain lines, no control characters.
+    # Without a terminal it prints some plain lines and no control characters.
     assert captured.err.splitlines()
     assert "\r" not in captured.err
 
@@ -93,7 +93,7 @@ def test_the_criterion_refuses_an_error_of_a_few_roundings(algorithm, monkeypatc
     problem = selftest.draw_problem(config, np.random.default_rng(0), plain=True)
     assert selftest.check(problem, use_config=False) is None
     right = selftest.gemm
-    # Roundings of the accumulator count for more where it is no wider than the result.
+    # Roundings of the accumulator weigh more if it is no wider than the result.
     roundings = 6 if algorithm in ("BF16_BF16_F32", "F16_F16_F32") else 100
     factor = 1 + roundings * float(jnp.finfo(selftest.INPUT_DTYPES[algorithm]).eps)
     monkeypatch.setattr(
@@ -119,7 +119,7 @@ def test_gated_rows_are_held_against_both_products(monkeypatch):
 
 @pytest.mark.parametrize("arguments", [["-m", "jax_tcgemm", "--help"]])
 def test_runs_in_the_clone(arguments):
-    # -P keeps the clone's folder, which has the Python sources alone, off the path.
+    # -P keeps the clone's folder, which has only the Python sources, off the path.
     result = subprocess.run(
         [sys.executable, "-P", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
     )
@@ -178,5 +178,5 @@ def test_timer_reads_kernel_times():
     x = jax.random.normal(jax.random.key(0), (2048, 2048), jnp.bfloat16)
     timings = benchmarking.time_interleaved({"jnp": jnp.matmul}, [(x, x), (x, x.T)], reps=4)
     assert timings["jnp"].method == "cupti"
-    # 17 GFLOP: no GPU takes a second, none does it in a microsecond.
+    # 17 GFLOP: every GPU needs less than a second and more than a microsecond.
     assert 1e-6 < timings["jnp"].median < 1

@@ -1,4 +1,4 @@
-"""How a product is measured: what competes, when XLA is asked, and who wins."""
+"""How a product is measured: the competitors, when XLA takes part, and who wins."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ pytestmark = [pytest.mark.any_jax, pytest.mark.usefixtures("all_kernels", "on_an
     ],
 )
 def test_competitors_are_compiled_and_timed(monkeypatch, f, arrays):
-    # Here all of them are XLA's, by wall time.
+    # All of them run on XLA here, timed by wall time.
     monkeypatch.setattr(_core, "device_properties", lambda ordinal: H200)
     (product,) = tune_module.find_products(f, *arrays)
     found = measure_module.measure(product).entry
@@ -71,7 +71,7 @@ STEADY = [1.0] * 4
 
 
 def decided(first, second=None):
-    """The decision by times of each competitor, in one block or in two."""
+    """Returns the decision by times of each competitor, in one block or in two."""
     blocks = [first, second or first]
     return decision.decided(
         [{name: timing(seconds) for name, seconds in block.items()} for block in blocks]
@@ -106,7 +106,7 @@ def test_two_blocks_agree_or_nothing_changes():
     assert decided(slow, fast) == ("untuned", False)
     spoilt = {"untuned": STEADY, "xla": [1.5] * 4}
     assert decided({"untuned": STEADY, "xla": [0.6] * 4}, spoilt) == ("untuned", False)
-    # All of them slower in one block, at the power limit.
+    # All of them are slower in one block, at the power limit.
     assert decided(fast, {name: [2 * x for x in y] for name, y in fast.items()}) == (ROW, True)
 
 
@@ -124,7 +124,7 @@ def test_two_blocks_agree_or_nothing_changes():
 def test_more_samples_are_taken_where_they_may_change_the_choice(times, expected, name):
     block = {"untuned": timing(STEADY), name: timing(times)}
     assert decision.is_clear([block, block]) == expected
-    # The same samples so often are enough.
+    # This many equal samples are enough.
     assert decision.is_clear([block] * 256)
 
 
@@ -166,7 +166,7 @@ LONG = tuple(jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((512, 8192), (8192,
 @pytest.mark.parametrize(
     ("f", "arrays"),
     [
-        (lambda a, b: gemm(a, b, epilogue=jnp.sin), LONG),  # its relatives split k
+        (lambda a, b: gemm(a, b, epilogue=jnp.sin), LONG),  # related rows split k
         (lambda a, b: gemm(a, b, epilogue=jnp.sin, preferred_element_type="float32"), BF16),
         (lambda a, b: gated_gemm(a, b, b), F16),
         (lambda a, b: ragged_dot(a, b[None], SIZES[:1], epilogue=jnp.sin), LONG),
@@ -203,7 +203,7 @@ PEAKS = {**H200, "clock_rate": 1.98e9, "memory_bandwidth": 4.9e12}
 
 @pytest.mark.parametrize(
     ("m", "n", "k", "us"),
-    # Products near a limit of an H200, with what it took for them.
+    # Products near a limit of an H200, with the time it took.
     [(4096, 4096, 4096, 173.4), (64, 28672, 4096, 56.9), (1, 28672, 4096, 55.3)],
 )
 def test_no_kernel_is_faster_than_the_gpu(m, n, k, us):
@@ -227,7 +227,7 @@ def race_of(monkeypatch):
     [
         (20e-6, True),
         (1.9e-6, False),
-        (4.0e-6, False),  # about a start and reading the operands
+        (4.0e-6, False),  # about a launch plus reading the operands
     ],
 )
 def test_when_xla_is_asked(monkeypatch, best, expected):
@@ -240,7 +240,7 @@ def test_when_xla_is_asked(monkeypatch, best, expected):
 @pytest.mark.parametrize(
     ("untuned_us", "cublas_us", "xla_us", "entered", "best"),
     [
-        (4.0, 4.1, None, ["untuned"], None),  # about a start and reading the operands
+        (4.0, 4.1, None, ["untuned"], None),  # about a launch plus reading the operands
         (5.0, 6.0, None, ["untuned", "cublas"], None),
         (5.2, 5.05, None, ["untuned", "cublas", ROW], ROW),
         (8.0, 10.0, None, ["untuned", "cublas", ROW], ROW),  # the GPU could do better
@@ -250,7 +250,7 @@ def test_when_xla_is_asked(monkeypatch, best, expected):
     ],
 )
 def test_who_is_asked_with_little_time(monkeypatch, untuned_us, cublas_us, xla_us, entered, best):
-    """With few seconds left nothing is compiled that hardly matters."""
+    """With few seconds left, nothing is compiled that hardly matters."""
     times = {"untuned": untuned_us, "cublas": cublas_us, "xla": xla_us, ROW: 4.9}
 
     def enter(race, configs):

@@ -1,4 +1,4 @@
-"""Where products are measured that nobody asked to measure, and where they are not."""
+"""Where products are measured without a request, and where they are not."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ RUNS_HERE = _compat.runs_here
 
 @pytest.fixture
 def unprepared(monkeypatch):
-    """Nothing is set, no profile is taken, the package knows nothing, and measuring finds ROW."""
+    """Removes settings, profiles and packaged tunings; measuring finds ROW."""
     for name in (lookup.SETTING, "CI", "XLA_FLAGS", "PYTEST_VERSION"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(lookup, "_PYTEST", ("PYTEST_VERSION",))  # the other one comes back
+    monkeypatch.setattr(lookup, "_PYTEST", ("PYTEST_VERSION",))  # pytest resets the other
     monkeypatch.setattr(
         lookup, "measure", lambda product, patience: Measured(entry(ROW), is_certain=True)
     )
-    # Arrays of these tests lie on a CPU, which does not run what is lowered for CUDA.
+    # Arrays of these tests are on a CPU, which does not run programs lowered for CUDA.
     monkeypatch.setattr(_compat, "runs_here", lambda context: True)
     monkeypatch.setattr(lookup, "packaged", lambda kind: lookup.Tunings())
 
@@ -103,5 +103,5 @@ def test_where_a_program_runs(monkeypatch, is_exported):
     for devices in ([], [alike]):
         monkeypatch.setattr(_compat, "initialized_cuda_devices", lambda devices=devices: devices)
         export() if is_exported else configs(f, *ARRAYS)
-    # The devices that it is compiled for have to be among those of the process.
+    # The program's devices must be among those of the process.
     assert seen == [False, not is_exported]

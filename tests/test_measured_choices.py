@@ -1,4 +1,4 @@
-"""Products that are measured where a program is lowered: how often, how long, and what is kept."""
+"""Products measured while a program is lowered: how often, how long, and what is kept."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_first_use_is_measured_once(monkeypatch):
     measured = []
 
     def measure(product, patience):
-        # In a thread of its own programs can run, which in this one is being traced.
+        # Measuring runs in a separate thread, since this thread is tracing and cannot run programs.
         measured.append(product)
         return Measured(entry(ROW), is_certain=True)
 

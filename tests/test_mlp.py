@@ -32,7 +32,7 @@ EVERY = range(5)
 
 @pytest.fixture
 def args(normal):
-    """x, w1, b1, w2, b2; the gated forms take halves of them."""
+    """Returns x, w1, b1, w2, b2; the gated forms take halves of the first layer."""
     return tuple(normal(*shape) for shape in SHAPES)
 
 
@@ -158,7 +158,7 @@ def _derivatives(f, argnum, *args):
 @pytest.mark.any_jax
 @TWO
 def test_each_operand_alone(args, exact, form, formula):
-    """In float64, for second derivatives are differences of larger numbers."""
+    """In float64, since second derivatives are differences of larger numbers."""
     with jax.enable_x64(True):
         args = [jnp.asarray(exact(x)) for x in args]
         for argnum in EVERY:
@@ -266,9 +266,9 @@ def test_scan_and_remat(normal, form, formula, policy):
     ("options", "names", "products"),
     [
         ({}, None, 6),
-        ({}, (), 7),  # the first layer again
+        ({}, (), 7),  # recomputes the first layer
         ({}, BOTH_NAMES, 6),
-        ({}, BOTH_NAMES[:1], 7),  # the activation is the first layer's
+        ({}, BOTH_NAMES[:1], 7),  # the activation needs the first layer again
         ({"recompute_activation": True}, BOTH_NAMES[:1], 6),
         ({"recompute_activation": True}, (), 7),
     ],

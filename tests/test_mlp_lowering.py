@@ -1,4 +1,4 @@
-"""Which gemms `mlp`, `gated_mlp` and their derivatives come to on CUDA. Without a GPU."""
+"""The gemms of `mlp`, `gated_mlp` and their derivatives on CUDA. Without a GPU."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_gemms_of_a_step(cuda_module, form):
     assert (fused["m"], fused["n"], fused["k"]) == (16, 32, 24)
     assert (fused["activation"], fused["c_strides"]) == ("Gelu", [32, 1])
     assert not any(call["has_c"] for call in backward if call is not fused)
-    # Nothing else is left but the sums of the biases.
+    # Only the bias sums remain.
     assert text.count("stablehlo.reduce(") == 2
     assert not any(f"stablehlo.{op} " in text for op in ("multiply", "tanh", "select"))
 
@@ -42,7 +42,7 @@ def test_gemms_of_a_step(cuda_module, form):
 @pytest.mark.parametrize(("form", "gemms"), [(gated, 8), (packed, 6)])
 def test_gemms_of_a_gated_step(cuda_module, form, gemms):
     _, *weights = CUDA_ARGS
-    x = bf16(2, 40, 16)  # of few rows it would be one gemm more
+    x = bf16(2, 40, 16)  # few rows would need one more gemm
     text, calls = cuda_module(functools.partial(step, form), x, *weights)
     assert len(calls) == gemms
     first = calls[0]

@@ -1,4 +1,4 @@
-"""Under JAX's stricter settings and rarer types: what works with `jnp.matmul` works here."""
+"""JAX's stricter settings and rarer types: what works with `jnp.matmul` works here."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_debugging_finds_what_is_not_finite(normal, mode, value, function):
     ids=["gemm", "residual", "gated_gemm", "ragged_dot", "dot_general"],
 )
 def test_operands_in_host_memory_are_refused(normal, function, names):
-    """As `jnp` refuses them beside others in device memory, when it traces."""
+    """Like `jnp`, tracing refuses them beside other operands in device memory."""
     values = {"x": normal(4, 6), "w": normal(6, 8), "b": normal(8), "c": normal(4, 8)}
     for name in names:
         moved = {name: jax.device_put(values[name], jax.memory.Space.Host)}
@@ -202,7 +202,7 @@ def placed(mesh, x, *axes):
 
 
 def on_mesh(function, mesh, *args):
-    """Values and gradients, all with the type of sharding that they have."""
+    """Returns values and gradients, and the shardings in their types."""
     with jax.set_mesh(mesh):
         results = jax.jit(
             lambda *args: (function(*args), jax.grad(square_sum(function), range(len(args)))(*args))
@@ -237,7 +237,7 @@ def test_explicitly_sharded_types(normal, mesh, ours, formula):
 
 @pytest.mark.parametrize("platform", ["cuda", "cpu"])
 def test_operands_are_widened_for_the_platform_lowered_for(normal, mesh, platform):
-    """XLA's CPU compiler wants products of float32; on a GPU they would be many times slower."""
+    """XLA's CPU compiler needs float32 products, which would be many times slower on a GPU."""
     x = placed(mesh, normal(8, 6, dtype=jnp.bfloat16), "x", None)
     w = placed(mesh, normal(6, 4, dtype=jnp.bfloat16), None, None)
 
@@ -281,7 +281,7 @@ def test_explicitly_sharded_layers(normal, mesh):
     ids=["mlp", "gated_mlp"],
 )
 def test_explicitly_sharded_addends_of_layers(normal, mesh, ours, formula, axis):
-    """Derivatives by nothing but what is added to the second product."""
+    """Differentiates only by the addends of the second product."""
     x, w = placed(mesh, normal(8, 6), "x", None), placed(mesh, normal(6, 4), None, None)
     v = placed(mesh, normal(4, 6), None, "y")
     addends = placed(mesh, normal(6), axis), placed(mesh, normal(8, 6), None, axis)
@@ -299,13 +299,13 @@ def test_explicitly_sharded_addends_of_layers(normal, mesh, ours, formula, axis)
         for i in range(2):
             actual, shardings = derivatives(ours, i)
             expected, wanted = derivatives(lambda x, w, v, b, r: formula(x @ w) @ v + b + r, i)
-            (primal, _), gradient = wanted  # older JAX does not shard its own tangents as primals
+            (primal, _), gradient = wanted  # older JAX does not shard its own tangents like primals
             assert shardings == ((primal, primal), gradient)
             assert_trees_close(actual, expected, 1e-3)
 
 
 def test_reduced_types(normal, mesh):
-    """Replicated operands whose gradients are summed over mesh axes where they are used."""
+    """Gradients of replicated operands are summed over mesh axes where they are used."""
     w = normal(8, 6)
     x = placed(mesh, normal(6, 4), None, "y")
     spec = PartitionSpec(None, None, reduced={"x"})

@@ -1,4 +1,4 @@
-"""The MPS daemon that tests/mps.py starts for a run of the tests, by a fake of NVIDIA's program."""
+"""The MPS daemon that tests/mps.py starts for a test run, with a fake of NVIDIA's program."""
 
 import os
 import pathlib
@@ -12,7 +12,7 @@ import pytest
 
 pytestmark = pytest.mark.any_jax
 
-# Keeps what it was told, and takes a file beside its pipes for a daemon that runs.
+# The fake records its commands. A file beside its pipes stands for a running daemon.
 _FAKE = """\
 #!/bin/sh
 state="${CUDA_MPS_PIPE_DIRECTORY:-$FAKE_HOME}/running"
@@ -35,7 +35,7 @@ def options(*tx, collectonly=False):
 
 @pytest.fixture
 def said(monkeypatch, tmp_path):
-    """What the fake was told, on a machine with a GPU whose clients are served."""
+    """Returns the fake's commands, on a machine with a GPU whose clients are served."""
     program = tmp_path / mps.CONTROL
     program.write_text(_FAKE)
     program.chmod(0o755)
@@ -170,7 +170,7 @@ def test_is_a_client(i):
     ],
 )
 def test_a_run(said, tmp_path, fails, passed, header):
-    """Workers are clients of a daemon that is started and ended once; they run without it, too."""
+    """Workers are clients of a daemon that starts and ends once; they also run without it."""
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "conftest.py").write_text(_CONFTEST)

@@ -1,4 +1,4 @@
-"""Products of integers of fewer than 8 bits, beside every other type, mean what they do in JAX."""
+"""Products of integers below 8 bits, beside every other type, give the same results as JAX."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ pytestmark = pytest.mark.any_jax
 NARROW = ("int2", "int4", "uint2", "uint4")
 DTYPES = (*NARROW, "bool", "int8", "bfloat16", "float32")
 PREFERRED = (None, "int4", "int8", "int32", "bfloat16", "float32")
-# For all but gemm, for the time that compiling takes.
+# Types for all functions except gemm, to limit compilation time.
 FEWER = ("int4", "uint2", "bool", "int8", "bfloat16")
 _DIMS = (((1,), (0,)), ((), ()))
 _SIZES = np.array([1, 2], np.int32)
 
-# Each takes x, two weights and preferred_element_type.
+# Each function takes x, two weights and preferred_element_type.
 OURS = {
     "gemm": lambda x, w, _, out: gemm(x, w, preferred_element_type=out),
     "gated_gemm": lambda x, w, v, out: gated_gemm(
@@ -68,13 +68,13 @@ def _type_or_error(function, *operands: jax.Array, out: str | None) -> str | Exc
 
 
 def _refused_by_xla(a: str, b: str, dtype: str) -> bool:
-    """Whether XLA's CPU compiler may have no product of these."""
+    """Checks if XLA's CPU compiler may lack the product of these types."""
     is_narrow = bool({a, b} & {*NARROW})
     return dtype in ("int2", "uint2") or (is_narrow and (a == b or "bool" in (a, b)))
 
 
 def _in_wider_types(name: str, x, w, v, out: str):
-    """Computes what JAX means, in types that XLA has products of."""
+    """Computes JAX's result in types whose products XLA has."""
     is_exact = out == "bool" or jnp.issubdtype(out, jnp.integer)
     wide = jnp.int32 if is_exact else jnp.float32
     x, w, v = (each.astype(wide) for each in (x, w, v))
@@ -87,7 +87,7 @@ def _in_wider_types(name: str, x, w, v, out: str):
 
 
 def _matrix(rng: np.random.Generator, name: str) -> tuple[list[str], list[tuple], list]:
-    """Returns what is wrong at trace time, and the cases that trace: names and operands."""
+    """Returns errors at trace time, and the cases that trace: names and operands."""
     wrong, cases, operands = [], [], []
     dtypes = DTYPES if name == "gemm" else FEWER
     for a, b in itertools.product(dtypes, dtypes):
@@ -111,7 +111,7 @@ def _matrix(rng: np.random.Generator, name: str) -> tuple[list[str], list[tuple]
 
 
 def _computed(function, cases: list[tuple], operands: list) -> list:
-    """Computes all cases as one program, or as few as XLA compiles; errors are results, too."""
+    """Computes all cases in as few programs as XLA compiles; errors are results, too."""
 
     def every(operands):
         return [function(*each) for each in zip(cases, operands, strict=True)]
@@ -127,9 +127,9 @@ def _computed(function, cases: list[tuple], operands: list) -> list:
 
 
 def _different(rng: np.random.Generator, name: str) -> list[str]:
-    """Returns which products of the matrix are not those of JAX on a CPU."""
+    """Returns the products of the matrix that differ from JAX's on a CPU."""
     wrong, cases, operands = _matrix(rng, name)
-    if name == "dot_general":  # lax's own, which XLA refuses as well
+    if name == "dot_general":  # lax's own products; XLA refuses them as well
         kept = [i for i, (a, b, _, out) in enumerate(cases) if not _refused_by_xla(a, b, out)]
         cases, operands = [cases[i] for i in kept], [operands[i] for i in kept]
 
@@ -150,7 +150,7 @@ def _different(rng: np.random.Generator, name: str) -> list[str]:
             wrong.append(f"{case}: {x!r}, JAX {y!r}"[:300])
             continue
         x, y = (np.asarray(each).astype(np.float64) for each in (x, y))
-        # A gated product is rounded once here, and each factor as well there.
+        # Our gated product is rounded once; the reference rounds each factor as well.
         tolerance = 2**-6 if name == "gated_gemm" and case[3] == "bfloat16" else 0
         if not np.allclose(x, y, rtol=tolerance, atol=0):
             wrong.append(f"{case}: {x.tolist()}, JAX {y.tolist()}")
@@ -171,7 +171,7 @@ def test_every_pair_of_types_is_as_in_jax_on_a_gpu(rng):
 @pytest.mark.parametrize("mode", ["standard", "strict"])
 @pytest.mark.parametrize("weight", NARROW)
 def test_activations_by_narrow_weights(rng, normal, weight, mode):
-    """Eager, under jit and vmap, and the gradient of the activations."""
+    """Covers eager, jit and vmap modes, and the gradient of the activations."""
     x, w = normal(2, 6, 8, dtype=jnp.bfloat16), jnp.asarray(_drawn(rng, weight, 8, 5))
     plain = jnp.matmul(x, w.astype(jnp.bfloat16))
 

@@ -1,4 +1,4 @@
-"""Custom calls with random attributes: what reads or writes beyond a buffer is refused."""
+"""Custom calls with random attributes: handlers refuse accesses beyond a buffer."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_no_call_beyond_its_buffers_is_accepted(name, rng):
     assert accepted > 500
 
 
-# --- Calls that were accepted once -----------------------------------------------------------
+# --- Calls that handlers once accepted -------------------------------------------------------
 
 
 def refused(target: str, call: Call) -> str:
@@ -76,7 +76,7 @@ def plain_gemm(m: int, n: int, k: int, batch: list[int], **changes: Any) -> dict
 
 
 def test_counts_beyond_64_bits():
-    """A batch of 2^24 matrices of 2^20 x 2^20 has 2^64 elements, which wrapped to none."""
+    """A batch of 2^24 matrices of 2^20 x 2^20 has 2^64 elements, which wrapped to zero."""
     strides = {"a_strides": [0, 0, 1], "b_strides": [0, 1, 0]}
     at = plain_gemm(2**20, 2**20, 1, [2**24], **strides)
     operands = [("bf16", [2**20])] * 2

@@ -1,4 +1,4 @@
-"""8-bit operands of ``gemm`` and ``dot_general`` without a GPU: what is taken, refused, meant."""
+"""Quantized operands of ``gemm`` and ``dot_general`` without a GPU: accepted, refused, values."""
 
 from __future__ import annotations
 
@@ -99,7 +99,8 @@ def test_long_sums_of_integers_do_not_wrap_in_a_float():
         gemm(a, a, transpose_b=True, preferred_element_type=jnp.float32),
         gemm(a, a, transpose_b=True, a_scale=1.0, preferred_element_type=jnp.float32),
     ):
-        # What float32 sums of k terms may lose, in any order; to wrap is to be off by 2**32.
+        # The largest error of float32 sums of k terms, in any order; wrapping would be off by
+        # 2**32.
         assert abs(float(y[0, 0]) - exact) <= k * 2.0**-24 * exact < 2.0**31
 
 
@@ -241,7 +242,7 @@ def test_products_are_divided_like_others(monkeypatch, all_kernels, dtype, of_a,
 
 @pytest.mark.parametrize("dtype", [INT8, E4M3], ids=lambda dtype: dtype.__name__)
 def test_the_product_alone_has_a_kernel(all_kernels, dtype):
-    """As one device's part of a product has it, whose scales follow the sum."""
+    """A device's part of a product is like this: the scales follow the sum."""
     x = jax.ShapeDtypeStruct((128, 128), dtype)
     out = jnp.dtype(jnp.int32 if dtype == INT8 else jnp.float32)
     spec = GemmSpec(Operands(a=(0, 1), b=(0, 1)), out, (jax.lax.Precision.HIGHEST,) * 2)

@@ -1,4 +1,4 @@
-"""Every operation in every type is translated, or is known not to be, and NVRTC compiles it."""
+"""Every operation in every type is translated or a known exception, and NVRTC compiles it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jax_tcgemm.epilogue import cubins, function, nvrtc, operations, translation
 
 
 def _not_translated(dtype):
-    """Of 8 bits, where XLA takes large numbers for NaN, fewer bits than the type has."""
+    """Returns 8-bit reductions to fewer bits than the type has: XLA makes large numbers NaN."""
     if dtype not in edges.FLOATS[3:]:
         return set()
     info = jnp.finfo(dtype)
@@ -29,7 +29,7 @@ def _translated(case):
 
 
 def _function(number, program):
-    """C++ that has the statements of a program."""
+    """Returns C++ with the statements of a program."""
     kinds = [operations.element(leaf.dtype).value for leaf in program.leaves]
     operands = ", ".join(f"const {kind}* x{i}" for i, kind in enumerate(kinds))
     result = operations.element(program.matrices[0].dtype).value

@@ -23,7 +23,7 @@ MINIMUM = tuple(map(int, PYPROJECT["tool"]["jax-tcgemm"]["minimum-cuda"].split("
 
 @pytest.fixture
 def backend(monkeypatch, tmp_path):
-    """The build backend on a machine with a C++ compiler and no trace of CUDA."""
+    """Returns the build backend on a machine with a C++ compiler and no trace of CUDA."""
     spec = importlib.util.spec_from_file_location(
         "backend", ROOT / "cuda" / "build" / "build_backend.py"
     )
@@ -114,7 +114,7 @@ def test_wheels_serve_where_nothing_is_installed(backend, monkeypatch, tmp_path)
         (root / part).parent.mkdir(parents=True, exist_ok=True)
         (root / part).touch()
     monkeypatch.setattr(sys, "path", [str(site)])
-    # JAX's GPU plugin brings the headers but no compiler: that is not enough.
+    # JAX's GPU plugin has the headers but no compiler, which is not enough.
     with pytest.raises(SystemExit):
         backend._prepare(None)
     nvcc = make_nvcc(root / "bin", (13, 0))
@@ -189,12 +189,12 @@ def test_the_tests_run_what_was_built_from_this_tree():
 def test_oldest_cuda_compiler_has_what_the_sources_use():
     descriptor = (ROOT / "cuda" / "sm90" / "tma_descriptor.cc").read_text()
     assert "cudaGetDriverEntryPointByVersion" in descriptor
-    assert MINIMUM >= (12, 5)  # the first release with it
+    assert MINIMUM >= (12, 5)  # the first release that has it
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 def test_errors_name_the_file_without_gcc_12(tmp_path):
-    """GCC 11, of Ubuntu 22.04, has no __FILE_NAME__."""
+    """GCC 11 of Ubuntu 22.04 has no __FILE_NAME__."""
     source = tmp_path / "where.cc"
     source.write_text(
         '#include "common/status.h"\n'

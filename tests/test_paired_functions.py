@@ -1,4 +1,4 @@
-"""Functions that differ in one thing alone, through every wrapper: each has its own results."""
+"""Functions that differ in one thing only, through every wrapper: each has its own results."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from jax_tcgemm.epilogue import function as functions
 
 pytestmark = pytest.mark.any_jax
 
-# With integers as results there are no slopes.
+# Integer results have no derivatives.
 SMOOTH = {name: make for name, make in VALUES.items() if name != "the bits of NaN"} | SLOPES
-# Each wrapper in the way that compiles least, `gemm` in all.
+# Each wrapper compiles in the cheapest way, and `gemm` in every way.
 CALLS = [(wrapper, "in one program") for wrapper in WRAPPERS]
 CALLS += [("gemm", way) for way in WAYS if ("gemm", way) not in CALLS]
 
@@ -87,7 +87,7 @@ def test_a_table_in_a_call_is_an_operand_that_compiles_once(normal):
 
 @pytest.mark.parametrize("is_jitted", [False, True])
 def test_arrays_within_calls_have_derivatives(normal, is_jitted):
-    """Arrays that are traced, too: what the caller differentiates."""
+    """This includes traced arrays, by which the caller differentiates."""
     x, w, t = normal(8, 8), normal(8, 8), normal(8)
 
     def ours(w, t):
@@ -126,7 +126,7 @@ def test_rules_that_close_over_traced_arrays(normal):
 
 @pytest.mark.parametrize("check_vma", [False, True])
 def test_arrays_within_calls_by_shards(normal, check_vma):
-    """Together with an array that varies over the mesh, which has no type without the mesh."""
+    """Another array varies over the mesh; it has no type without the mesh."""
     x, w, rows, column = normal(64, 8), normal(8, 8), normal(64, 1), normal(8)
     column_on_host = np.asarray(normal(8))
 
@@ -164,7 +164,7 @@ def test_rules_for_batches_that_close_over_arrays(normal):
 
 
 def test_layers_with_rates_of_their_own():
-    """Under ``fuse`` two regions that differ in a small number, printed as 0."""
+    """Under ``fuse``, two regions differ in a small number that prints as 0."""
     x = jnp.asarray(PRODUCT, jnp.bfloat16)
     w = jnp.zeros(PRODUCT.shape, jnp.float32)
 
@@ -196,7 +196,7 @@ def test_a_scale_of_8_bit_products():
 
 
 class Layer:
-    """A layer of which a user changes the bias."""
+    """A layer whose bias a user changes."""
 
     bias: object = None
 
@@ -236,7 +236,7 @@ def test_closures_are_looked_at_again(normal):
 
 
 def test_functions_that_compute_the_same_are_compiled_once(normal, monkeypatch):
-    """Outside of ``jit`` each call traces its function, whose rules are other objects then."""
+    """Outside ``jit``, each call traces its function, so its rules are new objects."""
     x = normal(8, 8)
     lowered = []
     original = functions.EpilogueFunction.computed
@@ -255,6 +255,6 @@ def test_functions_that_compute_the_same_are_compiled_once(normal, monkeypatch):
 
 
 def test_random_pairs(rng):
-    """A few of those that ``tests/random_pairs.py`` draws."""
+    """Tries a few of the pairs that ``tests/random_pairs.py`` draws."""
     for i in range(40):
         assert random_pairs.check(int(rng.integers(2**31)), is_computed=i % 20 == 0) is None

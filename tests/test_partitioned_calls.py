@@ -1,4 +1,4 @@
-"""The custom call of a divided product: under transformations, meshes, compilers and processes."""
+"""The custom call of a partitioned product: transformations, meshes, compilers, processes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def mesh():
 
 @pytest.mark.parametrize("by_hand", [{"x"}, {"y"}])
 def test_axes_divided_by_hand(mesh, normal, by_hand):
-    """In each part of a partially manual region the call is divided anew."""
+    """The call is partitioned again in each part of a partially manual region."""
     specs = (P("x"), P()) if by_hand == {"x"} else (P(None, None, "y"), P("y"))
     x, w = put(mesh, normal(8, 16, 32), "x", None, "y"), put(mesh, normal(32, 24), "y")
 
@@ -106,7 +106,7 @@ def test_lowered_for_a_mesh_without_devices():
     "name", ["fsdp", "fused_k", "function_fsdp", "megatron_mlp", "ragged_experts"]
 )
 def test_without_shardy(name, rng):
-    """GSPMD, which has no rules of propagation and asks for the results' shardings."""
+    """GSPMD has no propagation rules, and asks for the results' shardings."""
     program, mesh = PROGRAMS[name], mesh_of()
     before = jax.config.jax_use_shardy_partitioner
     operands = placed(program, mesh, rng)
@@ -152,7 +152,7 @@ def test_exported_to_another_process(tmp_path):
 
 
 def test_exported_for_several_platforms(mesh, rng):
-    """Each has its branch, of which one is divided by our rules."""
+    """Each platform has a branch; our rules partition one of them."""
     program = PROGRAMS["fused_k"]
     operands = placed(program, mesh, rng)
     exported = jax.export.export(
@@ -192,8 +192,8 @@ def test_two_processes():
     taken, counts = zip(
         *(re.findall("(?:taken|measured) (.*)", out) for out, _ in outputs), strict=True
     )
-    assert taken[0] == taken[1]  # of products that both have
-    assert sum(map(int, counts)) == 5  # one of them has one more
+    assert taken[0] == taken[1]  # for products that both processes have
+    assert sum(map(int, counts)) == 5  # one process has one more product
 
 
 # Types
@@ -241,7 +241,7 @@ def test_gradients_need_no_more_memory(name, rng):
     assert ours <= 1.05 * theirs + 2**12, (ours, theirs)
 
 
-# What is printed
+# Log lines
 
 
 def test_log_names_every_collective(mesh, normal, monkeypatch, capfd):

@@ -1,4 +1,4 @@
-"""How work is divided: pure functions of shapes and shardings."""
+"""Pure functions of shapes and shardings that decide how work is partitioned."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def product(m, n, k):
 
 
 def test_weights_are_gathered_for_many_rows_and_rows_exchanged_for_few():
-    """FSDP: rows of x and k of w by the same digits."""
+    """FSDP: the same digits shard the rows of x and k of w."""
     x, w, d = ((0, 1, 2), ()), ((0, 1, 2), ()), ((0, 1, 2), ())
     plan = make_plan(product(65536, 4096, 4096), EIGHT, [x, w], [d])
     assert plan.layout == {"m": (0, 1, 2), "n": (), "k": ()}
@@ -116,7 +116,7 @@ def test_what_is_summed_is_not_gathered():
 
 
 def test_a_weight_is_gathered_where_less_travels_than_in_a_sum():
-    """k by the first digit in x, by the first and the second in w."""
+    """The first digit shards k in x; the first and the second shard it in w."""
     plan = make_plan(product(16384, 16384, 512), EIGHT, [((), (0,)), ((0, 1), ())], [((), ())])
     assert all("all-reduce" not in what for what, _ in plan.moved)
 

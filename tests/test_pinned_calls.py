@@ -1,9 +1,9 @@
-"""Exported programs keep what they call: attributes of targets, and names that their source uses.
+"""Exported programs depend on the attributes of targets and on names that their source uses.
 
-``pinned_calls.json`` has both as programs have them that were exported with this version of the
-targets. A test that fails here says that such programs would no longer run: a changed attribute
-needs a target with a new number (``_extension.py``), and headers have to keep what source uses.
-With a new number ``JAX_TCGEMM_PIN=1 pytest -n 0 tests/test_pinned_calls.py`` writes the file anew.
+``pinned_calls.json`` has both, as in programs exported with this version of the targets. A failure
+here means that such programs would no longer run. A changed attribute needs a target with a new
+number (``_extension.py``), and headers must keep the names that sources use. With a new number,
+``JAX_TCGEMM_PIN=1 pytest -n 0 tests/test_pinned_calls.py`` rewrites the file.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _type_of(attribute: ir.Attribute) -> str:
 
 
 def _row_for(attributes: dict[str, Any]) -> str:
-    """Returns a row that takes functions, of the call's kind."""
+    """Returns a row of the call's kind that takes functions."""
     grouped = "m" if attributes["has_groups"] else "none"
     return next(
         row.name

@@ -1,4 +1,4 @@
-"""float32 products by products of planes: which there are, and where they are lowered."""
+"""float32 products by products of planes: the rows that exist, and where they are lowered."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_products_come_smallest_first(name, count):
     assert len(set(row.pairs)) == len(row.pairs) == count
     assert row.pairs[-1] == (0, 0)
     assert all(max(pair) < row.count for pair in row.pairs)
-    # Of each order all or none: sm90/plane_loop.cuh counts on it.
+    # A row has all or no pairs of an order: sm90/plane_loop.cuh relies on it.
     for order in range(row.order + 1):
         assert orders.count(order) == min(order + 1, 2 * row.count - 1 - order)
     assert row.factors in ARITHMETIC
@@ -64,11 +64,11 @@ def test_workspace_is_that_of_the_planes():
     def gemm_of(a, b, batch=()):
         return StridedGemm(m=130, n=70, k=100, batch=batch, strides=Operands(a, b))
 
-    # Three planes or two of 128, along k, and what is noted of the operands.
+    # Three planes, or two, of 128 along k, and the notes about the operands.
     noted = 128 + 1024 * 4
     assert plane_bytes(gemm_of((100, 1), (1, 100)), 3) == 2 * 3 * 128 * (130 + 70) + noted
     assert plane_bytes(gemm_of((1, 130), (70, 1)), 2) == 2 * 2 * 128 * (130 + 70) + noted
-    # What a batch shares is split once.
+    # A shared operand of a batch is split once.
     shared = gemm_of((13000, 100, 1), (0, 1, 100), batch=(5,))
     assert plane_bytes(shared, 3) == 2 * 3 * 128 * (5 * 130 + 70) + noted
 

@@ -1,4 +1,4 @@
-"""The account of a step by kernels: what instructions are, and a step on this machine."""
+"""A step's times by kernel: the kinds of instructions, and a step on this machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from jax_tcgemm import fuse
 from jax_tcgemm.tools.profile import Event, account, comparison, instructions, profile
 
-# As XLA's compilers write them.
+# Lines as XLA's compilers write them.
 PROGRAM = """HloModule jit_step, is_scheduled=true, entry_computation_layout={()->f32[]}
 
 %add (x: f32[], y: f32[]) -> f32[] {

@@ -1,4 +1,4 @@
-"""Quantising: values, scales and what they stand for."""
+"""Quantization: values, scales and the numbers they represent."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ BF16_ROUNDING = 2**-8
 
 
 def division_rounding() -> float:
-    """What XLA's division of float32 errs by at most, relatively.
+    """Returns the largest relative error of XLA's float32 division.
 
-    On a CPU it may be a product with the reciprocal, which is rounded as well; on a GPU it is
-    within 2 ulp (`div.full` of the PTX ISA).
+    On a CPU, division may be a multiplication by the reciprocal, which is rounded as well. On a GPU
+    the error is within 2 ulp (`div.full` of the PTX ISA).
     """
     return 2**-21 if jax.default_backend() == "gpu" else 2**-23
 
 
 def step(dtype, magnitude: np.ndarray) -> np.ndarray:
-    """The distance of neighbouring numbers of a type at a magnitude."""
+    """Returns the distance between neighbouring numbers of a type at a magnitude."""
     if dtype == INT8:
         return np.ones_like(magnitude)
     bits, lowest = (3, -6) if dtype == E4M3 else (2, -14)
@@ -59,7 +59,7 @@ def test_values_and_scales(normal, exact, dtype, tile):
             np.testing.assert_allclose(scale, least, rtol=rounding)
         scale = repeated(scale, x.shape)
         scaled = np.abs(exact(x)) / scale
-        # Half a step, of the number that float32's division may have rounded first.
+        # Half a step of the number, which float32's division may have rounded first.
         allowed = (step(dtype, scaled * (1 + 2 * rounding)) / 2 + scaled * 2 * rounding) * scale
         error = np.abs(dequantised(q.qvalue, q.scale) - exact(x))
         assert np.all(error <= allowed)
@@ -84,7 +84,7 @@ def test_blocks_of_zeros_and_of_what_is_not_finite(dtype):
     values = q.dequantize()
     assert np.isnan(values).all(1).tolist() == [False, True, True, False, False]
     np.testing.assert_allclose(values[3], x[3], rtol=0.07)
-    assert float(jnp.abs(values[4]).max()) < 2**-125  # and no division by zero
+    assert float(jnp.abs(values[4]).max()) < 2**-125  # no division by zero
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float16", "float8_e8m0fnu"])
@@ -96,7 +96,7 @@ def test_scale_dtypes(normal, exact, dtype, name):
     scale = repeated(q.scale, x.shape)
     scaled = exact(x) / scale
     half = step(dtype, np.abs(scaled)) / 2
-    # A scale that was rounded down makes the largest value clip.
+    # A rounded-down scale makes the largest value clip.
     clipped = np.maximum(np.abs(scaled) - LARGEST[dtype], 0)
     error = np.abs(exact(q.qvalue) - scaled)
     assert np.all(error <= half * (1 + 2**-20) + clipped)
@@ -212,7 +212,7 @@ def test_ragged_dot_of_quantised_operands(dtype, tile, is_transposed):
     y = ragged_dot(x, given, sizes, precision="highest", **given_f)
     wanted = ragged_dot(*wide, sizes, precision="highest", **given_f)
     np.testing.assert_allclose(y.astype(jnp.float32), wanted.astype(jnp.float32), rtol=1e-2)
-    # One quantised factor alone is dequantised.
+    # If only one factor is quantised, it is dequantised.
     half = ragged_dot(wide[0].astype(jnp.bfloat16), given, sizes, transpose_rhs=is_transposed)
     assert half.dtype == jnp.bfloat16
 

@@ -1,4 +1,4 @@
-"""ragged_dot: values, derivatives, transformations, beside loops in float64 and jax.lax's own."""
+"""ragged_dot: values, derivatives and transformations, against float64 loops and jax.lax."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_result_dtype_is_that_of_lax(normal, types):
 
 
 def _indexed(lhs, rhs, sizes, bias, activation):
-    """The definition as an ordinary JAX function, each row with a copy of its matrix."""
+    """Computes the definition in plain JAX; each row has a copy of its matrix."""
     at = bounds(sizes, lhs.shape[0])
     groups = np.repeat(np.arange(len(rhs)), np.diff(at))
     rows = lhs[: len(groups)]
@@ -142,7 +142,7 @@ def test_derivatives_against_finite_differences(rng, activation):
 
 
 def test_derivatives_of_16_bit_operands_are_products_of_them(normal, assert_accurate):
-    """Each cotangent is rounded once, and those of rhs are zero for empty groups."""
+    """Each cotangent is rounded once, and cotangents of rhs are zero for empty groups."""
     sizes = np.array([9, 0, 20])
     lhs, rhs, ct = (normal(*s, dtype=BF16) for s in ((33, 12), (3, 12, 7), (33, 7)))
     _, pullback = jax.vjp(lambda a, b: ragged_dot(a, b, jnp.asarray(sizes)), lhs, rhs)
@@ -213,7 +213,7 @@ def test_unused_preactivation_is_not_computed(normal, cuda_text):
     gradient = jax.grad(lambda *x: forward(*x).astype(F32).sum(), (0, 1))
     text = cuda_text(gradient, *operands)
     assert text.count("custom_call @jax_tcgemm_ragged_dot_v1") == 3  # z, dlhs, drhs
-    assert text.count("has_aux = true") == 0  # whose sum needs no d
+    assert text.count("has_aux = true") == 0  # the sum needs no d
 
 
 # Transformations
@@ -277,7 +277,7 @@ def test_shard_map_over_columns(normal):
         in_specs=(P(), P(None, None, "x"), P()),
         out_specs=P(None, "x"),
     )
-    # Both add k = 4 terms in float32, in orders of their own.
+    # Both add k = 4 terms in float32, each in its own order.
     allowed = 2 * 4 * 2.0**-24 * np.asarray(ragged_dot(abs(lhs), abs(rhs), sizes))
     difference = np.asarray(sharded(lhs, rhs, sizes)) - np.asarray(ragged_dot(lhs, rhs, sizes))
     assert np.all(np.abs(difference) <= allowed)
@@ -317,7 +317,7 @@ def test_errors(normal, changes, error, words):
 
 @pytest.fixture
 def cuda_text(all_kernels) -> Callable[..., str]:
-    """Lowers a function for CUDA, GPU or not, and returns the module's text."""
+    """Returns a function that lowers for CUDA, with or without a GPU, to the module's text."""
 
     def lower(function: Callable, *args: Any) -> str:
         return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()

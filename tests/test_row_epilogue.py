@@ -1,4 +1,4 @@
-"""Rows that are named with an epilogue that they lack compute the product, and XLA the rest."""
+"""A named row without the requested epilogue computes the product, and XLA the rest."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_row_without_the_epilogue_computes_the_product(cuda_module, config, ep
         (SUMS, {"c": bf16(64, 64), "beta": 2.0}),
         (SUMS, {"preferred_element_type": jnp.float32}),
         ("sm90_bf16_64x128x64_s6_c2x1_pingpong", {"activation": "gelu"}),
-        # It cannot leave a product in float32: another row has the epilogue.
+        # This row cannot write a float32 product, so another row applies the epilogue.
         ("sm90_bf16_128x160x64_s5_c2x1_pingpong_swap_ab", {"activation": "gelu"}),
     ],
 )
@@ -83,7 +83,7 @@ def test_sums_of_odd_rows_are_every_rows(cuda_module):
 @pytest.mark.parametrize(
     ("built", "takes"),
     [
-        ((SUMS,), {"none"}),  # sums only of operands that lie well
+        ((SUMS,), {"none"}),  # this row adds aligned operands only
         ((PRODUCTS,), {"none"}),
         (("sm80_bf16_128x256x64_w2x4_s3",), {"none", "sum"}),
         ((SUMS, "simt_bf16_4x32x32_w4x1_s1"), {"none", "sum", "any"}),
@@ -97,11 +97,11 @@ def test_builds_that_lack_the_epilogue_leave_it_to_xla(cuda_module, monkeypatch,
         "sum": {"bias": bf16(64)},
         "any": {"activation": "silu"},
     }.items():
-        # A function of its own: jax keeps what one was lowered to.
+        # A new function, since jax caches the lowering of a function.
         f = functools.partial(gemm, **options)
         _, calls = cuda_module(f, bf16(64, 64), bf16(64, 64))
         assert len(calls) == (work in takes), (built, work)
-        if built[0] == SUMS:  # named, it computes what it can
+        if built[0] == SUMS:  # a named row computes what it can
             _, calls = cuda_module(functools.partial(f, config=SUMS), bf16(64, 64), bf16(64, 64))
             assert len(calls) == 1
 

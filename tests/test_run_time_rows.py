@@ -1,4 +1,4 @@
-"""Rows of the kernel table that the build lacks: which there are, and that they compile."""
+"""Rows of the kernel table that the build lacks: the list of them, and that they compile."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from jax_tcgemm.kernels.table import CONFIGS
 
 pytestmark = pytest.mark.any_jax
 
-# Numbers of enumerators in cuda/: what a plain product, one with a bias, with gelu, and a gradient
-# through gelu define.
+# Numbers of enumerators in cuda/, as defined for a plain product, a bias, gelu, and the gradient of
+# gelu.
 PRODUCT, BIAS, ACTIVATE, ANYTHING = 0, 1, 4, 5
 WORK = {"none": 0, "sum": 1, "any": 2}
 DEVICE: dict[str, Any] = {"sm_count": 132, "shared_memory_per_block": 227 << 10}
 
 
 def known(row, finish: int = PRODUCT, activation: int = 0, **others: int) -> str:
-    """Returns what cuda/dispatch/run_time_row.cc writes, of a result in the type of A."""
+    """Returns the output of cuda/dispatch/run_time_row.cc for a result in the type of A."""
     words = {"activation": activation, "role_of_c": 0, "d_type": _d_type(row)}
     if row.arch == "sm90":
         words |= {"finish": finish, "swap_ab": int(row.swap_ab or row.pairs), "skinny": row.skinny}
@@ -41,7 +41,7 @@ def _d_type(row) -> int:
 
 
 def _layout(row) -> str:
-    """Returns one that the row's kernels take, of what the kernel calls A and B."""
+    """Returns a layout that the row's kernels take, in terms of the kernel's A and B."""
     if row.planes:
         return "nt"
     if row.swap_ab or row.pairs or row.grouped == "k":
@@ -50,7 +50,7 @@ def _layout(row) -> str:
 
 
 RUN_TIME = [row for row in CONFIGS if built.built_epilogue(row) != row.epilogue]
-# Of each kind of kernel one, which CI compiles; `nightly` compiles all.
+# One row of each kind of kernel, which CI compiles; `nightly` compiles all.
 KINDS = {
     (row.arch, row.loader, row.skinny, row.swap_ab, row.schedule, row.grouped, row.gated): row
     for row in RUN_TIME
@@ -81,9 +81,9 @@ def test_the_build_has_rows_of_the_table():
 @pytest.mark.parametrize("capability", [75, 80, 90])
 @pytest.mark.parametrize("algorithm", ["F16_F16_F32", "F16_F16_F16", "BF16_BF16_F32"])
 def test_the_build_alone_computes_every_product(algorithm, capability):
-    """Where nothing can be compiled, kernels of the build are taken, for any epilogue."""
+    """If nothing can be compiled, the build's kernels run, with any epilogue."""
     if (algorithm, capability) == ("BF16_BF16_F32", 75):
-        return  # has no tensor cores for it
+        return  # it has no bfloat16 tensor cores
     rng = np.random.default_rng()
     grouped = ("none", "m", "k") if algorithm != "F16_F16_F16" else ("none",)
     for epilogue, group, aligned, wide in itertools.product(
@@ -105,7 +105,7 @@ def test_the_build_alone_computes_every_product(algorithm, capability):
 
 
 def test_without_a_compiler_slow_rows_give_way_to_xla():
-    """To XLA, where the build has no other row than those for where nothing else serves."""
+    """XLA computes the product if the build only has fallback rows for it."""
     if not _core.build_info()["cuda"]:
         pytest.skip("built without kernels")
     for options, is_fast in (
@@ -121,11 +121,12 @@ def test_without_a_compiler_slow_rows_give_way_to_xla():
 
 
 def test_a_kernel_that_has_to_be_compiled_must_be_faster():
-    """Than any of the build by what the model takes for the wait."""
+    """It must beat all built kernels by more than the model's cost of waiting."""
     rng = np.random.default_rng()
     taken = 0
     for _ in range(200):
-        # Beyond what was timed (cuda/dispatch/time_correction.cc): the model alone decides.
+        # These sizes exceed what was timed (cuda/dispatch/time_correction.cc): the model alone
+        # decides.
         m, n = (int(128 * 2 ** rng.uniform(0, 6)) for _ in range(2))
         k = int(8200 * 2 ** rng.uniform(0, 1))
         problem = {**DEVICE, "compute_capability": 90, "epilogue": "any"}
@@ -163,7 +164,7 @@ def test_every_row_compiles_with_every_epilogue(row, fresh_cache):
 
 
 def test_two_begin_and_one_compiles(fresh_cache, monkeypatch):
-    """A kernel that another thread has begun is waited for."""
+    """A thread waits for a kernel whose compilation another thread has begun."""
     if not _core.build_info()["cuda"]:
         pytest.skip("built without kernels")
     row = by_name("sm90_f16_64x16x64_s8_c1x1_skinny")

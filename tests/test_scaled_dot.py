@@ -1,4 +1,4 @@
-"""Products of scaled and of quantised operands, against float64 of what they stand for."""
+"""Products of scaled and quantized operands, against float64 of the numbers they represent."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_scaled_dot(normal, rng, case):
     *shapes, dims, lhs_scale, rhs_scale = case
     batch = tuple(range(len(shapes[0]) - 2))
     full = dims or (((len(shapes[0]) - 1,), (len(shapes[1]) - 2,)), (batch, batch))
-    for i in rng.permutation(len(PAIRS))[:2]:  # nearly all of the time goes into compiling
+    for i in rng.permutation(len(PAIRS))[:2]:  # compiling takes nearly all of the time
         lhs, rhs = (
             (normal(*shape) * 40).astype(dtype)
             for shape, dtype in zip(shapes, PAIRS[i], strict=True)
@@ -73,7 +73,7 @@ def test_scaled_dot(normal, rng, case):
             preferred_element_type=dtype,
         )
         assert got.dtype == (dtype or jnp.bfloat16)
-        # What gemm dequantises, or this package for it, is rounded to bfloat16 for that result.
+        # Dequantised operands are rounded to bfloat16 for this result, in gemm or before it.
         is_rounded = dtype is None or jnp.bfloat16 in PAIRS[i]
         assert_close(got, *wide, full, BF16_ROUNDING if is_rounded else 0)
 

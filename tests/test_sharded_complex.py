@@ -1,4 +1,4 @@
-"""Products of complex64 over eight devices: divided by the rules of ``partitioning``."""
+"""Products of complex64 over eight devices, partitioned by the rules of ``partitioning``."""
 
 from __future__ import annotations
 

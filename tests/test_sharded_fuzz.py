@@ -22,9 +22,9 @@ DRAWS = [*range(3), *map(slow, range(3, 6))]
 
 
 def random_spec(rng, mesh, ndim):
-    """Draws for each dimension none, one or two of the axes; those that others lack.
+    """Draws up to two mesh axes for each dimension; each axis is used once.
 
-    Two where their order can be changed: XLA of JAX 0.11 aborts between some of others.
+    Two only if their order may change: XLA of JAX 0.11 aborts on some other meshes.
     """
     axes = list(rng.permutation(mesh.axis_names))
     most = 2 if mesh.size & (mesh.size - 1) == 0 else 1
@@ -36,7 +36,7 @@ def random_spec(rng, mesh, ndim):
 
 
 def laid_out(rng, mesh, operands):
-    """Returns a function that cuts padded operands, and these, somewhere on the mesh."""
+    """Returns padded operands, randomly sharded, and a function that removes the padding."""
     padded, shapes = [], [x.shape for x in operands]
     for x in operands:
         spec = random_spec(rng, mesh, x.ndim)
@@ -125,7 +125,7 @@ def layers(rng, normal):
 
 
 def groups(rng, normal):
-    # Of one row, padded to 24, XLA's partitioner fails in the gradient of jnp's program as well.
+    # With one row, padded to 24, XLA's partitioner fails in the gradient of jnp's program as well.
     m, n, k, g = (int(x) for x in rng.integers((2, 1, 1, 1), 40))
     sizes = jnp.asarray(rng.multinomial(int(rng.integers(0, m + 1)), np.ones(g) / g), jnp.int32)
     activation = [None, "relu"][rng.integers(2)]
@@ -161,7 +161,7 @@ def test_divided_as_on_one_device(kind, draw, rng, normal):
     assert_trees_close(jitted(*padded), expected(*operands), tolerance)
     if draw % 3 == 0:
         every = tuple(range(len(operands)))
-        # Of an extent of 1, padded to 24, XLA's partitioner fails in its own programs as well.
+        # With an extent of 1, padded to 24, XLA's partitioner fails in its own programs as well.
         is_padded = 1 not in jax.eval_shape(call, *operands).shape
         divided = program if is_padded else lambda *values: call(*cut(*values))
         actual = cut(*jax.jit(jax.grad(square_sum(divided), every))(*padded))
@@ -174,7 +174,7 @@ def test_divided_as_on_one_device(kind, draw, rng, normal):
 @pytest.mark.parametrize("draw", DRAWS)
 @pytest.mark.parametrize("kind", [fused, function, gated, layers, groups])
 def test_divided_in_parts_of_a_mesh_that_is_divided_by_hand(kind, draw, rng, normal):
-    """Some axes by ``shard_map``, the others by XLA, which numbers the devices of each part."""
+    """``shard_map`` covers some axes; XLA partitions the others and numbers a part's devices."""
     mesh = mesh_of((2, 2, 2))
     call, operands = kind(rng, normal)
     by_hand = {str(name) for name in rng.permutation(mesh.axis_names)[: rng.integers(1, 3)]}

@@ -1,7 +1,7 @@
-"""Lowered for CUDA, GPU or not: which calls a program has that is divided among devices.
+"""Lowering for CUDA, with or without a GPU: the calls of a partitioned program.
 
-XLA would gather the operands of a kernel's own call on every device, silently. What it divides is
-the call that ``partitioning`` registers; kernels are called in the program of each device.
+XLA would silently gather the operands of a kernel's own call on every device. So XLA partitions the
+call that ``partitioning`` registers, and each device's program calls kernels.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def mesh_of(*shape: int) -> Mesh:
 
 
 def calls(function, *args, divided: bool = False, **jit_options) -> int:
-    """Counts calls of kernels, or those that are divided."""
+    """Counts calls of kernels or, with ``divided``, calls that XLA partitions."""
     traced = jax.jit(function, **jit_options).trace(*args)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     count = text.count(f"custom_call @{partitioner.TARGET}")
@@ -46,7 +46,7 @@ def calls(function, *args, divided: bool = False, **jit_options) -> int:
 
 
 def activation_gradient(x, w):
-    """Large enough for the kernel that takes a cotangent back through an activation."""
+    """Has a matrix large enough for the kernel of activation gradients."""
     wide = functools.partial(jnp.broadcast_to, shape=(2048, 2048))
     return jax.grad(
         square_sum(lambda x: gemm(wide(x[:1, :1]), wide(w[:1, :1]), activation="silu"))
@@ -103,7 +103,7 @@ def test_one_device_has_kernels(name, args):
 
 
 def part(function, *operands, out=None, platform="cuda"):
-    """Returns the program of one device, of a call with operands of these shapes and shardings."""
+    """Returns one device's program for a call with operands of these shapes and shardings."""
     args = [jax.device_put(x, NamedSharding(mesh_of(4), spec)) for x, spec in operands]
     traced = jax.jit(function).trace(*args)
     text = str(traced.lower(lowering_platforms=(platform,)).compiler_ir("stablehlo"))
@@ -138,7 +138,7 @@ def test_each_device_calls_kernels_of_its_part(args):
 
 
 def test_weight_gradients_are_told_of_collectives_beside_them(args):
-    """Those of several devices; no other product, which is to hold its SMs from start to end."""
+    """This holds for several devices; other products keep their SMs from start to end."""
     x, w = args
 
     def weight_gradient(x, y):
@@ -182,7 +182,7 @@ def test_each_device_computes_a_function_within_its_kernel(args):
         text,
     )
     assert "all_reduce" not in text
-    # Of parts of k, the function is of their sum.
+    # If k is sharded, the function follows the sum.
     operands = (x, P(None, "x")), (w, P("x")), (bias, P()), (rows, P())
     text = part(program, *operands)
     assert "jax_tcgemm_compiled" not in text
@@ -204,7 +204,7 @@ def test_each_device_takes_what_its_part_was_measured_to_want(args):
 
 
 def test_parts_of_k_are_added_up_in_the_type_of_the_result(args):
-    """Across devices; float32 would double what travels between them."""
+    """This is the sum across devices; float32 would double its bytes."""
     x, w = args
 
     def fused(x, w, bias):
@@ -224,7 +224,7 @@ def test_parts_of_k_are_added_up_in_the_type_of_the_result(args):
 
 
 def test_float16_is_not_rounded_before_it_is_scaled(normal):
-    """What an epilogue scales down may be beyond float16's numbers."""
+    """A product may exceed float16's range before its epilogue scales it down."""
     a, b = jnp.full((4, 4096), 8, jnp.float16), jnp.full((4096, 8), 8, jnp.float16)
     mesh = jax.make_mesh((2,), ("x",), (AxisType.Explicit,), devices=jax.devices("cpu")[:2])
     scale = jnp.full(4, 1e-3)
@@ -247,7 +247,7 @@ def test_kernels_within_shard_map_over_all_axes(name, args):
     assert calls(shard_map(function, mesh_of(4), check_vma=False), *args) == count
     specs = {"in_specs": (P(("x", "y")), P()), "out_specs": P(("x", "y"))}
     assert calls(shard_map(function, mesh_of(2, 2), check_vma=False, **specs), *args) == count
-    # An axis of one device divides nothing.
+    # An axis of one device partitions nothing.
     partial = shard_map(function, mesh_of(4, 1), axis_names={"x"}, check_vma=False)
     assert calls(partial, *args) == count
     partial = shard_map(function, mesh_of(2, 2), axis_names={"x"}, check_vma=False)
@@ -256,7 +256,7 @@ def test_kernels_within_shard_map_over_all_axes(name, args):
 
 
 def test_each_part_of_a_program_has_its_own(args):
-    """The same product outside and within ``shard_map``."""
+    """The same product occurs outside and within ``shard_map``."""
 
     def both(x, w):
         return gemm(x, w), shard_map(gemm, mesh_of(4))(x, w), gemm(x, w)

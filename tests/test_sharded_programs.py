@@ -1,7 +1,7 @@
-"""Programs over eight devices: divided by the rules of ``partitioning``, as on GPUs.
+"""Programs over eight devices, partitioned by the rules of ``partitioning``, as on GPUs.
 
-No more travels than in the same program of ``jax.numpy``, nothing is gathered that is not there,
-and results lie where they lie there.
+The same program of ``jax.numpy`` is the limit: no more bytes travel, nothing else is gathered, and
+results have the same shardings.
 """
 
 from __future__ import annotations

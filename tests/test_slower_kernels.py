@@ -1,4 +1,4 @@
-"""Which products are XLA's own. On any machine."""
+"""Which products XLA computes because it is faster. On any machine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def folded(m: int, n: int, k: int, layout: str = "nn", batch: int = 1) -> Stride
     return fold(strided_gemm(Operands(a_axes, b_axes), Operands(a, b)))
 
 
-# Times in us, ours and XLA's, of an H200: docs/performance.md.
+# Times of an H200 in us, ours and XLA's: docs/performance.md.
 @pytest.mark.parametrize(
     ("problem", "ours", "xla"),
     [
@@ -81,7 +81,7 @@ def folded(m: int, n: int, k: int, layout: str = "nn", batch: int = 1) -> Stride
         ((2048, 4097, 64, "nt"), 21, 14),
         ((4096, 4097, 128, "nt"), 44, 28),
         ((4096, 4097, 256, "nt"), 27, 31),
-        # What is as large as in the suites.
+        # Problems as large as in the suites.
         ((333, 777, 1111), 13, 18),
         ((2048, 50257, 768), 267, 648),
     ],
@@ -98,7 +98,7 @@ def test_bfloat16_as_measured(problem, ours, xla):
     ],
 )
 def test_what_the_kernels_have_yet_to_gain(problem):
-    """XLA is quicker, and yet it is not left to XLA."""
+    """XLA is faster, but the kernels still compute these products."""
     assert why_slower("BF16_BF16_F32", folded(*problem), 2) is None
 
 
@@ -150,10 +150,10 @@ def test_only_near_what_was_measured():
     assert why_slower("F16_F16_F32", folded(577, 577, 64, "nt", 192), 2)
     assert why_slower("BF16_BF16_F32", folded(8, 577, 64, "nt", 4096), 2) is None  # few rows
     assert why_slower("BF16_BF16_F32", folded(577, 0, 64, "nt", 192), 2) is None
-    # Few rows of an unaligned A that is not transposed, or by an unaligned B.
+    # Few rows of an unaligned A that is not transposed, or few rows times an unaligned B.
     for problem in ((8, 12000, 4095, "nt"), (64, 20000, 1001), (7, 20001, 1000, "tn")):
         assert why_slower("BF16_BF16_F32", folded(*problem), 2) is None
-    # Rows of float32 results are aligned where those of bfloat16 are not.
+    # float32 results may have aligned rows where bfloat16 results do not.
     assert why_slower("BF16_BF16_F32", folded(580, 580, 64, "nt", 192), 2)
     assert why_slower("BF16_BF16_F32", folded(580, 580, 64, "nt", 192), 4) is None
 
@@ -193,7 +193,7 @@ def test_plain_products_without_a_configuration(cuda_module):
 
 
 def test_a_shared_operand_is_read_once():
-    """129 products an element, where 64 matrices of A would make them 86."""
+    """129 products an element; 64 matrices of A would reduce that to 86."""
     axes = Operands((None, 0, 1), (0, 1, 2))
     shared = strided_gemm(axes, Operands((257, 264), (64, 264, 257)))
     assert why_slower("BF16_BF16_F32", fold(shared), 2) is None
@@ -201,7 +201,7 @@ def test_a_shared_operand_is_read_once():
 
 
 def test_an_operand_that_is_copied_anyway(cuda_module):
-    """A batch dimension is innermost: what is unaligned there is not so once it is copied."""
+    """A batch dimension is innermost, and the unaligned operand is aligned once it is copied."""
     a, b = jnp.zeros((512, 512, 16), jnp.bfloat16), jnp.stack([bf16(512, 32)] * 16)
     _, calls = cuda_module(jax.vmap(gemm, in_axes=(-1, 0)), a, b)
     assert len(calls) == 1

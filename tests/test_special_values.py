@@ -1,7 +1,7 @@
-"""NaN, infinities and the ends of a type's range in every activation, however it is asked for.
+"""NaN, infinities and the limits of a type in every activation, by every API.
 
-The product is 0, and what is added to it holds the special values. Kernels compute two neighbours
-together, so each value stands beside each other value, on either side.
+The product is 0, and the addend holds the special values. Kernels compute two neighbours together,
+so each value stands beside each other value, on either side.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.any_jax
 M, K = 128, 64
 EVERY = [*ACTIVATIONS, softcap(2.5), clip(-0.5, 1.25), clip(0, 6)]
 
-# The formulas subtract from 1, and take an exponential to 2 units in the last place, in float32.
+# In float32, the formulas subtract from 1 and use an exponential that is exact to 2 ulp.
 _SLACK = 2 * 2.0**-23
 
 
@@ -40,7 +40,7 @@ def special_values(dtype: Any) -> np.ndarray:
 
 
 def in_pairs(dtype: Any) -> np.ndarray:
-    """Returns a row where each value is the first, and the second, of a pair with each other."""
+    """Returns a row in which each value is first and second in a pair with each other value."""
     values = special_values(dtype)
     pairs = itertools.product(range(len(values)), repeat=2)
     row = values[list(itertools.chain(*pairs))]
@@ -53,7 +53,7 @@ def in_rows(dtype: Any) -> np.ndarray:
     return np.stack([np.roll(row, 2 * i + i % 2) for i in range(M)])
 
 
-# The ways to ask for an activation of `x @ w + added`.
+# The ways to request an activation of `x @ w + added`.
 
 
 def by_name(activation, x, w, added):
@@ -84,7 +84,7 @@ def by_gate_function(activation, x, w, added):
 
 
 def in_mlp(activation, x, w, added):
-    """Two layers, whose gradient takes the slope within a gemm; NaN spreads in their results."""
+    """Computes two layers; the gradient takes the slope in a gemm. NaN spreads in their results."""
     down = jnp.zeros((len(added), K), x.dtype).at[:, 0].set(1)
     return mlp(x, w, added, down, activation=activation)[:, :1]
 
@@ -99,7 +99,7 @@ def _value_and_slope(f: Callable[..., jax.Array], *args: jax.Array) -> tuple[jax
 
 
 def ours(way: Callable[..., jax.Array] | None, x, w, added) -> list[tuple[jax.Array, jax.Array]]:
-    """Returns the value and the slope of every activation; of no way by ``fuse``."""
+    """Returns the value and the slope of every activation; without ``way``, by ``fuse``."""
     results = []
     for activation in EVERY:
         if way is None:
@@ -111,9 +111,9 @@ def ours(way: Callable[..., jax.Array] | None, x, w, added) -> list[tuple[jax.Ar
 
 
 def _in_float32(activation: str | Activation, z: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
-    """The reference of all ways but ``fuse``: float32, rounded once."""
+    """Returns the reference of all ways except ``fuse``: float32, rounded once."""
     row, wide = resolve(activation), z.astype(jnp.float32)
-    # A row is added to M rows, whose cotangents add up.
+    # The row is added to M rows, whose cotangents add up.
     count = M if z.ndim == 1 else 1
     backward = jax.vjp(row.reference, wide)[1](jnp.ones_like(wide))[0]
     value = row.reference(wide).astype(z.dtype)
@@ -121,9 +121,9 @@ def _in_float32(activation: str | Activation, z: jax.Array) -> list[tuple[jax.Ar
 
 
 def theirs(way: Callable[..., jax.Array] | None, x, w, added) -> list[Any]:
-    """Returns what ``jax.numpy`` makes of the same, forward and in reverse.
+    """Returns the results of ``jax.numpy``, with forward and reverse slopes.
 
-    They differ: the slope of ``square(relu(x))`` at NaN is NaN forward, and 0 in reverse.
+    The slopes differ: the slope of ``square(relu(x))`` at NaN is NaN forward, and 0 in reverse.
     """
     if way is not None:
         return [_in_float32(activation, added + x[0, 0]) for activation in EVERY]
@@ -142,7 +142,7 @@ def exactly(added: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
 def _wrong(
     got: np.ndarray, expected: np.ndarray, exact: np.ndarray, added: np.ndarray, slack: Any
 ) -> np.ndarray:
-    """Says where an array is none that another allows."""
+    """Returns where an array exceeds the tolerance of another."""
     info = jnp.finfo(got.dtype)
     eps, tiny = float(info.eps), float(info.tiny)
     got, expected = got.astype(np.float64), expected.astype(np.float64)
@@ -152,12 +152,12 @@ def _wrong(
     same = (got == expected) | (np.isnan(got) & np.isnan(expected))
     is_known = np.isfinite(expected) & np.isfinite(exact)
     signs = (got == 0) & (expected == 0) & (np.signbit(got) != np.signbit(expected))
-    signs &= (np.abs(added) >= tiny) | (added == 0)  # a CPU takes subnormal numbers for 0
+    signs &= (np.abs(added) >= tiny) | (added == 0)  # a CPU flushes subnormal numbers to 0
     return np.where(is_known & np.isfinite(got), far, ~same) | signs
 
 
 def _report(what: str, added: np.ndarray, wrong: np.ndarray, *arrays: np.ndarray) -> list[str]:
-    """Lists each value that is wrong once, with what stands beside it."""
+    """Lists each wrong value once, with its neighbours."""
     lines = {}
     added = np.broadcast_to(added, wrong.shape)
     for at in map(tuple, np.argwhere(wrong)):
@@ -188,7 +188,7 @@ def _failures(name: str, dtype: Any) -> list[str]:
                 np.broadcast_to(each[i], shape) for each in (mine, true, *others)
             )
             slack = _SLACK
-            if way is None:  # each operation is rounded, or not: tests of `fuse` say how much
+            if way is None:  # roundings may vary: the tests of `fuse` state the limits
                 size = np.where(np.isfinite(added), np.abs(added.astype(np.float64)), 0) + 1
                 slack = 4 * float(jnp.finfo(dtype).eps) * size
             if kind == "slope":  # a sum of M terms in float32
@@ -208,7 +208,7 @@ WAYS = {
     "gated, function": by_gate_function,
     "mlp": in_mlp,
 }
-# Those whose activations a Hopper GPU compiles.
+# The ways whose activations a Hopper GPU compiles.
 COMPILED = ("function", "fuse", "gated, function")
 EACH_WAY = pytest.mark.parametrize("way", WAYS)
 EACH_TYPE = pytest.mark.parametrize("dtype", FLOATS, ids=lambda dtype: np.dtype(dtype).name)

@@ -1,4 +1,4 @@
-"""Times by CUDA's events: how turns are queued, and what becomes of the marks."""
+"""Times by CUDA events: how turns are queued, and how the marks are read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jax_tcgemm.tools.chain import Chain
 
 
 class FakeStream:
-    """A device's stream, on which each run of ``name`` takes as many seconds as ``times`` says."""
+    """A device's stream, on which each run of ``name`` takes the seconds in ``times``."""
 
     def __init__(self, monkeypatch, times):
         self.log = []
@@ -89,7 +89,7 @@ def test_lost_marks_are_an_error(monkeypatch):
 
 
 def test_as_much_is_queued_as_jax_queues(monkeypatch):
-    """Behind a closed gate no program ends, and JAX waits with the 33rd."""
+    """Behind a closed gate no program ends, and JAX blocks at the 33rd."""
     stream = FakeStream(monkeypatch, {"x": 1.0})
     stopwatch.time_chains({"x": stream.chain("x", 10)}, None, reps=4, block=4)
     queued = [sum(x in ("x", "mark", "gate") for x in turn) for turn in _turns_of(stream.log)]

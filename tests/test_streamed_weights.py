@@ -1,4 +1,4 @@
-"""Few rows by weights of 8 bits that lie along n, lowered without a GPU: which are not moved."""
+"""Few rows times 8-bit weights contiguous along n, lowered without a GPU: which are copied."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _STREAMED_GROUPS = "sm90_e4m3e4m3_fast_16x128x128_s4_c1x1_streamed_grouped_m"
     ("m", "of_weights", "options", "moves"),
     [
         (40, (8, 64, 48), {}, False),
-        (512, (8, 64, 48), {}, False),  # 64 rows a group
+        (512, (8, 64, 48), {}, False),  # 64 rows for each group
         (513, (8, 64, 48), {}, True),
         (513, (8, 64, 48), {"config": _STREAMED_GROUPS}, False),
         (
@@ -106,7 +106,7 @@ def test_rows_for_groups_are_named_without_bias_and_by_their_own_sums():
 
     assert run(_STREAMED_GROUPS).shape == (40, 48)
     assert run(_STREAMED_GROUPS, epilogue=lambda acc: acc).shape == (40, 48)
-    with pytest.raises(ValueError, match="for groups of rows in these dtypes; accepted: None"):
+    with pytest.raises(ValueError, match="for groups of rows in these dtypes; accepted: "):
         run(_STREAMED_GROUPS, activation="relu")
     for other in ("sm90_s8_16x128x128_s4_c1x1_streamed_grouped_m", _STREAMED_ROW):
         with pytest.raises(ValueError, match="for groups of rows in E4M3_E4M3_F32_FAST"):
@@ -115,7 +115,7 @@ def test_rows_for_groups_are_named_without_bias_and_by_their_own_sums():
 
 def test_few_rows_of_what_cannot_be_taken_as_it_lies(all_kernels):
     x = jax.ShapeDtypeStruct((16, 64), E4M3)
-    halves = jax.ShapeDtypeStruct((64, 2 * 24), E4M3)  # of which the second begins at 24
+    halves = jax.ShapeDtypeStruct((64, 2 * 24), E4M3)  # the second half begins at 24
     packed = lambda x, w: gated_gemm(x, w, epilogue=lambda g, u: g * u)  # noqa: E731
     four = [jax.ShapeDtypeStruct(s, E4M3) for s in ((2, 3, 2, 3, 16, 64), (3, 2, 3, 2, 64, 48))]
     orders = ((0, 1, 2, 3, 4, 5), (1, 0, 3, 2, 4, 5))

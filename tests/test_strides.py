@@ -1,4 +1,4 @@
-"""Where elements lie: strides and folding, against NumPy reading the same memory."""
+"""Addresses of elements: strides and folding, against NumPy reading the same memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def read(flat: np.ndarray, shape: tuple[int, ...], steps: tuple[int, ...]) -> np
 
 
 def formula(x: Operands) -> np.ndarray:
-    """Something in which each operand has a part, of operands with all batch and matrix axes."""
+    """Computes a formula that uses each operand, with all batch and matrix axes present."""
     alpha, beta = (scale[..., None, None] for scale in (x.alpha, x.beta))
     scale = alpha * x.row_scale[..., :, None] * x.column_scale[..., None, :]
     first = scale * (x.a @ x.b) + beta * x.c + x.bias[..., None, :]
@@ -45,7 +45,7 @@ def evaluate(gemm: StridedGemm, data: Operands) -> np.ndarray:
 
 
 def random_operand(rng, extents):
-    """Draws an axis order and which axes are missing; returns the axes, shape and data."""
+    """Draws an axis order and missing axes; returns the axes, shape and data."""
     missing = [bool(rng.integers(3) == 0) for _ in extents]
     present = [i for i, is_missing in enumerate(missing) if not is_missing]
     order = rng.permutation(present) if rng.integers(2) else np.array(present, int)

@@ -1,4 +1,4 @@
-"""Corrections of the time model: where they hold, and how good choices are by them."""
+"""Corrections of the time model: where they apply, and how much they improve choices."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from jax_tcgemm import _core
 pytestmark = pytest.mark.any_jax
 
 RECORDS = pathlib.Path(fit_times.__file__).parent / "results"
-# The same as in cuda/dispatch/choice.cc.
+# The same value as in cuda/dispatch/choice.cc.
 RUN_TIME, LEAST_GAIN = 1.02, 1.06
 
 
 def ratios(choice):
-    """The cycles by which rows are ranked beside those of the model alone."""
+    """Returns the cycles by which rows are ranked, relative to those of the model alone."""
     modelled = {config: cycles for config, cycles, _ in _core.time_terms(choice)}
     ranked = _core.rank_configs(choice, dense_splits=True)
     return {config: cycles / modelled[config] for config, cycles, _ in ranked}
@@ -67,7 +67,7 @@ def test_float16_is_corrected_as_bfloat16():
     twins = {config: config.replace("_f16_", "_bf16_") for config in ours if "sm90" in config}
     same = [math.isclose(ours[x], theirs[y], rel_tol=0.03) for x, y in twins.items() if y in theirs]
     assert len(same) > 20
-    assert np.mean(same) > 0.9  # but the model's own choice, which has an advantage
+    assert np.mean(same) > 0.9  # except the model's own choice, which has an advantage
 
 
 @pytest.mark.parametrize("gpu", ["h200", "h100"])
@@ -85,7 +85,7 @@ def test_choices_lose_little_where_rows_were_timed(gpu):
         losses.setdefault(problem.regime, []).append(loss)
     means = {regime: math.exp(np.mean(np.log(each))) - 1 for regime, each in losses.items()}
     assert len(means) == 6
-    # Without corrections 4.8 to 6.5 % but for tf32 batches (3.9 %) and others (3.0 %).
+    # Without corrections: 4.8 to 6.5 %, but 3.9 % for tf32 batches and 3.0 % for other tf32.
     limits = {"bf16 few rows": 0.032, "tf32 few rows": 0.056, "tf32 others": 0.026}
     for regime, mean in means.items():
         assert mean < limits.get(regime, 0.041), (regime, mean)

@@ -1,4 +1,4 @@
-"""`gemm` under the JAX transformations, against the same of the formula in `jax.numpy`."""
+"""`gemm` under JAX transformations, against the formula in `jax.numpy`."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def test_export_with_symbolic_shapes(normal):
 
 @pytest.mark.parametrize("ragged", [False, True])
 def test_export_with_symbolic_shapes_and_a_configuration(normal, ragged):
-    """Whether the rows suit it is not known: the product is XLA's, as without a configuration."""
+    """Symbolic shapes do not tell if the rows suit, so XLA computes the product."""
     rows, k = jax.export.symbolic_shape("rows, k")
     algorithm = "BF16_BF16_F32"
     kinds = kernel_names.for_algorithm(algorithm, "m" if ragged else "none")

@@ -1,4 +1,4 @@
-"""Which products ``tune`` finds in a program, and how it measures them."""
+"""The products that ``tune`` finds in a program, and how it measures them."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_products_of_a_jitted_function_and_of_types():
     (product,) = tune_module.find_products(jitted, *types, "relu")
     assert product.types == tuple(types)
     assert product.spec.activation == "relu"
-    (again,) = tune_module.find_products(jitted, *types, "relu")  # nothing is kept that hides it
+    (again,) = tune_module.find_products(jitted, *types, "relu")  # no cache hides the product
     assert again == product
 
 
@@ -109,12 +109,12 @@ def test_a_problem_is_known_by_what_its_time_depends_on():
         return problem
 
     base = only(f, *ARRAYS)
-    # The same to a kernel.
+    # These are the same problem to a kernel.
     assert only(f, bf16(4, 64, 512), ARRAYS[1]) == base
     assert only(lambda a, b: gemm(a, b, alpha=1.0), *ARRAYS) == base
     scaled = [only(lambda a, b, x=x: gemm(a, b, alpha=x), *ARRAYS) for x in (0.5, 3.0)]
     assert scaled[0] == scaled[1]
-    # Others.
+    # These are other problems.
     others = [
         only(f, bf16(257, 512), ARRAYS[1]),
         only(f, bf16(1, 256, 512), bf16(2, 512, 384)),
@@ -148,7 +148,7 @@ def test_a_measured_row_of_a_function_is_taken():
         assert configs(g, *ARRAYS) == [ROW]
     with tuned("xla", g):
         assert configs(g, *ARRAYS) == []
-    with tuned("sm90_f16_128x128x64_s6_c2x1_pingpong", g):  # of another type
+    with tuned("sm90_f16_128x128x64_s6_c2x1_pingpong", g):  # of another dtype
         assert configs(g, *ARRAYS) == [""]
 
 

@@ -1,4 +1,4 @@
-"""Measured choices in files, which processes share and nothing may break."""
+"""Measured choices in files: processes share them, and failures must not break them."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_processes_that_write_at_once_and_are_killed():
     while found < 3000 and time.monotonic() < end:
         for m in range(3):
             got = cache.read(KIND, numbered(m))
-            if got is not None:  # whole, whoever wrote it
+            if got is not None:  # the entry is whole, whichever process wrote it
                 assert got.seconds == 1e-6 * (1 + CONFIGS.index(got.config))
                 found += 1
         if found % 1000 < 3 and killed < 6:

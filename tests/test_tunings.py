@@ -1,4 +1,4 @@
-"""Measured choices: what they change, how they are kept, and where they are looked for."""
+"""Measured choices: their effect, how they are kept, and where they are looked up."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_what_is_active_names_the_row():
     assert configs(f, *ARRAYS) == [""]
     with tuned(ROW):
         assert configs(f, *ARRAYS) == [ROW]
-        assert configs(f, bf16(128, 512), ARRAYS[1]) == [""]  # nothing is known of it
+        assert configs(f, bf16(128, 512), ARRAYS[1]) == [""]  # no tuning exists for this problem
         assert configs(lambda a, b: gemm(a, b, config=OTHER), *ARRAYS) == [OTHER]
     with tuned(f"{OTHER}/splits=2"):
         assert configs(f, *ARRAYS) == [f"{OTHER}/splits=2"]
@@ -220,7 +220,7 @@ def test_any_object_is_printed(tmp_path, changes):
 @pytest.mark.parametrize(
     "change",
     [
-        {"config": OTHER},  # which has no digest
+        {"config": OTHER},  # OTHER has no digest
         {"config": 1},
         {"seconds": 0.0},
         {"seconds": "1"},
@@ -253,7 +253,7 @@ def test_plot():
 
 
 def test_what_comes_with_the_package_names_rows_as_they_are(monkeypatch):
-    monkeypatch.undo()  # of what looks elsewhere
+    monkeypatch.undo()  # removes the other lookup paths
     names = frozenset(config.name for config in kernel_table.CONFIGS)
     monkeypatch.setattr(_extension, "KERNEL_NAMES", names)
     for kind in ("NVIDIA H200", "NVIDIA H100 80GB HBM3"):
@@ -274,7 +274,7 @@ def test_order_of_places(monkeypatch):
         assert configs(f, *ARRAYS) == [OTHER]
     with tunings.untuned():
         assert configs(f, *ARRAYS) == [""]
-    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)  # of several processes
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)  # several processes
     assert configs(f, *ARRAYS) == []
     monkeypatch.undo()
 

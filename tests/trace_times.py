@@ -1,7 +1,7 @@
-"""How long ``fuse`` takes to trace a program, beside plain ``jax.jit``, by the program's depth.
+"""Measures how long ``fuse`` takes to trace programs of several depths, beside ``jax.jit``.
 
-``python tests/trace_times.py`` prints a table; needs no GPU. The exit status is 1 where tracing
-takes more than twice as long as plain ``jit`` does.
+``python tests/trace_times.py`` prints a table and needs no GPU. The exit status is 1 if tracing
+takes more than twice as long as with plain ``jit``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Program:
 
 
 def transformer(layers: int) -> Program:
-    """A training step by AdamW of unrolled transformer layers without attention's softmax."""
+    """Returns an AdamW training step of unrolled transformer layers without attention's softmax."""
 
     def layer(p: Any, h: jax.Array) -> jax.Array:
         def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
@@ -74,7 +74,7 @@ def transformer(layers: int) -> Program:
 
 
 def recurrent(steps: int) -> Program:
-    """The gradient of an unrolled recurrent network."""
+    """Returns the gradient of an unrolled recurrent network."""
 
     def loss(w: jax.Array, u: jax.Array, b: jax.Array, xs: jax.Array) -> jax.Array:
         h = jnp.zeros((TOKENS, WIDTH), xs.dtype)
@@ -88,7 +88,7 @@ def recurrent(steps: int) -> Program:
 
 
 def chain(products: int, operations: int = 400) -> Program:
-    """Products that read one chain of elementwise operations."""
+    """Returns products that read one chain of elementwise operations."""
 
     def f(x: jax.Array, ws: jax.Array, c: jax.Array) -> jax.Array:
         for _ in range(operations // 2):
@@ -100,7 +100,7 @@ def chain(products: int, operations: int = 400) -> Program:
 
 
 def programs() -> list[Program]:
-    """Returns what the table has."""
+    """Returns the programs in the table."""
     return [
         *(transformer(layers) for layers in (4, 32, 96)),
         *(recurrent(steps) for steps in (50, 200)),
@@ -109,7 +109,7 @@ def programs() -> list[Program]:
 
 
 def seconds(program: Program, repeat: int = 3) -> tuple[list[float], list[float]]:
-    """Returns the least time of a processor that ``jit`` takes, and ``fuse`` within it.
+    """Returns the least CPU time that ``jit`` takes, and the least for ``jit`` with ``fuse``.
 
     Each is two times in seconds: tracing, and tracing plus lowering for CUDA.
     """

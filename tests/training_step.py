@@ -1,4 +1,4 @@
-"""What a training step of a framework is to a test, and the task that all of them learn."""
+"""The interface of a framework's training step, and the task that all frameworks learn."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Framework(NamedTuple):
     """One framework's way to train.
 
     Attributes:
-        start: returns what a step needs and makes anew, or changes, in a given dtype.
-        step: what `jit` takes. It is called by `run`.
-        jit: the framework's own.
+        start: returns a new state in a given dtype.
+        step: the function that `jit` takes; `run` calls it.
+        jit: the framework's own jit.
         run: runs a step, `run(compiled, state, x, y)`; returns the next state and the loss.
         observed: returns all arrays of a state, a pytree.
-        jits_itself: whether the framework applies its `jit` where nobody can come between.
+        jits_itself: whether the framework applies its `jit` where a test cannot intervene.
     """
 
     start: Callable[[Any], Any]
@@ -36,7 +36,7 @@ class Framework(NamedTuple):
 
 
 def batch() -> tuple[jax.Array, jax.Array]:
-    """Returns features and labels that can be learnt."""
+    """Returns features and labels that a model can learn."""
     rng = np.random.default_rng(7)
     x = rng.standard_normal((ROWS, FEATURES)).astype(np.float32)
     y = (x @ rng.standard_normal((FEATURES, CLASSES))).argmax(-1)

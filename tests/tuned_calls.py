@@ -1,4 +1,4 @@
-"""What tests of measured choices share: calls, what they are lowered to, and made-up tunings."""
+"""Helpers of tests of measured choices: calls, their lowering, and invented tunings."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ SQUARE = bf16(256, 256), bf16(256, 256)
 
 
 def lowered(f, *arrays):
-    anew = jax.jit(lambda *arrays: f(*arrays))  # no program is kept that files had no part in
+    # A new jit, so that no cached program ignores the tuning files.
+    anew = jax.jit(lambda *arrays: f(*arrays))
     return anew.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def configs(f, *arrays):
-    """What the custom calls of a program name; none is empty."""
+    """Returns the configurations that a program's custom calls name; none is empty."""
     return re.findall(r'(?<!_)config = "([^"]*)"', lowered(f, *arrays))
 
 

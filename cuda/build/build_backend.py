@@ -1,12 +1,13 @@
 """The PEP 517 build backend: scikit-build-core, plus the search for a CUDA compiler.
 
-The compiler is the first one recent enough among ``$CUDACXX``, ``$CUDA_HOME/bin``,
-``$CUDA_PATH/bin``, ``PATH`` and ``/usr/local/cuda/bin``. Where there is none, NVIDIA's compiler
-wheels join the build requirements, and the build then uses those: ``compiler_wheels.txt`` pins
-them. The oldest accepted CUDA release is in ``pyproject.toml``, ``[tool.jax-tcgemm]``.
+The backend looks for a compiler in ``$CUDACXX``, ``$CUDA_HOME/bin``, ``$CUDA_PATH/bin``, ``PATH``
+and ``/usr/local/cuda/bin``, and takes the first one that is recent enough. If there is none, it
+adds NVIDIA's compiler wheels to the build requirements, and the build uses those;
+``compiler_wheels.txt`` pins them. The oldest accepted CUDA release is in ``pyproject.toml``,
+``[tool.jax-tcgemm]``.
 
 ``JAX_TCGEMM_CUDA=OFF``, as environment variable or as the config setting
-``cmake.define.JAX_TCGEMM_CUDA=OFF``, builds without kernels; that is the default where JAX has no
+``cmake.define.JAX_TCGEMM_CUDA=OFF``, builds without kernels. This is the default where JAX has no
 CUDA support.
 """
 
@@ -49,12 +50,12 @@ _DEFAULT_NVCC = "/usr/local/cuda/bin/nvcc"
 
 
 def _project() -> dict[str, Any]:
-    """``[tool.jax-tcgemm]`` of pyproject.toml; hooks run in the source root (PEP 517)."""
+    """Returns ``[tool.jax-tcgemm]`` of pyproject.toml; hooks run in the source root (PEP 517)."""
     return tomllib.loads(pathlib.Path("pyproject.toml").read_text())["tool"]["jax-tcgemm"]
 
 
 def _compiler_wheels() -> list[str]:
-    """Names and versions of the compiler wheels."""
+    """Returns the names and versions of the compiler wheels."""
     lines = pathlib.Path(__file__).with_name("compiler_wheels.txt").read_text().splitlines()
     return [line.split()[0] for line in lines if line[:1].isalpha()]
 
@@ -63,7 +64,7 @@ def _log(message: str) -> None:
     print(f"jax_tcgemm: {message}", file=sys.stderr, flush=True)
 
 
-# --- What was asked for ----------------------------------------------------------------------
+# --- Settings --------------------------------------------------------------------------------
 
 
 def _wants_cuda(config_settings: ConfigSettings) -> bool:
@@ -85,7 +86,7 @@ def _with_cuda_setting(config_settings: ConfigSettings, cuda: bool) -> dict[str,
 
 
 def _require_cxx_compiler() -> None:
-    """Raises SystemExit unless there are a C++ compiler and Python's headers."""
+    """Raises SystemExit if a C++ compiler or Python's headers are missing."""
     names = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
     # CXX may carry arguments or a launcher ("ccache g++"); its first word must be a program.
     if not any(shutil.which(name.split()[0]) for name in names):
@@ -104,7 +105,7 @@ def _require_cxx_compiler() -> None:
 
 
 def _nvcc_version(nvcc: str) -> tuple[int, int] | None:
-    """CUDA release of a compiler, or None if it does not run."""
+    """Returns a compiler's CUDA release, or None if it does not run."""
     try:
         text = subprocess.run(
             [nvcc, "--version"], capture_output=True, text=True, timeout=60, check=True
@@ -116,7 +117,7 @@ def _nvcc_version(nvcc: str) -> tuple[int, int] | None:
 
 
 def _nvcc_candidates() -> Iterator[str]:
-    """Installed compilers in order of preference."""
+    """Yields paths of compilers in order of preference."""
     if cudacxx := os.environ.get("CUDACXX"):
         yield shutil.which(cudacxx) or cudacxx
     for variable in ("CUDA_HOME", "CUDA_PATH"):
@@ -128,7 +129,7 @@ def _nvcc_candidates() -> Iterator[str]:
 
 
 def _find_installed_nvcc() -> tuple[str | None, list[str]]:
-    """The first compiler recent enough, and why each one before it was refused."""
+    """Returns the first compiler recent enough, and why each one before it was refused."""
     minimum = _project()["minimum-cuda"]
     refused = []
     for nvcc in dict.fromkeys(_nvcc_candidates()):
@@ -145,7 +146,7 @@ def _find_installed_nvcc() -> tuple[str | None, list[str]]:
 
 
 def _find_wheel_toolkit() -> pathlib.Path | None:
-    """Root of the toolkit that the compiler wheels make up, if this environment has them."""
+    """Returns the root of the compiler wheels' toolkit, or None if they are not installed."""
     for entry in sys.path:
         root = pathlib.Path(entry or ".", "nvidia", "cu13")
         # JAX's GPU plugin brings parts of the same folder; all four are needed to compile.
@@ -205,14 +206,14 @@ def _cuda_requires(config_settings: ConfigSettings) -> list[str]:
 
 
 def get_requires_for_build_wheel(config_settings: ConfigSettings = None) -> list[str]:
-    """PEP 517 hook: scikit-build-core's requirements and, where needed, the CUDA compiler."""
+    """PEP 517 hook: returns scikit-build-core's requirements and any CUDA compiler wheels."""
     cuda = _cuda_requires(config_settings)
     settings = dict(config_settings or {})
     return [*_skbuild.get_requires_for_build_wheel(settings), *cuda]
 
 
 def get_requires_for_build_editable(config_settings: ConfigSettings = None) -> list[str]:
-    """PEP 660 hook: as for a wheel."""
+    """PEP 660 hook: returns the same as for a wheel."""
     cuda = _cuda_requires(config_settings)
     settings = dict(config_settings or {})
     return [*_skbuild.get_requires_for_build_editable(settings), *cuda]
@@ -234,7 +235,7 @@ def build_wheel(
     config_settings: ConfigSettings = None,
     metadata_directory: str | None = None,
 ) -> str:
-    """PEP 517 hook."""
+    """PEP 517 hook: builds a wheel."""
     return _skbuild.build_wheel(wheel_directory, _prepare(config_settings), metadata_directory)
 
 
@@ -243,5 +244,5 @@ def build_editable(
     config_settings: ConfigSettings = None,
     metadata_directory: str | None = None,
 ) -> str:
-    """PEP 660 hook."""
+    """PEP 660 hook: builds an editable wheel."""
     return _skbuild.build_editable(wheel_directory, _prepare(config_settings), metadata_directory)

@@ -1,8 +1,8 @@
 #!/bin/sh
-# Runs a compiler and keeps what it prints as DIRECTORY/<object>.txt, for report_kernels.py to read.
-# Usage: compile_with_log.sh DIRECTORY COMPILER [ARGUMENTS...]; CMake calls it as a launcher. It is
-# no Python script, since its command would name the interpreter, and a build with another one would
-# compile everything again.
+# Runs a compiler and keeps its output as DIRECTORY/<object>.txt; report_kernels.py reads that file.
+# Usage: compile_with_log.sh DIRECTORY COMPILER [ARGUMENTS...]; CMake calls it as a launcher. A
+# Python script would not do: its command would name the interpreter, and a build with another
+# interpreter would compile everything again.
 directory=$1
 shift
 previous=

@@ -1,10 +1,15 @@
-"""Writes the tables of kernels and of arithmetic out for the C++ build.
+"""Writes the tables of kernels and of arithmetic for the C++ build.
 
-``<family>_<number>.cu`` for every few rows, which instantiates their kernels;
-``kernel_registry.inc``, the list of them; ``arithmetic.inc``; the instructions of ``wgmma``, of
-kernels that are compiled at run time apart, so that a row of those builds nothing anew. CMake runs
-it when it configures, and reads the names of the ``.cu`` files that it prints; the results live in
-the build directory and are never committed.
+The generated files are:
+
+- ``<family>_<number>.cu`` for every few rows, which instantiates their kernels;
+- ``kernel_registry.inc``, the list of all rows;
+- ``arithmetic.inc``;
+- ``wgmma_instructions.inc`` and, for kernels that are compiled at run time,
+  ``run_time_wgmma_instructions.inc``: two files, so that a new row of the latter rebuilds nothing.
+
+CMake runs this script when it configures, and reads the names of the ``.cu`` files that the script
+prints. The files are in the build directory and are never committed.
 """
 
 from __future__ import annotations
@@ -35,20 +40,20 @@ extern const KernelSet kernels_{name};
 const KernelSet kernels_{name} = {arch}::kernels_of<Row_{name}>();
 """
 
-# Seconds of compiling that a source file is given: reading the headers takes 1.6 for each, and few
-# large files would leave cores idle.
+# Compile time for each source file: reading the headers takes 1.6 seconds a file, and few large
+# files would leave cores idle.
 _FILE_SECONDS = 50.0
 
 
 def _seconds(row, epilogue: str) -> float:
-    """What a row takes to compile, roughly (docs/experiments/calls_and_build.md)."""
+    """Returns a row's approximate compile time (docs/experiments/calls_and_build.md)."""
     seconds = {"none": 1.5, "sum": 3.0, "any": 8.0}[epilogue]
     if row.arch == "sm90" and row.arithmetic.k_major:
         return 1.5 * seconds  # a kernel for each layout
     return seconds / 2 if row.skinny or row.arch == "simt" else seconds
 
 
-# Python knows these for its own checks.
+# Python computes the same numbers for its own checks.
 _CHECK = """\
 static_assert(KernelConfig{config}.shared_memory_bytes() == {row.shared_memory_bytes} &&
               KernelConfig{config}.threads() == {row.threads});"""
@@ -69,7 +74,7 @@ constexpr KernelEntry kKernelEntries[] = {{
 
 
 def load(path: pathlib.Path, *modules: str) -> list[ModuleType]:
-    """Imports modules of a package's folder, but not the package itself, which needs JAX."""
+    """Imports modules of a package's folder without the package itself, which needs JAX."""
     root = path.parent
     package = ModuleType(root.name)
     package.__path__ = [str(root)]
@@ -78,10 +83,10 @@ def load(path: pathlib.Path, *modules: str) -> list[ModuleType]:
 
 
 def _shared_out(arch: str, rows: list) -> list[list]:
-    """Shares rows out among as many files as they are worth, each to the lightest so far.
+    """Distributes rows over files of similar compile time: each row goes to the lightest file.
 
-    The driver compiles all PTX of a file when it first needs a row of it. So rows that have PTX,
-    all but those of sm90, have a file each.
+    The driver compiles all PTX of a file when it first needs a row of it. Therefore each row with
+    PTX has its own file. Only sm90 rows have no PTX.
     """
     if arch != "sm90":
         return [[row] for row in rows]
@@ -93,7 +98,7 @@ def _shared_out(arch: str, rows: list) -> list[list]:
 
 
 def generated_files(built, cpp: ModuleType) -> dict[str, str]:
-    """File name -> contents of the kernel sources for the given rows, each with its epilogues."""
+    """Returns the kernel sources of rows with their epilogues, as file name -> contents."""
     families: dict[tuple[str, str], list] = {}
     for config, epilogue in built:
         families.setdefault((config.arch, config.tag), []).append((config, epilogue))
@@ -110,13 +115,13 @@ def generated_files(built, cpp: ModuleType) -> dict[str, str]:
 
 
 def registry(rows, cpp: ModuleType, most_splits: int) -> str:
-    """The list of kernels that cuda/dispatch/choice.cc includes, in the order of the table.
+    """Returns the list of rows that cuda/dispatch/choice.cc includes, in the order of the table.
 
     Args:
-        rows: each row of the table, the epilogues of its kernels in the build, ``None`` if there
-            are none, and their address, or ``nullptr``.
+        rows: each row of the table, with the epilogues of its kernels in the build (``None`` if
+            there are no kernels) and the kernels' address (or ``nullptr``).
         cpp: the module that writes rows.
-        most_splits: into how many parts Python expects k to be split at most.
+        most_splits: the most parts of k that Python expects.
     """
     return _REGISTRY.format(
         most_splits=most_splits,
@@ -157,12 +162,12 @@ _ARITHMETIC = """\
 
 
 def _entries(lines) -> str:
-    """One macro call a line."""
+    """Returns one macro call for each line."""
     return "".join(f" \\\n  X({line})" for line in lines)
 
 
 def arithmetic_lists(arithmetic: ModuleType, cpp: ModuleType) -> str:
-    """The table of arithmetic as lists for the preprocessor."""
+    """Returns the table of arithmetic as lists for the preprocessor."""
     rows = arithmetic.ALL_ARITHMETIC.values()
     built = arithmetic.ARITHMETIC.values()
     plane_products = arithmetic.PLANE_PRODUCTS.values()
@@ -239,7 +244,7 @@ _WGMMA_FROM_REGISTERS = """\
 
 
 def wgmma_instructions(configs, arithmetic, cpp: ModuleType) -> str:
-    """The wgmma wrappers that the rows need: an instruction's text lists all its registers."""
+    """Returns the wgmma wrappers of the rows: an instruction's text lists all its registers."""
     parts = ["// Generated by cuda/build/generate.py; included by a header of cuda/ptx.\n"]
     by_wgmma = (row for row in configs if row.arch == "sm90" and not row.streams_b)
     for algorithm, n in sorted({(row.algorithm, row.tile_n) for row in by_wgmma}):
@@ -252,11 +257,11 @@ def wgmma_instructions(configs, arithmetic, cpp: ModuleType) -> str:
             "count": count,
             "types": f"k{row.k}.{row.accumulator.tag}.{row.multiplied}.{row.multiplied_b}",
             "sum": row.accumulator.cpp,
-            # Of integers there is no factor that may be -1.
+            # Integer instructions have no factors that may be -1.
             "factors": "" if is_integer else ", 1, 1",
             "registers": ", ".join(f"%{i}" for i in range(count)),
             "operands": ", ".join(f'"+{"r" if is_integer else "f"}"(d[{i}])' for i in range(count)),
-            # Which dimension is contiguous is an operand of the instructions that let one choose.
+            # An instruction that takes either layout has the contiguous dimensions as operands.
             "majors": "" if row.k_major else f", %{count + 3}, %{count + 4}",
             **{f"p{i}": count + i for i in range(6)},
         }
@@ -267,7 +272,7 @@ def wgmma_instructions(configs, arithmetic, cpp: ModuleType) -> str:
 
 
 def write_if_changed(path: pathlib.Path, text: str) -> None:
-    """Leaves an unchanged file alone, so that it is not compiled again."""
+    """Writes a file unless it has this text already, so that the build recompiles no such file."""
     if not path.exists() or path.read_text() != text:
         path.write_text(text)
 

@@ -1,9 +1,8 @@
-"""Writes what a CUDA compiler said of each kernel: registers, spills, lost speed.
+"""Reports the CUDA compiler's facts about each kernel: registers, spills, lost speed.
 
 Usage: report_kernels.py REPORT LOG...; compile_with_log.sh keeps the logs. A kernel's line is
-`<mangled name> <registers> <spill bytes>`. Where ptxas serialises wgmma or ignores setmaxnreg,
-there is a line `warning <code> <mangled name>`, with the object in place of the name where ptxas
-gives none.
+`<mangled name> <registers> <spill bytes>`. If ptxas serialises wgmma or ignores setmaxnreg, there
+is a line `warning <code> <mangled name>`. If ptxas gives no name, the line has the object instead.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ _KERNEL = re.compile(
     re.DOTALL,
 )
 
-# "Potential Performance Loss", which ptxas calls an info. It says so before or after what else it
-# says of the kernel, which only the name in the line tells.
+# "Potential Performance Loss", which ptxas calls an info. ptxas prints it before or after its other
+# lines about the kernel, so only the name in the line identifies the kernel.
 _LOSS = re.compile(r"^ptxas (?:info|warning)\s*: \((?P<code>C75\d\d)\)(?P<text>.*)$", re.MULTILINE)
 _FUNCTION = re.compile(r"function '(?P<name>[^']+)'")
 
 
 def report(compiler_output: str, target: str) -> str:
-    """The lines for the kernels of `ptxas -v`'s output, of an object file of this name."""
+    """Returns the report's lines for the output of `ptxas -v`; `target` names the object file."""
     kernels = (
         f"{kernel['name']} {kernel['registers']} {int(kernel['stores']) + int(kernel['loads'])}\n"
         for kernel in _KERNEL.finditer(compiler_output)

@@ -1,4 +1,4 @@
-// Extents in tiles.
+// Division that rounds up.
 
 #ifndef JAX_TCGEMM_COMMON_CEIL_DIV_H_
 #define JAX_TCGEMM_COMMON_CEIL_DIV_H_

@@ -13,7 +13,7 @@
 
 namespace jax_tcgemm {
 
-// Of types that kernels compiled at run time alone multiply there is none: nobody looks at them.
+// Types that only kernels compiled at run time multiply have no device type: no code reads it.
 template <ElementType kType>
 struct DeviceType {
   using Element = void;
@@ -36,9 +36,9 @@ template <Algorithm kAlgorithm>
 struct AlgorithmTraits {
   static constexpr Arithmetic kArithmetic = arithmetic_of(kAlgorithm);
   static_assert(kArithmetic.a == kArithmetic.b || kArithmetic.at_run_time);
-  // Of A and B.
+  // The type of A and B.
   using Input = typename DeviceType<kArithmetic.a>::Element;
-  // Of D and of what is added to it, each of which may be float32 instead.
+  // The type of D and of its addends; each of these may be float32 instead.
   using Output = typename DeviceType<kArithmetic.output>::Element;
 };
 

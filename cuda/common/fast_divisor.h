@@ -1,4 +1,4 @@
-// Division of 31-bit numbers by a number that the host knows: a multiplication and a shift.
+// Division of 31-bit numbers by a number that the host knows, as a multiplication and a shift.
 //
 // Source: T. Granlund and P. L. Montgomery, "Division by invariant integers using multiplication",
 // PLDI 1994, theorem 4.2. With 2^(s-1) < d <= 2^s and m = ceil(2^(31+s) / d), floor(x / d) =

@@ -1,4 +1,4 @@
-// 16 bytes from any element address: two aligned loads around them and a funnel shift.
+// Reads 16 bytes from any element address by two aligned loads and a funnel shift.
 
 #pragma once
 
@@ -6,7 +6,7 @@
 
 namespace jax_tcgemm {
 
-// word = bytes [shift, shift + 16) of (low, high); `shift` is a multiple of sizeof(Element).
+// Sets word to bytes [shift, shift + 16) of (low, high); `shift` is a multiple of sizeof(Element).
 template <typename Element>
 __device__ __forceinline__ void funnel(uint32_t (&word)[4], const uint32_t (&low)[4],
                                        const uint32_t (&high)[4], int shift) {
@@ -30,7 +30,7 @@ __device__ __forceinline__ void keep_leading_bytes(uint32_t (&word)[4], int byte
   }
 }
 
-// The elements of 16 aligned bytes that lie in [begin, end); zeros for the others.
+// Loads the elements of 16 aligned bytes that lie in [begin, end), and zeros for the others.
 template <typename Element>
 __device__ __forceinline__ void load_elements(uint32_t (&word)[4], uint64_t address, uint64_t begin,
                                               uint64_t end) {

@@ -1,5 +1,5 @@
-// Counts of elements and bytes, from extents and strides that anybody may have written. They stay
-// at the largest number instead of wrapping, and no buffer has so many.
+// Counts of elements and bytes, from extents and strides of any caller. They saturate at the
+// largest number instead of wrapping; no buffer has so many elements.
 
 #ifndef JAX_TCGEMM_COMMON_SATURATING_H_
 #define JAX_TCGEMM_COMMON_SATURATING_H_
@@ -8,7 +8,7 @@
 
 namespace jax_tcgemm {
 
-// As std::add_sat and std::mul_sat of C++26, of numbers that are not negative.
+// Like std::add_sat and std::mul_sat of C++26, for numbers that are not negative.
 constexpr int64_t add_sat(int64_t a, int64_t b) {
   int64_t sum = 0;
   return __builtin_add_overflow(a, b, &sum) ? INT64_MAX : sum;
@@ -19,7 +19,7 @@ constexpr int64_t mul_sat(int64_t a, int64_t b) {
   return __builtin_mul_overflow(a, b, &product) ? INT64_MAX : product;
 }
 
-// Elements from the first to the end of the last one that is addressed; 0 where an extent is 0.
+// Counts elements from the first to the end of the last addressed one; 0 if an extent is 0.
 class AddressedSpan {
  public:
   constexpr void add_dimension(int64_t extent, int64_t stride) {

@@ -27,7 +27,7 @@ class [[nodiscard]] Status {
   std::string message_;
 };
 
-// No iostream: its locale clashes with the C++ library that jaxlib carries within itself.
+// Appends a value's text, without iostream: its locale clashes with jaxlib's own C++ library.
 template <typename Value>
 void append_value(std::string* text, const Value& value) {
   if constexpr (std::is_convertible_v<Value, std::string_view>) {
@@ -41,7 +41,8 @@ void append_value(std::string* text, const Value& value) {
   }
 }
 
-// The file's name alone. Compilers have __FILE_NAME__ for that, but GCC only from 12 on.
+// Returns the file's name without folders. Compilers have __FILE_NAME__ for that, but GCC only from
+// 12 on.
 consteval const char* base_name(const char* path) {
   const char* name = path;
   for (; *path != '\0'; ++path) {
@@ -64,7 +65,7 @@ Status make_status(Status::Code code, const char* file, int line, const char* ex
 }  // namespace jax_tcgemm
 
 // Returns an invalid-argument Status from the enclosing function unless `condition` holds. The
-// further arguments, values included, make up the message.
+// message consists of the further arguments and their values.
 #define JAX_TCGEMM_REQUIRE(condition, ...)                                                      \
   do {                                                                                          \
     if (!(condition)) {                                                                         \

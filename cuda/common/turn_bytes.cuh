@@ -1,4 +1,4 @@
-// 4 x 4 bytes turned in registers.
+// Transposes 4 x 4 bytes in registers.
 
 #pragma once
 
@@ -6,7 +6,7 @@
 
 namespace jax_tcgemm {
 
-// Byte j of word i becomes byte i of word j.
+// Moves byte j of word i to byte i of word j.
 __device__ __forceinline__ void turn_bytes(uint32_t (&out)[4], const uint32_t (&in)[4]) {
   const uint32_t low01 = __byte_perm(in[0], in[1], 0x5140);
   const uint32_t low23 = __byte_perm(in[2], in[3], 0x5140);

@@ -21,10 +21,10 @@
 namespace jax_tcgemm {
 namespace {
 
-// What follows a row's name where it splits k.
+// Follows a row's name if the row splits k.
 constexpr std::string_view kSplits = "/splits=";
 
-// Of extents and layout; what else there is in a choice takes few values.
+// Hashes extents and layout; the other members of the input take few values.
 struct ChoiceInputHash {
   size_t operator()(const ChoiceInput& input) const {
     const int64_t layout =
@@ -38,18 +38,18 @@ struct ChoiceInputHash {
   }
 };
 
-// Factor of the expected time of a kernel that has to be compiled first: a kernel that is hardly
+// Factor on the expected time of a kernel that has to be compiled first: a kernel that is hardly
 // faster than the build's is not worth the wait.
 constexpr double kRunTimeFactor = 1.02;
 
-// Says if the build has the kernel that a row needs for the problem. The kernel that adds up parts
-// of k has every epilogue.
+// Checks if the build has the kernel that a row needs for the problem. The kernel that adds up
+// parts of k has every epilogue.
 bool is_built(const KernelEntry& entry, const ChoiceInput& input, int splits, bool has_fixup) {
   if (input.compiled || !entry.is_built) return false;
   return (splits > 1 && !has_fixup) || has_epilogue(entry.built_config(), input);
 }
 
-// Whether a row can compute the problem with k in so many parts, one among them.
+// Checks if a row can compute the problem with k in `splits` parts; 1 means that k is not split.
 bool can_take(const KernelEntry& entry, const ChoiceInput& input, int splits, Choice* choice) {
   const KernelConfig& config = entry.config;
   if (!supports(config, input, splits)) return false;
@@ -59,20 +59,22 @@ bool can_take(const KernelEntry& entry, const ChoiceInput& input, int splits, Ch
   return choice->is_built || input.compiled || input.run_time_rows;
 }
 
-// Into how many parts to split k after so many: twice as many, or up to 4 numbers to each doubling.
+// Returns the number of parts to try after `splits`: twice as many, or up to 4 numbers to each
+// doubling.
 int next_splits(int splits, bool dense) {
   const int step = dense ? static_cast<int>(std::bit_floor(static_cast<unsigned>(splits))) / 4 : 0;
   return dense ? splits + std::max(1, step) : 2 * splits;
 }
 
-// Rows were timed that the model puts within this factor of the best; of products of few rows,
-// within the second one. Of others nothing is known but what the model says.
+// Only rows that the model puts within this factor of the best row were timed. The second factor is
+// for products of few rows. Other rows have no times but the model's.
 constexpr double kTimedFactor = 1.5;
 constexpr double kTimedFactorOfFew = 2.5;
 
-// The model's own choice stays unless a correction finds another to be faster by this factor. Of
-// products that the weights were not fitted to, that makes one in thirty slower by more than 3 %,
-// and one in nine faster; without it one in nine slower, and one in six faster.
+// The model's own choice stays unless a correction finds another row to be faster by this factor.
+// Among products that the weights were not fitted to, the corrections then make one in thirty
+// slower by more than 3 % and one in nine faster. Without this factor, they make one in nine slower
+// and one in six faster.
 constexpr double kLeastGain = 1.06;
 
 void correct(const ChoiceInput& input, std::vector<Estimate>* estimates) {
@@ -104,7 +106,7 @@ Choice fastest_kernel(const ChoiceInput& input) {
   return best == estimates.end() ? Choice() : best->choice;
 }
 
-// Reads "ROW" or "ROW/splits=N"; false where it is neither.
+// Reads "ROW" or "ROW/splits=N". Returns false if `config` is neither.
 bool read_config(std::string_view config, std::string_view* row, int* splits) {
   *splits = 1;
   *row = config.substr(0, config.find('/'));
@@ -129,7 +131,7 @@ bool is_logging() {
 std::span<const KernelEntry> kernel_registry() { return kKernelEntries; }
 
 Choice choose_kernel(const ChoiceInput& input) {
-  // The model takes some microseconds of each call: its answers are kept.
+  // The model takes some microseconds for each call, so its answers are cached.
   constexpr size_t kMostKept = 4096;
   thread_local std::unordered_map<ChoiceInput, Choice, ChoiceInputHash> kept;
   if (const auto found = kept.find(input); found != kept.end()) return found->second;

@@ -1,4 +1,4 @@
-// From a problem to a row of the table: which rows can compute it, and which of them to take.
+// Chooses a row of the kernel table for a problem.
 
 #ifndef JAX_TCGEMM_DISPATCH_CHOICE_H_
 #define JAX_TCGEMM_DISPATCH_CHOICE_H_
@@ -16,56 +16,57 @@ namespace jax_tcgemm {
 
 std::span<const KernelEntry> kernel_registry();
 
-// A row, into how many products it splits k, whether it adds them up itself, and whether its kernel
-// is in the build.
+// A row, and how it computes the problem.
 struct Choice {
   const KernelEntry* entry = nullptr;  // null: no row supports the problem
-  int splits = 1;
-  bool has_fixup = false;
-  bool is_built = true;
+  int splits = 1;                      // parts of k, each a product
+  bool has_fixup = false;              // the kernel itself adds up these products
+  bool is_built = true;                // the kernel is in the build
 
   // The row with the epilogues that its kernel has code for.
   KernelConfig config() const { return is_built ? entry->built_config() : entry->config; }
 };
 
-// What is expected to be fastest.
+// Returns the choice that is expected to be fastest.
 Choice choose_kernel(const ChoiceInput& input);
 
-// All that can compute the problem as accurately as any, the fastest first by what is expected.
-// choose_kernel looks at parts of k that are powers of two; `dense_splits` are up to 4 numbers to
-// each doubling.
 struct Estimate {
   Choice choice;
-  double cycles;  // of the clock, launches apart; only their ratios matter
+  double cycles;  // clock cycles without launch overhead; only their ratios matter
 };
+
+// Returns the choices that compute the problem with the best available accuracy, the expected
+// fastest first. choose_kernel looks at numbers of parts of k that are powers of two;
+// `dense_splits` tries up to 4 numbers to each doubling.
 std::vector<Estimate> ranked_choices(const ChoiceInput& input, bool dense_splits);
 
-// The same in no order, by the time model alone (dispatch/time_correction.h).
+// Returns the same choices in no order, timed by the model without dispatch/time_correction.h.
 std::vector<Estimate> modelled_choices(const ChoiceInput& input, bool dense_splits);
 
-// Keeps those rows that have room in shared memory for an epilogue that is compiled at run time, if
-// any has: without room it takes longer than with registers that spill, or cannot be compiled.
-// `warp_bytes` is what a warp needs for its operands and results.
+// Keeps the rows that have room in shared memory for an epilogue that is compiled at run time. If
+// no row has room, it keeps all: without room, an epilogue takes longer than with registers that
+// spill, or cannot be compiled. A warp needs `warp_bytes` for the epilogue's operands and results.
 std::vector<Estimate> with_room(std::vector<Estimate> ranked, int64_t warp_bytes);
 
-// The name of a choice: that of its row, and "/splits=N" after it where k is split into N.
+// Returns the name of a choice: its row's name, followed by "/splits=N" if k is split into N parts.
 std::string config_of(const Choice& choice);
 
-// What is called `config`, if that can compute the problem, else what is expected to be fastest: a
-// base address is known only now, and so may be the GPU, and whether a cluster fits; and a program
-// that was exported may name a row that there is no more. No row at all is for the caller to tell
-// of.
+// Returns the choice named `config` if it can compute the problem, else the one that is expected to
+// be fastest. A named row may be unusable for several reasons:
+//   - the base addresses are known only now, and maybe the GPU and the cluster size that fits;
+//   - an exported program may name a row that no longer exists.
+// If no row supports the problem, the caller reports it.
 Choice named_or_chosen(std::string_view config, const ChoiceInput& input);
 
-// Bytes, up to a line of L2, of which the distance of an operand's rows is a multiple: a power of
-// two. Of the base address nothing is presumed but multiples of 16 bytes, as XLA gives: buffers
-// move between the recordings of a graph, which must have the same kernels each time.
+// Returns the largest power of two, up to a line of L2, that divides an operand's row stride in
+// bytes. The base address has no influence: XLA promises no more than multiples of 16 bytes, and
+// buffers move between recordings of a graph, which must have the same kernels each time.
 int row_alignment(const Operand& operand, Algorithm algorithm);
 
-// Prints a line when JAX_TCGEMM_LOG is 1, once for each thread.
+// Prints a line if JAX_TCGEMM_LOG is 1, once for each thread.
 void log_line(const std::string& text);
 
-// One line for each distinct choice when JAX_TCGEMM_LOG is 1.
+// Prints one line for each distinct choice if JAX_TCGEMM_LOG is 1.
 void log_choice(const GemmProblem& problem, const KernelEntry& entry);
 
 }  // namespace jax_tcgemm

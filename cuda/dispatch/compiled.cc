@@ -28,7 +28,7 @@ ChoiceInput compiled_input(const GemmProblem& problem, const DeviceProperties& d
   ChoiceInput input = {};
   input.algorithm = problem.algorithm;
   input.grouped = problem.grouped;
-  // Groups of one size, a row at least: their own are not known.
+  // The host does not know the groups' sizes, so all count as equal, with a row at least.
   const bool has_groups = input.grouped == Grouped::kM;
   input.m = has_groups ? ceil_div(p.m, p.batch) : p.m;
   input.n = p.n;
@@ -52,11 +52,11 @@ ChoiceInput compiled_input(const GemmProblem& problem, const DeviceProperties& d
   return input;
 }
 
-// The rows to try: the one that is named, or those with room for the program, the one that is
-// expected to be fastest first.
+// Returns the rows to try: the one that is named, or those with room for the program, the expected
+// fastest first.
 std::vector<const KernelEntry*> candidates(std::string_view config, const ChoiceInput& input,
                                            const EpilogueProgram& program) {
-  constexpr double kMostFactor = 1.3;  // a guess: no one measured what spilling costs
+  constexpr double kMostFactor = 1.3;  // a guess: nobody measured what spilling costs
   std::vector<const KernelEntry*> rows;
   if (!config.empty()) {
     const Choice named = named_or_chosen(config, input);
@@ -71,7 +71,7 @@ std::vector<const KernelEntry*> candidates(std::string_view config, const Choice
   return rows;
 }
 
-// Checks whether two rows differ at most in clusters and stages, which take no registers.
+// Checks if two rows differ at most in clusters and stages, which take no registers.
 bool has_same_registers(const KernelConfig& x, const KernelConfig& y) {
   const auto parts = [](const KernelConfig& config) {
     return std::tuple(config.arch, config.tile_m, config.tile_n, config.tile_k, config.warps_m,
@@ -81,7 +81,8 @@ bool has_same_registers(const KernelConfig& x, const KernelConfig& y) {
   return parts(x) == parts(y);
 }
 
-// The kernel for a problem: the fastest row whose registers suffice for the program.
+// Chooses the kernel for a problem: the fastest row whose registers suffice for the program. If all
+// rows spill, it takes the fastest one.
 Status choose(const EpilogueProgram& program, const GemmProblem& problem, const ChoiceInput& input,
               std::unique_lock<std::mutex>* lock, LoadedProgram* loaded, LoadedKernel** kernel) {
   const std::string layout = layout_name(problem);
@@ -105,7 +106,7 @@ Status choose(const EpilogueProgram& program, const GemmProblem& problem, const 
   return Status();
 }
 
-// Any kernel that is loaded and can compute the problem, where nothing can be compiled now.
+// Returns any loaded kernel that can compute the problem, for when nothing can be compiled now.
 LoadedKernel* any_loaded(LoadedProgram* loaded, const std::string& layout,
                          const ChoiceInput& input) {
   for (LoadedKernel& kernel : loaded->kernels) {
@@ -114,7 +115,7 @@ LoadedKernel* any_loaded(LoadedProgram* loaded, const std::string& layout,
   return nullptr;
 }
 
-// `lock` is that of the program.
+// Finds or chooses the kernel for a problem. `lock` is the program's.
 Status find_or_choose(const EpilogueProgram& program, const GemmProblem& problem,
                       const ChoiceInput& input, bool may_compile,
                       std::unique_lock<std::mutex>* lock, LoadedProgram* loaded,

@@ -1,5 +1,5 @@
-// Products whose epilogue is compiled at run time: a row of the kernel table with a program that
-// came with the custom call.
+// Products whose epilogue is compiled at run time: a row of the kernel table with a program from
+// the custom call.
 
 #ifndef JAX_TCGEMM_DISPATCH_COMPILED_H_
 #define JAX_TCGEMM_DISPATCH_COMPILED_H_
@@ -14,12 +14,13 @@
 
 namespace jax_tcgemm {
 
-// Compiles and loads what run_compiled will launch. `problem` has no addresses yet; those of XLA
-// are multiples of 16 bytes.
+// Compiles and loads the kernel that run_compiled will launch. `problem` has no addresses yet;
+// XLA's addresses are multiples of 16 bytes.
 Status prepare_compiled(const GemmProblem& problem, const EpilogueProgram& program,
                         const DeviceProperties& device);
 
-// Enqueues the product. `params` are complete but for the tile order, and hold those of `problem`.
+// Enqueues the product. `params` are complete except for the tile order, and include those of
+// `problem`.
 Status run_compiled(const GemmProblem& problem, const CompiledParams& params,
                     const EpilogueProgram& program, const DeviceProperties& device,
                     cudaStream_t stream);

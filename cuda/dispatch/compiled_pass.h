@@ -1,4 +1,4 @@
-// A program that came with the custom call, in a pass over its operands: passes/compiled_pass.cuh.
+// Runs a program from the custom call as a pass over its operands: passes/compiled_pass.cuh.
 
 #ifndef JAX_TCGEMM_DISPATCH_COMPILED_PASS_H_
 #define JAX_TCGEMM_DISPATCH_COMPILED_PASS_H_
@@ -11,10 +11,10 @@
 
 namespace jax_tcgemm {
 
-// Compiles and loads what run_pass will launch on the current device.
+// Compiles and loads the kernel that run_pass will launch on the current device.
 Status prepare_pass(const EpilogueProgram& program);
 
-// Enqueues the pass. `params` have the shape, the operands and the results.
+// Enqueues the pass. `params` hold the shape, the operands and the results.
 Status run_pass(const CompiledParams& params, const EpilogueProgram& program, cudaStream_t stream);
 
 }  // namespace jax_tcgemm

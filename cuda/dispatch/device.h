@@ -19,14 +19,15 @@ struct DeviceProperties {
   int shared_memory_per_sm = 0;     // bytes
   int l2_bytes = 0;
   char name[256] = {};
-  // Of what has been launched: MPS may leave a process too few SMs for larger clusters.
+  // The largest cluster that no launch has found too large: MPS may leave a process too few SMs for
+  // larger ones.
   mutable std::atomic<int> max_cluster_size = kMaxClusterSize;
 };
 
-// `properties` lives as long as the process.
+// Reads a device's properties, which live as long as the process.
 Status get_device_properties(int ordinal, const DeviceProperties** properties);
 
-// An error for a GPU that no kernel runs on.
+// Returns an error for a GPU that no kernel runs on.
 Status check_device(const DeviceProperties& device);
 
 }  // namespace jax_tcgemm

@@ -23,7 +23,7 @@
 namespace jax_tcgemm {
 namespace {
 
-// `used` bytes of the workspace are taken.
+// Chooses the row for a problem; `used` bytes of the workspace are taken.
 Status find_kernel(const GemmProblem& problem, const DeviceProperties& device, int64_t used,
                    Choice* choice) {
   const GemmParams& p = problem.params;
@@ -37,7 +37,7 @@ Status find_kernel(const GemmProblem& problem, const DeviceProperties& device, i
 }
 
 // Replaces an unaligned operand by a padded copy in the workspace, of which `*used` bytes are
-// taken, if there is room. Returns whether there was; the copy is still to be made.
+// taken. Returns false if there is no room. The caller makes the copy, by `pad`.
 bool plan_padding(const GemmProblem& problem, Major major, int32_t extent_mn, Operand* operand,
                   PadProblem* pad, int64_t* used) {
   const GemmParams& params = problem.params;
@@ -50,8 +50,8 @@ bool plan_padding(const GemmProblem& problem, Major major, int32_t extent_mn, Op
   std::copy(std::begin(params.batch_shape), std::end(params.batch_shape), pad->batch_shape);
   pad->out = static_cast<char*>(problem.workspace) + *used;
   const int64_t bytes = plan_pad(pad);
-  // An operand of which the base address alone is unaligned had no copy planned; kernels that
-  // realign will take it.
+  // The lowering plans no copy for an operand whose base address alone is unaligned; kernels that
+  // realign take it.
   if (add_sat(*used, bytes) > problem.padding_bytes) return false;
   *used += bytes;
   *operand = {pad->out, pad->out_ld, bytes / pad->element_bytes, pad->out_batch};
@@ -60,10 +60,10 @@ bool plan_padding(const GemmProblem& problem, Major major, int32_t extent_mn, Op
 
 Status pad_unaligned_operands(GemmProblem* problem, const DeviceProperties& device, int64_t* used,
                               cudaStream_t stream) {
-  // A padded copy of one of two weights would not lie as the other does.
+  // A padded copy of one of two weights would have other strides than the second weight.
   if (problem->padding_bytes == 0 || problem->params.epilogue.gated) return Status();
   GemmParams& params = problem->params;
-  // TMA takes rows whose ends are off 16 bytes, cp.async does not.
+  // TMA takes rows that end between multiples of 16 bytes; cp.async does not.
   const bool by_tma = device.compute_capability == 90 && params.batch_rank <= kMaxTmaBatchRank &&
                       arithmetic_of(problem->algorithm).wgmma;
   PadProblem pads[2];
@@ -94,7 +94,7 @@ SplitProblem split_of(const GemmProblem& problem, const Operand& operand, Major 
   split.rows = major == Major::kK ? extent_mn : params.k;
   split.columns = major == Major::kK ? params.k : extent_mn;
   split.pairs = is_pairs;
-  if (is_pairs) split.rows /= 2;  // each makes two, whichever way it lies
+  if (is_pairs) split.rows /= 2;  // each row makes two, in either layout
   split.plane_k = static_cast<int32_t>(ceil_div(params.k, kPlaneTileK) * kPlaneTileK);
   split.batch_rank = params.batch_rank;
   std::copy(std::begin(params.batch_shape), std::end(params.batch_shape), split.batch_shape);
@@ -114,7 +114,7 @@ Status split_into_planes(GemmProblem* problem, int64_t* used, cudaStream_t strea
     split.out = static_cast<char*>(problem->workspace) + *used;
     const int64_t bytes = plan_split(&split);
     *used = add_sat(*used, bytes);
-    if (*used > problem->padding_bytes) break;  // refused below
+    if (*used > problem->padding_bytes) break;  // an error, see below
     *operands[i] = {split.out, split.out_ld, bytes / 2, split.out_batch};
   }
   const int64_t state_at = *used;
@@ -149,8 +149,8 @@ bool takes_planes(const GemmProblem& problem, const DeviceProperties& device) {
   });
 }
 
-// What takes float32 operands as they are, slowly, where no kernel takes planes: a program that was
-// made for another GPU, or an epilogue whose kernel would have to be compiled and cannot be.
+// Selects a slow row that takes float32 operands as they are, if no kernel takes planes. This
+// happens if a program was made for another GPU, or if the epilogue's kernel cannot be compiled.
 Status take_operands_as_they_are(GemmProblem* problem) {
   for (const KernelEntry& entry : kernel_registry()) {
     const KernelConfig& config = entry.config;
@@ -167,7 +167,7 @@ Status take_operands_as_they_are(GemmProblem* problem) {
   JAX_TCGEMM_REQUIRE(false, "no kernel for ", problem->planes->name);
 }
 
-// The products over parts of k, as a batch of float32 matrices in the workspace.
+// Returns the products over parts of k, as a batch of float32 matrices in the workspace.
 GemmProblem split_problem(const GemmProblem& whole, int stages, int splits, void* partial) {
   GemmProblem problem = whole;
   problem.params.split_stages = stages;
@@ -181,14 +181,14 @@ GemmProblem split_problem(const GemmProblem& whole, int stages, int splits, void
   return problem;
 }
 
-// The number of a launch, which a workspace holds by no likely accident.
+// Returns a launch's number, which a workspace is unlikely to hold by accident.
 uint64_t next_launch() {
   static std::atomic<uint64_t> count{
       static_cast<uint64_t>(std::chrono::system_clock::now().time_since_epoch().count())};
   return ++count * 0x9e3779b97f4a7c15u | 1;
 }
 
-// The whole problem, by blocks that add up parts of k.
+// Returns the whole problem for a kernel whose blocks add up parts of k.
 GemmProblem fixup_problem(const GemmProblem& whole, int stages, int parts, char* workspace) {
   GemmProblem problem = whole;
   problem.params.split_stages = stages;
@@ -199,11 +199,15 @@ GemmProblem fixup_problem(const GemmProblem& whole, int stages, int parts, char*
   return problem;
 }
 
-// Whether the device has room for a kernel: not for all blocks at once, where they wait for one
-// another; or not for a cluster. Or whether there is no kernel, since it could not be compiled.
-enum class Fit { kFits, kTooManyBlocks, kClusterTooLarge, kNoKernel };
+// Says if the device can run a kernel.
+enum class Fit {
+  kFits,
+  kTooManyBlocks,    // blocks wait for one another, and there is no room for all at once
+  kClusterTooLarge,  // there is no room for a cluster
+  kNoKernel          // the kernel could not be compiled
+};
 
-// Where the kernel does not fit, nothing is launched, and that is no error.
+// Launches the kernel of a choice. If it does not fit, nothing is launched and the status is OK.
 Status launch(GemmProblem* problem, const Choice& choice, const DeviceProperties& device,
               cudaStream_t stream, Fit* fit) {
   GemmParams& params = problem->params;
@@ -227,7 +231,7 @@ Status launch(GemmProblem* problem, const Choice& choice, const DeviceProperties
   const cudaError_t launched = launch_kernel(config, kernel, request);
   *fit = Fit::kFits;
   if (launched == cudaErrorCooperativeLaunchTooLarge && params.fixup.parts > 0) {
-    *fit = Fit::kTooManyBlocks;  // found by counting: CUDA was not asked
+    *fit = Fit::kTooManyBlocks;  // launch_sm90 counted the blocks: CUDA was not asked
   } else if (cluster_too_large(launched, config, device)) {
     *fit = Fit::kClusterTooLarge;
   }
@@ -238,11 +242,11 @@ Status launch(GemmProblem* problem, const Choice& choice, const DeviceProperties
   return Status();
 }
 
-// Runs the problem by this choice, which has `workspace` for what it splits.
+// Runs the problem by this choice. `workspace` holds the products over parts of k.
 Status run_choice(GemmProblem problem, const Choice& choice, char* workspace,
                   const DeviceProperties& device, cudaStream_t stream, Fit* fit) {
   if (choice.splits == 1) return launch(&problem, choice, device, stream, fit);
-  // Equal parts, but for the last, and none of them empty.
+  // The parts are equal except for the last one, and none is empty.
   const int64_t k_tiles = ceil_div(problem.params.k, choice.entry->config.tile_k);
   const int stages = static_cast<int>(ceil_div(k_tiles, choice.splits));
   const int splits = static_cast<int>(ceil_div(k_tiles, stages));
@@ -305,7 +309,7 @@ Status set_tile_order(const KernelConfig& config, bool swap_ab, GemmParams* para
       ceil_div(swap_ab ? params->m : params->n, config.output_n() * config.cluster_n);
   const int64_t width =
       config.skinny ? tiles_m : std::min(tiles_m, std::max(int64_t{1}, group_rows / rows));
-  // A block counts them in 32 bits to one step of the grid beyond.
+  // A block counts tiles in 32 bits, up to one step of the grid beyond the last tile.
   constexpr int64_t kMaxTiles = std::numeric_limits<int32_t>::max() / 2;
   JAX_TCGEMM_REQUIRE(tiles_m * tiles_n <= kMaxTiles, "m=", params->m, " n=", params->n, " make ",
                      tiles_m * tiles_n, " tiles");
@@ -325,7 +329,7 @@ bool cluster_too_large(cudaError_t launched, const KernelConfig& config,
                        const DeviceProperties& device) {
   const int size = config.arch == Arch::kSm90 ? config.cluster_size() : 1;
   if (launched != cudaErrorLaunchOutOfResources || size == 1) return false;
-  cudaGetLastError();  // or another library's check would take it for its own
+  cudaGetLastError();  // clears the error, or another library's check would report it
   int known = device.max_cluster_size.load(std::memory_order_relaxed);
   while (known >= size && !device.max_cluster_size.compare_exchange_weak(known, size - 1)) {
   }
@@ -345,8 +349,9 @@ Status run_gemm(GemmProblem problem, const DeviceProperties& device, cudaStream_
     JAX_TCGEMM_RETURN_IF_ERROR(pad_unaligned_operands(&problem, device, &used, stream));
   }
   char* const workspace = static_cast<char*>(problem.workspace) + used;
-  // Another process may have some of the SMs. What does not fit is not chosen again: each turn but
-  // the last rules out splitting, the larger clusters, or what is not in the build.
+  // Another process may hold some of the SMs. A choice that does not fit is not made again: each
+  // turn except the last one rules out splitting, the larger clusters, or kernels that are not in
+  // the build.
   for (;;) {
     Choice choice;
     Fit fit = Fit::kFits;
@@ -354,7 +359,7 @@ Status run_gemm(GemmProblem problem, const DeviceProperties& device, cudaStream_
     JAX_TCGEMM_RETURN_IF_ERROR(run_choice(problem, choice, workspace, device, stream, &fit));
     if (fit == Fit::kFits) return Status();
     if (fit == Fit::kNoKernel && asked.planes != nullptr) return run_gemm(asked, device, stream);
-    if (fit == Fit::kTooManyBlocks) used = problem.workspace_bytes;  // without it nothing is split
+    if (fit == Fit::kTooManyBlocks) used = problem.workspace_bytes;  // no k is split without it
   }
 }
 

@@ -1,4 +1,4 @@
-// From a problem to launches: copies of unaligned operands, the product, the sum of its parts.
+// Launches a problem's kernels: copies of unaligned operands, the product, the sum of its parts.
 
 #ifndef JAX_TCGEMM_DISPATCH_DISPATCH_H_
 #define JAX_TCGEMM_DISPATCH_DISPATCH_H_
@@ -13,20 +13,20 @@
 
 namespace jax_tcgemm {
 
-// What the choice of a row depends on, where `used` bytes of the workspace are taken.
+// Returns the facts on which the choice of a row depends; `used` bytes of the workspace are taken.
 ChoiceInput choice_input(const GemmProblem& problem, const DeviceProperties& device, int64_t used);
 
-// Groups of so many rows of D, whatever the tile, so that the blocks of one wave read few enough
-// rows of A and columns of B to share them in L2.
+// Sets the tile order: groups of a fixed number of rows of D, whatever the tile. The blocks of one
+// wave then read few enough rows of A and columns of B to share them in L2.
 Status set_tile_order(const KernelConfig& config, bool swap_ab, GemmParams* params);
 
-// Whether a launch failed because the device has no room for a cluster of this row. If so, that is
-// noted, and later choices are among rows with smaller ones.
+// Checks if a launch failed because the device has no room for a cluster of this row. If so, it
+// notes that in `device`, and later choices are among rows with smaller clusters.
 bool cluster_too_large(cudaError_t launched, const KernelConfig& config,
                        const DeviceProperties& device);
 
-// Begins to compile the kernel that the problem will need, if the build lacks it. Addresses need
-// not be known: of what there is any will do.
+// Begins to compile the kernel that the problem will need, if the build lacks it. The addresses
+// need not be known: an operand that exists may have any address.
 void begin_gemm(GemmProblem problem, const DeviceProperties& device);
 
 // Enqueues the problem on `stream` of `device`.

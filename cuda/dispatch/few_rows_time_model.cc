@@ -1,4 +1,4 @@
-// The constants were fitted to measurements on H100s, those of 8 bits on an H200
+// The constants were fitted to measurements on H100s, those for 8-bit operands on an H200
 // (docs/performance.md); only their ratios matter.
 
 #include "dispatch/few_rows_time_model.h"
@@ -13,36 +13,37 @@
 namespace jax_tcgemm::sm90 {
 namespace {
 
-// Of the skinny rows, which stream an operand.
+// Constants for the skinny rows, which stream an operand.
 namespace skinny_model {
-constexpr double kStartCycles = 1960.0;  // all that is none of the following
+constexpr double kStartCycles = 1960.0;  // everything except the following
 constexpr double kClusterStartCycles = 1400.0;
 constexpr double kRoundCycles = 7470.0;  // a block's next tile
 constexpr double kMemoryRate = 2600.0;   // of the longer operand
-constexpr double kSharedRate = 3880.0;   // of the other, which every block reads from L2
-constexpr double kSmRate = 53.9;         // of both into one SM
+constexpr double kSharedRate = 3880.0;   // of the other operand, which every block reads from L2
+constexpr double kSmRate = 53.9;         // of both operands into one SM
 constexpr double kLatencyCycles = 1020.0;
 constexpr double kElementCycles = 0.381;
-// Of an epilogue: of a line of it, and of any, whose code is fetched from afar.
+// Epilogues: kSumCycles for alpha * product + bias, kFusedCycles for any other one, whose code
+// takes long to fetch.
 constexpr double kSumCycles = 300.0;
 constexpr double kFusedCycles = 1030.0;
 }  // namespace skinny_model
 
-// Of the rows that stream B of 8 bits.
+// Constants for the rows that stream an 8-bit B.
 namespace streamed_model {
 constexpr double kStartCycles = 2390.0;
 constexpr double kPartCycles = 1200.0;  // for each further block that shares k
 constexpr double kRoundCycles = 4390.0;
 constexpr double kMemoryRate = 2230.0;
-constexpr double kAgainShare = 0.31;  // of bytes that other tiles have brought to L2
+constexpr double kAgainShare = 0.31;  // for bytes that other tiles have brought to L2
 constexpr double kStageCycles = 381.0;
-constexpr double kConvertCycles = 224.0;  // of floats
+constexpr double kConvertCycles = 224.0;  // if the sums are float32
 constexpr double kPower = 6.0;
 }  // namespace streamed_model
 
 }  // namespace
 
-// The limits are memory, the SMs, and what the rings keep on its way; round after round.
+// Three limits hold for each round: memory, the SMs, and the bytes that the rings keep in flight.
 double skinny_cycles(const KernelConfig& config, const ChoiceInput& input) {
   using namespace skinny_model;
   const int64_t capacity = concurrent_clusters(config, input);
@@ -70,7 +71,7 @@ double skinny_cycles(const KernelConfig& config, const ChoiceInput& input) {
   return cycles + round(tiles - (rounds - 1) * capacity);
 }
 
-// Rounds of blocks, which memory limits or what a stage takes on an SM.
+// Two limits hold for each round of blocks: memory, and the time of a stage on an SM.
 double streamed_cycles(const KernelConfig& config, const ChoiceInput& input) {
   using namespace streamed_model;
   const int64_t tiles = cluster_tiles(config, input, 1);

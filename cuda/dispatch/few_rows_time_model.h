@@ -1,4 +1,5 @@
-// The time of the sm90 rows that are bound by reading one operand once, for sm90_time_model.h.
+// Models the time of the sm90 rows that are bound by reading one operand once, for
+// sm90_time_model.h.
 
 #ifndef JAX_TCGEMM_DISPATCH_FEW_ROWS_TIME_MODEL_H_
 #define JAX_TCGEMM_DISPATCH_FEW_ROWS_TIME_MODEL_H_
@@ -8,10 +9,10 @@
 
 namespace jax_tcgemm::sm90 {
 
-// Of the skinny rows.
+// Returns the expected cycles of a skinny row.
 double skinny_cycles(const KernelConfig& config, const ChoiceInput& input);
 
-// Of those that stream B of 8 bits.
+// Returns the expected cycles of a row that streams an 8-bit B.
 double streamed_cycles(const KernelConfig& config, const ChoiceInput& input);
 
 }  // namespace jax_tcgemm::sm90

@@ -1,5 +1,6 @@
-// The sm75, sm80 and simt families; for the sm90 family see dispatch/sm90_time_model.cc. The
-// constants were fitted to measurements on an H200 (docs/performance.md); only their ratios matter.
+// Time model of the sm75, sm80 and simt families; for the sm90 family see
+// dispatch/sm90_time_model.cc. The constants were fitted to measurements on an H200
+// (docs/performance.md); only their ratios matter.
 
 #include "dispatch/heuristic.h"
 
@@ -14,30 +15,32 @@
 namespace jax_tcgemm {
 namespace {
 
-// Cycles one mma.sync keeps a quarter of an SM busy, and the latency of a step of 32 bytes of k
-// that a lone warp cannot hide: from shared memory to registers to the tensor cores.
+// kMmaCycles: one mma.sync keeps a quarter of an SM busy for so long. kStepLatency: a lone warp
+// cannot hide this latency of a step of 32 bytes of k, from shared memory to registers to the
+// tensor cores.
 constexpr double kMmaCycles = 6.9;
 constexpr double kStepLatency = 90.0;
-// Filling the ring, and writing one element of D; a second block on the SM hides part of the
-// latter.
+// Cycles to fill the ring, and to write one element of D. A second block on the SM hides part of
+// the write.
 constexpr double kFillCycles = 1500.0;
 constexpr double kElementCyclesAlone = 0.27;
 constexpr double kElementCyclesShared = 0.18;
 // The barrier of a k-tile.
 constexpr double kBarrierCycles = 20.0;
-// Shared memory carries each operand in once for a tile and out once for each warp: the sum of the
-// reciprocal extents of both at which its bandwidth equals the tensor cores'.
+// Each operand enters shared memory once for a tile and leaves it once for each warp, so traffic is
+// the sum of the reciprocal extents of tile and warp. At this sum, shared memory's bandwidth equals
+// the tensor cores'.
 constexpr double kBalancedTraffic = 0.043;
-// Realigning operands in registers costs more than the products.
+// Realigning operands in registers costs more than multiplying them.
 constexpr double kRealignFactor = 2.5;
-// On a GPU that has the sm90 family: what these rows make of its memory, in bytes per cycle, and
-// the cycles that they take there.
+// On a GPU that has the sm90 family, these rows reach kSm90MemoryRate bytes per cycle of its
+// memory, and take the following cycles.
 constexpr double kSm90MemoryRate = 1300.0;
 constexpr double kSm90Factor = 1.4;
 constexpr double kSm90StartCycles = 1000.0;
 constexpr double kSm90FusedElementCycles[] = {0.0, 0.06, 0.18};  // of each kind of epilogue
 
-// Of a grid's second and third dimension.
+// The limit of a grid's second and third dimension.
 constexpr int64_t kMaxGridRows = 65535;
 
 int blocks_per_sm(const KernelConfig& config, const ChoiceInput& input) {
@@ -45,7 +48,7 @@ int blocks_per_sm(const KernelConfig& config, const ChoiceInput& input) {
   return std::clamp(by_memory, 1, 8 * 32 / std::min(256, config.threads()));
 }
 
-// Cycles of one step of 32 bytes of k with `blocks` blocks on an SM.
+// Returns the cycles of one step of 32 bytes of k with `blocks` blocks on an SM.
 double step_cycles(const KernelConfig& config, int64_t blocks) {
   const double mma = config.warp_m() / 16.0 * config.warp_n() / 8.0;
   const double traffic =
@@ -74,16 +77,16 @@ double tensor_core_cycles(const KernelConfig& config, const ChoiceInput& input, 
   return tiles_per_sm / resident * round(resident) + (rest > 0 ? round(rest) : 0.0);
 }
 
-// Of the kernel that adds up parts of k, which go to memory and back.
+// Returns the cycles of the kernel that adds up parts of k, which go to memory and back.
 double sum_cycles(const ChoiceInput& input, int splits) {
   constexpr double kStartCycles = 3000.0;
-  constexpr double kBytesPerCycle = 200.0;  // of a small GPU; none was measured
+  constexpr double kBytesPerCycle = 200.0;  // for a small GPU; none was measured
   return splits == 1 ? 0.0 : kStartCycles + splits * 8.0 * input.m * input.n / kBytesPerCycle;
 }
 
-// A trip to memory for every tile_k steps, of an H200 by how the operands lie: neighbouring threads
-// have neighbouring columns. The loads of an SM's blocks queue behind one another. An epilogue's
-// code comes from afar.
+// Counts a trip to memory for every tile_k steps. On an H200 the trip depends on the operands'
+// layout: neighbouring threads have neighbouring columns. The loads of an SM's blocks queue behind
+// one another. An epilogue's code takes long to fetch.
 double simt_cycles(const KernelConfig& config, const ChoiceInput& input, int64_t tiles) {
   const double a_cycles = input.major_a == Major::kMn ? 300.0 : 0.0;
   const double b_cycles = input.major_b == Major::kK ? 1000.0 : 0.0;
@@ -97,17 +100,21 @@ double simt_cycles(const KernelConfig& config, const ChoiceInput& input, int64_t
          (fused ? 3500.0 : 0.0);
 }
 
-// Of direct rows: a start with its trip to memory, a further trip for each part beyond the warps',
-// what a block and its parts take of an SM, and what is read and written, which L2 does not hold.
+// Returns the cycles of a direct row, the sum of:
+//   - a start with its trip to memory;
+//   - a further trip for each round of parts of k beyond the warps' first ones;
+//   - the work of blocks and their parts on an SM, together with the bytes read and written that L2
+//     does not hold.
 double direct_cycles(const KernelConfig& config, const ChoiceInput& input, int64_t tiles) {
   constexpr double kStartCycles = 1040.0;
   constexpr double kColumnStartCycles = 10.0;
-  // More: what is added comes before the operands do; other epilogues' code comes from afar.
+  // Added to the start: a bias arrives before the operands do; other epilogues' code takes long to
+  // fetch.
   constexpr double kBiasStartCycles = 1200.0;
   constexpr double kAnyStartCycles = 2640.0;
   constexpr double kTripCycles = 1500.0;
   constexpr double kBlockCycles = 500.0;
-  constexpr double kPartCycles = 36.0;  // and as many more for each mn-major operand
+  constexpr double kPartCycles = 36.0;  // as many more for each mn-major operand
   constexpr double kBytesPerCycle = 2000.0;
   constexpr double kL2Bytes = 50e6;
   const int64_t parts = ceil_div(input.k, config.tile_k);
@@ -119,7 +126,7 @@ double direct_cycles(const KernelConfig& config, const ChoiceInput& input, int64
   const double elements = static_cast<double>(input.m) * input.k + input.k * input.n +
                           static_cast<double>(input.m) * input.n;
   const double bytes = elements * input.batch * element_bytes(config.algorithm);
-  // Each tile reads its rows and columns, from memory where L2 does not hold them meanwhile.
+  // Each tile reads its rows and columns, from memory if L2 does not hold them meanwhile.
   const double read = static_cast<double>(tiles) * (config.tile_m + config.tile_n) * input.k *
                       element_bytes(config.algorithm);
   const double moved = bytes > kL2Bytes ? std::max(bytes, read) : bytes;
@@ -131,7 +138,7 @@ double direct_cycles(const KernelConfig& config, const ChoiceInput& input, int64
   return start + (trips - 1) * kTripCycles + std::hypot(work, moved / kBytesPerCycle);
 }
 
-// wgmma is an instruction of compute capability 9.0 alone.
+// Checks if an sm90 row supports the problem. wgmma exists on compute capability 9.0 alone.
 bool sm90_supports(const KernelConfig& config, const ChoiceInput& input) {
   if (input.compute_capability != 90 || !input.tma_addressable) return false;
   if (config.cluster_size() > input.max_cluster_size) return false;
@@ -153,13 +160,13 @@ bool sm90_supports(const KernelConfig& config, const ChoiceInput& input) {
   return !sm90::swaps_operands(config, input.major_a, input.major_b) || config.split_k == 1;
 }
 
-// Whether a float32 result would show that the tensor cores cut sums off more than XLA's does. The
-// kernels that XLA takes cut them off as well; it is more accurate where it adds up parts of k, as
-// it does where D has few tiles, or multiplies few rows without tensor cores. Of larger D its error
-// was ours, at any k that was measured (docs/performance.md); of GPUs other than Hopper's nobody
-// knows.
+// Returns true if a float32 result would be less accurate than XLA's, because the tensor cores
+// truncate sums. XLA's kernels truncate them as well. XLA is more accurate in two cases: it adds up
+// parts of k if D has few tiles, and it multiplies few rows without tensor cores. For larger D its
+// error equalled ours at every k that was measured (docs/performance.md). Nobody has measured GPUs
+// other than Hopper's.
 bool wants_promotion(const ChoiceInput& input) {
-  // Which of the two ways to add up products of 8 bits is the algorithm's name.
+  // The algorithm's name says in which of two ways 8-bit products are added up.
   if (element_bytes(input.algorithm) == 1) return arithmetic_of(input.algorithm).promotes;
   if (!input.widens() || !arithmetic_of(input.algorithm).promotes) return false;
   if (input.compute_capability != 90 || input.grouped != Grouped::kNone) return true;
@@ -170,12 +177,12 @@ bool wants_promotion(const ChoiceInput& input) {
   return 4 * input.batch * input.m * input.n < 3 * input.sm_count * kLargeTile;
 }
 
-// Whether a block has one tile, and there are not too many.
+// Checks if a grid with one tile a block is not too large.
 bool fits_grid(const KernelConfig& config, const ChoiceInput& input) {
   return input.batch <= kMaxGridRows && ceil_div(input.m, config.tile_m) <= kMaxGridRows;
 }
 
-// See sm90/output/compiled.cuh.
+// Checks if a row takes an epilogue that is compiled at run time: see sm90/output/compiled.cuh.
 bool takes_compiled_epilogue(const KernelConfig& config) {
   const int bytes = element_bytes(config.algorithm);
   return config.arch == Arch::kSm90 && bytes <= 2 && !config.skinny && !config.swap_ab &&
@@ -186,8 +193,7 @@ bool takes_compiled_epilogue(const KernelConfig& config) {
 
 }  // namespace
 
-// Says if the kernel has the problem's epilogue. finish_of decides what becomes of its sums
-// (sm90/tma_descriptor.cc).
+// finish_of (sm90/tma_descriptor.cc) decides which of these epilogues an sm90 kernel runs.
 bool has_epilogue(const KernelConfig& config, const ChoiceInput& input) {
   if (config.epilogue == EpilogueWork::kAny) return true;
   if (config.arch != Arch::kSm90) return input.epilogue <= config.epilogue;
@@ -209,7 +215,7 @@ bool supports(const KernelConfig& config, const ChoiceInput& input, int splits) 
   if (input.compiled) {
     if (splits > 1 || !takes_compiled_epilogue(config)) return false;
   } else if (splits == 1 && !has_epilogue(config, input)) {
-    return false;  // the kernel that adds up splits has every epilogue
+    return false;  // where k is split, the kernel that adds up the parts has every epilogue
   }
   if (input.of_planes != config.planes || input.pairs != config.pairs) return false;
   if (config.algorithm != input.algorithm || config.gated != input.gated ||
@@ -227,17 +233,18 @@ bool supports(const KernelConfig& config, const ChoiceInput& input, int splits) 
 
 Rank rank_of(const KernelConfig& config, const ChoiceInput& input) {
   if (config.is_fallback()) return Rank::kFallback;
-  // By name alone where there are later instructions, and where nobody has timed them.
+  // These rows are taken by name alone: sm75 rows where later instructions exist, and direct rows
+  // where nobody has timed them.
   if (config.arch == Arch::kSm75 && input.compute_capability >= 80) return Rank::kFallback;
   if (config.is_direct() && input.compute_capability != 90) return Rank::kFallback;
-  // Promoting takes longer than it has to where it is not wanted, but for rows for little work.
+  // Promotion costs time if the result does not need it, except in rows for little work.
   const bool takes_both = config.promote && (config.skinny || config.is_direct());
   const bool suits = config.promote == wants_promotion(input) || takes_both || config.planes;
   return config.arch == Arch::kSimt || suits ? Rank::kAccurate : Rank::kRough;
 }
 
 int max_splits(const ChoiceInput& input) {
-  // The kernel that adds them up has a row of its grid for each of D.
+  // The kernel that adds up the parts has a row of its grid for each row of D.
   if (input.batch != 1 || input.n % kVectorColumns != 0 || input.m > kMaxGridRows) return 1;
   const int64_t result = std::max<int64_t>(1, 4 * input.m * input.n);
   return static_cast<int>(std::clamp<int64_t>(input.workspace_bytes / result, 1, kMostSplits));
@@ -245,7 +252,7 @@ int max_splits(const ChoiceInput& input) {
 
 bool supports_splits(const KernelConfig& config, const ChoiceInput& input, int splits) {
   const int64_t k_tiles = ceil_div(input.k, config.tile_k);
-  // In pingpong each consumer skips the stages of the other's tile: as many as of its own.
+  // In pingpong each consumer skips as many stages for the other's tile as its own tile has.
   const bool even = config.schedule == Schedule::kCooperative || k_tiles % splits == 0 ||
                     sm90::has_fixup(config, input, splits);
   const bool splits_k = config.arch == Arch::kSm75 || config.arch == Arch::kSm90;
@@ -262,7 +269,7 @@ double estimated_cycles(const KernelConfig& config, const ChoiceInput& input, in
   const double cycles =
       tensor_core_cycles(config, input, tiles, splits) + sum_cycles(input, splits);
   if (input.compute_capability != 90) return cycles;
-  // The model of the sm80 family knows nothing of memory and so flatters it.
+  // The model of the sm80 family leaves memory out, so its times are too short.
   const double traffic =
       static_cast<double>(element_bytes(config.algorithm)) * input.batch *
       (static_cast<double>(input.m) * input.k + input.k * input.n + input.m * input.n);

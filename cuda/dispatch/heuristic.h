@@ -1,4 +1,4 @@
-// Which configuration to take: an analytic model of the time each would need.
+// Chooses a configuration: an analytic model of the time that each would need.
 
 #ifndef JAX_TCGEMM_DISPATCH_HEURISTIC_H_
 #define JAX_TCGEMM_DISPATCH_HEURISTIC_H_
@@ -10,7 +10,7 @@
 
 namespace jax_tcgemm {
 
-// What the choice depends on; nothing else, so that it can be tested without a GPU.
+// All facts that the choice depends on, so that it can be tested without a GPU.
 struct ChoiceInput {
   Algorithm algorithm;
   int64_t m, n, k, batch;
@@ -19,7 +19,7 @@ struct ChoiceInput {
   Major major_a, major_b;
   EpilogueWork epilogue;
   bool gated;               // two weights
-  ElementType d_type;       // a wide one may want a promoted accumulator
+  ElementType d_type;       // a wide one may need a promoted accumulator
   int64_t workspace_bytes;  // for products over parts of k
   int compute_capability;   // 10 * major + minor
   int sm_count;
@@ -27,31 +27,31 @@ struct ChoiceInput {
   int max_cluster_size = kMaxClusterSize;  // blocks
   int batch_rank;
   Grouped grouped = Grouped::kNone;
-  // Bytes, up to a line of L2, of which the leading dimensions are multiples.
+  // The largest powers of two, up to a line of L2, that divide the row strides in bytes.
   int row_alignment_a = 128;
   int row_alignment_b = 128;
   bool d_by_tma = true;  // else bulk copies and threads write D
   bool has_c = false;
-  bool c_by_tma = true;    // if there is one
-  bool of_planes = false;  // A and B are planes, k that of all their products
-  bool pairs = false;      // B is of complex numbers
-  bool compiled = false;   // the epilogue is compiled at run time, into any row that can have it
+  bool c_by_tma = true;        // if there is a C
+  bool of_planes = false;      // A and B are planes, and k is the sum over all their products
+  bool pairs = false;          // B consists of complex numbers
+  bool compiled = false;       // the epilogue is compiled at run time, into any row that takes one
   bool run_time_rows = false;  // kernels that the build lacks may be compiled
 
-  // D is of the wider of the types that it may have.
+  // Checks if D has the wider of its two possible types.
   bool widens() const { return d_type != arithmetic_of(algorithm).output; }
 
   bool operator==(const ChoiceInput&) const = default;
 };
 
-// Whether a configuration can compute the problem, with k split into so many products.
+// Checks if a configuration can compute the problem with k split into `splits` products.
 bool supports(const KernelConfig& config, const ChoiceInput& input, int splits = 1);
 
-// Says if a configuration has code for the problem's epilogue, where k is not split.
+// Checks if a configuration has code for the problem's epilogue, if k is not split.
 bool has_epilogue(const KernelConfig& config, const ChoiceInput& input);
 
-// What goes before time: of configurations that support a problem, those of the highest rank are
-// chosen among.
+// The rank counts before the time: only configurations of the highest rank among those that support
+// a problem are considered.
 enum class Rank {
   kFallback,  // see KernelConfig::is_fallback
   kRough,     // the result is less accurate than it should be
@@ -59,13 +59,14 @@ enum class Rank {
 };
 Rank rank_of(const KernelConfig& config, const ChoiceInput& input);
 
-// Expected time in clock cycles, launch overhead apart, with k split into so many products.
+// Returns the expected clock cycles without launch overhead, with k split into `splits` products.
 double estimated_cycles(const KernelConfig& config, const ChoiceInput& input, int splits = 1);
 
-// Into how many products k may be split: as many float32 results as the workspace holds.
+// Returns the most products that k may be split into: the workspace holds a float32 result for
+// each.
 int max_splits(const ChoiceInput& input);
 
-// Whether this kernel can compute so many.
+// Checks if this kernel can compute `splits` products over parts of k.
 bool supports_splits(const KernelConfig& config, const ChoiceInput& input, int splits);
 
 }  // namespace jax_tcgemm

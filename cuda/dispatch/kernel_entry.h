@@ -1,5 +1,5 @@
-// The rows of the kernel table, and which of their kernels are in the build: the others are
-// compiled where they are first needed.
+// The rows of the kernel table, and which of their kernels are in the build. Other kernels are
+// compiled when they are first needed.
 
 #ifndef JAX_TCGEMM_DISPATCH_KERNEL_ENTRY_H_
 #define JAX_TCGEMM_DISPATCH_KERNEL_ENTRY_H_
@@ -12,12 +12,12 @@ namespace jax_tcgemm {
 struct KernelEntry {
   const char* name;
   KernelConfig config;
-  // The build has kernels of the row or not, and for these of its epilogues.
+  // Says if the build has kernels of the row, and for which of its epilogues.
   bool is_built;
   EpilogueWork built_epilogue;
   const KernelSet* kernels;  // null: there are none, or the build is without CUDA
 
-  // The row as it was built.
+  // Returns the row with the epilogues of the build.
   constexpr KernelConfig built_config() const {
     KernelConfig built = config;
     built.epilogue = built_epilogue;

@@ -17,7 +17,7 @@
 namespace jax_tcgemm {
 namespace {
 
-// Arguments are passed by their addresses, in the order of the kernel's parameters.
+// Enqueues a kernel; the arguments follow the order of its parameters.
 template <typename... Arguments>
 cudaError_t enqueue(const cudaLaunchConfig_t& launch, const KernelHandle& kernel,
                     Arguments&... arguments) {
@@ -33,7 +33,7 @@ cudaLaunchConfig_t launch_config(const KernelConfig& config, cudaStream_t stream
   return launch;
 }
 
-// What `ask` says of the kernel on this device, asked once.
+// Stores in `count` what `ask` finds for the kernel on this device, and caches it.
 template <typename Ask>
 cudaError_t resident(KernelHandle* kernel, const KernelConfig& config, int device, int* count,
                      Ask&& ask) {
@@ -50,7 +50,7 @@ cudaError_t resident(KernelHandle* kernel, const KernelConfig& config, int devic
   return error;
 }
 
-// The step of a grid of so many blocks (sm90: clusters), each of which has a tile.
+// Sets the step of a grid of `blocks` blocks (sm90: clusters), each of which has a tile.
 void set_stride(GemmParams* params, int blocks) {
   params->raster.stride_batch = blocks / params->raster.tiles.divisor;
   params->raster.stride_index = blocks % params->raster.tiles.divisor;
@@ -60,10 +60,11 @@ int64_t tile_count(const GemmParams& params) {
   return int64_t{params.raster.tiles.divisor} * params.batch;
 }
 
-// Of a persistent grid of which so many clusters run at once, beside collectives. A tile belongs to
-// a cluster from the start, and one that waits until a collective ends has all its tiles still to
-// do. So there are more clusters, of fewer tiles, which the GPU places as others end, in the same
-// order. Alone that costs 1 to 2 % of a product, and more where much is done to its elements.
+// Returns the number of clusters of a persistent grid beside collectives; `capacity` of them run at
+// once. A tile belongs to a cluster from the start, so a cluster that waits for the end of a
+// collective still has all its tiles to do. Therefore the grid has more clusters with fewer tiles,
+// which the GPU places as others end, in the same order. Without collectives this costs 1 to 2 % of
+// a product, and more if the epilogue is long.
 int clusters_of_generations(const KernelConfig& config, const GemmParams& params, int64_t tiles,
                             int capacity) {
   constexpr double kGenerationCycles = 225e3;  // 150 us under load
@@ -72,7 +73,7 @@ int clusters_of_generations(const KernelConfig& config, const GemmParams& params
   const double tile_cycles =
       config.tile_m * config.tile_n / 32.0 * k_tiles / static_cast<double>(config.split_k);
   const int64_t rounds = ceil_div(tiles, int64_t{capacity});
-  const int64_t least = config.schedule == Schedule::kPingpong ? 2 : 1;  // each consumer has some
+  const int64_t least = config.schedule == Schedule::kPingpong ? 2 : 1;  // a tile for each consumer
   const int64_t most = std::max(least, ceil_div(rounds, int64_t{2}));
   const auto rounds_at_once =
       std::clamp(static_cast<int64_t>(kGenerationCycles / tile_cycles), least, most);
@@ -80,7 +81,7 @@ int clusters_of_generations(const KernelConfig& config, const GemmParams& params
   return static_cast<int>(std::min(tiles, clusters));
 }
 
-// Params: what request.params is of.
+// Launches an sm90 kernel. `Params` is the type of request.params.
 template <typename Params = GemmParams>
 cudaError_t launch_sm90(const KernelConfig& config, KernelHandle* kernel,
                         const LaunchRequest& request) {
@@ -112,7 +113,7 @@ cudaError_t launch_sm90(const KernelConfig& config, KernelHandle* kernel,
       if (tiles > capacity) return cudaErrorCooperativeLaunchTooLarge;
       launch.numAttrs = 2;
     }
-    if (config.streams_b()) {  // whose blocks have one tile each
+    if (config.streams_b()) {  // blocks have one tile each
       if (tiles > INT32_MAX / config.cluster_size()) return cudaErrorInvalidConfiguration;
       clusters = static_cast<int>(tiles);
     } else if (request.beside_collectives && !config.skinny && params.fixup.parts == 0) {
@@ -126,7 +127,8 @@ cudaError_t launch_sm90(const KernelConfig& config, KernelHandle* kernel,
   return enqueue(launch, *kernel, params, *request.maps);
 }
 
-// Which operand of a skinny row is the longer one is known in its descriptors.
+// Returns the build's sm90 kernel for a request. For a skinny row the descriptors say which operand
+// is the longer one.
 KernelHandle* sm90_kernel(const KernelConfig& config, const KernelSet& kernels,
                           const LaunchRequest& request) {
   const sm90::TensorMaps& maps = *request.maps;
@@ -137,7 +139,7 @@ KernelHandle* sm90_kernel(const KernelConfig& config, const KernelSet& kernels,
   return simple != nullptr ? simple : kernels.any(a, b);
 }
 
-// A persistent grid, for kernels that take `arguments` beside the parameters.
+// Launches a persistent grid of a kernel that takes `arguments` after the parameters.
 template <typename... Arguments>
 cudaError_t launch_persistent(const KernelConfig& config, KernelHandle* kernel,
                               const LaunchRequest& request, Arguments&... arguments) {
@@ -159,7 +161,7 @@ cudaError_t launch_persistent(const KernelConfig& config, KernelHandle* kernel,
 
 cudaError_t launch_fallback(const KernelConfig& config, const KernelHandle& kernel,
                             const LaunchRequest& request) {
-  constexpr int64_t kBlocksPerSm = 16;  // whether or not they run at once
+  constexpr int64_t kBlocksPerSm = 16;  // not all of them need to run at once
   const int64_t tiles = simt::fallback_tiles(request.params, config);
   cudaLaunchConfig_t launch = launch_config(config, request.stream);
   launch.gridDim =
@@ -169,8 +171,8 @@ cudaError_t launch_fallback(const KernelConfig& config, const KernelHandle& kern
   return enqueue(launch, kernel, request.params, k_major_a, k_major_b);
 }
 
-// Says if a simt row has one product of two matrices to compute and nothing else: its kernel for
-// that takes PlainParams.
+// Checks if a simt row computes one product of two matrices and nothing else: its kernel for that
+// takes PlainParams.
 bool takes_plain(const KernelConfig& config, const GemmParams& params) {
   constexpr int64_t kMaxGridRows = 65535;
   return !config.is_fallback() && params.batch == 1 && is_plain(params.epilogue) &&

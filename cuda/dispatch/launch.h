@@ -1,5 +1,5 @@
-// Launches a kernel. What there is to know of it are values: a configuration and handles, whether
-// they were compiled with the package or at run time.
+// Launches a kernel, given by values: a configuration and handles. The kernel may come from the
+// build or be compiled at run time.
 
 #ifndef JAX_TCGEMM_DISPATCH_LAUNCH_H_
 #define JAX_TCGEMM_DISPATCH_LAUNCH_H_
@@ -18,22 +18,22 @@ struct TensorMaps;
 }
 
 struct LaunchRequest {
-  const GemmParams& params;  // complete but for the grid's strides
+  const GemmParams& params;  // complete except for the grid's strides
   Major major_a;
   Major major_b;
-  const sm90::TensorMaps* maps;  // null but for sm90 kernels
+  const sm90::TensorMaps* maps;  // for sm90 kernels, else null
   const DeviceProperties& device;
   cudaStream_t stream;
-  // Collectives may hold SMs for a while: blocks are to end now and then, so that those that find
-  // no room at first have less of the work.
+  // Collectives may hold SMs for a while. The grid then has shorter-lived blocks, so that a block
+  // without room at first delays less work.
   bool beside_collectives = false;
 };
 
-// Says if a direct row of sm80 has no more to do than alpha * sum + bias, of one batch dimension at
-// most: its kernel for that takes DirectParams.
+// Checks if a direct row of sm80 computes no more than alpha * sum + bias, with one batch dimension
+// at most: its kernel for that takes DirectParams.
 bool takes_line(const GemmParams& params);
 
-// Returns the kernel of the build for a request; null: there is none.
+// Returns the build's kernel for a request, or null if there is none.
 KernelHandle* built_kernel(const KernelConfig& config, const KernelSet& kernels,
                            const LaunchRequest& request);
 
@@ -41,8 +41,7 @@ KernelHandle* built_kernel(const KernelConfig& config, const KernelSet& kernels,
 cudaError_t launch_kernel(const KernelConfig& config, KernelHandle* kernel,
                           const LaunchRequest& request);
 
-// The same of an sm90 kernel with an epilogue compiled at run time; request.params are
-// CompiledParams.
+// Enqueues an sm90 kernel with an epilogue compiled at run time; request.params are CompiledParams.
 cudaError_t launch_compiled(const KernelConfig& config, KernelHandle* kernel,
                             const LaunchRequest& request);
 

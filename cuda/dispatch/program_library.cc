@@ -6,7 +6,7 @@
 namespace jax_tcgemm {
 namespace {
 
-// In place of a row's name; as PASS in jax_tcgemm/epilogue/source.py.
+// Stands for a row's name; the same as PASS in jax_tcgemm/epilogue/source.py.
 constexpr const char* kPass = "pass";
 
 struct Library {
@@ -15,7 +15,7 @@ struct Library {
 };
 
 Library& library() {
-  static Library* const library = new Library;  // outlives whatever runs at exit
+  static Library* const library = new Library;  // never freed: code that runs at exit may use it
   return *library;
 }
 
@@ -66,7 +66,7 @@ Status find_or_make_kernel(const EpilogueProgram& program, const KernelEntry* en
   lock->lock();
   JAX_TCGEMM_RETURN_IF_ERROR(status);
   *kernel = find_kernel(loaded, entry, layout);
-  if (*kernel != nullptr) {  // by another thread, meanwhile
+  if (*kernel != nullptr) {  // another thread has made it meanwhile
     unload(fresh.made);
     return Status();
   }
@@ -75,7 +75,7 @@ Status find_or_make_kernel(const EpilogueProgram& program, const KernelEntry* en
 }
 
 void release_unused_programs(const std::set<std::string>& used_digests, double grace_seconds) {
-  // They are unloaded when this ends, without the lock.
+  // These programs are unloaded when the function returns, without the lock.
   std::vector<std::shared_ptr<LoadedProgram>> unused;
   Library& all = library();
   const std::lock_guard<std::mutex> lock(all.mutex);

@@ -1,4 +1,4 @@
-// The programs that came with custom calls, and what is compiled and loaded of each.
+// The programs of custom calls, and the kernels that are compiled and loaded for each.
 
 #ifndef JAX_TCGEMM_DISPATCH_PROGRAM_LIBRARY_H_
 #define JAX_TCGEMM_DISPATCH_PROGRAM_LIBRARY_H_
@@ -25,11 +25,11 @@ struct LoadedKernel {
   RunTimeKernel made;
 };
 
-// What is loaded of one program. Kernels stay where they are until the program goes.
+// The kernels of one program. Their addresses stay the same as long as the program is loaded.
 struct LoadedProgram {
   struct Chosen {
     ChoiceInput input;
-    std::string config;  // that was named, or empty
+    std::string config;  // the config that the call names, or empty
     LoadedKernel* kernel;
   };
 
@@ -38,29 +38,31 @@ struct LoadedProgram {
   LoadedProgram& operator=(const LoadedProgram&) = delete;
   ~LoadedProgram();
 
-  std::mutex mutex;  // for all that follows
+  std::mutex mutex;  // guards the following members
   std::deque<LoadedKernel> kernels;
   std::vector<Chosen> chosen;
-  bool is_awaited = false;  // prepared, and not run since: its executable is still being made
+  bool is_awaited = false;  // prepared and not run since: XLA is still making its executable
   std::optional<std::chrono::steady_clock::time_point> unused_since;
 };
 
-// Finds a program, or adds it. Whoever launches a kernel of it keeps it until that is enqueued.
+// Finds a program, or adds it. A caller that launches one of its kernels keeps the pointer until
+// the kernel is enqueued.
 std::shared_ptr<LoadedProgram> loaded_program(const EpilogueProgram& program);
 
-// The kernel of a row and a layout, if it is loaded. The program's mutex is held.
+// Returns the kernel of a row and a layout, or null if it is not loaded. The caller holds the
+// program's mutex.
 LoadedKernel* find_kernel(LoadedProgram* loaded, const KernelEntry* entry,
                           const std::string& layout);
 
-// Finds the kernel of a row and a layout, or compiles and loads it. `lock` is the program's, which
-// is not held meanwhile.
+// Finds the kernel of a row and a layout, or compiles and loads it. The function releases `lock`,
+// the program's, while it compiles.
 Status find_or_make_kernel(const EpilogueProgram& program, const KernelEntry* entry,
                            const std::string& layout, std::unique_lock<std::mutex>* lock,
                            LoadedProgram* loaded, LoadedKernel** kernel);
 
-// Releases what was found unused before, `grace_seconds` ago or longer, and still is: programs that
-// have run and whose digest no executable of this process has any more. Work that was enqueued
-// before an executable went may go on until then.
+// Releases the programs that an earlier call found unused, at least `grace_seconds` ago, and that
+// still are. A program is unused if it has run and no executable of this process has its digest any
+// more. Work that was enqueued before an executable was freed may run during the grace time.
 void release_unused_programs(const std::set<std::string>& used_digests, double grace_seconds);
 
 int loaded_program_count();

@@ -15,7 +15,8 @@
 namespace jax_tcgemm {
 namespace {
 
-// Groups of one size: their own are not known.
+// Returns the facts for the choice of a row. The host does not know the groups' sizes, so all count
+// as equal.
 ChoiceInput even_groups(const GemmProblem& problem, Grouped grouped,
                         const DeviceProperties& device) {
   const GemmParams& p = problem.params;
@@ -52,8 +53,8 @@ Status find_kernel(const GemmProblem& problem, const ChoiceInput& input, Choice*
   return Status();
 }
 
-// `launched` says whether the kernel was; what prevents any row's launch is an error. Null
-// `kernel`: it could not be compiled.
+// Launches the chosen row. `launched` is CUDA's answer. `kernel` is null if it could not be
+// compiled. The function returns an error for a problem that no row could compute.
 Status launch(const GemmProblem& problem, const Choice& choice, const DeviceProperties& device,
               cudaStream_t stream, KernelHandle** kernel, cudaError_t* launched) {
   const GemmParams& p = problem.params;
@@ -76,7 +77,7 @@ Status launch(const GemmProblem& problem, const Choice& choice, const DeviceProp
 
 int64_t most_ragged_tiles(const GemmParams& p, const KernelConfig& config) {
   const int64_t rows = config.tile_m * config.cluster_m;
-  // Of groups of rows: each tile has a row at least, and the last one of a group may have no more.
+  // Groups of rows: each tile has a row at least, and a group's last tile may have no more.
   const int64_t m = p.m;
   const int64_t tiles_m = config.grouped == Grouped::kM
                               ? (m + (rows - 1) * std::min<int64_t>(m, p.batch + 1)) / rows

@@ -12,18 +12,18 @@
 
 namespace jax_tcgemm {
 
-// The most tiles of clusters that there may be, whatever the groups' sizes are.
+// Returns the most cluster tiles that there may be, whatever the groups' sizes are.
 int64_t most_ragged_tiles(const GemmParams& params, const KernelConfig& config);
 
-// The device counts the tiles of sm90 rows in 32 bits.
+// Checks the number of tiles: the device counts the tiles of sm90 rows in 32 bits.
 Status check_ragged_tiles(const GemmParams& params, const KernelConfig& config);
 
-// As begin_gemm.
+// Begins to compile the kernel that the problem will need, as begin_gemm does.
 void begin_ragged(const GemmProblem& problem, Grouped grouped, const DeviceProperties& device);
 
-// Enqueues one kernel. `problem` is a batch of one product a group, but that
-//   kM: A and D have the rows of all groups one after the other, m of them, and no batch;
-//   kK: A and B have the k of all groups one after the other, and no batch.
+// Enqueues one kernel. `problem` is a batch with one product for each group, with two exceptions:
+//   kM: A and D have no batch: they hold the rows of all groups one after the other, m in total;
+//   kK: A and B have no batch: they hold the k of all groups one after the other.
 Status run_ragged(GemmProblem problem, Grouped grouped, const DeviceProperties& device,
                   cudaStream_t stream);
 

@@ -9,7 +9,7 @@
 namespace jax_tcgemm {
 namespace {
 
-// The kernel's name in what is compiled; as in jax_tcgemm/epilogue/source.py.
+// The kernel's name in the compiled code; the same as in jax_tcgemm/epilogue/source.py.
 constexpr const char* kKernelName = "compiled_kernel";
 
 struct Slot {
@@ -18,7 +18,7 @@ struct Slot {
 };
 
 Slot& slot() {
-  static Slot* const slot = new Slot;  // outlives whatever runs at exit
+  static Slot* const slot = new Slot;  // never freed: code that runs at exit may use it
   return *slot;
 }
 
@@ -27,7 +27,7 @@ Compiler current_compiler() {
   return slot().compiler;
 }
 
-// A function of the driver, without linking to it.
+// Finds a function of the driver, without linking to the driver.
 template <typename Function>
 Status find_driver_function(const char* name, Function* function) {
   void* found = nullptr;
@@ -52,7 +52,7 @@ Status load(const std::string& cubin, std::string_view row, RunTimeKernel* kerne
                      row, ": CUresult ", static_cast<int>(result));
   kernel->handle = {found, {}};
   kernel->library = library;
-  // This also loads it now: it could not be while a graph is captured.
+  // This call also loads the kernel now, because it cannot be loaded while a graph is captured.
   cudaFuncAttributes attributes = {};
   JAX_TCGEMM_CUDA_CHECK(cudaFuncGetAttributes(&attributes, found), row);
   kernel->local_bytes = static_cast<int>(attributes.localSizeBytes);

@@ -1,4 +1,4 @@
-// Kernels compiled while the process runs: who compiles them, and what was loaded of them.
+// Kernels compiled at run time: their source, the compiler, and the loaded kernels.
 
 #ifndef JAX_TCGEMM_DISPATCH_RUN_TIME_KERNEL_H_
 #define JAX_TCGEMM_DISPATCH_RUN_TIME_KERNEL_H_
@@ -15,18 +15,18 @@
 
 namespace jax_tcgemm {
 
-// C++ that defines a Program (sm90/output/compiled.cuh), and what it is known by.
+// C++ that defines a Program (sm90/output/compiled.cuh), and its digest.
 struct EpilogueProgram {
   std::string_view digest;
   std::string_view source;
-  // Of shared memory that a warp needs for 16 x 16 values: the operands that go through it, one
-  // stage ahead, and the results. Without room the operands are read where they lie, which takes
-  // several times as long.
+  // Shared memory that a warp needs for 16 x 16 values: the results, and the operands that go
+  // through it one stage ahead. Without room the kernel reads operands from global memory, which
+  // takes several times as long.
   int64_t warp_bytes = 0;
 };
 
-// Orders programs by digest and then by source. The digest alone proves nothing: it comes with the
-// call.
+// Orders programs by digest and then by source. The digest alone does not identify a program,
+// because it comes with the call.
 struct ByProgram {
   using is_transparent = void;
   using Owned = std::pair<std::string, std::string>;
@@ -42,10 +42,12 @@ struct ByProgram {
   static std::pair<std::string_view, std::string_view> view(const Owned& owned) { return owned; }
 };
 
-// The source of a kernel: a program as the epilogue of a row, or in a pass of its own
-// (dispatch/compiled_pass.h); or a row for one of the epilogues that the package has.
+// The source of a kernel. It is one of these:
+//   - a program as the epilogue of a row;
+//   - a program in a pass of its own (dispatch/compiled_pass.h);
+//   - a row with one of the package's epilogues.
 struct KernelSource {
-  std::string_view program;  // C++ that defines a Program; or facts about the epilogue
+  std::string_view program;  // C++ that defines a Program, or facts about the epilogue
   std::string_view row;
   std::string_view layout;  // of A and B: "nn", "nt", "tn" or "tt"
   bool has_program = true;
@@ -54,26 +56,27 @@ struct KernelSource {
 
 struct Compiler {
   std::function<Status(const KernelSource&, std::string* cubin)> compile;
-  // Begins to, on another thread: `compile` will wait for it.
+  // Begins to compile on another thread; `compile` will wait for it.
   std::function<void(const KernelSource&)> begin;
 };
 
-// Who compiles; called once, on import.
+// Sets the compiler; called once, on import.
 void set_compiler(Compiler compiler);
 
 struct RunTimeKernel {
   KernelHandle handle;
-  int local_bytes;  // of a thread: more than 0 where registers spill
-  void* library;    // a CUlibrary: what was loaded
+  int local_bytes;  // of a thread; more than 0 if registers spill
+  void* library;    // the loaded CUlibrary
 };
 
-// Compiles and loads a kernel. Holds no lock while it compiles: who compiles may wait for a thread
-// that waits for us.
+// Compiles and loads a kernel. It holds no lock while it compiles: the compiler may wait for a
+// thread that waits for this one.
 Status make_kernel(const KernelSource& source, RunTimeKernel* kernel);
 
-// Neither work that is enqueued nor a graph may launch the kernel any more.
+// Unloads a kernel, which neither enqueued work nor a graph may launch any more.
 void unload(const RunTimeKernel& kernel);
 
+// Begins to compile a kernel on another thread.
 void begin_to_compile(const KernelSource& source);
 
 }  // namespace jax_tcgemm

@@ -21,16 +21,16 @@
 namespace jax_tcgemm {
 namespace {
 
-// The facts that a kernel is compiled for: the same for all requests that it serves.
+// The facts that a kernel is compiled for. They are the same for all requests that it serves.
 struct Known {
   const KernelEntry* entry;
-  int device;  // each loads its own, outside of captures
+  int device;  // each device loads its own kernel, outside of captures
   int compute_capability;
-  Major major_a, major_b;  // of what the kernel calls A and B
+  Major major_a, major_b;  // layouts of what the kernel calls A and B
   bool swap_ab;            // sm90
   sm90::Finish finish;     // likewise
   bool plain;              // sm80: see takes_line
-  bool sum;                // sm80: no more than a sum is to be done
+  bool sum;                // sm80: the epilogue is no more than a sum
   Activation activation;
   RoleOfC role_of_c;
   ElementType d_type;
@@ -55,7 +55,7 @@ Known known_of(const KernelEntry& entry, const LaunchRequest& request) {
     known.major_b = request.maps->major_b;
     known.swap_ab = !config.skinny && request.maps->swap_ab;
     known.finish = request.maps->finish;
-    // Where k is split in the cluster the code does not ask for the finish.
+    // If the cluster splits k, the code does not depend on the finish.
     const bool asks = config.split_k > 1 && !config.skinny;
     asks_activation = asks || known.finish >= sm90::Finish::kActivate;
     asks_role = asks || known.finish == sm90::Finish::kAnything;
@@ -69,7 +69,8 @@ Known known_of(const KernelEntry& entry, const LaunchRequest& request) {
   return known;
 }
 
-// As sm90/run_time_row.cuh, sm80/run_time_row.cuh and epilogue/known.cuh read it.
+// Returns the facts as definitions that sm90/run_time_row.cuh, sm80/run_time_row.cuh and
+// epilogue/known.cuh read.
 std::string definitions(const Known& known) {
   const KernelConfig& config = known.entry->config;
   std::string text;
@@ -106,14 +107,14 @@ auto with_source(const Known& known, Use&& use) {
 struct Library {
   std::mutex mutex;
   std::map<Known, RunTimeKernel> kernels;
-  std::atomic<bool> was_refused[kMaxDevices] = {};  // by devices; the last for all further ones
+  std::atomic<bool> was_refused[kMaxDevices] = {};  // by device; the last is for all further ones
   std::atomic<bool>& was_refused_by(int device) {
     return was_refused[std::min(device, kMaxDevices - 1)];
   }
 };
 
 Library& library() {
-  static Library* const library = new Library;  // outlives whatever runs at exit
+  static Library* const library = new Library;  // never freed: code that runs at exit may use it
   return *library;
 }
 
@@ -124,7 +125,7 @@ KernelHandle* find(const Known& known) {
   return found == all.kernels.end() ? nullptr : &found->second.handle;
 }
 
-// Code cannot be loaded by a thread that captures a graph.
+// Runs `load`, on another thread if this one captures a graph: a capturing thread cannot load code.
 template <typename Load>
 Status beside_capture(const LaunchRequest& request, Load&& load) {
   cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
@@ -166,13 +167,13 @@ KernelHandle* row_kernel(const KernelEntry& entry, const LaunchRequest& request)
   });
   Library& all = library();
   if (!status.ok()) {
-    cudaGetLastError();  // or another library's check would take it for its own
+    cudaGetLastError();  // clears the error, or another library's check would report it
     log_line(status.message() + "; kernels of the build take the place of such");
     all.was_refused_by(request.device.ordinal).store(true, std::memory_order_relaxed);
     return nullptr;
   }
   const std::lock_guard<std::mutex> lock(all.mutex);
-  // The first kernel stays if two threads made one.
+  // If two threads have made the kernel, the first one stays.
   return &all.kernels.emplace(known, fresh).first->second.handle;
 }
 

@@ -1,4 +1,4 @@
-// What the models of the sm90 families' time share: tiles, clusters, bytes.
+// Parts that the time models of the sm90 families share: tiles, clusters, bytes.
 
 #ifndef JAX_TCGEMM_DISPATCH_SM90_MODEL_PARTS_H_
 #define JAX_TCGEMM_DISPATCH_SM90_MODEL_PARTS_H_
@@ -16,15 +16,16 @@
 
 namespace jax_tcgemm::sm90 {
 
-// What a row costs to ask L2 for that begins at a multiple of 16 bytes alone, and of 32 (a sector),
-// beside one at a multiple of 64.
+// Cost of a request to L2 for a row that begins at a multiple of 16 bytes only, and of 32 bytes (a
+// sector), relative to a row at a multiple of 64.
 constexpr double kHalfSectorFactor = 1.82;
 constexpr double kSectorFactor = 1.26;
 
-// Of the SMs, that clusters of more than two blocks find room on.
+// Share of the SMs on which clusters of more than two blocks find room.
 constexpr double kUsableSms = 120.0 / 132;
 
-// Clusters at a time. A cluster's blocks share a GPC, and not every GPC has a multiple of 4 SMs.
+// Returns the number of clusters that run at once. A cluster's blocks share a GPC, and not every
+// GPC has a multiple of 4 SMs.
 inline int64_t concurrent_clusters(const KernelConfig& config, const ChoiceInput& input) {
   const int size = config.cluster_size();
   const double usable = size <= 2 ? 1.0 : kUsableSms;
@@ -32,7 +33,7 @@ inline int64_t concurrent_clusters(const KernelConfig& config, const ChoiceInput
   return std::max<int64_t>(1, static_cast<int64_t>(input.sm_count * blocks * usable / size));
 }
 
-// Of D, or of D^T where that is what a row computes.
+// Extents of D, or of D^T if a row computes that.
 struct Extents {
   int64_t rows;
   int64_t columns;
@@ -45,20 +46,21 @@ inline Extents computed_extents(const KernelConfig& config, const ChoiceInput& i
   return {input.m, input.n};
 }
 
-// Clusters' tiles in all batches, of k in so many parts.
+// Returns the number of cluster tiles in all batches, with k in `splits` parts.
 inline int64_t cluster_tiles(const KernelConfig& config, const ChoiceInput& input, int splits) {
   const Extents extents = computed_extents(config, input);
   return ceil_div(extents.rows, config.tile_m * config.cluster_m) *
          ceil_div(extents.columns, config.output_n() * config.cluster_n) * input.batch * splits;
 }
 
-// Bytes of a stage that a block asks L2 for; others of its cluster load the rest.
+// Returns the bytes of a stage that a block requests from L2; other blocks of its cluster load the
+// rest.
 inline double asked_bytes(const KernelConfig& config) {
   return static_cast<double>(config.operand_bytes(config.tile_m)) / config.cluster_n +
          static_cast<double>(config.operand_bytes(config.tile_n)) / config.cluster_m;
 }
 
-// What they cost, in bytes of rows that begin with lines.
+// Returns the cost of these requests, in bytes of rows that begin at lines.
 inline double asked_cost(const KernelConfig& config, const ChoiceInput& input) {
   const bool swap_ab = swaps_operands(config, input.major_a, input.major_b, input.m, input.n);
   const auto cost = [&](int extent, int sharers, int alignment) {
@@ -72,7 +74,7 @@ inline double asked_cost(const KernelConfig& config, const ChoiceInput& input) {
   return cost(config.tile_m, config.cluster_n, a) + cost(config.tile_n, config.cluster_m, b);
 }
 
-// Limits that are close to one another take longer together.
+// Combines limits: those that are close to one another take longer together.
 inline double power_mean(std::span<const double> limits, double power = 8.0) {
   double sum = 0.0;
   for (const double limit : limits) sum += std::pow(limit, power);

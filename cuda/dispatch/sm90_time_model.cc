@@ -1,4 +1,4 @@
-// The constants were fitted to measurements on H100s, in part on an H200 (docs/performance.md);
+// The constants were fitted to measurements on H100s and partly on an H200 (docs/performance.md);
 // only their ratios matter.
 
 #include "dispatch/sm90_time_model.h"
@@ -14,75 +14,78 @@
 namespace jax_tcgemm::sm90 {
 namespace {
 
-// Of the rows that compute tile after tile: clock cycles at about 1.75 GHz, bytes per cycle.
+// Constants for the rows that compute tile after tile: clock cycles at about 1.75 GHz, bytes per
+// cycle.
 namespace pipelined_model {
 constexpr double kStartCycles = 2910.0;  // barriers, descriptors, the first stage
 constexpr double kClusterStartCycles = 49.6;
-constexpr double kClusterBlockCycles = 5.22;  // for each of its blocks
+constexpr double kClusterBlockCycles = 5.22;  // for each block of a cluster
 constexpr double kTensorFactor = 1.13;        // wgmma does not quite reach its rate
-constexpr double kFewStagesFactor = 1.08;     // fewer than 4
+constexpr double kFewStagesFactor = 1.08;     // for fewer than 4 stages
 constexpr double kTransposeFactor = 1.34;
 constexpr double kPromoteFactor = 1.04;
-// The least that a stage takes where A goes through registers, of one and of two warpgroups, and
-// for each column that one multiplies; two blocks on an SM hide half of each other's.
+// The least cycles of a stage if A goes through registers: for one and for two warpgroups, plus
+// some for each column that a warpgroup multiplies. Two blocks on an SM hide half of each other's.
 constexpr double kFragmentCycles[] = {355.0, 465.0};
 constexpr double kFragmentColumnCycles = 0.471;
-// Of one SM's shared memory, and what is asked for beyond it.
+// The bandwidth of one SM's shared memory, and the slowdown by requests beyond it.
 constexpr double kSharedMemoryPeak = 128.0;
 constexpr double kContention = 0.414;
 constexpr double kContentionOf8Bits = 0.5;
-// From L2 into all SMs, also of 32-bit elements; into one, whichever block of the cluster asked;
-// and how much these two add up.
+// Rates from L2: into all SMs, the same for 32-bit elements, and into one SM, whichever block of
+// the cluster asked. kLoadPower says how much these two limits add up.
 constexpr double kL2Rate = 6400.0;
 constexpr double kL2Rate32 = 5000.0;
 constexpr double kReceiveRate = 73.8;
 constexpr double kLoadPower = 2.24;
-// Into one SM where few rows share weights that L2 does not hold, and of 32-bit elements where rows
-// are the fewer.
+// Rates into one SM: if few rows share weights that L2 does not hold; for 32-bit elements, if there
+// are fewer rows than columns.
 constexpr double kColdRowsRate = 54.7;
 constexpr double kColdRowsRate32 = 46.3;
-// What L2 does not hold: bytes of the operands, those and D, which takes their place, and of
-// operands of 32 bits that one block reads.
+// L2 does not hold more bytes than these: of the operands; of the operands and D, which takes their
+// place; of 32-bit operands that one block reads.
 constexpr double kColdBytes = 44.0e6;
 constexpr double kColdBytesWithD = 82.5e6;
 constexpr double kColdBytes32 = 20.0e6;
-constexpr double kUnsharedFactor = 1.07;    // blocks that load all they need cost power
+constexpr double kUnsharedFactor = 1.07;    // blocks without a cluster load more, which costs power
 constexpr double kReadRate = 1670.0;        // from device memory
 constexpr double kWriteRate = 2100.0;       // to it
-constexpr double kWrittenRowBytes = 46.9;   // each row of a cluster's tile takes as many more
-constexpr double kPaddingShare = 0.321;     // of what is not written, beyond D
-constexpr double kPartLineShare = 0.526;    // of lines that a tile writes in part
-constexpr double kPartSectorFactor = 1.55;  // of rows that begin within sectors
-constexpr double kMemorySms = 0.466;        // share of the SMs that it takes
-constexpr double kLimitPower = 3.55;        // how much this and the SMs' time add up
-constexpr double kAgainShare = 0.14;        // of loading from L2 again, that adds to this
-// Writing 2 bytes of D: of any tile, and what fewer warps take longer.
+constexpr double kWrittenRowBytes = 46.9;   // each row of a cluster's tile costs as many more
+constexpr double kPaddingShare = 0.321;     // of the columns beyond D, which are not written
+constexpr double kPartLineShare = 0.526;    // of the lines that a tile writes in part
+constexpr double kPartSectorFactor = 1.55;  // for rows that begin within sectors
+constexpr double kMemorySms = 0.466;        // share of the SMs that saturates memory
+constexpr double kLimitPower = 3.55;        // how much memory's and the SMs' time add up
+constexpr double kAgainShare = 0.14;        // share of repeated loads from L2 that adds to memory's
+// Cycles to write 2 bytes of D: for any tile, and an addition that grows with fewer warps.
 constexpr double kElementCycles = 0.0786;
 constexpr double kWarpElementCycles = 0.183;  // divided by the warps of a tile
-// If TMA cannot: in parts of rows, and by words.
+// Further cycles if TMA cannot write D: in parts of rows, and by words.
 constexpr double kRowElementCycles = 0.03;
 constexpr double kCopiedElementCycles = 0.1;
-// What an element takes beside its instructions and D, where a consumer waits for its turn.
+// Cycles of an element beyond its instructions and D, if a consumer waits for its turn.
 constexpr double kTurnElementCycles = 0.025;
-// An epilogue's own, with code that is fetched from afar the first time; that of a sum, unrolled.
+// An epilogue's own cycles; the start fetches its code, which takes long the first time. The kSum
+// constants are for an unrolled sum.
 constexpr double kFusedElementCycles = 0.197;
-constexpr double kFusedWarps = 8.0;  // of a tile, for which that is; fewer take longer
+constexpr double kFusedWarps = 8.0;  // warps of a tile for this number; fewer take longer
 constexpr double kFusedStartCycles = 3380.0;
 constexpr double kSumElementCycles = 0.0299;
 constexpr double kSumStartCycles = 1380.0;
 constexpr double kReductionCycles = 2110.0;
 constexpr double kReducedElementCycles = 0.269;
-// Adding up parts of k within the kernel: for each part, and by the bytes that a block sends.
+// The kernel itself adds up parts of k: cycles for each part, and bytes per cycle that a block
+// sends.
 constexpr double kFixupPartCycles = 771.0;
 constexpr double kFixupRate = 7.02;
-// The kernel that adds up splits.
+// A second kernel adds up parts of k.
 constexpr double kSumCycles = 3500.0;  // with the launch before it
 constexpr double kSumSplitCycles = 8.59;
 constexpr double kSumRate = 2560.0;  // bytes written and read again
 }  // namespace pipelined_model
 
-// Bytes per cycle into one SM where blocks of 64 rows ask L2, almost at once, for columns that it
-// must fetch; 0 where that is not what limits them.
+// Returns the bytes per cycle into one SM if blocks of 64 rows ask L2, almost at once, for columns
+// that L2 must fetch. Returns 0 if this does not limit them.
 double starved_rate(const KernelConfig& config, const ChoiceInput& input, double operand_bytes) {
   using namespace pipelined_model;
   if (config.tile_m != 64 || config.grouped != Grouped::kNone) return 0.0;
@@ -94,12 +97,12 @@ double starved_rate(const KernelConfig& config, const ChoiceInput& input, double
   return operand_bytes > kColdBytes32 && fewer ? kColdRowsRate32 : 0.0;
 }
 
-// Of an element of D.
+// Returns the bytes of an element of D.
 int result_bytes(const ChoiceInput& input) { return element_bytes(input.d_type); }
 
-// Cycles of one stage: the slower of tensor cores and L2. What shared memory is asked for, beyond
-// what it gives, slows the former down (wgmma reads A once and B for every 64 rows; TMA writes
-// both).
+// Returns the cycles of one stage: the slower of tensor cores and L2. Requests beyond shared
+// memory's bandwidth slow the tensor cores down (wgmma reads A once and B for every 64 rows; TMA
+// writes both).
 double stage_cycles(const KernelConfig& config, const ChoiceInput& input, int64_t blocks) {
   using namespace pipelined_model;
   const int bytes = element_bytes(config.algorithm);
@@ -138,14 +141,14 @@ struct FusedCost {
   double start = 0.0;
 };
 
-// Whether D, which TMA cannot address, leaves in parts of rows: see Finish::kRows.
+// Checks if a D that TMA cannot address leaves in parts of rows: see Finish::kRows.
 bool leaves_by_rows(const KernelConfig& config, const ChoiceInput& input) {
   return !input.d_by_tma && input.epilogue != EpilogueWork::kAny && !input.has_c &&
          !swaps_operands(config, input.major_a, input.major_b);
 }
 
-// Sums are unrolled where they leave by rows, and where TMA stores them in the type of the
-// operands.
+// Returns the cost of the epilogue. Sums are unrolled if they leave by rows, or if TMA stores them
+// in the type of the operands.
 FusedCost fused_cost(const KernelConfig& config, const ChoiceInput& input) {
   using namespace pipelined_model;
   const bool by_rows = leaves_by_rows(config, input);
@@ -158,9 +161,11 @@ FusedCost fused_cost(const KernelConfig& config, const ChoiceInput& input) {
   return {kFusedElementCycles * kFusedWarps / config.warps_m, kFusedStartCycles};
 }
 
-// What writing D takes by the columns of a cluster's tile (of a block's, where a row of the table
-// swaps operands): short rows take longer, and so do those that end beyond D; by what a block's
-// tile has of lines in part; and by whether rows of D begin with sectors of 32 bytes.
+// Returns the factor on the time to write D. These make it larger:
+//   - short rows of a cluster's tile (of a block's, if the row of the table swaps operands);
+//   - rows that end beyond D;
+//   - lines that a block's tile writes in part;
+//   - rows of D that do not begin at sectors of 32 bytes.
 double width_factor(const KernelConfig& config, const ChoiceInput& input) {
   using namespace pipelined_model;
   const bool swapped = swaps_operands(config, input.major_a, input.major_b, input.m, input.n);
@@ -177,8 +182,8 @@ double width_factor(const KernelConfig& config, const ChoiceInput& input) {
          (in_sectors ? 1.0 : kPartSectorFactor);
 }
 
-// Cycles of reading the operands and writing D, where blocks load so many bytes together. Few SMs
-// cannot ask for all that memory could give.
+// Returns the cycles to read the operands and to write D. All blocks together load `loaded` bytes.
+// Few SMs cannot saturate memory.
 double memory_cycles(const KernelConfig& config, const ChoiceInput& input, int64_t blocks,
                      double loaded) {
   using namespace pipelined_model;
@@ -192,7 +197,7 @@ double memory_cycles(const KernelConfig& config, const ChoiceInput& input, int64
          kAgainShare * std::max(0.0, loaded - read) / kL2Rate;
 }
 
-// Cycles between the last instruction of a tile and its D.
+// Returns the cycles between the last instruction of a tile and its D.
 double output_cycles(const KernelConfig& config, const ChoiceInput& input, int splits,
                      const FusedCost& fused) {
   using namespace pipelined_model;
@@ -208,7 +213,8 @@ double output_cycles(const KernelConfig& config, const ChoiceInput& input, int s
   return output;
 }
 
-// Cycles of adding up the products over parts of k, which are written to L2 and read again.
+// Returns the cycles to add up the products over parts of k, which are written to L2 and read
+// again.
 double sum_cycles(const KernelConfig& config, const ChoiceInput& input, int splits) {
   using namespace pipelined_model;
   if (splits == 1) return 0.0;
@@ -228,11 +234,11 @@ double pipelined_cycles(const KernelConfig& config, const ChoiceInput& input, in
   const double stages =
       ceil_div(input.k, config.tile_k) / static_cast<double>(config.split_k * splits);
   const double mainloop = stages * stage_cycles(config, input, blocks);
-  // Sums over parts of k in a workspace have no epilogue; the kernel that adds them up has.
+  // Products over parts of k in a workspace have no epilogue; the kernel that adds them up has one.
   const bool finishes = splits == 1 || has_fixup(config, input, splits);
   const FusedCost fused = finishes ? fused_cost(config, input) : FusedCost();
   const double output = output_cycles(config, input, splits, fused);
-  // In pingpong one tile is written while the next is multiplied, if that takes long enough.
+  // In pingpong one tile is written while the next one is multiplied, if that takes long enough.
   const bool hidden = config.schedule == Schedule::kPingpong && rounds > 1;
   const double turn = kTurnElementCycles * config.tile_m * config.output_n();
   const double round = std::max(mainloop, (mainloop + output + turn) / 2);

@@ -1,4 +1,4 @@
-// The time that an sm90 configuration would need, for heuristic.h.
+// Models the time that an sm90 configuration would need, for heuristic.h.
 
 #ifndef JAX_TCGEMM_DISPATCH_SM90_TIME_MODEL_H_
 #define JAX_TCGEMM_DISPATCH_SM90_TIME_MODEL_H_
@@ -8,13 +8,16 @@
 
 namespace jax_tcgemm::sm90 {
 
-// Whether the kernel itself adds up so many parts of k, and not a second one: all of them must be
-// on the GPU at once, the row has the epilogue, of which C is no part, and D is of the narrower of
-// its types and leaves by TMA. They need kFixupFlagBytes of the workspace, for a flag of each warp
-// of each block, and room for their accumulators.
+// Checks if the kernel itself adds up `splits` parts of k, instead of a second kernel. The
+// conditions are:
+//   - the blocks of all parts fit on the GPU at once;
+//   - the row has the epilogue, which has no C;
+//   - D has the narrower of its types and leaves by TMA;
+//   - the workspace has kFixupFlagBytes, for a flag of each warp of each block, and room for the
+//     blocks' accumulators.
 bool has_fixup(const KernelConfig& config, const ChoiceInput& input, int splits);
 
-// See jax_tcgemm::estimated_cycles.
+// Returns the expected cycles, see jax_tcgemm::estimated_cycles.
 double estimated_cycles(const KernelConfig& config, const ChoiceInput& input, int splits);
 
 }  // namespace jax_tcgemm::sm90

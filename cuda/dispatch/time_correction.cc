@@ -1,5 +1,5 @@
-// The weights are fitted by benchmarks/fit_times.py to times of rows on an H200 and an H100
-// (benchmarks/time_rows.cc). Rows of float16 have those of the same row of bfloat16.
+// benchmarks/fit_times.py fits the weights to times of rows on an H200 and an H100
+// (benchmarks/time_rows.cc). A float16 row has the weights of the same bfloat16 row.
 
 #include "dispatch/time_correction.h"
 
@@ -30,8 +30,8 @@ constexpr RowWeights kRowWeights[] = {
 // The largest logarithm of a correction.
 constexpr double kMostCorrection = 0.5;
 
-// The products that were timed: their multiplications, the bytes of the operands and of D, and k.
-// Others keep the model's times.
+// Limits of the timed products: multiplications, bytes of the operands and of D, and k. Other
+// products keep the model's times.
 struct TimedSizes {
   double most_products;
   double most_bytes;
@@ -41,7 +41,7 @@ constexpr double kLeastProducts = 2e6;
 constexpr TimedSizes kTimed{6e10, 200e6, 8192};
 constexpr TimedSizes kTimedOfFewRows{1.4e11, 2e9, 32768};
 
-// Terms stay within what most timed products have.
+// Terms stay within the range of most timed products.
 constexpr double kMostLogCycles = 13.0;
 constexpr double kMostLogExtent = 14.0;
 constexpr double kMostLogK = 15.0;

@@ -1,5 +1,5 @@
-// Rows of a warp's accumulators as float32 in shared memory, between a mainloop that deals them to
-// lanes as its instruction does and an epilogue that wants rows of neighbouring columns.
+// Rows of a warp's accumulators as float32 in shared memory. The mainloop leaves accumulators in
+// the instruction's layout; the epilogue needs rows of neighbouring columns.
 
 #pragma once
 
@@ -7,8 +7,8 @@
 
 namespace jax_tcgemm {
 
-// (16, kColumns) float32; 16-byte chunks are XORed with the row, so that neither the 8-byte stores
-// of mma.sync's layout (4 rows, 4 lanes each) nor 16-byte reads of rows meet bank conflicts.
+// (16, kColumns) float32. Chunks of 16 bytes are XORed with the row, so that neither the 8-byte
+// stores of mma.sync's layout (4 rows, 4 lanes each) nor 16-byte reads of rows have bank conflicts.
 template <int kColumns>
 struct AccumulatorSlab {
   static_assert(kColumns % 32 == 0);
@@ -16,7 +16,7 @@ struct AccumulatorSlab {
 
   uint32_t address;  // shared memory
 
-  // Byte offset of a chunk of 4 columns.
+  // Returns the byte offset of a chunk of 4 columns.
   static __device__ __forceinline__ uint32_t offset(int row, int chunk) {
     return row * kColumns * 4 + (chunk ^ ((row & 3) << 1)) * 16;
   }

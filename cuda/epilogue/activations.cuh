@@ -1,10 +1,11 @@
-// The activation functors and their derivatives: float32 in, float32 out. Their names are the C++
-// names in jax_tcgemm/problem/activations.py, whose jnp functions are what they are tested against.
+// The activation functors and their derivatives, from float32 to float32.
+// jax_tcgemm/problem/activations.py has the same C++ names, and the jnp functions that the tests
+// compare them with.
 //
-// All are accurate to a few float32 roundings: exp and reciprocal by the fast instructions (2 ulp),
-// nothing by tanh.approx, whose 2^-11 would show in float32 results. A logistic function of less
-// than 2^-60 counts as 0. NaN and infinities give what the jnp functions give, and do not change
-// the values beside them; tests/test_special_values.py holds both.
+// All functors are accurate to a few float32 roundings. exp and reciprocal use the fast
+// instructions (2 ulp). No functor uses tanh.approx, whose error of 2^-11 would show in float32
+// results. A logistic function below 2^-60 counts as 0. NaN and infinities give the results of the
+// jnp functions and do not change neighbouring values; tests/test_special_values.py checks both.
 
 #pragma once
 
@@ -15,9 +16,9 @@
 
 namespace jax_tcgemm {
 
-// scale(x) / (1 + exp(-argument(x))). Stated in two parts, so that two values can share a
-// reciprocal: the special-function unit is what an epilogue of this form waits for. The slopes are
-// the derivatives of the parts.
+// scale(x) / (1 + exp(-argument(x))). The function has two parts, so that two values can share a
+// reciprocal: an epilogue of this form waits for the special-function unit. The slopes are the
+// derivatives of the parts.
 template <typename T>
 concept LogisticFunctor = requires(const T& functor, float x) {
   { functor.scale(x) } -> std::same_as<float>;
@@ -35,11 +36,11 @@ concept PointwiseFunctor = requires(const T& functor, float x) {
 template <typename T>
 concept ActivationFunctor = LogisticFunctor<T> || PointwiseFunctor<T>;
 
-// A functor's parameters are the first of these.
+// A functor's parameters are the first of these values.
 using ActivationParameters = float[kActivationParameters];
 
-// The larger and the smaller of two, as jnp.maximum and jnp.minimum have them: NaN if either is
-// NaN, and -0 below 0.
+// Return the larger and the smaller of two values like jnp.maximum and jnp.minimum: NaN if either
+// is NaN, and -0 is less than 0.
 __device__ __forceinline__ float larger(float x, float y) {
 #if __CUDA_ARCH__ >= 800
   float result;
@@ -61,7 +62,7 @@ __device__ __forceinline__ float smaller(float x, float y) {
 
 struct Relu {
   __device__ __forceinline__ float apply(float x) const { return larger(x, 0.f); }
-  // 0 at NaN, as jax.nn.relu has it.
+  // 0 at NaN, like jax.nn.relu.
   __device__ __forceinline__ float derivative(float x) const { return x > 0.f ? 1.f : 0.f; }
 };
 
@@ -74,8 +75,8 @@ struct ReluSquared {
 };
 
 struct Gelu {
-  // 0.5 x (1 + tanh(u)) with u = sqrt(2 / pi) (x + 0.044715 x^3), which is x / (1 + exp(-2 u)):
-  // no cancellation where tanh is near -1.
+  // 0.5 x (1 + tanh(u)) with u = sqrt(2 / pi) (x + 0.044715 x^3) equals x / (1 + exp(-2 u)), which
+  // has no cancellation where tanh is near -1.
   static constexpr float kTwice = 1.5957691216057308f;  // 2 sqrt(2 / pi)
   __device__ __forceinline__ float scale(float x) const { return x; }
   __device__ __forceinline__ float scale_slope() const { return 1.f; }
@@ -105,7 +106,7 @@ struct Silu {
 };
 
 struct Sigmoid {
-  // NaN at NaN: of a pair, no other part of the quotient keeps it.
+  // NaN at NaN: with values in pairs, no other part of the quotient keeps NaN.
   __device__ __forceinline__ float scale(float x) const { return x == x ? 1.f : x; }
   __device__ __forceinline__ float scale_slope() const { return 0.f; }
   __device__ __forceinline__ float argument(float x) const { return x; }
@@ -131,7 +132,7 @@ struct Clip {
   float low, high;
   __device__ __forceinline__ explicit Clip(const ActivationParameters& p) : low(p[0]), high(p[1]) {}
   __device__ __forceinline__ float apply(float x) const { return smaller(high, larger(low, x)); }
-  // Half at a bound, where jnp.minimum and jnp.maximum divide a cotangent evenly, and 0 at NaN.
+  // Half at a bound, where jnp.minimum and jnp.maximum divide a cotangent evenly; 0 at NaN.
   __device__ __forceinline__ float derivative(float x) const {
     const float from_low = x > low ? 1.f : x == low ? 0.5f : 0.f;
     x = x < low ? low : x;
@@ -145,7 +146,7 @@ __device__ __forceinline__ float fast_exp2(float x) {
   return power;
 }
 
-// 0 instead of less than 2^-126.
+// Returns 1 / x, or 0 if that is below 2^-126.
 __device__ __forceinline__ float fast_reciprocal(float x) {
   float result;
   asm("rcp.approx.ftz.f32 %0, %1;\n" : "=f"(result) : "f"(x));
@@ -154,15 +155,15 @@ __device__ __forceinline__ float fast_reciprocal(float x) {
 
 constexpr float kMinusLog2E = -1.4426950408889634f;
 
-// 1 / (1 + exp(-x)): 0 where exp(-x) overflows, NaN at NaN.
+// 1 / (1 + exp(-x)): 0 where exp(-x) overflows; NaN at NaN.
 __device__ __forceinline__ float sigma(float x) {
   return fast_reciprocal(1.f + fast_exp2(kMinusLog2E * x));
 }
 
-// One of two values that share a reciprocal: 1 + exp(-x) where that is at most 1 + 2^60, and a
-// factor for the quotient, which is 1 there. Beyond it the factor is 0 and the sum 1 + 2^60: the
-// product of two sums is finite, and its reciprocal is above 2^-126, so that the other value does
-// not change. NaN counts as beyond: fminf and saturation drop it, and the scale brings it back.
+// One of two values that share a reciprocal. one_plus_exp is 1 + exp(-x) up to 1 + 2^60, with
+// factor 1. Beyond that, factor is 0 and one_plus_exp stays 1 + 2^60. The product of two sums is
+// therefore finite and its reciprocal above 2^-126, so that one value does not change the other.
+// NaN counts as beyond: fminf and the saturation drop it, and the scale restores it.
 struct HalfOfPair {
   float one_plus_exp, factor;
   __device__ __forceinline__ explicit HalfOfPair(float x) {
@@ -187,14 +188,14 @@ __device__ __forceinline__ void apply_activation(const Functor& functor, float (
       const HalfOfPair first(functor.argument(x[i]));
       const HalfOfPair second(functor.argument(x[i + 1]));
       const float reciprocal = fast_reciprocal(first.one_plus_exp * second.one_plus_exp);
-      // The scale comes last: an infinite one times a quotient of 0 is NaN.
+      // The scale comes last: an infinite scale times a quotient of 0 is NaN.
       x[i] = functor.scale(x[i]) * (first.factor * (reciprocal * second.one_plus_exp));
       x[i + 1] = functor.scale(x[i + 1]) * (second.factor * (reciprocal * first.one_plus_exp));
     }
   }
 }
 
-// x becomes f(x), slope f'(x).
+// Sets x to f(x) and slope to f'(x).
 template <ActivationFunctor Functor>
 __device__ __forceinline__ void differentiate(const Functor& functor, float& x, float& slope) {
   if constexpr (PointwiseFunctor<Functor>) {
@@ -216,7 +217,8 @@ struct Identity {
   __device__ __forceinline__ float derivative(float) const { return 1.f; }
 };
 
-// Calls `visit` with the functor of the activation; a uniform branch around unrolled arithmetic.
+// Calls `visit` with the functor of the activation. The uniform branch stands around unrolled
+// arithmetic.
 template <typename Visitor>
 __device__ __forceinline__ void visit_activation(const EpilogueParams& epilogue, Visitor&& visit) {
   const auto call = [&]<typename Functor>(const Functor* /*type*/) {
@@ -237,7 +239,7 @@ __device__ __forceinline__ void visit_activation(const EpilogueParams& epilogue,
   }
 }
 
-// Stands for whichever it is: asks each time.
+// Stands for any activation and branches on each call.
 struct AnyActivation {
   const EpilogueParams& epilogue;
 };
@@ -249,8 +251,9 @@ __device__ __forceinline__ void apply_activation(const AnyActivation& any, float
   });
 }
 
-// The same for what encloses a loop: the activations of today's models have a loop each, which asks
-// nothing; the others share one. (A loop for each would be most of what there is to compile.)
+// The same for a visitor that contains a loop. The activations of today's models have a loop each,
+// without a branch in it. The others share one loop, because a loop for each would dominate the
+// compile time.
 template <typename Visitor>
 __device__ __forceinline__ void visit_common_activation(const EpilogueParams& epilogue,
                                                         Visitor&& visit) {

@@ -1,6 +1,6 @@
-// What the statements of a program compiled at run time call: the operations of JAX that C++ has no
-// operator for, joins, and random numbers. All on values as epilogue/compiled_values.cuh holds
-// them.
+// Functions that a run-time compiled program calls: operations of JAX for which C++ has no
+// operator, reductions, and random numbers. All work on values in the form of
+// epilogue/compiled_values.cuh.
 
 #pragma once
 
@@ -10,7 +10,7 @@
 
 namespace jax_tcgemm {
 
-// NaN where either is, as in jax.numpy; fmaxf would drop it.
+// NaN if either is NaN, as in jax.numpy; fmaxf would drop NaN.
 __device__ __forceinline__ float maximum(float x, float y) {
   float result;
   asm("max.NaN.f32 %0, %1, %2;\n" : "=f"(result) : "f"(x), "f"(y));
@@ -49,7 +49,7 @@ struct Minimum {
   }
 };
 
-// Joins the values of lanes whose numbers differ in these bits.
+// Joins the values of lanes whose numbers differ in the bits kFirst to kLast.
 template <typename Join, int kFirst, int kLast, typename T>
 __device__ __forceinline__ T joined_lanes(T x) {
 #pragma unroll
@@ -66,7 +66,8 @@ __device__ __forceinline__ T clamped(T low, T x, T high) {
 
 constexpr float kLog2E = 1.4426950408889634f;
 
-// x log2 e, rounded, and what 2^(the rounding error) is beyond 1: of an infinity, NaN.
+// x log2 e, rounded, and by how much 2^(the rounding error) exceeds 1. The correction of an
+// infinity is NaN.
 struct Power {
   float high, correction;
 };
@@ -77,7 +78,7 @@ __device__ __forceinline__ Power power_of_two(float x) {
   return {high, low * 0.6931471805599453f};
 }
 
-// exp(x) to 2 ulp.
+// Returns exp(x) to 2 ulp.
 __device__ __forceinline__ float fast_exp(float x) {
   const auto [high, correction] = power_of_two(x);
   float power;
@@ -86,8 +87,8 @@ __device__ __forceinline__ float fast_exp(float x) {
   return is_finite ? fmaf(power, correction, power) : power;
 }
 
-// The same for sums with 1: 0 instead of less than 2^-126, and no more than 2^128 - 2^104, which is
-// as good as infinity there.
+// Returns exp(x) for sums with 1: 0 below 2^-126, and at most 2^128 - 2^104, which serves as
+// infinity there.
 __device__ __forceinline__ float exp_beside_one(float x) {
   const auto [high, correction] = power_of_two(maximum(minimum(x, 88.72283f), -100.f));
   float power;
@@ -95,14 +96,14 @@ __device__ __forceinline__ float exp_beside_one(float x) {
   return fmaf(power, correction, power);
 }
 
-// 1 / x of what is 1 or more; 0 instead of less than 2^-126.
+// Returns 1 / x for x >= 1, or 0 if the result is below 2^-126.
 __device__ __forceinline__ float reciprocal(float x) {
   float result;
   asm("rcp.approx.ftz.f32 %0, %1;\n" : "=f"(result) : "f"(x));
   return result;
 }
 
-// 1 / (1 + exp(-x)), to a few ulp.
+// Returns 1 / (1 + exp(-x)) to a few ulp.
 __device__ __forceinline__ float logistic(float x) { return reciprocal(1.f + exp_beside_one(-x)); }
 
 // 1 + tanh(x) and 1 - tanh(x), without cancellation.
@@ -115,14 +116,14 @@ __device__ __forceinline__ BesideTanh beside_tanh(float x) {
   return {x > 0.f ? 2.f - minus : power * minus, minus};
 }
 
-// The same for results of 16 bits and fewer: x log2 e is rounded, which is up to 2^-17 of the
-// power, and what overflows is infinite.
+// The same functions for results of 16 bits or fewer. They round x log2 e, which changes the power
+// by up to 2^-17, and overflow gives infinity.
 __device__ __forceinline__ float coarse_exp(float x) {
   float power;
   asm("ex2.approx.f32 %0, %1;\n" : "=f"(power) : "f"(kLog2E * x));
   return power;
 }
-// exp(factor x); a factor that is known is one with log2 e.
+// Returns exp(factor x). The compiler folds a constant factor with log2 e.
 __device__ __forceinline__ float coarse_exp_beside_one(float factor, float x) {
   float power;
   asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(power) : "f"(kLog2E * factor * x));
@@ -138,14 +139,14 @@ __device__ __forceinline__ BesideTanh coarse_beside_tanh(float x) {
 }
 
 __device__ __forceinline__ float sign(float x) {
-  return x > 0.f ? 1.f : x < 0.f ? -1.f : x;  // of NaN and zeros themselves
+  return x > 0.f ? 1.f : x < 0.f ? -1.f : x;  // NaN and zeros keep their value
 }
 template <typename T>
 __device__ __forceinline__ T sign(T x) {
   return x > T{0} ? T{1} : x < T{0} ? static_cast<T>(-1) : T{0};
 }
 
-// Of integers: what XLA makes of a division by zero and of the one quotient out of range.
+// Integer division with XLA's results for a division by zero and for the one quotient out of range.
 template <typename T>
 __device__ __forceinline__ T quotient(T x, T y) {
   if (y == T{0}) return static_cast<T>(-1);
@@ -159,7 +160,7 @@ __device__ __forceinline__ T remainder_of(T x, T y) {
   return static_cast<T>(x % y);
 }
 
-// Shifts by the number of bits or more leave nothing, or the sign.
+// Shifts by the number of bits or more give zero, or the sign.
 template <typename T>
 __device__ __forceinline__ T shifted_left(T x, T by) {
   using Bits = std::conditional_t<sizeof(T) == 4, uint32_t, uint16_t>;
@@ -173,7 +174,7 @@ __device__ __forceinline__ T shifted_right_logical(T x, T by) {
   const auto count = static_cast<uint32_t>(by);
   return count >= 8 * sizeof(T) ? T{0} : static_cast<T>(static_cast<Bits>(x) >> count);
 }
-// The highest bit is the sign, of unsigned integers as well.
+// The highest bit is the sign, even for unsigned integers.
 template <typename T>
 __device__ __forceinline__ T shifted_right_arithmetic(T x, T by) {
   using Signed = std::conditional_t<sizeof(T) == 4, int32_t,
@@ -189,8 +190,8 @@ __device__ __forceinline__ int bits_set(T x) {
   return __popc(static_cast<uint32_t>(x) & (0xffffffffu >> (32 - 8 * sizeof(T))));
 }
 
-// 20 rounds of Threefry-2x32 (Salmon et al., 2011, "Parallel random numbers: as easy as 1, 2, 3"),
-// in place.
+// Applies 20 rounds of Threefry-2x32 in place (Salmon et al., 2011, "Parallel random numbers: as
+// easy as 1, 2, 3").
 __device__ __forceinline__ void threefry2x32(uint32_t key0, uint32_t key1, uint32_t& x0,
                                              uint32_t& x1) {
   const uint32_t keys[3] = {key0, key1, key0 ^ key1 ^ 0x1BD11BDAu};
@@ -210,7 +211,7 @@ __device__ __forceinline__ void threefry2x32(uint32_t key0, uint32_t key1, uint3
   }
 }
 
-// Of two words by a key of two.
+// The two words that Threefry makes from two words by a key of two.
 struct RandomWords {
   uint32_t first, second;
 };
@@ -220,13 +221,14 @@ __device__ __forceinline__ RandomWords random_words(uint32_t key0, uint32_t key1
   return {x0, x1};
 }
 
-// As jax.random.bits makes number `count` of an array, below 2^32, where threefry is partitionable.
+// Returns element `count` (below 2^32) of an array as jax.random.bits computes it with
+// partitionable Threefry.
 __device__ __forceinline__ uint32_t random_bits(uint32_t key0, uint32_t key1, uint32_t count) {
   const auto [first, second] = random_words(key0, key1, 0, count);
   return first ^ second;
 }
 
-// The same bits as another type of as many.
+// Returns the same bits as another type of the same size.
 template <typename To, typename From>
 __device__ __forceinline__ To bits_as(From from) {
   static_assert(sizeof(To) == sizeof(From));

@@ -1,6 +1,6 @@
-// Operations of a program compiled at run time whose result depends on the element type: they step
-// along its numbers, or round to it more than once. Values are held in float32; see
-// epilogue/compiled_values.cuh. Each does what XLA does, bit for bit.
+// Operations of a run-time compiled program whose result depends on the element type: they step
+// along the type's numbers, or round to the type more than once. Values are held in float32
+// (epilogue/compiled_values.cuh). Each operation matches XLA bit for bit.
 
 #pragma once
 
@@ -36,7 +36,8 @@ template <typename T>
 using BitsOf = std::conditional_t<sizeof(T) == 4, uint32_t,
                                   std::conditional_t<sizeof(T) == 2, uint16_t, uint8_t>>;
 
-// An element that holds a value of its type as it is; that of bfloat16 keeps the bits of a NaN.
+// Converts a value that its type represents exactly to an element. bfloat16 keeps the bits of a
+// NaN.
 template <typename T>
 __device__ __forceinline__ T exact_element(float value) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
@@ -46,7 +47,7 @@ __device__ __forceinline__ T exact_element(float value) {
   }
 }
 
-// The next number of the type after x, towards y.
+// Returns the type's next number after x towards y.
 template <typename T>
 __device__ __forceinline__ float next_after(float x, float y) {
   if constexpr (std::is_same_v<T, float>) {
@@ -64,8 +65,8 @@ __device__ __forceinline__ float next_after(float x, float y) {
   }
 }
 
-// x with fewer bits: the mantissa is rounded to the nearest, ties to even; a number that the
-// exponent has no room for becomes infinite, or zero where it would be subnormal. NaN stays.
+// Returns x with fewer bits. The mantissa is rounded to nearest, ties to even. Numbers beyond the
+// exponent's range become infinite, or zero if they would be subnormal. NaN stays NaN.
 template <typename T, int kExponent, int kMantissa>
 __device__ __forceinline__ float reduced_precision(float x) {
   using Bits = BitsOf<T>;
@@ -89,11 +90,11 @@ __device__ __forceinline__ float reduced_precision(float x) {
   return x == x ? value_of(bits_as<T>(static_cast<Bits>(bits))) : x;
 }
 
-// What XLA rounds to within one operation.
+// The type to which XLA rounds within one operation.
 template <typename T>
 using StepOf = std::conditional_t<sizeof(T) == 1, __half, T>;
 
-// so_far * x^kPower: by squaring, rounded at each step.
+// Returns so_far * x^kPower by squaring, rounded at each step.
 template <typename Step, int kPower>
 __device__ __forceinline__ float continued_power(float so_far, float x) {
   if constexpr (kPower == 0) {
@@ -119,7 +120,7 @@ __device__ __forceinline__ float power_by_steps(float x) {
   }
 }
 
-// x to a power that is known; of a negative one the reciprocal.
+// Returns x to a constant power. A negative power gives the reciprocal.
 template <typename T, int kPower>
 __device__ __forceinline__ float integer_power(float x) {
   return rounded<T>(power_by_steps<StepOf<T>, kPower>(x));
@@ -132,7 +133,7 @@ __device__ __forceinline__ float one_minus_square(float x) {
   return rounded<T>(rounded<Step>(1.f + x) * rounded<Step>(1.f - x));
 }
 
-// The number of type T nearest to an integer, rounded once.
+// Returns the number of type T nearest to an integer, rounded once.
 template <typename T, typename Integer>
 __device__ __forceinline__ float nearest_to(Integer x) {
   if constexpr (std::is_same_v<T, __nv_bfloat16> && sizeof(Integer) == 4) {

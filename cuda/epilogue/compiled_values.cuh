@@ -1,8 +1,8 @@
-// Values of an epilogue that was compiled at run time: how element types are held, read and
-// written.
+// Values of an epilogue that was compiled at run time: how they are held, read and written for each
+// element type.
 //
-// A value of a floating-point type narrower than float32 is held in float32 and rounded after each
-// operation, as if it had been written to memory.
+// Floating-point values narrower than float32 are held in float32 and rounded after each operation,
+// as if they had been written to memory.
 
 #pragma once
 
@@ -25,7 +25,7 @@ inline constexpr bool kIsNarrowFloat =
     std::is_same_v<T, __nv_bfloat16> || std::is_same_v<T, __half> ||
     std::is_same_v<T, __nv_fp8_e4m3> || std::is_same_v<T, __nv_fp8_e5m2>;
 
-// What a value of an element type is held in.
+// The type that holds a value of an element type.
 template <typename T>
 using ValueOf = std::conditional_t<kIsNarrowFloat<T>, float, T>;
 
@@ -34,9 +34,9 @@ __device__ __forceinline__ ValueOf<T> value_of(T element) {
   return static_cast<ValueOf<T>>(element);
 }
 
-// Two elements nearest to float32 values, ties to even; beyond the largest infinity, or NaN where
-// there is no infinity. The instructions for 8 bits end at the largest instead, and CUDA's
-// functions that do not are made of many.
+// Returns two elements nearest to float32 values, ties to even. Values beyond the largest number
+// become infinity, or NaN if the type has no infinity. The 8-bit instructions saturate at the
+// largest number instead, and CUDA's functions that do not saturate take many instructions.
 template <typename T>
 __device__ __forceinline__ uint32_t packed_floats(float first, float second) {
   if constexpr (sizeof(T) == 2) {
@@ -52,7 +52,7 @@ __device__ __forceinline__ uint32_t packed_floats(float first, float second) {
     uint16_t pair;
     asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;\n" : "=h"(pair) : "f"(second), "f"(first));
     constexpr float kBetweenLargestAndInfinity = 61440.f;
-    // The largest is 0x7b, infinity 0x7c.
+    // The largest number is 0x7b, infinity is 0x7c.
     return pair + (fabsf(first) >= kBetweenLargestAndInfinity ? 1 : 0) +
            (fabsf(second) >= kBetweenLargestAndInfinity ? 0x100 : 0);
   }
@@ -78,7 +78,7 @@ __device__ __forceinline__ float rounded(float value) {
   return static_cast<float>(element_of<T>(value));
 }
 
-// A float32 in an integer type: towards zero, to the nearest end of the range, 0 for NaN.
+// Converts float32 to an integer type: towards zero, saturated to the range, 0 for NaN.
 template <typename T>
 __device__ __forceinline__ T integer_of(float value) {
   if constexpr (std::is_same_v<T, uint32_t>) {
@@ -93,7 +93,7 @@ __device__ __forceinline__ T integer_of(float value) {
   }
 }
 
-// --- Values of a thread in 16 x 16 of D (kChunkValues, dealt as accumulators) ------------------
+// --- Values of a thread in 16 x 16 of D (kChunkValues, laid out like accumulators) -------------
 
 template <typename T>
 struct ScalarValues {
@@ -168,7 +168,7 @@ __device__ __forceinline__ void store_shared_pair(uint32_t address, ValueOf<T> f
   }
 }
 
-// Of what no kernel writes while this one runs.
+// Loads from memory that no kernel writes while this one runs.
 template <typename T>
 __device__ __forceinline__ T load_global(const T* from) {
   T value;

@@ -1,6 +1,6 @@
-// What the epilogue makes of z = alpha * scales * acc + bias, in float32: see RoleOfC and
-// EpilogueParams. sm80 and sm90 kernels differ only in where the values come from and go to, which
-// are the callbacks.
+// Applies the epilogue to z = alpha * scales * acc + bias in float32 (see RoleOfC and
+// EpilogueParams). sm80 and sm90 kernels differ only in the callbacks, which read and write the
+// values.
 
 #pragma once
 
@@ -38,7 +38,8 @@ __device__ __forceinline__ void multiply_c(float (&value)[kWidth], LoadC&& load_
   for (int i = 0; i < kWidth; ++i) value[i] *= c[i];
 }
 
-// value *= f'(C), and where gated z * f(C) and value *= C2. Few values are alive at a time.
+// value *= f'(C); if gated, also stores z * f(C) and computes value *= C2. Few values are live at a
+// time.
 template <int kWidth, typename LoadC, typename LoadC2, typename StoreAux>
 __device__ __forceinline__ void multiply_derivative(const EpilogueParams& epilogue,
                                                     float (&value)[kWidth], LoadC&& load_c,
@@ -62,10 +63,10 @@ __device__ __forceinline__ void multiply_derivative(const EpilogueParams& epilog
   for (int i = 0; i < kWidth; ++i) value[i] *= slope[i];
 }
 
-// Which epilogues there is code for: those that take the derivative at C, the others, or both.
+// The epilogues that have code: those with the derivative at C, the others, or both.
 enum class Derivatives { kOnly, kNone, kBoth };
 
-// value: z -> D. The loads are called at most once, and store_aux exactly if there is a second
+// value: z -> D. Calls each load at most once. Calls store_aux if and only if there is a second
 // result.
 template <Derivatives kDerivatives = Derivatives::kBoth, int kWidth, typename LoadC,
           typename LoadC2, typename StoreAux>

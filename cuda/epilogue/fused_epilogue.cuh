@@ -1,7 +1,8 @@
-// The epilogue on accumulators of neighbouring columns, read and written in global memory.
+// The epilogue on accumulators of neighbouring columns. It reads and writes global memory.
 //
-// The contract between a mainloop and this epilogue is a vector: the float32 accumulators of kWidth
-// neighbouring columns of a row. How they came about, and by which instruction, is not known here.
+// The interface between a mainloop and this epilogue is a vector: the float32 accumulators of
+// kWidth neighbouring columns of a row. The epilogue does not depend on the instruction that
+// computed them.
 
 #pragma once
 
@@ -15,8 +16,8 @@
 
 namespace jax_tcgemm {
 
-// One thread's part of the epilogue of a tile: vectors of the same columns. kWork: what there may
-// be to do, kSum or kAny.
+// One thread's part of the epilogue of a tile: vectors of the same columns. kWork: the epilogues
+// that it has code for, kSum or kAny.
 template <typename Element, int kWidth, EpilogueWork kWork = EpilogueWork::kAny>
 struct FusedEpilogue {
   static_assert(kWork >= EpilogueWork::kSum);
@@ -26,10 +27,10 @@ struct FusedEpilogue {
   const GemmParams& problem;
   const EpilogueParams& params;
   int batch;
-  int columns;  // of kWidth that are inside D
+  int columns;  // columns from the first one on that are inside D
   float alpha, beta;
-  int64_t c_offset, d_offset;  // elements, of (0, column) of the batch
-  Vector bias, column_factor;  // the latter with alpha
+  int64_t c_offset, d_offset;  // in elements, of (0, column) in the batch's matrix
+  Vector bias, column_factor;  // column_factor includes alpha
 
   __device__ __forceinline__ FusedEpilogue(const GemmParams& problem, int batch, int column)
       : problem(problem),
@@ -49,8 +50,8 @@ struct FusedEpilogue {
     }
   }
 
-  // Finishes the accumulators of rows `row`, `row + row_step`, ... and writes them; `value` is
-  // clobbered. The loads of all rows are in flight together.
+  // Finishes the accumulators of rows `row`, `row + row_step`, ... and writes them. Overwrites
+  // `value`. The loads of all rows are in flight together.
   template <Derivatives kDerivatives = Derivatives::kBoth, int kCount>
   __device__ __forceinline__ void finish(Vector (&value)[kCount], int row, int row_step) const {
     using Flat = float[kCount * kWidth];

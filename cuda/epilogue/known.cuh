@@ -1,6 +1,6 @@
-// Facts about the epilogue that a kernel knows when it is compiled. A kernel of the build has code
-// for any epilogue and asks its parameters; a kernel that is compiled at run time has one epilogue,
-// whose numbers dispatch/run_time_row.cc defines.
+// Facts about the epilogue that a kernel knows at compile time. A prebuilt kernel has code for any
+// epilogue and reads the parameters. A kernel that is compiled at run time has one epilogue;
+// dispatch/run_time_row.cc defines its constants.
 
 #pragma once
 
@@ -32,7 +32,7 @@ __device__ __forceinline__ ElementType known_d_type(const EpilogueParams& epilog
 #endif
 }
 
-// For sm90 kernels; `finish` is what the parameters say.
+// Returns the Finish of an sm90 kernel; `finish` is the parameters' value.
 template <typename Finish>
 __device__ __forceinline__ Finish known_finish(Finish finish) {
 #ifdef JAX_TCGEMM_KNOWN_FINISH

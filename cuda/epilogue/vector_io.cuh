@@ -1,5 +1,5 @@
-// Neighbouring columns of C, bias, D and the pre-activation in global memory: four in one access
-// where strides and alignment allow, element by element where not.
+// Reads and writes neighbouring columns of C, bias, D and the pre-activation in global memory: four
+// columns in one access if strides and alignment allow, otherwise element by element.
 
 #pragma once
 
@@ -30,7 +30,7 @@ __device__ __forceinline__ void load_whole_vector(Vector<kVectorColumns>& out, c
   }
 }
 
-// Reads `columns` (<= 0: none) columns as float32; the others are 0.
+// Reads `columns` (<= 0: none) columns as float32. The others are 0.
 template <typename Element, int kWidth>
 __device__ __forceinline__ void load_vector(Vector<kWidth>& out, const Addend& source,
                                             int64_t offset, int columns) {

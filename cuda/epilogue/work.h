@@ -1,4 +1,4 @@
-// How much there is to do in an epilogue.
+// How much work an epilogue does.
 
 #ifndef JAX_TCGEMM_EPILOGUE_WORK_H_
 #define JAX_TCGEMM_EPILOGUE_WORK_H_
@@ -8,7 +8,7 @@
 
 namespace jax_tcgemm {
 
-// Whether D is the product, rounded, and the only result.
+// Returns true if D is the rounded product and the only result.
 inline bool is_plain(const EpilogueParams& epilogue) {
   return epilogue.alpha.data == nullptr && epilogue.alpha.value == 1.f &&
          epilogue.c.data == nullptr && epilogue.bias.data == nullptr && epilogue.aux == nullptr &&

@@ -1,4 +1,4 @@
-// From the custom call for the gradient of an activation to an ActivationGradient.
+// Decodes the custom call for the gradient of an activation into an ActivationGradient.
 
 #include <cuda_runtime_api.h>
 
@@ -76,7 +76,7 @@ Status decode_and_run(ffi::AnyBuffer cotangent, ffi::AnyBuffer z, ffi::Remaining
   JAX_TCGEMM_REQUIRE(
       0 < at.n && at.n <= kMaxExtent && at.n % kGradientColumns == 0 && elements % at.n == 0,
       "n=", at.n, " of ", elements, " elements");
-  constexpr int64_t kMostParts = 65535;  // of a grid
+  constexpr int64_t kMostParts = 65535;  // the limit of a grid's second dimension
   JAX_TCGEMM_REQUIRE(0 < at.parts && at.parts <= kMostParts, "parts=", at.parts);
   ActivationGradient problem = {};
   problem.cotangent = cotangent.untyped_data();

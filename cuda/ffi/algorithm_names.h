@@ -1,4 +1,4 @@
-// Algorithms by their names in jax_tcgemm/kernels/arithmetic.py.
+// Finds algorithms by their names in jax_tcgemm/kernels/arithmetic.py.
 
 #ifndef JAX_TCGEMM_FFI_ALGORITHM_NAMES_H_
 #define JAX_TCGEMM_FFI_ALGORITHM_NAMES_H_
@@ -18,7 +18,7 @@ inline std::optional<Algorithm> algorithm_from_name(std::string_view name) {
   return std::nullopt;
 }
 
-// Null: these are no planes.
+// Returns the product of planes with this name, or null if there is none.
 inline const PlaneProduct* plane_product_from_name(std::string_view name) {
   for (const PlaneProduct& product : kPlaneProducts) {
     if (name == product.name) return &product;

@@ -1,5 +1,5 @@
-// The attributes of the custom call, set by jax_tcgemm/lowering/custom_call.py. Included by the
-// files of this folder alone: nothing else knows XLA.
+// The attributes of the custom call, set by jax_tcgemm/lowering/custom_call.py. Only the files of
+// this folder include them: no other folder uses XLA.
 
 #ifndef JAX_TCGEMM_FFI_ATTRIBUTES_H_
 #define JAX_TCGEMM_FFI_ATTRIBUTES_H_
@@ -14,12 +14,12 @@ namespace jax_tcgemm {
 namespace ffi = ::xla::ffi;
 using Strides = ffi::Span<const int64_t>;
 
-// Of m, n and k, which the kernels count in 32 bits to the end of the last tile, and of the
-// matrices of a batch, which they count to one step of the grid beyond; as MAX_EXTENT in
-// jax_tcgemm/problem/strides.py.
+// The largest m, n, k and number of matrices in a batch. The kernels count all of them in 32 bits:
+// extents up to the end of the last tile, matrices up to one step of the grid beyond. MAX_EXTENT in
+// jax_tcgemm/problem/strides.py is the same number.
 constexpr int64_t kMaxExtent = int64_t{1} << 30;
 
-// A stride in elements is possible if it is not negative and its bytes fit into 64 bits.
+// Checks if a stride in elements is possible: it is not negative, and its bytes fit into 64 bits.
 constexpr bool is_stride(int64_t stride) { return 0 <= stride && stride <= int64_t{1} << 56; }
 
 // Strides are in elements.

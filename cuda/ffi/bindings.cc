@@ -36,7 +36,7 @@ namespace nb = nanobind;
 namespace jax_tcgemm {
 namespace {
 
-// What can be named as `config=`, its expected cycles, and whether its blocks add up parts of k.
+// A name for `config=`, the expected cycles, and true if the row's blocks add up parts of k.
 using RankedConfig = std::tuple<std::string, double, bool>;
 
 std::vector<std::string> kernel_names() {
@@ -55,7 +55,7 @@ EpilogueWork work_called(const std::string& name) {
   throw std::invalid_argument("epilogue '" + name + "'");
 }
 
-// Reads jax_tcgemm/kernels/choice_input.py.
+// Reads a ChoiceInput of jax_tcgemm/kernels/choice_input.py.
 ChoiceInput choice_input(const nb::object& problem) {
   const auto read = [&]<class T>(const char* name, T* value) {
     *value = nb::cast<T>(problem.attr(name));
@@ -153,8 +153,8 @@ nb::dict registrations() {
   return result;
 }
 
-// XLA's threads call these, which do not hold Python's lock. What `compile` raises becomes XLA's
-// error, or rules kernels out that the build lacks.
+// Sets Python functions as the compiler. XLA's threads call them without Python's lock. An
+// exception of `compile` becomes XLA's error, or rules out kernels that the build lacks.
 void set_python_compiler(nb::object compile, nb::object begin) {
   const auto call = [](const nb::object& function, const KernelSource& source) -> nb::object {
     const auto text = [](std::string_view view) { return nb::str(view.data(), view.size()); };
@@ -181,7 +181,7 @@ void set_python_compiler(nb::object compile, nb::object begin) {
                   try {
                     call(*kept_begin, source);
                   } catch (const std::exception&) {
-                    // `compile` will say.
+                    // `compile` will report the error.
                   }
                 }});
 }
@@ -198,7 +198,7 @@ nb::dict device_properties(int ordinal) {
   if (!status.ok()) throw std::runtime_error(status.message());
   int driver = 0;
   cudaDriverGetVersion(&driver);
-  // 0 where the driver does not say.
+  // A value is 0 if the driver does not say.
   int clock_khz = 0, memory_clock_khz = 0, memory_bus_bits = 0;
   cudaDeviceGetAttribute(&clock_khz, cudaDevAttrClockRate, ordinal);
   cudaDeviceGetAttribute(&memory_clock_khz, cudaDevAttrMemoryClockRate, ordinal);
@@ -212,7 +212,7 @@ nb::dict device_properties(int ordinal) {
   result["shared_memory_per_sm"] = properties->shared_memory_per_sm;
   result["l2_bytes"] = properties->l2_bytes;
   result["clock_rate"] = 1e3 * clock_khz;
-  // Two transfers a clock.
+  // The memory makes two transfers a clock.
   result["memory_bandwidth"] = 2e3 * memory_clock_khz * memory_bus_bits / 8;
   result["driver_cuda"] = std::to_string(driver / 1000) + "." + std::to_string(driver % 1000 / 10);
   return result;

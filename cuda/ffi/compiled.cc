@@ -1,7 +1,7 @@
 // The custom call of a product whose epilogue is compiled at run time; see dispatch/compiled.h.
 //
-// Instantiate, once for each call of a program: the kernel is compiled and loaded.
-// Execute: it is launched.
+// Instantiate, once for each call of a program: compiles and loads the kernel.
+// Execute: launches the kernel.
 
 #include <cuda_runtime_api.h>
 
@@ -25,9 +25,9 @@
 
 namespace jax_tcgemm {
 
-// Set by jax_tcgemm/lowering/compiled.py. Operands: a, b, [b2 or group_sizes], [scales of a and b
-// by blocks], those of the epilogue. With groups, which divide the rows, those are the batch's
-// matrices of b.
+// Set by jax_tcgemm/lowering/compiled.py. Operands: a, b, [b2 or group_sizes], [block scales of a
+// and b], those of the epilogue. Groups divide the rows; the batch of b then has a matrix for each
+// group.
 struct CompiledAttributes {
   int64_t m, n, k;
   int64_t b2_offset;
@@ -37,14 +37,14 @@ struct CompiledAttributes {
   Strides a_scale_strides;  // (batch..., m, blocks of k); empty: there are no scales
   Strides b_scale_strides;  // (batch..., blocks of k, blocks of n)
   Strides operand_strides;  // (batch..., m, n), one operand of the epilogue after the other
-  Strides operand_vectors;  // 1 where one is read by vectors of 16 bytes
+  Strides operand_vectors;  // 1 if the kernel reads an operand by vectors of 16 bytes
   Strides result_elements;
-  int64_t warp_bytes;  // as EpilogueProgram has them
+  int64_t warp_bytes;  // see EpilogueProgram
   bool has_b2, gated, has_groups;
   std::string_view algorithm, config, digest, source;
 
   bool has_scales() const { return a_scale_strides.size() > 0; }
-  // Operands before those of the epilogue.
+  // Returns the number of operands before those of the epilogue.
   size_t own_operands() const {
     return 2 + (has_b2 || has_groups ? 1 : 0) + (has_scales() ? 2 : 0);
   }
@@ -74,7 +74,7 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
 namespace jax_tcgemm {
 namespace {
 
-// As the products with built-in epilogues have them.
+// Returns the attributes in the form of products with built-in epilogues.
 GemmAttributes gemm_attributes(const CompiledAttributes& at) {
   GemmAttributes gemm = {};
   gemm.m = at.m;
@@ -120,7 +120,7 @@ EpilogueOperands epilogue_operands(const CompiledAttributes& at, int64_t matrice
           at.source};
 }
 
-// Scales of one operand, of (batch..., first, second).
+// Reads the scales of one operand, (batch..., first, second).
 Status decode_scales(const CompiledAttributes& at, ffi::RemainingArgs& operands, size_t index,
                      Strides strides, int64_t first, int64_t second, const float** data,
                      int64_t* stride_first, int64_t* stride_second, BatchStrides* batch) {
@@ -193,7 +193,8 @@ Status decode_and_run(const CompiledAttributes& at, ffi::RemainingArgs& operands
   return run_compiled(problem, params, program_of(at), *device, stream);
 }
 
-// The kernel for the process's current GPU; for another kind it is compiled when it runs first.
+// Prepares the kernel for the process's current GPU. For another kind of GPU the first run compiles
+// it.
 Status decode_and_prepare(const CompiledAttributes& at) {
   int ordinal = 0;
   if (cudaGetDevice(&ordinal) != cudaSuccess) {
@@ -214,7 +215,7 @@ ffi::Error compiled_gemm(cudaStream_t stream, int32_t ordinal, ffi::RemainingArg
   return as_error(decode_and_run(attributes, operands, results, ordinal, stream));
 }
 
-// XLA may hand over buffers without addresses, or none.
+// XLA may pass buffers without addresses, or none.
 ffi::Error instantiate_compiled_gemm(ffi::RemainingArgs, ffi::RemainingRets,
                                      CompiledAttributes attributes) {
   return as_error(decode_and_prepare(attributes));

@@ -13,7 +13,7 @@ constexpr int64_t kVectorBytes = 16;
 
 bool is_aligned(const void* data) { return reinterpret_cast<uintptr_t>(data) % kVectorBytes == 0; }
 
-// Operand i of the epilogue.
+// Reads operand i of the epilogue.
 Status decode_operand(const EpilogueOperands& at, ffi::RemainingArgs& operands, size_t i,
                       const ElementKind& kind, CompiledOperand* operand) {
   const size_t batch_rank = at.batch_shape.size();
@@ -50,7 +50,7 @@ Status decode_operand(const EpilogueOperands& at, ffi::RemainingArgs& operands, 
   return Status();
 }
 
-// Elements of the next reduction's result: what each block of results has joined.
+// Counts the elements of the next reduction's result: each block of results contributes its own.
 Status reduced_elements(const EpilogueOperands& at, ReductionReader* source, int64_t* elements) {
   bool along_m = false, along_n = false;
   JAX_TCGEMM_RETURN_IF_ERROR(source->next(&along_m, &along_n));
@@ -94,7 +94,7 @@ Status decode_epilogue(const EpilogueOperands& at, ffi::RemainingArgs& operands,
     JAX_TCGEMM_REQUIRE(static_cast<int64_t>(buffer.element_count()) == at.result_elements[i],
                        "result ", i, " has ", buffer.element_count(), " elements, not ",
                        at.result_elements[i]);
-    ElementKind kind = {4, false};  // of a reduction
+    ElementKind kind = {4, false};  // for a reduction
     int64_t elements = 0;
     if (static_cast<int64_t>(i) < matrices) {
       JAX_TCGEMM_RETURN_IF_ERROR(result_kinds.next(&kind));

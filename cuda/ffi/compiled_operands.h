@@ -1,4 +1,4 @@
-// From the buffers of a custom call to the operands and results of a program that came with it.
+// Decodes the buffers of a custom call into the operands and results of its program.
 
 #ifndef JAX_TCGEMM_FFI_COMPILED_OPERANDS_H_
 #define JAX_TCGEMM_FFI_COMPILED_OPERANDS_H_
@@ -13,21 +13,21 @@
 
 namespace jax_tcgemm {
 
-// What the attributes of such a call say of them.
+// The attributes of such a call that describe these operands and results.
 struct EpilogueOperands {
   int64_t m, n;
   Strides batch_shape;
   Strides operand_strides;  // (batch..., m, n), one operand after the other
-  Strides operand_vectors;  // 1 where one is read by vectors of 16 bytes
+  Strides operand_vectors;  // 1 if the kernel reads an operand by vectors of 16 bytes
   Strides result_elements;
-  size_t before;                      // buffers of the call before them
+  size_t before;                      // buffers of the call before the epilogue's operands
   int64_t matrices;                   // of m x n
-  int64_t block_rows, block_columns;  // of results that reductions join
+  int64_t block_rows, block_columns;  // of a block of results that a reduction joins
   std::string_view source;
 };
 
-// Reads the addresses and strides. The buffers have what the strides address, and are what the
-// source says.
+// Reads the addresses and strides. It checks that the buffers have the elements that the strides
+// address, and that they agree with the source.
 Status decode_epilogue(const EpilogueOperands& at, ffi::RemainingArgs& operands,
                        ffi::RemainingRets& results, CompiledParams* params);
 

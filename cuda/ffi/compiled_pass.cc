@@ -1,7 +1,7 @@
-// The custom call of a program in a pass over its operands; see dispatch/compiled_pass.h.
+// The custom call that runs a program as a pass over its operands; see dispatch/compiled_pass.h.
 //
-// Instantiate, once for each call of a program: the kernel is compiled and loaded.
-// Execute: it is launched.
+// Instantiate, once for each call of a program: compiles and loads the kernel.
+// Execute: launches the kernel.
 
 #include "dispatch/compiled_pass.h"
 
@@ -23,7 +23,7 @@ struct PassAttributes {
   int64_t m, n;
   Strides batch_shape;
   Strides operand_strides;  // (batch..., m, n), one operand after the other
-  Strides operand_vectors;  // 1 where one is read by vectors of 16 bytes
+  Strides operand_vectors;  // 1 if the kernel reads an operand by vectors of 16 bytes
   Strides result_elements;
   std::string_view digest, source;
 };
@@ -72,7 +72,7 @@ ffi::Error compiled_pass(cudaStream_t stream, ffi::RemainingArgs operands,
   return as_error(decode_and_run(attributes, operands, results, stream));
 }
 
-// XLA may hand over buffers without addresses, or none.
+// XLA may pass buffers without addresses, or none.
 ffi::Error instantiate_compiled_pass(ffi::RemainingArgs, ffi::RemainingRets,
                                      PassAttributes attributes) {
   return as_error(prepare_pass({attributes.digest, attributes.source}));

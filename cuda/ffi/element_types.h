@@ -1,4 +1,4 @@
-// XLA's element types as ours.
+// Converts XLA's element types to this package's.
 
 #ifndef JAX_TCGEMM_FFI_ELEMENT_TYPES_H_
 #define JAX_TCGEMM_FFI_ELEMENT_TYPES_H_
@@ -23,23 +23,24 @@ inline Status decode_type(const char* what, ffi::DataType from, ElementType* typ
   }
 }
 
-// Of A, B or D, whose complex numbers are pairs of real ones: extents and strides count those.
+// Decodes the type of A, B or D. A complex number counts as a pair of real numbers, which extents
+// and strides count.
 inline Status decode_real_type(const char* what, ffi::DataType from, ElementType* type) {
   return decode_type(what, from == ffi::C64 ? ffi::F32 : from, type);
 }
 
-// Real numbers of a buffer.
+// Returns the number of real numbers in a buffer.
 inline int64_t real_count(const ffi::AnyBuffer& buffer) {
   const auto count = static_cast<int64_t>(buffer.element_count());
   return buffer.element_type() == ffi::C64 ? 2 * count : count;
 }
 
-// Bytes of one of them.
+// Returns the bytes of a real number of a buffer.
 inline int64_t real_bytes(ffi::DataType type) {
   return static_cast<int64_t>(ffi::ByteWidth(type == ffi::C64 ? ffi::F32 : type));
 }
 
-// Of D or of what is added to it.
+// Checks if D and its addends may have this type.
 inline bool is_output(ElementType type, Algorithm algorithm) {
   const Arithmetic arithmetic = arithmetic_of(algorithm);
   return type == arithmetic.output || type == arithmetic.wide_output;

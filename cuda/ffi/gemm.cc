@@ -1,5 +1,5 @@
-// The way from XLA to the kernels: decodes a custom call into a GemmProblem (operands:
-// ffi/operands.cc), and turns a Status into an ffi::Error.
+// The custom call of a product: decodes it into a GemmProblem (operands: ffi/operands.cc), and
+// turns a Status into an ffi::Error.
 
 #include "ffi/handlers.h"
 
@@ -25,7 +25,7 @@
 namespace jax_tcgemm {
 namespace {
 
-// D, the further results (the pre-activation; of a gated product two), and the workspace.
+// Reads D, the further results (the pre-activation, or two for a gated product), and the workspace.
 Status decode_results(const Call& call, GemmProblem* problem) {
   const GemmAttributes& at = call.attributes;
   GemmParams* params = &problem->params;
@@ -89,7 +89,7 @@ Status decode_and_run(const Call& call, int32_t ordinal, cudaStream_t stream) {
   return run_gemm(problem, *device, stream);
 }
 
-// The epilogue as far as a call's attributes tell: what is there has some address.
+// Reads the epilogue as far as a call's attributes tell. An operand that exists gets some address.
 Status expect_epilogue(const GemmAttributes& at, ffi::RemainingRets& results,
                        EpilogueParams* epilogue) {
   static constexpr float kSomewhere alignas(16)[4] = {};
@@ -97,13 +97,13 @@ Status expect_epilogue(const GemmAttributes& at, ffi::RemainingRets& results,
                           Addend* addend) {
     if (!is_there) return;
     const size_t rank = at.batch_shape.size();
-    if (strides.size() != rank + along_m + along_n) return;  // the execution will say
+    if (strides.size() != rank + along_m + along_n) return;  // the execution will report it
     *addend = {kSomewhere, 0, 0, {}, epilogue->d_type, true};
     if (along_m) addend->stride_m = strides[rank];
     if (along_n) addend->stride_n = strides[strides.size() - 1];
     for (size_t i = 0; i < rank; ++i) addend->batch.stride[i] = strides[i];
   };
-  // XLA may hand over no results yet.
+  // XLA may pass no results yet.
   if (auto d = results.get<ffi::AnyBuffer>(0); d.has_value()) {
     ffi::AnyBuffer buffer = **d;
     JAX_TCGEMM_RETURN_IF_ERROR(decode_real_type("D", buffer.element_type(), &epilogue->d_type));
@@ -124,7 +124,8 @@ Status expect_epilogue(const GemmAttributes& at, ffi::RemainingRets& results,
   return decode_activation(at.activation, &epilogue->activation);
 }
 
-// For the process's current GPU; for another kind kernels are compiled when they run first.
+// Begins to compile kernels for the process's current GPU. For another kind of GPU the first run
+// compiles them.
 Status decode_and_begin(const GemmAttributes& at, ffi::RemainingRets& results) {
   const auto algorithm = algorithm_from_name(at.algorithm);
   if (is_measured(at.config)) return Status();
@@ -154,8 +155,8 @@ Status decode_and_begin(const GemmAttributes& at, ffi::RemainingRets& results) {
   return Status();
 }
 
-// Kernels that the build lacks are compiled side by side, until the first of them is needed. What
-// is wrong with the call, its execution will say.
+// Compiles kernels that the build lacks side by side, until the first of them is needed. If the
+// call has an error, its execution will report it.
 ffi::Error instantiate_gemm(ffi::RemainingArgs, ffi::RemainingRets results,
                             GemmAttributes attributes) {
   static_cast<void>(decode_and_begin(attributes, results));

@@ -12,15 +12,16 @@
 namespace jax_tcgemm {
 namespace {
 
-// One operand as the handler sees it: the strides of the batch, then those of the matrix.
+// An operand of the custom call. Its strides are those of the batch, then those of the matrix.
 struct Buffer {
   const char* name;
   ffi::AnyBuffer data;
   Strides strides;
 };
 
-// Elements from the buffer's start to the end of the last one addressed; 0 when there are none.
-// `extents` are the matrix extents that belong to the strides after those of the batch.
+// Sets `span` to the elements from the buffer's start to the end of the last addressed one, 0 if
+// there are none, and checks that the buffer has them. `extents` are the matrix extents; they
+// belong to the strides after those of the batch.
 template <size_t kRank>
 Status checked_span(const Buffer& buffer, const GemmAttributes& attributes,
                     const std::array<int64_t, kRank>& extents, int64_t* span) {
@@ -50,7 +51,7 @@ BatchStrides batch_strides(Strides strides, size_t batch_rank) {
 
 bool is_multiple(int64_t value, int64_t divisor) { return value % divisor == 0; }
 
-// Whether the base and every step of `ld` and of the batch keep to multiples of `alignment` bytes.
+// Checks if the base, `ld` and the batch's strides are multiples of `alignment` bytes.
 bool is_aligned(const void* base, int64_t ld, const BatchStrides& batch, int64_t bytes,
                 int64_t alignment) {
   bool aligned = is_multiple(reinterpret_cast<uintptr_t>(base), alignment) &&
@@ -59,7 +60,7 @@ bool is_aligned(const void* base, int64_t ld, const BatchStrides& batch, int64_t
   return aligned;
 }
 
-// A or B: which dimension is contiguous, and whether cp.async can address it.
+// Reads the layout of A or B: the contiguous dimension, and the alignment for TMA and cp.async.
 Status decode_operand(const char* name, const void* data, int64_t bytes, Strides strides,
                       const GemmAttributes& attributes, int64_t extent_mn, int64_t stride_mn,
                       int64_t stride_k, int64_t span, Operand* operand, Major* major,
@@ -71,11 +72,11 @@ Status decode_operand(const char* name, const void* data, int64_t bytes, Strides
                      " and ", stride_k, " for extents ", extent_mn, " and k=", extent_k,
                      "; one of them must be 1");
   *major = k_major ? Major::kK : Major::kMn;
-  // The leading dimension of a single row is never used; it must not count as unaligned.
+  // A single row's stride is never used, so it must not make the operand unaligned.
   const bool single_row = (k_major ? extent_mn : extent_k) <= 1;
   operand->data = data;
   operand->ld = single_row ? 0 : k_major ? stride_mn : stride_k;
-  // Rows that are all the same one would be loaded as if they lay one after the other.
+  // Kernels would load rows with stride 0 as if they lay one after the other.
   JAX_TCGEMM_REQUIRE(span == 0 || single_row || operand->ld > 0, name, " has strides ", stride_mn,
                      " and ", stride_k, " for extents ", extent_mn, " and k=", extent_k,
                      "; none of them may be 0");
@@ -86,10 +87,10 @@ Status decode_operand(const char* name, const void* data, int64_t bytes, Strides
   return Status();
 }
 
-// Which dimensions of D an addend has, beside those of the batch.
+// The dimensions of D that an addend has, in addition to those of the batch.
 enum class Extent { kMatrix, kAlongM, kAlongN };
 
-// C, a bias or a scale.
+// Reads C, a bias or a scale.
 Status decode_addend(const Buffer& buffer, const GemmAttributes& attributes, Extent extent,
                      ElementType d_type, Addend* addend) {
   int64_t span = 0;
@@ -134,7 +135,7 @@ Status check_types(const GemmProblem& problem, const Buffer& a, const Buffer& b)
   return Status();
 }
 
-// Takes the operands of a call one after the other.
+// Reads the operands of a call one after the other.
 class OperandReader {
  public:
   OperandReader(const Call& call, ElementType d_type) : call_(call), d_type_(d_type) {}
@@ -154,7 +155,7 @@ class OperandReader {
     return decode_addend(*buffer, call_.attributes, extent, d_type_, addend);
   }
 
-  // A factor of rows or columns, which kernels read as float32 whatever D is.
+  // Reads a factor of rows or columns. Kernels read it as float32, whatever type D has.
   Status scale(bool present, const char* name, Strides strides, Extent extent, Addend* scale) {
     JAX_TCGEMM_RETURN_IF_ERROR(addend(present, name, strides, extent, scale));
     JAX_TCGEMM_REQUIRE(!present || scale->type == ElementType::kF32, name, " has element type ",
@@ -182,7 +183,7 @@ class OperandReader {
   size_t index_ = 0;
 };
 
-// A and B at these addresses, of so many elements in what is known of them.
+// Reads the layouts of A and B at these addresses. The spans count the addressed elements.
 Status decode_factor_layouts(const GemmAttributes& at, const void* a, const void* b, int64_t bytes,
                              int64_t span_a, int64_t span_b, GemmProblem* problem) {
   const size_t batch_rank = at.batch_shape.size();
@@ -205,7 +206,8 @@ Status decode_factors(const GemmAttributes& at, const Buffer& a, const Buffer& b
                        "pairs of element type ", static_cast<int>(b.data.element_type()),
                        " for k=", at.k, " n=", at.n);
     JAX_TCGEMM_REQUIRE(at.b_strides.size() > 0, "pairs without strides");
-    // The other dimension is that of parts.
+    // The buffer has half the extent along the dimension that is not contiguous; the contiguous one
+    // counts real and imaginary parts.
     extents_b[at.b_strides[at.b_strides.size() - 1] == 1 ? 0 : 1] /= 2;
   }
   problem->params.pairs_of_b = at.pairs_of_b;
@@ -214,7 +216,7 @@ Status decode_factors(const GemmAttributes& at, const Buffer& a, const Buffer& b
                                real_bytes(a.data.element_type()), span_a, span_b, problem);
 }
 
-// The second weight of a gated product: a buffer of its own, or a part of b's.
+// Reads the second weight of a gated product: a buffer of its own, or a part of b's.
 Status decode_second_weight(const GemmAttributes& at, const Buffer& b,
                             const std::optional<Buffer>& b2, GemmProblem* problem) {
   const int64_t bytes = real_bytes(b.data.element_type());

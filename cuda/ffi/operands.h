@@ -1,4 +1,4 @@
-// From the buffers of the custom call to a GemmProblem.
+// Decodes the buffers of the custom call into a GemmProblem.
 
 #ifndef JAX_TCGEMM_FFI_OPERANDS_H_
 #define JAX_TCGEMM_FFI_OPERANDS_H_
@@ -15,21 +15,21 @@ struct Call {
   ffi::RemainingRets& results;
 };
 
-// Reads every operand into `problem`, whose shape and results are decoded already, and checks its
-// element type, its extents and its strides against the buffer.
+// Reads every operand into `problem`, and checks its element type, its extents and its strides
+// against the buffer. The shape and the results of `problem` must be decoded already.
 Status decode_operands(const Call& call, GemmProblem* problem);
 
-// Reads how A and B will lie, whose addresses are not known yet: presumed to be multiples of 16
-// bytes, as XLA's are.
+// Reads the layouts of A and B before their addresses are known. It takes the addresses for
+// multiples of 16 bytes, as XLA's are.
 Status decode_layouts(const GemmAttributes& attributes, GemmProblem* problem);
 
-// Reads m, n, k and the batch's shape.
+// Reads m, n, k and the shape of the batch.
 Status decode_shape(const GemmAttributes& attributes, GemmParams* params);
 
-// An activation by its name in jax_tcgemm/problem/activations.py; empty: none.
+// Finds an activation by its name in jax_tcgemm/problem/activations.py; an empty name means none.
 Status decode_activation(std::string_view name, Activation* activation);
 
-// What becomes of C, by its name.
+// Finds the use of C by its name.
 Status decode_role(std::string_view name, RoleOfC* role);
 
 ffi::Error as_error(const Status& status);

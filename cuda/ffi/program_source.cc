@@ -5,7 +5,7 @@
 namespace jax_tcgemm {
 namespace {
 
-// Returns the text behind `mark`; empty if it is not there.
+// Returns the text after `mark`, or an empty text if `mark` is not there.
 std::string_view after(std::string_view text, std::string_view mark) {
   const size_t at = text.find(mark);
   return at == std::string_view::npos ? std::string_view() : text.substr(at + mark.size());

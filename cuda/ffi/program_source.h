@@ -1,5 +1,5 @@
-// Reads from the C++ of a program, as of_program of jax_tcgemm/epilogue/source.py writes it, which
-// operands and results it has.
+// Reads the operands and results of a program from its C++, which of_program of
+// jax_tcgemm/epilogue/source.py writes.
 
 #ifndef JAX_TCGEMM_FFI_PROGRAM_SOURCE_H_
 #define JAX_TCGEMM_FFI_PROGRAM_SOURCE_H_
@@ -11,10 +11,10 @@
 
 namespace jax_tcgemm {
 
-// The number after `name`, such as "kResults = "; -1 if there is none.
+// Returns the number after `name`, such as "kResults = ", or -1 if there is none.
 int64_t number_after(std::string_view source, std::string_view name);
 
-// Says if "true" follows `name`, such as "kBlockScales = ".
+// Checks if "true" follows `name`, such as "kBlockScales = ".
 bool is_true_after(std::string_view source, std::string_view name);
 
 // An operand, or a result that is a matrix.
@@ -34,7 +34,7 @@ class KindReader {
   std::string_view rest_;
 };
 
-// Reads along what the results of reductions move, one after the other, from
+// Reads the dimensions of the reductions' results, one result after the other, from
 // `visitor.template reduction<float, 1, Along::kRows, Sum>(0.f);`.
 class ReductionReader {
  public:

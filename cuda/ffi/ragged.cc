@@ -1,4 +1,4 @@
-// From the custom call for products over groups to a GemmProblem; see dispatch/ragged.h.
+// Decodes the custom call for ragged products into a GemmProblem; see dispatch/ragged.h.
 
 #include <cuda_runtime_api.h>
 
@@ -85,7 +85,7 @@ void lay_out_factors(const RaggedAttributes& at, const void* lhs, const void* rh
   problem->aligned_b = problem->strides_aligned_b = p.b.ld % 8 == 0 && is_aligned(rhs);
 }
 
-// The operands of both kinds of product.
+// Reads the operands of both kinds of product.
 Status decode_factors(ffi::RemainingArgs& operands, const RaggedAttributes& at,
                       GemmProblem* problem) {
   void *lhs = nullptr, *rhs = nullptr, *sizes = nullptr;
@@ -173,7 +173,7 @@ Status decode_and_run(ffi::RemainingArgs& operands, ffi::RemainingRets& results,
   return run_ragged(problem, grouped_of(at), *device, stream);
 }
 
-// As that of gemm.cc.
+// Begins to compile the kernel for the process's current GPU, like decode_and_begin of gemm.cc.
 Status decode_and_begin(const RaggedAttributes& at, ffi::RemainingRets& results) {
   if (is_measured(at.config)) return Status();
   int ordinal = 0;

@@ -1,4 +1,4 @@
-// The custom call that marks a point of a stream, and what the marks say: see stopwatch.h.
+// The custom call that marks a point of a stream, and the times between marks: see stopwatch.h.
 
 #include "ffi/stopwatch.h"
 
@@ -19,7 +19,7 @@
 namespace jax_tcgemm {
 namespace {
 
-constexpr std::string_view kMeasured = "measured";  // as jax_tcgemm/kernels/names.py has it
+constexpr std::string_view kMeasured = "measured";  // the same as in jax_tcgemm/kernels/names.py
 
 struct Mark {
   cudaEvent_t event;
@@ -27,17 +27,17 @@ struct Mark {
 };
 
 struct Stopwatch {
-  uint32_t* opened = nullptr;  // in memory that the GPU reads; written by the host
+  uint32_t* opened = nullptr;  // the host writes it, the GPU reads it
   uint32_t gates = 0;
   std::map<uint32_t, std::string> configs;  // of gates that are not yet enqueued
-  std::string config;                       // of the last one
-  std::vector<Mark> marks;                  // since they were read
+  std::string config;                       // of the last enqueued gate
+  std::vector<Mark> marks;                  // since stopwatch_seconds last read them
   std::vector<cudaEvent_t> unused;
 };
 
 std::mutex mutex;
 
-// By device. Never freed: threads may outlive the interpreter.
+// Returns a device's stopwatch, which is never freed: threads may outlive the interpreter.
 Stopwatch& stopwatch_of(int ordinal) {
   static auto* const all = new std::map<int, Stopwatch>();
   return (*all)[ordinal];
@@ -76,7 +76,7 @@ ffi::Error mark(cudaStream_t stream, int32_t ordinal, ffi::AnyBuffer, ffi::Resul
   return as_error(enqueue(&stopwatch_of(ordinal), gate, stream));
 }
 
-// Not capturable: in a graph, events do not say when they happened.
+// Not capturable: in a graph, events do not record their times.
 XLA_FFI_DEFINE_HANDLER(kMarkHandler, mark,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::PlatformStream<cudaStream_t>>()

@@ -1,4 +1,4 @@
-// From the custom call for the transpose of an operand of bytes to a TransposeProblem.
+// Decodes the custom call that transposes an 8-bit operand into a TransposeProblem.
 
 #include <cuda_runtime_api.h>
 
@@ -13,8 +13,8 @@
 
 namespace jax_tcgemm {
 
-// Set by jax_tcgemm/lowering/k_major.py: (batch, rows, columns), with these steps in elements,
-// -> (batch, columns, out_ld).
+// Set by jax_tcgemm/lowering/k_major.py: (batch, rows, columns) -> (batch, columns, out_ld), with
+// strides in elements.
 struct TransposeAttributes {
   int64_t batch, rows, columns;
   int64_t in_ld, in_batch_stride, out_ld;

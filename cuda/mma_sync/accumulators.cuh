@@ -1,4 +1,4 @@
-// The sums of a warp.
+// The accumulators of a warp.
 
 #pragma once
 
@@ -7,7 +7,7 @@
 
 namespace jax_tcgemm::mma_sync {
 
-// What becomes a tile of D: the sums of a warp.
+// A warp's accumulators for a tile of D.
 template <KernelConfig kConfig>
 struct WarpAccumulators {
   static constexpr int kMmaM = kConfig.warp_m() / 16;
@@ -16,9 +16,9 @@ struct WarpAccumulators {
   typename ptx::MmaSync<kConfig.algorithm>::Accumulator
       tile[kMmaM][kMmaN];  // (warp_m / 16, warp_n / 8) mma tiles
 
-  // Those of the `slab`-th 16 rows -> the warp's float32 slab in shared memory. `slab` is a
-  // run-time value, so that the epilogue behind stands in the kernel once; registers are still
-  // addressed by constants.
+  // Writes the `slab`-th 16 rows to the warp's float32 slab in shared memory. `slab` is a run-time
+  // value, so that the kernel has the code of the epilogue only once. The registers still have
+  // constant indices.
   template <typename Slab>
   __device__ __forceinline__ void store_slab(int slab, const Slab& out) const {
     const int lane = threadIdx.x % 32;

@@ -1,5 +1,5 @@
-// A kernel takes several layouts of A and B: its mainloops differ by them, while the epilogue,
-// which is as much code as they are together, stands in it once.
+// A kernel takes several layouts of A and B. Each layout has its own mainloop, and all share the
+// epilogue, which is as much code as all mainloops together.
 
 #pragma once
 
@@ -9,15 +9,16 @@
 
 namespace jax_tcgemm::mma_sync {
 
-// With as many accumulators as registers hold, four mainloops in one kernel would spill.
+// Checks if A's layouts have separate kernels. If the accumulators fill the registers, a kernel
+// with four mainloops would spill.
 constexpr bool has_kernel_for_each_major_a(const KernelConfig& config) {
   const int bytes = element_bytes(arithmetic_of(config.algorithm).accumulator);
   const int most = element_bytes(config.algorithm) == 4 ? 64 * 32 : 64 * 64;
   return config.warp_m() * config.warp_n() * bytes >= most * 4;
 }
 
-// Blocks on one SM at least; it caps the registers of a thread. Small accumulators leave room for
-// more blocks, which hide each other's prologue and epilogue.
+// Returns the minimum number of blocks on an SM, which caps the registers of a thread. Small
+// accumulators leave room for more blocks, which hide each other's prologue and epilogue.
 constexpr int min_blocks(const KernelConfig& config) {
   const int accumulators = config.warp_m() * config.warp_n() / 32 * (config.promote ? 2 : 1);
   const int warps_per_sm = accumulators > 32 ? 8 : 12;
@@ -30,7 +31,7 @@ struct Majors {
   static constexpr Major kB = kMajorB;
 };
 
-// Call visit(Majors) with those of the operands: branches that all threads take alike.
+// Call visit(Majors) with the operands' layouts. All threads take the same branches.
 template <Major kMajorA, typename Visitor>
 __device__ __forceinline__ void visit_majors(const Layouts& layouts, Visitor&& visit) {
   if (layouts.b == Major::kK) {
@@ -48,7 +49,8 @@ __device__ __forceinline__ void visit_majors(const Layouts& layouts, Visitor&& v
   }
 }
 
-// The kernels of a row. handle_of<kMajorsA...>(): the kernel for A of one major, or of either.
+// Returns the kernels of a row. handle_of<kMajorsA...>() returns the kernel for A of one layout, or
+// of either.
 template <typename Row, typename HandleOf>
 KernelSet kernel_set(HandleOf&& handle_of) {
   if constexpr (has_kernel_for_each_major_a(Row::kConfig)) {

@@ -1,4 +1,4 @@
-// What a kernel of mma.sync is given beside the parameters of the product.
+// The parameter of mma.sync kernels besides those of the product.
 
 #ifndef JAX_TCGEMM_MMA_SYNC_LAYOUTS_H_
 #define JAX_TCGEMM_MMA_SYNC_LAYOUTS_H_

@@ -1,4 +1,4 @@
-// The tile of one operand: its shape in shared memory and which part of it a thread copies.
+// The tile of one operand: its shape in shared memory, and the part that a thread copies.
 
 #pragma once
 
@@ -12,7 +12,7 @@ namespace jax_tcgemm::mma_sync {
 
 enum class OperandRole { kA, kB };
 
-// Compile-time facts of operand A or B of a configuration.
+// Compile-time constants of operand A or B of a configuration.
 template <KernelConfig kConfig, OperandRole kRole, Major kMajor>
 struct OperandTile {
   using Element = typename AlgorithmTraits<kConfig.algorithm>::Input;
@@ -36,7 +36,8 @@ struct OperandTile {
     return swizzled_offset<kSwizzle, kChunks>(row, chunk);
   }
 
-  // offset(row + pass * kRowStep, chunk), from its value at pass 0 where the swizzle allows.
+  // Returns offset(row + pass * kRowStep, chunk), computed from the value at pass 0 if the swizzle
+  // allows.
   static __device__ __forceinline__ uint32_t pass_offset(uint32_t offset0, int row, int chunk,
                                                          int pass) {
     if constexpr (kRowStep % kSwizzlePeriod == 0) {

@@ -1,6 +1,7 @@
-// The end of a tile of mma.sync: a warp's sums, 16 rows at a time -> shared memory -> epilogue.
+// The end of a tile of mma.sync: a warp's sums go to shared memory and to the epilogue, 16 rows at
+// a time.
 //
-// Barriers: none. A warp reads what the warp itself wrote.
+// Barriers: none. A warp reads only data that the warp itself wrote.
 
 #pragma once
 
@@ -24,7 +25,7 @@ struct WarpOutput {
   using Slab = AccumulatorSlab<kConfig.warp_n()>;
   using Epilogue = FusedEpilogue<Element, kVectorColumns, kConfig.epilogue>;
 
-  // How a warp goes over the 16 rows of a slab: whole row segments at a time, some passes together.
+  // A warp processes the 16 rows of a slab in whole row segments, kPassesTogether passes at once.
   static constexpr int kLanesPerRow = kConfig.warp_n() / kVectorColumns;
   static constexpr int kRowsPerPass = 32 / kLanesPerRow;
   static constexpr int kPasses = Slab::kRows / kRowsPerPass;
@@ -48,7 +49,7 @@ struct WarpOutput {
       __syncwarp();
       const int row = first_row + i * Slab::kRows;
       if (kAny && takes_derivative(known_role_of_c(params.epilogue))) {
-        // One at a time: derivatives of all activations are much code.
+        // One pass at a time, because the derivatives of all activations are much code.
         if constexpr (kAny) finish_slab<1, Derivatives::kOnly>(epilogue, slab, row);
       } else {
         finish_slab<kPassesTogether, Derivatives::kNone>(epilogue, slab, row);
@@ -57,7 +58,7 @@ struct WarpOutput {
     }
   }
 
-  // `row` is that of D for the lane's first of the slab; so many passes together.
+  // `row` is the row of D for the lane's first row in the slab. kTogether passes run together.
   template <int kTogether, Derivatives kDerivatives>
   static __device__ __forceinline__ void finish_slab(const Epilogue& epilogue, const Slab& slab,
                                                      int row) {

@@ -1,5 +1,5 @@
-// Chunks of 16 bytes at any element's address: two aligned loads cover one, a funnel shift moves it
-// into place.
+// Chunks of 16 bytes at any element's address. Two aligned loads cover a chunk, and a funnel shift
+// moves it into place.
 
 #pragma once
 
@@ -11,11 +11,11 @@
 
 namespace jax_tcgemm::mma_sync {
 
-// A thread's chunks, of so many passes, between being asked for and being there.
+// A thread's chunks of kPasses passes while their loads are in flight.
 template <typename Element, int kPasses>
 struct RealignedChunks {
   uint64_t begin, end;   // addresses that may be read
-  uint32_t outside = 0;  // bit 2 * pass (+ 1): that pass's low (high) granule sticks out of them
+  uint32_t outside = 0;  // bit 2 * pass (+ 1): that pass's low (high) granule extends beyond them
   uint32_t low[kPasses][4];
   uint32_t high[kPasses][4];
 
@@ -23,7 +23,7 @@ struct RealignedChunks {
       : begin(reinterpret_cast<uint64_t>(operand.data)),
         end(reinterpret_cast<uint64_t>(operand.data) + operand.span * sizeof(Element)) {}
 
-  // Asks for the first `bytes` bytes of a pass's chunk.
+  // Starts the loads of the first `bytes` bytes of a pass's chunk.
   __device__ __forceinline__ void fetch(int pass, uint64_t address, int bytes) {
     const uint64_t granule = address & ~uint64_t{15};
     const bool want_low = bytes > 0;
@@ -36,7 +36,8 @@ struct RealignedChunks {
     outside |= (want_high && !high_inside) << (2 * pass + 1);
   }
 
-  // The first and the last granule of an operand, element by element. `address_of` a pass.
+  // Loads the first and the last granule of an operand element by element. `address_of` returns the
+  // address of a pass.
   template <typename AddressOf>
   __device__ __forceinline__ void fetch_outside(AddressOf&& address_of) {
     if (!outside) return;
@@ -51,7 +52,7 @@ struct RealignedChunks {
     outside = 0;
   }
 
-  // A chunk that has arrived; zeros behind its first `bytes` bytes.
+  // Returns a loaded chunk, with zeros after its first `bytes` bytes.
   __device__ __forceinline__ void read(uint32_t (&word)[4], int pass, uint64_t address,
                                        int bytes) const {
     funnel<Element>(word, low[pass], high[pass], address & 15);

@@ -1,4 +1,4 @@
-// For NVRTC, which has no headers of the host: what device code here uses of it.
+// A header for NVRTC, which has no host headers: the parts that device code of this package uses.
 
 #pragma once
 

@@ -1,11 +1,11 @@
-// Memory is what takes the time: each matrix is touched once, 16 bytes at a time.
+// Memory limits this pass, so it touches each matrix once, 16 bytes at a time.
 //
 // Roles: block (x, y): kBlockColumns columns of part y of the rows; a warp: every kWarps-th row of
 //        them; a thread: kColumns neighbouring columns and their sums.
 // Barriers: one __syncthreads(), when all warps have written their sums to shared memory.
 // Timeline: [load kRows rows of both -> multiply, add up, store] ... -> add up the warps' sums. The
-//        kernel for products over parts of k (sum_splits.h) adds up those of the parts, always in
-//        the same order.
+//        kernel for products over parts of k (sum_splits.h) then adds up the sums of the parts,
+//        always in the same order.
 
 #include "passes/activation_gradient.h"
 
@@ -21,7 +21,7 @@ constexpr int kColumns = kGradientColumns;
 constexpr int kBlockColumns = 32 * kColumns;
 constexpr int kWarps = 8;
 constexpr int kThreads = 32 * kWarps;
-constexpr int kRows = 2;  // that a thread has on their way
+constexpr int kRows = 2;  // that a thread has in flight
 
 static_assert(kThreads == kBlockColumns, "a thread adds up one column of all warps");
 
@@ -44,7 +44,7 @@ __device__ __forceinline__ uint4 pack_columns(const Columns& value) {
           pack<Element>(value[4], value[5]), pack<Element>(value[6], value[7])};
 }
 
-// What a thread reads and writes: vectors of kColumns elements.
+// The data that a thread reads and writes, in vectors of kColumns elements.
 struct Strip {
   const uint4* cotangent;
   const uint4* z;
@@ -61,7 +61,7 @@ __device__ __forceinline__ void multiply(const Functor& functor, const Strip& at
     uint4 packed_g[kRows];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      // A load without a condition does not wait for one: there is always something to load.
+      // The load needs no condition, so it waits for none: the last row is loaded again.
       const int64_t row = min(first + i * kWarps, at.end - 1);
       packed_z[i] = at.z[row * at.stride];
       packed_g[i] = at.cotangent[row * at.stride];
@@ -85,8 +85,8 @@ __device__ __forceinline__ void multiply(const Functor& functor, const Strip& at
   }
 }
 
-// Part blockIdx.y of the rows. `epilogue` is that of a product D which the activation's derivative
-// at C multiplies (RoleOfC::kDerivative); no other field counts.
+// Computes part blockIdx.y of the rows. `epilogue` is that of a product D that is multiplied by the
+// activation's derivative at C (RoleOfC::kDerivative); no other field counts.
 template <typename Element>
 __global__ void __launch_bounds__(kThreads, 4)
     gradient_kernel(const __grid_constant__ EpilogueParams epilogue, const void* cotangent,

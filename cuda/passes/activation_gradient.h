@@ -1,5 +1,5 @@
-// A cotangent times the derivative of an activation, and the sums of that over the rows: what goes
-// back through a layer's activation and to its bias.
+// Multiplies a cotangent by the derivative of an activation, and sums the product over the rows:
+// the gradients of a layer's activation and bias.
 
 #ifndef JAX_TCGEMM_PASSES_ACTIVATION_GRADIENT_H_
 #define JAX_TCGEMM_PASSES_ACTIVATION_GRADIENT_H_
@@ -15,8 +15,8 @@ namespace jax_tcgemm {
 // has the same.
 constexpr int kGradientColumns = 8;
 
-// D = cotangent * f'(Z), three dense matrices of `rows` by `n` elements of 16 bits, with addresses
-// and n in multiples of 16 bytes. Their rows are divided into `parts`.
+// D = cotangent * f'(Z): three dense matrices of `rows` by `n` 16-bit elements. The addresses and
+// the rows' sizes are multiples of 16 bytes. The rows are divided into `parts`.
 struct ActivationGradient {
   const void* cotangent;
   const void* z;
@@ -28,10 +28,10 @@ struct ActivationGradient {
   float activation_parameters[kActivationParameters];
   float* partial_sums;    // (parts, n), or null: no sums
   void* sums;             // (n,)
-  ElementType sums_type;  // that of the matrices, or float32
+  ElementType sums_type;  // the type of the matrices, or float32
 };
 
-// `type` is that of the matrices.
+// Enqueues the pass. `type` is the type of the matrices.
 cudaError_t launch_activation_gradient(const ActivationGradient& problem, ElementType type,
                                        cudaStream_t stream);
 

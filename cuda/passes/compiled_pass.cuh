@@ -1,15 +1,14 @@
-// A function compiled at run time from one of JAX (jax_tcgemm/epilogue) over whole matrices, with
-// no product in it: what goes back through an epilogue. Memory is what takes the time: each matrix
-// is touched once, 16 bytes at a time.
+// Applies a JAX function, compiled at run time (jax_tcgemm/epilogue), to whole matrices without a
+// product: the gradient of an epilogue. Memory limits this pass, so it touches each matrix once, 16
+// bytes at a time.
 //
 // Roles: block: kPassRows rows of kPassColumns columns of one matrix; a warp: every kPassWarps-th
-// of
-//        these rows; a thread: kValues neighbouring columns of a row, and what is joined of them.
+//        of these rows; a thread: kValues neighbouring columns of a row, and their joined values.
 // Barriers: two __syncthreads() for each reduction over rows, after the last row.
-// Timeline: [load -> Program -> store, join] for each row -> join what the warps have.
+// Timeline: [load -> Program -> store, join] for each row -> join the warps' values.
 //
-// A Program is as in sm90/output/compiled.cuh, and has each_reduction(visitor), which calls
-// visitor.reduction<element, number of the result, along, join>(neutral) for each.
+// A Program is as in sm90/output/compiled.cuh. It also has each_reduction(visitor), which calls
+// visitor.reduction<element, number of the result, along, join>(neutral) for each reduction.
 
 #pragma once
 
@@ -23,7 +22,7 @@
 
 namespace jax_tcgemm {
 
-// What a Program sees of a row's 8 neighbouring values.
+// The interface between a Program and a row's 8 neighbouring values.
 template <typename Program>
 struct PassIo {
   static constexpr int kValues = kPassValues;
@@ -32,12 +31,12 @@ struct PassIo {
   static constexpr int kOperands = Program::kOperands > 0 ? Program::kOperands : 1;
 
   const CompiledParams& params;
-  const void* (&matrices)[kOperands];  // each operand's, of the batch
+  const void* (&matrices)[kOperands];  // each operand's matrix of the batch
   int batch;
-  int column;  // the thread's first
+  int column;  // the thread's first column
   int row;
   int column_block;
-  uint32_t (&totals)[kTotals][kValues];  // bits of what is joined over rows
+  uint32_t (&totals)[kTotals][kValues];  // bits of the values joined over rows
 
   __device__ __forceinline__ int m(int) const { return row; }
   __device__ __forceinline__ int n(int i) const { return column + i; }
@@ -83,7 +82,7 @@ struct PassIo {
     }
   }
 
-  // Joins what the row has of a reduction; what lies outside of the matrix counts as `neutral`.
+  // Joins the row's values for a reduction. Values outside the matrix count as `neutral`.
   template <typename T, int kIndex, Along kAlong, typename Join>
   __device__ __forceinline__ void reduce(ValueOf<T> (&value)[kValues], ValueOf<T> neutral) const {
 #pragma unroll
@@ -111,7 +110,7 @@ struct PassIo {
   }
 
  private:
-  // What is read or written at once.
+  // The values that a thread reads or writes at once.
   template <typename T>
   using WordOf = std::conditional_t<sizeof(T) == 1, uint2, uint4>;
 
@@ -121,7 +120,8 @@ struct PassIo {
     return static_cast<const T*>(matrices[kIndex]) + m * operand.stride_m + n * operand.stride_n;
   }
 
-  // Of what lies outside of the matrix the last columns instead: no branch, and never stored.
+  // Reads neighbouring columns. Outside the matrix it reads the last columns instead, which needs
+  // no branch; these values are never stored.
   template <typename T, int kIndex>
   __device__ __forceinline__ MatrixValues<T> neighbours(int m) const {
     MatrixValues<T> values;
@@ -204,8 +204,8 @@ class CompiledPass {
   struct Ending {
     const CompiledParams& params;
     Totals& totals;
-    Joined& of_warps;   // of one reduction after the other
-    int64_t row_block;  // of all matrices
+    Joined& of_warps;   // used for one reduction after the other
+    int64_t row_block;  // among those of all matrices
     int column_block;
     int column_blocks;
 
@@ -235,7 +235,7 @@ class CompiledPass {
       }
     }
 
-    // Of the values of all threads; `shared` has room for one a warp.
+    // Joins the values of all threads. `shared` has room for one value for each warp.
     template <typename Join, typename Value>
     static __device__ __forceinline__ Value joined_block(Value x, uint32_t* shared) {
       x = joined_lanes<Join, 1, 16>(x);

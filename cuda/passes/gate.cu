@@ -1,4 +1,4 @@
-// See gate.h. One thread looks at the host's memory every 200 ns or so.
+// The gate of gate.h: one thread reads the host's memory about every 200 ns.
 
 #include "passes/gate.h"
 

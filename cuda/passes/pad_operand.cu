@@ -1,5 +1,5 @@
-// The copies of pad_operand.h. Each thread writes 16 bytes at a time, made of two aligned loads;
-// the second is the first of its neighbour and comes from L1.
+// Makes the copies of pad_operand.h. Each thread writes 16 bytes at a time from two aligned loads.
+// The second load is its neighbour's first one, so it comes from L1.
 
 #include "passes/pad_operand.h"
 
@@ -23,14 +23,16 @@ constexpr int kRowsPerBlock = 8;
 
 constexpr int64_t kLineBytes = 128;
 
-// From one row to the next; jax_tcgemm/problem/alignment.py has the same rule.
+// Returns the bytes from one row of the copy to the next; jax_tcgemm/problem/alignment.py has the
+// same rule.
 int64_t pitch_bytes(int64_t row_bytes) {
   if (row_bytes > kLineBytes / 2) return ceil_div(row_bytes, kLineBytes) * kLineBytes;
   return static_cast<int64_t>(
       std::bit_ceil(static_cast<uint64_t>(std::max<int64_t>(row_bytes, 16))));
 }
 
-// Blocks of kThreads chunks of kRowsPerBlock rows, those of the second copy behind the first's.
+// One or two copies. Each block takes kThreads chunks of kRowsPerBlock rows; the second copy's
+// blocks follow the first's.
 struct PadLaunch {
   PadProblem problem[2];
   FastDivisor blocks_per_row[2];
@@ -38,7 +40,7 @@ struct PadLaunch {
   int32_t first_blocks;
 };
 
-// Elements from the first matrix of the batch to number `batch`, there and in the copy.
+// Elements from the batch's first matrix to matrix `batch`, in the operand and in the copy.
 struct BatchOffsets {
   int64_t in = 0;
   int64_t out = 0;

@@ -1,6 +1,6 @@
-// A copy of an operand whose rows begin on multiples of 16 bytes, for operands that the kernels
-// cannot address, and with lines of L2, for TMA asks for all that a row is a part of. One pass over
-// the operand is much cheaper than realigning every tile of it each time it is read.
+// Copies an operand that the kernels cannot address, so that its rows begin on multiples of 16
+// bytes. Long rows begin at lines of L2, because TMA requests every line that a row touches. One
+// pass over the operand is much cheaper than realigning each of its tiles each time it is read.
 
 #ifndef JAX_TCGEMM_PASSES_PAD_OPERAND_H_
 #define JAX_TCGEMM_PASSES_PAD_OPERAND_H_
@@ -11,7 +11,7 @@
 
 namespace jax_tcgemm {
 
-// An operand (batch, rows, columns), columns contiguous, and where its padded copy goes.
+// An operand (batch, rows, columns) with contiguous columns, and the place of its padded copy.
 struct PadProblem {
   Operand in;
   void* out;
@@ -23,7 +23,8 @@ struct PadProblem {
   BatchStrides out_batch;
 };
 
-// Bytes of the copy, whole lines of L2; sets `out_ld` and `out_batch` from the extents.
+// Returns the bytes of the copy, in whole lines of L2. Sets `out_ld` and `out_batch` from the
+// extents.
 int64_t plan_pad(PadProblem* problem);
 
 // Enqueues one or two copies, as one kernel.

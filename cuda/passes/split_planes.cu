@@ -1,6 +1,6 @@
 // Splits float32 operands into planes: see split_planes.h. A thread splits 8 elements along k and
-// writes 16 bytes of each plane; those of an mn-major operand lie in shared memory before. A block
-// takes one part of an operand after the other.
+// writes 16 bytes of each plane. Elements of an mn-major operand go through shared memory first. A
+// block takes one part of an operand after the other.
 
 #include "passes/split_planes.h"
 
@@ -20,7 +20,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWidth = 8;  // elements of a thread along k
-// A part of a k-major operand, and of an mn-major one.
+// A part of a k-major operand is kRows x kColumns, a part of an mn-major one kSide x kSide.
 constexpr int kRows = 4;
 constexpr int kColumns = kThreads * kWidth;
 constexpr int kSide = 64;
@@ -29,7 +29,7 @@ constexpr int64_t kLineBytes = 128;
 
 // The least and the largest magnitude of some numbers, as bits.
 struct Magnitudes {
-  uint32_t least = 0xffffffff;  // less 1
+  uint32_t least = 0xffffffff;  // the bits minus 1, so that zeros do not count
   uint32_t most = 0;
 
   template <int kCount>
@@ -46,14 +46,14 @@ struct Magnitudes {
   }
 };
 
-// Biased exponents of the least and the largest number of an operand; of zeros alone 255 and 0.
+// Biased exponents of an operand's least and largest number; 255 and 0 if all are zeros.
 struct Exponents {
   uint8_t least = 255;
   uint8_t most = 0;
 };
 constexpr int kMaxBlocks = (kSplitStateBytes - kLineBytes) / (2 * sizeof(Exponents));
 
-// Parts of A, then those of B.
+// The work of a launch: the parts of A, then those of B.
 struct SplitLaunch {
   SplitProblem problem[2];
   FastDivisor parts_per_row[2];
@@ -62,10 +62,10 @@ struct SplitLaunch {
   int32_t blocks;
   int32_t k;
   PlaneScale* scale;
-  Exponents (*found)[2];  // by each block
+  Exponents (*found)[2];  // for each block
 };
 
-// Elements of a row, of which there are `count`; zeros for others.
+// Reads elements of a row that has `count` more; the others become zeros.
 template <int kCount>
 __device__ __forceinline__ void read(float (&value)[kCount], const float* from, int count) {
   if (count >= kCount && reinterpret_cast<uint64_t>(from) % 16 == 0) {
@@ -80,8 +80,8 @@ __device__ __forceinline__ void read(float (&value)[kCount], const float* from, 
   }
 }
 
-// The nearest bfloat16; the largest or the smallest one, not infinity or zero, for what is neither,
-// so that products with infinity are what they should be.
+// Rounds to the nearest bfloat16. A number that is neither infinite nor zero stays so: it becomes
+// the largest or the smallest bfloat16 instead. Its products with infinity are then right.
 __device__ __forceinline__ float first_plane(float value) {
   const float nearest = __bfloat162float(__float2bfloat16_rn(value));
   constexpr float kLargest = 0x1.fep127f;
@@ -90,12 +90,13 @@ __device__ __forceinline__ float first_plane(float value) {
   return nearest == 0.f && value != 0.f ? copysignf(kSmallest, value) : nearest;
 }
 
-// Powers of two: of an operand, and of what each plane leaves over.
+// Powers of two: factors on an operand, and on the remainder after each plane.
 struct Scales {
   float of_operand, of_planes;
 };
 
-// Elements along k, from `k` on, of a row of the planes that begins at `row`.
+// Splits elements along k, from `k` on, and writes them to a row of the planes that begins at
+// `row`.
 __device__ __forceinline__ void split(const SplitProblem& p, float (&rest)[kWidth],
                                       __nv_bfloat16* row, int32_t k, const Scales& scales) {
   __nv_bfloat16* to = row + k;
@@ -117,18 +118,18 @@ __device__ __forceinline__ void split(const SplitProblem& p, float (&rest)[kWidt
   }
 }
 
-// A matrix of an operand, and where its planes go.
+// A matrix of an operand, and the place of its planes.
 struct Matrix {
   const float* in;
   __nv_bfloat16* out;
 };
 
-// Of complex numbers, what stands at (k, n) of the real matrix, given the part that it is.
+// Returns element (k, n) of the real matrix for complex numbers, given its real or imaginary part.
 __device__ __forceinline__ float part_of(float value, int k, int n) {
   return k % 2 == 1 && n % 2 == 0 ? -value : value;
 }
 
-// Part (rows, columns) of kRows x kColumns.
+// Splits part (rows, columns), of kRows x kColumns.
 __device__ __forceinline__ void split_k_major(const SplitProblem& p, const Matrix& matrix,
                                               int32_t rows, int32_t columns, const Scales& scales,
                                               Magnitudes* magnitudes) {
@@ -155,12 +156,12 @@ __device__ __forceinline__ void split_k_major(const SplitProblem& p, const Matri
   }
 }
 
-// Part (rows, columns) of kSide x kSide: rows of it are along k.
+// Splits part (rows, columns), of kSide x kSide. Its rows are along k.
 __device__ __forceinline__ void split_mn_major(const SplitProblem& p, const Matrix& matrix,
                                                int32_t rows, int32_t columns, const Scales& scales,
                                                Magnitudes* magnitudes) {
   __shared__ float tile[kSide * kPitch];
-  constexpr int kReaders = kSide / 4;  // of a row
+  constexpr int kReaders = kSide / 4;  // threads that read a row
   const int32_t in_rows = p.pairs ? kSide / 2 : kSide;
 #pragma unroll
   for (int i = 0; i < kSide; i += kThreads / kReaders) {
@@ -176,7 +177,7 @@ __device__ __forceinline__ void split_mn_major(const SplitProblem& p, const Matr
     for (int j = 0; j < 4; ++j) tile[row * kPitch + column + j] = value[j];
   }
   __syncthreads();
-  constexpr int kWriters = kSide / kWidth;  // of a row
+  constexpr int kWriters = kSide / kWidth;  // threads that write a row
 #pragma unroll
   for (int i = 0; i < kSide; i += kThreads / kWriters) {
     const int32_t column = i + threadIdx.x / kWriters;
@@ -190,10 +191,10 @@ __device__ __forceinline__ void split_mn_major(const SplitProblem& p, const Matr
     }
     if (mn < p.columns) split(p, value, matrix.out + mn * p.out_ld, rows * kSide + k, scales);
   }
-  __syncthreads();  // the tile is written anew
+  __syncthreads();  // the next part overwrites the tile
 }
 
-// Takes note of what is in the part.
+// Splits a part, and notes the magnitudes of its numbers.
 __device__ __forceinline__ void split_part(const SplitLaunch& launch, int32_t part,
                                            const Scales (&scales)[2], Magnitudes (&found)[2]) {
   const int which = part >= launch.parts_of_a;
@@ -217,12 +218,12 @@ __device__ __forceinline__ void split_part(const SplitLaunch& launch, int32_t pa
   } else {
     split_mn_major(p, matrix, rows, columns, scales[which], &magnitudes);
   }
-  // Not by an index, which would take local memory.
+  // An index in place of these conditions would need local memory.
   found[0].merge(magnitudes, which == 0);
   found[1].merge(magnitudes, which == 1);
 }
 
-// The least and the largest number of all threads.
+// Finds the least and the largest number of all threads.
 __device__ __forceinline__ void reduce(uint32_t* least, uint32_t* most) {
   __shared__ uint32_t of_warp[kThreads / 32][2];
 #pragma unroll
@@ -230,7 +231,7 @@ __device__ __forceinline__ void reduce(uint32_t* least, uint32_t* most) {
     *least = min(*least, __shfl_xor_sync(0xffffffff, *least, lanes));
     *most = max(*most, __shfl_xor_sync(0xffffffff, *most, lanes));
   }
-  __syncthreads();  // it may still be read
+  __syncthreads();  // threads may still read of_warp
   if (threadIdx.x % 32 == 0) {
     of_warp[threadIdx.x / 32][0] = *least;
     of_warp[threadIdx.x / 32][1] = *most;
@@ -242,6 +243,7 @@ __device__ __forceinline__ void reduce(uint32_t* least, uint32_t* most) {
   }
 }
 
+// Splits without scales, and notes the exponents of the numbers.
 __global__ void __launch_bounds__(kThreads)
     split_kernel(const __grid_constant__ SplitLaunch launch) {
   const Scales scales[2] = {{1.f, 1.f}, {1.f, 1.f}};
@@ -260,23 +262,24 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// An operand's numbers, but zeros, are 2^least and more, and below 2^most; of zeros both are 0.
+// An operand's numbers, except zeros, are at least 2^least and less than 2^most in magnitude. If
+// all are zeros, both are 0.
 struct Bounds {
   int least, most;
 
   __device__ __forceinline__ Bounds(uint32_t biased_least, uint32_t biased_most) {
-    const bool any = biased_least != 255 || biased_most != 0;  // or all others are no numbers
+    const bool any = biased_least != 255 || biased_most != 0;  // not only zeros
     least = !any ? 0 : biased_least == 0 ? -149 : static_cast<int>(biased_least) - 127;
     most = any ? static_cast<int>(biased_most) - 126 : 0;
   }
 };
 
-// What has to become of the operands, so that planes of them lose no bits and neither do products
-// of planes: an operand is multiplied by a power of two. Where the sum would be beyond float32's
-// range by it, or is anyway, planes are scaled instead.
+// Returns the scales with which neither the planes nor their products lose bits: each operand is
+// multiplied by a power of two. If this takes the sum beyond float32's range, or if the sum is
+// beyond it anyway, planes are scaled instead.
 __device__ __forceinline__ PlaneScale scale_for(const Bounds& a, const Bounds& b, int32_t count,
                                                 int32_t k) {
-  constexpr int kLeast = -109;         // whose last bit is 2^-132
+  constexpr int kLeast = -109;         // the last bit of such a number is 2^-132
   constexpr int kLeastProduct = -120;  // of order 0
   constexpr int kMost = 126;
   int shift_a = max(0, kLeast - a.least);
@@ -288,8 +291,8 @@ __device__ __forceinline__ PlaneScale scale_for(const Bounds& a, const Bounds& b
   const bool fits = a.most + shift_a <= kMost && b.most + shift_b <= kMost &&
                     a.most + shift_a + b.most + shift_b + bits_of_k <= kMost;
   if (fits) return {0, {shift_a, shift_b}};
-  // Two planes may be further apart, so that as little of a denormal is lost as of three planes,
-  // where no sum over products of order 1 can be beyond float32's range by it.
+  // Two planes may be further apart if no sum over products of order 1 can be beyond float32's
+  // range then. So they lose as little of a denormal as three planes.
   const bool small = a.most <= 50 && b.most <= 50;
   return {count == 2 && small ? 2 * kPlaneBits : kPlaneBits, {0, 0}};
 }
@@ -298,7 +301,7 @@ __device__ __forceinline__ float power_of_two(int exponent) {
   return __int_as_float((127 + exponent) << 23);
 }
 
-// Splits once more where that takes scales.
+// Splits once more if the numbers need scales.
 __global__ void __launch_bounds__(kThreads)
     scale_kernel(const __grid_constant__ SplitLaunch launch) {
   uint32_t least[2] = {255, 255};
@@ -320,7 +323,7 @@ __global__ void __launch_bounds__(kThreads)
   const float of_planes = power_of_two(scale.bits);
   const Scales scales[2] = {{power_of_two(scale.shift[0]), of_planes},
                             {power_of_two(scale.shift[1]), of_planes}};
-  Magnitudes magnitudes[2];  // known
+  Magnitudes magnitudes[2];  // not used: they are known
 #pragma unroll 1
   for (int32_t part = blockIdx.x; part < launch.parts; part += gridDim.x) {
     split_part(launch, part, scales, magnitudes);
@@ -356,7 +359,7 @@ cudaError_t launch_splits(const SplitProblem (&problems)[2], void* state, cudaSt
     const int64_t per_matrix = per_row * (k_major ? ceil_div(p.rows, kRows) : p.plane_k / kSide);
     int64_t batch = 1;
     for (int j = 0; j < p.batch_rank; ++j) batch *= p.batch_shape[j];
-    // To one step of the grid beyond.
+    // A block counts parts up to one step of the grid beyond the last one.
     if (parts + per_matrix * batch > std::numeric_limits<int32_t>::max() - kMaxBlocks) {
       return cudaErrorInvalidConfiguration;
     }
@@ -373,7 +376,7 @@ cudaError_t launch_splits(const SplitProblem (&problems)[2], void* state, cudaSt
   grid.stream = stream;
   const cudaError_t split = cudaLaunchKernelEx(&grid, split_kernel, launch);
   if (split != cudaSuccess) return split;
-  constexpr unsigned kFew = 512;  // which mostly have nothing to do
+  constexpr unsigned kFew = 512;  // these blocks mostly have nothing to do
   grid.gridDim.x = std::min(grid.gridDim.x, kFew);
   return cudaLaunchKernelEx(&grid, scale_kernel, launch);
 }

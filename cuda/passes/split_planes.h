@@ -1,4 +1,4 @@
-// The planes of a float32 operand: see GemmParams::planes.
+// Splits float32 operands into planes: see GemmParams::planes.
 
 #ifndef JAX_TCGEMM_PASSES_SPLIT_PLANES_H_
 #define JAX_TCGEMM_PASSES_SPLIT_PLANES_H_
@@ -11,14 +11,15 @@
 
 namespace jax_tcgemm {
 
-// An operand (batch, rows, columns), columns contiguous, and where its bfloat16 planes go. They are
-// k-major, and lie one after the other along k, filled up with zeros to multiples of a k-tile.
+// An operand (batch, rows, columns) with contiguous columns, and the place of its bfloat16 planes.
+// The planes are k-major. They follow each other along k, padded with zeros to multiples of a
+// k-tile.
 struct SplitProblem {
   Operand in;
   void* out;
   Major major;  // k is the columns (kK) or the rows (kMn)
   int32_t count;
-  bool pairs;  // columns are parts of complex numbers: see GemmParams::pairs_of_b
+  bool pairs;  // columns are real and imaginary parts: see GemmParams::pairs_of_b
   int32_t rows, columns;
   int32_t plane_k;  // extent of a plane along k, a multiple of 64
   int64_t out_ld;   // elements
@@ -27,19 +28,21 @@ struct SplitProblem {
   BatchStrides out_batch;
 };
 
-// Bytes of the planes, whole lines of L2; sets `out_ld`, `out_batch` and `batch_shape` from the
-// extents.
+// Returns the bytes of the planes, in whole lines of L2. Sets `out_ld`, `out_batch` and
+// `batch_shape` from the extents.
 int64_t plan_split(SplitProblem* problem);
 
-// Of two planes that are scaled the second is what the first leaves over, times 2^kPlaneBits, which
-// is half of the number at most; and so on.
+// A scaled second plane is the remainder after the first one, times 2^kPlaneBits. That is half of
+// the number at most. Further planes follow the same rule.
 constexpr int kPlaneBits = 7;
 
-// Enqueues the splitting of A and of B, and a second kernel that does it again if the numbers that
-// the first has found take it. Tiny ones would lose bits of their last planes, and are multiplied
-// by a power of two. Where that leaves float32's range, planes are scaled, and their products kept
-// apart (sm90/plane_loop.cuh): of infinities and of sums that are beyond that range nothing but NaN
-// is left over for planes after the first.
+// Enqueues a kernel that splits A and B, and a second one that splits them again if the numbers
+// that the first has found need scales:
+//   - Tiny numbers would lose bits of their last planes, so the operand is multiplied by a power of
+//     two.
+//   - If that leaves float32's range, the planes are scaled instead, and their products are kept
+//     apart (sm90/plane_loop.cuh).
+// Infinities, and sums beyond float32's range, leave nothing but NaN for planes after the first.
 cudaError_t launch_splits(const SplitProblem (&problems)[2], void* state, cudaStream_t stream);
 
 }  // namespace jax_tcgemm

@@ -1,6 +1,6 @@
-// A thread adds up four neighbouring columns, so that a warp reads and writes whole segments. At a
-// few microseconds what counts is how many loads are in flight and how little code is fetched: a
-// plain D has a kernel of its own.
+// A thread adds up four neighbouring columns, so that a warp reads and writes whole segments. The
+// kernel takes a few microseconds, so many loads must be in flight and little code may be fetched:
+// a plain D has its own kernel.
 
 #include "passes/sum_splits.h"
 
@@ -13,7 +13,7 @@ namespace jax_tcgemm {
 namespace {
 
 constexpr int kThreads = 128;
-constexpr int kMostTerms = 8;  // that a thread has in flight
+constexpr int kMostTerms = 8;  // terms that a thread has in flight
 constexpr int kManyParts = 4;
 
 using Sum = Vector<kVectorColumns>;
@@ -42,9 +42,9 @@ __global__ void __launch_bounds__(kThreads)
   epilogue.finish(sum, row, 0);
 }
 
-// D and the products are dense, so `vectors` of four elements know nothing of rows. Lanes that
-// stand 32 / kParts apart add up every kParts-th product each. A load that depends on nothing costs
-// half the time of one under a condition: there is always something to load.
+// D and the products are dense, so the kernel counts `vectors` of four elements without rows. Lanes
+// that are 32 / kParts apart each add up every kParts-th product. A load without a condition takes
+// half the time of a conditional one, so lanes without a product load one of the others.
 template <typename Out, int kTerms, int kParts>
 __global__ void __launch_bounds__(kThreads)
     plain_sum_kernel(const float4* partial, Out* d, int vectors, int splits) {

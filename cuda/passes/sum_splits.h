@@ -1,4 +1,4 @@
-// The second half of a product whose k was split among blocks: D from the partial sums.
+// The second half of a product whose k was split among blocks: computes D from the partial sums.
 
 #ifndef JAX_TCGEMM_PASSES_SUM_SPLITS_H_
 #define JAX_TCGEMM_PASSES_SUM_SPLITS_H_
@@ -9,9 +9,9 @@
 
 namespace jax_tcgemm {
 
-// D = epilogue(sum of `splits` float32 (m, n) matrices, added in a fixed order). n is a multiple of
-// kVectorColumns. `params` are those of the whole product, without a batch; `type` is that of D and
-// the addends where they are not float32.
+// Computes D = epilogue(sum of `splits` float32 (m, n) matrices, added in a fixed order). n is a
+// multiple of kVectorColumns. `params` are those of the whole product, without a batch. D and the
+// addends have `type` if they are not float32.
 cudaError_t launch_sum_splits(const GemmParams& params, ElementType type, const float* partial,
                               int splits, cudaStream_t stream);
 

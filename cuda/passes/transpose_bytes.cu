@@ -1,8 +1,8 @@
-// Transposes bytes: see transpose_bytes.h. A block turns 128 x 128 of them in shared memory: read
-// as vectors of 16 bytes along a row, written as such along a column.
+// Transposes bytes: see transpose_bytes.h. A block transposes 128 x 128 bytes in shared memory. It
+// reads vectors of 16 bytes along a row, and writes such vectors along a column.
 //
 //   memory -> registers -> shared memory | barrier | 16 words of a column of words -> 4 x 4 bytes
-//   turned in registers -> memory
+//   transposed in registers -> memory
 
 #include "passes/transpose_bytes.h"
 
@@ -27,7 +27,7 @@ struct TransposeLaunch {
   FastDivisor tiles;         // of a matrix
 };
 
-// Of a row: `left` bytes of it, the rest zeros.
+// Loads 16 bytes of a row, of which `left` exist; the rest are zeros.
 __device__ __forceinline__ void load_bytes(uint32_t (&word)[4], const uint8_t* from, int left) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -39,13 +39,13 @@ __device__ __forceinline__ void load_bytes(uint32_t (&word)[4], const uint8_t* f
   }
 }
 
-// Where a vector of a row lies, so that neither rows nor columns of words meet in a bank: vectors
-// trade places by the row's group of 16.
+// Returns the place of a vector of a row. Vectors trade places by the row's group of 16, so that
+// neither rows nor columns of words have bank conflicts.
 __device__ __forceinline__ int vector_at(int row, int vector) {
   return row * kRowVectors + (vector ^ row / kVector);
 }
 
-// kAligned: rows begin on multiples of 16 bytes.
+// Loads a tile. With kAligned, rows begin on multiples of 16 bytes.
 template <bool kAligned>
 __device__ __forceinline__ void load_tile(uint4* tile, const TransposeProblem& p, const uint8_t* in,
                                           int row0, int column0) {
@@ -66,7 +66,7 @@ __device__ __forceinline__ void load_tile(uint4* tile, const TransposeProblem& p
   }
 }
 
-// Eight neighbouring lanes write a line of 128 bytes.
+// Stores a transposed tile. Eight neighbouring lanes write a line of 128 bytes.
 __device__ __forceinline__ void store_tile(const uint32_t* tile, const TransposeProblem& p,
                                            uint8_t* out, int row0, int column0) {
   const int group = threadIdx.x % kRowVectors;   // of 16 rows

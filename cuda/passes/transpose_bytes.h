@@ -1,5 +1,5 @@
-// The transpose of an operand of bytes, for wgmma takes operands of 8 bits along k alone. One pass
-// over the operand costs a few percent of a large product.
+// Transposes an 8-bit operand, because wgmma takes only k-major 8-bit operands. One pass over the
+// operand costs a few percent of a large product.
 
 #ifndef JAX_TCGEMM_PASSES_TRANSPOSE_BYTES_H_
 #define JAX_TCGEMM_PASSES_TRANSPOSE_BYTES_H_
@@ -9,16 +9,17 @@
 
 namespace jax_tcgemm {
 
-// Multiples of so many elements are what rows of the transpose are filled up to, with zeros.
+// Rows of the transpose are padded with zeros to multiples of so many elements.
 constexpr int kTransposedMultiple = 16;
 
-// (batch, rows, columns), columns contiguous, and where (batch, columns, out_ld) goes.
+// A matrix (batch, rows, columns) with contiguous columns, and the place of its transpose (batch,
+// columns, out_ld).
 struct TransposeProblem {
   const void* in;
   void* out;
   int32_t batch, rows, columns;
   int64_t in_ld, in_batch_stride;  // elements
-  int32_t out_ld;                  // rows, filled up
+  int32_t out_ld;                  // `rows`, padded
 };
 
 cudaError_t launch_transpose(const TransposeProblem& problem, cudaStream_t stream);

@@ -1,4 +1,4 @@
-// Thread block clusters, warp roles, and barriers of some of a block's warps.
+// Thread block clusters, register counts of warp roles, and named barriers.
 
 #pragma once
 
@@ -12,7 +12,7 @@ __device__ __forceinline__ uint32_t cluster_rank() {
   return rank;
 }
 
-// This thread's place in its warp. Asked for anew each time: what is computed from it is not kept
+// Returns this thread's lane. Reads it anew each time, so that values computed from it do not stay
 // in registers that accumulators need.
 __device__ __forceinline__ uint32_t volatile_lane() {
   uint32_t lane;
@@ -20,8 +20,8 @@ __device__ __forceinline__ uint32_t volatile_lane() {
   return lane;
 }
 
-// The barrier of all threads of a cluster in two halves. It orders no memory but barriers that were
-// initialised (fence_mbarrier_init): a release at cluster scope would be a fence of the whole GPU.
+// The two halves of a barrier of all threads of a cluster. It orders no memory except initialised
+// barriers (fence_mbarrier_init): a release at cluster scope would be a fence of the whole GPU.
 __device__ __forceinline__ void cluster_arrive_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;\n" ::: "memory");
 }
@@ -30,8 +30,8 @@ __device__ __forceinline__ void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;\n" ::: "memory");
 }
 
-// Writes 8 bytes to the shared memory of block `rank` of the cluster; they count towards `barrier`
-// there.
+// Writes 8 bytes to the shared memory of block `rank` of the cluster. The bytes count towards
+// `barrier` in that block.
 __device__ __forceinline__ void store_cluster_8(uint32_t address, uint32_t barrier, uint32_t rank,
                                                 float first, float second) {
   asm volatile(
@@ -45,7 +45,7 @@ __device__ __forceinline__ void store_cluster_8(uint32_t address, uint32_t barri
       : "memory");
 }
 
-// 16 bytes from the shared memory of block `rank` of the cluster.
+// Loads 16 bytes from the shared memory of block `rank` of the cluster.
 __device__ __forceinline__ void load_cluster_16(float (&value)[4], uint32_t address,
                                                 uint32_t rank) {
   asm volatile(
@@ -64,8 +64,8 @@ __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }
 
-// target = a * b + c, by an instruction that stays where it stands. A jump over many of them stays
-// a jump; plain assignments would all be done under predicates.
+// target = a * b + c, by an instruction that the compiler does not move. A branch over many of them
+// stays a branch; the compiler would predicate plain assignments.
 __device__ __forceinline__ void multiply_add(float& target, float a, float b, float c) {
   asm volatile("fma.rn.f32 %0, %1, %2, %3;\n" : "=f"(target) : "f"(a), "f"(b), "f"(c));
 }
@@ -75,7 +75,7 @@ __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Registers of a thread of this warpgroup from here on; a multiple of 8.
+// Set the registers of a thread of this warpgroup from here on, a multiple of 8.
 template <int kCount>
 __device__ __forceinline__ void increase_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(kCount));

@@ -6,8 +6,8 @@
 
 namespace jax_tcgemm::ptx {
 
-// Zeros unless `wanted`. Written as one predicated instruction: loads behind branches would wait
-// for one another.
+// Loads 16 bytes if `wanted`, else returns zeros. It is one predicated instruction, because loads
+// behind branches would wait for one another.
 __device__ __forceinline__ void load_global_16_if(uint32_t (&word)[4], uint64_t address,
                                                   bool wanted) {
   asm volatile(
@@ -24,7 +24,8 @@ __device__ __forceinline__ void load_global_16_if(uint32_t (&word)[4], uint64_t 
       : "l"(address), "r"(static_cast<int>(wanted)));
 }
 
-// 4, 8 or 16 bytes of what no kernel writes while this one runs; zeros unless kSurely or `wanted`.
+// Loads 4, 8 or 16 bytes that no kernel writes while this one runs. Returns zeros unless kSurely or
+// `wanted`.
 template <bool kSurely>
 __device__ __forceinline__ void load_global(uint32_t (&word)[1], const void* address, bool wanted) {
   word[0] = kSurely || wanted ? __ldg(static_cast<const uint32_t*>(address)) : 0u;
@@ -42,25 +43,26 @@ __device__ __forceinline__ void load_global(uint32_t (&word)[4], const void* add
   word[0] = read.x, word[1] = read.y, word[2] = read.z, word[3] = read.w;
 }
 
-// Brings a line of 128 bytes to L2.
+// Prefetches a line of 128 bytes into L2.
 __device__ __forceinline__ void prefetch_line(const void* address) {
   asm volatile("prefetch.global.L2 [%0];\n" ::"l"(address));
 }
 
-// Of what no kernel writes while this one runs; not put off until it is needed.
+// Loads a value that no kernel writes while this one runs. The compiler does not delay the load
+// until its use.
 __device__ __forceinline__ float load_global_4(const float* address) {
   float value;
   asm volatile("ld.global.nc.f32 %0, [%1];\n" : "=f"(value) : "l"(address));
   return value;
 }
 
-// Sets a flag, after what this thread wrote, and what it knows to be written, is visible to the
+// Sets a flag after all writes of this thread, and those that it has observed, are visible to the
 // GPU.
 __device__ __forceinline__ void store_release(uint64_t* flag, uint64_t value) {
   asm volatile("st.release.gpu.global.b64 [%0], %1;\n" ::"l"(flag), "l"(value) : "memory");
 }
 
-// Waits until a flag has this value, and sees what was written before it was set.
+// Waits until a flag has this value. The thread then sees all writes from before the flag was set.
 __device__ __forceinline__ void wait_acquire(const uint64_t* flag, uint64_t value) {
   uint64_t seen;
   do {

@@ -1,8 +1,8 @@
 // ldmatrix: a warp reads four 8 x 8 matrices of 16-bit elements from shared memory.
 //
-// Lane l gives the address of row l % 8 of matrix l / 8 (16 bytes, 16-byte aligned) and receives of
-// each matrix the 32 bits at row l / 4, byte 4 * (l % 4); of its transpose with `_trans`. A row of
-// 16 bytes may as well be four 32-bit elements, which is how tf32 uses the plain form.
+// Lane l gives the address of row l % 8 of matrix l / 8 (16 bytes, 16-byte aligned). It receives
+// the 32 bits at row l / 4, byte 4 * (l % 4) of each matrix, or of each transpose with `_trans`. A
+// row of 16 bytes may also be four 32-bit elements; tf32 uses the plain form that way.
 
 #pragma once
 

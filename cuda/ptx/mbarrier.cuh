@@ -1,5 +1,5 @@
 // mbarrier: barriers in shared memory that count arrivals of threads and bytes of TMA copies.
-// Addresses are 32-bit shared addresses; a `cluster` address may lie in another block's memory.
+// Addresses are 32-bit shared addresses. A `cluster` address may lie in another block's memory.
 
 #pragma once
 
@@ -21,8 +21,8 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];\n" ::"r"(barrier) : "memory");
 }
 
-// Arrives at the barrier that lies at the same address in block `rank` of the cluster. It orders no
-// accesses of other memory; a release at cluster scope would be a fence of the whole GPU.
+// Arrives at the barrier at the same address in block `rank` of the cluster. It orders no accesses
+// to other memory: a release at cluster scope would be a fence of the whole GPU.
 __device__ __forceinline__ void mbarrier_arrive_remote(uint32_t barrier, uint32_t rank) {
   asm volatile(
       "{\n"
@@ -34,7 +34,7 @@ __device__ __forceinline__ void mbarrier_arrive_remote(uint32_t barrier, uint32_
       : "memory");
 }
 
-// The same, after what this thread wrote and read before has become visible to the cluster.
+// The same, after the cluster can see this thread's earlier writes and reads.
 __device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier, uint32_t rank) {
   asm volatile(
       "{\n"
@@ -46,13 +46,13 @@ __device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier, uint32
       : "memory");
 }
 
-// Arrives, and announces `bytes` that copies will bring before the phase completes.
+// Arrives, and announces `bytes` that copies will write before the phase completes.
 __device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
 
-// Waits until the phase of parity `parity` has completed.
+// Waits until the phase with this parity has completed.
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
   asm volatile(
       "{\n"
@@ -67,7 +67,7 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
       : "memory");
 }
 
-// The same, and sees what other blocks of the cluster wrote before they arrived.
+// The same. The thread then sees all writes of other blocks from before their arrivals.
 __device__ __forceinline__ void mbarrier_wait_cluster(uint32_t barrier, uint32_t parity) {
   asm volatile(
       "{\n"

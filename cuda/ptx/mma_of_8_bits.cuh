@@ -1,9 +1,9 @@
-// mma.sync of 8-bit operands that lie in registers, of 32 elements of k and 16 x 8 of D, one warp.
+// mma.sync of 8-bit operands in registers: 32 elements of k and 16 x 8 of D, by one warp.
 //
-// Whatever the order of k, if it is that of both operands: with g = lane / 4 and t = lane % 4, a
-// thread has 8 of the 32, those of its t; of A in rows g and g + 8, of B in column g.
-// Floats are multiplied as float16, to which they convert exactly: tensor cores of compute
-// capability 9.0 have mma.sync of no 8-bit floats. So sums are float32's, and need no promotion.
+// k may have any order, if it is the same in both operands. Let g = lane / 4 and t = lane % 4. A
+// thread has 8 of the 32 elements of k, those of its t: of A in rows g and g + 8, of B in column g.
+// Floats are converted exactly to float16 and multiplied as such, because compute capability 9.0
+// has no mma.sync of 8-bit floats. The sums are therefore float32 and need no promotion.
 //   D: (row g, columns 2 t and 2 t + 1), then (row g + 8, the same).
 
 #pragma once
@@ -14,7 +14,7 @@
 
 namespace jax_tcgemm::ptx {
 
-// The float16 of four bytes.
+// Converts four bytes to float16.
 template <ElementType kType>
 __device__ __forceinline__ void to_float16(uint32_t& low, uint32_t& high, uint32_t bytes) {
   const auto first = static_cast<uint16_t>(bytes);
@@ -34,7 +34,7 @@ template <Algorithm kAlgorithm,
 struct MmaOf8Bits {
   static constexpr Arithmetic kArithmetic = arithmetic_of(kAlgorithm);
   using Sum = float;
-  // Of 16 of the 32 elements of k each.
+  // Each half holds 16 of the 32 elements of k.
   struct A {
     uint32_t half[2][4];
   };
@@ -49,7 +49,7 @@ struct MmaOf8Bits {
   static __device__ __forceinline__ uint32_t bits(float value) { return __float_as_uint(value); }
   static __device__ __forceinline__ float value(uint32_t bits) { return __uint_as_float(bits); }
 
-  // Rows g and g + 8.
+  // Takes rows g and g + 8.
   static __device__ __forceinline__ void take(A& a, const uint32_t (&row)[2][2]) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {

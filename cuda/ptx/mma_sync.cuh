@@ -1,12 +1,12 @@
-// mma.sync: D = A * B + D on one 16 x 8 tile of D, one warp (sm_80 and later; half as much of k, of
-// float16, from sm_75 on).
+// mma.sync: D = A * B + D on one 16 x 8 tile of D, by one warp (sm_80 and later; on sm_75 with
+// float16 and half as much k).
 //
-// With group g = lane / 4 and t = lane % 4, and E = 2 (16-bit) or 1 (tf32) elements in a register:
+// Let g = lane / 4, t = lane % 4, and E = 2 (16-bit) or 1 (tf32) elements in a register:
 //   A, 4 registers: (row g, k E*t), (g + 8, E*t), (g, E*t + 4*E), (g + 8, E*t + 4*E)
 //   B, 2 registers: (k E*t, column g), (E*t + 4*E, g)
-// Of half as much of k: the first half of these registers.
-// The statements are volatile to keep the order they are written in: the mainloop places loads from
-// shared memory between them.
+// With half as much k, the instruction uses the first half of these registers.
+// The statements are volatile so that they keep their order: the mainloop places loads from shared
+// memory between them.
 //   D: (row g, columns 2*t and 2*t + 1), then (row g + 8, the same); a float32 each, or packed in
 //      pairs when the accumulator is float16.
 
@@ -49,7 +49,7 @@ struct MmaSync;
     }                                                                                   \
   };
 
-// Of 8 elements of k.
+// The instruction for 8 elements of k.
 template <Algorithm kAlgorithm>
 struct MmaSyncK8;
 
@@ -89,8 +89,8 @@ JAX_TCGEMM_MMA_K8_INSTRUCTIONS(JAX_TCGEMM_MMA_K8)
 #undef JAX_TCGEMM_MMA_kF16
 #undef JAX_TCGEMM_MMA_kF32
 
-// Rounds a float32 to tf32 in place; mma.sync itself would cut the lower 13 bits off, which doubles
-// the error and biases it.
+// Rounds a float32 to tf32 in place. mma.sync itself would truncate the lower 13 bits, which
+// doubles the error and biases it.
 __device__ __forceinline__ void round_to_tf32(uint32_t& value) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("cvt.rn.tf32.f32 %0, %1;\n" : "=r"(value) : "f"(__uint_as_float(value)));
@@ -99,7 +99,7 @@ __device__ __forceinline__ void round_to_tf32(uint32_t& value) {
 #endif
 }
 
-// Row half `half` (rows g or g + 8) of an accumulator tile, as float32.
+// Returns row half `half` (row g or g + 8) of an accumulator tile as float32.
 __device__ __forceinline__ float2 accumulator_pair(const float (&tile)[4], int half) {
   return {tile[2 * half], tile[2 * half + 1]};
 }

@@ -1,4 +1,4 @@
-// The instructions of kernels that are compiled at run time: of operands of 8 bits.
+// The wgmma instructions of kernels that are compiled at run time, for 8-bit operands.
 
 #pragma once
 

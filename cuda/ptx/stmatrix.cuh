@@ -1,5 +1,5 @@
-// stmatrix: 8 x 8 matrices of 16-bit elements from registers to shared memory; lane i gives the
-// address of row i % 8 of matrix i / 8. The inverse of ldmatrix.
+// stmatrix: writes 8 x 8 matrices of 16-bit elements from registers to shared memory. Lane i gives
+// the address of row i % 8 of matrix i / 8. It is the inverse of ldmatrix.
 
 #pragma once
 
@@ -13,7 +13,7 @@ __device__ __forceinline__ void stmatrix_x4(uint32_t address, const uint32_t (&m
                : "memory");
 }
 
-// Two matrices, each as its transpose. Lanes 16 to 31 give no address.
+// Writes the transposes of two matrices. Lanes 16 to 31 give no address.
 __device__ __forceinline__ void stmatrix_x2_trans(uint32_t address, const uint32_t (&matrix)[2]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};\n" ::"r"(address),
                "r"(matrix[0]), "r"(matrix[1])

@@ -1,5 +1,5 @@
-// cp.async.bulk.tensor: TMA copies of boxes between global tensors, described by a CUtensorMap, and
-// shared memory. Coordinates are in elements, the contiguous dimension first.
+// cp.async.bulk.tensor: TMA copies of boxes between shared memory and global tensors, which a
+// CUtensorMap describes. Coordinates are in elements, the contiguous dimension first.
 
 #pragma once
 
@@ -11,7 +11,7 @@ __device__ __forceinline__ void prefetch_tensor_map(const void* map) {
   asm volatile("prefetch.tensormap [%0];\n" ::"l"(map) : "memory");
 }
 
-// Global to shared memory; its bytes count towards `barrier`.
+// Copies from global to shared memory. The bytes count towards `barrier`.
 __device__ __forceinline__ void tma_load(uint32_t shared, const void* map, uint32_t barrier, int x,
                                          int y, int z) {
   asm volatile(
@@ -51,8 +51,8 @@ __device__ __forceinline__ void tma_load_multicast(uint32_t shared, const void* 
       : "memory");
 }
 
-// Shared to global memory; what lies outside the tensor is not written. The lines are the first
-// that the L2 cache gives up: it is better used for operands.
+// Copies from shared to global memory. TMA writes nothing outside the tensor. L2 evicts the written
+// lines first, because operands use its space better.
 __device__ __forceinline__ void tma_store(const void* map, uint32_t shared, int x, int y, int z) {
   constexpr uint64_t kEvictFirst = 0x12f0000000000000;
   asm volatile(
@@ -62,14 +62,14 @@ __device__ __forceinline__ void tma_store(const void* map, uint32_t shared, int 
       : "memory");
 }
 
-// Contiguous bytes, a multiple of 16 as both addresses are.
+// Copies contiguous bytes. The count and both addresses are multiples of 16.
 __device__ __forceinline__ void bulk_store(void* to, uint32_t shared, uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n" ::"l"(to),
                "r"(shared), "r"(bytes)
                : "memory");
 }
 
-// The same from global to shared memory; the bytes count towards `barrier`.
+// The same from global to shared memory. The bytes count towards `barrier`.
 __device__ __forceinline__ void bulk_load(uint32_t shared, const void* from, uint32_t bytes,
                                           uint32_t barrier) {
   asm volatile(
@@ -83,7 +83,7 @@ __device__ __forceinline__ void tma_store_commit() {
   asm volatile("cp.async.bulk.commit_group;\n" ::: "memory");
 }
 
-// Until at most kPending of this thread's stores still have to read shared memory.
+// Waits until at most kPending of this thread's stores still have to read shared memory.
 template <int kPending>
 __device__ __forceinline__ void tma_store_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;\n" ::"n"(kPending) : "memory");
@@ -94,7 +94,7 @@ __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
 }
 
-// The same of global memory: what this thread sees as written, later bulk copies do, too.
+// The same for global memory: later bulk copies see all writes that this thread sees.
 __device__ __forceinline__ void fence_proxy_async_global() {
   asm volatile("fence.proxy.async.global;\n" ::: "memory");
 }

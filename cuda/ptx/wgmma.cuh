@@ -1,9 +1,9 @@
-// wgmma: D (64 x n, float32 or, of integers, int32 in registers) += A (64 x 32 bytes of k) * B (32
-// bytes of k x n), issued by the four warps of a warpgroup and done asynchronously. B lies in
-// shared memory, A there or in registers.
+// wgmma: D (64 x n in registers; float32, or int32 for integers) += A (64 x 32 bytes of k) * B (32
+// bytes of k x n). The four warps of a warpgroup issue it, and it runs asynchronously. B lies in
+// shared memory, A in shared memory or in registers.
 //
 // Accumulators: thread t of the warpgroup holds rows 16 (t / 32) + t % 32 / 4 + {0, 8} and columns
-// 8 j + 2 (t % 4) + {0, 1}; register 4 j + 2 (row / 8) + column.
+// 8 j + 2 (t % 4) + {0, 1}, in register 4 j + 2 (row / 8) + column.
 
 #pragma once
 
@@ -15,7 +15,7 @@
 
 namespace jax_tcgemm::ptx {
 
-// Before the first wgmma, and wherever registers it reads were written.
+// Needed before the first wgmma, and after writes to registers that a wgmma reads.
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory");
 }
@@ -41,14 +41,14 @@ __device__ __forceinline__ void wgmma_fence_registers(int32_t (&d)[kCount]) {
   for (int32_t& value : d) asm volatile("" : "+r"(value)::"memory");
 }
 
-// What accumulators are.
+// The type of accumulators.
 template <Algorithm kAlgorithm>
 using SumOf =
     std::conditional_t<arithmetic_of(kAlgorithm).accumulator == ElementType::kS32, int32_t, float>;
 
-// An operand in shared memory in rows of 128 bytes with the 128-byte swizzle, or of 64 or 32 with
-// that one: a pattern is 8 rows. k-major: rows along mn. mn-major: rows along k, and `block_bytes`
-// from the end of a row's mn to the next.
+// Returns the descriptor of an operand in shared memory. Rows have 128, 64 or 32 bytes with the
+// swizzle of that size; a pattern is 8 rows. k-major: rows along mn. mn-major: rows along k, and
+// `block_bytes` from one block of mn to the next.
 template <int kRowBytes = 128>
 __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address, int block_bytes) {
   static_assert(kRowBytes == 128 || kRowBytes == 64 || kRowBytes == 32);
@@ -58,19 +58,19 @@ __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address, int bloc
   return kSwizzle | kPatternStride | block_stride | ((address & 0x3ffff) >> 4);
 }
 
-// The same descriptor `bytes` further.
+// Returns the same descriptor moved by `bytes`.
 __device__ __forceinline__ uint64_t advance(uint64_t descriptor, int bytes) {
   return descriptor + (bytes >> 4);
 }
 
-// The instruction of one extent n; the specialisations are written by cuda/build/generate.py for
-// the tiles of the kernel table, because the list of registers is part of an instruction's text.
+// The instruction for one extent n. cuda/build/generate.py writes the specialisations for the tiles
+// of the kernel table, because the list of registers is part of an instruction's text. Its static
+// functions, which return nothing:
 //
-//   static void from_shared<major of A, major of B>(d, descriptor of A, descriptor of B,
-//   accumulate) static void from_registers(d, fragments of A, descriptor of B, accumulate) (tf32
-//   alone)
+//   from_shared<major of A, major of B>(d, descriptor of A, descriptor of B, accumulate)
+//   from_registers(d, fragments of A, descriptor of B, accumulate)
 //
-// `accumulate` false sets D instead of adding to it.
+// Only tf32 has from_registers. If `accumulate` is false, the instruction overwrites D.
 template <Algorithm kAlgorithm, int kN>
 struct Wgmma;
 

@@ -1,8 +1,8 @@
-// Tile order where groups divide a dimension by sizes that only the device knows. Group after
-// group, and within a group as scheduler/raster.cuh: consecutive blocks share what they load.
+// Tile order if groups divide a dimension by sizes that only the device knows. Groups come one
+// after the other; tiles within a group follow scheduler/raster.cuh, so that consecutive blocks
+// share operands.
 //
-// The sizes are taken as they come: what is negative counts as 0, and a group ends where the rows
-// there are do.
+// Any sizes are valid: a negative size counts as 0, and no group extends beyond the existing rows.
 
 #pragma once
 
@@ -13,20 +13,20 @@
 
 namespace jax_tcgemm {
 
-// Rows of D in a strip of tiles, which are done column after column.
+// Rows of D in a strip of tiles. The walk visits a strip column after column.
 constexpr int kRaggedStripRows = 2048;
 
 struct RaggedTile {
   int group;  // groups of rows: the number of groups for rows that belong to none
-  int begin;  // of the group, in the divided dimension
+  int begin;  // begin of the group in the divided dimension
   int end;
   int tile_m;  // index of the tile in the group's matrix
   int tile_n;
 };
 
-// The tiles of one cluster of a persistent grid: that of its own number, then every so manieth.
-// Walked by a whole warp, whose lanes look at 32 groups at a time. kTileM and kTileN are extents of
-// a cluster's tile.
+// The tiles of one cluster of a persistent grid: the tile with the cluster's number, then every
+// `stride`-th. A whole warp walks, and its lanes look at 32 groups at a time. kTileM and kTileN are
+// extents of a cluster's tile.
 template <Grouped kGrouped, int kTileM, int kTileN>
 class RaggedWalk {
  public:
@@ -38,7 +38,7 @@ class RaggedWalk {
     look();
   }
 
-  // Advances to the next tile; false: none is left.
+  // Advances to the next tile. Returns false if none is left.
   __device__ __forceinline__ bool next(RaggedTile* tile) {
     index_ += stride_;
     uint32_t later = __ballot_sync(kAll, index_ < tile_end_);
@@ -61,7 +61,7 @@ class RaggedWalk {
  private:
   static constexpr uint32_t kAll = 0xffffffff;
 
-  // Rows that no group has make one more.
+  // Rows that belong to no group count as one more group.
   __device__ __forceinline__ int groups() const {
     return params_.batch + (kGrouped == Grouped::kM ? 1 : 0);
   }
@@ -72,7 +72,7 @@ class RaggedWalk {
     return ((kGrouped == Grouped::kM ? end - begin : params_.m) + kTileM - 1) / kTileM;
   }
 
-  // Sums over the lanes up to this one, but no more than `limit`, which is below 2^31.
+  // Returns the sum over the lanes up to this one, capped at `limit`, which is below 2^31.
   static __device__ __forceinline__ uint32_t scan(uint32_t value, uint32_t limit) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -83,7 +83,7 @@ class RaggedWalk {
     return value;
   }
 
-  // Each lane at its group.
+  // Looks at 32 groups, one for each lane.
   __device__ __forceinline__ void look() {
     const int lane = threadIdx.x % 32;
     const int group = first_group_ + lane;
@@ -111,13 +111,13 @@ class RaggedWalk {
   }
 
   const GemmParams& params_;
-  int index_;  // of the tile among those of all groups
+  int index_;  // of the tile among the tiles of all groups
   const int stride_;
   const int tiles_n_;
-  int first_group_ = 0;  // of the 32 in view
-  uint32_t before_ = 0;  // where it begins
+  int first_group_ = 0;  // of the 32 groups in view
+  uint32_t before_ = 0;  // where first_group_ begins
   int tiles_before_ = 0;
-  // Of this lane's group.
+  // Range and tiles of this lane's group.
   int begin_, end_;
   int tile_begin_, tile_end_;
 };

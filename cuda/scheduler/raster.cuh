@@ -1,6 +1,6 @@
 // Tile order. Consecutive blocks run at the same time, so their tiles should share rows of A and
-// columns of B in L2: tiles go in groups of `width` tile rows (or columns), column after column
-// inside a group.
+// columns of B in L2. Tiles form groups of `width` tile rows (or columns). The order inside a group
+// is column after column.
 
 #pragma once
 
@@ -25,8 +25,8 @@ __device__ __forceinline__ TileCoordinate raster_tile(const Raster& raster, int 
   return {along_m ? minor : major, along_m ? major : minor};
 }
 
-// The tiles of one block (or cluster, which then counts as one) of a persistent grid: that of its
-// own number, then every so manieth of the tiles of all batches.
+// The tiles of one block of a persistent grid: the tile with the block's number, then those at the
+// grid's stride, over all batches. A cluster counts as one block.
 struct TileWalk {
   int index;  // of the tile in its matrix
   int batch;  // >= params.batch: no tile left
@@ -50,7 +50,7 @@ struct TileWalk {
   }
 };
 
-// Offset, in elements, of flat batch index `batch` in an operand with its own strides.
+// Returns the offset in elements of flat batch index `batch` in an operand with its own strides.
 __device__ __forceinline__ int64_t batch_offset(const GemmParams& params, int batch,
                                                 const BatchStrides& strides) {
   if (params.batch_rank == 0) return 0;
@@ -66,8 +66,8 @@ __device__ __forceinline__ int64_t batch_offset(const GemmParams& params, int ba
   return offset + batch * strides.stride[0];
 }
 
-// The same of a kernel compiled for one product, which knows whether there is a batch: the code for
-// one is some 130 instructions for each operand.
+// The same for a kernel that is compiled for one product and knows if there is a batch. The code
+// for a batch takes about 130 instructions for each operand.
 template <bool kBatched>
 __device__ __forceinline__ int64_t batch_offset_if(const GemmParams& params, int batch,
                                                    const BatchStrides& strides) {

@@ -9,8 +9,8 @@
 
 namespace jax_tcgemm::simt {
 
-// acc + sum of the first kCount products for which `inside(i)`; all loads are in flight together.
-// Several short sums are sooner done than one, and nearer the exact one.
+// Returns acc + the sum of the first kCount products for which `inside(i)` holds. All loads are in
+// flight together. Several short sums finish earlier than one long sum, and are more exact.
 template <int kCount, typename Element, typename Inside>
 __device__ __forceinline__ float add_products(float acc, const Element* a, const Element* b,
                                               int64_t step_a, int64_t step_b, Inside inside) {
@@ -40,7 +40,7 @@ struct Line {
         stride(k_major ? 1 : operand.ld) {}
 };
 
-// kStep products at a time.
+// Returns the dot product, kStep products at a time.
 template <int kStep, typename Element>
 __device__ __forceinline__ float dot(Line<Element> a, Line<Element> b, int k) {
   float acc = 0.f;

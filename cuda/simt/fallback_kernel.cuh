@@ -1,14 +1,14 @@
 // The simt kernel for two weights, for groups whose sizes only the device knows, or for complex
-// numbers: for GPUs that do not run the sm90 kernels, which a program that was exported on a host
-// without one may meet, and for operands that TMA cannot address. It has to be right there, and
-// small: a thread asks for the layouts at run time, and looks for its group alone.
+// numbers. It serves GPUs that do not run the sm90 kernels, and operands that TMA cannot address. A
+// program that was exported on a host without a GPU may meet such a GPU. The kernel must be correct
+// and small, so each thread reads the layouts at run time and finds its group by itself.
 //
-// Roles: a thread computes one element of a tile of (tile_m, output_n) of D, neighbouring threads
-//        neighbouring columns, by float32 FMA over all of k, or of its group's.
+// Roles: A thread computes one element of a tile of (tile_m, output_n) of D by float32 FMA over the
+//        whole k or its group's k. Neighbouring threads compute neighbouring columns.
 // Barriers: none.
 // Timeline: [sizes, one after the other] -> loads of tile_k steps of k in flight together -> FMA
-//        ... -> [the same of the second weight, or of the other parts] -> epilogue; then a tile of
-//        the grid's next wave.
+//        ... -> [the same for the second weight, or for the other parts] -> epilogue; then a tile
+//        of the grid's next wave.
 
 #pragma once
 
@@ -26,14 +26,14 @@
 
 namespace jax_tcgemm::simt {
 
-// Where a group ends that begins at `begin`. Sizes are taken as in scheduler/ragged.cuh: what is
-// negative counts as 0, and a group ends where `extent` does.
+// Returns the end of the group that begins at `begin`. Sizes count as in scheduler/ragged.cuh: a
+// negative size counts as 0, and no group extends beyond `extent`.
 __device__ __forceinline__ int group_end(const GemmParams& params, int group, int begin,
                                          int extent) {
   return begin + min(max(params.group_sizes[group], 0), extent - begin);
 }
 
-// The number of groups for a row of none.
+// Returns the group of a row, or the number of groups if the row belongs to no group.
 __device__ __forceinline__ int group_of_row(const GemmParams& params, int row) {
   int group = 0;
 #pragma unroll 1
@@ -110,7 +110,7 @@ struct FallbackKernel {
     const float z = dot<kConfig.tile_k>(a, b, params.k);
     float up = 0.f;
     if constexpr (kConfig.gated) {
-      // Laid out as the first.
+      // B2 has the layout of B.
       b.data = static_cast<const Input*>(params.b2) +
                (b.data - static_cast<const Input*>(params.b.data));
       up = dot<kConfig.tile_k>(a, b, params.k);
@@ -118,8 +118,8 @@ struct FallbackKernel {
     finish(z, up, batch, column, at);
   }
 
-  // The sum over A's real parts, each by the part of B that the column is, and that over the
-  // imaginary ones, by the other part: see GemmParams::pairs_of_b.
+  // Returns one part of a complex dot product. The sum over A's real parts uses the column's own
+  // part of B. The sum over A's imaginary parts uses the other part (GemmParams::pairs_of_b).
   __device__ __forceinline__ float dot_of_pairs(const Line<Input>& a, int batch, int column) const {
     const int part = column % 2;
     const Line<Input> numbers(params, params.b, k_major_b, batch,
@@ -134,8 +134,8 @@ struct FallbackKernel {
     return part == 0 ? sum[0] - sum[1] : sum[0] + sum[1];
   }
 
-  // D = f(z + bias), times up + bias2 where gated; what f is applied to and multiplied by are
-  // further results, if there are any.
+  // Computes D = f(z + bias), multiplied by up + bias2 if gated. The argument of f and the factor
+  // are further results, if there are any.
   __device__ __forceinline__ void finish(float z, float up, int batch, int column,
                                          int64_t at) const {
     const EpilogueParams& epilogue = params.epilogue;

@@ -1,4 +1,4 @@
-// How many tiles there are for simt/fallback_kernel.cuh.
+// The number of tiles of simt/fallback_kernel.cuh.
 
 #ifndef JAX_TCGEMM_SIMT_FALLBACK_TILES_H_
 #define JAX_TCGEMM_SIMT_FALLBACK_TILES_H_
@@ -11,7 +11,7 @@
 
 namespace jax_tcgemm::simt {
 
-// Rows of all groups make one matrix.
+// The rows of all groups form one matrix.
 constexpr int64_t fallback_tiles(const GemmParams& params, const KernelConfig& config) {
   return ceil_div(params.m, config.tile_m) * ceil_div(params.n, config.output_n()) *
          (config.grouped == Grouped::kM ? 1 : params.batch);

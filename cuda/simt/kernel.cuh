@@ -1,9 +1,9 @@
-// The simt kernel: products too small to be worth a pipeline. It has no shared memory, no barrier
-// and little code, since at this size the time goes into fetching instructions and one trip to
+// The simt kernel: for products too small for a pipeline. It has no shared memory, no barrier and
+// little code, because at this size the time goes into fetching instructions and into one trip to
 // memory.
 //
-// Roles: a thread computes one element of a tile of (tile_m, tile_n) of D, neighbouring threads
-//        neighbouring columns, by float32 FMA over all of k.
+// Roles: A thread computes one element of a tile of (tile_m, tile_n) of D by float32 FMA over the
+//        whole k. Neighbouring threads compute neighbouring columns.
 // Barriers: none.
 // Timeline: loads of tile_k steps of k in flight together -> FMA -> ... -> epilogue.
 

@@ -1,4 +1,4 @@
-// The kernels of a row of the simt family.
+// Lists the kernels of a row of the simt family.
 
 #pragma once
 

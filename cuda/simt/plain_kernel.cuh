@@ -1,6 +1,6 @@
-// The simt kernel for D = A * B of one matrix and nothing else, the common tiny product: parameters
-// in one line of the constant cache and a few hundred instructions, because at this size the time
-// goes into fetching both. Roles and timeline as in simt/kernel.cuh.
+// The simt kernel for the common tiny product: D = A * B of one matrix and nothing else. Its
+// parameters fit one line of the constant cache and its code has a few hundred instructions,
+// because at this size the time goes into fetching both. Roles and timeline: as in simt/kernel.cuh.
 
 #pragma once
 

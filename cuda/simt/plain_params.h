@@ -1,4 +1,4 @@
-// What simt/plain_kernel.cuh needs to know of a product.
+// The parameters of simt/plain_kernel.cuh.
 
 #ifndef JAX_TCGEMM_SIMT_PLAIN_PARAMS_H_
 #define JAX_TCGEMM_SIMT_PLAIN_PARAMS_H_

@@ -1,9 +1,8 @@
-// Register fragments: how a warp reads its part of an operand tile for one step of mma.sync, 8
-// elements of k.
+// Register fragments: a warp's part of an operand tile for one step of mma.sync, 8 elements of k.
 //
-// A and B are alike: 8 x 8 matrices, of 8 rows of A or 8 columns of B, of which a lane holds two
-// neighbouring k of row (column) lane / 4. ldmatrix reads four of them; of an mn-major operand by
-// its transposing form.
+// A and B have the same form: 8 x 8 matrices of 8 rows of A or 8 columns of B. A lane holds two
+// neighbouring k of row (column) lane / 4. ldmatrix reads four matrices at once. Its transposing
+// form reads mn-major operands.
 
 #pragma once
 
@@ -14,10 +13,10 @@
 
 namespace jax_tcgemm::sm75 {
 
-// kExtent rows of A or columns of B. Addresses: `base` is the stage's address plus lane_offset(),
-// this lane's place at step 0; other steps and matrices differ from it by a constant that is added
-// or, where it falls into the swizzled bits, XORed. Extents of a warp's part are powers of two and
-// stages start on 128 bytes, so no bit is met twice.
+// kExtent rows of A or columns of B. `base` is the stage's address plus lane_offset(), this lane's
+// place at step 0. Other steps and matrices differ from it by a constant. The constant is added, or
+// XORed if it falls into the swizzled bits. Extents of a warp's part are powers of two and stages
+// start on 128 bytes, so no bit is changed twice.
 template <typename Tile, Major kMajor, int kExtent>
 struct Fragment {
   static constexpr int kMatrices = kExtent / 8;
@@ -26,7 +25,7 @@ struct Fragment {
 
   uint32_t reg[kMatrices];
 
-  // `first`: of the warp's rows or columns in the tile.
+  // `first`: first of the warp's rows or columns in the tile.
   static __device__ __forceinline__ uint32_t lane_offset(int first) {
     const int lane = threadIdx.x % 32;
     if constexpr (kMajor == Major::kK) {

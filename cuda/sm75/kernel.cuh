@@ -1,9 +1,9 @@
-// The sm75 kernel: a persistent grid whose blocks compute one tile of D after the other.
+// The sm75 kernel: a persistent grid. Each block computes one tile of D after the other.
 //
-// Roles: all warps alike; warp w computes rows (w / warps_n) * warp_m and columns
-//        (w % warps_n) * warp_n of a tile.
-// Barriers: those of the mainloop, and one before and one behind the epilogue, whose slabs lie
-//        where the stages do. A warp's epilogue reads what the warp itself wrote.
+// Roles: All warps do the same work. Warp w computes rows (w / warps_n) * warp_m and columns (w %
+//        warps_n) * warp_n of a tile.
+// Barriers: those of the mainloop, one before and one after the epilogue, whose slabs overlay the
+//        stages. A warp's epilogue reads only data that the warp itself wrote.
 // Timeline, for each tile: mainloop (sm75/mainloop.cuh), __syncthreads, epilogue
 //        (mma_sync/output.cuh), __syncthreads. The other blocks on the SM fill its gaps.
 
@@ -21,7 +21,7 @@
 
 namespace jax_tcgemm::sm75 {
 
-// `Row` and kMajorsA as of sm80/kernel.cuh.
+// `Row` and kMajorsA: as in sm80/kernel.cuh.
 template <typename Row, Major... kMajorsA>
 __global__ void __launch_bounds__(Row::kConfig.threads(), mma_sync::min_blocks(Row::kConfig))
     gemm_kernel(const __grid_constant__ GemmParams params,

@@ -1,4 +1,4 @@
-// The kernels of a row of the sm75 family.
+// Lists the kernels of a row of the sm75 family.
 
 #pragma once
 

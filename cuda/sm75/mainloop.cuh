@@ -1,12 +1,13 @@
-// The sm75 mainloop: the accumulators of one tile, over all of k, without asynchronous copies.
+// The sm75 mainloop: the accumulators of one tile over the whole k, without asynchronous copies.
 //
 // Roles: every warp copies and every warp multiplies.
-// Stages: two k-tiles of A and B in shared memory. While one is multiplied, the next is on its way
-// from global memory to registers, and goes from there into the other stage.
-// Barriers: one __syncthreads() a k-tile. It makes the next k-tile visible and says that all warps
-// have read this one into registers, so that its stage may be written again.
+// Stages: two k-tiles of A and B in shared memory. While the warps multiply one k-tile, they load
+// the next one from global memory to registers and store it from there to the other stage.
+// Barriers: one __syncthreads() a k-tile. It makes the next k-tile visible. It also tells that all
+// warps have read this k-tile into registers, so that its stage may be overwritten.
 //
-// Timeline of a warp within a k-tile, in steps of 8 elements of k; `|` runs side by side:
+// Timeline of a warp within a k-tile, in steps of 8 elements of k; columns separated by `|` run at
+// the same time:
 //   step i      ldmatrix step i + 1                                            | mma of step i
 //   last step   k-tile t + 1: registers -> the other stage; k-tile t + 2: global memory ->
 //               registers, which have a k-tile's time; __syncthreads
@@ -30,11 +31,11 @@ namespace jax_tcgemm::sm75 {
 using mma_sync::OperandRole;
 using mma_sync::OperandTile;
 
-// What of k a matrix of the batch is the product over: all, or a part of it.
+// The range of k that a matrix of the batch is summed over: all of k, or a part of it.
 struct RangeOfK {
   int first;
   int tiles;   // at least 1
-  int length;  // of the first k-tile; the others are whole
+  int length;  // of the first k-tile; the others are full
 
   __device__ __forceinline__ RangeOfK(const GemmParams& params, int batch, int tile_k) : first(0) {
     int end = params.k;
@@ -68,13 +69,14 @@ struct Mainloop {
 
   StreamA stream_a;
   StreamB stream_b;
-  uint32_t stage;          // being read
-  uint32_t other;          // being written
+  uint32_t stage;          // stage to read
+  uint32_t other;          // stage to write
   uint32_t lane_a;         // this lane's place in a stage
   uint32_t lane_b;         // likewise
-  Fragments fragments[2];  // of a step and of the next
+  Fragments fragments[2];  // of a step and of the next one
 
-  // Adds up one tile of D of matrix `batch`. Warps that are still here read the stages.
+  // Computes the sums of one tile of D of matrix `batch`. On return some warps may still read the
+  // stages.
   static __device__ __forceinline__ void run(const GemmParams& params, uint32_t smem, int batch,
                                              TileCoordinate tile, int warp_row, int warp_column,
                                              Accumulators& acc) {
@@ -118,8 +120,8 @@ struct Mainloop {
     fragments[step % 2].b.load(stage + lane_b, step);
   }
 
-  // With sums of a k-tile apart where the row promotes. `fetches`: there is a k-tile behind the
-  // next.
+  // Multiplies a k-tile. If the row promotes, the k-tile's sums are added separately. `fetches`:
+  // there is a k-tile after the next one.
   template <bool kHasNext>
   __device__ __forceinline__ void k_tile(Accumulators& acc, bool fetches) {
     if constexpr (kConfig.promote) {

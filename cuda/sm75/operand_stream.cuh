@@ -1,9 +1,9 @@
-// An operand's k-tiles, one after the other: from global memory to registers, and from there to
-// shared memory, 16 bytes at a time.
+// Streams an operand's k-tiles from global memory to registers, and from there to shared memory, 16
+// bytes at a time.
 //
-// The first k-tile is what is left over when the others are whole, so that of all others nothing
-// along k is asked. Calls, for each k-tile: fetch() starts the loads; store() writes what has
-// arrived and moves on. The block sees it behind the next __syncthreads().
+// The first k-tile has the remainder of k, so the others are full and need no checks along k. Calls
+// for each k-tile: fetch() starts the loads. store() writes the loaded data and moves on. The block
+// sees the data after the next __syncthreads().
 
 #pragma once
 
@@ -17,7 +17,7 @@
 
 namespace jax_tcgemm::sm75 {
 
-// A thread's chunks, on their way: of 16-byte boundaries ...
+// A thread's chunks in flight, for rows on 16-byte boundaries ...
 template <Loader kLoader, typename Element, int kPasses>
 struct Chunks {
   static_assert(kLoader == Loader::kRegister);
@@ -35,7 +35,7 @@ struct Chunks {
   }
 };
 
-// ... and of any.
+// ... and for rows of any alignment.
 template <typename Element, int kPasses>
 struct Chunks<Loader::kRealign, Element, kPasses> : mma_sync::RealignedChunks<Element, kPasses> {
   using mma_sync::RealignedChunks<Element, kPasses>::RealignedChunks;
@@ -49,14 +49,14 @@ struct OperandStream {
 
   const Element* source;  // this thread's chunk of pass 0
   int64_t ld;
-  int row, chunk;   // of it, inside the tile
+  int row, chunk;   // of the thread's chunk, in the tile
   uint32_t inside;  // bit `pass`: that pass's row is inside the operand
-  int bytes;        // 0 to 16 of the chunk that are
-  int length;       // of the k-tile
+  int bytes;        // bytes of the chunk inside the operand, 0 to 16
+  int length;       // elements of k in the k-tile
   Chunks<kLoader, Element, kPasses> chunks;
 
-  // From `first_k` on of a matrix, of the tile whose first row (A) or column (B) is `first_mn`; the
-  // first k-tile has `length` elements of k.
+  // Streams the operand from `first_k` on, for the tile whose first row (A) or column (B) is
+  // `first_mn`. The first k-tile has `length` elements of k.
   __device__ __forceinline__ OperandStream(const Operand& operand, const Element* matrix,
                                            int first_mn, int extent_mn, int first_k, int length)
       : ld(operand.ld),
@@ -111,7 +111,7 @@ struct OperandStream {
   __device__ __forceinline__ uint64_t address(int pass) const {
     return reinterpret_cast<uint64_t>(source + pass * (Tile::kRowStep * ld));
   }
-  // Of the chunk of a pass; the rest reads as zeros.
+  // Bytes of a pass's chunk inside the operand; the rest reads as zeros.
   __device__ __forceinline__ int valid_bytes(int pass) const {
     return inside >> pass & 1 ? bytes : 0;
   }

@@ -1,4 +1,4 @@
-// Where a thread's part of an operand lies in global memory, k-tile after k-tile.
+// Places of a thread's part of an operand in global memory, one k-tile after the other.
 
 #pragma once
 
@@ -8,23 +8,23 @@
 
 namespace jax_tcgemm::sm80 {
 
-// What a loader holds; the same whatever the layout.
+// The state of a loader, the same for every layout.
 struct LoaderState {
   const void* source;  // this thread's chunk of pass 0 of the k-tile
   int rows_left;       // rows of the operand from this thread's first row on
   int elements_left;   // elements of the operand from this thread's chunk on, along a row
   int64_t row_step;    // elements from one pass to the next
   int64_t k_step;      // elements from one k-tile to the next
-  int row, chunk;      // of pass 0, inside the tile
+  int row, chunk;      // of pass 0, in the tile
 };
 
-// Where this thread's chunks of successive k-tiles lie in global memory, and how much of each is
-// inside the operand.
+// Tracks where this thread's chunks of successive k-tiles lie in global memory, and how much of
+// each lies inside the operand.
 template <typename Tile, Major kMajor>
 struct ChunkCursor {
   using Element = typename Tile::Element;
 
-  const Element* source;  // these as in LoaderState
+  const Element* source;  // this and the following as in LoaderState
   int rows_left;
   int elements_left;
   int64_t row_step;
@@ -69,10 +69,10 @@ struct ChunkCursor {
     }
   }
 
-  // From here on everything reads as zeros.
+  // Makes all further reads return zeros.
   __device__ __forceinline__ void stop() { elements_left = 0; }
 
-  // One k-tile less to go; moving `source` is the loader's.
+  // Counts one k-tile as done. The loader moves `source`.
   __device__ __forceinline__ void count_k_tile() {
     if constexpr (kMajor == Major::kK) {
       elements_left -= Tile::kExtentK;
@@ -82,19 +82,19 @@ struct ChunkCursor {
   }
 
   __device__ __forceinline__ bool row_inside(int pass) const {
-    // Compared anew each time: kept across the mainloop, the answers for all passes would take
+    // Compares anew each time: if kept across the mainloop, the answers for all passes would take
     // registers from the accumulators.
     int left = rows_left;
     asm volatile("" : "+r"(left));
     return pass * Tile::kRowStep < left;
   }
 
-  // Whether the chunk of `pass` begins inside the operand; otherwise it reads as zeros.
+  // Checks if the chunk of `pass` begins inside the operand. Otherwise the chunk reads as zeros.
   __device__ __forceinline__ bool chunk_inside(int pass) const {
     return elements_left > 0 && row_inside(pass);
   }
 
-  // Bytes (0 to 16) of the chunk of `pass` that lie inside the operand.
+  // Returns how many bytes (0 to 16) of the chunk of `pass` lie inside the operand.
   __device__ __forceinline__ int valid_bytes(int pass) const {
     const int elements = max(0, min(elements_left, Tile::kChunkElements));
     return row_inside(pass) ? elements * int(sizeof(Element)) : 0;

@@ -1,17 +1,17 @@
-// The sm80 kernel for little work: neither stages nor copies, since at this size the time goes into
-// fetching instructions and parameters and one trip to memory.
+// The sm80 kernel for little work. It has neither stages nor copies, because at this size the time
+// goes into fetching instructions and parameters and into one trip to memory.
 //
-// Roles: a block computes one tile of D; warp w multiplies parts w, w + split_k, ... of k, of 64
-//        bytes of k each, and finishes some rows of the sum.
+// Roles: A block computes one tile of D. Warp w multiplies parts w, w + split_k, ... of k (64 bytes
+//        of k each) and finishes some rows of the sum.
 // Barriers: one, between the warps' sums and their addition.
 // Timeline: loads of a part of k of A and of B, in flight together -> mma.sync -> their sums, added
 //        in float32 -> ... -> to shared memory -> barrier -> sums over the warps, in their order ->
 //        epilogue.
 //
-// mma.sync deals numbers to lanes in an order in which no lane would load many that lie together.
-// But a sum over k has no order, nor has a tile's rows among themselves: lane 4 g + t holds, of
-// both operands, the 16 bytes of k that come t-th, of rows (columns) of the tile that come g-th.
-// What it holds of D are pieces of rows, then.
+// In the layout of mma.sync no lane would load many contiguous numbers. But the order of a sum over
+// k is free, and so is the order of a tile's rows. Lane 4 g + t therefore holds the t-th 16 bytes
+// of k of the g-th rows (columns) of the tile, for both operands. Its part of D then consists of
+// pieces of rows.
 
 #pragma once
 
@@ -30,9 +30,9 @@
 
 namespace jax_tcgemm::sm80 {
 
-// What a lane holds of kExtent rows of A (columns of B) and a part of k: kExtent / 8 of them that
-// lie together, each with 16 bytes of k. Beyond m and n it holds others again, whose sums nobody
-// writes; beyond k zeros.
+// A lane's part of kExtent rows of A (columns of B) and of a part of k: kExtent / 8 adjacent rows,
+// each with 16 bytes of k. Beyond m and n the lane repeats other rows, whose sums no thread writes.
+// Beyond k it holds zeros.
 template <typename Element, Major kMajor, int kExtent>
 struct DirectFragments {
   static constexpr int kBytes = sizeof(Element);
@@ -42,7 +42,7 @@ struct DirectFragments {
 
   uint32_t line[kLines][4];
 
-  // `first`: the tile's first row; `k`: the first of the part. kWhole: the part ends within k.
+  // `first`: the tile's first row; `k`: the first k of the part. kWhole: the part ends within k.
   template <bool kWhole>
   __device__ __forceinline__ void load(const void* data, int64_t ld, int first, int extent, int k,
                                        int end_k) {
@@ -56,7 +56,7 @@ struct DirectFragments {
       }
     } else {
       uint32_t word[kElements][kLines * kBytes / 4];  // of the lines at one k
-      // Rows may end within the last of those that lie together, but not their memory.
+      // The last of the adjacent rows may lie beyond the extent, but not beyond the memory.
       const Element* const at = base + k * ld + min(mn, (extent - 1) / kLines * kLines);
 #pragma unroll
       for (int i = 0; i < kElements; ++i) {
@@ -91,7 +91,7 @@ struct DirectFragments {
   }
 };
 
-// Of one matrix of the batch.
+// The product of one matrix of the batch.
 struct DirectProduct {
   const void* a;
   const void* b;
@@ -108,7 +108,7 @@ struct DirectTile {
   static constexpr int kPart = kConfig.tile_k;
   static_assert(kPart * sizeof(Input) == 64, "a quarter of a part is 16 bytes");
 
-  // Vectors of neighbouring columns of the sum: a thread's are of the same columns.
+  // Vectors of neighbouring columns of the sum. All vectors of a thread have the same columns.
   static constexpr int kRowVectors = kConfig.tile_n / kVectorColumns;
   static constexpr int kRowStep = kConfig.threads() / kRowVectors;
   static constexpr int kVectors = kRowStep < kConfig.tile_m ? kConfig.tile_m / kRowStep : 1;
@@ -132,8 +132,8 @@ struct DirectTile {
     }
   }
 
-  // Adds up the sums of all warps, in `memory`, which is shared and of shared_memory_bytes().
-  // False: there are no vectors left for this thread.
+  // Adds up the sums of all warps in `memory`, shared memory of shared_memory_bytes(). Returns
+  // false if there are no vectors left for this thread.
   __device__ __forceinline__ bool add_up(uint32_t memory,
                                          Vector<kVectorColumns> (&value)[kVectors]) const {
     constexpr int kPitch = kConfig.direct_pitch() * 4;
@@ -169,7 +169,7 @@ struct DirectTile {
     return true;
   }
 
-  // Of this thread's vectors in the tile.
+  // Row and column of this thread's vectors in the tile.
   static __device__ __forceinline__ int first_row() { return threadIdx.x / kRowVectors; }
   static __device__ __forceinline__ int first_column() {
     return threadIdx.x % kRowVectors * kVectorColumns;
@@ -182,7 +182,7 @@ struct DirectTile {
     for (int i = 0; i < kM; ++i) {
 #pragma unroll
       for (int j = 0; j < kN; ++j) {
-        // The tensor cores cut sums off: those of one part are added apart.
+        // The tensor cores truncate sums, so the sums of each part are added separately.
         typename Mma::Accumulator part = {};
 #pragma unroll
         for (int half = 0; half < 4; half += 2) {
@@ -198,20 +198,21 @@ struct DirectTile {
     }
   }
 
-  // Of the lane's i-th row of the tile, and of its columns the j-th of the c-th that lie together.
+  // Returns the sum in the lane's i-th row of the tile, in the j-th column of the lane's c-th
+  // group.
   __device__ __forceinline__ float of(int i, int j, int c) const {
     return sum[i / 2][j][i % 2 * 2 + c];
   }
 };
 
-// What the kernels do, in a block with `memory`.
+// The body of the kernels, in a block with `memory`.
 template <KernelConfig kConfig>
 struct DirectKernel {
   using Traits = AlgorithmTraits<kConfig.algorithm>;
   using Input = typename Traits::Input;
   using Tile = DirectTile<kConfig>;
 
-  // Any epilogue, any batch. `visit` as mma_sync::visit_majors.
+  // Computes any epilogue and any batch. `visit`: as in mma_sync::visit_majors.
   template <typename Visit>
   static __device__ __forceinline__ void run(const GemmParams& params, uint32_t memory,
                                              Visit&& visit) {
@@ -234,8 +235,8 @@ struct DirectKernel {
         .finish(value, row + Tile::first_row(), Tile::kRowStep);
   }
 
-  // D = alpha * A * B + bias, one batch dimension at most: little code, and parameters in few lines
-  // of the constant cache.
+  // Computes D = alpha * A * B + bias with at most one batch dimension. This takes little code, and
+  // its parameters take few lines of the constant cache.
   template <Major kMajorA, Major kMajorB>
   static __device__ __forceinline__ void run_plain(const DirectParams& p, uint32_t memory) {
     const int row = blockIdx.y * kConfig.tile_m;

@@ -1,4 +1,4 @@
-// What sm80/direct_kernel.cuh needs to know of alpha * A * B + bias.
+// The parameters of sm80/direct_kernel.cuh for alpha * A * B + bias.
 
 #ifndef JAX_TCGEMM_SM80_DIRECT_PARAMS_H_
 #define JAX_TCGEMM_SM80_DIRECT_PARAMS_H_

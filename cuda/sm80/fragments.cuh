@@ -1,7 +1,7 @@
-// Register fragments: how a warp reads its part of an operand tile for one mma.sync step.
+// Register fragments: a warp's part of an operand tile for one mma.sync step.
 //
-// An mma step takes 32 bytes of k: 16 elements of 16 bits or 8 of tf32. What mma.sync wants in a
-// register is two neighbouring k of 16 bits, or one k of tf32:
+// An mma step takes 32 bytes of k: 16 elements of 16 bits or 8 of tf32. A register of mma.sync
+// holds two neighbouring k of 16 bits, or one k of tf32:
 //   k-major              ldmatrix (a row of 16 bytes may as well be four tf32)
 //   mn-major, 16 bits    ldmatrix.trans
 //   mn-major, tf32       32-bit loads; wider ones would fill registers in the wrong order
@@ -16,10 +16,10 @@
 
 namespace jax_tcgemm::sm80 {
 
-// Addresses: `base` is the stage's address plus lane_offset(), this lane's place in a stage at step
-// 0 and mma tile 0; other steps and tiles differ from it by a constant that is added or, where it
-// falls into the swizzled bits, XORed. Extents of a warp's part are powers of two and stages start
-// on 128 bytes, so no bit is met twice.
+// `base` is the stage's address plus lane_offset(), this lane's place in a stage at step 0 and mma
+// tile 0. Other steps and tiles differ from it by a constant. The constant is added, or XORed if it
+// falls into the swizzled bits. Extents of a warp's part are powers of two and stages start on 128
+// bytes, so no bit is changed twice.
 
 // A: (warp_m, 32 bytes of k) -> one fragment of 4 registers for each 16 rows.
 template <typename Tile, Major kMajor, int kWarpM>
@@ -41,7 +41,7 @@ struct FragmentA {
     }
   }
 
-  // One of the kLoads loads of each lane for mma step `step`, `index` < kLoads.
+  // Does one of the kLoads loads of each lane for mma step `step`; `index` < kLoads.
   static constexpr int kLoads = kMmaTiles * (kMajor == Major::kMn && Tile::kIsTf32 ? 4 : 1);
   __device__ __forceinline__ void load(uint32_t base, int step, int index) {
     if constexpr (kMajor == Major::kK) {
@@ -78,7 +78,7 @@ struct FragmentB {
     }
   }
 
-  // One of the kLoads loads of each lane for mma step `step`, `index` < kLoads.
+  // Does one of the kLoads loads of each lane for mma step `step`; `index` < kLoads.
   static constexpr bool kScalarLoads = kMajor == Major::kMn && Tile::kIsTf32;
   static constexpr int kLoads = kScalarLoads ? kMmaTiles * 2 : kMmaTiles / 2;
   __device__ __forceinline__ void load(uint32_t base, int step, int index) {

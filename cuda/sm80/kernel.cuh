@@ -1,8 +1,8 @@
-// The sm80 kernel: a persistent grid whose blocks compute one tile of D after the other.
+// The sm80 kernel: a persistent grid. Each block computes one tile of D after the other.
 //
-// Roles: all warps alike; warp w computes rows (w / warps_n) * warp_m and columns
-//        (w % warps_n) * warp_n of a tile.
-// Barriers: those of the mainloop. A warp's epilogue reads what the warp itself wrote.
+// Roles: All warps do the same work. Warp w computes rows (w / warps_n) * warp_m and columns (w %
+//        warps_n) * warp_n of a tile.
+// Barriers: those of the mainloop. A warp's epilogue reads only data that the warp itself wrote.
 // Timeline: fill the ring; then for each tile: mainloop (sm80/mainloop.cuh), and 16 rows at a time:
 //        accumulators to shared memory -> epilogue (epilogue/fused_epilogue.cuh). Meanwhile the
 //        ring fills with the next tile.
@@ -24,7 +24,7 @@ template <KernelConfig kConfig>
 struct Kernel {
   using Output = mma_sync::WarpOutput<kConfig>;
 
-  // `visit` as mma_sync::visit_majors.
+  // `visit`: as in mma_sync::visit_majors.
   template <typename Visit>
   static __device__ __forceinline__ void run(const GemmParams& params, uint32_t smem,
                                              Visit&& visit) {
@@ -49,7 +49,7 @@ struct Kernel {
 };
 
 // `Row` carries the configuration as a type: nvcc's host stubs cannot name class-type template
-// values. kMajorsA: none or one, that of the operands.
+// values. kMajorsA: none, or one that gives the operands' layout.
 template <typename Row, Major... kMajorsA>
 __global__ void __launch_bounds__(Row::kConfig.threads(), mma_sync::min_blocks(Row::kConfig))
     gemm_kernel(const __grid_constant__ GemmParams params,

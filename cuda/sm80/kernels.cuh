@@ -1,4 +1,4 @@
-// The kernels of a row of the sm80 family.
+// Lists the kernels of a row of the sm80 family.
 
 #pragma once
 

@@ -1,8 +1,9 @@
-// Two ways to bring k-tiles of an operand into the shared-memory ring. Both have the same calls:
-//   fetch(stage_address, pass)  starts on one pass (of Tile::kPasses) of the next k-tile
+// Two loaders that bring k-tiles of an operand into the shared-memory ring. Both have the same
+// calls:
+//   fetch(stage_address, pass)  starts one pass (of Tile::kPasses) of the next k-tile
 //   settle(stage_address)       ends what the fetches began and moves on to the k-tile after; the
 //                               block sees the data after the ring's wait and __syncthreads()
-// A fetch past the last k-tile brings zeros.
+// A fetch past the last k-tile writes zeros.
 
 #pragma once
 
@@ -22,16 +23,16 @@ struct CpAsyncLoader {
   using Cursor = ChunkCursor<Tile, kMajor>;
 
   Cursor cursor;
-  uint32_t offset0;     // of pass 0 inside a stage
-  int64_t next_k_tile;  // elements from behind the last pass to pass 0 of the next k-tile
+  uint32_t offset0;     // of pass 0, inside a stage
+  int64_t next_k_tile;  // elements from the end of the last pass to pass 0 of the next k-tile
 
   __device__ __forceinline__ CpAsyncLoader(const Operand&, const LoaderState& state)
       : cursor(state),
         offset0(Tile::offset(cursor.row, cursor.chunk)),
         next_k_tile(kMajor == Major::kK ? cursor.k_step - Tile::kPasses * cursor.row_step : 0) {}
 
-  // Passes come in order: the source is a running pointer, since offsets kept for each pass would
-  // cost the registers that the accumulators need.
+  // Passes come in order. The source is a running pointer, because offsets for each pass would take
+  // registers that the accumulators need.
   __device__ __forceinline__ void fetch(uint32_t stage_address, int pass) {
     const uint32_t offset = Tile::pass_offset(offset0, cursor.row, cursor.chunk, pass);
     ptx::cp_async_16(stage_address + offset, cursor.source, cursor.chunk_inside(pass));
@@ -44,7 +45,7 @@ struct CpAsyncLoader {
   }
 };
 
-// Copies through registers for rows of any alignment.
+// Copies through registers, for rows of any alignment.
 template <typename Tile, Major kMajor>
 struct RealignLoader {
   using Element = typename Tile::Element;
@@ -52,7 +53,7 @@ struct RealignLoader {
   using Cursor = ChunkCursor<Tile, kMajor>;
 
   Cursor cursor;
-  uint32_t offset0;  // of pass 0 inside a stage
+  uint32_t offset0;  // of pass 0, inside a stage
   mma_sync::RealignedChunks<Element, Tile::kPasses> chunks;
 
   __device__ __forceinline__ RealignLoader(const Operand& operand, const LoaderState& state)

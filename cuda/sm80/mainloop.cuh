@@ -1,14 +1,15 @@
-// The sm80 mainloop: the accumulators of one tile after the other, over all of k.
+// The sm80 mainloop: computes the accumulators of one tile after the other, over the whole k.
 //
 // Roles: every warp copies and every warp multiplies.
-// Ring: `stages` k-tiles of A and B in shared memory, (A tile, B tile) each. While a k-tile is
-// multiplied, the next `stages` - 1 are in flight. The stream of k-tiles runs on across tiles of D:
-// the first k-tiles of a block's next tile travel while the epilogue of this one runs.
-// Barriers: one __syncthreads() a k-tile. It makes the next k-tile visible and says that all warps
-// have read this one into registers, so that its stage may be written again.
+// Ring: `stages` k-tiles of A and B in shared memory, (A tile, B tile) each. While the warps
+// multiply a k-tile, the next `stages` - 1 are in flight. The stream of k-tiles continues across
+// tiles of D: the first k-tiles of a block's next tile are copied while the epilogue of this tile
+// runs.
+// Barriers: one __syncthreads() a k-tile. It makes the next k-tile visible. It also tells that all
+// warps have read this k-tile into registers, so that its stage may be overwritten.
 //
-// Timeline of a warp within a k-tile, in steps of 32 bytes of k; `|` runs side by side, the copies
-// and loads being written between the mma instructions:
+// Timeline of a warp within a k-tile, in steps of 32 bytes of k. Columns separated by `|` run at
+// the same time: the copies and loads stand between the mma instructions.
 //   step 0         fetch k-tile t + stages - 1 | ldmatrix step 1     | mma of step 0
 //   step i                                       ldmatrix step i + 1 | mma of step i
 //   last step      settle, wait for k-tile t + 1, __syncthreads
@@ -33,18 +34,18 @@ namespace jax_tcgemm::sm80 {
 using mma_sync::OperandRole;
 using mma_sync::OperandTile;
 
-// Shared-memory addresses of a lane in one stage: see FragmentA and FragmentB.
+// Shared-memory addresses of a lane in one stage (see FragmentA and FragmentB).
 struct LaneAddress {
   uint32_t a, b;
 };
 
-// How far a warp is in the stream of k-tiles, between two tiles of D; the same whatever the layout.
+// A warp's position in the stream of k-tiles between two tiles of D, the same for every layout.
 struct StreamPosition {
   TileWalk walk;
   int k_tiles_left;
   int write_stage;
   LoaderState a, b;
-  LaneAddress base;  // in the stage to be read next
+  LaneAddress base;  // in the next stage to be read
   int read_stage;
 };
 
@@ -63,17 +64,17 @@ struct Mainloop {
   static constexpr int kMmaN = FragB::kMmaTiles;
   static constexpr int kSteps = kConfig.tile_k * element_bytes(kConfig.algorithm) / 32;
   static constexpr int kStages = kConfig.stages;
-  // mma rows of a step over which its loads are spread: early enough to arrive in time.
+  // The loads of a step are spread over this many of its mma rows, early enough to arrive in time.
   static constexpr int kLoadRows = kMmaM > 1 ? kMmaM / 2 : 1;
-  // ... and the rows behind which what was loaded is rounded (tf32).
+  // Loaded fragments are rounded (tf32) during the last kRoundRows mma rows.
   static constexpr int kRoundRows = kMmaM > 1 ? kMmaM / 2 : 1;
 
-  // The stream of k-tiles: the tile of D it is at, the two loaders and the ring position to write.
+  // The stream of k-tiles: its current tile of D, the two loaders and the stage to write.
   struct Pipeline {
     const GemmParams& params;
     uint32_t smem;  // (stages, A tile then B tile)
     TileWalk walk;
-    int k_tiles_left;  // of the tile that the stream is at
+    int k_tiles_left;  // of the stream's current tile
     int write_stage;
     Loader<TileA, kMajorA> load_a;
     Loader<TileB, kMajorB> load_b;
@@ -88,7 +89,7 @@ struct Mainloop {
           load_a(params.a, at.a),
           load_b(params.b, at.b) {}
 
-    // Where the stream is, but for its reader.
+    // Saves the stream's position without that of its reader.
     __device__ __forceinline__ void save(StreamPosition& at) const {
       at.walk = walk;
       at.k_tiles_left = k_tiles_left;
@@ -101,8 +102,8 @@ struct Mainloop {
       return max(1, (params.k + kConfig.tile_k - 1) / kConfig.tile_k);
     }
 
-    // Takes note of `count` settled k-tiles of this tile; after its last the stream turns to the
-    // next.
+    // Counts `count` settled k-tiles of the current tile. After the tile's last k-tile the stream
+    // moves to the next tile.
     __device__ __forceinline__ void count(int count) {
       k_tiles_left -= count;
       if (k_tiles_left > 0) return;
@@ -132,7 +133,7 @@ struct Mainloop {
       return smem + write_stage * kConfig.stage_bytes();
     }
 
-    // The `part`-th of `parts` equal shares of the copies of a k-tile.
+    // Starts the `part`-th of `parts` equal shares of the copies of a k-tile.
     __device__ __forceinline__ void fetch_part(int part, int parts) {
       constexpr int kPasses = TileA::kPasses + TileB::kPasses;
 #pragma unroll
@@ -145,7 +146,7 @@ struct Mainloop {
         }
       }
     }
-    // Ends a k-tile's copies and moves on to the next.
+    // Ends a k-tile's copies and moves on to the next k-tile.
     __device__ __forceinline__ void settle() {
       load_a.settle(write_address());
       load_b.settle(write_address() + TileA::kBytes);
@@ -160,7 +161,7 @@ struct Mainloop {
     FragB b;
   };
 
-  // The `part`-th of `parts` equal shares of the loads of a step.
+  // Does the `part`-th of `parts` equal shares of the loads of a step.
   static __device__ __forceinline__ void load_part(Fragments& fragments, LaneAddress base, int step,
                                                    int part, int parts) {
     constexpr int kLoads = FragA::kLoads + FragB::kLoads;
@@ -193,7 +194,7 @@ struct Mainloop {
     }
   }
 
-  // Rows 16 * i .. 16 * i + 15 of a step.
+  // Multiplies rows 16 * i .. 16 * i + 15 of a step.
   static __device__ __forceinline__ void multiply_row(Accumulators& acc, const Fragments& f,
                                                       int i) {
 #pragma unroll
@@ -204,12 +205,12 @@ struct Mainloop {
     }
   }
 
-  // The side that reads the ring.
+  // Reads the ring.
   struct Reader {
     LaneAddress base;  // in the stage being read
     int stage;
 
-    // Waits for the next k-tile to be read.
+    // Waits for the next k-tile.
     static __device__ __forceinline__ void wait() {
       ptx::cp_async_wait_group<kStages - 2>();
       __syncthreads();
@@ -223,8 +224,8 @@ struct Mainloop {
     }
   };
 
-  // Fills the ring, from the first tile of D on. `warp_row`, `warp_column`: first row and column of
-  // the warp's part in a tile.
+  // Fills the ring, beginning with the first tile of D. `warp_row`, `warp_column`: first row and
+  // column of the warp's part in a tile.
   static __device__ __forceinline__ void start(const GemmParams& params, uint32_t smem,
                                                int warp_row, int warp_column, StreamPosition& at) {
     at.a = Loader<TileA, kMajorA>::Cursor::initial_state(params.a.ld);
@@ -243,10 +244,10 @@ struct Mainloop {
     Reader::wait();
   }
 
-  // Accumulates one tile. At its end the
-  // fragments of a k-tile too many have been read: those of the next tile of D, which its own run()
-  // reads again, since they would crowd the epilogue. The stream may turn to the next tile of D on
-  // the way; that is kept out of the loop over k-tiles, which has no registers to spare.
+  // Accumulates one tile. At its end the warp has read the fragments of one more k-tile, the first
+  // of the next tile of D. The next tile's run() reads them again, because they would take
+  // registers from the epilogue. The stream may move to the next tile of D during this call. That
+  // step is outside of the loop over k-tiles, which has no registers to spare.
   static __device__ __forceinline__ void run(const GemmParams& params, uint32_t smem,
                                              StreamPosition& at, Accumulators& acc) {
     Pipeline pipeline(params, smem, at);

@@ -1,5 +1,5 @@
-// Fragments of an m-major A of 32-bit elements: from shared memory, where TMA has put its slabs, to
-// the registers from which wgmma takes A.
+// Reads fragments of an m-major A of 32-bit elements from shared memory, where TMA has put its
+// slabs, into the registers from which wgmma takes A.
 
 #pragma once
 
@@ -9,14 +9,15 @@
 
 namespace jax_tcgemm::sm90 {
 
-// A slab is so many bytes, of 32 rows. Register 2 j + h holds row 8 h + lane / 4 and k = 4 j + lane
-// % 4. Some lanes fetch the two halves of k in the other order, which spreads a warp over all
-// banks. kPairs: of complex numbers (GemmParams::pairs_of_b, as A). There are half as many k in
-// shared memory; an odd one takes the other parts of the numbers, the imaginary ones negated.
+// A slab has kSlabBytes bytes and holds 32 rows. Register 2 j + h holds row 8 h + lane / 4 and k =
+// 4 j + lane % 4. Some lanes fetch the two halves of k in the other order, which spreads a warp
+// over all banks. kPairs: A holds complex numbers (as GemmParams::pairs_of_b). Shared memory then
+// has half as many k. For an odd k the reader takes the other parts of the numbers and negates the
+// imaginary ones.
 template <int kSlabBytes, bool kPairs>
 struct FragmentReader {
-  static constexpr int kStepBytes = kPairs ? 512 : 1024;  // of 8 k
-  uint32_t offset[4];  // bytes, of the registers in the order they are fetched
+  static constexpr int kStepBytes = kPairs ? 512 : 1024;  // of a step of 8 k
+  uint32_t offset[4];  // in bytes, in the order in which the registers are fetched
   bool late;
   uint32_t sign = 0;
 
@@ -34,7 +35,8 @@ struct FragmentReader {
     }
   }
 
-  // Of a step of 8 k of the slabs at `address`. The swizzle repeats every 8 rows.
+  // Reads the fragment of a step of 8 k from the slabs at `address`. The swizzle repeats every 8
+  // rows.
   __device__ __forceinline__ void read(uint32_t (&fragment)[4], uint32_t address, int step) const {
     const uint32_t turned = kPairs && step % 2 != 0 ? 64 : 0;
     uint32_t word[4];

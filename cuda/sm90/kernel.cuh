@@ -1,23 +1,27 @@
-// The sm90 kernel: a persistent grid of clusters whose blocks compute one tile of D after the
+// The sm90 kernel: a persistent grid of clusters. Each block computes one tile of D after the
 // other.
 //
-// Roles: the first warpgroups are consumers; the warps after them the producer, of which one thread
-//        works (sm90/producer.cuh) and whose registers go to the consumers where those are many.
-//        Cooperative: consumer w of one to three computes rows w * tile_m / consumers of each tile
-//        of its block. Pingpong: consumers 0 and 1 compute every other tile each.
-// Barriers (sm90/ring.cuh): full[stage]: 1 arrival of the producer + the bytes of the stage;
-//        empty[stage]: each warp that reads the stage, of every block its producer writes to;
-//        turn[w] (pingpong): 4 warps of the other consumer; c_full: 1 + bytes; partial_full and
-//        partial_empty (split k): all consumer warps of the cluster; fixup_full[warp] (parts of
-//        k): 1 + bytes. Named barrier 1 + w: the 128 threads of consumer w; 4: all consumers.
+// Roles: The first warpgroups are consumers. The warps after them are the producer. One producer
+//        thread works (sm90/producer.cuh). If there is more than one consumer warpgroup, the
+//        producer gives its registers to the consumers.
+//        Cooperative: consumer w of one to three computes rows w * tile_m / consumers of each
+//        tile.
+//        Pingpong: consumers 0 and 1 take turns, each computes every other tile.
+// Barriers (sm90/ring.cuh), with their arrivals:
+//        full[stage]: 1 of the producer + the bytes of the stage.
+//        empty[stage]: each warp that reads the stage, in every block that the producer writes to.
+//        turn[w] (pingpong): 4 warps of the other consumer. c_full: 1 + bytes.
+//        partial_full, partial_empty (split k): all consumer warps of the cluster.
+//        fixup_full[warp] (parts of k): 1 + bytes.
+//        Named barrier 1 + w: the 128 threads of consumer w. Named barrier 4: all consumers.
 // Timeline, producer: wait empty -> expect bytes -> TMA A, B ...                 (tile after tile)
 //        consumer: send for C -> [wait turn] -> mainloop (sm90/mainloop.cuh); while its last
 //        instructions run: [pass the turn], fetch the bias -> [sm90/split_k/in_workspace.cuh] ->
 //        output (sm90/output/output.cuh, or sm90/output/transposed.cuh, or
-//        sm90/output/compiled.cuh, or sm90/split_k/in_cluster.cuh). The producer runs ahead into
-//        the next tile meanwhile; in pingpong the other consumer multiplies.
-// A block of a cluster ends when nothing more will be written to it or read from it, which its
-// producer waits for; a barrier of the cluster in its place takes half a microsecond.
+//        sm90/output/compiled.cuh, or sm90/split_k/in_cluster.cuh). Meanwhile the producer runs
+//        ahead into the next tile; in pingpong the other consumer multiplies.
+// A block of a cluster ends when no other block will write to it or read from it. Its producer
+// waits for that. A barrier of the cluster would take half a microsecond instead.
 
 #pragma once
 
@@ -46,7 +50,7 @@ struct CompiledParams;
 
 namespace jax_tcgemm::sm90 {
 
-// Of a Program see sm90/output/compiled.cuh, which kernels of the package do without.
+// sm90/output/compiled.cuh specializes this for a Program. The package's kernels do without it.
 template <KernelConfig kConfig, bool kSwapAb, typename Program>
 struct OutputOf;
 template <KernelConfig kConfig, bool kSwapAb>
@@ -55,7 +59,7 @@ struct OutputOf<kConfig, kSwapAb, void> {
       std::conditional_t<kConfig.swap_ab, TransposedOutput<kConfig>, Output<kConfig, kSwapAb>>;
 };
 
-// Of a Program with scales by blocks see sm90/scaled_mainloop.cuh.
+// sm90/scaled_mainloop.cuh specializes this for a Program with block scales.
 template <KernelConfig kConfig, typename Layouts, typename Program>
 struct MainloopOf {
   using Type = Mainloop<kConfig, Layouts>;
@@ -72,7 +76,7 @@ struct Kernel {
   using Out = typename OutputOf<kConfig, kSwapAb, Program>::Type;
   static constexpr bool kPingpong = kConfig.schedule == Schedule::kPingpong;
   static constexpr int kWarpgroups = kConfig.consumer_warps() / 4;
-  // Of a thread; together they are all of an SM's.
+  // Registers of a thread. All threads together use all registers of an SM.
   static constexpr int kProducerRegisters = kWarpgroups == 3 ? 32 : 40;
   static constexpr int kConsumerRegisters = kWarpgroups == 3 ? 160 : 232;
 
@@ -86,9 +90,10 @@ struct Kernel {
 
   static __device__ __forceinline__ void consume(const Params& params, const TensorMaps& maps,
                                                  const Smem& smem, const Place& place) {
-    // Told to be uniform, so that what depends on it goes through uniform registers.
+    // The shuffle tells the compiler that the value is uniform, so that dependent values use
+    // uniform registers.
     const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
-    const int row = kPingpong ? 0 : warpgroup * (kConfig.tile_m / kWarpgroups);  // of the tile
+    const int row = kPingpong ? 0 : warpgroup * (kConfig.tile_m / kWarpgroups);  // in the tile
     const int k_tiles = (params.k - 1) / kConfig.tile_k + 1;
     const auto stages = [&](int matrix) {
       const auto range = place.k_range(k_tiles, params.split_stages, matrix);
@@ -98,10 +103,10 @@ struct Kernel {
     Out output(params, maps, smem, warpgroup);
     SplitOutput<kConfig> split_output(params, smem, place);
     TileWalk walk(params, blockIdx.x / kConfig.cluster_size());
-    uint32_t turn_phase = warpgroup ^ 1;  // the first turn is consumer 0's
+    uint32_t turn_phase = warpgroup ^ 1;  // consumer 0 has the first turn
     if (kPingpong && warpgroup == 1) {
       walk.advance(params);
-      mainloop.at.skip(stages(0));  // as many for every tile
+      mainloop.at.skip(stages(0));  // every tile has as many stages
     }
 #pragma unroll 1
     while (!walk.done(params)) {
@@ -111,7 +116,6 @@ struct Kernel {
       if constexpr (Main::kScales) mainloop.begin(output_place(params, walk, place, row));
       if constexpr (kPingpong) ptx::mbarrier_wait(smem.turn(warpgroup), turn_phase);
       mainloop.run(acc, stages(walk.batch), [&] {
-        // While the last instructions run.
         if constexpr (kPingpong) {
           if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(smem.turn(warpgroup ^ 1));
         }

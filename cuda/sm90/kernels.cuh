@@ -1,4 +1,4 @@
-// The kernels of a row of the sm90 family.
+// Lists the kernels of a row of the sm90 family.
 
 #pragma once
 
@@ -11,7 +11,7 @@
 
 namespace jax_tcgemm::sm90 {
 
-// One kernel for all of these layouts.
+// Returns one kernel for all of `Layouts`.
 template <typename Row, bool kSwapAb, typename... Layouts>
 KernelHandle* kernel_for() {
   void (*kernel)(GemmParams, TensorMaps);
@@ -47,8 +47,8 @@ KernelsByLayout one_each() {
   return kernels;
 }
 
-// Small tiles are for products of a few microseconds, of which finding the layout's code takes 1 to
-// 2 %.
+// Checks if the tiles are small. Small tiles serve products that take a few microseconds, where
+// finding the layout's code would take 1 to 2 % of the time.
 constexpr bool is_for_moments(const KernelConfig& config) {
   return config.skinny || config.tile_m * config.tile_n <= 64 * 128;
 }
@@ -65,7 +65,7 @@ KernelSet kernels_of() {
   if constexpr (kConfig.pairs) {
     return {{{{nullptr, kernel_for<Row, true, LayoutMnK>()}, {}}}, {}};
   } else if constexpr (kConfig.planes) {
-    // As passes/split_planes.cu writes them.
+    // passes/split_planes.cu writes k-major planes.
     return {{{{kernel_for<Row, false, LayoutKK>()}, {}}}, {}};
   } else if constexpr (kConfig.grouped == Grouped::kK) {
     return {{{{}, {nullptr, kernel_for<Row, false, LayoutMnMn>()}}}, {}};
@@ -75,7 +75,7 @@ KernelSet kernels_of() {
   } else if constexpr (kConfig.swap_ab) {
     return {{{{kernel_for<Row, true, LayoutKK>(), kernel_for<Row, true, LayoutMnK>()}, {}}}, {}};
   } else if constexpr (arithmetic_of(kConfig.algorithm).k_major) {
-    return {one_each<Row>(), {}};  // each layout has a mainloop of a kind of its own
+    return {one_each<Row>(), {}};  // each layout has its own kind of mainloop
   } else if constexpr (!is_for_moments(kConfig)) {
     return {one_for_all<Row>(), {}};
   } else if constexpr (kConfig.epilogue != EpilogueWork::kAny ||

@@ -1,5 +1,5 @@
-// Which layouts of the operands a kernel takes. Its producer and its mainloop alone differ by them:
-// what comes after the mainloop is most of a kernel's code, and stands in it once.
+// The operand layouts that a kernel takes. Only the producer and the mainloop depend on them. The
+// code after the mainloop is most of a kernel and exists once for all layouts.
 
 #pragma once
 
@@ -9,7 +9,7 @@
 
 namespace jax_tcgemm::sm90 {
 
-// Of what the kernel calls A and B.
+// The layouts of the operands that the kernel calls A and B.
 template <Major kA, Major kB>
 struct Layout {
   static constexpr Major kMajorA = kA;
@@ -24,7 +24,7 @@ using LayoutMnMn = Layout<Major::kMn, Major::kMn>;
 template <typename... Layouts>
 struct LayoutSet {};
 
-// Calls visit(layout) with that of the operands: a branch that all threads take alike.
+// Calls visit(layout) with the operands' layout. All threads take the same branch.
 template <typename Last, typename Visitor>
 __device__ __forceinline__ void visit_layout(LayoutSet<Last>, const GemmParams&, Visitor&& visit) {
   visit(Last());
@@ -40,7 +40,7 @@ __device__ __forceinline__ void visit_layout(LayoutSet<First, Second, Others...>
   }
 }
 
-// Layouts of one kernel have rings of one length.
+// All layouts of one kernel have rings of the same length.
 template <typename First, typename... Others>
 constexpr int ring_stages(const KernelConfig& config, LayoutSet<First, Others...>) {
   return ring_stages(config, First::kMajorA, First::kMajorB);

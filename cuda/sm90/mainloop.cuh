@@ -1,5 +1,5 @@
-// The consumers' loop over k: a warpgroup multiplies its rows of A by all columns of B, stage after
-// stage of the ring.
+// The consumers' loop over k. A warpgroup multiplies its rows of A by all columns of B, one stage
+// of the ring after the other.
 
 #pragma once
 
@@ -29,7 +29,7 @@ using LoopOfLayout = std::conditional_t<
     RegisterLoop<kConfig, Layout>,
     std::conditional_t<kConfig.planes, PlaneLoop<kConfig, Layout>, PromotingLoop<kConfig, Layout>>>;
 
-// Of operands of one layout.
+// The mainloop for operands of one layout.
 template <KernelConfig kConfig, typename Layout>
 struct LayoutMainloop : LoopOfLayout<kConfig, Layout> {
   using Base = LoopOfLayout<kConfig, Layout>;
@@ -42,8 +42,8 @@ struct LayoutMainloop : LoopOfLayout<kConfig, Layout> {
   using Base::smem;
   using typename Base::Accumulators;
 
-  // Sets acc to the product over `count` stages. `passed` is called when no more instructions are
-  // to be issued.
+  // Sets acc to the product over `count` stages. Calls `passed` when no more instructions are to be
+  // issued.
   template <typename Passed>
   __device__ __forceinline__ void run(Accumulators& acc, int count, Passed&& passed) {
     if constexpr (kConfig.skinny) {
@@ -63,8 +63,8 @@ struct LayoutMainloop : LoopOfLayout<kConfig, Layout> {
   }
 
  private:
-  // Where memory is what takes the time: each stage is released at once, to be loaded again. There
-  // is time, too, to add up stages apart, if the result shows it.
+  // For kernels bound by memory: releases each stage at once, so that the producer can load it
+  // again. There is time to sum the stages separately too, if the result shows it.
   template <typename Passed>
   __device__ __forceinline__ void run_at_once(Accumulators& total, int count, Passed& passed) {
     Accumulators apart;
@@ -91,7 +91,7 @@ struct LayoutMainloop : LoopOfLayout<kConfig, Layout> {
   }
 };
 
-// Of operands of any of some layouts; keeps its place in the ring from tile to tile.
+// The mainloop for operands of any of `Layouts`. It keeps its place in the ring from tile to tile.
 template <KernelConfig kConfig, typename Layouts>
 struct Mainloop {
   static constexpr bool kScales = false;

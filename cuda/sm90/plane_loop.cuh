@@ -1,14 +1,15 @@
-// The loop over k of float32 operands by their planes (GemmParams::planes): every plane of a k-tile
-// is loaded once, and multiplied by each of the other operand's that counts.
+// The loop over k for float32 operands split into planes (GemmParams::planes). The producer loads
+// every plane of a k-tile once. The loop multiplies it by each plane of the other operand that
+// counts.
 //
-// Stages: plane after plane of a k-tile, the last one first, each of both operands. The ring holds
-//         a k-tile and what comes of the next one.
-// Sums:   the products of a k-tile, the smallest first, in one set of accumulators, for the tensor
-//         cores cut off. It is added to the total in float32 while the next k-tile is multiplied
-//         in another set. The small products of a second tile would be cut off at the sum over
-//         the first (docs/experiments/precision.md).
-// Where planes are scaled (passes/split_planes.h) the sum over an order is scaled before the next
-//         order goes on with it; only another warpgroup multiplies meanwhile.
+// Stages: One stage per plane of a k-tile, for both operands, the last plane first. The ring holds
+//         one k-tile and as much of the next one as fits.
+// Sums: The products of a k-tile go into one set of accumulators, the smallest first, because the
+//         tensor cores truncate. The loop adds this set to the total in float32 while the next
+//         k-tile is multiplied in another set. In one set, the small products of a second tile
+//         would be truncated relative to the sum over the first (docs/experiments/precision.md).
+// Scaled planes (passes/split_planes.h): The loop scales the sum over one order before it adds the
+//         next order. Only another warpgroup multiplies during that time.
 
 #pragma once
 
@@ -35,7 +36,7 @@ struct PlaneLoop : StageLoop<kConfig, Layout> {
   template <typename Passed>
   __device__ __forceinline__ void run_planes(Accumulators& total, Passed& passed) {
     clear(total);
-    // Nine products are asked for so seldom that less code is worth more.
+    // Nine products are rare, so small code matters more than speed.
     if (planes.scale->bits != 0 || planes.order > 2) {
       run_scaled(total, passed);
     } else if (planes.count == 2) {
@@ -43,7 +44,7 @@ struct PlaneLoop : StageLoop<kConfig, Layout> {
     } else {
       run_as_they_are<3>(total, planes.k_tiles, passed);
     }
-    // One after the other: together they may be no float32.
+    // Two factors, one after the other: their product may be out of float32's range.
     multiply(total, planes.scale->shift[0]);
     multiply(total, planes.scale->shift[1]);
   }
@@ -63,7 +64,7 @@ struct PlaneLoop : StageLoop<kConfig, Layout> {
     }
   }
 
-  // The stages of a k-tile, which begin with that of the last plane.
+  // The stages of a k-tile. The first stage is that of the last plane.
   struct Tile {
     int first;
     int count;
@@ -85,7 +86,7 @@ struct PlaneLoop : StageLoop<kConfig, Layout> {
     return tile;
   }
 
-  // Products of planes i and kOrder - i. `first`: acc is nothing yet.
+  // Issues the products of planes i and kOrder - i. `first`: overwrite acc.
   template <int kOrder, int kCount>
   __device__ __forceinline__ void issue_order(Accumulators& acc, const Tile& tile,
                                               bool first) const {
@@ -110,7 +111,7 @@ struct PlaneLoop : StageLoop<kConfig, Layout> {
     fence(acc);
   }
 
-  // Those of the order that begins a k-tile, as a group of instructions.
+  // Issues the products of the order that begins a k-tile, as one group of instructions.
   template <int kCount>
   __device__ __forceinline__ void begin_tile(Accumulators& acc, const Tile& tile) const {
     begin(acc);
@@ -118,8 +119,8 @@ struct PlaneLoop : StageLoop<kConfig, Layout> {
     commit(acc);
   }
 
-  // The others. A group ends where a plane has been read for the last time; each but plane 0 is
-  // released then.
+  // Issues the other products. A group ends with the last read of a plane; then each plane but
+  // plane 0 is released.
   template <int kCount>
   __device__ __forceinline__ void end_tile(Accumulators& acc, const Tile& tile) const {
     begin(acc);
@@ -158,20 +159,20 @@ struct PlaneLoop : StageLoop<kConfig, Layout> {
     finish<0>(total, even, tile);
   }
 
-  // Multiplies the next tile in `other`, and adds what `acc` has of this one.
+  // Multiplies the next tile in `other`, and adds this tile's sums in `acc` to `total`.
   template <int kCount>
   __device__ __forceinline__ Tile turn(Accumulators& total, Accumulators& acc, Accumulators& other,
                                        const Tile& tile) {
     const Tile next = next_tile(kCount);
     begin_tile<kCount>(other, next);
-    // Of three planes the ring holds two tiles: what this one has read is soon to be loaded again.
+    // With three planes the ring holds two tiles, so the producer soon needs this tile's stages.
     if constexpr (kCount == 3) finish<1>(total, acc, tile);
     end_tile<kCount>(other, next);
     if constexpr (kCount == 2) finish<1>(total, acc, tile);
     return next;
   }
 
-  // Adds what a tile comes to, with kPending groups that are still to run.
+  // Adds a tile's sums while kPending groups are still running.
   template <int kPending>
   __device__ __forceinline__ void finish(Accumulators& total, Accumulators& acc,
                                          const Tile& tile) const {
@@ -180,8 +181,8 @@ struct PlaneLoop : StageLoop<kConfig, Layout> {
     add(total, acc);
   }
 
-  // Any products, an order after the other; only another warpgroup multiplies while sums are
-  // scaled.
+  // Computes any products, one order after the other. Only another warpgroup multiplies while this
+  // one scales sums.
   template <typename Passed>
   __device__ __forceinline__ void run_scaled(Accumulators& total, Passed& passed) {
     const float scale = power_of_two(-planes.scale->bits);
@@ -209,8 +210,8 @@ struct PlaneLoop : StageLoop<kConfig, Layout> {
     }
   }
 
-  // Of an infinity nothing is left over but NaN, and sums may be beyond float32's range where D is:
-  // then the products of order 0 say what D is.
+  // Sets sums that are not finite to zero: an infinity leaves only NaN in the lower planes, and
+  // sums may exceed float32's range where D does. The products of order 0 then decide D.
   static __device__ __forceinline__ void scale_sums(Accumulators& acc, float scale) {
 #pragma unroll
     for (auto& block : acc) {

@@ -1,4 +1,4 @@
-// The producer: one thread that keeps the ring full of both operands, by TMA.
+// The producer: one thread that keeps the ring full of tiles of both operands by TMA.
 
 #pragma once
 
@@ -33,17 +33,17 @@ batch_coordinates(const GemmParams& params, int batch, const uint8_t (&moves)[kM
   return {moves[0] ? index[0] : 0, moves[1] ? index[1] : 0, moves[2] ? index[2] : 0};
 }
 
-// Loads of one operand: a tile of (kTileMn, tile_k), of which each of kSharers blocks fetches a
-// part for all. kPairs: of complex numbers, half as many along k.
+// Loads a (kTileMn, tile_k) tile of one operand. Each of kSharers blocks fetches a part for all of
+// them. kPairs: the operand holds complex numbers, half as many along k.
 template <KernelConfig kConfig, int kTileMn, Major kMajor, int kSharers, bool kPairs = false>
 struct OperandLoader {
-  // Rows along k of an mn-major one.
+  // Rows along k in a tile of an mn-major operand.
   static constexpr int kTileRows = kPairs ? kConfig.tile_k / 2 : kConfig.tile_k;
   const TensorMap* map;
   bool many_batch_dimensions;
   int share;
   uint16_t sharers;
-  int first;  // of m or n
+  int first;  // along m or n
   BatchCoordinates batch;
 
   __device__ __forceinline__ void copy(uint32_t shared, uint32_t barrier, int x, int y) const {
@@ -64,13 +64,13 @@ struct OperandLoader {
 
   __device__ __forceinline__ void load(uint32_t shared, uint32_t barrier, int k) const {
     if constexpr (kMajor == Major::kK) {
-      // TMA swizzles by the address: a share may begin and end within a pattern of 8 rows.
+      // TMA swizzles by the address, so a share may begin and end within a pattern of 8 rows.
       constexpr int kRows = kTileMn / kSharers;
       copy(shared + share * kRows * 128, barrier, k, first + share * kRows);
     } else {
       constexpr int kWidth = 128 / element_bytes(kConfig.algorithm);
       constexpr int kSlabs = (kTileMn + kWidth - 1) / kWidth;
-      // Whole slabs for each sharer if they come out even, else some k of every slab.
+      // Each sharer fetches whole slabs if they divide evenly, else some k of every slab.
       constexpr bool kWhole = kSlabs % kSharers == 0;
       constexpr int kRows = kWhole ? kTileRows : kTileRows / kSharers;
       const int first_row = kPairs ? k / 2 : k;
@@ -95,7 +95,7 @@ struct Producer {
   static constexpr int kStages = ring_stages(kConfig, kMajorA, kMajorB);
   using Position = RingPosition<kStages>;
 
-  // By one thread.
+  // One thread calls this.
   static __device__ __forceinline__ void run(const GemmParams& params, const TensorMaps& maps,
                                              const SharedMemory<kConfig>& smem,
                                              const ClusterPlace<kConfig>& place) {
@@ -113,7 +113,8 @@ struct Producer {
       if constexpr (kConfig.split_k > 1) {
         ptx::mbarrier_wait_cluster(smem.partial_empty(), partial_phase);
         partial_phase ^= 1;
-        // Other blocks read this ring by ordinary loads; their own fences are of their own memory.
+        // Other blocks read this ring by ordinary loads, and their fences order only their own
+        // memory.
         ptx::fence_proxy_async();
       }
       const TileCoordinate tile = raster_tile(params.raster, walk.index);
@@ -141,8 +142,8 @@ struct Producer {
     }
   }
 
-  // After the last stage, which `at` is behind: waits for the arrivals of all that were loaded.
-  // Those of other blocks must not come when this one has ended.
+  // Waits until every loaded stage has been read. `at` is the position after the last stage.
+  // Arrivals from other blocks must not come after this block has ended.
   static __device__ __forceinline__ void drain(const SharedMemory<kConfig>& smem, Position at) {
     if constexpr (kConfig.cluster_size() > 1) {
 #pragma unroll 1
@@ -153,7 +154,8 @@ struct Producer {
   }
 
  private:
-  // Where stage k lies in the operands. Planes come by turns, of each k-tile the last one first.
+  // Returns the k-tile of stage k in the operands. Planes take turns: the last plane of each k-tile
+  // comes first.
   static __device__ __forceinline__ int k_tile_of(const Planes& planes, int k) {
     if constexpr (kConfig.planes) {
       const int tile = k / planes.count;
@@ -163,7 +165,7 @@ struct Producer {
     return k;
   }
 
-  // Of an operand; mn-major ones come in whole rows.
+  // Bytes of an operand in a stage. TMA loads mn-major operands in whole rows.
   static constexpr int bytes(int tile_mn, Major major) {
     return major == Major::kK ? tile_mn * 128 : kConfig.operand_bytes(tile_mn);
   }
@@ -182,7 +184,7 @@ struct Producer {
   }
 
  public:
-  // That arrive in a stage.
+  // Bytes that arrive in a stage.
   static constexpr int kStageBytes =
       bytes(kConfig.tile_m, kMajorA) / (kConfig.pairs ? 2 : 1) + bytes(kConfig.tile_n, kMajorB);
 };

@@ -1,4 +1,4 @@
-// The loop over k that adds up parts of it apart, in float32.
+// The loop over k that sums groups of stages separately and adds these sums in float32.
 
 #pragma once
 
@@ -18,9 +18,9 @@ struct PromotingLoop : StageLoop<kConfig, Layout> {
   using Base::release;
   using typename Base::Accumulators;
 
-  // The tensor cores cut sums off; those of few stages, added up in float32, lose little by it: of
-  // two where k is so long that what XLA's kernels lose has grown, too. Of products of 8 bits they
-  // keep 14 bits, of which the 128 of a stage are enough.
+  // The tensor cores truncate sums. Sums over few stages, added in float32, lose little. Two stages
+  // a group suffice for long k, where the error of XLA's kernels has grown too. For 8-bit products
+  // the tensor cores keep 14 bits, which suffices for the 128 elements of a stage.
   template <typename Passed>
   __device__ __forceinline__ void run_promoting(Accumulators& total, int count, Passed& passed) {
     if constexpr (!kTakesTurns) {
@@ -34,7 +34,7 @@ struct PromotingLoop : StageLoop<kConfig, Layout> {
   }
 
  private:
-  // While it adds, another warpgroup multiplies.
+  // Another warpgroup multiplies while this one adds.
   template <typename Passed>
   __device__ __forceinline__ void run_alone(Accumulators& total, int count, Passed& passed) {
     Accumulators apart;
@@ -47,8 +47,9 @@ struct PromotingLoop : StageLoop<kConfig, Layout> {
     }
   }
 
-  // Adds to `total`. Groups of stages take turns with two sets of accumulators, so that one is
-  // multiplied while the other is added. What does not fill a group makes a larger one, the first.
+  // Adds the groups of stages to `total`. Groups alternate between two sets of accumulators, so
+  // that one set is multiplied while the other is added. The first group is larger if the stages do
+  // not divide evenly.
   template <int kGroup, typename Passed>
   __device__ __forceinline__ void run_in_groups(Accumulators& total, int count, Passed& passed) {
     Accumulators even;
@@ -80,7 +81,7 @@ struct PromotingLoop : StageLoop<kConfig, Layout> {
     add(total, odd);
   }
 
-  // Multiplies the rest of a group of which a stage has begun.
+  // Multiplies the rest of a group whose first stage has begun.
   template <int kGroup>
   __device__ __forceinline__ int extend_group(Accumulators& acc, int stage) {
 #pragma unroll
@@ -88,7 +89,8 @@ struct PromotingLoop : StageLoop<kConfig, Layout> {
     return stage;
   }
 
-  // Multiplies one stage more of the group of which `stage` has begun; returns which it is.
+  // Multiplies one more stage of the group in which `stage` has begun. Returns its index in the
+  // ring.
   __device__ __forceinline__ int extend(Accumulators& acc, int stage) {
     const int next = begin_stage(acc, false);
     ptx::wgmma_wait<1>();

@@ -1,18 +1,21 @@
-// The roles of an sm90 kernel where groups divide a dimension by sizes that only the device knows:
-// the rows of A and D, each group with its own B (kM), or k, each group with its own D (kK).
+// The roles of an sm90 kernel for ragged products: groups divide a dimension by sizes that only the
+// device knows. kM: groups divide the rows of A and D, and each group has its own B. kK: groups
+// divide k, and each group has its own D.
 //
-// The producer's warp alone looks at the sizes. It tells the consumers where each tile lies through
-// two slots in shared memory, before it loads the tile's stages.
-// Barriers, beside those of sm90/kernel.cuh: tile_full[slot]: 1 arrival of the producer;
+// Only the producer's warp reads the sizes. It tells the consumers where each tile lies through two
+// slots in shared memory, before it loads the tile's stages.
+// Barriers, besides those of sm90/kernel.cuh: tile_full[slot]: 1 arrival of the producer;
 //        tile_empty[slot]: each warp that computes the tile.
 // Timeline, producer: next tile -> wait tile_empty -> write slot -> stages by TMA ...
-//        consumer: wait tile_full -> read slot -> [wait turn] -> [zero what the first stage has of
-//        other groups] -> mainloop -> output
+//        consumer: wait tile_full -> read slot -> [wait turn] -> [zero the other groups' part of
+//        the first stage] -> mainloop -> output
 //
-// kM: a tile begins with its group or a multiple of tile_m later. Rows of the next group that it
-// loads too are not stored (OutputBuffers::send); rows of no group are zeros, without a product.
-// kK: a group's first stage holds what is over a multiple of tile_k; the rest of that stage
-// belongs to the next group, or to none, and is set to zero in both operands: it may be infinite.
+// kM: a tile begins at the start of its group or a multiple of tile_m after it. The producer may
+// load rows of the next group too; the consumers do not store them (OutputBuffers::send). Rows of
+// no group become zeros without a product.
+// kK: a group's first stage holds the remainder of its k over a multiple of tile_k. The rest of
+// that stage belongs to the next group or to none. The consumers set the rest to zero in both
+// operands, because it may be infinite.
 
 #pragma once
 
@@ -35,16 +38,16 @@
 
 namespace jax_tcgemm::sm90 {
 
-// What a slot holds.
+// The content of a slot: one tile.
 struct RaggedSlot {
-  int row;      // of the block's tile in D
-  int row_end;  // of the rows it may write
+  int row;      // first row of the block's tile in D
+  int row_end;  // end of the rows that the block may write
   int column;
   int group;   // -1: no tile is left
-  int stages;  // 0: D is zero there
-  int stage;   // of the ring, and its phase, with which the tile begins
+  int stages;  // 0: the tile of D is zero
+  int stage;   // position in the ring, with its phase, where the tile begins
   int phase;
-  int first_stage_k;  // of the first stage, what belongs to the group
+  int first_stage_k;  // k of the first stage that belong to the group
 
   __device__ __forceinline__ void write(uint32_t address) const {
     ptx::store_shared_16(address, {static_cast<uint32_t>(row), static_cast<uint32_t>(row_end),
@@ -54,7 +57,7 @@ struct RaggedSlot {
                           static_cast<uint32_t>(phase), static_cast<uint32_t>(first_stage_k)});
   }
   static __device__ __forceinline__ RaggedSlot read(uint32_t address) {
-    // Told to be uniform, as in sm90/kernel.cuh.
+    // Uniform for the compiler, as in sm90/kernel.cuh.
     const auto word = [&](int i) {
       return static_cast<int>(__shfl_sync(0xffffffff, ptx::load_shared_4(address + i * 4), 0));
     };
@@ -70,7 +73,7 @@ struct RaggedProducer {
   using Walk = RaggedWalk<kConfig.grouped, kConfig.tile_m * kConfig.cluster_m,
                           kConfig.tile_n * kConfig.cluster_n>;
 
-  // By one warp.
+  // One warp calls this.
   static __device__ __forceinline__ void run(const GemmParams& params, const TensorMaps& maps,
                                              const Smem& smem, const ClusterPlace<kConfig>& place) {
     constexpr int kSize = kConfig.cluster_size();
@@ -112,7 +115,7 @@ struct RaggedProducer {
       const int stages = tile.group == params.batch ? 0 : (params.k - 1) / kK + 1;
       return {tile.begin + row, tile.end, column, tile.group, stages, at.stage, phase, kK};
     } else {
-      // A stage of nothing makes the zeros of an empty group.
+      // An empty group has one stage of zeros, which gives a D of zeros.
       const int stages = max(1, (tile.end - tile.begin + kK - 1) / kK);
       const int first_stage_k = tile.end - tile.begin - (stages - 1) * kK;
       return {row, params.m, column, tile.group, stages, at.stage, phase, first_stage_k};
@@ -145,7 +148,7 @@ struct RaggedProducer {
   }
 };
 
-// Out: Output, or what takes its place.
+// Out: Output, or the class that replaces it.
 template <KernelConfig kConfig, typename Layouts, typename Out>
 struct RaggedConsumer {
   using Smem = SharedMemory<kConfig>;
@@ -157,12 +160,12 @@ struct RaggedConsumer {
   static __device__ __forceinline__ void run(const Params& params, const TensorMaps& maps,
                                              const Smem& smem, const ClusterPlace<kConfig>& place) {
     const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
-    const int row = kPingpong ? 0 : warpgroup * (kConfig.tile_m / kWarpgroups);  // of the tile
+    const int row = kPingpong ? 0 : warpgroup * (kConfig.tile_m / kWarpgroups);  // in the tile
     Main mainloop(params, smem, place, row);
     Out output(params, maps, smem, warpgroup);
     RingPosition<Smem::kTileSlots> slot_at;
     if (kPingpong && warpgroup == 1) slot_at.advance();
-    uint32_t turn_phase = warpgroup ^ 1;  // the first turn is consumer 0's
+    uint32_t turn_phase = warpgroup ^ 1;  // consumer 0 has the first turn
 #pragma unroll 1
     while (true) {
       const RaggedSlot slot = take(smem, slot_at);
@@ -208,8 +211,8 @@ struct RaggedConsumer {
     return slot;
   }
 
-  // Sets to zero what the tile's first stage has loaded beyond the group, of operands whose rows in
-  // shared memory go along mn. By the tile's consumers.
+  // Sets to zero the part of the tile's first stage that lies beyond the group. The rows of both
+  // operands run along mn in shared memory. All consumers of the tile call this.
   static __device__ __forceinline__ void clear_first_stage(const Smem& smem, const RaggedSlot& slot,
                                                            int warpgroup) {
     constexpr int kThreads = kPingpong ? 128 : kConfig.consumer_warps() * 32;
@@ -217,7 +220,7 @@ struct RaggedConsumer {
     constexpr int kSlabs = kConfig.stage_bytes() / kSlabBytes;
     static_assert(std::same_as<Layouts, LayoutSet<LayoutMnMn>>);
     ptx::mbarrier_wait(smem.full(slot.stage), slot.phase);
-    const int chunks = (kConfig.tile_k - slot.first_stage_k) * 8;  // 16 bytes each, of a slab
+    const int chunks = (kConfig.tile_k - slot.first_stage_k) * 8;  // of 16 bytes, in a slab
 #pragma unroll 1
     for (int i = threadIdx.x % kThreads; i < kSlabs * chunks; i += kThreads) {
       const int slab = i / chunks;

@@ -1,5 +1,5 @@
 // The loop over k with A from registers, for types whose mn-major operands wgmma does not take from
-// shared memory; an n-major B is transposed there first.
+// shared memory. The loop first transposes an n-major B in shared memory.
 
 #pragma once
 
@@ -35,8 +35,9 @@ struct RegisterLoop : StageLoop<kConfig, Layout> {
   using typename Base::Instruction;
   using Reader = FragmentReader<kSlabBytes, kConfig.pairs>;
 
-  // Stages take turns with two sets of fragments, so that one is read while the other is
-  // multiplied. Unrolled by hand, here and below: in other forms ptxas spills 128 accumulators.
+  // Stages alternate between two sets of fragments, so that one set is read while the other is
+  // multiplied. The loops here and below are unrolled by hand: in other forms ptxas spills 128
+  // accumulators.
   template <typename Passed>
   __device__ __forceinline__ void run_from_registers(Accumulators& acc, int count, Passed& passed) {
     const Reader reader(first_row);
@@ -56,7 +57,7 @@ struct RegisterLoop : StageLoop<kConfig, Layout> {
     release(previous);
   }
 
-  // While one k-tile is multiplied, B of the next one is transposed and its A read.
+  // While one k-tile is multiplied, the consumers transpose B and read A of the next k-tile.
   template <typename Passed>
   __device__ __forceinline__ void run_transposing(Accumulators& acc, int count, Passed& passed) {
     const Reader reader(first_row);
@@ -73,7 +74,8 @@ struct RegisterLoop : StageLoop<kConfig, Layout> {
     passed();
     ptx::wgmma_wait<0>();
     fence(acc);
-    // The next tile's first k-tile may go into the buffer that the last one of this tile read.
+    // The next tile's first k-tile may go into the buffer that this tile's last k-tile was read
+    // from.
     ptx::named_barrier_sync(kConsumerBarrier, kConsumerThreads);
   }
 
@@ -108,8 +110,8 @@ struct RegisterLoop : StageLoop<kConfig, Layout> {
     fence(acc);
   }
 
-  // Reads the next stage's fragments and multiplies by them, while the stage before is still being
-  // multiplied; then releases that one. Returns which of the ring it is.
+  // Reads the next stage's fragments and multiplies by them while the previous stage is still being
+  // multiplied. Then releases the previous stage. Returns the index of the stage in the ring.
   __device__ __forceinline__ int multiply_stage(Accumulators& acc, Fragments& fragments,
                                                 const Reader& reader, bool first, int previous) {
     ptx::mbarrier_wait(smem.full(at.stage), at.phase);
@@ -123,9 +125,10 @@ struct RegisterLoop : StageLoop<kConfig, Layout> {
     return stage;
   }
 
-  // Writes this warp's part of an n-major B to `target` as k-major. A lane has one n and four k.
+  // Writes this warp's part of an n-major B to `target` in k-major order. A lane has one n and four
+  // k.
   __device__ __forceinline__ void transpose_b(uint32_t target) const {
-    constexpr int kUnits = kConfig.tile_n / 32 * 8;  // 32 n, 4 k
+    constexpr int kUnits = kConfig.tile_n / 32 * 8;  // units of 32 n and 4 k
     const uint32_t source = smem.b(at.stage);
 #pragma unroll
     for (int i = 0; i < kUnits / kConfig.warps_m; ++i) {
@@ -143,19 +146,19 @@ struct RegisterLoop : StageLoop<kConfig, Layout> {
     }
   }
 
-  // Transposes the next stage's B to `buffer` and multiplies by it.
+  // Transposes the next stage's B into `buffer` and multiplies by it.
   __device__ __forceinline__ void multiply_transposed(Accumulators& acc, Fragments& fragments,
                                                       const Reader& reader, uint32_t buffer,
                                                       bool first) {
     ptx::mbarrier_wait(smem.full(at.stage), at.phase);
     transpose_b(buffer);
     read_stage(fragments, reader);
-    // All of the warp's reads come before what TMA writes next.
+    // Orders all of the warp's reads before TMA's next write.
     ptx::fence_proxy_async();
     __syncwarp();
     release(at.stage);
     at.advance();
-    // Behind the barrier the buffer is written, and the other one no longer read.
+    // After the barrier, all warps have written this buffer and none reads the other one.
     ptx::wgmma_wait<0>();
     fence(acc);
     ptx::named_barrier_sync(kConsumerBarrier, kConsumerThreads);

@@ -1,4 +1,4 @@
-// Shared memory of an sm90 block, and the ring of stages between its producer and its consumers.
+// The shared memory of an sm90 block, and the ring of stages between producer and consumers.
 
 #pragma once
 
@@ -10,11 +10,11 @@
 
 namespace jax_tcgemm::sm90 {
 
-// Named barriers: 1 + w of the 128 threads of consumer warpgroup w, and one of all consumers.
+// Named barriers: 1 + w for the 128 threads of consumer warpgroup w, and 4 for all consumers.
 constexpr int kWarpgroupBarrier = 1;
 constexpr int kConsumerBarrier = 4;
 
-// Where a warp stands in the ring.
+// A warp's position in the ring.
 template <int kStages>
 struct RingPosition {
   int stage = 0;
@@ -32,7 +32,7 @@ struct RingPosition {
   }
 };
 
-// Addresses in shared memory: the ring, the output of each warp, the bias of each warpgroup, the
+// Addresses in shared memory: the ring, each warp's output buffers, each warpgroup's bias, the
 // barriers.
 template <KernelConfig kConfig>
 struct SharedMemory {
@@ -57,35 +57,38 @@ struct SharedMemory {
   __device__ __forceinline__ uint32_t barrier(int index) const {
     return base + kConfig.ring_bytes() + kConfig.output_bytes() + kConfig.bias_bytes() + index * 8;
   }
-  // A stage has been filled: one arrival, of the producer, and the bytes of both operands.
+  // Completes when a stage is full: 1 arrival of the producer and the bytes of both operands.
   __device__ __forceinline__ uint32_t full(int stage) const { return barrier(stage); }
-  // A stage has been read by every warp of every block that this block's producer writes to.
+  // Completes when every warp of every block that this block's producer writes to has read a stage.
   __device__ __forceinline__ uint32_t empty(int stage) const {
     return barrier(kConfig.stages + stage);
   }
-  // Pingpong: it is this warpgroup's turn to multiply; the warps of the other arrive.
+  // Pingpong: completes when it is this warpgroup's turn to multiply. The other warpgroup's warps
+  // arrive.
   __device__ __forceinline__ uint32_t turn(int warpgroup) const {
     return barrier(2 * kConfig.stages + warpgroup);
   }
-  // An output buffer of a warp holds a sub-tile of C.
+  // Completes when a warp's output buffer holds a sub-tile of C.
   __device__ __forceinline__ uint32_t c_full(int warp, int buffer) const {
     return barrier(2 * kConfig.stages + 2 + warp * kMaxBuffers + buffer);
   }
-  // Split k: every block that shares this one's tile has written its accumulators over the ring;
-  // every block of the cluster has read what it needed of them.
+  // Split k. partial_full completes when every block that shares this block's tile has written its
+  // accumulators over the ring. partial_empty completes when every block of the cluster has read
+  // its part of them.
   __device__ __forceinline__ uint32_t partial_full() const {
     return barrier(2 * kConfig.stages + 2 + kConfig.consumer_warps() * kMaxBuffers);
   }
   __device__ __forceinline__ uint32_t partial_empty() const {
     return barrier(2 * kConfig.stages + 3 + kConfig.consumer_warps() * kMaxBuffers);
   }
-  // Parts of k: what the others have of a warp's rows has been copied.
+  // Parts of k: completes when the other parts' sums for a warp's rows have been copied.
   __device__ __forceinline__ uint32_t fixup_full(int warp) const {
     return barrier(2 * kConfig.stages + 4 + kConfig.consumer_warps() * kMaxBuffers + warp);
   }
   static constexpr int kFixupWarps = kConfig.has_fixup() ? kConfig.warps_m : 0;
-  // Ragged: the producer has written where the next tile lies (sm90/ragged.cuh) to a slot; every
-  // warp that computes it has read that.
+  // Ragged products (sm90/ragged.cuh). tile_full completes when the producer has written the next
+  // tile's place to a slot. tile_empty completes when every warp that computes the tile has read
+  // the slot.
   __device__ __forceinline__ uint32_t tile_full(int slot) const {
     return barrier(kBarriers + 2 * slot);
   }
@@ -100,7 +103,7 @@ struct SharedMemory {
   static_assert(kBarriers * 8 + kTileSlots * (2 * 8 + kTileSlotBytes) <=
                 KernelConfig::kBarrierBytes);
 
-  // By one thread, before any other uses a barrier.
+  // One thread calls this before any other uses a barrier.
   __device__ __forceinline__ void init_barriers() const {
     for (int stage = 0; stage < kConfig.stages; ++stage) {
       ptx::mbarrier_init(full(stage), 1);
@@ -122,7 +125,7 @@ struct SharedMemory {
   }
 };
 
-// A block's place in its cluster: along m, n, and k.
+// A block's place in its cluster along m, n and k.
 template <KernelConfig kConfig>
 struct ClusterPlace {
   int m = 0;
@@ -140,7 +143,7 @@ struct ClusterPlace {
   static __device__ __forceinline__ int rank(int m, int n, int k) {
     return (m * kConfig.cluster_n + n) * kConfig.split_k + k;
   }
-  // Blocks (a bit each) with the same rows of A; with the same columns of B.
+  // Blocks with the same rows of A, and blocks with the same columns of B, one bit each.
   __device__ __forceinline__ uint16_t sharers_of_a() const {
     uint16_t blocks = 0;
     for (int i = 0; i < kConfig.cluster_n; ++i) blocks |= 1 << rank(m, i, k);
@@ -151,12 +154,12 @@ struct ClusterPlace {
     for (int i = 0; i < kConfig.cluster_m; ++i) blocks |= 1 << rank(i, n, k);
     return blocks;
   }
-  // Whether block `other` of the cluster loads for this one too.
+  // Checks if block `other` of the cluster loads for this one too.
   __device__ __forceinline__ bool shares_with(int other) const {
     const uint32_t blocks = sharers_of_a() | sharers_of_b();
     return other < kConfig.cluster_size() && (blocks >> other & 1);
   }
-  // This block's share of k, in k-tiles: of all of it, or of part `matrix` of it.
+  // This block's share of k in k-tiles: a share of the whole k, or of part `matrix` of k.
   struct Range {
     int begin, end;
   };

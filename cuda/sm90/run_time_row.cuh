@@ -1,6 +1,6 @@
-// The kernel of a row that is compiled at run time: jax_tcgemm/epilogue/source.py defines Row,
-// kMajorA and kMajorB (of what the kernel calls A and B), and dispatch/run_time_row.cc what is
-// known of the epilogue.
+// The kernel of a row that is compiled at run time. jax_tcgemm/epilogue/source.py defines Row,
+// kMajorA and kMajorB (the layouts of what the kernel calls A and B). dispatch/run_time_row.cc
+// defines what is known of the epilogue.
 
 #pragma once
 

@@ -1,12 +1,13 @@
-// The consumers' loop over k where both operands have scales by blocks: of 1 x 128 (k) of A, of
-// 128 x 128 of B. The products of a stage, which is 128 bytes of k, are added up apart, multiplied
-// by what the blocks' scales make, and added in float32: the promoting loops with a factor.
+// The consumers' loop over k for operands with block scales: one scale for each 1 x 128 (k) of A
+// and each 128 x 128 of B. The loop sums the products of a stage (128 bytes of k) separately,
+// multiplies the sum by the product of the two scales, and adds it to the total in float32. It is a
+// promoting loop with a factor.
 //
 //   a stage: begin -> (it, or the one before, is done) -> total += factor * products -> ask for the
 //            scales of two stages further on
 //
-// Where registers suffice, two sets of accumulators take turns, so that one is multiplied while the
-// other is added; in wider tiles the other warpgroup multiplies meanwhile.
+// If registers suffice, two sets of accumulators alternate, so that one set is multiplied while the
+// other is added. For wider tiles another warpgroup multiplies while this one adds.
 
 #pragma once
 
@@ -26,8 +27,8 @@ struct ScaledMainloop {
   using Loop = StageLoop<kConfig, LayoutKK>;
   using Accumulators = typename Loop::Accumulators;
   static constexpr bool kScales = true;
-  // Columns of a tile, and of those that have one scale of B for sure: a tile may begin within a
-  // block.
+  // Columns of a tile, and columns of a group. All columns of a group share one scale of B. A tile
+  // may begin within a block.
   static constexpr int kColumns = kConfig.tile_n;
   static constexpr int kGroupColumns = kColumns <= kScaleBlock ? kColumns
                                        : kColumns % 64 == 0    ? 64
@@ -41,7 +42,7 @@ struct ScaledMainloop {
   int first_row;
   bool has_partner;
   RingPosition<kConfig.stages> at;
-  // Of the stage to ask for next: of a thread's two rows, and of the groups of columns.
+  // Scales of the next stage to ask for: of a thread's two rows, and of the groups of columns.
   const float* scale_a[2];
   const float* scale_b[kGroups];
 
@@ -52,8 +53,8 @@ struct ScaledMainloop {
     has_partner = place.shares_with(threadIdx.x % 32);
   }
 
-  // Before run: where the warpgroup's rows and columns of D lie. Rows and columns beyond D have the
-  // last one's scales.
+  // Call this before run with the place of the warpgroup's rows and columns in D. Rows and columns
+  // beyond D get the scale of the last row or column.
   __device__ __forceinline__ void begin(const OutputPlace& place) {
     const BlockScales& scales = params.scales;
     const float* const a =
@@ -72,7 +73,7 @@ struct ScaledMainloop {
     }
   }
 
-  // Sets total to the product over `count` stages; `passed` as of LayoutMainloop::run.
+  // Sets total to the product over `count` stages. `passed`: as in LayoutMainloop::run.
   template <typename Passed>
   __device__ __forceinline__ void run(Accumulators& total, int count, Passed&& passed) {
     Loop loop = {smem,          first_row, static_cast<int>(threadIdx.x % 32), has_partner, false,
@@ -138,8 +139,8 @@ struct ScaledMainloop {
     add(total, odd, of_odd);
   }
 
-  // Asked for here: the compiler would put loads off until they are needed. Beyond the last stage
-  // it is that one's again.
+  // Loads the factors of the next stage. The compiler would delay ordinary loads until their use.
+  // After the last stage this loads the last stage's factors again.
   __device__ __forceinline__ Factors next_factors() {
     Factors factors;
 #pragma unroll
@@ -168,7 +169,7 @@ struct ScaledMainloop {
     }
   }
 
-  int left_;  // stages whose scales have not been asked for
+  int left_;  // stages whose scales have not been loaded
 };
 
 template <KernelConfig kConfig, typename Layouts, typename Program>

@@ -1,22 +1,23 @@
-// The kernel for few rows or few columns, which is bound by memory: the longer operand goes past
-// once, and everything before its first load and after its last is kept short.
+// The kernel for few rows or few columns, which is bound by memory. It reads the longer operand
+// once, and keeps short all work before the first load and after the last one.
 //
-// Roles: one consumer warpgroup, of rows of the longer operand (wgmma's M); one producer warp, of
-//        which a thread works.
-// Barriers: full[stage]: 1 arrival of the producer + the bytes of the stage; empty[stage]: 4 warps;
-//        partial_full (split k): 1 + the bytes of the other blocks' sums; partial_empty: all
-//        consumer warps of the cluster, when they have read those. Named barrier 0: the barriers
-//        are initialised; 1: the consumers.
+// Roles: One consumer warpgroup computes rows of the longer operand (wgmma's M). In the one
+//        producer warp a single thread works.
+// Barriers: full[stage]: 1 arrival of the producer + the bytes of the stage. empty[stage]: 4 warps.
+//        partial_full (split k): 1 + the bytes of the other blocks' sums. partial_empty: all
+//        consumer warps of the cluster, when they have read those sums. Named barrier 0: the
+//        barriers are initialised. Named barrier 1: the consumers.
 // Timeline, producer: initialise -> TMA A, B ...       (waits for no other warp)
-//        consumer: fetch bias, scalars (after the mainloop where its sums leave no registers) ->
-//        mainloop (sm90/mainloop.cuh) -> sums and D (sm90/output/skinny.cuh). The producer runs
-//        ahead into the next tile meanwhile.
-// That the blocks of a cluster have started is waited for only when sums are to be sent. None is
-// written to after its end, because each waits for all that it is sent.
+//        consumer: fetch bias, scalars (after the mainloop if its sums leave no registers) ->
+//        mainloop (sm90/mainloop.cuh) -> sums and D (sm90/output/skinny.cuh). Meanwhile the
+//        producer runs ahead into the next tile.
+// A block waits for the start of the other blocks of its cluster only before it sends sums. No
+// block is written to after its end, because each waits for all sums that it is sent.
 //
-// What a block does once takes as long as memory takes to bring instructions and parameters, line
-// after line: hence a producer of its own, for one batch dimension at most, a simpler order of
-// tiles (along the longer extent first), and a kernel of its own for a plain D or one with a bias.
+// Work that a block does once takes as long as memory takes to bring instructions and parameters,
+// one line after the other. The kernel therefore has its own producer for at most one batch
+// dimension, a simpler order of tiles (along the longer extent first), and separate kernels for a
+// plain D and a D with a bias.
 
 #pragma once
 
@@ -38,8 +39,8 @@
 
 namespace jax_tcgemm::sm90 {
 
-// Of products with a bias at most a kernel for each layout (sm90/kernels.cuh): asking for the
-// layout takes a line of parameters more before the first load.
+// Products with at most a bias have a kernel for each layout (sm90/kernels.cuh): reading the layout
+// would fetch one more line of parameters before the first load.
 template <KernelConfig kConfig, typename Layouts>
 struct SkinnyKernel {
   using Smem = SharedMemory<kConfig>;
@@ -51,7 +52,7 @@ struct SkinnyKernel {
   static constexpr int kStartBarrier = 0;
   static constexpr int kThreads = (kConsumerWarps + 1) * 32;
 
-  // First row of a tile, of the longer and of the shorter extent.
+  // First row of a tile along the longer and along the shorter extent.
   struct TilePlace {
     int first_long, first_short;
   };
@@ -82,7 +83,7 @@ struct SkinnyKernel {
         store();
       };
       if constexpr (kConfig.epilogue == EpilogueWork::kSum) {
-        // One mainloop for both: its code is most of the kernel's.
+        // One mainloop serves both cases, because its code is most of the kernel's.
         const bool is_plain = known_finish(maps.finish) == Finish::kProduct;
         typename Out::Line line;
         if (!Out::kFetchesLate && !is_plain) line = output.line();
@@ -102,8 +103,8 @@ struct SkinnyKernel {
     }
   }
 
-  // Asks for all lines of the parameters at once. One after the other, as they are used, they would
-  // take a block longer than its first load.
+  // Reads all lines of the parameters at once. If they came one after the other, as they are used,
+  // they would take a block longer than its first load.
   static __device__ __forceinline__ void touch_parameters(const GemmParams& params, int warp) {
     constexpr int kLineWords = 16;
     constexpr int kWords = sizeof(GemmParams) / 4;
@@ -114,7 +115,7 @@ struct SkinnyKernel {
       const int word = first + warp * kLineWords;
       any |= words[word < kWords ? word : kWords - 1];
     }
-    if (any == 0x5bd1e995) __nanosleep(1);  // so that they are not left out
+    if (any == 0x5bd1e995) __nanosleep(1);  // keeps the reads from being optimised away
   }
 
   static __device__ __forceinline__ void init_barriers(const Smem& smem) {
@@ -130,7 +131,7 @@ struct SkinnyKernel {
     ptx::fence_mbarrier_init();
   }
 
-  // By one thread.
+  // One thread calls this.
   template <typename Layout>
   static __device__ __forceinline__ void produce(const GemmParams& params, const TensorMaps& maps,
                                                  const Smem& smem, const Place& place) {
@@ -186,7 +187,7 @@ struct SkinnyKernel {
   }
 };
 
-// The size of a cluster is fixed, so that its barriers need not ask for it.
+// The cluster size is fixed, so that the cluster's barriers need not read it.
 template <typename Row, typename Layouts>
 __global__ void __cluster_dims__(Row::kConfig.cluster_size(), 1, 1)
     __launch_bounds__(Row::kConfig.threads(), Row::kConfig.blocks_on_sm())

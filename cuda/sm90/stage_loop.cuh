@@ -1,5 +1,5 @@
-// What every loop of the consumers over k is made of: a place in the ring, and the product of one
-// stage of it from shared memory.
+// The parts that all of the consumers' loops over k share: a position in the ring, and the product
+// of one stage from shared memory.
 
 #pragma once
 
@@ -15,27 +15,27 @@
 
 namespace jax_tcgemm::sm90 {
 
-// Of operands of one layout. A warpgroup multiplies its rows of A by all columns of B.
+// Loop for operands of one layout. A warpgroup multiplies its rows of A by all columns of B.
 template <KernelConfig kConfig, typename Layout>
 struct StageLoop {
   static constexpr Major kMajorA = Layout::kMajorA;
   static constexpr Major kMajorB = Layout::kMajorB;
   static constexpr int kElementBytes = element_bytes(kConfig.algorithm);
   static constexpr int kBlocks = kConfig.tile_m / (16 * kConfig.warps_m);
-  static constexpr int kSteps = 4;  // of 32 bytes of k, in the 128 of a stage
+  static constexpr int kSteps = 4;  // of 32 bytes of k, in the 128 bytes of a stage
   static constexpr int kConsumerThreads = kConfig.consumer_warps() * 32;
-  // Of a promoting loop: two sets of accumulators take turns, as far as there are registers.
+  // Promoting loops: two sets of accumulators alternate if there are enough registers.
   static constexpr bool kTakesTurns = kBlocks * kConfig.tile_n <= 128;
-  // From 128 bytes of mn to the next, of an mn-major operand.
+  // Distance between two runs of 128 bytes of mn of an mn-major operand.
   static constexpr int kSlabBytes = kConfig.tile_k * 128;
   using Instruction = ptx::Wgmma<kConfig.algorithm, kConfig.tile_n>;
   using Accumulators = ptx::SumOf<kConfig.algorithm>[kBlocks][kConfig.tile_n / 2];
 
   const SharedMemory<kConfig>& smem;
-  int first_row;  // of the warpgroup in the tile
+  int first_row;  // row of the tile where the warpgroup begins
   int lane;
   bool has_partner;  // block `lane` of the cluster loads for this one too
-  bool adds_apart;   // skinny rows that promote: do so
+  bool adds_apart;   // skinny rows that promote: sum the stages separately
   const Planes& planes;
   RingPosition<ring_stages(kConfig, kMajorA, kMajorB)> at;
 
@@ -53,7 +53,7 @@ struct StageLoop {
     for (auto& block : acc) ptx::wgmma_fence_registers(block);
   }
 
-  // An operand's descriptor at a step of k.
+  // Returns an operand's descriptor at a step of k.
   template <Major kMajor, int kRowBytes = 128>
   static __device__ __forceinline__ uint64_t descriptor(uint32_t address) {
     return ptx::matrix_descriptor<kRowBytes>(address, kMajor == Major::kK ? 16 : kSlabBytes);
@@ -62,7 +62,7 @@ struct StageLoop {
   static constexpr int kStepBytes = kMajor == Major::kK ? 32 : 32 / kElementBytes * kRowBytes;
   static constexpr int kRowBytesB =
       kMajorB == Major::kK ? 128 : kConfig.mn_row_bytes(kConfig.tile_n);
-  // From one block of rows of A to the next.
+  // Distance between two blocks of rows of A.
   static constexpr int kBlockBytes =
       kMajorA == Major::kK ? kBlockRows * 128 : kBlockRows * kElementBytes / 128 * kSlabBytes;
 
@@ -70,7 +70,7 @@ struct StageLoop {
     issue_product(acc, at.stage, at.stage, first);
   }
 
-  // Of A in one stage and B in another.
+  // Multiplies A in one stage by B in another.
   __device__ __forceinline__ void issue_product(Accumulators& acc, int stage_a, int stage_b,
                                                 bool first) const {
     const uint64_t a = descriptor<kMajorA>(smem.a(stage_a) + first_row / kBlockRows * kBlockBytes);
@@ -86,7 +86,7 @@ struct StageLoop {
     }
   }
 
-  // One stage is always in flight; the one before it is released.
+  // Keeps one stage in flight and releases the stage before it.
   template <typename Passed>
   __device__ __forceinline__ void run_from_shared(Accumulators& acc, int count, Passed&& passed) {
     int previous = 0;
@@ -109,8 +109,8 @@ struct StageLoop {
     release(previous);
   }
 
-  // Multiplies the next stage, apart if it is the first of its group; returns which of the ring it
-  // is.
+  // Multiplies the next stage. `first`: the stage begins a group and overwrites acc. Returns the
+  // index of the stage in the ring.
   __device__ __forceinline__ int begin_stage(Accumulators& acc, bool first) {
     ptx::mbarrier_wait(smem.full(at.stage), at.phase);
     fence(acc);
@@ -123,7 +123,8 @@ struct StageLoop {
     return stage;
   }
 
-  // Waits until of the stages begun at most kPending are still being multiplied, `stage` not.
+  // Waits until `stage` is done and at most kPending of the begun stages are still being
+  // multiplied.
   template <int kPending>
   __device__ __forceinline__ void end_stage(Accumulators& acc, int stage) const {
     ptx::wgmma_wait<kPending>();

@@ -1,21 +1,22 @@
-// The kernel for few rows of A times an n-major B of 8 bits, which wgmma does not take from shared
-// memory: mma.sync takes it from registers, where 4 x 4 bytes are turned. B goes past once. Its
-// epilogue is compiled at run time (sm90/output/compiled.cuh).
+// The kernel for few rows of A times an n-major 8-bit B. wgmma does not take such a B from shared
+// memory. mma.sync takes it from registers, where the kernel transposes 4 x 4 bytes. The kernel
+// reads B once. Its epilogue is compiled at run time (sm90/output/compiled.cuh).
 //
-// Roles: four consumer warps, each of which multiplies a quarter of every stage's k by the whole
-//        tile; one producer warp, of which a thread loads.
-// Barriers: full[stage]: 1 arrival of the producer + the bytes of the stage; empty[stage]: 4 warps;
+// Roles: Each of four consumer warps multiplies a quarter of every stage's k by the whole tile. In
+//        the one producer warp a single thread loads.
+// Barriers: full[stage]: 1 arrival of the producer + the bytes of the stage. empty[stage]: 4 warps.
 //        partial_full (split k): 1 + the bytes of all blocks' sums of this block's columns. Named
-//        barrier 0: the barriers are initialised, and the tile is known; 3: the consumers.
+//        barrier 0: the barriers are initialised and the tile is known. Named barrier 4: the
+//        consumers.
 // Timeline, producer: initialise -> [groups: find the tile, write slot] -> TMA A, B ...
 //        consumer: send for the epilogue's operands -> [wait full, multiply, arrive empty] ... ->
 //        the warp's sums to shared memory, over the ring | consumers | the block's sums to the
 //        blocks that finish them, by st.async -> wait partial_full -> add -> Program -> results.
-// A block computes one tile; of two weights one after the other. That the others of its cluster
-// have started is waited for before sums are sent; none is written to after its end, because each
-// waits for all that it is sent.
-// Groups of rows: the grid has as many tiles as there may be. The producer's warp looks at the
-// sizes and tells the consumers through a slot which tile is theirs, if any (sm90/ragged.cuh).
+// A block computes one tile. With two weights it computes one product after the other. A block
+// waits for the start of the other blocks of its cluster before it sends sums. No block is written
+// to after its end, because each waits for all sums that it is sent.
+// Groups of rows: the grid has as many tiles as there may be. The producer's warp reads the sizes
+// and tells the consumers through a slot which tile is theirs, if any (sm90/ragged.cuh).
 
 #pragma once
 
@@ -55,7 +56,7 @@ struct StreamedKernel {
   static constexpr int kShare = Sums::kShare;
   static constexpr int kWeights = Sums::kWeights;
   static constexpr bool kGroups = kConfig.grouped == Grouped::kM;
-  static constexpr int kNone = -1;  // instead of a group: there is no tile
+  static constexpr int kNone = -1;  // in place of a group: there is no tile
   static_assert(kShare % kChunkColumns == 0 && Plan::kColumns == kChunkColumns);
 
   const CompiledParams& params;
@@ -65,7 +66,7 @@ struct StreamedKernel {
 
   __device__ __forceinline__ Sums sums() const { return {smem, place.k}; }
 
-  // Sends for the operands of the warp's first 16 x 16: they come while B does.
+  // Prefetches the operands of the warp's first 16 x 16 values while B is loaded.
   __device__ __forceinline__ void prefetch_operands(const OutputPlace& at) const {
     const int lane = threadIdx.x % 32;
     const int first = at.column + threadIdx.x / 32 * kChunkColumns;
@@ -80,7 +81,7 @@ struct StreamedKernel {
     });
   }
 
-  // `at` is the tile's first row, and the first of the block's columns.
+  // `at` holds the tile's first row and the first of the block's columns.
   __device__ __forceinline__ void finish(const Out& output, const OutputPlace& at) const {
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32;
@@ -100,11 +101,11 @@ struct StreamedKernel {
     }
   }
 
-  // The block's tile, whose columns it shares with its cluster.
+  // The block's tile. The block shares the tile's columns with its cluster.
   struct Tile {
-    OutputPlace at;  // the first row and column, and the matrix of B; none: there is no tile
-    int row_end;     // of the rows it may write
-    int stages;      // of this block's part of k
+    OutputPlace at;  // first row and column, and the matrix of B; kNone: there is no tile
+    int row_end;     // end of the rows that the block may write
+    int stages;      // in this block's part of k
   };
 
   __device__ __forceinline__ int k_tiles() const { return (params.k - 1) / kConfig.tile_k + 1; }
@@ -121,7 +122,7 @@ struct StreamedKernel {
     return {{tile.tile_m * kConfig.tile_m, tile.tile_n * kColumns, walk.batch}, params.m, stages()};
   }
 
-  // By the producer's warp.
+  // The producer's warp calls this.
   __device__ __forceinline__ Tile tile_of_groups() const {
     constexpr int kSize = kConfig.cluster_size();
     RaggedWalk<Grouped::kM, kConfig.tile_m, kColumns> walk(params, blockIdx.x / kSize,
@@ -165,7 +166,7 @@ struct StreamedKernel {
     finish(output, own_columns(tile));
   }
 
-  // Until the sums of the block's columns lie in its shared memory.
+  // Multiplies until the sums of the block's columns lie in its shared memory.
   __device__ __forceinline__ void multiply(const Tile& tile) const {
     RingPosition<kConfig.stages> at;
 #pragma unroll 1
@@ -178,7 +179,7 @@ struct StreamedKernel {
         __syncwarp();
         if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(smem.empty(at.stage));
       }
-      // No warp still reads the ring, or what was there of the other weight.
+      // After the barrier, no warp still reads the ring or the other weight's partial sums.
       ptx::named_barrier_sync(kConsumerBarrier, kThreads);
       sums().write_partials(acc);
       ptx::named_barrier_sync(kConsumerBarrier, kThreads);
@@ -204,7 +205,7 @@ struct StreamedKernel {
     ptx::fence_mbarrier_init();
   }
 
-  // By one thread.
+  // One thread calls this.
   __device__ __forceinline__ void produce(const Tile& tile) const {
     const bool many = !kGroups && params.batch_rank > 1;
     const int rows = loaded_rows(kConfig, params.m, kConfig.tile_m, 1);

@@ -1,10 +1,10 @@
-// The products of sm90/streamed_kernel.cuh: one warp's part of a stage, from shared memory through
-// registers, where 4 x 4 bytes of B are turned.
+// The products of sm90/streamed_kernel.cuh: one warp's part of a stage goes from shared memory
+// through registers, where the warp transposes 4 x 4 bytes of B.
 //
-// A warp has 32 of a stage's 128 k. With lane = 4 g + t a thread has of those rows of B t, 4 + t, 8
-// + t ... 28 + t, so that the 8 threads that read at once meet all banks, and of columns 16 that
-// begin at 16 p(g), p = 0, 4, 1, 5, 2, 6, 3, 7. Instruction j multiplies column j of each of
-// these 16. k is in the same order in A, whose bytes are picked accordingly.
+// A warp has 32 of a stage's 128 k. Let lane = 4 g + t. A thread has rows t, 4 + t, 8 + t ... 28 +
+// t of B in these 32, so that the 8 threads that read at once meet all banks. It has 16 columns
+// that begin at 16 p(g), p = 0, 4, 1, 5, 2, 6, 3, 7. Instruction j multiplies column j of each of
+// these 16. A has k in the same order; the thread picks A's bytes accordingly.
 
 #pragma once
 
@@ -28,19 +28,19 @@ struct StreamedLoop {
 
   using Accumulators = typename Product::Sum[kLaneColumns][4];
 
-  // 16 bytes of a row of 128, as TMA swizzles them.
+  // Returns the address of 16 bytes in a row of 128, as TMA swizzles them.
   static __device__ __forceinline__ uint32_t vector_at(uint32_t operand, int row, int vector) {
     return operand + row * 128 + (vector ^ row % 8) * 16;
   }
 
-  // Byte t of each word.
+  // Returns byte t of each word.
   static __device__ __forceinline__ uint32_t picked(const uint32_t (&word)[4], int t) {
     const uint32_t of_pair = t | (t + 4) << 4;
     return __byte_perm(__byte_perm(word[0], word[1], of_pair),
                        __byte_perm(word[2], word[3], of_pair), 0x5410);
   }
 
-  // Rows g and g + 8.
+  // Reads rows g and g + 8.
   static __device__ __forceinline__ void read_a(typename Product::A& a, uint32_t smem_a, int k) {
     const int lane = threadIdx.x % 32;
     uint32_t row[2][2];

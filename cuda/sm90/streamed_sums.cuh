@@ -1,6 +1,5 @@
-// What the blocks and the warps of a streamed kernel (sm90/streamed_kernel.cuh) have of a tile's
-// sums, and how it comes together: each warp a quarter of every stage's k, each block of a cluster
-// a part of k.
+// The sums of a streamed kernel (sm90/streamed_kernel.cuh) and how blocks and warps add them up.
+// Each warp sums a quarter of every stage's k. Each block of a cluster sums a part of k.
 //
 //   registers -> partial: of each warp, over the ring | added up in the warps' order ->
 //   received: of each block, at the one that finishes these columns -> add: in the blocks' order
@@ -28,21 +27,22 @@ struct StreamedSums {
   static constexpr int kColumns = kConfig.output_n();
   static constexpr int kShare = kColumns / kConfig.split_k;  // columns that a block finishes
   static constexpr int kWeights = kConfig.gated ? 2 : 1;
-  // Of the sums that a block is sent.
+  // Layout of the sums that a block receives.
   static constexpr int kPitch = kConfig.streamed_sums_pitch();
   static constexpr int kSourceBytes = kConfig.tile_m * kPitch * 4;
   static constexpr uint32_t kReceived = kWeights * kConfig.tile_m * kColumns * 4;
 
   const SharedMemory<kConfig>& smem;
-  const int part;  // of k, the block's
+  const int part;  // the block's part of k
 
-  // Four neighbouring sums of a warp. Rows are 8 words over a multiple of 32 banks, and 16 bytes of
-  // a row trade places, so that 8 threads meet different banks.
+  // Returns the address of four neighbouring sums of a warp. The row pitch is 8 words more than a
+  // multiple of 32 banks, and runs of 16 bytes in a row trade places, so that 8 threads meet
+  // different banks.
   __device__ __forceinline__ uint32_t partial(int warp, int row, int four) const {
     return smem.base + kConfig.streamed_partials_at() +
            (warp * kConfig.tile_m + row) * kConfig.kStreamedPitch * 4 + (four ^ four / 8 % 2) * 16;
   }
-  // What block `source` says of this block's columns.
+  // Returns the address of block `source`'s sums for this block's columns.
   __device__ __forceinline__ uint32_t received(int weight, int source) const {
     return smem.base + kConfig.ring_bytes() - kConfig.streamed_sums_bytes() +
            (weight * kConfig.split_k + source) * kSourceBytes;
@@ -66,8 +66,8 @@ struct StreamedSums {
     }
   }
 
-  // Adds up what the block's warps have, in their order, and sends it to the block that finishes
-  // it.
+  // Adds the sums of the block's warps in the warps' order and sends each to the block that
+  // finishes its columns.
   __device__ __forceinline__ void send(int weight) const {
     constexpr int kFours = kColumns / 4;
 #pragma unroll
@@ -100,7 +100,7 @@ struct StreamedSums {
     }
   }
 
-  // 16 x 16 of the block's sums.
+  // Adds 16 x 16 of the block's sums in the blocks' order.
   __device__ __forceinline__ void add(Sum (&value)[kChunkValues], int weight, int column) const {
     const int lane = threadIdx.x % 32;
 #pragma unroll

@@ -1,4 +1,4 @@
-// What an sm90 kernel needs beside GemmParams: how TMA sees the operands.
+// The parameters of an sm90 kernel besides GemmParams: how TMA sees the operands.
 
 #ifndef JAX_TCGEMM_SM90_TENSOR_MAPS_H_
 #define JAX_TCGEMM_SM90_TENSOR_MAPS_H_
@@ -15,7 +15,7 @@ struct alignas(64) TensorMap {
   uint64_t words[16];
 };
 
-// What becomes of the accumulators, from the least to the most work.
+// The work of an epilogue on the accumulators, ordered from the least to the most work.
 enum class Finish {
   kProduct,  // D is the product, rounded
   kAddBias,  // alpha * product + bias
@@ -26,14 +26,14 @@ enum class Finish {
   kAnything,
 };
 
-// Whether D leaves in whole rows: see output_box.
+// Checks if D leaves in whole rows (see output_box).
 constexpr bool in_whole_rows(Finish finish) {
   return finish != Finish::kAddC && finish != Finish::kAnything;
 }
 
-// Which of them a kernel has code for; of a row that splits k, and of a skinny one, it is other
-// code. Parts of rows of D take little of it, and so do sums, where they are unrolled. Swapped
-// (see sm90/output/output_tile.h), rows of the accumulators are columns of D.
+// Checks if a kernel has code for `finish`. Rows that split k and skinny rows have other code.
+// kRows takes little code, and so do the sums if the row unrolls them. If the operands are swapped
+// (sm90/output/output_tile.h), rows of the accumulators are columns of D.
 constexpr bool has_finish(const KernelConfig& config, Finish finish, bool swap_ab) {
   if (config.epilogue == EpilogueWork::kAny && finish >= Finish::kActivate) return true;
   if (config.gated) return false;
@@ -52,24 +52,24 @@ constexpr bool has_finish(const KernelConfig& config, Finish finish, bool swap_a
   }
 }
 
-// A row for any epilogue with the code alone for those before kActivate.
+// The row with only the code for finishes below kActivate, from a row for any epilogue.
 constexpr KernelConfig with_simple_epilogue(KernelConfig config) {
   const bool sums = config.unrolls_sums() || config.skinny;
   config.epilogue = sums ? EpilogueWork::kSum : EpilogueWork::kNone;
   return config;
 }
 
-// A __grid_constant__ kernel parameter. Boxes are what one TMA instruction copies.
+// A __grid_constant__ kernel parameter. A box is what one TMA instruction copies.
 struct TensorMaps {
   TensorMap a;  // (batch..., m, k) or (batch..., k, m), the contiguous dimension last
   TensorMap b;
   TensorMap b2;    // of a gated product
   TensorMap c;     // (batch, m, n); used if c_by_tma
-  TensorMap c2;    // likewise, if has_c2
+  TensorMap c2;    // as c; used if has_c2
   TensorMap d;     // (batch, m, n); used if d_by_tma
-  TensorMap aux;   // likewise, if there is one
-  TensorMap aux2;  // likewise
-  // Batch dimensions along which an operand moves; the others are broadcast.
+  TensorMap aux;   // as d; used if the epilogue writes it
+  TensorMap aux2;  // as aux
+  // Batch dimensions along which an operand moves; the operand is broadcast along the others.
   uint8_t a_moves[kMaxBatchRank];
   uint8_t b_moves[kMaxBatchRank];
   bool c_moves;
@@ -77,8 +77,8 @@ struct TensorMaps {
   bool c_by_tma;
   bool d_by_tma;
   Finish finish;
-  bool swap_ab;  // D^T is computed
-  // Of what the kernel calls A and B.
+  bool swap_ab;  // the kernel computes D^T
+  // Layouts of the operands that the kernel calls A and B.
   Major major_a;
   Major major_b;
 };

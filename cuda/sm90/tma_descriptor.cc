@@ -17,7 +17,8 @@ static_assert(sizeof(TensorMap) == sizeof(CUtensorMap));
 
 using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
 
-// The driver's function, without linking to the driver: the module must import where there is none.
+// Finds the driver's function without linking to the driver: the module must import on machines
+// without a driver.
 Status find_encoder(EncodeTiled* encode) {
   static const std::pair<cudaError_t, void*> found = [] {
     void* function = nullptr;
@@ -34,7 +35,7 @@ Status find_encoder(EncodeTiled* encode) {
   return Status();
 }
 
-// A tensor and the box that one copy takes from it, the contiguous dimension first.
+// A tensor and the box that one copy takes from it. The contiguous dimension comes first.
 struct Tiling {
   const char* name;
   CUtensorMapDataType type;
@@ -42,7 +43,7 @@ struct Tiling {
   int bytes;  // of an element
   cuuint32_t rank;
   std::array<cuuint64_t, 5> extent;
-  std::array<cuuint64_t, 5> stride;  // bytes; that of dimension 0 is not used
+  std::array<cuuint64_t, 5> stride;  // in bytes; that of dimension 0 is not used
   std::array<cuuint32_t, 5> box;
   CUtensorMapSwizzle swizzle;
   CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
@@ -83,7 +84,8 @@ CUtensorMapDataType data_type(ElementType type) {
   return CU_TENSOR_MAP_DATA_TYPE_UINT8;
 }
 
-// Dimensions 2 and up: the batch. Those along which the operand does not move have one element.
+// Adds the batch as dimensions 2 and up. Dimensions along which the operand does not move have one
+// element.
 void add_batch(const GemmParams& params, const BatchStrides& strides, Tiling* t,
                uint8_t (*moves)[kMaxBatchRank]) {
   t->rank = params.batch_rank <= 1 ? 3 : 5;
@@ -96,7 +98,8 @@ void add_batch(const GemmParams& params, const BatchStrides& strides, Tiling* t,
   }
 }
 
-// A or B, whose tile is loaded in boxes of 128 bytes by rows, each of `sharers` blocks a part.
+// Encodes A or B. TMA loads a tile in boxes of 128 bytes by rows, and each of `sharers` blocks
+// loads a part.
 Status encode_operand(const char* name, const Operand& operand, Major major, int32_t extent_mn,
                       int tile_mn, int sharers, const GemmParams& params,
                       const KernelConfig& config, TensorMap* map, uint8_t (*moves)[kMaxBatchRank],
@@ -108,7 +111,7 @@ Status encode_operand(const char* name, const Operand& operand, Major major, int
   t.name = name;
   t.bytes = element_bytes(config.algorithm);
   const Arithmetic arithmetic = arithmetic_of(config.algorithm);
-  // TMA rounds to tf32 on the way, as XLA does; wgmma itself would cut off.
+  // TMA rounds to tf32 during the copy, as XLA does. wgmma itself would truncate.
   t.type = arithmetic.rounds_to_tf32 ? CU_TENSOR_MAP_DATA_TYPE_TFLOAT32 : data_type(arithmetic.a);
   t.data = operand.data;
   t.extent[0] = k_major ? k : extent_mn;
@@ -117,7 +120,7 @@ Status encode_operand(const char* name, const Operand& operand, Major major, int
   t.stride[1] = operand.ld != 0 ? operand.ld * t.bytes : (t.extent[0] * t.bytes + 15) / 16 * 16;
   const int row_bytes = k_major ? 128 : config.mn_row_bytes(tile_mn);
   t.box[0] = row_bytes / t.bytes;
-  // As sm90/producer.cuh divides a tile among the blocks that share it.
+  // The same division of a tile among its sharers as in sm90/producer.cuh.
   const int slabs = (tile_mn * t.bytes + 127) / 128;
   t.box[1] = k_major                ? loaded_rows(config, extent_mn, tile_mn, sharers) / sharers
              : slabs % sharers == 0 ? tile_k
@@ -129,7 +132,7 @@ Status encode_operand(const char* name, const Operand& operand, Major major, int
   return encode(t, map);
 }
 
-// C, D or the pre-activation: (batch, m, n).
+// Encodes C, D or the pre-activation: (batch, m, n).
 Status encode_result(const char* name, const void* data, int64_t stride_m, int64_t stride_batch,
                      bool whole_rows, const GemmProblem& problem, const KernelConfig& config,
                      TensorMap* map) {
@@ -156,8 +159,8 @@ bool is_multiple_of_16(int64_t bytes) { return bytes % 16 == 0; }
 
 bool is_aligned(const void* data) { return is_multiple_of_16(reinterpret_cast<intptr_t>(data)); }
 
-// What the kernel has to do; kAddBias and kAddC are for D in the narrower of its types, but that a
-// skinny kernel adds a bias to any D.
+// Returns what the kernel has to do. kAddBias and kAddC need a D of the algorithm's output type.
+// Exception: a skinny kernel adds a bias to any D.
 Finish finish_of(const EpilogueParams& epilogue, const TensorMaps& maps, bool swap_ab,
                  const KernelConfig& config) {
   const EpilogueWork work = work_of(epilogue);
@@ -186,7 +189,7 @@ bool has_skinny_finish(const KernelConfig& config, Finish finish) {
          (finish == Finish::kAddBias && config.epilogue == EpilogueWork::kSum);
 }
 
-// What the kernel calls A gives the rows of the accumulators.
+// The operand that the kernel calls A gives the rows of the accumulators.
 void describe_factors(const GemmProblem& problem, const KernelConfig& config, TensorMaps* maps) {
   const GemmParams& params = problem.params;
   maps->swap_ab = swaps_operands(config, problem.major_a, problem.major_b, params.m, params.n);
@@ -248,7 +251,7 @@ Status encode_tensor_maps(const GemmProblem& problem, const KernelConfig& config
   JAX_TCGEMM_RETURN_IF_ERROR(encode_factors(problem, config, maps));
   const EpilogueParams& epilogue = params.epilogue;
   describe(problem, config, maps);
-  // Parts of k are added up where D leaves by TMA and there is no C (Output::finish_sum).
+  // Parts of k are added only if D leaves by TMA and there is no C (Output::finish_sum).
   const bool adds_parts = params.fixup.parts > 0;
   const bool has_code = config.skinny
                             ? has_skinny_finish(config, maps->finish)
@@ -257,7 +260,7 @@ Status encode_tensor_maps(const GemmProblem& problem, const KernelConfig& config
   JAX_TCGEMM_REQUIRE(has_code && (!adds_parts || has_sum), "the kernel has no epilogue ",
                      static_cast<int>(maps->finish), " for ", params.fixup.parts, " parts of k");
   if (!maps->d_by_tma) return Status();
-  // The groups' rows are one matrix, and parts of k make one.
+  // All groups' rows form one matrix, and parts of k form one matrix.
   const bool one_matrix = config.grouped == Grouped::kM || adds_parts;
   const int64_t matrix = one_matrix ? 0 : int64_t{params.m} * params.n;
   JAX_TCGEMM_RETURN_IF_ERROR(encode_result("d", epilogue.d, params.n, matrix,

@@ -9,19 +9,19 @@
 
 namespace jax_tcgemm::sm90 {
 
-// Whether TMA can write D and further results.
+// Checks if TMA can write D and the further results.
 bool d_by_tma(const GemmProblem& problem);
 
-// Whether it can read C, which there is. What it cannot, threads read.
+// Checks if there is a C that TMA can read. Otherwise threads read C.
 bool c_by_tma(const GemmProblem& problem);
 
-// Fills in what there is beside descriptors, of which addresses need not be known.
+// Fills in all fields but the descriptors. The addresses need not be known.
 void describe(const GemmProblem& problem, const KernelConfig& config, TensorMaps* maps);
 
-// Fills in how TMA sees A and B, for the tiles of `config`.
+// Fills in the descriptors of A and B for the tiles of `config`.
 Status encode_factors(const GemmProblem& problem, const KernelConfig& config, TensorMaps* maps);
 
-// Likewise, and C and the results.
+// Fills in the descriptors of A, B, C and the results.
 Status encode_tensor_maps(const GemmProblem& problem, const KernelConfig& config, TensorMaps* maps);
 
 }  // namespace jax_tcgemm::sm90

@@ -1,9 +1,10 @@
-// Three loops, the outer two of which are the grid: a thread computes one element of D.
+// Three loops. The grid is the outer two: a thread computes one element of D.
 //
-// Neighbouring threads take neighbouring rows. So the 32 loads of A by a warp lie k elements apart,
-// each in a line of its own, of which it wants 4 bytes; and so do its stores.
+// Neighbouring threads compute neighbouring rows. The 32 loads of A by a warp therefore lie k
+// elements apart. Each load fetches a line of its own and uses 4 bytes of it. The same holds for
+// the stores.
 //
-// Ceiling: lines that go to and fro between L2 and the SMs.
+// Ceiling: traffic of lines between L2 and the SMs.
 
 #include "ladder.h"
 

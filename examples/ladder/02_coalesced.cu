@@ -1,9 +1,9 @@
-// New: neighbouring threads take neighbouring columns.
+// New: neighbouring threads compute neighbouring columns.
 //
-// A warp's 32 loads of B, and its stores, are now one piece of a row; its loads of A are all the
-// same element, which one line serves. Nothing else changed but which index is threadIdx.x.
+// A warp's 32 loads of B now form one piece of a row, and so do its stores. Its loads of A all read
+// the same element, which one line serves. The only change is which index is threadIdx.x.
 //
-// Ceiling: loads. Two of them for each multiplication, and L1 serves one of a warp a cycle.
+// Ceiling: loads. Each multiplication needs two loads, and L1 serves one load of a warp a cycle.
 
 #include "ladder.h"
 

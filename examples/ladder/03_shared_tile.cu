@@ -1,10 +1,10 @@
 // New: a block keeps a tile of A and one of B in shared memory.
 //
-// Its 1024 threads load 32 x 32 elements of each once and read them 32 times: L2 is asked for a
-// 32nd of the bytes. __syncthreads comes twice: before the tile is read, and before it is
-// overwritten.
+// The block's 1024 threads load 32 x 32 elements of each operand once and read them 32 times, so L2
+// delivers a 32nd of the bytes. __syncthreads is needed twice: before the tile is read, and before
+// it is overwritten.
 //
-// Ceiling: shared memory. There are still two reads for each multiplication.
+// Ceiling: shared memory. Each multiplication still needs two reads.
 
 #include "ladder.h"
 

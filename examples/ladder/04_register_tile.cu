@@ -1,12 +1,11 @@
 // New: a thread computes 8 x 8 elements of D, a block 128 x 128.
 //
 // For each k a thread reads 8 elements of A and 8 of B and multiplies 64 times: four
-// multiplications a read instead of half of one. The sums stay in registers, which is why indices
-// of `sum` must be known to the compiler: all loops over it are unrolled. A thread's rows and
-// columns lie 16 apart, so that those of neighbouring threads are neighbours, in shared memory and
-// in D.
+// multiplications a read instead of half of one. The sums stay in registers, so the compiler must
+// know the indices of `sum`: all loops over it are unrolled. A thread's rows and columns lie 16
+// apart, so that neighbouring threads access neighbours, both in shared memory and in D.
 //
-// Ceiling: the instructions that are no multiplications: scalar loads, stores, addresses.
+// Ceiling: instructions other than multiplications: scalar loads, stores, addresses.
 
 #include "ladder.h"
 
@@ -16,7 +15,7 @@ namespace {
 constexpr int kTile = 128;
 constexpr int kTileK = 16;
 constexpr int kSide = 16;             // threads along each side of the tile
-constexpr int kEach = kTile / kSide;  // elements of one along it
+constexpr int kEach = kTile / kSide;  // elements of a thread along a side
 constexpr int kThreads = kSide * kSide;
 
 template <typename T>

@@ -1,12 +1,12 @@
 // New: accesses of 128 bits, and two buffers.
 //
-// A thread loads 16 bytes at a time from global memory, and reads four elements at a time from
-// shared memory; for that A lies there transposed. While one buffer is multiplied the next tile
-// comes into registers, and from there into the other buffer: the loads' latency is hidden, and one
-// __syncthreads a tile is left.
+// A thread loads 16 bytes at a time from global memory and reads four elements at a time from
+// shared memory. A is therefore transposed in shared memory. While the block multiplies one buffer,
+// the next tile comes into registers and from there into the other buffer. This hides the loads'
+// latency, and one __syncthreads a tile suffices.
 //
-// Ceiling: bank conflicts. Of a warp's stores of A four meet at each bank (of bfloat16 two), and
-// its reads of B, 32 bytes apart, take two turns.
+// Ceiling: bank conflicts. Four of a warp's stores of A meet at each bank (two for bfloat16). The
+// warp's reads of B, 32 bytes apart, take two turns.
 
 #include "ladder.h"
 #include "vectors.cuh"
@@ -17,7 +17,7 @@ namespace {
 constexpr int kTile = 128;
 constexpr int kTileK = 16;
 constexpr int kSide = 16;             // threads along each side of the tile
-constexpr int kEach = kTile / kSide;  // elements of one along it
+constexpr int kEach = kTile / kSide;  // elements of a thread along a side
 constexpr int kThreads = kSide * kSide;
 
 struct Buffers {

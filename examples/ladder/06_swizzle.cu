@@ -1,11 +1,12 @@
 // New: shared memory without bank conflicts, and without padding.
 //
-// Of A the column is XORed with 8 * (k / 4): the 8 rows by 4 groups of k that a warp stores go to
-// 32 banks. Groups of 8 stay together, so that reads are still of 128 bits. Of B a thread takes
-// columns 4 c and 64 + 4 c for its number c: 8 threads, which read at a time, read 128 consecutive
-// bytes. (What is left: of bfloat16 a thread stores 8 floats of B, and two turns go into that.)
+// The column of A is XORed with 8 * (k / 4), so that the 8 rows by 4 groups of k that a warp stores
+// go to 32 banks. Groups of 8 stay together, so reads still have 128 bits. Thread number c along a
+// side takes columns 4 c and 64 + 4 c of B, so that the 8 threads that read at the same time read
+// 128 consecutive bytes. (One conflict remains: for bfloat16 a thread stores 8 floats of B, which
+// takes two turns.)
 //
-// Ceiling: FMA. One instruction of a warp a cycle, 2 * 32 flops, on each quarter of an SM.
+// Ceiling: FMA. Each quarter of an SM runs one instruction of a warp a cycle, 2 * 32 flops.
 
 #include "ladder.h"
 #include "vectors.cuh"
@@ -16,7 +17,7 @@ namespace {
 constexpr int kTile = 128;
 constexpr int kTileK = 16;
 constexpr int kSide = 16;             // threads along each side of the tile
-constexpr int kEach = kTile / kSide;  // elements of one along it
+constexpr int kEach = kTile / kSide;  // elements of a thread along a side
 constexpr int kThreads = kSide * kSide;
 
 struct Buffers {

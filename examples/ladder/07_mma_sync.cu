@@ -1,12 +1,13 @@
 // New: tensor cores. A warp multiplies 16 x 8 of D by 32 bytes of k with one instruction.
 //
-// mma.sync wants its operands in registers of 32 lanes in a pattern of its own; ldmatrix reads four
-// 8 x 8 matrices of 16-bit elements from shared memory in just that pattern, transposed if need be.
-// Elements stay as they are in shared memory now, bfloat16 in half the bytes. float32 is rounded to
-// TF32, 11 bits: what tensor cores take of it. (warp_tile.cuh: the tile of a block and of a warp.)
+// mma.sync takes its operands from the registers of 32 lanes in a fixed pattern. ldmatrix reads
+// four 8 x 8 matrices of 16-bit elements from shared memory in that pattern, transposed if needed.
+// Shared memory now holds the elements in their own type, so bfloat16 takes half the bytes. float32
+// is rounded to TF32, 11 bits, which tensor cores take. (warp_tile.cuh has the tile of a block and
+// of a warp.)
 //
-// Ceiling: the way from L2 through registers. 64 more of them wait for it, and a block waits twice
-// for all its warps, since there is one buffer.
+// Ceiling: the path from L2 through registers. The loads occupy 64 more registers, and a block
+// waits twice for all its warps, because there is one buffer.
 
 #include "warp_tile.cuh"
 

@@ -1,12 +1,12 @@
 // New: cp.async, and a ring of stages.
 //
-// Copies go from L2 to shared memory past the registers, and their thread goes on meanwhile. Two
-// stages are on their way while a third is multiplied, so that a copy has two stages' time, and one
-// __syncthreads a stage does for both: when all warps are past it, the stage that was multiplied
-// before it is free. A thread's copies are counted in groups: one for each stage, some empty. With
-// three stages and 128 registers two blocks fit on an SM: one multiplies where the other waits.
+// Copies go from L2 to shared memory without registers, and the thread continues meanwhile. Two
+// stages are in flight while a third is multiplied, so that a copy has the time of two stages. One
+// __syncthreads a stage suffices: when all warps have passed it, the previously multiplied stage is
+// free. A thread counts its copies in groups, one for each stage, some of them empty. With three
+// stages and 128 registers two blocks fit on an SM: one multiplies while the other waits.
 //
-// Ceiling: mma.sync. On an H100 it reaches some 60 % of what the tensor cores can do.
+// Ceiling: mma.sync. On an H100 it reaches about 60 % of the tensor cores' peak.
 
 #include "ptx/cp_async.cuh"
 #include "warp_tile.cuh"
@@ -33,7 +33,8 @@ __global__ void __launch_bounds__(kThreads, 2) kernel(Product<T> p) {
   WarpTile<T> tile;
   for (int i = 0; i < kStages - 1; ++i) begin(i);
   for (int i = 0; i < count; ++i) {
-    jax_tcgemm::ptx::cp_async_wait_group<kStages - 2>();  // of this thread; all others', below
+    // of this thread; __syncthreads covers the others
+    jax_tcgemm::ptx::cp_async_wait_group<kStages - 2>();
     __syncthreads();
     begin(i + kStages - 1);
     tile.multiply(stages + i % kStages * kStageBytes);

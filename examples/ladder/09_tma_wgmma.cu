@@ -1,14 +1,14 @@
-// New, of Hopper: TMA copies boxes of a tensor, wgmma multiplies from shared memory.
+// New on Hopper: TMA copies boxes of a tensor, and wgmma multiplies from shared memory.
 //
-// One thread asks for a box of 128 bytes by 128 rows, swizzled, with one instruction: no addresses,
-// no registers. Four warps together issue wgmma, 64 x 128 of D by 32 bytes of k, whose operands are
-// descriptors of shared memory. Both work on their own; mbarriers say when a stage is full (so many
-// bytes have come) and when it is empty (8 warps have read it).
+// One thread requests a swizzled box of 128 bytes by 128 rows with one instruction: no addresses,
+// no registers. Four warps together issue wgmma, 64 x 128 of D by 32 bytes of k. Its operands are
+// descriptors of shared memory. Both units run asynchronously. mbarriers tell when a stage is full
+// (all its bytes have arrived) and when it is empty (8 warps have read it).
 //
-// Roles: warpgroup 0, one thread of it: producer; 1 and 2: 64 rows of the tile each. Of float32,
-// wgmma takes operands in rows of k alone: B is given as (n, k).
+// Roles: one thread of warpgroup 0 is the producer. Warpgroups 1 and 2 compute 64 rows of the tile
+// each. wgmma takes float32 operands only in rows of k, so B is passed as (n, k).
 //
-// Ceiling: one tile a block. Nothing is multiplied while it begins and while it stores D.
+// Ceiling: one tile a block. Nothing multiplies while the block starts and while it stores D.
 
 #include "ladder.h"
 #include "ptx/mbarrier.cuh"
@@ -69,7 +69,7 @@ __device__ void multiply(float (&sum)[kTile / 2], Ring at, int group, int k) {
   constexpr Algorithm kAlgorithm =
       sizeof(T) == 2 ? Algorithm::kBf16Bf16F32 : Algorithm::kTf32Tf32F32;
   constexpr Major kMajorB = sizeof(T) == 2 ? Major::kMn : Major::kK;
-  constexpr int kStepB = sizeof(T) == 2 ? 16 * 128 : 32;  // 16 rows of k, or 32 bytes of it
+  constexpr int kStepB = sizeof(T) == 2 ? 16 * 128 : 32;  // 16 rows of k, or 32 bytes of k
   uint32_t before = 0;
   for (int first = 0; first < k; first += kTileK<T>, at.advance()) {
     ptx::mbarrier_wait(at.full(), at.phase);
@@ -84,7 +84,7 @@ __device__ void multiply(float (&sum)[kTile / 2], Ring at, int group, int k) {
     }
     ptx::wgmma_commit();
     ptx::wgmma_fence_registers(sum);
-    ptx::wgmma_wait<1>();  // this stage is being multiplied, the one before it is free
+    ptx::wgmma_wait<1>();  // this stage is being multiplied, the previous one is free
     if (first > 0 && threadIdx.x % 32 == 0) ptx::mbarrier_arrive(at.empty(before));
     before = at.stage;
   }

@@ -1,4 +1,4 @@
-// The way from XLA to a rung: one handler, of which an attribute names the rung.
+// Connects XLA to the rungs: one handler, with an attribute that selects the rung.
 
 #include <cstdint>
 #include <string>

@@ -1,4 +1,4 @@
-// What every rung computes, and the list of rungs.
+// The product that every rung computes, and the list of rungs.
 
 #pragma once
 
@@ -7,8 +7,8 @@
 
 namespace ladder {
 
-// D = A B of row-major matrices in device memory: A (m, k), B (k, n), D (m, n); sums are float32.
-// Extents are multiples of 128, so that no rung has to look after edges: the package's kernels do.
+// D = A B of row-major matrices in device memory: A (m, k), B (k, n), D (m, n). Sums are float32.
+// Extents are multiples of 128, so that no rung handles edges; the package's kernels do.
 template <typename T>
 struct Product {
   const T* a;
@@ -20,7 +20,7 @@ struct Product {
 
 constexpr int kUnit = 128;
 
-// Each is a file, and a function that launches its kernel for float and for __nv_bfloat16.
+// Each rung is a file with a function that launches its kernel for float and for __nv_bfloat16.
 #define LADDER_RUNGS(X) \
   X(naive)              \
   X(coalesced)          \

@@ -1,10 +1,10 @@
-"""Climbs from three loops to wgmma: a kernel a rung, each checked, timed and explained.
+"""Climbs from three loops to wgmma. Checks, times and explains each rung's kernel.
 
     python examples/ladder/run.py                 # 4096 x 4096, float32 and bfloat16
     python examples/ladder/run.py --size 2048 --plot ladder.svg
 
-Builds the rungs with CMake and nvcc, and calls them as any JAX function. Without a GPU it builds
-them and says what it would do.
+Builds the rungs with CMake and nvcc, and calls them like any JAX function. Without a GPU the
+script only builds them and lists the rungs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from jax_tcgemm.tools.benchmarking import Timing, time_interleaved
 from jax_tcgemm.tools.chain import argument_set_count
 
 FOLDER = pathlib.Path(__file__).parent
-UNIT = 128  # what extents are multiples of
+UNIT = 128  # extents are multiples of this
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,9 +37,9 @@ class Rung:
     """A step of the ladder.
 
     Attributes:
-        name: of its file.
-        step: what is new.
-        ceiling: what limits it.
+        name: name of the rung's file.
+        step: the new technique.
+        ceiling: the limit of the rung's speed.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Rung:
     ceiling: str
 
 
-# In the order of LADDER_RUNGS in ladder.h; the last is the package's own.
+# The order of LADDER_RUNGS in ladder.h. The last one is the package's own kernel.
 RUNGS = (
     Rung("naive", "a thread an element, neighbours in a column", "lines between L2 and SM"),
     Rung("coalesced", "neighbours in a row", "two loads a multiplication"),
@@ -60,16 +60,16 @@ RUNGS = (
     Rung("tma_wgmma", "TMA, mbarrier, wgmma", "begin and end of each tile"),
     Rung("gemm", "persistent, pingpong, clusters: jax_tcgemm.gemm", "tensor cores, power"),
 )
-# Their sums are of float32 products; the others multiply float32 in TF32.
+# The sums of these rungs are of float32 products. The others multiply float32 as TF32.
 _FMA = {rung.name for rung in RUNGS[:6]}
 _TOLERANCES = {"fma": 1e-5, "float32": 2e-3, "bfloat16": 4e-3}
 
 
 def build(folder: pathlib.Path) -> pathlib.Path:
-    """Builds the rungs, unless that was done; returns the shared library.
+    """Builds the rungs unless they are up to date; returns the shared library.
 
     Raises:
-        SystemExit: there is no CMake, or it failed, as it does without a CUDA compiler.
+        SystemExit: CMake is missing or failed. It fails without a CUDA compiler.
     """
     cmake = shutil.which("cmake")
     if cmake is None:
@@ -90,7 +90,7 @@ def build(folder: pathlib.Path) -> pathlib.Path:
 
 
 def register(library: pathlib.Path) -> None:
-    """Tells XLA of the handler."""
+    """Registers the handler with XLA."""
     handler = jax.ffi.pycapsule(ctypes.CDLL(str(library)).Ladder)
     jax.ffi.register_ffi_target("ladder", handler, platform="CUDA")
 
@@ -102,7 +102,7 @@ def climb(rung: Rung) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
 
     def multiply(a: jax.Array, b: jax.Array, b_t: jax.Array) -> jax.Array:
         result = jax.ShapeDtypeStruct((a.shape[0], b.shape[1]), a.dtype)
-        # Of float32, wgmma takes both operands in rows of k.
+        # wgmma takes float32 operands only in rows of k.
         right = b_t if rung.name == "tma_wgmma" and a.dtype == jnp.float32 else b
         return jax.ffi.ffi_call("ladder", result)(a, right, rung=np.int32(RUNGS.index(rung)))
 
@@ -120,7 +120,7 @@ def draw(m: int, n: int, k: int, dtype: Any, seed: int = 0) -> tuple[jax.Array, 
 
 
 def error_of(rung: Rung, m: int, n: int, k: int, dtype: Any) -> tuple[float, float]:
-    """Returns a rung's error against float64, relative to the result, and what it may be."""
+    """Returns a rung's relative error against float64, and the allowed error."""
     operands = draw(m, n, k, dtype)
     exact = np.asarray(operands[0], np.float64) @ np.asarray(operands[1], np.float64)
     actual = np.asarray(jax.jit(climb(rung))(*operands), np.float64)
@@ -130,13 +130,13 @@ def error_of(rung: Rung, m: int, n: int, k: int, dtype: Any) -> tuple[float, flo
 
 
 def runs_here(rung: Rung) -> bool:
-    """Says whether the GPU has a rung's instructions."""
+    """Checks if the GPU has a rung's instructions."""
     capability = float(jax.devices()[0].compute_capability)
     return capability == 9.0 if rung.name == "tma_wgmma" else capability >= 8.0
 
 
 def times(size: int, dtype: Any) -> dict[str, Timing]:
-    """Times all rungs, and XLA, by turns."""
+    """Times all rungs and XLA in turn."""
     itemsize = jnp.dtype(dtype).itemsize
     count = argument_set_count(4 * size * size * itemsize)
     sets = [draw(size, size, size, dtype, seed) for seed in range(count)]
@@ -163,7 +163,7 @@ def report(size: int, dtype: str, measured: dict[str, Timing]) -> dict[str, floa
 
 
 def plot(path: pathlib.Path, flops: dict[str, dict[str, float]]) -> None:
-    """Draws TFLOP/s by rung."""
+    """Plots TFLOP/s by rung."""
     import matplotlib.pyplot as plt  # pyright: ignore[reportMissingImports]
 
     figure, axes = plt.subplots(figsize=(9, 4), layout="constrained")
@@ -183,7 +183,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Runs the ladder.
 
     Raises:
-        SystemExit: it cannot be built, or a rung is wrong.
+        SystemExit: the build failed, or a rung computes a wrong result.
     """
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--size", type=int, default=4096, help="of the matrices; default 4096")

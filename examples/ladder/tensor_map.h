@@ -8,9 +8,9 @@
 
 namespace ladder {
 
-// Boxes of 128 bytes of so many rows, with the 128-byte swizzle: 16-byte chunk c of row r lies
-// where chunk c ^ (r % 8) would. The driver's function is asked for, so that nothing links to the
-// driver.
+// Describes boxes of 128 bytes by box_rows rows with the 128-byte swizzle: 16-byte chunk c of row r
+// lies in the place of chunk c ^ (r % 8). It looks the driver's function up at run time, so that
+// nothing links to the driver.
 template <typename T>
 cudaError_t describe(CUtensorMap* map, const T* data, int rows, int columns, int box_rows) {
   void* function = nullptr;

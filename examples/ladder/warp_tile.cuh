@@ -1,8 +1,9 @@
-// A block's tile for tensor cores: 128 x 128 of D by 8 warps of 64 x 32, 128 bytes of k at a time.
+// A block's tile for tensor cores: 8 warps of 64 x 32 compute 128 x 128 of D, 128 bytes of k at a
+// time.
 //
-// A lies in shared memory in rows of k, B in rows of n, as in global memory. 16-byte chunks of a
-// row are XORed with its number, so that copies, ldmatrix and single words all find 32 banks: of A,
-// and of B in 16 bits, with row % 8; of B in 32 bits with 2 * (row % 4).
+// Shared memory holds A in rows of k and B in rows of n, like global memory. 16-byte chunks of a
+// row are XORed with the row's number, so that copies, ldmatrix and single words all meet 32 banks.
+// The number is row % 8 for A and for a 16-bit B, and 2 * (row % 4) for a 32-bit B.
 
 #pragma once
 
@@ -20,7 +21,8 @@ constexpr int kTile = 128;
 constexpr int kThreads = 256;
 constexpr int kOperandBytes = kTile * 128;
 constexpr int kStageBytes = 2 * kOperandBytes;
-constexpr int kChunks = kOperandBytes / 16 / kThreads;  // that a thread copies of each operand
+// chunks that a thread copies of each operand
+constexpr int kChunks = kOperandBytes / 16 / kThreads;
 
 template <typename T>
 struct Stage {
@@ -34,7 +36,7 @@ struct Stage {
     return (k * kRowChunksB + (chunk ^ turn)) * 16;
   }
 
-  // Calls copy(offset in the stage, its source) for this thread's chunks.
+  // Calls copy(index, offset in the stage, source) for this thread's chunks.
   template <typename Copy>
   static __device__ __forceinline__ void for_each_chunk(const Product<T>& p, int first,
                                                         Copy&& copy) {
@@ -52,7 +54,7 @@ struct Stage {
   }
 };
 
-// The sums of a warp, and what it does with a stage.
+// The sums of a warp, and the warp's work on a stage.
 template <typename T>
 struct WarpTile {
   static constexpr jax_tcgemm::Algorithm kAlgorithm =
@@ -85,7 +87,7 @@ struct WarpTile {
     }
   }
 
-  // 16 rows, 32 bytes of k.
+  // Reads 16 rows by 32 bytes of k.
   __device__ __forceinline__ void read_a(uint32_t (&a)[4], uint32_t from, int row, int step) const {
     jax_tcgemm::ptx::ldmatrix_x4(a,
                                  from + Stage<T>::a_offset(row + lane % 16, 2 * step + lane / 16));
@@ -95,7 +97,7 @@ struct WarpTile {
     }
   }
 
-  // 32 bytes of k, twice 8 columns. ldmatrix transposes elements of 16 bits alone.
+  // Reads 32 bytes of k by two times 8 columns. ldmatrix transposes only 16-bit elements.
   __device__ __forceinline__ void read_b(uint32_t (&left)[2], uint32_t (&right)[2], uint32_t from,
                                          int column, int step) const {
     if constexpr (sizeof(T) == 2) {

@@ -1,6 +1,7 @@
-"""Everything here that JAX does not promise to keep: each private name is imported in this folder.
+"""Wraps all JAX internals that may change: only this folder imports JAX's private names.
 
-Written against JAX 0.8, 0.10 and 0.11. What jaxprs and XLA's partitioner ask for has files.
+It is written against JAX 0.8, 0.10 and 0.11. Internals for jaxprs and for XLA's partitioner have
+separate files.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ from jax._src import xla_bridge as _xla_bridge
 from jax._src.lax import lax as _lax
 from jax.interpreters import ad
 
-# Tells ``jax.jit`` to leave nothing of itself within another trace. JAX 0.11 has several ways.
+# Tells ``jax.jit`` to inline the function into an outer trace. JAX 0.11 has several inline modes.
 INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True  # pyright: ignore
 
 
 _JITTED = type(jax.jit(lambda: None))
 
-# Arrays on the host. JAX 0.8 wraps NumPy's arrays in a class that does not inherit from theirs.
+# Arrays on the host. JAX 0.8 wraps NumPy arrays in a class that does not inherit from
+# ``np.ndarray``.
 HOST_ARRAYS = (np.ndarray, _literals.TypedNdArray)
 
 
@@ -38,14 +40,14 @@ def canonicalize_precision(precision: Any) -> Any:
     ``None`` becomes the value of ``jax.default_matmul_precision``.
 
     Raises:
-        ValueError: ``precision`` is none of what ``lax.dot_general`` takes.
+        ValueError: ``lax.dot_general`` does not accept ``precision``.
     """
     canonical = _lax.canonicalize_precision(precision)
     return (jax.lax.Precision.DEFAULT,) * 2 if canonical is None else canonical
 
 
 def exchanged_precision(precision: Any) -> Any:
-    """Returns a ``precision`` for the factors in the other order."""
+    """Returns the ``precision`` for exchanged operands."""
     if isinstance(precision, jax.lax.DotAlgorithm):
         return precision._replace(
             lhs_precision_type=precision.rhs_precision_type,
@@ -57,30 +59,30 @@ def exchanged_precision(precision: Any) -> Any:
 
 
 def option(name: str) -> Any:
-    """Returns one of the options of JAX that a context manager of its name sets."""
+    """Returns a JAX option, which a context manager of the same name sets."""
     return getattr(jax.config, name)
 
 
 def trace_context() -> Any:
-    """Returns a hashable value of all options and contexts that tracing depends on."""
+    """Returns a hashable value of all options and contexts that affect tracing."""
     return _config.trace_context()
 
 
 def is_tracing() -> bool:
-    """Whether the caller is traced or transformed by JAX."""
+    """Returns true if JAX traces or transforms the caller."""
     return not _core.trace_state_clean()
 
 
 def is_jitted(function: Any) -> bool:
-    """Whether a function is what ``jax.jit`` returns."""
+    """Returns true if a function is a result of ``jax.jit``."""
     return isinstance(function, _JITTED)
 
 
 def mark_as_single_operation(function: Any) -> None:
-    """Says that a function for ``jax.jit`` is one operation.
+    """Marks a function for ``jax.jit`` as a single operation.
 
-    Where ``jax.debug_nans`` or ``jax.debug_infs`` finds one in a result, JAX runs a function again
-    operation by operation, but raises of such a one.
+    If ``jax.debug_nans`` or ``jax.debug_infs`` finds a NaN or an infinity in a result, JAX runs a
+    function again operation by operation. For a marked function, JAX raises an error instead.
     """
     function._apply_primitive = True
 
@@ -89,9 +91,9 @@ def match_varying(operands: Sequence[Any]) -> Sequence[Any]:
     """Makes all operands vary over the same manual mesh axes, as every ``jax.lax`` function does.
 
     Inside ``shard_map`` with ``check_vma=True`` a primitive may not mix replicated and varying
-    operands; the cast inserted here transposes to the sum over the mesh axes.
+    operands. The transpose of the inserted cast is the sum over the mesh axes.
     """
-    # The newer name first; JAX renamed it after 0.8.
+    # JAX renamed this function after 0.8; the newer name comes first.
     for name in ("auto_insert_reshard", "standard_insert_pvary"):
         if hasattr(_core, name):
             return getattr(_core, name)(*operands)
@@ -99,17 +101,17 @@ def match_varying(operands: Sequence[Any]) -> Sequence[Any]:
 
 
 def is_sharded(*operands: Any) -> bool:
-    """Whether an operand's type says how it is sharded, under a mesh with explicit axes."""
+    """Returns true if an operand's type is sharded, under a mesh with explicit axes."""
     return any(is_sharded_type(jax.typeof(x)) for x in operands)
 
 
 def is_sharded_type(aval: Any) -> bool:
-    """The same of the type of an array."""
+    """Returns true if an array's type is sharded, see ``is_sharded``."""
     return _divides(aval.sharding.spec)
 
 
 def typed_as(model: jax.Array, x: jax.Array) -> jax.Array:
-    """Returns ``x``, of the shape of ``model``, sharded and varying over mesh axes as that is."""
+    """Returns ``x``, of ``model``'s shape, with ``model``'s sharding and varying mesh axes."""
     x = match_varying((model, x))[1]
     sharding = jax.typeof(model).sharding
     if jax.typeof(x).sharding == sharding or not is_sharded(model, x):
@@ -118,7 +120,7 @@ def typed_as(model: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def resharded(x: jax.Array, sharding: Any) -> jax.Array:
-    """Returns ``x`` with a type that is sharded so; as it is for ``None``."""
+    """Returns ``x`` with a type of this sharding; returns it unchanged for ``None``."""
     if sharding is None:
         return x
     reshard = jax.reshard if hasattr(jax, "reshard") else jax.sharding.reshard  # before 0.9
@@ -126,7 +128,7 @@ def resharded(x: jax.Array, sharding: Any) -> jax.Array:
 
 
 def is_unreduced(*operands: Any) -> bool:
-    """Whether an operand's type says that it is a sum over mesh axes yet to be made, or was one."""
+    """Returns true if an operand's type is unreduced or reduced over mesh axes."""
     return any(_leaves_sums(jax.typeof(x).sharding) for x in operands)
 
 
@@ -135,12 +137,12 @@ def _leaves_sums(sharding: Any) -> bool:
 
 
 def out_sharding_of(sharding: Any, name: str) -> Any:
-    """Returns what ``out_sharding=`` of a public function asks for, ``None`` for nothing.
+    """Returns the canonical form of a public function's ``out_sharding=``; ``None`` for ``None``.
 
     Raises:
-        NotImplementedError: it leaves sums over axes of the mesh to be made.
-        TypeError: it is no sharding.
-        ValueError: it does not go with the mesh, or names axes that are not explicit.
+        NotImplementedError: the sharding is unreduced or reduced over mesh axes.
+        TypeError: the argument is no sharding.
+        ValueError: the sharding does not fit the mesh, or names axes that are not explicit.
     """
     sharding = _sharding_impls.canonicalize_sharding(sharding, name)
     if sharding is not None and _leaves_sums(sharding):
@@ -154,13 +156,14 @@ def out_sharding_of(sharding: Any, name: str) -> Any:
 def sharding_from(
     operands: Sequence[Any], sources: Sequence[tuple[int, int] | None]
 ) -> jax.sharding.NamedSharding:
-    """Returns the sharding of a type each dimension of which is divided as one of an operand is.
+    """Returns a sharding whose dimensions are divided like given dimensions of operands.
 
-    An axis of the mesh divides the first dimension that has it.
+    If several dimensions have the same mesh axis, it divides the first of them.
 
     Args:
-        operands: of which some have sharded types.
-        sources: the operand and its dimension for each dimension; ``None`` for an undivided one.
+        operands: arrays, some with sharded types.
+        sources: for each dimension of the result, an operand and its dimension; ``None`` for an
+            undivided dimension.
     """
     sharded = next(x for x in operands if is_sharded(x))
     used: set[str] = set()
@@ -178,17 +181,17 @@ def sharding_from(
 
 
 def shardings_of(function: Callable[..., Any], *operands: Any) -> Any:
-    """Returns the shardings of a function's results' types."""
-    # ``jax.eval_shape`` knows none where some axes of the mesh are not explicit.
+    """Returns the shardings of the types of a function's results."""
+    # ``jax.eval_shape`` gives no shardings if some axes of the mesh are not explicit.
     jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*operands)
     return jax.tree.unflatten(jax.tree.structure(shapes), [x.sharding for x in jaxpr.out_avals])
 
 
 def with_automatic_axes(function: Callable[..., Any], operands: Any, shardings: Any) -> Any:
-    """Calls a function within which the explicit axes of the mesh are automatic.
+    """Calls a function with the explicit axes of the mesh made automatic.
 
     Args:
-        function: called with the operands, whose types do not say there how they are sharded.
+        function: the function; inside it, the operands' types have no shardings.
         operands: its arguments.
         shardings: the ``NamedSharding`` of each result's type, in the structure of the results.
     """
@@ -200,18 +203,18 @@ def with_automatic_axes(function: Callable[..., Any], operands: Any, shardings: 
 
 
 def _divides(spec: jax.sharding.PartitionSpec) -> bool:
-    # Newer JAX has a name for the axes of each dimension, and refuses to iterate over some specs.
+    # Newer JAX has an attribute for the axes of each dimension, and cannot iterate over some specs.
     axes = getattr(spec, "partitions", spec)
     return bool(spec.unreduced or spec.reduced or any(axis is not None for axis in axes))
 
 
 def result_aval(operands: Sequence[Any], shape: tuple[int, ...], dtype: Any) -> Any:
-    """Returns the abstract value of a result, which varies over the mesh axes that operands do.
+    """Returns the abstract value of a result, which varies over the operands' mesh axes.
 
-    Its type is weak where those of all operands are, and it has theirs.
+    Its type is weak if all operands have weak types and the result's dtype.
 
     Raises:
-        ValueError: the operands lie in different memory spaces.
+        ValueError: the operands are in different memory spaces.
     """
     if len({x.memory_space for x in operands}) > 1:
         types = ", ".join(str(x) for x in operands)
@@ -225,7 +228,7 @@ def result_aval(operands: Sequence[Any], shape: tuple[int, ...], dtype: Any) -> 
 
 
 def zero_of(primal: Any) -> Any:
-    """Returns the tangent of what does not move."""
+    """Returns the symbolic zero tangent of a constant value."""
     return ad.Zero(jax.typeof(primal).to_tangent_aval())
 
 
@@ -240,7 +243,10 @@ def initialized_cuda_devices() -> list[Any]:
 
 
 def texts_of_executables() -> list[str] | None:
-    """Returns the HLO of all executables for this process's CUDA devices; ``None``: not all say."""
+    """Returns the HLO of all executables on this process's CUDA devices.
+
+    ``None`` if any of them gives no HLO.
+    """
     devices = initialized_cuda_devices()
     if not devices:
         return []
@@ -252,10 +258,10 @@ def texts_of_executables() -> list[str] | None:
 
 
 def runs_here(context: Any) -> bool:
-    """Returns true if a lowered program runs on CUDA devices of this process, as far as JAX says.
+    """Returns true if a lowered program runs on this process's CUDA devices, as far as JAX tells.
 
     Args:
-        context: what a lowering rule is given.
+        context: the context of a lowering rule.
     """
     module = context.module_context
     if module.lowering_parameters.for_export:
@@ -267,27 +273,27 @@ def runs_here(context: Any) -> bool:
 def is_profiling() -> bool:
     """Returns true while ``jax.profiler`` records."""
     state: Any = _profiler._profile_state
-    # JAX renamed it after 0.8.
+    # JAX renamed the attribute after 0.8.
     return any(getattr(state, name, None) for name in ("session", "profile_session"))
 
 
 def platforms_of(context: Any) -> Sequence[str]:
-    """Returns the platforms that a lowering rule is to serve."""
+    """Returns the platforms for which a lowering rule must emit code."""
     return context.platforms or context.module_context.platforms
 
 
 def has_manual_axes() -> bool:
-    """Whether what is traced now lies within ``shard_map``."""
+    """Returns true if the current trace is inside ``shard_map``."""
     return bool(_mesh.get_abstract_mesh().manual_axes)
 
 
 def no_mesh() -> contextlib.AbstractContextManager[Any]:
-    """Forgets the mesh that surrounds what is traced."""
+    """Returns a context without the mesh of the surrounding trace."""
     return _mesh.use_abstract_mesh(_mesh.empty_abstract_mesh)
 
 
 def write_shared(key: str, value: str) -> bool:
-    """Writes a value for all processes of ``jax.distributed``; ``False``: the key has one."""
+    """Writes a value for all ``jax.distributed`` processes; ``False`` if the key has one."""
     client: Any = _distributed.global_state.client
     try:
         client.key_value_set(key, value)
@@ -299,7 +305,7 @@ def write_shared(key: str, value: str) -> bool:
 
 
 def read_shared(key: str, seconds: float) -> str | None:
-    """Waits for a value that a process of ``jax.distributed`` writes; ``None``: for too long."""
+    """Waits for a value that a ``jax.distributed`` process writes; ``None`` after a timeout."""
     client: Any = _distributed.global_state.client
     try:
         return client.blocking_key_value_get(key, round(1000 * seconds))

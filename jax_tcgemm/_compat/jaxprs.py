@@ -1,4 +1,4 @@
-"""Private names of JAX for jaxprs, and what their types are in each version."""
+"""Private JAX names for jaxprs, and differences of their types between versions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jax.interpreters import partial_eval as _partial_eval
 
 from jax_tcgemm._compat import match_varying, option
 
-# Operations that do nothing but what is in them; some have a derivative of their own.
+# Operations that only run the operations inside them; some have a custom derivative.
 _PLAIN_CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
 CUSTOM_CALLS = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
 OTHER_CALLS = _PLAIN_CALLS | {"remat", "remat2", "checkpoint"}
@@ -28,32 +28,32 @@ CALLS = CUSTOM_CALLS | OTHER_CALLS
 # The abstract value of every array, PRNG keys included.
 ShapedArray = _core.ShapedArray
 
-# What makes values vary over more mesh axes, within ``shard_map``.
+# Operations inside ``shard_map`` that make values vary over more mesh axes.
 VARYING = frozenset({"pvary", "pcast"})
 
 
 def jaxpr_of(value: Any) -> Any:
-    """Returns the jaxpr that a parameter of an operation is, ``None`` where it is none.
+    """Returns the jaxpr in a parameter of an operation; ``None`` if the parameter is no jaxpr.
 
-    Closed ones are a type of their own before JAX 0.12.
+    Before JAX 0.12, closed jaxprs have a separate type.
     """
     inner = getattr(value, "jaxpr", value)
     return inner if hasattr(inner, "eqns") else None
 
 
 def without_unused(jaxpr: Any, needed: int) -> tuple[Any, list[bool]]:
-    """Returns a jaxpr without what its results do not need, and which arguments it still has.
+    """Returns a jaxpr without unused operations, and for each argument whether it stays.
 
     Args:
         jaxpr: the operations.
-        needed: how many of the first arguments stay.
+        needed: this many of the first arguments stay in any case.
     """
     stay = [i < needed for i in range(len(jaxpr.invars))]
     return _partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=stay)
 
 
 def source_of(eqn: Any) -> str:
-    """Returns the file, line and function in which an operation is written."""
+    """Returns the file, line and function that contain an operation."""
     return _source_info_util.summarize(eqn.source_info)
 
 
@@ -62,8 +62,8 @@ def bind_again(eqn: Any, values: Sequence[Any], *, match: bool = True) -> list[A
 
     Args:
         eqn: the equation.
-        values: its operands.
-        match: whether these may vary over more mesh axes than its own did.
+        values: the new operands.
+        match: whether the new operands may vary over more mesh axes than the original ones.
     """
     values = match_varying(values) if match and len(values) > 1 else values
     params = eqn.primitive.get_bind_params(eqn.params)
@@ -73,15 +73,15 @@ def bind_again(eqn: Any, values: Sequence[Any], *, match: bool = True) -> list[A
 
 
 def is_rule(value: Any) -> bool:
-    """Whether a parameter of an operation is a function, wrapped or not."""
+    """Returns true if a parameter of an operation is a function, wrapped or not."""
     return hasattr(value, "transforms") or (callable(value) and not isinstance(value, type))
 
 
 def plain_call(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
-    """Returns what a call of ``jit`` runs, and its constants, if it does nothing but call.
+    """Returns the jaxpr of a plain ``jit`` call and its constants; ``None`` for other equations.
 
-    ``None`` for all else, for example a call that says where arrays lie, gives some away or changes
-    mutable arrays.
+    A call is not plain if it specifies shardings or layouts, donates arguments, has compiler
+    options or changes mutable arrays.
     """
     if eqn.primitive.name not in _PLAIN_CALLS:
         return None
@@ -102,10 +102,11 @@ def plain_call(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
 
 
 def context_of(eqn: Any) -> tuple[Any, ...]:
-    """Returns where and how an equation is computed, as context managers of JAX say it.
+    """Returns where and how an equation is computed, as set by JAX's context managers.
 
-    The first is the compute type, ``None`` for the device; the second is whether threefry is
-    partitionable; the third is XLA's metadata as names, types and values (``True`` is not 1).
+    The first element is the compute type, ``None`` for the device. The second is whether threefry
+    is partitionable. The third is XLA's metadata as names, types and values; the types distinguish
+    ``True`` from 1.
     """
     context = eqn.ctx
     told = getattr(context, "xla_metadata", None) or {}
@@ -117,17 +118,17 @@ def context_of(eqn: Any) -> tuple[Any, ...]:
 
 
 def context_fields(context: Any) -> tuple[tuple[str, Any], ...]:
-    """Returns all that JAX notes of the context of an equation, by name."""
+    """Returns the names and values of all fields of an equation's context."""
     names = (name for name in type(context).__slots__ if name not in ("configs", "__weakref__"))
     return tuple((name, getattr(context, name)) for name in names)
 
 
 @contextlib.contextmanager
 def on_mesh_of(avals: Iterable[Any]) -> Iterator[None]:
-    """Traces on the mesh of types, as of values within ``auto_axes``, if they have one.
+    """Traces on the mesh of types, if they have one, like the types inside ``auto_axes``.
 
     Args:
-        avals: the types of an operation's operands and results, none of another mesh.
+        avals: the types of an operation's operands and results, all of the same mesh.
     """
     meshes = [aval.sharding.mesh for aval in avals if isinstance(aval, ShapedArray)]
     mesh = next((each for each in meshes if not each.empty), None)
@@ -140,9 +141,9 @@ def on_mesh_of(avals: Iterable[Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def in_context(eqn: Any) -> Iterator[None]:
-    """Traces in the context of an equation, but on the mesh that surrounds the caller.
+    """Traces in the context of an equation, but on the caller's mesh.
 
-    An equation may be evaluated within ``shard_map`` that was traced without a mesh.
+    An equation that was traced without a mesh may be evaluated inside ``shard_map``.
     """
     compute_type, partitionable, told = context_of(eqn)
     if compute_type is None and not told and partitionable == option("jax_threefry_partitionable"):
@@ -154,16 +155,16 @@ def in_context(eqn: Any) -> Iterator[None]:
 
 
 def is_symbolic(extent: Any) -> bool:
-    """Whether an extent is a symbolic expression of ``jax.export``."""
+    """Returns true if an extent is a symbolic expression of ``jax.export``."""
     return _core.is_symbolic_dim(extent)
 
 
 def scope_of_call(eqn: Any, scope: Any) -> Any:
-    """Returns the name stack of what a call runs.
+    """Returns the name stack inside a call.
 
     Args:
         eqn: the call.
-        scope: the name stack of the jaxpr that has the call; ``None`` for an empty one.
+        scope: the name stack of the jaxpr that contains the call; ``None`` for an empty one.
     """
     scope = with_scope(eqn.source_info, scope).name_stack
     name = eqn.params.get("name")
@@ -171,24 +172,32 @@ def scope_of_call(eqn: Any, scope: Any) -> Any:
 
 
 def with_scope(source_info: Any, scope: Any) -> Any:
-    """Returns where an equation comes from if what it is part of has a name stack."""
+    """Returns the source info of an equation with an outer name stack prepended.
+
+    Args:
+        source_info: the source info of the equation.
+        scope: the outer name stack; ``None`` for an empty one.
+    """
     if scope is None:
         return source_info
     return source_info.replace(name_stack=scope + source_info.name_stack)
 
 
 def has_input_effects(eqn_or_jaxpr: Any) -> bool:
-    """Whether effects name a variable, as those of mutable arrays do, or its number."""
+    """Returns true if effects refer to an input, as those of mutable arrays do.
+
+    They name the variable or its number.
+    """
     return any(isinstance(x, _effects.JaxprInputEffect) for x in eqn_or_jaxpr.effects)
 
 
 def new_var(aval: Any) -> Any:
-    """Returns a variable that no jaxpr has."""
+    """Returns a new variable, which no jaxpr has."""
     return _core.Var(aval)
 
 
 def is_staging() -> bool:
-    """Whether operations are recorded in a jaxpr at the moment, instead of computed."""
+    """Returns true if JAX currently records operations in a jaxpr instead of computing them."""
     trace = _core.trace_ctx.trace
     while trace is not None:
         if isinstance(trace, _pe.DynamicJaxprTrace):
@@ -203,19 +212,19 @@ def eval_jaxpr(jaxpr: Any, consts: Sequence[Any], *values: Any) -> list[Any]:
 
 
 def call(jaxpr: Any, consts: Sequence[Any], values: Sequence[Any], name: str) -> list[Any]:
-    """Evaluates a jaxpr, by one equation of ``jit`` where operations are recorded.
+    """Evaluates a jaxpr; if JAX records operations, adds a single ``jit`` equation.
 
     Args:
         jaxpr: the operations.
         consts: its constants.
         values: its arguments.
-        name: what the equation is called.
+        name: the name of the ``jit`` equation.
     """
     if not is_staging():
         return eval_jaxpr(jaxpr, consts, *values)
     jaxpr = _pe.convert_constvars_jaxpr(jaxpr)
     arguments, results = len(jaxpr.invars), len(jaxpr.outvars)
-    (eqn,) = jax.make_jaxpr(jax.jit(lambda x: x))(0).eqns  # for the parameters of this JAX
+    (eqn,) = jax.make_jaxpr(jax.jit(lambda x: x))(0).eqns  # has this JAX version's parameters
     params = {
         key: each * (arguments if key.startswith(("in_", "donated_")) else results)
         if key.startswith(("in_", "out_", "donated_"))
@@ -228,7 +237,7 @@ def call(jaxpr: Any, consts: Sequence[Any], values: Sequence[Any], name: str) ->
 
 
 def by_shards(eqn: Any, function: Any, values: Sequence[Any]) -> list[Any]:
-    """Applies another function in place of what a ``shard_map`` runs."""
+    """Applies a ``shard_map`` equation with another function inside."""
     params = eqn.params
     names = params["newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"]
     mapped = jax.shard_map(
@@ -243,11 +252,11 @@ def by_shards(eqn: Any, function: Any, values: Sequence[Any]) -> list[Any]:
 
 
 def with_jaxpr(old: Any, new: Any) -> Any:
-    """Returns a jaxpr in the form of another; ``None`` where it holds arrays and that cannot.
+    """Returns ``new`` in the form of ``old``; ``None`` if that form cannot hold its constants.
 
     Args:
         old: a parameter of an operation.
-        new: what ``jax.make_jaxpr`` returns.
+        new: a result of ``jax.make_jaxpr``.
     """
     if hasattr(old, "jaxpr") or not hasattr(new, "jaxpr"):
         return new
@@ -255,5 +264,5 @@ def with_jaxpr(old: Any, new: Any) -> Any:
 
 
 def closed(jaxpr: Any, consts: Sequence[Any]) -> Any:
-    """Returns a jaxpr with its constants."""
+    """Returns a closed jaxpr: the operations with their constants."""
     return _extended.ClosedJaxpr(jaxpr, consts)

@@ -1,4 +1,4 @@
-"""Private names of JAX for what XLA's partitioner divides by our rules."""
+"""Private JAX names for calls that XLA's partitioner divides by this package's rules."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from jax._src.lib.mlir.dialects import hlo as _hlo
 
 from jax_tcgemm._compat import option
 
-# XLA's shardings, and where its partitioner is told of ours.
+# Provides XLA's shardings, and registers this package's rules with XLA's partitioner.
 xla_client: Any = _client
 
 
 def devices_of(context: Any) -> tuple[int, tuple[tuple[int, ...], ...]]:
-    """Returns on how many devices a program runs, and the groups among which XLA divides it.
+    """Returns the number of a program's devices, and the groups in which XLA divides it.
 
     Args:
-        context: what a lowering rule is given.
+        context: the context of a lowering rule.
 
     Returns:
-        The number, and the devices of each group where some axes of a mesh are divided by hand; no
-        group where XLA divides all.
+        The number, and the devices of each group if some mesh axes are manual; no groups if XLA
+        divides all axes.
     """
     axes = context.module_context.axis_context
     if isinstance(axes, _sharding_impls.ShardingContext):
@@ -48,14 +48,14 @@ def devices_of(context: Any) -> tuple[int, tuple[tuple[int, ...], ...]]:
 
 
 def partitioned_devices(context: Any) -> int:
-    """Returns among how many devices XLA divides what is lowered.
+    """Returns among how many devices XLA divides the operation that is lowered.
 
     Args:
-        context: what a lowering rule is given.
+        context: the context of a lowering rule.
 
     Returns:
-        1 where each device's program is written out: on a single device, and within ``shard_map``
-        over all axes of a mesh (``pmap`` alike).
+        The number. It is 1 if the program is already that of one device: on a single device, inside
+        ``shard_map`` over all axes of a mesh, and inside ``pmap``.
     """
     if not _is_known(context):
         return 1
@@ -64,10 +64,10 @@ def partitioned_devices(context: Any) -> int:
 
 
 def program_devices(context: Any) -> int:
-    """Returns on how many devices the program runs that is lowered; of ``pmap``'s, 1.
+    """Returns the number of devices of the program that is lowered; 1 for ``pmap``.
 
     Args:
-        context: what a lowering rule is given.
+        context: the context of a lowering rule.
     """
     return devices_of(context)[0] if _is_known(context) else 1
 
@@ -91,15 +91,16 @@ def emit_partitioned(
     """Emits a custom call that a registered partitioner divides.
 
     Args:
-        context: what a lowering rule is given.
+        context: the context of a lowering rule.
         values: the operands.
         target: the name of the partitioner.
-        text: what it is told.
-        operands: the names of their dimensions, ``None`` for one that stays whole.
-        results: those of the results.
+        text: the text that is passed to the partitioner.
+        operands: the names of the operands' dimensions; ``None`` for a dimension that stays whole.
+        results: the names of the results' dimensions, likewise.
         summed: the names that no result has.
-        numbered: whether XLA divides the call anew in groups of devices. It numbers those of a
-            group as the first result lies: an additional one, which is whole, keeps their order.
+        numbered: whether XLA divides the call again in groups of devices. XLA numbers the devices
+            of a group by the layout of the first result. An additional replicated result, which
+            comes first, keeps their order.
 
     Returns:
         The results, without the additional one.
@@ -153,14 +154,14 @@ def program_of_one_device(
     devices: int,
     platform: str,
 ) -> bytes:
-    """Returns what each device does, serialised, of a program divided by hand.
+    """Returns the serialized program of one device of a manually divided program.
 
     Args:
-        function: computes it; collectives are those over ``axis``.
+        function: computes the program; its collectives run over ``axis``.
         operands: the types of its operands.
-        axis: name of the axis along which all devices lie.
-        devices: how many there are.
-        platform: what it is lowered for.
+        axis: the name of the axis of all devices.
+        devices: the number of devices.
+        platform: the platform for which the program is lowered.
     """
     jaxpr = jax.make_jaxpr(function, axis_env=[(axis, devices)])(*operands)
     mesh = _mesh.AbstractMesh((devices,), (axis,))
@@ -175,13 +176,13 @@ def program_of_one_device(
 def register_partitioner(
     target: str, propagate: Callable[..., Any], partition: Callable[..., Any], infer: Any
 ) -> None:
-    """Registers what XLA's partitioner calls for a custom call, in each client there is or will be.
+    """Registers the partitioner of a custom call in all present and future clients.
 
     Args:
-        target: name of the custom call.
-        propagate: what a result's user asks for, of its sharding.
+        target: the name of the custom call.
+        propagate: returns the sharding that a result's user asks for, given the user's sharding.
         partition: divides a call.
-        infer: the result's sharding, of those of the operands.
+        infer: returns the result's sharding, given the operands' shardings.
     """
     register = functools.partial(
         xla_client.register_custom_call_partitioner,
@@ -192,5 +193,5 @@ def register_partitioner(
         can_side_effecting_have_replicated_sharding=False,
     )
     register()
-    # Plugins, as CUDA's is, have registries of their own.
+    # Plugins, such as CUDA's, have separate registries.
     _xla_bridge.register_plugin_callbacks(register)

@@ -1,1 +1,1 @@
-"""What a user calls."""
+"""The public functions of the package."""

@@ -1,4 +1,4 @@
-"""What the functions of this package check of their arguments, and how operands are placed."""
+"""Checks the arguments of the public functions and places the operands."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jax_tcgemm.problem.strides import Axes, Shape
 
 
 class Names(NamedTuple):
-    """What a caller knows the operands and flags of a product by, for messages."""
+    """Argument names of operands and flags, used in error messages."""
 
     a: str
     b: str
@@ -32,12 +32,12 @@ _NUMBERS = (bool, int, float, complex)
 
 
 def is_number(value: Any) -> bool:
-    """Whether a scalar is a Python number, which is a constant of the compiled program."""
+    """Checks if a scalar is a Python number, which is a constant of the compiled program."""
     return isinstance(value, _NUMBERS) and not isinstance(value, np.generic)
 
 
 def array(name: str, value: Any) -> jax.Array:
-    """Returns an argument as an array, unless it is something that only looks like one."""
+    """Returns an argument as an array and rejects objects that only look like one."""
     if not isinstance(
         value, (jax.Array, *_compat.HOST_ARRAYS, np.generic, *_NUMBERS)
     ) and not hasattr(value, "__jax_array__"):
@@ -46,7 +46,7 @@ def array(name: str, value: Any) -> jax.Array:
 
 
 def matrix(name: str, value: Any) -> jax.Array:
-    """Returns an operand of a product."""
+    """Returns an operand of a product, which must have at least 2 dimensions."""
     x = array(name, value)
     if x.ndim < 2:
         raise ValueError(f"{name} must have at least 2 dimensions, got {name}.shape={x.shape}")
@@ -63,7 +63,7 @@ def check_flags(**flags: Any) -> None:
 def extents(
     a: jax.Array, b: jax.Array, transpose_a: bool, transpose_b: bool, names: Names = NAMES
 ) -> tuple[Shape, int, int, int]:
-    """Returns the result's batch, ``m``, ``n`` and ``k``."""
+    """Returns the batch shape, ``m``, ``n`` and ``k`` of a product."""
     check_flags(**{names.transpose_a: transpose_a, names.transpose_b: transpose_b})
     m, k = a.shape[-2:][::-1] if transpose_a else a.shape[-2:]
     b_k, n = b.shape[-2:][::-1] if transpose_b else b.shape[-2:]
@@ -87,10 +87,10 @@ def promoted(
     preferred: DTypeLike | None,
     names: Names = NAMES,
 ) -> tuple[jax.Array, jax.Array, np.dtype]:
-    """Returns the operands and the dtype of the result, as ``jnp.matmul`` has them.
+    """Returns the operands and the dtype of the result, promoted as by ``jnp.matmul``.
 
-    Operands of two strong types stay as they are: the conversion is part of the product, so that
-    each cotangent is rounded only once.
+    Operands of two strong types keep them: the conversion is part of the product, so that each
+    cotangent is rounded only once.
     """
     got = f"{names.a}.dtype={a.dtype}, {names.b}.dtype={b.dtype}"
     both = f"{names.a} and {names.b}"
@@ -102,7 +102,7 @@ def promoted(
     else:
         a, b = (_strong(x, common) for x in (a, b))
     out_dtype = common if preferred is None else jax.dtypes.canonicalize_dtype(preferred)
-    if preferred is not None:  # which makes the result's type a strong one
+    if preferred is not None:  # the result's type is then a strong one
         a, b = (x.astype(x.dtype) if jax.typeof(x).weak_type else x for x in (a, b))
     if resolve_algorithm(a.dtype, b.dtype, out_dtype, precision) is None:
         matmul = functools.partial(
@@ -119,12 +119,12 @@ def promoted(
 
 
 def _strong(x: jax.Array, dtype: np.dtype) -> jax.Array:
-    """Converts an operand whose type is only a Python number's to the type that rules."""
+    """Converts a weakly typed operand to ``dtype``."""
     return x.astype(dtype) if jax.typeof(x).weak_type and x.dtype != dtype else x
 
 
 def check_activation(activation: str | Activation | None, out_dtype: np.dtype) -> None:
-    """Checks that there is such an activation and that the result can have one."""
+    """Checks that the activation exists and that the result can have one."""
     if activation is None:
         return
     resolve(activation)
@@ -135,11 +135,11 @@ def check_activation(activation: str | Activation | None, out_dtype: np.dtype) -
 
 
 def check_config(config: str | None) -> None:
-    """Checks the type; whether there is such a configuration depends on the operands.
+    """Checks the type of ``config``; which configurations exist depends on the operands.
 
     Raises:
-        TypeError: it is no string.
-        ValueError: it is what measurements alone ask for.
+        TypeError: ``config`` is not a string.
+        ValueError: ``config`` is reserved for measurements.
     """
     if not (config is None or isinstance(config, str)):
         raise TypeError(f"config={config!r} must be None or the name of a kernel configuration")
@@ -151,9 +151,9 @@ def placed(x: jax.Array, extents: Shape, swap: bool = False) -> tuple[jax.Array,
     """Returns an operand without the dimensions along which it is broadcast, and its axes.
 
     Args:
-        x: the operand; its shape broadcasts to ``extents``, once its last two are swapped if asked.
+        x: the operand. Its shape, after the swap, broadcasts to ``extents``.
         extents: the result's extents in the operand's roles.
-        swap: whether the last two dimensions are in the other order than the roles.
+        swap: whether the last two dimensions are in the opposite order of the roles.
     """
     missing = len(extents) - x.ndim
     axes: list[int | None] = [None] * missing + list(range(x.ndim))
@@ -170,7 +170,7 @@ def placed(x: jax.Array, extents: Shape, swap: bool = False) -> tuple[jax.Array,
 
 
 def like(name: str, value: Any, model_name: str, model: jax.Array) -> jax.Array:
-    """Returns an operand of the shape and dtype of another."""
+    """Returns an operand that must have the shape and dtype of another."""
     x = array(name, value)
     if x.shape != model.shape:
         raise ValueError(
@@ -187,7 +187,7 @@ def like(name: str, value: Any, model_name: str, model: jax.Array) -> jax.Array:
 
 
 def addend(name: str, value: Any, shape: Shape, out_dtype: np.dtype) -> jax.Array:
-    """Returns ``c`` or ``residual`` once it is known to broadcast to ``shape``."""
+    """Returns ``c`` or ``residual``, which must broadcast to ``shape``."""
     x = array(name, value)
     _check_kind(name, x.dtype, out_dtype)
     if not _broadcasts(x.shape, shape):
@@ -198,7 +198,10 @@ def addend(name: str, value: Any, shape: Shape, out_dtype: np.dtype) -> jax.Arra
 
 
 def vector(name: str, value: Any, shape: Shape, out_dtype: np.dtype) -> jax.Array:
-    """Returns a bias or scale once it is known to fit: of full extent in the last of ``shape``."""
+    """Returns a bias or scale, which must broadcast to ``shape``.
+
+    Its last extent must be the last of ``shape``.
+    """
     x = array(name, value)
     _check_kind(name, x.dtype, out_dtype)
     if x.ndim == 0 or x.shape[-1] != shape[-1] or not _broadcasts(x.shape, shape):
@@ -215,15 +218,15 @@ def _broadcasts(own: Shape, full: Shape) -> bool:
 
 
 def constant(name: str, value: Any, out_dtype: np.dtype) -> Any:
-    """Returns ``alpha`` or ``beta`` where it is a Python number."""
-    # The default is the float 1.0, also where the result is an integer.
+    """Returns ``alpha`` or ``beta`` that is a Python number."""
+    # The default is the float 1.0, even for integer results.
     if value != 1:
         _check_kind(name, jnp.result_type(type(value)), out_dtype, value)
     return value
 
 
 def scalar(name: str, value: Any, out_dtype: np.dtype) -> jax.Array:
-    """Returns ``alpha`` or ``beta`` where it is an array."""
+    """Returns ``alpha`` or ``beta`` that is an array."""
     x = array(name, value)
     if x.ndim:
         raise ValueError(f"{name} must be a number or an array of shape (), got shape {x.shape}")

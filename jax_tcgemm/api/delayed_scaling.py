@@ -1,4 +1,4 @@
-"""``Fp8State``: the scales of ``fp8_dot`` where they are made of earlier steps."""
+"""``Fp8State``: scales of ``fp8_dot`` that are computed from earlier steps."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _HISTORY = 1024
 
 @jax.custom_batching.custom_vmap
 def _amax(x: jax.Array, history: jax.Array) -> jax.Array:
-    """Returns the largest magnitude of what belongs to each history: one, but under ``vmap``.
+    """Returns the largest magnitude for each history: one history, or several under ``vmap``.
 
     Args:
-        x: the leading dimensions of ``history``, and any others.
-        history: any leading dimensions, and the steps.
+        x: has the leading dimensions of ``history``, then any others.
+        history: has any leading dimensions, then the steps.
     """
     axes = tuple(range(history.ndim - 1, x.ndim))
     return jnp.max(jnp.abs(x), axes, initial=0).astype(jnp.float32)
@@ -30,7 +30,7 @@ def _amax(x: jax.Array, history: jax.Array) -> jax.Array:
 def _amax_of_batch(
     axis_size: int, in_batched: list[bool], x: jax.Array, history: jax.Array
 ) -> tuple[jax.Array, bool]:
-    """What is mapped while the history is not is all part of it."""
+    """Reduces over a mapped axis of ``x`` if the history is not mapped."""
     is_x_batched, is_history_batched = in_batched
     if not is_x_batched:
         x = jnp.broadcast_to(x, (axis_size, *x.shape))
@@ -42,7 +42,7 @@ def _amax_of_batch(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DelayedScale:
-    """The scale of one operand, made of its largest magnitudes in earlier steps.
+    """The scale of one operand, computed from its largest magnitudes in earlier steps.
 
     Attributes:
         scale: ``(1,)``, float32.
@@ -57,16 +57,17 @@ class DelayedScale:
         """Returns a scale of 1 and a history of zeros.
 
         Raises:
-            ValueError: the history is to hold nothing.
+            ValueError: ``history`` is less than 1.
         """
         if history < 1:
             raise ValueError(f"history={history} must be at least 1")
         return DelayedScale(jnp.ones(1, jnp.float32), jnp.zeros(history, jnp.float32))
 
     def updated(self, x: jax.Array, dtype: DTypeLike) -> DelayedScale:
-        """Returns the scale to quantise ``x`` by, and the history with that of ``x`` in it.
+        """Returns the scale for quantizing ``x``, and a history that includes ``x``.
 
-        While the history is all zeros the scale stays. What is not finite does not enter it.
+        The scale stays the same while the history is all zeros. A largest magnitude that is not
+        finite enters the history as 0.
         """
         amax = jnp.max(self.amax_history)
         smallest = float(jnp.finfo(jnp.float32).smallest_normal)
@@ -77,7 +78,7 @@ class DelayedScale:
         return DelayedScale(scale, jnp.concatenate([latest[None], self.amax_history[:-1]]))
 
     def quantize(self, x: jax.Array, dtype: DTypeLike) -> Quantized:
-        """Quantises by the scale, clipping what exceeds the range of ``dtype``."""
+        """Quantizes ``x`` by the scale and clips values beyond the range of ``dtype``."""
         scale = self.scale.reshape((1,) * x.ndim)
         return Quantized(saturated(x.astype(jnp.float32), scale, dtype), scale, None, dtype)
 
@@ -85,12 +86,12 @@ class DelayedScale:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Fp8State:
-    """What delayed scaling carries from step to step for one product.
+    """The state that delayed scaling carries from step to step for one product.
 
     Attributes:
-        x: of the left operand.
-        w: of the weights.
-        gradient: of the cotangent of the result.
+        x: scale of the left operand.
+        w: scale of the weights.
+        gradient: scale of the result's cotangent.
     """
 
     x: DelayedScale
@@ -99,5 +100,5 @@ class Fp8State:
 
     @staticmethod
     def create(history: int = _HISTORY) -> Fp8State:
-        """Returns the state to begin with: scales of 1, histories of ``history`` zeros."""
+        """Returns the initial state: scales of 1 and histories of ``history`` zeros."""
         return Fp8State(*(DelayedScale.create(history) for _ in range(3)))

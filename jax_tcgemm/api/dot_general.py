@@ -1,4 +1,4 @@
-"""``dot_general``: what ``lax.dot_general`` computes, as one gemm wherever a kernel serves it."""
+"""``dot_general``: computes ``lax.dot_general`` as one gemm if a kernel serves it."""
 
 from __future__ import annotations
 
@@ -42,34 +42,39 @@ def dot_general(
     out_sharding: Any = None,
     **kwargs: Any,
 ) -> jax.Array:
-    """Drop-in for ``jax.lax.dot_general`` on the kernels of ``gemm``.
+    """Drop-in replacement for ``jax.lax.dot_general`` that uses the kernels of ``gemm``.
 
-    For the ``dot_general=`` of Flax's layers and the ``_dot_general=`` of ``jnp.einsum``. Batch,
-    contracted and free dimensions are read where they lie: they become strides and batch dimensions
-    of one gemm. An operand is copied (``lax.transpose``) only if its contracted dimensions, or the
-    free ones of ``rhs``, do not lie side by side in the order of the other operand or of the
-    result; and ``lhs`` also if its free dimensions are so scattered that rows in place would take
-    many times the tiles. What no kernel serves goes to ``lax.dot_general`` unchanged: other dtypes
-    and precisions, dimensions of extent 0, products without a contracted or without a free
-    dimension, symbolic shapes, sums over mesh axes yet to be made. ``JAX_TCGEMM_LOG=1`` prints
-    which.
+    Pass it as ``dot_general=`` to Flax layers or as ``_dot_general=`` to ``jnp.einsum``.
 
-    The product is accumulated in float32 for 16-bit operands unless ``precision`` says otherwise,
-    and rounded once.
+    Batch, contracted and free dimensions are read in place: they become strides and batch
+    dimensions of one gemm. The function copies an operand (``lax.transpose``) only in these cases:
+
+    - The contracted dimensions of the operand, or the free dimensions of ``rhs``, are not adjacent
+      in the order of the other operand or of the result.
+    - The free dimensions of ``lhs`` are so scattered that rows in place would take many times the
+      tiles.
+
+    Calls that no kernel serves go to ``lax.dot_general`` unchanged: other dtypes and precisions,
+    dimensions of extent 0, products without a contracted or without a free dimension, symbolic
+    shapes, and operands that are unreduced (sums over mesh axes yet to be made).
+    ``JAX_TCGEMM_LOG=1`` prints which calls those are.
+
+    16-bit operands are accumulated in float32 unless ``precision`` says otherwise. The result is
+    rounded once.
 
     Args:
         lhs: array of any rank, or ``Quantized`` (or qwix's ``QArray``).
         rhs: the same.
         dimension_numbers: ``((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch))``.
-        precision: as in ``lax.dot_general``; ``None`` is ``jax.default_matmul_precision``. float32
-            is computed in TF32 unless ``"highest"`` or a wider preset is asked for.
-        preferred_element_type: dtype of the result; ``None`` is that of ``lax.dot_general``.
+        precision: as in ``lax.dot_general``; ``None`` means ``jax.default_matmul_precision``.
+            float32 is computed in TF32 unless ``"highest"`` or a wider preset is requested.
+        preferred_element_type: dtype of the result; ``None`` means that of ``lax.dot_general``.
         out_sharding: as in ``lax.dot_general``.
-        **kwargs: whatever else the ``lax.dot_general`` of this JAX takes.
+        **kwargs: other arguments that ``lax.dot_general`` of the installed JAX takes.
 
     Returns:
-        The batch dimensions, then the free dimensions of ``lhs``, then those of ``rhs``; of the
-        dtype of ``lax.dot_general``.
+        An array with the batch dimensions, then the free dimensions of ``lhs``, then those of
+        ``rhs``. Its dtype is that of ``lax.dot_general``.
 
     Raises:
         TypeError: as ``lax.dot_general`` does.
@@ -115,7 +120,7 @@ def _contract(
     preferred_element_type: Any,
     out_sharding: Any = None,
 ) -> jax.Array:
-    """Computes what ``dot_general`` does of two arrays and dimension numbers that are tuples."""
+    """Computes ``dot_general`` of two arrays; the dimension numbers are tuples."""
     options = {
         "dims": dims,
         "precision": precision,
@@ -129,7 +134,7 @@ def _contract(
         preferred_element_type=preferred_element_type,
         out_sharding=out_sharding,
     )
-    result = jax.eval_shape(by_lax, lhs, rhs)  # raises what lax raises
+    result = jax.eval_shape(by_lax, lhs, rhs)  # raises the errors of lax
     is_typed = out_sharding is not None or _compat.is_sharded(a, b)
     if is_typed and not _compat.is_unreduced(a, b):
         own = functools.partial(_contract, **options)
@@ -149,7 +154,7 @@ def _contract(
 
 
 def _indices(dims: Any) -> _Dims:
-    """Returns dimension numbers, which ``lax`` takes as any sequence or as one integer."""
+    """Returns dimension numbers as a tuple; ``lax`` takes any sequence or one integer."""
     dims = dims if isinstance(dims, (tuple, list)) else np.ravel(dims)
     return tuple(map(operator.index, dims))
 
@@ -157,7 +162,7 @@ def _indices(dims: Any) -> _Dims:
 def _problem(
     lhs: jax.Array, rhs: jax.Array, dims: Any, precision: Any, result: jax.ShapeDtypeStruct
 ) -> tuple[Operands, GemmSpec] | str:
-    """Returns the primitive's operands and parameters, or why no kernel is to compute this."""
+    """Returns the primitive's operands and parameters, or why no kernel is used."""
     if not all(isinstance(extent, int) for extent in (*lhs.shape, *rhs.shape)):
         return "symbolic shapes"
     if 0 in (*lhs.shape, *rhs.shape):
@@ -179,7 +184,8 @@ def _problem(
     left = _Factor.of(lhs, lhs_batch, lhs_contracted)
     right = _Factor.of(rhs, rhs_batch, rhs_contracted)
     if n == 1:
-        # The result's order is the same, and one row of D is contiguous where one column is not.
+        # Exchanged operands give the same order of the result. One row of D is contiguous, one
+        # column is not.
         left, right = right, left
         precision = _compat.exchanged_precision(precision)
     operands, axes = _gemm(*_arranged(left, right))
@@ -190,7 +196,7 @@ def _has_kernel(lhs: np.dtype, rhs: np.dtype, out: np.dtype, precision: Any) -> 
     types = (*types_of_parts(lhs, rhs, out), precision)
     try:
         if is_of_8_bits(lhs, rhs):
-            return resolve_run_time(*types) is not None  # of integers to int32 alone
+            return resolve_run_time(*types) is not None  # integers only to int32
         return any(f(*types) is not None for f in (resolve_algorithm, fallback.possible_planes))
     except (TypeError, ValueError):  # lax multiplies types that do not promote, such as float8
         return False
@@ -209,7 +215,7 @@ class _Factor:
 
     @staticmethod
     def of(array: jax.Array, batch: _Dims, contracted: _Dims) -> _Factor:
-        """Names the dimensions, without those of extent 1."""
+        """Names the dimensions and drops those of extent 1."""
         names = {dim: ("batch", i) for i, dim in enumerate(batch)}
         names |= {dim: ("k", i) for i, dim in enumerate(contracted)}
         names |= {dim: ("free", dim) for dim in range(array.ndim) if dim not in names}
@@ -218,29 +224,29 @@ class _Factor:
         return _Factor(lax.squeeze(array, dropped), tuple(names[dim] for dim in kept))
 
     def role(self, role: str) -> tuple[_Name, ...]:
-        """Returns the names of a role in the order in which they lie."""
+        """Returns the names of a role in memory order."""
         return tuple(name for name in self.names if name[0] == role)
 
     def extent(self, names: tuple[_Name, ...]) -> int:
         return math.prod(self.array.shape[self.names.index(name)] for name in names)
 
     def adjoin(self, names: tuple[_Name, ...]) -> bool:
-        """Says whether these lie side by side in this order, so that one stride steps through."""
+        """Checks if these dimensions are adjacent in this order, so that one stride covers them."""
         at = [self.names.index(name) for name in names]
         return all(j == i + 1 for i, j in itertools.pairwise(at))
 
     def last_run(self, names: tuple[_Name, ...]) -> tuple[_Name, ...]:
-        """Returns the longest end of ``names`` that lies side by side."""
+        """Returns the longest end of ``names`` whose dimensions are adjacent."""
         return next(names[i:] for i in range(len(names) + 1) if self.adjoin(names[i:]))
 
     def moved(self, contracted: tuple[_Name, ...]) -> _Factor:
-        """Returns a copy whose free dimensions, and after them the contracted, lie side by side."""
+        """Returns a copy in which the free and then the contracted dimensions are adjacent."""
         names = (*self.role("batch"), *self.role("free"), *contracted)
         order = [self.names.index(name) for name in names]
         return _Factor(lax.transpose(self.array, order), names)
 
     def merged(self, names: tuple[_Name, ...], name: _Name) -> _Factor:
-        """Returns the factor with dimensions that lie side by side as one; nothing is moved."""
+        """Returns the factor with adjacent dimensions merged into one; moves no data."""
         start, shape = self.names.index(names[0]), self.array.shape
         stop = start + len(names)
         merged = (*self.names[:start], name, *self.names[stop:])
@@ -253,17 +259,17 @@ class _Factor:
 _K = ("k", 0)
 _N = ("n", 0)
 
-# The smallest tile of most kernels has so many rows and columns, and an operand in place may take
-# so many times the tiles that a copy would need, before the copy is the lesser evil.
+# Rows and columns of the smallest tile of most kernels. An operand is copied if it would take more
+# than _MOST_TILES times the tiles of its copy.
 _TILE = 64
 _MOST_TILES = 4
 
 
 def _arranged(left: _Factor, right: _Factor) -> list[_Factor]:
-    """Returns the factors with one contracted dimension each, the fewest elements moved."""
+    """Returns the factors with one contracted dimension each, moving the fewest elements."""
     rows, columns = left.role("free"), right.role("free")
     is_scattered = _is_scattered(left)
-    # Without rows, columns that lie apart are batch dimensions, as rows that do always are.
+    # Rows that are not adjacent always become batch dimensions. Without rows, so do such columns.
     is_split = not right.adjoin(columns) if rows else _is_scattered(right)
 
     def moves(contracted: tuple[_Name, ...]) -> tuple[bool, bool]:
@@ -281,7 +287,7 @@ def _arranged(left: _Factor, right: _Factor) -> list[_Factor]:
 
 
 def _is_scattered(factor: _Factor) -> bool:
-    """Says whether rows (columns) lie in so many short pieces that tiles would be mostly empty."""
+    """Checks if rows (columns) lie in so many short pieces that tiles would be mostly empty."""
     free = factor.role("free")
     piece = factor.last_run(free)
     pieces = factor.extent(free[: len(free) - len(piece)])
@@ -292,10 +298,10 @@ def _is_scattered(factor: _Factor) -> bool:
 def _gemm(left: _Factor, right: _Factor) -> tuple[Operands, Operands]:
     """Returns the primitive's operands and their axes.
 
-    Its result has the batch, then all free dimensions of ``left`` and ``right`` in their order: the
-    last one of ``left`` is m, and what lies side by side at the end of ``right`` is n. The others
-    are batch dimensions that only one operand has; those of ``left`` fold into m where one stride
-    steps through both.
+    The primitive's result has the batch, then all free dimensions of ``left`` and ``right`` in
+    order. The last free dimension of ``left`` is m. The adjacent dimensions at the end of ``right``
+    are n. The others are batch dimensions that only one operand has; those of ``left`` fold into m
+    if one stride covers both.
     """
     if not left.role("free"):
         left = _Factor(lax.expand_dims(left.array, [left.array.ndim]), (*left.names, ("free", -1)))

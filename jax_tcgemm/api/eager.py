@@ -1,4 +1,4 @@
-"""Calls outside of ``jit``: a public function is one program for all operands of the same types."""
+"""Calls outside ``jit``: each public function is one program per set of operand types."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class _Constant(NamedTuple):
 def one_program(
     *static: str, numbers: tuple[str, ...] = (), functions: tuple[str, ...] = ()
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Makes a function of arrays a program that is traced and compiled once for their types.
+    """Makes a function of arrays one program, traced and compiled once for their types.
 
-    Within another program nothing is left of it: its operations stand there as if written out.
+    Inside another program, the operations of the function appear as if written out.
 
     A call that is given a function traces it each time, because a method or closure may change
     between two calls. JAX compiles the primitives once for equal traces. Exception: outside of
@@ -38,11 +38,12 @@ def one_program(
 
     Args:
         *static: names of the keyword arguments that are not arrays.
-        numbers: names of keyword arguments that are static where they are Python numbers.
+        numbers: names of keyword arguments that are static if they are Python numbers.
         functions: names of keyword arguments that are ``None`` or a function.
 
     Returns:
-        A decorator. What the function raises, it raises of the arguments as they were given.
+        A decorator. Errors of the decorated function refer to the arguments as the caller gave
+        them.
     """
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -75,7 +76,7 @@ def one_program(
             try:
                 return run(*map(_array, args), **given)
             except (TypeError, ValueError):
-                pass  # of an argument that no program takes, or raised by the function
+                pass  # no program takes an argument, or the function raised this
             return function(*args, **kwargs)
 
         return call
@@ -83,15 +84,15 @@ def one_program(
     return decorate
 
 
-# Functions that ``jax.jit`` returned and an earlier call was given.
+# Functions that ``jax.jit`` returned and that an earlier call was given.
 _JITTED = weakref.WeakSet[Any]()
 
 
 def _comes_again(function: Any) -> bool:
-    """Whether ``jax.jit`` returned this function, and an earlier call was given it.
+    """Checks if ``jax.jit`` returned this function and an earlier call was given it.
 
-    Never within a program. The first call traces the function, so that functions that differ in
-    their tables alone share a program.
+    Inside a program the result is always False. The first call traces the function, so that
+    functions that differ only in their tables share a program.
     """
     if not _compat.is_jitted(function) or _compat.is_tracing():
         return False
@@ -102,5 +103,5 @@ def _comes_again(function: Any) -> bool:
 
 
 def _array(x: Any) -> Any:
-    """Returns the array that an object of another library stands for, anything else as it is."""
+    """Returns the array of an object with ``__jax_array__``; anything else unchanged."""
     return jnp.asarray(x) if hasattr(type(x), "__jax_array__") else x

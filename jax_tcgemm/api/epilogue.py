@@ -1,4 +1,4 @@
-"""``epilogue=`` of the public functions: traced, checked, and the primitive applied."""
+"""``epilogue=`` of the public functions: checks and traces it, applies the primitive."""
 
 from __future__ import annotations
 
@@ -20,15 +20,14 @@ from jax_tcgemm.problem.spec import GemmSpec
 
 
 def check_alone(name: str, **others: Any) -> None:
-    """Checks that nothing else is to become of the product.
+    """Checks that ``epilogue=`` is the only argument that modifies the product.
 
     Args:
-        name: of the public function.
-        **others: its other arguments that say what becomes of the product, ``None`` where they do
-            not.
+        name: name of the public function.
+        **others: its other arguments that modify the product, ``None`` if they do not.
 
     Raises:
-        ValueError: one of them does.
+        ValueError: one of them is not ``None``.
     """
     given = [key for key, value in others.items() if value is not None]
     if given:
@@ -42,7 +41,7 @@ def check_function(epilogue: Any) -> None:
     """Checks that an epilogue can be called.
 
     Raises:
-        TypeError: it cannot.
+        TypeError: it cannot be called.
     """
     if not callable(epilogue):
         raise TypeError(f"epilogue={epilogue!r} must be a function of jax.numpy, or None")
@@ -59,18 +58,18 @@ def applied(
     """Computes a product with a function as its epilogue.
 
     Args:
-        own: the operands of the product.
-        spec: the products, without an epilogue.
-        shape: of the product.
-        epilogue: of the accumulators and ``operands``; returns a pytree of arrays.
+        own: operands of the product.
+        spec: parameters of the product, without an epilogue.
+        shape: shape of the product.
+        epilogue: function of the accumulators and ``operands``; returns a pytree of arrays.
         operands: pytrees of arrays.
-        preferred_element_type: of the results that are floating-point numbers.
+        preferred_element_type: dtype of the floating-point results.
 
     Returns:
-        What the function returns.
+        The results of ``epilogue``.
 
     Raises:
-        TypeError: ``epilogue`` is no function, or an operand no array.
+        TypeError: ``epilogue`` is not a function, or an operand is not an array.
         ValueError: a result is neither of the product's shape nor a reduction of it.
     """
     every, compiled_spec, out_tree = traced(
@@ -89,7 +88,7 @@ def traced(
 ) -> tuple[list[jax.Array], CompiledSpec, Any]:
     """Returns the operands and the static parameters of the primitive; see ``applied``.
 
-    The last is the structure of what the function returns.
+    The third value is the tree structure of the epilogue's results.
     """
     count = spec.epilogue.row.accumulators
     listed, flat, out_trees = as_listed(epilogue, operands, count, shape, preferred_element_type)
@@ -108,21 +107,21 @@ def as_listed(
     shape: tuple[int, ...],
     preferred_element_type: DTypeLike | None,
 ) -> tuple[Callable[..., list[jax.Array]], list[jax.Array], list[Any]]:
-    """Returns an epilogue as a function of arrays alone that returns a list.
+    """Returns an epilogue as a function of arrays that returns a list of arrays.
 
     Args:
-        epilogue: of ``count`` accumulators and ``operands``; returns a pytree of arrays.
+        epilogue: function of ``count`` accumulators and ``operands``; returns a pytree of arrays.
         operands: pytrees of arrays.
-        count: how many accumulators there are.
-        shape: of the product.
-        preferred_element_type: of the results that are floating-point numbers.
+        count: number of accumulators.
+        shape: shape of the product.
+        preferred_element_type: dtype of the floating-point results.
 
     Returns:
-        The function, the operands as a list, and where the structure of the results will be once it
-        has been traced.
+        The function, the operands as a list, and a list. Tracing the function appends the tree
+        structure of the results to that list.
 
     Raises:
-        TypeError: ``epilogue`` is no function, or an operand no array.
+        TypeError: ``epilogue`` is not a function, or an operand is not an array.
     """
     check_function(epilogue)
     flat, tree = jax.tree.flatten(tuple(operands))

@@ -21,15 +21,15 @@ from jax_tcgemm.api.fp8 import fp8_dot_general
 class Fp8DotGeneral(nn.Module):
     """The ``dot_general_cls`` of a layer: its products in float8, forward and backward.
 
-    Variables of delayed scaling have the names and shapes of those of ``flax.linen.fp8_ops``, in
-    the collection ``_overwrite_with_gradient``, whose gradients are its new values;
-    ``flax.training.train_state.TrainState`` treats them so. For other recipes,
-    ``functools.partial(Fp8DotGeneral, recipe="block")``, there are none.
+    The variables of delayed scaling have the names and shapes of those of ``flax.linen.fp8_ops``.
+    They are in the collection ``_overwrite_with_gradient``, whose gradients are its new values;
+    ``flax.training.train_state.TrainState`` treats them so. Other recipes have no variables:
+    ``functools.partial(Fp8DotGeneral, recipe="block")``.
 
     Attributes:
         recipe: as in ``fp8_dot``.
         power_of_two: as in ``fp8_dot``.
-        amax_history_length: of delayed scaling.
+        amax_history_length: number of steps in the history of delayed scaling.
     """
 
     recipe: str = "delayed"

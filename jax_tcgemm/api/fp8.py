@@ -1,4 +1,4 @@
-"""``fp8_dot``: a product whose operands, and those of its gradients, are quantised to 8 bits."""
+"""``fp8_dot``: a product that quantizes its operands and those of its gradients to 8 bits."""
 
 from __future__ import annotations
 
@@ -36,39 +36,40 @@ def fp8_dot(
     power_of_two: bool = False,
     preferred_element_type: DTypeLike | None = None,
 ) -> jax.Array:
-    """Product ``x @ w`` in float8, forward and in its gradients.
+    """Product ``x @ w`` in float8, in the forward pass and in its gradients.
 
-    The operands are quantised to float8_e4m3fn, the cotangent of the result to float8_e5m2. All
-    three products (the result, ``dy @ w.T`` and ``x.T @ dy``) have promoted sums
-    (``precision="highest"``) and are rounded once, to the types of the result, ``x`` and ``w``. The
-    gradients are those of the product that was computed, as if quantising were the identity. The
-    forward pass of a derivative keeps the operands in 8 bits.
+    The function quantizes the operands to float8_e4m3fn and the result's cotangent to float8_e5m2.
+    All three products (the result, ``dy @ w.T`` and ``x.T @ dy``) have promoted sums
+    (``precision="highest"``). They are rounded once, to the dtypes of the result, ``x`` and ``w``.
+    The gradients are those of the computed product, as if quantizing were the identity. The forward
+    pass of a derivative keeps the operands in 8 bits.
 
     The recipe says where scales come from:
 
-    - ``"current"``: one for each operand, of its largest magnitude.
-    - ``"block"``: one for 1 x 128 of ``x`` and ``dy`` along the contracted dimension, one for 128 x
-      128 of ``w``. For ``x.T @ dy`` both are quantised once more from what they were: ``x`` in
-      blocks of 128 rows x 1, ``dy`` in 128 x 128 blocks (the kernel takes finer ones of one operand
-      only, and e5m2 spans 2^30), with zeros up to a multiple of 128 rows. ``k`` and ``n`` must be
-      multiples of 128.
-    - ``"delayed"``: one for each operand, of its largest magnitudes in the calls before, as
-      ``flax.linen.fp8_ops`` has it. ``state`` holds them, and its cotangent is the new state:
-      ``dx, dw, state = jax.grad(loss, (0, 1, 2))(x, w, state)``. It replaces the old one and is not
-      for the optimizer. Each call needs one of its own, and within ``shard_map`` each device: JAX
-      adds up the cotangents of what is used twice, and a sum is no state. Calls of one ``vmap`` may
-      share one.
+    - ``"current"``: one scale for each operand, from its largest magnitude.
+    - ``"block"``: one scale for each 1 x 128 block of ``x`` and ``dy`` along the contracted
+      dimension, and one for each 128 x 128 block of ``w``. ``k`` and ``n`` must be multiples of
+      128. For ``x.T @ dy`` the original ``x`` and ``dy`` are quantized once more: ``x`` in blocks
+      of 128 rows x 1, ``dy`` in 128 x 128 blocks, with zeros up to a multiple of 128 rows. (The
+      kernel takes finer blocks of one operand only, and e5m2 spans 2^30.)
+    - ``"delayed"``: one scale for each operand, from its largest magnitudes in earlier calls, as in
+      ``flax.linen.fp8_ops``. ``state`` holds them, and the cotangent of ``state`` is the new state:
+      ``dx, dw, state = jax.grad(loss, (0, 1, 2))(x, w, state)``. The new state replaces the old
+      one; it is not for the optimizer. Each call needs a state of its own, and so does each device
+      within ``shard_map``: JAX adds up the cotangents of a value that is used twice, and a sum is
+      not a state. Calls of one ``vmap`` may share a state.
 
     Args:
         x: ``(..., k)``, bfloat16, float16 or float32.
-        w: ``(k, n)``, likewise. For stacks of weights use ``jax.vmap``.
-        recipe: see above.
-        state: for ``"delayed"``, and for it alone: an ``Fp8State``.
-        power_of_two: rounds the scales of the other recipes up to powers of two.
-        preferred_element_type: dtype of the result; ``None`` is that of ``x``.
+        w: ``(k, n)``, bfloat16, float16 or float32. For stacks of weights use ``jax.vmap``.
+        recipe: ``"current"``, ``"block"`` or ``"delayed"``.
+        state: an ``Fp8State`` for ``"delayed"``, ``None`` for the other recipes.
+        power_of_two: whether to round the scales of ``"current"`` and ``"block"`` up to powers of
+            two.
+        preferred_element_type: dtype of the result; ``None`` means that of ``x``.
 
     Returns:
-        ``(..., n)``. It can be differentiated in reverse mode, once.
+        An array ``(..., n)``. It can be differentiated in reverse mode, once.
 
     Raises:
         TypeError: a type or dtype is not accepted.
@@ -96,7 +97,7 @@ def fp8_dot(
 
 def _dot(x: jax.Array, w: jax.Array, state: Fp8State | None, how: _How) -> jax.Array:
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    # Under shard_map, where this is transposed to what adds up their gradients.
+    # Under shard_map, the transpose of this call adds up their gradients.
     a, b = _compat.match_varying((rows, w))
     product: Any = _product(a, b, state, how)
     return product.reshape(*x.shape[:-1], w.shape[1])
@@ -114,29 +115,30 @@ def fp8_dot_general(
     power_of_two: bool = False,
     out_sharding: Any = None,
 ) -> jax.Array:
-    """``fp8_dot`` with the arguments of ``lax.dot_general``, for the layers of Flax.
+    """``fp8_dot`` with the arguments of ``lax.dot_general``, for Flax layers.
 
-    ``nnx.Linear(..., dot_general=functools.partial(fp8_dot_general, recipe="block"))``. An operand
-    whose contracted dimensions are not its last (of ``rhs``: its first) is transposed first.
+    Example: ``nnx.Linear(..., dot_general=functools.partial(fp8_dot_general, recipe="block"))``. An
+    operand is transposed first if its contracted dimensions are not its last ones (for ``rhs``: its
+    first ones).
 
     Args:
         lhs: array of any rank, the ``x`` of ``fp8_dot``.
-        rhs: array of any rank, its ``w``.
+        rhs: array of any rank, the ``w`` of ``fp8_dot``.
         dimension_numbers: ``((lhs_contracting, rhs_contracting), ((), ()))``.
         precision: has no effect.
-        preferred_element_type: dtype of the result; ``None`` is that of ``lhs``.
+        preferred_element_type: dtype of the result; ``None`` means that of ``lhs``.
         recipe: as in ``fp8_dot``.
         state: as in ``fp8_dot``.
         power_of_two: as in ``fp8_dot``.
         out_sharding: must be ``None``.
 
     Returns:
-        The free dimensions of ``lhs``, then those of ``rhs``.
+        An array with the free dimensions of ``lhs``, then those of ``rhs``.
 
     Raises:
         NotImplementedError: there are batch dimensions, or an ``out_sharding``.
-        TypeError: as ``fp8_dot``.
-        ValueError: as ``fp8_dot``, of the operands as matrices.
+        TypeError: as ``fp8_dot`` does.
+        ValueError: as ``fp8_dot`` does, for the operands as matrices.
     """
     del precision
     lhs, rhs = arguments.array("lhs", lhs), arguments.array("rhs", rhs)
@@ -169,7 +171,7 @@ def fp8_dot_general(
 
 
 class _How(NamedTuple):
-    """What is static of a product."""
+    """The static parameters of a product."""
 
     recipe: str
     power_of_two: bool
@@ -182,7 +184,7 @@ class _How(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """What the reverse pass needs: operands as its products take them, and a new state."""
+    """The residuals of the reverse pass: quantized operands, and a new state."""
 
     x: Quantized
     w: Quantized
@@ -191,7 +193,7 @@ class _Kept(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _product(x: jax.Array, w: jax.Array, state: Fp8State | None, how: _How) -> jax.Array:
-    """Computes ``x @ w`` of matrices."""
+    """Computes ``x @ w`` of two matrices."""
     return _forward(x, w, state, how)[0]
 
 
@@ -231,7 +233,7 @@ def _backward(how: _How, kept: _Kept, dy: jax.Array) -> tuple[jax.Array, jax.Arr
 
 @_backward.defjvp
 def _refuse(how: _How, primals: Any, tangents: Any) -> Any:
-    """Raises, where the derivative of a rounding to 8 bits would be anything."""
+    """Raises, because the derivative of rounding to 8 bits would be arbitrary."""
     del how, primals, tangents
     raise TypeError("fp8_dot is differentiated once: its gradients have no derivative")
 
@@ -249,7 +251,7 @@ def _gemm(
     return gemm(
         a.qvalue,
         b.qvalue,
-        a_scale=a.scale if a.qvalue.size else None,  # where there is nothing, no scale fits
+        a_scale=a.scale if a.qvalue.size else None,  # no scale fits an empty operand
         b_scale=b.scale if b.qvalue.size else None,
         precision="highest",
         preferred_element_type=dtype,

@@ -1,4 +1,4 @@
-"""``gated_gemm``: arguments checked, and one ``GemmSpec`` of two weights made of them."""
+"""``gated_gemm``: checks the arguments and makes one ``GemmSpec`` with two weights."""
 
 from __future__ import annotations
 
@@ -38,37 +38,41 @@ def gated_gemm(
     epilogue: Callable[..., Any] | None = None,
     epilogue_operands: Sequence[Any] = (),
 ) -> Any:
-    """Gated linear unit: two products of one left operand and what joins them, fused.
+    """Gated linear unit: two products of one left operand, joined in a fused epilogue.
 
     ``D = activation(x @ w_gate + bias_gate) * (x @ w_up + bias_up)`` (Shazeer, 2020, "GLU variants
-    improve transformer"). On GPUs of compute capability 9.0, for bfloat16 and float16, this is one
-    kernel that reads ``x`` once; both products are accumulated and joined in float32 and the result
-    is rounded once. Up to 64 rows take two kernels, and ``x @ w_up`` (of packed weights both
-    products) is rounded in between. Elsewhere, and for float32, it is the same formula in
-    ``jax.numpy``. It can be differentiated and batched as ``gemm`` can; the forward pass of a
-    derivative writes the two pre-activations as well.
+    improve transformer").
+
+    On GPUs of compute capability 9.0, for bfloat16 and float16, this is one kernel that reads ``x``
+    once. It accumulates and joins both products in float32 and rounds the result once. Exception:
+    up to 64 rows take two kernels, which round ``x @ w_up`` in between (for packed weights, both
+    products). Elsewhere, and for float32, XLA computes the same formula in ``jax.numpy``.
+
+    The function can be differentiated and batched like ``gemm``. The forward pass of a derivative
+    also writes the two pre-activations.
 
     Args:
         x: ``(..., m, k)``.
         w_gate: ``(..., k, n)``, or ``(..., n, k)`` with ``transpose_w``. Leading dimensions of
             ``x`` and the weights broadcast as in ``jnp.matmul``.
-        w_up: of the shape and dtype of ``w_gate``. ``None`` says that ``w_gate`` holds both, side
-            by side, those columns first that are activated: ``(..., k, 2 * n)``, or
+        w_up: of the shape and dtype of ``w_gate``. ``None`` means that ``w_gate`` holds both
+            weights side by side, the activated columns first: ``(..., k, 2 * n)``, or
             ``(..., 2 * n, k)`` with ``transpose_w``.
-        activation: as in ``gemm``; ``None`` is the plain product of the two.
+        activation: as in ``gemm``; ``None`` means the plain product of the two.
         bias_gate: ``(n,)`` or ``(..., n)``, added before the activation.
         bias_up: ``(n,)`` or ``(..., n)``.
-        transpose_w: whether the weights are stored transposed; nothing is moved in memory.
+        transpose_w: whether the weights are stored transposed; this moves no data.
         precision: as in ``gemm``.
-        preferred_element_type: dtype of the result; ``None`` is that of ``jnp.matmul(x, w_gate)``.
+        preferred_element_type: dtype of the result; ``None`` means that of
+            ``jnp.matmul(x, w_gate)``.
         config: name of a kernel configuration, ``"xla"`` or ``None``, as in ``gemm``.
         out_sharding: as in ``gemm``.
-        epilogue: as in ``gemm``, of two products: ``x @ w_gate``, ``x @ w_up`` and
+        epilogue: as in ``gemm``, but a function of ``x @ w_gate``, ``x @ w_up`` and
             ``epilogue_operands``; ``activation`` then has no effect.
-        epilogue_operands: its further arguments.
+        epilogue_operands: further arguments of ``epilogue``.
 
     Returns:
-        ``(..., m, n)``; with ``epilogue`` what that returns.
+        An array ``(..., m, n)``, or the results of ``epilogue``.
 
     Raises:
         TypeError: an argument's type or dtype is not accepted.

@@ -1,4 +1,4 @@
-"""``gemm``: arguments checked, and one ``GemmSpec`` made of them."""
+"""``gemm``: checks the arguments and makes one ``GemmSpec``."""
 
 from __future__ import annotations
 
@@ -55,85 +55,95 @@ def gemm(
     """Matrix product with a fused epilogue.
 
     ``D = activation(alpha * row_scale * column_scale * (op(A) @ op(B)) + beta * C + bias) +
-    residual``, the scales going over rows and columns. On NVIDIA GPUs of compute capability 8.0 and
-    newer this is one hand-written tensor-core kernel for bfloat16, float16 and (in TF32 arithmetic)
-    float32 operands. Elsewhere, for what has no kernel but ``jnp.matmul`` takes, and for a vector
-    or few rows by an unaligned 16-bit matrix (row stride not a multiple of 16 bytes), it is the
-    same formula in ``jax.numpy``. Where k is divided among devices, a product in bfloat16 is
-    rounded before the epilogue. The product is accumulated in float32 for 16-bit operands unless
-    ``precision`` says otherwise, the epilogue is computed in float32 (float64 for float64, in
-    integers for integers), and the result is rounded once. It can be differentiated, forward and
-    reverse and to any order, and batched.
+    residual``, where the scales apply to rows and columns.
+
+    On NVIDIA GPUs of compute capability 8.0 and newer this is one hand-written tensor-core kernel
+    for bfloat16, float16 and (in TF32 arithmetic) float32 operands. XLA computes the same formula
+    in ``jax.numpy`` in these cases:
+
+    - on other platforms;
+    - for operands that have no kernel but that ``jnp.matmul`` takes;
+    - for a vector or few rows times an unaligned 16-bit matrix (row stride not a multiple of 16
+      bytes).
+
+    16-bit operands are accumulated in float32 unless ``precision`` says otherwise. The epilogue is
+    computed in float32 (float64 for float64, integers for integers), and the result is rounded
+    once. Exception: if k is sharded over devices, a product in bfloat16 is rounded before the
+    epilogue.
+
+    The function can be batched and differentiated, forward and reverse and to any order.
 
     Args:
         a: ``(..., m, k)``, or ``(..., k, m)`` with ``transpose_a``.
         b: ``(..., k, n)``, or ``(..., n, k)`` with ``transpose_b``. Leading dimensions of ``a`` and
             ``b`` broadcast as in ``jnp.matmul``, and a broadcast operand is never copied.
-        c: broadcasts to ``(..., m, n)``. It has no say in the result's dtype. With
-            ``preferred_element_type=jnp.float32``, 16-bit operands, a float32 ``c`` of the result's
-            shape, ``beta`` the number 1 and no activation the kernel adds in place: the result
-            takes the memory of ``c`` if that was donated or is the carry of a loop, and that of a
-            copy else.
-        bias: ``(n,)`` or ``(..., n)``; its leading dimensions broadcast against those of the
-            result, ``m`` excepted.
-        alpha: factor of the product. A Python number is a constant of the compiled program, an
-            array of shape ``()`` an operand, which may be traced and differentiated.
-        beta: factor of ``c``, like ``alpha``; without ``c`` it has no effect.
+        c: broadcasts to ``(..., m, n)``. It does not affect the dtype of the result. The kernel
+            adds to ``c`` in place if all of these hold: ``preferred_element_type=jnp.float32``,
+            16-bit operands, a float32 ``c`` of the result's shape, ``beta`` is the number 1, no
+            activation and no ``residual``. The result then takes the memory of ``c`` if ``c`` was
+            donated or is the carry of a loop, and otherwise the memory of a copy.
+        bias: ``(n,)`` or ``(..., n)``. Its leading dimensions broadcast against those of the
+            result, except ``m``.
+        alpha: factor of the product. A Python number is a constant of the compiled program. An
+            array of shape ``()`` is an operand, which may be traced and differentiated.
+        beta: factor of ``c``, like ``alpha``. It has no effect without ``c``.
         activation: ``None``, ``"relu"``, ``"relu_squared"``, ``"gelu"`` (tanh form, as
-            ``jax.nn.gelu``), ``"gelu_exact"``, ``"silu"``, ``"sigmoid"``, ``"tanh"``, or what
-            ``softcap(cap)`` or ``clip(lower, upper)`` of this package return.
-        residual: added after the activation; broadcasts to ``(..., m, n)``, and ``beta`` is not for
-            it. Beside a ``c`` it is added outside of the kernel, after the result was rounded.
+            ``jax.nn.gelu``), ``"gelu_exact"``, ``"silu"``, ``"sigmoid"``, ``"tanh"``, or the result
+            of ``softcap(cap)`` or ``clip(lower, upper)`` of this package.
+        residual: broadcasts to ``(..., m, n)``; added after the activation, without ``beta``. If
+            there is a ``c`` too, the residual is added outside the kernel, after the result was
+            rounded.
         row_scale: factors of the product's rows, ``(m,)`` or ``(..., m)`` (a scale per token).
-        column_scale: factors of its columns, ``(n,)`` or ``(..., n)`` (a scale per channel). The
-            leading dimensions of both broadcast as those of ``bias`` do.
-        a_scale: of an ``a`` of 8 bits (two operands of float8_e4m3fn or float8_e5m2, or two of
-            int8): what it stands for is ``a * a_scale``. One number, or float32 of as many
-            dimensions as ``a``, the last two of extents that divide its own: each scale is a
-            block's (docs/quantization.md). No derivative.
-        b_scale: the same of ``b``.
-        out_scale: one number by which the result is divided before it is clipped to the numbers of
-            ``preferred_element_type``, one of 8 bits, and rounded. For operands of 8 bits.
-        return_amax: whether the largest absolute value of the result, before that division, is a
-            second result, in float32. For operands of 8 bits.
-        transpose_a: whether ``a`` holds the transpose of ``A``; nothing is moved in memory. (Tensor
-            cores read 8-bit operands along k alone: a pass transposes what lies otherwise.)
+        column_scale: factors of the product's columns, ``(n,)`` or ``(..., n)`` (a scale per
+            channel). The leading dimensions of both scales broadcast like those of ``bias``.
+        a_scale: scale of an 8-bit ``a``, which stands for ``a * a_scale``. The operands must be two
+            of float8_e4m3fn or float8_e5m2, or two of int8. The scale is one number, or a float32
+            array with as many dimensions as ``a`` whose last two extents divide those of ``a``:
+            each element is the scale of one block (docs/quantization.md). It has no derivative.
+        b_scale: the same for ``b``.
+        out_scale: one number for 8-bit operands. The result is divided by it, clipped to the range
+            of ``preferred_element_type`` (an 8-bit type), and rounded.
+        return_amax: whether to return a second result for 8-bit operands: the largest absolute
+            value of the result before the division by ``out_scale``, in float32.
+        transpose_a: whether ``a`` holds the transpose of ``A``; this moves no data. Exception:
+            tensor cores read 8-bit operands only along k, so a pass transposes other layouts.
         transpose_b: whether ``b`` holds the transpose of ``B``.
-        conjugate_a: whether a complex ``A`` is conjugated; with ``transpose_a`` ``a`` holds its
+        conjugate_a: whether a complex ``A`` is conjugated; with ``transpose_a``, ``a`` holds its
             conjugate transpose.
-        conjugate_b: the same of ``B``.
-        precision: as in ``jnp.matmul``; also the name of a ``jax.lax.DotAlgorithmPreset``.
-            ``None`` is ``jax.default_matmul_precision``. float32 is computed in TF32 unless
-            ``"highest"`` or a wider preset is asked for. 8-bit floats are added up as the tensor
-            cores do it, to about 14 bits; ``"highest"`` and ``ANY_F8_ANY_F8_F32`` add up every 128
-            products apart, in float32.
-        preferred_element_type: dtype of the result; ``None`` is that of ``jnp.matmul(a, b)``,
-            bfloat16 where there are scales. The
-            kernels write the operands' dtype and float32, which is then converted to any other.
-        config: name of a kernel configuration (a row of ``jax_tcgemm.kernels.table``), the same
-            with ``"/splits=N"`` after it for k in N parts that are added up, ``"xla"`` for XLA's
-            own composition (a sum in one 16-bit type rounds as in ``jnp``), ``"kernel"`` for the
-            fastest kernel, and a ``FallbackError`` on a GPU where none computes it, or ``None`` for
-            what was tuned (see ``tune``) and else expected to be fastest. Derivatives choose their
-            own.
+        conjugate_b: the same for ``B``.
+        precision: as in ``jnp.matmul``, or the name of a ``jax.lax.DotAlgorithmPreset``. ``None``
+            means ``jax.default_matmul_precision``. float32 is computed in TF32 unless ``"highest"``
+            or a wider preset is requested. Sums of 8-bit floats are those of the tensor cores, to
+            about 14 bits. With ``"highest"`` or ``ANY_F8_ANY_F8_F32``, the sums of every 128
+            products are added up in float32.
+        preferred_element_type: dtype of the result. ``None`` means that of ``jnp.matmul(a, b)``, or
+            bfloat16 if there are scales. The kernels write the operands' dtype or float32; a
+            conversion to any other dtype follows.
+        config: ``None`` uses the tuned configuration (see ``tune``), or else the one that is
+            expected to be fastest. The name of a row of ``jax_tcgemm.kernels.table`` selects that
+            kernel; ``"/splits=N"`` after the name divides k into N parts that are added up.
+            ``"xla"`` selects XLA's own operations (a sum in one 16-bit type rounds as in ``jnp``).
+            ``"kernel"`` selects the fastest kernel, and raises a ``FallbackError`` on a GPU if no
+            kernel computes the product. Derivatives choose their own configuration.
         out_sharding: as in ``jnp.matmul``: a ``PartitionSpec`` or ``NamedSharding`` of the result,
-            on a mesh with explicit axes. It is needed where both operands' contracted dimensions
-            are sharded, and may not leave sums to be made (``unreduced``).
-        epilogue: instead of all of the above that becomes of the product, a function of the whole
-            product ``op(A) @ op(B)``, ``(..., m, n)`` in float32 (of int8 without scales in int32),
-            and of ``epilogue_operands``, in ``jax.numpy``. On GPUs of compute capability 9.0 and
-            for operands of 16 bits or fewer it is compiled into the kernel; elsewhere, and where it
-            cannot be, it follows the product (docs/epilogues.md). What it closes over is
-            differentiated as its operands are.
-        epilogue_operands: its further arguments, pytrees of arrays.
+            on a mesh with explicit axes. It is required if the contracted dimensions of both
+            operands are sharded. It must not be ``unreduced``.
+        epilogue: a ``jax.numpy`` function that replaces the epilogue above. It takes the whole
+            product ``op(A) @ op(B)``, ``(..., m, n)`` in float32 (for int8 without scales in
+            int32), and ``epilogue_operands``. On GPUs of compute capability 9.0, for operands of 16
+            bits or fewer, it is compiled into the kernel. Elsewhere, and if it cannot be compiled,
+            it runs after the product (docs/epilogues.md). Values that it closes over are
+            differentiated like its operands.
+        epilogue_operands: further arguments of ``epilogue``, pytrees of arrays.
 
     Returns:
-        ``(..., m, n)``, of the dtype of ``jnp.matmul(a, b, preferred_element_type=...)``. With
-        ``epilogue`` what that returns, a pytree of arrays of this shape and of any dtype;
-        ``preferred_element_type`` then converts those of floating-point numbers.
+        An array ``(..., m, n)`` with the dtype of ``jnp.matmul(a, b, preferred_element_type=...)``.
+        With ``return_amax``, that array and the largest absolute value. With ``epilogue``, its
+        results: a pytree of arrays of this shape, or reductions of it, of any dtype.
+        ``preferred_element_type`` then converts the floating-point ones.
 
     Raises:
-        NotImplementedError: ``out_sharding`` leaves sums to be made.
+        NotImplementedError: ``out_sharding`` is ``unreduced``.
         TypeError: an argument's type or dtype is not accepted.
         ValueError: an argument's shape or value is not accepted.
     """
@@ -196,7 +206,7 @@ def gemm(
     form, added_later = "add", None
     if residual is not None:
         residual = arguments.addend("residual", residual, (*batch, m, n), out_dtype)
-        if c is not None:  # the kernel has one place for an operand of this shape
+        if c is not None:  # the kernel takes only one operand of this shape
             added_later = residual
         else:
             c, beta = residual, 1.0
@@ -246,7 +256,7 @@ def gemm(
 def _accumulates(
     x: Operands, activation: str | Activation | None, constants: dict[str, Any], out_dtype: Any
 ) -> bool:
-    """Says whether this is ``c += A @ B`` in float32, the sum of a gradient over steps."""
+    """Checks if this is ``c += A @ B`` in float32, as in gradient accumulation over steps."""
     if x.c is None or activation is not None or constants.get("beta") != 1:
         return False
     sizes = [x.a.dtype.itemsize, x.b.dtype.itemsize]

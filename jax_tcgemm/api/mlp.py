@@ -1,4 +1,4 @@
-"""``mlp`` and ``gated_mlp``: arguments checked, and two layers made of them."""
+"""``mlp`` and ``gated_mlp``: check the arguments and make two layers."""
 
 from __future__ import annotations
 
@@ -44,14 +44,15 @@ def mlp(
     epilogue: Callable[..., Any] | None = None,
     epilogue_operands: Sequence[Any] = (),
 ) -> jax.Array:
-    """Two layers: ``activation(x @ w1 + b1) @ w2 + b2 + residual``, as two gemms.
+    """Two layers, computed as two gemms: ``activation(x @ w1 + b1) @ w2 + b2 + residual``.
 
-    Each layer's bias, activation and residual are fused as ``gemm`` fuses them. In reverse mode the
-    gemm that takes the cotangent back through ``w2`` multiplies by the derivative of the activation
-    as well, so that no pass over the hidden layer is left but that of the gradient of ``b1``. A
-    forward pass that is to be differentiated keeps the hidden layer before and after the
-    activation. ``jax.checkpoint`` policies know them by the names ``jax_tcgemm.PREACTIVATION`` and
-    ``jax_tcgemm.ACTIVATION``.
+    Each layer's bias, activation and residual are fused as in ``gemm``. In reverse mode, the gemm
+    that takes the cotangent back through ``w2`` also multiplies by the derivative of the
+    activation. So only the gradient of ``b1`` needs a separate pass over the hidden layer.
+
+    A forward pass that is to be differentiated keeps the hidden layer before and after the
+    activation. ``jax.checkpoint`` policies know these residuals by the names
+    ``jax_tcgemm.PREACTIVATION`` and ``jax_tcgemm.ACTIVATION``.
 
     Args:
         x: ``(..., m, k)``.
@@ -62,23 +63,24 @@ def mlp(
         activation: as in ``gemm``.
         residual: broadcasts to ``(..., m, n)``.
         transpose_w: whether ``w1`` is ``(f, k)`` and ``w2`` is ``(n, f)``.
-        precision: as in ``gemm``, for both layers. The hidden layer has the type in which the
-            second product multiplies. So bfloat16 ``x`` with float32 master weights,
-            ``precision="BF16_BF16_F32"`` and ``preferred_element_type=jnp.bfloat16`` computes
-            throughout in bfloat16 and gives float32 gradients of the weights, not rounded before.
-        preferred_element_type: dtype of the result; ``None`` is that of ``jnp.matmul`` of the
+        precision: as in ``gemm``, for both layers. The hidden layer has the dtype in which the
+            second product multiplies. For example, bfloat16 ``x`` and float32 master weights with
+            ``precision="BF16_BF16_F32"`` and ``preferred_element_type=jnp.bfloat16`` compute
+            throughout in bfloat16. The gradients of the weights are then float32 and are not
+            rounded before.
+        preferred_element_type: dtype of the result; ``None`` means that of ``jnp.matmul`` of the
             hidden layer and ``w2``.
-        recompute_activation: keep the hidden layer before the activation only. The reverse pass
-            computes the activation again for the gradient of ``w2``: one more pass over it, and
-            half of the memory.
+        recompute_activation: whether to keep the hidden layer only before the activation. The
+            reverse pass then computes the activation again for the gradient of ``w2``: one more
+            pass over the hidden layer, and half of the memory.
         out_sharding: as in ``gemm``.
-        epilogue: a function of ``x @ w1`` and ``epilogue_operands`` in place of ``b1`` and of the
-            activation, which is not looked at then: as in ``gemm``, with the hidden layer as its
-            only result. What goes back through it is in the epilogue of a gemm as well.
-        epilogue_operands: its further arguments.
+        epilogue: a function of ``x @ w1`` and ``epilogue_operands`` that replaces ``b1`` and the
+            activation, as in ``gemm``. Its only result is the hidden layer, and ``activation`` has
+            no effect. In reverse mode, its pullback is fused into the epilogue of a gemm as well.
+        epilogue_operands: further arguments of ``epilogue``.
 
     Returns:
-        ``(..., m, n)``.
+        An array ``(..., m, n)``.
 
     Raises:
         TypeError: an argument's type or dtype is not accepted.
@@ -134,10 +136,11 @@ def gated_mlp(
     epilogue: Callable[..., Any] | None = None,
     epilogue_operands: Sequence[Any] = (),
 ) -> jax.Array:
-    """A gated layer and the next: ``(activation(x @ w_gate) * (x @ w_up)) @ w_down``, two gemms.
+    """Gated layer and a second one: ``(activation(x @ w_gate) * (x @ w_up)) @ w_down``.
 
-    The first is that of ``gated_gemm``. In reverse mode the gemm that takes the cotangent back
-    through ``w_down`` writes the cotangents of both halves of the gated layer.
+    This is computed as two gemms; the first is that of ``gated_gemm``. In reverse mode, the gemm
+    that takes the cotangent back through ``w_down`` writes the cotangents of both halves of the
+    gated layer.
 
     Args:
         x: ``(..., m, k)``.
@@ -153,14 +156,14 @@ def gated_mlp(
         transpose_w: whether all weights are stored transposed.
         precision: as in ``mlp``.
         preferred_element_type: as in ``mlp``.
-        recompute_activation: as in ``mlp``; what is kept then is ``x @ w_gate`` and ``x @ w_up``.
+        recompute_activation: as in ``mlp``; ``x @ w_gate`` and ``x @ w_up`` are kept then.
         out_sharding: as in ``gemm``.
-        epilogue: as in ``mlp``, of ``x @ w_gate`` and ``x @ w_up``, in place of their biases and of
-            the activation.
-        epilogue_operands: its further arguments.
+        epilogue: as in ``mlp``, but a function of ``x @ w_gate``, ``x @ w_up`` and
+            ``epilogue_operands`` that replaces both biases and the activation.
+        epilogue_operands: further arguments of ``epilogue``.
 
     Returns:
-        ``(..., m, n)``.
+        An array ``(..., m, n)``.
 
     Raises:
         TypeError: an argument's type or dtype is not accepted.
@@ -201,7 +204,7 @@ def gated_mlp(
 
 
 def _check_alone(name: str, recompute_activation: bool, out_sharding: Any, **biases: Any) -> None:
-    """Checks what goes with ``epilogue=``."""
+    """Checks that no argument conflicts with ``epilogue=``."""
     recomputes = recompute_activation or None
     others = {"recompute_activation": recomputes, "out_sharding": out_sharding, **biases}
     epilogues.check_alone(name, **others)
@@ -215,7 +218,7 @@ def _of_function(
     second: Operands,
     second_spec: GemmSpec,
 ) -> jax.Array:
-    """Runs both layers, of which the first has a function as its epilogue."""
+    """Runs both layers; the first has a function as its epilogue."""
     products = first_spec.accumulators(out_dtype=first_spec.out_dtype)
     given, compiled_spec, _ = epilogues.traced(
         first, products, hidden.shape, *epilogue, preferred_element_type=hidden.dtype
@@ -241,9 +244,10 @@ def _weight(name: str, value: Any) -> jax.Array:
 
 
 def _named_dtype(x: jax.Array, w: jax.Array, precision: Any) -> Any:
-    """Returns the type in which ``precision`` says that operands of two types are multiplied.
+    """Returns the dtype in which ``precision`` says that two types are multiplied.
 
-    They need no common one then, which ``jax_numpy_dtype_promotion="strict"`` would refuse.
+    The operands then need no common dtype, which ``jax_numpy_dtype_promotion="strict"`` would
+    refuse.
     """
     named = INPUT_DTYPES.get(getattr(precision, "name", ""))
     are_floats = all(
@@ -254,7 +258,7 @@ def _named_dtype(x: jax.Array, w: jax.Array, precision: Any) -> Any:
 
 
 def _hidden_dtype(x: jax.Array, w: jax.Array, dtype: Any, precision: Any) -> Any:
-    """Returns the type that the second product multiplies in, in which nothing is lost."""
+    """Returns the dtype in which the second product multiplies, so that nothing is lost."""
     algorithm = resolve_algorithm(x.dtype, w.dtype, dtype, precision)
     return dtype if algorithm is None else INPUT_DTYPES[algorithm]
 
@@ -274,7 +278,7 @@ def _two_layers(
     out_sharding: Any,
     epilogue: tuple[Callable[..., Any], Sequence[Any]] | None,
 ) -> jax.Array:
-    """Checks the operands of the second layer, by the names its caller gives, and runs both."""
+    """Checks the second layer's operands, by the names that its caller gives; runs both layers."""
     (w_name, w), (bias_name, bias), (_, residual) = others.items()
     shapes = Operands(*(None if x is None else x.shape for x in first))
     *batch, m, f = first_spec.result_shape(shapes)

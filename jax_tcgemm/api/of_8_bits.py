@@ -1,4 +1,4 @@
-"""Products of 8-bit operands: scales, a result that is quantised again, and its largest value."""
+"""Products of 8-bit operands: scales, requantized results and their largest magnitude."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ from jax_tcgemm.problem.strides import Operands, Shape
 
 @dataclasses.dataclass(frozen=True)
 class Formula:
-    """What becomes of a scaled product: the epilogue of ``gemm``, then a result of 8 bits.
+    """The epilogue of a scaled product: that of ``gemm``, then possibly an 8-bit result.
 
     Attributes:
-        operands: arrays by name: ``c``, ``bias``, ``residual``, ``row_scale``, ``column_scale``,
-            ``alpha``, ``beta``, ``out_scale``; those that there are.
+        operands: the arrays that are given, by name: ``c``, ``bias``, ``residual``, ``row_scale``,
+            ``column_scale``, ``alpha``, ``beta``, ``out_scale``.
         activation: as in ``gemm``.
-        alpha: the factor of the product where that is no operand.
-        beta: the factor of ``c`` where that is no operand.
-        out_dtype: of the result.
+        alpha: factor of the product if it is not an operand.
+        beta: factor of ``c`` if it is not an operand.
+        out_dtype: dtype of the result.
         quantizes: whether the result is divided by ``out_scale`` and clipped.
-        returns_amax: whether its largest absolute value is a second result.
+        returns_amax: whether the largest absolute value of the result is a second result.
     """
 
     operands: dict[str, jax.Array]
@@ -59,12 +59,12 @@ class Formula:
 
     @property
     def wide(self) -> np.dtype:
-        """The type in which it is computed."""
+        """The dtype in which the formula is computed."""
         is_integer = jnp.issubdtype(self.out_dtype, jnp.integer) and not self.quantizes
         return jnp.dtype(self.out_dtype if is_integer else jnp.float32)
 
     def apply(self, product: jax.Array, *values: jax.Array) -> list[jax.Array]:
-        """Computes it of the product and of the operands, and rounds once."""
+        """Computes the results from the product and the operands, and rounds once."""
         z = product.astype(self.wide)
         given = zip(self.operands, values, strict=True)
         x = {name: value.astype(self.wide) for name, value in given}
@@ -98,7 +98,7 @@ class Formula:
 
 
 class Asked(NamedTuple):
-    """What is asked of a product of 8-bit operands alone."""
+    """The arguments of ``gemm`` that only 8-bit operands have."""
 
     a_scale: Any
     b_scale: Any
@@ -107,7 +107,7 @@ class Asked(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """Those arguments that ask for something."""
+        """The names of the arguments that are given."""
         asks = [value is not None for value in self[:3]] + [bool(self.return_amax)]
         return [name for name, is_given in zip(self._fields, asks, strict=True) if is_given]
 
@@ -120,11 +120,12 @@ def are_taken(
     precision: Any,
     out_sharding: Any,
 ) -> bool:
-    """Whether this is a product of 8-bit operands that kernels or this file's formula compute.
+    """Checks if this is an 8-bit product that kernels or this file's formula compute.
 
     Raises:
-        TypeError: something is asked for that is not of other operands.
-        ValueError: something is asked for beside ``out_sharding``.
+        TypeError: an argument for 8-bit operands is given for other operands.
+        ValueError: such an argument is given beside ``out_sharding`` or for explicitly sharded
+            operands.
     """
     if asked.names and out_sharding is not None:
         raise ValueError(f"out_sharding is not taken beside {', '.join(asked.names)}")
@@ -158,11 +159,11 @@ def _is_float(dtype: np.dtype) -> bool:
 
 
 def _sums(a: jax.Array) -> np.dtype:
-    """Returns the type of sums of products with ``a``."""
+    """Returns the dtype in which products with ``a`` are accumulated."""
     return jnp.dtype(jnp.int32 if a.dtype == jnp.int8 else jnp.float32)
 
 
-# Up to this k sums of products of int8 stay within int32.
+# The largest k for which sums of int8 products stay within int32.
 _MOST_INTEGER_K = (2**31 - 1) // 128**2
 
 
@@ -171,15 +172,15 @@ class Factors:
     """Two 8-bit operands, their scales, and how they are multiplied.
 
     Attributes:
-        a: the first.
-        b: the second, of the same kind.
+        a: the first operand.
+        b: the second operand, of the same kind.
         a_scale: the scales of ``a``.
-        b_scale: those of ``b``.
-        shape: ``(*batch, m, n)`` of the product.
-        transposed: whether each is stored so.
+        b_scale: the scales of ``b``.
+        shape: ``(*batch, m, n)``, the shape of the product.
+        transposed: whether each operand is stored transposed.
         precision: canonical ``lax`` precision.
         config: name of a kernel configuration, or ``None``.
-        wraps: whether sums of integers are to be int32 however large they are.
+        wraps: whether integer sums are int32 however large they are.
     """
 
     a: jax.Array
@@ -212,7 +213,10 @@ def gemm_of_8_bits(
     epilogue: Callable[..., Any] | None,
     epilogue_operands: Sequence[Any],
 ) -> Any:
-    """Computes ``gemm`` of 8-bit operands; arguments as there, ``given`` what else goes in."""
+    """Computes ``gemm`` of 8-bit operands.
+
+    The arguments are those of ``gemm``; ``given`` holds the operands of its epilogue.
+    """
     arguments.check_config(config)
     a_scale = scale_of("a_scale", asked.a_scale, "a", a, -2 if transposed[0] else -1)
     b_scale = scale_of("b_scale", asked.b_scale, "b", b, -1 if transposed[1] else -2)
@@ -224,7 +228,7 @@ def gemm_of_8_bits(
     wraps = out_dtype == jnp.int32 and not asked.names and epilogue is None
     factors = Factors(a, b, a_scale, b_scale, shape, transposed, precision, config, wraps)
     _check_row(factors)
-    if asked.return_amax and 0 in shape:  # of which there is no largest value
+    if asked.return_amax and 0 in shape:  # an empty result has no largest value
         asked = asked._replace(return_amax=False)
         rest = {"given": given, "activation": activation, "precision": precision}
         rest |= {"preferred": preferred, "config": config, "epilogue": epilogue}
@@ -244,11 +248,11 @@ def gemm_of_8_bits(
 
 
 def _check_row(x: Factors) -> None:
-    """Checks that the precision is one of 8-bit operands, and that the row is of their arithmetic.
+    """Checks that precision and kernel configuration fit the arithmetic of 8-bit operands.
 
     Raises:
-        TypeError: the precision is not.
-        ValueError: the row is not.
+        TypeError: the precision does not fit.
+        ValueError: the kernel configuration does not fit.
     """
     precision = x.precision
     if any(scale.is_along_k for scale in x.scales):
@@ -265,7 +269,7 @@ def _check_row(x: Factors) -> None:
 
 
 def _check_alone(asked: Asked, given: dict[str, Any], activation: Any) -> None:
-    """Checks that nothing becomes of the product but by a function."""
+    """Checks that only ``epilogue=`` modifies the product."""
     numbers = {name: given[name] for name in ("alpha", "beta")}
     changed = {k: x for k, x in numbers.items() if not (arguments.is_number(x) and x == 1)}
     arrays = {name: x for name, x in given.items() if name not in numbers}
@@ -276,7 +280,7 @@ def _check_alone(asked: Asked, given: dict[str, Any], activation: Any) -> None:
 def _formula(
     asked: Asked, given: dict[str, Any], activation: Any, shape: Shape, out_dtype: np.dtype
 ) -> Formula:
-    """Returns what becomes of the product, its operands checked."""
+    """Checks the operands of the epilogue and returns its formula."""
     *batch, m, n = shape
     quantizes = asked.out_scale is not None
     if quantizes and out_dtype.itemsize != 1:
@@ -329,10 +333,10 @@ def _bind(
     """Applies the primitive.
 
     Args:
-        x: what is multiplied.
-        function: of the scaled product and ``operands``; returns a list of results.
-        operands: of the function.
-        kept: type in which derivatives keep the product.
+        x: the operands that are multiplied.
+        function: function of the scaled product and ``operands``; returns a list of results.
+        operands: operands of the function.
+        kept: dtype in which derivatives keep the product.
     """
     *batch, m, n = x.shape
     k = x.a.shape[-2 if x.transposed[0] else -1]
@@ -340,7 +344,7 @@ def _bind(
     by_blocks: list[jax.Array] = []
     along: list[jax.Array] = []
     if a.dtype == jnp.int8 and k > _MOST_INTEGER_K and not x.wraps:
-        a, b = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)  # which holds them all
+        a, b = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)  # bfloat16 holds all int8 values
     if not any(scale.is_along_k for scale in x.scales):
         along = along_results(x.scales, (a, b), x.transposed)
     elif a.dtype != jnp.int8 and are_kernel_blocks(*x.scales, m, n, k):
@@ -349,7 +353,7 @@ def _bind(
         precision = _compat.canonicalize_precision("highest")
     else:
         a, b = (dequantized(y, s, kept) for y, s in zip((a, b), x.scales, strict=True))
-        # What is dequantised to float32 is not to be rounded to TF32.
+        # Operands dequantized to float32 must not be rounded to TF32.
         precision = _compat.canonicalize_precision("highest" if kept == jnp.float32 else None)
     (a, a_axes), (b, b_axes) = (
         arguments.placed(a, (*batch, m, k), x.transposed[0]),
@@ -374,12 +378,12 @@ def _bind(
 
 
 def product_of_8_bits(operands: Operands, spec: GemmSpec, out_dtype: np.dtype) -> jax.Array:
-    """Applies the primitive to operands without scales, as a drop-in for ``lax.dot_general``.
+    """Applies the primitive to operands without scales, for ``dot_general``.
 
     Args:
-        operands: two factors of 8 bits.
-        spec: the product.
-        out_dtype: of the result.
+        operands: two 8-bit operands.
+        spec: parameters of the product.
+        out_dtype: dtype of the result.
     """
     shapes = Operands(operands.a.shape, operands.b.shape)
     is_integer = operands.a.dtype == jnp.int8

@@ -17,7 +17,7 @@ from jax_tcgemm.api import arguments, eager
 from jax_tcgemm.problem.arithmetic import at_least_float32
 from jax_tcgemm.problem.strides import Shape
 
-# The largest magnitude of each type that values are quantised to; that of int8 has its negative.
+# The largest magnitude of each quantized type. int8 uses the symmetric range from -127 to 127.
 _LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
 _SCALE_DTYPES = ("float32", "bfloat16", "float16", "float8_e8m0fnu")
 _WHOLE = (None, -1)
@@ -32,15 +32,15 @@ _WHOLE = (None, -1)
 class Quantized:
     """An array as 8-bit values and scales: ``x ~ (qvalue - zero_point) * scale``.
 
-    A pytree with the fields of qwix's ``QArray``, so that either may stand for the other. Each
-    element of ``scale`` and ``zero_point`` holds for a block of ``qvalue``: their extents divide
+    This pytree has the fields of qwix's ``QArray``, so either can be used for the other. Each
+    element of ``scale`` and ``zero_point`` applies to one block of ``qvalue``: their extents divide
     those of ``qvalue``.
 
     Attributes:
         qvalue: the values, of any shape.
-        scale: of the rank of ``qvalue``.
-        zero_point: of the rank of ``qvalue``, or ``None`` for zero.
-        qtype: the type that was quantised to, ``None`` for that of ``qvalue``. No child of the
+        scale: the scales, of the rank of ``qvalue``.
+        zero_point: the zero points, of the rank of ``qvalue``, or ``None`` for zero.
+        qtype: the quantized type; ``None`` means that of ``qvalue``. It is not a child of the
             pytree.
     """
 
@@ -59,7 +59,7 @@ class Quantized:
 
     @property
     def dtype(self) -> np.dtype:
-        """The type of the numbers that are meant, which is that of their scales."""
+        """The dtype of the represented numbers, which is that of their scales."""
         return self.scale.dtype
 
     @property
@@ -71,25 +71,25 @@ class Quantized:
         return self.transpose(*range(self.ndim - 2), self.ndim - 1, self.ndim - 2)
 
     def transpose(self, *axes: Any) -> Quantized:
-        """Returns the array with its axes in another order, reversed if none are given."""
+        """Returns the array with permuted axes; without ``axes``, with reversed axes."""
         return jax.tree.map(lambda x: x.transpose(*axes), self)
 
     def dequantize(self, dtype: DTypeLike = jnp.float32) -> jax.Array:
-        """Returns the array that is meant; see ``dequantize``."""
+        """Returns the represented array; see ``dequantize``."""
         return dequantize(self, dtype)
 
 
 def is_quantized(x: Any) -> bool:
-    """Whether this is a ``Quantized`` or an object with its fields, as qwix's ``QArray``."""
+    """Checks if this is a ``Quantized`` or has its fields, like qwix's ``QArray``."""
     return all(hasattr(x, field.name) for field in dataclasses.fields(Quantized))
 
 
 def dequantize(x: Any, dtype: DTypeLike = jnp.float32) -> jax.Array:
-    """Returns the array that a ``Quantized``, or an object with its fields, stands for.
+    """Returns the array that a ``Quantized``, or an object with its fields, represents.
 
     Args:
-        x: the quantised array.
-        dtype: of the result.
+        x: the quantized array.
+        dtype: dtype of the result.
 
     Returns:
         ``(qvalue - zero_point) * scale``, computed in float32 (float64 for float64) and rounded
@@ -116,7 +116,7 @@ def _quantize(
     scale_dtype: DTypeLike,
     power_of_two: bool,
 ) -> Quantized:
-    """Does what ``quantize`` says, whose ``dtype`` may be positional."""
+    """Implements ``quantize``, whose ``dtype`` may be positional."""
     x = arguments.array("x", x)
     if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize < 2:
         raise TypeError(
@@ -142,27 +142,29 @@ def quantize(
     scale_dtype: DTypeLike = jnp.float32,
     power_of_two: bool = False,
 ) -> Quantized:
-    """Quantises an array to 8 bits, with a scale for each block that takes its largest magnitude.
+    """Quantizes an array to 8 bits, with one scale per block from its largest magnitude.
 
-    ``scale = max|block| / largest(dtype)``, or 1 for a block of zeros, and ``qvalue = x / scale``,
+    ``scale = max|block| / largest(dtype)``, or 1 for a block of zeros. ``qvalue = x / scale``,
     rounded to nearest (halves to even) and clipped to ``[-largest, largest]``: 448 for
-    float8_e4m3fn, 57344 for float8_e5m2, 127 for int8. It is computed in float32 (float64 for
-    float64), by one reduction and one elementwise operation, which XLA fuses. A block that holds a
-    NaN or an infinity has NaN for its scale, so that all of it is NaN once dequantised. Scales are
-    normal, finite numbers of their type else: what would need a larger one is clipped.
+    float8_e4m3fn, 57344 for float8_e5m2, 127 for int8. The computation is in float32 (float64 for
+    float64). It is one reduction and one elementwise operation, which XLA fuses.
+
+    A block that holds a NaN or an infinity has a NaN scale, so all of it is NaN after
+    dequantization. Other scales are normal, finite numbers of their type; values that would need a
+    larger scale are clipped.
 
     Args:
         x: floating-point array of any shape.
         dtype: ``float8_e4m3fn``, ``float8_e5m2`` or ``int8``.
-        tile: extent of a block along each axis, ``-1`` or ``None`` for the whole axis: ``(1, 128)``
-            and ``(128, 128)`` for blocks, ``(1, -1)`` for rows, ``(-1, 1)`` for columns. ``None``
-            is one scale for all.
-        scale_dtype: ``float32``, ``bfloat16``, ``float16`` or ``float8_e8m0fnu``, whose scales are
-            powers of two. What is divided by is the rounded scale.
-        power_of_two: rounds scales up to powers of two.
+        tile: extent of a block along each axis; ``-1`` or ``None`` means the whole axis.
+            ``(1, 128)`` and ``(128, 128)`` give blocks, ``(1, -1)`` rows, ``(-1, 1)`` columns.
+            ``tile=None`` gives one scale for the whole array.
+        scale_dtype: ``float32``, ``bfloat16``, ``float16`` or ``float8_e8m0fnu``. Scales of
+            ``float8_e8m0fnu`` are powers of two. Values are divided by the rounded scale.
+        power_of_two: whether to round scales up to powers of two.
 
     Returns:
-        A ``Quantized`` without a zero point; the extents of its scale are numbers of blocks.
+        A ``Quantized`` without a zero point. The extents of its scale are the numbers of blocks.
 
     Raises:
         TypeError: a dtype is not accepted.
@@ -178,7 +180,7 @@ def quantize(
 
 
 def largest(dtype: DTypeLike) -> float:
-    """Returns the largest magnitude of a type that values are quantised to."""
+    """Returns the largest magnitude of a quantized type."""
     return _LARGEST[jnp.dtype(dtype).name]
 
 
@@ -198,10 +200,10 @@ def spread(scale: jax.Array, shape: Shape) -> jax.Array:
 
 
 def check_divides(name: str, own: Shape, of_name: str, shape: Shape) -> None:
-    """Checks that a scale's extents divide those of what it scales.
+    """Checks that a scale's extents divide those of the array that it scales.
 
     Raises:
-        ValueError: they do not, or are more or fewer.
+        ValueError: an extent does not divide, or the ranks differ.
     """
     if len(own) == len(shape) and all(
         count == extent or (count > 0 and extent % count == 0)
@@ -215,9 +217,9 @@ def check_divides(name: str, own: Shape, of_name: str, shape: Shape) -> None:
 
 
 def _scale(amax: jax.Array, target: Any, dtype: np.dtype, power_of_two: bool) -> jax.Array:
-    """Returns scales of type ``dtype`` of blocks whose largest magnitudes are ``amax``."""
+    """Returns scales of type ``dtype`` for blocks whose largest magnitudes are ``amax``."""
     limits = jnp.finfo(dtype)
-    # float32 holds all of the types of scales, but for the smallest of e8m0.
+    # float32 holds all values of the scale types, except the smallest of e8m0.
     low = max(float(limits.smallest_normal), float(jnp.finfo(jnp.float32).smallest_normal))
     scale = (amax / largest(target)).astype(jnp.float32)
     scale = jnp.clip(scale, low, float(limits.max))
@@ -229,7 +231,7 @@ def _scale(amax: jax.Array, target: Any, dtype: np.dtype, power_of_two: bool) ->
 
 
 def _round_up_to_power_of_two(x: jax.Array) -> jax.Array:
-    """Rounds positive, finite, normal float32 numbers up; what is one of those already stays."""
+    """Rounds positive, finite, normal float32 numbers up to powers of two."""
     mantissa = np.uint32(2**23 - 1)
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     return lax.bitcast_convert_type((bits + mantissa) & ~mantissa, jnp.float32)
@@ -267,6 +269,6 @@ def _counts(shape: Shape, tile: Any) -> Shape:
 
 
 def _split(counts: Sequence[int], shape: Shape) -> list[tuple[int, int]]:
-    """Returns the number of blocks and the extent of one for each axis."""
+    """Returns the number of blocks and the extent of one block for each axis."""
     pairs = zip(counts, shape, strict=True)
     return [(count, extent // count if count else 1) for count, extent in pairs]

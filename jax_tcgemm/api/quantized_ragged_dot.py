@@ -1,4 +1,4 @@
-"""``ragged_dot`` of quantised operands: scales become a function of the product."""
+"""``ragged_dot`` of quantized operands: the scales become part of its epilogue."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ def quantized_ragged_dot(
     epilogue_operands: Sequence[Any],
     **options: Any,
 ) -> Any:
-    """Computes ``ragged_dot`` where at least one factor is quantised.
+    """Computes ``ragged_dot`` of operands of which at least one is quantized.
 
-    Two of float8 or two of int8 are multiplied as they are if no scale changes along k and there
-    are no zero points; others are dequantised.
+    Two float8 or two int8 operands are multiplied directly if no scale changes along k and there
+    are no zero points. Others are dequantized.
 
     Args:
-        dot: ``ragged_dot``.
+        dot: the function ``ragged_dot``.
         lhs: ``(m, k)``.
         rhs: ``(g, k, n)``, or ``(g, n, k)``.
-        group_sizes: as ``ragged_dot`` has them.
-        bias: likewise.
-        activation: likewise.
-        preferred_element_type: likewise.
-        epilogue: likewise.
-        epilogue_operands: likewise.
+        group_sizes: as in ``ragged_dot``.
+        bias: as in ``ragged_dot``.
+        activation: as in ``ragged_dot``.
+        preferred_element_type: as in ``ragged_dot``.
+        epilogue: as in ``ragged_dot``.
+        epilogue_operands: as in ``ragged_dot``.
         **options: further arguments of ``dot``.
     """
     if epilogue is not None:
@@ -108,7 +108,7 @@ def quantized_ragged_dot(
 
 
 def _finished(activation: str | Activation | None, dtype: np.dtype) -> Callable[..., jax.Array]:
-    """Returns what becomes of a scaled product; rows beyond all groups are zero."""
+    """Returns the epilogue of a scaled product; it sets rows beyond all groups to zero."""
 
     def finished(product: jax.Array, is_inside: jax.Array, *bias: jax.Array) -> jax.Array:
         for each in bias:
@@ -121,7 +121,7 @@ def _finished(activation: str | Activation | None, dtype: np.dtype) -> Callable[
 
 
 def _groups_of_rows(sizes: jax.Array, m: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the group of each row, ``(m,)``, and whether there is one, ``(m, 1)``."""
+    """Returns the group of each row, ``(m,)``, and whether the row has one, ``(m, 1)``."""
     ends = jnp.cumsum(jnp.clip(sizes, 0, m).astype(jnp.int32))
     rows = jnp.arange(m, dtype=jnp.int32)
     group = jnp.searchsorted(ends, rows, side="right", method="compare_all")
@@ -145,6 +145,6 @@ def _along_results(a: Scaled, b: Scaled, k_axis: int, of_row: jax.Array) -> list
         scale = b.scale.astype(jnp.float32).squeeze(k_axis)
         groups = b.value.shape[0] if scale.shape[0] != 1 else 1
         scale = quantization.spread(scale, (groups, columns))
-        # Of each group: read along with the results.
+        # Scales that differ between groups are read along with the results.
         scales.append(scale[of_row] if groups > 1 else scale)
     return scales

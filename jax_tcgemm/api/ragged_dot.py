@@ -1,4 +1,4 @@
-"""``ragged_dot`` and ``gated_ragged_dot``: arguments checked, and the primitive bound."""
+"""``ragged_dot`` and ``gated_ragged_dot``: check the arguments and bind the primitive."""
 
 from __future__ import annotations
 
@@ -45,42 +45,46 @@ def ragged_dot(
     epilogue: Callable[..., Any] | None = None,
     epilogue_operands: Sequence[Any] = (),
 ) -> Any:
-    """Product of consecutive groups of rows with a matrix each, with a fused epilogue.
+    """Product of consecutive groups of rows with one matrix each, with a fused epilogue.
 
     The first ``group_sizes[0]`` rows are ``activation(lhs @ rhs[0] + bias[0])``, the next
-    ``group_sizes[1]`` are made with ``rhs[1]`` and ``bias[1]``, and so on; rows beyond the last
-    group are zero. This is ``jax.lax.ragged_dot`` with an epilogue: the tokens of a mixture of
-    experts, sorted by expert. On NVIDIA GPUs of compute capability 9.0 it is one tensor-core
-    kernel for bfloat16 and float16, and for 8 bits (without scales not with ``bias`` or
-    ``activation``), whatever the sizes are, which the host need not know; elsewhere and for other
-    dtypes it is computed group after group in ``jax.lax``. The product is accumulated
-    and the epilogue computed in float32, and the result is rounded once. It can be differentiated,
-    forward and reverse and to any order; under ``vmap`` the products are computed one after the
-    other.
+    ``group_sizes[1]`` rows use ``rhs[1]`` and ``bias[1]``, and so on. Rows beyond the last group
+    are zero. This is ``jax.lax.ragged_dot`` with an epilogue, as for the tokens of a mixture of
+    experts, sorted by expert.
+
+    On NVIDIA GPUs of compute capability 9.0 this is one tensor-core kernel for bfloat16, float16
+    and 8-bit operands. Exception: for 8-bit operands without scales, the kernel takes neither
+    ``bias`` nor ``activation``. The kernel serves any group sizes, and the host need not know them.
+    Elsewhere, and for other dtypes, XLA computes group after group in ``jax.lax``.
+
+    The product is accumulated and the epilogue computed in float32, and the result is rounded once.
+    The function can be differentiated, forward and reverse and to any order. Under ``vmap`` the
+    products are computed one after the other.
 
     Args:
-        lhs: ``(m, k)``; a ``Quantized`` or qwix's ``QArray``, too.
-        rhs: ``(g, k, n)``, or ``(g, n, k)`` with ``transpose_rhs``; likewise. Two of float8 or two
-            of int8 whose scales do not change along k are multiplied as they are.
+        lhs: ``(m, k)``, an array, a ``Quantized`` or qwix's ``QArray``.
+        rhs: ``(g, k, n)``, or ``(g, n, k)`` with ``transpose_rhs``; an array, a ``Quantized`` or
+            qwix's ``QArray``. Two float8 or two int8 operands are multiplied directly if their
+            scales do not change along k and they have no zero points.
         group_sizes: ``(g,)``, integers. They may sum to less than ``m``. Negative sizes count as
             zero, and a group that would reach beyond row ``m`` ends there.
         bias: ``(g, n)``, added before the activation.
         activation: as in ``gemm``.
         precision: as in ``gemm``.
-        preferred_element_type: dtype of the result; ``None`` is that of ``jnp.matmul(lhs, rhs)``,
-            or of ``jax.lax.ragged_dot`` where JAX promotes the two to no common type (bfloat16
-            by int4).
-        transpose_rhs: whether the matrices are stored transposed; nothing is moved in memory.
+        preferred_element_type: dtype of the result. ``None`` means that of
+            ``jnp.matmul(lhs, rhs)``. If JAX has no common type for the two (bfloat16 by int4), it
+            means that of ``jax.lax.ragged_dot``.
+        transpose_rhs: whether the matrices are stored transposed; this moves no data.
         config: name of a kernel configuration for groups of rows (a row of
-            ``jax_tcgemm.kernels.table``), or ``None`` for the one that a heuristic chooses.
-        out_sharding: as in ``gemm``. Without it rows are divided as those of ``lhs``, columns as
-            those of ``rhs``.
-        epilogue: as in ``gemm``. What differs from group to group is an operand of ``(m, 1)``, such
-            as ``jnp.repeat(scales, group_sizes, total_repeat_length=m)[:, None]``.
-        epilogue_operands: its further arguments.
+            ``jax_tcgemm.kernels.table``), ``"xla"``, ``"kernel"`` or ``None``, as in ``gemm``.
+        out_sharding: as in ``gemm``. By default rows are sharded like those of ``lhs``, and columns
+            like those of ``rhs``.
+        epilogue: as in ``gemm``. Values that differ between groups are operands of shape
+            ``(m, 1)``, such as ``jnp.repeat(scales, group_sizes, total_repeat_length=m)[:, None]``.
+        epilogue_operands: further arguments of ``epilogue``.
 
     Returns:
-        ``(m, n)``; with ``epilogue`` what that returns.
+        An array ``(m, n)``, or the results of ``epilogue``.
 
     Raises:
         TypeError: an argument's type or dtype is not accepted.
@@ -117,7 +121,7 @@ def ragged_dot(
     arguments.check_activation(activation, out_dtype)
     sums = jnp.dtype(jnp.int32) if lhs.dtype == rhs.dtype == jnp.int8 else out_dtype
     types = (lhs.dtype, rhs.dtype, sums, precision)
-    # Of 8 bits there are kernels with a function, or for the product alone.
+    # 8-bit kernels have a function as epilogue, or compute only the product.
     has_epilogue = bias is not None or activation is not None
     of_8_bits = None if has_epilogue else resolve_run_time(*types)
     _check_config(config, of_8_bits or resolve_algorithm(*types))
@@ -158,26 +162,27 @@ def gated_ragged_dot(
 ) -> jax.Array:
     """Gated linear unit of each group of rows, for the experts of a mixture.
 
-    The rows of group ``i`` are ``activation(lhs @ rhs_gate[i] + bias_gate[i]) * (lhs @ rhs_up[i] +
-    bias_up[i])``; rows beyond the last group are zero. This is ``ragged_dot`` twice: both factors
-    are rounded to the result's dtype before they are multiplied, which is a pass of its own.
+    The rows of group ``i`` are
+    ``activation(lhs @ rhs_gate[i] + bias_gate[i]) * (lhs @ rhs_up[i] + bias_up[i])``. Rows beyond
+    the last group are zero. The function calls ``ragged_dot`` twice, which rounds both factors to
+    the result's dtype. A separate pass then multiplies them.
 
     Args:
         lhs: ``(m, k)``.
         rhs_gate: ``(g, k, n)``, or ``(g, n, k)`` with ``transpose_rhs``.
         rhs_up: of the shape and dtype of ``rhs_gate``.
         group_sizes: ``(g,)``, as in ``ragged_dot``.
-        activation: as in ``gemm``; ``None`` is the plain product of the two.
+        activation: as in ``gemm``; ``None`` means the plain product of the two.
         bias_gate: ``(g, n)``, added before the activation.
         bias_up: ``(g, n)``.
         precision: as in ``gemm``.
-        preferred_element_type: dtype of the result; ``None`` is that of
+        preferred_element_type: dtype of the result; ``None`` means that of
             ``jnp.matmul(lhs, rhs_gate)``.
-        transpose_rhs: whether the matrices are stored transposed; nothing is moved in memory.
+        transpose_rhs: whether the matrices are stored transposed; this moves no data.
         out_sharding: as in ``ragged_dot``.
 
     Returns:
-        ``(m, n)``.
+        An array ``(m, n)``.
 
     Raises:
         TypeError: an argument's type or dtype is not accepted.
@@ -220,7 +225,7 @@ def _check_config(config: str | None, algorithm: str | None) -> None:
 
 
 def _sizes(group_sizes: ArrayLike, groups: int) -> jax.Array:
-    """Returns the sizes as int32; what is too large becomes the largest, what is too small 0."""
+    """Returns the sizes as int32; too large ones become its maximum, too small ones 0."""
     sizes = arguments.array("group_sizes", group_sizes)
     if not jnp.issubdtype(sizes.dtype, jnp.integer):
         raise TypeError(f"group_sizes must be integers, got group_sizes.dtype={sizes.dtype}")

@@ -1,4 +1,4 @@
-"""``scaled_dot`` and products of ``Quantized`` arrays: any dimensions, as one ``gemm``."""
+"""``scaled_dot`` and products of ``Quantized`` arrays of any dimensions, as one ``gemm``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jax_tcgemm.problem.arithmetic import common_dtype
 from jax_tcgemm.problem.strides import Shape
 
 _FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
-# Up to this k a sum of products of differences of int8 values is exact in int32.
+# The largest k for which sums of products of differences of int8 values are exact in int32.
 _MOST_EXACT_K = (2**31 - 1) // 255**2
 
 
@@ -36,29 +36,34 @@ def scaled_dot(
 ) -> jax.Array:
     """Product of scaled 8-bit operands: ``(lhs * lhs_scale) @ (rhs * rhs_scale)``.
 
-    Has the arguments of ``jax.lax.scaled_dot`` and takes more shapes of scales: each element of a
-    scale holds for a block of its operand. float8 operands (e4m3fn and e5m2 in any pairing) and
-    int8 ones are multiplied as they are by ``gemm``, which says what scales its kernels apply. Sums
-    of float8 are promoted (``precision="highest"``). Where ``gemm`` applies scales they are float32
-    numbers (``lax`` rounds them, and scaled operands, to bfloat16); operands with other scales it
-    dequantises first. Other pairs are dequantised: to the dtype of the operand that has more than 8
-    bits, else to the result's. Operands are read where they lie
-    if batch dimensions come first, then the free and the contracted ones in either order; else they
-    are copied. Operands of 8 bits are not differentiated.
+    The function has the arguments of ``jax.lax.scaled_dot`` and takes more shapes of scales: each
+    element of a scale applies to one block of its operand.
+
+    ``gemm`` multiplies float8 pairs (e4m3fn and e5m2 in any pairing) and int8 pairs directly. Sums
+    of float8 are promoted (``precision="highest"``). The documentation of ``gemm`` says which
+    scales its kernels apply; these are float32 numbers (``lax`` rounds them, and scaled operands,
+    to bfloat16). ``gemm`` dequantizes operands with other scales first.
+
+    Other pairs are dequantized to the dtype of the operand that has more than 8 bits, or else to
+    the result's dtype.
+
+    Operands are read in place if batch dimensions come first, then the free and the contracted ones
+    in either order. Otherwise they are copied. 8-bit operands are not differentiated.
 
     Args:
         lhs: array of any rank.
         rhs: array of any rank.
-        lhs_scale: factors of ``lhs``, of its rank with extents that divide its own, or of one
-            element. ``None`` is 1.
-        rhs_scale: factors of ``rhs``, likewise.
+        lhs_scale: factors of ``lhs``: one element, or an array of the rank of ``lhs`` whose extents
+            divide those of ``lhs``. ``None`` means 1.
+        rhs_scale: the same for ``rhs``.
         dimension_numbers: ``((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch))``.
-            ``None`` is the product of ``(..., m, k)`` and ``(..., k, n)`` of the same rank, the
-            leading dimensions being the batch.
-        preferred_element_type: dtype of the result; ``None`` is bfloat16.
+            ``None`` means the product of ``(..., m, k)`` and ``(..., k, n)`` of the same rank,
+            where the leading dimensions are the batch.
+        preferred_element_type: dtype of the result; ``None`` means bfloat16.
 
     Returns:
-        The batch dimensions, then the free dimensions of ``lhs``, then those of ``rhs``.
+        An array with the batch dimensions, then the free dimensions of ``lhs``, then those of
+        ``rhs``.
 
     Raises:
         TypeError: an argument's type or dtype is not accepted, or ``dimension_numbers`` does not
@@ -101,23 +106,24 @@ def quantized_dot_general(
     precision: Any = None,
     preferred_element_type: DTypeLike | None = None,
 ) -> jax.Array:
-    """``lax.dot_general`` of operands of which at least one is quantised.
+    """``lax.dot_general`` of operands of which at least one is quantized.
 
-    Two operands of float8 or two of int8 are multiplied as they are and scaled, as in
-    ``scaled_dot``, with the sums that ``precision`` asks ``gemm`` for. Zero points of int8 are
-    subtracted from the exact product if neither they nor scales change along the contracted
-    dimensions and k is at most 33025. Other pairs are dequantised as in ``scaled_dot``.
+    Two float8 or two int8 operands are multiplied directly and scaled, as in ``scaled_dot``.
+    ``precision`` selects their sums, as in ``gemm``. Zero points of int8 are subtracted from the
+    exact product if neither they nor scales change along the contracted dimensions and k is at most
+    33025. Other pairs are dequantized as in ``scaled_dot``.
 
     Args:
         lhs: a ``Quantized``, an object with its fields such as qwix's ``QArray``, or an array.
         rhs: the same.
         dimension_numbers: ``((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch))``.
         precision: as in ``gemm``.
-        preferred_element_type: dtype of the result; ``None`` is that of an operand that is not
-            quantised and has more than 8 bits, else the common one of the scales.
+        preferred_element_type: dtype of the result. ``None`` means that of an operand that is not
+            quantized and has more than 8 bits, or else the common dtype of the scales.
 
     Returns:
-        The batch dimensions, then the free dimensions of ``lhs``, then those of ``rhs``.
+        An array with the batch dimensions, then the free dimensions of ``lhs``, then those of
+        ``rhs``.
 
     Raises:
         TypeError: a type or dtype is not accepted, or ``dimension_numbers`` does not fit.
@@ -169,7 +175,7 @@ def _contracted(
     scales: dict[str, Any] = {
         name: x.scale.astype(jnp.float32)
         for name, x in {"a_scale": a, "b_scale": b}.items()
-        if x.scale is not None and x.value.size  # where there is nothing, no scale fits
+        if x.scale is not None and x.value.size  # no scale fits an empty operand
     }
     product = gemm(
         a.value,
@@ -184,19 +190,19 @@ def _contracted(
 
 
 def is_native_pair(lhs: np.dtype, rhs: np.dtype) -> bool:
-    """Whether operands of these types are multiplied as they are."""
+    """Checks if operands of these dtypes are multiplied without dequantization."""
     return lhs == rhs == jnp.int8 or all(x.name in _FLOAT8 for x in (lhs, rhs))
 
 
 def common_of(lhs: np.dtype, rhs: np.dtype, result: np.dtype) -> np.dtype:
-    """Returns the type in which operands are multiplied that no kernel takes as they are."""
+    """Returns the dtype in which operands without a kernel for their own dtypes are multiplied."""
     wide = [dtype for dtype in (lhs, rhs) if dtype.itemsize > 1]
     common = functools.reduce(common_dtype, wide) if wide else result
     return jnp.dtype(common if jnp.issubdtype(common, jnp.floating) else jnp.float32)
 
 
 def result_dtype(lhs: Any, rhs: Any) -> np.dtype:
-    """Returns the dtype of an operand of more than 8 bits, else the common one of the scales."""
+    """Returns the dtype of an operand of more than 8 bits, or else the scales' common one."""
     wide, scales = [], []
     for x in (lhs, rhs):
         if quantization.is_quantized(x):
@@ -208,10 +214,10 @@ def result_dtype(lhs: Any, rhs: Any) -> np.dtype:
 
 
 def _without_zero_points(lhs: tuple[Scaled, bool], rhs: tuple[Scaled, bool]) -> jax.Array:
-    """Computes the product of int8 matrices exactly, subtracts their zero points and scales.
+    """Computes an int8 product exactly, subtracts the zero points and applies the scales.
 
-    ``(a - p) @ (b - q) = a @ b - p * sum(b) - sum(a) * q + k * p * q``. Each of these may leave the
-    range of int32, whose arithmetic is modulo 2^32; the whole does not.
+    ``(a - p) @ (b - q) = a @ b - p * sum(b) - sum(a) * q + k * p * q``. Each term may leave the
+    range of int32, whose arithmetic is modulo 2^32; the total does not.
     """
     (a, transpose_a), (b, transpose_b) = lhs, rhs
     product = gemm(
@@ -239,7 +245,7 @@ def _rank_one(x: Scaled, k_axis: int, is_transposed: bool) -> list[jax.Array]:
 
 
 def _is_exact(lhs: Scaled, rhs: Scaled, dims: DimensionNumbers) -> bool:
-    """Says whether ``_without_zero_points`` serves these operands."""
+    """Checks if ``_without_zero_points`` can compute the product of these operands."""
     zeros = [x.zero_point for x in (lhs, rhs) if x.zero_point is not None]
     is_constant = all(x.is_constant_along(d) for x, d in zip((lhs, rhs), dims[0], strict=True))
     k = math.prod(lhs.value.shape[dim] for dim in dims[0][0])
@@ -247,7 +253,7 @@ def _is_exact(lhs: Scaled, rhs: Scaled, dims: DimensionNumbers) -> bool:
 
 
 def _dimension_numbers(given: Any, lhs: Shape, rhs: Shape) -> DimensionNumbers:
-    """Returns dimension numbers as tuples of non-negative numbers that are known to fit."""
+    """Returns dimension numbers as tuples of non-negative numbers, and checks that they fit."""
     if given is None:
         if len(lhs) != len(rhs) or len(lhs) < 2:
             raise TypeError(
@@ -264,6 +270,6 @@ def _dimension_numbers(given: Any, lhs: Shape, rhs: Shape) -> DimensionNumbers:
 
 
 def _result_shape(lhs: Shape, rhs: Shape, dims: Any) -> Shape:
-    """Returns the shape of the result, once ``lax`` has checked all."""
+    """Returns the shape of the result after ``lax`` has checked everything."""
     a, b = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (lhs, rhs))
     return jax.eval_shape(lambda a, b: lax.dot_general(a, b, dims), a, b).shape

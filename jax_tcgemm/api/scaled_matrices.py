@@ -1,4 +1,4 @@
-"""Operands with scales as matrices: dimensions in any order, merged to rows, columns and k."""
+"""Scaled operands as matrices: merges dimensions in any order to rows, columns and k."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DimensionNumbers = tuple[tuple[_Dims, _Dims], tuple[_Dims, _Dims]]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Scaled:
-    """An operand, its scale and its zero point, which are of its rank."""
+    """An operand with its scale and zero point, which have its rank."""
 
     value: jax.Array
     scale: jax.Array | None = None
@@ -29,7 +29,7 @@ class Scaled:
 
     @staticmethod
     def of(x: Any) -> Scaled:
-        """Returns the parts of a quantised operand; another one is its own value."""
+        """Returns the parts of a quantized operand; any other operand is its own value."""
         if not quantization.is_quantized(x):
             return Scaled(x)
         for name in ("scale", "zero_point"):
@@ -39,7 +39,7 @@ class Scaled:
         return Scaled(x.qvalue, x.scale, x.zero_point)
 
     def map(self, function: Any) -> Scaled:
-        """Applies a function to each part that there is."""
+        """Applies a function to each part that is present."""
         others = (None if x is None else function(x) for x in (self.scale, self.zero_point))
         return Scaled(function(self.value), *others)
 
@@ -55,10 +55,11 @@ class Scaled:
 
 
 def matrices(lhs: Scaled, rhs: Scaled, dims: DimensionNumbers) -> list[tuple[Scaled, bool]]:
-    """Returns the operands as matrices after the batch, and whether they are stored transposed."""
+    """Returns the operands as matrices after the batch, and whether each is transposed."""
     (lhs_contracted, rhs_contracted), (lhs_batch, rhs_batch) = dims
     pairs = list(zip(lhs_contracted, rhs_contracted, strict=True))
-    # In the order in which the larger operand has them, so that only the smaller one is copied.
+    # The contracted dimensions follow the order of the larger operand, so that only the smaller one
+    # is copied.
     sizes = [x.value.size for x in (lhs, rhs)]
     is_known = all(isinstance(size, int) for size in sizes)
     pairs.sort(key=operator.itemgetter(1 if is_known and sizes[0] < sizes[1] else 0))
@@ -80,7 +81,7 @@ def _matrix(x: Scaled, batch: _Dims, contracted: _Dims, k_comes_first: bool) -> 
     free = tuple(d for d in range(x.value.ndim) if d not in (*batch, *contracted))
     groups = [(contracted, free), (free, contracted)]
     in_place = [pair for pair in groups if _lies_so((*batch, *pair[0], *pair[1]), x.value.shape)]
-    # A copy has k last, which is what the tensor cores read.
+    # A copy has k last, because tensor cores read this layout.
     first, last = in_place[0] if in_place else groups[1]
     x = x.map(lambda y: lax.transpose(y, (*batch, *first, *last)))
     shape, start, middle = x.value.shape, len(batch), len(batch) + len(first)
@@ -89,17 +90,18 @@ def _matrix(x: Scaled, batch: _Dims, contracted: _Dims, k_comes_first: bool) -> 
 
 
 def _lies_so(order: _Dims, shape: Shape) -> bool:
-    """Says whether a transposition moves nothing."""
+    """Checks if a transposition to this order moves no data."""
     moved = [dim for dim in order if shape[dim] != 1]
     return moved == sorted(moved)
 
 
 def _refined(factor: jax.Array, shape: Shape, start: int, middle: int) -> jax.Array:
-    """Repeats factors of an operand of ``shape`` until they are some of the matrices to be.
+    """Repeats the factors of an operand of ``shape`` until they fit its merged matrices.
 
-    Dimensions from ``start`` to ``middle``, and those after, become one each. Blocks remain blocks
-    of that if before the last dimension along which factors change each element has its own. Along
-    the batch there are no blocks. The operand itself stays as it is.
+    The dimensions from ``start`` to ``middle`` merge into one, and so do those after. Blocks stay
+    blocks of the merged dimension if every element of the dimensions before the last one along
+    which factors change has its own factor. There are no blocks along the batch. The operand itself
+    stays as it is.
     """
     full = list(factor.shape)
     for dim in range(start):
@@ -112,6 +114,6 @@ def _refined(factor: jax.Array, shape: Shape, start: int, middle: int) -> jax.Ar
 
 
 def _merged(x: jax.Array, start: int, middle: int) -> jax.Array:
-    """Makes matrices of all dimensions after the batch."""
+    """Merges all dimensions after the batch into those of a matrix."""
     groups = x.shape[start:middle], x.shape[middle:]
     return lax.reshape(x, (*x.shape[:start], *map(math.prod, groups)))

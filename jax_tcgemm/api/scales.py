@@ -1,4 +1,4 @@
-"""Scales of 8-bit operands: what shapes they have, and what becomes of each."""
+"""Scales of 8-bit operands: their accepted shapes, and how each is applied."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Scale:
     """The scales of one operand.
 
     Attributes:
-        value: float32; of the operand's rank, or of shape ``()``; ``None`` is 1.
-        blocks: how many there are along ``(mn, k)``.
+        value: float32; of the operand's rank, or of shape ``()``; ``None`` means 1.
+        blocks: number of blocks along ``(mn, k)``.
     """
 
     value: jax.Array | None = None
@@ -33,18 +33,18 @@ class Scale:
 
 
 def scale_of(name: str, value: Any, operand_name: str, operand: jax.Array, k_axis: int) -> Scale:
-    """Returns an operand's scales, checked.
+    """Checks the scales of an operand and returns them.
 
     Args:
-        name: of the argument.
+        name: name of the argument.
         value: the argument; ``None`` is a factor of 1.
-        operand_name: of the operand.
-        operand: what is scaled.
-        k_axis: its contracted dimension, -1 or -2.
+        operand_name: name of the operand.
+        operand: the operand that is scaled.
+        k_axis: contracted dimension of the operand, -1 or -2.
 
     Raises:
-        TypeError: it is no floating-point number of up to 32 bits.
-        ValueError: its shape does not fit.
+        TypeError: the scales are not floating-point numbers.
+        ValueError: the shape of the scales does not fit.
     """
     if value is None:
         return Scale()
@@ -69,7 +69,7 @@ def scale_of(name: str, value: Any, operand_name: str, operand: jax.Array, k_axi
 
 
 def repeated(scale: jax.Array, shape: Shape) -> jax.Array:
-    """Returns scales of blocks for each element of ``shape``."""
+    """Returns the scale of each element of ``shape`` from the scales of blocks."""
     for axis, (extent, blocks) in enumerate(zip(shape, scale.shape, strict=True)):
         if blocks not in (1, extent):
             scale = jnp.repeat(scale, extent // blocks, axis)
@@ -77,7 +77,7 @@ def repeated(scale: jax.Array, shape: Shape) -> jax.Array:
 
 
 def dequantized(x: jax.Array, scale: Scale, dtype: Any) -> jax.Array:
-    """Returns an operand times its scales."""
+    """Returns an operand times its scales, in ``dtype``."""
     wide = x.astype(jnp.float32)
     if scale.value is not None:
         wide = wide * (repeated(scale.value, x.shape) if scale.value.ndim else scale.value)
@@ -85,7 +85,7 @@ def dequantized(x: jax.Array, scale: Scale, dtype: Any) -> jax.Array:
 
 
 def are_kernel_blocks(a: Scale, b: Scale, m: int, n: int, k: int) -> bool:
-    """Whether kernels multiply by these scales on the way: 1 x 128 of A, 128 x 128 of B."""
+    """Checks if kernels apply these scales as they accumulate: 1 x 128 of A, 128 x 128 of B."""
     k_blocks = k // SCALE_BLOCK
     return (
         k % SCALE_BLOCK == n % SCALE_BLOCK == 0
@@ -99,9 +99,9 @@ def along_results(
     operands: tuple[jax.Array, jax.Array],
     transposed: tuple[bool, bool],
 ) -> list[jax.Array]:
-    """Returns what rows and columns of the product are to be multiplied by, or all of it.
+    """Returns the factors of rows, of columns and of the whole product.
 
-    Numbers come last.
+    Single numbers come last.
     """
     along: list[jax.Array] = []
     numbers: list[jax.Array] = []
@@ -110,7 +110,7 @@ def along_results(
         if value is None or not value.ndim:
             numbers += [] if value is None else [value]
             continue
-        # With k of extent 1: (..., m, 1) of A, (..., 1, n) of B.
+        # k has extent 1: (..., m, 1) of A, (..., 1, n) of B.
         mn_axis = -1 if is_transposed == (i == 0) else -2
         shape = [*value.shape[:-2], 1, 1]
         shape[mn_axis] = x.shape[mn_axis]
@@ -120,7 +120,7 @@ def along_results(
 
 
 def alike(scale: jax.Array, x: jax.Array, batch: Sequence[int]) -> jax.Array:
-    """Returns scales by blocks with the batch dimensions that the operand will have."""
+    """Returns block scales with the batch dimensions that the operand will have."""
     scale = jnp.broadcast_to(scale, (*x.shape[:-2], *scale.shape[-2:]))
     own = batch[len(batch) - (x.ndim - 2) :]
     dropped = [i for i, extent in enumerate(own) if x.shape[i] == 1 and extent != 1]

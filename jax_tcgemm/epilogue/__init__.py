@@ -1,1 +1,1 @@
-"""Functions of the user as epilogues: traced, translated to CUDA, compiled and kept."""
+"""User functions as epilogues: traced, translated to CUDA, compiled and cached."""

@@ -1,4 +1,4 @@
-"""Which axes of a function's values go together: those of the product, by name."""
+"""Matches the axes of a function's values with the named axes of the product."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ _RESHAPES = frozenset({"reshape", "squeeze", "expand_dims"})
 
 
 class NotDivisibleError(Exception):
-    """What keeps a function from being computed in parts; the message names it."""
+    """A function cannot be computed in parts; the message names the reason."""
 
 
 class Axes:
-    """The axes of every variable of a jaxpr, those that are one merged."""
+    """The axes of every variable of a jaxpr; axes that correspond are merged."""
 
     def __init__(self, jaxpr: Any, accumulators: int, names: Sequence[str]):
         """Follows the axes through the operations.
 
         Args:
-            jaxpr: a function without calls.
+            jaxpr: a jaxpr without calls.
             accumulators: how many of its first arguments are accumulators.
-            names: of their axes.
+            names: names of the accumulators' axes.
 
         Raises:
-            NotDivisibleError: an operation says nothing of its axes, or two names meet.
+            NotDivisibleError: the axes cannot be followed through an operation, or one axis
+                would have two names.
         """
         self._above: dict[tuple[Any, int], tuple[Any, int]] = {}
         for eqn in jaxpr.eqns:
@@ -43,10 +44,10 @@ class Axes:
                     raise NotDivisibleError(f"{name} is {self._names[top]}, too")
 
     def of(self, atom: Any) -> tuple[Any, ...]:
-        """Returns the name of each axis, of one that is not the product's its extent.
+        """Returns each axis's name, or its extent if it is no axis of the product.
 
         Raises:
-            NotDivisibleError: one name is that of two axes, which no device has parts of.
+            NotDivisibleError: two axes have the same name; no device has a part of such a value.
         """
         tops = (self._top((atom, axis)) for axis in range(len(atom.aval.shape)))
         pairs = zip(tops, atom.aval.shape, strict=True)
@@ -68,7 +69,7 @@ class Axes:
 
 
 def _links(eqn: Any) -> Iterator[tuple[Any, int, int]]:
-    """Yields operands, an axis of each, and which of the result is the same."""
+    """Yields each operand, one of its axes, and the same axis of the result."""
     result, *others = eqn.outvars
     if others:
         raise NotDivisibleError(eqn.primitive.name)
@@ -80,7 +81,7 @@ def _links(eqn: Any) -> Iterator[tuple[Any, int, int]]:
 
 
 def _kept(eqn: Any, old: tuple[int, ...], new: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """Yields axes of an operand and those of the result that they become."""
+    """Yields pairs of corresponding axes: the operand's, then the result's."""
     name, params = eqn.primitive.name, eqn.params
     if name == "broadcast_in_dim":
         return enumerate(params["broadcast_dimensions"])

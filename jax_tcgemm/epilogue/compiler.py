@@ -1,4 +1,4 @@
-"""Kernels that the build lacks: their whole source, compiled when XLA asks for a kernel."""
+"""Compiles kernels that the build lacks, from source, when XLA asks for them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from jax_tcgemm import _compat, _core
 from jax_tcgemm.epilogue import cubins, nvrtc, source, unused
 from jax_tcgemm.problem.log import log
 
-# Divisions and square roots of functions to 2 ulp, as XLA has them; all else is as IEEE says.
+# Divisions and square roots of user functions are accurate to 2 ulp, as in XLA. All else follows
+# IEEE.
 _FUNCTION_OPTIONS = ("--prec-div=false", "--prec-sqrt=false")
 
-# Each takes some 100 MB while it compiles.
+# A thread takes some 100 MB while it compiles.
 _MOST_THREADS = 8
 
 # The arguments of `compile_kernel`.
@@ -27,18 +28,18 @@ _Kernel = tuple[str, str, str, bool, int]
 def compile_kernel(
     program: str, row: str, layout: str, has_program: bool = True, capability: int = 90
 ) -> bytes:
-    """Returns the machine code of a kernel; called by the extension, on any thread.
+    """Returns a kernel's machine code; the extension calls this on any thread.
 
     Args:
-        program: C++ of the epilogue; or what is known of one that the package has, as
-            ``cuda/dispatch/run_time_row.cc`` writes it.
+        program: the epilogue in C++. If ``has_program`` is false: the known facts about an epilogue
+            of the package, as ``cuda/dispatch/run_time_row.cc`` writes them.
         row: the name of a row of the kernel table, or ``source.PASS``.
-        layout: of ``a`` and ``b``, ``"n"`` or ``"t"`` each.
-        has_program: which of the two ``program`` is.
+        layout: ``"n"`` or ``"t"`` for each of ``a`` and ``b``.
+        has_program: whether ``program`` is an epilogue in C++.
         capability: the compute capability of the GPU, ten times the major number plus the minor.
 
     Raises:
-        CompileError: it does not compile, or there is no compiler.
+        CompileError: the source does not compile, or there is no compiler.
     """
     architecture = "sm_90a" if capability == 90 else f"sm_{capability}"
     what = f"{row} ({layout})"
@@ -54,8 +55,9 @@ def compile_kernel(
         raise
 
 
-# A program may come from anywhere, within an exported program. Directives could read files of this
-# machine into what is compiled. Each of these begins one or hides its beginning.
+# An exported program may come from anywhere, and it contains the source of epilogues. Directives in
+# that source could include files of this machine. Each of these texts begins a directive or hides
+# its beginning.
 _DIRECTIVES = ("#", "%:", "??", "\\", "_Pragma")
 _OWN_DIRECTIVE = re.compile(r"^#pragma unroll$", re.MULTILINE)
 
@@ -68,7 +70,7 @@ def _refuse_directives(program: str) -> None:
 
 
 class _Compilations:
-    """Kernels that compile on other threads, each once."""
+    """Compiles kernels on other threads, each kernel once."""
 
     def __init__(self) -> None:
         self._pool = concurrent.futures.ThreadPoolExecutor(_MOST_THREADS, "jax_tcgemm compiles")
@@ -89,7 +91,8 @@ class _Compilations:
         self._submit()
 
     def _submit(self) -> None:
-        # The pool takes nothing more when the interpreter ends, which waits for what runs alone.
+        # The pool accepts no more kernels once the interpreter ends. The interpreter waits only
+        # for kernels that are already compiling.
         with contextlib.suppress(RuntimeError):
             self._pool.submit(self._compile_next)
 
@@ -100,7 +103,7 @@ class _Compilations:
                 return
             kernel = self._waiting.popleft()
         try:
-            with contextlib.suppress(Exception):  # raised again for who needs the kernel
+            with contextlib.suppress(Exception):  # the kernel's user gets it again
                 compile_kernel(*kernel)
         finally:
             with self._lock:
@@ -113,21 +116,24 @@ def _compilations() -> _Compilations:
     return _Compilations()
 
 
-# The threads are the parent's.
+# A forked child has none of its parent's threads.
 os.register_at_fork(after_in_child=_compilations.cache_clear)
 
 
 def begin(
     program: str, row: str, layout: str, has_program: bool = True, capability: int = 90
 ) -> None:
-    """Begins ``compile_kernel`` on another thread; the next call of it will wait for that."""
+    """Begins ``compile_kernel`` on another thread.
+
+    The next call of ``compile_kernel`` for the same kernel waits for that thread.
+    """
     _compilations().begin((program, row, layout, has_program, capability))
 
 
 def may_compile_rows() -> bool:
-    """Says whether kernels that the build lacks may be compiled on this process's GPUs.
+    """Checks if kernels that the build lacks may be compiled on this process's GPUs.
 
-    Without a GPU here they may: another process will compile them.
+    A process without a GPU returns true: another process will compile them.
     """
     if not _compat.initialized_cuda_devices():
         return True
@@ -135,17 +141,17 @@ def may_compile_rows() -> bool:
 
 
 def install() -> None:
-    """Tells the extension who compiles; called once, on import."""
+    """Registers the compiler with the extension; called once, on import."""
     _core.set_compiler(compile_kernel, begin)
 
 
 def obstacle(program: str, expected: tuple[str, str] | None) -> str | None:
-    """Says why a program cannot be compiled, if it cannot.
+    """Returns why a program cannot be compiled, ``None`` if it can.
 
     Args:
         program: as ``source.of_program`` returns it.
-        expected: the row and layout that will be compiled first, ``source.PASS`` in place of a row;
-            ``None`` where there is no GPU here, so that another process compiles it.
+        expected: the row and layout that will be compiled first, with ``source.PASS`` in place of a
+            row for a pass. ``None`` if this process has no GPU, so that another one compiles it.
     """
     if expected is None:
         return None

@@ -1,8 +1,8 @@
-"""Machine code compiled at run time, kept in memory and on disk.
+"""Caches machine code compiled at run time, in memory and on disk.
 
-A file is replaced as a whole and says what it and its name must hash to; what is torn, foreign or
-not to be read is as if it were not there. What is kept is code: the folder and each file in it are
-the user's own, or are not used.
+A file is replaced as a whole and contains the hash of its name and its content. The cache ignores
+files that are torn, foreign or unreadable. The files contain code, so the cache uses the folder and
+its files only if they are the user's own.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ from jax_tcgemm.epilogue import nvrtc
 from jax_tcgemm.problem.log import log
 from jax_tcgemm.tuning import cache
 
-# To be raised when what an entry says changes.
+# Raise this number when the content of entries changes.
 _VERSION = "cubins-3"
 _MAGIC = b"jax_tcgemm cubin\n"
 
-# Of all entries; those used longest ago go first.
+# The most bytes of all entries. The least recently used entries are evicted first.
 _MOST_BYTES = 256 * 2**20
 
-# The most of this process's memory. Lowering asks for a kernel, and each device that loads it does.
+# The most memory of this process. Lowering asks for a kernel, and so does each device that loads
+# it.
 _MOST_KEPT_BYTES = 64 * 2**20
 
 _memory: collections.OrderedDict[str, bytes] = collections.OrderedDict()
@@ -49,11 +50,11 @@ def cubin(
     Args:
         source: C++, which may include the package's device headers.
         architecture: such as ``"sm_90a"``.
-        options: of the compiler.
-        what: what the log calls it.
+        options: options of the compiler.
+        what: the kernel's name in the log.
 
     Raises:
-        CompileError: it does not compile, or there is no compiler.
+        CompileError: the source does not compile, or there is no compiler.
     """
     key = _key(source, architecture, options)
     while True:
@@ -75,9 +76,9 @@ def cubin(
 def _make_for_all(
     key: str, source: str, architecture: str, options: Sequence[str], what: str
 ) -> bytes | None:
-    """Makes what other threads then wait for as well; ``None`` if one of them was faster.
+    """Makes machine code for all waiting threads; ``None`` if another was faster.
 
-    If this is interrupted, one of those that wait makes it.
+    If this thread is interrupted, one of the waiting threads makes it.
     """
     future: concurrent.futures.Future[bytes] = concurrent.futures.Future()
     try:
@@ -89,7 +90,7 @@ def _make_for_all(
         future.set_result(made)
         return made
     except nvrtc.CompileError as error:
-        # Without its traceback, which would keep what the callers hold.
+        # The new error has no traceback, which would keep the callers' objects alive.
         future.set_exception(nvrtc.CompileError(*error.args))
         raise
     finally:
@@ -100,20 +101,23 @@ def _make_for_all(
 
 
 def _keep(key: str, made: bytes) -> None:
-    """Keeps machine code in memory, and forgets what was used longest ago; under ``_lock``."""
+    """Stores machine code in memory and evicts the least recently used entries.
+
+    The caller holds ``_lock``.
+    """
     _memory[key] = made
     while sum(map(len, _memory.values())) > _MOST_KEPT_BYTES and len(_memory) > 1:
         _memory.popitem(last=False)
 
 
 def clear_memory() -> None:
-    """Forgets what this process has compiled."""
+    """Forgets the machine code in this process's memory."""
     with _lock:
         _memory.clear()
 
 
 def _start_anew() -> None:
-    """Forgets locks that other threads of the parent process held when this one was forked."""
+    """Forgets locks that other threads held when this process was forked."""
     global _lock
     _lock = threading.Lock()
     _underway.clear()
@@ -135,7 +139,7 @@ def _key(source: str, architecture: str, options: Sequence[str]) -> str:
 
 
 def include_folders() -> tuple[pathlib.Path, ...]:
-    """Returns where the device headers lie, those that stand in for the host's first."""
+    """Returns the folders of device headers; substitutes for host headers come first."""
     root = pathlib.Path(_core.__file__).parent / "include"
     return root / "nvrtc", root
 
@@ -171,12 +175,15 @@ def _warn(message: str) -> None:
     text = f"jax_tcgemm keeps no compiled epilogues on disk: {message}"
     try:
         warnings.warn(text, stacklevel=2)
-    except Warning:  # an error by the user's filter, which is not to end the user's trace
+    except Warning:  # raised by the user's filter; it must not end the user's trace
         log(text)
 
 
 def _folder() -> pathlib.Path | None:
-    """Returns the folder of entries, which is this user's alone, or ``None`` for none."""
+    """Returns the folder of entries, ``None`` if there is none to use.
+
+    Only this user can write to the folder.
+    """
     base = cache.base()
     if base is None:
         return None
@@ -186,7 +193,7 @@ def _folder() -> pathlib.Path | None:
         folder.mkdir(mode=0o700, exist_ok=True)
         status = folder.stat()
         if status.st_uid == os.geteuid() and not _is_own(status):
-            # What others put there before is their own, so that `_read` does not take it.
+            # `_read` ignores files that others put there before, because others own them.
             folder.chmod(0o700)
             status = folder.stat()
         if not _is_own(status):
@@ -199,7 +206,7 @@ def _folder() -> pathlib.Path | None:
 
 
 def _is_own(status: os.stat_result) -> bool:
-    """Whether this user alone can write to a file or folder."""
+    """Checks if only this user can write to a file or folder."""
     return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 

@@ -1,4 +1,4 @@
-"""Random numbers of functions: keys of threefry, their words, and what is drawn with them."""
+"""Random numbers of functions: threefry keys, their words, and random bits."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from jax_tcgemm._compat import jaxprs
 
 _THREEFRY = "threefry2x32"
 
-# Operations that draw.
+# Operations that draw random numbers.
 DRAWS = frozenset({"random_bits", _THREEFRY})
 
 wrapped = functools.partial(jax.random.wrap_key_data, impl=_THREEFRY)
 
-# What makes a key or its words, by the name of the operation.
+# The functions that make a key or its words, by the name of the operation.
 KEYS: Mapping[str, Callable[..., Any]] = {
     "random_wrap": wrapped,
     "random_unwrap": jax.random.key_data,
@@ -29,39 +29,41 @@ KEYS: Mapping[str, Callable[..., Any]] = {
 
 
 def is_key(dtype: Any) -> bool:
-    """Whether elements are keys of threefry."""
+    """Checks if a dtype is that of threefry keys."""
     return str(dtype) == "key<fry>"
 
 
 def partitionable() -> bool:
-    """Whether a number of ``random_bits`` depends on its count alone, where it is drawn now."""
+    """Checks if a number of ``random_bits`` that is drawn now depends only on its count."""
     return bool(jax.config.jax_threefry_partitionable)  # pyright: ignore
 
 
 def is_partitionable(eqn: Any) -> bool:
-    """Whether a number of this ``random_bits`` depends on its count alone."""
+    """Checks if a number of this ``random_bits`` depends only on its count."""
     return bool(jaxprs.context_of(eqn)[1])
 
 
 def word_type(array: Any) -> jax.ShapeDtypeStruct:
-    """Returns the type of what ``words`` makes of an array."""
+    """Returns the type that an array has after ``words``."""
     if is_key(array.dtype):
         return jax.ShapeDtypeStruct((*array.shape, 2), jnp.uint32)
     return jax.ShapeDtypeStruct(array.shape, array.dtype)
 
 
 def words(arrays: Sequence[Any]) -> list[Any]:
-    """Returns keys as their words, which any program can take; all else as it is."""
+    """Replaces keys by their words, which any program can take; keeps other arrays."""
     return [jax.random.key_data(x) if is_key(jax.typeof(x).dtype) else x for x in arrays]
 
 
 def bits(key: jax.Array, counts: jax.Array, width: int) -> jax.Array:
-    """Draws what ``jax.random.bits`` has at these counts of an array, where it is partitionable.
+    """Draws the numbers that ``jax.random.bits`` has at these counts of an array.
+
+    ``jax.random.bits`` must be partitionable.
 
     Args:
         key: the key.
-        counts: uint32.
-        width: of the bits, 8, 16 or 32.
+        counts: the counts, uint32.
+        width: bits of a number: 8, 16 or 32.
     """
     first, second = random.threefry2x32_p.bind(
         *jax.random.key_data(key), jnp.zeros_like(counts), counts

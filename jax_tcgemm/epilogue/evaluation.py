@@ -10,7 +10,7 @@ from jax.extend import core
 
 from jax_tcgemm._compat import HOST_ARRAYS, jaxprs
 
-# Operations that stand for what is in them, by the name of the parameter that holds it.
+# Names of the parameters in which calls hold the jaxpr that they run.
 _CALLS = ("call_jaxpr", "fun_jaxpr", "jaxpr")
 
 
@@ -23,16 +23,16 @@ def evaluate(
     forget_axes: bool = False,
     given: Mapping[int, Any] | None = None,
 ) -> list[Any]:
-    """Evaluates a jaxpr with what calls stand for in their place.
+    """Evaluates a jaxpr and inlines its calls.
 
     Args:
         jaxpr: the operations.
         consts: its constants.
         values: its arguments.
-        kept: names of calls that stay.
-        env: variables that are known; all others are added.
-        forget_axes: whether it varies over mesh axes, of which there are none here.
-        given: what stands for arrays of ``held_arrays``, by their ``id``.
+        kept: names of calls that are not inlined.
+        env: values of known variables; the evaluation adds those of all others.
+        forget_axes: whether the jaxpr varies over mesh axes, which do not exist here.
+        given: replacements for arrays of ``held_arrays``, by the array's ``id``.
     """
     env, given = {} if env is None else env, given or {}
     env.update(zip(jaxpr.constvars, (given.get(id(x), x) for x in consts), strict=True))
@@ -58,7 +58,7 @@ def apply(
     forget_axes: bool = False,
     given: Mapping[int, Any] | None = None,
 ) -> list[Any]:
-    """Evaluates one operation, with what a call stands for in its place."""
+    """Evaluates one operation; inlines it if it is a call."""
     if forget_axes and eqn.primitive.name in jaxprs.VARYING:
         return list(values)
     called = _called(eqn, kept)
@@ -73,7 +73,7 @@ def apply(
 
 
 def _called(eqn: Any, kept: frozenset[str]) -> tuple[Any, Sequence[Any]] | None:
-    """Returns what a call runs, and its constants; ``None`` for all else and what is kept."""
+    """Returns the jaxpr and constants of a call; ``None`` if it is no call or kept."""
     if eqn.primitive.name not in jaxprs.CALLS - kept:
         return None
     called = next((eqn.params[key] for key in _CALLS if key in eqn.params), None)
@@ -81,14 +81,14 @@ def _called(eqn: Any, kept: frozenset[str]) -> tuple[Any, Sequence[Any]] | None:
 
 
 def held_arrays(jaxpr: Any, consts: Sequence[Any], kept: frozenset[str]) -> list[Any]:
-    """Returns the arrays that a jaxpr closes over, in it and in its calls, each one once.
+    """Returns the arrays that a jaxpr and its calls close over, each array once.
 
-    Under ``jax_use_simplified_jaxpr_constants`` these are literals.
+    Under ``jax_use_simplified_jaxpr_constants`` these arrays are literals.
 
     Args:
         jaxpr: the operations.
         consts: its constants.
-        kept: names of calls that are not looked into.
+        kept: names of calls whose jaxprs are not searched.
     """
     return [*{id(x): x for x in _held(jaxpr, consts, kept)}.values()]
 
@@ -106,15 +106,15 @@ def _held(jaxpr: Any, consts: Sequence[Any], kept: frozenset[str]) -> Iterator[A
 
 
 def _is_array(x: Any) -> bool:
-    """Whether a literal is an array that a function closes over, and not a number in its code."""
+    """Checks if a literal is a closed-over array, not a number in the function's code."""
     return isinstance(x, jax.Array) or (isinstance(x, HOST_ARRAYS) and x.ndim > 0)
 
 
 def of_no_axes(closed: Any) -> Any:
-    """Returns a jaxpr anew, whose values vary over no mesh axes.
+    """Traces a jaxpr again, so that its values vary over no mesh axes.
 
     Args:
-        closed: the jaxpr, which may have no place for constants.
+        closed: the jaxpr. It may have no place for constants.
     """
     has_place = hasattr(closed, "consts")
     # Inlined calls would need a place for the arrays that they close over.
@@ -136,7 +136,7 @@ def of_no_axes(closed: Any) -> Any:
 
 
 def _parameter_of_no_axes(value: Any) -> Any:
-    """Returns what is a jaxpr anew."""
-    if type(value) is tuple:  # of branches
+    """Applies ``of_no_axes`` to a parameter's jaxprs; returns other values unchanged."""
+    if type(value) is tuple:  # jaxprs of branches
         return tuple(map(_parameter_of_no_axes, value))
     return value if jaxprs.jaxpr_of(value) is None else of_no_axes(value)

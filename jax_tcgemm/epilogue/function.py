@@ -1,4 +1,4 @@
-"""A function of JAX as an epilogue: traced once, without calls, its closed-over arrays operands."""
+"""A JAX function as an epilogue: traced once, with closed-over arrays as operands."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from jax_tcgemm.epilogue.identity import Key, key_of
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class EpilogueFunction:
-    """What becomes of the accumulators, as a value that ``jit`` can key on.
+    """An epilogue: a function of the accumulators, which ``jit`` can use as a key.
 
     Attributes:
-        jaxpr: the function, of the accumulators, then its operands. It has constants only where a
-            rule for derivatives or batches closes over arrays.
-        accumulators: how many of its operands are accumulators.
+        jaxpr: the function. Its arguments are the accumulators, then the operands. It has constants
+            only if a rule for derivatives or batches closes over arrays.
+        accumulators: how many of the arguments are accumulators.
     """
 
     jaxpr: core.ClosedJaxpr
@@ -37,7 +37,7 @@ class EpilogueFunction:
         return key_of(self.jaxpr)
 
     def __eq__(self, other: object) -> bool:
-        """Whether both compute and differentiate the same."""
+        """Returns true if both compute and differentiate the same."""
         if self is other:
             return True
         if not isinstance(other, EpilogueFunction) or self.accumulators != other.accumulators:
@@ -48,19 +48,20 @@ class EpilogueFunction:
         return hash(self.key)
 
     def __call__(self, *values: Any) -> list[Any]:
-        """Computes the results by operations of JAX, which can be differentiated."""
+        """Computes the results with JAX operations, which can be differentiated."""
         return core.jaxpr_as_fun(self.jaxpr)(*values)
 
     def computed(self, *values: Any) -> list[Any]:
         """Computes the results where nothing is differentiated any more.
 
-        Within ``shard_map``, too, whose operands vary over mesh axes where the traced ones did not.
+        This also works within ``shard_map``, where the operands vary over mesh axes and the traced
+        arguments did not.
         """
         return evaluate(self.flat.jaxpr, self.flat.consts, values)
 
     @property
     def types(self) -> list[jax.ShapeDtypeStruct]:
-        """Types of the accumulators and of the operands."""
+        """Types of the accumulators and the operands."""
         return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.jaxpr.in_avals]
 
     @property
@@ -70,7 +71,7 @@ class EpilogueFunction:
 
     @functools.cached_property
     def flat(self) -> core.ClosedJaxpr:
-        """The same without calls: of ``jit``, of custom derivatives, of ``jax.checkpoint``."""
+        """The function without calls of ``jit``, custom derivatives and ``jax.checkpoint``."""
 
         def inlined(*values: Any) -> list[Any]:
             return evaluate(self.jaxpr.jaxpr, self.jaxpr.consts, values)
@@ -88,11 +89,11 @@ class EpilogueFunction:
         return EpilogueFunction(self.flat, self.accumulators) if has_calls else self
 
     def mapped(self, dims: Sequence[int | None], size: int) -> EpilogueFunction:
-        """Returns the same for a batch in front of each result.
+        """Returns the function with a batch dimension in front of each result.
 
         Args:
-            dims: where the operands have the batch's dimension.
-            size: of the batch.
+            dims: position of the batch dimension in each argument.
+            size: size of the batch.
         """
         batched = jax.vmap(self, in_axes=tuple(dims), out_axes=0, axis_size=size)
         avals = []
@@ -103,7 +104,7 @@ class EpilogueFunction:
 
     @functools.cached_property
     def differentiable(self) -> core.ClosedJaxpr:
-        """The same without calls, but for those with a derivative of their own."""
+        """The function without calls, except calls with their own derivative."""
 
         def inlined(*values: Any) -> list[Any]:
             return evaluate(self.jaxpr.jaxpr, self.jaxpr.consts, values, kept=jaxprs.CUSTOM_CALLS)
@@ -112,9 +113,9 @@ class EpilogueFunction:
 
     @functools.cached_property
     def masks(self) -> tuple[Any, ...]:
-        """Variables of ``differentiable`` that random numbers decide, yes or no, for each result.
+        """Variables of ``differentiable`` that are random booleans, one for each element.
 
-        A byte each, which take less time to be read again than to be drawn again.
+        A mask takes one byte an element. Reading it again takes less time than drawing it again.
         """
         jaxpr = self.differentiable.jaxpr
         shape = jaxpr.invars[0].aval.shape
@@ -130,9 +131,9 @@ class EpilogueFunction:
         return tuple(masks)
 
     def with_residuals(self, dtype: Any) -> EpilogueFunction:
-        """Returns the same with what derivatives need as further results.
+        """Returns the function with further results, which derivatives need.
 
-        These are the accumulators, in another type, and the masks.
+        These results are the accumulators, converted to ``dtype``, and the masks.
         """
         jaxpr, masks = self.differentiable, self.masks
 
@@ -145,7 +146,7 @@ class EpilogueFunction:
         return _derived(both, self.types, self.accumulators)
 
     def of_masks(self, *values: Any) -> list[Any]:
-        """Computes the results where the masks are known.
+        """Computes the results from known masks.
 
         Args:
             *values: the accumulators, the operands, the masks.
@@ -157,7 +158,7 @@ class EpilogueFunction:
         )
 
     def only(self, wanted: Sequence[bool]) -> EpilogueFunction:
-        """Returns the same with some of the results alone."""
+        """Returns the function with only the wanted results."""
 
         def picked(*values: Any) -> list[Any]:
             return [x for x, is_wanted in zip(self(*values), wanted, strict=True) if is_wanted]
@@ -165,10 +166,10 @@ class EpilogueFunction:
         return _derived(picked, self.types, self.accumulators)
 
     def without_unused(self, needed: int) -> tuple[EpilogueFunction, list[int]]:
-        """Returns the same without what its results do not need, and the operands that are left.
+        """Returns the function without unused operations, and which operands remain.
 
         Args:
-            needed: how many of the first operands stay.
+            needed: how many of the first operands always stay.
         """
         whole = self.differentiable
         jaxpr, is_used = jaxprs.without_unused(whole.jaxpr, needed)
@@ -183,16 +184,16 @@ def trace(
     """Traces a function of accumulators and operands, which returns a list.
 
     Args:
-        function: what is traced.
+        function: the function.
         avals: types of its arguments.
         accumulators: how many of them are accumulators.
 
     Returns:
-        The epilogue, whose operands are ``draws.words`` of the arguments, and those of the arrays
-        that the function closes over, its further operands.
+        The epilogue, and ``draws.words`` of the arrays that the function closes over. The operands
+        of the epilogue are ``draws.words`` of the arguments, then those of the arrays.
     """
     closed = _traced(function, avals)
-    # Arrays of nested calls become operands once the calls are inlined.
+    # Arrays of nested calls become operands only if the calls are inlined.
     kept = jaxprs.CUSTOM_CALLS
     arrays = held_arrays(closed.jaxpr, closed.consts, kept)
     if len(arrays) == len(closed.consts):
@@ -231,12 +232,12 @@ def _derived(
 
 
 def _traced(function: Callable[..., Any], avals: Sequence[Any]) -> core.ClosedJaxpr:
-    """Traces what holds for any mesh."""
+    """Traces a function so that the result holds for any mesh."""
     try:
         with _compat.no_mesh():
             return jax.make_jaxpr(function)(*avals)
     except Exception:
-        # Within ``shard_map`` it may close over what varies: a type for which it takes a mesh.
+        # Within ``shard_map`` the function may close over varying values, whose types need a mesh.
         if not _compat.has_manual_axes():
             raise
     closed = jax.make_jaxpr(function)(*avals)

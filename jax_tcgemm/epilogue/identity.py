@@ -30,10 +30,10 @@ from jax_tcgemm._compat import HOST_ARRAYS, jaxprs
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Key:
-    """What distinguishes a jaxpr from others.
+    """A key that distinguishes a jaxpr from others.
 
     Attributes:
-        digest: of everything that has bits or a name.
+        digest: digest of everything that has bits or a name.
         equal: objects that are compared by ``==``.
         same: objects that are compared by ``is``.
     """
@@ -43,12 +43,12 @@ class Key:
     same: tuple[Any, ...]
 
     def __eq__(self, other: object) -> bool:
-        """Returns whether the jaxprs compute and differentiate the same."""
+        """Returns true if the jaxprs compute and differentiate the same."""
         if not isinstance(other, Key) or self.digest != other.digest:
             return False
         if len(self.same) != len(other.same) or not all(map(operator.is_, self.same, other.same)):
             return False
-        # Last, because ``==`` raises an error for symbolic extents of two scopes.
+        # This comparison is last: ``==`` raises an error for symbolic extents of two scopes.
         return self.equal == other.equal
 
     def __hash__(self) -> int:
@@ -64,16 +64,17 @@ def key_of(closed: core.ClosedJaxpr) -> Key:
 
 
 class Digests:
-    """Digests of jaxprs that are compared with each other alone.
+    """Digests of jaxprs, to be compared only with digests of the same instance.
 
-    They need no objects beside them, which this holds for all, and take less time than keys.
+    A digest needs no objects beside it, because the instance holds them for all of its digests.
+    Digests take less time than keys.
     """
 
     def __init__(self) -> None:
         self._writer = _Writer()
 
     def of(self, closed: Any) -> bytes:
-        """Returns the digest of a jaxpr and its constants, or of what looks like one."""
+        """Returns the digest of a jaxpr, or of an object with one, and its constants."""
         return self._writer.of_jaxpr(closed)
 
 
@@ -81,14 +82,14 @@ class _Writer:
     """Writes values as bytes.
 
     Attributes:
-        equal: objects to be compared by ``==``, by their type and value, with their numbers.
+        equal: the numbers of objects to be compared by ``==``, by type and value.
         same: objects to be compared by reference.
     """
 
     def __init__(self) -> None:
         self.equal: dict[Any, int] = {}
         self.same: list[Any] = []
-        self._numbers: dict[int, int] = {}  # of `same`, by id
+        self._numbers: dict[int, int] = {}  # numbers in `same`, by id
         # Bytes of objects that occur often, by id; `_alive` keeps these ids from being reused.
         self._known: dict[int, bytes] = {}
         self._operations: dict[tuple[Any, ...], bytes] = {}
@@ -134,7 +135,7 @@ class _Writer:
             return _joined(b"set", sorted(map(self.value, x)))
         if jaxprs.jaxpr_of(x) is not None:
             return self._once(x, self.of_jaxpr)
-        if jaxprs.is_symbolic(x):  # a polynomial with integer coefficients; scopes share names
+        if jaxprs.is_symbolic(x):  # a polynomial with integer coefficients; scopes may share names
             return _joined(b"extent", (_text(str(x)), self._reference(x.scope)))
         return self._of_jax(x) if _is_of_jax(kind) else self._reference(x)
 
@@ -152,7 +153,7 @@ class _Writer:
             return self._reference(x)
 
     def _once(self, x: Any, write: Callable[[Any], bytes]) -> bytes:
-        """Writes what occurs often."""
+        """Writes an object that occurs often, and remembers the bytes."""
         known = self._known.get(id(x))
         if known is None:
             known = self._known[id(x)] = write(x)
@@ -191,7 +192,7 @@ class _Writer:
         return _joined(kind, (is_weak, *parts))
 
     def _aval(self, aval: Any) -> bytes:
-        # Its sharding, and over which axes of a mesh it varies, are compared by `==`.
+        # `==` compares its sharding and the mesh axes over which it varies.
         is_weak = b"w" if aval.weak_type else b"s"
         parts = (self.value(aval.dtype), self.value(aval.shape), is_weak, self._equality(aval))
         return _joined(b"aval", parts)
@@ -228,7 +229,7 @@ class _Writer:
         return b"jaxpr:" + hashlib.sha256(b"".join(parts)).digest()
 
     def _operation(self, eqn: Any) -> bytes:
-        """Writes what an equation does, by the objects that say so, which many have in common."""
+        """Writes an equation's operation; equations with the same objects share the bytes."""
         params = eqn.params
         which = (id(eqn.primitive), id(eqn.ctx), *params, *map(id, params.values()))
         known = self._operations.get(which)
@@ -268,12 +269,12 @@ def _bytes(x: bytes) -> bytes:
 
 
 def _content(x: bytes) -> bytes:
-    """Returns bytes as they are, or their digest where they are many."""
+    """Returns few bytes as they are, and the digest of many."""
     return _bytes(x) if len(x) <= 64 else b"digest:" + hashlib.sha256(x).digest()
 
 
 def _is_frozen(kind: type) -> bool:
-    """Whether the fields are all that an instance has."""
+    """Checks if a class is a frozen dataclass, so that fields define its instances."""
     params = vars(kind).get("__dataclass_params__")
     return params is not None and params.frozen
 

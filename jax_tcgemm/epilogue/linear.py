@@ -1,4 +1,4 @@
-"""``LinearSpec``, the derivative of an epilogue at values that are known, and its transpose."""
+"""``LinearSpec``: the derivative of an epilogue at known values, and its transpose."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from jax_tcgemm.epilogue.function import EpilogueFunction
 
 @dataclasses.dataclass(frozen=True)
 class LinearSpec:
-    """A linear function, and the matrices it is of.
+    """The linear derivative of an epilogue, and the shape of the products.
 
     Attributes:
-        tangent: of the slopes, in which it is linear, and of the values; returns tangents.
-        slopes: how many there are.
-        shape: of the products, ``(..., m, n)``.
+        tangent: function of the slopes and the values, linear in the slopes; returns tangents.
+        slopes: the number of slopes.
+        shape: shape of the products, ``(..., m, n)``.
     """
 
     tangent: EpilogueFunction
@@ -31,13 +31,16 @@ class LinearSpec:
 
     @property
     def pullback(self) -> EpilogueFunction:
-        """The transpose: of the tangents' cotangents and of the values; returns the slopes'."""
+        """The transpose, which returns the slopes' cotangents.
+
+        Its arguments are the tangents' cotangents and the values.
+        """
         return self.transposed()[0]
 
     def transposed(self) -> tuple[EpilogueFunction, list[Any]]:
         """Returns ``pullback`` and its last operands.
 
-        These are the arrays that a backward rule (``jax.custom_vjp``) closes over.
+        These operands are the arrays that a backward rule (``jax.custom_vjp``) closes over.
         """
         is_known = _are_known(self.tangent.jaxpr.in_avals)
         traced = _transposed if is_known else _transposed.__wrapped__
@@ -45,21 +48,24 @@ class LinearSpec:
 
     @property
     def without_rules(self) -> LinearSpec:
-        """The same without custom derivatives: see ``EpilogueFunction.without_rules``."""
+        """The spec without custom derivatives: see ``EpilogueFunction.without_rules``."""
         if self.has_opaque_rule:
             return self
         return dataclasses.replace(self, tangent=self.tangent.without_rules)
 
     @property
     def has_opaque_rule(self) -> bool:
-        """Whether the tangent can only be transposed: it goes through a ``jax.custom_vjp``."""
+        """Returns true if the tangent goes through a ``jax.custom_vjp``.
+
+        Such a tangent can only be transposed.
+        """
         return any(x.primitive.name == "custom_lin" for x in self.tangent.jaxpr.jaxpr.eqns)
 
     def of_slopes(self, wanted: Sequence[bool]) -> tuple[LinearSpec, list[int]]:
-        """Returns the same with some of the slopes alone, and which of the values it still has.
+        """Returns the spec for the wanted slopes, and which of the values it still has.
 
         Args:
-            wanted: for each of the slopes.
+            wanted: whether each of the slopes is wanted.
         """
         avals = self.tangent.jaxpr.in_avals
         of_slopes = avals[: self.slopes]
@@ -79,15 +85,15 @@ class LinearSpec:
         return spec, kept
 
     def of_results(self, wanted: Sequence[bool]) -> LinearSpec:
-        """Returns the same with some of the tangents alone."""
+        """Returns the spec with only the wanted tangents."""
         return dataclasses.replace(self, tangent=self.tangent.only(wanted))
 
     def mapped(self, dims: Sequence[int | None], size: int) -> LinearSpec:
-        """Returns the same for a batch in front of each tangent.
+        """Returns the spec with a batch dimension in front of each tangent.
 
         Args:
-            dims: where the slopes and the values have the batch's dimension.
-            size: of the batch.
+            dims: position of the batch dimension in each of the slopes and the values.
+            size: size of the batch.
         """
         tangent = self.tangent.mapped(dims, size)
         return LinearSpec(tangent, self.slopes, (size, *self.shape))
@@ -96,17 +102,17 @@ class LinearSpec:
 def linear(
     function: Any, avals: Sequence[Any], slopes: int, shape: tuple[int, ...]
 ) -> tuple[LinearSpec, list[int], list[Any]]:
-    """Traces a linear function, without the values that it does not depend on.
+    """Traces a linear function, and drops the values that it does not depend on.
 
     Args:
-        function: of the slopes and the values.
+        function: function of the slopes and the values.
         avals: types of its arguments.
         slopes: how many of them are slopes.
-        shape: of the products.
+        shape: shape of the products.
 
     Returns:
-        The function, which of the values it still has, and the arrays that it closes over, which
-        follow those.
+        The function, which of the values it still has, and the arrays that it closes over. The
+        arrays follow the values among its arguments.
     """
     traced, held = functions.trace(function, avals, 0)
     traced, used = traced.without_unused(slopes)
@@ -118,18 +124,17 @@ def linear(
 def of_epilogue(
     function: EpilogueFunction, wide: Any, avals: Sequence[Any], moving: Sequence[int]
 ) -> tuple[LinearSpec, list[int], list[Any]]:
-    """Returns the derivative of an epilogue's results that are floating-point numbers.
+    """Returns the derivative of an epilogue's floating-point results.
 
     Args:
         function: the epilogue.
-        wide: type of its accumulators.
-        avals: types of the values: of the accumulators as they are kept, of the operands, of the
-            masks.
-        moving: which of the values have slopes.
+        wide: dtype of its accumulators.
+        avals: types of the values: the stored accumulators, the operands, the masks.
+        moving: indices of the values that have slopes.
 
     Returns:
         The derivative, which of the values it depends on, and the arrays that rules of the epilogue
-        (``jax.custom_jvp``) close over, its further values.
+        (``jax.custom_jvp``) close over. These arrays are its further values.
     """
     types = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals)
     traced = _of_epilogue if _are_known(types) else _of_epilogue.__wrapped__
@@ -137,7 +142,7 @@ def of_epilogue(
 
 
 def _are_known(avals: Sequence[Any]) -> bool:
-    """Whether no extent is a symbol, of which others may have the name."""
+    """Checks if no extent is symbolic; different symbols may share a name."""
     return all(isinstance(extent, int) for x in avals for extent in x.shape)
 
 
@@ -191,8 +196,8 @@ def of_wanted(found: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
     """Returns a cotangent for each slope, ``None`` where it is not wanted.
 
     Args:
-        found: those of all slopes, or of the wanted ones.
-        wanted: for each of the slopes.
+        found: cotangents of all slopes, or of the wanted ones.
+        wanted: whether each of the slopes is wanted.
     """
     if len(found) < len(wanted):
         remaining = iter(found)
@@ -201,7 +206,7 @@ def of_wanted(found: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
 
 
 def is_smooth(dtype: Any) -> bool:
-    """Whether results of this type have derivatives."""
+    """Checks if results of this type have derivatives."""
     return jnp.issubdtype(dtype, jnp.inexact)
 
 

@@ -1,4 +1,4 @@
-"""NVRTC, the compiler as a library: found where JAX or a toolkit has it, and called by ctypes."""
+"""Finds NVRTC, the compiler library, in JAX or a toolkit, and calls it by ctypes."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _HEADERS = ("cuda_bf16.h", "cuda_fp16.h", "cuda_fp8.h")
 OPTIONS = ("--std=c++20", "-default-device")
 
 
-# One for each thread for which NVRTC works.
+# One element for each thread for which NVRTC works.
 _at_work: list[None] = []
-# NVRTC's own locks stay locked in a process that was forked meanwhile.
+# NVRTC's own locks stay locked in a process that was forked while NVRTC worked.
 _is_locked = False
 
 
@@ -35,9 +35,9 @@ class Nvrtc:
     """The compiler.
 
     Attributes:
-        version: of CUDA.
+        version: CUDA's version.
         headers: the folder with CUDA's own headers.
-        digest: differs where the compiler, its options or CUDA's headers differ.
+        digest: a text that differs if the compiler, its options or CUDA's headers differ.
     """
 
     def __init__(self, library: ctypes.CDLL, headers: pathlib.Path):
@@ -55,16 +55,17 @@ class Nvrtc:
         include: Sequence[pathlib.Path] = (),
         options: Sequence[str] = (),
     ) -> bytes:
-        """Returns the machine code of a source. Threads compile side by side.
+        """Returns the machine code of a source; several threads may compile at once.
 
         Args:
             source: C++.
             architecture: such as ``"sm_90a"``.
-            include: folders of headers, before CUDA's own.
-            options: further ones.
+            include: folders of headers, searched before CUDA's own.
+            options: further options.
 
         Raises:
-            CompileError: it does not compile, or this process was forked while its parent compiled.
+            CompileError: the source does not compile, or this process was forked while its parent
+                compiled.
         """
         if _is_locked:
             raise CompileError("NVRTC cannot be used: this process was forked while it compiled")
@@ -141,7 +142,7 @@ class _Symbol(ctypes.Structure):
 
 
 def _file_of(function: Any) -> str | None:
-    """Returns the path of the library that a function is in, ``None`` if nobody knows."""
+    """Returns the path of the library that contains a function, ``None`` if unknown."""
     symbol = _Symbol()
     address = ctypes.cast(function, ctypes.c_void_p)
     if not ctypes.CDLL(None).dladdr(address, ctypes.byref(symbol)) or symbol.file is None:
@@ -150,7 +151,7 @@ def _file_of(function: Any) -> str | None:
 
 
 def _ends(path: str | None) -> bytes:
-    """Returns the beginning and the end of a file; nothing of one that cannot be read."""
+    """Returns a file's beginning and end; no bytes if the file cannot be read."""
     size = 2**16
     try:
         with open(path or "", "rb") as file:
@@ -178,7 +179,7 @@ def find() -> Nvrtc | str:
 
 
 def _load() -> ctypes.CDLL | None:
-    """Loads the library: that of this process, of wheels, of a toolkit, of the system."""
+    """Loads the first library found: in this process, wheels, a toolkit, the system."""
     for name in _NAMES:
         library = _opened(name, _RTLD_NOLOAD)
         if library is not None:
@@ -186,7 +187,7 @@ def _load() -> ctypes.CDLL | None:
     for folder in _library_folders():
         for name in _NAMES:
             if (folder / name).exists():
-                # It looks for these only where the loader does.
+                # NVRTC looks for its builtins only where the loader does.
                 for builtins in folder.glob("libnvrtc-builtins.so.*"):
                     _opened(str(builtins))
                 library = _opened(str(folder / name))

@@ -1,4 +1,4 @@
-"""What each operation of JAX is in C++, of values as ``compiled_values.cuh`` holds them."""
+"""C++ of each JAX operation, on values as ``compiled_values.cuh`` holds them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ class NotTranslatableError(Exception):
 
 
 class BatchIndexError(NotTranslatableError):
-    """An index along a batch, which is one of rows where the batch goes on where rows end."""
+    """An index along a batch dimension has no translation.
+
+    It has one if the batch continues the rows, because it is then an index of rows.
+    """
 
 
 @dataclasses.dataclass(frozen=True)
 class Element:
-    """An element type: its name in C++, and that of what a value of it is held in."""
+    """An element type: its name in C++, and the C++ type that holds its values."""
 
     cpp: str
     value: str
@@ -47,7 +50,7 @@ def element(dtype: Any) -> Element:
     """Returns the element type of a dtype.
 
     Raises:
-        NotTranslatableError: there is none.
+        NotTranslatableError: the dtype has no element type.
     """
     try:
         return _ELEMENTS[np.dtype(dtype)]
@@ -56,25 +59,25 @@ def element(dtype: Any) -> Element:
 
 
 def is_float(dtype: Any) -> bool:
-    """Whether values are held in float32."""
+    """Checks if values of a dtype are held in float32."""
     return jnp.issubdtype(dtype, jnp.floating)
 
 
 def is_narrow(atom: Any) -> bool:
-    """Whether values are rounded to 16 bits or fewer."""
+    """Checks if values are rounded to 16 bits or fewer."""
     dtype = atom.aval.dtype
     return is_float(dtype) and dtype.itemsize <= 2
 
 
 def constant(value: Any, dtype: Any) -> str:
-    """Returns a number as C++, by its bits where it is not an integer."""
+    """Returns a number as C++; floating-point numbers are given by their bits."""
     scalar = np.asarray(value).astype(dtype)
     if is_float(dtype):
         bits = int(np.asarray(scalar, np.float32).view(np.uint32))
         return f"__uint_as_float({bits:#010x}u)"
     if np.dtype(dtype) == np.bool_:
         return str(bool(scalar)).lower()
-    # The least integer is no literal of C++.
+    # C++ has no literal for the least integer.
     return f"static_cast<{element(dtype).value}>({int(scalar)}ll)"
 
 
@@ -108,7 +111,7 @@ def converted(x: str, old: Any, new: Any) -> str:
     return f"integer_of<{kind.value}>({x})" if is_float(old) else f"static_cast<{kind.value}>({x})"
 
 
-# Of values of floating-point types; {0}, {1} and so on are the operands, {element} their type.
+# Operations on floating-point values. {0}, {1} and so on are the operands, {element} is their type.
 _OF_FLOATS: Mapping[str, str] = {
     "add": "{0} + {1}",
     "add_any": "{0} + {1}",
@@ -155,10 +158,10 @@ _OF_FLOATS: Mapping[str, str] = {
     "clamp": "clamped({0}, {1}, {2})",
 }
 
-# In place of those, for results of 16 bits and fewer.
+# Replacements of those for results of 16 bits or fewer.
 _COARSE: Mapping[str, str] = {"exp": "coarse_exp({0})", "logistic": "coarse_logistic({0})"}
 
-# Of integers: they wrap around.
+# Operations on integers, which wrap around.
 _OF_INTEGERS: Mapping[str, str] = {
     "add": "static_cast<uint32_t>({0}) + static_cast<uint32_t>({1})",
     "add_any": "static_cast<uint32_t>({0}) + static_cast<uint32_t>({1})",
@@ -202,7 +205,7 @@ _COMPARISONS: Mapping[str, str] = {
     "ge": ">=",
 }
 
-# Names of what is translated one value at a time, for the documentation and its test.
+# Names of the operations that are translated by a table, for the documentation and its test.
 NAMES = frozenset({*_OF_FLOATS, *_OF_INTEGERS, *_COMPARISONS})
 
 
@@ -284,7 +287,7 @@ _SPECIAL: Mapping[str, _Special] = {
     "name": lambda values, dtypes, params: values[0],
 }
 
-# All operations of one value at a time, of operands of one shape, or scalars.
+# All elementwise operations. Their operands have one shape or are scalars.
 ELEMENTWISE = NAMES | _SPECIAL.keys()
 
 
@@ -296,17 +299,17 @@ def translated(
     *,
     coarse: bool = False,
 ) -> str:
-    """Returns an elementwise operation as an expression of C++.
+    """Returns the C++ expression of an elementwise operation.
 
     Args:
-        name: of the primitive.
-        values: its operands, as C++.
-        dtypes: theirs.
-        params: its parameters.
-        coarse: whether what it loses beyond 16 bits is of no account.
+        name: name of the primitive.
+        values: the operands, as C++.
+        dtypes: dtypes of the operands.
+        params: parameters of the primitive.
+        coarse: whether the result may lose accuracy beyond 16 bits.
 
     Raises:
-        NotTranslatableError: it has no translation.
+        NotTranslatableError: the operation has no translation.
     """
     for dtype in dtypes:
         element(dtype)
@@ -316,6 +319,6 @@ def translated(
         return rounded(_COARSE[name].format(*values), dtypes[0])
     if name in _COMPARISONS:
         return f"{values[0]} {_COMPARISONS[name]} {values[1]}"
-    if name == "clamp":  # its bounds come first, and may be scalars
+    if name == "clamp":  # a bound comes first, and may be a scalar
         return _from_table(name, values, dtypes[1])
     return _from_table(name, values, dtypes[0])

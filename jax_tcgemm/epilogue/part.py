@@ -1,4 +1,4 @@
-"""What a device computes of a function: its part, by operations of JAX."""
+"""Computes a device's part of a function, with JAX operations."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from jax_tcgemm.problem.strides import row_major
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A device's part of what a function is of.
+    """A device's part of the values of a function.
 
     Attributes:
         function: the function.
-        extents: of the part, by name.
-        starts: where along a name it begins: an array, or 0.
+        extents: extents of the part, by axis name.
+        starts: where the part begins, by axis name: an array, or 0.
     """
 
     function: PortableFunction
@@ -33,22 +33,22 @@ class Part:
     starts: Mapping[str, Any]
 
     def within(self, *arguments: Any) -> list[Any]:
-        """Computes what depends on the accumulators alone: ``PortableFunction.made_within``."""
+        """Computes ``PortableFunction.made_within``: values before reductions are joined."""
         return self._evaluated(dict(enumerate(arguments)), self.function.made_within)
 
     def after(self, made: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
         """Computes the results.
 
         Args:
-            made: what ``within`` returned, joined where it has to be.
-            operands: those of the function, without the accumulators.
+            made: the values that ``within`` returned, with the reductions joined.
+            operands: operands of the function, without the accumulators.
         """
         known = dict(enumerate(operands, self.function.accumulators))
         known |= dict(zip(self.function.made_within, made, strict=True))
         return self._evaluated(known, self.function.results)
 
     def _evaluated(self, known: dict[int, Any], wanted: Sequence[int | Number]) -> list[Any]:
-        """Computes values, of those that are known."""
+        """Computes the wanted values from the known ones."""
         function, count = self.function, len(self.function.arguments)
         needed = {x for x in wanted if isinstance(x, int)}
         for i in reversed(range(len(function.operations))):
@@ -86,7 +86,7 @@ class Part:
         return lax.reshape(x, shape)
 
     def _drawn(self, operation: Operation, shape: tuple[int, ...], key: jax.Array) -> Any:
-        """Draws the device's part of what ``jax.random.bits`` makes of the whole."""
+        """Draws the device's part of the whole array of ``jax.random.bits``."""
         width, whole = operation.parameters
         counts = jnp.zeros(shape, jnp.uint32)
         for axis, stride in enumerate(row_major(whole)):
@@ -95,7 +95,7 @@ class Part:
         return draws.bits(key, counts, width)
 
     def _counted(self, dims: Dims, shape: tuple[int, ...], dtype: Any, axis: int) -> Any:
-        """Counts along an axis of the whole."""
+        """Returns each element's index along an axis of the whole array."""
         name = dims[axis]
         start = self.starts[name] if isinstance(name, str) else 0
         if isinstance(start, int):  # 0
@@ -115,7 +115,7 @@ _ALIASES: Mapping[str, str] = {
 
 
 def elementwise(name: str) -> Callable[..., Any]:
-    """Returns what computes an elementwise operation."""
+    """Returns a function that computes an elementwise operation."""
     if name in _IDENTITIES:
         return lambda x: x
     if name == "one_minus_square":

@@ -1,8 +1,9 @@
-"""A function as operations by name: for programs that are compiled elsewhere, and for parts.
+"""Functions as named operations, for programs compiled elsewhere and for parts.
 
-A jaxpr is made of objects of JAX, and its operations hold the extents that it was traced for. Here
-the product's axes have names instead, so that a device computes the same of its part; and all of it
-is numbers and text, which a program over several devices carries.
+A jaxpr consists of JAX objects, and its operations hold the extents that it was traced for. Here
+the product's axes have names instead of extents, so that each device computes the same operations
+on its part. A portable function consists of numbers and text only, so that a program over several
+devices can carry it.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from jax_tcgemm.epilogue.tanh import is_literal
 from jax_tcgemm.epilogue.values import following
 from jax_tcgemm.problem.exact import ComparedExactly
 
-# The name of each axis, or its extent where it is none of the product's.
+# The name of each axis, or its extent if it is no axis of the product.
 Dims = tuple[str | int, ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Number(ComparedExactly):
-    """An operand that is known."""
+    """An operand that is a known number."""
 
     value: int | float | bool
     dtype: Any
@@ -43,11 +44,11 @@ class Operation:
     """An operation.
 
     Attributes:
-        name: of JAX's primitive.
-        operands: numbers, and which values: those of the arguments come first, then one for each
-            operation.
-        parameters: those that ``_PARAMETERS`` names.
-        dims: of the result.
+        name: name of the JAX primitive.
+        operands: numbers, and indices of values. The values of the arguments come first, then one
+            value for each operation.
+        parameters: the parameters that ``_PARAMETERS`` names.
+        dims: dimensions of the result.
     """
 
     name: str
@@ -58,12 +59,12 @@ class Operation:
 
 @dataclasses.dataclass(frozen=True)
 class Joined:
-    """A reduction over axes of the product, of which each device has a part.
+    """A reduction over axes of the product; each device has a part of these axes.
 
     Attributes:
-        value: its result.
-        over: the names of the axes.
-        join: what joins parts, in the words of ``JOINS``.
+        value: index of its result.
+        over: names of the axes.
+        join: how parts are joined, as ``JOINS`` names it.
     """
 
     value: int
@@ -77,10 +78,10 @@ class PortableFunction:
 
     Attributes:
         accumulators: how many arguments are accumulators.
-        arguments: the dimensions of all.
-        operations: in their order.
-        results: numbers, or which values.
-        result_dims: the dimensions of the results.
+        arguments: dimensions of each argument.
+        operations: the operations, in their order.
+        results: numbers, or indices of values.
+        result_dims: dimensions of the results.
         joined: the reductions over axes of the product.
     """
 
@@ -92,7 +93,7 @@ class PortableFunction:
     joined: tuple[Joined, ...]
 
     def following(self, values: Iterable[int]) -> set[int]:
-        """Returns values, and those that depend on them."""
+        """Returns the given values and all values that depend on them."""
         found = set(values)
         for number, operation in enumerate(self.operations, len(self.arguments)):
             if found.intersection(x for x in operation.operands if isinstance(x, int)):
@@ -101,10 +102,10 @@ class PortableFunction:
 
     @functools.cached_property
     def made_within(self) -> tuple[int, ...]:
-        """What is computed of the accumulators: results, then what is joined."""
+        """Values computed from the accumulators: results, then reductions to be joined."""
         dependent = self.following(range(self.accumulators))
         later = self.following(each.value for each in self.joined)
-        # What is drawn for them is not drawn again.
+        # Random results of the product's shape are computed here, too, so nothing is drawn twice.
         operations = enumerate(self.operations, len(self.arguments))
         drawn = self.following(i for i, each in operations if each.name == "random_bits")
         whole = self.arguments[0]
@@ -119,11 +120,11 @@ class PortableFunction:
 
 @functools.lru_cache(maxsize=256)
 def portable(function: EpilogueFunction, names: tuple[str, ...]) -> PortableFunction | str:
-    """Returns a function with names for the axes of the product, or why it has none.
+    """Returns a function with named axes, or why its axes cannot be named.
 
     Args:
         function: an epilogue.
-        names: of the axes of the accumulators.
+        names: names of the accumulators' axes.
     """
     flat = function.flat
     if flat.jaxpr.effects or flat.consts:
@@ -168,14 +169,14 @@ def _portable(jaxpr: Any, accumulators: int, axes: Axes) -> PortableFunction:
 
 
 def _check_place(eqn: Any) -> None:
-    """Raises an error where an operation is to be computed elsewhere (``compute_on``)."""
+    """Raises an error if an operation is to be computed elsewhere (``compute_on``)."""
     place, *_ = jaxprs.context_of(eqn)
     if place is not None:
         raise NotDivisibleError(f"{eqn.primitive.name} on {place}")
 
 
 def _check_draws(eqn: Any) -> None:
-    """Raises an error where a device cannot draw its part of random numbers."""
+    """Raises an error if a device cannot draw its part of random numbers."""
     name = eqn.primitive.name
     types = [x.aval for x in (*eqn.invars, *eqn.outvars)]
     for each in types:
@@ -191,14 +192,14 @@ def _check_draws(eqn: Any) -> None:
 
 
 def _check_keys(eqn: Any, axes: Axes) -> None:
-    """Raises an error where the words of a key are an axis of the product."""
+    """Raises an error if the words of a key are an axis of the product."""
     words = {"random_wrap": eqn.invars, "random_unwrap": eqn.outvars}.get(eqn.primitive.name, [])
     if any(isinstance(dim, str) for x in words for dim in axes.of(x)):
         raise NotDivisibleError(f"{eqn.primitive.name} along an axis of the product")
 
 
 def _reduced(jaxpr: Any, accumulators: int, axes: Axes) -> dict[Any, tuple[tuple[str, ...], str]]:
-    """Returns what has to be joined over devices: over which names, and how."""
+    """Returns reductions to be joined over devices: over which axes, and how."""
     dependent = following(jaxpr.invars[:accumulators], jaxpr)
     reduced: dict[Any, tuple[tuple[str, ...], str]] = {}
     later: set[Any] = set()
@@ -231,7 +232,7 @@ def _number(literal: Any) -> Number:
     return Number(value.item(), dtype)
 
 
-# Those of JAX that say what an operation does, beside the shape of its result.
+# JAX's parameters that define an operation, beside the shape of its result.
 _PARAMETERS: Mapping[str, tuple[str, ...]] = {
     "integer_pow": ("y",),
     "round": ("rounding_method",),

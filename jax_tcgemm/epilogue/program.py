@@ -1,4 +1,4 @@
-"""An epilogue in C++: what it reads, what it writes, and the statements for one value."""
+"""An epilogue in C++: its operands, its results, and the statements for one value."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from jax_tcgemm import _core
 from jax_tcgemm.epilogue import evaluation, operations
 from jax_tcgemm.problem.strides import row_major
 
-# Where a value is taken from, for each of its dimensions: that dimension of the results, or the one
-# element that there is.
+# For each dimension of a value: the dimension of the results that indexes it, ``None`` if the value
+# has only one element along it.
 Index = tuple[int | None, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """What the kernel reads: a value of the jaxpr that is known before the product.
+    """A value that the kernel reads; it is known before the product.
 
     Attributes:
-        source: the value, a variable of the flat jaxpr.
-        word: which word of a key of random numbers; ``None`` of anything else.
-        index: where its elements are taken from.
+        source: the value: a variable of the flat jaxpr.
+        word: which word of a random-number key is read; ``None`` for other values.
+        index: how the dimensions of the results index its dimensions.
         shape: its shape.
         dtype: its type.
     """
@@ -39,7 +39,7 @@ class Leaf:
     dtype: Any
 
     def strides(self, rank: int) -> tuple[int, ...]:
-        """Returns the steps in elements along the results' dimensions."""
+        """Returns the strides, in elements, along the results' dimensions."""
         strides = [0] * rank
         for stride, where in zip(row_major(self.shape), self.index, strict=True):
             if where is not None:
@@ -47,21 +47,22 @@ class Leaf:
         return tuple(strides)
 
 
-# Rows and columns that a kernel reduces to one value each, of which XLA reduces the rest: in the
-# epilogue of a product, and in a pass without one.
+# Rows and columns of the blocks that a kernel reduces to one value each; XLA reduces these values.
+# The first is for the epilogue of a product, the second for a pass without a product.
 PRODUCT_BLOCK = (16, 16)
 PASS_BLOCK = _core.PASS_BLOCK
 
 
 @dataclasses.dataclass(frozen=True)
 class Reduction:
-    """A reduction of values that the kernel makes, over rows, columns or both.
+    """A reduction of values that the kernel computes, over rows, columns or both.
 
     Attributes:
-        made: the operation, of the flat jaxpr.
-        value: what is reduced, in C++.
-        shape: of what the kernel leaves: ``(*batch, m, n)`` with what is joined by blocks.
-        dtype: of its elements; float32 of any floating-point numbers.
+        made: the equation of the flat jaxpr.
+        value: C++ of the reduced value.
+        shape: shape of the partial results: ``(*batch, m, n)``, with blocks along reduced rows and
+            columns.
+        dtype: dtype of the partial results; float32 for any floating-point values.
     """
 
     made: Any
@@ -71,7 +72,7 @@ class Reduction:
 
     @property
     def along(self) -> str:
-        """Along what the result moves, in the words of ``Along``."""
+        """The dimensions along which the result varies, as ``Along`` names them."""
         axes, rank = self.made.params["axes"], len(self.shape)
         return {
             (True, True): "kNothing",
@@ -81,12 +82,12 @@ class Reduction:
 
     @property
     def join(self) -> str:
-        """Name of what joins two values in ``compiled_functions.cuh``."""
+        """Name of the type in ``compiled_functions.cuh`` that joins two values."""
         return JOINS[self.made.primitive.name]
 
     @property
     def neutral(self) -> str:
-        """What changes nothing, in C++."""
+        """C++ of the join's neutral element."""
         if self.join == "Sum":
             return operations.constant(0, self.dtype)
         if operations.is_float(self.dtype):
@@ -95,7 +96,7 @@ class Reduction:
         return operations.constant(limits.min if self.join == "Maximum" else limits.max, self.dtype)
 
     def finished(self, partial: jax.Array) -> jax.Array:
-        """Joins what the kernel leaves."""
+        """Joins the partial results of the kernel."""
         reduce = {"Sum": jnp.sum, "Maximum": jnp.max, "Minimum": jnp.min}[self.join]
         joined = reduce(partial.reshape(self.shape), axis=self.made.params["axes"])
         return joined.astype(self.made.outvars[0].aval.dtype)
@@ -109,18 +110,19 @@ class Program:
     """An epilogue in C++.
 
     Attributes:
-        leaves: the operands that the kernel reads, in its order.
-        matrices: types of the results that the kernel writes as they are.
-        reductions: what it leaves to be joined, behind those.
-        lines: statements that make the results of one value; ``x0[i]``, ``x1[i]`` ... are those of
-            the leaves, ``io.acc[0][i]`` the accumulators, of which a pass has none.
-        written: the variables that are the matrices.
-        positions: of the matrices among the results of the function; the others follow from
-            reductions.
-        flat: the jaxpr whose variables the leaves are.
-        counts_rows: whether the statements know which row of a matrix a value is of.
-        flat_rows: whether they know which of all rows, so that the matrices of a batch have to be
-            taken for more rows of one.
+        leaves: the operands that the kernel reads, in the kernel's order.
+        matrices: types of the results that the kernel writes without a reduction.
+        reductions: the reductions whose partial results the kernel writes after the matrices.
+        lines: statements that compute one element of each result. ``x0[i]``, ``x1[i]`` ... are
+            elements of the leaves, ``io.acc[0][i]`` of the accumulators; a pass has no
+            accumulators.
+        written: C++ of the elements of the matrices.
+        positions: positions of the matrices among the results of the function. The other results
+            follow from reductions.
+        flat: the jaxpr that has the leaves as variables.
+        counts_rows: whether the statements use the row of an element within its matrix.
+        flat_rows: whether the statements use the row among all matrices of a batch. The kernel must
+            then treat the batch as more rows of one matrix.
     """
 
     leaves: tuple[Leaf, ...]
@@ -135,22 +137,22 @@ class Program:
 
     @property
     def keeps_rows(self) -> bool:
-        """Whether matrices of a batch must not be taken for more rows of one."""
+        """Returns true if a batch must not be treated as more rows of one matrix."""
         return self.counts_rows or bool(self.reductions)
 
     @property
     def draws(self) -> bool:
-        """Whether it draws random numbers."""
+        """Returns true if the program draws random numbers."""
         return any("random_" in line for line in self.lines)
 
     @property
     def outputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Types of what the kernel writes."""
+        """Types of the arrays that the kernel writes."""
         partials = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.reductions)
         return (*self.matrices, *partials)
 
     def finished(self, outputs: Sequence[jax.Array], operands: Sequence[Any]) -> list[jax.Array]:
-        """Returns the results of the function, of what the kernel wrote."""
+        """Returns the results of the function, from the arrays that the kernel wrote."""
         matrices = dict(zip(self.positions, outputs, strict=False))
         known = _Known(self.flat, operands)
         for reduction, partial in zip(self.reductions, outputs[len(matrices) :], strict=True):
@@ -161,10 +163,10 @@ class Program:
         ]
 
     def known(self, operands: Sequence[Any]) -> list[jax.Array]:
-        """Computes the leaves, by operations of JAX.
+        """Computes the leaves with JAX operations.
 
         Args:
-            operands: those of the epilogue, without the accumulators.
+            operands: operands of the epilogue, without the accumulators.
         """
         known = _Known(self.flat, operands)
         values = []
@@ -187,11 +189,11 @@ class _Known:
         self._values.update(zip(jaxpr.constvars, flat.consts, strict=True))
 
     def give(self, var: Any, value: Any) -> None:
-        """Says what a variable is."""
+        """Sets the value of a variable."""
         self._values[var] = value
 
     def value(self, atom: Any) -> Any:
-        """Returns what it is, by operations of JAX."""
+        """Returns the value of a variable, computed with JAX operations."""
         if isinstance(atom, core.Literal):
             return atom.val
         if atom not in self._values:

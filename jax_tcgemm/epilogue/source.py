@@ -1,4 +1,4 @@
-"""C++ of programs, and of kernels with a program in them."""
+"""C++ source of programs, and of kernels that contain a program."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def of_program(
     batched: bool,
     scaled: bool = False,
 ) -> str:
-    """Returns the C++ of a program, which ``cuda/sm90/output/compiled.cuh`` tells of.
+    """Returns the C++ of a program; ``cuda/sm90/output/compiled.cuh`` describes it.
 
     Args:
         program: the epilogue.
-        kinds: of each leaf along what it moves, in the words of ``Along``, and whether it is
-            read by vectors.
-        by_vectors: of each result whether it is written so.
+        kinds: for each leaf, the dimensions along which it varies, as ``Along`` names them, and
+            whether it is read by vectors.
+        by_vectors: for each result, whether it is written by vectors.
         batched: whether there is more than one matrix.
-        scaled: whether the factors have scales by blocks.
+        scaled: whether the factors have block scales.
     """
     loads, types = [], []
     for number, (leaf, (along, is_vector)) in enumerate(zip(program.leaves, kinds, strict=True)):
@@ -146,8 +146,8 @@ extern "C" __global__ void __launch_bounds__(jax_tcgemm::kPassThreads, 4)
 }}
 """
 
-# In place of a row: the program alone, in a pass over its operands. As kPass of
-# cuda/dispatch/compiled_pass.cc.
+# Replaces the name of a row if the program runs alone, in a pass over its operands. The same as
+# kPass of cuda/dispatch/program_library.cc.
 PASS = "pass"
 
 _KERNEL = "Kernel<Row::kConfig, false, Layouts, Program>"
@@ -162,12 +162,12 @@ _STREAMED = """\
 
 
 def of_kernel(program: str, row: str, layout: str) -> str:
-    """Returns what is compiled for a row of the kernel table.
+    """Returns the source that is compiled for a row of the kernel table.
 
     Args:
         program: as ``of_program`` returns it.
         row: the row's name, or ``PASS``.
-        layout: of ``a`` and ``b``, ``"n"`` or ``"t"`` each.
+        layout: ``"n"`` or ``"t"`` for each of ``a`` and ``b``.
     """
     if row == PASS:
         return _PASS_SOURCE.format(program=program)
@@ -182,7 +182,7 @@ def of_kernel(program: str, row: str, layout: str) -> str:
     )
 
 
-# The kernel is in the header.
+# The header contains the kernel.
 _ROW_SOURCE = """\
 {known}#include "kernel_config.h"
 
@@ -200,12 +200,12 @@ constexpr Major kMajorA = Major::k{a}, kMajorB = Major::k{b};
 
 
 def of_row(known: str, row: str, layout: str) -> str:
-    """Returns what is compiled for a row of the kernel table with an epilogue of the package.
+    """Returns the source for a row of the kernel table with the package's epilogues.
 
     Args:
-        known: definitions of what is known of the epilogue.
+        known: definitions of the known facts about the epilogue.
         row: the row's name.
-        layout: of what the kernel calls A and B, ``"n"`` or ``"t"`` each.
+        layout: ``"n"`` or ``"t"`` for each of the operands that the kernel calls A and B.
     """
     config = kernel_names.by_name(row)
     return _ROW_SOURCE.format(
@@ -218,5 +218,5 @@ def _majors(layout: str) -> dict[str, str]:
 
 
 def digest(text: str) -> str:
-    """Returns what a program is known by."""
+    """Returns the digest that identifies a program."""
     return hashlib.sha256(text.encode()).hexdigest()

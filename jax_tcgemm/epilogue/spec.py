@@ -1,4 +1,4 @@
-"""``CompiledSpec``, the static description of a product with an epilogue of the user's own."""
+"""``CompiledSpec``: the static description of a product with a user's epilogue."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ SCALE_BLOCK = _core.SCALE_BLOCK
 
 @dataclasses.dataclass(frozen=True)
 class CompiledSpec:
-    """One product, the two of a gated one, or one over groups of rows; and what becomes of it.
+    """A product (plain, gated, or over groups of rows) and its epilogue.
 
     Attributes:
-        product: what is multiplied; its ``out_dtype`` is that in which products are kept for
+        product: the product. Its ``out_dtype`` is the dtype in which products are stored for
             derivatives.
-        function: makes the results of the accumulators and the operands.
-        scaled: whether ``a`` and ``b``, of 8 bits, have scales by blocks: two more operands of the
-            product, in float32, with the axes of ``a`` and ``b``. A block is 1 x ``SCALE_BLOCK``
-            (k) of ``a``, ``SCALE_BLOCK`` x ``SCALE_BLOCK`` of ``b``.
+        function: computes the results from the accumulators and the operands.
+        scaled: whether the 8-bit operands ``a`` and ``b`` have block scales: two more operands of
+            the product, in float32, with the axes of ``a`` and ``b``. A block is 1 x
+            ``SCALE_BLOCK`` (k) of ``a``, ``SCALE_BLOCK`` x ``SCALE_BLOCK`` of ``b``.
     """
 
     product: GemmSpec | RaggedSpec
@@ -34,31 +34,31 @@ class CompiledSpec:
 
     @property
     def is_gated(self) -> bool:
-        """Whether there are two products."""
+        """Returns true if there are two products."""
         return isinstance(self.product, GemmSpec) and self.product.is_gated
 
     @property
     def factor_count(self) -> int:
-        """How many operands the product has: ``lhs``, ``rhs`` and ``group_sizes`` with groups."""
+        """Number of the product's operands: ``lhs``, ``rhs``, ``group_sizes`` with groups."""
         if isinstance(self.product, RaggedSpec):
             return 3
         return len(self.product.operand_names) + (2 if self.scaled else 0)
 
     @property
     def without_rules(self) -> CompiledSpec:
-        """The same without custom derivatives: see ``EpilogueFunction.without_rules``."""
+        """The spec without custom derivatives: see ``EpilogueFunction.without_rules``."""
         return self.replace(function=self.function.without_rules)
 
     def split(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Returns what belongs to the product, and what to the operands of the function."""
+        """Splits values into those of the product and those of the function's operands."""
         return tuple(values[: self.factor_count]), tuple(values[self.factor_count :])
 
     def with_config(self, config: str | None) -> CompiledSpec:
-        """Returns a copy whose product is computed by that configuration."""
+        """Returns a copy with this kernel configuration for the product."""
         return self.replace(product=dataclasses.replace(self.product, config=config))
 
     def replace(self, **changes: Any) -> CompiledSpec:
-        """Returns a copy of which some fields are others."""
+        """Returns a copy with some fields changed."""
         return dataclasses.replace(self, **changes)
 
 

@@ -1,4 +1,7 @@
-"""``tanh`` beside 1, as gelu and the derivative of tanh have it: no cancellation, and no branch."""
+"""Computes ``1 + tanh(x)`` and ``1 - tanh(x)`` without cancellation or branches.
+
+Gelu and the derivative of tanh contain these sums.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def is_literal(atom: Any) -> bool:
-    """Whether an operand is a number that the jaxpr has."""
+    """Checks if an operand is a literal of the jaxpr."""
     return isinstance(atom, core.Literal)
 
 
@@ -25,10 +28,10 @@ def _is_number(atom: Any, number: float) -> bool:
 
 
 class Tanhs:
-    """Those of a function.
+    """Translates the tanhs of a function that occur beside 1.
 
     Args:
-        values: what has been translated of it.
+        values: the values of the function.
     """
 
     def __init__(self, values: Values):
@@ -36,7 +39,7 @@ class Tanhs:
         self._below_one = self._find_below_one()
 
     def _find_below_one(self) -> set[Any]:
-        """Returns what the tanh is of in each ``1 - tanh(x)`` and ``1 - tanh(x)^2``."""
+        """Returns ``x`` of each ``1 - tanh(x)`` and ``1 - tanh(x)^2``."""
         inner = set()
         for eqn in self._values.flat.jaxpr.eqns:
             name, taken = eqn.primitive.name, eqn.invars
@@ -45,7 +48,7 @@ class Tanhs:
         return inner - {None}
 
     def translated(self, eqn: Any, index: Index) -> str | None:
-        """Returns the C++ of an equation that has a tanh beside 1, ``None`` of anything else."""
+        """Returns the C++ of an equation with a tanh beside 1, ``None`` for any other."""
         (result,) = eqn.outvars
         if result.aval.dtype != jnp.float32:
             return None
@@ -66,7 +69,7 @@ class Tanhs:
         return None
 
     def _sum(self, eqn: Any, index: Index) -> str | None:
-        """``1 + tanh(x)``, or ``y + y tanh(x)``."""
+        """Returns the C++ of ``1 + tanh(x)`` or ``y + y tanh(x)``, ``None`` for any other."""
         (result,) = eqn.outvars
         inner = self._of_above_one(result)
         if inner is not None:
@@ -80,7 +83,7 @@ class Tanhs:
         return None
 
     def _half(self, eqn: Any, index: Index) -> str | None:
-        """Half of ``1 + tanh(x)``: the logistic function of ``2 x``."""
+        """Returns half of ``1 + tanh(x)``, which is the logistic function of ``2 x``."""
         for factor, other in itertools.permutations(eqn.invars):
             inner = self._of_above_one(other) if _is_number(factor, 0.5) else None
             if inner is not None and inner not in self._below_one:
@@ -88,7 +91,7 @@ class Tanhs:
         return None
 
     def _of_above_one(self, atom: Any) -> Any:
-        """Returns ``x`` of ``1 + tanh(x)``, ``None`` of anything else."""
+        """Returns ``x`` of ``1 + tanh(x)``, ``None`` for anything else."""
         if not (self._is_made_by("add", atom) or self._is_made_by("add_any", atom)):
             return None
         first, second = self._values.made[atom].invars
@@ -96,12 +99,12 @@ class Tanhs:
         return self._of(tanh)
 
     def _of(self, atom: Any) -> Any:
-        """Returns what the tanh is of, ``None`` if it is none, or of a number."""
+        """Returns ``x`` of ``tanh(x)``, ``None`` for a number or anything else."""
         inner = self._values.made[atom].invars[0] if self._is_made_by("tanh", atom) else None
         return None if is_literal(inner) else inner
 
     def _other_factor(self, product: Any, factor: Any) -> Any:
-        """Returns what a factor is multiplied by in a product, ``None`` in anything else."""
+        """Returns a product's other factor, ``None`` if ``product`` lacks ``factor``."""
         if is_literal(factor) or not self._is_made_by("mul", product):
             return None
         factors = list(self._values.made[product].invars)
@@ -114,7 +117,7 @@ class Tanhs:
         return made is not None and made.primitive.name == name
 
     def _beside_one(self, x: Any, result: Any, index: Index, negated: bool = False) -> str:
-        """Returns ``1 + tanh(x)``, or ``1 - tanh(x)``: both of one power where both are needed."""
+        """Returns ``1 + tanh(x)`` or ``1 - tanh(x)``; one power serves both."""
         values, key = self._values, (x, (*index, "tanh"))
         if x not in self._below_one:
             if key not in values.names:
@@ -132,7 +135,7 @@ class Tanhs:
         values, key = self._values, (x, (*index, "logistic"))
         if key not in values.names:
             factor, other = 2.0, x
-            if self._is_made_by("mul", x):  # one factor in place of two
+            if self._is_made_by("mul", x):  # one factor replaces two
                 for number, rest in itertools.permutations(values.made[x].invars):
                     if is_literal(number) and not number.aval.shape and abs(number.val) < 2.0**126:
                         factor, other = 2 * float(number.val), rest
@@ -145,5 +148,5 @@ class Tanhs:
         return values.names[key]
 
     def _coarse(self, x: Any) -> bool:
-        """Whether no result shows the last bits of a function of ``x``."""
+        """Checks if no result shows the last bits of a function of ``x``."""
         return x not in self._values.in_full

@@ -1,9 +1,9 @@
-"""From an epilogue as a jaxpr to a program in C++.
+"""Translates an epilogue from a jaxpr to a program in C++.
 
-What is asked for is followed from the results back to the operands. On the way an operand's axes
-are found out: where ``broadcast_in_dim``, ``reshape`` and ``transpose`` take it from, not what its
-shape looks like. What does not depend on the accumulators and has no translation is computed before
-the product and read as an operand.
+The translation follows the results back to the operands. On the way it finds each operand's axes
+from ``broadcast_in_dim``, ``reshape`` and ``transpose``, not from the operand's shape. If a value
+does not depend on the accumulators and has no translation, JAX computes it before the product, and
+the kernel reads it as an operand.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from jax_tcgemm.epilogue.values import Values, is_literal
 MAX_OPERANDS = _core.MAX_COMPILED_OPERANDS
 MAX_RESULTS = _core.MAX_COMPILED_RESULTS
 
-# Sums of narrower integers would wrap at each step; those of floating-point numbers are float32.
+# Sums of narrower integers would wrap at each step. Floating-point sums are in float32.
 _SUMMED = (jnp.dtype(jnp.int32), jnp.dtype(jnp.uint32))
 
 
 @functools.lru_cache(maxsize=256)
 def translate(function: EpilogueFunction, shape: tuple[int, ...] | None = None) -> Program | str:
-    """Translates a function, or says why it cannot be.
+    """Translates a function, or returns why it cannot be translated.
 
     Args:
-        function: an epilogue; or one without accumulators, for a pass of its own.
-        shape: of the matrices that the pass goes over.
+        function: an epilogue, or a function without accumulators for a pass of its own.
+        shape: shape of the matrices that the pass goes over.
     """
     try:
         return _Translation(function, shape).run()
@@ -71,7 +71,7 @@ class _Translation:
         self.reductions: list[Reduction] = []
 
     def run(self) -> Program:
-        """Translates what the results need."""
+        """Translates the values that the results need."""
         values, flat = self.values, self.function.flat
         if flat.jaxpr.effects:
             raise NotTranslatableError("effects")
@@ -82,7 +82,7 @@ class _Translation:
             raise NotTranslatableError("symbolic shapes")
         matrices: dict[int, str] = {}
         for i, atom in enumerate(flat.jaxpr.outvars):
-            # What is drawn for other results is not drawn again by XLA.
+            # The kernel also writes random results, so that XLA does not draw them again.
             depends = not is_literal(atom) and atom in values.dependent | values.drawn
             if depends and values.spans(atom) and not self.is_given(atom):
                 element(atom.aval.dtype)
@@ -116,7 +116,7 @@ class _Translation:
         return tuple(range(len(self.shape)))
 
     def is_given(self, atom: Any) -> bool:
-        """Whether a result is an operand as it is, but for conversions that lose nothing."""
+        """Checks if a result is an operand, apart from conversions that lose nothing."""
         dtype = atom.aval.dtype
         while atom not in self.values.given:
             eqn = self.values.made[atom]
@@ -131,7 +131,7 @@ class _Translation:
         return atom.aval.dtype == dtype and atom not in self.values.accumulators
 
     def reduce_for(self, atom: Any) -> None:
-        """Has the kernel make the reductions that a value follows from."""
+        """Adds the reductions that a value depends on to those of the kernel."""
         if is_literal(atom) or atom not in self.values.dependent:
             return
         if atom in self.values.given:
@@ -147,7 +147,7 @@ class _Translation:
             self.reduce_for(each)
 
     def reduction(self, eqn: Any, operand: Any) -> Reduction:
-        """Returns a reduction of values that the kernel makes."""
+        """Returns a reduction of values that the kernel computes."""
         dtype, axes, rank = operand.aval.dtype, eqn.params["axes"], len(self.shape)
         if rank - 2 not in axes and rank - 1 not in axes:
             raise NotTranslatableError(f"{eqn.primitive.name} over a batch")
@@ -165,7 +165,7 @@ class _Translation:
         return Reduction(eqn, self.values.value(operand, self.every), shape, joined)
 
     def unrounded(self, name: str, dtype: Any) -> str:
-        """Returns what a result was before it was rounded to its type, as storing it will."""
+        """Returns a result before it is rounded to its type; storing it rounds it, too."""
         begin = f"{name} = {operations.rounded('', dtype)[:-1]}"
         for line in self.values.lines:
             if f" {begin}" in line and begin.endswith("("):

@@ -1,8 +1,9 @@
-"""Kernels of epilogues that no program launches any more, and when they are released.
+"""Releases kernels of epilogues that no program launches any more.
 
-A process that compiles another epilogue at each step, such as one with a constant of a schedule,
-would fill its memory: 0.3 MB of the host's and 50 KB of the GPU's for each. XLA does not say when
-an executable goes, so that from time to time all that are there are asked for their epilogues.
+A process may compile another epilogue at each step, such as one with a constant of a schedule. Each
+kernel takes 0.3 MB of host memory and 50 KB of GPU memory, so they would fill the memory. XLA does
+not report when it deletes an executable. Therefore this module searches all executables for the
+epilogues that they use, from time to time.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ import re
 
 from jax_tcgemm import _compat, _core
 
-# Compilations after which executables are asked: each is said twice, for it begins beforehand.
+# Executables are searched after so many compilations. Each kernel counts twice, because its
+# compilation begins ahead of its use.
 _EVERY = 1024
 
-# What was enqueued before an executable went is over by then.
+# Work that was enqueued before XLA deleted an executable is over after this time.
 _GRACE_SECONDS = 60.0
 
 _DIGEST = re.compile(r"\b[0-9a-f]{64}\b")
@@ -24,13 +26,13 @@ _compilations = itertools.count(1)
 
 
 def note_compilation() -> None:
-    """Counts a compilation, and now and then releases what is unused."""
+    """Counts a compilation, and releases unused kernels after every ``_EVERY``."""
     if next(_compilations) % _EVERY == 0:
         release()
 
 
 def release(grace_seconds: float = _GRACE_SECONDS) -> None:
-    """Releases kernels that were found unused before, ``grace_seconds`` ago, and still are."""
+    """Releases kernels that were found unused ``grace_seconds`` ago and still are."""
     texts = _compat.texts_of_executables()
     if texts is not None:
         used = {digest for text in texts for digest in _DIGEST.findall(text)}

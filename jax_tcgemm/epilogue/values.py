@@ -1,4 +1,4 @@
-"""The C++ of values of a jaxpr: statements, and what they read."""
+"""C++ of the values of a jaxpr: statements, and the leaves that they read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jax_tcgemm.problem.strides import row_major
 
 
 def following(variables: Iterable[Any], jaxpr: Any) -> set[Any]:
-    """Returns variables, and those that depend on them."""
+    """Returns the given variables and all variables that depend on them."""
     found = set(variables)
     for eqn in jaxpr.eqns:
         if any(not is_literal(x) and x in found for x in eqn.invars):
@@ -25,32 +25,32 @@ def following(variables: Iterable[Any], jaxpr: Any) -> set[Any]:
 
 
 def shown_in_full(jaxpr: Any) -> set[Any]:
-    """Returns the variables whose last bits a result may show: one of more than 16 bits."""
+    """Returns variables whose last bits a result of more than 16 bits may show."""
     found = {x for x in jaxpr.outvars if not is_literal(x) and not operations.is_narrow(x)}
     for eqn in reversed(jaxpr.eqns):
-        # What is rounded to a narrow type on the way shows no more than that.
+        # Rounding to a narrow type on the way hides the last bits.
         if any(x in found and not operations.is_narrow(x) for x in eqn.outvars):
             found.update(x for x in eqn.invars if not is_literal(x))
     return found
 
 
 class Values:
-    """What has been translated of a function.
+    """The translated values of a function.
 
     Attributes:
-        flat: its jaxpr, without calls.
-        accumulators: the first of its arguments, which the kernel has.
-        shape: of the product, or of the matrices of a pass.
-        flat_rows: whether the kernel's rows are those of all matrices, one after the other.
-        made: what makes each variable.
+        flat: the function's jaxpr, without calls.
+        accumulators: the function's first arguments, which the kernel has.
+        shape: shape of the product, or of the matrices of a pass.
+        flat_rows: whether the kernel numbers the rows of all matrices one after the other.
+        made: the equation that computes each variable.
         given: the variables that are arguments.
-        dependent: those that the kernel alone can know.
-        drawn: those that random numbers decide.
-        in_full: those whose last bits a result may show.
-        leaves: what is read.
+        dependent: the variables that only the kernel can compute.
+        drawn: the variables that depend on random numbers.
+        in_full: the variables whose last bits a result may show.
+        leaves: the values that the kernel reads.
         lines: the statements.
-        counts_rows: whether they know which row a value is of.
-        names: of values that are known, from there.
+        counts_rows: whether the statements use the row of a value.
+        names: C++ names of translated values, by variable and index.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Values:
         self.flat_rows = flat_rows
         self.made = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
         self.given = set(jaxpr.invars) | set(jaxpr.constvars)
-        # On the accumulators; in a pass, on any matrix.
+        # Values depend on the accumulators; in a pass, on any matrix.
         matrices = self.accumulators or filter(self.spans, jaxpr.invars)
         self.dependent = following(matrices, jaxpr)
         drawn = (eqn for eqn in jaxpr.eqns if eqn.primitive.name in draws.DRAWS)
@@ -76,11 +76,11 @@ class Values:
         self._tanhs = Tanhs(self)
 
     def spans(self, atom: Any) -> bool:
-        """Whether a value has the product's shape."""
+        """Checks if a value has the product's shape."""
         return atom.aval.shape == self.shape
 
     def value(self, atom: Any, index: Index) -> str:
-        """Returns the C++ of a value of the jaxpr, taken from there."""
+        """Returns the C++ of a value of the jaxpr at an index."""
         if is_literal(atom):
             if atom.aval.shape:
                 raise NotTranslatableError("an array as a literal")
@@ -107,7 +107,8 @@ class Values:
         try:
             return self._result(eqn, eqn.outvars.index(atom), index)
         except NotTranslatableError:
-            # Known before the product: read instead, if it is no matrix that was not there before.
+            # The value is known before the product: the kernel reads it, unless that takes a new
+            # matrix.
             if atom in self.dependent or math.prod(atom.aval.shape) >= math.prod(self.shape) > 1:
                 raise
             del self.lines[lines:], self.leaves[leaves:]
@@ -115,7 +116,7 @@ class Values:
             return self.leaf(atom, index)
 
     def leaf(self, atom: Any, index: Index, word: int | None = None) -> str:
-        """Returns the C++ of what is read."""
+        """Returns the C++ of a value that the kernel reads."""
         if word is None:
             element(atom.aval.dtype)
         used = [where for where in index if where is not None]
@@ -160,12 +161,12 @@ class Values:
         return self.value(atom, index if shape else ())
 
     def named(self, expression: str, dtype: Any) -> str:
-        """Returns the name of a new variable of that value."""
+        """Returns the name of a new variable that holds an expression."""
         name = f"v{len(self.lines)}"
         self.lines.append(f"const {element(dtype).value} {name} = {expression};")
         return name
 
-    # Operations that say where a value is taken from.
+    # Operations that only change the index.
 
     def _broadcast_in_dim(self, eqn: Any, index: Index) -> str:
         atom = eqn.invars[0]
@@ -199,7 +200,7 @@ class Values:
         return self.value(eqn.invars[0], tuple(taken))
 
     def _div(self, eqn: Any, index: Index) -> str:
-        """By a number, multiplies by its reciprocal, as XLA does."""
+        """Divides; multiplies by the reciprocal of a number, as XLA does."""
         x, y = eqn.invars
         (result,) = eqn.outvars
         dtype = result.aval.dtype
@@ -214,7 +215,7 @@ class Values:
         return self.named(operations.translated("div", values, [dtype, dtype], eqn.params), dtype)
 
     def _number(self, atom: Any) -> Any:
-        """Returns what every element of a value is, if the jaxpr says so."""
+        """Returns the number that every element of a value equals, ``None`` if unknown."""
         while not is_literal(atom):
             eqn = self.made.get(atom)
             if eqn is None or eqn.primitive.name != "broadcast_in_dim":
@@ -222,7 +223,7 @@ class Values:
             atom = eqn.invars[0]
         return atom.val if not atom.aval.shape else None
 
-    # Operations on the index itself.
+    # Operations that use the index as a value.
 
     def place(self, where: int | None) -> str:
         """Returns the C++ of the index along a dimension of the results."""
@@ -246,7 +247,7 @@ class Values:
         return self.named(operations.converted(place, jnp.int32, dtype), dtype)
 
     def _word(self, eqn: Any, position: int, index: Index) -> str:
-        """One of the two that threefry makes of two, by a key."""
+        """Returns one of the two words that threefry makes of two words, by a key."""
         key = eqn, (*index, "words")
         if key not in self.names:
             if any(not is_literal(x) and x in self.dependent for x in eqn.invars):
@@ -257,7 +258,7 @@ class Values:
         return f"{self.names[key]}.{('first', 'second')[position]}"
 
     def _random_bits(self, eqn: Any, index: Index) -> str:
-        """As ``jax.random.bits`` has them, of each element apart (threefry_partitionable)."""
+        """Draws ``jax.random.bits`` for each element separately (threefry_partitionable)."""
         (key,), shape, width = eqn.invars, eqn.params["shape"], eqn.params["bit_width"]
         if key.aval.shape or width not in (8, 16, 32) or not draws.is_partitionable(eqn):
             raise NotTranslatableError(f"random_bits of {width} bits")

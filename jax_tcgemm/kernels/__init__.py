@@ -1,1 +1,1 @@
-"""What kernels there are. Needs the standard library alone: the build runs it."""
+"""The table of kernels. It imports only the standard library: the build runs it."""

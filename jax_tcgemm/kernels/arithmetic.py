@@ -1,7 +1,7 @@
-"""The table of arithmetic: what is multiplied, in what it is added up, and what may come out.
+"""The table of arithmetic: types of the operands, the accumulators and the results.
 
-The only list of element types and of tensor-core instructions. ``cuda/build/generate.py`` writes it
-out for the compiler, and Python takes names, sizes and types from here.
+This is the only list of element types and of tensor-core instructions. ``cuda/build/generate.py``
+writes it out for the compiler, and Python takes names, sizes and types from here.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import itertools
 
 @dataclasses.dataclass(frozen=True)
 class ElementType:
-    """A type of the elements of an operand, an accumulator or a result.
+    """An element type of operands, accumulators or results.
 
     Attributes:
-        name: NumPy's (``ml_dtypes``') name.
-        tag: short name; also PTX's.
+        name: name in NumPy (``ml_dtypes``).
+        tag: short name, as in PTX.
         bytes: size of an element.
         cpp: the type in device code.
         ffi: the enumerator of ``xla::ffi::DataType``.
@@ -38,7 +38,7 @@ E4M3 = ElementType("float8_e4m3fn", "e4m3", 1, "__nv_fp8_e4m3", "F8E4M3FN", "UIN
 E5M2 = ElementType("float8_e5m2", "e5m2", 1, "__nv_fp8_e5m2", "F8E5M2", "UINT8")
 S8 = ElementType("int8", "s8", 1, "int8_t", "S8", "UINT8")
 S32 = ElementType("int32", "s32", 4, "int32_t", "S32", "INT32")
-# In which kernels of the build write D; the others meet epilogues compiled at run time alone.
+# Kernels of the build write D in these types. Only kernels compiled at run time use the others.
 BUILT_TYPES = (BF16, F16, F32)
 ELEMENT_TYPES = (*BUILT_TYPES, E4M3, E5M2, S8, S32)
 
@@ -48,25 +48,26 @@ class Arithmetic:
     """One way to multiply matrices on tensor cores.
 
     Attributes:
-        name: the ``jax.lax.DotAlgorithmPreset``, or a name of our own where there is none.
-        tag: how it is written inside the names of kernels.
-        a: type of the elements of A.
-        b: type of the elements of B, as large as those of A.
+        name: the ``jax.lax.DotAlgorithmPreset``, or our own name if there is no preset.
+        tag: its name inside the names of kernels.
+        a: element type of A.
+        b: element type of B, of the same size as A's.
         accumulator: type in which products are added up.
-        outputs: types in which kernels write D, the one that they are built for first. Addends are
-            of one of these as well.
-        multiplied: PTX's type of what is multiplied; ``"tf32"`` is float32 rounded before. Of
-            operands that differ in type it is A's.
-        k: elements of k of one instruction of ``mma.sync`` or ``wgmma``: 32 bytes.
-        turing: whether tensor cores of compute capability 7.5 multiply so, half of ``k`` at a time.
+        outputs: types in which kernels write D. Kernels are built for the first one. Addends have
+            one of these types as well.
+        multiplied: PTX type of the multiplied values; ``"tf32"`` is float32, rounded beforehand. If
+            the operands' types differ, it is the type of A.
+        k: elements of k in one instruction of ``mma.sync`` or ``wgmma``: 32 bytes.
+        turing: whether tensor cores of compute capability 7.5 have it, with half of ``k`` at a
+            time.
         wgmma: whether there are kernels for Hopper.
-        k_major: whether ``wgmma`` takes k-major operands alone from shared memory.
-        promotes: whether a float32 result wants parts of k added up in float32. The tensor cores
-            cut sums off instead of rounding them, which such a result of 16-bit operands shows. Of
-            8-bit operands any result wants it.
-        is_default: whether operands of these types are multiplied so unless asked otherwise.
-        at_run_time: whether the build has no kernels for it: each is compiled with an epilogue, by
-            NVRTC, where a program needs it.
+        k_major: whether ``wgmma`` takes only k-major operands from shared memory.
+        promotes: whether a float32 result needs parts of k added up in float32. The tensor cores
+            truncate sums instead of rounding them, and a float32 result of 16-bit operands shows
+            this. With 8-bit operands, any result needs it.
+        is_default: whether it is the default for operands of these types.
+        at_run_time: whether the build has no kernels for it. NVRTC compiles each kernel with its
+            epilogue when a program needs it.
     """
 
     name: str
@@ -86,12 +87,12 @@ class Arithmetic:
 
     @property
     def multiplied_b(self) -> str:
-        """PTX's type of what is multiplied of B."""
+        """PTX type of the multiplied values of B."""
         return self.multiplied if self.a == self.b else self.b.tag
 
     @property
     def rounds_operands(self) -> bool:
-        """Whether operands lose bits before they are multiplied."""
+        """Returns true if operands lose bits before they are multiplied."""
         return self.multiplied == "tf32"
 
     def __post_init__(self) -> None:
@@ -126,7 +127,7 @@ ARITHMETIC: dict[str, Arithmetic] = {row.name: row for row in _ROWS}
 
 
 def _of_8_bits() -> list[Arithmetic]:
-    """Floats of 8 bits, with sums as the tensor cores keep them or promoted; integers."""
+    """Returns rows for 8-bit floats, with plain and with promoted sums, and for int8."""
     late = {"is_default": False, "at_run_time": True, "k_major": True}
     rows = []
     for a, b in itertools.product((E4M3, E5M2), repeat=2):
@@ -139,7 +140,7 @@ def _of_8_bits() -> list[Arithmetic]:
     return rows
 
 
-# Whose kernels are compiled at run time. The presets have names for sums in float32 alone:
+# Rows whose kernels are compiled at run time. JAX's presets only name sums in float32:
 # ANY_F8_ANY_F8_F32 and its _FAST_ACCUM.
 RUN_TIME_ARITHMETIC: dict[str, Arithmetic] = {row.name: row for row in _of_8_bits()}
 
@@ -148,18 +149,19 @@ ALL_ARITHMETIC: dict[str, Arithmetic] = {**ARITHMETIC, **RUN_TIME_ARITHMETIC}
 
 @dataclasses.dataclass(frozen=True)
 class PlaneProduct:
-    """A product of float32 operands by products of their planes, which are narrower.
+    """A product of float32 operands, computed by products of their narrower planes.
 
-    Plane 0 is the operand, rounded; plane i what the planes before leave over, times 2^(7 i). The
-    products of planes i and j with i + j at most ``order`` are added up, the smallest first.
+    Plane 0 is the rounded operand. Plane i is the remainder after the planes before it, times
+    2^(7 i). The products of planes i and j with i + j at most ``order`` are added up, the smallest
+    first.
     Source: G. Henry, P. T. P. Tang and A. Heinecke, "Leveraging the bfloat16 artificial
     intelligence datatype for higher-precision computations", ARITH 2019.
 
     Attributes:
         name: the ``jax.lax.DotAlgorithmPreset``.
-        factors: name of the row of the table of arithmetic that multiplies planes.
-        count: planes of an operand.
-        order: of the smallest products that count.
+        factors: name of the row in the table of arithmetic that multiplies planes.
+        count: number of planes of an operand.
+        order: the largest i + j of products that are added up.
     """
 
     name: str
@@ -169,7 +171,7 @@ class PlaneProduct:
 
     @property
     def pairs(self) -> tuple[tuple[int, int], ...]:
-        """Planes of A and of B that are multiplied, in that order."""
+        """Pairs of planes of A and B that are multiplied, in this order."""
         planes = range(self.count)
         pairs = [(i, j) for i in planes for j in planes if i + j <= self.order]
         return tuple(sorted(pairs, key=lambda pair: -sum(pair)))
@@ -180,7 +182,7 @@ _PLANE_PRODUCTS = (
     PlaneProduct("BF16_BF16_F32_X3", "BF16_BF16_F32", 2, 1),
     PlaneProduct("BF16_BF16_F32_X6", "BF16_BF16_F32", 3, 2),
     PlaneProduct("BF16_BF16_F32_X9", "BF16_BF16_F32", 3, 4),
-    # Three planes of bfloat16 hold what two of TF32 do, in less time.
+    # Three bfloat16 planes hold as much as two TF32 planes, and take less time.
     PlaneProduct("TF32_TF32_F32_X3", "BF16_BF16_F32", 3, 2),
 )
 

@@ -1,8 +1,9 @@
-"""Which kernels the build compiles. Those of other rows are compiled where they are first needed.
+"""Lists the kernels that the build compiles.
 
-Every row of the ``sm75`` and ``simt`` families is built, and of float16's two each of ``sm80`` and
-``sm90``, for where nothing can be compiled. Of the others those are built without which measured
-products take longer: docs/experiments/built_rows.md.
+Kernels of other rows are compiled where they are first needed. The build compiles every row of the
+``sm75`` and ``simt`` families. It also compiles two float16 rows each of ``sm80`` and ``sm90``, for
+systems on which nothing can be compiled. Among the other rows, it compiles those without which
+measured products take longer: docs/experiments/built_rows.md.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Mapping
 
 from jax_tcgemm.kernels.config import KernelConfig
 
-# A row's name, and of which epilogues the build has kernels: those of the row, or fewer.
+# A row's name, and the epilogues for which the build has kernels: the row's epilogues, or fewer.
 _BUILT: Mapping[str, str] = {
     "sm80_bf16_128x128x64_w2x2_s3": "sum",
     "sm80_bf16_64x64x64_w2x2_s3": "any",
@@ -95,5 +96,5 @@ _BUILT: Mapping[str, str] = {
 
 
 def built_epilogue(row: KernelConfig) -> str | None:
-    """Returns of which epilogues the build has a row's kernels; ``None``: there are none."""
+    """Returns the epilogues of a row's kernels in the build, ``None`` if it has none."""
     return row.epilogue if row.arch in ("sm75", "simt") else _BUILT.get(row.name)

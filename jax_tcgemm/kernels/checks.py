@@ -1,6 +1,7 @@
-"""What a row of the kernel table must satisfy, family by family.
+"""Checks rows of the kernel table, family by family.
 
-Imports the standard library alone, so that the build can run it before anything is installed.
+This module imports only the standard library, so that the build can run it before anything is
+installed.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ if TYPE_CHECKING:
 
 Require = Callable[[bool, str], None]
 
-# Bytes of shared memory a thread block may use on the GPUs that have most (sm_90). sm_80 gives
-# 163 KiB, sm_86 and sm_89 99 KiB: rows above a device's own limit are skipped at run time.
+# Bytes of shared memory that a thread block may use on sm_90, which has the most. sm_80 has
+# 163 KiB, sm_86 and sm_89 have 99 KiB. Rows above a device's own limit are skipped at run time.
 MAX_SHARED_MEMORY_BYTES = 227 * 1024
 
 
@@ -24,7 +25,7 @@ def check(row: KernelConfig) -> None:
     """Checks that a row can be built, or compiled at run time, as a kernel.
 
     Raises:
-        ValueError: it cannot; the message says why.
+        ValueError: the row cannot be built or compiled; the message says why.
     """
 
     def require(condition: bool, what: str) -> None:

@@ -7,18 +7,18 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class ChoiceInput:
-    """A product and a device, as ``ChoiceInput`` of ``cuda/dispatch/heuristic.h``.
+    """A product and a device, as in ``ChoiceInput`` of ``cuda/dispatch/heuristic.h``.
 
     Attributes:
         algorithm: the name of the arithmetic, such as ``"BF16_BF16_F32"``.
-        m: rows of the result; of each group, for a ragged product.
+        m: rows of the result; for a ragged product, rows of each group.
         n: columns of the result.
         k: the contraction dimension.
         batch: the number of products.
         aligned: whether TMA and ``cp.async`` can address both operands.
         sm_count: the number of streaming multiprocessors.
         shared_memory_per_block: the most shared memory of a block, in bytes.
-        float32_result: whether the result has the wider of the types that it may have.
+        float32_result: whether the result has the wider of its possible types.
         compute_capability: ten times the major number, plus the minor one.
         layout: ``"n"`` or ``"t"`` for each operand, ``"t"`` if it is transposed.
         workspace_bytes: memory for partial results over parts of k.
@@ -30,7 +30,7 @@ class ChoiceInput:
         batch_rank: the number of batch dimensions.
         row_alignment_a: the largest power of two, up to 128, that divides the row stride of A, in
             bytes.
-        row_alignment_b: the same of B.
+        row_alignment_b: the same for B.
         d_by_tma: whether TMA can write the result.
         has_c: whether the product has an addend C.
         c_by_tma: whether TMA can read C.

@@ -1,6 +1,7 @@
-"""What a kernel configuration is: a row of the kernel table, as ``cuda/kernel_config.h`` has it.
+"""A kernel configuration: a row of the kernel table, as in ``cuda/kernel_config.h``.
 
-Imports the standard library alone, so that the build can run it before anything is installed.
+This module imports only the standard library, so that the build can run it before anything is
+installed.
 """
 
 from __future__ import annotations
@@ -17,54 +18,64 @@ class KernelConfig:
 
     Attributes:
         arch: kernel family: ``"sm90"`` (TMA, mbarrier, wgmma), ``"sm80"`` (cp.async, ldmatrix,
-            mma.sync), ``"sm75"`` (ldmatrix and mma.sync alone) or ``"simt"`` (float32 FMA, for
-            products too small for a pipeline, and where nothing else serves: see ``is_fallback``).
-        algorithm: name of the row of the table of arithmetic.
-        tile_m: rows of D one thread block computes.
-        tile_n: columns of D one thread block computes.
-        tile_k: elements of k in one stage of the shared-memory ring; in one trip to memory (simt).
+            mma.sync), ``"sm75"`` (only ldmatrix and mma.sync) or ``"simt"`` (float32 FMA, for
+            products too small for a pipeline, or if no other row fits: see ``is_fallback``).
+        algorithm: name of the row in the table of arithmetic.
+        tile_m: rows of D that one thread block computes.
+        tile_n: columns of D that one thread block computes.
+        tile_k: elements of k in one stage of the shared-memory ring; simt: in one trip to memory.
         warps_m: warps of a tile along m; a warp computes ``tile_m / warps_m`` rows.
         warps_n: warps of a tile along n; a warp computes ``tile_n / warps_n`` columns.
         stages: stages of the shared-memory ring.
-        loader: ``"cp_async"`` copies 16-byte chunks asynchronously and needs operands whose base,
-            strides and contiguous extent are multiples of 16 bytes; ``"register"`` (sm75) copies
-            such operands through registers; ``"realign"`` goes through registers, too, and takes
-            any alignment; ``"direct"`` loads from global memory to registers (simt: of any
-            alignment, without shared memory; sm80: as ``"cp_async"``, for little work); ``"tma"``
-            (sm90) copies boxes and needs a base and strides that are multiples of 16 bytes;
-            ``"tma_turned"`` does as well, of a B of 8 bits that is contiguous along n, for few rows
-            (see ``streams_b``).
-        promote: add up the products of some k-tiles apart and then in float32. The tensor cores
-            cut sums off instead of rounding them, which a float32 result of 16-bit operands would
-            show. A row's name ends with it, but for skinny, streamed and direct rows.
+        loader: how the kernel loads operands:
+
+            - ``"cp_async"`` copies 16-byte chunks asynchronously. It needs operands whose base,
+              strides and contiguous extent are multiples of 16 bytes.
+            - ``"register"`` (sm75) copies such operands through registers.
+            - ``"realign"`` copies through registers, too, and takes any alignment.
+            - ``"direct"`` loads from global memory to registers. In simt it takes any alignment,
+              without shared memory; in sm80 the operands of ``"cp_async"``, for little work.
+            - ``"tma"`` (sm90) copies boxes. It needs a base and strides that are multiples of 16
+              bytes.
+            - ``"tma_turned"`` (sm90) does the same for few rows and an 8-bit B that is contiguous
+              along n (see ``streams_b``).
+        promote: add up the products of some k-tiles separately, and add these sums in float32. The
+            tensor cores truncate sums instead of rounding them, which a float32 result of 16-bit
+            operands would show. A row's name ends with ``promote``, except the names of skinny,
+            streamed and direct rows.
         planes: A and B are bfloat16 planes of float32 operands, and nothing else (sm90).
-        pairs: B is of complex numbers, and stands for a real matrix of twice their extents along k
-            and n (sm90, where n is contiguous; simt).
+        pairs: B is complex. It stands for a real matrix of twice its extents along k and n (sm90,
+            where n is contiguous; simt).
         cluster_m: blocks along m that share one load of their columns of B (sm90).
         cluster_n: blocks along n that share one load of their rows of A (sm90).
-        split_k: blocks (of direct sm80 rows: warps of one) that share the k of one tile and add up
-            their accumulators in a fixed order (sm80, sm90).
+        split_k: blocks that share the k of one tile and add up their accumulators in a fixed order
+            (sm80, sm90). In direct sm80 rows, warps of one block share it instead.
         schedule: ``"cooperative"``: all consumer warps compute one tile; ``"pingpong"`` (sm90):
             two warpgroups compute a tile each, and one multiplies while the other writes.
-        gated: ``tile_n`` is half of one weight's columns and half of the other's, and D has the
-            columns of one (sm90, simt).
+        gated: half of ``tile_n`` is columns of one weight, half is columns of the other, and D has
+            as many columns as one weight (sm90, simt).
         skinny: for few rows or few columns (sm90): ``tile_m`` goes along the longer of m and n,
             whichever operand that belongs to, and ``tile_n`` along the shorter.
-        grouped: what consecutive groups divide whose sizes only the device knows (sm90, simt):
-            ``"none"``; ``"m"``, the rows of A and D, so that each group has its own B (``lax``:
-            ragged non-contracting); or ``"k"``, so that each group makes its own D (``lax``: ragged
-            contracting).
-        swap_ab: D^T = B^T A^T is computed (sm90): ``tile_m`` and ``cluster_m`` go along n,
-            ``tile_n`` and ``cluster_n`` along m. Such a row takes products of an A whose k is
-            contiguous, to a D of the operands' type whose rows are multiples of 16 bytes; of what
-            else is asked of it another row is taken.
-        epilogue: which epilogues the kernel has, most of its code and of the time that it takes to
-            compile: ``"none"`` (sm90), where D is the product; ``"sum"`` (sm80, sm90), and ``alpha
-            * product + bias + beta * C``, of sm90 rows where that is unrolled: to a D of the
-            operands' type, with D and C in rows that are multiples of 16 bytes (of rows that swap
-            operands, without C); or ``"any"``.
-            Tiles of D that lie on other rows leave sm90 kernels with a bias in either class but
-            that of rows for few rows, for groups of k and of swapped operands; not with C.
+        grouped: the dimension that consecutive groups divide; only the device knows their sizes
+            (sm90, simt). ``"none"``: there are no groups. ``"m"``: the rows of A and D, so that
+            each group has its own B (``lax``: ragged non-contracting). ``"k"``: the contraction
+            dimension, so that each group makes its own D (``lax``: ragged contracting).
+        swap_ab: the kernel computes D^T = B^T A^T (sm90): ``tile_m`` and ``cluster_m`` go along n,
+            ``tile_n`` and ``cluster_n`` along m. Such a row needs an A whose k is contiguous, and a
+            D of the operands' type whose rows are multiples of 16 bytes. Another row computes all
+            other products that ask for this row.
+        epilogue: the epilogues that the kernel has. They are most of its code and of its compile
+            time:
+
+            - ``"none"`` (sm90): D is the product.
+            - ``"sum"`` (sm75, sm80, sm90): also ``alpha * product + bias + beta * C``. sm90 rows
+              have only unrolled code for it: D has the operands' type, and the rows of D and C are
+              multiples of 16 bytes. Rows that swap operands take no C.
+            - ``"any"``: every epilogue.
+
+            If the rows of D are not multiples of 16 bytes, sm90 rows with ``"none"`` or ``"sum"``
+            can still add a bias, but no C. Exceptions: skinny and grouped rows, and swapped
+            operands.
     """
 
     arch: str
@@ -108,24 +119,25 @@ class KernelConfig:
 
     @property
     def tag(self) -> str:
-        """How the algorithm is written inside a name."""
+        """The algorithm's name inside a row's name."""
         return self.arithmetic.tag
 
     @property
     def copies_whole_chunks(self) -> bool:
-        """Whether operands must be addressed in multiples of 16 bytes."""
+        """Returns true if operands must be addressed in multiples of 16 bytes."""
         return self.is_direct or self.loader in ("cp_async", "register", "tma", "tma_turned")
 
     @property
     def is_fallback(self) -> bool:
-        """Whether it is taken only where nothing else computes the product: right, but slow."""
+        """Returns true if the row is slow, and used only if no other row computes a product."""
         return self.arch == "simt" and (self.gated or self.pairs or self.grouped != "none")
 
     @property
     def splits_k(self) -> bool:
-        """Whether it can compute parts of k that are added up, as ``config="NAME/splits=N"`` asks.
+        """Returns true if the row can split k, as ``config="NAME/splits=N"`` asks.
 
-        As ``supports_splits`` of ``cuda/dispatch/heuristic.cc``, but for the problem.
+        The conditions are those of ``supports_splits`` of ``cuda/dispatch/heuristic.cc``, except
+        the conditions on the problem.
         """
         alone = self.split_k == 1 and not (self.gated or self.skinny or self.swap_ab)
         is_built = not self.arithmetic.at_run_time
@@ -139,9 +151,9 @@ class KernelConfig:
 
     @property
     def takes_functions(self) -> bool:
-        """Whether it can be compiled with a function as its epilogue.
+        """Returns true if the row can be compiled with a function as its epilogue.
 
-        As ``takes_compiled_epilogue`` of ``cuda/dispatch/heuristic.cc``.
+        The condition is that of ``takes_compiled_epilogue`` of ``cuda/dispatch/heuristic.cc``.
         """
         sums = (not self.promote or self.element_bytes == 1) and self.element_bytes <= 2
         alone = self.split_k == 1 or self.streams_b
@@ -149,32 +161,32 @@ class KernelConfig:
         return self.arch == "sm90" and sums and alone and kind and self.output_n % 32 == 0
 
     def has_every(self, work: str) -> bool:
-        """Whether it has all epilogues of so much work, whatever the operands and however they lie.
+        """Checks if the row has all epilogues of this work, for any operands and layouts.
 
         Args:
-            work: ``"none"``, ``"sum"`` or ``"any"``, as of ``epilogue``.
+            work: ``"none"``, ``"sum"`` or ``"any"``, as for ``epilogue``.
         """
         adds = work == "sum" and self.arch in ("sm75", "sm80")
         return work == "none" or self.epilogue == "any" or adds
 
     @property
     def goes_by_name(self) -> bool:
-        """Whether ``config=`` may name it: its operands are those that a user gives."""
+        """Returns true if ``config=`` may name the row: it takes operands that users give."""
         return not (self.planes or self.pairs)
 
     @property
     def streams_b(self) -> bool:
-        """Whether it takes a B of 8 bits as it lies along n, for few rows of A."""
+        """Returns true if the row reads an 8-bit B contiguous along n, for few rows of A."""
         return self.loader == "tma_turned"
 
     @property
     def is_direct(self) -> bool:
-        """Whether it multiplies little by ``mma.sync``, without stages or copies."""
+        """Returns true if the row is for little work: ``mma.sync`` without stages or copies."""
         return self.arch == "sm80" and self.loader == "direct"
 
     @property
     def rounds_sums(self) -> bool:
-        """Whether float32 results of 16-bit operands are as accurate as float32 sums."""
+        """Returns true if float32 results of 16-bit operands are as accurate as float32 sums."""
         return self.promote or self.planes or self.arch == "simt"
 
     @property
@@ -184,7 +196,10 @@ class KernelConfig:
 
     @property
     def unrolls_sums(self) -> bool:
-        """Whether there are registers for a sum's unrolled code: see ``cuda/kernel_config.h``."""
+        """Returns true if registers suffice for a sum's unrolled code.
+
+        See ``cuda/kernel_config.h``.
+        """
         accumulators = self.tile_m * self.tile_n // (32 * self.warps_m * self.warps_n)
         return accumulators <= 128 and not self.gated and self.element_bytes * self.tile_m <= 512
 
@@ -214,7 +229,7 @@ class KernelConfig:
 
     @property
     def shared_memory_bytes(self) -> int:
-        """The ring, and what the epilogue needs: see ``cuda/kernel_config.h``."""
+        """Bytes of the ring and of the epilogue's buffers: see ``cuda/kernel_config.h``."""
         if self.arch == "simt":
             return 0
         if self.is_direct:
@@ -233,7 +248,7 @@ class KernelConfig:
             sums = (1 + self.gated) * self.split_k * self.tile_m * pitch * 4
             ring = ring + partials if self.gated else max(ring, partials)
             return ring + sums + 2 * 4 * 2 * 1024 + 512
-        # Of 8-bit operands, all of them k-major, there are no rows along m or n.
+        # 8-bit operands are all k-major, so they have no rows along m or n.
         row = 128 // self.element_bytes if self.element_bytes > 1 else 1
         rows = sum(-(-extent // row) * row for extent in (self.tile_m, self.tile_n))
         warpgroups = self.consumer_warps // 4
@@ -252,13 +267,13 @@ class KernelConfig:
 
     @property
     def _transposed_bytes(self) -> int:
-        """Of the buffers in which a warpgroup of a row that swaps operands transposes its tile."""
+        """Bytes of the buffers in which a warpgroup transposes its tile of swapped operands."""
         rows = next((rows for rows in range(48, 8, -8) if self.tile_n % rows == 0), 8)
         return min(4, self.tile_n // rows * (self.warp_m // 16)) * rows * 128
 
     @property
     def name(self) -> str:
-        """File name, the custom call's ``config`` and test id."""
+        """The row's name: a file name, the custom call's ``config`` and a test id."""
         tile = f"{self.arch}_{self.tag}_{self.tile_m}x{self.tile_n}x{self.tile_k}"
         kinds = "_gated" if self.gated else ""
         kinds += f"_grouped_{self.grouped}" if self.grouped != "none" else ""

@@ -6,7 +6,7 @@ from jax_tcgemm.kernels.config import KernelConfig
 
 
 def enumerator(enum: str, name: str) -> str:
-    """``BF16_BF16_F32`` of ``Algorithm`` is ``Algorithm::kBf16Bf16F32`` in C++."""
+    """Returns the C++ enumerator, such as ``Algorithm::kBf16Bf16F32``."""
     return f"{enum}::k" + "".join(part.capitalize() for part in name.split("_"))
 
 
@@ -15,7 +15,7 @@ def config(row: KernelConfig, epilogue: str | None = None) -> str:
 
     Args:
         row: the row.
-        epilogue: in place of the row's own.
+        epilogue: replaces the row's own epilogue.
     """
     fields = [
         enumerator("Arch", row.arch),

@@ -1,4 +1,4 @@
-"""What ``config=`` takes: names of rows of the kernel table, ``"xla"`` and ``"kernel"``."""
+"""Values of ``config=``: names of rows in the kernel table, ``"xla"``, ``"kernel"``."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ def by_name(name: str) -> KernelConfig:
         ) from None
 
 
-# What ``config=`` takes beside rows: XLA's own composition, and any kernel, but not XLA's.
+# Values of ``config=`` beside rows: XLA's own composition, or any kernel but not XLA's.
 XLA = "xla"
 KERNEL = "kernel"
 # Beside these, ``config=`` takes rows only.
 NO_ROWS = (None, XLA, KERNEL)
-# A call with this configuration takes the one that the stopwatch's last gate names, so that one
-# compiled program times many (cuda/ffi/stopwatch.h).
+# A call with this value takes the configuration that the stopwatch's last gate names, so that one
+# compiled program can time many configurations (cuda/ffi/stopwatch.h).
 MEASURED = "measured"
 
 _SPLITS = "/splits="
-# The build compares it with kMostSplits of cuda/shared_limits.h.
+# The build checks that kMostSplits of cuda/shared_limits.h has the same value.
 MAX_SPLITS = 64
 
 
 def read_config(config: str) -> tuple[str, int]:
-    """Returns the name of a row and into how many parts it splits k, 0 for what is no number.
+    """Returns the row's name and the number of parts of k, 0 if that number is invalid.
 
     Args:
         config: ``"ROW"`` or ``"ROW/splits=N"``, as ``cuda/dispatch/choice.cc`` reads it.
@@ -58,14 +58,14 @@ def read_config(config: str) -> tuple[str, int]:
 
 
 def is_row(config: str | None) -> TypeGuard[str]:
-    """Says whether a configuration names a row, with or without parts of k."""
+    """Checks if a configuration names a row, with or without parts of k."""
     return config not in (*NO_ROWS, MEASURED)
 
 
 def can_be(
     config: str | None, algorithm: str, *, gated: bool = False, grouped: str = "none"
 ) -> bool:
-    """Says whether a configuration is for such products."""
+    """Checks if a configuration is for such products."""
     if config in (None, XLA):
         return True
     name, splits = read_config(config)
@@ -76,9 +76,10 @@ def can_be(
 
 
 def for_algorithm(algorithm: str, grouped: str = "none") -> tuple[KernelConfig, ...]:
-    """Returns the rows of such groups for ``algorithm`` (a row of the table of arithmetic).
+    """Returns the rows for ``algorithm`` and such groups.
 
-    Rows for planes and pairs are not: they take no operands of these types, and go by no name.
+    ``algorithm`` is the name of a row in the table of arithmetic. Rows for planes and pairs are
+    left out: they take no operands of these types, and ``config=`` may not name them.
     """
     return tuple(
         config

@@ -1,4 +1,4 @@
-"""The table of kernel configurations: a row is a kernel, or some for its layouts.
+"""The table of kernel configurations: a row is a kernel, or several for its layouts.
 
 This file is the only list of kernels. CMake runs ``cuda/build/generate.py`` over it, C++ dispatch
 and its heuristic read the generated rows, and tests take their parameters from it.
@@ -91,7 +91,10 @@ def _direct(algorithm: str, tile_n: int, split_k: int) -> KernelConfig:
 
 
 def _sm75_rows() -> list[KernelConfig]:
-    """float16 for GPUs without cp.async; large and small, of any address, for float32 results."""
+    """Returns the float16 rows for GPUs without cp.async.
+
+    There are large and small tiles, rows for any alignment, and rows for float32 results.
+    """
 
     def row(algorithm: str, tile: int, loader: str = "register", **options) -> KernelConfig:
         return KernelConfig("sm75", algorithm, tile, tile, 32, 2, 2, 2, loader, **options)
@@ -108,17 +111,20 @@ def _sm75_rows() -> list[KernelConfig]:
     ]
 
 
-# Products in float16 are fewer: they make do with fewer rows for any epilogue.
+# Float16 products are less common, so fewer of their rows have every epilogue.
 _MOST = (("BF16_BF16_F32", "any"), ("F16_F16_F32", "sum"))
 
 
 def _sm80_rows() -> list[KernelConfig]:
-    """Any epilogue for a large and a small tile of whichever operands; the other rows add up."""
+    """Returns the sm80 rows.
+
+    For all operands, a large and a small tile have every epilogue. The other rows have sums.
+    """
     rows = []
     for algorithm, most in _MOST:
         rows += [
-            # 64 x 64 a warp is as much as registers hold; fewer bytes from shared memory for each
-            # product mean more products.
+            # Registers hold at most 64 x 64 a warp. The fewer bytes each product needs from shared
+            # memory, the more products a kernel computes.
             _sm80(algorithm, (128, 256, 64), (2, 4), 3, epilogue="sum"),
             _sm80(algorithm, (256, 128, 64), (4, 2), 3, epilogue="sum"),
             _sm80(algorithm, (128, 128, 64), (2, 2), 3, epilogue=most),
@@ -132,7 +138,7 @@ def _sm80_rows() -> list[KernelConfig]:
             _sm80(algorithm, (16, 64, 64), (1, 2), 3, epilogue=most),
             _sm80(algorithm, (128, 128, 32), (2, 4), 3, "realign", epilogue="sum"),
             _sm80(algorithm, (64, 64, 32), (2, 2), 3, "realign"),
-            # For float32 results: a second set of accumulators, so half as many of each.
+            # For float32 results: there are two sets of accumulators, so each set is half as large.
             _sm80(algorithm, (128, 128, 64), (2, 4), 3, promote=True, epilogue="sum"),
             _sm80(algorithm, (64, 64, 64), (2, 2), 3, promote=True),
             _sm80(algorithm, (64, 64, 32), (2, 2), 3, "realign", promote=True),
@@ -150,7 +156,7 @@ def _sm80_rows() -> list[KernelConfig]:
         _sm80("TF32_TF32_F32", (64, 64, 32), (2, 2), 3),
         _sm80("TF32_TF32_F32", (128, 128, 32), (2, 4), 3, "realign", epilogue="sum"),
         _sm80("TF32_TF32_F32", (64, 64, 16), (2, 2), 3, "realign"),
-        # For little work, whose time is that of starting.
+        # For little work, where the start takes most of the time.
         *(
             _direct(algorithm, tile_n, split_k)
             for algorithm in ("BF16_BF16_F32", "F16_F16_F32", "TF32_TF32_F32")
@@ -163,7 +169,7 @@ def _rows() -> list[KernelConfig]:
     rows = [*_sm80_rows(), *_sm75_rows()]
     for algorithm, most in _MOST:
         rows += [
-            # The most products for each byte from shared memory and from L2.
+            # This row computes the most products for each byte from shared memory and from L2.
             _sm90(algorithm, 128, 256, 4, cluster=(2, 1)),
             # For other numbers of whole waves.
             _sm90(algorithm, 256, 160, 3, cluster=(2, 1), epilogue="none"),
@@ -171,9 +177,9 @@ def _rows() -> list[KernelConfig]:
             _sm90(algorithm, 128, 224, 4, cluster=(2, 1), epilogue=most),
             _sm90(algorithm, 128, 128, 6, cluster=(2, 1), schedule="pingpong"),
             _sm90(algorithm, 128, 128, 6, schedule="pingpong", epilogue="sum"),
-            # For odd numbers of tiles of rows.
+            # For odd numbers of tiles along m.
             _sm90(algorithm, 128, 192, 4, cluster=(1, 2), schedule="pingpong"),
-            # For batches of small products, where L2 is what counts.
+            # For batches of small products, where L2 limits the speed.
             _sm90(algorithm, 128, 128, 6, cluster=(2, 2), schedule="pingpong"),
             # For few tiles.
             _sm90(algorithm, 128, 256, 4, epilogue=most),
@@ -181,18 +187,18 @@ def _rows() -> list[KernelConfig]:
             _sm90(algorithm, 64, 128, 6, schedule="pingpong"),
             _sm90(algorithm, 64, 128, 6, cluster=(2, 1), schedule="pingpong"),
             _sm90(algorithm, 64, 64, 6),
-            # For so few that k is shared out.
+            # For so few tiles that blocks share k.
             _sm90(algorithm, 128, 64, 8, split_k=2),
-            # Tiles of heights that the rows above do not have: for other numbers of whole waves,
-            # and for few tiles of operands whose rows are no whole lines.
+            # Tile heights that the rows above do not have: for other numbers of whole waves, and
+            # for few tiles of operands whose rows are not whole lines.
             _sm90(algorithm, 128, 160, 5, cluster=(2, 1), schedule="pingpong", swap_ab=True),
             _sm90(algorithm, 128, 72, 8, cluster=(2, 1), swap_ab=True),
             _sm90(algorithm, 128, 72, 8, cluster=(4, 1), swap_ab=True),
             _sm90(algorithm, 128, 72, 8, cluster=(4, 2), swap_ab=True),
-            # For one tile of rows of A, shared, and long ones of B.
+            # For one tile of rows of A, which blocks share, and long tiles of B.
             _sm90(algorithm, 256, 128, 4, cluster=(2, 1), swap_ab=True),
-            # Shared by more blocks, so that fewer bytes are asked of L2: for rows that are no whole
-            # lines, and for other numbers of whole waves.
+            # More blocks share operands, so they request fewer bytes from L2: for rows that are not
+            # whole lines, and for other numbers of whole waves.
             *(
                 _sm90(algorithm, m, n, stages, cluster=cluster, schedule="pingpong", epilogue="sum")
                 for m, n, stages, cluster in (
@@ -227,30 +233,30 @@ def _rows() -> list[KernelConfig]:
             # For float32 results.
             _sm90(algorithm, 128, 128, 6, cluster=(2, 1), promote=True),
             _sm90(algorithm, 64, 128, 6, schedule="pingpong", promote=True),
-            # Two weights.
+            # For two weights.
             _sm90(algorithm, 128, 256, 4, cluster=(2, 1), gated=True),
             _sm90(algorithm, 128, 128, 6, cluster=(2, 1), schedule="pingpong", gated=True),
-            # Groups of rows, of those that memory makes level the smallest tile first. Blocks that
-            # share rows of one group waste nothing, whatever its size.
+            # For groups of rows. Where memory makes tiles equally fast, the smallest tile comes
+            # first. Blocks that share rows of one group waste nothing, whatever the group's size.
             _sm90(algorithm, 64, 128, 6, schedule="pingpong", grouped="m"),
             _sm90(algorithm, 128, 128, 6, schedule="pingpong", grouped="m"),
             _sm90(algorithm, 128, 256, 4, cluster=(1, 2), grouped="m"),
             _sm90(algorithm, 128, 192, 4, cluster=(1, 2), schedule="pingpong", grouped="m"),
-            # Groups of k.
+            # For groups of k.
             _sm90(algorithm, 128, 256, 4, cluster=(2, 1), grouped="k"),
             _sm90(algorithm, 128, 128, 6, schedule="pingpong", grouped="k"),
-            # Groups with a float32 result.
+            # For groups with a float32 result.
             _sm90(algorithm, 128, 128, 6, grouped="m", promote=True),
             _sm90(algorithm, 128, 128, 6, grouped="k", promote=True),
         ]
-        # Few rows or columns, for which memory is what counts: so many bytes on their way, and all
-        # blocks at once. Sums are promoted where that costs nothing.
+        # For few rows or columns, where memory limits the speed: many bytes are in flight, and all
+        # blocks run at once. Sums are promoted where that costs nothing.
         rows += [
             _sm90(
                 *(algorithm, tile_m, tile_n, stages),
                 split_k=split_k,
                 skinny=True,
-                promote=tile_m * tile_n <= 64 * 128,  # of which there are registers for two sets
+                promote=tile_m * tile_n <= 64 * 128,  # registers hold two such sets
                 epilogue=epilogue,
             )
             for tile_m, tile_n, stages, split_k, epilogue in (
@@ -276,17 +282,17 @@ def _rows() -> list[KernelConfig]:
         _sm90("TF32_TF32_F32", 128, 64, 8, cluster=(2, 1)),
         _sm90("TF32_TF32_F32", 64, 128, 8),
         _sm90("TF32_TF32_F32", 64, 64, 6),
-        # Shared by more blocks, and for other numbers of whole waves.
+        # More blocks share operands; for other numbers of whole waves.
         _sm90("TF32_TF32_F32", 128, 128, 6, cluster=(1, 4)),
         _sm90("TF32_TF32_F32", 128, 64, 8, cluster=(2, 2)),
         _sm90("TF32_TF32_F32", 128, 160, 5, cluster=(2, 1)),
     ]
     rows += [
-        # A real operand by a complex one.
+        # For a real operand times a complex one.
         _sm90("TF32_TF32_F32", 128, 256, 4, cluster=(2, 1), pairs=True),
         _sm90("TF32_TF32_F32", 128, 128, 6, cluster=(2, 1), pairs=True),
     ]
-    # Planes of float32 operands; for few tiles.
+    # For planes of float32 operands, and for few tiles of them.
     for algorithm in sorted({row.factors for row in PLANE_PRODUCTS.values()}):
         rows += [
             _sm90(algorithm, 128, 128, 6, cluster=(2, 1), planes=True),
@@ -296,7 +302,7 @@ def _rows() -> list[KernelConfig]:
         rows.append(KernelConfig("simt", algorithm, 4, 32, 32, 4, 1, 1, "direct"))
     for algorithm, _ in _MOST:
         rows += [
-            # What only sm90 rows compute otherwise, on any GPU.
+            # These rows run on any GPU. Otherwise only sm90 rows compute such products.
             KernelConfig("simt", algorithm, 4, 64, 32, 4, 1, 1, "direct", gated=True),
             KernelConfig("simt", algorithm, 4, 32, 32, 4, 1, 1, "direct", grouped="m"),
             KernelConfig("simt", algorithm, 4, 32, 32, 4, 1, 1, "direct", grouped="k"),
@@ -316,23 +322,23 @@ def _streamed(
         tile_k=128,
         warps_m=1,
         warps_n=4,
-        stages=6 if gated else 4,  # which lets two blocks of one weight on an SM
+        stages=6 if gated else 4,  # with one weight, two blocks fit on an SM
         loader="tma_turned",
         split_k=split_k,
         gated=gated,
         grouped=grouped,
-        # Its sums are float32's anyway.
+        # Its sums are in float32 anyway.
         promote=ALL_ARITHMETIC[algorithm].promotes,
         epilogue="none",
     )
 
 
 def _run_time_rows() -> list[KernelConfig]:
-    """Rows whose kernels are compiled at run time, each with its epilogue."""
+    """Returns rows whose kernels are compiled at run time, each with its epilogue."""
     rows = []
     for algorithm, arithmetic in RUN_TIME_ARITHMETIC.items():
         if arithmetic.promotes:
-            # Two more sets of accumulators, or one.
+            # Promotion takes two more sets of accumulators, or one.
             common: dict[str, Any] = {"promote": True, "epilogue": "none"}
             tiles = [
                 (128, 192, 4, "cooperative", (2, 1)),
@@ -373,7 +379,7 @@ def _run_time_rows() -> list[KernelConfig]:
             _sm90(algorithm, m, n, stages, schedule=schedule, cluster=cluster, **common)
             for m, n, stages, schedule, cluster in tiles
         ]
-        # Few rows of A by a B whose n is contiguous, which the others want transposed.
+        # For few rows of A times a B whose n is contiguous. The other rows need B transposed.
         rows += [_streamed(algorithm, split_k) for split_k in (1, 2, 4)]
         rows += [_streamed(algorithm, split_k, gated=True) for split_k in (1, 2, 4)]
         rows += [_streamed(algorithm, split_k, grouped="m") for split_k in (1, 2, 4)]
@@ -388,5 +394,5 @@ if len(BY_NAME) != len(CONFIGS) + len(RUN_TIME_CONFIGS):
     raise ValueError("two rows of the kernel table have one name")
 
 
-# Other rows have another.
+# The digest differs if the rows differ.
 TABLE_DIGEST = hashlib.sha256(repr((CONFIGS, RUN_TIME_CONFIGS)).encode()).hexdigest()[:12]

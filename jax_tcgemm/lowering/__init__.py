@@ -1,1 +1,1 @@
-"""What becomes of a product on a platform: a custom call, or XLA's own operations."""
+"""The lowering of a product on a platform: a custom call, or XLA's own operations."""

@@ -1,4 +1,4 @@
-"""Lowering of a product with an epilogue of the user's own: a custom call with its source."""
+"""Lowering of a product with a user's epilogue to a custom call with its source."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ from jax_tcgemm.problem.strides import (
     fold_beside,
 )
 
-# Rows or columns up to which other kernels are made for the product, which have no compiled
-# epilogues: XLA computes the function in a pass of its own, over few results.
+# Products with up to this many rows or columns have other kernels, without compiled epilogues. XLA
+# computes their function in a separate pass over few results.
 _FEW_ROWS = 64
 
 
@@ -59,9 +59,9 @@ def cuda_compiled(
     """Computes the primitives on CUDA devices.
 
     Args:
-        *operands: those of the product, then those of the function.
+        *operands: operands of the product, then those of the function.
         spec: the static parameters.
-        composed: computes it by the product and operations of JAX.
+        composed: computes the primitive by the product and operations of JAX.
     """
     strict = fallback.is_strict(spec.product.config)
     if spec.product.config == KERNEL:
@@ -91,9 +91,10 @@ def cuda_compiled(
 def _tuned(
     operands: Sequence[Any], spec: CompiledSpec, made: Program, strict: bool
 ) -> tuple[CompiledSpec, Call | str, str]:
-    """Returns ``spec`` with the configuration that was measured to be fastest, and who says so.
+    """Returns ``spec`` with the fastest measured configuration, a plan and a text.
 
-    And between them what ``planned`` says of it.
+    The plan is the result of ``planned`` for that ``spec``. The text says where the measurement was
+    found.
     """
     own, _ = spec.split(operands)
     plan = planned(own, spec, made)
@@ -110,7 +111,7 @@ def _tuned(
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A custom call that can be made."""
+    """A custom call that is ready to be emitted."""
 
     program: Program
     source: str
@@ -119,13 +120,13 @@ class Call:
     staged: tuple[bool, ...]
     algorithm: str
     warp_bytes: int
-    factors: tuple[k_major.Factor, ...] = ()  # of 8-bit operands, to be made k-major
+    factors: tuple[k_major.Factor, ...] = ()  # 8-bit operands, which emit makes k-major
     scale_strides: tuple[Shape, ...] = ()  # of a and b, along batches and then m, k or k, n
 
     def emit(
         self, own: Sequence[jax.Array], others: Sequence[jax.Array], spec: CompiledSpec
     ) -> list[jax.Array]:
-        """Makes the call."""
+        """Emits the call."""
         is_ragged = isinstance(spec.product, RaggedSpec)
         if self.factors:
             count = len(self.factors)
@@ -140,11 +141,11 @@ class Call:
 
     @property
     def layout(self) -> str:
-        """How the kernel finds ``a`` and ``b``."""
+        """The layouts of ``a`` and ``b``: ``n``, or ``t`` for a transposed one."""
         return "".join("t" if is_transposed(self.gemm, name) else "n" for name in ("a", "b"))
 
     def _attributes(self, spec: CompiledSpec) -> dict[str, Any]:
-        """As ``CompiledAttributes`` of ``cuda/ffi/compiled.cc``."""
+        """Returns the ``CompiledAttributes`` of ``cuda/ffi/compiled.cc``."""
         gemm, product = self.gemm, spec.product
         is_ragged = isinstance(product, RaggedSpec)
         strides = [stride for each in self.leaf_strides for stride in each]
@@ -175,7 +176,10 @@ class Call:
 
 
 def _call_or_reason(spec: CompiledSpec, plan: Call | str) -> Call | str:
-    """Returns the custom call, its kernel compiled if it can be now, or why there is none."""
+    """Returns the custom call, or why there is none.
+
+    The kernel is compiled first if that is possible now.
+    """
     if isinstance(plan, str):
         return plan
     return compiler.obstacle(plan.source, expected_row(plan, spec)) or plan
@@ -187,20 +191,20 @@ def planned(
     """Returns the custom call, or why there can be none.
 
     Args:
-        own: the operands of the product.
+        own: operands of the product.
         spec: the static parameters.
-        made: the function.
-        may_stream: whether few rows of 8 bits may take weights as they lie.
+        made: the translated function.
+        may_stream: whether kernels for few 8-bit rows may read weights in place.
     """
     may_stream = may_stream and not spec.scaled and own[0].dtype.itemsize == 1
     plan = _planned(own, spec, made, may_stream)
-    if isinstance(plan, str) and may_stream:  # what they lie like may be the reason
+    if isinstance(plan, str) and may_stream:  # the layout of the weights may be the reason
         return _planned(own, spec, made, may_stream=False)
     return plan
 
 
 def _planned(own: Sequence[Any], spec: CompiledSpec, made: Program, may_stream: bool) -> Call | str:
-    """The same, where nothing else is tried."""
+    """Does the same without trying another value of ``may_stream``."""
     product = spec.product
     if product.config == XLA:
         return "by config"
@@ -249,7 +253,7 @@ def _planned(own: Sequence[Any], spec: CompiledSpec, made: Program, may_stream: 
 
 
 def _algorithm(a: np.dtype, b: np.dtype, product: GemmSpec | RaggedSpec) -> str | None:
-    """Returns the arithmetic of a product that can have a compiled epilogue."""
+    """Returns the arithmetic of a product that can have a compiled epilogue, if it can."""
     types = a, b, product.out_dtype, product.precision
     found = resolve_run_time(*types) or resolve_algorithm(*types)
     if found is None:
@@ -267,10 +271,10 @@ def _plain(
     """Returns the folded gemm and the strides of the leaves, or why there are none.
 
     Args:
-        own: the operands of the product, and what else goes with it.
+        own: operands of the product, and any others that go with it.
         spec: the product.
         made: the program.
-        beside: further steps along ``(*batch, m, n)``, folded like those of the leaves.
+        beside: further strides along ``(*batch, m, n)``, folded like those of the leaves.
     """
     x = spec.unflatten(own[: len(spec.operand_names)])
     shapes = shapes_of(x)
@@ -292,7 +296,7 @@ def _plain(
 def _ragged(
     own: Sequence[Any], spec: RaggedSpec, made: Program
 ) -> tuple[StridedGemm, tuple[Shape, ...]] | str:
-    """The same of a product over groups of rows, whose matrices are the batch."""
+    """Does the same for a product over groups of rows, whose matrices are the batch."""
     if made.reductions:
         return "a reduction over what groups divide"
     (m, k), (groups, *matrix) = own[0].shape, own[1].shape
@@ -307,7 +311,7 @@ def _ragged(
 
 
 def _unfit(gemm: StridedGemm, second_weight: int, itemsize: int) -> str | None:
-    """Says what keeps TMA from the factors, or the kernels from being fast."""
+    """Returns why TMA cannot read the factors or why the kernels would be slow, if so."""
     if not gemm.m * gemm.n * gemm.k * math.prod(gemm.batch):
         return "an extent of 0"
     if len(gemm.batch) > MAX_TMA_BATCH_NDIM:
@@ -325,20 +329,23 @@ def _unfit(gemm: StridedGemm, second_weight: int, itemsize: int) -> str | None:
     return None
 
 
-# Results, of all matrices, up to which random numbers are drawn in less time by a kernel of their
-# own: within the product's the last tile's are drawn while nothing multiplies. Measured on an H200
-# (docs/performance.md).
+# Up to this many results of all matrices, a separate kernel draws random numbers in less time. In
+# the product's kernel, nothing multiplies while the last tile's numbers are drawn. Measured on an
+# H200 (docs/performance.md).
 _FEW_DRAWN = 132 * 128 * 128 * 8
 
 
 class _SlowerThanXla(str):
-    """Why XLA takes less time, for the product as well."""
+    """The reason why XLA takes less time, for the product as well."""
 
     __slots__ = ()
 
 
 def _quicker_apart(gemm: StridedGemm, made: Program, is_plain: bool) -> str | None:
-    """Says why XLA is taken to compute the function in less time; a plain product no slower."""
+    """Returns why XLA is expected to compute the function in less time, if so.
+
+    For a plain product the reason is a ``_SlowerThanXla``: XLA computes the product no slower.
+    """
     if not made.draws or gemm.m * gemm.n * math.prod(gemm.batch) >= _FEW_DRAWN:
         return None
     reason = f"random numbers for {gemm.m} x {gemm.n} results"

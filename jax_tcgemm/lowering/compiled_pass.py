@@ -1,4 +1,4 @@
-"""Lowering of what goes back through a user's epilogue: one pass over the matrices."""
+"""Lowering of the pullback of a user's epilogue to one pass over the matrices."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def cuda_pullback(*operands: jax.Array, spec: LinearSpec) -> list[jax.Array]:
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """A custom call that can be made."""
+    """A custom call that is ready to be emitted."""
 
     program: Program
     source: str
@@ -57,14 +57,14 @@ class _Call:
     leaf_strides: tuple[Shape, ...]
 
     def emit(self, operands: Sequence[jax.Array]) -> list[jax.Array]:
-        """Makes the call."""
+        """Emits the call."""
         known = [jnp.asarray(value) for value in self.program.known(operands)]
         call = jax.ffi.ffi_call(_extension.COMPILED_PASS_TARGET, self.program.outputs)
         outputs = call(*known, **self._attributes())
         return self.program.finished(outputs, operands)
 
     def _attributes(self) -> dict[str, Any]:
-        """As ``PassAttributes`` of ``cuda/ffi/compiled_pass.cc``."""
+        """Returns the ``PassAttributes`` of ``cuda/ffi/compiled_pass.cc``."""
         strides = [stride for each in self.leaf_strides for stride in each]
         elements = [math.prod(x.shape) for x in self.program.outputs]
         kinds = kinds_of(self.program, self.leaf_strides, self.shape.n)
@@ -109,7 +109,7 @@ def _call_or_reason(spec: LinearSpec) -> _Call | str:
 
 
 def _folded(shape: Shape, made: Program) -> tuple[StridedGemm, tuple[Shape, ...]]:
-    """Returns the matrices with as few dimensions as the leaves allow, and the leaves' steps."""
+    """Returns the matrices in as few dimensions as the leaves allow, and the leaves' strides."""
     *batch, m, n = shape
     absent = Operands(*((0,) * (len(batch) + len(roles)) for roles in ROLES))
     own = StridedGemm(m, n, 1, tuple(batch), absent._replace(a=row_major(shape)))

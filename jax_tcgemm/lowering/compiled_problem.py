@@ -1,4 +1,4 @@
-"""What a product with an epilogue of the user's own is known by to tunings."""
+"""The tuning key of a product with a user's epilogue."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from jax_tcgemm.tuning.entry import problem_key
 def measured_config(
     operands: Sequence[Any], spec: CompiledSpec, gemm: StridedGemm, algorithm: str, program: str
 ) -> tuple[str | None, str]:
-    """Returns the configuration that was measured to be fastest, and who says so.
+    """Returns the fastest measured configuration, and a text that says where it was found.
 
     Args:
-        operands: those of the product, then those of the function.
+        operands: operands of the product, then those of the function.
         spec: the static parameters, without a configuration.
         gemm: the product as a kernel sees it.
-        algorithm: of the table of arithmetic.
+        algorithm: a row of the arithmetic table.
         program: the function in C++.
     """
     types = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands)
@@ -41,7 +41,7 @@ def measured_config(
 
 
 def _can_be(config: str | None, spec: CompiledSpec, algorithm: str) -> bool:
-    """Says whether a configuration is for such products, with a function as epilogue."""
+    """Checks if a configuration is for such products with a function as epilogue."""
     grouped = "m" if isinstance(spec.product, RaggedSpec) else "none"
     if not kernel_names.can_be(config, algorithm, gated=spec.is_gated, grouped=grouped):
         return False
@@ -51,7 +51,7 @@ def _can_be(config: str | None, spec: CompiledSpec, algorithm: str) -> bool:
 def _problem(
     types: Sequence[Any], spec: CompiledSpec, gemm: StridedGemm, algorithm: str, program: str
 ) -> str:
-    """Returns what the product is known by: all that its time depends on."""
+    """Returns the tuning key of the product: all that its time depends on."""
     own, _ = spec.split(types)
     is_ragged = isinstance(spec.product, RaggedSpec)
     op = "ragged_m" if is_ragged else "gated" if spec.is_gated else "gemm"
@@ -71,7 +71,7 @@ def _problem(
 
 
 def _layout(own: Sequence[Any], product: GemmSpec | RaggedSpec) -> str:
-    """How the factors lie, before any is transposed."""
+    """Returns the layouts of the factors before any is transposed."""
     if isinstance(product, RaggedSpec):
         return "nt" if product.transpose_rhs else "nn"
     x = product.unflatten(own[: len(product.operand_names)])

@@ -1,4 +1,4 @@
-"""Rows that NVRTC may compile for a product with a function, the fastest by the model first."""
+"""Rows that NVRTC may compile for a product with a function, ranked by the time model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jax_tcgemm.problem.strides import StridedGemm
 
 
 class Call(Protocol):
-    """A custom call, as ``compiled.Call``."""
+    """The part of ``compiled.Call`` that this module reads."""
 
     @property
     def source(self) -> str: ...
@@ -32,14 +32,14 @@ class Call(Protocol):
 
 
 def begin_compiling(call: Call, spec: CompiledSpec) -> None:
-    """Begins to compile on another thread what lowering will most likely wait for."""
+    """Starts to compile, on another thread, the kernel that lowering will most likely need."""
     expected = expected_row(call, spec)
     if expected is not None and not isinstance(nvrtc.find(), str):
         compiler.begin(call.source, *expected)
 
 
 def expected_row(call: Call, spec: CompiledSpec) -> tuple[str, str] | None:
-    """Returns the row and layout that will be compiled first, ``None`` without a GPU."""
+    """Returns the row and layout that will be compiled first; ``None`` without a GPU."""
     gpus = _compat.initialized_cuda_devices()
     if not gpus:
         return None
@@ -52,15 +52,15 @@ def expected_row(call: Call, spec: CompiledSpec) -> tuple[str, str] | None:
 def ranked_rows(
     call: Call, spec: CompiledSpec, device: Mapping[str, Any]
 ) -> list[tuple[str, float, bool]]:
-    """Returns rows and their time by the model, the fastest first, as ``_core.rank_configs``.
+    """Returns rows and their modeled times, fastest first, as ``_core.rank_configs`` does.
 
-    Rows without room for what the epilogue reads and writes are left out if others have it. Groups
-    of ``ragged_dot`` are taken to be of one size, a row at least.
+    Rows without room for the data that the epilogue reads and writes are left out if others have
+    room. The groups of ``ragged_dot`` are assumed to be of one size, at least one row.
 
     Args:
         call: the product as a kernel sees it.
         spec: its static parameters.
-        device: as ``_core.device_properties`` describes it.
+        device: the result of ``_core.device_properties``.
     """
     gemm = call.gemm
     is_ragged = isinstance(spec.product, RaggedSpec)

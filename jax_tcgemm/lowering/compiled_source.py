@@ -1,4 +1,4 @@
-"""The C++ of a program for operands as they lie: of a product, and of a pass of its own."""
+"""The C++ of a program for operands in place, in a product or in a separate pass."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def source_of(
 
     Args:
         made: the program.
-        strides: of each leaf, in elements along ``(*batch, m, n)``.
-        n: columns of the results.
+        strides: strides of each leaf, in elements along ``(*batch, m, n)``.
+        n: number of columns of the results.
         batched: whether there is more than one matrix.
-        scaled: whether the factors have scales by blocks.
+        scaled: whether the factors have block scales.
     """
     whole = [n * result.dtype.itemsize % COPY_BYTES == 0 for result in made.matrices]
     return source.of_program(
@@ -31,20 +31,20 @@ def source_of(
 
 
 def staged_of(made: Program, strides: Sequence[Shape], n: int) -> tuple[bool, ...]:
-    """Says which leaves are read through shared memory; as is_staged of cuda/compiled_params.h."""
+    """Returns which leaves go through shared memory, as is_staged of cuda/compiled_params.h."""
     return tuple(kind in _STAGED for kind in kinds_of(made, strides, n))
 
 
-# Rows and columns of the smallest sub-tile, and what separates its rows in shared memory; as
+# Rows and columns of the smallest sub-tile, and the gap between its rows in shared memory, as in
 # CompiledPlan of cuda/sm90/output/compiled_io.cuh.
 _ROWS, _COLUMNS, _GAP = 16, 16, 16
 
-# Of shared memory that a warp has at most, in any row: KernelConfig::staging_bytes.
+# The most bytes of shared memory that a warp has in any row: KernelConfig::staging_bytes.
 MOST_WARP_BYTES = 8192
 
 
 def warp_bytes(made: Program, strides: Sequence[Shape], n: int) -> int:
-    """Returns what a warp needs of shared memory for a sub-tile, operands one stage ahead."""
+    """Returns the shared memory of a warp for a sub-tile, with operands one stage ahead."""
     sizes = [jnp.dtype(result.dtype).itemsize for result in made.matrices]
     columns = 0
     for leaf, kind in zip(made.leaves, kinds_of(made, strides, n), strict=True):
@@ -56,7 +56,7 @@ def warp_bytes(made: Program, strides: Sequence[Shape], n: int) -> int:
 
 
 def matrix_bytes(size: int) -> int:
-    """Returns what a warp needs for a matrix of elements of so many bytes."""
+    """Returns the shared memory of a warp for a matrix of elements of ``size`` bytes."""
     return _ROWS * (_COLUMNS * size + _GAP)
 
 
@@ -64,20 +64,20 @@ _STAGED = (("kColumns", True), ("kMatrix", True))
 
 
 def kinds_of(made: Program, strides: Sequence[Shape], n: int) -> list[tuple[str, bool]]:
-    """Says of each leaf along what it moves, and whether by vectors."""
+    """Returns along which dimensions each leaf moves, and whether it is read by vectors."""
     pairs = zip(made.leaves, strides, strict=True)
     return [(_along(steps), _is_vector(leaf, steps, n)) for leaf, steps in pairs]
 
 
 def _along(strides: Shape) -> str:
-    """Says along what an operand moves, by its steps along (*batch, m, n)."""
+    """Returns along what an operand moves, from its strides along (*batch, m, n)."""
     if strides[-2] == 0:
         return "kNothing" if strides[-1] == 0 else "kColumns"
     return "kRows" if strides[-1] == 0 else "kMatrix"
 
 
 def _is_vector(leaf: Leaf, strides: Shape, n: int) -> bool:
-    """Whether 16 bytes of neighbouring columns are contiguous, and aligned."""
+    """Checks if 16 bytes of neighbouring columns are contiguous and aligned."""
     size = jnp.dtype(leaf.dtype).itemsize
     steps = (*strides[:-1], n)
     return strides[-1] == 1 and all(step * size % COPY_BYTES == 0 for step in steps)

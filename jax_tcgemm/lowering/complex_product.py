@@ -1,10 +1,10 @@
-"""Products of complex64 by one real product of float32, twice as large along n and along k.
+"""Products of complex64 as one real float32 product, twice as large along n and along k.
 
-A complex number is a pair of real ones, so that A ``(m, k)`` is a real ``(m, 2 k)`` as it lies, and
-D ``(m, n)`` a real ``(m, 2 n)``. Of B each number stands for ``[[Re, Im], [-Im, Re]]``: kernels for
-pairs read it so, the pass that splits planes writes it so, and for other layouts XLA does before.
-These are four real products, of one sum for each part, so that errors are those of the real product
-of the same name.
+A complex number is a pair of real numbers. So A ``(m, k)`` is a real ``(m, 2 k)`` in place, and D
+``(m, n)`` a real ``(m, 2 n)``. Each number of B stands for ``[[Re, Im], [-Im, Re]]``. Kernels for
+pairs read B in this form, and the pass that splits planes writes it in this form. For other layouts
+XLA expands B first. These are four real products with one sum for each part, so errors are those of
+the real product of the same name.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ _FLOAT32 = jnp.dtype(jnp.float32)
 
 
 def is_complex(x: Operands, spec: GemmSpec) -> bool:
-    """Whether these are products of two complex64 operands."""
+    """Checks if this is a product of two complex64 operands."""
     types = (x.a.dtype, x.b.dtype, spec.out_dtype)
     return types_of_parts(*types) != types
 
 
 def by_real_product(x: Operands, spec: GemmSpec) -> tuple[list[jax.Array] | None, str]:
-    """Computes a gemm of complex64, or says why XLA has to.
+    """Computes a gemm of complex64, or returns why XLA has to.
 
     Args:
         x: the operands.
         spec: the primitive's parameters.
 
     Returns:
-        The results, ``None`` where there are none, and how they are computed or why not.
+        The results, or ``None`` for a fallback. Then a text: how they are computed, or why not.
     """
     types = (*types_of_parts(x.a.dtype, x.b.dtype, spec.out_dtype), spec.precision)
     planes = possible_planes(*types)
@@ -66,7 +66,10 @@ def by_real_product(x: Operands, spec: GemmSpec) -> tuple[list[jax.Array] | None
 
 
 def _takes_pairs(x: Operands, spec: GemmSpec, algorithm: str) -> bool:
-    """Whether a kernel reads B as it lies: n contiguous, rows of multiples of 16 bytes, as A's."""
+    """Checks if a kernel reads B in place.
+
+    That needs a contiguous n, and rows of A and B that are multiples of 16 bytes.
+    """
     k, n = spec.axes.b[-2:]
     if k is None or n != x.b.ndim - 1 or not _extension.has_pairs_kernel(algorithm):
         return False
@@ -76,12 +79,12 @@ def _takes_pairs(x: Operands, spec: GemmSpec, algorithm: str) -> bool:
 def _as_real(
     x: Operands, spec: GemmSpec, *, by_pairs: bool
 ) -> tuple[jax.Array, jax.Array, GemmSpec, StridedGemm]:
-    """Returns the operands, and the real product that they are for.
+    """Returns the operands, the parameters of the real product, and its folded form.
 
     Args:
         x: the operands.
         spec: the primitive's parameters.
-        by_pairs: leave B as it is, unless neither k nor n is contiguous.
+        by_pairs: whether to leave B as it is, unless neither k nor n is contiguous.
     """
     a, a_axes = x.a, spec.axes.a
     if a_axes[-1] != a.ndim - 1:
@@ -114,7 +117,7 @@ def _in_order(
 
 
 def _in_parts(strides: tuple[int, ...], contiguous: int) -> tuple[int, ...]:
-    """Returns strides of complex numbers as those of their parts."""
+    """Returns strides of complex numbers as strides of their parts."""
     parts = [2 * stride for stride in strides]
     parts[contiguous] = 1
     return tuple(parts)
@@ -125,7 +128,7 @@ def _expanded(
 ) -> tuple[jax.Array, tuple[int | None, ...]]:
     """Returns a real B of twice the extents along k and n, and its axes.
 
-    What was contiguous stays so.
+    The contiguous axis stays contiguous.
     """
     *batch, k, n = axes
     assert k is not None
@@ -135,8 +138,9 @@ def _expanded(
     kept = [axis for axis in batch if axis is not None]
     b = lax.transpose(b, (*kept, other, last))
     re, im = lax.real(b), lax.imag(b)
-    # (..., other, 2, last, 2): a row of B k-major is one of D's real parts, and of its imaginary
-    # ones; else a row is what multiplies real parts of A, and imaginary ones.
+    # (..., other, 2, last, 2): if B is k-major, a row belongs to the real parts of D, the next one
+    # to the imaginary parts. Otherwise a row multiplies the real parts of A, the next one the
+    # imaginary parts.
     pairs = ((re, -im), (im, re)) if is_k_major else ((re, im), (-im, re))
     rows = [jnp.stack(pair, -1) for pair in pairs]
     both = jnp.stack(rows, -3)

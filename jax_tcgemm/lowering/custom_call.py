@@ -1,4 +1,4 @@
-"""The custom call of a gemm: its operands as the kernels take them, and its attributes."""
+"""The custom call of a gemm: operands as the kernels take them, and attributes."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ from jax_tcgemm.problem.arithmetic import INPUT_DTYPES, written_dtype
 from jax_tcgemm.problem.spec import GemmSpec, flatten, with_kernel_layouts
 from jax_tcgemm.problem.strides import ROLES, Operands, StridedGemm, fold
 
-# What the custom call takes, kMaxBatchRank of cuda/gemm_params.h: the kernel walks the batch with
-# this many strides. By TMA, as the fast ones do, with fewer.
+# The most batch dimensions of the custom call, kMaxBatchRank of cuda/gemm_params.h: the kernel
+# walks the batch with this many strides. The fast kernels use TMA, which takes fewer.
 MAX_BATCH_NDIM = 4
 MAX_TMA_BATCH_NDIM = 3
 
 _FLOAT32 = jnp.dtype(jnp.float32)
 
-# Operands that lie as another does, whose strides serve for both.
+# Operands with the layout of another operand, so that the same strides serve for both.
 _ALIKE = ("b2", "c2")
 
 
 def custom_call(x: Operands, spec: GemmSpec, algorithm: str) -> list[jax.Array]:
-    """Computes the primitive by one custom call, and what copies and conversions that needs.
+    """Computes the primitive by one custom call and the copies and conversions it needs.
 
     Args:
         x: the operands.
         spec: the primitive's parameters.
-        algorithm: the kernel algorithm, or name of a product of planes.
+        algorithm: the kernel algorithm, or the name of a product of planes.
 
     Returns:
-        The results that ``spec`` asks for.
+        The results that ``spec`` requests.
     """
     x, spec = _laid_out(x, spec)
     written = spec.epilogue.written
@@ -78,7 +78,7 @@ def _emitted(x: Operands, spec: GemmSpec, algorithm: str) -> list[jax.Array]:
 def workspace_bytes(
     gemm: StridedGemm, spec: GemmSpec, itemsize: int, planes: PlaneProduct | None
 ) -> tuple[int, int]:
-    """Returns the bytes of the workspace for copies with padding or planes, and of all of it."""
+    """Returns the bytes for padded copies or planes, and those of the whole workspace."""
     if planes is not None:
         total = plane_bytes(gemm, planes.count)
         return total, total
@@ -98,7 +98,7 @@ def workspace_bytes(
 
 
 def _measured_split_bytes(gemm: StridedGemm) -> int:
-    """Returns bytes that are enough for each row that is timed with k split."""
+    """Returns enough bytes for each row that is timed with k split."""
     splits = most_split_bytes(gemm) // max(1, 4 * gemm.m * gemm.n)
     if splits < 2:
         return 0
@@ -108,7 +108,7 @@ def _measured_split_bytes(gemm: StridedGemm) -> int:
 
 
 def _can_overwrite_c(x: Operands, spec: GemmSpec, result: jax.ShapeDtypeStruct) -> bool:
-    """Says whether ``c``, the third operand, is to be overwritten and lies as the result does."""
+    """Checks if ``c``, the third operand, may be overwritten and has the result's layout."""
     if x.c is None or not spec.overwrite_c:
         return False
     return x.c.dtype == result.dtype and spec.axes.c == tuple(range(len(result.shape)))
@@ -122,7 +122,7 @@ def _converted(x: Operands, in_dtype: np.dtype, out_dtype: np.dtype) -> Operands
             return None
         if name in ("a", "b", "b2"):
             return operand.astype(in_dtype)
-        # The addends are of the result's type or float32; c and c2 of one.
+        # The addends have the result's type or float32; c and c2 have one type.
         alike = {"c": (x.c, x.c2), "c2": (x.c, x.c2), "bias": (x.bias,), "bias2": (x.bias2,)}
         group = [other for other in alike.get(name, ()) if other is not None]
         if group and all(other.dtype == out_dtype for other in group):
@@ -133,12 +133,12 @@ def _converted(x: Operands, in_dtype: np.dtype, out_dtype: np.dtype) -> Operands
 
 
 def shapes_of(x: Operands) -> Operands:
-    """Returns the shapes of the operands that there are."""
+    """Returns the shapes of the operands that are present."""
     return Operands(*(None if operand is None else operand.shape for operand in x))
 
 
 def _laid_out(x: Operands, spec: GemmSpec) -> tuple[Operands, GemmSpec]:
-    """Copies the operands that the kernel cannot read where they are; there is seldom one."""
+    """Copies the operands that the kernel cannot read in place, which is rare."""
     spec, permutations = with_kernel_layouts(spec, shapes_of(x))
     x = Operands(
         *(
@@ -211,14 +211,14 @@ def attributes(
 
 
 def _contracts_rows(gemm: StridedGemm) -> bool:
-    """Whether it is ``x.T @ y`` of row-major operands, as the gradients of weights are.
+    """Checks if this is ``x.T @ y`` of row-major operands, as for the gradients of weights.
 
-    Nothing but the optimizer waits for their sum over devices, so XLA lets the next product begin
-    beside it. Sums of other products are waited for.
+    Only the optimizer waits for the sum of these gradients over devices, so XLA lets the next
+    product begin beside the collective. The program waits for the sums of other products.
     """
     return gemm.strides.a[-1] != 1 and gemm.strides.b[-2] != 1
 
 
 def second_weight_offset(gemm: StridedGemm, spec: GemmSpec) -> int:
-    """Returns the elements from the start of a packed weight to its second half."""
+    """Returns the number of elements before the second half of a packed weight."""
     return gemm.n * gemm.strides.b[-1] if spec.packed else 0

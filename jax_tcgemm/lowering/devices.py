@@ -1,4 +1,4 @@
-"""The GPUs that this process sees, on which what kernels there are may depend."""
+"""The GPUs that this process sees; they may decide which kernels there are."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jax_tcgemm.kernels.arithmetic import Arithmetic
 from jax_tcgemm.tuning import lookup
 from jax_tcgemm.tuning.entry import Entry
 
-# With tensor cores for the arithmetic; HOPPER, the one that most kernels here are made for.
+# Compute capabilities with tensor cores for the arithmetic. Most kernels are made for HOPPER.
 _TURING, _AMPERE = (7, 5), (8, 0)
 HOPPER = (9, 0)
 
@@ -24,8 +24,8 @@ class _Program:
     """The program that is lowered.
 
     Attributes:
-        device_count: on how many devices it runs.
-        runs_here: whether these are of this process; ``False`` of one that is exported.
+        device_count: number of devices on which it runs.
+        runs_here: whether these devices belong to this process; ``False`` for an exported program.
     """
 
     device_count: int = 1
@@ -38,7 +38,7 @@ _PROGRAM = contextvars.ContextVar("_PROGRAM", default=_HERE)
 
 @contextlib.contextmanager
 def program_of(device_count: int, *, runs_here: bool) -> Iterator[None]:
-    """Lowers, in this context, what each device of a program does; see ``_Program``."""
+    """Sets the program of which this context lowers each device's part; see ``_Program``."""
     token = _PROGRAM.set(_Program(device_count, runs_here))
     try:
         yield
@@ -47,17 +47,17 @@ def program_of(device_count: int, *, runs_here: bool) -> Iterator[None]:
 
 
 def is_one_of_several() -> bool:
-    """Whether what is lowered may run beside collectives."""
+    """Checks if the lowered code may run beside collectives."""
     return _PROGRAM.get().device_count > 1
 
 
 def find_choice(product: lookup.Product) -> tuple[Entry, str] | None:
-    """Returns what is known of a product on the local GPUs, and where that was found."""
+    """Returns the tuning entry of a product on the local GPUs, and where it was found."""
     return lookup.find(local_kind(), product, runs_here=_PROGRAM.get().runs_here)
 
 
 def too_old_for(row: Arithmetic) -> str | None:
-    """Says why a local GPU has no kernels that multiply so, if one has none."""
+    """Returns why a local GPU has no kernels with this arithmetic, if one has none."""
     oldest = _TURING if row.turing else _AMPERE
     old = local_device(lambda capability: capability < oldest)
     if old is not None:
@@ -67,7 +67,7 @@ def too_old_for(row: Arithmetic) -> str | None:
 
 
 def not_built_for() -> str | None:
-    """Says why this build has no machine code for a local GPU, if it has none."""
+    """Returns why this build has no machine code for a local GPU, if it has none."""
     old = local_device(lambda capability: not _extension.is_built_for(capability))
     if old is None:
         return None
@@ -75,26 +75,26 @@ def not_built_for() -> str | None:
 
 
 def local_kind() -> str | None:
-    """Returns the kind of the local GPUs, ``None`` if there are none or of several kinds."""
+    """Returns the kind of the local GPUs; ``None`` without GPUs or with several kinds."""
     kinds = {device.device_kind for device in _compat.initialized_cuda_devices()}
     return kinds.pop() if len(kinds) == 1 else None
 
 
 def are_all(compute_capability: tuple[int, int]) -> bool:
-    """Whether there are local GPUs, all of this compute capability."""
+    """Checks if there are local GPUs, all of this compute capability."""
     return bool(_compat.initialized_cuda_devices()) and other_than(compute_capability) is None
 
 
 def other_than(compute_capability: tuple[int, int]) -> str | None:
-    """Names a local GPU of another compute capability."""
+    """Returns the kind of a local GPU of another compute capability, if there is one."""
     return local_device(lambda capability: capability != compute_capability)
 
 
 def local_device(matches: Callable[[tuple[int, ...]], bool]) -> str | None:
-    """Names a local GPU whose compute capability matches.
+    """Returns the kind of a local GPU whose compute capability matches, if there is one.
 
-    With no GPU here, the one that a program is lowered for is taken to have every kernel; what
-    else may come computes the same by slow ones.
+    Without a local GPU, the GPU that a program is lowered for is assumed to have every kernel.
+    Other GPUs compute the same by slow kernels.
     """
     for device in _compat.initialized_cuda_devices():
         if matches(tuple(int(part) for part in str(device.compute_capability).split("."))):
@@ -105,7 +105,7 @@ def local_device(matches: Callable[[tuple[int, ...]], bool]) -> str | None:
 def has_kernel(
     algorithm: str, *, work: str = "none", gated: bool = False, grouped: str = "none"
 ) -> bool:
-    """Says whether a kernel for such products is in the build, or can be compiled here.
+    """Checks if a kernel for such products is in the build or can be compiled here.
 
     The arguments are those of ``_extension.has_kernel``.
     """

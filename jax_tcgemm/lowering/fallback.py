@@ -1,4 +1,4 @@
-"""Why XLA computes a product in place of a kernel: none can, or none is as fast."""
+"""Reasons for a fallback to XLA: no kernel can compute a product, or none is as fast."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from jax_tcgemm.problem.log import log
 from jax_tcgemm.problem.spec import GemmSpec, with_kernel_layouts
 from jax_tcgemm.problem.strides import MAX_EXTENT, Operands, fold
 
-# ``1``: no program is lowered that falls back.
+# ``1``: lowering raises an error instead of a fallback.
 SETTING = "JAX_TCGEMM_STRICT"
 
 
 class FallbackError(ValueError):
-    """XLA would compute what ``config="kernel"`` or ``JAX_TCGEMM_STRICT=1`` asks kernels for."""
+    """No kernel computes what ``config="kernel"`` or ``JAX_TCGEMM_STRICT=1`` asks for."""
 
 
 def is_strict(config: str | None) -> bool:
-    """Says whether a call takes no product of XLA's.
+    """Checks if a call forbids a fallback to XLA.
 
     Args:
-        config: what the call asks for.
+        config: the configuration that the call requests.
     """
     if config == kernel_names.XLA:
         return False
@@ -49,7 +49,7 @@ def report(call: str, reason: str, *, strict: bool) -> None:
     """Logs that XLA computes a call, and why.
 
     Raises:
-        FallbackError: ``strict``, which says that it may not.
+        FallbackError: ``strict`` forbids the fallback.
     """
     if strict:
         raise FallbackError(
@@ -60,10 +60,10 @@ def report(call: str, reason: str, *, strict: bool) -> None:
 
 
 def no_kernel(algorithm: str | None, spec: GemmSpec, x: Operands) -> str | None:
-    """Says why no kernel can be used, if none can.
+    """Returns why no kernel can be used, or ``None`` if one can.
 
     Args:
-        algorithm: the kernel algorithm, ``None`` where there is none.
+        algorithm: the kernel algorithm, ``None`` if there is none.
         spec: the primitive's parameters.
         x: the operands.
     """
@@ -96,7 +96,7 @@ def _no_kernel(algorithm: str | None, spec: GemmSpec, x: Operands) -> str | None
 
 
 def odd_shape(spec: GemmSpec, x: Operands) -> str | None:
-    """Says what of the shapes kernels cannot count."""
+    """Returns what kernels cannot count in these shapes, or ``None``."""
     if not all(isinstance(extent, int) for extent in (*x.a.shape, *x.b.shape)):
         return "symbolic shapes"
     if max((*x.a.shape, *x.b.shape)) > MAX_EXTENT:
@@ -104,20 +104,21 @@ def odd_shape(spec: GemmSpec, x: Operands) -> str | None:
     return "a batch beyond 2^30" if _matrices(spec, x) > MAX_EXTENT else None
 
 
-# Multiplications of a matrix of the batch, rows and columns, and k from which complex products take
-# less time than XLA's own; measured on an H200 (docs/performance.md).
+# Complex products take less time than XLA's own from this many multiplications per matrix of the
+# batch on, and from this many rows, columns and k on. Measured on an H200 (docs/performance.md).
 _PAIR_PRODUCTS = 2**29
 _PAIR_ROWS = 256
 
-# Multiplications of a matrix of the batch from which products of planes take less time than XLA's
-# own product, and the results, rows or columns, and k; measured on an H200 (docs/performance.md).
-# Of fewer results XLA adds up parts of k, in less time and with less error.
+# Products of planes take less time than XLA's own product from these numbers per matrix of the
+# batch on: multiplications, results, rows or columns, and k. Measured on an H200
+# (docs/performance.md). With fewer results XLA adds up parts of k, in less time and with less
+# error.
 _PLANE_PRODUCTS = 2**28
 _PLANE_RESULTS = 2**18
 _PLANE_ROWS = 256
 _PLANE_K = 256
-# XLA adds up parts of k of so few results, and is more accurate than float32 sums of all k-tiles
-# are where k is longer than this (docs/experiments/precision.md).
+# XLA adds up parts of k if there are fewer results than this. If k is also longer than this, XLA is
+# more accurate than float32 sums over all k-tiles (docs/experiments/precision.md).
 _RESULTS_IN_PARTS = 2**20
 _K_IN_PARTS = {
     "BF16_BF16_F32_X6": 4096,
@@ -127,12 +128,12 @@ _K_IN_PARTS = {
 
 
 def possible_planes(a: np.dtype, b: np.dtype, out: np.dtype, precision: Any) -> PlaneProduct | None:
-    """As ``resolve_planes``, where all local GPUs have the kernels, and there are some."""
+    """Returns ``resolve_planes(...)`` if there are local GPUs and all have the kernels."""
     return resolve_planes(a, b, out, precision) if devices.are_all(devices.HOPPER) else None
 
 
 def no_planes(planes: PlaneProduct, spec: GemmSpec, x: Operands) -> str | None:
-    """Says why float32 operands are not multiplied by their planes.
+    """Returns why float32 operands are not multiplied by their planes, or ``None``.
 
     Args:
         planes: the products that would be added up.
@@ -165,12 +166,12 @@ def no_planes(planes: PlaneProduct, spec: GemmSpec, x: Operands) -> str | None:
 
 
 def added_up_in_parts(planes: PlaneProduct, results: int, k: int) -> str | None:
-    """Says where XLA is more accurate, since it adds up parts of k.
+    """Returns why XLA is more accurate because it adds up parts of k, if it is.
 
     Args:
         planes: the products that would be added up.
-        results: of the real product, of one matrix of the batch.
-        k: of the real product.
+        results: number of results of the real product, for one matrix of the batch.
+        k: k of the real product.
     """
     if results >= _RESULTS_IN_PARTS or k <= _K_IN_PARTS.get(planes.name, k):
         return None
@@ -178,17 +179,17 @@ def added_up_in_parts(planes: PlaneProduct, results: int, k: int) -> str | None:
 
 
 def _matrices(spec: GemmSpec, x: Operands) -> int:
-    """Returns how many matrices the batch of the custom call has, at most."""
+    """Returns the most matrices that the batch of the custom call can have."""
     shapes = shapes_of(x)
     gemm = spec.strided(shapes)
     folded = fold(gemm)
-    # Operands that are copied first (`laid_out`) may fold less: their rows no longer do.
+    # Operands that are copied first (`_laid_out`) may fold less, because their rows no longer fold.
     stay = with_kernel_layouts(spec, shapes)[0] == spec and len(folded.batch) <= MAX_BATCH_NDIM
     return math.prod((folded if stay else gemm).batch)
 
 
 def slower_than_xla(algorithm: str, spec: GemmSpec, x: Operands) -> str | None:
-    """Says why XLA is taken to compute the gemm in less time, where nothing was measured.
+    """Returns why XLA is expected to be faster, if nothing was measured.
 
     Args:
         algorithm: the kernel algorithm.
@@ -197,7 +198,8 @@ def slower_than_xla(algorithm: str, spec: GemmSpec, x: Operands) -> str | None:
     """
     if spec.is_gated or spec.config is not None:
         return None
-    # Whose kernels were fitted to it; what others make of a plain product nobody knows untuned.
+    # The kernels were fitted to Hopper. Without tuning, their speed for a plain product on other
+    # GPUs is unknown.
     other = devices.other_than(devices.HOPPER)
     if other is not None and spec.work == "none":
         return f"a product on {other} that was not tuned"
@@ -217,10 +219,10 @@ def slower_than_xla(algorithm: str, spec: GemmSpec, x: Operands) -> str | None:
 
 
 def no_gated_kernel(algorithm: str, spec: GemmSpec, x: Operands) -> str | None:
-    """Says why no gated kernel can be used, where an ordinary one could.
+    """Returns why no gated kernel can be used although an ordinary one could, or ``None``.
 
-    Without a GPU here there may be one that has slow kernels alone, where the program is run; where
-    it is known XLA is faster, and those have to be asked for by name.
+    Without a local GPU, the program may run on a GPU that has only slow kernels. If such a GPU is
+    local, XLA is faster, and the slow kernels must be requested by name.
     """
     if not spec.packed and spec.axes.b2 != spec.axes.b:
         return "the two weights lie differently"
@@ -251,13 +253,13 @@ def no_gated_kernel(algorithm: str, spec: GemmSpec, x: Operands) -> str | None:
 def no_complex_kernel(
     x: Operands, spec: GemmSpec, algorithm: str | None, planes: PlaneProduct | None
 ) -> str | None:
-    """Says why complex numbers are not multiplied as pairs of real ones.
+    """Returns why complex numbers are not multiplied as pairs of real ones, or ``None``.
 
     Args:
         x: the operands.
         spec: the primitive's parameters.
-        algorithm: of the real product; ``None`` where there is none.
-        planes: that it would be by, if so.
+        algorithm: algorithm of the real product; ``None`` if there is none.
+        planes: the products of planes that would compute it, if any.
     """
     if algorithm is None:
         return f"no kernel for complex64 with precision {spec.precision}"
@@ -285,7 +287,7 @@ def no_complex_kernel(
 def no_ragged_kernel(
     algorithm: str | None, grouped: str, work: str, extents: tuple[Any, ...], config: str | None
 ) -> str | None:
-    """Says why no kernel can be used, if none can; slow ones have to be named."""
+    """Returns why no kernel can be used, or ``None``; slow kernels must be requested by name."""
     if config == kernel_names.XLA:
         return "by config"
     if algorithm is None or not kernel_names.for_algorithm(algorithm, grouped):

@@ -1,4 +1,4 @@
-"""Lowering: on CUDA a gemm becomes one custom call, and the reference where there is no kernel."""
+"""Lowering of a gemm: one custom call on CUDA, the reference if there is no kernel."""
 
 from __future__ import annotations
 
@@ -28,20 +28,21 @@ from jax_tcgemm.problem.strides import Operands, fold
 from jax_tcgemm.tuning import lookup
 from jax_tcgemm.tuning.entry import problem_key
 
-# Rows up to which the time of a product is that of reading the weights.
+# Up to this many rows, reading the weights determines the time of a product.
 _FEW_ROWS = 64
 
 
 def cuda_gemm(*operands: jax.Array, spec: GemmSpec) -> list[jax.Array]:
-    """Computes the primitive on CUDA devices; see ``reference.reference_gemm`` for what that is.
+    """Computes the primitive on CUDA devices; ``reference.reference_gemm`` defines it.
 
     Args:
         *operands: the primitive's operands.
-        spec: the primitive's parameters; of a gated product ``D`` is among the results.
+        spec: the primitive's parameters; the results of a gated product include ``D``.
 
     Raises:
         ValueError: ``spec.config`` names a kernel that this build leaves out.
-        FallbackError: no kernel can compute it, which the call or the environment does not allow.
+        FallbackError: no kernel can compute the gemm, and the call or the environment forbids a
+            fallback.
     """
     strict = fallback.is_strict(spec.config)
     if spec.config == KERNEL and not is_of_8_bits(operands[0].dtype, operands[1].dtype):
@@ -85,7 +86,7 @@ def cuda_gemm(*operands: jax.Array, spec: GemmSpec) -> list[jax.Array]:
 
 
 def _of_8_bits(operands: Sequence[jax.Array], spec: GemmSpec) -> list[jax.Array]:
-    """Computes a product of 8-bit operands by a kernel that is compiled for it, or by XLA."""
+    """Computes an 8-bit product by a kernel that is compiled for it, or by XLA."""
     x = spec.unflatten(operands)
     if spec.is_gated or spec.work != "none":
         reason = "more than a product of 8-bit operands"
@@ -100,7 +101,7 @@ def _of_8_bits(operands: Sequence[jax.Array], spec: GemmSpec) -> list[jax.Array]
 def _by_planes(
     operands: Sequence[jax.Array], spec: GemmSpec, planes: PlaneProduct, strict: bool
 ) -> list[jax.Array]:
-    """Computes a gemm of float32 by products of planes, or leaves it to XLA."""
+    """Computes a gemm of float32 by products of planes, or falls back to XLA."""
     x = spec.unflatten(operands)
     reason = fallback.no_planes(planes, spec, x)
     if reason is not None:
@@ -114,7 +115,7 @@ def _by_planes(
 def _tuned(
     operands: Sequence[jax.Array], spec: GemmSpec, algorithm: str, strict: bool
 ) -> tuple[GemmSpec, str]:
-    """Returns ``spec`` with the configuration that was measured to be fastest, and who says so."""
+    """Returns ``spec`` with the fastest measured configuration, and where it was found."""
     if spec.config is not None:
         return spec, ""
     types = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands)
@@ -130,7 +131,7 @@ def _tuned(
 
 
 def _problem(x: Operands, spec: GemmSpec, algorithm: str) -> str:
-    """Returns what a gemm is known by: all that its time depends on."""
+    """Returns the tuning key of a gemm: all that its time depends on."""
     gemm = fold(spec.strided(shapes_of(x)))
     strides = gemm.strides._asdict()
     present = [name for name, operand in x._asdict().items() if operand is not None]
@@ -159,8 +160,8 @@ def _problem(x: Operands, spec: GemmSpec, algorithm: str) -> str:
 def _gated_by_products(x: Operands, spec: GemmSpec, algorithm: str) -> list[jax.Array]:
     """Computes a gated product of few rows, whose time is that of reading the weights.
 
-    The kernels made for few rows have one weight: ``U`` first, rounded, which the second product
-    takes as a factor; or of a packed weight both at once, rounded.
+    The kernels for few rows have one weight. The first call computes ``U``, rounded, and the second
+    product takes ``U`` as a factor. For a packed weight, one call computes both products, rounded.
     """
     axes = spec.axes
     if spec.packed:
@@ -179,23 +180,23 @@ def _gated_by_products(x: Operands, spec: GemmSpec, algorithm: str) -> list[jax.
 
 
 def _is_finished_apart(x: Operands, spec: GemmSpec, algorithm: str) -> bool:
-    """Says whether ``spec.config`` names a row without the epilogue that is asked for."""
+    """Checks if ``spec.config`` names a row that lacks the requested epilogue."""
     if not is_row(spec.config):
         return False
     written = spec.replace(out_dtype=written_dtype(algorithm, spec.out_dtype))
     name, splits = read_config(spec.config)
-    if splits > 1:  # what adds up the parts has every epilogue
+    if splits > 1:  # the step that adds up the parts has every epilogue
         return False
     return lacks_epilogue(by_name(name), fold(spec.strided(shapes_of(x))), x, written)
 
 
 def shares_program(types: Sequence[jax.ShapeDtypeStruct], spec: GemmSpec, config: str) -> bool:
-    """Says whether a row computes a product by the call that it is with ``config=MEASURED``.
+    """Checks if a row computes a product by the same call as ``config=MEASURED``.
 
     Args:
-        types: the primitive's operands.
+        types: types of the primitive's operands.
         spec: the primitive's parameters.
-        config: names the row.
+        config: the name of the row.
     """
     x = spec.unflatten(types)
     algorithm = resolve_algorithm(x.a.dtype, x.b.dtype, spec.out_dtype, spec.precision)
@@ -206,7 +207,7 @@ def shares_program(types: Sequence[jax.ShapeDtypeStruct], spec: GemmSpec, config
 
 
 def _finished_apart(x: Operands, spec: GemmSpec, algorithm: str) -> list[jax.Array]:
-    """Computes the product by the row that is named, in float32, and the epilogue from that."""
+    """Computes the product by the named row in float32, then the epilogue separately."""
     product = spec.product(out_dtype=jnp.dtype(jnp.float32), config=spec.config)
     return reference.epilogue(custom_call(Operands(x.a, x.b), product, algorithm), x, spec)
 

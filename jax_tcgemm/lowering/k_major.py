@@ -1,8 +1,8 @@
-"""Operands of 8 bits as ``wgmma`` takes them: k contiguous, in rows of whole multiples of 16 bytes.
+"""8-bit operands as ``wgmma`` takes them: k contiguous, rows of multiples of 16 bytes.
 
-What lies so is read where it is. What lies along m or n is transposed by a pass of our own, which
-XLA's is many times slower than; what has other rows is padded. But for few rows there are kernels
-that take a B as it lies along n.
+Operands in this layout are read in place. A pass of our own transposes operands that are contiguous
+along m or n; XLA's transposition is many times slower. Operands with other row lengths are padded.
+Exception: kernels for few rows read a B that is contiguous along n in place.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from jax_tcgemm.problem.strides import Axes, Operands, Shape, row_major
 
 
 def filled_up(k: int) -> int:
-    """Returns ``k`` as a multiple of what TMA addresses."""
+    """Returns ``k`` rounded up to a multiple of what TMA addresses."""
     return -(-k // COPY_BYTES) * COPY_BYTES
 
 
 @dataclasses.dataclass(frozen=True)
 class Factor:
-    """One operand, and what is to become of it.
+    """One operand and the change of layout that it needs.
 
     Attributes:
         shape: its shape.
-        batch: its dimensions that are batches, ``None`` where it has no such dimension.
+        batch: its batch dimensions, ``None`` where it has no such dimension.
         mn: its dimension along m or n.
         k: its contracted dimension.
-        stays: whether it is taken as it lies, whichever way that is.
-        moves: whether there is anything to be done.
+        stays: whether it is read in place in any layout.
+        moves: whether it has to be copied.
     """
 
     shape: Shape
@@ -61,12 +61,12 @@ class Factor:
 
     @property
     def own_batch(self) -> tuple[int, ...]:
-        """Its dimensions that are batches."""
+        """The batch dimensions that it has."""
         return tuple(dim for dim in self.batch if dim is not None)
 
     @property
     def axes(self) -> Axes:
-        """Where batches, m or n, and k are, once it is as it should be."""
+        """The axes of the batch, of m or n, and of k after the change of layout."""
         if not self.moves or self.is_k_major:
             return (*self.batch, self.mn, self.k)
         own = self.own_batch
@@ -74,7 +74,7 @@ class Factor:
         return (*places, len(own), len(own) + 1)
 
     def result_shape(self) -> Shape:
-        """Its shape then."""
+        """Returns the shape after the change of layout."""
         if not self.moves:
             return self.shape
         k = filled_up(self.shape[self.k])
@@ -83,7 +83,7 @@ class Factor:
         return (*(self.shape[dim] for dim in self.own_batch), self.shape[self.mn], k)
 
     def made(self, x: jax.Array) -> jax.Array:
-        """Returns the operand as it should be."""
+        """Returns the operand in the new layout."""
         if not self.moves:
             return x
         if self.is_k_major:
@@ -109,12 +109,12 @@ class Factor:
 
 
 def _padded(x: jax.Array, k: int) -> jax.Array:
-    """Fills up the last dimension with zeros."""
+    """Pads the last dimension with zeros to ``k`` elements."""
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, k - x.shape[-1])])
 
 
 def _one_step(batch: Sequence[tuple[int, int]]) -> int | None:
-    """Returns the step that leads through dimensions of these extents and steps, if one does."""
+    """Returns the stride that walks dimensions of these extents and strides, if one does."""
     batch = [(extent, step) for extent, step in batch if extent != 1]
     if not batch:
         return 0
@@ -124,18 +124,18 @@ def _one_step(batch: Sequence[tuple[int, int]]) -> int | None:
     return batch[-1][1]
 
 
-# Rows of A up to which weights are streamed as they lie. Measured on an H200
+# Up to this many rows of A, kernels read weights in place. Measured on an H200
 # (docs/performance.md).
 _FEW_ROWS = 64
 
 
 def _streams(rows: int, weights: Sequence[Factor], config: str | None) -> bool:
-    """Whether a kernel for few rows takes the weights as they lie, along n.
+    """Checks if a kernel for few rows reads the weights in place, along n.
 
     Args:
-        rows: of A, by each weight.
-        weights: one or two.
-        config: the row that is asked for.
+        rows: rows of A for each weight.
+        weights: one or two weights.
+        config: the requested row.
     """
     fits = all(
         b.mn == len(b.shape) - 1
@@ -151,7 +151,7 @@ def _streams(rows: int, weights: Sequence[Factor], config: str | None) -> bool:
 
 
 def _rows_by_weight(a: Factor, weight: Factor) -> int:
-    """Returns how many rows one weight multiplies: batches of A that share it fold, if they can."""
+    """Returns how many rows one weight multiplies, including batches of A that share it."""
     shared = zip(a.batch, weight.batch, strict=True)
     rows = (a.shape[of_a] for of_a, of_b in shared if of_b is None and of_a is not None)
     return a.shape[a.mn] * math.prod(rows)
@@ -163,9 +163,9 @@ def _of_gemm(
     """Returns the product as the kernel sees it, and its factors by name.
 
     Args:
-        shapes: of the operands.
+        shapes: shapes of the operands.
         spec: the product.
-        may_stream: whether there are kernels for it that take weights as they lie.
+        may_stream: whether kernels for the product can read weights in place.
     """
     *batch, m, k = spec.axes.a
     a = Factor(shapes.a, tuple(batch), m, k)
@@ -189,11 +189,11 @@ def _of_gemm(
 def _of_ragged(
     own: Sequence[Any], spec: RaggedSpec, may_stream: bool
 ) -> tuple[RaggedSpec, dict[str, Factor]]:
-    """The same of a product over groups of rows."""
+    """Does the same for a product over groups of rows."""
     lhs, rhs = own[:2]
     of_rhs = (1, 2) if spec.transpose_rhs else (2, 1)
     a, b = Factor(lhs.shape, (), 0, 1), Factor(rhs.shape, (0,), *of_rhs)
-    # Rows of each group, if they are of one size.
+    # The rows of each group if all groups have one size.
     rows = -(-lhs.shape[0] // max(1, rhs.shape[0]))
     if may_stream and _streams(rows, (b,), spec.config):
         return spec, {"a": a, "b": dataclasses.replace(b, stays=True)}
@@ -203,12 +203,12 @@ def _of_ragged(
 def of_product(
     own: Sequence[Any], product: GemmSpec | RaggedSpec, may_stream: bool
 ) -> tuple[Sequence[Any], Any, dict[str, Factor]]:
-    """Returns operands and product as they will be, and what is to become of the factors.
+    """Returns operands and product after the change of layout, and the factors by name.
 
     Args:
-        own: the operands of the product, and what else goes with it.
+        own: operands of the product, and any others that go with it.
         product: the product.
-        may_stream: whether few rows may take weights as they lie.
+        may_stream: whether kernels for few rows may read weights in place.
     """
     if isinstance(product, RaggedSpec):
         made, factors = _of_ragged(own, product, may_stream)
@@ -224,10 +224,10 @@ def of_product(
 
 
 def scale_steps(own: Sequence[Any], spec: CompiledSpec) -> list[tuple[Shape, Shape]]:
-    """Returns of each scale by blocks the steps along ``(*batch, m, n)``, and those it ends with.
+    """Returns, for each block scale, its strides along ``(*batch, m, n)`` and its last strides.
 
-    The scales have the axes of the factors. What changes where batches fold are steps along them
-    and along m; a scale of b moves along n by blocks.
+    The scales have the axes of the factors. Folding batches changes only the strides along the
+    batches and along m. A scale of b moves along n by blocks.
     """
     if not spec.scaled:
         return []

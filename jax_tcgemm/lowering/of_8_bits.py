@@ -1,4 +1,4 @@
-"""Products alone of 8-bit operands, whose kernels are all compiled with a function."""
+"""Plain products of 8-bit operands, whose kernels are all compiled with a function."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def cuda_product(
     shape: Shape,
     reference: Callable[..., list[jax.Array]],
 ) -> list[jax.Array]:
-    """Computes a product, which the function rounds.
+    """Computes a product whose accumulators a function rounds.
 
-    What is one device's part of a product that was divided comes here: its scales follow the sum.
+    A device's part of a divided product is computed here: its scales are applied after the sum.
 
     Args:
-        *operands: those of the product.
+        *operands: operands of the product.
         spec: the product.
-        shape: of its result.
-        reference: computes it from the operands and ``spec`` where there is no kernel.
+        shape: shape of the result.
+        reference: computes the product from the operands and ``spec`` if there is no kernel.
     """
     a, b = operands[:2]
     sums = jax.ShapeDtypeStruct(shape, accumulator_dtype(a.dtype, b.dtype, spec.out_dtype))

@@ -1,4 +1,4 @@
-"""Products over groups of rows: their lowering to one custom call on CUDA."""
+"""Lowering of products over groups of rows to one custom call on CUDA."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def cuda_dot(
 
 
 def _of_8_bits(operands: Sequence[jax.Array], spec: RaggedSpec) -> list[jax.Array]:
-    """Computes a product of 8-bit operands by a kernel compiled for it, or in ``jax.lax``."""
+    """Computes an 8-bit product by a kernel compiled for it, or in ``jax.lax``."""
     lhs, rhs, _, *bias = operands
     if bias or spec.activation is not None or spec.result_count > 1:
         call = _describe("m", operands, spec)
@@ -121,10 +121,10 @@ def _custom_call(
 
 
 def _padded(x: jax.Array, dtype: np.dtype) -> jax.Array:
-    """Converts, and adds zeros to the last dimensions that TMA could not step over otherwise.
+    """Converts ``x`` and pads its last dimensions with zeros, so that TMA can step over them.
 
-    ``k`` and ``n`` become multiples of 16 bytes of 16-bit elements; of rows there may be any
-    number.
+    ``k`` and ``n`` become multiples of 16 bytes of 16-bit elements. The number of rows is
+    arbitrary.
     """
     multiple = COPY_BYTES // 2
     kept = 2 if x.ndim == 3 else 1
@@ -136,9 +136,9 @@ def _padded(x: jax.Array, dtype: np.dtype) -> jax.Array:
 def _kernel_algorithm(
     grouped: str, operands: Sequence[jax.Array], spec: RaggedSpec
 ) -> tuple[str | None, RaggedSpec]:
-    """Returns the algorithm of the kernels that compute a product, None where there are none.
+    """Returns the algorithm of the kernels for a product, or None if there are none.
 
-    And ``spec``, with the configuration that was measured to be fastest.
+    The second value is ``spec`` with the fastest measured configuration.
     """
     strict = fallback.is_strict(spec.config)
     if spec.config == kernel_names.KERNEL:

@@ -1,4 +1,4 @@
-"""Products over groups in ``jax.numpy``: what they mean, and their lowering without a kernel."""
+"""Products over groups in ``jax.numpy``: their definition and lowering without a kernel."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from jax_tcgemm.problem.ragged import RaggedSpec
 
 _FLOAT32 = jnp.dtype(jnp.float32)
 
-# Groups that the reference computes in one turn of a loop, each of which costs a GPU 10 us.
+# Groups that the reference computes in one iteration of a loop. Each iteration costs a GPU 10 us.
 _UNROLL = 8
 
 
 def group_bounds(group_sizes: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
-    """Returns where each group begins and ends, int32; sizes are clamped to the rows there are."""
+    """Returns the begin and end of each group, int32; sizes are clamped to the rows."""
     sizes = jnp.clip(group_sizes, 0, rows).astype(jnp.uint32)
-    # No sum of two can overflow, however many groups there are.
+    # The sum of two cannot overflow, however many groups there are.
     ends = lax.associative_scan(lambda x, y: jnp.minimum(x + y, jnp.uint32(rows)), sizes)
     ends = ends.astype(jnp.int32)
     return jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]]), ends
@@ -47,7 +47,7 @@ def reference_dot(
         spec: the primitive's parameters.
 
     Returns:
-        ``[d]``, or also the pre-activation, ``(m, n)``.
+        ``[d]``, or ``d`` and the pre-activation, each ``(m, n)``.
     """
     lhs, rhs, precision, dtype = _exact_factors(lhs, rhs, spec)
     rows = lax.broadcasted_iota(jnp.int32, (lhs.shape[0], 1), 0)
@@ -79,7 +79,7 @@ def reference_contraction(
     *,
     spec: RaggedSpec,
 ) -> list[jax.Array]:
-    """Computes ``lhs[group].T @ rhs[group]`` of each group of rows, ``[(g, k, n)]``.
+    """Computes ``lhs[group].T @ rhs[group]`` for each group of rows, ``[(g, k, n)]``.
 
     Args:
         lhs: ``(m, k)``.
@@ -93,7 +93,7 @@ def reference_contraction(
     def of_group(_: None, group: Any) -> tuple[None, jax.Array]:
         begin, end = group
         inside = (begin <= rows) & (rows < end)
-        # Both: what lies outside may be infinite.
+        # Both are masked, because values outside the group may be infinite.
         x, y = jnp.where(inside, lhs, 0), jnp.where(inside, rhs, 0)
         d = reference.dot(x, y, (((0,), (0,)), ((), ())), precision, dtype)
         return None, reference.convert(d, spec.out_dtype)
@@ -105,7 +105,7 @@ def reference_contraction(
 def _exact_factors(
     lhs: jax.Array, rhs: jax.Array, spec: RaggedSpec
 ) -> tuple[jax.Array, jax.Array, Any, np.dtype]:
-    """Returns factors, precision and accumulator for ``lax.dot_general``."""
+    """Returns factors, precision and accumulator dtype for ``lax.dot_general``."""
     algorithm = resolve_algorithm(lhs.dtype, rhs.dtype, spec.out_dtype, spec.precision)
     dtype = accumulator_dtype(lhs.dtype, rhs.dtype, spec.out_dtype)
     if algorithm is None:

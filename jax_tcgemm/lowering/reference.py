@@ -1,4 +1,4 @@
-"""The gemm in ``jax.numpy``: lowering where there is no kernel, and the oracle of the tests."""
+"""The gemm in ``jax.numpy``: lowering without a kernel, and reference of the tests."""
 
 from __future__ import annotations
 
@@ -28,35 +28,38 @@ from jax_tcgemm.problem.strides import Axes, Operands, matrix_last, result_axes
 
 
 def reference_gemm(*operands: jax.Array, spec: GemmSpec, as_jnp: bool = False) -> list[jax.Array]:
-    """Computes what the primitive means.
+    """Computes the primitive in ``jax.numpy``.
 
     Args:
         *operands: the primitive's operands, those present of ``Operands``.
         spec: the primitive's parameters.
         as_jnp: whether a product may be rounded to the result's type before the epilogue, as in
-            ``jnp``. That is where XLA divides the program among devices: where k is divided,
-            partial products are added up across devices, and float32 would double what travels.
-            Of float16 only where there is no epilogue.
+            ``jnp``. This is for programs that XLA divides among devices: if k is divided, partial
+            products are added up across devices, and float32 would double the traffic. Exception:
+            float16 products are rounded only if there is no epilogue.
 
     Returns:
-        The results that ``spec`` asks for, of shape ``(*batch, m, n)`` and dtype
-        ``spec.out_dtype``. The accumulators and the epilogue are float32 for 16-bit results,
+        The results that ``spec`` requests, of shape ``(*batch, m, n)`` and dtype
+        ``spec.out_dtype``. For 16-bit results, the accumulators and the epilogue are float32,
         rounded once.
     """
     x = spec.unflatten(operands)
-    # What an epilogue would scale down may be beyond the numbers of float16. Without one the
+    # A float16 product may overflow before an epilogue scales it down. Without an epilogue the
     # product is rounded once in any case.
     rounds = spec.work == "none" or (as_jnp and spec.out_dtype == jnp.bfloat16)
     return epilogue(accumulators(x, spec, rounds), x, spec)
 
 
 def natural_gemm(*operands: jax.Array, spec: GemmSpec) -> list[jax.Array]:
-    """Computes the same as a user of ``jnp`` would write it, for where XLA is asked for.
+    """Computes the gemm as a user of ``jnp`` would write it, for calls that request XLA.
 
-    That is the sum of a product and what is added to it in the operands' own type, which XLA's fast
-    products write and add; an activation of it is in float32. Where ``jnp`` has no such sum, where
-    anything is scaled, and of float16 (whose products may be beyond its numbers) before an
-    activation, it is ``reference_gemm``.
+    The product and its addends are summed in the operands' own type, in which XLA's fast products
+    write and add. An activation of the sum is computed in float32. ``reference_gemm`` computes
+    these cases instead:
+
+    - ``jnp`` has no such sum;
+    - anything is scaled;
+    - an activation follows a float16 product, which may overflow.
 
     Args:
         *operands: the primitive's operands.
@@ -76,7 +79,7 @@ def natural_gemm(*operands: jax.Array, spec: GemmSpec) -> list[jax.Array]:
 
 
 def accumulators(x: Operands, spec: GemmSpec, rounds: bool = False) -> list[jax.Array]:
-    """Returns the product, or both of a gated product; ``rounds`` as of ``product``."""
+    """Returns the product, or both of a gated product; ``rounds`` is as in ``product``."""
     first = product(x.a, x.b, spec, rounds)
     if spec.packed:
         return halves(first)
@@ -87,7 +90,7 @@ def accumulators(x: Operands, spec: GemmSpec, rounds: bool = False) -> list[jax.
 
 
 def halves(both: jax.Array) -> list[jax.Array]:
-    """Splits the columns of a packed weight, or of a product with it, between gate and up."""
+    """Splits the columns of a packed weight, or of a product with it, into gate and up."""
     n = both.shape[-1] // 2
     return [*lax.split(both, (n, n), axis=both.ndim - 1)]
 
@@ -97,15 +100,15 @@ def product(a: jax.Array, b: jax.Array, spec: GemmSpec, rounds: bool = False) ->
 
     Args:
         a: the first factor.
-        b: the second.
+        b: the second factor.
         spec: the primitive's parameters.
-        rounds: whether the accumulator has the result's type, where that is the operands' own.
+        rounds: whether the accumulator has the result's type if that is the operands' own.
     """
     algorithm = resolve_algorithm(a.dtype, b.dtype, spec.out_dtype, spec.precision)
     precision, dtype = spec.precision, accumulator_dtype(a.dtype, b.dtype, spec.out_dtype)
     if algorithm is not None:
-        # The algorithm is spelled out in dtypes: XLA's compilers know few of the presets. Where
-        # sums may be float16, XLA adds in float32 and rounds once.
+        # The algorithm is spelled out in dtypes: XLA's compilers know few of the presets. If sums
+        # may be float16, XLA adds in float32 and rounds once.
         a, b = (x.astype(INPUT_DTYPES[algorithm]) for x in (a, b))
         dtype = sum_dtype(algorithm)
         if rounds and spec.out_dtype == INPUT_DTYPES[algorithm]:
@@ -113,20 +116,21 @@ def product(a: jax.Array, b: jax.Array, spec: GemmSpec, rounds: bool = False) ->
         precision = lax.Precision.DEFAULT
     else:
         a, b = alike(a, b, dtype)
-        # XLA has errors of 1e-4 by this name on GPUs, and does not know it on CPUs.
+        # XLA's preset of this name has errors of 1e-4 on GPUs and is unknown on CPUs.
         if precision is lax.DotAlgorithmPreset.BF16_BF16_F32_X9:
             precision = lax.Precision.HIGHEST
     return _dot(a, b, spec, precision, dtype)
 
 
 def alike(a: jax.Array, b: jax.Array, dtype: np.dtype) -> tuple[jax.Array, jax.Array]:
-    """Returns the operands of a product in one type, but for a pair of 8-bit floats.
+    """Returns the operands of a product in one type, except for a pair of 8-bit floats.
 
     Args:
         a: the first factor.
-        b: the second.
-        dtype: the accumulator's type. Two types are converted to it if it is an integer, as
-            ``lax.dot_general`` does, and to their common type if not, which rounds less.
+        b: the second factor.
+        dtype: the accumulator's type. If it is an integer, operands of two types are converted to
+            it, as in ``lax.dot_general``. Otherwise they are converted to their common type, which
+            rounds less.
     """
     if is_float8(a.dtype) and is_float8(b.dtype):
         return a, b
@@ -153,15 +157,18 @@ def _dot(a: jax.Array, b: jax.Array, spec: GemmSpec, precision, dtype: np.dtype)
 
 
 def dot(a: jax.Array, b: jax.Array, dimension_numbers: Any, precision: Any, dtype: np.dtype):
-    """Returns ``lax.dot_general``, in other types where XLA's compiler would fail or be wrong.
+    """Returns ``lax.dot_general``, in other types if XLA's compiler would fail or be wrong.
 
-    On a CPU 16-bit operands are converted to float32 before, which is exact: it has products of
-    them that it refuses to accumulate in float32. On CUDA int8 is multiplied as bfloat16, since
-    products that XLA gives to cuBLAS come out twice as large (seen with JAX 0.11, on an H200).
-    Integers of fewer than 8 bits are widened: XLA's CPU compiler refuses most products of them.
-    Integers with a floating-point result are converted to it: XLA's GPU compiler crashes on such
-    products (seen with JAX 0.11). The platform is that which the program is lowered for, not this
-    process's.
+    - CPU, 16-bit operands: converted to float32 first, which is exact. XLA's CPU compiler refuses
+      to accumulate some of their products in float32.
+    - CUDA, int8: multiplied as bfloat16, because products that XLA gives to cuBLAS come out twice
+      as large (seen with JAX 0.11, on an H200).
+    - Integers of fewer than 8 bits: widened, because XLA's CPU compiler refuses most products of
+      them.
+    - Integers with a floating-point result: converted to it, because XLA's GPU compiler crashes on
+      such products (seen with JAX 0.11).
+
+    The platform is the one that the program is lowered for, not this process's.
     """
 
     def narrow(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -184,7 +191,7 @@ def dot(a: jax.Array, b: jax.Array, dimension_numbers: Any, precision: Any, dtyp
     if all(x.dtype == jnp.int8 for x in (a, b)) and dtype == jnp.int32 and isinstance(of_k, int):
         exact = functools.partial(_dot_of_int8, dimension_numbers=dimension_numbers)
         return lax.platform_dependent(a, b, cuda=exact, default=narrow)
-    if precision is lax.DotAlgorithmPreset.TF32_TF32_F32_X3:  # which CPUs do not know
+    if precision is lax.DotAlgorithmPreset.TF32_TF32_F32_X3:  # unknown on CPUs
         exact = functools.partial(
             lax.dot_general,
             dimension_numbers=dimension_numbers,
@@ -196,19 +203,19 @@ def dot(a: jax.Array, b: jax.Array, dimension_numbers: Any, precision: Any, dtyp
     is_narrow = all(jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 2 for x in (a, b))
     if not is_narrow or dtype.itemsize > 4:
         return narrow(a, b)
-    # A derivative keeps a and b, not what each platform makes of them.
+    # The residuals are a and b, not their conversions on each platform.
     by_platform = functools.partial(lax.platform_dependent, cpu=widened, default=narrow)
     return jax.checkpoint(by_platform, prevent_cse=False)(a, b)
 
 
-# Sums of so many products of int8 are exact in float32; and so many bytes of those may wait to be
-# added up.
+# The sum of _EXACT_K products of int8 is exact in float32. At most _MOST_WAITING bytes of such sums
+# may wait to be added up.
 _EXACT_K = 2**24 // 2**14
 _MOST_WAITING = 2**28
 
 
 def _dot_of_int8(a: jax.Array, b: jax.Array, dimension_numbers: Any) -> jax.Array:
-    """Multiplies parts of k as bfloat16, and adds up their sums as int32."""
+    """Multiplies parts of k as bfloat16 and adds up their sums as int32."""
     ((of_a,), (of_b,)), (batch_a, batch_b) = dimension_numbers
     k = a.shape[of_a]
     parts = max(1, -(-k // _EXACT_K))
@@ -232,7 +239,7 @@ def _dot_of_int8(a: jax.Array, b: jax.Array, dimension_numbers: Any) -> jax.Arra
 
 
 def _divided(x: jax.Array, axis: int, parts: int, size: int) -> jax.Array:
-    """Divides an axis into parts, which become the first axis; what is missing is 0."""
+    """Divides an axis into parts, which become the first axis; pads with zeros."""
     missing = parts * size - x.shape[axis]
     x = jnp.pad(x, [(0, missing if i == axis else 0) for i in range(x.ndim)])
     x = x.reshape(*x.shape[:axis], parts, size, *x.shape[axis + 1 :])
@@ -250,11 +257,11 @@ def _absent(axes: Axes) -> list[int]:
 
 
 def epilogue(products: Sequence[jax.Array], x: Operands, spec: GemmSpec) -> list[jax.Array]:
-    """Returns the results of the accumulators; see ``problem/epilogue.py``.
+    """Returns the results of the epilogue of given accumulators; see ``problem/epilogue.py``.
 
     Args:
         products: the accumulators, as many as the form has; each broadcasts to ``(*batch, m, n)``.
-        x: the operands; the factors of the products are not looked at.
+        x: the operands; the factors of the products are ignored.
         spec: the primitive's parameters.
     """
     dtype = products[0].dtype
@@ -271,11 +278,11 @@ def epilogue(products: Sequence[jax.Array], x: Operands, spec: GemmSpec) -> list
 
 
 def finished(preactivations: Sequence[jax.Array], x: Operands, spec: GemmSpec) -> list[jax.Array]:
-    """Returns the results of the pre-activations, computed in their type.
+    """Returns the results for given pre-activations, computed in their type.
 
     Args:
-        preactivations: one of each accumulator.
-        x: the operands, of which only those are looked at that come after the activation.
+        preactivations: one for each accumulator.
+        x: the operands; only those that come after the activation are used.
         spec: the primitive's parameters.
     """
     if spec.epilogue.is_derivative:
@@ -293,7 +300,7 @@ def finished(preactivations: Sequence[jax.Array], x: Operands, spec: GemmSpec) -
 
 
 def _for_use(x: Operands, spec: GemmSpec, use: Use) -> Operands:
-    """Returns the operands of one use, and their coefficient."""
+    """Returns the operands of one use and their coefficient."""
     names = {*spec.epilogue.names(use), *spec.epilogue.names(Use.COEFFICIENT)}
     return x._replace(**{name: None for name in x._fields if name not in names})
 
@@ -310,14 +317,17 @@ def cotangents(z: jax.Array, x: Operands, spec: GemmSpec) -> list[jax.Array]:
 
 
 def convert(x: jax.Array, dtype: np.dtype) -> jax.Array:
-    """Returns ``x`` in another dtype; of the cotangent of a real operand the real part."""
+    """Returns ``x`` in another dtype; a real dtype takes the real part of a complex ``x``."""
     if jnp.iscomplexobj(x) and not jnp.issubdtype(dtype, jnp.complexfloating):
         x = lax.real(x)
     return x.astype(dtype)
 
 
 def batch_dims(results: list[jax.Array], size: int) -> tuple[list[jax.Array], list[int | None]]:
-    """Returns results of an epilogue whose outermost dimension may be 1, and where it is mapped."""
+    """Returns the results of a batched epilogue, and the mapped dimension of each.
+
+    A result whose outermost extent is not ``size`` is not mapped; that extent is 1.
+    """
     mapped = [result.shape[0] == size for result in results]
     pairs = list(zip(results, mapped, strict=True))
     return (
@@ -327,7 +337,7 @@ def batch_dims(results: list[jax.Array], size: int) -> tuple[list[jax.Array], li
 
 
 def factors(x: Operands, spec: GemmSpec, dtype: np.dtype) -> list[jax.Array]:
-    """Returns those present of ``alpha`` and the scales, broadcastable to ``(*batch, m, n)``."""
+    """Returns ``alpha`` and the scales that are present, broadcastable to ``(*batch, m, n)``."""
     scales = [
         over_result(name, x, spec, dtype)
         for name in spec.epilogue.names(Use.SCALE)
@@ -337,7 +347,7 @@ def factors(x: Operands, spec: GemmSpec, dtype: np.dtype) -> list[jax.Array]:
 
 
 def addends(x: Operands, spec: GemmSpec, dtype: np.dtype) -> list[jax.Array]:
-    """Returns those present of ``beta * c`` and ``bias``, broadcastable to ``(*batch, m, n)``."""
+    """Returns ``beta * c`` and ``bias`` if present, broadcastable to ``(*batch, m, n)``."""
     terms = []
     if x.c is not None:
         beta = beta_factor(x, spec, dtype)
@@ -349,7 +359,7 @@ def addends(x: Operands, spec: GemmSpec, dtype: np.dtype) -> list[jax.Array]:
 
 
 def beta_factor(x: Operands, spec: GemmSpec, dtype: np.dtype) -> jax.Array | None:
-    """Returns ``beta``, broadcastable to ``(*batch, m, n)``; ``None`` for one."""
+    """Returns ``beta``, broadcastable to ``(*batch, m, n)``; ``None`` for 1."""
     if x.beta is not None:
         return over_result("beta", x, spec, dtype)
     return None if spec.beta == 1 else jnp.asarray(spec.beta, dtype)

@@ -1,4 +1,4 @@
-"""Whether a row of the kernel table has the epilogue of a gemm for which it is named."""
+"""Checks if a row of the kernel table has the epilogue of the gemm that names it."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from jax_tcgemm.problem.strides import Operands, StridedGemm
 
 
 def lacks_epilogue(row: KernelConfig, gemm: StridedGemm, x: Operands, spec: GemmSpec) -> bool:
-    """Says whether the product is the row's and its epilogue cannot be.
+    """Checks if the named row can compute the product but not its epilogue.
 
-    As ``has_epilogue`` of ``cuda/dispatch/heuristic.cc``, but for addresses, which are known at
-    run time.
+    This is ``has_epilogue`` of ``cuda/dispatch/heuristic.cc``, except for addresses, which are
+    known only at run time.
 
     Args:
         row: the row that is named.
         gemm: the folded gemm.
         x: the operands.
-        spec: the primitive's parameters, ``out_dtype`` being what the kernel writes.
+        spec: the primitive's parameters; ``out_dtype`` is what the kernel writes.
 
     Returns:
-        False as well for a row that cannot leave the product in float32, for an epilogue to be
-        computed from: one that swaps operands. Another takes its place.
+        False also for a row that swaps operands: it cannot leave the product in float32 for a
+        separate epilogue. Another row takes its place.
     """
     if row.has_every(spec.work) or row.swap_ab:
         return False
@@ -38,7 +38,7 @@ def lacks_epilogue(row: KernelConfig, gemm: StridedGemm, x: Operands, spec: Gemm
 
 
 def c_by_tma(gemm: StridedGemm, c: np.ndarray | None, dtype: np.dtype) -> bool:
-    """Says whether TMA can read ``c``, if there is one: as ``cuda/sm90/tma_descriptor.cc``."""
+    """Checks if TMA can read ``c`` or there is none, as in ``cuda/sm90/tma_descriptor.cc``."""
     if c is None:
         return True
     *batch, stride_m, stride_n = gemm.strides.c

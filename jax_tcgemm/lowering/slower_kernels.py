@@ -1,10 +1,11 @@
 """Products that XLA was measured to compute in less time than the kernels.
 
-The kernels copy 16 bytes at a time, so that unaligned operands are copied with padding first,
-and results leave in parts of rows. Where there is little to multiply, that takes longer than the
-product itself, which XLA computes from the operands as they lie. There are no kernels made for
-few rows of float32, nor tiles as small as those of small batches. The figures, of an H200, are in
-``docs/performance.md``: of bfloat16, for which float16 is taken to be alike, and of float32.
+The kernels copy 16 bytes at a time. So unaligned operands are copied with padding first, and
+unaligned results leave in parts of rows. For small products that takes longer than the product
+itself, which XLA computes from the operands in place. There are no kernels for few rows of float32,
+and no tiles as small as those of small batches. The figures, from an H200, are in
+``docs/performance.md``. They are for float32 and for bfloat16; float16 is assumed to be like
+bfloat16.
 """
 
 from __future__ import annotations
@@ -23,34 +24,35 @@ from jax_tcgemm.problem.alignment import (
 from jax_tcgemm.problem.arithmetic import INPUT_DTYPES, sum_dtype
 from jax_tcgemm.problem.strides import StridedGemm
 
-# Rows up to which a large B, of so many columns or more, is not copied.
+# Up to _FEW_ROWS rows, a B of _MANY_COLUMNS or more columns is not copied.
 _FEW_ROWS = 128
 _MANY_COLUMNS = 1024
 
-# Rows of float32, and both extents of B from which that shows; fewer rows, and the columns from
-# which it does where they are many times k.
+# XLA is faster for this few rows of float32 if both extents of B are large. It is also faster for
+# even fewer rows if there are many columns and they are _WIDE times k or more.
 _FEW_FLOAT32_ROWS = 32
 _LARGE_FLOAT32_EXTENT = 4096
 _FEWER_FLOAT32_ROWS = 16
 _MANY_FLOAT32_COLUMNS = 5000
-# Elements of B from which one row was measured; columns from which XLA takes long to add up a long
-# k down columns of B.
+# One row was measured from _MANY_OF_A_ROW elements of B on. From _SLOW_COLUMNS columns on, XLA
+# takes long to add up a long k down columns of B.
 _MANY_OF_A_ROW = 2**20
 _SLOW_COLUMNS = 1024
 
-# Rows of 16 bits up to which a transposed A is not copied where B is much wider than it is long.
+# Up to _FEW_COPIED_ROWS rows of 16 bits, a transposed A is not copied if B has _WIDE_COLUMNS or
+# more columns and they are _WIDE times k or more.
 _FEW_COPIED_ROWS = 64
 _WIDE_COLUMNS = 10_000
 _WIDE = 2
 
-# The most that D has of rows and columns, the fewer and the more, and the longest k, of small
-# batches; of how many of them, at least, that was measured, by bytes of an element.
+# Small batches: the largest values of the smaller and the larger extent of D, and the largest k.
+# _MANY_BATCHES is the smallest measured batch, by bytes of an element.
 _SMALL_EXTENTS = (32, 128)
 _SMALL_K = 128
 _MANY_BATCHES = {2: 128, 4: 1024}
 
-# Multiplications for each element read or written, by bytes of an element, below which memory
-# limits XLA; and of what sizes that was measured.
+# Memory limits XLA below this many multiplications for each element read or written, by bytes of an
+# element. This was measured from _SMALLEST_EXTENT and _MANY_ELEMENTS on.
 _FEW_PRODUCTS = {2: 128, 4: 200}
 _SMALLEST_EXTENT = 32
 _MANY_ELEMENTS = 2**20
@@ -64,17 +66,17 @@ def why_slower(
     is_plain: bool = True,
     has_factor: bool = False,
 ) -> str | None:
-    """Says why a kernel takes longer for a product than XLA.
+    """Returns why a kernel takes longer than XLA for a product.
 
     Args:
         algorithm: name of the ``DotAlgorithmPreset``.
-        gemm: the folded gemm; ``a`` and ``b`` each have a contiguous axis that is no batch's.
+        gemm: the folded gemm; ``a`` and ``b`` each have a contiguous axis that is not a batch axis.
         out_itemsize: bytes of an element of the result.
-        is_plain: whether there is no epilogue but a factor.
-        has_factor: whether there is one.
+        is_plain: whether there is no epilogue except a factor.
+        has_factor: whether there is a factor.
 
     Returns:
-        A phrase, or ``None`` where XLA is slower or that was not measured.
+        A phrase, or ``None`` if XLA is slower or this was not measured.
     """
     if sum_dtype(algorithm) != np.float32 or not gemm.m * gemm.n * gemm.k * math.prod(gemm.batch):
         return None
@@ -100,7 +102,10 @@ def _of_a_vector(gemm: StridedGemm, itemsize: int) -> str | None:
 
 
 def _of_few_rows(gemm: StridedGemm, itemsize: int) -> str | None:
-    """Where B, in rows of n, would be copied. Where A is unaligned, too, XLA is slower."""
+    """Returns the reason if a B in rows of n would be copied.
+
+    If A is unaligned too, XLA is slower.
+    """
     if gemm.batch or gemm.m > _FEW_ROWS or gemm.n < _MANY_COLUMNS:
         return None
     if not padding_bytes(gemm, itemsize) or misalignment(gemm, "a", itemsize) is not None:
@@ -112,7 +117,7 @@ def _of_few_rows(gemm: StridedGemm, itemsize: int) -> str | None:
 
 
 def _of_few_copied_rows(gemm: StridedGemm, itemsize: int) -> str | None:
-    """Where the copy of A is launched for a product that hardly takes longer than a launch."""
+    """Returns the reason if A is copied for a product that takes hardly longer than a launch."""
     if itemsize != 2 or gemm.batch or gemm.m > _FEW_COPIED_ROWS:
         return None
     if gemm.n < max(_WIDE_COLUMNS, _WIDE * gemm.k) or not padding_bytes(gemm, itemsize):
@@ -136,10 +141,11 @@ def _of_few_float32_rows(gemm: StridedGemm, itemsize: int) -> str | None:
 
 
 def _of_small_batches(gemm: StridedGemm, itemsize: int, out_itemsize: int) -> str | None:
-    """Where a tile of any kernel is mostly beyond D. Of operands as they were measured.
+    """Returns the reason if a tile of any kernel lies mostly beyond D.
 
-    What a batch shares, or has in another order, XLA may have to copy; and it may write float32
-    before it multiplies by a factor, or where that is the result.
+    This covers only operands as they were measured. XLA may have to copy an operand that a batch
+    shares or has in another order. XLA may also write float32 before it multiplies by a factor, or
+    if float32 is the result.
     """
     few, more = sorted((gemm.m, gemm.n))
     is_small = few <= _SMALL_EXTENTS[0] and more <= _SMALL_EXTENTS[1] and gemm.k <= _SMALL_K
@@ -154,7 +160,7 @@ def _of_small_batches(gemm: StridedGemm, itemsize: int, out_itemsize: int) -> st
 
 
 def _of_odd_rows(gemm: StridedGemm, itemsize: int, out_itemsize: int) -> str | None:
-    """Where most of what is read and written is unaligned, and is used little."""
+    """Returns the reason if most of the data is unaligned and little used."""
     aligned = {name: misalignment(gemm, name, itemsize) is None for name in ("a", "b")}
     if not (gemm.batch or all(aligned.values())):
         return None

@@ -1,4 +1,4 @@
-"""How the cotangent that is taken back through an activation is divided."""
+"""How the cotangent of an activation's input is divided among devices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jax_tcgemm.problem.arithmetic import accumulator_dtype
 
 
 def rule(apply: Callable[..., list[jax.Array]], spec_class: type) -> Rule:
-    """Returns the rule of ``gradient_p``, which ``apply`` binds to operands and a spec."""
+    """Returns the rule of ``gradient_p``; ``apply`` binds it to operands and a spec."""
 
     def local(shard: Shard, spec: Any, *operands: jax.Array) -> list[jax.Array]:
         return _local(shard, spec, operands, apply)
@@ -41,7 +41,7 @@ def _work(spec: Any, types: Sequence[Any]) -> Work:
 def _local(
     shard: Shard, spec: Any, operands: Sequence[jax.Array], apply: Callable[..., list[jax.Array]]
 ) -> list[jax.Array]:
-    """Sums rows at least in float32, over devices as well, and rounds once."""
+    """Sums rows at least in float32, also over devices, and rounds once."""
     _, *sums = shard.plan.work.results
     if not spec.bias_dtypes or not shard.plan.summed_digits(sums[0]):
         return apply(operands, spec)

@@ -1,4 +1,4 @@
-"""What a plan costs: the bytes that travel, and the time of that and of the work."""
+"""The cost of a plan: the bytes that travel, and the time of transfers and work."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from jax_tcgemm.partitioning.mesh import Tiling, shared
 from jax_tcgemm.partitioning.work import Array, Plan
 
-# The work that takes as long as a byte takes to come from another device, and the bytes of memory
-# that are read meanwhile: 700 TFLOP/s and 4 TB/s of an H200, 400 GB/s of NVLink. And the bytes that
-# come in the 10 us that a collective takes by itself.
+# Operations, and bytes read from memory, in the time that one byte takes to come from another
+# device: 700 TFLOP/s and 4 TB/s of an H200, 400 GB/s of NVLink. _BYTES_A_COLLECTIVE bytes come in
+# the 10 us that a collective takes by itself.
 _OPERATIONS_A_BYTE = 1750
 _BYTES_READ_A_BYTE = 10
 _BYTES_A_COLLECTIVE = 2**22
@@ -20,12 +20,12 @@ _Moved = tuple[str, float]
 def moves(
     plan: Plan, operands: Sequence[Tiling], results: Sequence[Tiling] | None
 ) -> tuple[_Moved, ...]:
-    """Returns what travels, in words, and the bytes that each device receives.
+    """Returns the transfers in words, and the bytes that each device receives.
 
     Args:
         plan: how the work is divided.
         operands: how the operands lie before.
-        results: how the results are wanted, ``None`` if that does not matter.
+        results: the requested tilings of the results, ``None`` if they do not matter.
     """
     each = (
         *_gathered(plan, operands),
@@ -37,7 +37,7 @@ def moves(
 
 
 def _gathered(plan: Plan, operands: Sequence[Tiling]) -> Iterator[_Moved]:
-    """Yields what comes from other devices before the product, in bytes that each receives."""
+    """Yields the transfers before the product, with the bytes that each device receives."""
     tilings = zip(plan.work.operands, operands, plan.operand_tilings, strict=True)
     for array, source, target in tilings:
         what = f"{_movement(source, target)} of {array.label}"
@@ -45,7 +45,7 @@ def _gathered(plan: Plan, operands: Sequence[Tiling]) -> Iterator[_Moved]:
 
 
 def _exchanged(plan: Plan) -> Iterator[_Moved]:
-    """Yields what it costs to bring the halves together of what lies packed."""
+    """Yields the transfer that brings the halves of a packed array together."""
     name = plan.work.packed
     if name is not None and plan.layout[name]:
         packed = plan.smaller_packed()
@@ -56,7 +56,7 @@ def _exchanged(plan: Plan) -> Iterator[_Moved]:
 
 
 def _joined(plan: Plan) -> Iterator[_Moved]:
-    """Yields what the sums over devices cost."""
+    """Yields the transfers of the sums over devices."""
     beyond = [digit for digits in plan.scattered.values() for digit in digits]
     scattered = plan.devices.parts(beyond)
     for array in plan.work.results:
@@ -71,7 +71,7 @@ def _joined(plan: Plan) -> Iterator[_Moved]:
 
 
 def _resharded(plan: Plan, results: Sequence[Tiling] | None) -> Iterator[_Moved]:
-    """Yields what has to travel until the results lie as they are wanted."""
+    """Yields the transfers that bring the results into their requested tilings."""
     if results is not None:
         tilings = zip(plan.work.results, plan.result_tilings, results, strict=True)
         for array, source, target in tilings:
@@ -94,7 +94,7 @@ def _movement(source: Tiling, target: Tiling) -> str:
 
 
 def time(plan: Plan) -> float:
-    """Returns how long it takes, in bytes that could travel meanwhile."""
+    """Returns the time of a plan, in bytes that could travel meanwhile."""
     parts = plan.devices.parts(digit for digits in plan.layout.values() for digit in digits)
     arrays = (*plan.work.operands, *plan.work.results)
     tilings = (*plan.operand_tilings, *plan.result_tilings)

@@ -1,7 +1,8 @@
-"""How a gemm, gated or not, with a function of the user as its epilogue is divided.
+"""How a gemm, gated or not, with a user's function as its epilogue is divided.
 
-The product as without one (``products.py``); the function is of each device's part. What it reduces
-over rows or columns is joined over devices, and what follows from that is computed after it.
+The product is divided as without a function (``products.py``), and each device applies the function
+to its part. Reductions over rows or columns are joined over devices. Values that follow from them
+are computed after that.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ from jax_tcgemm.problem.strides import Operands
 
 @dataclasses.dataclass(frozen=True)
 class DividedSpec:
-    """``CompiledSpec`` as what a call is told.
+    """``CompiledSpec`` in the form that the custom call carries.
 
     Attributes:
-        product: what is multiplied.
-        function: what becomes of it.
+        product: the product.
+        function: the epilogue.
     """
 
     product: GemmSpec
@@ -51,7 +52,7 @@ def rule(apply: _Apply, multiply: _Multiply) -> Rule:
     """Returns the rule of ``compiled_p``.
 
     Args:
-        apply: binds it to operands and a spec.
+        apply: binds ``compiled_p`` to operands and a spec.
         multiply: binds ``gemm_p``.
     """
 
@@ -68,7 +69,7 @@ def _portable(spec: CompiledSpec) -> PortableFunction | str:
 
 
 def _accepts(spec: CompiledSpec, types: Sequence[Any]) -> bool:
-    """What a kernel has for it; XLA divides all else as well."""
+    """Checks if a kernel can compute this; XLA divides all else itself."""
     assert isinstance(spec.product, GemmSpec)
     own, others = spec.split(types)
     if spec.scaled or not products.accepts(spec.product, own):
@@ -125,14 +126,14 @@ def _local(
     function, count = spec.function, len(spec.product.operand_names)
     own, others = operands[:count], operands[count:]
     wide = accumulator_dtype(own[0].dtype, own[1].dtype, spec.product.out_dtype)
-    # Of 8 bits there are rows for functions alone.
+    # 8-bit kernels exist only with functions.
     of_8_bits = is_of_8_bits(own[0].dtype, own[1].dtype) and spec.product.config != XLA
     alone = spec.product.replace(config=None) if of_8_bits else spec.product
     alone, x = alone.replace(out_dtype=wide), spec.product.unflatten(own)
     x, sums = products.summed(shard, alone, x, multiply)
     names = products.result_dims(spec.product)
     extents = {name: shard.plan.part(name, after_sum=True) for name in names}
-    # Known outside of the function: which device this is, a kernel cannot ask.
+    # Computed outside the function, because a kernel cannot ask which device it runs on.
     starts = {name: shard.start(name, after_sum=True) for name in names}
     part = Part(function, extents, starts)
     if sums is None:
@@ -156,7 +157,7 @@ def _within_kernel(
     others: Sequence[jax.Array],
     apply: _Apply,
 ) -> list[jax.Array]:
-    """Computes the product and what the function makes of it by the primitive of both."""
+    """Computes the product and the function's part in the kernel, by the primitive of both."""
     count = part.function.accumulators
     accumulator = jax.ShapeDtypeStruct(tuple(part.extents.values()), wide)
     types = [accumulator] * count + [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in others]

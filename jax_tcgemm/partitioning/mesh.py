@@ -1,9 +1,9 @@
 """How arrays are tiled over devices: XLA's shardings, read as digits of the devices' numbers.
 
-The number of a device is written in mixed radix, each radix a prime: of 8 devices three binary
-digits, the first the most significant. An axis of a mesh is one or more of these digits, whatever
-its name, so that no mesh has to be known. The parts of a dimension are numbered by some digits, and
-two dimensions are divided independently where they have no digit in common.
+The number of a device is written in mixed radix, and each radix is a prime. Eight devices have
+three binary digits, the first the most significant. An axis of a mesh is one or more of these
+digits, whatever its name, so the mesh itself need not be known. Some digits number the parts of a
+dimension. Two dimensions are divided independently if they have no digit in common.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 # The digits that number the parts of a dimension, the most significant first.
 Digits = tuple[int, ...]
 
-# Those of each dimension of an array.
+# The digits of each dimension of an array.
 Tiling = tuple[Digits, ...]
 
 
@@ -29,22 +29,22 @@ class Devices:
     """The devices of a program, numbered in mixed radix.
 
     Attributes:
-        radices: how many values each digit has.
+        radices: number of values of each digit.
     """
 
     radices: tuple[int, ...]
 
     @property
     def count(self) -> int:
-        """How many devices there are."""
+        """The number of devices."""
         return math.prod(self.radices)
 
     def parts(self, digits: Iterable[int]) -> int:
-        """Returns how many values these digits have together."""
+        """Returns the number of values that these digits have together."""
         return math.prod(self.radices[digit] for digit in digits)
 
     def values(self, digits: Digits) -> np.ndarray:
-        """Returns the number that the digits form, of each device."""
+        """Returns, for each device, the number that the digits form."""
         every = np.indices(self.radices).reshape(len(self.radices), self.count)
         value = np.zeros(self.count, int)
         for digit in digits:
@@ -52,7 +52,7 @@ class Devices:
         return value
 
     def groups(self, digits: Digits) -> list[list[int]]:
-        """Returns the devices that differ in these digits alone, in the order of their number."""
+        """Returns the groups of devices that differ only in these digits, ordered by number."""
         others = [digit for digit in range(len(self.radices)) if digit not in digits]
         numbers = np.arange(self.count).reshape(self.radices)
         return numbers.transpose(*others, *digits).reshape(-1, self.parts(digits)).tolist()
@@ -64,13 +64,13 @@ def read_shardings(
     """Returns the tiling that each sharding stands for.
 
     Args:
-        shardings: XLA's ``HloSharding`` of each array, or ``None`` where that is not known.
+        shardings: XLA's ``HloSharding`` of each array, or ``None`` if it is not known.
         ranks: the number of dimensions of each array.
-        count: how many devices there are.
+        count: number of devices.
 
     Returns:
-        The devices and a tiling of each array. A dimension is whole where the parts cannot be
-        numbered by digits, as on a mesh whose devices are in no regular order.
+        The devices and a tiling of each array. A dimension is whole if its parts cannot be numbered
+        by digits, as on a mesh whose devices are in no regular order.
     """
     numbered = [_part_numbers(*each, count) for each in zip(shardings, ranks, strict=True)]
 
@@ -86,7 +86,7 @@ def read_shardings(
 
 
 def _part_numbers(sharding: Any, rank: int, count: int) -> list[np.ndarray]:
-    """Returns which part of each dimension every device has."""
+    """Returns, for each dimension, the number of the part of every device."""
     whole = np.zeros(count, int)
     dims = [] if sharding is None else sharding.tile_assignment_dimensions()
     if sharding is None or sharding.is_replicated() or math.prod(dims) != count:
@@ -109,7 +109,7 @@ def _numberings(count: int) -> list[Devices]:
 
 
 def _orders(primes: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Returns the distinct orders of numbers, some of which are equal."""
+    """Returns the distinct orders of numbers, some of which may be equal."""
     if not primes:
         return [()]
     places = {prime: primes.index(prime) for prime in sorted(set(primes))}
@@ -121,7 +121,7 @@ def _orders(primes: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 
 def _digits_of(numbers: np.ndarray, devices: Devices) -> Digits | None:
-    """Returns the digits that form these numbers of the devices, if any do."""
+    """Returns the digits that form these numbers, one for each device, if any do."""
     parts, digits = int(numbers.max()) + 1, []
     while parts > 1:
         for digit, radix in enumerate(devices.radices):
@@ -154,6 +154,6 @@ def write_sharding(tiling: Tiling, devices: Devices, xla_client: Any) -> Any:
 
 
 def shared(sequences: Sequence[Digits]) -> Digits:
-    """Returns what all begin with."""
+    """Returns the longest common beginning of all sequences."""
     places = zip(*sequences, strict=False)
     return tuple(each[0] for each in itertools.takewhile(lambda x: len(set(x)) == 1, places))

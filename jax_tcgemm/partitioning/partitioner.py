@@ -1,11 +1,11 @@
-"""The custom call that XLA's partitioner hands to us, and what becomes of it.
+"""The custom call that XLA's partitioner passes to us, and how it is divided.
 
-In a program that XLA divides among devices a primitive is one custom call of a name of its own,
-with the primitive's parameters as text. How its dimensions go together is said by a sharding rule,
-by which Shardy propagates shardings; XLA's partitioner then asks how the call is to be divided. The
-answer is the program of one device: what lies elsewhere is gathered first, the primitive is applied
-to parts, and sums are joined. All of that is made from the text and the shardings, so that programs
-can be exported, kept in a cache and compiled without devices.
+In a program that XLA divides among devices, a primitive is one custom call with its own name and
+with the primitive's parameters as text. A sharding rule says how its dimensions correspond, and
+Shardy propagates shardings by it. XLA's partitioner then asks how to divide the call. The answer is
+the program of one device: it gathers data from other devices, applies the primitive to parts, and
+joins sums. The program depends only on the text and the shardings. So programs can be exported,
+kept in a cache and compiled without devices.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def lower(primitive: Primitive, platform: str) -> Callable[..., Any]:
     return lowering
 
 
-# XLA's partitioner asks
+# Callbacks of XLA's partitioner
 
 
 def _read_call(text: bytes | str) -> Call:
@@ -98,9 +98,9 @@ def _packed(shape: Any, shardings: list[Any]) -> Any:
 def _planned(
     call: Call, shapes: Sequence[Any], shardings: Sequence[Any], result: Any, wanted: Any
 ) -> Plan:
-    """Plans a call; ``wanted`` is the result's sharding, ``None`` if that is to be found."""
+    """Plans a call; ``wanted`` is the result's sharding, ``None`` if it is to be found."""
     result_shapes, result_shardings = _elements(result, wanted)
-    if call.groups:  # without the one by which XLA numbers the devices of a group
+    if call.groups:  # drop the result by which XLA numbers the devices
         result_shapes, result_shardings = result_shapes[1:], result_shardings[1:]
     every = [*shapes, *result_shapes]
     ranks = [len(shape.dimensions()) for shape in every]
@@ -112,7 +112,8 @@ def _planned(
 
 _Division = tuple[bytes, list[Any], Any]
 
-# What alike calls became, of which a program may have many: one takes 10 ms. Beside it its log.
+# The divisions of calls, each with its log line. A program may have many equal calls, and each
+# division takes 10 ms.
 _DIVISIONS: dict[tuple[Any, ...], tuple[_Division, str]] = {}
 _MOST_DIVISIONS = 4096
 
@@ -138,15 +139,15 @@ def divide(
     """Divides a call among devices.
 
     Args:
-        shapes: XLA's, of the operands.
-        shardings: how they lie.
-        result: the result's shape, of several that of a tuple.
-        wanted: how it is to lie.
-        text: what the call was told.
+        shapes: XLA's shapes of the operands.
+        shardings: shardings of the operands.
+        result: shape of the result, a tuple's for several results.
+        wanted: requested sharding of the result.
+        text: parameters of the call.
 
     Returns:
-        The program of one device, serialised; how it takes its operands; how its results lie. And
-        what is said of that.
+        The division and a log line about it. The division is the serialized program of one device,
+        the shardings of its operands, and the sharding of its result.
     """
     call = _read_call(text)
     plan = _planned(call, shapes, shardings, result, wanted)
@@ -172,7 +173,7 @@ def divide(
 
 
 def _infer(shapes: Sequence[Any], shardings: Sequence[Any], result: Any, text: bytes) -> Any:
-    """Returns how a result lies by itself, for GSPMD, which has no sharding rules."""
+    """Returns the sharding of a result by itself, for GSPMD, which has no sharding rules."""
     call = _read_call(text)
     plan = _planned(call, shapes, shardings, result, None)
     tilings = [*([((),)] if call.groups else []), *plan.result_tilings]
@@ -180,13 +181,13 @@ def _infer(shapes: Sequence[Any], shardings: Sequence[Any], result: Any, text: b
 
 
 def _propagate(sharding: Any, shape: Any, text: bytes) -> Any:
-    """Returns what a user of the result asks of it."""
+    """Returns the sharding that a user of the result requests."""
     del shape, text
     return sharding
 
 
 def _printing_errors(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Prints what goes wrong, since XLA may then end the process (under GSPMD it does)."""
+    """Prints errors, because XLA may then end the process (under GSPMD it does)."""
 
     @functools.wraps(function)
     def guarded(*arguments: Any) -> Any:
@@ -210,7 +211,7 @@ def install() -> None:
 
 @contextlib.contextmanager
 def _own_configuration(call: Call) -> Iterator[None]:
-    """Traces as the primitive was, whatever thread this is and whatever its user has set."""
+    """Restores the configuration in which the primitive was traced, on any thread."""
     with (
         recalled(call.tunings),
         _compat.no_mesh(),

@@ -1,4 +1,4 @@
-"""Which device computes what: of all ways that the shardings suggest, the one that moves least."""
+"""Chooses the layout of a product on devices: the fastest that the shardings suggest."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from jax_tcgemm.partitioning.cost import moves, time
 from jax_tcgemm.partitioning.mesh import Devices, Digits, Tiling
 from jax_tcgemm.partitioning.work import Plan, Work
 
-# Layouts of so many are compared at most.
+# At most this many layouts are compared.
 _MOST_LAYOUTS = 4096
 
 
 def make_plan(
     work: Work, devices: Devices, operands: Sequence[Tiling], results: Sequence[Tiling] | None
 ) -> Plan:
-    """Returns the plan that takes the least time, mostly that of what travels.
+    """Returns the plan that takes the least time, which is mostly that of transfers.
 
     Args:
-        work: what is to be divided.
-        devices: among which.
-        operands: how the operands lie.
-        results: how the results are wanted, ``None`` if that does not matter.
+        work: the work to divide.
+        devices: the devices.
+        operands: tilings of the operands.
+        results: requested tilings of the results, ``None`` if they do not matter.
     """
     plans = []
     for layout in _layouts(work, devices, operands, results or ()):
@@ -35,9 +35,9 @@ def make_plan(
 def _layouts(
     work: Work, devices: Devices, operands: Sequence[Tiling], results: Sequence[Tiling]
 ) -> Iterator[dict[str, Digits]]:
-    """Yields the layouts of which every name's digits are those of an operand or a result."""
+    """Yields the layouts in which the digits of every name are those of an operand or a result."""
     suggested = _suggested(work, devices, operands, results)
-    # The most divided first.
+    # The most divided layouts come first.
     order = lambda digits: (-len(digits), digits)  # noqa: E731
     choices = [sorted(each, key=order) for each in suggested.values()]
     count = 0
@@ -71,7 +71,7 @@ def _suggested(
             and (name not in work.whole or extent % count == 0)
         }
     for name in work.summed:
-        # Nothing is gathered that can be summed where it lies.
+        # Data that can be summed in place is not gathered.
         kept = _kept(name, work, operands)
         while kept not in suggested[name]:
             kept = kept[:-1]
@@ -82,8 +82,8 @@ def _suggested(
 def _kept(name: str, work: Work, operands: Sequence[Tiling]) -> Digits:
     """Returns the digits by which a summed name stays divided.
 
-    Those that divide it alike in all factors that have it; of a name that one factor has, if they
-    divide nothing else.
+    If several factors have the name, these are the digits that divide it alike in all of them. If
+    one factor has the name, these are its digits if they divide nothing else.
     """
     own, others = [], set()
     for i in sorted(work.factors):
@@ -100,7 +100,7 @@ def _kept(name: str, work: Work, operands: Sequence[Tiling]) -> Digits:
 def _scattered(
     work: Work, devices: Devices, layout: Mapping[str, Digits], results: Sequence[Tiling] | None
 ) -> dict[str, Digits]:
-    """Returns the digits of a sum along which its result is wanted in parts."""
+    """Returns the digits of a sum along which parts of its result are requested."""
     dims = [array.dims for array in work.results]
     if not results or work.product.dims not in dims:
         return {}
@@ -113,7 +113,7 @@ def _scattered(
         own = layout[name]
         rest = wanted[len(own) :]
         is_part = bool(rest) and wanted[: len(own)] == own and summed.issuperset(rest)
-        # Parts of parts are those of the whole only where these are all of one size.
+        # Parts of parts are parts of the whole only if all have one size.
         is_free = not own and name not in work.whole
         if is_part and (is_free or work.extents[name] % devices.parts(wanted) == 0):
             scattered[name] = rest

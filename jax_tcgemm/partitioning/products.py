@@ -1,4 +1,4 @@
-"""How a gemm, gated or not, is divided."""
+"""How a gemm, gated or not, is divided among devices."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from jax_tcgemm.problem.log import log
 from jax_tcgemm.problem.spec import GemmSpec, check_config
 from jax_tcgemm.problem.strides import ROLES, Operands
 
-# The operands that are multiplied; all others join the product.
+# The operands that are multiplied; all others belong to the epilogue.
 _FACTORS = ("a", "b", "b2")
 
 
 def rule(bind: Any) -> Rule:
-    """Returns the rule of ``gemm_p``, which ``bind`` applies to operands and a spec."""
+    """Returns the rule of ``gemm_p``; ``bind`` applies it to operands and a spec."""
 
     def local(shard: Shard, spec: GemmSpec, *operands: jax.Array) -> list[jax.Array]:
         return _local(shard, spec, operands, bind)
@@ -40,7 +40,7 @@ def rule(bind: Any) -> Rule:
 
 
 def accepts(spec: GemmSpec, types: Sequence[Any]) -> bool:
-    """XLA divides its own products as well."""
+    """Checks if a kernel can compute this; XLA divides its own products itself."""
     x = spec.unflatten(types)
     arguments = (*types_of_parts(x.a.dtype, x.b.dtype, spec.out_dtype), spec.precision)
     if resolve_algorithm(*arguments) is not None:
@@ -64,7 +64,7 @@ def result_dims(spec: GemmSpec) -> tuple[str, ...]:
 
 
 def work(spec: GemmSpec, types: Sequence[Any]) -> Work:
-    """Describes the product; of ``spec`` and the types of its operands."""
+    """Describes the product, given ``spec`` and the types of its operands."""
     arrays, extents = [], {}
     for name, each in zip(spec.operand_names, types, strict=True):
         dims = _names(spec, name)
@@ -85,7 +85,7 @@ def work(spec: GemmSpec, types: Sequence[Any]) -> Work:
 
 
 def _products_of_elements(spec: GemmSpec) -> int:
-    """Returns how many products of real numbers there are of two elements: of weights or parts."""
+    """Returns the number of real products for each pair of elements of A and B."""
     if jnp.issubdtype(spec.out_dtype, jnp.complexfloating):
         return 4
     return 1 + spec.is_gated
@@ -103,17 +103,17 @@ def _local(
 def summed(
     shard: Shard, spec: GemmSpec, x: Operands, bind: Any
 ) -> tuple[Operands, list[jax.Array] | None]:
-    """Computes the products alone where something has to travel between them and an epilogue.
+    """Computes only the products if data has to travel between them and an epilogue.
 
     Args:
-        shard: the device's.
+        shard: the shard of the device.
         spec: the static parameters.
         x: the operands of a device.
         bind: applies ``gemm_p``.
 
     Returns:
-        The operands, whose packed weight may be an exchanged one; and the products, or ``None``
-        where nothing has to travel.
+        The operands, of which a packed weight may have been exchanged. Then the products, or
+        ``None`` if nothing has to travel.
     """
     is_exchanged = spec.packed and bool(shard.plan.layout["n"])
     if is_exchanged and shard.plan.smaller_packed().label == "b":
@@ -132,13 +132,13 @@ def summed(
         (both,) = products
         products = [shard.halves_together(both, both.ndim - 1, "n")]
     if spec.packed:
-        # Before they are summed: a sum may divide the columns of each.
+        # The split comes before the sum, which may divide the columns of each.
         products = reference.halves(*products)
     return x, [shard.total(product) for product in products]
 
 
 def _products(x: Operands, spec: GemmSpec, bind: Any) -> list[jax.Array]:
-    """Computes the products alone; of a packed weight one of all columns."""
+    """Computes only the products; a packed weight gives one product of all columns."""
     dtype = _travelling_dtype(x, spec)
     if spec.packed:
         product = spec.product(out_dtype=dtype, config=spec.config_of_products)
@@ -150,8 +150,8 @@ def _products(x: Operands, spec: GemmSpec, bind: Any) -> list[jax.Array]:
 def _travelling_dtype(x: Operands, spec: GemmSpec) -> np.dtype:
     """Returns the type in which parts of a sum are joined: that of jnp's programs.
 
-    The result's, but for sums in float16, which an epilogue may scale down, and which may be beyond
-    its numbers before.
+    It is the result's type. Exception: float16 sums before an epilogue, which may overflow before
+    it scales them down, are joined in the accumulator's type.
     """
     if spec.work == "none" or spec.out_dtype == jnp.bfloat16:
         return spec.out_dtype
@@ -159,7 +159,7 @@ def _travelling_dtype(x: Operands, spec: GemmSpec) -> np.dtype:
 
 
 def with_local_config(spec: GemmSpec, x: Operands) -> GemmSpec:
-    """Leaves the choice open where the kernel that is named cannot compute a device's part."""
+    """Drops a named configuration whose kernel cannot compute a device's part."""
     shapes = Operands(*(None if operand is None else operand.shape for operand in x))
     try:
         check_config(spec, Operands(x.a.dtype, x.b.dtype), shapes)

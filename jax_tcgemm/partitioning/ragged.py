@@ -1,4 +1,4 @@
-"""How products over groups of rows are divided: by rows, by experts, or by what is contracted."""
+"""How products over groups of rows are divided: by rows, experts or contracted dimension."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _Apply = Callable[..., list[jax.Array]]
 
 
 def dot_rule(apply: _Apply) -> Rule:
-    """Returns the rule of ``ragged_dot_p``, which ``apply`` binds."""
+    """Returns the rule of ``ragged_dot_p``; ``apply`` binds it."""
 
     def local(shard: Shard, spec: RaggedSpec, *operands: jax.Array) -> list[jax.Array]:
         return _local_dot(shard, spec, operands, apply)
@@ -33,7 +33,7 @@ def dot_rule(apply: _Apply) -> Rule:
 
 
 def contraction_rule(apply: _Apply) -> Rule:
-    """Returns the rule of ``ragged_contraction_p``, which ``apply`` binds."""
+    """Returns the rule of ``ragged_contraction_p``; ``apply`` binds it."""
 
     def local(shard: Shard, spec: RaggedSpec, *operands: jax.Array) -> list[jax.Array]:
         return _local_contraction(shard, spec, operands, apply)
@@ -42,7 +42,10 @@ def contraction_rule(apply: _Apply) -> Rule:
 
 
 def _accepts(spec: RaggedSpec, types: Sequence[Any]) -> bool:
-    """Of every type: XLA gathers the matrices of all groups for a loop over them."""
+    """Checks if the rule divides this product.
+
+    It takes every type, because XLA gathers the matrices of all groups for a loop over them.
+    """
     return isinstance(spec.precision, (tuple, lax.DotAlgorithmPreset)) and all(
         extent > 0 for x in types for extent in x.shape
     )
@@ -67,7 +70,7 @@ def _work(
         results=(each,) * spec.result_count,
         factors=frozenset((0, 1)),
         operations=2.0 * extents["m"] * extents["k"] * extents["n"],
-        # The rows of a result know their group, its columns need no more than their sum.
+        # The rows of a result know their group; its columns need only their sum.
         unscattered=frozenset("n") if result == "mn" else frozenset(),
     )
 
@@ -87,8 +90,8 @@ class _Groups:
     """The groups that a device computes, among the rows that it has.
 
     Attributes:
-        sizes: of each in rows, int32.
-        first: the row at which the first begins.
+        sizes: rows of each group, int32.
+        first: the row at which the first group begins.
     """
 
     sizes: jax.Array
@@ -96,13 +99,13 @@ class _Groups:
 
     @staticmethod
     def of(shard: Shard, group_sizes: jax.Array) -> _Groups:
-        """Cuts all groups to the device's rows and takes its own."""
+        """Clips all groups to the device's rows and takes the device's own groups."""
         plan = shard.plan
         begins, ends = group_bounds(group_sizes, plan.work.extents["m"])
         count = plan.part("g")
         padding = (0, count * plan.devices.parts(plan.layout["g"]) - len(group_sizes))
         begins, ends = (jnp.pad(x, padding, mode="edge") for x in (begins, ends))
-        # What was added begins where the last group ends.
+        # Padding groups begin where the last group ends.
         begins = jnp.where(jnp.arange(len(begins)) < len(group_sizes), begins, ends)
         start, rows = shard.start("m"), plan.part("m")
         begins, ends = (
@@ -112,11 +115,11 @@ class _Groups:
         return _Groups(ends - begins, begins[0])
 
     def to_front(self, shard: Shard, x: jax.Array) -> jax.Array:
-        """Moves rows so that those of the first group are the first."""
+        """Moves rows so that those of the first group come first."""
         return jnp.roll(x, -self.first, axis=0) if shard.plan.layout["g"] else x
 
     def back(self, shard: Shard, x: jax.Array) -> jax.Array:
-        """Moves rows to where they were."""
+        """Moves rows back to where they were."""
         return jnp.roll(x, self.first, axis=0) if shard.plan.layout["g"] else x
 
 
@@ -128,7 +131,7 @@ def _local_dot(
     lhs = groups.to_front(shard, lhs)
     own = spec
     if shard.plan.layout["k"]:
-        # The bias is added to one of the parts of a sum, the activation is of all of it.
+        # Only one part of a sum gets the bias. The activation applies to the whole sum.
         lhs = shard.without_padding(lhs, 1, "k")
         rhs = shard.without_padding(rhs, 2 if spec.transpose_rhs else 1, "k")
         bias = [jnp.where(shard.start("k") == 0, x, jnp.zeros_like(x)) for x in bias]
@@ -147,7 +150,7 @@ def _travelling_dtype(spec: RaggedSpec) -> Any:
 def _finished(
     shard: Shard, spec: RaggedSpec, z: jax.Array, group_sizes: jax.Array
 ) -> list[jax.Array]:
-    """Returns the results of pre-activations that were summed over devices."""
+    """Returns the results for pre-activations that were summed over devices."""
     d = z = z.astype(accumulator_dtype(z.dtype, z.dtype, spec.out_dtype))
     if spec.activation is not None:
         _, ends = group_bounds(group_sizes, shard.plan.work.extents["m"])

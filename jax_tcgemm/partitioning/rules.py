@@ -1,4 +1,4 @@
-"""How each primitive is divided: what its dimensions are, and what one device computes."""
+"""How each primitive is divided: its dimensions, and the computation of one device."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from jax.extend.core import Primitive
 
 from jax_tcgemm.partitioning.work import Work
 
-# Which platforms' products are divided by the rules here: CUDA's by default, "everywhere" all (for
-# tests, and to see on a CPU what a program does on GPUs), "never" none, which leaves XLA's own.
+# The platforms whose products the rules here divide. "cuda" is the default. "everywhere" means all
+# (for tests, and to see on a CPU what a program does on GPUs). "never" means none, so that XLA
+# divides its own.
 SETTING = "JAX_TCGEMM_PARTITION"
 
-# To be raised with every change of what the rules make of a call.
+# Raise this with every change of what the rules make of a call.
 REVISION = 1
 
 
@@ -25,11 +26,12 @@ class Rule:
     """How a primitive is divided.
 
     Attributes:
-        accepts: whether operands of these types can be divided so; of the spec and the types.
-        work: describes it; of the spec and the types of the call's operands.
-        local: computes the results of one device; of a ``Shard``, the spec and its operands.
+        accepts: checks if operands can be divided this way, given the spec and their types.
+        work: describes the work, given the spec and the types of the call's operands.
+        local: computes the results of one device, given a ``Shard``, the spec and its operands.
         classes: the dataclasses of its spec.
-        told: makes of the spec what the custom call is told, and ``work`` and ``local`` are given.
+        told: converts the spec to the form that the custom call carries and that ``work`` and
+            ``local`` get.
     """
 
     accepts: Callable[[Any, Sequence[Any]], bool]
@@ -48,31 +50,32 @@ def rule_of(primitive: str) -> Rule:
 
 
 def parameter_classes() -> tuple[type, ...]:
-    """Returns the dataclasses that a call's parameters may be made of."""
+    """Returns the dataclasses that a call's parameters may contain."""
     return (Call, *{each for rule in _RULES.values() for each in rule.classes})
 
 
 def register(primitive: Primitive, rule: Rule) -> None:
-    """Says how a primitive is divided."""
+    """Registers how a primitive is divided."""
     _RULES[primitive.name] = rule
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What the custom call is told, as text.
+    """The parameters that the custom call carries as text.
 
     Attributes:
-        primitive: its name.
+        primitive: name of the primitive.
         spec: its static parameters.
-        platform: what the program is lowered for.
-        devices: how many devices the program runs on.
-        groups: the devices of each part of a mesh that is divided by hand (``shard_map``) in some
-            of its axes, in each of which XLA divides the call anew; empty if there are none.
+        platform: platform that the program is lowered for.
+        devices: number of devices that the program runs on.
+        groups: the devices of each part of a mesh of which ``shard_map`` divides some axes by hand.
+            XLA divides the call anew within each part. Empty if there are none.
         x64: whether there are 64-bit types.
-        revision: of the rules. What they make of a call is no part of the key by which JAX's
-            persistent cache knows a program; this is.
-        tunings: digest of the tunings that are active.
-        kernels: digest of the table of kernels, some of which measured choices name; likewise.
+        revision: revision of the rules. The key of JAX's persistent cache does not cover what the
+            rules make of a call, but it covers this number.
+        tunings: digest of the active tunings.
+        kernels: digest of the kernel table, of which measured choices name rows. The key covers
+            it, too.
     """
 
     primitive: str
@@ -92,15 +95,15 @@ class Call:
 
     @property
     def group_size(self) -> int:
-        """How many devices the call is divided among."""
+        """The number of devices among which the call is divided."""
         return len(self.groups[0]) if self.groups else self.devices
 
 
 def divides(platform: str) -> bool:
-    """Says whether products are divided by the rules here on a platform.
+    """Checks if the rules here divide the products of a platform.
 
     Raises:
-        ValueError: the environment variable has another value than those it may have.
+        ValueError: the environment variable has a value that is not accepted.
     """
     setting = os.environ.get(SETTING) or "cuda"
     if setting not in ("cuda", "everywhere", "never"):
@@ -109,7 +112,7 @@ def divides(platform: str) -> bool:
 
 
 def accepts(primitive: Primitive, spec: Any, operands: Sequence[Any]) -> bool:
-    """Says whether there is a rule for these operands of a primitive."""
+    """Checks if there is a rule for these operands of a primitive."""
     rule = _RULES.get(primitive.name)
     are_known = all(isinstance(extent, int) for x in operands for extent in x.shape)
     return rule is not None and are_known and rule.accepts(spec, operands)

@@ -1,4 +1,4 @@
-"""The program of one device: where its parts lie, and how it joins them with those of others."""
+"""The program of one device: where its parts lie, and how it joins them with others."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ AXIS = "devices"
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """What a device knows of the division while it computes its part.
+    """The division as a device sees it while it computes its part.
 
     Attributes:
         call: the custom call.
-        plan: how it is divided.
+        plan: how the call is divided.
     """
 
     call: Call
@@ -49,8 +49,8 @@ class Shard:
         """Returns where this device's part of a dimension begins, int32.
 
         Args:
-            name: of the dimension.
-            after_sum: whether that of a result is meant, which the sum may divide further.
+            name: name of the dimension.
+            after_sum: whether the dimension is that of a result, which the sum may divide further.
         """
         digits, beyond = self.plan.layout[name], self.plan.scattered.get(name, ())
         part = self.plan.part(name)
@@ -60,7 +60,7 @@ class Shard:
         return start
 
     def without_padding(self, x: jax.Array, axis: int, name: str) -> jax.Array:
-        """Zeros what lies beyond the end of a dimension: XLA leaves anything there."""
+        """Sets elements beyond the end of a dimension to zero; XLA leaves anything there."""
         if self.plan.is_even(name):
             return x
         left = self.plan.work.extents[name] - self.start(name)
@@ -68,11 +68,13 @@ class Shard:
         return jnp.where(index < left, x, jnp.zeros_like(x))
 
     def total(self, x: jax.Array, array: Array | None = None) -> jax.Array:
-        """Joins what devices have of a sum: of all of it, or each the part that it is to have.
+        """Adds up the devices' parts of a sum.
+
+        Each device gets the whole sum, or its part if the plan scatters the sum.
 
         Args:
-            x: what a device has.
-            array: what that is, by default the product.
+            x: the part of this device.
+            array: the array that is summed, by default the product.
         """
         digits = self.plan.summed_digits(array)
         for axis, name in enumerate((array or self.plan.work.product).dims):
@@ -95,11 +97,11 @@ class Shard:
         return lax.psum(x, AXIS, axis_index_groups=self._groups(digits)) if digits else x
 
     def joined(self, x: jax.Array, names: Sequence[str], join: str) -> jax.Array:
-        """Joins what devices have of a reduction over dimensions of the result.
+        """Joins the devices' parts of a reduction over dimensions of the result.
 
         Args:
-            x: what a device has.
-            names: of the dimensions.
+            x: the part of this device.
+            names: names of the dimensions.
             join: "Sum", "Maximum" or "Minimum".
         """
         plan = self.plan
@@ -112,19 +114,20 @@ class Shard:
         reduce = functools.partial(reduce, axis_name=AXIS, axis_index_groups=self._groups(digits))
         if join == "Sum" or not jnp.issubdtype(x.dtype, jnp.floating):
             return reduce(x)
-        # NaN has to stay, which all-reduces of floating-point numbers may drop.
+        # NaN has to stay, but all-reduces of floating-point numbers may drop it.
         return _of_ordered(reduce(_ordered(x, negative_nan=join == "Minimum")), x.dtype)
 
     def halves_together(self, x: jax.Array, axis: int, name: str) -> jax.Array:
-        """Gives a device its parts of both halves of what lies side by side and is divided as one.
+        """Gives a device its parts of both halves of an array that is divided as one.
 
-        Of ``p`` devices the first have parts of the one half, the last of the other: of halves of
-        parts, device ``d`` has numbers ``2 d`` and ``2 d + 1`` and needs ``d`` and ``p + d``.
+        The halves lie side by side, so the first of ``p`` devices have parts of one half, the last
+        have parts of the other. Counted in halves of parts, device ``d`` has numbers ``2 d`` and
+        ``2 d + 1`` and needs ``d`` and ``p + d``.
 
         Args:
             x: a device's part.
-            axis: along which.
-            name: of the dimension that each half is.
+            axis: axis along which the halves lie.
+            name: name of the dimension that each half is.
         """
         groups = self._groups(self.plan.layout[name])
         p = len(groups[0])
@@ -139,7 +142,8 @@ class Shard:
             ]
             return lax.ppermute(has[slot], AXIS, pairs)
 
-        # Each comes from one slot, according to whether the device's number is even; 0 elsewhere.
+        # Each part comes from one slot, depending on whether the device's number is even. The other
+        # slot gives 0.
         return jnp.concatenate([received(i, 0) + received(i, 1) for i in (0, 1)], axis=axis)
 
 
@@ -152,10 +156,10 @@ def _ordered(x: jax.Array, *, negative_nan: bool) -> jax.Array:
 
 
 def _of_ordered(ordered: jax.Array, dtype: np.dtype) -> jax.Array:
-    """Returns what ``_ordered`` was given."""
+    """Returns the numbers that ``_ordered`` was given."""
     return lax.bitcast_convert_type(_flipped(ordered), jnp.float32).astype(dtype)
 
 
 def _flipped(bits: jax.Array) -> jax.Array:
-    """Reverses the order of the negative ones: their bits are those of their sizes."""
+    """Reverses the order of negative integers, whose bits are those of their magnitudes."""
     return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)

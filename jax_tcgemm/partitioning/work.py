@@ -1,9 +1,9 @@
-"""What is divided, and how: work, arrays and plans.
+"""The division of a primitive: its work, its arrays and a plan.
 
 A primitive is described by the names of its dimensions, as an einsum is: ``m``, ``n``, ``k`` and
 those of a batch. A plan gives each name the digits of the devices (``mesh.Digits``) that divide it;
-no digit divides two. A result that lacks a divided dimension is a sum over devices: an all-reduce,
-or a reduce-scatter where the result is wanted in parts along the same digits.
+no digit divides two names. A result that lacks a divided dimension is a sum over devices. This sum
+is an all-reduce, or a reduce-scatter if parts of the result are requested along the same digits.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class Array:
     """An operand or a result.
 
     Attributes:
-        dims: the name of each dimension; ``None`` for one that is not to be divided.
+        dims: the name of each dimension; ``None`` for one that must not be divided.
         itemsize: bytes of an element.
-        label: what it is called where it is spoken of.
+        label: its name in log lines.
     """
 
     dims: tuple[str | None, ...]
@@ -32,19 +32,20 @@ class Array:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What a primitive computes.
+    """The computation of a primitive.
 
     Attributes:
         extents: the extent of each name.
         operands: its operands.
-        product: what is computed first, over all that is summed.
-        results: what becomes of it; one may lack its dimensions, or have them in another order.
-        factors: which operands are those of what is summed; the others join after the sum.
+        product: the array that is computed first, over all summed names.
+        results: the results made from the product; one may lack dimensions of it, or have them in
+            another order.
+        factors: indices of the operands whose product is summed; the others join after the sum.
         operations: multiplications and additions.
         unscattered: names by which no sum is divided.
-        packed: the name along which the second operand holds two of what it has, side by side. It
-            is divided into an even number of like parts, if at all.
-        whole: names that are divided into like parts, if at all.
+        packed: the name along which the second operand holds two extents side by side. It is
+            divided into an even number of equal parts, if at all.
+        whole: names that are divided into equal parts, if at all.
     """
 
     extents: Mapping[str, int]
@@ -64,7 +65,7 @@ class Work:
         return tuple(name for name in names if name and name not in self.product.dims)
 
     def elements(self, array: Array) -> int:
-        """Returns how many elements an array has (of its named dimensions)."""
+        """Returns the number of elements of an array (of its named dimensions)."""
         return math.prod(self.extents[name] for name in array.dims if name is not None)
 
 
@@ -73,11 +74,11 @@ class Plan:
     """How the work is divided.
 
     Attributes:
-        work: what is divided.
-        devices: among which.
+        work: the work.
+        devices: the devices.
         layout: the digits that divide each name in the product.
-        scattered: those by which the sum divides a name of the result further.
-        moved: what has to travel, in words, and how many bytes of it each device receives.
+        scattered: the digits by which the sum divides a name of the result further.
+        moved: the transfers in words, and the bytes that each device receives.
     """
 
     work: Work
@@ -87,7 +88,7 @@ class Plan:
     moved: tuple[tuple[str, float], ...] = ()
 
     def tiling(self, array: Array, *, is_factor: bool = False) -> Tiling:
-        """Returns how an array lies on the devices."""
+        """Returns the tiling of an array."""
         return tuple(
             () if name is None else self.layout[name] + self._beyond(name, is_factor)
             for name in array.dims
@@ -98,27 +99,27 @@ class Plan:
 
     @property
     def operand_tilings(self) -> list[Tiling]:
-        """How each operand lies on the devices."""
+        """The tiling of each operand."""
         factors = self.work.factors
         return [self.tiling(x, is_factor=i in factors) for i, x in enumerate(self.work.operands)]
 
     @property
     def result_tilings(self) -> list[Tiling]:
-        """How each result lies on the devices."""
+        """The tiling of each result."""
         return [self.tiling(x) for x in self.work.results]
 
     def summed_digits(self, array: Array | None = None) -> Digits:
-        """Returns the digits of the devices among which the product, or an array, is a sum."""
+        """Returns the digits of the devices over which the product, or an array, is a sum."""
         dims = (array or self.work.product).dims
         return tuple(d for name, digits in self.layout.items() if name not in dims for d in digits)
 
     def part_bytes(self, array: Array, tiling: Tiling) -> float:
-        """Returns the bytes of a device's part of an array that lies so."""
+        """Returns the bytes of a device's part of an array with this tiling."""
         parts = math.prod(self.devices.parts(digits) for digits in tiling)
         return self.work.elements(array) * array.itemsize / parts
 
     def smaller_packed(self) -> Array:
-        """Returns which has fewer elements on a device, a packed operand or the product with it."""
+        """Returns the packed operand or its product, whichever is smaller on a device."""
         operand = self.work.operands[1]
         product = dataclasses.replace(
             self.work.product, itemsize=operand.itemsize, label="the product"
@@ -130,13 +131,13 @@ class Plan:
         """Returns the extent of a device's part of a dimension of the product.
 
         Args:
-            name: of the dimension.
-            after_sum: whether that of a result is meant, which the sum may divide further.
+            name: name of the dimension.
+            after_sum: whether the dimension is that of a result, which the sum may divide further.
         """
         part = -(-self.work.extents[name] // self.devices.parts(self.layout[name]))
         beyond = self.scattered.get(name, ()) if after_sum else ()
         return -(-part // self.devices.parts(beyond))
 
     def is_even(self, name: str) -> bool:
-        """Says whether all devices have as much of a dimension."""
+        """Checks if all devices have the same extent of a dimension."""
         return self.work.extents[name] % self.devices.parts(self.layout[name]) == 0

@@ -1,1 +1,1 @@
-"""The JAX primitives: a file each, with their rules for differentiation, batching and lowering."""
+"""The JAX primitives, a file each, with their rules for derivatives, batching and lowering."""

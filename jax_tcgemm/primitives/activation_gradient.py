@@ -1,8 +1,8 @@
 """``f'(z) (t + b)``, the tangent of an activation that follows a bias, and its transpose.
 
-Both are primitives for the sake of the transpose, which on a GPU is one kernel: it multiplies a
-cotangent by the derivative and sums the product over the rows in the same pass, which is the
-cotangent of the bias. Everything else about them is the composition of their parts.
+Both are primitives for the sake of the transpose, which is one kernel on a GPU. The kernel
+multiplies a cotangent by the derivative and, in the same pass, sums the product over the rows. This
+sum is the cotangent of the bias. All other rules are compositions of the parts.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from jax_tcgemm.problem.arithmetic import accumulator_dtype
 from jax_tcgemm.problem.spec import LARGE_MATRIX
 from jax_tcgemm.problem.strides import MAX_EXTENT
 
-# As in cuda/passes/activation_gradient.cu: neighbours that a thread reads at once, and columns of a
-# block. So many blocks keep every GPU busy, if each has rows enough.
+# As in cuda/passes/activation_gradient.cu: elements that a thread reads at once, and columns of a
+# block. _BLOCKS blocks keep every GPU busy if each has enough rows.
 _COLUMNS = 8
 _BLOCK_COLUMNS = 256
 _BLOCKS = 1024
@@ -49,8 +49,8 @@ class ActivationSpec:
 
     Attributes:
         activation: a key of ``ACTIVATIONS``, an ``Activation``, or ``None``.
-        bias_dtypes: dtype of the bias's tangent, if there is one. (Not ``None`` if there is none,
-            which NumPy takes for equal to float64, and so did JAX's caches.)
+        bias_dtypes: dtype of the bias's tangent, empty if there is none. (It is not ``None``, which
+            NumPy takes for equal to float64, and so did JAX's caches.)
     """
 
     activation: str | Activation | None
@@ -66,9 +66,9 @@ def activation_tangent(
     """Returns ``f'(z) (t + bias)``, rounded once.
 
     Args:
-        activation: which ``f``.
+        activation: the activation ``f``.
         z: the pre-activation, ``(..., n)``.
-        t: its tangent but for what the bias adds, of the same shape and dtype.
+        t: the tangent of ``z`` without the bias's part, of the same shape and dtype.
         bias: the bias's tangent, ``(n,)``.
     """
     spec = ActivationSpec(activation, () if bias is None else (bias.dtype,))
@@ -84,10 +84,10 @@ def _bind_gradient(operands: Sequence[jax.Array], spec: ActivationSpec) -> list[
 
 
 def _tangent(*operands: jax.Array, spec: ActivationSpec) -> jax.Array:
-    """Composes the tangent of ``t``, ``[bias]`` and ``z``."""
+    """Composes the tangent from ``t``, ``[bias]`` and ``z``."""
     *terms, z = operands
     dtype = accumulator_dtype(z.dtype, z.dtype, z.dtype)
-    # Of one rank, which JAX may be told to insist on.
+    # All get one rank, because JAX can be configured to insist on it.
     wide = [lax.expand_dims(x.astype(dtype), range(z.ndim - x.ndim)) for x in terms]
     total = sum(wide[1:], wide[0])
     _, result = jax.jvp(resolve(spec.activation).reference, (z.astype(dtype),), (total,))
@@ -95,7 +95,7 @@ def _tangent(*operands: jax.Array, spec: ActivationSpec) -> jax.Array:
 
 
 def _rematerialized_tangent(*operands: jax.Array, spec: ActivationSpec) -> jax.Array:
-    """The same, of which a reverse pass keeps ``z`` alone and no float32 intermediates."""
+    """Does the same; a reverse pass keeps only ``z`` and no float32 intermediates."""
     composed = functools.partial(_tangent, spec=spec)
     return jax.checkpoint(composed, prevent_cse=False)(*operands)
 
@@ -136,7 +136,7 @@ gradient_p.def_abstract_eval(_gradient_avals)
 # Forward derivative
 
 
-# Each is linear in all but z.
+# Each primitive is linear in all operands but z.
 registration.derive_linear(tangent_p, _tangent, lambda spec: 1 + len(spec.bias_dtypes))
 registration.derive_linear(gradient_p, _gradient, lambda spec: 1)
 
@@ -173,7 +173,7 @@ ad.primitive_transposes[gradient_p] = _gradient_transpose
 def _tangent_batch(
     axis_data: Any, operands: Sequence[Any], dims: Sequence[int | None], *, spec: ActivationSpec
 ) -> tuple[jax.Array, int | None]:
-    """Makes the batch rows like others, unless each has a bias of its own or they share ``z``."""
+    """Turns the batch into rows, unless each has its own bias or they share ``z``."""
     if all(d is None for d in dims):
         return _bind_tangent(operands, spec), None
     t_dim, *bias_dim, z_dim = dims
@@ -187,7 +187,7 @@ def _tangent_batch(
 def _gradient_batch(
     axis_data: Any, operands: Sequence[Any], dims: Sequence[int | None], *, spec: ActivationSpec
 ) -> tuple[list[jax.Array], list[int | None]]:
-    """Makes the batch rows like others, unless each has sums of its own or they share ``z``."""
+    """Turns the batch into rows, unless each has its own sums or they share ``z``."""
     count = 1 + len(spec.bias_dtypes)
     if all(d is None for d in dims):
         return _bind_gradient(operands, spec), [None] * count
@@ -210,7 +210,7 @@ batching.fancy_primitive_batchers[gradient_p] = _gradient_batch
 
 
 def _cuda_gradient(g: jax.Array, z: jax.Array, *, spec: ActivationSpec) -> list[jax.Array]:
-    """Computes both cotangents on CUDA devices, by one kernel where the matrix is large."""
+    """Computes both cotangents on CUDA devices, by one kernel if the matrix is large."""
     if not _has_kernel(g, z):
         return _gradient(g, z, spec=spec)
     n = z.shape[-1]
@@ -232,7 +232,7 @@ def _cuda_gradient(g: jax.Array, z: jax.Array, *, spec: ActivationSpec) -> list[
         activation_p0=np.float32(p0),
         activation_p1=np.float32(p1),
     )
-    # Behind the sums is the workspace, which has no dtype of a bias beside it.
+    # The workspace follows the sums; zip drops it, because no bias dtype is left for it.
     return [dz, *(x.astype(dtype) for x, dtype in zip(sums, spec.bias_dtypes, strict=False))]
 
 

@@ -1,8 +1,8 @@
-"""The primitives of products with an epilogue of the user's own.
+"""The primitives of products with a user's epilogue.
 
-``compiled_p`` is a gemm's or a gated product's, ``compiled_ragged_p`` one over groups of rows.
-Their rules are those of the function that the epilogue is, which JAX differentiates and batches;
-the product is linear, so that its own part is that of the primitive without an epilogue.
+``compiled_p`` is for gemms and gated products, ``compiled_ragged_p`` for products over groups of
+rows. Their rules are those of the epilogue function, which JAX differentiates and batches. The
+product is linear, so its rules are those of the primitive without an epilogue.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def bind(operands: Sequence[jax.Array], spec: CompiledSpec) -> list[jax.Array]:
     """Applies the primitive of a product.
 
     Args:
-        operands: those of the product, then those of the function.
+        operands: operands of the product, then those of the function.
         spec: the static parameters.
 
     Returns:
@@ -56,13 +56,13 @@ def bind(operands: Sequence[jax.Array], spec: CompiledSpec) -> list[jax.Array]:
 
 
 def composed(*operands: jax.Array, spec: CompiledSpec) -> list[jax.Array]:
-    """Computes the same by the product and then the function, in operations of JAX."""
+    """Computes the product and then the function, in operations of JAX."""
     own, others = spec.split(operands)
     return spec.function(*_accumulators(own, spec), *others)
 
 
 def _computed(*operands: jax.Array, spec: CompiledSpec) -> list[jax.Array]:
-    """Does the same where a program is lowered."""
+    """Does the same when a program is lowered."""
     own, others = spec.split(operands)
     return spec.function.computed(*_accumulators(own, spec), *others)
 
@@ -83,14 +83,14 @@ def _accumulators(own: Sequence[jax.Array], spec: CompiledSpec) -> list[jax.Arra
     if isinstance(product, RaggedSpec):
         return ragged.dot(dataclasses.replace(product, out_dtype=dtype), *own)
     config = product.config_of_products
-    if is_of_8_bits(own[0].dtype, own[1].dtype) or spec.scaled:  # of which only this has rows
+    if is_of_8_bits(own[0].dtype, own[1].dtype) or spec.scaled:  # only this primitive has rows
         config = config if config == XLA else None
     inner = product.replace(out_dtype=dtype, config=config)
     return gemm_primitive.bind(product.unflatten(own), inner)
 
 
 def _scaled(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """Returns a factor times its scales, each of which is a block's, in float32."""
+    """Returns a factor times its block scales, in float32."""
     for axis, (extent, blocks) in enumerate(zip(x.shape, scale.shape, strict=True)):
         scale = jnp.repeat(scale, extent // blocks, axis)
     return x.astype(jnp.float32) * scale
@@ -131,16 +131,16 @@ def _jvp(
 def with_slopes(
     primals: Sequence[Any], tangents: Sequence[Any], spec: CompiledSpec
 ) -> tuple[list[Any], list[Any], list[Any]]:
-    """Computes the results, and what their derivative is taken at.
+    """Computes the results, the values at which to differentiate, and their tangents.
 
     Args:
         primals: the operands.
-        tangents: theirs, ``None`` where that is zero.
+        tangents: the tangents of the operands, ``None`` for zero.
         spec: the static parameters.
 
     Returns:
-        The results; the accumulators, which are asked for too, rounded like a product, the operands
-        of the function, and the masks; and the tangents of these.
+        The results. Then the values: the accumulators, which are requested too and rounded like a
+        product, the operands of the function, and the masks. Then the tangents of the values.
     """
     own, others = spec.split(primals)
     down, dothers = spec.split(tangents)
@@ -175,10 +175,10 @@ def _product_tangents(own: Sequence[Any], down: Sequence[Any], spec: CompiledSpe
 def _transpose(
     cotangents: Sequence[Any], *operands: Any, spec: CompiledSpec
 ) -> list[jax.Array | None]:
-    """Transposes what is linear in some of the operands: the product, and then the function.
+    """Transposes the product and the function in the operands in which they are linear.
 
-    A derivative is taken at known values and has primitives of its own; this is for functions that
-    are transposed as they are, for example by ``jax.linear_transpose``.
+    A derivative is taken at known values and has its own primitives. This rule is for functions
+    that are transposed directly, for example by ``jax.linear_transpose``.
     """
     is_linear = [ad.is_undefined_primal(x) for x in operands]
     avals = [x.aval for x in operands if ad.is_undefined_primal(x)]
@@ -229,7 +229,7 @@ def _batch(
 def _with_like_scales(
     own: Sequence[jax.Array], dims: Sequence[int | None], size: int
 ) -> tuple[list[jax.Array], list[int | None], list[jax.Array]]:
-    """Returns factors, where they are mapped, and scales by blocks that are mapped likewise."""
+    """Returns factors, their mapped dimensions, and block scales that are mapped likewise."""
     factors, scales = list(own[:2]), list(own[2:])
     where: list[int | None] = list(dims[:2])
     for i, (scale, dim) in enumerate(zip(scales, dims[2:], strict=True)):

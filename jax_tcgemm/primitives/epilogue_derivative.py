@@ -1,8 +1,9 @@
 """The derivative of a user's epilogue at known values, and its transpose.
 
-Both are primitives for the sake of the transpose, which on a GPU is one pass over the matrices:
-compiled from the function like the epilogue itself, it reads each once and joins in the same pass
-what the cotangents of smaller operands are sums of. Everything else about them is the function's.
+Both are primitives for the sake of the transpose, which is one pass over the matrices on a GPU.
+That pass is compiled from the function, like the epilogue itself. It reads each matrix once and, in
+the same pass, computes the sums for the cotangents of smaller operands. All other rules are those
+of the function.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ pullback_p = Primitive("tcgemm_epilogue_pullback")
 def tangents(
     spec: CompiledSpec, wide: Any, values: Sequence[Any], slopes: Sequence[Any]
 ) -> list[Any]:
-    """Returns the tangents of those of an epilogue's results that are floating-point numbers.
+    """Returns the tangents of the epilogue's results that are floating-point numbers.
 
     Args:
-        spec: of the product and its epilogue.
+        spec: the product and its epilogue.
         wide: type of the accumulators, which are given rounded.
-        values: the accumulators, the operands, the masks.
-        slopes: their tangents, ``None`` where that is zero.
+        values: the accumulators, the operands and the masks.
+        slopes: the tangents of ``values``, ``None`` for zero.
     """
     moving = [i for i, slope in enumerate(slopes) if slope is not None]
     derivative, needed, held = linear.of_epilogue(spec.function, wide, values, moving)
@@ -114,7 +115,7 @@ def _pullback_transpose(cotangents: Sequence[Any], *operands: Any, spec: LinearS
     return [next(made) if is_wanted else None for is_wanted in wanted] + [None] * len(values)
 
 
-# Results that nobody reads
+# Dead code elimination
 
 
 def _drop_unread(used: Sequence[bool], *arguments: Any) -> tuple[list[bool], Any]:
@@ -152,7 +153,7 @@ def _tangent_batch(
 def _pullback_batch(
     axis_data: Any, operands: Sequence[Any], dims: Sequence[int | None], *, spec: LinearSpec
 ) -> tuple[list[jax.Array], list[int | None]]:
-    """Maps the transpose: each matrix of the batch has cotangents of its own."""
+    """Maps the transpose: each matrix of the batch has its own cotangents."""
     if all(dim is None for dim in dims):
         return _bind_pullback(operands, spec), [None] * spec.slopes
     size, count = axis_data.size, len(spec.tangent.results)
@@ -160,7 +161,7 @@ def _pullback_batch(
         return jax.vmap(spec.pullback, tuple(dims), axis_size=size)(*operands), [0] * spec.slopes
     moved = [
         x
-        if dim is None and i >= count  # a value that all have in common
+        if dim is None and i >= count  # a value that the whole batch shares
         else batching.bdim_at_front(x, dim, size, axis_data.explicit_mesh_axis)
         for i, (x, dim) in enumerate(zip(operands, dims, strict=True))
     ]

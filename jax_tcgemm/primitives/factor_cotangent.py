@@ -1,7 +1,7 @@
-"""The cotangent of one factor of a product: the result's, multiplied by the other factor.
+"""The cotangent of one factor of a product: the result's cotangent times the other factor.
 
-A gemm writes its result row-major, so which of ``g @ B^T`` and ``B @ g^T`` is formed decides that
-it comes out in the factor's own axis order.
+A gemm writes its result row-major. The choice between ``g @ B^T`` and ``B @ g^T`` makes the result
+come out in the factor's own axis order.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Bind = Callable[[Operands, GemmSpec], list[jax.Array]]
 
 @dataclasses.dataclass(frozen=True)
 class Factor:
-    """An operand of a product: an array, and where its batch and two matrix roles lie."""
+    """An operand of a product: an array, and the axes of its batch and two matrix roles."""
 
     array: Any
     axes: Axes
@@ -49,13 +49,13 @@ def factor_cotangent(
     """Returns ``alpha * g @ right^T``, summed over the batch dimensions that ``left`` lacks.
 
     Args:
-        g: the cotangent, roles ``(*batch, m, n)``.
-        left: what the cotangent is of, roles ``(*batch, m, k)``.
-        right: the other operand, roles ``(*batch, k, n)``.
+        g: the cotangent of the result, roles ``(*batch, m, n)``.
+        left: the factor whose cotangent is returned, roles ``(*batch, m, k)``.
+        right: the other factor, roles ``(*batch, k, n)``.
         x: all operands, for ``alpha``.
         spec: the parameters of the gemm that is transposed.
         bind: applies the primitive.
-        addend: what is added to it, such as another part of the same cotangent.
+        addend: a term to add, such as another part of the same cotangent.
     """
     aval = left.array.aval
     batch = list(range(spec.batch_ndim))
@@ -73,7 +73,7 @@ def factor_cotangent(
     m, k = left.axes[-2:]
     assert m is not None
     assert k is not None
-    # The result's batch: what is summed over, then what left has, in the order left has it.
+    # The result's batch: the dimensions to sum over, then those of left in their order in left.
     summed = [i for i in batch if left.axes[i] is None]
     present = ((axis, i) for i, axis in enumerate(left.axes[:-2]) if axis is not None)
     kept = [i for _, i in sorted(present)]
@@ -92,7 +92,7 @@ def factor_cotangent(
         out_dtype=dtype,
         beta=1.0,
     )
-    # Where the result's axes are in what left is.
+    # The axes in left of the result's axes.
     source: Any = (*(left.axes[i] for i in kept), *sorted((m, k)))
     operands = Operands(first.array, second.array, alpha=x.alpha)
     if addend is not None and not summed:
@@ -108,11 +108,12 @@ def factor_cotangent(
 def _fold(
     g: Factor, right: Factor, i: int, batch_ndim: int, partial_sums: int
 ) -> tuple[Factor, Factor] | None:
-    """Makes batch dimension ``i`` part of the contracted ``n``.
+    """Makes batch dimension ``i`` part of the contracted ``n``, or returns ``None``.
 
     So the weight gradient of ``x (B, T, k) @ w (k, n)`` is one product over all ``B * T`` rows. A
-    factor in which the two do not lie side by side is copied, unless more elements would move than
-    there are ``partial_sums``, which are written one by one and added up otherwise.
+    factor in which the two dimensions are not adjacent is copied. Exception: there is no fold if
+    the copies move more elements than ``partial_sums``. Those are then written one by one and added
+    up.
     """
     n = batch_ndim + 1
     apart = [x.array.size for x in (g, right) if merge(x.axes, x.array.shape, i, n) is None]
@@ -133,7 +134,7 @@ def _fold(
 
 
 def _side_by_side(factor: Factor, outer: int, inner: int) -> Factor:
-    """Returns a copy in which role ``outer`` lies right before role ``inner``."""
+    """Returns a copy in which role ``outer`` lies directly before role ``inner``."""
     moved, stays = factor.axes[outer], factor.axes[inner]
     assert moved is not None
     assert stays is not None

@@ -1,8 +1,9 @@
-"""Two layers, of which the first has a function of the user as its epilogue.
+"""Two layers, the first with a user's function as its epilogue.
 
-As ``layers.py`` and ``hidden.py`` have it for activations: the tangent of the hidden layer goes
-into the second product as one linear primitive, whose transpose is one gemm. What goes back through
-the function is the epilogue of that one, with the sums that the function's smaller operands get.
+The rules are like those of ``layers.py`` and ``hidden.py`` for activations: the tangent of the
+hidden layer goes into the second product as one linear primitive, whose transpose is one gemm. The
+epilogue of that gemm is the pullback of the function, with the sums that are the cotangents of the
+function's smaller operands.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ class HiddenSpec:
     """The static parameters of the tangent of a hidden layer, and of a product.
 
     Attributes:
-        derivative: of the hidden layer.
-        product: of the hidden layer and ``w``, without an epilogue.
+        derivative: derivative of the hidden layer.
+        product: product of the hidden layer and ``w``, without an epilogue.
     """
 
     derivative: LinearSpec
@@ -69,7 +70,7 @@ def forward(layers: FunctionLayers, first: Sequence[Any], second: Operands) -> j
     Args:
         layers: the static parameters.
         first: the operands of the first layer.
-        second: those of the second; ``a`` is None and becomes the hidden layer.
+        second: the operands of the second layer; ``a`` is None and becomes the hidden layer.
     """
     (hidden,) = compiled.bind(first, layers.first)
     return gemm_primitive.bind(second._replace(a=hidden), layers.second)[0]
@@ -98,7 +99,7 @@ def _jvp(
         addends.append(_bind(given, HiddenSpec(derivative, layers.second.product())))
     tangent: Any = sum(addends[1:], addends[0]) if addends else jnp.zeros_like(y)
     if d_second.b is not None or d_second.bias is not None:
-        # C hands its cotangent on as it is.
+        # C passes its cotangent on unchanged.
         dx = Operands(None, d_second.b, c=tangent if addends else None, bias=d_second.bias)
         axes = layers.second.axes._replace(c=tuple(range(hidden.ndim)))
         x = Operands(checkpoint_name(hidden, ACTIVATION), second.b)
@@ -124,7 +125,7 @@ def _composed(*operands: Any, spec: HiddenSpec) -> jax.Array:
 
 
 def _computed(*operands: Any, spec: HiddenSpec) -> jax.Array:
-    """Does the same where a program is lowered."""
+    """Does the same when a program is lowered."""
     *given, w = operands
     (tangent,) = spec.derivative.tangent.computed(*given)
     return gemm_primitive.bind(Operands(tangent, w), spec.product.linear())[0]
@@ -163,8 +164,8 @@ def _of_accumulator(
 ) -> tuple[functions.EpilogueFunction, list[Any]]:
     """Returns the pullback of a hidden layer as an epilogue, and its last operands.
 
-    Its accumulator is the product that is the layer's cotangent. The last operands are arrays that
-    a backward rule closes over.
+    The accumulator of that epilogue is the product that is the layer's cotangent. The last operands
+    are arrays that a backward rule closes over.
     """
     pullback, held = derivative.transposed()
     cotangent, *values = pullback.jaxpr.in_avals

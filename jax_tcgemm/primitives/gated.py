@@ -1,8 +1,8 @@
-"""What is a gated product's own: the derivative of ``D = activation(G) * U``, and its parts.
+"""Rules specific to a gated product ``D = activation(G) * U``: its derivative and parts.
 
 ``G = A @ B + bias`` and ``U = A @ B2 + bias2``. Any of ``D``, ``G`` and ``U`` may be results: the
-derivative asks the kernel for all three in one pass. ``G`` and ``U`` without ``D`` are what the
-tangent of ``A`` goes through, and ordinary products.
+derivative requests all three from the kernel in one pass. ``G`` and ``U`` without ``D`` are
+ordinary products; the tangent of ``A`` goes through them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jax_tcgemm.problem.strides import Operands
 # Forward derivative
 
 
-# Rematerialized, so that the reverse pass keeps g and u alone.
+# Rematerialized, so that the reverse pass keeps only g and u.
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=0)
 def product_tangent(
     activation: str | Activation | None,
@@ -34,7 +34,10 @@ def product_tangent(
     dg: jax.Array | None,
     du: jax.Array | None,
 ) -> jax.Array:
-    """Returns ``f'(g) dg u + f(g) du`` in the type of ``g``, rounded once; None for a zero."""
+    """Returns ``f'(g) dg u + f(g) du`` in the type of ``g``, rounded once.
+
+    A tangent of ``None`` is zero.
+    """
     dtype = accumulator_dtype(g.dtype, g.dtype, g.dtype)
     activated = resolve(activation).reference
     f, df = activated(g.astype(dtype)), None
@@ -50,7 +53,7 @@ def product_tangent(
 def tangent_terms(
     x: Operands, dx: Operands, spec: GemmSpec, bind: Bind
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Returns the terms of the tangents of ``G`` and ``U``; arguments as of ``linear_tangents``."""
+    """Returns the terms of the tangents of ``G`` and ``U``; arguments as in ``linear_tangents``."""
     terms: tuple[list[jax.Array], list[jax.Array]] = ([], [])
     if dx.a is not None:
         pair = bind(Operands(dx.a, x.b, b2=x.b2), spec.accumulators())
@@ -82,7 +85,7 @@ def transpose(
     """Returns the cotangents of the operands in which the results are linear, by name.
 
     Args:
-        cotangents: those of the results; not all are zero.
+        cotangents: the cotangents of the results; not all are zero.
         x: the operands; each that is to be transposed is an ``UndefinedPrimal``.
         spec: the primitive's parameters.
         bind: applies the primitive.
@@ -101,12 +104,12 @@ def _transpose_pair(
 ) -> jax.Array:
     """Returns the cotangent of ``a`` in ``G = A @ B``, ``U = A @ B2``.
 
-    For two weights the second product takes the first along as its C; for a packed one the sum runs
-    over the columns of both at once.
+    For two weights, the second product takes the first one as its C. For a packed weight, the sum
+    runs over the columns of both at once.
 
     Args:
-        cotangents: those of ``G`` and ``U``, shape ``(*batch, m, n)``, at most one of them ``None``
-            for zero.
+        cotangents: the cotangents of ``G`` and ``U``, shape ``(*batch, m, n)``. At most one is
+            ``None``, for zero.
         x: the operands; ``a`` is an ``UndefinedPrimal``.
         spec: the primitive's parameters.
         bind: applies the primitive.
@@ -139,9 +142,10 @@ def _transpose_in_second_weight(
     spec: GemmSpec,
     bind: Bind,
 ) -> dict[str, jax.Array]:
-    """Returns the cotangents of the second weight and its bias, by which ``D`` is linear.
+    """Returns the cotangents of the second weight and its bias, in which ``D`` is linear.
 
-    Of what a user transposes: the reverse pass of a derivative goes through the pair of products.
+    This is for products that a user transposes. The reverse pass of a derivative goes through the
+    pair of products instead.
     """
     assert set(linear) <= {"b2", "bias2"}, f"{spec} is transposed in {linear}"
     dtype = accumulator_dtype(x.a.dtype, x.b.dtype, spec.out_dtype)
@@ -160,7 +164,7 @@ def _transpose_in_second_weight(
         return bind(Operands(y.a, y.b2, bias=y.bias2), up)[0]
 
     transposed = jax.linear_transpose(second_product, *(getattr(x, name).aval for name in linear))
-    if not terms:  # the gate's product alone has a cotangent, and does not depend on these
+    if not terms:  # only the gate's product has a cotangent, and it does not depend on these
         return {}
     cotangent = reference.convert(sum(terms[1:], terms[0]), spec.out_dtype)
     return dict(zip(linear, transposed(cotangent), strict=True))
@@ -172,7 +176,7 @@ def _transpose_in_second_weight(
 def with_like_weights(
     x: Operands, dims: Operands, spec: GemmSpec, size: int
 ) -> tuple[Operands, Operands]:
-    """Repeats a weight for a batch of which only the other has one each.
+    """Repeats one weight over the batch if only the other weight is mapped.
 
     The kernel walks both weights with one set of strides.
     """
@@ -209,7 +213,7 @@ def products(x: Operands, spec: GemmSpec, bind: Bind) -> list[jax.Array]:
 
 
 def _packed_bias(x: Operands, spec: GemmSpec) -> tuple[jax.Array, Any]:
-    """Returns both biases side by side, zeros for one that is absent, and their axes."""
+    """Returns both biases side by side, with zeros for an absent one, and their axes."""
     shapes = Operands(*(None if o is None else o.shape for o in x))
     gemm = spec.strided(shapes)
     present = [axes for axes in (spec.axes.bias, spec.axes.bias2) if axes is not None]

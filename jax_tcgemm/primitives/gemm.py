@@ -1,7 +1,7 @@
 """``gemm_p``, the primitive of a gemm, and its rule under each JAX transformation.
 
-One product or the two of a gated layer, and an epilogue: the rules are the same for both, and what
-is a gated product's own is in ``gated.py``.
+The primitive is one product, or the two of a gated layer, with an epilogue. The rules are the same
+for both; rules specific to gated products are in ``gated.py``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from jax_tcgemm.problem.epilogue import Use
 from jax_tcgemm.problem.spec import GemmSpec, check_config, flatten
 from jax_tcgemm.problem.strides import Operands, insert_batches
 
-# What the policies of jax.checkpoint know a layer by, before and after its activation.
+# Names of a layer before and after its activation, for the policies of jax.checkpoint.
 PREACTIVATION = "tcgemm_preactivation"
 ACTIVATION = "tcgemm_activation"
 
@@ -42,11 +42,11 @@ def bind(x: Operands, spec: GemmSpec, out_sharding: Any = None) -> list[jax.Arra
     Args:
         x: the operands; those that are ``None`` have no axes in ``spec``.
         spec: the static parameters.
-        out_sharding: that of the results' types on a mesh with explicit axes, if it is to be
-            another than that of the operations of JAX.
+        out_sharding: sharding of the results' types on a mesh with explicit axes. By default it is
+            that of the same operations of JAX.
 
     Returns:
-        The results that ``spec.epilogue`` asks for.
+        The results that ``spec.epilogue`` requests.
     """
     return registration.bind(gemm_p, flatten(x), spec, _divided, out_sharding)
 
@@ -77,14 +77,14 @@ registration.drop_unread_results(gemm_p, lambda spec: spec.operand_names)
 def _jvp(
     primals: Sequence[Any], tangents: Sequence[Any], *, spec: GemmSpec
 ) -> tuple[list[Any], list[Any]]:
-    """Derives the results by way of the pre-activations, which are asked for as well."""
+    """Derives the results from the pre-activations, which are requested as well."""
     epilogue = spec.epilogue
     x = spec.unflatten(primals)
     dx = spec.unflatten([None if type(t) is ad.Zero else t for t in tangents])
     if epilogue.is_linear:
         results = bind(x, spec)
         dz = linear_tangents(x, dx, spec, bind)
-        every = [dz[0], *dz]  # d, where it is a result, is z
+        every = [dz[0], *dz]  # if d is a result, it is z
     elif epilogue.is_derivative or epilogue.names(Use.FACTOR):
         return tangents_by_parts(x, dx, spec, bind)
     else:
@@ -120,7 +120,7 @@ ad.primitive_transposes[gemm_p] = _transpose
 def _batch(
     axis_data: Any, operands: Sequence[Any], dims: Sequence[int | None], *, spec: GemmSpec
 ) -> tuple[list[jax.Array], list[int | None]]:
-    """Adds an outermost batch dimension; where an operand has it is a matter of its axes."""
+    """Adds an outermost batch dimension; the axes say where an operand has it."""
     x, dim = spec.unflatten(operands), spec.unflatten(dims)
     if all(d is None for d in dims):
         results = bind(x, spec)

@@ -1,8 +1,8 @@
-"""``hidden_tangent_p``: the tangent of a hidden layer, taken through the activation and a product.
+"""``hidden_tangent_p``: takes the tangent of a hidden layer through activation and product.
 
-``activation'(Z) * T @ W``, or ``(activation'(G) * U * TG + activation(G) * TU) @ W`` for a gated
-layer. It is a primitive for the sake of its transpose, which is one gemm with the derivative of the
-activation in its epilogue; everything else about it is the composition of its parts.
+It is ``activation'(Z) * T @ W``, or ``(activation'(G) * U * TG + activation(G) * TU) @ W`` for a
+gated layer. It is a primitive for the sake of its transpose, which is one gemm with the derivative
+of the activation in its epilogue. All other rules are compositions of the parts.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ def bind(
     """Applies the primitive.
 
     Args:
-        tangents: ``[t]``, or ``[tg, tu]`` of a gated layer.
+        tangents: ``[t]``, or ``[tg, tu]`` for a gated layer.
         saved: the pre-activations ``[z]`` or ``[g, u]``; like the tangents ``(*batch, m, k)``.
-        w: the second factor, wherever its axes lie.
-        spec: of the product; its epilogue is a ``"derivative"`` or ``"gated_derivative"``, which is
-            what the transpose does, and its ``axes`` are those of the hidden layer and of ``w``.
+        w: the second factor, with its axes in any order.
+        spec: parameters of the product. Its epilogue is a ``"derivative"`` or
+            ``"gated_derivative"``, which the transpose computes. Its ``axes`` are those of the
+            hidden layer and of ``w``.
 
     Returns:
         ``(*batch, m, n)``.
@@ -44,14 +45,14 @@ def bind(
 
 
 def _split(operands: Sequence[Any], spec: GemmSpec) -> tuple[list[Any], list[Any], Any]:
-    """Returns the tangents, what was saved, and ``w``."""
+    """Returns the tangents, the pre-activations and ``w``."""
     *hidden, w = operands
     count = _hidden_count(spec)
     return hidden[:count], hidden[count:], w
 
 
 def _hidden_count(spec: GemmSpec) -> int:
-    """Returns how many arrays a hidden layer is, and so its tangent."""
+    """Returns the number of arrays of a hidden layer, and so of its tangent."""
     return spec.result_count
 
 
@@ -78,7 +79,7 @@ hidden_tangent_p.def_abstract_eval(_abstract_eval)
 
 # Forward derivative
 
-# Linear in the tangents of the layer; those are tangents of tangents here.
+# The primitive is linear in the tangents of the layer; their tangents are tangents of tangents.
 registration.derive_linear(hidden_tangent_p, _composed, _hidden_count)
 
 
@@ -115,7 +116,7 @@ ad.primitive_transposes[hidden_tangent_p] = _transpose
 def _batch(
     axis_data: Any, operands: Sequence[Any], dims: Sequence[int | None], *, spec: GemmSpec
 ) -> tuple[jax.Array, int | None]:
-    """Adds an outermost batch dimension; all of the hidden layer's operands have it."""
+    """Adds an outermost batch dimension, which all operands of the hidden layer have."""
     if all(d is None for d in dims):
         return registration.bind(hidden_tangent_p, operands, spec, _composed), None
     *hidden, w = operands

@@ -1,8 +1,8 @@
-"""Two layers, of which the first is hidden, with a derivative rule of their own.
+"""Two layers, the first of which is hidden, with their own derivative rule.
 
-The rule is a forward derivative, of which JAX makes the reverse pass. The tangent of the hidden
-layer goes into the second product as one linear primitive, whose transpose is the gemm that
-multiplies by the derivative of the activation in its epilogue.
+The rule is a forward derivative, from which JAX makes the reverse pass. The tangent of the hidden
+layer goes into the second product as one linear primitive. The transpose of that primitive is the
+gemm that multiplies by the derivative of the activation in its epilogue.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class Layers:
 
 
 def apply(layers: Layers, first: Operands, second: Operands, out_sharding: Any) -> jax.Array:
-    """Computes both layers; within, the explicit axes of a mesh are automatic.
+    """Computes both layers; inside, the explicit axes of a mesh are automatic.
 
     Args:
         layers: the static parameters.
         first: the operands of the first layer.
-        second: those of the second; ``a`` is None and becomes the hidden layer.
-        out_sharding: that of the result's type, if it is to be another than that of the operations
-            of JAX.
+        second: the operands of the second layer; ``a`` is None and becomes the hidden layer.
+        out_sharding: sharding of the result's type. By default it is that of the same operations of
+            JAX.
     """
     operands = [x for x in (*first, *second) if x is not None]
     if _compat.is_unreduced(*operands):
@@ -102,7 +102,7 @@ forward.defjvp(_jvp, symbolic_zeros=True)
 def _second_layer(
     layers: Layers, hidden: jax.Array, saved: Sequence[jax.Array], w: jax.Array, dx: Operands
 ) -> jax.Array:
-    """Returns ``hidden @ w' + bias' + c'``: C hands its cotangent on as it is."""
+    """Returns ``hidden @ w' + bias' + c'``; C passes its cotangent on unchanged."""
     axes = layers.second.axes._replace(c=tuple(range(hidden.ndim)))
     spec = layers.second.replace(axes=axes)
 
@@ -128,7 +128,7 @@ def _first_layer(
 
 
 def _activated(spec: GemmSpec, saved: Sequence[jax.Array]) -> jax.Array:
-    """Returns the hidden layer of its pre-activations."""
+    """Returns the hidden layer for given pre-activations."""
     return reference.epilogue(saved, Operands(None, None), spec)[0]
 
 

@@ -35,11 +35,12 @@ ragged_contraction_p = Primitive("tcgemm_ragged_contraction")
 
 
 def dot(spec: RaggedSpec, *operands: jax.Array, out_sharding: Any = None) -> list[jax.Array]:
-    """Applies ``ragged_dot_p`` to ``lhs``, ``rhs``, ``group_sizes`` and, if there is one, a bias.
+    """Applies ``ragged_dot_p`` to ``lhs``, ``rhs``, ``group_sizes`` and possibly a bias.
 
     Returns:
-        ``[d]``, or also the pre-activation; see ``ragged_reference.reference_dot``. On a mesh with
-        explicit axes their rows are divided as those of ``lhs``, their columns as those of ``rhs``.
+        ``[d]``, or ``d`` and the pre-activation; see ``ragged_reference.reference_dot``. On a mesh
+        with explicit axes, their rows are sharded like those of ``lhs``, and their columns like
+        those of ``rhs``.
     """
     columns = 1 if spec.transpose_rhs else 2
     sources = ((0, 0), (1, columns))
@@ -62,13 +63,13 @@ def _bind(
     """Applies a primitive.
 
     Args:
-        primitive: what to apply.
+        primitive: the primitive.
         operands: its operands.
         spec: its static parameters.
-        count: how many results there are.
-        sources: of each dimension of a result the operand whose type says how it is sharded, and
-            the dimension of that.
-        out_sharding: that of the results' types, instead.
+        count: number of results.
+        sources: for each dimension of a result, the operand whose type says how it is sharded, and
+            the dimension of that operand; ``None`` for none.
+        out_sharding: sharding of the results' types, in place of ``sources``.
     """
     if _compat.is_unreduced(*operands):
         types = ", ".join(str(jax.typeof(x)) for x in operands)
@@ -108,7 +109,10 @@ def _tangents(tangents: Sequence[Any]) -> list[Any]:
 def _dot_jvp(
     primals: Sequence[Any], tangents: Sequence[Any], *, spec: RaggedSpec
 ) -> tuple[list[Any], list[Any]]:
-    """Derives ``d = f(z)`` by ``d' = f'(z) z'``; rows of no group stay zero, for ``z'`` is."""
+    """Derives ``d = f(z)`` by ``d' = f'(z) z'``.
+
+    Rows of no group stay zero, because their ``z'`` is zero.
+    """
     dlhs, drhs, _, *dbias = _tangents(tangents)
     dz = linear_tangent(primals, (dlhs, drhs, *dbias), spec)
     if spec.activation is None:
@@ -120,7 +124,7 @@ def _dot_jvp(
 
 
 def linear_tangent(primals: Sequence[Any], tangents: Sequence[Any], spec: RaggedSpec) -> Any:
-    """Returns the tangent of the pre-activation, a linear product for each operand's."""
+    """Returns the tangent of the pre-activation: one linear product per operand's tangent."""
     lhs, rhs, group_sizes, *_ = primals
     dlhs, drhs, *dbias = tangents
     plain = dataclasses.replace(spec, epilogue=PLAIN, config=None)
@@ -139,7 +143,7 @@ def linear_tangent(primals: Sequence[Any], tangents: Sequence[Any], spec: Ragged
 
 
 def _rows_of(vectors: jax.Array, rows: int, group_sizes: jax.Array, spec: RaggedSpec) -> jax.Array:
-    """Repeats each group's vector for each of its rows: a product, whose transpose sums rows."""
+    """Repeats each group's vector for its rows, as a product whose transpose sums rows."""
     ones = jnp.ones((rows, 1), vectors.dtype)
     exact = RaggedSpec(spec.out_dtype, (lax.Precision.HIGHEST,) * 2)
     return dot(exact, ones, lax.expand_dims(vectors, (1,)), group_sizes)[0]
@@ -181,7 +185,7 @@ def _dot_transpose(cotangents: Sequence[Any], *operands: Any, spec: RaggedSpec) 
 
 
 def _row_sums(x: jax.Array, group_sizes: jax.Array, dtype: Any) -> jax.Array:
-    """Sums the rows of each group, exactly up to one rounding: the transpose of ``_rows_of``."""
+    """Sums the rows of each group and rounds only once; the transpose of ``_rows_of``."""
     ones = jnp.ones((x.shape[0], 1), x.dtype)
     exact = RaggedSpec(dtype, (lax.Precision.HIGHEST,) * 2)
     return contraction(exact, ones, x, group_sizes)[0][:, 0]
@@ -215,7 +219,7 @@ def batch_one_by_one(
     *,
     spec: RaggedSpec,
 ) -> tuple[list[jax.Array], list[int | None]]:
-    """Computes one product after the other: each has groups of its own."""
+    """Computes one product after the other, because each has its own groups."""
     if all(dim is None for dim in dims):
         results = apply(spec, *operands)
         return results, [None] * len(results)

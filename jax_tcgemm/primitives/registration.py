@@ -1,4 +1,4 @@
-"""What JAX is told of every primitive of the package in one way."""
+"""Registration shared by all primitives of the package."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def bind(
     composed: Callable[..., Any],
     out_sharding: Any = None,
 ) -> Any:
-    """Applies a primitive; within, the explicit axes of a mesh are automatic.
+    """Applies a primitive; inside, the explicit axes of a mesh are automatic.
 
     Args:
-        primitive: what to apply.
+        primitive: the primitive.
         operands: its operands.
         spec: its static parameters.
-        composed: the same by operations of JAX, whose types the results have.
-        out_sharding: that of the type of every result, instead.
+        composed: does the same by operations of JAX; the results have the types of its results.
+        out_sharding: sharding of the type of every result, in place of that.
 
     Returns:
         The results of the primitive.
@@ -62,10 +62,10 @@ def apply(
     """Binds a primitive.
 
     Args:
-        primitive: what to bind.
+        primitive: the primitive.
         operands: its operands.
         spec: its static parameters.
-        shardings: those of its results' types, where explicit axes are to be automatic within.
+        shardings: shardings of its results' types, if explicit axes are to be automatic inside.
     """
 
     def run(*values: jax.Array) -> Any:
@@ -79,10 +79,10 @@ def apply(
 def evaluate_by_jit(
     primitive: Primitive, computed: Callable[[Any], Any] = lambda spec: spec
 ) -> None:
-    """Lets the primitive run outside of ``jit``, as a program of its own for each ``spec``.
+    """Makes the primitive run outside of ``jit`` as one program for each ``spec``.
 
     Args:
-        primitive: what runs.
+        primitive: the primitive.
         computed: returns a ``spec`` that computes the same and has no custom derivatives.
     """
 
@@ -94,7 +94,7 @@ def evaluate_by_jit(
     compiled = jax.jit(apply, static_argnames="spec")
 
     def evaluate(*operands: jax.Array, spec: Any) -> Any:
-        # With jit disabled, this would come back here for ever.
+        # With jit disabled, this would recurse for ever.
         with jax.disable_jit(False):
             return compiled(*operands, spec=computed(spec))
 
@@ -104,12 +104,12 @@ def evaluate_by_jit(
 def drop_unread_results(
     primitive: Primitive, operand_names: Callable[[Any], Sequence[str]] | None = None
 ) -> None:
-    """Lets the primitive compute those of its results alone that are read.
+    """Makes the primitive compute only those of its results that are read.
 
     Args:
-        primitive: has an ``epilogue`` in its ``spec``, and ``spec.only`` for some of its results.
-        operand_names: names of the operands that a ``spec`` has, in their order, where fewer
-            results may need fewer.
+        primitive: its ``spec`` has an ``epilogue``, and ``spec.only`` selects results.
+        operand_names: returns the names of the operands of a ``spec``, in their order. It is needed
+            if fewer results may need fewer operands.
     """
 
     def rule(used: Sequence[bool], *arguments: Any) -> tuple[list[bool], Any]:
@@ -135,12 +135,12 @@ def drop_unread_results(
 def derive_linear(
     primitive: Primitive, composed: Callable[..., Any], linear_count: Callable[[Any], int]
 ) -> None:
-    """Gives a primitive that is linear in its first operands its forward derivative.
+    """Registers the forward derivative of a primitive that is linear in its first operands.
 
     Args:
-        primitive: what is derived.
-        composed: as in ``bind``; by these operations it is derived for the other operands.
-        linear_count: how many are linear, of ``spec``.
+        primitive: the primitive.
+        composed: as in ``bind``; the derivative by the other operands is that of these operations.
+        linear_count: returns the number of linear operands for a ``spec``.
     """
 
     def jvp(primals: Sequence[Any], tangents: Sequence[Any], *, spec: Any) -> tuple[Any, Any]:
@@ -174,17 +174,18 @@ def lower(
     cuda: Callable[..., Any],
     divided: Callable[..., Any] | None = None,
 ) -> None:
-    """Lowers the primitive by functions of its operands and ``spec``.
+    """Registers the lowering of a primitive by functions of its operands and ``spec``.
 
-    In a program that XLA divides among devices, one custom call is divided by the rules of
-    ``partitioning``, where there is a rule for the primitive.
+    If XLA divides the program among devices and the primitive has a rule in ``partitioning``, that
+    rule divides one custom call.
 
     Args:
-        primitive: what is lowered.
-        reference: for other platforms than CUDA.
-        cuda: for CUDA.
-        divided: for CUDA where XLA divides what has no rule; ``reference`` if there is none. It
-            cannot divide a custom call and would gather the operands of one on every device.
+        primitive: the primitive.
+        reference: lowers it for platforms other than CUDA.
+        cuda: lowers it for CUDA.
+        divided: lowers it for CUDA if XLA divides a call that has no rule; by default
+            ``reference``. XLA cannot divide a custom call and would gather its operands on every
+            device.
     """
 
     def rule(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -224,7 +225,7 @@ def lower(
 
 
 def _config(spec: Any) -> str | None:
-    """Returns what a call asks for, of a product or of one with a function."""
+    """Returns the configuration that a call requests, with or without a function."""
     return getattr(getattr(spec, "product", spec), "config", None)
 
 

@@ -1,7 +1,7 @@
-"""The forward derivative of a gemm: the tangents of its pre-activations, and of ``D`` from those.
+"""The forward derivative of a gemm: the tangents of its pre-activations, and of ``D`` from them.
 
-The fused gemm gives the pre-activations beside ``D``, rounded as that is; their tangents are linear
-gemms.
+The fused gemm returns the pre-activations beside ``D``, rounded like ``D``. Their tangents are
+linear gemms.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from jax_tcgemm.problem.strides import Operands
 def linear_tangents(
     x: Operands, dx: Operands, spec: GemmSpec, bind: Bind
 ) -> list[jax.Array | None]:
-    """Returns the tangent of each pre-activation, ``None`` where that is zero.
+    """Returns the tangent of each pre-activation, ``None`` for zero.
 
     Args:
         x: the operands.
-        dx: their tangents, ``None`` where that is zero.
-        spec: the primitive's parameters; ``c``, where there is one, is added to the product.
+        dx: their tangents, ``None`` for zero.
+        spec: the primitive's parameters; ``c``, if present, is added to the product.
         bind: applies the primitive.
     """
     parts = gated.tangent_terms if spec.is_gated else _tangent_terms
@@ -38,7 +38,7 @@ def linear_tangents(
 
 
 def _tangent_terms(x: Operands, dx: Operands, spec: GemmSpec, bind: Bind) -> list[list[jax.Array]]:
-    """Returns the terms for the one pre-activation: products, each of which adds the one before."""
+    """Returns the terms of the one pre-activation: products that each add the one before."""
     factors = _factors(spec)
     total = None
     for name in factors:
@@ -47,7 +47,7 @@ def _tangent_terms(x: Operands, dx: Operands, spec: GemmSpec, bind: Bind) -> lis
             continue
         operands = Operands(None, None)._replace(**{key: getattr(x, key) for key in factors})
         operands = operands._replace(**{name: factor})
-        if total is None:  # the first product takes the tangents of c and bias along
+        if total is None:  # the first product also adds the tangents of c and bias
             beta = None if dx.c is None else x.beta
             operands = operands._replace(c=dx.c, bias=dx.bias, beta=beta)
             constant, c_axes = spec.beta, spec.axes.c
@@ -64,7 +64,7 @@ def _tangent_terms(x: Operands, dx: Operands, spec: GemmSpec, bind: Bind) -> lis
 
 
 def _factors(spec: GemmSpec) -> tuple[str, ...]:
-    """Names the operands in each of which the product is linear."""
+    """Returns the names of the operands in each of which the product is linear."""
     return ("a", "b", *spec.epilogue.names(Use.SCALE))
 
 
@@ -78,7 +78,7 @@ def _addend_tangents(x: Operands, dx: Operands, spec: GemmSpec) -> list[jax.Arra
 
 
 def _total(terms: Sequence[jax.Array | None], x: Operands, spec: GemmSpec) -> jax.Array | None:
-    """Adds terms that broadcast to the result, rounded once; ``None`` where there is none."""
+    """Adds terms that broadcast to the result and rounds once; ``None`` without terms."""
     present = [term for term in terms if term is not None]
     if not present:
         return None
@@ -93,13 +93,14 @@ def _total(terms: Sequence[jax.Array | None], x: Operands, spec: GemmSpec) -> ja
 def result_tangents(
     x: Operands, dx: Operands, spec: GemmSpec, saved: Sequence[jax.Array], bind: Bind
 ) -> list[jax.Array | None]:
-    """Returns the tangents of ``D`` and the pre-activations, ``None`` where one is zero.
+    """Returns the tangents of ``D`` and the pre-activations, ``None`` for zero.
 
-    ``d = f(z) + r`` by ``d' = f'(z) z' + r'``, and ``d = f(g) u`` by ``d' = f'(g) g' u + f(g) u'``.
+    The derivative of ``d = f(z) + r`` is ``d' = f'(z) z' + r'``. That of ``d = f(g) u`` is
+    ``d' = f'(g) g' u + f(g) u'``.
 
     Args:
         x: the operands.
-        dx: their tangents, ``None`` where that is zero.
+        dx: their tangents, ``None`` for zero.
         spec: the primitive's parameters.
         saved: the pre-activations.
         bind: applies the primitive.
@@ -121,10 +122,10 @@ def result_tangents(
 
 
 def _without_bias(dx: Operands, spec: GemmSpec) -> tuple[Operands, jax.Array | None]:
-    """Takes the bias's tangent out, where it is to be added by what follows the product.
+    """Removes the bias's tangent if the step after the product can add it.
 
     Its transpose is then the sum that one kernel forms together with ``f'(z)`` times a cotangent.
-    There has to be a product, ``z'`` itself must not be asked for, and the bias be one row.
+    This needs a product and a bias of one row, and ``z'`` itself must not be requested.
     """
     has_product = any(getattr(dx, name) is not None for name in _factors(spec))
     is_row = dx.bias is not None and dx.bias.ndim == 1 and spec.axes.bias[-1] == 0
@@ -137,7 +138,7 @@ def _without_bias(dx: Operands, spec: GemmSpec) -> tuple[Operands, jax.Array | N
 def tangents_by_parts(
     x: Operands, dx: Operands, spec: GemmSpec, bind: Bind
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Derives what is itself part of a derivative, as the composition of its pieces."""
+    """Derives a gemm that is itself part of a derivative, as the composition of its pieces."""
     present = [t is not None for t in dx]
 
     def composed(*varied: Any) -> list[jax.Array]:

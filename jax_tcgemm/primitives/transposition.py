@@ -1,7 +1,8 @@
 """The transpose of the primitive: the cotangent of each operand of a linear gemm.
 
-With ``z = alpha * A @ B + beta * C + bias`` and the cotangent ``g`` of ``z``, those of ``a`` and
-``b`` are gemms of ``g`` with the other operand; scales of rows and columns go into ``g`` first.
+Let ``g`` be the cotangent of ``z = alpha * A @ B + beta * C + bias``. The cotangents of ``a`` and
+``b`` are gemms of ``g`` with the other operand. Scales of rows and columns are multiplied into
+``g`` first.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ def transpose(
     """Returns the cotangents of the operands in which the results are linear, by name.
 
     Args:
-        cotangents: those of the results, shape ``(*batch, m, n)``; not all are zero.
+        cotangents: the cotangents of the results, shape ``(*batch, m, n)``; not all are zero.
         x: the operands; each that is to be transposed is an ``UndefinedPrimal``.
-        spec: the parameters of one product. What is transposed is linear: there is no activation
-            but that of a derivative, or one beside which a residual is transposed.
+        spec: the parameters of one product. Only linear parts are transposed. So there is no
+            activation, except that of a derivative or one beside which a residual is transposed.
         bind: applies the primitive.
     """
     axes = spec.axes
@@ -73,7 +74,10 @@ def _through_activation(cotangents: Sequence[Any], x: Operands, spec: GemmSpec) 
 
 
 def _scaled(g: jax.Array, x: Operands, spec: GemmSpec) -> jax.Array:
-    """Multiplies by the scales: along the axis that a product sums over, no epilogue can."""
+    """Multiplies ``g`` by the scales of rows and columns.
+
+    An epilogue cannot: the next product sums over the axis of a scale.
+    """
     if x.row_scale is None and x.column_scale is None:
         return g
     dtype = accumulator_dtype(g.dtype, g.dtype, g.dtype)
@@ -108,7 +112,7 @@ def _scale_cotangents(
 def _addend_cotangents(
     g: jax.Array, x: Operands, spec: GemmSpec, bind: Bind
 ) -> dict[str, jax.Array]:
-    """Returns the cotangents of ``c``, ``bias`` and ``beta``, which no product takes part in."""
+    """Returns the cotangents of ``c``, ``bias`` and ``beta``, which involve no product."""
     dtype = accumulator_dtype(spec.out_dtype, spec.out_dtype, spec.out_dtype)
     terms = {}
     if ad.is_undefined_primal(x.c):
@@ -127,7 +131,7 @@ def _addend_cotangents(
 
 
 def _reduced(x: jax.Array, axes: Axes, dtype: np.dtype, bind: Bind) -> jax.Array:
-    """Sums over the axes that an operand lacks, and leaves the rest in the operand's order."""
+    """Sums over the axes that an operand lacks, and leaves the rest in its order."""
     missing = tuple(i for i, axis in enumerate(axes) if axis is None)
     is_sized = all(isinstance(extent, int) for extent in x.shape)
     if (
@@ -144,10 +148,10 @@ def _reduced(x: jax.Array, axes: Axes, dtype: np.dtype, bind: Bind) -> jax.Array
 
 
 def _column_sums(x: jax.Array, bind: Bind) -> jax.Array:
-    """Sums a matrix of 16-bit numbers over its rows, in float32, and rounds once.
+    """Sums a matrix of 16-bit numbers over its rows in float32, and rounds once.
 
-    On a GPU by a kernel for few rows, as a product with ones: XLA's reduction reads a third of what
-    memory gives (docs/performance.md).
+    On a GPU, a kernel for few rows computes a product with ones: XLA's reduction reads at a third
+    of the memory bandwidth (docs/performance.md).
     """
 
     def by_product(x: jax.Array) -> jax.Array:

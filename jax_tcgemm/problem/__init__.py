@@ -1,1 +1,1 @@
-"""What a product is: axes, strides, activations and arithmetic. Pure; nothing here is lowered."""
+"""Describes products: axes, strides, activations and arithmetic; lowers nothing."""

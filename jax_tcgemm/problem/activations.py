@@ -1,8 +1,9 @@
 """The activations of the fused epilogue.
 
-One row each: the name users give, the C++ functor of the same role, and the ``jax.numpy`` function,
-which is the lowering on platforms without a kernel, the basis of the derivative and the oracle of
-the tests. An activation with parameters has a function that makes it from them instead of a name.
+Each row has the name that users give, the C++ functor of the same role, and the ``jax.numpy``
+function. That function is the lowering on platforms without a kernel, the basis of the derivative
+and the oracle of the tests. Users call a function instead of giving a name for an activation with
+parameters; the function makes the activation from the parameters.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from jax_tcgemm.problem.exact import ComparedExactly
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Activation(ComparedExactly):
-    """One activation of the fused epilogue; hashable, and equal to another of the same values.
+    """One activation of the fused epilogue; hashable and compared by its values.
 
     Attributes:
         name: what users pass as ``activation=``, or the function that makes it.
         cpp_name: the functor in ``cuda/epilogue``, and the custom call's attribute.
-        function: the same of a ``jax.Array`` and the parameters.
+        function: the activation of a ``jax.Array`` and the parameters.
         parameters: float32 numbers, at most two; the custom call's ``activation_p0`` and ``_p1``.
     """
 
@@ -79,7 +80,7 @@ def softcap(cap: float) -> Activation:
     """Returns the activation ``cap * tanh(x / cap)``, for ``activation=``.
 
     Args:
-        cap: a Python number above 0, which no result passes.
+        cap: a Python number above 0; no result exceeds it.
 
     Raises:
         TypeError: ``cap`` is not a number (a traced one cannot be a parameter).
@@ -116,7 +117,7 @@ def _parameter(name: str, value: float) -> float:
 
 
 def resolve(activation: str | Activation | None) -> Activation:
-    """Returns the activation that ``activation=`` stands for; for ``None`` the identity.
+    """Returns the activation for ``activation=``; the identity for ``None``.
 
     Raises:
         ValueError: there is no activation of that name.

@@ -1,4 +1,4 @@
-"""Which operands 16-byte copies can address, and the workspace that a gemm is given."""
+"""Checks operands' alignment for 16-byte copies; computes a gemm's workspace size."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from jax_tcgemm import _core
 from jax_tcgemm.kernels.names import MAX_SPLITS
 from jax_tcgemm.problem.strides import StridedGemm
 
-# cp.async copies so many bytes at a time, between addresses that are multiples of it.
+# cp.async copies this many bytes at a time, between addresses that are multiples of it.
 COPY_BYTES = 16
 
 # A line of L2.
@@ -16,7 +16,7 @@ LINE_BYTES = 128
 
 
 def misalignment(gemm: StridedGemm, name: str, itemsize: int) -> str | None:
-    """Says what keeps 16-byte copies from an operand, whatever its base address.
+    """Returns what prevents 16-byte copies of an operand, whatever its base address.
 
     Args:
         gemm: the folded gemm.
@@ -24,7 +24,7 @@ def misalignment(gemm: StridedGemm, name: str, itemsize: int) -> str | None:
         itemsize: bytes of an element.
 
     Returns:
-        A phrase such as ``"a leading dimension of 1001 elements"``, or ``None``.
+        A phrase such as ``"a leading dimension of 1001 elements"``, or ``None`` if nothing does.
     """
     batch_strides, rows, row_stride, columns = _layout(gemm, name)
     for what, value in (
@@ -38,7 +38,7 @@ def misalignment(gemm: StridedGemm, name: str, itemsize: int) -> str | None:
 
 
 def unaligned_stride(gemm: StridedGemm, name: str, itemsize: int) -> str | None:
-    """Says what keeps TMA from an operand; arguments as of ``misalignment``."""
+    """Returns what prevents TMA copies of an operand; arguments as in ``misalignment``."""
     batch_strides, rows, row_stride, _ = _layout(gemm, name)
     for what, value in (
         *(("a batch stride", stride) for stride in batch_strides),
@@ -50,15 +50,15 @@ def unaligned_stride(gemm: StridedGemm, name: str, itemsize: int) -> str | None:
 
 
 def row_alignment(gemm: StridedGemm, name: str, itemsize: int, *, is_padded: bool = False) -> int:
-    """Returns the bytes, up to a line of L2, of which the distance of rows is a multiple.
+    """Returns the alignment of the row stride, in bytes, up to a line of L2.
 
-    As ``row_alignment`` of ``cuda/dispatch/choice.cc``.
+    The result is that of ``row_alignment`` of ``cuda/dispatch/choice.cc``.
 
     Args:
         gemm: the folded gemm.
         name: ``"a"`` or ``"b"``.
         itemsize: bytes of an element.
-        is_padded: whether what is misaligned is copied first.
+        is_padded: whether a misaligned operand is copied first.
     """
     _, rows, row_stride, columns = _layout(gemm, name)
     if is_padded and misalignment(gemm, name, itemsize) is not None:
@@ -66,21 +66,21 @@ def row_alignment(gemm: StridedGemm, name: str, itemsize: int, *, is_padded: boo
     return math.gcd(LINE_BYTES, row_stride * itemsize if rows > 1 else 0)
 
 
-# Float32 copies of the result that are worth adding up, and from which k on they are.
+# The most float32 elements of all parts together, and the least k for which parts are worth it.
 _SPLIT_ELEMENTS = 132 * 128 * 256  # results that keep every SM of the largest GPU busy
 _SPLIT_K = 1024
 
 
 def split_bytes(gemm: StridedGemm) -> int:
-    """Returns the bytes in which a small result of a long k may be computed in parts.
+    """Returns the bytes for the parts of a small result of a long k.
 
-    Whether it is, and in how many, is decided when the GPU is known.
+    The dispatch decides if it computes parts, and how many, when the GPU is known.
     """
     return most_split_bytes(gemm) if gemm.k >= _SPLIT_K else 0
 
 
 def most_split_bytes(gemm: StridedGemm) -> int:
-    """Returns the bytes of the most parts that may be worth a measurement, whatever k is."""
+    """Returns the bytes of the most parts that may be worth a measurement, for any k."""
     results = gemm.m * gemm.n
     if not results or math.prod(gemm.batch) != 1:
         return 0
@@ -89,13 +89,13 @@ def most_split_bytes(gemm: StridedGemm) -> int:
 
 
 def named_split_bytes(gemm: StridedGemm, splits: int, tile_m: int, tile_n: int) -> int:
-    """Returns the bytes that a row needs which is asked to split k: whole tiles, and their flags.
+    """Returns the bytes that a row needs to split k: whole tiles and their flags.
 
     Args:
         gemm: the folded gemm.
-        splits: into how many parts; 1 needs nothing.
+        splits: number of parts; 1 needs nothing.
         tile_m: rows that a cluster computes.
-        tile_n: columns.
+        tile_n: columns that a cluster computes.
     """
     if splits == 1 or math.prod(gemm.batch) != 1 or gemm.n % _core.VECTOR_COLUMNS:
         return 0
@@ -103,18 +103,18 @@ def named_split_bytes(gemm: StridedGemm, splits: int, tile_m: int, tile_n: int) 
     return 4 * splits * m * n + _core.FIXUP_FLAG_BYTES
 
 
-# From where on copies, a kernel more, cost less than realigning: docs/performance.md. For a short k
-# an operand must be read often enough.
+# From these sizes on, copies cost less than realigning, although they take one more kernel:
+# docs/performance.md. If k is short, the kernel must read an operand often enough.
 _PADDED_K = 224
 _PADDED_PRODUCTS = 3e7
 _PADDED_READS = 32
 
 
 def padding_bytes(gemm: StridedGemm, itemsize: int) -> int:
-    """Returns the bytes of workspace in which misaligned operands are to be copied with padding.
+    """Returns the bytes of workspace for padded copies of misaligned operands.
 
-    One pass over an operand costs less than realigning it tile by tile each time it is read, but
-    for products of a moment; 0 there.
+    One pass over an operand costs less than realigning it tile by tile each time it is read.
+    Exception: products that take only a moment. The result is 0 for those.
 
     Args:
         gemm: the folded gemm.
@@ -138,12 +138,12 @@ def padding_bytes(gemm: StridedGemm, itemsize: int) -> int:
 def plane_bytes(gemm: StridedGemm, count: int) -> int:
     """Returns the bytes of workspace for the bfloat16 planes of both operands.
 
-    As ``plan_split`` of ``cuda/passes/split_planes.cu`` lays them out, and what ``launch_splits``
-    notes of the operands.
+    ``plan_split`` of ``cuda/passes/split_planes.cu`` lays out the planes. The workspace also holds
+    what ``launch_splits`` notes about the operands.
 
     Args:
         gemm: the folded gemm, of float32 operands.
-        count: planes of an operand.
+        count: number of planes of an operand.
     """
     k = count * _rounded_up(gemm.k, _core.PLANE_TILE_K)
     total = _core.SPLIT_STATE_BYTES
@@ -159,12 +159,12 @@ def _rounded_up(value: int, multiple: int) -> int:
 
 
 def is_transposed(gemm: StridedGemm, name: str) -> bool:
-    """Whether ``"a"`` is stored ``(k, m)``, ``"b"`` ``(n, k)``."""
+    """Checks if ``"a"`` is stored as ``(k, m)``, or ``"b"`` as ``(n, k)``."""
     return _is_mn_major(gemm, name) == (name == "a")
 
 
 def elements(gemm: StridedGemm, name: str) -> int:
-    """Returns the elements of ``"a"`` or ``"b"``, those of a batch's one matrix once."""
+    """Returns the element count of ``"a"`` or ``"b"``; a broadcast matrix counts once."""
     batch_strides, rows, _, columns = _layout(gemm, name)
     batch = (extent for extent, stride in zip(gemm.batch, batch_strides, strict=True) if stride)
     return math.prod(batch) * rows * columns
@@ -173,7 +173,7 @@ def elements(gemm: StridedGemm, name: str) -> int:
 def _pitch(row_bytes: int) -> int:
     """Returns the bytes from one row of a padded copy to the next.
 
-    As in ``cuda/passes/pad_operand.cu``: no row is a part of more lines of L2 than it must be.
+    The same as in ``cuda/passes/pad_operand.cu``: each row lies in as few lines of L2 as possible.
     """
     if row_bytes > LINE_BYTES // 2:
         return -(-row_bytes // LINE_BYTES) * LINE_BYTES
@@ -183,7 +183,7 @@ def _pitch(row_bytes: int) -> int:
 def _layout(gemm: StridedGemm, name: str) -> tuple[tuple[int, ...], int, int, int]:
     """Returns an operand's batch strides, rows, row stride and columns, columns contiguous.
 
-    The choice where either axis may count as contiguous is that of ``cuda/ffi/operands.cc``.
+    If either axis may count as contiguous, the choice is that of ``cuda/ffi/operands.cc``.
     """
     strides = getattr(gemm.strides, name)
     if name == "a":

@@ -1,4 +1,4 @@
-"""In which element types a product is multiplied, accumulated and finished."""
+"""Chooses the types in which a product is multiplied, accumulated and finished."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ INPUT_DTYPES: dict[str, np.dtype] = {row.name: jnp.dtype(row.a.name) for row in 
 
 
 def written_dtype(algorithm: str, out: np.dtype) -> np.dtype:
-    """Returns the type in which a kernel writes D, which is then converted to any other."""
+    """Returns the type in which a kernel writes D, before a conversion to ``out``."""
     written = [jnp.dtype(each.name) for each in ARITHMETIC[algorithm].outputs]
     return out if out in written else written[-1]
 
@@ -34,13 +34,16 @@ def sum_dtype(algorithm: str) -> np.dtype:
 
 
 def _writing(rows: list[Arithmetic], out: np.dtype) -> Arithmetic | None:
-    """Returns the first of rows that multiply alike which writes ``out``, or else the first."""
+    """Returns the first row that writes ``out``, or else the first row.
+
+    All rows multiply in the same way.
+    """
     own = (row for row in rows if written_dtype(row.name, out) == out)
     return next(own, rows[0] if rows else None)
 
 
 def _named(name: str, out: np.dtype) -> Arithmetic | None:
-    """Returns the row that adds up as the preset says and writes ``out``, if there is one."""
+    """Returns a row that multiplies as the preset says, if possible one writing ``out``."""
     preset = ARITHMETIC.get(name)
     if preset is None:
         return None
@@ -52,7 +55,7 @@ def _named(name: str, out: np.dtype) -> Arithmetic | None:
 
 
 def types_of_parts(a: np.dtype, b: np.dtype, out: np.dtype) -> tuple[np.dtype, np.dtype, np.dtype]:
-    """Returns the types of the real products that operands of these are multiplied by.
+    """Returns the types of the real products that compute a product of these types.
 
     Args:
         a: dtype of ``a``.
@@ -60,7 +63,7 @@ def types_of_parts(a: np.dtype, b: np.dtype, out: np.dtype) -> tuple[np.dtype, n
         out: dtype of the result.
 
     Returns:
-        float32 where all are complex64; the types themselves otherwise.
+        float32 if all types are complex64; otherwise the types themselves.
     """
     if a == b == out == jnp.complex64:
         part = jnp.dtype(jnp.float32)
@@ -69,7 +72,7 @@ def types_of_parts(a: np.dtype, b: np.dtype, out: np.dtype) -> tuple[np.dtype, n
 
 
 def resolve_algorithm(a: np.dtype, b: np.dtype, out: np.dtype, precision: Any) -> str | None:
-    """Returns the kernel algorithm that computes a gemm, ``None`` where XLA's own product must.
+    """Returns the kernel algorithm that computes a gemm, ``None`` if XLA must.
 
     Args:
         a: dtype of ``a``.
@@ -78,12 +81,12 @@ def resolve_algorithm(a: np.dtype, b: np.dtype, out: np.dtype, precision: Any) -
         precision: canonical ``lax`` precision.
 
     Returns:
-        The name of a row of the table of arithmetic. A ``DotAlgorithmPreset`` that is named as
-        ``precision`` takes floating-point operands of any type, converted to its own;
-        otherwise the operands' common type decides, as in XLA's GPU compiler: float32 is computed
-        in TF32 unless ``Precision.HIGHEST`` is asked for. The product of a float16 and a bfloat16
-        operand, both of which TF32 holds as they are, is XLA's own: its sums are more accurate
-        than those of the kernels, which only operands that were rounded hide.
+        The name of a row in the table of arithmetic. If ``precision`` is a ``DotAlgorithmPreset``,
+        it takes floating-point operands of any type and converts them to its own. Otherwise the
+        operands' common type decides, as in XLA's GPU compiler: float32 is computed in TF32 unless
+        the caller asks for ``Precision.HIGHEST``. XLA computes the product of a float16 and a
+        bfloat16 operand. TF32 holds both without rounding, but XLA's sums are more accurate than
+        those of the kernels. Only rounded operands hide this difference.
     """
     if not jnp.issubdtype(out, jnp.floating) or out.itemsize > 4:
         return None
@@ -107,7 +110,7 @@ def resolve_algorithm(a: np.dtype, b: np.dtype, out: np.dtype, precision: Any) -
     return row.name
 
 
-# Of 8-bit floats, by the names of their presets, whether parts of k are added up in float32.
+# Presets of 8-bit floats, and whether they add up parts of k in float32.
 _PROMOTES = {
     "ANY_F8_ANY_F8_F32": True,
     "ANY_F8_ANY_F8_ANY": True,
@@ -118,17 +121,17 @@ _PROMOTES = {
 
 
 def resolve_run_time(a: np.dtype, b: np.dtype, out: np.dtype, precision: Any) -> str | None:
-    """Returns the arithmetic of operands of 8 bits, whose kernels are compiled at run time.
+    """Returns the arithmetic of 8-bit operands, whose kernels are compiled at run time.
 
     Args:
         a: dtype of ``a``.
         b: dtype of ``b``.
-        out: dtype of the result, of integers int32.
+        out: dtype of the result; int32 for integers.
         precision: canonical ``lax`` precision. As in XLA, sums are those of the tensor cores by
-            default, and promoted for a higher one.
+            default, and a higher precision promotes them.
 
     Returns:
-        The name of a row of the table of arithmetic, ``None`` where there is none.
+        The name of a row in the table of arithmetic, ``None`` if there is none.
     """
     names = (np.dtype(a).name, np.dtype(b).name)
     rows = [x for x in RUN_TIME_ARITHMETIC.values() if (x.a.name, x.b.name) == names]
@@ -148,20 +151,20 @@ def resolve_run_time(a: np.dtype, b: np.dtype, out: np.dtype, precision: Any) ->
 
 
 def is_of_8_bits(a: np.dtype, b: np.dtype) -> bool:
-    """Whether there is arithmetic of such operands: two 8-bit floats, or two int8."""
+    """Checks if there is arithmetic for these types: two 8-bit floats, or two int8."""
     names = (np.dtype(a).name, np.dtype(b).name)
     return any((row.a.name, row.b.name) == names for row in RUN_TIME_ARITHMETIC.values())
 
 
 def resolve_planes(a: np.dtype, b: np.dtype, out: np.dtype, precision: Any) -> PlaneProduct | None:
-    """Returns the products of planes by which kernels compute a gemm of float32, if by any.
+    """Returns the products of planes that compute a float32 gemm, ``None`` if none do.
 
     Args:
         a: dtype of ``a``.
         b: dtype of ``b``.
         out: dtype of the result.
         precision: canonical ``lax`` precision: ``Precision.HIGHEST`` for either operand, or a
-            preset of the name of a row of ``PLANE_PRODUCTS``, which takes narrower floats as well.
+            preset that names a row of ``PLANE_PRODUCTS``. A preset takes narrower floats as well.
     """
     if not jnp.issubdtype(out, jnp.floating) or out.itemsize > 4:
         return None
@@ -173,11 +176,11 @@ def resolve_planes(a: np.dtype, b: np.dtype, out: np.dtype, precision: Any) -> P
 
 
 def common_dtype(a: np.dtype, b: np.dtype) -> np.dtype:
-    """Returns the dtype in which operands are multiplied that were accepted before.
+    """Returns the dtype in which operands are multiplied, after a check accepted them.
 
-    Under ``jax_numpy_dtype_promotion="strict"`` too: operands of derivatives may differ in type
-    where the user's do not. JAX promotes neither 8-bit floats nor integers of fewer than 8 bits:
-    the former count as float32, the latter as integers of 8 bits.
+    It also promotes under ``jax_numpy_dtype_promotion="strict"``: operands of derivatives may
+    differ in type although the user's operands do not. JAX promotes neither 8-bit floats nor
+    integers of fewer than 8 bits. 8-bit floats count as float32, such integers as 8-bit integers.
     """
     if a == b:
         return jnp.dtype(a)
@@ -201,14 +204,15 @@ def at_least_8_bits(dtype: np.dtype) -> np.dtype:
 
 
 def is_float8(dtype: np.dtype) -> bool:
-    """Whether this is one of the 8-bit floats, which XLA multiplies as they are."""
+    """Checks if this is one of the 8-bit floats, which XLA multiplies as they are."""
     return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 1
 
 
 def accumulator_dtype(a: np.dtype, b: np.dtype, out: np.dtype) -> np.dtype:
-    """Returns the dtype in which the product and the epilogue are computed, before one rounding.
+    """Returns the dtype of the product and the epilogue, before the one rounding.
 
-    At least float32 for an inexact result, the result's own type for integers and booleans.
+    It is at least float32 for an inexact result, and the result's own type for integers and
+    booleans.
     """
     if not jnp.issubdtype(out, jnp.inexact):
         return out
@@ -220,6 +224,6 @@ def accumulator_dtype(a: np.dtype, b: np.dtype, out: np.dtype) -> np.dtype:
 
 
 def at_least_float32(dtype: np.dtype) -> np.dtype:
-    """Returns an inexact ``dtype``, or float32 for the narrower ones."""
+    """Returns an inexact ``dtype``, or float32 if it is narrower."""
     is_wide = jnp.issubdtype(dtype, jnp.complexfloating) or dtype.itemsize >= 4
     return jnp.dtype(dtype if is_wide else jnp.float32)

@@ -1,4 +1,4 @@
-"""What becomes of the accumulators of a gemm: every form that an epilogue has, in one table."""
+"""The epilogues of a gemm: every form, in one table."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Mask = tuple[bool, ...]
 
 
 class Use(enum.Enum):
-    """What an operand of an epilogue is for."""
+    """The purpose of an operand of an epilogue."""
 
     SCALE = "multiplies the product"
     ADDEND = "is added to the product, before the activation"
@@ -34,13 +34,13 @@ class Form:
     """A form of epilogue.
 
     Attributes:
-        uses: what each operand that it may have is for, by the name that it has in ``Operands``;
-            where its axes lie is the same in every form (``strides.ROLES``).
-        results: names of the results. Where the first is ``"d"``, the others are pre-activations,
-            one of each accumulator.
-        written: the masks of results that kernels write, the fewest first.
-        c_role: what the custom call is told that ``c`` is for.
-        accumulators: how many products there are.
+        uses: the purpose of each operand that the form may have, by its name in ``Operands``. An
+            operand has the same axes in every form (``strides.ROLES``).
+        results: names of the results. If the first is ``"d"``, the others are pre-activations, one
+            for each accumulator.
+        written: masks of the results that kernels write, the fewest first.
+        c_role: the purpose of ``c`` in the custom call's attributes.
+        accumulators: number of products.
     """
 
     uses: dict[str, Use]
@@ -79,9 +79,9 @@ FORMS = {
         "add",
         accumulators=2,
     ),
-    # Of d = activation(c), the cotangent of which is Z: that of c, Z * activation'(C).
+    # For d = activation(c) with cotangent Z: the cotangent of c, Z * activation'(C).
     "derivative": Form({**_LINEAR, "c": Use.PRIMAL}, ("dc",), ((True,),), "derivative"),
-    # Of d = activation(c) * c2, the cotangent of which is Z: those of c and c2,
+    # For d = activation(c) * c2 with cotangent Z: the cotangents of c and c2,
     # Z * C2 * activation'(C) and Z * activation(C).
     "gated_derivative": Form(
         {**_LINEAR, "c": Use.PRIMAL, "c2": Use.SECOND_PRIMAL},
@@ -94,15 +94,15 @@ FORMS = {
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Epilogue(ComparedExactly):
-    """What becomes of the accumulators of one gemm.
+    """The epilogue of one gemm.
 
     Attributes:
         form: a key of ``FORMS``.
         activation: a key of ``ACTIVATIONS``, an ``Activation``, or ``None``.
-        alpha: the factor of the product where it is no operand.
-        beta: the factor of ``c`` where it is no operand.
-        results: which of the form's results there are, at least one. Empty for the fewest that a
-            kernel writes.
+        alpha: the factor of the product if it is no operand.
+        beta: the factor of ``c`` if it is no operand.
+        results: mask of the form's results that the epilogue has, at least one. An empty mask
+            selects the fewest results that a kernel writes.
     """
 
     form: str = "add"
@@ -124,32 +124,38 @@ class Epilogue(ComparedExactly):
 
     @property
     def is_derivative(self) -> bool:
-        """Whether the product is a cotangent, taken back through the activation at ``c``."""
+        """Returns true if the epilogue applies the activation's derivative at ``c``.
+
+        The product is then a cotangent.
+        """
         return self.row.results[0] != "d"
 
     @property
     def is_linear(self) -> bool:
-        """Whether every result is linear in the product: pre-activations, or what is one."""
+        """Returns true if every result is linear in the product.
+
+        Such results are pre-activations, or equal one.
+        """
         of_pair = self.row.accumulators == 2
         return not self.results[0] if of_pair else self.form == "add" and self.activation is None
 
     @property
     def names_after(self) -> tuple[str, ...]:
-        """Names of the operands that no pre-activation depends on."""
+        """Names of the operands on which no pre-activation depends."""
         after = tuple(name for name, use in self.row.uses.items() if use in _AFTER)
         return (*after, "beta") if "c" in after and "beta" in self.row.uses else after
 
     def names(self, use: Use) -> tuple[str, ...]:
-        """Names of the operands of this use."""
+        """Names of the operands with this use."""
         return tuple(name for name, own in self.row.uses.items() if own is use)
 
     def picked(self, results: Any) -> list[Any]:
-        """Returns, of all results that the form has, those that there are."""
+        """Returns the results that the epilogue has, from all results of the form."""
         return [x for x, is_wanted in zip(results, self.results, strict=True) if is_wanted]
 
     @property
     def written(self) -> Mask:
-        """The results that a kernel writes, which include those that there are."""
+        """Mask of the results that a kernel writes, which include the epilogue's results."""
         wanted = {i for i, is_wanted in enumerate(self.results) if is_wanted}
         return next(mask for mask in self.row.written if all(mask[i] for i in wanted))
 

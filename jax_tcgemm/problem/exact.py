@@ -30,7 +30,7 @@ def exactly(value: Any) -> Any:
 
 
 def number_of(key: Any) -> Any:
-    """Returns the Python number of which ``exactly`` made a key."""
+    """Returns the Python number from which ``exactly`` made a key."""
     kind, bits = key
     if kind is complex:
         return complex(*struct.unpack("<dd", bits))

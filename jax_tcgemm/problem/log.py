@@ -1,4 +1,4 @@
-"""What ``JAX_TCGEMM_LOG=1`` prints: how each product is computed, and why."""
+"""Log lines of ``JAX_TCGEMM_LOG=1``: how each product is computed, and why."""
 
 from __future__ import annotations
 

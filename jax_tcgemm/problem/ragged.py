@@ -1,4 +1,4 @@
-"""``RaggedSpec``, the static description of a product over groups of rows."""
+"""``RaggedSpec``: the static description of a product over groups of rows."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class RaggedSpec:
         out_dtype: dtype of the results.
         precision: canonical ``lax`` precision.
         transpose_rhs: whether ``rhs`` is ``(g, n, k)``.
-        epilogue: what becomes of the products of each group, of the form ``"add"``.
-        config: name of the kernel configuration asked for, or ``None``.
+        epilogue: the epilogue of each group's product, of the form ``"add"``.
+        config: name of the requested kernel configuration, or ``None``.
     """
 
     out_dtype: np.dtype
@@ -40,7 +40,7 @@ class RaggedSpec:
         return sum(self.epilogue.results)
 
     def only(self, results: Mask) -> RaggedSpec:
-        """Returns the same with these results alone."""
-        # The pre-activation alone is the product of a call without an activation.
+        """Returns the spec with only these results."""
+        # The pre-activation alone equals the result of a call without an activation.
         epilogue = dataclasses.replace(self.epilogue, results=results) if results[0] else PLAIN
         return dataclasses.replace(self, epilogue=epilogue)

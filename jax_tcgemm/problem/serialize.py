@@ -1,6 +1,6 @@
-"""The static parameters of primitives as text, for programs that are compiled elsewhere.
+"""The static parameters of primitives as text, for programs compiled elsewhere.
 
-JSON alone: what is read may come from a file, and is checked by the constructors that it names.
+The text is only JSON: it may come from a file. The constructors that it names check the values.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MADE_BY = {"softcap": activations.softcap, "clip": activations.clip}
 
 
 def to_json(value: Any) -> str:
-    """Returns parameters as text, equal ones as equal texts.
+    """Returns parameters as text; equal parameters give equal texts.
 
     Args:
         value: made of dataclasses, tuples, numbers, texts, dtypes, precisions and activations.
@@ -30,11 +30,11 @@ def to_json(value: Any) -> str:
 
 
 def from_json(text: str, classes: tuple[type, ...]) -> Any:
-    """Returns what ``to_json`` was given.
+    """Returns the value that ``to_json`` was given.
 
     Args:
-        text: its result.
-        classes: the dataclasses that may occur in it.
+        text: the result of ``to_json``.
+        classes: the dataclasses that may occur in the text.
     """
     return _decoded(json.loads(text), {each.__name__: each for each in classes})
 

@@ -1,4 +1,4 @@
-"""``GemmSpec``, the static description of one gemm, and what is asked of it."""
+"""``GemmSpec``: the static description of one gemm, and checks of its configuration."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from jax_tcgemm.problem.strides import (
     strided_gemm,
 )
 
-# Elements from which a pass over a matrix is worth a kernel of its own on a GPU: XLA joins what is
-# smaller with its neighbours.
+# From this many elements on, a pass over a matrix is worth its own kernel on a GPU. XLA fuses
+# smaller passes with their neighbours.
 LARGE_MATRIX = 2**22
 
-# Of D, G and U the results that are linear.
+# The linear results among D, G and U.
 _PAIR = (False, True, True)
 
 
@@ -36,8 +36,8 @@ _PAIR = (False, True, True)
 class GemmSpec:
     """The primitive's static parameters.
 
-    One product ``A @ B`` over ``(*batch, m, n)``, or two of one left operand, ``A @ B`` and
-    ``A @ B2``; then what the epilogue makes of them.
+    They describe one product ``A @ B`` over ``(*batch, m, n)``, or two products with one left
+    operand, ``A @ B`` and ``A @ B2``, and the epilogue.
 
     Every operand is read through its axes (see ``strides``). An axis that is present has the
     result's full extent, and each batch dimension is present in ``a`` or in ``b``.
@@ -46,13 +46,12 @@ class GemmSpec:
         axes: the axes of each operand; ``None`` for an operand that is absent.
         out_dtype: dtype of the results.
         precision: canonical ``lax`` precision.
-        epilogue: what becomes of the accumulators. ``alpha`` and ``beta`` there count while those
-            of ``axes`` are ``None``.
-        config: name of the kernel configuration asked for, or ``None``.
+        epilogue: the epilogue. Its ``alpha`` and ``beta`` count if those of ``axes`` are ``None``.
+        config: name of the requested kernel configuration, or ``None``.
         packed: whether ``b`` has the columns of both weights of a gated product, those of the gate
-            first, and there is no ``b2``.
-        overwrite_c: whether the result takes the memory of ``c``. It always may; XLA copies ``c``
-            first where something else reads it later or where it was not donated.
+            first. There is no ``b2`` then.
+        overwrite_c: whether the result takes the memory of ``c``. This is always allowed: XLA
+            copies ``c`` first if something else reads ``c`` later or if ``c`` was not donated.
     """
 
     axes: Operands
@@ -70,24 +69,24 @@ class GemmSpec:
 
     @property
     def alpha(self) -> complex:
-        """The factor of the product where it is no operand."""
+        """The factor of the product if it is no operand."""
         return self.epilogue.alpha
 
     @property
     def beta(self) -> complex:
-        """The factor of ``c`` where it is no operand."""
+        """The factor of ``c`` if it is no operand."""
         return self.epilogue.beta
 
     @property
     def is_gated(self) -> bool:
-        """Whether there are two products."""
+        """Returns true if there are two products."""
         return self.epilogue.row.accumulators == 2
 
     @property
     def config_of_products(self) -> str | None:
-        """What ``config`` asks of its products where the epilogue is computed apart.
+        """The products' configuration if the epilogue is computed separately.
 
-        Kernels for gated products compute D, so that none is to be named.
+        Kernels for gated products compute D, so the products must not name such a kernel.
         """
         is_row = self.config not in kernel_names.NO_ROWS
         return None if self.is_gated and is_row else self.config
@@ -99,9 +98,9 @@ class GemmSpec:
 
     @property
     def work(self) -> str:
-        """How much there is to do beside the product, in the words of ``KernelConfig.epilogue``.
+        """The work beside the product, as ``KernelConfig.epilogue`` names it.
 
-        As ``work_of`` of ``cuda/epilogue/work.h``.
+        The result is that of ``work_of`` of ``cuda/epilogue/work.h``.
         """
         axes, c_use = self.axes, self.epilogue.row.uses.get("c")
         is_sum = (
@@ -127,19 +126,19 @@ class GemmSpec:
         return tuple(name for name, axes in self.axes._asdict().items() if axes is not None)
 
     def unflatten(self, values: Sequence[Any]) -> Operands:
-        """Returns the primitive's operands (or what goes with them) by name."""
+        """Returns the primitive's operands (or values that belong to them) by name."""
         remaining = iter(values)
         return Operands(*(None if axes is None else next(remaining) for axes in self.axes))
 
     def select(self, x: Operands) -> Operands:
-        """Returns those of ``x`` that have axes here."""
+        """Returns the values of ``x`` whose operands have axes here."""
         pairs = zip(x, self.axes, strict=True)
         return Operands(*(None if axes is None else value for value, axes in pairs))
 
     def strided(self, shapes: Operands) -> StridedGemm:
         """Returns the gemm in terms of dense row-major operands of these shapes.
 
-        Of a gated product the gate's.
+        For a gated product, it is the gate's gemm.
         """
         gemm = strided_gemm(self.axes, shapes)
         return dataclasses.replace(gemm, n=gemm.n // 2) if self.packed else gemm
@@ -150,7 +149,7 @@ class GemmSpec:
         return (*gemm.batch, gemm.m, gemm.n)
 
     def replace(self, **changes: Any) -> GemmSpec:
-        """Returns a copy of which some fields, or some of its epilogue, are others."""
+        """Returns a copy with changes to some fields, its own or the epilogue's."""
         names = [field.name for field in dataclasses.fields(Epilogue)]
         within = {name: changes.pop(name) for name in names if name in changes}
         if within:
@@ -178,9 +177,9 @@ class GemmSpec:
         return self.product(axes=axes, epilogue=pair, packed=self.packed).replace(**changes)
 
     def preactivations(self, **changes: Any) -> GemmSpec:
-        """Returns the sums that the activation is of, changed as asked.
+        """Returns the sums that enter the activation, changed as asked.
 
-        Without the operands that come after it.
+        The result lacks the operands that are used after the activation.
         """
         axes = self.axes._replace(**dict.fromkeys(self.epilogue.names_after))
         if self.is_gated:
@@ -190,7 +189,7 @@ class GemmSpec:
         return self.linear(**{"axes": axes, "config": self.config, **changes})
 
     def only(self, results: Mask) -> GemmSpec:
-        """Returns the same with these results alone, without operands that others need."""
+        """Returns the spec with only these results, and without operands of the others."""
         if results[0] or self.epilogue.is_derivative:
             return self.replace(results=results)
         spec = self.preactivations()
@@ -203,12 +202,12 @@ def flatten(values: Operands) -> list[Any]:
 
 
 def with_kernel_layouts(spec: GemmSpec, shapes: Operands) -> tuple[GemmSpec, Operands]:
-    """Says how ``a`` and ``b`` must lie in memory for a kernel to read them.
+    """Returns layouts of ``a`` and ``b`` that a kernel can read.
 
     Returns:
-        ``spec`` with the axes that ``a`` and ``b`` have once they lie so, and for each operand the
-        permutation that gets it there, ``None`` where it can stay as it is. Only an operand whose
-        innermost axis is a batch dimension is moved, and only if that dimension does not fold.
+        ``spec`` with the axes of ``a`` and ``b`` in these layouts, and for each operand the
+        permutation to its layout, ``None`` if the operand can stay as it is. An operand is permuted
+        only if its innermost axis is a batch dimension, and only if that dimension does not fold.
     """
     gemm = fold(spec.strided(shapes))
     extents = {"a": (gemm.m, gemm.k), "b": (gemm.k, gemm.n)}
@@ -226,8 +225,8 @@ def check_config(spec: GemmSpec, dtypes: Operands, shapes: Operands) -> None:
     """Checks that the kernel configuration that ``spec`` asks for can compute this gemm.
 
     Raises:
-        ValueError: there is no such configuration, it is of another algorithm or does not split k,
-            or it copies 16 bytes at a time and an operand's rows do not lie on multiples of that.
+        ValueError: there is no such configuration, it is for another algorithm, or it cannot split
+            k. Or it copies 16 bytes at a time, and an operand is not aligned to 16 bytes.
     """
     if not kernel_names.is_row(spec.config):
         return
@@ -248,7 +247,7 @@ def check_config(spec: GemmSpec, dtypes: Operands, shapes: Operands) -> None:
             f"accepted: {kernel_names.NO_ROWS}, {sorted(rows)}, and ROW/splits=N of "
             f"{sorted(name for name, row in rows.items() if row.splits_k)}"
         )
-    # Products of extents that are not known are computed by XLA.
+    # XLA computes products with unknown extents.
     are_known = all(isinstance(extent, int) for shape in (shapes.a, shapes.b) for extent in shape)
     if rows[name].copies_whole_chunks and are_known:
         others = sorted(name for name, row in rows.items() if not row.copies_whole_chunks)

@@ -1,8 +1,8 @@
-"""Where an operand's elements lie: pure functions of shapes, axes and strides, all integers.
+"""Places of operands' elements: pure functions of integer shapes, axes and strides.
 
-An operand's *axes* say at which position of its shape each role lies: its batch dimensions in the
+An operand's *axes* give the position of each role in its shape: first its batch dimensions, in the
 order of the result's, then its matrix roles (``ROLES``). ``None`` stands for a dimension that the
-operand lacks, along which it is broadcast; its stride is 0.
+operand lacks. The operand is broadcast along such a dimension, with stride 0.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ Axes = tuple[int | None, ...]
 Shape = tuple[int, ...]
 
 
-# Of rows, columns or k: the kernels count them in 32 bits, to the end of the last tile. Also of the
-# matrices of a batch.
+# The largest number of rows, columns or elements of k: the kernels count them in 32 bits, to the
+# end of the last tile. It also limits the number of matrices in a batch.
 MAX_EXTENT = 2**30
 
 
 class Operands(NamedTuple):
     """One value for each operand of a gemm, in the order of the primitive's operands.
 
-    ``None`` where there is no such operand.
+    ``None`` stands for a missing operand.
     """
 
     a: Any
@@ -68,8 +68,8 @@ class StridedGemm:
         n: columns of the result.
         k: contracted extent.
         batch: batch extents; the result is row-major over ``(*batch, m, n)``.
-        strides: for each operand its strides in elements: the batch's, then its ``ROLES``'; all 0
-            where there is no such operand.
+        strides: for each operand its strides in elements: first those of the batch, then those of
+            its ``ROLES``. They are all 0 for a missing operand.
     """
 
     m: int
@@ -120,11 +120,12 @@ def strided_gemm(axes: Operands, shapes: Operands) -> StridedGemm:
 
 
 def fold(gemm: StridedGemm) -> StridedGemm:
-    """Returns the same gemm with as few batch dimensions as strides can say.
+    """Returns the same gemm with as few batch dimensions as strides can express.
 
-    Batch dimensions of extent 1 go; trailing ones that only continue the rows of all operands that
-    have rows become rows, so that ``x (B, T, k) @ w (k, n)`` is one product; neighbours that one
-    stride steps through become one.
+    - Batch dimensions of extent 1 are removed.
+    - Trailing batch dimensions become rows if they continue the rows of all operands that have
+      rows. So ``x (B, T, k) @ w (k, n)`` is one product.
+    - Neighbouring batch dimensions become one if one stride steps through both.
     """
     for i in reversed(range(len(gemm.batch))):
         if gemm.batch[i] == 1:
@@ -146,9 +147,9 @@ def fold_beside(
     """Folds a gemm as ``fold`` does, as far as other operands allow.
 
     Args:
-        gemm: the gemm, of ``a`` and ``b`` alone.
+        gemm: the gemm of only ``a`` and ``b``.
         others: strides of operands along ``(*batch, m, n)``.
-        keeps_rows: whether no batch dimension may become rows.
+        keeps_rows: whether batch dimensions must not become rows.
 
     Returns:
         The folded gemm, and the others' strides in its dimensions.
@@ -166,7 +167,7 @@ def fold_beside(
         if batch[i] == 1:
             drop(i)
     while not keeps_rows and batch and m * batch[-1] <= MAX_EXTENT and b[-3] == 0:
-        # The batch goes on where the rows end, in all that has rows.
+        # The batch must continue the rows of all operands that have rows.
         if any(each[-3] != m * each[-2] for each in (a, *rest)):
             break
         m *= batch[-1]
@@ -197,7 +198,7 @@ def _batch_continues_rows(gemm: StridedGemm) -> bool:
     innermost = len(gemm.batch) - 1
     if any(getattr(gemm.strides, name)[innermost] for name in _WITHOUT_ROWS):
         return False
-    # With one row its stride is never used, and the batch's takes its place.
+    # If there is one row, its stride is never used, and the batch's stride replaces it.
     strides = (getattr(gemm.strides, name) for name in _WITH_ROWS)
     return gemm.m == 1 or all(s[innermost] == gemm.m * s[innermost + 1] for s in strides)
 
@@ -215,17 +216,17 @@ def _batch_as_rows(gemm: StridedGemm) -> StridedGemm:
 
 
 def has_unit_stride(strides: Shape, extents: tuple[int, int]) -> bool:
-    """Says whether the kernel can read a matrix operand: it is contiguous along one of its axes.
+    """Checks if a kernel can read a matrix operand: one of its axes is contiguous.
 
     Args:
         strides: the operand's strides, its two matrix strides last.
-        extents: the extents of the two matrix axes; along an extent of 1 nothing is stepped.
+        extents: the extents of the two matrix axes; the stride of an extent of 1 is not used.
     """
     return any(s == 1 or e <= 1 for s, e in zip(strides[-2:], extents, strict=True))
 
 
 def matrix_last(axes: Axes) -> tuple[int, ...]:
-    """Returns the permutation that brings an operand's axes into the order that ``axes`` has."""
+    """Returns the permutation that brings an operand's axes into the order of ``axes``."""
     return tuple(axis for axis in axes if axis is not None)
 
 
@@ -240,7 +241,8 @@ def insert_batch(axes: Axes, position: int | None) -> Axes:
 
     Args:
         axes: the operand's axes without it.
-        position: where it lies in the operand's new shape; ``None`` broadcasts the operand.
+        position: position of the batch dimension in the operand's new shape; ``None`` broadcasts
+            the operand.
     """
     if position is None:
         return (None, *axes)
@@ -248,7 +250,7 @@ def insert_batch(axes: Axes, position: int | None) -> Axes:
 
 
 def insert_batches(axes: Operands, positions: Operands) -> Operands:
-    """Does ``insert_batch`` to the axes of each operand that is present."""
+    """Applies ``insert_batch`` to the axes of each operand that is present."""
     return Operands(
         *(
             None if present is None else insert_batch(present, position)
@@ -263,7 +265,7 @@ def merge(axes: Axes, shape: Shape, outer: int, inner: int) -> tuple[Axes, Shape
     Args:
         axes: an operand's axes.
         shape: its shape.
-        outer: index in ``axes`` of the role that goes.
+        outer: index in ``axes`` of the role that disappears.
         inner: index in ``axes`` of the role that absorbs it.
 
     Returns:

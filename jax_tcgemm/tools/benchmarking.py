@@ -1,10 +1,13 @@
-"""The one timer: kernel times of competing functions, measured side by side.
+"""Measures kernel times of competing functions side by side.
 
-Three things make GPU timings lie, and this module deals with each. Temperature and power drift by
-several percent over seconds, so competitors alternate in short blocks instead of running one after
-the other. A problem that fits the L2 cache runs from it on the second call, so every call goes over
-several argument sets. Launch overhead hides the kernel, so the time is that of the kernels alone,
-as CUPTI reports it; wall time is the fallback, and the result says which it is.
+Three effects distort GPU timings. This module avoids each:
+
+- Temperature and power drift by several percent over seconds, so competitors alternate in short
+  blocks instead of running one after the other.
+- A problem that fits the L2 cache runs from it on the second call, so every sample goes over
+  several argument sets.
+- Launch overhead hides the kernel, so the time is that of the kernels alone, as CUPTI reports it.
+  Wall time is the fallback; the result names the method.
 """
 
 from __future__ import annotations
@@ -34,10 +37,10 @@ class Timing:
     Attributes:
         seconds: one sample per repetition; each is the time of one call, averaged over the
             argument sets.
-        method: ``"cupti"`` for kernel time on the GPU; ``"events"`` for time on the GPU, the gaps
-            behind kernels included (``stopwatch``); ``"wall"`` for wall time of a jitted chain of
-            calls, one per argument set, launch gaps included.
-        kernels: kernels of one call, where they were counted.
+        method: ``"cupti"`` for kernel time on the GPU; ``"events"`` for time on the GPU including
+            the gaps after kernels (``stopwatch``); ``"wall"`` for wall time of a jitted chain of
+            calls, one per argument set, including launch gaps.
+        kernels: the number of kernels of one call; ``None`` if they were not counted.
     """
 
     seconds: tuple[float, ...]
@@ -46,12 +49,12 @@ class Timing:
 
     @property
     def median(self) -> float:
-        """Median of the samples, in seconds."""
+        """The median of the samples, in seconds."""
         return statistics.median(self.seconds)
 
     @property
     def spread(self) -> float:
-        """Interquartile range divided by the median: how far to trust the median."""
+        """The interquartile range divided by the median; the median is reliable if it is small."""
         if len(self.seconds) < 2:
             return 0.0
         low, _, high = statistics.quantiles(self.seconds, n=4, method="inclusive")
@@ -72,10 +75,10 @@ def time_interleaved(
         functions: the competitors by name; each is called as ``function(*arguments)`` under
             ``jax.jit``.
         argument_sets: tuples of arrays; a sample is one pass over all of them.
-        reps: samples of each function, at least.
-        block: samples of one function before the next has its turn. The order turns round from
-            block to block.
-        method: ``"cupti"`` or ``"wall"``; by default CUPTI where it works.
+        reps: the minimum number of samples of each function.
+        block: samples of one function before the next has its turn. The order reverses after each
+            round.
+        method: ``"cupti"`` or ``"wall"``; by default CUPTI if it works.
 
     Returns:
         One ``Timing`` per name, all by the same method.
@@ -100,22 +103,22 @@ def time_chains(
     seconds: float = 0.0,
     method: Method | None = None,
 ) -> dict[str, Timing]:
-    """Times compiled chains against each other, as ``time_interleaved`` does functions.
+    """Times compiled chains against each other, like ``time_interleaved`` for functions.
 
     Args:
         chains: the competitors by name.
-        reps: samples of each, at least.
-        block: samples of one before the next has its turn.
-        seconds: go on for this long, all competitors together. The GPU has no rest meanwhile, so
-            that its clock settles where its power limit lets it.
-        method: ``"cupti"`` or ``"wall"``; by default CUPTI where it works.
+        reps: the minimum number of samples of each competitor.
+        block: samples of one competitor before the next has its turn.
+        seconds: the minimum duration for all competitors together. The GPU never idles meanwhile,
+            so its clock settles at its power limit.
+        method: ``"cupti"`` or ``"wall"``; by default CUPTI if it works.
 
     Returns:
-        One ``Timing`` per name, its samples in the order in which they were taken.
+        One ``Timing`` per name, with its samples in the order in which they were taken.
 
     Raises:
-        RuntimeError: ``method="cupti"`` and CUPTI cannot be used here, or what it recorded of
-            calls one by one cannot be divided among them.
+        RuntimeError: ``method="cupti"`` and CUPTI cannot be used here, or the record of
+            ``one_by_one`` chains cannot be divided among their calls.
     """
     if method is None:
         method = "cupti" if cupti_works(default_device()) else "wall"
@@ -135,7 +138,7 @@ def time_chains(
 
 
 def turns(names: list[str], reps: int, block: int, seconds: float = 0.0) -> Iterator[str]:
-    """Yields whose block is next, until each had ``reps`` samples and the time is over."""
+    """Yields the name of the next block, until each has ``reps`` samples and the time is over."""
     start = time.perf_counter()
     done = 0
     while done < reps or time.perf_counter() - start < seconds:
@@ -146,7 +149,7 @@ def turns(names: list[str], reps: int, block: int, seconds: float = 0.0) -> Iter
 
 @functools.cache
 def cupti_works(device: Any) -> bool:
-    """Says whether kernel times of a device can be had by CUPTI."""
+    """Returns true if CUPTI can measure kernel times on a device."""
     if device.platform != "gpu":
         return False
     try:
@@ -165,7 +168,7 @@ def _profiler() -> Any:
 
 
 def _cupti_samples(chain: Chain, count: int) -> list[float]:
-    """Kernel seconds of ``count`` runs of the chain."""
+    """Returns the kernel seconds of ``count`` runs of the chain."""
     measure = _profiler().measure(chain.compiled, iterations=count)
     _, milliseconds = measure(chain.argument_sets)
     if milliseconds is None:
@@ -177,7 +180,7 @@ def _cupti_samples(chain: Chain, count: int) -> list[float]:
 
 @functools.cache
 def _marker(device: Any) -> Callable[[], Any]:
-    """Compiles what runs a kernel of its own kind on a device."""
+    """Returns a compiled call that runs a kernel of a distinct kind on a device."""
     with jax.default_device(device):
         angle = jnp.ones(())
         compiled = jax.jit(jnp.arctan2).lower(angle, angle).compile()
@@ -190,10 +193,10 @@ def _one_cupti_session(
 ) -> dict[str, Timing]:
     """Takes all samples in one CUPTI session, so that nothing interrupts the kernels.
 
-    A kernel of another kind goes before each block and divides the session's record.
+    A marker kernel runs before each block and divides the session's record.
 
     Raises:
-        RuntimeError: the record cannot be had or divided.
+        RuntimeError: CUPTI gives no record, or the record cannot be divided.
     """
     try:
         extension = _profiler().mosaic_gpu_lib._mosaic_gpu_ext
@@ -210,7 +213,7 @@ def _one_cupti_session(
             for _ in range(block - 1):
                 chains[name]()
             running.append(chains[name]())
-            # The next block is queued while this one runs, but no more than that.
+            # Only the next block is queued while this one runs.
             if len(running) > 1:
                 jax.block_until_ready(running.pop(0))
         jax.block_until_ready(running)
@@ -228,18 +231,18 @@ def _one_cupti_session(
 def divide_kernels(
     kernels: Sequence[tuple[str, float]], order: Sequence[str], block: int
 ) -> dict[str, list[list[float]]]:
-    """Divides the record of a session among those who had a turn in it.
+    """Divides the record of a session among the competitors' turns.
 
     Args:
-        kernels: name and time of each kernel; the first is the marker, which goes before each turn.
-        order: who had a turn.
+        kernels: name and time of each kernel; the first is the marker, which runs before each turn.
+        order: the name of the competitor of each turn.
         block: samples in a turn.
 
     Returns:
-        By name the samples, each the times of its kernels.
+        The samples by name; each sample is a list of its kernels' times.
 
     Raises:
-        RuntimeError: the kernels do not divide so.
+        RuntimeError: the kernels cannot be divided in this way.
     """
     turns: list[list[tuple[str, float]]] = []
     for kernel in kernels:
@@ -260,7 +263,7 @@ def divide_kernels(
 
 
 def _wall_samples(chain: Chain, count: int) -> list[float]:
-    """Wall seconds of ``count`` runs of the chain, each the mean of enough runs to time well."""
+    """Returns ``count`` wall times of the chain, each a mean over enough runs for a good timing."""
     start = time.perf_counter()
     jax.block_until_ready(chain())
     once = time.perf_counter() - start

@@ -1,4 +1,4 @@
-"""Calls that are timed: of one function, on operands that no cache holds together, compiled."""
+"""Compiled calls for timing: one function on argument sets that together exceed every cache."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-# Over twice the L2 cache of an H200 (50 MiB).
+# More than twice the L2 cache of an H200 (50 MiB).
 _CACHE_BYTES = 2 * 64 * 2**20
 
 
 def argument_set_count(bytes_per_call: int, limit: int = 16) -> int:
-    """Number of argument sets that no cache holds together.
+    """Returns how many argument sets together exceed every cache.
 
     Args:
         bytes_per_call: bytes of one call's arguments and results.
-        limit: at most so many.
+        limit: the maximum number of sets.
 
     Returns:
         A number between 1 and ``limit``.
@@ -28,15 +28,15 @@ def argument_set_count(bytes_per_call: int, limit: int = 16) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Chain:
-    """One call of a function per argument set, one after the other, compiled.
+    """Compiled calls of a function, one after the other, one per argument set.
 
     Attributes:
-        compiled: takes the argument sets, returns the list of results; or, ``one_by_one``, takes
-            one set and returns its result.
+        compiled: takes the argument sets and returns the list of results. With ``one_by_one``, it
+            takes one set and returns its result.
         argument_sets: tuples of arrays.
-        one_by_one: whether each call is a program of its own.
-        config: which row calls take whose configuration is ``names.MEASURED``, where ``stopwatch``
-            times them; empty for others.
+        one_by_one: whether each call is a separate program.
+        config: the row that ``stopwatch`` selects for calls with the configuration
+            ``names.MEASURED``; empty for other calls.
     """
 
     compiled: Callable[..., Any]
@@ -60,11 +60,11 @@ def compile_chain(
     """Compiles one call per argument set and runs it once.
 
     Args:
-        function: of the arguments of a set.
+        function: takes the arguments of a set.
         argument_sets: tuples of arrays.
-        options: more ``compiler_options`` of ``jax.jit``.
-        one_by_one: compile one call, which is run for one set after the other: sooner compiled,
-            and as good for CUPTI. Wall times then are those of launches, where these take longer.
+        options: additional ``compiler_options`` of ``jax.jit``.
+        one_by_one: compile a single call and run it for each set. This compiles sooner and is as
+            good for CUPTI. Wall times then measure the launches if these take longer.
     """
     sets = [tuple(arguments) for arguments in argument_sets]
 
@@ -89,17 +89,17 @@ def compile_call(
     """Compiles a call of a function so that it can be timed.
 
     Args:
-        function: of the arguments.
+        function: takes the arguments.
         arguments: arrays, or their types.
-        options: more ``compiler_options`` of ``jax.jit``.
+        options: additional ``compiler_options`` of ``jax.jit``.
     """
     asked = dict(options or {})
     if default_device().platform == "gpu":
-        # A CUDA graph may run independent calls at the same time; a stream does not.
+        # A CUDA graph may run independent calls concurrently; a stream does not.
         asked["xla_gpu_graph_min_graph_size"] = 2**30
     return jax.jit(function, compiler_options=asked or None).lower(*arguments).compile()
 
 
 def default_device() -> Any:
-    """Returns the ``jax.Device`` of new arrays; ``jax.default_device`` is respected."""
+    """Returns the ``jax.Device`` of new arrays; respects ``jax.default_device``."""
     return next(iter(jnp.zeros(()).devices()))

@@ -1,4 +1,4 @@
-"""What travels between the devices of a compiled program, read from its text."""
+"""Reads from a compiled program's text how much data its devices exchange."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _COMPUTATION = re.compile(r"(ENTRY )?%?([\w.-]+) \(.*\) -> .* \{$")
 _CALLED = re.compile(
     r"\b(body|condition|calls|to_apply|\w+_computations?)=(?:\{(.*?)\}|(%?[\w.-]+))"
 )
-_WAITS = re.compile(r"-(?:done|update)\(")  # for what another line has started
+_WAITS = re.compile(r"-(?:done|update)\(")  # waits for an operation that another line started
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 
 
@@ -31,8 +31,8 @@ class Collective(NamedTuple):
     """One collective operation.
 
     Attributes:
-        kind: XLA's name of it.
-        received: bytes that each device receives, at least, whatever the algorithm.
+        kind: its name in XLA.
+        received: the minimum number of bytes that each device receives, with any algorithm.
     """
 
     kind: str
@@ -42,12 +42,12 @@ class Collective(NamedTuple):
 def collectives(text: str, devices: int) -> list[Collective]:
     """Returns the collectives of a program, in the order of its text.
 
-    One within a loop is there as often as the loop runs, or once where XLA does not know how often.
-    XLA may copy a loop's body, to begin what travels earlier: the result is the same.
+    A collective inside a loop appears once per iteration, or once if XLA does not know the number
+    of iterations. XLA may copy a loop's body to start a transfer earlier; the result is the same.
 
     Args:
-        text: what ``as_text()`` of a compiled program returns.
-        devices: how many devices it runs on.
+        text: the result of ``as_text()`` of a compiled program.
+        devices: the number of devices of the program.
     """
     computations: dict[str, list[str]] = {}
     for name, lines in computations_of(text):
@@ -62,10 +62,10 @@ def collectives(text: str, devices: int) -> list[Collective]:
 
 
 def computations_of(text: str) -> Iterator[tuple[str, list[str]]]:
-    """Yields the name and the lines of each computation; that of the program itself has none.
+    """Yields the name and the lines of each computation; the entry computation's name is empty.
 
     Args:
-        text: what ``as_text()`` of a compiled program returns.
+        text: the result of ``as_text()`` of a compiled program.
     """
     name, body = "", []
     for line in text.splitlines():
@@ -92,7 +92,7 @@ def _runs(computations: dict[str, list[str]]) -> dict[str, int]:
 
 
 def _calls(lines: list[str]) -> Iterator[tuple[str, int]]:
-    """Yields the computations that one calls, and how often each time."""
+    """Yields the computations that these lines call, and how often each call runs them."""
     for line in lines:
         if _WAITS.search(line):
             continue
@@ -110,9 +110,13 @@ def _collective(match: re.Match[str], devices: int) -> Collective:
         for dtype, shape in re.findall(r"(\w+)\[([\d,]*)\]", match["result"])
         if dtype in _ITEM_BYTES
     ]
-    # What is started returns its operands as well, and of a reduced array the same again.
-    starts = f"{kind}-start(" in match[0]
-    size = arrays[-1] if starts and kind in ("all-gather", "collective-permute") else sum(arrays)
+    # These return their operands before the results; a permutation may return counters after them.
+    if f"{kind}-start(" in match[0]:
+        if kind == "all-gather":
+            arrays = arrays[len(arrays) // 2 :]
+        if kind == "collective-permute":
+            arrays = arrays[1:2]
+    size = sum(arrays)
     parts = _group_size(rest, devices)
     if kind == "collective-permute":
         pairs = re.findall(r"\{(\d+),(\d+)\}", rest.split("source_target_pairs=")[-1])
@@ -123,7 +127,7 @@ def _collective(match: re.Match[str], devices: int) -> Collective:
 
 
 def _group_size(text: str, devices: int) -> int:
-    """Returns how many devices take part in one; XLA has three ways to write that."""
+    """Returns how many devices take part in a collective; XLA has three notations for it."""
     iota = re.search(r"replica_groups=\[\d+,(\d+)\]", text)
     if iota:
         return int(iota[1])

@@ -1,7 +1,8 @@
-"""Where the time of a step goes: by kind of kernel, by instruction of XLA's program, and why.
+"""Shows the time of a step by kind of kernel, by instruction of XLA's program, and by source.
 
-From JAX's own profiler. ``str(profile(step, state, batch))`` is a table; ``comparison`` puts the
-same step by two ways side by side, such as by ``jax.jit`` alone and under ``fuse``.
+The times come from JAX's own profiler. ``str(profile(step, state, batch))`` is a table.
+``comparison`` puts variants of a step side by side, for example with ``jax.jit`` alone and under
+``fuse``.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import jax.numpy as jnp
 
 from jax_tcgemm.tools.collectives import computations_of
 
-# Each instruction's own launches, which a CUDA graph hides.
+# Launches each instruction separately; a CUDA graph would hide the instructions.
 _OPTIONS: dict[str, str | bool] = {"xla_gpu_enable_command_buffer": ""}
 
 _INSTRUCTION = re.compile(
@@ -45,7 +46,7 @@ _KINDS_OF_CALLS = {
     "__cudnn$conv": "convolutions, XLA's",
 }
 _COLLECTIVES = ("all-", "ragged-all-", "reduce-scatter", "collective-", "send", "recv")
-# These run other instructions, which have events of their own.
+# These run other instructions, which have their own events.
 _CONTROL = frozenset({"while", "call", "conditional"})
 
 
@@ -53,9 +54,9 @@ class Instruction(NamedTuple):
     """An instruction of a compiled program.
 
     Attributes:
-        kind: what its kernels do, such as ``"products, ours"``.
-        shape: of its result, as XLA writes it.
-        source: JAX's name stack of what it was made from.
+        kind: the kind of its kernels, such as ``"products, ours"``.
+        shape: the shape of its result, in XLA's notation.
+        source: JAX's name stack of its original operation.
     """
 
     kind: str
@@ -67,10 +68,10 @@ class Entry(NamedTuple):
     """The time of an instruction.
 
     Attributes:
-        name: of the instruction.
-        what: what it is.
-        us: microseconds of a step on each device, in the mean.
-        kernels: how many a step launches there.
+        name: the name of the instruction.
+        what: the instruction.
+        us: mean microseconds per step and device.
+        kernels: mean number of kernels per step and device.
     """
 
     name: str
@@ -84,18 +85,18 @@ class Profile:
     """The time of a step, by instruction.
 
     Attributes:
-        entries: what takes the most first.
+        entries: the instructions, the slowest first.
     """
 
     entries: tuple[Entry, ...]
 
     @property
     def us(self) -> float:
-        """Microseconds of a step in kernels."""
+        """The microseconds that a step spends in kernels."""
         return sum(entry.us for entry in self.entries)
 
     def by_kind(self) -> dict[str, float]:
-        """Returns the microseconds of each kind of instruction, the most first."""
+        """Returns the microseconds of each kind of instruction, the slowest first."""
         sums: dict[str, float] = collections.defaultdict(float)
         for entry in self.entries:
             sums[entry.what.kind] += entry.us
@@ -105,7 +106,7 @@ class Profile:
         return comparison({"us": self}) + "\n\n" + self.table()
 
     def table(self, count: int = 20) -> str:
-        """Returns a line for each of the instructions that take the most."""
+        """Returns a table of the slowest instructions, one per line."""
         lines = [f"{'us':>9}{'kernels':>9}  instruction, its result and source"]
         lines += [
             f"{entry.us:>9.1f}{entry.kernels:>9.1f}  {entry.name} {entry.what.shape}"
@@ -116,7 +117,7 @@ class Profile:
 
 
 def comparison(profiles: Mapping[str, Profile]) -> str:
-    """Returns a table of the microseconds by kind, a column for each profile."""
+    """Returns a table of the microseconds by kind, with a column for each profile."""
     sums = {name: profile.by_kind() for name, profile in profiles.items()}
     kinds = sorted(
         {kind for each in sums.values() for kind in each},
@@ -130,20 +131,20 @@ def comparison(profiles: Mapping[str, Profile]) -> str:
 
 
 def profile(function: Any, *args: Any, steps: int = 5) -> Profile:
-    """Runs a function several times and says what its kernels take.
+    """Runs a function several times and returns the times of its kernels.
 
     Args:
-        function: what ``jax.jit`` takes, or what it returned. Arguments that it donates are copied
-            before each step; the copies don't count. Static arguments are to be bound to it before.
+        function: a function that ``jax.jit`` accepts or returned. Donated arguments are copied
+            before each step; the copies do not count. Bind static arguments to the function first.
         *args: its arguments.
-        steps: how often it runs, once at least, after a first time that does not count.
+        steps: how many runs are measured, at least 1. One run before them does not count.
 
     Returns:
         The means of these runs. Kernels run one after the other, not from a CUDA graph, so that
-        each has its instruction's name; what the host takes between them is not in it.
+        each has its instruction's name. Gaps between kernels, caused by the host, do not count.
 
     Raises:
-        ValueError: it has static arguments, or does not run once.
+        ValueError: the function has static arguments, or ``steps`` is below 1.
     """
     if steps < 1:
         raise ValueError(f"steps must be at least 1, not {steps}")
@@ -172,13 +173,13 @@ def profile(function: Any, *args: Any, steps: int = 5) -> Profile:
 
 
 class Event(NamedTuple):
-    """One run of an instruction, as the profiler saw it.
+    """One run of an instruction, as the profiler recorded it.
 
     Attributes:
-        device: where.
+        device: the device that ran it.
         module: the program.
-        instruction: its name.
-        ns: how long it ran.
+        instruction: the name of the instruction.
+        ns: its duration in nanoseconds.
     """
 
     device: str
@@ -188,12 +189,12 @@ class Event(NamedTuple):
 
 
 def events(data: Any) -> list[Event]:
-    """Returns what a ``jax.profiler.ProfileData`` has of kernels or, without a GPU, of a CPU's."""
+    """Returns the kernel events of a ``jax.profiler.ProfileData``; without a GPU, the CPU's."""
     planes = list(data.planes)
     devices = [plane for plane in planes if plane.name.startswith("/device:GPU")]
     found = []
     with warnings.catch_warnings():
-        # The type of the stats names no module, and jaxlib aborts where that is an error.
+        # The stats' type warns that it names no module; jaxlib aborts if warnings are errors.
         warnings.simplefilter("ignore", DeprecationWarning)
         for plane in devices or planes:
             for line in plane.lines:
@@ -208,11 +209,11 @@ def events(data: Any) -> list[Event]:
 
 
 def account(text: str, seen: Iterable[Event], steps: int) -> Profile:
-    """Gives each instruction of a program what it took, on each of its devices in the mean.
+    """Returns the mean time of each instruction of a program per step and device.
 
     Args:
-        text: of the compiled program.
-        seen: events, also of other programs.
+        text: the text of the compiled program.
+        seen: the recorded events, also of other programs.
         steps: how often the program ran.
     """
     module = re.match(r"HloModule ([\w.-]+)", text)
@@ -236,7 +237,7 @@ def account(text: str, seen: Iterable[Event], steps: int) -> Profile:
 
 
 def instructions(text: str) -> dict[str, Instruction]:
-    """Returns what the instructions of a compiled program are, by their names."""
+    """Returns the instructions of a compiled program by name."""
     bodies: dict[str, str] = collections.defaultdict(str)
     for computation, lines in computations_of(text):
         bodies[computation] += "\n".join(lines) + "\n"

@@ -1,4 +1,4 @@
-"""Random problems for every row of the kernel table, checked against NumPy in float64."""
+"""Checks every row of the kernel table on random problems against NumPy in float64."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from jax_tcgemm.tools.chain import default_device
 
 PROBLEMS_PER_CONFIG = 3
 
-# Without kernels all rows of an algorithm are one path, XLA's.
+# Without kernels, XLA computes all rows of an algorithm in the same way.
 _PROBLEMS_WITHOUT_KERNELS = 12
 
 _erf = np.vectorize(math.erf, otypes=[np.float64])
 
-# Written apart from the package's own definitions, so that a mistake there is seen here.
+# Defined independently of the package's own definitions, so that this check finds mistakes there.
 _ACTIVATIONS: dict[str | None, Callable[[np.ndarray], np.ndarray]] = {
     None: lambda z: z,
     "relu": lambda z: np.maximum(z, 0),
@@ -44,9 +44,10 @@ _ACTIVATIONS: dict[str | None, Callable[[np.ndarray], np.ndarray]] = {
 
 
 def _is_gemm(config: kernel_config.KernelConfig) -> bool:
-    """Whether ``gemm`` names it; its epilogue may then be any, if in a pass of its own.
+    """Returns true if ``gemm`` accepts the row by name, with any epilogue.
 
-    Rows that swap operands have sums without C, and give way to others where more is asked for.
+    The epilogue may run in a separate pass. Rows that swap operands are excluded: they support only
+    sums without C, and other rows replace them for any other epilogue.
     """
     return not config.gated and config.grouped == "none" and not config.swap_ab
 
@@ -81,7 +82,7 @@ class Problem:
         return jnp.dtype("float32" if self.float32_output else outputs[0].name)
 
     def describe(self) -> str:
-        """One line to find the problem again by."""
+        """Returns one line that identifies the problem."""
         fields = dataclasses.asdict(self) | {"config": self.config.name}
         return ", ".join(f"{name}={value}" for name, value in fields.items())
 
@@ -89,32 +90,34 @@ class Problem:
 def draw_problem(
     config: kernel_config.KernelConfig, rng: np.random.Generator, *, plain: bool
 ) -> Problem:
-    """Draws a problem that ``config`` takes.
+    """Draws a problem that ``config`` supports.
 
     Args:
-        config: row of the kernel table.
-        rng: where the randomness comes from.
-        plain: whole tiles and no epilogue, instead of random extents, layouts and epilogue.
+        config: a row of the kernel table.
+        rng: the random number generator.
+        plain: whether to use whole tiles and no epilogue, instead of random extents, layouts and
+            epilogue.
 
     Returns:
         The problem; equal generators give equal problems.
     """
-    # Some rows need leading dimensions of a multiple of 16 bytes.
+    # Some rows need leading dimensions that are a multiple of 16 bytes.
     unit = 16 // config.element_bytes if config.copies_whole_chunks else 1
 
     def extent(tile: int) -> int:
         if plain:
             return tile
-        # From 16 on: XLA computes very small products without TF32, so jnp.matmul would be no
-        # measure for them.
+        # At least 16: XLA computes very small products without TF32, so jnp.matmul would be no
+        # reference for them.
         return unit * int(rng.integers(16 // unit, max(32, 2 * tile) // unit + 1))
 
-    # Two weights and groups take what is plain beside the product; groups of k nothing.
+    # Gated and grouped rows support bias and activation; rows with groups of k have no epilogue.
     is_gemm = _is_gemm(config)
-    # The first problem is what the kernel itself has, and so is every other of sums.
+    # The plain problem and about half of the problems of "sum" rows have no activation, so the
+    # kernel itself computes their epilogue.
     activates = not config.swap_ab and (config.epilogue != "sum" or bool(rng.integers(2)))
     has_epilogue = not plain and config.grouped != "k"
-    # What the other rows cut off in their sums would show in a float32 result.
+    # The other rows truncate their sums, which would be visible in a float32 result.
     rounds_sums = config.rounds_sums or config.element_bytes == 4
     return Problem(
         config=config,
@@ -122,7 +125,7 @@ def draw_problem(
         m=extent(config.tile_n if config.swap_ab else config.tile_m),
         n=extent(config.tile_m if config.swap_ab else config.tile_n),
         k=extent(4 * config.tile_k),
-        # Groups of k lie along the rows of both operands.
+        # Groups of k are groups of rows of both operands.
         transpose_a=config.grouped == "k" or (not plain and is_gemm and bool(rng.integers(2))),
         transpose_b=config.grouped != "k" and not plain and bool(rng.integers(2)),
         activation=(
@@ -141,7 +144,7 @@ def draw_problem(
 def draw_problems(
     configs: Sequence[kernel_config.KernelConfig], rng: np.random.Generator, *, use_config: bool
 ) -> list[Problem]:
-    """Draws some problems for each row, or without kernels a dozen for each algorithm."""
+    """Draws some problems for each row; without kernels, a dozen for each algorithm."""
     if use_config:
         rows = [(config, index) for config in configs for index in range(PROBLEMS_PER_CONFIG)]
     else:
@@ -166,7 +169,7 @@ def _draw_operands(problem: Problem) -> dict[str, jax.Array | None]:
         return jnp.asarray(rng.standard_normal(shape), dtype)
 
     b = (n, k) if problem.transpose_b else (k, n)
-    # Where alpha is no argument, the weights have it.
+    # If alpha is no argument, the weights are scaled by it.
     scale = 1.0 if problem.has_alpha else problem.alpha
     return {
         "a": normal(batch, k, m) if problem.transpose_a else normal(batch, m, k),
@@ -203,7 +206,7 @@ def _by_gemm(problem: Problem, use_config: bool, a, b, b2, c, bias):
 
 
 def _by_groups(problem: Problem, a, b, bias, options: dict[str, Any]) -> jax.Array:
-    """The batch as groups of rows, or of k."""
+    """Computes the batch as groups of rows or as groups of k."""
     groups = problem.batch
 
     def repeated(x: jax.Array) -> jax.Array:
@@ -226,7 +229,7 @@ def _by_groups(problem: Problem, a, b, bias, options: dict[str, Any]) -> jax.Arr
 
 
 def _formula(problem: Problem, matmul: Callable, activate: Callable, a, b, b2, c, bias):
-    """The same for NumPy's and JAX's arrays; returns the result and the pre-activation."""
+    """Returns the result and the pre-activation, for NumPy's or JAX's arrays."""
     a = a.mT if problem.transpose_a else a
 
     def product(b):
@@ -240,7 +243,7 @@ def _formula(problem: Problem, matmul: Callable, activate: Callable, a, b, b2, c
 
 
 def _groups_of_depth(matmul: Callable, a: jax.Array, b: jax.Array) -> jax.Array:
-    """``a @ b`` as JAX says it of groups along k: over the rows of all, others' being zero."""
+    """Returns ``a @ b`` for groups of k, over all rows with the other groups' rows set to zero."""
     groups, _, k = a.shape
     lhs, rhs = a.mT.reshape(groups * k, -1), jnp.tile(b, (groups, 1))
     group = jnp.arange(groups * k)[:, None] // k
@@ -257,8 +260,8 @@ def _by_jnp(problem: Problem, on_cpu: bool, a, b, b2, c, bias):
     if problem.config.grouped == "k":
         matmul = functools.partial(_groups_of_depth, matmul)
     if on_cpu:
-        # XLA's CPU compiler has no bfloat16 product with a float32 result for every layout; in
-        # float32 the same products are exact and accumulated alike.
+        # XLA's CPU compiler lacks bfloat16 products with a float32 result for some layouts. In
+        # float32 the same products are exact and accumulated in the same way.
         a, b, b2 = (None if x is None else x.astype(jnp.float32) for x in (a, b, b2))
     c, bias = (None if x is None else x.astype(jnp.float32) for x in (c, bias))
     activate = activations.resolve(problem.activation).reference
@@ -270,17 +273,17 @@ def _exact(x: Any) -> np.ndarray:
 
 
 def check(problem: Problem, *, use_config: bool) -> str | None:
-    """Runs one problem against float64.
+    """Checks one problem against float64.
 
-    The largest error may be at most twice that of ``jnp.matmul`` and the same epilogue in the same
-    dtypes, plus one rounding of the output.
+    The largest error may be at most twice the error of ``jnp.matmul`` with the same epilogue in the
+    same dtypes, plus one rounding of the output.
 
     Args:
-        problem: what to run.
-        use_config: ask for the problem's configuration by name.
+        problem: the problem to run.
+        use_config: whether to request the problem's configuration by name.
 
     Returns:
-        None if the result is right, else what is wrong.
+        None if the result is right, else a description of the error.
     """
     operands = _draw_operands(problem)
     got = jax.jit(functools.partial(_by_gemm, problem, use_config))(**operands)
@@ -288,7 +291,7 @@ def check(problem: Problem, *, use_config: bool) -> str | None:
     if got.shape != shape or got.dtype != problem.out_dtype:
         return f"got {got.dtype}{got.shape}, expected {problem.out_dtype}{shape}"
     on_cpu = default_device().platform == "cpu"
-    # The fastest of XLA's kernels is not wanted here, and finding it would take most of the time.
+    # Autotuning is off: it would take most of the time, and XLA's fastest kernel is not needed.
     options = None if on_cpu else {"xla_gpu_autotune_level": 0}
     by_jnp = functools.partial(_by_jnp, problem, on_cpu)
     baseline = jax.jit(by_jnp, compiler_options=options)(**operands)
@@ -304,5 +307,5 @@ def check(problem: Problem, *, use_config: bool) -> str | None:
             jnp.finfo(jnp.float16).eps
         )
         allowed += roundings * np.abs(z).max()
-    # A NaN fails as well.
+    # The comparison is false for a NaN, so a NaN fails as well.
     return None if error <= allowed else f"error {error:.2e} is above {allowed:.2e}"

@@ -1,10 +1,11 @@
-"""Times on a GPU by CUDA's events, for measurements in a user's process.
+"""Measures times on a GPU with CUDA events, for measurements in a user's process.
 
-CUPTI, by which ``benchmarking`` times kernels, is one for a process: whoever records a profile has
-it, and JAX's two users of it end the process where they meet. Events disturb nobody. What they time
-has a gap of about 1 us behind each kernel, as in a program; the gap of 5 us between two programs is
-taken off. A gate holds the GPU back until a turn is queued, so that the host's time for launches is
-not part of it.
+``benchmarking`` uses CUPTI, which only one user per process can hold. A profiler that records holds
+it, and JAX's two users of CUPTI abort the process if both are active. Events have no such conflict.
+
+Event times include a gap of about 1 us after each kernel, as in a program. This module subtracts
+the gap of 5 us between two programs. A gate holds the GPU back until a turn is queued, so the
+host's launch time does not count.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from jax_tcgemm import _core, _extension
 from jax_tcgemm.tools.benchmarking import Timing, turns
 from jax_tcgemm.tools.chain import Chain, compile_chain
 
-# Programs of a turn. JAX waits with the 33rd that is queued until one has ended, and none does
-# behind a closed gate.
+# At most this many programs of a turn are queued. JAX queues the 33rd only when one has ended, and
+# none ends behind a closed gate.
 _MOST_QUEUED = 28
-# Programs that show the gap between programs, and what the kernel of each takes in another program.
+# This many programs measure the gap between programs. ``_SMALLEST_KERNEL`` is the time that each
+# one's kernel would take inside another program.
 _CALIBRATING = 16
 _SMALLEST_KERNEL = 2e-6
 
@@ -34,11 +36,11 @@ class _Device:
     """Compiled programs that mark the stream of a device.
 
     Attributes:
-        ordinal: as the extension knows the device.
-        gate: enqueues a gate, and a mark behind it.
+        ordinal: the extension's number of the device.
+        gate: enqueues a gate and a mark after it.
         mark: enqueues a mark.
-        gates: how many there were.
-        gap: seconds between two programs, beyond those between two kernels of one.
+        gates: the number of gates so far.
+        gap: seconds between two programs, minus the seconds between two kernels of one program.
     """
 
     ordinal: int
@@ -62,7 +64,7 @@ def _marked(device: Any) -> _Device:
 
         made = _Device(device.local_hardware_id or 0, program(True), program(False))
         nothing = compile_chain(jnp.negative, [(operand,)] * _CALIBRATING, one_by_one=True)
-    for _ in range(2):  # the first loads kernels
+    for _ in range(2):  # the first turn loads kernels
         _turn(made, nothing, 1)
     seconds = [turn[0] / _CALIBRATING for turn in _core.stopwatch_seconds(made.ordinal)]
     made.gap = max(0.0, seconds[-1] - _SMALLEST_KERNEL)
@@ -70,7 +72,7 @@ def _marked(device: Any) -> _Device:
 
 
 def _turn(device: _Device, chain: Chain, block: int) -> Any:
-    """Enqueues so many runs, each between two marks, and lets them go; returns what is running."""
+    """Enqueues ``block`` runs, each between two marks, and opens the gate; returns the last run."""
     _pass_gate(device, chain.config)
     running = None
     for _ in range(block):
@@ -87,7 +89,7 @@ def _pass_gate(device: _Device, config: str) -> None:
 
 
 def run_once(chain: Chain, device: Any) -> None:
-    """Runs a chain with its configuration: what it needs is loaded, or it fails here."""
+    """Runs a chain once with its configuration, so that it loads its kernels or fails here."""
     marked = _marked(device)
     _pass_gate(marked, chain.config)
     _core.open_gates(marked.ordinal, marked.gates)
@@ -97,30 +99,30 @@ def run_once(chain: Chain, device: Any) -> None:
 def time_chains(
     chains: Mapping[str, Chain], device: Any, *, reps: int, block: int
 ) -> dict[str, Timing]:
-    """Times compiled chains against each other by turns, as ``benchmarking.time_chains``.
+    """Times compiled chains against each other in turns, like ``benchmarking.time_chains``.
 
     Args:
         chains: the competitors by name; their programs run on the device.
         device: a CUDA device of this process.
-        reps: samples of each, at least.
-        block: samples of one before the next has its turn, at most.
+        reps: the minimum number of samples of each competitor.
+        block: the maximum number of samples of one competitor before the next has its turn.
 
     Returns:
         One ``Timing`` per name.
 
     Raises:
-        RuntimeError: marks were lost.
+        RuntimeError: some marks were not recorded.
     """
     most = max(len(chain.argument_sets) for chain in chains.values())
     block = max(1, min(block, _MOST_QUEUED // most))
     marked = _marked(device)
-    _core.stopwatch_seconds(marked.ordinal)  # of a measurement that was interrupted
+    _core.stopwatch_seconds(marked.ordinal)  # discards marks of an interrupted measurement
     order: list[str] = []
     running: list[Any] = []
     for name in turns(list(chains), reps, block):
         order.append(name)
         running.append(_turn(marked, chains[name], block))
-        # The next turn is queued while this one runs, but no more than that.
+        # Only the next turn is queued while this one runs.
         if len(running) > 1:
             jax.block_until_ready(running.pop(0))
     jax.block_until_ready(running)

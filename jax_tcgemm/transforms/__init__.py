@@ -1,1 +1,1 @@
-"""What a user applies to a whole function."""
+"""Transformations of whole functions."""

@@ -1,4 +1,4 @@
-"""Which configurations are worth timing for a product: those that the time model puts near best."""
+"""Selects the configurations to time for a product: those that the time model puts near best."""
 
 from __future__ import annotations
 
@@ -33,23 +33,24 @@ from jax_tcgemm.problem.spec import GemmSpec, flatten, with_kernel_layouts
 from jax_tcgemm.problem.strides import Operands, fold
 from jax_tcgemm.tuning.lookup import Product
 
-# The model is seldom further off than this for the best of a kind, and than that for others.
+# The model's error is seldom above ``_FACTOR`` for the best configuration of a kind, and seldom
+# above ``_NEAR`` for others of that kind.
 _FACTOR, _NEAR = 2.0, 1.3
-# Of 1,800 recorded products the best of so many takes 0.15 % longer than the best of all rows.
+# On 1,800 recorded products, the best of this many takes 0.15 % longer than the best of all rows.
 MOST = 10
-# The arithmetic whose rows have relatives of bfloat16.
+# The algorithm whose rows have bfloat16 relatives.
 _HALF = "F16_F16_F32"
-# Splits of one row beyond so many are not far from these.
+# Further splits of one row take about the same time as the first ones.
 _MOST_SPLITS_OF_A_ROW = 2
 
 
 def candidates(product: Product, device: Mapping[str, Any], most: int = MOST) -> list[str]:
-    """Names configurations, the fastest first by the time model.
+    """Returns the names of configurations, the fastest first by the time model.
 
     Args:
-        product: what is to be computed.
-        device: as ``_core.device_properties`` describes it.
-        most: how many.
+        product: the product to compute.
+        device: the result of ``_core.device_properties``.
+        most: the maximum number of names.
     """
     if isinstance(product.spec, CompiledSpec):
         return _of_compiled(product, device, most)
@@ -57,14 +58,14 @@ def candidates(product: Product, device: Mapping[str, Any], most: int = MOST) ->
 
 
 def built_candidates(product: Product, device: Mapping[str, Any], most: int = MOST) -> list[str]:
-    """The same of kernels that the build has: none for an epilogue of the user's own.
+    """Returns the candidates that the build contains; none for the user's own epilogue.
 
-    Kernels that the model puts far behind one that would have to be compiled are left out.
+    Kernels are left out if the model puts them far behind a kernel that must be compiled first.
 
     Args:
-        product: what is to be computed.
-        device: as ``_core.device_properties`` describes it.
-        most: how many.
+        product: the product to compute.
+        device: the result of ``_core.device_properties``.
+        most: the maximum number of names.
     """
     if isinstance(product.spec, CompiledSpec):
         return []
@@ -75,15 +76,16 @@ def built_candidates(product: Product, device: Mapping[str, Any], most: int = MO
 
 
 def algorithm_of(product: Product) -> str:
-    """Returns the name of the arithmetic that computes a product."""
+    """Returns the name of the algorithm (the types and precision) of a product."""
     return json.loads(product.problem)["algorithm"]
 
 
 def relative(product: Product) -> Product | None:
-    """Returns a product that rows of the build compute about as fast relative to one another.
+    """Returns a similar product for which the build has rows.
 
-    That is the plain product, without what follows it, of bfloat16 instead of float16. ``None``: it
-    would be the product itself, or there is none, as of 8-bit operands.
+    It is the product without its epilogue, in bfloat16 instead of float16. Rows rank about equally
+    for both products. ``None`` if it would equal the product, or if there is none, as for 8-bit
+    operands.
     """
     spec, types = product.spec, product.types
     if isinstance(spec, CompiledSpec):
@@ -100,7 +102,7 @@ def relative(product: Product) -> Product | None:
     if algorithm_of(product) == _HALF:
         is_wide = spec.out_dtype.itemsize > 2
         out = spec.out_dtype if is_wide else jnp.dtype(jnp.bfloat16)
-        precision = (jax.lax.Precision.DEFAULT,) * 2  # instead of a preset of float16
+        precision = (jax.lax.Precision.DEFAULT,) * 2  # instead of a float16 preset
         spec = dataclasses.replace(spec, out_dtype=out, precision=precision)
         types = tuple(
             jax.ShapeDtypeStruct(x.shape, jnp.bfloat16 if x.dtype == jnp.float16 else x.dtype)
@@ -112,11 +114,11 @@ def relative(product: Product) -> Product | None:
 
 
 def row_of(product: Product, config: str) -> str | None:
-    """Returns the configuration of a product that corresponds to one of its relative, if any does.
+    """Returns a product's configuration that corresponds to one of its relative; else ``None``.
 
     Args:
-        product: what is to be computed.
-        config: of ``relative(product)``.
+        product: the product to compute.
+        config: a configuration of ``relative(product)``.
     """
     if algorithm_of(product) == _HALF:
         config = config.replace("_bf16_", "_f16_")
@@ -130,7 +132,7 @@ def row_of(product: Product, config: str) -> str | None:
 
 
 def _spread(ranked: Sequence[tuple[str, float, bool]], most: int) -> list[str]:
-    """Picks the best, and the first of each kind and number of parts."""
+    """Returns the configurations near the best, and the best of each kind and split."""
     chosen: list[str] = []
     of_row: dict[str, int] = {}
     kinds: set[tuple[Any, ...]] = set()
@@ -166,15 +168,15 @@ def _ranked(
 
 
 def _of_compiled(product: Product, device: Mapping[str, Any], most: int) -> list[str]:
-    """The same of products with an epilogue of the user's own.
+    """Returns the candidates for a product with the user's own epilogue.
 
-    Few rows of 8-bit operands take the weights as they lie or transposed, by rows of their own,
-    whose times the model does not compare: some of each.
+    For few rows of 8-bit operands, separate kernels read the weights as stored or transposed. The
+    model does not compare the times of the two groups, so the result has some of each.
     """
     spec: CompiledSpec = product.spec
     own, _ = spec.split(product.types)
     made = translation.translate(spec.function)
-    assert not isinstance(made, str), product  # lowering asks for those that are translated
+    assert not isinstance(made, str), product  # lowering looks up only functions that translate
     calls: dict[str, compiled.Call] = {}
     for may_stream in (True, False):
         call = compiled.planned(own, spec, made, may_stream=may_stream)
@@ -226,13 +228,13 @@ def _of_gemm(product: Product) -> dict[str, Any]:
 
 
 def _of_groups(product: Product) -> dict[str, Any]:
-    """Groups of one size, as ``cuda/dispatch/ragged.cc`` takes them to be."""
+    """Returns the model's input for groups of equal size, like ``cuda/dispatch/ragged.cc``."""
     spec = product.spec
     lhs, rhs, sizes, *_ = product.types
     algorithm = _algorithm(product, lhs, rhs)
     groups = sizes.shape[0]
     by_rows = product.primitive == "ragged_dot"
-    multiple = COPY_BYTES // 2  # extents are padded to it
+    multiple = COPY_BYTES // 2  # extents are padded to a multiple of it
     rows, k = lhs.shape
     n = rhs.shape[1 if spec.transpose_rhs or not by_rows else 2]
     k, n = (-(-extent // multiple) * multiple for extent in (k, n))
@@ -259,5 +261,5 @@ def _of_groups(product: Product) -> dict[str, Any]:
 def _algorithm(product: Product, a: Any, b: Any) -> str:
     spec = product.spec
     algorithm = resolve_algorithm(a.dtype, b.dtype, spec.out_dtype, spec.precision)
-    assert algorithm is not None, product  # lowering asks for such products alone
+    assert algorithm is not None, product  # lowering looks up only products with an algorithm
     return algorithm

@@ -1,4 +1,4 @@
-"""The decision between competitors for a product, by samples of their times."""
+"""Chooses between the competitors for a product by samples of their times."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from collections.abc import Mapping, Sequence
 from jax_tcgemm.kernels.names import XLA, read_config
 from jax_tcgemm.tools.benchmarking import Timing
 
-# Competitors beside rows and XLA: the untuned choice, and XLA's composition by cuBLAS alone,
-# which is compiled sooner than where XLA autotunes.
+# Competitors besides rows and XLA: the untuned choice, and XLA's composition with cuBLAS only. The
+# latter compiles sooner than with XLA's autotuning.
 UNTUNED = "untuned"
 CUBLAS = "cublas"
 
 # A smaller gain is noise.
 _NOISE = 0.01
-# Two blocks of samples that differ by more were taken on a GPU that others use.
+# If two blocks of samples differ by more, other processes used the GPU.
 _STABLE = 0.05
 
 
 def is_untuned(config: str) -> bool:
-    """Says whether the first candidate is the untuned choice, which splits k by doubling alone."""
+    """Returns true if the first candidate is the untuned choice: its split is a power of two."""
     return read_config(config)[1].bit_count() == 1
 
 
 def decided(blocks: Sequence[Mapping[str, Timing]]) -> tuple[str, bool]:
-    """Names the choice, and says whether the blocks agree about the times behind it.
+    """Returns the choice, and whether the blocks agree about its times.
 
-    The untuned choice stays unless a row is faster by more than noise in each half of the blocks,
-    and so do rows beside XLA's composition. Where the power limit moves the clock, samples of one
-    kernel differ by up to a tenth.
+    A row replaces the untuned choice only if it is faster by more than noise in each half of the
+    blocks. XLA's composition replaces a row under the same condition. If the power limit changes
+    the clock, samples of one kernel differ by up to a tenth.
 
     Args:
-        blocks: samples of all competitors, twice or more often.
+        blocks: two or more blocks of samples of all competitors.
     """
     halves = [_joined(blocks[start::2]) for start in range(2)]
     choice = UNTUNED
@@ -40,7 +40,7 @@ def decided(blocks: Sequence[Mapping[str, Timing]]) -> tuple[str, bool]:
     for name in (*rows, *of_xla):
         if all(_is_faster(half[name], half[choice]) for half in halves):
             choice = name
-    # Relative to one another: the power limit slows all of them down.
+    # Compares ratios of times, because the power limit slows all competitors down.
     ratios = [
         [half[name].median / half[UNTUNED].median for half in halves]
         for name in {choice, *rows, *of_xla}
@@ -49,7 +49,7 @@ def decided(blocks: Sequence[Mapping[str, Timing]]) -> tuple[str, bool]:
 
 
 def is_clear(blocks: Sequence[Mapping[str, Timing]]) -> bool:
-    """Says whether more samples would hardly change the choice, or what it is worth."""
+    """Returns true if more samples would hardly change the choice or its gain."""
     times = _joined(blocks)
     choice = UNTUNED
     rows, of_xla = _challengers(blocks)
@@ -64,7 +64,7 @@ def is_clear(blocks: Sequence[Mapping[str, Timing]]) -> bool:
 
 
 def _joined(blocks: Sequence[Mapping[str, Timing]]) -> dict[str, Timing]:
-    """Returns the samples of all blocks."""
+    """Returns the samples of all blocks together."""
     return {
         name: Timing(sum((block[name].seconds for block in blocks), ()), blocks[0][name].method)
         for name in blocks[0]
@@ -72,7 +72,7 @@ def _joined(blocks: Sequence[Mapping[str, Timing]]) -> dict[str, Timing]:
 
 
 def _challengers(blocks: Sequence[Mapping[str, Timing]]) -> tuple[list[str], list[str]]:
-    """Returns the fastest row, if there is one, and what there is of XLA."""
+    """Returns the fastest row, if there is one, and XLA's competitors, if they were timed."""
     times = _joined(blocks)
     of_xla = [name for name in (XLA, CUBLAS) if name in times]
     rows = times.keys() - {UNTUNED, *of_xla}
@@ -84,5 +84,5 @@ def _is_faster(timing: Timing, than: Timing) -> bool:
 
 
 def _noise(one: Timing, other: Timing) -> float:
-    """About twice the standard error of the difference of two medians, relative to them."""
+    """Returns about twice the relative standard error of the difference of two medians."""
     return 1.3 * (one.spread + other.spread) / math.sqrt(len(one.seconds))

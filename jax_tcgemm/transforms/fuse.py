@@ -1,4 +1,4 @@
-"""``fuse``: a function whose products are this package's, each with what becomes of it."""
+"""``fuse``: computes a function's products by this package's kernels, epilogues included."""
 
 from __future__ import annotations
 
@@ -23,38 +23,46 @@ _Result_co = TypeVar("_Result_co", covariant=True)
 def fuse(f: Callable[_Parameters, _Result]) -> FusedFunction[_Parameters, _Result]:
     """Returns a function that computes its matrix products by this package's kernels.
 
-    ``f`` is any function of JAX; it does not have to be written for this package. Each
-    ``lax.dot_general`` (of ``@``, ``jnp.einsum`` or a library's layer) becomes
-    ``jax_tcgemm.dot_general``, and ``lax.ragged_dot`` this package's. Products stay XLA's where it
-    computes them together with what surrounds them: batches of products, as in attention, and few
-    rows by a weight that is made on the way, for example dequantised. What follows a product of
-    16-bit operands element by element (a bias, an activation, dropout, a residual, the derivative
-    of an activation, sums for the gradient of a bias) becomes its epilogue, compiled into the
-    kernel (see ``epilogue=`` of ``gemm``), if that moves fewer bytes. Two products of one operand
-    that are joined in this way, as in a gated layer, become one kernel. Bodies of ``jit``,
-    ``scan``, ``while_loop``, ``cond``, ``jax.checkpoint`` and ``shard_map`` are rewritten as well;
-    bodies of ``custom_jvp`` and ``custom_vjp`` are not.
+    ``f`` is any JAX function; it need not be written for this package. ``fuse`` replaces each
+    ``lax.dot_general`` (from ``@``, ``jnp.einsum`` or a library's layer) by
+    ``jax_tcgemm.dot_general``, and each ``lax.ragged_dot`` by this package's version.
 
-    Apply it to a whole training step, after ``jax.grad`` and before ``jax.jit``. Like ``jit`` it
-    traces ``f``, but at each call: ``jax.jit(fuse(f))`` traces once. The result can be
-    differentiated and batched, but then ``fuse`` sees the forward pass alone.
+    XLA still computes the products that it fuses with neighbouring operations:
 
-    Leaves that are not arrays pass into ``f`` and out of it as they are. Changes that ``f`` makes
-    in place to dicts, lists and objects of Flax NNX reach the caller's objects.
+    - batches of products, as in attention
+    - few rows times a weight that the program computes on the way, for example dequantizes
 
-    Results are those of ``f`` up to rounding: values that are bfloat16 in ``f`` are float32 between
-    a product and the next value that is written, as in a fusion of XLA's. ``JAX_TCGEMM_LOG=1``
-    prints what became of each product.
+    The element-wise operations after a product of 16-bit operands become its epilogue, if that
+    moves fewer bytes: a bias, an activation, dropout, a residual, the derivative of an activation,
+    sums for the gradient of a bias. The epilogue is compiled into the kernel (see ``epilogue=`` of
+    ``gemm``). Two products that share an operand and meet in such an epilogue, as in a gated layer,
+    become one kernel.
+
+    ``fuse`` also rewrites the bodies of ``jit``, ``scan``, ``while_loop``, ``cond``,
+    ``jax.checkpoint`` and ``shard_map``, but not those of ``custom_jvp`` and ``custom_vjp``.
+
+    Apply ``fuse`` to a whole training step, after ``jax.grad`` and before ``jax.jit``. Like
+    ``jit``, it traces ``f``, but at each call: ``jax.jit(fuse(f))`` traces once. The result can be
+    differentiated and batched, but then ``fuse`` sees only the forward pass.
+
+    Leaves that are not arrays pass into ``f`` and out of it unchanged. If ``f`` changes dicts,
+    lists or objects of Flax NNX in place, the caller's objects change, too.
+
+    Results equal those of ``f`` up to rounding. Values that are bfloat16 in ``f`` are float32
+    between a product and the next value that is written, as in an XLA fusion.
+    ``JAX_TCGEMM_LOG=1`` prints how each product is computed.
 
     Args:
         f: a function of pytrees, or of objects of Flax NNX.
 
     Returns:
-        A function of the same arguments and results. It raises ``TypeError`` if ``f`` changes an
-        argument in place that is no dict, list or object of Flax NNX. Its ``report``, called with
-        the same arguments (or ``jax.ShapeDtypeStruct`` in place of arrays), runs nothing and
-        returns a table of what becomes of each product: ``print(fuse(f).report(*args))``. That of
-        a method takes the object as well.
+        A function with the same arguments and results. It raises ``TypeError`` if ``f`` changes an
+        argument in place that is no dict, list or object of Flax NNX.
+
+        The function has a method ``report``, which takes the same arguments (or
+        ``jax.ShapeDtypeStruct`` in place of arrays). ``report`` runs nothing and returns a table
+        that shows how each product is computed: ``print(fuse(f).report(*args))``. If ``f`` is a
+        method, ``report`` also takes the object.
     """
     name = getattr(f, "__name__", type(f).__name__)
 
@@ -73,7 +81,8 @@ def fuse(f: Callable[_Parameters, _Result]) -> FusedFunction[_Parameters, _Resul
             closed = jax.make_jaxpr(function)(*arrays)
             rewriting = Rewriting()
             rewriting.rewritten(closed.jaxpr, closed.consts)
-            raise _ReportedError(Report(rewriting.decisions))  # before anything is changed in place
+            # Raised here, so that nothing has been changed in place yet.
+            raise _ReportedError(Report(rewriting.decisions))
 
         def traced(leaves: list[Any]) -> Any:
             given = iter(leaves)
@@ -106,16 +115,16 @@ class FusedFunction(Protocol[_Parameters, _Result_co]):
         ...
 
     def __call__(self, *args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result_co:
-        """Computes what the function does, by this package's kernels."""
+        """Calls the function, with its products computed by this package's kernels."""
         ...
 
     def report(self, *args: _Parameters.args, **kwargs: _Parameters.kwargs) -> Report:
-        """Returns what becomes of each product; nothing is run."""
+        """Returns how each product is computed, without running anything."""
         ...
 
 
 class _ReportedError(Exception):
-    """Ends a call whose products are known."""
+    """Ends a call as soon as the decisions for all products are known."""
 
     def __init__(self, report: Report) -> None:
         super().__init__()
@@ -124,10 +133,10 @@ class _ReportedError(Exception):
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """Holds back Python's collection of cycles: it would take a third of the time to rewrite.
+    """Pauses Python's garbage collector, which would take a third of the rewriting time.
 
-    The objects of a rewritten program live until it is done, and each full collection goes through
-    all of JAX's.
+    The objects of a rewritten program live until the rewriting ends, and each full collection
+    traverses all objects of JAX.
     """
     was_enabled = gc.isenabled()
     gc.disable()

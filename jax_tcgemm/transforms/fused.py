@@ -1,4 +1,4 @@
-"""A product with what becomes of it, as one item of a graph."""
+"""A product and its epilogue as one item of a graph."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from jax_tcgemm.transforms.matrix_form import MatrixForm, RaggedForm
 
 @dataclasses.dataclass(eq=False)
 class Fused(Item):
-    """A product, or two of one operand, and what becomes of it.
+    """A product, or two that share an operand, and the epilogue.
 
     Attributes:
-        products: the nodes of ``dot_general``, or of one ``ragged_dot_general``.
-        form: how this package computes each.
-        factors: how many operands the products have: a gated one ``lhs`` and two ``rhs``, one over
-            groups ``lhs``, ``rhs`` and ``group_sizes``.
-        accumulators: their results.
-        nodes: what is computed of them, in order.
-        inputs: the factors, and what ``nodes`` read beside.
-        outputs: what is used elsewhere.
-        saved_bytes: how many bytes fewer are moved than if XLA computed the nodes.
+        products: one or two ``dot_general`` nodes, or one ``ragged_dot_general`` node.
+        form: how this package computes each product.
+        factors: how many operands the products have. A gated product has ``lhs`` and two ``rhs``; a
+            product over groups has ``lhs``, ``rhs`` and ``group_sizes``.
+        accumulators: the results of the products.
+        nodes: the operations of the epilogue, in order.
+        inputs: the factors, then the other values that ``nodes`` read.
+        outputs: the values that are used elsewhere.
+        saved_bytes: how many bytes this saves compared to XLA computing the nodes.
     """
 
     products: tuple[Node, ...]
@@ -35,13 +35,14 @@ class Fused(Item):
 
     @property
     def leaves(self) -> tuple[Atom, ...]:
-        """What ``nodes`` read beside the products."""
+        """The values that ``nodes`` read in addition to the products."""
         return self.inputs[self.factors :]
 
     def apart(self) -> list[Node]:
-        """Returns nodes that compute the same one by one.
+        """Returns separate nodes that compute the same outputs.
 
-        What they give beside the outputs are values of their own, since nodes for others may stay.
+        Their intermediate results are new values, because the graph may still hold the original
+        nodes for other users.
         """
         values = {value: value for value in self.outputs}
 

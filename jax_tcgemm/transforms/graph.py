@@ -1,4 +1,4 @@
-"""A jaxpr as a list of nodes that can be moved, with its calls of ``jit`` inlined."""
+"""A jaxpr as a list of movable nodes, with its calls of ``jit`` inlined."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Value:
 
     Attributes:
         aval: its type.
-        shape: its shape; ``()`` for what is no array.
-        dtype: its dtype; ``None`` for what is no array.
-        bytes: its size in memory; ``0`` where that is not known.
-        var: its variable in the jaxpr that the graph is made of; ``None`` if it was inlined.
+        shape: its shape; ``()`` if it is no array.
+        dtype: its dtype; ``None`` if it is no array.
+        bytes: its size in memory; ``0`` if that is not known.
+        var: its variable in the graph's original jaxpr; ``None`` if it was inlined.
     """
 
     def __init__(self, aval: Any, var: Any = None):
@@ -39,11 +39,11 @@ Atom = Any
 
 
 class Item:
-    """What has inputs and outputs.
+    """An operation of a graph: it has inputs and outputs.
 
     Attributes:
         inputs: the values and literals that it reads.
-        outputs: the values that it makes.
+        outputs: the values that it computes.
         taken: the inputs that are no literals.
     """
 
@@ -52,12 +52,12 @@ class Item:
     taken: list[Value]
 
     def __post_init__(self) -> None:
-        """Finds what it takes."""
+        """Sets ``taken``."""
         self.taken = [x for x in self.inputs if isinstance(x, Value)]
 
     @property
     def has_effects(self) -> bool:
-        """Whether it does anything but make its outputs."""
+        """True if the item does more than compute its outputs."""
         return False
 
 
@@ -68,11 +68,12 @@ class Node(Item):
     Attributes:
         eqn: the equation; ``inputs`` and ``outputs`` replace its variables.
         inputs: the values and literals that it reads.
-        outputs: the values that it makes.
-        scope: the name stack of the calls from which it was inlined, ``None`` outside of any.
-        elementwise: what ``products.is_elementwise`` found, ``None`` before it is asked.
-        fallback_reason: of a product that XLA is to compute, why.
-        is_sequence_last: of a projection, whether its kernel writes the sequence behind the
+        outputs: the values that it computes.
+        scope: the name stack of the calls from which it was inlined; ``None`` outside any call.
+        elementwise: the cached result of ``products.is_elementwise``; ``None`` before its first
+            call.
+        fallback_reason: why XLA should compute this product; ``None`` if it should not.
+        is_sequence_last: whether the kernel of this projection writes the sequence after the
             features; see ``heads``.
         name: the name of its primitive.
     """
@@ -87,23 +88,23 @@ class Node(Item):
     name: str = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        """Notes what is asked for often."""
+        """Caches the name, which is read often."""
         super().__post_init__()
         self.name = self.eqn.primitive.name
 
     @property
     def params(self) -> Mapping[str, Any]:
-        """The parameters of its primitive."""
+        """The parameters of the node's primitive."""
         return self.eqn.params
 
     @property
     def has_effects(self) -> bool:
-        """Whether it does anything but make its outputs; ``free_ref`` has no outputs at all."""
+        """True if the node does more than compute its outputs; ``free_ref`` has no outputs."""
         return bool(self.eqn.effects) or not self.outputs
 
     @functools.cached_property
     def context(self) -> tuple[Any, ...]:
-        """Where and how it is computed, see ``jaxprs.context_of``."""
+        """Where and how the node is computed, see ``jaxprs.context_of``."""
         return jaxprs.context_of(self.eqn)
 
 
@@ -112,11 +113,11 @@ class Graph:
     """A jaxpr with its plain calls of ``jit`` inlined.
 
     Attributes:
-        arguments: the values that a caller gives.
+        arguments: the values that the caller passes.
         constants: the arrays that the jaxpr holds.
         items: the nodes, each after those whose outputs it reads.
         results: the values and literals that it returns.
-        stacked: the results that a caller copies into an array of many, as ``scan`` does.
+        stacked: the results that the caller copies into a stacked array, as ``scan`` does.
     """
 
     arguments: list[Value]
@@ -131,7 +132,7 @@ class Graph:
         return frozenset(x for x in self.results if isinstance(x, Value))
 
     def used(self) -> list[Any]:
-        """Returns the items that the results, or effects, need."""
+        """Returns the items that results or effects need."""
         wanted = set(self.returned)
         kept = []
         for item in reversed(self.items):
@@ -142,7 +143,7 @@ class Graph:
 
 
 def graph_of(jaxpr: Any, consts: Sequence[Any], is_stacked: Sequence[bool] = ()) -> Graph:
-    """Returns the nodes of a jaxpr.
+    """Returns the graph of a jaxpr.
 
     Args:
         jaxpr: the operations, without constants.
@@ -175,7 +176,7 @@ class _Inlining:
     def add(
         self, jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Atom], scope: Any
     ) -> list[Atom]:
-        """Adds the nodes of a jaxpr that is given these arguments, and returns its results."""
+        """Adds the nodes of a jaxpr called with these arguments, and returns its results."""
         env: dict[Any, Atom] = dict(zip(jaxpr.invars, arguments, strict=True))
         for var, const in zip(jaxpr.constvars, consts, strict=True):
             env[var] = Value(var.aval, var if scope is None else None)
@@ -194,11 +195,11 @@ class _Inlining:
 
 
 def inner_nodes(eqn: Any, names: frozenset[str]) -> Iterator[Any]:
-    """Yields an equation, or those within it, at any depth.
+    """Yields an equation, or the equations inside it at any depth.
 
     Args:
         eqn: the equation.
-        names: names of the primitives that are looked into.
+        names: the primitives whose inner equations are yielded instead.
     """
     if eqn.primitive.name not in names:
         yield eqn

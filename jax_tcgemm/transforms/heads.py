@@ -1,10 +1,13 @@
-"""Projections whose heads attention multiplies: their kernels write the sequence last.
+"""Finds projections whose result attention reads; their kernels write the sequence last.
 
-XLA computes the batches of products of attention. Their operands have to be ordered by sequence and
-head before anything else, and XLA brings a projection's result into that order. Where it computes
-the projection itself, it does so at once; behind a kernel, whose result lies as it is declared, it
-does so last, after the rotary embedding, in a kernel that is several times slower. A kernel of this
-package writes ``(batch, features, sequence)`` as fast as any other order.
+XLA computes the batched products of attention. It needs their operands ordered by sequence and
+head, so it transposes the result of a projection:
+
+- If XLA computes the projection itself, it transposes at once.
+- If a kernel computes the projection, its result has the declared layout. XLA then transposes only
+  after the rotary embedding, in a kernel that is several times slower.
+
+A kernel of this package writes ``(batch, features, sequence)`` as fast as any other order.
 """
 
 from __future__ import annotations
@@ -18,18 +21,18 @@ from jax_tcgemm.transforms.matrix_form import MatrixForm
 from jax_tcgemm.transforms.neighbours import VIEWS, users_of
 from jax_tcgemm.transforms.products import form_of, is_elementwise, is_product
 
-# A kernel reads and writes in vectors of so many elements of 16 bits.
+# A kernel reads and writes vectors of this many 16-bit elements.
 _VECTOR = 8
-# Sequences that are not worth it: those of decoding.
+# Sequences up to this length, as in decoding, do not gain from it.
 _SHORT = 64
-# Operations between a projection and attention, at most.
+# At most this many values between a projection and attention are followed.
 _MOST_BETWEEN = 100
-# Operations that keep the first two dimensions, beside views and element-wise ones.
+# Operations that keep the first two dimensions, in addition to views and element-wise ones.
 _KEEPING = frozenset({"slice", "split", "concatenate", "broadcast_in_dim"})
 
 
 def note_heads(items: Iterable[Any]) -> None:
-    """Marks the products that are to be written with the sequence last."""
+    """Sets ``is_sequence_last`` of the products that are written with the sequence last."""
     items = list(items)
     users = users_of(items)
     for item in items:
@@ -38,7 +41,10 @@ def note_heads(items: Iterable[Any]) -> None:
 
 
 def _has_sequence(product: Node) -> bool:
-    """Returns true for ``(batch, sequence, k)`` by a matrix that is kept in memory."""
+    """Returns true for ``(batch, sequence, k)`` times one matrix, if the extents allow vectors.
+
+    The sequence must be longer than ``_SHORT``.
+    """
     form, (result,) = form_of(product), product.outputs
     if not isinstance(form, MatrixForm) or form.transpose_a or len(form.a_shape) != 3:
         return False
@@ -57,14 +63,17 @@ class _Way:
 
     Attributes:
         product: the projection.
-        users: the items that read a value.
+        users: the items that read each value.
     """
 
     product: Node
     users: Mapping[Value, Sequence[Any]]
 
     def leads_to_attention(self) -> bool:
-        """Returns true if batches of products read it, by way of a rotary embedding or nothing."""
+        """Returns true if batched products read the projection, directly or after a rotation.
+
+        The rotation is a rotary embedding.
+        """
         (result,) = self.product.outputs
         waiting, seen = [result], {result}
         is_rotated = is_changed = False
@@ -86,7 +95,7 @@ class _Way:
         return len(seen) > 1 and (is_rotated or not is_changed)
 
     def _keeps(self, node: Node) -> bool:
-        """Returns true if a node keeps the batch and the sequence where they are."""
+        """Returns true if a node keeps batch and sequence as the first two dimensions."""
         if not (node.name in VIEWS or node.name in _KEEPING or is_elementwise(node)):
             return False
         if node.name == "concatenate" and node.params["dimension"] < 2:
@@ -98,7 +107,10 @@ class _Way:
 
 
 def _reads_heads(product: Node, value: Value) -> bool:
-    """Returns true if a product's batch is that of a value and a dimension behind its sequence."""
+    """Returns true if a product's batch dimensions are the value's batch and a later dimension.
+
+    The later dimension comes after the sequence and is not the contraction dimension.
+    """
     for side, each in enumerate(product.inputs):
         if each is value:
             (contracted, batch) = (pair[side] for pair in product.params["dimension_numbers"])

@@ -1,4 +1,4 @@
-"""What computes a product, or a region, as a jaxpr of this package's primitives."""
+"""Jaxprs of this package's primitives that compute a product or a region."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ from jax_tcgemm.transforms.region_function import literal, region_function
 
 
 class NoKernelError(Exception):
-    """No kernel has such an epilogue; the message says why."""
+    """No kernel supports this epilogue; the message says why."""
 
 
 def traced(item: Node | Fused) -> Any:
-    """Returns a product, or a region, as a closed jaxpr, see ``traced_call``.
+    """Returns a closed jaxpr that computes a product or a region, see ``traced_call``.
 
     Raises:
-        NoKernelError: no kernel has the epilogue that the region is.
+        NoKernelError: no kernel supports the region's epilogue.
     """
     return traced_call(item, _region if isinstance(item, Fused) else _product)
 
 
 def traced_call(item: Node | Fused, compute: Callable[[Any, list[Any]], Sequence[Any]]) -> Any:
-    """Traces a function of the inputs of an item that are no literals.
+    """Returns a closed jaxpr of an item's inputs, without those that are literals.
 
     Args:
-        item: what is computed.
+        item: the item to compute.
         compute: returns the outputs of the item, given all of its inputs.
     """
 
@@ -87,7 +87,7 @@ def _product(node: Node, values: Sequence[Any]) -> list[Any]:
 
 
 def _with_sequence_last(node: Node, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-    """Computes ``(batch, sequence, ...)`` as the transpose of ``(batch, ..., sequence)``."""
+    """Computes ``(batch, ..., sequence)`` and transposes it to ``(batch, sequence, ...)``."""
     form, (result,) = form_of(node), node.outputs
     assert isinstance(form, MatrixForm)
     a, b = form.factors(lhs, rhs)
@@ -125,9 +125,9 @@ def _region(fused: Fused, values: Sequence[Any]) -> Sequence[Any]:
 
 
 def _is_wide_product(fused: Fused) -> bool:
-    """Whether a bfloat16 product is only converted to float32, which needs no rounding before.
+    """Returns true if a bfloat16 product is only converted to float32, so it need not be rounded.
 
-    A float16 product does: 70000 is infinite there.
+    A float16 product must be rounded first: 70000 is infinite in float16.
     """
     names = [node.name for node in fused.nodes]
     return (
@@ -141,7 +141,7 @@ def _is_wide_product(fused: Fused) -> bool:
 def _factors(
     fused: Fused, values: Sequence[Any]
 ) -> tuple[Sequence[jax.Array], GemmSpec | RaggedSpec]:
-    """Returns the operands of the product, or of the two of a gated one, and what is multiplied."""
+    """Returns the operands of the product, or of both products of a gated one, and its spec."""
     form, params = fused.form, fused.products[0].params
     precision = _compat.canonicalize_precision(params["precision"])
     out_dtype = fused.products[0].outputs[0].dtype

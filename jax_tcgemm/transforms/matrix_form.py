@@ -1,4 +1,4 @@
-"""``dot_general`` as ``gemm`` has it, and ``ragged_dot_general`` as ``ragged_dot`` has it."""
+"""Maps ``dot_general`` to ``gemm``, and ``ragged_dot_general`` to ``ragged_dot``."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _Dims = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class MatrixForm:
-    """How the operands of a ``dot_general`` become those of ``gemm``; nothing is moved in memory.
+    """How the operands of a ``dot_general`` become those of ``gemm``, without a copy.
 
     Attributes:
-        a_shape: of ``a``, ``(..., m, k)``, or ``(..., k, m)`` with ``transpose_a``.
-        b_shape: of ``b``, ``(..., k, n)``, or ``(..., n, k)`` with ``transpose_b``.
+        a_shape: the shape of ``a``: ``(..., m, k)``, or ``(..., k, m)`` with ``transpose_a``.
+        b_shape: the shape of ``b``: ``(..., k, n)``, or ``(..., n, k)`` with ``transpose_b``.
         transpose_a: whether ``a`` holds the transpose.
-        transpose_b: the same of ``b``.
+        transpose_b: whether ``b`` holds the transpose.
     """
 
     a_shape: tuple[int, ...]
@@ -35,12 +35,12 @@ class MatrixForm:
 
 
 def matrix_form(lhs: _Dims, rhs: _Dims, dims: Any) -> MatrixForm | None:
-    """Returns how ``gemm`` computes a ``dot_general``, ``None`` where it cannot without a copy.
+    """Returns how ``gemm`` computes a ``dot_general``; ``None`` if that needs a copy.
 
     Args:
-        lhs: shape of its first operand.
-        rhs: that of the second.
-        dims: its dimension numbers.
+        lhs: the shape of the first operand.
+        rhs: the shape of the second operand.
+        dims: the dimension numbers of the ``dot_general``.
     """
     (lhs_contracted, rhs_contracted), (lhs_batch, rhs_batch) = dims
     batch = len(lhs_batch)
@@ -62,7 +62,7 @@ def matrix_form(lhs: _Dims, rhs: _Dims, dims: Any) -> MatrixForm | None:
 
 
 def _merged(shape: _Dims, contracted: _Dims, batch: int) -> tuple[_Dims, int, bool] | None:
-    """Returns the free extents, the contracted one, and whether that comes first."""
+    """Returns the free extents, the contraction extent, and whether the latter comes first."""
     count, rank = len(contracted), len(shape)
     k = math.prod(shape[i] for i in contracted)
     if not count:
@@ -76,11 +76,11 @@ def _merged(shape: _Dims, contracted: _Dims, batch: int) -> tuple[_Dims, int, bo
 
 @dataclasses.dataclass(frozen=True)
 class RaggedForm:
-    """How a ``ragged_dot_general`` is one of this package's products over groups of rows.
+    """How this package computes a ``ragged_dot_general`` as a product over groups of rows.
 
     Attributes:
         contracts_groups: whether it contracts over the rows of each group.
-        transpose_rhs: else, whether ``rhs`` is ``(g, n, k)``.
+        transpose_rhs: if it does not contract over them, whether ``rhs`` is ``(g, n, k)``.
     """
 
     contracts_groups: bool
@@ -88,10 +88,10 @@ class RaggedForm:
 
 
 def ragged_form(params: Mapping[str, Any]) -> RaggedForm | None:
-    """Returns the form of a ``ragged_dot_general``, ``None`` where it has none.
+    """Returns the form of a ``ragged_dot_general``; ``None`` if this package does not support it.
 
     Args:
-        params: those of the primitive.
+        params: the parameters of the primitive.
     """
     numbers = params["ragged_dot_dimension_numbers"]
     is_plain = params["group_offset"] is None and params.get("out_sharding") is None

@@ -1,4 +1,4 @@
-"""How a product is computed fastest: its candidates by turns, beside XLA's own composition."""
+"""Finds the fastest way to compute a product: times candidates and XLA's composition in turns."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from jax_tcgemm.tuning.entry import Entry
 from jax_tcgemm.tuning.lookup import Measured, Product
 from jax_tcgemm.tuning.tunings import described
 
-# Samples of a block, and of one competitor before the next has its turn. Where two blocks leave it
-# unclear which competitor is faster, there are more, so many at most.
+# Samples of each competitor in a block, samples of one competitor in a turn, and the maximum number
+# of blocks. There are more than two blocks only if two leave the fastest competitor unclear.
 _FINAL_REPS, _BLOCK, _MOST_BLOCKS = 8, 2, 8
-# Rows that are timed with less time left than ``_PATIENT_SECONDS``: of 1,800 recorded products the
-# best of them takes 0.3 % longer than the best of all rows.
+# With less time left than ``_PATIENT_SECONDS``, only this many rows are timed. On 1,800 recorded
+# products, the best of them takes 0.3 % longer than the best of all rows.
 _FEW_ROWS = 6
 # XLA's autotuning takes most of a measurement (0.75 of 1.1 s on 16 cores). With less time left than
-# this it is left out: cuBLAS alone stands for XLA, whose autotuning finds nothing slower.
+# this, the measurement times cuBLAS first, and XLA's own choice only if cuBLAS is fastest.
 _PATIENT_SECONDS = 60.0
-# The untuned choice is good enough then if it is as fast as cuBLAS and this near to what the GPU
-# can do.
+# With less time left, the untuned choice is good enough if it is as fast as cuBLAS and the GPU's
+# limit is at least this share of its time.
 _NEAR_ENOUGH = 0.75
 
 _NUMBERS = Numbers()
@@ -47,24 +47,24 @@ def measure(
     patience: float = math.inf,
     stop: threading.Event | None = None,
 ) -> Measured:
-    """Times what may compute a product, by turns.
+    """Times the ways to compute a product, in turns.
 
-    Rows of the build are timed as they are. Where the epilogue or the type takes rows that NVRTC
-    compiles, their relatives in the build are timed first (``candidates.relative``), and of the
-    rows themselves two at most.
+    If the build contains the rows, they are timed directly. If the epilogue or the type needs rows
+    that NVRTC compiles, their relatives in the build are timed first (``candidates.relative``), and
+    then at most two of the rows themselves.
 
     Args:
-        product: as lowering has it.
-        numbers: what operands are made of; by default those of other measurements.
-        patience: seconds that this and other measurements may still take. With few, fewer rows are
-            timed, and none where the untuned choice is good; cuBLAS stands for XLA.
-        stop: once set, the measurement ends where it is.
+        product: the product, as the lowering describes it.
+        numbers: the source of the operands' elements; by default shared by all measurements.
+        patience: seconds that this and other measurements may still take. If few are left, fewer
+            rows are timed (none if the untuned choice is good), and cuBLAS stands for XLA.
+        stop: once set, the measurement ends.
 
     Returns:
-        The outcome. It is certain if two blocks of samples, taken one after the other, agree.
+        The outcome. It is certain if both halves of the sample blocks, taken alternately, agree.
 
     Raises:
-        MemoryError: the operands and results take more than a part of the free memory.
+        MemoryError: the operands and results need more than their share of the free memory.
         InterruptedMeasurementError: ``stop`` was set.
     """
     begun = time.perf_counter()
@@ -85,7 +85,7 @@ def measure(
             race.narrow_down()
     blocks = _blocks(race)
     best, is_certain = decided(blocks)
-    if best == CUBLAS:  # what XLA takes in its place may be slower
+    if best == CUBLAS:  # XLA's own choice in the program may be slower than cuBLAS
         race.leave(CUBLAS)
         race.enter({XLA: XLA})
         blocks = _blocks(race)
@@ -101,7 +101,7 @@ def measure(
 
 
 def _blocks(race: Race) -> list[dict[str, Timing]]:
-    """Returns samples: of two blocks, or of more where these leave the choice unclear."""
+    """Returns two blocks of samples, or more if these leave the choice unclear."""
     blocks: list[dict[str, Timing]] = []
     while len(blocks) < 2 or not (is_clear(blocks) or len(blocks) == _MOST_BLOCKS):
         blocks += [race.timed(_FINAL_REPS, _BLOCK) for _ in range(2)]
@@ -109,12 +109,13 @@ def _blocks(race: Race) -> list[dict[str, Timing]]:
 
 
 def measure_while_lowering(product: Product, patience: float) -> Measured | None:
-    """Measures a product where a program is being traced.
+    """Measures a product while a program is being traced.
 
     Args:
-        product: as lowering has it.
-        patience: as of ``measure``. With little, a product with a function is not measured: NVRTC
-            would compile kernels only to time them, and the model's choice was as fast.
+        product: the product, as the lowering describes it.
+        patience: as for ``measure``. If little is left, a product with the user's own epilogue is
+            not measured: NVRTC would compile kernels only to time them, and the model's choice was
+            as fast.
     """
     if patience < _PATIENT_SECONDS and isinstance(product.spec, CompiledSpec):
         return None
@@ -122,10 +123,10 @@ def measure_while_lowering(product: Product, patience: float) -> Measured | None
 
 
 def in_a_thread(function: Callable[..., Measured]) -> Measured:
-    """Calls a function where nothing is traced, and no mesh or option is set by a context.
+    """Calls a function in a new thread, without the caller's trace, mesh and options.
 
     Args:
-        function: takes ``stop``, which is set if this thread is interrupted.
+        function: takes ``stop``, which is set if the calling thread is interrupted.
     """
     device = next(iter(_compat.initialized_cuda_devices()), None)
     stop = threading.Event()
@@ -136,10 +137,10 @@ def in_a_thread(function: Callable[..., Measured]) -> Measured:
         try:
             with jax.default_device(device), jax.debug_nans(False), jax.debug_infs(False):
                 outcomes.append(function(stop=stop))
-        except BaseException as error:  # raised again where it is waited for
+        except BaseException as error:  # the calling thread raises it again
             outcomes.append(error)
 
-    # Not an executor: one that is interrupted while it starts a thread does not wait for it.
+    # An executor that is interrupted while it starts a thread would not wait for that thread.
     thread = threading.Thread(target=run)
     try:
         thread.start()

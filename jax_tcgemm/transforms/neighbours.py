@@ -1,4 +1,4 @@
-"""The surroundings of a product: transposes that it absorbs, what XLA would fuse."""
+"""The operations around a product: transposes that it absorbs, operations that XLA would fuse."""
 
 from __future__ import annotations
 
@@ -13,33 +13,34 @@ from jax_tcgemm.transforms.products import SPREADING, is_elementwise, is_typed
 
 _Dims = tuple[int, ...]
 
-# A product of so few rows, or columns, takes about the time of reading the other operand.
+# A product of at most this many rows or columns takes about as long as reading the other operand.
 _FEW = 64
-# The bytes of a product of few rows that takes about as long as a launch. XLA's own kernel does not
-# take longer, may add up its parts in the next one, and is updated sooner in a command buffer.
+# A product of few rows with fewer bytes takes about as long as a launch. XLA's own kernel is not
+# slower. XLA may also add up its partial sums in the next kernel, and updates it sooner in a
+# command buffer.
 _SMALL_BYTES = 4 * 2**20
-# XLA joins products of one operand into a single one if one of them is no larger than this.
+# XLA merges products that share an operand if one of the products is no larger than this.
 _JOINED_BYTES = 32 * 2**20
-# Operations before an operand, at most, among which a product is looked for.
+# The search for a product before an operand visits at most this many operations.
 _MOST_LOOKED_AT = 50
-# Operations that change no byte of an array in its declared layout.
+# Operations that leave the bytes of an array in its declared layout unchanged.
 VIEWS = frozenset({"reshape", "squeeze", "expand_dims"})
-# Operations that XLA fuses into its own product, beside element-wise ones.
+# Operations that XLA fuses into its own product, in addition to element-wise ones.
 _FUSIBLE = SPREADING | {"transpose", "slice", "dynamic_slice", "rev", "pad", "concatenate"}
 
 
 def absorb_transposes(graph: Graph) -> list[Any]:
-    """Returns the items, where products read and write matrices without transposes around them.
+    """Returns the items with transposes absorbed into the products next to them.
 
-    A kernel reads a transposed matrix as fast as another. XLA does not know that: it would
-    transpose in memory what it passes to the kernel, and what comes back.
+    A kernel reads a transposed matrix as fast as any other. XLA does not know that: it would
+    transpose the kernel's operands and results in memory.
     """
     items = _with_factors_exchanged(graph.used(), graph.returned)
     return _OperandTransposes(items, graph.returned).absorbed()
 
 
 def note_fallbacks(items: Iterable[Any]) -> None:
-    """Writes into each product that XLA is to compute why."""
+    """Sets ``fallback_reason`` of each product that XLA computes."""
     items = list(items)
     makers = {value: item for item in items for value in item.outputs}
     users = users_of(items)
@@ -50,12 +51,12 @@ def note_fallbacks(items: Iterable[Any]) -> None:
 def _fallback_reason(
     product: Node, makers: Mapping[Value, Any], users: Mapping[Value, Sequence[Any]]
 ) -> str | None:
-    """Says why XLA is to compute a product, together with its surroundings; ``None``: it is not.
+    """Returns why XLA should compute a product with its neighbours; ``None`` if it should not.
 
     Args:
         product: any node of a graph.
-        makers: the item that makes a value; arguments and constants have none.
-        users: the items that read a value.
+        makers: the item that computes each value; arguments and constants have none.
+        users: the items that read each value.
     """
     if product.name != "dot_general":
         return None
@@ -82,9 +83,9 @@ def _fallback_reason(
 
 
 def _has_sibling(product: Node, users: Mapping[Value, Sequence[Any]]) -> bool:
-    """Returns true if another product reads the smaller operand, too, as of a layer's q, k and v.
+    """Returns true if another product also reads the smaller operand, like q, k and v of a layer.
 
-    XLA's kernel for one row is not worth that: two of this package's take less time.
+    Callers skip this check for one row: two kernels of this package are faster than XLA's kernel.
     """
     if not all(isinstance(x, Value) for x in product.inputs):
         return False
@@ -111,7 +112,7 @@ def _is_fusible(maker: Any) -> bool:
 
 
 def _follows_product(atom: Atom, makers: Mapping[Value, Any]) -> bool:
-    """Returns true if a product's result makes a value, so that its kernel may."""
+    """Returns true if a value follows from a product, whose kernel may then compute the value."""
     waiting, seen = [atom], set()
     while waiting and len(seen) < _MOST_LOOKED_AT:
         maker = _maker(waiting.pop(), makers)
@@ -125,7 +126,7 @@ def _follows_product(atom: Atom, makers: Mapping[Value, Any]) -> bool:
 
 
 def _maker(atom: Atom, makers: Mapping[Value, Any]) -> Any:
-    """Returns the item that computes what is read; ``None`` for what is in memory already."""
+    """Returns the item that computes a value; ``None`` if the value is already in memory."""
     maker = makers.get(atom) if isinstance(atom, Value) else None
     while isinstance(maker, Node) and maker.name in VIEWS:
         (atom,) = maker.inputs[:1]
@@ -137,10 +138,10 @@ def _maker(atom: Atom, makers: Mapping[Value, Any]) -> Any:
 
 
 def _with_factors_exchanged(items: list[Any], returned: frozenset[Value]) -> list[Any]:
-    """Returns the items, where a product that is transposed becomes that of the other order.
+    """Returns the items; a product followed by a transpose has its operands exchanged instead.
 
-    The gradient of a weight is ``dot_general`` and then ``transpose``. That of a weight that is
-    stored transposed, and in float32, is converted and transposed once more.
+    The gradient of a weight is ``dot_general`` and then ``transpose``. If the weight is stored
+    transposed and in float32, the gradient is also converted and transposed a second time.
     """
     users = users_of(items)
     replaced: dict[Any, Node] = {}
@@ -175,13 +176,13 @@ def _with_factors_exchanged(items: list[Any], returned: frozenset[Value]) -> lis
 def _only_user(
     value: Value, users: Mapping[Value, Sequence[Any]], returned: frozenset[Value]
 ) -> Node | None:
-    """Returns the item that reads a value, if there is one and no other."""
+    """Returns the item that reads a value if exactly one item reads it, else ``None``."""
     found = users.get(value, [])
     return found[0] if len(found) == 1 and value not in returned else None
 
 
 def _is_conversion(node: Any, product: Node) -> TypeGuard[Node]:
-    """Returns true if a node converts, in the context of a product."""
+    """Returns true if a node is a type conversion in the same context as a product."""
     return (
         isinstance(node, Node)
         and node.name == "convert_element_type"
@@ -191,7 +192,7 @@ def _is_conversion(node: Any, product: Node) -> TypeGuard[Node]:
 
 
 def _is_exchange(node: Any, product: Node) -> bool:
-    """Returns true if a node transposes to what the operands in the other order give."""
+    """Returns true if a transpose gives the result of the product with exchanged operands."""
     if not isinstance(node, Node) or node.name != "transpose" or node.context != product.context:
         return False
     (contracted, _), (batch, _) = product.params["dimension_numbers"]
@@ -217,10 +218,10 @@ def _with(product: Node, **changes: Any) -> Node:
 
 
 class _OperandTransposes:
-    """Lets products read what their operands are transposes of.
+    """Makes products read the untransposed matrix instead of its transpose.
 
-    A matrix may be converted after it is transposed, as parameters are that are stored in float32.
-    Then it is converted before, unless anything else reads it.
+    A matrix may be converted after the transpose, like parameters that are stored in float32. This
+    class then moves the conversion before the transpose, unless anything else reads the result.
     """
 
     def __init__(self, items: Sequence[Any], returned: frozenset[Value]):
@@ -232,7 +233,7 @@ class _OperandTransposes:
         self._is_convertible: dict[Value, bool] = {}
 
     def absorbed(self) -> list[Any]:
-        """Returns the items, with new conversions before the first product that reads them."""
+        """Returns the items, with each new conversion before the first product that reads it."""
         result: list[Any] = []
         for item in self._items:
             if _is_plain_product(item):
@@ -244,7 +245,7 @@ class _OperandTransposes:
         return result
 
     def _with_operand(self, product: Node, side: int) -> tuple[Node, Node | None]:
-        """Returns a product that reads one operand untransposed, and a conversion if it is new."""
+        """Returns the product with one operand untransposed, and the conversion if it is new."""
         value = product.inputs[side]
         transpose, conversion = self._origin(value, product)
         if transpose is None:
@@ -264,7 +265,7 @@ class _OperandTransposes:
         return _with_input(changed, side, new.outputs[0]), new
 
     def _origin(self, value: Atom, product: Node) -> tuple[Node | None, Node | None]:
-        """Returns the transpose that an operand is, and the conversion behind it, if any."""
+        """Returns the transpose that makes an operand, and the conversion after it, if any."""
         if not isinstance(value, Value):
             return None, None
         maker, conversion = self._makers.get(value), None
@@ -280,7 +281,7 @@ class _OperandTransposes:
         return (maker, conversion) if is_known else (None, None)
 
     def _may_convert(self, value: Value, transpose: Node) -> bool:
-        """Returns true if only products that need no transpose read a converted one."""
+        """Returns true if only products that can absorb the transpose read a converted value."""
         if value not in self._is_convertible:
             users = self._users[value]
             self._is_convertible[value] = (
@@ -305,12 +306,12 @@ def _is_plain_product(item: Any) -> bool:
 
 
 def _untransposed(product: Node, side: int, transpose: Node) -> Node | None:
-    """Returns the product of a transpose's operand; ``None`` if no kernel reads that in place.
+    """Returns the product on the untransposed matrix; ``None`` if no kernel can read it in place.
 
     Args:
-        product: without a batch.
+        product: a product without a batch.
         side: the number of the operand.
-        transpose: what makes it, or what it is a conversion of.
+        transpose: the node that makes the operand, or that a conversion to the operand reads.
     """
     permutation = transpose.params["permutation"]
     contracted = list(product.params["dimension_numbers"][0])
@@ -335,7 +336,7 @@ def _with_input(product: Node, side: int, atom: Atom) -> Node:
 
 
 def users_of(items: Iterable[Any]) -> dict[Value, list[Any]]:
-    """Returns by value the items that read it."""
+    """Returns, for each value, the items that read it."""
     users: dict[Value, list[Any]] = {}
     for item in items:
         for value in item.taken:

@@ -1,4 +1,4 @@
-"""Random operands for measurements, made without compiling anything."""
+"""Makes random operands for measurements, without compiling anything."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import numpy as np
 
 from jax_tcgemm.tuning.lookup import Product
 
-# Elements of a pool, after which operands repeat themselves: odd, so that rows do not repeat.
+# Operands repeat after this many elements. The number is odd so that rows do not repeat.
 _POOL = 2**21 - 9
-# Consecutive operands begin so many elements apart, modulo the pool: an odd number.
+# Consecutive operands begin this many elements apart (an odd number), modulo the pool.
 _STEP = 149_797
 
 
 class Numbers:
-    """Normal numbers in host memory, of which operands are pieces.
+    """Pools of normally distributed numbers in host memory; operands are slices of a pool.
 
-    Integers are rounded normal numbers times 30, unsigned ones their magnitudes, truths whether
-    they are positive.
+    Other types are made from the normal numbers: signed integers are the numbers times 30, rounded;
+    unsigned integers are the magnitudes, rounded; booleans are true for positive numbers.
 
     Args:
-        seed: equal seeds give equal pieces.
+        seed: equal seeds give equal slices.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -35,11 +35,11 @@ class Numbers:
         self._lock = threading.Lock()
 
     def take(self, x: jax.ShapeDtypeStruct) -> jax.Array:
-        """Returns an array of this type on the default device, other numbers than the last time."""
+        """Returns an array of this type on the default device; each call gives other numbers."""
         count, dtype = math.prod(x.shape), np.dtype(x.dtype)
         with self._lock:
             pool = self._pool(dtype)
-            if pool.size < _POOL + count:  # kept, so that no operand has to be put together
+            if pool.size < _POOL + count:  # enlarged, so that each operand is one slice
                 pool = self._pools[dtype] = np.resize(pool[:_POOL], _POOL + count)
             self._begin = begin = (self._begin + _STEP) % _POOL
         return jnp.asarray(pool[begin : begin + count].reshape(x.shape))
@@ -68,14 +68,14 @@ def _converted(normal: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def operand_sets(product: Product, numbers: Numbers, count: int) -> list[tuple[jax.Array, ...]]:
-    """Returns ``count`` sets of operands of a product; groups are of one size."""
+    """Returns ``count`` sets of operands of a product; all groups have the same size."""
     sizes_at = 2 if "ragged" in product.primitive else None
 
     def operand(i: int, x: jax.ShapeDtypeStruct) -> jax.Array:
         if i == sizes_at:
             return _even_sizes(x, rows=product.types[0].shape[0])
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            keys = jax.random.key(0, impl="threefry2x32")  # functions with others are not compiled
+            keys = jax.random.key(0, impl="threefry2x32")  # kernels support only threefry keys
             return jax.random.split(keys, math.prod(x.shape)).reshape(x.shape)
         return numbers.take(x)
 
@@ -83,7 +83,7 @@ def operand_sets(product: Product, numbers: Numbers, count: int) -> list[tuple[j
 
 
 def size_of(types: Sequence[jax.ShapeDtypeStruct]) -> int:
-    """Returns the bytes of arrays of these types."""
+    """Returns the total bytes of arrays of these types."""
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in types)
 
 

@@ -1,10 +1,10 @@
-"""Which values of a region a kernel writes: those with which the fewest bytes go through memory.
+"""Decides which values of a region a kernel writes so that it moves the fewest bytes.
 
-A value that others use as it is has to be written. Others that use a value element by element can
-recompute it from something else that is written, for example from the product. Bytes are counted as
-if XLA computed everything that has to be written in one kernel where there is no region.
+The kernel must write a value that a user outside cannot recompute. Users that work element by
+element can recompute a value from another written value, for example from the product. The
+comparison without a region assumes that XLA computes all values that must be written in one kernel.
 
-Everything here is numbers, so that equal layers of a program are decided once.
+All data here are numbers, so equal layers of a program share one cached decision.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ class Flow:
     """The values of a region by number.
 
     Attributes:
-        sizes: the bytes of each value; ``0`` for one that is read for nothing.
-        made_of: the values that each is made of; ``None`` for one that is read from memory, and for
-            a product.
+        sizes: the bytes of each value; ``0`` for a value so small that reading it is free.
+        made_of: the inputs from which each value is computed; ``None`` for a value that is read
+            from memory, and for a product.
         products: how many of the first values are products.
-        choices: the values that the kernel may write beside the products.
-        hard: values that have to be written.
-        soft: values that others can make of something else.
-        kernels: how many such others there are.
+        choices: the values that the kernel may write in addition to the products.
+        hard: values that the kernel must write.
+        soft: values that their users can recompute from other values.
+        kernels: how many kernels use the soft values.
         reduced: values that the kernel reduces.
     """
 
@@ -44,17 +44,17 @@ class Flow:
 
 @functools.lru_cache(maxsize=4096)
 def written(flow: Flow) -> tuple[int, ...] | None:
-    """Returns the values to write, ``None`` where no choice moves fewer bytes than no region."""
+    """Returns the values to write; ``None`` if a region would not save bytes."""
     return _Choice(flow).run()
 
 
 @functools.lru_cache(maxsize=4096)
 def saved_bytes(flow: Flow, chosen: tuple[int, ...]) -> int:
-    """Returns how many bytes fewer are moved than without the region.
+    """Returns how many bytes the region saves.
 
     Args:
         flow: the values of the region.
-        chosen: those that are written, as of ``written``.
+        chosen: the values that the kernel writes, as ``written`` returns them.
     """
     choice = _Choice(flow)
     return round(choice.bytes_apart() - choice.bytes(_bits(chosen)))
@@ -69,7 +69,7 @@ class _Choice:
         self.order = _in_order(flow)
 
     def run(self) -> tuple[int, ...] | None:
-        """Adds values as long as that saves bytes."""
+        """Adds values to write as long as that saves bytes; returns them, or ``None``."""
         chosen = _bits(self.flow.hard)
         least = self.bytes(chosen)
         further = self.further()
@@ -86,21 +86,24 @@ class _Choice:
         return tuple(_numbers(chosen))
 
     def further(self) -> list[int]:
-        """Returns what may be written as well; of equals the last leaves least to be made."""
+        """Returns the further values that may be written.
+
+        Later values come first: if two save equal bytes, users of the later one compute less.
+        """
         flow = self.flow
         values = sorted({*range(flow.products), *flow.choices}, reverse=True)
         soft = set(_cone(flow, flow.soft))
         return [*(1 << x for x in values if x in soft), self.products]
 
     def bytes(self, chosen: int) -> float:
-        """Returns the bytes that are moved if the kernel writes these values."""
+        """Returns how many bytes are moved if the kernel writes these values."""
         flow = self.flow
         read = self.starts([*_numbers(chosen), *flow.reduced], 0) & ~self.products
         made = self.made_of(flow.soft, chosen) if flow.kernels else 0
         return self.sum(read) + self.sum(chosen) + flow.kernels * made
 
     def bytes_apart(self) -> float:
-        """Returns the bytes that are moved if the kernel writes the products alone."""
+        """Returns how many bytes are moved if the kernel writes only the products."""
         flow, products, hard = self.flow, self.products, _bits(self.flow.hard)
         read = self.starts(flow.hard, products)
         made = flow.kernels * self.made_of(flow.soft, products) if flow.kernels else 0
@@ -108,12 +111,12 @@ class _Choice:
         return self.sum(products) + self.sum(read) + self.sum(hard) + made + reduced
 
     def made_of(self, values: Iterable[int], known: int) -> float:
-        """Returns the bytes that are read to make values, infinite where a product is not known."""
+        """Returns the bytes read to compute values; infinite if that needs an unwritten product."""
         read = self.starts(values, known)
         return math.inf if read & self.products & ~known else self.sum(read)
 
     def starts(self, values: Iterable[int], known: int) -> int:
-        """Returns what values are made of: known ones, products, and what is read."""
+        """Returns the sources of values: known values, products, and values read from memory."""
         found: dict[int, int] = {}
         for value in self.order:
             made_of = self.flow.made_of[value]
@@ -126,12 +129,12 @@ class _Choice:
         return functools.reduce(operator.or_, (found[x] for x in values), 0)
 
     def sum(self, values: int) -> int:
-        """Returns the bytes of values."""
+        """Returns the total bytes of values."""
         return sum(self.flow.sizes[x] for x in _numbers(values))
 
 
 def _in_order(flow: Flow) -> list[int]:
-    """Returns the values, each after those that it is made of."""
+    """Returns the values in topological order, each after its inputs."""
     order: dict[int, None] = {}
     waiting = list(range(len(flow.sizes)))
     while waiting:
@@ -145,7 +148,7 @@ def _in_order(flow: Flow) -> list[int]:
 
 
 def _cone(flow: Flow, values: Iterable[int]) -> Iterator[int]:
-    """Yields values and all that they are made of."""
+    """Yields values and all values that they depend on."""
     seen: set[int] = set()
     waiting = list(values)
     while waiting:

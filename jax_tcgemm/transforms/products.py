@@ -1,4 +1,4 @@
-"""Nodes of a graph that are products, and nodes that work element by element."""
+"""Classifies nodes of a graph: products, element-wise operations, reductions and comparisons."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from jax_tcgemm.epilogue import draws, operations
 from jax_tcgemm.transforms.graph import Node, Value, inner_nodes
 from jax_tcgemm.transforms.matrix_form import MatrixForm, RaggedForm, matrix_form, ragged_form
 
-# What leaves a value as it is, but means something to others; and what takes several at once.
+# Operations that return a value unchanged, but that mean something to XLA or to JAX;
+# ``optimization_barrier`` may also take several values at once.
 _APART = frozenset({"name", "optimization_barrier"})
 ELEMENTWISE = operations.ELEMENTWISE - _APART
-# What makes values of the product's shape of others, without a look at their neighbours.
+# Operations that make values of the product's shape without reading neighbouring elements.
 SPREADING = frozenset({"broadcast_in_dim", "iota"})
 DRAWING = draws.DRAWS
-# What XLA computes of values that it makes on the way.
+# XLA fuses these reductions with the operations that compute their operands.
 REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min"})
-# XLA fuses these readers of parts with their producer. Slices read no element twice; a gather may.
+# XLA fuses these operations, which read parts of a value, with its producer. Slices read no element
+# twice; a gather may.
 _SLICES = frozenset({"slice", "split"})
 _PARTIAL = frozenset({"gather", "dynamic_slice"})
 
@@ -33,7 +35,7 @@ HALF_TYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 
 
 def is_product(item: Any) -> bool:
-    """Whether an item multiplies numbers of 16 bits, as a kernel with an epilogue can."""
+    """Returns true if an item is a 16-bit product that a kernel with an epilogue can compute."""
     if not isinstance(item, Node) or item.name not in ("dot_general", "ragged_dot_general"):
         return False
     lhs, rhs = item.inputs[:2]
@@ -51,7 +53,7 @@ def is_product(item: Any) -> bool:
 
 
 def form_of(product: Node) -> MatrixForm | RaggedForm | None:
-    """Returns how this package computes a product with an epilogue, ``None`` where it cannot."""
+    """Returns how this package computes a product with an epilogue, ``None`` if it cannot."""
     lhs, rhs = product.taken[:2]
     if is_typed(product):
         return None
@@ -62,7 +64,7 @@ def form_of(product: Node) -> MatrixForm | RaggedForm | None:
 
 
 def is_typed(node: Node) -> bool:
-    """Whether an equation says how its result is sharded, on a mesh with explicit axes."""
+    """Returns true if an equation has an explicit result sharding, on a mesh with explicit axes."""
     shardings = (node.params.get(name) for name in ("sharding", "out_sharding"))
     explicit = jax.sharding.AxisType.Explicit
     return any(x is not None and explicit in x.mesh.axis_types for x in shardings)
@@ -72,24 +74,24 @@ def reads_parts(item: Any, value: Value) -> bool:
     """Checks whether an item reads slices of a value, or less than half of it."""
     if not isinstance(item, Node) or item.name not in _SLICES | _PARTIAL:
         return False
-    # The others say where.
+    # The other inputs are indices.
     is_read = item.inputs[0] is value and not any(x is value for x in item.inputs[1:])
     made = sum(x.bytes for x in item.outputs)
     return is_read and (item.name in _SLICES or 2 * made < value.bytes)
 
 
 def is_on_device(node: Node) -> bool:
-    """Whether a node is not to be computed by the host."""
+    """Returns true if a node is computed on the device, not by the host."""
     return node.context[0] is None
 
 
 def draws_as_usual(node: Node) -> bool:
-    """Whether random numbers are counted as where the program is lowered."""
+    """Returns true if a node has the same ``threefry_partitionable`` setting as the lowering."""
     return node.context[1] == draws.partitionable()
 
 
 def is_elementwise(item: Any) -> bool:
-    """Whether an item has one result, each element of which depends on those beside it."""
+    """Returns true if each element of an item's one result depends on one element per input."""
     if not isinstance(item, Node):
         return False
     if item.elementwise is None:
@@ -109,7 +111,7 @@ def _works_by_element(item: Node) -> bool:
 
 
 def _is_plain(eqn: Any, shape: tuple[int, ...]) -> bool:
-    """The same of an equation within a call, whose values may also be numbers that are spread."""
+    """Checks if an equation inside a call is element-wise; its values may also be scalars."""
     name = eqn.primitive.name
     if name == "broadcast_in_dim":
         return math.prod(eqn.invars[0].aval.shape) == 1
@@ -120,23 +122,23 @@ def _is_plain(eqn: Any, shape: tuple[int, ...]) -> bool:
 
 
 def compared(items: Iterable[Any]) -> frozenset[Value]:
-    """Returns the values that are compared with other computed ones.
+    """Returns the values that are compared with other computed values.
 
-    Whoever makes such a value must be the only one. The gradient of a maximum asks which operand it
-    is, and sampling which logits reach the k-th largest: an operand that is made a second time,
-    rounded in another place, would be none of them.
+    Such a value must not be computed twice. The gradient of a maximum tests which operand equals
+    it, and sampling tests which logits reach the k-th largest one. A second computation may round
+    in another place, and then no operand would be equal.
     """
     nodes = (x for x in items if isinstance(x, Node) and _compares(x.name, x.inputs, COMPARISONS))
     return frozenset(value for node in nodes for value in node.taken)
 
 
 def _asks_for_equals(name: str, inputs: Sequence[Any]) -> bool:
-    """Whether two computed numbers are compared for equality, see ``compared``."""
+    """Returns true if an operation compares two computed numbers for equality, see ``compared``."""
     return _compares(name, inputs, frozenset({"eq", "ne"}))
 
 
 def _compares(name: str, inputs: Sequence[Any], names: frozenset[str]) -> bool:
-    """Whether an operation of one of these names has two operands that are computed numbers."""
+    """Returns true if an operation has one of these names and compares two computed numbers."""
     return name in names and all(
         not isinstance(x, core.Literal) and jnp.issubdtype(x.aval.dtype, jnp.floating)
         for x in inputs

@@ -1,4 +1,4 @@
-"""A call of a user's function by a function of arrays alone, and what it does to its arguments."""
+"""Calls a user's function as a pure function of arrays, then applies its in-place changes."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ import numpy as np
 # Computes a function of arrays that returns a list of arrays.
 Evaluate = Callable[[Callable[..., list[Any]], list[Any]], Sequence[Any]]
 
-# What nnx finds its contexts by.
+# The tag by which NNX finds its contexts.
 _TAG = "jax_tcgemm.fuse"
 
 
 def call(f: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], evaluate: Evaluate) -> Any:
-    """Calls a function, whose arrays are computed by ``evaluate``.
+    """Calls a function; ``evaluate`` computes the arrays of the result.
 
-    Anything but an array passes into the function and out of it as it is. What the function changes
-    in place is changed in the caller's objects: dicts, lists, and the objects of Flax NNX.
+    Anything but an array passes into the function and out of it unchanged. If the function changes
+    dicts, lists or objects of Flax NNX in place, the caller's objects change, too.
 
     Args:
         f: the function.
-        args: its arguments.
-        kwargs: those with names.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
         evaluate: computes a function of the arrays among the arguments.
 
     Returns:
-        What the function returns.
+        The function's result.
 
     Raises:
-        TypeError: the function changes an argument in place that is none of these objects.
+        TypeError: the function changes an argument of another kind in place.
     """
     owner = getattr(f, "__self__", None)
     if _is_nnx(owner):  # a method, whose object is an argument
@@ -47,7 +47,7 @@ def call(f: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], evaluate: 
 
 
 def is_array(x: Any) -> bool:
-    """Whether a leaf of a pytree is traced."""
+    """Returns true if a leaf of a pytree is an array, which is traced."""
     if isinstance(x, np.ndarray):
         return jnp.issubdtype(x.dtype, jnp.number) or x.dtype == bool
     return isinstance(x, jax.Array)
@@ -57,8 +57,8 @@ class _Call:
     """A call whose arguments are pytrees.
 
     Attributes:
-        results: the leaves that the function returned.
-        changes: what it changed in place.
+        results: the leaves of the function's result, then those of the changed values.
+        changes: the in-place changes, as ``_changes`` yields them.
     """
 
     def __init__(self, f: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]):
@@ -69,7 +69,7 @@ class _Call:
         self.result_tree: Any = None
 
     def run(self, evaluate: Evaluate) -> Any:
-        """Calls the function, and changes what it changed."""
+        """Calls the function and applies its in-place changes to the caller's objects."""
         arrays = [jnp.asarray(x) for x in self.leaves if is_array(x)]
         computed = iter(evaluate(self.of_arrays, arrays))
         leaves = [next(computed) if is_array(x) else x for x in self.results]
@@ -83,7 +83,7 @@ class _Call:
         return result
 
     def of_arrays(self, *arrays: Any) -> list[Any]:
-        """Returns the arrays among the results, and those that arguments were changed to."""
+        """Returns the arrays among the results and among the values of in-place changes."""
         given = iter(arrays)
         leaves = [next(given) if is_array(x) else x for x in self.leaves]
         args, kwargs = arguments = jax.tree.unflatten(self.tree, leaves)
@@ -100,7 +100,7 @@ class _Call:
             ) from None
         changed = [(value,) for _, _, value in self.changes]
         self.results, self.result_tree = jax.tree.flatten((result, changed))
-        # An argument that is put elsewhere stays the caller's object.
+        # If the function stores an argument elsewhere, the caller's object itself is stored.
         count = len(jax.tree.leaves(result))
         own = {id(x): old for x, old in zip(leaves, self.leaves, strict=True)}
         for i, x in enumerate(self.results[count:], count):
@@ -116,23 +116,23 @@ class _Given:
 
 
 class _Removed:
-    """Stands for what is no longer in a dict."""
+    """Stands for a value that the function removed from a dict."""
 
 
 _REMOVED = _Removed()
 
 
 class _CannotChangeError(Exception):
-    """An object was changed in place that is no container; the message names it."""
+    """The function changed an object in place that is no dict or list; the message names it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Snapshot:
-    """A node of a pytree, and what it holds.
+    """A node of a pytree with its children at one point in time.
 
     Attributes:
         node: the object itself.
-        children: those of it by key; of a leaf none.
+        children: snapshots of its children by key; empty for a leaf.
     """
 
     node: Any
@@ -140,12 +140,12 @@ class _Snapshot:
 
     @classmethod
     def of(cls, node: Any) -> _Snapshot:
-        """Returns what a node holds now, at any depth."""
+        """Returns a snapshot of a node and all nodes below it."""
         return cls(node, {key: cls.of(child) for key, child in _children(node).items()})
 
 
 def _children(node: Any) -> dict[Any, Any]:
-    """Returns what a node of a pytree holds, by key; of a leaf nothing."""
+    """Returns the children of a pytree's node by key; none for a leaf."""
     if isinstance(node, dict):
         return dict(node)
     children = jax.tree.leaves(node, is_leaf=lambda x: x is not node)
@@ -153,17 +153,17 @@ def _children(node: Any) -> dict[Any, Any]:
 
 
 def _changes(old: Any, before: _Snapshot) -> Iterator[tuple[Any, Any, Any]]:
-    """Yields what has to be done to an argument so that it becomes what a copy of it became.
+    """Yields the changes that make an argument equal to its changed copy.
 
     Args:
         old: the caller's object.
-        before: the copy, as it was.
+        before: a snapshot of the copy before the function changed it.
 
     Yields:
-        A dict or list, a key, and the value it has now.
+        A dict or list of the caller, a key, and the new value for this key.
 
     Raises:
-        _CannotChangeError: something else was changed.
+        _CannotChangeError: the function changed an object that is no dict or list.
     """
     node, own = before.node, _children(old)
     now = _children(node)
@@ -184,12 +184,12 @@ def _changes(old: Any, before: _Snapshot) -> Iterator[tuple[Any, Any, Any]]:
 
 
 def _nnx() -> Any:
-    """Returns the module, ``None`` where no program has imported it."""
+    """Returns the module ``flax.nnx``; ``None`` if nothing has imported it."""
     return sys.modules.get("flax.nnx")
 
 
 def _is_nnx(x: Any) -> bool:
-    """Whether an object is of Flax NNX, which functions change in place."""
+    """Returns true for an object of Flax NNX, which functions may change in place."""
     nnx = _nnx()
     names = ("Variable", "Pytree", "Object", "Module")
     types = tuple(getattr(nnx, name) for name in names if hasattr(nnx, name))
@@ -199,10 +199,11 @@ def _is_nnx(x: Any) -> bool:
 def _call_nnx(
     f: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], evaluate: Evaluate
 ) -> Any:
-    """Calls a function of objects of NNX, as ``nnx.jit`` does.
+    """Calls a function of NNX objects, as ``nnx.jit`` does.
 
-    They are split into a structure and arrays, merged to copies within, and what the copies become
-    goes back into the caller's objects. What they share stays shared.
+    NNX splits the objects into a structure and arrays and merges them into copies for the function.
+    Then it writes the state of the copies back into the caller's objects. Shared objects stay
+    shared.
     """
     nnx = _nnx()
 

@@ -1,4 +1,4 @@
-"""Competitors for a product, compiled and timed by turns on the same operands."""
+"""Compiles the competitors for a product and times them in turns on the same operands."""
 
 from __future__ import annotations
 
@@ -40,41 +40,42 @@ _PRIMITIVES: dict[str, Primitive] = {
     "ragged_contraction": ragged_contraction_p,
 }
 
-# Options of XLA's composition, autotuned or by cuBLAS alone.
+# Compiler options of XLA's composition: with autotuning, or with cuBLAS only.
 _OF_XLA = {XLA: {}, CUBLAS: {"xla_gpu_enable_triton_gemm": False}}
 
-# Rounds that narrow the candidates down: samples of each, who stays (times the fastest), how many.
+# Rounds that eliminate candidates: samples of each, the slowest time that stays (as a multiple of
+# the fastest), and how many stay.
 _ROUNDS = ((4, 1.25, 5), (8, 1.06, 3))
-# Samples by which competitors are judged at all.
+# Samples of each competitor for a first estimate of its time.
 _FIRST_REPS = 8
-# Kernels that NVRTC has to compile for one product, at most, beside the one taken untuned.
+# NVRTC compiles at most this many kernels for one product, in addition to the untuned choice.
 _MOST_COMPILED = 2
-# The share of the free memory that operands and results may take.
+# The share of the free memory that the operands and results may use.
 _MEMORY_SHARE = 0.05
 
-# A competitor that takes at most so many times as long as another is as fast.
+# A competitor counts as equally fast if its time is at most this multiple of the other's.
 _AS_FAST = 1.02
-# XLA is not asked where a row takes at most the time of a launch, or is this near to what the GPU
-# can do.
+# XLA is not timed if the fastest competitor takes at most the time of a launch, or if the GPU's
+# limit is at least the share ``NEAR_LIMIT`` of that competitor's time.
 _LEAST_ASKED_SECONDS = 2e-6
 NEAR_LIMIT = 0.95
 
-# Rows of the build for plain products that were timed, the fastest first.
+# The build's timed rows for each plain product, the fastest first.
 _FASTEST: dict[tuple[Any, ...], list[str]] = {}
 
 
 class InterruptedMeasurementError(Exception):
-    """Whoever asked for the measurement no longer waits for it."""
+    """The caller no longer waits for the measurement."""
 
 
 class Race:
-    """Competitors for a product, compiled, on the same operands.
+    """Compiled competitors for a product, which share the same operands.
 
     Args:
-        product: as lowering has it.
-        numbers: what operands are made of.
-        stop: ends it.
-        most: how many rows are timed.
+        product: the product, as the lowering describes it.
+        numbers: the source of the operands' elements.
+        stop: ends the race once it is set.
+        most: how many rows are timed at most.
     """
 
     def __init__(
@@ -95,18 +96,18 @@ class Race:
             return operand_sets(self._product, self._numbers, count)
 
     def rows(self) -> list[str]:
-        """Names what is worth timing."""
+        """Returns the names of the rows that are worth timing."""
         ranked = candidates(self._product, self._properties, self._most)
         built = built_candidates(self._product, self._properties, self._most)
         plain = relative(self._product)
         is_half = plain is not None and plain.types[0].dtype != self._product.types[0].dtype
         if not ranked or (ranked[0] in built and not is_half):
             return built
-        if plain is None:  # of each way to lay the weights out the first
+        if plain is None:  # the first row of each layout of the weights
             return list(dict.fromkeys([*ranked[:_MOST_COMPILED], ranked[len(ranked) // 2]]))
         named = [row_of(self._product, name) for name in self._fastest_relatives(plain)]
         known = set(built)
-        if is_untuned(ranked[0]):  # which is timed anyway
+        if is_untuned(ranked[0]):  # the race times the untuned choice anyway
             known.add(ranked[0])
         possible = [name for name in named if name is not None]
         others = dict.fromkeys(name for name in (*possible, *ranked) if name not in known)
@@ -127,10 +128,11 @@ class Race:
     def enter(self, configs: Mapping[str, str | None]) -> None:
         """Compiles competitors, several at a time.
 
-        One that cannot be compiled is left out, but for what is taken untuned.
+        A competitor that fails to compile is left out. Exception: if the untuned choice fails, this
+        method raises the error.
 
         Args:
-            configs: what is asked for by ``config=``, by name.
+            configs: by name of the competitor, the ``config=`` that it uses.
         """
         self._check()
 
@@ -171,7 +173,7 @@ class Race:
         self._chains |= {name: each for name, each in made if each is not None}
 
     def _shares_program(self, config: str) -> bool:
-        """Says whether a row computes the product by the program that is compiled for many."""
+        """Returns true if a row can run in the one program that many rows share."""
         product = self._product
         if isinstance(product.spec, CompiledSpec):
             return False
@@ -181,7 +183,7 @@ class Race:
         return row is not None and row.copies_whole_chunks
 
     def _loaded(self, chain: Chain) -> Chain | None:
-        """Returns a row of the program for many once it has run, or None: it cannot."""
+        """Runs a row of the shared program once and returns it; ``None`` if it fails."""
         try:
             if self._device.platform == "gpu":
                 stopwatch.run_once(chain, self._device)
@@ -191,7 +193,10 @@ class Race:
         return chain
 
     def narrow_down(self) -> list[str]:
-        """Keeps the few fastest rows, and all others; returns the rows, the fastest first."""
+        """Keeps the few fastest rows and returns them, the fastest first.
+
+        Competitors that are not rows stay in the race.
+        """
         others = {UNTUNED, *_OF_XLA}
         rows = [name for name in self._chains if name not in others]
         for reps, factor, most in _ROUNDS:
@@ -206,22 +211,22 @@ class Race:
         return rows
 
     def is_near(self, share: float) -> bool:
-        """Says whether the GPU needs this share of the untuned choice's time, whatever it does."""
+        """Returns true if the GPU's limit is at least this share of the untuned choice's time."""
         return share * self._time_of(UNTUNED) <= self._limit()
 
     def is_as_fast_as(self, other: str) -> bool:
-        """Says whether the untuned choice does not take longer than another competitor."""
+        """Returns true if the untuned choice is at least as fast as another competitor."""
         return self._time_of(UNTUNED) <= _AS_FAST * self._time_of(other)
 
     def _time_of(self, name: str) -> float:
-        """Returns the least time of a competitor; 0 for one that could not be compiled."""
+        """Returns the shortest time of a competitor; 0 if it could not be compiled."""
         if self._chains.keys() - self._least.keys():
             timings = self.timed(_FIRST_REPS, 1)
             self._least = {each: min(timing.seconds) for each, timing in timings.items()}
         return self._least.get(name, 0.0)
 
     def asks_xla(self) -> bool:
-        """Says whether XLA's composition may be the fastest."""
+        """Returns true if XLA's composition may be the fastest."""
         best = min((self._least[x] for x in self._chains if x in self._least), default=0.0)
         return not best or (best > _LEAST_ASKED_SECONDS and NEAR_LIMIT * best > self._limit())
 
@@ -229,11 +234,11 @@ class Race:
         return least_seconds(self._product, _bytes(self._product), self._properties)
 
     def leave(self, name: str) -> None:
-        """Takes a competitor out."""
+        """Removes a competitor."""
         self._chains.pop(name, None)
 
     def timed(self, reps: int, block: int) -> dict[str, Timing]:
-        """Returns samples of all, taken by turns."""
+        """Returns samples of all competitors, taken in turns."""
         self._check()
         if self._device.platform == "gpu":
             return stopwatch.time_chains(self._chains, self._device, reps=reps, block=block)
@@ -249,12 +254,12 @@ def _apply(product: Product, config: str | None, *operands: jax.Array) -> Any:
     is_compiled = isinstance(spec, CompiledSpec)
     spec = spec.with_config(config) if is_compiled else dataclasses.replace(spec, config=config)
     if isinstance(spec, GemmSpec):
-        spec = spec.replace(overwrite_c=False)  # without donation that would copy c
+        spec = spec.replace(overwrite_c=False)  # c is not donated here, so XLA would copy it
     return _PRIMITIVES[product.primitive].bind(*operands, spec=spec)
 
 
 def _begin(function: Callable[..., Any], *arguments: Any) -> concurrent.futures.Future[Any]:
-    """Calls a function in a thread; nothing waits for it but who asks for the result."""
+    """Calls a function in a thread and returns a future of its result."""
     pool = concurrent.futures.ThreadPoolExecutor(1)
     try:
         return pool.submit(function, *arguments)
@@ -269,10 +274,12 @@ def _bytes(product: Product) -> int:
 
 
 def _set_count(product: Product, device: Any) -> int:
-    """Returns how many sets of operands to make: as many as no cache holds together, if they fit.
+    """Returns how many sets of operands to make.
+
+    Together the sets exceed every cache, unless the GPU's memory allows only fewer.
 
     Raises:
-        MemoryError: not even one does.
+        MemoryError: not even one set fits.
     """
     size = _bytes(product)
     count = argument_set_count(size)

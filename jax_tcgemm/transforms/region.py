@@ -1,4 +1,4 @@
-"""A product, what follows it element by element, and what makes the operands of that."""
+"""Finds the region of a product: its epilogue and the nodes that make the epilogue's operands."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from jax_tcgemm.transforms.products import (
 )
 from jax_tcgemm.transforms.wiring import Position, Wiring
 
-# A value smaller than this part of the product is read for nothing.
+# Reading a value is free if it is at most this fraction of the product's size.
 _SMALL = 1 / 16
 
-# The most operations that make operands of a region.
+# At most this many operations make operands of a region.
 _MOST_PULLED = 50
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What regions are looked for in.
+    """A program in which regions are searched.
 
     Attributes:
-        wiring: the items as they are connected now.
-        arguments: the values that a caller gives.
+        wiring: the current connections of the items.
+        arguments: the values that the caller passes.
         returned: the values that the program returns.
-        stacked: those of them that a caller copies into an array of many.
-        compared: the values that must not be made twice, see ``products.compared``.
-        answers: what was found of nodes, by what it depends on of a region.
+        stacked: the returned values that the caller copies into a stacked array.
+        compared: the values that must not be computed twice, see ``products.compared``.
+        answers: cached facts about nodes, by the shape, size and context of a region.
     """
 
     wiring: Wiring
@@ -57,7 +57,7 @@ class _Answers:
 
     Attributes:
         is_member: whether a node works element by element on values of this shape.
-        may_make: whether a kernel may make what a node makes.
+        may_make: whether a kernel may compute the node's output.
     """
 
     is_member: dict[Any, bool] = dataclasses.field(default_factory=dict)
@@ -65,24 +65,24 @@ class _Answers:
 
 
 class Region:
-    """A product, or two, and the nodes after it that may become its epilogue.
+    """One product or two, and the nodes that may become their epilogue.
 
     Attributes:
-        form: how the kernels of this package compute the products; ``None`` if they do not.
-        start: where the first product is.
-        members: nodes that follow the products element by element.
+        form: how this package's kernels compute the products; ``None`` if they cannot.
+        start: the position of the first product.
+        members: element-wise nodes that follow the products.
         sums: nodes that add up the rows of members' values.
-        pulled: nodes that make operands of those.
-        leaves: what all of these read.
+        pulled: nodes that make operands of the members and sums.
+        leaves: the values that all these nodes read.
     """
 
     def __init__(self, program: Program, products: tuple[Node, ...], most: int):
         """Finds the nodes.
 
         Args:
-            program: where to find them.
-            products: one, or two of one operand.
-            most: how many members there may be.
+            program: the program that contains the products.
+            products: one product, or two that share an operand.
+            most: the maximum number of members.
         """
         self.program, self.wiring, self.products = program, program.wiring, products
         forms = {form_of(product) for product in products}
@@ -97,7 +97,7 @@ class Region:
         self.pulled: set[Node] = set()
         self.leaves: dict[Value, None] = {}
         self._within: set[Value] = set()
-        self._too_long: set[Value] = set()  # to be made by the kernel
+        self._too_long: set[Value] = set()  # values whose cone exceeds a kernel's limits
         kind = self.shape, self.bytes, self.context
         self._answers = program.answers.setdefault(kind, _Answers())
         if self.form is not None:
@@ -106,11 +106,11 @@ class Region:
             self.pull()
 
     def is_large(self, atom: Atom) -> bool:
-        """Whether it takes time to read a value."""
+        """Returns true if reading a value takes noticeable time."""
         return isinstance(atom, Value) and atom.bytes > _SMALL * self.bytes
 
     def grow(self, most: int) -> None:
-        """Adds what follows the products, up to so many nodes."""
+        """Adds the nodes that follow the products, with up to ``most`` members."""
         own = set(self.products)
         self._within.update(self.accumulators)
         waiting: list[tuple[Position, Any]] = []
@@ -130,7 +130,7 @@ class Region:
             _, item = heapq.heappop(waiting)
             others = [x for x in item.taken if x not in self._within]
             if any(self.wiring.depends_on(x, bits) for x in others):
-                continue  # on values of the region that come back by way of others
+                continue  # another input depends on the region by a path outside it
             is_short = len(self.members) < most and len(read) <= MAX_OPERANDS
             if is_short and self.is_member(item):
                 self.members.append(item)
@@ -142,7 +142,7 @@ class Region:
                 self.sums.append(item)
 
     def is_member(self, item: Any) -> bool:
-        """Whether an item works element by element on values of the product's shape."""
+        """Returns true if an item works element by element on values of the product's shape."""
         answers = self._answers.is_member
         known = answers.get(item)
         if known is None:
@@ -155,34 +155,38 @@ class Region:
         return known
 
     def is_beside(self, node: Node) -> bool:
-        """Whether a node is to be computed where and as the product is."""
+        """Returns true if a node has the same context as the product (see ``context_of``)."""
         return node.context == self.context
 
     def is_sum(self, item: Any) -> bool:
-        """Whether an item adds up the rows of all matrices, as the gradient of a bias does.
+        """Returns true if an item adds up the rows of all matrices, like the gradient of a bias.
 
-        Not so the largest of a column: it is compared with what others make of a rounded value.
+        The maximum of a column is not supported: the program compares it with values that other
+        kernels compute from a rounded value.
         """
         if not isinstance(item, Node) or item.name != "reduce_sum" or not self.is_beside(item):
             return False
-        if isinstance(self.form, RaggedForm):  # of which kernels reduce nothing
+        if isinstance(self.form, RaggedForm):  # kernels over groups cannot reduce
             return False
         (operand,) = item.inputs
         axes = {int(axis) for axis in item.params["axes"]}
         return operand in self._within and axes == set(range(len(self.shape) - 1))
 
     def fits(self, atom: Atom) -> bool:
-        """Whether a value is of the product's shape, or goes on along some of its dimensions."""
+        """Returns true if a value has the product's shape or broadcasts to it at equal rank.
+
+        Scalars fit as well.
+        """
         shape = atom.shape if isinstance(atom, Value) else atom.aval.shape
         if not shape or shape == self.shape:
             return True
         pairs = zip(shape, self.shape, strict=False)
         return len(shape) == len(self.shape) and all(x in (1, extent) for x, extent in pairs)
 
-    # What it reads.
+    # The nodes that make the region's operands.
 
     def pull(self) -> None:
-        """Adds what makes the values that are read, where that takes less to read."""
+        """Adds the nodes that make the operands, if their inputs take fewer bytes to read."""
         known = self.external([*self.members, *self.sums])
         for value in known:
             if not self.is_made_here(value):
@@ -193,27 +197,27 @@ class Region:
             extra = sum(x.bytes for x in leaves if x not in known and self.is_large(x))
             matrices = [x for x in nodes if self.is_large(x.outputs[0])]
             is_ours = all(self.is_ours(x, nodes) for x in matrices)
-            # Numbers that others read, too, are drawn once.
+            # If others also read random numbers, they are drawn once, not again in the kernel.
             is_free = extra <= value.bytes and not any(x.name in DRAWING for x in nodes)
             if is_free or (is_ours and self.is_large(value)):
                 self.pulled.update(nodes)
         self.find_leaves()
 
     def find_leaves(self) -> None:
-        """Notes what the nodes read."""
+        """Sets ``leaves``, the values that the nodes read."""
         pulled = self.ordered(self.pulled)
         self.leaves = dict.fromkeys(self.external([*pulled, *self.members, *self.sums]))
 
     def external(self, nodes: Iterable[Node]) -> list[Value]:
-        """Returns what nodes take that none of them, and no product, gives."""
+        """Returns the inputs of nodes that neither the nodes nor the products compute."""
         nodes = list(nodes)
         given = {value for node in nodes for value in node.outputs} | set(self.accumulators)
         return list(dict.fromkeys(x for node in nodes for x in node.taken if x not in given))
 
     def cone(self, value: Value) -> tuple[set[Node], set[Value]] | None:
-        """Returns what makes a value element by element, and what that starts from.
+        """Returns the nodes that make a value element by element, and the values they start from.
 
-        ``None`` where that is more than a kernel may have.
+        ``None`` if these are more than a kernel may have.
         """
         nodes: set[Node] = set()
         leaves: set[Value] = set()
@@ -235,7 +239,7 @@ class Region:
         return nodes, leaves
 
     def is_made_here(self, value: Value) -> bool:
-        """Whether the kernel may make a value, instead of reading it."""
+        """Returns true if the kernel may compute a value instead of reading it."""
         maker = self.wiring.makers.get(value)
         known = self._answers.may_make.get(maker)
         if known is None:
@@ -255,12 +259,12 @@ class Region:
             return False
         if maker.name in SPREADING:
             return not is_typed(maker)
-        # What is made of a row or a column is made once, not for each element.
+        # The program computes a row or a column once; the kernel would compute it for each element.
         is_cheap = self.is_large(value) or maker.name == "convert_element_type"
         return is_cheap and is_elementwise(maker) and all(map(self.fits, maker.inputs))
 
     def is_ours(self, node: Node, others: set[Node]) -> bool:
-        """Whether nothing else uses what a node gives."""
+        """Returns true if nothing outside the region uses a node's outputs."""
         own = {*self.members, *self.sums, *others}
         return all(
             x not in self.program.returned and own.issuperset(self.wiring.users_of(x))
@@ -268,7 +272,7 @@ class Region:
         )
 
     def partner(self) -> Node | None:
-        """Returns another product of the same operand that is read here, of a gated layer."""
+        """Returns the second product of a gated layer, if the region reads one."""
         (product,), form = self.products, self.form
         if not isinstance(form, MatrixForm) or form.transpose_a or len(form.b_shape) != 2:
             return None
@@ -287,11 +291,11 @@ class Region:
         return None
 
     def is_soft_user(self, item: Any, value: Value) -> bool:
-        """Checks whether an item could compute a value it reads from an earlier one."""
+        """Checks if an item could itself compute a value that it reads, from an earlier one."""
         if reads_parts(item, value) or (isinstance(item, Node) and item.name in REDUCTIONS):
             return True
         return is_elementwise(item) and all(map(self.fits, item.inputs))
 
     def ordered(self, nodes: Iterable[Node]) -> list[Node]:
-        """Returns nodes in their order."""
+        """Returns nodes in the order of the program."""
         return sorted(nodes, key=self.wiring.position.__getitem__)

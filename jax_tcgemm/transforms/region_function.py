@@ -1,4 +1,4 @@
-"""A region as the function that ``gemm`` and ``gated_gemm`` take as their epilogue."""
+"""Converts a region to the function that ``gemm`` and ``gated_gemm`` take as their epilogue."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from jax_tcgemm.transforms.fused import Fused
 from jax_tcgemm.transforms.graph import Atom, Node, Value
 from jax_tcgemm.transforms.products import COMPARISONS
 
-# bfloat16 values are float32 within a region. Not float16 ones, whose largest number programs may
-# be written around.
+# bfloat16 values are float32 within a region. float16 values are not: programs may depend on the
+# largest float16 number.
 _NARROW = jnp.dtype(jnp.bfloat16)
 _WIDE = jnp.dtype(jnp.float32)
 
-# Operations that show the type of their operands, that have rules of their own for it, or whose
-# results jump: they take bfloat16 operands as the program has them, rounded.
+# These operations take bfloat16 operands rounded, as in the program. Their results reveal the
+# operands' type or are discontinuous, or they have their own rules for the type.
 _EXACT = frozenset(
     {
         *("bitcast_convert_type", "nextafter", "reduce_precision", "is_finite"),
@@ -31,10 +31,11 @@ _EXACT = frozenset(
 
 
 def region_function(fused: Fused) -> Callable[..., list[Any]]:
-    """Returns a function of the products, in float32, and of the leaves, a list of the outputs.
+    """Returns a function that computes the outputs from the float32 products and the leaves.
 
-    Values that are bfloat16 in the user's program are float32 on the way, and are rounded where
-    they are written: as within a fusion of XLA's, unless ``xla_allow_excess_precision`` is off.
+    Values that are bfloat16 in the user's program are float32 within the region and are rounded
+    when they are written. An XLA fusion does the same, unless ``xla_allow_excess_precision`` is
+    off.
     """
     count = len(fused.products)
     leaves = fused.leaves
@@ -54,7 +55,7 @@ def region_function(fused: Fused) -> Callable[..., list[Any]]:
 
 
 def _read(env: dict[Value, Any], atom: Atom) -> Any:
-    """Returns a value, or the number of a literal in the dtype that it has in the program."""
+    """Returns a value, or the number of a literal in its dtype of the program."""
     return env[atom] if isinstance(atom, Value) else _wide(literal(atom))
 
 
@@ -64,7 +65,7 @@ def literal(atom: Any) -> np.ndarray:
 
 
 def _applied(node: Node, inputs: Sequence[Any]) -> list[Any]:
-    """Computes a node of values of which those of bfloat16 are float32."""
+    """Computes a node on values; bfloat16 values are given and returned as float32."""
     if node.name == "convert_element_type":
         return [_converted(node, inputs[0])]
     made = [x for x in node.outputs if _is_narrow(x.dtype)]
@@ -76,7 +77,7 @@ def _applied(node: Node, inputs: Sequence[Any]) -> list[Any]:
 
 
 def _converted(node: Node, x: Any) -> Any:
-    """Converts a value; only floating-point numbers may stay unrounded, and only as bfloat16."""
+    """Converts a value; a conversion of a floating-point value to bfloat16 does not round."""
     old, new = node.inputs[0].aval.dtype, jnp.dtype(node.params["new_dtype"])
     if _is_narrow(new):
         return x.astype(_WIDE) if jnp.issubdtype(old, jnp.floating) else _wide(x.astype(new))
@@ -86,7 +87,10 @@ def _converted(node: Node, x: Any) -> Any:
 
 
 def _is_exact(node: Node) -> bool:
-    """Whether an operation takes its operands rounded; the sign of a number is always the same."""
+    """Returns true if an operation takes its operands rounded.
+
+    A comparison with zero does not, because rounding keeps the sign.
+    """
     if node.name in COMPARISONS:
         return not any(isinstance(x, core.Literal) and np.all(x.val == 0) for x in node.inputs)
     return node.name in _EXACT

@@ -1,9 +1,13 @@
-"""Which equations become the epilogue of which product.
+"""Decides which equations become the epilogue of each product.
 
-The region of a product is what follows it element by element on values of its shape, and what makes
-the operands of those, where that is made element by element of fewer bytes. A region depends on
-nothing that depends on it: no value leaves it on the way and comes back. Each region is looked for
-in bounded time, so that the time for a program is proportional to its length.
+The region of a product contains:
+
+- the element-wise operations after the product, on values of its shape
+- the element-wise operations that make their other operands, if those start from fewer bytes
+
+A region never depends on an item that depends on the region: no value leaves it and comes back.
+The search for each region takes bounded time, so the total time is proportional to the program's
+length.
 """
 
 from __future__ import annotations
@@ -23,24 +27,24 @@ from jax_tcgemm.transforms.products import compared, is_product
 from jax_tcgemm.transforms.region import Program, Region
 from jax_tcgemm.transforms.wiring import Wiring
 
-# The most results of two products in one kernel; more are written faster by one kernel that reads
-# the other product (docs/experiments/fusion.md).
+# A kernel of two products has at most this many results. With more results, two kernels are faster:
+# the second reads the first one's product (docs/experiments/fusion.md).
 _MOST_OF_PAIR = 3
 
-# Results that replace arguments of their type, from which on a region is an optimizer's update. A
-# step that donates its state would copy each of them, since a kernel writes none in place, and
-# AdamW in the epilogue takes no less time than XLA's own kernel (docs/experiments/fusion.md).
+# A region is an optimizer's update if at least this many results replace arguments of their type.
+# Kernels do not write results in place, so a step that donates its state would copy each of them.
+# AdamW in the epilogue is not faster than XLA's own kernel (docs/experiments/fusion.md).
 _UPDATES = 2
 
-# The most operations of a region that follow the product.
+# At most this many operations of a region follow the product.
 _MOST_MEMBERS = 100
 
-# The most items that are moved before a region.
+# At most this many items are moved before a region.
 _MOST_MOVED = 1000
 
 
 def with_regions(graph: Graph) -> Graph:
-    """Returns the same graph with products joined with what becomes of them."""
+    """Returns the graph with each product and its epilogue joined into one item."""
     items = absorb_transposes(graph)
     note_fallbacks(items)
     note_heads(items)
@@ -59,7 +63,7 @@ def with_regions(graph: Graph) -> Graph:
 
 
 def _kernel_of(program: Program, products: tuple[Node, ...]) -> _Kernel | None:
-    """Returns the kernel of products, ``None`` where there is nothing to gain."""
+    """Returns the kernel of one or two products, ``None`` if there is nothing to gain."""
     kernel = _Kernel(program, Region(program, products, _MOST_MEMBERS))
     pair = kernel.region.partner() if len(products) == 1 else None
     if pair is not None:
@@ -78,9 +82,10 @@ class _Kernel:
 
     Attributes:
         outputs: the values that the kernel writes.
-        is_worthwhile: whether it writes a matrix that others cannot make as well.
-        required: items behind the first product that have to come before the kernel.
-        saved_bytes: as of ``Fused``.
+        is_worthwhile: whether the kernel moves fewer bytes than separate kernels would, and is not
+            an optimizer's update.
+        required: items after the first product that must come before the kernel.
+        saved_bytes: as in ``Fused``.
     """
 
     def __init__(self, program: Program, region: Region):
@@ -91,7 +96,7 @@ class _Kernel:
         self.is_worthwhile = bool(region.members or region.sums) and self.choose_outputs()
 
     def choose_outputs(self) -> bool:
-        """Decides which values are written, and whether the region is worth it."""
+        """Sets the values to write; returns true if the region is worthwhile."""
         own = {*self.region.members, *self.region.sums}
         made = [x for node in self.region.members for x in node.outputs]
         hard: list[Value] = []
@@ -105,7 +110,7 @@ class _Kernel:
             elif users or value in self.program.returned:
                 soft.append(value)
                 outside.update(users or [value])
-        # Others are most likely two kernels of XLA's, or one.
+        # XLA most likely computes the other users in one or two kernels.
         values, flow = self.flow(made, hard, soft, min(len(outside), 2))
         chosen = written(flow)
         self.outputs = [values[i] for i in chosen or ()]
@@ -116,7 +121,7 @@ class _Kernel:
         return True
 
     def updates(self) -> int:
-        """Returns how many matrices are written that replace arguments of the program."""
+        """Returns how many written matrices replace arguments of the program."""
         region, program = self.region, self.program
         arguments = [
             leaf.aval
@@ -133,7 +138,7 @@ class _Kernel:
     def flow(
         self, made: list[Value], hard: list[Value], soft: list[Value], kernels: int
     ) -> tuple[list[Value], Flow]:
-        """Returns the values of the region, and the same by number."""
+        """Returns the values of the region, and a ``Flow`` that refers to them by number."""
         pulled = self.region.ordered(self.region.pulled)
         makers = {x: node for node in (*self.region.members, *pulled) for x in node.outputs}
         values = list(dict.fromkeys([*self.region.accumulators, *makers, *self.region.leaves]))
@@ -155,7 +160,7 @@ class _Kernel:
         return values, flow
 
     def exceeds_limits(self) -> bool:
-        """Whether a kernel reads or writes fewer matrices."""
+        """Returns true if the region has more operands or results than a kernel can have."""
         leaves = self.region.external(self.needed())
         matrices = [x for x in (*leaves, *self.outputs) if self.region.is_large(x)]
         return (
@@ -165,7 +170,10 @@ class _Kernel:
         )
 
     def can_move(self) -> bool:
-        """Whether what it needs does not depend on it, nor does anything that has effects."""
+        """Returns true if all items that the kernel requires can move before it.
+
+        None of them may belong to the kernel, and none may have effects. Sets ``required``.
+        """
         makers = [self.wiring.makers.get(x) for x in self.region.leaves]
         ahead = {
             x for x in makers if x is not None and self.wiring.position[x] >= self.region.start
@@ -194,7 +202,7 @@ class _Kernel:
             tuple(self.outputs),
             self.saved_bytes,
         )
-        # The other nodes stay for those who use them, and start from what is written.
+        # The other nodes stay for their users outside; they read the values that the kernel writes.
         made = set(self.outputs)
         gone = [node for node in needed if not made.isdisjoint(node.outputs)]
         self.wiring.join([*self.region.products, *gone], fused, self.required, self.region.start)

@@ -1,4 +1,4 @@
-"""A table of the products of a function under ``fuse``."""
+"""The table that ``report`` of a function under ``fuse`` returns."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ _HEAD = ("count", "product", "computed by", "because", "saves", "where")
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """The way in which a product is computed.
+    """How one product is computed.
 
     Attributes:
-        product: types of its operands, and of its result.
+        product: the types of its operands and of its result.
         way: ``"kernel"``, ``"kernel with epilogue"`` or ``"XLA"``.
         reason: the operations of the epilogue, or why there is none.
-        saved_bytes: how many bytes fewer the epilogue moves through memory than a kernel of its
-            own would.
-        source: file, line and function in which the product is written.
+        saved_bytes: how many bytes the epilogue saves compared to a separate kernel.
+        source: the file, line and function that contain the product.
     """
 
     product: str
@@ -30,7 +29,7 @@ class Decision:
 
 
 class Report(Sequence[Decision]):
-    """The decisions of a program, in the order of its products; ``print`` shows a table.
+    """The decisions for all products of a program, in order; ``print`` shows a table.
 
     The body of a loop counts once.
     """
@@ -72,7 +71,7 @@ class Report(Sequence[Decision]):
         return f"<Report of {len(self)} products: {fused} with an epilogue, {left} by XLA>"
 
     def _repr_html_(self) -> str:
-        """Returns the table for a notebook."""
+        """Returns the table as HTML for a notebook."""
 
         def line(tag: str, cells: Sequence[str]) -> str:
             return "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells)

@@ -1,4 +1,4 @@
-"""A jaxpr in which the products are this package's: graph, regions, and a jaxpr again."""
+"""Rewrites a jaxpr so that this package computes its products: graph, regions, new jaxpr."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from jax_tcgemm.transforms.report import Decision
 from jax_tcgemm.transforms.scattered_rows import rows_as_sums
 
 _PRODUCTS = frozenset({"dot_general", "ragged_dot_general"})
-# Operations that run other operations, which are rewritten as well.
+# Operations that run other operations; the rewriting also covers the latter.
 _LOOKED_INTO = jaxprs.OTHER_CALLS | {"scan", "while", "cond", "shard_map"}
 
 
 class Rewriting:
-    """Rewrites jaxprs of one program; equal parts of it are traced once.
+    """Rewrites the jaxprs of one program; traces equal parts only once.
 
     Attributes:
-        decisions: what became of each product.
+        decisions: how each product is computed.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Rewriting:
     def rewritten(
         self, jaxpr: Any, consts: Sequence[Any], is_stacked: Sequence[bool] = ()
     ) -> tuple[Any, list[Any]]:
-        """Returns a jaxpr by the products of this package, and its constants.
+        """Returns the jaxpr rewritten to this package's products, and its constants.
 
         Args:
             jaxpr: the operations.
@@ -51,7 +51,7 @@ class Rewriting:
         return _Emission(self, graph).jaxpr(jaxpr)
 
     def has_products(self, eqn: Any) -> bool:
-        """Whether there is a product within an operation that runs others."""
+        """Returns true if an operation that runs others contains a product."""
         for value in eqn.params.values():
             for jaxpr in map(jaxprs.jaxpr_of, value if type(value) is tuple else (value,)):
                 if jaxpr is not None and self._multiplies(jaxpr):
@@ -66,11 +66,12 @@ class Rewriting:
                 or (eqn.primitive.name in _LOOKED_INTO and self.has_products(eqn))
                 for eqn in jaxpr.eqns
             )
-            known = self._has_products[id(jaxpr)] = jaxpr, found  # which keeps its id its own
+            # The reference to the jaxpr prevents reuse of its id.
+            known = self._has_products[id(jaxpr)] = jaxpr, found
         return known[1]
 
     def parameters(self, node: Node) -> dict[str, Any]:
-        """Returns the parameters of an operation that runs others, with those rewritten."""
+        """Returns the parameters of an operation, with the jaxprs among them rewritten."""
         is_stacked = _stacked(node.eqn) if node.name == "scan" else ()
         return {key: self._parameter(value, is_stacked) for key, value in node.params.items()}
 
@@ -95,10 +96,10 @@ class Rewriting:
         return made
 
     def call(self, item: Node | Fused) -> Any:
-        """Returns what computes a product, or a region, as a closed jaxpr.
+        """Returns a closed jaxpr that computes a product or a region.
 
         Returns:
-            Why there is no kernel with such an epilogue, a string, instead.
+            The jaxpr. If no kernel supports the epilogue, a string that says why.
         """
         nodes = (*item.products, *item.nodes) if isinstance(item, Fused) else (item,)
         eqns = [_Equation(node.inputs, node.outputs, node.eqn) for node in nodes]
@@ -122,14 +123,14 @@ def _type(aval: Any) -> str:
 
 
 def _stacked(eqn: Any) -> tuple[bool, ...]:
-    """Says which results of the body of a ``scan`` it stacks."""
+    """Returns, for each result of the body of a ``scan``, whether ``scan`` stacks it."""
     inner = jaxprs.jaxpr_of(eqn.params["jaxpr"]).outvars
     pairs = zip(inner, eqn.outvars, strict=True)
     return tuple(len(one.aval.shape) < len(every.aval.shape) for one, every in pairs)
 
 
 class _Equation:
-    """An equation as ``identity`` reads it, with values in place of variables."""
+    """An equation in the form that ``identity`` reads, with values instead of variables."""
 
     def __init__(self, invars: Sequence[Atom], outvars: Sequence[Atom], eqn: Any):
         self.invars, self.outvars = invars, outvars
@@ -137,7 +138,7 @@ class _Equation:
 
 
 class _Equations:
-    """A jaxpr as ``identity`` reads it."""
+    """A jaxpr in the form that ``identity`` reads."""
 
     constvars = consts = ()
 
@@ -146,7 +147,7 @@ class _Equations:
 
 
 class _Emission:
-    """The equations of a graph."""
+    """Converts a graph to the equations of a jaxpr."""
 
     def __init__(self, rewriting: Rewriting, graph: Graph):
         self.rewriting, self.graph = rewriting, graph
@@ -155,7 +156,7 @@ class _Emission:
         self.constants = dict(graph.constants)
 
     def jaxpr(self, old: Any) -> tuple[Any, list[Any]]:
-        """Returns the graph as a jaxpr with the arguments of another, and its constants."""
+        """Returns the graph as a jaxpr with the arguments of ``old``, and its constants."""
         for item in self.graph.items:
             self.add(item)
         results = [self.atom(x) for x in self.graph.results]
@@ -164,7 +165,7 @@ class _Emission:
         return new, [*constants.values()]
 
     def atom(self, atom: Atom) -> Any:
-        """Returns the variable of a value; a literal as it is."""
+        """Returns the variable of a value; returns a literal unchanged."""
         if not isinstance(atom, Value):
             return atom
         found = self.atoms.get(atom, atom.var)
@@ -173,7 +174,10 @@ class _Emission:
         return found
 
     def decide(self, products: Sequence[Node], way: str, reason: str, saved_bytes: int = 0) -> None:
-        """Notes what becomes of a product, or of the two of a gated layer; see ``Decision``."""
+        """Records how one product, or both products of a gated layer, are computed.
+
+        See ``Decision`` for the arguments.
+        """
         first = products[0]
         factors = [*first.inputs[:2], *(other.inputs[1] for other in products[1:])]
         self.note(factors, first.outputs[0], way, reason, first.eqn, saved_bytes)
@@ -187,7 +191,7 @@ class _Emission:
         eqn: Any,
         saved_bytes: int = 0,
     ) -> None:
-        """Notes a decision about a product of these factors, which ``eqn`` is."""
+        """Records a decision about the product ``eqn`` of these factors."""
         operands = ", ".join(_type(x.aval) for x in factors)
         product = f"{operands} -> {_type(result.aval)}"
         decision = Decision(product, way, reason, saved_bytes, jaxprs.source_of(eqn))
@@ -198,8 +202,8 @@ class _Emission:
         """Adds the equations of an item.
 
         Args:
-            item: what is added.
-            reason: why it has no epilogue, if it is a product that might have had one.
+            item: the item to add.
+            reason: why a product has no epilogue, if it might have had one.
         """
         if isinstance(item, Fused):
             call = self.rewriting.call(item)
@@ -235,7 +239,7 @@ class _Emission:
             self.note_inside(item)
 
     def note_inside(self, item: Node) -> None:
-        """Notes the products that stay as they are: of the host, and in custom derivatives."""
+        """Records products that are not rewritten: those of the host and in custom derivatives."""
         if item.name in _PRODUCTS:
             self.decide([item], "XLA", "computed by the host")
         elif item.name in jaxprs.CUSTOM_CALLS:
@@ -251,7 +255,7 @@ class _Emission:
             self.keep(node, node.eqn.replace(params=self.rewriting.parameters(node)))
 
     def keep(self, node: Node, eqn: Any = None) -> None:
-        """Adds an equation with the variables that its values have here."""
+        """Adds an equation unchanged, apart from its variables and name stack."""
         eqn = node.eqn if eqn is None else eqn
         invars, outvars = [*map(self.atom, node.inputs)], [*map(self.atom, node.outputs)]
         if invars != eqn.invars or outvars != eqn.outvars or node.scope is not None:
@@ -263,9 +267,9 @@ class _Emission:
         """Adds the equations of a jaxpr that computes an item.
 
         Args:
-            closed: a function of the item's inputs, without literals, that returns its outputs.
+            closed: computes the item's outputs from its inputs without the literals.
             item: the item.
-            origin: the node whose name and source line the equations bear.
+            origin: the node that gives the equations their name stack and source line.
         """
         jaxpr = closed.jaxpr
         env = dict(zip(jaxpr.invars, map(self.atom, item.taken), strict=True))
@@ -295,7 +299,7 @@ class _Emission:
 
 
 def _by_shards(rewriting: Rewriting, node: Node) -> Any:
-    """Returns a ``shard_map`` with another function in it, as a closed jaxpr."""
+    """Returns a closed jaxpr of a ``shard_map`` with its function rewritten."""
     inner = jaxprs.jaxpr_of(node.params["jaxpr"])
 
     def run(*values: Any) -> list[Any]:

@@ -1,7 +1,7 @@
-"""Rows of 16 bits that are added to few others, as in the gradient of a small embedding.
+"""Scatter-adds of 16-bit rows to few rows, as in the gradient of a small embedding.
 
-XLA adds 16-bit numbers to memory one by one, by comparing and swapping: 4,096 rows of 1,024 that
-go to two take 57 ms on an H200. Here each row of the result is a sum of those that go there.
+XLA adds 16-bit numbers to memory one by one, by compare-and-swap: adding 4,096 rows of 1,024
+elements to two rows takes 57 ms on an H200. This module computes each result row as one sum.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from jax_tcgemm.transforms import kernel_calls
 from jax_tcgemm.transforms.graph import Node
 from jax_tcgemm.transforms.products import HALF_TYPES, is_on_device, is_typed
 
-# Each row of the result reads all that is added once more. So few take less time than any number
-# of additions to one address; of fewer rows for each, nobody waits for another.
+# Each row of the result reads all added rows again. With at most ``_MOST_ROWS`` result rows, that
+# is faster than any number of additions to one address. With fewer than ``_LEAST_ADDED`` added
+# rows for each result row, XLA's additions do not wait for each other.
 _MOST_ROWS = 16
 _LEAST_ADDED = 64
 
@@ -31,10 +32,11 @@ _MODES = {
 
 
 def rows_as_sums(node: Node) -> Any:
-    """Returns what computes a node without additions to memory, ``None`` where it is no such node.
+    """Returns a jaxpr that computes a scatter-add as sums.
 
     Returns:
-        A closed jaxpr. It adds up in float32 and rounds once.
+        A closed jaxpr that adds in float32 and rounds once; ``None`` if the node is no scatter-add
+        of rows to few rows.
     """
     if node.name != "scatter-add" or not is_on_device(node) or is_typed(node):
         return None
@@ -54,7 +56,7 @@ def rows_as_sums(node: Node) -> Any:
 
 
 def _adds_whole_rows(node: Node, operand: Any, indices: Any, updates: Any) -> bool:
-    """Checks whether each index names a row of the operand, and the updates are rows."""
+    """Checks if each index selects a row of the operand and the updates are whole rows."""
     numbers = node.params["dimension_numbers"]
     rank, window = len(indices.shape) - 1, len(operand.shape) - 1
     return (
@@ -70,12 +72,12 @@ def _sums(node: Node, values: list[Any]) -> list[jax.Array]:
     operand, indices, updates = values
     count = operand.shape[0]
     ids = indices.reshape(-1)
-    if jnp.iinfo(ids.dtype).bits < 8:  # which may not hold the number of rows
+    if jnp.iinfo(ids.dtype).bits < 8:  # such a dtype may not hold the number of rows
         ids = ids.astype(jnp.int32)
     if node.params["mode"] == lax.GatherScatterMode.CLIP:
         ids = jnp.clip(ids, 0, count - 1)
     added = updates.reshape(len(ids), *operand.shape[1:])
-    # Not a product by zeros and ones, in which an infinity of one row would reach all others.
+    # A product with zeros and ones would spread an infinity of one row to all others.
     goes = ids == jnp.arange(count, dtype=ids.dtype)[:, None]
     goes = goes.reshape(count, -1, *(1,) * (operand.ndim - 1))
     sums = jnp.sum(jnp.where(goes, added, 0), axis=1, dtype=jnp.float32)

@@ -1,4 +1,4 @@
-"""``tune``: measures how each product of a function is computed fastest on this machine's GPU."""
+"""``tune``: finds the fastest way to compute each product of a function on this machine's GPU."""
 
 from __future__ import annotations
 
@@ -31,31 +31,37 @@ def tune(
     progress: bool = True,
     **kwargs: Any,
 ) -> Tunings:
-    """Measures how each product in a function is computed fastest on this machine's GPU.
+    """Finds the fastest way to compute each product in a function on this machine's GPU.
 
-    Products are found where ``f`` is lowered for CUDA: those of every function of this package,
-    through ``jit``, ``grad``, ``scan``, ``cond``, ``remat`` and ``shard_map``, and the parts that
-    one device has of those that XLA divides among devices (for which ``f`` is compiled). For each,
-    the kernels are timed that the time model puts within a factor of the best, splits of k among
-    them, and XLA's own composition with the same epilogue: kernel times by turns, on normal
-    operands that the L2 cache does not hold. Groups of ``ragged_dot`` are taken to be of one size.
-    The untuned choice stays unless another is faster by 2 %, and by more than the medians scatter.
+    ``tune`` lowers ``f`` for CUDA and collects the products of all functions of this package,
+    including those inside ``jit``, ``grad``, ``scan``, ``cond``, ``remat`` and ``shard_map``. If
+    XLA divides a product among devices, ``tune`` compiles ``f`` and collects the part of one
+    device.
 
-    Another choice may add in another order: the low bits of results may change with tunings.
+    For each product, ``tune`` times:
+
+    - the kernels that the time model puts within a factor of the best, including splits of k
+    - XLA's own composition with the same epilogue
+
+    It compares kernel times, taken in turns, on normally distributed operands that exceed the L2
+    cache. It assumes that all groups of ``ragged_dot`` have the same size. The untuned choice stays
+    unless another is faster by 2 %, and by more than the medians scatter.
+
+    Another choice may add in another order, so tunings may change the low bits of results.
 
     Args:
         f: a function of arrays, which is not run; it may be a result of ``jax.jit``.
-        *args: its arguments; ``jax.ShapeDtypeStruct`` serves as well as an array.
-        budget: seconds after which no further product is begun; by default there is no limit. The
-            products that multiply most go first.
-        progress: whether to show how far it is on ``stderr``.
+        *args: its arguments, as arrays or ``jax.ShapeDtypeStruct``.
+        budget: after this many seconds, ``tune`` starts no further product; by default there is no
+            limit. The products with the most multiplications go first.
+        progress: whether to show the progress on ``stderr``.
         **kwargs: its arguments by name.
 
     Warns:
-        UserWarning: a product could not be measured; the others are.
+        UserWarning: a product could not be measured; ``tune`` goes on with the others.
 
     Returns:
-        What was found, to be used as ``with tunings:``, joined by ``|``, saved and printed.
+        The choices. They can be used as ``with tunings:``, joined by ``|``, saved and printed.
 
     Raises:
         RuntimeError: JAX's default device is no GPU, or the package was built without kernels.
@@ -81,7 +87,7 @@ def tune(
             with lookup.MEASURING:
                 measured = in_a_thread(functools.partial(measure, product))
             entries[device.device_kind, product.problem] = measured.entry
-        except Exception as error:  # Out of memory, say: others are still to be measured.
+        except Exception as error:  # One failure (out of memory, say) must not stop the others.
             what = f"{type(error).__name__}: {error}"
             warnings.warn(f"{described(product.problem)} was not measured: {what}", stacklevel=2)
     if progress:
@@ -93,28 +99,28 @@ def find_products(f: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Prod
     """Returns the products of a function that a kernel could compute, each problem once.
 
     Args:
-        f: as of ``tune``.
+        f: the function, as for ``tune``.
         *args: its arguments.
-        **kwargs: those by name.
+        **kwargs: its arguments by name.
     """
     jitted: Any = f if hasattr(f, "trace") else jax.jit(f)
     recorder = Recorder()
     with recorder:
         lowered = jitted.trace(*args, **kwargs).lower(lowering_platforms=("cuda",))
         if partitioner.TARGET in lowered.as_text():
-            lowered.compile()  # XLA's partitioner asks for the parts
+            lowered.compile()  # the recorder sees each part when XLA's partitioner asks for it
     forget(recorder)
     return list(recorder.products.values())
 
 
 def _products_of(product: Product) -> int:
-    """Returns how many pairs of elements are multiplied."""
+    """Returns the number of multiplications in a product."""
     fields = json.loads(product.problem)
     return fields["m"] * fields["n"] * fields["k"] * math.prod(fields.get("batch", []))
 
 
 def _show(index: int, count: int, seconds: float, text: str) -> None:
-    """Shows a bar, or a line where stderr is no terminal."""
+    """Updates a progress line on a terminal; elsewhere prints a new line."""
     line = f"tune: {index}/{count}, {seconds:.0f} s: {text}"
     if sys.stderr.isatty():
         print(f"\r\033[K{line}"[:120], end="", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Who makes and who uses each value of a graph, and in which order, while items are joined."""
+"""The maker, the users and the order of all values of a graph, kept up to date by joins."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from typing import Any
 
 from jax_tcgemm.transforms.graph import Item, Value
 
-# A place in the order of items: longer ones lie between others.
+# A place in the order of items. Longer tuples lie between shorter ones.
 Position = tuple[int, ...]
 
 
 class Wiring:
-    """Items in an order in which each comes after those whose outputs it reads.
+    """Items in topological order: each comes after the items whose outputs it reads.
 
-    Joining items renumbers only those that move, so its cost does not grow with the program.
+    A join renumbers only the items that move, so its cost does not grow with the program.
 
     Attributes:
         position: the place of each item.
-        makers: the item that makes a value; arguments and constants have none.
-        users: the items that read a value.
+        makers: the item that computes each value; arguments and constants have none.
+        users: the items that read each value.
     """
 
     def __init__(self, items: Sequence[Any], marked: Iterable[Any], kept: frozenset[Value]):
         """Connects items.
 
         Args:
-            items: in their order.
-            marked: those of the items that ``depends_on`` asks for.
+            items: all items in their order.
+            marked: the items that ``depends_on`` can ask about.
             kept: values that stay although no item reads them.
         """
         self.position: dict[Any, Position] = {item: (i,) for i, item in enumerate(items)}
@@ -53,23 +53,23 @@ class Wiring:
         return self.users.get(value, ())
 
     def bits_of(self, marked: Iterable[Any]) -> int:
-        """Returns a number for some marked items, for ``depends_on``."""
+        """Returns the bit mask of some marked items, for ``depends_on``."""
         return functools.reduce(operator.or_, (self._bits[item] for item in marked))
 
     def depends_on(self, value: Value, bits: int) -> bool:
-        """Whether a value is made of what one of some marked items makes."""
+        """Returns true if a value depends on an output of one of the marked items."""
         return bool(self._ancestors.get(value, 0) & bits)
 
     def before(self, items: Iterable[Any], start: Position, most: int) -> set[Any] | None:
-        """Returns what items depend on from ``start`` on, without themselves.
+        """Returns the items from ``start`` on that the given items depend on.
 
         Args:
-            items: the items.
-            start: a place in the order; what lies before it is left out.
-            most: a number of items.
+            items: the items; the result contains one only if another depends on it.
+            start: a place in the order. The result has no item before it.
+            most: the largest number of items to return.
 
         Returns:
-            ``None`` if there are more than ``most``.
+            The items, or ``None`` if there are more than ``most``.
         """
         found: set[Any] = set()
         waiting = [value for item in items for value in item.taken]
@@ -85,14 +85,14 @@ class Wiring:
     def join(
         self, gone: Iterable[Any], joined: Item, first: Iterable[Any], start: Position
     ) -> None:
-        """Puts one item in the place of some.
+        """Replaces some items by one.
 
         Args:
-            gone: the items that it replaces; one of them is at ``start``.
+            gone: the items to replace; one of them is at ``start``.
             joined: the new item.
-            first: items behind ``start`` that have to come before the new one, with all of those
-                behind ``start`` that they depend on.
-            start: where the new item is put.
+            first: items after ``start`` that must come before the new item, with all items after
+                ``start`` that they depend on.
+            start: the place of the new item.
         """
         gone = list(gone)
         moved = sorted(first, key=self.position.__getitem__)
@@ -114,7 +114,7 @@ class Wiring:
         return bits
 
     def _update_ancestors(self, item: Any) -> None:
-        """Notes what the outputs of an item, and what follows, depend on now."""
+        """Updates what the outputs of an item depend on, and all values that follow from them."""
         waiting = [item]
         while waiting:
             item = waiting.pop()
@@ -125,7 +125,7 @@ class Wiring:
                     waiting += self.users.get(value, ())
 
     def _drop_unused(self, values: Iterable[Value]) -> None:
-        """Removes the makers of values that nothing reads any more, and so on."""
+        """Removes the makers of values that nothing reads any more, and so on upstream."""
         waiting = list(values)
         while waiting:
             maker = self.makers.get(waiting.pop())

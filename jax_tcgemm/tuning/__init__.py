@@ -1,1 +1,1 @@
-"""What was measured to be fastest: kept, found again, and where it is looked for."""
+"""Measured choices: how they are stored, looked up and activated."""

@@ -1,8 +1,8 @@
-"""Measured choices on disk, one file each, which any number of processes read and write.
+"""Stores measured choices on disk, one file each; any number of processes read and write them.
 
-A file is replaced as a whole. One that cannot be read, is broken or of another problem is as if it
-were not there; what cannot be written is left out. Root reads files of all users, others their own
-and those of root.
+Writing replaces a whole file. A file that is unreadable, broken or of another problem counts as
+missing. An entry that cannot be written is not stored. Root reads the files of all users; other
+users read their own files and those of root.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from jax_tcgemm.problem.log import log
 from jax_tcgemm.tuning.entry import Entry
 from jax_tcgemm.tuning.tunings import PARTIAL, Tunings, write_atomically
 
-# The folder, by default ~/.cache/jax_tcgemm; empty for none.
+# This variable names the folder, by default ~/.cache/jax_tcgemm. An empty value disables the files.
 SETTING = "JAX_TCGEMM_CACHE_DIR"
 
 
 class _File(NamedTuple):
-    """The content of a file; ``seconds`` is what measuring took."""
+    """The content of a file; ``seconds`` is the duration of the measurement."""
 
     device_kind: str
     problem: str
@@ -36,32 +36,34 @@ class _File(NamedTuple):
 
 _LEFT_SECONDS = 3600.0
 
-# To be raised when what an entry says changes; a folder of its own for each.
+# Raise this when the meaning of an entry changes; each version has a separate folder.
 _VERSION = "tunings-1"
 
 
 def base() -> pathlib.Path | None:
-    """Returns the folder of all that this package keeps, ``None`` for none."""
+    """Returns the folder of all files that this package stores; ``None`` if files are disabled."""
     setting = os.environ.get(SETTING)
     if setting == "":
         return None
     try:
         return pathlib.Path(setting).expanduser() if setting else _default()
-    except RuntimeError:  # there is no home
+    except RuntimeError:  # there is no home directory
         return None
 
 
 def make(within: pathlib.Path) -> None:
-    """Makes the folder of all that this package keeps, for this user alone unless it is there.
+    """Makes the folder of all files that this package stores, accessible to this user only.
+
+    An existing folder keeps its permissions.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the folder cannot be made.
     """
     within.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
 def folder() -> pathlib.Path | None:
-    """Returns where entries are kept, ``None`` for nowhere."""
+    """Returns the folder of the entries; ``None`` if files are disabled."""
     within = base()
     return None if within is None else within / _VERSION
 
@@ -76,7 +78,7 @@ def _path(within: pathlib.Path, device_kind: str, problem: str) -> pathlib.Path:
 
 
 def read(device_kind: str, problem: str) -> Entry | None:
-    """Returns the entry of a problem, if there is one that holds."""
+    """Returns the stored entry of a problem; ``None`` if there is no current one."""
     within = folder()
     if within is None:
         return None
@@ -104,13 +106,13 @@ def _read(path: pathlib.Path) -> _File | None:
 
 
 def write(device_kind: str, problem: str, entry: Entry, seconds: float = 0.0) -> str | None:
-    """Keeps an entry; returns why it could not be, if it could not.
+    """Stores an entry; returns ``None``, or why that failed.
 
     Args:
-        device_kind: of the GPU.
-        problem: as of ``problem_key``.
-        entry: what was found.
-        seconds: what measuring it took.
+        device_kind: the kind of the GPU.
+        problem: the result of ``problem_key``.
+        entry: the choice and its times.
+        seconds: the duration of the measurement.
     """
     within = folder()
     if within is None:
@@ -129,7 +131,7 @@ def write(device_kind: str, problem: str, entry: Entry, seconds: float = 0.0) ->
 
 @functools.cache
 def _remove_leftovers(within: pathlib.Path) -> None:
-    """Removes what processes that were killed an hour ago or earlier have left half written."""
+    """Removes partial files that killed processes left an hour ago or earlier."""
     for path in within.glob(f"{PARTIAL}*"):
         with contextlib.suppress(OSError):
             if time.time() - path.stat().st_mtime > _LEFT_SECONDS:
@@ -142,7 +144,7 @@ def everything() -> Tunings:
 
 
 def describe(device_kind: str) -> str:
-    """Says how many products of a GPU are kept, when they were measured, and how long that took."""
+    """Returns the number of stored products of a GPU, their dates and their measuring time."""
     within = folder()
     if within is None:
         return "no files"
@@ -159,7 +161,7 @@ def describe(device_kind: str) -> str:
 
 
 def _files() -> list[tuple[_File, float]]:
-    """Returns what can be read, and when it was written."""
+    """Returns the content of each readable file, and the time when it was written."""
     within = folder()
     found = []
     for path in [] if within is None else sorted(within.glob("*.json")):
@@ -167,6 +169,6 @@ def _files() -> list[tuple[_File, float]]:
         if content is not None:
             try:
                 found.append((content, path.stat().st_mtime))
-            except OSError:  # removed since
+            except OSError:  # another process has removed the file
                 continue
     return found

@@ -1,4 +1,4 @@
-"""One measured product: how it is computed fastest, and whether that still holds."""
+"""One measured product: its fastest configuration, and whether that is still valid."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from jax_tcgemm.kernels import names as kernel_names
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """What was found of one problem on one kind of device.
+    """The measured choice for one problem on one kind of device.
 
     Attributes:
-        config: as ``config=`` takes it; ``None`` where nothing was faster by more than noise than
-            what is taken untuned.
-        seconds: of ``config``.
-        untuned_seconds: of what is taken untuned.
-        xla_seconds: of XLA's own composition, the epilogue included; ``None`` if it was not timed.
-        rows: digests of the rows of the kernel table that ``config`` names, by name.
+        config: a value for ``config=``; ``None`` if nothing was faster than the untuned choice by
+            more than noise.
+        seconds: the time of ``config``.
+        untuned_seconds: the time of the untuned choice.
+        xla_seconds: the time of XLA's own composition including the epilogue; ``None`` if it was
+            not timed.
+        rows: by name, digests of the rows of the kernel table that ``config`` names.
     """
 
     config: str | None
@@ -36,28 +37,28 @@ class Entry:
     def measured(
         cls, config: str | None, seconds: float, untuned_seconds: float, xla_seconds: float | None
     ) -> Entry:
-        """Returns an entry of the rows as they are in this build."""
+        """Returns an entry with the digests of this build's rows."""
         names = [] if config in (None, kernel_names.XLA) else [kernel_names.read_config(config)[0]]
         rows = tuple((name, row_digest(name)) for name in names)
         return cls(config, seconds, untuned_seconds, xla_seconds, rows)
 
     @property
     def is_current(self) -> bool:
-        """Whether the rows that it names are in this build, and are what was measured."""
+        """True if this build has the named rows and they have not changed since the measurement."""
         return all(
             _extension.has_row(name) and row_digest(name) == digest for name, digest in self.rows
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Returns what ``from_json`` takes."""
+        """Returns the entry as JSON content for ``from_json``."""
         return dataclasses.asdict(self) | {"rows": dict(self.rows)}
 
     @classmethod
     def from_json(cls, content: Any) -> Entry:
-        """Returns the entry that was written.
+        """Returns the entry that ``to_json`` converted.
 
         Raises:
-            ValueError: it is none.
+            ValueError: the content is no entry.
         """
         try:
             config = content["config"]
@@ -78,11 +79,12 @@ class Entry:
 
 @functools.cache
 def row_digest(name: str) -> str:
-    """Returns a digest of a row of the kernel table; of a name that is none, of nothing."""
+    """Returns a digest of a row of the kernel table; of an empty text if there is no such row."""
     row = kernel_names.find(name)
     if row is None:
         return hashlib.sha256(b"").hexdigest()[:12]
-    # A field that is new to the table, and that this row does not have, makes no other row of it.
+    # Fields with default values are left out, so a new field does not change the digest of rows
+    # that do not use it.
     said = [
         (field.name, getattr(row, field.name))
         for field in dataclasses.fields(row)
@@ -92,5 +94,5 @@ def row_digest(name: str) -> str:
 
 
 def problem_key(**fields: Any) -> str:
-    """Returns the text by which a problem is known: equal for equal fields, and JSON."""
+    """Returns the JSON text that identifies a problem; equal fields give equal texts."""
     return json.dumps(fields, sort_keys=True, separators=(",", ":"))

@@ -1,6 +1,6 @@
-"""Where the choice of a product is looked for: active tunings, files, what comes with the package.
+"""Looks up the choice for a product: active tunings, files, choices shipped with the package.
 
-First of them is ``config=``, which needs no lookup, and last the time model, which no lookup finds.
+``config=`` takes precedence over all of them. If no lookup finds a choice, the time model decides.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from jax_tcgemm.tuning import agreement, cache
 from jax_tcgemm.tuning.entry import Entry
 from jax_tcgemm.tuning.tunings import Tunings, active
 
-# "off": neither files nor what comes with the package; "read": these; "tune": as well, products
-# that nothing is known of are measured where a program first has them.
+# "off": neither files nor the package's choices are used. "read": both are used. "tune": also, a
+# product without a known choice is measured when a program first contains it.
 SETTING = "JAX_TCGEMM_TUNING"
 MODES = ("off", "read", "tune")
 
-# Set by pytest; the first since 8.2.
+# pytest sets these variables, the first since version 8.2.
 _PYTEST = ("PYTEST_VERSION", "PYTEST_CURRENT_TEST")
-# Options of XLA after which programs are to be the same every time: names and values.
+# XLA options (names and values) by which a user asks for reproducible programs.
 _REPRODUCIBLE = {
     "xla_gpu_deterministic_ops": "true",
     "xla_gpu_exclude_nondeterministic_ops": "true",
@@ -44,13 +44,13 @@ _TRANSFERS = ("host_to_device", "device_to_device", "device_to_host")
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """A product as a program has it.
+    """A product of a program.
 
     Attributes:
-        primitive: name of the primitive.
-        spec: its parameters.
-        types: those of its operands.
-        problem: what it is known by; see ``problem_key``.
+        primitive: the name of its primitive.
+        spec: the parameters of the primitive.
+        types: the types of the operands.
+        problem: the text that identifies the problem; see ``problem_key``.
     """
 
     primitive: str
@@ -60,10 +60,10 @@ class Product:
 
 
 class Recorder(Tunings):
-    """Active where a program is lowered to see its products; nothing is found in it.
+    """Tunings without entries that record the products of a program while it is lowered.
 
     Attributes:
-        products: those there were, each once.
+        products: the recorded products, each once.
     """
 
     is_final = True
@@ -74,7 +74,7 @@ class Recorder(Tunings):
 
     @functools.cached_property
     def digest(self) -> str:
-        """Another for each, so that every program is lowered anew."""
+        """A unique text for each recorder, so that JAX lowers every program again."""
         return f"recording {uuid.uuid4()}"
 
 
@@ -84,26 +84,27 @@ class Measured:
 
     Attributes:
         entry: the choice and its times.
-        is_certain: whether it may be kept for other processes: a GPU that others use meanwhile
-            gives times that do not agree.
+        is_certain: whether the entry may be stored for other processes. If others use the GPU
+            during the measurement, the times do not agree.
     """
 
     entry: Entry
     is_certain: bool
 
 
-# Measures a product, for "tune", with so many seconds left for all; set by what can.
+# Measures a product for "tune"; the number is the seconds left for all products. The module
+# ``transforms.measure`` sets this function.
 measure: Callable[[Product, float], Measured | None] | None = None
 
 
 def mode(*, runs_here: bool = True) -> str:
-    """Returns the setting, by default ``"tune"`` unless something speaks against measuring.
+    """Returns the tuning mode; the default is ``"tune"``, or ``"read"`` if nothing may be measured.
 
     Args:
-        runs_here: as of ``find``.
+        runs_here: as for ``find``.
 
     Raises:
-        ValueError: there is no such setting.
+        ValueError: the setting is no mode.
     """
     setting = os.environ.get(SETTING)
     if not setting:
@@ -114,7 +115,7 @@ def mode(*, runs_here: bool = True) -> str:
 
 
 def why_not_measured() -> str | None:
-    """Says why nothing is measured in this process unless the setting asks for it; or ``None``."""
+    """Returns why this process measures nothing unless the setting asks for it; else ``None``."""
     if os.environ.get("CI", "").lower() not in ("", "0", "false"):
         return "CI is set"
     if any(name in os.environ for name in _PYTEST):
@@ -134,12 +135,12 @@ def why_not_measured() -> str | None:
 def find(
     device_kind: str | None, product: Product, *, runs_here: bool = True
 ) -> tuple[Entry, str] | None:
-    """Returns what is known of a product, and where that was found.
+    """Returns the entry of a product and its source; ``None`` if there is no entry.
 
     Args:
-        device_kind: of the local GPUs; ``None`` if there are none or of several kinds.
-        product: as lowering has it.
-        runs_here: whether the program is for these GPUs, and is not exported. Otherwise a product
+        device_kind: the kind of the local GPUs; ``None`` if there are none or several kinds.
+        product: the product, as the lowering describes it.
+        runs_here: whether the program is for these GPUs and is not exported. Otherwise a product
             is measured only if the setting asks for it.
     """
     tunings = active()
@@ -159,7 +160,7 @@ def find(
     entry = cache.read(device_kind, product.problem) if alone else None
     if entry is not None:
         return entry, "a file"
-    # What all processes find alike.
+    # All processes find the same choices here.
     if alone or len({device.device_kind for device in jax.devices()}) == 1:
         entry = packaged(device_kind).find(device_kind, product.problem)
         if entry is not None:
@@ -170,13 +171,14 @@ def find(
     return None
 
 
-# Seconds of a process that it may spend on measuring, and how long a thread waits for another's.
+# The seconds that a process may spend on measuring, and how long a thread waits for another
+# thread's measurement.
 BUDGET_SETTING = "JAX_TCGEMM_TUNING_SECONDS"
 _BUDGET = 5.0
 _PATIENCE = 2.0
 
-# One measurement at a time, those of ``tune`` included, each problem once in a process, whether or
-# not there are files.
+# Only one measurement runs at a time, including those of ``tune``. A process measures each problem
+# once, with or without files.
 MEASURING = threading.Lock()
 _MEASURED: dict[tuple[str, str], Entry | None] = {}
 _SPENT = [0.0]
@@ -198,7 +200,7 @@ def budget() -> float:
 
 
 def _measured(device_kind: str, product: Product) -> Entry | None:
-    """Measures a product, unless that was done; ``None`` if it cannot be."""
+    """Returns the entry of a product, measured at most once; ``None`` if that fails."""
     key = device_kind, product.problem
     if key in _MEASURED or measure is None:
         return _MEASURED.get(key)
@@ -212,13 +214,13 @@ def _measured(device_kind: str, product: Product) -> Entry | None:
 
 
 def _agreed(device_kind: str, product: Product) -> Entry | None:
-    """Returns what all processes of the program take, which a file or a measurement of one says."""
+    """Returns the entry that all processes use, from a file or a measurement of one process."""
     key = device_kind, product.problem
     if key not in _AGREED:
         try:
             text = agreement.agreed("\n".join(key), lambda: _own_text(*key, product))
             entry = None if text is None else Entry.from_json(json.loads(text))
-        except Exception as error:  # A process that is gone, say: the program is still to run.
+        except Exception as error:  # The program must run even if, say, a process is gone.
             log(f"no agreement about {product.problem}: {type(error).__name__}: {error}")
             entry = None
         _AGREED[key] = entry if entry is not None and entry.is_current else None
@@ -242,7 +244,7 @@ def _measure_now(
     begun = time.perf_counter()
     try:
         measured = measure(product, most - _SPENT[0])
-    except Exception as error:  # Out of memory, say: the user's program is still to run.
+    except Exception as error:  # The user's program must run even if, say, memory runs out here.
         log(f"{problem} could not be measured: {type(error).__name__}: {error}")
         measured = None
     took = time.perf_counter() - begun
@@ -264,7 +266,7 @@ def _measure_now(
 
 @functools.cache
 def packaged(device_kind: str) -> Tunings:
-    """Returns what comes with the package for a kind of device."""
+    """Returns the tunings that the package ships for a kind of device."""
     name = re.sub(r"[^a-z0-9]+", "_", device_kind.lower()).strip("_") + ".json"
     file = importlib.resources.files("jax_tcgemm.tuning").joinpath(name)
     return Tunings.from_text(file.read_text(), name) if file.is_file() else Tunings()

@@ -1,4 +1,4 @@
-"""``Tunings``: measured choices as a value that can be active, joined, saved, loaded and read."""
+"""``Tunings``: measured choices that can be activated, joined, saved, loaded and printed."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from jax_tcgemm.tuning.entry import Entry
 
 _FORMAT = 1
 
-# What ``jax.jit`` keys on: programs are traced anew where other tunings are active.
+# ``jax.jit`` includes this context in its cache key, so other active tunings cause a new trace.
 _ACTIVE = jax.make_user_context(None)
 
 
 class _Contexts(threading.local):
-    """Those that this thread has entered, the last one last."""
+    """The contexts that this thread has entered, in order."""
 
     def __init__(self) -> None:
         self.stack: list[Any] = []
@@ -33,19 +33,20 @@ class _Contexts(threading.local):
 
 _CONTEXTS = _Contexts()
 
-# Those that programs were lowered with, for XLA's partitioner, which asks from threads of its own.
+# The tunings with which programs were lowered. XLA's partitioner needs them in its own threads.
 _BY_DIGEST: dict[str, Tunings] = {}
 
 
 class Tunings:
-    """How measured products are computed fastest, for each kind of device.
+    """The fastest measured choices for products, for each kind of device.
 
-    As a context manager it is active for the programs that are compiled within: ``with tunings:``.
-    Within others that are active, its own entries go first. Those of equal choices are equal.
-    ``first | second`` has the entries of both, those of ``second`` where both have one.
+    As a context manager (``with tunings:``), it is active for the programs compiled inside. Nested
+    tunings are joined; the entries of the inner ones take precedence. Tunings with equal choices
+    are equal. ``first | second`` has the entries of both; if both have an entry for a problem, the
+    one of ``second`` counts.
 
     Args:
-        entries: by kind of device (``jax.Device.device_kind``) and problem.
+        entries: the entries by kind of device (``jax.Device.device_kind``) and problem.
     """
 
     def __init__(self, entries: Mapping[tuple[str, str], Entry] | None = None) -> None:
@@ -53,22 +54,22 @@ class Tunings:
 
     @property
     def entries(self) -> dict[tuple[str, str], Entry]:
-        """What there is, by kind of device and problem."""
+        """The entries by kind of device and problem."""
         return dict(self._entries)
 
     @functools.cached_property
     def digest(self) -> str:
-        """A text that tunings of equal choices have alike, whatever the times."""
+        """A text that is equal for tunings with equal choices; the times do not matter."""
         choices = [(*key, entry.config, entry.rows) for key, entry in self._entries.items()]
         return hashlib.sha256(json.dumps(choices).encode()).hexdigest()
 
     def find(self, device_kind: str | None, problem: str) -> Entry | None:
-        """Returns what is known of a problem, unless its rows have changed since.
+        """Returns the entry of a problem; ``None`` if it is missing or its rows have changed.
 
         Args:
-            device_kind: ``None`` where no device is known, as in a program that is lowered for
-                another machine: what the only kind has that there are entries of.
-            problem: as of ``problem_key``.
+            device_kind: the kind of device. ``None`` if it is not known, as in a program that is
+                lowered for another machine; then all entries must be of one kind, which is used.
+            problem: the result of ``problem_key``.
         """
         if device_kind is None:
             kinds = {kind for kind, _ in self._entries}
@@ -102,36 +103,38 @@ class Tunings:
     def __exit__(self, *exception: Any) -> None:
         _CONTEXTS.stack.pop().__exit__(*exception)
 
-    # Whether nothing else is looked for, neither elsewhere nor within.
+    # True if no other source is searched, not even tunings that are entered inside.
     is_final = False
 
     def around(self, inner: Tunings) -> Tunings:
-        """Returns what is active where ``inner`` is entered while this is."""
+        """Returns the tunings that are active if ``inner`` is entered inside these tunings."""
         if inner.is_final or self.is_final:
             return inner if inner.is_final else self
         return self | inner
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes a JSON file, as a whole or not at all.
+        """Writes a JSON file atomically.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
         """
         write_atomically(pathlib.Path(path), self._to_text())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Tunings:
-        """Reads what ``save`` wrote. Entries whose rows have changed since are without effect.
+        """Returns the tunings of a file that ``save`` wrote.
+
+        Entries have no effect if their rows have changed since.
 
         Raises:
-            OSError: it cannot be read.
-            ValueError: it is not such a file.
+            OSError: the file cannot be read.
+            ValueError: ``save`` did not write the file.
         """
         return cls.from_text(pathlib.Path(path).read_text(), str(path))
 
     @classmethod
     def from_text(cls, text: str, source: str) -> Tunings:
-        """Reads the text that ``save`` wrote; ``source`` is named by the error."""
+        """Returns the tunings of a text that ``save`` wrote; an error message names ``source``."""
         try:
             content = json.loads(text)
             if content["format"] != _FORMAT:
@@ -148,7 +151,7 @@ class Tunings:
         return cls(entries)
 
     def _to_text(self) -> str:
-        """JSON, a line for each product."""
+        """Returns JSON with one line for each product."""
         devices: dict[str, list[str]] = {}
         for (kind, problem), entry in self._entries.items():
             each = {"problem": json.loads(problem), "entry": entry.to_json()}
@@ -181,7 +184,7 @@ class Tunings:
     def speedups(self) -> tuple[float, float]:
         """Returns the geometric means of XLA's time over ours, untuned and tuned.
 
-        Products for which XLA was not timed do not count.
+        Products without a time of XLA do not count.
         """
         means = []
         for own in ("untuned_seconds", "seconds"):
@@ -194,10 +197,10 @@ class Tunings:
         return means[0], means[1]
 
     def plot(self, axes: Any = None) -> Any:
-        """Draws XLA's time over ours, untuned and tuned, a line for each product XLA was timed for.
+        """Draws XLA's time over ours, untuned and tuned, one line per product with a time of XLA.
 
         Args:
-            axes: of matplotlib; by default new ones.
+            axes: matplotlib axes; by default new ones.
 
         Returns:
             The axes.
@@ -227,7 +230,7 @@ class Tunings:
 
 
 class _Untuned(Tunings):
-    """Active where nothing is to be looked for at all."""
+    """Tunings that disable every lookup."""
 
     is_final = True
 
@@ -237,7 +240,7 @@ class _Untuned(Tunings):
 
 
 def untuned() -> Tunings:
-    """Returns what is active where products are to be computed as without any tuning."""
+    """Returns tunings under which all products are computed as without any tuning."""
     return _Untuned()
 
 
@@ -247,7 +250,7 @@ def active() -> Tunings | None:
 
 
 def remembered(tunings: Tunings | None) -> str:
-    """Returns a text by which ``recalled`` finds the tunings in this process."""
+    """Stores tunings and returns the text by which ``recalled`` finds them in this process."""
     if tunings is None:
         return ""
     _BY_DIGEST[tunings.digest] = tunings
@@ -255,24 +258,24 @@ def remembered(tunings: Tunings | None) -> str:
 
 
 def forget(tunings: Tunings) -> None:
-    """Ends what ``remembered`` began."""
+    """Removes tunings that ``remembered`` stored."""
     _BY_DIGEST.pop(tunings.digest, None)
 
 
 def recalled(digest: str) -> Any:
-    """Makes active what ``remembered`` returned the text of: nothing, if it is not known here."""
+    """Returns a context in which the tunings of a digest are active; none if it is not known."""
     return _ACTIVE(_BY_DIGEST.get(digest))
 
 
-# How the names of files begin that are being written.
+# The names of partially written files begin with this.
 PARTIAL = ".writing-"
 
 
 def write_atomically(path: pathlib.Path, text: str) -> None:
-    """Writes a file that others see whole or not at all.
+    """Writes a file atomically: others see the whole file or no file.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     partial = path.with_name(f"{PARTIAL}{uuid.uuid4()}")
     try:
@@ -285,7 +288,7 @@ def write_atomically(path: pathlib.Path, text: str) -> None:
 
 
 def described(problem: str) -> str:
-    """Returns a problem in a few words; what another version wrote as it is."""
+    """Returns a short description of a problem; returns an unknown format unchanged."""
     try:
         return _described(json.loads(problem))
     except (KeyError, TypeError, AttributeError):
@@ -303,10 +306,10 @@ def _described(fields: dict[str, Any]) -> str:
 
 
 def _check_equal_everywhere(digest: str) -> None:
-    """Checks that all processes of a program make the same choices, or their programs differ.
+    """Checks that all processes make the same choices; otherwise their programs would differ.
 
     Raises:
-        AssertionError: they do not.
+        AssertionError: the choices differ.
     """
     from jax.experimental import multihost_utils
 

@@ -1,17 +1,18 @@
 // The output of a kernel whose epilogue was compiled at run time from a function of JAX
-// (jax_tcgemm/epilogue): any operands, any results. Takes the place of Output.
+// (jax_tcgemm/epilogue), with any operands and any results. This class replaces Output.
 //
-// A warp finishes its 16 rows sub-tile by sub-tile, of 16, 32 or 64 columns. What has whole vectors
-// of columns is copied to the warp's part of shared memory one sub-tile ahead; results gather
-// there, so that they leave as vectors as well. Warps do not wait for one another.
+// A warp finishes its 16 rows one sub-tile after the other, each of 16, 32 or 64 columns. The warp
+// copies operands with whole vectors of columns to its part of shared memory one sub-tile ahead. It
+// gathers the results there, so that it can write them as vectors too. Warps do not wait for one
+// another.
 //
 //   before the mainloop: cp.async of the first sub-tile's operands
 //   the warp: [cp.async of the next one's] -> wait -> accumulators, operands -> Program ->
 //             shared memory -> vectors of the results to memory
 //
 // A Program has kBatched, kBlockScales (sm90/scaled_mainloop.cuh), kOperands, kOperand[], kResults,
-// kResult[] (see compiled_params.h), and run(io), which makes 16 x 16 values of each result from an
-// instance of CompiledIo.
+// kResult[] (see compiled_params.h), and run(io). run computes 16 x 16 values of each result from
+// an instance of CompiledIo.
 
 #pragma once
 
@@ -44,7 +45,7 @@ class CompiledOutput {
                                             const SharedMemory<kConfig>& smem, int /*warpgroup*/)
       : params_(params), buffers_(smem.output(__shfl_sync(0xffffffff, threadIdx.x / 32, 0))) {}
 
-  // Before the mainloop of a tile.
+  // Called before the mainloop of a tile.
   static __device__ __forceinline__ constexpr bool prepares(const TensorMaps&) {
     constexpr bool kAny = Plan::kStages > 0 && Plan::kStageBytes > 0;
     return kAny;
@@ -54,7 +55,7 @@ class CompiledOutput {
   }
   __device__ __forceinline__ void share_bias(const OutputPlace&) const {}
 
-  // After it. acc is only read.
+  // Called after the mainloop. Only reads acc.
   __device__ __forceinline__ void finish(const Accumulators& acc, const OutputPlace& place) const {
     const OutputPlace tile = of_warp(place);
 #pragma unroll 1
@@ -63,7 +64,8 @@ class CompiledOutput {
       const bool is_last = index == kSubtiles - 1;
       if constexpr (kStages == 2) {
         if (!is_last) copy_in(place_of(tile, index + 1), stage ^ 1);
-        if (is_last) ptx::cp_async_commit_group();  // of nothing, for the wait counts groups
+        // an empty group, because the wait counts groups
+        if (is_last) ptx::cp_async_commit_group();
         ptx::cp_async_wait_group<1>();
       } else if constexpr (kStages == 1) {
         ptx::cp_async_wait_group<0>();
@@ -85,10 +87,10 @@ class CompiledOutput {
     each<Program::kResults>([&]<int kIndex>() { copy_out<kIndex>(at); });
   }
 
-  // Before prepare: the rows of the tile's group.
+  // Called before prepare: sets the end of the rows of the tile's group.
   __device__ __forceinline__ void limit_rows(int end) { row_end_ = end; }
 
-  // Instead of finish, where the group has no matrix: the product is zero.
+  // Replaces finish if the group has no matrix: the product is zero.
   __device__ __forceinline__ void clear(const OutputPlace& place) const {
     const Accumulators zero = {};
     prepare(place);
@@ -98,7 +100,7 @@ class CompiledOutput {
   __device__ __forceinline__ void drain() const {}
 
  private:
-  static constexpr bool kGroups = kConfig.grouped == Grouped::kM;  // of rows, of one matrix
+  static constexpr bool kGroups = kConfig.grouped == Grouped::kM;  // groups of rows of one matrix
 
   static constexpr int kStages = Plan::kStages;
   static constexpr int kColumns = Plan::kColumns;
@@ -111,7 +113,7 @@ class CompiledOutput {
     return {place.row + static_cast<int>(threadIdx.x / 32 % 4) * kWarpRows, place.column,
             place.batch};
   }
-  // First row and column of a sub-tile.
+  // Returns the first row and column of a sub-tile.
   static __device__ __forceinline__ OutputPlace place_of(const OutputPlace& tile, int index) {
     const int block = index / kBlockSubtiles;
     return {tile.row + block * kBlockRows,
@@ -142,7 +144,7 @@ class CompiledOutput {
     }
   }
 
-  // Sends for the operands of the sub-tile that begins there.
+  // Starts the copies of the operands of the sub-tile that begins at `at`.
   __device__ __forceinline__ void copy_in(const OutputPlace& at, int stage) const {
     each<Program::kOperands>([&]<int kIndex>() {
       if constexpr (Plan::template kIsStaged<kIndex>) copy_operand<kIndex>(at, stage);
@@ -180,7 +182,7 @@ class CompiledOutput {
   __device__ __forceinline__ void copy_out(const OutputPlace& at) const {
     constexpr CompiledResultKind kKind = Program::kResult[kIndex];
     constexpr int kPitch = Plan::pitch(kKind.bytes, kColumns);
-    // Elements that are written at once.
+    // Elements that one store writes.
     constexpr int kWidth = kKind.by_vectors ? Plan::kVector / kKind.bytes : 1;
     constexpr int kRowVectors = kColumns / kWidth;
     const uint32_t from = buffers_ + Plan::template kResultAt<kIndex>;
@@ -208,7 +210,7 @@ class CompiledOutput {
 
   const CompiledParams& params_;
   const uint32_t buffers_;  // of the warp
-  int row_end_ = 0;         // of the tile's group, where there are groups
+  int row_end_ = 0;         // end of the rows of the tile's group, if there are groups
 };
 
 template <KernelConfig kConfig, bool kSwapAb, typename Program>

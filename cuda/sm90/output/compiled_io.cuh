@@ -1,5 +1,5 @@
-// What a program compiled at run time sees of a sub-tile: operands and results in shared memory,
-// the accumulators in registers. See sm90/output/compiled.cuh.
+// A run-time compiled program's view of a sub-tile: operands and results in shared memory,
+// accumulators in registers. See sm90/output/compiled.cuh.
 
 #pragma once
 
@@ -17,7 +17,7 @@
 
 namespace jax_tcgemm::sm90 {
 
-// Where the operands and results of a sub-tile lie in a warp's part of shared memory.
+// Places of a sub-tile's operands and results in a warp's part of shared memory.
 template <KernelConfig kConfig, typename Program>
 struct CompiledPlan {
   static constexpr int kVector = 16;  // bytes
@@ -25,8 +25,8 @@ struct CompiledPlan {
   static constexpr int kWarpBytes = kConfig.staging_bytes() / 4;
   using Sum = ptx::SumOf<kConfig.algorithm>;
 
-  // Bytes from row to row: such that the threads of a warp meet different banks, or two at most
-  // where there is least room.
+  // Bytes from row to row. The threads of a warp meet different banks, or at most two conflict
+  // where space is shortest.
   static constexpr int pitch(int bytes, int columns) {
     return columns * bytes + (bytes == 4 && columns > 16 ? 2 * kVector : kVector);
   }
@@ -53,9 +53,9 @@ struct CompiledPlan {
   }
   struct Choice {
     int columns;
-    int stages;  // of operands; 0: they are read where they lie
+    int stages;  // of operands; 0: the program reads them from global memory
   };
-  // Long rows are quicker to store, and two stages hide that operands come from memory.
+  // Long rows are quicker to store, and two stages hide the latency of operands from memory.
   static constexpr Choice choice() {
     if (kConfig.streams_b()) return {has_room(16, 0) ? 16 : 0, 0};
     constexpr Choice kChoices[] = {{64, 2}, {32, 2}, {16, 2}, {32, 1}, {16, 1}, {32, 0}, {16, 0}};
@@ -69,7 +69,7 @@ struct CompiledPlan {
   static constexpr int kStages = choice().stages;
   static_assert(kColumns > 0, "no room for the results of so many types");
 
-  // Constants, since device code cannot read the Program's arrays.
+  // Constants, because device code cannot read the Program's arrays.
   static constexpr uint32_t kStageBytes = operands_bytes(kColumns);
   template <int kIndex>
   static constexpr uint32_t kOperandAt = operands_bytes(kColumns, kIndex);
@@ -79,23 +79,24 @@ struct CompiledPlan {
   static constexpr bool kIsStaged = kStages > 0 && Program::kOperand[kIndex].is_staged();
 };
 
-// What a Program sees of 16 x 16 values of D: a thread has 8, dealt as accumulators are (Chunk).
+// A Program's view of 16 x 16 values of D. A thread has 8 of them, laid out like accumulators
+// (Chunk).
 template <typename Plan>
 struct CompiledIo {
   static constexpr int kValues = kChunkValues;
   const CompiledParams& params;
-  uint32_t operands;  // in shared memory: the stage
+  uint32_t operands;  // the stage's address in shared memory
   uint32_t results;
-  int row;     // of D: the thread's first
-  int column;  // likewise
+  int row;     // the thread's first row of D
+  int column;  // the thread's first column of D
   int batch;
-  int chunk_column;  // the thread's first in the sub-tile
+  int chunk_column;  // the thread's first column in the sub-tile
   typename Plan::Sum acc[2][kChunkValues];
 
   __device__ __forceinline__ int m(int i) const { return row + i / 2 % 2 * 8; }
   __device__ __forceinline__ int n(int i) const { return column + i % 2 + i / 4 * 8; }
 
-  // What moves along nothing.
+  // Reads an operand that varies along no dimension.
   template <typename T, int kIndex>
   __device__ __forceinline__ ScalarValues<T> scalar() const {
     return {load<T, kIndex>(0, 0)};
@@ -145,9 +146,9 @@ struct CompiledIo {
     }
   }
 
-  // Joins the values over rows and columns (Along::kNothing), rows (kColumns) or columns (kRows) of
-  // each 16 x 16; what lies outside of D counts as `neutral`. XLA joins the rest: an order of its
-  // own, whatever the tile.
+  // Reduces the values of each 16 x 16 block over rows and columns (Along::kNothing), over rows
+  // (kColumns) or over columns (kRows). Values outside of D count as `neutral`. XLA reduces the
+  // blocks' results, so the order of the reduction does not depend on the tile.
   template <typename T, int kIndex, Along kAlong, typename Join>
   __device__ __forceinline__ void reduce(ValueOf<T> (&value)[kChunkValues],
                                          ValueOf<T> neutral) const {
@@ -193,7 +194,7 @@ struct CompiledIo {
   }
 
  private:
-  // Of the pair that begins with value i.
+  // Offset of the pair that begins with value i.
   template <typename T>
   __device__ __forceinline__ uint32_t in_buffer(int i) const {
     constexpr int kPitch = Plan::pitch(sizeof(T), Plan::kColumns);
@@ -201,7 +202,8 @@ struct CompiledIo {
            (chunk_column + i / 4 * 8) * static_cast<uint32_t>(sizeof(T));
   }
 
-  // Of what lies outside of D the last row or column instead: no branch, and never stored.
+  // Loads an operand's element. Outside of D it loads the last row or column instead, which takes
+  // no branch; such values are never stored.
   template <typename T, int kIndex>
   __device__ __forceinline__ ValueOf<T> load(int m, int n) const {
     const CompiledOperand& operand = params.operands[kIndex];

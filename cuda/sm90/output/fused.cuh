@@ -1,5 +1,6 @@
-// The epilogue between accumulators and the output buffers, 16 columns of a warp's rows at a time:
-// a loop around little code, since code that runs once a tile costs what fetching it costs.
+// Applies the epilogue between accumulators and output buffers, 16 columns of a warp's rows at a
+// time. It is a loop around little code, because code that runs once a tile costs as much as
+// fetching it.
 
 #pragma once
 
@@ -18,9 +19,9 @@
 
 namespace jax_tcgemm::sm90 {
 
-// Calls use(i, accumulator) for the 8 of a thread in 16 columns: number `index` of those kPerBlock
-// in each block that begin with kFirst. Registers have no index at run time: a jump to code for
-// each.
+// Calls use(i, accumulator) for the 8 accumulators that a thread has in 16 columns. `index` counts
+// the groups of 16 columns: kPerBlock in each block, beginning with kFirst. Registers cannot be
+// indexed at run time, so this jumps to separate code for each index.
 template <int kFirst, int kPerBlock, typename Sum, int kBlocks, int kBlockValues, typename Use>
 __device__ __forceinline__ void visit_chunk(const Sum (&acc)[kBlocks][kBlockValues], int index,
                                             Use&& use) {
@@ -53,9 +54,9 @@ __device__ __forceinline__ void visit_chunk(const Sum (&acc)[kBlocks][kBlockValu
   }
 }
 
-// kGeneral: anything; else D = f(alpha * acc + bias), gated or not. Each question asked in the loop
-// costs as much as several values. The code that copies out what TMA cannot is large: it stands
-// where host code sends such a D (Finish), not in every loop.
+// kGeneral: any epilogue. Otherwise D = f(alpha * acc + bias), gated or not. Each test in the loop
+// costs as much as several values. The code that copies out a D which TMA cannot address is large;
+// it exists only for the Finish to which host code sends such a D, not in every loop.
 template <KernelConfig kConfig, bool kSwapAb, bool kGeneral>
 struct FusedOutput {
   using Buffers = OutputBuffers<kConfig, kSwapAb>;
@@ -66,7 +67,7 @@ struct FusedOutput {
   const GemmParams& params;
   Buffers& buffers;
   Sub sub;
-  uint32_t bias;  // address in shared memory, of the first column of the tile
+  uint32_t bias;  // address in shared memory of the bias of the tile's first column
 
   // `tile` is the place of the warp's first rows.
   __device__ __forceinline__ void run(const Accumulators& acc, const OutputPlace& tile) const {
@@ -95,7 +96,7 @@ struct FusedOutput {
 
  private:
   struct Position {
-    int index;  // of the chunk in the tile
+    int index;  // in the sub-tile
     int chunk;  // in its sub-tile
     OutputPlace place;
     int tile_column;
@@ -131,7 +132,7 @@ struct FusedOutput {
     sub.store(value, address(result), at.chunk);
   }
 
-  // value: g -> f(g) * u; both are further results if there are any.
+  // value: g -> f(g) * u. g and u are further results if the epilogue has any.
   template <typename Functor>
   __device__ __forceinline__ void gate(const Functor& functor, Chunk& value,
                                        const Accumulators& acc, const Position& at) const {
@@ -148,8 +149,8 @@ struct FusedOutput {
     for (int i = 0; i < kChunkValues; ++i) value[i] *= up[i];
   }
 
-  // Calls visit(i, m, n) for each value of the thread; accumulator rows are rows of D, or columns
-  // if swapped.
+  // Calls visit(i, m, n) for each value of the thread. Accumulator rows are rows of D, or columns
+  // of D if swapped.
   template <typename Visitor>
   static __device__ __forceinline__ void visit_places(const OutputPlace& at, Visitor&& visit) {
     const int row = at.row + Buffers::lane() / 4;
@@ -162,7 +163,7 @@ struct FusedOutput {
     }
   }
 
-  // Element `at` of C, of the bias or of a scale.
+  // Returns element `at` of C, of the bias or of a scale.
   static __device__ __forceinline__ float element(const Addend& source, int64_t at) {
     return source.type == ElementType::kF32 ? static_cast<const float*>(source.data)[at]
                                             : float(static_cast<const Element*>(source.data)[at]);
@@ -182,8 +183,8 @@ struct FusedOutput {
     });
   }
 
-  // Of contiguous rows in the type of the operands. Some elements twice instead of none: behind
-  // branches, each load would wait for the one before.
+  // Loads from contiguous rows in the operands' type. Beyond the edges it loads some elements
+  // twice: behind branches, each load would wait for the one before.
   __device__ __forceinline__ void load_rows(Chunk& value, const Element* from, int64_t stride,
                                             const OutputPlace& place) const {
     visit_places(place, [&](int i, int m, int n) {
@@ -191,7 +192,8 @@ struct FusedOutput {
     });
   }
 
-  // value = alpha * scales * accumulators + bias, those from column kFirst * 16 of the tile on.
+  // value = alpha * scales * accumulators + bias, for the accumulators from column kFirst * 16 of
+  // the tile on.
   template <int kFirst>
   __device__ __forceinline__ void take(Chunk& value, const Accumulators& acc, const Position& at,
                                        float alpha, const Addend& source) const {

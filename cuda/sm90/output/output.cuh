@@ -1,6 +1,6 @@
-// How accumulators become D: by straight code where there is little to do
-// (sm90/output/unrolled.cuh), by a loop for any epilogue (sm90/output/fused.cuh), both through the
-// buffers of sm90/output/output_buffers.cuh.
+// Turns accumulators into D: by unrolled code if there is little to do (sm90/output/unrolled.cuh),
+// by a loop for any epilogue (sm90/output/fused.cuh). Both use the buffers of
+// sm90/output/output_buffers.cuh.
 
 #pragma once
 
@@ -32,19 +32,21 @@ class Output {
                                     const SharedMemory<kConfig>& smem, int warpgroup)
       : params_(params), maps_(maps), warpgroup_(warpgroup), buffers_(params, maps, smem) {}
 
-  // Before the mainloop of a tile: sends for its first C. Places are those of the warpgroup.
+  // Called before the mainloop of a tile: starts loading its first C. Places are those of the
+  // warpgroup.
   static __device__ __forceinline__ bool prepares(const TensorMaps& maps) { return maps.c_by_tma; }
   __device__ __forceinline__ void prepare(const OutputPlace& place) {
     if constexpr (kConfig.split_k > 1 || kConfig.epilogue == EpilogueWork::kNone) return;
     if (maps_.c_by_tma) buffers_.prefetch_c(fused<true>().sub, of_warp(place));
   }
 
-  // While its last instructions run: fetches the bias, and behind it that of a second weight.
+  // Called while the mainloop's last instructions run: fetches the bias, followed by that of a
+  // second weight.
   __device__ __forceinline__ void share_bias(const OutputPlace& place) const {
     if constexpr (!kSwapAb) {
       const EpilogueParams& epilogue = params_.epilogue;
       if (epilogue.bias.data == nullptr && epilogue.bias2.data == nullptr) return;
-      // No warp still reads the bias of the tile before.
+      // After the barrier, no warp still reads the previous tile's bias.
       ptx::named_barrier_sync(kWarpgroupBarrier + warpgroup_, 128);
 #pragma unroll 1
       for (int i = threadIdx.x % 128; i < kConfig.tile_n; i += 128) {
@@ -57,7 +59,7 @@ class Output {
     }
   }
 
-  // After it. acc is only read.
+  // Called after the mainloop. Only reads acc.
   __device__ __forceinline__ void finish(const Accumulators& acc, const OutputPlace& tile_place) {
     const OutputPlace place = of_warp(tile_place);
     switch (known_finish(maps_.finish)) {
@@ -78,9 +80,9 @@ class Output {
     }
   }
 
-  // Instead of finish, where acc is the sum of parts and D goes to the batch's one matrix. Not a
-  // part of finish: ptxas would let instructions of the mainloop wait for one another where others
-  // write to the accumulators before.
+  // Replaces finish if acc is the sum of parts and D is the batch's one matrix. It is separate from
+  // finish: if other code wrote to the accumulators before, ptxas would make instructions of the
+  // mainloop wait for one another.
   __device__ __forceinline__ void finish_sum(const Accumulators& acc,
                                              const OutputPlace& tile_place) {
     const OutputPlace place = of_warp({tile_place.row, tile_place.column, 0});
@@ -98,10 +100,10 @@ class Output {
     }
   }
 
-  // Before finish: the rows of the tile's group.
+  // Called before finish: sets the end of the rows of the tile's group.
   __device__ __forceinline__ void limit_rows(int end) { buffers_.row_end = end; }
 
-  // Instead of finish, where the group has no matrix: zeros.
+  // Replaces finish if the group has no matrix: writes zeros.
   __device__ __forceinline__ void clear(const OutputPlace& place) const {
     buffers_.clear_rows(place, kBlocks * kBlockRows);
   }
@@ -129,7 +131,7 @@ class Output {
     return {params_, buffers_, {known_d_type(params_.epilogue)}, bias_address()};
   }
 
-  // For the type of D, which of 16-bit operands may be float32.
+  // Chooses the code for D's type. With 16-bit operands D may be float32.
   template <Finish kFinish>
   __device__ __forceinline__ void unrolled_for_d(const Accumulators& acc,
                                                  const OutputPlace& place) {
@@ -139,7 +141,7 @@ class Output {
     unrolled<false, kFinish>(acc, place);
   }
 
-  // Host code asks for no others.
+  // Host code asks for no other Finish.
   template <Finish kFinish>
   static constexpr bool kHas = has_finish(kConfig, kFinish, kSwapAb);
 

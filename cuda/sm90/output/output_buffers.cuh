@@ -1,7 +1,7 @@
-// The buffers in shared memory through which a warp's 16 rows of D leave by TMA, sub-tile after
-// sub-tile. A sub-tile takes a set of buffers, one for each result, D's last; what it reads of C
-// was loaded into the same buffers before, C into D's and C2 into the first, as far ahead as there
-// are sets, and gives way to the results. Warps do not wait for one another.
+// The buffers in shared memory through which a warp's 16 rows of D leave by TMA, one sub-tile after
+// the other. A sub-tile uses a set of buffers, one for each result, D's last. Before that, TMA
+// loads the sub-tile's C into D's buffer and its C2 into the first one. It loads as many sub-tiles
+// ahead as there are sets. The results then overwrite C and C2. Warps do not wait for one another.
 //
 //   the warp:    [C -> registers] -> epilogue -> buffers -> fence
 //   its lane 0:                                          -> store -> until a set is free [-> C]
@@ -21,7 +21,7 @@
 
 namespace jax_tcgemm::sm90 {
 
-// Where accumulators belong: their first row and column, of D or of D^T.
+// The place of accumulators: their first row and column in D or in D^T.
 struct OutputPlace {
   int row;
   int column;
@@ -39,9 +39,9 @@ struct OutputBuffers {
   const SharedMemory<kConfig>& smem;
   const int warp;
   const int results;      // 1 to 3: the buffers of a set
-  int set = 0;            // the next one to be written
-  uint32_t c_phases = 0;  // of each set's c_full barrier, a bit each
-  int row_end = 0;        // of the tile's group of rows, which are all that it may write
+  int set = 0;            // the next set to be written
+  uint32_t c_phases = 0;  // phase of each set's c_full barrier, one bit each
+  int row_end = 0;        // end of the tile's group of rows; the warp may write no rows beyond it
 
   __device__ __forceinline__ OutputBuffers(const GemmParams& params, const TensorMaps& maps,
                                            const SharedMemory<kConfig>& smem)
@@ -57,20 +57,20 @@ struct OutputBuffers {
   __device__ __forceinline__ int sets() const {
     return results == 1 ? Sub::kBuffers : results == 2 ? Sub::kBuffers / 2 : 1;
   }
-  // The buffer of a result.
+  // Returns the address of a result's buffer.
   template <typename Sub>
   __device__ __forceinline__ uint32_t address(int set, int result) const {
     return smem.output(warp) + (set * results + result) * Sub::kBytes;
   }
 
-  // First row and column of a chunk.
+  // Returns the first row and column of a chunk.
   static __device__ __forceinline__ OutputPlace place_of(const OutputPlace& tile, int chunk) {
     const int block = chunk / kBlockChunks;
     const int rest = chunk - block * kBlockChunks;
     return {tile.row + block * kBlockRows, tile.column + rest * kChunkColumns, tile.batch};
   }
 
-  // Before the mainloop of a tile: sends for its first C.
+  // Called before the mainloop of a tile: starts loading its first C.
   template <typename Sub>
   __device__ __forceinline__ void prefetch_c(const Sub& sub, const OutputPlace& tile) const {
     if (lane() == 0) {
@@ -83,10 +83,10 @@ struct OutputBuffers {
     __syncwarp();
   }
 
-  // Before C is read from the set, whose sub-tile begins at `at`.
+  // Waits for the C of the current set before it is read. Its sub-tile begins at `at`.
   template <typename Sub>
   __device__ __forceinline__ void wait_for_c(const OutputPlace& at) {
-    // With a single set nothing could be sent for ahead of time.
+    // A single set allows no loads ahead of time.
     if (sets<Sub>() == 1 && lane() == 0) {
       ptx::tma_store_wait_read<0>();
       load_c<Sub>(at, set);
@@ -95,7 +95,8 @@ struct OutputBuffers {
     c_phases ^= 1 << set;
   }
 
-  // A part of D that begins at `at`, in all of the warp's buffers: see sm90/output/row.cuh.
+  // Returns a part of D that begins at `at` and uses all of the warp's buffers
+  // (sm90/output/row.cuh).
   template <typename Rows>
   __device__ __forceinline__ Rows rows(const OutputPlace& at) const {
     const int64_t matrix = int64_t{at.batch} * params.m * params.n * Rows::kSize;
@@ -107,7 +108,7 @@ struct OutputBuffers {
             smem.output(warp)};
   }
 
-  // When they are written: stores them, and waits until the buffers are free.
+  // Stores the written rows and waits until the buffers are free.
   template <typename Rows>
   __device__ __forceinline__ void send_rows(const Rows& rows) const {
     ptx::fence_proxy_async();
@@ -118,13 +119,14 @@ struct OutputBuffers {
     __syncwarp();
   }
 
-  // Chunks of a row of so large elements that a warp's buffers hold, 16 bytes of each row apart.
+  // Returns the number of chunks of a row, with elements of this size, that a warp's buffers hold.
+  // Rows lie 16 bytes apart.
   static constexpr int most_row_chunks(int element_bytes) {
     return (kConfig.staging_bytes() / 4 / kWarpRows - kGranule) / (kChunkColumns * element_bytes);
   }
 
-  // When the set is written: stores it to where its sub-tile begins, and waits until the next set
-  // is free. kCopiesOut: also where TMA cannot address D.
+  // Stores the written set to the place where its sub-tile begins, and waits until the next set is
+  // free. kCopiesOut: also works if TMA cannot address D.
   template <bool kCopiesOut, typename Sub>
   __device__ __forceinline__ void send(const Sub& sub, const OutputPlace& at) {
     if constexpr (kConfig.grouped == Grouped::kM) {
@@ -152,8 +154,8 @@ struct OutputBuffers {
     set = set + 1 == sets<Sub>() ? 0 : set + 1;
   }
 
-  // After a sub-tile has been sent: sends for the C of a later one, into the set before it. `next`
-  // is the first chunk of the next sub-tile.
+  // Called after a sub-tile has been sent: starts loading the C of a later sub-tile into the set
+  // before that of the sent one. `next` is the first chunk of the next sub-tile.
   template <typename Sub>
   __device__ __forceinline__ void prefetch_next_c(const Sub& sub, const OutputPlace& tile,
                                                   int next) const {
@@ -162,13 +164,14 @@ struct OutputBuffers {
     if (ahead == 0 || chunk >= kChunks) return;
     if (lane() == 0) {
       ptx::tma_store_wait_read<1>();
-      const int target = set + ahead - 1;  // `set` is that of the next sub-tile by now
+      const int target = set + ahead - 1;  // `set` already is that of the next sub-tile
       load_c<Sub>(place_of(tile, chunk), target <= ahead ? target : target - ahead - 1);
     }
     __syncwarp();
   }
 
-  // Sets the rows of the tile's group, of `rows` that begin at `at`, to zero. By a warpgroup.
+  // Sets to zero `rows` rows from `at` on, as far as they belong to the tile's group. A warpgroup
+  // calls this.
   __device__ __forceinline__ void clear_rows(const OutputPlace& at, int rows) const {
     const int bytes = element_bytes(params.epilogue.d_type);
     const int chunk_columns = 16 / bytes;
@@ -187,17 +190,17 @@ struct OutputBuffers {
     }
   }
 
-  // Before the block ends: shared memory must outlive the stores that read it.
+  // Called before the block ends: shared memory must outlive the stores that read it.
   __device__ __forceinline__ void drain() const { ptx::tma_store_wait_read<0>(); }
 
  private:
-  // Calls visit(column, row) with where the box of a sub-tile begins in D.
+  // Calls visit(column, row) with the place in D where a sub-tile's box begins.
   template <typename Visitor>
   static __device__ __forceinline__ void visit_box(const OutputPlace& at, Visitor&& visit) {
     kSwapAb ? visit(at.row, at.column) : visit(at.column, at.row);
   }
 
-  // By lane 0.
+  // Lane 0 calls this.
   template <typename Sub>
   __device__ __forceinline__ void store(const TensorMap& map, const OutputPlace& at,
                                         int result) const {
@@ -205,7 +208,7 @@ struct OutputBuffers {
     visit_box(at, [&](int x, int y) { ptx::tma_store(&map, address<Sub>(set, result), x, y, z); });
   }
 
-  // By lane 0: C, and C2 where there is one.
+  // Loads C, and C2 if there is one. Lane 0 calls this.
   template <typename Sub>
   __device__ __forceinline__ void load_c(const OutputPlace& at, int to) const {
     const uint32_t barrier = smem.c_full(warp, to);
@@ -217,13 +220,14 @@ struct OutputBuffers {
     });
   }
 
-  // Result `i` of a set.
+  // Returns result `i` of a set.
   __device__ __forceinline__ void* result_matrix(int i) const {
     const EpilogueParams& epilogue = params.epilogue;
     return i == results - 1 ? epilogue.d : i == 0 ? epilogue.aux : epilogue.aux2;
   }
 
-  // Where a group of rows ends: what belongs to it, by threads, which leave the set free.
+  // Writes the group's part of a sub-tile in which a group of rows ends. Threads copy it, which
+  // leaves the set free.
   template <typename Sub>
   __device__ __forceinline__ void copy_rows(const Sub& sub, const OutputPlace& at) const {
     constexpr int kRowChunks = Sub::kRowBytes / 16;
@@ -248,7 +252,7 @@ struct OutputBuffers {
     __syncwarp();
   }
 
-  // Where TMA cannot address D: by threads, which leave the set free.
+  // Writes a sub-tile if TMA cannot address D. Threads copy it, which leaves the set free.
   template <typename Sub>
   __device__ __forceinline__ void copy_out(const Sub& sub, const OutputPlace& at) const {
     const int64_t offset = int64_t{at.batch} * params.m * params.n * (sub.wide() ? 4 : 2);

@@ -1,5 +1,5 @@
-// How D leaves an sm90 kernel: a warp writes its 16 rows of a sub-tile to shared memory, from where
-// TMA stores them. Known to the kernel and to the host code that describes D to TMA.
+// How D leaves an sm90 kernel: a warp writes its 16 rows of a sub-tile to shared memory, and TMA
+// stores them from there. The kernel and the host code that describes D to TMA share this file.
 
 #ifndef JAX_TCGEMM_SM90_OUTPUT_OUTPUT_TILE_H_
 #define JAX_TCGEMM_SM90_OUTPUT_OUTPUT_TILE_H_
@@ -10,31 +10,33 @@
 
 namespace jax_tcgemm::sm90 {
 
-// Rows of a k-major operand that are loaded for a tile: of an operand of 8 bits that has fewer than
-// the tile, as activations have in decoding, not many more. What shared memory holds beyond them is
-// multiplied into rows or columns that D has not.
+// Returns how many rows of a k-major operand TMA loads for a tile. An 8-bit operand may have fewer
+// rows than the tile, as activations have in decoding; TMA then loads few rows beyond the operand.
+// The kernel multiplies the remaining content of shared memory into rows or columns that D does not
+// have.
 constexpr int loaded_rows(const KernelConfig& config, int extent, int tile, int sharers) {
   const bool is_few = element_bytes(config.algorithm) == 1 && config.grouped == Grouped::kNone &&
                       sharers == 1 && extent < tile;
   return is_few ? (extent + 7) / 8 * 8 : tile;
 }
 
-// Rows of accumulators that a warpgroup computes with one instruction; those of each of its warps.
+// Rows of accumulators that a warpgroup computes with one instruction, and rows of each of its
+// warps.
 constexpr int kBlockRows = 64;
 constexpr int kWarpRows = 16;
 
-// Bytes of which bulk copies take whole multiples, from and to multiples of as many.
+// Bulk copies take multiples of this many bytes, from and to addresses that are multiples of it.
 constexpr int kGranule = 16;
 
-// The box that a warp stores: rows of D and bytes of a row, which is also the swizzle. Swapped
-// (see below), the warp's rows are columns of D; of a row of the table that always swaps, the
-// box is a warpgroup's.
+// The box that a warp stores: rows of D, and bytes of a row, which also give the swizzle. If the
+// operands are swapped (see below), the warp's rows are columns of D. In a row of the table that
+// always swaps, the box is a warpgroup's.
 struct OutputBox {
   int rows;
   int row_bytes;
 };
 
-// Long rows are quicker to store; short ones leave room for C and for further results.
+// Returns the box. Long rows are quicker to store. Short rows leave room for C and further results.
 constexpr OutputBox output_box(const KernelConfig& config, int element_bytes, bool swap_ab,
                                bool whole_rows) {
   if (config.swap_ab) return {config.transposed_rows(), kBlockRows * element_bytes};
@@ -44,23 +46,23 @@ constexpr OutputBox output_box(const KernelConfig& config, int element_bytes, bo
   return {kWarpRows, whole ? 128 : 64};
 }
 
-// With float32 operands, of which wgmma takes only k-major ones from shared memory, D^T = B^T A^T
-// is computed where A is k-major and B is not: then B^T can go through registers. Of 16-bit ones it
-// is by some rows of the table.
+// Checks if a kernel computes D^T = B^T A^T. wgmma takes only k-major float32 operands from shared
+// memory. If A is k-major and B is not, B^T can go through registers. Some rows of the table swap
+// 16-bit operands.
 constexpr bool swaps_operands(const KernelConfig& config, Major major_a, Major major_b) {
   if (config.swap_ab) return true;
   return config.arch == Arch::kSm90 && element_bytes(config.algorithm) == 4 &&
          major_a == Major::kK && major_b == Major::kMn;
 }
 
-// Whether a problem is computed as D^T by a configuration.
+// Checks if a configuration computes a problem as D^T.
 inline bool swaps_operands(const KernelConfig& config, Major major_a, Major major_b, int64_t m,
                            int64_t n) {
   return config.skinny ? m < n : swaps_operands(config, major_a, major_b);
 }
 
-// Where neither is k-major, A goes through registers and B's tiles are transposed, into two buffers
-// that take the place of a stage of the ring.
+// Checks if the kernel transposes B. If neither float32 operand is k-major, A goes through
+// registers, and the kernel transposes B's tiles into two buffers that replace a stage of the ring.
 constexpr bool transposes_b(const KernelConfig& config, Major major_a, Major major_b) {
   return config.arch == Arch::kSm90 && element_bytes(config.algorithm) == 4 &&
          major_a == Major::kMn && major_b == Major::kMn;

@@ -1,6 +1,7 @@
-// Sums where TMA cannot address D, for its rows begin anywhere. A warp's 16 rows, in as few parts
-// as its buffers hold, lie there each as far behind a multiple of 16 bytes as in D: so what D has
-// of them in whole 16 bytes leaves by one bulk copy a row, and threads write the ends.
+// Stores sums if TMA cannot address D because D's rows begin anywhere. A warp writes its 16 rows in
+// as few parts as its buffers hold. In the buffer each row has the same offset from a multiple of
+// 16 bytes as in D. One bulk copy a row therefore stores all whole 16 bytes, and threads write the
+// ends.
 
 #pragma once
 
@@ -25,11 +26,11 @@ struct RowOutput {
   char* matrix;  // of m rows and n columns
   int m;
   int n;
-  int y;  // of the sub-tile in it
+  int y;  // first row of the sub-tile in the matrix
   int x;
   uint32_t buffer;
 
-  // Where a thread writes its values of the first chunk in rows 0 and 8.
+  // The addresses where a thread writes its values of the first chunk in rows 0 and 8.
   struct Place {
     uint32_t row[2];
   };
@@ -53,7 +54,7 @@ struct RowOutput {
     }
   }
 
-  // By all lanes, when all have stored.
+  // All lanes call this after all have stored.
   __device__ __forceinline__ void send() const {
     const int bytes = min(n - x, kRowBytes / kSize) * kSize;
     if (bytes <= 0) return;
@@ -70,7 +71,7 @@ struct RowOutput {
   }
 
  private:
-  // Bytes that a row begins behind a multiple of 16.
+  // Returns by how many bytes a row begins after a multiple of 16.
   __device__ __forceinline__ int offset(int row) const {
     const uint32_t elements = static_cast<uint32_t>(y + row) * n + x;
     return (static_cast<uint32_t>(reinterpret_cast<uint64_t>(matrix)) + elements * kSize) %
@@ -91,8 +92,8 @@ struct RowOutput {
     }
   }
 
-  // What rows have before the first whole 16 bytes, and behind the last. Of a whole row they are
-  // as many elements as 16 bytes have, so that a lane has one of them.
+  // Writes the bytes of each row before the first and after the last whole 16 bytes. In a whole row
+  // these are as many elements as 16 bytes hold, so that each lane writes one.
   __device__ __forceinline__ void write_ends(int bytes) const {
     constexpr int kLanes = kGranule / kSize;
     const int lane = ptx::volatile_lane();
@@ -107,7 +108,7 @@ struct RowOutput {
       const uint32_t source = buffer + row * kPitch;
       char* const to = of_d(row) - begin;
       if (from >= begin && from < end) write(to + from, source + from);
-      // D ends here: more may be behind the last.
+      // D ends within this part, so there may be more elements after the last whole 16 bytes.
       if (bytes < kRowBytes && is_head && last > 0 && last + at < end) {
         write(to + last + at, source + last + at);
       }

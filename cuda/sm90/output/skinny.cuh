@@ -1,10 +1,10 @@
-// How the accumulators of a skinny kernel become D: the blocks that share a tile add up, each a
-// share of the sums; a share goes as float32 through a slab in shared memory, from where it is read
-// in the order of D.
+// Turns the accumulators of a skinny kernel into D. Each of the blocks that share a tile adds up a
+// share of the sums. A share goes as float32 through a slab in shared memory, from which threads
+// read it in the order of D.
 //
-// A thread's accumulators fall into kSplit equal shares, one for each block. A block sends each
-// share to its owner, which adds in the order of the blocks: the sum is the same every time. What
-// is sent announces itself (st.async), so that no block waits for another but for the sums.
+// A thread's accumulators form kSplit equal shares, one for each block. A block sends each share to
+// its owner, which adds in the order of the blocks, so the sum is the same every time. The data
+// signals its own arrival (st.async), so a block waits for another only for the sums.
 
 #pragma once
 
@@ -28,12 +28,12 @@ class SkinnyOutput {
   static constexpr int kBlocks = kConfig.tile_m / kBlockRows;
   static constexpr int kBlockValues = kConfig.tile_n / 2;  // of a thread, in 64 rows
   static constexpr int kSplit = kConfig.split_k;
-  static constexpr int kShare = kBlockValues / kSplit;  // of them
+  static constexpr int kShare = kBlockValues / kSplit;  // values of a thread in a share
   static constexpr int kThreads = 128;
   using Accumulators = float[kBlocks][kBlockValues];
   using Element = typename AlgorithmTraits<kConfig.algorithm>::Output;
   using Epilogue = FusedEpilogue<Element, kVectorColumns>;
-  // That a block receives for a tile.
+  // Bytes that a block receives for a tile.
   static constexpr int kPartBytes = kBlocks * kShare * 4 * kThreads;
   static constexpr int kReceivedBytes = (kSplit - 1) * kPartBytes;
 
@@ -42,22 +42,24 @@ class SkinnyOutput {
                                           bool swap_ab)
       : params_(params), smem_(smem), block_(block), swap_ab_(swap_ab) {}
 
-  // A tile whose first row and column these are, of the longer and of the shorter extent.
+  // Begins a tile at this first row and column, given along the longer and the shorter extent.
   __device__ __forceinline__ void begin(int first_long, int first_short, int batch) {
     first_long_ = first_long;
     first_short_ = first_short + short_of_share();
     batch_ = batch;
   }
 
-  // Many sums leave no registers for what the epilogue needs: it is fetched after the mainloop.
+  // Many sums leave no registers for the epilogue's operands, so the kernel fetches them after the
+  // mainloop.
   static constexpr bool kFetchesLate = kBlocks * kBlockValues >= 64;
 
-  // Before the mainloop, unless it is late: fetches what the epilogue needs of each column.
+  // Fetches the epilogue's operands for each column. Called before the mainloop unless
+  // kFetchesLate.
   __device__ __forceinline__ Epilogue epilogue() const {
     return Epilogue(params_, batch_, column());
   }
 
-  // The same where D is alpha * sum + bias.
+  // The operands if D is alpha * sum + bias.
   struct Line {
     float alpha;
     typename Epilogue::Vector bias;
@@ -72,8 +74,8 @@ class SkinnyOutput {
     return line;
   }
 
-  // After the mainloop: adds up and writes this block's share to the slab. `last`: the block has no
-  // other tile.
+  // Called after the mainloop: adds up this block's share and writes it to the slab. `last`: the
+  // block has no other tile.
   __device__ __forceinline__ void collect(const Accumulators& acc, bool last) {
     float sum[kBlocks][kShare];
     if constexpr (kSplit == 1) {
@@ -86,7 +88,7 @@ class SkinnyOutput {
     } else {
       add_up(sum, acc, last);
     }
-    // No warp still reads the slab of the tile before.
+    // After the barrier, no warp still reads the previous tile's slab.
     ptx::named_barrier_sync(kWarpgroupBarrier, kThreads);
     if (swap_ab_) {
       write<true>(sum);
@@ -95,7 +97,7 @@ class SkinnyOutput {
     }
   }
 
-  // Then: finishes and stores it.
+  // Called after collect: finishes the share and stores it.
   __device__ __forceinline__ void store(const Epilogue& epilogue) const {
     ptx::named_barrier_sync(kWarpgroupBarrier, kThreads);
     visit_rows<kTogether>([&](typename Epilogue::Vector(&value)[kTogether], int row, int step) {
@@ -103,7 +105,7 @@ class SkinnyOutput {
     });
   }
 
-  // The same where D is the sum, rounded.
+  // Stores the share if D is the rounded sum.
   __device__ __forceinline__ void store_plain() const {
     store_values([](typename Epilogue::Vector&) {});
   }
@@ -139,14 +141,14 @@ class SkinnyOutput {
   static_assert(!kHalves || kPasses == 1);
   // Passes whose loads are in flight together.
   static constexpr int kTogether = kPasses < 4 ? kPasses : 4;
-  // From one row of the slab to the next, bytes: rows of D.
+  // Bytes between two rows of the slab, which are rows of D.
   static constexpr int kSwappedRow = (kLong + KernelConfig::kSkinnyPadding) * 4;
   static constexpr int kRow = (kShort + KernelConfig::kSkinnyPadding) * 4;
 
   __device__ __forceinline__ int short_of_share() const {
     return kHalves ? block_ / 2 * 8 : block_ * kShort;
   }
-  // Of a row of the share, in the tile.
+  // Returns the index in the tile of a row of the share.
   __device__ __forceinline__ int long_index(int row) const {
     return kHalves ? row / 8 * 16 + block_ % 2 * 8 + row % 8 : row;
   }
@@ -155,13 +157,13 @@ class SkinnyOutput {
     return (swap_ab_ ? kLong : kShort) / kVectorColumns;
   }
 
-  // The first column of D that this thread reads from the slab.
+  // Returns the first column of D that this thread reads from the slab.
   __device__ __forceinline__ int column() const {
     const int chunk = threadIdx.x % chunks() * kVectorColumns;
     return swap_ab_ ? first_long_ + long_index(chunk) : first_short_ + chunk;
   }
 
-  // Calls visit(vectors, row of D, from one to the next) for the rows of this thread.
+  // Calls visit(vectors, first row of D, distance of rows) for the rows of this thread.
   template <int kCount, typename Visitor>
   __device__ __forceinline__ void visit_rows(Visitor&& visit) const {
     const int row_bytes = swap_ab_ ? kSwappedRow : kRow;
@@ -185,7 +187,7 @@ class SkinnyOutput {
   }
   __device__ __forceinline__ uint32_t slab() const { return smem_.output(0) + kReceivedBytes; }
 
-  // Slots of the senders, in their order, of which the owner itself is none.
+  // Sends a share. The owner has slots for the other blocks in their order, and none for itself.
   __device__ __forceinline__ void send(const Accumulators& acc, int share, int owner) const {
     const uint32_t first = slot(block_ < owner ? block_ : block_ - 1);
 #pragma unroll
@@ -200,7 +202,7 @@ class SkinnyOutput {
 
   __device__ __forceinline__ void add_up(float (&sum)[kBlocks][kShare], const Accumulators& acc,
                                          bool last) {
-    // The others have started, and have read what they were sent for the tile before.
+    // After the wait, the other blocks have started and have read the sums of the previous tile.
     __syncwarp();
     if (first_tile_) {
       ptx::cluster_wait();
@@ -270,7 +272,7 @@ class SkinnyOutput {
 
   const GemmParams& params_;
   const SharedMemory<kConfig>& smem_;
-  int block_;  // of those that share a tile
+  int block_;  // of the blocks that share a tile
   bool swap_ab_;
   int first_long_;
   int first_short_;

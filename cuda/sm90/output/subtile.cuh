@@ -1,5 +1,5 @@
-// A sub-tile of D between the registers of a warp (16 rows of accumulators, dealt as wgmma does)
-// and a buffer in shared memory, swizzled as TMA wants it. Registers hold 16 columns at a time.
+// Moves a sub-tile of D between a warp's registers (16 rows of accumulators, in wgmma's layout) and
+// a buffer in shared memory, swizzled for TMA. Registers hold 16 columns at a time.
 
 #pragma once
 
@@ -15,14 +15,14 @@
 
 namespace jax_tcgemm::sm90 {
 
-// A thread's part of 16 x 16 accumulators: value i is of row lane / 4 + i / 2 % 2 * 8 and of column
+// A thread's part of 16 x 16 accumulators. Value i is in row lane / 4 + i / 2 % 2 * 8 and in column
 // lane % 4 * 2 + i % 2 + i / 4 * 8.
 constexpr int kChunkColumns = 16;
 constexpr int kChunkValues = 8;
 using Chunk = float[kChunkValues];
 
-// kWide: float32 in the buffer, else Element. kSwapAb: rows of the accumulators are columns of
-// D. kWhole: rows of 128 bytes where they fit.
+// kWide: the buffer holds float32, else Element. kSwapAb: rows of the accumulators are columns of
+// D. kWhole: rows of 128 bytes if they fit.
 template <KernelConfig kConfig, typename Element, bool kWide, bool kSwapAb, bool kWhole>
 struct OutputSubtile {
   static_assert(kWide || !kSwapAb);
@@ -83,16 +83,17 @@ struct OutputSubtile {
     }
   }
 
-  // Byte offset of 16 bytes of a row of the buffer: TMA's swizzle. Buffers are aligned to its
-  // period, so that the chunk of an address changes by XOR.
+  // Returns the byte offset of 16 bytes of a row in the buffer, with TMA's swizzle. Buffers are
+  // aligned to the swizzle's period, so that XOR changes the chunk of an address.
   static __device__ __forceinline__ uint32_t chunk_offset(uint32_t row, uint32_t chunk) {
     const uint32_t key = kRowBytes == 128 ? row % 8 : row / 2 % 4;
     return row * kRowBytes + (chunk ^ key) * 16;
   }
 
  private:
-  // Of what this lane reads and writes first of a chunk. 16-bit: the row it gives to ldmatrix and
-  // stmatrix, of matrices in the order (rows 0, 8; columns 0), (rows 0, 8; columns 8).
+  // Returns the address of the first values that this lane reads or writes of a chunk. 16-bit: the
+  // row that the lane gives to ldmatrix and stmatrix. Their matrices come in the order (rows 0, 8;
+  // columns 0), (rows 0, 8; columns 8).
   static __device__ __forceinline__ uint32_t chunk_address(uint32_t buffer, int chunk) {
     const uint32_t lane = ptx::volatile_lane();
     if constexpr (!kWide) return (buffer + chunk_offset(lane % 16, lane / 16)) ^ (chunk * 32);
@@ -104,14 +105,15 @@ struct OutputSubtile {
     return (buffer + chunk_offset(row, column / 4) + column % 4 * 4) ^ (chunk * 64);
   }
 
-  // Of values i and i + 1: 8 rows further for every other pair, 8 columns for the last two.
+  // Address of values i and i + 1: 8 rows further for every other pair, 8 columns further for the
+  // last two pairs.
   static __device__ __forceinline__ uint32_t pair_address(uint32_t address, int i) {
     if constexpr (kSwapAb) return (address ^ (i / 2 % 2 * 32)) + i / 4 * 8 * kRowBytes;
     return (address ^ (i / 4 * 32)) + i / 2 % 2 * 8 * kRowBytes;
   }
 };
 
-// A sub-tile whose type is known at run time, so that the code of an epilogue stands in a kernel
+// A sub-tile whose type is known at run time, so that a kernel has the code of an epilogue only
 // once.
 template <KernelConfig kConfig, typename Element, bool kSwapAb, bool kWhole>
 struct FusedSubtile {
@@ -138,7 +140,7 @@ struct FusedSubtile {
     wide() ? Wide::load(value, buffer, chunk) : Narrow::load(value, buffer, chunk);
   }
 
-  // Writes what the buffer holds to the matrix of (m, n) at row y and column x, by all lanes.
+  // Writes the buffer to the (m, n) matrix at row y and column x. All lanes call this.
   __device__ __forceinline__ void copy_out(uint32_t buffer, void* matrix, int m, int n, int y,
                                            int x) const {
     wide() ? copy_words<float>(buffer, matrix, m, n, y, x)
@@ -146,9 +148,9 @@ struct FusedSubtile {
   }
 
  private:
-  // Words where the matrix has them aligned, in rows that may begin between two words and end
-  // before the buffer's do. Several rows at a time, for their loads take as long as that of one.
-  // (Shuffles would make the kernels with the most accumulators spill.)
+  // Copies words that are aligned in the matrix. A row may begin between two words and end before
+  // the buffer's row does. Several rows are copied at a time, because their loads take as long as
+  // that of one row. (Shuffles would make the kernels with the most accumulators spill.)
   template <typename Value>
   static __device__ __forceinline__ void copy_words(uint32_t buffer, void* matrix, int m, int n,
                                                     int y, int x) {
@@ -175,7 +177,8 @@ struct FusedSubtile {
         if constexpr (kWordValues == 1) {
           if (left > 0) *to = __uint_as_float(low[i]);
         } else {
-          // Between two words: the first value alone, then words of two neighbours'.
+          // The row begins between two words: write the first value alone, then words from two
+          // neighbours.
           const int shift = reinterpret_cast<uint64_t>(to) / 2 % 2;
           const uint32_t value = __funnelshift_r(low[i], high[i], 16 * shift);
           if (left > 0 && shift > 0 && word == 0) *to = low[i];

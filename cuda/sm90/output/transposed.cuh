@@ -1,6 +1,6 @@
-// How D leaves where D^T was computed of 16-bit operands, and is alpha * product + bias. The four
-// warps of a warpgroup have 16 columns of D each, too few for TMA to store by themselves: 64
-// columns of some rows lie in a buffer of the warpgroup, transposed on the way.
+// Stores D if the kernel computed D^T from 16-bit operands and D is alpha * product + bias. Each of
+// the four warps of a warpgroup has 16 columns of D, too few for a TMA store of its own. The warps
+// write 64 columns of some rows, transposed, to a buffer of the warpgroup.
 //
 //   all warps:       accumulators -> buffer -> fence -> barrier, behind which the next is free
 //   their thread 0:    until the buffer after this one is free ^      -> store
@@ -22,7 +22,7 @@
 
 namespace jax_tcgemm::sm90 {
 
-// Takes the place of Output, whose other tasks these rows do not have.
+// Replaces Output. These rows of the table need none of Output's other tasks.
 template <KernelConfig kConfig>
 class TransposedOutput {
  public:
@@ -36,8 +36,8 @@ class TransposedOutput {
   static __device__ __forceinline__ bool prepares(const TensorMaps&) { return false; }
   __device__ __forceinline__ void prepare(const OutputPlace&) const {}
 
-  // While the last instructions run. A thread needs the bias of two columns in 64, so few that
-  // nothing is shared.
+  // Called while the last instructions run. A thread needs the bias of only two columns in 64, so
+  // threads share nothing.
   __device__ __forceinline__ void share_bias(const OutputPlace& place) {
     const EpilogueParams& epilogue = params_.epilogue;
     alpha_ = scalar_of(params_, place.batch, epilogue.alpha);
@@ -53,7 +53,7 @@ class TransposedOutput {
     }
   }
 
-  // Rows of the place are columns of D.
+  // Rows of `place` are columns of D.
   __device__ __forceinline__ void finish(const Accumulators& acc, const OutputPlace& place) {
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
@@ -73,9 +73,9 @@ class TransposedOutput {
   static constexpr int kRows = kConfig.transposed_rows();
   static constexpr int kBuffers = kConfig.transposed_buffers();
   static constexpr int kBytes = kRows * 128;
-  static constexpr int kMatrix = 8;  // rows and columns of one of stmatrix
+  static constexpr int kMatrix = 8;  // rows and columns of one matrix of stmatrix
   static_assert(kBuffers > 1);
-  // Added to -0, +0 would make it +0.
+  // -0 keeps a product of -0; +0 would turn it into +0.
   static constexpr float kNoBias = -0.f;
 
   static __device__ __forceinline__ float load(const Addend& source, int64_t at) {
@@ -83,7 +83,8 @@ class TransposedOutput {
                                             : float(static_cast<const Element*>(source.data)[at]);
   }
 
-  // The warp's columns of rows `first` and on, with TMA's swizzle. `bias`: of the thread's two.
+  // Writes the warp's columns of the rows from `first` on, with TMA's swizzle. `bias`: of the
+  // thread's two columns.
   __device__ __forceinline__ void write(const float (&acc)[kConfig.tile_n / 2],
                                         const float (&bias)[2], int first, uint32_t buffer) const {
     const uint32_t lane = ptx::volatile_lane();
@@ -117,7 +118,7 @@ class TransposedOutput {
   const int warpgroup_;
   float alpha_;
   float bias_[kBlocks][2];
-  int buffer_ = 0;  // the next one to be written
+  int buffer_ = 0;  // the next buffer to be written
 };
 
 }  // namespace jax_tcgemm::sm90

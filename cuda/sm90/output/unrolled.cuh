@@ -1,6 +1,6 @@
-// The epilogues without arithmetic to speak of: the product, rounded, or with a bias, or with a
-// bias and C. Unrolled, for accumulators need no moves then: this code runs once a tile, so that
-// fetching its instructions is what takes the time.
+// The epilogues with little arithmetic: the rounded product, or the product with a bias, or with a
+// bias and C. Their code is unrolled, so that accumulators need no moves. The code runs once a
+// tile, so fetching its instructions dominates its time.
 
 #pragma once
 
@@ -31,7 +31,7 @@ struct UnrolledOutput {
 
   const GemmParams& params;
   Buffers& buffers;
-  uint32_t bias;  // address in shared memory, of the first column of the tile
+  uint32_t bias;  // address in shared memory of the bias of the tile's first column
 
   // `tile` is the place of the warp's first rows.
   __device__ __forceinline__ void run(const Accumulators& acc, const OutputPlace& tile) const {
@@ -51,7 +51,7 @@ struct UnrolledOutput {
     const float beta = scalar_of(params, tile.batch, params.epilogue.beta);
 #pragma unroll
     for (int index = 0; index < Buffers::kChunks; ++index) {
-      const int chunk = index % Sub::kChunks;  // of the sub-tile
+      const int chunk = index % Sub::kChunks;  // in the sub-tile
       const OutputPlace place = Buffers::place_of(tile, index - chunk);
       Chunk value;
       take(value, acc, index);
@@ -68,7 +68,7 @@ struct UnrolledOutput {
     }
   }
 
-  // Without C, where TMA cannot address D: in parts of rows that the buffers hold.
+  // Stores D without C if TMA cannot address D, in parts of rows that the buffers hold.
   __device__ __forceinline__ void run_rows(const Accumulators& acc, const OutputPlace& tile) const {
     constexpr int kAll = Buffers::kBlockChunks;
     constexpr int kMost = Buffers::most_row_chunks(kBytes);

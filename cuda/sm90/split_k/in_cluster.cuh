@@ -1,6 +1,7 @@
-// Split k: the blocks that share a tile add up their accumulators. Each writes its own as float32
-// over its ring, waits for the others, and finishes a share of the rows, adding in the order of the
-// blocks: the sum is the same every time. The producers refill the rings when all have read.
+// Split k in a cluster: the blocks that share a tile add up their accumulators. Each block writes
+// its accumulators as float32 over its ring and waits for the others. It then finishes a share of
+// the rows and adds in the order of the blocks, so the sum is the same every time. The producers
+// refill the rings when all blocks have read.
 
 #pragma once
 
@@ -29,7 +30,7 @@ class SplitOutput {
                                          const ClusterPlace<kConfig>& cluster)
       : params_(params), smem_(smem), cluster_(cluster) {}
 
-  // `row` is that of the warpgroup in the tile, `place` where it belongs.
+  // `row` is the warpgroup's first row in the tile, `place` its place in D.
   __device__ __forceinline__ void finish(const Accumulators& acc, int row,
                                          const OutputPlace& place) {
     ptx::named_barrier_sync(kConsumerBarrier, kThreads);  // no warp still reads the ring
@@ -44,7 +45,8 @@ class SplitOutput {
     reduce(place, place.row - row);
     ptx::fence_proxy_async();
     __syncwarp();
-    // A release would be a fence that waits for D to be written; what was read is in registers.
+    // A release would be a fence that waits for the writes of D. All values that were read are in
+    // registers.
     if (lane < kConfig.cluster_size()) ptx::mbarrier_arrive_remote(smem_.partial_empty(), lane);
     phase_ ^= 1;
   }
@@ -69,7 +71,8 @@ class SplitOutput {
     for (int i = 0; i < Output<kConfig, false>::kBlocks; ++i) {
 #pragma unroll
       for (int j = 0; j < Output<kConfig, false>::kBlockValues; j += 2) {
-        // 8 columns on for every fourth value, which the slab's XOR leaves within 32 columns.
+        // Every fourth value is 8 columns further. The slab's XOR keeps this step within 32
+        // columns.
         const uint32_t address = (first ^ (j / 4 % 4 * 32)) + j / 16 * 128;
         const int rows = i * kBlockRows + j / 2 % 2 * 8;
         ptx::store_shared_8(address + rows * kConfig.tile_n * 4, acc[i][j], acc[i][j + 1]);

@@ -1,13 +1,13 @@
-// Split k among blocks that are all on the GPU at once. Each multiplies one part of the k of a
-// tile, then adds up and stores the rows of some of the tile's warps. What other parts have of
-// these comes through a workspace, which L2 holds, into the ring, which has nothing left to hold;
-// it is added to the part's own in one order, so that the sum is the same every time.
+// Split k among blocks that all run on the GPU at the same time. Each block multiplies one part of
+// a tile's k, and then adds up and stores the rows of some of the tile's warps. The other parts'
+// sums for these rows come through a workspace, which L2 holds, into the ring, which is free by
+// then. The block adds them to its own sums in a fixed order, so the result is the same every time.
 //
 //   a warp whose rows another part stores: accumulators -> workspace -> flag
 //   one whose rows this part stores:       flags -> bulk copies -> add to the accumulators
 //
-// A flag is set when it holds the number of this launch, and cleared by the warp that waited for
-// it: the workspace needs no preparation, and what it held before means nothing.
+// A flag is set when it holds the number of this launch. The warp that waited for a flag clears it.
+// The workspace therefore needs no preparation, and its previous content does not matter.
 
 #pragma once
 
@@ -24,7 +24,7 @@
 
 namespace jax_tcgemm::sm90 {
 
-// Of a block's only tile; the second consumer of a pingpong kernel has none.
+// The sums of a block's only tile. The second consumer of a pingpong kernel has no tile.
 template <KernelConfig kConfig>
 class SplitFixup {
  public:
@@ -37,13 +37,14 @@ class SplitFixup {
         part_(part),
         warp_(__shfl_sync(0xffffffff, threadIdx.x / 32, 0)),
         lane_(threadIdx.x % 32) {
-    // Blocks of a part follow one another in the grid, part after part.
+    // The grid lists all blocks of a part before those of the next part.
     const int tiles = params.raster.tiles.divisor * kConfig.cluster_size();
     const int tile = static_cast<int>(blockIdx.x) - part * tiles;
     first_ = (int64_t{tile} * kWarps + warp_) * fixup_.parts;
   }
 
-  // After the mainloop: whether this warp is to store its rows, of which acc has the sum then.
+  // Called after the mainloop. Returns true if this warp must store its rows; acc then holds their
+  // sum.
   __device__ __forceinline__ bool run(Accumulators& acc) const {
     ptx::named_barrier_sync(kWarpgroupBarrier, kWarps * 32);  // no warp still reads the ring
     if (warp_ * fixup_.parts / kWarps != part_) {
@@ -64,7 +65,7 @@ class SplitFixup {
   static constexpr int kWarpBytes = kVectors * kVectorBytes;
   static_assert(kWarps * kWarpBytes <= kConfig.ring_bytes());
 
-  // Where a part's accumulators of this warp lie.
+  // Returns the place of a part's accumulators for this warp.
   __device__ __forceinline__ char* partial(int part) const {
     return fixup_.partials + (first_ + part) * kWarpBytes;
   }
@@ -81,10 +82,11 @@ class SplitFixup {
     if (lane_ == 0) ptx::store_release(fixup_.flags + first_ + part_, fixup_.launch);
   }
 
-  // Copies what the other parts have of this warp's rows. Returns where to.
+  // Copies the other parts' sums for this warp's rows. Returns their address.
   __device__ __forceinline__ uint32_t fetch() const {
     const int others = fixup_.parts - 1;
-    const int first_warp = (part_ * kWarps + others) / fixup_.parts;  // that this part stores
+    // the first warp whose rows this part stores
+    const int first_warp = (part_ * kWarps + others) / fixup_.parts;
     const uint32_t to = smem_.a(0) + (warp_ - first_warp) * others * kWarpBytes;
     if (lane_ <= others && lane_ != part_) {
       uint64_t* const flag = fixup_.flags + first_ + lane_;
@@ -119,7 +121,7 @@ class SplitFixup {
   int part_;
   int warp_;
   int lane_;
-  int64_t first_;  // of the warp's partial sums and flags, one of each for each part
+  int64_t first_;  // first of the warp's partial sums and flags, one of each for each part
 };
 
 }  // namespace jax_tcgemm::sm90

@@ -1,0 +1,83 @@
+"""The pages: their code runs, and their links lead somewhere."""
+
+import re
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_prose import PAGES, ROOT
+
+LINK = re.compile(r"\]\((?!https?:|mailto:)([^)\s#]*)(#[^)\s]*)?\)")
+BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
+
+
+def _anchor(heading: str) -> str:
+    """Returns the anchor that GitHub gives a heading."""
+    text = re.sub(r"[^\w\- ]", "", heading.strip().lower())
+    return text.replace(" ", "-")
+
+
+def _links() -> Iterator[tuple[str, str]]:
+    for page in PAGES:
+        text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+        for target, anchor in LINK.findall(text):
+            other = (page.parent / target).resolve() if target else page
+            where = f"{page.relative_to(ROOT)} -> {target}{anchor}"
+            if not other.exists():
+                yield where, "no such file"
+            elif anchor and other.suffix == ".md":
+                headings = re.findall(r"^#+ (.*)$", other.read_text(), re.MULTILINE)
+                if anchor[1:] not in map(_anchor, headings):
+                    yield where, "no such heading"
+
+
+@pytest.mark.any_jax
+def test_links_lead_somewhere():
+    assert not dict(_links())
+
+
+def _names() -> dict[str, object]:
+    """Returns the arrays that the pages take for granted."""
+    rng = np.random.default_rng(0)
+
+    def drawn(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
+
+    def train_step(state: jax.Array, batch: jax.Array) -> tuple[jax.Array, jax.Array]:
+        loss, gradient = jax.value_and_grad(lambda w: jnp.square(batch @ w).mean())(state)
+        return state - 0.1 * gradient, loss
+
+    return {
+        "x": drawn(16, 32),
+        "w": drawn(32, 16),
+        "c": drawn(16, 16),
+        "b": drawn(16),
+        "bias": drawn(16),
+        "residual": drawn(16, 16),
+        "w_gate": drawn(32, 16),
+        "w_up": drawn(32, 16),
+        "expert_w": drawn(2, 32, 16),
+        "stack_of_w": drawn(3, 32, 16),
+        "group_sizes": jnp.array([9, 7], jnp.int32),
+        "train_step": train_step,
+        "state": drawn(32, 16),
+        "batch": drawn(16, 32),
+    }
+
+
+@pytest.mark.any_jax
+def test_readme_runs():
+    names = _names()
+    for block in BLOCK.findall((ROOT / "README.md").read_text()):
+        exec(compile(block, "README.md", "exec"), names)
+    assert names["ys"].shape == (3, 16, 16)
+    assert names["y"].dtype == jnp.bfloat16
+
+
+@pytest.mark.any_jax
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_blocks_are_python(page):
+    for block in BLOCK.findall(page.read_text()):
+        compile(block, str(page), "exec")
