@@ -62,7 +62,7 @@ def in_bf16(x: jax.Array, w: jax.Array, state: None) -> jax.Array:
 
 
 def in_fp8(recipe: str) -> Dense:
-    """Returns a float8 product, which quantises the master weights directly."""
+    """Returns a float8 product, which quantizes the master weights directly."""
     return lambda x, w, state: fp8_dot(x, w, recipe=recipe, state=state)
 
 

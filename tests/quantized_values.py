@@ -35,7 +35,7 @@ def repeated(x, shape) -> np.ndarray:
     return x
 
 
-def dequantised(value, scale=None, zero_point=None) -> np.ndarray:
+def dequantized(value, scale=None, zero_point=None) -> np.ndarray:
     wide = np.asarray(value, np.float64)
     wide = wide if zero_point is None else wide - repeated(zero_point, wide.shape)
     return wide if scale is None else wide * repeated(scale, wide.shape)

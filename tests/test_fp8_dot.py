@@ -1,4 +1,4 @@
-"""``fp8_dot``: values, gradients and state, against float64 of the dequantised operands."""
+"""``fp8_dot``: values, gradients and state, against float64 of the dequantized operands."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from quantized_values import E4M3, E5M2, LARGEST, MATRIX, assert_close, dequantised
+from quantized_values import E4M3, E5M2, LARGEST, MATRIX, assert_close, dequantized
 
 from jax_tcgemm.api.delayed_scaling import DelayedScale, Fp8State
 from jax_tcgemm.api.fp8 import fp8_dot, fp8_dot_general
@@ -22,7 +22,7 @@ RECIPES = pytest.mark.parametrize("recipe", ["current", "block", "delayed"])
 
 def rounded(x, dtype, *tile, power_of_two=False) -> np.ndarray:
     q = quantize(x, dtype, tile=tile or None, power_of_two=power_of_two)
-    return dequantised(q.qvalue, q.scale)
+    return dequantized(q.qvalue, q.scale)
 
 
 def filled(x: jax.Array) -> jax.Array:

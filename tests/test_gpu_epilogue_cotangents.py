@@ -203,7 +203,7 @@ def test_two_layers_go_back_through_the_function_in_a_gemm(is_gated):
 
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn], ids=lambda dtype: dtype.__name__)
 @pytest.mark.parametrize("tile", [(1, -1, -1), (1, 1, -1), (-1, 1, -1)])
-def test_ragged_dot_of_quantised_experts(dtype, tile):
+def test_ragged_dot_of_quantized_experts(dtype, tile):
     m, n, k, groups = 300, 192, 256, 4
     rng = np.random.default_rng(0)
     x, w = (
@@ -211,10 +211,10 @@ def test_ragged_dot_of_quantised_experts(dtype, tile):
     )
     sizes = jnp.asarray([100, 0, 170, 20], jnp.int32)
     bias = jnp.asarray(rng.normal(size=(groups, n)).astype(np.float32))
-    quantised = quantize(x, dtype, tile=(1, -1)), quantize(w, dtype, tile=tile)
+    quantized = quantize(x, dtype, tile=(1, -1)), quantize(w, dtype, tile=tile)
     options = {"transpose_rhs": True, "bias": bias, "activation": "gelu", "precision": "highest"}
-    y = jax.jit(lambda x, w: ragged_dot(x, w, sizes, **options))(*quantised)
-    wide = [np.asarray(each.dequantize(), np.float64) for each in quantised]
+    y = jax.jit(lambda x, w: ragged_dot(x, w, sizes, **options))(*quantized)
+    wide = [np.asarray(each.dequantize(), np.float64) for each in quantized]
     group = np.repeat(np.arange(groups), np.asarray(sizes))
     z = np.einsum("mk,mnk->mn", wide[0][:290], wide[1][group]) + np.asarray(bias)[group]
     exact = 0.5 * z * (1 + np.tanh(np.sqrt(2 / np.pi) * (z + 0.044715 * z**3)))

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from quantized_values import E4M3, E5M2, INT8, LARGEST, dequantised, repeated
+from quantized_values import E4M3, E5M2, INT8, LARGEST, dequantized, repeated
 
 from jax_tcgemm import ragged_dot
 from jax_tcgemm.api.quantization import Quantized, quantize
@@ -61,11 +61,11 @@ def test_values_and_scales(normal, exact, dtype, tile):
         scaled = np.abs(exact(x)) / scale
         # Half a step of the number, which float32's division may have rounded first.
         allowed = (step(dtype, scaled * (1 + 2 * rounding)) / 2 + scaled * 2 * rounding) * scale
-        error = np.abs(dequantised(q.qvalue, q.scale) - exact(x))
+        error = np.abs(dequantized(q.qvalue, q.scale) - exact(x))
         assert np.all(error <= allowed)
         assert np.abs(exact(q.qvalue)).max() <= LARGEST[dtype]
         np.testing.assert_array_equal(
-            q.dequantize(), dequantised(q.qvalue, q.scale).astype(np.float32)
+            q.dequantize(), dequantized(q.qvalue, q.scale).astype(np.float32)
         )
 
 
@@ -185,7 +185,7 @@ def test_scales_and_zero_points_that_do_not_fit():
 @pytest.mark.parametrize("dtype", [INT8, E4M3], ids=lambda dtype: jnp.dtype(dtype).name)
 @pytest.mark.parametrize("tile", [None, (1, -1, 1), (1, -1, -1), (-1, -1, 1), (1, 4, 1)])
 @pytest.mark.parametrize("is_transposed", [False, True])
-def test_ragged_dot_of_quantised_operands(dtype, tile, is_transposed):
+def test_ragged_dot_of_quantized_operands(dtype, tile, is_transposed):
     rng = np.random.default_rng(0)
     m, k, n, groups = 13, 8, 6, 3
     x = quantize(rng.normal(size=(m, k)).astype(np.float32), dtype, tile=(1, -1))
@@ -212,12 +212,12 @@ def test_ragged_dot_of_quantised_operands(dtype, tile, is_transposed):
     y = ragged_dot(x, given, sizes, precision="highest", **given_f)
     wanted = ragged_dot(*wide, sizes, precision="highest", **given_f)
     np.testing.assert_allclose(y.astype(jnp.float32), wanted.astype(jnp.float32), rtol=1e-2)
-    # If only one factor is quantised, it is dequantised.
+    # If only one factor is quantized, it is dequantized.
     half = ragged_dot(wide[0].astype(jnp.bfloat16), given, sizes, transpose_rhs=is_transposed)
     assert half.dtype == jnp.bfloat16
 
 
-def test_ragged_dot_of_quantised_operands_refuses_and_keeps_types():
+def test_ragged_dot_of_quantized_operands_refuses_and_keeps_types():
     rng = np.random.default_rng(0)
     x = quantize(rng.normal(size=(6, 8)).astype(np.float32), INT8, tile=(1, -1))
     w = quantize(rng.normal(size=(2, 8, 4)).astype(np.float32), INT8, tile=(1, -1, 1))

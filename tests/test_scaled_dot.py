@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from quantized_values import BF16_ROUNDING, E4M3, E5M2, INT8, MATRIX, assert_close, dequantised
+from quantized_values import BF16_ROUNDING, E4M3, E5M2, INT8, MATRIX, assert_close, dequantized
 
 from jax_tcgemm.api.quantization import Quantized, quantize
 from jax_tcgemm.api.scaled_dot import quantized_dot_general, scaled_dot
@@ -60,7 +60,7 @@ def test_scaled_dot(normal, rng, case):
             for shape in (lhs_scale, rhs_scale)
         ]
         wide = [
-            dequantised(x, s.reshape((1,) * x.ndim) if s is not None and s.size == 1 else s)
+            dequantized(x, s.reshape((1,) * x.ndim) if s is not None and s.size == 1 else s)
             for x, s in zip((lhs, rhs), scales, strict=True)
         ]
         dtype = [None, jnp.float32][rng.integers(2)]
@@ -73,7 +73,7 @@ def test_scaled_dot(normal, rng, case):
             preferred_element_type=dtype,
         )
         assert got.dtype == (dtype or jnp.bfloat16)
-        # Dequantised operands are rounded to bfloat16 for this result, in gemm or before it.
+        # Dequantized operands are rounded to bfloat16 for this result, in gemm or before it.
         is_rounded = dtype is None or jnp.bfloat16 in PAIRS[i]
         assert_close(got, *wide, full, BF16_ROUNDING if is_rounded else 0)
 
@@ -86,7 +86,7 @@ def test_scaled_dot_as_lax_has_it(normal):
         "lhs_scale": jnp.exp2(normal(2, 8, 2)).astype(jnp.float8_e8m0fnu),
         "rhs_scale": jnp.exp2(normal(2, 2, 4)).astype(jnp.float8_e8m0fnu),
     }
-    wide = dequantised(lhs, scales["lhs_scale"]), dequantised(rhs, scales["rhs_scale"])
+    wide = dequantized(lhs, scales["lhs_scale"]), dequantized(rhs, scales["rhs_scale"])
     full = ((2,), (1,)), ((0,), (0,))
     for function in (scaled_dot, jax.lax.scaled_dot):
         got = function(lhs, rhs, **scales)
@@ -100,7 +100,7 @@ def test_integers_are_exact(rng):
     dims = ((1,), (1,)), ((), ())
     got = scaled_dot(lhs, rhs, dimension_numbers=dims, preferred_element_type=jnp.int32)
     assert got.dtype == jnp.int32
-    np.testing.assert_array_equal(got, dequantised(lhs) @ dequantised(rhs).T)
+    np.testing.assert_array_equal(got, dequantized(lhs) @ dequantized(rhs).T)
 
 
 def test_scaled_dot_transforms(normal):
@@ -135,11 +135,11 @@ def test_what_scaled_dot_refuses():
 
 @pytest.mark.parametrize("scale_dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("dtype", [E4M3, INT8])
-def test_both_operands_quantised(normal, dtype, scale_dtype):
+def test_both_operands_quantized(normal, dtype, scale_dtype):
     lhs = quantize(normal(4, 6, 64), dtype, tile=(1, 1, -1), scale_dtype=scale_dtype)
     rhs = quantize(normal(64, 2, 5), dtype, tile=(-1, 1, 1), scale_dtype=scale_dtype)
     dims = ((2,), (0,)), ((), ())
-    wide = dequantised(lhs.qvalue, lhs.scale), dequantised(rhs.qvalue, rhs.scale)
+    wide = dequantized(lhs.qvalue, lhs.scale), dequantized(rhs.qvalue, rhs.scale)
     got = quantized_dot_general(lhs, rhs, dims)
     assert got.dtype == scale_dtype
     assert_close(got, *wide, dims)
@@ -148,12 +148,12 @@ def test_both_operands_quantised(normal, dtype, scale_dtype):
     assert_close(got, *wide, dims)
 
 
-def test_bytes_beside_what_is_quantised(normal, rng):
+def test_bytes_beside_what_is_quantized(normal, rng):
     q = quantize(normal(64, 5), INT8, tile=(-1, 1))
     x = jnp.asarray(rng.integers(-128, 128, (3, 64)), INT8)
     got = quantized_dot_general(x, q, MATRIX)
     assert got.dtype == jnp.float32
-    assert_close(got, dequantised(x), dequantised(q.qvalue, q.scale), MATRIX)
+    assert_close(got, dequantized(x), dequantized(q.qvalue, q.scale), MATRIX)
 
 
 @pytest.mark.parametrize("x_dtype", [jnp.bfloat16, jnp.float32])
@@ -164,7 +164,7 @@ def test_a_float_operand_beside_it(normal, dtype, x_dtype):
     for lhs, rhs, dims in ((x, q, MATRIX), (q, x, (((0,), (1,)), ((), ())))):
         got = quantized_dot_general(lhs, rhs, dims, precision="highest")
         assert got.dtype == x_dtype
-        wide = [dequantised(y) if y is x else dequantised(y.qvalue, y.scale) for y in (lhs, rhs)]
+        wide = [dequantized(y) if y is x else dequantized(y.qvalue, y.scale) for y in (lhs, rhs)]
         assert_close(got, *wide, dims, rounding)
     slope = jax.grad(lambda x: quantized_dot_general(x, q, MATRIX).sum())(x)
     assert slope.dtype == x_dtype
@@ -184,7 +184,7 @@ def test_zero_points(rng, scales, zeros):
         )
         for value, scale, zero in zip(values, scales, zeros, strict=True)
     ]
-    wide = [dequantised(q.qvalue, q.scale, q.zero_point) for q in operands]
+    wide = [dequantized(q.qvalue, q.scale, q.zero_point) for q in operands]
     got = quantized_dot_general(*operands, MATRIX, precision="highest")
     assert_close(got, *wide, MATRIX)
     turned = quantized_dot_general(operands[1].T, operands[0].T, MATRIX, precision="highest")

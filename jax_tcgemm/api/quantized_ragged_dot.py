@@ -71,8 +71,8 @@ def quantized_ragged_dot(
         wide = result_dtype(lhs, rhs) if epilogue is not None else dtype
         common = common_of(a.value.dtype, b.value.dtype, jnp.dtype(wide))
         return dot(
-            a.dequantised(common).value,
-            b.dequantised(common).value,
+            a.dequantized(common).value,
+            b.dequantized(common).value,
             group_sizes,
             bias=bias,
             activation=activation,

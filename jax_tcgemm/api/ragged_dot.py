@@ -92,7 +92,7 @@ def ragged_dot(
     """
     if quantization.is_quantized(lhs) or quantization.is_quantized(rhs):
         if out_sharding is not None:
-            raise ValueError("ragged_dot: no out_sharding= of quantised operands; accepted: None")
+            raise ValueError("ragged_dot: no out_sharding= of quantized operands; accepted: None")
         return quantized_ragged_dot(
             ragged_dot,
             lhs,

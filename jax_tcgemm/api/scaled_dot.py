@@ -166,7 +166,7 @@ def _contracted(
     is_corrected = is_native and has_zero_points and _is_exact(lhs, rhs, dims)
     if not is_native or (has_zero_points and not is_corrected):
         common = common_of(*types, dtype)
-        lhs, rhs = lhs.dequantised(common), rhs.dequantised(common)
+        lhs, rhs = lhs.dequantized(common), rhs.dequantized(common)
     shape = _result_shape(lhs.value.shape, rhs.value.shape, dims)
     sides = matrices(lhs, rhs, dims)
     if is_corrected:

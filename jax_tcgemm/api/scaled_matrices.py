@@ -47,7 +47,7 @@ class Scaled:
         factors = [x for x in (self.scale, self.zero_point) if x is not None]
         return all(x.shape[dim] == 1 for x in factors for dim in dims)
 
-    def dequantised(self, dtype: np.dtype) -> Scaled:
+    def dequantized(self, dtype: np.dtype) -> Scaled:
         if self.scale is None:
             return Scaled(self.value.astype(dtype))
         parts = quantization.Quantized(self.value, self.scale, self.zero_point)
