@@ -22,7 +22,7 @@ from mps import pytest_configure, pytest_report_header, pytest_unconfigure  # no
 
 from jax_tcgemm import Tunings, _compat, _core, _extension
 from jax_tcgemm.kernels import table as kernel_table
-from jax_tcgemm.lowering import compiled, compiled_pass, devices, fallback
+from jax_tcgemm.lowering import devices, fallback, jit_epilogue, jit_pass
 from jax_tcgemm.lowering import gemm as gemm_lowering
 from jax_tcgemm.partitioning import rules
 from jax_tcgemm.problem.alignment import split_bytes
@@ -285,7 +285,7 @@ def cuda_module(all_kernels: None) -> Callable[..., tuple[str, list[dict[str, An
 @pytest.fixture
 def never_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if a function, or its cotangent, gets no compiled kernel."""
-    for lowering in (compiled, compiled_pass):
+    for lowering in (jit_epilogue, jit_pass):
 
         def made(*arguments: Any, _inner: Any = lowering._call_or_reason) -> Any:
             call = _inner(*arguments)
@@ -293,8 +293,8 @@ def never_apart(monkeypatch: pytest.MonkeyPatch) -> None:
             return call
 
         monkeypatch.setattr(lowering, "_call_or_reason", made)
-    monkeypatch.setattr(compiled, "_FEW_DRAWN", 0)
-    monkeypatch.setattr(compiled_pass, "LARGE_MATRIX", 0)
+    monkeypatch.setattr(jit_epilogue, "_FEW_DRAWN", 0)
+    monkeypatch.setattr(jit_pass, "LARGE_MATRIX", 0)
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from jax import lax
 
 from jax_tcgemm import gemm
 from jax_tcgemm.epilogue import compiler, cubins, function, translation
-from jax_tcgemm.lowering import compiled as lowering
+from jax_tcgemm.lowering import jit_epilogue as lowering
 
 # Smooth functions of one value; some bound their argument first, so that they are defined.
 _SMOOTH: dict[str, Callable[[Any], Any]] = {

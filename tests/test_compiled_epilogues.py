@@ -17,7 +17,7 @@ import jax_tcgemm
 from jax_tcgemm import gated_gemm, gemm
 from jax_tcgemm.epilogue import compiler, cubins, function, nvrtc, operations, translation
 from jax_tcgemm.kernels import table
-from jax_tcgemm.lowering import compiled as lowering
+from jax_tcgemm.lowering import jit_epilogue as lowering
 
 pytestmark = pytest.mark.any_jax
 

@@ -16,7 +16,7 @@ from jax_tcgemm.epilogue import compiler, portable, translation
 from jax_tcgemm.epilogue import function as functions
 from jax_tcgemm.epilogue.part import Part
 from jax_tcgemm.epilogue.spec import CompiledSpec
-from jax_tcgemm.lowering.compiled_source import source_of
+from jax_tcgemm.lowering.jit_source import source_of
 from jax_tcgemm.partitioning import functions as partitioning_functions
 
 pytestmark = pytest.mark.usefixtures("divided_everywhere")

@@ -13,7 +13,7 @@ import pytest
 import jax_tcgemm
 from jax_tcgemm import _core, gated_gemm, gemm
 from jax_tcgemm.epilogue import cubins, function, linear, nvrtc, source, translation
-from jax_tcgemm.lowering import compiled, compiled_pass
+from jax_tcgemm.lowering import jit_epilogue, jit_pass
 from jax_tcgemm.primitives import epilogue_derivative
 
 pytestmark = pytest.mark.any_jax
@@ -134,8 +134,8 @@ def test_passes_compile(name, shape):
     if name == "normal noise" and len(shape) > 2:
         pytest.skip("an index along a batch is not translated")
     spec, made = _program(f, *kinds, shape=shape)
-    folded, strides = compiled_pass._folded(spec.shape, made)
-    text = compiled.source_of(made, strides, folded.n, batched=bool(folded.batch))
+    folded, strides = jit_pass._folded(spec.shape, made)
+    text = jit_epilogue.source_of(made, strides, folded.n, batched=bool(folded.batch))
     program = source.of_kernel(text, source.PASS, "")
     assert found.compile(program, "sm_90a", cubins.include_folders())
 
@@ -287,7 +287,7 @@ def test_rows_of_a_batch_are_counted_apart():
     )
     assert translation.translate(traced).keeps_rows
     spec, made = _program(f, "mn", shape=shape)
-    folded, _ = compiled_pass._folded(spec.shape, made)
+    folded, _ = jit_pass._folded(spec.shape, made)
     assert (folded.m, folded.batch) == (64, (4,))
     _, made = _program(lambda acc: jnp.sin(acc).astype(BF16), shape=shape)
     assert not made.keeps_rows

@@ -10,8 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 from jax_tcgemm import gated_mlp, gemm, mlp
 from jax_tcgemm.epilogue import translation
-from jax_tcgemm.primitives import compiled as compiled_primitive
 from jax_tcgemm.primitives import epilogue_derivative
+from jax_tcgemm.primitives import jit_epilogue as compiled_primitive
 
 pytestmark = pytest.mark.any_jax
 

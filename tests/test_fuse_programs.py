@@ -23,7 +23,7 @@ from sharded_program import mesh_of
 import jax_tcgemm
 from jax_tcgemm import fuse
 from jax_tcgemm._compat import jaxprs
-from jax_tcgemm.lowering import compiled_rows
+from jax_tcgemm.lowering import jit_rows
 
 
 @pytest.fixture
@@ -175,9 +175,9 @@ def test_graph_of_plain_calls_alone():
 def test_kernels_begin_to_compile_before_the_program_is_lowered(arrays, monkeypatch):
     """Kernels of several regions compile at the same time."""
     begun = []
-    monkeypatch.setattr(compiled_rows, "expected_row", lambda call, spec: ("row", "nn"))
-    monkeypatch.setattr(compiled_rows.nvrtc, "find", lambda: None)
-    monkeypatch.setattr(compiled_rows.compiler, "begin", lambda *kernel: begun.append(kernel))
+    monkeypatch.setattr(jit_rows, "expected_row", lambda call, spec: ("row", "nn"))
+    monkeypatch.setattr(jit_rows.nvrtc, "find", lambda: None)
+    monkeypatch.setattr(jit_rows.compiler, "begin", lambda *kernel: begun.append(kernel))
     x, w, b, d = (arrays[name] for name in "xwbd")
     jax.make_jaxpr(fuse(lambda x: jnp.tanh(jax.nn.gelu(x @ w + b) @ d)))(x)
     assert [kernel[1:] for kernel in begun] == [("row", "nn")] * 2

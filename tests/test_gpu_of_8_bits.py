@@ -10,7 +10,7 @@ from quantized_values import E4M3, E5M2, INT8, PAIRS, TYPES, drawn, wide
 
 from jax_tcgemm import gated_gemm, gemm, ragged_dot
 from jax_tcgemm.kernels import table as kernel_table
-from jax_tcgemm.lowering import compiled as lowering
+from jax_tcgemm.lowering import jit_epilogue as lowering
 from jax_tcgemm.lowering import k_major
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90, pytest.mark.usefixtures("never_apart")]

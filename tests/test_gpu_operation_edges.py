@@ -14,7 +14,7 @@ from gpu_accuracy import in_float64
 
 from jax_tcgemm import gemm
 from jax_tcgemm.epilogue import function, translation
-from jax_tcgemm.lowering import compiled_source
+from jax_tcgemm.lowering import jit_source
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90, pytest.mark.usefixtures("never_apart")]
 
@@ -44,11 +44,11 @@ def _groups(dtype: str) -> Iterator[list[edges.Case]]:
         if _is_translated(case):
             by_types.setdefault(case.types, []).append(case)
     for types, found in by_types.items():
-        sizes = [compiled_source.matrix_bytes(jnp.dtype(each).itemsize) for each in types]
-        group, left = [], compiled_source.MOST_WARP_BYTES - sum(sizes)
+        sizes = [jit_source.matrix_bytes(jnp.dtype(each).itemsize) for each in types]
+        group, left = [], jit_source.MOST_WARP_BYTES - sum(sizes)
         room = left
         for case in found:
-            need = compiled_source.matrix_bytes(case.result.itemsize)
+            need = jit_source.matrix_bytes(case.result.itemsize)
             if len(group) == MOST_RESULTS or need > room:
                 yield group
                 group, room = [], left

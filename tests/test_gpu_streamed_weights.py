@@ -10,7 +10,7 @@ from quantized_values import E4M3, E5M2, INT8, PAIRS, TYPES, drawn, wide
 
 from jax_tcgemm import gated_gemm, gemm, ragged_dot
 from jax_tcgemm.kernels import table as kernel_table
-from jax_tcgemm.lowering import k_major
+from jax_tcgemm.lowering import layout
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90, pytest.mark.usefixtures("never_apart", "streams")]
 
@@ -22,11 +22,11 @@ STEP = 2.0**-20
 def streams(monkeypatch):
     """Fails if weights are transposed."""
 
-    def made(self, x, _inner=k_major.Factor.made):
+    def made(self, x, _inner=layout.Factor.made):
         assert self.is_k_major or self.stays, self
         return _inner(self, x)
 
-    monkeypatch.setattr(k_major.Factor, "made", made)
+    monkeypatch.setattr(layout.Factor, "made", made)
 
 
 def assert_product(y, a, b):

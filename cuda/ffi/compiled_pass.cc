@@ -18,7 +18,7 @@
 
 namespace jax_tcgemm {
 
-// Set by jax_tcgemm/lowering/compiled_pass.py.
+// Set by jax_tcgemm/lowering/jit_pass.py.
 struct PassAttributes {
   int64_t m, n;
   Strides batch_shape;

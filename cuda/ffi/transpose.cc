@@ -13,7 +13,7 @@
 
 namespace jax_tcgemm {
 
-// Set by jax_tcgemm/lowering/k_major.py: (batch, rows, columns) -> (batch, columns, out_ld), with
+// Set by jax_tcgemm/lowering/layout.py: (batch, rows, columns) -> (batch, columns, out_ld), with
 // strides in elements.
 struct TransposeAttributes {
   int64_t batch, rows, columns;

@@ -16,12 +16,12 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_tcgemm import _compat
-from jax_tcgemm.api import eager, of_8_bits, quantization
+from jax_tcgemm.api import eager, quantization, quantized
 from jax_tcgemm.api.scaled_dot import quantized_dot_general
 from jax_tcgemm.lowering import fallback
 from jax_tcgemm.primitives import gemm as gemm_primitive
 from jax_tcgemm.problem.arithmetic import (
-    is_of_8_bits,
+    is_quantized,
     resolve_algorithm,
     resolve_run_time,
     types_of_parts,
@@ -146,8 +146,8 @@ def _contract(
         fallback.report(f"dot_general {operands} -> {result.dtype}", problem, strict=strict)
         return by_lax(lhs, rhs)
     operands, spec = problem
-    if is_of_8_bits(a.dtype, b.dtype):
-        product = of_8_bits.product_of_8_bits(operands, spec, result.dtype)
+    if is_quantized(a.dtype, b.dtype):
+        product = quantized.quantized_product(operands, spec, result.dtype)
     else:
         (product,) = gemm_primitive.bind(operands, spec)
     return lax.reshape(product, result.shape)
@@ -195,7 +195,7 @@ def _problem(
 def _has_kernel(lhs: np.dtype, rhs: np.dtype, out: np.dtype, precision: Any) -> bool:
     types = (*types_of_parts(lhs, rhs, out), precision)
     try:
-        if is_of_8_bits(lhs, rhs):
+        if is_quantized(lhs, rhs):
             return resolve_run_time(*types) is not None  # integers only to int32
         return any(f(*types) is not None for f in (resolve_algorithm, fallback.possible_planes))
     except (TypeError, ValueError):  # lax multiplies types that do not promote, such as float8

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_tcgemm.api import arguments
-from jax_tcgemm.epilogue import draws
 from jax_tcgemm.epilogue import function as functions
+from jax_tcgemm.epilogue import rng
 from jax_tcgemm.epilogue.spec import CompiledSpec
-from jax_tcgemm.primitives import compiled
+from jax_tcgemm.primitives import jit_epilogue
 from jax_tcgemm.problem.arithmetic import accumulator_dtype
 from jax_tcgemm.problem.ragged import RaggedSpec
 from jax_tcgemm.problem.spec import GemmSpec
@@ -75,7 +75,7 @@ def applied(
     every, compiled_spec, out_tree = traced(
         own, spec, shape, epilogue, operands, preferred_element_type
     )
-    return jax.tree.unflatten(out_tree, compiled.bind(every, compiled_spec))
+    return jax.tree.unflatten(out_tree, jit_epilogue.bind(every, compiled_spec))
 
 
 def traced(
@@ -96,7 +96,7 @@ def traced(
     product = jax.ShapeDtypeStruct(shape, dtype)
     types = [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in flat]
     function, held = functions.trace(listed, [*[product] * count, *types], count)
-    every = [*own, *draws.words(flat), *held]
+    every = [*own, *rng.words(flat), *held]
     return every, CompiledSpec(spec, function), out_trees[0]
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_tcgemm import _compat
-from jax_tcgemm.api import arguments, eager, of_8_bits
+from jax_tcgemm.api import arguments, eager, quantized
 from jax_tcgemm.api import epilogue as epilogues
 from jax_tcgemm.primitives import gemm as gemm_primitive
 from jax_tcgemm.problem.activations import Activation
@@ -155,8 +155,8 @@ def gemm(
         for x, is_conjugated in ((a, conjugate_a), (b, conjugate_b))
     )
     precision = _compat.canonicalize_precision(precision)
-    asked = of_8_bits.Asked(a_scale, b_scale, out_scale, return_amax)
-    if of_8_bits.are_taken(asked, a, b, preferred_element_type, precision, out_sharding):
+    asked = quantized.Asked(a_scale, b_scale, out_scale, return_amax)
+    if quantized.are_taken(asked, a, b, preferred_element_type, precision, out_sharding):
         given = {
             "c": c,
             "bias": bias,
@@ -166,7 +166,7 @@ def gemm(
             "alpha": alpha,
             "beta": beta,
         }
-        return of_8_bits.gemm_of_8_bits(
+        return quantized.quantized_gemm(
             *(a, b, (*batch, m, n), (bool(transpose_a), bool(transpose_b)), asked),
             given=given,
             activation=activation,

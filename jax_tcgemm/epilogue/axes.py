@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jax_tcgemm.epilogue import operations
-from jax_tcgemm.epilogue.draws import KEYS
 from jax_tcgemm.epilogue.program import JOINS
+from jax_tcgemm.epilogue.rng import KEYS
 from jax_tcgemm.epilogue.tanh import is_literal
 
 _RESHAPES = frozenset({"reshape", "squeeze", "expand_dims"})

@@ -13,7 +13,7 @@ from jax.extend import core
 
 from jax_tcgemm import _compat
 from jax_tcgemm._compat import jaxprs
-from jax_tcgemm.epilogue import draws
+from jax_tcgemm.epilogue import rng
 from jax_tcgemm.epilogue.evaluation import evaluate, held_arrays, of_no_axes
 from jax_tcgemm.epilogue.identity import Key, key_of
 
@@ -126,7 +126,7 @@ class EpilogueFunction:
             if any(x in dependent for x in taken):
                 dependent.update(eqn.outvars)
                 masks.update(dict.fromkeys(x for x in taken if x in drawn and _is_mask(x, shape)))
-            elif eqn.primitive.name in draws.DRAWS or any(x in drawn for x in taken):
+            elif eqn.primitive.name in rng.DRAWS or any(x in drawn for x in taken):
                 drawn.update(eqn.outvars)
         return tuple(masks)
 
@@ -199,18 +199,18 @@ def trace(
     if len(arrays) == len(closed.consts):
         kept = jaxprs.CALLS
     types = [*avals, *map(jax.typeof, arrays)]
-    is_key = [draws.is_key(each.dtype) for each in types]
+    is_key = [rng.is_key(each.dtype) for each in types]
 
     def of_words(*values: Any) -> list[Any]:
-        every = [draws.wrapped(x) if wrap else x for x, wrap in zip(values, is_key, strict=True)]
+        every = [rng.wrapped(x) if wrap else x for x, wrap in zip(values, is_key, strict=True)]
         given = dict(zip(map(id, arrays), every[len(avals) :], strict=True))
         own = every[: len(avals)]
         return evaluate(closed.jaxpr, closed.consts, own, kept, given=given)
 
     if arrays or any(is_key):
         with _compat.no_mesh():
-            closed = jax.make_jaxpr(of_words)(*map(draws.word_type, types))
-    return EpilogueFunction(closed, accumulators), draws.words(arrays)
+            closed = jax.make_jaxpr(of_words)(*map(rng.word_type, types))
+    return EpilogueFunction(closed, accumulators), rng.words(arrays)
 
 
 def _derived(

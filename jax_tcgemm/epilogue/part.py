@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_tcgemm.epilogue import draws
+from jax_tcgemm.epilogue import rng
 from jax_tcgemm.epilogue.operations import ELEMENTWISE
 from jax_tcgemm.epilogue.portable import Dims, Number, Operation, PortableFunction
 from jax_tcgemm.epilogue.program import JOINS
@@ -69,8 +69,8 @@ class Part:
         name, parameters = operation.name, operation.parameters
         if name in ELEMENTWISE:
             return elementwise(name)(*values, *parameters)
-        if name in draws.KEYS:
-            return draws.KEYS[name](*values)
+        if name in rng.KEYS:
+            return rng.KEYS[name](*values)
         if name == "transpose" or name in JOINS:
             return getattr(lax, name)(*values, *parameters)
         shape = tuple(self.extents[x] if isinstance(x, str) else x for x in operation.dims)
@@ -92,7 +92,7 @@ class Part:
         for axis, stride in enumerate(row_major(whole)):
             along = self._counted(operation.dims, shape, jnp.dtype(jnp.uint32), axis)
             counts = counts + along * np.uint32(stride)
-        return draws.bits(key, counts, width)
+        return rng.bits(key, counts, width)
 
     def _counted(self, dims: Dims, shape: tuple[int, ...], dtype: Any, axis: int) -> Any:
         """Returns each element's index along an axis of the whole array."""

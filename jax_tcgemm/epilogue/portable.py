@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_tcgemm._compat import jaxprs
-from jax_tcgemm.epilogue import draws
+from jax_tcgemm.epilogue import rng
 from jax_tcgemm.epilogue.axes import Axes, NotDivisibleError
 from jax_tcgemm.epilogue.function import EpilogueFunction
 from jax_tcgemm.epilogue.program import JOINS
@@ -181,13 +181,13 @@ def _check_draws(eqn: Any) -> None:
     types = [x.aval for x in (*eqn.invars, *eqn.outvars)]
     for each in types:
         is_key = jnp.issubdtype(each.dtype, jax.dtypes.extended)
-        if is_key and (each.shape or not draws.is_key(each.dtype)):
+        if is_key and (each.shape or not rng.is_key(each.dtype)):
             raise NotDivisibleError(f"{name} of {each.str_short()}")
     if name == "random_bits":
         width, shape = eqn.params["bit_width"], eqn.params["shape"]
         if width > 32:
             raise NotDivisibleError(f"random_bits of {width} bits")
-        if not draws.is_partitionable(eqn) or math.prod(shape) >= 2**32:
+        if not rng.is_partitionable(eqn) or math.prod(shape) >= 2**32:
             raise NotDivisibleError("random_bits that are no function of each count alone")
 
 

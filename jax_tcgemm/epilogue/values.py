@@ -8,7 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jax_tcgemm.epilogue import draws, operations
+from jax_tcgemm.epilogue import operations, rng
 from jax_tcgemm.epilogue.operations import BatchIndexError, NotTranslatableError, element
 from jax_tcgemm.epilogue.program import JOINS, Index, Leaf
 from jax_tcgemm.epilogue.tanh import Tanhs, is_literal
@@ -66,7 +66,7 @@ class Values:
         # Values depend on the accumulators; in a pass, on any matrix.
         matrices = self.accumulators or filter(self.spans, jaxpr.invars)
         self.dependent = following(matrices, jaxpr)
-        drawn = (eqn for eqn in jaxpr.eqns if eqn.primitive.name in draws.DRAWS)
+        drawn = (eqn for eqn in jaxpr.eqns if eqn.primitive.name in rng.DRAWS)
         self.drawn = following((var for eqn in drawn for var in eqn.outvars), jaxpr)
         self.in_full = shown_in_full(jaxpr)
         self.leaves: list[Leaf] = []
@@ -260,9 +260,9 @@ class Values:
     def _random_bits(self, eqn: Any, index: Index) -> str:
         """Draws ``jax.random.bits`` for each element separately (threefry_partitionable)."""
         (key,), shape, width = eqn.invars, eqn.params["shape"], eqn.params["bit_width"]
-        if key.aval.shape or width not in (8, 16, 32) or not draws.is_partitionable(eqn):
+        if key.aval.shape or width not in (8, 16, 32) or not rng.is_partitionable(eqn):
             raise NotTranslatableError(f"random_bits of {width} bits")
-        if not draws.is_key(key.aval.dtype):
+        if not rng.is_key(key.aval.dtype):
             raise NotTranslatableError(f"random_bits of {key.aval.dtype}")
         if is_literal(key) or key in self.dependent:
             raise NotTranslatableError("random_bits of a key that depends on the product")

@@ -126,7 +126,7 @@ _ROWS = (
 ARITHMETIC: dict[str, Arithmetic] = {row.name: row for row in _ROWS}
 
 
-def _of_8_bits() -> list[Arithmetic]:
+def _quantized() -> list[Arithmetic]:
     """Returns rows for 8-bit floats, with plain and with promoted sums, and for int8."""
     late = {"is_default": False, "at_run_time": True, "k_major": True}
     rows = []
@@ -142,7 +142,7 @@ def _of_8_bits() -> list[Arithmetic]:
 
 # Rows whose kernels are compiled at run time. JAX's presets only name sums in float32:
 # ANY_F8_ANY_F8_F32 and its _FAST_ACCUM.
-RUN_TIME_ARITHMETIC: dict[str, Arithmetic] = {row.name: row for row in _of_8_bits()}
+RUN_TIME_ARITHMETIC: dict[str, Arithmetic] = {row.name: row for row in _quantized()}
 
 ALL_ARITHMETIC: dict[str, Arithmetic] = {**ARITHMETIC, **RUN_TIME_ARITHMETIC}
 

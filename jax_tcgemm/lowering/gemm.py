@@ -11,13 +11,13 @@ import jax.numpy as jnp
 from jax_tcgemm import _extension
 from jax_tcgemm.kernels.arithmetic import PlaneProduct
 from jax_tcgemm.kernels.names import KERNEL, XLA, by_name, can_be, find, is_row, read_config
-from jax_tcgemm.lowering import complex_product, devices, fallback, of_8_bits, reference
+from jax_tcgemm.lowering import complex_product, devices, fallback, quantized, reference
 from jax_tcgemm.lowering.custom_call import custom_call, shapes_of
 from jax_tcgemm.lowering.row_epilogue import lacks_epilogue
 from jax_tcgemm.problem.activations import resolve
 from jax_tcgemm.problem.alignment import is_transposed
 from jax_tcgemm.problem.arithmetic import (
-    is_of_8_bits,
+    is_quantized,
     resolve_algorithm,
     written_dtype,
 )
@@ -45,7 +45,7 @@ def cuda_gemm(*operands: jax.Array, spec: GemmSpec) -> list[jax.Array]:
             fallback.
     """
     strict = fallback.is_strict(spec.config)
-    if spec.config == KERNEL and not is_of_8_bits(operands[0].dtype, operands[1].dtype):
+    if spec.config == KERNEL and not is_quantized(operands[0].dtype, operands[1].dtype):
         spec = spec.replace(config=None)
     x = spec.unflatten(operands)
     types = (x.a.dtype, x.b.dtype, spec.out_dtype, spec.precision)
@@ -56,8 +56,8 @@ def cuda_gemm(*operands: jax.Array, spec: GemmSpec) -> list[jax.Array]:
             return reference.reference_gemm(*operands, spec=spec)
         log(f"{_describe(x, spec)}: {how}")
         return results
-    if is_of_8_bits(x.a.dtype, x.b.dtype) and spec.config != XLA:
-        return _of_8_bits(operands, spec)
+    if is_quantized(x.a.dtype, x.b.dtype) and spec.config != XLA:
+        return _quantized(operands, spec)
     planes = fallback.possible_planes(*types)
     if planes is not None:
         return _by_planes(operands, spec, planes, strict)
@@ -85,7 +85,7 @@ def cuda_gemm(*operands: jax.Array, spec: GemmSpec) -> list[jax.Array]:
     return custom_call(x, spec, algorithm)
 
 
-def _of_8_bits(operands: Sequence[jax.Array], spec: GemmSpec) -> list[jax.Array]:
+def _quantized(operands: Sequence[jax.Array], spec: GemmSpec) -> list[jax.Array]:
     """Computes an 8-bit product by a kernel that is compiled for it, or by XLA."""
     x = spec.unflatten(operands)
     if spec.is_gated or spec.work != "none":
@@ -93,7 +93,7 @@ def _of_8_bits(operands: Sequence[jax.Array], spec: GemmSpec) -> list[jax.Array]
         fallback.report(_describe(x, spec), reason, strict=fallback.is_strict(spec.config))
         return reference.reference_gemm(*operands, spec=spec)
     shape = spec.result_shape(shapes_of(x))
-    return of_8_bits.cuda_product(
+    return quantized.cuda_product(
         *operands, spec=spec, shape=shape, reference=reference.reference_gemm
     )
 

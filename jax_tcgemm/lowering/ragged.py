@@ -12,12 +12,12 @@ import numpy as np
 
 from jax_tcgemm import _extension
 from jax_tcgemm.kernels import names as kernel_names
-from jax_tcgemm.lowering import devices, fallback, of_8_bits, ragged_reference
+from jax_tcgemm.lowering import devices, fallback, quantized, ragged_reference
 from jax_tcgemm.problem.activations import resolve
 from jax_tcgemm.problem.alignment import COPY_BYTES
 from jax_tcgemm.problem.arithmetic import (
     INPUT_DTYPES,
-    is_of_8_bits,
+    is_quantized,
     resolve_algorithm,
     written_dtype,
 )
@@ -34,8 +34,8 @@ def cuda_dot(
 ) -> list[jax.Array]:
     """Computes the ragged product on CUDA devices; see ``ragged_reference``."""
     operands = (lhs, rhs, group_sizes, *bias)
-    if is_of_8_bits(lhs.dtype, rhs.dtype) and spec.config != kernel_names.XLA:
-        return _of_8_bits(operands, spec)
+    if is_quantized(lhs.dtype, rhs.dtype) and spec.config != kernel_names.XLA:
+        return _quantized(operands, spec)
     algorithm, spec = _kernel_algorithm("m", operands, spec)
     if algorithm is None:
         return ragged_reference.reference_dot(lhs, rhs, group_sizes, *bias, spec=spec)
@@ -67,7 +67,7 @@ def cuda_dot(
     return [result[:, :n].astype(spec.out_dtype) for result in results]
 
 
-def _of_8_bits(operands: Sequence[jax.Array], spec: RaggedSpec) -> list[jax.Array]:
+def _quantized(operands: Sequence[jax.Array], spec: RaggedSpec) -> list[jax.Array]:
     """Computes an 8-bit product by a kernel compiled for it, or in ``jax.lax``."""
     lhs, rhs, _, *bias = operands
     if bias or spec.activation is not None or spec.result_count > 1:
@@ -77,7 +77,7 @@ def _of_8_bits(operands: Sequence[jax.Array], spec: RaggedSpec) -> list[jax.Arra
         return ragged_reference.reference_dot(*operands, spec=spec)
     n = rhs.shape[1 if spec.transpose_rhs else 2]
     shape = (lhs.shape[0], n)
-    return of_8_bits.cuda_product(
+    return quantized.cuda_product(
         *operands, spec=spec, shape=shape, reference=ragged_reference.reference_dot
     )
 

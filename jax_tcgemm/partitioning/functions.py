@@ -24,7 +24,7 @@ from jax_tcgemm.partitioning import products
 from jax_tcgemm.partitioning.rules import Rule
 from jax_tcgemm.partitioning.shard import Shard
 from jax_tcgemm.partitioning.work import Array, Work
-from jax_tcgemm.problem.arithmetic import accumulator_dtype, is_of_8_bits
+from jax_tcgemm.problem.arithmetic import accumulator_dtype, is_quantized
 from jax_tcgemm.problem.epilogue import Epilogue
 from jax_tcgemm.problem.log import log
 from jax_tcgemm.problem.spec import GemmSpec, flatten
@@ -127,7 +127,7 @@ def _local(
     own, others = operands[:count], operands[count:]
     wide = accumulator_dtype(own[0].dtype, own[1].dtype, spec.product.out_dtype)
     # 8-bit kernels exist only with functions.
-    of_8_bits = is_of_8_bits(own[0].dtype, own[1].dtype) and spec.product.config != XLA
+    of_8_bits = is_quantized(own[0].dtype, own[1].dtype) and spec.product.config != XLA
     alone = spec.product.replace(config=None) if of_8_bits else spec.product
     alone, x = alone.replace(out_dtype=wide), spec.product.unflatten(own)
     x, sums = products.summed(shard, alone, x, multiply)

@@ -47,8 +47,8 @@ def accepts(spec: GemmSpec, types: Sequence[Any]) -> bool:
         return True
     if spec.is_gated:
         return False
-    is_of_8_bits = spec.work == "none" and resolve_run_time(*arguments) is not None
-    return is_of_8_bits or possible_planes(*arguments) is not None
+    is_quantized = spec.work == "none" and resolve_run_time(*arguments) is not None
+    return is_quantized or possible_planes(*arguments) is not None
 
 
 def _names(spec: GemmSpec, operand: str) -> tuple[str | None, ...]:

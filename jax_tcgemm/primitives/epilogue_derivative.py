@@ -20,7 +20,7 @@ from jax_tcgemm import _compat
 from jax_tcgemm.epilogue import linear
 from jax_tcgemm.epilogue.linear import LinearSpec
 from jax_tcgemm.epilogue.spec import CompiledSpec
-from jax_tcgemm.lowering import compiled_pass
+from jax_tcgemm.lowering import jit_pass
 from jax_tcgemm.primitives import registration
 
 tangent_p = Primitive("tcgemm_epilogue_tangent")
@@ -185,4 +185,4 @@ ad.primitive_transposes[pullback_p] = _pullback_transpose
 batching.fancy_primitive_batchers[tangent_p] = _tangent_batch
 batching.fancy_primitive_batchers[pullback_p] = _pullback_batch
 registration.lower(tangent_p, reference=_computed_tangent, cuda=_computed_tangent)
-registration.lower(pullback_p, reference=_computed_pullback, cuda=compiled_pass.cuda_pullback)
+registration.lower(pullback_p, reference=_computed_pullback, cuda=jit_pass.cuda_pullback)

@@ -1,6 +1,6 @@
 """Two layers, the first with a user's function as its epilogue.
 
-The rules are like those of ``layers.py`` and ``hidden.py`` for activations: the tangent of the
+The rules are like those of ``layers.py`` and ``mlp_backward.py``: the tangent of the
 hidden layer goes into the second product as one linear primitive, whose transpose is one gemm. The
 epilogue of that gemm is the pullback of the function, with the sums that are the cotangents of the
 function's smaller operands.
@@ -26,15 +26,15 @@ from jax_tcgemm.epilogue import linear
 from jax_tcgemm.epilogue.linear import LinearSpec
 from jax_tcgemm.epilogue.spec import CompiledSpec
 from jax_tcgemm.lowering import reference
-from jax_tcgemm.primitives import compiled, registration
 from jax_tcgemm.primitives import gemm as gemm_primitive
+from jax_tcgemm.primitives import jit_epilogue, registration
 from jax_tcgemm.primitives.gemm import ACTIVATION
 from jax_tcgemm.primitives.tangents import linear_tangents
 from jax_tcgemm.problem.arithmetic import accumulator_dtype
 from jax_tcgemm.problem.spec import GemmSpec
 from jax_tcgemm.problem.strides import Operands
 
-hidden_tangent_p = Primitive("tcgemm_function_hidden_tangent")
+function_tangent_p = Primitive("tcgemm_function_hidden_tangent")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +72,7 @@ def forward(layers: FunctionLayers, first: Sequence[Any], second: Operands) -> j
         first: the operands of the first layer.
         second: the operands of the second layer; ``a`` is None and becomes the hidden layer.
     """
-    (hidden,) = compiled.bind(first, layers.first)
+    (hidden,) = jit_epilogue.bind(first, layers.first)
     return gemm_primitive.bind(second._replace(a=hidden), layers.second)[0]
 
 
@@ -85,7 +85,7 @@ def _jvp(
     first, second = primals
     d_first, d_second = ([_or_none(t) for t in each] for each in tangents)
     d_second = Operands(*d_second)
-    (hidden,), values, slopes = compiled.with_slopes(first, d_first, layers.first)
+    (hidden,), values, slopes = jit_epilogue.with_slopes(first, d_first, layers.first)
     y = gemm_primitive.bind(second._replace(a=hidden), layers.second)[0]
     addends = []
     if d_second.c is not None:
@@ -93,7 +93,7 @@ def _jvp(
         addends.append(jnp.broadcast_to(term, y.shape))
     moving = [i for i, slope in enumerate(slopes) if slope is not None]
     if moving:
-        wide = compiled.accumulators_dtype(first, layers.first)
+        wide = jit_epilogue.accumulators_dtype(first, layers.first)
         derivative, kept, held = linear.of_epilogue(layers.first.function, wide, values, moving)
         given = [*(slopes[i] for i in moving), *(values[i] for i in kept), *held, second.b]
         addends.append(_bind(given, HiddenSpec(derivative, layers.second.product())))
@@ -115,7 +115,7 @@ def _or_none(tangent: Any) -> Any:
 
 
 def _bind(operands: Sequence[Any], spec: HiddenSpec) -> jax.Array:
-    return registration.bind(hidden_tangent_p, operands, spec, _composed)
+    return registration.bind(function_tangent_p, operands, spec, _composed)
 
 
 def _composed(*operands: Any, spec: HiddenSpec) -> jax.Array:
@@ -154,7 +154,7 @@ def _transpose(cotangent: Any, *operands: Any, spec: HiddenSpec) -> list[Any]:
     function, held = _of_accumulator(
         derivative, accumulator_dtype(cotangent.dtype, w.dtype, hidden.dtype)
     )
-    found = compiled.bind([cotangent, w, *values, *held], CompiledSpec(product, function))
+    found = jit_epilogue.bind([cotangent, w, *values, *held], CompiledSpec(product, function))
     results = linear.of_wanted(found, wanted)
     return [*results, *[None] * (len(operands) - len(results))]
 
@@ -188,9 +188,9 @@ def _batch(
     return jax.vmap(composed, tuple(dims), axis_size=axis_data.size)(*operands), 0
 
 
-registration.evaluate_by_jit(hidden_tangent_p, lambda spec: spec.without_rules)
-hidden_tangent_p.def_abstract_eval(_abstract_eval)
-registration.derive_linear(hidden_tangent_p, _composed, lambda spec: spec.derivative.slopes)
-ad.primitive_transposes[hidden_tangent_p] = _transpose
-batching.fancy_primitive_batchers[hidden_tangent_p] = _batch
-mlir.register_lowering(hidden_tangent_p, mlir.lower_fun(_computed, multiple_results=False))
+registration.evaluate_by_jit(function_tangent_p, lambda spec: spec.without_rules)
+function_tangent_p.def_abstract_eval(_abstract_eval)
+registration.derive_linear(function_tangent_p, _composed, lambda spec: spec.derivative.slopes)
+ad.primitive_transposes[function_tangent_p] = _transpose
+batching.fancy_primitive_batchers[function_tangent_p] = _batch
+mlir.register_lowering(function_tangent_p, mlir.lower_fun(_computed, multiple_results=False))

@@ -20,7 +20,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax_tcgemm import _compat
 from jax_tcgemm.lowering import reference
 from jax_tcgemm.primitives import gemm as gemm_primitive
-from jax_tcgemm.primitives import hidden
+from jax_tcgemm.primitives import mlp_backward
 from jax_tcgemm.primitives.gemm import ACTIVATION, PREACTIVATION
 from jax_tcgemm.primitives.tangents import linear_tangents
 from jax_tcgemm.problem.epilogue import Epilogue
@@ -137,7 +137,7 @@ def _through_second_layer(
 ) -> jax.Array:
     form = "gated_derivative" if layers.first.is_gated else "derivative"
     spec = layers.second.product(epilogue=Epilogue(form, layers.first.activation))
-    return hidden.bind(tangents, saved, w, spec)
+    return mlp_backward.bind(tangents, saved, w, spec)
 
 
 def _full(tangent: jax.Array, y: jax.Array, spec: GemmSpec) -> jax.Array:

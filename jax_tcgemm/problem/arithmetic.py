@@ -150,7 +150,7 @@ def resolve_run_time(a: np.dtype, b: np.dtype, out: np.dtype, precision: Any) ->
     return next((row.name for row in rows if row.promotes == promotes), None)
 
 
-def is_of_8_bits(a: np.dtype, b: np.dtype) -> bool:
+def is_quantized(a: np.dtype, b: np.dtype) -> bool:
     """Checks if there is arithmetic for these types: two 8-bit floats, or two int8."""
     names = (np.dtype(a).name, np.dtype(b).name)
     return any((row.a.name, row.b.name) == names for row in RUN_TIME_ARITHMETIC.values())

@@ -17,7 +17,7 @@ from jax_tcgemm.epilogue.spec import CompiledSpec
 from jax_tcgemm.kernels import names
 from jax_tcgemm.kernels.choice_input import ChoiceInput
 from jax_tcgemm.kernels.names import read_config
-from jax_tcgemm.lowering import compiled, compiled_rows
+from jax_tcgemm.lowering import jit_epilogue, jit_rows
 from jax_tcgemm.lowering.row_epilogue import c_by_tma
 from jax_tcgemm.problem.alignment import (
     COPY_BYTES,
@@ -177,14 +177,14 @@ def _of_compiled(product: Product, device: Mapping[str, Any], most: int) -> list
     own, _ = spec.split(product.types)
     made = translation.translate(spec.function)
     assert not isinstance(made, str), product  # lowering looks up only functions that translate
-    calls: dict[str, compiled.Call] = {}
+    calls: dict[str, jit_epilogue.Call] = {}
     for may_stream in (True, False):
-        call = compiled.planned(own, spec, made, may_stream=may_stream)
+        call = jit_epilogue.planned(own, spec, made, may_stream=may_stream)
         assert not isinstance(call, str), product
         calls.setdefault(call.layout, call)
     chosen: list[str] = []
     for call in calls.values():
-        ranked = compiled_rows.ranked_rows(call, spec, device)[: most // len(calls)]
+        ranked = jit_rows.ranked_rows(call, spec, device)[: most // len(calls)]
         chosen += [name for name, cycles, _ in ranked if cycles <= _FACTOR * ranked[0][1]]
     return chosen
 

@@ -18,9 +18,9 @@ from jax_tcgemm.api.gated_gemm import gated_operands
 from jax_tcgemm.api.gemm import gemm
 from jax_tcgemm.api.ragged_dot import ragged_dot
 from jax_tcgemm.epilogue import translation
-from jax_tcgemm.lowering import compiled as compiled_lowering
-from jax_tcgemm.lowering import compiled_rows
-from jax_tcgemm.primitives import compiled
+from jax_tcgemm.lowering import jit_epilogue as compiled_lowering
+from jax_tcgemm.lowering import jit_rows
+from jax_tcgemm.primitives import jit_epilogue
 from jax_tcgemm.primitives import ragged as ragged_primitive
 from jax_tcgemm.problem.ragged import RaggedSpec
 from jax_tcgemm.problem.spec import GemmSpec, flatten
@@ -120,8 +120,8 @@ def _region(fused: Fused, values: Sequence[Any]) -> Sequence[Any]:
     plan = compiled_lowering.planned(compiled_spec.split(every)[0], compiled_spec, made)
     if isinstance(plan, str):
         raise NoKernelError(plan)
-    compiled_rows.begin_compiling(plan, compiled_spec)
-    return compiled.bind(every, compiled_spec)
+    jit_rows.begin_compiling(plan, compiled_spec)
+    return jit_epilogue.bind(every, compiled_spec)
 
 
 def _is_wide_product(fused: Fused) -> bool:

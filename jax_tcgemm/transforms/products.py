@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from jax_tcgemm._compat import jaxprs
-from jax_tcgemm.epilogue import draws, operations
+from jax_tcgemm.epilogue import operations, rng
 from jax_tcgemm.transforms.graph import Node, Value, inner_nodes
 from jax_tcgemm.transforms.matrix_form import MatrixForm, RaggedForm, matrix_form, ragged_form
 
@@ -21,7 +21,7 @@ _APART = frozenset({"name", "optimization_barrier"})
 ELEMENTWISE = operations.ELEMENTWISE - _APART
 # Operations that make values of the product's shape without reading neighbouring elements.
 SPREADING = frozenset({"broadcast_in_dim", "iota"})
-DRAWING = draws.DRAWS
+DRAWING = rng.DRAWS
 # XLA fuses these reductions with the operations that compute their operands.
 REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min"})
 # XLA fuses these operations, which read parts of a value, with its producer. Slices read no element
@@ -87,7 +87,7 @@ def is_on_device(node: Node) -> bool:
 
 def draws_as_usual(node: Node) -> bool:
     """Returns true if a node has the same ``threefry_partitionable`` setting as the lowering."""
-    return node.context[1] == draws.partitionable()
+    return node.context[1] == rng.partitionable()
 
 
 def is_elementwise(item: Any) -> bool:

@@ -17,8 +17,8 @@ from jax_tcgemm import _core
 from jax_tcgemm.epilogue.spec import CompiledSpec
 from jax_tcgemm.kernels.names import MEASURED, XLA, find
 from jax_tcgemm.lowering.gemm import shares_program
-from jax_tcgemm.primitives.compiled import compiled_p, compiled_ragged_p
 from jax_tcgemm.primitives.gemm import gemm_p
+from jax_tcgemm.primitives.jit_epilogue import compiled_p, compiled_ragged_p
 from jax_tcgemm.primitives.ragged import ragged_contraction_p, ragged_dot_p
 from jax_tcgemm.problem.log import log
 from jax_tcgemm.problem.spec import GemmSpec

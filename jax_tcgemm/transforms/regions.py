@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from jax_tcgemm.epilogue.translation import MAX_OPERANDS, MAX_RESULTS
-from jax_tcgemm.lowering.compiled_source import MOST_WARP_BYTES, matrix_bytes
+from jax_tcgemm.lowering.jit_source import MOST_WARP_BYTES, matrix_bytes
 from jax_tcgemm.transforms.fused import Fused
 from jax_tcgemm.transforms.graph import Graph, Node, Value
 from jax_tcgemm.transforms.heads import note_heads

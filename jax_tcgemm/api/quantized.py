@@ -23,13 +23,13 @@ from jax_tcgemm.api.scales import (
     dequantized,
     scale_of,
 )
-from jax_tcgemm.epilogue import draws
 from jax_tcgemm.epilogue import function as functions
+from jax_tcgemm.epilogue import rng
 from jax_tcgemm.epilogue.spec import CompiledSpec
 from jax_tcgemm.kernels import names as kernel_names
-from jax_tcgemm.primitives import compiled
+from jax_tcgemm.primitives import jit_epilogue
 from jax_tcgemm.problem.activations import resolve
-from jax_tcgemm.problem.arithmetic import is_of_8_bits, resolve_run_time
+from jax_tcgemm.problem.arithmetic import is_quantized, resolve_run_time
 from jax_tcgemm.problem.spec import GemmSpec
 from jax_tcgemm.problem.strides import Operands, Shape
 
@@ -129,7 +129,7 @@ def are_taken(
     """
     if asked.names and out_sharding is not None:
         raise ValueError(f"out_sharding is not taken beside {', '.join(asked.names)}")
-    if not is_of_8_bits(a.dtype, b.dtype):
+    if not is_quantized(a.dtype, b.dtype):
         if asked.names:
             raise TypeError(
                 f"{', '.join(asked.names)} are for operands of 8 bits, got a.dtype={a.dtype}, "
@@ -198,7 +198,7 @@ class Factors:
         return self.a_scale, self.b_scale
 
 
-def gemm_of_8_bits(
+def quantized_gemm(
     a: jax.Array,
     b: jax.Array,
     shape: Shape,
@@ -233,7 +233,7 @@ def gemm_of_8_bits(
         rest = {"given": given, "activation": activation, "precision": precision}
         rest |= {"preferred": preferred, "config": config, "epilogue": epilogue}
         rest |= {"epilogue_operands": epilogue_operands}
-        d = gemm_of_8_bits(a, b, shape, transposed, asked, **rest)
+        d = quantized_gemm(a, b, shape, transposed, asked, **rest)
         return d, jnp.zeros((), jnp.float32)
     if epilogue is not None:
         _check_alone(asked, given, activation)
@@ -374,10 +374,10 @@ def _bind(
     types = [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in flat]
     traced, held = functions.trace(listed, [jax.ShapeDtypeStruct(x.shape, sums), *types], 1)
     whole = CompiledSpec(spec, traced, scaled=bool(by_blocks))
-    return compiled.bind([a, b, *by_blocks, *draws.words(flat), *held], whole)
+    return jit_epilogue.bind([a, b, *by_blocks, *rng.words(flat), *held], whole)
 
 
-def product_of_8_bits(operands: Operands, spec: GemmSpec, out_dtype: np.dtype) -> jax.Array:
+def quantized_product(operands: Operands, spec: GemmSpec, out_dtype: np.dtype) -> jax.Array:
     """Applies the primitive to operands without scales, for ``dot_general``.
 
     Args:
@@ -391,4 +391,4 @@ def product_of_8_bits(operands: Operands, spec: GemmSpec, out_dtype: np.dtype) -
     sums = jax.ShapeDtypeStruct(spec.result_shape(shapes), jnp.int32 if is_integer else jnp.float32)
     traced, _ = functions.trace(lambda z: [z.astype(out_dtype)], [sums], 1)
     spec = spec.replace(out_dtype=jnp.dtype(kept))
-    return compiled.bind([operands.a, operands.b], CompiledSpec(spec, traced))[0]
+    return jit_epilogue.bind([operands.a, operands.b], CompiledSpec(spec, traced))[0]

@@ -17,18 +17,18 @@ from jax_tcgemm.epilogue.program import Program
 from jax_tcgemm.epilogue.spec import CompiledSpec
 from jax_tcgemm.kernels.arithmetic import ALL_ARITHMETIC
 from jax_tcgemm.kernels.names import KERNEL, XLA
-from jax_tcgemm.lowering import compiled_problem, devices, fallback, k_major
-from jax_tcgemm.lowering.compiled_rows import expected_row
-from jax_tcgemm.lowering.compiled_source import (
-    MOST_WARP_BYTES,
-    source_of,
-    staged_of,
-    warp_bytes,
-)
+from jax_tcgemm.lowering import devices, fallback, jit_problem, layout
 from jax_tcgemm.lowering.custom_call import (
     MAX_TMA_BATCH_NDIM,
     second_weight_offset,
     shapes_of,
+)
+from jax_tcgemm.lowering.jit_rows import expected_row
+from jax_tcgemm.lowering.jit_source import (
+    MOST_WARP_BYTES,
+    source_of,
+    staged_of,
+    warp_bytes,
 )
 from jax_tcgemm.problem.alignment import (
     COPY_BYTES,
@@ -100,7 +100,7 @@ def _tuned(
     plan = planned(own, spec, made)
     if isinstance(plan, str) or spec.product.config is not None:
         return spec, plan, ""
-    config, told = compiled_problem.measured_config(
+    config, told = jit_problem.measured_config(
         operands, spec, plan.gemm, plan.algorithm, plan.source
     )
     if config is None or (strict and config == XLA):
@@ -120,7 +120,7 @@ class Call:
     staged: tuple[bool, ...]
     algorithm: str
     warp_bytes: int
-    factors: tuple[k_major.Factor, ...] = ()  # 8-bit operands, which emit makes k-major
+    factors: tuple[layout.Factor, ...] = ()  # 8-bit operands, which emit makes k-major
     scale_strides: tuple[Shape, ...] = ()  # of a and b, along batches and then m, k or k, n
 
     def emit(
@@ -217,12 +217,12 @@ def _planned(own: Sequence[Any], spec: CompiledSpec, made: Program, may_stream: 
     other = devices.other_than(devices.HOPPER)
     if other is not None:
         return f"no kernel on {other}"
-    factors: dict[str, k_major.Factor] = {}
+    factors: dict[str, layout.Factor] = {}
     if ALL_ARITHMETIC[algorithm].k_major:
         if any(not isinstance(extent, int) for x in own for extent in x.shape):
             return "symbolic shapes"
-        own, product, factors = k_major.of_product(own, product, may_stream)
-    scales = k_major.scale_steps(own, spec)
+        own, product, factors = layout.of_product(own, product, may_stream)
+    scales = layout.scale_steps(own, spec)
     strided = (
         _ragged(own, product, made)
         if isinstance(product, RaggedSpec)

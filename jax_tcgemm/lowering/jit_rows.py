@@ -17,7 +17,7 @@ from jax_tcgemm.problem.strides import StridedGemm
 
 
 class Call(Protocol):
-    """The part of ``compiled.Call`` that this module reads."""
+    """The part of ``jit_epilogue.Call`` that this module reads."""
 
     @property
     def source(self) -> str: ...

@@ -8,7 +8,7 @@ import jax
 
 from jax_tcgemm.epilogue import function
 from jax_tcgemm.epilogue.spec import CompiledSpec
-from jax_tcgemm.lowering.compiled import cuda_compiled
+from jax_tcgemm.lowering.jit_epilogue import cuda_compiled
 from jax_tcgemm.problem.arithmetic import accumulator_dtype
 from jax_tcgemm.problem.ragged import RaggedSpec
 from jax_tcgemm.problem.spec import GemmSpec

@@ -1,4 +1,4 @@
-"""``hidden_tangent_p``: takes the tangent of a hidden layer through activation and product.
+"""``mlp_tangent_p``: takes the tangent of a hidden layer through activation and product.
 
 It is ``activation'(Z) * T @ W``, or ``(activation'(G) * U * TG + activation(G) * TU) @ W`` for a
 gated layer. It is a primitive for the sake of its transpose, which is one gemm with the derivative
@@ -22,7 +22,7 @@ from jax_tcgemm.primitives.gated import product_tangent
 from jax_tcgemm.problem.spec import GemmSpec
 from jax_tcgemm.problem.strides import Operands, insert_batches
 
-hidden_tangent_p = Primitive("tcgemm_hidden_tangent")
+mlp_tangent_p = Primitive("tcgemm_hidden_tangent")
 
 
 def bind(
@@ -41,7 +41,7 @@ def bind(
     Returns:
         ``(*batch, m, n)``.
     """
-    return registration.bind(hidden_tangent_p, [*tangents, *saved, w], spec, _composed)
+    return registration.bind(mlp_tangent_p, [*tangents, *saved, w], spec, _composed)
 
 
 def _split(operands: Sequence[Any], spec: GemmSpec) -> tuple[list[Any], list[Any], Any]:
@@ -63,7 +63,7 @@ def _composed(*operands: jax.Array, spec: GemmSpec) -> jax.Array:
     return gemm_primitive.bind(Operands(t, w), spec.linear())[0]
 
 
-registration.evaluate_by_jit(hidden_tangent_p)
+registration.evaluate_by_jit(mlp_tangent_p)
 
 
 # Abstract evaluation
@@ -74,13 +74,13 @@ def _abstract_eval(*avals: Any, spec: GemmSpec) -> Any:
     return _compat.result_aval(avals, shape, spec.out_dtype)
 
 
-hidden_tangent_p.def_abstract_eval(_abstract_eval)
+mlp_tangent_p.def_abstract_eval(_abstract_eval)
 
 
 # Forward derivative
 
 # The primitive is linear in the tangents of the layer; their tangents are tangents of tangents.
-registration.derive_linear(hidden_tangent_p, _composed, _hidden_count)
+registration.derive_linear(mlp_tangent_p, _composed, _hidden_count)
 
 
 # Transposition
@@ -107,7 +107,7 @@ def _transpose(cotangent: Any, *operands: Any, spec: GemmSpec) -> list[Any]:
     return [*wanted, *[None] * (len(operands) - len(wanted))]
 
 
-ad.primitive_transposes[hidden_tangent_p] = _transpose
+ad.primitive_transposes[mlp_tangent_p] = _transpose
 
 
 # Batching
@@ -118,7 +118,7 @@ def _batch(
 ) -> tuple[jax.Array, int | None]:
     """Adds an outermost batch dimension, which all operands of the hidden layer have."""
     if all(d is None for d in dims):
-        return registration.bind(hidden_tangent_p, operands, spec, _composed), None
+        return registration.bind(mlp_tangent_p, operands, spec, _composed), None
     *hidden, w = operands
     *hidden_dims, w_dim = dims
     hidden = [
@@ -127,12 +127,12 @@ def _batch(
     ]
     axes = insert_batches(Operands(spec.axes.a, spec.axes.b), Operands(0, w_dim))
     spec = spec.replace(axes=axes)
-    return registration.bind(hidden_tangent_p, [*hidden, w], spec, _composed), 0
+    return registration.bind(mlp_tangent_p, [*hidden, w], spec, _composed), 0
 
 
-batching.fancy_primitive_batchers[hidden_tangent_p] = _batch
+batching.fancy_primitive_batchers[mlp_tangent_p] = _batch
 
 
 # Lowering
 
-mlir.register_lowering(hidden_tangent_p, mlir.lower_fun(_composed, multiple_results=False))
+mlir.register_lowering(mlp_tangent_p, mlir.lower_fun(_composed, multiple_results=False))

@@ -23,14 +23,14 @@ from jax_tcgemm import _compat
 from jax_tcgemm.epilogue.linear import is_smooth
 from jax_tcgemm.epilogue.spec import CompiledSpec
 from jax_tcgemm.kernels.names import XLA
-from jax_tcgemm.lowering import compiled as compiled_lowering
+from jax_tcgemm.lowering import jit_epilogue as compiled_lowering
 from jax_tcgemm.partitioning import functions as division
 from jax_tcgemm.partitioning import rules
 from jax_tcgemm.primitives import epilogue_derivative, gated, ragged, registration
 from jax_tcgemm.primitives import gemm as gemm_primitive
 from jax_tcgemm.primitives.gemm import PREACTIVATION
 from jax_tcgemm.primitives.tangents import linear_tangents
-from jax_tcgemm.problem.arithmetic import accumulator_dtype, is_of_8_bits
+from jax_tcgemm.problem.arithmetic import accumulator_dtype, is_quantized
 from jax_tcgemm.problem.ragged import RaggedSpec
 from jax_tcgemm.problem.spec import GemmSpec, flatten
 from jax_tcgemm.problem.strides import Operands, insert_batches
@@ -83,7 +83,7 @@ def _accumulators(own: Sequence[jax.Array], spec: CompiledSpec) -> list[jax.Arra
     if isinstance(product, RaggedSpec):
         return ragged.dot(dataclasses.replace(product, out_dtype=dtype), *own)
     config = product.config_of_products
-    if is_of_8_bits(own[0].dtype, own[1].dtype) or spec.scaled:  # only this primitive has rows
+    if is_quantized(own[0].dtype, own[1].dtype) or spec.scaled:  # only this primitive has rows
         config = config if config == XLA else None
     inner = product.replace(out_dtype=dtype, config=config)
     return gemm_primitive.bind(product.unflatten(own), inner)

@@ -16,8 +16,8 @@ from jax_tcgemm.epilogue import compiler, source, translation
 from jax_tcgemm.epilogue.linear import LinearSpec
 from jax_tcgemm.epilogue.program import Program
 from jax_tcgemm.lowering import devices
-from jax_tcgemm.lowering.compiled_source import kinds_of, source_of
 from jax_tcgemm.lowering.custom_call import MAX_BATCH_NDIM
+from jax_tcgemm.lowering.jit_source import kinds_of, source_of
 from jax_tcgemm.problem.log import log
 from jax_tcgemm.problem.spec import LARGE_MATRIX
 from jax_tcgemm.problem.strides import (
