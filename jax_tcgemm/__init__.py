@@ -74,3 +74,8 @@ __all__ = [
     "softcap",
     "tune",
 ]
+
+
+def __dir__() -> list[str]:
+    """Returns the public names alone."""
+    return __all__

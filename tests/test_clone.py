@@ -84,7 +84,7 @@ def test_programs_in_a_clone(run, clone):
     """It also works after `reload`, in a spawned process, and for `python -m`."""
     (clone / "program.py").write_text(PROGRAM)
     run("program.py")
-    assert "usage: python -m jax_tcgemm" in run("-m", "jax_tcgemm", "--help")
+    assert "usage: jax-tcgemm" in run("-m", "jax_tcgemm", "--help")
     assert str(INSTALLED) in run("-c", "import jax_tcgemm; print(jax_tcgemm.__path__)")
 
 

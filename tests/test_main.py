@@ -1,4 +1,4 @@
-"""python -m jax_tcgemm, the self-test behind it, and the timer."""
+"""The command ``jax-tcgemm``, the self-test behind it, and the timer."""
 
 import pathlib
 import subprocess
@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 import jax_tcgemm
-from jax_tcgemm import __main__ as main_module
-from jax_tcgemm import _core
+from jax_tcgemm import _core, cli
 from jax_tcgemm.kernels import names as kernel_names
 from jax_tcgemm.kernels import table as kernel_table
 from jax_tcgemm.tools import benchmarking, selftest
@@ -24,7 +23,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 @pytest.mark.any_jax
 @pytest.mark.parametrize("platform", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 def test_the_whole_report(platform, capsys):
-    status = main_module.main(["--seed", "3", "--no-speed"])
+    status = cli.main(["--seed", "3", "--no-speed"])
     captured = capsys.readouterr()
     assert status == 0, captured.out
     lines = captured.out.splitlines()
@@ -54,7 +53,7 @@ def test_a_wrong_result_is_reported_and_fails(monkeypatch, capsys):
     monkeypatch.setattr(
         selftest, "gemm", lambda *args, **kw: right(*args, **kw).at[..., 0, 0].add(1)
     )
-    assert main_module.main(["--no-speed", "--seed", "0"]) == 1
+    assert cli.main(["--no-speed", "--seed", "0"]) == 1
     output = capsys.readouterr().out
     assert output.splitlines()[-1] == "FAILED"
     assert f"WRONG: config={kernel_table.CONFIGS[0].name}, batch=" in output
@@ -67,7 +66,7 @@ def test_an_exception_is_reported_and_fails(monkeypatch, capsys):
         raise RuntimeError("launch failed")
 
     monkeypatch.setattr(selftest, "gemm", broken)
-    assert main_module.main(["--no-speed"]) == 1
+    assert cli.main(["--no-speed"]) == 1
     assert "RuntimeError: launch failed" in capsys.readouterr().out
 
 
@@ -124,7 +123,7 @@ def test_runs_in_the_clone(arguments):
         [sys.executable, "-P", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith("usage: python -m jax_tcgemm")
+    assert result.stdout.startswith("usage: jax-tcgemm")
 
 
 def test_timer_orders_and_interleaves():

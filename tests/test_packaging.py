@@ -12,6 +12,8 @@ import tomllib
 
 import pytest
 
+import jax_tcgemm
+
 pytestmark = pytest.mark.any_jax
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -219,3 +221,8 @@ def test_readme_states_the_same_ranges():
     python = project["requires-python"].removeprefix(">=")
     assert re.search(r"\| Python \| ([0-9.]+) and later", readme)[1] == python
     assert f"CUDA compiler, {'.'.join(map(str, MINIMUM))} or later" in readme
+
+
+def test_the_package_shows_public_names_alone():
+    assert set(dir(jax_tcgemm)) == set(jax_tcgemm.__all__)
+    assert all(hasattr(jax_tcgemm, name) for name in jax_tcgemm.__all__)

@@ -45,7 +45,7 @@ def tune(
 
     It compares kernel times, taken in turns, on normally distributed operands that exceed the L2
     cache. It assumes that all groups of ``ragged_dot`` have the same size. The untuned choice stays
-    unless another is faster by 2 %, and by more than the medians scatter.
+    unless another is faster by 1 %, and by more than the medians scatter.
 
     Another choice may add in another order, so tunings may change the low bits of results.
 

@@ -1,0 +1,155 @@
+"""The command ``jax-tcgemm``.
+
+Without a subcommand it prints the installation, checks the kernels and measures a few products. The
+output is meant for bug reports.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import pathlib
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_tcgemm import _core
+from jax_tcgemm.api.gemm import gemm
+from jax_tcgemm.tools import doctor
+from jax_tcgemm.tools.chain import default_device
+from jax_tcgemm.transforms.tune import tune
+from jax_tcgemm.tuning import cache, lookup
+from jax_tcgemm.tuning.tunings import Tunings
+
+
+def _check(args: argparse.Namespace) -> int:
+    """Prints the installation and checks the kernels; returns 1 if a result is wrong."""
+    seed = args.seed if args.seed is not None else int(np.random.default_rng().integers(10**6))
+    device = default_device()
+    doctor.print_installation(device)
+    failures = doctor.run_checks(device.platform == "gpu", seed, args.jobs)
+    return 1 if failures else 0
+
+
+def _bench(args: argparse.Namespace) -> int:
+    """Prints the table of speeds."""
+    if default_device().platform == "gpu" and _core.kernel_names():
+        doctor.print_speed()
+    else:
+        print("\nNo speed table: there is no kernel to time here")
+    return 0
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    """Prints the installation and checks the kernels."""
+    status = _check(args)
+    print("FAILED" if status else "OK")
+    return status
+
+
+def _report(args: argparse.Namespace) -> int:
+    """Does what ``doctor`` and ``bench`` do."""
+    status = _check(args)
+    if not args.no_speed:
+        _bench(args)
+    print(f"\n{'FAILED' if status else 'OK'}")
+    return status
+
+
+def _tune(args: argparse.Namespace) -> int:
+    """Measures products and keeps the choices in the cache folder, or in a file."""
+    if default_device().platform != "gpu":
+        print("tune: there is no GPU here")
+        return 1
+    dtype = jnp.dtype(args.dtype)
+    found = Tunings()
+    for m, n, k in args.products:
+        a = jax.ShapeDtypeStruct((k, m) if args.transpose_a else (m, k), dtype)
+        b = jax.ShapeDtypeStruct((n, k) if args.transpose_b else (k, n), dtype)
+        flags = {"transpose_a": args.transpose_a, "transpose_b": args.transpose_b}
+        found |= tune(functools.partial(gemm, **flags), a, b, progress=False)
+    print(found)
+    if args.out is not None:
+        found.save(args.out)
+        return 0
+    reasons = {cache.write(*key, entry) for key, entry in found.entries.items()} - {None}
+    for reason in reasons:
+        print(f"tune: the choices are not kept: {reason}")
+    return 1 if reasons else 0
+
+
+def _cache(args: argparse.Namespace) -> int:
+    """Prints what the cache folder holds; saves the choices, or removes choices and kernels."""
+    folder = cache.base()
+    if folder is None:
+        print(f"There is no cache folder: {cache.SETTING} is empty")
+        return 1
+    if args.save is not None:
+        cache.everything().save(args.save)
+    if args.clear:
+        for path in [*folder.glob("tunings-*"), *folder.glob("cubins-*")]:
+            shutil.rmtree(path)
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    megabytes = sum(path.stat().st_size for path in files) / 1e6
+    print(f"folder: {folder} ({len(files)} files, {megabytes:.1f} MB)")
+    print(f"measured choices: {len(cache.everything())} ({lookup.SETTING}={lookup.mode()})")
+    return 0
+
+
+def _product(text: str) -> tuple[int, int, int]:
+    m, n, k = (int(part) for part in text.lower().split("x"))
+    if min(m, n, k) < 1:
+        raise ValueError(text)
+    return m, n, k
+
+
+def _parser() -> argparse.ArgumentParser:
+    checks = argparse.ArgumentParser(add_help=False)
+    checks.add_argument("--seed", type=int, help="of the random problems; by default a new one")
+    checks.add_argument("--jobs", type=int, default=min(16, os.cpu_count() or 1), help="threads")
+    parser = argparse.ArgumentParser(
+        prog="jax-tcgemm",
+        description="Without a command: prints the installation, checks results, measures speed.",
+        parents=[checks],
+    )
+    parser.add_argument("--no-speed", action="store_true", help="leave the speed table out")
+    parser.set_defaults(run=_report)
+    commands = parser.add_subparsers(title="commands", metavar="")
+
+    def command(
+        run: Callable[[argparse.Namespace], int], name: str, text: str, **options: Any
+    ) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=text, description=text, **options)
+        added.set_defaults(run=run)
+        return added
+
+    command(_doctor, "doctor", "print the installation and check the kernels", parents=[checks])
+    command(_bench, "bench", "time a few products beside jnp.matmul")
+    tuned = command(_tune, "tune", "measure products and keep the fastest choices")
+    tuned.add_argument("products", nargs="+", type=_product, metavar="MxNxK")
+    tuned.add_argument("--dtype", default="bfloat16", help="of both operands; default bfloat16")
+    tuned.add_argument("--transpose-a", action="store_true", help="a is (k, m)")
+    tuned.add_argument("--transpose-b", action="store_true", help="b is (n, k)")
+    tuned.add_argument("--out", type=pathlib.Path, metavar="FILE", help="instead of the cache")
+    kept = command(_cache, "cache", "print what the cache folder holds")
+    kept.add_argument("--save", type=pathlib.Path, metavar="FILE", help="of all measured choices")
+    kept.add_argument("--clear", action="store_true", help="remove all choices and kernels")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command.
+
+    Args:
+        arguments: command line; by default the process's.
+
+    Returns:
+        The exit status: 0, or 1 if anything is wrong.
+    """
+    args = _parser().parse_args(arguments)
+    return args.run(args)
