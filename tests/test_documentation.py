@@ -77,6 +77,16 @@ def test_readme_runs():
 
 
 @pytest.mark.any_jax
+def test_the_first_page_runs(capsys):
+    names: dict[str, object] = {}
+    for block in BLOCK.findall((ROOT / "docs" / "start.md").read_text()):
+        exec(compile(block, "start.md", "exec"), names)
+    said = capsys.readouterr().out
+    assert "computed by" in said
+    assert "swish" in said
+
+
+@pytest.mark.any_jax
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_blocks_are_python(page):
     for block in BLOCK.findall(page.read_text()):

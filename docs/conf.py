@@ -1,0 +1,30 @@
+"""Sphinx builds the pages as a site: python -m sphinx -W -b html docs OUT."""
+
+import importlib.metadata
+import pathlib
+import sys
+
+# With the pages: what writes the tables of kernels and of arithmetic.
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+
+project = "jax_tcgemm"
+author = "the authors of jax_tcgemm"
+version = release = importlib.metadata.version("jax_tcgemm")
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinxcontrib.mermaid",
+    "kernel_tables",
+]
+exclude_patterns = ["**/README.md"]
+myst_heading_anchors = 3
+myst_fence_as_directive = ["mermaid"]
+# tests/test_documentation.py checks links, those to files beside docs/ among them.
+suppress_warnings = ["myst.xref_missing"]
+autodoc_typehints = "none"
+autodoc_member_order = "bysource"
+napoleon_google_docstring = True
+html_theme = "sphinx_book_theme"
+html_title = "jax_tcgemm"
+html_theme_options = {"use_download_button": False}
