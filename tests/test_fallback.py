@@ -8,6 +8,7 @@ import pytest
 
 from jax_tcgemm import FallbackError, dot_general, gated_gemm, gemm, ragged_dot
 from jax_tcgemm.lowering import devices, fallback
+from jax_tcgemm.partitioning import rules
 from jax_tcgemm.tuning.entry import Entry
 
 BF16 = jnp.bfloat16
@@ -34,10 +35,6 @@ def _highest(a, b, **options):
     return gemm(a.astype(jnp.float32), b.astype(jnp.float32), precision="highest", **options)
 
 
-def _complex(a, b, **options):
-    return gemm(a.astype(jnp.complex64), b.astype(jnp.complex64), **options)
-
-
 def _function_of_few_rows(a, b, **options):
     return gemm(a[:8], b, epilogue=jnp.tanh, **options)
 
@@ -56,7 +53,6 @@ def _of_groups(a, b, **options):
     [
         (_of_integers, "no kernel algorithm for int16"),
         (_highest, "no kernel algorithm for float32 .* precision"),
-        (_complex, "64 x 64 x 64 is too little"),
         (_function_of_few_rows, "the function: no kernel computes this: 8 x 64 results"),
         (_gated, "a has .* unaligned"),
         (_of_groups, "no ragged kernel for None"),
@@ -104,10 +100,73 @@ def test_other_platforms_have_no_kernels_to_ask_for(normal, monkeypatch):
     assert jnp.allclose(dot_general(a, b, (((1,), (0,)), ((), ()))), a @ b, atol=1e-5)
 
 
-@pytest.mark.usefixtures("hopper")
-def test_dot_general_of_lax_is_an_error_on_a_gpu(monkeypatch):
+def test_dot_general_gives_lax_what_has_no_kernel(monkeypatch):
     a = jnp.ones((8, 8), jnp.int32)
-    dimensions = (((1,), (0,)), ((), ()))
     monkeypatch.setenv(fallback.SETTING, "1")
-    with pytest.raises(FallbackError, match="dot_general int32"):
-        dot_general(a, a, dimensions)
+    assert jnp.array_equal(dot_general(a, a, (((1,), (0,)), ((), ()))), a @ a)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "complex64"])
+@pytest.mark.usefixtures("hopper")
+def test_a_kernel_takes_small_products_of_planes(cuda_module, dtype):
+    a = shape(64, 64, dtype=jnp.dtype(dtype))
+    product = functools.partial(gemm, precision="highest")
+    assert not cuda_module(product, a, a)[1]
+    (call,) = cuda_module(functools.partial(product, config="kernel"), a, a)[1]
+    assert call["algorithm"] == "F32_F32_F32"
+    empty = shape(64, 0, dtype=jnp.dtype(dtype))
+    with pytest.raises(FallbackError, match="too little"):
+        cuda_module(functools.partial(product, config="kernel"), empty, shape(0, 64, dtype=dtype))
+
+
+def _loss(call):
+    def loss(*operands):
+        return jnp.sum(call(*operands).astype(jnp.float32) ** 2)
+
+    return loss
+
+
+def test_gradients_are_strict_where_they_are_products(monkeypatch):
+    monkeypatch.setenv(fallback.SETTING, "1")
+    a = shape(512, 512)
+    lower(jax.grad(_loss(functools.partial(gemm, activation="gelu")), (0, 1)), a, a)
+    lower(jax.grad(_loss(functools.partial(gemm, epilogue=jnp.tanh)), (0, 1)), a, a)
+    bias, sizes = shape(2, 512, dtype=jnp.float32), shape(2, dtype=jnp.int32)
+
+    def of_groups(x, w, b, sizes):
+        return ragged_dot(x, w, sizes, bias=b)
+
+    lower(jax.grad(_loss(of_groups), (0, 1, 2)), a, shape(2, 512, 512), bias, sizes)
+
+
+def test_nothing_to_multiply_is_no_fallback(monkeypatch):
+    monkeypatch.setenv(fallback.SETTING, "1")
+    sizes = shape(2, dtype=jnp.int32)
+    lower(ragged_dot, shape(0, 64), shape(2, 64, 64), sizes)
+    lower(functools.partial(gemm, epilogue=jnp.tanh), shape(0, 64), shape(64, 64))
+
+
+def test_programs_over_devices(monkeypatch):
+    """The lowering of a call that XLA cannot divide is strict; divided parts are not."""
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices("cpu")[:2])
+    rows = jax.sharding.NamedSharding(mesh, jax.P("x"))
+    monkeypatch.setattr(rules, "divides", lambda platform: False)
+    a = jax.ShapeDtypeStruct((512, 512), BF16, sharding=rows)
+    lower(gemm, a, a)
+    lower(functools.partial(gemm, config="xla"), a, a)
+    with pytest.raises(FallbackError, match="to be divided among 2 devices"):
+        lower(functools.partial(gemm, config="kernel"), a, a)
+    monkeypatch.setenv(fallback.SETTING, "1")
+    lower(functools.partial(gemm, config="xla"), a, a)
+    with pytest.raises(FallbackError, match="to be divided among 2 devices"):
+        lower(lambda a, b: gemm(a, b), a, a)
+
+
+def test_measurements_are_not_strict(monkeypatch):
+    monkeypatch.setenv(fallback.SETTING, "1")
+    assert fallback.is_strict(None)
+    with fallback.lenient():
+        assert not fallback.is_strict(None)
+        assert not fallback.is_strict("kernel")
+    assert fallback.is_strict("kernel")
+    assert not fallback.is_strict("xla")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jax_tcgemm import dot_general, gemm
-from jax_tcgemm.lowering import complex_product
+from jax_tcgemm.lowering import complex_product, fallback
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
 
@@ -19,13 +19,13 @@ PAIRS = "simt_tf32_4x32x32_w4x1_s1_pairs"
 def never_xla(monkeypatch):
     """Fails if XLA computes a product of complex numbers."""
 
-    def made(x, spec, _inner=complex_product.by_real_product):
-        results, how = _inner(x, spec)
+    def made(x, spec, _inner=complex_product.by_real_product, **options):
+        results, how = _inner(x, spec, **options)
         assert results is not None, how
         return results, how
 
-    monkeypatch.setattr(complex_product, "_PRODUCTS", 0)
-    monkeypatch.setattr(complex_product, "_ROWS", 0)
+    monkeypatch.setattr(fallback, "_PAIR_PRODUCTS", 0)
+    monkeypatch.setattr(fallback, "_PAIR_ROWS", 0)
     monkeypatch.setattr(complex_product, "by_real_product", made)
 
 

@@ -11,7 +11,7 @@ from quantized_values import E4M3, E5M2, INT8, PAIRS, TYPES, drawn, wide
 from jax_tcgemm import gated_gemm, gemm, ragged_dot
 from jax_tcgemm.kernels import table as kernel_table
 from jax_tcgemm.lowering import jit_epilogue as lowering
-from jax_tcgemm.lowering import k_major
+from jax_tcgemm.lowering import layout as operand_layout
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90, pytest.mark.usefixtures("never_apart")]
 
@@ -270,9 +270,9 @@ def test_groups_of_rows(rng, is_transposed, precision):
 def test_bytes_are_transposed(rng, shape, batch):
     x = jnp.asarray(rng.integers(-128, 128, (*batch, *shape)), jnp.int8)
     rank = len(batch)
-    factor = k_major.Factor(x.shape, tuple(range(rank)), rank + 1, rank)
+    factor = operand_layout.Factor(x.shape, tuple(range(rank)), rank + 1, rank)
     y = jax.jit(factor.made)(x)
-    k = k_major.filled_up(shape[0])
+    k = operand_layout.filled_up(shape[0])
     assert y.shape == (*batch, shape[1], k)
     np.testing.assert_array_equal(y[..., : shape[0]], jnp.swapaxes(x, -1, -2))
     assert not y[..., shape[0] :].any()

@@ -143,7 +143,6 @@ Status prepare_compiled(const GemmProblem& problem, const EpilogueProgram& progr
                         const DeviceProperties& device) {
   const auto loaded = loaded_program(program);
   std::unique_lock<std::mutex> lock(loaded->mutex);
-  loaded->is_awaited = true;
   LoadedKernel* kernel = nullptr;
   return find_or_choose(program, problem, compiled_input(problem, device), true, &lock,
                         loaded.get(), &kernel);
@@ -160,7 +159,6 @@ Status run_compiled(const GemmProblem& problem, const CompiledParams& params,
     LoadedKernel* kernel = nullptr;
     {
       std::unique_lock<std::mutex> lock(loaded->mutex);
-      loaded->is_awaited = false;
       JAX_TCGEMM_RETURN_IF_ERROR(find_or_choose(program, problem, compiled_input(problem, device),
                                                 may_compile, &lock, loaded.get(), &kernel));
     }

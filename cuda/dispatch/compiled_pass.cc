@@ -12,7 +12,6 @@ namespace jax_tcgemm {
 Status prepare_pass(const EpilogueProgram& program) {
   const auto loaded = loaded_program(program);
   std::unique_lock<std::mutex> lock(loaded->mutex);
-  loaded->is_awaited = true;
   LoadedKernel* kernel = nullptr;
   return find_or_make_kernel(program, nullptr, "", &lock, loaded.get(), &kernel);
 }
@@ -24,7 +23,6 @@ Status run_pass(const CompiledParams& params, const EpilogueProgram& program, cu
   LoadedKernel* kernel = nullptr;
   {
     std::unique_lock<std::mutex> lock(loaded->mutex);
-    loaded->is_awaited = false;
     kernel = find_kernel(loaded.get(), nullptr, "");
     JAX_TCGEMM_REQUIRE(kernel != nullptr || capturing == cudaStreamCaptureStatusNone,
                        "no kernel of this pass is loaded while a graph is captured");

@@ -19,9 +19,13 @@ Library& library() {
   return *library;
 }
 
-bool may_go(LoadedProgram* loaded, bool is_used, std::chrono::duration<double> grace) {
-  const std::lock_guard<std::mutex> lock(loaded->mutex);
-  if (is_used || loaded->is_awaited) {
+// Digests of this package are SHA-256 in hexadecimal; others cannot be found in executables.
+constexpr size_t kDigestLength = 64;
+
+// The caller holds the library's mutex, without which nobody gets another pointer.
+bool may_go(const std::shared_ptr<LoadedProgram>& loaded, bool is_used,
+            std::chrono::duration<double> grace) {
+  if (is_used || loaded.use_count() > 1) {
     loaded->unused_since.reset();
     return false;
   }
@@ -41,7 +45,10 @@ std::shared_ptr<LoadedProgram> loaded_program(const EpilogueProgram& program) {
   Library& all = library();
   const std::lock_guard<std::mutex> lock(all.mutex);
   const auto found = all.programs.find(program);
-  if (found != all.programs.end()) return found->second;
+  if (found != all.programs.end()) {
+    found->second->unused_since.reset();
+    return found->second;
+  }
   return all.programs.emplace(ByProgram::view(program), std::make_shared<LoadedProgram>())
       .first->second;
 }
@@ -81,7 +88,9 @@ void release_unused_programs(const std::set<std::string>& used_digests, double g
   const std::lock_guard<std::mutex> lock(all.mutex);
   const std::chrono::duration<double> grace(grace_seconds);
   for (auto at = all.programs.begin(); at != all.programs.end();) {
-    if (may_go(at->second.get(), used_digests.count(at->first.first) > 0, grace)) {
+    const std::string& digest = at->first.first;
+    const bool is_used = digest.size() != kDigestLength || used_digests.count(digest) > 0;
+    if (may_go(at->second, is_used, grace)) {
       unused.push_back(std::move(at->second));
       at = all.programs.erase(at);
     } else {

@@ -38,15 +38,15 @@ struct LoadedProgram {
   LoadedProgram& operator=(const LoadedProgram&) = delete;
   ~LoadedProgram();
 
-  std::mutex mutex;  // guards the following members
+  std::mutex mutex;  // guards the following two members
   std::deque<LoadedKernel> kernels;
   std::vector<Chosen> chosen;
-  bool is_awaited = false;  // prepared and not run since: XLA is still making its executable
+  // The library's mutex guards this one.
   std::optional<std::chrono::steady_clock::time_point> unused_since;
 };
 
-// Finds a program, or adds it. A caller that launches one of its kernels keeps the pointer until
-// the kernel is enqueued.
+// Finds a program, or adds it; from then on it counts as used. A caller that launches one of its
+// kernels keeps the pointer until the kernel is enqueued.
 std::shared_ptr<LoadedProgram> loaded_program(const EpilogueProgram& program);
 
 // Returns the kernel of a row and a layout, or null if it is not loaded. The caller holds the
@@ -61,8 +61,9 @@ Status find_or_make_kernel(const EpilogueProgram& program, const KernelEntry* en
                            LoadedProgram* loaded, LoadedKernel** kernel);
 
 // Releases the programs that an earlier call found unused, at least `grace_seconds` ago, and that
-// still are. A program is unused if it has run and no executable of this process has its digest any
-// more. Work that was enqueued before an executable was freed may run during the grace time.
+// nobody has asked for since. A program is unused if no executable of this process has its digest.
+// The grace time is for executables that XLA is still making, and for work that was enqueued before
+// an executable was freed.
 void release_unused_programs(const std::set<std::string>& used_digests, double grace_seconds);
 
 int loaded_program_count();

@@ -47,14 +47,19 @@ Status load(const std::string& cubin, std::string_view row, RunTimeKernel* kerne
   CUlibrary library = nullptr;
   CUkernel found = nullptr;
   CUresult result = load_data(&library, cubin.data(), nullptr, nullptr, 0, nullptr, nullptr, 0);
-  if (result == CUDA_SUCCESS) result = get_kernel(&found, library, kKernelName);
+  if (result == CUDA_SUCCESS) {
+    kernel->library = library;
+    result = get_kernel(&found, library, kKernelName);
+    if (result != CUDA_SUCCESS) unload(*kernel);
+  }
   JAX_TCGEMM_REQUIRE(result == CUDA_SUCCESS, "loading a kernel of ", cubin.size(), " bytes for ",
                      row, ": CUresult ", static_cast<int>(result));
   kernel->handle = {found, {}};
-  kernel->library = library;
   // This call also loads the kernel now, because it cannot be loaded while a graph is captured.
   cudaFuncAttributes attributes = {};
-  JAX_TCGEMM_CUDA_CHECK(cudaFuncGetAttributes(&attributes, found), row);
+  const cudaError_t error = cudaFuncGetAttributes(&attributes, found);
+  if (error != cudaSuccess) unload(*kernel);
+  JAX_TCGEMM_CUDA_CHECK(error, row);
   kernel->local_bytes = static_cast<int>(attributes.localSizeBytes);
   return Status();
 }

@@ -256,7 +256,7 @@ NB_MODULE(_core, module) {
   module.def("kernel_names", &kernel_names);
   module.def("build_info", &build_info);
   module.def("release_unused_programs", &release_unused_programs, nb::arg("used_digests"),
-             nb::arg("grace_seconds"));
+             nb::arg("grace_seconds"), nb::call_guard<nb::gil_scoped_release>());
   module.def("loaded_program_count", &loaded_program_count);
   module.def("set_compiler", &set_python_compiler, nb::arg("compile_kernel"), nb::arg("begin"));
   module.def("may_compile_rows", [] { return may_compile_rows(); });

@@ -65,7 +65,7 @@ def gated_gemm(
         precision: as in ``gemm``.
         preferred_element_type: dtype of the result; ``None`` means that of
             ``jnp.matmul(x, w_gate)``.
-        config: name of a kernel configuration, ``"xla"`` or ``None``, as in ``gemm``.
+        config: name of a kernel configuration, ``"kernel"``, ``"xla"`` or ``None``, as in ``gemm``.
         out_sharding: as in ``gemm``.
         epilogue: as in ``gemm``, but a function of ``x @ w_gate``, ``x @ w_up`` and
             ``epilogue_operands``; ``activation`` then has no effect.

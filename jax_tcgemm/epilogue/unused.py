@@ -12,13 +12,15 @@ import itertools
 import re
 
 from jax_tcgemm import _compat, _core
+from jax_tcgemm.problem.log import log
 
 # Executables are searched after so many compilations. Each kernel counts twice, because its
 # compilation begins ahead of its use.
 _EVERY = 1024
 
-# Work that was enqueued before XLA deleted an executable is over after this time.
-_GRACE_SECONDS = 60.0
+# After this time XLA has made the executable for which a kernel was loaded, and work that was
+# enqueued before XLA deleted an executable is over.
+_GRACE_SECONDS = 300.0
 
 _DIGEST = re.compile(r"\b[0-9a-f]{64}\b")
 
@@ -28,7 +30,10 @@ _compilations = itertools.count(1)
 def note_compilation() -> None:
     """Counts a compilation, and releases unused kernels after every ``_EVERY``."""
     if next(_compilations) % _EVERY == 0:
-        release()
+        try:
+            release()
+        except Exception as error:  # The compilation is to go on.
+            log(f"unused kernels were not released: {type(error).__name__}: {error}")
 
 
 def release(grace_seconds: float = _GRACE_SECONDS) -> None:

@@ -36,12 +36,15 @@ def is_complex(x: Operands, spec: GemmSpec) -> bool:
     return types_of_parts(*types) != types
 
 
-def by_real_product(x: Operands, spec: GemmSpec) -> tuple[list[jax.Array] | None, str]:
+def by_real_product(
+    x: Operands, spec: GemmSpec, *, strict: bool = False
+) -> tuple[list[jax.Array] | None, str]:
     """Computes a gemm of complex64, or returns why XLA has to.
 
     Args:
         x: the operands.
         spec: the primitive's parameters.
+        strict: whether a kernel is to compute what XLA computes in less time, too.
 
     Returns:
         The results, or ``None`` for a fallback. Then a text: how they are computed, or why not.
@@ -49,7 +52,7 @@ def by_real_product(x: Operands, spec: GemmSpec) -> tuple[list[jax.Array] | None
     types = (*types_of_parts(x.a.dtype, x.b.dtype, spec.out_dtype), spec.precision)
     planes = possible_planes(*types)
     algorithm = planes.name if planes is not None else resolve_algorithm(*types)
-    reason = no_complex_kernel(x, spec, algorithm, planes)
+    reason = no_complex_kernel(x, spec, algorithm, planes, strict=strict)
     if reason is not None or algorithm is None:
         return None, f"{reason}"
     by_pairs = planes is not None or _takes_pairs(x, spec, algorithm)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import math
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -40,9 +43,22 @@ def is_strict(config: str | None) -> bool:
     Args:
         config: the configuration that the call requests.
     """
-    if config == kernel_names.XLA:
+    if config == kernel_names.XLA or _lenient.get():
         return False
     return config == kernel_names.KERNEL or os.environ.get(SETTING) == "1"
+
+
+_lenient = contextvars.ContextVar("lenient", default=False)
+
+
+@contextlib.contextmanager
+def lenient() -> Iterator[None]:
+    """Within this context no call is strict: measurements, and parts of what XLA divides."""
+    token = _lenient.set(True)
+    try:
+        yield
+    finally:
+        _lenient.reset(token)
 
 
 def report(call: str, reason: str, *, strict: bool) -> None:
@@ -132,13 +148,16 @@ def possible_planes(a: np.dtype, b: np.dtype, out: np.dtype, precision: Any) -> 
     return resolve_planes(a, b, out, precision) if devices.are_all(devices.HOPPER) else None
 
 
-def no_planes(planes: PlaneProduct, spec: GemmSpec, x: Operands) -> str | None:
+def no_planes(
+    planes: PlaneProduct, spec: GemmSpec, x: Operands, *, strict: bool = False
+) -> str | None:
     """Returns why float32 operands are not multiplied by their planes, or ``None``.
 
     Args:
         planes: the products that would be added up.
         spec: the primitive's parameters.
         x: the operands.
+        strict: whether a kernel is to compute what XLA computes in less time, too.
     """
     if spec.config == kernel_names.XLA:
         return "by config"
@@ -160,7 +179,8 @@ def no_planes(planes: PlaneProduct, spec: GemmSpec, x: Operands) -> str | None:
         return f"k={gemm.k} as that of {len(planes.pairs)} products"
     results = gemm.m * gemm.n
     is_large = results >= _PLANE_RESULTS and results * gemm.k >= _PLANE_PRODUCTS
-    if not is_large or min(gemm.m, gemm.n) < _PLANE_ROWS or gemm.k < _PLANE_K:
+    is_large = is_large and min(gemm.m, gemm.n) >= _PLANE_ROWS and gemm.k >= _PLANE_K
+    if not (is_large or (strict and min(results, gemm.k) > 0)):
         return f"{gemm.m} x {gemm.n} x {gemm.k} is too little to multiply by planes"
     return added_up_in_parts(planes, results, gemm.k)
 
@@ -251,7 +271,12 @@ def no_gated_kernel(algorithm: str, spec: GemmSpec, x: Operands) -> str | None:
 
 
 def no_complex_kernel(
-    x: Operands, spec: GemmSpec, algorithm: str | None, planes: PlaneProduct | None
+    x: Operands,
+    spec: GemmSpec,
+    algorithm: str | None,
+    planes: PlaneProduct | None,
+    *,
+    strict: bool = False,
 ) -> str | None:
     """Returns why complex numbers are not multiplied as pairs of real ones, or ``None``.
 
@@ -260,6 +285,7 @@ def no_complex_kernel(
         spec: the primitive's parameters.
         algorithm: algorithm of the real product; ``None`` if there is none.
         planes: the products of planes that would compute it, if any.
+        strict: as for ``no_planes``.
     """
     if algorithm is None:
         return f"no kernel for complex64 with precision {spec.precision}"
@@ -278,8 +304,9 @@ def no_complex_kernel(
     gemm = fold(spec.strided(shapes_of(x)))
     if len(gemm.batch) > MAX_TMA_BATCH_NDIM or 2 * max(gemm.n, gemm.k) > MAX_EXTENT:
         return "batch dimensions that do not fold, or an extent beyond 2^29"
-    is_large = gemm.m * gemm.n * gemm.k >= _PAIR_PRODUCTS and gemm.k >= _PAIR_ROWS
-    if not is_large or min(gemm.m, gemm.n) < _PAIR_ROWS:
+    extents = (gemm.m, gemm.n, gemm.k)
+    is_large = math.prod(extents) >= _PAIR_PRODUCTS and min(extents) >= _PAIR_ROWS
+    if not (is_large or (strict and min(extents) > 0)):
         return f"{gemm.m} x {gemm.n} x {gemm.k} is too little"
     return planes and added_up_in_parts(planes, 2 * gemm.m * gemm.n, 2 * gemm.k)
 

@@ -50,7 +50,7 @@ def cuda_gemm(*operands: jax.Array, spec: GemmSpec) -> list[jax.Array]:
     x = spec.unflatten(operands)
     types = (x.a.dtype, x.b.dtype, spec.out_dtype, spec.precision)
     if complex_product.is_complex(x, spec):
-        results, how = complex_product.by_real_product(x, spec)
+        results, how = complex_product.by_real_product(x, spec, strict=strict)
         if results is None:
             fallback.report(_describe(x, spec), how, strict=strict)
             return reference.reference_gemm(*operands, spec=spec)
@@ -103,7 +103,7 @@ def _by_planes(
 ) -> list[jax.Array]:
     """Computes a gemm of float32 by products of planes, or falls back to XLA."""
     x = spec.unflatten(operands)
-    reason = fallback.no_planes(planes, spec, x)
+    reason = fallback.no_planes(planes, spec, x, strict=strict)
     if reason is not None:
         fallback.report(_describe(x, spec), reason, strict=strict)
         return reference.reference_gemm(*operands, spec=spec)

@@ -63,7 +63,8 @@ def cuda_compiled(
         spec: the static parameters.
         composed: computes the primitive by the product and operations of JAX.
     """
-    strict = fallback.is_strict(spec.product.config)
+    is_empty = any(0 in x.shape for x in operands)
+    strict = fallback.is_strict(spec.product.config) and not is_empty
     if spec.product.config == KERNEL:
         spec = spec.with_config(None)
     own, others = spec.split(operands)
@@ -103,7 +104,9 @@ def _tuned(
     config, told = jit_problem.measured_config(
         operands, spec, plan.gemm, plan.algorithm, plan.source
     )
-    if config is None or (strict and config == XLA):
+    if strict and config == XLA:
+        return spec, plan, ""
+    if config is None:
         return spec, plan, told
     spec = spec.with_config(config)
     return spec, planned(own, spec, made), told

@@ -140,10 +140,11 @@ def _kernel_algorithm(
 
     The second value is ``spec`` with the fastest measured configuration.
     """
-    strict = fallback.is_strict(spec.config)
+    lhs, rhs, group_sizes, *bias = operands
+    is_empty = 0 in (*lhs.shape, *rhs.shape, *group_sizes.shape)
+    strict = fallback.is_strict(spec.config) and not is_empty
     if spec.config == kernel_names.KERNEL:
         spec = dataclasses.replace(spec, config=None)
-    lhs, rhs, group_sizes, *bias = operands
     is_plain = not bias and spec.activation is None and spec.result_count == 1
     work = "none" if is_plain else "any"
     algorithm = resolve_algorithm(lhs.dtype, rhs.dtype, spec.out_dtype, spec.precision)

@@ -19,7 +19,7 @@ from jax_tcgemm.epilogue import portable, translation
 from jax_tcgemm.epilogue.part import Part
 from jax_tcgemm.epilogue.portable import Joined, Number, Operation, PortableFunction
 from jax_tcgemm.epilogue.spec import CompiledSpec
-from jax_tcgemm.kernels.names import XLA
+from jax_tcgemm.kernels.names import NO_ROWS, XLA
 from jax_tcgemm.partitioning import products
 from jax_tcgemm.partitioning.rules import Rule
 from jax_tcgemm.partitioning.shard import Shard
@@ -128,7 +128,9 @@ def _local(
     wide = accumulator_dtype(own[0].dtype, own[1].dtype, spec.product.out_dtype)
     # 8-bit kernels exist only with functions.
     of_8_bits = is_quantized(own[0].dtype, own[1].dtype) and spec.product.config != XLA
-    alone = spec.product.replace(config=None) if of_8_bits else spec.product
+    alone = spec.product
+    if of_8_bits and alone.config not in NO_ROWS:
+        alone = alone.replace(config=None)
     alone, x = alone.replace(out_dtype=wide), spec.product.unflatten(own)
     x, sums = products.summed(shard, alone, x, multiply)
     names = products.result_dims(spec.product)

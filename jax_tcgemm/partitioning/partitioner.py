@@ -24,6 +24,7 @@ from jax.extend.core import Primitive
 from jax_tcgemm import _compat
 from jax_tcgemm._compat import partitioner as xla
 from jax_tcgemm.kernels.table import TABLE_DIGEST
+from jax_tcgemm.lowering import fallback
 from jax_tcgemm.partitioning.mesh import read_shardings, write_sharding
 from jax_tcgemm.partitioning.plan import make_plan
 from jax_tcgemm.partitioning.rules import REVISION, Call, parameter_classes, rule_of
@@ -214,6 +215,7 @@ def _own_configuration(call: Call) -> Iterator[None]:
     """Restores the configuration in which the primitive was traced, on any thread."""
     with (
         recalled(call.tunings),
+        fallback.lenient(),  # an error here would end the process
         _compat.no_mesh(),
         jax.disable_jit(False),
         jax.numpy_dtype_promotion("standard"),

@@ -251,5 +251,5 @@ def _has_kernel(g: jax.Array, z: jax.Array) -> bool:
 
 
 mlir.register_lowering(tangent_p, mlir.lower_fun(_tangent, multiple_results=False))
-registration.lower(gradient_p, reference=_gradient, cuda=_cuda_gradient)
+registration.lower(gradient_p, reference=_gradient, cuda=_cuda_gradient, is_product=False)
 rules.register(gradient_p, division.rule(_bind_gradient, ActivationSpec))

@@ -184,5 +184,7 @@ ad.primitive_transposes[tangent_p] = _tangent_transpose
 ad.primitive_transposes[pullback_p] = _pullback_transpose
 batching.fancy_primitive_batchers[tangent_p] = _tangent_batch
 batching.fancy_primitive_batchers[pullback_p] = _pullback_batch
-registration.lower(tangent_p, reference=_computed_tangent, cuda=_computed_tangent)
-registration.lower(pullback_p, reference=_computed_pullback, cuda=jit_pass.cuda_pullback)
+registration.lower(tangent_p, reference=_computed_tangent, cuda=_computed_tangent, is_product=False)
+registration.lower(
+    pullback_p, reference=_computed_pullback, cuda=jit_pass.cuda_pullback, is_product=False
+)

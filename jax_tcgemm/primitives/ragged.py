@@ -19,6 +19,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 
 from jax_tcgemm import _compat
+from jax_tcgemm.kernels.names import XLA
 from jax_tcgemm.lowering import ragged as ragged_lowering
 from jax_tcgemm.lowering import ragged_reference, reference
 from jax_tcgemm.partitioning import ragged as ragged_division
@@ -26,7 +27,7 @@ from jax_tcgemm.partitioning import rules
 from jax_tcgemm.primitives import registration
 from jax_tcgemm.primitives.activation_gradient import activation_tangent
 from jax_tcgemm.primitives.gemm import ACTIVATION, PREACTIVATION
-from jax_tcgemm.problem.arithmetic import accumulator_dtype
+from jax_tcgemm.problem.arithmetic import accumulator_dtype, resolve_algorithm
 from jax_tcgemm.problem.epilogue import PLAIN
 from jax_tcgemm.problem.ragged import RaggedSpec
 
@@ -142,10 +143,17 @@ def linear_tangent(primals: Sequence[Any], tangents: Sequence[Any], spec: Ragged
     return reference.convert(total, spec.out_dtype)
 
 
+def _exact(dtype: Any, out_dtype: Any) -> RaggedSpec:
+    """Returns a product with ones, which XLA computes if no kernel has the types."""
+    precision = (lax.Precision.HIGHEST,) * 2
+    algorithm = resolve_algorithm(dtype, dtype, out_dtype, precision)
+    return RaggedSpec(out_dtype, precision, config=XLA if algorithm is None else None)
+
+
 def _rows_of(vectors: jax.Array, rows: int, group_sizes: jax.Array, spec: RaggedSpec) -> jax.Array:
     """Repeats each group's vector for its rows, as a product whose transpose sums rows."""
     ones = jnp.ones((rows, 1), vectors.dtype)
-    exact = RaggedSpec(spec.out_dtype, (lax.Precision.HIGHEST,) * 2)
+    exact = _exact(vectors.dtype, spec.out_dtype)
     return dot(exact, ones, lax.expand_dims(vectors, (1,)), group_sizes)[0]
 
 
@@ -187,7 +195,7 @@ def _dot_transpose(cotangents: Sequence[Any], *operands: Any, spec: RaggedSpec) 
 def _row_sums(x: jax.Array, group_sizes: jax.Array, dtype: Any) -> jax.Array:
     """Sums the rows of each group and rounds only once; the transpose of ``_rows_of``."""
     ones = jnp.ones((x.shape[0], 1), x.dtype)
-    exact = RaggedSpec(dtype, (lax.Precision.HIGHEST,) * 2)
+    exact = _exact(x.dtype, dtype)
     return contraction(exact, ones, x, group_sizes)[0][:, 0]
 
 
@@ -205,7 +213,8 @@ def _contraction_transpose(
 
 
 def _of_aval(spec: RaggedSpec, aval: Any, **changes: Any) -> RaggedSpec:
-    return dataclasses.replace(spec, out_dtype=aval.dtype, config=None, **changes)
+    config = spec.config if spec.config == XLA else None
+    return dataclasses.replace(spec, out_dtype=aval.dtype, config=config, **changes)
 
 
 # Batching

@@ -13,6 +13,8 @@ from jax.interpreters import partial_eval as pe
 
 from jax_tcgemm import _compat
 from jax_tcgemm._compat import partitioner as xla
+from jax_tcgemm.epilogue.spec import CompiledSpec
+from jax_tcgemm.kernels.names import KERNEL
 from jax_tcgemm.lowering import fallback
 from jax_tcgemm.lowering.devices import program_of
 from jax_tcgemm.partitioning import partitioner, rules
@@ -39,7 +41,8 @@ def bind(
     """
     if _compat.is_unreduced(*operands):
         call = _call(primitive, spec, operands)
-        fallback.report(call, "operands' types are sums over mesh axes", strict=False)
+        strict = _config(spec) == KERNEL
+        fallback.report(call, "operands' types are sums over mesh axes", strict=strict)
         results = composed(*operands, spec=spec)
         return jax.tree.map(lambda x: _compat.resharded(x, out_sharding), results)
 
@@ -173,6 +176,7 @@ def lower(
     reference: Callable[..., Any],
     cuda: Callable[..., Any],
     divided: Callable[..., Any] | None = None,
+    is_product: bool = True,
 ) -> None:
     """Registers the lowering of a primitive by functions of its operands and ``spec``.
 
@@ -186,6 +190,7 @@ def lower(
         divided: lowers it for CUDA if XLA divides a call that has no rule; by default
             ``reference``. XLA cannot divide a custom call and would gather its operands on every
             device.
+        is_product: whether a strict call (``fallback.is_strict``) takes no result of XLA's.
     """
 
     def rule(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -216,7 +221,7 @@ def lower(
             return partitioner.lower(primitive, "cuda")(context, *values, **params)
         reason = f"no kernel to be divided among {devices} devices, XLA divides its own products"
         spec = params["spec"]
-        strict = fallback.is_strict(_config(spec))
+        strict = is_product and fallback.is_strict(_config(spec))
         fallback.report(_call(primitive, spec, context.avals_in), reason, strict=strict)
         return rule(divided or reference)(context, *values, **params)
 
@@ -226,7 +231,7 @@ def lower(
 
 def _config(spec: Any) -> str | None:
     """Returns the configuration that a call requests, with or without a function."""
-    return getattr(getattr(spec, "product", spec), "config", None)
+    return getattr(spec.product if isinstance(spec, CompiledSpec) else spec, "config", None)
 
 
 def _call(primitive: Primitive, spec: Any, operands: Sequence[Any]) -> str:

@@ -16,6 +16,7 @@ from jax.extend.core import Primitive
 from jax_tcgemm import _core
 from jax_tcgemm.epilogue.spec import CompiledSpec
 from jax_tcgemm.kernels.names import MEASURED, XLA, find
+from jax_tcgemm.lowering import fallback
 from jax_tcgemm.lowering.gemm import shares_program
 from jax_tcgemm.primitives.gemm import gemm_p
 from jax_tcgemm.primitives.jit_epilogue import compiled_p, compiled_ragged_p
@@ -152,7 +153,7 @@ class Race:
             call = functools.partial(_apply, self._product, config)
             options = _OF_XLA.get(name)
             try:
-                with untuned(), jax.default_device(self._device):
+                with untuned(), fallback.lenient(), jax.default_device(self._device):
                     compiled = compile_call(call, types, options)
                     made = Chain(compiled, self._sets.result(), one_by_one=True)
                     jax.block_until_ready(made())
