@@ -161,7 +161,8 @@ def test_a_model_is_tuned(normal, monkeypatch, tmp_path, capfd):
     assert kinds == {"gemm", "gated", "ragged_m", "ragged_k"}
     for entry in found.entries.values():
         assert 0 < entry.seconds <= entry.untuned_seconds < 1e-3
-        assert 0 < entry.xla_seconds < 1e-2
+        # Some of these take less than 2 us, for which XLA is not timed.
+        assert entry.xla_seconds is None or 0 < entry.xla_seconds < 1e-2
         if entry.config is not None:
             assert entry.seconds < 0.98 * entry.untuned_seconds
     path = tmp_path / "tunings.json"
