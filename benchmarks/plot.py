@@ -140,7 +140,8 @@ def main(arguments: list[str] | None = None) -> int:
     rows = [
         row
         for row in content["rows"]
-        if (row["suite"] in suites if suites else not row["suite"].startswith("random"))
+        if "us" in row  # a product
+        and (row["suite"] in suites if suites else not row["suite"].startswith("random"))
     ]
     header = content["header"]
     title = f"{header['device']}, jax {header['versions']['jax']}, {header['date'][:10]}"

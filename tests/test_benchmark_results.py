@@ -170,6 +170,7 @@ def test_plot_writes_both_files(tmp_path, capsys):
     for case in CASES:
         times = {"us": None, "xla_us": None} if case.suite == "ragged" else {}
         results.add(row(case.suite, case.label, **times))
+    results.add({"suite": "models", "case": "a step", "jit_ms": 1.0, "fuse_ms": 1.0, "ratio": 1.0})
     assert plot.main([str(path), "--out", str(tmp_path / "new" / "speed")]) == 0
     written = sorted((tmp_path / "new").iterdir())
     assert [file.name for file in written] == ["speed.png", "speed.svg"]
