@@ -17,6 +17,7 @@ import jax_tcgemm
 from jax_tcgemm import gated_gemm, gemm
 from jax_tcgemm.epilogue import compiler, cubins, function, nvrtc, operations, translation
 from jax_tcgemm.kernels import table
+from jax_tcgemm.lowering import fallback
 from jax_tcgemm.lowering import jit_epilogue as lowering
 
 pytestmark = pytest.mark.any_jax
@@ -163,7 +164,7 @@ def test_a_small_product_of_a_function_that_draws_is_left_to_xla(cuda_module):
 
 def test_draws_over_a_batch_that_goes_on_where_rows_end(cuda_module, monkeypatch):
     """The kernel treats the batch as one matrix; several matrices would draw separately."""
-    monkeypatch.setattr(lowering, "_FEW_DRAWN", 0)
+    monkeypatch.setattr(fallback.functions, "_FEW_DRAWN", 0)
     monkeypatch.setattr(lowering.compiler, "obstacle", lambda *_: None)
 
     def f(product):

@@ -24,8 +24,8 @@ def never_xla(monkeypatch):
         assert results is not None, how
         return results, how
 
-    monkeypatch.setattr(fallback, "_PAIR_PRODUCTS", 0)
-    monkeypatch.setattr(fallback, "_PAIR_ROWS", 0)
+    monkeypatch.setattr(fallback.planes, "_PAIR_PRODUCTS", 0)
+    monkeypatch.setattr(fallback.planes, "_PAIR_ROWS", 0)
     monkeypatch.setattr(complex_product, "by_real_product", made)
 
 

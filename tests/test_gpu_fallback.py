@@ -173,7 +173,7 @@ def test_odd_groups_need_no_name(normal, monkeypatch, dtype, transposed):
 @pytest.mark.parametrize("packed", [False, True])
 @DTYPES
 def test_odd_gated_products_need_no_name(normal, exact, monkeypatch, dtype, packed):
-    monkeypatch.setattr(fallback, "no_gated_kernel", lambda *_: None)
+    monkeypatch.setattr(fallback.kernels, "no_gated_kernel", lambda *_: None)
     m, n, k = 131, 33, 57
     x = normal(m, k, dtype=dtype)
     gate, up = ((normal(k, n) * k**-0.5).astype(dtype) for _ in range(2))

@@ -10,7 +10,7 @@ import pytest
 from cuda_calls import bf16
 
 from jax_tcgemm import gemm
-from jax_tcgemm.lowering.slower_kernels import why_slower
+from jax_tcgemm.lowering.fallback.times import why_slower
 from jax_tcgemm.problem.strides import Operands, StridedGemm, fold, strided_gemm
 
 pytestmark = pytest.mark.any_jax

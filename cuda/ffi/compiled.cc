@@ -25,9 +25,9 @@
 
 namespace jax_tcgemm {
 
-// Set by jax_tcgemm/lowering/jit_epilogue.py. Operands: a, b, [b2 or group_sizes], [block scales of a
-// and b], those of the epilogue. Groups divide the rows; the batch of b then has a matrix for each
-// group.
+// Set by jax_tcgemm/lowering/jit_epilogue.py. Operands: a, b, [b2 or group_sizes], [block scales of
+// a and b], those of the epilogue. Groups divide the rows; the batch of b then has a matrix for
+// each group.
 struct CompiledAttributes {
   int64_t m, n, k;
   int64_t b2_offset;

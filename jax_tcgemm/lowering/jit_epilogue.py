@@ -19,7 +19,6 @@ from jax_tcgemm.kernels.arithmetic import ALL_ARITHMETIC
 from jax_tcgemm.kernels.names import KERNEL, XLA
 from jax_tcgemm.lowering import devices, fallback, jit_problem, layout
 from jax_tcgemm.lowering.custom_call import (
-    MAX_TMA_BATCH_NDIM,
     second_weight_offset,
     shapes_of,
 )
@@ -31,9 +30,7 @@ from jax_tcgemm.lowering.jit_source import (
     warp_bytes,
 )
 from jax_tcgemm.problem.alignment import (
-    COPY_BYTES,
     is_transposed,
-    unaligned_stride,
 )
 from jax_tcgemm.problem.arithmetic import INPUT_DTYPES, resolve_algorithm, resolve_run_time
 from jax_tcgemm.problem.log import log
@@ -47,10 +44,6 @@ from jax_tcgemm.problem.strides import (
     StridedGemm,
     fold_beside,
 )
-
-# Products with up to this many rows or columns have other kernels, without compiled epilogues. XLA
-# computes their function in a separate pass over few results.
-_FEW_ROWS = 64
 
 
 def cuda_compiled(
@@ -80,7 +73,7 @@ def cuda_compiled(
     kind = "ragged dot" if isinstance(spec.product, RaggedSpec) else kind
     described = f"{kind} {_types(operands)} with a function"
     if isinstance(call, str):
-        if isinstance(call, _SlowerThanXla) and spec.product.config is None:
+        if isinstance(call, fallback.SlowerThanXla) and spec.product.config is None:
             fallback.report(f"{described}: the product and the function", call, strict=strict)
             return composed(*operands, spec=spec.with_config(XLA))
         fallback.report(f"{described}: the function", call + told, strict=strict)
@@ -243,7 +236,8 @@ def _planned(own: Sequence[Any], spec: CompiledSpec, made: Program, may_stream: 
     offset = 0 if isinstance(product, RaggedSpec) else second_weight_offset(gemm, product)
     is_plain = not (spec.is_gated or isinstance(product, RaggedSpec))
     is_plain = is_plain and a.dtype.itemsize == b.dtype.itemsize == 2
-    reason = _unfit(gemm, offset, a.dtype.itemsize) or _quicker_apart(gemm, made, is_plain)
+    reason = fallback.unfit_for_functions(gemm, offset, a.dtype.itemsize)
+    reason = reason or fallback.slower_function(gemm, made, is_plain)
     if reason is not None:
         return reason
     needed = warp_bytes(made, strides, gemm.n)
@@ -311,48 +305,6 @@ def _ragged(
     strides = absent._replace(a=(0, k, 1), b=(k * n, *of_b))
     gemm = StridedGemm(m, n, k, (groups,), strides)
     return gemm, tuple((0, *leaf.strides(2)) for leaf in made.leaves)
-
-
-def _unfit(gemm: StridedGemm, second_weight: int, itemsize: int) -> str | None:
-    """Returns why TMA cannot read the factors or why the kernels would be slow, if so."""
-    if not gemm.m * gemm.n * gemm.k * math.prod(gemm.batch):
-        return "an extent of 0"
-    if len(gemm.batch) > MAX_TMA_BATCH_NDIM:
-        return f"{len(gemm.batch)} batch dimensions that do not fold"
-    if math.prod(gemm.batch) > MAX_EXTENT:
-        return "a batch beyond 2^30"
-    if min(gemm.m, gemm.n) <= _FEW_ROWS and itemsize > 1:
-        return f"{gemm.m} x {gemm.n} results of a matrix"
-    for name in ("a", "b"):
-        what = unaligned_stride(gemm, name, itemsize)
-        if what is not None:
-            return f"{name} has {what}, not a multiple of {COPY_BYTES} bytes"
-    if second_weight * itemsize % COPY_BYTES:
-        return "the second weight begins between multiples of 16 bytes"
-    return None
-
-
-# Up to this many results of all matrices, a separate kernel draws random numbers in less time. In
-# the product's kernel, nothing multiplies while the last tile's numbers are drawn. Measured on an
-# H200 (docs/performance.md).
-_FEW_DRAWN = 132 * 128 * 128 * 8
-
-
-class _SlowerThanXla(str):
-    """The reason why XLA takes less time, for the product as well."""
-
-    __slots__ = ()
-
-
-def _quicker_apart(gemm: StridedGemm, made: Program, is_plain: bool) -> str | None:
-    """Returns why XLA is expected to compute the function in less time, if so.
-
-    For a plain product the reason is a ``_SlowerThanXla``: XLA computes the product no slower.
-    """
-    if not made.draws or gemm.m * gemm.n * math.prod(gemm.batch) >= _FEW_DRAWN:
-        return None
-    reason = f"random numbers for {gemm.m} x {gemm.n} results"
-    return _SlowerThanXla(reason) if is_plain else reason
 
 
 def _types(operands: Sequence[Any]) -> str:
