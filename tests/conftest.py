@@ -293,7 +293,7 @@ def never_apart(monkeypatch: pytest.MonkeyPatch) -> None:
             return call
 
         monkeypatch.setattr(lowering, "_call_or_reason", made)
-    monkeypatch.setattr(jit_epilogue, "_FEW_DRAWN", 0)
+    monkeypatch.setattr(fallback.functions, "_FEW_DRAWN", 0)
     monkeypatch.setattr(jit_pass, "LARGE_MATRIX", 0)
 
 

@@ -13,7 +13,7 @@ from quantized_values import E4M3, E5M2, INT8
 import jax_tcgemm
 from jax_tcgemm import dot_general, gated_gemm, gemm, quantize
 from jax_tcgemm.kernels import names as kernel_names
-from jax_tcgemm.lowering import reference
+from jax_tcgemm.lowering import dots
 from jax_tcgemm.partitioning import partitioner, rules
 from jax_tcgemm.primitives import gemm as gemm_primitive
 from jax_tcgemm.problem.arithmetic import resolve_run_time
@@ -199,13 +199,13 @@ def test_two_weights_of_integers_with_a_function():
 @pytest.mark.parametrize("k", [70, 1024, 5000])
 @pytest.mark.parametrize("most_waiting", [2**28, 0])
 def test_integers_by_bfloat16_are_exact(monkeypatch, k, most_waiting):
-    monkeypatch.setattr(reference, "_MOST_WAITING", most_waiting)
+    monkeypatch.setattr(dots, "_MOST_WAITING", most_waiting)
     rng = np.random.default_rng(k)
     a, b = (rng.choice([-128, -128, 127, 5], shape).astype(np.int8) for shape in ((9, k), (k, 7)))
-    by_rows = reference._dot_of_int8(a, b, (((1,), (0,)), ((), ())))
+    by_rows = dots._dot_of_int8(a, b, (((1,), (0,)), ((), ())))
     np.testing.assert_array_equal(by_rows, a.astype(np.int64) @ b.astype(np.int64))
     batches = np.stack([a, -a // 2]), np.stack([b, b]).swapaxes(1, 2)
-    batched = reference._dot_of_int8(*batches, (((2,), (2,)), ((0,), (0,))))
+    batched = dots._dot_of_int8(*batches, (((2,), (2,)), ((0,), (0,))))
     wide = [x.astype(np.int64) for x in batches]
     np.testing.assert_array_equal(batched, np.einsum("bmk,bnk->bmn", *wide))
 

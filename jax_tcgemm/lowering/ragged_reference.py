@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from jax_tcgemm import _compat
-from jax_tcgemm.lowering import reference
+from jax_tcgemm.lowering import dots, reference
 from jax_tcgemm.problem.activations import resolve
 from jax_tcgemm.problem.arithmetic import INPUT_DTYPES, accumulator_dtype, resolve_algorithm
 from jax_tcgemm.problem.ragged import RaggedSpec
@@ -56,7 +56,7 @@ def reference_dot(
 
     def add_group(z: jax.Array, group: Any) -> tuple[jax.Array, None]:
         weight, begin, end, *bias = group
-        own = reference.dot(lhs, weight, contract, precision, dtype).astype(wide)
+        own = dots.dot(lhs, weight, contract, precision, dtype).astype(wide)
         own = sum((row[None].astype(wide) for row in bias), own)
         return jnp.where((begin <= rows) & (rows < end), own, z), None
 
@@ -95,7 +95,7 @@ def reference_contraction(
         inside = (begin <= rows) & (rows < end)
         # Both are masked, because values outside the group may be infinite.
         x, y = jnp.where(inside, lhs, 0), jnp.where(inside, rhs, 0)
-        d = reference.dot(x, y, (((0,), (0,)), ((), ())), precision, dtype)
+        d = dots.dot(x, y, (((0,), (0,)), ((), ())), precision, dtype)
         return None, reference.convert(d, spec.out_dtype)
 
     bounds = group_bounds(group_sizes, lhs.shape[0])
@@ -109,7 +109,7 @@ def _exact_factors(
     algorithm = resolve_algorithm(lhs.dtype, rhs.dtype, spec.out_dtype, spec.precision)
     dtype = accumulator_dtype(lhs.dtype, rhs.dtype, spec.out_dtype)
     if algorithm is None:
-        return *reference.alike(lhs, rhs, dtype), spec.precision, dtype
+        return *dots.alike(lhs, rhs, dtype), spec.precision, dtype
     # The algorithm is spelled out in dtypes: XLA's CPU compiler knows few of the presets.
     lhs, rhs = (x.astype(INPUT_DTYPES[algorithm]) for x in (lhs, rhs))
     return lhs, rhs, lax.Precision.DEFAULT, _FLOAT32
