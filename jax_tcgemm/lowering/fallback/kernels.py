@@ -52,16 +52,13 @@ def _no_kernel(algorithm: str | None, spec: GemmSpec, x: Operands) -> str | None
         return f"no{kind} kernel for {algorithm} in this build"
     if spec.epilogue.is_derivative and sum_dtype(algorithm) != jnp.float32:
         return f"no kernel for the {spec.epilogue.form} epilogue in {algorithm}"
+    return odd_operands(spec, x) or devices.too_old_for(ARITHMETIC[algorithm])
+
+
+def odd_operands(spec: GemmSpec, x: Operands) -> str | None:
+    """Returns what kernels cannot count or address in these operands, or ``None``."""
     if spec.axes.c2 is not None and spec.axes.c2 != spec.axes.c:
         return "c and c2 lie differently"
-    shape = odd_shape(spec, x)
-    if shape is not None:
-        return shape
-    return devices.too_old_for(ARITHMETIC[algorithm])
-
-
-def odd_shape(spec: GemmSpec, x: Operands) -> str | None:
-    """Returns what kernels cannot count in these shapes, or ``None``."""
     if not all(isinstance(extent, int) for extent in (*x.a.shape, *x.b.shape)):
         return "symbolic shapes"
     if max((*x.a.shape, *x.b.shape)) > MAX_EXTENT:

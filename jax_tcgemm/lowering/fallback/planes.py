@@ -12,7 +12,7 @@ from jax_tcgemm.kernels import names as kernel_names
 from jax_tcgemm.kernels.arithmetic import PlaneProduct
 from jax_tcgemm.lowering import devices
 from jax_tcgemm.lowering.custom_call import MAX_TMA_BATCH_NDIM, shapes_of
-from jax_tcgemm.lowering.fallback.kernels import odd_shape
+from jax_tcgemm.lowering.fallback.kernels import odd_operands
 from jax_tcgemm.problem.arithmetic import resolve_planes
 from jax_tcgemm.problem.spec import GemmSpec, with_kernel_layouts
 from jax_tcgemm.problem.strides import MAX_EXTENT, Operands, fold
@@ -62,11 +62,9 @@ def no_planes(
         return f"no kernel for {planes.name} in this build"
     if spec.is_gated:
         return f"no gated kernel for {planes.name}"
-    if spec.axes.c2 is not None and spec.axes.c2 != spec.axes.c:
-        return "c and c2 lie differently"
-    shape = odd_shape(spec, x)
-    if shape is not None:
-        return shape
+    odd = odd_operands(spec, x)
+    if odd is not None:
+        return odd
     if with_kernel_layouts(spec, shapes_of(x))[0] != spec:
         return "an operand without a contiguous axis"
     gemm = fold(spec.strided(shapes_of(x)))
@@ -123,9 +121,9 @@ def no_complex_kernel(
         return f"a complex product on {other}"
     if not _extension.has_kernel("TF32_TF32_F32"):
         return "no kernel in this build"
-    shape = odd_shape(spec, x)
-    if shape is not None:
-        return shape
+    odd = odd_operands(spec, x)
+    if odd is not None:
+        return odd
     gemm = fold(spec.strided(shapes_of(x)))
     if len(gemm.batch) > MAX_TMA_BATCH_NDIM or 2 * max(gemm.n, gemm.k) > MAX_EXTENT:
         return "batch dimensions that do not fold, or an extent beyond 2^29"
