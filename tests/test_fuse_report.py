@@ -145,3 +145,17 @@ def test_products_that_stay_as_they_are(arrays):
 def test_an_extent_of_zero(arrays):
     (only,) = fuse(jnp.matmul).report(arrays[0][:0], arrays[1])
     assert only.way == "XLA"
+
+
+def test_products_that_round_one_operand_are_kernels(normal):
+    """The scores' cotangent of ``jax.nn.dot_product_attention`` is written in bfloat16, once."""
+    x = normal(1, 128, 2, 64, dtype=jnp.bfloat16)
+
+    def loss(q, k, v):
+        return jax.nn.dot_product_attention(q, k, v, implementation="xla").astype(float).sum()
+
+    report = fuse(jax.grad(loss, (0, 1, 2))).report(x, x, x)
+    ways = [(each.product.startswith("float32[1,2,128,1,128]"), each.way) for each in report]
+    assert sorted(ways) == [(False, "XLA")] * 3 + [(True, "kernel")] * 2
+    only_one = fuse(jax.grad(loss)).report(x, x, x)
+    assert {each.way for each in only_one} == {"XLA"}

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 from jax_tcgemm import _compat
+from jax_tcgemm.problem.arithmetic import INPUT_DTYPES, resolve_algorithm
 from jax_tcgemm.transforms.graph import Atom, Graph, Node, Value
 from jax_tcgemm.transforms.matrix_form import matrix_form
 from jax_tcgemm.transforms.products import SPREADING, is_elementwise, is_typed
@@ -62,6 +63,8 @@ def _fallback_reason(
         return None
     (contracted, _), (batch, _) = product.params["dimension_numbers"]
     if batch:
+        if _shares_rounded(product, users):
+            return None
         return "a batch of products: XLA chooses the layouts of its operands"
     lhs, rhs = (x.aval.shape for x in product.inputs)
     if not all(isinstance(extent, int) for extent in (*lhs, *rhs)):
@@ -80,6 +83,25 @@ def _fallback_reason(
         if min(m, n) > 1 and _has_sibling(product, users):
             return "few rows, and XLA joins it with another product of the same operand"
     return None
+
+
+def _shares_rounded(product: Node, users: Mapping[Value, Sequence[Any]]) -> bool:
+    """Returns true if other products round the same large operand to a narrower type.
+
+    An example is the cotangent of the scores in ``jax.nn.dot_product_attention``. XLA rounds the
+    operand in each product, and therefore writes and reads it wide. Operands of a kernel are
+    written narrow, by the operation that makes them.
+    """
+    operand = max(product.inputs, key=lambda x: x.bytes if isinstance(x, Value) else 0)
+    readers = [x for x in users.get(operand, ()) if x.name == "dot_general"]
+    return len(readers) > 1 and all(_rounds(reader, operand) for reader in readers)
+
+
+def _rounds(product: Node, operand: Value) -> bool:
+    """Returns true if the precision of a product names a type narrower than an operand's."""
+    a, b, out = (x.aval.dtype for x in (*product.inputs, *product.outputs))
+    name = resolve_algorithm(a, b, out, product.params["precision"])
+    return name is not None and INPUT_DTYPES[name].itemsize < operand.aval.dtype.itemsize
 
 
 def _has_sibling(product: Node, users: Mapping[Value, Sequence[Any]]) -> bool:
