@@ -11,6 +11,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 
 from jax_tcgemm import fuse
 from jax_tcgemm.transforms import neighbours
+from jax_tcgemm.transforms import transposes as absorbing
 
 M, K, N = 128, 96, 160
 
@@ -228,13 +229,13 @@ def test_transposes_in_another_context_stay(arrays):
 def test_many_products_by_a_weight_that_others_read_as_well(arrays, monkeypatch):
     """``fuse`` looks at each product once, however many there are."""
     looked_at = []
-    untransposed = neighbours._untransposed
+    untransposed = absorbing._untransposed
 
     def counted(*arguments):
         looked_at.append(1)
         return untransposed(*arguments)
 
-    monkeypatch.setattr(neighbours, "_untransposed", counted)
+    monkeypatch.setattr(absorbing, "_untransposed", counted)
 
     def f(x, w):
         y = w.T.astype(x.dtype)

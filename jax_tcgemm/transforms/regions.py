@@ -21,10 +21,11 @@ from jax_tcgemm.lowering.jit_source import MOST_WARP_BYTES, matrix_bytes
 from jax_tcgemm.transforms.fused import Fused
 from jax_tcgemm.transforms.graph import Graph, Node, Value
 from jax_tcgemm.transforms.heads import note_heads
-from jax_tcgemm.transforms.neighbours import absorb_transposes, note_fallbacks
+from jax_tcgemm.transforms.neighbours import note_fallbacks
 from jax_tcgemm.transforms.outputs import Flow, saved_bytes, written
 from jax_tcgemm.transforms.products import compared, is_product
 from jax_tcgemm.transforms.region import Program, Region
+from jax_tcgemm.transforms.transposes import absorb_transposes
 from jax_tcgemm.transforms.wiring import Wiring
 
 # A kernel of two products has at most this many results. With more results, two kernels are faster:
