@@ -24,6 +24,7 @@ RAGGED_DOT_TARGET = "jax_tcgemm_ragged_dot_v1"
 ACTIVATION_GRADIENT_TARGET = "jax_tcgemm_activation_gradient_v1"
 COMPILED_TARGET = "jax_tcgemm_compiled_gemm_v4"
 COMPILED_PASS_TARGET = "jax_tcgemm_compiled_pass_v2"
+PACKED_TARGET = "jax_tcgemm_packed_v1"
 TRANSPOSE_TARGET = "jax_tcgemm_transpose_v1"
 # Only measurements use this target; no program of a user contains it.
 MARK_TARGET = "jax_tcgemm_mark_v1"
@@ -33,6 +34,7 @@ TARGETS = (
     ACTIVATION_GRADIENT_TARGET,
     COMPILED_TARGET,
     COMPILED_PASS_TARGET,
+    PACKED_TARGET,
     TRANSPOSE_TARGET,
 )
 

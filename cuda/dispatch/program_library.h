@@ -19,8 +19,12 @@
 
 namespace jax_tcgemm {
 
+// Takes the place of a row's name and of a layout if the kernel is one for packed weights; the same
+// as PACKED in jax_tcgemm/epilogue/source.py.
+inline constexpr const char kPackedLayout[] = "packed";
+
 struct LoadedKernel {
-  const KernelEntry* entry;  // null: a pass
+  const KernelEntry* entry;  // null: a pass, or a kernel for packed weights
   std::string layout;
   RunTimeKernel made;
 };

@@ -45,6 +45,7 @@ struct ByProgram {
 // The source of a kernel. It is one of these:
 //   - a program as the epilogue of a row;
 //   - a program in a pass of its own (dispatch/compiled_pass.h);
+//   - a kernel for packed weights (dispatch/packed.h), whose program is its PackedConfig;
 //   - a row with one of the package's epilogues.
 struct KernelSource {
   std::string_view program;  // C++ that defines a Program, or facts about the epilogue

@@ -150,6 +150,7 @@ nb::dict registrations() {
       stages(compiled_gemm_instantiate_handler(), compiled_gemm_handler());
   result["jax_tcgemm_compiled_pass_v2"] =
       stages(compiled_pass_instantiate_handler(), compiled_pass_handler());
+  result["jax_tcgemm_packed_v1"] = stages(packed_instantiate_handler(), packed_handler());
   return result;
 }
 

@@ -20,6 +20,9 @@ void* compiled_gemm_instantiate_handler();
 // The stages of jax_tcgemm_compiled_pass_v2.
 void* compiled_pass_handler();
 void* compiled_pass_instantiate_handler();
+// The stages of jax_tcgemm_packed_v1.
+void* packed_handler();
+void* packed_instantiate_handler();
 
 // Returns "major.minor" of the XLA FFI headers of the build.
 const char* xla_ffi_api_version();

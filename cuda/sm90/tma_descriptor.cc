@@ -223,6 +223,24 @@ void describe(const GemmProblem& problem, const KernelConfig& config, TensorMaps
   maps->finish = finish_of(problem.params.epilogue, *maps, maps->swap_ab, config);
 }
 
+Status encode_packed_rows(const void* data, ElementType type, int64_t batch, int64_t m, int64_t k,
+                          int rows, int k_blocks, TensorMap* map) {
+  constexpr int kBlock = 64;
+  Tiling t = {};
+  t.name = "x";
+  t.type = data_type(type);
+  t.data = data;
+  t.bytes = 2;
+  t.rank = 5;
+  const auto extent = [](int64_t value) { return static_cast<cuuint64_t>(value); };
+  t.extent = {kBlock, extent(m), extent(k / kBlock), extent(batch), 1};
+  t.stride = {0, extent(k * t.bytes), kBlock * 2, extent(m * k * t.bytes), 16};
+  t.box = {kBlock, static_cast<cuuint32_t>(rows), static_cast<cuuint32_t>(k_blocks), 1, 1};
+  t.swizzle = CU_TENSOR_MAP_SWIZZLE_128B;
+  t.promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B;
+  return encode(t, map);
+}
+
 Status encode_factors(const GemmProblem& problem, const KernelConfig& config, TensorMaps* maps) {
   const GemmParams& params = problem.params;
   describe_factors(problem, config, maps);

@@ -21,6 +21,12 @@ void describe(const GemmProblem& problem, const KernelConfig& config, TensorMaps
 // Fills in the descriptors of A and B for the tiles of `config`.
 Status encode_factors(const GemmProblem& problem, const KernelConfig& config, TensorMaps* maps);
 
+// Describes the rows of an operand of 16-bit floats, (batch, m, k), contiguous, where k is a
+// multiple of 64. A copy takes `rows` rows of `k_blocks` blocks of 64 k, the blocks one after the
+// other.
+Status encode_packed_rows(const void* data, ElementType type, int64_t batch, int64_t m, int64_t k,
+                          int rows, int k_blocks, TensorMap* map);
+
 // Fills in the descriptors of A, B, C and the results.
 Status encode_tensor_maps(const GemmProblem& problem, const KernelConfig& config, TensorMaps* maps);
 

@@ -150,6 +150,31 @@ extern "C" __global__ void __launch_bounds__(jax_tcgemm::kPassThreads, 4)
 # kPass of cuda/dispatch/program_library.cc.
 PASS = "pass"
 
+_PACKED_SOURCE = """\
+#include "sm90/packed/kernel.cuh"
+
+namespace jax_tcgemm {{
+
+struct Row {{
+  static constexpr PackedConfig kConfig{program};
+}};
+
+}}  // namespace jax_tcgemm
+
+extern "C" __global__ void __cluster_dims__(jax_tcgemm::Row::kConfig.split_k, 1, 1)
+    __launch_bounds__(jax_tcgemm::Row::kConfig.threads(), jax_tcgemm::Row::kConfig.blocks_on_sm)
+    compiled_kernel(const __grid_constant__ jax_tcgemm::PackedParams params,
+                  const __grid_constant__ jax_tcgemm::sm90::TensorMap x) {{
+  extern __shared__ __align__(1024) char smem[];
+  jax_tcgemm::sm90::run_packed<jax_tcgemm::Row::kConfig>(params, x,
+                                                        jax_tcgemm::ptx::shared_address(smem));
+}}
+"""
+
+# Replaces the name of a row for a kernel for packed weights; ``program`` is its ``PackedConfig``.
+# The same as kPackedLayout of cuda/dispatch/program_library.h.
+PACKED = "packed"
+
 _KERNEL = "Kernel<Row::kConfig, false, Layouts, Program>"
 _OF_8_BITS = """\
 #include "ptx/run_time_wgmma.cuh"
@@ -165,12 +190,12 @@ def of_kernel(program: str, row: str, layout: str) -> str:
     """Returns the source that is compiled for a row of the kernel table.
 
     Args:
-        program: as ``of_program`` returns it.
-        row: the row's name, or ``PASS``.
+        program: as ``of_program`` returns it; for ``PACKED``, the initialiser of a configuration.
+        row: the row's name, ``PASS`` or ``PACKED``.
         layout: ``"n"`` or ``"t"`` for each of ``a`` and ``b``.
     """
-    if row == PASS:
-        return _PASS_SOURCE.format(program=program)
+    if row in (PASS, PACKED):
+        return (_PASS_SOURCE if row == PASS else _PACKED_SOURCE).format(program=program)
     config = kernel_names.by_name(row)
     of_8_bits = _OF_8_BITS if config.arithmetic.at_run_time else ""
     return _SOURCE.format(

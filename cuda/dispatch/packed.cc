@@ -1,0 +1,122 @@
+#include "dispatch/packed.h"
+
+#include <limits>
+#include <mutex>
+#include <string>
+
+#include "common/ceil_div.h"
+#include "dispatch/program_library.h"
+#include "sm90/tma_descriptor.h"
+
+namespace jax_tcgemm {
+namespace {
+
+// The most shared memory of a block on sm_90.
+constexpr int kMostSharedBytes = 227 * 1024;
+
+const char* name_of(PackedFormat format) {
+  switch (format) {
+    case PackedFormat::kInt4:
+      return "kInt4";
+    case PackedFormat::kUint4:
+      return "kUint4";
+    case PackedFormat::kInt8:
+      return "kInt8";
+    case PackedFormat::kE4m3:
+      return "kE4m3";
+  }
+  return "";
+}
+
+const char* name_of(ElementType type) {
+  return type == ElementType::kBf16 ? "kBf16" : type == ElementType::kF16 ? "kF16" : "kF32";
+}
+
+// Returns the initialiser of a PackedConfig, which is the program of the kernel.
+std::string source_of(const PackedConfig& c) {
+  std::string text = std::string("{PackedFormat::") + name_of(c.format);
+  for (const ElementType type : {c.activation, c.scale, c.output}) {
+    text += std::string(", ElementType::") + name_of(type);
+  }
+  text += c.has_zeros ? ", true" : ", false";
+  for (const int number :
+       {c.group, c.tokens, c.row_blocks, c.k_blocks, c.stages, c.split_k, c.blocks_on_sm}) {
+    text += ", " + std::to_string(number);
+  }
+  return text + "}";
+}
+
+Status find(const PackedConfig& config, std::string_view digest, bool may_make,
+            std::shared_ptr<LoadedProgram>* loaded, LoadedKernel** kernel) {
+  const std::string source = source_of(config);
+  const EpilogueProgram program = {digest, source};
+  *loaded = loaded_program(program);
+  std::unique_lock<std::mutex> lock((*loaded)->mutex);
+  *kernel = find_kernel(loaded->get(), nullptr, kPackedLayout);
+  if (*kernel != nullptr) return Status();
+  JAX_TCGEMM_REQUIRE(may_make, "no kernel for packed weights is loaded while a graph is captured");
+  return find_or_make_kernel(program, nullptr, kPackedLayout, &lock, loaded->get(), kernel);
+}
+
+}  // namespace
+
+Status check_packed(const PackedConfig& c) {
+  const auto is_one_of = [](int value, std::initializer_list<int> accepted) {
+    for (const int each : accepted) {
+      if (value == each) return true;
+    }
+    return false;
+  };
+  JAX_TCGEMM_REQUIRE(is_one_of(c.tokens, {8, 16, 32, 64, 128}), "tokens=", c.tokens);
+  JAX_TCGEMM_REQUIRE(is_one_of(c.row_blocks, {1, 2, 4}), "row_blocks=", c.row_blocks);
+  JAX_TCGEMM_REQUIRE(is_one_of(c.k_blocks, {2, 4}), "k_blocks=", c.k_blocks);
+  JAX_TCGEMM_REQUIRE(is_one_of(c.split_k, {1, 2, 4, 8}), "split_k=", c.split_k);
+  JAX_TCGEMM_REQUIRE(is_one_of(c.group, {32, 64, 128, c.stage_k()}), "group=", c.group);
+  JAX_TCGEMM_REQUIRE(1 < c.stages && c.stages <= 32, "stages=", c.stages);
+  JAX_TCGEMM_REQUIRE(1 <= c.blocks_on_sm && c.blocks_on_sm <= 16, "blocks=", c.blocks_on_sm);
+  JAX_TCGEMM_REQUIRE(c.shared_bytes() <= kMostSharedBytes, c.shared_bytes(), " bytes a block");
+  return Status();
+}
+
+Status prepare_packed(const PackedConfig& config, std::string_view digest) {
+  JAX_TCGEMM_RETURN_IF_ERROR(check_packed(config));
+  std::shared_ptr<LoadedProgram> loaded;
+  LoadedKernel* kernel = nullptr;
+  return find(config, digest, true, &loaded, &kernel);
+}
+
+Status run_packed(const PackedProblem& problem, cudaStream_t stream) {
+  const PackedConfig& config = problem.config;
+  cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
+  JAX_TCGEMM_CUDA_CHECK(cudaStreamIsCapturing(stream, &capturing), "asking for a capture");
+  std::shared_ptr<LoadedProgram> loaded;
+  LoadedKernel* kernel = nullptr;
+  JAX_TCGEMM_RETURN_IF_ERROR(
+      find(config, problem.digest, capturing == cudaStreamCaptureStatusNone, &loaded, &kernel));
+  const void* const function = kernel->made.handle.function;
+  PackedParams params = problem.params;
+  sm90::TensorMap x;
+  JAX_TCGEMM_RETURN_IF_ERROR(sm90::encode_packed_rows(
+      problem.x, config.activation, problem.batch, params.m, int64_t{kPackedTile} * params.k_tiles,
+      config.tokens, config.k_blocks, &x));
+  JAX_TCGEMM_CUDA_CHECK(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                             config.shared_bytes()),
+                        config.shared_bytes(), " bytes");
+  const int64_t tiles = ceil_div(int64_t{params.n}, int64_t{config.rows()}) * config.split_k;
+  const int64_t rows = ceil_div(int64_t{params.m}, int64_t{config.tokens});
+  JAX_TCGEMM_REQUIRE(
+      tiles <= std::numeric_limits<int32_t>::max() && rows <= 65535 && problem.batch <= 65535,
+      tiles, " x ", rows, " x ", problem.batch, " blocks");
+  cudaLaunchConfig_t launch = {};
+  launch.gridDim = dim3(static_cast<unsigned>(tiles), static_cast<unsigned>(rows),
+                        static_cast<unsigned>(problem.batch));
+  launch.blockDim = dim3(config.threads());
+  launch.dynamicSmemBytes = config.shared_bytes();
+  launch.stream = stream;
+  void* arguments[] = {&params, &x};
+  JAX_TCGEMM_CUDA_CHECK(cudaLaunchKernelExC(&launch, function, arguments),
+                        "launching a kernel for packed weights: m=", params.m, " n=", params.n);
+  return Status();
+}
+
+}  // namespace jax_tcgemm

@@ -1,0 +1,34 @@
+// Compiles, loads and launches the kernels for packed weights.
+
+#ifndef JAX_TCGEMM_DISPATCH_PACKED_H_
+#define JAX_TCGEMM_DISPATCH_PACKED_H_
+
+#include <cuda_runtime_api.h>
+
+#include <string_view>
+
+#include "common/status.h"
+#include "packed_config.h"
+
+namespace jax_tcgemm {
+
+struct PackedProblem {
+  PackedConfig config;
+  PackedParams params;
+  const void* x;  // (batch, m, k), contiguous
+  int64_t batch;
+  std::string_view digest;  // of the kernel
+};
+
+// Checks that a kernel can be compiled for a configuration.
+Status check_packed(const PackedConfig& config);
+
+// Compiles and loads the kernel.
+Status prepare_packed(const PackedConfig& config, std::string_view digest);
+
+// Launches the kernel.
+Status run_packed(const PackedProblem& problem, cudaStream_t stream);
+
+}  // namespace jax_tcgemm
+
+#endif  // JAX_TCGEMM_DISPATCH_PACKED_H_

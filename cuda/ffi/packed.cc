@@ -1,0 +1,201 @@
+// The custom call that multiplies by a packed weight; see dispatch/packed.h.
+//
+// Instantiate, once for each call of a program: compiles and loads the kernel.
+// Execute: launches the kernel.
+
+#include "dispatch/packed.h"
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <string_view>
+
+#include "common/saturating.h"
+#include "common/status.h"
+#include "ffi/attributes.h"
+#include "ffi/element_types.h"
+#include "ffi/handlers.h"
+#include "ffi/operands.h"
+
+namespace jax_tcgemm {
+
+// Set by jax_tcgemm/lowering/packed.py.
+struct PackedAttributes {
+  int64_t batch, m, n, k;
+  int64_t group;                 // rows of the weight that share a scale
+  bool has_zeros, weights_move;  // along the batch
+  int64_t tokens, row_blocks, k_blocks, stages, split_k, blocks_on_sm;
+  std::string_view format, activation, scale, output, digest;
+};
+
+}  // namespace jax_tcgemm
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
+    ::jax_tcgemm::PackedAttributes, ::xla::ffi::StructMember<int64_t>("batch"),
+    ::xla::ffi::StructMember<int64_t>("m"), ::xla::ffi::StructMember<int64_t>("n"),
+    ::xla::ffi::StructMember<int64_t>("k"), ::xla::ffi::StructMember<int64_t>("group"),
+    ::xla::ffi::StructMember<bool>("has_zeros"), ::xla::ffi::StructMember<bool>("weights_move"),
+    ::xla::ffi::StructMember<int64_t>("tokens"), ::xla::ffi::StructMember<int64_t>("row_blocks"),
+    ::xla::ffi::StructMember<int64_t>("k_blocks"), ::xla::ffi::StructMember<int64_t>("stages"),
+    ::xla::ffi::StructMember<int64_t>("split_k"), ::xla::ffi::StructMember<int64_t>("blocks_on_sm"),
+    ::xla::ffi::StructMember<std::string_view>("format"),
+    ::xla::ffi::StructMember<std::string_view>("activation"),
+    ::xla::ffi::StructMember<std::string_view>("scale"),
+    ::xla::ffi::StructMember<std::string_view>("output"),
+    ::xla::ffi::StructMember<std::string_view>("digest"));
+
+namespace jax_tcgemm {
+namespace {
+
+Status decode_format(std::string_view name, PackedFormat* format) {
+  if (name == "int4") {
+    *format = PackedFormat::kInt4;
+  } else if (name == "uint4") {
+    *format = PackedFormat::kUint4;
+  } else if (name == "int8") {
+    *format = PackedFormat::kInt8;
+  } else {
+    JAX_TCGEMM_REQUIRE(name == "float8_e4m3fn", "a weight of ", name);
+    *format = PackedFormat::kE4m3;
+  }
+  return Status();
+}
+
+Status decode_float(const char* what, std::string_view name, bool may_be_wide, ElementType* type) {
+  if (name == "bfloat16") {
+    *type = ElementType::kBf16;
+  } else if (name == "float16") {
+    *type = ElementType::kF16;
+  } else {
+    JAX_TCGEMM_REQUIRE(name == "float32" && may_be_wide, what, " has type ", name);
+    *type = ElementType::kF32;
+  }
+  return Status();
+}
+
+Status decode_config(const PackedAttributes& at, PackedConfig* config) {
+  for (const int64_t number :
+       {at.tokens, at.row_blocks, at.k_blocks, at.stages, at.split_k, at.blocks_on_sm}) {
+    JAX_TCGEMM_REQUIRE(0 < number && number <= 1024, "a configuration with ", number);
+  }
+  JAX_TCGEMM_RETURN_IF_ERROR(decode_format(at.format, &config->format));
+  JAX_TCGEMM_RETURN_IF_ERROR(decode_float("x", at.activation, false, &config->activation));
+  JAX_TCGEMM_RETURN_IF_ERROR(decode_float("a scale", at.scale, true, &config->scale));
+  JAX_TCGEMM_RETURN_IF_ERROR(decode_float("the result", at.output, true, &config->output));
+  config->has_zeros = at.has_zeros;
+  config->tokens = static_cast<int>(at.tokens);
+  config->row_blocks = static_cast<int>(at.row_blocks);
+  config->k_blocks = static_cast<int>(at.k_blocks);
+  config->stages = static_cast<int>(at.stages);
+  config->split_k = static_cast<int>(at.split_k);
+  config->blocks_on_sm = static_cast<int>(at.blocks_on_sm);
+  const int64_t stage_k = config->stage_k();
+  config->group = static_cast<int>(at.group < stage_k ? at.group : stage_k);
+  JAX_TCGEMM_REQUIRE(!at.has_zeros || config->bits() == 4, "zero points of 8 bits");
+  JAX_TCGEMM_REQUIRE(at.group == at.k || at.group <= kMostPackedUnit || at.group % stage_k == 0,
+                     "group=", at.group, " for stages of ", stage_k);
+  return check_packed(*config);
+}
+
+// Checks a buffer's address and size.
+Status check_buffer(const char* name, const void* data, int64_t bytes, int64_t expected,
+                    uintptr_t alignment) {
+  JAX_TCGEMM_REQUIRE(bytes == expected, name, " has ", bytes, " bytes, not ", expected);
+  JAX_TCGEMM_REQUIRE(reinterpret_cast<uintptr_t>(data) % alignment == 0, name, " lies at ", data);
+  return Status();
+}
+
+int64_t bytes_of(const ffi::AnyBuffer& buffer) {
+  return static_cast<int64_t>(buffer.element_count() * ffi::ByteWidth(buffer.element_type()));
+}
+
+Status decode_and_run(ffi::AnyBuffer x, ffi::AnyBuffer values, ffi::AnyBuffer scales,
+                      ffi::AnyBuffer d, const PackedAttributes& at, cudaStream_t stream) {
+  for (const int64_t extent : {at.batch, at.m, at.n, at.k, at.group}) {
+    JAX_TCGEMM_REQUIRE(0 < extent && extent <= kMaxExtent, "batch=", at.batch, " m=", at.m,
+                       " n=", at.n, " k=", at.k, " group=", at.group);
+  }
+  JAX_TCGEMM_REQUIRE(at.k % kPackedTile == 0 && at.k % at.group == 0, "k=", at.k,
+                     " group=", at.group);
+  PackedProblem problem = {};
+  JAX_TCGEMM_RETURN_IF_ERROR(decode_config(at, &problem.config));
+  const PackedConfig& config = problem.config;
+  PackedParams& params = problem.params;
+  const int64_t weights = at.weights_move ? at.batch : 1;
+  const int64_t n_tiles = (at.n + kPackedTile - 1) / kPackedTile;
+  const int64_t k_tiles = at.k / kPackedTile;
+  const int64_t groups = at.k / at.group;
+  const int64_t values_bytes = mul_sat(mul_sat(n_tiles, k_tiles), config.tile_bytes());
+  const int64_t scales_bytes = mul_sat(mul_sat(n_tiles, groups), config.group_bytes());
+  JAX_TCGEMM_RETURN_IF_ERROR(check_buffer("values", values.untyped_data(), bytes_of(values),
+                                          mul_sat(weights, values_bytes), 16));
+  JAX_TCGEMM_RETURN_IF_ERROR(check_buffer("scales", scales.untyped_data(), bytes_of(scales),
+                                          mul_sat(weights, scales_bytes), 16));
+  const int64_t rows = mul_sat(at.batch, at.m);
+  JAX_TCGEMM_RETURN_IF_ERROR(
+      check_buffer("x", x.untyped_data(), bytes_of(x), mul_sat(mul_sat(rows, at.k), 2), 16));
+  const int64_t d_bytes = element_bytes(config.output);
+  JAX_TCGEMM_RETURN_IF_ERROR(check_buffer("the result", d.untyped_data(), bytes_of(d),
+                                          mul_sat(mul_sat(rows, at.n), d_bytes), d_bytes));
+  problem.x = x.untyped_data();
+  problem.batch = at.batch;
+  problem.digest = at.digest;
+  params.values = static_cast<const uint8_t*>(values.untyped_data());
+  params.scales = static_cast<const uint8_t*>(scales.untyped_data());
+  params.d = d.untyped_data();
+  params.m = static_cast<int32_t>(at.m);
+  params.n = static_cast<int32_t>(at.n);
+  params.k_tiles = static_cast<int32_t>(k_tiles);
+  params.groups = static_cast<int32_t>(groups);
+  const int64_t stages = (at.k + config.stage_k() - 1) / config.stage_k();
+  params.stages_per_group =
+      static_cast<int32_t>(groups == 1                   ? stages
+                           : at.group > config.stage_k() ? at.group / config.stage_k()
+                                                         : 1);
+  params.by_vectors =
+      at.n % 4 == 0 && reinterpret_cast<uintptr_t>(d.untyped_data()) % (4 * d_bytes) == 0;
+  params.values_batch = at.weights_move ? values_bytes : 0;
+  params.scales_batch = at.weights_move ? scales_bytes : 0;
+  JAX_TCGEMM_REQUIRE(config.split_k <= stages, "split_k=", config.split_k, " of ", stages,
+                     " stages");
+  return run_packed(problem, stream);
+}
+
+ffi::Error packed(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer values,
+                  ffi::AnyBuffer scales, ffi::Result<ffi::AnyBuffer> d,
+                  PackedAttributes attributes) {
+  return as_error(decode_and_run(x, values, scales, *d, attributes, stream));
+}
+
+Status prepare(const PackedAttributes& at) {
+  PackedConfig config = {};
+  JAX_TCGEMM_RETURN_IF_ERROR(decode_config(at, &config));
+  return prepare_packed(config, at.digest);
+}
+
+// XLA may pass buffers without addresses, or none.
+ffi::Error instantiate_packed(ffi::RemainingArgs, ffi::RemainingRets, PackedAttributes attributes) {
+  return as_error(prepare(attributes));
+}
+
+// Capturable into a CUDA graph: the handler only enqueues a kernel.
+XLA_FFI_DEFINE_HANDLER(kPackedHandler, packed,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Ret<ffi::AnyBuffer>()
+                           .Attrs<PackedAttributes>(),
+                       {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER(
+    kInstantiateHandler, instantiate_packed,
+    ffi::Ffi::BindInstantiate().RemainingArgs().RemainingRets().Attrs<PackedAttributes>());
+
+}  // namespace
+
+void* packed_handler() { return reinterpret_cast<void*>(+kPackedHandler); }
+void* packed_instantiate_handler() { return reinterpret_cast<void*>(+kInstantiateHandler); }
+
+}  // namespace jax_tcgemm

@@ -1,0 +1,240 @@
+// The kernel for a packed weight and few rows of x. It reads the weight once and is bound by that.
+// The rows of a tile are columns of W, its columns rows of x ("tokens"), as the weight's layout is
+// that of A's fragments.
+//
+// Roles: `row_blocks` consumer warpgroups, each with 64 rows of the tile. Two producer warps, in
+//        each of which a single thread works (sm90/packed/ring.cuh).
+// Barriers: full[stage]: 2 arrivals of the producers + the bytes of the stage. empty[stage]: all
+//        consumer warps.
+// Timeline, producers: values | x, scales and zero points   (stage after stage)
+//        consumers: decode -> multiply (stage after stage) -> sums into shared memory -> barrier of
+//        the cluster -> add the sums of a share of the rows, in the order of the blocks -> D
+// Up to 16 tokens are multiplied by mma.sync: its work is proportional to the tokens, and decoding
+// goes on beside it. From 32 tokens on wgmma is faster.
+
+#pragma once
+
+#include <stdint.h>
+
+#include "packed_config.h"
+#include "ptx/cluster.cuh"
+#include "ptx/ldmatrix.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/mma_sync.cuh"
+#include "ptx/packed_wgmma.cuh"
+#include "ptx/shared_memory.cuh"
+#include "sm90/packed/decode.cuh"
+#include "sm90/packed/output.cuh"
+#include "sm90/packed/ring.cuh"
+
+namespace jax_tcgemm::sm90 {
+
+template <PackedConfig kConfig>
+struct PackedConsumer {
+  using Tile = PackedTile<kConfig>;
+  using Scales = PackedScales<kConfig>;
+  using Sums = typename PackedOutput<kConfig>::Sums;
+  static constexpr Algorithm kAlgorithm =
+      Tile::kIsBf16 ? Algorithm::kBf16Bf16F32 : Algorithm::kF16F16F32;
+  static constexpr int kGroups = kConfig.tokens / 8;
+
+  const PackedParams& params;
+  PackedMemory<kConfig> memory;
+  PackedPlace<kConfig> place;
+  RingPosition<kConfig.stages> at;
+  int warpgroup = threadIdx.x / 128;
+  int thread = threadIdx.x % 128;
+
+  __device__ __forceinline__ uint32_t values(int tile) const {
+    return memory.values(at.stage, warpgroup) + tile * kConfig.tile_bytes() +
+           thread * kConfig.thread_bytes();
+  }
+  __device__ __forceinline__ uint32_t x(int tile) const {
+    return memory.x(at.stage) + tile * kConfig.x_tile_bytes();
+  }
+  __device__ __forceinline__ Scales scales(int i) const {
+    const int stages = (params.k_tiles + kConfig.k_blocks - 1) / kConfig.k_blocks;
+    const bool is_last = kConfig.stage_groups() > 1 && i == stages - 1;
+    return Scales(memory.scales(at.stage, warpgroup), thread / 32 * 16 + thread % 32 / 4,
+                  is_last ? place.last_groups : kConfig.stage_groups());
+  }
+  __device__ __forceinline__ void release(int stage) const {
+    if (thread % 32 == 0) ptx::mbarrier_arrive(memory.empty(stage));
+  }
+  static constexpr int group_of(int k) { return k / kConfig.group % kConfig.stage_groups(); }
+
+  // --- mma.sync: scales multiply sums ---
+
+  // Multiplies 32 k, in half `half` of a tile.
+  __device__ __forceinline__ void multiply_32(float (&part)[kGroups][4], const Tile& tile,
+                                              uint32_t x_tile, int half, uint32_t zero0,
+                                              uint32_t zero1) const {
+    const int lane = thread % 32;
+    uint32_t b[kGroups][4];  // of 8 tokens: two registers for each of two blocks of 16 k
+#pragma unroll
+    for (int n = 0; n < kGroups; ++n) {
+      const int chunk = (4 * half + lane / 8) ^ (lane % 8);
+      ptx::ldmatrix_x4(b[n], x_tile + (8 * n + lane % 8) * 128 + chunk * 16);
+    }
+#pragma unroll
+    for (int block = 0; block < 2; ++block) {
+      uint32_t a[4];
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        a[r] = tile.value(2 * half + block, r, r % 2 ? zero1 : zero0);
+      }
+#pragma unroll
+      for (int n = 0; n < kGroups; ++n) {
+        const uint32_t own[2] = {b[n][2 * block], b[n][2 * block + 1]};
+        ptx::MmaSync<kAlgorithm>::run(part[n], a, own);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void multiply_stage(float (&sums)[kGroups][4],
+                                                 const Scales& scales) const {
+    float part[kGroups][4] = {};
+#pragma unroll
+    for (int i = 0; i < kConfig.k_blocks; ++i) {
+      Tile tile;
+      tile.load(values(i));
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int k = 64 * i + 32 * half;
+        const int group = group_of(k);
+        multiply_32(part, tile, x(i), half, scales.zero(group, 0), scales.zero(group, 1));
+        if ((k + 32) % kConfig.unit() != 0) continue;
+        const float s0 = scales.scale(group, 0);
+        const float s1 = scales.scale(group, 1);
+#pragma unroll
+        for (int n = 0; n < kGroups; ++n) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            sums[n][j] += part[n][j] * (j / 2 ? s1 : s0);
+            part[n][j] = 0.f;
+          }
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void run_by_mma(Sums& acc) {
+    float sums[kGroups][4] = {};
+#pragma unroll 1
+    for (int i = place.begin; i < place.end; ++i, at.advance()) {
+      ptx::mbarrier_wait(memory.full(at.stage), at.phase);
+      multiply_stage(sums, scales(i));
+      __syncwarp();
+      release(at.stage);
+    }
+#pragma unroll
+    for (int n = 0; n < kGroups; ++n) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) acc[4 * n + j] = sums[n][j];
+    }
+  }
+
+  // --- wgmma: scales multiply weights ---
+
+  // The fragments of a tile.
+  using Fragments = uint32_t[4][4];
+
+  __device__ __forceinline__ void decode(Fragments& fragments, int i, const Scales& scales) const {
+    Tile tile;
+    tile.load(values(i));
+#pragma unroll
+    for (int b = 0; b < 4; ++b) {
+      const int group = group_of(64 * i + 16 * b);
+      const uint32_t zeros[2] = {scales.zero(group, 0), scales.zero(group, 1)};
+      const uint32_t pairs[2] = {scales.pair(group, 0), scales.pair(group, 1)};
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        fragments[b][r] = Tile::multiply(tile.value(b, r, zeros[r % 2]), pairs[r % 2]);
+        // Keeps the decoding in front of the multiplications, which the compiler would otherwise
+        // run one by one.
+        asm volatile("" : "+r"(fragments[b][r])::"memory");
+      }
+    }
+  }
+
+  // Begins to multiply a tile; the tile before the previous one is done when this returns.
+  __device__ __forceinline__ void multiply_tile(Sums& acc, const Fragments& fragments, int i,
+                                                bool accumulate) const {
+    const uint64_t b = ptx::matrix_descriptor(x(i), 0);
+    ptx::wgmma_fence_registers(acc);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int block = 0; block < 4; ++block) {
+      ptx::WgmmaOfRegisters<kAlgorithm, kConfig.tokens>::run(
+          acc, fragments[block], ptx::advance(b, 32 * block), accumulate || block > 0);
+    }
+    ptx::wgmma_commit();
+    ptx::wgmma_fence_registers(acc);
+    ptx::wgmma_wait<1>();
+  }
+
+  // Two sets of fragments alternate: one is decoded while the other is multiplied.
+  __device__ __forceinline__ void run_by_wgmma(Sums& acc) {
+    Fragments even;
+    Fragments odd;
+    int previous = 0;
+#pragma unroll 1
+    for (int i = place.begin; i < place.end; ++i, at.advance()) {
+      ptx::mbarrier_wait(memory.full(at.stage), at.phase);
+      const Scales own = scales(i);
+#pragma unroll
+      for (int tile = 0; tile < kConfig.k_blocks; tile += 2) {
+        decode(even, tile, own);
+        multiply_tile(acc, even, tile, i > place.begin || tile > 0);
+        if (tile == 0 && i > place.begin) release(previous);
+        decode(odd, tile + 1, own);
+        multiply_tile(acc, odd, tile + 1, true);
+      }
+      previous = at.stage;
+    }
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_fence_registers(acc);
+  }
+
+  __device__ __forceinline__ void run(Sums& acc) {
+    if constexpr (kConfig.uses_wgmma()) {
+      run_by_wgmma(acc);
+    } else {
+      run_by_mma(acc);
+    }
+  }
+};
+
+template <PackedConfig kConfig>
+__device__ __forceinline__ void run_packed(const PackedParams& params, const TensorMap& x,
+                                           uint32_t shared) {
+  static_assert(kConfig.k_blocks % 2 == 0);
+  const PackedMemory<kConfig> memory = {(shared + 1023) / 1024 * 1024};
+  // The shuffles tell the compiler that all lanes have the same values; wgmma needs that.
+  const int rank = kConfig.split_k == 1 ? 0 : __shfl_sync(~0u, ptx::cluster_rank(), 0);
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+  const PackedPlace<kConfig> place(params, rank);
+  if (threadIdx.x == kConfig.consumer_warps() * 32) memory.init();
+  __syncthreads();
+  typename PackedOutput<kConfig>::Sums sums;
+  if (warp >= kConfig.consumer_warps()) {
+    const PackedProducer<kConfig> producer = {params, x, memory, place};
+    if (threadIdx.x % 32 == 0) {
+      if (warp == kConfig.consumer_warps()) {
+        producer.load_values();
+      } else {
+        producer.load_the_rest();
+      }
+    }
+    __syncwarp();
+  } else {
+    PackedConsumer<kConfig> consumer = {params, memory, place};
+    consumer.run(sums);
+  }
+  __syncthreads();  // no warp still reads the ring
+  PackedOutput<kConfig> output = {params, memory, place};
+  if (warp < kConfig.consumer_warps()) output.keep(sums);
+  output.write();
+}
+
+}  // namespace jax_tcgemm::sm90

@@ -1,0 +1,130 @@
+// The ring of a kernel for packed weights: its place in shared memory, and the warps that fill it.
+
+#pragma once
+
+#include <stdint.h>
+
+#include "packed_config.h"
+#include "ptx/mbarrier.cuh"
+#include "ptx/tma.cuh"
+#include "sm90/ring.cuh"
+#include "sm90/tensor_maps.h"
+
+namespace jax_tcgemm::sm90 {
+
+template <PackedConfig kConfig>
+struct PackedMemory {
+  uint32_t start;  // a multiple of 1024
+
+  __device__ __forceinline__ uint32_t x(int stage) const {
+    return start + stage * kConfig.stage_bytes();
+  }
+  __device__ __forceinline__ uint32_t values(int stage, int row_block) const {
+    return x(stage) + kConfig.weights_offset() + row_block * kConfig.row_block_bytes();
+  }
+  __device__ __forceinline__ uint32_t scales(int stage, int row_block) const {
+    return x(stage) + kConfig.scales_offset() + row_block * kConfig.scale_block_bytes();
+  }
+  __device__ __forceinline__ uint32_t full(int stage) const {
+    return start + kConfig.ring_bytes() + 16 * stage;
+  }
+  __device__ __forceinline__ uint32_t empty(int stage) const { return full(stage) + 8; }
+
+  // One thread calls this.
+  __device__ __forceinline__ void init() const {
+    for (int stage = 0; stage < kConfig.stages; ++stage) {
+      ptx::mbarrier_init(full(stage), 2);
+      ptx::mbarrier_init(empty(stage), kConfig.consumer_warps());
+    }
+    ptx::fence_mbarrier_init();
+  }
+};
+
+// The part of the product that a block computes.
+template <PackedConfig kConfig>
+struct PackedPlace {
+  int row_block;  // the first of the tile
+  int token;      // the first of the tile
+  int batch;
+  int rank;         // in the cluster
+  int begin, end;   // stages of k
+  int last_groups;  // of the last stage of k
+
+  __device__ __forceinline__ PackedPlace(const PackedParams& params, int cluster_rank)
+      : row_block(blockIdx.x / kConfig.split_k * kConfig.row_blocks),
+        token(blockIdx.y * kConfig.tokens),
+        batch(blockIdx.z),
+        rank(cluster_rank) {
+    const int stages = (params.k_tiles + kConfig.k_blocks - 1) / kConfig.k_blocks;
+    begin = rank * stages / kConfig.split_k;
+    end = (rank + 1) * stages / kConfig.split_k;
+    last_groups = params.groups - (stages - 1) * kConfig.stage_groups();
+  }
+};
+
+// Fills the ring. One thread of each of two warps calls a function of it: a copy takes its thread
+// about 100 cycles, so that one thread would be the bottleneck.
+template <PackedConfig kConfig>
+struct PackedProducer {
+  const PackedParams& params;
+  const TensorMap& x;
+  PackedMemory<kConfig> memory;
+  PackedPlace<kConfig> place;
+
+  __device__ __forceinline__ int row_blocks() const {
+    const int left = (params.n + kPackedTile - 1) / kPackedTile - place.row_block;
+    return left < kConfig.row_blocks ? left : kConfig.row_blocks;
+  }
+
+  __device__ __forceinline__ void load_values() const {
+    const int blocks = row_blocks();
+    const int64_t step = static_cast<int64_t>(params.k_tiles) * kConfig.tile_bytes();
+    const uint8_t* from = params.values + place.batch * params.values_batch +
+                          place.row_block * step + place.begin * kConfig.row_block_bytes();
+    RingPosition<kConfig.stages> at;
+#pragma unroll 1
+    for (int i = place.begin; i < place.end; ++i, at.advance()) {
+      const int left = params.k_tiles - kConfig.k_blocks * i;
+      const int bytes = (left < kConfig.k_blocks ? left : kConfig.k_blocks) * kConfig.tile_bytes();
+      ptx::mbarrier_wait(memory.empty(at.stage), at.phase ^ 1);
+      ptx::mbarrier_arrive_expect(memory.full(at.stage), blocks * bytes);
+#pragma unroll
+      for (int b = 0; b < kConfig.row_blocks; ++b) {
+        if (b < blocks) {
+          ptx::bulk_load(memory.values(at.stage, b), from + b * step, bytes, memory.full(at.stage));
+        }
+      }
+      from += kConfig.row_block_bytes();
+    }
+  }
+
+  __device__ __forceinline__ void load_the_rest() const {
+    const int blocks = row_blocks();
+    const int64_t step = static_cast<int64_t>(params.groups) * kConfig.group_bytes();
+    const uint8_t* from =
+        params.scales + place.batch * params.scales_batch + place.row_block * step;
+    RingPosition<kConfig.stages> at;
+#pragma unroll 1
+    for (int i = place.begin; i < place.end; ++i, at.advance()) {
+      const int group =
+          kConfig.stage_groups() > 1 ? i * kConfig.stage_groups() : i / params.stages_per_group;
+      const int left = params.groups - group;
+      const int count = left < kConfig.stage_groups() ? left : kConfig.stage_groups();
+      const int bytes = count * kConfig.group_bytes();
+      ptx::mbarrier_wait(memory.empty(at.stage), at.phase ^ 1);
+      ptx::mbarrier_arrive_expect(memory.full(at.stage), blocks * bytes + kConfig.x_bytes());
+      ptx::tma_load(memory.x(at.stage), &x, memory.full(at.stage), 0, place.token,
+                    kConfig.k_blocks * i, place.batch, 0);
+#pragma unroll
+      for (int b = 0; b < kConfig.row_blocks; ++b) {
+        if (b < blocks) {
+          ptx::bulk_load(memory.scales(at.stage, b),
+                         from + b * step + static_cast<int64_t>(group) * kConfig.group_bytes(),
+                         bytes, memory.full(at.stage));
+        }
+      }
+    }
+  }
+};
+
+}  // namespace jax_tcgemm::sm90
