@@ -16,7 +16,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_tcgemm import _compat
-from jax_tcgemm.api import eager, quantization, quantized
+from jax_tcgemm.api import eager, quantized
 from jax_tcgemm.api.scaled_dot import quantized_dot_general
 from jax_tcgemm.lowering import fallback
 from jax_tcgemm.primitives import gemm as gemm_primitive
@@ -28,6 +28,7 @@ from jax_tcgemm.problem.arithmetic import (
 )
 from jax_tcgemm.problem.spec import GemmSpec
 from jax_tcgemm.problem.strides import Axes, Operands
+from jax_tcgemm.quantized import arrays
 
 _Dims = tuple[int, ...]
 
@@ -81,7 +82,7 @@ def dot_general(
         ValueError: as ``lax.dot_general`` does.
     """
     options = (dimension_numbers, precision, preferred_element_type)
-    if any(map(quantization.is_quantized, (lhs, rhs))):
+    if any(map(arrays.is_quantized, (lhs, rhs))):
         if out_sharding is not None or kwargs:
             raise TypeError(
                 f"quantized operands are not taken beside out_sharding={out_sharding}, {kwargs}"

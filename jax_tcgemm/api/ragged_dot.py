@@ -13,7 +13,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_tcgemm import _compat
-from jax_tcgemm.api import arguments, eager, quantization
+from jax_tcgemm.api import arguments, eager
 from jax_tcgemm.api import epilogue as epilogues
 from jax_tcgemm.api.quantized_ragged_dot import quantized_ragged_dot
 from jax_tcgemm.kernels import names as kernel_names
@@ -22,6 +22,7 @@ from jax_tcgemm.problem import epilogue as problem_epilogue
 from jax_tcgemm.problem.activations import Activation
 from jax_tcgemm.problem.arithmetic import resolve_algorithm, resolve_run_time
 from jax_tcgemm.problem.ragged import RaggedSpec
+from jax_tcgemm.quantized import arrays
 
 _NAMES = arguments.Names("lhs", "rhs", "", "transpose_rhs")
 
@@ -90,7 +91,7 @@ def ragged_dot(
         TypeError: an argument's type or dtype is not accepted.
         ValueError: an argument's shape or value is not accepted.
     """
-    if quantization.is_quantized(lhs) or quantization.is_quantized(rhs):
+    if arrays.is_quantized(lhs) or arrays.is_quantized(rhs):
         if out_sharding is not None:
             raise ValueError("ragged_dot: no out_sharding= of quantized operands; accepted: None")
         return quantized_ragged_dot(
