@@ -37,10 +37,10 @@ def close(got, wanted, size, k, roundings=1):
         wanted: the float64 result.
         size: the product of the absolute values.
         k: contracted extent.
-        roundings: roundings of the dequantized weight to 16 bits.
+        roundings: roundings of the dequantized weight to bfloat16.
     """
     eps = float(jnp.finfo(got.dtype).eps) / 2
-    allowed = ((k + 4) * 2.0**-24 + roundings * 2.0**-9) * size
+    allowed = ((k + 4) * 2.0**-24 + roundings * 2.0**-8) * size
     allowed = allowed + 2 * eps * (np.abs(wanted) + allowed) + 1e-30
     assert got.shape == wanted.shape
     assert np.all(np.abs(np.asarray(got, np.float64) - wanted) <= allowed)
@@ -319,6 +319,18 @@ def test_special_values(rng):
     assert not np.isfinite(y[:, 1]).any()
     assert not np.any(y[:, 2])
     assert np.isfinite(y[:, 3]).all()
+
+
+def test_float8_nan(rng):
+    q = weight(rng, "float8_e4m3fn", (64, 4), 32)
+    q = dataclasses.replace(q, qvalue=q.qvalue.at[40, 1].set(jnp.nan))
+    w = pack(q)
+    assert np.isnan(wide(w.scales[0, :, 0, :4])).tolist() == [
+        [False] * 4,
+        [False, True, False, False],
+    ]
+    for x in (jnp.ones((2, 64), BF16), jnp.zeros((2, 64), BF16)):
+        assert np.isnan(gemm(x, w)).all(0).tolist() == [False, True, False, False]
 
 
 @pytest.mark.parametrize("qtype", ["int4", "int8"])
