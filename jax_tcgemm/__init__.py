@@ -16,7 +16,7 @@ from jax_tcgemm.api.fp8 import fp8_dot, fp8_dot_general
 from jax_tcgemm.api.gated_gemm import gated_gemm
 from jax_tcgemm.api.gemm import gemm
 from jax_tcgemm.api.mlp import gated_mlp, mlp
-from jax_tcgemm.api.quantization import Quantized, quantize
+from jax_tcgemm.api.quantization import quantize
 from jax_tcgemm.api.ragged_dot import gated_ragged_dot, ragged_dot
 from jax_tcgemm.api.scaled_dot import scaled_dot
 from jax_tcgemm.epilogue import compiler
@@ -24,6 +24,8 @@ from jax_tcgemm.lowering.fallback import FallbackError
 from jax_tcgemm.partitioning import partitioner
 from jax_tcgemm.primitives.gemm import ACTIVATION, PREACTIVATION
 from jax_tcgemm.problem.activations import clip, softcap
+from jax_tcgemm.quantized.arrays import Quantized
+from jax_tcgemm.quantized.packed import PackedWeight, pack, pack_params, unpack
 from jax_tcgemm.transforms.fuse import fuse
 from jax_tcgemm.transforms.tune import tune
 from jax_tcgemm.tuning.tunings import Tunings
@@ -54,6 +56,7 @@ __all__ = [
     "DelayedScale",
     "FallbackError",
     "Fp8State",
+    "PackedWeight",
     "Quantized",
     "Tunings",
     "__version__",
@@ -68,11 +71,14 @@ __all__ = [
     "gated_ragged_dot",
     "gemm",
     "mlp",
+    "pack",
+    "pack_params",
     "quantize",
     "ragged_dot",
     "scaled_dot",
     "softcap",
     "tune",
+    "unpack",
 ]
 
 

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from quantized_values import E4M3, E5M2, INT8, LARGEST, dequantized, repeated
 
-from jax_tcgemm import ragged_dot
-from jax_tcgemm.api.quantization import Quantized, quantize
+from jax_tcgemm import Quantized, quantize, ragged_dot
 
 TYPES = pytest.mark.parametrize("dtype", LARGEST, ids=lambda dtype: dtype.__name__)
 TILES = [None, (1, 128), (128, 128), (1, -1), (None, 1), (2, 64), (1, 1)]
@@ -105,6 +104,41 @@ def test_scale_dtypes(normal, exact, dtype, name):
     assert np.isfinite(exact(largest.scale)).all()
 
 
+@pytest.mark.parametrize("tile", [(128, 1), (32, 1), (-1, 1), None], ids=str)
+@pytest.mark.parametrize("scale_dtype", ["float32", "bfloat16"])
+def test_four_bits(normal, exact, tile, scale_dtype):
+    x = normal(256, 24) * jnp.exp(normal(1, 24)) + normal(1, 24)
+    q = quantize(x, jnp.int4, tile=tile, scale_dtype=scale_dtype)
+    u = quantize(x, jnp.uint4, tile=tile, scale_dtype=scale_dtype)
+    for each in (q, u):
+        assert each.qvalue.dtype == each.qtype
+        assert each.scale.dtype == each.dtype == scale_dtype
+    assert np.abs(exact(q.qvalue)).max() == 7
+    assert (exact(u.qvalue).min(), exact(u.qvalue).max()) == (0, 15)
+    assert q.zero_point is None
+    assert u.zero_point is not None
+    assert (u.zero_point.dtype, u.zero_point.shape) == (jnp.uint4, u.scale.shape)
+    zero = repeated(exact(u.zero_point), x.shape)
+    # A scale that was rounded down makes the largest value clip. The zero point is rounded, too.
+    rounding = 0.0 if scale_dtype == "float32" else BF16_ROUNDING
+    for each, zeros, half, steps in ((q, 0, 0.5, 7), (u, zero, 1.0, 15)):
+        scale = repeated(exact(each.scale), x.shape)
+        values = (exact(each.qvalue) - zeros) * scale
+        assert np.all(np.abs(values - exact(x)) <= (half + 1e-5 + steps * rounding) * scale)
+        np.testing.assert_allclose(each.dequantize(), values, rtol=2**-23)
+        turned = each.T.dequantize(jnp.bfloat16)
+        np.testing.assert_array_equal(turned, each.dequantize(jnp.bfloat16).T)
+
+
+def test_four_bits_of_zeros_and_of_what_is_not_finite():
+    x = jnp.asarray([[0.0, -0.0], [1, jnp.nan], [jnp.inf, 2], [3, 1], [-4, -1]], jnp.float32)
+    for dtype in (jnp.int4, jnp.uint4):
+        values = quantize(x, dtype, tile=(1, -1)).dequantize()
+        assert np.isnan(values).all(1).tolist() == [False, True, True, False, False]
+        assert not np.any(values[0])
+        np.testing.assert_allclose(values[3:, 0], [3, -4], rtol=1e-6)  # zero is in the range
+
+
 def test_powers_of_two_stay_what_they_are():
     x = jnp.asarray([[448.0], [449.0], [2.0**-140], [2.0**-110 * 448]])
     q = quantize(x, E4M3, tile=(1, 1), power_of_two=True)
@@ -132,7 +166,7 @@ def test_empty_arrays_and_scalars(shape):
         ({"tile": (1, 0)}, ValueError, "0 does not divide 128"),
         ({"tile": (1, -2)}, ValueError, "-2 does not divide 128"),
         ({"tile": 128}, ValueError, "tile=128"),
-        ({"dtype": jnp.int4}, TypeError, "int4.*accepted: float8_e4m3fn, float8_e5m2, int8"),
+        ({"dtype": jnp.int2}, TypeError, "int2.*accepted: .*float8_e5m2, int8, int4, uint4"),
         ({"dtype": "nonsense"}, TypeError, "dtype='nonsense'"),
         ({"scale_dtype": jnp.int32}, TypeError, "scale_dtype.*accepted: float32"),
         ({"x": jnp.ones((4, 128), jnp.int32)}, TypeError, "x.dtype=int32"),

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jax_tcgemm.api.quantization import Quantized, largest, saturated
+from jax_tcgemm.api.quantization import largest, saturated
+from jax_tcgemm.quantized.arrays import Quantized
 
 _HISTORY = 1024
 

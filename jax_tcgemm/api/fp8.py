@@ -18,7 +18,8 @@ from jax_tcgemm import _compat
 from jax_tcgemm.api import arguments, eager
 from jax_tcgemm.api.delayed_scaling import Fp8State
 from jax_tcgemm.api.gemm import gemm
-from jax_tcgemm.api.quantization import Quantized, quantize
+from jax_tcgemm.api.quantization import quantize
+from jax_tcgemm.quantized.arrays import Quantized
 
 _DTYPES = ("bfloat16", "float16", "float32")
 _RECIPES = ("current", "block", "delayed")

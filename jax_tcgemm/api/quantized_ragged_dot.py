@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_tcgemm.api import arguments, quantization
+from jax_tcgemm.api import arguments
 from jax_tcgemm.api import epilogue as epilogues
 from jax_tcgemm.api.scaled_dot import common_of, is_native_pair, result_dtype
 from jax_tcgemm.api.scaled_matrices import Scaled
 from jax_tcgemm.problem.activations import Activation, resolve
+from jax_tcgemm.quantized import arrays
 
 
 def quantized_ragged_dot(
@@ -139,12 +140,12 @@ def _along_results(a: Scaled, b: Scaled, k_axis: int, of_row: jax.Array) -> list
     scales = []
     if a.scale is not None:
         rows = (a.value.shape[0] if a.scale.shape[0] != 1 else 1, 1)
-        scales.append(quantization.spread(a.scale.astype(jnp.float32), rows))
+        scales.append(arrays.spread(a.scale.astype(jnp.float32), rows))
     if b.scale is not None:
         columns = b.value.shape[3 - k_axis] if b.scale.shape[3 - k_axis] != 1 else 1
         scale = b.scale.astype(jnp.float32).squeeze(k_axis)
         groups = b.value.shape[0] if scale.shape[0] != 1 else 1
-        scale = quantization.spread(scale, (groups, columns))
+        scale = arrays.spread(scale, (groups, columns))
         # Scales that differ between groups are read along with the results.
         scales.append(scale[of_row] if groups > 1 else scale)
     return scales

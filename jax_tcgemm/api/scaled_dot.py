@@ -14,11 +14,12 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_tcgemm import _compat
-from jax_tcgemm.api import arguments, eager, quantization
+from jax_tcgemm.api import arguments, eager
 from jax_tcgemm.api.gemm import gemm
 from jax_tcgemm.api.scaled_matrices import DimensionNumbers, Scaled, matrices
 from jax_tcgemm.problem.arithmetic import common_dtype
 from jax_tcgemm.problem.strides import Shape
+from jax_tcgemm.quantized import arrays
 
 _FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 # The largest k for which sums of products of differences of int8 values are exact in int32.
@@ -77,7 +78,7 @@ def scaled_dot(
         rhs,
         lhs_scale=lhs_scale,
         rhs_scale=rhs_scale,
-        dims=_dimension_numbers(dimension_numbers, lhs.shape, rhs.shape),
+        dims=dimension_numbers_of(dimension_numbers, lhs.shape, rhs.shape),
         dtype=jnp.dtype(dtype),
     )
 
@@ -95,7 +96,7 @@ def _with_scale(name: str, value: jax.Array, scale: Any) -> Scaled:
         return Scaled(value)
     scale = arguments.array(f"{name}_scale", scale)
     scale = scale.reshape((1,) * value.ndim) if scale.size == 1 else scale
-    quantization.check_divides(f"{name}_scale", scale.shape, name, value.shape)
+    arrays.check_divides(f"{name}_scale", scale.shape, name, value.shape)
     return Scaled(value, scale)
 
 
@@ -130,15 +131,15 @@ def quantized_dot_general(
         ValueError: the shape of a scale or zero point does not fit.
     """
     lhs, rhs = (
-        x if quantization.is_quantized(x) else arguments.array(name, x)
+        x if arrays.is_quantized(x) else arguments.array(name, x)
         for name, x in (("lhs", lhs), ("rhs", rhs))
     )
-    shapes = [(x.qvalue if quantization.is_quantized(x) else x).shape for x in (lhs, rhs)]
+    shapes = [(x.qvalue if arrays.is_quantized(x) else x).shape for x in (lhs, rhs)]
     dtype = result_dtype(lhs, rhs) if preferred_element_type is None else preferred_element_type
     return _quantized_dot_general(
         lhs,
         rhs,
-        dims=_dimension_numbers(dimension_numbers, *shapes),
+        dims=dimension_numbers_of(dimension_numbers, *shapes),
         precision=precision,
         dtype=jnp.dtype(dtype),
     )
@@ -205,7 +206,7 @@ def result_dtype(lhs: Any, rhs: Any) -> np.dtype:
     """Returns the dtype of an operand of more than 8 bits, or else the scales' common one."""
     wide, scales = [], []
     for x in (lhs, rhs):
-        if quantization.is_quantized(x):
+        if arrays.is_quantized(x):
             scales.append(x.scale.dtype)
         elif x.dtype.itemsize > 1:
             wide.append(x.dtype)
@@ -240,7 +241,7 @@ def _rank_one(x: Scaled, k_axis: int, is_transposed: bool) -> list[jax.Array]:
     zero = jnp.zeros_like(sums) if x.zero_point is None else x.zero_point.astype(jnp.int32)
     scale = jnp.ones_like(sums) if x.scale is None else x.scale
     scale = scale.astype(jnp.float32)
-    parts = [sums, *(quantization.spread(y, sums.shape) for y in (zero, scale))]
+    parts = [sums, *(arrays.spread(y, sums.shape) for y in (zero, scale))]
     return [jnp.swapaxes(y, -1, -2) if is_transposed else y for y in parts]
 
 
@@ -252,7 +253,7 @@ def _is_exact(lhs: Scaled, rhs: Scaled, dims: DimensionNumbers) -> bool:
     return is_constant and k <= _MOST_EXACT_K and all(zero.dtype == jnp.int8 for zero in zeros)
 
 
-def _dimension_numbers(given: Any, lhs: Shape, rhs: Shape) -> DimensionNumbers:
+def dimension_numbers_of(given: Any, lhs: Shape, rhs: Shape) -> DimensionNumbers:
     """Returns dimension numbers as tuples of non-negative numbers, and checks that they fit."""
     if given is None:
         if len(lhs) != len(rhs) or len(lhs) < 2:

@@ -11,8 +11,8 @@ import jax
 import numpy as np
 from jax import lax
 
-from jax_tcgemm.api import quantization
 from jax_tcgemm.problem.strides import Shape
+from jax_tcgemm.quantized import arrays
 
 _Dims = tuple[int, ...]
 DimensionNumbers = tuple[tuple[_Dims, _Dims], tuple[_Dims, _Dims]]
@@ -30,12 +30,12 @@ class Scaled:
     @staticmethod
     def of(x: Any) -> Scaled:
         """Returns the parts of a quantized operand; any other operand is its own value."""
-        if not quantization.is_quantized(x):
+        if not arrays.is_quantized(x):
             return Scaled(x)
         for name in ("scale", "zero_point"):
             if getattr(x, name) is not None:
                 shape = getattr(x, name).shape
-                quantization.check_divides(name, shape, "qvalue", x.qvalue.shape)
+                arrays.check_divides(name, shape, "qvalue", x.qvalue.shape)
         return Scaled(x.qvalue, x.scale, x.zero_point)
 
     def map(self, function: Any) -> Scaled:
@@ -50,7 +50,7 @@ class Scaled:
     def dequantized(self, dtype: np.dtype) -> Scaled:
         if self.scale is None:
             return Scaled(self.value.astype(dtype))
-        parts = quantization.Quantized(self.value, self.scale, self.zero_point)
+        parts = arrays.Quantized(self.value, self.scale, self.zero_point)
         return Scaled(parts.dequantize(dtype))
 
 
@@ -110,7 +110,7 @@ def _refined(factor: jax.Array, shape: Shape, start: int, middle: int) -> jax.Ar
         last = max((dim for dim in group if factor.shape[dim] > 1), default=0)
         for dim in group:
             full[dim] = shape[dim] if dim < last else full[dim]
-    return quantization.spread(factor, tuple(full))
+    return arrays.spread(factor, tuple(full))
 
 
 def _merged(x: jax.Array, start: int, middle: int) -> jax.Array:

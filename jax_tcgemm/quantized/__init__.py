@@ -1,0 +1,1 @@
+"""Arrays with scales, and weights packed for the kernels."""
