@@ -1,0 +1,105 @@
+"""The kernels for packed weights: which are compiled, and which one computes a product.
+
+``choose`` knows the sizes alone. The configurations were measured on an H200
+(docs/experiments/packed_weights.md).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+# Extent of a tile of the layout, along n and along k.
+_TILE = 64
+# A cluster has at most this many blocks.
+_MOST_SPLIT = 8
+# Number of multiprocessors of a Hopper GPU.
+_SMS = 132
+# From this many rows on, it is faster to dequantize the weight and to multiply by that.
+MOST_ROWS = 64
+# The rows of a weight that may share a scale; longer groups must be whole stages.
+GROUPS = (32, 64, 128)
+_FORMATS = {"int4": "kInt4", "uint4": "kUint4", "int8": "kInt8", "float8_e4m3fn": "kE4m3"}
+_TYPES = {"bfloat16": "kBf16", "float16": "kF16", "float32": "kF32"}
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedRow:
+    """A configuration; the fields are those of ``PackedConfig`` in ``cuda/packed_config.h``.
+
+    Attributes:
+        tokens: rows of the left operand in a tile.
+        row_blocks: blocks of 64 columns of the weight in a tile.
+        k_blocks: blocks of 64 k in a stage.
+        stages: stages of the ring.
+        split_k: blocks of a cluster, which divide k.
+        blocks_on_sm: blocks for which the registers of a multiprocessor suffice.
+    """
+
+    tokens: int
+    row_blocks: int
+    k_blocks: int
+    stages: int
+    split_k: int
+    blocks_on_sm: int
+
+    @property
+    def stage_k(self) -> int:
+        return _TILE * self.k_blocks
+
+    @property
+    def sums_are_scaled(self) -> bool:
+        """Whether scales multiply sums, which rounds nothing, or the weights."""
+        return self.tokens <= 16
+
+
+# (bits, tokens): the configuration without a split of k.
+_ROWS = {
+    (4, 8): PackedRow(8, 1, 4, 5, 1, 4),
+    (4, 16): PackedRow(16, 1, 4, 4, 1, 3),
+    (4, 32): PackedRow(32, 2, 4, 3, 1, 2),
+    (4, 64): PackedRow(64, 4, 4, 3, 1, 1),
+    (8, 8): PackedRow(8, 1, 2, 5, 1, 4),
+    (8, 16): PackedRow(16, 1, 2, 4, 1, 4),
+    (8, 32): PackedRow(32, 2, 2, 4, 1, 2),
+    (8, 64): PackedRow(64, 4, 2, 4, 1, 1),
+}
+
+
+def choose(bits: int, m: int, n: int, k: int) -> PackedRow | None:
+    """Returns the configuration for a product, ``None`` if no kernel is faster than two steps.
+
+    Args:
+        bits: of a value of the weight.
+        m: number of rows of the left operand.
+        n: number of columns of the weight.
+        k: contracted extent, a multiple of 64.
+    """
+    if m > MOST_ROWS:
+        return None
+    tokens = next(each for each in (8, 16, 32, 64) if m <= each)
+    row = _ROWS[bits, tokens]
+    tiles = -(-n // (_TILE * row.row_blocks))
+    stages = -(-k // row.stage_k)
+    most = min(_MOST_SPLIT, stages, 2 * _SMS * min(row.blocks_on_sm, 2) // 2 // max(tiles, 1))
+    split = 1 << max(most, 1).bit_length() - 1
+    return dataclasses.replace(row, split_k=split)
+
+
+def program(
+    row: PackedRow, qtype: str, activation: str, scale: str, output: str, *, zeros: bool, group: int
+) -> str:
+    """Returns the initialiser of a ``PackedConfig``, as ``source_of`` of ``dispatch/packed.cc``.
+
+    Args:
+        row: the configuration.
+        qtype: type of the weight's values.
+        activation: dtype of the left operand.
+        scale: dtype of the scales.
+        output: dtype of the result.
+        zeros: whether there are zero points.
+        group: number of rows of the weight that share a scale.
+    """
+    types = ", ".join(f"ElementType::{_TYPES[each]}" for each in (activation, scale, output))
+    numbers = (min(group, row.stage_k), *dataclasses.astuple(row))
+    listed = ", ".join(map(str, numbers))
+    return f"{{PackedFormat::{_FORMATS[qtype]}, {types}, {str(zeros).lower()}, {listed}}}"
