@@ -26,6 +26,7 @@ from jax_tcgemm.partitioning import partitioner
 from jax_tcgemm.primitives.gemm import ACTIVATION, PREACTIVATION
 from jax_tcgemm.problem.activations import clip, softcap
 from jax_tcgemm.quantized.arrays import Quantized
+from jax_tcgemm.quantized.packed import PackedWeight, pack, pack_params, unpack
 from jax_tcgemm.transforms.fuse import fuse
 from jax_tcgemm.transforms.tune import tune
 from jax_tcgemm.tuning.tunings import Tunings
@@ -56,6 +57,7 @@ __all__ = [
     "DelayedScale",
     "FallbackError",
     "Fp8State",
+    "PackedWeight",
     "Quantized",
     "Tunings",
     "__version__",
@@ -71,11 +73,14 @@ __all__ = [
     "gated_ragged_dot",
     "gemm",
     "mlp",
+    "pack",
+    "pack_params",
     "quantize",
     "ragged_dot",
     "scaled_dot",
     "softcap",
     "tune",
+    "unpack",
 ]
 
 

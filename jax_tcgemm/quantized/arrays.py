@@ -72,6 +72,24 @@ class Quantized:
         return dequantize(self, dtype)
 
 
+def _qtype_name(meta: Any) -> bytes:
+    (qtype,) = meta
+    return b"" if qtype is None else jnp.dtype(qtype).name.encode()
+
+
+def _qtype_of(name: Any) -> Any:
+    return (jnp.dtype(bytes(name).decode()) if name else None,)
+
+
+# Exported programs may have quantized arrays as arguments.
+jax.export.register_pytree_node_serialization(
+    Quantized,
+    serialized_name="jax_tcgemm.Quantized",
+    serialize_auxdata=_qtype_name,
+    deserialize_auxdata=_qtype_of,
+)
+
+
 def is_quantized(x: Any) -> bool:
     """Checks if this is a ``Quantized`` or has its fields, like qwix's ``QArray``."""
     return all(hasattr(x, field.name) for field in dataclasses.fields(Quantized))

@@ -1,0 +1,52 @@
+"""``PackedSpec``: the static description of a product with a packed weight."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+# Version of the layout that ``lowering/packed_layout.py`` describes.
+VERSION = 1
+# Extent of a tile of the layout, along n and along k.
+TILE = 64
+# The types of packed values, and their bits.
+BITS = {"int4": 4, "uint4": 4, "int8": 8, "float8_e4m3fn": 8}
+
+
+def tiles(extent: int) -> int:
+    """Returns the number of tiles along a dimension."""
+    return -(-extent // TILE)
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedSpec:
+    """The static parameters of a product with a packed weight.
+
+    Attributes:
+        qtype: name of the type of the values, a key of ``BITS``.
+        group: number of rows of the weight that share a scale; it divides ``k``.
+        has_zeros: whether the scales are pairs of scale and zero point.
+        n: number of columns of the weight.
+        k: contracted extent.
+        out_dtype: dtype of the result.
+        config: name of the requested kernel configuration, ``"kernel"``, ``"xla"`` or ``None``.
+    """
+
+    qtype: str
+    group: int
+    has_zeros: bool
+    n: int
+    k: int
+    out_dtype: np.dtype
+    config: str | None = None
+
+    @property
+    def bits(self) -> int:
+        """Number of bits of a value."""
+        return BITS[self.qtype]
+
+    @property
+    def groups(self) -> int:
+        """Number of groups along k."""
+        return self.k // self.group if self.group else 1
