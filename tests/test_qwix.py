@@ -65,7 +65,7 @@ KINDS = pytest.mark.parametrize(
 
 def assert_close(found, expected, dtype):
     """Checks against qwix's own products, which round other intermediate values."""
-    assert found.dtype == dtype
+    assert found.dtype == expected.dtype
     found, expected = (np.asarray(x, np.float64) for x in (found, expected))
     tolerance = 5e-2 if dtype == jnp.bfloat16 else 1e-4
     assert np.linalg.norm(found - expected) <= tolerance * np.linalg.norm(expected)
@@ -73,16 +73,16 @@ def assert_close(found, expected, dtype):
 
 @pytest.fixture
 def packed_products(monkeypatch):
-    """Collects the types of the right operands of the products."""
-    types = []
+    """Collects, for each product, whether one of its operands is packed."""
+    found = []
     right = qwix_ptq.dot_general_of_arrays
 
     def recorded(lhs, rhs, *rest, **options):
-        types.append(type(rhs))
+        found.append(any(isinstance(x, PackedWeight) for x in (lhs, rhs)))
         return right(lhs, rhs, *rest, **options)
 
     monkeypatch.setattr(qwix_ptq, "dot_general_of_arrays", recorded)
-    return types
+    return found
 
 
 @KINDS
@@ -103,7 +103,7 @@ def test_linen(normal, packed_products, weight, tile, activation):
     packed_products.clear()
     packed = qwix_ptq.pack_params(quantized)
     assert_close(jax.jit(ours.apply)(packed, x), expected, dtype)
-    assert sum(kind is PackedWeight for kind in packed_products) == 3
+    assert sum(packed_products) == 3
     # The DenseGeneral's weight is no matrix.
     assert not isinstance(packed["params"]["DenseGeneral_0"]["kernel"].array, PackedWeight)
 
@@ -123,7 +123,7 @@ def test_nnx(normal, packed_products, weight, tile, activation):
     packed_products.clear()
     assert qwix_ptq.pack_params(ours, lambda x: x.shape[1] != OUT) is ours
     assert_close(nnx.jit(lambda model, x: model(x))(ours, x), expected, jnp.float32)
-    assert [kind is PackedWeight for kind in packed_products] == [True, False]
+    assert packed_products == [True, False]
     graph, state = nnx.split(ours)
     again = nnx.merge(graph, jax.tree.map(jnp.copy, state))
     assert_close(again(x), expected, jnp.float32)

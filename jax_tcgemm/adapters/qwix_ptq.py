@@ -38,11 +38,12 @@ def dot_general(
     A quantized activation beside a ``PackedWeight`` is dequantized to the dtype of its scale.
 
     Args:
-        lhs: array or ``QArray``.
-        rhs: array, ``QArray`` or ``PackedWeight``.
+        lhs: array, ``QArray`` or ``PackedWeight``; only one operand may be packed.
+        rhs: the same.
         dimension_numbers: as in ``lax.dot_general``.
         precision: as in ``lax.dot_general``.
-        preferred_element_type: dtype of the result; ``None`` means that of the activations.
+        preferred_element_type: dtype of the result; ``None`` means the common dtype of activations
+            and scales, as in qwix.
         out_sharding: as in ``lax.dot_general``.
 
     Returns:
@@ -52,14 +53,41 @@ def dot_general(
         TypeError: as ``jax_tcgemm.dot_general`` does.
         ValueError: as ``jax_tcgemm.dot_general`` does.
     """
-    if isinstance(rhs, PackedWeight) and is_quantized(lhs):
-        lhs = dequantize(lhs, lhs.scale.dtype)
+    dtype = _result_dtype(lhs, rhs) if preferred_element_type is None else preferred_element_type
+    if isinstance(lhs, PackedWeight) or isinstance(rhs, PackedWeight):
+        lhs, rhs = (dequantize(x, x.scale.dtype) if is_quantized(x) else x for x in (lhs, rhs))
     return dot_general_of_arrays(
-        lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding=out_sharding
+        lhs, rhs, dimension_numbers, precision, dtype, out_sharding=out_sharding
     )
 
 
-einsum = functools.partial(qwix.einsum, _qwix_dot_general=dot_general)
+def einsum(subscripts: str, lhs: Any, rhs: Any, **options: Any) -> jax.Array:
+    """Computes ``qwix.einsum`` of two operands by ``jax_tcgemm.dot_general``.
+
+    Args:
+        subscripts: as in ``jnp.einsum``.
+        lhs: as in ``dot_general``.
+        rhs: as in ``dot_general``.
+        **options: other arguments of ``qwix.einsum``.
+
+    Returns:
+        The result of the einsum, of the dtype of ``dot_general``.
+
+    Raises:
+        TypeError: as ``dot_general`` does.
+        ValueError: as ``dot_general`` does.
+    """
+    own = {"preferred_element_type": _result_dtype(lhs, rhs), "_qwix_dot_general": dot_general}
+    return qwix.einsum(subscripts, lhs, rhs, **own | options)
+
+
+def _result_dtype(*operands: Any) -> Any:
+    """Returns the common dtype of operands, where that of a quantized one is its scales'.
+
+    qwix's products have this dtype. 8-bit scales count as bfloat16.
+    """
+    dtypes = [jnp.dtype((x.scale if is_quantized(x) else x).dtype) for x in operands]
+    return jnp.result_type(*(t if t.itemsize > 1 else jnp.bfloat16 for t in dtypes))
 
 
 class PtqProvider(qwix.PtqProvider):
