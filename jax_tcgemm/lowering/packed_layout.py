@@ -24,6 +24,7 @@ types. Left operands must be read as 0 there.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -31,6 +32,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from jax_tcgemm import _compat
 from jax_tcgemm.problem.arithmetic import at_least_float32
 from jax_tcgemm.problem.packed import BITS, TILE, PackedSpec, tiles
 from jax_tcgemm.problem.strides import Shape
@@ -115,6 +117,14 @@ def dequantized(
     values: jax.Array, scales: jax.Array, spec: PackedSpec, dtype: DTypeLike
 ) -> jax.Array:
     """Returns the weight ``(*batch, k, n)``, computed in float32 (or wider) and rounded once."""
+    if _compat.is_sharded(values, scales):
+        batch = values.ndim - 4
+        sources: list[tuple[int, int] | None] = [(0, i) for i in range(batch)]
+        for extent, axis in ((spec.k, batch + 1), (spec.n, batch)):
+            sources.append(None if extent % TILE else (0, axis))
+        own = functools.partial(dequantized, spec=spec, dtype=dtype)
+        sharding = _compat.sharding_from((values, scales), sources)
+        return _compat.with_automatic_axes(own, (values, scales), sharding)
     wide = at_least_float32(jnp.dtype(dtype))
     qvalue = unpack_values(values, spec.qtype, spec.k, spec.n).astype(wide)
     scale, zero_point = unpack_scales(scales, spec.qtype, spec.n)
