@@ -61,9 +61,9 @@ def check_flags(**flags: Any) -> None:
 
 
 def extents(
-    a: jax.Array, b: jax.Array, transpose_a: bool, transpose_b: bool, names: Names = NAMES
+    a: Any, b: Any, transpose_a: bool, transpose_b: bool, names: Names = NAMES
 ) -> tuple[Shape, int, int, int]:
-    """Returns the batch shape, ``m``, ``n`` and ``k`` of a product."""
+    """Returns the batch shape, ``m``, ``n`` and ``k`` of a product of objects with shapes."""
     check_flags(**{names.transpose_a: transpose_a, names.transpose_b: transpose_b})
     m, k = a.shape[-2:][::-1] if transpose_a else a.shape[-2:]
     b_k, n = b.shape[-2:][::-1] if transpose_b else b.shape[-2:]
@@ -74,7 +74,7 @@ def extents(
     if k != b_k:
         raise ValueError(f"{both} must agree in k, got {k} and {b_k} from {shapes}")
     try:
-        batch = jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+        batch: Any = jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     except ValueError:
         raise ValueError(f"leading dimensions of {both} must broadcast, got {shapes}") from None
     return batch, m, n, k

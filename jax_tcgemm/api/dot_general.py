@@ -16,7 +16,8 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_tcgemm import _compat
-from jax_tcgemm.api import eager, quantized
+from jax_tcgemm.api import eager, quantized, weight_only
+from jax_tcgemm.api.packed_dot_general import packed_dot_general
 from jax_tcgemm.api.scaled_dot import quantized_dot_general
 from jax_tcgemm.lowering import fallback
 from jax_tcgemm.primitives import gemm as gemm_primitive
@@ -28,7 +29,7 @@ from jax_tcgemm.problem.arithmetic import (
 )
 from jax_tcgemm.problem.spec import GemmSpec
 from jax_tcgemm.problem.strides import Axes, Operands
-from jax_tcgemm.quantized import arrays
+from jax_tcgemm.quantized.packed import PackedWeight
 
 _Dims = tuple[int, ...]
 
@@ -64,8 +65,8 @@ def dot_general(
     rounded once.
 
     Args:
-        lhs: array of any rank, or ``Quantized`` (or qwix's ``QArray``).
-        rhs: the same.
+        lhs: array of any rank, ``Quantized`` (or qwix's ``QArray``), or ``PackedWeight``.
+        rhs: the same. Only one operand may be packed, and the other is then an array.
         dimension_numbers: ``((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch))``.
         precision: as in ``lax.dot_general``; ``None`` means ``jax.default_matmul_precision``.
             float32 is computed in TF32 unless ``"highest"`` or a wider preset is requested.
@@ -82,11 +83,13 @@ def dot_general(
         ValueError: as ``lax.dot_general`` does.
     """
     options = (dimension_numbers, precision, preferred_element_type)
-    if any(map(arrays.is_quantized, (lhs, rhs))):
+    if any(map(weight_only.is_weight, (lhs, rhs))):
         if out_sharding is not None or kwargs:
             raise TypeError(
                 f"quantized operands are not taken beside out_sharding={out_sharding}, {kwargs}"
             )
+        if any(isinstance(x, PackedWeight) for x in (lhs, rhs)):
+            return packed_dot_general(dot_general, lhs, rhs, *options)
         return quantized_dot_general(lhs, rhs, *options)
     by_lax = functools.partial(
         lax.dot_general, lhs, rhs, *options, out_sharding=out_sharding, **kwargs

@@ -8,7 +8,7 @@ from typing import Any
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_tcgemm import _compat
-from jax_tcgemm.api import arguments, eager
+from jax_tcgemm.api import arguments, eager, weight_only
 from jax_tcgemm.api import epilogue as epilogues
 from jax_tcgemm.primitives import gemm as gemm_primitive
 from jax_tcgemm.problem.activations import Activation
@@ -24,8 +24,8 @@ from jax_tcgemm.problem.strides import Operands
 )
 def gated_gemm(
     x: ArrayLike,
-    w_gate: ArrayLike,
-    w_up: ArrayLike | None = None,
+    w_gate: Any,
+    w_up: Any = None,
     *,
     activation: str | Activation | None = "silu",
     bias_gate: ArrayLike | None = None,
@@ -54,7 +54,8 @@ def gated_gemm(
     Args:
         x: ``(..., m, k)``.
         w_gate: ``(..., k, n)``, or ``(..., n, k)`` with ``transpose_w``. Leading dimensions of
-            ``x`` and the weights broadcast as in ``jnp.matmul``.
+            ``x`` and the weights broadcast as in ``jnp.matmul``. Weights may be quantized, as ``b``
+            of ``gemm``.
         w_up: of the shape and dtype of ``w_gate``. ``None`` means that ``w_gate`` holds both
             weights side by side, the activated columns first: ``(..., k, 2 * n)``, or
             ``(..., 2 * n, k)`` with ``transpose_w``.
@@ -78,6 +79,22 @@ def gated_gemm(
         TypeError: an argument's type or dtype is not accepted.
         ValueError: an argument's shape or value is not accepted.
     """
+    x = arguments.matrix("x", x)
+    if weight_only.is_weight(w_gate) or weight_only.is_weight(w_up):
+        both = [w_gate] if w_up is None else [w_gate, w_up]
+        if not transpose_w and all(weight_only.has_primitive(w, x, precision) for w in both):
+            return weight_only.packed_gated_gemm(
+                *(x, w_gate, w_up),
+                activation=activation,
+                biases={"bias_gate": bias_gate, "bias_up": bias_up},
+                preferred=preferred_element_type,
+                config=config,
+                out_sharding=_compat.out_sharding_of(out_sharding, "gated_gemm"),
+                epilogue=epilogue,
+                epilogue_operands=epilogue_operands,
+            )
+        w_gate = weight_only.dequantized("w_gate", w_gate, "x", x)
+        w_up = weight_only.dequantized("w_up", w_up, "x", x)
     operands, spec = gated_operands(
         x,
         w_gate,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_tcgemm import _compat
-from jax_tcgemm.api import arguments, eager, quantized
+from jax_tcgemm.api import arguments, eager, quantized, weight_only
 from jax_tcgemm.api import epilogue as epilogues
 from jax_tcgemm.primitives import gemm as gemm_primitive
 from jax_tcgemm.problem.activations import Activation
@@ -27,7 +27,7 @@ from jax_tcgemm.problem.strides import Operands
 )
 def gemm(
     a: ArrayLike,
-    b: ArrayLike,
+    b: Any,
     c: ArrayLike | None = None,
     *,
     bias: ArrayLike | None = None,
@@ -76,7 +76,13 @@ def gemm(
     Args:
         a: ``(..., m, k)``, or ``(..., k, m)`` with ``transpose_a``.
         b: ``(..., k, n)``, or ``(..., n, k)`` with ``transpose_b``. Leading dimensions of ``a`` and
-            ``b`` broadcast as in ``jnp.matmul``, and a broadcast operand is never copied.
+            ``b`` broadcast as in ``jnp.matmul``, and a broadcast operand is never copied. ``b`` may
+            be a ``PackedWeight`` or a ``Quantized`` beside an ``a`` of floating-point numbers.
+            Exact codes of a packed ``b`` are multiplied by bfloat16 or float16 ``a``; each
+            dequantized weight is rounded at most once, to the dtype of ``a``, and sums are float32.
+            A ``Quantized`` is dequantized to the dtype of ``a`` first, and so is a packed ``b``
+            beside other ``a``, with ``transpose_b``, or for a ``precision`` that names other sums.
+            These weights have no derivative.
         c: broadcasts to ``(..., m, n)``. It does not affect the dtype of the result. The kernel
             adds to ``c`` in place if all of these hold: ``preferred_element_type=jnp.float32``,
             16-bit operands, a float32 ``c`` of the result's shape, ``beta`` is the number 1, no
@@ -147,25 +153,39 @@ def gemm(
         TypeError: an argument's type or dtype is not accepted.
         ValueError: an argument's shape or value is not accepted.
     """
-    a, b = arguments.matrix("a", a), arguments.matrix("b", b)
+    a = arguments.matrix("a", a)
+    asked = quantized.Asked(a_scale, b_scale, out_scale, return_amax)
+    given = {
+        "c": c,
+        "bias": bias,
+        "residual": residual,
+        "row_scale": row_scale,
+        "column_scale": column_scale,
+        "alpha": alpha,
+        "beta": beta,
+    }
+    if weight_only.is_weight(b):
+        weight_only.check_scales(asked)
+        if weight_only.has_primitive(b, a, precision) and not transpose_b:
+            a = jnp.swapaxes(a, -1, -2) if transpose_a else a
+            return weight_only.packed_gemm(
+                *(a, b),
+                given=given,
+                activation=activation,
+                preferred=preferred_element_type,
+                config=config,
+                out_sharding=_compat.out_sharding_of(out_sharding, "gemm"),
+                epilogue=epilogue,
+                epilogue_operands=epilogue_operands,
+            )
+        b = weight_only.dequantized("b", b, "a", a)
+    b = arguments.matrix("b", b)
     batch, m, n, k = arguments.extents(a, b, transpose_a, transpose_b)
     arguments.check_flags(conjugate_a=conjugate_a, conjugate_b=conjugate_b)
-    a, b = (
-        jnp.conj(x) if is_conjugated else x
-        for x, is_conjugated in ((a, conjugate_a), (b, conjugate_b))
-    )
+    a = jnp.conj(a) if conjugate_a else a
+    b = jnp.conj(b) if conjugate_b else b
     precision = _compat.canonicalize_precision(precision)
-    asked = quantized.Asked(a_scale, b_scale, out_scale, return_amax)
     if quantized.are_taken(asked, a, b, preferred_element_type, precision, out_sharding):
-        given = {
-            "c": c,
-            "bias": bias,
-            "residual": residual,
-            "row_scale": row_scale,
-            "column_scale": column_scale,
-            "alpha": alpha,
-            "beta": beta,
-        }
         return quantized.quantized_gemm(
             *(a, b, (*batch, m, n), (bool(transpose_a), bool(transpose_b)), asked),
             given=given,

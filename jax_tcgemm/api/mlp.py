@@ -10,9 +10,10 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_tcgemm import _compat
-from jax_tcgemm.api import arguments, eager
+from jax_tcgemm.api import arguments, eager, weight_only
 from jax_tcgemm.api import epilogue as epilogues
 from jax_tcgemm.api.gated_gemm import gated_operands
+from jax_tcgemm.api.weight_only_layers import two_products
 from jax_tcgemm.primitives import function_layers, layers
 from jax_tcgemm.problem.activations import Activation
 from jax_tcgemm.problem.arithmetic import INPUT_DTYPES, resolve_algorithm
@@ -29,9 +30,9 @@ _STATIC = (
 @eager.one_program(*_STATIC, functions=("epilogue",))
 def mlp(
     x: ArrayLike,
-    w1: ArrayLike,
+    w1: Any,
     b1: ArrayLike | None,
-    w2: ArrayLike,
+    w2: Any,
     b2: ArrayLike | None = None,
     *,
     activation: str | Activation | None = "gelu",
@@ -56,7 +57,8 @@ def mlp(
 
     Args:
         x: ``(..., m, k)``.
-        w1: ``(k, f)``. For stacks of weights use ``jax.vmap``.
+        w1: ``(k, f)``. For stacks of weights use ``jax.vmap``. Weights may be quantized, as ``b``
+            of ``gemm``: the layers are then two calls of ``gemm``.
         b1: ``(f,)``, or ``None``.
         w2: ``(f, n)``.
         b2: ``(n,)``, or ``None``.
@@ -86,7 +88,20 @@ def mlp(
         TypeError: an argument's type or dtype is not accepted.
         ValueError: an argument's shape or value is not accepted.
     """
-    x, w1, w2 = arguments.matrix("x", x), _weight("w1", w1), _weight("w2", w2)
+    x = arguments.matrix("x", x)
+    if any(map(weight_only.is_weight, (w1, w2))):
+        return two_products(
+            *("mlp", x, {"w1": w1}, {"b1": b1}, {"w2": w2}, b2),
+            activation=activation,
+            residual=residual,
+            transpose_w=transpose_w,
+            precision=precision,
+            preferred_element_type=preferred_element_type,
+            out_sharding=out_sharding,
+            epilogue=epilogue,
+            epilogue_operands=epilogue_operands,
+        )
+    w1, w2 = _weight("w1", w1), _weight("w2", w2)
     precision = _compat.canonicalize_precision(precision)
     names = arguments.Names("x", "w1", "", "transpose_w")
     batch, m, f, k = arguments.extents(x, w1, False, transpose_w, names)
@@ -119,9 +134,9 @@ def mlp(
 @eager.one_program(*_STATIC, functions=("epilogue",))
 def gated_mlp(
     x: ArrayLike,
-    w_gate: ArrayLike,
-    w_up: ArrayLike | None,
-    w_down: ArrayLike,
+    w_gate: Any,
+    w_up: Any,
+    w_down: Any,
     *,
     activation: str | Activation | None = "silu",
     bias_gate: ArrayLike | None = None,
@@ -144,9 +159,9 @@ def gated_mlp(
 
     Args:
         x: ``(..., m, k)``.
-        w_gate: ``(k, f)``, or both weights packed, as in ``gated_gemm``. For stacks of weights use
-            ``jax.vmap``.
-        w_up: ``(k, f)``, or ``None`` if ``w_gate`` is packed.
+        w_gate: ``(k, f)``, or both weights side by side, as in ``gated_gemm``. For stacks of
+            weights use ``jax.vmap``. Weights may be quantized, as in ``mlp``.
+        w_up: ``(k, f)``, or ``None`` if ``w_gate`` holds both weights.
         w_down: ``(f, n)``.
         activation: as in ``gemm``.
         bias_gate: ``(f,)``, added before the activation.
@@ -169,11 +184,21 @@ def gated_mlp(
         TypeError: an argument's type or dtype is not accepted.
         ValueError: an argument's shape or value is not accepted.
     """
-    x, w_gate, w_down = (
-        arguments.matrix("x", x),
-        _weight("w_gate", w_gate),
-        _weight("w_down", w_down),
-    )
+    x = arguments.matrix("x", x)
+    if any(map(weight_only.is_weight, (w_gate, w_up, w_down))):
+        return two_products(
+            *("gated_mlp", x, {"w_gate": w_gate, "w_up": w_up}),
+            *({"bias_gate": bias_gate, "bias_up": bias_up}, {"w_down": w_down}, bias_down),
+            activation=activation,
+            residual=residual,
+            transpose_w=transpose_w,
+            precision=precision,
+            preferred_element_type=preferred_element_type,
+            out_sharding=out_sharding,
+            epilogue=epilogue,
+            epilogue_operands=epilogue_operands,
+        )
+    w_gate, w_down = _weight("w_gate", w_gate), _weight("w_down", w_down)
     precision = _compat.canonicalize_precision(precision)
     first, spec = gated_operands(
         x,

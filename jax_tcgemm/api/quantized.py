@@ -179,7 +179,7 @@ def quantized_gemm(
         )
         results = _bind(factors, function, operands, kept)
         return jax.tree.unflatten(out_trees[0], results)
-    formula = _formula(asked, given, activation, shape, out_dtype)
+    formula = formula_of(asked, given, activation, shape, out_dtype)
     results = _bind(factors, formula.apply, list(formula.operands.values()), kept)
     return (results[0], jnp.max(results[1])) if asked.return_amax else results[0]
 
@@ -214,7 +214,7 @@ def _check_alone(asked: Asked, given: dict[str, Any], activation: Any) -> None:
     epilogues.check_alone("gemm", activation=activation, **arrays, **changed, **asked_too)
 
 
-def _formula(
+def formula_of(
     asked: Asked, given: dict[str, Any], activation: Any, shape: Shape, out_dtype: np.dtype
 ) -> Formula:
     """Checks the operands of the epilogue and returns its formula."""

@@ -41,6 +41,12 @@ class Formula:
         is_integer = jnp.issubdtype(self.out_dtype, jnp.integer) and not self.quantizes
         return jnp.dtype(self.out_dtype if is_integer else jnp.float32)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the result is the rounded product."""
+        is_changed = self.operands or self.quantizes or self.returns_amax or self.alpha != 1
+        return not is_changed and self.activation is None
+
     def apply(self, product: jax.Array, *values: jax.Array) -> list[jax.Array]:
         """Computes the results from the product and the operands, and rounds once."""
         z = product.astype(self.wide)

@@ -13,7 +13,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_tcgemm import _compat
-from jax_tcgemm.api import arguments, eager
+from jax_tcgemm.api import arguments, eager, weight_only
 from jax_tcgemm.api import epilogue as epilogues
 from jax_tcgemm.api.quantized_ragged_dot import quantized_ragged_dot
 from jax_tcgemm.kernels import names as kernel_names
@@ -23,6 +23,7 @@ from jax_tcgemm.problem.activations import Activation
 from jax_tcgemm.problem.arithmetic import resolve_algorithm, resolve_run_time
 from jax_tcgemm.problem.ragged import RaggedSpec
 from jax_tcgemm.quantized import arrays
+from jax_tcgemm.quantized.packed import PackedWeight
 
 _NAMES = arguments.Names("lhs", "rhs", "", "transpose_rhs")
 
@@ -65,8 +66,9 @@ def ragged_dot(
     Args:
         lhs: ``(m, k)``, an array, a ``Quantized`` or qwix's ``QArray``.
         rhs: ``(g, k, n)``, or ``(g, n, k)`` with ``transpose_rhs``; an array, a ``Quantized`` or
-            qwix's ``QArray``. Two float8 or two int8 operands are multiplied directly if their
-            scales do not change along k and they have no zero points.
+            qwix's ``QArray``, or a ``PackedWeight``, which is dequantized to the dtype of ``lhs``.
+            Two float8 or two int8 operands are multiplied directly if their scales do not change
+            along k and they have no zero points.
         group_sizes: ``(g,)``, integers. They may sum to less than ``m``. Negative sizes count as
             zero, and a group that would reach beyond row ``m`` ends there.
         bias: ``(g, n)``, added before the activation.
@@ -91,6 +93,9 @@ def ragged_dot(
         TypeError: an argument's type or dtype is not accepted.
         ValueError: an argument's shape or value is not accepted.
     """
+    if isinstance(rhs, PackedWeight):
+        lhs = arguments.matrix("lhs", lhs)
+        rhs = weight_only.dequantized("rhs", rhs, "lhs", lhs)
     if arrays.is_quantized(lhs) or arrays.is_quantized(rhs):
         if out_sharding is not None:
             raise ValueError("ragged_dot: no out_sharding= of quantized operands; accepted: None")
@@ -149,8 +154,8 @@ def ragged_dot(
 @eager.one_program(*_STATIC)
 def gated_ragged_dot(
     lhs: ArrayLike,
-    rhs_gate: ArrayLike,
-    rhs_up: ArrayLike,
+    rhs_gate: Any,
+    rhs_up: Any,
     group_sizes: ArrayLike,
     *,
     activation: str | Activation | None = "silu",
@@ -170,7 +175,8 @@ def gated_ragged_dot(
 
     Args:
         lhs: ``(m, k)``.
-        rhs_gate: ``(g, k, n)``, or ``(g, n, k)`` with ``transpose_rhs``.
+        rhs_gate: ``(g, k, n)``, or ``(g, n, k)`` with ``transpose_rhs``. A ``PackedWeight`` or a
+            ``Quantized`` is dequantized to the dtype of ``lhs``.
         rhs_up: of the shape and dtype of ``rhs_gate``.
         group_sizes: ``(g,)``, as in ``ragged_dot``.
         activation: as in ``gemm``; ``None`` means the plain product of the two.
@@ -189,6 +195,10 @@ def gated_ragged_dot(
         TypeError: an argument's type or dtype is not accepted.
         ValueError: an argument's shape or value is not accepted.
     """
+    if weight_only.is_weight(rhs_gate) or weight_only.is_weight(rhs_up):
+        lhs = arguments.matrix("lhs", lhs)
+        rhs_gate = weight_only.dequantized("rhs_gate", rhs_gate, "lhs", lhs)
+        rhs_up = weight_only.dequantized("rhs_up", rhs_up, "lhs", lhs)
     rhs_gate = arguments.array("rhs_gate", rhs_gate)
     rhs_up = arguments.like("rhs_up", rhs_up, "rhs_gate", rhs_gate)
     options: dict[str, Any] = {

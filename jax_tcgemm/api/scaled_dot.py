@@ -78,7 +78,7 @@ def scaled_dot(
         rhs,
         lhs_scale=lhs_scale,
         rhs_scale=rhs_scale,
-        dims=_dimension_numbers(dimension_numbers, lhs.shape, rhs.shape),
+        dims=dimension_numbers_of(dimension_numbers, lhs.shape, rhs.shape),
         dtype=jnp.dtype(dtype),
     )
 
@@ -139,7 +139,7 @@ def quantized_dot_general(
     return _quantized_dot_general(
         lhs,
         rhs,
-        dims=_dimension_numbers(dimension_numbers, *shapes),
+        dims=dimension_numbers_of(dimension_numbers, *shapes),
         precision=precision,
         dtype=jnp.dtype(dtype),
     )
@@ -253,7 +253,7 @@ def _is_exact(lhs: Scaled, rhs: Scaled, dims: DimensionNumbers) -> bool:
     return is_constant and k <= _MOST_EXACT_K and all(zero.dtype == jnp.int8 for zero in zeros)
 
 
-def _dimension_numbers(given: Any, lhs: Shape, rhs: Shape) -> DimensionNumbers:
+def dimension_numbers_of(given: Any, lhs: Shape, rhs: Shape) -> DimensionNumbers:
     """Returns dimension numbers as tuples of non-negative numbers, and checks that they fit."""
     if given is None:
         if len(lhs) != len(rhs) or len(lhs) < 2:

@@ -89,11 +89,11 @@ packed_p.def_abstract_eval(_abstract_eval)
 def _jvp(
     primals: Sequence[Any], tangents: Sequence[Any], *, spec: PackedSpec
 ) -> tuple[list[Any], list[Any]]:
-    result = bind(*primals, spec)
-    dx = tangents[0]
+    x, values, scales = primals
+    result, dx = bind(x, values, scales, spec), tangents[0]
     if type(dx) is ad.Zero:
         return [result], [_compat.zero_of(result)]
-    return [result], [bind(dx, *primals[1:], spec)]
+    return [result], [bind(dx, values, scales, spec)]
 
 
 ad.primitive_jvps[packed_p] = _jvp

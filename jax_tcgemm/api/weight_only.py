@@ -1,0 +1,247 @@
+"""Products of arrays and quantized weights: packed ones by their primitive, others dequantized."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeGuard
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+
+from jax_tcgemm import _compat
+from jax_tcgemm.api import arguments
+from jax_tcgemm.api import epilogue as epilogues
+from jax_tcgemm.api.quantized import Asked, formula_of
+from jax_tcgemm.kernels.names import NO_ROWS
+from jax_tcgemm.primitives import packed as packed_primitive
+from jax_tcgemm.problem.activations import resolve
+from jax_tcgemm.problem.arithmetic import at_least_float32
+from jax_tcgemm.quantized.arrays import dequantize, is_quantized
+from jax_tcgemm.quantized.packed import PackedWeight
+
+# The sums of the packed product are float32. Other presets ask for other sums.
+_PRESETS = {
+    lax.DotAlgorithmPreset.BF16_BF16_F32: jnp.bfloat16,
+    lax.DotAlgorithmPreset.F16_F16_F32: jnp.float16,
+}
+
+
+def is_weight(x: Any) -> bool:
+    """Checks if this is a quantized or packed weight."""
+    return isinstance(x, PackedWeight) or is_quantized(x)
+
+
+def check_scales(asked: Asked) -> None:
+    """Checks that no argument for 8-bit operands is given beside a quantized weight.
+
+    Raises:
+        TypeError: one is given.
+    """
+    if asked.names:
+        raise TypeError(
+            f"{', '.join(asked.names)} are for arrays of 8 bits, and b has its own scales; "
+            "accepted beside a PackedWeight or a Quantized: None"
+        )
+
+
+def dequantized(name: str, w: Any, x_name: str, x: jax.Array) -> jax.Array:
+    """Returns a weight in the dtype of the left operand, rounded once; an array as it is.
+
+    Args:
+        name: argument name of the weight.
+        w: the weight.
+        x_name: argument name of the left operand.
+        x: the left operand.
+
+    Raises:
+        TypeError: the left operand does not hold floating-point numbers of 16 bits or more.
+    """
+    if not is_weight(w):
+        return w
+    if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize < 2:
+        raise TypeError(
+            f"{x_name}.dtype={x.dtype} is not multiplied by a quantized {name}; accepted: "
+            "floating-point numbers of 16 bits or more. Two quantized operands: dot_general"
+        )
+    return w.dequantize(x.dtype) if isinstance(w, PackedWeight) else dequantize(w, x.dtype)
+
+
+def has_primitive(w: Any, x: jax.Array, precision: Any) -> TypeGuard[PackedWeight]:
+    """Checks if the primitive multiplies these operands; all others are dequantized.
+
+    Args:
+        w: the right operand.
+        x: the left operand.
+        precision: as in ``gemm``.
+    """
+    if not isinstance(w, PackedWeight) or x.dtype not in (jnp.bfloat16, jnp.float16):
+        return False
+    precision = _compat.canonicalize_precision(precision)
+    return isinstance(precision, tuple) or _PRESETS.get(precision) == x.dtype
+
+
+def product(
+    x: jax.Array,
+    w: PackedWeight,
+    out_dtype: DTypeLike,
+    config: str | None = None,
+    out_sharding: Any = None,
+) -> jax.Array:
+    """Returns ``x @ w``, whose leading dimensions broadcast; the weight is not copied.
+
+    Args:
+        x: ``(..., m, k)``, bfloat16 or float16.
+        w: ``(..., k, n)``.
+        out_dtype: dtype of the result.
+        config: as in ``gemm``.
+        out_sharding: as in ``gemm``, for a weight without leading dimensions.
+    """
+    check_config(config)
+    spec = w.spec(out_dtype, config)
+    values, scales = map(lax.stop_gradient, (w.values, w.scales))
+    *x_batch, m, k = x.shape
+    if not w.batch or tuple(x_batch) == w.batch:
+        return packed_primitive.bind(x, values, scales, spec, out_sharding)
+    # Dimensions along which only the weights differ come first; all others join the rows.
+    batch = jnp.broadcast_shapes(tuple(x_batch), w.batch)
+    own = (1,) * (len(batch) - len(w.batch)) + w.batch
+    shared = [i for i, extent in enumerate(own) if extent == batch[i] and extent != 1]
+    rows = [i for i in range(len(batch)) if i not in shared]
+    order = [*shared, *rows]
+    outer, inner = [batch[i] for i in shared], [batch[i] for i in rows]
+    x = jnp.broadcast_to(x, (*batch, m, k))
+    x = lax.transpose(x, (*order, len(batch), len(batch) + 1))
+    x = x.reshape(*outer, math.prod(inner) * m, k)
+    values, scales = (y.reshape(*outer, *y.shape[-4:]) for y in (values, scales))
+    z = packed_primitive.bind(x, values, scales, spec)
+    z = z.reshape(*outer, *inner, m, spec.n)
+    inverse = [order.index(i) for i in range(len(batch))]
+    return lax.transpose(z, (*inverse, len(batch), len(batch) + 1))
+
+
+def check_config(config: str | None) -> None:
+    """Checks that ``config`` is one that products with packed weights accept.
+
+    Raises:
+        TypeError: ``config`` is not a string.
+        ValueError: ``config`` is not accepted.
+    """
+    arguments.check_config(config)
+    if config not in NO_ROWS:
+        raise ValueError(
+            f"config={config!r} is no kernel configuration for packed weights; accepted: {NO_ROWS}"
+        )
+
+
+def packed_gemm(
+    x: jax.Array,
+    w: PackedWeight,
+    *,
+    given: dict[str, Any],
+    activation: Any,
+    preferred: DTypeLike | None,
+    config: str | None,
+    out_sharding: Any,
+    epilogue: Callable[..., Any] | None,
+    epilogue_operands: Sequence[Any],
+) -> Any:
+    """Computes ``gemm`` of an array and a packed weight.
+
+    The arguments are those of ``gemm``; ``given`` holds the operands of its epilogue. The epilogue
+    is computed in float32 from float32 sums.
+    """
+    batch, m, n, _ = arguments.extents(x, w, False, False)
+    out_dtype = _out_dtype(x, preferred)
+    wide = at_least_float32(out_dtype)
+    if epilogue is not None:
+        numbers = {name: given[name] for name in ("alpha", "beta")}
+        changed = {k: y for k, y in numbers.items() if not (arguments.is_number(y) and y == 1)}
+        others = {name: y for name, y in given.items() if name not in numbers} | changed
+        epilogues.check_alone("gemm", activation=activation, out_sharding=out_sharding, **others)
+        return _applied([product(x, w, wide, config)], epilogue, epilogue_operands, preferred)
+    asked = Asked(None, None, None, False)
+    formula = formula_of(asked, given, activation, (*batch, m, n), out_dtype)
+    if formula.is_plain:
+        return product(x, w, out_dtype, config, out_sharding)
+    z = product(x, w, wide, config, out_sharding)
+    return formula.apply(z, *formula.operands.values())[0]
+
+
+def packed_gated_gemm(
+    x: jax.Array,
+    w_gate: PackedWeight,
+    w_up: PackedWeight | None,
+    *,
+    activation: Any,
+    biases: dict[str, Any],
+    preferred: DTypeLike | None,
+    config: str | None,
+    out_sharding: Any,
+    epilogue: Callable[..., Any] | None,
+    epilogue_operands: Sequence[Any],
+) -> Any:
+    """Computes ``gated_gemm`` of an array and packed weights; the arguments are those of it."""
+    out_dtype = _out_dtype(x, preferred)
+    wide = at_least_float32(out_dtype)
+    names = arguments.Names("x", "w_gate", "", "")
+    batch, _, n, _ = arguments.extents(x, w_gate, False, False, names)
+    if w_up is None:
+        if n % 2:
+            raise ValueError(
+                f"w_gate.shape={w_gate.shape} holds both weights where w_up is None, so that the "
+                f"extent {n} must be even"
+            )
+        n //= 2
+        products = jnp.split(product(x, w_gate, wide, config, out_sharding), 2, axis=-1)
+    else:
+        if w_up.shape != w_gate.shape:
+            raise ValueError(
+                f"w_up must have the shape of w_gate, got w_up.shape={w_up.shape} and "
+                f"w_gate.shape={w_gate.shape}"
+            )
+        products = [product(x, w, wide, config, out_sharding) for w in (w_gate, w_up)]
+    if epilogue is not None:
+        epilogues.check_alone("gated_gemm", out_sharding=out_sharding, **biases)
+        return _applied(products, epilogue, epilogue_operands, preferred)
+    arguments.check_activation(activation, out_dtype)
+    for i, (name, bias) in enumerate(biases.items()):
+        if bias is not None:
+            vector = arguments.vector(name, bias, (*batch, n), out_dtype)
+            products[i] = products[i] + jnp.expand_dims(vector.astype(wide), -2)
+    gate, up = products
+    if activation is not None:
+        gate = resolve(activation).reference(gate)
+    return (gate * up).astype(out_dtype)
+
+
+def _applied(
+    products: list[jax.Array],
+    epilogue: Callable[..., Any],
+    operands: Sequence[Any],
+    preferred: DTypeLike | None,
+) -> Any:
+    """Returns the results of ``epilogue=`` for given products."""
+    listed, flat, out_trees = epilogues.as_listed(
+        epilogue, operands, len(products), products[0].shape, preferred
+    )
+    results = listed(*products, *flat)
+    return jax.tree.unflatten(out_trees[0], results)
+
+
+def _out_dtype(x: jax.Array, preferred: DTypeLike | None) -> np.dtype:
+    """Returns the dtype of a product with a packed weight.
+
+    Raises:
+        TypeError: ``preferred`` is not a floating-point type of 16 bits or more.
+    """
+    dtype = jnp.dtype(jax.dtypes.canonicalize_dtype(x.dtype if preferred is None else preferred))
+    if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
+        raise TypeError(
+            f"preferred_element_type={dtype} is not the type of a product with a packed weight; "
+            "accepted: floating-point numbers of 16 bits or more"
+        )
+    return dtype
