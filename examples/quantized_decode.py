@@ -211,7 +211,10 @@ def measured(
     caches = new_caches()
     options = {"sizes": sizes, "products": products}
     compiled = decode.lower(weights, tokens, caches, **options).compile()
-    stats = compiled.memory_analysis()
+    memory = 0
+    if (stats := compiled.memory_analysis()) is not None:
+        memory = stats.argument_size_in_bytes + stats.temp_size_in_bytes
+        memory += stats.output_size_in_bytes - stats.alias_size_in_bytes
     caches, logits = jax.block_until_ready(compiled(weights, tokens, caches))
     found = np.asarray(logits)
     fastest = float("inf")
@@ -219,8 +222,6 @@ def measured(
         start = time.perf_counter()
         caches, logits = jax.block_until_ready(compiled(weights, tokens, caches))
         fastest = min(fastest, time.perf_counter() - start)
-    memory = stats.argument_size_in_bytes + stats.temp_size_in_bytes
-    memory += stats.output_size_in_bytes - stats.alias_size_in_bytes
     return tokens.size / fastest, memory, found
 
 

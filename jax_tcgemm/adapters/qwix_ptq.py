@@ -54,7 +54,7 @@ def dot_general(
         ValueError: as ``jax_tcgemm.dot_general`` does.
     """
     dtype = _result_dtype(lhs, rhs) if preferred_element_type is None else preferred_element_type
-    if isinstance(lhs, PackedWeight) or isinstance(rhs, PackedWeight):
+    if any(isinstance(x, PackedWeight) for x in (lhs, rhs)):
         lhs, rhs = (dequantize(x, x.scale.dtype) if is_quantized(x) else x for x in (lhs, rhs))
     return dot_general_of_arrays(
         lhs, rhs, dimension_numbers, precision, dtype, out_sharding=out_sharding

@@ -210,7 +210,8 @@ def _groups(module: str, form: Format, scheme: Scheme, k: int) -> int:
 
 def _stored(shape: tuple[int, int], form: Format) -> tuple[int, int]:
     """Returns the stored shape of a matrix ``(k or groups, n)``."""
-    return shape[::-1] if form.is_transposed else shape
+    first, second = shape
+    return (second, first) if form.is_transposed else shape
 
 
 def _words(shape: tuple[int, int], form: Format, axis: int) -> tuple[int, ...]:
