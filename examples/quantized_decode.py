@@ -127,7 +127,8 @@ def attention(
         ``(batch, heads * head)``, and the cache with the new position.
     """
     batch, own = len(qkv), sizes.heads // sizes.kv_heads
-    q, k, v = jnp.split(qkv.reshape(batch, -1, sizes.head), (sizes.heads, -sizes.kv_heads), 1)
+    ends = sizes.heads, sizes.heads + sizes.kv_heads
+    q, k, v = jnp.split(qkv.reshape(batch, -1, sizes.head), ends, 1)
     q = rotated(q, position).reshape(batch, sizes.kv_heads, own, sizes.head)
     new = rotated(k, position), v
     keys, values = (

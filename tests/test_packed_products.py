@@ -247,6 +247,9 @@ def test_derivatives(rng):
     gradient = jax.grad(lambda p: f(x, p, bias).sum(), allow_int=True)(p)
     assert gradient.values.dtype == jax.dtypes.float0
     assert not np.any(gradient.scales)
+    wide_x = x.astype(jnp.float32)
+    gradient = jax.grad(lambda p: f(wide_x, p, bias).sum(), allow_int=True)(p)
+    assert not np.any(gradient.scales)
     # Second derivatives go through the reverse pass.
     second = jax.jvp(jax.grad(lambda x: jnp.sum(f(x, p, bias) ** 2)), (x,), (t,))[1]
     wanted = 2 * wide(t) @ w @ turned

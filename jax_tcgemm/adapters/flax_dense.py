@@ -73,7 +73,10 @@ class QuantizedParam(nnx.Param):
     """An ``nnx.Param`` with a ``PackedWeight`` or a ``Quantized``, for ``nnx.Linear``."""
 
     def __getitem__(self, key: Any) -> Any:
-        return self.get_value() if key is ... else super().__getitem__(key)
+        if key is not ...:
+            return super().__getitem__(key)
+        # Older Flax has the property alone, which newer Flax deprecates.
+        return self.get_value() if hasattr(self, "get_value") else self.value
 
 
 def pack_linears(

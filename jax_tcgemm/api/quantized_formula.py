@@ -43,7 +43,7 @@ class Formula:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the result is the rounded product."""
+        """True if the only result is the rounded product."""
         is_changed = self.operands or self.quantizes or self.returns_amax or self.alpha != 1
         return not is_changed and self.activation is None
 

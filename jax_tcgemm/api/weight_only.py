@@ -67,7 +67,9 @@ def dequantized(name: str, w: Any, x_name: str, x: jax.Array) -> jax.Array:
             f"{x_name}.dtype={x.dtype} is not multiplied by a quantized {name}; accepted: "
             "floating-point numbers of 16 bits or more. Two quantized operands: dot_general"
         )
-    return w.dequantize(x.dtype) if isinstance(w, PackedWeight) else dequantize(w, x.dtype)
+    if isinstance(w, PackedWeight):
+        return lax.stop_gradient(w.dequantize(x.dtype))
+    return dequantize(w, x.dtype)
 
 
 def has_primitive(w: Any, x: jax.Array, precision: Any) -> TypeGuard[PackedWeight]:
