@@ -50,17 +50,8 @@ def rules(weight, tile=32, activation=None):
     ]
 
 
-KINDS = pytest.mark.parametrize(
-    ("weight", "tile", "activation"),
-    [
-        ("int4", 32, None),
-        ("int4", None, None),
-        ("int8", 32, None),
-        ("float8_e4m3fn", None, None),
-        ("int4", 32, "int8"),
-        ("int8", None, "int8"),
-    ],
-)
+OF_LINEN = [("int4", 32, None), ("int8", None, None), ("int4", 32, "int8")]
+OF_NNX = [("int4", 32, None), ("float8_e4m3fn", None, None), ("int8", None, "int8")]
 
 
 def assert_close(found, expected, dtype):
@@ -85,7 +76,7 @@ def packed_products(monkeypatch):
     return found
 
 
-@KINDS
+@pytest.mark.parametrize(("weight", "tile", "activation"), OF_LINEN)
 def test_linen(normal, packed_products, weight, tile, activation):
     dtype = jnp.bfloat16
     x = normal(5, FEATURES, dtype=dtype)
@@ -108,7 +99,7 @@ def test_linen(normal, packed_products, weight, tile, activation):
     assert not isinstance(packed["params"]["DenseGeneral_0"]["kernel"].array, PackedWeight)
 
 
-@KINDS
+@pytest.mark.parametrize(("weight", "tile", "activation"), OF_NNX)
 def test_nnx(normal, packed_products, weight, tile, activation):
     x = normal(5, FEATURES)
     own = rules(weight, tile, activation)
