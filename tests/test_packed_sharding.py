@@ -67,6 +67,7 @@ def test_whole_columns_and_uneven_extents(rng, monkeypatch):
     for qtype, k, n, group, spec in (
         ("int8", 128, 128, 128, P(None, "x")),
         ("int8", 128, 70, 128, P("x")),
+        ("int4", 384, 64, 128, P(None, "x")),  # three groups on two devices
         ("uint4", 192, 64, 48, P(None, None)),
     ):
         q = weight(rng, qtype, (k, n), group, scale_dtype="float32")
