@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import keras
+import keras  # pyright: ignore[reportMissingImports]
 import numpy as np
 
 from jax_tcgemm.api.dot_general import dot_general

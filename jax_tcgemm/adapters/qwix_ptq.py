@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import qwix
+import qwix  # pyright: ignore[reportMissingImports]
 from flax import nnx
 from jax.typing import DTypeLike
 

@@ -21,7 +21,7 @@ def _safe_open() -> Any:
         ImportError: the package is not installed.
     """
     try:
-        from safetensors import safe_open
+        from safetensors import safe_open  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ImportError(
             "jax_tcgemm.checkpoints needs safetensors: pip install 'safetensors>=0.4.5'"
