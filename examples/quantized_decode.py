@@ -29,7 +29,7 @@ import numpy as np
 import jax_tcgemm
 
 # The largest accepted difference of the logits, relative to their norm.
-TOLERANCES = {"XLA": 0.0, "bf16": 0.03, "int8": 0.05, "int4": 0.5}
+TOLERANCES = {"XLA": 0.0, "bf16": 0.05, "int8": 0.08, "int4": 0.5}
 THETA = 500_000.0  # Llama 3's base of the rotary angles
 
 

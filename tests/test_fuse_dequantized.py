@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from fusions import operations
 
-from jax_tcgemm import fuse, quantize
+from jax_tcgemm import fuse, gemm, pack, quantize
 from jax_tcgemm.transforms import dequantized
+from jax_tcgemm.transforms.graph import graph_of
 from jax_tcgemm.transforms.spread import Spread
 
 M, K, N, GROUP = 8, 96, 40, 32
@@ -162,6 +166,16 @@ def test_in_a_scan_and_a_jit(weights, found):
 
 
 @pytest.mark.any_jax
+def test_packed_weights_stay(weights):
+    def f(x, p, w):
+        return jax.nn.gelu(gemm(x, p, bias=jnp.ones(N, x.dtype))) @ w
+
+    args = weights["x"], pack(weights["signed"]), jnp.ones((N, K), jnp.bfloat16)
+    assert operations(fuse(f), *args)["tcgemm_packed"] == 1
+    assert_close(fuse(f)(*args), f(*args))
+
+
+@pytest.mark.any_jax
 def test_equal_products_of_other_layouts_are_apart(weights, found):
     """The same equation reads a weight in groups along k, and one with its axes exchanged."""
     found("dequantize")
@@ -232,3 +246,52 @@ def test_integer_differences_must_not_wrap(rng, weights, found, zero, difference
     args = weights["x"], q, z
     assert_close(fuse(f)(*args), f(*args))
     assert bool(chosen) == is_taken
+
+
+def _indices(spread):
+    """Returns the number of the stored element for each element of the spread."""
+    flat = [factor for factors in spread.axes for factor in factors]
+    grid = np.indices([n for n, _ in flat]).reshape(len(flat), -1)
+    numbers = np.array([stride for _, stride in flat], int) @ grid if flat else np.zeros(1, int)
+    return numbers.reshape(spread.shape)
+
+
+def _moved(rng, shape):
+    """Returns a random operation, on arrays of a shape, of NumPy or JAX."""
+    kind = rng.integers(3)
+    if kind == 0:
+        order = tuple(rng.permutation(len(shape)))
+        return lambda xp, x: xp.transpose(x, order)
+    if kind == 1:
+        extents = [int(n) for n in rng.permutation([2, 3, 2, 1, *shape])[:2]]
+        size = math.prod(shape)
+        while size % math.prod(extents):
+            extents.pop()
+        new = tuple(rng.permutation([*extents, size // math.prod(extents)]))
+        return lambda xp, x: xp.reshape(x, new)
+    new = (int(rng.integers(1, 4)), *(n if n > 1 else int(rng.integers(1, 3)) for n in shape))
+    return lambda xp, x: xp.broadcast_to(x, new)
+
+
+@pytest.mark.any_jax
+def test_spreads_follow_random_operations(rng):
+    followed = 0
+    for _ in range(60):
+        x = np.arange(24).reshape([(4, 6), (24,), (2, 1, 12), (3, 4, 2)][rng.integers(4)])
+        spread = Spread.of(x.shape)
+        for _ in range(rng.integers(1, 5)):
+            moved = _moved(rng, x.shape)
+            closed = jax.make_jaxpr(functools.partial(moved, jnp))(x)
+            x = moved(np, x)
+            for node in graph_of(closed.jaxpr, closed.consts).items:
+                spread = None if spread is None else spread.after(node)
+        if spread is not None and x.size <= 1000:
+            followed += 1
+            np.testing.assert_array_equal(_indices(spread), x)
+            if spread.is_in_blocks:
+                blocks = spread.applied(np.arange(24))
+                counts = zip(x.shape, blocks.shape, strict=True)
+                for axis, (n, count) in enumerate(counts):
+                    blocks = np.repeat(blocks, n // count, axis)
+                np.testing.assert_array_equal(blocks, x)
+    assert followed > 20

@@ -118,7 +118,11 @@ def test_chosen_layers_alone(normal):
     assert keras_dense.pack_layers(model, lambda layer: layer.units == OUT) == ["out"]
     assert hasattr(model.get_layer("hidden"), "kernel_scale")
     assert_close(model(x), expected)
-    assert keras_dense.pack_layers(built()) == []
+    assert keras_dense.pack_layers(model.get_layer("hidden")) == ["hidden"]
+    assert_close(model(x), expected)
+    assert keras_dense.pack_layers(model) == []
+    with pytest.raises(ValueError, match=r"out.packed_values=.* not packed"):
+        keras_dense.dense_weight(model.get_layer("out"))
 
 
 def test_refused_layers(rng):

@@ -47,6 +47,8 @@ def dense_weight(layer: keras.layers.Dense) -> Quantized:
     mode = layer.quantization_mode
     if mode not in _MODES:
         raise _refused(layer, "quantization_mode", mode, ", ".join(_MODES))
+    if _is_packed(layer):
+        raise _refused(layer, "packed_values", layer.packed_values, "a layer that is not packed")
     if layer.lora_enabled:
         raise _refused(layer, "lora_enabled", True, "False")
     if mode in ("gptq", "awq"):
@@ -92,20 +94,22 @@ def pack_layers(
     Args:
         model: a quantized model, or one layer.
         predicate: function of a layer, which says whether to pack it; ``None`` means all that are
-            quantized to weights of int8, int4, ``gptq`` or ``awq``.
+            quantized to weights of int8, int4, ``gptq`` or ``awq``. Packed layers stay packed.
 
     Returns:
         The names of the packed layers.
 
     Raises:
         RuntimeError: the backend of Keras is not JAX.
-        ValueError: a layer is quantized in a way that is not accepted.
+        ValueError: a layer is quantized in a way that is not accepted. The layers before it are
+            packed by then.
     """
     if keras.backend.backend() != "jax":
         raise RuntimeError(f"keras.backend is {keras.backend.backend()!r}; accepted: 'jax'")
     names = []
     for layer in model._flatten_layers():
         is_dense = type(layer) is keras.layers.Dense and layer.quantization_mode in _MODES
+        is_dense = is_dense and not _is_packed(layer)
         if is_dense and (predicate is None or predicate(layer)):
             _pack(layer)
             names.append(layer.name)
@@ -152,6 +156,10 @@ def _zero_point(layer: Any, zero: Any) -> Any:
         accepted = f"zero points from {lowest} to {highest}"
         raise _refused(layer, "kernel_zero", extremes, accepted)
     return zero.astype(jnp.int8)
+
+
+def _is_packed(layer: Any) -> bool:
+    return hasattr(layer, _PACKED[0])
 
 
 def _array(variable: Any) -> Any:
