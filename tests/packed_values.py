@@ -1,4 +1,4 @@
-"""Quantized weights of tests, drawn anew, with codes and scales at the ends of their ranges."""
+"""Quantized weights of tests, drawn anew with all codes, and the float64 reference of products."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import numpy as np
 
 from jax_tcgemm import Quantized
 
+BF16 = jnp.bfloat16
 QTYPES = ("int4", "uint4", "int8", "float8_e4m3fn")
 
 
@@ -37,3 +38,33 @@ def weight(
         low, high = (-8, 8) if qtype == "int4" else (0, 17)
         zero = jnp.asarray(rng.integers(low, high, scales), jnp.int8)
     return Quantized(qvalue, scale, zero, jnp.dtype(qtype))
+
+
+def close(got, wanted, size, k, roundings=1):
+    """Compares a result with a float64 one.
+
+    Args:
+        got: the result.
+        wanted: the float64 result.
+        size: the product of the absolute values.
+        k: contracted extent.
+        roundings: roundings of the dequantized weight to bfloat16.
+    """
+    eps = float(jnp.finfo(got.dtype).eps) / 2
+    allowed = ((k + 4) * 2.0**-24 + roundings * 2.0**-8) * size
+    allowed = allowed + 2 * eps * (np.abs(wanted) + allowed) + 1e-30
+    assert got.shape == wanted.shape
+    assert np.all(np.abs(np.asarray(got, np.float64) - wanted) <= allowed)
+
+
+def wide(x):
+    return np.asarray(x.astype(jnp.float32)).astype(np.float64)
+
+
+def drawn(rng, *shape, dtype=BF16):
+    return jnp.asarray(rng.normal(size=shape), dtype)
+
+
+def check(q, x, got):
+    a, w = wide(x), wide(q.dequantize())
+    close(got, a @ w, np.abs(a) @ np.abs(w), a.shape[-1])

@@ -157,7 +157,8 @@ def pack(q: Any, *, transpose: bool = False) -> PackedWeight:
 
     Returns:
         The packed weight ``(*batch, k, n)``. ``unpack`` returns the same values, scales and zero
-        points, spread to ``(*batch, groups, n)``.
+        points, spread to ``(*batch, groups, n)``. Exception: a group that holds a float8 NaN gets
+        a NaN scale, which leaves products as they are.
 
     Raises:
         TypeError: ``q`` is not a quantized array, or a dtype is not accepted.
@@ -281,13 +282,15 @@ def _packed(
     q, s, z = parts
     assert q is not None
     assert s is not None
-    *batch, _, n = q.shape
+    *batch, k, n = q.shape
     groups = s.shape[-2] if z is None else math.lcm(s.shape[-2], z.shape[-2])
     shape = (*batch, groups, n)
-    zero = None if z is None else spread(z, shape)
-    return packed_layout.pack_values(q), packed_layout.pack_scales(
-        spread(s, shape), zero, q.dtype.name
-    )
+    s, z = spread(s, shape), None if z is None else spread(z, shape)
+    if q.dtype == jnp.float8_e4m3fn:
+        # The kernels read NaN as 480; the scale makes its group, and so every sum with it, NaN.
+        has_nan = jnp.isnan(q).reshape(*batch, groups, k // groups, n).any(-2)
+        s = jnp.where(has_nan, jnp.asarray(jnp.nan, s.dtype), s)
+    return packed_layout.pack_values(q), packed_layout.pack_scales(s, z, q.dtype.name)
 
 
 @functools.partial(jax.jit, static_argnames=("spec",), inline=_compat.INLINE)
