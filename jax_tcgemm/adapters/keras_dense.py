@@ -48,7 +48,8 @@ def dense_weight(layer: keras.layers.Dense) -> Quantized:
     if mode not in _MODES:
         raise _refused(layer, "quantization_mode", mode, ", ".join(_MODES))
     if _is_packed(layer):
-        raise _refused(layer, "packed_values", layer.packed_values, "a layer that is not packed")
+        shape = tuple(layer.packed_values.shape)
+        raise _refused(layer, "packed_values.shape", shape, "a layer that is not packed")
     if layer.lora_enabled:
         raise _refused(layer, "lora_enabled", True, "False")
     if mode in ("gptq", "awq"):
