@@ -121,7 +121,9 @@ def test_chosen_layers_alone(normal):
     assert keras_dense.pack_layers(model.get_layer("hidden")) == ["hidden"]
     assert_close(model(x), expected)
     assert keras_dense.pack_layers(model) == []
-    with pytest.raises(ValueError, match=r"out.packed_values.shape=\(1, 1, 128, 16\) .* not packed"):
+    with pytest.raises(
+        ValueError, match=r"out.packed_values.shape=\(1, 1, 128, 16\) .* not packed"
+    ):
         keras_dense.dense_weight(model.get_layer("out"))
 
 
