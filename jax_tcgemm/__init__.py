@@ -9,6 +9,7 @@ from jax_tcgemm import _clone
 
 _clone.hand_over(sys.modules[__name__])
 
+import jax_tcgemm.checkpoints as checkpoints
 from jax_tcgemm import _extension
 from jax_tcgemm.api.delayed_scaling import DelayedScale, Fp8State
 from jax_tcgemm.api.dot_general import dot_general
@@ -60,6 +61,7 @@ __all__ = [
     "Quantized",
     "Tunings",
     "__version__",
+    "checkpoints",
     "clip",
     "dot_general",
     "export_disabled_checks",

@@ -1,5 +1,7 @@
 """The pages: their code runs, and their links lead somewhere."""
 
+import importlib.util
+import os
 import re
 from collections.abc import Iterator
 
@@ -7,10 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checkpoint_files import Drawn, gptq, named, save
 from test_prose import PAGES, ROOT
+
+os.environ.setdefault("KERAS_BACKEND", "jax")  # Keras reads this when it is imported
 
 LINK = re.compile(r"\]\((?!https?:|mailto:)([^)\s#]*)(#[^)\s]*)?\)")
 BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
+MARKED_BLOCK = re.compile(r"(?:<!-- needs (\w+) -->\n)?```python\n(.*?)```", re.DOTALL)
 
 
 def _anchor(heading: str) -> str:
@@ -84,6 +90,32 @@ def test_the_first_page_runs(capsys):
     said = capsys.readouterr().out
     assert "computed by" in said
     assert "swish" in said
+
+
+@pytest.mark.any_jax
+@pytest.mark.filterwarnings("default")  # of the libraries
+def test_the_page_of_quantization_runs(rng, tmp_path):
+    def drawn(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
+
+    matrices = {name: drawn(256, 64) for name in ("w", "w_gate", "w_up")}
+    names = {**matrices, "x": drawn(16, 256), "bias": drawn(64), "c": drawn(8, 256)}
+    names["folder"] = tmp_path
+    missing = set()
+    for needed, block in MARKED_BLOCK.findall((ROOT / "docs" / "quantization.md").read_text()):
+        if needed and importlib.util.find_spec(needed) is None:
+            missing.add(needed)
+            continue
+        if needed == "safetensors":
+            weight = Drawn(rng, 256, 64, 128, symmetric=True)
+            tensors, config = gptq(weight)
+            save(tmp_path, named(tensors), config)
+        exec(compile(block, "quantization.md", "exec"), names)
+        if needed == "safetensors":
+            a = jnp.asarray(names["x"], jnp.float32)
+            np.testing.assert_allclose(names["y"], a @ weight.array, rtol=0.1, atol=2)
+    assert missing <= {"flax", "keras", "qwix", "safetensors"}
+    assert names["dw"].shape == (256, 64)
 
 
 @pytest.mark.any_jax

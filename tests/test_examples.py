@@ -218,6 +218,39 @@ def test_moe_fails_when_the_curves_part(monkeypatch):
         module.main(["--epochs", "4", "--experts", "3"])
 
 
+TINY_DECODER = [
+    "--batch",
+    "2",
+    "--tokens",
+    "3",
+    "--layers",
+    "2",
+    "--width",
+    "64",
+    "--hidden",
+    "128",
+]
+TINY_DECODER += ["--heads", "4", "--kv-heads", "2", "--cache", "16", "--vocabulary", "48"]
+TINY_DECODER += ["--group", "32", "--reps", "1"]
+
+
+@pytest.mark.any_jax
+def test_quantized_decode(capsys):
+    load("quantized_decode").main(TINY_DECODER)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [line[0] for line in lines[2:-1]] == ["XLA", "bf16", "int8", "int4"]
+    assert lines[-1][0] == "OK:"
+
+
+@pytest.mark.any_jax
+def test_quantized_decode_fails_when_logits_part(monkeypatch):
+    module = load("quantized_decode")
+    right = module.jax_tcgemm.quantize
+    monkeypatch.setattr(jax_tcgemm, "quantize", lambda x, *rest, **how: right(x * 2, *rest, **how))
+    with pytest.raises(SystemExit, match="FAILED: the logits of int8 differ by"):
+        module.main([*TINY_DECODER, "--forms", "int8"])
+
+
 @pytest.fixture
 def sharded_transformer(monkeypatch):
     """Returns the example, which sets environment variables when it is imported."""
@@ -258,5 +291,6 @@ def test_sharded_transformer_fails_where_more_is_gathered(sharded_transformer, m
 def test_every_example_is_tested():
     names = {"moe", "quickstart", "train_digits", "flax_dense", "transformer_mlp"}
     names |= {"custom_epilogue", "fp8_training", "fused_model", "precision", "sharded_transformer"}
+    names |= {"quantized_decode"}
     assert {path.stem for path in EXAMPLES.glob("*.py")} == names
     assert not any(name in sys.modules for name in names)

@@ -75,6 +75,8 @@ class Node(Item):
         fallback_reason: why XLA should compute this product; ``None`` if it should not.
         is_sequence_last: whether the kernel of this projection writes the sequence after the
             features; see ``heads``.
+        weight: how the stored weight among the inputs is dequantized; ``None`` if there is none.
+            See ``dequantized``.
         name: the name of its primitive.
     """
 
@@ -85,6 +87,7 @@ class Node(Item):
     elementwise: bool | None = None
     fallback_reason: str | None = None
     is_sequence_last: bool = False
+    weight: Any = None
     name: str = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:

@@ -25,6 +25,7 @@ from jax_tcgemm.primitives import ragged as ragged_primitive
 from jax_tcgemm.problem.ragged import RaggedSpec
 from jax_tcgemm.problem.spec import GemmSpec, flatten
 from jax_tcgemm.problem.strides import Operands
+from jax_tcgemm.transforms import dequantized
 from jax_tcgemm.transforms.fused import Fused
 from jax_tcgemm.transforms.graph import Node, Value
 from jax_tcgemm.transforms.matrix_form import MatrixForm, RaggedForm, ragged_form
@@ -65,6 +66,8 @@ def traced_call(item: Node | Fused, compute: Callable[[Any, list[Any]], Sequence
 
 
 def _product(node: Node, values: Sequence[Any]) -> list[Any]:
+    if node.weight is not None:
+        return [dequantized.product_of(node, values)]
     if node.is_sequence_last:
         return [_with_sequence_last(node, *values)]
     if node.name == "dot_general":

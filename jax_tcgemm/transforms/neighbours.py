@@ -47,7 +47,7 @@ def _fallback_reason(
         makers: the item that computes each value; arguments and constants have none.
         users: the items that read each value.
     """
-    if product.name != "dot_general":
+    if product.name != "dot_general" or product.weight is not None:
         return None
     (contracted, _), (batch, _) = product.params["dimension_numbers"]
     if batch:

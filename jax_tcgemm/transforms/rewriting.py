@@ -34,7 +34,7 @@ class Rewriting:
         self.decisions: list[Decision] = []
         self._jaxprs: dict[tuple[int, tuple[bool, ...]], tuple[Any, Any, list[Decision]]] = {}
         self._has_products: dict[int, tuple[Any, bool]] = {}
-        self._calls: dict[tuple[bytes, bool], Any] = {}
+        self._calls: dict[tuple[bytes, tuple[Any, ...]], Any] = {}
         self._digests = identity.Digests()
 
     def rewritten(
@@ -103,8 +103,8 @@ class Rewriting:
         """
         nodes = (*item.products, *item.nodes) if isinstance(item, Fused) else (item,)
         eqns = [_Equation(node.inputs, node.outputs, node.eqn) for node in nodes]
-        is_sequence_last = isinstance(item, Node) and item.is_sequence_last
-        key = self._digests.of(_Equations(item.inputs, eqns, item.outputs)), is_sequence_last
+        own = (item.is_sequence_last, item.weight) if isinstance(item, Node) else ()
+        key = self._digests.of(_Equations(item.inputs, eqns, item.outputs)), own
         if key not in self._calls:
             try:
                 self._calls[key] = kernel_calls.traced(item)
@@ -224,6 +224,8 @@ class _Emission:
             if _has_kernel(call):
                 if item.is_sequence_last:
                     reason = "written with the sequence last, as attention reads it"
+                if item.weight is not None:
+                    reason = f"reads the stored {item.weight.dtype} weight: {item.weight.way}"
                 self.decide([item], "kernel", reason)
             else:
                 self.decide([item], "XLA", "no kernel for such types or extents")

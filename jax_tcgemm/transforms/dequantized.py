@@ -1,0 +1,287 @@
+"""Products whose weight the program dequantizes: ``x @ ((q - zero) * scale)``.
+
+``q``, ``zero`` and ``scale`` are in memory: arguments or constants of the program, or of the body
+of a loop. ``q`` has 4 or 8 bits. Conversions, reshapes, transposes and broadcasts may lie between
+them and the product. Such a product can read ``q`` itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_tcgemm.api.dot_general import dot_general
+from jax_tcgemm.problem.packed import BITS
+from jax_tcgemm.quantized.arrays import Quantized
+from jax_tcgemm.quantized.packed import pack, why_unpackable
+from jax_tcgemm.transforms.graph import Atom, Node, Value
+from jax_tcgemm.transforms.products import HALF_TYPES, is_on_device, is_typed
+from jax_tcgemm.transforms.spread import Spread
+
+Way = Literal["XLA", "pack", "dequantize"]
+
+# At most this many operations between a product and a stored value are followed.
+_MOST_FOLLOWED = 40
+
+
+def way_of(m: int, weight: Weight) -> Way:
+    """Returns how a product with a stored weight is computed; the one place that decides.
+
+    Args:
+        m: the number of rows of the activations.
+        weight: the weight.
+
+    Returns:
+        ``"XLA"`` leaves the product and its dequantization as they are. ``"pack"`` packs the weight
+        in the program and multiplies the packed weight, if ``pack`` accepts it. ``"dequantize"``
+        passes the ``Quantized`` to ``dot_general``.
+    """
+    del m, weight
+    return "XLA"
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """How a product's operand, ``(k, n)`` or ``(n, k)``, is made of stored arrays.
+
+    Attributes:
+        dtype: name of the dtype of the stored values.
+        side: the number of the operand.
+        k_axis: the contracted axis.
+        values: the spread of the stored values.
+        scale: that of the scale; ``None`` without one.
+        zero: that of the zero point; ``None`` without one.
+        way: how the product is computed.
+    """
+
+    dtype: str
+    side: int
+    k_axis: int
+    values: Spread
+    scale: Spread | None
+    zero: Spread | None
+    way: Way = "XLA"
+
+    @property
+    def group(self) -> int:
+        """The number of consecutive k that share a scale and a zero point."""
+        found = [x.axes[self.k_axis] for x in (self.scale, self.zero) if x is not None]
+        blocks = [math.prod(n for n, stride in factors if stride) for factors in found]
+        return self.values.shape[self.k_axis] // math.lcm(1, *blocks)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chain:
+    """Stored values and their spreads over a value that the program computes from them."""
+
+    values: tuple[Value, Spread]
+    scale: tuple[Value, Spread] | None = None
+    zero: tuple[Value, Spread] | None = None
+
+    @property
+    def parts(self) -> list[tuple[Value, Spread]]:
+        every = (self.values, self.scale, self.zero)
+        return [part for part in every if part is not None]
+
+    def after(self, node: Node) -> _Chain | None:
+        """Returns the chain after an operation that moves elements."""
+        moved: list[Any] = []
+        for part in (self.values, self.scale, self.zero):
+            spread = None if part is None else part[1].after(node)
+            if part is not None and spread is None:
+                return None
+            moved.append(None if part is None else (part[0], spread))
+        return _Chain(*moved)
+
+
+class _Search:
+    """Follows values back to stored ones.
+
+    Attributes:
+        makers: the item that computes each value; stored values have none.
+        context: that of the product, which all operations must share.
+        left: number of operations that may still be followed.
+    """
+
+    def __init__(self, makers: Mapping[Value, Any], context: Any):
+        self.makers, self.context, self.left = makers, context, _MOST_FOLLOWED
+
+    def maker(self, value: Value) -> Node | None:
+        """Returns the operation that computes a value, if it may be followed."""
+        node = self.makers.get(value)
+        self.left -= 1
+        if not isinstance(node, Node) or len(node.outputs) != 1 or node.has_effects:
+            return None
+        return node if self.left > 0 and node.context == self.context else None
+
+    def chain(self, value: Atom) -> _Chain | None:
+        """Returns how a value is dequantized; ``None`` if it is not."""
+        if not isinstance(value, Value):
+            return None
+        if value not in self.makers:
+            is_stored = getattr(value.dtype, "name", None) in BITS
+            return _Chain((value, Spread.of(value.shape))) if is_stored else None
+        node = self.maker(value)
+        if node is None or is_typed(node):
+            return None
+        if node.name in ("mul", "sub"):
+            return self.combined(node)
+        if not isinstance(node.inputs[0], Value) or node.name == "broadcast_in_dim":
+            return None
+        if node.name == "convert_element_type" and not _keeps(*_dtypes(node)):
+            return None
+        found = self.chain(node.inputs[0])
+        return None if found is None else found.after(node)
+
+    def combined(self, node: Node) -> _Chain | None:
+        """Returns a chain after its zero point is subtracted or its scale is multiplied."""
+        for i in (0, 1) if node.name == "mul" else (0,):
+            found, other = self.chain(node.inputs[i]), self.spread(node.inputs[1 - i])
+            if found is None or other is None or found.scale is not None:
+                continue
+            if found.values[1].shape != node.outputs[0].shape:
+                continue
+            other = other[0], other[1].broadcast(node.outputs[0].shape)
+            is_integer = jnp.issubdtype(_dtype(other[0]), jnp.integer)
+            if node.name == "mul" and not is_integer:
+                return dataclasses.replace(found, scale=other)
+            types = [_dtype(x) for x in (found.values[0], other[0])]
+            is_zero = is_integer and jnp.issubdtype(types[0], jnp.integer) and found.zero is None
+            if (
+                node.name == "sub"
+                and is_zero
+                and _holds_difference(_dtype(node.outputs[0]), *types)
+            ):
+                return dataclasses.replace(found, zero=other)
+        return None
+
+    def spread(self, value: Atom) -> tuple[Value, Spread] | None:
+        """Returns the stored array that a value repeats, and how it is spread."""
+        if not isinstance(value, Value) or not all(isinstance(n, int) for n in value.shape):
+            return None
+        if value not in self.makers:
+            return value, Spread.of(value.shape)
+        node = self.maker(value)
+        if node is None or is_typed(node):
+            return None
+        is_kept = node.name != "convert_element_type" or _keeps(*_dtypes(node))
+        found = self.spread(node.inputs[0]) if is_kept else None
+        if found is None:
+            return None
+        after = found[1].after(node)
+        return None if after is None else (found[0], after)
+
+
+def _keeps(source: np.dtype, target: np.dtype) -> bool:
+    """Checks if a conversion keeps all numbers, up to the rounding of floating-point numbers."""
+    if jnp.issubdtype(target, jnp.floating):
+        return target.itemsize > 1
+    if not all(jnp.issubdtype(x, jnp.integer) for x in (source, target)):
+        return False
+    own, other = jnp.iinfo(source), jnp.iinfo(target)
+    return other.min <= own.min and own.max <= other.max
+
+
+def _holds_difference(target: np.dtype, *sources: np.dtype) -> bool:
+    """Checks if a type holds the differences of all numbers of these integer types."""
+    if jnp.issubdtype(target, jnp.floating):
+        return True
+    most = max(jnp.iinfo(x).bits for x in sources)
+    return jnp.issubdtype(target, jnp.signedinteger) and jnp.iinfo(target).bits > most
+
+
+def _dtype(atom: Atom) -> np.dtype:
+    return jnp.dtype(atom.aval.dtype)
+
+
+def _dtypes(conversion: Node) -> tuple[np.dtype, np.dtype]:
+    return _dtype(conversion.inputs[0]), _dtype(conversion.outputs[0])
+
+
+def with_stored_weights(items: Iterable[Any]) -> list[Any]:
+    """Returns the items; products that read stored weights by ``way_of`` have those as inputs."""
+    items = list(items)
+    makers = {value: item for item in items for value in item.outputs}
+    return [_with_stored_weight(item, makers) for item in items]
+
+
+def _with_stored_weight(item: Any, makers: Mapping[Value, Any]) -> Any:
+    for side in (1, 0):
+        found = weight_of(item, side, makers)
+        if found is None:
+            continue
+        weight, inputs = found
+        rows = item.inputs[1 - side].aval.size // max(weight.values.shape[weight.k_axis], 1)
+        way = way_of(rows, weight)
+        if way != "XLA":
+            weight = dataclasses.replace(weight, way=way)
+            return Node(item.eqn, inputs, item.outputs, item.scope, weight=weight)
+    return item
+
+
+def weight_of(
+    item: Any, side: int, makers: Mapping[Value, Any]
+) -> tuple[Weight, tuple[Atom, ...]] | None:
+    """Returns the stored weight that makes one operand of a product.
+
+    Args:
+        item: any item of a graph.
+        side: the number of the operand.
+        makers: the item that computes each value.
+
+    Returns:
+        The weight, and the operands of the product with the stored values in the place of the
+        operand, followed by the scale and the zero point if there are any. ``None`` if the item is
+        no product of activations and a dequantized matrix.
+    """
+    if not isinstance(item, Node) or item.name != "dot_general":
+        return None
+    operand, x = item.inputs[side], item.inputs[1 - side]
+    contracted, (batch, _) = item.params["dimension_numbers"]
+    is_matrix = not batch and len(contracted[side]) == 1 and len(operand.aval.shape) == 2
+    if not is_matrix or operand not in makers or not is_on_device(item) or is_typed(item):
+        return None
+    shapes = (*operand.aval.shape, *x.aval.shape)
+    if x.aval.dtype not in HALF_TYPES or not all(isinstance(n, int) and n > 0 for n in shapes):
+        return None
+    chain = _Search(makers, item.context).chain(operand)
+    if chain is None or not all(spread.is_in_blocks for _, spread in chain.parts):
+        return None
+    (values, spread), *others = chain.parts
+    scale, zero = (None if part is None else part[1] for part in (chain.scale, chain.zero))
+    weight = Weight(_dtype(values).name, side, contracted[side][0], spread, scale, zero)
+    inputs = [x, x]
+    inputs[side] = values
+    return weight, (*inputs, *(value for value, _ in others))
+
+
+def product_of(node: Node, values: Sequence[Any]) -> jax.Array:
+    """Computes a product with a stored weight.
+
+    Args:
+        node: the product; its ``weight`` says how.
+        values: the values of its inputs.
+    """
+    weight: Weight = node.weight
+    operands, others = list(values[:2]), list(values[2:])
+    stored = weight.values.applied(operands[weight.side])
+    scale = jnp.ones((1, 1), jnp.float32)
+    if weight.scale is not None:
+        scale = weight.scale.applied(others.pop(0))
+    zero = None if weight.zero is None else weight.zero.applied(others.pop(0))
+    q: Any = Quantized(stored, scale, zero)
+    contracted = list(node.params["dimension_numbers"][0])
+    has_small_zero = zero is None or jnp.iinfo(zero.dtype).bits <= 8
+    if weight.way == "pack" and has_small_zero and why_unpackable(q) is None:
+        q = pack(q, transpose=weight.k_axis == 1)
+        contracted[weight.side] = (0,)
+    operands[weight.side] = q
+    dims = (tuple(contracted), ((), ()))
+    precision, dtype = node.params["precision"], node.outputs[0].dtype
+    return dot_general(operands[0], operands[1], dims, precision, dtype)

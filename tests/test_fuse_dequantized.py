@@ -1,0 +1,297 @@
+"""Products under `fuse` whose weight the program dequantizes from its arguments."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fusions import operations
+
+from jax_tcgemm import fuse, gemm, pack, quantize
+from jax_tcgemm.transforms import dequantized
+from jax_tcgemm.transforms.graph import graph_of
+from jax_tcgemm.transforms.spread import Spread
+
+M, K, N, GROUP = 8, 96, 40, 32
+
+
+@pytest.fixture
+def weights(rng, normal):
+    """Returns stored values, scales and zero points by name."""
+    w = normal(K, N)
+    signed = quantize(w, jnp.int4, tile=(GROUP, 1))
+    unsigned = quantize(w, jnp.uint4, tile=(GROUP, 1))
+    columns = quantize(w, jnp.int8, tile=(-1, 1))
+    return {
+        "x": normal(M, K, dtype=jnp.bfloat16),
+        "signed": signed,
+        "unsigned": unsigned,
+        "columns": columns,
+        "float8": quantize(w, jnp.float8_e4m3fn, tile=(-1, 1)),
+    }
+
+
+@pytest.fixture
+def found(monkeypatch):
+    """Chooses a way for all stored weights, and collects the weights."""
+    weights = []
+
+    def choose(way):
+        def way_of(m, weight):
+            weights.append((m, weight))
+            return way
+
+        monkeypatch.setattr(dequantized, "way_of", way_of)
+        return weights
+
+    return choose
+
+
+def by_groups(x, q, s):
+    """The usual form: the values in three dimensions."""
+    w = q.reshape(K // GROUP, GROUP, N).astype(x.dtype) * s[:, None, :].astype(x.dtype)
+    return x @ w.reshape(K, N)
+
+
+def stored_by_groups(x, q, s):
+    return x @ (q.astype(jnp.float32) * s).astype(x.dtype).reshape(K, N)
+
+
+def with_zero_points(x, q, s, z):
+    values = q.astype(jnp.int8) - jnp.repeat(z, GROUP, 0).astype(jnp.int8)
+    return x @ (values.astype(x.dtype) * jnp.repeat(s, GROUP, 0).astype(x.dtype))
+
+
+def after_the_conversion(x, q, s, z):
+    q = q.astype(x.dtype).reshape(K // GROUP, GROUP, N)
+    w = s.astype(x.dtype)[:, None] * (q - z[:, None].astype(x.dtype))
+    return jnp.einsum("mk,kn->mn", x, w.reshape(K, N))
+
+
+FORMS = {
+    "a method": lambda x, a: (lambda x, q: x @ q.dequantize(x.dtype), (x, a["signed"])),
+    "groups": lambda x, a: (by_groups, (x, a["signed"].qvalue, a["signed"].scale)),
+    "stored by groups": lambda x, a: (
+        stored_by_groups,
+        (x, a["signed"].qvalue.reshape(-1, GROUP, N), a["signed"].scale[:, None]),
+    ),
+    "transposed": lambda x, a: (
+        lambda x, q: x @ q.dequantize(x.dtype).T,
+        (x, a["signed"].T),
+    ),
+    "on the left": lambda x, a: (
+        lambda x, q: (q.dequantize(x.dtype).T @ x.T).T,
+        (x, a["signed"]),
+    ),
+    "zero points": lambda x, a: (
+        with_zero_points,
+        (x, a["unsigned"].qvalue, a["unsigned"].scale, a["unsigned"].zero_point),
+    ),
+    "zero points after": lambda x, a: (
+        after_the_conversion,
+        (x, a["unsigned"].qvalue, a["unsigned"].scale, a["unsigned"].zero_point),
+    ),
+    "columns": lambda x, a: (
+        lambda x, q, s: x @ (q.astype(x.dtype) * s.astype(x.dtype)),
+        (x, a["columns"].qvalue, a["columns"].scale[0]),
+    ),
+    "float8": lambda x, a: (lambda x, q: x @ q.dequantize(x.dtype), (x, a["float8"])),
+    "no scale": lambda x, a: (lambda x, q: x @ q.astype(x.dtype), (x, a["columns"].qvalue)),
+    "rows of two dimensions": lambda x, a: (
+        lambda x, q: x.reshape(2, -1, K) @ q.dequantize(x.dtype),
+        (x, a["signed"]),
+    ),
+}
+
+
+def assert_close(found, expected):
+    assert found.dtype == expected.dtype
+    found, expected = (np.asarray(x, np.float64) for x in (found, expected))
+    assert found.shape == expected.shape
+    assert np.linalg.norm(found - expected) <= 2e-2 * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("way", ["pack", pytest.param("dequantize", marks=pytest.mark.any_jax)])
+@pytest.mark.parametrize("form", FORMS)
+def test_forms(weights, found, form, way):
+    chosen = found(way)
+    f, args = FORMS[form](weights["x"], weights)
+    assert_close(fuse(f)(*args), f(*args))
+    (m, weight) = chosen[0]
+    stored = args[1].qvalue if hasattr(args[1], "qvalue") else args[1]
+    assert (m, weight.dtype) == (M, stored.dtype.name)
+    is_in_groups = stored.dtype.itemsize * 8 == 4 or "int4" in weight.dtype
+    assert weight.group == (GROUP if is_in_groups else K)
+    assert weight.values.shape[weight.k_axis] == K
+    assert ("tcgemm_packed" in operations(fuse(f), *args)) == (way == "pack")
+
+
+@pytest.mark.any_jax
+def test_by_default_xla_computes_them(weights):
+    f, args = FORMS["groups"](weights["x"], weights)
+    (decision,) = fuse(f).report(*args)
+    assert decision.way == "XLA"
+    assert "few rows" in decision.reason
+
+
+@pytest.mark.any_jax
+def test_the_report_names_the_stored_weight(weights, found):
+    found("pack")
+    f, args = FORMS["groups"](weights["x"], weights)
+    (decision,) = fuse(f).report(*args)
+    assert decision.way == "kernel"
+    assert decision.reason == "reads the stored int4 weight: pack"
+    assert decision.product.startswith(f"bfloat16[{M},{K}], int4[{K},{N}]")
+
+
+def test_in_a_scan_and_a_jit(weights, found):
+    found("pack")
+    q = weights["signed"]
+    stack = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[q] * 3)
+
+    def f(x, stack):
+        def layer(x, q):
+            y = x @ q.dequantize(x.dtype)
+            return jax.nn.tanh(jnp.pad(y, ((0, 0), (0, K - N)))), None
+
+        return jax.lax.scan(jax.jit(layer), x, stack)[0]
+
+    args = weights["x"], stack
+    assert operations(fuse(f), *args)["tcgemm_packed"] == 1
+    assert_close(jax.jit(fuse(f))(*args), f(*args))
+
+
+@pytest.mark.any_jax
+def test_packed_weights_stay(weights):
+    def f(x, p, w):
+        return jax.nn.gelu(gemm(x, p, bias=jnp.ones(N, x.dtype))) @ w
+
+    args = weights["x"], pack(weights["signed"]), jnp.ones((N, K), jnp.bfloat16)
+    assert operations(fuse(f), *args)["tcgemm_packed"] == 1
+    assert_close(fuse(f)(*args), f(*args))
+
+
+@pytest.mark.any_jax
+def test_equal_products_of_other_layouts_are_apart(weights, found):
+    """The same equation reads a weight in groups along k, and one with its axes exchanged."""
+    found("dequantize")
+    x, q = weights["x"], weights["columns"].qvalue
+    square, s = q[:N], weights["columns"].scale[0]
+
+    def f(x, q, s):
+        w = q.astype(x.dtype) * s.astype(x.dtype)
+        return x @ w, x @ (q.astype(x.dtype).T * s.astype(x.dtype))
+
+    for ours, theirs in zip(fuse(f)(x[:, :N], square, s), f(x[:, :N], square, s), strict=True):
+        assert_close(ours, theirs)
+
+
+REFUSED = {
+    "computed values": lambda x, q, s: x @ ((q + 1).astype(x.dtype) * s),
+    "two scales": lambda x, q, s: x @ (q.astype(x.dtype) * s * s),
+    "no blocks": lambda x, q, s: x @ (q.astype(x.dtype) * jnp.tile(s[:, : N // 2], (1, 2))),
+    "interleaved": lambda x, q, s: (
+        x @ (q.astype(x.dtype).reshape(GROUP, -1, N) * s.reshape(1, 1, N)[:, :, ::-1]).reshape(K, N)
+    ),
+    "strided groups": lambda x, q, s: (
+        x @ (q.astype(x.dtype).reshape(N, K).T * jnp.tile(s.T[: K // 4], (4, N))[:K, :N])
+    ),
+    "a narrow type": lambda x, q, s: x @ (q.astype(jnp.uint8).astype(x.dtype) * s),
+    "a difference that overflows": lambda x, q, s: x @ ((q - q[:1]).astype(x.dtype) * s),
+    "a zero point that overflows": lambda x, q, s: (
+        x @ ((q.astype(jnp.int8) - jnp.int8(100) * jnp.ones_like(q)).astype(x.dtype) * s)
+    ),
+    "float32 rows": lambda x, q, s: x.astype(jnp.float32) @ (q.astype(jnp.float32) * s),
+    "a batch": lambda x, q, s: jnp.einsum("mk,kn->kmn", x, q.astype(x.dtype) * s),
+}
+
+
+@pytest.mark.any_jax
+@pytest.mark.parametrize("form", REFUSED)
+def test_other_weights_are_not_taken(weights, found, form):
+    chosen = found("dequantize")
+    args = weights["x"], weights["columns"].qvalue, weights["columns"].scale.astype(jnp.bfloat16)
+    assert_close(fuse(REFUSED[form])(*args), REFUSED[form](*args))
+    assert not chosen
+
+
+@pytest.mark.any_jax
+def test_spreads():
+    x = jnp.arange(24).reshape(4, 6)
+    spread = Spread.of(x.shape)
+    assert spread.reshaped((2, 12)).shape == (2, 12)
+    np.testing.assert_array_equal(spread.reshaped((3, 8)).applied(x), x.reshape(3, 8))
+    turned = Spread((spread.axes[1], spread.axes[0]))
+    np.testing.assert_array_equal(turned.reshaped((2, 12)).applied(x), x.T.reshape(2, 12))
+    assert turned.reshaped((4, 6)) is None
+
+
+@pytest.mark.any_jax
+@pytest.mark.parametrize(
+    ("zero", "difference", "is_taken"),
+    [("int8", "int8", False), ("int8", "int16", True), ("int4", "int8", False)],
+)
+def test_integer_differences_must_not_wrap(rng, weights, found, zero, difference, is_taken):
+    chosen = found("dequantize")
+    q = weights["columns"].qvalue
+    z = jnp.asarray(rng.integers(-8, 8, (1, N))).astype(zero)
+
+    def f(x, q, z):
+        return x @ (q.astype(difference) - z.astype(difference)).astype(x.dtype)
+
+    args = weights["x"], q, z
+    assert_close(fuse(f)(*args), f(*args))
+    assert bool(chosen) == is_taken
+
+
+def _indices(spread):
+    """Returns the number of the stored element for each element of the spread."""
+    flat = [factor for factors in spread.axes for factor in factors]
+    grid = np.indices([n for n, _ in flat]).reshape(len(flat), -1)
+    numbers = np.array([stride for _, stride in flat], int) @ grid if flat else np.zeros(1, int)
+    return numbers.reshape(spread.shape)
+
+
+def _moved(rng, shape):
+    """Returns a random operation, on arrays of a shape, of NumPy or JAX."""
+    kind = rng.integers(3)
+    if kind == 0:
+        order = tuple(rng.permutation(len(shape)))
+        return lambda xp, x: xp.transpose(x, order)
+    if kind == 1:
+        extents = [int(n) for n in rng.permutation([2, 3, 2, 1, *shape])[:2]]
+        size = math.prod(shape)
+        while size % math.prod(extents):
+            extents.pop()
+        new = tuple(rng.permutation([*extents, size // math.prod(extents)]))
+        return lambda xp, x: xp.reshape(x, new)
+    new = (int(rng.integers(1, 4)), *(n if n > 1 else int(rng.integers(1, 3)) for n in shape))
+    return lambda xp, x: xp.broadcast_to(x, new)
+
+
+@pytest.mark.any_jax
+def test_spreads_follow_random_operations(rng):
+    followed = 0
+    for _ in range(60):
+        x = np.arange(24).reshape([(4, 6), (24,), (2, 1, 12), (3, 4, 2)][rng.integers(4)])
+        spread = Spread.of(x.shape)
+        for _ in range(rng.integers(1, 5)):
+            moved = _moved(rng, x.shape)
+            closed = jax.make_jaxpr(functools.partial(moved, jnp))(x)
+            x = moved(np, x)
+            for node in graph_of(closed.jaxpr, closed.consts).items:
+                spread = None if spread is None else spread.after(node)
+        if spread is not None and x.size <= 1000:
+            followed += 1
+            np.testing.assert_array_equal(_indices(spread), x)
+            if spread.is_in_blocks:
+                blocks = spread.applied(np.arange(24))
+                counts = zip(x.shape, blocks.shape, strict=True)
+                for axis, (n, count) in enumerate(counts):
+                    blocks = np.repeat(blocks, n // count, axis)
+                np.testing.assert_array_equal(blocks, x)
+    assert followed > 20
