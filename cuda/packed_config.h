@@ -83,6 +83,20 @@ struct PackedParams {
   int64_t scales_batch;
 };
 
+// Of the pass that dequantizes a weight (sm90/packed/unpack.cuh), into W (n, k).
+struct UnpackParams {
+  const uint8_t* values;
+  const uint8_t* scales;
+  void* w;
+  int32_t n, k_tiles, groups;
+  int32_t group;  // a multiple of 16, or all k
+  int64_t values_batch, scales_batch;
+};
+
+// Threads of a block of that pass, and its blocks of 64 k.
+constexpr int kUnpackThreads = 256;
+constexpr int kUnpackTiles = 2;
+
 }  // namespace jax_tcgemm
 
 #endif  // JAX_TCGEMM_PACKED_CONFIG_H_

@@ -1,6 +1,8 @@
 #include "dispatch/packed.h"
 
+#include <initializer_list>
 #include <limits>
+#include <memory>
 #include <mutex>
 #include <string>
 
@@ -13,6 +15,16 @@ namespace {
 
 // The most shared memory of a block on sm_90.
 constexpr int kMostSharedBytes = 227 * 1024;
+// The most blocks along the grid's second and third dimension.
+constexpr int kMostGridY = 65535;
+
+// Kernels cannot be loaded while a graph is captured.
+Status may_load(cudaStream_t stream, bool* result) {
+  cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
+  JAX_TCGEMM_CUDA_CHECK(cudaStreamIsCapturing(stream, &capturing), "asking for a capture");
+  *result = capturing == cudaStreamCaptureStatusNone;
+  return Status();
+}
 
 const char* name_of(PackedFormat format) {
   switch (format) {
@@ -46,16 +58,16 @@ std::string source_of(const PackedConfig& c) {
   return text + "}";
 }
 
-Status find(const PackedConfig& config, std::string_view digest, bool may_make,
+Status find(const PackedConfig& config, std::string_view digest, const char* layout, bool may_make,
             std::shared_ptr<LoadedProgram>* loaded, LoadedKernel** kernel) {
   const std::string source = source_of(config);
   const EpilogueProgram program = {digest, source};
   *loaded = loaded_program(program);
   std::unique_lock<std::mutex> lock((*loaded)->mutex);
-  *kernel = find_kernel(loaded->get(), nullptr, kPackedLayout);
+  *kernel = find_kernel(loaded->get(), nullptr, layout);
   if (*kernel != nullptr) return Status();
   JAX_TCGEMM_REQUIRE(may_make, "no kernel for packed weights is loaded while a graph is captured");
-  return find_or_make_kernel(program, nullptr, kPackedLayout, &lock, loaded->get(), kernel);
+  return find_or_make_kernel(program, nullptr, layout, &lock, loaded->get(), kernel);
 }
 
 }  // namespace
@@ -82,17 +94,46 @@ Status prepare_packed(const PackedConfig& config, std::string_view digest) {
   JAX_TCGEMM_RETURN_IF_ERROR(check_packed(config));
   std::shared_ptr<LoadedProgram> loaded;
   LoadedKernel* kernel = nullptr;
-  return find(config, digest, true, &loaded, &kernel);
+  return find(config, digest, kPackedLayout, true, &loaded, &kernel);
+}
+
+Status prepare_unpack(const PackedConfig& config, std::string_view digest) {
+  std::shared_ptr<LoadedProgram> loaded;
+  LoadedKernel* kernel = nullptr;
+  return find(config, digest, kUnpackLayout, true, &loaded, &kernel);
+}
+
+Status run_unpack(const UnpackProblem& problem, cudaStream_t stream) {
+  bool may_make = false;
+  JAX_TCGEMM_RETURN_IF_ERROR(may_load(stream, &may_make));
+  std::shared_ptr<LoadedProgram> loaded;
+  LoadedKernel* kernel = nullptr;
+  JAX_TCGEMM_RETURN_IF_ERROR(
+      find(problem.config, problem.digest, kUnpackLayout, may_make, &loaded, &kernel));
+  UnpackParams params = problem.params;
+  const int64_t columns = ceil_div(int64_t{params.k_tiles}, int64_t{kUnpackTiles});
+  const int64_t rows = ceil_div(int64_t{params.n}, int64_t{kPackedTile});
+  JAX_TCGEMM_REQUIRE(rows <= kMostGridY && problem.batch <= kMostGridY, columns, " x ", rows, " x ",
+                     problem.batch, " blocks");
+  cudaLaunchConfig_t launch = {};
+  launch.gridDim = dim3(static_cast<unsigned>(columns), static_cast<unsigned>(rows),
+                        static_cast<unsigned>(problem.batch));
+  launch.blockDim = dim3(kUnpackThreads);
+  launch.stream = stream;
+  void* arguments[] = {&params};
+  JAX_TCGEMM_CUDA_CHECK(cudaLaunchKernelExC(&launch, kernel->made.handle.function, arguments),
+                        "launching the pass that dequantizes: n=", params.n);
+  return Status();
 }
 
 Status run_packed(const PackedProblem& problem, cudaStream_t stream) {
   const PackedConfig& config = problem.config;
-  cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
-  JAX_TCGEMM_CUDA_CHECK(cudaStreamIsCapturing(stream, &capturing), "asking for a capture");
+  bool may_make = false;
+  JAX_TCGEMM_RETURN_IF_ERROR(may_load(stream, &may_make));
   std::shared_ptr<LoadedProgram> loaded;
   LoadedKernel* kernel = nullptr;
   JAX_TCGEMM_RETURN_IF_ERROR(
-      find(config, problem.digest, capturing == cudaStreamCaptureStatusNone, &loaded, &kernel));
+      find(config, problem.digest, kPackedLayout, may_make, &loaded, &kernel));
   const void* const function = kernel->made.handle.function;
   PackedParams params = problem.params;
   sm90::TensorMap x;
@@ -104,9 +145,9 @@ Status run_packed(const PackedProblem& problem, cudaStream_t stream) {
                         config.shared_bytes(), " bytes");
   const int64_t tiles = ceil_div(int64_t{params.n}, int64_t{config.rows()}) * config.split_k;
   const int64_t rows = ceil_div(int64_t{params.m}, int64_t{config.tokens});
-  JAX_TCGEMM_REQUIRE(
-      tiles <= std::numeric_limits<int32_t>::max() && rows <= 65535 && problem.batch <= 65535,
-      tiles, " x ", rows, " x ", problem.batch, " blocks");
+  JAX_TCGEMM_REQUIRE(tiles <= std::numeric_limits<int32_t>::max() && rows <= kMostGridY &&
+                         problem.batch <= kMostGridY,
+                     tiles, " x ", rows, " x ", problem.batch, " blocks");
   cudaLaunchConfig_t launch = {};
   launch.gridDim = dim3(static_cast<unsigned>(tiles), static_cast<unsigned>(rows),
                         static_cast<unsigned>(problem.batch));

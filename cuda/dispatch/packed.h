@@ -20,6 +20,13 @@ struct PackedProblem {
   std::string_view digest;  // of the kernel
 };
 
+struct UnpackProblem {
+  PackedConfig config;  // of which the types and the format count
+  UnpackParams params;
+  int64_t batch;
+  std::string_view digest;
+};
+
 // Checks that a kernel can be compiled for a configuration.
 Status check_packed(const PackedConfig& config);
 
@@ -28,6 +35,10 @@ Status prepare_packed(const PackedConfig& config, std::string_view digest);
 
 // Launches the kernel.
 Status run_packed(const PackedProblem& problem, cudaStream_t stream);
+
+// The same for the pass that dequantizes a weight.
+Status prepare_unpack(const PackedConfig& config, std::string_view digest);
+Status run_unpack(const UnpackProblem& problem, cudaStream_t stream);
 
 }  // namespace jax_tcgemm
 

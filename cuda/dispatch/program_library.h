@@ -19,9 +19,10 @@
 
 namespace jax_tcgemm {
 
-// Takes the place of a row's name and of a layout if the kernel is one for packed weights; the same
-// as PACKED in jax_tcgemm/epilogue/source.py.
+// These take the place of a row's name and of a layout if the kernel is one for packed weights; the
+// same as PACKED and UNPACK in jax_tcgemm/epilogue/source.py.
 inline constexpr const char kPackedLayout[] = "packed";
+inline constexpr const char kUnpackLayout[] = "unpack";
 
 struct LoadedKernel {
   const KernelEntry* entry;  // null: a pass, or a kernel for packed weights

@@ -13,9 +13,9 @@
 #include "common/saturating.h"
 #include "common/status.h"
 #include "ffi/attributes.h"
-#include "ffi/element_types.h"
 #include "ffi/handlers.h"
 #include "ffi/operands.h"
+#include "ffi/packed_attributes.h"
 
 namespace jax_tcgemm {
 
@@ -47,32 +47,6 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
 namespace jax_tcgemm {
 namespace {
 
-Status decode_format(std::string_view name, PackedFormat* format) {
-  if (name == "int4") {
-    *format = PackedFormat::kInt4;
-  } else if (name == "uint4") {
-    *format = PackedFormat::kUint4;
-  } else if (name == "int8") {
-    *format = PackedFormat::kInt8;
-  } else {
-    JAX_TCGEMM_REQUIRE(name == "float8_e4m3fn", "a weight of ", name);
-    *format = PackedFormat::kE4m3;
-  }
-  return Status();
-}
-
-Status decode_float(const char* what, std::string_view name, bool may_be_wide, ElementType* type) {
-  if (name == "bfloat16") {
-    *type = ElementType::kBf16;
-  } else if (name == "float16") {
-    *type = ElementType::kF16;
-  } else {
-    JAX_TCGEMM_REQUIRE(name == "float32" && may_be_wide, what, " has type ", name);
-    *type = ElementType::kF32;
-  }
-  return Status();
-}
-
 Status decode_config(const PackedAttributes& at, PackedConfig* config) {
   for (const int64_t number :
        {at.tokens, at.row_blocks, at.k_blocks, at.stages, at.split_k, at.blocks_on_sm}) {
@@ -95,18 +69,6 @@ Status decode_config(const PackedAttributes& at, PackedConfig* config) {
   JAX_TCGEMM_REQUIRE(at.group == at.k || at.group <= kMostPackedUnit || at.group % stage_k == 0,
                      "group=", at.group, " for stages of ", stage_k);
   return check_packed(*config);
-}
-
-// Checks a buffer's address and size.
-Status check_buffer(const char* name, const void* data, int64_t bytes, int64_t expected,
-                    uintptr_t alignment) {
-  JAX_TCGEMM_REQUIRE(bytes == expected, name, " has ", bytes, " bytes, not ", expected);
-  JAX_TCGEMM_REQUIRE(reinterpret_cast<uintptr_t>(data) % alignment == 0, name, " lies at ", data);
-  return Status();
-}
-
-int64_t bytes_of(const ffi::AnyBuffer& buffer) {
-  return static_cast<int64_t>(buffer.element_count() * ffi::ByteWidth(buffer.element_type()));
 }
 
 Status decode_and_run(ffi::AnyBuffer x, ffi::AnyBuffer values, ffi::AnyBuffer scales,

@@ -171,9 +171,31 @@ extern "C" __global__ void __cluster_dims__(jax_tcgemm::Row::kConfig.split_k, 1,
 }}
 """
 
+_UNPACK_SOURCE = """\
+#include "sm90/packed/unpack.cuh"
+
+namespace jax_tcgemm {{
+
+struct Row {{
+  static constexpr PackedConfig kConfig{program};
+}};
+
+}}  // namespace jax_tcgemm
+
+extern "C" __global__ void __launch_bounds__(jax_tcgemm::kUnpackThreads)
+    compiled_kernel(const __grid_constant__ jax_tcgemm::UnpackParams params) {{
+  using Kernel = jax_tcgemm::sm90::Unpack<jax_tcgemm::Row::kConfig>;
+  __shared__ __align__(16) uint16_t rows[jax_tcgemm::kPackedTile][Kernel::kPitch];
+  Kernel{{params, rows}}.run();
+}}
+"""
+
 # Replaces the name of a row for a kernel for packed weights; ``program`` is its ``PackedConfig``.
 # The same as kPackedLayout of cuda/dispatch/program_library.h.
 PACKED = "packed"
+# The same for the pass that dequantizes a packed weight; kUnpackLayout.
+UNPACK = "unpack"
+_ALONE = {PASS: _PASS_SOURCE, PACKED: _PACKED_SOURCE, UNPACK: _UNPACK_SOURCE}
 
 _KERNEL = "Kernel<Row::kConfig, false, Layouts, Program>"
 _OF_8_BITS = """\
@@ -190,12 +212,13 @@ def of_kernel(program: str, row: str, layout: str) -> str:
     """Returns the source that is compiled for a row of the kernel table.
 
     Args:
-        program: as ``of_program`` returns it; for ``PACKED``, the initialiser of a configuration.
-        row: the row's name, ``PASS`` or ``PACKED``.
+        program: as ``of_program`` returns it; for ``PACKED`` and ``UNPACK``, the
+            initialiser of a configuration.
+        row: the row's name, ``PASS``, ``PACKED`` or ``UNPACK``.
         layout: ``"n"`` or ``"t"`` for each of ``a`` and ``b``.
     """
-    if row in (PASS, PACKED):
-        return (_PASS_SOURCE if row == PASS else _PACKED_SOURCE).format(program=program)
+    if row in _ALONE:
+        return _ALONE[row].format(program=program)
     config = kernel_names.by_name(row)
     of_8_bits = _OF_8_BITS if config.arithmetic.at_run_time else ""
     return _SOURCE.format(

@@ -85,6 +85,11 @@ def choose(bits: int, m: int, n: int, k: int) -> PackedRow | None:
     return dataclasses.replace(row, split_k=split)
 
 
+# Stands for a configuration of the pass that dequantizes a weight; the same numbers as in
+# ``cuda/ffi/unpack.cc``.
+UNPACK = PackedRow(8, 1, 2, 2, 1, 1)
+
+
 def program(
     row: PackedRow, qtype: str, activation: str, scale: str, output: str, *, zeros: bool, group: int
 ) -> str:

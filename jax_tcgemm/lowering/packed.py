@@ -15,13 +15,17 @@ from jax_tcgemm import _compat, _extension
 from jax_tcgemm.epilogue import compiler, source
 from jax_tcgemm.kernels import packed as kernels
 from jax_tcgemm.lowering import devices, dots, fallback, packed_layout
+from jax_tcgemm.lowering.gemm import cuda_gemm
 from jax_tcgemm.problem.log import log
 from jax_tcgemm.problem.packed import TILE, PackedSpec
-from jax_tcgemm.problem.strides import MAX_EXTENT
+from jax_tcgemm.problem.spec import GemmSpec
+from jax_tcgemm.problem.strides import MAX_EXTENT, Operands
 
 _FLOATS = ("bfloat16", "float16", "float32")
-# The grid has at most this many blocks along a batch.
-_MOST_BATCH = 65535
+# The grid has at most this many blocks along its second and third dimension.
+_MOST_BLOCKS = 65535
+# The kernel that dequantizes reads one scale for this many rows of a weight.
+_UNPACKED_ROWS = 16
 
 
 def reference(
@@ -55,15 +59,31 @@ def lower_cuda(
 
     Up to 16 rows, a kernel multiplies by the exact values, and scales the sums in float32. With
     more rows it multiplies by dequantized weights; scales of another dtype than that of ``x`` are
-    rounded to it first.
+    rounded to it first. With many rows, one kernel dequantizes the weight for an ordinary product.
     """
     call = f"tcgemm_packed {spec.qtype} {x.dtype}{list(x.shape)} n={spec.n}"
-    found = _call_or_reason(x, values, scales, spec)
-    if isinstance(found, str):
-        fallback.report(call, found, strict=fallback.is_strict(spec.config))
-        return reference(x, values, scales, spec=spec)
-    log(f"{call}: kernel for {found.row.tokens} rows, {found.row.split_k} parts of k")
-    return [found.emit(x, values, scales)]
+    reason = _unfit(x, values, scales, spec)
+    if reason is None:
+        found = _few_rows(x, values, scales, spec)
+        if isinstance(found, _Call):
+            log(f"{call}: kernel for {found.row.tokens} rows, {found.row.split_k} parts of k")
+            return [found.emit(x, values, scales)]
+        w = _dequantized(values, scales, spec, x.dtype)
+        if not isinstance(w, str):
+            log(f"{call}: dequantized by a kernel ({found})")
+            return _product(x, w, spec)
+        reason = w
+    fallback.report(call, reason, strict=fallback.is_strict(spec.config))
+    return reference(x, values, scales, spec=spec)
+
+
+def _product(x: jax.Array, w: jax.Array, spec: PackedSpec) -> list[jax.Array]:
+    """Multiplies by a dequantized weight ``(*batch, n, k)``."""
+    count = x.ndim - 2
+    batch = tuple(range(count)) if w.ndim > 2 else (None,) * count
+    axes = Operands(tuple(range(x.ndim)), (*batch, w.ndim - 1, w.ndim - 2))
+    precision = _compat.canonicalize_precision(None)
+    return cuda_gemm(x, w, spec=GemmSpec(axes, spec.out_dtype, precision))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,57 +126,74 @@ class _Call:
         }
 
 
-def _call_or_reason(
-    x: jax.Array, values: jax.Array, scales: jax.Array, spec: PackedSpec
-) -> _Call | str:
-    """Returns the custom call, or why there is none."""
+def _unfit(x: jax.Array, values: jax.Array, scales: jax.Array, spec: PackedSpec) -> str | None:
+    """Returns why no kernel of this package reads a packed weight, ``None`` if one does."""
     if spec.config == "xla":
         return "as requested"
     if not all(isinstance(extent, int) for extent in (*x.shape, *values.shape)):
         return "symbolic shapes"
-    *batch, rows, k = x.shape
-    is_batched = values.ndim > 4
-    count, m = (math.prod(batch), rows) if is_batched else (1, math.prod(batch) * rows)
-    reason = _unfit_types(x, scales, spec) or _unfit_extents(count, m, spec)
-    if reason is not None:
-        return reason
-    row = kernels.choose(spec.bits, m, spec.n, k)
-    if row is None:
-        return f"more than {kernels.MOST_ROWS} rows"
-    if spec.group not in (*kernels.GROUPS, k) and spec.group % row.stage_k:
-        return f"groups of {spec.group} rows"
-    if x.dtype == jnp.float16 and scales.dtype != x.dtype and not row.sums_are_scaled:
-        return f"scales of {scales.dtype} may not fit into float16"
-    reason = _unavailable()
-    if reason is not None:
-        return reason
-    names = (spec.qtype, x.dtype.name, scales.dtype.name, spec.out_dtype.name)
-    program = kernels.program(row, *names, zeros=spec.has_zeros, group=spec.group)
-    is_here = bool(_compat.initialized_cuda_devices())
-    reason = compiler.obstacle(program, (source.PACKED, source.PACKED) if is_here else None)
-    return reason or _Call(spec, row, (count, m), is_batched, program)
-
-
-def _unfit_types(x: jax.Array, scales: jax.Array, spec: PackedSpec) -> str | None:
     if x.dtype.name not in _FLOATS[:2]:
         return f"a left operand of {x.dtype}"
     if scales.dtype.name not in _FLOATS or spec.out_dtype.name not in _FLOATS:
         return f"scales of {scales.dtype}, a result of {spec.out_dtype}"
-    return None
-
-
-def _unfit_extents(count: int, m: int, spec: PackedSpec) -> str | None:
-    if 0 in (count, m, spec.n, spec.k):
+    if 0 in (*x.shape, spec.n):
         return "an empty operand"
     if spec.k % TILE:
         return f"k={spec.k} is not a multiple of {TILE}"
-    if max(m, spec.n, spec.k) > MAX_EXTENT or count > _MOST_BATCH:
+    if max(math.prod(x.shape[:-1]), spec.n, spec.k) > MAX_EXTENT:
         return "extents beyond the kernel's"
-    return None
-
-
-def _unavailable() -> str | None:
+    if math.prod(values.shape[:-4]) > _MOST_BLOCKS or -(-spec.n // TILE) > _MOST_BLOCKS:
+        return "more weights or columns than the kernel's"
     if _extension.PACKED_TARGET not in _extension.BUILT_TARGETS:
         return "no kernels were built"
     other = devices.other_than(devices.HOPPER)
     return None if other is None else f"no kernel on {other}"
+
+
+def _few_rows(x: jax.Array, values: jax.Array, scales: jax.Array, spec: PackedSpec) -> _Call | str:
+    """Returns the custom call that multiplies a few rows, or why there is none."""
+    *batch, rows, k = x.shape
+    is_batched = values.ndim > 4
+    count, m = (math.prod(batch), rows) if is_batched else (1, math.prod(batch) * rows)
+    row = kernels.choose(spec.bits, m, spec.n, k)
+    if row is None:
+        return f"{m} rows"
+    if spec.group not in (*kernels.GROUPS, k) and spec.group % row.stage_k:
+        return f"groups of {spec.group} rows"
+    if x.dtype == jnp.float16 and scales.dtype != x.dtype and not row.sums_are_scaled:
+        return f"scales of {scales.dtype} may not fit into float16"
+    names = (spec.qtype, x.dtype.name, scales.dtype.name, spec.out_dtype.name)
+    program = kernels.program(row, *names, zeros=spec.has_zeros, group=spec.group)
+    reason = _not_compiled(program, source.PACKED)
+    return reason or _Call(spec, row, (count, m), is_batched, program)
+
+
+def _dequantized(
+    values: jax.Array, scales: jax.Array, spec: PackedSpec, dtype: np.dtype
+) -> jax.Array | str:
+    """Returns the dequantized weight ``(*batch, n, k)`` of a kernel, or why there is none."""
+    if spec.group % _UNPACKED_ROWS:
+        return f"groups of {spec.group} rows"
+    names = (spec.qtype, dtype.name, scales.dtype.name, dtype.name)
+    group = kernels.UNPACK.stage_k
+    program = kernels.program(kernels.UNPACK, *names, zeros=spec.has_zeros, group=group)
+    reason = _not_compiled(program, source.UNPACK)
+    if reason is not None:
+        return reason
+    batch = values.shape[:-4]
+    result = jax.ShapeDtypeStruct((*batch, spec.n, spec.k), dtype)
+    numbers = {"batch": math.prod(batch), "n": spec.n, "k": spec.k, "group": spec.group}
+    attributes = {name: np.int64(number) for name, number in numbers.items()} | {
+        "has_zeros": spec.has_zeros,
+        "format": spec.qtype,
+        "output": dtype.name,
+        "scale": scales.dtype.name,
+        "digest": source.digest(program),
+    }
+    return jax.ffi.ffi_call(_extension.UNPACK_TARGET, result)(values, scales, **attributes)
+
+
+def _not_compiled(program: str, row: str) -> str | None:
+    """Returns why a kernel cannot be compiled, ``None`` if it can."""
+    is_here = bool(_compat.initialized_cuda_devices())
+    return compiler.obstacle(program, (row, row) if is_here else None)

@@ -26,6 +26,19 @@ class PackedTile {
     }
   }
 
+  // The same from global memory, at a multiple of 16.
+  __device__ __forceinline__ void load_global(const uint8_t* values) {
+    const uint4* from = reinterpret_cast<const uint4*>(values);
+#pragma unroll
+    for (int i = 0; i < kWords / 4; ++i) {
+      const uint4 word = __ldg(from + i);
+      words_[4 * i] = word.x;
+      words_[4 * i + 1] = word.y;
+      words_[4 * i + 2] = word.z;
+      words_[4 * i + 3] = word.w;
+    }
+  }
+
   // What a value of 0 decodes to before it is subtracted, twice; for weights without zero points.
   static constexpr uint32_t kZero = [] {
     switch (kConfig.format) {
@@ -123,8 +136,11 @@ class PackedScales {
   // The zero point as PackedTile::value takes it.
   __device__ __forceinline__ uint32_t zero(int group, int half) const {
     if constexpr (!kConfig.has_zeros) return PackedTile<kConfig>::kZero;
-    constexpr float kMoved = PackedTile<kConfig>::kIsBf16 ? 0.f : 1024.f - 128.f;
-    return twice(number(at(group) + kConfig.scale_row_bytes() + 8 * half * kBytes) + kMoved);
+    return as_zero(number(at(group) + kConfig.scale_row_bytes() + 8 * half * kBytes));
+  }
+  // The same from 128 plus the zero point.
+  static __device__ __forceinline__ uint32_t as_zero(float biased) {
+    return twice(biased + (PackedTile<kConfig>::kIsBf16 ? 0.f : 1024.f - 128.f));
   }
 
  private:

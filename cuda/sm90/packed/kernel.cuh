@@ -5,8 +5,8 @@
 // Roles: `row_blocks` consumer warpgroups, each with 64 rows of the tile. Two producer warps, in
 //        each of which a single thread works (sm90/packed/ring.cuh).
 // Barriers: full[stage]: 2 arrivals of the producers + the bytes of the stage. empty[stage]: all
-//        consumer warps.
-// Timeline, producers: values | x, scales and zero points   (stage after stage)
+//        consumer warps. Named barrier 1: the barriers are initialised.
+// Timeline, producers: initialise -> values | x, scales and zero points   (stage after stage)
 //        consumers: decode -> multiply (stage after stage) -> sums into shared memory -> barrier of
 //        the cluster -> add the sums of a share of the rows, in the order of the blocks -> D
 // Up to 16 tokens are multiplied by mma.sync: its work is proportional to the tokens, and decoding
@@ -91,18 +91,20 @@ struct PackedConsumer {
     }
   }
 
-  __device__ __forceinline__ void multiply_stage(float (&sums)[kGroups][4],
-                                                 const Scales& scales) const {
+  // Multiplies tiles `first` and `first + 1` of a stage. The loop over such pairs is not unrolled:
+  // a kernel of this length waits for its instructions, too.
+  __device__ __forceinline__ void multiply_pair(float (&sums)[kGroups][4], const Scales& scales,
+                                                int first) const {
     float part[kGroups][4] = {};
 #pragma unroll
-    for (int i = 0; i < kConfig.k_blocks; ++i) {
+    for (int i = 0; i < 2; ++i) {
       Tile tile;
-      tile.load(values(i));
+      tile.load(values(first + i));
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int k = 64 * i + 32 * half;
-        const int group = group_of(k);
-        multiply_32(part, tile, x(i), half, scales.zero(group, 0), scales.zero(group, 1));
+        const int group = group_of(64 * first + k);
+        multiply_32(part, tile, x(first + i), half, scales.zero(group, 0), scales.zero(group, 1));
         if ((k + 32) % kConfig.unit() != 0) continue;
         const float s0 = scales.scale(group, 0);
         const float s1 = scales.scale(group, 1);
@@ -123,7 +125,9 @@ struct PackedConsumer {
 #pragma unroll 1
     for (int i = place.begin; i < place.end; ++i, at.advance()) {
       ptx::mbarrier_wait(memory.full(at.stage), at.phase);
-      multiply_stage(sums, scales(i));
+      const Scales own = scales(i);
+#pragma unroll 1
+      for (int tile = 0; tile < kConfig.k_blocks; tile += 2) multiply_pair(sums, own, tile);
       __syncwarp();
       release(at.stage);
     }
@@ -182,7 +186,7 @@ struct PackedConsumer {
     for (int i = place.begin; i < place.end; ++i, at.advance()) {
       ptx::mbarrier_wait(memory.full(at.stage), at.phase);
       const Scales own = scales(i);
-#pragma unroll
+#pragma unroll 1
       for (int tile = 0; tile < kConfig.k_blocks; tile += 2) {
         decode(even, tile, own);
         multiply_tile(acc, even, tile, i > place.begin || tile > 0);
@@ -205,6 +209,8 @@ struct PackedConsumer {
   }
 };
 
+constexpr int kStartBarrier = 1;  // named barrier 0 is that of __syncthreads
+
 template <PackedConfig kConfig>
 __device__ __forceinline__ void run_packed(const PackedParams& params, const TensorMap& x,
                                            uint32_t shared) {
@@ -214,20 +220,23 @@ __device__ __forceinline__ void run_packed(const PackedParams& params, const Ten
   const int rank = kConfig.split_k == 1 ? 0 : __shfl_sync(~0u, ptx::cluster_rank(), 0);
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   const PackedPlace<kConfig> place(params, rank);
-  if (threadIdx.x == kConfig.consumer_warps() * 32) memory.init();
-  __syncthreads();
+  const PackedProducer<kConfig> producer = {params, x, memory, place};
   typename PackedOutput<kConfig>::Sums sums;
-  if (warp >= kConfig.consumer_warps()) {
-    const PackedProducer<kConfig> producer = {params, x, memory, place};
-    if (threadIdx.x % 32 == 0) {
-      if (warp == kConfig.consumer_warps()) {
-        producer.load_values();
-      } else {
-        producer.load_the_rest();
-      }
-    }
+  // The first copies wait for nothing but the barriers, which their own thread initialises.
+  if (warp == kConfig.consumer_warps()) {
+    if (threadIdx.x % 32 == 0) memory.init();
+    __syncwarp();
+    ptx::named_barrier_arrive(kStartBarrier, kConfig.threads());
+    if (threadIdx.x % 32 == 0) producer.load_values();
+    __syncwarp();
+  } else if (warp > kConfig.consumer_warps()) {
+    if (threadIdx.x % 32 == 0) ptx::prefetch_tensor_map(&x);
+    __syncwarp();
+    ptx::named_barrier_sync(kStartBarrier, kConfig.threads());
+    if (threadIdx.x % 32 == 0) producer.load_the_rest();
     __syncwarp();
   } else {
+    ptx::named_barrier_sync(kStartBarrier, kConfig.threads());
     PackedConsumer<kConfig> consumer = {params, memory, place};
     consumer.run(sums);
   }
