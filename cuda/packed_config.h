@@ -75,6 +75,7 @@ struct PackedParams {
   const uint8_t* scales;
   void* d;
   int32_t m, n;
+  int32_t token_tiles;       // they follow each other in the grid, because they read the same W
   int32_t k_tiles;           // blocks of 64 k; k is a multiple of 64
   int32_t groups;            // along k
   int32_t stages_per_group;  // more than 1 if a group is longer than a stage

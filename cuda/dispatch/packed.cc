@@ -7,6 +7,7 @@
 #include <string>
 
 #include "common/ceil_div.h"
+#include "common/saturating.h"
 #include "dispatch/program_library.h"
 #include "sm90/tma_descriptor.h"
 
@@ -143,14 +144,13 @@ Status run_packed(const PackedProblem& problem, cudaStream_t stream) {
   JAX_TCGEMM_CUDA_CHECK(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                              config.shared_bytes()),
                         config.shared_bytes(), " bytes");
-  const int64_t tiles = ceil_div(int64_t{params.n}, int64_t{config.rows()}) * config.split_k;
-  const int64_t rows = ceil_div(int64_t{params.m}, int64_t{config.tokens});
-  JAX_TCGEMM_REQUIRE(tiles <= std::numeric_limits<int32_t>::max() && rows <= kMostGridY &&
-                         problem.batch <= kMostGridY,
-                     tiles, " x ", rows, " x ", problem.batch, " blocks");
+  params.token_tiles = ceil_div(params.m, config.tokens);
+  const int64_t tiles = ceil_div(int64_t{params.n}, int64_t{config.rows()});
+  const int64_t blocks = mul_sat(mul_sat(tiles, params.token_tiles), config.split_k);
+  JAX_TCGEMM_REQUIRE(blocks <= std::numeric_limits<int32_t>::max() && problem.batch <= kMostGridY,
+                     blocks, " x ", problem.batch, " blocks");
   cudaLaunchConfig_t launch = {};
-  launch.gridDim = dim3(static_cast<unsigned>(tiles), static_cast<unsigned>(rows),
-                        static_cast<unsigned>(problem.batch));
+  launch.gridDim = dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(problem.batch));
   launch.blockDim = dim3(config.threads());
   launch.dynamicSmemBytes = config.shared_bytes();
   launch.stream = stream;

@@ -14,8 +14,12 @@ _TILE = 64
 _MOST_SPLIT = 8
 # Number of multiprocessors of a Hopper GPU.
 _SMS = 132
+# With more tiles than this, k is not divided.
+_ENOUGH_TILES = 100
+# A part of k has at least this many.
+_LEAST_K = 1792
 # From this many rows on, it is faster to dequantize the weight and to multiply by that.
-MOST_ROWS = 64
+MOST_ROWS = 512
 # The rows of a weight that may share a scale; longer groups must be whole stages.
 GROUPS = (32, 64, 128)
 _FORMATS = {"int4": "kInt4", "uint4": "kUint4", "int8": "kInt8", "float8_e4m3fn": "kE4m3"}
@@ -57,11 +61,13 @@ _ROWS = {
     (4, 8): PackedRow(8, 1, 4, 5, 1, 4),
     (4, 16): PackedRow(16, 1, 4, 4, 1, 3),
     (4, 32): PackedRow(32, 2, 4, 3, 1, 2),
-    (4, 64): PackedRow(64, 4, 4, 3, 1, 1),
+    (4, 64): PackedRow(64, 2, 2, 4, 1, 2),
+    (4, 128): PackedRow(128, 2, 2, 4, 1, 1),
     (8, 8): PackedRow(8, 1, 2, 5, 1, 4),
     (8, 16): PackedRow(16, 1, 2, 4, 1, 4),
     (8, 32): PackedRow(32, 2, 2, 4, 1, 2),
     (8, 64): PackedRow(64, 4, 2, 4, 1, 1),
+    (8, 128): PackedRow(128, 2, 2, 4, 1, 1),
 }
 
 
@@ -76,12 +82,17 @@ def choose(bits: int, m: int, n: int, k: int) -> PackedRow | None:
     """
     if m > MOST_ROWS:
         return None
-    tokens = next(each for each in (8, 16, 32, 64) if m <= each)
+    tokens = next((each for each in (8, 16, 32, 64) if m <= each), 128)
     row = _ROWS[bits, tokens]
-    tiles = -(-n // (_TILE * row.row_blocks))
-    stages = -(-k // row.stage_k)
-    most = min(_MOST_SPLIT, stages, 2 * _SMS * min(row.blocks_on_sm, 2) // 2 // max(tiles, 1))
-    split = 1 << max(most, 1).bit_length() - 1
+    tiles = -(-n // (_TILE * row.row_blocks)) * -(-m // tokens)
+    # Few rows: one block and a half for each multiprocessor. More rows: as many as fit, but not
+    # if the tiles alone are enough.
+    most = 3 * _SMS // 2 if row.sums_are_scaled else min(row.blocks_on_sm, 2) * _SMS
+    if tiles > _ENOUGH_TILES:
+        most = tiles
+    split = 1
+    while 2 * split * tiles <= most and 2 * split * _LEAST_K <= k and split < _MOST_SPLIT:
+        split *= 2
     return dataclasses.replace(row, split_k=split)
 
 

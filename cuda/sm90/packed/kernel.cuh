@@ -64,18 +64,27 @@ struct PackedConsumer {
   static constexpr int group_of(int k) { return k / kConfig.group % kConfig.stage_groups(); }
 
   // --- mma.sync: scales multiply sums ---
+  //
+  // Statements on shared memory and mma.sync keep their order. Loads therefore stand a step ahead
+  // of their use; a step is 32 k.
 
-  // Multiplies 32 k, in half `half` of a tile.
-  __device__ __forceinline__ void multiply_32(float (&part)[kGroups][4], const Tile& tile,
-                                              uint32_t x_tile, int half, uint32_t zero0,
-                                              uint32_t zero1) const {
+  static constexpr int kSteps = 2 * kConfig.k_blocks;
+
+  // Fragments of x: for 8 tokens, two registers for each of two blocks of 16 k.
+  using XFragments = uint32_t[kGroups][4];
+
+  __device__ __forceinline__ void read_x(XFragments& b, int step) const {
     const int lane = thread % 32;
-    uint32_t b[kGroups][4];  // of 8 tokens: two registers for each of two blocks of 16 k
 #pragma unroll
     for (int n = 0; n < kGroups; ++n) {
-      const int chunk = (4 * half + lane / 8) ^ (lane % 8);
-      ptx::ldmatrix_x4(b[n], x_tile + (8 * n + lane % 8) * 128 + chunk * 16);
+      const int chunk = (4 * (step % 2) + lane / 8) ^ (lane % 8);
+      ptx::ldmatrix_x4(b[n], x(step / 2) + (8 * n + lane % 8) * 128 + chunk * 16);
     }
+  }
+
+  __device__ __forceinline__ void multiply_step(float (&part)[kGroups][4], const Tile& tile,
+                                                const XFragments& b, int half, uint32_t zero0,
+                                                uint32_t zero1) const {
 #pragma unroll
     for (int block = 0; block < 2; ++block) {
       uint32_t a[4];
@@ -91,30 +100,29 @@ struct PackedConsumer {
     }
   }
 
-  // Multiplies tiles `first` and `first + 1` of a stage. The loop over such pairs is not unrolled:
-  // a kernel of this length waits for its instructions, too.
-  __device__ __forceinline__ void multiply_pair(float (&sums)[kGroups][4], const Scales& scales,
-                                                int first) const {
+  __device__ __forceinline__ void multiply_stage(float (&sums)[kGroups][4],
+                                                 const Scales& scales) const {
+    Tile tiles[kConfig.k_blocks];
+    XFragments b[2];
+#pragma unroll
+    for (int i = 0; i < kConfig.k_blocks; ++i) tiles[i].load(values(i));
+    read_x(b[0], 0);
     float part[kGroups][4] = {};
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      Tile tile;
-      tile.load(values(first + i));
+    for (int step = 0; step < kSteps; ++step) {
+      if (step + 1 < kSteps) read_x(b[(step + 1) % 2], step + 1);
+      const int group = group_of(32 * step);
+      multiply_step(part, tiles[step / 2], b[step % 2], step % 2, scales.zero(group, 0),
+                    scales.zero(group, 1));
+      if ((32 * step + 32) % kConfig.unit() != 0) continue;
+      const float s0 = scales.scale(group, 0);
+      const float s1 = scales.scale(group, 1);
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int k = 64 * i + 32 * half;
-        const int group = group_of(64 * first + k);
-        multiply_32(part, tile, x(first + i), half, scales.zero(group, 0), scales.zero(group, 1));
-        if ((k + 32) % kConfig.unit() != 0) continue;
-        const float s0 = scales.scale(group, 0);
-        const float s1 = scales.scale(group, 1);
+      for (int n = 0; n < kGroups; ++n) {
 #pragma unroll
-        for (int n = 0; n < kGroups; ++n) {
-#pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            sums[n][j] += part[n][j] * (j / 2 ? s1 : s0);
-            part[n][j] = 0.f;
-          }
+        for (int j = 0; j < 4; ++j) {
+          sums[n][j] += part[n][j] * (j / 2 ? s1 : s0);
+          part[n][j] = 0.f;
         }
       }
     }
@@ -125,9 +133,7 @@ struct PackedConsumer {
 #pragma unroll 1
     for (int i = place.begin; i < place.end; ++i, at.advance()) {
       ptx::mbarrier_wait(memory.full(at.stage), at.phase);
-      const Scales own = scales(i);
-#pragma unroll 1
-      for (int tile = 0; tile < kConfig.k_blocks; tile += 2) multiply_pair(sums, own, tile);
+      multiply_stage(sums, scales(i));
       __syncwarp();
       release(at.stage);
     }
@@ -143,9 +149,8 @@ struct PackedConsumer {
   // The fragments of a tile.
   using Fragments = uint32_t[4][4];
 
-  __device__ __forceinline__ void decode(Fragments& fragments, int i, const Scales& scales) const {
-    Tile tile;
-    tile.load(values(i));
+  __device__ __forceinline__ void decode(Fragments& fragments, const Tile& tile, int i,
+                                         const Scales& scales) const {
 #pragma unroll
     for (int b = 0; b < 4; ++b) {
       const int group = group_of(64 * i + 16 * b);
@@ -186,12 +191,15 @@ struct PackedConsumer {
     for (int i = place.begin; i < place.end; ++i, at.advance()) {
       ptx::mbarrier_wait(memory.full(at.stage), at.phase);
       const Scales own = scales(i);
-#pragma unroll 1
+      Tile tiles[kConfig.k_blocks];
+#pragma unroll
+      for (int tile = 0; tile < kConfig.k_blocks; ++tile) tiles[tile].load(values(tile));
+#pragma unroll
       for (int tile = 0; tile < kConfig.k_blocks; tile += 2) {
-        decode(even, tile, own);
+        decode(even, tiles[tile], tile, own);
         multiply_tile(acc, even, tile, i > place.begin || tile > 0);
         if (tile == 0 && i > place.begin) release(previous);
-        decode(odd, tile + 1, own);
+        decode(odd, tiles[tile + 1], tile + 1, own);
         multiply_tile(acc, odd, tile + 1, true);
       }
       previous = at.stage;

@@ -51,9 +51,9 @@ struct PackedPlace {
   int last_groups;  // of the last stage of k
 
   __device__ __forceinline__ PackedPlace(const PackedParams& params, int cluster_rank)
-      : row_block(blockIdx.x / kConfig.split_k * kConfig.row_blocks),
-        token(blockIdx.y * kConfig.tokens),
-        batch(blockIdx.z),
+      : row_block(blockIdx.x / (kConfig.split_k * params.token_tiles) * kConfig.row_blocks),
+        token(blockIdx.x / kConfig.split_k % params.token_tiles * kConfig.tokens),
+        batch(blockIdx.y),
         rank(cluster_rank) {
     const int stages = (params.k_tiles + kConfig.k_blocks - 1) / kConfig.k_blocks;
     begin = rank * stages / kConfig.split_k;
