@@ -34,6 +34,7 @@ class PackedRow:
         tokens: rows of the left operand in a tile.
         row_blocks: blocks of 64 columns of the weight in a tile.
         k_blocks: blocks of 64 k in a stage.
+        k_parts: warpgroups that divide the k of a stage.
         stages: stages of the ring.
         split_k: blocks of a cluster, which divide k.
         blocks_on_sm: blocks for which the registers of a multiprocessor suffice.
@@ -42,6 +43,7 @@ class PackedRow:
     tokens: int
     row_blocks: int
     k_blocks: int
+    k_parts: int
     stages: int
     split_k: int
     blocks_on_sm: int
@@ -58,16 +60,16 @@ class PackedRow:
 
 # (bits, tokens): the configuration without a split of k.
 _ROWS = {
-    (4, 8): PackedRow(8, 1, 4, 5, 1, 4),
-    (4, 16): PackedRow(16, 1, 4, 4, 1, 3),
-    (4, 32): PackedRow(32, 2, 4, 3, 1, 2),
-    (4, 64): PackedRow(64, 2, 2, 4, 1, 2),
-    (4, 128): PackedRow(128, 2, 2, 4, 1, 1),
-    (8, 8): PackedRow(8, 1, 2, 5, 1, 4),
-    (8, 16): PackedRow(16, 1, 2, 4, 1, 4),
-    (8, 32): PackedRow(32, 2, 2, 4, 1, 2),
-    (8, 64): PackedRow(64, 4, 2, 4, 1, 1),
-    (8, 128): PackedRow(128, 2, 2, 4, 1, 1),
+    (4, 8): PackedRow(8, 1, 4, 2, 5, 1, 3),
+    (4, 16): PackedRow(16, 1, 4, 2, 4, 1, 2),
+    (4, 32): PackedRow(32, 2, 4, 1, 3, 1, 2),
+    (4, 64): PackedRow(64, 2, 4, 2, 3, 1, 1),
+    (4, 128): PackedRow(128, 2, 2, 1, 4, 1, 1),
+    (8, 8): PackedRow(8, 1, 2, 2, 5, 1, 3),
+    (8, 16): PackedRow(16, 1, 2, 2, 4, 1, 2),
+    (8, 32): PackedRow(32, 2, 2, 1, 4, 1, 2),
+    (8, 64): PackedRow(64, 4, 2, 1, 4, 1, 1),
+    (8, 128): PackedRow(128, 2, 2, 1, 4, 1, 1),
 }
 
 
@@ -98,7 +100,7 @@ def choose(bits: int, m: int, n: int, k: int) -> PackedRow | None:
 
 # Stands for a configuration of the pass that dequantizes a weight; the same numbers as in
 # ``cuda/ffi/unpack.cc``.
-UNPACK = PackedRow(8, 1, 2, 2, 1, 1)
+UNPACK = PackedRow(8, 1, 2, 1, 2, 1, 1)
 
 
 def program(
