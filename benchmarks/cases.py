@@ -1,4 +1,4 @@
-"""The cases of ``suite.json``: their operands, and ``jax_tcgemm`` for each."""
+"""The cases of ``suite.json`` and their operands."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import ours
 import quantized
+import weight_only
 from functions import FUNCTIONS
-from steps import STEPS, Arrays, own_value_and_gradients
+from ours import FACTORS
+from steps import STEPS, Arrays
 
-from jax_tcgemm import _compat, gated_gemm, gemm, ragged_dot
-from jax_tcgemm.primitives import gemm as gemm_primitive
+from jax_tcgemm import _compat
 from jax_tcgemm.problem.activations import ACTIVATIONS
 from jax_tcgemm.problem.arithmetic import resolve_algorithm, resolve_run_time
-from jax_tcgemm.problem.epilogue import Epilogue
-from jax_tcgemm.problem.spec import GemmSpec
-from jax_tcgemm.problem.strides import Operands
 from jax_tcgemm.tools.chain import argument_set_count
 from jax_tcgemm.transforms.numbers import Numbers
 
@@ -35,18 +34,11 @@ DTYPES = {
     "f32": jnp.dtype(jnp.float32),
     "c64": jnp.dtype(jnp.complex64),
     **quantized.DTYPES,
+    **weight_only.DTYPES,
 }
 
 # The parts of an epilogue, besides the names of activations.
 _EPILOGUE_PARTS = {"none", "bias", "c", "aux", "alpha", "beta_c", "silu_glu", "amax"}
-
-_TRANSPOSED = ("transpose_a", "transpose_b")
-
-ALPHA = 0.5
-BETA = 2.0
-
-# Names of the operands that are multiplied; others are bias and c, or operands of a step.
-FACTORS = ("a", "b", "b2")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +74,8 @@ class Case:
             raise ValueError(f"broadcast={self.broadcast!r} must be a or b")
         if self.function not in ("", *FUNCTIONS):
             raise ValueError(f"function={self.function!r} must be one of {list(FUNCTIONS)}")
-        if self.scale not in ("", *quantized.SCALES) or self.sums not in ("", *quantized.SUMS):
+        scales = ("", *quantized.SCALES, *weight_only.GROUPS)
+        if self.scale not in scales or self.sums not in ("", *quantized.SUMS):
             raise ValueError(f"scale={self.scale!r}, sums={self.sums!r} are not known")
         if self.step not in ("", *STEPS):
             raise ValueError(f"step={self.step!r} must be one of {list(STEPS)}")
@@ -98,6 +91,11 @@ class Case:
     @property
     def is_gated(self) -> bool:
         return "silu_glu" in self.parts or self.function.startswith("gated")
+
+    @property
+    def is_packed(self) -> bool:
+        """True if B is a packed weight."""
+        return self.scale in weight_only.GROUPS
 
     @property
     def has_c(self) -> bool:
@@ -148,6 +146,8 @@ class Case:
     @property
     def bytes(self) -> int:
         """Bytes of the operands and results, each read or written once."""
+        if self.is_packed:
+            return weight_only.size(self)
         elements = {name: math.prod(shape) for name, shape in self.shapes.items()}
         if self.step:  # a gradient for each operand; the cotangent is as large as the result
             return 2 * sum(elements.values()) * self.out_dtype.itemsize
@@ -167,7 +167,9 @@ class Case:
 
     @property
     def algorithm(self) -> str | None:
-        """The kernel algorithm that computes the case."""
+        """The kernel algorithm that computes the case; None for packed weights."""
+        if self.is_packed:
+            return None
         dtype = DTYPES[self.dtype]
         if self.scale:
             sums = jnp.dtype(jnp.int32 if self.dtype == "s8" else jnp.float32)
@@ -196,7 +198,9 @@ class Case:
             shapes["bias"] = (*groups, self.n)
         if self.has_c:
             shapes["c"] = (*batch, self.m, self.n)
-        if self.scale:
+        if self.is_packed:
+            shapes["b_scale"] = weight_only.scale_shape(self)
+        elif self.scale:
             shapes |= quantized.scale_shapes(self)
         if self.function:
             extents = {"m": self.m, "n": self.n, "1": 1, "g": len(self.group_sizes)}
@@ -226,11 +230,15 @@ class Case:
             return values if summed == 1 else values * x.dtype.type(summed**-0.5)
 
         sets = range(argument_set_count(self.bytes))
+        if self.is_packed:
+            return [(weight_only.drawn(self, numbers),) for _ in sets]
         return [({name: drawn(name, x) for name, x in self.types.items()},) for _ in sets]
 
     @property
-    def types(self) -> dict[str, jax.ShapeDtypeStruct]:
+    def types(self) -> dict[str, Any]:
         """Types of the operands by name."""
+        if self.is_packed:
+            return weight_only.types(self, DTYPES)
 
         def dtype(name: str) -> np.dtype:
             if name in FACTORS:
@@ -245,50 +253,7 @@ class Case:
         Args:
             config: name of the kernel configuration; None lets the heuristic choose.
         """
-        if self.scale:
-            return quantized.ours(self, config)
-        if self.step:
-            return lambda arrays: own_value_and_gradients(STEPS[self.step], arrays)
-        if self.function:
-            return lambda arrays: self._with_function(arrays, config)
-        if self.is_gated:
-            return lambda arrays: gated_gemm(
-                jnp.swapaxes(arrays["a"], -1, -2) if self.layout[0] == "t" else arrays["a"],
-                arrays["b"],
-                arrays["b2"],
-                transpose_w=self.layout[1] == "t",
-                preferred_element_type=self.out_dtype if self.out else None,
-                config=config,
-            )
-        if self.group_sizes:
-            return lambda arrays: ragged_dot(
-                arrays["a"],
-                arrays["b"],
-                jnp.asarray(self.group_sizes, jnp.int32),
-                bias=arrays.get("bias"),
-                activation=self.activation,
-                transpose_rhs=self.layout[1] == "t",
-                preferred_element_type=self.out_dtype if self.out else None,
-                config=config,
-            )
-        if "aux" in self.parts:
-            return lambda arrays: self._with_preactivation(arrays, config)
-        return lambda arrays: gemm(
-            arrays["a"],
-            arrays["b"],
-            arrays.get("c"),
-            bias=arrays.get("bias"),
-            alpha=ALPHA if "alpha" in self.parts else 1.0,
-            beta=BETA if "beta_c" in self.parts else 1.0,
-            activation=self.activation,
-            transpose_a=self.layout[0] == "t",
-            transpose_b=self.layout[1] == "t",
-            conjugate_a=self.conjugate == "a",
-            conjugate_b=self.conjugate == "b",
-            precision=self.precision,
-            preferred_element_type=self.out_dtype if self.out else None,
-            config=config,
-        )
+        return ours.ours(self, config)
 
     def function_operands(self, arrays: Arrays) -> list[jax.Array]:
         """Returns the operands of the function; group operands are expanded to rows."""
@@ -300,50 +265,6 @@ class Case:
             return jnp.repeat(arrays[name], sizes, total_repeat_length=self.m)[:, None]
 
         return [over_rows(*item) for item in FUNCTIONS[self.function].operands.items()]
-
-    def _with_function(self, arrays: Arrays, config: str | None) -> Any:
-        a, *weights = (arrays[name] for name in FACTORS if name in arrays)
-        options = {
-            "config": config,
-            "epilogue": FUNCTIONS[self.function].apply,
-            "epilogue_operands": self.function_operands(arrays),
-        }
-        if self.group_sizes:
-            sizes = jnp.asarray(self.group_sizes, jnp.int32)
-            is_transposed = self.layout[1] == "t"
-            return ragged_dot(a, weights[0], sizes, transpose_rhs=is_transposed, **options)
-        if self.is_gated:
-            return gated_gemm(a, *weights, transpose_w=self.layout[1] == "t", **options)
-        transposed = (letter == "t" for letter in self.layout)
-        return gemm(a, *weights, **dict(zip(_TRANSPOSED, transposed, strict=True)), **options)
-
-    def _with_preactivation(self, arrays: Arrays, config: str | None) -> Any:
-        """Binds the primitive like the derivative of ``gemm``: no public function returns z."""
-
-        def axes(name: str, letter: str = "n") -> tuple[int | None, ...] | None:
-            if name not in arrays:
-                return None
-            roles = 1 if name == "bias" else 2
-            leading = arrays[name].ndim - roles
-            matrix = [leading + role for role in range(roles)]
-            missing = (None,) * ((self.batch > 1) - leading)
-            return (*missing, *range(leading), *(matrix[::-1] if letter == "t" else matrix))
-
-        a, b = axes("a", self.layout[0]), axes("b", self.layout[1])
-        spec = GemmSpec(
-            Operands(a, b, axes("c"), axes("bias")),
-            self.out_dtype,
-            _compat.canonicalize_precision(None),
-            Epilogue(
-                activation=self.activation,
-                alpha=ALPHA if "alpha" in self.parts else 1.0,
-                beta=BETA if "beta_c" in self.parts else 1.0,
-                results=(True, True),
-            ),
-            config,
-        )
-        names = ("a", "b", "c", "bias")
-        return gemm_primitive.bind(Operands(*(arrays.get(name) for name in names)), spec)
 
 
 def load_cases(path: pathlib.Path = SUITE_FILE) -> list[Case]:

@@ -6,7 +6,6 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import fnmatch
-import functools
 import os
 import re
 import statistics
@@ -52,6 +51,8 @@ _CONFIG_REPS = 6
 _SIMT_FLOPS = 2e9
 
 _CHOICE = re.compile(r"^jax_tcgemm: m=.* -> (\S+)$", re.MULTILINE)
+# Lowering chooses the kernel for a packed weight.
+_PACKED_CHOICE = re.compile(r"^jax_tcgemm: tcgemm_packed [^:]*: (.+)$", re.MULTILINE)
 
 Row = dict[str, Any]
 
@@ -93,8 +94,10 @@ def _measure(case: Case, options: Options) -> Row:
     sets = case.argument_sets(_NUMBERS)
     with options.tunings or contextlib.nullcontext():
         ours, config = compile_ours(case, sets)
-    xla = compile_chain(functools.partial(xla_rival.xla, case), sets)
     row: Row = {"config": config}
+    xla, form = _best_xla(case, sets)
+    if form:
+        row["xla_form"] = form
     expected = xla()
     wrong = disagreement(case, ours(), expected)
     if wrong:
@@ -150,11 +153,12 @@ def compile_ours(
     The configuration comes from the dispatch's log. The dispatch logs each choice once in each
     thread, so a new thread asks; an earlier log line may come from a measurement.
     """
-    chain, _ = with_stderr(lambda: compile_chain(case.ours(config), sets))
+    chain, lowering = with_stderr(lambda: compile_chain(case.ours(config), sets))
     with concurrent.futures.ThreadPoolExecutor(1) as executor:
         run = lambda: executor.submit(lambda: jax.block_until_ready(chain())).result()  # noqa: E731
         _, log = with_stderr(run)
-    chosen = list(dict.fromkeys(_CHOICE.findall(log)))
+    found = _PACKED_CHOICE.findall(lowering) if case.is_packed else _CHOICE.findall(log)
+    chosen = list(dict.fromkeys(found))
     return chain, " ".join(chosen) if case.step else chosen[-1] if chosen else None
 
 
@@ -217,6 +221,17 @@ def hlo_kernels(chain: Chain) -> float:
     return sum(name not in _NO_KERNEL for name in names) / len(chain.argument_sets)
 
 
+def _best_xla(case: Case, sets: list[tuple[Any, ...]]) -> tuple[Chain, str]:
+    """Compiles the natural JAX expressions of a case; returns the fastest and its name."""
+    forms = xla_rival.forms(case)
+    chains = {name: compile_chain(form, sets) for name, form in forms.items()}
+    best = next(iter(chains))
+    if len(chains) > 1:
+        timings = time_chains(chains, reps=_CONFIG_REPS, block=2)
+        best = min(timings, key=lambda name: timings[name].median)
+    return chains[best], best
+
+
 def _best_pallas(case: Case, sets: list[tuple[Any, ...]], expected: Any) -> tuple[Chain, str]:
     """Compiles JAX's Pallas kernel in several configurations; returns the fastest and its name."""
     chains, problems = {}, []
@@ -258,7 +273,7 @@ def _sustained(chains: dict[str, Chain], us: float, seconds: float) -> Row:
 
 def config_names(case: Case, glob: str) -> list[str]:
     """Returns the kernel configurations that may compute a case."""
-    if case.step:  # several gemms, each with its own choice
+    if case.step or case.is_packed:  # several gemms; kernels without names
         return []
     return [
         row.name

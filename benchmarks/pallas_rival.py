@@ -31,7 +31,7 @@ def obstacle(case: Case) -> str | None:
     """Says why neither kernel applies to a case, or None."""
     if case.dtype not in ("bf16", "f16") or case.out:
         return "only 16-bit in and out"
-    if case.epilogue != "none" or case.batch > 1 or case.step or case.function:
+    if case.epilogue != "none" or case.batch > 1 or case.step or case.function or case.dtype_b:
         return "only plain products"
     if case.layout != "nn":
         return "only operands that lie as given"

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import quantized
-from cases import ALPHA, BETA, FACTORS, Case
+import weight_only
+from cases import Case
 from functions import FUNCTIONS
+from ours import ALPHA, BETA, FACTORS
 from steps import STEPS, Arrays, value_and_gradients
 
 from jax_tcgemm.problem.activations import ACTIVATIONS
 
 
+def forms(case: Case) -> dict[str, Callable[[Arrays], Any]]:
+    """Returns the natural JAX expressions of a case by name; the fastest one is the rival."""
+    return weight_only.forms(case) if case.is_packed else {"": functools.partial(xla, case)}
+
+
 def xla(case: Case, arrays: Arrays) -> Any:
     """Computes the case by the natural JAX expression."""
+    if case.is_packed:
+        return next(iter(weight_only.forms(case).values()))(arrays)
     if case.scale:
         return quantized.xla(case, arrays)
     if case.step:

@@ -19,4 +19,6 @@ def tiny(case: cases.Case, **changes) -> cases.Case:
         small |= {"m": 64, "n": 96, "k": 48}
     if case.scale == "blocks":
         small |= {"m": 5, "n": 256, "k": 256}
+    if case.is_packed:
+        small |= {"m": 5, "n": 70, "k": 256}
     return dataclasses.replace(case, **{**small, **changes})

@@ -1,6 +1,7 @@
 """Random problems for `gemm`, each compared with float64. A script, which pytest skips.
 
     python tests/fuzz.py --count 2000 --jobs 8
+    python tests/fuzz.py --problems packed --count 1000 --jobs 8
 
 Problem i of a seed is always the same for one build and choice of rows. A failure is printed with
 the command that repeats it.
@@ -24,9 +25,12 @@ import time
 import traceback
 from typing import Any, NamedTuple
 
+import gemm_problems
 import numpy as np
-from gemm_problems import draw, failure
+import packed_problems
 
+# The kinds of problems: products of arrays, and products with packed weights.
+PROBLEMS: dict[str, Any] = {"gemm": gemm_problems, "packed": packed_problems}
 _MOST_FAILURES = 50
 _PATIENCE = 120.0  # seconds for one problem, including the start of a process
 
@@ -39,33 +43,37 @@ class Result(NamedTuple):
     message: str = ""
 
 
-def run_problem(seed: int, kernels: str | None, index: int) -> Result:
+def run_problem(kind: str, seed: int, kernels: str | None, index: int) -> Result:
     """Draws and checks one problem."""
-    problem = draw(seed, index, kernels)
-    row = problem.row
-    family = f"{problem.algorithm} {row.arch if row else 'by heuristic'}"
+    problems = PROBLEMS[kind]
+    problem = problems.draw(seed, index, kernels)
+    family = problem.family
     try:
-        what = failure(problem, np.random.default_rng([seed, index, 1]))
+        what = problems.failure(problem, np.random.default_rng([seed, index, 1]))
     except Exception as error:
-        # A row of the right algorithm is refused for this reason only.
-        if row and isinstance(error, ValueError) and "copies 16 bytes at a time" in str(error):
+        # A named row of the right algorithm is refused for this reason only.
+        named = getattr(problem, "row", None)
+        if named and isinstance(error, ValueError) and "copies 16 bytes at a time" in str(error):
             return Result(family, "skipped")
         return Result(family, "raised", f"{problem}\n{traceback.format_exc()}")
     return Result(family, "failed", f"{problem}\n{what}") if what else Result(family, "passed")
 
 
-def _serve(connection: Any, seed: int, kernels: str | None) -> None:
+def _serve(connection: Any, kind: str, seed: int, kernels: str | None) -> None:
     with contextlib.suppress(EOFError, KeyboardInterrupt):
         while True:
-            connection.send(run_problem(seed, kernels, connection.recv()))
+            connection.send(run_problem(kind, seed, kernels, connection.recv()))
 
 
-def _in_process(local: threading.local, seed: int, kernels: str | None, index: int) -> Result:
+def _in_process(
+    local: threading.local, kind: str, seed: int, kernels: str | None, index: int
+) -> Result:
     """Runs a problem in this thread's process, since a kernel may hang or end the process."""
     if getattr(local, "process", None) is None:
         context = multiprocessing.get_context("spawn")
         local.connection, other = context.Pipe()
-        local.process = context.Process(target=_serve, args=(other, seed, kernels), daemon=True)
+        arguments = (other, kind, seed, kernels)
+        local.process = context.Process(target=_serve, args=arguments, daemon=True)
         local.process.start()
         other.close()
     try:
@@ -78,7 +86,8 @@ def _in_process(local: threading.local, seed: int, kernels: str | None, index: i
         local.process.join()
         result = Result("lost", "raised", f"the process ended: {local.process.exitcode}")
     if result.family == "lost":
-        result = result._replace(message=f"{draw(seed, index, kernels)}\n{result.message}")
+        problem = PROBLEMS[kind].draw(seed, index, kernels)
+        result = result._replace(message=f"{problem}\n{result.message}")
     if result.outcome == "raised":  # a process is unusable after a CUDA error
         local.process.kill()
         local.process = None
@@ -92,13 +101,15 @@ class State:
         self.path = arguments.state
         self.failures: dict[str, str] = {}
         self.counts: dict[str, dict[str, int]] = {}
-        self.seed, self.kernels = arguments.seed, arguments.kernels
+        self.seed, self.kernels, self.kind = arguments.seed, arguments.kernels, arguments.problems
         self.start = self.next = arguments.start
         if self.path and self.path.exists():
             vars(self).update(json.loads(self.path.read_text()))
-            for name in ("seed", "kernels"):
-                if getattr(arguments, name) not in (None, getattr(self, name)):
-                    sys.exit(f"{self.path} is of {name} {getattr(self, name)}")
+            asked = {"seed": self.seed, "kernels": self.kernels, "problems": self.kind}
+            for name, value in asked.items():
+                if getattr(arguments, name) not in (None, value):
+                    sys.exit(f"{self.path} is of {name} {value}")
+        self.kind = self.kind or "gemm"
         if self.seed is None:
             self.seed = secrets.randbits(32)
 
@@ -114,7 +125,8 @@ class State:
     def command(self, index: int) -> str:
         """Returns the command that repeats a problem."""
         kernels = f" --kernels {shlex.quote(self.kernels)}" if self.kernels else ""
-        return f"python {__file__} --seed {self.seed} --start {index} --count 1{kernels}"
+        kind = "" if self.kind == "gemm" else f" --problems {self.kind}"
+        return f"python {__file__} --seed {self.seed} --start {index} --count 1{kernels}{kind}"
 
     def save(self) -> None:
         if self.path:
@@ -151,6 +163,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--state", type=pathlib.Path, help="file by which to continue a run")
     parser.add_argument("--minutes", type=float, default=math.inf, help="after which to stop")
     parser.add_argument("--kernels", help="glob: name one of these rows in every call")
+    parser.add_argument("--problems", choices=PROBLEMS, help="kind of problems; default gemm")
     parser.add_argument("--jobs", type=int, default=4, help="processes; 0: in this one")
     return parser.parse_args(argv)
 
@@ -167,7 +180,9 @@ def main(argv: list[str] | None = None) -> int:
     run = functools.partial(_in_process, threading.local()) if jobs else run_problem
 
     def attempt(index: int) -> Result | None:
-        return run(state.seed, state.kernels, index) if time.monotonic() < end_time else None
+        if time.monotonic() >= end_time:
+            return None
+        return run(state.kind, state.seed, state.kernels, index)
 
     with contextlib.ExitStack() as stack:
         stack.callback(state.save)

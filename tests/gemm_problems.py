@@ -63,6 +63,10 @@ class Problem:
     def row(self) -> KernelConfig | None:
         return kernel_names.by_name(self.call["config"]) if self.call["config"] else None
 
+    @property
+    def family(self) -> str:
+        return f"{self.algorithm} {self.row.arch if self.row else 'by heuristic'}"
+
 
 # Drawing
 

@@ -27,6 +27,7 @@ pytestmark = pytest.mark.any_jax
 # One case of each kind: cases that differ only in extents run the same code.
 KINDS = list(dict.fromkeys(tiny(case, suite="tiny") for case in CASES))
 STEP = next(case for case in KINDS if case.step)
+PACKED = [case for case in KINDS if case.is_packed]
 MORE_KINDS = [
     tiny(CASES[0], layout=layout, batch=batch, broadcast=broadcast, epilogue=epilogue, out=out)
     for layout, (batch, broadcast), epilogue, out in itertools.product(
@@ -48,8 +49,8 @@ def test_every_suite_is_there_and_what_is_unsupported_says_so():
     assert list(dict.fromkeys(case.suite for case in CASES)) == [
         *("large", "medium", "decode", "unaligned", "batched"),
         *("epilogue", "gated", "backward", "fused", "tf32", "ragged", "f32_out", "precise"),
-        *("user_epilogue", "fp8", "int8", "decode_8_bits", "complex", "random"),
-        "random_decode",
+        *("user_epilogue", "fp8", "int8", "decode_8_bits", "complex", "weight_only"),
+        *("random", "random_decode"),
     ]
     assert not any(case.unsupported for case in CASES)
     row = measure.measure_case(UNSUPPORTED, measure.Options())
@@ -62,7 +63,7 @@ def test_every_suite_is_there_and_what_is_unsupported_says_so():
     "changes",
     [
         *({"epilogue": "bias+glue"}, {"layout": "n"}, {"broadcast": "c"}, {"dtype": "f8"}),
-        {"step": "layer"},
+        *({"step": "layer"}, {"scale": "group64"}),
     ],
 )
 def test_a_case_with_a_typing_error_is_refused(changes):
@@ -84,6 +85,10 @@ def test_flops_and_bytes():
     assert step.bytes == 2 * 2 * (10 * 30 + 30 * 20 + 20 + 20 * 30 + 30 + 10 * 30)
     ragged = dataclasses.replace(CASES[0], m=10, n=20, k=30, group_sizes=(4, 6))
     assert ragged.bytes == 2 * (10 * 30 + 2 * 30 * 20 + 10 * 20)
+    packed = {case.dtype_b: dataclasses.replace(case, m=10, n=20, k=256) for case in PACKED}
+    assert packed["s4"].flops == 2 * 10 * 20 * 256
+    assert packed["s4"].bytes == 256 * 20 // 2 + 2 * (10 * 256 + 2 * 20 + 10 * 20)
+    assert packed["s8"].bytes == 256 * 20 + 2 * (10 * 256 + 20 + 10 * 20)
 
 
 def test_operands_are_fresh_and_of_unit_products():
@@ -123,8 +128,36 @@ def test_ours_computes_what_the_rival_does(case):
     assert len(jax.tree.leaves(ours)) == results
     # Checks the check: without the last operand the result is different.
     last = list(arrays)[-1]
-    wrong = compute({**arrays, last: jnp.zeros_like(arrays[last])})
+    wrong = compute({**arrays, last: jax.tree.map(jnp.zeros_like, arrays[last])})
     assert "of its norm" in measure.disagreement(case, wrong, xla)
+
+
+@pytest.mark.parametrize("case", PACKED, ids=lambda case: case.label)
+def test_the_fastest_form_of_a_packed_weight_is_the_rival(case, monkeypatch):
+    sets = case.argument_sets()
+    (arrays,) = sets[0]
+    assert arrays["packed"].matrix_shape == (case.k, case.n)
+    product = np.asarray(jax.jit(case.ours())(arrays), np.float32)
+    assert 0.7 < product.std() < 1.3
+    forms = xla_rival.forms(case)
+    assert len(forms) == 3
+    for form in forms.values():
+        assert (
+            measure.disagreement(case, jax.jit(form)(arrays), product.astype(jnp.bfloat16)) is None
+        )
+
+    def slower(name, form):
+        repeat = 1 if name == "dequantized first" else 20
+        return lambda arrays: sum(
+            form({**arrays, "a": arrays["a"] * (i + 1)}) for i in range(repeat)
+        )
+
+    slow = {name: slower(name, form) for name, form in forms.items()}
+    monkeypatch.setattr(xla_rival, "forms", lambda case: slow)
+    row = measure.measure_case(case, options(against=("xla",)))
+    assert "error" not in row
+    assert row["xla_form"] == "dequantized first"
+    assert row["ratio"] == row["xla_us"] / row["us"]
 
 
 def test_disagreement_of_shapes_dtypes_and_nan():
@@ -207,10 +240,30 @@ def test_the_chosen_kernel_is_read_from_the_log(monkeypatch, capfd):
     assert line not in captured
 
 
+def test_the_kernel_for_a_packed_weight_is_read_from_the_log(monkeypatch):
+    lines = [
+        "jax_tcgemm: tcgemm_packed int4 bfloat16[5, 256] n=70: kernel for 8 rows, 2 parts of k",
+        "jax_tcgemm: tcgemm_packed int8 bfloat16[99, 256] n=70: fallback to XLA: many rows",
+    ]
+
+    def logging_chain(function, sets):
+        print(lines[0], file=sys.__stderr__, flush=True)
+        return compile_chain(function, sets)
+
+    monkeypatch.setattr(measure, "compile_chain", logging_chain)
+    sets = PACKED[0].argument_sets()
+    assert measure.compile_ours(PACKED[0], sets)[1] == "kernel for 8 rows, 2 parts of k"
+    lines.pop(0)
+    assert measure.compile_ours(PACKED[1], sets)[1] == "fallback to XLA: many rows"
+    assert measure.config_names(PACKED[0], "*") == []
+
+
 def test_pallas_takes_plain_products_whose_extents_it_divides():
     labels = [case.label for case in CASES if pallas_rival.obstacle(case) is None]
     assert "bf16 nn 4096x4096x4096" in labels
-    assert not any("bias" in label or "nt" in label or "f32" in label for label in labels)
+    assert not any(
+        "bias" in label or "nt" in label or "f32" in label or "by" in label for label in labels
+    )
 
 
 def test_pallas_configurations_divide_the_case():

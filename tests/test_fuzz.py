@@ -11,7 +11,9 @@ import fuzz
 import gemm_problems
 import jax.numpy as jnp
 import numpy as np
+import packed_problems
 import pytest
+from packed_values import QTYPES
 
 from jax_tcgemm import gemm
 from jax_tcgemm.kernels.arithmetic import ARITHMETIC
@@ -39,7 +41,7 @@ def checked_indices(monkeypatch) -> list[int]:
     """Records the problems that run, and makes each pass."""
     indices = []
 
-    def record(seed, kernels, index):
+    def record(kind, seed, kernels, index):
         indices.append(index)
         return fuzz.Result("none", "passed")
 
@@ -103,6 +105,37 @@ def test_one_wrong_element_is_found(monkeypatch, run, small, value):
     assert "Problem(algorithm=" in text
 
 
+def test_problems_with_packed_weights(monkeypatch, run):
+    monkeypatch.setattr(packed_problems, "_MOST_ELEMENTS", 2**14)
+    options = ("--problems", "packed", "--count", 6, "--seed", 1)
+    status, text = run(*options)
+    assert status == 0, text
+    assert "6 problems of seed 1, 0 failed" in text
+
+    def wrong(*args, **kwargs):
+        d = gemm(*args, **kwargs)
+        return d.at[..., -1:, -1:].multiply(1.5)
+
+    monkeypatch.setattr(packed_problems, "gemm", wrong)
+    status, text = run(*options)
+    assert status == 1
+    assert "1 of " in text
+    assert "--seed 1 --start 0 --count 1 --problems packed" in text
+
+
+def test_what_is_drawn_with_packed_weights():
+    problems = [packed_problems.draw(0, i) for i in range(1000)]
+    assert [packed_problems.draw(0, i) for i in range(1000)] == problems
+    assert {problem.qtype for problem in problems if problem.has_kernel} == set(QTYPES)
+    groups = {problem.group for problem in problems if problem.has_kernel}
+    assert {32, 64, 128, 256, 512} <= groups
+    assert all(problem.k % problem.group == 0 for problem in problems)
+    assert 0.6 < np.mean([problem.has_kernel for problem in problems]) < 0.95
+    for name in ("scale", "output"):
+        assert {getattr(each, name) for each in problems} == set(packed_problems.FLOATS)
+    assert {each.rows for each in problems if each.has_kernel} == set(range(1, 65))
+
+
 def test_a_failure_does_not_end_the_run(monkeypatch, run, small):
     def refuse(*args, **kwargs):
         raise ValueError("no")
@@ -133,6 +166,8 @@ def test_a_run_is_continued(monkeypatch, run, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["state"]
     with pytest.raises(SystemExit, match="seed 9"):
         run("--seed", 8, "--state", state)
+    with pytest.raises(SystemExit, match="problems gemm"):
+        run("--problems", "packed", "--state", state)
 
 
 def test_failures_are_kept(monkeypatch, run, tmp_path):
