@@ -28,7 +28,6 @@ struct PackedConfig {
   int tokens;        // rows of x in a tile
   int row_blocks;    // blocks of 64 columns of W in a tile
   int k_blocks;      // blocks of 64 k in a stage
-  int k_parts;       // warpgroups that divide the k of a stage
   int stages;        // of the ring
   int split_k;       // blocks of a cluster that divide k
   int blocks_on_sm;  // for which registers suffice
@@ -41,13 +40,7 @@ struct PackedConfig {
   constexpr bool uses_wgmma() const { return tokens > 16; }
   constexpr int stage_k() const { return kPackedTile * k_blocks; }
   constexpr int stage_groups() const { return group < stage_k() ? stage_k() / group : 1; }
-  // Blocks of 64 k that a warpgroup multiplies in a stage.
-  constexpr int own_blocks() const { return k_blocks / k_parts; }
-  constexpr int unit() const {
-    const int own = kPackedTile * own_blocks();
-    const int most = own < kMostPackedUnit ? own : kMostPackedUnit;
-    return group < most ? group : most;
-  }
+  constexpr int unit() const { return group < kMostPackedUnit ? group : kMostPackedUnit; }
 
   constexpr int tile_bytes() const { return kPackedTile * kPackedTile * bits() / 8; }
   constexpr int thread_bytes() const { return tile_bytes() / 128; }
@@ -62,16 +55,15 @@ struct PackedConfig {
   constexpr int stage_bytes() const {
     return (scales_offset() + row_blocks * scale_block_bytes() + 1023) / 1024 * 1024;
   }
-  constexpr int consumer_warps() const { return 4 * row_blocks * k_parts; }
+  constexpr int consumer_warps() const { return 4 * row_blocks; }
   // One warp loads the weights, another the rest.
   constexpr int threads() const { return 32 * (consumer_warps() + 2); }
   constexpr int rows() const { return kPackedTile * row_blocks; }
-  // The sums of a tile, (k_parts, tokens, rows), lie where the ring was. The gap avoids bank
-  // conflicts.
+  // The sums of a tile, (tokens, rows), lie where the ring was. The gap avoids bank conflicts.
   constexpr int sums_pitch() const { return rows() + 4; }
   constexpr int ring_bytes() const {
     const int ring = stages * stage_bytes();
-    const int sums = k_parts * tokens * sums_pitch() * 4;
+    const int sums = tokens * sums_pitch() * 4;
     return ring > sums ? ring : sums;
   }
   // The ring begins at a multiple of 1024, the barriers follow.

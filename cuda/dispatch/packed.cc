@@ -52,8 +52,8 @@ std::string source_of(const PackedConfig& c) {
     text += std::string(", ElementType::") + name_of(type);
   }
   text += c.has_zeros ? ", true" : ", false";
-  for (const int number : {c.group, c.tokens, c.row_blocks, c.k_blocks, c.k_parts, c.stages,
-                           c.split_k, c.blocks_on_sm}) {
+  for (const int number :
+       {c.group, c.tokens, c.row_blocks, c.k_blocks, c.stages, c.split_k, c.blocks_on_sm}) {
     text += ", " + std::to_string(number);
   }
   return text + "}";
@@ -83,10 +83,6 @@ Status check_packed(const PackedConfig& c) {
   JAX_TCGEMM_REQUIRE(is_one_of(c.tokens, {8, 16, 32, 64, 128}), "tokens=", c.tokens);
   JAX_TCGEMM_REQUIRE(is_one_of(c.row_blocks, {1, 2, 4}), "row_blocks=", c.row_blocks);
   JAX_TCGEMM_REQUIRE(is_one_of(c.k_blocks, {2, 4}), "k_blocks=", c.k_blocks);
-  JAX_TCGEMM_REQUIRE(is_one_of(c.k_parts, {1, 2}) && c.row_blocks * c.k_parts <= 4 &&
-                         (!c.uses_wgmma() || c.own_blocks() % 2 == 0),
-                     "k_parts=", c.k_parts, " for row_blocks=", c.row_blocks,
-                     " k_blocks=", c.k_blocks);
   JAX_TCGEMM_REQUIRE(is_one_of(c.split_k, {1, 2, 4, 8}), "split_k=", c.split_k);
   JAX_TCGEMM_REQUIRE(is_one_of(c.group, {32, 64, 128, c.stage_k()}), "group=", c.group);
   JAX_TCGEMM_REQUIRE(1 < c.stages && c.stages <= 32, "stages=", c.stages);

@@ -24,7 +24,7 @@ struct PackedAttributes {
   int64_t batch, m, n, k;
   int64_t group;                 // rows of the weight that share a scale
   bool has_zeros, weights_move;  // along the batch
-  int64_t tokens, row_blocks, k_blocks, k_parts, stages, split_k, blocks_on_sm;
+  int64_t tokens, row_blocks, k_blocks, stages, split_k, blocks_on_sm;
   std::string_view format, activation, scale, output, digest;
 };
 
@@ -36,9 +36,8 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     ::xla::ffi::StructMember<int64_t>("k"), ::xla::ffi::StructMember<int64_t>("group"),
     ::xla::ffi::StructMember<bool>("has_zeros"), ::xla::ffi::StructMember<bool>("weights_move"),
     ::xla::ffi::StructMember<int64_t>("tokens"), ::xla::ffi::StructMember<int64_t>("row_blocks"),
-    ::xla::ffi::StructMember<int64_t>("k_blocks"), ::xla::ffi::StructMember<int64_t>("k_parts"),
-    ::xla::ffi::StructMember<int64_t>("stages"), ::xla::ffi::StructMember<int64_t>("split_k"),
-    ::xla::ffi::StructMember<int64_t>("blocks_on_sm"),
+    ::xla::ffi::StructMember<int64_t>("k_blocks"), ::xla::ffi::StructMember<int64_t>("stages"),
+    ::xla::ffi::StructMember<int64_t>("split_k"), ::xla::ffi::StructMember<int64_t>("blocks_on_sm"),
     ::xla::ffi::StructMember<std::string_view>("format"),
     ::xla::ffi::StructMember<std::string_view>("activation"),
     ::xla::ffi::StructMember<std::string_view>("scale"),
@@ -49,8 +48,8 @@ namespace jax_tcgemm {
 namespace {
 
 Status decode_config(const PackedAttributes& at, PackedConfig* config) {
-  for (const int64_t number : {at.tokens, at.row_blocks, at.k_blocks, at.k_parts, at.stages,
-                               at.split_k, at.blocks_on_sm}) {
+  for (const int64_t number :
+       {at.tokens, at.row_blocks, at.k_blocks, at.stages, at.split_k, at.blocks_on_sm}) {
     JAX_TCGEMM_REQUIRE(0 < number && number <= 1024, "a configuration with ", number);
   }
   JAX_TCGEMM_RETURN_IF_ERROR(decode_format(at.format, &config->format));
@@ -61,12 +60,13 @@ Status decode_config(const PackedAttributes& at, PackedConfig* config) {
   config->tokens = static_cast<int>(at.tokens);
   config->row_blocks = static_cast<int>(at.row_blocks);
   config->k_blocks = static_cast<int>(at.k_blocks);
-  config->k_parts = static_cast<int>(at.k_parts);
   config->stages = static_cast<int>(at.stages);
   config->split_k = static_cast<int>(at.split_k);
   config->blocks_on_sm = static_cast<int>(at.blocks_on_sm);
   const int64_t stage_k = config->stage_k();
-  config->group = static_cast<int>(at.group < stage_k ? at.group : stage_k);
+  // One scale for all k counts as one for a stage.
+  const bool is_long = at.group == at.k || at.group > stage_k;
+  config->group = static_cast<int>(is_long ? stage_k : at.group);
   JAX_TCGEMM_REQUIRE(!at.has_zeros || config->bits() == 4, "zero points of 8 bits");
   JAX_TCGEMM_REQUIRE(at.group == at.k || at.group <= kMostPackedUnit || at.group % stage_k == 0,
                      "group=", at.group, " for stages of ", stage_k);

@@ -55,7 +55,7 @@ Status decode_config(const UnpackAttributes& at, PackedConfig* config) {
   config->tokens = 8;
   config->row_blocks = 1;
   config->k_blocks = config->stages = 2;
-  config->k_parts = config->split_k = config->blocks_on_sm = 1;
+  config->split_k = config->blocks_on_sm = 1;
   JAX_TCGEMM_REQUIRE(!at.has_zeros || config->bits() == 4, "zero points of 8 bits");
   return Status();
 }

@@ -34,7 +34,6 @@ class PackedRow:
         tokens: rows of the left operand in a tile.
         row_blocks: blocks of 64 columns of the weight in a tile.
         k_blocks: blocks of 64 k in a stage.
-        k_parts: warpgroups that divide the k of a stage.
         stages: stages of the ring.
         split_k: blocks of a cluster, which divide k.
         blocks_on_sm: blocks for which the registers of a multiprocessor suffice.
@@ -43,7 +42,6 @@ class PackedRow:
     tokens: int
     row_blocks: int
     k_blocks: int
-    k_parts: int
     stages: int
     split_k: int
     blocks_on_sm: int
@@ -60,17 +58,20 @@ class PackedRow:
 
 # (bits, tokens): the configuration without a split of k.
 _ROWS = {
-    (4, 8): PackedRow(8, 1, 4, 2, 5, 1, 3),
-    (4, 16): PackedRow(16, 1, 4, 2, 4, 1, 2),
-    (4, 32): PackedRow(32, 2, 4, 1, 3, 1, 2),
-    (4, 64): PackedRow(64, 2, 4, 2, 3, 1, 1),
-    (4, 128): PackedRow(128, 2, 2, 1, 4, 1, 1),
-    (8, 8): PackedRow(8, 1, 2, 2, 5, 1, 3),
-    (8, 16): PackedRow(16, 1, 2, 2, 4, 1, 2),
-    (8, 32): PackedRow(32, 2, 2, 1, 4, 1, 2),
-    (8, 64): PackedRow(64, 4, 2, 1, 4, 1, 1),
-    (8, 128): PackedRow(128, 2, 2, 1, 4, 1, 1),
+    (4, 8): PackedRow(8, 1, 4, 5, 1, 4),
+    (4, 16): PackedRow(16, 1, 4, 4, 1, 3),
+    (4, 32): PackedRow(32, 2, 4, 3, 1, 2),
+    (4, 64): PackedRow(64, 2, 2, 4, 1, 2),
+    (4, 128): PackedRow(128, 2, 2, 4, 1, 1),
+    (8, 8): PackedRow(8, 1, 2, 5, 1, 4),
+    (8, 16): PackedRow(16, 1, 2, 4, 1, 4),
+    (8, 32): PackedRow(32, 2, 2, 4, 1, 2),
+    (8, 64): PackedRow(64, 4, 2, 4, 1, 1),
+    (8, 128): PackedRow(128, 2, 2, 4, 1, 1),
 }
+
+# For up to 64 rows, where it fills the GPU once.
+_WIDE = PackedRow(64, 4, 4, 3, 2, 1)
 
 
 def choose(bits: int, m: int, n: int, k: int) -> PackedRow | None:
@@ -86,6 +87,9 @@ def choose(bits: int, m: int, n: int, k: int) -> PackedRow | None:
         return None
     tokens = next((each for each in (8, 16, 32, 64) if m <= each), 128)
     row = _ROWS[bits, tokens]
+    wide = _WIDE.split_k * -(-n // (_TILE * _WIDE.row_blocks))
+    if (bits, tokens) == (4, _WIDE.tokens) and _ENOUGH_TILES < wide <= _SMS and k >= 2 * _LEAST_K:
+        return _WIDE
     tiles = -(-n // (_TILE * row.row_blocks)) * -(-m // tokens)
     # Few rows: one block and a half for each multiprocessor. More rows: as many as fit, but not
     # if the tiles alone are enough.
@@ -100,11 +104,18 @@ def choose(bits: int, m: int, n: int, k: int) -> PackedRow | None:
 
 # Stands for a configuration of the pass that dequantizes a weight; the same numbers as in
 # ``cuda/ffi/unpack.cc``.
-UNPACK = PackedRow(8, 1, 2, 1, 2, 1, 1)
+UNPACK = PackedRow(8, 1, 2, 2, 1, 1)
 
 
 def program(
-    row: PackedRow, qtype: str, activation: str, scale: str, output: str, *, zeros: bool, group: int
+    row: PackedRow,
+    qtype: str,
+    activation: str,
+    scale: str,
+    output: str,
+    *,
+    zeros: bool,
+    group: int | None,
 ) -> str:
     """Returns the initialiser of a ``PackedConfig``, as ``source_of`` of ``dispatch/packed.cc``.
 
@@ -115,9 +126,9 @@ def program(
         scale: dtype of the scales.
         output: dtype of the result.
         zeros: whether there are zero points.
-        group: number of rows of the weight that share a scale.
+        group: number of rows of the weight that share a scale; ``None`` for all.
     """
     types = ", ".join(f"ElementType::{_TYPES[each]}" for each in (activation, scale, output))
-    numbers = (min(group, row.stage_k), *dataclasses.astuple(row))
+    numbers = (min(group or row.stage_k, row.stage_k), *dataclasses.astuple(row))
     listed = ", ".join(map(str, numbers))
     return f"{{PackedFormat::{_FORMATS[qtype]}, {types}, {str(zeros).lower()}, {listed}}}"

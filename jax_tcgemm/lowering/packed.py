@@ -163,7 +163,8 @@ def _few_rows(x: jax.Array, values: jax.Array, scales: jax.Array, spec: PackedSp
     if x.dtype == jnp.float16 and scales.dtype != x.dtype and not row.sums_are_scaled:
         return f"scales of {scales.dtype} may not fit into float16"
     names = (spec.qtype, x.dtype.name, scales.dtype.name, spec.out_dtype.name)
-    program = kernels.program(row, *names, zeros=spec.has_zeros, group=spec.group)
+    group = None if spec.group == k else spec.group
+    program = kernels.program(row, *names, zeros=spec.has_zeros, group=group)
     reason = _not_compiled(program, source.PACKED)
     return reason or _Call(spec, row, (count, m), is_batched, program)
 

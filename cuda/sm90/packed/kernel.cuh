@@ -2,10 +2,8 @@
 // The rows of a tile are columns of W, its columns rows of x ("tokens"), as the weight's layout is
 // that of A's fragments.
 //
-// Roles: `row_blocks * k_parts` consumer warpgroups, each with 64 rows of the tile and a part of
-// the
-//        k of each stage. Two producer warps, in each of which a single thread works
-//        (sm90/packed/ring.cuh).
+// Roles: `row_blocks` consumer warpgroups, each with 64 rows of the tile. Two producer warps, in
+//        each of which a single thread works (sm90/packed/ring.cuh).
 // Barriers: full[stage]: 2 arrivals of the producers + the bytes of the stage. empty[stage]: all
 //        consumer warps. Named barrier 1: the barriers are initialised.
 // Timeline, producers: initialise -> values | x, scales and zero points   (stage after stage)
@@ -44,39 +42,33 @@ struct PackedConsumer {
   PackedMemory<kConfig> memory;
   PackedPlace<kConfig> place;
   RingPosition<kConfig.stages> at;
-  int row_block = threadIdx.x / 128 / kConfig.k_parts;
-  int part = threadIdx.x / 128 % kConfig.k_parts;  // of the k of a stage
+  int warpgroup = threadIdx.x / 128;
   int thread = threadIdx.x % 128;
 
-  // `tile` counts from the warpgroup's first.
   __device__ __forceinline__ uint32_t values(int tile) const {
-    return memory.values(at.stage, row_block) +
-           (part * kConfig.own_blocks() + tile) * kConfig.tile_bytes() +
+    return memory.values(at.stage, warpgroup) + tile * kConfig.tile_bytes() +
            thread * kConfig.thread_bytes();
   }
   __device__ __forceinline__ uint32_t x(int tile) const {
-    return memory.x(at.stage) + (part * kConfig.own_blocks() + tile) * kConfig.x_tile_bytes();
+    return memory.x(at.stage) + tile * kConfig.x_tile_bytes();
   }
   __device__ __forceinline__ Scales scales(int i) const {
     const int stages = (params.k_tiles + kConfig.k_blocks - 1) / kConfig.k_blocks;
     const bool is_last = kConfig.stage_groups() > 1 && i == stages - 1;
-    return Scales(memory.scales(at.stage, row_block), thread / 32 * 16 + thread % 32 / 4,
+    return Scales(memory.scales(at.stage, warpgroup), thread / 32 * 16 + thread % 32 / 4,
                   is_last ? place.last_groups : kConfig.stage_groups());
   }
   __device__ __forceinline__ void release(int stage) const {
     if (thread % 32 == 0) ptx::mbarrier_arrive(memory.empty(stage));
   }
-  // `k` counts from the warpgroup's first.
-  __device__ __forceinline__ int group_of(int k) const {
-    return (part * kPackedTile * kConfig.own_blocks() + k) / kConfig.group % kConfig.stage_groups();
-  }
+  static constexpr int group_of(int k) { return k / kConfig.group % kConfig.stage_groups(); }
 
   // --- mma.sync: scales multiply sums ---
   //
   // Statements on shared memory and mma.sync keep their order. Loads therefore stand a step ahead
   // of their use; a step is 32 k.
 
-  static constexpr int kSteps = 2 * kConfig.own_blocks();
+  static constexpr int kSteps = 2 * kConfig.k_blocks;
 
   // Fragments of x: for 8 tokens, two registers for each of two blocks of 16 k.
   using XFragments = uint32_t[kGroups][4];
@@ -110,10 +102,10 @@ struct PackedConsumer {
 
   __device__ __forceinline__ void multiply_stage(float (&sums)[kGroups][4],
                                                  const Scales& scales) const {
-    Tile tiles[kConfig.own_blocks()];
+    Tile tiles[kConfig.k_blocks];
     XFragments b[2];
 #pragma unroll
-    for (int i = 0; i < kConfig.own_blocks(); ++i) tiles[i].load(values(i));
+    for (int i = 0; i < kConfig.k_blocks; ++i) tiles[i].load(values(i));
     read_x(b[0], 0);
     float part[kGroups][4] = {};
 #pragma unroll
@@ -199,11 +191,11 @@ struct PackedConsumer {
     for (int i = place.begin; i < place.end; ++i, at.advance()) {
       ptx::mbarrier_wait(memory.full(at.stage), at.phase);
       const Scales own = scales(i);
-      Tile tiles[kConfig.own_blocks()];
+      Tile tiles[kConfig.k_blocks];
 #pragma unroll
-      for (int tile = 0; tile < kConfig.own_blocks(); ++tile) tiles[tile].load(values(tile));
+      for (int tile = 0; tile < kConfig.k_blocks; ++tile) tiles[tile].load(values(tile));
 #pragma unroll
-      for (int tile = 0; tile < kConfig.own_blocks(); tile += 2) {
+      for (int tile = 0; tile < kConfig.k_blocks; tile += 2) {
         decode(even, tiles[tile], tile, own);
         multiply_tile(acc, even, tile, i > place.begin || tile > 0);
         if (tile == 0 && i > place.begin) release(previous);
@@ -230,7 +222,7 @@ constexpr int kStartBarrier = 1;  // named barrier 0 is that of __syncthreads
 template <PackedConfig kConfig>
 __device__ __forceinline__ void run_packed(const PackedParams& params, const TensorMap& x,
                                            uint32_t shared) {
-  static_assert(!kConfig.uses_wgmma() || kConfig.own_blocks() % 2 == 0);
+  static_assert(kConfig.k_blocks % 2 == 0);
   const PackedMemory<kConfig> memory = {(shared + 1023) / 1024 * 1024};
   // The shuffles tell the compiler that all lanes have the same values; wgmma needs that.
   const int rank = kConfig.split_k == 1 ? 0 : __shfl_sync(~0u, ptx::cluster_rank(), 0);

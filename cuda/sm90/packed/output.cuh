@@ -22,20 +22,18 @@ struct PackedOutput {
   PackedMemory<kConfig> memory;
   PackedPlace<kConfig> place;
 
-  __device__ __forceinline__ uint32_t address(int part, int token, int row) const {
-    return memory.start + ((part * kConfig.tokens + token) * kConfig.sums_pitch() + row) * 4;
+  __device__ __forceinline__ uint32_t address(int token, int row) const {
+    return memory.start + (token * kConfig.sums_pitch() + row) * 4;
   }
 
   // Writes a thread's sums over the ring.
   __device__ __forceinline__ void keep(const Sums& sums) const {
     const int thread = threadIdx.x % 128;
-    const int warpgroup = threadIdx.x / 128;
-    const int part = warpgroup % kConfig.k_parts;
-    const int row = warpgroup / kConfig.k_parts * 64 + thread / 32 * 16 + thread % 32 / 4;
+    const int row = threadIdx.x / 128 * 64 + thread / 32 * 16 + thread % 32 / 4;
 #pragma unroll
     for (int i = 0; i < kConfig.tokens / 2; ++i) {
       const int token = i / 4 * 8 + thread % 4 * 2 + i % 2;
-      ptx::store_shared_4(address(part, token, row + i / 2 % 2 * 8), sums[i]);
+      ptx::store_shared_4(address(token, row + i / 2 % 2 * 8), sums[i]);
     }
   }
 
@@ -51,16 +49,15 @@ struct PackedOutput {
       if (place.token + token >= params.m) break;
       float sum[kVector] = {};
 #pragma unroll
-      for (int i = 0; i < kConfig.split_k * kConfig.k_parts; ++i) {
-        const uint32_t from = address(i % kConfig.k_parts, token, row);
-        float one[kVector];
+      for (int block = 0; block < kConfig.split_k; ++block) {
+        float part[kVector];
         if constexpr (kConfig.split_k > 1) {
-          ptx::load_cluster_16(one, from, i / kConfig.k_parts);
+          ptx::load_cluster_16(part, address(token, row), block);
         } else {
-          ptx::load_shared_16(one, from);
+          ptx::load_shared_16(part, address(token, row));
         }
 #pragma unroll
-        for (int j = 0; j < kVector; ++j) sum[j] += one[j];
+        for (int j = 0; j < kVector; ++j) sum[j] += part[j];
       }
       store(sum, place.token + token, place.row_block * kPackedTile + row);
     }
