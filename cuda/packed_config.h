@@ -84,7 +84,7 @@ struct PackedParams {
   int64_t scales_batch;
 };
 
-// Of the pass that dequantizes a weight (sm90/packed/unpack.cuh), into W (n, k).
+// The parameters of the pass that dequantizes a weight into W (n, k): sm90/packed/unpack.cuh.
 struct UnpackParams {
   const uint8_t* values;
   const uint8_t* scales;

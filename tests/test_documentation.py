@@ -56,20 +56,20 @@ def _names() -> dict[str, object]:
         return state - 0.1 * gradient, loss
 
     return {
-        "x": drawn(16, 32),
-        "w": drawn(32, 16),
+        "x": drawn(16, 128),
+        "w": drawn(128, 16),
         "c": drawn(16, 16),
         "b": drawn(16),
         "bias": drawn(16),
         "residual": drawn(16, 16),
-        "w_gate": drawn(32, 16),
-        "w_up": drawn(32, 16),
-        "expert_w": drawn(2, 32, 16),
-        "stack_of_w": drawn(3, 32, 16),
+        "w_gate": drawn(128, 16),
+        "w_up": drawn(128, 16),
+        "expert_w": drawn(2, 128, 16),
+        "stack_of_w": drawn(3, 128, 16),
         "group_sizes": jnp.array([9, 7], jnp.int32),
         "train_step": train_step,
-        "state": drawn(32, 16),
-        "batch": drawn(16, 32),
+        "state": drawn(128, 16),
+        "batch": drawn(16, 128),
     }
 
 

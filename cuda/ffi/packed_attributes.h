@@ -1,4 +1,4 @@
-// What the custom calls for packed weights have in common.
+// Decodes attributes and buffers for the custom calls for packed weights.
 
 #ifndef JAX_TCGEMM_FFI_PACKED_ATTRIBUTES_H_
 #define JAX_TCGEMM_FFI_PACKED_ATTRIBUTES_H_

@@ -52,7 +52,7 @@ class PackedRow:
 
     @property
     def sums_are_scaled(self) -> bool:
-        """Whether scales multiply sums, which rounds nothing, or the weights."""
+        """True if scales multiply sums, which rounds nothing; false if they multiply the weights."""
         return self.tokens <= 16
 
 

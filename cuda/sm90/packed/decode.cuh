@@ -39,7 +39,7 @@ class PackedTile {
     }
   }
 
-  // What a value of 0 decodes to before it is subtracted, twice; for weights without zero points.
+  // A value of 0 decodes to this before it is subtracted, twice; for weights without zero points.
   static constexpr uint32_t kZero = [] {
     switch (kConfig.format) {
       case PackedFormat::kInt4:
