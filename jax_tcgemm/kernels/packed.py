@@ -52,7 +52,7 @@ class PackedRow:
 
     @property
     def sums_are_scaled(self) -> bool:
-        """True if scales multiply sums, which rounds nothing; false if they multiply the weights."""
+        """True if scales multiply the sums, which rounds nothing, and not the weights."""
         return self.tokens <= 16
 
 
