@@ -24,7 +24,7 @@ MOST_SHARED_BYTES = 227 * 1024
 def draw_packed(rng: random.Random) -> Call:
     qtype = rng.choice(list(BITS))
     has_zeros = BITS[qtype] == 4 and rng.random() < 0.5
-    m, n = rng.choice([1, 7, 16, 33, 64]), rng.choice([1, 20, 64, 100, 130])
+    m, n = rng.choice([1, 7, 16, 33, 64, 65, 200]), rng.choice([1, 20, 64, 100, 130])
     group = rng.choice([32, 64, 128, 256, 512])
     k = math.lcm(group, 64) * rng.randint(1, 3)
     if rng.random() < 0.2:
@@ -96,13 +96,14 @@ def shared_bytes(at: dict) -> int:
     """Returns the shared memory of a block; the formula of ``cuda/packed_config.h``.
 
     Args:
-        at: the attributes of a call.
+        at: the attributes of a call; without k, a group is shorter than k.
     """
     stage_k = 64 * at["k_blocks"]
-    groups = stage_k // at["group"] if at["group"] < stage_k else 1
+    is_short = at["group"] < stage_k and at["group"] != at.get("k")
+    groups = stage_k // at["group"] if is_short else 1
     scales = groups * 64 * BYTES[_FLOATS[at["scale"]]] * (1 + at["has_zeros"])
     weights = at["k_blocks"] * _TILE_BYTES[BITS[at["format"]]]
     x = at["k_blocks"] * at["tokens"] * 128
     stage = -(-(x + at["row_blocks"] * (weights + scales)) // 1024) * 1024
-    sums = at["tokens"] * (64 * at["row_blocks"] + 4) * 4
+    sums = at.get("k_parts", 1) * at["tokens"] * (64 * at["row_blocks"] + 4) * 4
     return 1024 + max(at["stages"] * stage, sums) + 16 * at["stages"]
