@@ -107,7 +107,7 @@ def draw(seed: int, index: int, kernels: str | None = None) -> Problem:
     batch = () if kind == "none" else tuple(map(int, rng.integers(1, 4, int(rng.integers(1, 3)))))
     if kind == "rows" and rng.random() < 0.7:
         m = -(-m // math.prod(batch))
-    while max(1, math.prod(batch)) * n * k > _MOST_ELEMENTS:
+    while n > 1 and math.prod(batch) * n * k > _MOST_ELEMENTS:
         n = -(-n // 2)
     qtype = str(rng.choice(QTYPES, p=[0.35, 0.25, 0.2, 0.2]))
     activation = str(rng.choice(FLOATS[:2], p=[0.7, 0.3]))

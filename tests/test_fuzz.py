@@ -133,7 +133,7 @@ def test_what_is_drawn_with_packed_weights():
     assert 0.6 < np.mean([problem.has_kernel for problem in problems]) < 0.95
     for name in ("scale", "output"):
         assert {getattr(each, name) for each in problems} == set(packed_problems.FLOATS)
-    assert {each.rows for each in problems if each.has_kernel} == set(range(1, 65))
+    assert {each.rows for each in problems if each.has_kernel} >= set(range(1, 65))
 
 
 def test_a_failure_does_not_end_the_run(monkeypatch, run, small):

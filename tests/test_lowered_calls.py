@@ -28,7 +28,7 @@ BF16, F32 = jnp.bfloat16, jnp.float32
 M, K, N = 512, 256, 384
 GEMM, COMPILED = _extension.GEMM_TARGET, _extension.COMPILED_TARGET
 PASS, RAGGED = _extension.COMPILED_PASS_TARGET, _extension.RAGGED_DOT_TARGET
-TRANSPOSE = _extension.TRANSPOSE_TARGET
+TRANSPOSE, PACKED = _extension.TRANSPOSE_TARGET, _extension.PACKED_TARGET
 
 
 def of(*shape: int, dtype: Any = BF16) -> jax.ShapeDtypeStruct:
@@ -72,6 +72,13 @@ def gated(x, gate, up):
 def grouped(x, w, sizes, bias):
     epilogue = lambda z, b: (jnp.tanh(z) * b).astype(BF16)  # noqa: E731
     return jax_tcgemm.ragged_dot(x, w, sizes, epilogue=epilogue, epilogue_operands=(bias,))
+
+
+def packed(*shape: int, qtype: str = "int4", groups: int = 2) -> Any:
+    """Returns the type of a packed weight ``(*batch, k, n)`` with this many groups along k."""
+    *batch, _, n = shape
+    q = jax_tcgemm.Quantized(of(*shape, dtype=qtype), of(*batch, groups, n))
+    return jax.eval_shape(jax_tcgemm.pack, q)
 
 
 SIZES = of(4, dtype=jnp.int32)
@@ -118,6 +125,16 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
         jax_tcgemm.gemm,
         (of(M, K, dtype=jnp.float8_e4m3fn), of(K, N, dtype=jnp.float8_e4m3fn)),
     ),
+    "packed": (PACKED, jax_tcgemm.gemm, (of(16, K), packed(K, N))),
+    "packed, batched": (
+        *(PACKED, jax.vmap(jax_tcgemm.gemm)),
+        (of(3, 64, K), packed(3, K, 70, qtype="int8")),
+    ),
+    "packed, with a function": (
+        *(PACKED, product(lambda z, bias: jnp.sin(z) + bias)),
+        (of(33, K), packed(K, N, qtype="float8_e4m3fn"), of(N)),
+    ),
+    "two packed weights": (PACKED, jax_tcgemm.gated_gemm, (of(1, K), packed(K, N), packed(K, N))),
     "scales by blocks": (
         COMPILED,
         lambda x, w, a, b: jax_tcgemm.gemm(x, w, a_scale=a, b_scale=b, preferred_element_type=BF16),

@@ -1,0 +1,109 @@
+"""Random calls of the handler for packed weights, and the check that they stay within buffers."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+
+from native_calls import TYPES, Buffer
+from native_draws import BYTES, Call, count
+
+from jax_tcgemm.kernels import packed as kernels
+from jax_tcgemm.problem.packed import BITS
+
+_FLOATS = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
+# Extents up to 2^30 are accepted.
+_MOST = 2**30
+# Bytes of a tile of the layout, by the bits of a value.
+_TILE_BYTES = {4: 2048, 8: 4096}
+# The most shared memory of a block on a Hopper GPU.
+MOST_SHARED_BYTES = 227 * 1024
+
+
+def draw_packed(rng: random.Random) -> Call:
+    qtype = rng.choice(list(BITS))
+    has_zeros = BITS[qtype] == 4 and rng.random() < 0.5
+    m, n = rng.choice([1, 7, 16, 33, 64, 65, 200]), rng.choice([1, 20, 64, 100, 130])
+    group = rng.choice([32, 64, 128, 256, 512])
+    k = math.lcm(group, 64) * rng.randint(1, 3)
+    if rng.random() < 0.2:
+        k = group = rng.choice([64, 128, 256, 320, 1088])
+    batch = rng.randint(1, 3)
+    row = kernels.choose(BITS[qtype], m, n, k)
+    assert row is not None
+    activation, scale = rng.choice(list(_FLOATS)[:2]), rng.choice(list(_FLOATS))
+    output = rng.choice(list(_FLOATS))
+    attributes = {"batch": batch, "m": m, "n": n, "k": k, "group": group}
+    attributes |= dataclasses.asdict(row)
+    attributes |= {"has_zeros": has_zeros, "weights_move": rng.random() < 0.5, "format": qtype}
+    attributes |= {"activation": activation, "scale": scale, "output": output, "digest": "0" * 64}
+    while shared_bytes(attributes) > MOST_SHARED_BYTES:
+        attributes["stages"] -= 1
+    operands, results = buffers(attributes)
+    return Call(attributes, operands, results)
+
+
+def buffers(at: dict) -> tuple[list[Buffer], list[Buffer]]:
+    """Returns the operands and results of a call with these attributes."""
+    n_tiles, k_tiles = -(-at["n"] // 64), at["k"] // 64
+    weights = [at["batch"]] if at["weights_move"] else []
+    strips = [n_tiles, at["k"] // at["group"], 1 + at["has_zeros"], 64]
+    values = [n_tiles, k_tiles, 128, _TILE_BYTES[BITS[at["format"]]] // 128]
+    operands: list[Buffer] = [
+        (_FLOATS[at["activation"]], [at["batch"], at["m"], at["k"]]),
+        ("u8", [*weights, *values]),
+        (_FLOATS[at["scale"]], [*weights, *strips]),
+    ]
+    return operands, [(_FLOATS[at["output"]], [at["batch"], at["m"], at["n"]])]
+
+
+def packed_is_within(call: Call) -> bool:
+    """Checks extents, bytes, alignment and the configuration of an accepted call."""
+    at = call.attributes
+    if not all(0 < at[name] <= _MOST for name in ("batch", "m", "n", "k", "group")):
+        return False
+    if at["k"] % 64 or at["k"] % at["group"]:
+        return False
+    operands, results = buffers(at)
+    given = [*call.operands, *call.results]
+    wanted = [*operands, *results]
+    offsets = [*call.offsets, *[0] * len(given)]
+    aligned = [16, 16, 16, BYTES[results[0][0]]]
+    return (
+        len(given) == len(wanted)
+        and all(buffer[0] in TYPES for buffer in given)
+        and all(
+            count(own) * BYTES[own[0]] == count(each) * BYTES[each[0]]
+            for own, each in zip(given, wanted, strict=True)
+        )
+        and not any(offset % unit for offset, unit in zip(offsets, aligned, strict=False))
+        and _fits(at)
+    )
+
+
+def _fits(at: dict) -> bool:
+    """Checks that the parts of k, and the shared memory, are within their bounds."""
+    stage_k = 64 * at["k_blocks"]
+    return (
+        0 < at["split_k"] <= min(8, -(-at["k"] // stage_k))
+        and (at["group"] in (32, 64, 128, at["k"]) or at["group"] % stage_k == 0)
+        and shared_bytes(at) <= MOST_SHARED_BYTES
+    )
+
+
+def shared_bytes(at: dict) -> int:
+    """Returns the shared memory of a block; the formula of ``cuda/packed_config.h``.
+
+    Args:
+        at: the attributes of a call; without k, a group is shorter than k.
+    """
+    stage_k = 64 * at["k_blocks"]
+    is_short = at["group"] < stage_k and at["group"] != at.get("k")
+    groups = stage_k // at["group"] if is_short else 1
+    scales = groups * 64 * BYTES[_FLOATS[at["scale"]]] * (1 + at["has_zeros"])
+    weights = at["k_blocks"] * _TILE_BYTES[BITS[at["format"]]]
+    x = at["k_blocks"] * at["tokens"] * 128
+    stage = -(-(x + at["row_blocks"] * (weights + scales)) // 1024) * 1024
+    sums = at.get("k_parts", 1) * at["tokens"] * (64 * at["row_blocks"] + 4) * 4
+    return 1024 + max(at["stages"] * stage, sums) + 16 * at["stages"]
