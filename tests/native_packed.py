@@ -30,7 +30,7 @@ def draw_packed(rng: random.Random) -> Call:
     if rng.random() < 0.2:
         k = group = rng.choice([64, 128, 256, 320, 1088])
     batch = rng.randint(1, 3)
-    row = kernels.choose(BITS[qtype], m, n, k)
+    row = kernels.choose(BITS[qtype], m, n, k, group)
     assert row is not None
     activation, scale = rng.choice(list(_FLOATS)[:2]), rng.choice(list(_FLOATS))
     output = rng.choice(list(_FLOATS))

@@ -70,7 +70,9 @@ class Problem:
     @property
     def is_exact(self) -> bool:
         """True if a kernel multiplies by exact weights and scales the sums."""
-        row = kernels.choose(self.bits, self.rows, self.n, self.k) if self.has_kernel else None
+        row = None
+        if self.has_kernel:
+            row = kernels.choose(self.bits, self.rows, self.n, self.k, self.group)
         return row is not None and row.sums_are_scaled
 
     @property

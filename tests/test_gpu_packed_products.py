@@ -89,7 +89,7 @@ def test_short_parts_of_k(rng, monkeypatch, m):
     shape = (m, int(rng.integers(1, 200)), 64 * int(rng.integers(9, 50)))
     qtype = QTYPES[rng.integers(4)]
     problem = Problem(*shape, 64, qtype, has_zeros=qtype == "uint4")
-    row = kernels.choose(problem.bits, *shape)
+    row = kernels.choose(problem.bits, *shape, problem.group)
     assert row is not None
     assert row.split_k > 1
     assert packed_problems.failure(problem, rng) is None, problem
@@ -100,8 +100,8 @@ def test_tiles_that_fill_the_gpu_once(rng, monkeypatch, scale):
     """Products of 64 rows take the largest tile, here for smaller weights."""
     monkeypatch.setattr(kernels, "_ENOUGH_TILES", 0)
     monkeypatch.setattr(kernels, "_LEAST_K", 256)
-    problem = Problem(50, 300, 1088, 32, "uint4", has_zeros=True, scale=scale)
-    row = kernels.choose(4, problem.m, problem.n, problem.k)
+    problem = Problem(50, 300, 1088, 64, "uint4", has_zeros=True, scale=scale)
+    row = kernels.choose(4, problem.m, problem.n, problem.k, problem.group)
     assert row is not None
     assert row.row_blocks == 4
     assert packed_problems.failure(problem, rng) is None

@@ -25,8 +25,8 @@ CUDA = pathlib.Path(__file__).parent.parent / "cuda"
 ROWS = list(range(1, kernels.MOST_ROWS + 1))
 
 
-def chosen(bits, m, n, k):
-    row = kernels.choose(bits, m, n, k)
+def chosen(bits, m, n, k, group=128):
+    row = kernels.choose(bits, m, n, k, group)
     assert row is not None
     return row
 
@@ -43,7 +43,7 @@ def test_every_number_of_rows_has_a_kernel(rng, bits):
         assert not smaller or m > smaller[-1]
         assert row.split_k in (1, 2, 4, 8)
         assert row.split_k <= -(-k // row.stage_k)
-    assert kernels.choose(bits, ROWS[-1] + 1, 4096, 4096) is None
+    assert kernels.choose(bits, ROWS[-1] + 1, 4096, 4096, 128) is None
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -58,10 +58,9 @@ def test_k_is_divided_while_multiprocessors_are_idle(bits):
 
 def test_shared_memory_and_threads_of_each_configuration():
     for qtype, bits in BITS.items():
-        rows = {chosen(bits, m, *each) for m in ROWS for each in ((64, 64), (14336, 4096))}
-        for row, scale, has_zeros, group in itertools.product(
-            rows, FLOATS, (False, True), (32, 64, 128, 256)
-        ):
+        shapes = list(itertools.product(ROWS, ((64, 64), (14336, 4096)), (32, 64, 128, 256)))
+        rows = {(chosen(bits, m, *each, group), group) for m, each, group in shapes}
+        for (row, group), scale, has_zeros in itertools.product(rows, FLOATS, (False, True)):
             at = dataclasses.asdict(row) | {"format": qtype, "scale": scale, "group": group}
             at |= {"has_zeros": has_zeros and bits == 4}
             assert shared_bytes(at) <= MOST_SHARED_BYTES, at

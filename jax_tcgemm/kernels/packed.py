@@ -70,11 +70,13 @@ _ROWS = {
     (8, 128): PackedRow(128, 2, 2, 4, 1, 1),
 }
 
-# For up to 64 rows, where it fills the GPU once.
+# For up to 64 rows, where it fills the GPU once. Its shared memory has no room for the scales of
+# smaller groups.
 _WIDE = PackedRow(64, 4, 4, 3, 2, 1)
+_WIDE_GROUP = 64
 
 
-def choose(bits: int, m: int, n: int, k: int) -> PackedRow | None:
+def choose(bits: int, m: int, n: int, k: int, group: int) -> PackedRow | None:
     """Returns the configuration for a product, ``None`` if no kernel is faster than two steps.
 
     Args:
@@ -82,13 +84,15 @@ def choose(bits: int, m: int, n: int, k: int) -> PackedRow | None:
         m: number of rows of the left operand.
         n: number of columns of the weight.
         k: contracted extent, a multiple of 64.
+        group: number of rows of the weight that share a scale.
     """
     if m > MOST_ROWS:
         return None
     tokens = next((each for each in (8, 16, 32, 64) if m <= each), 128)
     row = _ROWS[bits, tokens]
     wide = _WIDE.split_k * -(-n // (_TILE * _WIDE.row_blocks))
-    if (bits, tokens) == (4, _WIDE.tokens) and _ENOUGH_TILES < wide <= _SMS and k >= 2 * _LEAST_K:
+    fits = (bits, tokens) == (4, _WIDE.tokens) and group >= _WIDE_GROUP
+    if fits and _ENOUGH_TILES < wide <= _SMS and k >= 2 * _LEAST_K:
         return _WIDE
     tiles = -(-n // (_TILE * row.row_blocks)) * -(-m // tokens)
     # Few rows: one block and a half for each multiprocessor. More rows: as many as fit, but not

@@ -155,7 +155,7 @@ def _few_rows(x: jax.Array, values: jax.Array, scales: jax.Array, spec: PackedSp
     *batch, rows, k = x.shape
     is_batched = values.ndim > 4
     count, m = (math.prod(batch), rows) if is_batched else (1, math.prod(batch) * rows)
-    row = kernels.choose(spec.bits, m, spec.n, k)
+    row = kernels.choose(spec.bits, m, spec.n, k, spec.group)
     if row is None:
         return f"{m} rows"
     if spec.group not in (*kernels.GROUPS, k) and spec.group % row.stage_k:
