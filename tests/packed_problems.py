@@ -60,7 +60,7 @@ class Problem:
 
     @property
     def has_kernel(self) -> bool:
-        """Whether a kernel must compute this on a Hopper GPU."""
+        """True if a kernel must compute this on a Hopper GPU."""
         if not 0 < self.rows <= kernels.MOST_ROWS or self.k % 64:
             return False
         has_scales_of_x = self.scale == self.activation or self.activation == "bfloat16"
@@ -69,7 +69,7 @@ class Problem:
 
     @property
     def is_exact(self) -> bool:
-        """Whether a kernel multiplies by exact weights and scales the sums."""
+        """True if a kernel multiplies by exact weights and scales the sums."""
         row = kernels.choose(self.bits, self.rows, self.n, self.k) if self.has_kernel else None
         return row is not None and row.sums_are_scaled
 
