@@ -1,4 +1,4 @@
-"""Random calls of the handler for packed weights, and the check that they stay within buffers."""
+"""Random calls of the handlers for packed weights, and checks that they stay within buffers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import math
 import random
 
-from native_calls import TYPES, Buffer
+from native_calls import Buffer
 from native_draws import BYTES, Call, count
 
 from jax_tcgemm.kernels import packed as kernels
@@ -61,24 +61,30 @@ def buffers(at: dict) -> tuple[list[Buffer], list[Buffer]]:
 def packed_is_within(call: Call) -> bool:
     """Checks extents, bytes, alignment and the configuration of an accepted call."""
     at = call.attributes
-    if not all(0 < at[name] <= _MOST for name in ("batch", "m", "n", "k", "group")):
-        return False
-    if at["k"] % 64 or at["k"] % at["group"]:
+    if not _are_extents(at, "m"):
         return False
     operands, results = buffers(at)
+    alignments = [16, 16, 16, BYTES[results[0][0]]]
+    return _are(call, [*operands, *results], alignments) and _fits(at)
+
+
+def _are_extents(at: dict, *names: str) -> bool:
+    if not all(0 < at[name] <= _MOST for name in ("batch", "n", "k", "group", *names)):
+        return False
+    return at["k"] % 64 == 0 and at["k"] % at["group"] == 0
+
+
+def _are(call: Call, wanted: list[Buffer], alignments: list[int]) -> bool:
+    """Checks the number, the bytes and the addresses of all buffers."""
     given = [*call.operands, *call.results]
-    wanted = [*operands, *results]
     offsets = [*call.offsets, *[0] * len(given)]
-    aligned = [16, 16, 16, BYTES[results[0][0]]]
     return (
         len(given) == len(wanted)
-        and all(buffer[0] in TYPES for buffer in given)
         and all(
             count(own) * BYTES[own[0]] == count(each) * BYTES[each[0]]
             for own, each in zip(given, wanted, strict=True)
         )
-        and not any(offset % unit for offset, unit in zip(offsets, aligned, strict=False))
-        and _fits(at)
+        and not any(offset % unit for offset, unit in zip(offsets, alignments, strict=False))
     )
 
 
@@ -107,3 +113,32 @@ def shared_bytes(at: dict) -> int:
     stage = -(-(x + at["row_blocks"] * (weights + scales)) // 1024) * 1024
     sums = at.get("k_parts", 1) * at["tokens"] * (64 * at["row_blocks"] + 4) * 4
     return 1024 + max(at["stages"] * stage, sums) + 16 * at["stages"]
+
+
+# The pass that dequantizes
+
+
+def draw_unpack(rng: random.Random) -> Call:
+    qtype = rng.choice(list(BITS))
+    group = rng.choice([16, 32, 96, 64, 128])
+    at = {"batch": rng.randint(1, 3), "n": rng.choice([1, 20, 64, 130]), "group": group}
+    at |= {"k": math.lcm(group, 64) * rng.randint(1, 3), "format": qtype, "digest": "0" * 64}
+    at |= {"has_zeros": BITS[qtype] == 4 and rng.random() < 0.5}
+    at |= {"scale": rng.choice(list(_FLOATS)), "output": rng.choice(list(_FLOATS)[:2])}
+    operands, results = _unpack_buffers(at)
+    return Call(at, operands, results)
+
+
+def _unpack_buffers(at: dict) -> tuple[list[Buffer], list[Buffer]]:
+    both = at | {"weights_move": True, "m": 1, "activation": at["output"]}
+    (_, *operands), _ = buffers(both)
+    return operands, [(_FLOATS[at["output"]], [at["batch"], at["n"], at["k"]])]
+
+
+def unpack_is_within(call: Call) -> bool:
+    """Checks extents, bytes and alignment of an accepted call."""
+    at = call.attributes
+    if not _are_extents(at) or at["group"] % 16:
+        return False
+    operands, results = _unpack_buffers(at)
+    return _are(call, [*operands, *results], [16, 16, 16])
