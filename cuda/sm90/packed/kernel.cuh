@@ -149,13 +149,16 @@ struct PackedConsumer {
   // The fragments of a tile.
   using Fragments = uint32_t[4][4];
 
-  __device__ __forceinline__ void decode(Fragments& fragments, const Tile& tile, int i,
+  // Decodes tile `i` of a stage that has `count` tiles. Behind them, shared memory has codes of an
+  // earlier stage: with the scale they might overflow, and no 0 of x would cancel that.
+  __device__ __forceinline__ void decode(Fragments& fragments, const Tile& tile, int i, int count,
                                          const Scales& scales) const {
+    const uint32_t mask = i < count ? ~0u : 0u;
 #pragma unroll
     for (int b = 0; b < 4; ++b) {
       const int group = group_of(64 * i + 16 * b);
       const uint32_t zeros[2] = {scales.zero(group, 0), scales.zero(group, 1)};
-      const uint32_t pairs[2] = {scales.pair(group, 0), scales.pair(group, 1)};
+      const uint32_t pairs[2] = {scales.pair(group, 0) & mask, scales.pair(group, 1) & mask};
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
         fragments[b][r] = Tile::multiply(tile.value(b, r, zeros[r % 2]), pairs[r % 2]);
@@ -191,15 +194,16 @@ struct PackedConsumer {
     for (int i = place.begin; i < place.end; ++i, at.advance()) {
       ptx::mbarrier_wait(memory.full(at.stage), at.phase);
       const Scales own = scales(i);
+      const int count = params.k_tiles - kConfig.k_blocks * i;
       Tile tiles[kConfig.k_blocks];
 #pragma unroll
       for (int tile = 0; tile < kConfig.k_blocks; ++tile) tiles[tile].load(values(tile));
 #pragma unroll
       for (int tile = 0; tile < kConfig.k_blocks; tile += 2) {
-        decode(even, tiles[tile], tile, own);
+        decode(even, tiles[tile], tile, count, own);
         multiply_tile(acc, even, tile, i > place.begin || tile > 0);
         if (tile == 0 && i > place.begin) release(previous);
-        decode(odd, tiles[tile + 1], tile + 1, own);
+        decode(odd, tiles[tile + 1], tile + 1, count, own);
         multiply_tile(acc, odd, tile + 1, true);
       }
       previous = at.stage;
