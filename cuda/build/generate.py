@@ -232,35 +232,26 @@ struct Wgmma<{algorithm}, {n}> {{
 {from_registers}}};
 """
 
-_WGMMA_OF_REGISTERS = """\
-template <>
-struct WgmmaOfRegisters<{algorithm}, {n}> {{
-  static __device__ __forceinline__ void run(float (&d)[{count}], const uint32_t (&a)[4],
-                                             uint64_t b, bool accumulate) {{
-    asm volatile(
-        "{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{p5}, 0;\\n"
-        "wgmma.mma_async.sync.aligned.m64n{n}{types} {{{registers}}}, "
-        "{{%{p0}, %{p1}, %{p2}, %{p3}}}, %{p4}, p, 1, 1, 0;\\n}}\\n"
-        : {operands}
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));
-  }}
-}};
-"""
-
 # The extents for which kernels for packed weights use wgmma.
 _PACKED_TOKENS = (32, 64, 128)
 
 _WGMMA_FROM_REGISTERS = """\
-  static __device__ __forceinline__ void from_registers(float (&d)[{count}],
+  static __device__ __forceinline__ void {function}(float (&d)[{count}],
                                                         const uint32_t (&a)[4], uint64_t b,
                                                         bool accumulate) {{
     asm volatile(
         "{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{p5}, 0;\\n"
         "wgmma.mma_async.sync.aligned.m64n{n}{types} {{{registers}}}, "
-        "{{%{p0}, %{p1}, %{p2}, %{p3}}}, %{p4}, p, 1, 1;\\n}}\\n"
+        "{{%{p0}, %{p1}, %{p2}, %{p3}}}, %{p4}, p, 1, 1{major_b};\\n}}\\n"
         : {operands}
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));
   }}
+"""
+
+_WGMMA_OF_REGISTERS = f"""\
+template <>
+struct WgmmaOfRegisters<{{algorithm}}, {{n}}> {{{{
+{_WGMMA_FROM_REGISTERS}}}}};
 """
 
 
@@ -295,7 +286,8 @@ def wgmma_instructions(configs, arithmetic, cpp: ModuleType) -> str:
         row = arithmetic[algorithm]
         words = _wgmma_words(row, n, cpp)
         is_tf32 = row.k_major and row.a.bytes == 4
-        from_registers = _WGMMA_FROM_REGISTERS.format(**words) if is_tf32 else ""
+        named = {"function": "from_registers", "major_b": ""}
+        from_registers = _WGMMA_FROM_REGISTERS.format(**words, **named) if is_tf32 else ""
         parts.append(_WGMMA.format(from_registers=from_registers, **words))
     return "\n".join(parts)
 
@@ -304,7 +296,8 @@ def packed_wgmma_instructions(arithmetic, cpp: ModuleType) -> str:
     """Returns the wgmma wrappers of the kernels for packed weights."""
     rows = [arithmetic[name] for name in ("BF16_BF16_F32", "F16_F16_F32")]
     pairs = itertools.product(rows, _PACKED_TOKENS)
-    parts = [_WGMMA_OF_REGISTERS.format(**_wgmma_words(row, n, cpp)) for row, n in pairs]
+    named = {"function": "run", "major_b": ", 0"}
+    parts = [_WGMMA_OF_REGISTERS.format(**_wgmma_words(row, n, cpp), **named) for row, n in pairs]
     return "\n".join([_WGMMA_FILE, *parts])
 
 
