@@ -51,7 +51,7 @@ class Tunings:
     Example:
         >>> tune(train_step, state, batch).save(path)
         >>> with Tunings.load(path):
-        ...     loss = jax.jit(train_step)(state, batch)
+        ...     state, loss = jax.jit(train_step)(state, batch)
     """
 
     def __init__(self, entries: Mapping[tuple[str, str], Entry] | None = None) -> None:
