@@ -46,6 +46,11 @@ def export_disabled_checks() -> list[jax.export.DisabledSafetyCheck]:
 
     Returns:
         One ``DisabledSafetyCheck`` for each custom-call target of this package.
+
+    Example:
+        >>> checks = export_disabled_checks()
+        >>> exported = jax.export.export(jax.jit(gemm), disabled_checks=checks)(x, w)
+        >>> y = jax.export.deserialize(exported.serialize()).call(x, w)
     """
     names = (*_extension.TARGETS, partitioner.TARGET)
     return [jax.export.DisabledSafetyCheck.custom_call(name) for name in names]

@@ -119,6 +119,25 @@ def test_the_page_of_quantization_runs(rng, tmp_path):
 
 
 @pytest.mark.any_jax
+@pytest.mark.filterwarnings("default")  # of the libraries
+def test_the_page_of_frameworks_runs(capsys):
+    pytest.importorskip("optax")
+    names: dict[str, object] = {}
+    missing, losses = set(), []
+    for needed, block in MARKED_BLOCK.findall((ROOT / "docs" / "frameworks.md").read_text()):
+        if needed and importlib.util.find_spec(needed) is None:
+            missing.add(needed)
+            continue
+        exec(compile(block, "frameworks.md", "exec"), names)
+        if (loss := names.pop("loss", None)) is not None:
+            losses.append(float(loss))
+    assert missing <= {"flax", "equinox", "haiku", "keras"}
+    assert "computed by" in capsys.readouterr().out
+    assert losses
+    assert all(1 < loss < 10 for loss in losses)  # untrained, 32 classes: about log(32)
+
+
+@pytest.mark.any_jax
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_blocks_are_python(page):
     for block in BLOCK.findall(page.read_text()):

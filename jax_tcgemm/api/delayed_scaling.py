@@ -48,6 +48,11 @@ class DelayedScale:
     Attributes:
         scale: ``(1,)``, float32.
         amax_history: ``(steps,)``, float32, the latest step first.
+
+    Example:
+        >>> scale_of_w = Fp8State.create().w
+        >>> scale_of_w.scale.shape, scale_of_w.amax_history.shape
+        ((1,), (1024,))
     """
 
     scale: Any
@@ -93,6 +98,11 @@ class Fp8State:
         x: scale of the left operand.
         w: scale of the weights.
         gradient: scale of the result's cotangent.
+
+    Example:
+        >>> state = Fp8State.create()
+        >>> loss = lambda w, state: fp8_dot(x, w, recipe="delayed", state=state).sum()
+        >>> dw, state = jax.grad(loss, (0, 1))(w, state)  # the gradient and the next state
     """
 
     x: DelayedScale

@@ -81,6 +81,12 @@ def dot_general(
     Raises:
         TypeError: as ``lax.dot_general`` does.
         ValueError: as ``lax.dot_general`` does.
+
+    Example:
+        >>> y = dot_general(x, w, (((1,), (0,)), ((), ())))  # x @ w
+        >>> y.shape
+        (8, 256)
+        >>> z = jnp.einsum("mk,kn->nm", x, w, _dot_general=dot_general)
     """
     options = (dimension_numbers, precision, preferred_element_type)
     if any(map(weight_only.is_weight, (lhs, rhs))):

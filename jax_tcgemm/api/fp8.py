@@ -75,6 +75,12 @@ def fp8_dot(
     Raises:
         TypeError: a type or dtype is not accepted.
         ValueError: a shape or value is not accepted.
+
+    Example:
+        >>> loss = lambda x, w: jnp.square(fp8_dot(x, w)).sum()
+        >>> dx, dw = jax.grad(loss, (0, 1))(x, w)
+        >>> dx.shape, dw.shape
+        ((8, 128), (128, 256))
     """
     x, w = arguments.array("x", x), arguments.array("w", w)
     out = jnp.dtype(x.dtype if preferred_element_type is None else preferred_element_type)
@@ -118,9 +124,10 @@ def fp8_dot_general(
 ) -> jax.Array:
     """``fp8_dot`` with the arguments of ``lax.dot_general``, for Flax layers.
 
-    Example: ``nnx.Linear(..., dot_general=functools.partial(fp8_dot_general, recipe="block"))``. An
-    operand is transposed first if its contracted dimensions are not its last ones (for ``rhs``: its
-    first ones).
+    ``nnx.Linear(..., dot_general=functools.partial(fp8_dot_general, recipe="block"))`` uses it.
+
+    An operand is transposed first if its contracted dimensions are not its last ones (for ``rhs``:
+    its first ones).
 
     Args:
         lhs: array of any rank, the ``x`` of ``fp8_dot``.
@@ -140,6 +147,11 @@ def fp8_dot_general(
         NotImplementedError: there are batch dimensions, or an ``out_sharding``.
         TypeError: as ``fp8_dot`` does.
         ValueError: as ``fp8_dot`` does, for the operands as matrices.
+
+    Example:
+        >>> y = fp8_dot_general(x, w, (((1,), (0,)), ((), ())), recipe="block")
+        >>> y.shape
+        (8, 256)
     """
     del precision
     lhs, rhs = arguments.array("lhs", lhs), arguments.array("rhs", rhs)

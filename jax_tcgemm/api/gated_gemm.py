@@ -78,6 +78,11 @@ def gated_gemm(
     Raises:
         TypeError: an argument's type or dtype is not accepted.
         ValueError: an argument's shape or value is not accepted.
+
+    Example:
+        >>> h = gated_gemm(x, w_gate, w_up)  # silu(x @ w_gate) * (x @ w_up)
+        >>> h.shape
+        (8, 256)
     """
     x = arguments.matrix("x", x)
     if weight_only.is_weight(w_gate) or weight_only.is_weight(w_up):

@@ -152,6 +152,12 @@ def gemm(
         NotImplementedError: ``out_sharding`` is ``unreduced``.
         TypeError: an argument's type or dtype is not accepted.
         ValueError: an argument's shape or value is not accepted.
+
+    Example:
+        >>> y = gemm(x, w, bias=b, activation="gelu")  # gelu(x @ w + b)
+        >>> y.shape
+        (8, 256)
+        >>> z = gemm(x, w, epilogue=lambda p, y: jnp.tanh(p) * y, epilogue_operands=(y,))
     """
     a = arguments.matrix("a", a)
     asked = quantized.Asked(a_scale, b_scale, out_scale, return_amax)

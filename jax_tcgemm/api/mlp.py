@@ -87,6 +87,11 @@ def mlp(
     Raises:
         TypeError: an argument's type or dtype is not accepted.
         ValueError: an argument's shape or value is not accepted.
+
+    Example:
+        >>> y = mlp(x, w, b, w_down, residual=x)  # x + gelu(x @ w + b) @ w_down
+        >>> y.shape
+        (8, 128)
     """
     x = arguments.matrix("x", x)
     if any(map(weight_only.is_weight, (w1, w2))):
@@ -183,6 +188,11 @@ def gated_mlp(
     Raises:
         TypeError: an argument's type or dtype is not accepted.
         ValueError: an argument's shape or value is not accepted.
+
+    Example:
+        >>> y = gated_mlp(x, w_gate, w_up, w_down, residual=x)
+        >>> y.shape
+        (8, 128)
     """
     x = arguments.matrix("x", x)
     if any(map(weight_only.is_weight, (w_gate, w_up, w_down))):

@@ -105,6 +105,11 @@ def quantize(
     Raises:
         TypeError: a dtype is not accepted.
         ValueError: ``tile`` does not fit the shape.
+
+    Example:
+        >>> q = quantize(w, jnp.int4, tile=(64, 1))  # a scale for 64 rows of a column
+        >>> q.qvalue.shape, q.scale.shape
+        ((128, 256), (2, 256))
     """
     return _quantize(
         x,

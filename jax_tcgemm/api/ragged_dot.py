@@ -92,6 +92,12 @@ def ragged_dot(
     Raises:
         TypeError: an argument's type or dtype is not accepted.
         ValueError: an argument's shape or value is not accepted.
+
+    Example:
+        >>> group_sizes = jnp.array([5, 3])  # five rows for expert_w[0], three for expert_w[1]
+        >>> y = ragged_dot(x, expert_w, group_sizes, activation="silu")
+        >>> y.shape
+        (8, 256)
     """
     if isinstance(rhs, PackedWeight):
         lhs = arguments.matrix("lhs", lhs)
@@ -194,6 +200,12 @@ def gated_ragged_dot(
     Raises:
         TypeError: an argument's type or dtype is not accepted.
         ValueError: an argument's shape or value is not accepted.
+
+    Example:
+        >>> group_sizes = jnp.array([5, 3])
+        >>> y = gated_ragged_dot(x, expert_w_gate, expert_w_up, group_sizes)
+        >>> y.shape
+        (8, 256)
     """
     if weight_only.is_weight(rhs_gate) or weight_only.is_weight(rhs_up):
         lhs = arguments.matrix("lhs", lhs)

@@ -70,6 +70,13 @@ def scaled_dot(
         TypeError: an argument's type or dtype is not accepted, or ``dimension_numbers`` does not
             fit the shapes.
         ValueError: a scale's shape does not fit.
+
+    Example:
+        >>> p = quantize(x, jnp.int8, tile=(1, -1))  # a scale for each row
+        >>> q = quantize(w, jnp.int8, tile=(-1, 1))  # a scale for each column
+        >>> y = scaled_dot(p.qvalue, q.qvalue, lhs_scale=p.scale, rhs_scale=q.scale)
+        >>> y.shape
+        (8, 256)
     """
     lhs, rhs = arguments.array("lhs", lhs), arguments.array("rhs", rhs)
     dtype = jnp.bfloat16 if preferred_element_type is None else preferred_element_type

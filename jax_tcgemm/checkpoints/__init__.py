@@ -56,6 +56,10 @@ def load(
         FileNotFoundError: there is no such file, or no ``config.json``.
         ValueError: a key of the configuration or a tensor is missing, or its value is not accepted.
             The error names the key and the value.
+
+    Example:
+        >>> params = checkpoints.load(folder)
+        >>> y = gemm(x, params["model.layers.0.mlp.up_proj.weight"])
     """
     where, config = config_of(path) if config is None else ("config", config)
     found = schemes(where, config)

@@ -85,6 +85,11 @@ def softcap(cap: float) -> Activation:
     Raises:
         TypeError: ``cap`` is not a number (a traced one cannot be a parameter).
         ValueError: ``cap`` is not above 0 and finite.
+
+    Example:
+        >>> logits = gemm(x, w, activation=softcap(30.0))
+        >>> bool((jnp.abs(logits) <= 30).all())
+        True
     """
     cap = _parameter("cap", cap)
     if not 0 < cap < math.inf:
@@ -102,6 +107,11 @@ def clip(lower: float, upper: float) -> Activation:
     Raises:
         TypeError: a bound is not a number (a traced one cannot be a parameter).
         ValueError: ``lower`` is above ``upper``, or one of them is NaN.
+
+    Example:
+        >>> y = gemm(x, w, activation=clip(0.0, 6.0))
+        >>> bool((y >= 0).all() and (y <= 6).all())
+        True
     """
     lower, upper = _parameter("lower", lower), _parameter("upper", upper)
     if not lower <= upper:

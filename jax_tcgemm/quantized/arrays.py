@@ -35,6 +35,12 @@ class Quantized:
         zero_point: the zero points, of the rank of ``qvalue``, or ``None`` for zero.
         qtype: the quantized type; ``None`` means that of ``qvalue``. It is not a child of the
             pytree.
+
+    Example:
+        >>> q = quantize(w, jnp.int8, tile=(-1, 1))
+        >>> q.shape, q.scale.shape
+        ((128, 256), (1, 256))
+        >>> approximately_w = q.dequantize(jnp.bfloat16)
     """
 
     qvalue: Any

@@ -51,6 +51,12 @@ class PackedWeight:
         group: number of rows that share a scale, when the weight was packed.
         has_zeros: whether there are zero points.
         version: version of the layout.
+
+    Example:
+        >>> p = pack(quantize(w, jnp.int4, tile=(128, 1)))
+        >>> p.shape, p.values.shape
+        ((128, 256), (4, 2, 128, 16))
+        >>> y = jax.jit(gemm)(x, p)
     """
 
     values: Any
@@ -163,6 +169,12 @@ def pack(q: Any, *, transpose: bool = False) -> PackedWeight:
     Raises:
         TypeError: ``q`` is not a quantized array, or a dtype is not accepted.
         ValueError: a shape is not accepted.
+
+    Example:
+        >>> p = pack(quantize(w, jnp.int4, tile=(128, 1)))  # once
+        >>> y = gemm(x, p)
+        >>> y.shape
+        (8, 256)
     """
     q = quantized_of(q)
     if q is None:
@@ -193,6 +205,11 @@ def unpack(p: PackedWeight) -> Quantized:
     Raises:
         TypeError: ``p`` is not a ``PackedWeight``.
         ValueError: the layout has another version.
+
+    Example:
+        >>> q = quantize(w, jnp.int4, tile=(128, 1))
+        >>> bool((unpack(pack(q)).qvalue == q.qvalue).all())
+        True
     """
     if not isinstance(p, PackedWeight):
         raise TypeError(f"p must be a PackedWeight, got {type(p)}")
@@ -218,6 +235,11 @@ def pack_params(params: Any, predicate: Callable[[str, Any], bool] | None = None
     Raises:
         TypeError: ``predicate`` chose a weight whose dtype ``pack`` does not accept.
         ValueError: ``predicate`` chose a weight whose shape ``pack`` does not accept.
+
+    Example:
+        >>> q = quantize(w, jnp.int4, tile=(128, 1))
+        >>> params = pack_params({"kernel": q, "bias": b})
+        >>> y = gemm(x, params["kernel"], bias=params["bias"])
     """
 
     def packed(path: Any, leaf: Any) -> Any:

@@ -63,6 +63,12 @@ def fuse(f: Callable[_Parameters, _Result]) -> FusedFunction[_Parameters, _Resul
         ``jax.ShapeDtypeStruct`` in place of arrays). ``report`` runs nothing and returns a table
         that shows how each product is computed: ``print(fuse(f).report(*args))``. If ``f`` is a
         method, ``report`` also takes the object.
+
+    Example:
+        >>> def layer(x, w, b):
+        ...     return jax.nn.gelu(x @ w + b)
+        >>> y = jax.jit(fuse(layer))(x, w, b)  # one kernel
+        >>> report = fuse(layer).report(x, w, b)  # print(report) shows each product
     """
     name = getattr(f, "__name__", type(f).__name__)
 

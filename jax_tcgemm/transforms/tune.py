@@ -65,6 +65,11 @@ def tune(
 
     Raises:
         RuntimeError: JAX's default device is no GPU, or the package was built without kernels.
+
+    Example:
+        >>> tunings = tune(train_step, state, batch, budget=60)  # at most about a minute
+        >>> with tunings:
+        ...     state, loss = jax.jit(train_step)(state, batch)
     """
     device = default_device()
     if device.platform != "gpu" or not _core.kernel_names():

@@ -47,6 +47,11 @@ class Tunings:
 
     Args:
         entries: the entries by kind of device (``jax.Device.device_kind``) and problem.
+
+    Example:
+        >>> tune(train_step, state, batch).save(path)
+        >>> with Tunings.load(path):
+        ...     state, loss = jax.jit(train_step)(state, batch)
     """
 
     def __init__(self, entries: Mapping[tuple[str, str], Entry] | None = None) -> None:

@@ -15,7 +15,14 @@ SETTING = "JAX_TCGEMM_STRICT"
 
 
 class FallbackError(ValueError):
-    """No kernel computes what ``config="kernel"`` or ``JAX_TCGEMM_STRICT=1`` asks for."""
+    """No kernel computes what ``config="kernel"`` or ``JAX_TCGEMM_STRICT=1`` asks for.
+
+    Example:
+        >>> try:
+        ...     y = gemm(x, w, config="kernel")
+        ... except FallbackError:  # the message says why no kernel computes it
+        ...     y = gemm(x, w)
+    """
 
 
 def is_strict(config: str | None) -> bool:
