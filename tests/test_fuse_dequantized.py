@@ -295,3 +295,11 @@ def test_spreads_follow_random_operations(rng):
                     blocks = np.repeat(blocks, n // count, axis)
                 np.testing.assert_array_equal(blocks, x)
     assert followed > 20
+
+
+@pytest.mark.any_jax
+def test_operands_that_no_array_makes(normal):
+    """``jnp.eye`` consists of operations without inputs."""
+    x = normal(40, 32, dtype=jnp.bfloat16)
+    f = lambda x: x @ jnp.eye(32, dtype=x.dtype)  # noqa: E731
+    np.testing.assert_array_equal(jax.jit(fuse(f))(x), x)

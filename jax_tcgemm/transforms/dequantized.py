@@ -118,6 +118,8 @@ class _Search:
         self.left -= 1
         if not isinstance(node, Node) or len(node.outputs) != 1 or node.has_effects:
             return None
+        if not node.inputs:  # such as iota
+            return None
         return node if self.left > 0 and node.context == self.context else None
 
     def chain(self, value: Atom) -> _Chain | None:
