@@ -24,13 +24,14 @@ struct PackedConfig {
   ElementType scale;       // kBf16, kF16 or kF32; of the zero points, too
   ElementType output;      // kBf16, kF16 or kF32
   bool has_zeros;
-  int group;         // rows of W that share a scale: 32, 64, 128, or all of a stage
-  int tokens;        // rows of x in a tile
-  int row_blocks;    // blocks of 64 columns of W in a tile
-  int k_blocks;      // blocks of 64 k in a stage
-  int stages;        // of the ring
-  int split_k;       // blocks of a cluster that divide k
-  int blocks_on_sm;  // for which registers suffice
+  int group;               // rows of W that share a scale: 32, 64, 128, or all of a stage
+  int tokens;              // rows of x in a tile
+  int row_blocks;          // blocks of 64 columns of W in a tile
+  int k_blocks;            // blocks of 64 k in a stage
+  int stages;              // of the ring
+  int split_k;             // blocks of a cluster that divide k
+  int blocks_on_sm;        // for which registers suffice
+  bool is_ragged = false;  // groups of consecutive rows of x have a weight each
 
   constexpr int bits() const {
     return format == PackedFormat::kInt4 || format == PackedFormat::kUint4 ? 4 : 8;
@@ -82,6 +83,9 @@ struct PackedParams {
   int32_t by_vectors;        // whether 4 columns of D are contiguous, aligned, and inside together
   int64_t values_batch;      // bytes from one matrix to the next; 0 if there is one weight
   int64_t scales_batch;
+  // If ragged: rows of x of each of `experts` weights. Rows of D behind them are 0.
+  const int32_t* group_sizes;
+  int32_t experts;
 };
 
 // The parameters of the pass that dequantizes a weight into W (n, k): sm90/packed/unpack.cuh.

@@ -25,6 +25,7 @@ ACTIVATION_GRADIENT_TARGET = "jax_tcgemm_activation_gradient_v1"
 COMPILED_TARGET = "jax_tcgemm_compiled_gemm_v4"
 COMPILED_PASS_TARGET = "jax_tcgemm_compiled_pass_v2"
 PACKED_TARGET = "jax_tcgemm_packed_v1"
+PACKED_RAGGED_TARGET = "jax_tcgemm_packed_ragged_v1"
 UNPACK_TARGET = "jax_tcgemm_unpack_v1"
 TRANSPOSE_TARGET = "jax_tcgemm_transpose_v1"
 # Only measurements use this target; no program of a user contains it.
@@ -36,6 +37,7 @@ TARGETS = (
     COMPILED_TARGET,
     COMPILED_PASS_TARGET,
     PACKED_TARGET,
+    PACKED_RAGGED_TARGET,
     UNPACK_TARGET,
     TRANSPOSE_TARGET,
 )

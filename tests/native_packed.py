@@ -44,6 +44,23 @@ def draw_packed(rng: random.Random) -> Call:
     return Call(attributes, operands, results)
 
 
+def draw_packed_ragged(rng: random.Random) -> Call:
+    call = draw_packed(rng)
+    at = call.attributes | {"weights_move": True}
+    operands, results = _ragged_buffers(at)
+    return Call(at, operands, results)
+
+
+def _ragged_buffers(at: dict) -> tuple[list[Buffer], list[Buffer]]:
+    """Returns the operands and results of a call for groups of rows, whose batch is of weights."""
+    (_, *weights), _ = buffers(at | {"weights_move": True})
+    rows: list[Buffer] = [
+        (_FLOATS[at["activation"]], [at["m"], at["k"]]),
+        (_FLOATS[at["output"]], [at["m"], at["n"]]),
+    ]
+    return [rows[0], *weights, ("s32", [at["batch"]])], [rows[1]]
+
+
 def buffers(at: dict) -> tuple[list[Buffer], list[Buffer]]:
     """Returns the operands and results of a call with these attributes."""
     n_tiles, k_tiles = -(-at["n"] // 64), at["k"] // 64
@@ -65,6 +82,18 @@ def packed_is_within(call: Call) -> bool:
         return False
     operands, results = buffers(at)
     alignments = [16, 16, 16, BYTES[results[0][0]]]
+    return _are(call, [*operands, *results], alignments) and _fits(at)
+
+
+def packed_ragged_is_within(call: Call) -> bool:
+    """Checks an accepted call for groups of rows."""
+    at = call.attributes
+    if not _are_extents(at, "m") or not at["weights_move"]:
+        return False
+    operands, results = _ragged_buffers(at)
+    if call.operands[3][0] != "s32":
+        return False
+    alignments = [16, 16, 16, 4, BYTES[results[0][0]]]
     return _are(call, [*operands, *results], alignments) and _fits(at)
 
 

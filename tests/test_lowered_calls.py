@@ -134,6 +134,10 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
         *(PACKED, product(lambda z, bias: jnp.sin(z) + bias)),
         (of(33, K), packed(K, N, qtype="float8_e4m3fn"), of(N)),
     ),
+    "packed, groups of rows": (
+        *(_extension.PACKED_RAGGED_TARGET, jax_tcgemm.ragged_dot),
+        (of(64, K), packed(4, K, N), SIZES),
+    ),
     "two packed weights": (PACKED, jax_tcgemm.gated_gemm, (of(1, K), packed(K, N), packed(K, N))),
     "scales by blocks": (
         COMPILED,

@@ -16,7 +16,14 @@ from native_draws import (
     draw_ragged,
     gemm_operands,
 )
-from native_packed import draw_packed, draw_unpack, packed_is_within, unpack_is_within
+from native_packed import (
+    draw_packed,
+    draw_packed_ragged,
+    draw_unpack,
+    packed_is_within,
+    packed_ragged_is_within,
+    unpack_is_within,
+)
 from native_programs import compiled_is_within, draw_compiled, draw_pass, pass_is_within
 
 from jax_tcgemm import _extension
@@ -25,6 +32,11 @@ TARGETS = PLAIN_TARGETS | {
     "pass": (_extension.COMPILED_PASS_TARGET, draw_pass, pass_is_within),
     "compiled": (_extension.COMPILED_TARGET, draw_compiled, compiled_is_within),
     "packed": (_extension.PACKED_TARGET, draw_packed, packed_is_within),
+    "packed ragged": (
+        _extension.PACKED_RAGGED_TARGET,
+        draw_packed_ragged,
+        packed_ragged_is_within,
+    ),
     "unpack": (_extension.UNPACK_TARGET, draw_unpack, unpack_is_within),
 }
 

@@ -1,5 +1,6 @@
 #include "dispatch/packed.h"
 
+#include <algorithm>
 #include <initializer_list>
 #include <limits>
 #include <memory>
@@ -56,7 +57,7 @@ std::string source_of(const PackedConfig& c) {
        {c.group, c.tokens, c.row_blocks, c.k_blocks, c.stages, c.split_k, c.blocks_on_sm}) {
     text += ", " + std::to_string(number);
   }
-  return text + "}";
+  return text + (c.is_ragged ? ", true}" : "}");
 }
 
 Status find(const PackedConfig& config, std::string_view digest, const char* layout, bool may_make,
@@ -144,13 +145,17 @@ Status run_packed(const PackedProblem& problem, cudaStream_t stream) {
   JAX_TCGEMM_CUDA_CHECK(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                              config.shared_bytes()),
                         config.shared_bytes(), " bytes");
-  params.token_tiles = ceil_div(params.m, config.tokens);
+  // Of tiles of groups of rows, only the most that there can be are known.
+  const int64_t most = std::min(int64_t{params.m}, int64_t{params.experts} + 1);
+  const int64_t grid_y =
+      config.is_ragged ? (params.m + most * (config.tokens - 1)) / config.tokens : problem.batch;
+  params.token_tiles = config.is_ragged ? 1 : ceil_div(params.m, config.tokens);
   const int64_t tiles = ceil_div(int64_t{params.n}, int64_t{config.rows()});
   const int64_t blocks = mul_sat(mul_sat(tiles, params.token_tiles), config.split_k);
-  JAX_TCGEMM_REQUIRE(blocks <= std::numeric_limits<int32_t>::max() && problem.batch <= kMostGridY,
-                     blocks, " x ", problem.batch, " blocks");
+  JAX_TCGEMM_REQUIRE(blocks <= std::numeric_limits<int32_t>::max() && grid_y <= kMostGridY, blocks,
+                     " x ", grid_y, " blocks");
   cudaLaunchConfig_t launch = {};
-  launch.gridDim = dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(problem.batch));
+  launch.gridDim = dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(grid_y));
   launch.blockDim = dim3(config.threads());
   launch.dynamicSmemBytes = config.shared_bytes();
   launch.stream = stream;

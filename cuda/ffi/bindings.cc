@@ -151,6 +151,8 @@ nb::dict registrations() {
   result["jax_tcgemm_compiled_pass_v2"] =
       stages(compiled_pass_instantiate_handler(), compiled_pass_handler());
   result["jax_tcgemm_packed_v1"] = stages(packed_instantiate_handler(), packed_handler());
+  result["jax_tcgemm_packed_ragged_v1"] =
+      stages(packed_ragged_instantiate_handler(), packed_ragged_handler());
   result["jax_tcgemm_unpack_v1"] = stages(unpack_instantiate_handler(), unpack_handler());
   return result;
 }

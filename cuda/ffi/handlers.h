@@ -23,6 +23,9 @@ void* compiled_pass_instantiate_handler();
 // The stages of jax_tcgemm_packed_v1.
 void* packed_handler();
 void* packed_instantiate_handler();
+// The stages of jax_tcgemm_packed_ragged_v1.
+void* packed_ragged_handler();
+void* packed_ragged_instantiate_handler();
 // The stages of jax_tcgemm_unpack_v1.
 void* unpack_handler();
 void* unpack_instantiate_handler();

@@ -83,13 +83,13 @@ def quantized_ragged_dot(
             **options,
         )
     m, groups = a.value.shape[0], b.value.shape[0]
-    of_row, is_inside = _groups_of_rows(arguments.array("group_sizes", group_sizes), m)
+    of_row, is_inside = groups_of_rows(arguments.array("group_sizes", group_sizes), m)
     scales = _along_results(a, b, k_axis, of_row)
     if epilogue is None:
         n = b.value.shape[3 - k_axis]
-        terms = [] if bias is None else [_of_rows(bias, (groups, n), of_row)]
+        terms = [] if bias is None else [of_rows(bias, (groups, n), of_row)]
         epilogue_operands = (is_inside, *terms)
-        epilogue = _finished(activation, dtype)
+        epilogue = finished_by(activation, dtype)
 
     def of_product(product: jax.Array, scales: Sequence[jax.Array], *others: Any) -> Any:
         product = product.astype(jnp.float32)
@@ -108,7 +108,7 @@ def quantized_ragged_dot(
     )
 
 
-def _finished(activation: str | Activation | None, dtype: np.dtype) -> Callable[..., jax.Array]:
+def finished_by(activation: str | Activation | None, dtype: np.dtype) -> Callable[..., jax.Array]:
     """Returns the epilogue of a scaled product; it sets rows beyond all groups to zero."""
 
     def finished(product: jax.Array, is_inside: jax.Array, *bias: jax.Array) -> jax.Array:
@@ -121,7 +121,7 @@ def _finished(activation: str | Activation | None, dtype: np.dtype) -> Callable[
     return finished
 
 
-def _groups_of_rows(sizes: jax.Array, m: int) -> tuple[jax.Array, jax.Array]:
+def groups_of_rows(sizes: jax.Array, m: int) -> tuple[jax.Array, jax.Array]:
     """Returns the group of each row, ``(m,)``, and whether the row has one, ``(m, 1)``."""
     ends = jnp.cumsum(jnp.clip(sizes, 0, m).astype(jnp.int32))
     rows = jnp.arange(m, dtype=jnp.int32)
@@ -129,7 +129,7 @@ def _groups_of_rows(sizes: jax.Array, m: int) -> tuple[jax.Array, jax.Array]:
     return jnp.minimum(group, sizes.shape[0] - 1), (rows < ends[-1])[:, None]
 
 
-def _of_rows(values: Any, shape: tuple[int, int], of_row: jax.Array) -> jax.Array:
+def of_rows(values: Any, shape: tuple[int, int], of_row: jax.Array) -> jax.Array:
     """Returns the bias of each row's group."""
     values = arguments.array("bias", values).astype(jnp.float32)
     return jnp.broadcast_to(values, shape)[of_row]

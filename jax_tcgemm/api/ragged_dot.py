@@ -15,6 +15,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jax_tcgemm import _compat
 from jax_tcgemm.api import arguments, eager, weight_only
 from jax_tcgemm.api import epilogue as epilogues
+from jax_tcgemm.api.packed_ragged_dot import packed_ragged_dot
 from jax_tcgemm.api.quantized_ragged_dot import quantized_ragged_dot
 from jax_tcgemm.kernels import names as kernel_names
 from jax_tcgemm.primitives import ragged as ragged_primitive
@@ -66,7 +67,8 @@ def ragged_dot(
     Args:
         lhs: ``(m, k)``, an array, a ``Quantized`` or qwix's ``QArray``.
         rhs: ``(g, k, n)``, or ``(g, n, k)`` with ``transpose_rhs``; an array, a ``Quantized`` or
-            qwix's ``QArray``, or a ``PackedWeight``, which is dequantized to the dtype of ``lhs``.
+            qwix's ``QArray``, or a ``PackedWeight``. Beside bfloat16 or float16 ``lhs`` with few
+            rows a group, only the packed weights of groups that have rows are read.
             Two float8 or two int8 operands are multiplied directly if their scales do not change
             along k and they have no zero points.
         group_sizes: ``(g,)``, integers. They may sum to less than ``m``. Negative sizes count as
@@ -101,6 +103,20 @@ def ragged_dot(
     """
     if isinstance(rhs, PackedWeight):
         lhs = arguments.matrix("lhs", lhs)
+        if weight_only.has_primitive(rhs, lhs, precision) and not transpose_rhs:
+            _check_matrices(lhs, rhs)
+            return packed_ragged_dot(
+                lhs,
+                rhs,
+                _sizes(group_sizes, rhs.shape[0]),
+                bias=bias,
+                activation=activation,
+                preferred=preferred_element_type,
+                config=config,
+                out_sharding=out_sharding,
+                epilogue=epilogue,
+                epilogue_operands=epilogue_operands,
+            )
         rhs = weight_only.dequantized("rhs", rhs, "lhs", lhs)
     if arrays.is_quantized(lhs) or arrays.is_quantized(rhs):
         if out_sharding is not None:
@@ -120,12 +136,7 @@ def ragged_dot(
             epilogue_operands=epilogue_operands,
         )
     lhs, rhs = arguments.matrix("lhs", lhs), arguments.matrix("rhs", rhs)
-    if lhs.ndim != 2 or rhs.ndim != 3:
-        raise ValueError(
-            f"lhs must be (m, k) and rhs (g, k, n), got lhs.shape={lhs.shape} and "
-            f"rhs.shape={rhs.shape}"
-        )
-    _, _, n, _ = arguments.extents(lhs, rhs, False, transpose_rhs, _NAMES)
+    n = _check_matrices(lhs, rhs, transpose_rhs)
     precision = _compat.canonicalize_precision(precision)
     own = preferred_element_type
     own = _without_promotion(lhs.dtype, rhs.dtype) if own is None else own
@@ -181,8 +192,9 @@ def gated_ragged_dot(
 
     Args:
         lhs: ``(m, k)``.
-        rhs_gate: ``(g, k, n)``, or ``(g, n, k)`` with ``transpose_rhs``. A ``PackedWeight`` or a
-            ``Quantized`` is dequantized to the dtype of ``lhs``.
+        rhs_gate: ``(g, k, n)``, or ``(g, n, k)`` with ``transpose_rhs``. Two ``PackedWeight``s are
+            multiplied as in ``ragged_dot``. Otherwise a ``PackedWeight`` or a ``Quantized`` is
+            dequantized to the dtype of ``lhs``.
         rhs_up: of the shape and dtype of ``rhs_gate``.
         group_sizes: ``(g,)``, as in ``ragged_dot``.
         activation: as in ``gemm``; ``None`` means the plain product of the two.
@@ -207,12 +219,19 @@ def gated_ragged_dot(
         >>> y.shape
         (8, 256)
     """
-    if weight_only.is_weight(rhs_gate) or weight_only.is_weight(rhs_up):
-        lhs = arguments.matrix("lhs", lhs)
-        rhs_gate = weight_only.dequantized("rhs_gate", rhs_gate, "lhs", lhs)
-        rhs_up = weight_only.dequantized("rhs_up", rhs_up, "lhs", lhs)
-    rhs_gate = arguments.array("rhs_gate", rhs_gate)
-    rhs_up = arguments.like("rhs_up", rhs_up, "rhs_gate", rhs_gate)
+    if isinstance(rhs_gate, PackedWeight) and isinstance(rhs_up, PackedWeight):
+        if rhs_up.shape != rhs_gate.shape:
+            raise ValueError(
+                f"rhs_up must have the shape of rhs_gate, got rhs_up.shape={rhs_up.shape} and "
+                f"rhs_gate.shape={rhs_gate.shape}"
+            )
+    else:
+        if weight_only.is_weight(rhs_gate) or weight_only.is_weight(rhs_up):
+            lhs = arguments.matrix("lhs", lhs)
+            rhs_gate = weight_only.dequantized("rhs_gate", rhs_gate, "lhs", lhs)
+            rhs_up = weight_only.dequantized("rhs_up", rhs_up, "lhs", lhs)
+        rhs_gate = arguments.array("rhs_gate", rhs_gate)
+        rhs_up = arguments.like("rhs_up", rhs_up, "rhs_gate", rhs_gate)
     options: dict[str, Any] = {
         "precision": precision,
         "preferred_element_type": preferred_element_type,
@@ -221,6 +240,16 @@ def gated_ragged_dot(
     }
     gate = ragged_dot(lhs, rhs_gate, group_sizes, bias=bias_gate, activation=activation, **options)
     return gate * ragged_dot(lhs, rhs_up, group_sizes, bias=bias_up, **options)
+
+
+def _check_matrices(lhs: Any, rhs: Any, transpose_rhs: bool = False) -> int:
+    """Checks the shapes of the two operands and returns the number of columns."""
+    if lhs.ndim != 2 or rhs.ndim != 3:
+        raise ValueError(
+            f"lhs must be (m, k) and rhs (g, k, n), got lhs.shape={lhs.shape} and "
+            f"rhs.shape={rhs.shape}"
+        )
+    return arguments.extents(lhs, rhs, False, transpose_rhs, _NAMES)[2]
 
 
 def _without_promotion(lhs: np.dtype, rhs: np.dtype) -> np.dtype | None:

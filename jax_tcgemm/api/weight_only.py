@@ -157,14 +157,14 @@ def packed_gemm(
     is computed in float32 from float32 sums.
     """
     batch, m, n, _ = arguments.extents(x, w, False, False)
-    out_dtype = _out_dtype(x, preferred)
+    out_dtype = out_dtype_of(x, preferred)
     wide = at_least_float32(out_dtype)
     if epilogue is not None:
         numbers = {name: given[name] for name in ("alpha", "beta")}
         changed = {k: y for k, y in numbers.items() if not (arguments.is_number(y) and y == 1)}
         others = {name: y for name, y in given.items() if name not in numbers} | changed
         epilogues.check_alone("gemm", activation=activation, out_sharding=out_sharding, **others)
-        return _applied([product(x, w, wide, config)], epilogue, epilogue_operands, preferred)
+        return applied([product(x, w, wide, config)], epilogue, epilogue_operands, preferred)
     asked = Asked(None, None, None, False)
     formula = formula_of(asked, given, activation, (*batch, m, n), out_dtype)
     if formula.is_plain:
@@ -187,7 +187,7 @@ def packed_gated_gemm(
     epilogue_operands: Sequence[Any],
 ) -> Any:
     """Computes ``gated_gemm`` of an array and packed weights; the arguments are those of it."""
-    out_dtype = _out_dtype(x, preferred)
+    out_dtype = out_dtype_of(x, preferred)
     wide = at_least_float32(out_dtype)
     names = arguments.Names("x", "w_gate", "", "")
     batch, _, n, _ = arguments.extents(x, w_gate, False, False, names)
@@ -208,7 +208,7 @@ def packed_gated_gemm(
         products = [product(x, w, wide, config, out_sharding) for w in (w_gate, w_up)]
     if epilogue is not None:
         epilogues.check_alone("gated_gemm", out_sharding=out_sharding, **biases)
-        return _applied(products, epilogue, epilogue_operands, preferred)
+        return applied(products, epilogue, epilogue_operands, preferred)
     arguments.check_activation(activation, out_dtype)
     for i, (name, bias) in enumerate(biases.items()):
         if bias is not None:
@@ -220,7 +220,7 @@ def packed_gated_gemm(
     return (gate * up).astype(out_dtype)
 
 
-def _applied(
+def applied(
     products: list[jax.Array],
     epilogue: Callable[..., Any],
     operands: Sequence[Any],
@@ -234,7 +234,7 @@ def _applied(
     return jax.tree.unflatten(out_trees[0], results)
 
 
-def _out_dtype(x: jax.Array, preferred: DTypeLike | None) -> np.dtype:
+def out_dtype_of(x: jax.Array, preferred: DTypeLike | None) -> np.dtype:
     """Returns the dtype of a product with a packed weight.
 
     Raises:

@@ -76,7 +76,7 @@ _WIDE = PackedRow(64, 4, 4, 3, 2, 1)
 _WIDE_GROUP = 64
 
 
-def choose(bits: int, m: int, n: int, k: int, group: int) -> PackedRow | None:
+def choose(bits: int, m: int, n: int, k: int, group: int, count: int = 1) -> PackedRow | None:
     """Returns the configuration for a product, ``None`` if no kernel is faster than two steps.
 
     Args:
@@ -85,16 +85,17 @@ def choose(bits: int, m: int, n: int, k: int, group: int) -> PackedRow | None:
         n: number of columns of the weight.
         k: contracted extent, a multiple of 64.
         group: number of rows of the weight that share a scale.
+        count: number of such products in a call.
     """
     if m > MOST_ROWS:
         return None
     tokens = next((each for each in (8, 16, 32, 64) if m <= each), 128)
     row = _ROWS[bits, tokens]
-    wide = _WIDE.split_k * -(-n // (_TILE * _WIDE.row_blocks))
+    wide = _WIDE.split_k * -(-n // (_TILE * _WIDE.row_blocks)) * count
     fits = (bits, tokens) == (4, _WIDE.tokens) and group >= _WIDE_GROUP
     if fits and _ENOUGH_TILES < wide <= _SMS and k >= 2 * _LEAST_K:
         return _WIDE
-    tiles = -(-n // (_TILE * row.row_blocks)) * -(-m // tokens)
+    tiles = -(-n // (_TILE * row.row_blocks)) * -(-m // tokens) * count
     # Few rows: one block and a half for each multiprocessor. More rows: as many as fit, but not
     # if the tiles alone are enough.
     most = 3 * _SMS // 2 if row.sums_are_scaled else min(row.blocks_on_sm, 2) * _SMS
@@ -104,6 +105,28 @@ def choose(bits: int, m: int, n: int, k: int, group: int) -> PackedRow | None:
     while 2 * split * tiles <= most and 2 * split * _LEAST_K <= k and split < _MOST_SPLIT:
         split *= 2
     return dataclasses.replace(row, split_k=split)
+
+
+def choose_ragged(
+    bits: int, shape: tuple[int, int, int], group: int, experts: int
+) -> PackedRow | None:
+    """Returns the configuration for groups of rows that have a weight each, as ``choose`` does.
+
+    The sizes of the groups are unknown. A tile has room for twice their mean, so that few weights
+    are read twice.
+
+    Args:
+        bits: of a value of a weight.
+        shape: m, n and k; m counts the rows of all groups.
+        group: number of rows of a weight that share a scale.
+        experts: number of weights.
+    """
+    m, n, k = shape
+    mean = -(-m // experts)
+    if mean > MOST_ROWS:
+        return None
+    own = min(m, 2 * mean, MOST_ROWS)
+    return choose(bits, own, n, k, group, min(experts, m))
 
 
 # Stands for a configuration of the pass that dequantizes a weight; the same numbers as in
@@ -120,6 +143,7 @@ def program(
     *,
     zeros: bool,
     group: int | None,
+    ragged: bool = False,
 ) -> str:
     """Returns the initialiser of a ``PackedConfig``, as ``source_of`` of ``dispatch/packed.cc``.
 
@@ -131,8 +155,9 @@ def program(
         output: dtype of the result.
         zeros: whether there are zero points.
         group: number of rows of the weight that share a scale; ``None`` for all.
+        ragged: whether groups of rows of the left operand have a weight each.
     """
     types = ", ".join(f"ElementType::{_TYPES[each]}" for each in (activation, scale, output))
     numbers = (min(group or row.stage_k, row.stage_k), *dataclasses.astuple(row))
-    listed = ", ".join(map(str, numbers))
+    listed = ", ".join(map(str, numbers)) + ", true" * ragged
     return f"{{PackedFormat::{_FORMATS[qtype]}, {types}, {str(zeros).lower()}, {listed}}}"

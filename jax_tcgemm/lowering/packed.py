@@ -62,13 +62,13 @@ def lower_cuda(
     rounded to it first. With many rows, one kernel dequantizes the weight for an ordinary product.
     """
     call = f"tcgemm_packed {spec.qtype} {x.dtype}{list(x.shape)} n={spec.n}"
-    reason = _unfit(x, values, scales, spec)
+    reason = unfit(x, values, scales, spec)
     if reason is None:
         found = _few_rows(x, values, scales, spec)
-        if isinstance(found, _Call):
+        if isinstance(found, Call):
             log(f"{call}: kernel for {found.row.tokens} rows, {found.row.split_k} parts of k")
             return [found.emit(x, values, scales)]
-        w = _dequantized(values, scales, spec, x.dtype)
+        w = dequantized(values, scales, spec, x.dtype)
         if not isinstance(w, str):
             log(f"{call}: dequantized by a kernel ({found})")
             return _product(x, w, spec)
@@ -87,15 +87,16 @@ def _product(x: jax.Array, w: jax.Array, spec: PackedSpec) -> list[jax.Array]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Call:
+class Call:
     """A custom call that is ready to be emitted.
 
     Attributes:
         spec: the primitive's parameters.
         row: the configuration of the kernel.
-        shape: the number of matrices, and of rows of each.
+        shape: the number of matrices (or of experts), and of rows of each (or of all).
         is_batched: whether each matrix has a weight of its own.
         program: what the kernel is compiled for.
+        target: name of the custom call.
     """
 
     spec: PackedSpec
@@ -103,12 +104,15 @@ class _Call:
     shape: tuple[int, int]
     is_batched: bool
     program: str
+    target: str = _extension.PACKED_TARGET
 
-    def emit(self, x: jax.Array, values: jax.Array, scales: jax.Array) -> jax.Array:
+    def emit(
+        self, x: jax.Array, values: jax.Array, scales: jax.Array, *sizes: jax.Array
+    ) -> jax.Array:
         """Emits the call and returns its result, ``(*batch, m, n)``."""
         result = jax.ShapeDtypeStruct((*x.shape[:-1], self.spec.n), self.spec.out_dtype)
-        call = jax.ffi.ffi_call(_extension.PACKED_TARGET, result)
-        return call(x, values, scales, **self._attributes(x.dtype, scales.dtype))
+        call = jax.ffi.ffi_call(self.target, result)
+        return call(x, values, scales, *sizes, **self._attributes(x.dtype, scales.dtype))
 
     def _attributes(self, activation: np.dtype, scale: np.dtype) -> dict[str, Any]:
         """Returns the ``PackedAttributes`` of ``cuda/ffi/packed.cc``."""
@@ -126,7 +130,7 @@ class _Call:
         }
 
 
-def _unfit(x: jax.Array, values: jax.Array, scales: jax.Array, spec: PackedSpec) -> str | None:
+def unfit(x: jax.Array, values: jax.Array, scales: jax.Array, spec: PackedSpec) -> str | None:
     """Returns why no kernel of this package reads a packed weight, ``None`` if one does."""
     if spec.config == "xla":
         return "as requested"
@@ -150,26 +154,56 @@ def _unfit(x: jax.Array, values: jax.Array, scales: jax.Array, spec: PackedSpec)
     return None if other is None else f"no kernel on {other}"
 
 
-def _few_rows(x: jax.Array, values: jax.Array, scales: jax.Array, spec: PackedSpec) -> _Call | str:
+def _few_rows(x: jax.Array, values: jax.Array, scales: jax.Array, spec: PackedSpec) -> Call | str:
     """Returns the custom call that multiplies a few rows, or why there is none."""
     *batch, rows, k = x.shape
     is_batched = values.ndim > 4
     count, m = (math.prod(batch), rows) if is_batched else (1, math.prod(batch) * rows)
-    row = kernels.choose(spec.bits, m, spec.n, k, spec.group)
+    row = kernels.choose(spec.bits, m, spec.n, k, spec.group, count)
     if row is None:
         return f"{m} rows"
-    if spec.group not in (*kernels.GROUPS, k) and spec.group % row.stage_k:
-        return f"groups of {spec.group} rows"
-    if x.dtype == jnp.float16 and scales.dtype != x.dtype and not row.sums_are_scaled:
-        return f"scales of {scales.dtype} may not fit into float16"
-    names = (spec.qtype, x.dtype.name, scales.dtype.name, spec.out_dtype.name)
-    group = None if spec.group == k else spec.group
-    program = kernels.program(row, *names, zeros=spec.has_zeros, group=group)
+    program = program_of(row, x.dtype, scales.dtype, spec)
+    if isinstance(program, NoProgram):
+        return program.reason
+    return Call(spec, row, (count, m), is_batched, program)
+
+
+@dataclasses.dataclass(frozen=True)
+class NoProgram:
+    """Why no kernel is compiled for a configuration."""
+
+    reason: str
+
+
+def program_of(
+    row: kernels.PackedRow,
+    dtype: np.dtype,
+    scale: np.dtype,
+    spec: PackedSpec,
+    *,
+    ragged: bool = False,
+) -> str | NoProgram:
+    """Returns the program of a kernel.
+
+    Args:
+        row: its configuration.
+        dtype: dtype of the left operand.
+        scale: dtype of the scales.
+        spec: the primitive's parameters.
+        ragged: whether groups of rows have a weight each.
+    """
+    if spec.group not in (*kernels.GROUPS, spec.k) and spec.group % row.stage_k:
+        return NoProgram(f"groups of {spec.group} rows")
+    if dtype == jnp.float16 and scale != dtype and not row.sums_are_scaled:
+        return NoProgram(f"scales of {scale} may not fit into float16")
+    names = (spec.qtype, dtype.name, scale.name, spec.out_dtype.name)
+    group = None if spec.group == spec.k else spec.group
+    program = kernels.program(row, *names, zeros=spec.has_zeros, group=group, ragged=ragged)
     reason = _not_compiled(program, source.PACKED)
-    return reason or _Call(spec, row, (count, m), is_batched, program)
+    return program if reason is None else NoProgram(reason)
 
 
-def _dequantized(
+def dequantized(
     values: jax.Array, scales: jax.Array, spec: PackedSpec, dtype: np.dtype
 ) -> jax.Array | str:
     """Returns the dequantized weight ``(*batch, n, k)`` of a kernel, or why there is none."""

@@ -86,7 +86,7 @@ def _contraction_work(spec: RaggedSpec, types: Sequence[Any]) -> Work:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Groups:
+class Groups:
     """The groups that a device computes, among the rows that it has.
 
     Attributes:
@@ -98,7 +98,7 @@ class _Groups:
     first: jax.Array
 
     @staticmethod
-    def of(shard: Shard, group_sizes: jax.Array) -> _Groups:
+    def of(shard: Shard, group_sizes: jax.Array) -> Groups:
         """Clips all groups to the device's rows and takes the device's own groups."""
         plan = shard.plan
         begins, ends = group_bounds(group_sizes, plan.work.extents["m"])
@@ -112,7 +112,7 @@ class _Groups:
             jnp.clip(lax.dynamic_slice(x, (shard.start("g"),), (count,)) - start, 0, rows)
             for x in (begins, ends)
         )
-        return _Groups(ends - begins, begins[0])
+        return Groups(ends - begins, begins[0])
 
     def to_front(self, shard: Shard, x: jax.Array) -> jax.Array:
         """Moves rows so that those of the first group come first."""
@@ -127,7 +127,7 @@ def _local_dot(
     shard: Shard, spec: RaggedSpec, operands: Sequence[jax.Array], apply: _Apply
 ) -> list[jax.Array]:
     lhs, rhs, group_sizes, *bias = operands
-    groups = _Groups.of(shard, group_sizes)
+    groups = Groups.of(shard, group_sizes)
     lhs = groups.to_front(shard, lhs)
     own = spec
     if shard.plan.layout["k"]:
@@ -163,6 +163,6 @@ def _local_contraction(
     shard: Shard, spec: RaggedSpec, operands: Sequence[jax.Array], apply: _Apply
 ) -> list[jax.Array]:
     lhs, rhs, group_sizes = operands
-    groups = _Groups.of(shard, group_sizes)
+    groups = Groups.of(shard, group_sizes)
     lhs, rhs = (groups.to_front(shard, x) for x in (lhs, rhs))
     return [shard.total(x) for x in apply(spec, lhs, rhs, groups.sizes)]

@@ -213,7 +213,10 @@ struct PackedConsumer {
   }
 
   __device__ __forceinline__ void run(Sums& acc) {
-    if constexpr (kConfig.uses_wgmma()) {
+    if (kConfig.is_ragged && place.begin == place.end) {
+#pragma unroll
+      for (float& sum : acc) sum = 0.f;
+    } else if constexpr (kConfig.uses_wgmma()) {
       run_by_wgmma(acc);
     } else {
       run_by_mma(acc);
@@ -232,6 +235,7 @@ __device__ __forceinline__ void run_packed(const PackedParams& params, const Ten
   const int rank = kConfig.split_k == 1 ? 0 : __shfl_sync(~0u, ptx::cluster_rank(), 0);
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   const PackedPlace<kConfig> place(params, rank);
+  if (place.is_empty) return;  // so are all blocks of the cluster
   const PackedProducer<kConfig> producer = {params, x, memory, place};
   typename PackedOutput<kConfig>::Sums sums;
   // The first copies wait for nothing but the barriers, which their own thread initialises.

@@ -46,7 +46,7 @@ struct PackedOutput {
     for (int i = threadIdx.x; i < kVectors * kConfig.tokens; i += kConfig.threads()) {
       const int token = i / kVectors;
       const int row = place.rank * kShare + i % kVectors * kVector;
-      if (place.token + token >= params.m) break;
+      if (place.token + token >= place.token_end) break;
       float sum[kVector] = {};
 #pragma unroll
       for (int block = 0; block < kConfig.split_k; ++block) {

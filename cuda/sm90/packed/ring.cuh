@@ -7,6 +7,7 @@
 #include "packed_config.h"
 #include "ptx/mbarrier.cuh"
 #include "ptx/tma.cuh"
+#include "sm90/packed/groups.cuh"
 #include "sm90/ring.cuh"
 #include "sm90/tensor_maps.h"
 
@@ -45,20 +46,37 @@ template <PackedConfig kConfig>
 struct PackedPlace {
   int row_block;  // the first of the tile
   int token;      // the first of the tile
-  int batch;
+  int token_end;  // behind the last row of x that the weight multiplies
+  int batch;      // of x and D
+  int weight;
   int rank;         // in the cluster
   int begin, end;   // stages of k
   int last_groups;  // of the last stage of k
+  bool is_empty;    // no tile is left for this block
 
+  // All threads of a block call this together.
   __device__ __forceinline__ PackedPlace(const PackedParams& params, int cluster_rank)
       : row_block(blockIdx.x / (kConfig.split_k * params.token_tiles) * kConfig.row_blocks),
         token(blockIdx.x / kConfig.split_k % params.token_tiles * kConfig.tokens),
+        token_end(params.m),
         batch(blockIdx.y),
-        rank(cluster_rank) {
+        weight(blockIdx.y),
+        rank(cluster_rank),
+        is_empty(false) {
     const int stages = (params.k_tiles + kConfig.k_blocks - 1) / kConfig.k_blocks;
     begin = rank * stages / kConfig.split_k;
     end = (rank + 1) * stages / kConfig.split_k;
     last_groups = params.groups - (stages - 1) * kConfig.stage_groups();
+    if constexpr (kConfig.is_ragged) {
+      batch = 0;
+      PackedGroups<kConfig.tokens> groups(params);
+      is_empty = !groups.find(blockIdx.y);
+      weight = groups.group;
+      token = groups.token;
+      token_end = groups.end;
+      // Rows behind all groups have no weight, and their sums are 0.
+      if (weight == params.experts) begin = end = 0;
+    }
   }
 };
 
@@ -79,7 +97,7 @@ struct PackedProducer {
   __device__ __forceinline__ void load_values() const {
     const int blocks = row_blocks();
     const int64_t step = static_cast<int64_t>(params.k_tiles) * kConfig.tile_bytes();
-    const uint8_t* from = params.values + place.batch * params.values_batch +
+    const uint8_t* from = params.values + place.weight * params.values_batch +
                           place.row_block * step + place.begin * kConfig.row_block_bytes();
     RingPosition<kConfig.stages> at;
 #pragma unroll 1
@@ -102,7 +120,7 @@ struct PackedProducer {
     const int blocks = row_blocks();
     const int64_t step = static_cast<int64_t>(params.groups) * kConfig.group_bytes();
     const uint8_t* from =
-        params.scales + place.batch * params.scales_batch + place.row_block * step;
+        params.scales + place.weight * params.scales_batch + place.row_block * step;
     RingPosition<kConfig.stages> at;
 #pragma unroll 1
     for (int i = place.begin; i < place.end; ++i, at.advance()) {
