@@ -32,6 +32,7 @@ struct PackedConfig {
   int split_k;             // blocks of a cluster that divide k
   int blocks_on_sm;        // for which registers suffice
   bool is_ragged = false;  // groups of consecutive rows of x have a weight each
+  int weights = 1;         // 2: x is multiplied by two, and a function gets both products
 
   constexpr int bits() const {
     return format == PackedFormat::kInt4 || format == PackedFormat::kUint4 ? 4 : 8;
@@ -60,6 +61,9 @@ struct PackedConfig {
   // One warp loads the weights, another the rest.
   constexpr int threads() const { return 32 * (consumer_warps() + 2); }
   constexpr int rows() const { return kPackedTile * row_blocks; }
+  // Blocks and columns of D in a tile.
+  constexpr int output_blocks() const { return row_blocks / weights; }
+  constexpr int columns() const { return kPackedTile * output_blocks(); }
   // The sums of a tile, (tokens, rows), lie where the ring was. The gap avoids bank conflicts.
   constexpr int sums_pitch() const { return rows() + 4; }
   constexpr int ring_bytes() const {
@@ -86,6 +90,9 @@ struct PackedParams {
   // If ragged: rows of x of each of `experts` weights. Rows of D behind them are 0.
   const int32_t* group_sizes;
   int32_t experts;
+  // The second of two weights.
+  const uint8_t* values2;
+  const uint8_t* scales2;
 };
 
 // The parameters of the pass that dequantizes a weight into W (n, k): sm90/packed/unpack.cuh.

@@ -26,6 +26,7 @@ COMPILED_TARGET = "jax_tcgemm_compiled_gemm_v4"
 COMPILED_PASS_TARGET = "jax_tcgemm_compiled_pass_v2"
 PACKED_TARGET = "jax_tcgemm_packed_v1"
 PACKED_RAGGED_TARGET = "jax_tcgemm_packed_ragged_v1"
+PACKED_FUNCTION_TARGET = "jax_tcgemm_packed_function_v1"
 UNPACK_TARGET = "jax_tcgemm_unpack_v1"
 TRANSPOSE_TARGET = "jax_tcgemm_transpose_v1"
 # Only measurements use this target; no program of a user contains it.
@@ -38,6 +39,7 @@ TARGETS = (
     COMPILED_PASS_TARGET,
     PACKED_TARGET,
     PACKED_RAGGED_TARGET,
+    PACKED_FUNCTION_TARGET,
     UNPACK_TARGET,
     TRANSPOSE_TARGET,
 )

@@ -8,6 +8,7 @@ import random
 
 from native_calls import Buffer
 from native_draws import BYTES, Call, count
+from native_programs import Program, draw_pass, pass_is_within
 
 from jax_tcgemm.kernels import packed as kernels
 from jax_tcgemm.problem.packed import BITS
@@ -142,6 +143,66 @@ def shared_bytes(at: dict) -> int:
     stage = -(-(x + at["row_blocks"] * (weights + scales)) // 1024) * 1024
     sums = at.get("k_parts", 1) * at["tokens"] * (64 * at["row_blocks"] + 4) * 4
     return 1024 + max(at["stages"] * stage, sums) + 16 * at["stages"]
+
+
+# Functions of the products
+
+
+@dataclasses.dataclass
+class FunctionProgram(Program):
+    """The facts that a source states, and the configuration of the kernel in its first line."""
+
+    config: str = ""
+
+    def source(self) -> str:
+        batched = "  static constexpr bool kBatched = false;"
+        return f"{self.config}\n{batched}\n{super().source()}"
+
+
+def draw_packed_function(rng: random.Random) -> Call:
+    call = draw_pass(rng, (1, 1), rank=0, rows=True)
+    drawn = draw_packed(rng).attributes
+    at = {name: drawn[name] for name in ("k", "group", "has_zeros", "format", "activation")}
+    at |= {"scale": drawn["scale"], "weights": rng.randint(1, 2)}
+    m, n = call.attributes["m"], call.attributes["n"]
+    choose = kernels.choose_pair if at["weights"] == 2 else kernels.choose
+    row = choose(BITS[at["format"]], m, n, at["k"], at["group"])
+    assert row is not None
+    while shared_bytes(at | dataclasses.asdict(row)) > MOST_SHARED_BYTES:
+        row = dataclasses.replace(row, stages=row.stages - 1)
+    names = (at["format"], at["activation"], at["scale"], "float32")
+    group = None if at["group"] == at["k"] else at["group"]
+    options = {"zeros": at["has_zeros"], "group": group, "weights": at["weights"]}
+    program = FunctionProgram(**vars(call.program), config=kernels.program(row, *names, **options))
+    at |= {"m": m, "n": n, "source": program.source(), "digest": "0" * 64}
+    for name in ("operand_strides", "operand_vectors", "result_elements"):
+        at[name] = call.attributes[name]
+    at |= dataclasses.asdict(row)
+    return Call(at, [*_factors(at), *call.operands], call.results, program=program)
+
+
+def _factors(at: dict) -> list[Buffer]:
+    """Returns x, and values and scales of each weight."""
+    (x, *weight), _ = buffers(at | {"batch": 1, "weights_move": False, "output": "float32"})
+    return [x, *weight * at["weights"]]
+
+
+def packed_function_is_within(call: Call) -> bool:
+    at = call.attributes
+    if at["weights"] not in (1, 2) or not _are_extents(at | {"batch": 1}, "m"):
+        return False
+    own = _factors(at)
+    count_own = len(own)
+    factors = Call(at, call.operands[:count_own], [], call.offsets[:count_own])
+    rest = dataclasses.replace(call, attributes=at | {"batch_shape": []})
+    return (
+        len(call.operands) == count_own + len(at["operand_vectors"])
+        and _are(factors, own, [16] * count_own)
+        and _fits(at)
+        and at["row_blocks"] % at["weights"] == 0
+        and not call.program.reductions
+        and pass_is_within(rest, count_own)
+    )
 
 
 # The pass that dequantizes

@@ -131,14 +131,17 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
         (of(3, 64, K), packed(3, K, 70, qtype="int8")),
     ),
     "packed, with a function": (
-        *(PACKED, product(lambda z, bias: jnp.sin(z) + bias)),
+        *(_extension.PACKED_FUNCTION_TARGET, product(lambda z, bias: jnp.sin(z) + bias)),
         (of(33, K), packed(K, N, qtype="float8_e4m3fn"), of(N)),
     ),
     "packed, groups of rows": (
         *(_extension.PACKED_RAGGED_TARGET, jax_tcgemm.ragged_dot),
         (of(64, K), packed(4, K, N), SIZES),
     ),
-    "two packed weights": (PACKED, jax_tcgemm.gated_gemm, (of(1, K), packed(K, N), packed(K, N))),
+    "two packed weights": (
+        *(_extension.PACKED_FUNCTION_TARGET, jax_tcgemm.gated_gemm),
+        (of(1, K), packed(K, N), packed(K, N)),
+    ),
     "scales by blocks": (
         COMPILED,
         lambda x, w, a, b: jax_tcgemm.gemm(x, w, a_scale=a, b_scale=b, preferred_element_type=BF16),

@@ -18,8 +18,10 @@ from native_draws import (
 )
 from native_packed import (
     draw_packed,
+    draw_packed_function,
     draw_packed_ragged,
     draw_unpack,
+    packed_function_is_within,
     packed_is_within,
     packed_ragged_is_within,
     unpack_is_within,
@@ -36,6 +38,11 @@ TARGETS = PLAIN_TARGETS | {
         _extension.PACKED_RAGGED_TARGET,
         draw_packed_ragged,
         packed_ragged_is_within,
+    ),
+    "packed function": (
+        _extension.PACKED_FUNCTION_TARGET,
+        draw_packed_function,
+        packed_function_is_within,
     ),
     "unpack": (_extension.UNPACK_TARGET, draw_unpack, unpack_is_within),
 }

@@ -180,7 +180,8 @@ def test_explicit_axes(rng):
 def test_choice():
     assert kernels.choose_ragged(4, (64, 4096, 2048), 128, 64).tokens == 8
     assert kernels.choose_ragged(4, (640, 4096, 2048), 128, 64).tokens == 32
-    assert kernels.choose_ragged(4, (64 * 40, 4096, 2048), 128, 64).tokens == 128
+    assert kernels.choose_ragged(4, (64 * 40, 4096, 2048), 128, 64).tokens == 64
+    assert kernels.choose_ragged(4, (64 * 100, 4096, 2048), 128, 64).tokens == 128
     assert kernels.choose_ragged(4, (64 * kernels.MOST_ROWS, 512, 512), 128, 64) is not None
     assert kernels.choose_ragged(4, (64 * kernels.MOST_ROWS + 1, 512, 512), 128, 64) is None
     # One row of one expert: k is divided as for one weight.

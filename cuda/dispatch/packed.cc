@@ -57,13 +57,22 @@ std::string source_of(const PackedConfig& c) {
        {c.group, c.tokens, c.row_blocks, c.k_blocks, c.stages, c.split_k, c.blocks_on_sm}) {
     text += ", " + std::to_string(number);
   }
-  return text + (c.is_ragged ? ", true}" : "}");
+  if (c.is_ragged || c.weights != 1) text += c.is_ragged ? ", true" : ", false";
+  if (c.weights != 1) text += ", " + std::to_string(c.weights);
+  return text + "}";
 }
 
-Status find(const PackedConfig& config, std::string_view digest, const char* layout, bool may_make,
-            std::shared_ptr<LoadedProgram>* loaded, LoadedKernel** kernel) {
+// Finds the kernel, whose program is that of the configuration if `program` is empty.
+Status find(const PackedConfig& config, std::string_view digest, std::string_view program_text,
+            const char* layout, bool may_make, std::shared_ptr<LoadedProgram>* loaded,
+            LoadedKernel** kernel) {
   const std::string source = source_of(config);
-  const EpilogueProgram program = {digest, source};
+  if (!program_text.empty()) {
+    JAX_TCGEMM_REQUIRE(program_text.substr(0, source.size()) == source &&
+                           program_text.substr(source.size(), 1) == "\n",
+                       "a program that is not for ", source);
+  }
+  const EpilogueProgram program = {digest, program_text.empty() ? source : program_text};
   *loaded = loaded_program(program);
   std::unique_lock<std::mutex> lock((*loaded)->mutex);
   *kernel = find_kernel(loaded->get(), nullptr, layout);
@@ -83,6 +92,8 @@ Status check_packed(const PackedConfig& c) {
   };
   JAX_TCGEMM_REQUIRE(is_one_of(c.tokens, {8, 16, 32, 64, 128}), "tokens=", c.tokens);
   JAX_TCGEMM_REQUIRE(is_one_of(c.row_blocks, {1, 2, 4}), "row_blocks=", c.row_blocks);
+  JAX_TCGEMM_REQUIRE(is_one_of(c.weights, {1, 2}) && c.row_blocks % c.weights == 0,
+                     "weights=", c.weights, " in ", c.row_blocks, " blocks");
   JAX_TCGEMM_REQUIRE(is_one_of(c.k_blocks, {2, 4}), "k_blocks=", c.k_blocks);
   JAX_TCGEMM_REQUIRE(is_one_of(c.split_k, {1, 2, 4, 8}), "split_k=", c.split_k);
   JAX_TCGEMM_REQUIRE(is_one_of(c.group, {32, 64, 128, c.stage_k()}), "group=", c.group);
@@ -92,17 +103,26 @@ Status check_packed(const PackedConfig& c) {
   return Status();
 }
 
-Status prepare_packed(const PackedConfig& config, std::string_view digest) {
+namespace {
+
+const char* layout_of(std::string_view program) {
+  return program.empty() ? kPackedLayout : kPackedFunctionLayout;
+}
+
+}  // namespace
+
+Status prepare_packed(const PackedConfig& config, std::string_view digest,
+                      std::string_view program) {
   JAX_TCGEMM_RETURN_IF_ERROR(check_packed(config));
   std::shared_ptr<LoadedProgram> loaded;
   LoadedKernel* kernel = nullptr;
-  return find(config, digest, kPackedLayout, true, &loaded, &kernel);
+  return find(config, digest, program, layout_of(program), true, &loaded, &kernel);
 }
 
 Status prepare_unpack(const PackedConfig& config, std::string_view digest) {
   std::shared_ptr<LoadedProgram> loaded;
   LoadedKernel* kernel = nullptr;
-  return find(config, digest, kUnpackLayout, true, &loaded, &kernel);
+  return find(config, digest, {}, kUnpackLayout, true, &loaded, &kernel);
 }
 
 Status run_unpack(const UnpackProblem& problem, cudaStream_t stream) {
@@ -111,7 +131,7 @@ Status run_unpack(const UnpackProblem& problem, cudaStream_t stream) {
   std::shared_ptr<LoadedProgram> loaded;
   LoadedKernel* kernel = nullptr;
   JAX_TCGEMM_RETURN_IF_ERROR(
-      find(problem.config, problem.digest, kUnpackLayout, may_make, &loaded, &kernel));
+      find(problem.config, problem.digest, {}, kUnpackLayout, may_make, &loaded, &kernel));
   UnpackParams params = problem.params;
   const int64_t columns = ceil_div(int64_t{params.k_tiles}, int64_t{kUnpackTiles});
   const int64_t rows = ceil_div(int64_t{params.n}, int64_t{kPackedTile});
@@ -134,8 +154,8 @@ Status run_packed(const PackedProblem& problem, cudaStream_t stream) {
   JAX_TCGEMM_RETURN_IF_ERROR(may_load(stream, &may_make));
   std::shared_ptr<LoadedProgram> loaded;
   LoadedKernel* kernel = nullptr;
-  JAX_TCGEMM_RETURN_IF_ERROR(
-      find(config, problem.digest, kPackedLayout, may_make, &loaded, &kernel));
+  JAX_TCGEMM_RETURN_IF_ERROR(find(config, problem.digest, problem.program,
+                                  layout_of(problem.program), may_make, &loaded, &kernel));
   const void* const function = kernel->made.handle.function;
   PackedParams params = problem.params;
   sm90::TensorMap x;
@@ -150,7 +170,7 @@ Status run_packed(const PackedProblem& problem, cudaStream_t stream) {
   const int64_t grid_y =
       config.is_ragged ? (params.m + most * (config.tokens - 1)) / config.tokens : problem.batch;
   params.token_tiles = config.is_ragged ? 1 : ceil_div(params.m, config.tokens);
-  const int64_t tiles = ceil_div(int64_t{params.n}, int64_t{config.rows()});
+  const int64_t tiles = ceil_div(int64_t{params.n}, int64_t{config.columns()});
   const int64_t blocks = mul_sat(mul_sat(tiles, params.token_tiles), config.split_k);
   JAX_TCGEMM_REQUIRE(blocks <= std::numeric_limits<int32_t>::max() && grid_y <= kMostGridY, blocks,
                      " x ", grid_y, " blocks");
@@ -159,7 +179,7 @@ Status run_packed(const PackedProblem& problem, cudaStream_t stream) {
   launch.blockDim = dim3(config.threads());
   launch.dynamicSmemBytes = config.shared_bytes();
   launch.stream = stream;
-  void* arguments[] = {&params, &x};
+  void* arguments[] = {&params, &x, const_cast<CompiledParams*>(problem.function)};
   JAX_TCGEMM_CUDA_CHECK(cudaLaunchKernelExC(&launch, function, arguments),
                         "launching a kernel for packed weights: m=", params.m, " n=", params.n);
   return Status();

@@ -8,6 +8,7 @@
 #include <string_view>
 
 #include "common/status.h"
+#include "compiled_params.h"
 #include "packed_config.h"
 
 namespace jax_tcgemm {
@@ -18,6 +19,10 @@ struct PackedProblem {
   const void* x;  // (batch, m, k), contiguous
   int64_t batch;
   std::string_view digest;  // of the kernel
+  // Of a function that gets the products: the kernel's program and its parameters. Empty and null
+  // if there is none.
+  std::string_view program;
+  const CompiledParams* function;
 };
 
 struct UnpackProblem {
@@ -30,8 +35,9 @@ struct UnpackProblem {
 // Checks that a kernel can be compiled for a configuration.
 Status check_packed(const PackedConfig& config);
 
-// Compiles and loads the kernel.
-Status prepare_packed(const PackedConfig& config, std::string_view digest);
+// Compiles and loads the kernel. `program` is that of a PackedProblem.
+Status prepare_packed(const PackedConfig& config, std::string_view digest,
+                      std::string_view program);
 
 // Launches the kernel.
 Status run_packed(const PackedProblem& problem, cudaStream_t stream);

@@ -68,7 +68,8 @@ Status find_or_make_kernel(const EpilogueProgram& program, const KernelEntry* en
   if (*kernel != nullptr) return Status();
   lock->unlock();
   LoadedKernel fresh = {entry, layout, {}};
-  const bool is_packed = layout == kPackedLayout || layout == kUnpackLayout;
+  const bool is_packed =
+      layout == kPackedLayout || layout == kPackedFunctionLayout || layout == kUnpackLayout;
   const char* const row = is_packed ? layout.c_str() : entry == nullptr ? kPass : entry->name;
   const Status status = make_kernel({program.source, row, layout}, &fresh.made);
   lock->lock();

@@ -20,8 +20,9 @@
 namespace jax_tcgemm {
 
 // These take the place of a row's name and of a layout if the kernel is one for packed weights; the
-// same as PACKED and UNPACK in jax_tcgemm/epilogue/source.py.
+// same as PACKED, PACKED_FUNCTION and UNPACK in jax_tcgemm/epilogue/source.py.
 inline constexpr const char kPackedLayout[] = "packed";
+inline constexpr const char kPackedFunctionLayout[] = "packed_function";
 inline constexpr const char kUnpackLayout[] = "unpack";
 
 struct LoadedKernel {

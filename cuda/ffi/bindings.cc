@@ -153,6 +153,8 @@ nb::dict registrations() {
   result["jax_tcgemm_packed_v1"] = stages(packed_instantiate_handler(), packed_handler());
   result["jax_tcgemm_packed_ragged_v1"] =
       stages(packed_ragged_instantiate_handler(), packed_ragged_handler());
+  result["jax_tcgemm_packed_function_v1"] =
+      stages(packed_function_instantiate_handler(), packed_function_handler());
   result["jax_tcgemm_unpack_v1"] = stages(unpack_instantiate_handler(), unpack_handler());
   return result;
 }

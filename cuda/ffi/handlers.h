@@ -26,6 +26,9 @@ void* packed_instantiate_handler();
 // The stages of jax_tcgemm_packed_ragged_v1.
 void* packed_ragged_handler();
 void* packed_ragged_instantiate_handler();
+// The stages of jax_tcgemm_packed_function_v1.
+void* packed_function_handler();
+void* packed_function_instantiate_handler();
 // The stages of jax_tcgemm_unpack_v1.
 void* unpack_handler();
 void* unpack_instantiate_handler();

@@ -16,8 +16,12 @@ from jax_tcgemm import _compat
 from jax_tcgemm.api import arguments
 from jax_tcgemm.api import epilogue as epilogues
 from jax_tcgemm.api.quantized import Asked, formula_of
+from jax_tcgemm.epilogue import function as functions
+from jax_tcgemm.epilogue import rng
+from jax_tcgemm.epilogue.spec import PackedFunctionSpec
 from jax_tcgemm.kernels.names import NO_ROWS
 from jax_tcgemm.primitives import packed as packed_primitive
+from jax_tcgemm.primitives import packed_function
 from jax_tcgemm.problem.activations import resolve
 from jax_tcgemm.problem.arithmetic import at_least_float32
 from jax_tcgemm.quantized.arrays import dequantize, is_quantized
@@ -164,13 +168,16 @@ def packed_gemm(
         changed = {k: y for k, y in numbers.items() if not (arguments.is_number(y) and y == 1)}
         others = {name: y for name, y in given.items() if name not in numbers} | changed
         epilogues.check_alone("gemm", activation=activation, out_sharding=out_sharding, **others)
-        return applied([product(x, w, wide, config)], epilogue, epilogue_operands, preferred)
+        return function_of_products(x, [w], wide, config, epilogue, epilogue_operands, preferred)
     asked = Asked(None, None, None, False)
     formula = formula_of(asked, given, activation, (*batch, m, n), out_dtype)
     if formula.is_plain:
         return product(x, w, out_dtype, config, out_sharding)
-    z = product(x, w, wide, config, out_sharding)
-    return formula.apply(z, *formula.operands.values())[0]
+    values = tuple(formula.operands.values())
+    if out_sharding is None:
+        applied_formula = lambda z, *values: formula.apply(z, *values)[0]  # noqa: E731
+        return function_of_products(x, [w], wide, config, applied_formula, values)
+    return formula.apply(product(x, w, wide, config, out_sharding), *values)[0]
 
 
 def packed_gated_gemm(
@@ -198,26 +205,44 @@ def packed_gated_gemm(
                 f"extent {n} must be even"
             )
         n //= 2
-        products = jnp.split(product(x, w_gate, wide, config, out_sharding), 2, axis=-1)
-    else:
-        if w_up.shape != w_gate.shape:
-            raise ValueError(
-                f"w_up must have the shape of w_gate, got w_up.shape={w_up.shape} and "
-                f"w_gate.shape={w_gate.shape}"
-            )
-        products = [product(x, w, wide, config, out_sharding) for w in (w_gate, w_up)]
+    elif w_up.shape != w_gate.shape:
+        raise ValueError(
+            f"w_up must have the shape of w_gate, got w_up.shape={w_up.shape} and "
+            f"w_gate.shape={w_gate.shape}"
+        )
     if epilogue is not None:
         epilogues.check_alone("gated_gemm", out_sharding=out_sharding, **biases)
-        return applied(products, epilogue, epilogue_operands, preferred)
-    arguments.check_activation(activation, out_dtype)
-    for i, (name, bias) in enumerate(biases.items()):
-        if bias is not None:
-            vector = arguments.vector(name, bias, (*batch, n), out_dtype)
-            products[i] = products[i] + jnp.expand_dims(vector.astype(wide), -2)
-    gate, up = products
-    if activation is not None:
-        gate = resolve(activation).reference(gate)
-    return (gate * up).astype(out_dtype)
+        of_products, operands = epilogue, tuple(epilogue_operands)
+    else:
+        arguments.check_activation(activation, out_dtype)
+        vectors = [
+            None if bias is None else arguments.vector(name, bias, (*batch, n), out_dtype)
+            for name, bias in biases.items()
+        ]
+        of_products, operands = _gate(activation, out_dtype, wide), (vectors,)
+    if w_up is not None and out_sharding is None:
+        weights = [w_gate, w_up]
+        return function_of_products(x, weights, wide, config, of_products, operands, preferred)
+    if w_up is None:
+        products = jnp.split(product(x, w_gate, wide, config, out_sharding), 2, axis=-1)
+    else:
+        products = [product(x, w, wide, config, out_sharding) for w in (w_gate, w_up)]
+    return applied(products, of_products, operands, preferred)
+
+
+def _gate(activation: Any, out_dtype: np.dtype, wide: np.dtype) -> Callable[..., jax.Array]:
+    """Returns the function of the two products and their biases that a gated layer computes."""
+
+    def gate(gate: jax.Array, up: jax.Array, vectors: list[jax.Array | None]) -> jax.Array:
+        pairs = zip((gate, up), vectors, strict=True)
+        gate, up = (
+            z if bias is None else z + jnp.expand_dims(bias.astype(wide), -2) for z, bias in pairs
+        )
+        if activation is not None:
+            gate = resolve(activation).reference(gate)
+        return (gate * up).astype(out_dtype)
+
+    return gate
 
 
 def applied(
@@ -232,6 +257,52 @@ def applied(
     )
     results = listed(*products, *flat)
     return jax.tree.unflatten(out_trees[0], results)
+
+
+def function_of_products(
+    x: jax.Array,
+    weights: Sequence[PackedWeight],
+    wide: DTypeLike,
+    config: str | None,
+    epilogue: Callable[..., Any],
+    operands: Sequence[Any] = (),
+    preferred: DTypeLike | None = None,
+) -> Any:
+    """Returns the results of a function of the products of ``x`` and each weight.
+
+    One kernel computes all of it if the products have float32 sums, and the weights no leading
+    dimensions.
+
+    Args:
+        x: ``(..., m, k)``, bfloat16 or float16.
+        weights: one or two, each ``(..., k, n)``, of one format.
+        wide: dtype of the products.
+        config: as in ``gemm``.
+        epilogue: function of the products and ``operands``; returns a pytree of arrays.
+        operands: pytrees of arrays.
+        preferred: dtype of the floating-point results.
+    """
+    check_config(config)
+    specs = {w.spec(wide, config) for w in weights}
+    arrays = [y for w in weights for y in (w.values, w.scales)]
+    scales = {w.scales.dtype for w in weights}
+    typed = [x, *arrays, *(y for y in jax.tree.leaves(tuple(operands)) if hasattr(y, "dtype"))]
+    is_special = _compat.is_sharded(*typed) or _compat.is_unreduced(*typed)
+    is_one = len(specs) == len(scales) == 1 and not any(w.batch for w in weights)
+    if is_special or not is_one or jnp.dtype(wide) != jnp.float32 or x.ndim < 2:
+        products = [product(x, w, wide, config) for w in weights]
+        return applied(products, epilogue, operands, preferred)
+    (spec,) = specs
+    shape = (*x.shape[:-1], spec.n)
+    listed, flat, out_trees = epilogues.as_listed(
+        epilogue, operands, len(weights), shape, preferred
+    )
+    types = [jax.ShapeDtypeStruct(shape, wide)] * len(weights)
+    types += [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in flat]
+    function, held = functions.trace(listed, types, len(weights))
+    every = [x, *map(lax.stop_gradient, arrays), *rng.words(flat), *held]
+    described = PackedFunctionSpec(spec, len(weights), function)
+    return jax.tree.unflatten(out_trees[0], packed_function.bind(every, described))
 
 
 def out_dtype_of(x: jax.Array, preferred: DTypeLike | None) -> np.dtype:

@@ -171,6 +171,32 @@ extern "C" __global__ void __cluster_dims__(jax_tcgemm::Row::kConfig.split_k, 1,
 }}
 """
 
+_PACKED_FUNCTION_SOURCE = """\
+#include "sm90/packed/function_io.cuh"
+#include "sm90/packed/kernel.cuh"
+
+namespace jax_tcgemm {{
+namespace {{
+
+{function}
+struct Row {{
+  static constexpr PackedConfig kConfig{config};
+}};
+
+}}  // namespace
+}}  // namespace jax_tcgemm
+
+extern "C" __global__ void __cluster_dims__(jax_tcgemm::Row::kConfig.split_k, 1, 1)
+    __launch_bounds__(jax_tcgemm::Row::kConfig.threads(), jax_tcgemm::Row::kConfig.blocks_on_sm)
+    compiled_kernel(const __grid_constant__ jax_tcgemm::PackedParams params,
+                  const __grid_constant__ jax_tcgemm::sm90::TensorMap x,
+                  const __grid_constant__ jax_tcgemm::CompiledParams function) {{
+  extern __shared__ __align__(1024) char smem[];
+  jax_tcgemm::sm90::run_packed<jax_tcgemm::Row::kConfig, jax_tcgemm::Program>(
+      params, x, jax_tcgemm::ptx::shared_address(smem), &function);
+}}
+"""
+
 _UNPACK_SOURCE = """\
 #include "sm90/packed/unpack.cuh"
 
@@ -193,6 +219,9 @@ extern "C" __global__ void __launch_bounds__(jax_tcgemm::kUnpackThreads)
 # Replaces the name of a row for a kernel for packed weights; ``program`` is its ``PackedConfig``.
 # The same as kPackedLayout of cuda/dispatch/program_library.h.
 PACKED = "packed"
+# The same if a function gets the products; ``program`` is the ``PackedConfig``, a line of its own,
+# and then the function. kPackedFunctionLayout.
+PACKED_FUNCTION = "packed_function"
 # The same for the pass that dequantizes a packed weight; kUnpackLayout.
 UNPACK = "unpack"
 _ALONE = {PASS: _PASS_SOURCE, PACKED: _PACKED_SOURCE, UNPACK: _UNPACK_SOURCE}
@@ -213,10 +242,13 @@ def of_kernel(program: str, row: str, layout: str) -> str:
 
     Args:
         program: as ``of_program`` returns it; for ``PACKED`` and ``UNPACK``, the
-            initialiser of a configuration.
-        row: the row's name, ``PASS``, ``PACKED`` or ``UNPACK``.
+            initialiser of a configuration; for ``PACKED_FUNCTION``, both.
+        row: the row's name, ``PASS``, ``PACKED``, ``PACKED_FUNCTION`` or ``UNPACK``.
         layout: ``"n"`` or ``"t"`` for each of ``a`` and ``b``.
     """
+    if row == PACKED_FUNCTION:
+        packed, function = program.split("\n", 1)
+        return _PACKED_FUNCTION_SOURCE.format(config=packed, function=function)
     if row in _ALONE:
         return _ALONE[row].format(program=program)
     config = kernel_names.by_name(row)

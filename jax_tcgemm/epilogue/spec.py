@@ -1,4 +1,4 @@
-"""``CompiledSpec``: the static description of a product with a user's epilogue."""
+"""Static descriptions of products with a user's epilogue."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from jax_tcgemm import _core
 from jax_tcgemm.epilogue.function import EpilogueFunction
+from jax_tcgemm.problem.packed import PackedSpec
 from jax_tcgemm.problem.ragged import RaggedSpec
 from jax_tcgemm.problem.spec import GemmSpec
 from jax_tcgemm.problem.strides import Operands
@@ -60,6 +61,39 @@ class CompiledSpec:
     def replace(self, **changes: Any) -> CompiledSpec:
         """Returns a copy with some fields changed."""
         return dataclasses.replace(self, **changes)
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedFunctionSpec:
+    """The products of one array and one or two packed weights, and a function of them.
+
+    Attributes:
+        product: each product, in float32.
+        weights: number of weights.
+        function: computes the results from the products and the operands.
+    """
+
+    product: PackedSpec
+    weights: int
+    function: EpilogueFunction
+
+    @property
+    def config(self) -> str | None:
+        """The requested kernel configuration."""
+        return self.product.config
+
+    @property
+    def without_rules(self) -> PackedFunctionSpec:
+        """The spec without custom derivatives: see ``EpilogueFunction.without_rules``."""
+        return dataclasses.replace(self, function=self.function.without_rules)
+
+    def split(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Splits values into those of the products and those of the function's operands.
+
+        The operands of the products are ``x``, then values and scales of each weight.
+        """
+        count = 1 + 2 * self.weights
+        return tuple(values[:count]), tuple(values[count:])
 
 
 def factors(values: Sequence[Any], product: GemmSpec | RaggedSpec) -> Operands:

@@ -20,6 +20,8 @@ _ENOUGH_TILES = 100
 _LEAST_K = 1792
 # From this many rows on, it is faster to dequantize the weight and to multiply by that.
 MOST_ROWS = 512
+# Twice as many rows as a group has in the mean fit into a tile, up to this many.
+_RAGGED_ROWS = 64
 # The rows of a weight that may share a scale; longer groups must be whole stages.
 GROUPS = (32, 64, 128)
 _FORMATS = {"int4": "kInt4", "uint4": "kUint4", "int8": "kInt8", "float8_e4m3fn": "kE4m3"}
@@ -112,8 +114,8 @@ def choose_ragged(
 ) -> PackedRow | None:
     """Returns the configuration for groups of rows that have a weight each, as ``choose`` does.
 
-    The sizes of the groups are unknown. A tile has room for twice their mean, so that few weights
-    are read twice.
+    The sizes of the groups are unknown. A tile has room for twice their mean up to 64 rows, so that
+    few weights are read twice, and beyond that for the mean.
 
     Args:
         bits: of a value of a weight.
@@ -125,8 +127,19 @@ def choose_ragged(
     mean = -(-m // experts)
     if mean > MOST_ROWS:
         return None
-    own = min(m, 2 * mean, MOST_ROWS)
+    own = min(m, max(mean, min(2 * mean, _RAGGED_ROWS)))
     return choose(bits, own, n, k, group, min(experts, m))
+
+
+def choose_pair(bits: int, m: int, n: int, k: int, group: int) -> PackedRow | None:
+    """Returns the configuration for two weights whose products one function gets.
+
+    A tile has as many blocks of each weight. The arguments are those of ``choose``, for one weight.
+    """
+    row = choose(bits, m, 2 * n, k, group)
+    if row is None or row.row_blocks > 1:
+        return row
+    return dataclasses.replace(row, row_blocks=2, blocks_on_sm=row.blocks_on_sm // 2)
 
 
 # Stands for a configuration of the pass that dequantizes a weight; the same numbers as in
@@ -144,6 +157,7 @@ def program(
     zeros: bool,
     group: int | None,
     ragged: bool = False,
+    weights: int = 1,
 ) -> str:
     """Returns the initialiser of a ``PackedConfig``, as ``source_of`` of ``dispatch/packed.cc``.
 
@@ -156,8 +170,13 @@ def program(
         zeros: whether there are zero points.
         group: number of rows of the weight that share a scale; ``None`` for all.
         ragged: whether groups of rows of the left operand have a weight each.
+        weights: number of weights whose products a function gets.
     """
     types = ", ".join(f"ElementType::{_TYPES[each]}" for each in (activation, scale, output))
     numbers = (min(group or row.stage_k, row.stage_k), *dataclasses.astuple(row))
-    listed = ", ".join(map(str, numbers)) + ", true" * ragged
+    listed = ", ".join(map(str, numbers))
+    if ragged or weights > 1:
+        listed += f", {str(ragged).lower()}"
+    if weights > 1:
+        listed += f", {weights}"
     return f"{{PackedFormat::{_FORMATS[qtype]}, {types}, {str(zeros).lower()}, {listed}}}"

@@ -183,7 +183,7 @@ def program_of(
     *,
     ragged: bool = False,
 ) -> str | NoProgram:
-    """Returns the program of a kernel.
+    """Returns the program of a kernel, which is compiled if that is possible now.
 
     Args:
         row: its configuration.
@@ -192,15 +192,28 @@ def program_of(
         spec: the primitive's parameters.
         ragged: whether groups of rows have a weight each.
     """
-    if spec.group not in (*kernels.GROUPS, spec.k) and spec.group % row.stage_k:
-        return NoProgram(f"groups of {spec.group} rows")
-    if dtype == jnp.float16 and scale != dtype and not row.sums_are_scaled:
-        return NoProgram(f"scales of {scale} may not fit into float16")
+    reason = unfit_row(row, dtype, scale, spec)
+    if reason is not None:
+        return NoProgram(reason)
     names = (spec.qtype, dtype.name, scale.name, spec.out_dtype.name)
     group = None if spec.group == spec.k else spec.group
     program = kernels.program(row, *names, zeros=spec.has_zeros, group=group, ragged=ragged)
-    reason = _not_compiled(program, source.PACKED)
+    reason = not_compiled(program, source.PACKED)
     return program if reason is None else NoProgram(reason)
+
+
+def unfit_row(
+    row: kernels.PackedRow, dtype: np.dtype, scale: np.dtype, spec: PackedSpec
+) -> str | None:
+    """Returns why a configuration does not compute a product, ``None`` if it does.
+
+    The arguments are those of ``program_of``.
+    """
+    if spec.group not in (*kernels.GROUPS, spec.k) and spec.group % row.stage_k:
+        return f"groups of {spec.group} rows"
+    if dtype == jnp.float16 and scale != dtype and not row.sums_are_scaled:
+        return f"scales of {scale} may not fit into float16"
+    return None
 
 
 def dequantized(
@@ -212,7 +225,7 @@ def dequantized(
     names = (spec.qtype, dtype.name, scales.dtype.name, dtype.name)
     group = kernels.UNPACK.stage_k
     program = kernels.program(kernels.UNPACK, *names, zeros=spec.has_zeros, group=group)
-    reason = _not_compiled(program, source.UNPACK)
+    reason = not_compiled(program, source.UNPACK)
     if reason is not None:
         return reason
     batch = values.shape[:-4]
@@ -228,7 +241,7 @@ def dequantized(
     return jax.ffi.ffi_call(_extension.UNPACK_TARGET, result)(values, scales, **attributes)
 
 
-def _not_compiled(program: str, row: str) -> str | None:
+def not_compiled(program: str, row: str) -> str | None:
     """Returns why a kernel cannot be compiled, ``None`` if it can."""
     is_here = bool(_compat.initialized_cuda_devices())
     return compiler.obstacle(program, (row, row) if is_here else None)

@@ -33,7 +33,7 @@ template <PackedConfig kConfig>
 struct PackedConsumer {
   using Tile = PackedTile<kConfig>;
   using Scales = PackedScales<kConfig>;
-  using Sums = typename PackedOutput<kConfig>::Sums;
+  using Sums = typename PackedOutput<kConfig, NoProgram>::Sums;
   static constexpr Algorithm kAlgorithm =
       Tile::kIsBf16 ? Algorithm::kBf16Bf16F32 : Algorithm::kF16F16F32;
   static constexpr int kGroups = kConfig.tokens / 8;
@@ -226,9 +226,10 @@ struct PackedConsumer {
 
 constexpr int kStartBarrier = 1;  // named barrier 0 is that of __syncthreads
 
-template <PackedConfig kConfig>
+template <PackedConfig kConfig, typename Program = NoProgram>
 __device__ __forceinline__ void run_packed(const PackedParams& params, const TensorMap& x,
-                                           uint32_t shared) {
+                                           uint32_t shared,
+                                           const CompiledParams* function = nullptr) {
   static_assert(kConfig.k_blocks % 2 == 0);
   const PackedMemory<kConfig> memory = {(shared + 1023) / 1024 * 1024};
   // The shuffles tell the compiler that all lanes have the same values; wgmma needs that.
@@ -237,7 +238,8 @@ __device__ __forceinline__ void run_packed(const PackedParams& params, const Ten
   const PackedPlace<kConfig> place(params, rank);
   if (place.is_empty) return;  // so are all blocks of the cluster
   const PackedProducer<kConfig> producer = {params, x, memory, place};
-  typename PackedOutput<kConfig>::Sums sums;
+  using Output = PackedOutput<kConfig, Program>;
+  typename Output::Sums sums;
   // The first copies wait for nothing but the barriers, which their own thread initialises.
   if (warp == kConfig.consumer_warps()) {
     if (threadIdx.x % 32 == 0) memory.init();
@@ -257,7 +259,7 @@ __device__ __forceinline__ void run_packed(const PackedParams& params, const Ten
     consumer.run(sums);
   }
   __syncthreads();  // no warp still reads the ring
-  PackedOutput<kConfig> output = {params, memory, place};
+  const Output output = {params, function, memory, place};
   if (warp < kConfig.consumer_warps()) output.keep(sums);
   output.write();
 }

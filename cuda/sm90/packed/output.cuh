@@ -1,9 +1,13 @@
-// The end of a kernel for packed weights: adds up the sums of a cluster and writes D.
+// The end of a kernel for packed weights: adds up the sums of a cluster, and writes D or what a
+// function compiled at run time makes of the sums.
 
 #pragma once
 
 #include <stdint.h>
 
+#include <type_traits>
+
+#include "compiled_params.h"
 #include "packed_config.h"
 #include "ptx/cluster.cuh"
 #include "ptx/shared_memory.cuh"
@@ -11,14 +15,27 @@
 
 namespace jax_tcgemm::sm90 {
 
-template <PackedConfig kConfig>
+// Stands for no function.
+struct NoProgram {};
+
+// Columns of D that a thread finishes together.
+constexpr int kPackedVector = 4;
+
+// In sm90/packed/function_io.cuh, which only kernels with a function include.
+template <typename Program>
+struct PackedIo;
+
+// A Program is as in sm90/output/compiled.cuh, without reductions.
+template <PackedConfig kConfig, typename Program>
 struct PackedOutput {
   // A thread's sums: register 4 j + 2 h + c belongs to row 16 (warp % 4) + lane / 4 + 8 h of the
   // warpgroup's 64 rows, and to token 8 j + 2 (lane % 4) + c.
   using Sums = float[kConfig.tokens / 2];
-  static constexpr int kVector = 4;  // rows of the tile, which are columns of D
+  static constexpr int kVector = kPackedVector;  // rows of the tile, which are columns of D
+  static constexpr bool kHasFunction = !std::is_same_v<Program, NoProgram>;
 
   const PackedParams& params;
+  const CompiledParams* function;  // null if there is none
   PackedMemory<kConfig> memory;
   PackedPlace<kConfig> place;
 
@@ -39,7 +56,7 @@ struct PackedOutput {
 
   // Writes the block's share of D.
   __device__ __forceinline__ void write() const {
-    constexpr int kShare = kConfig.rows() / kConfig.split_k;
+    constexpr int kShare = kConfig.columns() / kConfig.split_k;
     constexpr int kVectors = kShare / kVector;
     static_assert(kShare % kVector == 0);
     sync();
@@ -47,19 +64,19 @@ struct PackedOutput {
       const int token = i / kVectors;
       const int row = place.rank * kShare + i % kVectors * kVector;
       if (place.token + token >= place.token_end) break;
-      float sum[kVector] = {};
+      const int column = place.row_block * kPackedTile + row;
+      if constexpr (kHasFunction) {
+        if (column >= params.n) continue;
+        PackedIo<Program> io = {*function, params.n, place.token + token, column, {}};
 #pragma unroll
-      for (int block = 0; block < kConfig.split_k; ++block) {
-        float part[kVector];
-        if constexpr (kConfig.split_k > 1) {
-          ptx::load_cluster_16(part, address(token, row), block);
-        } else {
-          ptx::load_shared_16(part, address(token, row));
-        }
-#pragma unroll
-        for (int j = 0; j < kVector; ++j) sum[j] += part[j];
+        for (int w = 0; w < kConfig.weights; ++w)
+          add(io.acc[w], token, w * kConfig.columns() + row);
+        Program::run(io);
+      } else {
+        float sum[kVector] = {};
+        add(sum, token, row);
+        store(sum, place.token + token, column);
       }
-      store(sum, place.token + token, place.row_block * kPackedTile + row);
     }
     // A block must not end while others read its sums.
     if constexpr (kConfig.split_k > 1) {
@@ -69,6 +86,21 @@ struct PackedOutput {
   }
 
  private:
+  // Adds the sums of all blocks of the cluster, in their order.
+  __device__ __forceinline__ void add(float (&sum)[kVector], int token, int row) const {
+#pragma unroll
+    for (int block = 0; block < kConfig.split_k; ++block) {
+      float part[kVector];
+      if constexpr (kConfig.split_k > 1) {
+        ptx::load_cluster_16(part, address(token, row), block);
+      } else {
+        ptx::load_shared_16(part, address(token, row));
+      }
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) sum[j] += part[j];
+    }
+  }
+
   // Waits until all sums of the tile are in shared memory.
   static __device__ __forceinline__ void sync() {
     if constexpr (kConfig.split_k > 1) {

@@ -56,7 +56,7 @@ struct PackedPlace {
 
   // All threads of a block call this together.
   __device__ __forceinline__ PackedPlace(const PackedParams& params, int cluster_rank)
-      : row_block(blockIdx.x / (kConfig.split_k * params.token_tiles) * kConfig.row_blocks),
+      : row_block(blockIdx.x / (kConfig.split_k * params.token_tiles) * kConfig.output_blocks()),
         token(blockIdx.x / kConfig.split_k % params.token_tiles * kConfig.tokens),
         token_end(params.m),
         batch(blockIdx.y),
@@ -89,38 +89,46 @@ struct PackedProducer {
   PackedMemory<kConfig> memory;
   PackedPlace<kConfig> place;
 
-  __device__ __forceinline__ int row_blocks() const {
+  // Returns the existing blocks of each weight.
+  __device__ __forceinline__ int blocks_of_weight() const {
     const int left = (params.n + kPackedTile - 1) / kPackedTile - place.row_block;
-    return left < kConfig.row_blocks ? left : kConfig.row_blocks;
+    return left < kConfig.output_blocks() ? left : kConfig.output_blocks();
+  }
+  // Calls load(b, w, i) for each existing block b of the tile, which is block i of weight w.
+  template <typename Load>
+  __device__ __forceinline__ void each_block(int blocks, const Load& load) const {
+#pragma unroll
+    for (int b = 0; b < kConfig.row_blocks; ++b) {
+      const int i = b % kConfig.output_blocks();
+      if (i < blocks) load(b, b / kConfig.output_blocks(), i);
+    }
   }
 
   __device__ __forceinline__ void load_values() const {
-    const int blocks = row_blocks();
+    const int blocks = blocks_of_weight();
     const int64_t step = static_cast<int64_t>(params.k_tiles) * kConfig.tile_bytes();
-    const uint8_t* from = params.values + place.weight * params.values_batch +
-                          place.row_block * step + place.begin * kConfig.row_block_bytes();
+    int64_t from = place.weight * params.values_batch + place.row_block * step +
+                   place.begin * kConfig.row_block_bytes();
     RingPosition<kConfig.stages> at;
 #pragma unroll 1
     for (int i = place.begin; i < place.end; ++i, at.advance()) {
       const int left = params.k_tiles - kConfig.k_blocks * i;
       const int bytes = (left < kConfig.k_blocks ? left : kConfig.k_blocks) * kConfig.tile_bytes();
       ptx::mbarrier_wait(memory.empty(at.stage), at.phase ^ 1);
-      ptx::mbarrier_arrive_expect(memory.full(at.stage), blocks * bytes);
-#pragma unroll
-      for (int b = 0; b < kConfig.row_blocks; ++b) {
-        if (b < blocks) {
-          ptx::bulk_load(memory.values(at.stage, b), from + b * step, bytes, memory.full(at.stage));
-        }
-      }
+      ptx::mbarrier_arrive_expect(memory.full(at.stage), kConfig.weights * blocks * bytes);
+      each_block(blocks, [&](int b, int weight, int i) {
+        ptx::bulk_load(memory.values(at.stage, b),
+                       (weight == 0 ? params.values : params.values2) + from + i * step, bytes,
+                       memory.full(at.stage));
+      });
       from += kConfig.row_block_bytes();
     }
   }
 
   __device__ __forceinline__ void load_the_rest() const {
-    const int blocks = row_blocks();
+    const int blocks = blocks_of_weight();
     const int64_t step = static_cast<int64_t>(params.groups) * kConfig.group_bytes();
-    const uint8_t* from =
-        params.scales + place.weight * params.scales_batch + place.row_block * step;
+    const int64_t from = place.weight * params.scales_batch + place.row_block * step;
     RingPosition<kConfig.stages> at;
 #pragma unroll 1
     for (int i = place.begin; i < place.end; ++i, at.advance()) {
@@ -130,17 +138,16 @@ struct PackedProducer {
       const int count = left < kConfig.stage_groups() ? left : kConfig.stage_groups();
       const int bytes = count * kConfig.group_bytes();
       ptx::mbarrier_wait(memory.empty(at.stage), at.phase ^ 1);
-      ptx::mbarrier_arrive_expect(memory.full(at.stage), blocks * bytes + kConfig.x_bytes());
+      ptx::mbarrier_arrive_expect(memory.full(at.stage),
+                                  kConfig.weights * blocks * bytes + kConfig.x_bytes());
       ptx::tma_load(memory.x(at.stage), &x, memory.full(at.stage), 0, place.token,
                     kConfig.k_blocks * i, place.batch, 0);
-#pragma unroll
-      for (int b = 0; b < kConfig.row_blocks; ++b) {
-        if (b < blocks) {
-          ptx::bulk_load(memory.scales(at.stage, b),
-                         from + b * step + static_cast<int64_t>(group) * kConfig.group_bytes(),
-                         bytes, memory.full(at.stage));
-        }
-      }
+      each_block(blocks, [&](int b, int weight, int i) {
+        ptx::bulk_load(memory.scales(at.stage, b),
+                       (weight == 0 ? params.scales : params.scales2) + from + i * step +
+                           static_cast<int64_t>(group) * kConfig.group_bytes(),
+                       bytes, memory.full(at.stage));
+      });
     }
   }
 };

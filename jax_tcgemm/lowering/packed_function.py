@@ -1,0 +1,153 @@
+"""Lowering of functions of products with packed weights to one custom call."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_tcgemm import _extension
+from jax_tcgemm.epilogue import source, translation
+from jax_tcgemm.epilogue.program import Program
+from jax_tcgemm.epilogue.spec import PackedFunctionSpec
+from jax_tcgemm.kernels import packed as kernels
+from jax_tcgemm.lowering import packed
+from jax_tcgemm.lowering.jit_source import kinds_of, source_of
+from jax_tcgemm.problem.log import log
+from jax_tcgemm.problem.strides import (
+    ROLES,
+    Operands,
+    Shape,
+    StridedGemm,
+    fold_beside,
+    row_major,
+)
+
+
+def lower_cuda(
+    *operands: jax.Array, spec: PackedFunctionSpec, composed: Callable[..., list[jax.Array]]
+) -> list[jax.Array]:
+    """Computes the primitive on CUDA devices.
+
+    Args:
+        *operands: operands of the products, then those of the function.
+        spec: the static parameters.
+        composed: computes the primitive by products and operations of JAX.
+    """
+    own, others = spec.split(operands)
+    x = own[0]
+    product = spec.product
+    call = f"tcgemm_packed {product.qtype} {x.dtype}{list(x.shape)} n={product.n} with a function"
+    plan = _planned(own, spec)
+    if isinstance(plan, str):
+        log(f"{call}: the function is XLA's: {plan}")
+        return composed(*operands, spec=spec)
+    row = plan.row
+    log(f"{call}: kernel for {row.tokens} rows, {row.split_k} parts of k, {spec.weights} weights")
+    return plan.emit(own, others, spec)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """A custom call that is ready to be emitted.
+
+    Attributes:
+        row: the configuration of the kernel.
+        made: the function in C++.
+        m: number of rows.
+        strides: strides of the leaves along m and n.
+        source: what the kernel is compiled for.
+    """
+
+    row: kernels.PackedRow
+    made: Program
+    m: int
+    strides: tuple[Shape, ...]
+    source: str
+
+    def emit(
+        self, own: Sequence[jax.Array], others: Sequence[jax.Array], spec: PackedFunctionSpec
+    ) -> list[jax.Array]:
+        """Emits the call and returns the results of the function."""
+        known = [jnp.asarray(value) for value in self.made.known(others)]
+        call = jax.ffi.ffi_call(_extension.PACKED_FUNCTION_TARGET, self.made.outputs)
+        attributes = self._attributes(own[0].dtype, own[2].dtype, spec)
+        return self.made.finished(call(*own, *known, **attributes), others)
+
+    def _attributes(
+        self, activation: np.dtype, scale: np.dtype, spec: PackedFunctionSpec
+    ) -> dict[str, Any]:
+        """Returns the ``PackedFunctionAttributes`` of ``cuda/ffi/packed_function.cc``."""
+        product = spec.product
+        numbers = {"m": self.m, "n": product.n, "k": product.k, "group": product.group}
+        numbers |= {"weights": spec.weights} | dataclasses.asdict(self.row)
+        kinds = kinds_of(self.made, self.strides, product.n)
+        elements = [math.prod(each.shape) for each in self.made.outputs]
+        strides = [stride for each in self.strides for stride in each]
+        return {name: np.int64(number) for name, number in numbers.items()} | {
+            "has_zeros": product.has_zeros,
+            "format": product.qtype,
+            "activation": activation.name,
+            "scale": scale.name,
+            "operand_strides": np.asarray(strides, np.int64),
+            "operand_vectors": np.asarray([is_vector for _, is_vector in kinds], np.int64),
+            "result_elements": np.asarray(elements, np.int64),
+            "digest": source.digest(self.source),
+            "source": self.source,
+        }
+
+
+def _planned(own: Sequence[jax.Array], spec: PackedFunctionSpec) -> _Call | str:
+    """Returns the custom call, or why there can be none."""
+    x, values, scales = own[:3]
+    product = spec.product
+    reason = packed.unfit(x, values, scales, product)
+    if reason is not None:
+        return reason
+    if values.ndim > 4:
+        return "a batch of weights"
+    made = translation.translate(spec.function)
+    if isinstance(made, str):
+        return made
+    if made.reductions:
+        return "a reduction"
+    folded = _folded(x.shape[:-1], product.n, made)
+    if folded is None:
+        return "a batch that does not fold into rows"
+    m, strides = folded
+    choose = kernels.choose_pair if spec.weights == 2 else kernels.choose
+    row = choose(product.bits, m, product.n, product.k, product.group)
+    if row is None:
+        return f"{m} rows"
+    reason = packed.unfit_row(row, x.dtype, scales.dtype, product)
+    if reason is not None:
+        return reason
+    group = None if product.group == product.k else product.group
+    names = (product.qtype, x.dtype.name, scales.dtype.name, "float32")
+    options = {"zeros": product.has_zeros, "group": group, "weights": spec.weights}
+    config = kernels.program(row, *names, **options)
+    function = source_of(made, strides, product.n, batched=False)
+    text = f"{config}\n{function}"
+    reason = packed.not_compiled(text, source.PACKED_FUNCTION)
+    return reason or _Call(row, made, m, strides, text)
+
+
+def _folded(shape: Shape, n: int, made: Program) -> tuple[int, tuple[Shape, ...]] | None:
+    """Returns the rows of one matrix and the leaves' strides, ``None`` if a batch remains.
+
+    Args:
+        shape: ``(*batch, m)``.
+        n: number of columns.
+        made: the function.
+    """
+    *batch, m = shape
+    absent = Operands(*((0,) * (len(batch) + len(roles)) for roles in ROLES))
+    gemm = StridedGemm(m, n, 1, tuple(batch), absent._replace(a=row_major((*shape, n))))
+    leaves = tuple(leaf.strides(len(shape) + 1) for leaf in made.leaves)
+    folded, strides = fold_beside(gemm, leaves, keeps_rows=made.keeps_rows)
+    return None if folded.batch else (folded.m, strides)

@@ -1,0 +1,132 @@
+"""``packed_function_p``: a function of the products of an array and one or two packed weights.
+
+One kernel computes the products and the function. The rules under transformations are those of the
+products and of the operations of the function, one after the other.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching
+from jax.interpreters import partial_eval as pe
+
+from jax_tcgemm import _compat
+from jax_tcgemm.epilogue.spec import PackedFunctionSpec
+from jax_tcgemm.lowering import packed_function as lowering
+from jax_tcgemm.primitives import packed, registration
+
+packed_function_p = Primitive("tcgemm_packed_function")
+packed_function_p.multiple_results = True
+
+
+def bind(operands: Sequence[jax.Array], spec: PackedFunctionSpec) -> list[jax.Array]:
+    """Applies the primitive.
+
+    Args:
+        operands: ``x`` ``(*batch, m, k)``, packed values and scales of each weight, without a
+            batch, and the operands of the function.
+        spec: the static parameters.
+
+    Returns:
+        The results of the function.
+    """
+    return registration.apply(packed_function_p, operands, spec)
+
+
+def composed(*operands: jax.Array, spec: PackedFunctionSpec) -> list[jax.Array]:
+    """Computes the products and then the function, in operations of JAX."""
+    return _composed(operands, spec, spec.function)
+
+
+def _computed(*operands: jax.Array, spec: PackedFunctionSpec) -> list[jax.Array]:
+    """Does the same when a program is lowered."""
+    return _composed(operands, spec, spec.function.computed)
+
+
+def _composed(
+    operands: Sequence[jax.Array], spec: PackedFunctionSpec, function: Callable[..., list[Any]]
+) -> list[jax.Array]:
+    (x, *weights), others = spec.split(operands)
+    pairs = zip(weights[::2], weights[1::2], strict=True)
+    return function(*(packed.bind(x, *weight, spec.product) for weight in pairs), *others)
+
+
+def _abstract_eval(*avals: Any, spec: PackedFunctionSpec) -> list[Any]:
+    return [_compat.result_aval(avals, x.shape, x.dtype) for x in spec.function.results]
+
+
+def _jvp(
+    primals: Sequence[Any], tangents: Sequence[Any], *, spec: PackedFunctionSpec
+) -> tuple[list[Any], list[Any]]:
+    """Differentiates the composition by the operands that have a tangent."""
+    moving = [i for i, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
+
+    def of_moving(*values: Any) -> list[Any]:
+        operands = list(primals)
+        for i, value in zip(moving, values, strict=True):
+            operands[i] = value
+        return composed(*operands, spec=spec)
+
+    slopes = [tangents[i] for i in moving]
+    results, moves = jax.jvp(of_moving, [primals[i] for i in moving], slopes)
+    zeros = map(_compat.zero_of, results)
+    pairs = zip(results, moves, zeros, strict=True)
+    return results, [zero if move.dtype == jax.dtypes.float0 else move for _, move, zero in pairs]
+
+
+def _transpose(
+    cotangents: Sequence[Any], *operands: Any, spec: PackedFunctionSpec
+) -> list[jax.Array | None]:
+    """Transposes the composition in the operands in which it is linear."""
+    is_linear = [ad.is_undefined_primal(x) for x in operands]
+    avals = [x.aval for x in operands if ad.is_undefined_primal(x)]
+
+    def of_linear(*values: Any) -> list[Any]:
+        given = iter(values)
+        every = [next(given) if each else x for x, each in zip(operands, is_linear, strict=True)]
+        return composed(*every, spec=spec)
+
+    found = iter(jax.linear_transpose(of_linear, *avals)([*map(ad.instantiate_zeros, cotangents)]))
+    return [next(found) if each else None for each in is_linear]
+
+
+def _batch(
+    axis_data: Any,
+    operands: Sequence[Any],
+    dims: Sequence[int | None],
+    *,
+    spec: PackedFunctionSpec,
+) -> tuple[list[jax.Array], list[int | None]]:
+    """Maps the composition; a primitive of its own needs weights without a batch."""
+    if all(dim is None for dim in dims):
+        results = bind(operands, spec)
+        return results, [None] * len(results)
+    mapped = functools.partial(composed, spec=spec)
+    results = jax.vmap(mapped, tuple(dims), axis_size=axis_data.size)(*operands)
+    return results, [0] * len(results)
+
+
+def _drop_unread(used: Sequence[bool], *arguments: Any) -> tuple[list[bool], Any]:
+    eqn = arguments[-1]  # jax 0.12 puts another argument before it
+    return [any(used)] * len(eqn.invars), eqn if any(used) else None
+
+
+registration.evaluate_by_jit(packed_function_p, lambda spec: spec.without_rules)
+packed_function_p.def_abstract_eval(_abstract_eval)
+pe.dce_rules[packed_function_p] = _drop_unread
+ad.primitive_jvps[packed_function_p] = _jvp
+ad.primitive_transposes[packed_function_p] = _transpose
+batching.fancy_primitive_batchers[packed_function_p] = _batch
+# A program that XLA divides has the products, which have rules, and then the function.
+registration.lower(
+    packed_function_p,
+    reference=_computed,
+    cuda=functools.partial(lowering.lower_cuda, composed=_computed),
+    divided=_computed,
+    is_product=False,
+)

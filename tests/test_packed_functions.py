@@ -1,0 +1,220 @@
+"""Functions of products with packed weights: values, transformations, devices, custom calls."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from native_calls import calls_of
+from packed_values import BF16, drawn, weight, wide
+
+import jax_tcgemm
+from jax_tcgemm import _core, _extension, gated_gemm, gated_mlp, gemm, mlp, pack
+from jax_tcgemm.kernels import packed as kernels
+
+F32 = jnp.float32
+
+
+def weights(rng, count, shape=(64, 48), qtype="int4", **options):
+    made = [weight(rng, qtype, shape, 32, **options) for _ in range(count)]
+    return [pack(q) for q in made], [np.asarray(wide(q.dequantize(BF16))) for q in made]
+
+
+def near(got, wanted):
+    wanted = np.asarray(wanted, np.float64)
+    tolerance = 4 * float(jnp.finfo(got.dtype).eps)
+    np.testing.assert_allclose(wide(got), wanted, rtol=tolerance, atol=1e-3 * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("shape", [(5,), (2, 3)], ids=str)
+def test_values(rng, shape):
+    (p, u), (w, v) = weights(rng, 2)
+    x, r = drawn(rng, *shape, 64), drawn(rng, *shape, 48)
+    bias, scale = drawn(rng, 48), drawn(rng, *shape, dtype=F32)
+    z, y = wide(x) @ w, wide(x) @ v
+    for f in (gemm, jax.jit(gemm, static_argnames="activation")):
+        near(f(x, p, residual=r, bias=bias), z + wide(bias) + wide(r))
+        near(f(x, p, activation="relu", row_scale=scale), np.maximum(z * wide(scale)[..., None], 0))
+    near(gated_gemm(x, p, u, activation="relu"), np.maximum(z, 0) * y)
+    near(gated_gemm(x, p, u, activation=None, bias_gate=bias), (z + wide(bias)) * y)
+    got = gemm(
+        x, p, epilogue=lambda z, b: {"sin": jnp.sin(z) + b, "z": z}, epilogue_operands=[bias]
+    )
+    assert got["sin"].dtype == F32
+    near(got["sin"], np.sin(z) + wide(bias))
+    near(got["z"], z)
+    first, second = gated_gemm(
+        x, p, u, epilogue=lambda g, u: (g - u, g.sum(0)), preferred_element_type=BF16
+    )
+    assert first.dtype == BF16
+    near(first, z - y)
+    near(second, z.sum(0))
+
+
+def test_layers(rng):
+    q = [weight(rng, "int4", (64, 64), 32) for _ in range(3)]
+    p = [pack(each) for each in q]
+    a = [each.dequantize(BF16) for each in q]
+    x = drawn(rng, 3, 64)
+    near(mlp(x, p[0], None, p[1], None), wide(mlp(x, a[0], None, a[1], None)))
+    near(gated_mlp(x, *p), wide(gated_mlp(x, *a)))
+
+
+def test_transformations(rng):
+    (p, u), (w, v) = weights(rng, 2)
+    x, r, t = drawn(rng, 5, 64), drawn(rng, 5, 48), drawn(rng, 5, 64)
+
+    def f(x, r):
+        return gated_gemm(
+            x, p, u, epilogue=lambda g, u, r: jnp.tanh(g) * u + r, epilogue_operands=[r]
+        )
+
+    def plain(x, r):
+        return jnp.tanh(x @ w.astype(np.float32)) * (x @ v.astype(np.float32)) + r
+
+    a = x.astype(F32), r.astype(F32)
+    value, tangent = jax.jvp(f, (x, r), (t, r))
+    expected, slope = jax.jvp(plain, a, (t.astype(F32), a[1]))
+    near(value, expected)
+    near(tangent, slope)
+    for transform in (lambda f: f, jax.checkpoint, jax.jit):
+        got = jax.grad(lambda x, r: (transform(f)(x, r) ** 2).sum(), (0, 1))(x, r)  # noqa: B023
+        wanted = jax.grad(lambda x, r: (plain(x, r) ** 2).sum(), (0, 1))(*a)
+        for one, other in zip(got, wanted, strict=True):
+            np.testing.assert_allclose(wide(one), other, atol=3e-2 * np.abs(other).max())
+    only = jax.grad(lambda r: f(x, r).sum())(r)
+    np.testing.assert_allclose(wide(only), 1)
+    many, other = jnp.stack([x, -x]), jnp.stack([r, 2 * r])
+    near(jax.vmap(f, (0, None))(many, r)[1], plain(-a[0], a[1]))
+    near(
+        jax.jit(jax.vmap(f, (None, 1), 1))(x, jnp.swapaxes(other, 0, 1))[:, 1],
+        plain(a[0], 2 * a[1]),
+    )
+    layers = jax.tree.map(lambda *y: jnp.stack(y), p, u)
+    near(
+        jax.vmap(lambda x, p: gemm(x, p, activation="relu"), (None, 0))(x, layers)[1],
+        np.maximum(wide(x) @ v, 0),
+    )
+    integers = gemm(x, p, epilogue=lambda z: (z > 0).astype(jnp.int32))
+    assert integers.dtype == jnp.int32
+    result = jax.jvp(lambda x: gemm(x, p, epilogue=lambda z: ((z > 0), z)), (x,), (t,))
+    assert result[1][0].dtype == jax.dtypes.float0
+    near(result[1][1], wide(t) @ w)
+
+
+def test_scan_and_export(rng):
+    q = weight(rng, "int4", (3, 64, 64), 32)
+    layers, x = pack(q), drawn(rng, 4, 64)
+
+    def model(x, layers):
+        return jax.lax.scan(lambda x, w: (gemm(x, w, residual=x), None), x, layers)[0]
+
+    y = jax.jit(model)(x, layers)
+    wanted = wide(x)
+    for w in wide(q.dequantize()):
+        wanted = wanted + wanted @ w
+    np.testing.assert_allclose(wide(y), wanted, atol=5e-2 * np.abs(wanted).max())
+    types = jax.tree.map(jax.typeof, (x, layers))
+    exported = jax.export.export(
+        jax.jit(model),
+        platforms=("cpu", "cuda"),
+        disabled_checks=jax_tcgemm.export_disabled_checks(),
+    )(*types)
+    again = jax.export.deserialize(exported.serialize())
+    np.testing.assert_array_equal(wide(again.call(x, layers)), wide(y))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_divided_by_columns(rng, kind):
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(kind,))
+    q = weight(rng, "int4", (64, 128), 32)
+    x, r = drawn(rng, 4, 64), drawn(rng, 4, 128)
+    with jax.set_mesh(mesh):
+        x_, p = (
+            jax.device_put(y, NamedSharding(mesh, s)) for y, s in ((x, P()), (pack(q), P("x")))
+        )
+        r_ = jax.device_put(r, NamedSharding(mesh, P(None, "x")))
+        y = jax.jit(lambda x, p, r: gemm(x, p, residual=r, activation="relu"))(x_, p, r_)
+        assert y.sharding.is_equivalent_to(NamedSharding(mesh, P(None, "x")), 2)
+    near(y, np.maximum(wide(x) @ wide(q.dequantize(BF16)), 0) + wide(r))
+
+
+def test_shard_map(rng):
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
+    q = weight(rng, "int4", (64, 128), 32)
+    x, bias = drawn(rng, 4, 64), drawn(rng, 128)
+    f = jax.shard_map(
+        lambda x, p, b: gemm(x, p, bias=b, activation="relu"),
+        mesh=mesh,
+        in_specs=(P(), P("x"), P("x")),
+        out_specs=P(None, "x"),
+    )
+    near(
+        jax.jit(f)(x, pack(q), bias), np.maximum(wide(x) @ wide(q.dequantize(BF16)) + wide(bias), 0)
+    )
+
+
+# Custom calls
+
+CALLS = {
+    "residual": (lambda x, p, u, r: gemm(x, p, residual=r), 1),
+    "gelu of a bias": (lambda x, p, u, r: gemm(x, p, bias=r[0, 0], activation="gelu"), 1),
+    "gated": (lambda x, p, u, r: gated_gemm(x, p, u), 2),
+    "two results": (lambda x, p, u, r: gemm(x, p, epilogue=lambda z: (z, jnp.sin(z))), 1),
+}
+XLAS = {
+    "a reduction": (lambda x, p, u, r: gemm(x, p, epilogue=lambda z: z.sum(-1, keepdims=True)),),
+    "many rows": (lambda x, p, u, r: gemm(jnp.repeat(x, 200, 1), p, activation="relu"),),
+    "both weights in one": (lambda x, p, u, r: gated_gemm(x, p),),
+}
+
+
+def targets_of(rng, function):
+    if _extension.PACKED_FUNCTION_TARGET not in _core.registrations():
+        pytest.skip("no kernels were built")
+    (p, u), _ = weights(rng, 2, (256, 64))
+    types = jax.tree.map(
+        lambda y: jax.ShapeDtypeStruct(y.shape, y.dtype),
+        (drawn(rng, 2, 3, 256), p, u, drawn(rng, 2, 3, 64)),
+    )
+    lowered = jax.jit(function).trace(*types).lower(lowering_platforms=("cuda",))
+    return {name: attributes for name, attributes, *_ in calls_of(lowered.compiler_ir("stablehlo"))}
+
+
+@pytest.mark.usefixtures("all_kernels")
+@pytest.mark.parametrize("name", CALLS)
+def test_one_kernel(rng, name):
+    function, count = CALLS[name]
+    found = targets_of(rng, function)
+    assert list(found) == [_extension.PACKED_FUNCTION_TARGET]
+    at = found[_extension.PACKED_FUNCTION_TARGET]
+    assert {name: at[name] for name in ("m", "n", "k", "weights")} == {
+        "m": 6,
+        "n": 64,
+        "k": 256,
+        "weights": count,
+    }
+    choose = kernels.choose_pair if count == 2 else kernels.choose
+    row = choose(4, 6, 64, 256, 32)
+    assert {name: at[name] for name in dataclasses.asdict(row)} == dataclasses.asdict(row)
+
+
+@pytest.mark.usefixtures("all_kernels")
+@pytest.mark.parametrize("name", XLAS)
+def test_functions_that_xla_computes(rng, name):
+    assert _extension.PACKED_FUNCTION_TARGET not in targets_of(rng, *XLAS[name])
+
+
+def test_pairs():
+    for m in (1, 16, 20, 64, 300):
+        for n in (64, 14336):
+            row = kernels.choose_pair(4, m, n, 4096, 128)
+            assert row is not None
+            assert row.row_blocks % 2 == 0
+            assert 32 * (4 * row.row_blocks + 2) * row.blocks_on_sm <= 2048
+    assert kernels.choose_pair(4, kernels.MOST_ROWS + 1, 64, 4096, 128) is None
