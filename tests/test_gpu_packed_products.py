@@ -95,15 +95,16 @@ def test_short_parts_of_k(rng, monkeypatch, m):
     assert packed_problems.failure(problem, rng) is None, problem
 
 
+@pytest.mark.parametrize("m", [5, 16])
 @pytest.mark.parametrize("scale", FLOATS)
-def test_tiles_that_fill_the_gpu_once(rng, monkeypatch, scale):
-    """Products of 64 rows take the largest tile, here for smaller weights."""
-    monkeypatch.setattr(kernels, "_ENOUGH_TILES", 0)
-    monkeypatch.setattr(kernels, "_LEAST_K", 256)
-    problem = Problem(50, 300, 1088, 64, "uint4", has_zeros=True, scale=scale)
+def test_tiles_for_large_weights(rng, monkeypatch, scale, m):
+    """Few rows of large weights take two blocks a tile, here for smaller weights."""
+    rows = {key: (0, row) for key, (_, row) in kernels._LARGE.items()}
+    monkeypatch.setattr(kernels, "_LARGE", rows)
+    problem = Problem(m, 300, 1088, 64, "uint4", has_zeros=True, scale=scale)
     row = kernels.choose(4, problem.m, problem.n, problem.k, problem.group)
     assert row is not None
-    assert row.row_blocks == 4
+    assert row.row_blocks == 2
     assert packed_problems.failure(problem, rng) is None
 
 

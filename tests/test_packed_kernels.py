@@ -60,6 +60,7 @@ def test_shared_memory_and_threads_of_each_configuration():
     for qtype, bits in BITS.items():
         shapes = list(itertools.product(ROWS, ((64, 64), (14336, 4096)), (32, 64, 128, 256)))
         rows = {(chosen(bits, m, *each, group), group) for m, each, group in shapes}
+        rows |= {(kernels.choose_pair(bits, m, *each, group), group) for m, each, group in shapes}
         for (row, group), scale, has_zeros in itertools.product(rows, FLOATS, (False, True)):
             at = dataclasses.asdict(row) | {"format": qtype, "scale": scale, "group": group}
             at |= {"has_zeros": has_zeros and bits == 4}

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 # Extent of a tile of the layout, along n and along k.
 _TILE = 64
@@ -61,9 +62,9 @@ class PackedRow:
 # (bits, tokens): the configuration without a split of k.
 _ROWS = {
     (4, 8): PackedRow(8, 1, 4, 5, 1, 4),
-    (4, 16): PackedRow(16, 1, 4, 4, 1, 3),
+    (4, 16): PackedRow(16, 1, 4, 5, 1, 2),
     (4, 32): PackedRow(32, 2, 4, 3, 1, 2),
-    (4, 64): PackedRow(64, 2, 2, 4, 1, 2),
+    (4, 64): PackedRow(64, 2, 4, 3, 1, 1),
     (4, 128): PackedRow(128, 2, 2, 4, 1, 1),
     (8, 8): PackedRow(8, 1, 2, 5, 1, 4),
     (8, 16): PackedRow(16, 1, 2, 4, 1, 4),
@@ -72,10 +73,22 @@ _ROWS = {
     (8, 128): PackedRow(128, 2, 2, 4, 1, 1),
 }
 
-# For up to 64 rows, where it fills the GPU once. Its shared memory has no room for the scales of
-# smaller groups.
-_WIDE = PackedRow(64, 4, 4, 3, 2, 1)
-_WIDE_GROUP = 64
+# The same for weights of more than this many blocks of 64 columns.
+_LARGE = {
+    (4, 8): (200, PackedRow(8, 2, 4, 4, 1, 2)),
+    (4, 16): (400, PackedRow(16, 2, 4, 4, 1, 2)),
+}
+# The same for two weights whose products a function gets; others have two blocks in a tile.
+_PAIRS = {
+    (4, 8): PackedRow(8, 2, 4, 4, 1, 2),
+    (4, 16): PackedRow(16, 2, 4, 4, 1, 1),
+    (4, 64): PackedRow(64, 4, 4, 3, 1, 1),
+}
+# Tiles of four blocks have no shared memory for the scales of smaller groups.
+_LEAST_GROUP_OF_FOUR = 64
+# The most blocks of all clusters for each block that fits on a multiprocessor. Groups of
+# multiprocessors are no multiples of large clusters, so that some multiprocessors remain idle.
+_CLUSTERED = 112
 
 
 def choose(bits: int, m: int, n: int, k: int, group: int, count: int = 1) -> PackedRow | None:
@@ -91,16 +104,23 @@ def choose(bits: int, m: int, n: int, k: int, group: int, count: int = 1) -> Pac
     """
     if m > MOST_ROWS:
         return None
-    tokens = next((each for each in (8, 16, 32, 64) if m <= each), 128)
+    tokens = _tokens(m)
     row = _ROWS[bits, tokens]
-    wide = _WIDE.split_k * -(-n // (_TILE * _WIDE.row_blocks)) * count
-    fits = (bits, tokens) == (4, _WIDE.tokens) and group >= _WIDE_GROUP
-    if fits and _ENOUGH_TILES < wide <= _SMS and k >= 2 * _LEAST_K:
-        return _WIDE
-    tiles = -(-n // (_TILE * row.row_blocks)) * -(-m // tokens) * count
+    many, large = _LARGE.get((bits, tokens), (math.inf, row))
+    row = large if -(-n // _TILE) * count > many else row
+    return _with_split(row, m, n, k, count)
+
+
+def _tokens(m: int) -> int:
+    return next((each for each in (8, 16, 32, 64) if m <= each), 128)
+
+
+def _with_split(row: PackedRow, m: int, n: int, k: int, count: int) -> PackedRow:
+    """Returns a configuration with as many parts of k as fill the GPU."""
+    tiles = -(-n // (_TILE * row.row_blocks)) * -(-m // row.tokens) * count
     # Few rows: one block and a half for each multiprocessor. More rows: as many as fit, but not
     # if the tiles alone are enough.
-    most = 3 * _SMS // 2 if row.sums_are_scaled else min(row.blocks_on_sm, 2) * _SMS
+    most = 3 * _SMS // 2 if row.sums_are_scaled else min(row.blocks_on_sm, 2) * _CLUSTERED
     if tiles > _ENOUGH_TILES:
         most = tiles
     split = 1
@@ -136,10 +156,16 @@ def choose_pair(bits: int, m: int, n: int, k: int, group: int) -> PackedRow | No
 
     A tile has as many blocks of each weight. The arguments are those of ``choose``, for one weight.
     """
-    row = choose(bits, m, 2 * n, k, group)
-    if row is None or row.row_blocks > 1:
-        return row
-    return dataclasses.replace(row, row_blocks=2, blocks_on_sm=row.blocks_on_sm // 2)
+    if m > MOST_ROWS:
+        return None
+    tokens = _tokens(m)
+    row = _PAIRS.get((bits, tokens), _ROWS[bits, tokens])
+    if row.row_blocks == 4 and group < _LEAST_GROUP_OF_FOUR:
+        row = _ROWS[bits, tokens]
+    if row.row_blocks == 1:
+        blocks = max(row.blocks_on_sm // 2, 1)
+        row = dataclasses.replace(row, row_blocks=2, blocks_on_sm=blocks)
+    return _with_split(row, m, 2 * n, k, 1)
 
 
 # Stands for a configuration of the pass that dequantizes a weight; the same numbers as in

@@ -54,13 +54,15 @@ struct PackedOutput {
     }
   }
 
-  // Writes the block's share of D.
+  // Writes the block's share of D. All threads call this, and those of consumer warps write.
   __device__ __forceinline__ void write() const {
     constexpr int kShare = kConfig.columns() / kConfig.split_k;
     constexpr int kVectors = kShare / kVector;
     static_assert(kShare % kVector == 0);
+    constexpr int kThreads = 32 * kConfig.consumer_warps();
+    const int first = threadIdx.x < kThreads ? threadIdx.x : kVectors * kConfig.tokens;
     sync();
-    for (int i = threadIdx.x; i < kVectors * kConfig.tokens; i += kConfig.threads()) {
+    for (int i = first; i < kVectors * kConfig.tokens; i += kThreads) {
       const int token = i / kVectors;
       const int row = place.rank * kShare + i % kVectors * kVector;
       if (place.token + token >= place.token_end) break;
