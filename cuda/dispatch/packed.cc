@@ -165,7 +165,7 @@ Status run_packed(const PackedProblem& problem, cudaStream_t stream) {
   JAX_TCGEMM_CUDA_CHECK(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                              config.shared_bytes()),
                         config.shared_bytes(), " bytes");
-  // Of tiles of groups of rows, only the most that there can be are known.
+  // Only the most tiles that groups of rows can have are known.
   const int64_t most = std::min(int64_t{params.m}, int64_t{params.experts} + 1);
   const int64_t grid_y =
       config.is_ragged ? (params.m + most * (config.tokens - 1)) / config.tokens : problem.batch;

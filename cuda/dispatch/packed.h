@@ -19,8 +19,8 @@ struct PackedProblem {
   const void* x;  // (batch, m, k), contiguous
   int64_t batch;
   std::string_view digest;  // of the kernel
-  // Of a function that gets the products: the kernel's program and its parameters. Empty and null
-  // if there is none.
+  // The kernel's program and the parameters of a function that gets the products. They are empty
+  // and null if there is none.
   std::string_view program;
   const CompiledParams* function;
 };

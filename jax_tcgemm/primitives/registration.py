@@ -219,7 +219,9 @@ def lower(
                 return rule(cuda)(context, *values, **params)
         if is_divided(context, params["spec"], "cuda"):
             return partitioner.lower(primitive, "cuda")(context, *values, **params)
-        reason = f"no kernel to be divided among {devices} devices, XLA divides its own products"
+        reason = f"no kernel to be divided among {devices} devices, "
+        is_whole = divided is None or is_product
+        reason += "XLA divides its own products" if is_whole else "its parts are divided"
         spec = params["spec"]
         strict = is_product and fallback.is_strict(_config(spec))
         fallback.report(_call(primitive, spec, context.avals_in), reason, strict=strict)

@@ -1,4 +1,4 @@
-// What a function compiled at run time (jax_tcgemm/epilogue) sees of the products of packed
+// The view that a function compiled at run time (jax_tcgemm/epilogue) has of products with packed
 // weights: neighbouring columns of one row of D.
 
 #pragma once
