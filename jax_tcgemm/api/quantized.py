@@ -69,7 +69,7 @@ def are_taken(
     if not is_quantized(a.dtype, b.dtype):
         if asked.names:
             raise TypeError(
-                f"{', '.join(asked.names)} are for operands of 8 bits, got a.dtype={a.dtype}, "
+                f"8-bit operands alone take {', '.join(asked.names)}, got a.dtype={a.dtype}, "
                 f"b.dtype={b.dtype}; accepted: two of float8_e4m3fn and float8_e5m2, or two of int8"
             )
         return False
