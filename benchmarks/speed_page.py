@@ -83,6 +83,15 @@ All figures are XLA's time divided by ours: above 1, this package is faster.
 """
 
 
+# As docs/themed_pictures.py expects it; GitHub shows it as well.
+_PICTURE = """\
+<picture>
+  <source media="(prefers-color-scheme: dark)" srcset="speed-dark.svg">
+  <img alt="TFLOP/s of gemm and of XLA for each case of the suites" src="speed-light.svg">
+</picture>
+"""
+
+
 def _mean(ratios: Sequence[float]) -> float:
     return math.exp(sum(map(math.log, ratios)) / len(ratios))
 
@@ -138,7 +147,7 @@ def page() -> str:
     parts.append(
         "## Some products (H200)\n\nLayouts of `a` and `b`: `n` is row-major, `t` is transposed.\n"
     )
-    parts.append("![TFLOP/s of gemm and of XLA for each case](speed.svg)\n")
+    parts.append(_PICTURE)
     parts.append(_table(head, list(_cases(of["H200"]))))
     parts.append(
         "## Unchanged public models through `fuse` (H200)\n\nWall time of a step. "

@@ -4,7 +4,7 @@ import importlib.metadata
 import pathlib
 import sys
 
-# With the pages: what writes the tables of kernels and of arithmetic.
+# The folder has two extensions of Sphinx.
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 project = "jax_tcgemm"
@@ -16,6 +16,7 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinxcontrib.mermaid",
     "kernel_tables",
+    "themed_pictures",
 ]
 exclude_patterns = ["**/README.md"]
 myst_heading_anchors = 3
