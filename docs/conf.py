@@ -14,13 +14,11 @@ extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
-    "sphinxcontrib.mermaid",
     "kernel_tables",
     "themed_pictures",
 ]
 exclude_patterns = ["**/README.md"]
 myst_heading_anchors = 3
-myst_fence_as_directive = ["mermaid"]
 # tests/test_documentation.py checks links, those to files beside docs/ among them.
 suppress_warnings = ["myst.xref_missing"]
 autodoc_typehints = "none"

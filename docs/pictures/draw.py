@@ -1,21 +1,26 @@
-"""Draws the pictures of docs/gemm.md, each for light and for dark pages.
+"""Draws the pictures of docs/gemm.md and docs/architecture.md, for light and for dark pages.
 
 Usage: python -P docs/pictures/draw.py [FOLDER]
 
-The numbers come from two rows of the kernel table and from the rules of
-``cuda/scheduler/raster.cuh`` and ``cuda/dispatch/dispatch.cc`` (``set_tile_order``).
+The numbers come from the kernel table and from the rules of ``cuda/scheduler/raster.cuh`` and
+``cuda/dispatch/dispatch.cc`` (``set_tile_order``). The order of folders comes from the import rules
+in ``pyproject.toml`` and from the ``#include`` lines of ``cuda/``.
 """
 
 from __future__ import annotations
 
+import functools
 import pathlib
+import re
 import sys
+import tomllib
 from collections.abc import Iterator
 from html import escape
 
 from jax_tcgemm.kernels.table import BY_NAME
 
 FOLDER = pathlib.Path(__file__).resolve().parent
+ROOT = FOLDER.parent.parent
 WIDTH = 520
 
 COOPERATIVE = BY_NAME["sm90_bf16_128x256x64_s4_c2x1_cooperative"]
@@ -304,7 +309,69 @@ def draw_order(theme: str) -> str:
     return picture.svg()
 
 
+@functools.cache
+def python_layers() -> list[str]:
+    """Returns the folders and modules of the package, the topmost first."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    (contract,) = project["tool"]["importlinter"]["contracts"]
+    return [name for name in contract["layers"] if name != "__main__"]
+
+
+@functools.cache
+def cuda_layers() -> list[list[str]]:
+    """Returns the folders of ``cuda/`` by layers, the topmost first; each includes lower ones."""
+    folders = {path.name for path in (ROOT / "cuda").iterdir() if path.is_dir()}
+    # One has no C++, and the other stands in for headers of the host.
+    folders -= {"build", "nvrtc"}
+    included = {}
+    for name in folders:
+        files = [path for path in (ROOT / "cuda" / name).rglob("*") if path.is_file()]
+        lines = "\n".join(path.read_text() for path in files)
+        included[name] = {*re.findall(r'^ *#include "(\w+)/', lines, re.MULTILINE)} & folders - {
+            name
+        }
+
+    @functools.cache
+    def height(name: str) -> int:
+        return 1 + max(map(height, included[name]), default=-1)
+
+    layers = [sorted(name for name in folders if height(name) == i) for i in range(len(folders))]
+    return [layer for layer in reversed(layers) if layer]
+
+
+def draw_folders(theme: str) -> str:
+    """Returns the picture of the folders."""
+    step = 27
+    python, cuda = python_layers(), cuda_layers()
+    picture = Picture(theme, 30 + step * len(python), "The folders")
+    picture.text(0, 14, "jax_tcgemm/")
+    for index, name in enumerate(python):
+        color = {"kernels": "orange", "_extension": "green"}.get(name, "blue")
+        picture.labelled(0.5, 24 + step * index, 170, step - 5, color, name)
+    left, width = 206, WIDTH - 206.5
+    # Beside the module that loads what is compiled of them.
+    top = 24 + step * (len(python) - len(cuda))
+    middle = 24 + step * python.index("_extension") + step / 2 - 2
+    picture.text(left, top - 10, "cuda/")
+    for row, layer in enumerate(cuda):
+        each = (width + 6) / len(layer)
+        for index, name in enumerate(layer):
+            place = left + index * each, top + step * row
+            picture.labelled(*place, each - 6, step - 5, "purple", name)
+    picture.line(
+        [(left, top + 11), (188, top + 11), (188, middle), (172, middle)], "green", arrow=True
+    )
+    picture.text(left, 40, "A folder imports, or includes,", "muted", size=12)
+    picture.text(left, 56, "only what is below it.", "muted", size=12)
+    picture.text(left, 84, "Green: the compiled module, which", "muted", size=12)
+    picture.text(left, 100, "_extension loads.", "muted", size=12)
+    picture.text(left, 128, "Orange: the kernel table. The build", "muted", size=12)
+    picture.text(left, 144, "runs it and compiles its rows.", "muted", size=12)
+    return picture.svg()
+
+
 PICTURES = {
+    "folders": draw_folders,
     "way": draw_way,
     "pipeline": draw_pipeline,
     "swizzle": draw_swizzle,
