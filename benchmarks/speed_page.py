@@ -68,8 +68,8 @@ _CASES = (
 _INTRODUCTION = """\
 # Speed
 
-`python -P benchmarks/speed_page.py` writes this page from
-[benchmarks/results](../benchmarks/results).
+`python -P benchmarks/speed_page.py` writes this page from the records of an
+[H200](../benchmarks/results/h200.json) and of an [H100](../benchmarks/results/h100.json).
 All figures are XLA's time divided by ours: above 1, this package is faster.
 [benchmarks/README.md](../benchmarks/README.md) says what the suites are and how to measure them.
 

@@ -26,6 +26,7 @@ autodoc_member_order = "bysource"
 napoleon_google_docstring = True
 html_theme = "sphinx_book_theme"
 html_title = "jax_tcgemm"
+templates_path = ["templates"]
 html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_theme_options = {"use_download_button": False}
