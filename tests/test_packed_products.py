@@ -231,7 +231,7 @@ X, W = jnp.ones((4, 64), BF16), pack(quantize(jnp.ones((64, 10)), jnp.int4, tile
     ("call", "error", "message"),
     [
         (lambda: gemm(jnp.ones((4, 64), jnp.int8), W), TypeError, "a.dtype=int8 is not multiplied"),
-        (lambda: gemm(X, W, b_scale=jnp.ones(())), TypeError, "b_scale are for arrays of 8 bits"),
+        (lambda: gemm(X, W, b_scale=jnp.ones(())), TypeError, "8-bit arrays alone take b_scale"),
         (lambda: gemm(X[:, :9], W), ValueError, "a and b must agree in k, got 9 and 64"),
         (lambda: gemm(X, W, bias=jnp.ones(9)), ValueError, r"bias.shape=\(9,\) does not fit"),
         (lambda: gemm(X, W, config="sm90"), ValueError, "no kernel configuration for packed"),

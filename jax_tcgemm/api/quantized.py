@@ -222,7 +222,7 @@ def formula_of(
     quantizes = asked.out_scale is not None
     if quantizes and out_dtype.itemsize != 1:
         raise ValueError(
-            "out_scale is for results of 8 bits (float8_e4m3fn, float8_e5m2, int8), got "
+            "out_scale needs an 8-bit result (float8_e4m3fn, float8_e5m2, int8), got "
             f"preferred_element_type={out_dtype}"
         )
     is_integer = out_dtype == jnp.int32 and not asked.names
