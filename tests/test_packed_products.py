@@ -236,7 +236,7 @@ X, W = jnp.ones((4, 64), BF16), pack(quantize(jnp.ones((64, 10)), jnp.int4, tile
         (lambda: gemm(X, W, bias=jnp.ones(9)), ValueError, r"bias.shape=\(9,\) does not fit"),
         (lambda: gemm(X, W, config="sm90"), ValueError, "no kernel configuration for packed"),
         (lambda: gemm(X, W, preferred_element_type=jnp.int8), TypeError, "packed weight; accepted"),
-        (lambda: gemm(X, W, bias=X, epilogue=jnp.sin), ValueError, "got bias beside it"),
+        (lambda: gemm(X, W, bias=X, epilogue=jnp.sin), ValueError, "got bias as well"),
         (lambda: gemm(W, X), TypeError, "a must be an array"),
         (lambda: gated_gemm(X, W, pack(quantize(jnp.ones((64, 9)), "int4"))), ValueError, "w_up"),
         (lambda: mlp(X, pack(quantize(jnp.ones((2, 64, 9)), "int4")), None, W), ValueError, "w1"),
