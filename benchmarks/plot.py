@@ -13,8 +13,8 @@ from typing import Any
 
 Row = dict[str, Any]
 
-# Colors that are visible on light and dark pages; the background is transparent.
-_TEXT = "#7d8590"
+# The background is transparent.
+_TEXT = {"light": "#1f2328", "dark": "#f0f6fc"}
 _GRID = "#7d859055"
 _COLORS = {"jax_tcgemm": "#e5730f", "XLA": "#2f81f7", "Pallas": "#8957e5"}
 _KEYS = {"jax_tcgemm": "us", "XLA": "xla_us", "Pallas": "pallas_us"}
@@ -55,38 +55,47 @@ def _height(rows: list[Row]) -> float:
 
 
 def draw(rows: list[Row], out: pathlib.Path, title: str, sustained: bool = False) -> None:
-    """Writes the picture.
+    """Writes the picture, for light and for dark pages.
 
     Args:
         rows: the rows of a result file; rows without a time are left out.
-        out: path without suffix; ``.svg`` and ``.png`` are added.
+        out: path without suffix; ``-light.svg`` and ``-dark.svg`` are added.
         title: one line below the picture.
         sustained: see ``speeds``.
 
     Raises:
         ValueError: no row has a time.
     """
-    import matplotlib  # pyright: ignore[reportMissingImports]
-    from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
-
     suites: dict[str, list[Row]] = {}
     for row in rows:
         if row["us"]:
             suites.setdefault(row["suite"], []).append(row)
     if not suites:
         raise ValueError("there is no case with a time")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    for theme, text in _TEXT.items():
+        _draw(suites, out.with_name(f"{out.name}-{theme}.svg"), title, sustained, text)
+
+
+def _draw(
+    suites: dict[str, list[Row]], file: pathlib.Path, title: str, sustained: bool, text: str
+) -> None:
+    import matplotlib  # pyright: ignore[reportMissingImports]
+    from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
+
     placed = columns(suites)
     inches = [sum(_height(suites[suite]) for suite in column) for column in placed]
-    style: Any = dict.fromkeys(("text.color", "xtick.color", "ytick.color"), _TEXT)
+    style: Any = dict.fromkeys(("text.color", "xtick.color", "ytick.color"), text)
     style |= {"font.size": 8, "axes.titlesize": 9, "svg.hashsalt": "speed"}
+    style["svg.fonttype"] = "none"  # a reader can search the text
     with matplotlib.rc_context(style):
         height = max(inches) + _FOOT_INCHES
         figure = Figure(figsize=(_COLUMN_INCHES * len(placed), height))
         for index, column in enumerate(placed):
             top = height
             for suite in column:
-                # The names of the cases take the left 54 % of a column.
-                left, width = (index + 0.54) / len(placed), 0.43 / len(placed)
+                # The names of the cases take the left 58 % of a column.
+                left, width = (index + 0.58) / len(placed), 0.4 / len(placed)
                 plot_height = _CASE_INCHES * len(suites[suite])
                 bottom = top - 0.3 - plot_height
                 axes = figure.add_axes((left, bottom / height, width, plot_height / height))
@@ -95,10 +104,8 @@ def draw(rows: list[Row], out: pathlib.Path, title: str, sustained: bool = False
         handles, labels = figure.axes[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="lower right", ncols=len(labels), frameon=False)
         figure.text(0.02, 0.12 / height, title)
-        out.parent.mkdir(parents=True, exist_ok=True)
         # Without a date, the same results give the same file.
-        figure.savefig(out.with_name(out.name + ".svg"), transparent=True, metadata={"Date": None})
-        figure.savefig(out.with_name(out.name + ".png"), transparent=True, dpi=160)
+        figure.savefig(file, transparent=True, metadata={"Date": None})
 
 
 def _draw_suite(axes: Any, suite: str, rows: list[Row], sustained: bool) -> None:

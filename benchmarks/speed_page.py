@@ -68,8 +68,8 @@ _CASES = (
 _INTRODUCTION = """\
 # Speed
 
-`python -P benchmarks/speed_page.py` writes this page from
-[benchmarks/results](../benchmarks/results).
+`python -P benchmarks/speed_page.py` writes this page from the records of an
+[H200](../benchmarks/results/h200.json) and of an [H100](../benchmarks/results/h100.json).
 All figures are XLA's time divided by ours: above 1, this package is faster.
 [benchmarks/README.md](../benchmarks/README.md) says what the suites are and how to measure them.
 
@@ -80,6 +80,15 @@ All figures are XLA's time divided by ours: above 1, this package is faster.
 - Random products come from a generator that no tuning and no fit has seen.
 - XLA's choices differ from run to run, and GPUs from one another: means of large products by 0.03,
   those of medium ones by 0.07 and of gated ones by 0.05.
+"""
+
+
+# As docs/themed_pictures.py expects it; GitHub shows it as well.
+_PICTURE = """\
+<picture>
+  <source media="(prefers-color-scheme: dark)" srcset="speed-dark.svg">
+  <img alt="TFLOP/s of gemm and of XLA for each case of the suites" src="speed-light.svg">
+</picture>
 """
 
 
@@ -138,7 +147,7 @@ def page() -> str:
     parts.append(
         "## Some products (H200)\n\nLayouts of `a` and `b`: `n` is row-major, `t` is transposed.\n"
     )
-    parts.append("![TFLOP/s of gemm and of XLA for each case](speed.svg)\n")
+    parts.append(_PICTURE)
     parts.append(_table(head, list(_cases(of["H200"]))))
     parts.append(
         "## Unchanged public models through `fuse` (H200)\n\nWall time of a step. "

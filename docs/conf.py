@@ -4,7 +4,7 @@ import importlib.metadata
 import pathlib
 import sys
 
-# With the pages: what writes the tables of kernels and of arithmetic.
+# The folder has two extensions of Sphinx.
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 project = "jax_tcgemm"
@@ -14,12 +14,11 @@ extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
-    "sphinxcontrib.mermaid",
     "kernel_tables",
+    "themed_pictures",
 ]
 exclude_patterns = ["**/README.md"]
 myst_heading_anchors = 3
-myst_fence_as_directive = ["mermaid"]
 # tests/test_documentation.py checks links, those to files beside docs/ among them.
 suppress_warnings = ["myst.xref_missing"]
 autodoc_typehints = "none"
@@ -27,4 +26,7 @@ autodoc_member_order = "bysource"
 napoleon_google_docstring = True
 html_theme = "sphinx_book_theme"
 html_title = "jax_tcgemm"
+templates_path = ["templates"]
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 html_theme_options = {"use_download_button": False}

@@ -41,7 +41,8 @@ def _bench(args: argparse.Namespace) -> int:
     if default_device().platform == "gpu" and _core.kernel_names():
         doctor.print_speed()
     else:
-        print("\nNo speed table: there is no kernel to time here")
+        reason = "JAX has no GPU here" if _core.kernel_names() else "the build has no kernels"
+        print(f"\nNo speed table: {reason}")
     return 0
 
 
@@ -66,7 +67,7 @@ def _tune(args: argparse.Namespace) -> int:
     if default_device().platform != "gpu":
         print("tune: there is no GPU here")
         return 1
-    dtype = jnp.dtype(args.dtype)
+    dtype = args.dtype
     found = Tunings()
     for m, n, k in args.products:
         a = jax.ShapeDtypeStruct((k, m) if args.transpose_a else (m, k), dtype)
@@ -102,10 +103,20 @@ def _cache(args: argparse.Namespace) -> int:
 
 
 def _product(text: str) -> tuple[int, int, int]:
-    m, n, k = (int(part) for part in text.lower().split("x"))
+    parts = text.lower().split("x")
+    if len(parts) != 3 or not all(part.isascii() and part.isdecimal() for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is no product; accepted: 16x4096x4096")
+    m, n, k = map(int, parts)
     if min(m, n, k) < 1:
-        raise ValueError(text)
+        raise argparse.ArgumentTypeError(f"{text!r} is empty; accepted: extents from 1 on")
     return m, n, k
+
+
+def _dtype(text: str) -> np.dtype:
+    try:
+        return jnp.dtype(text)
+    except TypeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no dtype; accepted: bfloat16") from error
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -132,7 +143,8 @@ def _parser() -> argparse.ArgumentParser:
     command(_bench, "bench", "time a few products beside jnp.matmul")
     tuned = command(_tune, "tune", "measure products and keep the fastest choices")
     tuned.add_argument("products", nargs="+", type=_product, metavar="MxNxK")
-    tuned.add_argument("--dtype", default="bfloat16", help="of both operands; default bfloat16")
+    text = "of both operands; default bfloat16"
+    tuned.add_argument("--dtype", type=_dtype, default="bfloat16", help=text)
     tuned.add_argument("--transpose-a", action="store_true", help="a is (k, m)")
     tuned.add_argument("--transpose-b", action="store_true", help="b is (n, k)")
     tuned.add_argument("--out", type=pathlib.Path, metavar="FILE", help="instead of the cache")

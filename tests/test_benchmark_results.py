@@ -173,7 +173,7 @@ def test_plot_writes_both_files(tmp_path, capsys):
     results.add({"suite": "models", "case": "a step", "jit_ms": 1.0, "fuse_ms": 1.0, "ratio": 1.0})
     assert plot.main([str(path), "--out", str(tmp_path / "new" / "speed")]) == 0
     written = sorted((tmp_path / "new").iterdir())
-    assert [file.name for file in written] == ["speed.png", "speed.svg"]
+    assert [file.name for file in written] == ["speed-dark.svg", "speed-light.svg"]
     assert all(file.stat().st_size > 10_000 for file in written)
     assert plot.main([str(path), "--out", str(tmp_path / "speed"), "--suite", "ragged"]) == 1
     assert "no case with a time" in capsys.readouterr().err

@@ -192,6 +192,8 @@ def test_the_shape_of_compressed_tensors_is_needed(rng, tmp_path):
 
 
 def test_missing_files(tmp_path, monkeypatch):
+    with pytest.raises(FileNotFoundError, match="there is no checkpoint"):
+        checkpoints.load(tmp_path / "no folder")
     with pytest.raises(FileNotFoundError, match=r"config\.json"):
         checkpoints.load(tmp_path)
     config = {"quant_method": "awq", "bits": 4, "group_size": 128}

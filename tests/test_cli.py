@@ -45,7 +45,7 @@ def test_doctor(monkeypatch, capsys):
 def test_nothing_is_timed_without_a_kernel(monkeypatch, capsys):
     monkeypatch.setattr(cli, "default_device", lambda: types.SimpleNamespace(platform="cpu"))
     assert cli.main(["bench"]) == 0
-    assert "no kernel to time" in capsys.readouterr().out
+    assert "No speed table: " in capsys.readouterr().out
     assert cli.main(["tune", "8x8x8"]) == 1
     assert "no GPU" in capsys.readouterr().out
 
@@ -81,7 +81,13 @@ def test_choices_that_cannot_be_kept_are_an_error(tuned, monkeypatch, capsys):
 def test_what_is_no_product_is_refused(product, capsys):
     with pytest.raises(SystemExit):
         cli.main(["tune", product])
-    assert "MxNxK" in capsys.readouterr().err
+    assert f"MxNxK: '{product}' is " in capsys.readouterr().err
+
+
+def test_unknown_dtype_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["tune", "8x8x8", "--dtype", "bf16"])
+    assert "'bf16' is no dtype; accepted: " in capsys.readouterr().err
 
 
 def test_cache(tuned, folder, capsys):

@@ -211,7 +211,7 @@ def test_scan_and_checkpoint():
     "beside", [{"bias": BIAS}, {"activation": "relu"}, {"alpha": 2.0}, {"c": RESIDUAL}]
 )
 def test_nothing_goes_beside_it(beside):
-    with pytest.raises(ValueError, match=f"got {next(iter(beside))} beside it"):
+    with pytest.raises(ValueError, match=f"got {next(iter(beside))} as well"):
         gemm(X, W, epilogue=lambda acc: acc, **beside)
 
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import pathlib
 import re
 from collections.abc import Iterator
 
@@ -44,42 +45,14 @@ def test_links_lead_somewhere():
     assert not dict(_links())
 
 
-def _names() -> dict[str, object]:
-    """Returns the arrays that the pages take for granted."""
-    rng = np.random.default_rng(0)
-
-    def drawn(*shape: int) -> jax.Array:
-        return jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
-
-    def train_step(state: jax.Array, batch: jax.Array) -> tuple[jax.Array, jax.Array]:
-        loss, gradient = jax.value_and_grad(lambda w: jnp.square(batch @ w).mean())(state)
-        return state - 0.1 * gradient, loss
-
-    return {
-        "x": drawn(16, 128),
-        "w": drawn(128, 16),
-        "c": drawn(16, 16),
-        "b": drawn(16),
-        "bias": drawn(16),
-        "residual": drawn(16, 16),
-        "w_gate": drawn(128, 16),
-        "w_up": drawn(128, 16),
-        "expert_w": drawn(2, 128, 16),
-        "stack_of_w": drawn(3, 128, 16),
-        "group_sizes": jnp.array([9, 7], jnp.int32),
-        "train_step": train_step,
-        "state": drawn(128, 16),
-        "batch": drawn(16, 128),
-    }
-
-
 @pytest.mark.any_jax
 def test_readme_runs():
-    names = _names()
+    names: dict[str, object] = {}
     for block in BLOCK.findall((ROOT / "README.md").read_text()):
         exec(compile(block, "README.md", "exec"), names)
-    assert names["ys"].shape == (3, 16, 16)
-    assert names["y"].dtype == jnp.bfloat16
+    assert names["ys"].shape == (2, 512, 2048)
+    assert names["y"].dtype == names["grads"].dtype == jnp.bfloat16
+    assert 0 < names["loss"] < 1
 
 
 @pytest.mark.any_jax
@@ -115,7 +88,6 @@ def test_the_page_of_quantization_runs(rng, tmp_path):
             a = jnp.asarray(names["x"], jnp.float32)
             np.testing.assert_allclose(names["y"], a @ weight.array, rtol=0.1, atol=2)
     assert missing <= {"flax", "keras", "qwix", "safetensors"}
-    assert names["dw"].shape == (256, 64)
 
 
 @pytest.mark.any_jax
@@ -135,6 +107,59 @@ def test_the_page_of_frameworks_runs(capsys):
     assert "computed by" in capsys.readouterr().out
     assert losses
     assert all(1 < loss < 10 for loss in losses)  # untrained, 32 classes: about log(32)
+
+
+@pytest.mark.any_jax
+@pytest.mark.parametrize("page", ["transformations", "experts", "float8_training", "export"])
+def test_the_guide_runs(page, rng):
+    if page == "export":
+        pytest.importorskip("flatbuffers")
+    drawn = {name: rng.normal(size=shape) for name, shape in (("x", (16, 128)), ("w", (128, 16)))}
+    names = {name: jnp.asarray(array, jnp.bfloat16) for name, array in drawn.items()}
+    blocks = BLOCK.findall((ROOT / "docs" / f"{page}.md").read_text())
+    assert blocks
+    for block in blocks:
+        exec(compile(block, f"{page}.md", "exec"), names)
+    results = [x for x in jax.tree.leaves((names.get("y"), names.get("dw"))) if x is not None]
+    assert results
+    assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in results)
+
+
+def _pictures() -> Iterator[tuple[pathlib.Path, str]]:
+    """Yields each picture of the pages with its HTML."""
+    for page in PAGES:
+        for text in re.findall(r"<picture>.*?</picture>", page.read_text(), re.DOTALL):
+            yield page, text
+
+
+@pytest.mark.any_jax
+def test_pictures_have_two_forms_and_a_description():
+    found = list(_pictures())
+    assert len(found) >= 5
+    for page, text in found:
+        dark, alt, light = re.findall(r'(?:srcset|alt|src)="([^"]*)"', text)
+        assert dark == light.replace("-light.svg", "-dark.svg")
+        assert (page.parent / dark).is_file()
+        assert (page.parent / light).is_file()
+        assert len(alt) > 20
+    assert not [page for page in PAGES if re.search(r"!\[[^\]]*\]\(", page.read_text())]
+
+
+@pytest.mark.any_jax
+def test_pictures_are_those_of_the_script(tmp_path):
+    spec = importlib.util.spec_from_file_location("draw", ROOT / "docs" / "pictures" / "draw.py")
+    draw = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(draw)
+    draw.main(tmp_path)
+    written = sorted(tmp_path.iterdir())
+    assert len(written) == 2 * len(draw.PICTURES)
+    for file in written:
+        assert file.read_text() == (ROOT / "docs" / "pictures" / file.name).read_text()
+    # Every tile once, and the last group may have fewer rows.
+    order = list(draw.raster(5, 3, 2))
+    assert sorted(order) == [(i, j) for i in range(5) for j in range(3)]
+    assert order[:4] == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    assert order[-3:] == [(4, 0), (4, 1), (4, 2)]
 
 
 @pytest.mark.any_jax

@@ -79,7 +79,11 @@ CASES = {
         ["preferred_element_type", "int8", "int32"],
     ),
     "config type": ({"config": 3}, TypeError, ["config=3", "None"]),
-    "unknown config": ({**BF16, "config": "fast"}, ValueError, ["config='fast'", BF16_ROW]),
+    "unknown config": (
+        {**BF16, "config": f"{BF16_ROW}_fast"},
+        ValueError,
+        [f"config='{BF16_ROW}_fast'", f"'{BF16_ROW}'", "jax_tcgemm/kernels/table.py"],
+    ),
     "config of another algorithm": (
         {**BF16, "config": TF32_ROW},
         ValueError,

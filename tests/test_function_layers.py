@@ -108,7 +108,7 @@ def test_gated_mlp_with_a_function():
 
 def test_what_goes_with_a_function_of_mlp():
     x, w1, bias, _, w2, *_ = _layer_operands(*_MLP_SHAPES)
-    with pytest.raises(ValueError, match="got b1 beside it"):
+    with pytest.raises(ValueError, match="got b1 as well"):
         mlp(x, w1, bias, w2, epilogue=jnp.tanh)
     with pytest.raises(ValueError, match="recompute_activation"):
         mlp(x, w1, None, w2, epilogue=jnp.tanh, recompute_activation=True)

@@ -191,3 +191,8 @@ def test_nnx_models_that_are_closed_over(normal):
     model = Net(nnx.Rngs(0))
     with pytest.raises(Exception, match="trace level"):
         fuse(lambda x: model(x))(normal(N, N))
+
+
+def test_what_is_no_function_is_refused(x):
+    with pytest.raises(TypeError, match="fuse takes a function, got f="):
+        fuse(x @ x)  # pyright: ignore[reportArgumentType]

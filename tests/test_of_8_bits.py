@@ -122,7 +122,7 @@ def test_a_config_of_a_row_that_is_compiled_at_run_time():
         ({"a_scale": jnp.ones((3, 1))}, ValueError, "does not fit a.shape"),
         ({"a_scale": jnp.ones((8, 1), jnp.int32)}, TypeError, "must be floating-point"),
         ({"out_scale": 1.0}, TypeError, "is not the type|8 bits"),
-        ({"out_scale": 1.0, "preferred_element_type": jnp.float32}, ValueError, "of 8 bits"),
+        ({"out_scale": 1.0, "preferred_element_type": jnp.float32}, ValueError, "8-bit result"),
         ({"a_scale": 1.0, "preferred_element_type": jnp.int32}, TypeError, "is not the type"),
         ({"a_scale": 1.0, "preferred_element_type": jnp.bool_}, TypeError, "is not the type"),
         ({"a_scale": 1.0, "precision": "F64_F64_F64"}, TypeError, "precision"),
@@ -135,10 +135,10 @@ def test_what_is_refused(options, error, message):
     a = drawn((8, 16), INT8 if options == {"out_scale": 1.0} else E4M3)
     if options == {"out_scale": 1.0}:
         options = {**options, "preferred_element_type": jnp.int32}
-        error, message = ValueError, "of 8 bits"
+        error, message = ValueError, "8-bit result"
     with pytest.raises(error, match=message):
         gemm(a, a, transpose_b=True, **options)
-    with pytest.raises(TypeError, match="for operands of 8 bits"):
+    with pytest.raises(TypeError, match="8-bit operands alone take"):
         gemm(jnp.ones((8, 8)), jnp.ones((8, 8)), a_scale=1.0)
 
 

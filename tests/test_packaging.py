@@ -226,3 +226,12 @@ def test_readme_states_the_same_ranges():
 def test_the_package_shows_public_names_alone():
     assert set(dir(jax_tcgemm)) == set(jax_tcgemm.__all__)
     assert all(hasattr(jax_tcgemm, name) for name in jax_tcgemm.__all__)
+
+
+def test_the_version_has_one_place():
+    version = PYPROJECT["project"]["version"]
+    first = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert first[1] == version
+    assert jax_tcgemm.__version__ == importlib.metadata.version("jax_tcgemm")
+    places = (*ROOT.glob("jax_tcgemm/*.py"), ROOT / "CMakeLists.txt", ROOT / "docs" / "conf.py")
+    assert not [path for path in places if f'"{version}"' in path.read_text()]

@@ -256,7 +256,7 @@ def test_ragged_dot_of_quantized_operands_refuses_and_keeps_types():
     x = quantize(rng.normal(size=(6, 8)).astype(np.float32), INT8, tile=(1, -1))
     w = quantize(rng.normal(size=(2, 8, 4)).astype(np.float32), INT8, tile=(1, -1, 1))
     sizes = jnp.array([2, 3])
-    with pytest.raises(ValueError, match="got bias beside it"):
+    with pytest.raises(ValueError, match="got bias as well"):
         ragged_dot(x, w, sizes, bias=jnp.ones((2, 4)), epilogue=jnp.sin)
     with pytest.raises(TypeError, match="must be a function"):
         ragged_dot(x, w, sizes, epilogue=3)

@@ -32,8 +32,8 @@ def check_alone(name: str, **others: Any) -> None:
     given = [key for key, value in others.items() if value is not None]
     if given:
         raise ValueError(
-            f"{name}: epilogue= is all that becomes of the product, got {', '.join(given)} "
-            "beside it; accepted: the same within the function"
+            f"{name}: epilogue= replaces the other arguments that change the product, got "
+            f"{', '.join(given)} as well; accepted: the same operations within the function"
         )
 
 

@@ -69,7 +69,7 @@ def are_taken(
     if not is_quantized(a.dtype, b.dtype):
         if asked.names:
             raise TypeError(
-                f"{', '.join(asked.names)} are for operands of 8 bits, got a.dtype={a.dtype}, "
+                f"8-bit operands alone take {', '.join(asked.names)}, got a.dtype={a.dtype}, "
                 f"b.dtype={b.dtype}; accepted: two of float8_e4m3fn and float8_e5m2, or two of int8"
             )
         return False
@@ -222,7 +222,7 @@ def formula_of(
     quantizes = asked.out_scale is not None
     if quantizes and out_dtype.itemsize != 1:
         raise ValueError(
-            "out_scale is for results of 8 bits (float8_e4m3fn, float8_e5m2, int8), got "
+            "out_scale needs an 8-bit result (float8_e4m3fn, float8_e5m2, int8), got "
             f"preferred_element_type={out_dtype}"
         )
     is_integer = out_dtype == jnp.int32 and not asked.names

@@ -47,7 +47,7 @@ def check_scales(asked: Asked) -> None:
     """
     if asked.names:
         raise TypeError(
-            f"{', '.join(asked.names)} are for arrays of 8 bits, and b has its own scales; "
+            f"8-bit arrays alone take {', '.join(asked.names)}, and b has its own scales; "
             "accepted beside a PackedWeight or a Quantized: None"
         )
 

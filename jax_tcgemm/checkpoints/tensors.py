@@ -36,6 +36,8 @@ def config_of(path: str | os.PathLike[str]) -> tuple[str, Mapping[str, Any]]:
         FileNotFoundError: there is no such file.
     """
     path = pathlib.Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"there is no checkpoint {path}")
     file = (path if path.is_dir() else path.parent) / "config.json"
     return str(file), json.loads(file.read_text())
 

@@ -168,7 +168,7 @@ def find() -> Nvrtc | str:
     """Returns the compiler, or says why there is none."""
     library = _load()
     if library is None:
-        return "no NVRTC; pip install nvidia-cuda-nvrtc"
+        return "no NVRTC (pip install nvidia-cuda-nvrtc)"
     headers = next((h for h in _header_folders() if all((h / n).exists() for n in _HEADERS)), None)
     if headers is None:
         return f"no folder with CUDA's {_HEADERS[0]}; pip install nvidia-cuda-runtime"

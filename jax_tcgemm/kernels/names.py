@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Collection
 from typing import TypeGuard
 
 from jax_tcgemm.kernels.config import KernelConfig
@@ -23,11 +24,14 @@ def by_name(name: str) -> KernelConfig:
     try:
         return BY_NAME[name]
     except KeyError:
-        nearest = difflib.get_close_matches(name, BY_NAME, n=8, cutoff=0.0)
         raise ValueError(
             f"config={name!r} is not a kernel configuration; of {len(BY_NAME)} the nearest are "
-            f"{nearest}"
+            f"{_nearest(name, BY_NAME)}"
         ) from None
+
+
+def _nearest(name: str, names: Collection[str]) -> list[str]:
+    return difflib.get_close_matches(name, names, n=8, cutoff=0.0)
 
 
 # Values of ``config=`` beside rows: XLA's own composition, or any kernel but not XLA's.
@@ -60,6 +64,23 @@ def read_config(config: str) -> tuple[str, int]:
 def is_row(config: str | None) -> TypeGuard[str]:
     """Checks if a configuration names a row, with or without parts of k."""
     return config not in (*NO_ROWS, MEASURED)
+
+
+def accepted(name: str, rows: Collection[KernelConfig]) -> str:
+    """Returns the part of an error message that lists what ``config=`` accepts.
+
+    Args:
+        name: the name that is not accepted.
+        rows: the rows that are.
+    """
+    splitting = _nearest(name, [row.name for row in rows if row.splits_k])[:1]
+    text = f"{', '.join(map(repr, NO_ROWS))}, or one of {len(rows)} rows of "
+    text += "jax_tcgemm/kernels/table.py"
+    if rows:
+        text += f", of which the nearest are {_nearest(name, [row.name for row in rows])}"
+    if splitting:
+        text += f"; rows that split k also with {_SPLITS}N, such as '{splitting[0]}{_SPLITS}2'"
+    return text
 
 
 def can_be(

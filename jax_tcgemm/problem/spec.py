@@ -244,8 +244,7 @@ def check_config(spec: GemmSpec, dtypes: Operands, shapes: Operands) -> None:
         raise ValueError(
             f"config={spec.config!r} is not a kernel configuration for {kind}, which is what "
             f"a.dtype={dtypes.a}, b.dtype={dtypes.b} and precision={spec.precision} ask for; "
-            f"accepted: {kernel_names.NO_ROWS}, {sorted(rows)}, and ROW/splits=N of "
-            f"{sorted(name for name, row in rows.items() if row.splits_k)}"
+            f"accepted: {kernel_names.accepted(name, rows.values())}"
         )
     # XLA computes products with unknown extents.
     are_known = all(isinstance(extent, int) for shape in (shapes.a, shapes.b) for extent in shape)

@@ -176,10 +176,11 @@ def pack(q: Any, *, transpose: bool = False) -> PackedWeight:
         >>> y.shape
         (8, 256)
     """
-    q = quantized_of(q)
+    given, q = q, quantized_of(q)
     if q is None:
         raise TypeError(
-            "q must be a Quantized or an object with its fields (qvalue, scale, zero_point, qtype)"
+            f"q must be a Quantized or an object with its fields (qvalue, scale, zero_point, "
+            f"qtype), got {type(given)}; jax_tcgemm.quantize makes one of an array"
         )
     reason = why_unpackable(q)
     if reason is not None:

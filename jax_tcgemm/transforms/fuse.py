@@ -64,12 +64,17 @@ def fuse(f: Callable[_Parameters, _Result]) -> FusedFunction[_Parameters, _Resul
         that shows how each product is computed: ``print(fuse(f).report(*args))``. If ``f`` is a
         method, ``report`` also takes the object.
 
+    Raises:
+        TypeError: ``f`` is no function, but for example its result.
+
     Example:
         >>> def layer(x, w, b):
         ...     return jax.nn.gelu(x @ w + b)
         >>> y = jax.jit(fuse(layer))(x, w, b)  # one kernel
         >>> report = fuse(layer).report(x, w, b)  # print(report) shows each product
     """
+    if not callable(f):
+        raise TypeError(f"fuse takes a function, got f={f!r}; accepted: fuse(step)(x)")
     name = getattr(f, "__name__", type(f).__name__)
 
     def evaluate(function: Callable[..., list[Any]], arrays: list[Any]) -> list[Any]:

@@ -67,7 +67,7 @@ def _fallback_reason(
         if _is_fusible(maker) and not _follows_product(larger, makers):
             return f"few rows, and XLA fuses {maker.name}, which makes the other operand"
         if 0 < _size(product) < _SMALL_BYTES:
-            return "few rows by a small matrix: a launch takes as long"
+            return "few rows or columns, and few bytes: a launch takes as long"
         if min(m, n) > 1 and _has_sibling(product, users):
             return "few rows, and XLA joins it with another product of the same operand"
     return None

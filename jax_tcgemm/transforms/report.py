@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import html
+import os
+import re
+import textwrap
 from collections.abc import Sequence
 
+# Characters of a reason that ``print`` shows: an epilogue may have dozens of operations.
+_SHOWN = 64
 _HEAD = ("count", "product", "computed by", "because", "saves", "where")
 
 
@@ -28,10 +33,17 @@ class Decision:
     source: str
 
 
+def _short_path(source: str) -> str:
+    """Returns a source as seen from the working directory, or from the installed packages."""
+    within = re.sub(r"^.*/(?:site|dist)-packages/", "", source)
+    return within.removeprefix(os.getcwd() + os.sep)
+
+
 class Report(Sequence[Decision]):
     """The decisions for all products of a program, in order; ``print`` shows a table.
 
-    The body of a loop counts once.
+    The body of a loop counts once. The printed table shortens long reasons and the paths of files;
+    the elements and the table of a notebook have them whole.
     """
 
     def __init__(self, decisions: Sequence[Decision]) -> None:
@@ -60,7 +72,10 @@ class Report(Sequence[Decision]):
         ]
 
     def __str__(self) -> str:
-        rows = [_HEAD, *self._rows()]
+        rows: list[tuple[str, ...]] = [_HEAD]
+        for *others, reason, saved, source in self._rows():
+            reason = textwrap.shorten(reason, _SHOWN, placeholder=" ...")
+            rows.append((*others, reason, saved, _short_path(source)))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
         return "\n".join(lines)
