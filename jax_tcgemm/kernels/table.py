@@ -1,7 +1,8 @@
 """The table of kernel configurations: a row is a kernel, or several for its layouts.
 
-This file is the only list of kernels. CMake runs ``cuda/build/generate.py`` over it, C++ dispatch
-and its heuristic read the generated rows, and tests take their parameters from it.
+This file and ``older_rows.py`` are the only list of kernels. CMake runs ``cuda/build/generate.py``
+over it, C++ dispatch and its heuristic read the generated rows, and tests take their parameters
+from it.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
+from jax_tcgemm.kernels import older_rows
 from jax_tcgemm.kernels.arithmetic import (
     ALL_ARITHMETIC,
     ARITHMETIC,
@@ -66,108 +68,9 @@ def _sm90(
     )
 
 
-def _sm80(
-    algorithm: str,
-    tile: tuple[int, int, int],
-    warps: tuple[int, int],
-    stages: int,
-    loader: str = "cp_async",
-    *,
-    promote: bool = False,
-    epilogue: str = "any",
-) -> KernelConfig:
-    return KernelConfig(
-        *("sm80", algorithm, *tile, *warps, stages, loader), promote=promote, epilogue=epilogue
-    )
-
-
-def _direct(algorithm: str, tile_n: int, split_k: int) -> KernelConfig:
-    row = ALL_ARITHMETIC[algorithm]
-    return KernelConfig(
-        *("sm80", algorithm, 16, tile_n, 64 // row.a.bytes, 1, 1, 1, "direct"),
-        split_k=split_k,
-        promote=row.promotes,
-    )
-
-
-def _sm75_rows() -> list[KernelConfig]:
-    """Returns the float16 rows for GPUs without cp.async.
-
-    There are large and small tiles, rows for any alignment, and rows for float32 results.
-    """
-
-    def row(algorithm: str, tile: int, loader: str = "register", **options) -> KernelConfig:
-        return KernelConfig("sm75", algorithm, tile, tile, 32, 2, 2, 2, loader, **options)
-
-    return [
-        row("F16_F16_F32", 128),
-        row("F16_F16_F32", 64),
-        row("F16_F16_F32", 64, "realign"),
-        row("F16_F16_F32", 64, promote=True),
-        row("F16_F16_F32", 64, "realign", promote=True),
-        row("F16_F16_F16", 128, epilogue="sum"),
-        row("F16_F16_F16", 64),
-        row("F16_F16_F16", 64, "realign"),
-    ]
-
-
-# Float16 products are less common, so fewer of their rows have every epilogue.
-_MOST = (("BF16_BF16_F32", "any"), ("F16_F16_F32", "sum"))
-
-
-def _sm80_rows() -> list[KernelConfig]:
-    """Returns the sm80 rows.
-
-    For all operands, a large and a small tile have every epilogue. The other rows have sums.
-    """
-    rows = []
-    for algorithm, most in _MOST:
-        rows += [
-            # Registers hold at most 64 x 64 a warp. The fewer bytes each product needs from shared
-            # memory, the more products a kernel computes.
-            _sm80(algorithm, (128, 256, 64), (2, 4), 3, epilogue="sum"),
-            _sm80(algorithm, (256, 128, 64), (4, 2), 3, epilogue="sum"),
-            _sm80(algorithm, (128, 128, 64), (2, 2), 3, epilogue=most),
-            # The same for GPUs with 163 and 99 KiB of shared memory.
-            _sm80(algorithm, (128, 256, 32), (2, 4), 4, epilogue="sum"),
-            _sm80(algorithm, (128, 128, 32), (2, 2), 4),
-            # For fewer or smaller tiles.
-            _sm80(algorithm, (128, 64, 64), (2, 2), 3, epilogue="sum"),
-            _sm80(algorithm, (64, 128, 64), (2, 2), 3, epilogue="sum"),
-            _sm80(algorithm, (64, 64, 64), (2, 2), 3),
-            _sm80(algorithm, (16, 64, 64), (1, 2), 3, epilogue=most),
-            _sm80(algorithm, (128, 128, 32), (2, 4), 3, "realign", epilogue="sum"),
-            _sm80(algorithm, (64, 64, 32), (2, 2), 3, "realign"),
-            # For float32 results: there are two sets of accumulators, so each set is half as large.
-            _sm80(algorithm, (128, 128, 64), (2, 4), 3, promote=True, epilogue="sum"),
-            _sm80(algorithm, (64, 64, 64), (2, 2), 3, promote=True),
-            _sm80(algorithm, (64, 64, 32), (2, 2), 3, "realign", promote=True),
-        ]
-    return [
-        *rows,
-        _sm80("F16_F16_F16", (128, 256, 64), (2, 4), 3, epilogue="sum"),
-        _sm80("F16_F16_F16", (64, 64, 64), (2, 2), 3),
-        _sm80("F16_F16_F16", (64, 64, 32), (2, 2), 3, "realign"),
-        _sm80("TF32_TF32_F32", (256, 128, 32), (4, 2), 3, epilogue="sum"),
-        _sm80("TF32_TF32_F32", (128, 256, 32), (2, 4), 3, epilogue="sum"),
-        _sm80("TF32_TF32_F32", (128, 128, 32), (2, 2), 3),
-        _sm80("TF32_TF32_F32", (128, 128, 16), (2, 2), 4, epilogue="sum"),
-        _sm80("TF32_TF32_F32", (128, 64, 32), (2, 2), 3),
-        _sm80("TF32_TF32_F32", (64, 64, 32), (2, 2), 3),
-        _sm80("TF32_TF32_F32", (128, 128, 32), (2, 4), 3, "realign", epilogue="sum"),
-        _sm80("TF32_TF32_F32", (64, 64, 16), (2, 2), 3, "realign"),
-        # For little work, where the start takes most of the time.
-        *(
-            _direct(algorithm, tile_n, split_k)
-            for algorithm in ("BF16_BF16_F32", "F16_F16_F32", "TF32_TF32_F32")
-            for tile_n, split_k in ((16, 8), (32, 4))
-        ),
-    ]
-
-
 def _rows() -> list[KernelConfig]:
-    rows = [*_sm80_rows(), *_sm75_rows()]
-    for algorithm, most in _MOST:
+    rows = [*older_rows.sm80_rows(), *older_rows.sm75_rows()]
+    for algorithm, most in older_rows.MOST:
         rows += [
             # This row computes the most products for each byte from shared memory and from L2.
             _sm90(algorithm, 128, 256, 4, cluster=(2, 1)),
@@ -300,7 +203,7 @@ def _rows() -> list[KernelConfig]:
         ]
     for algorithm in ARITHMETIC:
         rows.append(KernelConfig("simt", algorithm, 4, 32, 32, 4, 1, 1, "direct"))
-    for algorithm, _ in _MOST:
+    for algorithm, _ in older_rows.MOST:
         rows += [
             # These rows run on any GPU. Otherwise only sm90 rows compute such products.
             KernelConfig("simt", algorithm, 4, 64, 32, 4, 1, 1, "direct", gated=True),
