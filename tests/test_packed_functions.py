@@ -165,6 +165,10 @@ CALLS = {
     "residual": (lambda x, p, u, r: gemm(x, p, residual=r), 1),
     "gelu of a bias": (lambda x, p, u, r: gemm(x, p, bias=r[0, 0], activation="gelu"), 1),
     "gated": (lambda x, p, u, r: gated_gemm(x, p, u), 2),
+    "mapped rows": (
+        lambda x, p, u, r: jax.vmap(lambda x, y: gemm(x, p, residual=y, bias=r[0, 0]))(x, r),
+        1,
+    ),
     "two results": (lambda x, p, u, r: gemm(x, p, epilogue=lambda z: (z, jnp.sin(z))), 1),
 }
 XLAS = {

@@ -6,11 +6,13 @@ products and of the operations of the function, one after the other.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 from jax.interpreters import partial_eval as pe
@@ -102,10 +104,18 @@ def _batch(
     *,
     spec: PackedFunctionSpec,
 ) -> tuple[list[jax.Array], list[int | None]]:
-    """Maps the composition; a primitive of its own needs weights without a batch."""
+    """Adds a batch dimension to ``x``; maps the composition if weights or others alone have one."""
     if all(dim is None for dim in dims):
         results = bind(operands, spec)
         return results, [None] * len(results)
+    (x_dim, *weight_dims), other_dims = spec.split(dims)
+    is_plain = axis_data.explicit_mesh_axis is None and not _compat.is_sharded(*operands)
+    if is_plain and x_dim is not None and all(dim is None for dim in weight_dims):
+        moved = (*(0,) * spec.weights, *other_dims)
+        function = spec.function.mapped(moved, axis_data.size)
+        x = jnp.moveaxis(operands[0], x_dim, 0)
+        results = bind([x, *operands[1:]], dataclasses.replace(spec, function=function))
+        return results, [0] * len(results)
     mapped = functools.partial(composed, spec=spec)
     results = jax.vmap(mapped, tuple(dims), axis_size=axis_data.size)(*operands)
     return results, [0] * len(results)
