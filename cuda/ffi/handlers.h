@@ -27,6 +27,10 @@ void* packed_instantiate_handler();
 void* unpack_handler();
 void* unpack_instantiate_handler();
 
+// The stages of jax_tcgemm_overlapped_v1.
+void* overlapped_handler();
+void* overlapped_instantiate_handler();
+
 // Returns "major.minor" of the XLA FFI headers of the build.
 const char* xla_ffi_api_version();
 

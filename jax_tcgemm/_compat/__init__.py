@@ -270,6 +270,11 @@ def runs_here(context: Any) -> bool:
     return module.backend is None or module.backend in own
 
 
+def is_exported(context: Any) -> bool:
+    """Returns true if a lowering rule lowers a program for ``jax.export``."""
+    return context.module_context.lowering_parameters.for_export
+
+
 def is_profiling() -> bool:
     """Returns true while ``jax.profiler`` records."""
     state: Any = _profiler._profile_state

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from jax_tcgemm.partitioning.mesh import Tiling, shared
-from jax_tcgemm.partitioning.work import Array, Plan
+from jax_tcgemm.partitioning.work import SCATTER, Array, Plan
 
 # Operations, and bytes read from memory, in the time that one byte takes to come from another
 # device: 700 TFLOP/s and 4 TB/s of an H200, 400 GB/s of NVLink. _BYTES_A_COLLECTIVE bytes come in
@@ -13,6 +13,13 @@ from jax_tcgemm.partitioning.work import Array, Plan
 _OPERATIONS_A_BYTE = 1750
 _BYTES_READ_A_BYTE = 10
 _BYTES_A_COLLECTIVE = 2**22
+
+# Beside a product, copies take so many times as long as a collective by itself (four H200s), the
+# product takes so many times as long in parts, and the meeting of the devices as long as so many
+# collectives.
+_SLOWER_COPIES = 2.3
+_SLOWER_PARTS = 1.1
+_COLLECTIVES_A_MEETING = 2
 
 _Moved = tuple[str, float]
 
@@ -28,12 +35,19 @@ def moves(
         results: the requested tilings of the results, ``None`` if they do not matter.
     """
     each = (
+        *_overlapped(plan),
         *_gathered(plan, operands),
         *_exchanged(plan),
         *_joined(plan),
         *_resharded(plan, results),
     )
     return tuple((what, size) for what, size in each if size)
+
+
+def _overlapped(plan: Plan) -> Iterator[_Moved]:
+    """Yields the transfer beside the product."""
+    if plan.overlap:
+        yield f"{plan.overlap} beside the product in {plan.peers} parts", plan.overlapped_bytes
 
 
 def _gathered(plan: Plan, operands: Sequence[Tiling]) -> Iterator[_Moved]:
@@ -63,7 +77,7 @@ def _joined(plan: Plan) -> Iterator[_Moved]:
         summed = plan.summed_digits(array)
         size = plan.part_bytes(array, plan.tiling(array, is_factor=True))
         is_scattered = bool(beyond) and set(beyond) <= set(summed)
-        if is_scattered:
+        if is_scattered and plan.overlap != SCATTER:
             yield f"reduce-scatter of {array.label}", size * (1 - 1 / scattered)
         parts = plan.devices.parts(summed) // (scattered if is_scattered else 1)
         size /= scattered if is_scattered else 1
@@ -102,4 +116,9 @@ def time(plan: Plan) -> float:
     read = sum(plan.part_bytes(array, tiling) for array, tiling in pairs)
     work = plan.work.operations / parts / _OPERATIONS_A_BYTE
     moved = sum(_BYTES_A_COLLECTIVE + size for _, size in plan.moved)
+    if plan.overlap:
+        moved -= _BYTES_A_COLLECTIVE + plan.overlapped_bytes
+        # One part is multiplied before the first copy arrives, or after the last one has left.
+        copies = _SLOWER_COPIES * plan.overlapped_bytes + work / plan.peers
+        work = max(_SLOWER_PARTS * work, copies) + _COLLECTIVES_A_MEETING * _BYTES_A_COLLECTIVE
     return moved + work + read / _BYTES_READ_A_BYTE

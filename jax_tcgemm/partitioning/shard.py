@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_tcgemm.lowering.overlapped import Exchange
 from jax_tcgemm.partitioning.mesh import Digits
 from jax_tcgemm.partitioning.rules import Call
 from jax_tcgemm.partitioning.work import Array, Plan
@@ -95,6 +96,32 @@ class Shard:
                     tiled=True,
                 )
         return lax.psum(x, AXIS, axis_index_groups=self._groups(digits)) if digits else x
+
+    def gathered(self, x: jax.Array) -> jax.Array:
+        """Gathers the first operand, whose rows the plan leaves divided.
+
+        Args:
+            x: the shard of this device.
+        """
+        for axis, name in enumerate(self.plan.work.operands[0].dims):
+            digits = () if name is None else self.plan.gathered.get(name, ())
+            if digits:
+                groups = self._groups(digits)
+                x = lax.all_gather(x, AXIS, axis=axis, axis_index_groups=groups, tiled=True)
+        return x
+
+    def exchange(self, names: Sequence[str]) -> Exchange:
+        """Returns the devices that exchange rows beside the product.
+
+        Args:
+            names: the names of a result's dimensions.
+        """
+        groups = self._groups(self.plan.exchanged)
+        number = lax.axis_index(AXIS)
+        # The sum depends on the device, or XLA would compute it without a collective.
+        token = lax.psum(number, AXIS, axis_index_groups=groups)
+        numbers = tuple(number for group in groups for number in group)
+        return Exchange(numbers, len(groups[0]), names.index(self.plan.rows), number, token)
 
     def joined(self, x: jax.Array, names: Sequence[str], join: str) -> jax.Array:
         """Joins the devices' parts of a reduction over dimensions of the result.

@@ -14,6 +14,9 @@ from collections.abc import Mapping
 
 from jax_tcgemm.partitioning.mesh import Devices, Digits, Tiling
 
+# The transfers that can run beside a product.
+GATHER, SCATTER = "all-gather of a", "reduce-scatter of the result"
+
 
 @dataclasses.dataclass(frozen=True)
 class Array:
@@ -46,6 +49,9 @@ class Work:
         packed: the name along which the second operand holds two extents side by side. It is
             divided into an even number of equal parts, if at all.
         whole: names that are divided into equal parts, if at all.
+        rows: the names of the first operand's rows, the outermost first, if transfers of rows can
+            run beside the product.
+        overlaps: these transfers, ``GATHER`` and ``SCATTER``.
     """
 
     extents: Mapping[str, int]
@@ -57,6 +63,8 @@ class Work:
     unscattered: frozenset[str] = frozenset()
     packed: str | None = None
     whole: frozenset[str] = frozenset()
+    rows: tuple[str, ...] = ()
+    overlaps: frozenset[str] = frozenset()
 
     @property
     def summed(self) -> tuple[str, ...]:
@@ -79,6 +87,11 @@ class Plan:
         layout: the digits that divide each name in the product.
         scattered: the digits by which the sum divides a name of the result further.
         moved: the transfers in words, and the bytes that each device receives.
+        overlap: the transfer that runs beside the product, ``GATHER``, ``SCATTER`` or empty.
+        rows: the name whose parts this transfer exchanges.
+        gathered: the digits that divide a name of the first operand further than the product. The
+            program of a device gathers the operand itself.
+        note: why no transfer runs beside the product, if one could.
     """
 
     work: Work
@@ -86,6 +99,10 @@ class Plan:
     layout: Mapping[str, Digits]
     scattered: Mapping[str, Digits]
     moved: tuple[tuple[str, float], ...] = ()
+    overlap: str = ""
+    rows: str = ""
+    gathered: Mapping[str, Digits] = dataclasses.field(default_factory=dict)
+    note: str = ""
 
     def tiling(self, array: Array, *, is_factor: bool = False) -> Tiling:
         """Returns the tiling of an array."""
@@ -101,7 +118,14 @@ class Plan:
     def operand_tilings(self) -> list[Tiling]:
         """The tiling of each operand."""
         factors = self.work.factors
-        return [self.tiling(x, is_factor=i in factors) for i, x in enumerate(self.work.operands)]
+        tilings = [self.tiling(x, is_factor=i in factors) for i, x in enumerate(self.work.operands)]
+        if self.gathered:
+            pairs = zip(self.work.operands[0].dims, tilings[0], strict=True)
+            tilings[0] = tuple(
+                digits + (() if name is None else self.gathered.get(name, ()))
+                for name, digits in pairs
+            )
+        return tilings
 
     @property
     def result_tilings(self) -> list[Tiling]:
@@ -112,6 +136,22 @@ class Plan:
         """Returns the digits of the devices over which the product, or an array, is a sum."""
         dims = (array or self.work.product).dims
         return tuple(d for name, digits in self.layout.items() if name not in dims for d in digits)
+
+    @property
+    def exchanged(self) -> Digits:
+        """The digits of the devices that exchange rows beside the product."""
+        return (self.gathered if self.overlap == GATHER else self.scattered)[self.rows]
+
+    @property
+    def peers(self) -> int:
+        """The number of devices that exchange rows beside the product."""
+        return self.devices.parts(self.exchanged)
+
+    @property
+    def overlapped_bytes(self) -> float:
+        """The bytes that each device receives beside the product."""
+        array = self.work.operands[0] if self.overlap == GATHER else self.work.product
+        return self.part_bytes(array, self.tiling(array, is_factor=True)) * (1 - 1 / self.peers)
 
     def part_bytes(self, array: Array, tiling: Tiling) -> float:
         """Returns the bytes of a device's part of an array with this tiling."""
