@@ -29,8 +29,7 @@
 namespace jax_tcgemm {
 
 // Set by jax_tcgemm/lowering/overlapped.py. `gemm.m` counts the rows of a part. The operands are
-// those of a product, then the number of the device in its program, then a number whose value does
-// not matter (see there).
+// those of a product, then the number of the device in its program.
 struct OverlappedAttributes {
   GemmAttributes gemm;
   bool gathers;        // gathers the rows of A; otherwise scatters the rows of D
@@ -83,8 +82,8 @@ Status decode_peers(const OverlappedAttributes& at, ffi::RemainingArgs& operands
   JAX_TCGEMM_REQUIRE(
       2 <= at.group_size && at.group_size <= kMostPeers && total % at.group_size == 0, total,
       " devices in groups of ", at.group_size);
-  JAX_TCGEMM_REQUIRE(operands.size() >= 4, operands.size(), " operands");
-  const auto buffer = operands.get<ffi::AnyBuffer>(operands.size() - 2);
+  JAX_TCGEMM_REQUIRE(operands.size() >= 3, operands.size(), " operands");
+  const auto buffer = operands.get<ffi::AnyBuffer>(operands.size() - 1);
   JAX_TCGEMM_REQUIRE(
       buffer.has_value() && buffer->element_type() == ffi::S32 && buffer->element_count() == 1,
       "the device's number is missing");
@@ -254,6 +253,25 @@ XLA_FFI_DEFINE_HANDLER(kOverlappedHandler, overlapped,
                            .RemainingRets()
                            .Attrs<OverlappedAttributes>());
 
+// Returns its first operand, whose memory the result has. It makes XLA's stream wait for the
+// second.
+ffi::Error after(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer,
+                 ffi::Result<ffi::AnyBuffer> result) {
+  if (x.untyped_data() == result->untyped_data()) return ffi::Error::Success();
+  const cudaError_t copied = cudaMemcpyAsync(result->untyped_data(), x.untyped_data(),
+                                             x.size_bytes(), cudaMemcpyDeviceToDevice, stream);
+  return copied == cudaSuccess ? ffi::Error::Success()
+                               : ffi::Error::Internal(cudaGetErrorString(copied));
+}
+
+XLA_FFI_DEFINE_HANDLER(kAfterHandler, after,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Ret<ffi::AnyBuffer>(),
+                       {ffi::Traits::kCmdBufferCompatible});
+
 XLA_FFI_DEFINE_HANDLER(
     kInstantiateHandler, instantiate_overlapped,
     ffi::Ffi::BindInstantiate().RemainingArgs().RemainingRets().Attrs<OverlappedAttributes>());
@@ -261,6 +279,7 @@ XLA_FFI_DEFINE_HANDLER(
 }  // namespace
 
 void* overlapped_handler() { return reinterpret_cast<void*>(+kOverlappedHandler); }
+void* after_handler() { return reinterpret_cast<void*>(+kAfterHandler); }
 void* overlapped_instantiate_handler() { return reinterpret_cast<void*>(+kInstantiateHandler); }
 
 }  // namespace jax_tcgemm

@@ -32,7 +32,7 @@ from jax_tcgemm.lowering.gemm import kernel_of
 from jax_tcgemm.problem.arithmetic import INPUT_DTYPES, written_dtype
 from jax_tcgemm.problem.log import log
 from jax_tcgemm.problem.spec import GemmSpec, flatten, with_kernel_layouts
-from jax_tcgemm.problem.strides import Operands, Shape, StridedGemm, fold
+from jax_tcgemm.problem.strides import Operands, StridedGemm, fold
 
 # The operands that are the same for all rows.
 _WITHOUT_ROWS = ("b", "b2", "bias", "bias2", "alpha", "beta", "column_scale")
@@ -51,9 +51,10 @@ class Exchange:
         peers: number of devices in a group.
         role: the position of the divided rows among ``(*batch, m)``.
         number: the number of this device in the program, int32.
-        token: a number that XLA gets from all devices of the group. XLA runs programs that share
-            such collectives one after the other on all devices; otherwise, devices that run
-            different programs first could wait for each other until the time limit.
+        token: a number that XLA gets from all devices of the group, int32. XLA locks the group
+            while the hosts enqueue a program with such a collective. So no other program with
+            collectives of these devices is enqueued in between, on some devices before a call and
+            on others after it, which could make both wait for ever.
     """
 
     devices: tuple[int, ...]
@@ -88,7 +89,9 @@ def gathered_product(x: Operands, spec: GemmSpec, exchange: Exchange) -> list[ja
         The results of all rows, or why there is no such call.
     """
     shapes = shapes_of(x)
-    whole = shapes._replace(a=_scaled(shapes.a, spec.axes.a[exchange.role], exchange.peers))
+    rows = [*shapes.a]
+    rows[spec.axes.a[exchange.role]] *= exchange.peers
+    whole = shapes._replace(a=tuple(rows))
     return _called(x, spec, exchange, whole, gathers=True)
 
 
@@ -105,14 +108,6 @@ def scattered_product(x: Operands, spec: GemmSpec, exchange: Exchange) -> list[j
         The one result, or why there is no such call.
     """
     return _called(x, spec, exchange, shapes_of(x), gathers=False)
-
-
-def _scaled(shape: Shape, axis: int, factor: int) -> Shape:
-    return (*shape[:axis], shape[axis] * factor, *shape[axis + 1 :])
-
-
-def _divided(shape: Shape, axis: int, count: int) -> Shape:
-    return (*shape[:axis], shape[axis] // count, *shape[axis + 1 :])
 
 
 def _called(
@@ -163,7 +158,6 @@ def _emitted(
     outputs = call(
         *flatten(x),
         exchange.number,
-        exchange.token,
         **{**named, "beside_collectives": False},
         gathers=gathers,
         # A call of another program, or of the same program for other devices, has another number.
@@ -176,7 +170,19 @@ def _emitted(
         f"{kind} m={parts.whole.m} n={local.n} k={local.k}, {exchange.peers} parts: {algorithm}, "
         f"config {spec.config or 'by heuristic'}"
     )
-    return [output.astype(spec.out_dtype) for output in outputs[: len(results)]]
+    made = [_after(outputs[0], exchange.token), *outputs[1 : len(results)]]
+    return [output.astype(spec.out_dtype) for output in made]
+
+
+def _after(x: jax.Array, token: jax.Array) -> jax.Array:
+    """Returns ``x`` itself, once there is a token.
+
+    The token's collective runs beside the product. As an operand of the product it would take 20 us
+    before it.
+    """
+    result = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    call = jax.ffi.ffi_call(_extension.AFTER_TARGET, result, input_output_aliases={0: 0})
+    return call(x, token)
 
 
 def _part_shapes(whole: Operands, spec: GemmSpec, exchange: Exchange) -> Operands:
@@ -186,7 +192,9 @@ def _part_shapes(whole: Operands, spec: GemmSpec, exchange: Exchange) -> Operand
         axes = getattr(spec.axes, name)
         has_rows = shape is not None and name not in _WITHOUT_ROWS
         axis = axes[exchange.role] if has_rows else None
-        shapes[name] = shape if axis is None else _divided(shape, axis, exchange.peers)
+        if axis is not None:
+            shape = (*shape[:axis], shape[axis] // exchange.peers, *shape[axis + 1 :])
+        shapes[name] = shape
     return Operands(**shapes)
 
 

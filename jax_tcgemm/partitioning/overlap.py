@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from jax_tcgemm import _compat, _extension
-from jax_tcgemm.partitioning.cost import moves, time
+from jax_tcgemm.partitioning.cost import moves, overlapped_share
 from jax_tcgemm.partitioning.mesh import Digits, Tiling
 from jax_tcgemm.partitioning.work import GATHER, SCATTER, Plan, Work
 
@@ -83,8 +83,8 @@ def obstacle(context: Any, work: Work, platform: str) -> str:
 
 def overlapped(
     plan: Plan, operands: Sequence[Tiling], results: Sequence[Tiling] | None, against: str
-) -> tuple[Plan | None, str]:
-    """Returns the plan with a transfer beside the product.
+) -> Plan:
+    """Returns the plan with a transfer beside the product if that is possible and takes less time.
 
     Args:
         plan: a plan without such transfers.
@@ -93,17 +93,18 @@ def overlapped(
         against: why the devices cannot exchange data; empty if they can.
 
     Returns:
-        The plan, or ``None`` and the reason. The reason is empty if no transfer could be
-        overlapped.
+        The plan. If it stays as it is although a transfer could run beside the product, it gets a
+        note that says why.
     """
     found = _candidate(plan, operands)
     if found is None:
-        return None, ""
-    found = dataclasses.replace(found, moved=moves(found, operands, results))
+        return plan
     reason = against or _obstacle(found)
-    if not reason and time(found) > _LONGEST * time(plan):
+    if not reason and overlapped_share(found) > _LONGEST:
         reason = "it would take longer"
-    return (None, f"{found.overlap} not overlapped: {reason}") if reason else (found, "")
+    if reason:
+        return dataclasses.replace(plan, note=f"{found.overlap} not overlapped: {reason}")
+    return dataclasses.replace(found, moved=moves(found, operands, results))
 
 
 def _candidate(plan: Plan, operands: Sequence[Tiling]) -> Plan | None:

@@ -34,12 +34,8 @@ def make_plan(
     plans = []
     for layout in _layouts(work, devices, operands, results or ()):
         plan = Plan(work, devices, layout, _scattered(work, devices, layout, results))
-        plan = dataclasses.replace(plan, moved=moves(plan, operands, results))
-        other, note = overlap.overlapped(plan, operands, results, against)
-        plans.append(dataclasses.replace(plan, note=note))
-        if other is not None:
-            plans.append(other)
-    return min(plans, key=time)
+        plans.append(dataclasses.replace(plan, moved=moves(plan, operands, results)))
+    return overlap.overlapped(min(plans, key=time), operands, results, against)
 
 
 def _layouts(

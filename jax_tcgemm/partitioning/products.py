@@ -82,7 +82,7 @@ def work(spec: GemmSpec, types: Sequence[Any]) -> Work:
         factors=frozenset(i for i, name in enumerate(spec.operand_names) if name in _FACTORS),
         operations=2.0 * _products_of_elements(spec) * math.prod(extents.values()),
         packed="n" if spec.packed else None,
-        rows=result.dims[:-1],
+        rows=result_dims(spec)[:-1],
         overlaps=_overlaps(spec, types),
     )
 
