@@ -14,12 +14,13 @@ _OPERATIONS_A_BYTE = 1750
 _BYTES_READ_A_BYTE = 10
 _BYTES_A_COLLECTIVE = 2**22
 
-# Two and four H200s, if nothing else runs: NCCL's gathers and scatters of large arrays take twice
-# as long as counted above, copies beside a product 2.3 times as long, and a product in parts 1.05
-# times as long as a whole one.
-_SLOWER_COLLECTIVES = 2.0
+# Two and four H200s, if nothing else runs: NCCL's gathers and scatters of large arrays take 2 to 3
+# times as long as counted above, copies beside a product 2.3 times as long, and a product in parts
+# 1.05 times as long as a whole one. The meeting of the devices takes as long as two collectives.
+_SLOWER_COLLECTIVES = 2.5
 _SLOWER_COPIES = 2.3
 _SLOWER_PARTS = 1.05
+_COLLECTIVES_A_MEETING = 2
 
 _Moved = tuple[str, float]
 
@@ -133,5 +134,5 @@ def overlapped_share(plan: Plan) -> float:
     work = plan.work.operations / parts / _OPERATIONS_A_BYTE
     # One part is multiplied after the last copy has arrived, or before the first can leave.
     copies = _SLOWER_COPIES * size + work / plan.peers
-    together = max(_SLOWER_PARTS * work, copies) + _BYTES_A_COLLECTIVE
+    together = max(_SLOWER_PARTS * work, copies) + _COLLECTIVES_A_MEETING * _BYTES_A_COLLECTIVE
     return together / (work + _SLOWER_COLLECTIVES * size + _BYTES_A_COLLECTIVE)
