@@ -160,6 +160,24 @@ def test_rows_are_scattered_beside_the_product(mesh, normal, name, dtype):
     assert np.array_equal(results[0], results[2])
 
 
+@pytest.mark.parametrize("dtype", [BF16, jnp.float32])
+@pytest.mark.parametrize("gathered", ["a", "b"])
+def test_an_operand_is_gathered_along_k(mesh, normal, gathered, dtype):
+    """The gradient of a weight, if the rows of the activations are divided."""
+    own, other = (normal(512, 128, dtype=BF16), "x"), (normal(512, 2048, dtype=BF16), None, "x")
+    x, w = (put(mesh, *each) for each in ((own, other) if gathered == "a" else (other, own)))
+
+    def ours(x, w):
+        return gemm(x, w, transpose_a=True, preferred_element_type=dtype)
+
+    out = P(None, "x") if gathered == "a" else P("x")
+    program = compiled(mesh, ours, x, w, out=out)
+    assert calls(program) == 1
+    for _ in range(3):
+        a, b = wide(x, w)
+        close(program(x, w), a.T @ b, 1e-2 if dtype == BF16 else 1e-4)
+
+
 def layers(mesh, normal, m=512, k=256, n=1024):
     return (
         put(mesh, normal(m, k, dtype=BF16), "x"),
@@ -192,7 +210,7 @@ def test_gradients(mesh, normal):
         gradients(two_layers, True), out_shardings=tuple(x.sharding for x in operands)
     ).lower(*operands)
     program = ours.compile()
-    assert calls(program) == 4
+    assert calls(program) == 6
     results = gradients(formula, False)(*wide(*operands))
     for actual, expected in zip(program(*operands), results, strict=True):
         close(actual, expected, 3e-2)

@@ -139,7 +139,7 @@ def programs(monkeypatch):
 
 def attribute(program, name):
     line = next(line for line in program.split("\n") if f"@{CALL}" in line)
-    return re.search(rf"\b{name} = (dense<[^>]*>|\w+)", line)[1]
+    return re.search(rf"\b{name} = (dense<[^>]*>|\"?\w+)", line)[1].strip('"')
 
 
 def _bias(x, w, b):
@@ -188,6 +188,29 @@ SCATTERED = {
 }
 
 
+SUMMED = {
+    "gather_a_along_k": _program(
+        lambda x, w: gemm(x, w, transpose_a=True),
+        lambda x, w: x.T @ w,
+        ((1024, 64), (1024, 2048)),
+        (P("x"), P(None, "x")),
+        P(None, "x"),
+    ),
+    "gather_b_along_k": _program(
+        lambda x, w: gemm(x, w, transpose_a=True),
+        lambda x, w: x.T @ w,
+        ((1024, 2048), (1024, 64)),
+        (P(None, "x"), P("x")),
+        P("x"),
+    ),
+}
+PROGRAMS = {
+    **{name: (program, "rows_of_a") for name, program in GATHERED.items()},
+    **{name: (program, "rows_of_d") for name, program in SCATTERED.items()},
+    **{name: (program, f"k_of_{name[7]}") for name, program in SUMMED.items()},
+}
+
+
 def run(program, mesh, rng, assert_accurate):
     operands = placed(program, mesh, rng)
     ours, theirs = (compiled(f, program, mesh, operands) for f in (program.ours, program.theirs))
@@ -198,14 +221,14 @@ def run(program, mesh, rng, assert_accurate):
 
 
 @pytest.mark.usefixtures("small_products")
-@pytest.mark.parametrize("name", [*GATHERED, *SCATTERED])
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_results(name, rng, programs, assert_accurate):
-    program = {**GATHERED, **SCATTERED}[name]
+    program, kind = PROGRAMS[name]
     run(program, mesh_of((4, 2)), rng, assert_accurate)
     (on_gpus,) = programs
     assert on_gpus.count(f"@{CALL}") == 1
-    assert attribute(on_gpus, "m") == "256"
-    assert attribute(on_gpus, "gathers") == str(name in GATHERED).lower()
+    assert attribute(on_gpus, "k" if kind.startswith("k") else "m") == "256"
+    assert attribute(on_gpus, "kind") == kind
     assert attribute(on_gpus, "group_size") == "4"
     # The mesh has a second axis, so there are two groups.
     assert attribute(on_gpus, "devices") == "dense<[0, 2, 4, 6, 1, 3, 5, 7]>"
@@ -236,8 +259,8 @@ def test_gradients(rng, programs):
         expected = np.asarray(expected, np.float32)
         atol = 5e-2 * float(np.abs(expected).max())
         np.testing.assert_allclose(np.asarray(actual, np.float32), expected, atol=atol)
-    kinds = [attribute(each, "gathers") for each in programs if CALL in each]
-    assert sorted(kinds) == ["false", "false", "true", "true"]
+    kinds = [attribute(each, "kind") for each in programs if CALL in each]
+    assert sorted(kinds) == ["k_of_a", "k_of_b", *["rows_of_a"] * 2, *["rows_of_d"] * 2]
 
 
 @pytest.mark.usefixtures("small_products")
@@ -250,7 +273,7 @@ def test_explicit_axes(name, rng, programs):
         y = jax.jit(lambda x, w: gemm(x, w, out_sharding=program.out))(x, w)
     assert y.sharding.is_equivalent_to(NamedSharding(mesh, program.out), y.ndim)
     (on_gpus,) = programs
-    assert attribute(on_gpus, "gathers") == str(name == "gather").lower()
+    assert attribute(on_gpus, "kind") == ("rows_of_a" if name == "gather" else "rows_of_d")
 
 
 @pytest.mark.usefixtures("small_products")

@@ -12,11 +12,13 @@
 #include <map>
 #include <mutex>
 #include <optional>
+#include <string_view>
 #include <utility>
 
 #include "common/saturating.h"
 #include "common/status.h"
 #include "dispatch/device.h"
+#include "epilogue/work.h"
 #include "ffi/algorithm_names.h"
 #include "ffi/attributes.h"
 #include "ffi/element_types.h"
@@ -28,11 +30,11 @@
 
 namespace jax_tcgemm {
 
-// Set by jax_tcgemm/lowering/overlapped.py. `gemm.m` counts the rows of a part. The operands are
-// those of a product, then the number of the device in its program.
+// Set by jax_tcgemm/lowering/overlapped.py. `gemm` describes a part. The operands are those of a
+// product, then the number of the device in its program.
 struct OverlappedAttributes {
   GemmAttributes gemm;
-  bool gathers;        // gathers the rows of A; otherwise scatters the rows of D
+  std::string_view kind;
   int64_t call;        // no other call of any compiled program has this number
   int64_t group_size;  // devices of a group
   Strides devices;     // numbers of the devices of each group, by rank
@@ -41,13 +43,30 @@ struct OverlappedAttributes {
 }  // namespace jax_tcgemm
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_tcgemm::OverlappedAttributes, JAX_TCGEMM_GEMM_MEMBERS,
-                                      ::xla::ffi::StructMember<bool>("gathers"),
+                                      ::xla::ffi::StructMember<std::string_view>("kind"),
                                       ::xla::ffi::StructMember<int64_t>("call"),
                                       ::xla::ffi::StructMember<int64_t>("group_size"),
                                       ::xla::ffi::StructMember<::jax_tcgemm::Strides>("devices"));
 
 namespace jax_tcgemm {
 namespace {
+
+// The kinds of exchange; lowering/overlapped.py has the same names.
+enum class Kind { kRowsOfA, kRowsOfD, kKOfA, kKOfB };
+
+Status decode_kind(std::string_view name, Kind* kind) {
+  if (name == "rows_of_a") {
+    *kind = Kind::kRowsOfA;
+  } else if (name == "rows_of_d") {
+    *kind = Kind::kRowsOfD;
+  } else if (name == "k_of_a") {
+    *kind = Kind::kKOfA;
+  } else {
+    JAX_TCGEMM_REQUIRE(name == "k_of_b", "unknown kind '", name, "'");
+    *kind = Kind::kKOfB;
+  }
+  return Status();
+}
 
 // Reads the number of this device in the program, which only the program itself can tell.
 //
@@ -77,7 +96,7 @@ Status read_number(int64_t call, int32_t ordinal, const ffi::AnyBuffer& buffer, 
 
 // Finds the group of a device, and its rank there.
 Status decode_peers(const OverlappedAttributes& at, ffi::RemainingArgs& operands, int64_t run,
-                    int32_t ordinal, cudaStream_t stream, Peers* peers) {
+                    int32_t ordinal, Kind kind, cudaStream_t stream, Peers* peers) {
   const auto total = static_cast<int64_t>(at.devices.size());
   JAX_TCGEMM_REQUIRE(
       2 <= at.group_size && at.group_size <= kMostPeers && total % at.group_size == 0, total,
@@ -96,12 +115,12 @@ Status decode_peers(const OverlappedAttributes& at, ffi::RemainingArgs& operands
   peers->count = static_cast<int>(at.group_size);
   peers->rank = static_cast<int>(index % at.group_size);
   const GemmAttributes& gemm = at.gemm;
-  peers->signature = ((gemm.m * 31 + gemm.n) * 31 + gemm.k) * 2 + at.gathers;
+  peers->signature = ((gemm.m * 31 + gemm.n) * 31 + gemm.k) * 4 + static_cast<int>(kind);
   return Status();
 }
 
-// Checks that an operand with these strides along (rows, columns) has the rows of all parts.
-Status check_rows(const char* name, ffi::RemainingArgs& operands, size_t index, int64_t rows,
+// Checks that an operand with these strides has so many rows and columns.
+Status check_span(const char* name, ffi::RemainingArgs& operands, size_t index, int64_t rows,
                   int64_t columns, int64_t row_stride, int64_t column_stride) {
   const auto buffer = operands.get<ffi::AnyBuffer>(index);
   AddressedSpan addressed;
@@ -112,26 +131,26 @@ Status check_rows(const char* name, ffi::RemainingArgs& operands, size_t index, 
   return Status();
 }
 
-Status check_all_rows(const OverlappedAttributes& at, ffi::RemainingArgs& operands) {
+// Checks the operands of which a device has all parts.
+Status check_spans(const OverlappedAttributes& at, Kind kind, ffi::RemainingArgs& operands) {
   const GemmAttributes& gemm = at.gemm;
-  const int64_t rows = mul_sat(gemm.m, at.group_size);
-  if (!at.gathers) {
-    return check_rows("a", operands, 0, rows, gemm.k, gemm.a_strides[0], gemm.a_strides[1]);
-  }
-  // The operands of Call lie in this order; those that have rows are checked.
+  const int64_t rows = mul_sat(gemm.m, at.group_size), k = mul_sat(gemm.k, at.group_size);
+  const Strides a = gemm.a_strides, b = gemm.b_strides, c = gemm.c_strides;
+  if (kind == Kind::kRowsOfD) return check_span("a", operands, 0, rows, gemm.k, a[0], a[1]);
+  if (kind == Kind::kKOfB) return check_span("a", operands, 0, gemm.m, k, a[0], a[1]);
+  if (kind == Kind::kKOfA) return check_span("b", operands, 1, k, gemm.n, b[0], b[1]);
+  // The operands lie in this order; those that have rows are checked.
   size_t index = 2;
   if (gemm.has_c) {
-    JAX_TCGEMM_RETURN_IF_ERROR(
-        check_rows("c", operands, index++, rows, gemm.n, gemm.c_strides[0], gemm.c_strides[1]));
+    JAX_TCGEMM_RETURN_IF_ERROR(check_span("c", operands, index++, rows, gemm.n, c[0], c[1]));
   }
   index += gemm.has_bias + gemm.has_alpha + gemm.has_beta;
   if (gemm.has_row_scale) {
     JAX_TCGEMM_RETURN_IF_ERROR(
-        check_rows("row_scale", operands, index++, rows, 1, gemm.row_scale_strides[0], 0));
+        check_span("row_scale", operands, index++, rows, 1, gemm.row_scale_strides[0], 0));
   }
   index += gemm.has_column_scale + gemm.has_b2 + gemm.has_bias2;
-  if (!gemm.has_c2) return Status();
-  return check_rows("c2", operands, index, rows, gemm.n, gemm.c_strides[0], gemm.c_strides[1]);
+  return gemm.has_c2 ? check_span("c2", operands, index, rows, gemm.n, c[0], c[1]) : Status();
 }
 
 Status decode_result(ffi::RemainingRets& results, size_t index, int64_t elements,
@@ -157,11 +176,11 @@ Status decode_bytes(ffi::RemainingRets& results, size_t index, int64_t least, vo
   return Status();
 }
 
-// Reads D and the further results, the scratch of a scattered product, and the workspace.
-Status decode_results(const OverlappedAttributes& at, ffi::RemainingRets& results,
+// Reads D and the further results, the scratch, and the workspace.
+Status decode_results(const OverlappedAttributes& at, Kind kind, ffi::RemainingRets& results,
                       GemmProblem* problem, void** scratch) {
   const int64_t part = mul_sat(at.gemm.m, at.gemm.n);
-  const int64_t elements = at.gathers ? mul_sat(part, at.group_size) : part;
+  const int64_t elements = kind == Kind::kRowsOfA ? mul_sat(part, at.group_size) : part;
   EpilogueParams& epilogue = problem->params.epilogue;
   void** const pointers[] = {&epilogue.d, &epilogue.aux, &epilogue.aux2};
   const size_t matrices = !at.gemm.has_aux ? 1 : at.gemm.gated ? 3 : 2;
@@ -169,8 +188,11 @@ Status decode_results(const OverlappedAttributes& at, ffi::RemainingRets& result
   for (; index < matrices; ++index) {
     JAX_TCGEMM_RETURN_IF_ERROR(decode_result(results, index, elements, &epilogue, pointers[index]));
   }
-  if (!at.gathers) {
-    const int64_t least = mul_sat(part * element_bytes(epilogue.d_type), at.group_size - 1);
+  if (kind != Kind::kRowsOfA) {
+    // The parts for the peers, or a sum in float32.
+    const int64_t least = kind == Kind::kRowsOfD
+                              ? mul_sat(part * element_bytes(epilogue.d_type), at.group_size - 1)
+                              : mul_sat(part, sizeof(float));
     int64_t bytes = 0;
     JAX_TCGEMM_RETURN_IF_ERROR(decode_bytes(results, index++, least, scratch, &bytes));
   }
@@ -184,17 +206,15 @@ Status decode_results(const OverlappedAttributes& at, ffi::RemainingRets& result
   return Status();
 }
 
-Status check_parts(const OverlappedAttributes& at, const GemmProblem& problem,
+Status check_parts(const OverlappedAttributes& at, Kind kind, const GemmProblem& problem,
                    int64_t shard_bytes) {
   const int64_t bytes = part_bytes(problem);
   JAX_TCGEMM_REQUIRE(at.gemm.batch_shape.size() == 0, at.gemm.batch_shape.size(),
                      " batch dimensions");
   JAX_TCGEMM_REQUIRE(bytes > 0 && bytes % 16 == 0 && shard_bytes % 16 == 0, "parts of ", bytes,
                      " bytes and shards of ", shard_bytes, ", which are no multiples of 16");
-  const EpilogueParams& epilogue = problem.params.epilogue;
-  JAX_TCGEMM_REQUIRE(at.gathers || (epilogue.activation == Activation::kNone && !epilogue.gated &&
-                                    epilogue.aux == nullptr),
-                     "an epilogue before a sum over devices");
+  JAX_TCGEMM_REQUIRE(kind == Kind::kRowsOfA || is_plain(problem.params.epilogue),
+                     "an epilogue before a sum is complete");
   return Status();
 }
 
@@ -209,27 +229,32 @@ Status decode_and_run(const OverlappedAttributes& at, ffi::RemainingArgs& operan
   const GemmAttributes& gemm = at.gemm;
   const auto algorithm = algorithm_from_name(gemm.algorithm);
   JAX_TCGEMM_REQUIRE(algorithm.has_value(), "unknown algorithm '", gemm.algorithm, "'");
+  Kind kind = Kind::kRowsOfA;
+  JAX_TCGEMM_RETURN_IF_ERROR(decode_kind(at.kind, &kind));
   Peers peers;
-  JAX_TCGEMM_RETURN_IF_ERROR(decode_peers(at, operands, run, ordinal, stream, &peers));
+  JAX_TCGEMM_RETURN_IF_ERROR(decode_peers(at, operands, run, ordinal, kind, stream, &peers));
   GemmProblem problem = {};
   problem.algorithm = *algorithm;
   problem.config = gemm.config;
   JAX_TCGEMM_RETURN_IF_ERROR(decode_shape(gemm, &problem.params));
   void* scratch = nullptr;
-  JAX_TCGEMM_RETURN_IF_ERROR(decode_results(at, results, &problem, &scratch));
+  JAX_TCGEMM_RETURN_IF_ERROR(decode_results(at, kind, results, &problem, &scratch));
   EpilogueParams& epilogue = problem.params.epilogue;
   JAX_TCGEMM_RETURN_IF_ERROR(decode_activation(gemm.activation, &epilogue.activation));
   epilogue.activation_parameters[0] = gemm.activation_p0;
   epilogue.activation_parameters[1] = gemm.activation_p1;
   JAX_TCGEMM_RETURN_IF_ERROR(decode_operands({gemm, operands, results}, &problem));
-  const auto a = operands.get<ffi::AnyBuffer>(0);
-  const auto shard_bytes = static_cast<int64_t>(a->size_bytes());
-  JAX_TCGEMM_RETURN_IF_ERROR(check_parts(at, problem, shard_bytes));
-  JAX_TCGEMM_RETURN_IF_ERROR(check_all_rows(at, operands));
+  // A shard, except for scattered rows.
+  const auto shard = operands.get<ffi::AnyBuffer>(kind == Kind::kKOfB ? 1 : 0);
+  const auto shard_bytes = static_cast<int64_t>(shard->size_bytes());
+  JAX_TCGEMM_RETURN_IF_ERROR(check_parts(at, kind, problem, shard_bytes));
+  JAX_TCGEMM_RETURN_IF_ERROR(check_spans(at, kind, operands));
   const DeviceProperties* device = nullptr;
   JAX_TCGEMM_RETURN_IF_ERROR(get_device_properties(ordinal, &device));
-  return at.gathers ? run_gathered(problem, shard_bytes, peers, *device, stream)
-                    : run_scattered(problem, scratch, peers, *device, stream);
+  if (kind == Kind::kRowsOfA) return run_gathered(problem, shard_bytes, peers, *device, stream);
+  if (kind == Kind::kRowsOfD) return run_scattered(problem, scratch, peers, *device, stream);
+  return run_gathered_sum(problem, kind == Kind::kKOfB, shard_bytes, static_cast<float*>(scratch),
+                          peers, *device, stream);
 }
 
 ffi::Error overlapped(cudaStream_t stream, int32_t ordinal, ffi::RunId run,
@@ -255,7 +280,7 @@ XLA_FFI_DEFINE_HANDLER(kOverlappedHandler, overlapped,
 
 // Returns its first operand, whose memory the result has. It makes XLA's stream wait for the
 // second.
-ffi::Error after(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer,
+ffi::Error after(cudaStream_t stream, ffi::AnyBuffer, ffi::AnyBuffer x,
                  ffi::Result<ffi::AnyBuffer> result) {
   if (x.untyped_data() == result->untyped_data()) return ffi::Error::Success();
   const cudaError_t copied = cudaMemcpyAsync(result->untyped_data(), x.untyped_data(),

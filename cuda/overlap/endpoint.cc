@@ -1,7 +1,6 @@
 #include "overlap/endpoint.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <map>
 #include <string>
 
@@ -39,8 +38,7 @@ Status Endpoint::of_device(int ordinal, Endpoint** endpoint) {
 Status Endpoint::create() {
   int lowest = 0, highest = 0;
   JAX_TCGEMM_CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "priorities");
-  const char* const text = std::getenv("JAX_TCGEMM_OVERLAP_STREAMS");
-  side_.resize(text == nullptr ? kMostPeers - 1 : std::atoi(text));
+  side_.resize(kMostPeers - 1);
   for (cudaStream_t& stream : side_) {
     JAX_TCGEMM_CUDA_CHECK(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, highest),
                           "a stream for copies");

@@ -1,5 +1,4 @@
-// What a device has for exchanging data with others: side streams, and slots of a buffer and
-// events.
+// The means of a device to exchange data: side streams, and slots with a buffer and events.
 
 #ifndef JAX_TCGEMM_OVERLAP_ENDPOINT_H_
 #define JAX_TCGEMM_OVERLAP_ENDPOINT_H_
@@ -48,7 +47,7 @@ class Endpoint {
   Status reach(int peer);
 
   int ordinal() const { return ordinal_; }
-  cudaStream_t side_stream(int i) const { return side_[i % side_.size()]; }
+  cudaStream_t side_stream(int i) const { return side_[i]; }
 
  private:
   Status create();

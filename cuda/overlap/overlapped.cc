@@ -163,6 +163,52 @@ Status gather_and_multiply(const GemmProblem& part, int64_t shard_bytes, const P
   return visit->end();
 }
 
+// Makes the problem add to the sum of the parts before it, unless it is the first, and write D only
+// if it is the last.
+GemmProblem part_of_sum(GemmProblem problem, float* sum, bool is_first, bool is_last) {
+  EpilogueParams& epilogue = problem.params.epilogue;
+  const int32_t n = problem.params.n;
+  if (!is_first) {
+    epilogue.c = {sum, n, 1, {}, ElementType::kF32, n % kVectorColumns == 0};
+    epilogue.beta.value = 1.f;
+    epilogue.role_of_c = RoleOfC::kAdd;
+  }
+  if (!is_last) {
+    epilogue.d = sum;
+    epilogue.d_type = ElementType::kF32;
+  }
+  return problem;
+}
+
+Status gather_and_sum(const GemmProblem& part, bool gathers_b, int64_t shard_bytes, float* sum,
+                      const Peers& peers, Visit* visit, const DeviceProperties& device,
+                      cudaStream_t stream) {
+  const int count = peers.count;
+  const Operand& shard = gathers_b ? part.params.b : part.params.a;
+  JAX_TCGEMM_RETURN_IF_ERROR(visit->meet());
+  for (int distance = 1; distance < count; ++distance) {
+    JAX_TCGEMM_RETURN_IF_ERROR(visit->send(distance, shard.data, shard_bytes, visit->own().ready));
+  }
+  visit->meeting().announce_copies();
+  for (int distance = 0; distance < count; ++distance) {
+    const int from = (peers.rank - distance + count) % count;
+    if (distance == 1) JAX_TCGEMM_RETURN_IF_ERROR(visit->meeting().wait_for_copies());
+    if (distance > 0) JAX_TCGEMM_RETURN_IF_ERROR(visit->receive(from));
+    GemmProblem problem = part_of_sum(part, sum, distance == 0, distance == count - 1);
+    GemmParams& params = problem.params;
+    Operand& gathered = gathers_b ? params.b : params.a;
+    Operand& whole = gathers_b ? params.a : params.b;
+    if (distance > 0) gathered.data = visit->own().buffer + from * shard_bytes;
+    const Major major = gathers_b ? problem.major_a : problem.major_b;
+    const int64_t k = int64_t{from} * params.k;
+    const int bytes = element_bytes(problem.algorithm);
+    whole.data =
+        static_cast<const char*>(whole.data) + k * (major == Major::kK ? 1 : whole.ld) * bytes;
+    JAX_TCGEMM_RETURN_IF_ERROR(run_gemm(problem, device, stream));
+  }
+  return visit->end();
+}
+
 Status multiply_and_scatter(const GemmProblem& part, char* scratch, const Peers& peers,
                             Visit* visit, const DeviceProperties& device, cudaStream_t stream) {
   const int count = peers.count;
@@ -204,6 +250,14 @@ Status run_gathered(const GemmProblem& part, int64_t shard_bytes, const Peers& p
   Visit visit(peers, stream);
   JAX_TCGEMM_RETURN_IF_ERROR(visit.begin(peers.count * shard_bytes, device.ordinal));
   return visit.checked(gather_and_multiply(part, shard_bytes, peers, &visit, device, stream));
+}
+
+Status run_gathered_sum(const GemmProblem& part, bool gathers_b, int64_t shard_bytes, float* sum,
+                        const Peers& peers, const DeviceProperties& device, cudaStream_t stream) {
+  Visit visit(peers, stream);
+  JAX_TCGEMM_RETURN_IF_ERROR(visit.begin(peers.count * shard_bytes, device.ordinal));
+  return visit.checked(
+      gather_and_sum(part, gathers_b, shard_bytes, sum, peers, &visit, device, stream));
 }
 
 Status run_scattered(const GemmProblem& part, void* scratch, const Peers& peers,

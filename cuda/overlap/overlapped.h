@@ -47,6 +47,12 @@ Status run_gathered(const GemmProblem& part, int64_t shard_bytes, const Peers& p
 Status run_scattered(const GemmProblem& part, void* scratch, const Peers& peers,
                      const DeviceProperties& device, cudaStream_t stream);
 
+// Computes the product over all of k, of which this device has a part of A or B. `part` is the
+// problem of `part.params.k`: one operand is this device's shard, the other one begins the whole.
+// `sum` has room for D in float32: each part adds to it, and the last one writes D.
+Status run_gathered_sum(const GemmProblem& part, bool gathers_b, int64_t shard_bytes, float* sum,
+                        const Peers& peers, const DeviceProperties& device, cudaStream_t stream);
+
 // Returns the bytes of a part of D.
 int64_t part_bytes(const GemmProblem& part);
 

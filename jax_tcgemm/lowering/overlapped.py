@@ -1,10 +1,12 @@
-"""The custom call of a product whose rows travel between devices beside it.
+"""The custom call of a product beside which its rows travel between devices.
 
-There are two such products:
+There are three such products:
 
 - The rows of A are gathered. Each device has a shard of them, and computes all rows of the result
   for its columns of B.
 - The rows of the result are scattered. Each device has a part of k, and gets its rows of the sum.
+- One operand is gathered along k, as for the gradient of a weight whose columns are divided while
+  the activations' rows are. Each part adds to a sum in float32.
 
 The product runs in as many parts as there are devices (``cuda/overlap``). Each part runs the kernel
 of an ordinary product of its size.
@@ -13,7 +15,6 @@ of an ordinary product of its size.
 from __future__ import annotations
 
 import dataclasses
-import math
 import secrets
 from typing import Any
 
@@ -22,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_tcgemm import _extension
+from jax_tcgemm.lowering import devices
 from jax_tcgemm.lowering.custom_call import (
     attributes,
     converted,
@@ -33,6 +35,12 @@ from jax_tcgemm.problem.arithmetic import INPUT_DTYPES, written_dtype
 from jax_tcgemm.problem.log import log
 from jax_tcgemm.problem.spec import GemmSpec, flatten, with_kernel_layouts
 from jax_tcgemm.problem.strides import Operands, StridedGemm, fold
+
+# The kinds of calls, by what the devices exchange: they gather rows of A, scatter rows of D, or
+# gather one operand along k.
+ROWS_OF_A, ROWS_OF_D, K_OF_A, K_OF_B = "rows_of_a", "rows_of_d", "k_of_a", "k_of_b"
+
+_FLOAT32 = np.dtype(np.float32)
 
 # The operands that are the same for all rows.
 _WITHOUT_ROWS = ("b", "b2", "bias", "bias2", "alpha", "beta", "column_scale")
@@ -64,19 +72,6 @@ class Exchange:
     token: jax.Array
 
 
-@dataclasses.dataclass(frozen=True)
-class _Parts:
-    """The whole product and one part, as a kernel sees them."""
-
-    whole: StridedGemm
-    part: StridedGemm
-
-    def of_rows(self) -> StridedGemm:
-        """Returns a part whose operands lie in those of the whole, except for A."""
-        strides = self.whole.strides._replace(a=self.part.strides.a)
-        return dataclasses.replace(self.part, strides=strides)
-
-
 def gathered_product(x: Operands, spec: GemmSpec, exchange: Exchange) -> list[jax.Array] | str:
     """Computes a product of all rows, each device having its own.
 
@@ -88,11 +83,16 @@ def gathered_product(x: Operands, spec: GemmSpec, exchange: Exchange) -> list[ja
     Returns:
         The results of all rows, or why there is no such call.
     """
-    shapes = shapes_of(x)
-    rows = [*shapes.a]
-    rows[spec.axes.a[exchange.role]] *= exchange.peers
-    whole = shapes._replace(a=tuple(rows))
-    return _called(x, spec, exchange, whole, gathers=True)
+    shapes, axis = shapes_of(x), spec.axes.a[exchange.role]
+    whole = shapes._replace(a=_times(shapes.a, axis, exchange.peers))
+    part = Operands(
+        *(
+            shape if name in _WITHOUT_ROWS else _times(shape, axes and axes[exchange.role], count)
+            for count in (1 / exchange.peers,)
+            for name, shape, axes in zip(x._fields, whole, spec.axes, strict=True)
+        )
+    )
+    return _called(x, spec, exchange, ROWS_OF_A, whole, part)
 
 
 def scattered_product(x: Operands, spec: GemmSpec, exchange: Exchange) -> list[jax.Array] | str:
@@ -107,20 +107,59 @@ def scattered_product(x: Operands, spec: GemmSpec, exchange: Exchange) -> list[j
     Returns:
         The one result, or why there is no such call.
     """
-    return _called(x, spec, exchange, shapes_of(x), gathers=False)
+    whole, axis = shapes_of(x), spec.axes.a[exchange.role]
+    part = whole._replace(a=_times(whole.a, axis, 1 / exchange.peers))
+    return _called(x, spec, exchange, ROWS_OF_D, whole, part)
+
+
+def gathered_sum(
+    x: Operands, spec: GemmSpec, exchange: Exchange, operand: str
+) -> list[jax.Array] | str:
+    """Computes a product, each device having a part of k of one operand.
+
+    Args:
+        x: ``a`` and ``b``. One has this device's part of k, the other one all of k.
+        spec: the primitive's parameters: a product without an epilogue.
+        exchange: the devices; their role does not matter.
+        operand: the one that has a part: "a" or "b".
+
+    Returns:
+        The one result, or why there is no such call. The sum over k is in float32.
+    """
+    if spec.work != "none":
+        return "an epilogue of a sum in parts"
+    axes = {"a": spec.axes.a[-1], "b": spec.axes.b[-2]}
+    shapes = shapes_of(x)._asdict()
+    shapes[operand] = _times(shapes[operand], axes[operand], exchange.peers)
+    whole = Operands(**shapes)
+    parts = {name: _times(shapes[name], axes[name], 1 / exchange.peers) for name in axes}
+    kind = K_OF_A if operand == "a" else K_OF_B
+    return _called(x, spec.replace(config=None), exchange, kind, whole, whole._replace(**parts))
+
+
+def _times(shape: Any, axis: int | None, factor: float) -> Any:
+    """Returns a shape with one extent multiplied, if there is one."""
+    if shape is None or axis is None:
+        return shape
+    return (*shape[:axis], round(shape[axis] * factor), *shape[axis + 1 :])
 
 
 def _called(
-    x: Operands, spec: GemmSpec, exchange: Exchange, whole: Operands, *, gathers: bool
+    x: Operands, spec: GemmSpec, exchange: Exchange, kind: str, whole: Operands, part: Operands
 ) -> list[jax.Array] | str:
-    part = _part_shapes(whole, spec, exchange)
+    """Emits the call for operands of these shapes, and of these in a part."""
     chosen = kernel_of(_types(x, part), spec)
     if isinstance(chosen, str):
         return chosen
     spec, algorithm = chosen
+    if kind in (K_OF_A, K_OF_B):
+        # Each part adds to the sum, so the kernel of the product alone may not do.
+        spec = spec.replace(config=None)
+        if not devices.has_kernel(algorithm, work="sum"):
+            return "no kernel that adds to a sum"
     written = spec.epilogue.written
-    shapes, spec = (whole, part), spec.replace(results=written)
-    emitted = _emitted(x, spec, algorithm, exchange, shapes, gathers)
+    spec = spec.replace(results=written)
+    emitted = _emitted(x, spec, algorithm, exchange, kind, (whole, part))
     if isinstance(emitted, str):
         return emitted
     results = iter(emitted)
@@ -132,70 +171,67 @@ def _emitted(
     spec: GemmSpec,
     algorithm: str,
     exchange: Exchange,
+    kind: str,
     shapes: tuple[Operands, Operands],
-    gathers: bool,
 ) -> list[jax.Array] | str:
     in_dtype, out_dtype = INPUT_DTYPES[algorithm], written_dtype(algorithm, spec.out_dtype)
-    whole, part = shapes
-    parts = _Parts(fold(spec.strided(whole)), fold(spec.strided(part)))
-    local = parts.of_rows() if gathers else dataclasses.replace(parts.whole, m=parts.part.m)
-    padding, workspace = workspace_bytes(parts.part, spec, in_dtype.itemsize, None)
-    reason = _obstacle(parts, spec, shapes, exchange, in_dtype, out_dtype)
-    if reason is None and padding:
-        reason = "unaligned operands"
-    if reason is not None:
-        return reason
+    whole, part = (fold(spec.strided(each)) for each in shapes)
+    padding, workspace = workspace_bytes(part, spec, in_dtype.itemsize, None)
+    reason = _obstacle(whole, part, spec, shapes, exchange, kind)
+    if part.n * out_dtype.itemsize % _ALIGNMENT or part.k * in_dtype.itemsize % _ALIGNMENT:
+        reason = f"rows that are no multiples of {_ALIGNMENT} bytes"
+    if reason is not None or padding:
+        return reason or "unaligned operands"
     x = converted(x, in_dtype, out_dtype)
-    shape = spec.result_shape(whole if gathers else part)
-    results = [jax.ShapeDtypeStruct(shape, out_dtype)] * spec.result_count
-    scratch = 0 if gathers else (exchange.peers - 1) * math.prod(shape) * out_dtype.itemsize
+    result = jax.ShapeDtypeStruct(spec.result_shape(shapes[kind == ROWS_OF_D]), out_dtype)
+    results = [result] * spec.result_count
+    scratch = {
+        ROWS_OF_A: 0,
+        ROWS_OF_D: (exchange.peers - 1) * result.size * out_dtype.itemsize,
+    }.get(kind, result.size * _FLOAT32.itemsize)
     sizes = [size for size in (scratch, workspace) if size]
     call = jax.ffi.ffi_call(
         _extension.OVERLAPPED_TARGET,
         (*results, *(jax.ShapeDtypeStruct((size,), jnp.uint8) for size in sizes)),
     )
+    local = _local(whole, part, kind)
     named = attributes(local, spec, algorithm, padding, has_workspace=workspace > 0)
     outputs = call(
         *flatten(x),
         exchange.number,
         **{**named, "beside_collectives": False},
-        gathers=gathers,
+        kind=kind,
         # A call of another program, or of the same program for other devices, has another number.
         call=np.int64(secrets.randbits(62)),
         group_size=np.int64(exchange.peers),
         devices=np.asarray(exchange.devices, np.int64),
     )
-    kind = "all-gather, then" if gathers else "reduce-scatter after"
     log(
-        f"{kind} m={parts.whole.m} n={local.n} k={local.k}, {exchange.peers} parts: {algorithm}, "
+        f"m={whole.m} n={whole.n} k={whole.k}, {exchange.peers} parts by {kind}: {algorithm}, "
         f"config {spec.config or 'by heuristic'}"
     )
     made = [_after(outputs[0], exchange.token), *outputs[1 : len(results)]]
     return [output.astype(spec.out_dtype) for output in made]
 
 
+def _local(whole: StridedGemm, part: StridedGemm, kind: str) -> StridedGemm:
+    """Returns a part whose operands lie in those of this device."""
+    if kind == ROWS_OF_D:
+        return dataclasses.replace(whole, m=part.m)
+    own = "b" if kind == K_OF_B else "a"
+    strides = whole.strides._replace(**{own: getattr(part.strides, own)})
+    return dataclasses.replace(part, strides=strides)
+
+
 def _after(x: jax.Array, token: jax.Array) -> jax.Array:
     """Returns ``x`` itself, once there is a token.
 
     The token's collective runs beside the product. As an operand of the product it would take 20 us
-    before it.
+    before it. The token comes first, because XLA schedules operands in their order.
     """
     result = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    call = jax.ffi.ffi_call(_extension.AFTER_TARGET, result, input_output_aliases={0: 0})
-    return call(x, token)
-
-
-def _part_shapes(whole: Operands, spec: GemmSpec, exchange: Exchange) -> Operands:
-    """Returns the shapes of the operands of a part."""
-    shapes = {}
-    for name, shape in whole._asdict().items():
-        axes = getattr(spec.axes, name)
-        has_rows = shape is not None and name not in _WITHOUT_ROWS
-        axis = axes[exchange.role] if has_rows else None
-        if axis is not None:
-            shape = (*shape[:axis], shape[axis] // exchange.peers, *shape[axis + 1 :])
-        shapes[name] = shape
-    return Operands(**shapes)
+    call = jax.ffi.ffi_call(_extension.AFTER_TARGET, result, input_output_aliases={1: 0})
+    return call(token, x)
 
 
 def _types(x: Operands, shapes: Operands) -> Operands:
@@ -208,23 +244,21 @@ def _types(x: Operands, shapes: Operands) -> Operands:
 
 
 def _obstacle(
-    parts: _Parts,
+    whole: StridedGemm,
+    part: StridedGemm,
     spec: GemmSpec,
     shapes: tuple[Operands, Operands],
     exchange: Exchange,
-    in_dtype: Any,
-    out_dtype: Any,
+    kind: str,
 ) -> str | None:
-    """Returns why the rows of a part cannot be addressed as a product of their own."""
+    """Returns why a part cannot be addressed as a product of its own."""
     if any(with_kernel_layouts(spec, each)[0] != spec for each in shapes):
         return "an operand that has to be copied first"
-    whole, part = parts.whole, parts.part
     for name in _WITHOUT_ROWS:
         axes = getattr(spec.axes, name)
         if axes is not None and any(axis is not None for axis in axes[: spec.batch_ndim]):
             return f"{name} differs between rows"
-    if whole.batch or part.batch or whole.m != exchange.peers * part.m:
-        return "parts that are no contiguous rows"
-    if part.n * out_dtype.itemsize % _ALIGNMENT or part.k * in_dtype.itemsize % _ALIGNMENT:
-        return f"rows that are no multiples of {_ALIGNMENT} bytes"
+    divided = (whole.k, part.k) if kind in (K_OF_A, K_OF_B) else (whole.m, part.m)
+    if whole.batch or part.batch or divided[0] != exchange.peers * divided[1]:
+        return "parts that are not contiguous"
     return None

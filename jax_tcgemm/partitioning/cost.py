@@ -132,6 +132,10 @@ def overlapped_share(plan: Plan) -> float:
     size = plan.overlapped_bytes
     parts = plan.devices.parts(digit for digits in plan.layout.values() for digit in digits)
     work = plan.work.operations / parts / _OPERATIONS_A_BYTE
+    if plan.rows in plan.work.summed:
+        # Each part but the first reads and writes the sum in float32.
+        sums = 8 * plan.part_bytes(plan.work.product, plan.result_tilings[0])
+        work += (plan.peers - 1) * sums / plan.work.product.itemsize / _BYTES_READ_A_BYTE
     # One part is multiplied after the last copy has arrived, or before the first can leave.
     copies = _SLOWER_COPIES * size + work / plan.peers
     together = max(_SLOWER_PARTS * work, copies) + _COLLECTIVES_A_MEETING * _BYTES_A_COLLECTIVE

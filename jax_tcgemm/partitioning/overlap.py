@@ -18,7 +18,7 @@ import jax
 from jax_tcgemm import _compat, _extension
 from jax_tcgemm.partitioning.cost import moves, overlapped_share
 from jax_tcgemm.partitioning.mesh import Digits, Tiling
-from jax_tcgemm.partitioning.work import GATHER, SCATTER, Plan, Work
+from jax_tcgemm.partitioning.work import GATHER, GATHER_A, GATHER_B, SCATTER, Plan, Work
 
 # "auto" is the default. "off" leaves the transfers to XLA.
 SETTING = "JAX_TCGEMM_OVERLAP"
@@ -109,17 +109,23 @@ def overlapped(
 
 def _candidate(plan: Plan, operands: Sequence[Tiling]) -> Plan | None:
     work, name = plan.work, _outermost(plan)
+    summed = plan.summed_digits()
     if name is None:
         return None
-    summed = plan.summed_digits()
+    for kind, index in ((GATHER_A, 0), (GATHER_B, 1)):
+        if kind in work.overlaps and not summed:
+            (k,) = work.summed
+            gathered = _gathered(plan, index, operands[index], k)
+            if gathered:
+                return dataclasses.replace(plan, overlap=kind, rows=k, gathered=gathered)
     if SCATTER in work.overlaps and summed:
         scattered = dict(plan.scattered)
         if set(scattered) == {name} and set(scattered[name]) == set(summed):
             return dataclasses.replace(plan, overlap=SCATTER, rows=name)
     if GATHER in work.overlaps and not summed:
-        gathered = _gathered(plan, operands[0], name)
+        gathered = _gathered(plan, 0, operands[0], name)
         if gathered:
-            return dataclasses.replace(plan, overlap=GATHER, rows=name, gathered={name: gathered})
+            return dataclasses.replace(plan, overlap=GATHER, rows=name, gathered=gathered)
     return None
 
 
@@ -128,10 +134,17 @@ def _outermost(plan: Plan) -> str | None:
     return next((name for name in plan.work.rows if plan.part(name) > 1), None)
 
 
-def _gathered(plan: Plan, source: Tiling, rows: str) -> Digits:
-    """Returns the digits that divide the rows of the first operand before, beyond the plan's."""
+def _gathered(plan: Plan, index: int, source: Tiling, rows: str) -> Digits:
+    """Returns the digits that divide a name of an operand before, beyond the plan's.
+
+    Args:
+        plan: the plan.
+        index: the index of the operand.
+        source: the tiling of the operand.
+        rows: the name. If another name is divided otherwise than in the plan, there are no digits.
+    """
     found: Digits = ()
-    for name, digits in zip(plan.work.operands[0].dims, source, strict=True):
+    for name, digits in zip(plan.work.operands[index].dims, source, strict=True):
         own = () if name is None else plan.layout[name]
         if name == rows and digits[: len(own)] == own:
             found = digits[len(own) :]
@@ -149,7 +162,7 @@ def _obstacle(plan: Plan) -> str:
     if work.extents[name] % plan.devices.parts(digits):
         return "the parts have different sizes"
     rows = plan.part(name) // plan.peers
-    for inner in work.rows[work.rows.index(name) + 1 :]:
+    for inner in work.rows[work.rows.index(name) + 1 :] if name in work.rows else ():
         rows *= plan.part(inner)
     if rows % ROWS_OF_A_TILE:
         return f"{rows} rows of a part, which is no multiple of {ROWS_OF_A_TILE}"

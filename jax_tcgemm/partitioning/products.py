@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from jax_tcgemm.lowering.devices import program_of
 from jax_tcgemm.lowering.fallback import possible_planes
 from jax_tcgemm.partitioning.rules import Rule
 from jax_tcgemm.partitioning.shard import Shard
-from jax_tcgemm.partitioning.work import GATHER, SCATTER, Array, Work
+from jax_tcgemm.partitioning.work import GATHER, GATHER_A, GATHER_B, SCATTER, Array, Work
 from jax_tcgemm.problem.arithmetic import (
     accumulator_dtype,
     resolve_algorithm,
@@ -26,6 +27,13 @@ from jax_tcgemm.problem.epilogue import Epilogue
 from jax_tcgemm.problem.log import log
 from jax_tcgemm.problem.spec import GemmSpec, check_config
 from jax_tcgemm.problem.strides import ROLES, Operands
+
+# The products that gather an operand, and the operand.
+_GATHERS = {
+    GATHER: (overlapped.gathered_product, "a"),
+    GATHER_A: (functools.partial(overlapped.gathered_sum, operand="a"), "a"),
+    GATHER_B: (functools.partial(overlapped.gathered_sum, operand="b"), "b"),
+}
 
 # The operands that are multiplied; all others belong to the epilogue.
 _FACTORS = ("a", "b", "b2")
@@ -94,7 +102,10 @@ def _overlaps(spec: GemmSpec, types: Sequence[Any]) -> frozenset[str]:
     is_alike = x.a.dtype == x.b.dtype and x.a.dtype.itemsize == 2
     if has_batch or spec.packed or not is_alike:
         return frozenset()
-    return frozenset((GATHER,) if spec.is_gated else (GATHER, SCATTER))
+    if spec.is_gated:
+        return frozenset((GATHER,))
+    along_k = (GATHER_A, GATHER_B) if spec.work == "none" and spec.batch_ndim == 0 else ()
+    return frozenset((GATHER, SCATTER, *along_k))
 
 
 def _products_of_elements(spec: GemmSpec) -> int:
@@ -108,11 +119,13 @@ def _local(
     shard: Shard, spec: GemmSpec, operands: Sequence[jax.Array], bind: Any
 ) -> list[jax.Array]:
     x = spec.unflatten(operands)
-    if shard.plan.overlap == GATHER:
-        results = _with_kernels(overlapped.gathered_product, shard, spec, x)
+    gathers = _GATHERS.get(shard.plan.overlap)
+    if gathers is not None:
+        product, operand = gathers
+        results = _with_kernels(product, shard, spec, x)
         if results is not None:
             return results
-        x = x._replace(a=shard.gathered(x.a))
+        x = x._replace(**{operand: shard.gathered(getattr(x, operand))})
     x, products = summed(shard, spec, x, bind)
     if products is None:
         return bind(x, with_local_config(spec, x))

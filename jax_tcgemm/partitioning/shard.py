@@ -98,17 +98,15 @@ class Shard:
         return lax.psum(x, AXIS, axis_index_groups=self._groups(digits)) if digits else x
 
     def gathered(self, x: jax.Array) -> jax.Array:
-        """Gathers the first operand, whose rows the plan leaves divided.
+        """Gathers the operand that the plan leaves divided.
 
         Args:
             x: the shard of this device.
         """
-        for axis, name in enumerate(self.plan.work.operands[0].dims):
-            digits = () if name is None else self.plan.gathered.get(name, ())
-            if digits:
-                groups = self._groups(digits)
-                x = lax.all_gather(x, AXIS, axis=axis, axis_index_groups=groups, tiled=True)
-        return x
+        plan = self.plan
+        axis = plan.work.operands[plan.gathered_operand].dims.index(plan.rows)
+        groups = self._groups(plan.gathered)
+        return lax.all_gather(x, AXIS, axis=axis, axis_index_groups=groups, tiled=True)
 
     def exchange(self, names: Sequence[str]) -> Exchange:
         """Returns the devices that exchange rows beside the product.
@@ -121,7 +119,8 @@ class Shard:
         # The sum depends on the device, or XLA would compute it without a collective.
         token = lax.psum(number, AXIS, axis_index_groups=groups)
         numbers = tuple(number for group in groups for number in group)
-        return Exchange(numbers, len(groups[0]), names.index(self.plan.rows), number, token)
+        role = names.index(self.plan.rows) if self.plan.rows in names else 0
+        return Exchange(numbers, len(groups[0]), role, number, token)
 
     def joined(self, x: jax.Array, names: Sequence[str], join: str) -> jax.Array:
         """Joins the devices' parts of a reduction over dimensions of the result.

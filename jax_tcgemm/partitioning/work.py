@@ -16,6 +16,7 @@ from jax_tcgemm.partitioning.mesh import Devices, Digits, Tiling
 
 # The transfers that can run beside a product.
 GATHER, SCATTER = "all-gather of a", "reduce-scatter of the result"
+GATHER_A, GATHER_B = "all-gather of a along k", "all-gather of b along k"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Work:
         whole: names that are divided into equal parts, if at all.
         rows: the names of the first operand's rows, the outermost first, if transfers of rows can
             run beside the product.
-        overlaps: these transfers, ``GATHER`` and ``SCATTER``.
+        overlaps: these transfers: some of ``GATHER``, ``SCATTER``, ``GATHER_A`` and ``GATHER_B``.
     """
 
     extents: Mapping[str, int]
@@ -87,9 +88,9 @@ class Plan:
         layout: the digits that divide each name in the product.
         scattered: the digits by which the sum divides a name of the result further.
         moved: the transfers in words, and the bytes that each device receives.
-        overlap: the transfer that runs beside the product, ``GATHER``, ``SCATTER`` or empty.
+        overlap: the transfer that runs beside the product, or empty.
         rows: the name whose parts this transfer exchanges.
-        gathered: the digits that divide a name of the first operand further than the product. The
+        gathered: the digits that divide this name in one operand further than in the product. The
             program of a device gathers the operand itself.
         note: why no transfer runs beside the product, if one could.
     """
@@ -101,7 +102,7 @@ class Plan:
     moved: tuple[tuple[str, float], ...] = ()
     overlap: str = ""
     rows: str = ""
-    gathered: Mapping[str, Digits] = dataclasses.field(default_factory=dict)
+    gathered: Digits = ()
     note: str = ""
 
     def tiling(self, array: Array, *, is_factor: bool = False) -> Tiling:
@@ -120,10 +121,10 @@ class Plan:
         factors = self.work.factors
         tilings = [self.tiling(x, is_factor=i in factors) for i, x in enumerate(self.work.operands)]
         if self.gathered:
-            pairs = zip(self.work.operands[0].dims, tilings[0], strict=True)
-            tilings[0] = tuple(
-                digits + (() if name is None else self.gathered.get(name, ()))
-                for name, digits in pairs
+            which = self.gathered_operand
+            pairs = zip(self.work.operands[which].dims, tilings[which], strict=True)
+            tilings[which] = tuple(
+                digits + self.gathered if name == self.rows else digits for name, digits in pairs
             )
         return tilings
 
@@ -138,9 +139,14 @@ class Plan:
         return tuple(d for name, digits in self.layout.items() if name not in dims for d in digits)
 
     @property
+    def gathered_operand(self) -> int:
+        """The index of the operand that the program of a device gathers."""
+        return int(self.overlap == GATHER_B)
+
+    @property
     def exchanged(self) -> Digits:
         """The digits of the devices that exchange rows beside the product."""
-        return (self.gathered if self.overlap == GATHER else self.scattered)[self.rows]
+        return self.gathered or self.scattered[self.rows]
 
     @property
     def peers(self) -> int:
@@ -150,7 +156,8 @@ class Plan:
     @property
     def overlapped_bytes(self) -> float:
         """The bytes that each device receives beside the product."""
-        array = self.work.operands[0] if self.overlap == GATHER else self.work.product
+        gathered = self.work.operands[self.gathered_operand]
+        array = gathered if self.gathered else self.work.product
         return self.part_bytes(array, self.tiling(array, is_factor=True)) * (1 - 1 / self.peers)
 
     def part_bytes(self, array: Array, tiling: Tiling) -> float:
