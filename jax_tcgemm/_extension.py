@@ -29,7 +29,6 @@ PACKED_TARGET = "jax_tcgemm_packed_v1"
 UNPACK_TARGET = "jax_tcgemm_unpack_v1"
 TRANSPOSE_TARGET = "jax_tcgemm_transpose_v1"
 OVERLAPPED_TARGET = "jax_tcgemm_overlapped_v1"
-AFTER_TARGET = "jax_tcgemm_after_v1"
 # Only measurements use this target; no program of a user contains it.
 MARK_TARGET = "jax_tcgemm_mark_v1"
 TARGETS = (
@@ -42,7 +41,6 @@ TARGETS = (
     UNPACK_TARGET,
     TRANSPOSE_TARGET,
     OVERLAPPED_TARGET,
-    AFTER_TARGET,
 )
 
 # The most devices among which an overlapped product divides its rows.

@@ -324,7 +324,7 @@ def program(missing):
         number = lax.axis_index("x")
 
         def called(x, w):
-            exchange = Exchange((0, 1), 2, 0, number, number)
+            exchange = Exchange((0, 1), 2, 0, number)
             (d,) = gathered_product(Operands(x, w), spec, exchange)
             return d
 

@@ -153,7 +153,6 @@ nb::dict registrations() {
   result["jax_tcgemm_packed_v1"] = stages(packed_instantiate_handler(), packed_handler());
   result["jax_tcgemm_overlapped_v1"] =
       stages(overlapped_instantiate_handler(), overlapped_handler());
-  result["jax_tcgemm_after_v1"] = nb::capsule(after_handler(), "xla._CUSTOM_CALL_TARGET");
   result["jax_tcgemm_unpack_v1"] = stages(unpack_instantiate_handler(), unpack_handler());
   return result;
 }

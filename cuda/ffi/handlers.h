@@ -30,7 +30,6 @@ void* unpack_instantiate_handler();
 // The stages of jax_tcgemm_overlapped_v1.
 void* overlapped_handler();
 void* overlapped_instantiate_handler();
-void* after_handler();  // for jax_tcgemm_after_v1
 
 // Returns "major.minor" of the XLA FFI headers of the build.
 const char* xla_ffi_api_version();

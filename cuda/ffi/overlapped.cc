@@ -278,25 +278,6 @@ XLA_FFI_DEFINE_HANDLER(kOverlappedHandler, overlapped,
                            .RemainingRets()
                            .Attrs<OverlappedAttributes>());
 
-// Returns its first operand, whose memory the result has. It makes XLA's stream wait for the
-// second.
-ffi::Error after(cudaStream_t stream, ffi::AnyBuffer, ffi::AnyBuffer x,
-                 ffi::Result<ffi::AnyBuffer> result) {
-  if (x.untyped_data() == result->untyped_data()) return ffi::Error::Success();
-  const cudaError_t copied = cudaMemcpyAsync(result->untyped_data(), x.untyped_data(),
-                                             x.size_bytes(), cudaMemcpyDeviceToDevice, stream);
-  return copied == cudaSuccess ? ffi::Error::Success()
-                               : ffi::Error::Internal(cudaGetErrorString(copied));
-}
-
-XLA_FFI_DEFINE_HANDLER(kAfterHandler, after,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Ret<ffi::AnyBuffer>(),
-                       {ffi::Traits::kCmdBufferCompatible});
-
 XLA_FFI_DEFINE_HANDLER(
     kInstantiateHandler, instantiate_overlapped,
     ffi::Ffi::BindInstantiate().RemainingArgs().RemainingRets().Attrs<OverlappedAttributes>());
@@ -304,7 +285,6 @@ XLA_FFI_DEFINE_HANDLER(
 }  // namespace
 
 void* overlapped_handler() { return reinterpret_cast<void*>(+kOverlappedHandler); }
-void* after_handler() { return reinterpret_cast<void*>(+kAfterHandler); }
 void* overlapped_instantiate_handler() { return reinterpret_cast<void*>(+kInstantiateHandler); }
 
 }  // namespace jax_tcgemm

@@ -3,6 +3,14 @@
 // - All waits of streams are for events that are recorded already. The hosts see to that by two
 //   meetings: no device waits for a peer's copy before the peer has enqueued it. If a peer does not
 //   come, the call fails on the hosts, after a limited time.
+// - So every wait, like the order within a stream, points to work that was enqueued before. Such
+//   waits cannot form a circle, whatever other programs the hosts enqueue in between, and in
+//   whatever order on each device.
+// - XLA's own collectives wait for work that other devices enqueue later. A circle through one of
+//   them takes two programs that the devices run in different orders. Then the meeting fails: XLA
+//   enqueues the programs of a device one after the other, so one device is in the meeting, and the
+//   other one in the other program, before its collectives. A collective before each call, which
+//   would lock the devices for the program, costs 20 to 50 us, and does not make orders agree.
 // - A device enqueues its copies before the products that wait for the copies of others. Copies
 //   wait only for this device's earlier work and for buffers of earlier calls. So the order of
 //   enqueueing is an order in which all can run, even if all streams share one hardware queue

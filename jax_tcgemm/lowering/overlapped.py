@@ -59,17 +59,12 @@ class Exchange:
         peers: number of devices in a group.
         role: the position of the divided rows among ``(*batch, m)``.
         number: the number of this device in the program, int32.
-        token: a number that XLA gets from all devices of the group, int32. XLA locks the group
-            while the hosts enqueue a program with such a collective. So no other program with
-            collectives of these devices is enqueued in between, on some devices before a call and
-            on others after it, which could make both wait for ever.
     """
 
     devices: tuple[int, ...]
     peers: int
     role: int
     number: jax.Array
-    token: jax.Array
 
 
 def gathered_product(x: Operands, spec: GemmSpec, exchange: Exchange) -> list[jax.Array] | str:
@@ -210,8 +205,7 @@ def _emitted(
         f"m={whole.m} n={whole.n} k={whole.k}, {exchange.peers} parts by {kind}: {algorithm}, "
         f"config {spec.config or 'by heuristic'}"
     )
-    made = [_after(outputs[0], exchange.token), *outputs[1 : len(results)]]
-    return [output.astype(spec.out_dtype) for output in made]
+    return [output.astype(spec.out_dtype) for output in outputs[: len(results)]]
 
 
 def _local(whole: StridedGemm, part: StridedGemm, kind: str) -> StridedGemm:
@@ -221,17 +215,6 @@ def _local(whole: StridedGemm, part: StridedGemm, kind: str) -> StridedGemm:
     own = "b" if kind == K_OF_B else "a"
     strides = whole.strides._replace(**{own: getattr(part.strides, own)})
     return dataclasses.replace(part, strides=strides)
-
-
-def _after(x: jax.Array, token: jax.Array) -> jax.Array:
-    """Returns ``x`` itself, once there is a token.
-
-    The token's collective runs beside the product. As an operand of the product it would take 20 us
-    before it. The token comes first, because XLA schedules operands in their order.
-    """
-    result = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    call = jax.ffi.ffi_call(_extension.AFTER_TARGET, result, input_output_aliases={1: 0})
-    return call(token, x)
 
 
 def _types(x: Operands, shapes: Operands) -> Operands:

@@ -115,12 +115,9 @@ class Shard:
             names: the names of a result's dimensions.
         """
         groups = self._groups(self.plan.exchanged)
-        number = lax.axis_index(AXIS)
-        # The sum depends on the device, or XLA would compute it without a collective.
-        token = lax.psum(number, AXIS, axis_index_groups=groups)
         numbers = tuple(number for group in groups for number in group)
         role = names.index(self.plan.rows) if self.plan.rows in names else 0
-        return Exchange(numbers, len(groups[0]), role, number, token)
+        return Exchange(numbers, len(groups[0]), role, lax.axis_index(AXIS))
 
     def joined(self, x: jax.Array, names: Sequence[str], join: str) -> jax.Array:
         """Joins the devices' parts of a reduction over dimensions of the result.
