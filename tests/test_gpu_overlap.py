@@ -130,6 +130,22 @@ def test_the_outermost_dimension_of_a_batch(mesh, normal):
     close(program(x, w), jnp.matmul(*wide(x, w)))
 
 
+def test_a_sequence_behind_a_batch(mesh, normal):
+    """The rows of a device do not follow each other in the result, nor in a sum's operand."""
+    x = put(mesh, normal(4, 1024, 256, dtype=BF16), None, "x")
+    w = put(mesh, normal(256, 2048, dtype=BF16) / 16, None, "x")
+    v = put(mesh, normal(2048, 256, dtype=BF16) / 32, "x")
+    c = put(mesh, normal(4, 1024, 2048, dtype=BF16), None, None, "x")
+
+    def ours(x, w, c, v):
+        return gemm(gemm(x, w, c, activation="relu"), v)
+
+    program = compiled(mesh, ours, x, w, c, v, out=P(None, "x"))
+    assert calls(program) == 2
+    a, b, d, e = wide(x, w, c, v)
+    close(program(x, w, c, v), jax.nn.relu(a @ b + d) @ e)
+
+
 SCATTERED = {
     "plain": (gemm, jnp.matmul, ()),
     "bias": (

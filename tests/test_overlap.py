@@ -21,11 +21,14 @@ from sharded_checks import compiled, compiled_gradients, placed
 from sharded_program import Program, mesh_of
 
 from jax_tcgemm import dot_general, export_disabled_checks, gated_gemm, gemm, mlp
-from jax_tcgemm.partitioning import overlap, partitioner
+from jax_tcgemm.lowering import overlapped, reference
+from jax_tcgemm.partitioning import overlap, partitioner, products
 from jax_tcgemm.partitioning.mesh import Devices
 from jax_tcgemm.partitioning.plan import make_plan
+from jax_tcgemm.partitioning.shard import AXIS
 from jax_tcgemm.partitioning.work import GATHER, SCATTER, Array, Work
 from jax_tcgemm.problem.log import print_once
+from jax_tcgemm.problem.spec import flatten
 
 pytestmark = pytest.mark.usefixtures("divided_everywhere")
 
@@ -211,6 +214,46 @@ PROGRAMS = {
 }
 
 
+def _scaled(x, w, c, s):
+    return gemm(x, w, c, row_scale=s, activation="relu")
+
+
+def _scaled_formula(x, w, c, s):
+    return jax.nn.relu(s[..., None] * (x @ w) + c)
+
+
+_BATCH = ((4, 1024, 64), (64, 2048))
+BATCHES = {
+    "gather_rows_of_a_batch": _program(
+        gemm, jnp.matmul, _BATCH, (P(None, "x"), P(None, "x")), P(None, None, "x")
+    ),
+    "gather_rows_of_a_fused_batch": _program(
+        _scaled,
+        _scaled_formula,
+        (*_BATCH, (4, 1024, 2048), (4, 1024)),
+        (P(None, "x"), P(None, "x"), P(None, None, "x"), P()),
+        P(None, None, "x"),
+    ),
+    "gather_and_a_broadcast_addend": _program(
+        _scaled,
+        _scaled_formula,
+        (*_BATCH, (1024, 2048), (4, 1024)),
+        (P(None, "x"), P(None, "x"), P(None, "x"), P()),
+        P(None, None, "x"),
+    ),
+    "scatter_rows_of_a_batch": _program(
+        gemm, jnp.matmul, _BATCH, (P(None, None, "x"), P("x")), P(None, "x")
+    ),
+    "scatter_rows_of_a_fused_batch": _program(
+        _scaled,
+        _scaled_formula,
+        (*_BATCH, (4, 1024, 2048), (4, 1024)),
+        (P(None, None, "x"), P("x"), P(None, "x"), P(None, "x")),
+        P(None, "x"),
+    ),
+}
+
+
 def run(program, mesh, rng, assert_accurate):
     operands = placed(program, mesh, rng)
     ours, theirs = (compiled(f, program, mesh, operands) for f in (program.ours, program.theirs))
@@ -232,6 +275,52 @@ def test_results(name, rng, programs, assert_accurate):
     assert attribute(on_gpus, "group_size") == "4"
     # The mesh has a second axis, so there are two groups.
     assert attribute(on_gpus, "devices") == "dense<[0, 2, 4, 6, 1, 3, 5, 7]>"
+
+
+@pytest.fixture
+def emulated(monkeypatch):
+    """Makes CPU devices run the programs of GPUs, with calls that use XLA's collectives."""
+    kinds = []
+
+    def called(x, spec, exchange, kind, whole, part):
+        del whole
+        kinds.append(kind)
+        groups = np.reshape(exchange.devices, (-1, exchange.peers)).tolist()
+        share = {"axis_index_groups": groups, "tiled": True}
+        outer = [x.a.shape[axis] for axis in spec.axes.a[: exchange.role]]
+        assert all(extent == 1 for extent in outer), "rows of a device that are not together"
+        if kind == overlapped.ROWS_OF_D:
+            (d,) = reference.reference_gemm(*flatten(x), spec=spec)
+            return [jax.lax.psum_scatter(d, AXIS, scatter_dimension=exchange.role, **share)]
+        name = "b" if kind == overlapped.K_OF_B else "a"
+        along = {overlapped.ROWS_OF_A: exchange.role, overlapped.K_OF_A: -1}.get(kind, -2)
+        axis = getattr(spec.axes, name)[along]
+        assert getattr(x, name).shape == getattr(part, name)
+        whole = jax.lax.all_gather(getattr(x, name), AXIS, axis=axis, **share)
+        return reference.reference_gemm(*flatten(x._replace(**{name: whole})), spec=spec)
+
+    monkeypatch.setattr(overlapped, "_called", called)
+    monkeypatch.setattr(products, "_PLATFORMS", ("cpu",))
+    partitioner._DIVISIONS.clear()
+    yield kinds
+    partitioner._DIVISIONS.clear()
+
+
+@pytest.mark.usefixtures("small_products")
+@pytest.mark.parametrize("name", [*PROGRAMS, *BATCHES])
+def test_calls_get_the_rows_of_each_device_together(name, rng, emulated, assert_accurate):
+    program = BATCHES[name] if name in BATCHES else PROGRAMS[name][0]
+    run(program, mesh_of((4, 2)), rng, assert_accurate)
+    assert len(emulated) == 1
+
+
+@pytest.mark.usefixtures("small_products")
+@pytest.mark.parametrize("name", BATCHES)
+def test_programs_of_batches(name, rng, programs, assert_accurate):
+    run(BATCHES[name], mesh_of((4, 2)), rng, assert_accurate)
+    (on_gpus,) = programs
+    assert on_gpus.count(f"@{CALL}") == 1
+    assert attribute(on_gpus, "m") == "1024"
 
 
 @pytest.mark.usefixtures("small_products")

@@ -1,6 +1,7 @@
 #include "overlap/meeting.h"
 
 #include <chrono>
+#include <cmath>
 #include <cstdlib>
 #include <map>
 #include <mutex>
@@ -55,8 +56,7 @@ Status Meeting::join(const MeetingKey& key, int count, int rank, int64_t signatu
     own.fail_locked(own.guests_[rank] != nullptr ? "a device came twice"
                                                  : "the devices came with different calls");
   }
-  JAX_TCGEMM_REQUIRE(!own.failed_,
-                     "the devices of an overlapped product did not meet: ", own.reason_);
+  if (own.failed_) return own.status();
   own.guests_[rank] = guest;
   *meeting = found;
   if (++own.joined_ == own.count_) {
@@ -76,11 +76,15 @@ Status Meeting::wait_for(const int* number, const char* what) {
   std::unique_lock<std::mutex> lock(mutex);
   const bool is_done = changed_.wait_for(lock, limit, [&] { return failed_ || *number == count_; });
   if (!is_done) {
-    fail_locked("after " + std::to_string(meeting_seconds()) + " s only " +
-                std::to_string(*number) + " of " + std::to_string(count_) + " devices did " + what +
+    fail_locked("after " + std::to_string(std::lround(meeting_seconds())) + " s, only " +
+                std::to_string(*number) + " of " + std::to_string(count_) + " devices " + what +
                 "; JAX_TCGEMM_OVERLAP_SECONDS sets the limit, JAX_TCGEMM_OVERLAP=off avoids the "
                 "meeting");
   }
+  return status();
+}
+
+Status Meeting::status() const {
   if (!failed_) return Status();
   return Status(Status::Code::kInternal,
                 "jax_tcgemm: the devices of an overlapped product did not meet: " + reason_);

@@ -48,11 +48,11 @@ class Meeting {
   static void refuse(const MeetingKey& key, int count, int64_t signature, const Status& reason);
 
   // Waits until all devices have joined.
-  Status wait_for_guests() { return wait_for(&joined_, "join"); }
+  Status wait_for_guests() { return wait_for(&joined_, "had joined"); }
 
   // Says that this device has enqueued its copies, and waits until all devices have.
   void announce_copies();
-  Status wait_for_copies() { return wait_for(&copied_, "enqueue their copies"); }
+  Status wait_for_copies() { return wait_for(&copied_, "had enqueued their copies"); }
 
   // Makes the waiting devices fail, and those that come later.
   void fail(const Status& reason);
@@ -68,6 +68,7 @@ class Meeting {
   static std::shared_ptr<Meeting>& find(const MeetingKey& key, int count, int64_t signature);
   Status wait_for(const int* number, const char* what);
   void fail_locked(std::string reason);
+  Status status() const;
 
   const int count_;
   int64_t signature_ = 0;

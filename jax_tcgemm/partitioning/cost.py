@@ -139,4 +139,8 @@ def overlapped_share(plan: Plan) -> float:
     # One part is multiplied after the last copy has arrived, or before the first can leave.
     copies = _SLOWER_COPIES * size + work / plan.peers
     together = max(_SLOWER_PARTS * work, copies) + _COLLECTIVES_A_MEETING * _BYTES_A_COLLECTIVE
+    if plan.reorders_rows:
+        array = plan.work.product if plan.gathered else plan.work.operands[0]
+        copied = plan.part_bytes(array, plan.tiling(array, is_factor=True))
+        together += 2 * copied / _BYTES_READ_A_BYTE
     return together / (work + _SLOWER_COLLECTIVES * size + _BYTES_A_COLLECTIVE)

@@ -108,30 +108,22 @@ def overlapped(
 
 
 def _candidate(plan: Plan, operands: Sequence[Tiling]) -> Plan | None:
-    work, name = plan.work, _outermost(plan)
-    summed = plan.summed_digits()
-    if name is None:
-        return None
-    for kind, index in ((GATHER_A, 0), (GATHER_B, 1)):
-        if kind in work.overlaps and not summed:
-            (k,) = work.summed
-            gathered = _gathered(plan, index, operands[index], k)
-            if gathered:
-                return dataclasses.replace(plan, overlap=kind, rows=k, gathered=gathered)
-    if SCATTER in work.overlaps and summed:
-        scattered = dict(plan.scattered)
-        if set(scattered) == {name} and set(scattered[name]) == set(summed):
+    work, summed, scattered = plan.work, plan.summed_digits(), dict(plan.scattered)
+    if summed:
+        (name,) = scattered if len(scattered) == 1 else ("",)
+        if SCATTER in work.overlaps and name in work.rows and set(scattered[name]) == set(summed):
             return dataclasses.replace(plan, overlap=SCATTER, rows=name)
-    if GATHER in work.overlaps and not summed:
-        gathered = _gathered(plan, 0, operands[0], name)
-        if gathered:
-            return dataclasses.replace(plan, overlap=GATHER, rows=name, gathered=gathered)
+        return None
+    for kind, index, names in (
+        (GATHER_A, 0, work.summed),
+        (GATHER_B, 1, work.summed),
+        (GATHER, 0, work.rows),
+    ):
+        for name in names if kind in work.overlaps else ():
+            gathered = _gathered(plan, index, operands[index], name)
+            if gathered:
+                return dataclasses.replace(plan, overlap=kind, rows=name, gathered=gathered)
     return None
-
-
-def _outermost(plan: Plan) -> str | None:
-    """Returns the name whose parts are contiguous rows of the result."""
-    return next((name for name in plan.work.rows if plan.part(name) > 1), None)
 
 
 def _gathered(plan: Plan, index: int, source: Tiling, rows: str) -> Digits:
@@ -162,8 +154,8 @@ def _obstacle(plan: Plan) -> str:
     if work.extents[name] % plan.devices.parts(digits):
         return "the parts have different sizes"
     rows = plan.part(name) // plan.peers
-    for inner in work.rows[work.rows.index(name) + 1 :] if name in work.rows else ():
-        rows *= plan.part(inner)
+    for other in work.rows if name in work.rows else ():
+        rows *= plan.part(other) if other != name else 1
     if rows % ROWS_OF_A_TILE:
         return f"{rows} rows of a part, which is no multiple of {ROWS_OF_A_TILE}"
     if rows < FEWEST_ROWS_OF_A_PART or rows * plan.peers < FEWEST_ROWS:

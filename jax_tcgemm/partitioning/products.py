@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_tcgemm.lowering import overlapped, reference
+from jax_tcgemm.lowering import overlapped, overlapped_rows, reference
 from jax_tcgemm.lowering.devices import program_of
 from jax_tcgemm.lowering.fallback import possible_planes
 from jax_tcgemm.partitioning.rules import Rule
@@ -28,9 +28,12 @@ from jax_tcgemm.problem.log import log
 from jax_tcgemm.problem.spec import GemmSpec, check_config
 from jax_tcgemm.problem.strides import ROLES, Operands
 
+# The platforms with calls that transfer rows beside a product.
+_PLATFORMS = ("cuda",)
+
 # The products that gather an operand, and the operand.
 _GATHERS = {
-    GATHER: (overlapped.gathered_product, "a"),
+    GATHER: (overlapped_rows.gathered_product, "a"),
     GATHER_A: (functools.partial(overlapped.gathered_sum, operand="a"), "a"),
     GATHER_B: (functools.partial(overlapped.gathered_sum, operand="b"), "b"),
 }
@@ -104,7 +107,10 @@ def _overlaps(spec: GemmSpec, types: Sequence[Any]) -> frozenset[str]:
         return frozenset()
     if spec.is_gated:
         return frozenset((GATHER,))
-    along_k = (GATHER_A, GATHER_B) if spec.work == "none" and spec.batch_ndim == 0 else ()
+    # The gradient of a weight. Other operands that are divided along k are weights (FSDP). XLA
+    # gathers those once for several products.
+    contracts_rows = (spec.axes.a, spec.axes.b) == ((1, 0), (0, 1))
+    along_k = (GATHER_A, GATHER_B) if spec.work == "none" and contracts_rows else ()
     return frozenset((GATHER, SCATTER, *along_k))
 
 
@@ -161,7 +167,9 @@ def summed(
     x = x._replace(**factors)
     if shard.plan.overlap == SCATTER:
         product = spec.product(out_dtype=_travelling_dtype(x, spec), config=spec.config_of_products)
-        results = _with_kernels(overlapped.scattered_product, shard, product, Operands(x.a, x.b))
+        results = _with_kernels(
+            overlapped_rows.scattered_product, shard, product, Operands(x.a, x.b)
+        )
         if results is not None:
             return x, results
     products = _products(x, with_local_config(spec, x), bind)
@@ -185,7 +193,7 @@ def _with_kernels(
         spec: the primitive's parameters.
         x: the operands of the device.
     """
-    if shard.call.platform != "cuda":
+    if shard.call.platform not in _PLATFORMS:
         return None
     with program_of(shard.call.devices, runs_here=True):
         results = product(x, with_local_config(spec, x), shard.exchange(result_dims(spec)))

@@ -154,6 +154,13 @@ class Plan:
         return self.devices.parts(self.exchanged)
 
     @property
+    def reorders_rows(self) -> bool:
+        """Whether the rows of a device do not follow each other in the result."""
+        names = self.work.rows
+        outer = names[: names.index(self.rows)] if self.rows in names else ()
+        return any(self.part(name) > 1 for name in outer)
+
+    @property
     def overlapped_bytes(self) -> float:
         """The bytes that each device receives beside the product."""
         gathered = self.work.operands[self.gathered_operand]
