@@ -43,6 +43,9 @@ def release_unused_programs(used_digests: set[str], grace_seconds: float) -> Non
 def loaded_program_count() -> int:
     """Returns the number of epilogues whose kernels are loaded."""
 
+def overlapped_number_reads() -> int:
+    """Returns how often a host has waited for the number of its GPU in a program."""
+
 def reach_each_other(ordinals: list[int]) -> bool:
     """Checks if GPUs can write to each other's memory.
 

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from mps import outer_environment
 
-from jax_tcgemm import dot_general, gated_gemm, gemm, mlp
+from jax_tcgemm import _core, dot_general, gated_gemm, gemm, mlp
 from jax_tcgemm._extension import OVERLAPPED_TARGET
 from jax_tcgemm.partitioning import overlap
 from jax_tcgemm.tools.collectives import collectives
@@ -250,8 +250,64 @@ def test_a_loop_meets_again_in_each_iteration(mesh, normal):
     close(program(*operands), theirs(*wide(*operands)), 3e-2)
 
 
+def test_hosts_wait_for_their_numbers_in_the_first_run(mesh, normal):
+    x, w = (
+        put(mesh, normal(512, 256, dtype=BF16), "x"),
+        put(mesh, normal(256, 1024), None, "x").astype(BF16),
+    )
+    program = compiled(mesh, gemm, x, w, out=P(None, "x"))
+    before = _core.overlapped_number_reads()
+    for _ in range(3):
+        jax.block_until_ready(program(x, w))
+    assert _core.overlapped_number_reads() - before == mesh.size
+
+
+_CACHED = """
+import sys
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax_tcgemm import gemm
+from jax_tcgemm.partitioning import overlap
+
+overlap._LONGEST = float("inf")
+jax.config.update("jax_compilation_cache_dir", sys.argv[1])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+rng = np.random.default_rng(0)
+x, w = rng.standard_normal((2048, 256)), rng.standard_normal((256, 8192))
+programs = []
+for order in (1, -1):
+    devices = jax.devices()[:2][::order]
+    mesh = jax.make_mesh((2,), ("x",), (AxisType.Auto,), devices=devices)
+    args = [
+        jax.device_put(jnp.asarray(value, jnp.bfloat16), NamedSharding(mesh, P(*spec)))
+        for value, spec in ((x, ("x",)), (w, (None, "x")))
+    ]
+    out = NamedSharding(mesh, P(None, "x"))
+    programs.append((jax.jit(gemm, out_shardings=out).lower(*args).compile(), args))
+for program, args in programs * 2:
+    assert "jax_tcgemm_overlapped_v1" in program.as_text()
+    got = np.asarray(program(*args), np.float32)
+    np.testing.assert_allclose(got, x @ w, atol=0.05 * np.abs(x @ w).max())
+print("right")
+"""
+
+
+def test_one_cached_program_for_two_orders_of_devices(tmp_path):
+    """The key of JAX's persistent cache does not cover the order of devices."""
+    mesh_of(2)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", _CACHED, str(tmp_path)],
+        env=outer_environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.stdout.split() == ["right"], done.stderr[-2000:]
+
+
 def test_the_order_of_devices_belongs_to_the_program(normal):
-    """The number of a device is read once for each compiled call."""
     values = normal(512, 256, dtype=BF16), normal(256, 1024, dtype=BF16) / 16
     expected = jnp.matmul(*wide(*values))
     for order in (1, -1, 1):

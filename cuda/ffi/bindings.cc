@@ -241,6 +241,7 @@ bool reach_each_other(const std::vector<int>& ordinals) {
 
 nb::dict registrations() { return nb::dict(); }
 bool reach_each_other(const std::vector<int>&) { return false; }
+int64_t overlapped_number_reads() { return 0; }
 void set_python_compiler(nb::object, nb::object) {}
 bool may_compile_rows() { return false; }
 void release_unused_programs(const std::set<std::string>&, double) {}
@@ -286,6 +287,7 @@ NB_MODULE(_core, module) {
              nb::call_guard<nb::gil_scoped_release>());
   module.def("stopwatch_seconds", &stopwatch_seconds, nb::arg("ordinal"),
              nb::call_guard<nb::gil_scoped_release>());
+  module.def("overlapped_number_reads", &overlapped_number_reads);
   module.def("reach_each_other", &reach_each_other, nb::arg("ordinals"));
   module.def("device_properties", &device_properties, nb::arg("ordinal"));
   module.attr("VECTOR_COLUMNS") = kVectorColumns;

@@ -68,19 +68,35 @@ Status decode_kind(std::string_view name, Kind* kind) {
   return Status();
 }
 
+// The numbers of devices in the programs of calls.
+struct Numbers {
+  std::mutex mutex;
+  std::map<int64_t, int> executables;  // that have a call
+  std::map<std::pair<int64_t, int32_t>, int32_t> known;
+  int64_t reads = 0;
+
+  static Numbers& get() {
+    static auto* const numbers = new Numbers();  // never freed: threads may outlive the interpreter
+    return *numbers;
+  }
+};
+
 // Reads the number of this device in the program, which only the program itself can tell.
 //
-// A call always has the same number on a device: XLA compiles a program for an order of devices. So
-// the host waits for the number once, in the first run. That cannot hang: the peers have enqueued
-// all that comes before this call, or will, without waiting for this device's host.
+// XLA compiles a program for an order of devices, so in one executable a device always has the same
+// number, and the host waits for it once, in the first run. JAX's persistent cache, however, loads
+// an executable again for the same devices in another order. Then several executables have the
+// call, and the host waits for the number in each run.
+//
+// Waiting cannot hang: the peers have enqueued all that comes before this call, or will, without
+// waiting for this device's host.
 Status read_number(int64_t call, int32_t ordinal, const ffi::AnyBuffer& buffer, cudaStream_t stream,
                    int32_t* number) {
-  static std::mutex mutex;
-  static auto* const known = new std::map<std::pair<int64_t, int32_t>, int32_t>();
+  Numbers& numbers = Numbers::get();
   {
-    const std::lock_guard<std::mutex> lock(mutex);
-    const auto found = known->find({call, ordinal});
-    if (found != known->end()) {
+    const std::lock_guard<std::mutex> lock(numbers.mutex);
+    const auto found = numbers.known.find({call, ordinal});
+    if (numbers.executables[call] == 1 && found != numbers.known.end()) {
       *number = found->second;
       return Status();
     }
@@ -89,8 +105,9 @@ Status read_number(int64_t call, int32_t ordinal, const ffi::AnyBuffer& buffer, 
                                         cudaMemcpyDeviceToHost, stream),
                         "the number of device ", ordinal);
   JAX_TCGEMM_CUDA_CHECK(cudaStreamSynchronize(stream), "the number of device ", ordinal);
-  const std::lock_guard<std::mutex> lock(mutex);
-  (*known)[{call, ordinal}] = *number;
+  const std::lock_guard<std::mutex> lock(numbers.mutex);
+  numbers.known[{call, ordinal}] = *number;
+  ++numbers.reads;
   return Status();
 }
 
@@ -263,9 +280,13 @@ ffi::Error overlapped(cudaStream_t stream, int32_t ordinal, ffi::RunId run,
   return as_error(decode_and_run(attributes, operands, results, run.run_id, ordinal, stream));
 }
 
+// XLA calls this once for each executable that it makes or loads.
 ffi::Error instantiate_overlapped(ffi::RemainingArgs, ffi::RemainingRets results,
                                   OverlappedAttributes attributes) {
   static_cast<void>(begin_kernels(attributes.gemm, results));
+  Numbers& numbers = Numbers::get();
+  const std::lock_guard<std::mutex> lock(numbers.mutex);
+  ++numbers.executables[attributes.call];
   return ffi::Error::Success();
 }
 
@@ -283,6 +304,12 @@ XLA_FFI_DEFINE_HANDLER(
     ffi::Ffi::BindInstantiate().RemainingArgs().RemainingRets().Attrs<OverlappedAttributes>());
 
 }  // namespace
+
+int64_t overlapped_number_reads() {
+  Numbers& numbers = Numbers::get();
+  const std::lock_guard<std::mutex> lock(numbers.mutex);
+  return numbers.reads;
+}
 
 void* overlapped_handler() { return reinterpret_cast<void*>(+kOverlappedHandler); }
 void* overlapped_instantiate_handler() { return reinterpret_cast<void*>(+kInstantiateHandler); }

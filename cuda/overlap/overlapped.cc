@@ -121,9 +121,12 @@ class Visit {
     return Status();
   }
 
-  // Passes a status on; an error makes the peers fail.
+  // Passes a status on. An error makes the peers fail; what XLA does next waits for the copies that
+  // this device has enqueued.
   Status checked(Status status) {
-    if (!status.ok() && meeting_ != nullptr) meeting_->fail(status);
+    if (status.ok()) return status;
+    meeting_->fail(status);
+    for (const cudaEvent_t event : own().copied) static_cast<void>(wait(stream_, event));
     return status;
   }
 

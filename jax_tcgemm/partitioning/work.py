@@ -155,7 +155,7 @@ class Plan:
 
     @property
     def reorders_rows(self) -> bool:
-        """Whether the rows of a device do not follow each other in the result."""
+        """True if the rows of a device do not follow each other in the result."""
         names = self.work.rows
         outer = names[: names.index(self.rows)] if self.rows in names else ()
         return any(self.part(name) > 1 for name in outer)
