@@ -44,6 +44,9 @@ constexpr int kPassValues = 8;
 constexpr int kPassRows = 64;
 constexpr int kPassColumns = 32 * kPassValues;
 
+// The most devices among which an overlapped product divides its rows.
+constexpr int kMostPeers = 8;
+
 }  // namespace jax_tcgemm
 
 #endif  // JAX_TCGEMM_SHARED_LIMITS_H_

@@ -13,6 +13,7 @@ MAX_COMPILED_OPERANDS: int
 MAX_COMPILED_RESULTS: int
 SCALE_BLOCK: int
 PASS_BLOCK: tuple[int, int]
+MOST_PEERS: int
 
 def registrations() -> dict[str, object]: ...
 def kernel_names() -> list[str]: ...
@@ -41,6 +42,16 @@ def release_unused_programs(used_digests: set[str], grace_seconds: float) -> Non
 
 def loaded_program_count() -> int:
     """Returns the number of epilogues whose kernels are loaded."""
+
+def overlapped_number_reads() -> int:
+    """Returns how often a host has waited for the number of its GPU in a program."""
+
+def reach_each_other(ordinals: list[int]) -> bool:
+    """Checks if GPUs can write to each other's memory.
+
+    Args:
+        ordinals: the GPUs' ordinals.
+    """
 
 def configure_gate(ordinal: int, gate: int, config: str) -> None:
     """Sets the configuration that calls with ``config=MEASURED`` use behind a gate."""

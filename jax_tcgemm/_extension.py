@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pathlib
 
 import jax
@@ -29,6 +30,7 @@ PACKED_RAGGED_TARGET = "jax_tcgemm_packed_ragged_v1"
 PACKED_FUNCTION_TARGET = "jax_tcgemm_packed_function_v1"
 UNPACK_TARGET = "jax_tcgemm_unpack_v1"
 TRANSPOSE_TARGET = "jax_tcgemm_transpose_v1"
+OVERLAPPED_TARGET = "jax_tcgemm_overlapped_v1"
 # Only measurements use this target; no program of a user contains it.
 MARK_TARGET = "jax_tcgemm_mark_v1"
 TARGETS = (
@@ -42,7 +44,11 @@ TARGETS = (
     PACKED_FUNCTION_TARGET,
     UNPACK_TARGET,
     TRANSPOSE_TARGET,
+    OVERLAPPED_TARGET,
 )
+
+# The most devices among which an overlapped product divides its rows.
+MOST_PEERS: int = _core.MOST_PEERS
 
 BUILT_TARGETS: frozenset[str] = frozenset(_core.registrations())
 KERNEL_NAMES: frozenset[str] = frozenset(_core.kernel_names())
@@ -64,6 +70,12 @@ def check_kernel_names(built: frozenset[str], build_info: dict[str, str]) -> Non
             "jax_tcgemm's compiled extension and its kernel table differ: rebuild (pip install .). "
             f"Only in the extension: {unknown}; only in the table: {missing}."
         )
+
+
+@functools.cache
+def reach_each_other(ordinals: tuple[int, ...]) -> bool:
+    """Checks if GPUs, given by their ordinals, can write to each other's memory."""
+    return _core.reach_each_other(list(ordinals))
 
 
 def is_built_for(capability: tuple[int, ...]) -> bool:

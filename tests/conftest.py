@@ -24,7 +24,7 @@ from jax_tcgemm import Tunings, _compat, _core, _extension
 from jax_tcgemm.kernels import table as kernel_table
 from jax_tcgemm.lowering import devices, fallback, jit_epilogue, jit_pass
 from jax_tcgemm.lowering import gemm as gemm_lowering
-from jax_tcgemm.partitioning import rules
+from jax_tcgemm.partitioning import overlap, rules
 from jax_tcgemm.problem.alignment import split_bytes
 from jax_tcgemm.problem.arithmetic import INPUT_DTYPES
 from jax_tcgemm.problem.strides import Operands, StridedGemm
@@ -93,6 +93,12 @@ def _device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 def divided_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes our rules partition products of sharded programs on CPU devices as well."""
     monkeypatch.setenv(rules.SETTING, "everywhere")
+
+
+@pytest.fixture
+def overlapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets transfers between devices run beside products."""
+    monkeypatch.setenv(overlap.SETTING, "auto")
 
 
 @pytest.fixture

@@ -171,7 +171,7 @@ def test_packed_weights_stay(weights):
         return jax.nn.gelu(gemm(x, p, bias=jnp.ones(N, x.dtype))) @ w
 
     args = weights["x"], pack(weights["signed"]), jnp.ones((N, K), jnp.bfloat16)
-    assert operations(fuse(f), *args)["tcgemm_packed"] == 1
+    assert operations(fuse(f), *args)["tcgemm_packed_function"] == 1
     assert_close(fuse(f)(*args), f(*args))
 
 

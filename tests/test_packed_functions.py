@@ -159,6 +159,52 @@ def test_shard_map(rng):
     )
 
 
+EPILOGUES = {
+    "relu": lambda x, p, u: gemm(x, p, activation="relu"),
+    "silu": lambda x, p, u: gemm(x, p, activation="silu", alpha=2.0),
+    "gated": gated_gemm,
+    "a constant": lambda x, p, u: gemm(
+        x, p, epilogue=lambda z: jnp.where(z > 0, 2 * z, jnp.sin(z))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EPILOGUES)
+def test_gradients_in_and_around_shard_map(rng, name):
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
+    (p, u), _ = weights(rng, 2)
+    x, function = drawn(rng, 4, 64), EPILOGUES[name]
+
+    def loss(x, p, u):
+        return (function(x, p, u).astype(F32) ** 2).sum()
+
+    specs = {"mesh": mesh, "in_specs": (P("x"), P(), P()), "out_specs": P("x")}
+    inside = jax.shard_map(jax.grad(loss), **specs)
+    mapped = jax.shard_map(function, **specs)
+    around = jax.grad(lambda x, p, u: (mapped(x, p, u).astype(F32) ** 2).sum())
+    wanted = wide(jax.grad(loss)(x, p, u))
+    for got in (inside(x, p, u), jax.jit(around)(x, p, u)):
+        np.testing.assert_allclose(wide(got), wanted, atol=2e-2 * np.abs(wanted).max())
+    tangent = jax.jvp(lambda x: mapped(x, p, u), (x,), (x,))[1]
+    expected = jax.jvp(lambda x: function(x, p, u), (x,), (x,))[1]
+    np.testing.assert_allclose(wide(tangent), wide(expected), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("name", EPILOGUES)
+def test_vmap_over_an_explicitly_sharded_axis(rng, name):
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,))
+    (p, u), _ = weights(rng, 2)
+    x, function = drawn(rng, 4, 3, 64), EPILOGUES[name]
+    expected = jax.vmap(function, (0, None, None))(x, p, u)
+    with jax.set_mesh(mesh):
+        whole = NamedSharding(mesh, P())
+        q, v = (jax.device_put(each, whole) for each in (p, u))
+        mapped = jax.vmap(function, (0, None, None))
+        y = jax.jit(mapped)(jax.device_put(x, NamedSharding(mesh, P("x"))), q, v)
+        assert jax.typeof(y).sharding.spec[0] == "x"
+    np.testing.assert_allclose(wide(y), wide(expected), rtol=0.02, atol=0.02)
+
+
 # Custom calls
 
 CALLS = {
@@ -167,6 +213,12 @@ CALLS = {
     "gated": (lambda x, p, u, r: gated_gemm(x, p, u), 2),
     "mapped rows": (
         lambda x, p, u, r: jax.vmap(lambda x, y: gemm(x, p, residual=y, bias=r[0, 0]))(x, r),
+        1,
+    ),
+    "a vector each": (
+        lambda x, p, u, r: jax.vmap(lambda x, y: gemm(x[None], p, residual=y[None])[0])(
+            x.reshape(6, 256), r.reshape(6, 64)
+        ),
         1,
     ),
     "two results": (lambda x, p, u, r: gemm(x, p, epilogue=lambda z: (z, jnp.sin(z))), 1),

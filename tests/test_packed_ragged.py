@@ -78,6 +78,16 @@ def test_errors():
         gated_ragged_dot(x, p, other, sizes)
 
 
+def test_no_groups(rng):
+    p = pack(weight(rng, "int4", (0, 64, 10), 32))
+    x, sizes = drawn(rng, 3, 64), jnp.zeros(0, jnp.int32)
+    for options in ({}, {"activation": "gelu"}, {"bias": jnp.ones((0, 10), BF16)}):
+        y = ragged_dot(x, p, sizes, **options)
+        assert y.shape == (3, 10)
+        assert not np.any(wide(y))
+    jax.jit(ragged_dot).trace(x, p, sizes).lower(lowering_platforms=("cuda",))
+
+
 def test_transformations(rng):
     q = weight(rng, "int4", (3, 64, 70), 32)
     p, sizes = pack(q), jnp.array([2, 0, 3])
@@ -217,3 +227,15 @@ def test_custom_calls(rng, m, count, target):
         row = kernels.choose_ragged(4, (m, 70, 256), 128, count)
         expected |= dataclasses.asdict(row)
         assert {name: own[0][name] for name in expected} == expected
+
+
+@pytest.mark.usefixtures("all_kernels")
+def test_a_gradient_multiplies_operands_of_one_type(rng):
+    if _extension.RAGGED_DOT_TARGET not in _core.registrations():
+        pytest.skip("no kernels were built")
+    q = weight(rng, "int4", (2, 256, 128), 128)
+    operands = drawn(rng, 200, 256), pack(q), jnp.ones(2, jnp.int32)
+    loss = lambda *a: ragged_dot(*a, activation="silu").astype(jnp.float32).sum()  # noqa: E731
+    lowered = jax.jit(jax.grad(loss)).trace(*operands).lower(lowering_platforms=("cuda",))
+    names = [name for name, *_ in calls_of(lowered.compiler_ir("stablehlo"))]
+    assert names.count(_extension.RAGGED_DOT_TARGET) == 1

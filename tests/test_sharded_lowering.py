@@ -114,7 +114,7 @@ def part(function, *operands, out=None, platform="cuda"):
         lambda x: x.sharding._to_xla_hlo_sharding(x.ndim),
     )
     wanted = NamedSharding(mesh_of(4), out or P())._to_xla_hlo_sharding(result.ndim)
-    (module, *_), _ = partitioner.divide(
+    (module, *_), *_ = partitioner.divide(
         [shape(x) for x in args],
         [sharding(x) for x in args],
         shape(result),

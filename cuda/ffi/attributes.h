@@ -45,34 +45,37 @@ struct GemmAttributes {
 
 }  // namespace jax_tcgemm
 
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
-    ::jax_tcgemm::GemmAttributes, ::xla::ffi::StructMember<int64_t>("m"),
-    ::xla::ffi::StructMember<int64_t>("n"), ::xla::ffi::StructMember<int64_t>("k"),
-    ::xla::ffi::StructMember<int64_t>("padding_bytes"),
-    ::xla::ffi::StructMember<int64_t>("b2_offset"),
-    ::xla::ffi::StructMember<::jax_tcgemm::Strides>("batch_shape"),
-    ::xla::ffi::StructMember<::jax_tcgemm::Strides>("a_strides"),
-    ::xla::ffi::StructMember<::jax_tcgemm::Strides>("b_strides"),
-    ::xla::ffi::StructMember<::jax_tcgemm::Strides>("c_strides"),
-    ::xla::ffi::StructMember<::jax_tcgemm::Strides>("bias_strides"),
-    ::xla::ffi::StructMember<::jax_tcgemm::Strides>("bias2_strides"),
-    ::xla::ffi::StructMember<::jax_tcgemm::Strides>("alpha_strides"),
-    ::xla::ffi::StructMember<::jax_tcgemm::Strides>("beta_strides"),
-    ::xla::ffi::StructMember<::jax_tcgemm::Strides>("row_scale_strides"),
-    ::xla::ffi::StructMember<::jax_tcgemm::Strides>("column_scale_strides"),
-    ::xla::ffi::StructMember<bool>("has_c"), ::xla::ffi::StructMember<bool>("has_bias"),
-    ::xla::ffi::StructMember<bool>("has_alpha"), ::xla::ffi::StructMember<bool>("has_beta"),
-    ::xla::ffi::StructMember<bool>("has_row_scale"),
-    ::xla::ffi::StructMember<bool>("has_column_scale"), ::xla::ffi::StructMember<bool>("has_b2"),
-    ::xla::ffi::StructMember<bool>("has_bias2"), ::xla::ffi::StructMember<bool>("has_c2"),
-    ::xla::ffi::StructMember<bool>("has_aux"), ::xla::ffi::StructMember<bool>("has_workspace"),
-    ::xla::ffi::StructMember<bool>("gated"), ::xla::ffi::StructMember<bool>("beside_collectives"),
-    ::xla::ffi::StructMember<bool>("pairs_of_b"), ::xla::ffi::StructMember<float>("alpha"),
-    ::xla::ffi::StructMember<float>("beta"), ::xla::ffi::StructMember<float>("activation_p0"),
-    ::xla::ffi::StructMember<float>("activation_p1"),
-    ::xla::ffi::StructMember<std::string_view>("activation"),
-    ::xla::ffi::StructMember<std::string_view>("c_role"),
-    ::xla::ffi::StructMember<std::string_view>("algorithm"),
-    ::xla::ffi::StructMember<std::string_view>("config"));
+// The members of GemmAttributes, in their order, for this and for calls with further attributes.
+#define JAX_TCGEMM_GEMM_MEMBERS                                                                   \
+  ::xla::ffi::StructMember<int64_t>("m"), ::xla::ffi::StructMember<int64_t>("n"),                 \
+      ::xla::ffi::StructMember<int64_t>("k"), ::xla::ffi::StructMember<int64_t>("padding_bytes"), \
+      ::xla::ffi::StructMember<int64_t>("b2_offset"),                                             \
+      ::xla::ffi::StructMember<::jax_tcgemm::Strides>("batch_shape"),                             \
+      ::xla::ffi::StructMember<::jax_tcgemm::Strides>("a_strides"),                               \
+      ::xla::ffi::StructMember<::jax_tcgemm::Strides>("b_strides"),                               \
+      ::xla::ffi::StructMember<::jax_tcgemm::Strides>("c_strides"),                               \
+      ::xla::ffi::StructMember<::jax_tcgemm::Strides>("bias_strides"),                            \
+      ::xla::ffi::StructMember<::jax_tcgemm::Strides>("bias2_strides"),                           \
+      ::xla::ffi::StructMember<::jax_tcgemm::Strides>("alpha_strides"),                           \
+      ::xla::ffi::StructMember<::jax_tcgemm::Strides>("beta_strides"),                            \
+      ::xla::ffi::StructMember<::jax_tcgemm::Strides>("row_scale_strides"),                       \
+      ::xla::ffi::StructMember<::jax_tcgemm::Strides>("column_scale_strides"),                    \
+      ::xla::ffi::StructMember<bool>("has_c"), ::xla::ffi::StructMember<bool>("has_bias"),        \
+      ::xla::ffi::StructMember<bool>("has_alpha"), ::xla::ffi::StructMember<bool>("has_beta"),    \
+      ::xla::ffi::StructMember<bool>("has_row_scale"),                                            \
+      ::xla::ffi::StructMember<bool>("has_column_scale"),                                         \
+      ::xla::ffi::StructMember<bool>("has_b2"), ::xla::ffi::StructMember<bool>("has_bias2"),      \
+      ::xla::ffi::StructMember<bool>("has_c2"), ::xla::ffi::StructMember<bool>("has_aux"),        \
+      ::xla::ffi::StructMember<bool>("has_workspace"), ::xla::ffi::StructMember<bool>("gated"),   \
+      ::xla::ffi::StructMember<bool>("beside_collectives"),                                       \
+      ::xla::ffi::StructMember<bool>("pairs_of_b"), ::xla::ffi::StructMember<float>("alpha"),     \
+      ::xla::ffi::StructMember<float>("beta"), ::xla::ffi::StructMember<float>("activation_p0"),  \
+      ::xla::ffi::StructMember<float>("activation_p1"),                                           \
+      ::xla::ffi::StructMember<std::string_view>("activation"),                                   \
+      ::xla::ffi::StructMember<std::string_view>("c_role"),                                       \
+      ::xla::ffi::StructMember<std::string_view>("algorithm"),                                    \
+      ::xla::ffi::StructMember<std::string_view>("config")
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_tcgemm::GemmAttributes, JAX_TCGEMM_GEMM_MEMBERS);
 
 #endif  // JAX_TCGEMM_FFI_ATTRIBUTES_H_

@@ -155,6 +155,8 @@ nb::dict registrations() {
       stages(packed_ragged_instantiate_handler(), packed_ragged_handler());
   result["jax_tcgemm_packed_function_v1"] =
       stages(packed_function_instantiate_handler(), packed_function_handler());
+  result["jax_tcgemm_overlapped_v1"] =
+      stages(overlapped_instantiate_handler(), overlapped_handler());
   result["jax_tcgemm_unpack_v1"] = stages(unpack_instantiate_handler(), unpack_handler());
   return result;
 }
@@ -224,9 +226,26 @@ nb::dict device_properties(int ordinal) {
   return result;
 }
 
+// See _core.pyi.
+bool reach_each_other(const std::vector<int>& ordinals) {
+  for (const int from : ordinals) {
+    for (const int to : ordinals) {
+      int can = from == to;
+      if (from != to && cudaDeviceCanAccessPeer(&can, from, to) != cudaSuccess) {
+        cudaGetLastError();
+        return false;
+      }
+      if (can == 0) return false;
+    }
+  }
+  return true;
+}
+
 #else
 
 nb::dict registrations() { return nb::dict(); }
+bool reach_each_other(const std::vector<int>&) { return false; }
+int64_t overlapped_number_reads() { return 0; }
 void set_python_compiler(nb::object, nb::object) {}
 bool may_compile_rows() { return false; }
 void release_unused_programs(const std::set<std::string>&, double) {}
@@ -272,6 +291,8 @@ NB_MODULE(_core, module) {
              nb::call_guard<nb::gil_scoped_release>());
   module.def("stopwatch_seconds", &stopwatch_seconds, nb::arg("ordinal"),
              nb::call_guard<nb::gil_scoped_release>());
+  module.def("overlapped_number_reads", &overlapped_number_reads);
+  module.def("reach_each_other", &reach_each_other, nb::arg("ordinals"));
   module.def("device_properties", &device_properties, nb::arg("ordinal"));
   module.attr("VECTOR_COLUMNS") = kVectorColumns;
   module.attr("FIXUP_FLAG_BYTES") = kFixupFlagBytes;
@@ -281,6 +302,7 @@ NB_MODULE(_core, module) {
   module.attr("MAX_COMPILED_OPERANDS") = kMaxCompiledOperands;
   module.attr("MAX_COMPILED_RESULTS") = kMaxCompiledResults;
   module.attr("SCALE_BLOCK") = kScaleBlock;
+  module.attr("MOST_PEERS") = kMostPeers;
   module.attr("PASS_BLOCK") = nb::make_tuple(kPassRows, kPassColumns);
   module.def("rank_configs", &rank_configs, nb::arg("problem"), nb::arg("dense_splits") = false,
              nb::arg("warp_bytes") = 0);

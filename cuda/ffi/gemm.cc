@@ -18,6 +18,7 @@
 #include "ffi/algorithm_names.h"
 #include "ffi/attributes.h"
 #include "ffi/element_types.h"
+#include "ffi/gemm.h"
 #include "ffi/operands.h"
 #include "ffi/stopwatch.h"
 #include "gemm_params.h"
@@ -124,9 +125,39 @@ Status expect_epilogue(const GemmAttributes& at, ffi::RemainingRets& results,
   return decode_activation(at.activation, &epilogue->activation);
 }
 
-// Begins to compile kernels for the process's current GPU. For another kind of GPU the first run
-// compiles them.
-Status decode_and_begin(const GemmAttributes& at, ffi::RemainingRets& results) {
+// Compiles kernels that the build lacks side by side, until the first of them is needed. If the
+// call has an error, its execution will report it.
+ffi::Error instantiate_gemm(ffi::RemainingArgs, ffi::RemainingRets results,
+                            GemmAttributes attributes) {
+  static_cast<void>(begin_kernels(attributes, results));
+  return ffi::Error::Success();
+}
+
+ffi::Error gemm(cudaStream_t stream, int32_t ordinal, ffi::RemainingArgs operands,
+                ffi::RemainingRets results, GemmAttributes attributes) {
+  return as_error(decode_and_run({attributes, operands, results}, ordinal, stream));
+}
+
+// Capturable into a CUDA graph: the handler only enqueues kernels.
+XLA_FFI_DEFINE_HANDLER(kGemmHandler, gemm,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .Ctx<ffi::DeviceOrdinal>()
+                           .RemainingArgs()
+                           .RemainingRets()
+                           .Attrs<GemmAttributes>(),
+                       {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER(
+    kInstantiateHandler, instantiate_gemm,
+    ffi::Ffi::BindInstantiate().RemainingArgs().RemainingRets().Attrs<GemmAttributes>());
+
+#define JAX_TCGEMM_STRING(x) #x
+#define JAX_TCGEMM_VALUE(x) JAX_TCGEMM_STRING(x)
+
+}  // namespace
+
+Status begin_kernels(const GemmAttributes& at, ffi::RemainingRets& results) {
   const auto algorithm = algorithm_from_name(at.algorithm);
   if (is_measured(at.config)) return Status();
   int ordinal = 0;
@@ -154,38 +185,6 @@ Status decode_and_begin(const GemmAttributes& at, ffi::RemainingRets& results) {
   begin_gemm(problem, *device);
   return Status();
 }
-
-// Compiles kernels that the build lacks side by side, until the first of them is needed. If the
-// call has an error, its execution will report it.
-ffi::Error instantiate_gemm(ffi::RemainingArgs, ffi::RemainingRets results,
-                            GemmAttributes attributes) {
-  static_cast<void>(decode_and_begin(attributes, results));
-  return ffi::Error::Success();
-}
-
-ffi::Error gemm(cudaStream_t stream, int32_t ordinal, ffi::RemainingArgs operands,
-                ffi::RemainingRets results, GemmAttributes attributes) {
-  return as_error(decode_and_run({attributes, operands, results}, ordinal, stream));
-}
-
-// Capturable into a CUDA graph: the handler only enqueues kernels.
-XLA_FFI_DEFINE_HANDLER(kGemmHandler, gemm,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .Ctx<ffi::DeviceOrdinal>()
-                           .RemainingArgs()
-                           .RemainingRets()
-                           .Attrs<GemmAttributes>(),
-                       {ffi::Traits::kCmdBufferCompatible});
-
-XLA_FFI_DEFINE_HANDLER(
-    kInstantiateHandler, instantiate_gemm,
-    ffi::Ffi::BindInstantiate().RemainingArgs().RemainingRets().Attrs<GemmAttributes>());
-
-#define JAX_TCGEMM_STRING(x) #x
-#define JAX_TCGEMM_VALUE(x) JAX_TCGEMM_STRING(x)
-
-}  // namespace
 
 void* gemm_handler() { return reinterpret_cast<void*>(+kGemmHandler); }
 void* gemm_instantiate_handler() { return reinterpret_cast<void*>(+kInstantiateHandler); }

@@ -3,6 +3,8 @@
 #ifndef JAX_TCGEMM_FFI_HANDLERS_H_
 #define JAX_TCGEMM_FFI_HANDLERS_H_
 
+#include <cstdint>
+
 namespace jax_tcgemm {
 
 // Each returns an XLA_FFI_Handler*. The first four are for the stages of the targets
@@ -32,6 +34,12 @@ void* packed_function_instantiate_handler();
 // The stages of jax_tcgemm_unpack_v1.
 void* unpack_handler();
 void* unpack_instantiate_handler();
+
+// The stages of jax_tcgemm_overlapped_v1.
+void* overlapped_handler();
+void* overlapped_instantiate_handler();
+// Returns how often a host has waited for the number of its device in a program.
+int64_t overlapped_number_reads();
 
 // Returns "major.minor" of the XLA FFI headers of the build.
 const char* xla_ffi_api_version();

@@ -270,6 +270,11 @@ def runs_here(context: Any) -> bool:
     return module.backend is None or module.backend in own
 
 
+def is_exported(context: Any) -> bool:
+    """Returns true if a lowering rule lowers a program for ``jax.export``."""
+    return context.module_context.lowering_parameters.for_export
+
+
 def is_profiling() -> bool:
     """Returns true while ``jax.profiler`` records."""
     state: Any = _profiler._profile_state
@@ -285,6 +290,11 @@ def platforms_of(context: Any) -> Sequence[str]:
 def has_manual_axes() -> bool:
     """Returns true if the current trace is inside ``shard_map``."""
     return bool(_mesh.get_abstract_mesh().manual_axes)
+
+
+def has_explicit_axes() -> bool:
+    """Returns true if the mesh of the current trace has explicit axes."""
+    return jax.sharding.AxisType.Explicit in _mesh.get_abstract_mesh().axis_types
 
 
 def no_mesh() -> contextlib.AbstractContextManager[Any]:

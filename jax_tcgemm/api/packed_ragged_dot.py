@@ -64,8 +64,8 @@ def packed_ragged_dot(
     (z,) = packed_ragged.bind(spec, *operands, out_sharding=sharding)
     if epilogue is not None:
         return weight_only.applied([z], epilogue, epilogue_operands, preferred)
-    if not has_rest:
-        return z
+    if not has_rest or rhs.shape[0] == 0:  # without a group, all rows are zero
+        return z.astype(out_dtype)
     of_row, is_inside = groups_of_rows(group_sizes, lhs.shape[0])
     terms = []
     if bias is not None:

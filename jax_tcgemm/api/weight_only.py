@@ -287,7 +287,7 @@ def function_of_products(
     arrays = [y for w in weights for y in (w.values, w.scales)]
     scales = {w.scales.dtype for w in weights}
     typed = [x, *arrays, *(y for y in jax.tree.leaves(tuple(operands)) if hasattr(y, "dtype"))]
-    is_special = _compat.is_sharded(*typed) or _compat.is_unreduced(*typed)
+    is_special = _compat.has_explicit_axes() or _compat.is_unreduced(*typed)
     is_one = len(specs) == len(scales) == 1 and not any(w.batch for w in weights)
     if is_special or not is_one or jnp.dtype(wide) != jnp.float32 or x.ndim < 2:
         products = [product(x, w, wide, config) for w in weights]

@@ -59,7 +59,7 @@ def _emitted(x: Operands, spec: GemmSpec, algorithm: str) -> list[jax.Array]:
     planes = PLANE_PRODUCTS.get(algorithm)
     in_dtype = _FLOAT32 if planes else INPUT_DTYPES[algorithm]
     out_dtype = _FLOAT32 if planes else written_dtype(algorithm, spec.out_dtype)
-    x = _converted(x, in_dtype, out_dtype)
+    x = converted(x, in_dtype, out_dtype)
     shapes = shapes_of(x)
     strided = fold(spec.strided(shapes))
     result = jax.ShapeDtypeStruct(spec.result_shape(shapes), out_dtype)
@@ -114,7 +114,7 @@ def _can_overwrite_c(x: Operands, spec: GemmSpec, result: jax.ShapeDtypeStruct) 
     return x.c.dtype == result.dtype and spec.axes.c == tuple(range(len(result.shape)))
 
 
-def _converted(x: Operands, in_dtype: np.dtype, out_dtype: np.dtype) -> Operands:
+def converted(x: Operands, in_dtype: np.dtype, out_dtype: np.dtype) -> Operands:
     """Converts operands to the element types that the kernels take."""
 
     def convert(name: str, operand: jax.Array | None) -> jax.Array | None:

@@ -23,7 +23,7 @@ from jax_tcgemm.problem.arithmetic import (
 )
 from jax_tcgemm.problem.epilogue import Epilogue
 from jax_tcgemm.problem.log import log
-from jax_tcgemm.problem.spec import GemmSpec
+from jax_tcgemm.problem.spec import GemmSpec, flatten
 from jax_tcgemm.problem.strides import Operands, fold
 from jax_tcgemm.tuning import lookup
 from jax_tcgemm.tuning.entry import problem_key
@@ -83,6 +83,40 @@ def cuda_gemm(*operands: jax.Array, spec: GemmSpec) -> list[jax.Array]:
     if is_short and spec.config is None:
         return _gated_by_products(x, spec, algorithm)
     return custom_call(x, spec, algorithm)
+
+
+def kernel_of(x: Operands, spec: GemmSpec) -> tuple[GemmSpec, str] | str:
+    """Returns how ``cuda_gemm`` computes a gemm by one launch of a kernel.
+
+    Args:
+        x: the types of the operands.
+        spec: the primitive's parameters.
+
+    Returns:
+        ``spec`` with the fastest known configuration, and the algorithm. If ``cuda_gemm`` computes
+        the gemm in another way, it is the reason.
+    """
+    types = (x.a.dtype, x.b.dtype, spec.out_dtype, spec.precision)
+    strict = fallback.is_strict(spec.config)
+    if spec.config == KERNEL:
+        spec = spec.replace(config=None)
+    if complex_product.is_complex(x, spec) or fallback.possible_planes(*types) is not None:
+        return f"{x.a.dtype} is multiplied by several products"
+    algorithm = resolve_algorithm(*types)
+    reason = fallback.no_kernel(algorithm, spec, x)
+    if algorithm is None or reason is not None:
+        return reason or "no kernel"
+    spec, _ = _tuned(flatten(x), spec, algorithm, strict)
+    if spec.config == XLA:
+        return "XLA's product was measured to be faster"
+    reason = None if strict else fallback.slower_than_xla(algorithm, spec, x)
+    if reason is not None:
+        return reason
+    _check_built(spec)
+    is_short = spec.is_gated and fold(spec.strided(shapes_of(x))).m <= _FEW_ROWS
+    if _is_finished_apart(x, spec, algorithm) or (is_short and spec.config is None):
+        return "the kernel lacks the epilogue"
+    return spec, algorithm
 
 
 def _quantized(operands: Sequence[jax.Array], spec: GemmSpec) -> list[jax.Array]:

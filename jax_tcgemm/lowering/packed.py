@@ -22,6 +22,8 @@ from jax_tcgemm.problem.spec import GemmSpec
 from jax_tcgemm.problem.strides import MAX_EXTENT, Operands
 
 _FLOATS = ("bfloat16", "float16", "float32")
+# The reason why no kernel multiplies nothing; no strict call fails for it.
+EMPTY = "an empty operand"
 # The grid has at most this many blocks along its second and third dimension.
 _MOST_BLOCKS = 65535
 # The kernel that dequantizes reads one scale for this many rows of a weight.
@@ -73,7 +75,8 @@ def lower_cuda(
             log(f"{call}: dequantized by a kernel ({found})")
             return _product(x, w, spec)
         reason = w
-    fallback.report(call, reason, strict=fallback.is_strict(spec.config))
+    strict = fallback.is_strict(spec.config) and reason != EMPTY
+    fallback.report(call, reason, strict=strict)
     return reference(x, values, scales, spec=spec)
 
 
@@ -140,8 +143,8 @@ def unfit(x: jax.Array, values: jax.Array, scales: jax.Array, spec: PackedSpec) 
         return f"a left operand of {x.dtype}"
     if scales.dtype.name not in _FLOATS or spec.out_dtype.name not in _FLOATS:
         return f"scales of {scales.dtype}, a result of {spec.out_dtype}"
-    if 0 in (*x.shape, spec.n):
-        return "an empty operand"
+    if 0 in (*x.shape, *values.shape, spec.n):
+        return EMPTY
     if spec.k % TILE:
         return f"k={spec.k} is not a multiple of {TILE}"
     if max(math.prod(x.shape[:-1]), spec.n, spec.k) > MAX_EXTENT:

@@ -78,7 +78,8 @@ def lower_cuda(
             log(f"{call}: dequantized by a kernel ({found})")
             return cuda_dot(x, w, group_sizes, spec=of_dequantized(spec, transpose_rhs=True))
         reason = w
-    fallback.report(call, reason, strict=fallback.is_strict(spec.config))
+    strict = fallback.is_strict(spec.config) and reason != packed.EMPTY
+    fallback.report(call, reason, strict=strict)
     return reference(x, values, scales, group_sizes, spec=spec)
 
 

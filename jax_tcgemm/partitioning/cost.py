@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from jax_tcgemm.partitioning.mesh import Tiling, shared
-from jax_tcgemm.partitioning.work import Array, Plan
+from jax_tcgemm.partitioning.work import SCATTER, Array, Plan
 
 # Operations, and bytes read from memory, in the time that one byte takes to come from another
 # device: 700 TFLOP/s and 4 TB/s of an H200, 400 GB/s of NVLink. _BYTES_A_COLLECTIVE bytes come in
@@ -13,6 +13,14 @@ from jax_tcgemm.partitioning.work import Array, Plan
 _OPERATIONS_A_BYTE = 1750
 _BYTES_READ_A_BYTE = 10
 _BYTES_A_COLLECTIVE = 2**22
+
+# Two and four H200s, if nothing else runs: NCCL's gathers and scatters of large arrays take 2 to 3
+# times as long as counted above, copies beside a product 2.3 times as long, and a product in parts
+# 1.05 times as long as a whole one. The meeting of the devices takes as long as two collectives.
+_SLOWER_COLLECTIVES = 2.5
+_SLOWER_COPIES = 2.3
+_SLOWER_PARTS = 1.05
+_COLLECTIVES_A_MEETING = 2
 
 _Moved = tuple[str, float]
 
@@ -28,12 +36,19 @@ def moves(
         results: the requested tilings of the results, ``None`` if they do not matter.
     """
     each = (
+        *_overlapped(plan),
         *_gathered(plan, operands),
         *_exchanged(plan),
         *_joined(plan),
         *_resharded(plan, results),
     )
     return tuple((what, size) for what, size in each if size)
+
+
+def _overlapped(plan: Plan) -> Iterator[_Moved]:
+    """Yields the transfer beside the product."""
+    if plan.overlap:
+        yield f"{plan.overlap} beside the product in {plan.peers} parts", plan.overlapped_bytes
 
 
 def _gathered(plan: Plan, operands: Sequence[Tiling]) -> Iterator[_Moved]:
@@ -63,7 +78,7 @@ def _joined(plan: Plan) -> Iterator[_Moved]:
         summed = plan.summed_digits(array)
         size = plan.part_bytes(array, plan.tiling(array, is_factor=True))
         is_scattered = bool(beyond) and set(beyond) <= set(summed)
-        if is_scattered:
+        if is_scattered and plan.overlap != SCATTER:
             yield f"reduce-scatter of {array.label}", size * (1 - 1 / scattered)
         parts = plan.devices.parts(summed) // (scattered if is_scattered else 1)
         size /= scattered if is_scattered else 1
@@ -103,3 +118,29 @@ def time(plan: Plan) -> float:
     work = plan.work.operations / parts / _OPERATIONS_A_BYTE
     moved = sum(_BYTES_A_COLLECTIVE + size for _, size in plan.moved)
     return moved + work + read / _BYTES_READ_A_BYTE
+
+
+def overlapped_share(plan: Plan) -> float:
+    """Returns the time of a product with a transfer beside it.
+
+    Args:
+        plan: a plan with a transfer beside the product.
+
+    Returns:
+        The time as a share of that of the transfer and the product, one after the other.
+    """
+    size = plan.overlapped_bytes
+    parts = plan.devices.parts(digit for digits in plan.layout.values() for digit in digits)
+    work = plan.work.operations / parts / _OPERATIONS_A_BYTE
+    if plan.rows in plan.work.summed:
+        # Each part but the first reads and writes the sum in float32.
+        sums = 8 * plan.part_bytes(plan.work.product, plan.result_tilings[0])
+        work += (plan.peers - 1) * sums / plan.work.product.itemsize / _BYTES_READ_A_BYTE
+    # One part is multiplied after the last copy has arrived, or before the first can leave.
+    copies = _SLOWER_COPIES * size + work / plan.peers
+    together = max(_SLOWER_PARTS * work, copies) + _COLLECTIVES_A_MEETING * _BYTES_A_COLLECTIVE
+    if plan.reorders_rows:
+        array = plan.work.product if plan.gathered else plan.work.operands[0]
+        copied = plan.part_bytes(array, plan.tiling(array, is_factor=True))
+        together += 2 * copied / _BYTES_READ_A_BYTE
+    return together / (work + _SLOWER_COLLECTIVES * size + _BYTES_A_COLLECTIVE)

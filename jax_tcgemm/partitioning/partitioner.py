@@ -25,6 +25,7 @@ from jax_tcgemm import _compat
 from jax_tcgemm._compat import partitioner as xla
 from jax_tcgemm.kernels.table import TABLE_DIGEST
 from jax_tcgemm.lowering import fallback
+from jax_tcgemm.partitioning import overlap
 from jax_tcgemm.partitioning.mesh import read_shardings, write_sharding
 from jax_tcgemm.partitioning.plan import make_plan
 from jax_tcgemm.partitioning.rules import REVISION, Call, parameter_classes, rule_of
@@ -45,17 +46,19 @@ def lower(primitive: Primitive, platform: str) -> Callable[..., Any]:
 
     def lowering(context: Any, *values: Any, spec: Any) -> Any:
         rule = rule_of(primitive.name)
+        told = rule.told(spec)
+        work = rule.work(told, context.avals_in)
         call = Call(
             primitive.name,
-            rule.told(spec),
+            told,
             platform,
             *xla.devices_of(context),
             x64=_compat.option("jax_enable_x64"),
             revision=REVISION,
             tunings=remembered(active()),
             kernels=TABLE_DIGEST,
+            against=overlap.obstacle(context, work, platform),
         )
-        work = rule.work(call.spec, context.avals_in)
         return xla.emit_partitioned(
             context,
             values,
@@ -108,7 +111,8 @@ def _planned(
     devices, tilings = read_shardings([*shardings, *result_shardings], ranks, call.group_size)
     work = call.rule.work(call.spec, _types(shapes))
     count = len(shapes)
-    return make_plan(work, devices, tilings[:count], None if wanted is None else tilings[count:])
+    results = None if wanted is None else tilings[count:]
+    return make_plan(work, devices, tilings[:count], results, call.against)
 
 
 _Division = tuple[bytes, list[Any], Any]
@@ -125,7 +129,11 @@ def _partition(
     key = (text, *map(str, (*shapes, *shardings, result, wanted)))
     known = _DIVISIONS.get(key)
     if known is None:
-        known = divide(shapes, shardings, result, wanted, text)
+        division, line, is_reusable = divide(shapes, shardings, result, wanted, text)
+        if not is_reusable:
+            log(line)
+            return division
+        known = division, line
         if len(_DIVISIONS) >= _MOST_DIVISIONS:
             _DIVISIONS.clear()
         _DIVISIONS[key] = known
@@ -136,7 +144,7 @@ def _partition(
 
 def divide(
     shapes: Sequence[Any], shardings: Sequence[Any], result: Any, wanted: Any, text: bytes
-) -> tuple[_Division, str]:
+) -> tuple[_Division, str, bool]:
     """Divides a call among devices.
 
     Args:
@@ -147,8 +155,9 @@ def divide(
         text: parameters of the call.
 
     Returns:
-        The division and a log line about it. The division is the serialized program of one device,
-        the shardings of its operands, and the sharding of its result.
+        The division, a log line about it, and whether other calls can have the same division. The
+        division is the serialized program of one device, the shardings of its operands, and the
+        sharding of its result.
     """
     call = _read_call(text)
     plan = _planned(call, shapes, shardings, result, wanted)
@@ -170,7 +179,8 @@ def divide(
     with _own_configuration(call):
         module = xla.program_of_one_device(program, local, AXIS, call.devices, call.platform)
     division = module, operands, _packed(result, results)
-    return division, _described(call, plan, _types(shapes))
+    # A product with a transfer beside it has a number of its own.
+    return division, _described(call, plan, _types(shapes)), not plan.overlap
 
 
 def _infer(shapes: Sequence[Any], shardings: Sequence[Any], result: Any, text: bytes) -> Any:
@@ -234,5 +244,5 @@ def _described(call: Call, plan: Plan, types: Sequence[Any]) -> str:
     moved = ", ".join(f"{what} ({size / 2**20:.3g} MiB)" for what, size in plan.moved)
     return (
         f"{call.primitive} {operands}: on {plan.devices.count} devices, dividing {parts}; "
-        f"{moved or 'no collectives'}"
+        f"{moved or 'no collectives'}" + f"; {plan.note}" * bool(plan.note)
     )

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
+from jax_tcgemm.partitioning import overlap
 from jax_tcgemm.partitioning.cost import moves, time
 from jax_tcgemm.partitioning.mesh import Devices, Digits, Tiling
 from jax_tcgemm.partitioning.work import Plan, Work
@@ -15,7 +16,11 @@ _MOST_LAYOUTS = 4096
 
 
 def make_plan(
-    work: Work, devices: Devices, operands: Sequence[Tiling], results: Sequence[Tiling] | None
+    work: Work,
+    devices: Devices,
+    operands: Sequence[Tiling],
+    results: Sequence[Tiling] | None,
+    against: str = "",
 ) -> Plan:
     """Returns the plan that takes the least time, which is mostly that of transfers.
 
@@ -24,12 +29,13 @@ def make_plan(
         devices: the devices.
         operands: tilings of the operands.
         results: requested tilings of the results, ``None`` if they do not matter.
+        against: why no transfer may run beside the product; empty if it may.
     """
     plans = []
     for layout in _layouts(work, devices, operands, results or ()):
         plan = Plan(work, devices, layout, _scattered(work, devices, layout, results))
         plans.append(dataclasses.replace(plan, moved=moves(plan, operands, results)))
-    return min(plans, key=time)
+    return overlap.overlapped(min(plans, key=time), operands, results, against)
 
 
 def _layouts(

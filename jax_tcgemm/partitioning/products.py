@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_tcgemm.lowering import reference
+from jax_tcgemm.lowering import overlapped, overlapped_rows, reference
+from jax_tcgemm.lowering.devices import program_of
 from jax_tcgemm.lowering.fallback import possible_planes
 from jax_tcgemm.partitioning.rules import Rule
 from jax_tcgemm.partitioning.shard import Shard
-from jax_tcgemm.partitioning.work import Array, Work
+from jax_tcgemm.partitioning.work import GATHER, GATHER_A, GATHER_B, SCATTER, Array, Work
 from jax_tcgemm.problem.arithmetic import (
     accumulator_dtype,
     resolve_algorithm,
@@ -25,6 +27,16 @@ from jax_tcgemm.problem.epilogue import Epilogue
 from jax_tcgemm.problem.log import log
 from jax_tcgemm.problem.spec import GemmSpec, check_config
 from jax_tcgemm.problem.strides import ROLES, Operands
+
+# The platforms with calls that transfer rows beside a product.
+_PLATFORMS = ("cuda",)
+
+# The products that gather an operand, and the operand.
+_GATHERS = {
+    GATHER: (overlapped_rows.gathered_product, "a"),
+    GATHER_A: (functools.partial(overlapped.gathered_sum, operand="a"), "a"),
+    GATHER_B: (functools.partial(overlapped.gathered_sum, operand="b"), "b"),
+}
 
 # The operands that are multiplied; all others belong to the epilogue.
 _FACTORS = ("a", "b", "b2")
@@ -81,7 +93,25 @@ def work(spec: GemmSpec, types: Sequence[Any]) -> Work:
         factors=frozenset(i for i, name in enumerate(spec.operand_names) if name in _FACTORS),
         operations=2.0 * _products_of_elements(spec) * math.prod(extents.values()),
         packed="n" if spec.packed else None,
+        rows=result_dims(spec)[:-1],
+        overlaps=_overlaps(spec, types),
     )
+
+
+def _overlaps(spec: GemmSpec, types: Sequence[Any]) -> frozenset[str]:
+    """Returns the transfers of rows that can run beside the product."""
+    x = spec.unflatten(types)
+    has_batch = any(axis is not None for axis in spec.axes.b[:-2])
+    is_alike = x.a.dtype == x.b.dtype and x.a.dtype.itemsize == 2
+    if has_batch or spec.packed or not is_alike:
+        return frozenset()
+    if spec.is_gated:
+        return frozenset((GATHER,))
+    # The gradient of a weight. Other operands that are divided along k are weights (FSDP). XLA
+    # gathers those once for several products.
+    contracts_rows = (spec.axes.a, spec.axes.b) == ((1, 0), (0, 1))
+    along_k = (GATHER_A, GATHER_B) if spec.work == "none" and contracts_rows else ()
+    return frozenset((GATHER, SCATTER, *along_k))
 
 
 def _products_of_elements(spec: GemmSpec) -> int:
@@ -94,7 +124,15 @@ def _products_of_elements(spec: GemmSpec) -> int:
 def _local(
     shard: Shard, spec: GemmSpec, operands: Sequence[jax.Array], bind: Any
 ) -> list[jax.Array]:
-    x, products = summed(shard, spec, spec.unflatten(operands), bind)
+    x = spec.unflatten(operands)
+    gathers = _GATHERS.get(shard.plan.overlap)
+    if gathers is not None:
+        product, operand = gathers
+        results = _with_kernels(product, shard, spec, x)
+        if results is not None:
+            return results
+        x = x._replace(**{operand: shard.gathered(getattr(x, operand))})
+    x, products = summed(shard, spec, x, bind)
     if products is None:
         return bind(x, with_local_config(spec, x))
     return reference.epilogue(products, x, spec)
@@ -127,6 +165,13 @@ def summed(
         if getattr(x, name) is not None
     }
     x = x._replace(**factors)
+    if shard.plan.overlap == SCATTER:
+        product = spec.product(out_dtype=_travelling_dtype(x, spec), config=spec.config_of_products)
+        results = _with_kernels(
+            overlapped_rows.scattered_product, shard, product, Operands(x.a, x.b)
+        )
+        if results is not None:
+            return x, results
     products = _products(x, with_local_config(spec, x), bind)
     if is_exchanged:
         (both,) = products
@@ -135,6 +180,27 @@ def summed(
         # The split comes before the sum, which may divide the columns of each.
         products = reference.halves(*products)
     return x, [shard.total(product) for product in products]
+
+
+def _with_kernels(
+    product: Callable[..., list[jax.Array] | str], shard: Shard, spec: GemmSpec, x: Operands
+) -> list[jax.Array] | None:
+    """Computes a product with a transfer beside it; ``None`` if XLA has to transfer the rows.
+
+    Args:
+        product: a function of ``lowering.overlapped``.
+        shard: the shard of the device.
+        spec: the primitive's parameters.
+        x: the operands of the device.
+    """
+    if shard.call.platform not in _PLATFORMS:
+        return None
+    with program_of(shard.call.devices, runs_here=True):
+        results = product(x, with_local_config(spec, x), shard.exchange(result_dims(spec)))
+    if isinstance(results, str):
+        log(f"the {shard.plan.overlap} is not overlapped after all: {results}")
+        return None
+    return results
 
 
 def _products(x: Operands, spec: GemmSpec, bind: Any) -> list[jax.Array]:

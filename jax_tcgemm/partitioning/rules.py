@@ -18,7 +18,7 @@ from jax_tcgemm.partitioning.work import Work
 SETTING = "JAX_TCGEMM_PARTITION"
 
 # Raise this with every change of what the rules make of a call.
-REVISION = 1
+REVISION = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +76,7 @@ class Call:
         tunings: digest of the active tunings.
         kernels: digest of the kernel table, of which measured choices name rows. The key covers
             it, too.
+        against: why no transfer may run beside the product; empty if it may.
     """
 
     primitive: str
@@ -87,6 +88,7 @@ class Call:
     revision: int
     tunings: str = ""
     kernels: str = ""
+    against: str = ""
 
     @property
     def rule(self) -> Rule:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_tcgemm.lowering.overlapped import Exchange
 from jax_tcgemm.partitioning.mesh import Digits
 from jax_tcgemm.partitioning.rules import Call
 from jax_tcgemm.partitioning.work import Array, Plan
@@ -95,6 +96,28 @@ class Shard:
                     tiled=True,
                 )
         return lax.psum(x, AXIS, axis_index_groups=self._groups(digits)) if digits else x
+
+    def gathered(self, x: jax.Array) -> jax.Array:
+        """Gathers the operand that the plan leaves divided.
+
+        Args:
+            x: the shard of this device.
+        """
+        plan = self.plan
+        axis = plan.work.operands[plan.gathered_operand].dims.index(plan.rows)
+        groups = self._groups(plan.gathered)
+        return lax.all_gather(x, AXIS, axis=axis, axis_index_groups=groups, tiled=True)
+
+    def exchange(self, names: Sequence[str]) -> Exchange:
+        """Returns the devices that exchange rows beside the product.
+
+        Args:
+            names: the names of a result's dimensions.
+        """
+        groups = self._groups(self.plan.exchanged)
+        numbers = tuple(number for group in groups for number in group)
+        role = names.index(self.plan.rows) if self.plan.rows in names else 0
+        return Exchange(numbers, len(groups[0]), role, lax.axis_index(AXIS))
 
     def joined(self, x: jax.Array, names: Sequence[str], join: str) -> jax.Array:
         """Joins the devices' parts of a reduction over dimensions of the result.

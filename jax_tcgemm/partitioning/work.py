@@ -14,6 +14,10 @@ from collections.abc import Mapping
 
 from jax_tcgemm.partitioning.mesh import Devices, Digits, Tiling
 
+# The transfers that can run beside a product.
+GATHER, SCATTER = "all-gather of a", "reduce-scatter of the result"
+GATHER_A, GATHER_B = "all-gather of a along k", "all-gather of b along k"
+
 
 @dataclasses.dataclass(frozen=True)
 class Array:
@@ -46,6 +50,9 @@ class Work:
         packed: the name along which the second operand holds two extents side by side. It is
             divided into an even number of equal parts, if at all.
         whole: names that are divided into equal parts, if at all.
+        rows: the names of the first operand's rows, the outermost first, if transfers of rows can
+            run beside the product.
+        overlaps: these transfers: some of ``GATHER``, ``SCATTER``, ``GATHER_A`` and ``GATHER_B``.
     """
 
     extents: Mapping[str, int]
@@ -57,6 +64,8 @@ class Work:
     unscattered: frozenset[str] = frozenset()
     packed: str | None = None
     whole: frozenset[str] = frozenset()
+    rows: tuple[str, ...] = ()
+    overlaps: frozenset[str] = frozenset()
 
     @property
     def summed(self) -> tuple[str, ...]:
@@ -79,6 +88,11 @@ class Plan:
         layout: the digits that divide each name in the product.
         scattered: the digits by which the sum divides a name of the result further.
         moved: the transfers in words, and the bytes that each device receives.
+        overlap: the transfer that runs beside the product, or empty.
+        rows: the name whose parts this transfer exchanges.
+        gathered: the digits that divide this name in one operand further than in the product. The
+            program of a device gathers the operand itself.
+        note: why no transfer runs beside the product, if one could.
     """
 
     work: Work
@@ -86,6 +100,10 @@ class Plan:
     layout: Mapping[str, Digits]
     scattered: Mapping[str, Digits]
     moved: tuple[tuple[str, float], ...] = ()
+    overlap: str = ""
+    rows: str = ""
+    gathered: Digits = ()
+    note: str = ""
 
     def tiling(self, array: Array, *, is_factor: bool = False) -> Tiling:
         """Returns the tiling of an array."""
@@ -101,7 +119,14 @@ class Plan:
     def operand_tilings(self) -> list[Tiling]:
         """The tiling of each operand."""
         factors = self.work.factors
-        return [self.tiling(x, is_factor=i in factors) for i, x in enumerate(self.work.operands)]
+        tilings = [self.tiling(x, is_factor=i in factors) for i, x in enumerate(self.work.operands)]
+        if self.gathered:
+            which = self.gathered_operand
+            pairs = zip(self.work.operands[which].dims, tilings[which], strict=True)
+            tilings[which] = tuple(
+                digits + self.gathered if name == self.rows else digits for name, digits in pairs
+            )
+        return tilings
 
     @property
     def result_tilings(self) -> list[Tiling]:
@@ -112,6 +137,35 @@ class Plan:
         """Returns the digits of the devices over which the product, or an array, is a sum."""
         dims = (array or self.work.product).dims
         return tuple(d for name, digits in self.layout.items() if name not in dims for d in digits)
+
+    @property
+    def gathered_operand(self) -> int:
+        """The index of the operand that the program of a device gathers."""
+        return int(self.overlap == GATHER_B)
+
+    @property
+    def exchanged(self) -> Digits:
+        """The digits of the devices that exchange rows beside the product."""
+        return self.gathered or self.scattered[self.rows]
+
+    @property
+    def peers(self) -> int:
+        """The number of devices that exchange rows beside the product."""
+        return self.devices.parts(self.exchanged)
+
+    @property
+    def reorders_rows(self) -> bool:
+        """True if the rows of a device do not follow each other in the result."""
+        names = self.work.rows
+        outer = names[: names.index(self.rows)] if self.rows in names else ()
+        return any(self.part(name) > 1 for name in outer)
+
+    @property
+    def overlapped_bytes(self) -> float:
+        """The bytes that each device receives beside the product."""
+        gathered = self.work.operands[self.gathered_operand]
+        array = gathered if self.gathered else self.work.product
+        return self.part_bytes(array, self.tiling(array, is_factor=True)) * (1 - 1 / self.peers)
 
     def part_bytes(self, array: Array, tiling: Tiling) -> float:
         """Returns the bytes of a device's part of an array with this tiling."""

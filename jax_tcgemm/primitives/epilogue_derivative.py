@@ -19,7 +19,7 @@ from jax.interpreters import partial_eval as pe
 from jax_tcgemm import _compat
 from jax_tcgemm.epilogue import linear
 from jax_tcgemm.epilogue.linear import LinearSpec
-from jax_tcgemm.epilogue.spec import CompiledSpec
+from jax_tcgemm.epilogue.spec import CompiledSpec, PackedFunctionSpec
 from jax_tcgemm.lowering import jit_pass
 from jax_tcgemm.primitives import registration
 
@@ -28,7 +28,7 @@ pullback_p = Primitive("tcgemm_epilogue_pullback")
 
 
 def tangents(
-    spec: CompiledSpec, wide: Any, values: Sequence[Any], slopes: Sequence[Any]
+    spec: CompiledSpec | PackedFunctionSpec, wide: Any, values: Sequence[Any], slopes: Sequence[Any]
 ) -> list[Any]:
     """Returns the tangents of the epilogue's results that are floating-point numbers.
 

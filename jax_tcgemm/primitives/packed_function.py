@@ -1,7 +1,7 @@
 """``packed_function_p``: a function of the products of an array and one or two packed weights.
 
-One kernel computes the products and the function. The rules under transformations are those of the
-products and of the operations of the function, one after the other.
+One kernel computes the products and the function. The products have the rules of ``packed_p`` under
+transformations, and the function those of its operations.
 """
 
 from __future__ import annotations
@@ -13,14 +13,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 from jax.interpreters import partial_eval as pe
 
 from jax_tcgemm import _compat
+from jax_tcgemm._compat import jaxprs
+from jax_tcgemm.epilogue.evaluation import evaluate
+from jax_tcgemm.epilogue.linear import is_smooth
 from jax_tcgemm.epilogue.spec import PackedFunctionSpec
 from jax_tcgemm.lowering import packed_function as lowering
-from jax_tcgemm.primitives import packed, registration
+from jax_tcgemm.primitives import epilogue_derivative, packed, registration
+from jax_tcgemm.primitives.gemm import PREACTIVATION
 
 packed_function_p = Primitive("tcgemm_packed_function")
 packed_function_p.multiple_results = True
@@ -42,7 +47,13 @@ def bind(operands: Sequence[jax.Array], spec: PackedFunctionSpec) -> list[jax.Ar
 
 def composed(*operands: jax.Array, spec: PackedFunctionSpec) -> list[jax.Array]:
     """Computes the products and then the function, in operations of JAX."""
-    return _composed(operands, spec, spec.function)
+    whole = spec.function.differentiable
+
+    def function(*values: Any) -> list[Any]:
+        # Operations are applied anew, so that they may vary over the axes of a `shard_map`.
+        return evaluate(whole.jaxpr, whole.consts, values, kept=jaxprs.CUSTOM_CALLS)
+
+    return _composed(operands, spec, function)
 
 
 def _computed(*operands: jax.Array, spec: PackedFunctionSpec) -> list[jax.Array]:
@@ -65,20 +76,24 @@ def _abstract_eval(*avals: Any, spec: PackedFunctionSpec) -> list[Any]:
 def _jvp(
     primals: Sequence[Any], tangents: Sequence[Any], *, spec: PackedFunctionSpec
 ) -> tuple[list[Any], list[Any]]:
-    """Differentiates the composition by the operands that have a tangent."""
-    moving = [i for i, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
-
-    def of_moving(*values: Any) -> list[Any]:
-        operands = list(primals)
-        for i, value in zip(moving, values, strict=True):
-            operands[i] = value
-        return composed(*operands, spec=spec)
-
-    slopes = [tangents[i] for i in moving]
-    results, moves = jax.jvp(of_moving, [primals[i] for i in moving], slopes)
-    zeros = map(_compat.zero_of, results)
-    pairs = zip(results, moves, zeros, strict=True)
-    return results, [zero if move.dtype == jax.dtypes.float0 else move for _, move, zero in pairs]
+    """Differentiates the function at the products, which the kernel writes as further results."""
+    moves = [None if type(t) is ad.Zero else t for t in tangents]
+    (_, *weights), others = spec.split(primals)
+    (dx, *_), dothers = spec.split(moves)
+    wide = spec.product.out_dtype
+    kept = spec.function.with_residuals(wide)
+    results = bind(primals, dataclasses.replace(spec, function=kept))
+    count = len(spec.function.results)
+    results, saved = results[:count], [checkpoint_name(y, PREACTIVATION) for y in results[count:]]
+    products, masks = saved[: spec.weights], saved[spec.weights :]
+    pairs = zip(weights[::2], weights[1::2], strict=True)
+    dz = [None if dx is None else packed.bind(dx, *each, spec.product) for each in pairs]
+    slopes = [*dz, *dothers, *[None] * len(masks)]
+    if all(slope is None for slope in slopes):  # a weight has no derivative
+        return results, [_compat.zero_of(y) for y in results]
+    values = [*products, *others, *masks]
+    made = iter(epilogue_derivative.tangents(spec, wide, values, slopes))
+    return results, [next(made) if is_smooth(y.dtype) else _compat.zero_of(y) for y in results]
 
 
 def _transpose(

@@ -107,9 +107,12 @@ def _transpose(
     (ct,) = cotangents
     if type(ct) is ad.Zero:
         return [None] * 4
-    w = packed_layout.dequantized(values, scales, spec, x.aval.dtype)
+    dtype = jnp.dtype(x.aval.dtype)
+    w = packed_layout.dequantized(values, scales, spec, dtype)
+    if dtype.itemsize == 2:  # kernels multiply operands of one type
+        ct = ct.astype(dtype)
     product = lowering.of_dequantized(spec, transpose_rhs=True)
-    product = dataclasses.replace(product, out_dtype=jnp.dtype(x.aval.dtype))
+    product = dataclasses.replace(product, out_dtype=dtype)
     return [ragged.dot(product, ct, w, group_sizes)[0], None, None, None]
 
 

@@ -108,7 +108,7 @@ struct PackedProducer {
     const int blocks = blocks_of_weight();
     const int64_t step = static_cast<int64_t>(params.k_tiles) * kConfig.tile_bytes();
     int64_t from = place.weight * params.values_batch + place.row_block * step +
-                   place.begin * kConfig.row_block_bytes();
+                   int64_t{place.begin} * kConfig.row_block_bytes();
     RingPosition<kConfig.stages> at;
 #pragma unroll 1
     for (int i = place.begin; i < place.end; ++i, at.advance()) {

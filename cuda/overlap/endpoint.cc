@@ -1,0 +1,114 @@
+#include "overlap/endpoint.h"
+
+#include <algorithm>
+#include <map>
+#include <string>
+
+namespace jax_tcgemm {
+namespace {
+
+// Buffers grow in such steps, so that calls of similar sizes share them.
+constexpr int64_t kGrain = int64_t{1} << 21;
+
+// Fewer would make every call wait for its predecessor's peers.
+constexpr size_t kFewestSlots = 2;
+
+Status create_event(cudaEvent_t* event) {
+  JAX_TCGEMM_CUDA_CHECK(cudaEventCreateWithFlags(event, cudaEventDisableTiming), "an event");
+  return Status();
+}
+
+}  // namespace
+
+Status Endpoint::of_device(int ordinal, Endpoint** endpoint) {
+  static std::mutex mutex;
+  static auto* const endpoints = new std::map<int, std::unique_ptr<Endpoint>>();
+  const std::lock_guard<std::mutex> lock(mutex);
+  std::unique_ptr<Endpoint>& found = (*endpoints)[ordinal];
+  if (found == nullptr) {
+    auto made = std::make_unique<Endpoint>();
+    made->ordinal_ = ordinal;
+    JAX_TCGEMM_RETURN_IF_ERROR(made->create());
+    found = std::move(made);
+  }
+  *endpoint = found.get();
+  return Status();
+}
+
+Status Endpoint::create() {
+  int lowest = 0, highest = 0;
+  JAX_TCGEMM_CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "priorities");
+  side_.resize(kMostPeers - 1);
+  for (cudaStream_t& stream : side_) {
+    JAX_TCGEMM_CUDA_CHECK(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, highest),
+                          "a stream for copies");
+  }
+  return Status();
+}
+
+Status Endpoint::add_slot() {
+  auto slot = std::make_unique<Slot>();
+  slot->endpoint = this;
+  JAX_TCGEMM_RETURN_IF_ERROR(create_event(&slot->ready));
+  JAX_TCGEMM_RETURN_IF_ERROR(create_event(&slot->released));
+  for (cudaEvent_t& event : slot->part) JAX_TCGEMM_RETURN_IF_ERROR(create_event(&event));
+  for (cudaEvent_t& event : slot->copied) JAX_TCGEMM_RETURN_IF_ERROR(create_event(&event));
+  slots_.insert(slots_.begin(), std::move(slot));
+  return Status();
+}
+
+Status Endpoint::grow(Slot* slot, int64_t bytes) {
+  if (slot->bytes >= bytes) return Status();
+  if (slot->buffer != nullptr) {
+    // All peers have left the slot's last call, and `released` follows their copies.
+    JAX_TCGEMM_CUDA_CHECK(cudaEventSynchronize(slot->released), "waiting for a buffer");
+    JAX_TCGEMM_CUDA_CHECK(cudaFree(slot->buffer), "a buffer of ", slot->bytes, " bytes");
+    slot->buffer = nullptr;
+    slot->bytes = 0;
+  }
+  const int64_t rounded = (bytes + kGrain - 1) / kGrain * kGrain;
+  void* memory = nullptr;
+  const cudaError_t allocated = cudaMalloc(&memory, rounded);
+  if (allocated != cudaSuccess) cudaGetLastError();  // or another library's check would report it
+  JAX_TCGEMM_CUDA_CHECK(
+      allocated, "allocating ", rounded, " bytes on device ", ordinal_,
+      " for overlapped products, outside of the memory that XLA has reserved; set "
+      "JAX_TCGEMM_OVERLAP=off or lower XLA_PYTHON_CLIENT_MEM_FRACTION");
+  slot->buffer = static_cast<char*>(memory);
+  slot->bytes = rounded;
+  return Status();
+}
+
+Status Endpoint::take(int64_t bytes, Slot** slot) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto is_free = [](const auto& each) { return !each->is_busy; };
+  while (slots_.size() < kFewestSlots || std::none_of(slots_.begin(), slots_.end(), is_free)) {
+    JAX_TCGEMM_RETURN_IF_ERROR(add_slot());
+  }
+  const auto found = std::find_if(slots_.begin(), slots_.end(), is_free);
+  JAX_TCGEMM_RETURN_IF_ERROR(grow(found->get(), bytes));
+  (*found)->is_busy = true;
+  *slot = found->get();
+  std::rotate(found, found + 1, slots_.end());  // to the end: the most recently taken
+  return Status();
+}
+
+void Endpoint::give_back(Slot* slot) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  slot->is_busy = false;
+}
+
+Status Endpoint::reach(int peer) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (peer == ordinal_ || reached_.contains(peer)) return Status();
+  const cudaError_t enabled = cudaDeviceEnablePeerAccess(peer, 0);
+  if (enabled == cudaErrorPeerAccessAlreadyEnabled) {
+    cudaGetLastError();
+  } else {
+    JAX_TCGEMM_CUDA_CHECK(enabled, "device ", ordinal_, " cannot reach device ", peer);
+  }
+  reached_.insert(peer);
+  return Status();
+}
+
+}  // namespace jax_tcgemm

@@ -1,0 +1,86 @@
+// The meeting of the devices of one call, on the host: each device has a thread that runs the same
+// program. The threads exchange pointers and wait for one another, for a limited time.
+//
+// A device that does not come (its program failed, or another program runs there) makes the call
+// fail on all devices. Nothing on a device ever waits for a host.
+
+#ifndef JAX_TCGEMM_OVERLAP_MEETING_H_
+#define JAX_TCGEMM_OVERLAP_MEETING_H_
+
+#include <array>
+#include <compare>
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "common/status.h"
+#include "shared_limits.h"
+
+namespace jax_tcgemm {
+
+// The run of a program, a call in it, and a group of devices that exchange data in the call.
+//
+// XLA gives each run of a program its own number, the same on all devices. So two programs, or two
+// runs of one program, never meet. The iterations of a loop come in the same order on all devices:
+// a device's n-th call meets the n-th calls of the others.
+struct MeetingKey {
+  int64_t run;
+  int64_t call;
+  int64_t group;
+
+  auto operator<=>(const MeetingKey&) const = default;
+};
+
+// Returns how long a device waits for the others: JAX_TCGEMM_OVERLAP_SECONDS, by default 60.
+double meeting_seconds();
+
+class Meeting {
+ public:
+  explicit Meeting(int count) : count_(count) {}
+
+  // Enters the meeting of `key` as device `rank`, and starts it if this device is the first.
+  // `signature` has to be the same for all devices. `guest` is what the others get to see.
+  static Status join(const MeetingKey& key, int count, int rank, int64_t signature, void* guest,
+                     std::shared_ptr<Meeting>* meeting);
+
+  // Makes a meeting fail that a device cannot join.
+  static void refuse(const MeetingKey& key, int count, int64_t signature, const Status& reason);
+
+  // Waits until all devices have joined.
+  Status wait_for_guests() { return wait_for(&joined_, "had joined"); }
+
+  // Says that this device has enqueued its copies, and waits until all devices have.
+  void announce_copies();
+  Status wait_for_copies() { return wait_for(&copied_, "had enqueued their copies"); }
+
+  // Makes the waiting devices fail, and those that come later.
+  void fail(const Status& reason);
+
+  // Leaves the meeting; returns true for the last device. No device will use a guest's events after
+  // that.
+  bool leave();
+
+  // Returns the guest of a device that has joined.
+  void* guest(int rank) const { return guests_[rank]; }
+
+ private:
+  static std::shared_ptr<Meeting>& find(const MeetingKey& key, int count, int64_t signature);
+  Status wait_for(const int* number, const char* what);
+  void fail_locked(std::string reason);
+  Status status() const;
+
+  const int count_;
+  int64_t signature_ = 0;
+  int joined_ = 0;
+  int copied_ = 0;
+  int left_ = 0;
+  bool failed_ = false;
+  std::string reason_;
+  std::array<void*, kMostPeers> guests_ = {};
+  std::condition_variable changed_;
+};
+
+}  // namespace jax_tcgemm
+
+#endif  // JAX_TCGEMM_OVERLAP_MEETING_H_
