@@ -22,10 +22,11 @@ def rule(apply: Callable[..., jax.Array]) -> Rule:
     def local(shard: Shard, spec: PackedSpec, *operands: jax.Array) -> list[jax.Array]:
         return _local(shard, spec, operands, apply)
 
-    return Rule(_accepts, _work, local, (PackedSpec,))
+    return Rule(accepts, _work, local, (PackedSpec,))
 
 
-def _accepts(spec: PackedSpec, types: Sequence[Any]) -> bool:
+def accepts(spec: PackedSpec, types: Sequence[Any]) -> bool:
+    """Checks if operands of these types can be divided."""
     del spec
     return types[0].dtype in (jnp.bfloat16, jnp.float16) and all(
         extent > 0 for x in types for extent in x.shape

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jax_tcgemm.partitioning import packed
 from jax_tcgemm.partitioning.ragged import Groups
@@ -24,14 +23,7 @@ def rule(apply: _Apply) -> Rule:
     def local(shard: Shard, spec: PackedSpec, *operands: jax.Array) -> list[jax.Array]:
         return _local(shard, spec, operands, apply)
 
-    return Rule(_accepts, _work, local, (PackedSpec,))
-
-
-def _accepts(spec: PackedSpec, types: Sequence[Any]) -> bool:
-    del spec
-    return types[0].dtype in (jnp.bfloat16, jnp.float16) and all(
-        extent > 0 for x in types for extent in x.shape
-    )
+    return Rule(packed.accepts, _work, local, (PackedSpec,))
 
 
 def _work(spec: PackedSpec, types: Sequence[Any]) -> Work:

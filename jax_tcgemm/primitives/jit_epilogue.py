@@ -169,29 +169,6 @@ def _product_tangents(own: Sequence[Any], down: Sequence[Any], spec: CompiledSpe
     return linear_tangents(x, dx, product.replace(config=None), gemm_primitive.bind)
 
 
-# Transpose
-
-
-def _transpose(
-    cotangents: Sequence[Any], *operands: Any, spec: CompiledSpec
-) -> list[jax.Array | None]:
-    """Transposes the product and the function in the operands in which they are linear.
-
-    A derivative is taken at known values and has its own primitives. This rule is for functions
-    that are transposed directly, for example by ``jax.linear_transpose``.
-    """
-    is_linear = [ad.is_undefined_primal(x) for x in operands]
-    avals = [x.aval for x in operands if ad.is_undefined_primal(x)]
-
-    def of_linear(*values: Any) -> list[Any]:
-        given = iter(values)
-        every = [next(given) if each else x for x, each in zip(operands, is_linear, strict=True)]
-        return composed(*every, spec=spec)
-
-    found = iter(jax.linear_transpose(of_linear, *avals)([*map(ad.instantiate_zeros, cotangents)]))
-    return [next(found) if each else None for each in is_linear]
-
-
 # Batching
 
 
@@ -258,7 +235,7 @@ for _primitive, _rule in (
     _primitive.def_abstract_eval(_abstract_eval)
     pe.dce_rules[_primitive] = _drop_unread
     ad.primitive_jvps[_primitive] = _jvp
-    ad.primitive_transposes[_primitive] = _transpose
+    registration.transpose_composition(_primitive, composed)
     batching.fancy_primitive_batchers[_primitive] = _rule
     registration.lower(
         _primitive,

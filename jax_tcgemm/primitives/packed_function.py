@@ -96,22 +96,6 @@ def _jvp(
     return results, [next(made) if is_smooth(y.dtype) else _compat.zero_of(y) for y in results]
 
 
-def _transpose(
-    cotangents: Sequence[Any], *operands: Any, spec: PackedFunctionSpec
-) -> list[jax.Array | None]:
-    """Transposes the composition in the operands in which it is linear."""
-    is_linear = [ad.is_undefined_primal(x) for x in operands]
-    avals = [x.aval for x in operands if ad.is_undefined_primal(x)]
-
-    def of_linear(*values: Any) -> list[Any]:
-        given = iter(values)
-        every = [next(given) if each else x for x, each in zip(operands, is_linear, strict=True)]
-        return composed(*every, spec=spec)
-
-    found = iter(jax.linear_transpose(of_linear, *avals)([*map(ad.instantiate_zeros, cotangents)]))
-    return [next(found) if each else None for each in is_linear]
-
-
 def _batch(
     axis_data: Any,
     operands: Sequence[Any],
@@ -145,7 +129,7 @@ registration.evaluate_by_jit(packed_function_p, lambda spec: spec.without_rules)
 packed_function_p.def_abstract_eval(_abstract_eval)
 pe.dce_rules[packed_function_p] = _drop_unread
 ad.primitive_jvps[packed_function_p] = _jvp
-ad.primitive_transposes[packed_function_p] = _transpose
+registration.transpose_composition(packed_function_p, composed)
 batching.fancy_primitive_batchers[packed_function_p] = _batch
 # A program that XLA divides has the products, which have rules, and then the function.
 registration.lower(

@@ -170,6 +170,33 @@ def derive_linear(
     ad.primitive_jvps[primitive] = jvp
 
 
+def transpose_composition(primitive: Primitive, composed: Callable[..., Any]) -> None:
+    """Registers the transpose of a primitive in the operands in which it is linear.
+
+    A derivative is taken at known values and has its own primitives. This rule is for functions
+    that are transposed directly, for example by ``jax.linear_transpose``.
+
+    Args:
+        primitive: the primitive.
+        composed: as in ``bind``; the transpose is that of these operations.
+    """
+
+    def transpose(cotangents: Sequence[Any], *operands: Any, spec: Any) -> list[jax.Array | None]:
+        is_linear = [ad.is_undefined_primal(x) for x in operands]
+        avals = [x.aval for x in operands if ad.is_undefined_primal(x)]
+
+        def of_linear(*values: Any) -> list[Any]:
+            given = iter(values)
+            pairs = zip(operands, is_linear, strict=True)
+            return composed(*(next(given) if each else x for x, each in pairs), spec=spec)
+
+        transposed = jax.linear_transpose(of_linear, *avals)
+        found = iter(transposed([*map(ad.instantiate_zeros, cotangents)]))
+        return [next(found) if each else None for each in is_linear]
+
+    ad.primitive_transposes[primitive] = transpose
+
+
 def lower(
     primitive: Primitive,
     *,
