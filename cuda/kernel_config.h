@@ -116,7 +116,7 @@ struct KernelConfig {
   }
 
   // sm90: the blocks that multiply parts of k may also add them up
-  // (sm90/split_k/in_workspace.cuh). Large tiles have too much to exchange (docs/performance.md).
+  // (sm90/split_k/in_workspace.cuh). Large tiles have too much to exchange (lab/README.md).
   constexpr bool has_fixup() const {
     return arch == Arch::kSm90 && schedule == Schedule::kPingpong && !promote && !planes &&
            !gated && !swap_ab && grouped == Grouped::kNone && accumulators() <= 128;

@@ -27,7 +27,7 @@ def _anchor(heading: str) -> str:
 
 
 def _links() -> Iterator[tuple[str, str]]:
-    for page in PAGES:
+    for page in (*PAGES, *ROOT.glob("lab/*.md")):
         text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
         for target, anchor in LINK.findall(text):
             other = (page.parent / target).resolve() if target else page

@@ -17,7 +17,7 @@ OPENING = re.compile(
     r"(?:^|[.:!?]\s+|\n\s*\n\s*|^\s*[-*|]\s+)(?:Of|What|Whose|Whether)\b", re.MULTILINE
 )
 PAGES = sorted(
-    path for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md"))
+    path for folder in (".", "docs", "benchmarks") for path in (ROOT / folder).glob("*.md")
 )
 SOURCES = sorted(
     path

@@ -25,7 +25,7 @@ def folded(m: int, n: int, k: int, layout: str = "nn", batch: int = 1) -> Stride
     return fold(strided_gemm(Operands(a_axes, b_axes), Operands(a, b)))
 
 
-# Times of an H200 in us, ours and XLA's: docs/performance.md.
+# Times of an H200 in us, ours and XLA's: lab/README.md.
 @pytest.mark.parametrize(
     ("problem", "ours", "xla"),
     [

@@ -49,7 +49,7 @@ _FILE_SECONDS = 50.0
 
 
 def _seconds(row, epilogue: str) -> float:
-    """Returns a row's approximate compile time (docs/experiments/calls_and_build.md)."""
+    """Returns a row's approximate compile time (lab/calls_and_build.md)."""
     seconds = {"none": 1.5, "sum": 3.0, "any": 8.0}[epilogue]
     if row.arch == "sm90" and row.arithmetic.k_major:
         return 1.5 * seconds  # a kernel for each layout

@@ -1,5 +1,5 @@
 // The constants were fitted to measurements on H100s, those for 8-bit operands on an H200
-// (docs/performance.md); only their ratios matter.
+// (lab/README.md); only their ratios matter.
 
 #include "dispatch/few_rows_time_model.h"
 

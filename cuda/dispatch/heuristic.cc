@@ -1,6 +1,6 @@
 // Time model of the sm75, sm80 and simt families; for the sm90 family see
 // dispatch/sm90_time_model.cc. The constants were fitted to measurements on an H200
-// (docs/performance.md); only their ratios matter.
+// (lab/README.md); only their ratios matter.
 
 #include "dispatch/heuristic.h"
 
@@ -163,7 +163,7 @@ bool sm90_supports(const KernelConfig& config, const ChoiceInput& input) {
 // Returns true if a float32 result would be less accurate than XLA's, because the tensor cores
 // truncate sums. XLA's kernels truncate them as well. XLA is more accurate in two cases: it adds up
 // parts of k if D has few tiles, and it multiplies few rows without tensor cores. For larger D its
-// error equalled ours at every k that was measured (docs/performance.md). Nobody has measured GPUs
+// error equalled ours at every k that was measured (lab/README.md). Nobody has measured GPUs
 // other than Hopper's.
 bool wants_promotion(const ChoiceInput& input) {
   // The algorithm's name says in which of two ways 8-bit products are added up.

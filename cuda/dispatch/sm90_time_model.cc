@@ -1,4 +1,4 @@
-// The constants were fitted to measurements on H100s and partly on an H200 (docs/performance.md);
+// The constants were fitted to measurements on H100s and partly on an H200 (lab/README.md);
 // only their ratios matter.
 
 #include "dispatch/sm90_time_model.h"

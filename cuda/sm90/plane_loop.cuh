@@ -7,7 +7,7 @@
 // Sums: The products of a k-tile go into one set of accumulators, the smallest first, because the
 //         tensor cores truncate. The loop adds this set to the total in float32 while the next
 //         k-tile is multiplied in another set. In one set, the small products of a second tile
-//         would be truncated relative to the sum over the first (docs/experiments/precision.md).
+//         would be truncated relative to the sum over the first (lab/precision.md).
 // Scaled planes (passes/split_planes.h): The loop scales the sum over one order before it adds the
 //         next order. Only another warpgroup multiplies during that time.
 

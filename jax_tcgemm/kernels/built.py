@@ -3,7 +3,7 @@
 Kernels of other rows are compiled where they are first needed. The build compiles every row of the
 ``sm75`` and ``simt`` families. It also compiles two float16 rows each of ``sm80`` and ``sm90``, for
 systems on which nothing can be compiled. Among the other rows, it compiles those without which
-measured products take longer: docs/experiments/built_rows.md.
+measured products take longer: lab/built_rows.md.
 """
 
 from __future__ import annotations

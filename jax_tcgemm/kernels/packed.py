@@ -1,7 +1,7 @@
 """The kernels for packed weights: which are compiled, and which one computes a product.
 
 ``choose`` knows the sizes alone. The configurations were measured on an H200
-(docs/experiments/packed_weights.md).
+(lab/packed_weights.md).
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ def _one_step(batch: Sequence[tuple[int, int]]) -> int | None:
 
 
 # Up to this many rows of A, kernels read weights in place. Measured on an H200
-# (docs/performance.md).
+# (lab/README.md).
 _FEW_ROWS = 64
 
 

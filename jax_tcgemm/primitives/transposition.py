@@ -151,7 +151,7 @@ def _column_sums(x: jax.Array, bind: Bind) -> jax.Array:
     """Sums a matrix of 16-bit numbers over its rows in float32, and rounds once.
 
     On a GPU, a kernel for few rows computes a product with ones: XLA's reduction reads at a third
-    of the memory bandwidth (docs/performance.md).
+    of the memory bandwidth (lab/README.md).
     """
 
     def by_product(x: jax.Array) -> jax.Array:

@@ -104,7 +104,7 @@ def named_split_bytes(gemm: StridedGemm, splits: int, tile_m: int, tile_n: int) 
 
 
 # From these sizes on, copies cost less than realigning, although they take one more kernel:
-# docs/performance.md. If k is short, the kernel must read an operand often enough.
+# lab/README.md. If k is short, the kernel must read an operand often enough.
 _PADDED_K = 224
 _PADDED_PRODUCTS = 3e7
 _PADDED_READS = 32

@@ -30,12 +30,12 @@ from jax_tcgemm.transforms.transposes import absorb_transposes
 from jax_tcgemm.transforms.wiring import Wiring
 
 # A kernel of two products has at most this many results. With more results, two kernels are faster:
-# the second reads the first one's product (docs/experiments/fusion.md).
+# the second reads the first one's product (lab/fusion.md).
 _MOST_OF_PAIR = 3
 
 # A region is an optimizer's update if at least this many results replace arguments of their type.
 # Kernels do not write results in place, so a step that donates its state would copy each of them.
-# AdamW in the epilogue is not faster than XLA's own kernel (docs/experiments/fusion.md).
+# AdamW in the epilogue is not faster than XLA's own kernel (lab/fusion.md).
 _UPDATES = 2
 
 # At most this many operations of a region follow the product.

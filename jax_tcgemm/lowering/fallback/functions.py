@@ -35,7 +35,7 @@ def unfit_for_functions(gemm: StridedGemm, second_weight: int, itemsize: int) ->
 
 # Up to this many results of all matrices, a separate kernel draws random numbers in less time. In
 # the product's kernel, nothing multiplies while the last tile's numbers are drawn. Measured on an
-# H200 (docs/performance.md).
+# H200 (lab/README.md).
 _FEW_DRAWN = 132 * 128 * 128 * 8
 
 

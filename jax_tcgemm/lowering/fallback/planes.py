@@ -18,20 +18,20 @@ from jax_tcgemm.problem.spec import GemmSpec, with_kernel_layouts
 from jax_tcgemm.problem.strides import MAX_EXTENT, Operands, fold
 
 # Complex products take less time than XLA's own from this many multiplications per matrix of the
-# batch on, and from this many rows, columns and k on. Measured on an H200 (docs/performance.md).
+# batch on, and from this many rows, columns and k on. Measured on an H200 (lab/README.md).
 _PAIR_PRODUCTS = 2**29
 _PAIR_ROWS = 256
 
 # Products of planes take less time than XLA's own product from these numbers per matrix of the
 # batch on: multiplications, results, rows or columns, and k. Measured on an H200
-# (docs/performance.md). With fewer results XLA adds up parts of k, in less time and with less
+# (lab/README.md). With fewer results XLA adds up parts of k, in less time and with less
 # error.
 _PLANE_PRODUCTS = 2**28
 _PLANE_RESULTS = 2**18
 _PLANE_ROWS = 256
 _PLANE_K = 256
 # XLA adds up parts of k if there are fewer results than this. If k is also longer than this, XLA is
-# more accurate than float32 sums over all k-tiles (docs/experiments/precision.md).
+# more accurate than float32 sums over all k-tiles (lab/precision.md).
 _RESULTS_IN_PARTS = 2**20
 _K_IN_PARTS = {
     "BF16_BF16_F32_X6": 4096,

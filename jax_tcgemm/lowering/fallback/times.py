@@ -4,7 +4,7 @@ The kernels copy 16 bytes at a time. So unaligned operands are copied with paddi
 unaligned results leave in parts of rows. For small products that takes longer than the product
 itself, which XLA computes from the operands in place. There are no kernels for few rows of float32,
 and no tiles as small as those of small batches. The figures, from an H200, are in
-``docs/performance.md``. They are for float32 and for bfloat16; float16 is assumed to be like
+``lab/README.md``. They are for float32 and for bfloat16; float16 is assumed to be like
 bfloat16.
 """
 
