@@ -222,7 +222,7 @@ def _exact(problem: Problem, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
         return np.matmul(np.ascontiguousarray(a), np.ascontiguousarray(b))
 
     with np.errstate(over="ignore"):
-        return _formula(problem, arrays, matmul, selftest._ACTIVATIONS[problem.call["activation"]])
+        return _formula(problem, arrays, matmul, resolve(problem.call["activation"]).exact)
 
 
 def _baseline(problem: Problem, on_cpu: bool, arrays: dict[str, jax.Array]) -> jax.Array:

@@ -1,9 +1,10 @@
 """The activations of the fused epilogue.
 
 Each row has the name that users give, the C++ functor of the same role, and the ``jax.numpy``
-function. That function is the lowering on platforms without a kernel, the basis of the derivative
-and the oracle of the tests. Users call a function instead of giving a name for an activation with
-parameters; the function makes the activation from the parameters.
+function. That function is the lowering on platforms without a kernel and the basis of the
+derivative. The self-test and the tests compare both with a formula in float64. Users call a
+function instead of giving a name for an activation with parameters; the function makes the
+activation from the parameters.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_tcgemm.problem.exact import ComparedExactly
 
@@ -38,6 +40,10 @@ class Activation(ComparedExactly):
     def reference(self, x: jax.Array) -> jax.Array:
         """Returns the activation of ``x``, elementwise."""
         return self.function(x, *self.parameters)
+
+    def exact(self, x: np.ndarray) -> np.ndarray:
+        """Returns the activation of a float64 array, elementwise, by a formula of its own."""
+        return _FORMULAS[self.name](x, *self.parameters)
 
     def derivative(self, x: jax.Array) -> jax.Array:
         """Returns the derivative of the activation at ``x``, elementwise."""
@@ -70,6 +76,22 @@ _ROWS = (
     Activation("sigmoid", "Sigmoid", jax.nn.sigmoid),
     Activation("tanh", "Tanh", jnp.tanh),
 )
+
+_erf = np.vectorize(math.erf, otypes=[np.float64])
+
+# Written independently of the rows, so that comparisons with them find mistakes there.
+_FORMULAS: dict[str, Callable[..., np.ndarray]] = {
+    "none": lambda x: x,
+    "relu": lambda x: np.maximum(x, 0),
+    "relu_squared": lambda x: np.maximum(x, 0) ** 2,
+    "gelu": lambda x: x / 2 * (1 + np.tanh((2 / np.pi) ** 0.5 * (x + 0.044715 * x**3))),
+    "gelu_exact": lambda x: x / 2 * (1 + _erf(x / 2**0.5)),
+    "silu": lambda x: x / (1 + np.exp(-x)),
+    "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
+    "tanh": np.tanh,
+    "softcap": lambda x, cap: cap * np.tanh(x / cap),
+    "clip": lambda x, lower, upper: np.minimum(np.maximum(x, lower), upper),
+}
 
 _IDENTITY = Activation("none", "", _identity)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -27,20 +26,6 @@ PROBLEMS_PER_CONFIG = 3
 
 # Without kernels, XLA computes all rows of an algorithm in the same way.
 _PROBLEMS_WITHOUT_KERNELS = 12
-
-_erf = np.vectorize(math.erf, otypes=[np.float64])
-
-# Defined independently of the package's own definitions, so that this check finds mistakes there.
-_ACTIVATIONS: dict[str | None, Callable[[np.ndarray], np.ndarray]] = {
-    None: lambda z: z,
-    "relu": lambda z: np.maximum(z, 0),
-    "relu_squared": lambda z: np.maximum(z, 0) ** 2,
-    "gelu": lambda z: z / 2 * (1 + np.tanh((2 / np.pi) ** 0.5 * (z + 0.044715 * z**3))),
-    "gelu_exact": lambda z: z / 2 * (1 + _erf(z / 2**0.5)),
-    "silu": lambda z: z / (1 + np.exp(-z)),
-    "sigmoid": lambda z: 1 / (1 + np.exp(-z)),
-    "tanh": np.tanh,
-}
 
 
 def _is_gemm(config: kernel_config.KernelConfig) -> bool:
@@ -296,7 +281,8 @@ def check(problem: Problem, *, use_config: bool) -> str | None:
     by_jnp = functools.partial(_by_jnp, problem, on_cpu)
     baseline = jax.jit(by_jnp, compiler_options=options)(**operands)
     exact = {name: None if x is None else _exact(x) for name, x in operands.items()}
-    expected, z = _formula(problem, np.matmul, _ACTIVATIONS[problem.activation], **exact)
+    activate = activations.resolve(problem.activation).exact
+    expected, z = _formula(problem, np.matmul, activate, **exact)
 
     error = np.abs(_exact(got) - expected).max()
     allowed = 2 * np.abs(_exact(baseline) - expected).max()
