@@ -11,8 +11,10 @@ import math
 
 # Extent of a tile of the layout, along n and along k.
 _TILE = 64
+# The rows that a tile may have.
+TOKENS = (8, 16, 32, 64, 128)
 # A cluster has at most this many blocks.
-_MOST_SPLIT = 8
+MOST_SPLIT = 8
 # Number of multiprocessors of a Hopper GPU.
 _SMS = 132
 # With more tiles than this, k is not divided.
@@ -58,6 +60,19 @@ class PackedRow:
         """True if scales multiply the sums, which rounds nothing, and not the weights."""
         return self.tokens <= 16
 
+    def takes(self, group: int, k: int) -> bool:
+        """Checks if the configuration computes products with such groups along ``k``.
+
+        Args:
+            group: number of rows of the weight that share a scale.
+            k: contracted extent.
+        """
+        if self.split_k > -(-k // self.stage_k):
+            return False
+        if self.row_blocks * self.k_blocks >= _MOST_SCALED and group < _LEAST_GROUP_OF_MANY:
+            return False
+        return group in (*GROUPS, k) or group % self.stage_k == 0
+
 
 # (bits, tokens): the configuration without a split of k.
 _ROWS = {
@@ -67,9 +82,9 @@ _ROWS = {
     (4, 64): PackedRow(64, 2, 4, 3, 1, 1),
     (4, 128): PackedRow(128, 2, 2, 4, 1, 1),
     (8, 8): PackedRow(8, 1, 2, 5, 1, 4),
-    (8, 16): PackedRow(16, 1, 2, 4, 1, 4),
+    (8, 16): PackedRow(16, 1, 4, 3, 1, 2),
     (8, 32): PackedRow(32, 2, 2, 4, 1, 2),
-    (8, 64): PackedRow(64, 4, 2, 4, 1, 1),
+    (8, 64): PackedRow(64, 2, 4, 3, 1, 1),
     (8, 128): PackedRow(128, 2, 2, 4, 1, 1),
 }
 
@@ -78,14 +93,29 @@ _LARGE = {
     (4, 8): (200, PackedRow(8, 2, 4, 4, 1, 2)),
     (4, 16): (400, PackedRow(16, 2, 4, 4, 1, 2)),
 }
-# The same for two weights whose products a function gets; others have two blocks in a tile.
+# The same for two weights whose products a function gets. A tile has as many blocks of each.
 _PAIRS = {
     (4, 8): PackedRow(8, 2, 4, 4, 1, 2),
     (4, 16): PackedRow(16, 2, 4, 4, 1, 1),
     (4, 64): PackedRow(64, 4, 4, 3, 1, 1),
+    (8, 8): PackedRow(8, 2, 2, 5, 1, 2),
+    (8, 16): PackedRow(16, 2, 2, 4, 1, 2),
+    (8, 64): PackedRow(64, 4, 2, 4, 1, 1),
 }
-# Tiles of four blocks have no shared memory for the scales of smaller groups.
-_LEAST_GROUP_OF_FOUR = 64
+# Configurations that only a measurement chooses. Some of them also take groups that the others do
+# not take.
+_OTHERS = {
+    (4, 8): (PackedRow(8, 1, 4, 5, 1, 2),),
+    (4, 16): (PackedRow(16, 1, 4, 5, 1, 4),),
+    (4, 32): (PackedRow(32, 2, 4, 3, 1, 1),),
+    (4, 128): (PackedRow(128, 2, 4, 2, 1, 1),),
+    (8, 8): (PackedRow(8, 1, 4, 3, 1, 2),),
+    (8, 16): (PackedRow(16, 1, 2, 4, 1, 4),),
+    (8, 128): (PackedRow(128, 2, 4, 2, 1, 1),),
+}
+# Tiles of this many blocks of 64 x 64 have no shared memory for the scales of smaller groups.
+_MOST_SCALED = 16
+_LEAST_GROUP_OF_MANY = 64
 # The most blocks of all clusters for each block that fits on a multiprocessor. Groups of
 # multiprocessors are no multiples of large clusters, so that some multiprocessors remain idle.
 _CLUSTERED = 112
@@ -104,18 +134,41 @@ def choose(bits: int, m: int, n: int, k: int, group: int, count: int = 1) -> Pac
     """
     if m > MOST_ROWS:
         return None
-    tokens = _tokens(m)
+    tokens = tokens_for(m)
     row = _ROWS[bits, tokens]
     many, large = _LARGE.get((bits, tokens), (math.inf, row))
     row = large if -(-n // _TILE) * count > many else row
-    return _with_split(row, m, n, k, count)
+    return with_split(_that_takes(group, k, row, *rows_of(bits, tokens)), m, n, k, count)
 
 
-def _tokens(m: int) -> int:
-    return next((each for each in (8, 16, 32, 64) if m <= each), 128)
+def rows_of(bits: int, tokens: int, weights: int = 1) -> tuple[PackedRow, ...]:
+    """Returns all configurations without a split of k, the first of the table first.
+
+    Args:
+        bits: of a value of the weight.
+        tokens: rows of the left operand in a tile.
+        weights: number of weights whose products a function gets.
+    """
+    key = bits, tokens
+    listed = [_ROWS[key], *_OTHERS.get(key, ())]
+    if key in _LARGE:
+        listed.insert(1, _LARGE[key][1])
+    if key in _PAIRS:
+        listed.insert(0 if weights > 1 else len(listed), _PAIRS[key])
+    return tuple(dict.fromkeys(row for row in listed if row.row_blocks % weights == 0))
 
 
-def _with_split(row: PackedRow, m: int, n: int, k: int, count: int) -> PackedRow:
+def _that_takes(group: int, k: int, *rows: PackedRow) -> PackedRow:
+    """Returns the first configuration that takes such groups; the first one if none does."""
+    return next((row for row in rows if row.takes(group, k)), rows[0])
+
+
+def tokens_for(m: int) -> int:
+    """Returns the rows in a tile of the left operand for ``m`` rows."""
+    return next((each for each in TOKENS if m <= each), TOKENS[-1])
+
+
+def with_split(row: PackedRow, m: int, n: int, k: int, count: int) -> PackedRow:
     """Returns a configuration with as many parts of k as fill the GPU."""
     tiles = -(-n // (_TILE * row.row_blocks)) * -(-m // row.tokens) * count
     # Few rows: one block and a half for each multiprocessor. More rows: as many as fit, but not
@@ -124,7 +177,7 @@ def _with_split(row: PackedRow, m: int, n: int, k: int, count: int) -> PackedRow
     if tiles > _ENOUGH_TILES:
         most = tiles
     split = 1
-    while 2 * split * tiles <= most and 2 * split * _LEAST_K <= k and split < _MOST_SPLIT:
+    while 2 * split * tiles <= most and 2 * split * _LEAST_K <= k and split < MOST_SPLIT:
         split *= 2
     return dataclasses.replace(row, split_k=split)
 
@@ -144,11 +197,15 @@ def choose_ragged(
         experts: number of weights.
     """
     m, n, k = shape
-    mean = -(-m // experts)
-    if mean > MOST_ROWS:
+    if -(-m // experts) > MOST_ROWS:
         return None
-    own = min(m, max(mean, min(2 * mean, _RAGGED_ROWS)))
-    return choose(bits, own, n, k, group, min(experts, m))
+    return choose(bits, rows_of_group(m, experts), n, k, group, min(experts, m))
+
+
+def rows_of_group(m: int, experts: int) -> int:
+    """Returns the number of rows for which a tile has room if ``experts`` groups have ``m``."""
+    mean = -(-m // experts)
+    return min(m, max(mean, min(2 * mean, _RAGGED_ROWS)))
 
 
 def choose_pair(bits: int, m: int, n: int, k: int, group: int) -> PackedRow | None:
@@ -158,14 +215,8 @@ def choose_pair(bits: int, m: int, n: int, k: int, group: int) -> PackedRow | No
     """
     if m > MOST_ROWS:
         return None
-    tokens = _tokens(m)
-    row = _PAIRS.get((bits, tokens), _ROWS[bits, tokens])
-    if row.row_blocks == 4 and group < _LEAST_GROUP_OF_FOUR:
-        row = _ROWS[bits, tokens]
-    if row.row_blocks == 1:
-        blocks = max(row.blocks_on_sm // 2, 1)
-        row = dataclasses.replace(row, row_blocks=2, blocks_on_sm=blocks)
-    return _with_split(row, m, 2 * n, k, 1)
+    row = _that_takes(group, k, *rows_of(bits, tokens_for(m), 2))
+    return with_split(row, m, 2 * n, k, 1)
 
 
 # Stands for a configuration of the pass that dequantizes a weight; the same numbers as in
