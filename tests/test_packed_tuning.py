@@ -91,6 +91,13 @@ def tuned(config, product):
     return Tunings({(KIND, product.problem): entry(config)})
 
 
+def fields(config, bits=4, weights=1):
+    """Returns the attributes of the custom call of a named configuration."""
+    row = packed_configs.find(config, bits, weights)
+    assert row is not None
+    return dataclasses.asdict(row)
+
+
 # Names
 
 
@@ -152,10 +159,8 @@ def test_a_named_row_is_called(form):
     name = next(x for x in packed_configs.BY_NAME if packed_configs.find(x, bits, 2))
     for config in (name, f"{name}/splits=4"):
         ((found, at),) = calls(functools.partial(named[f], config=config), *types)
-        row = packed_configs.find(config, bits)
         assert found == target
-        assert row is not None
-        assert dataclasses.asdict(row).items() <= at.items()
+        assert fields(config, bits).items() <= at.items()
     assert calls(functools.partial(named[f], config="dequantized"), *types)[0][0] == UNPACK
     assert tune_module.find_products(functools.partial(named[f], config=name), *types) == []
 
@@ -245,12 +250,10 @@ def test_a_measured_choice_is_taken(form, monkeypatch, capfd):
     names = packed_problem.candidates(product.problem)
     assert len(names) > 2
     for name in names:
-        row = packed_configs.find(name, bits, weights)
-        assert row is not None
         with tuned(name, product):
             ((found, at),) = calls(f, *types)
         assert found == target
-        assert dataclasses.asdict(row).items() <= at.items()
+        assert fields(name, bits, weights).items() <= at.items()
         assert f": config {name}, by active tunings\n" in capfd.readouterr().err
     with tuned("dequantized", product):
         assert calls(f, *types)[0][0] == UNPACK
@@ -266,9 +269,7 @@ def test_a_measured_choice_is_taken(form, monkeypatch, capfd):
     ):
         with tuned(config, product):
             ((_, at),) = calls(f, *types)
-        row = packed_configs.find(names[0], bits, weights)
-        assert row is not None
-        assert dataclasses.asdict(row).items() <= at.items()
+        assert fields(names[0], bits, weights).items() <= at.items()
 
 
 def test_strict_calls_ignore_a_measured_fallback():
@@ -290,15 +291,13 @@ def test_first_use_is_measured_and_read_again(monkeypatch):
     monkeypatch.setenv(lookup.SETTING, "tune")
     for _ in range(2):
         ((_, at),) = calls(plain, *types)
-        row = packed_configs.find(names[1], 4)
-        assert row is not None
-        assert dataclasses.asdict(row).items() <= at.items()
+        assert fields(names[1]).items() <= at.items()
         monkeypatch.setattr(lookup, "_MEASURED", {})  # as in a new process
     assert len(asked) == 1
     assert cache.read(KIND, asked[0]) == entry(names[1])
     monkeypatch.setenv(lookup.SETTING, "off")
     ((_, at),) = calls(plain, *types)
-    assert dataclasses.asdict(packed_configs.find(names[0], 4)).items() <= at.items()
+    assert fields(names[0]).items() <= at.items()
 
 
 # Measurements

@@ -17,7 +17,7 @@ TOKENS = (8, 16, 32, 64, 128)
 MOST_SPLIT = 8
 # Number of multiprocessors of a Hopper GPU.
 _SMS = 132
-# With more tiles than this, k is not divided.
+# With more tiles than this, k is not divided for few rows.
 _ENOUGH_TILES = 100
 # A part of k has at least this many.
 _LEAST_K = 1792
@@ -107,18 +107,17 @@ _PAIRS = {
 _OTHERS = {
     (4, 8): (PackedRow(8, 1, 4, 5, 1, 2),),
     (4, 16): (PackedRow(16, 1, 4, 5, 1, 4),),
-    (4, 32): (PackedRow(32, 2, 4, 3, 1, 1),),
-    (4, 128): (PackedRow(128, 2, 4, 2, 1, 1),),
     (8, 8): (PackedRow(8, 1, 4, 3, 1, 2),),
     (8, 16): (PackedRow(16, 1, 2, 4, 1, 4),),
-    (8, 128): (PackedRow(128, 2, 4, 2, 1, 1),),
 }
 # Tiles of this many blocks of 64 x 64 have no shared memory for the scales of smaller groups.
 _MOST_SCALED = 16
 _LEAST_GROUP_OF_MANY = 64
-# The most blocks of all clusters for each block that fits on a multiprocessor. Groups of
-# multiprocessors are no multiples of large clusters, so that some multiprocessors remain idle.
+# The multiprocessors that clusters of more than two blocks use. Groups of multiprocessors are no
+# multiples of large clusters, so that some multiprocessors remain idle.
 _CLUSTERED = 112
+# Twice as many parts of k must take at most this share of the time.
+_LESS_TIME = 0.8
 
 
 def choose(bits: int, m: int, n: int, k: int, group: int, count: int = 1) -> PackedRow | None:
@@ -171,15 +170,29 @@ def tokens_for(m: int) -> int:
 def with_split(row: PackedRow, m: int, n: int, k: int, count: int) -> PackedRow:
     """Returns a configuration with as many parts of k as fill the GPU."""
     tiles = -(-n // (_TILE * row.row_blocks)) * -(-m // row.tokens) * count
-    # Few rows: one block and a half for each multiprocessor. More rows: as many as fit, but not
-    # if the tiles alone are enough.
-    most = 3 * _SMS // 2 if row.sums_are_scaled else min(row.blocks_on_sm, 2) * _CLUSTERED
-    if tiles > _ENOUGH_TILES:
-        most = tiles
+    pays = _pays_for_few_rows if row.sums_are_scaled else _pays
     split = 1
-    while 2 * split * tiles <= most and 2 * split * _LEAST_K <= k and split < MOST_SPLIT:
+    while pays(row, tiles, 2 * split) and 2 * split * _LEAST_K <= k and split < MOST_SPLIT:
         split *= 2
     return dataclasses.replace(row, split_k=split)
+
+
+def _pays_for_few_rows(row: PackedRow, tiles: int, parts: int) -> bool:
+    """Checks if the tiles leave room for a block and a half on each multiprocessor."""
+    del row
+    return tiles <= _ENOUGH_TILES and 2 * parts * tiles <= 3 * _SMS
+
+
+def _pays(row: PackedRow, tiles: int, parts: int) -> bool:
+    """Checks if ``parts`` take less time than half as many, by the waves of blocks."""
+    half = parts // 2
+    waves = [-(-tiles * each // _blocks_at_once(row, each)) / each for each in (half, parts)]
+    return waves[1] <= _LESS_TIME * waves[0]
+
+
+def _blocks_at_once(row: PackedRow, parts: int) -> int:
+    """Returns how many blocks of clusters of ``parts`` blocks run at once."""
+    return min(row.blocks_on_sm, 2) * (_SMS if parts <= 2 else _CLUSTERED)
 
 
 def choose_ragged(
