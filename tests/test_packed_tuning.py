@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import random
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -83,8 +84,8 @@ def calls(f, *types):
     if PACKED not in _core.registrations():
         pytest.skip("no kernels were built")
     anew = jax.jit(lambda *arrays: f(*arrays))
-    lowered = anew.trace(*types).lower(lowering_platforms=("cuda",))
-    return [(name, at) for name, at, *_ in calls_of(lowered.compiler_ir("stablehlo"))]
+    module: Any = anew.trace(*types).lower(lowering_platforms=("cuda",)).compiler_ir("stablehlo")
+    return [(name, at) for name, at, *_ in calls_of(module)]
 
 
 def tuned(config, product):
@@ -103,6 +104,7 @@ def fields(config, bits=4, weights=1):
 
 def test_names_lead_to_their_rows():
     assert len(packed_configs.BY_NAME) > 15
+    assert packed_configs.find("dequantized", 4) is None
     for name, (bits, row) in packed_configs.BY_NAME.items():
         assert packed_configs.config_of(bits, row) == name
         for splits in (1, 2, 8):
@@ -270,6 +272,21 @@ def test_a_measured_choice_is_taken(form, monkeypatch, capfd):
         with tuned(config, product):
             ((_, at),) = calls(f, *types)
         assert fields(names[0], bits, weights).items() <= at.items()
+
+
+def test_rows_are_measured_where_the_table_dequantizes():
+    types = rows(600), weight()
+    (product,) = (
+        each for each in tune_module.find_products(plain, *types) if each.primitive == "packed"
+    )
+    names = packed_problem.candidates(product.problem)
+    assert names[0] == "dequantized"
+    with tuned(names[1], product):
+        ((found, at),) = calls(plain, *types)
+    assert found == PACKED
+    assert fields(names[1]).items() <= at.items()
+    with tuned(None, product):
+        assert calls(plain, *types)[0][0] == UNPACK
 
 
 def test_strict_calls_ignore_a_measured_fallback():

@@ -19,8 +19,9 @@ MOST_SPLIT = 8
 _SMS = 132
 # With more tiles than this, k is not divided for few rows.
 _ENOUGH_TILES = 100
-# A part of k has at least this many.
+# A part of k has at least this many, and in tiles of 128 rows the second number.
 _LEAST_K = 1792
+_LEAST_K_OF_MANY = 1024
 # From this many rows on, it is faster to dequantize the weight and to multiply by that.
 MOST_ROWS = 512
 # Twice as many rows as a group has in the mean fit into a tile, up to this many.
@@ -92,6 +93,8 @@ _ROWS = {
 _LARGE = {
     (4, 8): (200, PackedRow(8, 2, 4, 4, 1, 2)),
     (4, 16): (400, PackedRow(16, 2, 4, 4, 1, 2)),
+    (8, 16): (264, PackedRow(16, 1, 2, 4, 1, 4)),
+    (8, 64): (264, PackedRow(64, 4, 2, 4, 1, 1)),
 }
 # The same for two weights whose products a function gets. A tile has as many blocks of each.
 _PAIRS = {
@@ -108,7 +111,6 @@ _OTHERS = {
     (4, 8): (PackedRow(8, 1, 4, 5, 1, 2),),
     (4, 16): (PackedRow(16, 1, 4, 5, 1, 4),),
     (8, 8): (PackedRow(8, 1, 4, 3, 1, 2),),
-    (8, 16): (PackedRow(16, 1, 2, 4, 1, 4),),
 }
 # Tiles of this many blocks of 64 x 64 have no shared memory for the scales of smaller groups.
 _MOST_SCALED = 16
@@ -118,6 +120,8 @@ _LEAST_GROUP_OF_MANY = 64
 _CLUSTERED = 112
 # Twice as many parts of k must take at most this share of the time.
 _LESS_TIME = 0.8
+# The time of a tile of 64 rows as a share of that of 128 rows: 0.66 as measured, and a margin.
+_HALF_A_TILE = 0.73
 
 
 def choose(bits: int, m: int, n: int, k: int, group: int, count: int = 1) -> PackedRow | None:
@@ -133,10 +137,24 @@ def choose(bits: int, m: int, n: int, k: int, group: int, count: int = 1) -> Pac
     """
     if m > MOST_ROWS:
         return None
-    tokens = tokens_for(m)
+    row = _of_tokens(bits, tokens_for(m), (m, n, k), group, count)
+    if row.tokens < TOKENS[-1]:
+        return row
+    # Tiles of 64 rows may have fewer rows to spare, and fill the GPU better.
+    smaller = _of_tokens(bits, TOKENS[-2], (m, n, k), group, count)
+    ours, theirs = (
+        _waves(each, _tiles(each, m, n, count), each.split_k) for each in (smaller, row)
+    )
+    return smaller if _HALF_A_TILE * ours <= theirs else row
+
+
+def _of_tokens(
+    bits: int, tokens: int, shape: tuple[int, int, int], group: int, count: int
+) -> PackedRow:
+    m, n, k = shape
     row = _ROWS[bits, tokens]
     many, large = _LARGE.get((bits, tokens), (math.inf, row))
-    row = large if -(-n // _TILE) * count > many else row
+    row = large if m <= tokens and -(-n // _TILE) * count > many else row
     return with_split(_that_takes(group, k, row, *rows_of(bits, tokens)), m, n, k, count)
 
 
@@ -169,10 +187,11 @@ def tokens_for(m: int) -> int:
 
 def with_split(row: PackedRow, m: int, n: int, k: int, count: int) -> PackedRow:
     """Returns a configuration with as many parts of k as fill the GPU."""
-    tiles = -(-n // (_TILE * row.row_blocks)) * -(-m // row.tokens) * count
+    tiles = _tiles(row, m, n, count)
     pays = _pays_for_few_rows if row.sums_are_scaled else _pays
+    least = _LEAST_K_OF_MANY if row.tokens == TOKENS[-1] else _LEAST_K
     split = 1
-    while pays(row, tiles, 2 * split) and 2 * split * _LEAST_K <= k and split < MOST_SPLIT:
+    while pays(row, tiles, 2 * split) and 2 * split * least <= k and split < MOST_SPLIT:
         split *= 2
     return dataclasses.replace(row, split_k=split)
 
@@ -185,14 +204,18 @@ def _pays_for_few_rows(row: PackedRow, tiles: int, parts: int) -> bool:
 
 def _pays(row: PackedRow, tiles: int, parts: int) -> bool:
     """Checks if ``parts`` take less time than half as many, by the waves of blocks."""
-    half = parts // 2
-    waves = [-(-tiles * each // _blocks_at_once(row, each)) / each for each in (half, parts)]
-    return waves[1] <= _LESS_TIME * waves[0]
+    return _waves(row, tiles, parts) <= _LESS_TIME * _waves(row, tiles, parts // 2)
 
 
-def _blocks_at_once(row: PackedRow, parts: int) -> int:
-    """Returns how many blocks of clusters of ``parts`` blocks run at once."""
-    return min(row.blocks_on_sm, 2) * (_SMS if parts <= 2 else _CLUSTERED)
+def _waves(row: PackedRow, tiles: int, parts: int) -> float:
+    """Returns the number of waves of blocks, as if each block had all of k."""
+    at_once = min(row.blocks_on_sm, 2) * (_SMS if parts <= 2 else _CLUSTERED)
+    return -(-tiles * parts // at_once) / parts
+
+
+def _tiles(row: PackedRow, m: int, n: int, count: int) -> int:
+    """Returns the number of tiles of ``count`` products."""
+    return -(-n // (_TILE * row.row_blocks)) * -(-m // row.tokens) * count
 
 
 def choose_ragged(
