@@ -69,6 +69,14 @@ def test_measured_shapes(bits, m, n, k, expected):
 
 
 @pytest.mark.parametrize("bits", [4, 8])
+def test_rows_take_the_groups_of_a_product(bits):
+    """In 4 bits, tiles of 128 rows alone take these groups."""
+    for m in ROWS:
+        row = chosen(bits, m, 2304, 9216, 384)
+        assert row.takes(384, 9216) == (bits == 8 or m > 64)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
 def test_k_is_divided_while_multiprocessors_are_idle(bits):
     for m in ROWS[:64]:
         parts = [chosen(bits, m, n, 16384).split_k for n in (64, 1024, 4096, 10**6)]

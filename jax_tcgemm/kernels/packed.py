@@ -145,7 +145,8 @@ def choose(bits: int, m: int, n: int, k: int, group: int, count: int = 1) -> Pac
     ours, theirs = (
         _waves(each, _tiles(each, m, n, count), each.split_k) for each in (smaller, row)
     )
-    return smaller if _HALF_A_TILE * ours <= theirs else row
+    is_faster = _HALF_A_TILE * ours <= theirs and smaller.takes(group, k)
+    return smaller if is_faster else row
 
 
 def _of_tokens(
