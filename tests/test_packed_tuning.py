@@ -9,74 +9,36 @@ import random
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 from native_calls import INVALID_ARGUMENT, Handler, calls_of
 from native_packed import MOST_SHARED_BYTES, buffers, shared_bytes
+from packed_forms import (
+    FORMS,
+    PACKED,
+    SIZES,
+    UNPACK,
+    experts,
+    only,
+    pair,
+    plain,
+    rows,
+    weight,
+    with_function,
+)
 from packed_problems import FLOATS
-from tuned_calls import H200, KIND, entry
+from tuned_calls import KIND, entry
 
-from jax_tcgemm import Tunings, _core, _extension, gated_gemm, gemm, pack, quantize, ragged_dot
+from jax_tcgemm import Tunings, _core, gated_gemm, gemm, ragged_dot
 from jax_tcgemm.kernels import packed as kernels
 from jax_tcgemm.kernels import packed_configs
 from jax_tcgemm.lowering import packed_problem
 from jax_tcgemm.problem.packed import BITS
-from jax_tcgemm.tools.benchmarking import Timing
-from jax_tcgemm.transforms import measure as measure_module
-from jax_tcgemm.transforms import race as race_module
 from jax_tcgemm.transforms import tune as tune_module
-from jax_tcgemm.transforms.numbers import Numbers, operand_sets, unread_size
 from jax_tcgemm.tuning import cache, lookup, tunings
 from jax_tcgemm.tuning.entry import Entry
 from jax_tcgemm.tuning.lookup import Measured
 
 pytestmark = [pytest.mark.any_jax, pytest.mark.usefixtures("all_kernels", "on_an_h200")]
-
-PACKED, FUNCTION = _extension.PACKED_TARGET, _extension.PACKED_FUNCTION_TARGET
-RAGGED, UNPACK = _extension.PACKED_RAGGED_TARGET, _extension.UNPACK_TARGET
-SIZES = jnp.asarray([3, 0, 0, 2], jnp.int32)
-
-
-def weight(n=192, k=4096, dtype="int4", group=128, batch=(), scale_dtype="bfloat16"):
-    """Returns the type of a packed weight."""
-    tile = (*(1,) * len(batch), group, 1)
-    made = functools.partial(quantize, dtype=dtype, tile=tile, scale_dtype=jnp.dtype(scale_dtype))
-    return jax.eval_shape(lambda w: pack(made(w)), jax.ShapeDtypeStruct((*batch, k, n), "float32"))
-
-
-def rows(*shape, k=4096, dtype="bfloat16"):
-    return jax.ShapeDtypeStruct((*(shape or (16,)), k), dtype)
-
-
-def plain(x, w):
-    return gemm(x, w)
-
-
-def with_function(x, w):
-    return gemm(x, w, activation="silu")
-
-
-def pair(x, w):
-    return gated_gemm(x, w, w)
-
-
-def experts(x, w):
-    return ragged_dot(x, w, SIZES)
-
-
-FORMS = {
-    "plain": (plain, (rows(), weight()), PACKED),
-    "int8": (plain, (rows(), weight(dtype="int8", group=-1)), PACKED),
-    "function": (with_function, (rows(), weight()), FUNCTION),
-    "pair": (pair, (rows(), weight()), FUNCTION),
-    "experts": (experts, (rows(5), weight(batch=(4,))), RAGGED),
-}
-
-
-def only(f, *types):
-    (product,) = tune_module.find_products(f, *types)
-    return product
 
 
 def calls(f, *types):
@@ -315,68 +277,3 @@ def test_first_use_is_measured_and_read_again(monkeypatch):
     monkeypatch.setenv(lookup.SETTING, "off")
     ((_, at),) = calls(plain, *types)
     assert fields(names[0]).items() <= at.items()
-
-
-# Measurements
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_competitors_are_compiled_and_timed(monkeypatch, form):
-    """All of them run on XLA here, timed by wall time."""
-    monkeypatch.setattr(_core, "device_properties", lambda ordinal: H200)
-    monkeypatch.setattr(race_module, "argument_set_count", lambda size: 1)
-    k, n = 512, 64
-    f, (x, w), _ = FORMS[form]
-    small = weight(n, k, w.qtype, 128, w.values.shape[:-4])
-    product = only(f, rows(*x.shape[:-1], k=k), small)
-    seen = set()
-    enter = race_module.Race.enter
-
-    def look(race, configs):
-        enter(race, configs)
-        seen.update(race._chains)
-
-    monkeypatch.setattr(race_module.Race, "enter", look)
-    found = measure_module.measure(product).entry
-    names = packed_problem.candidates(product.problem)
-    assert seen == {"untuned", "xla", *names[1:]}
-    assert 0 < found.seconds <= found.untuned_seconds < 1
-    assert found.config in (None, "xla", *names[1:])
-
-
-def test_with_little_time_xla_is_not_asked(monkeypatch):
-    product = only(plain, rows(), weight())
-    names = packed_problem.candidates(product.problem)
-    times = dict.fromkeys(names, 9.0) | {"untuned": 8.0, names[2]: 7.0}
-
-    def timed(race, reps, block):
-        return {x: Timing((1e-6 * times[x],) * 4, "events") for x in race._chains}
-
-    entered = []
-
-    def enter(race, configs):
-        entered.extend(configs)
-        race._chains |= dict.fromkeys(configs)
-
-    monkeypatch.setattr(_core, "device_properties", lambda ordinal: H200)
-    monkeypatch.setattr(race_module.Race, "enter", enter)
-    monkeypatch.setattr(race_module.Race, "timed", timed)
-    monkeypatch.setattr(race_module, "operand_sets", lambda *_: [])
-    found = measure_module.measure(product, patience=5.0).entry
-    assert found.config == names[2]
-    assert found.xla_seconds is None
-    assert entered == ["untuned", *names[1:6]]
-    assert measure_module.measure_while_lowering(only(with_function, rows(), weight()), 5.0) is None
-
-
-def test_operands_of_experts():
-    product = only(experts, rows(5, k=512), weight(64, 512, batch=(4,)))
-    ((x, values, scales, sizes),) = operand_sets(product, Numbers(), 1)
-    assert [y.shape for y in (x, values, scales, sizes)] == [y.shape for y in product.types]
-    np.testing.assert_array_equal(np.sort(sizes), [1, 1, 1, 2])
-    counts = np.bincount(np.asarray(values).ravel(), minlength=256)
-    assert counts[[127, 255]].tolist() == [0, 0]
-    assert np.delete(counts, [127, 255]).min() > 0.5 * counts.mean()
-    assert unread_size(product) == 0
-    few = only(lambda x, w: ragged_dot(x, w, SIZES), rows(1, k=512), weight(64, 512, batch=(4,)))
-    assert unread_size(few) == 3 * (values.nbytes + scales.nbytes) // 4
