@@ -14,6 +14,7 @@ from docutils.parsers.rst import Directive
 
 from jax_tcgemm.kernels.arithmetic import ALL_ARITHMETIC
 from jax_tcgemm.kernels.built import built_epilogue
+from jax_tcgemm.kernels.packed_configs import BY_NAME as PACKED_ROWS
 from jax_tcgemm.kernels.table import CONFIGS, RUN_TIME_CONFIGS
 
 
@@ -49,6 +50,11 @@ class KernelTable(Directive):
             least, most = (f"{m} x {n}" for m, n in (tiles[0], tiles[-1]))
             built = sum(row in CONFIGS and bool(built_epilogue(row)) for row in rows)
             lines.append([arch, algorithm, str(len(rows)), str(built), least, most])
+        for bits in (4, 8):
+            rows = [row for each, row in PACKED_ROWS.values() if each == bits]
+            tiles = sorted({(row.tokens, 64 * row.row_blocks) for row in rows})
+            least, most = (f"{m} x {n}" for m, n in (tiles[0], tiles[-1]))
+            lines.append(["sm90", f"packed weights, {bits} bits", str(len(rows)), "0", least, most])
         head = ["family", "arithmetic", "kernels", "in the build", "smallest tile", "largest tile"]
         return [_table(head, lines)]
 

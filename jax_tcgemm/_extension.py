@@ -8,6 +8,7 @@ import pathlib
 import jax
 
 from jax_tcgemm.kernels import names as kernel_names
+from jax_tcgemm.kernels import packed_configs
 from jax_tcgemm.kernels import table as kernel_table
 from jax_tcgemm.kernels.built import built_epilogue
 
@@ -101,6 +102,8 @@ def has_config(config: str | None) -> bool:
 
 def has_row(name: str) -> bool:
     """Checks if the kernel of a row was compiled in, or is compiled at run time."""
+    if name in packed_configs.BY_NAME:
+        return PACKED_TARGET in BUILT_TARGETS
     row = kernel_names.find(name)
     return name in KERNEL_NAMES or (row is not None and row.arithmetic.at_run_time)
 

@@ -20,6 +20,9 @@ import numpy as np
 
 from jax_tcgemm import _core
 from jax_tcgemm.api.gemm import gemm
+from jax_tcgemm.api.quantization import quantize
+from jax_tcgemm.problem.packed import BITS
+from jax_tcgemm.quantized.packed import PackedWeight, pack
 from jax_tcgemm.tools import doctor
 from jax_tcgemm.tools.chain import default_device
 from jax_tcgemm.transforms.tune import tune
@@ -67,12 +70,19 @@ def _tune(args: argparse.Namespace) -> int:
     if default_device().platform != "gpu":
         print("tune: there is no GPU here")
         return 1
+    if args.weight is not None and (args.transpose_a or args.transpose_b):
+        print("tune: packed weights have no transpose; accepted beside --weight: --group, --dtype")
+        return 1
     dtype = args.dtype
     found = Tunings()
     for m, n, k in args.products:
         a = jax.ShapeDtypeStruct((k, m) if args.transpose_a else (m, k), dtype)
         b = jax.ShapeDtypeStruct((n, k) if args.transpose_b else (k, n), dtype)
         flags = {"transpose_a": args.transpose_a, "transpose_b": args.transpose_b}
+        if args.weight is not None:
+            tile = (args.group or -1, 1)
+            packed = functools.partial(_packed, dtype=args.weight, tile=tile)
+            b, flags = jax.eval_shape(packed, b), {}
         found |= tune(functools.partial(gemm, **flags), a, b, progress=False)
     print(found)
     if args.out is not None:
@@ -82,6 +92,10 @@ def _tune(args: argparse.Namespace) -> int:
     for reason in reasons:
         print(f"tune: the choices are not kept: {reason}")
     return 1 if reasons else 0
+
+
+def _packed(w: jax.Array, dtype: str, tile: tuple[int, int]) -> PackedWeight:
+    return pack(quantize(w, dtype, tile=tile, scale_dtype=w.dtype))
 
 
 def _cache(args: argparse.Namespace) -> int:
@@ -147,6 +161,9 @@ def _parser() -> argparse.ArgumentParser:
     tuned.add_argument("--dtype", type=_dtype, default="bfloat16", help=text)
     tuned.add_argument("--transpose-a", action="store_true", help="a is (k, m)")
     tuned.add_argument("--transpose-b", action="store_true", help="b is (n, k)")
+    tuned.add_argument("--weight", choices=BITS, help="b is a packed weight of this dtype")
+    text = "rows of the packed weight that share a scale; default all"
+    tuned.add_argument("--group", type=int, help=text)
     tuned.add_argument("--out", type=pathlib.Path, metavar="FILE", help="instead of the cache")
     kept = command(_cache, "cache", "print what the cache folder holds")
     kept.add_argument("--save", type=pathlib.Path, metavar="FILE", help="of all measured choices")

@@ -91,7 +91,7 @@ class Problem:
 
 
 def draw(seed: int, index: int, kernels: str | None = None) -> Problem:
-    """Draws a problem. No kernel for packed weights has a name, so ``kernels`` is ignored."""
+    """Draws a problem for the untuned choice, so ``kernels`` is ignored."""
     del kernels
     rng = np.random.default_rng([seed, index])
     m = int(rng.choice(_EDGES) if rng.random() < 0.5 else rng.integers(1, 65))

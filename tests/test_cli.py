@@ -5,7 +5,7 @@ import types
 import jax.numpy as jnp
 import pytest
 
-from jax_tcgemm import Tunings, cli
+from jax_tcgemm import PackedWeight, Tunings, cli
 from jax_tcgemm.kernels import table as kernel_table
 from jax_tcgemm.tuning import cache
 from jax_tcgemm.tuning.entry import Entry
@@ -25,7 +25,8 @@ def tuned(monkeypatch):
     asked = []
 
     def tune(function, a, b, *, progress):
-        asked.append((function.keywords, a.shape, b.shape, a.dtype))
+        dtype = f"packed {b.qtype}" if isinstance(b, PackedWeight) else a.dtype
+        asked.append((function.keywords, a.shape, b.shape, dtype))
         problem = f'{{"n": {len(asked)}}}'
         return Tunings({("a GPU", problem): Entry(None, 1e-6, 1e-6, 2e-6)})
 
@@ -75,6 +76,14 @@ def test_choices_that_cannot_be_kept_are_an_error(tuned, monkeypatch, capsys):
     assert "not kept" in capsys.readouterr().out
     assert cli.main(["cache"]) == 1
     assert "no cache folder" in capsys.readouterr().out
+
+
+def test_tune_with_packed_weights(tuned, folder, capsys):
+    assert cli.main(["tune", "16x32x256", "--weight", "int4", "--group", "128"]) == 0
+    assert cli.main(["tune", "16x32x256", "--weight", "int8", "--dtype", "float16"]) == 0
+    assert tuned == [({}, (16, 256), (256, 32), f"packed {q}") for q in ("int4", "int8")]
+    assert cli.main(["tune", "16x32x256", "--weight", "int8", "--transpose-b"]) == 1
+    assert "packed weights have no transpose" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("product", ["16x32", "ax2x3", "0x1x1", "1x2x3x4"])

@@ -128,6 +128,7 @@ def gemm(
         config: ``None`` uses the tuned configuration (see ``tune``), or else the one that is
             expected to be fastest. The name of a row of ``jax_tcgemm.kernels.table`` selects that
             kernel; ``"/splits=N"`` after the name divides k into N parts that are added up.
+            Packed weights have rows of their own (``jax_tcgemm.kernels.packed_configs``).
             ``"xla"`` selects XLA's own operations (a sum in one 16-bit type rounds as in ``jnp``).
             ``"kernel"`` selects the fastest kernel, and raises a ``FallbackError`` on a GPU if no
             kernel computes the product. Derivatives choose their own configuration.

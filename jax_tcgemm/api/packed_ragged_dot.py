@@ -48,12 +48,12 @@ def packed_ragged_dot(
         epilogue: as in ``ragged_dot``.
         epilogue_operands: as in ``ragged_dot``.
     """
-    weight_only.check_config(config)
     out_dtype = weight_only.out_dtype_of(lhs, preferred)
     wide = at_least_float32(out_dtype)
     arguments.check_activation(activation, out_dtype)
     has_rest = epilogue is not None or bias is not None or activation is not None
     spec = rhs.spec(wide if has_rest else out_dtype, config)
+    weight_only.check_config(spec)
     values, scales = map(lax.stop_gradient, (rhs.values, rhs.scales))
     sharding = _compat.out_sharding_of(out_sharding, "ragged_dot")
     if epilogue is not None:

@@ -19,11 +19,14 @@ from jax_tcgemm.api.quantized import Asked, formula_of
 from jax_tcgemm.epilogue import function as functions
 from jax_tcgemm.epilogue import rng
 from jax_tcgemm.epilogue.spec import PackedFunctionSpec
+from jax_tcgemm.kernels import packed as kernels
+from jax_tcgemm.kernels import packed_configs
 from jax_tcgemm.kernels.names import NO_ROWS
 from jax_tcgemm.primitives import packed as packed_primitive
 from jax_tcgemm.primitives import packed_function
 from jax_tcgemm.problem.activations import resolve
 from jax_tcgemm.problem.arithmetic import at_least_float32
+from jax_tcgemm.problem.packed import PackedSpec
 from jax_tcgemm.quantized.arrays import dequantize, is_quantized
 from jax_tcgemm.quantized.packed import PackedWeight
 
@@ -106,8 +109,8 @@ def product(
         config: as in ``gemm``.
         out_sharding: as in ``gemm``, for a weight without leading dimensions.
     """
-    check_config(config)
     spec = w.spec(out_dtype, config)
+    check_config(spec)
     values, scales = map(lax.stop_gradient, (w.values, w.scales))
     *x_batch, m, k = x.shape
     if not w.batch or tuple(x_batch) == w.batch:
@@ -129,17 +132,33 @@ def product(
     return lax.transpose(z, (*inverse, len(batch), len(batch) + 1))
 
 
-def check_config(config: str | None) -> None:
-    """Checks that ``config`` is one that products with packed weights accept.
+def check_config(spec: PackedSpec, weights: int = 1) -> None:
+    """Checks that ``config`` is one that such products with packed weights accept.
+
+    Args:
+        spec: the static parameters of the product.
+        weights: number of weights whose products a function gets.
 
     Raises:
         TypeError: ``config`` is not a string.
         ValueError: ``config`` is not accepted.
     """
+    config = spec.config
     arguments.check_config(config)
-    if config not in NO_ROWS:
+    if config in (*NO_ROWS, packed_configs.DEQUANTIZED):
+        return
+    row = packed_configs.find(config, spec.bits, weights)
+    if row is None:
         raise ValueError(
-            f"config={config!r} is no kernel configuration for packed weights; accepted: {NO_ROWS}"
+            f"config={config!r} is no kernel configuration for packed weights of {spec.bits} bits"
+            f"{', two in a kernel' * (weights > 1)}; accepted: "
+            f"{packed_configs.accepted(spec.bits, weights)}"
+        )
+    if not row.takes(spec.group, spec.k):
+        raise ValueError(
+            f"config={config!r} takes no packed weight with k={spec.k} in groups of {spec.group}; "
+            f"accepted: groups of {kernels.GROUPS}, of all k or of multiples of {row.stage_k}, and "
+            f"at most one part for each {row.stage_k} of k"
         )
 
 
@@ -282,8 +301,9 @@ def function_of_products(
         operands: pytrees of arrays.
         preferred: dtype of the floating-point results.
     """
-    check_config(config)
     specs = {w.spec(wide, config) for w in weights}
+    for each in specs:
+        check_config(each, len(weights))
     arrays = [y for w in weights for y in (w.values, w.scales)]
     scales = {w.scales.dtype for w in weights}
     typed = [x, *arrays, *(y for y in jax.tree.leaves(tuple(operands)) if hasattr(y, "dtype"))]

@@ -82,6 +82,10 @@ class PackedFunctionSpec:
         """The requested kernel configuration."""
         return self.product.config
 
+    def with_config(self, config: str | None) -> PackedFunctionSpec:
+        """Returns a copy with this configuration of the products."""
+        return dataclasses.replace(self, product=self.product.with_config(config))
+
     @property
     def without_rules(self) -> PackedFunctionSpec:
         """The spec without custom derivatives: see ``EpilogueFunction.without_rules``."""

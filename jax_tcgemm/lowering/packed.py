@@ -14,7 +14,9 @@ from jax import lax
 from jax_tcgemm import _compat, _extension
 from jax_tcgemm.epilogue import compiler, source
 from jax_tcgemm.kernels import packed as kernels
-from jax_tcgemm.lowering import devices, dots, fallback, packed_layout
+from jax_tcgemm.kernels import packed_configs
+from jax_tcgemm.kernels.names import XLA
+from jax_tcgemm.lowering import devices, dots, fallback, packed_layout, packed_problem
 from jax_tcgemm.lowering.gemm import cuda_gemm
 from jax_tcgemm.problem.log import log
 from jax_tcgemm.problem.packed import TILE, PackedSpec
@@ -24,6 +26,8 @@ from jax_tcgemm.problem.strides import MAX_EXTENT, Operands
 _FLOATS = ("bfloat16", "float16", "float32")
 # The reason why no kernel multiplies nothing; no strict call fails for it.
 EMPTY = "an empty operand"
+# The reason of a fallback that a measurement chose.
+MEASURED = "it was measured to be faster"
 # The grid has at most this many blocks along its second and third dimension.
 _MOST_BLOCKS = 65535
 # The kernel that dequantizes reads one scale for this many rows of a weight.
@@ -64,19 +68,27 @@ def lower_cuda(
     rounded to it first. With many rows, one kernel dequantizes the weight for an ordinary product.
     """
     call = f"tcgemm_packed {spec.qtype} {x.dtype}{list(x.shape)} n={spec.n}"
-    reason = unfit(x, values, scales, spec)
+    reason, told = unfit(x, values, scales, spec), ""
     if reason is None:
-        found = _few_rows(x, values, scales, spec)
-        if isinstance(found, Call):
-            log(f"{call}: kernel for {found.row.tokens} rows, {found.row.split_k} parts of k")
-            return [found.emit(x, values, scales)]
-        w = dequantized(values, scales, spec, x.dtype)
-        if not isinstance(w, str):
-            log(f"{call}: dequantized by a kernel ({found})")
-            return _product(x, w, spec)
-        reason = w
+        count, m = _matrices(x, values)
+        operands = (x, values, scales)
+        config, told = packed_problem.measured_config(
+            packed_problem.PLAIN, operands, spec, m, count=count
+        )
+        if config == XLA:
+            reason = MEASURED
+        else:
+            found = _few_rows(x, values, scales, spec, config)
+            if isinstance(found, Call):
+                log(f"{call}: config {found.config}{told}")
+                return [found.emit(x, values, scales)]
+            w = dequantized(values, scales, spec, x.dtype)
+            if not isinstance(w, str):
+                log(f"{call}: dequantized by a kernel: {found}{told}")
+                return _product(x, w, spec)
+            reason = w
     strict = fallback.is_strict(spec.config) and reason != EMPTY
-    fallback.report(call, reason, strict=strict)
+    fallback.report(call, reason + told, strict=strict)
     return reference(x, values, scales, spec=spec)
 
 
@@ -108,6 +120,11 @@ class Call:
     is_batched: bool
     program: str
     target: str = _extension.PACKED_TARGET
+
+    @property
+    def config(self) -> str:
+        """The value of ``config=`` that names the kernel."""
+        return packed_configs.config_of(self.spec.bits, self.row)
 
     def emit(
         self, x: jax.Array, values: jax.Array, scales: jax.Array, *sizes: jax.Array
@@ -157,18 +174,52 @@ def unfit(x: jax.Array, values: jax.Array, scales: jax.Array, spec: PackedSpec) 
     return None if other is None else f"no kernel on {other}"
 
 
-def _few_rows(x: jax.Array, values: jax.Array, scales: jax.Array, spec: PackedSpec) -> Call | str:
+def _matrices(x: jax.Array, values: jax.Array) -> tuple[int, int]:
+    """Returns the number of matrices that have a weight each, and the rows of each."""
+    *batch, rows, _ = x.shape
+    return (math.prod(batch), rows) if values.ndim > 4 else (1, math.prod(batch) * rows)
+
+
+def _few_rows(
+    x: jax.Array, values: jax.Array, scales: jax.Array, spec: PackedSpec, config: str | None
+) -> Call | str:
     """Returns the custom call that multiplies a few rows, or why there is none."""
-    *batch, rows, k = x.shape
-    is_batched = values.ndim > 4
-    count, m = (math.prod(batch), rows) if is_batched else (1, math.prod(batch) * rows)
-    row = kernels.choose(spec.bits, m, spec.n, k, spec.group, count)
-    if row is None:
-        return f"{m} rows"
+    count, m = _matrices(x, values)
+    untuned = kernels.choose(spec.bits, m, spec.n, spec.k, spec.group, count)
+    row = row_of(config, spec, untuned, f"{m} rows")
+    if isinstance(row, str):
+        return row
     program = program_of(row, x.dtype, scales.dtype, spec)
     if isinstance(program, NoProgram):
         return program.reason
-    return Call(spec, row, (count, m), is_batched, program)
+    return Call(spec, row, (count, m), values.ndim > 4, program)
+
+
+def row_of(
+    config: str | None,
+    spec: PackedSpec,
+    untuned: kernels.PackedRow | None,
+    many: str,
+    weights: int = 1,
+) -> kernels.PackedRow | str:
+    """Returns the configuration of a kernel, or why the weight is dequantized.
+
+    The untuned choice takes the place of a row that does not compute the product, such as a part of
+    a product that is divided among devices.
+
+    Args:
+        config: the requested or measured configuration.
+        spec: the parameters of the product.
+        untuned: the choice of the table, ``None`` to dequantize.
+        many: why the table dequantizes.
+        weights: number of weights whose products a function gets.
+    """
+    if config == packed_configs.DEQUANTIZED:
+        return config
+    row = packed_configs.find(config, spec.bits, weights)
+    if row is not None and row.takes(spec.group, spec.k):
+        return row
+    return many if untuned is None else untuned
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,7 +263,7 @@ def unfit_row(
 
     The arguments are those of ``program_of``.
     """
-    if spec.group not in (*kernels.GROUPS, spec.k) and spec.group % row.stage_k:
+    if not row.takes(spec.group, spec.k):
         return f"groups of {spec.group} rows"
     if dtype == jnp.float16 and scale != dtype and not row.sums_are_scaled:
         return f"scales of {scale} may not fit into float16"

@@ -16,7 +16,9 @@ from jax_tcgemm.epilogue import source, translation
 from jax_tcgemm.epilogue.program import Program
 from jax_tcgemm.epilogue.spec import PackedFunctionSpec
 from jax_tcgemm.kernels import packed as kernels
-from jax_tcgemm.lowering import packed
+from jax_tcgemm.kernels import packed_configs
+from jax_tcgemm.kernels.names import XLA
+from jax_tcgemm.lowering import packed, packed_problem
 from jax_tcgemm.lowering.jit_source import kinds_of, source_of
 from jax_tcgemm.problem.log import log
 from jax_tcgemm.problem.strides import (
@@ -43,12 +45,13 @@ def lower_cuda(
     x = own[0]
     product = spec.product
     call = f"tcgemm_packed {product.qtype} {x.dtype}{list(x.shape)} n={product.n} with a function"
-    plan = _planned(own, spec)
+    call += " of two products" * (spec.weights > 1)
+    plan, told = _planned(operands, spec)
     if isinstance(plan, str):
-        log(f"{call}: the function is XLA's: {plan}")
-        return composed(*operands, spec=spec)
-    row = plan.row
-    log(f"{call}: kernel for {row.tokens} rows, {row.split_k} parts of k, {spec.weights} weights")
+        log(f"{call}: the function is XLA's: {plan}{told}")
+        is_config = plan in (XLA, packed_configs.DEQUANTIZED)
+        return composed(*operands, spec=spec.with_config(plan) if is_config else spec)
+    log(f"{call}: config {packed_configs.config_of(product.bits, plan.row)}{told}")
     return plan.emit(own, others, spec)
 
 
@@ -102,39 +105,70 @@ class _Call:
         }
 
 
-def _planned(own: Sequence[jax.Array], spec: PackedFunctionSpec) -> _Call | str:
-    """Returns the custom call, or why there can be none."""
-    x, values, scales = own[:3]
+def _planned(operands: Sequence[jax.Array], spec: PackedFunctionSpec) -> tuple[_Call | str, str]:
+    """Returns the custom call, or why there is none, and a text that says who chose."""
+    x, values, scales = operands[:3]
     product = spec.product
     reason = packed.unfit(x, values, scales, product)
     if reason is not None:
-        return reason
+        return reason, ""
     if values.ndim > 4:
-        return "a batch of weights"
+        return "a batch of weights", ""
     made = translation.translate(spec.function)
     if isinstance(made, str):
-        return made
+        return made, ""
     if made.reductions:
-        return "a reduction"
+        return "a reduction", ""
     folded = _folded(x.shape[:-1], product.n, made)
     if folded is None:
-        return "a batch that does not fold into rows"
+        return "a batch that does not fold into rows", ""
     m, strides = folded
-    choose = kernels.choose_pair if spec.weights == 2 else kernels.choose
-    row = choose(product.bits, m, product.n, product.k, product.group)
-    if row is None:
-        return f"{m} rows"
-    reason = packed.unfit_row(row, x.dtype, scales.dtype, product)
-    if reason is not None:
-        return reason
-    group = None if product.group == product.k else product.group
-    names = (product.qtype, x.dtype.name, scales.dtype.name, "float32")
-    options = {"zeros": product.has_zeros, "group": group, "weights": spec.weights}
-    config = kernels.program(row, *names, **options)
     function = source_of(made, strides, product.n, batched=False)
-    text = f"{config}\n{function}"
+    epilogue = {
+        "has": ["function"],
+        "program": source.digest(function)[:16],
+        "results": [each.dtype.name for each in spec.function.results],
+    }
+    config, told = packed_problem.measured_config(
+        packed_problem.FUNCTION, operands, spec, m, epilogue=epilogue
+    )
+    if config == XLA:
+        return XLA, told
+    choose = kernels.choose_pair if spec.weights == 2 else kernels.choose
+    untuned = choose(product.bits, m, product.n, product.k, product.group)
+    row = packed.row_of(config, product, untuned, f"{m} rows", spec.weights)
+    if isinstance(row, str):
+        return row, told
+    text = _program_text(row, (x.dtype, scales.dtype), spec, function)
+    if isinstance(text, packed.NoProgram):
+        return text.reason, told
+    return _Call(row, made, m, strides, text), told
+
+
+def _program_text(
+    row: kernels.PackedRow,
+    dtypes: tuple[np.dtype, np.dtype],
+    spec: PackedFunctionSpec,
+    function: str,
+) -> str | packed.NoProgram:
+    """Returns what the kernel is compiled for, which is compiled if that is possible now.
+
+    Args:
+        row: the configuration.
+        dtypes: dtypes of ``x`` and of the scales.
+        spec: the static parameters.
+        function: the function in C++.
+    """
+    product = spec.product
+    reason = packed.unfit_row(row, dtypes[0], dtypes[1], product)
+    if reason is not None:
+        return packed.NoProgram(reason)
+    group = None if product.group == product.k else product.group
+    names = (product.qtype, dtypes[0].name, dtypes[1].name, "float32")
+    options = {"zeros": product.has_zeros, "group": group, "weights": spec.weights}
+    text = f"{kernels.program(row, *names, **options)}\n{function}"
     reason = packed.not_compiled(text, source.PACKED_FUNCTION)
-    return reason or _Call(row, made, m, strides, text)
+    return text if reason is None else packed.NoProgram(reason)
 
 
 def _folded(shape: Shape, n: int, made: Program) -> tuple[int, tuple[Shape, ...]] | None:

@@ -7,7 +7,8 @@ import numpy as np
 
 from jax_tcgemm import _compat, _extension
 from jax_tcgemm.kernels import packed as kernels
-from jax_tcgemm.lowering import fallback, packed, packed_layout, ragged_reference
+from jax_tcgemm.kernels.names import XLA
+from jax_tcgemm.lowering import fallback, packed, packed_layout, packed_problem, ragged_reference
 from jax_tcgemm.lowering.ragged import cuda_dot
 from jax_tcgemm.problem.log import log
 from jax_tcgemm.problem.packed import PackedSpec
@@ -67,30 +68,38 @@ def lower_cuda(
     many rows, another kernel dequantizes all weights first.
     """
     call = f"tcgemm_packed_ragged {spec.qtype} {x.dtype}{list(x.shape)} n={spec.n} g={len(values)}"
-    reason = packed.unfit(x, values, scales, spec)
+    reason, told = packed.unfit(x, values, scales, spec), ""
     if reason is None:
-        found = _few_rows(x, values, scales, spec)
-        if isinstance(found, packed.Call):
-            log(f"{call}: kernel for {found.row.tokens} rows, {found.row.split_k} parts of k")
-            return [found.emit(x, values, scales, group_sizes)]
-        w = packed.dequantized(values, scales, spec, x.dtype)
-        if not isinstance(w, str):
-            log(f"{call}: dequantized by a kernel ({found})")
-            return cuda_dot(x, w, group_sizes, spec=of_dequantized(spec, transpose_rhs=True))
-        reason = w
+        operands = (x, values, scales, group_sizes)
+        config, told = packed_problem.measured_config(
+            packed_problem.RAGGED, operands, spec, len(x), experts=len(values)
+        )
+        if config == XLA:
+            reason = packed.MEASURED
+        else:
+            found = _few_rows(x, values, scales, spec, config)
+            if isinstance(found, packed.Call):
+                log(f"{call}: config {found.config}{told}")
+                return [found.emit(x, values, scales, group_sizes)]
+            w = packed.dequantized(values, scales, spec, x.dtype)
+            if not isinstance(w, str):
+                log(f"{call}: dequantized by a kernel: {found}{told}")
+                return cuda_dot(x, w, group_sizes, spec=of_dequantized(spec, transpose_rhs=True))
+            reason = w
     strict = fallback.is_strict(spec.config) and reason != packed.EMPTY
-    fallback.report(call, reason, strict=strict)
+    fallback.report(call, reason + told, strict=strict)
     return reference(x, values, scales, group_sizes, spec=spec)
 
 
 def _few_rows(
-    x: jax.Array, values: jax.Array, scales: jax.Array, spec: PackedSpec
+    x: jax.Array, values: jax.Array, scales: jax.Array, spec: PackedSpec, config: str | None
 ) -> packed.Call | str:
     """Returns the custom call for few rows a group, or why there is none."""
     (m, k), experts = x.shape, len(values)
-    row = kernels.choose_ragged(spec.bits, (m, spec.n, k), spec.group, experts)
-    if row is None:
-        return f"{m} rows of {experts} groups"
+    untuned = kernels.choose_ragged(spec.bits, (m, spec.n, k), spec.group, experts)
+    row = packed.row_of(config, spec, untuned, f"{m} rows of {experts} groups")
+    if isinstance(row, str):
+        return row
     if m // row.tokens + min(m, experts + 1) > _MOST_TILES:
         return f"too many tiles of {m} rows in {experts} groups"
     program = packed.program_of(row, np.dtype(x.dtype), scales.dtype, spec, ragged=True)

@@ -30,7 +30,8 @@ class PackedSpec:
         n: number of columns of the weight.
         k: contracted extent.
         out_dtype: dtype of the result.
-        config: name of the requested kernel configuration, ``"kernel"``, ``"xla"`` or ``None``.
+        config: a value of ``config=``: a row's name, ``"dequantized"``, ``"kernel"``, ``"xla"`` or
+            ``None``.
     """
 
     qtype: str
@@ -40,6 +41,10 @@ class PackedSpec:
     k: int
     out_dtype: np.dtype
     config: str | None = None
+
+    def with_config(self, config: str | None) -> PackedSpec:
+        """Returns a copy with this configuration."""
+        return dataclasses.replace(self, config=config)
 
     @property
     def bits(self) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import jax
 
 from jax_tcgemm import _compat
-from jax_tcgemm.epilogue.spec import CompiledSpec
+from jax_tcgemm.epilogue.spec import CompiledSpec, PackedFunctionSpec
 from jax_tcgemm.kernels.names import XLA
 from jax_tcgemm.problem.log import log
 from jax_tcgemm.tools.benchmarking import Timing
@@ -77,7 +77,7 @@ def measure(
         if race.asks_xla():
             race.enter({XLA: XLA})
     else:
-        race.enter({UNTUNED: None, CUBLAS: XLA})
+        race.enter({UNTUNED: None} | ({CUBLAS: XLA} if race.has_rival else {}))
         if race.is_near(NEAR_LIMIT):
             race.leave(CUBLAS)
         elif not (race.is_as_fast_as(CUBLAS) and race.is_near(_NEAR_ENOUGH)):
@@ -117,7 +117,7 @@ def measure_while_lowering(product: Product, patience: float) -> Measured | None
             not measured: NVRTC would compile kernels only to time them, and the model's choice was
             as fast.
     """
-    if patience < _PATIENT_SECONDS and isinstance(product.spec, CompiledSpec):
+    if patience < _PATIENT_SECONDS and isinstance(product.spec, (CompiledSpec, PackedFunctionSpec)):
         return None
     return in_a_thread(functools.partial(measure, product, patience=patience))
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_tcgemm.lowering import packed_problem
 from jax_tcgemm.tuning.lookup import Product
 
 # Operands repeat after this many elements. The number is odd so that rows do not repeat.
@@ -23,6 +24,7 @@ class Numbers:
 
     Other types are made from the normal numbers: signed integers are the numbers times 30, rounded;
     unsigned integers are the magnitudes, rounded; booleans are true for positive numbers.
+    Exception: uint8, the type of packed weights, has uniform bytes without NaNs of float8_e4m3fn.
 
     Args:
         seed: equal seeds give equal slices.
@@ -58,6 +60,9 @@ class Numbers:
 def _converted(normal: np.ndarray, dtype: np.dtype) -> np.ndarray:
     if dtype == np.bool_:
         return normal > 0
+    if dtype == np.uint8:
+        low = normal.view(np.uint8)[::4]  # the last bits of the fractions
+        return np.where(low % 128 == 127, low - 1, low).astype(np.uint8)
     if jnp.issubdtype(dtype, jnp.integer):
         normal = np.round(np.abs(normal) if dtype.kind == "u" else normal * 30)
         least, most = jnp.iinfo(dtype).min, jnp.iinfo(dtype).max
@@ -69,7 +74,7 @@ def _converted(normal: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 def operand_sets(product: Product, numbers: Numbers, count: int) -> list[tuple[jax.Array, ...]]:
     """Returns ``count`` sets of operands of a product; all groups have the same size."""
-    sizes_at = 2 if "ragged" in product.primitive else None
+    sizes_at = sizes_index(product)
 
     def operand(i: int, x: jax.ShapeDtypeStruct) -> jax.Array:
         if i == sizes_at:
@@ -82,9 +87,25 @@ def operand_sets(product: Product, numbers: Numbers, count: int) -> list[tuple[j
     return [tuple(operand(i, x) for i, x in enumerate(product.types)) for _ in range(count)]
 
 
+def sizes_index(product: Product) -> int | None:
+    """Returns the index of the operand with the sizes of groups, ``None`` without groups."""
+    if product.primitive == packed_problem.RAGGED:
+        return 3
+    return 2 if "ragged" in product.primitive else None
+
+
 def size_of(types: Sequence[jax.ShapeDtypeStruct]) -> int:
     """Returns the total bytes of arrays of these types."""
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in types)
+
+
+def unread_size(product: Product) -> int:
+    """Returns the bytes of weights that kernels do not read, those of groups without rows."""
+    index = sizes_index(product)
+    if index is None or product.primitive == "ragged_contraction":
+        return 0
+    rows, (groups,) = product.types[0].shape[0], product.types[index].shape
+    return size_of(product.types[1:index]) * max(0, groups - rows) // groups
 
 
 def _even_sizes(sizes: jax.ShapeDtypeStruct, rows: int) -> jax.Array:

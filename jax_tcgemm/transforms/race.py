@@ -14,12 +14,15 @@ import jax
 from jax.extend.core import Primitive
 
 from jax_tcgemm import _core
-from jax_tcgemm.epilogue.spec import CompiledSpec
+from jax_tcgemm.epilogue.spec import CompiledSpec, PackedFunctionSpec
 from jax_tcgemm.kernels.names import MEASURED, XLA, find
-from jax_tcgemm.lowering import fallback
+from jax_tcgemm.lowering import fallback, packed_problem
 from jax_tcgemm.lowering.gemm import shares_program
 from jax_tcgemm.primitives.gemm import gemm_p
 from jax_tcgemm.primitives.jit_epilogue import compiled_p, compiled_ragged_p
+from jax_tcgemm.primitives.packed import packed_p
+from jax_tcgemm.primitives.packed_function import packed_function_p
+from jax_tcgemm.primitives.packed_ragged import packed_ragged_p
 from jax_tcgemm.primitives.ragged import ragged_contraction_p, ragged_dot_p
 from jax_tcgemm.problem.log import log
 from jax_tcgemm.problem.spec import GemmSpec
@@ -28,7 +31,7 @@ from jax_tcgemm.tools.benchmarking import Timing, time_chains
 from jax_tcgemm.tools.chain import Chain, argument_set_count, compile_call, default_device
 from jax_tcgemm.transforms.candidates import MOST, built_candidates, candidates, relative, row_of
 from jax_tcgemm.transforms.decision import CUBLAS, UNTUNED, is_untuned
-from jax_tcgemm.transforms.numbers import Numbers, operand_sets, size_of
+from jax_tcgemm.transforms.numbers import Numbers, operand_sets, size_of, unread_size
 from jax_tcgemm.transforms.roofline import least_seconds
 from jax_tcgemm.tuning.lookup import Product
 from jax_tcgemm.tuning.tunings import untuned
@@ -37,6 +40,9 @@ _PRIMITIVES: dict[str, Primitive] = {
     "compiled": compiled_p,
     "compiled_ragged": compiled_ragged_p,
     "gemm": gemm_p,
+    packed_problem.PLAIN: packed_p,
+    packed_problem.FUNCTION: packed_function_p,
+    packed_problem.RAGGED: packed_ragged_p,
     "ragged_dot": ragged_dot_p,
     "ragged_contraction": ragged_contraction_p,
 }
@@ -92,12 +98,23 @@ class Race:
         self._chains: dict[str, Chain] = {}
         self._least: dict[str, float] = {}
 
+    @property
+    def _is_packed(self) -> bool:
+        return self._product.primitive in packed_problem.PRIMITIVES
+
+    @property
+    def has_rival(self) -> bool:
+        """True if cuBLAS may be faster. XLA has to unpack packed weights first."""
+        return not self._is_packed
+
     def _operands(self, count: int) -> list[tuple[jax.Array, ...]]:
         with jax.default_device(self._device):
             return operand_sets(self._product, self._numbers, count)
 
     def rows(self) -> list[str]:
         """Returns the names of the rows that are worth timing."""
+        if self._is_packed:  # the race times the first one, the untuned choice, anyway
+            return packed_problem.candidates(self._product.problem)[1 : self._most]
         ranked = candidates(self._product, self._properties, self._most)
         built = built_candidates(self._product, self._properties, self._most)
         plain = relative(self._product)
@@ -232,7 +249,8 @@ class Race:
         return not best or (best > _LEAST_ASKED_SECONDS and NEAR_LIMIT * best > self._limit())
 
     def _limit(self) -> float:
-        return least_seconds(self._product, _bytes(self._product), self._properties)
+        size = _bytes(self._product) - unread_size(self._product)
+        return least_seconds(self._product, size, self._properties)
 
     def leave(self, name: str) -> None:
         """Removes a competitor."""
@@ -252,8 +270,8 @@ class Race:
 
 def _apply(product: Product, config: str | None, *operands: jax.Array) -> Any:
     spec = product.spec
-    is_compiled = isinstance(spec, CompiledSpec)
-    spec = spec.with_config(config) if is_compiled else dataclasses.replace(spec, config=config)
+    is_special = isinstance(spec, (CompiledSpec, PackedFunctionSpec))
+    spec = spec.with_config(config) if is_special else dataclasses.replace(spec, config=config)
     if isinstance(spec, GemmSpec):
         spec = spec.replace(overwrite_c=False)  # c is not donated here, so XLA would copy it
     return _PRIMITIVES[product.primitive].bind(*operands, spec=spec)

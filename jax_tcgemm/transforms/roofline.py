@@ -33,7 +33,7 @@ def least_seconds(product: Product, size: int, device: Mapping[str, Any]) -> flo
     if device["compute_capability"] != 90 or not (clock and bandwidth):
         return 0.0
     fields = json.loads(product.problem)
-    products = 2 if fields["op"] == "gated" else 1
+    products = fields.get("weights", 2 if fields["op"] == "gated" else 1)
     operations = 2.0 * products * math.prod(fields.get("batch", []))
     operations *= fields["m"] * fields["n"] * fields["k"]
     # With an algorithm preset, the product may convert its operands first.

@@ -11,6 +11,10 @@ from typing import Any
 
 from jax_tcgemm import _extension
 from jax_tcgemm.kernels import names as kernel_names
+from jax_tcgemm.kernels import packed_configs
+
+# Values of ``config=`` that a measurement may choose and that name no row.
+_NO_ROWS = (None, kernel_names.XLA, packed_configs.DEQUANTIZED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +28,8 @@ class Entry:
         untuned_seconds: the time of the untuned choice.
         xla_seconds: the time of XLA's own composition including the epilogue; ``None`` if it was
             not timed.
-        rows: by name, digests of the rows of the kernel table that ``config`` names.
+        rows: by name, digests of the rows that ``config`` names, of the kernel table or of the
+            kernels for packed weights.
     """
 
     config: str | None
@@ -38,7 +43,7 @@ class Entry:
         cls, config: str | None, seconds: float, untuned_seconds: float, xla_seconds: float | None
     ) -> Entry:
         """Returns an entry with the digests of this build's rows."""
-        names = [] if config in (None, kernel_names.XLA) else [kernel_names.read_config(config)[0]]
+        names = [] if config in _NO_ROWS else [kernel_names.read_config(config)[0]]
         rows = tuple((name, row_digest(name)) for name in names)
         return cls(config, seconds, untuned_seconds, xla_seconds, rows)
 
@@ -67,7 +72,7 @@ class Entry:
         except (TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"not an entry: {content!r}") from error
         texts = [text for pair in rows for text in pair]
-        named = {None, kernel_names.XLA, *(name for name, _ in rows)}
+        named = {*_NO_ROWS, *(name for name, _ in rows)}
         row, splits = kernel_names.read_config(config) if isinstance(config, str) else (config, 1)
         needed = times if config == kernel_names.XLA or times[2] is not None else times[:2]
         are_times = all(isinstance(time, float) and 0 < time < math.inf for time in needed)
@@ -79,8 +84,8 @@ class Entry:
 
 @functools.cache
 def row_digest(name: str) -> str:
-    """Returns a digest of a row of the kernel table; of an empty text if there is no such row."""
-    row = kernel_names.find(name)
+    """Returns a digest of a row; of an empty text if there is no such row."""
+    row = kernel_names.find(name) or packed_configs.BY_NAME.get(name, (0, None))[1]
     if row is None:
         return hashlib.sha256(b"").hexdigest()[:12]
     # Fields with default values are left out, so a new field does not change the digest of rows

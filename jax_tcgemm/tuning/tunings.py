@@ -304,6 +304,8 @@ def _described(fields: dict[str, Any]) -> str:
     batch = "".join(f"{extent}x" for extent in fields.get("batch", []))
     parts = [fields["op"], fields["algorithm"].split("_")[0].lower(), fields.get("layout", "")]
     parts += [f"{batch}{fields['m']}x{fields['n']}x{fields['k']}"]
+    if "scale_group" in fields:
+        parts.append(f"scales of {fields['scale_group']}")
     if fields.get("groups"):
         parts.append(f"{fields['groups']} groups")
     parts += [part for part in fields.get("epilogue", {}).get("has", []) if part]
