@@ -31,6 +31,7 @@ PACKED_FUNCTION_TARGET = "jax_tcgemm_packed_function_v1"
 UNPACK_TARGET = "jax_tcgemm_unpack_v1"
 TRANSPOSE_TARGET = "jax_tcgemm_transpose_v1"
 OVERLAPPED_TARGET = "jax_tcgemm_overlapped_v1"
+GATHERS_TARGET = "jax_tcgemm_gathers_v1"
 # Only measurements use this target; no program of a user contains it.
 MARK_TARGET = "jax_tcgemm_mark_v1"
 TARGETS = (
@@ -45,6 +46,7 @@ TARGETS = (
     UNPACK_TARGET,
     TRANSPOSE_TARGET,
     OVERLAPPED_TARGET,
+    GATHERS_TARGET,
 )
 
 # The most devices among which an overlapped product divides its rows.

@@ -29,6 +29,7 @@ pytestmark = pytest.mark.usefixtures("divided_everywhere", "overlapped")
 
 BF16 = jnp.bfloat16
 CALL = "jax_tcgemm_overlapped_v1"
+BUFFER = "jax_tcgemm_gathers_v1"
 
 
 @pytest.fixture
@@ -109,6 +110,13 @@ SCATTERED = {
 }
 
 
+REDUCED = {
+    "reduce": _program(gemm, jnp.matmul, _W, _SCATTERED, P()),
+    "reduce_and_bias": _program(_bias, _bias_formula, (*_W, (2048,)), (*_SCATTERED, P()), P()),
+    "reduce_a_batch": _program(
+        gemm, jnp.matmul, ((4, 256, 64), _W[1]), (P(None, None, "x"), P("x")), P()
+    ),
+}
 SUMMED = {
     "gather_a_along_k": _program(
         lambda x, w: gemm(x, w, transpose_a=True),
@@ -128,6 +136,7 @@ SUMMED = {
 PROGRAMS = {
     **{name: (program, "rows_of_a") for name, program in GATHERED.items()},
     **{name: (program, "rows_of_d") for name, program in SCATTERED.items()},
+    **{name: (program, "sum_of_d") for name, program in REDUCED.items()},
     **{name: (program, f"k_of_{name[7]}") for name, program in SUMMED.items()},
 }
 
@@ -188,7 +197,9 @@ def test_results(name, rng, programs, assert_accurate):
     run(program, mesh_of((4, 2)), rng, assert_accurate)
     (on_gpus,) = programs
     assert on_gpus.count(f"@{CALL}") == 1
-    assert attribute(on_gpus, "k" if kind.startswith("k") else "m") == "256"
+    assert on_gpus.count(f"@{BUFFER}") == (kind not in ("rows_of_d", "sum_of_d"))
+    rows = "256" if kind.endswith("_of_d") else "1024"  # those of a part, or all
+    assert attribute(on_gpus, "k" if kind.startswith("k") else "m") == rows
     assert attribute(on_gpus, "kind") == kind
     assert attribute(on_gpus, "group_size") == "4"
     # The mesh has a second axis, so there are two groups.
@@ -201,21 +212,24 @@ def emulated(monkeypatch):
     kinds = []
 
     def called(x, spec, exchange, kind, whole, part):
-        del whole
+        del part
         kinds.append(kind)
         groups = np.reshape(exchange.devices, (-1, exchange.peers)).tolist()
         share = {"axis_index_groups": groups, "tiled": True}
         outer = [x.a.shape[axis] for axis in spec.axes.a[: exchange.role]]
         assert all(extent == 1 for extent in outer), "rows of a device that are not together"
+        if kind == overlapped.SUM_OF_D:
+            (d,) = reference.reference_gemm(*flatten(x), spec=spec)
+            return [jax.lax.psum(d, AXIS, axis_index_groups=groups)]
         if kind == overlapped.ROWS_OF_D:
             (d,) = reference.reference_gemm(*flatten(x), spec=spec)
             return [jax.lax.psum_scatter(d, AXIS, scatter_dimension=exchange.role, **share)]
         name = "b" if kind == overlapped.K_OF_B else "a"
         along = {overlapped.ROWS_OF_A: exchange.role, overlapped.K_OF_A: -1}.get(kind, -2)
         axis = getattr(spec.axes, name)[along]
-        assert getattr(x, name).shape == getattr(part, name)
-        whole = jax.lax.all_gather(getattr(x, name), AXIS, axis=axis, **share)
-        return reference.reference_gemm(*flatten(x._replace(**{name: whole})), spec=spec)
+        gathered = jax.lax.all_gather(getattr(x, name), AXIS, axis=axis, **share)
+        assert gathered.shape == getattr(whole, name)
+        return reference.reference_gemm(*flatten(x._replace(**{name: gathered})), spec=spec)
 
     monkeypatch.setattr(overlapped, "_called", called)
     monkeypatch.setattr(products, "_PLATFORMS", ("cpu",))
@@ -238,7 +252,7 @@ def test_programs_of_batches(name, rng, programs, assert_accurate):
     run(BATCHES[name], mesh_of((4, 2)), rng, assert_accurate)
     (on_gpus,) = programs
     assert on_gpus.count(f"@{CALL}") == 1
-    assert attribute(on_gpus, "m") == "1024"
+    assert attribute(on_gpus, "m") == ("4096" if name.startswith("gather") else "1024")
 
 
 @pytest.mark.usefixtures("small_products")

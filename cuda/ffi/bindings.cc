@@ -157,6 +157,7 @@ nb::dict registrations() {
       stages(packed_function_instantiate_handler(), packed_function_handler());
   result["jax_tcgemm_overlapped_v1"] =
       stages(overlapped_instantiate_handler(), overlapped_handler());
+  result["jax_tcgemm_gathers_v1"] = nb::capsule(gathers_handler(), "xla._CUSTOM_CALL_TARGET");
   result["jax_tcgemm_unpack_v1"] = stages(unpack_instantiate_handler(), unpack_handler());
   return result;
 }

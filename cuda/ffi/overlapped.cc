@@ -30,8 +30,9 @@
 
 namespace jax_tcgemm {
 
-// Set by jax_tcgemm/lowering/overlapped.py. `gemm` describes a part. The operands are those of a
-// product, then the number of the device in its program.
+// Set by jax_tcgemm/lowering/overlapped.py. `gemm` describes the product of all gathered rows, or a
+// part of scattered rows. The operands are those of a product, then the rows of this device if rows
+// are gathered, then the number of the device in its program.
 struct OverlappedAttributes {
   GemmAttributes gemm;
   std::string_view kind;
@@ -52,13 +53,18 @@ namespace jax_tcgemm {
 namespace {
 
 // The kinds of exchange; lowering/overlapped.py has the same names.
-enum class Kind { kRowsOfA, kRowsOfD, kKOfA, kKOfB };
+enum class Kind { kRowsOfA, kRowsOfD, kSumOfD, kKOfA, kKOfB };
+
+// Checks if the devices exchange parts of a sum.
+bool scatters(Kind kind) { return kind == Kind::kRowsOfD || kind == Kind::kSumOfD; }
 
 Status decode_kind(std::string_view name, Kind* kind) {
   if (name == "rows_of_a") {
     *kind = Kind::kRowsOfA;
   } else if (name == "rows_of_d") {
     *kind = Kind::kRowsOfD;
+  } else if (name == "sum_of_d") {
+    *kind = Kind::kSumOfD;
   } else if (name == "k_of_a") {
     *kind = Kind::kKOfA;
   } else {
@@ -136,38 +142,40 @@ Status decode_peers(const OverlappedAttributes& at, ffi::RemainingArgs& operands
   return Status();
 }
 
-// Checks that an operand with these strides has so many rows and columns.
-Status check_span(const char* name, ffi::RemainingArgs& operands, size_t index, int64_t rows,
-                  int64_t columns, int64_t row_stride, int64_t column_stride) {
-  const auto buffer = operands.get<ffi::AnyBuffer>(index);
+// Checks that A has the rows of all parts.
+Status check_rows(const OverlappedAttributes& at, ffi::RemainingArgs& operands) {
+  const auto a = operands.get<ffi::AnyBuffer>(0);
   AddressedSpan addressed;
-  addressed.add_dimension(rows, row_stride);
-  addressed.add_dimension(columns, column_stride);
-  JAX_TCGEMM_REQUIRE(buffer.has_value() && addressed.elements() <= real_count(*buffer), name,
-                     " is addressed up to element ", addressed.elements());
+  addressed.add_dimension(mul_sat(at.gemm.m, at.group_size), at.gemm.a_strides[0]);
+  addressed.add_dimension(at.gemm.k, at.gemm.a_strides[1]);
+  JAX_TCGEMM_REQUIRE(a.has_value() && addressed.elements() <= real_count(*a),
+                     "a is addressed up to element ", addressed.elements());
   return Status();
 }
 
-// Checks the operands of which a device has all parts.
-Status check_spans(const OverlappedAttributes& at, Kind kind, ffi::RemainingArgs& operands) {
+// Reads the buffer of gathered rows, which is operand 0 or 1, and the rows of this device.
+Status decode_rows(const OverlappedAttributes& at, Kind kind, ffi::RemainingArgs& operands,
+                   GatheredRows* rows) {
+  const auto all = operands.get<ffi::AnyBuffer>(kind == Kind::kKOfB ? 1 : 0);
+  const auto own = operands.get<ffi::AnyBuffer>(operands.size() - 2);
+  JAX_TCGEMM_REQUIRE(all.has_value() && own.has_value(), "no rows");
+  *rows = {own->untyped_data(), static_cast<char*>(all->untyped_data()),
+           static_cast<int64_t>(own->size_bytes()), static_cast<int64_t>(all->size_bytes())};
   const GemmAttributes& gemm = at.gemm;
-  const int64_t rows = mul_sat(gemm.m, at.group_size), k = mul_sat(gemm.k, at.group_size);
-  const Strides a = gemm.a_strides, b = gemm.b_strides, c = gemm.c_strides;
-  if (kind == Kind::kRowsOfD) return check_span("a", operands, 0, rows, gemm.k, a[0], a[1]);
-  if (kind == Kind::kKOfB) return check_span("a", operands, 0, gemm.m, k, a[0], a[1]);
-  if (kind == Kind::kKOfA) return check_span("b", operands, 1, k, gemm.n, b[0], b[1]);
-  // The operands lie in this order; those that have rows are checked.
-  size_t index = 2;
-  if (gemm.has_c) {
-    JAX_TCGEMM_RETURN_IF_ERROR(check_span("c", operands, index++, rows, gemm.n, c[0], c[1]));
-  }
-  index += gemm.has_bias + gemm.has_alpha + gemm.has_beta;
-  if (gemm.has_row_scale) {
-    JAX_TCGEMM_RETURN_IF_ERROR(
-        check_span("row_scale", operands, index++, rows, 1, gemm.row_scale_strides[0], 0));
-  }
-  index += gemm.has_column_scale + gemm.has_b2 + gemm.has_bias2;
-  return gemm.has_c2 ? check_span("c2", operands, index, rows, gemm.n, c[0], c[1]) : Status();
+  const int64_t divided = kind == Kind::kRowsOfA ? gemm.m : gemm.k;
+  // The rows lie one after the other, so that those of a device do, too.
+  const Strides strides = kind == Kind::kKOfB ? gemm.b_strides : gemm.a_strides;
+  const bool is_first = kind != Kind::kKOfA;  // of the two dimensions
+  const int64_t stride = strides[is_first ? 0 : 1];
+  const int64_t length = kind == Kind::kRowsOfA ? gemm.k : kind == Kind::kKOfA ? gemm.m : gemm.n;
+  const auto elements = static_cast<int64_t>(all->element_count());
+  JAX_TCGEMM_REQUIRE(divided % at.group_size == 0 && rows->bytes % 16 == 0 &&
+                         rows->bytes == mul_sat(rows->shard_bytes, at.group_size) &&
+                         rows->shard_bytes % 16 == 0 && stride == length &&
+                         strides[is_first ? 1 : 0] == 1 && elements == mul_sat(divided, length),
+                     divided, " rows of ", length, " elements with stride ", stride, ", of which ",
+                     at.group_size, " devices have ", rows->shard_bytes, " bytes each");
+  return Status();
 }
 
 Status decode_result(ffi::RemainingRets& results, size_t index, int64_t elements,
@@ -193,11 +201,11 @@ Status decode_bytes(ffi::RemainingRets& results, size_t index, int64_t least, vo
   return Status();
 }
 
-// Reads D and the further results, the scratch, and the workspace.
+// Reads D and the further results, the scratch for the parts of peers, and the workspace.
 Status decode_results(const OverlappedAttributes& at, Kind kind, ffi::RemainingRets& results,
                       GemmProblem* problem, void** scratch) {
   const int64_t part = mul_sat(at.gemm.m, at.gemm.n);
-  const int64_t elements = kind == Kind::kRowsOfA ? mul_sat(part, at.group_size) : part;
+  const int64_t elements = kind == Kind::kSumOfD ? mul_sat(part, at.group_size) : part;
   EpilogueParams& epilogue = problem->params.epilogue;
   void** const pointers[] = {&epilogue.d, &epilogue.aux, &epilogue.aux2};
   const size_t matrices = !at.gemm.has_aux ? 1 : at.gemm.gated ? 3 : 2;
@@ -205,11 +213,8 @@ Status decode_results(const OverlappedAttributes& at, Kind kind, ffi::RemainingR
   for (; index < matrices; ++index) {
     JAX_TCGEMM_RETURN_IF_ERROR(decode_result(results, index, elements, &epilogue, pointers[index]));
   }
-  if (kind != Kind::kRowsOfA) {
-    // The parts for the peers, or a sum in float32.
-    const int64_t least = kind == Kind::kRowsOfD
-                              ? mul_sat(part * element_bytes(epilogue.d_type), at.group_size - 1)
-                              : mul_sat(part, sizeof(float));
+  if (scatters(kind)) {
+    const int64_t least = mul_sat(mul_sat(part, element_bytes(epilogue.d_type)), at.group_size - 1);
     int64_t bytes = 0;
     JAX_TCGEMM_RETURN_IF_ERROR(decode_bytes(results, index++, least, scratch, &bytes));
   }
@@ -223,14 +228,11 @@ Status decode_results(const OverlappedAttributes& at, Kind kind, ffi::RemainingR
   return Status();
 }
 
-Status check_parts(const OverlappedAttributes& at, Kind kind, const GemmProblem& problem,
-                   int64_t shard_bytes) {
+Status check_part(const OverlappedAttributes& at, const GemmProblem& problem) {
   const int64_t bytes = part_bytes(problem);
-  JAX_TCGEMM_REQUIRE(at.gemm.batch_shape.size() == 0, at.gemm.batch_shape.size(),
-                     " batch dimensions");
-  JAX_TCGEMM_REQUIRE(bytes > 0 && bytes % 16 == 0 && shard_bytes % 16 == 0, "parts of ", bytes,
-                     " bytes and shards of ", shard_bytes, ", which are no multiples of 16");
-  JAX_TCGEMM_REQUIRE(kind == Kind::kRowsOfA || is_plain(problem.params.epilogue),
+  JAX_TCGEMM_REQUIRE(bytes > 0 && bytes % 16 == 0, "parts of ", bytes,
+                     " bytes, which is no multiple of 16");
+  JAX_TCGEMM_REQUIRE(is_plain(problem.params.epilogue) && !at.gemm.has_aux,
                      "an epilogue before a sum is complete");
   return Status();
 }
@@ -246,6 +248,7 @@ Status decode_and_run(const OverlappedAttributes& at, ffi::RemainingArgs& operan
   const GemmAttributes& gemm = at.gemm;
   const auto algorithm = algorithm_from_name(gemm.algorithm);
   JAX_TCGEMM_REQUIRE(algorithm.has_value(), "unknown algorithm '", gemm.algorithm, "'");
+  JAX_TCGEMM_REQUIRE(gemm.batch_shape.size() == 0, gemm.batch_shape.size(), " batch dimensions");
   Kind kind = Kind::kRowsOfA;
   JAX_TCGEMM_RETURN_IF_ERROR(decode_kind(at.kind, &kind));
   Peers peers;
@@ -261,17 +264,17 @@ Status decode_and_run(const OverlappedAttributes& at, ffi::RemainingArgs& operan
   epilogue.activation_parameters[0] = gemm.activation_p0;
   epilogue.activation_parameters[1] = gemm.activation_p1;
   JAX_TCGEMM_RETURN_IF_ERROR(decode_operands({gemm, operands, results}, &problem));
-  // A shard, except for scattered rows.
-  const auto shard = operands.get<ffi::AnyBuffer>(kind == Kind::kKOfB ? 1 : 0);
-  const auto shard_bytes = static_cast<int64_t>(shard->size_bytes());
-  JAX_TCGEMM_RETURN_IF_ERROR(check_parts(at, kind, problem, shard_bytes));
-  JAX_TCGEMM_RETURN_IF_ERROR(check_spans(at, kind, operands));
   const DeviceProperties* device = nullptr;
   JAX_TCGEMM_RETURN_IF_ERROR(get_device_properties(ordinal, &device));
-  if (kind == Kind::kRowsOfA) return run_gathered(problem, shard_bytes, peers, *device, stream);
-  if (kind == Kind::kRowsOfD) return run_scattered(problem, scratch, peers, *device, stream);
-  return run_gathered_sum(problem, kind == Kind::kKOfB, shard_bytes, static_cast<float*>(scratch),
-                          peers, *device, stream);
+  if (scatters(kind)) {
+    JAX_TCGEMM_RETURN_IF_ERROR(check_part(at, problem));
+    JAX_TCGEMM_RETURN_IF_ERROR(check_rows(at, operands));
+    void* const sums = kind == Kind::kSumOfD ? epilogue.d : nullptr;
+    return run_scattered(problem, scratch, sums, peers, *device, stream);
+  }
+  GatheredRows rows = {};
+  JAX_TCGEMM_RETURN_IF_ERROR(decode_rows(at, kind, operands, &rows));
+  return run_gathered(problem, kind == Kind::kRowsOfA, rows, peers, *device, stream);
 }
 
 ffi::Error overlapped(cudaStream_t stream, int32_t ordinal, ffi::RunId run,

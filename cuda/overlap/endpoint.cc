@@ -1,5 +1,7 @@
 #include "overlap/endpoint.h"
 
+#include <cuda.h>
+
 #include <algorithm>
 #include <map>
 #include <string>
@@ -52,7 +54,9 @@ Status Endpoint::add_slot() {
   JAX_TCGEMM_RETURN_IF_ERROR(create_event(&slot->ready));
   JAX_TCGEMM_RETURN_IF_ERROR(create_event(&slot->released));
   for (cudaEvent_t& event : slot->part) JAX_TCGEMM_RETURN_IF_ERROR(create_event(&event));
-  for (cudaEvent_t& event : slot->copied) JAX_TCGEMM_RETURN_IF_ERROR(create_event(&event));
+  for (Slot::Events& events : slot->copied) {
+    for (cudaEvent_t& event : events) JAX_TCGEMM_RETURN_IF_ERROR(create_event(&event));
+  }
   slots_.insert(slots_.begin(), std::move(slot));
   return Status();
 }
@@ -109,6 +113,30 @@ Status Endpoint::reach(int peer) {
   }
   reached_.insert(peer);
   return Status();
+}
+
+void Endpoint::wait_for_copies() {
+  for (const cudaStream_t stream : side_) {
+    if (cudaStreamSynchronize(stream) != cudaSuccess) cudaGetLastError();
+  }
+}
+
+bool is_reachable(const void* memory) {
+  using Get = decltype(&cuPointerGetAttribute);
+  static const Get get = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult query;
+    const cudaError_t error = cudaGetDriverEntryPointByVersion("cuPointerGetAttribute", &function,
+                                                               12000, cudaEnableDefault, &query);
+    const bool is_found = error == cudaSuccess && query == cudaDriverEntryPointSuccess;
+    return is_found ? reinterpret_cast<Get>(function) : nullptr;
+  }();
+  // Memory of pools, and of the driver's virtual addresses, cannot be shared in the old way.
+  unsigned int is_capable = 0;
+  return get != nullptr &&
+         get(&is_capable, CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE,
+             reinterpret_cast<CUdeviceptr>(memory)) == CUDA_SUCCESS &&
+         is_capable != 0;
 }
 
 }  // namespace jax_tcgemm

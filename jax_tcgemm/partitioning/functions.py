@@ -23,7 +23,7 @@ from jax_tcgemm.kernels.names import NO_ROWS, XLA
 from jax_tcgemm.partitioning import products
 from jax_tcgemm.partitioning.rules import Rule
 from jax_tcgemm.partitioning.shard import Shard
-from jax_tcgemm.partitioning.work import SCATTER, Array, Work
+from jax_tcgemm.partitioning.work import SCATTER, SUM, Array, Work
 from jax_tcgemm.problem.arithmetic import accumulator_dtype, is_quantized
 from jax_tcgemm.problem.epilogue import Epilogue
 from jax_tcgemm.problem.log import log
@@ -109,7 +109,7 @@ def _work(spec: DividedSpec, types: Sequence[Any]) -> Work:
         operands=(*work.operands, *others),
         results=results,
         whole=work.whole.union(*(each.over for each in function.joined)),
-        overlaps=work.overlaps & {SCATTER},
+        overlaps=work.overlaps & {SCATTER, SUM},
     )
 
 
