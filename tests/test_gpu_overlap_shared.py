@@ -22,7 +22,7 @@ from overlapped_products import (
 )
 
 from jax_tcgemm import gemm
-from jax_tcgemm._extension import GATHERS_TARGET
+from jax_tcgemm._extension import GATHERS_TARGET, OVERLAPPED_FUNCTION_TARGET
 from jax_tcgemm.tools.collectives import collectives
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("overlapped")]
@@ -94,6 +94,35 @@ def test_a_gather_before_a_loop(mesh, normal):
     a, b = wide(x, w)
     for count in (3, 0, 1, 3):
         close(program(x, w, count), (a @ b) * (count * (count + 1) // 2), 4e-2)
+
+
+def _swish(p, b):
+    return (p * jax.nn.sigmoid(1.5 * p + b)).astype(BF16)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_functions_of_gathered_rows(mesh, normal, count):
+    """The first product runs in parts, the second one has all rows at once."""
+    x = put(mesh, normal(512, 256, dtype=BF16), "x")
+    weights = [put(mesh, normal(256, 1024, dtype=BF16) / 16, None, "x") for _ in range(count)]
+    b, c = put(mesh, normal(1024), "x"), put(mesh, normal(512, 1024, dtype=BF16), None, "x")
+
+    def ours(x, b, c, *weights):
+        def function(p, b, c):
+            return _swish(p, b) + c
+
+        return [gemm(x, w, epilogue=function, epilogue_operands=(b, c)) for w in weights]
+
+    columns = NamedSharding(mesh, P(None, "x"))
+    program = jax.jit(ours, out_shardings=[columns] * count).lower(x, b, c, *weights).compile()
+    text = program.as_text()
+    assert text.count(f'custom_call_target="{OVERLAPPED_FUNCTION_TARGET}"') == count
+    assert gathers(program) == 1
+    a, bias, residual, *others = wide(x, b, c, *weights)
+    for _ in range(3):
+        for actual, w in zip(program(x, b, c, *weights), others, strict=True):
+            p = a @ w
+            close(actual, p * jax.nn.sigmoid(1.5 * p + bias) + residual)
 
 
 SUMS = {

@@ -72,6 +72,10 @@ def _bias_formula(x, w, b):
     return jax.nn.gelu(x @ w + b)
 
 
+def _swish(p, b):
+    return (p * jax.nn.sigmoid(1.5 * p + b)).astype(BF16)
+
+
 def _dot(x, w):
     return dot_general(x, w, (((1,), (0,)), ((), ())))
 
@@ -100,6 +104,15 @@ GATHERED = {
         lambda x, w: x.T @ w,
         ((64, 1024), _W[1]),
         (P(None, "x"), P(None, "x")),
+        P(None, "x"),
+    ),
+}
+FUNCTIONS = {
+    "gather_function": _program(
+        lambda x, w, b: gemm(x, w, epilogue=_swish, epilogue_operands=(b,)),
+        lambda x, w, b: _swish(jnp.matmul(x, w, preferred_element_type=jnp.float32), b),
+        (*_W, (2048,)),
+        (*_GATHERED, P("x")),
         P(None, "x"),
     ),
 }
@@ -204,6 +217,44 @@ def test_results(name, rng, programs, assert_accurate):
     assert attribute(on_gpus, "group_size") == "4"
     # The mesh has a second axis, so there are two groups.
     assert attribute(on_gpus, "devices") == "dense<[0, 2, 4, 6, 1, 3, 5, 7]>"
+
+
+@pytest.mark.usefixtures("small_products")
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions(name, rng, programs, assert_accurate):
+    run(FUNCTIONS[name], mesh_of((4, 2)), rng, assert_accurate)
+    (on_gpus,) = programs
+    assert on_gpus.count("@jax_tcgemm_overlapped_function_v1") == 1
+    assert on_gpus.count(f"@{BUFFER}") == 1
+
+
+@pytest.mark.usefixtures("small_products")
+def test_functions_that_depend_on_the_row(rng, programs, assert_accurate):
+    """XLA gathers the rows: a part of them would count from its own first row."""
+
+    def masked(p):
+        return jnp.where(jax.lax.broadcasted_iota(jnp.int32, p.shape, 0) < 300, p, 0).astype(BF16)
+
+    program = _program(
+        lambda x, w: gemm(x, w, epilogue=masked),
+        lambda x, w: masked(jnp.matmul(x, w, preferred_element_type=jnp.float32)),
+        _W,
+        _GATHERED,
+        P(None, "x"),
+    )
+    run(program, mesh_of((4, 2)), rng, assert_accurate)
+    (on_gpus,) = programs
+    assert "@jax_tcgemm_overlapped" not in on_gpus
+
+
+@pytest.mark.usefixtures("small_products")
+@pytest.mark.parametrize("name", SUMMED)
+def test_off_also_holds_for_gradients_of_narrow_weights(name, rng, programs, monkeypatch):
+    monkeypatch.setenv(overlap.SETTING, "off")
+    program, mesh = PROGRAMS[name][0], mesh_of((4, 2))
+    compiled(program.ours, program, mesh, placed(program, mesh, rng))
+    (on_gpus,) = programs
+    assert CALL not in on_gpus
 
 
 @pytest.fixture

@@ -7,17 +7,14 @@
 
 #include <cuda_runtime_api.h>
 
-#include <algorithm>
 #include <cstdint>
-#include <map>
-#include <mutex>
 #include <optional>
 #include <string_view>
-#include <utility>
 
 #include "common/saturating.h"
 #include "common/status.h"
 #include "dispatch/device.h"
+#include "dispatch/dispatch.h"
 #include "epilogue/work.h"
 #include "ffi/algorithm_names.h"
 #include "ffi/attributes.h"
@@ -25,6 +22,7 @@
 #include "ffi/gemm.h"
 #include "ffi/handlers.h"
 #include "ffi/operands.h"
+#include "ffi/peers.h"
 #include "gemm_params.h"
 #include "overlap/overlapped.h"
 
@@ -36,9 +34,10 @@ namespace jax_tcgemm {
 struct OverlappedAttributes {
   GemmAttributes gemm;
   std::string_view kind;
-  int64_t call;        // no other call of any compiled program has this number
-  int64_t group_size;  // devices of a group
-  Strides devices;     // numbers of the devices of each group, by rank
+  int64_t call, group_size;
+  Strides devices;
+
+  PeersAttributes peers() const { return {call, group_size, devices}; }
 };
 
 }  // namespace jax_tcgemm
@@ -74,74 +73,6 @@ Status decode_kind(std::string_view name, Kind* kind) {
   return Status();
 }
 
-// The numbers of devices in the programs of calls.
-struct Numbers {
-  std::mutex mutex;
-  std::map<int64_t, int> executables;  // that have a call
-  std::map<std::pair<int64_t, int32_t>, int32_t> known;
-  int64_t reads = 0;
-
-  static Numbers& get() {
-    static auto* const numbers = new Numbers();  // never freed: threads may outlive the interpreter
-    return *numbers;
-  }
-};
-
-// Reads the number of this device in the program, which only the program itself can tell.
-//
-// XLA compiles a program for an order of devices, so in one executable a device always has the same
-// number, and the host waits for it once, in the first run. JAX's persistent cache, however, loads
-// an executable again for the same devices in another order. Then several executables have the
-// call, and the host waits for the number in each run.
-//
-// Waiting cannot hang: the peers have enqueued all that comes before this call, or will, without
-// waiting for this device's host.
-Status read_number(int64_t call, int32_t ordinal, const ffi::AnyBuffer& buffer, cudaStream_t stream,
-                   int32_t* number) {
-  Numbers& numbers = Numbers::get();
-  {
-    const std::lock_guard<std::mutex> lock(numbers.mutex);
-    const auto found = numbers.known.find({call, ordinal});
-    if (numbers.executables[call] == 1 && found != numbers.known.end()) {
-      *number = found->second;
-      return Status();
-    }
-  }
-  JAX_TCGEMM_CUDA_CHECK(cudaMemcpyAsync(number, buffer.untyped_data(), sizeof(*number),
-                                        cudaMemcpyDeviceToHost, stream),
-                        "the number of device ", ordinal);
-  JAX_TCGEMM_CUDA_CHECK(cudaStreamSynchronize(stream), "the number of device ", ordinal);
-  const std::lock_guard<std::mutex> lock(numbers.mutex);
-  numbers.known[{call, ordinal}] = *number;
-  ++numbers.reads;
-  return Status();
-}
-
-// Finds the group of a device, and its rank there.
-Status decode_peers(const OverlappedAttributes& at, ffi::RemainingArgs& operands, int64_t run,
-                    int32_t ordinal, Kind kind, cudaStream_t stream, Peers* peers) {
-  const auto total = static_cast<int64_t>(at.devices.size());
-  JAX_TCGEMM_REQUIRE(
-      2 <= at.group_size && at.group_size <= kMostPeers && total % at.group_size == 0, total,
-      " devices in groups of ", at.group_size);
-  JAX_TCGEMM_REQUIRE(operands.size() >= 3, operands.size(), " operands");
-  const auto buffer = operands.get<ffi::AnyBuffer>(operands.size() - 1);
-  JAX_TCGEMM_REQUIRE(
-      buffer.has_value() && buffer->element_type() == ffi::S32 && buffer->element_count() == 1,
-      "the device's number is missing");
-  int32_t number = 0;
-  JAX_TCGEMM_RETURN_IF_ERROR(read_number(at.call, ordinal, *buffer, stream, &number));
-  const auto found = std::find(at.devices.begin(), at.devices.end(), number);
-  JAX_TCGEMM_REQUIRE(found != at.devices.end(), "no group has device ", number);
-  const int64_t index = found - at.devices.begin();
-  peers->key = {run, at.call, index / at.group_size};
-  peers->count = static_cast<int>(at.group_size);
-  peers->rank = static_cast<int>(index % at.group_size);
-  const GemmAttributes& gemm = at.gemm;
-  peers->signature = ((gemm.m * 31 + gemm.n) * 31 + gemm.k) * 4 + static_cast<int>(kind);
-  return Status();
-}
-
 // Checks that A has the rows of all parts.
 Status check_rows(const OverlappedAttributes& at, ffi::RemainingArgs& operands) {
   const auto a = operands.get<ffi::AnyBuffer>(0);
@@ -153,29 +84,17 @@ Status check_rows(const OverlappedAttributes& at, ffi::RemainingArgs& operands) 
   return Status();
 }
 
-// Reads the buffer of gathered rows, which is operand 0 or 1, and the rows of this device.
-Status decode_rows(const OverlappedAttributes& at, Kind kind, ffi::RemainingArgs& operands,
-                   GatheredRows* rows) {
-  const auto all = operands.get<ffi::AnyBuffer>(kind == Kind::kKOfB ? 1 : 0);
-  const auto own = operands.get<ffi::AnyBuffer>(operands.size() - 2);
-  JAX_TCGEMM_REQUIRE(all.has_value() && own.has_value(), "no rows");
-  *rows = {own->untyped_data(), static_cast<char*>(all->untyped_data()),
-           static_cast<int64_t>(own->size_bytes()), static_cast<int64_t>(all->size_bytes())};
+Status decode_gathered(const OverlappedAttributes& at, Kind kind, ffi::RemainingArgs& operands,
+                       GatheredRows* rows) {
   const GemmAttributes& gemm = at.gemm;
-  const int64_t divided = kind == Kind::kRowsOfA ? gemm.m : gemm.k;
-  // The rows lie one after the other, so that those of a device do, too.
-  const Strides strides = kind == Kind::kKOfB ? gemm.b_strides : gemm.a_strides;
-  const bool is_first = kind != Kind::kKOfA;  // of the two dimensions
-  const int64_t stride = strides[is_first ? 0 : 1];
-  const int64_t length = kind == Kind::kRowsOfA ? gemm.k : kind == Kind::kKOfA ? gemm.m : gemm.n;
-  const auto elements = static_cast<int64_t>(all->element_count());
-  JAX_TCGEMM_REQUIRE(divided % at.group_size == 0 && rows->bytes % 16 == 0 &&
-                         rows->bytes == mul_sat(rows->shard_bytes, at.group_size) &&
-                         rows->shard_bytes % 16 == 0 && stride == length &&
-                         strides[is_first ? 1 : 0] == 1 && elements == mul_sat(divided, length),
-                     divided, " rows of ", length, " elements with stride ", stride, ", of which ",
-                     at.group_size, " devices have ", rows->shard_bytes, " bytes each");
-  return Status();
+  const Strides a = gemm.a_strides, b = gemm.b_strides;
+  if (kind == Kind::kRowsOfA) {
+    return decode_rows(at.peers(), operands, 0, gemm.m, gemm.k, a[0], a[1], rows);
+  }
+  if (kind == Kind::kKOfA) {
+    return decode_rows(at.peers(), operands, 0, gemm.k, gemm.m, a[1], a[0], rows);
+  }
+  return decode_rows(at.peers(), operands, 1, gemm.k, gemm.n, b[0], b[1], rows);
 }
 
 Status decode_result(ffi::RemainingRets& results, size_t index, int64_t elements,
@@ -240,11 +159,7 @@ Status check_part(const OverlappedAttributes& at, const GemmProblem& problem) {
 Status decode_and_run(const OverlappedAttributes& at, ffi::RemainingArgs& operands,
                       ffi::RemainingRets& results, int64_t run, int32_t ordinal,
                       cudaStream_t stream) {
-  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
-  JAX_TCGEMM_CUDA_CHECK(cudaStreamIsCapturing(stream, &capture), "XLA's stream");
-  JAX_TCGEMM_REQUIRE(capture == cudaStreamCaptureStatusNone,
-                     "an overlapped product cannot be captured into a CUDA graph; set "
-                     "JAX_TCGEMM_OVERLAP=off");
+  JAX_TCGEMM_RETURN_IF_ERROR(check_uncaptured(stream));
   const GemmAttributes& gemm = at.gemm;
   const auto algorithm = algorithm_from_name(gemm.algorithm);
   JAX_TCGEMM_REQUIRE(algorithm.has_value(), "unknown algorithm '", gemm.algorithm, "'");
@@ -252,7 +167,9 @@ Status decode_and_run(const OverlappedAttributes& at, ffi::RemainingArgs& operan
   Kind kind = Kind::kRowsOfA;
   JAX_TCGEMM_RETURN_IF_ERROR(decode_kind(at.kind, &kind));
   Peers peers;
-  JAX_TCGEMM_RETURN_IF_ERROR(decode_peers(at, operands, run, ordinal, kind, stream, &peers));
+  const int64_t signature = ((gemm.m * 31 + gemm.n) * 31 + gemm.k) * 8 + static_cast<int>(kind);
+  JAX_TCGEMM_RETURN_IF_ERROR(
+      decode_peers(at.peers(), operands, signature, run, ordinal, stream, &peers));
   GemmProblem problem = {};
   problem.algorithm = *algorithm;
   problem.config = gemm.config;
@@ -273,8 +190,15 @@ Status decode_and_run(const OverlappedAttributes& at, ffi::RemainingArgs& operan
     return run_scattered(problem, scratch, sums, peers, *device, stream);
   }
   GatheredRows rows = {};
-  JAX_TCGEMM_RETURN_IF_ERROR(decode_rows(at, kind, operands, &rows));
-  return run_gathered(problem, kind == Kind::kRowsOfA, rows, peers, *device, stream);
+  JAX_TCGEMM_RETURN_IF_ERROR(decode_gathered(at, kind, operands, &rows));
+  GatheredProduct product;
+  product.multiply = [&] { return run_gemm(problem, *device, stream); };
+  if (kind == Kind::kRowsOfA) {
+    product.multiply_part = [&](int rank, const void* a) {
+      return run_gemm(part_of_rows(problem, rank, peers.count, a), *device, stream);
+    };
+  }
+  return run_gathered(product, rows, peers, *device, stream);
 }
 
 ffi::Error overlapped(cudaStream_t stream, int32_t ordinal, ffi::RunId run,
@@ -283,13 +207,10 @@ ffi::Error overlapped(cudaStream_t stream, int32_t ordinal, ffi::RunId run,
   return as_error(decode_and_run(attributes, operands, results, run.run_id, ordinal, stream));
 }
 
-// XLA calls this once for each executable that it makes or loads.
 ffi::Error instantiate_overlapped(ffi::RemainingArgs, ffi::RemainingRets results,
                                   OverlappedAttributes attributes) {
   static_cast<void>(begin_kernels(attributes.gemm, results));
-  Numbers& numbers = Numbers::get();
-  const std::lock_guard<std::mutex> lock(numbers.mutex);
-  ++numbers.executables[attributes.call];
+  count_executable(attributes.call);
   return ffi::Error::Success();
 }
 
@@ -307,12 +228,6 @@ XLA_FFI_DEFINE_HANDLER(
     ffi::Ffi::BindInstantiate().RemainingArgs().RemainingRets().Attrs<OverlappedAttributes>());
 
 }  // namespace
-
-int64_t overlapped_number_reads() {
-  Numbers& numbers = Numbers::get();
-  const std::lock_guard<std::mutex> lock(numbers.mutex);
-  return numbers.reads;
-}
 
 void* overlapped_handler() { return reinterpret_cast<void*>(+kOverlappedHandler); }
 void* overlapped_instantiate_handler() { return reinterpret_cast<void*>(+kInstantiateHandler); }

@@ -51,6 +51,9 @@ class Endpoint {
   // Lets this device write to the memory of another.
   Status reach(int peer);
 
+  // Makes larger buffers fail as if there were no memory, for tests.
+  static void limit_buffers(int64_t bytes);
+
   // Waits until this device's copies to others are done.
   void wait_for_copies();
 

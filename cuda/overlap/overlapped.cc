@@ -53,7 +53,7 @@ Status copy(void* to, const void* from, int64_t bytes, cudaStream_t stream) {
   return Status();
 }
 
-// Returns the problem of rows that begin `rows` further down.
+// Returns the problem of rows that begin `rows` further down in A and in the results.
 GemmProblem moved_down(GemmProblem problem, int64_t rows) {
   GemmParams& params = problem.params;
   const int64_t elements = rows * (problem.major_a == Major::kK ? params.a.ld : 1);
@@ -204,17 +204,11 @@ class Visit {
 
 // Fills the rows of the other devices in. If the product's rows are divided, it is computed in
 // parts meanwhile.
-Status gather(const GemmProblem& whole, bool in_parts, const GatheredRows& rows, const Peers& peers,
-              Visit* visit, const DeviceProperties& device, cudaStream_t stream) {
+Status gather(const GatheredProduct& product, const GatheredRows& rows, const Peers& peers,
+              Visit* visit) {
   const int count = peers.count;
   const auto multiply = [&](int rank, const void* a) {
-    if (!in_parts) return Status();
-    GemmProblem part = whole;
-    part.params.m /= count;
-    part = moved_down(part, int64_t{rank} * part.params.m);
-    part.params.a.data = a;
-    part.params.a.span = rows.shard_bytes / element_bytes(arithmetic_of(part.algorithm).a);
-    return run_gemm(part, device, stream);
+    return product.multiply_part ? product.multiply_part(rank, a) : Status();
   };
   JAX_TCGEMM_RETURN_IF_ERROR(visit->meet());
   JAX_TCGEMM_RETURN_IF_ERROR(
@@ -275,24 +269,32 @@ int64_t part_bytes(const GemmProblem& part) {
   return int64_t{part.params.m} * part.params.n * element_bytes(part.params.epilogue.d_type);
 }
 
-Status run_gathered(const GemmProblem& whole, bool divides_rows, const GatheredRows& rows,
-                    const Peers& peers, const DeviceProperties& device, cudaStream_t stream) {
+GemmProblem part_of_rows(const GemmProblem& whole, int rank, int count, const void* a) {
+  GemmProblem part = whole;
+  part.params.m /= count;
+  part = moved_down(part, int64_t{rank} * part.params.m);
+  part.params.a.data = a;
+  part.params.a.span /= count;
+  return part;
+}
+
+Status run_gathered(const GatheredProduct& product, const GatheredRows& rows, const Peers& peers,
+                    const DeviceProperties& device, cudaStream_t stream) {
   Gathers& gathers = Gathers::of_device(device.ordinal);
   const int64_t run = peers.key.run;
   if (!gathers.has_others(run, rows)) {
     Visit visit(peers, stream);
     JAX_TCGEMM_RETURN_IF_ERROR(visit.begin(device.ordinal, 0, rows.rows, rows.bytes));
-    JAX_TCGEMM_RETURN_IF_ERROR(
-        visit.checked(gather(whole, divides_rows, rows, peers, &visit, device, stream)));
+    JAX_TCGEMM_RETURN_IF_ERROR(visit.checked(gather(product, rows, peers, &visit)));
     gathers.set_others(run, rows);
-    if (divides_rows) return Status();
+    if (product.multiply_part) return Status();
   }
   if (!gathers.has_own(run, rows)) {
     JAX_TCGEMM_RETURN_IF_ERROR(
         copy(rows.rows + peers.rank * rows.shard_bytes, rows.shard, rows.shard_bytes, stream));
     gathers.set_own(run, rows);
   }
-  return run_gemm(whole, device, stream);
+  return product.multiply();
 }
 
 Status run_scattered(const GemmProblem& part, void* scratch, void* sums, const Peers& peers,

@@ -10,6 +10,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <functional>
 
 #include "common/status.h"
 #include "dispatch/device.h"
@@ -27,8 +28,18 @@ struct Peers {
   int64_t signature;  // of the call: devices with different signatures do not meet
 };
 
-// Computes a product of rows that are gathered: A has them as its rows, or A or B has them along k.
-// `whole` is the problem of all rows, in `rows.rows`.
+// A product of gathered rows, as functions that enqueue it.
+struct GatheredProduct {
+  std::function<Status()> multiply;  // of the buffer with all rows
+  // Computes the rows of the result for a rank, whose rows of A are at `a`. Absent if the gathered
+  // rows lie along k.
+  std::function<Status(int rank, const void* a)> multiply_part;
+};
+
+// Returns the problem of the rows of a rank.
+GemmProblem part_of_rows(const GemmProblem& whole, int rank, int count, const void* a);
+
+// Computes a product of gathered rows: A has them as its rows, or A or B has them along k.
 //
 // If the rows are gathered already, this is an ordinary product. Else the product of A's rows runs
 // in parts, beside the copies:
@@ -37,8 +48,8 @@ struct Peers {
 //   XLA's stream    | product of own rows | wait for the copy of rank - 1 | product | ...
 //
 // A product along k waits for all copies.
-Status run_gathered(const GemmProblem& whole, bool divides_rows, const GatheredRows& rows,
-                    const Peers& peers, const DeviceProperties& device, cudaStream_t stream);
+Status run_gathered(const GatheredProduct& product, const GatheredRows& rows, const Peers& peers,
+                    const DeviceProperties& device, cudaStream_t stream);
 
 // Computes this device's rows of the sum of all devices' products, or all rows. `part` is the
 // problem of `part.params.m` rows: A are the first rows of the whole, and D the rows of this

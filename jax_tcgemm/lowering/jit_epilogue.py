@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -66,8 +66,8 @@ def cuda_compiled(
     if isinstance(made, str):
         call = made
     else:
-        spec, plan, told = _tuned(operands, spec, made, strict)
-        call = _call_or_reason(spec, plan)
+        spec, plan, told = tuned(operands, spec, made, strict)
+        call = call_or_reason(spec, plan)
     kind = "gated gemm" if spec.is_gated else "gemm"
     kind = "gemm scaled by blocks" if spec.scaled else kind
     kind = "ragged dot" if isinstance(spec.product, RaggedSpec) else kind
@@ -82,7 +82,7 @@ def cuda_compiled(
     return call.emit(own, others, spec)
 
 
-def _tuned(
+def tuned(
     operands: Sequence[Any], spec: CompiledSpec, made: Program, strict: bool
 ) -> tuple[CompiledSpec, Call | str, str]:
     """Returns ``spec`` with the fastest measured configuration, a plan and a text.
@@ -120,9 +120,25 @@ class Call:
     scale_strides: tuple[Shape, ...] = ()  # of a and b, along batches and then m, k or k, n
 
     def emit(
-        self, own: Sequence[jax.Array], others: Sequence[jax.Array], spec: CompiledSpec
+        self,
+        own: Sequence[jax.Array],
+        others: Sequence[jax.Array],
+        spec: CompiledSpec,
+        *,
+        target: str = _extension.COMPILED_TARGET,
+        last: Sequence[jax.Array] = (),
+        more: Mapping[str, Any] | None = None,
     ) -> list[jax.Array]:
-        """Emits the call."""
+        """Emits the call.
+
+        Args:
+            own: operands of the product.
+            others: those of the function.
+            spec: the static parameters.
+            target: the call.
+            last: its further operands.
+            more: its further attributes.
+        """
         is_ragged = isinstance(spec.product, RaggedSpec)
         if self.factors:
             count = len(self.factors)
@@ -131,8 +147,9 @@ class Call:
             count = 2 if is_ragged else len(own)
             factors = [operand.astype(INPUT_DTYPES[self.algorithm]) for operand in own[:count]]
         known = [jnp.asarray(value) for value in self.program.known(others)]
-        call = jax.ffi.ffi_call(_extension.COMPILED_TARGET, self.program.outputs)
-        outputs = call(*factors, *own[count:], *known, **self._attributes(spec))
+        call = jax.ffi.ffi_call(target, self.program.outputs)
+        named = {**self._attributes(spec), **(more or {})}
+        outputs = call(*factors, *own[count:], *known, *last, **named)
         return self.program.finished(outputs, others)
 
     @property
@@ -171,7 +188,7 @@ class Call:
         }
 
 
-def _call_or_reason(spec: CompiledSpec, plan: Call | str) -> Call | str:
+def call_or_reason(spec: CompiledSpec, plan: Call | str) -> Call | str:
     """Returns the custom call, or why there is none.
 
     The kernel is compiled first if that is possible now.

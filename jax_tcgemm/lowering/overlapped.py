@@ -184,7 +184,7 @@ def _emitted(
     rows, gathered = [], _GATHERED.get(kind)
     if gathered is not None:
         rows = [getattr(x, gathered)]
-        x = x._replace(**{gathered: _buffer(rows[0], getattr(shapes[0], gathered), exchange)})
+        x = x._replace(**{gathered: buffer_of(rows[0], getattr(shapes[0], gathered), exchange)})
     result = jax.ShapeDtypeStruct(spec.result_shape(shapes[kind == ROWS_OF_D]), out_dtype)
     results = [result] * spec.result_count
     scratch = 0 if gathered else (exchange.peers - 1) * part.m * part.n * out_dtype.itemsize
@@ -201,9 +201,8 @@ def _emitted(
         exchange.number,
         **{**named, "beside_collectives": False},
         kind=kind,
-        # A call of another program, or of the same program for other devices, has another number.
-        call=np.int64(secrets.randbits(62)),
-        **_groups(exchange),
+        call=new_number(),
+        **groups_of(exchange),
     )
     log(
         f"m={whole.m} n={whole.n} k={whole.k}, {exchange.peers} parts by {kind}: {algorithm}, "
@@ -212,20 +211,26 @@ def _emitted(
     return [output.astype(spec.out_dtype) for output in outputs[: len(results)]]
 
 
-def _groups(exchange: Exchange) -> dict[str, Any]:
+def new_number() -> np.int64:
+    """Returns a number of a call, which no call of another program or for other devices has."""
+    return np.int64(secrets.randbits(62))
+
+
+def groups_of(exchange: Exchange) -> dict[str, Any]:
+    """Returns the attributes of calls that name the devices."""
     return {
         "group_size": np.int64(exchange.peers),
         "devices": np.asarray(exchange.devices, np.int64),
     }
 
 
-def _buffer(shard: jax.Array, shape: tuple[int, ...], exchange: Exchange) -> jax.Array:
+def buffer_of(shard: jax.Array, shape: tuple[int, ...], exchange: Exchange) -> jax.Array:
     """Emits the call that makes a buffer for the rows of all devices."""
     # All products of the rows call it with the same shape.
     flat = shard.reshape(-1, shard.shape[-1])
     rows = jax.ShapeDtypeStruct((exchange.peers * flat.shape[0], flat.shape[1]), shard.dtype)
     call = jax.ffi.ffi_call(_extension.GATHERS_TARGET, rows)
-    return call(flat, **_groups(exchange)).reshape(shape)
+    return call(flat, **groups_of(exchange)).reshape(shape)
 
 
 def _types(x: Operands, shapes: Operands) -> Operands:

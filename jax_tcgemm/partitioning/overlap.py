@@ -74,10 +74,12 @@ def obstacle(context: Any, work: Work, platform: str) -> str:
         return ""
     # JAX does not say on which devices the program will run. It may be any of this process.
     devices = _compat.initialized_cuda_devices()
-    ordinals = tuple(int(device.local_hardware_id) for device in devices)
-    if not (devices and _compat.runs_here(context) and _extension.reach_each_other(ordinals)):
+    if not (devices and _compat.runs_here(context)):
+        return "the devices are not of this process"
+    link = _extension.link_of(tuple(int(device.local_hardware_id) for device in devices))
+    if link == _extension.NO_LINK:
         return "the devices cannot reach each other's memory"
-    return ""
+    return "" if link == _extension.NVLINK else "the devices are not linked by NVLink"
 
 
 def overlapped(

@@ -14,6 +14,7 @@ import numpy as np
 from jax_tcgemm.lowering import overlapped, overlapped_rows, reference
 from jax_tcgemm.lowering.devices import program_of
 from jax_tcgemm.lowering.fallback import possible_planes
+from jax_tcgemm.lowering.overlapped import Exchange
 from jax_tcgemm.partitioning.rules import Rule
 from jax_tcgemm.partitioning.shard import Shard
 from jax_tcgemm.partitioning.work import GATHER, GATHER_A, GATHER_B, SCATTER, SUM, Array, Work
@@ -201,10 +202,24 @@ def _with_kernels(
         spec: the primitive's parameters.
         x: the operands of the device.
     """
+    local = with_local_config(spec, x)
+    return with_transfer(lambda exchange: product(x, local, exchange), shard, result_dims(spec))
+
+
+def with_transfer(
+    compute: Callable[[Exchange], list[jax.Array] | str], shard: Shard, names: Sequence[str]
+) -> list[jax.Array] | None:
+    """Does the same for any function of the devices that exchange rows.
+
+    Args:
+        compute: returns the results, or why there is no such call.
+        shard: the shard of the device.
+        names: the names of a result's dimensions.
+    """
     if shard.call.platform not in _PLATFORMS:
         return None
     with program_of(shard.call.devices, runs_here=True):
-        results = product(x, with_local_config(spec, x), shard.exchange(result_dims(spec)))
+        results = compute(shard.exchange(names))
     if isinstance(results, str):
         log(f"the {shard.plan.overlap} is not overlapped after all: {results}")
         return None
