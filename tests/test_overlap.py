@@ -248,6 +248,21 @@ def test_functions_that_depend_on_the_row(rng, programs, assert_accurate):
 
 
 @pytest.mark.usefixtures("small_products")
+def test_sums_of_gradients_are_left_to_xla(rng, programs, assert_accurate):
+    """XLA runs the reduce-scatter of a weight's gradient beside other products."""
+    program = _program(
+        lambda x, w: gemm(x, w, transpose_a=True),
+        lambda x, w: x.T @ w,
+        ((2048, 1024), (2048, 64)),
+        (P("x"), P("x")),
+        P("x"),
+    )
+    run(program, mesh_of((4, 2)), rng, assert_accurate)
+    (on_gpus,) = programs
+    assert CALL not in on_gpus
+
+
+@pytest.mark.usefixtures("small_products")
 @pytest.mark.parametrize("name", SUMMED)
 def test_off_also_holds_for_gradients_of_narrow_weights(name, rng, programs, monkeypatch):
     monkeypatch.setenv(overlap.SETTING, "off")

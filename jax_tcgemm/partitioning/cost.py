@@ -15,9 +15,9 @@ _BYTES_READ_A_BYTE = 10
 _BYTES_A_COLLECTIVE = 2**22
 
 # Two and four H200s, in the wall time of programs: NCCL's gathers and scatters of large arrays take
-# 2 to 3 times as long as counted above, copies between two devices 1.05 times, and copies among more
-# devices 2.3 times as long. A product in parts takes 1.05 times as long as a whole one. The meeting
-# of the devices takes as long as two collectives.
+# 2 to 3 times as long as counted above. Copies between two devices take 1.05 times as long, copies
+# among more devices 2.3 times. A product in parts takes 1.05 times as long as a whole one, and the
+# meeting of the devices as long as two collectives.
 _SLOWER_COLLECTIVES = 2.5
 _SLOWER_COPIES, _SLOWER_COPIES_OF_TWO = 2.3, 1.05
 _SLOWER_PARTS = 1.05

@@ -114,10 +114,10 @@ def _overlaps(spec: GemmSpec, types: Sequence[Any]) -> frozenset[str]:
         return frozenset()
     if spec.is_gated:
         return frozenset((GATHER,))
-    # The gradient of a weight. Other operands that are divided along k are weights (FSDP).
+    # The gradient of a weight. Other operands that are divided along k are weights (FSDP). XLA runs
+    # a reduce-scatter of the gradient beside other products.
     if (spec.axes.a, spec.axes.b) == ((1, 0), (0, 1)):
-        along_k = (GATHER_A, GATHER_B) if spec.work == "none" else ()
-        return frozenset((GATHER, SCATTER, *along_k))
+        return frozenset((GATHER, GATHER_A, GATHER_B) if spec.work == "none" else (GATHER,))
     # A product with a transposed weight is mostly the gradient of an activation. XLA runs its
     # all-reduce beside the gradient of the weight.
     is_transposed = spec.axes.b[-2:] != tuple(sorted(spec.axes.b[-2:]))
