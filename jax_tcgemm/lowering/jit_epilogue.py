@@ -66,8 +66,8 @@ def cuda_compiled(
     if isinstance(made, str):
         call = made
     else:
-        spec, plan, told = tuned(operands, spec, made, strict)
-        call = call_or_reason(spec, plan)
+        spec, plan, told = _tuned(operands, spec, made, strict)
+        call = _call_or_reason(spec, plan)
     kind = "gated gemm" if spec.is_gated else "gemm"
     kind = "gemm scaled by blocks" if spec.scaled else kind
     kind = "ragged dot" if isinstance(spec.product, RaggedSpec) else kind
@@ -82,7 +82,28 @@ def cuda_compiled(
     return call.emit(own, others, spec)
 
 
-def tuned(
+def kernel_call(
+    own: Sequence[Any], others: Sequence[Any], spec: CompiledSpec
+) -> tuple[CompiledSpec, Call] | str:
+    """Returns the custom call of a product with a function, although XLA may be faster.
+
+    Args:
+        own: the types of the product's operands.
+        others: the types of the function's operands.
+        spec: the static parameters.
+
+    Returns:
+        ``spec`` with the fastest known configuration, and the call; or why there is none.
+    """
+    made = translation.translate(spec.function)
+    if isinstance(made, str):
+        return made
+    spec, plan, _ = _tuned([*own, *others], spec, made, strict=True)
+    call = _call_or_reason(spec, plan)
+    return call if isinstance(call, str) else (spec, call)
+
+
+def _tuned(
     operands: Sequence[Any], spec: CompiledSpec, made: Program, strict: bool
 ) -> tuple[CompiledSpec, Call | str, str]:
     """Returns ``spec`` with the fastest measured configuration, a plan and a text.
@@ -188,7 +209,7 @@ class Call:
         }
 
 
-def call_or_reason(spec: CompiledSpec, plan: Call | str) -> Call | str:
+def _call_or_reason(spec: CompiledSpec, plan: Call | str) -> Call | str:
     """Returns the custom call, or why there is none.
 
     The kernel is compiled first if that is possible now.

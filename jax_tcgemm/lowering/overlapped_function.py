@@ -13,9 +13,8 @@ from typing import Any
 import jax
 
 from jax_tcgemm import _extension
-from jax_tcgemm.epilogue import translation
 from jax_tcgemm.epilogue.spec import CompiledSpec
-from jax_tcgemm.lowering.jit_epilogue import Call, call_or_reason, tuned
+from jax_tcgemm.lowering.jit_epilogue import Call, kernel_call
 from jax_tcgemm.lowering.overlapped import Exchange, buffer_of, groups_of, new_number
 from jax_tcgemm.problem.arithmetic import INPUT_DTYPES
 from jax_tcgemm.problem.log import log
@@ -43,18 +42,14 @@ def gathered_function(
     extent = exchange.peers * shard.shape[role]
     shape = (*shard.shape[:role], extent, *shard.shape[role + 1 :])
     types = [jax.ShapeDtypeStruct(shape, shard.dtype), *own[1:]]
-    made = translation.translate(spec.function)
-    if isinstance(made, str):
-        return made
-    if made.keeps_rows or made.flat_rows:
-        return "a function that depends on the row"
     # XLA's product may be faster, but nothing runs beside it.
-    spec, plan, _ = tuned([*types, *others], spec, made, strict=True)
-    call = call_or_reason(spec, plan)
-    reason = call if isinstance(call, str) else _obstacle(call, shard, exchange)
+    found = kernel_call(types, others, spec)
+    if isinstance(found, str):
+        return found
+    spec, call = found
+    reason = _obstacle(call, shard, exchange)
     if reason is not None:
         return reason
-    assert not isinstance(call, str)
     log(f"m={call.gemm.m} n={call.gemm.n} k={call.gemm.k}, {exchange.peers} parts, with a function")
     return call.emit(
         [buffer_of(shard, shape, exchange), *own[1:]],
@@ -68,6 +63,8 @@ def gathered_function(
 
 def _obstacle(call: Call, shard: Any, exchange: Exchange) -> str | None:
     gemm = call.gemm
+    if call.program.keeps_rows or call.program.flat_rows:
+        return "a function that depends on the row"
     # A conversion of the buffer would read it before it is filled.
     if shard.dtype != INPUT_DTYPES[call.algorithm] or call.factors or call.scale_strides:
         return "operands of another type"
