@@ -1,5 +1,7 @@
 """Wall times of programs sharded over several GPUs, alternating with the same in jnp.
 
+The suite ``overlap`` has tensor-parallel layers, also with transfers left to XLA.
+
 Usage: python -P benchmarks/sharded.py --out results.json
 """
 
@@ -8,6 +10,7 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
+import os
 import pathlib
 import statistics
 import sys
@@ -27,9 +30,10 @@ from measure import TOLERANCES, describe, disagreement_of
 from steps import STEPS
 
 from jax_tcgemm import gemm
+from jax_tcgemm._extension import OVERLAPPED_TARGET
+from jax_tcgemm.partitioning.overlap import SETTING
 from jax_tcgemm.tools.collectives import collectives
 
-SUITE = "sharded"
 # m, n, k, batch.
 _EXTENTS = (8192, 14336, 4096)
 _BATCH = (16, 1024, 1792, 512)
@@ -50,6 +54,8 @@ class Program:
         gradients: whether the gradients of all weights are computed as well, each sharded like its
             weight.
         extents: the values of the letters.
+        out: the sharding of the result, if it is requested.
+        wrt_x: whether the gradient of ``x`` is computed, too.
     """
 
     ours: Callable[..., jax.Array]
@@ -58,6 +64,8 @@ class Program:
     specs: Mapping[str, P]
     gradients: bool = False
     extents: tuple[int, ...] = _EXTENTS
+    out: P | None = None
+    wrt_x: bool = False
 
     def shape(self, letters: str, scale: int) -> tuple[int, ...]:
         """Returns an operand's shape, with each extent except the batch's divided by ``scale``."""
@@ -106,11 +114,11 @@ _MEGATRON_GATED = {"w_gate": _COLUMNS, "w_up": _COLUMNS, "w_down": _SHARD}
 _FSDP = {"x": _SHARD, "w_gate": _SHARD, "w_up": _SHARD, "w_down": _SHARD}
 
 
-def _layers(step: Any, specs: Mapping[str, P], gradients: bool = False) -> Program:
-    return Program(step.ours, step.xla, {"x": "mk", **step.weights}, specs, gradients)
+def _layers(step: Any, specs: Mapping[str, P], gradients: bool = False, **more: Any) -> Program:
+    return Program(step.ours, step.xla, {"x": "mk", **step.weights}, specs, gradients, **more)
 
 
-PROGRAMS = {
+_SHARDED = {
     "rows of x": Program(_gemm, _matmul, _PRODUCT, {"x": _SHARD}),
     "columns of w": Program(_gemm, _matmul, _PRODUCT, {"w": _COLUMNS}),
     "k": Program(_gemm, _matmul, _PRODUCT, {"x": _COLUMNS, "w": _SHARD}),
@@ -127,6 +135,31 @@ PROGRAMS = {
     "FSDP gated mlp gradients": _layers(_GATED, _FSDP, True),
 }
 
+_LARGE = ((8192, 14336, 4096), (2048, 28672, 8192), (16384, 14336, 4096))
+_SEQUENCE = {"x": _SHARD}
+
+
+def _tensor_parallel() -> dict[str, Program]:
+    programs = {}
+    for extents in _LARGE:
+        m, n, k = extents
+        for layer, step, specs in (
+            ("mlp", _MLP, _MEGATRON),
+            ("gated mlp", _GATED, _MEGATRON_GATED),
+        ):
+            name = f"{layer} {m}x{k}x{n}"
+            given: dict[str, Any] = {"extents": extents, "out": _SHARD}
+            programs[name] = _layers(step, _SEQUENCE | specs, **given)
+            programs[f"{name} gradients"] = _layers(
+                step, _SEQUENCE | specs, True, wrt_x=True, **given
+            )
+            programs[f"{name} all-reduce"] = _layers(step, specs, extents=extents, out=P())
+    programs["FSDP gated mlp gradients"] = _layers(_GATED, _FSDP, True)
+    return programs
+
+
+SUITES = {"sharded": _SHARDED, "overlap": _tensor_parallel()}
+
 
 def _operands(program: Program, mesh: Mesh, scale: int) -> dict[str, jax.Array]:
     arrays = {}
@@ -139,17 +172,26 @@ def _operands(program: Program, mesh: Mesh, scale: int) -> dict[str, jax.Array]:
     return arrays
 
 
-def _compiled(function: Callable, program: Program, operands: Mapping[str, jax.Array]) -> Any:
+def _compiled(
+    function: Callable, program: Program, operands: Mapping[str, jax.Array], mesh: Mesh
+) -> Any:
+    out = None if program.out is None else NamedSharding(mesh, program.out)
     if not program.gradients:
-        return jax.jit(lambda arrays: function(**arrays)).lower(operands).compile()
+        return (
+            jax.jit(lambda arrays: function(**arrays), out_shardings=out).lower(operands).compile()
+        )
+    names = [name for name in operands if name != "x" or program.wrt_x]
 
-    def weight_gradients(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        weights = {name: array for name, array in arrays.items() if name != "x"}
-        loss = lambda w: jnp.sum(jnp.square(function(arrays["x"], **w).astype(jnp.float32)))  # noqa: E731
-        return jax.grad(loss)(weights)
+    def gradients(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        def loss(some: dict[str, jax.Array]) -> jax.Array:
+            y = function(**{**arrays, **some})
+            y = y if out is None else jax.lax.with_sharding_constraint(y, out)
+            return jnp.sum(jnp.square(y.astype(jnp.float32)))
 
-    out = {name: array.sharding for name, array in operands.items() if name != "x"}
-    return jax.jit(weight_gradients, out_shardings=out).lower(operands).compile()
+        return jax.grad(loss)({name: arrays[name] for name in names})
+
+    shardings = {name: operands[name].sharding for name in names}
+    return jax.jit(gradients, out_shardings=shardings).lower(operands).compile()
 
 
 def _seconds(run: Any, operands: Any, calls: int) -> float:
@@ -159,16 +201,31 @@ def _seconds(run: Any, operands: Any, calls: int) -> float:
     return (time.perf_counter() - start) / calls
 
 
-def measure(name: str, mesh: Mesh, scale: int, rounds: int, calls: int) -> report.Row:
-    """Returns a program's row: median wall times, bytes moved, and temporary memory."""
-    program = PROGRAMS[name]
-    operands = _operands(program, mesh, scale)
+def _runs(
+    suite: str, program: Program, operands: Mapping[str, jax.Array], mesh: Mesh
+) -> dict[str, Any]:
+    """Returns the compiled programs by the prefix of their values in a row."""
     runs = {
-        "": _compiled(program.ours, program, operands),
-        "xla_": _compiled(program.xla, program, operands),
+        "": _compiled(program.ours, program, operands, mesh),
+        "xla_": _compiled(program.xla, program, operands, mesh),
     }
-    row: report.Row = {"suite": SUITE, "case": name, "method": "wall"}
-    ours, theirs = (run(operands) for run in runs.values())
+    if suite == "overlap":
+        before = os.environ.get(SETTING)
+        os.environ[SETTING] = "off"
+        runs["off_"] = _compiled(program.ours, program, operands, mesh)
+        del os.environ[SETTING]
+        if before is not None:
+            os.environ[SETTING] = before
+    return runs
+
+
+def measure(suite: str, name: str, mesh: Mesh, scale: int, rounds: int, calls: int) -> report.Row:
+    """Returns a program's row: median wall times, bytes moved, and temporary memory."""
+    program = SUITES[suite][name]
+    operands = _operands(program, mesh, scale)
+    runs = _runs(suite, program, operands, mesh)
+    row: report.Row = {"suite": suite, "case": name, "method": "wall"}
+    ours, theirs = (runs[prefix](operands) for prefix in ("", "xla_"))
     wrong = disagreement_of(ours, theirs, 2 * TOLERANCES["bf16"])
     if wrong:
         return row | {"us": None, "error": f"differs from XLA's result: {wrong}"}
@@ -183,6 +240,8 @@ def measure(name: str, mesh: Mesh, scale: int, rounds: int, calls: int) -> repor
         row[f"{prefix}us"] = statistics.median(samples[prefix])
         row[f"{prefix}collectives"] = dict(sorted(found.items()))
         row[f"{prefix}temporary_mib"] = run.memory_analysis().temp_size_in_bytes / 2**20
+    if suite == "overlap":
+        row["overlapped"] = runs[""].as_text().count(f'custom_call_target="{OVERLAPPED_TARGET}"')
     return row | {"ratio": row["xla_us"] / row["us"]}
 
 
@@ -194,6 +253,7 @@ def main(arguments: list[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="python -P benchmarks/sharded.py", description=__doc__)
     add = parser.add_argument
+    add("--suite", default=",".join(SUITES), help="suites, joined by commas; by default all")
     add("--case", default="", metavar="SUBSTRING", help="only programs whose name contains this")
     add("--out", type=pathlib.Path, metavar="FILE", help="JSON file, written after each program")
     add("--devices", type=int, default=2, help="how many; default 2")
@@ -205,12 +265,13 @@ def main(arguments: list[str] | None = None) -> int:
     devices = jax.devices()[: args.devices]
     mesh = jax.make_mesh((len(devices),), ("x",), (AxisType.Auto,), devices=devices)
     results = report.Results(args.out, report.header(args.commit) | {"devices": len(devices)})
-    for name in PROGRAMS:
+    cases = [(suite, name) for suite in args.suite.split(",") for name in SUITES[suite]]
+    for suite, name in cases:
         if args.case in name:
             try:
-                row = measure(name, mesh, args.scale, args.rounds, args.calls)
+                row = measure(suite, name, mesh, args.scale, args.rounds, args.calls)
             except Exception as error:  # One failing program must not cost the others.
-                row = {"suite": SUITE, "case": name, "us": None, "error": describe(error)}
+                row = {"suite": suite, "case": name, "us": None, "error": describe(error)}
             results.add(row)
     print(report.tables(results.rows))
     return 1 if any("error" in row for row in results.rows) else 0

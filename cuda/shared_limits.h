@@ -47,6 +47,11 @@ constexpr int kPassColumns = 32 * kPassValues;
 // The most devices among which an overlapped product divides its rows.
 constexpr int kMostPeers = 8;
 
+// How GPUs reach each other's memory.
+constexpr int kNoLink = 0;
+constexpr int kSlowLink = 1;  // by PCIe
+constexpr int kNvlink = 2;
+
 }  // namespace jax_tcgemm
 
 #endif  // JAX_TCGEMM_SHARED_LIMITS_H_

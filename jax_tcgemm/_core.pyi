@@ -14,6 +14,9 @@ MAX_COMPILED_RESULTS: int
 SCALE_BLOCK: int
 PASS_BLOCK: tuple[int, int]
 MOST_PEERS: int
+NO_LINK: int
+SLOW_LINK: int
+NVLINK: int
 
 def registrations() -> dict[str, object]: ...
 def kernel_names() -> list[str]: ...
@@ -46,11 +49,17 @@ def loaded_program_count() -> int:
 def overlapped_number_reads() -> int:
     """Returns how often a host has waited for the number of its GPU in a program."""
 
-def reach_each_other(ordinals: list[int]) -> bool:
-    """Checks if GPUs can write to each other's memory.
+def limit_overlap_buffers(most_bytes: int) -> None:
+    """Makes larger buffers of overlapped products fail as if there were no memory, for tests."""
+
+def link_of(ordinals: list[int]) -> int:
+    """Returns how GPUs reach each other's memory: the slowest link of two of them.
 
     Args:
         ordinals: the GPUs' ordinals.
+
+    Returns:
+        ``NO_LINK``, ``SLOW_LINK`` or ``NVLINK``.
     """
 
 def configure_gate(ordinal: int, gate: int, config: str) -> None:

@@ -32,6 +32,8 @@ PACKED_FUNCTION_TARGET = "jax_tcgemm_packed_function_v1"
 UNPACK_TARGET = "jax_tcgemm_unpack_v1"
 TRANSPOSE_TARGET = "jax_tcgemm_transpose_v1"
 OVERLAPPED_TARGET = "jax_tcgemm_overlapped_v1"
+OVERLAPPED_FUNCTION_TARGET = "jax_tcgemm_overlapped_function_v1"
+GATHERS_TARGET = "jax_tcgemm_gathers_v1"
 # Only measurements use this target; no program of a user contains it.
 MARK_TARGET = "jax_tcgemm_mark_v1"
 TARGETS = (
@@ -46,6 +48,8 @@ TARGETS = (
     UNPACK_TARGET,
     TRANSPOSE_TARGET,
     OVERLAPPED_TARGET,
+    OVERLAPPED_FUNCTION_TARGET,
+    GATHERS_TARGET,
 )
 
 # The most devices among which an overlapped product divides its rows.
@@ -73,10 +77,14 @@ def check_kernel_names(built: frozenset[str], build_info: dict[str, str]) -> Non
         )
 
 
+# How GPUs reach each other's memory: not at all, by PCIe, by NVLink.
+NO_LINK, SLOW_LINK, NVLINK = _core.NO_LINK, _core.SLOW_LINK, _core.NVLINK
+
+
 @functools.cache
-def reach_each_other(ordinals: tuple[int, ...]) -> bool:
-    """Checks if GPUs, given by their ordinals, can write to each other's memory."""
-    return _core.reach_each_other(list(ordinals))
+def link_of(ordinals: tuple[int, ...]) -> int:
+    """Returns the slowest link of two of these GPUs, given by their ordinals."""
+    return _core.link_of(list(ordinals))
 
 
 def is_built_for(capability: tuple[int, ...]) -> bool:

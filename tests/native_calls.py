@@ -103,23 +103,29 @@ class Handler:
 
     Args:
         target: its name.
+        stream: the CUDA stream that the calls get.
     """
 
-    def __init__(self, target: str):
+    def __init__(self, target: str, stream: int | None = None):
         found: Any = _core.registrations()[target]
         capsule = found["execute"] if isinstance(found, dict) else found
         pointer = _get_pointer(capsule, b"xla._CUSTOM_CALL_TARGET")
         self._call = ctypes.CFUNCTYPE(c_void_p, POINTER(_Frame))(pointer)
         self._errors: list[tuple[int, str]] = []
+        self._stream = stream
         self._callbacks = {
             "error_create": ctypes.CFUNCTYPE(c_void_p, POINTER(_ErrorArgs))(self._create),
             "error_destroy": ctypes.CFUNCTYPE(None, c_void_p)(lambda args: None),
-            "stream_get": ctypes.CFUNCTYPE(c_void_p, POINTER(_StreamArgs))(lambda args: None),
+            "stream_get": ctypes.CFUNCTYPE(c_void_p, POINTER(_StreamArgs))(self._give_stream),
             "ordinal_get": ctypes.CFUNCTYPE(c_void_p, POINTER(_OrdinalArgs))(lambda args: None),
+            "run_get": ctypes.CFUNCTYPE(c_void_p, c_void_p)(lambda args: None),
         }
         self._api = _Api(struct_size=ctypes.sizeof(_Api))
         for name, function in self._callbacks.items():
             setattr(self._api, name, ctypes.cast(function, c_void_p))
+
+    def _give_stream(self, args: Any) -> None:
+        args.contents.stream = self._stream
 
     def _create(self, args: Any) -> int:
         self._errors.append((args.contents.errc, args.contents.message.decode()))

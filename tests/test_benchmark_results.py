@@ -187,20 +187,35 @@ def test_sharded_programs_are_timed(setting, monkeypatch, tmp_path):
     monkeypatch.setenv("JAX_TCGEMM_PARTITION", setting)
     monkeypatch.setattr(sharded.jax, "devices", lambda: jax.local_devices(backend="cpu"))
     path = tmp_path / "results.json"
-    arguments = ["--scale", "64", "--rounds", "1", "--calls", "1", "--out", str(path)]
-    assert sharded.main(arguments) == 0
+    arguments = ["--suite", "sharded", "--scale", "64", "--rounds", "1", "--calls", "1"]
+    assert sharded.main([*arguments, "--out", str(path)]) == 0
     content = json.loads(path.read_text())
     assert content["header"]["devices"] == 2
-    assert [row["case"] for row in content["rows"]] == list(sharded.PROGRAMS)
+    assert [row["case"] for row in content["rows"]] == list(sharded.SUITES["sharded"])
     by_name = {row["case"]: row for row in content["rows"]}
     assert by_name["k"]["collectives"] == by_name["k"]["xla_collectives"] == {"all-reduce": 1}
     assert all(row["ratio"] > 0 for row in content["rows"])
 
 
+def test_overlapped_programs_are_timed_beside_those_of_xla(monkeypatch, tmp_path):
+    monkeypatch.setenv("JAX_TCGEMM_PARTITION", "everywhere")
+    monkeypatch.setattr(sharded.jax, "devices", lambda: jax.local_devices(backend="cpu"))
+    path = tmp_path / "results.json"
+    arguments = ["--suite", "overlap", "--case", "mlp 2048", "--scale", "64", "--rounds", "1"]
+    assert sharded.main([*arguments, "--calls", "1", "--out", str(path)]) == 0
+    rows = json.loads(path.read_text())["rows"]
+    names = ["", " gradients", " all-reduce"]
+    layers = ["mlp", "gated mlp"]
+    assert [row["case"] for row in rows] == [
+        f"{layer} 2048x8192x28672{name}" for layer in layers for name in names
+    ]
+    assert all(row["off_us"] > 0 and row["ratio"] > 0 for row in rows)
+
+
 def test_a_sharded_program_that_is_wrong_is_not_timed(monkeypatch, tmp_path):
-    program = sharded.PROGRAMS["rows of x"]
+    program = sharded.SUITES["sharded"]["rows of x"]
     off = dataclasses.replace(program, ours=lambda x, w: 1.1 * program.ours(x, w))
-    monkeypatch.setitem(sharded.PROGRAMS, "rows of x", off)
+    monkeypatch.setitem(sharded.SUITES["sharded"], "rows of x", off)
     monkeypatch.setattr(sharded.jax, "devices", lambda: jax.local_devices(backend="cpu"))
     path = tmp_path / "results.json"
     arguments = ["--case", "rows of x", "--scale", "64", "--rounds", "1", "--out", str(path)]

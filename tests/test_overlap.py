@@ -5,7 +5,6 @@ CPU devices run the same programs with XLA's collectives. GPUs: ``test_gpu_overl
 
 from __future__ import annotations
 
-import functools
 import re
 
 import jax
@@ -16,10 +15,20 @@ from jax._src.interpreters import mlir
 from jax._src.lib.mlir import ir
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from overlapped_programs import (
+    BATCHES,
+    BF16,
+    FUNCTIONS,
+    GATHERED,
+    PROGRAMS,
+    SCATTERED,
+    SUMMED,
+    program_of,
+)
 from sharded_checks import compiled, compiled_gradients, placed
-from sharded_program import Program, mesh_of
+from sharded_program import mesh_of
 
-from jax_tcgemm import dot_general, gated_gemm, gemm, mlp
+from jax_tcgemm import gemm, mlp
 from jax_tcgemm.lowering import overlapped, reference
 from jax_tcgemm.partitioning import overlap, partitioner, products
 from jax_tcgemm.partitioning.shard import AXIS
@@ -27,8 +36,8 @@ from jax_tcgemm.problem.spec import flatten
 
 pytestmark = pytest.mark.usefixtures("divided_everywhere", "overlapped")
 
-BF16 = jnp.bfloat16
 CALL = "jax_tcgemm_overlapped_v1"
+BUFFER = "jax_tcgemm_gathers_v1"
 
 
 @pytest.fixture
@@ -63,115 +72,6 @@ def attribute(program, name):
     return re.search(rf"\b{name} = (dense<[^>]*>|\"?\w+)", line)[1].strip('"')
 
 
-def _bias(x, w, b):
-    return gemm(x, w, bias=b, activation="gelu")
-
-
-def _bias_formula(x, w, b):
-    return jax.nn.gelu(x @ w + b)
-
-
-def _dot(x, w):
-    return dot_general(x, w, (((1,), (0,)), ((), ())))
-
-
-_program = functools.partial(Program, dtype=BF16)
-_GATHERED, _SCATTERED = (P("x"), P(None, "x")), (P(None, "x"), P("x"))
-_W = ((1024, 64), (64, 2048))
-GATHERED = {
-    "gather": _program(gemm, jnp.matmul, _W, _GATHERED, P(None, "x")),
-    "gather_by_dot_general": _program(_dot, jnp.matmul, _W, _GATHERED, P(None, "x")),
-    "gather_and_bias": _program(
-        _bias, _bias_formula, (*_W, (2048,)), (*_GATHERED, P("x")), P(None, "x")
-    ),
-    "gather_gated": _program(
-        gated_gemm,
-        lambda x, w, v: jax.nn.silu(x @ w) * (x @ v),
-        (*_W, _W[1]),
-        (*_GATHERED, P(None, "x")),
-        P(None, "x"),
-    ),
-    "gather_of_a_batch": _program(
-        gemm, jnp.matmul, ((4, 256, 64), _W[1]), (P("x"), P(None, "x")), P(None, None, "x")
-    ),
-    "gather_transposed": _program(
-        lambda x, w: gemm(x, w, transpose_a=True),
-        lambda x, w: x.T @ w,
-        ((64, 1024), _W[1]),
-        (P(None, "x"), P(None, "x")),
-        P(None, "x"),
-    ),
-}
-SCATTERED = {
-    "scatter": _program(gemm, jnp.matmul, _W, _SCATTERED, P("x")),
-    "scatter_and_bias": _program(_bias, _bias_formula, (*_W, (2048,)), (*_SCATTERED, P()), P("x")),
-    "scatter_float16": Program(gemm, jnp.matmul, _W, _SCATTERED, P("x"), dtype=jnp.float16),
-}
-
-
-SUMMED = {
-    "gather_a_along_k": _program(
-        lambda x, w: gemm(x, w, transpose_a=True),
-        lambda x, w: x.T @ w,
-        ((1024, 64), (1024, 2048)),
-        (P("x"), P(None, "x")),
-        P(None, "x"),
-    ),
-    "gather_b_along_k": _program(
-        lambda x, w: gemm(x, w, transpose_a=True),
-        lambda x, w: x.T @ w,
-        ((1024, 2048), (1024, 64)),
-        (P(None, "x"), P("x")),
-        P("x"),
-    ),
-}
-PROGRAMS = {
-    **{name: (program, "rows_of_a") for name, program in GATHERED.items()},
-    **{name: (program, "rows_of_d") for name, program in SCATTERED.items()},
-    **{name: (program, f"k_of_{name[7]}") for name, program in SUMMED.items()},
-}
-
-
-def _scaled(x, w, c, s):
-    return gemm(x, w, c, row_scale=s, activation="relu")
-
-
-def _scaled_formula(x, w, c, s):
-    return jax.nn.relu(s[..., None] * (x @ w) + c)
-
-
-_BATCH = ((4, 1024, 64), (64, 2048))
-BATCHES = {
-    "gather_rows_of_a_batch": _program(
-        gemm, jnp.matmul, _BATCH, (P(None, "x"), P(None, "x")), P(None, None, "x")
-    ),
-    "gather_rows_of_a_fused_batch": _program(
-        _scaled,
-        _scaled_formula,
-        (*_BATCH, (4, 1024, 2048), (4, 1024)),
-        (P(None, "x"), P(None, "x"), P(None, None, "x"), P()),
-        P(None, None, "x"),
-    ),
-    "gather_and_a_broadcast_addend": _program(
-        _scaled,
-        _scaled_formula,
-        (*_BATCH, (1024, 2048), (4, 1024)),
-        (P(None, "x"), P(None, "x"), P(None, "x"), P()),
-        P(None, None, "x"),
-    ),
-    "scatter_rows_of_a_batch": _program(
-        gemm, jnp.matmul, _BATCH, (P(None, None, "x"), P("x")), P(None, "x")
-    ),
-    "scatter_rows_of_a_fused_batch": _program(
-        _scaled,
-        _scaled_formula,
-        (*_BATCH, (4, 1024, 2048), (4, 1024)),
-        (P(None, None, "x"), P("x"), P(None, "x"), P(None, "x")),
-        P(None, "x"),
-    ),
-}
-
-
 def run(program, mesh, rng, assert_accurate):
     operands = placed(program, mesh, rng)
     ours, theirs = (compiled(f, program, mesh, operands) for f in (program.ours, program.theirs))
@@ -188,11 +88,66 @@ def test_results(name, rng, programs, assert_accurate):
     run(program, mesh_of((4, 2)), rng, assert_accurate)
     (on_gpus,) = programs
     assert on_gpus.count(f"@{CALL}") == 1
-    assert attribute(on_gpus, "k" if kind.startswith("k") else "m") == "256"
+    assert on_gpus.count(f"@{BUFFER}") == (kind not in ("rows_of_d", "sum_of_d"))
+    rows = "256" if kind.endswith("_of_d") else "1024"  # those of a part, or all
+    assert attribute(on_gpus, "k" if kind.startswith("k") else "m") == rows
     assert attribute(on_gpus, "kind") == kind
     assert attribute(on_gpus, "group_size") == "4"
     # The mesh has a second axis, so there are two groups.
     assert attribute(on_gpus, "devices") == "dense<[0, 2, 4, 6, 1, 3, 5, 7]>"
+
+
+@pytest.mark.usefixtures("small_products")
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions(name, rng, programs, assert_accurate):
+    run(FUNCTIONS[name], mesh_of((4, 2)), rng, assert_accurate)
+    (on_gpus,) = programs
+    assert on_gpus.count("@jax_tcgemm_overlapped_function_v1") == 1
+    assert on_gpus.count(f"@{BUFFER}") == 1
+
+
+@pytest.mark.usefixtures("small_products")
+def test_functions_that_depend_on_the_row(rng, programs, assert_accurate):
+    """XLA gathers the rows: a part of them would count from its own first row."""
+
+    def masked(p):
+        return jnp.where(jax.lax.broadcasted_iota(jnp.int32, p.shape, 0) < 300, p, 0).astype(BF16)
+
+    program = program_of(
+        lambda x, w: gemm(x, w, epilogue=masked),
+        lambda x, w: masked(jnp.matmul(x, w, preferred_element_type=jnp.float32)),
+        ((1024, 64), (64, 2048)),
+        (P("x"), P(None, "x")),
+        P(None, "x"),
+    )
+    run(program, mesh_of((4, 2)), rng, assert_accurate)
+    (on_gpus,) = programs
+    assert "@jax_tcgemm_overlapped" not in on_gpus
+
+
+@pytest.mark.usefixtures("small_products")
+def test_sums_of_gradients_are_left_to_xla(rng, programs, assert_accurate):
+    """XLA runs the reduce-scatter of a weight's gradient beside other products."""
+    program = program_of(
+        lambda x, w: gemm(x, w, transpose_a=True),
+        lambda x, w: x.T @ w,
+        ((2048, 1024), (2048, 64)),
+        (P("x"), P("x")),
+        P("x"),
+    )
+    run(program, mesh_of((4, 2)), rng, assert_accurate)
+    (on_gpus,) = programs
+    assert CALL not in on_gpus
+
+
+@pytest.mark.usefixtures("small_products")
+@pytest.mark.parametrize("name", SUMMED)
+def test_off_also_holds_for_gradients_of_narrow_weights(name, rng, programs, monkeypatch):
+    monkeypatch.setenv(overlap.SETTING, "off")
+    program, mesh = PROGRAMS[name][0], mesh_of((4, 2))
+    compiled(program.ours, program, mesh, placed(program, mesh, rng))
+    (on_gpus,) = programs
+    assert CALL not in on_gpus
 
 
 @pytest.fixture
@@ -201,21 +156,24 @@ def emulated(monkeypatch):
     kinds = []
 
     def called(x, spec, exchange, kind, whole, part):
-        del whole
+        del part
         kinds.append(kind)
         groups = np.reshape(exchange.devices, (-1, exchange.peers)).tolist()
         share = {"axis_index_groups": groups, "tiled": True}
         outer = [x.a.shape[axis] for axis in spec.axes.a[: exchange.role]]
         assert all(extent == 1 for extent in outer), "rows of a device that are not together"
+        if kind == overlapped.SUM_OF_D:
+            (d,) = reference.reference_gemm(*flatten(x), spec=spec)
+            return [jax.lax.psum(d, AXIS, axis_index_groups=groups)]
         if kind == overlapped.ROWS_OF_D:
             (d,) = reference.reference_gemm(*flatten(x), spec=spec)
             return [jax.lax.psum_scatter(d, AXIS, scatter_dimension=exchange.role, **share)]
         name = "b" if kind == overlapped.K_OF_B else "a"
         along = {overlapped.ROWS_OF_A: exchange.role, overlapped.K_OF_A: -1}.get(kind, -2)
         axis = getattr(spec.axes, name)[along]
-        assert getattr(x, name).shape == getattr(part, name)
-        whole = jax.lax.all_gather(getattr(x, name), AXIS, axis=axis, **share)
-        return reference.reference_gemm(*flatten(x._replace(**{name: whole})), spec=spec)
+        gathered = jax.lax.all_gather(getattr(x, name), AXIS, axis=axis, **share)
+        assert gathered.shape == getattr(whole, name)
+        return reference.reference_gemm(*flatten(x._replace(**{name: gathered})), spec=spec)
 
     monkeypatch.setattr(overlapped, "_called", called)
     monkeypatch.setattr(products, "_PLATFORMS", ("cpu",))
@@ -238,7 +196,7 @@ def test_programs_of_batches(name, rng, programs, assert_accurate):
     run(BATCHES[name], mesh_of((4, 2)), rng, assert_accurate)
     (on_gpus,) = programs
     assert on_gpus.count(f"@{CALL}") == 1
-    assert attribute(on_gpus, "m") == "1024"
+    assert attribute(on_gpus, "m") == ("4096" if name.startswith("gather") else "1024")
 
 
 @pytest.mark.usefixtures("small_products")
@@ -252,7 +210,7 @@ def test_gradients(rng, programs):
     def theirs(x, w, v):
         return jax.lax.with_sharding_constraint(jax.nn.gelu(x @ w) @ v, rows)
 
-    program = _program(
+    program = program_of(
         ours,
         theirs,
         ((1024, 64), (64, 2048), (2048, 64)),

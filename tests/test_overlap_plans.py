@@ -15,7 +15,7 @@ from jax_tcgemm import export_disabled_checks, gemm
 from jax_tcgemm.partitioning import overlap, partitioner
 from jax_tcgemm.partitioning.mesh import Devices
 from jax_tcgemm.partitioning.plan import make_plan
-from jax_tcgemm.partitioning.work import GATHER, SCATTER, Array, Work
+from jax_tcgemm.partitioning.work import GATHER, SCATTER, SUM, Array, Work
 from jax_tcgemm.problem.log import print_once
 
 pytestmark = pytest.mark.usefixtures("divided_everywhere", "overlapped")
@@ -39,7 +39,7 @@ def product(m, n, k):
         frozenset((0, 1)),
         2.0 * m * n * k,
         rows=("m",),
-        overlaps=frozenset((GATHER, SCATTER)),
+        overlaps=frozenset((GATHER, SCATTER, SUM)),
     )
 
 
@@ -60,8 +60,14 @@ def test_k_of_both_and_rows_of_the_result():
     assert plan.moved == ((what, 0.75 * 2**26),)
 
 
-def test_a_sum_for_all_devices_is_an_all_reduce():
-    plan = make_plan(product(8192, 4096, 14336), FOUR, [COLUMNS, ROWS], [WHOLE])
+def test_a_sum_for_all_devices():
+    work = product(8192, 4096, 14336)
+    plan = make_plan(work, FOUR, [COLUMNS, ROWS], [WHOLE])
+    assert (plan.overlap, plan.rows, plan.peers) == (SUM, "m", 4)
+    assert plan.result_tilings == [WHOLE]
+    assert plan.moved == (("all-reduce of the result beside the product in 4 parts", 1.5 * 2**26),)
+    work = dataclasses.replace(work, overlaps=frozenset((SCATTER,)))
+    plan = make_plan(work, FOUR, [COLUMNS, ROWS], [WHOLE])
     assert not plan.overlap
     assert not plan.note
 

@@ -29,6 +29,7 @@
 #include "dispatch/run_time_row.h"
 #include "ffi/handlers.h"
 #include "ffi/stopwatch.h"
+#include "overlap/endpoint.h"
 #endif
 
 namespace nb = nanobind;
@@ -157,6 +158,9 @@ nb::dict registrations() {
       stages(packed_function_instantiate_handler(), packed_function_handler());
   result["jax_tcgemm_overlapped_v1"] =
       stages(overlapped_instantiate_handler(), overlapped_handler());
+  result["jax_tcgemm_overlapped_function_v1"] =
+      stages(overlapped_function_instantiate_handler(), overlapped_function_handler());
+  result["jax_tcgemm_gathers_v1"] = nb::capsule(gathers_handler(), "xla._CUSTOM_CALL_TARGET");
   result["jax_tcgemm_unpack_v1"] = stages(unpack_instantiate_handler(), unpack_handler());
   return result;
 }
@@ -226,26 +230,34 @@ nb::dict device_properties(int ordinal) {
   return result;
 }
 
+void limit_overlap_buffers(int64_t bytes) { Endpoint::limit_buffers(bytes); }
+
 // See _core.pyi.
-bool reach_each_other(const std::vector<int>& ordinals) {
+int link_of(const std::vector<int>& ordinals) {
+  int least = kNvlink;
   for (const int from : ordinals) {
     for (const int to : ordinals) {
-      int can = from == to;
-      if (from != to && cudaDeviceCanAccessPeer(&can, from, to) != cudaSuccess) {
-        cudaGetLastError();
-        return false;
-      }
-      if (can == 0) return false;
+      if (from == to) continue;
+      int can = 0, has_atomics = 0;
+      const bool is_known =
+          cudaDeviceCanAccessPeer(&can, from, to) == cudaSuccess &&
+          // NVLink has atomic operations, PCIe has not.
+          cudaDeviceGetP2PAttribute(&has_atomics, cudaDevP2PAttrNativeAtomicSupported, from, to) ==
+              cudaSuccess;
+      if (!is_known) cudaGetLastError();
+      if (!is_known || can == 0) return kNoLink;
+      if (has_atomics == 0) least = kSlowLink;
     }
   }
-  return true;
+  return least;
 }
 
 #else
 
 nb::dict registrations() { return nb::dict(); }
-bool reach_each_other(const std::vector<int>&) { return false; }
+int link_of(const std::vector<int>&) { return kNoLink; }
 int64_t overlapped_number_reads() { return 0; }
+void limit_overlap_buffers(int64_t) {}
 void set_python_compiler(nb::object, nb::object) {}
 bool may_compile_rows() { return false; }
 void release_unused_programs(const std::set<std::string>&, double) {}
@@ -292,8 +304,12 @@ NB_MODULE(_core, module) {
   module.def("stopwatch_seconds", &stopwatch_seconds, nb::arg("ordinal"),
              nb::call_guard<nb::gil_scoped_release>());
   module.def("overlapped_number_reads", &overlapped_number_reads);
-  module.def("reach_each_other", &reach_each_other, nb::arg("ordinals"));
+  module.def("limit_overlap_buffers", &limit_overlap_buffers, nb::arg("most_bytes"));
+  module.def("link_of", &link_of, nb::arg("ordinals"));
   module.def("device_properties", &device_properties, nb::arg("ordinal"));
+  module.attr("NO_LINK") = kNoLink;
+  module.attr("SLOW_LINK") = kSlowLink;
+  module.attr("NVLINK") = kNvlink;
   module.attr("VECTOR_COLUMNS") = kVectorColumns;
   module.attr("FIXUP_FLAG_BYTES") = kFixupFlagBytes;
   module.attr("MAX_TMA_BATCH_RANK") = kMaxTmaBatchRank;

@@ -17,59 +17,15 @@
 #include "dispatch/device.h"
 #include "ffi/algorithm_names.h"
 #include "ffi/attributes.h"
+#include "ffi/compiled.h"
 #include "ffi/compiled_operands.h"
 #include "ffi/handlers.h"
 #include "ffi/operands.h"
 #include "ffi/program_source.h"
 #include "shared_limits.h"
 
-namespace jax_tcgemm {
-
-// Set by jax_tcgemm/lowering/jit_epilogue.py. Operands: a, b, [b2 or group_sizes], [block scales of
-// a and b], those of the epilogue. Groups divide the rows; the batch of b then has a matrix for
-// each group.
-struct CompiledAttributes {
-  int64_t m, n, k;
-  int64_t b2_offset;
-  Strides batch_shape;
-  Strides a_strides;        // (batch..., m, k)
-  Strides b_strides;        // (batch..., k, n)
-  Strides a_scale_strides;  // (batch..., m, blocks of k); empty: there are no scales
-  Strides b_scale_strides;  // (batch..., blocks of k, blocks of n)
-  Strides operand_strides;  // (batch..., m, n), one operand of the epilogue after the other
-  Strides operand_vectors;  // 1 if the kernel reads an operand by vectors of 16 bytes
-  Strides result_elements;
-  int64_t warp_bytes;  // see EpilogueProgram
-  bool has_b2, gated, has_groups;
-  std::string_view algorithm, config, digest, source;
-
-  bool has_scales() const { return a_scale_strides.size() > 0; }
-  // Returns the number of operands before those of the epilogue.
-  size_t own_operands() const {
-    return 2 + (has_b2 || has_groups ? 1 : 0) + (has_scales() ? 2 : 0);
-  }
-};
-
-}  // namespace jax_tcgemm
-
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
-    ::jax_tcgemm::CompiledAttributes, ::xla::ffi::StructMember<int64_t>("m"),
-    ::xla::ffi::StructMember<int64_t>("n"), ::xla::ffi::StructMember<int64_t>("k"),
-    ::xla::ffi::StructMember<int64_t>("b2_offset"),
-    ::xla::ffi::StructMember<::jax_tcgemm::Strides>("batch_shape"),
-    ::xla::ffi::StructMember<::jax_tcgemm::Strides>("a_strides"),
-    ::xla::ffi::StructMember<::jax_tcgemm::Strides>("b_strides"),
-    ::xla::ffi::StructMember<::jax_tcgemm::Strides>("a_scale_strides"),
-    ::xla::ffi::StructMember<::jax_tcgemm::Strides>("b_scale_strides"),
-    ::xla::ffi::StructMember<::jax_tcgemm::Strides>("operand_strides"),
-    ::xla::ffi::StructMember<::jax_tcgemm::Strides>("operand_vectors"),
-    ::xla::ffi::StructMember<::jax_tcgemm::Strides>("result_elements"),
-    ::xla::ffi::StructMember<int64_t>("warp_bytes"), ::xla::ffi::StructMember<bool>("has_b2"),
-    ::xla::ffi::StructMember<bool>("gated"), ::xla::ffi::StructMember<bool>("has_groups"),
-    ::xla::ffi::StructMember<std::string_view>("algorithm"),
-    ::xla::ffi::StructMember<std::string_view>("config"),
-    ::xla::ffi::StructMember<std::string_view>("digest"),
-    ::xla::ffi::StructMember<std::string_view>("source"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_tcgemm::CompiledAttributes,
+                                      JAX_TCGEMM_COMPILED_MEMBERS);
 
 namespace jax_tcgemm {
 namespace {
@@ -168,46 +124,19 @@ Status decode_groups(ffi::RemainingArgs& operands, GemmParams* params) {
   return Status();
 }
 
-Status decode_and_run(const CompiledAttributes& at, ffi::RemainingArgs& operands,
-                      ffi::RemainingRets& results, int32_t ordinal, cudaStream_t stream) {
-  GemmProblem problem = {};
-  JAX_TCGEMM_RETURN_IF_ERROR(decode_problem(at, &problem));
-  if (problem.params.batch == 0 || problem.params.m == 0 || problem.params.n == 0) return Status();
-  const GemmAttributes gemm = gemm_attributes(at);
-  JAX_TCGEMM_RETURN_IF_ERROR(decode_operands({gemm, operands, results}, &problem));
-  if (at.has_groups) JAX_TCGEMM_RETURN_IF_ERROR(decode_groups(operands, &problem.params));
-  JAX_TCGEMM_REQUIRE(is_true_after(at.source, "kBlockScales = ") == at.has_scales(),
-                     "scales by blocks, not as the source says");
-  CompiledParams params = {problem.params, {}, {}, {}};
-  if (at.has_scales()) {
-    JAX_TCGEMM_REQUIRE(!at.has_b2 && !at.gated && !at.has_groups,
-                       "scales by blocks of two weights or of groups");
-    JAX_TCGEMM_RETURN_IF_ERROR(decode_block_scales(at, operands, &params.scales));
-  }
-  // Groups divide the rows of one matrix.
-  const int64_t matrices = at.has_groups ? 1 : params.batch;
-  JAX_TCGEMM_RETURN_IF_ERROR(
-      decode_epilogue(epilogue_operands(at, matrices), operands, results, &params));
-  const DeviceProperties* device = nullptr;
-  JAX_TCGEMM_RETURN_IF_ERROR(get_device_properties(ordinal, &device));
-  return run_compiled(problem, params, program_of(at), *device, stream);
+bool is_empty(const GemmProblem& problem) {
+  return problem.params.batch == 0 || problem.params.m == 0 || problem.params.n == 0;
 }
 
-// Prepares the kernel for the process's current GPU. For another kind of GPU the first run compiles
-// it.
-Status decode_and_prepare(const CompiledAttributes& at) {
-  int ordinal = 0;
-  if (cudaGetDevice(&ordinal) != cudaSuccess) {
-    cudaGetLastError();
-    return Status();
-  }
-  GemmProblem problem = {};
-  JAX_TCGEMM_RETURN_IF_ERROR(decode_problem(at, &problem));
-  if (problem.params.batch == 0 || problem.params.m == 0 || problem.params.n == 0) return Status();
-  JAX_TCGEMM_RETURN_IF_ERROR(decode_layouts(gemm_attributes(at), &problem));
+Status decode_and_run(const CompiledAttributes& at, ffi::RemainingArgs& operands,
+                      ffi::RemainingRets& results, int32_t ordinal, cudaStream_t stream) {
+  CompiledCall call = {};
+  JAX_TCGEMM_RETURN_IF_ERROR(decode_problem(at, &call.problem));
+  if (is_empty(call.problem)) return Status();
+  JAX_TCGEMM_RETURN_IF_ERROR(decode_compiled(at, operands, results, &call));
   const DeviceProperties* device = nullptr;
   JAX_TCGEMM_RETURN_IF_ERROR(get_device_properties(ordinal, &device));
-  return prepare_compiled(problem, program_of(at), *device);
+  return run_compiled(call.problem, call.params, call.program, *device, stream);
 }
 
 ffi::Error compiled_gemm(cudaStream_t stream, int32_t ordinal, ffi::RemainingArgs operands,
@@ -218,7 +147,7 @@ ffi::Error compiled_gemm(cudaStream_t stream, int32_t ordinal, ffi::RemainingArg
 // XLA may pass buffers without addresses, or none.
 ffi::Error instantiate_compiled_gemm(ffi::RemainingArgs, ffi::RemainingRets,
                                      CompiledAttributes attributes) {
-  return as_error(decode_and_prepare(attributes));
+  return as_error(prepare_rows(attributes, attributes.m));
 }
 
 // Capturable into a CUDA graph: the handler only enqueues a kernel.
@@ -236,6 +165,46 @@ XLA_FFI_DEFINE_HANDLER(
     ffi::Ffi::BindInstantiate().RemainingArgs().RemainingRets().Attrs<CompiledAttributes>());
 
 }  // namespace
+
+Status decode_compiled(const CompiledAttributes& at, ffi::RemainingArgs& operands,
+                       ffi::RemainingRets& results, CompiledCall* call) {
+  GemmProblem& problem = call->problem;
+  problem = {};
+  JAX_TCGEMM_RETURN_IF_ERROR(decode_problem(at, &problem));
+  const GemmAttributes gemm = gemm_attributes(at);
+  JAX_TCGEMM_RETURN_IF_ERROR(decode_operands({gemm, operands, results}, &problem));
+  if (at.has_groups) JAX_TCGEMM_RETURN_IF_ERROR(decode_groups(operands, &problem.params));
+  JAX_TCGEMM_REQUIRE(is_true_after(at.source, "kBlockScales = ") == at.has_scales(),
+                     "scales by blocks, not as the source says");
+  CompiledParams& params = call->params;
+  params = {problem.params, {}, {}, {}};
+  if (at.has_scales()) {
+    JAX_TCGEMM_REQUIRE(!at.has_b2 && !at.gated && !at.has_groups,
+                       "scales by blocks of two weights or of groups");
+    JAX_TCGEMM_RETURN_IF_ERROR(decode_block_scales(at, operands, &params.scales));
+  }
+  call->program = program_of(at);
+  // Groups divide the rows of one matrix.
+  const int64_t matrices = at.has_groups ? 1 : params.batch;
+  return decode_epilogue(epilogue_operands(at, matrices), operands, results, &params);
+}
+
+Status prepare_rows(const CompiledAttributes& at, int64_t rows) {
+  int ordinal = 0;
+  if (cudaGetDevice(&ordinal) != cudaSuccess) {
+    cudaGetLastError();
+    return Status();
+  }
+  CompiledAttributes part = at;
+  part.m = rows;
+  GemmProblem problem = {};
+  JAX_TCGEMM_RETURN_IF_ERROR(decode_problem(part, &problem));
+  if (is_empty(problem)) return Status();
+  JAX_TCGEMM_RETURN_IF_ERROR(decode_layouts(gemm_attributes(part), &problem));
+  const DeviceProperties* device = nullptr;
+  JAX_TCGEMM_RETURN_IF_ERROR(get_device_properties(ordinal, &device));
+  return prepare_compiled(problem, program_of(part), *device);
+}
 
 void* compiled_gemm_handler() { return reinterpret_cast<void*>(+kCompiledGemmHandler); }
 void* compiled_gemm_instantiate_handler() { return reinterpret_cast<void*>(+kInstantiateHandler); }

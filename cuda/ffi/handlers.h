@@ -38,6 +38,10 @@ void* unpack_instantiate_handler();
 // The stages of jax_tcgemm_overlapped_v1.
 void* overlapped_handler();
 void* overlapped_instantiate_handler();
+// The stages of jax_tcgemm_overlapped_function_v1.
+void* overlapped_function_handler();
+void* overlapped_function_instantiate_handler();
+void* gathers_handler();  // for jax_tcgemm_gathers_v1
 // Returns how often a host has waited for the number of its device in a program.
 int64_t overlapped_number_reads();
 

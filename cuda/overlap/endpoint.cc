@@ -1,6 +1,10 @@
 #include "overlap/endpoint.h"
 
+#include <cuda.h>
+
 #include <algorithm>
+#include <atomic>
+#include <limits>
 #include <map>
 #include <string>
 
@@ -12,6 +16,20 @@ constexpr int64_t kGrain = int64_t{1} << 21;
 
 // Fewer would make every call wait for its predecessor's peers.
 constexpr size_t kFewestSlots = 2;
+
+// Returns a function of the driver, to which the module does not link; null if there is none.
+template <typename Function>
+Function driver_function(const char* name) {
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult query;
+  const cudaError_t error =
+      cudaGetDriverEntryPointByVersion(name, &function, 12000, cudaEnableDefault, &query);
+  const bool is_found = error == cudaSuccess && query == cudaDriverEntryPointSuccess;
+  return is_found ? reinterpret_cast<Function>(function) : nullptr;
+}
+
+// See Endpoint::limit_buffers.
+std::atomic<int64_t> most_bytes{std::numeric_limits<int64_t>::max()};
 
 Status create_event(cudaEvent_t* event) {
   JAX_TCGEMM_CUDA_CHECK(cudaEventCreateWithFlags(event, cudaEventDisableTiming), "an event");
@@ -52,7 +70,9 @@ Status Endpoint::add_slot() {
   JAX_TCGEMM_RETURN_IF_ERROR(create_event(&slot->ready));
   JAX_TCGEMM_RETURN_IF_ERROR(create_event(&slot->released));
   for (cudaEvent_t& event : slot->part) JAX_TCGEMM_RETURN_IF_ERROR(create_event(&event));
-  for (cudaEvent_t& event : slot->copied) JAX_TCGEMM_RETURN_IF_ERROR(create_event(&event));
+  for (Slot::Events& events : slot->copied) {
+    for (cudaEvent_t& event : events) JAX_TCGEMM_RETURN_IF_ERROR(create_event(&event));
+  }
   slots_.insert(slots_.begin(), std::move(slot));
   return Status();
 }
@@ -68,7 +88,8 @@ Status Endpoint::grow(Slot* slot, int64_t bytes) {
   }
   const int64_t rounded = (bytes + kGrain - 1) / kGrain * kGrain;
   void* memory = nullptr;
-  const cudaError_t allocated = cudaMalloc(&memory, rounded);
+  const cudaError_t allocated =
+      rounded > most_bytes ? cudaErrorMemoryAllocation : cudaMalloc(&memory, rounded);
   if (allocated != cudaSuccess) cudaGetLastError();  // or another library's check would report it
   JAX_TCGEMM_CUDA_CHECK(
       allocated, "allocating ", rounded, " bytes on device ", ordinal_,
@@ -109,6 +130,43 @@ Status Endpoint::reach(int peer) {
   }
   reached_.insert(peer);
   return Status();
+}
+
+void Endpoint::limit_buffers(int64_t bytes) { most_bytes = bytes; }
+
+void Endpoint::wait_for_copies() {
+  for (const cudaStream_t stream : side_) {
+    if (cudaStreamSynchronize(stream) != cudaSuccess) cudaGetLastError();
+  }
+}
+
+bool is_reachable(const void* memory) {
+  using Attribute = decltype(&cuPointerGetAttribute);
+  using Retain = decltype(&cuMemRetainAllocationHandle);
+  using Release = decltype(&cuMemRelease);
+  using Access = decltype(&cuMemGetAccess);
+  static const auto attribute = driver_function<Attribute>("cuPointerGetAttribute");
+  static const auto retain = driver_function<Retain>("cuMemRetainAllocationHandle");
+  static const auto release = driver_function<Release>("cuMemRelease");
+  static const auto access = driver_function<Access>("cuMemGetAccess");
+  if (!attribute || !retain || !release || !access) return false;
+  const auto address = reinterpret_cast<CUdeviceptr>(memory);
+  CUmemoryPool pool = nullptr;
+  if (attribute(&pool, CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE, address) != CUDA_SUCCESS || pool) {
+    return false;
+  }
+  CUmemGenericAllocationHandle handle = 0;
+  if (retain(&handle, const_cast<void*>(memory)) != CUDA_SUCCESS) return true;  // of cudaMalloc
+  release(handle);
+  int count = 0;
+  if (cudaGetDeviceCount(&count) != cudaSuccess) return false;
+  for (int device = 0; device < count; ++device) {
+    const CUmemLocation location = {CU_MEM_LOCATION_TYPE_DEVICE, device};
+    unsigned long long flags = 0;  // NOLINT: the driver's type
+    const bool is_known = access(&flags, &location, address) == CUDA_SUCCESS;
+    if (!is_known || flags != CU_MEM_ACCESS_FLAGS_PROT_READWRITE) return false;
+  }
+  return true;
 }
 
 }  // namespace jax_tcgemm

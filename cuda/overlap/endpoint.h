@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "common/status.h"
+#include "overlap/meeting.h"
 #include "shared_limits.h"
 
 namespace jax_tcgemm {
@@ -20,14 +21,18 @@ namespace jax_tcgemm {
 class Endpoint;
 
 // The buffer and the events of one call on one device. Peers write into the buffer and wait for the
-// events. The buffer is never XLA's: XLA moves and reuses its own, and a peer cannot know when.
+// events. They write into a buffer of XLA's (`target`) only between `ready` and the end of the
+// call.
 struct Slot {
+  using Events = std::array<cudaEvent_t, kMostPeers>;
+
   char* buffer = nullptr;
   int64_t bytes = 0;
-  cudaEvent_t ready = nullptr;                      // the call's operands are there
-  cudaEvent_t released = nullptr;                   // the call has read the buffer
-  std::array<cudaEvent_t, kMostPeers> part = {};    // the part for a rank is computed
-  std::array<cudaEvent_t, kMostPeers> copied = {};  // the copy to a rank is done
+  char* target = nullptr;          // for data that stays after the call: XLA's, or in `buffer`
+  cudaEvent_t ready = nullptr;     // the call has begun: its operands are there
+  cudaEvent_t released = nullptr;  // the call has read the buffer
+  Events part = {};                // the part for a rank is computed
+  std::array<Events, kMostRounds> copied = {};  // the copy to a rank is done
   Endpoint* endpoint = nullptr;
   bool is_busy = false;  // guarded by the endpoint
 };
@@ -46,6 +51,12 @@ class Endpoint {
   // Lets this device write to the memory of another.
   Status reach(int peer);
 
+  // Makes larger buffers fail as if there were no memory, for tests.
+  static void limit_buffers(int64_t bytes);
+
+  // Waits until this device's copies to others are done.
+  void wait_for_copies();
+
   int ordinal() const { return ordinal_; }
   cudaStream_t side_stream(int i) const { return side_[i]; }
 
@@ -60,6 +71,10 @@ class Endpoint {
   std::vector<std::unique_ptr<Slot>> slots_;  // the least recently taken first
   std::set<int> reached_;
 };
+
+// Checks if other devices can write to this memory. They can if it comes from cudaMalloc, as that
+// of XLA's default allocator does.
+bool is_reachable(const void* memory);
 
 }  // namespace jax_tcgemm
 

@@ -66,9 +66,14 @@ Status Meeting::join(const MeetingKey& key, int count, int rank, int64_t signatu
   return Status();
 }
 
-void Meeting::announce_copies() {
+void Meeting::announce_copies(int round) {
   const std::lock_guard<std::mutex> lock(mutex);
-  if (++copied_ == count_) changed_.notify_all();
+  if (++copied_[round] == count_) changed_.notify_all();
+}
+
+Status Meeting::checked() {
+  const std::lock_guard<std::mutex> lock(mutex);
+  return status();
 }
 
 Status Meeting::wait_for(const int* number, const char* what) {
@@ -91,6 +96,7 @@ Status Meeting::status() const {
 }
 
 void Meeting::fail(const Status& reason) {
+  const std::lock_guard<std::mutex> copies(copies_);  // none is enqueued after this
   const std::lock_guard<std::mutex> lock(mutex);
   fail_locked("on another device: " + reason.message());
 }

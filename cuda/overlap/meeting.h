@@ -12,12 +12,16 @@
 #include <condition_variable>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <string>
 
 #include "common/status.h"
 #include "shared_limits.h"
 
 namespace jax_tcgemm {
+
+// The most rounds of copies in a call.
+constexpr int kMostRounds = 2;
 
 // The run of a program, a call in it, and a group of devices that exchange data in the call.
 //
@@ -50,18 +54,31 @@ class Meeting {
   // Waits until all devices have joined.
   Status wait_for_guests() { return wait_for(&joined_, "had joined"); }
 
-  // Says that this device has enqueued its copies, and waits until all devices have.
-  void announce_copies();
-  Status wait_for_copies() { return wait_for(&copied_, "had enqueued their copies"); }
+  // Enqueues a copy to another device, unless the meeting has failed. After `fail`, no device
+  // enqueues copies.
+  template <typename Enqueue>
+  Status enqueue_copy(const Enqueue& enqueue) {
+    const std::lock_guard<std::mutex> lock(copies_);
+    const Status status = checked();
+    return status.ok() ? enqueue() : status;
+  }
+
+  // Says that this device has enqueued its copies, and waits until all devices have. A call may
+  // have two rounds of copies.
+  void announce_copies(int round);
+  Status wait_for_copies(int round) { return wait_for(&copied_[round], "had enqueued copies"); }
 
   // Makes the waiting devices fail, and those that come later.
   void fail(const Status& reason);
+
+  // Returns an error if the meeting has failed.
+  Status checked();
 
   // Leaves the meeting; returns true for the last device. No device will use a guest's events after
   // that.
   bool leave();
 
-  // Returns the guest of a device that has joined.
+  // Returns the guest of a device; null if it has not joined.
   void* guest(int rank) const { return guests_[rank]; }
 
  private:
@@ -73,12 +90,13 @@ class Meeting {
   const int count_;
   int64_t signature_ = 0;
   int joined_ = 0;
-  int copied_ = 0;
+  std::array<int, kMostRounds> copied_ = {};
   int left_ = 0;
   bool failed_ = false;
   std::string reason_;
   std::array<void*, kMostPeers> guests_ = {};
   std::condition_variable changed_;
+  std::mutex copies_;  // taken before the lock of all meetings
 };
 
 }  // namespace jax_tcgemm

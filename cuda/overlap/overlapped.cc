@@ -17,6 +17,9 @@
 //   (CUDA_DEVICE_MAX_CONNECTIONS=1).
 // - A copy into a peer's buffer waits for the peer's event `released`, which follows the last call
 //   that used the buffer. The host of the peer recorded it before it joined this meeting.
+// - A copy into memory of XLA's at a peer waits for the peer's event `ready`, and the peer's stream
+//   waits for the copy before the call ends. If the call fails, no device enqueues such copies any
+//   more, and the hosts wait for those that are enqueued.
 // - XLA may reuse A, and the scratch, after the call. So XLA's stream waits for this device's own
 //   copies, too, before the call ends.
 // - The events of a slot are recorded again only in a later call, which takes the slot after all
@@ -44,14 +47,18 @@ Status wait(cudaStream_t stream, cudaEvent_t event) {
   return Status();
 }
 
-// Returns the problem of rows that begin `rows` further down in D, and in A if A has all rows.
-GemmProblem moved_down(GemmProblem problem, int64_t rows, bool moves_a) {
+Status copy(void* to, const void* from, int64_t bytes, cudaStream_t stream) {
+  JAX_TCGEMM_CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream), "copying ",
+                        bytes, " bytes");
+  return Status();
+}
+
+// Returns the problem of rows that begin `rows` further down in A and in the results.
+GemmProblem moved_down(GemmProblem problem, int64_t rows) {
   GemmParams& params = problem.params;
-  if (moves_a) {
-    const int64_t elements = rows * (problem.major_a == Major::kK ? params.a.ld : 1);
-    params.a.data = static_cast<const char*>(params.a.data) +
-                    elements * element_bytes(arithmetic_of(problem.algorithm).a);
-  }
+  const int64_t elements = rows * (problem.major_a == Major::kK ? params.a.ld : 1);
+  params.a.data = static_cast<const char*>(params.a.data) +
+                  elements * element_bytes(arithmetic_of(problem.algorithm).a);
   EpilogueParams& epilogue = params.epilogue;
   for (Addend* const each : {&epilogue.c, &epilogue.c2, &epilogue.row_scale}) {
     if (each->data == nullptr) continue;
@@ -73,8 +80,12 @@ class Visit {
   Visit& operator=(const Visit&) = delete;
 
   // Takes a slot and joins the meeting. If that fails, the peers need not wait for the time limit.
-  Status begin(int64_t bytes, int ordinal) {
-    const Status status = try_begin(bytes, ordinal);
+  //
+  // Args: `bytes` are those of the parts that peers send for this call alone. `target` is memory of
+  // XLA's for `target_bytes` that stay; null if there are none.
+  Status begin(int ordinal, int64_t bytes, void* target, int64_t target_bytes) {
+    target_ = static_cast<char*>(target);
+    const Status status = try_begin(ordinal, bytes, target_bytes);
     if (!status.ok() && meeting_ == nullptr)
       Meeting::refuse(peers_.key, peers_.count, peers_.signature, status);
     return status;
@@ -89,27 +100,42 @@ class Visit {
     return Status();
   }
 
-  // Enqueues a copy to the buffer of another device, behind `source_ready`.
-  Status send(int distance, const void* source, int64_t bytes, cudaEvent_t source_ready) {
-    const int to = (peers_.rank + distance) % peers_.count;
-    const cudaStream_t side = endpoint_->side_stream(distance - 1);
-    const Slot& target = slot_of(to);
-    JAX_TCGEMM_RETURN_IF_ERROR(wait(side, source_ready));
-    JAX_TCGEMM_RETURN_IF_ERROR(wait(side, target.released));
-    JAX_TCGEMM_CUDA_CHECK(cudaMemcpyAsync(target.buffer + peers_.rank * bytes, source, bytes,
-                                          cudaMemcpyDefault, side),
-                          "copying ", bytes, " bytes to device ", target.endpoint->ordinal());
-    return record(own().copied[to], side);
+  // Enqueues copies of this device's rows to the targets of all others, behind `source_ready`.
+  Status send_to_targets(int round, const void* source, int64_t bytes, cudaEvent_t source_ready) {
+    for (int distance = 1; distance < peers_.count; ++distance) {
+      const Slot& slot = slot_of(rank_at(distance));
+      JAX_TCGEMM_RETURN_IF_ERROR(wait(endpoint_->side_stream(distance - 1), slot.ready));
+      JAX_TCGEMM_RETURN_IF_ERROR(send(round, distance, slot.target, source, bytes, source_ready));
+    }
+    meeting_->announce_copies(round);
+    return Status();
+  }
+
+  // Enqueues a copy to the buffer of another device.
+  Status send_to_buffer(int distance, const void* source, int64_t bytes, cudaEvent_t source_ready) {
+    return send(0, distance, slot_of(rank_at(distance)).buffer, source, bytes, source_ready);
   }
 
   // Makes XLA's stream wait for the copy from another device.
-  Status receive(int from) { return wait(stream_, slot_of(from).copied[peers_.rank]); }
+  Status receive(int round, int from) {
+    return wait(stream_, slot_of(from).copied[round][peers_.rank]);
+  }
+
+  // The same for a copy to the target.
+  Status receive_in_target(int round, int from, int64_t bytes) {
+    JAX_TCGEMM_RETURN_IF_ERROR(receive(round, from));
+    if (own().target == target_) return Status();
+    const int64_t offset = from * bytes;
+    return copy(target_ + offset, own().target + offset, bytes, stream_);
+  }
 
   // Makes XLA's stream wait for this device's own copies, and leaves the meeting. The last device
   // to leave gives the slots of all back.
-  Status end() {
-    for (int to = 0; to < peers_.count; ++to) {
-      if (to != peers_.rank) JAX_TCGEMM_RETURN_IF_ERROR(wait(stream_, own().copied[to]));
+  Status end(int rounds) {
+    for (int round = 0; round < rounds; ++round) {
+      for (int to = 0; to < peers_.count; ++to) {
+        if (to != peers_.rank) JAX_TCGEMM_RETURN_IF_ERROR(wait(stream_, own().copied[round][to]));
+      }
     }
     JAX_TCGEMM_RETURN_IF_ERROR(record(own().released, stream_));
     if (meeting_->leave()) {
@@ -121,133 +147,120 @@ class Visit {
     return Status();
   }
 
-  // Passes a status on. An error makes the peers fail; what XLA does next waits for the copies that
-  // this device has enqueued.
+  // Passes a status on. An error makes the peers fail. XLA may reuse its memory after that, so this
+  // device's stream waits for its own copies, and its host for those of the peers.
   Status checked(Status status) {
     if (status.ok()) return status;
     meeting_->fail(status);
-    for (const cudaEvent_t event : own().copied) static_cast<void>(wait(stream_, event));
+    for (const Slot::Events& events : own().copied) {
+      for (const cudaEvent_t event : events) static_cast<void>(wait(stream_, event));
+    }
+    for (int rank = 0; rank < peers_.count && own().target != nullptr; ++rank) {
+      const auto* const slot = static_cast<Slot*>(meeting_->guest(rank));
+      if (slot != nullptr) slot->endpoint->wait_for_copies();
+    }
     return status;
   }
 
   Slot& own() const { return *slot_; }
   Meeting& meeting() const { return *meeting_; }
+  // Returns the device that this one sends to over a distance.
+  int rank_at(int distance) const { return (peers_.rank + distance) % peers_.count; }
 
  private:
   Slot& slot_of(int rank) const { return *static_cast<Slot*>(meeting_->guest(rank)); }
 
-  Status try_begin(int64_t bytes, int ordinal) {
+  Status try_begin(int ordinal, int64_t bytes, int64_t target_bytes) {
     JAX_TCGEMM_RETURN_IF_ERROR(Endpoint::of_device(ordinal, &endpoint_));
-    JAX_TCGEMM_RETURN_IF_ERROR(endpoint_->take(bytes, &slot_));
+    const bool uses_buffer = target_ != nullptr && !is_reachable(target_);
+    JAX_TCGEMM_RETURN_IF_ERROR(endpoint_->take(bytes + (uses_buffer ? target_bytes : 0), &slot_));
+    own().target = uses_buffer ? own().buffer + bytes : target_;
     // The slot's last call may have been on another stream.
     JAX_TCGEMM_RETURN_IF_ERROR(wait(stream_, own().released));
     JAX_TCGEMM_RETURN_IF_ERROR(record(own().ready, stream_));
     return Meeting::join(peers_.key, peers_.count, peers_.rank, peers_.signature, slot_, &meeting_);
   }
 
+  // Copies to the part of this device in memory of another one.
+  Status send(int round, int distance, char* memory, const void* source, int64_t bytes,
+              cudaEvent_t source_ready) {
+    const int to = rank_at(distance);
+    const cudaStream_t side = endpoint_->side_stream(distance - 1);
+    return meeting_->enqueue_copy([&] {
+      JAX_TCGEMM_RETURN_IF_ERROR(wait(side, source_ready));
+      JAX_TCGEMM_RETURN_IF_ERROR(wait(side, slot_of(to).released));
+      JAX_TCGEMM_RETURN_IF_ERROR(copy(memory + peers_.rank * bytes, source, bytes, side));
+      return record(own().copied[round][to], side);
+    });
+  }
+
   const Peers& peers_;
   const cudaStream_t stream_;
+  char* target_ = nullptr;
   Endpoint* endpoint_ = nullptr;
   Slot* slot_ = nullptr;
   std::shared_ptr<Meeting> meeting_;
 };
 
-Status gather_and_multiply(const GemmProblem& part, int64_t shard_bytes, const Peers& peers,
-                           Visit* visit, const DeviceProperties& device, cudaStream_t stream) {
+// Fills the rows of the other devices in. If the product's rows are divided, it is computed in
+// parts meanwhile.
+Status gather(const GatheredProduct& product, const GatheredRows& rows, const Peers& peers,
+              Visit* visit) {
   const int count = peers.count;
+  const auto multiply = [&](int rank, const void* a) {
+    return product.multiply_part ? product.multiply_part(rank, a) : Status();
+  };
   JAX_TCGEMM_RETURN_IF_ERROR(visit->meet());
-  for (int distance = 1; distance < count; ++distance) {
-    JAX_TCGEMM_RETURN_IF_ERROR(
-        visit->send(distance, part.params.a.data, shard_bytes, visit->own().ready));
-  }
-  visit->meeting().announce_copies();
-  const int64_t rows = part.params.m;
-  JAX_TCGEMM_RETURN_IF_ERROR(run_gemm(moved_down(part, peers.rank * rows, false), device, stream));
-  JAX_TCGEMM_RETURN_IF_ERROR(visit->meeting().wait_for_copies());
+  JAX_TCGEMM_RETURN_IF_ERROR(
+      visit->send_to_targets(0, rows.shard, rows.shard_bytes, visit->own().ready));
+  JAX_TCGEMM_RETURN_IF_ERROR(multiply(peers.rank, rows.shard));
+  JAX_TCGEMM_RETURN_IF_ERROR(visit->meeting().wait_for_copies(0));
   for (int distance = 1; distance < count; ++distance) {
     const int from = (peers.rank - distance + count) % count;
-    JAX_TCGEMM_RETURN_IF_ERROR(visit->receive(from));
-    GemmProblem other = moved_down(part, from * rows, false);
-    other.params.a.data = visit->own().buffer + from * shard_bytes;
-    JAX_TCGEMM_RETURN_IF_ERROR(run_gemm(other, device, stream));
+    JAX_TCGEMM_RETURN_IF_ERROR(visit->receive_in_target(0, from, rows.shard_bytes));
+    JAX_TCGEMM_RETURN_IF_ERROR(multiply(from, rows.rows + from * rows.shard_bytes));
   }
-  return visit->end();
+  return visit->end(1);
 }
 
-// Makes the problem add to the sum of the parts before it, unless it is the first, and write D only
-// if it is the last.
-GemmProblem part_of_sum(GemmProblem problem, float* sum, bool is_first, bool is_last) {
-  EpilogueParams& epilogue = problem.params.epilogue;
-  const int32_t n = problem.params.n;
-  if (!is_first) {
-    epilogue.c = {sum, n, 1, {}, ElementType::kF32, n % kVectorColumns == 0};
-    epilogue.beta.value = 1.f;
-    epilogue.role_of_c = RoleOfC::kAdd;
-  }
-  if (!is_last) {
-    epilogue.d = sum;
-    epilogue.d_type = ElementType::kF32;
-  }
-  return problem;
-}
-
-Status gather_and_sum(const GemmProblem& part, bool gathers_b, int64_t shard_bytes, float* sum,
-                      const Peers& peers, Visit* visit, const DeviceProperties& device,
-                      cudaStream_t stream) {
-  const int count = peers.count;
-  const Operand& shard = gathers_b ? part.params.b : part.params.a;
-  JAX_TCGEMM_RETURN_IF_ERROR(visit->meet());
-  for (int distance = 1; distance < count; ++distance) {
-    JAX_TCGEMM_RETURN_IF_ERROR(visit->send(distance, shard.data, shard_bytes, visit->own().ready));
-  }
-  visit->meeting().announce_copies();
-  for (int distance = 0; distance < count; ++distance) {
-    const int from = (peers.rank - distance + count) % count;
-    if (distance == 1) JAX_TCGEMM_RETURN_IF_ERROR(visit->meeting().wait_for_copies());
-    if (distance > 0) JAX_TCGEMM_RETURN_IF_ERROR(visit->receive(from));
-    GemmProblem problem = part_of_sum(part, sum, distance == 0, distance == count - 1);
-    GemmParams& params = problem.params;
-    Operand& gathered = gathers_b ? params.b : params.a;
-    Operand& whole = gathers_b ? params.a : params.b;
-    if (distance > 0) gathered.data = visit->own().buffer + from * shard_bytes;
-    const Major major = gathers_b ? problem.major_a : problem.major_b;
-    const int64_t k = int64_t{from} * params.k;
-    const int bytes = element_bytes(problem.algorithm);
-    whole.data =
-        static_cast<const char*>(whole.data) + k * (major == Major::kK ? 1 : whole.ld) * bytes;
-    JAX_TCGEMM_RETURN_IF_ERROR(run_gemm(problem, device, stream));
-  }
-  return visit->end();
-}
-
-Status multiply_and_scatter(const GemmProblem& part, char* scratch, const Peers& peers,
+Status multiply_and_scatter(const GemmProblem& part, char* scratch, char* sums, const Peers& peers,
                             Visit* visit, const DeviceProperties& device, cudaStream_t stream) {
   const int count = peers.count;
   const int64_t rows = part.params.m, bytes = part_bytes(part);
   const auto multiply = [&](int rank, void* d) {
-    GemmProblem problem = moved_down(part, rank * rows, true);
+    GemmProblem problem = moved_down(part, rank * rows);
     problem.params.epilogue.d = d;
     return run_gemm(problem, device, stream);
   };
   for (int distance = 1; distance < count; ++distance) {
-    const int to = (peers.rank + distance) % count;
+    const int to = visit->rank_at(distance);
     char* const d = scratch + (distance - 1) * bytes;
     JAX_TCGEMM_RETURN_IF_ERROR(multiply(to, d));
     JAX_TCGEMM_RETURN_IF_ERROR(record(visit->own().part[to], stream));
     if (distance == 1) JAX_TCGEMM_RETURN_IF_ERROR(visit->meet());
-    JAX_TCGEMM_RETURN_IF_ERROR(visit->send(distance, d, bytes, visit->own().part[to]));
+    JAX_TCGEMM_RETURN_IF_ERROR(visit->send_to_buffer(distance, d, bytes, visit->own().part[to]));
   }
-  visit->meeting().announce_copies();
+  visit->meeting().announce_copies(0);
   JAX_TCGEMM_RETURN_IF_ERROR(multiply(peers.rank, visit->own().buffer + peers.rank * bytes));
-  JAX_TCGEMM_RETURN_IF_ERROR(visit->meeting().wait_for_copies());
+  JAX_TCGEMM_RETURN_IF_ERROR(visit->meeting().wait_for_copies(0));
   for (int from = 0; from < count; ++from) {
-    if (from != peers.rank) JAX_TCGEMM_RETURN_IF_ERROR(visit->receive(from));
+    if (from != peers.rank) JAX_TCGEMM_RETURN_IF_ERROR(visit->receive(0, from));
   }
-  const EpilogueParams& epilogue = part.params.epilogue;
+  char* const own_sum =
+      sums == nullptr ? static_cast<char*>(part.params.epilogue.d) : sums + peers.rank * bytes;
   JAX_TCGEMM_CUDA_CHECK(launch_sum_parts(visit->own().buffer, count, rows * part.params.n,
-                                         epilogue.d_type, epilogue.d, stream),
+                                         part.params.epilogue.d_type, own_sum, stream),
                         "adding ", count, " parts of m=", rows, " n=", part.params.n);
-  return visit->end();
+  if (sums == nullptr) return visit->end(1);
+  const cudaEvent_t summed = visit->own().part[peers.rank];
+  JAX_TCGEMM_RETURN_IF_ERROR(record(summed, stream));
+  JAX_TCGEMM_RETURN_IF_ERROR(visit->send_to_targets(1, own_sum, bytes, summed));
+  JAX_TCGEMM_RETURN_IF_ERROR(visit->meeting().wait_for_copies(1));
+  for (int from = 0; from < count; ++from) {
+    if (from == peers.rank) continue;
+    JAX_TCGEMM_RETURN_IF_ERROR(visit->receive_in_target(1, from, bytes));
+  }
+  return visit->end(2);
 }
 
 }  // namespace
@@ -256,27 +269,41 @@ int64_t part_bytes(const GemmProblem& part) {
   return int64_t{part.params.m} * part.params.n * element_bytes(part.params.epilogue.d_type);
 }
 
-Status run_gathered(const GemmProblem& part, int64_t shard_bytes, const Peers& peers,
+GemmProblem part_of_rows(const GemmProblem& whole, int rank, int count, const void* a) {
+  GemmProblem part = whole;
+  part.params.m /= count;
+  part = moved_down(part, int64_t{rank} * part.params.m);
+  part.params.a.data = a;
+  part.params.a.span /= count;
+  return part;
+}
+
+Status run_gathered(const GatheredProduct& product, const GatheredRows& rows, const Peers& peers,
                     const DeviceProperties& device, cudaStream_t stream) {
-  Visit visit(peers, stream);
-  JAX_TCGEMM_RETURN_IF_ERROR(visit.begin(peers.count * shard_bytes, device.ordinal));
-  return visit.checked(gather_and_multiply(part, shard_bytes, peers, &visit, device, stream));
+  Gathers& gathers = Gathers::of_device(device.ordinal);
+  const int64_t run = peers.key.run;
+  if (!gathers.has_others(run, rows)) {
+    Visit visit(peers, stream);
+    JAX_TCGEMM_RETURN_IF_ERROR(visit.begin(device.ordinal, 0, rows.rows, rows.bytes));
+    JAX_TCGEMM_RETURN_IF_ERROR(visit.checked(gather(product, rows, peers, &visit)));
+    gathers.set_others(run, rows);
+    if (product.multiply_part) return Status();
+  }
+  if (!gathers.has_own(run, rows)) {
+    JAX_TCGEMM_RETURN_IF_ERROR(
+        copy(rows.rows + peers.rank * rows.shard_bytes, rows.shard, rows.shard_bytes, stream));
+    gathers.set_own(run, rows);
+  }
+  return product.multiply();
 }
 
-Status run_gathered_sum(const GemmProblem& part, bool gathers_b, int64_t shard_bytes, float* sum,
-                        const Peers& peers, const DeviceProperties& device, cudaStream_t stream) {
-  Visit visit(peers, stream);
-  JAX_TCGEMM_RETURN_IF_ERROR(visit.begin(peers.count * shard_bytes, device.ordinal));
-  return visit.checked(
-      gather_and_sum(part, gathers_b, shard_bytes, sum, peers, &visit, device, stream));
-}
-
-Status run_scattered(const GemmProblem& part, void* scratch, const Peers& peers,
+Status run_scattered(const GemmProblem& part, void* scratch, void* sums, const Peers& peers,
                      const DeviceProperties& device, cudaStream_t stream) {
   Visit visit(peers, stream);
-  JAX_TCGEMM_RETURN_IF_ERROR(visit.begin(peers.count * part_bytes(part), device.ordinal));
-  return visit.checked(
-      multiply_and_scatter(part, static_cast<char*>(scratch), peers, &visit, device, stream));
+  const int64_t bytes = peers.count * part_bytes(part);
+  JAX_TCGEMM_RETURN_IF_ERROR(visit.begin(device.ordinal, bytes, sums, bytes));
+  return visit.checked(multiply_and_scatter(
+      part, static_cast<char*>(scratch), static_cast<char*>(sums), peers, &visit, device, stream));
 }
 
 }  // namespace jax_tcgemm

@@ -10,10 +10,12 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <functional>
 
 #include "common/status.h"
 #include "dispatch/device.h"
 #include "gemm_problem.h"
+#include "overlap/gathers.h"
 #include "overlap/meeting.h"
 
 namespace jax_tcgemm {
@@ -26,32 +28,41 @@ struct Peers {
   int64_t signature;  // of the call: devices with different signatures do not meet
 };
 
-// Computes the product of all rows. `part` is the problem of `part.params.m` rows: A is this
-// device's shard, and everything else are the first rows of the whole.
+// A product of gathered rows, as functions that enqueue it.
+struct GatheredProduct {
+  std::function<Status()> multiply;  // of the buffer with all rows
+  // Computes the rows of the result for a rank, whose rows of A are at `a`. Absent if the gathered
+  // rows lie along k.
+  std::function<Status(int rank, const void* a)> multiply_part;
+};
+
+// Returns the problem of the rows of a rank.
+GemmProblem part_of_rows(const GemmProblem& whole, int rank, int count, const void* a);
+
+// Computes a product of gathered rows: A has them as its rows, or A or B has them along k.
+//
+// If the rows are gathered already, this is an ordinary product. Else the product of A's rows runs
+// in parts, beside the copies:
 //
 //   side stream d   | wait: A is there, the peer's buffer is free | copy A to rank + d | event
 //   XLA's stream    | product of own rows | wait for the copy of rank - 1 | product | ...
 //
-// Args: `shard_bytes` is the size of A, which is dense.
-Status run_gathered(const GemmProblem& part, int64_t shard_bytes, const Peers& peers,
+// A product along k waits for all copies.
+Status run_gathered(const GatheredProduct& product, const GatheredRows& rows, const Peers& peers,
                     const DeviceProperties& device, cudaStream_t stream);
 
-// Computes this device's rows of the sum of all devices' products. `part` is the problem of
-// `part.params.m` rows: A are the first rows of the whole, and D the rows of this device.
+// Computes this device's rows of the sum of all devices' products, or all rows. `part` is the
+// problem of `part.params.m` rows: A are the first rows of the whole, and D the rows of this
+// device.
 //
 //   XLA's stream    | product for rank + 1 | ... | product of own rows | wait for copies | sum
 //   side stream d   | wait: product for rank + d, the peer's buffer is free | copy to rank + d
 //
 // Each part is rounded to D's type; the sum is in float32, in the order of ranks. `scratch` has
-// room for the parts of all peers.
-Status run_scattered(const GemmProblem& part, void* scratch, const Peers& peers,
+// room for the parts of all peers. `sums` is null, or has room for all rows: then the devices send
+// their sums to one another, too, and D is not used.
+Status run_scattered(const GemmProblem& part, void* scratch, void* sums, const Peers& peers,
                      const DeviceProperties& device, cudaStream_t stream);
-
-// Computes the product over all of k, of which this device has a part of A or B. `part` is the
-// problem of `part.params.k`: one operand is this device's shard, the other one begins the whole.
-// `sum` has room for D in float32: each part adds to it, and the last one writes D.
-Status run_gathered_sum(const GemmProblem& part, bool gathers_b, int64_t shard_bytes, float* sum,
-                        const Peers& peers, const DeviceProperties& device, cudaStream_t stream);
 
 // Returns the bytes of a part of D.
 int64_t part_bytes(const GemmProblem& part);

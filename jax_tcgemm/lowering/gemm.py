@@ -85,19 +85,20 @@ def cuda_gemm(*operands: jax.Array, spec: GemmSpec) -> list[jax.Array]:
     return custom_call(x, spec, algorithm)
 
 
-def kernel_of(x: Operands, spec: GemmSpec) -> tuple[GemmSpec, str] | str:
+def kernel_of(x: Operands, spec: GemmSpec, *, strict: bool = False) -> tuple[GemmSpec, str] | str:
     """Returns how ``cuda_gemm`` computes a gemm by one launch of a kernel.
 
     Args:
         x: the types of the operands.
         spec: the primitive's parameters.
+        strict: takes a kernel although XLA may be faster. A spec may ask for that, too.
 
     Returns:
         ``spec`` with the fastest known configuration, and the algorithm. If ``cuda_gemm`` computes
         the gemm in another way, it is the reason.
     """
     types = (x.a.dtype, x.b.dtype, spec.out_dtype, spec.precision)
-    strict = fallback.is_strict(spec.config)
+    strict = strict or fallback.is_strict(spec.config)
     if spec.config == KERNEL:
         spec = spec.replace(config=None)
     if complex_product.is_complex(x, spec) or fallback.possible_planes(*types) is not None:

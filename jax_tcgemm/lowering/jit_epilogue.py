@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -82,6 +82,27 @@ def cuda_compiled(
     return call.emit(own, others, spec)
 
 
+def kernel_call(
+    own: Sequence[Any], others: Sequence[Any], spec: CompiledSpec
+) -> tuple[CompiledSpec, Call] | str:
+    """Returns the custom call of a product with a function, although XLA may be faster.
+
+    Args:
+        own: the types of the product's operands.
+        others: the types of the function's operands.
+        spec: the static parameters.
+
+    Returns:
+        ``spec`` with the fastest known configuration, and the call; or why there is none.
+    """
+    made = translation.translate(spec.function)
+    if isinstance(made, str):
+        return made
+    spec, plan, _ = _tuned([*own, *others], spec, made, strict=True)
+    call = _call_or_reason(spec, plan)
+    return call if isinstance(call, str) else (spec, call)
+
+
 def _tuned(
     operands: Sequence[Any], spec: CompiledSpec, made: Program, strict: bool
 ) -> tuple[CompiledSpec, Call | str, str]:
@@ -120,9 +141,25 @@ class Call:
     scale_strides: tuple[Shape, ...] = ()  # of a and b, along batches and then m, k or k, n
 
     def emit(
-        self, own: Sequence[jax.Array], others: Sequence[jax.Array], spec: CompiledSpec
+        self,
+        own: Sequence[jax.Array],
+        others: Sequence[jax.Array],
+        spec: CompiledSpec,
+        *,
+        target: str = _extension.COMPILED_TARGET,
+        last: Sequence[jax.Array] = (),
+        more: Mapping[str, Any] | None = None,
     ) -> list[jax.Array]:
-        """Emits the call."""
+        """Emits the call.
+
+        Args:
+            own: operands of the product.
+            others: those of the function.
+            spec: the static parameters.
+            target: the call.
+            last: its further operands.
+            more: its further attributes.
+        """
         is_ragged = isinstance(spec.product, RaggedSpec)
         if self.factors:
             count = len(self.factors)
@@ -131,8 +168,9 @@ class Call:
             count = 2 if is_ragged else len(own)
             factors = [operand.astype(INPUT_DTYPES[self.algorithm]) for operand in own[:count]]
         known = [jnp.asarray(value) for value in self.program.known(others)]
-        call = jax.ffi.ffi_call(_extension.COMPILED_TARGET, self.program.outputs)
-        outputs = call(*factors, *own[count:], *known, **self._attributes(spec))
+        call = jax.ffi.ffi_call(target, self.program.outputs)
+        named = {**self._attributes(spec), **(more or {})}
+        outputs = call(*factors, *own[count:], *known, *last, **named)
         return self.program.finished(outputs, others)
 
     @property

@@ -1,15 +1,16 @@
-"""The custom call of a product beside which its rows travel between devices.
-
-There are three such products:
+"""The custom calls of products beside which rows travel between devices.
 
 - The rows of A are gathered. Each device has a shard of them, and computes all rows of the result
   for its columns of B.
-- The rows of the result are scattered. Each device has a part of k, and gets its rows of the sum.
-- One operand is gathered along k, as for the gradient of a weight whose columns are divided while
-  the activations' rows are. Each part adds to a sum in float32.
+- The rows of A or B are gathered along k, as for the gradient of a weight whose columns are divided
+  while the activations' rows are.
+- The rows of the result are scattered. Each device has a part of k, and gets its rows of the sum,
+  or all rows.
 
-The product runs in as many parts as there are devices (``cuda/overlap``). Each part runs the kernel
-of an ordinary product of its size.
+A product of gathered rows takes the result of another call: a buffer, which the first of its
+products fills. XLA joins these calls if their rows are equal, so several products gather rows once.
+The product that gathers or scatters rows runs in as many parts as there are devices
+(``cuda/overlap``). Each part runs the kernel of an ordinary product of its size.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jax_tcgemm import _extension
-from jax_tcgemm.lowering import devices
 from jax_tcgemm.lowering.custom_call import (
     attributes,
     converted,
@@ -34,13 +35,15 @@ from jax_tcgemm.lowering.gemm import kernel_of
 from jax_tcgemm.problem.arithmetic import INPUT_DTYPES, written_dtype
 from jax_tcgemm.problem.log import log
 from jax_tcgemm.problem.spec import GemmSpec, flatten, with_kernel_layouts
-from jax_tcgemm.problem.strides import Operands, StridedGemm, fold
+from jax_tcgemm.problem.strides import Operands, StridedGemm, fold, matrix_last, permuted
 
-# The kinds of calls, by what the devices exchange: they gather rows of A, scatter rows of D, or
-# gather one operand along k.
-ROWS_OF_A, ROWS_OF_D, K_OF_A, K_OF_B = "rows_of_a", "rows_of_d", "k_of_a", "k_of_b"
+# The kinds of calls, by what the devices exchange: they gather rows of A or one operand along k, or
+# they scatter rows of a sum D; in the last kind each device gets all rows.
+ROWS_OF_A, K_OF_A, K_OF_B = "rows_of_a", "k_of_a", "k_of_b"
+ROWS_OF_D, SUM_OF_D = "rows_of_d", "sum_of_d"
 
-_FLOAT32 = np.dtype(np.float32)
+# The kinds that gather an operand, and which.
+_GATHERED = {ROWS_OF_A: "a", K_OF_A: "a", K_OF_B: "b"}
 
 # The operands that are the same for all rows.
 _WITHOUT_ROWS = ("b", "b2", "bias", "bias2", "alpha", "beta", "column_scale")
@@ -78,6 +81,11 @@ def gathered_product(x: Operands, spec: GemmSpec, exchange: Exchange) -> list[ja
     Returns:
         The results of all rows, or why there is no such call.
     """
+    in_order = permuted(spec.axes.a)
+    if spec.axes.a != in_order:
+        # The rows of all devices have to follow each other.
+        x = x._replace(a=lax.transpose(x.a, matrix_last(spec.axes.a)))
+        spec = spec.replace(axes=spec.axes._replace(a=in_order))
     shapes, axis = shapes_of(x), spec.axes.a[exchange.role]
     whole = shapes._replace(a=_times(shapes.a, axis, exchange.peers))
     part = Operands(
@@ -90,46 +98,44 @@ def gathered_product(x: Operands, spec: GemmSpec, exchange: Exchange) -> list[ja
     return _called(x, spec, exchange, ROWS_OF_A, whole, part)
 
 
-def scattered_product(x: Operands, spec: GemmSpec, exchange: Exchange) -> list[jax.Array] | str:
-    """Computes this device's rows of the sum of all devices' products.
+def scattered_product(
+    x: Operands, spec: GemmSpec, exchange: Exchange, kind: str = ROWS_OF_D
+) -> list[jax.Array] | str:
+    """Computes this device's rows of the sum of all devices' products, or all rows.
 
     Args:
         x: ``a`` and ``b``, with this device's part of k.
         spec: the primitive's parameters: a product without an epilogue. Parts travel in the type of
             the result.
         exchange: the devices.
+        kind: ``ROWS_OF_D``, or ``SUM_OF_D`` for all rows.
 
     Returns:
         The one result, or why there is no such call.
     """
     whole, axis = shapes_of(x), spec.axes.a[exchange.role]
     part = whole._replace(a=_times(whole.a, axis, 1 / exchange.peers))
-    return _called(x, spec, exchange, ROWS_OF_D, whole, part)
+    return _called(x, spec, exchange, kind, whole, part)
 
 
-def gathered_sum(
+def gathered_along_k(
     x: Operands, spec: GemmSpec, exchange: Exchange, operand: str
 ) -> list[jax.Array] | str:
     """Computes a product, each device having a part of k of one operand.
 
     Args:
         x: ``a`` and ``b``. One has this device's part of k, the other one all of k.
-        spec: the primitive's parameters: a product without an epilogue.
+        spec: the primitive's parameters: a product without an epilogue. Both operands have k first.
         exchange: the devices; their role does not matter.
         operand: the one that has a part: "a" or "b".
 
     Returns:
-        The one result, or why there is no such call. The sum over k is in float32.
+        The one result, or why there is no such call.
     """
-    if spec.work != "none":
-        return "an epilogue of a sum in parts"
-    axes = {"a": spec.axes.a[-1], "b": spec.axes.b[-2]}
     shapes = shapes_of(x)._asdict()
-    shapes[operand] = _times(shapes[operand], axes[operand], exchange.peers)
+    shapes[operand] = _times(shapes[operand], 0, exchange.peers)
     whole = Operands(**shapes)
-    parts = {name: _times(shapes[name], axes[name], 1 / exchange.peers) for name in axes}
-    kind = K_OF_A if operand == "a" else K_OF_B
-    return _called(x, spec.replace(config=None), exchange, kind, whole, whole._replace(**parts))
+    return _called(x, spec, exchange, K_OF_A if operand == "a" else K_OF_B, whole, whole)
 
 
 def _times(shape: Any, axis: int | None, factor: float) -> Any:
@@ -143,15 +149,11 @@ def _called(
     x: Operands, spec: GemmSpec, exchange: Exchange, kind: str, whole: Operands, part: Operands
 ) -> list[jax.Array] | str:
     """Emits the call for operands of these shapes, and of these in a part."""
-    chosen = kernel_of(_types(x, part), spec)
+    # XLA's product may be faster, but nothing runs beside it.
+    chosen = kernel_of(_types(x, part), spec, strict=True)
     if isinstance(chosen, str):
         return chosen
     spec, algorithm = chosen
-    if kind in (K_OF_A, K_OF_B):
-        # Each part adds to the sum, so the kernel of the product alone may not do.
-        spec = spec.replace(config=None)
-        if not devices.has_kernel(algorithm, work="sum"):
-            return "no kernel that adds to a sum"
     written = spec.epilogue.written
     spec = spec.replace(results=written)
     emitted = _emitted(x, spec, algorithm, exchange, kind, (whole, part))
@@ -171,35 +173,36 @@ def _emitted(
 ) -> list[jax.Array] | str:
     in_dtype, out_dtype = INPUT_DTYPES[algorithm], written_dtype(algorithm, spec.out_dtype)
     whole, part = (fold(spec.strided(each)) for each in shapes)
-    padding, workspace = workspace_bytes(part, spec, in_dtype.itemsize, None)
+    each = [workspace_bytes(strided, spec, in_dtype.itemsize, None) for strided in (whole, part)]
+    padding, workspace = map(max, *each)
     reason = _obstacle(whole, part, spec, shapes, exchange, kind)
     if part.n * out_dtype.itemsize % _ALIGNMENT or part.k * in_dtype.itemsize % _ALIGNMENT:
         reason = f"rows that are no multiples of {_ALIGNMENT} bytes"
     if reason is not None or padding:
         return reason or "unaligned operands"
     x = converted(x, in_dtype, out_dtype)
+    rows, gathered = [], _GATHERED.get(kind)
+    if gathered is not None:
+        rows = [getattr(x, gathered)]
+        x = x._replace(**{gathered: buffer_of(rows[0], getattr(shapes[0], gathered), exchange)})
     result = jax.ShapeDtypeStruct(spec.result_shape(shapes[kind == ROWS_OF_D]), out_dtype)
     results = [result] * spec.result_count
-    scratch = {
-        ROWS_OF_A: 0,
-        ROWS_OF_D: (exchange.peers - 1) * result.size * out_dtype.itemsize,
-    }.get(kind, result.size * _FLOAT32.itemsize)
+    scratch = 0 if gathered else (exchange.peers - 1) * part.m * part.n * out_dtype.itemsize
     sizes = [size for size in (scratch, workspace) if size]
     call = jax.ffi.ffi_call(
         _extension.OVERLAPPED_TARGET,
         (*results, *(jax.ShapeDtypeStruct((size,), jnp.uint8) for size in sizes)),
     )
-    local = _local(whole, part, kind)
+    local = whole if gathered else dataclasses.replace(whole, m=part.m)
     named = attributes(local, spec, algorithm, padding, has_workspace=workspace > 0)
     outputs = call(
         *flatten(x),
+        *rows,
         exchange.number,
         **{**named, "beside_collectives": False},
         kind=kind,
-        # A call of another program, or of the same program for other devices, has another number.
-        call=np.int64(secrets.randbits(62)),
-        group_size=np.int64(exchange.peers),
-        devices=np.asarray(exchange.devices, np.int64),
+        call=new_number(),
+        **groups_of(exchange),
     )
     log(
         f"m={whole.m} n={whole.n} k={whole.k}, {exchange.peers} parts by {kind}: {algorithm}, "
@@ -208,13 +211,26 @@ def _emitted(
     return [output.astype(spec.out_dtype) for output in outputs[: len(results)]]
 
 
-def _local(whole: StridedGemm, part: StridedGemm, kind: str) -> StridedGemm:
-    """Returns a part whose operands lie in those of this device."""
-    if kind == ROWS_OF_D:
-        return dataclasses.replace(whole, m=part.m)
-    own = "b" if kind == K_OF_B else "a"
-    strides = whole.strides._replace(**{own: getattr(part.strides, own)})
-    return dataclasses.replace(part, strides=strides)
+def new_number() -> np.int64:
+    """Returns a number of a call, which no call of another program or for other devices has."""
+    return np.int64(secrets.randbits(62))
+
+
+def groups_of(exchange: Exchange) -> dict[str, Any]:
+    """Returns the attributes of calls that name the devices."""
+    return {
+        "group_size": np.int64(exchange.peers),
+        "devices": np.asarray(exchange.devices, np.int64),
+    }
+
+
+def buffer_of(shard: jax.Array, shape: tuple[int, ...], exchange: Exchange) -> jax.Array:
+    """Emits the call that makes a buffer for the rows of all devices."""
+    # All products of the rows call it with the same shape.
+    flat = shard.reshape(-1, shard.shape[-1])
+    rows = jax.ShapeDtypeStruct((exchange.peers * flat.shape[0], flat.shape[1]), shard.dtype)
+    call = jax.ffi.ffi_call(_extension.GATHERS_TARGET, rows)
+    return call(flat, **groups_of(exchange)).reshape(shape)
 
 
 def _types(x: Operands, shapes: Operands) -> Operands:
@@ -241,7 +257,7 @@ def _obstacle(
         axes = getattr(spec.axes, name)
         if axes is not None and any(axis is not None for axis in axes[: spec.batch_ndim]):
             return f"{name} differs between rows"
-    divided = (whole.k, part.k) if kind in (K_OF_A, K_OF_B) else (whole.m, part.m)
-    if whole.batch or part.batch or divided[0] != exchange.peers * divided[1]:
+    parts = 1 if kind in (K_OF_A, K_OF_B) else exchange.peers
+    if whole.batch or part.batch or whole.m != parts * part.m:
         return "parts that are not contiguous"
     return None

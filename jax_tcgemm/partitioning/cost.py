@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from jax_tcgemm.partitioning.mesh import Tiling, shared
-from jax_tcgemm.partitioning.work import SCATTER, Array, Plan
+from jax_tcgemm.partitioning.work import SCATTER, SUM, Array, Plan
 
 # Operations, and bytes read from memory, in the time that one byte takes to come from another
 # device: 700 TFLOP/s and 4 TB/s of an H200, 400 GB/s of NVLink. _BYTES_A_COLLECTIVE bytes come in
@@ -14,11 +14,12 @@ _OPERATIONS_A_BYTE = 1750
 _BYTES_READ_A_BYTE = 10
 _BYTES_A_COLLECTIVE = 2**22
 
-# Two and four H200s, if nothing else runs: NCCL's gathers and scatters of large arrays take 2 to 3
-# times as long as counted above, copies beside a product 2.3 times as long, and a product in parts
-# 1.05 times as long as a whole one. The meeting of the devices takes as long as two collectives.
+# Two and four H200s, in the wall time of programs: NCCL's gathers and scatters of large arrays take
+# 2 to 3 times as long as counted above. Copies between two devices take 1.05 times as long, copies
+# among more devices 2.3 times. A product in parts takes 1.05 times as long as a whole one, and the
+# meeting of the devices as long as two collectives.
 _SLOWER_COLLECTIVES = 2.5
-_SLOWER_COPIES = 2.3
+_SLOWER_COPIES, _SLOWER_COPIES_OF_TWO = 2.3, 1.05
 _SLOWER_PARTS = 1.05
 _COLLECTIVES_A_MEETING = 2
 
@@ -82,7 +83,8 @@ def _joined(plan: Plan) -> Iterator[_Moved]:
             yield f"reduce-scatter of {array.label}", size * (1 - 1 / scattered)
         parts = plan.devices.parts(summed) // (scattered if is_scattered else 1)
         size /= scattered if is_scattered else 1
-        yield f"all-reduce of {array.label}", 2 * size * (1 - 1 / parts)
+        if plan.overlap != SUM:
+            yield f"all-reduce of {array.label}", 2 * size * (1 - 1 / parts)
 
 
 def _resharded(plan: Plan, results: Sequence[Tiling] | None) -> Iterator[_Moved]:
@@ -127,20 +129,28 @@ def overlapped_share(plan: Plan) -> float:
         plan: a plan with a transfer beside the product.
 
     Returns:
-        The time as a share of that of the transfer and the product, one after the other.
+        The time as a share of that of the transfer and the product, one after the other. Several
+        products of the same gathered rows are expected to share the gather either way.
     """
-    size = plan.overlapped_bytes
+    size, peers = plan.overlapped_bytes, plan.peers
+    before = _SLOWER_COLLECTIVES * size + _BYTES_A_COLLECTIVE
+    copies = size * (_SLOWER_COPIES if peers > 2 else _SLOWER_COPIES_OF_TWO)
     parts = plan.devices.parts(digit for digits in plan.layout.values() for digit in digits)
     work = plan.work.operations / parts / _OPERATIONS_A_BYTE
-    if plan.rows in plan.work.summed:
-        # Each part but the first reads and writes the sum in float32.
-        sums = 8 * plan.part_bytes(plan.work.product, plan.result_tilings[0])
-        work += (plan.peers - 1) * sums / plan.work.product.itemsize / _BYTES_READ_A_BYTE
-    # One part is multiplied after the last copy has arrived, or before the first can leave.
-    copies = _SLOWER_COPIES * size + work / plan.peers
-    together = max(_SLOWER_PARTS * work, copies) + _COLLECTIVES_A_MEETING * _BYTES_A_COLLECTIVE
+    after = _COLLECTIVES_A_MEETING * _BYTES_A_COLLECTIVE
+    if plan.overlap in (SCATTER, SUM):
+        # The parts are read and their sum is written.
+        product = plan.work.product
+        summed = plan.part_bytes(product, plan.tiling(product, is_factor=True)) / peers
+        after += (peers + 1) * summed / _BYTES_READ_A_BYTE
+    if plan.overlap == SUM:
+        # The rows of a sum travel behind the product.
+        copies /= 2
+        after += copies + _BYTES_A_COLLECTIVE
     if plan.reorders_rows:
         array = plan.work.product if plan.gathered else plan.work.operands[0]
         copied = plan.part_bytes(array, plan.tiling(array, is_factor=True))
-        together += 2 * copied / _BYTES_READ_A_BYTE
-    return together / (work + _SLOWER_COLLECTIVES * size + _BYTES_A_COLLECTIVE)
+        after += 2 * copied / _BYTES_READ_A_BYTE
+    # One part is multiplied after the last copy has arrived, or before the first can leave.
+    together = max(_SLOWER_PARTS * work, copies + work / peers)
+    return (together + after) / (work + before)

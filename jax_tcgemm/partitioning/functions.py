@@ -15,15 +15,17 @@ import jax
 import jax.numpy as jnp
 
 from jax_tcgemm.epilogue import function as functions
-from jax_tcgemm.epilogue import portable, translation
+from jax_tcgemm.epilogue import portable, rng, translation
 from jax_tcgemm.epilogue.part import Part
 from jax_tcgemm.epilogue.portable import Joined, Number, Operation, PortableFunction
 from jax_tcgemm.epilogue.spec import CompiledSpec
 from jax_tcgemm.kernels.names import NO_ROWS, XLA
+from jax_tcgemm.lowering.overlapped import Exchange
+from jax_tcgemm.lowering.overlapped_function import gathered_function
 from jax_tcgemm.partitioning import products
 from jax_tcgemm.partitioning.rules import Rule
 from jax_tcgemm.partitioning.shard import Shard
-from jax_tcgemm.partitioning.work import SCATTER, Array, Work
+from jax_tcgemm.partitioning.work import GATHER, SCATTER, SUM, Array, Work
 from jax_tcgemm.problem.arithmetic import accumulator_dtype, is_quantized
 from jax_tcgemm.problem.epilogue import Epilogue
 from jax_tcgemm.problem.log import log
@@ -109,8 +111,14 @@ def _work(spec: DividedSpec, types: Sequence[Any]) -> Work:
         operands=(*work.operands, *others),
         results=results,
         whole=work.whole.union(*(each.over for each in function.joined)),
-        overlaps=work.overlaps & {SCATTER},
+        overlaps=work.overlaps & {SCATTER, SUM, *((GATHER,) if _is_by_rows(function) else ())},
     )
+
+
+def _is_by_rows(function: PortableFunction) -> bool:
+    """Checks if the rows of a function's results can be computed apart."""
+    names = {operation.name for operation in function.operations}
+    return not function.joined and not names & {"iota", *rng.DRAWS, *rng.KEYS}
 
 
 def _names(dims: portable.Dims) -> tuple[str | None, ...]:
@@ -133,17 +141,25 @@ def _local(
     if of_8_bits and alone.config not in NO_ROWS:
         alone = alone.replace(config=None)
     alone, x = alone.replace(out_dtype=wide), spec.product.unflatten(own)
-    x, sums = products.summed(shard, alone, x, multiply)
     names = products.result_dims(spec.product)
     extents = {name: shard.plan.part(name, after_sum=True) for name in names}
     # Computed outside the function, because a kernel cannot ask which device it runs on.
     starts = {name: shard.start(name, after_sum=True) for name in names}
     part = Part(function, extents, starts)
-    if sums is None:
-        product = spec.product if of_8_bits else products.with_local_config(spec.product, x)
-        made = _within_kernel(part, product, x, wide, others, apply)
-    else:
-        made = part.within(*sums, *others)
+    product = spec.product if of_8_bits else products.with_local_config(spec.product, x)
+    made = None
+    if shard.plan.overlap == GATHER:
+        made = products.with_transfer(
+            lambda exchange: _beside_gather(part, product, x, wide, others, exchange), shard, names
+        )
+        if made is None:
+            x = x._replace(a=shard.gathered(x.a))
+    if made is None:
+        x, sums = products.summed(shard, alone, x, multiply)
+        if sums is None:
+            made = apply(*_within_kernel(part, product, x, wide, others))
+        else:
+            made = part.within(*sums, *others)
     joined = {each.value: each for each in function.joined}
     made = [
         shard.joined(value, joined[which].over, joined[which].join) if which in joined else value
@@ -153,17 +169,25 @@ def _local(
 
 
 def _within_kernel(
+    part: Part, product: GemmSpec, x: Operands, wide: Any, others: Sequence[jax.Array]
+) -> tuple[list[jax.Array], CompiledSpec]:
+    """Returns the operands and the spec of the product with the function's part."""
+    count = part.function.accumulators
+    accumulator = jax.ShapeDtypeStruct(tuple(part.extents.values()), wide)
+    types = [accumulator] * count + [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in others]
+    function, held = functions.trace(part.within, types, count)
+    return [*flatten(x), *others, *held], CompiledSpec(product, function)
+
+
+def _beside_gather(
     part: Part,
     product: GemmSpec,
     x: Operands,
     wide: Any,
     others: Sequence[jax.Array],
-    apply: _Apply,
-) -> list[jax.Array]:
-    """Computes the product and the function's part in the kernel, by the primitive of both."""
-    count = part.function.accumulators
-    accumulator = jax.ShapeDtypeStruct(tuple(part.extents.values()), wide)
-    types = [accumulator] * count + [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in others]
-    function, held = functions.trace(part.within, types, count)
-    own = flatten(x)
-    return apply([*own, *others, *held], CompiledSpec(product, function))
+    exchange: Exchange,
+) -> list[jax.Array] | str:
+    """Computes the same of all rows, of which ``x.a`` has those of this device."""
+    operands, spec = _within_kernel(part, product, x, wide, others)
+    count = len(flatten(x))
+    return gathered_function(operands[:count], operands[count:], spec, exchange)

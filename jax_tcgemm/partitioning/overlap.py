@@ -1,14 +1,15 @@
 """Transfers that run beside the product: which plans have them, and when they pay.
 
 If devices have different rows of A and different columns of B, each needs all rows of A. If they
-have different parts of k, each needs its rows of the sum. Both transfers can run beside the product
-in parts (``lowering/overlapped.py``), if all devices belong to this process and reach each other's
-memory.
+have different parts of k, each needs its rows of the sum, or all of it. These transfers can run
+beside the product in parts (``lowering/overlapped.py``), if all devices belong to this process and
+reach each other's memory.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +19,7 @@ import jax
 from jax_tcgemm import _compat, _extension
 from jax_tcgemm.partitioning.cost import moves, overlapped_share
 from jax_tcgemm.partitioning.mesh import Digits, Tiling
-from jax_tcgemm.partitioning.work import GATHER, GATHER_A, GATHER_B, SCATTER, Plan, Work
+from jax_tcgemm.partitioning.work import GATHER, GATHER_A, GATHER_B, SCATTER, SUM, Plan, Work
 
 # "auto" lets the cost decide. "off", the default, leaves the transfers to XLA.
 SETTING = "JAX_TCGEMM_OVERLAP"
@@ -47,10 +48,8 @@ def is_wanted() -> bool:
 
 def _has_rows(work: Work) -> bool:
     """Checks if a product may be worth it, whatever the devices."""
-    rows = 1
-    for name in work.rows:
-        rows *= work.extents[name]
-    return rows >= FEWEST_ROWS
+    along_k = max((work.extents[name] for name in work.summed), default=0)
+    return max(along_k, math.prod(work.extents[name] for name in work.rows)) >= FEWEST_ROWS
 
 
 def obstacle(context: Any, work: Work, platform: str) -> str:
@@ -75,10 +74,12 @@ def obstacle(context: Any, work: Work, platform: str) -> str:
         return ""
     # JAX does not say on which devices the program will run. It may be any of this process.
     devices = _compat.initialized_cuda_devices()
-    ordinals = tuple(int(device.local_hardware_id) for device in devices)
-    if not (devices and _compat.runs_here(context) and _extension.reach_each_other(ordinals)):
+    if not (devices and _compat.runs_here(context)):
+        return "the devices are not of this process"
+    link = _extension.link_of(tuple(int(device.local_hardware_id) for device in devices))
+    if link == _extension.NO_LINK:
         return "the devices cannot reach each other's memory"
-    return ""
+    return "" if link == _extension.NVLINK else "the devices are not linked by NVLink"
 
 
 def overlapped(
@@ -113,7 +114,7 @@ def _candidate(plan: Plan, operands: Sequence[Tiling]) -> Plan | None:
         (name,) = scattered if len(scattered) == 1 else ("",)
         if SCATTER in work.overlaps and name in work.rows and set(scattered[name]) == set(summed):
             return dataclasses.replace(plan, overlap=SCATTER, rows=name)
-        return None
+        return None if scattered or SUM not in work.overlaps else _all_reduced(plan)
     for kind, index, names in (
         (GATHER_A, 0, work.summed),
         (GATHER_B, 1, work.summed),
@@ -124,6 +125,15 @@ def _candidate(plan: Plan, operands: Sequence[Tiling]) -> Plan | None:
             if gathered:
                 return dataclasses.replace(plan, overlap=kind, rows=name, gathered=gathered)
     return None
+
+
+def _all_reduced(plan: Plan) -> Plan | None:
+    """Returns the plan in which devices add up rows of a sum, and send them to one another."""
+    rows = [name for name in plan.work.rows if plan.part(name) > 1]
+    are_alike = all(array.dims == plan.work.product.dims for array in plan.work.results)
+    if not rows or not are_alike:
+        return None
+    return dataclasses.replace(plan, overlap=SUM, rows=rows[0])
 
 
 def _gathered(plan: Plan, index: int, source: Tiling, rows: str) -> Digits:

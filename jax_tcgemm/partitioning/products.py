@@ -14,9 +14,10 @@ import numpy as np
 from jax_tcgemm.lowering import overlapped, overlapped_rows, reference
 from jax_tcgemm.lowering.devices import program_of
 from jax_tcgemm.lowering.fallback import possible_planes
+from jax_tcgemm.lowering.overlapped import Exchange
 from jax_tcgemm.partitioning.rules import Rule
 from jax_tcgemm.partitioning.shard import Shard
-from jax_tcgemm.partitioning.work import GATHER, GATHER_A, GATHER_B, SCATTER, Array, Work
+from jax_tcgemm.partitioning.work import GATHER, GATHER_A, GATHER_B, SCATTER, SUM, Array, Work
 from jax_tcgemm.problem.arithmetic import (
     accumulator_dtype,
     resolve_algorithm,
@@ -34,8 +35,14 @@ _PLATFORMS = ("cuda",)
 # The products that gather an operand, and the operand.
 _GATHERS = {
     GATHER: (overlapped_rows.gathered_product, "a"),
-    GATHER_A: (functools.partial(overlapped.gathered_sum, operand="a"), "a"),
-    GATHER_B: (functools.partial(overlapped.gathered_sum, operand="b"), "b"),
+    GATHER_A: (functools.partial(overlapped.gathered_along_k, operand="a"), "a"),
+    GATHER_B: (functools.partial(overlapped.gathered_along_k, operand="b"), "b"),
+}
+
+# The products whose parts of a sum travel.
+_SCATTERS = {
+    SCATTER: overlapped_rows.scattered_product,
+    SUM: functools.partial(overlapped.scattered_product, kind=overlapped.SUM_OF_D),
 }
 
 # The operands that are multiplied; all others belong to the epilogue.
@@ -107,11 +114,14 @@ def _overlaps(spec: GemmSpec, types: Sequence[Any]) -> frozenset[str]:
         return frozenset()
     if spec.is_gated:
         return frozenset((GATHER,))
-    # The gradient of a weight. Other operands that are divided along k are weights (FSDP). XLA
-    # gathers those once for several products.
-    contracts_rows = (spec.axes.a, spec.axes.b) == ((1, 0), (0, 1))
-    along_k = (GATHER_A, GATHER_B) if spec.work == "none" and contracts_rows else ()
-    return frozenset((GATHER, SCATTER, *along_k))
+    # The gradient of a weight. Other operands that are divided along k are weights (FSDP). XLA runs
+    # a reduce-scatter of the gradient beside other products.
+    if (spec.axes.a, spec.axes.b) == ((1, 0), (0, 1)):
+        return frozenset((GATHER, GATHER_A, GATHER_B) if spec.work == "none" else (GATHER,))
+    # A product with a transposed weight is mostly the gradient of an activation. XLA runs its
+    # all-reduce beside the gradient of the weight.
+    is_transposed = spec.axes.b[-2:] != tuple(sorted(spec.axes.b[-2:]))
+    return frozenset((GATHER, SCATTER, *(() if is_transposed else (SUM,))))
 
 
 def _products_of_elements(spec: GemmSpec) -> int:
@@ -165,11 +175,10 @@ def summed(
         if getattr(x, name) is not None
     }
     x = x._replace(**factors)
-    if shard.plan.overlap == SCATTER:
+    scattered = _SCATTERS.get(shard.plan.overlap)
+    if scattered is not None:
         product = spec.product(out_dtype=_travelling_dtype(x, spec), config=spec.config_of_products)
-        results = _with_kernels(
-            overlapped_rows.scattered_product, shard, product, Operands(x.a, x.b)
-        )
+        results = _with_kernels(scattered, shard, product, Operands(x.a, x.b))
         if results is not None:
             return x, results
     products = _products(x, with_local_config(spec, x), bind)
@@ -193,10 +202,24 @@ def _with_kernels(
         spec: the primitive's parameters.
         x: the operands of the device.
     """
+    local = with_local_config(spec, x)
+    return with_transfer(lambda exchange: product(x, local, exchange), shard, result_dims(spec))
+
+
+def with_transfer(
+    compute: Callable[[Exchange], list[jax.Array] | str], shard: Shard, names: Sequence[str]
+) -> list[jax.Array] | None:
+    """Does the same for any function of the devices that exchange rows.
+
+    Args:
+        compute: returns the results, or why there is no such call.
+        shard: the shard of the device.
+        names: the names of a result's dimensions.
+    """
     if shard.call.platform not in _PLATFORMS:
         return None
     with program_of(shard.call.devices, runs_here=True):
-        results = product(x, with_local_config(spec, x), shard.exchange(result_dims(spec)))
+        results = compute(shard.exchange(names))
     if isinstance(results, str):
         log(f"the {shard.plan.overlap} is not overlapped after all: {results}")
         return None

@@ -16,6 +16,7 @@ from jax_tcgemm.partitioning.mesh import Devices, Digits, Tiling
 
 # The transfers that can run beside a product.
 GATHER, SCATTER = "all-gather of a", "reduce-scatter of the result"
+SUM = "all-reduce of the result"
 GATHER_A, GATHER_B = "all-gather of a along k", "all-gather of b along k"
 
 
@@ -52,7 +53,8 @@ class Work:
         whole: names that are divided into equal parts, if at all.
         rows: the names of the first operand's rows, the outermost first, if transfers of rows can
             run beside the product.
-        overlaps: these transfers: some of ``GATHER``, ``SCATTER``, ``GATHER_A`` and ``GATHER_B``.
+        overlaps: these transfers: some of ``GATHER``, ``GATHER_A``, ``GATHER_B``, ``SCATTER`` and
+            ``SUM``.
     """
 
     extents: Mapping[str, int]
@@ -146,6 +148,8 @@ class Plan:
     @property
     def exchanged(self) -> Digits:
         """The digits of the devices that exchange rows beside the product."""
+        if self.overlap == SUM:
+            return self.summed_digits()
         return self.gathered or self.scattered[self.rows]
 
     @property
@@ -165,7 +169,8 @@ class Plan:
         """The bytes that each device receives beside the product."""
         gathered = self.work.operands[self.gathered_operand]
         array = gathered if self.gathered else self.work.product
-        return self.part_bytes(array, self.tiling(array, is_factor=True)) * (1 - 1 / self.peers)
+        size = self.part_bytes(array, self.tiling(array, is_factor=True)) * (1 - 1 / self.peers)
+        return 2 * size if self.overlap == SUM else size
 
     def part_bytes(self, array: Array, tiling: Tiling) -> float:
         """Returns the bytes of a device's part of an array with this tiling."""
