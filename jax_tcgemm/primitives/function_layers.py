@@ -89,7 +89,9 @@ def _jvp(
     y = gemm_primitive.bind(second._replace(a=hidden), layers.second)[0]
     addends = []
     if d_second.c is not None:
-        term = reference.over_result("c", Operands(None, None, d_second.c), layers.second, y.dtype)
+        term = reference.over_result(
+            "c", Operands(None, None, c=d_second.c), layers.second, y.dtype
+        )
         addends.append(jnp.broadcast_to(term, y.shape))
     moving = [i for i, slope in enumerate(slopes) if slope is not None]
     if moving:

@@ -142,5 +142,5 @@ def _through_second_layer(
 
 def _full(tangent: jax.Array, y: jax.Array, spec: GemmSpec) -> jax.Array:
     """Returns the tangent of the residual over the whole result."""
-    term = reference.over_result("c", Operands(None, None, tangent), spec, y.dtype)
+    term = reference.over_result("c", Operands(None, None, c=tangent), spec, y.dtype)
     return jnp.broadcast_to(term, y.shape)

@@ -13,7 +13,6 @@ from jax.interpreters import partial_eval as pe
 
 from jax_tcgemm import _compat
 from jax_tcgemm._compat import partitioner as xla
-from jax_tcgemm.epilogue.spec import CompiledSpec
 from jax_tcgemm.kernels.names import KERNEL
 from jax_tcgemm.lowering import fallback
 from jax_tcgemm.lowering.devices import program_of
@@ -259,8 +258,8 @@ def lower(
 
 
 def _config(spec: Any) -> str | None:
-    """Returns the configuration that a call requests, with or without a function."""
-    return getattr(spec.product if isinstance(spec, CompiledSpec) else spec, "config", None)
+    """Returns the configuration that a call requests; ``None`` if it cannot request any."""
+    return getattr(spec, "config", None)
 
 
 def _call(primitive: Primitive, spec: Any, operands: Sequence[Any]) -> str:
