@@ -37,6 +37,11 @@ class CompiledSpec:
         return self.product.is_gated
 
     @property
+    def is_grouped(self) -> bool:
+        """Returns true if the product is one over groups of rows."""
+        return self.product.is_grouped
+
+    @property
     def config(self) -> str | None:
         """The requested kernel configuration."""
         return self.product.config

@@ -62,7 +62,7 @@ def cuda_compiled(
         call = _call_or_reason(spec, plan)
     kind = "gated gemm" if spec.is_gated else "gemm"
     kind = "gemm scaled by blocks" if spec.scaled else kind
-    kind = "ragged dot" if spec.product.is_grouped else kind
+    kind = "ragged dot" if spec.is_grouped else kind
     described = f"{kind} {_types(operands)} with a function"
     if isinstance(call, str):
         if isinstance(call, fallback.SlowerThanXla) and spec.product.config is None:
@@ -119,7 +119,7 @@ class Call:
             count = len(self.factors)
             factors = [f.made(x) for f, x in zip(self.factors, own, strict=False)]
         else:
-            count = len(own) - spec.product.is_grouped  # group_sizes are no factor
+            count = len(own) - spec.is_grouped  # group_sizes are no factor
             factors = [operand.astype(INPUT_DTYPES[self.algorithm]) for operand in own[:count]]
         known = [jnp.asarray(value) for value in self.program.known(others)]
         call = jax.ffi.ffi_call(_extension.COMPILED_TARGET, self.program.outputs)

@@ -30,9 +30,8 @@ def measured_config(
         program: the function in C++.
     """
     types = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands)
-    primitive = "compiled_ragged" if spec.product.is_grouped else "compiled"
     problem = _problem(types, spec, gemm, algorithm, program)
-    found = devices.find_choice(lookup.Product(primitive, spec, types, problem))
+    found = devices.find_choice(lookup.Product(spec, types, problem))
     if found is None or not _can_be(found[0].config, spec, algorithm):
         return None, ""
     return found[0].config, f", config {found[0].config or 'by heuristic'}, by {found[1]}"
@@ -53,7 +52,7 @@ def _problem(
     own, _ = spec.split(types)
     op = "gated" if spec.is_gated else "gemm"
     extents: dict[str, Any] = {"batch": list(gemm.batch)}
-    if spec.product.is_grouped:
+    if spec.is_grouped:
         op, extents = f"ragged_{spec.product.grouped}", {"groups": gemm.batch[0]}
     return problem_key(
         op=op,

@@ -62,7 +62,7 @@ def ranked_rows(
         device: the result of ``_core.device_properties``.
     """
     gemm = call.gemm
-    is_grouped = spec.product.is_grouped
+    is_grouped = spec.is_grouped
     itemsize = ALL_ARITHMETIC[call.algorithm].a.bytes
     choice = ChoiceInput(
         call.algorithm,

@@ -151,5 +151,4 @@ def _product(operands: Sequence[jax.Array], spec: GemmSpec, algorithm: str) -> l
             "results": list(spec.epilogue.results),
         },
     )
-    primitive = "ragged_dot" if by_rows else "ragged_contraction"
-    return lookup.Product(primitive, spec, types, problem)
+    return lookup.Product(spec, types, problem)

@@ -77,6 +77,13 @@ def _abstract_eval(*avals: Any, spec: GemmSpec) -> list[Any]:
     return [result] * spec.result_count
 
 
+def _read(spec: GemmSpec, used: Sequence[bool], _: int) -> tuple[GemmSpec, list[bool]]:
+    """Returns the spec of the results that are read, and which operands they need."""
+    remaining = iter(used)
+    read = spec.only(tuple(wanted and next(remaining) for wanted in spec.epilogue.results))
+    return read, [name in read.operand_names for name in spec.operand_names]
+
+
 # Forward derivative
 
 
@@ -178,7 +185,7 @@ for _primitive in _PRIMITIVES.values():
     _primitive.multiple_results = True
     registration.evaluate_by_jit(_primitive)
     _primitive.def_abstract_eval(_abstract_eval)
-    registration.drop_unread_results(_primitive, lambda spec: spec.operand_names)
+    registration.drop_unread_results(_primitive, _read)
     ad.primitive_jvps[_primitive] = _jvp
     ad.primitive_transposes[_primitive] = _transpose
     batching.fancy_primitive_batchers[_primitive] = _batch

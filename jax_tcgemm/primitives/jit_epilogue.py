@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
-from jax.interpreters import partial_eval as pe
 
 from jax_tcgemm import _compat
 from jax_tcgemm.epilogue.linear import is_smooth
@@ -47,7 +46,7 @@ def bind(operands: Sequence[jax.Array], spec: CompiledSpec) -> list[jax.Array]:
     Returns:
         The results of the function.
     """
-    primitive = compiled_ragged_p if spec.product.is_grouped else compiled_p
+    primitive = compiled_ragged_p if spec.is_grouped else compiled_p
     return registration.bind(primitive, operands, spec, composed)
 
 
@@ -97,16 +96,9 @@ def _abstract_eval(*avals: Any, spec: CompiledSpec) -> list[Any]:
     return [_compat.result_aval(avals, x.shape, x.dtype) for x in spec.function.results]
 
 
-def _drop_unread(used: Sequence[bool], *arguments: Any) -> tuple[list[bool], Any]:
-    eqn = arguments[-1]  # jax 0.12 puts another argument before it
-    if not any(used):
-        return [False] * len(eqn.invars), None
-    if not all(used):
-        spec = eqn.params["spec"]
-        spec = spec.replace(function=spec.function.only(used))
-        outvars = [var for var, is_used in zip(eqn.outvars, used, strict=True) if is_used]
-        eqn = eqn.replace(outvars=outvars, params={**eqn.params, "spec": spec})
-    return [True] * len(eqn.invars), eqn
+def _read(spec: CompiledSpec, used: Sequence[bool], count: int) -> tuple[CompiledSpec, list[bool]]:
+    """Returns the spec of the results that are read; it keeps all operands."""
+    return spec.replace(function=spec.function.only(used)), [True] * count
 
 
 # Forward derivative
@@ -171,7 +163,7 @@ def _batch(
     if all(dim is None for dim in dims):
         results = bind(operands, spec)
         return results, [None] * len(results)
-    if spec.product.is_grouped:
+    if spec.is_grouped:
         return ragged.batch_one_by_one(_apply, axis_data, operands, dims, spec=spec)
     own, others = spec.split(operands)
     own_dims, other_dims = spec.split(dims)
@@ -223,7 +215,7 @@ for _primitive in (compiled_p, compiled_ragged_p):
     _primitive.multiple_results = True
     registration.evaluate_by_jit(_primitive, lambda spec: spec.without_rules)
     _primitive.def_abstract_eval(_abstract_eval)
-    pe.dce_rules[_primitive] = _drop_unread
+    registration.drop_unread_results(_primitive, _read)
     ad.primitive_jvps[_primitive] = _jvp
     registration.transpose_composition(_primitive, composed)
     batching.fancy_primitive_batchers[_primitive] = _batch

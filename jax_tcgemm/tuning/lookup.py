@@ -47,13 +47,11 @@ class Product:
     """A product of a program.
 
     Attributes:
-        primitive: the name of its primitive.
-        spec: the parameters of the primitive.
+        spec: the parameters of its primitive.
         types: the types of the operands.
         problem: the text that identifies the problem; see ``problem_key``.
     """
 
-    primitive: str
     spec: Any
     types: tuple[jax.ShapeDtypeStruct, ...]
     problem: str
