@@ -99,23 +99,21 @@ def _kernel_algorithm(operands: Sequence[jax.Array], spec: GemmSpec) -> tuple[st
     The second value is ``spec`` with the fastest measured configuration.
     """
     lhs, rhs, group_sizes = operands[:3]
-    is_empty = 0 in (*lhs.shape, *rhs.shape, *group_sizes.shape)
-    strict = fallback.is_strict(spec.config) and not is_empty
+    extents = (*lhs.shape, *rhs.shape, *group_sizes.shape)
+    strict = fallback.is_strict(spec.config) and 0 not in extents
     if spec.config == kernel_names.KERNEL:
         spec = spec.with_config(None)
-    grouped, work = spec.grouped, "none" if spec.work == "none" else "any"
     algorithm = resolve_algorithm(lhs.dtype, rhs.dtype, spec.out_dtype, spec.precision)
-    extents = (*lhs.shape, *rhs.shape, *group_sizes.shape)
-    reason = fallback.no_ragged_kernel(algorithm, grouped, work, extents, spec.config)
-    source = ""
+    reason, source = fallback.no_ragged_kernel(algorithm, spec, extents), ""
     if algorithm is not None and reason is None and spec.config is None:
         found = devices.find_choice(_product(operands, spec, algorithm))
         config = found and found[0].config
         is_refused = strict and config == kernel_names.XLA
-        if found and not is_refused and kernel_names.can_be(config, algorithm, grouped=grouped):
+        can_be = kernel_names.can_be(config, algorithm, grouped=spec.grouped)
+        if found and can_be and not is_refused:
             spec = spec.with_config(config)
             source = f", config {config or 'by heuristic'}, by {found[1]}"
-            reason = fallback.no_ragged_kernel(algorithm, grouped, work, extents, spec.config)
+            reason = fallback.no_ragged_kernel(algorithm, spec, extents)
     call = _describe(operands, spec)
     if reason is not None:
         fallback.report(call, reason + source, strict=strict)
