@@ -116,7 +116,7 @@ def measurements_of_processes(rank: int) -> None:
         return lookup.Measured(Entry(None, 1.0 + rank, 1.0 + rank, None), is_certain=True)
 
     def found(m: int) -> object:
-        product = lookup.Product(None, (), problem_key(m=m))
+        product = lookup.Product("gemm", None, (), problem_key(m=m))
         return lookup.find("GPU", product)
 
     lookup.measure, seconds = measure, 0.2

@@ -155,7 +155,7 @@ def _tuned(
     types = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands)
     if not all(math.prod(x.shape) for x in types):
         return spec, ""
-    product = lookup.Product(spec, types, _problem(spec.unflatten(types), spec, algorithm))
+    product = lookup.Product("gemm", spec, types, _problem(spec.unflatten(types), spec, algorithm))
     found = devices.find_choice(product)
     if found is None or not can_be(found[0].config, algorithm, gated=spec.is_gated):
         return spec, ""

@@ -30,8 +30,9 @@ def measured_config(
         program: the function in C++.
     """
     types = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands)
+    primitive = "compiled_ragged" if spec.is_grouped else "compiled"
     problem = _problem(types, spec, gemm, algorithm, program)
-    found = devices.find_choice(lookup.Product(spec, types, problem))
+    found = devices.find_choice(lookup.Product(primitive, spec, types, problem))
     if found is None or not _can_be(found[0].config, spec, algorithm):
         return None, ""
     return found[0].config, f", config {found[0].config or 'by heuristic'}, by {found[1]}"

@@ -149,4 +149,5 @@ def _product(operands: Sequence[jax.Array], spec: GemmSpec, algorithm: str) -> l
             "results": list(spec.epilogue.results),
         },
     )
-    return lookup.Product(spec, types, problem)
+    primitive = "ragged_dot" if by_rows else "ragged_contraction"
+    return lookup.Product(primitive, spec, types, problem)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import numpy as np
 
@@ -32,6 +33,9 @@ class PackedSpec:
         out_dtype: dtype of the result.
         config: name of the requested kernel configuration, ``"kernel"``, ``"xla"`` or ``None``.
     """
+
+    # Products with a function are a ``PackedFunctionSpec``.
+    function: ClassVar[None] = None
 
     qtype: str
     group: int

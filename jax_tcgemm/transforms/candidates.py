@@ -93,10 +93,12 @@ def relative(product: Product) -> Product | None:
         spec = spec.product
     if types[0].dtype.itemsize < 2:
         return None
-    if not spec.is_grouped:
+    if spec.is_grouped:
+        primitive = product.primitive.replace("compiled_ragged", "ragged_dot")
+    else:
         x = spec.unflatten(types[: len(spec.operand_names)])
         spec = spec.accumulators(config=None)
-        types = tuple(flatten(spec.select(x)))
+        primitive, types = "gemm", tuple(flatten(spec.select(x)))
     if algorithm_of(product) == _HALF:
         is_wide = spec.out_dtype.itemsize > 2
         out = spec.out_dtype if is_wide else jnp.dtype(jnp.bfloat16)
@@ -108,7 +110,7 @@ def relative(product: Product) -> Product | None:
         )
     if (spec, types) == (product.spec, product.types):
         return None
-    return Product(spec, types, product.problem)
+    return Product(primitive, spec, types, product.problem)
 
 
 def row_of(product: Product, config: str) -> str | None:

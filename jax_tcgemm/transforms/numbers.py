@@ -69,7 +69,7 @@ def _converted(normal: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 def operand_sets(product: Product, numbers: Numbers, count: int) -> list[tuple[jax.Array, ...]]:
     """Returns ``count`` sets of operands of a product; all groups have the same size."""
-    sizes_at = 2 if product.spec.is_grouped else None
+    sizes_at = 2 if "ragged" in product.primitive else None
 
     def operand(i: int, x: jax.ShapeDtypeStruct) -> jax.Array:
         if i == sizes_at:

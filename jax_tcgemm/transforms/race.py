@@ -11,13 +11,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+from jax.extend.core import Primitive
 
 from jax_tcgemm import _core
 from jax_tcgemm.kernels.names import MEASURED, XLA, find
 from jax_tcgemm.lowering import fallback
 from jax_tcgemm.lowering.gemm import shares_program
-from jax_tcgemm.primitives import gemm as gemm_primitive
-from jax_tcgemm.primitives import jit_epilogue
+from jax_tcgemm.primitives.gemm import gemm_p, ragged_contraction_p, ragged_dot_p
+from jax_tcgemm.primitives.jit_epilogue import compiled_p, compiled_ragged_p
 from jax_tcgemm.problem.log import log
 from jax_tcgemm.tools import stopwatch
 from jax_tcgemm.tools.benchmarking import Timing, time_chains
@@ -28,6 +29,14 @@ from jax_tcgemm.transforms.numbers import Numbers, operand_sets, size_of
 from jax_tcgemm.transforms.roofline import least_seconds
 from jax_tcgemm.tuning.lookup import Product
 from jax_tcgemm.tuning.tunings import untuned
+
+_PRIMITIVES: dict[str, Primitive] = {
+    "compiled": compiled_p,
+    "compiled_ragged": compiled_ragged_p,
+    "gemm": gemm_p,
+    "ragged_dot": ragged_dot_p,
+    "ragged_contraction": ragged_contraction_p,
+}
 
 # Compiler options of XLA's composition: with autotuning, or with cuBLAS only.
 _OF_XLA = {XLA: {}, CUBLAS: {"xla_gpu_enable_triton_gemm": False}}
@@ -103,7 +112,7 @@ class Race:
         return [*built, *list(others)[:_MOST_COMPILED]]
 
     def _fastest_relatives(self, plain: Product) -> list[str]:
-        key = plain.spec, plain.types
+        key = plain.primitive, plain.spec, plain.types
         found = _FASTEST.get(key)
         if found is None:
             race = Race(plain, self._numbers, self._stop, self._most)
@@ -164,12 +173,10 @@ class Race:
     def _shares_program(self, config: str) -> bool:
         """Returns true if a row can run in the one program that many rows share."""
         product = self._product
-        if product.spec.function is not None:
-            return False
-        if not product.spec.is_grouped:
+        if product.primitive == "gemm":
             return shares_program(product.types, product.spec, config)
         row = find(config)
-        return row is not None and row.copies_whole_chunks
+        return row is not None and product.spec.function is None and row.copies_whole_chunks
 
     def _loaded(self, chain: Chain) -> Chain | None:
         """Runs a row of the shared program once and returns it; ``None`` if it fails."""
@@ -240,10 +247,9 @@ class Race:
 
 def _apply(product: Product, config: str | None, *operands: jax.Array) -> Any:
     spec = product.spec.with_config(config)
-    if spec.function is not None:
-        return jit_epilogue.bind(operands, spec)
-    spec = spec.replace(overwrite_c=False)  # c is not donated here, so XLA would copy it
-    return gemm_primitive.bind(spec.unflatten(operands), spec)
+    if product.primitive == "gemm":
+        spec = spec.replace(overwrite_c=False)  # c is not donated here, so XLA would copy it
+    return _PRIMITIVES[product.primitive].bind(*operands, spec=spec)
 
 
 def _begin(function: Callable[..., Any], *arguments: Any) -> concurrent.futures.Future[Any]:

@@ -47,11 +47,13 @@ class Product:
     """A product of a program.
 
     Attributes:
-        spec: the parameters of its primitive.
+        primitive: the name of its primitive.
+        spec: the parameters of the primitive.
         types: the types of the operands.
         problem: the text that identifies the problem; see ``problem_key``.
     """
 
+    primitive: str
     spec: Any
     types: tuple[jax.ShapeDtypeStruct, ...]
     problem: str
