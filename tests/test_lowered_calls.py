@@ -192,7 +192,7 @@ def test_one_program_is_that_of_many_rows(monkeypatch, function, arguments):
 
     def call(config):
         spec = product.spec.with_config(config)
-        compute = ragged.cuda_product if spec.is_grouped else cuda_gemm
+        compute = ragged.cuda_ragged if spec.is_grouped else cuda_gemm
         (made,) = calls_of(lowered(lambda *x: compute(*x, spec=spec), product.types))
         return made
 

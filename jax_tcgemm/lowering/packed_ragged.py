@@ -8,7 +8,7 @@ import numpy as np
 from jax_tcgemm import _compat, _extension
 from jax_tcgemm.kernels import packed as kernels
 from jax_tcgemm.lowering import fallback, packed, packed_layout, ragged_reference
-from jax_tcgemm.lowering.ragged import cuda_product
+from jax_tcgemm.lowering.ragged import cuda_ragged
 from jax_tcgemm.problem import ragged
 from jax_tcgemm.problem.log import log
 from jax_tcgemm.problem.packed import PackedSpec
@@ -77,7 +77,7 @@ def lower_cuda(
         w = packed.dequantized(values, scales, spec, x.dtype)
         if not isinstance(w, str):
             log(f"{call}: dequantized by a kernel ({found})")
-            return cuda_product(x, w, group_sizes, spec=of_dequantized(spec, transpose_rhs=True))
+            return cuda_ragged(x, w, group_sizes, spec=of_dequantized(spec, transpose_rhs=True))
         reason = w
     strict = fallback.is_strict(spec.config) and reason != packed.EMPTY
     fallback.report(call, reason, strict=strict)

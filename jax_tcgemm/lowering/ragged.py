@@ -30,7 +30,7 @@ from jax_tcgemm.tuning.entry import problem_key
 _FLOAT32 = jnp.dtype(jnp.float32)
 
 
-def cuda_product(*operands: jax.Array, spec: GemmSpec) -> list[jax.Array]:
+def cuda_ragged(*operands: jax.Array, spec: GemmSpec) -> list[jax.Array]:
     """Computes a product over groups on CUDA devices; ``ragged_reference`` defines it."""
     x = spec.unflatten(operands)
     by_rows = spec.grouped == "m"

@@ -173,7 +173,7 @@ def _composed(*operands: jax.Array, spec: GemmSpec, as_jnp: bool = False) -> lis
 def _cuda(*operands: jax.Array, spec: GemmSpec) -> list[jax.Array]:
     if spec.is_gated and spec.epilogue.is_linear:
         return gated.products(spec.unflatten(operands), spec, bind)
-    lowering = ragged_lowering.cuda_product if spec.is_grouped else gemm_lowering.cuda_gemm
+    lowering = ragged_lowering.cuda_ragged if spec.is_grouped else gemm_lowering.cuda_gemm
     return lowering(*operands, spec=spec)
 
 
