@@ -112,7 +112,7 @@ def _with_preactivation(case: Any, arrays: Arrays, config: str | None) -> Any:
 
     a, b = axes("a", case.layout[0]), axes("b", case.layout[1])
     spec = GemmSpec(
-        Operands(a, b, axes("c"), axes("bias")),
+        Operands(a, b, c=axes("c"), bias=axes("bias")),
         case.out_dtype,
         _compat.canonicalize_precision(None),
         Epilogue(

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.any_jax
 
 def gemm(m, n, k, a, b, batch=()):
     none = (0,) * (len(batch) + 2)
-    rest = Operands(a, b, none, none[1:], none[2:], none[2:])
+    rest = Operands(a, b, none[2:], none, none[1:], none[2:], none[2:])
     return StridedGemm(m, n, k, batch, rest)
 
 

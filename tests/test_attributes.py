@@ -60,7 +60,7 @@ X, W, C, VECTOR = bf16(80, 64), bf16(64, 48), bf16(80, 48), bf16(48)
 
 def by_primitive(epilogue, *values, **names):
     """Binds the primitive to epilogue operands that no public function takes."""
-    x = Operands(X, W, *values, **names)
+    x = Operands(X, W, None, *values, **names)
     axes = Operands(*(None if o is None else tuple(range(o.ndim)) for o in x))
     spec = GemmSpec(axes, X.dtype, _compat.canonicalize_precision(None), epilogue)
     return gemm_primitive.bind(x, spec)

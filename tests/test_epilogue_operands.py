@@ -200,14 +200,15 @@ def test_unread_results_are_dropped(normal, cuda_module):
 
 
 def bound(a, b, c, c2=None, *, activation="gelu", dtype=None):
-    axes = Operands(*(tuple(range(x.ndim)) for x in (a, b, c)), c2=None if c2 is None else (0, 1))
+    present = (tuple(range(x.ndim)) for x in (a, b, c))
+    axes = dict(zip("abc", present, strict=True))
     spec = GemmSpec(
-        axes,
+        Operands(**axes, c2=None if c2 is None else (0, 1)),
         jnp.dtype(dtype or a.dtype),
         _compat.canonicalize_precision(None),
         Epilogue("derivative" if c2 is None else "gated_derivative", activation),
     )
-    return gemm_primitive.bind(Operands(a, b, c, c2=c2), spec)
+    return gemm_primitive.bind(Operands(a, b, c=c, c2=c2), spec)
 
 
 def composed(a, b, c, c2=None, *, activation="gelu"):

@@ -159,7 +159,7 @@ def test_a_factor(normal, exact):
     a, b, c = normal(5, 7), normal(7, 3), normal(5, 3)
     whole = (0, 1)
     spec = GemmSpec(
-        Operands(whole, whole, whole),
+        Operands(whole, whole, c=whole),
         jnp.dtype(jnp.float32),
         _compat.canonicalize_precision("highest"),
         Epilogue("factor", "silu"),

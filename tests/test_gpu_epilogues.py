@@ -219,7 +219,7 @@ def test_derivatives_of_activations(compare, normal, rng, config, form):
             normal(k, n, dtype=dtype) / 8,
             *(normal(m, n, dtype=addend) for _ in range(1 + is_gated)),
         )
-        axes = Operands((0, 1), (0, 1), (0, 1), c2=(0, 1) if is_gated else None)
+        axes = Operands((0, 1), (0, 1), c=(0, 1), c2=(0, 1) if is_gated else None)
         spec = GemmSpec(
             axes,
             jnp.dtype(dtype),
@@ -229,7 +229,7 @@ def test_derivatives_of_activations(compare, normal, rng, config, form):
         )
 
         def ours(a, b, c, c2=None, spec=spec):
-            return gemm_primitive.bind(Operands(a, b, c, c2=c2), spec)
+            return gemm_primitive.bind(Operands(a, b, c=c, c2=c2), spec)
 
         def formula(matmul, a, b, c, c2=None, f=f):
             z = matmul(a, b)

@@ -19,10 +19,11 @@ from jax_tcgemm import gated_gemm, ragged_dot
 from jax_tcgemm.kernels.table import CONFIGS
 from jax_tcgemm.lowering import devices, fallback, ragged_reference
 from jax_tcgemm.lowering import ragged as ragged_lowering
-from jax_tcgemm.primitives import ragged as ragged_primitive
+from jax_tcgemm.primitives import gemm as gemm_primitive
+from jax_tcgemm.problem import ragged
 from jax_tcgemm.problem.arithmetic import INPUT_DTYPES
 from jax_tcgemm.problem.epilogue import Epilogue
-from jax_tcgemm.problem.ragged import RaggedSpec
+from jax_tcgemm.problem.strides import Operands
 
 pytestmark = pytest.mark.gpu
 
@@ -64,9 +65,18 @@ def test_groups_of_rows(normal, assert_accurate, config, transposed, activation,
     lhs, rhs, bias = (normal(*s, dtype=dtype) for s in ((m, k), (5, k, n), (5, n)))
     stored = jnp.swapaxes(rhs, 1, 2) if transposed else rhs
     epilogue = Epilogue(activation=activation, results=(True, True))
-    spec = RaggedSpec(out_dtype, PRECISION, transposed, epilogue, config.name)
-    dot = jax.jit(functools.partial(ragged_primitive.dot, spec))
-    by_xla = jax.jit(functools.partial(ragged_reference.reference_dot, spec=spec))
+    spec = ragged.dot(
+        *(out_dtype, PRECISION, config.name),
+        transpose_b=transposed,
+        has_bias=True,
+        epilogue=epilogue,
+    )
+
+    @jax.jit
+    def dot(lhs, rhs, sizes, bias):
+        return gemm_primitive.bind(Operands(lhs, rhs, sizes, bias=bias), spec)
+
+    by_xla = jax.jit(functools.partial(ragged_reference.reference_product, spec=spec))
     for sizes in SIZES:
         used = int(bounds(sizes, m)[-1])
         mine = lhs.at[used:].set(jnp.nan)  # kernels must not read rows outside all groups
@@ -88,9 +98,9 @@ def test_groups_of_k(normal, assert_accurate, config, out):
     out_dtype = dtype if out == "operands'" else jnp.dtype(F32)
     rows, m, n = 57, 72, 40
     lhs, rhs = normal(rows, m, dtype=dtype), normal(rows, n, dtype=dtype)
-    spec = RaggedSpec(out_dtype, PRECISION, config=config.name)
-    contraction = jax.jit(functools.partial(ragged_primitive.contraction, spec))
-    by_xla = jax.jit(functools.partial(ragged_reference.reference_contraction, spec=spec))
+    spec = ragged.contraction(out_dtype, PRECISION, config.name)
+    contraction = jax.jit(lambda *x: gemm_primitive.bind(Operands(*x), spec))
+    by_xla = jax.jit(functools.partial(ragged_reference.reference_product, spec=spec))
     for sizes in SIZES:
         at = bounds(sizes, rows)
         mine = lhs.at[at[-1] :].set(jnp.nan), rhs.at[at[-1] :].set(jnp.inf)

@@ -22,9 +22,10 @@ from ragged_problems import (
 )
 
 from jax_tcgemm import ragged_dot
-from jax_tcgemm.primitives import ragged as ragged_primitive
+from jax_tcgemm.primitives import gemm as gemm_primitive
+from jax_tcgemm.problem import ragged
 from jax_tcgemm.problem.arithmetic import INPUT_DTYPES
-from jax_tcgemm.problem.ragged import RaggedSpec
+from jax_tcgemm.problem.strides import Operands
 
 pytestmark = pytest.mark.gpu
 
@@ -63,8 +64,8 @@ def test_every_kernel_for_groups_of_k(rng, normal, config):
         used = int(bounds(sizes, m)[-1])
         lhs = normal(m, k, dtype=dtype).at[used:].set(jnp.nan)
         rhs = normal(m, n, dtype=dtype).at[used:].set(jnp.inf)
-        spec = RaggedSpec(out_dtype, (jax.lax.Precision.DEFAULT,) * 2, config=config.name)
-        (d,) = ragged_primitive.contraction(spec, lhs, rhs, jnp.asarray(sizes, jnp.int32))
+        spec = ragged.contraction(out_dtype, (jax.lax.Precision.DEFAULT,) * 2, config.name)
+        (d,) = gemm_primitive.bind(Operands(lhs, rhs, jnp.asarray(sizes, jnp.int32)), spec)
         wanted = contracted(lhs, rhs, sizes)
         error = np.abs(np.asarray(d, np.float64) - wanted).max()
         assert error <= max(float(jnp.finfo(out_dtype).eps), 1e-5) * max(np.abs(wanted).max(), 1)
@@ -104,8 +105,8 @@ def test_float32_results_are_as_accurate_as_those_of_lax(normal, dtype):
     )
     assert error(ours, wanted) <= 2 * error(theirs, wanted)
 
-    spec = RaggedSpec(jnp.dtype(F32), (jax.lax.Precision.DEFAULT,) * 2)
-    (ours,) = ragged_primitive.contraction(spec, lhs, ct, sizes)
+    spec = ragged.contraction(jnp.dtype(F32), (jax.lax.Precision.DEFAULT,) * 2)
+    (ours,) = gemm_primitive.bind(Operands(lhs, ct, sizes), spec)
     theirs = jnp.matmul(lhs[:1700].T, ct[:1700], preferred_element_type=F32)
     wanted = contracted(lhs, ct, sizes)
     assert error(ours[0], wanted[0]) <= 2 * error(theirs, wanted[0])

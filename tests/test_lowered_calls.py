@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import threading
 from collections.abc import Callable
@@ -19,7 +18,6 @@ from jax_tcgemm import _core, _extension
 from jax_tcgemm.kernels.names import MEASURED
 from jax_tcgemm.lowering import ragged
 from jax_tcgemm.lowering.gemm import cuda_gemm
-from jax_tcgemm.problem.spec import GemmSpec
 from jax_tcgemm.transforms import tune
 from jax_tcgemm.transforms.numbers import Numbers
 from jax_tcgemm.transforms.race import Race
@@ -193,8 +191,8 @@ def test_one_program_is_that_of_many_rows(monkeypatch, function, arguments):
     race = Race(product, Numbers(), threading.Event())
 
     def call(config):
-        spec = dataclasses.replace(product.spec, config=config)
-        compute = cuda_gemm if isinstance(spec, GemmSpec) else ragged.cuda_dot
+        spec = product.spec.with_config(config)
+        compute = ragged.cuda_ragged if spec.is_grouped else cuda_gemm
         (made,) = calls_of(lowered(lambda *x: compute(*x, spec=spec), product.types))
         return made
 

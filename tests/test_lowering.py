@@ -131,11 +131,11 @@ def test_residual_takes_the_place_of_c(cuda_module):
 
 def _derivative(form, c2=None, activation="gelu"):
     present = (0, 1)
-    axes = Operands(present, present, present, c2=c2)
+    axes = Operands(present, present, c=present, c2=c2)
     precision = _compat.canonicalize_precision(None)
     dtype = jnp.dtype(jnp.bfloat16)
     spec = GemmSpec(axes, dtype, precision, Epilogue(form, activation))
-    return lambda *x: gemm_primitive.bind(Operands(*x[:3], c2=x[3] if c2 else None), spec)
+    return lambda a, b, c, c2=None: gemm_primitive.bind(Operands(a, b, c=c, c2=c2), spec)
 
 
 def test_derivatives_of_activations_are_epilogues(cuda_module):
@@ -268,7 +268,7 @@ def test_dense_batch_means_the_same(monkeypatch, normal):
             for eqn in jax.make_jaxpr(lambda s: gemm(a, b, c, bias=bias, alpha=s))(alpha).eqns
             if eqn.primitive is gemm_primitive.gemm_p
         )
-        x = Operands(a[0, :, 0, :, 0], b[:, 0, :, 0], c[:, 0, :, 0], bias, alpha)
+        x = Operands(a[0, :, 0, :, 0], b[:, 0, :, 0], None, c[:, 0, :, 0], bias, alpha)
         return dense(*flatten(x), spec=spec)[0]
 
     for scale in alpha:

@@ -21,11 +21,12 @@ from jax_tcgemm.partitioning.mesh import (
     write_sharding,
 )
 from jax_tcgemm.partitioning.plan import make_plan
+from jax_tcgemm.partitioning.ragged import RaggedSpec, dot_rule
 from jax_tcgemm.partitioning.work import Array, Work
 from jax_tcgemm.primitives.activation_gradient import ActivationSpec
+from jax_tcgemm.problem import ragged
 from jax_tcgemm.problem.activations import ACTIVATIONS, resolve
 from jax_tcgemm.problem.epilogue import FORMS, Epilogue
-from jax_tcgemm.problem.ragged import RaggedSpec
 from jax_tcgemm.problem.serialize import from_json, to_json
 from jax_tcgemm.problem.spec import GemmSpec
 from jax_tcgemm.problem.strides import Operands
@@ -186,3 +187,20 @@ def test_parameters_come_back_from_text():
         text = to_json(spec)
         assert from_json(text, classes) == spec
         assert to_json(from_json(text, classes)) == text
+
+
+def test_texts_of_exported_programs_are_read():
+    """Programs that were exported before products had a field for groups still run."""
+    highest = (lax.Precision.HIGHEST,) * 2
+    text = (
+        '{"RaggedSpec":{"config":null,"epilogue":{"Epilogue":{"activation":null,"alpha":'
+        '{"float":"0x1.0000000000000p+0"},"beta":{"float":"0x1.0000000000000p+0"},"form":"add",'
+        '"results":[true,false]}},"out_dtype":{"dtype":"float32"},"precision":'
+        '[{"Precision":"HIGHEST"},{"Precision":"HIGHEST"}],"transpose_rhs":true}}'
+    )
+    product = ragged.dot(jnp.dtype(jnp.float32), highest, transpose_b=True, has_bias=True)
+    assert to_json(dot_rule(lambda x, spec: []).told(product)) == text
+    gemm = GemmSpec(Operands((0, 1), (0, 1)), jnp.dtype(jnp.float32), highest)
+    older = to_json(gemm).replace('"grouped":"none",', "")
+    assert "grouped" not in older
+    assert from_json(older, (GemmSpec, Epilogue)) == gemm

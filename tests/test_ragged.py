@@ -27,9 +27,10 @@ import jax_tcgemm
 from jax_tcgemm import _extension, gated_ragged_dot, ragged_dot
 from jax_tcgemm.kernels import names as kernel_names
 from jax_tcgemm.kernels import table as kernel_table
-from jax_tcgemm.primitives import ragged as ragged_primitive
+from jax_tcgemm.primitives import gemm as gemm_primitive
+from jax_tcgemm.problem import ragged
 from jax_tcgemm.problem.activations import ACTIVATIONS
-from jax_tcgemm.problem.ragged import RaggedSpec
+from jax_tcgemm.problem.strides import Operands
 
 
 @pytest.mark.any_jax
@@ -71,8 +72,8 @@ def test_values_of_other_groups_and_of_none_do_not_matter(normal):
     lhs, rhs = normal(9, 4).at[6:].set(jnp.inf), normal(2, 4, 3).at[1].set(jnp.nan)
     d = ragged_dot(lhs, rhs, jnp.array([6, 0]))
     assert np.isfinite(d).all()
-    spec = RaggedSpec(jnp.dtype(F32), (jax.lax.Precision.HIGHEST,) * 2)
-    (d,) = ragged_primitive.contraction(spec, lhs, normal(9, 3), jnp.array([4, 2]))
+    spec = ragged.contraction(jnp.dtype(F32), (jax.lax.Precision.HIGHEST,) * 2)
+    (d,) = gemm_primitive.bind(Operands(lhs, normal(9, 3), jnp.array([4, 2])), spec)
     assert np.isfinite(d).all()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jax_tcgemm.problem import strides
+from jax_tcgemm.problem import ragged, strides
 from jax_tcgemm.problem.strides import MAX_EXTENT, Operands, StridedGemm, fold, strided_gemm
 
 pytestmark = pytest.mark.any_jax
@@ -187,3 +187,23 @@ def test_row_major():
     assert strides.row_major((2, 3, 4)) == (12, 4, 1)
     assert strides.row_major(()) == ()
     assert strides.row_major((2**20, 2**20, 3)) == (3 * 2**20, 3, 1)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_groups_are_the_batch_of_the_weights(transposed):
+    m, n, k, groups = 9, 5, 7, 3
+    spec = ragged.dot(np.dtype(np.float32), None, transpose_b=transposed, has_bias=True)
+    b = (groups, n, k) if transposed else (groups, k, n)
+    shapes = Operands((m, k), b, (groups,), bias=(groups, n))
+    of_b = (k * n, 1, k) if transposed else (k * n, n, 1)
+    assert spec.strided(shapes) == batched(
+        (groups,), m, n, k, a=(0, k, 1), b=of_b, group_sizes=(1,), bias=(n, 1)
+    )
+    assert spec.result_shape(shapes) == (m, n)
+    assert spec.transposes_b == transposed
+    contraction = ragged.contraction(np.dtype(np.float32), None)
+    shapes = Operands((k, m), (k, n), (groups,))
+    assert contraction.strided(shapes) == batched(
+        (groups,), m, n, k, a=(0, 1, m), b=(0, n, 1), group_sizes=(1,)
+    )
+    assert contraction.result_shape(shapes) == (groups, m, n)

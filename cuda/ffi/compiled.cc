@@ -19,6 +19,7 @@
 #include "ffi/attributes.h"
 #include "ffi/compiled.h"
 #include "ffi/compiled_operands.h"
+#include "ffi/factors.h"
 #include "ffi/handlers.h"
 #include "ffi/operands.h"
 #include "ffi/program_source.h"

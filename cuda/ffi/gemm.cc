@@ -18,6 +18,7 @@
 #include "ffi/algorithm_names.h"
 #include "ffi/attributes.h"
 #include "ffi/element_types.h"
+#include "ffi/factors.h"
 #include "ffi/gemm.h"
 #include "ffi/operands.h"
 #include "ffi/stopwatch.h"

@@ -19,10 +19,6 @@ struct Call {
 // against the buffer. The shape and the results of `problem` must be decoded already.
 Status decode_operands(const Call& call, GemmProblem* problem);
 
-// Reads the layouts of A and B before their addresses are known. It takes the addresses for
-// multiples of 16 bytes, as XLA's are.
-Status decode_layouts(const GemmAttributes& attributes, GemmProblem* problem);
-
 // Reads m, n, k and the shape of the batch.
 Status decode_shape(const GemmAttributes& attributes, GemmParams* params);
 

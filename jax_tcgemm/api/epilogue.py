@@ -15,7 +15,6 @@ from jax_tcgemm.epilogue import rng
 from jax_tcgemm.epilogue.spec import CompiledSpec
 from jax_tcgemm.primitives import jit_epilogue
 from jax_tcgemm.problem.arithmetic import accumulator_dtype
-from jax_tcgemm.problem.ragged import RaggedSpec
 from jax_tcgemm.problem.spec import GemmSpec
 
 
@@ -49,7 +48,7 @@ def check_function(epilogue: Any) -> None:
 
 def applied(
     own: Sequence[jax.Array],
-    spec: GemmSpec | RaggedSpec,
+    spec: GemmSpec,
     shape: tuple[int, ...],
     epilogue: Callable[..., Any],
     operands: Sequence[Any],
@@ -80,7 +79,7 @@ def applied(
 
 def traced(
     own: Sequence[jax.Array],
-    spec: GemmSpec | RaggedSpec,
+    spec: GemmSpec,
     shape: tuple[int, ...],
     epilogue: Callable[..., Any],
     operands: Sequence[Any],

@@ -14,7 +14,7 @@ from jax_tcgemm.api import arguments, eager, weight_only
 from jax_tcgemm.api import epilogue as epilogues
 from jax_tcgemm.api.gated_gemm import gated_operands
 from jax_tcgemm.api.weight_only_layers import two_products
-from jax_tcgemm.primitives import function_layers, layers
+from jax_tcgemm.primitives import layers
 from jax_tcgemm.problem.activations import Activation
 from jax_tcgemm.problem.arithmetic import INPUT_DTYPES, resolve_algorithm
 from jax_tcgemm.problem.epilogue import Epilogue
@@ -264,8 +264,7 @@ def _of_function(
             f"epilogue returned arrays of {results}; accepted: one of {hidden.shape} and a "
             "floating-point type, the hidden layer"
         )
-    layers_spec = function_layers.FunctionLayers(compiled_spec, second_spec)
-    return function_layers.forward(layers_spec, given, second)
+    return layers.forward(layers.Layers(compiled_spec, second_spec), given, second)
 
 
 def _weight(name: str, value: Any) -> jax.Array:

@@ -18,11 +18,12 @@ from jax_tcgemm.api import epilogue as epilogues
 from jax_tcgemm.api.packed_ragged_dot import packed_ragged_dot
 from jax_tcgemm.api.quantized_ragged_dot import quantized_ragged_dot
 from jax_tcgemm.kernels import names as kernel_names
-from jax_tcgemm.primitives import ragged as ragged_primitive
-from jax_tcgemm.problem import epilogue as problem_epilogue
+from jax_tcgemm.primitives import gemm as gemm_primitive
+from jax_tcgemm.problem import ragged
 from jax_tcgemm.problem.activations import Activation
 from jax_tcgemm.problem.arithmetic import resolve_algorithm, resolve_run_time
-from jax_tcgemm.problem.ragged import RaggedSpec
+from jax_tcgemm.problem.epilogue import Epilogue
+from jax_tcgemm.problem.strides import Operands
 from jax_tcgemm.quantized import arrays
 from jax_tcgemm.quantized.packed import PackedWeight
 
@@ -154,18 +155,22 @@ def ragged_dot(
         epilogues.check_alone(
             "ragged_dot", bias=bias, activation=activation, out_sharding=out_sharding
         )
-        spec = RaggedSpec(sums, precision, bool(transpose_rhs), config=config)
+        spec = ragged.dot(sums, precision, config, transpose_b=bool(transpose_rhs))
         shape = (lhs.shape[0], n)
         return epilogues.applied(
             operands, spec, shape, epilogue, epilogue_operands, preferred_element_type
         )
     if bias is not None:
         bias = arguments.vector("bias", bias, (groups, n), out_dtype)
-        operands.append(jnp.broadcast_to(bias, (groups, n)))
-    fused = problem_epilogue.Epilogue(activation=activation)
-    spec = RaggedSpec(out_dtype, precision, bool(transpose_rhs), fused, config)
+        bias = jnp.broadcast_to(bias, (groups, n))
+    spec = ragged.dot(
+        *(out_dtype, precision, config),
+        transpose_b=bool(transpose_rhs),
+        has_bias=bias is not None,
+        epilogue=Epilogue(activation=activation),
+    )
     out_sharding = _compat.out_sharding_of(out_sharding, "ragged_dot")
-    return ragged_primitive.dot(spec, *operands, out_sharding=out_sharding)[0]
+    return gemm_primitive.bind(Operands(*operands, bias=bias), spec, out_sharding)[0]
 
 
 @eager.one_program(*_STATIC)

@@ -9,9 +9,7 @@ from typing import Any
 from jax_tcgemm import _core
 from jax_tcgemm.epilogue.function import EpilogueFunction
 from jax_tcgemm.problem.packed import PackedSpec
-from jax_tcgemm.problem.ragged import RaggedSpec
 from jax_tcgemm.problem.spec import GemmSpec
-from jax_tcgemm.problem.strides import Operands
 
 SCALE_BLOCK = _core.SCALE_BLOCK
 
@@ -29,20 +27,28 @@ class CompiledSpec:
             ``SCALE_BLOCK`` (k) of ``a``, ``SCALE_BLOCK`` x ``SCALE_BLOCK`` of ``b``.
     """
 
-    product: GemmSpec | RaggedSpec
+    product: GemmSpec
     function: EpilogueFunction
     scaled: bool = False
 
     @property
     def is_gated(self) -> bool:
         """Returns true if there are two products."""
-        return isinstance(self.product, GemmSpec) and self.product.is_gated
+        return self.product.is_gated
+
+    @property
+    def is_grouped(self) -> bool:
+        """Returns true if the product is one over groups of rows."""
+        return self.product.is_grouped
+
+    @property
+    def config(self) -> str | None:
+        """The requested kernel configuration."""
+        return self.product.config
 
     @property
     def factor_count(self) -> int:
-        """Number of the product's operands: ``lhs``, ``rhs``, ``group_sizes`` with groups."""
-        if isinstance(self.product, RaggedSpec):
-            return 3
+        """Number of the product's operands."""
         return len(self.product.operand_names) + (2 if self.scaled else 0)
 
     @property
@@ -56,7 +62,7 @@ class CompiledSpec:
 
     def with_config(self, config: str | None) -> CompiledSpec:
         """Returns a copy with this kernel configuration for the product."""
-        return self.replace(product=dataclasses.replace(self.product, config=config))
+        return self.replace(product=self.product.with_config(config))
 
     def replace(self, **changes: Any) -> CompiledSpec:
         """Returns a copy with some fields changed."""
@@ -98,10 +104,3 @@ class PackedFunctionSpec:
         """
         count = 1 + 2 * self.weights
         return tuple(values[:count]), tuple(values[count:])
-
-
-def factors(values: Sequence[Any], product: GemmSpec | RaggedSpec) -> Operands:
-    """Returns the two or three factors by name."""
-    if isinstance(product, RaggedSpec):
-        return Operands(*values[:2])
-    return product.unflatten(values)

@@ -33,8 +33,10 @@ MAX_TMA_BATCH_NDIM = 3
 
 _FLOAT32 = jnp.dtype(jnp.float32)
 
-# Operands with the layout of another operand, so that the same strides serve for both.
-_ALIKE = ("b2", "c2")
+# Operands without strides in the call: those of another operand serve for both, or the call has no
+# groups.
+_WITHOUT_STRIDES = ("b2", "c2", "group_sizes")
+_WITHOUT_FLAG = ("has_a", "has_b", "has_group_sizes")
 
 
 def custom_call(x: Operands, spec: GemmSpec, algorithm: str) -> list[jax.Array]:
@@ -181,7 +183,7 @@ def attributes(
     strides = {
         f"{name}_strides": np.asarray(values, np.int64)
         for name, values in gemm.strides._asdict().items()
-        if name not in _ALIKE
+        if name not in _WITHOUT_STRIDES
     }
     activation = resolve(spec.activation)
     p0, p1 = (*activation.parameters, 0.0, 0.0)[:2]
@@ -191,7 +193,7 @@ def attributes(
         "k": np.int64(gemm.k),
         "batch_shape": np.asarray(gemm.batch, np.int64),
         **strides,
-        **{name: present for name, present in has.items() if name not in ("has_a", "has_b")},
+        **{name: present for name, present in has.items() if name not in _WITHOUT_FLAG},
         "has_aux": spec.result_count > 1,
         "has_workspace": has_workspace,
         "padding_bytes": np.int64(padding),

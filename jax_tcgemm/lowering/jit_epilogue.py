@@ -34,16 +34,8 @@ from jax_tcgemm.problem.alignment import (
 )
 from jax_tcgemm.problem.arithmetic import INPUT_DTYPES, resolve_algorithm, resolve_run_time
 from jax_tcgemm.problem.log import log
-from jax_tcgemm.problem.ragged import RaggedSpec
 from jax_tcgemm.problem.spec import GemmSpec, with_kernel_layouts
-from jax_tcgemm.problem.strides import (
-    MAX_EXTENT,
-    ROLES,
-    Operands,
-    Shape,
-    StridedGemm,
-    fold_beside,
-)
+from jax_tcgemm.problem.strides import MAX_EXTENT, Shape, StridedGemm, fold_beside
 
 
 def cuda_compiled(
@@ -70,7 +62,7 @@ def cuda_compiled(
         call = _call_or_reason(spec, plan)
     kind = "gated gemm" if spec.is_gated else "gemm"
     kind = "gemm scaled by blocks" if spec.scaled else kind
-    kind = "ragged dot" if isinstance(spec.product, RaggedSpec) else kind
+    kind = "ragged dot" if spec.is_grouped else kind
     described = f"{kind} {_types(operands)} with a function"
     if isinstance(call, str):
         if isinstance(call, fallback.SlowerThanXla) and spec.product.config is None:
@@ -160,12 +152,11 @@ class Call:
             last: its further operands.
             more: its further attributes.
         """
-        is_ragged = isinstance(spec.product, RaggedSpec)
         if self.factors:
             count = len(self.factors)
             factors = [f.made(x) for f, x in zip(self.factors, own, strict=False)]
         else:
-            count = 2 if is_ragged else len(own)
+            count = len(own) - spec.is_grouped  # group_sizes are no factor
             factors = [operand.astype(INPUT_DTYPES[self.algorithm]) for operand in own[:count]]
         known = [jnp.asarray(value) for value in self.program.known(others)]
         call = jax.ffi.ffi_call(target, self.program.outputs)
@@ -181,7 +172,6 @@ class Call:
     def _attributes(self, spec: CompiledSpec) -> dict[str, Any]:
         """Returns the ``CompiledAttributes`` of ``cuda/ffi/compiled.cc``."""
         gemm, product = self.gemm, spec.product
-        is_ragged = isinstance(product, RaggedSpec)
         strides = [stride for each in self.leaf_strides for stride in each]
         elements = [math.prod(x.shape) for x in self.program.outputs]
         a_scale, b_scale = self.scale_strides or ((), ())
@@ -189,7 +179,7 @@ class Call:
             "m": np.int64(gemm.m),
             "n": np.int64(gemm.n),
             "k": np.int64(gemm.k),
-            "b2_offset": np.int64(0 if is_ragged else second_weight_offset(gemm, product)),
+            "b2_offset": np.int64(second_weight_offset(gemm, product)),
             "batch_shape": np.asarray(gemm.batch, np.int64),
             "a_strides": np.asarray(gemm.strides.a, np.int64),
             "b_strides": np.asarray(gemm.strides.b, np.int64),
@@ -199,9 +189,9 @@ class Call:
             "operand_vectors": np.asarray(self.staged, np.int64),
             "result_elements": np.asarray(elements, np.int64),
             "warp_bytes": np.int64(self.warp_bytes),
-            "has_b2": not is_ragged and product.axes.b2 is not None,
+            "has_b2": product.axes.b2 is not None,
             "gated": spec.is_gated,
-            "has_groups": is_ragged,
+            "has_groups": product.is_grouped,
             "algorithm": self.algorithm,
             "config": product.config or "",
             "digest": source.digest(self.source),
@@ -257,11 +247,7 @@ def _planned(own: Sequence[Any], spec: CompiledSpec, made: Program, may_stream: 
             return "symbolic shapes"
         own, product, factors = layout.of_product(own, product, may_stream)
     scales = layout.scale_steps(own, spec)
-    strided = (
-        _ragged(own, product, made)
-        if isinstance(product, RaggedSpec)
-        else _plain(own, product, made, [along_mn for along_mn, _ in scales])
-    )
+    strided = _strided(own, product, made, [along_mn for along_mn, _ in scales])
     if isinstance(strided, str):
         return strided
     gemm, strides = strided
@@ -271,8 +257,8 @@ def _planned(own: Sequence[Any], spec: CompiledSpec, made: Program, may_stream: 
         (*folded[: len(folded) - len(last)], *last)
         for folded, (_, last) in zip(beside, scales, strict=True)
     )
-    offset = 0 if isinstance(product, RaggedSpec) else second_weight_offset(gemm, product)
-    is_plain = not (spec.is_gated or isinstance(product, RaggedSpec))
+    offset = second_weight_offset(gemm, product)
+    is_plain = not (spec.is_gated or product.is_grouped)
     is_plain = is_plain and a.dtype.itemsize == b.dtype.itemsize == 2
     reason = fallback.unfit_for_functions(gemm, offset, a.dtype.itemsize)
     reason = reason or fallback.slower_function(gemm, made, is_plain)
@@ -287,7 +273,7 @@ def _planned(own: Sequence[Any], spec: CompiledSpec, made: Program, may_stream: 
     return Call(made, source_text, gemm, strides, staged, algorithm, needed, ordered, scale_strides)
 
 
-def _algorithm(a: np.dtype, b: np.dtype, product: GemmSpec | RaggedSpec) -> str | None:
+def _algorithm(a: np.dtype, b: np.dtype, product: GemmSpec) -> str | None:
     """Returns the arithmetic of a product that can have a compiled epilogue, if it can."""
     types = a, b, product.out_dtype, product.precision
     found = resolve_run_time(*types) or resolve_algorithm(*types)
@@ -300,10 +286,12 @@ def _algorithm(a: np.dtype, b: np.dtype, product: GemmSpec | RaggedSpec) -> str 
     return found if is_ours else None
 
 
-def _plain(
+def _strided(
     own: Sequence[Any], spec: GemmSpec, made: Program, beside: Sequence[Shape]
 ) -> tuple[StridedGemm, tuple[Shape, ...]] | str:
-    """Returns the folded gemm and the strides of the leaves, or why there are none.
+    """Returns the gemm and the strides of the leaves, or why there are none.
+
+    The gemm is folded, except for groups, which stay its batch.
 
     Args:
         own: operands of the product, and any others that go with it.
@@ -320,29 +308,16 @@ def _plain(
         return "an extent beyond 2^30"
     if with_kernel_layouts(spec, shapes)[0] != spec:
         return "an operand without a contiguous axis"
+    gemm = spec.strided(shapes)
+    if spec.is_grouped:
+        if made.reductions:
+            return "a reduction over what groups divide"
+        return gemm, tuple((0, *leaf.strides(2)) for leaf in made.leaves)
     leaves = tuple(leaf.strides(spec.batch_ndim + 2) for leaf in made.leaves)
-    others = (*leaves, *beside)
-    gemm, strides = fold_beside(spec.strided(shapes), others, keeps_rows=made.keeps_rows)
+    gemm, strides = fold_beside(gemm, (*leaves, *beside), keeps_rows=made.keeps_rows)
     if made.flat_rows and gemm.batch:
         return "an index along a batch"
     return gemm, strides
-
-
-def _ragged(
-    own: Sequence[Any], spec: RaggedSpec, made: Program
-) -> tuple[StridedGemm, tuple[Shape, ...]] | str:
-    """Does the same for a product over groups of rows, whose matrices are the batch."""
-    if made.reductions:
-        return "a reduction over what groups divide"
-    (m, k), (groups, *matrix) = own[0].shape, own[1].shape
-    n = matrix[0 if spec.transpose_rhs else 1]
-    if not all(isinstance(extent, int) for extent in (m, n, k, groups)):
-        return "symbolic shapes"
-    of_b = (1, k) if spec.transpose_rhs else (n, 1)
-    absent = Operands(*((0,) * (1 + len(roles)) for roles in ROLES))
-    strides = absent._replace(a=(0, k, 1), b=(k * n, *of_b))
-    gemm = StridedGemm(m, n, k, (groups,), strides)
-    return gemm, tuple((0, *leaf.strides(2)) for leaf in made.leaves)
 
 
 def _types(operands: Sequence[Any]) -> str:

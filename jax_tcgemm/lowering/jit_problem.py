@@ -11,7 +11,6 @@ from jax_tcgemm.epilogue import source
 from jax_tcgemm.epilogue.spec import CompiledSpec
 from jax_tcgemm.kernels import names as kernel_names
 from jax_tcgemm.lowering import devices
-from jax_tcgemm.problem.ragged import RaggedSpec
 from jax_tcgemm.problem.spec import GemmSpec
 from jax_tcgemm.problem.strides import StridedGemm
 from jax_tcgemm.tuning import lookup
@@ -31,8 +30,7 @@ def measured_config(
         program: the function in C++.
     """
     types = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands)
-    is_ragged = isinstance(spec.product, RaggedSpec)
-    primitive = "compiled_ragged" if is_ragged else "compiled"
+    primitive = "compiled_ragged" if spec.is_grouped else "compiled"
     problem = _problem(types, spec, gemm, algorithm, program)
     found = devices.find_choice(lookup.Product(primitive, spec, types, problem))
     if found is None or not _can_be(found[0].config, spec, algorithm):
@@ -42,7 +40,7 @@ def measured_config(
 
 def _can_be(config: str | None, spec: CompiledSpec, algorithm: str) -> bool:
     """Checks if a configuration is for such products with a function as epilogue."""
-    grouped = "m" if isinstance(spec.product, RaggedSpec) else "none"
+    grouped = spec.product.grouped
     if not kernel_names.can_be(config, algorithm, gated=spec.is_gated, grouped=grouped):
         return False
     return config in (None, kernel_names.XLA) or kernel_names.by_name(config).takes_functions
@@ -53,9 +51,10 @@ def _problem(
 ) -> str:
     """Returns the tuning key of the product: all that its time depends on."""
     own, _ = spec.split(types)
-    is_ragged = isinstance(spec.product, RaggedSpec)
-    op = "ragged_m" if is_ragged else "gated" if spec.is_gated else "gemm"
-    extents = {"groups": gemm.batch[0]} if is_ragged else {"batch": list(gemm.batch)}
+    op = "gated" if spec.is_gated else "gemm"
+    extents: dict[str, Any] = {"batch": list(gemm.batch)}
+    if spec.is_grouped:
+        op, extents = f"ragged_{spec.product.grouped}", {"groups": gemm.batch[0]}
     return problem_key(
         op=op,
         algorithm=algorithm,
@@ -70,10 +69,8 @@ def _problem(
     )
 
 
-def _layout(own: Sequence[Any], product: GemmSpec | RaggedSpec) -> str:
+def _layout(own: Sequence[Any], product: GemmSpec) -> str:
     """Returns the layouts of the factors before any is transposed."""
-    if isinstance(product, RaggedSpec):
-        return "nt" if product.transpose_rhs else "nn"
     x = product.unflatten(own[: len(product.operand_names)])
     k_of_a, n_of_b = product.axes.a[-1], product.axes.b[-1]
     return ("n" if k_of_a == x.a.ndim - 1 else "t") + ("n" if n_of_b == x.b.ndim - 1 else "t")

@@ -12,7 +12,6 @@ from jax_tcgemm.epilogue.spec import CompiledSpec
 from jax_tcgemm.kernels.arithmetic import ALL_ARITHMETIC
 from jax_tcgemm.kernels.choice_input import ChoiceInput
 from jax_tcgemm.problem.alignment import row_alignment
-from jax_tcgemm.problem.ragged import RaggedSpec
 from jax_tcgemm.problem.strides import StridedGemm
 
 
@@ -63,14 +62,14 @@ def ranked_rows(
         device: the result of ``_core.device_properties``.
     """
     gemm = call.gemm
-    is_ragged = isinstance(spec.product, RaggedSpec)
+    is_grouped = spec.is_grouped
     itemsize = ALL_ARITHMETIC[call.algorithm].a.bytes
     choice = ChoiceInput(
         call.algorithm,
-        -(-gemm.m // gemm.batch[0]) if is_ragged else gemm.m,
+        -(-gemm.m // gemm.batch[0]) if is_grouped else gemm.m,
         gemm.n,
         gemm.k,
-        min(gemm.m, gemm.batch[0]) if is_ragged else math.prod(gemm.batch),
+        min(gemm.m, gemm.batch[0]) if is_grouped else math.prod(gemm.batch),
         True,
         device["sm_count"],
         device["shared_memory_per_block"],
@@ -78,7 +77,7 @@ def ranked_rows(
         layout=call.layout,
         epilogue="any",
         gated=spec.is_gated,
-        grouped="m" if is_ragged else "none",
+        grouped=spec.product.grouped,
         batch_rank=len(gemm.batch),
         row_alignment_a=row_alignment(gemm, "a", itemsize),
         row_alignment_b=row_alignment(gemm, "b", itemsize),

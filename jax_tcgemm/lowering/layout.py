@@ -22,9 +22,8 @@ from jax_tcgemm.epilogue.spec import CompiledSpec
 from jax_tcgemm.kernels import names as kernel_names
 from jax_tcgemm.lowering.custom_call import shapes_of
 from jax_tcgemm.problem.alignment import COPY_BYTES
-from jax_tcgemm.problem.ragged import RaggedSpec
 from jax_tcgemm.problem.spec import GemmSpec
-from jax_tcgemm.problem.strides import Axes, Operands, Shape, row_major
+from jax_tcgemm.problem.strides import Axes, Shape, row_major
 
 
 def filled_up(k: int) -> int:
@@ -157,25 +156,28 @@ def _rows_by_weight(a: Factor, weight: Factor) -> int:
     return a.shape[a.mn] * math.prod(rows)
 
 
-def _of_gemm(
-    shapes: Operands, spec: GemmSpec, may_stream: bool
-) -> tuple[GemmSpec, dict[str, Factor]]:
-    """Returns the product as the kernel sees it, and its factors by name.
+def of_product(
+    own: Sequence[Any], spec: GemmSpec, may_stream: bool
+) -> tuple[Sequence[Any], GemmSpec, dict[str, Factor]]:
+    """Returns operands and product after the change of layout, and the factors by name.
 
     Args:
-        shapes: shapes of the operands.
+        own: operands of the product, and any others that go with it.
         spec: the product.
-        may_stream: whether kernels for the product can read weights in place.
+        may_stream: whether kernels for few rows may read weights in place.
     """
+    shapes = shapes_of(spec.unflatten(own[: len(spec.operand_names)]))
     *batch, m, k = spec.axes.a
     a = Factor(shapes.a, tuple(batch), m, k)
     weights = {}
     for name in ("b", "b2"):
-        own = getattr(spec.axes, name)
-        if own is not None:
-            *batch, k, n = own
+        places = getattr(spec.axes, name)
+        if places is not None:
+            *batch, k, n = places
             weights[name] = Factor(getattr(shapes, name), tuple(batch), n, k)
     rows = _rows_by_weight(a, weights["b"])
+    if spec.is_grouped:  # the rows of each group if all groups have one size
+        rows = -(-rows // max(1, shapes.group_sizes[0]))
     if may_stream and _streams(rows, tuple(weights.values()), spec.config):
         weights = {name: dataclasses.replace(b, stays=True) for name, b in weights.items()}
     axes = {"a": a.axes}
@@ -183,44 +185,12 @@ def _of_gemm(
         *batch, n, k = b.axes
         axes[name] = (*batch, k, n)
     factors = {"a": a, **weights}
-    return spec.replace(axes=spec.axes._replace(**axes)), factors
-
-
-def _of_ragged(
-    own: Sequence[Any], spec: RaggedSpec, may_stream: bool
-) -> tuple[RaggedSpec, dict[str, Factor]]:
-    """Does the same for a product over groups of rows."""
-    lhs, rhs = own[:2]
-    of_rhs = (1, 2) if spec.transpose_rhs else (2, 1)
-    a, b = Factor(lhs.shape, (), 0, 1), Factor(rhs.shape, (0,), *of_rhs)
-    # The rows of each group if all groups have one size.
-    rows = -(-lhs.shape[0] // max(1, rhs.shape[0]))
-    if may_stream and _streams(rows, (b,), spec.config):
-        return spec, {"a": a, "b": dataclasses.replace(b, stays=True)}
-    return dataclasses.replace(spec, transpose_rhs=True), {"a": a, "b": b}
-
-
-def of_product(
-    own: Sequence[Any], product: GemmSpec | RaggedSpec, may_stream: bool
-) -> tuple[Sequence[Any], Any, dict[str, Factor]]:
-    """Returns operands and product after the change of layout, and the factors by name.
-
-    Args:
-        own: operands of the product, and any others that go with it.
-        product: the product.
-        may_stream: whether kernels for few rows may read weights in place.
-    """
-    if isinstance(product, RaggedSpec):
-        made, factors = _of_ragged(own, product, may_stream)
-    else:
-        shapes = shapes_of(product.unflatten(own[: len(product.operand_names)]))
-        made, factors = _of_gemm(shapes, product, may_stream)
-    count = len(factors)
     then = [
         jax.ShapeDtypeStruct(factor.result_shape(), x.dtype)
         for factor, x in zip(factors.values(), own, strict=False)
     ]
-    return [*then, *own[count:]], made, factors
+    made = spec.replace(axes=spec.axes._replace(**axes))
+    return [*then, *own[len(factors) :]], made, factors
 
 
 def scale_steps(own: Sequence[Any], spec: CompiledSpec) -> list[tuple[Shape, Shape]]:
@@ -231,7 +201,6 @@ def scale_steps(own: Sequence[Any], spec: CompiledSpec) -> list[tuple[Shape, Sha
     """
     if not spec.scaled:
         return []
-    assert isinstance(spec.product, GemmSpec)
     axes = spec.product.axes
 
     def steps(scale: Any, axes: Sequence[int | None]) -> Shape:

@@ -18,7 +18,6 @@ from jax_tcgemm.lowering.jit_epilogue import Call, kernel_call
 from jax_tcgemm.lowering.overlapped import Exchange, buffer_of, groups_of, new_number
 from jax_tcgemm.problem.arithmetic import INPUT_DTYPES
 from jax_tcgemm.problem.log import log
-from jax_tcgemm.problem.spec import GemmSpec
 
 
 def gathered_function(
@@ -36,7 +35,6 @@ def gathered_function(
         The results of all rows, or why there is no such call.
     """
     shard, role = own[0], exchange.role
-    assert isinstance(spec.product, GemmSpec)
     if spec.product.axes.a != tuple(range(shard.ndim)) or math.prod(shard.shape[:role]) != 1:
         return "rows of a device that do not follow each other"
     extent = exchange.peers * shard.shape[role]

@@ -9,16 +9,17 @@ from jax_tcgemm import _compat, _extension
 from jax_tcgemm.kernels import packed as kernels
 from jax_tcgemm.kernels.names import XLA
 from jax_tcgemm.lowering import fallback, packed, packed_layout, packed_problem, ragged_reference
-from jax_tcgemm.lowering.ragged import cuda_dot
+from jax_tcgemm.lowering.ragged import cuda_ragged
+from jax_tcgemm.problem import ragged
 from jax_tcgemm.problem.log import log
 from jax_tcgemm.problem.packed import PackedSpec
-from jax_tcgemm.problem.ragged import RaggedSpec
+from jax_tcgemm.problem.spec import GemmSpec
 
 # The grid has at most this many blocks along its second dimension.
 _MOST_TILES = 65535
 
 
-def of_dequantized(spec: PackedSpec, *, transpose_rhs: bool = False) -> RaggedSpec:
+def of_dequantized(spec: PackedSpec, *, transpose_rhs: bool = False) -> GemmSpec:
     """Returns the description of the product with the dequantized weights.
 
     Args:
@@ -27,7 +28,7 @@ def of_dequantized(spec: PackedSpec, *, transpose_rhs: bool = False) -> RaggedSp
     """
     config = spec.config if spec.config == "xla" else None
     precision = _compat.canonicalize_precision(None)
-    return RaggedSpec(spec.out_dtype, precision, transpose_rhs, config=config)
+    return ragged.dot(spec.out_dtype, precision, config, transpose_b=transpose_rhs)
 
 
 def reference(
@@ -84,7 +85,7 @@ def lower_cuda(
             w = packed.dequantized(values, scales, spec, x.dtype)
             if not isinstance(w, str):
                 log(f"{call}: dequantized by a kernel: {found}{told}")
-                return cuda_dot(x, w, group_sizes, spec=of_dequantized(spec, transpose_rhs=True))
+                return cuda_ragged(x, w, group_sizes, spec=of_dequantized(spec, transpose_rhs=True))
             reason = w
     strict = fallback.is_strict(spec.config) and reason != packed.EMPTY
     fallback.report(call, reason + told, strict=strict)

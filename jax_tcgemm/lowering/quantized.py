@@ -10,14 +10,13 @@ from jax_tcgemm.epilogue import function
 from jax_tcgemm.epilogue.spec import CompiledSpec
 from jax_tcgemm.lowering.jit_epilogue import cuda_compiled
 from jax_tcgemm.problem.arithmetic import accumulator_dtype
-from jax_tcgemm.problem.ragged import RaggedSpec
 from jax_tcgemm.problem.spec import GemmSpec
 from jax_tcgemm.problem.strides import Shape
 
 
 def cuda_product(
     *operands: jax.Array,
-    spec: GemmSpec | RaggedSpec,
+    spec: GemmSpec,
     shape: Shape,
     reference: Callable[..., list[jax.Array]],
 ) -> list[jax.Array]:

@@ -13,7 +13,7 @@ from jax_tcgemm import _compat
 from jax_tcgemm.lowering import dots, reference
 from jax_tcgemm.problem.activations import resolve
 from jax_tcgemm.problem.arithmetic import INPUT_DTYPES, accumulator_dtype, resolve_algorithm
-from jax_tcgemm.problem.ragged import RaggedSpec
+from jax_tcgemm.problem.spec import GemmSpec
 
 _FLOAT32 = jnp.dtype(jnp.float32)
 
@@ -30,12 +30,18 @@ def group_bounds(group_sizes: jax.Array, rows: int) -> tuple[jax.Array, jax.Arra
     return jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]]), ends
 
 
+def reference_product(*operands: jax.Array, spec: GemmSpec) -> list[jax.Array]:
+    """Computes either product, by ``reference_dot`` or ``reference_contraction``."""
+    product = reference_dot if spec.grouped == "m" else reference_contraction
+    return product(*operands, spec=spec)
+
+
 def reference_dot(
     lhs: jax.Array,
     rhs: jax.Array,
     group_sizes: jax.Array,
     *bias: jax.Array,
-    spec: RaggedSpec,
+    spec: GemmSpec,
 ) -> list[jax.Array]:
     """Computes the ragged product group after group, each for all rows.
 
@@ -51,7 +57,7 @@ def reference_dot(
     """
     lhs, rhs, precision, dtype = _exact_factors(lhs, rhs, spec)
     rows = lax.broadcasted_iota(jnp.int32, (lhs.shape[0], 1), 0)
-    contract = ((1,), (1 if spec.transpose_rhs else 0,)), ((), ())
+    contract = ((1,), (1 if spec.transposes_b else 0,)), ((), ())
     wide = accumulator_dtype(dtype, dtype, spec.out_dtype)
 
     def add_group(z: jax.Array, group: Any) -> tuple[jax.Array, None]:
@@ -60,7 +66,7 @@ def reference_dot(
         own = sum((row[None].astype(wide) for row in bias), own)
         return jnp.where((begin <= rows) & (rows < end), own, z), None
 
-    n = rhs.shape[1 if spec.transpose_rhs else 2]
+    n = rhs.shape[1 if spec.transposes_b else 2]
     z, *_ = _compat.match_varying((jnp.zeros((lhs.shape[0], n), wide), lhs, rhs))
     bounds = group_bounds(group_sizes, lhs.shape[0])
     z, _ = lax.scan(add_group, z, (rhs, *bounds, *bias), unroll=_UNROLL)
@@ -77,7 +83,7 @@ def reference_contraction(
     rhs: jax.Array,
     group_sizes: jax.Array,
     *,
-    spec: RaggedSpec,
+    spec: GemmSpec,
 ) -> list[jax.Array]:
     """Computes ``lhs[group].T @ rhs[group]`` for each group of rows, ``[(g, k, n)]``.
 
@@ -103,7 +109,7 @@ def reference_contraction(
 
 
 def _exact_factors(
-    lhs: jax.Array, rhs: jax.Array, spec: RaggedSpec
+    lhs: jax.Array, rhs: jax.Array, spec: GemmSpec
 ) -> tuple[jax.Array, jax.Array, Any, np.dtype]:
     """Returns factors, precision and accumulator dtype for ``lax.dot_general``."""
     algorithm = resolve_algorithm(lhs.dtype, rhs.dtype, spec.out_dtype, spec.precision)

@@ -66,13 +66,11 @@ def rule(apply: _Apply, multiply: _Multiply) -> Rule:
 
 
 def _portable(spec: CompiledSpec) -> PortableFunction | str:
-    assert isinstance(spec.product, GemmSpec)
     return portable.portable(spec.function, products.result_dims(spec.product))
 
 
 def _accepts(spec: CompiledSpec, types: Sequence[Any]) -> bool:
     """Checks if a kernel can compute this; XLA divides all else itself."""
-    assert isinstance(spec.product, GemmSpec)
     own, others = spec.split(types)
     if spec.scaled or not products.accepts(spec.product, own):
         return False
@@ -88,7 +86,6 @@ def _accepts(spec: CompiledSpec, types: Sequence[Any]) -> bool:
 
 def _told(spec: CompiledSpec) -> DividedSpec:
     function = _portable(spec)
-    assert isinstance(spec.product, GemmSpec)
     assert isinstance(function, PortableFunction)
     return DividedSpec(spec.product, function)
 

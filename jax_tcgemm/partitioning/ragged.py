@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jax_tcgemm.lowering import reference
@@ -15,33 +16,61 @@ from jax_tcgemm.lowering.ragged_reference import group_bounds
 from jax_tcgemm.partitioning.rules import Rule
 from jax_tcgemm.partitioning.shard import Shard
 from jax_tcgemm.partitioning.work import Array, Work
+from jax_tcgemm.problem import ragged
 from jax_tcgemm.problem.activations import resolve
 from jax_tcgemm.problem.arithmetic import accumulator_dtype
 from jax_tcgemm.problem.epilogue import PLAIN, Epilogue
-from jax_tcgemm.problem.ragged import RaggedSpec
+from jax_tcgemm.problem.spec import GemmSpec
+from jax_tcgemm.problem.strides import Operands
 
-_Apply = Callable[..., list[jax.Array]]
+_Bind = Callable[[Operands, GemmSpec], list[jax.Array]]
 
 
-def dot_rule(apply: _Apply) -> Rule:
-    """Returns the rule of ``ragged_dot_p``; ``apply`` binds it."""
+@dataclasses.dataclass(frozen=True)
+class RaggedSpec:
+    """A product over groups of rows in the form that the custom call carries.
+
+    Exported programs have the names of this class and of its fields.
+
+    Attributes:
+        out_dtype: dtype of the results.
+        precision: canonical ``lax`` precision.
+        transpose_rhs: whether ``rhs`` is ``(g, n, k)``.
+        epilogue: the epilogue.
+        config: name of the requested kernel configuration, or ``None``.
+    """
+
+    out_dtype: np.dtype
+    precision: Any
+    transpose_rhs: bool = False
+    epilogue: Epilogue = PLAIN
+    config: str | None = None
+
+
+def dot_rule(bind: _Bind) -> Rule:
+    """Returns the rule of ``ragged_dot_p``; ``bind`` applies it."""
 
     def local(shard: Shard, spec: RaggedSpec, *operands: jax.Array) -> list[jax.Array]:
-        return _local_dot(shard, spec, operands, apply)
+        return _local_dot(shard, spec, operands, bind)
 
-    return Rule(_accepts, _dot_work, local, (RaggedSpec, Epilogue))
+    return Rule(_accepts, _dot_work, local, (RaggedSpec, Epilogue), _told)
 
 
-def contraction_rule(apply: _Apply) -> Rule:
-    """Returns the rule of ``ragged_contraction_p``; ``apply`` binds it."""
+def contraction_rule(bind: _Bind) -> Rule:
+    """Returns the rule of ``ragged_contraction_p``; ``bind`` applies it."""
 
     def local(shard: Shard, spec: RaggedSpec, *operands: jax.Array) -> list[jax.Array]:
-        return _local_contraction(shard, spec, operands, apply)
+        return _local_contraction(shard, spec, operands, bind)
 
-    return Rule(_accepts, _contraction_work, local, (RaggedSpec, Epilogue))
+    return Rule(_accepts, _contraction_work, local, (RaggedSpec, Epilogue), _told)
 
 
-def _accepts(spec: RaggedSpec, types: Sequence[Any]) -> bool:
+def _told(spec: GemmSpec) -> RaggedSpec:
+    like = spec.out_dtype, spec.precision, spec.transposes_b, spec.epilogue, spec.config
+    return RaggedSpec(*like)
+
+
+def _accepts(spec: GemmSpec, types: Sequence[Any]) -> bool:
     """Checks if the rule divides this product.
 
     It takes every type, because XLA gathers the matrices of all groups for a loop over them.
@@ -67,7 +96,7 @@ def _work(
             )
         ),
         product=each,
-        results=(each,) * spec.result_count,
+        results=(each,) * sum(spec.epilogue.results),
         factors=frozenset((0, 1)),
         operations=2.0 * extents["m"] * extents["k"] * extents["n"],
         # The rows of a result know their group; its columns need only their sum.
@@ -124,25 +153,32 @@ class Groups:
 
 
 def _local_dot(
-    shard: Shard, spec: RaggedSpec, operands: Sequence[jax.Array], apply: _Apply
+    shard: Shard, spec: RaggedSpec, operands: Sequence[jax.Array], bind: _Bind
 ) -> list[jax.Array]:
     lhs, rhs, group_sizes, *bias = operands
     groups = Groups.of(shard, group_sizes)
     lhs = groups.to_front(shard, lhs)
-    own = spec
-    if shard.plan.layout["k"]:
+    epilogue, out_dtype = spec.epilogue, spec.out_dtype
+    is_sum = bool(shard.plan.layout["k"])
+    if is_sum:
         # Only one part of a sum gets the bias. The activation applies to the whole sum.
         lhs = shard.without_padding(lhs, 1, "k")
         rhs = shard.without_padding(rhs, 2 if spec.transpose_rhs else 1, "k")
         bias = [jnp.where(shard.start("k") == 0, x, jnp.zeros_like(x)) for x in bias]
-        own = dataclasses.replace(spec, epilogue=PLAIN, out_dtype=_travelling_dtype(spec))
-    results = apply(own, lhs, rhs, groups.sizes, *bias)
+        epilogue, out_dtype = PLAIN, _travelling_dtype(spec)
+    product = ragged.dot(
+        *(out_dtype, spec.precision, spec.config),
+        transpose_b=spec.transpose_rhs,
+        has_bias=bool(bias),
+        epilogue=epilogue,
+    )
+    results = bind(Operands(lhs, rhs, groups.sizes, bias=next(iter(bias), None)), product)
     results = [shard.total(groups.back(shard, x)) for x in results]
-    return _finished(shard, spec, results[0], group_sizes) if own is not spec else results
+    return _finished(shard, spec, results[0], group_sizes) if is_sum else results
 
 
 def _travelling_dtype(spec: RaggedSpec) -> Any:
-    if spec.activation is None or spec.out_dtype == jnp.bfloat16:
+    if spec.epilogue.activation is None or spec.out_dtype == jnp.bfloat16:
         return spec.out_dtype
     return accumulator_dtype(spec.out_dtype, spec.out_dtype, spec.out_dtype)
 
@@ -152,17 +188,18 @@ def _finished(
 ) -> list[jax.Array]:
     """Returns the results for pre-activations that were summed over devices."""
     d = z = z.astype(accumulator_dtype(z.dtype, z.dtype, spec.out_dtype))
-    if spec.activation is not None:
+    if spec.epilogue.activation is not None:
         _, ends = group_bounds(group_sizes, shard.plan.work.extents["m"])
         rows = shard.start("m", after_sum=True) + lax.broadcasted_iota(jnp.int32, (len(z), 1), 0)
-        d = jnp.where(rows < ends[-1], resolve(spec.activation).reference(z), 0)
+        d = jnp.where(rows < ends[-1], resolve(spec.epilogue.activation).reference(z), 0)
     return [reference.convert(x, spec.out_dtype) for x in spec.epilogue.picked((d, z))]
 
 
 def _local_contraction(
-    shard: Shard, spec: RaggedSpec, operands: Sequence[jax.Array], apply: _Apply
+    shard: Shard, spec: RaggedSpec, operands: Sequence[jax.Array], bind: _Bind
 ) -> list[jax.Array]:
     lhs, rhs, group_sizes = operands
     groups = Groups.of(shard, group_sizes)
     lhs, rhs = (groups.to_front(shard, x) for x in (lhs, rhs))
-    return [shard.total(x) for x in apply(spec, lhs, rhs, groups.sizes)]
+    product = ragged.contraction(spec.out_dtype, spec.precision, spec.config)
+    return [shard.total(x) for x in bind(Operands(lhs, rhs, groups.sizes), product)]

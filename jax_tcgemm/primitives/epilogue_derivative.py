@@ -14,7 +14,6 @@ from typing import Any
 import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
-from jax.interpreters import partial_eval as pe
 
 from jax_tcgemm import _compat
 from jax_tcgemm.epilogue import linear
@@ -118,24 +117,15 @@ def _pullback_transpose(cotangents: Sequence[Any], *operands: Any, spec: LinearS
 # Dead code elimination
 
 
-def _drop_unread(used: Sequence[bool], *arguments: Any) -> tuple[list[bool], Any]:
-    eqn = arguments[-1]  # jax 0.12 puts another argument before it
-    if not any(used):
-        return [False] * len(eqn.invars), None
-    spec, count = eqn.params["spec"], len(eqn.invars)
-    before = len(spec.tangent.results)
-    needed = [True] * count
+def _read_cotangents(
+    spec: LinearSpec, used: Sequence[bool], count: int
+) -> tuple[LinearSpec, list[bool]] | None:
+    """Returns the spec of the cotangents that are read, and which operands they need."""
     if spec.has_opaque_rule:
-        return needed, eqn
-    if not all(used):
-        spec, kept = spec.of_slopes(used)
-        needed = [i < before or i - before in kept for i in range(count)]
-    eqn = eqn.replace(
-        invars=[var for var, is_needed in zip(eqn.invars, needed, strict=True) if is_needed],
-        outvars=[var for var, is_used in zip(eqn.outvars, used, strict=True) if is_used],
-        params={**eqn.params, "spec": spec},
-    )
-    return needed, eqn
+        return None
+    before = len(spec.tangent.results)
+    spec, kept = spec.of_slopes(used)
+    return spec, [i < before or i - before in kept for i in range(count)]
 
 
 # Batching
@@ -179,7 +169,7 @@ tangent_p.def_abstract_eval(_tangent_avals)
 pullback_p.def_abstract_eval(_pullback_avals)
 registration.derive_linear(tangent_p, _tangent, lambda spec: spec.slopes)
 registration.derive_linear(pullback_p, _pullback, lambda spec: len(spec.tangent.results))
-pe.dce_rules[pullback_p] = _drop_unread
+registration.drop_unread_results(pullback_p, _read_cotangents)
 ad.primitive_transposes[tangent_p] = _tangent_transpose
 ad.primitive_transposes[pullback_p] = _pullback_transpose
 batching.fancy_primitive_batchers[tangent_p] = _tangent_batch

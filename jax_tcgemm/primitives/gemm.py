@@ -1,7 +1,8 @@
-"""``gemm_p``, the primitive of a gemm, and its rule under each JAX transformation.
+"""The primitives of products, and their rule under each JAX transformation.
 
-The primitive is one product, or the two of a gated layer, with an epilogue. The rules are the same
-for both; rules specific to gated products are in ``gated.py``.
+``gemm_p`` is one product, or the two of a gated layer, with an epilogue. ``ragged_dot_p`` and
+``ragged_contraction_p`` are products over groups of rows. The rules are the same for all; those
+specific to gated products are in ``gated.py``, those specific to groups in ``ragged.py``.
 """
 
 from __future__ import annotations
@@ -19,9 +20,12 @@ from jax.interpreters import ad, batching
 
 from jax_tcgemm import _compat
 from jax_tcgemm.lowering import gemm as gemm_lowering
+from jax_tcgemm.lowering import ragged as ragged_lowering
 from jax_tcgemm.lowering import reference
+from jax_tcgemm.lowering.ragged_reference import reference_product
 from jax_tcgemm.partitioning import products, rules
-from jax_tcgemm.primitives import gated, registration, transposition
+from jax_tcgemm.partitioning import ragged as ragged_division
+from jax_tcgemm.primitives import gated, ragged, registration, transposition
 from jax_tcgemm.primitives.tangents import linear_tangents, result_tangents, tangents_by_parts
 from jax_tcgemm.problem.arithmetic import accumulator_dtype
 from jax_tcgemm.problem.epilogue import Use
@@ -33,25 +37,32 @@ PREACTIVATION = "tcgemm_preactivation"
 ACTIVATION = "tcgemm_activation"
 
 gemm_p = Primitive("tcgemm")
-gemm_p.multiple_results = True
+ragged_dot_p = Primitive("tcgemm_ragged_dot")
+ragged_contraction_p = Primitive("tcgemm_ragged_contraction")
+
+# The primitive for each ``GemmSpec.grouped``.
+_PRIMITIVES = {"none": gemm_p, "m": ragged_dot_p, "k": ragged_contraction_p}
 
 
 def bind(x: Operands, spec: GemmSpec, out_sharding: Any = None) -> list[jax.Array]:
-    """Applies the primitive.
+    """Applies the primitive of a product.
 
     Args:
         x: the operands; those that are ``None`` have no axes in ``spec``.
         spec: the static parameters.
         out_sharding: sharding of the results' types on a mesh with explicit axes. By default it is
-            that of the same operations of JAX.
+            that of the same operations of JAX. With groups, rows are sharded like those of ``a``
+            and columns like those of ``b``.
 
     Returns:
         The results that ``spec.epilogue`` requests.
     """
-    return registration.bind(gemm_p, flatten(x), spec, _divided, out_sharding)
-
-
-registration.evaluate_by_jit(gemm_p)
+    primitive, operands = _PRIMITIVES[spec.grouped], flatten(x)
+    if not spec.is_grouped:
+        return registration.bind(primitive, operands, spec, _divided, out_sharding)
+    sharding = ragged.result_sharding(operands, spec, out_sharding)
+    shardings = None if sharding is None else [sharding] * spec.result_count
+    return registration.apply(primitive, operands, spec, shardings)
 
 
 # Abstract evaluation
@@ -60,15 +71,17 @@ registration.evaluate_by_jit(gemm_p)
 def _abstract_eval(*avals: Any, spec: GemmSpec) -> list[Any]:
     x = spec.unflatten(avals)
     shapes = Operands(*(None if aval is None else aval.shape for aval in x))
-    check_config(spec, Operands(x.a.dtype, x.b.dtype), shapes)
+    if not spec.is_grouped:
+        check_config(spec, Operands(x.a.dtype, x.b.dtype), shapes)
     result = _compat.result_aval(avals, spec.result_shape(shapes), spec.out_dtype)
     return [result] * spec.result_count
 
 
-gemm_p.def_abstract_eval(_abstract_eval)
-
-
-registration.drop_unread_results(gemm_p, lambda spec: spec.operand_names)
+def _read(spec: GemmSpec, used: Sequence[bool], _: int) -> tuple[GemmSpec, list[bool]]:
+    """Returns the spec of the results that are read, and which operands they need."""
+    remaining = iter(used)
+    read = spec.only(tuple(wanted and next(remaining) for wanted in spec.epilogue.results))
+    return read, [name in read.operand_names for name in spec.operand_names]
 
 
 # Forward derivative
@@ -97,9 +110,6 @@ def _jvp(
     return results, [jnp.zeros_like(y) if t is None else t for y, t in wanted]
 
 
-ad.primitive_jvps[gemm_p] = _jvp
-
-
 # Transposition
 
 
@@ -107,11 +117,9 @@ def _transpose(cotangents: Sequence[Any], *operands: Any, spec: GemmSpec) -> lis
     if all(type(cotangent) is ad.Zero for cotangent in cotangents):
         return [None] * len(operands)
     transpose = gated.transpose if spec.is_gated else transposition.transpose
+    transpose = ragged.transpose if spec.is_grouped else transpose
     results = transpose(cotangents, spec.unflatten(operands), spec, bind)
     return [results.get(name) for name in spec.operand_names]
-
-
-ad.primitive_transposes[gemm_p] = _transpose
 
 
 # Batching
@@ -120,16 +128,25 @@ ad.primitive_transposes[gemm_p] = _transpose
 def _batch(
     axis_data: Any, operands: Sequence[Any], dims: Sequence[int | None], *, spec: GemmSpec
 ) -> tuple[list[jax.Array], list[int | None]]:
-    """Adds an outermost batch dimension; the axes say where an operand has it."""
+    """Adds an outermost batch dimension; the axes say where an operand has it.
+
+    Products over groups are computed one after the other, because each has its own groups.
+    """
     x, dim = spec.unflatten(operands), spec.unflatten(dims)
     if all(d is None for d in dims):
         results = bind(x, spec)
         return results, [None] * len(results)
+    if spec.is_grouped:
+        return ragged.batch_one_by_one(_apply, axis_data, operands, dims, spec=spec)
     x, dim = gated.with_like_weights(x, dim, spec, axis_data.size)
     batched = spec.replace(axes=insert_batches(spec.axes, dim))
     is_shared = dim.a is None and dim.b is None
     results = _shared_products(x, spec, batched) if is_shared else bind(x, batched)
     return reference.batch_dims(results, axis_data.size)
+
+
+def _apply(spec: GemmSpec, *operands: jax.Array) -> list[jax.Array]:
+    return bind(spec.unflatten(operands), spec)
 
 
 def _shared_products(x: Operands, spec: GemmSpec, batched: GemmSpec) -> list[jax.Array]:
@@ -142,25 +159,38 @@ def _shared_products(x: Operands, spec: GemmSpec, batched: GemmSpec) -> list[jax
     return reference.epilogue(products, x, batched)
 
 
-batching.fancy_primitive_batchers[gemm_p] = _batch
-
-
 # Lowering
 
 
 def _composed(*operands: jax.Array, spec: GemmSpec, as_jnp: bool = False) -> list[jax.Array]:
     if spec.is_gated and spec.epilogue.is_linear:
         return gated.products(spec.unflatten(operands), spec, bind)
+    if spec.is_grouped:
+        return reference_product(*operands, spec=spec)
     return reference.reference_gemm(*operands, spec=spec, as_jnp=as_jnp)
 
 
 def _cuda(*operands: jax.Array, spec: GemmSpec) -> list[jax.Array]:
     if spec.is_gated and spec.epilogue.is_linear:
         return gated.products(spec.unflatten(operands), spec, bind)
-    return gemm_lowering.cuda_gemm(*operands, spec=spec)
+    lowering = ragged_lowering.cuda_ragged if spec.is_grouped else gemm_lowering.cuda_gemm
+    return lowering(*operands, spec=spec)
 
 
 _divided = functools.partial(_composed, as_jnp=True)
 
-registration.lower(gemm_p, reference=_composed, cuda=_cuda, divided=_divided)
+# Registration
+
+for _primitive in _PRIMITIVES.values():
+    _primitive.multiple_results = True
+    registration.evaluate_by_jit(_primitive)
+    _primitive.def_abstract_eval(_abstract_eval)
+    registration.drop_unread_results(_primitive, _read)
+    ad.primitive_jvps[_primitive] = _jvp
+    ad.primitive_transposes[_primitive] = _transpose
+    batching.fancy_primitive_batchers[_primitive] = _batch
+    registration.lower(_primitive, reference=_composed, cuda=_cuda, divided=_divided)
+
 rules.register(gemm_p, products.rule(bind))
+rules.register(ragged_dot_p, ragged_division.dot_rule(bind))
+rules.register(ragged_contraction_p, ragged_division.contraction_rule(bind))

@@ -7,7 +7,6 @@ product is linear, so its rules are those of the primitive without an epilogue.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +16,6 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
-from jax.interpreters import partial_eval as pe
 
 from jax_tcgemm import _compat
 from jax_tcgemm.epilogue.linear import is_smooth
@@ -31,8 +29,7 @@ from jax_tcgemm.primitives import gemm as gemm_primitive
 from jax_tcgemm.primitives.gemm import PREACTIVATION
 from jax_tcgemm.primitives.tangents import linear_tangents
 from jax_tcgemm.problem.arithmetic import accumulator_dtype, is_quantized
-from jax_tcgemm.problem.ragged import RaggedSpec
-from jax_tcgemm.problem.spec import GemmSpec, flatten
+from jax_tcgemm.problem.spec import flatten
 from jax_tcgemm.problem.strides import Operands, insert_batches
 
 compiled_p = Primitive("tcgemm_compiled")
@@ -49,10 +46,8 @@ def bind(operands: Sequence[jax.Array], spec: CompiledSpec) -> list[jax.Array]:
     Returns:
         The results of the function.
     """
-    is_ragged = isinstance(spec.product, RaggedSpec)
-    return registration.bind(
-        compiled_ragged_p if is_ragged else compiled_p, operands, spec, composed
-    )
+    primitive = compiled_ragged_p if spec.is_grouped else compiled_p
+    return registration.bind(primitive, operands, spec, composed)
 
 
 def composed(*operands: jax.Array, spec: CompiledSpec) -> list[jax.Array]:
@@ -76,12 +71,10 @@ def accumulators_dtype(operands: Sequence[Any], spec: CompiledSpec) -> Any:
 def _accumulators(own: Sequence[jax.Array], spec: CompiledSpec) -> list[jax.Array]:
     """Returns the products as the function takes them."""
     product, dtype = spec.product, accumulators_dtype(own, spec)
-    if spec.scaled and isinstance(product, GemmSpec):
+    if spec.scaled:
         a, b, *scales = own
         own = [_scaled(x, scale) for x, scale in zip((a, b), scales, strict=True)]
         product = product.replace(precision=_compat.canonicalize_precision("highest"))
-    if isinstance(product, RaggedSpec):
-        return ragged.dot(dataclasses.replace(product, out_dtype=dtype), *own)
     config = product.config_of_products
     if is_quantized(own[0].dtype, own[1].dtype) or spec.scaled:  # only this primitive has rows
         config = config if config in NO_ROWS else None
@@ -103,16 +96,9 @@ def _abstract_eval(*avals: Any, spec: CompiledSpec) -> list[Any]:
     return [_compat.result_aval(avals, x.shape, x.dtype) for x in spec.function.results]
 
 
-def _drop_unread(used: Sequence[bool], *arguments: Any) -> tuple[list[bool], Any]:
-    eqn = arguments[-1]  # jax 0.12 puts another argument before it
-    if not any(used):
-        return [False] * len(eqn.invars), None
-    if not all(used):
-        spec = eqn.params["spec"]
-        spec = spec.replace(function=spec.function.only(used))
-        outvars = [var for var, is_used in zip(eqn.outvars, used, strict=True) if is_used]
-        eqn = eqn.replace(outvars=outvars, params={**eqn.params, "spec": spec})
-    return [True] * len(eqn.invars), eqn
+def _read(spec: CompiledSpec, used: Sequence[bool], count: int) -> tuple[CompiledSpec, list[bool]]:
+    """Returns the spec of the results that are read; it keeps all operands."""
+    return spec.replace(function=spec.function.only(used)), [True] * count
 
 
 # Forward derivative
@@ -163,8 +149,6 @@ def with_slopes(
 
 def _product_tangents(own: Sequence[Any], down: Sequence[Any], spec: CompiledSpec) -> list[Any]:
     product = spec.product
-    if isinstance(product, RaggedSpec):
-        return [ragged.linear_tangent(own, down[:2], product)]
     x, dx = product.unflatten(own), product.unflatten(down)
     return linear_tangents(x, dx, product.replace(config=None), gemm_primitive.bind)
 
@@ -175,10 +159,12 @@ def _product_tangents(own: Sequence[Any], down: Sequence[Any], spec: CompiledSpe
 def _batch(
     axis_data: Any, operands: Sequence[Any], dims: Sequence[int | None], *, spec: CompiledSpec
 ) -> tuple[list[jax.Array], Sequence[int | None]]:
-    """Adds an outermost batch dimension."""
+    """Adds an outermost batch dimension, or computes products over groups one after the other."""
     if all(dim is None for dim in dims):
         results = bind(operands, spec)
         return results, [None] * len(results)
+    if spec.is_grouped:
+        return ragged.batch_one_by_one(_apply, axis_data, operands, dims, spec=spec)
     own, others = spec.split(operands)
     own_dims, other_dims = spec.split(dims)
     size, count = axis_data.size, spec.function.accumulators
@@ -188,7 +174,6 @@ def _batch(
         results = jax.vmap(spec.function, in_axes=in_axes, axis_size=size)(*products, *others)
         return results, [0] * len(results)
     product = spec.product
-    assert not isinstance(product, RaggedSpec)
     scales: list[jax.Array] = []
     if spec.scaled:
         own, own_dims, scales = _with_like_scales(own, own_dims, size)
@@ -226,17 +211,14 @@ def _apply(spec: CompiledSpec, *operands: jax.Array) -> list[jax.Array]:
 
 # Registration
 
-for _primitive, _rule in (
-    (compiled_p, _batch),
-    (compiled_ragged_p, functools.partial(ragged.batch_one_by_one, _apply)),
-):
+for _primitive in (compiled_p, compiled_ragged_p):
     _primitive.multiple_results = True
     registration.evaluate_by_jit(_primitive, lambda spec: spec.without_rules)
     _primitive.def_abstract_eval(_abstract_eval)
-    pe.dce_rules[_primitive] = _drop_unread
+    registration.drop_unread_results(_primitive, _read)
     ad.primitive_jvps[_primitive] = _jvp
     registration.transpose_composition(_primitive, composed)
-    batching.fancy_primitive_batchers[_primitive] = _rule
+    batching.fancy_primitive_batchers[_primitive] = _batch
     registration.lower(
         _primitive,
         reference=_computed,

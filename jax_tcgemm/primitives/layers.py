@@ -1,15 +1,16 @@
 """Two layers, the first of which is hidden, with their own derivative rule.
 
-The rule is a forward derivative, from which JAX makes the reverse pass. The tangent of the hidden
-layer goes into the second product as one linear primitive. The transpose of that primitive is the
-gemm that multiplies by the derivative of the activation in its epilogue.
+The hidden layer has a named activation, or a user's function as its epilogue. The rule is a forward
+derivative, from which JAX makes the reverse pass. The tangent of the hidden layer goes into the
+second product as one linear primitive (``mlp_backward.py``). The transpose of that primitive is one
+gemm with the derivative of the activation, or the pullback of the function, in its epilogue.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,23 +19,35 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from jax_tcgemm import _compat
+from jax_tcgemm.epilogue import linear
 from jax_tcgemm.lowering import reference
 from jax_tcgemm.primitives import gemm as gemm_primitive
-from jax_tcgemm.primitives import mlp_backward
+from jax_tcgemm.primitives import jit_epilogue, mlp_backward
 from jax_tcgemm.primitives.gemm import ACTIVATION, PREACTIVATION
+from jax_tcgemm.primitives.mlp_backward import HiddenSpec
 from jax_tcgemm.primitives.tangents import linear_tangents
 from jax_tcgemm.problem.epilogue import Epilogue
 from jax_tcgemm.problem.spec import GemmSpec, flatten
 from jax_tcgemm.problem.strides import Operands
 
+# A hidden layer, its pre-activations, and what takes its tangent through the second layer, which is
+# ``None`` if the tangent is zero.
+_Hidden = tuple[jax.Array, list[jax.Array], Callable[[], jax.Array] | None]
+
 
 @dataclasses.dataclass(frozen=True)
 class Layers:
-    """The static parameters of both layers."""
+    """The static parameters of both layers.
 
-    first: GemmSpec
+    Attributes:
+        first: the hidden layer, a ``GemmSpec``, or a ``CompiledSpec`` with one result.
+        second: the second layer.
+        recompute_activation: whether the reverse pass computes a named activation again.
+    """
+
+    first: Any
     second: GemmSpec
-    recompute_activation: bool
+    recompute_activation: bool = False
 
 
 def apply(layers: Layers, first: Operands, second: Operands, out_sharding: Any) -> jax.Array:
@@ -65,30 +78,37 @@ def _composed(layers: Layers, first: Operands, second: Operands) -> jax.Array:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def forward(layers: Layers, first: Operands, second: Operands) -> jax.Array:
-    """Computes both layers; ``second.a`` is None and becomes the hidden layer."""
-    (hidden,) = gemm_primitive.bind(first, layers.first)
+def forward(layers: Layers, first: Sequence[Any], second: Operands) -> jax.Array:
+    """Computes both layers.
+
+    Args:
+        layers: the static parameters.
+        first: the operands of the first layer; ``Operands`` if it has no function.
+        second: the operands of the second layer; ``a`` is None and becomes the hidden layer.
+    """
+    bind: Any = gemm_primitive.bind if layers.first.function is None else jit_epilogue.bind
+    (hidden,) = bind(first, layers.first)
     return gemm_primitive.bind(second._replace(a=hidden), layers.second)[0]
 
 
 def _jvp(
-    layers: Layers, primals: tuple[Operands, Operands], tangents: tuple[Operands, Operands]
+    layers: Layers,
+    primals: tuple[Sequence[Any], Operands],
+    tangents: tuple[Sequence[Any], Operands],
 ) -> tuple[jax.Array, jax.Array]:
     """Derives ``y = h @ w + bias + c`` by ``y' = h' @ w + h @ w' + bias' + c'``."""
     first, second = primals
     d_first, d_second = (
-        Operands(*(None if isinstance(t, SymbolicZero) else t for t in operands))
-        for operands in tangents
+        [None if isinstance(t, SymbolicZero) else t for t in operands] for operands in tangents
     )
-    hidden, saved, d_saved = _first_layer(layers.first, first, d_first)
+    derived: Any = _named_layer if layers.first.function is None else _function_layer
+    hidden, saved, through = derived(layers, first, d_first, second.b)
     y = gemm_primitive.bind(second._replace(a=hidden), layers.second)[0]
+    d_second = Operands(*d_second)
     addends = [] if d_second.c is None else [_full(d_second.c, y, layers.second)]
-    if any(t is not None for t in d_saved):
-        d_saved = [
-            jnp.zeros_like(z) if t is None else t for z, t in zip(saved, d_saved, strict=True)
-        ]
-        addends.append(_through_second_layer(layers, d_saved, saved, second.b))
-    tangent = sum(addends[1:], addends[0]) if addends else jnp.zeros_like(y)
+    if through is not None:
+        addends.append(through())
+    tangent: Any = sum(addends[1:], addends[0]) if addends else jnp.zeros_like(y)
     if d_second.b is not None or d_second.bias is not None:
         dx = Operands(None, d_second.b, c=tangent if addends else None, bias=d_second.bias)
         tangent = _second_layer(layers, hidden, saved, second.b, dx)
@@ -117,14 +137,43 @@ def _second_layer(
     return product(checkpoint_name(hidden, ACTIVATION), dx)
 
 
-def _first_layer(
-    spec: GemmSpec, x: Operands, dx: Operands
-) -> tuple[jax.Array, list[jax.Array], list[jax.Array | None]]:
-    """Returns the hidden layer, its pre-activations and their tangents."""
+def _named_layer(layers: Layers, x: Operands, tangents: Sequence[Any], w: jax.Array) -> _Hidden:
+    """Derives a hidden layer with a named activation."""
+    spec = layers.first
     every = (True,) * len(spec.epilogue.results)
     hidden, *saved = gemm_primitive.bind(x, spec.replace(results=every))
-    d_saved = linear_tangents(x, dx, spec, gemm_primitive.bind)
-    return hidden, [checkpoint_name(z, PREACTIVATION) for z in saved], d_saved
+    moving = linear_tangents(x, Operands(*tangents), spec, gemm_primitive.bind)
+    saved = [checkpoint_name(z, PREACTIVATION) for z in saved]
+    if all(t is None for t in moving):
+        return hidden, saved, None
+
+    def through() -> jax.Array:
+        form = "gated_derivative" if spec.is_gated else "derivative"
+        product = layers.second.product(epilogue=Epilogue(form, spec.activation))
+        pairs = zip(saved, moving, strict=True)
+        slopes = [jnp.zeros_like(z) if t is None else t for z, t in pairs]
+        return mlp_backward.bind([*slopes, *saved, w], HiddenSpec(product))
+
+    return hidden, saved, through
+
+
+def _function_layer(
+    layers: Layers, operands: Sequence[Any], tangents: Sequence[Any], w: jax.Array
+) -> _Hidden:
+    """Derives a hidden layer with a function; it is kept, so no pre-activations are returned."""
+    spec = layers.first
+    (hidden,), values, slopes = jit_epilogue.with_slopes(operands, tangents, spec)
+    moving = [i for i, slope in enumerate(slopes) if slope is not None]
+    if not moving:
+        return hidden, [], None
+
+    def through() -> jax.Array:
+        wide = jit_epilogue.accumulators_dtype(operands, spec)
+        derivative, kept, held = linear.of_epilogue(spec.function, wide, values, moving)
+        given = [*(slopes[i] for i in moving), *(values[i] for i in kept), *held, w]
+        return mlp_backward.bind(given, HiddenSpec(layers.second.product(), derivative))
+
+    return hidden, [], through
 
 
 def _activated(spec: GemmSpec, saved: Sequence[jax.Array]) -> jax.Array:
@@ -132,15 +181,7 @@ def _activated(spec: GemmSpec, saved: Sequence[jax.Array]) -> jax.Array:
     return reference.epilogue(saved, Operands(None, None), spec)[0]
 
 
-def _through_second_layer(
-    layers: Layers, tangents: Sequence[jax.Array], saved: Sequence[jax.Array], w: jax.Array
-) -> jax.Array:
-    form = "gated_derivative" if layers.first.is_gated else "derivative"
-    spec = layers.second.product(epilogue=Epilogue(form, layers.first.activation))
-    return mlp_backward.bind(tangents, saved, w, spec)
-
-
 def _full(tangent: jax.Array, y: jax.Array, spec: GemmSpec) -> jax.Array:
     """Returns the tangent of the residual over the whole result."""
-    term = reference.over_result("c", Operands(None, None, tangent), spec, y.dtype)
+    term = reference.over_result("c", Operands(None, None, c=tangent), spec, y.dtype)
     return jnp.broadcast_to(term, y.shape)

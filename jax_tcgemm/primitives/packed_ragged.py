@@ -20,8 +20,9 @@ from jax_tcgemm.lowering import packed_layout
 from jax_tcgemm.lowering import packed_ragged as lowering
 from jax_tcgemm.partitioning import packed_ragged as division
 from jax_tcgemm.partitioning import rules
-from jax_tcgemm.primitives import ragged, registration
+from jax_tcgemm.primitives import gemm, ragged, registration
 from jax_tcgemm.problem.packed import TILE, PackedSpec, tiles
+from jax_tcgemm.problem.strides import Operands
 
 packed_ragged_p = Primitive("tcgemm_packed_ragged")
 packed_ragged_p.multiple_results = True
@@ -113,7 +114,7 @@ def _transpose(
         ct = ct.astype(dtype)
     product = lowering.of_dequantized(spec, transpose_rhs=True)
     product = dataclasses.replace(product, out_dtype=dtype)
-    return [ragged.dot(product, ct, w, group_sizes)[0], None, None, None]
+    return [gemm.bind(Operands(ct, w, group_sizes), product)[0], None, None, None]
 
 
 ad.primitive_transposes[packed_ragged_p] = _transpose

@@ -13,7 +13,6 @@ from jax.interpreters import partial_eval as pe
 
 from jax_tcgemm import _compat
 from jax_tcgemm._compat import partitioner as xla
-from jax_tcgemm.epilogue.spec import CompiledSpec
 from jax_tcgemm.kernels.names import KERNEL
 from jax_tcgemm.lowering import fallback
 from jax_tcgemm.lowering.devices import program_of
@@ -105,26 +104,26 @@ def evaluate_by_jit(
 
 
 def drop_unread_results(
-    primitive: Primitive, operand_names: Callable[[Any], Sequence[str]] | None = None
+    primitive: Primitive,
+    select: Callable[[Any, Sequence[bool], int], tuple[Any, list[bool]] | None],
 ) -> None:
     """Makes the primitive compute only those of its results that are read.
 
     Args:
-        primitive: its ``spec`` has an ``epilogue``, and ``spec.only`` selects results.
-        operand_names: returns the names of the operands of a ``spec``, in their order. It is needed
-            if fewer results may need fewer operands.
+        primitive: the primitive.
+        select: given a ``spec``, which of its results are read and the number of operands, returns
+            the ``spec`` of these results and which operands it needs. ``None`` keeps all results.
     """
 
     def rule(used: Sequence[bool], *arguments: Any) -> tuple[list[bool], Any]:
         eqn = arguments[-1]  # jax 0.12 puts another argument before it
+        every = [True] * len(eqn.invars)
         if not any(used):
-            return [False] * len(eqn.invars), None
-        before, remaining = eqn.params["spec"], iter(used)
-        results = (is_result and next(remaining) for is_result in before.epilogue.results)
-        spec = before.only(tuple(results))
-        needed = [True] * len(eqn.invars)
-        if operand_names is not None:
-            needed = [name in operand_names(spec) for name in operand_names(before)]
+            return [False] * len(every), None
+        selected = None if all(used) else select(eqn.params["spec"], used, len(every))
+        if selected is None:
+            return every, eqn
+        spec, needed = selected
         eqn = eqn.replace(
             invars=[var for var, is_needed in zip(eqn.invars, needed, strict=True) if is_needed],
             outvars=[var for var, is_used in zip(eqn.outvars, used, strict=True) if is_used],
@@ -259,8 +258,8 @@ def lower(
 
 
 def _config(spec: Any) -> str | None:
-    """Returns the configuration that a call requests, with or without a function."""
-    return getattr(spec.product if isinstance(spec, CompiledSpec) else spec, "config", None)
+    """Returns the configuration that a call requests; ``None`` if it cannot request any."""
+    return getattr(spec, "config", None)
 
 
 def _call(primitive: Primitive, spec: Any, operands: Sequence[Any]) -> str:

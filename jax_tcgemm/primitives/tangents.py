@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_tcgemm.lowering import reference
-from jax_tcgemm.primitives import gated
+from jax_tcgemm.primitives import gated, ragged
 from jax_tcgemm.primitives.activation_gradient import activation_tangent
 from jax_tcgemm.primitives.factor_cotangent import Bind
 from jax_tcgemm.problem.arithmetic import accumulator_dtype
@@ -34,6 +34,7 @@ def linear_tangents(
         bind: applies the primitive.
     """
     parts = gated.tangent_terms if spec.is_gated else _tangent_terms
+    parts = ragged.tangent_terms if spec.is_grouped else parts
     return [_total(terms, x, spec) for terms in parts(x, dx, spec, bind)]
 
 
@@ -71,9 +72,9 @@ def _factors(spec: GemmSpec) -> tuple[str, ...]:
 def _addend_tangents(x: Operands, dx: Operands, spec: GemmSpec) -> list[jax.Array]:
     """Returns the sum of the elementwise terms of the tangent of ``beta * C + bias``, if any."""
     dtype = accumulator_dtype(x.a.dtype, x.b.dtype, spec.out_dtype)
-    terms = reference.addends(Operands(None, None, dx.c, dx.bias, beta=x.beta), spec, dtype)
+    terms = reference.addends(Operands(None, None, c=dx.c, bias=dx.bias, beta=x.beta), spec, dtype)
     if dx.beta is not None:
-        terms += reference.addends(Operands(None, None, x.c, beta=dx.beta), spec, dtype)
+        terms += reference.addends(Operands(None, None, c=x.c, beta=dx.beta), spec, dtype)
     return [sum(terms[1:], terms[0])] if terms else []
 
 

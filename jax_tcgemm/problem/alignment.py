@@ -183,7 +183,7 @@ def _pitch(row_bytes: int) -> int:
 def _layout(gemm: StridedGemm, name: str) -> tuple[tuple[int, ...], int, int, int]:
     """Returns an operand's batch strides, rows, row stride and columns, columns contiguous.
 
-    If either axis may count as contiguous, the choice is that of ``cuda/ffi/operands.cc``.
+    If either axis may count as contiguous, the choice is that of ``cuda/ffi/factors.cc``.
     """
     strides = getattr(gemm.strides, name)
     if name == "a":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import numpy as np
 
@@ -33,6 +34,9 @@ class PackedSpec:
         config: a value of ``config=``: a row's name, ``"dequantized"``, ``"kernel"``, ``"xla"`` or
             ``None``.
     """
+
+    # Products with a function are a ``PackedFunctionSpec``.
+    function: ClassVar[None] = None
 
     qtype: str
     group: int

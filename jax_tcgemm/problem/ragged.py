@@ -1,46 +1,48 @@
-"""``RaggedSpec``: the static description of a product over groups of rows."""
+"""Specs of products over groups of rows."""
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import numpy as np
 
-from jax_tcgemm.problem.activations import Activation
-from jax_tcgemm.problem.epilogue import PLAIN, Epilogue, Mask
+from jax_tcgemm.problem.epilogue import PLAIN, Epilogue
+from jax_tcgemm.problem.spec import GemmSpec
+from jax_tcgemm.problem.strides import Operands
 
 
-@dataclasses.dataclass(frozen=True)
-class RaggedSpec:
-    """The static parameters of both primitives.
+def dot(
+    out_dtype: np.dtype,
+    precision: Any,
+    config: str | None = None,
+    *,
+    transpose_b: bool = False,
+    has_bias: bool = False,
+    epilogue: Epilogue = PLAIN,
+) -> GemmSpec:
+    """Returns the product of each group of rows and the group's matrix.
 
-    Attributes:
+    Its operands are ``a`` ``(m, k)``, ``b`` ``(g, k, n)`` and ``group_sizes`` ``(g,)``, int32. The
+    result is ``(m, n)``.
+
+    Args:
         out_dtype: dtype of the results.
         precision: canonical ``lax`` precision.
-        transpose_rhs: whether ``rhs`` is ``(g, n, k)``.
-        epilogue: the epilogue of each group's product, of the form ``"add"``.
         config: name of the requested kernel configuration, or ``None``.
+        transpose_b: whether ``b`` is ``(g, n, k)``.
+        has_bias: whether ``bias`` ``(g, n)`` is an operand.
+        epilogue: the epilogue of each group's product, of the form ``"add"``.
     """
+    b = (0, 2, 1) if transpose_b else (0, 1, 2)
+    axes = Operands((None, 0, 1), b, (0,), bias=(0, 1) if has_bias else None)
+    return GemmSpec(axes, out_dtype, precision, epilogue, config, grouped="m")
 
-    out_dtype: np.dtype
-    precision: Any
-    transpose_rhs: bool = False
-    epilogue: Epilogue = PLAIN
-    config: str | None = None
 
-    @property
-    def activation(self) -> str | Activation | None:
-        """The epilogue's activation."""
-        return self.epilogue.activation
+def contraction(out_dtype: np.dtype, precision: Any, config: str | None = None) -> GemmSpec:
+    """Returns the product that contracts over the rows of each group.
 
-    @property
-    def result_count(self) -> int:
-        """Number of results."""
-        return sum(self.epilogue.results)
-
-    def only(self, results: Mask) -> RaggedSpec:
-        """Returns the spec with only these results."""
-        # The pre-activation alone equals the result of a call without an activation.
-        epilogue = dataclasses.replace(self.epilogue, results=results) if results[0] else PLAIN
-        return dataclasses.replace(self, epilogue=epilogue)
+    Its operands are ``a`` ``(k, m)``, ``b`` ``(k, n)`` and ``group_sizes`` ``(g,)``, int32. The
+    result is ``(g, m, n)``. Arguments as in ``dot``.
+    """
+    axes = Operands((None, 1, 0), (None, 0, 1), (0,))
+    return GemmSpec(axes, out_dtype, precision, config=config, grouped="k")

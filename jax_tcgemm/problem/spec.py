@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -40,7 +40,10 @@ class GemmSpec:
     operand, ``A @ B`` and ``A @ B2``, and the epilogue.
 
     Every operand is read through its axes (see ``strides``). An axis that is present has the
-    result's full extent, and each batch dimension is present in ``a`` or in ``b``.
+    result's full extent, and each batch dimension is present in ``a``, ``b`` or ``group_sizes``.
+
+    A product over groups of rows (``problem/ragged.py``) has the groups as its batch dimension.
+    Neither ``a`` nor a result by rows has this dimension: ``group_sizes`` divides their rows.
 
     Attributes:
         axes: the axes of each operand; ``None`` for an operand that is absent.
@@ -52,6 +55,7 @@ class GemmSpec:
             first. There is no ``b2`` then.
         overwrite_c: whether the result takes the memory of ``c``. This is always allowed: XLA
             copies ``c`` first if something else reads ``c`` later or if ``c`` was not donated.
+        grouped: the dimension that ``group_sizes`` divides, ``"m"`` or ``"k"``, or ``"none"``.
     """
 
     axes: Operands
@@ -61,6 +65,10 @@ class GemmSpec:
     config: str | None = None
     packed: bool = False
     overwrite_c: bool = False
+    grouped: str = "none"
+
+    # A product with a user's function as its epilogue is a ``CompiledSpec``.
+    function: ClassVar[None] = None
 
     @property
     def activation(self) -> str | Activation | None:
@@ -81,6 +89,16 @@ class GemmSpec:
     def is_gated(self) -> bool:
         """Returns true if there are two products."""
         return self.epilogue.row.accumulators == 2
+
+    @property
+    def is_grouped(self) -> bool:
+        """Returns true if the product is one over groups of rows."""
+        return self.grouped != "none"
+
+    @property
+    def transposes_b(self) -> bool:
+        """Returns true if the matrices of ``b`` are ``(n, k)``."""
+        return self.axes.b[-1] < self.axes.b[-2]
 
     @property
     def config_of_products(self) -> str | None:
@@ -146,7 +164,8 @@ class GemmSpec:
     def result_shape(self, shapes: Operands) -> Shape:
         """Returns the shape of the result for operands of these shapes."""
         gemm = self.strided(shapes)
-        return (*gemm.batch, gemm.m, gemm.n)
+        batch = () if self.grouped == "m" else gemm.batch
+        return (*batch, gemm.m, gemm.n)
 
     def replace(self, **changes: Any) -> GemmSpec:
         """Returns a copy with changes to some fields, its own or the epilogue's."""
@@ -157,6 +176,10 @@ class GemmSpec:
             changes["epilogue"] = dataclasses.replace(base, **within)
         return dataclasses.replace(self, **changes)
 
+    def with_config(self, config: str | None) -> GemmSpec:
+        """Returns a copy with this kernel configuration."""
+        return dataclasses.replace(self, config=config)
+
     def linear(self, **changes: Any) -> GemmSpec:
         """Returns the sum ``Z`` without activation and configuration, changed as asked."""
         epilogue = Epilogue(alpha=self.alpha, beta=self.beta)
@@ -165,7 +188,8 @@ class GemmSpec:
 
     def product(self, **changes: Any) -> GemmSpec:
         """Returns the product ``A @ B`` alone, of all columns of ``b``, changed as asked."""
-        spec = GemmSpec(Operands(self.axes.a, self.axes.b), self.out_dtype, self.precision)
+        axes = Operands(self.axes.a, self.axes.b, self.axes.group_sizes)
+        spec = GemmSpec(axes, self.out_dtype, self.precision, grouped=self.grouped)
         return spec.replace(**changes)
 
     def accumulators(self, **changes: Any) -> GemmSpec:

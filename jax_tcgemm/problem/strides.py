@@ -29,6 +29,7 @@ class Operands(NamedTuple):
 
     a: Any
     b: Any
+    group_sizes: Any = None
     c: Any = None
     bias: Any = None
     alpha: Any = None
@@ -44,6 +45,7 @@ class Operands(NamedTuple):
 ROLES = Operands(
     a="mk",
     b="kn",
+    group_sizes="",
     c="mn",
     bias="n",
     alpha="",
@@ -99,9 +101,14 @@ def row_major(shape: Shape) -> Shape:
 
 def strided_gemm(axes: Operands, shapes: Operands) -> StridedGemm:
     """Returns the gemm of dense row-major operands of these shapes."""
+    factors = [
+        (places, shape)
+        for places, shape in zip(axes[:3], shapes[:3], strict=True)  # a, b and group_sizes
+        if places is not None
+    ]
     batch = tuple(
-        shapes.b[in_b] if in_a is None else shapes.a[in_a]
-        for in_a, in_b in zip(axes.a[:-2], axes.b[:-2], strict=True)
+        next(shape[places[i]] for places, shape in factors if places[i] is not None)
+        for i in range(len(axes.a) - 2)
     )
 
     def strides(axes: Axes | None, shape: Shape | None, roles: str) -> Shape:

@@ -16,10 +16,10 @@ from jax_tcgemm.api.gated_gemm import gated_gemm
 from jax_tcgemm.api.gemm import gemm
 from jax_tcgemm.api.ragged_dot import ragged_dot
 from jax_tcgemm.kernels import config as kernel_config
-from jax_tcgemm.primitives import ragged as ragged_primitive
-from jax_tcgemm.problem import activations
+from jax_tcgemm.primitives import gemm as gemm_primitive
+from jax_tcgemm.problem import activations, ragged
 from jax_tcgemm.problem.arithmetic import INPUT_DTYPES, sum_dtype
-from jax_tcgemm.problem.ragged import RaggedSpec
+from jax_tcgemm.problem.strides import Operands
 from jax_tcgemm.tools.chain import default_device
 
 PROBLEMS_PER_CONFIG = 3
@@ -207,10 +207,10 @@ def _by_groups(problem: Problem, a, b, bias, options: dict[str, Any]) -> jax.Arr
             **options,
         )
         return d.reshape(groups, problem.m, problem.n)
-    spec = RaggedSpec(problem.out_dtype, options["precision"], config=options["config"])
+    spec = ragged.contraction(problem.out_dtype, options["precision"], options["config"])
     rows = (a, repeated(b))
     lhs, rhs = (x.reshape(groups * problem.k, -1) for x in rows)
-    return ragged_primitive.contraction(spec, lhs, rhs, jnp.full(groups, problem.k))[0]
+    return gemm_primitive.bind(Operands(lhs, rhs, jnp.full(groups, problem.k)), spec)[0]
 
 
 def _formula(problem: Problem, matmul: Callable, activate: Callable, a, b, b2, c, bias):

@@ -52,7 +52,7 @@ def candidates(product: Product, device: Mapping[str, Any], most: int = MOST) ->
         device: the result of ``_core.device_properties``.
         most: the maximum number of names.
     """
-    if isinstance(product.spec, CompiledSpec):
+    if product.spec.function is not None:
         return _of_compiled(product, device, most)
     return _spread(_ranked(product, device, run_time_rows=compiler.may_compile_rows()), most)
 
@@ -67,7 +67,7 @@ def built_candidates(product: Product, device: Mapping[str, Any], most: int = MO
         device: the result of ``_core.device_properties``.
         most: the maximum number of names.
     """
-    if isinstance(product.spec, CompiledSpec):
+    if product.spec.function is not None:
         return []
     possible = _ranked(product, device, run_time_rows=True)
     near = {config for config, cycles, _ in possible if cycles <= _FACTOR * possible[0][1]}
@@ -88,17 +88,17 @@ def relative(product: Product) -> Product | None:
     operands.
     """
     spec, types = product.spec, product.types
-    if isinstance(spec, CompiledSpec):
+    if spec.function is not None:
         types, _ = spec.split(types)
         spec = spec.product
     if types[0].dtype.itemsize < 2:
         return None
-    if isinstance(spec, GemmSpec):
+    if spec.is_grouped:
+        primitive = product.primitive.replace("compiled_ragged", "ragged_dot")
+    else:
         x = spec.unflatten(types[: len(spec.operand_names)])
         spec = spec.accumulators(config=None)
         primitive, types = "gemm", tuple(flatten(spec.select(x)))
-    else:
-        primitive = product.primitive.replace("compiled_ragged", "ragged_dot")
     if algorithm_of(product) == _HALF:
         is_wide = spec.out_dtype.itemsize > 2
         out = spec.out_dtype if is_wide else jnp.dtype(jnp.bfloat16)
@@ -126,7 +126,7 @@ def row_of(product: Product, config: str) -> str | None:
     found = names.find(row)
     if found is None:
         return None
-    if isinstance(product.spec, CompiledSpec) and (splits > 1 or not found.takes_functions):
+    if product.spec.function is not None and (splits > 1 or not found.takes_functions):
         return None
     return config
 
@@ -155,8 +155,7 @@ def _spread(ranked: Sequence[tuple[str, float, bool]], most: int) -> list[str]:
 def _ranked(
     product: Product, device: Mapping[str, Any], *, run_time_rows: bool
 ) -> list[tuple[str, float, bool]]:
-    is_gemm = isinstance(product.spec, GemmSpec)
-    problem = _of_gemm(product) if is_gemm else _of_groups(product)
+    problem = _of_groups(product) if product.spec.is_grouped else _of_gemm(product)
     choice = ChoiceInput(
         **problem,
         sm_count=device["sm_count"],
@@ -229,19 +228,17 @@ def _of_gemm(product: Product) -> dict[str, Any]:
 
 def _of_groups(product: Product) -> dict[str, Any]:
     """Returns the model's input for groups of equal size, like ``cuda/dispatch/ragged.cc``."""
-    spec = product.spec
+    spec: GemmSpec = product.spec
     lhs, rhs, sizes, *_ = product.types
     algorithm = _algorithm(product, lhs, rhs)
     groups = sizes.shape[0]
-    by_rows = product.primitive == "ragged_dot"
+    by_rows = spec.grouped == "m"
     multiple = COPY_BYTES // 2  # extents are padded to a multiple of it
-    rows, k = lhs.shape
-    n = rhs.shape[1 if spec.transpose_rhs or not by_rows else 2]
+    (rows, k), n = lhs.shape, rhs.shape[spec.axes.b[-1]]
     k, n = (-(-extent // multiple) * multiple for extent in (k, n))
     mean = -(-rows // groups)
-    row_a, row_b = k, k if by_rows and spec.transpose_rhs else n
+    row_a, row_b = k, k if spec.transposes_b else n
     itemsize = lhs.dtype.itemsize
-    plain = spec.activation is None and len(product.types) == 3 and spec.result_count == 1
     return {
         "algorithm": algorithm,
         "m": mean if by_rows else k,
@@ -252,9 +249,9 @@ def _of_groups(product: Product) -> dict[str, Any]:
         "float32_result": written_dtype(algorithm, spec.out_dtype).itemsize > itemsize,
         "row_alignment_a": math.gcd(LINE_BYTES, row_a * itemsize),
         "row_alignment_b": math.gcd(LINE_BYTES, row_b * itemsize),
-        "layout": ("nt" if spec.transpose_rhs else "nn") if by_rows else "tn",
-        "epilogue": "none" if plain else "any",
-        "grouped": "m" if by_rows else "k",
+        "layout": "nt" if spec.transposes_b else "nn" if by_rows else "tn",
+        "epilogue": "none" if spec.work == "none" else "any",
+        "grouped": spec.grouped,
     }
 
 

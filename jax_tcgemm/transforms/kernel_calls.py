@@ -20,9 +20,9 @@ from jax_tcgemm.api.ragged_dot import ragged_dot
 from jax_tcgemm.epilogue import translation
 from jax_tcgemm.lowering import jit_epilogue as compiled_lowering
 from jax_tcgemm.lowering import jit_rows
+from jax_tcgemm.primitives import gemm as gemm_primitive
 from jax_tcgemm.primitives import jit_epilogue
-from jax_tcgemm.primitives import ragged as ragged_primitive
-from jax_tcgemm.problem.ragged import RaggedSpec
+from jax_tcgemm.problem import ragged
 from jax_tcgemm.problem.spec import GemmSpec, flatten
 from jax_tcgemm.problem.strides import Operands
 from jax_tcgemm.transforms import dequantized
@@ -85,8 +85,8 @@ def _product(node: Node, values: Sequence[Any]) -> list[Any]:
         return [ragged_dot(*values, transpose_rhs=form.transpose_rhs, **options)]
     # The gradient of the weights.
     precision = _compat.canonicalize_precision(node.params["precision"])
-    spec = RaggedSpec(jnp.dtype(node.outputs[0].dtype), precision)
-    return list(ragged_primitive.contraction(spec, lhs, rhs, group_sizes.astype(jnp.int32)))
+    spec = ragged.contraction(jnp.dtype(node.outputs[0].dtype), precision)
+    return gemm_primitive.bind(Operands(lhs, rhs, group_sizes.astype(jnp.int32)), spec)
 
 
 def _with_sequence_last(node: Node, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
@@ -141,17 +141,15 @@ def _is_wide_product(fused: Fused) -> bool:
     )
 
 
-def _factors(
-    fused: Fused, values: Sequence[Any]
-) -> tuple[Sequence[jax.Array], GemmSpec | RaggedSpec]:
+def _factors(fused: Fused, values: Sequence[Any]) -> tuple[Sequence[jax.Array], GemmSpec]:
     """Returns the operands of the product, or of both products of a gated one, and its spec."""
     form, params = fused.form, fused.products[0].params
     precision = _compat.canonicalize_precision(params["precision"])
     out_dtype = fused.products[0].outputs[0].dtype
     if isinstance(form, RaggedForm):
         lhs, rhs, group_sizes = values
-        sizes = group_sizes.astype(jnp.int32)
-        return (lhs, rhs, sizes), RaggedSpec(jnp.dtype(out_dtype), precision, form.transpose_rhs)
+        spec = ragged.dot(jnp.dtype(out_dtype), precision, transpose_b=form.transpose_rhs)
+        return (lhs, rhs, group_sizes.astype(jnp.int32)), spec
     a, b = form.factors(*values[:2])
     if len(fused.products) == 2:
         _, b2 = form.factors(values[0], values[2])

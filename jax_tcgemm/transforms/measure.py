@@ -11,7 +11,6 @@ from collections.abc import Callable
 import jax
 
 from jax_tcgemm import _compat
-from jax_tcgemm.epilogue.spec import CompiledSpec, PackedFunctionSpec
 from jax_tcgemm.kernels.names import XLA
 from jax_tcgemm.problem.log import log
 from jax_tcgemm.tools.benchmarking import Timing
@@ -117,7 +116,7 @@ def measure_while_lowering(product: Product, patience: float) -> Measured | None
             not measured: NVRTC would compile kernels only to time them, and the model's choice was
             as fast.
     """
-    if patience < _PATIENT_SECONDS and isinstance(product.spec, (CompiledSpec, PackedFunctionSpec)):
+    if patience < _PATIENT_SECONDS and product.spec.function is not None:
         return None
     return in_a_thread(functools.partial(measure, product, patience=patience))
 

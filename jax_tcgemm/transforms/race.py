@@ -14,18 +14,15 @@ import jax
 from jax.extend.core import Primitive
 
 from jax_tcgemm import _core
-from jax_tcgemm.epilogue.spec import CompiledSpec, PackedFunctionSpec
 from jax_tcgemm.kernels.names import MEASURED, XLA, find
 from jax_tcgemm.lowering import fallback, packed_problem
 from jax_tcgemm.lowering.gemm import shares_program
-from jax_tcgemm.primitives.gemm import gemm_p
+from jax_tcgemm.primitives.gemm import gemm_p, ragged_contraction_p, ragged_dot_p
 from jax_tcgemm.primitives.jit_epilogue import compiled_p, compiled_ragged_p
 from jax_tcgemm.primitives.packed import packed_p
 from jax_tcgemm.primitives.packed_function import packed_function_p
 from jax_tcgemm.primitives.packed_ragged import packed_ragged_p
-from jax_tcgemm.primitives.ragged import ragged_contraction_p, ragged_dot_p
 from jax_tcgemm.problem.log import log
-from jax_tcgemm.problem.spec import GemmSpec
 from jax_tcgemm.tools import stopwatch
 from jax_tcgemm.tools.benchmarking import Timing, time_chains
 from jax_tcgemm.tools.chain import Chain, argument_set_count, compile_call, default_device
@@ -193,12 +190,10 @@ class Race:
     def _shares_program(self, config: str) -> bool:
         """Returns true if a row can run in the one program that many rows share."""
         product = self._product
-        if isinstance(product.spec, CompiledSpec):
-            return False
-        if isinstance(product.spec, GemmSpec):
+        if product.primitive == "gemm":
             return shares_program(product.types, product.spec, config)
         row = find(config)
-        return row is not None and row.copies_whole_chunks
+        return row is not None and product.spec.function is None and row.copies_whole_chunks
 
     def _loaded(self, chain: Chain) -> Chain | None:
         """Runs a row of the shared program once and returns it; ``None`` if it fails."""
@@ -269,10 +264,8 @@ class Race:
 
 
 def _apply(product: Product, config: str | None, *operands: jax.Array) -> Any:
-    spec = product.spec
-    is_special = isinstance(spec, (CompiledSpec, PackedFunctionSpec))
-    spec = spec.with_config(config) if is_special else dataclasses.replace(spec, config=config)
-    if isinstance(spec, GemmSpec):
+    spec = product.spec.with_config(config)
+    if product.primitive == "gemm":
         spec = spec.replace(overwrite_c=False)  # c is not donated here, so XLA would copy it
     return _PRIMITIVES[product.primitive].bind(*operands, spec=spec)
 

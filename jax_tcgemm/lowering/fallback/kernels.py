@@ -138,10 +138,10 @@ def no_gated_kernel(algorithm: str, spec: GemmSpec, x: Operands) -> str | None:
     return None
 
 
-def no_ragged_kernel(
-    algorithm: str | None, grouped: str, work: str, extents: tuple[Any, ...], config: str | None
-) -> str | None:
+def no_ragged_kernel(algorithm: str | None, spec: GemmSpec, extents: tuple[Any, ...]) -> str | None:
     """Returns why no kernel can be used, or ``None``; slow kernels must be requested by name."""
+    config, grouped = spec.config, spec.grouped
+    work = "none" if spec.work == "none" else "any"
     if config == kernel_names.XLA:
         return "by config"
     if algorithm is None or not kernel_names.for_algorithm(algorithm, grouped):
