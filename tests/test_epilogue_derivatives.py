@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jax_tcgemm
-from jax_tcgemm import _core, gated_gemm, gemm
+from jax_tcgemm import _core, gemm
 from jax_tcgemm.epilogue import cubins, function, linear, nvrtc, source, translation
 from jax_tcgemm.lowering import jit_epilogue, jit_pass
 from jax_tcgemm.primitives import epilogue_derivative
@@ -203,27 +203,6 @@ def _equations(jaxpr, primitive):
                 yield from _equations(inner, primitive)
 
 
-def test_vmap_of_gradients_and_second_derivatives():
-    f = lambda acc, bias, x: jnp.tanh(acc + bias) * x  # noqa: E731
-    a, b = _drawn(0, (3, 8, 16), jnp.float32), _drawn(1, (16, 8), jnp.float32) / 4
-    bias, x = _drawn(2, (8,), jnp.float32), _drawn(3, (3, 8, 8), jnp.float32)
-
-    def each(product):
-        gradients = jax.grad(_loss(f, product), (0, 1, 2, 3))
-        return jax.vmap(gradients, (0, None, None, 0))(a, b, bias, x)
-
-    for ours, theirs in zip(each(_ours), each(_theirs), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
-
-    def second(product):
-        return jax.hessian(_loss(f, product), (1, 2))(a[0], b, bias, x[0])
-
-    for ours, theirs in zip(
-        jax.tree.leaves(second(_ours)), jax.tree.leaves(second(_theirs)), strict=True
-    ):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-3)
-
-
 def test_results_without_a_cotangent_or_a_derivative():
     def f(acc, bias):
         y = jnp.tanh(acc + bias)
@@ -252,24 +231,6 @@ def test_custom_vjp_as_an_epilogue():
     grad = jax.grad(lambda a: gemm(a, b, epilogue=clipped).sum())(a)
     expected = jnp.ones((8, 8)) @ b.T.astype(jnp.float32)
     np.testing.assert_allclose(np.asarray(grad, np.float32), np.asarray(expected), rtol=0.02)
-
-
-def test_gated():
-    f = lambda g, u, bias: jax.nn.silu(g + bias) * u  # noqa: E731
-    x, w, v, bias = (
-        _drawn(i, s, jnp.float32) for i, s in enumerate([(8, 16), (16, 8), (16, 8), (8,)])
-    )
-
-    def ours(x, w, v, bias):
-        return gated_gemm(x, w, v, epilogue=f, epilogue_operands=(bias,)).sum()
-
-    def theirs(x, w, v, bias):
-        return f(x @ w, x @ v, bias).sum()
-
-    for y, z in zip(
-        *(jax.grad(each, (0, 1, 2, 3))(x, w, v, bias) for each in (ours, theirs)), strict=True
-    ):
-        np.testing.assert_allclose(y, z, rtol=1e-4, atol=1e-4)
 
 
 def _layer_operands(*shapes):

@@ -241,15 +241,6 @@ def test_delayed_scaling_under_vmap(normal, rng):
     assert_same(jax.jit(jax.grad(layers))(states), stacked)
 
 
-def test_it_is_differentiated_once_in_reverse(normal):
-    x, w = normal(3, 128), normal(128, 128)
-    for recipe in ("current", "block"):
-        with pytest.raises(TypeError, match="differentiated once"):
-            jax.grad(lambda x, recipe=recipe: jax.grad(loss)(x, w, recipe).sum())(x)
-    with pytest.raises(TypeError, match="forward-mode"):
-        jax.jvp(lambda x: loss(x, w), (x,), (x,))
-
-
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [

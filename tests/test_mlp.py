@@ -1,4 +1,4 @@
-"""`mlp` and `gated_mlp`: values, derivatives, transformations, errors."""
+"""`mlp` and `gated_mlp`: values, gradients in 16 bits, what they keep and save, errors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from fused_call import assert_trees_close, square_sum
 from jax.sharding import PartitionSpec
-from jax.test_util import check_grads
 from mlp_forms import (
     EACH,
     FORMS,
@@ -79,10 +78,8 @@ def test_residual(args, normal, form, formula):
             return formula(*args) + residual
 
         assert_trees_close(f(residual, *args), g(residual, *args))
-        for argnums in (range(6), (0,), (0, 5), (0, 1)):
-            actual = jax.grad(square_sum(f), argnums)(residual, *args)
-            expected = jax.grad(square_sum(g), argnums)(residual, *args)
-            assert_trees_close(actual, expected, 1e-3)
+        actual = jax.grad(square_sum(f))(residual, *args)
+        assert_trees_close(actual, jax.grad(square_sum(g))(residual, *args), 1e-3)
 
 
 def test_biases_are_optional(args):
@@ -115,55 +112,6 @@ def test_float32_master_weights_get_float32_gradients(exact, normal, form, formu
 
 
 # Derivatives
-
-
-@pytest.mark.any_jax
-@pytest.mark.parametrize("name", ["plain", "recomputing", "gated", "packed"])
-def test_derivatives_against_finite_differences(rng, name):
-    with jax.enable_x64(True):
-        shapes = [(2, 3), (3, 4), (4,), (4, 3), (3,)]
-        args = [jnp.asarray(rng.uniform(-1, 1, shape)) for shape in shapes]
-        check_grads(FORMS[name][0], args, order=2)
-
-
-@pytest.mark.any_jax
-@TWO
-def test_second_order_in_float32(rng, form, formula):
-    shapes = [(2, 3), (3, 4), (4,), (4, 3), (3,)]
-    args = [jnp.asarray(rng.uniform(-1, 1, shape), jnp.float32) for shape in shapes]
-    with jax.default_matmul_precision("highest"):
-        check_grads(form, args, order=2, rtol=2e-2, atol=2e-2)
-
-
-@EACH
-def test_both_modes(args, normal, form, formula):
-    tangents = jax.tree.map(lambda x: normal(*x.shape), args)
-    expected = jax.jvp(formula, args, tangents)
-    assert_trees_close(jax.jvp(form, args, tangents), expected, 1e-3)
-    primal, linear = jax.linearize(form, *args)
-    assert_trees_close((primal, linear(*tangents)), expected, 1e-3)
-    assert_trees_close(
-        jax.jit(jax.grad(square_sum(form), EVERY))(*args),
-        jax.grad(square_sum(formula), EVERY)(*args),
-        1e-3,
-    )
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _derivatives(f, argnum, *args):
-    loss = square_sum(f)
-    return jax.grad(loss, argnum)(*args), jax.hessian(loss, argnum)(*args)
-
-
-@pytest.mark.any_jax
-@TWO
-def test_each_operand_alone(args, exact, form, formula):
-    """In float64, since second derivatives are differences of larger numbers."""
-    with jax.enable_x64(True):
-        args = [jnp.asarray(exact(x)) for x in args]
-        for argnum in EVERY:
-            actual, expected = (_derivatives(f, argnum, *args) for f in (form, formula))
-            assert_trees_close(actual, expected, 1e-6)
 
 
 @pytest.mark.any_jax
@@ -201,65 +149,8 @@ def test_what_the_reverse_pass_keeps(normal, form, count):
 # Transformations
 
 
-@pytest.mark.any_jax
-@pytest.mark.parametrize(
-    "axes",
-    [
-        (0, None, None, None, None),
-        (1, 2, 0, 1, 1),
-        (None, 0, 0, 0, 0),
-        (None, None, 1, None, None),
-        (None, None, None, 1, None),
-        (None, None, None, None, 0),
-        (0, 1, None, None, None),
-    ],
-)
-@EACH
-def test_vmap(normal, form, formula, axes):
-    shapes = [(4, 6), (6, 8), (8,), (8, 3), (3,)]
-    args = [
-        normal(*(shape if axis is None else np.insert(shape, axis, 2)))
-        for shape, axis in zip(shapes, axes, strict=True)
-    ]
-
-    def of_batch(f, *args):
-        return jax.vmap(f, axes)(*args), jax.grad(square_sum(jax.vmap(f, axes)), EVERY)(*args)
-
-    def per_example(f, *args):
-        return jax.vmap(jax.grad(square_sum(f), EVERY), axes)(*args)
-
-    for both in (of_batch, per_example):
-        actual, expected = (jax.jit(both, static_argnums=0)(f, *args) for f in (form, formula))
-        assert_trees_close(actual, expected, 2e-3)
-
-
 POLICIES = jax.checkpoint_policies
 BOTH_NAMES = (jax_tcgemm.PREACTIVATION, jax_tcgemm.ACTIVATION)
-
-
-@pytest.mark.parametrize(
-    "policy",
-    [
-        None,
-        POLICIES.everything_saveable,
-        POLICIES.save_only_these_names(BOTH_NAMES[0]),
-        POLICIES.save_only_these_names(*BOTH_NAMES),
-    ],
-)
-@TWO
-def test_scan_and_remat(normal, form, formula, policy):
-    shapes = [(6, 8), (8,), (8, 6), (6,)]
-    x, weights = normal(4, 6), [0.4 * normal(3, *shape) for shape in shapes]
-
-    def loss(f, **options):
-        def layer(x, weights):
-            return jax.checkpoint(f, **options)(x, *weights), None
-
-        return lambda x, weights: jnp.sum(jax.lax.scan(layer, x, weights)[0] ** 2)
-
-    actual = jax.jit(jax.value_and_grad(loss(form, policy=policy), (0, 1)))(x, weights)
-    expected = jax.value_and_grad(loss(formula), (0, 1))(x, weights)
-    assert_trees_close(actual, expected, 2e-3)
 
 
 @pytest.mark.parametrize(
@@ -285,37 +176,6 @@ def test_gradients_of_unused_operands_are_not_computed(args, count_gemms):
     loss = square_sum(plain)
     counts = [count_gemms(jax.grad(loss, argnums), *args) for argnums in ((4,), (3,), (1,), (0,))]
     assert counts == [2, 3, 4, 4]
-
-
-def test_disabled_jit(args):
-    with jax.disable_jit():
-        got = jax.grad(square_sum(plain))(*args)
-    assert_trees_close(got, jax.grad(square_sum(plain_formula))(*args), 1e-3)
-
-
-@TWO
-def test_export(args, form, formula):
-    pytest.importorskip("flatbuffers")
-    checks = jax_tcgemm.export_disabled_checks()
-    export = jax.export.export(jax.jit(form), platforms=("cpu", "cuda"), disabled_checks=checks)
-    loaded = jax.export.deserialize(export(*args).serialize(vjp_order=1))
-    assert_trees_close(loaded.call(*args), formula(*args))
-    actual = jax.grad(square_sum(loaded.call), EVERY)(*args)
-    assert_trees_close(actual, jax.grad(square_sum(formula), EVERY)(*args), 1e-3)
-
-
-@pytest.mark.parametrize("check_vma", [False, True])
-@EACH
-def test_shard_map(normal, mesh, form, formula, check_vma):
-    rows, whole = PartitionSpec("x"), PartitionSpec()
-    args = tuple(normal(*shape) for shape in [(8, 6), *SHAPES[1:]])
-    sharded = jax.shard_map(
-        form, mesh=mesh, in_specs=(rows, *[whole] * 4), out_specs=rows, check_vma=check_vma
-    )
-    assert_trees_close(jax.jit(sharded)(*args), formula(*args))
-    for argnums in (EVERY, (3,)):
-        actual = jax.jit(jax.grad(square_sum(sharded), argnums))(*args)
-        assert_trees_close(actual, jax.grad(square_sum(formula), argnums)(*args), 1e-3)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
