@@ -85,8 +85,8 @@ class Operation:
         out: the sharding of the result; ``None`` if the arguments' parts do not give its parts.
         linear: sets of arguments in which the operation is linear, up to a constant.
         dtype: the type to which intermediate results are rounded.
-        is_main: whether the operation goes through all transformations, with every version of JAX.
-        errors: by transformation that the operation refuses, the type and text of the error.
+        errors: by transformation that is refused, the type and text of the error.
+        only: the transformations that are tried; ``None`` means all, with every version of JAX.
     """
 
     ours: Callable[..., Any]
@@ -95,8 +95,8 @@ class Operation:
     out: P | None = ROWS
     linear: tuple[tuple[int, ...], ...] = ()
     dtype: Any = F32
-    is_main: bool = True
     errors: dict[str, tuple[type[Exception], str]] = dataclasses.field(default_factory=dict)
+    only: tuple[str, ...] | None = None
 
     @property
     def moving(self) -> list[int]:
@@ -107,7 +107,9 @@ class Operation:
         return tuple(argument.spec for argument in self.arguments)
 
 
-variant = functools.partial(Operation, is_main=False)
+# For another form of an operation that goes through all.
+FEW = ("forward", "second", "vmap", "gradient of vmap", "jit", "shard_map", "remat, names")
+variant = functools.partial(Operation, only=FEW)
 
 
 def _transposed(a, b, c, bias):
@@ -233,13 +235,17 @@ PRODUCTS = {
         ),
         linear=((3,),),
     ),
-    "gemm, activations": variant(
-        _activated, _activated_formula, (_X, array(6, 5), array(5)), out=None
+    "gemm, activations": Operation(
+        _activated,
+        _activated_formula,
+        (_X, array(6, 5), array(5)),
+        only=("forward", "second", "jit"),
     ),
     "gemm, complex": Operation(
         _conjugated,
         _conjugated_formula,
         (array(4, 6, spec=ROWS, dtype=C64), array(6, 5, dtype=C64), array(5, dtype=C64)),
+        errors={"remat, everything": (TypeError, "reduce_precision")},  # jnp.matmul, too
     ),
     "gated_gemm": Operation(_gated, _gated_formula, _GATED, linear=((2, 4), (2,), (4,))),
     "gated_gemm, one weight": variant(
@@ -261,7 +267,7 @@ PRODUCTS = {
         (((3, 2), (0, 1)), ((), ())),
         array(2, 5, 3, 4, spec=ROWS, dtype=C64),
         array(4, 3, 6, dtype=C64),
-        is_main=False,
+        only=FEW,
     ),
     "mlp": Operation(
         _layers,
@@ -270,7 +276,7 @@ PRODUCTS = {
         linear=((3, 4, 5), (4,), (5,)),
     ),
     **{
-        f"mlp, {form}": Operation(*functions, _LAYERS, is_main=form == "gated")
+        f"mlp, {form}": Operation(*functions, _LAYERS, only=None if form == "gated" else FEW)
         for form, functions in MLPS.items()
         if form != "plain"
     },
