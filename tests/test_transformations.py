@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,7 +21,6 @@ from sharded_program import mesh_of
 from transformed import EXAMPLES, OPERATIONS, Case, check, drawn
 
 import jax_tcgemm
-
 
 # Transformations that change what is computed
 
