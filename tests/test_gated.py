@@ -76,7 +76,6 @@ def args(normal):
 # Values
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("activation", [None, "silu", "gelu_exact", clip(-1, 1)], ids=str)
 @FORMS
@@ -103,7 +102,6 @@ def test_rounds_once(normal, exact, form, dtype):
     assert np.all(np.abs(exact(form(*args)) - exact(expected)) <= 1.01 * spacing + 1e-5)
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize(
     ("x_batch", "w_batch", "bias_batch"),
     [((), (), ()), ((3,), (), (3,)), ((), (3,), ()), ((2, 3), (3,), (2, 1)), ((2, 1), (1, 3), ())],
@@ -168,7 +166,6 @@ def test_a_factor(normal, exact):
 # Derivatives
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @FORMS
 def test_16_bit_gradients(normal, exact, assert_accurate, form, dtype):
@@ -198,9 +195,6 @@ def test_linear_transpose_of_layers_in_the_second_weight(normal):
     (actual,) = jax.linear_transpose(lambda u: gated_mlp(x, w, u, v), u)(g)
     (expected,) = jax.linear_transpose(lambda u: (jax.nn.silu(x @ w) * (x @ u)) @ v, u)(g)
     assert_trees_close(actual, expected)
-
-
-# Transformations
 
 
 def test_batch_of_biases_needs_one_pair_of_products(args, normal):

@@ -45,7 +45,6 @@ def mesh():
 # Values
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 @EACH
 def test_values(normal, exact, assert_accurate, form, formula, dtype):
@@ -114,7 +113,6 @@ def test_float32_master_weights_get_float32_gradients(exact, normal, form, formu
 # Derivatives
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @EACH
 def test_16_bit_gradients(normal, exact, assert_accurate, form, formula, dtype):
@@ -144,9 +142,6 @@ def test_what_the_reverse_pass_keeps(normal, form, count):
     _, pullback = jax.vjp(form, *args)
     saved = [x for x in jax.tree.leaves(pullback) if x.shape == (16, columns)]
     assert [x.dtype for x in saved] == [jnp.bfloat16] * count
-
-
-# Transformations
 
 
 POLICIES = jax.checkpoint_policies

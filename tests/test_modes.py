@@ -201,40 +201,6 @@ def placed(mesh, x, *axes):
     return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*axes)))
 
 
-def on_mesh(function, mesh, *args):
-    """Returns values and gradients, and the shardings in their types."""
-    with jax.set_mesh(mesh):
-        results = jax.jit(
-            lambda *args: (function(*args), jax.grad(square_sum(function), range(len(args)))(*args))
-        )(*args)
-    return results, jax.tree.map(lambda x: jax.typeof(x).sharding.spec, results)
-
-
-@pytest.mark.parametrize(
-    ("ours", "formula"),
-    [
-        (
-            lambda x, w, b: gemm(x, w, bias=b, activation="gelu"),
-            lambda x, w, b: jax.nn.gelu(x @ w + b),
-        ),
-        (
-            lambda x, w, b: gated_gemm(x, w, w, bias_gate=b),
-            lambda x, w, b: jax.nn.silu(x @ w + b) * (x @ w),
-        ),
-    ],
-    ids=["gemm", "gated_gemm"],
-)
-def test_explicitly_sharded_types(normal, mesh, ours, formula):
-    args = (
-        placed(mesh, normal(8, 6), "x", None),
-        placed(mesh, normal(6, 4), None, "y"),
-        placed(mesh, normal(4), "y"),
-    )
-    (actual, shardings), (expected, wanted) = (on_mesh(f, mesh, *args) for f in (ours, formula))
-    assert shardings == wanted
-    assert_trees_close(actual, expected, 1e-3)
-
-
 @pytest.mark.parametrize("platform", ["cuda", "cpu"])
 def test_operands_are_widened_for_the_platform_lowered_for(normal, mesh, platform):
     """XLA's CPU compiler needs float32 products, which would be many times slower on a GPU."""
@@ -252,20 +218,6 @@ def test_operands_are_widened_for_the_platform_lowered_for(normal, mesh, platfor
     assert len(operands) == count
     assert all(("bf16" in types) == (platform == "cuda") for types in operands), operands
     assert all(("f32" in types) == (platform == "cpu") for types in operands), operands
-
-
-def test_explicitly_sharded_layers(normal, mesh):
-    args = (
-        placed(mesh, normal(8, 6), "x", None),
-        placed(mesh, normal(6, 4), None, None),
-        placed(mesh, normal(4, 6), None, "y"),
-    )
-    (actual, shardings), (expected, wanted) = (
-        on_mesh(f, mesh, *args)
-        for f in (lambda x, w, v: mlp(x, w, None, v), lambda x, w, v: jax.nn.gelu(x @ w) @ v)
-    )
-    assert shardings == wanted
-    assert_trees_close(actual, expected, 1e-3)
 
 
 @pytest.mark.parametrize("axis", [None, "y"])

@@ -21,7 +21,7 @@ from sharded_program import Program, mesh_of
 
 from jax_tcgemm import dot_general, gated_gemm, gemm, mlp
 from jax_tcgemm.lowering import overlapped, reference
-from jax_tcgemm.partitioning import overlap, partitioner, products
+from jax_tcgemm.partitioning import partitioner, products
 from jax_tcgemm.partitioning.shard import AXIS
 from jax_tcgemm.problem.spec import flatten
 
@@ -29,14 +29,6 @@ pytestmark = pytest.mark.usefixtures("divided_everywhere", "overlapped")
 
 BF16 = jnp.bfloat16
 CALL = "jax_tcgemm_overlapped_v1"
-
-
-@pytest.fixture
-def small_products(monkeypatch):
-    """Makes small products overlap, although that does not pay."""
-    monkeypatch.setattr(overlap, "FEWEST_ROWS", 256)
-    monkeypatch.setattr(overlap, "FEWEST_ROWS_OF_A_PART", 128)
-    monkeypatch.setattr(overlap, "_LONGEST", float("inf"))
 
 
 @pytest.fixture

@@ -122,9 +122,6 @@ def test_unused_preactivation_is_not_computed(normal, cuda_text):
     assert text.count("has_aux = true") == 0  # the sum needs no d
 
 
-# Transformations
-
-
 # Errors
 
 
