@@ -13,7 +13,6 @@ import random_epilogues
 from jax import lax
 from nightly import slow
 
-import jax_tcgemm
 from jax_tcgemm import gated_gemm, gemm
 from jax_tcgemm.epilogue import compiler, cubins, function, nvrtc, operations, translation
 from jax_tcgemm.kernels import table
@@ -164,19 +163,6 @@ def test_masks_are_kept_for_the_derivative():
         jax.grad(lambda x, each=each: each(x, W, key, f=f).sum())(X) for each in (_ours, _theirs)
     )
     _close(actual, expected)
-
-
-def test_scan_and_checkpoint():
-    eye = jnp.eye(K, dtype=BF16)
-
-    def step(x, _):
-        return gemm(x, eye, epilogue=lambda acc: jnp.tanh(acc).astype(BF16)), None
-
-    policy = jax.checkpoint_policies.save_only_these_names(jax_tcgemm.PREACTIVATION)
-    looped = jax.checkpoint(lambda x: lax.scan(step, x, None, length=3)[0], policy=policy)
-    expected = jax.grad(lambda x: jnp.sum(jnp.tanh(jnp.tanh(jnp.tanh(x.astype(jnp.float32))))))(X)
-    actual = jax.grad(lambda x: jnp.sum(looped(x).astype(jnp.float32)))(X)
-    assert np.abs(np.asarray(actual - expected, np.float32)).max() < 0.05
 
 
 @pytest.mark.parametrize(

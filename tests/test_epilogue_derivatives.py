@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 import jax_tcgemm
-from jax_tcgemm import _core, gemm
+from jax_tcgemm import _core, gemm, mlp
 from jax_tcgemm.epilogue import cubins, function, linear, nvrtc, source, translation
 from jax_tcgemm.lowering import jit_epilogue, jit_pass
 from jax_tcgemm.primitives import epilogue_derivative
+from jax_tcgemm.primitives import jit_epilogue as jit_epilogue_primitive
 
 pytestmark = pytest.mark.any_jax
 
@@ -323,3 +324,43 @@ def test_symbolic_shapes_of_several_scopes():
             jax.jit(grad), disabled_checks=jax_tcgemm.export_disabled_checks()
         )(*types)
         assert exported.out_avals[1].shape == (64, 32)
+
+
+# Two layers
+
+
+def _dropout(acc, bias, slope):
+    kept = jax.random.bernoulli(jax.random.key(0), 0.75, acc.shape)
+    return jnp.where(kept, jax.nn.silu(acc * slope + bias) / 0.75, 0)
+
+
+def _mlp(x, w1, bias, slope, w2, b2, r):
+    return mlp(x, w1, None, w2, b2, residual=r, epilogue=_dropout, epilogue_operands=(bias, slope))
+
+
+_MLP_SHAPES = (12, 16), (16, 24), (24,), (), (24, 8), (8,), (12, 8)
+
+
+def test_mlp_goes_back_through_its_function_in_a_gemm():
+    operands = _layer_operands(*_MLP_SHAPES)
+    jaxpr = jax.make_jaxpr(jax.grad(lambda *x: jnp.sum(jnp.sin(_mlp(*x))), tuple(range(7))))(
+        *operands
+    ).jaxpr
+    assert not list(_equations(jaxpr, epilogue_derivative.pullback_p))
+    forward, back = _equations(jaxpr, jit_epilogue_primitive.compiled_p)
+    # The cotangent, and the sums for the bias and the slope.
+    assert [x.aval.shape for x in back.outvars] == [(12, 24), (24,), ()]
+    assert any(x.aval.dtype == bool for x in forward.outvars)
+    made = translation.translate(back.params["spec"].function)
+    assert not isinstance(made, str), made
+    assert len(made.reductions) == 2
+
+
+def test_what_goes_with_a_function_of_mlp():
+    x, w1, bias, _, w2, *_ = _layer_operands(*_MLP_SHAPES)
+    with pytest.raises(ValueError, match="got b1 as well"):
+        mlp(x, w1, bias, w2, epilogue=jnp.tanh)
+    with pytest.raises(ValueError, match="recompute_activation"):
+        mlp(x, w1, None, w2, epilogue=jnp.tanh, recompute_activation=True)
+    with pytest.raises(ValueError, match="the hidden layer"):
+        mlp(x, w1, None, w2, epilogue=lambda acc: (acc, acc))
