@@ -17,6 +17,7 @@ from mlp_forms import FORMS as MLPS
 from packed_values import weight
 
 import jax_tcgemm as tc
+from jax_tcgemm.primitives.activation_gradient import activation_tangent
 from jax_tcgemm.problem.activations import ACTIVATIONS, resolve
 
 C64, F32 = jnp.complex64, jnp.float32
@@ -208,6 +209,11 @@ def _gated_ragged_formula(x, gate, up, bias, sizes):
     return jax.nn.silu(gate) * product_of_groups(x, up, sizes)
 
 
+def _slope(activation, z, t, bias=0):
+    return jax.jvp(resolve(activation).reference, (z,), (t + bias,))[1]
+
+
+_OF_SLOPES = (*FEW, "reverse of each", "vmap of gradient", "nested vmap")
 _X = array(4, 6, spec=ROWS)
 _GATED = (_X, array(6, 5), array(6, 5), array(5), array(5))
 _LAYERS = (_X, array(6, 8), array(8), array(8, 3), array(3))
@@ -288,7 +294,25 @@ PRODUCTS = {
         COLUMNS,
         linear=((0,), (1,), (2,)),
     ),
-    "gated_ragged_dot": variant(
-        _gated_ragged, _gated_ragged_formula, (*_GROUPS[:2], *_GROUPS[1:]), COLUMNS
+    "gated_ragged_dot": Operation(
+        _gated_ragged,
+        _gated_ragged_formula,
+        (*_GROUPS[:2], *_GROUPS[1:]),
+        COLUMNS,
+        only=("forward", "vmap", "jit", "shard_map"),
+    ),
+    "slope": Operation(
+        functools.partial(activation_tangent, "gelu"),
+        functools.partial(_slope, "gelu"),
+        (_X, _X, array(6)),
+        linear=((1, 2), (1,), (2,)),
+        only=_OF_SLOPES,
+    ),
+    "slope, without bias": Operation(
+        functools.partial(activation_tangent, tc.softcap(1.5)),
+        functools.partial(_slope, tc.softcap(1.5)),
+        (_X, _X),
+        linear=((1,),),
+        only=_OF_SLOPES,
     ),
 }

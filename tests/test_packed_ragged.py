@@ -122,22 +122,6 @@ def test_division(rng, monkeypatch, w_spec, x_spec):
     assert not moved
 
 
-def test_explicit_axes(rng):
-    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,))
-    q = weight(rng, "int4", (2, 128, 128), 64)
-    x, sizes = drawn(rng, 4, 128), jnp.array([1, 2])
-    with jax.set_mesh(mesh):
-        whole = NamedSharding(mesh, P())
-        operands = (
-            jax.device_put(x, whole),
-            jax.device_put(pack(q), NamedSharding(mesh, P(None, "x"))),
-            jax.device_put(sizes, whole),
-        )
-        y = jax.jit(lambda *a: ragged_dot(*a))(*operands)
-        check(y, x, q, sizes)
-        assert jax.typeof(y).sharding.spec == P(None, "x")
-
-
 # Kernels
 
 
