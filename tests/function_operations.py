@@ -178,6 +178,7 @@ def _fp8_backward(kept, dy):
 
 _fp8_formula.defvjp(lambda x, w: (_fp8_formula(x, w), (x, w)), _fp8_backward)
 
+_OWN_EXTENTS = {"export, symbolic": (ValueError, "must agree in k")}  # those of packed weights
 _ROWS_OF_64 = array(4, 64, spec=ROWS, dtype=BF16)
 
 FUNCTIONS |= {
@@ -191,6 +192,7 @@ FUNCTIONS |= {
         ),
         COLUMNS,
         dtype=BF16,
+        errors=_OWN_EXTENTS,
     ),
     "packed, pair": Operation(
         _packed_pair,
@@ -210,6 +212,7 @@ FUNCTIONS |= {
         (array(6, 64, dtype=BF16), quantized(3, 64, 128, spec=COLUMNS), sizes(3, 6)),
         COLUMNS,
         dtype=BF16,
+        errors=_OWN_EXTENTS,
     ),
     "unpacked": variant(
         _packed,

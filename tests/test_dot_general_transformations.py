@@ -137,17 +137,6 @@ def test_numpy_operands_and_disabled_jit(rng):
         np.testing.assert_allclose(dot_general(lhs, rhs, PLAIN), got, rtol=1e-6)
 
 
-def test_export_with_symbolic_shapes(normal):
-    (rows,) = jax.export.symbolic_shape("rows")
-    f = jax.jit(lambda a, b: dot_general(a, b, PLAIN))
-    b = normal(6, 5)
-    exported = jax.export.export(f, platforms=("cpu", "cuda"))(
-        jax.ShapeDtypeStruct((rows, 6), jnp.float32), b
-    )
-    x = normal(9, 6)
-    assert_trees_close(exported.call(x, b), x @ b)
-
-
 # Hooks
 
 

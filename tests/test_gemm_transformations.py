@@ -65,15 +65,6 @@ def test_donated_addend(normal):
     assert donated.is_deleted()
 
 
-def test_export_with_symbolic_shapes(normal):
-    (rows,) = jax.export.symbolic_shape("rows")
-    a = jax.ShapeDtypeStruct((rows, 6), jnp.float32)
-    b = normal(6, 5)
-    exported = jax.export.export(jax.jit(gemm), platforms=("cpu", "cuda"))(a, b)
-    x = normal(9, 6)
-    assert_trees_close(exported.call(x, b), x @ b)
-
-
 @pytest.mark.parametrize("ragged", [False, True])
 def test_export_with_symbolic_shapes_and_a_configuration(normal, ragged):
     """Symbolic shapes do not tell if the rows suit, so XLA computes the product."""

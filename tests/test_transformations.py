@@ -116,7 +116,7 @@ CHANGES = {
 
 
 # These need an operation whose arguments' parts give parts of the result.
-DIVIDED = ("shard_map", "shard_map, unchecked", "explicit axes")
+DIVIDED = ("export, symbolic", "shard_map", "shard_map, unchecked", "explicit axes")
 
 
 def cells(transformations: Any) -> Any:
@@ -179,11 +179,20 @@ def shard_map(case: Case, op: Any, check_vma: bool = True) -> Any:
     return jit(case._replace(f=jax.shard_map(case.f, mesh=mesh_of((2,)), **options)))
 
 
-def export(case: Case, *_: Any) -> Any:
+def export(case: Case, op: Any, is_symbolic: bool = False) -> Any:
+    """Exports and loads; if symbolic, the dimensions that devices would divide have no extents."""
     pytest.importorskip("flatbuffers")
+    types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), case.data.args)
+    if is_symbolic:
+        (rows,) = jax.export.symbolic_shape("rows")
+        for i, spec in enumerate(op.specs):
+            if "x" in spec:
+                shape = [*types[i].shape]
+                shape[spec.index("x")] = rows
+                types[i] = jax.ShapeDtypeStruct(shape, types[i].dtype)
     checks = jax_tcgemm.export_disabled_checks()
     options = {"platforms": ("cpu", "cuda"), "disabled_checks": checks}
-    exported = jax.export.export(jax.jit(case.f), **options)(*case.data.args)
+    exported = jax.export.export(jax.jit(case.f), **options)(*types)
     loaded = jax.export.deserialize(exported.serialize(vjp_order=1))
     return jit(case._replace(f=loaded.call))
 
@@ -217,6 +226,7 @@ WRAPPERS = {
     "shard_map": shard_map,
     "shard_map, unchecked": functools.partial(shard_map, check_vma=False),
     "export": export,
+    "export, symbolic": functools.partial(export, is_symbolic=True),
     "explicit axes": explicit_axes,
 }
 
