@@ -87,7 +87,7 @@ class Operation:
         linear: sets of arguments in which the operation is linear, up to a constant.
         dtype: the type to which intermediate results are rounded.
         errors: by transformation that is refused, the type and text of the error.
-        only: the transformations that are tried; ``None`` means all, with every version of JAX.
+        only: the transformations that are tried; ``None`` means all.
     """
 
     ours: Callable[..., Any]
