@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from sharded_checks import put
+from sharded_program import mesh_of
 
 from jax_tcgemm import gemm
 from jax_tcgemm.primitives.activation_gradient import activation_tangent
@@ -59,9 +61,7 @@ def test_vmap_over_nothing_of_it(normal):
 
 def test_explicitly_sharded_batch(normal):
     """A custom call cannot be partitioned; XLA's own operations can."""
-    mesh = jax.make_mesh(
-        (2,), ("x",), (jax.sharding.AxisType.Explicit,), devices=jax.devices("cpu")[:2]
-    )
+    mesh = mesh_of((2,), jax.sharding.AxisType.Explicit)
     a, b, bias = normal(4, 3, 6), normal(6, 8), normal(8)
 
     def loss(f, a, b, bias):
@@ -78,14 +78,7 @@ def test_explicitly_sharded_batch(normal):
 
     expected = gradients(formula)(a, b, bias)
     with jax.set_mesh(mesh):
-        sharded = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
-        placed = (
-            jax.device_put(a, sharded),
-            *(
-                jax.device_put(x, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
-                for x in (b, bias)
-            ),
-        )
+        placed = put(mesh, a, "x"), put(mesh, b), put(mesh, bias)
         got = jax.jit(gradients(ours))(*placed)
     # In 400 draws, both differed from float64 by up to 4.4e-5.
     for x, y in zip(got, expected, strict=True):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from fused_call import assert_trees_close, formula, fused, square_sum
 from jax.sharding import PartitionSpec
+from sharded_program import mesh_of
 
 from jax_tcgemm import gemm, ragged_dot
 from jax_tcgemm.kernels import names as kernel_names
@@ -88,9 +89,6 @@ def test_export_with_symbolic_shapes_and_a_configuration(normal, ragged):
 
 @pytest.mark.parametrize("check_vma", [False, True])
 def test_shard_map_over_the_contracted_dimension(normal, check_vma):
-    mesh = jax.make_mesh(
-        (4,), ("x",), (jax.sharding.AxisType.Auto,), devices=jax.devices("cpu")[:4]
-    )
     a, b = normal(6, 8), normal(8, 5)
 
     def partial_sum(a, b):
@@ -98,7 +96,7 @@ def test_shard_map_over_the_contracted_dimension(normal, check_vma):
 
     f = jax.shard_map(
         partial_sum,
-        mesh=mesh,
+        mesh=mesh_of((4,)),
         in_specs=(PartitionSpec(None, "x"), PartitionSpec("x")),
         out_specs=PartitionSpec(),
         check_vma=check_vma,

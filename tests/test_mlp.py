@@ -19,6 +19,7 @@ from mlp_forms import (
     plain,
     plain_formula,
 )
+from sharded_program import mesh_of
 
 import jax_tcgemm
 from jax_tcgemm import clip, gated_mlp, mlp
@@ -33,13 +34,6 @@ EVERY = range(5)
 def args(normal):
     """Returns x, w1, b1, w2, b2; the gated forms take halves of the first layer."""
     return tuple(normal(*shape) for shape in SHAPES)
-
-
-@pytest.fixture
-def mesh():
-    return jax.make_mesh(
-        (4,), ("x",), (jax.sharding.AxisType.Auto,), devices=jax.devices("cpu")[:4]
-    )
 
 
 # Values
@@ -175,7 +169,7 @@ def test_gradients_of_unused_operands_are_not_computed(args, count_gemms):
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("argnums", [(4,), (5,), (4, 5), (3, 4)])
-def test_shard_map_of_what_varies_less_than_the_result(normal, mesh, argnums, recompute):
+def test_shard_map_of_what_varies_less_than_the_result(normal, argnums, recompute):
     rows, whole = PartitionSpec("x"), PartitionSpec()
 
     def form(x, w1, b1, w2, b2, residual):
@@ -183,7 +177,7 @@ def test_shard_map_of_what_varies_less_than_the_result(normal, mesh, argnums, re
         return mlp(x, w1, b1, w2, b2, **options)
 
     args = (normal(8, 6), *(normal(*shape) for shape in SHAPES[1:]), normal(3))
-    sharded = jax.shard_map(form, mesh=mesh, in_specs=(rows, *[whole] * 5), out_specs=rows)
+    sharded = jax.shard_map(form, mesh=mesh_of((4,)), in_specs=(rows, *[whole] * 5), out_specs=rows)
     actual = jax.jit(jax.grad(square_sum(sharded), argnums))(*args)
     assert_trees_close(actual, jax.grad(square_sum(form), argnums)(*args))
 

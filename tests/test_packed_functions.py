@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from native_calls import calls_of
 from packed_values import BF16, drawn, weight, wide
 
-from jax_tcgemm import _core, _extension, gated_gemm, gated_mlp, gemm, mlp, pack
+from jax_tcgemm import _core, _extension, gated_gemm, gemm, pack
 from jax_tcgemm.kernels import packed as kernels
 
 F32 = jnp.float32
@@ -53,15 +53,6 @@ def test_values(rng, shape):
     assert first.dtype == BF16
     near(first, z - y)
     near(second, z.sum(0))
-
-
-def test_layers(rng):
-    q = [weight(rng, "int4", (64, 64), 32) for _ in range(3)]
-    p = [pack(each) for each in q]
-    a = [each.dequantize(BF16) for each in q]
-    x = drawn(rng, 3, 64)
-    near(mlp(x, p[0], None, p[1], None), wide(mlp(x, a[0], None, a[1], None)))
-    near(gated_mlp(x, *p), wide(gated_mlp(x, *a)))
 
 
 def test_results_without_a_derivative(rng):
