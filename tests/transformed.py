@@ -21,7 +21,7 @@ EXAMPLES = 2  # of a batch; also steps of a loop
 
 
 class Data(NamedTuple):
-    """What the transformations of an operation read.
+    """Arguments, tangents and cotangents of an operation.
 
     Attributes:
         args: the arguments.
