@@ -224,7 +224,6 @@ FUNCTIONS |= {
         _beside,
         jnp.matmul,
         (array(4, 64, spec=ROWS), quantized(64, 16, is_packed=False)),
-        dtype=BF16,
     ),
     "fp8_dot": Operation(
         _fp8,

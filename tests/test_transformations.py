@@ -1,7 +1,7 @@
 """Every operation under every transformation of JAX, against its formula in float64.
 
 Tolerances follow from types and magnitudes: the formula is computed again with each operand changed
-by one rounding. A result may be eight times as wrong as that changes the formula's largest element.
+by one rounding. A result may be a few times as wrong as that changes the formula's largest element.
 """
 
 from __future__ import annotations

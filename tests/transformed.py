@@ -128,10 +128,10 @@ def _largest(x: Any) -> float:
 def check(name: str, change: Callable[[Case], Any], found: Any, part: Any = lambda x: x) -> None:
     """Compares an operation's results with a part of those of its formula."""
     print(f"JAX_TCGEMM_TEST_SEED={SEED}")
-    eps = float(jnp.finfo(OPERATIONS[name].dtype).eps)
+    roundings = 8 if OPERATIONS[name].dtype == jnp.float32 else 3  # sums are float32 in both
     trees = found, *map(part, reference(name, change))
     for x, exact, changed in zip(*map(jax.tree.leaves, trees), strict=True):
         assert x.shape == exact.shape
         error = _largest(np.asarray(x).astype(exact.dtype) - exact)
-        allowed = 8 * (changed + max(eps, float(jnp.finfo(x.dtype).eps)) * _largest(exact))
+        allowed = roundings * changed + 2 * float(jnp.finfo(x.dtype).eps) * _largest(exact)
         assert error <= allowed, f"error {error:.2e}, allowed {allowed:.2e}"
