@@ -203,7 +203,10 @@ FUNCTIONS |= {
     "packed, mlp": variant(
         _packed_layers,
         _packed_layers_formula,
-        (_ROWS_OF_64, quantized(64, 64), array(64), quantized(64, 64)),
+        (
+            array(4, 2, 64, spec=ROWS, dtype=BF16),
+            *(quantized(64, 64), array(64), quantized(64, 64)),
+        ),
         dtype=BF16,
     ),
     "packed, groups": Operation(
@@ -233,6 +236,7 @@ FUNCTIONS |= {
         errors={
             "forward": (TypeError, "forward-mode"),
             "second": (TypeError, "differentiated once|forward-mode"),
+            "jacobians": (TypeError, "differentiated once|forward-mode"),
         },
         # No loop: a carry that is rounded otherwise may round to another number in 8 bits.
         only=(*FEW, "linearize", "vmap of gradient", "remat", "export"),

@@ -40,6 +40,19 @@ def test_no_bias_is_not_one_of_float64(operands):
         np.testing.assert_allclose(sums, expected, rtol=1e-12)
 
 
+def test_transpose_of_the_transpose(operands):
+    z, t, bias = operands
+
+    def f(t, bias):
+        return activation_tangent("gelu", z, t, bias)
+
+    def back(g):
+        return jax.linear_transpose(f, t, bias)(g)
+
+    (again,) = jax.linear_transpose(back, t)((t, bias))
+    np.testing.assert_allclose(again, f(t, bias), rtol=1e-6, atol=1e-6)
+
+
 def test_vmap_over_nothing_of_it(normal):
     """Neither operand nor result is mapped, so vmap computes nothing for each element."""
     a, b, bias = normal(4, 6), normal(6, 8), normal(8)

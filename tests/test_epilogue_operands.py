@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -161,6 +163,20 @@ def composed(a, b, c, c2=None, *, activation="gelu"):
     if c2 is None:
         return [(a @ b) * f.derivative(c)]
     return [(a @ b) * c2 * f.derivative(c), (a @ b) * f.reference(c)]
+
+
+@pytest.mark.parametrize("count", [3, 4])
+def test_linear_transpose_of_derivative_roles(normal, count):
+    args = [normal(4, 6), normal(6, 5), normal(4, 5), normal(4, 5)][:count]
+    cotangents = [normal(4, 5) for _ in bound(*args)]
+    for i in (0, 1):
+
+        def along(f, x, i=i):
+            return f(*args[:i], x, *args[i + 1 :])
+
+        (actual,) = jax.linear_transpose(functools.partial(along, bound), args[i])(cotangents)
+        (expected,) = jax.linear_transpose(functools.partial(along, composed), args[i])(cotangents)
+        assert_trees_close(actual, expected)
 
 
 def test_derivative_roles_round_once(normal, exact):

@@ -57,6 +57,23 @@ def second(case: Case) -> Any:
     return jax.jvp(gradient, tuple(values), tangents)[1], jax.vjp(gradient, *values)[1](tangents)
 
 
+def jacobians(case: Case) -> Any:
+    """Maps tangents and cotangents alone, as ``jacfwd``, ``jacrev`` and ``hessian`` do."""
+    g, values = case.alone()
+    tangents = [jnp.stack([t, -2 * t]) for t in case.data.tangents]
+
+    def along(f, *values):
+        return jax.vmap(lambda *tangents: jax.jvp(f, values, tangents)[1])
+
+    hessians = []
+    for i, (x, t) in enumerate(zip(values, tangents, strict=True)):
+        of_one = lambda x, i=i: g(*values[:i], x, *values[i + 1 :])  # noqa: E731
+        gradient = lambda x, f=of_one: jax.vjp(f, x)[1](case.data.weights)  # noqa: E731
+        hessians.append(along(gradient, x)(t))
+    reverse = jax.vmap(jax.vjp(g, *values)[1])(case.stacked_weights())
+    return along(g, *values)(*tangents), reverse, hessians
+
+
 def vmap(case: Case) -> Any:
     """Maps all arguments along their first and last axes, and each argument alone."""
     last = [min(map(jnp.ndim, jax.tree.leaves(x))) for x in case.data.args]
@@ -64,8 +81,23 @@ def vmap(case: Case) -> Any:
     return [jax.vmap(case.f, axes)(*case.stacked(axes)) for axes in every]
 
 
+def _of_all_and_last(case: Case, f: Any) -> Any:
+    """Maps all arguments, and the last alone."""
+    others = [None] * (len(case.data.args) - 1)
+    every = [*[0 for _ in others], 0], [*others, 0]
+    return [jax.vmap(lambda *x: f(list(x)), axes)(*case.stacked(axes)) for axes in every]
+
+
 def vmap_of_gradient(case: Case) -> Any:
-    return jax.vmap(lambda *args: case.pulled(list(args)))(*case.stacked())
+    return _of_all_and_last(case, case.pulled)
+
+
+def vmap_of_jvp(case: Case) -> Any:
+    def along(args):
+        g, values = case.alone(args)
+        return jax.jvp(g, tuple(values), tuple(case.data.tangents))
+
+    return _of_all_and_last(case, along)
 
 
 def gradient_of_vmap(case: Case) -> Any:
@@ -109,8 +141,8 @@ def loops(case: Case) -> Any:
 CHANGES = {
     each.__name__.replace("_", " "): each
     for each in (
-        *(forward, reverse_of_each, second),
-        *(vmap, nested_vmap, vmap_of_gradient, gradient_of_vmap, scan, loops),
+        *(forward, reverse_of_each, second, jacobians),
+        *(vmap, nested_vmap, vmap_of_gradient, vmap_of_jvp, gradient_of_vmap, scan, loops),
     )
 }
 
