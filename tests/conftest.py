@@ -102,6 +102,14 @@ def overlapped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def small_products(overlapped: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets transfers run beside small products, which does not pay, but shows the results."""
+    monkeypatch.setattr(overlap, "FEWEST_ROWS", 256)
+    monkeypatch.setattr(overlap, "FEWEST_ROWS_OF_A_PART", 128)
+    monkeypatch.setattr(overlap, "_LONGEST", float("inf"))
+
+
+@pytest.fixture
 def rng() -> np.random.Generator:
     """Returns a generator with a new seed; JAX_TCGEMM_TEST_SEED repeats a run."""
     seed = int(os.environ.get("JAX_TCGEMM_TEST_SEED", secrets.randbits(32)))

@@ -9,8 +9,6 @@ import numpy as np
 from jax_tcgemm import gemm
 from jax_tcgemm.problem.activations import ACTIVATIONS
 
-NAMES = ("a", "b", "c", "bias", "alpha", "beta")
-
 
 def fused(a, b, c, bias, alpha, beta, activation="gelu"):
     return gemm(a, b, c, bias=bias, alpha=alpha, beta=beta, activation=activation)

@@ -11,16 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 from jax_tcgemm import mlp
 from jax_tcgemm._extension import OVERLAPPED_TARGET
-from jax_tcgemm.partitioning import overlap
 
 BF16 = jnp.bfloat16
-
-
-def let_small_products_overlap(monkeypatch):
-    """Small products do not pay, but show whether the results are right."""
-    monkeypatch.setattr(overlap, "FEWEST_ROWS", 256)
-    monkeypatch.setattr(overlap, "FEWEST_ROWS_OF_A_PART", 128)
-    monkeypatch.setattr(overlap, "_LONGEST", float("inf"))
 
 
 def mesh_of(count, order=1):

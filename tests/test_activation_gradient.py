@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.test_util import check_grads
+from sharded_checks import put
+from sharded_program import mesh_of
 
-from jax_tcgemm import gemm, softcap
+from jax_tcgemm import gemm
 from jax_tcgemm.primitives.activation_gradient import activation_tangent
 from jax_tcgemm.problem.activations import resolve
 
@@ -29,25 +30,6 @@ def operands(normal):
     return normal(3, 4, 8), normal(3, 4, 8), normal(8)
 
 
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("activation", [None, "gelu", softcap(3.0)], ids=str)
-def test_derivatives(operands, activation, biased):
-    z, *linear = operands if biased else operands[:2]
-
-    def f(*args):
-        return activation_tangent(activation, *args)
-
-    single = f(z, *linear)
-    with jax.enable_x64(True):  # differences of second derivatives are noise in float32
-        precise = [jnp.asarray(np.asarray(x, np.float64)) for x in (z, *linear)]
-        expected = plain(activation, *precise)
-        np.testing.assert_allclose(f(*precise), expected, rtol=1e-11, atol=1e-11)
-        # For negative z, 1 + tanh(z) is a difference; its error grows with the steepness of the
-        # argument.
-        np.testing.assert_allclose(single, expected, rtol=1e-6, atol=3e-5)
-        check_grads(f, precise, order=2, rtol=1e-4, atol=1e-4)
-
-
 def test_no_bias_is_not_one_of_float64(operands):
     """NumPy treats None and float64 as equal, so caches would confuse them."""
     with jax.enable_x64(True):
@@ -56,17 +38,6 @@ def test_no_bias_is_not_one_of_float64(operands):
         (sums,) = jax.vjp(lambda bias: activation_tangent("silu", z, t, bias), bias)[1](z)
         expected = jax.vjp(lambda bias: plain("silu", z, t, bias), bias)[1](z)[0]
         np.testing.assert_allclose(sums, expected, rtol=1e-12)
-
-
-@pytest.mark.parametrize("wanted", [(1,), (2,), (1, 2), (0, 1, 2)])
-def test_transpose(operands, wanted):
-    """The transpose computes cotangents of the requested operands only."""
-
-    def gradients(f):
-        return jax.grad(lambda *args: jnp.sum(jnp.cos(f("silu", *args))), wanted)(*operands)
-
-    for got, expected in zip(gradients(activation_tangent), gradients(plain), strict=True):
-        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_transpose_of_the_transpose(operands):
@@ -80,32 +51,6 @@ def test_transpose_of_the_transpose(operands):
 
     (again,) = jax.linear_transpose(back, t)((t, bias))
     np.testing.assert_allclose(again, f(t, bias), rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("bias_axis", [None, 0])
-@pytest.mark.parametrize("t_axis", [None, 1])
-def test_vmap(normal, t_axis, bias_axis):
-    z, t, bias = normal(5, 4, 8), normal(4, 5, 8), normal(5, 8)
-    t = t if t_axis is not None else t[:, 0]
-    bias = bias if bias_axis is not None else bias[0]
-    axes = (0, t_axis, bias_axis)
-
-    def per_example(f):
-        def gradients(z, t, bias):
-            return jax.grad(lambda *args: jnp.sum(jnp.cos(f("silu", *args))), (0, 1, 2))(z, t, bias)
-
-        return jax.vmap(gradients, axes)(z, t, bias)
-
-    def over_batch(f):
-        def loss(*args):
-            return jnp.sum(jnp.cos(jax.vmap(lambda *x: f("silu", *x), axes)(*args)))
-
-        return jax.grad(loss, (0, 1, 2))(z, t, bias)
-
-    for gradients in (per_example, over_batch):
-        pairs = zip(gradients(activation_tangent), gradients(plain), strict=True)
-        for got, expected in pairs:
-            np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_vmap_over_nothing_of_it(normal):
@@ -127,27 +72,9 @@ def test_vmap_over_nothing_of_it(normal):
     assert "tensor<3x4x8xf32>" not in text
 
 
-@pytest.mark.parametrize("mapped", ["z", "t"])
-def test_vmap_over_one_operand(normal, mapped):
-    z, t = normal(5, 4, 8), normal(5, 4, 8)
-    axes = (0, None) if mapped == "z" else (None, 0)
-    z, t = (x if axis == 0 else x[0] for x, axis in zip((z, t), axes, strict=True))
-
-    def by(f):
-        def loss(z, t):
-            return jnp.sum(jnp.cos(jax.vmap(lambda *x: f("gelu", *x), axes)(z, t)))
-
-        return jax.grad(loss, (0, 1))(z, t)
-
-    for got, expected in zip(by(activation_tangent), by(plain), strict=True):
-        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
-
-
 def test_explicitly_sharded_batch(normal):
     """A custom call cannot be partitioned; XLA's own operations can."""
-    mesh = jax.make_mesh(
-        (2,), ("x",), (jax.sharding.AxisType.Explicit,), devices=jax.devices("cpu")[:2]
-    )
+    mesh = mesh_of((2,), jax.sharding.AxisType.Explicit)
     a, b, bias = normal(4, 3, 6), normal(6, 8), normal(8)
 
     def loss(f, a, b, bias):
@@ -164,14 +91,7 @@ def test_explicitly_sharded_batch(normal):
 
     expected = gradients(formula)(a, b, bias)
     with jax.set_mesh(mesh):
-        sharded = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
-        placed = (
-            jax.device_put(a, sharded),
-            *(
-                jax.device_put(x, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
-                for x in (b, bias)
-            ),
-        )
+        placed = put(mesh, a, "x"), put(mesh, b), put(mesh, bias)
         got = jax.jit(gradients(ours))(*placed)
     # In 400 draws, both differed from float64 by up to 4.4e-5.
     for x, y in zip(got, expected, strict=True):

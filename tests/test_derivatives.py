@@ -1,4 +1,4 @@
-"""Derivatives of `gemm` of every order and mode, against those of the formula in `jax.numpy`."""
+"""Derivatives of `gemm`: batches and layouts, types, and work that is skipped."""
 
 from __future__ import annotations
 
@@ -8,22 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fused_call import NAMES, assert_trees_close, formula, fused, square_sum
-from jax.test_util import check_grads
+from fused_call import assert_trees_close, formula, fused, square_sum
 
 from jax_tcgemm import gemm
-from jax_tcgemm.problem.activations import ACTIVATIONS
 
 pytestmark = pytest.mark.any_jax
-
-
-@pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
-def test_derivatives_against_finite_differences(rng, activation):
-    with jax.enable_x64(True):
-        shapes = [(2, 3, 4), (4, 3), (3, 1), (3,), (), ()]
-        args = [jnp.asarray(rng.uniform(0.2, 1, shape)) for shape in shapes]
-        # With the default step of 1e-4 the finite differences have an error of 5e-5 for some sums.
-        check_grads(functools.partial(fused, activation=activation), args, order=2, eps=1e-5)
 
 
 @pytest.mark.parametrize("transpose_a", [False, True])
@@ -60,53 +49,6 @@ def test_grad_of_every_operand(normal, transpose_a, transpose_b, a_batch, b_batc
     expected = jax.grad(square_sum(functools.partial(formula, activation="silu")), range(6))(*args)
     actual = jax.grad(square_sum(stored), range(6))(*args)
     assert_trees_close(actual, expected)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_forward_mode_one_operand_at_a_time(operands, name):
-    i = NAMES.index(name)
-
-    def along(function):
-        def of_one(x):
-            return function(*operands[:i], x, *operands[i + 1 :])
-
-        return jax.jvp(of_one, (operands[i],), (jnp.ones_like(operands[i]),))
-
-    assert_trees_close(along(fused), along(formula))
-
-
-@pytest.mark.parametrize("activation", [None, "gelu"])
-def test_jvp_linearize_and_vjp_agree(operands, normal, activation):
-    f = functools.partial(fused, activation=activation)
-    tangents = jax.tree.map(lambda x: normal(*x.shape), operands)
-    expected = jax.jvp(functools.partial(formula, activation=activation), operands, tangents)
-    assert_trees_close(jax.jvp(f, operands, tangents), expected)
-    primal, linear = jax.linearize(f, *operands)
-    assert_trees_close((primal, linear(*tangents)), expected)
-    primal, pullback = jax.vjp(f, *operands)
-    g = normal(*primal.shape)
-    inner = sum(jnp.vdot(x, y) for x, y in zip(pullback(g), tangents, strict=True))
-    np.testing.assert_allclose(inner, jnp.vdot(g, expected[1]), rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.parametrize("argnum", range(6))
-def test_hessian(operands, argnum):
-    def scalar(function):
-        return jax.hessian(square_sum(function), argnums=argnum)(*operands)
-
-    assert_trees_close(scalar(fused), scalar(formula), 5e-3)
-
-
-def test_constant_scalars(operands, normal):
-    tangents = jax.tree.map(lambda x: normal(*x.shape), operands[:4])
-
-    def both_modes(function):
-        def f(a, b, c, bias):
-            return function(a, b, c, bias, -1.5, 0.5, activation=None)
-
-        return jax.jvp(f, operands[:4], tangents), jax.grad(square_sum(f), range(4))(*operands[:4])
-
-    assert_trees_close(both_modes(fused), both_modes(formula))
 
 
 @pytest.mark.parametrize("activation", [None, "gelu"])

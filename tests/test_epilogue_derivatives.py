@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 import jax_tcgemm
-from jax_tcgemm import _core, gated_gemm, gemm
+from jax_tcgemm import _core, gemm, mlp
 from jax_tcgemm.epilogue import cubins, function, linear, nvrtc, source, translation
 from jax_tcgemm.lowering import jit_epilogue, jit_pass
 from jax_tcgemm.primitives import epilogue_derivative
+from jax_tcgemm.primitives import jit_epilogue as jit_epilogue_primitive
 
 pytestmark = pytest.mark.any_jax
 
@@ -203,27 +204,6 @@ def _equations(jaxpr, primitive):
                 yield from _equations(inner, primitive)
 
 
-def test_vmap_of_gradients_and_second_derivatives():
-    f = lambda acc, bias, x: jnp.tanh(acc + bias) * x  # noqa: E731
-    a, b = _drawn(0, (3, 8, 16), jnp.float32), _drawn(1, (16, 8), jnp.float32) / 4
-    bias, x = _drawn(2, (8,), jnp.float32), _drawn(3, (3, 8, 8), jnp.float32)
-
-    def each(product):
-        gradients = jax.grad(_loss(f, product), (0, 1, 2, 3))
-        return jax.vmap(gradients, (0, None, None, 0))(a, b, bias, x)
-
-    for ours, theirs in zip(each(_ours), each(_theirs), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
-
-    def second(product):
-        return jax.hessian(_loss(f, product), (1, 2))(a[0], b, bias, x[0])
-
-    for ours, theirs in zip(
-        jax.tree.leaves(second(_ours)), jax.tree.leaves(second(_theirs)), strict=True
-    ):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-3)
-
-
 def test_results_without_a_cotangent_or_a_derivative():
     def f(acc, bias):
         y = jnp.tanh(acc + bias)
@@ -252,24 +232,6 @@ def test_custom_vjp_as_an_epilogue():
     grad = jax.grad(lambda a: gemm(a, b, epilogue=clipped).sum())(a)
     expected = jnp.ones((8, 8)) @ b.T.astype(jnp.float32)
     np.testing.assert_allclose(np.asarray(grad, np.float32), np.asarray(expected), rtol=0.02)
-
-
-def test_gated():
-    f = lambda g, u, bias: jax.nn.silu(g + bias) * u  # noqa: E731
-    x, w, v, bias = (
-        _drawn(i, s, jnp.float32) for i, s in enumerate([(8, 16), (16, 8), (16, 8), (8,)])
-    )
-
-    def ours(x, w, v, bias):
-        return gated_gemm(x, w, v, epilogue=f, epilogue_operands=(bias,)).sum()
-
-    def theirs(x, w, v, bias):
-        return f(x @ w, x @ v, bias).sum()
-
-    for y, z in zip(
-        *(jax.grad(each, (0, 1, 2, 3))(x, w, v, bias) for each in (ours, theirs)), strict=True
-    ):
-        np.testing.assert_allclose(y, z, rtol=1e-4, atol=1e-4)
 
 
 def _layer_operands(*shapes):
@@ -362,3 +324,43 @@ def test_symbolic_shapes_of_several_scopes():
             jax.jit(grad), disabled_checks=jax_tcgemm.export_disabled_checks()
         )(*types)
         assert exported.out_avals[1].shape == (64, 32)
+
+
+# Two layers
+
+
+def _dropout(acc, bias, slope):
+    kept = jax.random.bernoulli(jax.random.key(0), 0.75, acc.shape)
+    return jnp.where(kept, jax.nn.silu(acc * slope + bias) / 0.75, 0)
+
+
+def _mlp(x, w1, bias, slope, w2, b2, r):
+    return mlp(x, w1, None, w2, b2, residual=r, epilogue=_dropout, epilogue_operands=(bias, slope))
+
+
+_MLP_SHAPES = (12, 16), (16, 24), (24,), (), (24, 8), (8,), (12, 8)
+
+
+def test_mlp_goes_back_through_its_function_in_a_gemm():
+    operands = _layer_operands(*_MLP_SHAPES)
+    jaxpr = jax.make_jaxpr(jax.grad(lambda *x: jnp.sum(jnp.sin(_mlp(*x))), tuple(range(7))))(
+        *operands
+    ).jaxpr
+    assert not list(_equations(jaxpr, epilogue_derivative.pullback_p))
+    forward, back = _equations(jaxpr, jit_epilogue_primitive.compiled_p)
+    # The cotangent, and the sums for the bias and the slope.
+    assert [x.aval.shape for x in back.outvars] == [(12, 24), (24,), ()]
+    assert any(x.aval.dtype == bool for x in forward.outvars)
+    made = translation.translate(back.params["spec"].function)
+    assert not isinstance(made, str), made
+    assert len(made.reductions) == 2
+
+
+def test_what_goes_with_a_function_of_mlp():
+    x, w1, bias, _, w2, *_ = _layer_operands(*_MLP_SHAPES)
+    with pytest.raises(ValueError, match="got b1 as well"):
+        mlp(x, w1, bias, w2, epilogue=jnp.tanh)
+    with pytest.raises(ValueError, match="recompute_activation"):
+        mlp(x, w1, None, w2, epilogue=jnp.tanh, recompute_activation=True)
+    with pytest.raises(ValueError, match="the hidden layer"):
+        mlp(x, w1, None, w2, epilogue=lambda acc: (acc, acc))

@@ -1,16 +1,12 @@
-"""`gated_gemm`: values, derivatives, transformations, errors."""
+"""`gated_gemm`: values, batches, gradients in 16 bits, what it keeps and saves, errors."""
 
 from __future__ import annotations
-
-import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from fused_call import assert_trees_close, square_sum
-from jax.sharding import PartitionSpec
-from jax.test_util import check_grads
 
 import jax_tcgemm
 from jax_tcgemm import _compat, clip, gated_gemm, gated_mlp
@@ -80,7 +76,6 @@ def args(normal):
 # Values
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("activation", [None, "silu", "gelu_exact", clip(-1, 1)], ids=str)
 @FORMS
@@ -107,7 +102,6 @@ def test_rounds_once(normal, exact, form, dtype):
     assert np.all(np.abs(exact(form(*args)) - exact(expected)) <= 1.01 * spacing + 1e-5)
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize(
     ("x_batch", "w_batch", "bias_batch"),
     [((), (), ()), ((3,), (), (3,)), ((), (3,), ()), ((2, 3), (3,), (2, 1)), ((2, 1), (1, 3), ())],
@@ -172,38 +166,9 @@ def test_a_factor(normal, exact):
 # Derivatives
 
 
-@pytest.mark.any_jax
-@pytest.mark.parametrize("activation", [None, "gelu", clip(-3, 3)], ids=str)
-@pytest.mark.parametrize("form", [fused, packed])
-def test_derivatives_against_finite_differences(rng, form, activation):
-    with jax.enable_x64(True):
-        shapes = [(2, 3, 4), (4, 3), (4, 3), (3,), (2, 3)]
-        args = [jnp.asarray(rng.uniform(-1, 1, shape)) for shape in shapes]
-        check_grads(functools.partial(form, activation=activation), args, order=2)
-
-
-def test_second_order_in_float32(rng):
-    args = [jnp.asarray(rng.uniform(-1, 1, s), jnp.float32) for s in ((3, 4), (4, 3), (4, 3))]
-    with jax.default_matmul_precision("highest"):
-        check_grads(fused, args, order=2, rtol=1e-2, atol=1e-2)
-
-
-@pytest.mark.any_jax
 @FORMS
-def test_both_modes(args, normal, form):
-    tangents = jax.tree.map(lambda x: normal(*x.shape), args)
-    assert_trees_close(jax.jvp(form, args, tangents), jax.jvp(formula, args, tangents))
-    for argnum in range(5):
-        actual = jax.jit(jax.grad(square_sum(form), argnum))(*args)
-        assert_trees_close(actual, jax.grad(square_sum(formula), argnum)(*args))
-        hessian = jax.hessian(square_sum(form), argnum)(*args)
-        assert_trees_close(hessian, jax.hessian(square_sum(formula), argnum)(*args), 5e-3)
-
-
-@pytest.mark.any_jax
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@FORMS
-def test_16_bit_gradients(normal, exact, assert_accurate, form, dtype):
+def test_16_bit_gradients(normal, rng, exact, assert_accurate, form):
+    dtype = [jnp.bfloat16, jnp.float16][rng.integers(2)]
     args = [normal(*shape, dtype=dtype) for shape in ((2, 16, 24), (24, 8), (24, 8))]
     args[1], args[2] = args[1] / 4, args[2] / 4
     g = normal(2, 16, 8, dtype=dtype)
@@ -225,68 +190,11 @@ def test_reverse_pass_keeps_two_residuals_of_the_result_type(normal):
     assert [x.dtype for x in saved] == [jnp.bfloat16] * 2
 
 
-@pytest.mark.parametrize("preferred", [None, jnp.float32])
-def test_linear_transpose_in_the_second_weight(normal, preferred):
-    x, w, u = normal(2, 4, 6), normal(6, 8), normal(6, 8)
-    b, g = normal(8), normal(2, 4, 8)
-
-    def ours(u, b):
-        return gated_gemm(x, w, u, bias_gate=w[0], bias_up=b, preferred_element_type=preferred)
-
-    def formula(u, b):
-        return jax.nn.silu(x @ w + w[0]) * (x @ u + b)
-
-    for f, h, arguments in (
-        (ours, formula, (u, b)),
-        (lambda u: ours(u, b), lambda u: formula(u, 0 * b), (u,)),
-        (lambda b: ours(u, b), lambda b: formula(0 * u, b), (b,)),
-    ):
-        expected = jax.linear_transpose(h, *arguments)(g)
-        assert_trees_close(jax.linear_transpose(f, *arguments)(g), expected)
-        assert_trees_close(jax.linear_transpose(jax.jit(f), *arguments)(g), expected)
-
-
 def test_linear_transpose_of_layers_in_the_second_weight(normal):
     x, w, u, v, g = normal(4, 6), normal(6, 8), normal(6, 8), normal(8, 5), normal(4, 5)
     (actual,) = jax.linear_transpose(lambda u: gated_mlp(x, w, u, v), u)(g)
     (expected,) = jax.linear_transpose(lambda u: (jax.nn.silu(x @ w) * (x @ u)) @ v, u)(g)
     assert_trees_close(actual, expected)
-
-
-# Transformations
-
-
-@pytest.mark.any_jax
-@pytest.mark.parametrize(
-    "axes",
-    [
-        (0, None, None, None, None),
-        (1, 2, 2, 0, None),
-        (None, 0, 0, 1, 1),
-        (2, 0, 1, None, 0),
-        (0, 0, None, None, None),
-        (None, None, 1, None, None),
-        (None, None, None, 0, None),
-        (None, None, None, 0, 1),
-    ],
-)
-@FORMS
-def test_vmap(normal, form, axes):
-    shapes = [(4, 6), (6, 5), (6, 5), (5,), (5,)]
-    args = [
-        normal(*(shape if axis is None else np.insert(shape, axis, 3)))
-        for shape, axis in zip(shapes, axes, strict=True)
-    ]
-
-    def of_batch(f, *args):
-        return jax.vmap(f, axes)(*args), jax.grad(square_sum(jax.vmap(f, axes)), range(5))(*args)
-
-    def per_example(f, *args):
-        return jax.vmap(jax.grad(square_sum(f), range(5)), axes)(*args)
-
-    for both in (of_batch, per_example):
-        actual, expected = (jax.jit(both, static_argnums=0)(f, *args) for f in (form, formula))
-        assert_trees_close(actual, expected, 1e-3)
 
 
 def test_batch_of_biases_needs_one_pair_of_products(args, normal):
@@ -295,23 +203,6 @@ def test_batch_of_biases_needs_one_pair_of_products(args, normal):
     text = jax.jit(f).lower(*args[:3], biases, args[4]).as_text()
     assert text.count("dot_general") == 2
     assert "tensor<4x2x5x7x" not in text
-
-
-def test_scan_and_remat(normal):
-    x, w, v = normal(4, 5), 0.5 * normal(3, 5, 5), normal(3, 5, 5)
-
-    def loss(f, policy=None):
-        def layer(x, weights):
-            return jax.checkpoint(f, policy=policy)(x, *weights), None
-
-        return lambda x, w, v: jnp.sum(jax.lax.scan(layer, x, (w, v))[0] ** 2)
-
-    expected = jax.value_and_grad(loss(formula), (0, 1, 2))(x, w, v)
-    names = jax.checkpoint_policies.save_only_these_names(jax_tcgemm.PREACTIVATION)
-    for policy in (None, names, jax.checkpoint_policies.everything_saveable):
-        for form in (fused, packed):
-            actual = jax.jit(jax.value_and_grad(loss(form, policy), (0, 1, 2)))(x, w, v)
-            assert_trees_close(actual, expected, 1e-3)
 
 
 def test_policy_decides_whether_products_are_computed_again(args, count_gemms):
@@ -323,44 +214,6 @@ def test_policy_decides_whether_products_are_computed_again(args, count_gemms):
     saved = count_gemms(grads(policies.save_only_these_names(jax_tcgemm.PREACTIVATION)), *args[:3])
     again = count_gemms(grads(policies.nothing_saveable), *args[:3])
     assert (saved, again) == (6, 8)
-
-
-def test_disabled_jit(args):
-    with jax.disable_jit():
-        assert_trees_close(fused(*args), formula(*args))
-
-
-def test_export(args, cuda_module):
-    pytest.importorskip("flatbuffers")
-    exported = jax.export.export(
-        jax.jit(packed),
-        platforms=("cpu", "cuda"),
-        disabled_checks=jax_tcgemm.export_disabled_checks(),
-    )(*args)
-    loaded = jax.export.deserialize(exported.serialize(vjp_order=1))
-    assert_trees_close(loaded.call(*args), formula(*args))
-    actual = jax.grad(square_sum(loaded.call))(*args)
-    assert_trees_close(actual, jax.grad(square_sum(formula))(*args))
-
-
-@pytest.mark.parametrize("check_vma", [False, True])
-@FORMS
-def test_shard_map(normal, form, check_vma):
-    mesh = jax.make_mesh(
-        (4,), ("x",), (jax.sharding.AxisType.Auto,), devices=jax.devices("cpu")[:4]
-    )
-    rows, whole = PartitionSpec("x"), PartitionSpec()
-    args = (normal(8, 6), normal(6, 5), normal(6, 5), normal(5), normal(5))
-    sharded = jax.shard_map(
-        form,
-        mesh=mesh,
-        in_specs=(rows, whole, whole, whole, whole),
-        out_specs=rows,
-        check_vma=check_vma,
-    )
-    assert_trees_close(jax.jit(sharded)(*args), formula(*args))
-    actual = jax.jit(jax.grad(square_sum(sharded), range(5)))(*args)
-    assert_trees_close(actual, jax.grad(square_sum(formula), range(5))(*args))
 
 
 # Errors

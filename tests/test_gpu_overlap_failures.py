@@ -21,7 +21,6 @@ from overlapped_products import (
     compiled,
     formula,
     layers,
-    let_small_products_overlap,
     mesh_of,
     two_layers,
     wide,
@@ -33,12 +32,7 @@ from jax_tcgemm.problem.log import print_once
 from jax_tcgemm.problem.spec import GemmSpec
 from jax_tcgemm.problem.strides import Operands
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("overlapped")]
-
-
-@pytest.fixture(autouse=True)
-def small_products(monkeypatch):
-    let_small_products_overlap(monkeypatch)
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("small_products")]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from overlapped_products import (
     close,
     compiled,
     layers,
-    let_small_products_overlap,
     mesh_of,
     put,
     two_layers,
@@ -25,12 +24,7 @@ from jax_tcgemm import gemm
 from jax_tcgemm._extension import GATHERS_TARGET, OVERLAPPED_FUNCTION_TARGET
 from jax_tcgemm.tools.collectives import collectives
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("overlapped")]
-
-
-@pytest.fixture(autouse=True)
-def small_products(monkeypatch):
-    let_small_products_overlap(monkeypatch)
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("small_products")]
 
 
 @pytest.fixture(params=[2, 4])

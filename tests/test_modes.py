@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from fused_call import assert_trees_close, square_sum
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from sharded_checks import put
+from sharded_program import mesh_of
 
 import jax_tcgemm
 from jax_tcgemm import dot_general, gated_gemm, gated_mlp, gemm, mlp, ragged_dot
@@ -192,54 +194,14 @@ def test_operands_in_host_memory_are_refused(normal, function, names):
 
 @pytest.fixture
 def mesh():
-    return jax.make_mesh(
-        (2, 2), ("x", "y"), (AxisType.Explicit,) * 2, devices=jax.devices("cpu")[:4]
-    )
-
-
-def placed(mesh, x, *axes):
-    return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*axes)))
-
-
-def on_mesh(function, mesh, *args):
-    """Returns values and gradients, and the shardings in their types."""
-    with jax.set_mesh(mesh):
-        results = jax.jit(
-            lambda *args: (function(*args), jax.grad(square_sum(function), range(len(args)))(*args))
-        )(*args)
-    return results, jax.tree.map(lambda x: jax.typeof(x).sharding.spec, results)
-
-
-@pytest.mark.parametrize(
-    ("ours", "formula"),
-    [
-        (
-            lambda x, w, b: gemm(x, w, bias=b, activation="gelu"),
-            lambda x, w, b: jax.nn.gelu(x @ w + b),
-        ),
-        (
-            lambda x, w, b: gated_gemm(x, w, w, bias_gate=b),
-            lambda x, w, b: jax.nn.silu(x @ w + b) * (x @ w),
-        ),
-    ],
-    ids=["gemm", "gated_gemm"],
-)
-def test_explicitly_sharded_types(normal, mesh, ours, formula):
-    args = (
-        placed(mesh, normal(8, 6), "x", None),
-        placed(mesh, normal(6, 4), None, "y"),
-        placed(mesh, normal(4), "y"),
-    )
-    (actual, shardings), (expected, wanted) = (on_mesh(f, mesh, *args) for f in (ours, formula))
-    assert shardings == wanted
-    assert_trees_close(actual, expected, 1e-3)
+    return mesh_of((2, 2), AxisType.Explicit)
 
 
 @pytest.mark.parametrize("platform", ["cuda", "cpu"])
 def test_operands_are_widened_for_the_platform_lowered_for(normal, mesh, platform):
     """XLA's CPU compiler needs float32 products, which would be many times slower on a GPU."""
-    x = placed(mesh, normal(8, 6, dtype=jnp.bfloat16), "x", None)
-    w = placed(mesh, normal(6, 4, dtype=jnp.bfloat16), None, None)
+    x = put(mesh, normal(8, 6, dtype=jnp.bfloat16), "x", None)
+    w = put(mesh, normal(6, 4, dtype=jnp.bfloat16), None, None)
 
     def functions(x, w):
         return gemm(x, w), gated_gemm(x, w, w), mlp(x, w, None, w.T)
@@ -252,20 +214,6 @@ def test_operands_are_widened_for_the_platform_lowered_for(normal, mesh, platfor
     assert len(operands) == count
     assert all(("bf16" in types) == (platform == "cuda") for types in operands), operands
     assert all(("f32" in types) == (platform == "cpu") for types in operands), operands
-
-
-def test_explicitly_sharded_layers(normal, mesh):
-    args = (
-        placed(mesh, normal(8, 6), "x", None),
-        placed(mesh, normal(6, 4), None, None),
-        placed(mesh, normal(4, 6), None, "y"),
-    )
-    (actual, shardings), (expected, wanted) = (
-        on_mesh(f, mesh, *args)
-        for f in (lambda x, w, v: mlp(x, w, None, v), lambda x, w, v: jax.nn.gelu(x @ w) @ v)
-    )
-    assert shardings == wanted
-    assert_trees_close(actual, expected, 1e-3)
 
 
 @pytest.mark.parametrize("axis", [None, "y"])
@@ -282,9 +230,9 @@ def test_explicitly_sharded_layers(normal, mesh):
 )
 def test_explicitly_sharded_addends_of_layers(normal, mesh, ours, formula, axis):
     """Differentiates only by the addends of the second product."""
-    x, w = placed(mesh, normal(8, 6), "x", None), placed(mesh, normal(6, 4), None, None)
-    v = placed(mesh, normal(4, 6), None, "y")
-    addends = placed(mesh, normal(6), axis), placed(mesh, normal(8, 6), None, axis)
+    x, w = put(mesh, normal(8, 6), "x", None), put(mesh, normal(6, 4), None, None)
+    v = put(mesh, normal(4, 6), None, "y")
+    addends = put(mesh, normal(6), axis), put(mesh, normal(8, 6), None, axis)
 
     def derivatives(f, i):
         def of_one(addend):
@@ -307,7 +255,7 @@ def test_explicitly_sharded_addends_of_layers(normal, mesh, ours, formula, axis)
 def test_reduced_types(normal, mesh):
     """Gradients of replicated operands are summed over mesh axes where they are used."""
     w = normal(8, 6)
-    x = placed(mesh, normal(6, 4), None, "y")
+    x = put(mesh, normal(6, 4), None, "y")
     spec = PartitionSpec(None, None, reduced={"x"})
 
     reshard = jax.reshard if hasattr(jax, "reshard") else jax.sharding.reshard  # before 0.9

@@ -41,14 +41,6 @@ BUFFER = "jax_tcgemm_gathers_v1"
 
 
 @pytest.fixture
-def small_products(monkeypatch):
-    """Makes small products overlap, although that does not pay."""
-    monkeypatch.setattr(overlap, "FEWEST_ROWS", 256)
-    monkeypatch.setattr(overlap, "FEWEST_ROWS_OF_A_PART", 128)
-    monkeypatch.setattr(overlap, "_LONGEST", float("inf"))
-
-
-@pytest.fixture
 def programs(monkeypatch):
     """Collects the programs that GPUs would run, beside those of CPU devices."""
     found = []

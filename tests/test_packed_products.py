@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from packed_values import BF16, QTYPES, check, close, drawn, weight, wide
 
+import jax_tcgemm
 from jax_tcgemm import (
     dot_general,
     gated_gemm,
@@ -256,3 +257,47 @@ def test_config(rng, monkeypatch):
     if jax.default_backend() == "cpu":
         gemm(X, W, config="kernel")  # strict on GPUs alone
     assert "tcgemm_packed" in str(jax.make_jaxpr(functools.partial(gemm, config="xla"))(X, W))
+
+
+# Derivatives and programs
+
+
+def test_a_packed_weight_has_no_derivative(rng):
+    p, sizes = pack(weight(rng, "int4", (2, 66, 70), 33, has_zeros=True)), jnp.array([2, 3])
+    x = drawn(rng, 2, 5, 66)
+    for f in (
+        lambda p: gemm(x, p),
+        lambda p: gemm(x.astype(jnp.float32), p),
+        lambda p: gated_gemm(x, p, p),
+        lambda p: ragged_dot(x[0], p, sizes),
+    ):
+        gradient = jax.grad(lambda p, f=f: f(p).sum(), allow_int=True)(p)
+        assert gradient.values.dtype == jax.dtypes.float0
+        assert not np.any(gradient.scales)
+
+
+def test_layers_of_symbolic_rows(rng):
+    layers = pack(weight(rng, "int4", (3, 64, 64), 32))
+    x = drawn(rng, 4, 64)
+
+    def model(x, layers):
+        return jax.lax.scan(lambda x, w: (gemm(x, w, residual=x), None), x, layers)[0]
+
+    (m,) = jax.export.symbolic_shape("m")
+    types = jax.ShapeDtypeStruct((m, 64), BF16), jax.tree.map(jax.typeof, layers)
+    exported = jax.export.export(
+        program := jax.jit(model),
+        platforms=("cpu", "cuda"),
+        disabled_checks=jax_tcgemm.export_disabled_checks(),
+    )(*types)
+    again = jax.export.deserialize(exported.serialize())
+    np.testing.assert_array_equal(wide(again.call(x, layers)), wide(program(x, layers)))
+    program(x, pack(weight(rng, "int4", (3, 64, 64), 32)))
+    assert program._cache_size() == 1
+
+
+def test_weights_stay_out_of_the_residuals(rng):
+    p = pack(weight(rng, "int4", (64, 64), 32))
+    _, pullback = jax.vjp(lambda x: gemm(x, p, activation="relu"), drawn(rng, 4, 64))
+    sizes = [y.size * y.dtype.itemsize for y in jax.tree.leaves(pullback)]
+    assert max(sizes) <= p.values.size  # never 64 x 64 numbers of 16 bits

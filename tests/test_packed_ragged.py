@@ -1,4 +1,4 @@
-"""Groups of rows times packed weights: results, transformations, devices, custom calls."""
+"""Groups of rows times packed weights: results, devices, custom calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from native_calls import calls_of
 from packed_values import BF16, close, drawn, weight, wide
 from ragged_problems import bounds, looped
 
-import jax_tcgemm
 from jax_tcgemm import _core, _extension, gated_ragged_dot, pack, ragged_dot
 from jax_tcgemm.kernels import packed as kernels
 from jax_tcgemm.partitioning import rules
@@ -88,51 +87,6 @@ def test_no_groups(rng):
     jax.jit(ragged_dot).trace(x, p, sizes).lower(lowering_platforms=("cuda",))
 
 
-def test_transformations(rng):
-    q = weight(rng, "int4", (3, 64, 70), 32)
-    p, sizes = pack(q), jnp.array([2, 0, 3])
-    x, t, ct = drawn(rng, 6, 64), drawn(rng, 6, 64), drawn(rng, 6, 70, dtype=jnp.float32)
-    w = wide(q.dequantize())
-
-    def f(x, p):
-        return ragged_dot(x, p, sizes, preferred_element_type=jnp.float32)
-
-    _, tangent = jax.jvp(lambda x: f(x, p), (x,), (t,))
-    check(tangent, t, q, sizes)
-    _, pullback = jax.vjp(jax.checkpoint(f), x, p)
-    dx, dp = pullback(ct)
-    turned = np.swapaxes(w, 1, 2)
-    close(dx, looped(ct, turned, sizes), looped(np.abs(ct), np.abs(turned), sizes), 70, 2)
-    assert dp.values.dtype == jax.dtypes.float0
-    assert not np.any(dp.scales)
-    many = jnp.stack([x, -x, 2 * x])
-    own_sizes = jnp.array([[2, 0, 3], [0, 6, 0], [1, 1, 1]])
-    for axes, operands in (
-        ((0, None, 0), (many, p, own_sizes)),
-        ((None, None, 0), (x, p, own_sizes)),
-    ):
-        y = jax.jit(jax.vmap(ragged_dot, axes))(*operands)
-        for i in range(3):
-            check(y[i], many[i] if axes[0] == 0 else x, q, own_sizes[i])
-    layers = jax.tree.map(lambda y: jnp.stack([y, y]), p)
-    y = jax.vmap(ragged_dot, (None, 0, None))(x, layers, sizes)
-    np.testing.assert_array_equal(wide(y[0]), wide(ragged_dot(x, p, sizes)))
-    np.testing.assert_array_equal(wide(y[0]), wide(y[1]))
-
-
-def test_export(rng):
-    q = weight(rng, "int4", (2, 64, 64), 32)
-    p, x, sizes = pack(q), drawn(rng, 5, 64), jnp.array([2, 3])
-    types = jax.tree.map(jax.typeof, (x, p, sizes))
-    exported = jax.export.export(
-        jax.jit(ragged_dot),
-        platforms=("cpu", "cuda"),
-        disabled_checks=jax_tcgemm.export_disabled_checks(),
-    )(*types)
-    y = jax.export.deserialize(exported.serialize()).call(x, p, sizes)
-    check(y, x, q, sizes)
-
-
 # Devices
 
 
@@ -166,22 +120,6 @@ def test_division(rng, monkeypatch, w_spec, x_spec):
         if any(f" {name}(" in line for name in COLLECTIVES) and " u8[" in line
     ]
     assert not moved
-
-
-def test_explicit_axes(rng):
-    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,))
-    q = weight(rng, "int4", (2, 128, 128), 64)
-    x, sizes = drawn(rng, 4, 128), jnp.array([1, 2])
-    with jax.set_mesh(mesh):
-        whole = NamedSharding(mesh, P())
-        operands = (
-            jax.device_put(x, whole),
-            jax.device_put(pack(q), NamedSharding(mesh, P(None, "x"))),
-            jax.device_put(sizes, whole),
-        )
-        y = jax.jit(lambda *a: ragged_dot(*a))(*operands)
-        check(y, x, q, sizes)
-        assert jax.typeof(y).sharding.spec == P(None, "x")
 
 
 # Kernels

@@ -1,255 +1,284 @@
-"""`gemm` under JAX transformations, against the formula in `jax.numpy`."""
+"""Every operation under every transformation of JAX, against its formula in float64.
+
+Tolerances follow from types and magnitudes: the formula is computed again with each operand changed
+by one rounding. A result may be a few times as wrong as that changes the formula's largest element.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fused_call import assert_trees_close, formula, fused, square_sum
-from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import PartitionSpec
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from sharded_program import mesh_of
+from transformed import EXAMPLES, OPERATIONS, Case, check, drawn
 
 import jax_tcgemm
-from jax_tcgemm import gemm, ragged_dot
-from jax_tcgemm.kernels import names as kernel_names
 
-# Batching
+# Transformations that change what is computed
 
 
-@pytest.mark.parametrize("b_axis", [None, 0, 1, 2])
-@pytest.mark.parametrize("a_axis", [None, 0, 1, 2])
-@pytest.mark.parametrize("transpose", [False, True])
-def test_vmap_axes(normal, a_axis, b_axis, transpose):
-    a, b, c, bias = normal(4, 6), normal(6, 5), normal(4, 5), normal(5)
-
-    def mapped(x, axis):
-        return x if axis is None else normal(*np.insert(x.shape, axis, 3))
-
-    a, b = mapped(a.T if transpose else a, a_axis), mapped(b.T if transpose else b, b_axis)
-    for c_axis, bias_axis in ((None, 1), (2, None), (0, 0)):
-        args = (a, b, mapped(c, c_axis), mapped(bias, bias_axis))
-        axes = (a_axis, b_axis, c_axis, bias_axis)
-
-        def f(a, b, c, bias):
-            return gemm(a, b, c, bias=bias, transpose_a=transpose, transpose_b=transpose)
-
-        def g(a, b, c, bias):
-            return (a.T if transpose else a) @ (b.T if transpose else b) + c + bias
-
-        for out_axes in (0, 2):
-            assert_trees_close(
-                jax.vmap(f, axes, out_axes)(*args), jax.vmap(g, axes, out_axes)(*args)
-            )
+def forward(case: Case) -> Any:
+    """Differentiates by all arguments at once, and by each alone."""
+    g, values = case.alone()
+    tangents = case.data.tangents
+    each = []
+    for i, (x, t) in enumerate(zip(values, tangents, strict=True)):
+        of_one = lambda x, i=i: g(*values[:i], x, *values[i + 1 :])  # noqa: E731
+        each.append(jax.jvp(of_one, (x,), (t,))[1])
+    return jax.jvp(g, tuple(values), tuple(tangents)), each
 
 
-def test_vmap_of_scalars_nested(normal):
-    a, b, c = normal(3, 4, 6), normal(6, 2, 5), normal(4, 5)
-    alpha, beta = normal(3), normal(2, 3)
-
-    def nested(function):
-        inner = jax.vmap(function, in_axes=(0, None, None, None, 0, 0))
-        outer = jax.vmap(inner, in_axes=(None, 1, None, None, None, 0))
-        return jax.jit(outer)(a, b, c, jnp.zeros(5), alpha, beta)
-
-    assert_trees_close(nested(fused), nested(formula))
+def reverse_of_each(case: Case) -> Any:
+    """Differentiates by each argument while the others are constant."""
+    g, values = case.alone()
+    found = []
+    for i, x in enumerate(values):
+        of_one = lambda x, i=i: g(*values[:i], x, *values[i + 1 :])  # noqa: E731
+        found.append(jax.vjp(of_one, x)[1](case.data.weights))
+    return found
 
 
-@pytest.mark.parametrize("activation", [None, "tanh"])
-def test_vmap_of_grad_and_grad_of_vmap(normal, activation):
-    a, b, bias = normal(3, 4, 6), normal(3, 6, 5), normal(5)
-    rest = (bias, jnp.float32(0.5), jnp.float32(2.0))
+def second(case: Case) -> Any:
+    """Differentiates all cotangents, forward and in reverse."""
+    g, values = case.alone()
 
-    def per_example(function):
-        grad = jax.grad(square_sum(functools.partial(function, activation=activation)), (0, 1, 3))
-        return jax.vmap(grad, in_axes=(0, 0, None, None, None, None))(a, b, jnp.ones(5), *rest)
+    def gradient(*values):
+        return jax.vjp(g, *values)[1](case.data.weights)
 
-    def of_batch(function):
-        batched = jax.vmap(
-            functools.partial(function, activation=activation), (0, 0, None, None, None, None)
-        )
-        return jax.grad(square_sum(batched), (0, 1, 2, 3, 4, 5))(a, b, jnp.ones(5), *rest)
-
-    assert_trees_close(per_example(fused), per_example(formula))
-    assert_trees_close(of_batch(fused), of_batch(formula))
+    tangents = tuple(case.data.tangents)
+    return jax.jvp(gradient, tuple(values), tangents)[1], jax.vjp(gradient, *values)[1](tangents)
 
 
-def test_batch_of_epilogue_operands_needs_one_product(operands, count_gemms):
-    a, b, c, bias, alpha, beta = operands
-    biases = jnp.stack([bias, 2 * bias, -bias])
-    axes = (None, None, None, 0, None, None)
-    args = (a, b, c, biases, alpha, beta)
-    batched = jax.vmap(fused, axes)
-    assert_trees_close(batched(*args), jax.vmap(formula, axes)(*args))
-    text = jax.jit(batched).lower(*args).as_text()
-    assert text.count("dot_general") == 1
-    assert "tensor<3x2x5x7x" not in text
-    assert_trees_close(
-        jax.jacrev(fused, argnums=3)(*operands), jax.jacrev(formula, argnums=3)(*operands)
+def jacobians(case: Case) -> Any:
+    """Maps tangents and cotangents alone, as ``jacfwd``, ``jacrev`` and ``hessian`` do."""
+    g, values = case.alone()
+    tangents = [jnp.stack([t, -2 * t]) for t in case.data.tangents]
+
+    def along(f, *values):
+        return jax.vmap(lambda *tangents: jax.jvp(f, values, tangents)[1])
+
+    hessians = []
+    for i, (x, t) in enumerate(zip(values, tangents, strict=True)):
+        of_one = lambda x, i=i: g(*values[:i], x, *values[i + 1 :])  # noqa: E731
+        gradient = lambda x, f=of_one: jax.vjp(f, x)[1](case.data.weights)  # noqa: E731
+        hessians.append(along(gradient, x)(t))
+    reverse = jax.vmap(jax.vjp(g, *values)[1])(case.stacked_weights())
+    return along(g, *values)(*tangents), reverse, hessians
+
+
+def vmap(case: Case) -> Any:
+    """Maps all arguments along their first and last axes, and each argument alone."""
+    last = [min(map(jnp.ndim, jax.tree.leaves(x))) for x in case.data.args]
+    every = [0] * len(last), last, *np.where(np.eye(len(last)), last, None).tolist()
+    return [jax.vmap(case.f, axes)(*case.stacked(axes)) for axes in every]
+
+
+def _of_all_and_last(case: Case, f: Any) -> Any:
+    """Maps all arguments, and the last alone."""
+    others = [None] * (len(case.data.args) - 1)
+    every = [*[0 for _ in others], 0], [*others, 0]
+    return [jax.vmap(lambda *x: f(list(x)), axes)(*case.stacked(axes)) for axes in every]
+
+
+def vmap_of_gradient(case: Case) -> Any:
+    return _of_all_and_last(case, case.pulled)
+
+
+def vmap_of_jvp(case: Case) -> Any:
+    def along(args):
+        g, values = case.alone(args)
+        return jax.jvp(g, tuple(values), tuple(case.data.tangents))
+
+    return _of_all_and_last(case, along)
+
+
+def gradient_of_vmap(case: Case) -> Any:
+    """Maps the first argument alone, and all others."""
+    others = [None] * (len(case.data.args) - 1)
+    found = []
+    for axes in ([0, *others], [None, *[0 for _ in others]]):
+        mapped = case._replace(f=jax.vmap(case.f, axes))
+        found.append(mapped.pulled(case.stacked(axes), case.stacked_weights()))
+    return found
+
+
+def nested_vmap(case: Case) -> Any:
+    others = [None] * (len(case.data.args) - 1)
+    inner = jax.vmap(case.f, [None, *[0 for _ in others]])
+    return jax.vmap(inner, [0, *others])(*case.stacked())
+
+
+def scan(case: Case) -> Any:
+    """Differentiates a loop whose carry scales the first argument of the next step."""
+    one = jnp.ones((), jnp.result_type(float))
+
+    def step(carry, x):
+        y = case.f((x[0] * (1 + carry)).astype(x[0].dtype), *x[1:])
+        mean = sum(jnp.mean(jnp.real(leaf)) for leaf in jax.tree.leaves(y))
+        return jnp.tanh(mean).astype(one.dtype), y
+
+    loop = case._replace(f=lambda *xs: lax.scan(step, 0 * one, xs))
+    return loop.pulled(case.stacked(), (one, case.stacked_weights()))
+
+
+def loops(case: Case) -> Any:
+    """Runs ``map``, ``while_loop`` and ``cond``."""
+    xs, y = case.stacked(), jax.tree.map(jnp.zeros_like, case.data.weights)
+    body = lambda state: (state[0] + 1, case.f(*jax.tree.map(lambda x: x[state[0]], xs)))  # noqa: E731
+    y = lax.while_loop(lambda state: state[0] < EXAMPLES, body, (0, y))[1]
+    branch = lax.cond(jnp.float32(1) < EXAMPLES, case.f, lambda *args: y, *case.data.args)
+    return lax.map(lambda x: case.f(*x), xs), y, branch
+
+
+CHANGES = {
+    each.__name__.replace("_", " "): each
+    for each in (
+        *(forward, reverse_of_each, second, jacobians),
+        *(vmap, nested_vmap, vmap_of_gradient, vmap_of_jvp, gradient_of_vmap, scan, loops),
+    )
+}
+
+
+EVERY_JAX = ("gemm", "dot_general", "mlp", "ragged_dot", "function", "packed")
+# These need an operation whose arguments' parts give parts of the result.
+DIVIDED = ("export, symbolic", "shard_map", "shard_map, unchecked", "explicit axes")
+
+
+def cells(transformations: Any) -> Any:
+    """Returns names of a transformation and an operation."""
+    return pytest.mark.parametrize(
+        ("transformation", "name"),
+        [
+            pytest.param(each, name, marks=[] if name in EVERY_JAX else pytest.mark.any_jax)
+            for name, op in OPERATIONS.items()
+            for each in transformations
+            if each in (op.only or transformations) and (op.out or each not in DIVIDED)
+        ],
     )
 
 
-def test_spmd_axis_name(normal):
-    mesh = jax.make_mesh(
-        (2,), ("x",), (jax.sharding.AxisType.Auto,), devices=jax.devices("cpu")[:2]
-    )
-    a, b = normal(4, 3, 6), normal(6, 5)
-    with jax.set_mesh(mesh):
-        f = jax.jit(jax.vmap(lambda a: gemm(a, b), spmd_axis_name="x"))
-        assert_trees_close(f(a), a @ b)
+def refusal(name: str, transformation: str) -> Any:
+    """Expects the error that a cell names."""
+    refused = OPERATIONS[name].errors.get(transformation)
+    return pytest.raises(refused[0], match=refused[1]) if refused else contextlib.nullcontext()
 
 
-# Control flow and the rest
+@cells(CHANGES)
+def test_changes(transformation, name):
+    op, change = OPERATIONS[name], CHANGES[transformation]
+    run = jax.jit(lambda data: change(Case(op.ours, op.moving, data)))
+    with refusal(name, transformation) as refused:
+        found = run(drawn(name)[0])
+    if refused is None:
+        check(name, change, found)
 
 
-def test_scan_while_and_map(normal):
-    w, x = 0.3 * normal(3, 5, 5), normal(4, 5)
-
-    def by(product):
-        def layer(x, w):
-            return product(x, w), None
-
-        def power(x):
-            return jax.lax.while_loop(
-                lambda state: state[0] < 3, lambda s: (s[0] + 1, product(s[1], w[0])), (0, x)
-            )[1]
-
-        def loss(w, x):
-            return jnp.sum(jax.lax.scan(layer, x, w)[0] ** 2)
-
-        rows = jax.lax.map(lambda row: product(row[None], w[1]), x, batch_size=2)
-        return jax.value_and_grad(loss, (0, 1))(w, x), power(x), rows
-
-    actual = by(lambda x, w: gemm(x, w, activation="tanh"))
-    assert_trees_close(actual, by(lambda x, w: jnp.tanh(x @ w)))
+# Transformations that leave the value and the cotangents as they are
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        None,
-        jax.checkpoint_policies.everything_saveable,
-        jax.checkpoint_policies.dots_saveable,
-        jax.checkpoint_policies.save_only_these_names("hidden"),
-    ],
-)
-def test_remat(operands, policy):
-    def twice(function):
-        def f(a, b, *rest):
-            hidden = checkpoint_name(function(a, b, *rest), "hidden")
-            return function(hidden, b.T, 0.0, jnp.ones(7), *rest[2:])
-
-        return f
-
-    loss = jax.checkpoint(square_sum(twice(fused)), policy=policy)
-    expected = jax.grad(square_sum(twice(formula)), range(6))(*operands)
-    assert_trees_close(jax.grad(loss, range(6))(*operands), expected, 2e-3)
-    assert_trees_close(jax.jit(jax.grad(loss, range(6)))(*operands), expected, 2e-3)
+def jit(case: Case, *_: Any) -> Any:
+    return jax.jit(lambda data: case._replace(data=data).pulled())(case.data)
 
 
-def test_donated_addend(normal):
-    a, b, c = normal(64, 64), normal(64, 64), normal(64, 64)
-    expected = a @ b + c
-    donated = c.copy()
-    got = jax.jit(gemm, donate_argnums=2)(a, b, donated)
-    assert_trees_close(got, expected)
-    assert donated.is_deleted()
-
-
-def test_disabled_jit(operands):
+def without_jit(case: Case, *_: Any) -> Any:
     with jax.disable_jit():
-        assert_trees_close(fused(*operands), formula(*operands))
+        return case.pulled()
 
 
-def test_export_round_trip(operands, cuda_module):
+def linearize(case: Case, *_: Any) -> Any:
+    def run(data):
+        g, values = case._replace(data=data).alone()
+        y, linear = jax.linearize(g, *values)
+        return y, jax.linear_transpose(linear, *values)(data.weights)
+
+    return jax.jit(run)(case.data)
+
+
+def remat(case: Case, op: Any, policy: Any = None) -> Any:
+    f = jax.checkpoint(lambda *args: op.ours(*args), policy=policy)
+    return jit(case._replace(f=f))
+
+
+def shard_map(case: Case, op: Any, check_vma: bool = True) -> Any:
+    options = {"in_specs": op.specs, "out_specs": op.out, "check_vma": check_vma}
+    return jit(case._replace(f=jax.shard_map(case.f, mesh=mesh_of((2,)), **options)))
+
+
+def export(case: Case, op: Any, is_symbolic: bool = False) -> Any:
+    """Exports and loads; if symbolic, the dimensions that devices would divide have no extents."""
     pytest.importorskip("flatbuffers")
-    exported = jax.export.export(
-        jax.jit(fused),
-        platforms=("cpu", "cuda"),
-        disabled_checks=jax_tcgemm.export_disabled_checks(),
-    )(*operands)
-    assert "jax_tcgemm_gemm_v1" in exported.mlir_module()
-    blob = exported.serialize(vjp_order=1)
-    loaded = jax.export.deserialize(blob)
-    assert_trees_close(loaded.call(*operands), formula(*operands))
-    assert_trees_close(
-        jax.grad(square_sum(loaded.call))(*operands), jax.grad(square_sum(formula))(*operands)
-    )
+    types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), case.data.args)
+    if is_symbolic:
+        (rows,) = jax.export.symbolic_shape("rows")
+        for i, spec in enumerate(op.specs):
+            if "x" in spec:
+                shape = [*types[i].shape]
+                shape[spec.index("x")] = rows
+                types[i] = jax.ShapeDtypeStruct(shape, types[i].dtype)
+    checks = jax_tcgemm.export_disabled_checks()
+    options = {"platforms": ("cpu", "cuda"), "disabled_checks": checks}
+    exported = jax.export.export(jax.jit(case.f), **options)(*types)
+    loaded = jax.export.deserialize(exported.serialize(vjp_order=1))
+    return jit(case._replace(f=loaded.call))
 
 
-def test_export_with_symbolic_shapes(normal):
-    (rows,) = jax.export.symbolic_shape("rows")
-    a = jax.ShapeDtypeStruct((rows, 6), jnp.float32)
-    b = normal(6, 5)
-    exported = jax.export.export(jax.jit(gemm), platforms=("cpu", "cuda"))(a, b)
-    x = normal(9, 6)
-    assert_trees_close(exported.call(x, b), x @ b)
+def explicit_axes(case: Case, op: Any) -> Any:
+    mesh = mesh_of((2,), AxisType.Explicit)
+
+    def put(x, spec):
+        return jax.tree.map(lambda y: jax.device_put(y, NamedSharding(mesh, spec)), x)
+
+    with jax.set_mesh(mesh):
+        args = [put(x, spec) for x, spec in zip(case.data.args, op.specs, strict=True)]
+        data = case.data._replace(args=args, weights=put(case.data.weights, op.out))
+        y, cotangents = jit(case._replace(data=data))
+        for leaf in jax.tree.leaves(y):
+            spec = P(*op.out, *[None] * (leaf.ndim - len(op.out)))
+            assert jax.typeof(leaf).sharding.spec == spec
+    return y, cotangents
 
 
-@pytest.mark.parametrize("ragged", [False, True])
-def test_export_with_symbolic_shapes_and_a_configuration(normal, ragged):
-    """Symbolic shapes do not tell if the rows suit, so XLA computes the product."""
-    rows, k = jax.export.symbolic_shape("rows, k")
-    algorithm = "BF16_BF16_F32"
-    kinds = kernel_names.for_algorithm(algorithm, "m" if ragged else "none")
-    config = next(row.name for row in kinds if row.copies_whole_chunks and not row.gated)
-    bf16 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
-
-    def f(a, b):
-        if ragged:
-            return ragged_dot(a, b[None], jnp.array([3]), config=config)
-        return gemm(a, b, config=config)
-
-    exported = jax.export.export(jax.jit(f), platforms=("cpu", "cuda"))(
-        bf16((rows, k)), bf16((k, 5))
-    )
-    x, w = normal(3, 6, dtype=jnp.bfloat16), normal(6, 5, dtype=jnp.bfloat16)
-    assert_trees_close(exported.call(x, w), x @ w)
+_POLICIES = jax.checkpoint_policies
+_NAMES = jax_tcgemm.PREACTIVATION, jax_tcgemm.ACTIVATION
+WRAPPERS = {
+    "eager": lambda case, op: case.pulled(),
+    "jit": jit,
+    "without jit": without_jit,
+    "linearize": linearize,
+    "remat": remat,
+    "remat, names": functools.partial(remat, policy=_POLICIES.save_only_these_names(*_NAMES)),
+    "remat, everything": functools.partial(remat, policy=_POLICIES.everything_saveable),
+    "shard_map": shard_map,
+    "shard_map, unchecked": functools.partial(shard_map, check_vma=False),
+    "export": export,
+    "export, symbolic": functools.partial(export, is_symbolic=True),
+    "explicit axes": explicit_axes,
+}
 
 
-@pytest.mark.parametrize("jit", [False, True])
-@pytest.mark.parametrize("check_vma", [False, True])
-def test_shard_map(normal, check_vma, jit):
-    mesh = jax.make_mesh(
-        (4,), ("x",), (jax.sharding.AxisType.Auto,), devices=jax.devices("cpu")[:4]
-    )
-    rows, whole = PartitionSpec("x"), PartitionSpec()
-    args = (normal(8, 6), normal(6, 5), normal(5), normal(5), jnp.float32(0.5), jnp.float32(2))
-
-    def sharded(*args):
-        return jax.shard_map(
-            fused,
-            mesh=mesh,
-            in_specs=(rows, whole, whole, whole, whole, whole),
-            out_specs=rows,
-            check_vma=check_vma,
-        )(*args)
-
-    transform = jax.jit if jit else lambda f: f
-    assert_trees_close(transform(sharded)(*args), formula(*args))
-    actual = transform(jax.grad(square_sum(sharded), range(6)))(*args)
-    assert_trees_close(actual, jax.grad(square_sum(formula), range(6))(*args))
+@cells(WRAPPERS)
+def test_wrappers(transformation, name):
+    op = OPERATIONS[name]
+    case = Case(op.ours, op.moving, drawn(name)[0])
+    with refusal(name, transformation) as refused:
+        found = WRAPPERS[transformation](case, op)
+    if refused is None:
+        check(name, Case.pulled, found)
 
 
-@pytest.mark.parametrize("check_vma", [False, True])
-def test_shard_map_over_the_contracted_dimension(normal, check_vma):
-    mesh = jax.make_mesh(
-        (4,), ("x",), (jax.sharding.AxisType.Auto,), devices=jax.devices("cpu")[:4]
-    )
-    a, b = normal(6, 8), normal(8, 5)
-
-    def partial_sum(a, b):
-        return jax.lax.psum(gemm(a, b), "x")
-
-    f = jax.shard_map(
-        partial_sum,
-        mesh=mesh,
-        in_specs=(PartitionSpec(None, "x"), PartitionSpec("x")),
-        out_specs=PartitionSpec(),
-        check_vma=check_vma,
-    )
-    assert_trees_close(jax.jit(f)(a, b), a @ b)
-    expected = jax.grad(square_sum(jnp.matmul), (0, 1))(a, b)
-    assert_trees_close(jax.grad(square_sum(f), (0, 1))(a, b), expected)
+@pytest.mark.parametrize("name", [name for name, op in OPERATIONS.items() if op.linear])
+def test_linear_transpose(name):
+    op, data = OPERATIONS[name], drawn(name)[0]
+    for moving in op.linear:
+        g, values = Case(op.ours, list(moving), data).alone()
+        found = jax.jit(lambda g=g, x=values: jax.linear_transpose(g, *x)(data.weights))()
+        at = [op.moving.index(i) for i in moving]
+        check(name, Case.pulled, found, lambda pulled, at=at: [pulled[1][i] for i in at])
