@@ -37,11 +37,13 @@ def mesh(devices):
     return jax.make_mesh((2,), ("x",), (AxisType.Auto,), devices=devices)
 
 
-def close(actual, expected):
-    scale = float(jnp.abs(jnp.asarray(expected, jnp.float32)).max())
-    np.testing.assert_allclose(
-        np.asarray(actual, np.float32), np.asarray(expected, np.float32), atol=3e-2 * scale
-    )
+def close(actual, expected, baseline=None):
+    """Checks a result; the error of ``baseline``, if there is one, is allowed twice."""
+    actual, expected = np.asarray(actual, np.float32), np.asarray(expected, np.float32)
+    allowed = 3e-2 * np.abs(expected).max()
+    if baseline is not None:
+        allowed += 2 * np.abs(np.asarray(baseline, np.float32) - expected).max()
+    np.testing.assert_allclose(actual, expected, atol=allowed)
 
 
 def test_shard_map(normal, mesh):
@@ -210,7 +212,11 @@ def test_programs(rng, devices, name, gradients):
     ours, theirs = (compile_(f, program, mesh, operands) for f in (program.ours, program.theirs))
     found = [[each.kind for each in collectives(run.as_text(), 2)] for run in (ours, theirs)]
     assert found[0].count("all-gather") <= found[1].count("all-gather"), found
+    # In bfloat16, a slope may be that of the other side of a kink.
+    wide = [x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for x in operands]
+    exact = compile_(program.theirs, dataclasses.replace(program, dtype=jnp.float32), mesh, wide)
     results = [jax.tree.leaves(run(*operands)) for run in (ours, theirs)]
-    for actual, expected in zip(*results, strict=True):
-        assert actual.sharding.is_equivalent_to(expected.sharding, actual.ndim)
-        close(actual, expected)
+    expected = jax.tree.leaves(exact(*wide))
+    for actual, baseline, value in zip(*results, expected, strict=True):
+        assert actual.sharding.is_equivalent_to(baseline.sharding, actual.ndim)
+        close(actual, value, baseline)

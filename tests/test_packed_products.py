@@ -82,12 +82,13 @@ def test_everything_after_the_product(rng, form):
 
     def f(z, s):
         assert z.dtype == jnp.float32
-        return jnp.tanh(z) * s, jnp.max(z, axis=-1)
+        return jnp.tanh(z / 8) * s, jnp.max(z, axis=-1)
 
     outer, largest = gemm(x, form(q), epilogue=f, epilogue_operands=(jnp.float32(3),))
-    wanted = f(x.astype(jnp.float32) @ q.dequantize(), 3)
-    np.testing.assert_allclose(outer, wanted[0], atol=0.2)
-    np.testing.assert_allclose(largest, wanted[1], rtol=2e-2, atol=2e-2 * float(wanted[1].max()))
+    z = x.astype(jnp.float32) @ q.dequantize()
+    wanted, allowed = f(z, 3), 2e-2 * float(jnp.abs(z).max())
+    np.testing.assert_allclose(outer, wanted[0], atol=3 / 8 * allowed)
+    np.testing.assert_allclose(largest, wanted[1], atol=allowed)
 
 
 def test_transposed_operands(rng):

@@ -120,7 +120,7 @@ def drop_unread_results(
         every = [True] * len(eqn.invars)
         if not any(used):
             return [False] * len(every), None
-        selected = None if all(used) else select(eqn.params["spec"], used, len(every))
+        selected = select(eqn.params["spec"], used, len(every))
         if selected is None:
             return every, eqn
         spec, needed = selected
