@@ -140,7 +140,7 @@ def test_the_setting_is_part_of_the_program(monkeypatch):
     by_xla = text_of(gemm, *operands)
     assert by_xla != overlapped
     monkeypatch.delenv(overlap.SETTING)
-    assert text_of(gemm, *operands) == by_xla
+    assert text_of(gemm, *operands) == overlapped
 
 
 def test_an_unknown_setting(monkeypatch):

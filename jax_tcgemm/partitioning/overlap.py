@@ -21,7 +21,7 @@ from jax_tcgemm.partitioning.cost import moves, overlapped_share
 from jax_tcgemm.partitioning.mesh import Digits, Tiling
 from jax_tcgemm.partitioning.work import GATHER, GATHER_A, GATHER_B, SCATTER, SUM, Plan, Work
 
-# "auto" lets the cost decide. "off", the default, leaves the transfers to XLA.
+# "auto", the default, lets the cost decide. "off" leaves the transfers to XLA.
 SETTING = "JAX_TCGEMM_OVERLAP"
 
 # Fewer rows are not worth the meeting of the devices, nor the smaller products.
@@ -40,7 +40,7 @@ def is_wanted() -> bool:
     Raises:
         ValueError: the environment variable has a value that is not accepted.
     """
-    setting = os.environ.get(SETTING) or "off"
+    setting = os.environ.get(SETTING) or "auto"
     if setting not in ("auto", "off"):
         raise ValueError(f"{SETTING}={setting!r}; accepted: auto, off")
     return setting == "auto"
