@@ -31,7 +31,7 @@ PACKED_RAGGED_TARGET = "jax_tcgemm_packed_ragged_v1"
 PACKED_FUNCTION_TARGET = "jax_tcgemm_packed_function_v1"
 UNPACK_TARGET = "jax_tcgemm_unpack_v1"
 TRANSPOSE_TARGET = "jax_tcgemm_transpose_v1"
-OVERLAPPED_TARGET = "jax_tcgemm_overlapped_v1"
+OVERLAPPED_TARGET = "jax_tcgemm_overlapped_v2"
 OVERLAPPED_FUNCTION_TARGET = "jax_tcgemm_overlapped_function_v1"
 GATHERS_TARGET = "jax_tcgemm_gathers_v1"
 # Only measurements use this target; no program of a user contains it.

@@ -73,6 +73,9 @@ def _tune(args: argparse.Namespace) -> int:
     if args.weight is not None and (args.transpose_a or args.transpose_b):
         print("tune: packed weights have no transpose; accepted beside --weight: --group, --dtype")
         return 1
+    if args.weight is None and args.group is not None:
+        print("tune: --group is for packed weights; accepted beside --weight")
+        return 1
     dtype = args.dtype
     found = Tunings()
     for m, n, k in args.products:

@@ -59,7 +59,7 @@ GATHERED = {
 }
 FUNCTIONS = {
     "gather_function": program_of(
-        lambda x, w, b: gemm(x, w, epilogue=_swish, epilogue_operands=(b,)),
+        lambda x, w, b, **options: gemm(x, w, epilogue=_swish, epilogue_operands=(b,), **options),
         lambda x, w, b: _swish(jnp.matmul(x, w, preferred_element_type=jnp.float32), b),
         (*_W, (2048,)),
         (*_GATHERED, P("x")),

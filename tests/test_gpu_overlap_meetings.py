@@ -73,7 +73,7 @@ for order in (1, -1):
     out = NamedSharding(mesh, P(None, "x"))
     programs.append((jax.jit(gemm, out_shardings=out).lower(*args).compile(), args))
 for program, args in programs * 2:
-    assert "jax_tcgemm_overlapped_v1" in program.as_text()
+    assert "jax_tcgemm_overlapped_v2" in program.as_text()
     got = np.asarray(program(*args), np.float32)
     np.testing.assert_allclose(got, x @ w, atol=0.05 * np.abs(x @ w).max())
 print("right")

@@ -5,6 +5,8 @@ CPU devices run the same programs with XLA's collectives. GPUs: ``test_gpu_overl
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import re
 
 import jax
@@ -36,7 +38,7 @@ from jax_tcgemm.problem.spec import flatten
 
 pytestmark = pytest.mark.usefixtures("divided_everywhere", "overlapped")
 
-CALL = "jax_tcgemm_overlapped_v1"
+CALL = "jax_tcgemm_overlapped_v2"
 BUFFER = "jax_tcgemm_gathers_v1"
 
 
@@ -59,9 +61,9 @@ def programs(monkeypatch):
     return found
 
 
-def attribute(program, name):
-    line = next(line for line in program.split("\n") if f"@{CALL}" in line)
-    return re.search(rf"\b{name} = (dense<[^>]*>|\"?\w+)", line)[1].strip('"')
+def attribute(program, name, call=CALL):
+    line = next(line for line in program.split("\n") if f"@{call}" in line)
+    return re.search(rf"\b{name} = (dense<[^>]*>|\"?\w*)", line)[1].strip('"')
 
 
 def run(program, mesh, rng, assert_accurate):
@@ -96,6 +98,15 @@ def test_functions(name, rng, programs, assert_accurate):
     (on_gpus,) = programs
     assert on_gpus.count("@jax_tcgemm_overlapped_function_v1") == 1
     assert on_gpus.count(f"@{BUFFER}") == 1
+
+
+@pytest.mark.usefixtures("small_products")
+def test_the_request_for_any_kernel_names_no_row(rng, programs, assert_accurate):
+    function = FUNCTIONS["gather_function"]
+    ours = functools.partial(function.ours, config="kernel")
+    run(dataclasses.replace(function, ours=ours), mesh_of((4, 2)), rng, assert_accurate)
+    (on_gpus,) = programs
+    assert attribute(on_gpus, "config", "jax_tcgemm_overlapped_function_v1") == ""
 
 
 @pytest.mark.usefixtures("small_products")

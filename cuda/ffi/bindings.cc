@@ -156,7 +156,7 @@ nb::dict registrations() {
       stages(packed_ragged_instantiate_handler(), packed_ragged_handler());
   result["jax_tcgemm_packed_function_v1"] =
       stages(packed_function_instantiate_handler(), packed_function_handler());
-  result["jax_tcgemm_overlapped_v1"] =
+  result["jax_tcgemm_overlapped_v2"] =
       stages(overlapped_instantiate_handler(), overlapped_handler());
   result["jax_tcgemm_overlapped_function_v1"] =
       stages(overlapped_function_instantiate_handler(), overlapped_function_handler());

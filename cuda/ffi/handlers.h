@@ -35,7 +35,7 @@ void* packed_function_instantiate_handler();
 void* unpack_handler();
 void* unpack_instantiate_handler();
 
-// The stages of jax_tcgemm_overlapped_v1.
+// The stages of jax_tcgemm_overlapped_v2.
 void* overlapped_handler();
 void* overlapped_instantiate_handler();
 // The stages of jax_tcgemm_overlapped_function_v1.

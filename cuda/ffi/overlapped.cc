@@ -167,7 +167,7 @@ Status decode_and_run(const OverlappedAttributes& at, ffi::RemainingArgs& operan
   Kind kind = Kind::kRowsOfA;
   JAX_TCGEMM_RETURN_IF_ERROR(decode_kind(at.kind, &kind));
   Peers peers;
-  const int64_t signature = ((gemm.m * 31 + gemm.n) * 31 + gemm.k) * 8 + static_cast<int>(kind);
+  const int64_t signature = signature_of(gemm.m, gemm.n, gemm.k, static_cast<int>(kind));
   JAX_TCGEMM_RETURN_IF_ERROR(
       decode_peers(at.peers(), operands, signature, run, ordinal, stream, &peers));
   GemmProblem problem = {};

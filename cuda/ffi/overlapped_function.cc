@@ -40,7 +40,7 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_tcgemm::OverlappedFunctionAttributes
 namespace jax_tcgemm {
 namespace {
 
-constexpr int64_t kSignature = 7;  // no kind of the other overlapped call
+constexpr int kSignature = 7;  // no kind of the other overlapped call
 
 Status check_function(const CompiledAttributes& at) {
   JAX_TCGEMM_REQUIRE(at.batch_shape.size() == 0 && !at.has_groups && !at.has_scales() &&
@@ -78,7 +78,7 @@ Status decode_and_run(const OverlappedFunctionAttributes& at, ffi::RemainingArgs
   JAX_TCGEMM_RETURN_IF_ERROR(check_uncaptured(stream));
   const CompiledAttributes& compiled = at.compiled;
   JAX_TCGEMM_RETURN_IF_ERROR(check_function(compiled));
-  const int64_t signature = ((compiled.m * 31 + compiled.n) * 31 + compiled.k) * 8 + kSignature;
+  const int64_t signature = signature_of(compiled.m, compiled.n, compiled.k, kSignature);
   Peers peers;
   JAX_TCGEMM_RETURN_IF_ERROR(
       decode_peers(at.peers(), operands, signature, run, ordinal, stream, &peers));

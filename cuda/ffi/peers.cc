@@ -57,6 +57,14 @@ Status read_number(int64_t call, int32_t ordinal, const ffi::AnyBuffer& buffer, 
 
 }  // namespace
 
+int64_t signature_of(int64_t m, int64_t n, int64_t k, int kind) {
+  uint64_t signature = 0;  // attributes may be any numbers
+  for (const int64_t part : {m, n, k, int64_t{kind}}) {
+    signature = signature * 31 + static_cast<uint64_t>(part);
+  }
+  return static_cast<int64_t>(signature);
+}
+
 Status decode_peers(const PeersAttributes& at, ffi::RemainingArgs& operands, int64_t signature,
                     int64_t run, int32_t ordinal, cudaStream_t stream, Peers* peers) {
   const auto total = static_cast<int64_t>(at.devices.size());

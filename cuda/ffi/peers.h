@@ -20,6 +20,9 @@ struct PeersAttributes {
   Strides devices;     // numbers of the devices of each group, by rank
 };
 
+// Returns a number that differs for calls of other extents or another kind.
+int64_t signature_of(int64_t m, int64_t n, int64_t k, int kind);
+
 // Finds the group of a device and its rank there. The last operand is the number of the device in
 // its program.
 //

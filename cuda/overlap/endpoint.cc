@@ -101,17 +101,21 @@ Status Endpoint::grow(Slot* slot, int64_t bytes) {
 }
 
 Status Endpoint::take(int64_t bytes, Slot** slot) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  const auto is_free = [](const auto& each) { return !each->is_busy; };
-  while (slots_.size() < kFewestSlots || std::none_of(slots_.begin(), slots_.end(), is_free)) {
-    JAX_TCGEMM_RETURN_IF_ERROR(add_slot());
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto is_free = [](const auto& each) { return !each->is_busy; };
+    while (slots_.size() < kFewestSlots || std::none_of(slots_.begin(), slots_.end(), is_free)) {
+      JAX_TCGEMM_RETURN_IF_ERROR(add_slot());
+    }
+    const auto found = std::find_if(slots_.begin(), slots_.end(), is_free);
+    (*found)->is_busy = true;
+    *slot = found->get();
+    std::rotate(found, found + 1, slots_.end());  // to the end: the most recently taken
   }
-  const auto found = std::find_if(slots_.begin(), slots_.end(), is_free);
-  JAX_TCGEMM_RETURN_IF_ERROR(grow(found->get(), bytes));
-  (*found)->is_busy = true;
-  *slot = found->get();
-  std::rotate(found, found + 1, slots_.end());  // to the end: the most recently taken
-  return Status();
+  // Without the lock: this may wait for the device, and a peer may need the lock to go on.
+  const Status status = grow(*slot, bytes);
+  if (!status.ok()) give_back(*slot);
+  return status;
 }
 
 void Endpoint::give_back(Slot* slot) {

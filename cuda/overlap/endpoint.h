@@ -28,6 +28,7 @@ struct Slot {
 
   char* buffer = nullptr;
   int64_t bytes = 0;
+  int64_t sent_bytes = 0;          // that this device sends to each peer
   char* target = nullptr;          // for data that stays after the call: XLA's, or in `buffer`
   cudaEvent_t ready = nullptr;     // the call has begun: its operands are there
   cudaEvent_t released = nullptr;  // the call has read the buffer

@@ -25,6 +25,7 @@ void Gathers::begin(int64_t run, const GatheredRows& gathered) {
   while (entry != entries_.end() && entry->first < gathered.rows + gathered.bytes) {
     entry = entries_.erase(entry);
   }
+  std::erase_if(entries_, [&](const auto& each) { return each.second.shard == gathered.shard; });
   entries_[gathered.rows] = {run, gathered.shard, gathered.bytes, false, false};
 }
 

@@ -5,7 +5,8 @@
 // others find it filled. So XLA decides how long the rows of all devices live, and its elimination
 // of common subexpressions sees to it that products of the same rows share a buffer.
 //
-// If XLA should copy a buffer before it is filled, a product finds no entry, and fills the copy.
+// If XLA should copy a buffer before it is filled, a product finds no entry, and fills the copy: a
+// new buffer of the same rows makes earlier ones unknown, so no entry is left where the copy lies.
 
 #ifndef JAX_TCGEMM_OVERLAP_GATHERS_H_
 #define JAX_TCGEMM_OVERLAP_GATHERS_H_
@@ -30,7 +31,7 @@ class Gathers {
   // Returns the buffers of a device; they are known as long as the process lives.
   static Gathers& of_device(int ordinal);
 
-  // Registers an empty buffer, and forgets buffers that overlapped it.
+  // Registers an empty buffer. Forgets buffers that overlapped it, and those of the same rows.
   void begin(int64_t run, const GatheredRows& gathered);
 
   // Checks if a run has filled a buffer with the rows of the other devices, or with its own.

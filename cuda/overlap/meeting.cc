@@ -27,7 +27,7 @@ double meeting_seconds() {
   static const double seconds = [] {
     const char* const text = std::getenv("JAX_TCGEMM_OVERLAP_SECONDS");
     const double value = text == nullptr ? 0.0 : std::atof(text);
-    return value > 0.0 ? value : 60.0;
+    return value > 0.0 ? value : 600.0;
   }();
   return seconds;
 }
@@ -52,7 +52,7 @@ Status Meeting::join(const MeetingKey& key, int count, int rank, int64_t signatu
   const std::lock_guard<std::mutex> lock(mutex);
   std::shared_ptr<Meeting>& found = find(key, count, signature);
   Meeting& own = *found;
-  if (own.signature_ != signature || own.guests_[rank] != nullptr) {
+  if (own.signature_ != signature || own.count_ != count || own.guests_[rank] != nullptr) {
     own.fail_locked(own.guests_[rank] != nullptr ? "a device came twice"
                                                  : "the devices came with different calls");
   }

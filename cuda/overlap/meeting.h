@@ -36,7 +36,8 @@ struct MeetingKey {
   auto operator<=>(const MeetingKey&) const = default;
 };
 
-// Returns how long a device waits for the others: JAX_TCGEMM_OVERLAP_SECONDS, by default 60.
+// Returns how long a device waits for the others: JAX_TCGEMM_OVERLAP_SECONDS, by default 600. The
+// others may have to finish other work first.
 double meeting_seconds();
 
 class Meeting {

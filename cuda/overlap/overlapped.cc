@@ -81,11 +81,12 @@ class Visit {
 
   // Takes a slot and joins the meeting. If that fails, the peers need not wait for the time limit.
   //
-  // Args: `bytes` are those of the parts that peers send for this call alone. `target` is memory of
-  // XLA's for `target_bytes` that stay; null if there are none.
-  Status begin(int ordinal, int64_t bytes, void* target, int64_t target_bytes) {
+  // Args: `sent_bytes` are those of a copy to a peer, `bytes` those of the parts that peers send
+  // for this call alone. `target` is memory of XLA's for `target_bytes` that stay; null if there
+  // are none.
+  Status begin(int ordinal, int64_t sent_bytes, int64_t bytes, void* target, int64_t target_bytes) {
     target_ = static_cast<char*>(target);
-    const Status status = try_begin(ordinal, bytes, target_bytes);
+    const Status status = try_begin(ordinal, sent_bytes, bytes, target_bytes);
     if (!status.ok() && meeting_ == nullptr)
       Meeting::refuse(peers_.key, peers_.count, peers_.signature, status);
     return status;
@@ -95,7 +96,10 @@ class Visit {
   Status meet() {
     JAX_TCGEMM_RETURN_IF_ERROR(meeting_->wait_for_guests());
     for (int rank = 0; rank < peers_.count; ++rank) {
-      JAX_TCGEMM_RETURN_IF_ERROR(endpoint_->reach(slot_of(rank).endpoint->ordinal()));
+      const Slot& slot = slot_of(rank);
+      JAX_TCGEMM_REQUIRE(slot.sent_bytes == own().sent_bytes, "devices send ", slot.sent_bytes,
+                         " and ", own().sent_bytes, " bytes");
+      JAX_TCGEMM_RETURN_IF_ERROR(endpoint_->reach(slot.endpoint->ordinal()));
     }
     return Status();
   }
@@ -170,15 +174,19 @@ class Visit {
  private:
   Slot& slot_of(int rank) const { return *static_cast<Slot*>(meeting_->guest(rank)); }
 
-  Status try_begin(int ordinal, int64_t bytes, int64_t target_bytes) {
+  Status try_begin(int ordinal, int64_t sent_bytes, int64_t bytes, int64_t target_bytes) {
     JAX_TCGEMM_RETURN_IF_ERROR(Endpoint::of_device(ordinal, &endpoint_));
     const bool uses_buffer = target_ != nullptr && !is_reachable(target_);
     JAX_TCGEMM_RETURN_IF_ERROR(endpoint_->take(bytes + (uses_buffer ? target_bytes : 0), &slot_));
+    own().sent_bytes = sent_bytes;
     own().target = uses_buffer ? own().buffer + bytes : target_;
     // The slot's last call may have been on another stream.
     JAX_TCGEMM_RETURN_IF_ERROR(wait(stream_, own().released));
     JAX_TCGEMM_RETURN_IF_ERROR(record(own().ready, stream_));
-    return Meeting::join(peers_.key, peers_.count, peers_.rank, peers_.signature, slot_, &meeting_);
+    const Status joined =
+        Meeting::join(peers_.key, peers_.count, peers_.rank, peers_.signature, slot_, &meeting_);
+    if (!joined.ok()) endpoint_->give_back(slot_);  // no peer has seen it
+    return joined;
   }
 
   // Copies to the part of this device in memory of another one.
@@ -284,7 +292,8 @@ Status run_gathered(const GatheredProduct& product, const GatheredRows& rows, co
   const int64_t run = peers.key.run;
   if (!gathers.has_others(run, rows)) {
     Visit visit(peers, stream);
-    JAX_TCGEMM_RETURN_IF_ERROR(visit.begin(device.ordinal, 0, rows.rows, rows.bytes));
+    JAX_TCGEMM_RETURN_IF_ERROR(
+        visit.begin(device.ordinal, rows.shard_bytes, 0, rows.rows, rows.bytes));
     JAX_TCGEMM_RETURN_IF_ERROR(visit.checked(gather(product, rows, peers, &visit)));
     gathers.set_others(run, rows);
     if (product.multiply_part) return Status();
@@ -300,8 +309,8 @@ Status run_gathered(const GatheredProduct& product, const GatheredRows& rows, co
 Status run_scattered(const GemmProblem& part, void* scratch, void* sums, const Peers& peers,
                      const DeviceProperties& device, cudaStream_t stream) {
   Visit visit(peers, stream);
-  const int64_t bytes = peers.count * part_bytes(part);
-  JAX_TCGEMM_RETURN_IF_ERROR(visit.begin(device.ordinal, bytes, sums, bytes));
+  const int64_t sent_bytes = part_bytes(part), bytes = peers.count * sent_bytes;
+  JAX_TCGEMM_RETURN_IF_ERROR(visit.begin(device.ordinal, sent_bytes, bytes, sums, bytes));
   return visit.checked(multiply_and_scatter(
       part, static_cast<char*>(scratch), static_cast<char*>(sums), peers, &visit, device, stream));
 }

@@ -90,6 +90,8 @@ def kernel_call(
     made = translation.translate(spec.function)
     if isinstance(made, str):
         return made
+    if spec.product.config == KERNEL:
+        spec = spec.with_config(None)
     spec, plan, _ = _tuned([*own, *others], spec, made, strict=True)
     call = _call_or_reason(spec, plan)
     return call if isinstance(call, str) else (spec, call)

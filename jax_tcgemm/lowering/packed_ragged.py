@@ -68,12 +68,13 @@ def lower_cuda(
     With few rows a group, one kernel reads the packed weights of the groups that have rows. With
     many rows, another kernel dequantizes all weights first.
     """
-    call = f"tcgemm_packed_ragged {spec.qtype} {x.dtype}{list(x.shape)} n={spec.n} g={len(values)}"
+    groups = values.shape[0]
+    call = f"tcgemm_packed_ragged {spec.qtype} {x.dtype}{list(x.shape)} n={spec.n} g={groups}"
     reason, told = packed.unfit(x, values, scales, spec), ""
     if reason is None:
         operands = (x, values, scales, group_sizes)
         config, told = packed_problem.measured_config(
-            packed_problem.RAGGED, operands, spec, len(x), experts=len(values)
+            packed_problem.RAGGED, operands, spec, len(x), experts=groups
         )
         if config == XLA:
             reason = packed.MEASURED
