@@ -132,9 +132,8 @@ def llama_prefill(sizes: Sizes) -> Program:
     return Program(step, (), (parameters, tokens))
 
 
-def llama_decode(sizes: Sizes, batch: int = 16) -> Program:
-    """The same layers: generates one more token, with a cache."""
-    model = _llama(sizes)
+def _decode(model: Any, sizes: Sizes, batch: int) -> Program:
+    """Generates one more token, with a cache that is nearly full."""
     variables = _hugging_face(model, (batch, sizes.tokens), BF16, init_cache=True)
     mask = jnp.ones((batch, sizes.tokens), jnp.int32)
     at = sizes.tokens - 8
@@ -151,6 +150,29 @@ def llama_decode(sizes: Sizes, batch: int = 16) -> Program:
 
     cache = jax.tree.map(placed, variables["cache"])
     return Program(step, cache, (variables["params"], tokens_of((batch, 1), 1000)))
+
+
+def llama_decode(sizes: Sizes, batch: int = 16) -> Program:
+    """The same layers: generates one more token, with a cache."""
+    return _decode(_llama(sizes), sizes, batch)
+
+
+def mistral_decode(sizes: Sizes, batch: int = 16) -> Program:
+    """Two layers of Mistral 7B, in which four heads of the queries share one of the cache."""
+    from transformers import FlaxMistralForCausalLM, MistralConfig  # pyright: ignore[reportMissingImports]
+
+    heads = max(4, 32 // sizes.scale)
+    config = MistralConfig(
+        num_hidden_layers=2,
+        hidden_size=128 * heads,
+        intermediate_size=14336 // sizes.scale,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 4,
+        vocab_size=32000 // sizes.scale,
+        max_position_embeddings=1024,
+        sliding_window=1024,
+    )
+    return _decode(FlaxMistralForCausalLM(config, dtype=BF16, _do_init=False), sizes, batch)
 
 
 def unet_train(sizes: Sizes) -> Program:

@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import grouped_queries
 import hugging_face
 import jax
 import jax.numpy as jnp
@@ -23,13 +24,12 @@ from model_step import (
     Program,
     Sizes,
     filled,
-    next_token_loss,
     normal,
     tokens_of,
     training,
 )
 
-# --- Flax linen and NNX ------------------------------------------------------------------------
+# --- Flax linen --------------------------------------------------------------------------------
 
 
 def vit_train(sizes: Sizes, *, scanned: bool = False) -> Program:
@@ -70,92 +70,6 @@ def vit_train(sizes: Sizes, *, scanned: bool = False) -> Program:
         return optax.softmax_cross_entropy_with_integer_labels(wide, labels).mean()
 
     return training(loss, parameters, images, tokens_of((len(images),), 1000))
-
-
-def _grouped_queries(sizes: Sizes) -> Any:
-    """A decoder with grouped queries like Gemma 3 1B, of NNX layers."""
-    from flax import nnx
-
-    width, hidden, wide = 1152 // sizes.scale, 6912 // sizes.scale, 256 // sizes.scale
-    heads = 4
-    named = functools.partial(dict, dtype=BF16)
-
-    class Attention(nnx.Module):
-        def __init__(self, rngs: Any) -> None:
-            into = functools.partial(nnx.Einsum, "bsd,dhe->bshe", rngs=rngs, **named())
-            self.q, self.kv = into((width, heads, wide)), into((width, 1, wide))
-            self.v = into((width, 1, wide))
-            back = (heads, wide, width)
-            self.out = nnx.Einsum("bshe,hed->bsd", back, rngs=rngs, **named())
-
-        def __call__(self, x: jax.Array, cache: Any, at: int) -> tuple[jax.Array, Any]:
-            q, k, v = self.q(x), self.kv(x), self.v(x)
-            if cache is not None:
-                k, v = (
-                    jax.lax.dynamic_update_slice(old, new, (0, at, 0, 0))
-                    for old, new in zip(cache, (k, v), strict=True)
-                )
-            out = jax.nn.dot_product_attention(q, k, v, is_causal=cache is None)
-            return self.out(out), (k, v)
-
-    class Block(nnx.Module):
-        def __init__(self, rngs: Any) -> None:
-            self.norms = nnx.List([nnx.RMSNorm(width, rngs=rngs, **named()) for _ in range(2)])
-            self.attention = Attention(rngs)
-            linear = functools.partial(nnx.Linear, use_bias=False, rngs=rngs, **named())
-            self.gate, self.up = linear(width, hidden), linear(width, hidden)
-            self.down = linear(hidden, width)
-
-        def __call__(self, x: jax.Array, cache: Any, at: int) -> tuple[jax.Array, Any]:
-            y, kept = self.attention(self.norms[0](x), cache, at)
-            x = x + y
-            h = self.norms[1](x)
-            return x + self.down(nnx.gelu(self.gate(h)) * self.up(h)), kept
-
-    class Decoder(nnx.Module):
-        def __init__(self, rngs: Any) -> None:
-            self.embed = nnx.Embed(32768 // sizes.scale, width, rngs=rngs, **named())
-            self.blocks = nnx.List([Block(rngs) for _ in range(4)])
-            self.norm = nnx.RMSNorm(width, rngs=rngs, **named())
-
-        def __call__(self, tokens: jax.Array, caches: Any = None, at: int = 0) -> Any:
-            x, kept = self.embed(tokens), []
-            for i, block in enumerate(self.blocks):
-                x, own = block(x, None if caches is None else caches[i], at)
-                kept.append(own)
-            return self.embed.attend(self.norm(x)), kept
-
-    graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(nnx.Rngs(0))))
-    return graph, filled(state), (wide, 32768 // sizes.scale)
-
-
-def gqa_train(sizes: Sizes) -> Program:
-    """Four layers with the shape of Gemma 3 1B, by NNX, with float32 parameters."""
-    from flax import nnx
-
-    graph, state, (_, vocabulary) = _grouped_queries(sizes)
-
-    def loss(state: Any, tokens: jax.Array) -> jax.Array:
-        return next_token_loss(nnx.merge(graph, state)(tokens)[0], tokens)
-
-    return training(loss, state, tokens_of((sizes.sequences, sizes.tokens), vocabulary))
-
-
-def gqa_decode(sizes: Sizes, batch: int = 16) -> Program:
-    """The same layers in bfloat16: generates one more token, with a cache."""
-    from flax import nnx
-
-    graph, state, (wide, vocabulary) = _grouped_queries(sizes)
-    parameters = filled(state, BF16)
-    caches = [(normal((batch, sizes.tokens, 1, wide)),) * 2 for _ in range(4)]
-    caches = jax.tree.map(jnp.copy, caches)  # each copy is donated
-    at = sizes.tokens - 8
-
-    def step(caches: Any, parameters: Any, tokens: jax.Array) -> tuple[Any, Any]:
-        logits, caches = nnx.merge(graph, parameters)(tokens, caches, at)
-        return caches, jnp.argmax(logits[:, -1], -1)
-
-    return Program(step, caches, (parameters, tokens_of((batch, 1), vocabulary)))
 
 
 # --- Other libraries ---------------------------------------------------------------------------
@@ -310,11 +224,13 @@ PROGRAMS: dict[str, Callable[[Sizes], Program]] = {
     "llama prefill": hugging_face.llama_prefill,
     "llama decode 16": hugging_face.llama_decode,
     "llama decode 1": functools.partial(hugging_face.llama_decode, batch=1),
+    "mistral decode 16": hugging_face.mistral_decode,
     "vit train": vit_train,
     "vit scanned train": functools.partial(vit_train, scanned=True),
-    "gqa train": gqa_train,
-    "gqa decode 16": gqa_decode,
-    "gqa decode 1": functools.partial(gqa_decode, batch=1),
+    "gqa train": grouped_queries.train,
+    "gqa decode 16": grouped_queries.decode,
+    "gqa decode 1": functools.partial(grouped_queries.decode, batch=1),
+    "llama3 decode 16": functools.partial(grouped_queries.decode, shape=grouped_queries.LLAMA_3),
     "equinox train": equinox_train,
     "haiku train": haiku_train,
     "keras train": keras_train,

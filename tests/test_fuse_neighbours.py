@@ -164,6 +164,20 @@ def test_few_rows_by_a_weight_made_on_the_way(normal, capfd, monkeypatch, weight
     check(f, x, w, s)
 
 
+@pytest.mark.parametrize(
+    ("rows", "k", "n", "is_left"),
+    [(1, 128, 256, 0), (2, 128, 256, 1), (64, 128, 256, 1), (65, 128, 256, 0), (16, 96, 256, 0)],
+)
+def test_few_rows_by_a_matrix_of_whole_tiles(normal, monkeypatch, rows, k, n, is_left):
+    """XLA reads such a matrix as fast, and adds up parts of k in the kernel that follows."""
+    monkeypatch.setattr(neighbours, "_SMALL_BYTES", 0)
+    x, w = normal(rows, k, dtype=jnp.bfloat16), normal(k, n, dtype=jnp.bfloat16)
+    assert operations(fuse(jnp.matmul), x, w)["dot_general"] == is_left
+    wide = [v.astype(jnp.float32) for v in (x, w)]
+    assert operations(fuse(jnp.matmul), *wide)["dot_general"] == 0
+    check(jnp.matmul, x, w)
+
+
 @pytest.mark.parametrize(("rows", "is_left"), [(1, True), (64, True), (65, False)])
 def test_few_rows_by_a_small_matrix(normal, rows, is_left):
     x, w = normal(rows, K, dtype=jnp.bfloat16), normal(K, N, dtype=jnp.bfloat16)

@@ -123,3 +123,28 @@ def test_projections_of_attention(normal, sequence, heads):
 
     step = jax.grad(loss, argnums=(0, 1, 2, 3))
     assert worst(step, fuse(step), [x, *weights]) <= 1
+
+
+@pytest.mark.parametrize("heads", [2, 8])
+@pytest.mark.parametrize("entries", [1024, 1000])
+def test_a_step_with_a_cache(normal, entries, heads):
+    """Beside ``jit``: grouped queries read caches that the step updates in place."""
+    keys, values = (normal(4, entries, heads, 128, dtype=jnp.bfloat16) for _ in range(2))
+    q, new = normal(4, 1, 16, 128, dtype=jnp.bfloat16), normal(4, 1, heads, 128, dtype=jnp.bfloat16)
+
+    def step(keys, values, q, new):
+        at = (0, entries - 9, 0, 0)
+        keys, values = (jax.lax.dynamic_update_slice(x, new, at) for x in (keys, values))
+        length = jnp.full((4,), entries - 8, jnp.int32)
+        y = jax.nn.dot_product_attention(q, keys, values, key_value_seq_lengths=length)
+        wide = [jnp.repeat(x, 16 // heads, axis=2) for x in (keys, values)]
+        scores = jnp.einsum(
+            "bqhd,bkhd->bhqk", q.astype(jnp.float32) / 9, wide[0].astype(jnp.float32)
+        )
+        z = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores).astype(jnp.bfloat16), wide[1])
+        return y, z, scores, keys, values
+
+    args = keys, values, q, new
+    text = jax.jit(fuse(step)).lower(*args).as_text()
+    assert text.count("custom_call @jax_tcgemm_gemm") == (4 if heads == 8 else 2)
+    assert worst(step, fuse(step), list(args)) <= 1

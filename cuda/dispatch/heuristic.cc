@@ -117,6 +117,9 @@ double direct_cycles(const KernelConfig& config, const ChoiceInput& input, int64
   constexpr double kPartCycles = 36.0;  // as many more for each mn-major operand
   constexpr double kBytesPerCycle = 2000.0;
   constexpr double kL2Bytes = 50e6;
+  // Large batches, such as a decode step's products with a cache, come from memory.
+  constexpr double kLargeBatchBytes = 8e6;
+  constexpr double kLargeBatchRate = 1300.0;
   const int64_t parts = ceil_div(input.k, config.tile_k);
   const int64_t trips = ceil_div(parts, config.split_k);
   const int transposed =
@@ -135,7 +138,9 @@ double direct_cycles(const KernelConfig& config, const ChoiceInput& input, int64
                        : is_line                             ? kBiasStartCycles
                                                              : kAnyStartCycles;
   const double start = kStartCycles + kColumnStartCycles * config.tile_n + fused;
-  return start + (trips - 1) * kTripCycles + std::hypot(work, moved / kBytesPerCycle);
+  const bool is_large = input.batch > 1 && bytes > kLargeBatchBytes;
+  const double rate = is_large ? kLargeBatchRate : kBytesPerCycle;
+  return start + (trips - 1) * kTripCycles + std::hypot(work, moved / rate);
 }
 
 // Checks if an sm90 row supports the problem. wgmma exists on compute capability 9.0 alone.

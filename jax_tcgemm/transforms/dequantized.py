@@ -75,6 +75,35 @@ class Weight:
         blocks = [math.prod(n for n, stride in factors if stride) for factors in found]
         return self.values.shape[self.k_axis] // math.lcm(1, *blocks)
 
+    @property
+    def reason(self) -> str:
+        """The reason in the report why a kernel computes the product."""
+        return f"reads the stored {self.dtype} weight: {self.way}"
+
+    def product(self, node: Node, values: Sequence[Any]) -> jax.Array:
+        """Computes the product.
+
+        Args:
+            node: the product.
+            values: the values of its inputs.
+        """
+        operands, others = list(values[:2]), list(values[2:])
+        stored = self.values.applied(operands[self.side])
+        scale = jnp.ones((1, 1), jnp.float32)
+        if self.scale is not None:
+            scale = self.scale.applied(others.pop(0))
+        zero = None if self.zero is None else self.zero.applied(others.pop(0))
+        q: Any = Quantized(stored, scale, zero)
+        contracted = list(node.params["dimension_numbers"][0])
+        has_small_zero = zero is None or jnp.iinfo(zero.dtype).bits <= 8
+        if self.way == "pack" and has_small_zero and why_unpackable(q) is None:
+            q = pack(q, transpose=self.k_axis == 1)
+            contracted[self.side] = (0,)
+        operands[self.side] = q
+        dims = (tuple(contracted), ((), ()))
+        precision, dtype = node.params["precision"], node.outputs[0].dtype
+        return dot_general(operands[0], operands[1], dims, precision, dtype)
+
 
 @dataclasses.dataclass(frozen=True)
 class _Chain:
@@ -223,7 +252,7 @@ def _with_stored_weight(item: Any, makers: Mapping[Value, Any]) -> Any:
         way = way_of(rows, weight)
         if way != "XLA":
             weight = dataclasses.replace(weight, way=way)
-            return Node(item.eqn, inputs, item.outputs, item.scope, weight=weight)
+            return Node(item.eqn, inputs, item.outputs, item.scope, stored=weight)
     return item
 
 
@@ -261,29 +290,3 @@ def weight_of(
     inputs = [x, x]
     inputs[side] = values
     return weight, (*inputs, *(value for value, _ in others))
-
-
-def product_of(node: Node, values: Sequence[Any]) -> jax.Array:
-    """Computes a product with a stored weight.
-
-    Args:
-        node: the product; its ``weight`` says how.
-        values: the values of its inputs.
-    """
-    weight: Weight = node.weight
-    operands, others = list(values[:2]), list(values[2:])
-    stored = weight.values.applied(operands[weight.side])
-    scale = jnp.ones((1, 1), jnp.float32)
-    if weight.scale is not None:
-        scale = weight.scale.applied(others.pop(0))
-    zero = None if weight.zero is None else weight.zero.applied(others.pop(0))
-    q: Any = Quantized(stored, scale, zero)
-    contracted = list(node.params["dimension_numbers"][0])
-    has_small_zero = zero is None or jnp.iinfo(zero.dtype).bits <= 8
-    if weight.way == "pack" and has_small_zero and why_unpackable(q) is None:
-        q = pack(q, transpose=weight.k_axis == 1)
-        contracted[weight.side] = (0,)
-    operands[weight.side] = q
-    dims = (tuple(contracted), ((), ()))
-    precision, dtype = node.params["precision"], node.outputs[0].dtype
-    return dot_general(operands[0], operands[1], dims, precision, dtype)

@@ -75,8 +75,8 @@ class Node(Item):
         fallback_reason: why XLA should compute this product; ``None`` if it should not.
         is_sequence_last: whether the kernel of this projection writes the sequence after the
             features; see ``heads``.
-        weight: how the stored weight among the inputs is dequantized; ``None`` if there is none.
-            See ``dequantized``.
+        stored: how the product reads an array that is stored in another form, as in ``dequantized``
+            and ``caches``; ``None`` if it does not.
         name: the name of its primitive.
     """
 
@@ -87,7 +87,7 @@ class Node(Item):
     elementwise: bool | None = None
     fallback_reason: str | None = None
     is_sequence_last: bool = False
-    weight: Any = None
+    stored: Any = None
     name: str = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
@@ -121,6 +121,7 @@ class Graph:
         items: the nodes, each after those whose outputs it reads.
         results: the values and literals that it returns.
         stacked: the results that the caller copies into a stacked array, as ``scan`` does.
+        sliced: the arguments that the caller slices out of a larger array, as ``scan`` does.
     """
 
     arguments: list[Value]
@@ -128,6 +129,7 @@ class Graph:
     items: list[Any]
     results: list[Atom]
     stacked: frozenset[Value] = frozenset()
+    sliced: frozenset[Value] = frozenset()
 
     @functools.cached_property
     def returned(self) -> frozenset[Value]:
@@ -145,13 +147,19 @@ class Graph:
         return kept[::-1]
 
 
-def graph_of(jaxpr: Any, consts: Sequence[Any], is_stacked: Sequence[bool] = ()) -> Graph:
+def graph_of(
+    jaxpr: Any,
+    consts: Sequence[Any],
+    is_stacked: Sequence[bool] = (),
+    is_sliced: Sequence[bool] = (),
+) -> Graph:
     """Returns the graph of a jaxpr.
 
     Args:
         jaxpr: the operations, without constants.
         consts: the constants.
         is_stacked: for each result, whether the caller stacks it.
+        is_sliced: for each argument, whether the caller slices it out of a larger array.
     """
     arguments = [Value(var.aval, var) for var in jaxpr.invars]
     inlining = _Inlining(not jaxprs.has_input_effects(jaxpr))
@@ -159,7 +167,14 @@ def graph_of(jaxpr: Any, consts: Sequence[Any], is_stacked: Sequence[bool] = ())
     pairs = [*zip(results, is_stacked, strict=False)]
     kept = {x for x, is_one in pairs if not is_one and isinstance(x, Value)}
     stacked = {x for x, is_one in pairs if is_one and isinstance(x, Value)}
-    return Graph(arguments, inlining.constants, inlining.items, results, frozenset(stacked - kept))
+    return Graph(
+        arguments,
+        inlining.constants,
+        inlining.items,
+        results,
+        frozenset(stacked - kept),
+        frozenset(x for x, is_one in zip(arguments, is_sliced, strict=False) if is_one),
+    )
 
 
 class _Inlining:

@@ -25,7 +25,6 @@ from jax_tcgemm.primitives import jit_epilogue
 from jax_tcgemm.problem import ragged
 from jax_tcgemm.problem.spec import GemmSpec, flatten
 from jax_tcgemm.problem.strides import Operands
-from jax_tcgemm.transforms import dequantized
 from jax_tcgemm.transforms.fused import Fused
 from jax_tcgemm.transforms.graph import Node, Value
 from jax_tcgemm.transforms.matrix_form import MatrixForm, RaggedForm, ragged_form
@@ -66,8 +65,8 @@ def traced_call(item: Node | Fused, compute: Callable[[Any, list[Any]], Sequence
 
 
 def _product(node: Node, values: Sequence[Any]) -> list[Any]:
-    if node.weight is not None:
-        return [dequantized.product_of(node, values)]
+    if node.stored is not None:
+        return [node.stored.product(node, values)]
     if node.is_sequence_last:
         return [_with_sequence_last(node, *values)]
     if node.name == "dot_general":

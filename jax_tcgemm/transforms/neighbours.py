@@ -8,7 +8,7 @@ from typing import Any
 
 from jax_tcgemm.problem.arithmetic import INPUT_DTYPES, resolve_algorithm
 from jax_tcgemm.transforms.graph import Atom, Node, Value
-from jax_tcgemm.transforms.products import SPREADING, is_elementwise, is_typed
+from jax_tcgemm.transforms.products import HALF_TYPES, SPREADING, is_elementwise, is_typed
 
 _Dims = tuple[int, ...]
 
@@ -18,6 +18,9 @@ _FEW = 64
 # slower. XLA may also add up its partial sums in the next kernel, and updates it sooner in a
 # command buffer.
 _SMALL_BYTES = 4 * 2**20
+# XLA's kernels are as fast as those of this package if both extents of a weight are multiples of
+# this. XLA also adds up partial sums in the next kernel.
+_WHOLE = 128
 # XLA merges products that share an operand if one of the products is no larger than this.
 _JOINED_BYTES = 32 * 2**20
 # The search for a product before an operand visits at most this many operations.
@@ -47,7 +50,7 @@ def _fallback_reason(
         makers: the item that computes each value; arguments and constants have none.
         users: the items that read each value.
     """
-    if product.name != "dot_general" or product.weight is not None:
+    if product.name != "dot_general" or product.stored is not None:
         return None
     (contracted, _), (batch, _) = product.params["dimension_numbers"]
     if batch:
@@ -68,7 +71,11 @@ def _fallback_reason(
             return f"few rows, and XLA fuses {maker.name}, which makes the other operand"
         if 0 < _size(product) < _SMALL_BYTES:
             return "few rows or columns, and few bytes: a launch takes as long"
-        if min(m, n) > 1 and _has_sibling(product, users):
+        if min(m, n) == 1:
+            return None
+        if k % _WHOLE == max(m, n) % _WHOLE == 0 and larger.aval.dtype in HALF_TYPES:
+            return "few rows: XLA adds up parts of k in the kernel that follows"
+        if _has_sibling(product, users):
             return "few rows, and XLA joins it with another product of the same operand"
     return None
 

@@ -43,7 +43,7 @@ def is_product(item: Any) -> bool:
     (result,) = item.outputs
     return (
         item.fallback_reason is None
-        and item.weight is None
+        and item.stored is None
         and all(isinstance(x, Value) for x in (lhs, rhs))
         and is_on_device(item)
         and len(types) == 1

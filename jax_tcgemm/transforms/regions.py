@@ -18,6 +18,7 @@ from typing import Any
 
 from jax_tcgemm.epilogue.translation import MAX_OPERANDS, MAX_RESULTS
 from jax_tcgemm.lowering.jit_source import MOST_WARP_BYTES, matrix_bytes
+from jax_tcgemm.transforms.caches import with_caches
 from jax_tcgemm.transforms.dequantized import with_stored_weights
 from jax_tcgemm.transforms.fused import Fused
 from jax_tcgemm.transforms.graph import Graph, Node, Value
@@ -47,7 +48,7 @@ _MOST_MOVED = 1000
 
 def with_regions(graph: Graph) -> Graph:
     """Returns the graph with each product and its epilogue joined into one item."""
-    items = with_stored_weights(absorb_transposes(graph))
+    items = with_caches(with_stored_weights(absorb_transposes(graph)), graph.sliced)
     note_fallbacks(items)
     note_heads(items)
     products = [x for x in items if is_product(x) and not x.is_sequence_last]

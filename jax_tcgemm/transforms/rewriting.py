@@ -32,13 +32,17 @@ class Rewriting:
 
     def __init__(self) -> None:
         self.decisions: list[Decision] = []
-        self._jaxprs: dict[tuple[int, tuple[bool, ...]], tuple[Any, Any, list[Decision]]] = {}
+        self._jaxprs: dict[tuple[Any, ...], tuple[Any, Any, list[Decision]]] = {}
         self._has_products: dict[int, tuple[Any, bool]] = {}
         self._calls: dict[tuple[bytes, tuple[Any, ...]], Any] = {}
         self._digests = identity.Digests()
 
     def rewritten(
-        self, jaxpr: Any, consts: Sequence[Any], is_stacked: Sequence[bool] = ()
+        self,
+        jaxpr: Any,
+        consts: Sequence[Any],
+        is_stacked: Sequence[bool] = (),
+        is_sliced: Sequence[bool] = (),
     ) -> tuple[Any, list[Any]]:
         """Returns the jaxpr rewritten to this package's products, and its constants.
 
@@ -46,8 +50,9 @@ class Rewriting:
             jaxpr: the operations.
             consts: their constants.
             is_stacked: for each result, whether the caller stacks it, as ``scan`` does.
+            is_sliced: for each argument, whether the caller slices it out of a larger array.
         """
-        graph = with_regions(graph_of(jaxpr, consts, is_stacked))
+        graph = with_regions(graph_of(jaxpr, consts, is_stacked, is_sliced))
         return _Emission(self, graph).jaxpr(jaxpr)
 
     def has_products(self, eqn: Any) -> bool:
@@ -72,22 +77,24 @@ class Rewriting:
 
     def parameters(self, node: Node) -> dict[str, Any]:
         """Returns the parameters of an operation, with the jaxprs among them rewritten."""
-        is_stacked = _stacked(node.eqn) if node.name == "scan" else ()
-        return {key: self._parameter(value, is_stacked) for key, value in node.params.items()}
+        moved = _moved(node.eqn) if node.name == "scan" else ((), ())
+        return {key: self._parameter(value, *moved) for key, value in node.params.items()}
 
-    def _parameter(self, value: Any, is_stacked: tuple[bool, ...]) -> Any:
+    def _parameter(
+        self, value: Any, is_stacked: tuple[bool, ...], is_sliced: tuple[bool, ...]
+    ) -> Any:
         if type(value) is tuple and value and all(jaxprs.jaxpr_of(x) is not None for x in value):
-            return tuple(self._parameter(x, is_stacked) for x in value)
+            return tuple(self._parameter(x, is_stacked, is_sliced) for x in value)
         jaxpr = jaxprs.jaxpr_of(value)
         if jaxpr is None or not self._multiplies(jaxpr):
             return value
-        key = id(value), is_stacked
+        key = id(value), is_stacked, is_sliced
         if key in self._jaxprs:
             _, made, decisions = self._jaxprs[key]
             self.decisions += decisions
             return made
         count = len(self.decisions)
-        new, consts = self.rewritten(jaxpr, getattr(value, "consts", ()), is_stacked)
+        new, consts = self.rewritten(jaxpr, getattr(value, "consts", ()), is_stacked, is_sliced)
         made = jaxprs.with_jaxpr(value, jaxprs.closed(new, consts))
         if made is None:
             made = value
@@ -103,7 +110,7 @@ class Rewriting:
         """
         nodes = (*item.products, *item.nodes) if isinstance(item, Fused) else (item,)
         eqns = [_Equation(node.inputs, node.outputs, node.eqn) for node in nodes]
-        own = (item.is_sequence_last, item.weight) if isinstance(item, Node) else ()
+        own = (item.is_sequence_last, item.stored) if isinstance(item, Node) else ()
         key = self._digests.of(_Equations(item.inputs, eqns, item.outputs)), own
         if key not in self._calls:
             try:
@@ -122,11 +129,15 @@ def _type(aval: Any) -> str:
     return f"{aval.dtype}[{','.join(map(str, aval.shape))}]"
 
 
-def _stacked(eqn: Any) -> tuple[bool, ...]:
-    """Returns, for each result of the body of a ``scan``, whether ``scan`` stacks it."""
-    inner = jaxprs.jaxpr_of(eqn.params["jaxpr"]).outvars
-    pairs = zip(inner, eqn.outvars, strict=True)
-    return tuple(len(one.aval.shape) < len(every.aval.shape) for one, every in pairs)
+def _moved(eqn: Any) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+    """Returns which results of the body of a ``scan`` it stacks, and which arguments it slices."""
+    body = jaxprs.jaxpr_of(eqn.params["jaxpr"])
+
+    def is_part(inner: Sequence[Any], outer: Sequence[Any]) -> tuple[bool, ...]:
+        pairs = zip(inner, outer, strict=True)
+        return tuple(len(one.aval.shape) < len(every.aval.shape) for one, every in pairs)
+
+    return is_part(body.outvars, eqn.outvars), is_part(body.invars, eqn.invars)
 
 
 class _Equation:
@@ -224,8 +235,8 @@ class _Emission:
             if _has_kernel(call):
                 if item.is_sequence_last:
                     reason = "written with the sequence last, as attention reads it"
-                if item.weight is not None:
-                    reason = f"reads the stored {item.weight.dtype} weight: {item.weight.way}"
+                if item.stored is not None:
+                    reason = item.stored.reason
                 self.decide([item], "kernel", reason)
             else:
                 self.decide([item], "XLA", "no kernel for such types or extents")
