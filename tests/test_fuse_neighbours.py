@@ -179,6 +179,20 @@ def test_few_rows_by_a_matrix_of_whole_tiles(normal, monkeypatch, rows, k, n, is
 
 
 @pytest.mark.parametrize(("rows", "is_left"), [(1, True), (64, True), (65, False)])
+def test_few_rows_by_weights_that_a_loop_slices(normal, monkeypatch, rows, is_left):
+    """XLA would copy a layer's slice of the weights for a kernel; what a loop keeps stays."""
+    monkeypatch.setattr(neighbours, "_SMALL_BYTES", 0)
+    x, kept = normal(rows, K, dtype=jnp.bfloat16), normal(K, K, dtype=jnp.bfloat16) / 8
+    w = normal(3, K, 1, K, dtype=jnp.bfloat16) / 8
+
+    def layers(x, w, kept):
+        return jax.lax.scan(lambda x, w: ((x @ w[:, 0]) @ kept, None), x, w)[0]
+
+    assert operations(fuse(layers), x, w, kept)["dot_general"] == is_left
+    check(layers, x, w, kept, slack=4)
+
+
+@pytest.mark.parametrize(("rows", "is_left"), [(1, True), (64, True), (65, False)])
 def test_few_rows_by_a_small_matrix(normal, rows, is_left):
     x, w = normal(rows, K, dtype=jnp.bfloat16), normal(K, N, dtype=jnp.bfloat16)
     assert operations(fuse(jnp.matmul), x, w)["dot_general"] == is_left

@@ -29,7 +29,8 @@ def fuse(f: Callable[_Parameters, _Result]) -> FusedFunction[_Parameters, _Resul
 
     XLA still computes the products that it fuses with neighbouring operations:
 
-    - batches of products, as in attention
+    - batches of products, as in attention. Exception: few rows times a stored cache of keys or
+      values, as in a decode step. Heads of the queries that share one of the cache become rows.
     - few rows times a weight that the program computes on the way, for example dequantizes
 
     The element-wise operations after a product of 16-bit operands become its epilogue, if that

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from jax_tcgemm.problem.arithmetic import INPUT_DTYPES, resolve_algorithm
@@ -31,17 +31,26 @@ VIEWS = frozenset({"reshape", "squeeze", "expand_dims"})
 _FUSIBLE = SPREADING | {"transpose", "slice", "dynamic_slice", "rev", "pad", "concatenate"}
 
 
-def note_fallbacks(items: Iterable[Any]) -> None:
-    """Sets ``fallback_reason`` of each product that XLA computes."""
+def note_fallbacks(items: Iterable[Any], sliced: Collection[Value]) -> None:
+    """Sets ``fallback_reason`` of each product that XLA computes.
+
+    Args:
+        items: those of a graph.
+        sliced: values that XLA slices out of a larger array for each turn of a loop, such as the
+            weights of layers. XLA reads a slice in place, but would copy it for a kernel.
+    """
     items = list(items)
     makers = {value: item for item in items for value in item.outputs}
     users = users_of(items)
     for item in items:
-        item.fallback_reason = _fallback_reason(item, makers, users)
+        item.fallback_reason = _fallback_reason(item, makers, users, sliced)
 
 
 def _fallback_reason(
-    product: Node, makers: Mapping[Value, Any], users: Mapping[Value, Sequence[Any]]
+    product: Node,
+    makers: Mapping[Value, Any],
+    users: Mapping[Value, Sequence[Any]],
+    sliced: Collection[Value],
 ) -> str | None:
     """Returns why XLA should compute a product with its neighbours; ``None`` if it should not.
 
@@ -49,6 +58,7 @@ def _fallback_reason(
         product: any node of a graph.
         makers: the item that computes each value; arguments and constants have none.
         users: the items that read each value.
+        sliced: as for ``note_fallbacks``.
     """
     if product.name != "dot_general" or product.stored is not None:
         return None
@@ -66,7 +76,9 @@ def _fallback_reason(
         return "an outer product, or a single sum"
     if min(m, n) <= _FEW:
         larger = max(product.inputs, key=lambda x: math.prod(x.aval.shape))
-        maker = _maker(larger, makers)
+        stored, maker = _origin(larger, makers)
+        if stored in sliced:
+            return "few rows, and XLA reads the loop's slice of the other operand in place"
         if _is_fusible(maker) and not _follows_product(larger, makers):
             return f"few rows, and XLA fuses {maker.name}, which makes the other operand"
         if 0 < _size(product) < _SMALL_BYTES:
@@ -132,7 +144,7 @@ def _follows_product(atom: Atom, makers: Mapping[Value, Any]) -> bool:
     """Returns true if a value follows from a product, whose kernel may then compute the value."""
     waiting, seen = [atom], set()
     while waiting and len(seen) < _MOST_LOOKED_AT:
-        maker = _maker(waiting.pop(), makers)
+        _, maker = _origin(waiting.pop(), makers)
         if isinstance(maker, Node) and maker not in seen:
             seen.add(maker)
             if maker.name in ("dot_general", "ragged_dot_general"):
@@ -142,13 +154,16 @@ def _follows_product(atom: Atom, makers: Mapping[Value, Any]) -> bool:
     return False
 
 
-def _maker(atom: Atom, makers: Mapping[Value, Any]) -> Any:
-    """Returns the item that computes a value; ``None`` if the value is already in memory."""
+def _origin(atom: Atom, makers: Mapping[Value, Any]) -> tuple[Atom, Any]:
+    """Returns the value of which another one is a view, and the item that computes it.
+
+    The item is ``None`` if the value is already in memory.
+    """
     maker = makers.get(atom) if isinstance(atom, Value) else None
     while isinstance(maker, Node) and maker.name in VIEWS:
         (atom,) = maker.inputs[:1]
         maker = makers.get(atom) if isinstance(atom, Value) else None
-    return maker
+    return atom, maker
 
 
 def is_plain_product(item: Any) -> bool:

@@ -49,7 +49,7 @@ _MOST_MOVED = 1000
 def with_regions(graph: Graph) -> Graph:
     """Returns the graph with each product and its epilogue joined into one item."""
     items = with_caches(with_stored_weights(absorb_transposes(graph)), graph.sliced)
-    note_fallbacks(items)
+    note_fallbacks(items, graph.sliced)
     note_heads(items)
     products = [x for x in items if is_product(x) and not x.is_sequence_last]
     wiring = Wiring(items, products, graph.returned)
