@@ -188,7 +188,7 @@ def test_derivatives_and_batches_of_the_rewritten_step(arrays):
 
 
 def test_a_cache_that_a_loop_carries_or_slices(arrays):
-    """``scan`` keeps what it carries in memory; XLA reads its slices in place, without a copy."""
+    """The layers of a model may be the turns of a ``scan``, or the tokens that it generates."""
 
     def carried(keys, values, q, new):
         def body(state, _):
@@ -205,7 +205,7 @@ def test_a_cache_that_a_loop_carries_or_slices(arrays):
         return lax.scan(body, q, (jnp.stack([keys, values]), jnp.stack([values, keys])))
 
     assert in_kernels(carried, *arrays) == 2
-    assert in_kernels(sliced, *arrays) == 0
+    assert in_kernels(sliced, *arrays) == 2
     check(carried, *arrays, slack=4)
     check(sliced, *arrays, slack=4)
 

@@ -150,20 +150,14 @@ def _planes(x: jax.Array) -> list[jax.Array]:
 # --- Recognition ---------------------------------------------------------------------------------
 
 
-def with_caches(items: Iterable[Any], sliced: frozenset[Value]) -> list[Any]:
-    """Returns the items; products of few rows times a stored cache have the cache as an input.
-
-    Args:
-        items: those of a graph.
-        sliced: values that XLA slices out of a larger array for each turn of a loop. XLA reads a
-            slice in place, but would copy it for a kernel.
-    """
+def with_caches(items: Iterable[Any]) -> list[Any]:
+    """Returns the items; products of few rows times a stored cache have the cache as an input."""
     items = list(items)
     makers = {value: item for item in items for value in item.outputs}
-    return [_with_cache(item, makers, sliced) for item in items]
+    return [_with_cache(item, makers) for item in items]
 
 
-def _with_cache(item: Any, makers: Mapping[Value, Any], sliced: frozenset[Value]) -> Any:
+def _with_cache(item: Any, makers: Mapping[Value, Any]) -> Any:
     if not isinstance(item, Node) or item.name != "dot_general" or item.stored is not None:
         return item
     if not is_on_device(item) or is_typed(item):
@@ -171,7 +165,7 @@ def _with_cache(item: Any, makers: Mapping[Value, Any], sliced: frozenset[Value]
     if not all(isinstance(n, int) and n > 0 for x in item.inputs for n in x.aval.shape):
         return item
     for side in (1, 0):
-        found = _Search(makers, sliced, item.context).stored(item.inputs[side])
+        found = _Search(makers, item.context).stored(item.inputs[side])
         cache = None if found is None else _cache_of(item, side, *found)
         if found is None or cache is None:
             continue
@@ -191,12 +185,11 @@ class _Search:
 
     Attributes:
         makers: the item that computes each value; stored values have none.
-        sliced: as for ``with_caches``.
         context: that of the product, which all operations must share.
     """
 
-    def __init__(self, makers: Mapping[Value, Any], sliced: frozenset[Value], context: Any):
-        self.makers, self.sliced, self.context = makers, sliced, context
+    def __init__(self, makers: Mapping[Value, Any], context: Any):
+        self.makers, self.context = makers, context
 
     def stored(self, operand: Atom) -> tuple[Value, Spread] | None:
         """Returns the 16-bit cache that makes an operand, and how its elements are spread."""
@@ -228,7 +221,7 @@ class _Search:
         for _ in range(_MOST_FOLLOWED):
             node = self.makers.get(value)
             if node is None:
-                return value not in self.sliced
+                return True
             target = node.inputs[0] if isinstance(node, Node) and node.inputs else None
             if not isinstance(target, Value) or node.name not in _IN_PLACE:
                 return False

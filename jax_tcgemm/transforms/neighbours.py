@@ -37,7 +37,8 @@ def note_fallbacks(items: Iterable[Any], sliced: Collection[Value]) -> None:
     Args:
         items: those of a graph.
         sliced: values that XLA slices out of a larger array for each turn of a loop, such as the
-            weights of layers. XLA reads a slice in place, but would copy it for a kernel.
+            weights of layers. XLA copies a slice for its own kernels for few rows, but passes its
+            address to a kernel of this package.
     """
     items = list(items)
     makers = {value: item for item in items for value in item.outputs}
@@ -78,7 +79,7 @@ def _fallback_reason(
         larger = max(product.inputs, key=lambda x: math.prod(x.aval.shape))
         stored, maker = _origin(larger, makers)
         if stored in sliced:
-            return "few rows, and XLA reads the loop's slice of the other operand in place"
+            return None
         if _is_fusible(maker) and not _follows_product(larger, makers):
             return f"few rows, and XLA fuses {maker.name}, which makes the other operand"
         if 0 < _size(product) < _SMALL_BYTES:

@@ -48,7 +48,7 @@ _MOST_MOVED = 1000
 
 def with_regions(graph: Graph) -> Graph:
     """Returns the graph with each product and its epilogue joined into one item."""
-    items = with_caches(with_stored_weights(absorb_transposes(graph)), graph.sliced)
+    items = with_caches(with_stored_weights(absorb_transposes(graph)))
     note_fallbacks(items, graph.sliced)
     note_heads(items)
     products = [x for x in items if is_product(x) and not x.is_sequence_last]
