@@ -272,6 +272,25 @@ def test_who_is_asked_with_little_time(monkeypatch, untuned_us, cublas_us, xla_u
     assert entry.xla_seconds == (of_xla and pytest.approx(1e-6 * of_xla))
 
 
+@pytest.mark.parametrize(
+    ("rows", "batch", "seconds", "is_measured"),
+    [
+        (8, 3, 5.0, False),
+        (8, 3, 90.0, True),
+        (65, 3, 5.0, True),
+        (1, 3, 5.0, True),
+        (8, 1, 5.0, True),
+    ],
+)
+def test_batches_of_few_rows_take_the_models_choice(monkeypatch, rows, batch, seconds, is_measured):
+    """XLA is slower than any kernel of the model's choice, so time is left for other products."""
+    monkeypatch.setattr(measure_module, "measure", lambda *_, **__: "measured")
+    a, b = jnp.zeros((batch, rows, 64), jnp.bfloat16), jnp.zeros((batch, 64, 96), jnp.bfloat16)
+    (product,) = tune_module.find_products(gemm, a, b)
+    found = measure_module.measure_while_lowering(product, seconds)
+    assert found == ("measured" if is_measured else None)
+
+
 def test_a_candidate_that_fails_is_left_out(monkeypatch):
     monkeypatch.setattr(_core, "device_properties", lambda ordinal: H200)
     for name in ("candidates", "built_candidates"):

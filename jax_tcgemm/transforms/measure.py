@@ -14,7 +14,7 @@ from jax_tcgemm import _compat
 from jax_tcgemm.kernels.names import XLA
 from jax_tcgemm.problem.log import log
 from jax_tcgemm.tools.benchmarking import Timing
-from jax_tcgemm.transforms.candidates import MOST
+from jax_tcgemm.transforms.candidates import MOST, is_batch_of_few_rows
 from jax_tcgemm.transforms.decision import CUBLAS, UNTUNED, decided, is_clear
 from jax_tcgemm.transforms.numbers import Numbers
 from jax_tcgemm.transforms.race import NEAR_LIMIT, Race
@@ -112,11 +112,13 @@ def measure_while_lowering(product: Product, patience: float) -> Measured | None
 
     Args:
         product: the product, as the lowering describes it.
-        patience: as for ``measure``. If little is left, a product with the user's own epilogue is
-            not measured: NVRTC would compile kernels only to time them, and the model's choice was
-            as fast.
+        patience: as for ``measure``. If little is left, two kinds of products are not measured. For
+            a product with the user's own epilogue, NVRTC would compile kernels only to time them.
+            For a batch of few rows, XLA's product is slower than any kernel that the model chooses
+            (lab/fusion.md).
     """
-    if patience < _PATIENT_SECONDS and product.spec.function is not None:
+    is_left_out = product.spec.function is not None or is_batch_of_few_rows(product)
+    if patience < _PATIENT_SECONDS and is_left_out:
         return None
     return in_a_thread(functools.partial(measure, product, patience=patience))
 
