@@ -184,13 +184,30 @@ def test_few_rows_by_weights_that_a_loop_slices(normal, rows):
     x, kept = normal(rows, 128, dtype=jnp.bfloat16), normal(128, 128, dtype=jnp.bfloat16) / 8
     w = normal(3, 128, 1, 128, dtype=jnp.bfloat16) / 8
 
-    def layers(x, w, kept):
-        return jax.lax.scan(lambda x, w: ((x @ w[:, 0]) @ kept, None), x, w)[0]
+    for body in (lambda x, w: x @ w[:, 0], jax.checkpoint(lambda x, w: x @ w[:, 0])):
 
-    reasons = [each.reason for each in fuse(layers).report(x, w, kept) if each.way == "XLA"]
-    assert len(reasons) == 1
-    assert "a launch takes as long" in reasons[0]  # by the small matrix that the loop keeps
-    check(layers, x, w, kept, slack=4)
+        def layers(x, w, kept, body=body):
+            return jax.lax.scan(lambda x, w: (body(x, w) @ kept, None), x, w)[0]
+
+        reasons = [each.reason for each in fuse(layers).report(x, w, kept) if each.way == "XLA"]
+        assert len(reasons) == 1
+        assert "a launch takes as long" in reasons[0]  # by the small matrix that the loop keeps
+        check(layers, x, w, kept, slack=4)
+
+
+def test_a_loop_that_reads_a_token(normal):
+    """A token has no shape."""
+    q, k = normal(4, 16, dtype=jnp.bfloat16), normal(2, 16, 16, dtype=jnp.bfloat16)
+
+    def f(q, k):
+        token = jax.lax.create_token()
+
+        def body(c, k):
+            return c + (q @ k).sum() + 0 * jax.lax.optimization_barrier((token, c))[1], None
+
+        return jax.lax.scan(body, jnp.zeros((), q.dtype), k)[0]
+
+    assert jnp.isfinite(jax.jit(fuse(f))(q, k))
 
 
 @pytest.mark.parametrize(("rows", "is_left"), [(1, True), (64, True), (65, False)])

@@ -18,7 +18,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_tcgemm import _compat
 from jax_tcgemm.api.dot_general import dot_general
+from jax_tcgemm.problem.arithmetic import resolve_algorithm
 from jax_tcgemm.transforms.graph import Atom, Node, Value
 from jax_tcgemm.transforms.products import HALF_TYPES, is_on_device, is_typed
 from jax_tcgemm.transforms.spread import Spread
@@ -56,6 +58,8 @@ class Cache:
         axes: for each of them, the axis of the operand.
         heads: for each batch dimension of the product, its extent in the cache and how often each
             of these matrices is repeated.
+        is_converted: whether the program converts the cache to float32. The products of numbers of
+            16 bits are exact then.
     """
 
     dtype: str
@@ -63,6 +67,7 @@ class Cache:
     stored: tuple[int, ...]
     axes: tuple[int, ...]
     heads: tuple[tuple[int, int], ...]
+    is_converted: bool
 
     @property
     def reason(self) -> str:
@@ -80,25 +85,31 @@ class Cache:
         (contracted, batch), own = _dimensions(node, self.side), _dimensions(node, 1 - self.side)
         cache = values[self.side].reshape(self.stored)
         x, free = _with_rows(values[1 - self.side], *own)
-        is_wide = x.dtype != cache.dtype
-        # Float32 numbers that have been converted from 16 bits have exact products.
-        is_exact = node.eqn.invars[self.side].aval.dtype != cache.dtype
-        parts = _planes(x) if is_wide else [x]
-        x = jnp.concatenate([self._grouped(part) for part in parts], -2)
+        x = self._grouped(x)
         groups = [axis for axis, (extent, _) in zip(batch, self.heads, strict=True) if extent > 1]
-        lhs, rhs = [*range(len(groups))], [self.axes.index(axis) for axis in groups]
-        (result,) = node.outputs
-        y = dot_general(
-            *(x, cache),
-            (((x.ndim - 1,), (self.axes.index(contracted[0]),)), (lhs, rhs)),
-            None if is_wide or is_exact else node.params["precision"],
-            jnp.float32 if is_wide else result.dtype,
+        dims = (
+            ((x.ndim - 1,), (self.axes.index(contracted[0]),)),
+            (tuple(range(len(groups))), tuple(self.axes.index(axis) for axis in groups)),
         )
-        sums = jnp.split(y, len(parts), -2)
-        y = self._ungrouped(functools.reduce(jnp.add, reversed(sums)))  # the smallest first
+        (result,) = node.outputs
+        if x.dtype == cache.dtype:
+            y = dot_general(x, cache, dims, self.precision(node), result.dtype)
+        else:
+            y = _wide_product(x, cache, dims)
+        y = self._ungrouped(y)
         y = y.reshape(*y.shape[:-2], *free, y.shape[-1])
         y = jnp.moveaxis(y, -1, len(batch)) if self.side == 0 else y
         return y.astype(result.dtype)
+
+    def precision(self, node: Node) -> Any:
+        """Returns the precision of the product of 16-bit operands.
+
+        It is never ``None``, which would stand for the user's default.
+        """
+        given = node.params["precision"]
+        if self.is_converted or given is None:
+            return lax.Precision.DEFAULT
+        return _compat.exchanged_precision(given) if self.side == 0 else given
 
     def _grouped(self, x: jax.Array) -> jax.Array:
         """Returns rows ``(batch..., rows, k)`` as ``(heads of the cache..., rows, k)``."""
@@ -133,15 +144,38 @@ def _with_rows(
     return x.reshape(*x.shape[: len(batch)], math.prod(extents), x.shape[-1]), [*extents]
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _wide_product(x: jax.Array, cache: jax.Array, dims: Any) -> jax.Array:
+    """Multiplies float32 rows, as three bfloat16 planes, by a bfloat16 cache."""
+    planes = jnp.concatenate(_planes(x), -2)
+    y = dot_general(planes, cache, dims, lax.Precision.DEFAULT, jnp.float32)
+    high, *low = jnp.split(y, 3, -2)
+    # An infinity of the cache times a plane that is 0 is NaN. The smallest numbers come first.
+    return high + jnp.where(jnp.isfinite(high), low[1] + low[0], 0)
+
+
+@_wide_product.defjvp
+def _(dims: Any, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    """Differentiates in float32. Cotangents of the planes would be bfloat16."""
+
+    def exact(x: jax.Array, cache: jax.Array) -> jax.Array:
+        return lax.dot_general(x, cache.astype(x.dtype), dims, lax.Precision.HIGHEST)
+
+    (x, cache), (dx, dcache) = primals, tangents
+    return _wide_product(x, cache, dims), exact(dx, cache) + exact(x, dcache)
+
+
 def _planes(x: jax.Array) -> list[jax.Array]:
     """Returns bfloat16 numbers whose sum is a float32 number, the largest first.
 
     An infinity or NaN is in the first one alone.
     """
+    most = float(jnp.finfo(jnp.bfloat16).max)  # larger finite numbers would round to infinity
     planes: list[jax.Array] = []
     for _ in range(3):
         # XLA would remove a conversion to bfloat16 and back.
         high = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+        high = jnp.where(jnp.isfinite(x), jnp.clip(high, -most, most), high)
         planes.append(high.astype(jnp.bfloat16))
         x = jnp.where(jnp.isfinite(high), x - high, 0)
     return planes
@@ -169,15 +203,24 @@ def _with_cache(item: Any, makers: Mapping[Value, Any]) -> Any:
         cache = None if found is None else _cache_of(item, side, *found)
         if found is None or cache is None:
             continue
-        is_converted = item.inputs[side].aval.dtype != found[0].dtype
-        if is_converted and isinstance(item.params["precision"], _ALGORITHMS):
-            continue
         other = _operand(item.inputs[1 - side], found[0].dtype, makers)
-        if other is None:
+        if other is None or not _has_kernel(item, cache, other):
             continue
         inputs = (found[0], other) if side == 0 else (other, found[0])
         return Node(item.eqn, inputs, item.outputs, item.scope, stored=cache)
     return item
+
+
+def _has_kernel(product: Node, cache: Cache, other: Atom) -> bool:
+    """Checks if a kernel multiplies the cache's type with the precision of the product."""
+    out = jnp.dtype(product.outputs[0].dtype)
+    if cache.is_converted and isinstance(product.params["precision"], _ALGORITHMS):
+        return False
+    if other.aval.dtype != cache.dtype:
+        return out == jnp.float32 or out in HALF_TYPES
+    precision = _compat.canonicalize_precision(cache.precision(product))
+    dtype = jnp.dtype(cache.dtype)
+    return out.itemsize <= 4 and resolve_algorithm(dtype, dtype, out, precision) is not None
 
 
 class _Search:
@@ -257,30 +300,30 @@ def _cache_of(product: Node, side: int, cache: Value, spread: Spread) -> Cache |
         tuple([n for n, _ in stored]),
         tuple([axis for _, axis in stored]),
         tuple(heads),
+        product.inputs[side].aval.dtype != cache.dtype,
     )
     repeats = math.prod(n for _, n in heads)
     k, n = (spread.shape[axis] for axis in (contracted[0], free[0]))
     matrices = math.prod(extent for extent, _ in heads)
     rows = product.inputs[1 - side].aval.size // (k * matrices)
-    reads_values = columns[0][0][1] > 1
-    pays = _pays(rows, repeats, cache.bytes, values=n if reads_values else 0)
-    return found if pays else None
+    is_along_k = columns[0][0][1] == 1
+    return found if _pays(rows, repeats, cache.bytes, 0 if is_along_k else n) else None
 
 
-def _pays(rows: int, repeats: int, size: int, values: int) -> bool:
+def _pays(rows: int, repeats: int, size: int, columns: int) -> bool:
     """Checks if a kernel is expected to take less time than XLA's.
 
     Args:
         rows: the rows that multiply each matrix of the cache.
         repeats: how often the program repeats each matrix of the cache, for as many of these rows.
         size: the bytes of the cache.
-        values: the extent of a head if the product sums over the cache's entries. Else 0: XLA reads
-            the keys for one row at the speed of memory.
+        columns: the columns of each matrix. 0 if the contraction dimension is contiguous, as it
+            usually is for keys: XLA reads such a cache at the speed of memory for one row.
     """
     if rows > _MOST_ROWS:
         return False
     if rows == 1:
-        return values >= _LEAST_HEAD and size >= _LEAST_BYTES_OF_ONE
+        return columns >= _LEAST_HEAD and size >= _LEAST_BYTES_OF_ONE
     return size >= _LEAST_BYTES or (repeats > 1 and size * repeats >= _LEAST_REPEATED_BYTES)
 
 

@@ -162,6 +162,8 @@ def _origin(atom: Atom, makers: Mapping[Value, Any]) -> tuple[Atom, Any]:
     """
     maker = makers.get(atom) if isinstance(atom, Value) else None
     while isinstance(maker, Node) and maker.name in VIEWS:
+        if maker.name == "reshape" and maker.params["dimensions"] is not None:  # a transpose
+            break
         (atom,) = maker.inputs[:1]
         maker = makers.get(atom) if isinstance(atom, Value) else None
     return atom, maker

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from jax.extend import core
@@ -75,9 +76,22 @@ class Rewriting:
             known = self._has_products[id(jaxpr)] = jaxpr, found
         return known[1]
 
-    def parameters(self, node: Node) -> dict[str, Any]:
-        """Returns the parameters of an operation, with the jaxprs among them rewritten."""
-        moved = _moved(node.eqn) if node.name == "scan" else ((), ())
+    def parameters(self, node: Node, sliced: Collection[Value]) -> dict[str, Any]:
+        """Returns the parameters of an operation, with the jaxprs among them rewritten.
+
+        Args:
+            node: the operation.
+            sliced: as for ``Graph``.
+        """
+        passed = tuple([isinstance(x, Value) and x in sliced for x in node.inputs])
+        moved: tuple[tuple[bool, ...], tuple[bool, ...]] = (), passed
+        if node.name == "scan":
+            is_stacked, is_sliced = _moved(node.eqn)
+            moved = is_stacked, tuple(map(operator.or_, is_sliced, passed))
+        elif node.name == "cond":
+            moved = (), passed[1:]
+        elif node.name == "while":
+            moved = (), ()
         return {key: self._parameter(value, *moved) for key, value in node.params.items()}
 
     def _parameter(
@@ -122,7 +136,8 @@ class Rewriting:
 
 def _has_kernel(call: Any) -> bool:
     """Returns true if this package computes any part of a product."""
-    return any("tcgemm" in eqn.primitive.name for eqn in call.jaxpr.eqns)
+    eqns = (each for eqn in call.jaxpr.eqns for each in inner_nodes(eqn, jaxprs.CALLS))
+    return any("tcgemm" in eqn.primitive.name for eqn in eqns)
 
 
 def _type(aval: Any) -> str:
@@ -134,10 +149,15 @@ def _moved(eqn: Any) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
     body = jaxprs.jaxpr_of(eqn.params["jaxpr"])
 
     def is_part(inner: Sequence[Any], outer: Sequence[Any]) -> tuple[bool, ...]:
-        pairs = zip(inner, outer, strict=True)
-        return tuple(len(one.aval.shape) < len(every.aval.shape) for one, every in pairs)
+        pairs = zip(map(_rank, inner), map(_rank, outer), strict=True)
+        return tuple(one < every for one, every in pairs)
 
     return is_part(body.outvars, eqn.outvars), is_part(body.invars, eqn.invars)
+
+
+def _rank(var: Any) -> int:
+    """Returns the rank of a variable; 0 if it is no array, such as a token."""
+    return len(getattr(var.aval, "shape", ()))
 
 
 class _Equation:
@@ -265,7 +285,8 @@ class _Emission:
         if node.name == "shard_map":
             self.inline(_by_shards(self.rewriting, node), node, node)
         else:
-            self.keep(node, node.eqn.replace(params=self.rewriting.parameters(node)))
+            params = self.rewriting.parameters(node, self.graph.sliced)
+            self.keep(node, node.eqn.replace(params=params))
 
     def keep(self, node: Node, eqn: Any = None) -> None:
         """Adds an equation unchanged, apart from its variables and name stack."""

@@ -60,7 +60,9 @@ class Spread:
     def after(self, node: Node) -> Spread | None:
         """Returns the spread over the result of an operation that moves or repeats elements."""
         if node.name in _VIEWS:
-            return self.reshaped(node.outputs[0].shape)
+            order = node.params["dimensions"] if node.name == "reshape" else None
+            ordered = self if order is None else Spread(tuple([self.axes[i] for i in order]))
+            return ordered.reshaped(node.outputs[0].shape)
         if node.name == "transpose":
             return Spread(tuple([self.axes[i] for i in node.params["permutation"]]))
         if node.name != "broadcast_in_dim":
