@@ -288,9 +288,37 @@ def test_sharded_transformer_fails_where_more_is_gathered(sharded_transformer, m
         sharded_transformer.main(["--platform", "cpu", "--steps", "2", "--layouts", "data"])
 
 
+@pytest.mark.any_jax
+def test_fused_decode(capsys):
+    load("fused_decode").main(["--tokens", "3", "--batch", "2"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2].startswith("tokens a second: ")
+    assert lines[-1].startswith("OK: the logits differ by ")
+
+
+@pytest.mark.any_jax
+def test_fused_decode_fails_when_logits_differ(monkeypatch):
+    module = load("fused_decode")
+    right = jax_tcgemm.fuse
+
+    def wrong(f):
+        fused = right(f)
+
+        def doubled(*args):
+            caches, logits = fused(*args)
+            return caches, 2 * logits
+
+        doubled.report = fused.report
+        return doubled
+
+    monkeypatch.setattr(jax_tcgemm, "fuse", wrong)
+    with pytest.raises(SystemExit, match="the logits differ"):
+        module.main(["--tokens", "2", "--batch", "2"])
+
+
 def test_every_example_is_tested():
     names = {"moe", "quickstart", "train_digits", "flax_dense", "transformer_mlp"}
     names |= {"custom_epilogue", "fp8_training", "fused_model", "precision", "sharded_transformer"}
-    names |= {"quantized_decode"}
+    names |= {"fused_decode", "quantized_decode"}
     assert {path.stem for path in EXAMPLES.glob("*.py")} == names
     assert not any(name in sys.modules for name in names)
