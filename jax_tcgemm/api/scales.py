@@ -12,7 +12,7 @@ from jax import lax
 
 from jax_tcgemm.api import arguments
 from jax_tcgemm.epilogue.spec import SCALE_BLOCK
-from jax_tcgemm.problem.strides import Shape
+from jax_tcgemm.quantized.arrays import spread
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,19 +68,11 @@ def scale_of(name: str, value: Any, operand_name: str, operand: jax.Array, k_axi
     return Scale(x, (x.shape[mn_axis], x.shape[k_axis]))
 
 
-def repeated(scale: jax.Array, shape: Shape) -> jax.Array:
-    """Returns the scale of each element of ``shape`` from the scales of blocks."""
-    for axis, (extent, blocks) in enumerate(zip(shape, scale.shape, strict=True)):
-        if blocks not in (1, extent):
-            scale = jnp.repeat(scale, extent // blocks, axis)
-    return scale
-
-
 def dequantized(x: jax.Array, scale: Scale, dtype: Any) -> jax.Array:
     """Returns an operand times its scales, in ``dtype``."""
     wide = x.astype(jnp.float32)
     if scale.value is not None:
-        wide = wide * (repeated(scale.value, x.shape) if scale.value.ndim else scale.value)
+        wide = wide * (spread(scale.value, x.shape) if scale.value.ndim else scale.value)
     return wide.astype(dtype)
 
 
@@ -114,7 +106,7 @@ def along_results(
         mn_axis = -1 if is_transposed == (i == 0) else -2
         shape = [*value.shape[:-2], 1, 1]
         shape[mn_axis] = x.shape[mn_axis]
-        value = repeated(value, tuple(shape))
+        value = spread(value, tuple(shape))
         along.append(jnp.swapaxes(value, -1, -2) if is_transposed else value)
     return [*along, *numbers]
 
