@@ -94,6 +94,12 @@ class Way:
         return (time.perf_counter() - begun) / count
 
 
+def _start_libraries() -> None:
+    """Starts cuBLAS and XLA's autotuner, which takes seconds once in a process."""
+    x = jnp.ones((512, 512), jnp.bfloat16)
+    jax.block_until_ready(jax.jit(jnp.matmul)(x, x))
+
+
 def measure(name: str, *, fused_first: bool, tiny: bool = False, rounds: int = _ROUNDS) -> Any:
     """Returns the row of a program; see ``benchmarks/README.md`` for its keys."""
     row: dict[str, Any] = {"suite": _SUITE, "case": name}
@@ -103,6 +109,7 @@ def measure(name: str, *, fused_first: bool, tiny: bool = False, rounds: int = _
         return row | {"note": f"not installed: {error.name}"}
     steps = {"jit": program.step, "fuse": fuse(program.step)}
     order = ["fuse", "jit"] if fused_first else ["jit", "fuse"]
+    _start_libraries()
     ways = {each: Way(program, steps[each]) for each in order}
     results = [ways[each].first for each in ("fuse", "jit")]
     if "decode" in name:  # if two tokens are equally likely, either may result
