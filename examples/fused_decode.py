@@ -142,6 +142,8 @@ def main(arguments: list[str] | None = None) -> None:
 
     (device,) = jnp.zeros(()).devices()
     shape = LARGE if device.platform == "gpu" and not args.small else SMALL
+    if not 2 <= args.tokens <= shape.entries:
+        parser.error(f"--tokens {args.tokens}; accepted: 2 to {shape.entries}")
     print(f"{shape}, {args.batch} sequences, on {device.device_kind} ({device.platform})")
     weights = init(jax.random.key(0), shape)
     plain = functools.partial(step, shape=shape)

@@ -294,6 +294,8 @@ def test_fused_decode(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[-2].startswith("tokens a second: ")
     assert lines[-1].startswith("OK: the logits differ by ")
+    with pytest.raises(SystemExit, match="2"):
+        load("fused_decode").main(["--tokens", "1"])
 
 
 @pytest.mark.any_jax

@@ -85,6 +85,8 @@ def test_one_row_for_each_head(normal):
         (4, 1, 2**22, 0, True),
         (4, 1, 2**21, 0, False),
         (4, 4, 2**21, 0, True),
+        (2, 2, 2**24, 0, False),
+        (2, 2, 2**24, 64, True),
         (64, 1, 2**30, 128, True),
         (65, 1, 2**30, 128, False),
     ],

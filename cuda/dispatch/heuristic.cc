@@ -117,7 +117,7 @@ double direct_cycles(const KernelConfig& config, const ChoiceInput& input, int64
   constexpr double kPartCycles = 36.0;  // as many more for each mn-major operand
   constexpr double kBytesPerCycle = 2000.0;
   constexpr double kL2Bytes = 50e6;
-  // Large batches, such as a decode step's products with a cache, come from memory.
+  // Measured on a decode step's products with caches of 16 to 256 MiB.
   constexpr double kLargeBatchBytes = 8e6;
   constexpr double kLargeBatchRate = 1300.0;
   const int64_t parts = ceil_div(input.k, config.tile_k);

@@ -35,7 +35,7 @@ _LEAST_BYTES_OF_ONE = 16 * 2**20
 _LEAST_HEAD = 128
 # Attention has a batch of sequences and of heads. A single batch dimension may be that of experts,
 # whose weights XLA reads as fast.
-_LEAST_BATCH_RANK = 2
+_LEAST_BATCH_DIMENSIONS = 2
 # At most this many operations between a product and a stored value are followed.
 _MOST_FOLLOWED = 40
 # Operations that write a part of a stored array in place.
@@ -214,9 +214,10 @@ def _with_cache(item: Any, makers: Mapping[Value, Any]) -> Any:
 def _has_kernel(product: Node, cache: Cache, other: Atom) -> bool:
     """Checks if a kernel multiplies the cache's type with the precision of the product."""
     out = jnp.dtype(product.outputs[0].dtype)
-    if cache.is_converted and isinstance(product.params["precision"], _ALGORITHMS):
+    is_wide = other.aval.dtype != cache.dtype
+    if (cache.is_converted or is_wide) and isinstance(product.params["precision"], _ALGORITHMS):
         return False
-    if other.aval.dtype != cache.dtype:
+    if is_wide:
         return out == jnp.float32 or out in HALF_TYPES
     precision = _compat.canonicalize_precision(cache.precision(product))
     dtype = jnp.dtype(cache.dtype)
@@ -276,7 +277,7 @@ def _cache_of(product: Node, side: int, cache: Value, spread: Spread) -> Cache |
     """Returns how a product reads a cache; ``None`` if XLA's kernel is as fast."""
     contracted, batch = _dimensions(product, side)
     free = [i for i in range(len(spread.axes)) if i not in (*contracted, *batch)]
-    if len(contracted) != 1 or len(free) != 1 or len(batch) < _LEAST_BATCH_RANK:
+    if len(contracted) != 1 or len(free) != 1 or len(batch) < _LEAST_BATCH_DIMENSIONS:
         return None
     columns = [spread.axes[axis] for axis in (*contracted, *free)]
     if any(len(factors) != 1 or not factors[0][1] for factors in columns):
@@ -322,6 +323,8 @@ def _pays(rows: int, repeats: int, size: int, columns: int) -> bool:
     """
     if rows > _MOST_ROWS:
         return False
+    if rows == repeats == 2 and not columns:
+        return False  # XLA reads each head twice, as fast
     if rows == 1:
         return columns >= _LEAST_HEAD and size >= _LEAST_BYTES_OF_ONE
     return size >= _LEAST_BYTES or (repeats > 1 and size * repeats >= _LEAST_REPEATED_BYTES)

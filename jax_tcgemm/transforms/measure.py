@@ -114,8 +114,8 @@ def measure_while_lowering(product: Product, patience: float) -> Measured | None
         product: the product, as the lowering describes it.
         patience: as for ``measure``. If little is left, two kinds of products are not measured. For
             a product with the user's own epilogue, NVRTC would compile kernels only to time them.
-            For a batch of few rows, XLA's product is slower than any kernel that the model chooses
-            (lab/fusion.md).
+            For a batch of few rows, the model's choice was at most a tenth slower than the fastest
+            kernel, and XLA's product slower in most cases (lab/fusion.md).
     """
     is_left_out = product.spec.function is not None or is_batch_of_few_rows(product)
     if patience < _PATIENT_SECONDS and is_left_out:

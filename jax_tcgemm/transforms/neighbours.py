@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from jax_tcgemm._compat import jaxprs
 from jax_tcgemm.problem.arithmetic import INPUT_DTYPES, resolve_algorithm
 from jax_tcgemm.transforms.graph import Atom, Node, Value
 from jax_tcgemm.transforms.products import HALF_TYPES, SPREADING, is_elementwise, is_typed
@@ -37,8 +38,8 @@ def note_fallbacks(items: Iterable[Any], sliced: Collection[Value]) -> None:
     Args:
         items: those of a graph.
         sliced: values that XLA slices out of a larger array for each turn of a loop, such as the
-            weights of layers. XLA copies a slice for its own kernels for few rows, but passes its
-            address to a kernel of this package.
+            weights of layers, or the inputs of a recurrent network. XLA copies a slice for its own
+            kernels for few rows, but passes its address to a kernel of this package.
     """
     items = list(items)
     makers = {value: item for item in items for value in item.outputs}
@@ -78,15 +79,17 @@ def _fallback_reason(
     if min(m, n) <= _FEW:
         larger = max(product.inputs, key=lambda x: math.prod(x.aval.shape))
         stored, maker = _origin(larger, makers)
-        if stored in sliced:
+        is_small = 0 < _size(product) < _SMALL_BYTES
+        if stored in sliced and not is_small:
             return None
         if _is_fusible(maker) and not _follows_product(larger, makers):
             return f"few rows, and XLA fuses {maker.name}, which makes the other operand"
-        if 0 < _size(product) < _SMALL_BYTES:
+        if is_small:
             return "few rows or columns, and few bytes: a launch takes as long"
         if min(m, n) == 1:
             return None
-        if k % _WHOLE == max(m, n) % _WHOLE == 0 and larger.aval.dtype in HALF_TYPES:
+        is_whole = k % _WHOLE == max(m, n) % _WHOLE == 0
+        if maker is None and is_whole and larger.aval.dtype in HALF_TYPES:
             return "few rows: XLA adds up parts of k in the kernel that follows"
         if _has_sibling(product, users):
             return "few rows, and XLA joins it with another product of the same operand"
@@ -161,12 +164,22 @@ def _origin(atom: Atom, makers: Mapping[Value, Any]) -> tuple[Atom, Any]:
     The item is ``None`` if the value is already in memory.
     """
     maker = makers.get(atom) if isinstance(atom, Value) else None
-    while isinstance(maker, Node) and maker.name in VIEWS:
+    while isinstance(maker, Node) and maker.name in VIEWS | jaxprs.VARYING:
         if maker.name == "reshape" and maker.params["dimensions"] is not None:  # a transpose
             break
         (atom,) = maker.inputs[:1]
         maker = makers.get(atom) if isinstance(atom, Value) else None
     return atom, maker
+
+
+def with_views(values: Iterable[Value], items: Iterable[Any]) -> frozenset[Value]:
+    """Returns values and their views among the outputs of the items, which are in order."""
+    found = set(values)
+    for item in items if found else ():
+        is_view = isinstance(item, Node) and item.name in VIEWS and item.taken
+        if is_view and found.issuperset(item.taken):
+            found.update(item.outputs)
+    return frozenset(found)
 
 
 def is_plain_product(item: Any) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from jax_tcgemm.problem.log import log
 from jax_tcgemm.transforms import kernel_calls
 from jax_tcgemm.transforms.fused import Fused
 from jax_tcgemm.transforms.graph import Atom, Graph, Node, Value, graph_of, inner_nodes
+from jax_tcgemm.transforms.neighbours import with_views
 from jax_tcgemm.transforms.products import is_on_device
 from jax_tcgemm.transforms.regions import with_regions
 from jax_tcgemm.transforms.report import Decision
@@ -81,17 +81,13 @@ class Rewriting:
 
         Args:
             node: the operation.
-            sliced: as for ``Graph``.
+            sliced: the values that the caller slices out of larger arrays, and their views.
         """
-        passed = tuple([isinstance(x, Value) and x in sliced for x in node.inputs])
-        moved: tuple[tuple[bool, ...], tuple[bool, ...]] = (), passed
+        moved: tuple[tuple[bool, ...], tuple[bool, ...]] = (), ()
         if node.name == "scan":
-            is_stacked, is_sliced = _moved(node.eqn)
-            moved = is_stacked, tuple(map(operator.or_, is_sliced, passed))
-        elif node.name == "cond":
-            moved = (), passed[1:]
-        elif node.name == "while":
-            moved = (), ()
+            moved = _moved(node.eqn)
+        elif node.name not in ("cond", "while"):  # for these, XLA copies a slice in any case
+            moved = (), tuple([isinstance(x, Value) and x in sliced for x in node.inputs])
         return {key: self._parameter(value, *moved) for key, value in node.params.items()}
 
     def _parameter(
@@ -185,6 +181,7 @@ class _Emission:
         self.atoms: dict[Value, Any] = {}
         self.eqns: list[Any] = []
         self.constants = dict(graph.constants)
+        self.sliced = with_views(graph.sliced, graph.items)
 
     def jaxpr(self, old: Any) -> tuple[Any, list[Any]]:
         """Returns the graph as a jaxpr with the arguments of ``old``, and its constants."""
@@ -285,7 +282,7 @@ class _Emission:
         if node.name == "shard_map":
             self.inline(_by_shards(self.rewriting, node), node, node)
         else:
-            params = self.rewriting.parameters(node, self.graph.sliced)
+            params = self.rewriting.parameters(node, self.sliced)
             self.keep(node, node.eqn.replace(params=params))
 
     def keep(self, node: Node, eqn: Any = None) -> None:
