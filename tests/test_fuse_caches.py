@@ -52,7 +52,7 @@ def test_a_step_of_attention(arrays, f):
 
 @pytest.mark.parametrize("f", [repeated, grouped])
 def test_the_cache_is_neither_repeated_nor_transposed(arrays, f):
-    """What is left of such operations concerns the queries and the results."""
+    """Only the queries and the results are."""
     traced = jax.jit(fuse(f)).trace(*arrays)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     cache = f"tensor<{B}x{T}x{G}x{D}xbf16>"
