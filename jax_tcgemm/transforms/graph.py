@@ -122,6 +122,7 @@ class Graph:
         results: the values and literals that it returns.
         stacked: the results that the caller copies into a stacked array, as ``scan`` does.
         sliced: the arguments that the caller slices out of a larger array, as ``scan`` does.
+            ``with_regions`` adds their views.
     """
 
     arguments: list[Value]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from jax_tcgemm._compat import jaxprs
 from jax_tcgemm.problem.arithmetic import INPUT_DTYPES, resolve_algorithm
@@ -38,8 +38,9 @@ def note_fallbacks(items: Iterable[Any], sliced: Collection[Value]) -> None:
     Args:
         items: those of a graph.
         sliced: values that XLA slices out of a larger array for each turn of a loop, such as the
-            weights of layers, or the inputs of a recurrent network. XLA copies a slice for its own
-            kernels for few rows, but passes its address to a kernel of this package.
+            weights of layers, or the inputs of a recurrent network; and their views. XLA copies a
+            slice for its own kernels for few rows, but passes its address to a kernel of this
+            package.
     """
     items = list(items)
     makers = {value: item for item in items for value in item.outputs}
@@ -78,9 +79,9 @@ def _fallback_reason(
         return "an outer product, or a single sum"
     if min(m, n) <= _FEW:
         larger = max(product.inputs, key=lambda x: math.prod(x.aval.shape))
-        stored, maker = _origin(larger, makers)
+        maker = _maker(larger, makers)
         is_small = 0 < _size(product) < _SMALL_BYTES
-        if stored in sliced and not is_small:
+        if isinstance(larger, Value) and larger in sliced and not is_small:
             return None
         if _is_fusible(maker) and not _follows_product(larger, makers):
             return f"few rows, and XLA fuses {maker.name}, which makes the other operand"
@@ -148,7 +149,7 @@ def _follows_product(atom: Atom, makers: Mapping[Value, Any]) -> bool:
     """Returns true if a value follows from a product, whose kernel may then compute the value."""
     waiting, seen = [atom], set()
     while waiting and len(seen) < _MOST_LOOKED_AT:
-        _, maker = _origin(waiting.pop(), makers)
+        maker = _maker(waiting.pop(), makers)
         if isinstance(maker, Node) and maker not in seen:
             seen.add(maker)
             if maker.name in ("dot_general", "ragged_dot_general"):
@@ -158,26 +159,27 @@ def _follows_product(atom: Atom, makers: Mapping[Value, Any]) -> bool:
     return False
 
 
-def _origin(atom: Atom, makers: Mapping[Value, Any]) -> tuple[Atom, Any]:
-    """Returns the value of which another one is a view, and the item that computes it.
-
-    The item is ``None`` if the value is already in memory.
-    """
+def _maker(atom: Atom, makers: Mapping[Value, Any]) -> Any:
+    """Returns the item that computes a value; ``None`` if the value is already in memory."""
     maker = makers.get(atom) if isinstance(atom, Value) else None
-    while isinstance(maker, Node) and maker.name in VIEWS | jaxprs.VARYING:
-        if maker.name == "reshape" and maker.params["dimensions"] is not None:  # a transpose
-            break
+    while _is_view(maker):
         (atom,) = maker.inputs[:1]
         maker = makers.get(atom) if isinstance(atom, Value) else None
-    return atom, maker
+    return maker
+
+
+def _is_view(item: Any) -> TypeGuard[Node]:
+    """Returns true if an item leaves the bytes of an array as they are."""
+    if not isinstance(item, Node) or item.name not in VIEWS | jaxprs.VARYING:
+        return False
+    return item.name != "reshape" or item.params["dimensions"] is None  # else it transposes
 
 
 def with_views(values: Iterable[Value], items: Iterable[Any]) -> frozenset[Value]:
     """Returns values and their views among the outputs of the items, which are in order."""
     found = set(values)
     for item in items if found else ():
-        is_view = isinstance(item, Node) and item.name in VIEWS and item.taken
-        if is_view and found.issuperset(item.taken):
+        if _is_view(item) and item.taken and found.issuperset(item.taken):
             found.update(item.outputs)
     return frozenset(found)
 

@@ -23,7 +23,7 @@ from jax_tcgemm.transforms.dequantized import with_stored_weights
 from jax_tcgemm.transforms.fused import Fused
 from jax_tcgemm.transforms.graph import Graph, Node, Value
 from jax_tcgemm.transforms.heads import note_heads
-from jax_tcgemm.transforms.neighbours import note_fallbacks
+from jax_tcgemm.transforms.neighbours import note_fallbacks, with_views
 from jax_tcgemm.transforms.outputs import Flow, saved_bytes, written
 from jax_tcgemm.transforms.products import compared, is_product
 from jax_tcgemm.transforms.region import Program, Region
@@ -49,7 +49,8 @@ _MOST_MOVED = 1000
 def with_regions(graph: Graph) -> Graph:
     """Returns the graph with each product and its epilogue joined into one item."""
     items = with_caches(with_stored_weights(absorb_transposes(graph)))
-    note_fallbacks(items, graph.sliced)
+    sliced = with_views(graph.sliced, items)
+    note_fallbacks(items, sliced)
     note_heads(items)
     products = [x for x in items if is_product(x) and not x.is_sequence_last]
     wiring = Wiring(items, products, graph.returned)
@@ -61,7 +62,7 @@ def with_regions(graph: Graph) -> Graph:
             kernel = _kernel_of(program, (product,))
             if kernel is not None:
                 kernel.contract()
-    joined = dataclasses.replace(graph, items=wiring.items)
+    joined = dataclasses.replace(graph, items=wiring.items, sliced=sliced)
     return dataclasses.replace(joined, items=joined.used())
 
 

@@ -13,7 +13,6 @@ from jax_tcgemm.problem.log import log
 from jax_tcgemm.transforms import kernel_calls
 from jax_tcgemm.transforms.fused import Fused
 from jax_tcgemm.transforms.graph import Atom, Graph, Node, Value, graph_of, inner_nodes
-from jax_tcgemm.transforms.neighbours import with_views
 from jax_tcgemm.transforms.products import is_on_device
 from jax_tcgemm.transforms.regions import with_regions
 from jax_tcgemm.transforms.report import Decision
@@ -81,7 +80,7 @@ class Rewriting:
 
         Args:
             node: the operation.
-            sliced: the values that the caller slices out of larger arrays, and their views.
+            sliced: as for ``Graph``.
         """
         moved: tuple[tuple[bool, ...], tuple[bool, ...]] = (), ()
         if node.name == "scan":
@@ -181,7 +180,6 @@ class _Emission:
         self.atoms: dict[Value, Any] = {}
         self.eqns: list[Any] = []
         self.constants = dict(graph.constants)
-        self.sliced = with_views(graph.sliced, graph.items)
 
     def jaxpr(self, old: Any) -> tuple[Any, list[Any]]:
         """Returns the graph as a jaxpr with the arguments of ``old``, and its constants."""
@@ -282,7 +280,7 @@ class _Emission:
         if node.name == "shard_map":
             self.inline(_by_shards(self.rewriting, node), node, node)
         else:
-            params = self.rewriting.parameters(node, self.sliced)
+            params = self.rewriting.parameters(node, self.graph.sliced)
             self.keep(node, node.eqn.replace(params=params))
 
     def keep(self, node: Node, eqn: Any = None) -> None:
