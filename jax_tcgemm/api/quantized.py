@@ -16,14 +16,7 @@ from jax_tcgemm import _compat
 from jax_tcgemm.api import arguments
 from jax_tcgemm.api import epilogue as epilogues
 from jax_tcgemm.api.quantized_formula import Formula
-from jax_tcgemm.api.scales import (
-    Scale,
-    alike,
-    along_results,
-    are_kernel_blocks,
-    dequantized,
-    scale_of,
-)
+from jax_tcgemm.api.scales import alike, along_k, along_results, are_kernel_blocks, with_scale
 from jax_tcgemm.epilogue import function as functions
 from jax_tcgemm.epilogue import rng
 from jax_tcgemm.epilogue.spec import CompiledSpec
@@ -32,6 +25,7 @@ from jax_tcgemm.primitives import jit_epilogue
 from jax_tcgemm.problem.arithmetic import is_quantized, resolve_run_time
 from jax_tcgemm.problem.spec import GemmSpec
 from jax_tcgemm.problem.strides import Operands, Shape
+from jax_tcgemm.quantized.scaled_array import ScaledArray
 
 
 class Asked(NamedTuple):
@@ -106,13 +100,11 @@ _MOST_INTEGER_K = (2**31 - 1) // 128**2
 
 @dataclasses.dataclass(frozen=True)
 class Factors:
-    """Two 8-bit operands, their scales, and how they are multiplied.
+    """Two 8-bit operands with their scales, and how they are multiplied.
 
     Attributes:
         a: the first operand.
         b: the second operand, of the same kind.
-        a_scale: the scales of ``a``.
-        b_scale: the scales of ``b``.
         shape: ``(*batch, m, n)``, the shape of the product.
         transposed: whether each operand is stored transposed.
         precision: canonical ``lax`` precision.
@@ -120,10 +112,8 @@ class Factors:
         wraps: whether integer sums are int32 however large they are.
     """
 
-    a: jax.Array
-    b: jax.Array
-    a_scale: Scale
-    b_scale: Scale
+    a: ScaledArray
+    b: ScaledArray
     shape: Shape
     transposed: tuple[bool, bool]
     precision: Any
@@ -131,8 +121,8 @@ class Factors:
     wraps: bool
 
     @property
-    def scales(self) -> tuple[Scale, Scale]:
-        return self.a_scale, self.b_scale
+    def is_scaled_along_k(self) -> bool:
+        return along_k((self.a, self.b), self.transposed)
 
 
 def quantized_gemm(
@@ -155,15 +145,15 @@ def quantized_gemm(
     The arguments are those of ``gemm``; ``given`` holds the operands of its epilogue.
     """
     arguments.check_config(config)
-    a_scale = scale_of("a_scale", asked.a_scale, "a", a, -2 if transposed[0] else -1)
-    b_scale = scale_of("b_scale", asked.b_scale, "b", b, -1 if transposed[1] else -2)
+    scaled_a = with_scale("a_scale", asked.a_scale, "a", a)
+    scaled_b = with_scale("b_scale", asked.b_scale, "b", b)
     has_scales = asked.a_scale is not None or asked.b_scale is not None
     default = jnp.bfloat16 if has_scales else a.dtype
     asked_dtype = jax.dtypes.canonicalize_dtype(default if preferred is None else preferred)
     out_dtype = jnp.dtype(asked_dtype)
     kept = jnp.dtype(jnp.float32 if out_dtype.itemsize >= 4 else jnp.bfloat16)
     wraps = out_dtype == jnp.int32 and not asked.names and epilogue is None
-    factors = Factors(a, b, a_scale, b_scale, shape, transposed, precision, config, wraps)
+    factors = Factors(scaled_a, scaled_b, shape, transposed, precision, config, wraps)
     _check_row(factors)
     if asked.return_amax and 0 in shape:  # an empty result has no largest value
         asked = asked._replace(return_amax=False)
@@ -192,9 +182,9 @@ def _check_row(x: Factors) -> None:
         ValueError: the kernel configuration does not fit.
     """
     precision = x.precision
-    if any(scale.is_along_k for scale in x.scales):
+    if x.is_scaled_along_k:
         precision = _compat.canonicalize_precision("highest")
-    algorithm = resolve_run_time(x.a.dtype, x.b.dtype, _sums(x.a), precision)
+    algorithm = resolve_run_time(x.a.dtype, x.b.dtype, _sums(x.a.value), precision)
     if algorithm is None:
         raise TypeError(f"precision={x.precision} is not one of {x.a.dtype} times {x.b.dtype}")
     rows = [row.name for row in kernel_names.for_algorithm(algorithm) if not row.gated]
@@ -277,19 +267,18 @@ def _bind(
     """
     *batch, m, n = x.shape
     k = x.a.shape[-2 if x.transposed[0] else -1]
-    a, b, precision = x.a, x.b, x.precision
+    a, b, precision = x.a.value, x.b.value, x.precision
     by_blocks: list[jax.Array] = []
     along: list[jax.Array] = []
-    if a.dtype == jnp.int8 and k > _MOST_INTEGER_K and not x.wraps:
-        a, b = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)  # bfloat16 holds all int8 values
-    if not any(scale.is_along_k for scale in x.scales):
-        along = along_results(x.scales, (a, b), x.transposed)
-    elif a.dtype != jnp.int8 and are_kernel_blocks(*x.scales, m, n, k):
-        pairs = zip(x.scales, (a, b), strict=True)
-        by_blocks = [alike(s.value, y, batch) for s, y in pairs if s.value is not None]
+    if not x.is_scaled_along_k:
+        along = along_results((x.a, x.b), x.transposed)
+        if a.dtype == jnp.int8 and k > _MOST_INTEGER_K and not x.wraps:
+            a, b = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)  # bfloat16 holds all int8 values
+    elif a.dtype != jnp.int8 and are_kernel_blocks((x.a, x.b), x.transposed):
+        by_blocks = [alike(y.scale, y.value, batch) for y in (x.a, x.b) if y.scale is not None]
         precision = _compat.canonicalize_precision("highest")
     else:
-        a, b = (dequantized(y, s, kept) for y, s in zip((a, b), x.scales, strict=True))
+        a, b = x.a.dequantized(kept), x.b.dequantized(kept)
         # Operands dequantized to float32 must not be rounded to TF32.
         precision = _compat.canonicalize_precision("highest" if kept == jnp.float32 else None)
     (a, a_axes), (b, b_axes) = (

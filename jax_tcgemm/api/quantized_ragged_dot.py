@@ -12,9 +12,9 @@ import numpy as np
 from jax_tcgemm.api import arguments
 from jax_tcgemm.api import epilogue as epilogues
 from jax_tcgemm.api.scaled_dot import common_of, is_native_pair, result_dtype
-from jax_tcgemm.api.scaled_matrices import Scaled
 from jax_tcgemm.problem.activations import Activation, resolve
 from jax_tcgemm.quantized import arrays
+from jax_tcgemm.quantized.scaled_array import ScaledArray
 
 
 def quantized_ragged_dot(
@@ -53,27 +53,26 @@ def quantized_ragged_dot(
     dtype = jnp.dtype(
         result_dtype(lhs, rhs) if preferred_element_type is None else preferred_element_type
     )
-    a, b = Scaled.of(lhs), Scaled.of(rhs)
-    if a.value.ndim != 2 or b.value.ndim != 3:
+    a, b = ScaledArray.of(lhs), ScaledArray.of(rhs)
+    if len(a.shape) != 2 or len(b.shape) != 3:
         raise ValueError(
-            f"lhs must be (m, k) and rhs (g, k, n), got lhs.shape={a.value.shape} and "
-            f"rhs.shape={b.value.shape}"
+            f"lhs must be (m, k) and rhs (g, k, n), got lhs.shape={a.shape} and rhs.shape={b.shape}"
         )
     k_axis = 2 if options["transpose_rhs"] else 1
     is_native = (
-        is_native_pair(a.value.dtype, b.value.dtype)
+        is_native_pair(a.dtype, b.dtype)
         and a.zero_point is None
         and b.zero_point is None
-        and a.is_constant_along((1,))
-        and b.is_constant_along((k_axis,))
-        and b.value.shape[0] > 0
+        and a.is_constant_along(1)
+        and b.is_constant_along(k_axis)
+        and b.shape[0] > 0
     )
     if not is_native:
         wide = result_dtype(lhs, rhs) if epilogue is not None else dtype
-        common = common_of(a.value.dtype, b.value.dtype, jnp.dtype(wide))
+        common = common_of(a.dtype, b.dtype, jnp.dtype(wide))
         return dot(
-            a.dequantized(common).value,
-            b.dequantized(common).value,
+            a.dequantized(common),
+            b.dequantized(common),
             group_sizes,
             bias=bias,
             activation=activation,
@@ -82,11 +81,11 @@ def quantized_ragged_dot(
             epilogue_operands=epilogue_operands,
             **options,
         )
-    m, groups = a.value.shape[0], b.value.shape[0]
+    m, groups = a.shape[0], b.shape[0]
     of_row, is_inside = groups_of_rows(arguments.array("group_sizes", group_sizes), m)
     scales = _along_results(a, b, k_axis, of_row)
     if epilogue is None:
-        n = b.value.shape[3 - k_axis]
+        n = b.shape[3 - k_axis]
         terms = [] if bias is None else [of_rows(bias, (groups, n), of_row)]
         epilogue_operands = (is_inside, *terms)
         epilogue = finished_by(activation, dtype)
@@ -135,16 +134,18 @@ def of_rows(values: Any, shape: tuple[int, int], of_row: jax.Array) -> jax.Array
     return jnp.broadcast_to(values, shape)[of_row]
 
 
-def _along_results(a: Scaled, b: Scaled, k_axis: int, of_row: jax.Array) -> list[jax.Array]:
+def _along_results(
+    a: ScaledArray, b: ScaledArray, k_axis: int, of_row: jax.Array
+) -> list[jax.Array]:
     """Returns scales that broadcast to ``(m, n)``."""
     scales = []
     if a.scale is not None:
-        rows = (a.value.shape[0] if a.scale.shape[0] != 1 else 1, 1)
+        rows = (a.shape[0] if a.scale.shape[0] != 1 else 1, 1)
         scales.append(arrays.spread(a.scale.astype(jnp.float32), rows))
     if b.scale is not None:
-        columns = b.value.shape[3 - k_axis] if b.scale.shape[3 - k_axis] != 1 else 1
+        columns = b.shape[3 - k_axis] if b.scale.shape[3 - k_axis] != 1 else 1
         scale = b.scale.astype(jnp.float32).squeeze(k_axis)
-        groups = b.value.shape[0] if scale.shape[0] != 1 else 1
+        groups = b.shape[0] if scale.shape[0] != 1 else 1
         scale = arrays.spread(scale, (groups, columns))
         # Scales that differ between groups are read along with the results.
         scales.append(scale[of_row] if groups > 1 else scale)

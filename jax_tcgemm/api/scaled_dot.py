@@ -16,10 +16,11 @@ from jax.typing import ArrayLike, DTypeLike
 from jax_tcgemm import _compat
 from jax_tcgemm.api import arguments, eager
 from jax_tcgemm.api.gemm import gemm
-from jax_tcgemm.api.scaled_matrices import DimensionNumbers, Scaled, matrices
+from jax_tcgemm.api.scaled_matrices import DimensionNumbers, matrices
 from jax_tcgemm.problem.arithmetic import common_dtype
 from jax_tcgemm.problem.strides import Shape
 from jax_tcgemm.quantized import arrays
+from jax_tcgemm.quantized.scaled_array import ScaledArray
 
 _FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 # The largest k for which sums of products of differences of int8 values are exact in int32.
@@ -98,13 +99,13 @@ def _scaled_dot(
     return _contracted(a, b, dims, "highest", dtype)
 
 
-def _with_scale(name: str, value: jax.Array, scale: Any) -> Scaled:
+def _with_scale(name: str, value: jax.Array, scale: Any) -> ScaledArray:
     if scale is None:
-        return Scaled(value)
+        return ScaledArray(value)
     scale = arguments.array(f"{name}_scale", scale)
     scale = scale.reshape((1,) * value.ndim) if scale.size == 1 else scale
     arrays.check_divides(f"{name}_scale", scale.shape, name, value.shape)
-    return Scaled(value, scale)
+    return ScaledArray(value, scale)
 
 
 def quantized_dot_general(
@@ -156,11 +157,11 @@ def quantized_dot_general(
 def _quantized_dot_general(
     lhs: Any, rhs: Any, *, dims: Any, precision: Any, dtype: np.dtype
 ) -> jax.Array:
-    return _contracted(Scaled.of(lhs), Scaled.of(rhs), dims, precision, dtype)
+    return _contracted(ScaledArray.of(lhs), ScaledArray.of(rhs), dims, precision, dtype)
 
 
 def _contracted(
-    lhs: Scaled, rhs: Scaled, dims: DimensionNumbers, precision: Any, dtype: np.dtype
+    lhs: ScaledArray, rhs: ScaledArray, dims: DimensionNumbers, precision: Any, dtype: np.dtype
 ) -> jax.Array:
     """Computes the product of two operands, of type ``dtype``."""
     if _compat.is_sharded(lhs.value, rhs.value):
@@ -168,14 +169,14 @@ def _contracted(
         values = (x.value.astype(jnp.float32) for x in (lhs, rhs))
         shardings = _compat.shardings_of(lambda a, b: lax.dot_general(a, b, dims), *values)
         return _compat.with_automatic_axes(own, (lhs, rhs), shardings)
-    types = lhs.value.dtype, rhs.value.dtype
+    types = lhs.dtype, rhs.dtype
     is_native = is_native_pair(*types)
     has_zero_points = lhs.zero_point is not None or rhs.zero_point is not None
     is_corrected = is_native and has_zero_points and _is_exact(lhs, rhs, dims)
     if not is_native or (has_zero_points and not is_corrected):
         common = common_of(*types, dtype)
-        lhs, rhs = lhs.dequantized(common), rhs.dequantized(common)
-    shape = _result_shape(lhs.value.shape, rhs.value.shape, dims)
+        lhs, rhs = (ScaledArray(x.dequantized(common)) for x in (lhs, rhs))
+    shape = _result_shape(lhs.shape, rhs.shape, dims)
     sides = matrices(lhs, rhs, dims)
     if is_corrected:
         return _without_zero_points(*sides).astype(dtype).reshape(shape)
@@ -221,7 +222,7 @@ def result_dtype(lhs: Any, rhs: Any) -> np.dtype:
     return jnp.dtype(functools.reduce(common_dtype, dtypes) if dtypes else jnp.bfloat16)
 
 
-def _without_zero_points(lhs: tuple[Scaled, bool], rhs: tuple[Scaled, bool]) -> jax.Array:
+def _without_zero_points(lhs: tuple[ScaledArray, bool], rhs: tuple[ScaledArray, bool]) -> jax.Array:
     """Computes an int8 product exactly, subtracts the zero points and applies the scales.
 
     ``(a - p) @ (b - q) = a @ b - p * sum(b) - sum(a) * q + k * p * q``. Each term may leave the
@@ -237,12 +238,12 @@ def _without_zero_points(lhs: tuple[Scaled, bool], rhs: tuple[Scaled, bool]) -> 
     )
     a_sums, p, a_scale = _rank_one(a, -2 if transpose_a else -1, transpose_a)
     b_sums, q, b_scale = _rank_one(b, -1 if transpose_b else -2, transpose_b)
-    k = np.int32(a.value.shape[-2 if transpose_a else -1])
+    k = np.int32(a.shape[-2 if transpose_a else -1])
     exact = product - p * b_sums - a_sums * q + k * (p * q)
     return exact.astype(jnp.float32) * (a_scale * b_scale)
 
 
-def _rank_one(x: Scaled, k_axis: int, is_transposed: bool) -> list[jax.Array]:
+def _rank_one(x: ScaledArray, k_axis: int, is_transposed: bool) -> list[jax.Array]:
     """Returns sums along k, zero points and scales, ``(..., m, 1)`` or ``(..., 1, n)``."""
     sums = jnp.sum(x.value, k_axis, keepdims=True, dtype=jnp.int32)
     zero = jnp.zeros_like(sums) if x.zero_point is None else x.zero_point.astype(jnp.int32)
@@ -252,11 +253,11 @@ def _rank_one(x: Scaled, k_axis: int, is_transposed: bool) -> list[jax.Array]:
     return [jnp.swapaxes(y, -1, -2) if is_transposed else y for y in parts]
 
 
-def _is_exact(lhs: Scaled, rhs: Scaled, dims: DimensionNumbers) -> bool:
+def _is_exact(lhs: ScaledArray, rhs: ScaledArray, dims: DimensionNumbers) -> bool:
     """Checks if ``_without_zero_points`` can compute the product of these operands."""
     zeros = [x.zero_point for x in (lhs, rhs) if x.zero_point is not None]
-    is_constant = all(x.is_constant_along(d) for x, d in zip((lhs, rhs), dims[0], strict=True))
-    k = math.prod(lhs.value.shape[dim] for dim in dims[0][0])
+    is_constant = all(x.is_constant_along(*d) for x, d in zip((lhs, rhs), dims[0], strict=True))
+    k = math.prod(lhs.shape[dim] for dim in dims[0][0])
     return is_constant and k <= _MOST_EXACT_K and all(zero.dtype == jnp.int8 for zero in zeros)
 
 

@@ -2,59 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import operator
-from typing import Any
 
 import jax
-import numpy as np
 from jax import lax
 
 from jax_tcgemm.problem.strides import Shape
 from jax_tcgemm.quantized import arrays
+from jax_tcgemm.quantized.scaled_array import ScaledArray
 
 _Dims = tuple[int, ...]
 DimensionNumbers = tuple[tuple[_Dims, _Dims], tuple[_Dims, _Dims]]
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Scaled:
-    """An operand with its scale and zero point, which have its rank."""
-
-    value: jax.Array
-    scale: jax.Array | None = None
-    zero_point: jax.Array | None = None
-
-    @staticmethod
-    def of(x: Any) -> Scaled:
-        """Returns the parts of a quantized operand; any other operand is its own value."""
-        if not arrays.is_quantized(x):
-            return Scaled(x)
-        for name in ("scale", "zero_point"):
-            if getattr(x, name) is not None:
-                shape = getattr(x, name).shape
-                arrays.check_divides(name, shape, "qvalue", x.qvalue.shape)
-        return Scaled(x.qvalue, x.scale, x.zero_point)
-
-    def map(self, function: Any) -> Scaled:
-        """Applies a function to each part that is present."""
-        others = (None if x is None else function(x) for x in (self.scale, self.zero_point))
-        return Scaled(function(self.value), *others)
-
-    def is_constant_along(self, dims: _Dims) -> bool:
-        factors = [x for x in (self.scale, self.zero_point) if x is not None]
-        return all(x.shape[dim] == 1 for x in factors for dim in dims)
-
-    def dequantized(self, dtype: np.dtype) -> Scaled:
-        if self.scale is None:
-            return Scaled(self.value.astype(dtype))
-        parts = arrays.Quantized(self.value, self.scale, self.zero_point)
-        return Scaled(parts.dequantize(dtype))
-
-
-def matrices(lhs: Scaled, rhs: Scaled, dims: DimensionNumbers) -> list[tuple[Scaled, bool]]:
+def matrices(
+    lhs: ScaledArray, rhs: ScaledArray, dims: DimensionNumbers
+) -> list[tuple[ScaledArray, bool]]:
     """Returns the operands as matrices after the batch, and whether each is transposed."""
     (lhs_contracted, rhs_contracted), (lhs_batch, rhs_batch) = dims
     pairs = list(zip(lhs_contracted, rhs_contracted, strict=True))
@@ -69,7 +33,9 @@ def matrices(lhs: Scaled, rhs: Scaled, dims: DimensionNumbers) -> list[tuple[Sca
     ]
 
 
-def _matrix(x: Scaled, batch: _Dims, contracted: _Dims, k_comes_first: bool) -> tuple[Scaled, bool]:
+def _matrix(
+    x: ScaledArray, batch: _Dims, contracted: _Dims, k_comes_first: bool
+) -> tuple[ScaledArray, bool]:
     """Returns ``(*batch, m, k)``, or ``(*batch, k, m)``, and whether it is transposed.
 
     Args:
@@ -78,14 +44,14 @@ def _matrix(x: Scaled, batch: _Dims, contracted: _Dims, k_comes_first: bool) -> 
         contracted: its contracted dimensions.
         k_comes_first: whether k comes first in a matrix that is not transposed.
     """
-    free = tuple(d for d in range(x.value.ndim) if d not in (*batch, *contracted))
+    free = tuple(d for d in range(len(x.shape)) if d not in (*batch, *contracted))
     groups = [(contracted, free), (free, contracted)]
-    in_place = [pair for pair in groups if _lies_so((*batch, *pair[0], *pair[1]), x.value.shape)]
+    in_place = [pair for pair in groups if _lies_so((*batch, *pair[0], *pair[1]), x.shape)]
     # A copy has k last, because tensor cores read this layout.
     first, last = in_place[0] if in_place else groups[1]
-    x = x.map(lambda y: lax.transpose(y, (*batch, *first, *last)))
-    shape, start, middle = x.value.shape, len(batch), len(batch) + len(first)
-    x = x.map(lambda y: _merged(_refined(y, shape, start, middle), start, middle))
+    x = jax.tree.map(lambda y: lax.transpose(y, (*batch, *first, *last)), x)
+    shape, start, middle = x.shape, len(batch), len(batch) + len(first)
+    x = jax.tree.map(lambda y: _merged(_refined(y, shape, start, middle), start, middle), x)
     return x, (first == contracted) != k_comes_first
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,47 +12,38 @@ from jax import lax
 from jax_tcgemm.api import arguments
 from jax_tcgemm.epilogue.spec import SCALE_BLOCK
 from jax_tcgemm.quantized.arrays import spread
+from jax_tcgemm.quantized.scaled_array import ScaledArray
+
+Pair = tuple[ScaledArray, ScaledArray]
+
+# The contracted axes of operands that are not transposed.
+_K_AXES = (-1, -2)
 
 
-@dataclasses.dataclass(frozen=True)
-class Scale:
-    """The scales of one operand.
-
-    Attributes:
-        value: float32; of the operand's rank, or of shape ``()``; ``None`` means 1.
-        blocks: number of blocks along ``(mn, k)``.
-    """
-
-    value: jax.Array | None = None
-    blocks: tuple[int, int] = (1, 1)
-
-    @property
-    def is_along_k(self) -> bool:
-        return self.blocks[1] > 1
-
-
-def scale_of(name: str, value: Any, operand_name: str, operand: jax.Array, k_axis: int) -> Scale:
-    """Checks the scales of an operand and returns them.
+def with_scale(name: str, value: Any, operand_name: str, operand: jax.Array) -> ScaledArray:
+    """Checks the scale of an operand and returns both.
 
     Args:
         name: name of the argument.
         value: the argument; ``None`` is a factor of 1.
         operand_name: name of the operand.
-        operand: the operand that is scaled.
-        k_axis: contracted dimension of the operand, -1 or -2.
+        operand: the operand that is scaled, ``(..., m, k)`` or ``(..., k, m)``.
+
+    Returns:
+        The operand with its scale in float32, which is not differentiated.
 
     Raises:
         TypeError: the scales are not floating-point numbers.
         ValueError: the shape of the scales does not fit.
     """
     if value is None:
-        return Scale()
+        return ScaledArray(operand)
     x = arguments.array(name, value)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"{name} must be floating-point numbers, got {name}.dtype={x.dtype}")
     x = lax.stop_gradient(x.astype(jnp.float32))
     if x.size == 1:
-        return Scale(x.reshape(()))
+        return ScaledArray(operand, x.reshape((1,) * operand.ndim))
     pairs = list(zip(x.shape, operand.shape, strict=False))
     fits = x.ndim == operand.ndim and all(
         own == extent or (own > 0 and extent % own == 0) for own, extent in pairs
@@ -64,50 +54,45 @@ def scale_of(name: str, value: Any, operand_name: str, operand: jax.Array, k_axi
             "one number, or as many dimensions, the last two of extents that divide the operand's, "
             "the others of 1 or the operand's"
         )
-    mn_axis = -3 - k_axis
-    return Scale(x, (x.shape[mn_axis], x.shape[k_axis]))
+    return ScaledArray(operand, x)
 
 
-def dequantized(x: jax.Array, scale: Scale, dtype: Any) -> jax.Array:
-    """Returns an operand times its scales, in ``dtype``."""
-    wide = x.astype(jnp.float32)
-    if scale.value is not None:
-        wide = wide * (spread(scale.value, x.shape) if scale.value.ndim else scale.value)
-    return wide.astype(dtype)
+def along_k(operands: Pair, transposed: tuple[bool, bool]) -> bool:
+    """Checks if a scale changes along k."""
+    pairs = zip(operands, _K_AXES, transposed, strict=True)
+    return not all(x.is_constant_along(-3 - k if t else k) for x, k, t in pairs)
 
 
-def are_kernel_blocks(a: Scale, b: Scale, m: int, n: int, k: int) -> bool:
+def are_kernel_blocks(operands: Pair, transposed: tuple[bool, bool]) -> bool:
     """Checks if kernels apply these scales as they accumulate: 1 x 128 of A, 128 x 128 of B."""
-    k_blocks = k // SCALE_BLOCK
-    return (
-        k % SCALE_BLOCK == n % SCALE_BLOCK == 0
-        and a.blocks == (m, k_blocks)
-        and b.blocks == (n // SCALE_BLOCK, k_blocks)
+    shapes, blocks = (
+        [x[-2:][:: -1 if t else 1] for x, t in zip(each, transposed, strict=True)]
+        for each in ([x.shape for x in operands], [x.scale_shape for x in operands])
     )
+    (m, k), (_, n) = shapes
+    k_blocks, n_blocks = k // SCALE_BLOCK, n // SCALE_BLOCK
+    is_whole = k % SCALE_BLOCK == n % SCALE_BLOCK == 0
+    return is_whole and blocks == [(m, k_blocks), (k_blocks, n_blocks)]
 
 
-def along_results(
-    scales: tuple[Scale, Scale],
-    operands: tuple[jax.Array, jax.Array],
-    transposed: tuple[bool, bool],
-) -> list[jax.Array]:
-    """Returns the factors of rows, of columns and of the whole product.
+def along_results(operands: Pair, transposed: tuple[bool, bool]) -> list[jax.Array]:
+    """Returns the factors of rows, ``(..., m, 1)``, of columns, ``(..., 1, n)``, and of all.
 
     Single numbers come last.
     """
     along: list[jax.Array] = []
     numbers: list[jax.Array] = []
-    for i, (scale, x, is_transposed) in enumerate(zip(scales, operands, transposed, strict=True)):
-        value = scale.value
-        if value is None or not value.ndim:
-            numbers += [] if value is None else [value]
+    for x, k_axis, is_transposed in zip(operands, _K_AXES, transposed, strict=True):
+        if x.scale is None:
             continue
-        # k has extent 1: (..., m, 1) of A, (..., 1, n) of B.
-        mn_axis = -1 if is_transposed == (i == 0) else -2
-        shape = [*value.shape[:-2], 1, 1]
+        if x.scale.size == 1:
+            numbers.append(x.scale.reshape(()))
+            continue
+        mn_axis = k_axis if is_transposed else -3 - k_axis
+        shape = [*x.scale.shape[:-2], 1, 1]
         shape[mn_axis] = x.shape[mn_axis]
-        value = spread(value, tuple(shape))
-        along.append(jnp.swapaxes(value, -1, -2) if is_transposed else value)
+        scale = spread(x.scale, tuple(shape))
+        along.append(jnp.swapaxes(scale, -1, -2) if is_transposed else scale)
     return [*along, *numbers]
 
 
