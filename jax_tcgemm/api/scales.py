@@ -11,7 +11,8 @@ from jax import lax
 
 from jax_tcgemm.api import arguments
 from jax_tcgemm.epilogue.spec import SCALE_BLOCK
-from jax_tcgemm.quantized.arrays import spread
+from jax_tcgemm.problem.strides import Shape
+from jax_tcgemm.quantized.arrays import divides, spread
 from jax_tcgemm.quantized.scaled_array import ScaledArray
 
 Pair = tuple[ScaledArray, ScaledArray]
@@ -44,11 +45,8 @@ def with_scale(name: str, value: Any, operand_name: str, operand: jax.Array) -> 
     x = lax.stop_gradient(x.astype(jnp.float32))
     if x.size == 1:
         return ScaledArray(operand, x.reshape((1,) * operand.ndim))
-    pairs = list(zip(x.shape, operand.shape, strict=False))
-    fits = x.ndim == operand.ndim and all(
-        own == extent or (own > 0 and extent % own == 0) for own, extent in pairs
-    )
-    if not fits or any(own not in (1, extent) for own, extent in pairs[:-2]):
+    batch = zip(x.shape[:-2], operand.shape, strict=False)
+    if not divides(x.shape, operand.shape) or any(own not in (1, n) for own, n in batch):
         raise ValueError(
             f"{name}.shape={x.shape} does not fit {operand_name}.shape={operand.shape}; accepted: "
             "one number, or as many dimensions, the last two of extents that divide the operand's, "
@@ -65,14 +63,16 @@ def along_k(operands: Pair, transposed: tuple[bool, bool]) -> bool:
 
 def are_kernel_blocks(operands: Pair, transposed: tuple[bool, bool]) -> bool:
     """Checks if kernels apply these scales as they accumulate: 1 x 128 of A, 128 x 128 of B."""
-    shapes, blocks = (
-        [x[-2:][:: -1 if t else 1] for x, t in zip(each, transposed, strict=True)]
-        for each in ([x.shape for x in operands], [x.scale_shape for x in operands])
-    )
-    (m, k), (_, n) = shapes
+    (m, k), (_, n) = (_matrix(x.shape, t) for x, t in zip(operands, transposed, strict=True))
+    blocks = [_matrix(x.scale_shape, t) for x, t in zip(operands, transposed, strict=True)]
     k_blocks, n_blocks = k // SCALE_BLOCK, n // SCALE_BLOCK
     is_whole = k % SCALE_BLOCK == n % SCALE_BLOCK == 0
     return is_whole and blocks == [(m, k_blocks), (k_blocks, n_blocks)]
+
+
+def _matrix(shape: Shape, is_transposed: bool) -> Shape:
+    """Returns the last two extents, in the order of an operand that is not transposed."""
+    return shape[-2:][::-1] if is_transposed else shape[-2:]
 
 
 def along_results(operands: Pair, transposed: tuple[bool, bool]) -> list[jax.Array]:

@@ -131,16 +131,21 @@ def spread(scale: jax.Array, shape: Shape) -> jax.Array:
     return jnp.broadcast_to(once, [extent for pair in pairs for extent in pair]).reshape(shape)
 
 
+def divides(own: Shape, shape: Shape) -> bool:
+    """Checks if a scale of shape ``own`` has a number of blocks of ``shape`` along each axis."""
+    return len(own) == len(shape) and all(
+        count == extent or (count > 0 and extent % count == 0)
+        for count, extent in zip(own, shape, strict=True)
+    )
+
+
 def check_divides(name: str, own: Shape, of_name: str, shape: Shape) -> None:
     """Checks that a scale's extents divide those of the array that it scales.
 
     Raises:
         ValueError: an extent does not divide, or the ranks differ.
     """
-    if len(own) == len(shape) and all(
-        count == extent or (count > 0 and extent % count == 0)
-        for count, extent in zip(own, shape, strict=True)
-    ):
+    if divides(own, shape):
         return
     raise ValueError(
         f"{name}.shape={own} does not fit {of_name}.shape={shape}; accepted: one of the same rank "
