@@ -31,6 +31,7 @@ PACKED_RAGGED_TARGET = "jax_tcgemm_packed_ragged_v1"
 PACKED_FUNCTION_TARGET = "jax_tcgemm_packed_function_v1"
 UNPACK_TARGET = "jax_tcgemm_unpack_v1"
 TRANSPOSE_TARGET = "jax_tcgemm_transpose_v1"
+PACK_TARGET = "jax_tcgemm_pack_v1"
 OVERLAPPED_TARGET = "jax_tcgemm_overlapped_v2"
 OVERLAPPED_FUNCTION_TARGET = "jax_tcgemm_overlapped_function_v1"
 GATHERS_TARGET = "jax_tcgemm_gathers_v1"
@@ -47,6 +48,7 @@ TARGETS = (
     PACKED_FUNCTION_TARGET,
     UNPACK_TARGET,
     TRANSPOSE_TARGET,
+    PACK_TARGET,
     OVERLAPPED_TARGET,
     OVERLAPPED_FUNCTION_TARGET,
     GATHERS_TARGET,

@@ -22,7 +22,7 @@ from mps import pytest_configure, pytest_report_header, pytest_unconfigure  # no
 
 from jax_tcgemm import Tunings, _compat, _core, _extension
 from jax_tcgemm.kernels import table as kernel_table
-from jax_tcgemm.lowering import devices, fallback, jit_epilogue, jit_pass
+from jax_tcgemm.lowering import devices, fallback, jit_epilogue, jit_pass, unpacked
 from jax_tcgemm.lowering import gemm as gemm_lowering
 from jax_tcgemm.partitioning import overlap, rules
 from jax_tcgemm.problem.alignment import split_bytes
@@ -270,7 +270,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Collects one log line for each lowered product."""
     lines: list[str] = []
-    for module in (gemm_lowering, fallback.strict):
+    for module in (gemm_lowering, unpacked, fallback.strict):
         monkeypatch.setattr(module, "log", lines.append)
     return lines
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,6 +25,7 @@ import jax_tcgemm as tc
 from jax_tcgemm.api.fp8 import fp8_dot
 from jax_tcgemm.api.quantization import quantize
 from jax_tcgemm.api.scaled_dot import quantized_dot_general
+from jax_tcgemm.lowering import unpacked
 
 BF16 = jnp.bfloat16
 
@@ -135,6 +138,11 @@ def _packed_formula(x, w, bias):
     return jnp.tanh(x @ w + bias)
 
 
+def _packed_by_the_program(x, w, bias):
+    with mock.patch.object(unpacked, "_LEAST_VALUES", 1):
+        return _packed(x, w, bias)
+
+
 def _packed_pair(x, gate, up, bias):
     options = {"epilogue": _of_two, "epilogue_operands": (bias,)}
     return tc.gated_gemm(x, gate, up, preferred_element_type=F32, **options)
@@ -221,6 +229,13 @@ FUNCTIONS |= {
         _packed,
         _packed_formula,
         (_ROWS_OF_64, quantized(64, 64, is_packed=False), array(64)),
+        dtype=BF16,
+    ),
+    # Other extents than those of "unpacked", whose programs are traced without the change.
+    "packed by the program": Operation(
+        _packed_by_the_program,
+        _packed_formula,
+        (_ROWS_OF_64, quantized(64, 96, is_packed=False), array(96)),
         dtype=BF16,
     ),
     "quantized_dot_general": variant(

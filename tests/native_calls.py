@@ -33,6 +33,8 @@ TYPES = {
     "c64": 15,
     "bf16": 16,
     "f8e4m3fn": 20,
+    "s4": 21,
+    "u4": 22,
 }
 
 
@@ -223,6 +225,8 @@ def _attribute(value: Any, kept: list[Any]) -> tuple[int, Any]:
 # The MLIR types that have other names in TYPES.
 _MLIR_TYPES = {
     "i1": "pred",
+    "i4": "s4",
+    "ui4": "u4",
     "i8": "s8",
     "ui8": "u8",
     "i32": "s32",

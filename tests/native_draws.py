@@ -14,6 +14,7 @@ from native_calls import Buffer
 from jax_tcgemm import _extension
 
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "s32": 4, "s64": 8, "f16": 2, "bf16": 2, "f32": 4, "f64": 8}
+BYTES |= {"s4": 1, "u4": 1}  # as XLA's header counts them
 NASTY = [-1, 0, 1, 2, 2**20, 2**24, 2**30, 2**30 + 1, 2**31, 2**32, 2**56, 2**60, 2**62, 2**63 - 1]
 
 

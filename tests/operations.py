@@ -69,7 +69,8 @@ def quantized(*shape: int, spec: P = WHOLE, is_packed: bool = True) -> Argument:
 
     def draw(rng):
         q = weight(rng, "int4", shape, 32, has_zeros=True)
-        q = dataclasses.replace(q, scale=q.scale / 8)
+        zero = q.zero_point.astype("int4")
+        q = dataclasses.replace(q, scale=q.scale / 8, zero_point=zero)
         return (tc.pack(q) if is_packed else q), q.dequantize(F32)
 
     return Argument(draw, spec, False)

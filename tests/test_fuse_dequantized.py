@@ -12,11 +12,17 @@ import pytest
 from fusions import operations
 
 from jax_tcgemm import fuse, gemm, pack, quantize
-from jax_tcgemm.transforms import dequantized
-from jax_tcgemm.transforms.graph import graph_of
+from jax_tcgemm._compat import jaxprs
+from jax_tcgemm.lowering import unpacked
+from jax_tcgemm.transforms.graph import graph_of, inner_nodes
 from jax_tcgemm.transforms.spread import Spread
 
-M, K, N, GROUP = 8, 96, 40, 32
+M, K, N, GROUP = 8, 192, 64, 32
+
+
+@pytest.fixture(autouse=True)
+def small_weights_are_packed(monkeypatch):
+    monkeypatch.setattr(unpacked, "_LEAST_VALUES", 1)
 
 
 @pytest.fixture
@@ -25,30 +31,12 @@ def weights(rng, normal):
     w = normal(K, N)
     signed = quantize(w, jnp.int4, tile=(GROUP, 1))
     unsigned = quantize(w, jnp.uint4, tile=(GROUP, 1))
-    columns = quantize(w, jnp.int8, tile=(-1, 1))
     return {
         "x": normal(M, K, dtype=jnp.bfloat16),
         "signed": signed,
         "unsigned": unsigned,
-        "columns": columns,
-        "float8": quantize(w, jnp.float8_e4m3fn, tile=(-1, 1)),
+        "columns": quantize(w, jnp.int4, tile=(-1, 1)),
     }
-
-
-@pytest.fixture
-def found(monkeypatch):
-    """Chooses a way for all stored weights, and collects the weights."""
-    weights = []
-
-    def choose(way):
-        def way_of(m, weight):
-            weights.append((m, weight))
-            return way
-
-        monkeypatch.setattr(dequantized, "way_of", way_of)
-        return weights
-
-    return choose
 
 
 def by_groups(x, q, s):
@@ -99,7 +87,6 @@ FORMS = {
         lambda x, q, s: x @ (q.astype(x.dtype) * s.astype(x.dtype)),
         (x, a["columns"].qvalue, a["columns"].scale[0]),
     ),
-    "float8": lambda x, a: (lambda x, q: x @ q.dequantize(x.dtype), (x, a["float8"])),
     "no scale": lambda x, a: (lambda x, q: x @ q.astype(x.dtype), (x, a["columns"].qvalue)),
     "rows of two dimensions": lambda x, a: (
         lambda x, q: x.reshape(2, -1, K) @ q.dequantize(x.dtype),
@@ -115,23 +102,30 @@ def assert_close(found, expected):
     assert np.linalg.norm(found - expected) <= 2e-2 * np.linalg.norm(expected)
 
 
-@pytest.mark.parametrize("way", ["pack", pytest.param("dequantize", marks=pytest.mark.any_jax)])
+def packed(f, *args):
+    """Returns the equations that pack a weight and multiply it."""
+    eqns = jax.make_jaxpr(fuse(f))(*args).jaxpr.eqns
+    every = [each for eqn in eqns for each in inner_nodes(eqn, jaxprs.CALLS)]
+    return [eqn for eqn in every if eqn.primitive.name == "tcgemm_unpacked"]
+
+
 @pytest.mark.parametrize("form", FORMS)
-def test_forms(weights, found, form, way):
-    chosen = found(way)
+def test_forms(weights, form):
     f, args = FORMS[form](weights["x"], weights)
     assert_close(fuse(f)(*args), f(*args))
-    (m, weight) = chosen[0]
+    (eqn,) = packed(f, *args)
     stored = args[1].qvalue if hasattr(args[1], "qvalue") else args[1]
-    assert (m, weight.dtype) == (M, stored.dtype.name)
-    is_in_groups = stored.dtype.itemsize * 8 == 4 or "int4" in weight.dtype
-    assert weight.group == (GROUP if is_in_groups else K)
-    assert weight.values.shape[weight.k_axis] == K
-    assert ("tcgemm_packed" in operations(fuse(f), *args)) == (way == "pack")
+    x, values, scale, *zero = (x.aval for x in eqn.invars)
+    assert (x.shape[-1], values.dtype) == (K, stored.dtype)
+    assert values.shape == ((N, K) if eqn.params["spec"].transposed else (K, N))
+    groups = 1 if form in ("columns", "no scale") else K // GROUP
+    assert all(y.shape == (groups, N) for y in (scale, *zero))
+    assert len(zero) == ("zero" in form)
 
 
 @pytest.mark.any_jax
-def test_by_default_xla_computes_them(weights):
+def test_small_weights_are_left_to_xla(weights, monkeypatch):
+    monkeypatch.setattr(unpacked, "_LEAST_VALUES", K * N + 1)
     f, args = FORMS["groups"](weights["x"], weights)
     (decision,) = fuse(f).report(*args)
     assert decision.way == "XLA"
@@ -139,17 +133,22 @@ def test_by_default_xla_computes_them(weights):
 
 
 @pytest.mark.any_jax
-def test_the_report_names_the_stored_weight(weights, found):
-    found("pack")
+@pytest.mark.parametrize("rows", [256, 257])
+def test_many_rows_are_dequantized(weights, rows):
+    f, (_, *stored) = FORMS["groups"](weights["x"], weights)
+    assert len(packed(f, jnp.ones((rows, K), jnp.bfloat16), *stored)) == (rows == 256)
+
+
+@pytest.mark.any_jax
+def test_the_report_names_the_stored_weight(weights):
     f, args = FORMS["groups"](weights["x"], weights)
     (decision,) = fuse(f).report(*args)
     assert decision.way == "kernel"
-    assert decision.reason == "reads the stored int4 weight: pack"
+    assert decision.reason == "packs the stored int4 weight and multiplies it"
     assert decision.product.startswith(f"bfloat16[{M},{K}], int4[{K},{N}]")
 
 
-def test_in_a_scan_and_a_jit(weights, found):
-    found("pack")
+def test_in_a_scan_and_a_jit(weights):
     q = weights["signed"]
     stack = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[q] * 3)
 
@@ -161,7 +160,7 @@ def test_in_a_scan_and_a_jit(weights, found):
         return jax.lax.scan(jax.jit(layer), x, stack)[0]
 
     args = weights["x"], stack
-    assert operations(fuse(f), *args)["tcgemm_packed"] == 1
+    assert operations(fuse(f), *args)["tcgemm_unpacked"] == 1
     assert_close(jax.jit(fuse(f))(*args), f(*args))
 
 
@@ -176,9 +175,8 @@ def test_packed_weights_stay(weights):
 
 
 @pytest.mark.any_jax
-def test_equal_products_of_other_layouts_are_apart(weights, found):
+def test_equal_products_of_other_layouts_are_apart(weights):
     """The same equation reads a weight in groups along k, and one with its axes exchanged."""
-    found("dequantize")
     x, q = weights["x"], weights["columns"].qvalue
     square, s = q[:N], weights["columns"].scale[0]
 
@@ -203,7 +201,7 @@ REFUSED = {
     "a narrow type": lambda x, q, s: x @ (q.astype(jnp.uint8).astype(x.dtype) * s),
     "a difference that overflows": lambda x, q, s: x @ ((q - q[:1]).astype(x.dtype) * s),
     "a zero point that overflows": lambda x, q, s: (
-        x @ ((q.astype(jnp.int8) - jnp.int8(100) * jnp.ones_like(q)).astype(x.dtype) * s)
+        x @ ((q.astype(jnp.int8) - jnp.full((1, N), 100, jnp.int8)).astype(x.dtype) * s)
     ),
     "float32 rows": lambda x, q, s: x.astype(jnp.float32) @ (q.astype(jnp.float32) * s),
     "a batch": lambda x, q, s: jnp.einsum("mk,kn->kmn", x, q.astype(x.dtype) * s),
@@ -212,11 +210,10 @@ REFUSED = {
 
 @pytest.mark.any_jax
 @pytest.mark.parametrize("form", REFUSED)
-def test_other_weights_are_not_taken(weights, found, form):
-    chosen = found("dequantize")
+def test_other_weights_are_not_taken(weights, form):
     args = weights["x"], weights["columns"].qvalue, weights["columns"].scale.astype(jnp.bfloat16)
     assert_close(fuse(REFUSED[form])(*args), REFUSED[form](*args))
-    assert not chosen
+    assert not packed(REFUSED[form], *args)
 
 
 @pytest.mark.any_jax
@@ -233,19 +230,24 @@ def test_spreads():
 @pytest.mark.any_jax
 @pytest.mark.parametrize(
     ("zero", "difference", "is_taken"),
-    [("int8", "int8", False), ("int8", "int16", True), ("int4", "int8", False)],
+    [
+        ("int4", "int4", False),
+        ("int4", "int8", True),
+        ("uint4", "int8", True),
+        ("uint4", "uint8", False),
+        ("int8", "int16", False),  # a packed zero point has 4 bits
+    ],
 )
-def test_integer_differences_must_not_wrap(rng, weights, found, zero, difference, is_taken):
-    chosen = found("dequantize")
+def test_integer_differences_must_not_wrap(rng, weights, zero, difference, is_taken):
     q = weights["columns"].qvalue
-    z = jnp.asarray(rng.integers(-8, 8, (1, N))).astype(zero)
+    z = jnp.asarray(rng.integers(0 if zero == "uint4" else -8, 8, (1, N))).astype(zero)
 
     def f(x, q, z):
         return x @ (q.astype(difference) - z.astype(difference)).astype(x.dtype)
 
     args = weights["x"], q, z
     assert_close(fuse(f)(*args), f(*args))
-    assert bool(chosen) == is_taken
+    assert len(packed(f, *args)) == is_taken
 
 
 def _indices(spread):

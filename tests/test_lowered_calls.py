@@ -140,6 +140,10 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
         *(_extension.PACKED_FUNCTION_TARGET, jax_tcgemm.gated_gemm),
         (of(1, K), packed(K, N), packed(K, N)),
     ),
+    "packed by the program": (
+        *(_extension.PACK_TARGET, jax_tcgemm.gemm),
+        (of(16, 4096), jax_tcgemm.Quantized(of(4096, 4096, dtype="int4"), of(32, 4096))),
+    ),
     "scales by blocks": (
         COMPILED,
         lambda x, w, a, b: jax_tcgemm.gemm(x, w, a_scale=a, b_scale=b, preferred_element_type=BF16),

@@ -17,10 +17,12 @@ from native_draws import (
     gemm_operands,
 )
 from native_packed import (
+    draw_pack,
     draw_packed,
     draw_packed_function,
     draw_packed_ragged,
     draw_unpack,
+    pack_is_within,
     packed_function_is_within,
     packed_is_within,
     packed_ragged_is_within,
@@ -45,6 +47,7 @@ TARGETS = PLAIN_TARGETS | {
         packed_function_is_within,
     ),
     "unpack": (_extension.UNPACK_TARGET, draw_unpack, unpack_is_within),
+    "pack": (_extension.PACK_TARGET, draw_pack, pack_is_within),
 }
 
 pytestmark = [pytest.mark.any_jax, pytest.mark.usefixtures("no_gpu")]

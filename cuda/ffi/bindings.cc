@@ -146,6 +146,7 @@ nb::dict registrations() {
   result["jax_tcgemm_activation_gradient_v1"] =
       nb::capsule(activation_gradient_handler(), "xla._CUSTOM_CALL_TARGET");
   result["jax_tcgemm_transpose_v1"] = nb::capsule(transpose_handler(), "xla._CUSTOM_CALL_TARGET");
+  result["jax_tcgemm_pack_v1"] = nb::capsule(pack_handler(), "xla._CUSTOM_CALL_TARGET");
   result["jax_tcgemm_mark_v1"] = nb::capsule(mark_handler(), "xla._CUSTOM_CALL_TARGET");
   result["jax_tcgemm_compiled_gemm_v4"] =
       stages(compiled_gemm_instantiate_handler(), compiled_gemm_handler());

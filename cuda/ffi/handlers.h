@@ -15,6 +15,7 @@ void* ragged_dot_handler();
 void* ragged_dot_instantiate_handler();
 void* activation_gradient_handler();
 void* transpose_handler();  // for jax_tcgemm_transpose_v1
+void* pack_handler();       // for jax_tcgemm_pack_v1
 void* mark_handler();       // for jax_tcgemm_mark_v1
 // The stages of jax_tcgemm_compiled_gemm_v4.
 void* compiled_gemm_handler();

@@ -17,7 +17,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_tcgemm import _compat
 from jax_tcgemm.api import eager, quantized, weight_only
-from jax_tcgemm.api.packed_dot_general import packed_dot_general
+from jax_tcgemm.api.packed_dot_general import multiplied_weight, packed_dot_general
 from jax_tcgemm.api.scaled_dot import quantized_dot_general
 from jax_tcgemm.lowering import fallback
 from jax_tcgemm.primitives import gemm as gemm_primitive
@@ -94,7 +94,8 @@ def dot_general(
             raise TypeError(
                 f"quantized operands are not taken beside out_sharding={out_sharding}, {kwargs}"
             )
-        if any(isinstance(x, PackedWeight) for x in (lhs, rhs)):
+        is_packed = any(isinstance(x, PackedWeight) for x in (lhs, rhs))
+        if is_packed or multiplied_weight(lhs, rhs, dimension_numbers, precision) is not None:
             return packed_dot_general(dot_general, lhs, rhs, *options)
         return quantized_dot_general(lhs, rhs, *options)
     by_lax = functools.partial(

@@ -8,7 +8,7 @@ from typing import Any
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_tcgemm import _compat
-from jax_tcgemm.api import arguments, eager, weight_only
+from jax_tcgemm.api import arguments, eager, weight_only, weights
 from jax_tcgemm.api import epilogue as epilogues
 from jax_tcgemm.primitives import gemm as gemm_primitive
 from jax_tcgemm.problem.activations import Activation
@@ -86,10 +86,13 @@ def gated_gemm(
     """
     x = arguments.matrix("x", x)
     if weight_only.is_weight(w_gate) or weight_only.is_weight(w_up):
-        both = [w_gate] if w_up is None else [w_gate, w_up]
-        if not transpose_w and all(weight_only.has_primitive(w, x, precision) for w in both):
+        gate, up = (
+            weights.multiplied(w, x, precision, config, transposed=transpose_w)
+            for w in (w_gate, w_up)
+        )
+        if gate is not None and (up is None) == (w_up is None):
             return weight_only.packed_gated_gemm(
-                *(x, w_gate, w_up),
+                *(x, gate, up),
                 activation=activation,
                 biases={"bias_gate": bias_gate, "bias_up": bias_up},
                 preferred=preferred_element_type,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_tcgemm import _compat
-from jax_tcgemm.api import arguments, eager, quantized, weight_only
+from jax_tcgemm.api import arguments, eager, quantized, weight_only, weights
 from jax_tcgemm.api import epilogue as epilogues
 from jax_tcgemm.primitives import gemm as gemm_primitive
 from jax_tcgemm.problem.activations import Activation
@@ -173,10 +173,11 @@ def gemm(
     }
     if weight_only.is_weight(b):
         weight_only.check_scales(asked)
-        if weight_only.has_primitive(b, a, precision) and not transpose_b:
-            a = jnp.swapaxes(a, -1, -2) if transpose_a else a
+        left = jnp.swapaxes(a, -1, -2) if transpose_a else a
+        weight = weights.multiplied(b, left, precision, config, transposed=transpose_b)
+        if weight is not None:
             return weight_only.packed_gemm(
-                *(a, b),
+                *(left, weight),
                 given=given,
                 activation=activation,
                 preferred=preferred_element_type,

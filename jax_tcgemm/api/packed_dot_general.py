@@ -1,4 +1,4 @@
-"""``dot_general`` of an array and a packed weight, on either side."""
+"""``dot_general`` of an array and a weight that is not dequantized, on either side."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from jax_tcgemm.api import arguments, eager, weight_only
+from jax_tcgemm.api import arguments, eager, weight_only, weights
 from jax_tcgemm.api.scaled_dot import dimension_numbers_of
 from jax_tcgemm.api.scaled_matrices import DimensionNumbers
+from jax_tcgemm.problem.strides import Shape
+from jax_tcgemm.quantized.arrays import is_quantized
 from jax_tcgemm.quantized.packed import PackedWeight
 
 
@@ -25,16 +27,17 @@ def packed_dot_general(
     precision: Any = None,
     preferred_element_type: DTypeLike | None = None,
 ) -> jax.Array:
-    """``lax.dot_general`` of an array and a packed weight ``(*batch, k, n)``.
+    """``lax.dot_general`` of an array and a quantized weight.
 
-    The packed weight is multiplied as it is if k is contracted, all its other leading dimensions
-    are batch dimensions, and the array is bfloat16 or float16. Otherwise it is dequantized to the
-    dtype of the array.
+    A packed weight ``(*batch, k, n)`` is multiplied as it is if k is contracted, all its other
+    leading dimensions are batch dimensions, and the array is bfloat16 or float16. Otherwise it is
+    dequantized to the dtype of the array.
 
     Args:
         dot: the function ``dot_general``.
-        lhs: an array or a ``PackedWeight``.
-        rhs: the other of the two.
+        lhs: an array, a ``PackedWeight``, or a ``Quantized`` for which ``multiplied_weight``
+            returns a weight.
+        rhs: the same. One of the two is an array.
         dimension_numbers: ``((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch))``.
         precision: as in ``gemm``.
         preferred_element_type: dtype of the result; ``None`` means that of the array.
@@ -47,19 +50,19 @@ def packed_dot_general(
         TypeError: both operands are packed, a dtype is not accepted, or ``dimension_numbers`` does
             not fit.
     """
-    are_packed = [isinstance(x, PackedWeight) for x in (lhs, rhs)]
-    others = [x for x, is_packed in zip((lhs, rhs), are_packed, strict=True) if not is_packed]
-    if not others or weight_only.is_weight(others[0]):
+    are_weights = [weight_only.is_weight(x) for x in (lhs, rhs)]
+    if all(are_weights):
         raise TypeError(
             f"dot_general takes a PackedWeight beside an array, got {type(lhs)} and {type(rhs)}; "
             "accepted for two quantized operands: Quantized"
         )
     lhs, rhs = (
-        x if is_packed else arguments.array(name, x)
-        for name, x, is_packed in zip(("lhs", "rhs"), (lhs, rhs), are_packed, strict=True)
+        x if is_weight else arguments.array(name, x)
+        for name, x, is_weight in zip(("lhs", "rhs"), (lhs, rhs), are_weights, strict=True)
     )
-    dims = dimension_numbers_of(dimension_numbers, lhs.shape, rhs.shape)
-    dtype = others[0].dtype if preferred_element_type is None else preferred_element_type
+    dims = dimension_numbers_of(dimension_numbers, _shape(lhs), _shape(rhs))
+    x = rhs if are_weights[0] else lhs
+    dtype = x.dtype if preferred_element_type is None else preferred_element_type
     options = {"dims": dims, "precision": precision, "dtype": jnp.dtype(dtype)}
     return _packed_dot_general(lhs, rhs, dot=dot, **options)
 
@@ -68,26 +71,59 @@ def packed_dot_general(
 def _packed_dot_general(
     lhs: Any, rhs: Any, *, dot: Any, dims: Any, precision: Any, dtype: np.dtype
 ) -> jax.Array:
-    is_left = isinstance(lhs, PackedWeight)
+    is_left = weight_only.is_weight(lhs)
     w, x = (lhs, rhs) if is_left else (rhs, lhs)
+    weight = multiplied_weight(lhs, rhs, dims, precision)
+    if weight is not None:
+        return _product(x, weight, dims, is_left, dtype)
     name = "rhs" if is_left else "lhs"
-    if not (weight_only.has_primitive(w, x, precision) and _is_matrix_product(w, dims, is_left)):
-        array = weight_only.dequantized("lhs" if is_left else "rhs", w, name, x)
-        operands = (array, x) if is_left else (x, array)
-        return dot(*operands, dims, precision, dtype)
-    return _product(x, w, dims, is_left, dtype)
+    array = weight_only.dequantized("lhs" if is_left else "rhs", w, name, x)
+    operands = (array, x) if is_left else (x, array)
+    return dot(*operands, dims, precision, dtype)
 
 
-def _is_matrix_product(w: PackedWeight, dims: DimensionNumbers, is_left: bool) -> bool:
-    """Checks if k is what is contracted, and all before it is the batch."""
-    contracted, batch = (pair[0 if is_left else 1] for pair in dims)
-    return contracted == (w.ndim - 2,) and sorted(batch) == list(range(w.ndim - 2))
+def multiplied_weight(
+    lhs: Any, rhs: Any, dimension_numbers: Any, precision: Any
+) -> weights.Weight | None:
+    """Returns the weight that a primitive multiplies; ``None`` if there is none.
+
+    Args:
+        lhs: an array or a quantized weight. Types may take the places of arrays.
+        rhs: the same.
+        dimension_numbers: as in ``packed_dot_general``.
+        precision: as in ``gemm``.
+
+    Raises:
+        TypeError: ``dimension_numbers`` does not fit.
+    """
+    are_weights = [weight_only.is_weight(x) for x in (lhs, rhs)]
+    own = are_weights.index(True)
+    w, x = (lhs, rhs) if own == 0 else (rhs, lhs)
+    if all(are_weights) or not hasattr(x, "dtype"):
+        return None
+    dims = dimension_numbers_of(dimension_numbers, _shape(lhs), _shape(rhs))
+    contracted, batch = (pair[own] for pair in dims)
+    rank = len(_shape(w))
+    if isinstance(w, PackedWeight):
+        is_matrix = contracted == (rank - 2,) and sorted(batch) == list(range(rank - 2))
+        return weights.multiplied(w, x, precision) if is_matrix else None
+    if rank != 2 or len(contracted) != 1 or batch:
+        return None
+    (k_dim,) = dims[0][1 - own]
+    free = [extent for i, extent in enumerate(x.shape) if i != k_dim]
+    rows = jax.ShapeDtypeStruct((*free, x.shape[k_dim]), x.dtype)
+    return weights.multiplied(w, rows, precision, transposed=contracted == (1,))
+
+
+def _shape(x: Any) -> Shape:
+    """Returns the shape of an array or weight; objects of other libraries may have none."""
+    return x.qvalue.shape if is_quantized(x) else x.shape
 
 
 def _product(
-    x: jax.Array, w: PackedWeight, dims: DimensionNumbers, is_left: bool, dtype: np.dtype
+    x: jax.Array, w: weights.Weight, dims: DimensionNumbers, is_left: bool, dtype: np.dtype
 ) -> jax.Array:
-    """Multiplies by the packed weight as a matrix, and moves the result's dimensions."""
+    """Multiplies by the weight as a matrix, and moves the result's dimensions."""
     (k_dim,), x_batch = (pair[1 if is_left else 0] for pair in dims)
     w_batch = dims[1][0 if is_left else 1]
     order = [w_batch.index(i) for i in range(len(w_batch))]  # the batch in the weight's order

@@ -13,7 +13,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_tcgemm import _compat
-from jax_tcgemm.api import arguments, eager, weight_only
+from jax_tcgemm.api import arguments, eager, weight_only, weights
 from jax_tcgemm.api import epilogue as epilogues
 from jax_tcgemm.api.packed_ragged_dot import packed_ragged_dot
 from jax_tcgemm.api.quantized_ragged_dot import quantized_ragged_dot
@@ -104,7 +104,7 @@ def ragged_dot(
     """
     if isinstance(rhs, PackedWeight):
         lhs = arguments.matrix("lhs", lhs)
-        if weight_only.has_primitive(rhs, lhs, precision) and not transpose_rhs:
+        if weights.multiplied(rhs, lhs, precision, transposed=transpose_rhs) is not None:
             _check_matrices(lhs, rhs)
             return packed_ragged_dot(
                 lhs,

@@ -1,10 +1,10 @@
-"""Products of arrays and quantized weights: packed ones by their primitive, others dequantized."""
+"""Products of arrays and quantized weights, which are multiplied as they are or dequantized."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from jax_tcgemm import _compat
 from jax_tcgemm.api import arguments
 from jax_tcgemm.api import epilogue as epilogues
 from jax_tcgemm.api.quantized import Asked, formula_of
+from jax_tcgemm.api.weights import UnpackedWeight, Weight
 from jax_tcgemm.epilogue import function as functions
 from jax_tcgemm.epilogue import rng
 from jax_tcgemm.epilogue.spec import PackedFunctionSpec
@@ -29,12 +30,6 @@ from jax_tcgemm.problem.arithmetic import at_least_float32
 from jax_tcgemm.problem.packed import PackedSpec
 from jax_tcgemm.quantized.arrays import dequantize, is_quantized
 from jax_tcgemm.quantized.packed import PackedWeight
-
-# The sums of the packed product are float32. Other presets ask for other sums.
-_PRESETS = {
-    lax.DotAlgorithmPreset.BF16_BF16_F32: jnp.bfloat16,
-    lax.DotAlgorithmPreset.F16_F16_F32: jnp.float16,
-}
 
 
 def is_weight(x: Any) -> bool:
@@ -79,23 +74,9 @@ def dequantized(name: str, w: Any, x_name: str, x: jax.Array) -> jax.Array:
     return dequantize(w, x.dtype)
 
 
-def has_primitive(w: Any, x: jax.Array, precision: Any) -> TypeGuard[PackedWeight]:
-    """Checks if the primitive multiplies these operands; all others are dequantized.
-
-    Args:
-        w: the right operand.
-        x: the left operand.
-        precision: as in ``gemm``.
-    """
-    if not isinstance(w, PackedWeight) or x.dtype not in (jnp.bfloat16, jnp.float16):
-        return False
-    precision = _compat.canonicalize_precision(precision)
-    return isinstance(precision, tuple) or _PRESETS.get(precision) == x.dtype
-
-
 def product(
     x: jax.Array,
-    w: PackedWeight,
+    w: Weight,
     out_dtype: DTypeLike,
     config: str | None = None,
     out_sharding: Any = None,
@@ -109,6 +90,8 @@ def product(
         config: as in ``gemm``.
         out_sharding: as in ``gemm``, for a weight without leading dimensions.
     """
+    if isinstance(w, UnpackedWeight):
+        return w.product(x, out_dtype, out_sharding)
     spec = w.spec(out_dtype, config)
     check_config(spec)
     values, scales = map(lax.stop_gradient, (w.values, w.scales))
@@ -164,7 +147,7 @@ def check_config(spec: PackedSpec, weights: int = 1) -> None:
 
 def packed_gemm(
     x: jax.Array,
-    w: PackedWeight,
+    w: Weight,
     *,
     given: dict[str, Any],
     activation: Any,
@@ -174,7 +157,7 @@ def packed_gemm(
     epilogue: Callable[..., Any] | None,
     epilogue_operands: Sequence[Any],
 ) -> Any:
-    """Computes ``gemm`` of an array and a packed weight.
+    """Computes ``gemm`` of an array and a weight that is not dequantized.
 
     The arguments are those of ``gemm``; ``given`` holds the operands of its epilogue. The epilogue
     is computed in float32 from float32 sums.
@@ -201,8 +184,8 @@ def packed_gemm(
 
 def packed_gated_gemm(
     x: jax.Array,
-    w_gate: PackedWeight,
-    w_up: PackedWeight | None,
+    w_gate: Weight,
+    w_up: Weight | None,
     *,
     activation: Any,
     biases: dict[str, Any],
@@ -212,7 +195,7 @@ def packed_gated_gemm(
     epilogue: Callable[..., Any] | None,
     epilogue_operands: Sequence[Any],
 ) -> Any:
-    """Computes ``gated_gemm`` of an array and packed weights; the arguments are those of it."""
+    """Computes ``gated_gemm`` of an array and such weights; the arguments are those of it."""
     out_dtype = out_dtype_of(x, preferred)
     wide = at_least_float32(out_dtype)
     names = arguments.Names("x", "w_gate", "", "")
@@ -280,7 +263,7 @@ def applied(
 
 def function_of_products(
     x: jax.Array,
-    weights: Sequence[PackedWeight],
+    weights: Sequence[Weight],
     wide: DTypeLike,
     config: str | None,
     epilogue: Callable[..., Any],
@@ -289,8 +272,8 @@ def function_of_products(
 ) -> Any:
     """Returns the results of a function of the products of ``x`` and each weight.
 
-    One kernel computes all of it if the products have float32 sums, and the weights no leading
-    dimensions.
+    One kernel computes all of it if the products have float32 sums, and the weights are packed and
+    have no leading dimensions.
 
     Args:
         x: ``(..., m, k)``, bfloat16 or float16.
@@ -301,14 +284,16 @@ def function_of_products(
         operands: pytrees of arrays.
         preferred: dtype of the floating-point results.
     """
-    specs = {w.spec(wide, config) for w in weights}
+    packed = [w for w in weights if isinstance(w, PackedWeight)]
+    specs = {w.spec(wide, config) for w in packed}
     for each in specs:
         check_config(each, len(weights))
-    arrays = [y for w in weights for y in (w.values, w.scales)]
-    scales = {w.scales.dtype for w in weights}
+    arrays = [y for w in packed for y in (w.values, w.scales)]
+    scales = {w.scales.dtype for w in packed}
     typed = [x, *arrays, *(y for y in jax.tree.leaves(tuple(operands)) if hasattr(y, "dtype"))]
     is_special = _compat.has_explicit_axes() or _compat.is_unreduced(*typed)
     is_one = len(specs) == len(scales) == 1 and not any(w.batch for w in weights)
+    is_one &= len(packed) == len(weights)
     if is_special or not is_one or jnp.dtype(wide) != jnp.float32 or x.ndim < 2:
         products = [product(x, w, wide, config) for w in weights]
         return applied(products, epilogue, operands, preferred)

@@ -70,26 +70,37 @@ def lower_cuda(
     call = f"tcgemm_packed {spec.qtype} {x.dtype}{list(x.shape)} n={spec.n}"
     reason, told = unfit(x, values, scales, spec), ""
     if reason is None:
-        count, m = _matrices(x, values)
-        operands = (x, values, scales)
-        config, told = packed_problem.measured_config(
-            packed_problem.PLAIN, operands, spec, m, count=count
-        )
-        if config == XLA:
-            reason = MEASURED
-        else:
-            found = _few_rows(x, values, scales, spec, config)
-            if isinstance(found, Call):
-                log(f"{call}: config {found.config}{told}")
-                return [found.emit(x, values, scales)]
-            w = dequantized(values, scales, spec, x.dtype)
-            if not isinstance(w, str):
-                log(f"{call}: dequantized by a kernel: {found}{told}")
-                return _product(x, w, spec)
-            reason = w
+        found, told = planned(x, values, scales, spec)
+        if isinstance(found, Call):
+            log(f"{call}: config {found.config}{told}")
+            return [found.emit(x, values, scales)]
+        w = MEASURED if found == MEASURED else dequantized(values, scales, spec, x.dtype)
+        if not isinstance(w, str):
+            log(f"{call}: dequantized by a kernel: {found}{told}")
+            return _product(x, w, spec)
+        reason = w
     strict = fallback.is_strict(spec.config) and reason != EMPTY
     fallback.report(call, reason + told, strict=strict)
     return reference(x, values, scales, spec=spec)
+
+
+def planned(x: Any, values: Any, scales: Any, spec: PackedSpec) -> tuple[Call | str, str]:
+    """Returns the custom call of a product, or why there is none; and where a choice was found.
+
+    Args:
+        x: the left operand, as in ``reference``, or its type.
+        values: packed values, or their type.
+        scales: packed scales, or their type.
+        spec: the primitive's parameters.
+    """
+    count, m = _matrices(x, values)
+    operands = (x, values, scales)
+    config, told = packed_problem.measured_config(
+        packed_problem.PLAIN, operands, spec, m, count=count
+    )
+    if config == XLA:
+        return MEASURED, told
+    return _few_rows(x, values, scales, spec, config), told
 
 
 def _product(x: jax.Array, w: jax.Array, spec: PackedSpec) -> list[jax.Array]:
@@ -150,7 +161,7 @@ class Call:
         }
 
 
-def unfit(x: jax.Array, values: jax.Array, scales: jax.Array, spec: PackedSpec) -> str | None:
+def unfit(x: Any, values: Any, scales: Any, spec: PackedSpec) -> str | None:
     """Returns why no kernel of this package reads a packed weight, ``None`` if one does."""
     if spec.config == "xla":
         return "as requested"
@@ -174,15 +185,13 @@ def unfit(x: jax.Array, values: jax.Array, scales: jax.Array, spec: PackedSpec) 
     return None if other is None else f"no kernel on {other}"
 
 
-def _matrices(x: jax.Array, values: jax.Array) -> tuple[int, int]:
+def _matrices(x: Any, values: Any) -> tuple[int, int]:
     """Returns the number of matrices that have a weight each, and the rows of each."""
     *batch, rows, _ = x.shape
     return (math.prod(batch), rows) if values.ndim > 4 else (1, math.prod(batch) * rows)
 
 
-def _few_rows(
-    x: jax.Array, values: jax.Array, scales: jax.Array, spec: PackedSpec, config: str | None
-) -> Call | str:
+def _few_rows(x: Any, values: Any, scales: Any, spec: PackedSpec, config: str | None) -> Call | str:
     """Returns the custom call that multiplies a few rows, or why there is none."""
     count, m = _matrices(x, values)
     untuned = kernels.choose(spec.bits, m, spec.n, spec.k, spec.group, count)

@@ -1,9 +1,10 @@
-"""``PackedSpec``: the static description of a product with a packed weight."""
+"""The static descriptions of products with weights that are packed, or that a program packs."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -59,3 +60,28 @@ class PackedSpec:
     def groups(self) -> int:
         """Number of groups along k."""
         return self.k // self.group if self.group else 1
+
+
+@dataclasses.dataclass(frozen=True)
+class UnpackedSpec:
+    """The static parameters of a product with a weight in 4 bits as a program stores it.
+
+    Attributes:
+        transposed: whether the values are ``(n, k)`` and not ``(k, n)``.
+        out_dtype: dtype of the result.
+    """
+
+    transposed: bool
+    out_dtype: np.dtype
+
+    def packed(self, values: Any, scale: Any, zero: Sequence[Any] = ()) -> PackedSpec:
+        """Returns the parameters of the product after the weight is packed.
+
+        Args:
+            values: the values, or their type.
+            scale: the scales ``(groups, n)``, or their type.
+            zero: the zero points if there are any, of the same shape.
+        """
+        k, n = values.shape[::-1] if self.transposed else values.shape
+        group = k // scale.shape[0]
+        return PackedSpec(values.dtype.name, group, bool(zero), n, k, self.out_dtype)

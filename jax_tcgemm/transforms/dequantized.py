@@ -1,8 +1,9 @@
 """Products whose weight the program dequantizes: ``x @ ((q - zero) * scale)``.
 
 ``q``, ``zero`` and ``scale`` are in memory: arguments or constants of the program, or of the body
-of a loop. ``q`` has 4 or 8 bits. Conversions, reshapes, transposes and broadcasts may lie between
-them and the product. Such a product can read ``q`` itself.
+of a loop. ``q`` is int4 or uint4. Conversions, reshapes, transposes and broadcasts may lie between
+them and the product. If the product has few rows and a large weight, the program packs ``q`` and
+multiplies it.
 """
 
 from __future__ import annotations
@@ -10,40 +11,22 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jax_tcgemm.api.dot_general import dot_general
+from jax_tcgemm.api.packed_dot_general import multiplied_weight
 from jax_tcgemm.problem.packed import BITS
 from jax_tcgemm.quantized.arrays import Quantized
-from jax_tcgemm.quantized.packed import pack, why_unpackable
 from jax_tcgemm.transforms.graph import Atom, Node, Value
 from jax_tcgemm.transforms.products import HALF_TYPES, is_on_device, is_typed
 from jax_tcgemm.transforms.spread import Spread
 
-Way = Literal["XLA", "pack", "dequantize"]
-
 # At most this many operations between a product and a stored value are followed.
 _MOST_FOLLOWED = 40
-
-
-def way_of(m: int, weight: Weight) -> Way:
-    """Returns how a product with a stored weight is computed; the one place that decides.
-
-    Args:
-        m: the number of rows of the activations.
-        weight: the weight.
-
-    Returns:
-        ``"XLA"`` leaves the product and its dequantization as they are. ``"pack"`` packs the weight
-        in the program and multiplies the packed weight, if ``pack`` accepts it. ``"dequantize"``
-        passes the ``Quantized`` to ``dot_general``.
-    """
-    del m, weight
-    return "XLA"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +40,6 @@ class Weight:
         values: the spread of the stored values.
         scale: that of the scale; ``None`` without one.
         zero: that of the zero point; ``None`` without one.
-        way: how the product is computed.
     """
 
     dtype: str
@@ -66,7 +48,6 @@ class Weight:
     values: Spread
     scale: Spread | None
     zero: Spread | None
-    way: Way = "XLA"
 
     @property
     def group(self) -> int:
@@ -78,7 +59,7 @@ class Weight:
     @property
     def reason(self) -> str:
         """The reason in the report why a kernel computes the product."""
-        return f"reads the stored {self.dtype} weight: {self.way}"
+        return f"packs the stored {self.dtype} weight and multiplies it"
 
     def product(self, node: Node, values: Sequence[Any]) -> jax.Array:
         """Computes the product.
@@ -87,22 +68,23 @@ class Weight:
             node: the product.
             values: the values of its inputs.
         """
-        operands, others = list(values[:2]), list(values[2:])
-        stored = self.values.applied(operands[self.side])
+        operands = list(values[:2])
+        operands[self.side] = self.quantized(values)
+        dims, precision = node.params["dimension_numbers"], node.params["precision"]
+        return dot_general(operands[0], operands[1], dims, precision, node.outputs[0].dtype)
+
+    def quantized(self, values: Sequence[Any]) -> Quantized:
+        """Returns the operand, which has the order of the product's.
+
+        Args:
+            values: the values of the product's inputs.
+        """
+        others = list(values[2:])
+        stored = self.values.applied(values[self.side])
         scale = jnp.ones((1, 1), jnp.float32)
         if self.scale is not None:
             scale = self.scale.applied(others.pop(0))
-        zero = None if self.zero is None else self.zero.applied(others.pop(0))
-        q: Any = Quantized(stored, scale, zero)
-        contracted = list(node.params["dimension_numbers"][0])
-        has_small_zero = zero is None or jnp.iinfo(zero.dtype).bits <= 8
-        if self.way == "pack" and has_small_zero and why_unpackable(q) is None:
-            q = pack(q, transpose=self.k_axis == 1)
-            contracted[self.side] = (0,)
-        operands[self.side] = q
-        dims = (tuple(contracted), ((), ()))
-        precision, dtype = node.params["precision"], node.outputs[0].dtype
-        return dot_general(operands[0], operands[1], dims, precision, dtype)
+        return Quantized(stored, scale, None if self.zero is None else self.zero.applied(others[0]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +138,7 @@ class _Search:
         if not isinstance(value, Value):
             return None
         if value not in self.makers:
-            is_stored = getattr(value.dtype, "name", None) in BITS
+            is_stored = BITS.get(getattr(value.dtype, "name", "")) == 4
             return _Chain((value, Spread.of(value.shape))) if is_stored else None
         node = self.maker(value)
         if node is None or is_typed(node):
@@ -236,7 +218,7 @@ def _dtypes(conversion: Node) -> tuple[np.dtype, np.dtype]:
 
 
 def with_stored_weights(items: Iterable[Any]) -> list[Any]:
-    """Returns the items; products that read stored weights by ``way_of`` have those as inputs."""
+    """Returns the items; products that pack a stored weight have it as an input."""
     items = list(items)
     makers = {value: item for item in items for value in item.outputs}
     return [_with_stored_weight(item, makers) for item in items]
@@ -245,15 +227,19 @@ def with_stored_weights(items: Iterable[Any]) -> list[Any]:
 def _with_stored_weight(item: Any, makers: Mapping[Value, Any]) -> Any:
     for side in (1, 0):
         found = weight_of(item, side, makers)
-        if found is None:
-            continue
-        weight, inputs = found
-        rows = item.inputs[1 - side].aval.size // max(weight.values.shape[weight.k_axis], 1)
-        way = way_of(rows, weight)
-        if way != "XLA":
-            weight = dataclasses.replace(weight, way=way)
+        if found is not None and _is_packed(item, *found):
+            weight, inputs = found
             return Node(item.eqn, inputs, item.outputs, item.scope, stored=weight)
     return item
+
+
+def _is_packed(product: Node, weight: Weight, inputs: Sequence[Atom]) -> bool:
+    """Checks if the program should pack a weight, by the types alone."""
+    types = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in inputs]
+    operands: list[Any] = types[:2]
+    operands[weight.side] = jax.eval_shape(lambda *values: weight.quantized(values), *types)
+    dims, precision = (product.params[name] for name in ("dimension_numbers", "precision"))
+    return multiplied_weight(operands[0], operands[1], dims, precision) is not None
 
 
 def weight_of(

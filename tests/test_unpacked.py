@@ -1,0 +1,206 @@
+"""Products with weights in 4 bits that the program packs itself, on CPUs and lowered for CUDA."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from packed_values import check, drawn, weight, wide
+
+import jax_tcgemm
+from jax_tcgemm import _extension, dot_general, gated_gemm, gemm, quantize
+from jax_tcgemm.lowering import unpacked
+from jax_tcgemm.lowering.packed_layout import pack_values
+
+M, K, N = 8, 192, 96
+BF16 = jnp.bfloat16
+PACK, PACKED = _extension.PACK_TARGET, _extension.PACKED_TARGET
+
+
+@pytest.fixture(autouse=True)
+def small_weights_are_packed(monkeypatch):
+    monkeypatch.setattr(unpacked, "_LEAST_VALUES", 1)
+
+
+def in_4_bits(rng, qtype="int4", group=64, *, k=K, n=N, has_zeros=False, scale="bfloat16"):
+    q = weight(rng, qtype, (k, n), group, has_zeros=has_zeros, scale_dtype=scale)
+    zero = q.zero_point
+    if zero is not None:
+        zero = jnp.clip(zero, *((-8, 7) if qtype == "int4" else (0, 15))).astype(qtype)
+    return dataclasses.replace(q, zero_point=zero)
+
+
+def count(f, *args):
+    """Returns the number of products with weights that the program packs."""
+    return str(jax.make_jaxpr(f)(*args)).count("tcgemm_unpacked[")
+
+
+def as_dot_general(a, w, *, transpose_b=False):
+    return dot_general(a, w, (((1,), (1 if transpose_b else 0,)), ((), ())))
+
+
+def on_the_left(a, w, *, transpose_b=False):
+    return dot_general(w, a, (((1 if transpose_b else 0,), (1,)), ((), ()))).T
+
+
+@pytest.mark.parametrize("f", [gemm, as_dot_general, on_the_left])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("qtype", ["int4", "uint4"])
+def test_values(rng, f, qtype, transposed):
+    q = in_4_bits(
+        rng,
+        qtype,
+        int(rng.choice([32, 64, K])),
+        has_zeros=bool(rng.integers(2)),
+        scale=str(rng.choice(["bfloat16", "float32"])),
+    )
+    x = drawn(rng, M, K, dtype=str(rng.choice(["bfloat16", "float16"])))
+    if x.dtype == jnp.float16:
+        q = dataclasses.replace(q, scale=q.scale.astype("float16"))
+    f = functools.partial(f, transpose_b=transposed)
+    w = q.T if transposed else q
+    assert count(f, x, w) == 1
+    check(q, x, f(x, w))
+
+
+def test_values_and_epilogues(rng, normal):
+    n = 128
+    q, x, bias = in_4_bits(rng, n=n), drawn(rng, M, K), normal(n, dtype=BF16)
+
+    def ours(x, q, bias):
+        return (
+            gemm(x, q, bias=bias, activation="gelu"),
+            gemm(x.T, q, transpose_a=True, epilogue=jnp.tanh),
+            gated_gemm(x, q, q, bias_up=bias),
+            jax_tcgemm.mlp(x, q, None, q.T, None),
+        )
+
+    def formula(x, w, bias):
+        z = x @ w
+        gated = jax.nn.silu(z) * (z + bias)
+        return jax.nn.gelu(z + bias), jnp.tanh(z), gated, jax.nn.gelu(z) @ w.T
+
+    assert count(ours, x, q, bias) == 6
+    expected = formula(*(jnp.asarray(wide(y)) for y in (x, q.dequantize(), bias)))
+    for got, y in zip(ours(x, q, bias), expected, strict=True):
+        assert got.dtype == x.dtype
+        difference = np.linalg.norm(wide(got) - np.asarray(y, np.float64))
+        assert difference <= 2**-6 * np.linalg.norm(y)
+
+
+def test_derivative_by_the_scales(rng):
+    q, x = in_4_bits(rng, scale="float32"), drawn(rng, M, K)
+
+    def loss(product, x, scale):
+        y = product(x, dataclasses.replace(q, scale=scale))
+        return jnp.sum(jnp.sin(y.astype(jnp.float32)))
+
+    ours = jax.grad(functools.partial(loss, gemm), (0, 1))(x, q.scale)
+    by_jax = functools.partial(loss, lambda x, w: x @ w.dequantize(x.dtype))
+    for got, expected in zip(ours, jax.grad(by_jax, (0, 1))(x, q.scale), strict=True):
+        assert got.dtype == expected.dtype
+        got, expected = wide(got), wide(expected)
+        assert np.linalg.norm(got - expected) <= 2**-6 * np.linalg.norm(expected)
+
+
+REFUSED = {
+    "float32 rows": lambda x, q: (x.astype(jnp.float32), q),
+    "many rows": lambda x, q: (jnp.ones((257, K), x.dtype), q),
+    "a stack of weights": lambda x, q: (x, jax.tree.map(lambda y: y[None], q)),
+    "zero points of 8 bits": lambda x, q: (
+        x,
+        dataclasses.replace(q, zero_point=jnp.ones((1, N), jnp.int8)),
+    ),
+    "k": lambda x, q: (x[:, :-32], jax.tree.map(lambda y: y[:-32], q.mT.mT)),
+    "n": lambda x, q: (x, jax.tree.map(lambda y: y[:, 1:], q)),
+    "scales of 16 rows": lambda x, q: (x, dataclasses.replace(q, scale=jnp.ones((12, N), BF16))),
+    "8 bits": lambda x, q: (x, dataclasses.replace(q, qvalue=q.qvalue.astype(jnp.int8))),
+}
+
+
+@pytest.mark.any_jax
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_products_are_dequantized(rng, name):
+    x, q = REFUSED[name](drawn(rng, M, K), in_4_bits(rng, group=K if name == "k" else 64))
+    if name == "k":
+        q = dataclasses.replace(q, scale=jnp.ones((1, N), BF16))
+    assert count(gemm, x, q) == 0
+    got, w = wide(gemm(x, q)), wide(q.dequantize(x.dtype))
+    expected = wide(x) @ w
+    assert np.linalg.norm(got - expected) <= 2**-6 * np.linalg.norm(expected)
+
+
+@pytest.mark.any_jax
+@pytest.mark.parametrize(("name", "value"), [("config", "xla"), ("precision", "BF16_BF16_F32_X3")])
+def test_arguments_that_dequantize(rng, name, value):
+    q, x = in_4_bits(rng), drawn(rng, M, K)
+    assert count(functools.partial(gemm, **{name: value}), x, q) == 0
+
+
+@pytest.mark.any_jax
+def test_small_weights_are_dequantized(rng, monkeypatch):
+    monkeypatch.setattr(unpacked, "_LEAST_VALUES", K * N + 1)
+    assert count(gemm, drawn(rng, M, K), in_4_bits(rng)) == 0
+
+
+# Lowering
+
+
+def targets(module):
+    text, _ = module
+    return re.findall(r"custom_call @(jax_tcgemm_\w+)\(", text)
+
+
+def test_lowered_calls(rng, cuda_module, said):
+    q, x = in_4_bits(rng, "uint4", has_zeros=True), drawn(rng, M, K)
+    assert targets(cuda_module(gemm, x, q)) == [PACK, PACKED]
+    assert any("tcgemm_unpacked uint4" in line and "packed by a kernel" in line for line in said)
+
+
+def test_a_batch_of_many_rows_is_dequantized(rng, cuda_module, said):
+    q, x = in_4_bits(rng), drawn(rng, 40, M, K)
+    mapped = jax.vmap(gemm, (0, None))
+    assert count(mapped, x, q) == 1
+    assert targets(cuda_module(mapped, x, q)) == [_extension.GEMM_TARGET]
+    assert any("dequantized by XLA: 320 rows" in line for line in said)
+
+
+def test_other_gpus_dequantize(rng, cuda_module, monkeypatch, said):
+    monkeypatch.setattr(unpacked.packed, "unfit", lambda *_: "no kernel on this GPU")
+    found = targets(cuda_module(gemm, drawn(rng, M, K), in_4_bits(rng)))
+    assert found == [_extension.GEMM_TARGET]
+    assert any("dequantized by XLA: no kernel on this GPU" in line for line in said)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_divided_weights_are_dequantized(rng, axis):
+    """XLA divides the dequantization, and a rule of the package the product."""
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    q, x = in_4_bits(rng, k=256, n=128), drawn(rng, M, 256)
+    spec = P("x") if axis == 0 else P(None, "x")
+    put = lambda y: jax.device_put(y, NamedSharding(mesh, spec))  # noqa: E731
+    f = jax.jit(gemm)
+    got = f(x, jax.tree.map(put, q))
+    check(q, x, got)
+
+
+def test_each_device_packs_its_part(rng):
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    q, x = in_4_bits(rng, k=256, n=128), drawn(rng, M, 256)
+    columns = jax.shard_map(gemm, mesh=mesh, in_specs=(P(), P(None, "x")), out_specs=P(None, "x"))
+    assert count(columns, x, q) == 1
+    check(q, x, columns(x, q))
+
+
+@pytest.mark.any_jax
+def test_one_layout():
+    """The pass and ``pack`` have one description; the kernel is compared with it on a GPU."""
+    q = quantize(jnp.ones((64, 64)), jnp.int4, tile=(64, 1))
+    assert pack_values(q.qvalue).shape == (1, 1, 128, 16)
