@@ -52,7 +52,7 @@ _SIMT_FLOPS = 2e9
 
 _CHOICE = re.compile(r"^jax_tcgemm: m=.* -> (\S+)$", re.MULTILINE)
 # Lowering chooses the kernel for a packed weight.
-_PACKED_CHOICE = re.compile(r"^jax_tcgemm: tcgemm_packed [^:]*: (.+)$", re.MULTILINE)
+_PACKED_CHOICE = re.compile(r"^jax_tcgemm: tcgemm_(?:un)?packed [^:]*: (.+)$", re.MULTILINE)
 
 Row = dict[str, Any]
 

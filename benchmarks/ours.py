@@ -34,7 +34,7 @@ def ours(case: Any, config: str | None) -> Callable[[Arrays], Any]:
         config: name of the kernel configuration; None lets the heuristic choose.
     """
     if case.is_packed:
-        return weight_only.ours(config)
+        return weight_only.ours(case, config)
     if case.scale:
         return quantized.ours(case, config)
     if case.step:

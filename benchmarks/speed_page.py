@@ -39,7 +39,7 @@ _SUITES = {
     "fp8": "float8",
     "int8": "int8",
     "decode_8_bits": "1 to 128 rows of 8-bit operands",
-    "weight_only": "weights in 4 and 8 bits, packed",
+    "weight_only": "weights in 4 and 8 bits, packed before or by the program",
     "random_untuned": "random products, by the model alone",
     "random": "random products, with the packaged tunings",
     "random_tuned": "random products, measured",

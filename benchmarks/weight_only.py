@@ -1,4 +1,4 @@
-"""Products of 16-bit activations and packed weights: their operands, ours, and the natural JAX."""
+"""Products of 16-bit activations and quantized weights: operands, ours, and the natural JAX."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_tcgemm import Quantized, gemm, pack
+from jax_tcgemm import Quantized, fuse, gemm, pack
 from jax_tcgemm.problem.packed import BITS
 from jax_tcgemm.transforms.numbers import Numbers
 
 DTYPES = {"s4": jnp.dtype(jnp.int4)}
 # Rows of B that share a scale, by the field `scale`; None means all rows.
-GROUPS: dict[str, int | None] = {"group128": 128, "columns": None}
+GROUPS: dict[str, int | None] = {"group128": 128, "columns": None, "unpacked128": 128}
+# Nobody has packed the weight before: ours is the natural JAX under `fuse`.
+_UNPACKED = "unpacked128"
 # Normal numbers are multiplied by this before they are rounded to a type.
 _SIZES = {"int4": 3.0, "int8": 40.0, "float8_e4m3fn": 1.0}
 
@@ -41,7 +43,7 @@ def size(case: Any) -> int:
 
 
 def types(case: Any, dtypes: dict[str, Any]) -> Arrays:
-    """Returns the types of the operands by name; ``packed`` is ``b`` and ``b_scale`` packed.
+    """Returns the types of the operands by name; ``packed`` is ``b`` and ``b_scale``, if packed.
 
     Args:
         case: the case.
@@ -53,7 +55,8 @@ def types(case: Any, dtypes: dict[str, Any]) -> Arrays:
         "b": jax.ShapeDtypeStruct(case.shapes["b"], dtypes[case.dtype_b]),
         "b_scale": jax.ShapeDtypeStruct(case.shapes["b_scale"], dtype),
     }
-    made["packed"] = jax.eval_shape(_packed, made["b"], made["b_scale"])
+    if case.scale != _UNPACKED:
+        made["packed"] = jax.eval_shape(_packed, made["b"], made["b_scale"])
     return made
 
 
@@ -81,8 +84,10 @@ def _packed(values: Any, scale: Any) -> Any:
     return pack(Quantized(values, scale))
 
 
-def ours(config: str | None) -> Callable[[Arrays], Any]:
-    """Returns the product computed by this package; the weight was packed before."""
+def ours(case: Any, config: str | None) -> Callable[[Arrays], Any]:
+    """Returns the product computed by this package."""
+    if case.scale == _UNPACKED:
+        return fuse(next(iter(forms(case).values())))
     return lambda arrays: gemm(arrays["a"], arrays["packed"], config=config)
 
 

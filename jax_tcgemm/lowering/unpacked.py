@@ -25,7 +25,7 @@ from jax_tcgemm.problem.strides import Operands
 # Packing and multiplying takes less time than XLA needs for up to this many rows, if the weight has
 # at least this many values (lab/packed_weights.md, H200).
 _MOST_ROWS = 256
-_LEAST_VALUES = 1 << 24
+_LEAST_VALUES = 12 << 20
 # The pass reads rows of a weight in vectors of this many values.
 _VECTOR = 32
 
