@@ -218,7 +218,11 @@ def _dtypes(conversion: Node) -> tuple[np.dtype, np.dtype]:
 
 
 def with_stored_weights(items: Iterable[Any]) -> list[Any]:
-    """Returns the items; products that pack a stored weight have it as an input."""
+    """Returns the items; products that pack a stored weight have it as an input.
+
+    Sets ``fallback_reason`` of the others with stored weights: with many rows, XLA dequantizes in
+    less time (lab/packed_weights.md).
+    """
     items = list(items)
     makers = {value: item for item in items for value in item.outputs}
     return [_with_stored_weight(item, makers) for item in items]
@@ -227,9 +231,14 @@ def with_stored_weights(items: Iterable[Any]) -> list[Any]:
 def _with_stored_weight(item: Any, makers: Mapping[Value, Any]) -> Any:
     for side in (1, 0):
         found = weight_of(item, side, makers)
-        if found is not None and _is_packed(item, *found):
-            weight, inputs = found
+        if found is None:
+            continue
+        weight, inputs = found
+        if _is_packed(item, weight, inputs):
             return Node(item.eqn, inputs, item.outputs, item.scope, stored=weight)
+        item.fallback_reason = (
+            f"XLA writes the {weight.dtype} weight, dequantized, in the order that its kernel reads"
+        )
     return item
 
 
