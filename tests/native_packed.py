@@ -240,20 +240,22 @@ def unpack_is_within(call: Call) -> bool:
 def draw_pack(rng: random.Random) -> Call:
     transposed = rng.random() < 0.5
     n = rng.choice([1, 20, 64, 130]) if transposed else 32 * rng.randint(1, 9)
-    at = {"n": n, "k": 64 * rng.randint(1, 5), "transposed": transposed}
+    at = {"batch": rng.randint(1, 3), "n": n, "k": 64 * rng.randint(1, 5)}
+    at["transposed"] = transposed
     operands, results = _pack_buffers(at)
     return Call(at, [(rng.choice(["s4", "u4"]), shape) for _, shape in operands], results)
 
 
 def _pack_buffers(at: dict) -> tuple[list[Buffer], list[Buffer]]:
     shape = [at["n"], at["k"]] if at["transposed"] else [at["k"], at["n"]]
-    return [("s4", shape)], [("u8", [-(-at["n"] // 64), at["k"] // 64, 128, 16])]
+    tiles = [-(-at["n"] // 64), at["k"] // 64]
+    return [("s4", [at["batch"], *shape])], [("u8", [at["batch"], *tiles, 128, 16])]
 
 
 def pack_is_within(call: Call) -> bool:
     """Checks extents, types, bytes and alignment of an accepted call."""
     at = call.attributes
-    is_sized = all(0 < at[name] <= _MOST for name in ("n", "k")) and at["k"] % 64 == 0
+    is_sized = all(0 < at[name] <= _MOST for name in ("batch", "n", "k")) and at["k"] % 64 == 0
     if not is_sized or (at["n"] % 32 and not at["transposed"]):
         return False
     operands, results = _pack_buffers(at)

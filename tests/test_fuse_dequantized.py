@@ -115,7 +115,7 @@ def test_forms(weights, form):
     assert_close(fuse(f)(*args), f(*args))
     (eqn,) = packed(f, *args)
     stored = args[1].qvalue if hasattr(args[1], "qvalue") else args[1]
-    x, values, scale, *zero = (x.aval for x in eqn.invars)
+    x, values, _, scale, *zero = (x.aval for x in eqn.invars)
     assert (x.shape[-1], values.dtype) == (K, stored.dtype)
     assert values.shape == ((N, K) if eqn.params["spec"].transposed else (K, N))
     groups = 1 if form in ("columns", "no scale") else K // GROUP

@@ -13,10 +13,11 @@ from gpu_accuracy import poison
 from packed_problems import wrong
 from packed_values import drawn, weight, wide
 
-from jax_tcgemm import fuse, gemm
+from jax_tcgemm import _extension, fuse, gemm
 from jax_tcgemm.lowering import unpacked
 from jax_tcgemm.lowering.packed_layout import pack_values
-from jax_tcgemm.problem.packed import PackedSpec
+from jax_tcgemm.primitives import unpacked as primitive
+from jax_tcgemm.problem.packed import LayoutSpec
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
 
@@ -51,12 +52,23 @@ def test_the_pass_has_the_layout_of_pack(rng, qtype, transposed, shape):
     if transposed:
         n += int(rng.integers(-31, 32))
     q = weight(rng, qtype, (k, n), k).qvalue
-    spec = PackedSpec(qtype, k, False, n, k, jnp.dtype(BF16))
     expected = jax.jit(pack_values)(q)
     poison((*expected.shape[:-1], 8), BF16)  # as many bytes
     stored = jax.jit(jnp.transpose)(q) if transposed else q
-    packed = jax.jit(lambda q: unpacked._packed(q, spec, transposed=transposed))
+    spec = LayoutSpec(transposed)
+    packed = jax.jit(lambda q: primitive.pack_p.bind(q, spec=spec))
+    assert _extension.PACK_TARGET in packed.lower(stored).as_text()
     np.testing.assert_array_equal(packed(stored), expected)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_stack_of_weights_is_packed_by_one_call(rng, transposed):
+    q = weight(rng, "int4", (3, 192, 160), 192).qvalue
+    stored = jax.jit(lambda q: jnp.swapaxes(q, -1, -2))(q) if transposed else q
+    spec = LayoutSpec(transposed)
+    packed = jax.jit(jax.vmap(lambda q: primitive.pack_p.bind(q, spec=spec)))
+    assert packed.lower(stored).as_text().count(_extension.PACK_TARGET) == 1
+    np.testing.assert_array_equal(packed(stored), jax.jit(pack_values)(q))
 
 
 @pytest.mark.parametrize("m", [1, 9, 40, 200])

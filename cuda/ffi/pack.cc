@@ -15,15 +15,17 @@
 
 namespace jax_tcgemm {
 
-// Set by jax_tcgemm/lowering/unpacked.py; the operand is (k, n), or (n, k) if it is `transposed`.
+// Set by jax_tcgemm/lowering/unpacked.py; the operand is (batch, k, n), or (batch, n, k) if it is
+// `transposed`.
 struct PackAttributes {
-  int64_t n, k;
+  int64_t batch, n, k;
   bool transposed;
 };
 
 }  // namespace jax_tcgemm
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_tcgemm::PackAttributes,
+                                      ::xla::ffi::StructMember<int64_t>("batch"),
                                       ::xla::ffi::StructMember<int64_t>("n"),
                                       ::xla::ffi::StructMember<int64_t>("k"),
                                       ::xla::ffi::StructMember<bool>("transposed"));
@@ -33,34 +35,43 @@ namespace {
 
 // Turns int4 in two's complement into the codes of the layout.
 constexpr uint32_t kSignBits = 0x88888888;
-// The grid has at most so many blocks along its second dimension.
-constexpr int64_t kMostTiles = 65535;
+// The grid has at most so many blocks along its second and third dimension.
+constexpr int64_t kMostBlocks = 65535;
 
 Status decode_and_run(ffi::AnyBuffer in, ffi::AnyBuffer out, const PackAttributes& at,
                       cudaStream_t stream) {
-  for (const int64_t extent : {at.n, at.k}) {
-    JAX_TCGEMM_REQUIRE(0 < extent && extent <= kMaxExtent, "n=", at.n, " k=", at.k);
+  for (const int64_t extent : {at.batch, at.n, at.k}) {
+    JAX_TCGEMM_REQUIRE(0 < extent && extent <= kMaxExtent, "batch=", at.batch, " n=", at.n,
+                       " k=", at.k);
   }
   const int64_t columns = at.transposed ? at.k : at.n;
   const int64_t n_tiles = (at.n + kPackedTile - 1) / kPackedTile;
   const int64_t k_tiles = at.k / kPackedTile;
-  JAX_TCGEMM_REQUIRE(at.k % kPackedTile == 0 && columns % kPackedVector == 0, "n=", at.n,
-                     " k=", at.k);
-  JAX_TCGEMM_REQUIRE((at.transposed ? n_tiles : k_tiles) <= kMostTiles, "n=", at.n, " k=", at.k);
+  JAX_TCGEMM_REQUIRE(at.k % kPackedTile == 0 && columns % kPackedVector == 0, "batch=", at.batch,
+                     " n=", at.n, " k=", at.k);
+  JAX_TCGEMM_REQUIRE((at.transposed ? n_tiles : k_tiles) <= kMostBlocks && at.batch <= kMostBlocks,
+                     "batch=", at.batch, " n=", at.n, " k=", at.k);
   const bool is_signed = in.element_type() == ffi::DataType::S4;
   JAX_TCGEMM_REQUIRE(is_signed || in.element_type() == ffi::DataType::U4, "values of type ",
                      static_cast<int>(in.element_type()));
   const auto count = static_cast<int64_t>(in.element_count());
-  JAX_TCGEMM_REQUIRE(count == mul_sat(at.n, at.k), count, " values, not ", at.n, " x ", at.k);
+  JAX_TCGEMM_REQUIRE(count == mul_sat(at.batch, mul_sat(at.n, at.k)), count, " values, not ",
+                     at.batch, " x ", at.n, " x ", at.k);
   JAX_TCGEMM_REQUIRE(reinterpret_cast<uintptr_t>(in.untyped_data()) % 16 == 0, "the values lie at ",
                      in.untyped_data());
-  const int64_t bytes = mul_sat(mul_sat(n_tiles, k_tiles), kPackedTile * kPackedTile / 2);
+  const int64_t tiles = mul_sat(at.batch, mul_sat(n_tiles, k_tiles));
+  const int64_t bytes = mul_sat(tiles, kPackedTile * kPackedTile / 2);
   JAX_TCGEMM_RETURN_IF_ERROR(
       check_buffer("the result", out.untyped_data(), bytes_of(out), bytes, 16));
-  const PackProblem problem = {
-      in.untyped_data(),          out.untyped_data(), static_cast<int32_t>(at.n),
-      static_cast<int32_t>(at.k), at.transposed,      is_signed ? kSignBits : 0};
-  JAX_TCGEMM_CUDA_CHECK(launch_pack(problem, stream), "n=", at.n, " k=", at.k);
+  PackProblem problem = {};
+  problem.in = in.untyped_data();
+  problem.out = out.untyped_data();
+  problem.batch = static_cast<int32_t>(at.batch);
+  problem.n = static_cast<int32_t>(at.n);
+  problem.k = static_cast<int32_t>(at.k);
+  problem.transposed = at.transposed;
+  problem.flipped = is_signed ? kSignBits : 0;
+  JAX_TCGEMM_CUDA_CHECK(launch_pack(problem, stream), "batch=", at.batch, " n=", at.n, " k=", at.k);
   return Status();
 }
 

@@ -30,13 +30,14 @@ constexpr int kHighShift = 16;
 __device__ __forceinline__ void load_rows(char* tile, const PackProblem& p, int row0, int vector0) {
   const int rows = p.transposed ? p.n : p.k;
   const int vectors = (p.transposed ? p.k : p.n) / kPackedVector;
+  const int64_t row_of_all = int64_t{blockIdx.z} * rows + row0;
 #pragma unroll
   for (int i = 0; i < kPackedTile * kRowVectors / kThreads; ++i) {
     const int index = threadIdx.x + i * kThreads;
     const int row = index / kRowVectors;
     const int vector = index % kRowVectors;
     const bool exists = row0 + row < rows && vector0 + vector < vectors;
-    const int64_t at = int64_t{row0 + row} * vectors + vector0 + vector;
+    const int64_t at = (row_of_all + row) * vectors + vector0 + vector;
     uint32_t word[4];
     ptx::load_global_16_if(word, reinterpret_cast<uint64_t>(p.in) + at * kVectorBytes, exists);
     *reinterpret_cast<uint4*>(tile + row * kRowBytes + vector * kVectorBytes) = {word[0], word[1],
@@ -92,11 +93,13 @@ __global__ void __launch_bounds__(kThreads)
   const int down = blockIdx.y;
   load_rows(rows, problem, down * kPackedTile, first * kPackedTile / kPackedVector);
   __syncthreads();
-  const int across = (kTransposed ? problem.k : problem.n + kPackedTile - 1) / kPackedTile;
   const int k_tiles = problem.k / kPackedTile;
+  const int n_tiles = (problem.n + kPackedTile - 1) / kPackedTile;
+  auto* const out =
+      static_cast<uint4*>(problem.out) + int64_t{blockIdx.z} * n_tiles * k_tiles * kThreads;
 #pragma unroll
   for (int i = 0; i < kTiles; ++i) {
-    if (first + i >= across) break;
+    if (first + i >= (kTransposed ? k_tiles : n_tiles)) break;
     const char* tile = rows + i * kTileRowBytes;
     uint32_t word[kWords];
 #pragma unroll
@@ -106,8 +109,7 @@ __global__ void __launch_bounds__(kThreads)
     }
     const int64_t place =
         kTransposed ? int64_t{down} * k_tiles + first + i : int64_t{first + i} * k_tiles + down;
-    static_cast<uint4*>(problem.out)[place * kThreads + thread] = {word[0], word[1], word[2],
-                                                                   word[3]};
+    out[place * kThreads + thread] = {word[0], word[1], word[2], word[3]};
   }
 }
 
@@ -117,7 +119,8 @@ cudaError_t launch_pack(const PackProblem& problem, cudaStream_t stream) {
   const int rows = problem.transposed ? problem.n : problem.k;
   const int columns = problem.transposed ? problem.k : problem.n;
   cudaLaunchConfig_t grid = {};
-  grid.gridDim = dim3(ceil_div(columns, kTiles * kPackedTile), ceil_div(rows, kPackedTile));
+  grid.gridDim =
+      dim3(ceil_div(columns, kTiles * kPackedTile), ceil_div(rows, kPackedTile), problem.batch);
   grid.blockDim = dim3(kThreads);
   grid.stream = stream;
   return problem.transposed ? cudaLaunchKernelEx(&grid, pack_kernel<true>, problem)

@@ -12,11 +12,13 @@ namespace jax_tcgemm {
 // Rows of a matrix are vectors of so many values.
 constexpr int kPackedVector = 32;
 
-// A matrix of 4-bit values without gaps, two in a byte, the first one low: (k, n), or (n, k) if it
-// is `transposed`. jax_tcgemm/lowering/packed_layout.py describes the layout of `out`.
+// Matrices of 4-bit values without gaps, two in a byte, the first one low: (batch, k, n), or
+// (batch, n, k) if they are `transposed`. jax_tcgemm/lowering/packed_layout.py describes the layout
+// of `out`.
 struct PackProblem {
   const void* in;
   void* out;
+  int32_t batch;
   int32_t n, k;  // k is a multiple of 64; the extent of a row is one of kPackedVector
   bool transposed;
   uint32_t flipped;  // bits of eight values to flip: 0x88888888 turns int4 into codes

@@ -206,6 +206,25 @@ def is_staging() -> bool:
     return False
 
 
+def scan_parts(eqn: Any) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+    """Returns which results of the body of a ``scan`` it stacks, and which arguments it slices.
+
+    The parameters that say so differ between versions.
+    """
+    body = jaxpr_of(eqn.params["jaxpr"])
+
+    def is_part(inner: Sequence[Any], outer: Sequence[Any]) -> tuple[bool, ...]:
+        pairs = zip(map(_rank, inner), map(_rank, outer), strict=True)
+        return tuple(one < every for one, every in pairs)
+
+    return is_part(body.outvars, eqn.outvars), is_part(body.invars, eqn.invars)
+
+
+def _rank(var: Any) -> int:
+    """Returns the rank of a variable; 0 if it is no array, such as a token."""
+    return len(getattr(var.aval, "shape", ()))
+
+
 def eval_jaxpr(jaxpr: Any, consts: Sequence[Any], *values: Any) -> list[Any]:
     """Evaluates a jaxpr, each equation in its context and with its name."""
     return list(_core.eval_jaxpr(jaxpr, consts, *values))

@@ -67,7 +67,7 @@ class UnpackedWeight:
         parts = [self.q.scale, self.q.zero_point]
         parts = [spread(jnp.transpose(y, k_last), shape) for y in parts if y is not None]
         spec = UnpackedSpec(self.transposed, jnp.dtype(out_dtype))
-        return primitive.bind([x, jnp.asarray(self.q.qvalue), *parts], spec, out_sharding)
+        return primitive.bind(x, jnp.asarray(self.q.qvalue), parts, spec, out_sharding)
 
 
 Weight = PackedWeight | UnpackedWeight
@@ -107,6 +107,8 @@ def _unpacked_weight(w: Any, x: Any, *, transposed: bool) -> UnpackedWeight | No
     """
     if not is_quantized(w) or len(w.qvalue.shape) != 2 or why_unpackable(w) is not None:
         return None
+    if isinstance(w.qvalue, jax.Array) and _compat.is_sharded(w.qvalue):
+        return None  # it is dequantized where it is divided
     if w.zero_point is not None and w.zero_point.dtype.name not in _ZEROS:
         return None
     found = UnpackedWeight(w, transposed)

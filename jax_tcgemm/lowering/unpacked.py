@@ -1,11 +1,13 @@
 """Lowering of products with weights in 4 bits that the program stores unpacked.
 
-For few rows and a large weight, a pass packs the weight (``cuda/passes/pack_values.h``), and the
-kernels for packed weights multiply. Otherwise the weight is dequantized.
+For few rows and a large weight, one operation packs the values by a pass
+(``cuda/passes/pack_values.h``), and another one multiplies by the kernels for packed weights. If
+there are none, it dequantizes the values, and XLA drops the operation that packs them.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -15,12 +17,13 @@ from jax import lax
 
 from jax_tcgemm import _compat, _extension
 from jax_tcgemm.kernels import packed as kernels
-from jax_tcgemm.lowering import dots, packed, packed_layout
+from jax_tcgemm.lowering import devices, dots, packed_layout
+from jax_tcgemm.lowering import packed as few_rows
 from jax_tcgemm.lowering.gemm import cuda_gemm
 from jax_tcgemm.problem.log import log
-from jax_tcgemm.problem.packed import TILE, PackedSpec, UnpackedSpec, tiles
+from jax_tcgemm.problem.packed import TILE, LayoutSpec, PackedSpec, UnpackedSpec, tiles
 from jax_tcgemm.problem.spec import GemmSpec
-from jax_tcgemm.problem.strides import Operands
+from jax_tcgemm.problem.strides import Operands, Shape
 
 # Packing and multiplying takes less time than XLA needs for up to this many rows, if the weight has
 # at least this many values (lab/packed_weights.md, H200).
@@ -28,11 +31,14 @@ _MOST_ROWS = 256
 _LEAST_VALUES = 12 << 20
 # The pass reads rows of a weight in vectors of this many values.
 _VECTOR = 32
+# Its grid has at most this many blocks along its second and third dimension.
+_MOST_BLOCKS = 65535
 
 
 def reference(
     x: jax.Array,
     values: jax.Array,
+    packed: jax.Array,
     scale: jax.Array,
     *zero: jax.Array,
     spec: UnpackedSpec,
@@ -42,6 +48,7 @@ def reference(
     Args:
         x: ``(..., k)``, bfloat16 or float16.
         values: ``(k, n)``, or ``(n, k)`` if ``spec.transposed``; int4 or uint4.
+        packed: the packed values, which are not read here.
         scale: ``(groups, n)``.
         *zero: zero points ``(groups, n)`` in int4 or uint4, if there are any.
         spec: the primitive's parameters.
@@ -50,6 +57,7 @@ def reference(
         One array ``(..., n)`` of ``spec.out_dtype``. Each dequantized weight is rounded once, to
         the dtype of ``x``. Sums are float32.
     """
+    del packed
     w = _dequantized(x.dtype, values, scale, *zero, transposed=spec.transposed)
     dims = (((x.ndim - 1,), (0,)), ((), ()))
     sums = dots.dot(x, w, dims, lax.Precision.DEFAULT, jnp.dtype(jnp.float32))
@@ -71,6 +79,7 @@ def _dequantized(
 def product_of_dequantized(
     x: jax.Array,
     values: jax.Array,
+    packed: jax.Array,
     scale: jax.Array,
     *zero: jax.Array,
     spec: UnpackedSpec,
@@ -79,6 +88,7 @@ def product_of_dequantized(
 
     The arguments are those of ``reference``.
     """
+    del packed
     w = _dequantized(x.dtype, values, scale, *zero, transposed=spec.transposed)
     axes = Operands(tuple(range(x.ndim)), (*(None,) * (x.ndim - 2), 0, 1))
     precision = _compat.canonicalize_precision(None)
@@ -107,12 +117,13 @@ def unfit(x: Any, scale: Any, spec: PackedSpec, *, transposed: bool) -> str | No
         return f"k={spec.k}, n={spec.n}"
     row = kernels.choose(spec.bits, rows, spec.n, spec.k, spec.group)
     assert row is not None, rows
-    return packed.unfit_row(row, x.dtype, scale.dtype, spec)
+    return few_rows.unfit_row(row, x.dtype, scale.dtype, spec)
 
 
 def lower_cuda(
     x: jax.Array,
     values: jax.Array,
+    packed: jax.Array,
     scale: jax.Array,
     *zero: jax.Array,
     spec: UnpackedSpec,
@@ -124,36 +135,50 @@ def lower_cuda(
     of_packed = spec.packed(values, scale, zero)
     call = f"tcgemm_unpacked {of_packed.qtype} {x.dtype}{list(x.shape)} n={of_packed.n}"
     rows = x.reshape(-1, of_packed.k)
-    types = _types(of_packed, scale)
+    strips = packed_layout.pack_scales(scale, zero[0] if zero else None, of_packed.qtype)
     reason = unfit(x, scale, of_packed, transposed=spec.transposed)
-    reason = reason or packed.unfit(rows, *types, of_packed)
+    reason = reason or few_rows.unfit(rows, packed, strips, of_packed)
     if reason is None:
-        found, told = packed.planned(rows, *types, of_packed)
-        if isinstance(found, packed.Call):
+        found, told = few_rows.planned(rows, packed, strips, of_packed)
+        if isinstance(found, few_rows.Call):
             log(f"{call}: packed by a kernel, config {found.config}{told}")
-            arrays = _packed(values, of_packed, transposed=spec.transposed)
-            zero_point = zero[0] if zero else None
-            strips = packed_layout.pack_scales(scale, zero_point, of_packed.qtype)
-            return [found.emit(rows, arrays, strips).reshape(*x.shape[:-1], of_packed.n)]
+            return [found.emit(rows, packed, strips).reshape(*x.shape[:-1], of_packed.n)]
         reason = found
     log(f"{call}: dequantized by XLA: {reason}")
-    operands, product = product_of_dequantized(x, values, scale, *zero, spec=spec)
+    operands, product = product_of_dequantized(x, values, packed, scale, *zero, spec=spec)
     return cuda_gemm(operands.a, operands.b, spec=product)
 
 
-def _types(spec: PackedSpec, scale: jax.Array) -> tuple[Any, Any]:
-    """Returns the types of the packed values and scales."""
-    n_tiles = tiles(spec.n)
-    values = (n_tiles, tiles(spec.k), 128, 4 * spec.bits)
-    strips = (n_tiles, spec.groups, 1 + spec.has_zeros, TILE)
-    return (
-        jax.ShapeDtypeStruct(values, jnp.uint8),
-        jax.ShapeDtypeStruct(strips, scale.dtype),
-    )
+# Packing
 
 
-def _packed(values: jax.Array, spec: PackedSpec, *, transposed: bool) -> jax.Array:
-    """Emits the pass that packs values; does the same as ``packed_layout.pack_values``."""
-    result = jax.ShapeDtypeStruct((tiles(spec.n), tiles(spec.k), 128, 16), jnp.uint8)
+def packed_shape(values: Any, spec: LayoutSpec) -> Shape:
+    """Returns the shape of packed values; see ``packed_layout``."""
+    *batch, k, n = values.shape
+    k, n = (n, k) if spec.transposed else (k, n)
+    return (*batch, tiles(n), tiles(k), 128, 16)
+
+
+def pack(values: jax.Array, *, spec: LayoutSpec) -> jax.Array:
+    """Packs int4 or uint4 values ``(..., k, n)``, or ``(..., n, k)`` if transposed."""
+    return packed_layout.pack_values(jnp.swapaxes(values, -1, -2) if spec.transposed else values)
+
+
+def pack_cuda(values: jax.Array, *, spec: LayoutSpec) -> jax.Array:
+    """Does the same on CUDA devices, by a kernel for the weights that ``unfit`` accepts."""
+    *batch, rows, columns = values.shape
+    k, n = (columns, rows) if spec.transposed else (rows, columns)
+    count = math.prod(batch)
+    if (
+        not all(isinstance(extent, int) for extent in values.shape)
+        or k % TILE
+        or columns % _VECTOR
+        or not 0 < max(count, tiles(rows)) <= _MOST_BLOCKS
+        or _extension.PACK_TARGET not in _extension.BUILT_TARGETS
+        or devices.not_built_for() is not None
+    ):
+        return pack(values, spec=spec)
+    result = jax.ShapeDtypeStruct(packed_shape(values, spec), jnp.uint8)
+    extents = {"batch": np.int64(count), "n": np.int64(n), "k": np.int64(k)}
     call = jax.ffi.ffi_call(_extension.PACK_TARGET, result)
-    return call(values, n=np.int64(spec.n), k=np.int64(spec.k), transposed=transposed)
+    return call(values, transposed=spec.transposed, **extents)

@@ -63,6 +63,17 @@ class PackedSpec:
 
 
 @dataclasses.dataclass(frozen=True)
+class LayoutSpec:
+    """The static parameters of the operation that packs values of 4 bits.
+
+    Attributes:
+        transposed: whether the values are ``(..., n, k)`` and not ``(..., k, n)``.
+    """
+
+    transposed: bool
+
+
+@dataclasses.dataclass(frozen=True)
 class UnpackedSpec:
     """The static parameters of a product with a weight in 4 bits as a program stores it.
 

@@ -10,9 +10,10 @@ from jax.extend import core
 from jax_tcgemm._compat import jaxprs
 from jax_tcgemm.epilogue import identity
 from jax_tcgemm.problem.log import log
-from jax_tcgemm.transforms import kernel_calls
+from jax_tcgemm.transforms import kernel_calls, loops
 from jax_tcgemm.transforms.fused import Fused
 from jax_tcgemm.transforms.graph import Atom, Graph, Node, Value, graph_of, inner_nodes
+from jax_tcgemm.transforms.neighbours import with_views
 from jax_tcgemm.transforms.products import is_on_device
 from jax_tcgemm.transforms.regions import with_regions
 from jax_tcgemm.transforms.report import Decision
@@ -43,6 +44,7 @@ class Rewriting:
         consts: Sequence[Any],
         is_stacked: Sequence[bool] = (),
         is_sliced: Sequence[bool] = (),
+        is_kept: Sequence[bool] = (),
     ) -> tuple[Any, list[Any]]:
         """Returns the jaxpr rewritten to this package's products, and its constants.
 
@@ -51,9 +53,11 @@ class Rewriting:
             consts: their constants.
             is_stacked: for each result, whether the caller stacks it, as ``scan`` does.
             is_sliced: for each argument, whether the caller slices it out of a larger array.
+            is_kept: for each argument, whether a loop passes it in each turn.
         """
         graph = with_regions(graph_of(jaxpr, consts, is_stacked, is_sliced))
-        return _Emission(self, graph).jaxpr(jaxpr)
+        kept = [value for value, each in zip(graph.arguments, is_kept, strict=False) if each]
+        return _Emission(self, graph, with_views(kept, graph.items)).jaxpr(jaxpr)
 
     def has_products(self, eqn: Any) -> bool:
         """Returns true if an operation that runs others contains a product."""
@@ -75,35 +79,40 @@ class Rewriting:
             known = self._has_products[id(jaxpr)] = jaxpr, found
         return known[1]
 
-    def parameters(self, node: Node, sliced: Collection[Value]) -> dict[str, Any]:
+    def parameters(
+        self, node: Node, sliced: Collection[Value], kept: Collection[Value]
+    ) -> dict[str, Any]:
         """Returns the parameters of an operation, with the jaxprs among them rewritten.
 
         Args:
             node: the operation.
             sliced: as for ``Graph``.
+            kept: values that a loop around the operation passes in each turn.
         """
-        moved: tuple[tuple[bool, ...], tuple[bool, ...]] = (), ()
+        passed: tuple[tuple[bool, ...], ...] = (), (), ()
         if node.name == "scan":
-            moved = _moved(node.eqn)
-        elif node.name not in ("cond", "while"):  # for these, XLA copies a slice in any case
-            moved = (), tuple([isinstance(x, Value) and x in sliced for x in node.inputs])
-        return {key: self._parameter(value, *moved) for key, value in node.params.items()}
+            passed = *jaxprs.scan_parts(node.eqn), loops.kept_arguments(node.eqn)
+        elif node.name == "while":
+            passed = (), (), loops.kept_arguments(node.eqn)
+        elif node.name != "cond":  # for it, XLA copies a slice in any case
+            found = [[isinstance(x, Value) and x in y for x in node.inputs] for y in (sliced, kept)]
+            passed = (), *map(tuple, found)
+        return {key: self._parameter(value, passed) for key, value in node.params.items()}
 
-    def _parameter(
-        self, value: Any, is_stacked: tuple[bool, ...], is_sliced: tuple[bool, ...]
-    ) -> Any:
+    def _parameter(self, value: Any, passed: tuple[tuple[bool, ...], ...]) -> Any:
+        """Rewrites a parameter; ``passed`` has the last arguments of ``rewritten``."""
         if type(value) is tuple and value and all(jaxprs.jaxpr_of(x) is not None for x in value):
-            return tuple(self._parameter(x, is_stacked, is_sliced) for x in value)
+            return tuple(self._parameter(x, passed) for x in value)
         jaxpr = jaxprs.jaxpr_of(value)
         if jaxpr is None or not self._multiplies(jaxpr):
             return value
-        key = id(value), is_stacked, is_sliced
+        key = id(value), passed
         if key in self._jaxprs:
             _, made, decisions = self._jaxprs[key]
             self.decisions += decisions
             return made
         count = len(self.decisions)
-        new, consts = self.rewritten(jaxpr, getattr(value, "consts", ()), is_stacked, is_sliced)
+        new, consts = self.rewritten(jaxpr, getattr(value, "consts", ()), *passed)
         made = jaxprs.with_jaxpr(value, jaxprs.closed(new, consts))
         if made is None:
             made = value
@@ -139,22 +148,6 @@ def _type(aval: Any) -> str:
     return f"{aval.dtype}[{','.join(map(str, aval.shape))}]"
 
 
-def _moved(eqn: Any) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
-    """Returns which results of the body of a ``scan`` it stacks, and which arguments it slices."""
-    body = jaxprs.jaxpr_of(eqn.params["jaxpr"])
-
-    def is_part(inner: Sequence[Any], outer: Sequence[Any]) -> tuple[bool, ...]:
-        pairs = zip(map(_rank, inner), map(_rank, outer), strict=True)
-        return tuple(one < every for one, every in pairs)
-
-    return is_part(body.outvars, eqn.outvars), is_part(body.invars, eqn.invars)
-
-
-def _rank(var: Any) -> int:
-    """Returns the rank of a variable; 0 if it is no array, such as a token."""
-    return len(getattr(var.aval, "shape", ()))
-
-
 class _Equation:
     """An equation in the form that ``identity`` reads, with values instead of variables."""
 
@@ -175,8 +168,8 @@ class _Equations:
 class _Emission:
     """Converts a graph to the equations of a jaxpr."""
 
-    def __init__(self, rewriting: Rewriting, graph: Graph):
-        self.rewriting, self.graph = rewriting, graph
+    def __init__(self, rewriting: Rewriting, graph: Graph, kept: Collection[Value]):
+        self.rewriting, self.graph, self.kept = rewriting, graph, kept
         self.atoms: dict[Value, Any] = {}
         self.eqns: list[Any] = []
         self.constants = dict(graph.constants)
@@ -280,8 +273,14 @@ class _Emission:
         if node.name == "shard_map":
             self.inline(_by_shards(self.rewriting, node), node, node)
         else:
-            params = self.rewriting.parameters(node, self.graph.sliced)
-            self.keep(node, node.eqn.replace(params=params))
+            params = self.rewriting.parameters(node, self.graph.sliced, self.kept)
+            eqn = node.eqn.replace(params=params)
+            is_kept = [isinstance(x, Value) and x in self.kept for x in node.inputs]
+            run = loops.with_weights_packed_before(node, eqn, is_kept)
+            if run is None:
+                self.keep(node, eqn)
+            else:
+                self.inline(run, node, node)
 
     def keep(self, node: Node, eqn: Any = None) -> None:
         """Adds an equation unchanged, apart from its variables and name stack."""

@@ -9,9 +9,12 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
+from jax_tcgemm._compat import jaxprs
 from jax_tcgemm.transforms.graph import Node
 
 _VIEWS = frozenset({"reshape", "squeeze", "expand_dims"})
+# Operations that leave each element in its place.
+_ALIKE = frozenset({"convert_element_type"}) | jaxprs.VARYING
 
 # Extents and strides, outermost first. The stride is that of the stored array, in elements; 0 means
 # that the same element is repeated.
@@ -66,7 +69,7 @@ class Spread:
         if node.name == "transpose":
             return Spread(tuple([self.axes[i] for i in node.params["permutation"]]))
         if node.name != "broadcast_in_dim":
-            return self if node.name == "convert_element_type" else None
+            return self if node.name in _ALIKE else None
         shape, where = node.params["shape"], node.params["broadcast_dimensions"]
         if len(node.inputs) > 1:  # a shape that only the program knows
             return None

@@ -1,0 +1,211 @@
+"""Weights that `fuse` packs before the loops that read them."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jax_tcgemm import fuse, quantize
+from jax_tcgemm._compat import jaxprs
+from jax_tcgemm.lowering import unpacked
+from jax_tcgemm.transforms import loops
+
+K, LAYERS, TURNS = 128, 3, 4
+ONE, STACK = (2, 2, 128, 16), (LAYERS, 2, 2, 128, 16)
+
+
+@pytest.fixture(autouse=True)
+def small_weights_are_packed(monkeypatch):
+    monkeypatch.setattr(unpacked, "_LEAST_VALUES", 1)
+
+
+@pytest.fixture
+def args(normal):
+    """Returns rows, one weight and a stack of weights."""
+    weights = [quantize(normal(K, K) * K**-0.5, jnp.int4, tile=(64, 1)) for _ in range(LAYERS)]
+    stack = jax.tree.map(lambda *leaves: jnp.stack(leaves), *weights)
+    return normal(4, K, dtype=jnp.bfloat16), weights[0], stack
+
+
+def layer(x, q):
+    groups = q.qvalue.reshape(-1, 64, K).astype(x.dtype) * q.scale[:, None].astype(x.dtype)
+    return jnp.tanh(x @ groups.reshape(K, K))
+
+
+def layers(x, stack):
+    return lax.scan(lambda x, q: (layer(x, q), None), x, stack)[0]
+
+
+def repeated(body, x):
+    return lax.scan(lambda x, _: (body(x), x.sum()), x, None, length=TURNS)
+
+
+def turns(body, *state):
+    return lax.while_loop(lambda s: s[0] < TURNS, lambda s: (s[0] + 1, *body(*s[1:])), (0, *state))
+
+
+# The loop around each operation that packs, 0 outside of all loops, and what it packs.
+LOOPS = {
+    "scan": (lambda x, q, stack: repeated(lambda x: layer(x, q), x), [(0, ONE)]),
+    "jit": (lambda x, q, stack: repeated(jax.jit(lambda x: layer(x, q)), x), [(0, ONE)]),
+    "transposed": (lambda x, q, stack: repeated(lambda x: layer(x, q.T.T), x), [(0, ONE)]),
+    "map": (lambda x, q, stack: lax.map(lambda x: layer(x[None], q), x), [(0, ONE)]),
+    "fori_loop": (
+        lambda x, q, stack: lax.fori_loop(0, TURNS, lambda i, x: layer(x, q), x),
+        [(0, ONE)],
+    ),
+    "while": (lambda x, q, stack: turns(lambda x: (layer(x, q),), x), [(0, ONE)]),
+    "a weight in the state": (
+        lambda x, q, stack: turns(lambda x, q: (layer(x, q), q), x, q)[:2],
+        [(0, ONE)],
+    ),
+    "layers": (lambda x, q, stack: layers(x, stack), [(1, ONE)]),
+    "layers in a scan": (
+        lambda x, q, stack: repeated(lambda x: layers(x, stack), x),
+        [(0, STACK)],
+    ),
+    "layers in a while": (
+        lambda x, q, stack: turns(lambda x: (layers(x, stack),), x),
+        [(0, STACK)],
+    ),
+    "both": (
+        lambda x, q, stack: repeated(lambda x: layer(layers(x, stack), q), x),
+        [(0, ONE), (0, STACK)],
+    ),
+    "three loops": (
+        lambda x, q, stack: repeated(lambda x: repeated(lambda x: layers(x, stack), x)[0], x),
+        [(0, STACK)],
+    ),
+    "a weight that changes": (
+        lambda x, q, stack: turns(
+            lambda x, q: (layer(x, q), jax.tree.map(lambda y: jnp.roll(y, 1, 1), q)), x, q
+        )[:2],
+        [(1, ONE)],
+    ),
+    "two weights by turns": (
+        lambda x, q, stack: turns(
+            lambda x, q, p: (layer(x, q), p, q), x, q, jax.tree.map(lambda y: y[1], stack)
+        )[:2],
+        [(1, ONE)],
+    ),
+    "reversed": (
+        lambda x, q, stack: lax.scan(
+            lambda x, p: (layer(layer(x, p), q), x.sum()), x, stack, reverse=True, unroll=2
+        ),
+        [(0, ONE), (1, ONE)],
+    ),
+    "a branch": (
+        lambda x, q, stack: repeated(
+            lambda x: lax.cond(x[0, 0] > -2, lambda x: layer(x, q), lambda x: x, x), x
+        ),
+        [(1, ONE)],
+    ),
+    "remat": (
+        lambda x, q, stack: repeated(jax.checkpoint(lambda x: layer(x, q)), x),
+        [(1, ONE)],
+    ),
+}
+
+
+def packing(jaxpr, depth=0):
+    """Returns the number of loops around each operation that packs, and the packed shape."""
+    found = []
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        if name == "tcgemm_pack":
+            found.append((depth, eqn.outvars[0].aval.shape))
+        inner = depth + (name in ("scan", "while"))
+        for value in eqn.params.values():
+            for each in map(jaxprs.jaxpr_of, value if type(value) is tuple else (value,)):
+                found += [] if each is None else packing(each, inner)
+    return sorted(found)
+
+
+def assert_equal(found, expected):
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert x.dtype == y.dtype
+        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        assert np.linalg.norm(x - y) <= 2**-5 * np.linalg.norm(y) + 2**-5
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_loops(args, name):
+    f, expected = LOOPS[name]
+    assert packing(jax.make_jaxpr(fuse(f))(*args).jaxpr) == expected
+    assert_equal(jax.jit(fuse(f))(*args), jax.jit(f)(*args))
+
+
+@pytest.mark.parametrize("name", ["scan", "layers in a scan", "reversed"])
+def test_derivatives(args, name):
+    """The error against float32 is at most twice that of the same program without `fuse`."""
+    f, _ = LOOPS[name]
+    x, q, stack = args
+
+    def derivatives(f, x, scale):
+        def function(x, scale):
+            own = q.__class__(q.qvalue, scale, None, q.qtype)
+            return f(x, own, stack)[0].astype(jnp.float32)
+
+        y, pull = jax.vjp(function, x, scale)
+        dy = jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape)
+        pushed = jax.jvp(function, (x, scale), (jnp.ones_like(x), jnp.ones_like(scale)))
+        return *pull(dy), *pushed
+
+    ours, theirs = (jax.jit(lambda *z, f=f: derivatives(f, *z))(x, q.scale) for f in (fuse(f), f))
+    exact = jax.jit(lambda *z: derivatives(f, *z))(x.astype(jnp.float32), q.scale)
+    for got, other, wanted in zip(ours, theirs, exact, strict=True):
+        assert got.dtype == other.dtype
+        got, other, wanted = (np.asarray(y, np.float64) for y in (got, other, wanted))
+        allowed = 2 * np.linalg.norm(other - wanted) + 2**-8 * np.linalg.norm(wanted)
+        assert np.linalg.norm(got - wanted) <= allowed
+
+
+def test_a_batch_of_rows(args):
+    f, expected = LOOPS["layers in a scan"]
+    x, *weights = args
+    batch = jnp.stack([x, 2 * x])
+    mapped = [jax.vmap(g, (0, None, None)) for g in (fuse(f), f)]
+    assert packing(jax.make_jaxpr(mapped[0])(batch, *weights).jaxpr) == expected
+    assert_equal(*(jax.jit(g)(batch, *weights) for g in mapped))
+
+
+def test_a_loop_within_shard_map(args):
+    f, expected = LOOPS["both"]
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = {"in_specs": (P("x"), P(), P()), "out_specs": (P("x"), P(None))}
+
+    def divided(*args):
+        y, sums = f(*args)
+        return y, lax.psum(sums, "x")
+
+    g = jax.shard_map(divided, mesh=mesh, **specs)
+    assert packing(jax.make_jaxpr(fuse(g))(*args).jaxpr) == expected
+    assert_equal(jax.jit(fuse(g))(*args), jax.jit(g)(*args))
+
+
+@pytest.mark.any_jax
+def test_copies_that_would_fill_the_memory(args, monkeypatch):
+    f, _ = LOOPS["both"]
+    monkeypatch.setattr(loops, "_MOST_BYTES", (LAYERS + 1) * K * K // 2)
+    assert packing(jax.make_jaxpr(fuse(f))(*args).jaxpr) == [(0, ONE), (0, STACK)]
+    monkeypatch.setattr(loops, "_MOST_BYTES", (LAYERS + 1) * K * K // 2 - 1)
+    assert all(depth > 0 for depth, _ in packing(jax.make_jaxpr(fuse(f))(*args).jaxpr))
+
+
+@pytest.mark.any_jax
+def test_loops_with_effects(args, capfd):
+    def f(x, q, stack):
+        def body(x):
+            jax.debug.print("turn {}", x.shape[0])
+            return layer(x, q)
+
+        return repeated(body, x)
+
+    assert packing(jax.make_jaxpr(fuse(f))(*args).jaxpr) == [(0, ONE)]
+    jax.block_until_ready(jax.jit(fuse(f))(*args))
+    jax.effects_barrier()
+    assert capfd.readouterr().out.count("turn 4") == TURNS
