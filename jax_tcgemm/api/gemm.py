@@ -82,7 +82,8 @@ def gemm(
             dequantized weight is rounded at most once, to the dtype of ``a``, and sums are float32.
             A ``Quantized`` is dequantized to the dtype of ``a`` first, and so is a packed ``b``
             beside other ``a``, with ``transpose_b``, or for a ``precision`` that names other sums.
-            A packed ``b`` has no derivative.
+            Exception: beside few rows, the program packs a large ``Quantized`` in 4 bits
+            (docs/quantization.md). A packed ``b`` has no derivative.
         c: broadcasts to ``(..., m, n)``. It does not affect the dtype of the result. The kernel
             adds to ``c`` in place if all of these hold: ``preferred_element_type=jnp.float32``,
             16-bit operands, a float32 ``c`` of the result's shape, ``beta`` is the number 1, no

@@ -107,16 +107,11 @@ batching.fancy_primitive_batchers[unpacked_p] = _batch
 batching.primitive_batchers[pack_p] = _batch_values
 
 
-def _divided(*operands: jax.Array, spec: UnpackedSpec) -> list[jax.Array]:
-    """Dequantizes the weight, so that an ordinary product is divided among devices."""
-    return list(gemm.bind(*lowering.product_of_dequantized(*operands, spec=spec)))
-
-
 registration.lower(pack_p, reference=lowering.pack, cuda=lowering.pack_cuda, is_product=False)
 registration.lower(
     unpacked_p,
     reference=lowering.reference,
     cuda=lowering.lower_cuda,
-    divided=_divided,
+    divided=functools.partial(lowering.dequantized, gemm.bind),
     is_product=False,
 )

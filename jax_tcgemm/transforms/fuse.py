@@ -31,7 +31,8 @@ def fuse(f: Callable[_Parameters, _Result]) -> FusedFunction[_Parameters, _Resul
 
     - batches of products, as in attention. Exception: few rows times a stored cache of keys or
       values, as in a decode step. Heads of the queries that share one of the cache become rows.
-    - few rows times a weight that the program computes on the way, for example dequantizes
+    - few rows times a weight that the program computes on the way. Exception: the program packs
+      large weights that it dequantizes from 4 bits, before a loop that reads them in each turn.
 
     The element-wise operations after a product of 16-bit operands become its epilogue, if that
     moves fewer bytes: a bias, an activation, dropout, a residual, the derivative of an activation,
