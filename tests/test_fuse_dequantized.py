@@ -88,6 +88,14 @@ FORMS = {
         (x, a["columns"].qvalue, a["columns"].scale[0]),
     ),
     "no scale": lambda x, a: (lambda x, q: x @ q.astype(x.dtype), (x, a["columns"].qvalue)),
+    "one scale": lambda x, a: (
+        lambda x, q, s: x @ (q.astype(x.dtype) * s),
+        (x, a["columns"].qvalue, jnp.bfloat16(0.25)),
+    ),
+    "one zero point": lambda x, a: (
+        lambda x, q, z: x @ (q.astype(jnp.int8) - z.astype(jnp.int8)).astype(x.dtype),
+        (x, a["columns"].qvalue, jnp.asarray(3, jnp.int4)),
+    ),
     "rows of two dimensions": lambda x, a: (
         lambda x, q: x.reshape(2, -1, K) @ q.dequantize(x.dtype),
         (x, a["signed"]),
@@ -118,7 +126,7 @@ def test_forms(weights, form):
     x, values, _, scale, *zero = (x.aval for x in eqn.invars)
     assert (x.shape[-1], values.dtype) == (K, stored.dtype)
     assert values.shape == ((N, K) if eqn.params["spec"].transposed else (K, N))
-    groups = 1 if form in ("columns", "no scale") else K // GROUP
+    groups = 1 if form in ("columns", "no scale", "one scale", "one zero point") else K // GROUP
     assert all(y.shape == (groups, N) for y in (scale, *zero))
     assert len(zero) == ("zero" in form)
 
@@ -207,6 +215,11 @@ REFUSED = {
         x @ ((q.astype(jnp.int8) - jnp.full((1, N), 100, jnp.int8)).astype(x.dtype) * s)
     ),
     "float32 rows": lambda x, q, s: x.astype(jnp.float32) @ (q.astype(jnp.float32) * s),
+    "a weight of float32": lambda x, q, s: x @ (q.astype(jnp.float32) * s),
+    "a weight of float16": lambda x, q, s: x @ (q.astype(jnp.float16) * s.astype(jnp.float16)),
+    "a scale that may overflow": lambda x, q, s: (
+        x.astype(jnp.float16) @ (q.astype(jnp.float16) * s.astype(jnp.float16))
+    ),
     "a batch": lambda x, q, s: jnp.einsum("mk,kn->kmn", x, q.astype(x.dtype) * s),
 }
 

@@ -42,8 +42,8 @@ def count(f, *args):
     return str(jax.make_jaxpr(f)(*args)).count("tcgemm_unpacked[")
 
 
-def as_dot_general(a, w, *, transpose_b=False):
-    return dot_general(a, w, (((1,), (1 if transpose_b else 0,)), ((), ())))
+def as_dot_general(a, w, *, transpose_b=False, **options):
+    return dot_general(a, w, (((1,), (1 if transpose_b else 0,)), ((), ())), **options)
 
 
 def on_the_left(a, w, *, transpose_b=False):
@@ -141,10 +141,59 @@ def test_other_products_are_dequantized(rng, name):
 
 
 @pytest.mark.any_jax
-@pytest.mark.parametrize(("name", "value"), [("config", "xla"), ("precision", "BF16_BF16_F32_X3")])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("config", "xla"),
+        ("precision", "BF16_BF16_F32_X3"),
+        ("precision", jax.lax.DotAlgorithm(jnp.float32, jnp.float32, jnp.float32)),
+        ("preferred_element_type", jnp.float8_e4m3fn),
+    ],
+)
 def test_arguments_that_dequantize(rng, name, value):
     q, x = in_4_bits(rng), drawn(rng, M, K)
-    assert count(functools.partial(gemm, **{name: value}), x, q) == 0
+    for f in (gemm, as_dot_general):
+        if name != "config" or f is gemm:
+            assert count(functools.partial(f, **{name: value}), x, q) == 0
+
+
+@pytest.mark.any_jax
+def test_float64_results(rng):
+    q, x = in_4_bits(rng), drawn(rng, M, K)
+    with jax.enable_x64(True):
+        got = dot_general(x, q, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float64)
+    assert got.dtype == jnp.float64
+    np.testing.assert_allclose(got, wide(x) @ wide(q.dequantize(BF16)), rtol=1e-12, atol=1e-12)
+
+
+def test_strict_promotion_of_dtypes(rng):
+    q, x = in_4_bits(rng, scale="float32"), drawn(rng, M, K)
+    with jax.numpy_dtype_promotion("strict"):
+        check(q, x, gemm(x, q))
+
+
+@pytest.mark.any_jax
+def test_symbolic_and_empty_extents(rng):
+    (k,) = jax.export.symbolic_shape("64*k")
+    q, x = in_4_bits(rng, group=1), drawn(rng, M, K)
+    types = jax.tree.map(lambda y: jax.ShapeDtypeStruct((k, N), y.dtype), q)
+    rows = jax.ShapeDtypeStruct((M, k), x.dtype)
+    checks = jax_tcgemm.export_disabled_checks()
+    exported = jax.export.export(jax.jit(gemm), disabled_checks=checks)(rows, types)
+    check(q, x, exported.call(x, q))
+    empty = jax_tcgemm.Quantized(q.qvalue[:0], q.scale[:0])
+    np.testing.assert_array_equal(gemm(x[:, :0], empty), jnp.zeros((M, N)))
+
+
+@pytest.mark.any_jax
+@pytest.mark.parametrize("name", ["qvalue", "scale", "zero_point"])
+def test_explicitly_sharded_weights_are_dequantized(rng, name):
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+    q, x = in_4_bits(rng, has_zeros=True), drawn(rng, M, K)
+    with jax.set_mesh(mesh):
+        part = jax.device_put(getattr(q, name), NamedSharding(mesh, P(None, "x")))
+        divided = dataclasses.replace(q, **{name: part})
+        assert count(gemm, x, divided) == 0
 
 
 @pytest.mark.any_jax
@@ -185,6 +234,18 @@ def test_other_gpus_dequantize(rng, cuda_module, monkeypatch, said, is_strict):
     found = targets(cuda_module(new, drawn(rng, M, K), in_4_bits(rng)))
     assert found == [PACK, *[_extension.GEMM_TARGET] * is_strict]
     assert any("dequantized: no kernel on this GPU" in line for line in said)
+
+
+def test_strict_programs_have_kernels(rng, cuda_module, monkeypatch):
+    """The gradient, and a stack of weights, are multiplied after the dequantization."""
+    monkeypatch.setenv(fallback.SETTING, "1")
+    n = 224
+    q, x = in_4_bits(rng, n=n), drawn(rng, M, K)
+    loss = lambda x, q: gemm(x, q).astype(jnp.float32).sum()  # noqa: E731
+    assert targets(cuda_module(jax.grad(loss), x, q))[-1] == _extension.GEMM_TARGET
+    stack = jax.tree.map(lambda y: jnp.stack([y] * 2), q)
+    mapped = jax.vmap(gemm, (None, 0))
+    assert targets(cuda_module(mapped, x, stack))[-1] == _extension.GEMM_TARGET
 
 
 @pytest.mark.parametrize("axis", [0, 1])

@@ -95,7 +95,7 @@ def dot_general(
                 f"quantized operands are not taken beside out_sharding={out_sharding}, {kwargs}"
             )
         is_packed = any(isinstance(x, PackedWeight) for x in (lhs, rhs))
-        if is_packed or multiplied_weight(lhs, rhs, dimension_numbers, precision) is not None:
+        if is_packed or multiplied_weight(lhs, rhs, *options) is not None:
             return packed_dot_general(dot_general, lhs, rhs, *options)
         return quantized_dot_general(lhs, rhs, *options)
     by_lax = functools.partial(

@@ -87,7 +87,9 @@ def gated_gemm(
     x = arguments.matrix("x", x)
     if weight_only.is_weight(w_gate) or weight_only.is_weight(w_up):
         gate, up = (
-            weights.multiplied(w, x, precision, config, transposed=transpose_w)
+            weights.multiplied(
+                w, x, precision, preferred_element_type, config, transposed=transpose_w
+            )
             for w in (w_gate, w_up)
         )
         if gate is not None and (up is None) == (w_up is None):

@@ -175,7 +175,9 @@ def gemm(
     if weight_only.is_weight(b):
         weight_only.check_scales(asked)
         left = jnp.swapaxes(a, -1, -2) if transpose_a else a
-        weight = weights.multiplied(b, left, precision, config, transposed=transpose_b)
+        weight = weights.multiplied(
+            b, left, precision, preferred_element_type, config, transposed=transpose_b
+        )
         if weight is not None:
             return weight_only.packed_gemm(
                 *(left, weight),

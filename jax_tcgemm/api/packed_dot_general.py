@@ -73,7 +73,7 @@ def _packed_dot_general(
 ) -> jax.Array:
     is_left = weight_only.is_weight(lhs)
     w, x = (lhs, rhs) if is_left else (rhs, lhs)
-    weight = multiplied_weight(lhs, rhs, dims, precision)
+    weight = multiplied_weight(lhs, rhs, dims, precision, dtype)
     if weight is not None:
         return _product(x, weight, dims, is_left, dtype)
     name = "rhs" if is_left else "lhs"
@@ -83,7 +83,11 @@ def _packed_dot_general(
 
 
 def multiplied_weight(
-    lhs: Any, rhs: Any, dimension_numbers: Any, precision: Any
+    lhs: Any,
+    rhs: Any,
+    dimension_numbers: Any,
+    precision: Any,
+    preferred: DTypeLike | None,
 ) -> weights.Weight | None:
     """Returns the weight that a primitive multiplies; ``None`` if there is none.
 
@@ -92,6 +96,7 @@ def multiplied_weight(
         rhs: the same.
         dimension_numbers: as in ``packed_dot_general``.
         precision: as in ``gemm``.
+        preferred: dtype of the result; ``None`` means that of the array.
 
     Raises:
         TypeError: ``dimension_numbers`` does not fit.
@@ -112,7 +117,7 @@ def multiplied_weight(
     (k_dim,) = dims[0][1 - own]
     free = [extent for i, extent in enumerate(x.shape) if i != k_dim]
     rows = jax.ShapeDtypeStruct((*free, x.shape[k_dim]), x.dtype)
-    return weights.multiplied(w, rows, precision, transposed=contracted == (1,))
+    return weights.multiplied(w, rows, precision, preferred, transposed=contracted == (1,))
 
 
 def _shape(x: Any) -> Shape:

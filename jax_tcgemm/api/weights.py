@@ -24,6 +24,8 @@ _PRESETS = {
     lax.DotAlgorithmPreset.BF16_BF16_F32: jnp.bfloat16,
     lax.DotAlgorithmPreset.F16_F16_F32: jnp.float16,
 }
+# The types of results of weights that the program packs.
+_RESULTS = tuple(map(jnp.dtype, (jnp.bfloat16, jnp.float16, jnp.float32)))
 # Packed zero points are exact if they have 4 bits, like the values.
 _ZEROS = ("int4", "uint4")
 
@@ -74,7 +76,13 @@ Weight = PackedWeight | UnpackedWeight
 
 
 def multiplied(
-    w: Any, x: Any, precision: Any, config: str | None = None, *, transposed: bool = False
+    w: Any,
+    x: Any,
+    precision: Any,
+    preferred: DTypeLike | None = None,
+    config: str | None = None,
+    *,
+    transposed: bool = False,
 ) -> Weight | None:
     """Returns the weight that a primitive multiplies; ``None`` if the weight is dequantized.
 
@@ -82,17 +90,21 @@ def multiplied(
         w: the right operand.
         x: the left operand, or its type.
         precision: as in ``gemm``.
+        preferred: dtype of the result; ``None`` means that of ``x``.
         config: as in ``gemm``.
         transposed: whether ``w`` is ``(n, k)``.
     """
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return None
     precision = _compat.canonicalize_precision(precision)
-    if not isinstance(precision, tuple) and _PRESETS.get(precision) != x.dtype:
+    # Algorithms of JAX are named tuples.
+    if type(precision) is not tuple and _PRESETS.get(precision) != x.dtype:
         return None
     if isinstance(w, PackedWeight):
         return None if transposed else w
-    return _unpacked_weight(w, x, transposed=transposed) if config is None else None
+    if config is not None or jnp.dtype(x.dtype if preferred is None else preferred) not in _RESULTS:
+        return None
+    return _unpacked_weight(w, x, transposed=transposed)
 
 
 def _unpacked_weight(w: Any, x: Any, *, transposed: bool) -> UnpackedWeight | None:
@@ -105,9 +117,14 @@ def _unpacked_weight(w: Any, x: Any, *, transposed: bool) -> UnpackedWeight | No
         x: the left operand ``(..., k)``.
         transposed: see ``w``.
     """
-    if not is_quantized(w) or len(w.qvalue.shape) != 2 or why_unpackable(w) is not None:
+    if not is_quantized(w) or len(w.qvalue.shape) != 2:
         return None
-    if isinstance(w.qvalue, jax.Array) and _compat.is_sharded(w.qvalue):
+    parts = [y for y in (w.qvalue, w.scale, w.zero_point) if y is not None]
+    if not all(isinstance(n, int) and n > 0 for y in (x, *parts) for n in y.shape):
+        return None
+    if why_unpackable(w) is not None:
+        return None
+    if _compat.is_sharded(*(y for y in parts if isinstance(y, jax.Array))):
         return None  # it is dequantized where it is divided
     if w.zero_point is not None and w.zero_point.dtype.name not in _ZEROS:
         return None

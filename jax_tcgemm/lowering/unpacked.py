@@ -68,9 +68,9 @@ def reference(
 def _dequantized(
     dtype: np.dtype, values: jax.Array, scale: jax.Array, *zero: jax.Array, transposed: bool
 ) -> jax.Array:
-    """Returns the weight ``(k, n)``; the dtype of the scale and this one hold all values."""
+    """Returns the weight ``(k, n)``, computed in a dtype that holds all scales and rounded once."""
     q = lax.transpose(values, (1, 0)) if transposed else values
-    wide = jnp.promote_types(dtype, scale.dtype)
+    wide = dtype if scale.dtype == dtype else jnp.dtype(jnp.float32)
     w = q.astype(wide)
     for each in zero:
         w = w - packed_layout.along_k(each.astype(wide), q.shape[0])
@@ -183,7 +183,8 @@ def pack_cuda(values: jax.Array, *, spec: LayoutSpec) -> jax.Array:
         not all(isinstance(extent, int) for extent in values.shape)
         or k % TILE
         or columns % _VECTOR
-        or not 0 < max(count, tiles(rows)) <= _MOST_BLOCKS
+        or not 0 < count <= _MOST_BLOCKS
+        or not 0 < tiles(rows) <= _MOST_BLOCKS
         or _extension.PACK_TARGET not in _extension.BUILT_TARGETS
         or devices.not_built_for() is not None
     ):

@@ -77,8 +77,9 @@ def _packed_aval(values: Any, *, spec: LayoutSpec) -> Any:
 
 pack_p.def_abstract_eval(_packed_aval)
 unpacked_p.def_abstract_eval(_abstract_eval)
-registration.derive_linear(unpacked_p, lowering.reference, lambda spec: 1)
-registration.transpose_composition(unpacked_p, lowering.reference)
+_composed = functools.partial(lowering.dequantized, gemm.bind)
+registration.derive_linear(unpacked_p, _composed, lambda spec: 1)
+registration.transpose_composition(unpacked_p, _composed)
 
 
 def _batch(
@@ -88,7 +89,7 @@ def _batch(
     if all(d is None for d in dims):
         return [_product(operands, spec)], [None]
     if any(d is not None for d in dims[1:]):
-        composed = functools.partial(lowering.reference, spec=spec)
+        composed = functools.partial(_composed, spec=spec)
         return jax.vmap(composed, tuple(dims))(*operands), [0]
     size, axis = axis_data.size, axis_data.explicit_mesh_axis
     x = batching.bdim_at_front(operands[0], dims[0], size, axis)
@@ -112,6 +113,6 @@ registration.lower(
     unpacked_p,
     reference=lowering.reference,
     cuda=lowering.lower_cuda,
-    divided=functools.partial(lowering.dequantized, gemm.bind),
+    divided=_composed,
     is_product=False,
 )

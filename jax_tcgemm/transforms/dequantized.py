@@ -9,7 +9,6 @@ multiplies it.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -48,13 +47,6 @@ class Weight:
     values: Spread
     scale: Spread | None
     zero: Spread | None
-
-    @property
-    def group(self) -> int:
-        """The number of consecutive k that share a scale and a zero point."""
-        found = [x.axes[self.k_axis] for x in (self.scale, self.zero) if x is not None]
-        blocks = [math.prod(n for n, stride in factors if stride) for factors in found]
-        return self.values.shape[self.k_axis] // math.lcm(1, *blocks)
 
     @property
     def reason(self) -> str:
@@ -194,7 +186,10 @@ class _Search:
 def _keeps(source: np.dtype, target: np.dtype) -> bool:
     """Checks if a conversion keeps all numbers, up to the rounding of floating-point numbers."""
     if jnp.issubdtype(target, jnp.floating):
-        return target.itemsize > 1
+        is_wider = not jnp.issubdtype(source, jnp.floating) or (
+            jnp.finfo(source).maxexp <= jnp.finfo(target).maxexp
+        )
+        return target.itemsize > 1 and is_wider
     if not all(jnp.issubdtype(x, jnp.integer) for x in (source, target)):
         return False
     own, other = jnp.iinfo(source), jnp.iinfo(target)
@@ -248,7 +243,8 @@ def _is_packed(product: Node, weight: Weight, inputs: Sequence[Atom]) -> bool:
     operands: list[Any] = types[:2]
     operands[weight.side] = jax.eval_shape(lambda *values: weight.quantized(values), *types)
     dims, precision = (product.params[name] for name in ("dimension_numbers", "precision"))
-    return multiplied_weight(operands[0], operands[1], dims, precision) is not None
+    dtype = product.outputs[0].dtype
+    return multiplied_weight(operands[0], operands[1], dims, precision, dtype) is not None
 
 
 def weight_of(
@@ -274,7 +270,9 @@ def weight_of(
     if not is_matrix or operand not in makers or not is_on_device(item) or is_typed(item):
         return None
     shapes = (*operand.aval.shape, *x.aval.shape)
-    if x.aval.dtype not in HALF_TYPES or not all(isinstance(n, int) and n > 0 for n in shapes):
+    if x.aval.dtype not in HALF_TYPES or operand.aval.dtype != x.aval.dtype:
+        return None
+    if not all(isinstance(n, int) and n > 0 for n in shapes):
         return None
     chain = _Search(makers, item.context).chain(operand)
     if chain is None or not all(spread.is_in_blocks for _, spread in chain.parts):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 from jax_tcgemm.transforms.graph import Atom, Item, Node, Value
 from jax_tcgemm.transforms.matrix_form import MatrixForm, RaggedForm
@@ -56,3 +58,27 @@ class Fused(Item):
             inputs, outputs = tuple(map(own, node.inputs)), tuple(map(own, node.outputs))
             nodes.append(dataclasses.replace(node, inputs=inputs, outputs=outputs))
         return nodes
+
+
+class _Equation:
+    """An equation in the form that ``identity`` reads, with values instead of variables."""
+
+    def __init__(self, invars: Sequence[Atom], outvars: Sequence[Atom], eqn: Any):
+        self.invars, self.outvars = invars, outvars
+        self.primitive, self.params, self.ctx = eqn.primitive, eqn.params, eqn.ctx
+
+
+class _Jaxpr:
+    """A jaxpr in the form that ``identity`` reads."""
+
+    constvars = consts = ()
+
+    def __init__(self, invars: Sequence[Atom], eqns: Sequence[_Equation], outvars: Sequence[Atom]):
+        self.invars, self.eqns, self.outvars = invars, eqns, outvars
+
+
+def as_jaxpr(item: Node | Fused) -> Any:
+    """Returns an item in the form that ``identity`` reads."""
+    nodes = (*item.products, *item.nodes) if isinstance(item, Fused) else (item,)
+    eqns = [_Equation(node.inputs, node.outputs, node.eqn) for node in nodes]
+    return _Jaxpr(item.inputs, eqns, item.outputs)

@@ -22,16 +22,25 @@ from jax_tcgemm.transforms.graph import Node
 from jax_tcgemm.transforms.kernel_calls import traced_call
 
 # Operations that move elements; those before the packing of a weight are moved with it.
-_MOVES = frozenset({"reshape", "squeeze", "expand_dims", "transpose"})
+_MOVES = frozenset({"reshape", "squeeze", "expand_dims", "transpose"}) | jaxprs.VARYING
 # Packed copies stay in memory while a loop runs. A loop that would have more bytes of them packs
 # its weights in each turn. GPUs with these kernels have at least ten times as much memory.
 _MOST_BYTES = 8 << 30
 _OPTIONS = ("length", "reverse", "unroll", "_split_transpose")
 
 
+class TooLargeError(Exception):
+    """The weights that a loop would pack before its first turn would fill the memory."""
+
+
 def kept_arguments(eqn: Any) -> tuple[bool, ...]:
-    """Returns which arguments of the body of a ``scan`` or ``while`` are the same in each turn."""
+    """Returns which arguments of the body of a ``scan`` or ``while`` are the same in each turn.
+
+    None are if the loop cannot be written anew.
+    """
     body, consts, carries = _parts(eqn)
+    if not _is_plain(eqn, body):
+        return (False,) * len(body.invars)
     carried = body.invars[consts : consts + carries]
     unchanged = [var is result for var, result in zip(carried, body.outvars, strict=False)]
     slices = len(body.invars) - consts - carries
@@ -48,8 +57,18 @@ def _parts(eqn: Any) -> tuple[Any, int, int]:
     return jaxprs.jaxpr_of(eqn.params["jaxpr"]), is_sliced.count(False) - carries, carries
 
 
+def _is_plain(eqn: Any, body: Any) -> bool:
+    """Checks if ``lax.scan`` or ``lax.while_loop`` makes the loop again."""
+    if jaxprs.has_input_effects(body):
+        return False
+    if eqn.primitive.name == "scan":
+        return isinstance(eqn.params["length"], int)
+    (condition,) = jaxprs.jaxpr_of(eqn.params["cond_jaxpr"]).outvars
+    return condition.aval.shape == ()  # ``vmap`` makes others
+
+
 def with_weights_packed_before(node: Node, eqn: Any, is_kept: Sequence[bool]) -> Any:
-    """Returns a closed jaxpr that packs weights and then runs a loop; ``None`` if there are none.
+    """Returns a closed jaxpr that packs weights and then runs a loop; ``None`` if there is none.
 
     A weight is packed before the loop if each turn has the same one. A weight that ``scan`` slices
     is packed together with the others of its stack if a loop around this one passes that in each
@@ -59,19 +78,24 @@ def with_weights_packed_before(node: Node, eqn: Any, is_kept: Sequence[bool]) ->
         node: an operation that runs others.
         eqn: the same, with rewritten jaxprs.
         is_kept: for each input, whether a loop around the operation passes it in each turn.
+
+    Raises:
+        TooLargeError: the packed weights would fill the memory.
     """
     if node.name not in ("scan", "while"):
         return None
     body, consts, carries = _parts(eqn)
-    if jaxprs.has_input_effects(body):
+    if not _is_plain(eqn, body):
         return None
     arguments = list(is_kept[len(node.inputs) - len(body.invars) :])
     is_slice = [i >= consts + carries for i in range(len(arguments))]
     of_stacks = [each and kept for each, kept in zip(is_slice, arguments, strict=True)]
     once, each = _Packing.of(body, kept_arguments(eqn)), _Packing.of(body, of_stacks)
     size = once.bytes + each.bytes * eqn.params.get("length", 1)
-    if not 0 < size <= _MOST_BYTES:
+    if size == 0:
         return None
+    if size > _MOST_BYTES:
+        raise TooLargeError
     log(f"fuse: {len(once.results) + len(each.results)} weights are packed before a {node.name}")
     results = [*once.results, *each.results]
     rest = [x for x in body.eqns if not any(var in results for var in x.outvars)]

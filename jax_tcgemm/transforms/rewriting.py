@@ -9,9 +9,10 @@ from jax.extend import core
 
 from jax_tcgemm._compat import jaxprs
 from jax_tcgemm.epilogue import identity
+from jax_tcgemm.primitives.unpacked import pack_p
 from jax_tcgemm.problem.log import log
 from jax_tcgemm.transforms import kernel_calls, loops
-from jax_tcgemm.transforms.fused import Fused
+from jax_tcgemm.transforms.fused import Fused, as_jaxpr
 from jax_tcgemm.transforms.graph import Atom, Graph, Node, Value, graph_of, inner_nodes
 from jax_tcgemm.transforms.neighbours import with_views
 from jax_tcgemm.transforms.products import is_on_device
@@ -20,7 +21,11 @@ from jax_tcgemm.transforms.report import Decision
 from jax_tcgemm.transforms.scattered_rows import rows_as_sums
 
 _PRODUCTS = frozenset({"dot_general", "ragged_dot_general"})
+# Jaxprs with these are rewritten.
+_FOLLOWED = _PRODUCTS | {pack_p.name}
 # Operations that run other operations; the rewriting also covers the latter.
+# The parameters of loops that hold their bodies.
+_BODIES = {"scan": "jaxpr", "while": "body_jaxpr"}
 _LOOKED_INTO = jaxprs.OTHER_CALLS | {"scan", "while", "cond", "shard_map"}
 
 
@@ -71,7 +76,7 @@ class Rewriting:
         known = self._has_products.get(id(jaxpr))
         if known is None:
             found = any(
-                eqn.primitive.name in _PRODUCTS
+                eqn.primitive.name in _FOLLOWED
                 or (eqn.primitive.name in _LOOKED_INTO and self.has_products(eqn))
                 for eqn in jaxpr.eqns
             )
@@ -80,24 +85,26 @@ class Rewriting:
         return known[1]
 
     def parameters(
-        self, node: Node, sliced: Collection[Value], kept: Collection[Value]
+        self, node: Node, sliced: Collection[Value], *, may_pack: bool
     ) -> dict[str, Any]:
         """Returns the parameters of an operation, with the jaxprs among them rewritten.
 
         Args:
             node: the operation.
             sliced: as for ``Graph``.
-            kept: values that a loop around the operation passes in each turn.
+            may_pack: whether ``loops`` may pack weights before the operation, if it is a loop.
         """
         passed: tuple[tuple[bool, ...], ...] = (), (), ()
         if node.name == "scan":
-            passed = *jaxprs.scan_parts(node.eqn), loops.kept_arguments(node.eqn)
-        elif node.name == "while":
-            passed = (), (), loops.kept_arguments(node.eqn)
-        elif node.name != "cond":  # for it, XLA copies a slice in any case
-            found = [[isinstance(x, Value) and x in y for x in node.inputs] for y in (sliced, kept)]
-            passed = (), *map(tuple, found)
-        return {key: self._parameter(value, passed) for key, value in node.params.items()}
+            passed = *jaxprs.scan_parts(node.eqn), ()
+        elif node.name not in ("cond", "while"):  # for these, XLA copies a slice in any case
+            passed = (), tuple([isinstance(x, Value) and x in sliced for x in node.inputs]), ()
+        is_loop = may_pack and node.name in _BODIES
+        of_body = *passed[:2], loops.kept_arguments(node.eqn) if is_loop else ()
+        return {
+            key: self._parameter(value, of_body if key == _BODIES.get(node.name) else passed)
+            for key, value in node.params.items()
+        }
 
     def _parameter(self, value: Any, passed: tuple[tuple[bool, ...], ...]) -> Any:
         """Rewrites a parameter; ``passed`` has the last arguments of ``rewritten``."""
@@ -126,10 +133,8 @@ class Rewriting:
         Returns:
             The jaxpr. If no kernel supports the epilogue, a string that says why.
         """
-        nodes = (*item.products, *item.nodes) if isinstance(item, Fused) else (item,)
-        eqns = [_Equation(node.inputs, node.outputs, node.eqn) for node in nodes]
         own = (item.is_sequence_last, item.stored) if isinstance(item, Node) else ()
-        key = self._digests.of(_Equations(item.inputs, eqns, item.outputs)), own
+        key = self._digests.of(as_jaxpr(item)), own
         if key not in self._calls:
             try:
                 self._calls[key] = kernel_calls.traced(item)
@@ -148,23 +153,6 @@ def _type(aval: Any) -> str:
     return f"{aval.dtype}[{','.join(map(str, aval.shape))}]"
 
 
-class _Equation:
-    """An equation in the form that ``identity`` reads, with values instead of variables."""
-
-    def __init__(self, invars: Sequence[Atom], outvars: Sequence[Atom], eqn: Any):
-        self.invars, self.outvars = invars, outvars
-        self.primitive, self.params, self.ctx = eqn.primitive, eqn.params, eqn.ctx
-
-
-class _Equations:
-    """A jaxpr in the form that ``identity`` reads."""
-
-    constvars = consts = ()
-
-    def __init__(self, invars: Sequence[Atom], eqns: Sequence[_Equation], outvars: Sequence[Atom]):
-        self.invars, self.eqns, self.outvars = invars, eqns, outvars
-
-
 class _Emission:
     """Converts a graph to the equations of a jaxpr."""
 
@@ -173,6 +161,7 @@ class _Emission:
         self.atoms: dict[Value, Any] = {}
         self.eqns: list[Any] = []
         self.constants = dict(graph.constants)
+        self.packed: dict[tuple[Any, Any], Any] = {}
 
     def jaxpr(self, old: Any) -> tuple[Any, list[Any]]:
         """Returns the graph as a jaxpr with the arguments of ``old``, and its constants."""
@@ -273,14 +262,27 @@ class _Emission:
         if node.name == "shard_map":
             self.inline(_by_shards(self.rewriting, node), node, node)
         else:
-            params = self.rewriting.parameters(node, self.graph.sliced, self.kept)
+            self.outside(node)
+
+    def outside(self, node: Node) -> None:
+        """Adds an operation that runs others; packs weights before it if it is a loop."""
+        is_kept = [isinstance(x, Value) and x in self.kept for x in node.inputs]
+        count = len(self.rewriting.decisions)
+        run = eqn = None
+        for may_pack in (True, False):
+            del self.rewriting.decisions[count:]
+            params = self.rewriting.parameters(node, self.graph.sliced, may_pack=may_pack)
             eqn = node.eqn.replace(params=params)
-            is_kept = [isinstance(x, Value) and x in self.kept for x in node.inputs]
-            run = loops.with_weights_packed_before(node, eqn, is_kept)
-            if run is None:
-                self.keep(node, eqn)
-            else:
-                self.inline(run, node, node)
+            try:
+                own = is_kept if may_pack else [False] * len(is_kept)
+                run = loops.with_weights_packed_before(node, eqn, own)
+                break
+            except loops.TooLargeError:
+                log(f"fuse: the weights of a {node.name} are packed in each turn: they are large")
+        if run is None:
+            self.keep(node, eqn)
+        else:
+            self.inline(run, node, node)
 
     def keep(self, node: Node, eqn: Any = None) -> None:
         """Adds an equation unchanged, apart from its variables and name stack."""
@@ -315,6 +317,13 @@ class _Emission:
                 self.atoms[value] = env[var]
         source = jaxprs.with_scope(origin.eqn.source_info, origin.scope)
         for eqn in jaxpr.eqns:
+            if eqn.primitive is pack_p:
+                (values,), (result,) = eqn.invars, eqn.outvars
+                key = env.get(values, values), eqn.params["spec"]
+                if key in self.packed:
+                    env[result] = self.packed[key]
+                    continue
+                env[result] = self.packed[key] = jaxprs.new_var(result.aval)
             env.update((x, jaxprs.new_var(x.aval)) for x in eqn.outvars if x not in env)
             inner = jaxprs.with_scope(eqn.source_info, source.name_stack)
             self.eqns.append(

@@ -79,8 +79,8 @@ class Spread:
         return Spread(tuple(axes)).broadcast(shape)
 
     def broadcast(self, shape: Sequence[int]) -> Spread:
-        """Returns the spread over ``shape``, which repeats axes of extent 1."""
-        pairs = zip(self.axes, shape, strict=True)
+        """Returns the spread over ``shape``, which repeats axes of extent 1, and scalars."""
+        pairs = zip(self.axes or ((),) * len(shape), shape, strict=True)
         return Spread(tuple([own or (((n, 0),) if n != 1 else ()) for own, n in pairs]))
 
     @property
