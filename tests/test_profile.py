@@ -47,6 +47,8 @@ ENTRY %main.9 (x: bf16[64,32], w: bf16[32,16]) -> f32[] {
   %gemm.1 = s8[8] custom-call(%x), custom_call_target="jax_tcgemm_gemm_v1", metadata={op_name="a"}
   %ffi_call.2 = bf16[64,16]{1,0} custom-call(%x), custom_call_target="jax_tcgemm_compiled_gemm_v4"
   %ffi_call.3 = bf16[16,64]{1,0} custom-call(%x), custom_call_target="jax_tcgemm_transpose_v1"
+  %pack.4 = u8[1,1,128,16]{3,2,1,0} custom-call(%x), custom_call_target="jax_tcgemm_pack_v1"
+  %packed.5 = bf16[64,16]{1,0} custom-call(%x), custom_call_target="jax_tcgemm_packed_v1"
   %theirs = f32[2]{0} custom-call(%x), custom_call_target="TopK"
   %conv = (bf16[8,8]{1,0}, u8[0]{0}) custom-call(%x, %w), custom_call_target="__cudnn$convForward"
   %input_reduce_fusion = (f32[64]{0}, f32[]) fusion(%a), kind=kInput, calls=%body.2
@@ -65,6 +67,8 @@ KINDS = {
     "gemm.1": "products, ours",
     "ffi_call.2": "products with functions, ours",
     "ffi_call.3": "copies and transposes",
+    "pack.4": "copies and transposes",
+    "packed.5": "products, ours",
     "theirs": "other calls",
     "conv": "convolutions, XLA's",
     "input_reduce_fusion": "reductions",

@@ -78,28 +78,19 @@ def _dequantized(
 
 
 def dequantized(
-    multiply: Callable[..., list[jax.Array]],
-    x: jax.Array,
-    values: jax.Array,
-    packed: jax.Array,
-    scale: jax.Array,
-    *zero: jax.Array,
-    spec: UnpackedSpec,
+    multiply: Callable[..., list[jax.Array]], *operands: jax.Array, spec: UnpackedSpec
 ) -> list[jax.Array]:
-    """Does the same as ``reference``, which is faster, but not by XLA if a fallback is an error.
+    """Does the same as ``reference``, but not by XLA, which is faster, if a fallback is an error.
 
     Args:
-        multiply: a product of ``Operands`` described by a ``GemmSpec``.
-        x: as in ``reference``, and so are the others.
-        values: see ``x``.
-        packed: see ``x``.
-        scale: see ``x``.
-        *zero: see ``x``.
-        spec: see ``x``.
+        multiply: computes a product from ``Operands`` and a ``GemmSpec``.
+        *operands: the arguments of ``reference``.
+        spec: the primitive's parameters.
     """
     if not fallback.is_strict(None):
-        return reference(x, values, packed, scale, *zero, spec=spec)
-    w = _dequantized(x.dtype, values, scale, *zero, transposed=spec.transposed)
+        return reference(*operands, spec=spec)
+    x, values, _, *parts = operands
+    w = _dequantized(x.dtype, values, *parts, transposed=spec.transposed)
     axes = Operands(tuple(range(x.ndim)), (*(None,) * (x.ndim - 2), 0, 1))
     precision = _compat.canonicalize_precision(None)
     return list(multiply(Operands(x, w), GemmSpec(axes, spec.out_dtype, precision)))

@@ -40,6 +40,7 @@ _MOVING = {
 _KINDS_OF_CALLS = {
     "jax_tcgemm_compiled": "products with functions, ours",
     "jax_tcgemm_transpose": "copies and transposes",
+    "jax_tcgemm_pack_v": "copies and transposes",
     "jax_tcgemm": "products, ours",
     "__cublas": "products, XLA's",
     "__cudnn$fmha": "attention, XLA's",

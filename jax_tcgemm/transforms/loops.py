@@ -96,8 +96,8 @@ def with_weights_packed_before(node: Node, eqn: Any, is_kept: Sequence[bool]) ->
         return None
     if size > _MOST_BYTES:
         raise TooLargeError
-    log(f"fuse: {len(once.results) + len(each.results)} weights are packed before a {node.name}")
     results = [*once.results, *each.results]
+    log(f"fuse: packed before a {node.name}: {len(results)} of its weights")
     rest = [x for x in body.eqns if not any(var in results for var in x.outvars)]
     invars = [*results, *body.invars]
     loop = _Loop(eqn, body.replace(eqns=rest, invars=invars), consts, carries, once, each)

@@ -23,9 +23,9 @@ from jax_tcgemm.transforms.scattered_rows import rows_as_sums
 _PRODUCTS = frozenset({"dot_general", "ragged_dot_general"})
 # Jaxprs with these are rewritten.
 _FOLLOWED = _PRODUCTS | {pack_p.name}
-# Operations that run other operations; the rewriting also covers the latter.
 # The parameters of loops that hold their bodies.
 _BODIES = {"scan": "jaxpr", "while": "body_jaxpr"}
+# Operations that run other operations; the rewriting also covers the latter.
 _LOOKED_INTO = jaxprs.OTHER_CALLS | {"scan", "while", "cond", "shard_map"}
 
 
