@@ -7,11 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.interpreters import mlir
 from jax.sharding import PartitionSpec as P
 
 from jax_tcgemm import fuse, gemm, quantize
 from jax_tcgemm._compat import jaxprs
-from jax_tcgemm.lowering import unpacked
+from jax_tcgemm.lowering import packed as packed_lowering
+from jax_tcgemm.lowering import packed_layout, unpacked
+from jax_tcgemm.primitives import unpacked as primitive
 from jax_tcgemm.transforms import loops
 
 K, LAYERS, TURNS = 128, 3, 4
@@ -163,6 +166,30 @@ def test_loops(args, name):
     f, expected = LOOPS[name]
     assert packing(jax.make_jaxpr(fuse(f))(*args).jaxpr) == expected
     assert_equal(jax.jit(fuse(f))(*args), jax.jit(f)(*args))
+
+
+@pytest.fixture
+def by_packed_values():
+    """Multiplies by the packed values on CPUs, too, which otherwise read the stored ones."""
+
+    def product(x, values, packed, scale, *zero, spec):
+        own = spec.packed(values, scale, zero)
+        strips = packed_layout.pack_scales(scale, zero[0] if zero else None, own.qtype)
+        return packed_lowering.reference(x, packed, strips, spec=own)
+
+    rules = mlir._platform_specific_lowerings["cpu"]
+    mlir.register_lowering(primitive.unpacked_p, mlir.lower_fun(product), platform="cpu")
+    jax.clear_caches()
+    yield
+    del rules[primitive.unpacked_p]
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_each_turn_has_its_packed_weights(args, name, by_packed_values):
+    f, _ = LOOPS[name]
+    x, q, stack = args
+    assert_equal(jax.jit(fuse(f))(x, q, stack), jax.jit(f)(x, q, stack))
 
 
 @pytest.mark.parametrize("name", ["scan", "layers in a scan", "reversed"])
