@@ -242,7 +242,7 @@ def measured(
     caches = new_caches()
     run = functools.partial(decode, sizes=sizes, products=products)
     if products == "fuse":
-        run = jax_tcgemm.fuse(run)  # the only line of this decoder that names this package
+        run = jax_tcgemm.fuse(run)  # its products are written in jnp alone
     compiled = jax.jit(run, donate_argnums=2).lower(weights, tokens, caches).compile()
     memory = 0
     if (stats := compiled.memory_analysis()) is not None:

@@ -139,7 +139,7 @@ def _packed_formula(x, w, bias):
 
 
 def _packed_by_the_program(x, w, bias):
-    with mock.patch.object(unpacked, "_LEAST_VALUES", 1):
+    with mock.patch.object(unpacked, "LEAST_VALUES", 1):
         return _packed(x, w, bias)
 
 

@@ -237,7 +237,7 @@ TINY_DECODER += ["--group", "32", "--reps", "1"]
 
 @pytest.mark.any_jax
 def test_quantized_decode(capsys, monkeypatch):
-    monkeypatch.setattr(unpacked, "_LEAST_VALUES", 1)
+    monkeypatch.setattr(unpacked, "LEAST_VALUES", 1)
     load("quantized_decode").main(TINY_DECODER)
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert [line[0] for line in lines[2:-1]] == ["XLA", "bf16", "int8", "int4", "int4"]

@@ -14,6 +14,7 @@ from fusions import operations
 from jax_tcgemm import fuse, gemm, pack, quantize
 from jax_tcgemm._compat import jaxprs
 from jax_tcgemm.lowering import unpacked
+from jax_tcgemm.transforms import dequantized
 from jax_tcgemm.transforms.graph import graph_of, inner_nodes
 from jax_tcgemm.transforms.spread import Spread
 
@@ -22,7 +23,7 @@ M, K, N, GROUP = 8, 192, 64, 32
 
 @pytest.fixture(autouse=True)
 def small_weights_are_packed(monkeypatch):
-    monkeypatch.setattr(unpacked, "_LEAST_VALUES", 1)
+    monkeypatch.setattr(unpacked, "LEAST_VALUES", 1)
 
 
 @pytest.fixture
@@ -133,11 +134,11 @@ def test_forms(weights, form):
 
 @pytest.mark.any_jax
 def test_small_weights_are_left_to_xla(weights, monkeypatch):
-    monkeypatch.setattr(unpacked, "_LEAST_VALUES", K * N + 1)
+    monkeypatch.setattr(unpacked, "LEAST_VALUES", K * N + 1)
     f, args = FORMS["groups"](weights["x"], weights)
     (decision,) = fuse(f).report(*args)
     assert decision.way == "XLA"
-    assert "XLA writes the int4 weight" in decision.reason
+    assert "few rows" in decision.reason
 
 
 @pytest.mark.any_jax
@@ -146,8 +147,55 @@ def test_many_rows_are_dequantized(weights, rows):
     f, (_, *stored) = FORMS["groups"](weights["x"], weights)
     args = (jnp.ones((rows, K), jnp.bfloat16), *stored)
     assert len(packed(f, *args)) == (rows == 256)
-    (decision,) = fuse(f).report(*args)
-    assert decision.way == ("kernel" if rows == 256 else "XLA")
+
+
+def by_columns(x, q, s):
+    """The values and scales are stored as ``(n, k)``."""
+    return x @ (q.astype(x.dtype) * jnp.repeat(s, GROUP, 1).astype(x.dtype)).T
+
+
+@pytest.mark.any_jax
+def test_which_many_rows_xla_multiplies(normal, monkeypatch):
+    """Those by a large weight ``(k, n)``, with fewer numbers on the left and no epilogue."""
+    k, n = 1024, 2048
+    monkeypatch.setattr(dequantized, "LEAST_VALUES", k * n)
+    q = quantize(normal(k, n), jnp.int4, tile=(GROUP, 1))
+    x = normal(512, k, dtype=jnp.bfloat16)
+
+    def by_rows(x, q, s):
+        w = q.reshape(-1, GROUP, n).astype(x.dtype) * s[:, None, :].astype(x.dtype)
+        return x @ w.reshape(k, n)
+
+    def decision(f, x, *stored):
+        (found,) = fuse(f).report(x, *stored)
+        return found
+
+    rows, columns = (q.qvalue, q.scale), (q.qvalue.T, q.scale.T)
+    found = decision(by_rows, x, *rows)
+    assert found.way == "XLA"
+    assert "XLA dequantizes the int4 weight" in found.reason
+    activated = lambda *args: jax.nn.gelu(by_rows(*args))  # noqa: E731
+    assert decision(activated, x, *rows).way == "kernel with epilogue"
+    assert decision(by_columns, x, *columns).way == "kernel"
+    assert decision(by_rows, jnp.ones((n + 1, k), x.dtype), *rows).way == "kernel"
+    monkeypatch.setattr(dequantized, "LEAST_VALUES", k * n + 1)
+    assert decision(by_rows, x, *rows).way == "kernel"
+
+
+def test_a_weight_that_is_transposed_first(weights):
+    """The pass reads the stored order, so that no 4-bit values are transposed."""
+    q = weights["signed"]
+
+    def f(x, q, s):
+        return x @ (q.T.astype(x.dtype) * jnp.repeat(s.T, GROUP, 0).astype(x.dtype))
+
+    args = weights["x"], q.qvalue.T, q.scale.T
+    (eqn,) = packed(f, *args)
+    assert eqn.params["spec"].transposed
+    assert eqn.invars[1].aval.shape == (N, K)
+    types = [x.aval for each in jax.make_jaxpr(fuse(f))(*args).jaxpr.eqns for x in each.outvars]
+    assert not any(x.dtype == jnp.int4 and x.shape == (K, N) for x in types)
+    assert_close(fuse(f)(*args), f(*args))
 
 
 @pytest.mark.any_jax

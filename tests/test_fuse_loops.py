@@ -17,13 +17,13 @@ from jax_tcgemm.lowering import packed_layout, unpacked
 from jax_tcgemm.primitives import unpacked as primitive
 from jax_tcgemm.transforms import loops
 
-K, LAYERS, TURNS = 128, 3, 4
+K, LAYERS, TURNS = 128, 3, 3
 ONE, STACK = (2, 2, 128, 16), (LAYERS, 2, 2, 128, 16)
 
 
 @pytest.fixture(autouse=True)
 def small_weights_are_packed(monkeypatch):
-    monkeypatch.setattr(unpacked, "_LEAST_VALUES", 1)
+    monkeypatch.setattr(unpacked, "LEAST_VALUES", 1)
 
 
 @pytest.fixture
@@ -49,6 +49,17 @@ def repeated(body, x):
 
 def turns(body, *state):
     return lax.while_loop(lambda s: s[0] < TURNS, lambda s: (s[0] + 1, *body(*s[1:])), (0, *state))
+
+
+def permuted_twice(x, q, stack):
+    """Two products with a weight whose rows move before it is packed."""
+    scale = (jnp.max(q.scale, 0, keepdims=True) / 4).astype(x.dtype)
+
+    def weight():
+        values = q.qvalue.reshape(64, 2, K).transpose(1, 0, 2).reshape(K, K)
+        return values.astype(x.dtype) * scale
+
+    return repeated(lambda x: jnp.tanh(x @ weight() + jnp.sin(x) @ weight()), x)
 
 
 # The loop around each operation that packs, 0 outside of all loops, and what it packs.
@@ -121,6 +132,7 @@ LOOPS = {
         lambda x, q, stack: repeated(lambda x: layer(x, q) + layer(jnp.sin(x), q), x),
         [(0, ONE)],
     ),
+    "one permuted weight twice": (permuted_twice, [(0, ONE)]),
     "no layers": (
         lambda x, q, stack: repeated(lambda x: layers(x, jax.tree.map(lambda y: y[:0], stack)), x),
         [(2, ONE)],
@@ -154,18 +166,21 @@ def packing(jaxpr, depth=0):
     return sorted(found)
 
 
-def assert_equal(found, expected):
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        assert x.dtype == y.dtype
-        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
-        assert np.linalg.norm(x - y) <= 2**-5 * np.linalg.norm(y) + 2**-5
+def assert_right(found, f, x, *others):
+    """Checks that the error against float32 is at most twice that of the function itself."""
+    theirs, exact = (jax.jit(f)(y, *others) for y in (x, x.astype(jnp.float32)))
+    for ours, other, wanted in zip(*map(jax.tree.leaves, (found, theirs, exact)), strict=True):
+        assert ours.dtype == other.dtype
+        ours, other, wanted = (np.asarray(y, np.float64) for y in (ours, other, wanted))
+        allowed = 2 * np.linalg.norm(other - wanted) + 2**-7 * np.linalg.norm(wanted)
+        assert np.linalg.norm(ours - wanted) <= allowed
 
 
 @pytest.mark.parametrize("name", LOOPS)
 def test_loops(args, name):
     f, expected = LOOPS[name]
     assert packing(jax.make_jaxpr(fuse(f))(*args).jaxpr) == expected
-    assert_equal(jax.jit(fuse(f))(*args), jax.jit(f)(*args))
+    assert_right(jax.jit(fuse(f))(*args), f, *args)
 
 
 @pytest.fixture
@@ -188,8 +203,7 @@ def by_packed_values():
 @pytest.mark.parametrize("name", LOOPS)
 def test_each_turn_has_its_packed_weights(args, name, by_packed_values):
     f, _ = LOOPS[name]
-    x, q, stack = args
-    assert_equal(jax.jit(fuse(f))(x, q, stack), jax.jit(f)(x, q, stack))
+    assert_right(jax.jit(fuse(f))(*args), f, *args)
 
 
 @pytest.mark.parametrize("name", ["scan", "layers in a scan", "reversed"])
@@ -223,7 +237,7 @@ def test_a_batch_of_rows(args):
     batch = jnp.stack([x, 2 * x])
     mapped = [jax.vmap(g, (0, None, None)) for g in (fuse(f), f)]
     assert packing(jax.make_jaxpr(mapped[0])(batch, *weights).jaxpr) == expected
-    assert_equal(*(jax.jit(g)(batch, *weights) for g in mapped))
+    assert_right(jax.jit(mapped[0])(batch, *weights), mapped[1], batch, *weights)
 
 
 def test_a_loop_within_shard_map(args):
@@ -237,7 +251,7 @@ def test_a_loop_within_shard_map(args):
 
     g = jax.shard_map(divided, mesh=mesh, **specs)
     assert packing(jax.make_jaxpr(fuse(g))(*args).jaxpr) == expected
-    assert_equal(jax.jit(fuse(g))(*args), jax.jit(g)(*args))
+    assert_right(jax.jit(fuse(g))(*args), g, *args)
 
 
 @pytest.mark.any_jax
@@ -250,13 +264,28 @@ def test_copies_that_would_fill_the_memory(args, monkeypatch):
 
 
 @pytest.mark.any_jax
+def test_copies_take_a_share_of_the_memory(args, monkeypatch):
+    class Gpu:
+        def memory_stats(self):
+            return {"bytes_limit": 8 * K * K // 2}
+
+    f, expected = LOOPS["scan"]
+    monkeypatch.setattr(loops._compat, "initialized_cuda_devices", lambda: [Gpu()])
+    assert loops._most_bytes() == K * K // 2
+    with jax.default_device(jax.devices("cpu")[0]):
+        assert packing(jax.make_jaxpr(fuse(f))(*args).jaxpr) == expected
+        monkeypatch.setattr(loops, "_MOST_SHARE", 9)
+        assert packing(jax.make_jaxpr(fuse(f))(*args).jaxpr) == [(1, ONE)]
+
+
+@pytest.mark.any_jax
 def test_a_budget_that_lacks_room_for_all_layers(args, monkeypatch):
     """Weights outside the stack are packed before the loop if they alone have room."""
     f, _ = LOOPS["both"]
     monkeypatch.setattr(loops, "_MOST_BYTES", K * K // 2)
     assert packing(jax.make_jaxpr(fuse(f))(*args).jaxpr) == [(0, ONE), (2, ONE)]
     assert [x.way for x in fuse(f).report(*args)] == ["kernel"] * 2
-    assert_equal(jax.jit(fuse(f))(*args), jax.jit(f)(*args))
+    assert_right(jax.jit(fuse(f))(*args), f, *args)
 
 
 @pytest.mark.any_jax
@@ -270,13 +299,12 @@ def test_a_batch_of_conditions(args):
 
     mapped = jax.vmap(f, (0, None, None))
     limits = jnp.arange(3)
-    assert_equal(jax.jit(fuse(mapped))(limits, x, q), jax.jit(mapped)(limits, x, q))
+    run = lambda g: lambda x: g(limits, x, q)  # noqa: E731
+    assert_right(jax.jit(run(fuse(mapped)))(x), run(mapped), x)
 
 
 @pytest.mark.any_jax
 def test_a_mutable_array_in_a_loop(args):
-    x, q, stack = args
-
     def f(x, q, stack):
         total = jax.new_ref(jnp.zeros((), jnp.float32))
 
@@ -288,7 +316,7 @@ def test_a_mutable_array_in_a_loop(args):
         y, _ = repeated(body, x)
         return y, total[...]
 
-    assert_equal(jax.jit(fuse(f))(x, q, stack), jax.jit(f)(x, q, stack))
+    assert_right(jax.jit(fuse(f))(*args), f, *args)
 
 
 @pytest.mark.any_jax
@@ -304,7 +332,7 @@ def test_symbolic_lengths(args):
     rows = jax.ShapeDtypeStruct((b, *x.shape), x.dtype)
     exported = jax.export.export(jax.jit(fuse(f)))(rows, types[0], stacks)
     xs = jnp.stack([x] * LAYERS)
-    assert_equal(exported.call(xs, q, stack), f(xs, q, stack))
+    assert_right(exported.call(xs, q, stack), f, xs, q, stack)
 
 
 @pytest.mark.any_jax

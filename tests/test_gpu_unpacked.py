@@ -26,7 +26,7 @@ BF16 = jnp.bfloat16
 
 @pytest.fixture(autouse=True)
 def small_weights_are_packed(monkeypatch):
-    monkeypatch.setattr(unpacked, "_LEAST_VALUES", 1)
+    monkeypatch.setattr(unpacked, "LEAST_VALUES", 1)
 
 
 def in_4_bits(rng, qtype, k, n, group, *, has_zeros=True, scale="bfloat16"):

@@ -26,7 +26,7 @@ PACK, PACKED = _extension.PACK_TARGET, _extension.PACKED_TARGET
 
 @pytest.fixture(autouse=True)
 def small_weights_are_packed(monkeypatch):
-    monkeypatch.setattr(unpacked, "_LEAST_VALUES", 1)
+    monkeypatch.setattr(unpacked, "LEAST_VALUES", 1)
 
 
 def in_4_bits(rng, qtype="int4", group=64, *, k=K, n=N, has_zeros=False, scale="bfloat16"):
@@ -199,7 +199,7 @@ def test_explicitly_sharded_weights_are_dequantized(rng, name):
 @pytest.mark.any_jax
 def test_small_weights_are_dequantized(rng, monkeypatch):
     n = 160  # no other test has traced this product
-    monkeypatch.setattr(unpacked, "_LEAST_VALUES", K * n + 1)
+    monkeypatch.setattr(unpacked, "LEAST_VALUES", K * n + 1)
     assert count(gemm, drawn(rng, M, K), in_4_bits(rng, n=n)) == 0
 
 

@@ -29,7 +29,7 @@ from jax_tcgemm.problem.strides import Operands, Shape
 # Packing and multiplying takes less time than XLA needs for up to this many rows, if the weight has
 # at least this many values (lab/packed_weights.md, H200).
 _MOST_ROWS = 256
-_LEAST_VALUES = 12 << 20
+LEAST_VALUES = 12 << 20
 # The pass reads rows of a weight in vectors of this many values.
 _VECTOR = 32
 # Its grid has at most this many blocks along its second and third dimension.
@@ -109,7 +109,7 @@ def unfit(x: Any, scale: Any, spec: PackedSpec, *, transposed: bool) -> str | No
         return f"values of {spec.qtype}"
     if not all(isinstance(extent, int) for extent in (*x.shape, spec.n, spec.k)):
         return "symbolic shapes"
-    if spec.k * spec.n < _LEAST_VALUES:
+    if spec.k * spec.n < LEAST_VALUES:
         return f"{spec.k} x {spec.n} weights are few"
     rows = x.size // spec.k
     if not 0 < rows <= _MOST_ROWS:

@@ -9,6 +9,7 @@ multiplies it.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ import numpy as np
 
 from jax_tcgemm.api.dot_general import dot_general
 from jax_tcgemm.api.packed_dot_general import multiplied_weight
+from jax_tcgemm.lowering.unpacked import LEAST_VALUES
 from jax_tcgemm.problem.packed import BITS
 from jax_tcgemm.quantized.arrays import Quantized
 from jax_tcgemm.transforms.graph import Atom, Node, Value
@@ -62,21 +64,52 @@ class Weight:
         """
         operands = list(values[:2])
         operands[self.side] = self.quantized(values)
-        dims, precision = node.params["dimension_numbers"], node.params["precision"]
-        return dot_general(operands[0], operands[1], dims, precision, node.outputs[0].dtype)
+        precision, dtype = node.params["precision"], node.outputs[0].dtype
+        return dot_general(operands[0], operands[1], self.dimensions(node), precision, dtype)
+
+    @property
+    def is_turned(self) -> bool:
+        """True if the first axis of the operand is contiguous in memory, and not the second."""
+        first, second = self.values.axes
+        return not any(stride == 1 for _, stride in second) and bool(first) and first[-1][1] == 1
+
+    def dimensions(self, node: Node) -> Any:
+        """Returns the dimension numbers of the product with ``quantized``."""
+        contracted = list(node.params["dimension_numbers"][0])
+        contracted[self.side] = (1 - self.k_axis if self.is_turned else self.k_axis,)
+        return tuple(contracted), ((), ())
 
     def quantized(self, values: Sequence[Any]) -> Quantized:
-        """Returns the operand, which has the order of the product's.
+        """Returns the operand, with its axes in the order of the memory.
 
         Args:
             values: the values of the product's inputs.
         """
+
+        def ordered(spread: Spread, x: Any) -> jax.Array:
+            return (Spread(spread.axes[::-1]) if self.is_turned else spread).applied(x)
+
         others = list(values[2:])
-        stored = self.values.applied(values[self.side])
+        stored = ordered(self.values, values[self.side])
         scale = jnp.ones((1, 1), jnp.float32)
         if self.scale is not None:
-            scale = self.scale.applied(others.pop(0))
-        return Quantized(stored, scale, None if self.zero is None else self.zero.applied(others[0]))
+            scale = ordered(self.scale, others.pop(0))
+        return Quantized(
+            stored, scale, None if self.zero is None else ordered(self.zero, others[0])
+        )
+
+    def is_slow_after(self, x: Atom) -> bool:
+        """Checks if XLA dequantizes in less time for its own kernel than for one of this package.
+
+        XLA then writes the weight transposed, which is faster than by rows (measured from 512 rows
+        on, lab/packed_weights.md).
+
+        Args:
+            x: the other operand.
+        """
+        is_by_rows = self.is_turned != (self.k_axis == 0)
+        size = math.prod(self.values.shape)
+        return is_by_rows and size >= LEAST_VALUES and size >= x.aval.size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,8 +248,7 @@ def _dtypes(conversion: Node) -> tuple[np.dtype, np.dtype]:
 def with_stored_weights(items: Iterable[Any]) -> list[Any]:
     """Returns the items; products that pack a stored weight have it as an input.
 
-    Sets ``fallback_reason`` of the others with stored weights: with many rows, XLA dequantizes in
-    less time (lab/packed_weights.md).
+    Sets ``plain_reason`` of others with stored weights that XLA dequantizes in less time.
     """
     items = list(items)
     makers = {value: item for item in items for value in item.outputs}
@@ -231,9 +263,10 @@ def _with_stored_weight(item: Any, makers: Mapping[Value, Any]) -> Any:
         weight, inputs = found
         if _is_packed(item, weight, inputs):
             return Node(item.eqn, inputs, item.outputs, item.scope, stored=weight)
-        item.fallback_reason = (
-            f"XLA writes the {weight.dtype} weight, dequantized, in the order that its kernel reads"
-        )
+        if weight.is_slow_after(item.inputs[1 - side]):
+            item.plain_reason = (
+                f"XLA dequantizes the {weight.dtype} weight in the order that its kernel reads"
+            )
     return item
 
 
@@ -242,8 +275,8 @@ def _is_packed(product: Node, weight: Weight, inputs: Sequence[Atom]) -> bool:
     types = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in inputs]
     operands: list[Any] = types[:2]
     operands[weight.side] = jax.eval_shape(lambda *values: weight.quantized(values), *types)
-    dims, precision = (product.params[name] for name in ("dimension_numbers", "precision"))
-    dtype = product.outputs[0].dtype
+    precision, dtype = product.params["precision"], product.outputs[0].dtype
+    dims = weight.dimensions(product)
     return multiplied_weight(operands[0], operands[1], dims, precision, dtype) is not None
 
 

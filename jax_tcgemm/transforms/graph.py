@@ -73,6 +73,7 @@ class Node(Item):
         elementwise: the cached result of ``products.is_elementwise``; ``None`` before its first
             call.
         fallback_reason: why XLA should compute this product; ``None`` if it should not.
+        plain_reason: why XLA should compute this product if it gets no epilogue, likewise.
         is_sequence_last: whether the kernel of this projection writes the sequence after the
             features; see ``heads``.
         stored: how the product reads an array that is stored in another form, as in ``dequantized``
@@ -86,6 +87,7 @@ class Node(Item):
     scope: Any = None
     elementwise: bool | None = None
     fallback_reason: str | None = None
+    plain_reason: str | None = None
     is_sequence_last: bool = False
     stored: Any = None
     name: str = dataclasses.field(init=False)

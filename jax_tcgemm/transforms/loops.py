@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 from jax import lax
 from jax.extend import core
 
+from jax_tcgemm import _compat
 from jax_tcgemm._compat import jaxprs
 from jax_tcgemm.primitives.unpacked import pack_p
 from jax_tcgemm.problem.log import log
@@ -23,9 +24,10 @@ from jax_tcgemm.transforms.kernel_calls import traced_call
 
 # Operations that move elements; those before the packing of a weight are moved with it.
 _MOVES = frozenset({"reshape", "squeeze", "expand_dims", "transpose"}) | jaxprs.VARYING
-# Packed copies stay in memory while a loop runs. A loop that would have more bytes of them packs
-# its weights in each turn. GPUs with these kernels have at least ten times as much memory.
+# Packed copies stay in memory while a loop runs. They may take this many bytes, and this share of
+# the memory that JAX may use. A loop that would have more of them packs weights in each turn.
 _MOST_BYTES = 8 << 30
+_MOST_SHARE = 8
 _OPTIONS = ("length", "reverse", "unroll", "_split_transpose")
 
 
@@ -94,14 +96,32 @@ def with_weights_packed_before(node: Node, eqn: Any, is_kept: Sequence[bool]) ->
     size = once.bytes + each.bytes * eqn.params.get("length", 1)
     if size == 0:
         return None
-    if size > _MOST_BYTES:
+    if size > _most_bytes():
         raise TooLargeError
     results = [*once.results, *each.results]
     log(f"fuse: packed before a {node.name}: {len(results)} of its weights")
-    rest = [x for x in body.eqns if not any(var in results for var in x.outvars)]
-    invars = [*results, *body.invars]
-    loop = _Loop(eqn, body.replace(eqns=rest, invars=invars), consts, carries, once, each)
+    equal = once.equal | each.equal
+    rest = [
+        x.replace(invars=[_first(var, equal) for var in x.invars])
+        for x in body.eqns
+        if not any(var in equal for var in x.outvars)
+    ]
+    changes = {"outvars": [_first(var, equal) for var in body.outvars], "eqns": rest}
+    new = body.replace(invars=[*results, *body.invars], **changes)
+    loop = _Loop(eqn, new, consts, carries, once, each)
     return traced_call(node, lambda _, values: loop.run(values))
+
+
+def _most_bytes() -> int:
+    """Returns the most bytes of packed copies of a loop."""
+    stats = [device.memory_stats() or {} for device in _compat.initialized_cuda_devices()]
+    limits = [each["bytes_limit"] for each in stats if "bytes_limit" in each]
+    return min([_MOST_BYTES, *(limit // _MOST_SHARE for limit in limits)])
+
+
+def _first(var: Any, equal: Mapping[Any, Any]) -> Any:
+    """Returns the first variable with the same packed values; all other variables as they are."""
+    return var if isinstance(var, core.Literal) else equal.get(var, var)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,13 +132,13 @@ class _Packing:
         body: the body.
         arguments: the numbers of its arguments that the operations read.
         eqns: the operations.
-        results: the variables of the packed values.
+        equal: for each variable of packed values, the first one with the same values.
     """
 
     body: Any
     arguments: list[int]
     eqns: list[Any]
-    results: list[Any]
+    equal: dict[Any, Any]
 
     @staticmethod
     def of(body: Any, is_taken: Sequence[bool]) -> _Packing:
@@ -127,7 +147,8 @@ class _Packing:
         found: dict[Any, tuple[int, list[Any]]] = {
             body.invars[i]: (i, []) for i, taken in enumerate(is_taken) if taken
         }
-        results = []
+        equal: dict[Any, Any] = {}
+        firsts: dict[Any, Any] = {}
         for eqn in body.eqns:
             if eqn.primitive is not pack_p and eqn.primitive.name not in _MOVES:
                 continue
@@ -135,12 +156,19 @@ class _Packing:
             if others or isinstance(source, core.Literal) or source not in found:
                 continue
             argument, path = found[source]
-            found[eqn.outvars[0]] = argument, [*path, eqn]
+            (result,) = eqn.outvars
+            found[result] = argument, [*path, eqn]
             if eqn.primitive is pack_p:
-                results.append(eqn.outvars[0])
-        needed = {id(eqn) for var in results for eqn in found[var][1]}
+                made = [(each.primitive, tuple(sorted(each.params.items()))) for each in path]
+                equal[result] = firsts.setdefault((argument, *made, eqn.params["spec"]), result)
+        needed = {id(eqn) for var in firsts.values() for eqn in found[var][1]}
         eqns = [eqn for eqn in body.eqns if id(eqn) in needed]
-        return _Packing(body, sorted({found[var][0] for var in results}), eqns, results)
+        return _Packing(body, sorted({found[var][0] for var in equal}), eqns, equal)
+
+    @property
+    def results(self) -> list[Any]:
+        """The variables of different packed values."""
+        return list(dict.fromkeys(self.equal.values()))
 
     @property
     def bytes(self) -> int:

@@ -33,7 +33,7 @@ _FUSIBLE = SPREADING | {"transpose", "slice", "dynamic_slice", "rev", "pad", "co
 
 
 def note_fallbacks(items: Iterable[Any], sliced: Collection[Value]) -> None:
-    """Sets ``fallback_reason`` of each product that XLA computes, unless it has one.
+    """Sets ``fallback_reason`` of each product that XLA computes.
 
     Args:
         items: those of a graph.
@@ -46,8 +46,7 @@ def note_fallbacks(items: Iterable[Any], sliced: Collection[Value]) -> None:
     makers = {value: item for item in items for value in item.outputs}
     users = users_of(items)
     for item in items:
-        if item.fallback_reason is None:
-            item.fallback_reason = _fallback_reason(item, makers, users, sliced)
+        item.fallback_reason = _fallback_reason(item, makers, users, sliced)
 
 
 def _fallback_reason(

@@ -161,7 +161,6 @@ class _Emission:
         self.atoms: dict[Value, Any] = {}
         self.eqns: list[Any] = []
         self.constants = dict(graph.constants)
-        self.packed: dict[tuple[Any, Any], Any] = {}
 
     def jaxpr(self, old: Any) -> tuple[Any, list[Any]]:
         """Returns the graph as a jaxpr with the arguments of ``old``, and its constants."""
@@ -224,8 +223,8 @@ class _Emission:
             results = f"{len(item.outputs)} result{'s' * (len(item.outputs) > 1)}: {names}"
             self.decide(item.products, "kernel with epilogue", results, item.saved_bytes)
             self.inline(call, item, item.products[0])
-        elif item.name in _PRODUCTS and item.fallback_reason is not None:
-            self.decide([item], "XLA", item.fallback_reason)
+        elif item.name in _PRODUCTS and (why := item.fallback_reason or item.plain_reason):
+            self.decide([item], "XLA", why)
             self.keep(item)
         elif item.name in _PRODUCTS and is_on_device(item):
             call = self.rewriting.call(item)
@@ -317,13 +316,6 @@ class _Emission:
                 self.atoms[value] = env[var]
         source = jaxprs.with_scope(origin.eqn.source_info, origin.scope)
         for eqn in jaxpr.eqns:
-            if eqn.primitive is pack_p:
-                (values,), (result,) = eqn.invars, eqn.outvars
-                key = env.get(values, values), eqn.params["spec"]
-                if key in self.packed:
-                    env[result] = self.packed[key]
-                    continue
-                env[result] = self.packed[key] = jaxprs.new_var(result.aval)
             env.update((x, jaxprs.new_var(x.aval)) for x in eqn.outvars if x not in env)
             inner = jaxprs.with_scope(eqn.source_info, source.name_stack)
             self.eqns.append(
