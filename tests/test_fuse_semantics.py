@@ -226,3 +226,15 @@ def test_low_part_by_reduce_precision(arrays):
 
     low = np.asarray(jax.jit(fuse(f))(arrays["x"], arrays["w"])[1], np.float32)
     assert np.count_nonzero(low) > 0.5 * low.size
+
+
+@pytest.mark.any_jax
+@pytest.mark.parametrize("compose", [lambda f: jax.jit(fuse(f)), lambda f: fuse(jax.jit(f))])
+def test_no_tracer_is_kept(normal, compose):
+    def loss(x, w):
+        return jnp.sum(jnp.tanh(x @ w) ** 2)
+
+    x, w = normal(8, 16), normal(16, 16)
+    with jax.checking_leaks():
+        found = jax.grad(compose(loss))(x, w)
+    np.testing.assert_allclose(found, jax.grad(loss)(x, w), rtol=1e-5, atol=1e-5)

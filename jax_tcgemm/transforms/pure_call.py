@@ -57,8 +57,9 @@ class _Call:
     """A call whose arguments are pytrees.
 
     Attributes:
-        results: the leaves of the function's result, then those of the changed values.
-        changes: the in-place changes, as ``_changes`` yields them.
+        results: the leaves of the function's result, then those of the changed values, with
+            ``_ARRAY`` in the place of each array: a traced array must not be kept.
+        changes: the in-place changes, as ``_changes`` yields them, without the values.
     """
 
     def __init__(self, f: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]):
@@ -72,10 +73,10 @@ class _Call:
         """Calls the function and applies its in-place changes to the caller's objects."""
         arrays = [jnp.asarray(x) for x in self.leaves if is_array(x)]
         computed = iter(evaluate(self.of_arrays, arrays))
-        leaves = [next(computed) if is_array(x) else x for x in self.results]
+        leaves = [next(computed) if x is _ARRAY else x for x in self.results]
         leaves = [x.leaf if isinstance(x, _Given) else x for x in leaves]
         result, changes = jax.tree.unflatten(self.result_tree, leaves)
-        for (container, key, _), (value,) in zip(self.changes, changes, strict=True):
+        for (container, key), (value,) in zip(self.changes, changes, strict=True):
             if value is _REMOVED:
                 del container[key]
             else:
@@ -90,7 +91,7 @@ class _Call:
         before = _Snapshot.of(arguments)
         result = self.f(*args, **kwargs)
         try:
-            self.changes = [*_changes(self.arguments, before)]
+            changes = [*_changes(self.arguments, before)]
         except _CannotChangeError as error:
             name = getattr(self.f, "__qualname__", self.f)
             raise TypeError(
@@ -98,14 +99,16 @@ class _Call:
                 "would know nothing; accepted: a function that returns the new value, or one that "
                 "changes dicts, lists and objects of Flax NNX"
             ) from None
-        changed = [(value,) for _, _, value in self.changes]
-        self.results, self.result_tree = jax.tree.flatten((result, changed))
+        changed = [(value,) for _, _, value in changes]
+        self.changes = [(container, key) for container, key, _ in changes]
+        results, self.result_tree = jax.tree.flatten((result, changed))
         # If the function stores an argument elsewhere, the caller's object itself is stored.
         count = len(jax.tree.leaves(result))
         own = {id(x): old for x, old in zip(leaves, self.leaves, strict=True)}
-        for i, x in enumerate(self.results[count:], count):
-            self.results[i] = _Given(own[id(x)]) if id(x) in own else x
-        return [x for x in self.results if is_array(x)]
+        for i, x in enumerate(results[count:], count):
+            results[i] = _Given(own[id(x)]) if id(x) in own else x
+        self.results = [_ARRAY if is_array(x) else x for x in results]
+        return [x for x in results if is_array(x)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +116,13 @@ class _Given:
     """Stands for a leaf of the caller's arguments."""
 
     leaf: Any
+
+
+class _Array:
+    """Stands for an array among the results."""
+
+
+_ARRAY = _Array()
 
 
 class _Removed:
