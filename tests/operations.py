@@ -68,9 +68,8 @@ def quantized(*shape: int, spec: P = WHOLE, is_packed: bool = True) -> Argument:
     """Returns a weight in 4 bits; the formula takes the dequantized weight."""
 
     def draw(rng):
-        q = weight(rng, "int4", shape, 32, has_zeros=True)
-        zero = q.zero_point.astype("int4")
-        q = dataclasses.replace(q, scale=q.scale / 8, zero_point=zero)
+        q = weight(rng, "int4", shape, 32, has_zeros=True, narrow_zeros=True)
+        q = dataclasses.replace(q, scale=q.scale / 8)
         return (tc.pack(q) if is_packed else q), q.dequantize(F32)
 
     return Argument(draw, spec, False)

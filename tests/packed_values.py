@@ -19,8 +19,9 @@ def weight(
     *,
     has_zeros: bool = False,
     scale_dtype: str = "bfloat16",
+    narrow_zeros: bool = False,
 ) -> Quantized:
-    """Draws all codes of a type; float8 has no NaN."""
+    """Draws all codes of a type; float8 has no NaN. Narrow zero points have the values' type."""
     bits = 4 if qtype.endswith("int4") else 8
     codes = rng.integers(0, 2**bits, shape).astype(np.uint8)
     if qtype == "float8_e4m3fn":
@@ -35,8 +36,9 @@ def weight(
     scale = jnp.asarray(rng.lognormal(-3, 1, scales), scale_dtype)
     zero = None
     if has_zeros:
-        low, high = (-8, 8) if qtype == "int4" else (0, 17)
+        low, high = (-8, 8) if qtype == "int4" else (0, 16 if narrow_zeros else 17)
         zero = jnp.asarray(rng.integers(low, high, scales), jnp.int8)
+        zero = zero.astype(qtype) if narrow_zeros else zero
     return Quantized(qvalue, scale, zero, jnp.dtype(qtype))
 
 

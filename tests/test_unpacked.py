@@ -30,11 +30,8 @@ def small_weights_are_packed(monkeypatch):
 
 
 def in_4_bits(rng, qtype="int4", group=64, *, k=K, n=N, has_zeros=False, scale="bfloat16"):
-    q = weight(rng, qtype, (k, n), group, has_zeros=has_zeros, scale_dtype=scale)
-    zero = q.zero_point
-    if zero is not None:
-        zero = jnp.clip(zero, *((-8, 7) if qtype == "int4" else (0, 15))).astype(qtype)
-    return dataclasses.replace(q, zero_point=zero)
+    options = {"has_zeros": has_zeros, "scale_dtype": scale, "narrow_zeros": True}
+    return weight(rng, qtype, (k, n), group, **options)
 
 
 def count(f, *args):

@@ -3,7 +3,6 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
-#include <string_view>
 
 #include "common/saturating.h"
 #include "common/status.h"

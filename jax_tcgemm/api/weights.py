@@ -64,10 +64,10 @@ class UnpackedWeight:
             out_dtype: dtype of the result.
             out_sharding: as in ``gemm``.
         """
-        k_last = (1, 0) if self.transposed else (0, 1)
+        order = (1, 0) if self.transposed else (0, 1)
         shape = self.groups, self.shape[1]
         parts = [self.q.scale, self.q.zero_point]
-        parts = [spread(jnp.transpose(y, k_last), shape) for y in parts if y is not None]
+        parts = [spread(jnp.transpose(y, order), shape) for y in parts if y is not None]
         spec = UnpackedSpec(self.transposed, jnp.dtype(out_dtype))
         return primitive.bind(x, jnp.asarray(self.q.qvalue), parts, spec, out_sharding)
 

@@ -32,8 +32,6 @@ _MOST_ROWS = 256
 LEAST_VALUES = 12 << 20
 # The pass reads rows of a weight in vectors of this many values.
 _VECTOR = 32
-# Its grid has at most this many blocks along its second and third dimension.
-_MOST_BLOCKS = 65535
 
 
 def reference(
@@ -174,8 +172,8 @@ def pack_cuda(values: jax.Array, *, spec: LayoutSpec) -> jax.Array:
         not all(isinstance(extent, int) for extent in values.shape)
         or k % TILE
         or columns % _VECTOR
-        or not 0 < count <= _MOST_BLOCKS
-        or not 0 < tiles(rows) <= _MOST_BLOCKS
+        or not 0 < count <= few_rows.MOST_BLOCKS
+        or not 0 < tiles(rows) <= few_rows.MOST_BLOCKS
         or _extension.PACK_TARGET not in _extension.BUILT_TARGETS
         or devices.not_built_for() is not None
     ):
