@@ -76,8 +76,13 @@ Status Meeting::checked() {
   return status();
 }
 
-Status Meeting::wait_for(const int* number, const char* what) {
+Status Meeting::wait_for(const std::atomic<int>* number, const char* what) {
   const std::chrono::duration<double> limit(meeting_seconds());
+  // The others are usually there within microseconds. A thread that sleeps wakes up much later.
+  constexpr std::chrono::microseconds kSpin(50);
+  const auto end = std::chrono::steady_clock::now() + kSpin;
+  while (!failed_ && *number != count_ && std::chrono::steady_clock::now() < end) {
+  }
   std::unique_lock<std::mutex> lock(mutex);
   const bool is_done = changed_.wait_for(lock, limit, [&] { return failed_ || *number == count_; });
   if (!is_done) {

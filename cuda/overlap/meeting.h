@@ -8,6 +8,7 @@
 #define JAX_TCGEMM_OVERLAP_MEETING_H_
 
 #include <array>
+#include <atomic>
 #include <compare>
 #include <condition_variable>
 #include <cstdint>
@@ -84,16 +85,16 @@ class Meeting {
 
  private:
   static std::shared_ptr<Meeting>& find(const MeetingKey& key, int count, int64_t signature);
-  Status wait_for(const int* number, const char* what);
+  Status wait_for(const std::atomic<int>* number, const char* what);
   void fail_locked(std::string reason);
   Status status() const;
 
   const int count_;
   int64_t signature_ = 0;
-  int joined_ = 0;
-  std::array<int, kMostRounds> copied_ = {};
+  std::atomic<int> joined_ = 0;
+  std::array<std::atomic<int>, kMostRounds> copied_ = {};
   int left_ = 0;
-  bool failed_ = false;
+  std::atomic<bool> failed_ = false;
   std::string reason_;
   std::array<void*, kMostPeers> guests_ = {};
   std::condition_variable changed_;
