@@ -14,12 +14,12 @@ SCRIPT = pathlib.Path(__file__).parent.parent / "cuda" / "build" / "report_kerne
 KERNEL = """\
 ptxas info    : Compiling entry function '{name}' for 'sm_90a'
 ptxas info    : Function properties for {name}
-    0 bytes stack frame, {stores} bytes spill stores, {loads} bytes spill loads
+    {local} bytes stack frame, {spilt} bytes spill stores, {spilt} bytes spill loads
 ptxas info    : Used {registers} registers, used 4 barriers, 1936 bytes cmem[0]
 ptxas info    : Compile time = 551.576 ms
 """
-TWO = KERNEL.format(name="_Z3onev", stores=0, loads=0, registers=168) + KERNEL.format(
-    name="_Z3twov", stores=8, loads=12, registers=255
+TWO = KERNEL.format(name="_Z3onev", local=0, spilt=0, registers=168) + KERNEL.format(
+    name="_Z3twov", local=20, spilt=0, registers=255
 )
 SERIALISED = (
     "ptxas {kind} : (C7510) Potential Performance Loss: wgmma.mma_async instructions are "
@@ -40,7 +40,7 @@ def script():
     return module
 
 
-def test_registers_and_spills(script):
+def test_registers_and_local_memory(script):
     others = "ptxas info    : 0 bytes gmem\nptxas warning : Unresolved extern variable 'x'\n"
     lines = "_Z3onev 168 0\n_Z3twov 255 20\n"
     assert script.report(others + TWO, "row.cu.o") == lines

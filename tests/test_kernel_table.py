@@ -224,15 +224,15 @@ _LAYOUT = r"I(?:LNS_5MajorE|LS\w_)\dELS\w_\dEE"
 
 
 @pytest.mark.skipif(not _core.build_info()["cuda"], reason="built without kernels")
-def test_no_sm90_kernel_spills_or_is_serialised():
-    """Reads the report that cuda/build/report_kernels.py writes: name, registers, spills."""
+def test_no_sm90_kernel_uses_local_memory_or_is_serialised():
+    """Reads the report of cuda/build/report_kernels.py: name, registers, local memory."""
     report = (importlib.resources.files("jax_tcgemm") / "sm90_kernels.txt").read_text().splitlines()
     assert [line for line in report if line.startswith("warning ")] == []
-    spills = {name: int(spilled) for name, _, spilled in map(str.split, report)}
+    local = {name: int(bytes_) for name, _, bytes_ in map(str.split, report)}
     for row in CONFIGS:
         if row.arch != "sm90" or row.name not in _core.kernel_names() or not built_epilogue(row):
             continue
-        kernels = {name: bytes_ for name, bytes_ in spills.items() if f"Row_{row.name}E" in name}
+        kernels = {name: bytes_ for name, bytes_ in local.items() if f"Row_{row.name}E" in name}
         # All pairs of layouts, with exceptions: some float32 rows cannot take two mn-major
         # operands. Groups of rows have a k-major A; groups of k have two mn-major operands.
         # Exchanged operands have a k-major A; planes and pairs have one layout.

@@ -1,7 +1,8 @@
-"""Reports the CUDA compiler's facts about each kernel: registers, spills, lost speed.
+"""Reports the CUDA compiler's facts about each kernel: registers, local memory, lost speed.
 
 Usage: report_kernels.py REPORT LOG...; compile_with_log.sh keeps the logs. A kernel's line is
-`<mangled name> <registers> <spill bytes>`. If ptxas serialises wgmma or ignores setmaxnreg, there
+`<mangled name> <registers> <bytes of local memory>`. Spilled registers are in local memory, and
+arrays that are indexed at run time. If ptxas serialises wgmma or ignores setmaxnreg, there
 is a line `warning <code> <mangled name>`. If ptxas gives no name, the line has the object instead.
 """
 
@@ -13,7 +14,7 @@ import sys
 
 _KERNEL = re.compile(
     r"Compiling entry function '(?P<name>\w+)'"
-    r".*?(?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads"
+    r".*?(?P<local>\d+) bytes stack frame"
     r".*?Used (?P<registers>\d+) registers",
     re.DOTALL,
 )
@@ -27,7 +28,7 @@ _FUNCTION = re.compile(r"function '(?P<name>[^']+)'")
 def report(compiler_output: str, target: str) -> str:
     """Returns the report's lines for the output of `ptxas -v`; `target` names the object file."""
     kernels = (
-        f"{kernel['name']} {kernel['registers']} {int(kernel['stores']) + int(kernel['loads'])}\n"
+        f"{kernel['name']} {kernel['registers']} {kernel['local']}\n"
         for kernel in _KERNEL.finditer(compiler_output)
     )
     losses = (

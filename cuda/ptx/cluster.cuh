@@ -20,6 +20,18 @@ __device__ __forceinline__ uint32_t volatile_lane() {
   return lane;
 }
 
+// Replaces a value under a condition. In C++ the compiler would turn a choice among elements of an
+// array into an index, and the array would go to local memory.
+__device__ __forceinline__ void replace_if(float& value, float other, bool condition) {
+  asm("{\n"
+      ".reg .pred chosen;\n"
+      "setp.ne.u32 chosen, %2, 0;\n"
+      "@chosen mov.f32 %0, %1;\n"
+      "}\n"
+      : "+f"(value)
+      : "f"(other), "r"(static_cast<uint32_t>(condition)));
+}
+
 // The two halves of a barrier of all threads of a cluster. It orders no memory except initialised
 // barriers (fence_mbarrier_init): a release at cluster scope would be a fence of the whole GPU.
 __device__ __forceinline__ void cluster_arrive_relaxed() {

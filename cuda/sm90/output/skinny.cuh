@@ -117,7 +117,7 @@ class SkinnyOutput {
     });
   }
 
- private:
+ protected:
   template <typename Finish>
   __device__ __forceinline__ void store_values(Finish&& finish) const {
     ptx::named_barrier_sync(kWarpgroupBarrier, kThreads);
@@ -188,14 +188,30 @@ class SkinnyOutput {
   __device__ __forceinline__ uint32_t slab() const { return smem_.output(0) + kReceivedBytes; }
 
   // Sends a share. The owner has slots for the other blocks in their order, and none for itself.
-  __device__ __forceinline__ void send(const Accumulators& acc, int share, int owner) const {
+  __device__ __forceinline__ void send(const float (&share)[kBlocks][kShare], int owner) const {
     const uint32_t first = slot(block_ < owner ? block_ : block_ - 1);
 #pragma unroll
     for (int i = 0; i < kBlocks; ++i) {
 #pragma unroll
       for (int j = 0; j < kShare; j += 2) {
         ptx::store_cluster_8(first + (i * kShare + j) / 2 * kThreads * 8, smem_.partial_full(),
-                             owner, acc[i][share * kShare + j], acc[i][share * kShare + j + 1]);
+                             owner, share[i][j], share[i][j + 1]);
+      }
+    }
+  }
+
+  // Copies a share out of the accumulators.
+  static __device__ __forceinline__ void take(float (&share)[kBlocks][kShare],
+                                              const Accumulators& acc, int number) {
+#pragma unroll
+    for (int i = 0; i < kBlocks; ++i) {
+#pragma unroll
+      for (int j = 0; j < kShare; ++j) {
+        share[i][j] = acc[i][j];
+#pragma unroll
+        for (int each = 1; each < kSplit; ++each) {
+          ptx::replace_if(share[i][j], acc[i][each * kShare + j], each == number);
+        }
       }
     }
   }
@@ -210,17 +226,13 @@ class SkinnyOutput {
       ptx::mbarrier_wait_cluster(smem_.partial_empty(), phase_ ^ 1);
     }
     float own[kBlocks][kShare];
+    take(own, acc, block_);
 #pragma unroll
-    for (int share = 0; share < kSplit; ++share) {
-      if (share != block_) {
-        send(acc, share, share);
-        continue;
-      }
-#pragma unroll
-      for (int i = 0; i < kBlocks; ++i) {
-#pragma unroll
-        for (int j = 0; j < kShare; ++j) own[i][j] = acc[i][share * kShare + j];
-      }
+    for (int distance = 1; distance < kSplit; ++distance) {
+      const int owner = block_ ^ distance;
+      float share[kBlocks][kShare];
+      take(share, acc, owner);
+      send(share, owner);
     }
     ptx::mbarrier_wait_cluster(smem_.partial_full(), phase_);
     if (!last && threadIdx.x == 0) {
