@@ -63,5 +63,12 @@ FUNCTIONS = {
         lambda acc, bias: (jax.nn.gelu(acc + bias).astype(_BF16), (acc + bias).astype(_BF16)),
         {"bias": "n"},
     ),
+    "silu bias": Function(
+        lambda acc, bias: jax.nn.silu(acc + bias).astype(bias.dtype), {"bias": "n"}
+    ),
+    "mish residual": Function(
+        lambda acc, residual: (jax.nn.mish(acc) + residual).astype(residual.dtype),
+        {"residual": "mn"},
+    ),
     "scale": Function(lambda acc, scale: (jax.nn.silu(acc) * scale).astype(_BF16), {"scale": "g"}),
 }

@@ -294,7 +294,7 @@ def _compare(
     return None
 
 
-def compiles(epilogue: Epilogue, row: str) -> str | None:
+def compiles(epilogue: Epilogue, row: str, layout: str = "nn") -> str | None:
     """Says why a function does not translate or compile, if it does not."""
     m, n = 96, 64 + 8 * (epilogue.seed % 3)
     values = [jax.ShapeDtypeStruct((m, n), jnp.float32)]
@@ -305,7 +305,7 @@ def compiles(epilogue: Epilogue, row: str) -> str | None:
         return translated
     strides = [leaf.strides(2) for leaf in translated.leaves]
     source = lowering.source_of(translated, strides, n, batched=False)
-    compiler.compile_kernel(source, row, "nn")
+    compiler.compile_kernel(source, row, layout)
     return None
 
 

@@ -234,13 +234,17 @@ def test_float32_models_take_the_products(normal):
         check(f, x, w, slack=4, between=jnp.float32)
 
 
-def test_few_rows_stay_without_an_epilogue(monkeypatch):
-    """Kernels for few rows have no epilogue; the function remains after the product."""
+def test_few_rows_have_an_epilogue_with_one_weight(monkeypatch):
+    """Kernels for few rows take a function of one product, not of two."""
     said: list[str] = []
     monkeypatch.setattr(rewriting, "log", said.append)
     monkeypatch.setattr(neighbours, "_SMALL_BYTES", 0)
     f = jax.jit(lambda x, w: jnp.tanh(x @ w))
-    assert operations(fuse(f), bf16(16, K), bf16(K, N)) == {"tcgemm": 1, "tanh": 1}
+    assert operations(fuse(f), bf16(16, K), bf16(K, N)) == {"tcgemm_compiled": 1}
+    gated = jax.jit(lambda x, w, v: jnp.tanh(x @ w) * (x @ v))
+    found = operations(fuse(gated), bf16(16, K), bf16(K, N), bf16(K, N))
+    assert found["tcgemm"] == 2
+    assert not found["tcgemm_compiled"]
     assert any("kernel: no epilogue (16 x 128 results" in line for line in said)
 
 

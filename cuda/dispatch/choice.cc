@@ -77,6 +77,10 @@ constexpr double kTimedFactorOfFew = 2.5;
 // and one in six faster.
 constexpr double kLeastGain = 1.06;
 
+// A function takes less time than a store of 16-bit results in skinny rows whose blocks share k
+// (lab/epilogues.md).
+constexpr double kSharedFunctionFactor = 0.94;
+
 void correct(const ChoiceInput& input, std::vector<Estimate>* estimates) {
   const auto of_run_time = [&](const Choice& choice) {
     return choice.is_built || input.compiled ? 1.0 : kRunTimeFactor;
@@ -87,14 +91,16 @@ void correct(const ChoiceInput& input, std::vector<Estimate>* estimates) {
     estimate.cycles *= of_run_time(estimate.choice);
     if (estimate.cycles < least) least = estimate.cycles, own = &estimate;
   }
-  const bool has_few = std::min(input.m, input.n) <= kFewRows;
-  const double limit = least * (has_few ? kTimedFactorOfFew : kTimedFactor);
+  const double limit = least * (has_few_rows(input) ? kTimedFactorOfFew : kTimedFactor);
   for (auto& [choice, cycles] : *estimates) {
     if (cycles > limit) continue;
     const double modelled = cycles / of_run_time(choice);
     cycles *= time_correction(*choice.entry, input, choice.splits, modelled);
+    const KernelConfig& config = choice.entry->config;
+    if (input.compiled && config.skinny && config.split_k > 1) cycles *= kSharedFunctionFactor;
   }
-  if (own != nullptr && has_timed_kin(input)) own->cycles /= kLeastGain;
+  const bool is_plain = !input.compiled;  // the factor was found with built epilogues
+  if (own != nullptr && is_plain && has_timed_kin(input)) own->cycles /= kLeastGain;
 }
 
 bool is_faster(const Estimate& x, const Estimate& y) { return x.cycles < y.cycles; }
@@ -157,7 +163,13 @@ std::vector<Estimate> modelled_choices(const ChoiceInput& input, bool dense_spli
   return estimates;
 }
 
-std::vector<Estimate> ranked_choices(const ChoiceInput& input, bool dense_splits) {
+std::vector<Estimate> ranked_choices(const ChoiceInput& given, bool dense_splits) {
+  ChoiceInput input = given;
+  // A function of few results takes less time than a built epilogue, and as long in each row.
+  const bool is_dense = !input.gated && input.grouped == Grouped::kNone;
+  if (input.compiled && is_dense && element_bytes(input.algorithm) == 2 && has_few_rows(input)) {
+    input.epilogue = EpilogueWork::kNone;
+  }
   std::vector<Estimate> ranked = modelled_choices(input, dense_splits);
   correct(input, &ranked);
   std::stable_sort(ranked.begin(), ranked.end(), is_faster);
@@ -167,7 +179,8 @@ std::vector<Estimate> ranked_choices(const ChoiceInput& input, bool dense_splits
 std::vector<Estimate> with_room(std::vector<Estimate> ranked, int64_t warp_bytes) {
   const auto has_room = [&](const Estimate& estimate) {
     const KernelConfig& config = estimate.choice.entry->config;
-    return config.streams_b() || config.staging_bytes() / 4 >= warp_bytes;
+    const bool has_buffers = !config.streams_b() && !config.skinny;
+    return !has_buffers || config.staging_bytes() / 4 >= warp_bytes;
   };
   if (std::any_of(ranked.begin(), ranked.end(), has_room))
     std::erase_if(ranked, std::not_fn(has_room));

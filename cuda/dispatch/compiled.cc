@@ -12,18 +12,29 @@
 #include "dispatch/launch.h"
 #include "dispatch/program_library.h"
 #include "dispatch/ragged.h"
+#include "sm90/output/output_tile.h"
 #include "sm90/tensor_maps.h"
 #include "sm90/tma_descriptor.h"
 
 namespace jax_tcgemm {
 namespace {
 
-std::string layout_name(const GemmProblem& problem) {
-  return std::string{problem.major_a == Major::kK ? 'n' : 't',
-                     problem.major_b == Major::kK ? 't' : 'n'};
+// Checks if a row computes the problem as D^T.
+bool swaps_operands(const GemmProblem& problem, const KernelConfig& config) {
+  return sm90::swaps_operands(config, problem.major_a, problem.major_b, problem.params.m,
+                              problem.params.n);
 }
 
-ChoiceInput compiled_input(const GemmProblem& problem, const DeviceProperties& device) {
+// Returns the layouts of A and B; for a skinny row, of the operands that the kernel calls A and B.
+std::string layout_name(const GemmProblem& problem, const KernelConfig& config) {
+  const bool swaps = config.skinny && swaps_operands(problem, config);
+  const bool k_major_a = (swaps ? problem.major_b : problem.major_a) == Major::kK;
+  const bool k_major_b = (swaps ? problem.major_a : problem.major_b) == Major::kK;
+  return std::string{k_major_a ? 'n' : 't', k_major_b ? 't' : 'n'};
+}
+
+ChoiceInput compiled_input(const GemmProblem& problem, const EpilogueProgram& program,
+                           const DeviceProperties& device) {
   const GemmParams& p = problem.params;
   ChoiceInput input = {};
   input.algorithm = problem.algorithm;
@@ -49,6 +60,7 @@ ChoiceInput compiled_input(const GemmProblem& problem, const DeviceProperties& d
   input.row_alignment_a = row_alignment(p.a, problem.algorithm);
   input.row_alignment_b = row_alignment(p.b, problem.algorithm);
   input.compiled = true;
+  input.reduces = program.reduces;
   return input;
 }
 
@@ -85,7 +97,6 @@ bool has_same_registers(const KernelConfig& x, const KernelConfig& y) {
 // rows spill, it takes the fastest one.
 Status choose(const EpilogueProgram& program, const GemmProblem& problem, const ChoiceInput& input,
               std::unique_lock<std::mutex>* lock, LoadedProgram* loaded, LoadedKernel** kernel) {
-  const std::string layout = layout_name(problem);
   const auto rows = candidates(problem.config, input, program);
   JAX_TCGEMM_REQUIRE(!rows.empty(), "no kernel for m=", input.m, " n=", input.n, " k=", input.k,
                      " tma_addressable=", input.tma_addressable, " gated=", input.gated,
@@ -97,7 +108,8 @@ Status choose(const EpilogueProgram& program, const GemmProblem& problem, const 
       return has_same_registers(other->entry->config, row->config);
     };
     if (std::any_of(spilling.begin(), spilling.end(), is_alike)) continue;
-    JAX_TCGEMM_RETURN_IF_ERROR(find_or_make_kernel(program, row, layout, lock, loaded, kernel));
+    JAX_TCGEMM_RETURN_IF_ERROR(
+        find_or_make_kernel(program, row, layout_name(problem, row->config), lock, loaded, kernel));
     if ((*kernel)->made.local_bytes == 0) return Status();
     spilling.push_back(*kernel);
     if (spilling.size() == kMost) break;
@@ -107,10 +119,11 @@ Status choose(const EpilogueProgram& program, const GemmProblem& problem, const 
 }
 
 // Returns any loaded kernel that can compute the problem, for when nothing can be compiled now.
-LoadedKernel* any_loaded(LoadedProgram* loaded, const std::string& layout,
+LoadedKernel* any_loaded(LoadedProgram* loaded, const GemmProblem& problem,
                          const ChoiceInput& input) {
   for (LoadedKernel& kernel : loaded->kernels) {
-    if (kernel.layout == layout && supports(kernel.entry->config, input)) return &kernel;
+    const KernelConfig& config = kernel.entry->config;
+    if (kernel.layout == layout_name(problem, config) && supports(config, input)) return &kernel;
   }
   return nullptr;
 }
@@ -127,7 +140,7 @@ Status find_or_choose(const EpilogueProgram& program, const GemmProblem& problem
     }
   }
   if (!may_compile) {
-    *kernel = any_loaded(loaded, layout_name(problem), input);
+    *kernel = any_loaded(loaded, problem, input);
     JAX_TCGEMM_REQUIRE(*kernel != nullptr, "no kernel with this epilogue is loaded for m=", input.m,
                        " n=", input.n, " k=", input.k, " while a graph is captured");
     return Status();
@@ -144,7 +157,7 @@ Status prepare_compiled(const GemmProblem& problem, const EpilogueProgram& progr
   const auto loaded = loaded_program(program);
   std::unique_lock<std::mutex> lock(loaded->mutex);
   LoadedKernel* kernel = nullptr;
-  return find_or_choose(program, problem, compiled_input(problem, device), true, &lock,
+  return find_or_choose(program, problem, compiled_input(problem, program, device), true, &lock,
                         loaded.get(), &kernel);
 }
 
@@ -159,15 +172,19 @@ Status run_compiled(const GemmProblem& problem, const CompiledParams& params,
     LoadedKernel* kernel = nullptr;
     {
       std::unique_lock<std::mutex> lock(loaded->mutex);
-      JAX_TCGEMM_RETURN_IF_ERROR(find_or_choose(program, problem, compiled_input(problem, device),
+      JAX_TCGEMM_RETURN_IF_ERROR(find_or_choose(program, problem,
+                                                compiled_input(problem, program, device),
                                                 may_compile, &lock, loaded.get(), &kernel));
     }
     const KernelConfig& config = kernel->entry->config;
     CompiledParams complete = params;
+    // Skinny rows then promote sums: functions get the product in float32.
+    if (config.skinny) complete.epilogue.d_type = ElementType::kF32;
     if (config.grouped == Grouped::kM) {
       JAX_TCGEMM_RETURN_IF_ERROR(check_ragged_tiles(complete, config));
     } else {
-      JAX_TCGEMM_RETURN_IF_ERROR(set_tile_order(config, false, &complete));
+      JAX_TCGEMM_RETURN_IF_ERROR(
+          set_tile_order(config, swaps_operands(problem, config), &complete));
     }
     sm90::TensorMaps maps = {};
     JAX_TCGEMM_RETURN_IF_ERROR(sm90::encode_factors(problem, config, &maps));

@@ -187,13 +187,16 @@ bool fits_grid(const KernelConfig& config, const ChoiceInput& input) {
   return input.batch <= kMaxGridRows && ceil_div(input.m, config.tile_m) <= kMaxGridRows;
 }
 
-// Checks if a row takes an epilogue that is compiled at run time: see sm90/output/compiled.cuh.
-bool takes_compiled_epilogue(const KernelConfig& config) {
-  const int bytes = element_bytes(config.algorithm);
-  return config.arch == Arch::kSm90 && bytes <= 2 && !config.skinny && !config.swap_ab &&
-         (!config.promote || bytes == 1) && !config.planes &&
-         (config.split_k == 1 || config.streams_b()) && config.grouped != Grouped::kK &&
-         config.output_n() % 32 == 0;
+// Checks if a row takes an epilogue that is compiled at run time: see sm90/output/compiled.cuh and
+// sm90/output/skinny_function.cuh. KernelConfig.takes_functions in Python is the same.
+bool takes_compiled_epilogue(const KernelConfig& config, bool reduces) {
+  if (config.arch != Arch::kSm90 || config.planes || config.pairs ||
+      config.grouped == Grouped::kK) {
+    return false;
+  }
+  if (config.skinny) return !reduces || config.tile_n / config.split_k % 16 == 0;
+  return (!config.promote || element_bytes(config.algorithm) == 1) &&
+         (config.split_k == 1 || config.streams_b()) && config.output_n() % 32 == 0;
 }
 
 }  // namespace
@@ -218,7 +221,7 @@ bool has_epilogue(const KernelConfig& config, const ChoiceInput& input) {
 bool supports(const KernelConfig& config, const ChoiceInput& input, int splits) {
   if (!input.compiled && arithmetic_of(config.algorithm).at_run_time) return false;
   if (input.compiled) {
-    if (splits > 1 || !takes_compiled_epilogue(config)) return false;
+    if (splits > 1 || !takes_compiled_epilogue(config, input.reduces)) return false;
   } else if (splits == 1 && !has_epilogue(config, input)) {
     return false;  // where k is split, the kernel that adds up the parts has every epilogue
   }

@@ -36,6 +36,7 @@ struct ChoiceInput {
   bool of_planes = false;      // A and B are planes, and k is the sum over all their products
   bool pairs = false;          // B consists of complex numbers
   bool compiled = false;       // the epilogue is compiled at run time, into any row that takes one
+  bool reduces = false;        // such an epilogue reduces blocks of 16 x 16 results
   bool run_time_rows = false;  // kernels that the build lacks may be compiled
 
   // Checks if D has the wider of its two possible types.

@@ -47,8 +47,6 @@ constexpr double kMostLogExtent = 14.0;
 constexpr double kMostLogK = 15.0;
 constexpr double kMostLogWaves = 5.0;
 
-bool has_few_rows(const ChoiceInput& input) { return std::min(input.m, input.n) <= kFewRows; }
-
 const TimeTerms* find_weights(std::string name, bool has_few) {
   constexpr std::string_view kHalf = "_f16_";
   if (const size_t at = name.find(kHalf); at != std::string::npos) {
@@ -70,8 +68,11 @@ const TimeTerms* weights_of(const KernelEntry& entry, bool has_few) {
 
 }  // namespace
 
+bool has_few_rows(const ChoiceInput& input) { return std::min(input.m, input.n) <= kFewRows; }
+
 bool has_timed_kin(const ChoiceInput& input) {
-  const bool is_kin = input.compute_capability == 90 && !input.compiled && !input.gated &&
+  const bool is_function = input.compiled && !has_few_rows(input);
+  const bool is_kin = input.compute_capability == 90 && !is_function && !input.gated &&
                       input.grouped == Grouped::kNone && !input.of_planes && !input.pairs &&
                       input.tma_addressable && input.d_by_tma;
   const double m = static_cast<double>(input.m), n = static_cast<double>(input.n);

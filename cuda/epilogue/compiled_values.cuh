@@ -105,18 +105,21 @@ template <typename T>
 struct RowValues {
   ValueOf<T> value[2];
   __device__ __forceinline__ ValueOf<T> operator[](int i) const { return value[i / 2 % 2]; }
+  __device__ __forceinline__ ValueOf<T>& operator[](int i) { return value[i / 2 % 2]; }
 };
 
 template <typename T>
 struct ColumnValues {
   ValueOf<T> value[4];
   __device__ __forceinline__ ValueOf<T> operator[](int i) const { return value[i / 4 * 2 + i % 2]; }
+  __device__ __forceinline__ ValueOf<T>& operator[](int i) { return value[i / 4 * 2 + i % 2]; }
 };
 
 template <typename T>
 struct MatrixValues {
   ValueOf<T> value[8];
   __device__ __forceinline__ ValueOf<T> operator[](int i) const { return value[i]; }
+  __device__ __forceinline__ ValueOf<T>& operator[](int i) { return value[i]; }
 };
 
 // --- Memory ----------------------------------------------------------------------------------
@@ -168,6 +171,31 @@ __device__ __forceinline__ void store_shared_pair(uint32_t address, ValueOf<T> f
   }
 }
 
+template <typename T>
+__device__ __forceinline__ ValueOf<T> load_shared_value(uint32_t address) {
+  T element;
+  if constexpr (sizeof(T) == 1) {
+    *reinterpret_cast<uint8_t*>(&element) = ptx::load_shared_1(address);
+  } else if constexpr (sizeof(T) == 2) {
+    *reinterpret_cast<uint16_t*>(&element) = ptx::load_shared_2(address);
+  } else {
+    *reinterpret_cast<uint32_t*>(&element) = ptx::load_shared_4(address);
+  }
+  return value_of(element);
+}
+
+template <typename T>
+__device__ __forceinline__ void store_shared_value(uint32_t address, ValueOf<T> value) {
+  const T element = element_of<T>(value);
+  if constexpr (sizeof(T) == 1) {
+    ptx::store_shared_1(address, *reinterpret_cast<const uint8_t*>(&element));
+  } else if constexpr (sizeof(T) == 2) {
+    ptx::store_shared_2(address, *reinterpret_cast<const uint16_t*>(&element));
+  } else {
+    ptx::store_shared_4(address, *reinterpret_cast<const float*>(&element));
+  }
+}
+
 // Loads from memory that no kernel writes while this one runs.
 template <typename T>
 __device__ __forceinline__ T load_global(const T* from) {
@@ -194,8 +222,7 @@ __device__ __forceinline__ void copy_shared_to_global(void* to, uint32_t from) {
     *static_cast<uint16_t*>(to) = ptx::load_shared_2(from);
   } else {
     static_assert(kBytes == 1);
-    const uint16_t pair = ptx::load_shared_2(from & ~1u);
-    *static_cast<uint8_t*>(to) = static_cast<uint8_t>(from & 1 ? pair >> 8 : pair);
+    *static_cast<uint8_t*>(to) = ptx::load_shared_1(from);
   }
 }
 

@@ -88,6 +88,7 @@ ChoiceInput choice_input(const nb::object& problem) {
   read("has_c", &input.has_c);
   read("c_by_tma", &input.c_by_tma);
   read("compiled", &input.compiled);
+  read("reduces", &input.reduces);
   read("run_time_rows", &input.run_time_rows);
   const auto decoded = algorithm_from_name(algorithm);
   if (!decoded) throw std::invalid_argument("unknown algorithm '" + algorithm + "'");

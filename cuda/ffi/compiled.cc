@@ -60,7 +60,8 @@ Status decode_problem(const CompiledAttributes& at, GemmProblem* problem) {
 }
 
 EpilogueProgram program_of(const CompiledAttributes& at) {
-  return {at.digest, at.source, at.warp_bytes};
+  const bool reduces = number_after(at.source, "kReductions = ") > 0;
+  return {at.digest, at.source, at.warp_bytes, reduces};
 }
 
 EpilogueOperands epilogue_operands(const CompiledAttributes& at, int64_t matrices) {

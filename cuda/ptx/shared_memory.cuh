@@ -16,6 +16,12 @@ __device__ __forceinline__ uint32_t load_shared_4(uint32_t shared_address) {
   return word;
 }
 
+__device__ __forceinline__ uint8_t load_shared_1(uint32_t shared_address) {
+  uint16_t value;
+  asm volatile("ld.shared.u8 %0, [%1];\n" : "=h"(value) : "r"(shared_address) : "memory");
+  return static_cast<uint8_t>(value);
+}
+
 __device__ __forceinline__ uint16_t load_shared_2(uint32_t shared_address) {
   uint16_t value;
   asm volatile("ld.shared.b16 %0, [%1];\n" : "=h"(value) : "r"(shared_address) : "memory");
@@ -40,6 +46,10 @@ __device__ __forceinline__ void load_shared_16(uint32_t (&word)[4], uint32_t sha
                : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3])
                : "r"(shared_address)
                : "memory");
+}
+
+__device__ __forceinline__ void store_shared_1(uint32_t shared_address, uint8_t value) {
+  asm volatile("st.shared.b8 [%0], %1;\n" ::"r"(shared_address), "h"(uint16_t{value}) : "memory");
 }
 
 __device__ __forceinline__ void store_shared_2(uint32_t shared_address, uint16_t value) {

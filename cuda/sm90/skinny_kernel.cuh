@@ -23,6 +23,8 @@
 
 #include <stdint.h>
 
+#include <type_traits>
+
 #include "epilogue/known.cuh"
 #include "gemm_params.h"
 #include "kernel_config.h"
@@ -40,13 +42,16 @@
 namespace jax_tcgemm::sm90 {
 
 // Products with at most a bias have a kernel for each layout (sm90/kernels.cuh): reading the layout
-// would fetch one more line of parameters before the first load.
-template <KernelConfig kConfig, typename Layouts>
+// would fetch one more line of parameters before the first load. Output: SkinnyOutput, or
+// SkinnyFunction (sm90/output/skinny_function.cuh) with its Params.
+template <KernelConfig kConfig, typename Layouts, typename Output = SkinnyOutput<kConfig>,
+          typename Params = GemmParams>
 struct SkinnyKernel {
   using Smem = SharedMemory<kConfig>;
   using Place = ClusterPlace<kConfig>;
   using Main = Mainloop<kConfig, Layouts>;
-  using Out = SkinnyOutput<kConfig>;
+  using Out = Output;
+  static constexpr bool kCompiled = !std::is_same_v<Params, GemmParams>;
   static constexpr int kConsumerWarps = 4;
   static_assert(kConfig.consumer_warps() == kConsumerWarps);
   static constexpr int kStartBarrier = 0;
@@ -61,7 +66,7 @@ struct SkinnyKernel {
     return {(index - tile * params.raster.width.divisor) * kConfig.tile_m, tile * kConfig.tile_n};
   }
 
-  static __device__ __forceinline__ void consume(const GemmParams& params, const TensorMaps& maps,
+  static __device__ __forceinline__ void consume(const Params& params, const TensorMaps& maps,
                                                  const Smem& smem, const Place& place) {
     const int k_tiles = (params.k - 1) / kConfig.tile_k + 1;
     Main mainloop(params, smem, place, 0);
@@ -82,7 +87,10 @@ struct SkinnyKernel {
         output.collect(acc, walk.done(params));
         store();
       };
-      if constexpr (kConfig.epilogue == EpilogueWork::kSum) {
+      if constexpr (kCompiled) {
+        output.prefetch();
+        compute([&] { output.run(); });
+      } else if constexpr (kConfig.epilogue == EpilogueWork::kSum) {
         // One mainloop serves both cases, because its code is most of the kernel's.
         const bool is_plain = known_finish(maps.finish) == Finish::kProduct;
         typename Out::Line line;
@@ -162,7 +170,7 @@ struct SkinnyKernel {
     }
   }
 
-  static __device__ __forceinline__ void run(const GemmParams& params, const TensorMaps& maps,
+  static __device__ __forceinline__ void run(const Params& params, const TensorMaps& maps,
                                              const Smem& smem) {
     const Place place;
     const int warp = threadIdx.x / 32;

@@ -57,7 +57,7 @@ struct StreamedKernel {
   static constexpr int kWeights = Sums::kWeights;
   static constexpr bool kGroups = kConfig.grouped == Grouped::kM;
   static constexpr int kNone = -1;  // in place of a group: there is no tile
-  static_assert(kShare % kChunkColumns == 0 && Plan::kColumns == kChunkColumns);
+  static_assert(kShare % kChunkColumns == 0 && Plan::kLength == kChunkColumns);
 
   const CompiledParams& params;
   const TensorMaps& maps;

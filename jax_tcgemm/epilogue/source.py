@@ -120,7 +120,7 @@ using Kernel = sm90::{kernel};
 }}  // namespace
 }}  // namespace jax_tcgemm
 
-extern "C" __global__ void __launch_bounds__(jax_tcgemm::Row::kConfig.threads(),
+extern "C" __global__ void {cluster}__launch_bounds__(jax_tcgemm::Row::kConfig.threads(),
                                              jax_tcgemm::Row::kConfig.blocks_on_sm())
     compiled_kernel(const __grid_constant__ jax_tcgemm::CompiledParams params,
                   const __grid_constant__ jax_tcgemm::sm90::TensorMaps maps) {{
@@ -226,7 +226,7 @@ PACKED_FUNCTION = "packed_function"
 UNPACK = "unpack"
 _ALONE = {PASS: _PASS_SOURCE, PACKED: _PACKED_SOURCE, UNPACK: _UNPACK_SOURCE}
 
-_KERNEL = "Kernel<Row::kConfig, false, Layouts, Program>"
+_KERNEL = "Kernel<Row::kConfig, {swap_ab}, Layouts, Program>"
 _OF_8_BITS = """\
 #include "ptx/run_time_wgmma.cuh"
 #include "sm90/scaled_mainloop.cuh"
@@ -235,6 +235,13 @@ _STREAMED_KERNEL = "StreamedKernel<Row::kConfig, Program>"
 _STREAMED = """\
 #include "sm90/streamed_kernel.cuh"
 """
+_SKINNY_KERNEL = """\
+SkinnyKernel<Row::kConfig, Layouts, sm90::SkinnyFunction<Row::kConfig, Program>, CompiledParams>"""
+_SKINNY = """\
+#include "sm90/output/skinny_function.cuh"
+#include "sm90/skinny_kernel.cuh"
+"""
+_SKINNY_CLUSTER = "__cluster_dims__(jax_tcgemm::Row::kConfig.cluster_size(), 1, 1) "
 
 
 def of_kernel(program: str, row: str, layout: str) -> str:
@@ -244,7 +251,8 @@ def of_kernel(program: str, row: str, layout: str) -> str:
         program: as ``of_program`` returns it; for ``PACKED`` and ``UNPACK``, the
             initialiser of a configuration; for ``PACKED_FUNCTION``, both.
         row: the row's name, ``PASS``, ``PACKED``, ``PACKED_FUNCTION`` or ``UNPACK``.
-        layout: ``"n"`` or ``"t"`` for each of ``a`` and ``b``.
+        layout: ``"n"`` or ``"t"`` for each of ``a`` and ``b``; for a skinny row, of the operands
+            that the kernel calls A and B.
     """
     if row == PACKED_FUNCTION:
         packed, function = program.split("\n", 1)
@@ -253,13 +261,28 @@ def of_kernel(program: str, row: str, layout: str) -> str:
         return _ALONE[row].format(program=program)
     config = kernel_names.by_name(row)
     of_8_bits = _OF_8_BITS if config.arithmetic.at_run_time else ""
+    # As swaps_operands of cuda/sm90/output/output_tile.h.
+    swap_ab = config.swap_ab or (config.element_bytes == 4 and layout == "nn")
+    if swap_ab:
+        layout = swapped(layout)
+    includes, kernel, cluster = of_8_bits, _KERNEL.format(swap_ab=str(swap_ab).lower()), ""
+    if config.streams_b:
+        includes, kernel = _STREAMED, _STREAMED_KERNEL
+    elif config.skinny:
+        includes, kernel, cluster = _SKINNY, _SKINNY_KERNEL, _SKINNY_CLUSTER
     return _SOURCE.format(
         program=program,
-        includes=_STREAMED if config.streams_b else of_8_bits,
-        kernel=_STREAMED_KERNEL if config.streams_b else _KERNEL,
+        includes=includes,
+        kernel=kernel,
+        cluster=cluster,
         config=cpp.config(config),
         **_majors(layout),
     )
+
+
+def swapped(layout: str) -> str:
+    """Returns the layouts of B^T and A^T, which a kernel of swapped operands calls A and B."""
+    return "".join("n" if each == "t" else "t" for each in reversed(layout))
 
 
 # The header contains the kernel.

@@ -35,6 +35,7 @@ class ChoiceInput:
         has_c: whether the product has an addend C.
         c_by_tma: whether TMA can read C.
         compiled: whether the epilogue is compiled at run time.
+        reduces: whether such an epilogue reduces blocks of 16 x 16 results.
         run_time_rows: whether kernels that the build lacks may be compiled.
     """
 
@@ -61,4 +62,5 @@ class ChoiceInput:
     has_c: bool = False
     c_by_tma: bool = True
     compiled: bool = False
+    reduces: bool = False
     run_time_rows: bool = True

@@ -155,10 +155,18 @@ class KernelConfig:
 
         The condition is that of ``takes_compiled_epilogue`` of ``cuda/dispatch/heuristic.cc``.
         """
-        sums = (not self.promote or self.element_bytes == 1) and self.element_bytes <= 2
+        if self.arch != "sm90" or not self.goes_by_name or self.grouped == "k":
+            return False
+        if self.skinny:
+            return True
+        sums = not self.promote or self.element_bytes == 1
         alone = self.split_k == 1 or self.streams_b
-        kind = self.goes_by_name and not (self.skinny or self.swap_ab or self.grouped == "k")
-        return self.arch == "sm90" and sums and alone and kind and self.output_n % 32 == 0
+        return sums and alone and self.output_n % 32 == 0
+
+    @property
+    def divides_blocks(self) -> bool:
+        """Returns true if thread blocks share 16 x 16 results, so that none can reduce them."""
+        return self.skinny and self.tile_n // self.split_k % 16 != 0
 
     def has_every(self, work: str) -> bool:
         """Checks if the row has all epilogues of this work, for any operands and layouts.

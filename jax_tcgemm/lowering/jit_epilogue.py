@@ -16,7 +16,7 @@ from jax_tcgemm.epilogue import compiler, source, translation
 from jax_tcgemm.epilogue.program import Program
 from jax_tcgemm.epilogue.spec import CompiledSpec
 from jax_tcgemm.kernels.arithmetic import ALL_ARITHMETIC
-from jax_tcgemm.kernels.names import KERNEL, XLA
+from jax_tcgemm.kernels.names import KERNEL, XLA, find
 from jax_tcgemm.lowering import devices, fallback, jit_problem, layout
 from jax_tcgemm.lowering.custom_call import (
     second_weight_offset,
@@ -171,6 +171,11 @@ class Call:
         """The layouts of ``a`` and ``b``: ``n``, or ``t`` for a transposed one."""
         return "".join("t" if is_transposed(self.gemm, name) else "n" for name in ("a", "b"))
 
+    @property
+    def reduces(self) -> bool:
+        """Returns true if the program reduces blocks of 16 x 16 results."""
+        return bool(self.program.reductions)
+
     def _attributes(self, spec: CompiledSpec) -> dict[str, Any]:
         """Returns the ``CompiledAttributes`` of ``cuda/ffi/compiled.cc``."""
         gemm, product = self.gemm, spec.product
@@ -244,7 +249,8 @@ def _planned(own: Sequence[Any], spec: CompiledSpec, made: Program, may_stream: 
     if other is not None:
         return f"no kernel on {other}"
     factors: dict[str, layout.Factor] = {}
-    if ALL_ARITHMETIC[algorithm].k_major:
+    arithmetic = ALL_ARITHMETIC[algorithm]
+    if arithmetic.at_run_time and arithmetic.k_major:
         if any(not isinstance(extent, int) for x in own for extent in x.shape):
             return "symbolic shapes"
         own, product, factors = layout.of_product(own, product, may_stream)
@@ -260,12 +266,17 @@ def _planned(own: Sequence[Any], spec: CompiledSpec, made: Program, may_stream: 
         for folded, (_, last) in zip(beside, scales, strict=True)
     )
     offset = second_weight_offset(gemm, product)
-    is_plain = not (spec.is_gated or product.is_grouped)
-    is_plain = is_plain and a.dtype.itemsize == b.dtype.itemsize == 2
-    reason = fallback.unfit_for_functions(gemm, offset, a.dtype.itemsize)
+    has_one_weight = not (spec.is_gated or product.is_grouped)
+    is_plain = has_one_weight and a.dtype.itemsize == b.dtype.itemsize == 2
+    reason = fallback.unfit_for_functions(
+        gemm, offset, arithmetic.a.bytes, has_one_weight=has_one_weight
+    )
     reason = reason or fallback.slower_function(gemm, made, is_plain)
     if reason is not None:
         return reason
+    row = None if product.config is None else find(product.config)
+    if made.reductions and row is not None and row.divides_blocks:
+        return f"a reduction over blocks of results that {row.name} divides"
     needed = warp_bytes(made, strides, gemm.n)
     if needed > MOST_WARP_BYTES:
         return f"operands and results that take {needed} bytes of {MOST_WARP_BYTES} a warp has"
@@ -282,10 +293,9 @@ def _algorithm(a: np.dtype, b: np.dtype, product: GemmSpec) -> str | None:
     if found is None:
         return None
     row = ALL_ARITHMETIC[found]
-    is_ours = row.at_run_time or (
-        row.wgmma and not row.k_major and row.accumulator.name == "float32"
-    )
-    return found if is_ours else None
+    if row.rounds_operands and (product.axes.b2 is not None or product.is_grouped):
+        return None  # the table has no such rows
+    return found if row.at_run_time or row.wgmma else None
 
 
 def _strided(

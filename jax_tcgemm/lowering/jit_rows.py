@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from jax_tcgemm import _compat, _core
-from jax_tcgemm.epilogue import compiler, nvrtc
+from jax_tcgemm.epilogue import compiler, nvrtc, source
 from jax_tcgemm.epilogue.spec import CompiledSpec
 from jax_tcgemm.kernels.arithmetic import ALL_ARITHMETIC
 from jax_tcgemm.kernels.choice_input import ChoiceInput
+from jax_tcgemm.kernels.names import by_name
 from jax_tcgemm.problem.alignment import row_alignment
 from jax_tcgemm.problem.strides import StridedGemm
 
@@ -28,6 +29,8 @@ class Call(Protocol):
     def warp_bytes(self) -> int: ...
     @property
     def layout(self) -> str: ...
+    @property
+    def reduces(self) -> bool: ...
 
 
 def begin_compiling(call: Call, spec: CompiledSpec) -> None:
@@ -42,10 +45,15 @@ def expected_row(call: Call, spec: CompiledSpec) -> tuple[str, str] | None:
     gpus = _compat.initialized_cuda_devices()
     if not gpus:
         return None
-    if spec.product.config is not None:
-        return spec.product.config, call.layout
-    ranked = ranked_rows(call, spec, _core.device_properties(gpus[0].local_hardware_id))
-    return (ranked[0][0], call.layout) if ranked else None
+    row = spec.product.config
+    if row is None:
+        ranked = ranked_rows(call, spec, _core.device_properties(gpus[0].local_hardware_id))
+        if not ranked:
+            return None
+        row = ranked[0][0]
+    # As layout_name of cuda/dispatch/compiled.cc.
+    is_swapped = by_name(row).skinny and call.gemm.m < call.gemm.n
+    return row, source.swapped(call.layout) if is_swapped else call.layout
 
 
 def ranked_rows(
@@ -82,5 +90,6 @@ def ranked_rows(
         row_alignment_a=row_alignment(gemm, "a", itemsize),
         row_alignment_b=row_alignment(gemm, "b", itemsize),
         compiled=True,
+        reduces=call.reduces,
     )
     return _core.rank_configs(choice, warp_bytes=call.warp_bytes)

@@ -4,7 +4,8 @@
 // A warp finishes its 16 rows one sub-tile after the other, each of 16, 32 or 64 columns. The warp
 // copies operands with whole vectors of columns to its part of shared memory one sub-tile ahead. It
 // gathers the results there, so that it can write them as vectors too. Warps do not wait for one
-// another.
+// another. If the operands are swapped (sm90/output/output_tile.h), the warp has 16 columns of D,
+// and a sub-tile has 16, 32 or 64 rows of them.
 //
 //   before the mainloop: cp.async of the first sub-tile's operands
 //   the warp: [cp.async of the next one's] -> wait -> accumulators, operands -> Program ->
@@ -34,10 +35,10 @@
 
 namespace jax_tcgemm::sm90 {
 
-template <KernelConfig kConfig, typename Program>
+template <KernelConfig kConfig, typename Program, bool kSwapAb = false>
 class CompiledOutput {
  public:
-  using Plan = CompiledPlan<kConfig, Program>;
+  using Plan = CompiledPlan<kConfig, Program, kSwapAb>;
   static constexpr int kBlocks = kConfig.tile_m / (16 * kConfig.warps_m);
   using Accumulators = typename Plan::Sum[kBlocks][kConfig.tile_n / 2];
 
@@ -103,21 +104,28 @@ class CompiledOutput {
   static constexpr bool kGroups = kConfig.grouped == Grouped::kM;  // groups of rows of one matrix
 
   static constexpr int kStages = Plan::kStages;
+  static constexpr int kRows = Plan::kRows;
   static constexpr int kColumns = Plan::kColumns;
-  static constexpr int kBlockSubtiles = kConfig.output_n() / kColumns;
+  static constexpr int kLength = Plan::kLength;
+  static constexpr int kBlockSubtiles = kConfig.output_n() / kLength;
   static constexpr int kSubtiles = kBlocks * kBlockSubtiles;
-  static constexpr int kChunks = kColumns / kChunkColumns;  // of a sub-tile
+  static constexpr int kChunks = kLength / kChunkColumns;  // of a sub-tile
   static constexpr int kBlockChunks = kConfig.output_n() / kChunkColumns;
 
+  // Returns the place of the warp's first value. Rows of `place` are rows of accumulators; those of
+  // all other places are rows of D.
   __device__ __forceinline__ OutputPlace of_warp(const OutputPlace& place) const {
-    return {place.row + static_cast<int>(threadIdx.x / 32 % 4) * kWarpRows, place.column,
-            place.batch};
+    const int row = place.row + static_cast<int>(threadIdx.x / 32 % 4) * kWarpRows;
+    if constexpr (kSwapAb) return {place.column, row, place.batch};
+    return {row, place.column, place.batch};
   }
   // Returns the first row and column of a sub-tile.
   static __device__ __forceinline__ OutputPlace place_of(const OutputPlace& tile, int index) {
     const int block = index / kBlockSubtiles;
-    return {tile.row + block * kBlockRows,
-            tile.column + (index - block * kBlockSubtiles) * kColumns, tile.batch};
+    const int across = block * kBlockRows;
+    const int along = (index - block * kBlockSubtiles) * kLength;
+    if constexpr (kSwapAb) return {tile.row + along, tile.column + across, tile.batch};
+    return {tile.row + across, tile.column + along, tile.batch};
   }
 
   __device__ __forceinline__ void run_chunks(const Accumulators& acc, int index,
@@ -126,13 +134,15 @@ class CompiledOutput {
     const int lane_column = lane % 4 * 2;
 #pragma unroll 1
     for (int chunk = 0; chunk < kChunks; ++chunk) {
+      const int across = lane / 4;
+      const int along = chunk * kChunkColumns + lane_column;
       CompiledIo<Plan> io = {params_,
                              buffers_ + stage * Plan::kStageBytes,
                              buffers_,
-                             at.row + lane / 4,
-                             at.column + chunk * kChunkColumns + lane_column,
+                             at.row + (kSwapAb ? along : across),
+                             at.column + (kSwapAb ? across : along),
                              at.batch,
-                             chunk * kChunkColumns + lane_column,
+                             along,
                              {}};
       visit_chunk<0, kBlockChunks>(acc, index * kChunks + chunk,
                                    [&](int i, auto a) { io.acc[0][i] = a; });
@@ -157,7 +167,7 @@ class CompiledOutput {
     constexpr CompiledOperandKind kKind = Program::kOperand[kIndex];
     constexpr int kRowVectors = kColumns * kKind.bytes / Plan::kVector;
     constexpr bool kMatrix = kKind.along == Along::kMatrix;
-    constexpr int kVectors = kRowVectors * (kMatrix ? kWarpRows : 1);
+    constexpr int kVectors = kRowVectors * (kMatrix ? kRows : 1);
     constexpr int kPitch = Plan::pitch(kKind.bytes, kColumns);
     const CompiledOperand& operand = params_.operands[kIndex];
     const char* const matrix =
@@ -196,7 +206,7 @@ class CompiledOutput {
       copy_shared_to_global<kWidth * kKind.bytes>(matrix + to,
                                                   from + row * kPitch + column * kKind.bytes);
     };
-    constexpr int kCount = kWarpRows * kRowVectors;
+    constexpr int kCount = kRows * kRowVectors;
     if constexpr (kCount % 32 == 0 && kKind.by_vectors) {
 #pragma unroll
       for (int i = 0; i < kCount; i += 32) copy(i + ptx::volatile_lane());
@@ -215,7 +225,7 @@ class CompiledOutput {
 
 template <KernelConfig kConfig, bool kSwapAb, typename Program>
 struct OutputOf {
-  using Type = CompiledOutput<kConfig, Program>;
+  using Type = CompiledOutput<kConfig, Program, kSwapAb>;
 };
 
 }  // namespace jax_tcgemm::sm90

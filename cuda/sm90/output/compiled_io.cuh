@@ -5,6 +5,8 @@
 
 #include <stdint.h>
 
+#include <type_traits>
+
 #include "compiled_params.h"
 #include "epilogue/compiled_functions.cuh"
 #include "epilogue/compiled_rounding.cuh"
@@ -17,10 +19,14 @@
 
 namespace jax_tcgemm::sm90 {
 
-// Places of a sub-tile's operands and results in a warp's part of shared memory.
-template <KernelConfig kConfig, typename Program>
+// Places of a sub-tile's operands and results in a warp's part of shared memory. A sub-tile has
+// kRows x kColumns values of D. kSwapAb: rows of the accumulators are columns of D.
+template <KernelConfig kConfig, typename Function, bool kSwap = false>
 struct CompiledPlan {
+  using Program = Function;
   static constexpr int kVector = 16;  // bytes
+  static constexpr bool kSwapAb = kSwap;
+  static constexpr bool kIsDirect = false;
   static constexpr bool kBatched = Program::kBatched;
   static constexpr int kWarpBytes = kConfig.staging_bytes() / 4;
   using Sum = ptx::SumOf<kConfig.algorithm>;
@@ -30,29 +36,32 @@ struct CompiledPlan {
   static constexpr int pitch(int bytes, int columns) {
     return columns * bytes + (bytes == 4 && columns > 16 ? 2 * kVector : kVector);
   }
-  static constexpr int operand_bytes(int i, int columns) {
+  // The sub-tile of `length` columns of accumulators. A warp has 16 rows of them.
+  static constexpr int rows(int length) { return kSwapAb ? length : kWarpRows; }
+  static constexpr int columns(int length) { return kSwapAb ? kWarpRows : length; }
+  static constexpr int operand_bytes(int i, int length) {
     const CompiledOperandKind kind = Program::kOperand[i];
     if (!kind.is_staged()) return 0;
-    return kind.along == Along::kMatrix ? kWarpRows * pitch(kind.bytes, columns)
-                                        : columns * kind.bytes;
+    return kind.along == Along::kMatrix ? rows(length) * pitch(kind.bytes, columns(length))
+                                        : columns(length) * kind.bytes;
   }
-  static constexpr int operands_bytes(int columns, int count = Program::kOperands) {
+  static constexpr int operands_bytes(int length, int count = Program::kOperands) {
     int bytes = 0;
-    for (int i = 0; i < count; ++i) bytes += operand_bytes(i, columns);
+    for (int i = 0; i < count; ++i) bytes += operand_bytes(i, length);
     return bytes;
   }
-  static constexpr int results_bytes(int columns, int count = Program::kResults) {
+  static constexpr int results_bytes(int length, int count = Program::kResults) {
     int bytes = 0;
     for (int i = 0; i < count; ++i) {
-      bytes += kWarpRows * pitch(Program::kResult[i].bytes, columns);
+      bytes += rows(length) * pitch(Program::kResult[i].bytes, columns(length));
     }
     return bytes;
   }
-  static constexpr bool has_room(int columns, int stages) {
-    return stages * operands_bytes(columns) + results_bytes(columns) <= kWarpBytes;
+  static constexpr bool has_room(int length, int stages) {
+    return stages * operands_bytes(length) + results_bytes(length) <= kWarpBytes;
   }
   struct Choice {
-    int columns;
+    int length;
     int stages;  // of operands; 0: the program reads them from global memory
   };
   // Long rows are quicker to store, and two stages hide the latency of operands from memory.
@@ -60,23 +69,37 @@ struct CompiledPlan {
     if (kConfig.streams_b()) return {has_room(16, 0) ? 16 : 0, 0};
     constexpr Choice kChoices[] = {{64, 2}, {32, 2}, {16, 2}, {32, 1}, {16, 1}, {32, 0}, {16, 0}};
     for (const Choice& each : kChoices) {
-      const bool divides = kConfig.output_n() % each.columns == 0;
-      if (divides && has_room(each.columns, each.stages)) return each;
+      const bool divides = kConfig.output_n() % each.length == 0;
+      if (divides && has_room(each.length, each.stages)) return each;
     }
     return {0, 0};
   }
-  static constexpr int kColumns = choice().columns;
+  static constexpr int kLength = choice().length;
   static constexpr int kStages = choice().stages;
-  static_assert(kColumns > 0, "no room for the results of so many types");
+  static_assert(kLength > 0, "no room for the results of so many types");
+  static constexpr int kRows = rows(kLength);
+  static constexpr int kColumns = columns(kLength);
 
   // Constants, because device code cannot read the Program's arrays.
-  static constexpr uint32_t kStageBytes = operands_bytes(kColumns);
+  static constexpr uint32_t kStageBytes = operands_bytes(kLength);
   template <int kIndex>
-  static constexpr uint32_t kOperandAt = operands_bytes(kColumns, kIndex);
+  static constexpr uint32_t kOperandAt = operands_bytes(kLength, kIndex);
   template <int kIndex>
-  static constexpr uint32_t kResultAt = kStages * kStageBytes + results_bytes(kColumns, kIndex);
+  static constexpr uint32_t kResultAt = kStages * kStageBytes + results_bytes(kLength, kIndex);
   template <int kIndex>
   static constexpr bool kIsStaged = kStages > 0 && Program::kOperand[kIndex].is_staged();
+};
+
+// The plan of a kernel without buffers: operands and results are in global memory alone.
+template <KernelConfig kConfig, typename Function>
+struct DirectPlan {
+  using Program = Function;
+  using Sum = ptx::SumOf<kConfig.algorithm>;
+  static constexpr bool kSwapAb = false;
+  static constexpr bool kIsDirect = true;
+  static constexpr bool kBatched = Program::kBatched;
+  template <int kIndex>
+  static constexpr bool kIsStaged = false;
 };
 
 // A Program's view of 16 x 16 values of D. A thread has 8 of them, laid out like accumulators
@@ -90,11 +113,20 @@ struct CompiledIo {
   int row;     // the thread's first row of D
   int column;  // the thread's first column of D
   int batch;
-  int chunk_column;  // the thread's first column in the sub-tile
+  int chunk_column;  // the thread's first column of accumulators in the sub-tile
   typename Plan::Sum acc[2][kChunkValues];
 
-  __device__ __forceinline__ int m(int i) const { return row + i / 2 % 2 * 8; }
-  __device__ __forceinline__ int n(int i) const { return column + i % 2 + i / 4 * 8; }
+  static constexpr bool kSwapAb = Plan::kSwapAb;
+  // Values of operands that vary along the rows or the columns of D.
+  template <typename T>
+  using OfRows = std::conditional_t<kSwapAb, ColumnValues<T>, RowValues<T>>;
+  template <typename T>
+  using OfColumns = std::conditional_t<kSwapAb, RowValues<T>, ColumnValues<T>>;
+
+  __device__ __forceinline__ int m(int i) const { return row + (kSwapAb ? second(i) : first(i)); }
+  __device__ __forceinline__ int n(int i) const {
+    return column + (kSwapAb ? first(i) : second(i));
+  }
 
   // Reads an operand that varies along no dimension.
   template <typename T, int kIndex>
@@ -102,21 +134,27 @@ struct CompiledIo {
     return {load<T, kIndex>(0, 0)};
   }
   template <typename T, int kIndex>
-  __device__ __forceinline__ RowValues<T> rows() const {
-    return {load<T, kIndex>(m(0), 0), load<T, kIndex>(m(2), 0)};
+  __device__ __forceinline__ OfRows<T> rows() const {
+    OfRows<T> values;
+#pragma unroll
+    for (int i = 0; i < kChunkValues; ++i) {
+      if (is_own<kSwapAb>(i)) values[i] = load<T, kIndex>(m(i), 0);
+    }
+    return values;
   }
   template <typename T, int kIndex>
-  __device__ __forceinline__ ColumnValues<T> columns() const {
-    ColumnValues<T> values;
+  __device__ __forceinline__ OfColumns<T> columns() const {
+    OfColumns<T> values;
 #pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      if constexpr (Plan::template kIsStaged<kIndex>) {
-        const uint32_t at = operands + Plan::template kOperandAt<kIndex> +
-                            (chunk_column + 8 * j) * static_cast<uint32_t>(sizeof(T));
-        load_shared_pair<T>(values.value[2 * j], values.value[2 * j + 1], at);
+    for (int i = 0; i < kChunkValues; i += 2) {
+      if (!is_own<!kSwapAb>(i)) continue;
+      if constexpr (!Plan::template kIsStaged<kIndex>) {
+        values[i] = load<T, kIndex>(0, n(i));
+        if constexpr (!kSwapAb) values[i + 1] = load<T, kIndex>(0, n(i + 1));
+      } else if constexpr (kSwapAb) {
+        values[i] = load_shared_value<T>(staged<kIndex>() + in_row<T>(i));
       } else {
-        values.value[2 * j] = load<T, kIndex>(0, n(4 * j));
-        values.value[2 * j + 1] = load<T, kIndex>(0, n(4 * j + 1));
+        load_shared_pair<T>(values[i], values[i + 1], staged<kIndex>() + in_row<T>(i));
       }
     }
     return values;
@@ -126,12 +164,14 @@ struct CompiledIo {
     MatrixValues<T> values;
 #pragma unroll
     for (int i = 0; i < kChunkValues; i += 2) {
-      if constexpr (Plan::template kIsStaged<kIndex>) {
-        const uint32_t at = operands + Plan::template kOperandAt<kIndex> + in_buffer<T>(i);
-        load_shared_pair<T>(values.value[i], values.value[i + 1], at);
+      if constexpr (!Plan::template kIsStaged<kIndex>) {
+        values[i] = load<T, kIndex>(m(i), n(i));
+        values[i + 1] = load<T, kIndex>(m(i + 1), n(i + 1));
+      } else if constexpr (kSwapAb) {
+        values[i] = load_shared_value<T>(staged<kIndex>() + in_buffer<T>(i));
+        values[i + 1] = load_shared_value<T>(staged<kIndex>() + in_buffer<T>(i + 1));
       } else {
-        values.value[i] = load<T, kIndex>(m(i), n(i));
-        values.value[i + 1] = load<T, kIndex>(m(i), n(i + 1));
+        load_shared_pair<T>(values[i], values[i + 1], staged<kIndex>() + in_buffer<T>(i));
       }
     }
     return values;
@@ -141,14 +181,24 @@ struct CompiledIo {
   __device__ __forceinline__ void write(const ValueOf<T> (&value)[kChunkValues]) const {
 #pragma unroll
     for (int i = 0; i < kChunkValues; i += 2) {
-      store_shared_pair<T>(results + Plan::template kResultAt<kIndex> + in_buffer<T>(i), value[i],
-                           value[i + 1]);
+      if constexpr (Plan::kIsDirect) {
+        store_global_pair<T, kIndex>(m(i), n(i), value[i], value[i + 1]);
+      } else {
+        const uint32_t buffer = results + Plan::template kResultAt<kIndex>;
+        if constexpr (kSwapAb) {
+          store_shared_value<T>(buffer + in_buffer<T>(i), value[i]);
+          store_shared_value<T>(buffer + in_buffer<T>(i + 1), value[i + 1]);
+        } else {
+          store_shared_pair<T>(buffer + in_buffer<T>(i), value[i], value[i + 1]);
+        }
+      }
     }
   }
 
   // Reduces the values of each 16 x 16 block over rows and columns (Along::kNothing), over rows
   // (kColumns) or over columns (kRows). Values outside of D count as `neutral`. XLA reduces the
-  // blocks' results, so the order of the reduction does not depend on the tile.
+  // blocks' results, so the order of the reduction does not depend on the tile. Nor does it depend
+  // on kSwapAb: values are joined in the same pairs.
   template <typename T, int kIndex, Along kAlong, typename Join>
   __device__ __forceinline__ void reduce(ValueOf<T> (&value)[kChunkValues],
                                          ValueOf<T> neutral) const {
@@ -164,42 +214,107 @@ struct CompiledIo {
     const int64_t row_block = batch * row_blocks + row / kChunkColumns;
     const int column_block = column / kChunkColumns;
     const auto join = [](auto x, auto y) { return Join::join(x, y); };
-    if constexpr (kAlong == Along::kColumns) {
+    const auto put_column = [&](int i, auto x) {
+      if (row < params.m && n(i) < params.n) out[row_block * params.n + n(i)] = element_of<T>(x);
+    };
+    const auto put_row = [&](int i, auto x) {
+      if (m(i) >= params.m || column >= params.n) return;
+      out[(int64_t{batch} * params.m + m(i)) * column_blocks + column_block] = element_of<T>(x);
+    };
+    const auto& v = value;
+    if constexpr (kAlong == Along::kColumns && kSwapAb) {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {  // columns 0, 1, 8, 9 of the thread
-        const int i = j / 2 * 4 + j % 2;
-        const auto x = joined_lanes<Join, 4, 16>(join(value[i], value[i + 2]));
-        if (lane < 4 && row < params.m && n(i) < params.n) {
-          out[row_block * params.n + n(i)] = element_of<T>(x);
-        }
+      for (int i = 0; i < 4; i += 2) {
+        const auto x =
+            joined_lanes<Join, 1, 2>(join(join(v[i], v[i + 4]), join(v[i + 1], v[i + 5])));
+        if (lane % 4 == 0) put_column(i, x);
+      }
+    } else if constexpr (kAlong == Along::kColumns) {
+#pragma unroll
+      for (int i = 0; i < 6; i += i % 2 * 2 + 1) {  // 0, 1, 4, 5
+        const auto x = joined_lanes<Join, 4, 16>(join(v[i], v[i + 2]));
+        if (lane < 4) put_column(i, x);
+      }
+    } else if constexpr (kAlong == Along::kRows && kSwapAb) {
+#pragma unroll
+      for (int i = 0; i < 6; i += i % 2 * 2 + 1) {
+        const auto x = joined_lanes<Join, 8, 16>(
+            join(joined_lanes<Join, 4, 4>(v[i]), joined_lanes<Join, 4, 4>(v[i + 2])));
+        if (lane < 4) put_row(i, x);
       }
     } else if constexpr (kAlong == Along::kRows) {
 #pragma unroll
-      for (int i = 0; i < 4; i += 2) {  // rows 0 and 8
-        const auto x = joined_lanes<Join, 1, 2>(
-            join(join(value[i], value[i + 1]), join(value[i + 4], value[i + 5])));
-        if (lane % 4 == 0 && m(i) < params.m && column < params.n) {
-          out[(int64_t{batch} * params.m + m(i)) * column_blocks + column_block] = element_of<T>(x);
-        }
+      for (int i = 0; i < 4; i += 2) {
+        const auto x =
+            joined_lanes<Join, 1, 2>(join(join(v[i], v[i + 1]), join(v[i + 4], v[i + 5])));
+        if (lane % 4 == 0) put_row(i, x);
       }
     } else {
-      auto x = value[0];
+      // The order: rows 8 apart; columns 1 and 8 apart; the other rows; the other columns.
+      ValueOf<T> x;
+      if constexpr (kSwapAb) {
+        ValueOf<T> of_rows[4];
 #pragma unroll
-      for (int i = 1; i < kChunkValues; ++i) x = join(x, value[i]);
-      x = joined_lanes<Join, 1, 16>(x);
+        for (int i = 0; i < 4; ++i) of_rows[i] = joined_lanes<Join, 4, 4>(join(v[i], v[i + 4]));
+        x = join(join(of_rows[0], of_rows[2]), join(of_rows[1], of_rows[3]));
+        x = joined_lanes<Join, 8, 16>(joined_lanes<Join, 1, 2>(x));
+      } else {
+        x = join(join(join(v[0], v[2]), join(v[1], v[3])),
+                 join(join(v[4], v[6]), join(v[5], v[7])));
+        x = joined_lanes<Join, 1, 2>(joined_lanes<Join, 4, 16>(x));
+      }
       if (lane == 0 && row < params.m && column < params.n) {
         out[row_block * column_blocks + column_block] = element_of<T>(x);
       }
     }
   }
 
- private:
-  // Offset of the pair that begins with value i.
+ protected:
+  // Row and column of value i in the thread's accumulators (Chunk).
+  static constexpr int first(int i) { return i / 2 % 2 * 8; }
+  static constexpr int second(int i) { return i % 2 + i / 4 * 8; }
+  // Checks if value i is the first one in its row of accumulators, or in its column.
+  template <bool kOfColumns>
+  static constexpr bool is_own(int i) {
+    return kOfColumns ? first(i) == 0 : second(i) == 0;
+  }
+
+  // Returns the address of an operand in shared memory.
+  template <int kIndex>
+  __device__ __forceinline__ uint32_t staged() const {
+    return operands + Plan::template kOperandAt<kIndex>;
+  }
+
+  // Writes a result's values in two neighbouring columns, if they are inside of D.
+  template <typename T, int kIndex>
+  __device__ __forceinline__ void store_global_pair(int m, int n, ValueOf<T> first,
+                                                    ValueOf<T> second) const {
+    if (m >= params.m || n >= params.n) return;
+    T* const to =
+        static_cast<T*>(params.results[kIndex]) + (int64_t{batch} * params.m + m) * params.n + n;
+    const ElementPair<T> pair = pair_of<T>(first, second);
+    if constexpr (Plan::Program::kResult[kIndex].by_vectors) {
+      *reinterpret_cast<ElementPair<T>*>(to) = pair;
+    } else {
+      to[0] = pair.first;
+      if (n + 1 < params.n) to[1] = pair.second;
+    }
+  }
+
+  // Offset of value i in a row of the sub-tile.
+  template <typename T>
+  __device__ __forceinline__ uint32_t in_row(int i) const {
+    const int at =
+        kSwapAb ? static_cast<int>(ptx::volatile_lane()) / 4 + first(i) : chunk_column + second(i);
+    return at * static_cast<uint32_t>(sizeof(T));
+  }
+  // Offset of value i in the sub-tile.
   template <typename T>
   __device__ __forceinline__ uint32_t in_buffer(int i) const {
     constexpr int kPitch = Plan::pitch(sizeof(T), Plan::kColumns);
-    return (ptx::volatile_lane() / 4 + i / 2 % 2 * 8) * kPitch +
-           (chunk_column + i / 4 * 8) * static_cast<uint32_t>(sizeof(T));
+    const int at =
+        kSwapAb ? chunk_column + second(i) : static_cast<int>(ptx::volatile_lane()) / 4 + first(i);
+    return at * kPitch + in_row<T>(i);
   }
 
   // Loads an operand's element. Outside of D it loads the last row or column instead, which takes

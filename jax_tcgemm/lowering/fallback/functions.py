@@ -9,12 +9,14 @@ from jax_tcgemm.lowering.custom_call import MAX_TMA_BATCH_NDIM
 from jax_tcgemm.problem.alignment import COPY_BYTES, unaligned_stride
 from jax_tcgemm.problem.strides import MAX_EXTENT, StridedGemm
 
-# Products with up to this many rows or columns have other kernels, without compiled epilogues. XLA
-# computes their function in a separate pass over few results.
+# Products with up to this many rows or columns have kernels of their own. There are none for more
+# than one weight, for several batch dimensions, or for float32.
 _FEW_ROWS = 64
 
 
-def unfit_for_functions(gemm: StridedGemm, second_weight: int, itemsize: int) -> str | None:
+def unfit_for_functions(
+    gemm: StridedGemm, second_weight: int, itemsize: int, *, has_one_weight: bool
+) -> str | None:
     """Returns why TMA cannot read the factors or why the kernels would be slow, if so."""
     if not gemm.m * gemm.n * gemm.k * math.prod(gemm.batch):
         return "an extent of 0"
@@ -22,7 +24,8 @@ def unfit_for_functions(gemm: StridedGemm, second_weight: int, itemsize: int) ->
         return f"{len(gemm.batch)} batch dimensions that do not fold"
     if math.prod(gemm.batch) > MAX_EXTENT:
         return "a batch beyond 2^30"
-    if min(gemm.m, gemm.n) <= _FEW_ROWS and itemsize > 1:
+    is_for_few = has_one_weight and len(gemm.batch) <= 1 and itemsize == 2
+    if min(gemm.m, gemm.n) <= _FEW_ROWS and not (is_for_few or itemsize == 1):
         return f"{gemm.m} x {gemm.n} results of a matrix"
     for name in ("a", "b"):
         what = unaligned_stride(gemm, name, itemsize)

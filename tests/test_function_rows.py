@@ -1,0 +1,87 @@
+"""Functions as epilogues of every kind of row: choices and compilation, without a GPU."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import random_epilogues
+from kernel_rows import rank_rows
+
+from jax_tcgemm import gemm
+from jax_tcgemm.epilogue import nvrtc
+from jax_tcgemm.kernels import table
+
+_KINDS = {
+    "tf32": lambda row: row.tag == "tf32",
+    "swapped": lambda row: row.swap_ab,
+    "skinny": lambda row: row.skinny,
+    "others": lambda row: not (row.tag == "tf32" or row.swap_ab or row.skinny),
+}
+
+
+@pytest.mark.skipif(isinstance(nvrtc.find(), str), reason="no NVRTC")
+@pytest.mark.parametrize("kind", _KINDS)
+def test_rows_compile_with_a_function(rng, kind, tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_TCGEMM_CACHE_DIR", str(tmp_path))
+    rows = [row for row in table.CONFIGS if row.takes_functions and _KINDS[kind](row)]
+    rows = [row for row in rows if not row.gated]
+    assert len(rows) > 5
+    for i in rng.choice(len(rows), min(6, len(rows)), replace=False):
+        row = rows[i]
+        layouts = ["nn", "nt"] if row.swap_ab else ["nn", "nt", "tn", "tt"]
+        epilogue = random_epilogues.draw_smooth(int(rng.integers(2**31)))
+        what = random_epilogues.compiles(epilogue, row.name, str(rng.choice(layouts)))
+        assert what is None, (row.name, what)
+
+
+def _rows(m, n, k, algorithm="BF16_BF16_F32", **more):
+    ranked = rank_rows(
+        algorithm, m, n, k, 1, True, 132, 232448,
+        compute_capability=90, epilogue="any", compiled=True, **more,
+    )  # fmt: skip
+    return [table.BY_NAME[name] for name, _, _ in ranked]
+
+
+@pytest.mark.parametrize("m", [1, 16, 40])
+def test_few_rows_take_skinny_rows(m):
+    rows = _rows(m, 4096, 4096)
+    assert rows[0].skinny
+    assert any(row.divides_blocks for row in rows)
+    assert not any(row.divides_blocks for row in _rows(m, 4096, 4096, reduces=True))
+
+
+def test_float32_takes_rows_in_tf32():
+    rows = _rows(512, 512, 512, "TF32_TF32_F32")
+    assert rows
+    assert {row.tag for row in rows} == {"tf32"}
+
+
+def _lowered(function, *shapes, dtype):
+    types = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+    return jax.jit(function).trace(*types).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("precision", [None, "highest"])
+def test_float32_products_have_a_compiled_epilogue(precision):
+    f = lambda a, b: gemm(a, b, epilogue=jnp.sin, precision=precision)  # noqa: E731
+    text = _lowered(f, (256, 128), (128, 192), dtype=jnp.float32)
+    assert ("compiled_gemm" in text) == (precision is None)
+
+
+def test_a_named_row_that_divides_blocks_reduces_nothing():
+    (row, *_) = [row for row in table.CONFIGS if row.divides_blocks and row.tag == "bf16"]
+    for f, is_compiled in ((jnp.sin, True), (lambda z: (jnp.sin(z), z.max(0)), False)):
+        run = lambda a, b, f=f: gemm(a, b, epilogue=f, config=row.name)  # noqa: E731
+        text = _lowered(run, (16, 512), (512, 256), dtype=jnp.bfloat16)
+        assert ("compiled_gemm" in text) == is_compiled
+
+
+def test_values_of_float32_and_of_few_rows(normal):
+    bias = normal(72)
+    f = lambda z, c: (jnp.tanh(z + c), z.sum(0))  # noqa: E731
+    for m, dtype in ((96, jnp.float32), (5, jnp.bfloat16)):
+        a, b = normal(m, 64, dtype=dtype), normal(64, 72, dtype=dtype)
+        got = jax.jit(lambda a, b: gemm(a, b, epilogue=f, epilogue_operands=(bias,)))(a, b)
+        exact = np.asarray(a, np.float64) @ np.asarray(b, np.float64)
+        for x, y in zip(got, f(jnp.asarray(exact, jnp.float32), bias), strict=True):
+            np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-4 * float(np.abs(exact).max()))

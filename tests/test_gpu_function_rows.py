@@ -1,0 +1,169 @@
+"""User functions in every row of the kernel table that takes them, on a Hopper GPU."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_tcgemm import gemm
+from jax_tcgemm.kernels import table
+
+pytestmark = [pytest.mark.gpu, pytest.mark.sm90, pytest.mark.usefixtures("never_apart")]
+
+_ROWS = [row for row in table.CONFIGS if row.takes_functions and row.goes_by_name]
+_PLAIN = [row.name for row in _ROWS if not (row.gated or row.grouped != "none")]
+_LAYOUTS = ("nn", "nt", "tn", "tt")
+_DTYPES = {"bf16": jnp.bfloat16, "f16": jnp.float16, "tf32": jnp.float32}
+
+
+def _everything(z, scalar, row, column, matrix, wide, odd):
+    y = jax.nn.gelu(z * scalar + row) * column + matrix.astype(jnp.float32)
+    return {
+        "y": y,
+        "half": (y + wide).astype(jnp.bfloat16),
+        "sign": jnp.sign(z + odd).astype(jnp.int8),
+        "rows": y.sum(-1),
+        "columns": y.max(0),
+        "all": jnp.abs(y).max(),
+        "place": (jax.lax.broadcasted_iota(jnp.int32, y.shape, 0) * 1000)
+        + jax.lax.broadcasted_iota(jnp.int32, y.shape, 1),
+    }
+
+
+def _little(z, scalar, row, column, *_):
+    y = jax.nn.gelu(z * scalar + row) * column
+    return {"y": y.astype(jnp.bfloat16), "rows": y.sum(-1), "columns": y.max(0)}
+
+
+def _no_reduction(*operands):
+    results = _everything(*operands)
+    return {name: results[name] for name in ("y", "half", "sign", "place")}
+
+
+def _function_for(row):
+    """Returns a function that the row can compute, and for which it has shared memory."""
+    if row.divides_blocks:
+        return _no_reduction
+    return _little if row.tile_m == 192 else _everything
+
+
+def _operands(rng, m, n, k, layout, dtype):
+    draw = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
+    # Few bits, so that the product is exact in any arithmetic and any order.
+    few = lambda *shape: rng.integers(-4, 5, shape) / 4  # noqa: E731
+    a, b = few(m, k), few(k, n) / 8
+    product = jnp.asarray(a @ b, jnp.float32)
+    a, b = jnp.asarray(a, dtype), jnp.asarray(b, dtype)
+    factors = a.T if layout[0] == "t" else a, b.T if layout[1] == "t" else b
+    others = (
+        jnp.float32(1.5),
+        jnp.asarray(draw(n)),
+        jnp.asarray(draw(m, 1)),
+        jnp.asarray(draw(m, n), jnp.bfloat16),
+        jnp.asarray(draw(m, n)),
+        jnp.asarray(draw(n, m)).T,
+    )
+    return factors, others, product
+
+
+def _run(function, factors, others, layout, config):
+    transposed = {"transpose_a": layout[0] == "t", "transpose_b": layout[1] == "t"}
+    return jax.jit(
+        lambda a, b, *x: gemm(
+            a, b, epilogue=function, epilogue_operands=x, config=config, **transposed
+        )
+    )(*factors, *others)
+
+
+def _check(got, expected):
+    for name, y in expected.items():
+        x = got[name]
+        assert (x.dtype, x.shape) == (y.dtype, y.shape), name
+        if jnp.issubdtype(x.dtype, jnp.integer):
+            np.testing.assert_array_equal(x, y, err_msg=name)
+        else:
+            rtol, atol = (1e-5, 1e-5) if x.dtype == jnp.float32 else (2**-7, 2**-7)
+            x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+            np.testing.assert_allclose(x, y, rtol, atol * max(1.0, np.abs(y).max()), err_msg=name)
+
+
+def _extents(row, rng):
+    """Draws extents with incomplete tiles; few rows or few columns for a skinny row."""
+    m, n = (8 * int(x) for x in rng.integers(9, 60, 2))
+    if row.skinny:
+        few = int(rng.integers(1, 65))
+        m, n = (few, n) if rng.random() < 0.6 else (m, 8 * -(-few // 8))
+    return m, n, 8 * int(rng.integers(16, 40)) * (2 if row.skinny else 1)
+
+
+@pytest.mark.parametrize("name", _PLAIN)
+def test_every_row(rng, name):
+    row = table.BY_NAME[name]
+    for layout in _LAYOUTS:
+        if row.swap_ab and layout[0] == "t":
+            continue
+        m, n, k = _extents(row, rng)
+        if layout[0] == "t":
+            m = -(-m // 8) * 8
+        factors, others, product = _operands(rng, m, n, k, layout, _DTYPES[row.tag])
+        function = _function_for(row)
+        got = _run(function, factors, others, layout, name)
+        _check(got, jax.jit(function)(product, *others))
+
+
+def test_reductions_have_the_same_bits_in_all_rows(rng):
+    m, n, k = 304, 272, 256
+
+    def f(z, r):
+        y = z + r
+        return y, y.sum(0), y.sum(1), y.sum()
+
+    b = jnp.asarray(rng.normal(size=(k, n)), jnp.bfloat16)
+    a, r = (jnp.asarray(rng.normal(size=(m, x)), jnp.bfloat16) for x in (k, n))
+    results = {}
+    for name in _PLAIN:
+        row = table.BY_NAME[name]
+        if row.tag == "bf16" and not row.skinny:
+            run = jax.jit(lambda a, b, r, name=name: gemm(
+                a, b, epilogue=f, epilogue_operands=(r,), config=name))  # fmt: skip
+            results[name] = jax.tree.map(np.asarray, run(a, b, r))
+    assert any("swap_ab" in name for name in results)
+    first = next(iter(results.values()))
+    for name, found in results.items():
+        for x, y in zip(found, first, strict=True):
+            np.testing.assert_array_equal(x, y, err_msg=name)
+
+
+def test_batches_of_few_rows(rng):
+    a = jnp.asarray(rng.normal(size=(3, 7, 256)), jnp.bfloat16)
+    b = jnp.asarray(rng.normal(size=(3, 256, 192)) / 16, jnp.bfloat16)
+    bias = jnp.asarray(rng.normal(size=(3, 1, 192)), jnp.bfloat16)
+    f = lambda z, c: (jax.nn.silu(z + c).astype(jnp.bfloat16), z.max(-1))  # noqa: E731
+    got = jax.jit(lambda a, b, c: gemm(a, b, epilogue=f, epilogue_operands=(c,)))(a, b, bias)
+    product = jnp.matmul(a, b, preferred_element_type=jnp.float32)
+    for x, y in zip(got, f(product, bias), strict=True):
+        np.testing.assert_allclose(
+            np.asarray(x, np.float32), np.asarray(y, np.float32), 2**-7, 2**-7
+        )
+
+
+@pytest.mark.parametrize("m", [1, 16, 33, 64])
+def test_gradients_of_few_rows(rng, m):
+    a = jnp.asarray(rng.normal(size=(m, 512)), jnp.bfloat16)
+    b = jnp.asarray(rng.normal(size=(512, 1024)) / 16, jnp.bfloat16)
+    r = jnp.asarray(rng.normal(size=(m, 1024)), jnp.bfloat16)
+    f = lambda z, r: (jax.nn.mish(z) * jax.nn.sigmoid(r)).astype(jnp.bfloat16)  # noqa: E731
+
+    def ours(a, b, r):
+        return gemm(a, b, epilogue=f, epilogue_operands=(r,)).astype(jnp.float32).sum()
+
+    def theirs(a, b, r):
+        z = jnp.matmul(a, b, preferred_element_type=jnp.float32)
+        return f(z, r).astype(jnp.float32).sum()
+
+    got, expected = (jax.jit(jax.grad(x, (0, 1, 2)))(a, b, r) for x in (ours, theirs))
+    for x, y in zip(got, expected, strict=True):
+        x, y = np.asarray(x, np.float32), np.asarray(y, np.float32)
+        assert np.linalg.norm(x - y) <= 2**-6 * np.linalg.norm(y)
