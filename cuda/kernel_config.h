@@ -80,8 +80,8 @@ struct KernelConfig {
   bool skinny;
   Grouped grouped;
   // sm90: the kernel computes D^T = B^T A^T: tile_m and cluster_m are along n, tile_n and cluster_n
-  // along m. Tiles then have any multiple of 8 rows of a k-major A. The epilogue is a bias at most,
-  // and D leaves by TMA.
+  // along m. Tiles then have any multiple of 8 rows of a k-major A. A built epilogue is a bias at
+  // most, and D leaves by TMA.
   bool swap_ab;
   // The epilogues of the kernel. They are most of its code and of its compile time.
   EpilogueWork epilogue;

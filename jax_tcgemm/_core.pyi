@@ -85,7 +85,10 @@ def device_properties(ordinal: int) -> dict[str, Any]:
     """
 
 def rank_configs(
-    problem: ChoiceInput, dense_splits: bool = False, warp_bytes: int = 0
+    problem: ChoiceInput,
+    dense_splits: bool = False,
+    warp_bytes: int = 0,
+    result_bytes: int = 0,
 ) -> list[tuple[str, float, bool]]:
     """Returns the rows that can compute a problem on a device, fastest first by the time model.
 
@@ -94,6 +97,7 @@ def rank_configs(
         dense_splits: whether to split k also into numbers of parts that are not powers of two.
         warp_bytes: shared memory that each warp needs for an epilogue that is compiled at run time.
             Rows without room for it are left out if others have room.
+        result_bytes: the part for the results. Rows without room for it are left out.
 
     Returns:
         For each row its name (as for ``config=``), its expected cycles, and whether its blocks add

@@ -8,8 +8,13 @@ import random_epilogues
 from kernel_rows import rank_rows
 
 from jax_tcgemm import gemm
-from jax_tcgemm.epilogue import nvrtc
+from jax_tcgemm.epilogue import function, nvrtc
+from jax_tcgemm.epilogue.spec import CompiledSpec
 from jax_tcgemm.kernels import table
+from jax_tcgemm.problem.spec import GemmSpec
+from jax_tcgemm.problem.strides import Operands
+from jax_tcgemm.transforms.candidates import row_of
+from jax_tcgemm.tuning import lookup
 
 _KINDS = {
     "tf32": lambda row: row.tag == "tf32",
@@ -68,12 +73,38 @@ def test_float32_products_have_a_compiled_epilogue(precision):
     assert ("compiled_gemm" in text) == (precision is None)
 
 
-def test_a_named_row_that_divides_blocks_reduces_nothing():
+def test_another_row_takes_the_place_of_one_that_divides_blocks():
     (row, *_) = [row for row in table.CONFIGS if row.divides_blocks and row.tag == "bf16"]
-    for f, is_compiled in ((jnp.sin, True), (lambda z: (jnp.sin(z), z.max(0)), False)):
+    for f in (jnp.sin, lambda z: (jnp.sin(z), z.max(0))):
         run = lambda a, b, f=f: gemm(a, b, epilogue=f, config=row.name)  # noqa: E731
         text = _lowered(run, (16, 512), (512, 256), dtype=jnp.bfloat16)
-        assert ("compiled_gemm" in text) == is_compiled
+        assert "compiled_gemm" in text
+
+
+@pytest.mark.parametrize("count", [3, 4])
+def test_more_results_than_a_warp_has_room_for(count):
+    f = lambda z: [jnp.sin(z + i) for i in range(count)]  # noqa: E731
+    text = _lowered(lambda a, b: gemm(a, b, epilogue=f), (256, 64), (64, 192), dtype=jnp.float32)
+    assert ("compiled_gemm" in text) == (count == 3)
+
+
+def test_few_rows_promote_sums_that_show():
+    assert all(row.promote for row in _rows(48, 8192, 4096, float32_result=True)[:8])
+    assert not all(row.promote for row in _rows(48, 8192, 4096))
+
+
+def test_a_tuning_of_another_product_names_no_row_that_divides_blocks():
+    (row, *_) = [row for row in table.CONFIGS if row.divides_blocks and row.tag == "bf16"]
+    assert row.takes(reduces=False)
+    assert not row.takes(reduces=True)
+    for f, expected in ((jnp.sin, row.name), (lambda z: (jnp.sin(z), z.max(0)), None)):
+        traced, _ = function.trace(
+            lambda z, f=f: jax.tree.leaves(f(z)), [jax.ShapeDtypeStruct((16, 256), jnp.float32)], 1
+        )
+        product = GemmSpec(Operands((0, 1), (0, 1)), jnp.dtype(jnp.bfloat16), None)
+        types = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((16, 512), (512, 256))]
+        spec, problem = CompiledSpec(product, traced), '{"algorithm": "BF16_BF16_F32"}'
+        assert row_of(lookup.Product("compiled", spec, types, problem), row.name) == expected
 
 
 def test_values_of_float32_and_of_few_rows(normal):

@@ -136,6 +136,30 @@ def test_reductions_have_the_same_bits_in_all_rows(rng):
             np.testing.assert_array_equal(x, y, err_msg=name)
 
 
+@pytest.mark.parametrize("name", _PLAIN)
+def test_odd_columns(rng, name):
+    """Rows of D that begin at any byte; only a B with contiguous k has them."""
+    row = table.BY_NAME[name]
+    m, n, k = _extents(row, rng)
+    n = 1 + 2 * int(rng.integers(36, 60)) if m <= 64 or not row.skinny else 1 + n // 2 * 2 % 63
+    factors, others, product = _operands(rng, m, n, k, "nt", _DTYPES[row.tag])
+    function = _function_for(row)
+    got = _run(function, factors, others, "nt", name)
+    _check(got, jax.jit(function)(product, *others))
+
+
+@pytest.mark.parametrize(("m", "n"), [(1, 4096), (16, 8192), (40, 8192), (64, 14336), (512, 24)])
+def test_few_rows_have_accurate_sums(rng, m, n):
+    k = 4096
+    a = jnp.asarray(rng.normal(size=(m, k)), jnp.bfloat16)
+    b = jnp.asarray(rng.normal(size=(k, n)), jnp.bfloat16)
+    exact = np.asarray(a, np.float64) @ np.asarray(b, np.float64)
+    got = jax.jit(lambda a, b: gemm(a, b, epilogue=lambda z: 2 * z))(a, b) / 2
+    plain = jnp.matmul(a, b, preferred_element_type=jnp.float32)
+    error, theirs = (np.abs(np.asarray(x, np.float64) - exact).max() for x in (got, plain))
+    assert error <= 2 * theirs + 2**-23 * np.abs(exact).max()
+
+
 def test_batches_of_few_rows(rng):
     a = jnp.asarray(rng.normal(size=(3, 7, 256)), jnp.bfloat16)
     b = jnp.asarray(rng.normal(size=(3, 256, 192)) / 16, jnp.bfloat16)

@@ -1,7 +1,7 @@
-"""Reports the CUDA compiler's facts about each kernel: registers, local memory, lost speed.
+"""Reports facts of the CUDA compiler: registers, local memory, lost speed.
 
 Usage: report_kernels.py REPORT LOG...; compile_with_log.sh keeps the logs. A kernel's line is
-`<mangled name> <registers> <bytes of local memory>`. Spilled registers are in local memory, and
+`<mangled name> <registers> <bytes of local memory>`. Local memory holds spilled registers and
 arrays that are indexed at run time. If ptxas serialises wgmma or ignores setmaxnreg, there
 is a line `warning <code> <mangled name>`. If ptxas gives no name, the line has the object instead.
 """

@@ -97,7 +97,8 @@ void correct(const ChoiceInput& input, std::vector<Estimate>* estimates) {
     const double modelled = cycles / of_run_time(choice);
     cycles *= time_correction(*choice.entry, input, choice.splits, modelled);
     const KernelConfig& config = choice.entry->config;
-    if (input.compiled && config.skinny && config.split_k > 1) cycles *= kSharedFunctionFactor;
+    const bool is_shared = config.skinny && config.split_k > 1;
+    if (input.compiled && is_shared && has_few_rows(input)) cycles *= kSharedFunctionFactor;
   }
   const bool is_plain = !input.compiled;  // the factor was found with built epilogues
   if (own != nullptr && is_plain && has_timed_kin(input)) own->cycles /= kLeastGain;
@@ -165,7 +166,7 @@ std::vector<Estimate> modelled_choices(const ChoiceInput& input, bool dense_spli
 
 std::vector<Estimate> ranked_choices(const ChoiceInput& given, bool dense_splits) {
   ChoiceInput input = given;
-  // A function of few results takes less time than a built epilogue, and as long in each row.
+  // A function of few results costs less than a built epilogue, and about the same in each row.
   const bool is_dense = !input.gated && input.grouped == Grouped::kNone;
   if (input.compiled && is_dense && element_bytes(input.algorithm) == 2 && has_few_rows(input)) {
     input.epilogue = EpilogueWork::kNone;
@@ -176,12 +177,19 @@ std::vector<Estimate> ranked_choices(const ChoiceInput& given, bool dense_splits
   return ranked;
 }
 
-std::vector<Estimate> with_room(std::vector<Estimate> ranked, int64_t warp_bytes) {
+std::vector<Estimate> with_room(std::vector<Estimate> ranked, int64_t warp_bytes,
+                                int64_t result_bytes) {
+  const auto warp_room = [](const Estimate& estimate) {
+    return estimate.choice.entry->config.staging_bytes() / 4;
+  };
+  const auto lacks_room = [&](const Estimate& estimate) {
+    return !estimate.choice.entry->config.skinny && warp_room(estimate) < result_bytes;
+  };
   const auto has_room = [&](const Estimate& estimate) {
     const KernelConfig& config = estimate.choice.entry->config;
-    const bool has_buffers = !config.streams_b() && !config.skinny;
-    return !has_buffers || config.staging_bytes() / 4 >= warp_bytes;
+    return config.streams_b() || config.skinny || warp_room(estimate) >= warp_bytes;
   };
+  std::erase_if(ranked, lacks_room);
   if (std::any_of(ranked.begin(), ranked.end(), has_room))
     std::erase_if(ranked, std::not_fn(has_room));
   return ranked;

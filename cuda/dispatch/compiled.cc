@@ -12,6 +12,7 @@
 #include "dispatch/launch.h"
 #include "dispatch/program_library.h"
 #include "dispatch/ragged.h"
+#include "dispatch/time_correction.h"
 #include "sm90/output/output_tile.h"
 #include "sm90/tensor_maps.h"
 #include "sm90/tma_descriptor.h"
@@ -61,6 +62,10 @@ ChoiceInput compiled_input(const GemmProblem& problem, const EpilogueProgram& pr
   input.row_alignment_b = row_alignment(p.b, problem.algorithm);
   input.compiled = true;
   input.reduces = program.reduces;
+  const bool is_dense = !input.gated && input.grouped == Grouped::kNone;
+  if (program.widens && is_dense && element_bytes(problem.algorithm) == 2 && has_few_rows(input)) {
+    input.d_type = ElementType::kF32;  // the sums are promoted
+  }
   return input;
 }
 
@@ -75,7 +80,8 @@ std::vector<const KernelEntry*> candidates(std::string_view config, const Choice
     if (named.entry != nullptr) rows.push_back(named.entry);
     return rows;
   }
-  const auto ranked = with_room(ranked_choices(input, false), program.warp_bytes);
+  const auto ranked =
+      with_room(ranked_choices(input, false), program.warp_bytes, program.result_bytes);
   for (const Estimate& estimate : ranked) {
     if (estimate.cycles > kMostFactor * ranked.front().cycles) break;
     rows.push_back(estimate.choice.entry);
@@ -87,8 +93,8 @@ std::vector<const KernelEntry*> candidates(std::string_view config, const Choice
 bool has_same_registers(const KernelConfig& x, const KernelConfig& y) {
   const auto parts = [](const KernelConfig& config) {
     return std::tuple(config.arch, config.tile_m, config.tile_n, config.tile_k, config.warps_m,
-                      config.warps_n, config.loader, config.promote, config.schedule, config.gated,
-                      config.skinny, config.grouped, config.swap_ab);
+                      config.warps_n, config.loader, config.promote, config.schedule,
+                      config.split_k, config.gated, config.skinny, config.grouped, config.swap_ab);
   };
   return parts(x) == parts(y);
 }
@@ -178,7 +184,7 @@ Status run_compiled(const GemmProblem& problem, const CompiledParams& params,
     }
     const KernelConfig& config = kernel->entry->config;
     CompiledParams complete = params;
-    // Skinny rows then promote sums: functions get the product in float32.
+    // Skinny rows with few sums then promote them, which costs no time.
     if (config.skinny) complete.epilogue.d_type = ElementType::kF32;
     if (config.grouped == Grouped::kM) {
       JAX_TCGEMM_RETURN_IF_ERROR(check_ragged_tiles(complete, config));

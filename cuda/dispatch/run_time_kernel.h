@@ -23,7 +23,9 @@ struct EpilogueProgram {
   // through it one stage ahead. Without room the kernel reads operands from global memory, which
   // takes several times as long.
   int64_t warp_bytes = 0;
-  bool reduces = false;  // it has results that are reduced from blocks of 16 x 16 values
+  int64_t result_bytes = 0;  // the results alone
+  bool reduces = false;      // it has results that are reduced from blocks of 16 x 16 values
+  bool widens = false;       // it has results of more than 16 bits
 };
 
 // Orders programs by digest and then by source. The digest alone does not identify a program,

@@ -22,8 +22,8 @@ using TimeTerms = std::array<double, kTimeTerms>;
 bool has_few_rows(const ChoiceInput& input);
 
 // Checks if products of this kind and size were timed: dense ones with aligned rows, on GPUs of
-// compute capability 9.0. A function of few results takes about as long in each row, so products
-// with one count as those without.
+// compute capability 9.0. Products of few rows may have a function, which costs about the same in
+// each row.
 bool has_timed_kin(const ChoiceInput& input);
 
 // Returns facts about a product and a row. The row takes `cycles` by the model with k in `splits`

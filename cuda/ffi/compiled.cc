@@ -60,8 +60,17 @@ Status decode_problem(const CompiledAttributes& at, GemmProblem* problem) {
 }
 
 EpilogueProgram program_of(const CompiledAttributes& at) {
-  const bool reduces = number_after(at.source, "kReductions = ") > 0;
-  return {at.digest, at.source, at.warp_bytes, reduces};
+  EpilogueProgram program = {at.digest, at.source, at.warp_bytes};
+  program.widens = program.reduces = number_after(at.source, "kReductions = ") > 0;
+  KindReader reader(at.source, "kResult[] = ");
+  ElementKind kind = {};
+  for (int64_t i = number_after(at.source, "kResults = "); i > 0; --i) {
+    if (!reader.next(&kind).ok()) break;
+    constexpr int64_t kGap = 16;  // bytes, between two rows: see CompiledPlan
+    program.result_bytes += kReducedBlock * (kReducedBlock * kind.bytes + kGap);
+    program.widens = program.widens || kind.bytes > 2;
+  }
+  return program;
 }
 
 EpilogueOperands epilogue_operands(const CompiledAttributes& at, int64_t matrices) {

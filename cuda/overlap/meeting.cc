@@ -78,7 +78,7 @@ Status Meeting::checked() {
 
 Status Meeting::wait_for(const std::atomic<int>* number, const char* what) {
   const std::chrono::duration<double> limit(meeting_seconds());
-  // The others are usually there within microseconds. A thread that sleeps wakes up much later.
+  // The others usually come within microseconds. To wake up a thread takes tens of them.
   constexpr std::chrono::microseconds kSpin(50);
   const auto end = std::chrono::steady_clock::now() + kSpin;
   while (!failed_ && *number != count_ && std::chrono::steady_clock::now() < end) {

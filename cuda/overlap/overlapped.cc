@@ -218,8 +218,8 @@ Status gather(const GatheredProduct& product, const GatheredRows& rows, const Pe
   const auto multiply = [&](int rank, const void* a) {
     return product.multiply_part ? product.multiply_part(rank, a) : Status();
   };
-  // The product of the own rows needs no other device. It is there first, so that the device works
-  // while the hosts meet.
+  // The product of the own rows needs no other device. It is enqueued first, so that the device
+  // works while the hosts meet.
   JAX_TCGEMM_RETURN_IF_ERROR(multiply(peers.rank, rows.shard));
   JAX_TCGEMM_RETURN_IF_ERROR(visit->meet());
   JAX_TCGEMM_RETURN_IF_ERROR(

@@ -9,8 +9,8 @@
 //        barriers are initialised. Named barrier 1: the consumers.
 // Timeline, producer: initialise -> TMA A, B ...       (waits for no other warp)
 //        consumer: fetch bias, scalars (after the mainloop if its sums leave no registers) ->
-//        mainloop (sm90/mainloop.cuh) -> sums and D (sm90/output/skinny.cuh). Meanwhile the
-//        producer runs ahead into the next tile.
+//        mainloop (sm90/mainloop.cuh) -> sums and D (sm90/output/skinny.cuh, or
+//        sm90/output/skinny_function.cuh). Meanwhile the producer runs ahead into the next tile.
 // A block waits for the start of the other blocks of its cluster only before it sends sums. No
 // block is written to after its end, because each waits for all sums that it is sent.
 //

@@ -69,6 +69,11 @@ class EpilogueFunction:
         """Types of the results."""
         return tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.jaxpr.out_avals)
 
+    @property
+    def reduces(self) -> bool:
+        """Returns true if a result has another shape than the product."""
+        return any(x.shape != self.types[0].shape for x in self.results)
+
     @functools.cached_property
     def flat(self) -> core.ClosedJaxpr:
         """The function without calls of ``jit``, custom derivatives and ``jax.checkpoint``."""

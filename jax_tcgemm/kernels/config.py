@@ -61,9 +61,9 @@ class KernelConfig:
             each group has its own B (``lax``: ragged non-contracting). ``"k"``: the contraction
             dimension, so that each group makes its own D (``lax``: ragged contracting).
         swap_ab: the kernel computes D^T = B^T A^T (sm90): ``tile_m`` and ``cluster_m`` go along n,
-            ``tile_n`` and ``cluster_n`` along m. Such a row needs an A whose k is contiguous, and a
-            D of the operands' type whose rows are multiples of 16 bytes. Another row computes all
-            other products that ask for this row.
+            ``tile_n`` and ``cluster_n`` along m. Such a row needs an A whose k is contiguous.
+            Without a function it also needs a D of the operands' type whose rows are multiples of
+            16 bytes. Another row computes all other products that ask for this row.
         epilogue: the epilogues that the kernel has. They are most of its code and of its compile
             time:
 
@@ -151,10 +151,7 @@ class KernelConfig:
 
     @property
     def takes_functions(self) -> bool:
-        """Returns true if the row can be compiled with a function as its epilogue.
-
-        The condition is that of ``takes_compiled_epilogue`` of ``cuda/dispatch/heuristic.cc``.
-        """
+        """Returns true if the row can be compiled with some function; see ``takes``."""
         if self.arch != "sm90" or not self.goes_by_name or self.grouped == "k":
             return False
         if self.skinny:
@@ -167,6 +164,13 @@ class KernelConfig:
     def divides_blocks(self) -> bool:
         """Returns true if thread blocks share 16 x 16 results, so that none can reduce them."""
         return self.skinny and self.tile_n // self.split_k % 16 != 0
+
+    def takes(self, *, reduces: bool) -> bool:
+        """Returns true if the row can be compiled with a function that reduces its results or not.
+
+        The condition is that of ``takes_compiled_epilogue`` of ``cuda/dispatch/heuristic.cc``.
+        """
+        return self.takes_functions and not (reduces and self.divides_blocks)
 
     def has_every(self, work: str) -> bool:
         """Checks if the row has all epilogues of this work, for any operands and layouts.
@@ -255,23 +259,42 @@ class KernelConfig:
             pitch = self.output_n // self.split_k + 8
             sums = (1 + self.gated) * self.split_k * self.tile_m * pitch * 4
             ring = ring + partials if self.gated else max(ring, partials)
-            return ring + sums + 2 * 4 * 2 * 1024 + 512
+            return ring + sums + self._staging_bytes + 512
+        if self.split_k > 1:
+            return self._bytes_beside_buffers
+        return self._bytes_beside_buffers + self.consumer_warps // 4 * self._staging_bytes
+
+    @property
+    def warp_buffer_bytes(self) -> int:
+        """Bytes of a warp's buffers for the operands and results of a function; 0 if it has none.
+
+        sm90 only: see ``staging_bytes`` of ``cuda/kernel_config.h``.
+        """
+        return 0 if self.skinny else self._staging_bytes // 4
+
+    @property
+    def _bytes_beside_buffers(self) -> int:
+        warpgroups = self.consumer_warps // 4
+        if self.swap_ab:
+            return self.stages * (self.tile_m + self.tile_n) * 128 + 512
         # 8-bit operands are all k-major, so they have no rows along m or n.
         row = 128 // self.element_bytes if self.element_bytes > 1 else 1
         rows = sum(-(-extent // row) * row for extent in (self.tile_m, self.tile_n))
-        warpgroups = self.consumer_warps // 4
+        return self.stages * rows * 128 + 512 + warpgroups * self.tile_n * 4
+
+    @property
+    def _staging_bytes(self) -> int:
+        """Bytes of a warpgroup's buffers."""
+        warpgroups, buffer = self.consumer_warps // 4, 4 * 2 * 1024
         if self.swap_ab:
-            ring = self.stages * (self.tile_m + self.tile_n) * 128
-            return ring + 512 + warpgroups * self._transposed_bytes
-        fixed = self.stages * rows * 128 + 512 + warpgroups * self.tile_n * 4
-        if self.split_k > 1:
-            return fixed
-        buffer = 4 * 2 * 1024
+            return self._transposed_bytes
+        if self.streams_b:
+            return 2 * buffer
         buffers = 4 if 4 * self.warp_m * self.output_n * 2 > 2 * buffer else 2
         most = checks.MAX_SHARED_MEMORY_BYTES
-        while buffers > 1 and fixed + warpgroups * buffers * buffer > most:
+        while buffers > 1 and self._bytes_beside_buffers + warpgroups * buffers * buffer > most:
             buffers //= 2
-        return fixed + warpgroups * buffers * buffer
+        return buffers * buffer
 
     @property
     def _transposed_bytes(self) -> int:

@@ -16,7 +16,7 @@ from jax_tcgemm.epilogue import compiler, source, translation
 from jax_tcgemm.epilogue.program import Program
 from jax_tcgemm.epilogue.spec import CompiledSpec
 from jax_tcgemm.kernels.arithmetic import ALL_ARITHMETIC
-from jax_tcgemm.kernels.names import KERNEL, XLA, find
+from jax_tcgemm.kernels.names import KERNEL, XLA
 from jax_tcgemm.lowering import devices, fallback, jit_problem, layout
 from jax_tcgemm.lowering.custom_call import (
     second_weight_offset,
@@ -25,6 +25,8 @@ from jax_tcgemm.lowering.custom_call import (
 from jax_tcgemm.lowering.jit_rows import expected_row
 from jax_tcgemm.lowering.jit_source import (
     MOST_WARP_BYTES,
+    most_result_bytes,
+    result_bytes,
     source_of,
     staged_of,
     warp_bytes,
@@ -176,6 +178,11 @@ class Call:
         """Returns true if the program reduces blocks of 16 x 16 results."""
         return bool(self.program.reductions)
 
+    @property
+    def widens(self) -> bool:
+        """Returns true if the program has results of more than 16 bits, or reduces."""
+        return self.reduces or any(x.dtype.itemsize > 2 for x in self.program.matrices)
+
     def _attributes(self, spec: CompiledSpec) -> dict[str, Any]:
         """Returns the ``CompiledAttributes`` of ``cuda/ffi/compiled.cc``."""
         gemm, product = self.gemm, spec.product
@@ -272,11 +279,14 @@ def _planned(own: Sequence[Any], spec: CompiledSpec, made: Program, may_stream: 
         gemm, offset, arithmetic.a.bytes, has_one_weight=has_one_weight
     )
     reason = reason or fallback.slower_function(gemm, made, is_plain)
+    if reason is None and is_plain and min(gemm.m, gemm.n) <= fallback.FEW_ROWS:
+        x = product.unflatten(own[: len(product.operand_names)])
+        reason = fallback.slower_than_xla(algorithm, product.product(config=product.config), x)
     if reason is not None:
         return reason
-    row = None if product.config is None else find(product.config)
-    if made.reductions and row is not None and row.divides_blocks:
-        return f"a reduction over blocks of results that {row.name} divides"
+    most = most_result_bytes(algorithm, gated=spec.is_gated, grouped=product.grouped)
+    if result_bytes(made) > most:
+        return f"results that take {result_bytes(made)} bytes of {most} a warp has"
     needed = warp_bytes(made, strides, gemm.n)
     if needed > MOST_WARP_BYTES:
         return f"operands and results that take {needed} bytes of {MOST_WARP_BYTES} a warp has"

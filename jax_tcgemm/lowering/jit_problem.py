@@ -43,7 +43,9 @@ def _can_be(config: str | None, spec: CompiledSpec, algorithm: str) -> bool:
     grouped = spec.product.grouped
     if not kernel_names.can_be(config, algorithm, gated=spec.is_gated, grouped=grouped):
         return False
-    return config in (None, kernel_names.XLA) or kernel_names.by_name(config).takes_functions
+    if config in (None, kernel_names.XLA):
+        return True
+    return kernel_names.by_name(config).takes(reduces=spec.function.reduces)
 
 
 def _problem(

@@ -8,10 +8,13 @@ from typing import Any, Protocol
 
 from jax_tcgemm import _compat, _core
 from jax_tcgemm.epilogue import compiler, nvrtc, source
+from jax_tcgemm.epilogue.program import Program
 from jax_tcgemm.epilogue.spec import CompiledSpec
 from jax_tcgemm.kernels.arithmetic import ALL_ARITHMETIC
 from jax_tcgemm.kernels.choice_input import ChoiceInput
 from jax_tcgemm.kernels.names import by_name
+from jax_tcgemm.lowering import fallback
+from jax_tcgemm.lowering.jit_source import result_bytes
 from jax_tcgemm.problem.alignment import row_alignment
 from jax_tcgemm.problem.strides import StridedGemm
 
@@ -19,6 +22,8 @@ from jax_tcgemm.problem.strides import StridedGemm
 class Call(Protocol):
     """The part of ``jit_epilogue.Call`` that this module reads."""
 
+    @property
+    def program(self) -> Program: ...
     @property
     def source(self) -> str: ...
     @property
@@ -31,6 +36,8 @@ class Call(Protocol):
     def layout(self) -> str: ...
     @property
     def reduces(self) -> bool: ...
+    @property
+    def widens(self) -> bool: ...
 
 
 def begin_compiling(call: Call, spec: CompiledSpec) -> None:
@@ -46,7 +53,7 @@ def expected_row(call: Call, spec: CompiledSpec) -> tuple[str, str] | None:
     if not gpus:
         return None
     row = spec.product.config
-    if row is None:
+    if row is None or not by_name(row).takes(reduces=call.reduces):  # another row takes its place
         ranked = ranked_rows(call, spec, _core.device_properties(gpus[0].local_hardware_id))
         if not ranked:
             return None
@@ -72,6 +79,8 @@ def ranked_rows(
     gemm = call.gemm
     is_grouped = spec.is_grouped
     itemsize = ALL_ARITHMETIC[call.algorithm].a.bytes
+    is_dense = not (is_grouped or spec.is_gated)
+    is_few = is_dense and itemsize == 2 and min(gemm.m, gemm.n) <= fallback.FEW_ROWS
     choice = ChoiceInput(
         call.algorithm,
         -(-gemm.m // gemm.batch[0]) if is_grouped else gemm.m,
@@ -81,6 +90,7 @@ def ranked_rows(
         True,
         device["sm_count"],
         device["shared_memory_per_block"],
+        float32_result=is_few and call.widens,  # the sums are promoted
         compute_capability=device["compute_capability"],
         layout=call.layout,
         epilogue="any",
@@ -92,4 +102,6 @@ def ranked_rows(
         compiled=True,
         reduces=call.reduces,
     )
-    return _core.rank_configs(choice, warp_bytes=call.warp_bytes)
+    return _core.rank_configs(
+        choice, warp_bytes=call.warp_bytes, result_bytes=result_bytes(call.program)
+    )

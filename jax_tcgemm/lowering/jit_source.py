@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import jax.numpy as jnp
 
 from jax_tcgemm.epilogue import source
 from jax_tcgemm.epilogue.program import Leaf, Program
+from jax_tcgemm.kernels import table
 from jax_tcgemm.problem.alignment import COPY_BYTES
 from jax_tcgemm.problem.strides import Shape
 
@@ -39,20 +41,36 @@ def staged_of(made: Program, strides: Sequence[Shape], n: int) -> tuple[bool, ..
 # CompiledPlan of cuda/sm90/output/compiled_io.cuh.
 _ROWS, _COLUMNS, _GAP = 16, 16, 16
 
-# The most bytes of shared memory that a warp has in any row: KernelConfig::staging_bytes.
+# The most bytes of shared memory that a warp has in any row.
 MOST_WARP_BYTES = 8192
+
+
+@functools.cache
+def most_result_bytes(algorithm: str, *, gated: bool, grouped: str) -> int:
+    """Returns the most shared memory that a warp has for results in rows of this kind."""
+    return max(
+        row.warp_buffer_bytes
+        for row in (*table.CONFIGS, *table.RUN_TIME_CONFIGS)
+        if row.takes_functions
+        and (row.algorithm, row.gated, row.grouped) == (algorithm, gated, grouped)
+    )
+
+
+def result_bytes(made: Program) -> int:
+    """Returns the shared memory of a warp for the results of a sub-tile."""
+    return sum(matrix_bytes(jnp.dtype(result.dtype).itemsize) for result in made.matrices)
 
 
 def warp_bytes(made: Program, strides: Sequence[Shape], n: int) -> int:
     """Returns the shared memory of a warp for a sub-tile, with operands one stage ahead."""
-    sizes = [jnp.dtype(result.dtype).itemsize for result in made.matrices]
+    sizes: list[int] = []
     columns = 0
     for leaf, kind in zip(made.leaves, kinds_of(made, strides, n), strict=True):
         if kind == ("kMatrix", True):
             sizes.append(jnp.dtype(leaf.dtype).itemsize)
         elif kind == ("kColumns", True):
             columns += jnp.dtype(leaf.dtype).itemsize * _COLUMNS
-    return columns + sum(map(matrix_bytes, sizes))
+    return result_bytes(made) + columns + sum(map(matrix_bytes, sizes))
 
 
 def matrix_bytes(size: int) -> int:

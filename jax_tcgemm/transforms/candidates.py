@@ -136,7 +136,8 @@ def row_of(product: Product, config: str) -> str | None:
     found = names.find(row)
     if found is None:
         return None
-    if product.spec.function is not None and (splits > 1 or not found.takes_functions):
+    function = product.spec.function
+    if function is not None and (splits > 1 or not found.takes(reduces=function.reduces)):
         return None
     return config
 

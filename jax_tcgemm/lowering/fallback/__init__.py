@@ -1,6 +1,7 @@
 """Answers for lowering, partitioning and the log: does a kernel compute this, and if not, why?"""
 
 from jax_tcgemm.lowering.fallback.functions import (
+    FEW_ROWS,
     SlowerThanXla,
     slower_function,
     unfit_for_functions,
@@ -16,6 +17,7 @@ from jax_tcgemm.lowering.fallback.strict import (
 )
 
 __all__ = [
+    "FEW_ROWS",
     "SETTING",
     "FallbackError",
     "SlowerThanXla",

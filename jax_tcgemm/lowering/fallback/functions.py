@@ -9,15 +9,22 @@ from jax_tcgemm.lowering.custom_call import MAX_TMA_BATCH_NDIM
 from jax_tcgemm.problem.alignment import COPY_BYTES, unaligned_stride
 from jax_tcgemm.problem.strides import MAX_EXTENT, StridedGemm
 
-# Products with up to this many rows or columns have kernels of their own. There are none for more
-# than one weight, for several batch dimensions, or for float32.
-_FEW_ROWS = 64
+# 16-bit products with up to this many rows or columns have kernels of their own, for one weight and
+# up to one batch dimension. There are none for float32.
+FEW_ROWS = 64
 
 
 def unfit_for_functions(
     gemm: StridedGemm, second_weight: int, itemsize: int, *, has_one_weight: bool
 ) -> str | None:
-    """Returns why TMA cannot read the factors or why the kernels would be slow, if so."""
+    """Returns why TMA cannot read the factors or why the kernels would be slow, if so.
+
+    Args:
+        gemm: the product as a kernel sees it.
+        second_weight: distance of the second weight from the first one, in elements.
+        itemsize: bytes of an element of a factor.
+        has_one_weight: whether there is one weight, and not two or one for each group.
+    """
     if not gemm.m * gemm.n * gemm.k * math.prod(gemm.batch):
         return "an extent of 0"
     if len(gemm.batch) > MAX_TMA_BATCH_NDIM:
@@ -25,7 +32,7 @@ def unfit_for_functions(
     if math.prod(gemm.batch) > MAX_EXTENT:
         return "a batch beyond 2^30"
     is_for_few = has_one_weight and len(gemm.batch) <= 1 and itemsize == 2
-    if min(gemm.m, gemm.n) <= _FEW_ROWS and not (is_for_few or itemsize == 1):
+    if min(gemm.m, gemm.n) <= FEW_ROWS and not (is_for_few or itemsize == 1):
         return f"{gemm.m} x {gemm.n} results of a matrix"
     for name in ("a", "b"):
         what = unaligned_stride(gemm, name, itemsize)
