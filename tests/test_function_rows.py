@@ -11,6 +11,7 @@ from jax_tcgemm import gemm
 from jax_tcgemm.epilogue import function, nvrtc
 from jax_tcgemm.epilogue.spec import CompiledSpec
 from jax_tcgemm.kernels import table
+from jax_tcgemm.lowering import jit_epilogue, jit_rows
 from jax_tcgemm.problem.spec import GemmSpec
 from jax_tcgemm.problem.strides import Operands
 from jax_tcgemm.transforms.candidates import row_of
@@ -86,6 +87,49 @@ def test_more_results_than_a_warp_has_room_for(count):
     f = lambda z: [jnp.sin(z + i) for i in range(count)]  # noqa: E731
     text = _lowered(lambda a, b: gemm(a, b, epilogue=f), (256, 64), (64, 192), dtype=jnp.float32)
     assert ("compiled_gemm" in text) == (count == 3)
+
+
+@pytest.mark.parametrize("m", [8, 64])
+@pytest.mark.parametrize("count", [3, 6])
+def test_results_of_8_bit_rows_have_room(monkeypatch, m, count):
+    """Rows that read weights in place have less room; with more results, others take over."""
+    plans = []
+
+    def keep(spec, plan, _inner=jit_epilogue._call_or_reason):
+        plans.append((spec, plan))
+        return _inner(spec, plan)
+
+    monkeypatch.setattr(jit_epilogue, "_call_or_reason", keep)
+    f = lambda z: [jnp.sin(z + i) for i in range(count)]  # noqa: E731
+    run = lambda a, b: gemm(a, b, epilogue=f)  # noqa: E731
+    text = _lowered(run, (m, 512), (512, 1024), dtype=jnp.float8_e4m3fn)
+    ((spec, plan),) = plans
+    assert isinstance(plan, str) != ("compiled_gemm" in text)
+    if not isinstance(plan, str):
+        device = {"sm_count": 132, "shared_memory_per_block": 232448, "compute_capability": 90}
+        assert jit_rows.ranked_rows(plan, spec, device)
+
+
+def test_one_row_of_each_batch_is_folded():
+    def f(z, r, s):
+        return jnp.tanh(z * s + r)
+
+    shapes = [(8, 1, 512), (512, 1024), (8, 1, 1024), (8, 1, 1)]
+    run = lambda a, b, *x: gemm(a, b, epilogue=f, epilogue_operands=x)  # noqa: E731
+    text = _lowered(run, *shapes, dtype=jnp.bfloat16)
+    assert "m = 8 : i64" in text
+    assert "batch_shape = array<i64>" in text or "batch_shape = dense<>" in text
+    shapes[0] = (4, 2, 1, 512)
+    shapes[2:] = [(4, 2, 1, 1024), (4, 1, 1, 1)]  # does not fold into one row dimension
+    assert "m = 2 : i64" in _lowered(run, *shapes, dtype=jnp.bfloat16)
+
+
+def test_small_batches_are_xlas_unless_a_kernel_is_asked_for():
+    shapes = (128, 8, 64), (128, 64, 64)
+    f = lambda a, b, **options: gemm(a, b, epilogue=jnp.tanh, **options)  # noqa: E731
+    assert "compiled_gemm" not in _lowered(f, *shapes, dtype=jnp.bfloat16)
+    strict = lambda a, b: f(a, b, config="kernel")  # noqa: E731
+    assert "compiled_gemm" in _lowered(strict, *shapes, dtype=jnp.bfloat16)
 
 
 def test_few_rows_promote_sums_that_show():

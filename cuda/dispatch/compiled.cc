@@ -74,12 +74,14 @@ ChoiceInput compiled_input(const GemmProblem& problem, const EpilogueProgram& pr
 std::vector<const KernelEntry*> candidates(std::string_view config, const ChoiceInput& input,
                                            const EpilogueProgram& program) {
   constexpr double kMostFactor = 1.3;  // a guess: nobody measured what spilling costs
-  std::vector<const KernelEntry*> rows;
   if (!config.empty()) {
-    const Choice named = named_or_chosen(config, input);
-    if (named.entry != nullptr) rows.push_back(named.entry);
-    return rows;
+    const KernelEntry* const named = named_or_chosen(config, input).entry;
+    const bool is_named = named != nullptr && config == named->name;
+    const bool has_room = is_named && (named->config.skinny ||
+                                       named->config.staging_bytes() / 4 >= program.result_bytes);
+    if (has_room) return {named};
   }
+  std::vector<const KernelEntry*> rows;
   const auto ranked =
       with_room(ranked_choices(input, false), program.warp_bytes, program.result_bytes);
   for (const Estimate& estimate : ranked) {

@@ -51,11 +51,6 @@ def is_one_of_several() -> bool:
     return _PROGRAM.get().device_count > 1
 
 
-def is_program_here() -> bool:
-    """Checks if the program that is lowered runs on devices of this process."""
-    return _PROGRAM.get().runs_here
-
-
 def find_choice(product: lookup.Product) -> tuple[Entry, str] | None:
     """Returns the tuning entry of a product on the local GPUs, and where it was found."""
     return lookup.find(local_kind(), product, runs_here=_PROGRAM.get().runs_here)

@@ -9,18 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from jax_tcgemm import _extension
-from jax_tcgemm.epilogue.spec import CompiledSpec
 from jax_tcgemm.kernels.arithmetic import PlaneProduct
 from jax_tcgemm.kernels.names import KERNEL, XLA, by_name, can_be, find, is_row, read_config
-from jax_tcgemm.lowering import (
-    complex_product,
-    devices,
-    fallback,
-    few_results,
-    jit_epilogue,
-    quantized,
-    reference,
-)
+from jax_tcgemm.lowering import complex_product, devices, fallback, quantized, reference
 from jax_tcgemm.lowering.custom_call import custom_call, shapes_of
 from jax_tcgemm.lowering.row_epilogue import lacks_epilogue
 from jax_tcgemm.problem.activations import resolve
@@ -36,6 +27,9 @@ from jax_tcgemm.problem.spec import GemmSpec, flatten
 from jax_tcgemm.problem.strides import Operands, fold
 from jax_tcgemm.tuning import lookup
 from jax_tcgemm.tuning.entry import problem_key
+
+# Up to this many rows, reading the weights determines the time of a product.
+_FEW_ROWS = 64
 
 
 def cuda_gemm(*operands: jax.Array, spec: GemmSpec) -> list[jax.Array]:
@@ -68,42 +62,7 @@ def cuda_gemm(*operands: jax.Array, spec: GemmSpec) -> list[jax.Array]:
     if planes is not None:
         return _by_planes(operands, spec, planes, strict)
     algorithm = resolve_algorithm(*types)
-    reason = fallback.no_kernel(algorithm, spec, x)
-    if algorithm is not None and reason is None:
-        is_slower = not strict and fallback.slower_than_xla(algorithm, spec, x) is not None
-        function = None if is_slower else few_results.as_function(x, spec, algorithm)
-        if function is not None:
-            return _by_function(x, spec, function, algorithm, strict)
-    return _by_kernel(x, spec, algorithm, reason, strict)
-
-
-def _by_function(
-    x: Operands, spec: GemmSpec, function: CompiledSpec, algorithm: str, strict: bool
-) -> list[jax.Array]:
-    """Computes a gemm whose epilogue is a function."""
-
-    def composed(*_: jax.Array, spec: CompiledSpec) -> list[jax.Array]:
-        return _by_kernel(x, built.replace(config=spec.config), algorithm, None, strict)
-
-    built = spec
-    if strict and function.config is None:
-        function = function.with_config(KERNEL)
-    return jit_epilogue.cuda_compiled(*flatten(x), spec=function, composed=composed)
-
-
-def _by_kernel(
-    x: Operands, spec: GemmSpec, algorithm: str | None, reason: str | None, strict: bool
-) -> list[jax.Array]:
-    """Computes a gemm by a kernel with a built epilogue, or by XLA.
-
-    Args:
-        x: the operands.
-        spec: the primitive's parameters.
-        algorithm: name of the arithmetic, if there is any.
-        reason: why no kernel computes it, ``None`` if one may.
-        strict: whether a fallback is an error.
-    """
-    operands, source = flatten(x), ""
+    reason, source = fallback.no_kernel(algorithm, spec, x), ""
     if algorithm is not None and reason is None:
         spec, source = _tuned(operands, spec, algorithm, strict)
         if spec.config == XLA:
@@ -120,7 +79,7 @@ def _by_kernel(
     _check_built(spec)
     if apart:
         return _finished_apart(x, spec, algorithm)
-    is_short = spec.is_gated and fold(spec.strided(shapes_of(x))).m <= fallback.FEW_ROWS
+    is_short = spec.is_gated and fold(spec.strided(shapes_of(x))).m <= _FEW_ROWS
     if is_short and spec.config is None:
         return _gated_by_products(x, spec, algorithm)
     return custom_call(x, spec, algorithm)
@@ -155,7 +114,7 @@ def kernel_of(x: Operands, spec: GemmSpec, *, strict: bool = False) -> tuple[Gem
     if reason is not None:
         return reason
     _check_built(spec)
-    is_short = spec.is_gated and fold(spec.strided(shapes_of(x))).m <= fallback.FEW_ROWS
+    is_short = spec.is_gated and fold(spec.strided(shapes_of(x))).m <= _FEW_ROWS
     if _is_finished_apart(x, spec, algorithm) or (is_short and spec.config is None):
         return "the kernel lacks the epilogue"
     return spec, algorithm
@@ -251,13 +210,7 @@ def _gated_by_products(x: Operands, spec: GemmSpec, algorithm: str) -> list[jax.
         axes=Operands(axes.a, axes.b, c=whole, bias=axes.bias),
         epilogue=Epilogue("factor", spec.activation, results=(True, saves_gate)),
     )
-    factored = Operands(x.a, x.b, c=u, bias=x.bias)
-    function = few_results.as_function(factored, gate, algorithm)
-    if function is None:
-        d, *g = custom_call(factored, gate, algorithm)
-    else:
-        strict = fallback.is_strict(spec.config)
-        d, *g = _by_function(factored, gate, function, algorithm, strict)
+    d, *g = custom_call(Operands(x.a, x.b, c=u, bias=x.bias), gate, algorithm)
     return spec.epilogue.picked((d, *(g or [None]), u))
 
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_tcgemm import _extension
+from jax_tcgemm import _compat, _extension
 from jax_tcgemm.epilogue import compiler, source, translation
 from jax_tcgemm.epilogue.program import Program
 from jax_tcgemm.epilogue.spec import CompiledSpec
@@ -61,6 +61,8 @@ def cuda_compiled(
         call = made
     else:
         spec, plan, told = _tuned(operands, spec, made, strict)
+        if not strict:
+            plan = _slower(own, spec, plan) or plan
         call = _call_or_reason(spec, plan)
     kind = "gated gemm" if spec.is_gated else "gemm"
     kind = "gemm scaled by blocks" if spec.scaled else kind
@@ -74,6 +76,13 @@ def cuda_compiled(
         return composed(*operands, spec=spec)
     log(f"{described}: compiled into the kernel ({len(call.program.leaves)} operands){told}")
     return call.emit(own, others, spec)
+
+
+def _slower(own: Sequence[Any], spec: CompiledSpec, plan: Call | str) -> str | None:
+    """Returns why XLA takes less time for a product of few rows, whatever its function, if so."""
+    if isinstance(plan, str) or not plan.is_few or spec.product.config is not None:
+        return None
+    return fallback.slower_than_xla(plan.algorithm, spec.product, spec.product.unflatten(own))
 
 
 def kernel_call(
@@ -174,6 +183,12 @@ class Call:
         return "".join("t" if is_transposed(self.gemm, name) else "n" for name in ("a", "b"))
 
     @property
+    def is_few(self) -> bool:
+        """Returns true if there are few rows or columns of 16-bit operands and one weight."""
+        is_half = ALL_ARITHMETIC[self.algorithm].a.bytes == 2
+        return is_half and min(self.gemm.m, self.gemm.n) <= fallback.FEW_ROWS
+
+    @property
     def reduces(self) -> bool:
         """Returns true if the program reduces blocks of 16 x 16 results."""
         return bool(self.program.reductions)
@@ -220,7 +235,10 @@ def _call_or_reason(spec: CompiledSpec, plan: Call | str) -> Call | str:
     """
     if isinstance(plan, str):
         return plan
-    return compiler.obstacle(plan.source, expected_row(plan, spec)) or plan
+    row = expected_row(plan, spec)
+    if row is None and _compat.initialized_cuda_devices():
+        return "no row of the kernel table has room for the function"
+    return compiler.obstacle(plan.source, row) or plan
 
 
 def planned(
@@ -279,12 +297,11 @@ def _planned(own: Sequence[Any], spec: CompiledSpec, made: Program, may_stream: 
         gemm, offset, arithmetic.a.bytes, has_one_weight=has_one_weight
     )
     reason = reason or fallback.slower_function(gemm, made, is_plain)
-    if reason is None and is_plain and min(gemm.m, gemm.n) <= fallback.FEW_ROWS:
-        x = product.unflatten(own[: len(product.operand_names)])
-        reason = fallback.slower_than_xla(algorithm, product.product(config=product.config), x)
     if reason is not None:
         return reason
-    most = most_result_bytes(algorithm, gated=spec.is_gated, grouped=product.grouped)
+    streams = any(factor.stays for factor in factors.values())
+    kind = {"gated": spec.is_gated, "grouped": product.grouped, "streams": streams}
+    most = most_result_bytes(algorithm, **kind)
     if result_bytes(made) > most:
         return f"results that take {result_bytes(made)} bytes of {most} a warp has"
     needed = warp_bytes(made, strides, gemm.n)

@@ -12,6 +12,7 @@ from jax_tcgemm.epilogue.program import Program
 from jax_tcgemm.epilogue.spec import CompiledSpec
 from jax_tcgemm.kernels.arithmetic import ALL_ARITHMETIC
 from jax_tcgemm.kernels.choice_input import ChoiceInput
+from jax_tcgemm.kernels.config import KernelConfig
 from jax_tcgemm.kernels.names import by_name
 from jax_tcgemm.lowering import fallback
 from jax_tcgemm.lowering.jit_source import result_bytes
@@ -48,12 +49,15 @@ def begin_compiling(call: Call, spec: CompiledSpec) -> None:
 
 
 def expected_row(call: Call, spec: CompiledSpec) -> tuple[str, str] | None:
-    """Returns the row and layout that will be compiled first; ``None`` without a GPU."""
+    """Returns the row and layout that will be compiled first.
+
+    ``None`` without a GPU, or if no row has room for the function.
+    """
     gpus = _compat.initialized_cuda_devices()
     if not gpus:
         return None
     row = spec.product.config
-    if row is None or not by_name(row).takes(reduces=call.reduces):  # another row takes its place
+    if row is None or not _can_be_compiled(by_name(row), call):  # another row takes its place
         ranked = ranked_rows(call, spec, _core.device_properties(gpus[0].local_hardware_id))
         if not ranked:
             return None
@@ -61,6 +65,11 @@ def expected_row(call: Call, spec: CompiledSpec) -> tuple[str, str] | None:
     # As layout_name of cuda/dispatch/compiled.cc.
     is_swapped = by_name(row).skinny and call.gemm.m < call.gemm.n
     return row, source.swapped(call.layout) if is_swapped else call.layout
+
+
+def _can_be_compiled(row: KernelConfig, call: Call) -> bool:
+    has_room = row.skinny or row.warp_buffer_bytes >= result_bytes(call.program)
+    return has_room and row.takes(reduces=call.reduces)
 
 
 def ranked_rows(

@@ -46,13 +46,20 @@ MOST_WARP_BYTES = 8192
 
 
 @functools.cache
-def most_result_bytes(algorithm: str, *, gated: bool, grouped: str) -> int:
-    """Returns the most shared memory that a warp has for results in rows of this kind."""
+def most_result_bytes(algorithm: str, *, gated: bool, grouped: str, streams: bool) -> int:
+    """Returns the most shared memory that a warp has for results in rows of this kind.
+
+    Args:
+        algorithm: name of the arithmetic.
+        gated: whether there are two weights.
+        grouped: as in ``KernelConfig``.
+        streams: whether rows read an 8-bit weight in place.
+    """
+    kind = algorithm, gated, grouped, streams
     return max(
         row.warp_buffer_bytes
         for row in (*table.CONFIGS, *table.RUN_TIME_CONFIGS)
-        if row.takes_functions
-        and (row.algorithm, row.gated, row.grouped) == (algorithm, gated, grouped)
+        if row.takes_functions and (row.algorithm, row.gated, row.grouped, row.streams_b) == kind
     )
 
 

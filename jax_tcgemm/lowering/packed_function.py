@@ -181,10 +181,6 @@ def _folded(shape: Shape, n: int, made: Program) -> tuple[int, tuple[Shape, ...]
     """
     *batch, m = shape
     leaves = tuple(leaf.strides(len(shape) + 1) for leaf in made.leaves)
-    if batch and m == 1 and not made.keeps_rows:
-        # Vectors of a batch are rows. An operand with one of each has no stride along its own row.
-        *batch, m = batch
-        leaves = tuple((*each[:-2], each[-1]) for each in leaves)
     absent = Operands(*((0,) * (len(batch) + len(roles)) for roles in ROLES))
     gemm = StridedGemm(m, n, 1, tuple(batch), absent._replace(a=row_major((*batch, m, n))))
     folded, strides = fold_beside(gemm, leaves, keeps_rows=made.keeps_rows)

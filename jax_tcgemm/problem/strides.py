@@ -174,8 +174,12 @@ def fold_beside(
         if batch[i] == 1:
             drop(i)
     while not keeps_rows and batch and m * batch[-1] <= MAX_EXTENT and b[-3] == 0:
-        # The batch must continue the rows of all operands that have rows.
-        if any(each[-3] != m * each[-2] for each in (a, *rest)):
+        # The batch must continue the rows of all operands that have rows. If there is one row, its
+        # stride is never used, and the batch's stride replaces it.
+        if m == 1 and a[-3] != 0:
+            for each in (a, *rest):
+                each[-2] = each[-3]
+        elif any(each[-3] != m * each[-2] for each in (a, *rest)):
             break
         m *= batch[-1]
         drop(len(batch) - 1)
