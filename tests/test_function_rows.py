@@ -7,7 +7,7 @@ import pytest
 import random_epilogues
 from kernel_rows import rank_rows
 
-from jax_tcgemm import gemm
+from jax_tcgemm import gated_gemm, gemm
 from jax_tcgemm.epilogue import function, nvrtc
 from jax_tcgemm.epilogue.spec import CompiledSpec
 from jax_tcgemm.kernels import table
@@ -72,6 +72,14 @@ def test_float32_products_have_a_compiled_epilogue(precision):
     f = lambda a, b: gemm(a, b, epilogue=jnp.sin, precision=precision)  # noqa: E731
     text = _lowered(f, (256, 128), (128, 192), dtype=jnp.float32)
     assert ("compiled_gemm" in text) == (precision is None)
+
+
+def test_float32_has_no_function_of_two_weights():
+    f = lambda g, u: jnp.tanh(g) * u  # noqa: E731
+    for weights in ([(128, 192)] * 2, [(128, 384)]):
+        run = lambda a, *w: gated_gemm(a, *w, epilogue=f)  # noqa: E731
+        assert "compiled_gemm" not in _lowered(run, (256, 128), *weights, dtype=jnp.float32)
+        assert "compiled_gemm" in _lowered(run, (256, 128), *weights, dtype=jnp.bfloat16)
 
 
 def test_another_row_takes_the_place_of_one_that_divides_blocks():

@@ -173,12 +173,25 @@ def test_batches_of_few_rows(rng):
         )
 
 
-@pytest.mark.parametrize("m", [1, 16, 33, 64])
-def test_gradients_of_few_rows(rng, m):
-    a = jnp.asarray(rng.normal(size=(m, 512)), jnp.bfloat16)
+def test_one_row_of_each_batch(rng):
+    a = jnp.asarray(rng.normal(size=(8, 1, 512)), jnp.bfloat16)
     b = jnp.asarray(rng.normal(size=(512, 1024)) / 16, jnp.bfloat16)
-    r = jnp.asarray(rng.normal(size=(m, 1024)), jnp.bfloat16)
-    f = lambda z, r: (jax.nn.mish(z) * jax.nn.sigmoid(r)).astype(jnp.bfloat16)  # noqa: E731
+    r, s = (jnp.asarray(rng.normal(size=(8, 1, n)), jnp.bfloat16) for n in (1024, 1))
+    f = lambda z, r, s: (jnp.tanh(z * s) + r).astype(jnp.bfloat16)  # noqa: E731
+    got = jax.jit(lambda *x: gemm(*x[:2], epilogue=f, epilogue_operands=x[2:]))(a, b, r, s)
+    expected = f(jnp.matmul(a, b, preferred_element_type=jnp.float32), r, s)
+    np.testing.assert_allclose(
+        np.asarray(got, np.float32), np.asarray(expected, np.float32), 2**-7, 2**-7
+    )
+
+
+@pytest.mark.parametrize(("m", "tag"), [(1, "bf16"), (16, "bf16"), (33, "f16"), (200, "tf32")])
+def test_gradients(rng, m, tag):
+    dtype = _DTYPES[tag]
+    a = jnp.asarray(rng.normal(size=(m, 512)), dtype)
+    b = jnp.asarray(rng.normal(size=(512, 1024)) / 16, dtype)
+    r = jnp.asarray(rng.normal(size=(m, 1024)), dtype)
+    f = lambda z, r: (jax.nn.mish(z) * jax.nn.sigmoid(r)).astype(dtype)  # noqa: E731
 
     def ours(a, b, r):
         return gemm(a, b, epilogue=f, epilogue_operands=(r,)).astype(jnp.float32).sum()

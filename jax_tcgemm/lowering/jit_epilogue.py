@@ -320,7 +320,7 @@ def _algorithm(a: np.dtype, b: np.dtype, product: GemmSpec) -> str | None:
     if found is None:
         return None
     row = ALL_ARITHMETIC[found]
-    if row.rounds_operands and (product.axes.b2 is not None or product.is_grouped):
+    if row.rounds_operands and (product.is_gated or product.is_grouped):
         return None  # the table has no such rows
     return found if row.at_run_time or row.wgmma else None
 

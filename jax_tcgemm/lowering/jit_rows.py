@@ -14,7 +14,6 @@ from jax_tcgemm.kernels.arithmetic import ALL_ARITHMETIC
 from jax_tcgemm.kernels.choice_input import ChoiceInput
 from jax_tcgemm.kernels.config import KernelConfig
 from jax_tcgemm.kernels.names import by_name
-from jax_tcgemm.lowering import fallback
 from jax_tcgemm.lowering.jit_source import result_bytes
 from jax_tcgemm.problem.alignment import row_alignment
 from jax_tcgemm.problem.strides import StridedGemm
@@ -35,6 +34,8 @@ class Call(Protocol):
     def warp_bytes(self) -> int: ...
     @property
     def layout(self) -> str: ...
+    @property
+    def is_few(self) -> bool: ...
     @property
     def reduces(self) -> bool: ...
     @property
@@ -88,8 +89,6 @@ def ranked_rows(
     gemm = call.gemm
     is_grouped = spec.is_grouped
     itemsize = ALL_ARITHMETIC[call.algorithm].a.bytes
-    is_dense = not (is_grouped or spec.is_gated)
-    is_few = is_dense and itemsize == 2 and min(gemm.m, gemm.n) <= fallback.FEW_ROWS
     choice = ChoiceInput(
         call.algorithm,
         -(-gemm.m // gemm.batch[0]) if is_grouped else gemm.m,
@@ -99,7 +98,7 @@ def ranked_rows(
         True,
         device["sm_count"],
         device["shared_memory_per_block"],
-        float32_result=is_few and call.widens,  # the sums are promoted
+        float32_result=call.is_few and call.widens,  # the sums are promoted
         compute_capability=device["compute_capability"],
         layout=call.layout,
         epilogue="any",
