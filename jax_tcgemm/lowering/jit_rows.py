@@ -4,42 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from jax_tcgemm import _compat, _core
 from jax_tcgemm.epilogue import compiler, nvrtc, source
-from jax_tcgemm.epilogue.program import Program
 from jax_tcgemm.epilogue.spec import CompiledSpec
 from jax_tcgemm.kernels.arithmetic import ALL_ARITHMETIC
 from jax_tcgemm.kernels.choice_input import ChoiceInput
 from jax_tcgemm.kernels.config import KernelConfig
 from jax_tcgemm.kernels.names import by_name
+from jax_tcgemm.lowering.jit_call import Call
 from jax_tcgemm.lowering.jit_source import result_bytes
 from jax_tcgemm.problem.alignment import row_alignment
-from jax_tcgemm.problem.strides import StridedGemm
-
-
-class Call(Protocol):
-    """The part of ``jit_epilogue.Call`` that this module reads."""
-
-    @property
-    def program(self) -> Program: ...
-    @property
-    def source(self) -> str: ...
-    @property
-    def gemm(self) -> StridedGemm: ...
-    @property
-    def algorithm(self) -> str: ...
-    @property
-    def warp_bytes(self) -> int: ...
-    @property
-    def layout(self) -> str: ...
-    @property
-    def is_few(self) -> bool: ...
-    @property
-    def reduces(self) -> bool: ...
-    @property
-    def widens(self) -> bool: ...
 
 
 def begin_compiling(call: Call, spec: CompiledSpec) -> None:

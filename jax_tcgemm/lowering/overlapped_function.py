@@ -14,7 +14,8 @@ import jax
 
 from jax_tcgemm import _extension
 from jax_tcgemm.epilogue.spec import CompiledSpec
-from jax_tcgemm.lowering.jit_epilogue import Call, kernel_call
+from jax_tcgemm.lowering.jit_call import Call
+from jax_tcgemm.lowering.jit_epilogue import kernel_call
 from jax_tcgemm.lowering.overlapped import Exchange, buffer_of, groups_of, new_number
 from jax_tcgemm.problem.arithmetic import INPUT_DTYPES
 from jax_tcgemm.problem.log import log

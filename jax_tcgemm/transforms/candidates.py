@@ -18,6 +18,7 @@ from jax_tcgemm.kernels import names
 from jax_tcgemm.kernels.choice_input import ChoiceInput
 from jax_tcgemm.kernels.names import read_config
 from jax_tcgemm.lowering import jit_epilogue, jit_rows
+from jax_tcgemm.lowering.jit_call import Call
 from jax_tcgemm.lowering.row_epilogue import c_by_tma
 from jax_tcgemm.problem.alignment import (
     COPY_BYTES,
@@ -187,7 +188,7 @@ def _of_compiled(product: Product, device: Mapping[str, Any], most: int) -> list
     own, _ = spec.split(product.types)
     made = translation.translate(spec.function)
     assert not isinstance(made, str), product  # lowering looks up only functions that translate
-    calls: dict[str, jit_epilogue.Call] = {}
+    calls: dict[str, Call] = {}
     for may_stream in (True, False):
         call = jit_epilogue.planned(own, spec, made, may_stream=may_stream)
         assert not isinstance(call, str), product

@@ -1,0 +1,120 @@
+"""The custom call of a product with a compiled function."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_tcgemm import _extension
+from jax_tcgemm.epilogue import source
+from jax_tcgemm.epilogue.program import Program
+from jax_tcgemm.epilogue.spec import CompiledSpec
+from jax_tcgemm.kernels.arithmetic import ALL_ARITHMETIC
+from jax_tcgemm.lowering import fallback, layout
+from jax_tcgemm.lowering.custom_call import second_weight_offset
+from jax_tcgemm.problem.alignment import is_transposed
+from jax_tcgemm.problem.arithmetic import INPUT_DTYPES
+from jax_tcgemm.problem.strides import Shape, StridedGemm
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A custom call that is ready to be emitted."""
+
+    program: Program
+    source: str
+    gemm: StridedGemm
+    leaf_strides: tuple[Shape, ...]
+    staged: tuple[bool, ...]
+    algorithm: str
+    warp_bytes: int
+    factors: tuple[layout.Factor, ...] = ()  # 8-bit operands, which emit makes k-major
+    scale_strides: tuple[Shape, ...] = ()  # of a and b, along batches and then m, k or k, n
+
+    def emit(
+        self,
+        own: Sequence[jax.Array],
+        others: Sequence[jax.Array],
+        spec: CompiledSpec,
+        *,
+        target: str = _extension.COMPILED_TARGET,
+        last: Sequence[jax.Array] = (),
+        more: Mapping[str, Any] | None = None,
+    ) -> list[jax.Array]:
+        """Emits the call.
+
+        Args:
+            own: operands of the product.
+            others: those of the function.
+            spec: the static parameters.
+            target: the call.
+            last: its further operands.
+            more: its further attributes.
+        """
+        if self.factors:
+            count = len(self.factors)
+            factors = [f.made(x) for f, x in zip(self.factors, own, strict=False)]
+        else:
+            count = len(own) - spec.is_grouped  # group_sizes are no factor
+            factors = [operand.astype(INPUT_DTYPES[self.algorithm]) for operand in own[:count]]
+        known = [jnp.asarray(value) for value in self.program.known(others)]
+        call = jax.ffi.ffi_call(target, self.program.outputs)
+        named = {**self._attributes(spec), **(more or {})}
+        outputs = call(*factors, *own[count:], *known, *last, **named)
+        return self.program.finished(outputs, others)
+
+    @property
+    def layout(self) -> str:
+        """The layouts of ``a`` and ``b``: ``n``, or ``t`` for a transposed one."""
+        return "".join("t" if is_transposed(self.gemm, name) else "n" for name in ("a", "b"))
+
+    @property
+    def is_few(self) -> bool:
+        """Returns true if there are few rows or columns of 16-bit operands and one weight."""
+        is_half = ALL_ARITHMETIC[self.algorithm].a.bytes == 2
+        return is_half and min(self.gemm.m, self.gemm.n) <= fallback.FEW_ROWS
+
+    @property
+    def reduces(self) -> bool:
+        """Returns true if the program reduces blocks of 16 x 16 results."""
+        return bool(self.program.reductions)
+
+    @property
+    def widens(self) -> bool:
+        """Returns true if the program has results of more than 16 bits, or reduces."""
+        return self.reduces or any(x.dtype.itemsize > 2 for x in self.program.matrices)
+
+    def _attributes(self, spec: CompiledSpec) -> dict[str, Any]:
+        """Returns the ``CompiledAttributes`` of ``cuda/ffi/compiled.cc``."""
+        gemm, product = self.gemm, spec.product
+        strides = [stride for each in self.leaf_strides for stride in each]
+        elements = [math.prod(x.shape) for x in self.program.outputs]
+        a_scale, b_scale = self.scale_strides or ((), ())
+        return {
+            "m": np.int64(gemm.m),
+            "n": np.int64(gemm.n),
+            "k": np.int64(gemm.k),
+            "b2_offset": np.int64(second_weight_offset(gemm, product)),
+            "batch_shape": np.asarray(gemm.batch, np.int64),
+            "a_strides": np.asarray(gemm.strides.a, np.int64),
+            "b_strides": np.asarray(gemm.strides.b, np.int64),
+            "a_scale_strides": np.asarray(a_scale, np.int64),
+            "b_scale_strides": np.asarray(b_scale, np.int64),
+            "operand_strides": np.asarray(strides, np.int64),
+            "operand_vectors": np.asarray(self.staged, np.int64),
+            "result_elements": np.asarray(elements, np.int64),
+            "warp_bytes": np.int64(self.warp_bytes),
+            "has_b2": product.axes.b2 is not None,
+            "gated": spec.is_gated,
+            "has_groups": product.is_grouped,
+            "algorithm": self.algorithm,
+            "config": product.config or "",
+            "digest": source.digest(self.source),
+            "source": self.source,
+        }
