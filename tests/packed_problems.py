@@ -152,9 +152,8 @@ def wrong(got: jax.Array, x: jax.Array, q: Quantized, *, is_exact: bool = False)
     """Says how far a result is off, or returns ``None`` if it is right.
 
     The largest error, relative to the product of absolute values, is at most twice that of
-    ``jnp``; at most 2 sqrt(2) times if scales are rounded to the dtype of ``x`` before the weights
-    are, which makes two independent roundings. Few elements are too few to measure an error by, so
-    a rounding of the weights at its natural size is added, and one rounding of the result.
+    ``jnp``. Few elements are too few to measure an error by, so a rounding of the weights at its
+    natural size is added, and one rounding of the result.
 
     Args:
         got: the result.
@@ -172,8 +171,7 @@ def wrong(got: jax.Array, x: jax.Array, q: Quantized, *, is_exact: bool = False)
     if is_exact:
         allowed = (k / 16 + 8) * 2.0**-23
     else:
-        roundings = 1 if q.scale.dtype == x.dtype else 2
-        allowed = 2 * math.sqrt(roundings) * float(np.max(np.abs(plain - exact) / size))
+        allowed = 2 * float(np.max(np.abs(plain - exact) / size))
         allowed += 2 * float(jnp.finfo(x.dtype).eps) / math.sqrt(k) + 2.0**-22
     allowed = allowed * size + float(jnp.finfo(got.dtype).eps) / 2 * np.abs(exact)
     # Subnormal results.
