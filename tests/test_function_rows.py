@@ -8,7 +8,7 @@ import random_epilogues
 from kernel_rows import rank_rows
 
 from jax_tcgemm import gated_gemm, gemm
-from jax_tcgemm.epilogue import function, nvrtc
+from jax_tcgemm.epilogue import function
 from jax_tcgemm.epilogue.spec import CompiledSpec
 from jax_tcgemm.kernels import table
 from jax_tcgemm.lowering import jit_epilogue, jit_rows
@@ -25,7 +25,6 @@ _KINDS = {
 }
 
 
-@pytest.mark.skipif(isinstance(nvrtc.find(), str), reason="no NVRTC")
 @pytest.mark.parametrize("kind", _KINDS)
 def test_rows_compile_with_a_function(rng, kind, tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_TCGEMM_CACHE_DIR", str(tmp_path))
