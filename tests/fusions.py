@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from rounding_errors import SIGNS, with_errors
 
 from jax_tcgemm import fuse
 from jax_tcgemm._compat import jaxprs
@@ -185,13 +186,13 @@ def worst_of_random(function: RandomFunction, args: Any, *, gradient: bool = Fal
     def whole(f: RandomFunction) -> Any:
         return jax.value_and_grad(loss_of(f), argnums=(0, 1)) if gradient else f
 
-    def found(seeds: Iterable[int]) -> float:
+    def found(seeds: Iterable[int], draws: int = 0) -> float:
         moved = [whole(dataclasses.replace(function, moved=seed)) for seed in seeds]
-        return worst(whole(function), fuse(whole(function)), args, moved=moved)
+        return worst(whole(function), fuse(whole(function)), args, moved=moved, draws=draws)
 
     # If a rounding decides which of two numbers is larger, few perturbations show it.
     first = found((1, 2))
-    return first if first <= 1 else found(range(1, 13))
+    return first if first <= 1 else found(range(1, 13), draws=50)
 
 
 def worst(
@@ -201,12 +202,13 @@ def worst(
     slack: float = 2.0,
     between: Any = jnp.bfloat16,
     moved: Sequence[Any] = (),
+    draws: int = 0,
 ) -> float:
     """Returns the largest error of a result, in multiples of the tolerance.
 
     The tolerance is twice the largest error of these: the plain function, the plain function with
-    each argument rounded the other way, and the functions in ``moved``. A long chain of roundings
-    multiplies any error.
+    each argument rounded the other way, the functions in ``moved``, and ``draws`` computations with
+    random errors of float32. A long chain of roundings multiplies any error.
 
     Args:
         function: the plain function.
@@ -216,6 +218,8 @@ def worst(
             function may compute a sum exactly by chance.
         between: the type to which intermediate values are rounded.
         moved: the plain function with other intermediate roundings.
+        draws: how often intermediate results get random errors of float32. These are seen in
+            differences of nearly equal numbers, such as the derivatives of saturated functions.
     """
     plain, own = jax.jit(function), jax.jit(ours)(*args)
     every = [args, *(_shaken(args, seed) for seed in range(4))]
@@ -227,10 +231,13 @@ def worst(
         if not all(np.isfinite(np.asarray(x)).all() for x in jax.tree.leaves(exact)):
             # Otherwise XLA may compute a maximum twice, so that no element equals the maximum.
             exact = function(*map(jnp.asarray, wide))
+        rough = jax.jit(with_errors(function, float(jnp.finfo(jnp.float32).eps)))
+        signs = np.random.default_rng(0).choice([-1.0, 1.0], (draws, SIGNS))
+        near = [jax.tree.leaves(rough(each, *wide)) for each in signs]
     assert jax.tree.structure(exact) == jax.tree.structure(own)
     found = 0.0
     results = zip(*map(jax.tree.leaves, (own, exact)), zip(*theirs, strict=True), strict=True)
-    for other, truth, plains in results:
+    for i, (other, truth, plains) in enumerate(results):
         assert {(x.shape, x.dtype) for x in plains} == {(other.shape, other.dtype)}
         with np.errstate(invalid="ignore"):  # because of NaN
             truth, given, *bases = (np.asarray(x, np.float64) for x in (truth, other, *plains))
@@ -241,7 +248,9 @@ def worst(
             continue
         if not np.isfinite(given[known]).all():
             return np.inf
-        off, *bounds = (np.abs(x[known] - truth[known]).max() for x in (given, *bases))
+        bases += [np.asarray(leaves[i], np.float64) for leaves in near]
+        errors = (np.abs(x[known] - truth[known]) for x in (given, *bases))
+        off, *bounds = (x[np.isfinite(x)].max(initial=0.0) for x in errors)
         rounding = float(jnp.finfo(between).eps) if _is_float(other) else 0.0
         allowed = 2 * max(bounds) + slack * rounding * np.abs(truth[known]).max()
         found = max(found, 0.0 if off == 0 else off / allowed if allowed else np.inf)

@@ -1,7 +1,7 @@
 """Every operation under every transformation of JAX, against its formula in float64.
 
-Tolerances follow from types and magnitudes: the formula is computed again with each operand changed
-by one rounding. A result may be a few times as wrong as that changes the formula's largest element.
+A result may be twice as wrong as the formula in its own types, with operands changed by a rounding,
+and by two roundings more. Errors are compared with the formula's largest element.
 """
 
 from __future__ import annotations
