@@ -75,7 +75,7 @@ def tune(
     if device.platform != "gpu" or not _core.kernel_names():
         raise RuntimeError(
             f"tune measures kernels on a GPU; the default device is {device.device_kind} "
-            f"({device.platform}), and this build has {len(_core.kernel_names())} kernels"
+            f"({device.platform})" + ("" if _core.kernel_names() else "; this build has no kernels")
         )
     products = find_products(f, *args, **kwargs)
     products.sort(key=_products_of, reverse=True)
