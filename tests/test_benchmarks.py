@@ -162,10 +162,13 @@ def test_the_fastest_form_of_a_packed_weight_is_the_rival(case, monkeypatch):
         )
 
     def slower(name, form):
-        repeat = 1 if name == "dequantized first" else 20
-        return lambda arrays: sum(
-            form({**arrays, "a": arrays["a"] * (i + 1)}) for i in range(repeat)
-        )
+        repeat = 1 if name == "dequantized first" else 200
+
+        def repeated(arrays):
+            one = lambda factor: form({**arrays, "a": arrays["a"] * factor})  # noqa: E731
+            return jax.lax.map(one, 1 + jnp.arange(repeat, dtype=arrays["a"].dtype)).sum(0)
+
+        return repeated
 
     slow = {name: slower(name, form) for name, form in forms.items()}
     monkeypatch.setattr(xla_rival, "forms", lambda case: slow)

@@ -1,4 +1,4 @@
-"""Custom derivatives within epilogues, and symbolic shapes."""
+"""Custom derivatives, effects and axes within epilogues, and symbolic shapes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
+from jax.experimental import checkify, io_callback
+from jax.sharding import PartitionSpec as P
+from sharded_program import mesh_of
 
 import jax_tcgemm
-from jax_tcgemm import gemm
+from jax_tcgemm import gemm, mlp
 
 pytestmark = pytest.mark.any_jax
 
@@ -87,3 +91,88 @@ def test_symbolic_shapes_of_several_scopes():
             jax.jit(grad), disabled_checks=jax_tcgemm.export_disabled_checks()
         )(*types)
         assert exported.out_avals[1].shape == (64, 32)
+
+
+def _printing(z):
+    jax.debug.print("{}", z.sum())
+    return z
+
+
+def _checked(z):
+    checkify.check(jnp.all(z > 0), "negative")
+    return z
+
+
+def _called_back(z):
+    return z * io_callback(lambda: np.float32(2), jax.ShapeDtypeStruct((), jnp.float32))
+
+
+@jax.custom_jvp
+def _prints_when_differentiated(z):
+    return z
+
+
+@_prints_when_differentiated.defjvp
+def _(primals, tangents):
+    return _printing(primals[0]), tangents[0]
+
+
+def _of_groups(x, function):
+    return jax_tcgemm.ragged_dot(x, x[None], jnp.array([8]), epilogue=function)
+
+
+@pytest.mark.parametrize("function", [_printing, _checked, _called_back])
+def test_effects_are_refused(function, normal):
+    """The primitive could not have them, and would drop what has no result."""
+    x = normal(8, 8)
+    for call in (gemm, jax.jit(gemm, static_argnames="epilogue")):
+        with pytest.raises(TypeError, match=r"side effects \['\w+Effect'\]"):
+            call(x, x, epilogue=function)
+    for call in (lambda f: mlp(x, x, None, x, epilogue=f), lambda f: _of_groups(x, f)):
+        with pytest.raises(TypeError, match="side effects"):
+            call(function)
+
+
+def test_effects_of_a_derivative_are_refused(normal):
+    x = normal(8, 8)
+    f = lambda x: gemm(x, x, epilogue=_prints_when_differentiated).sum()  # noqa: E731
+    np.testing.assert_allclose(f(x), (x @ x).sum(), rtol=1e-4, atol=1e-4)
+    with pytest.raises(TypeError, match="side effects"):
+        jax.jit(jax.grad(f))(x)
+
+
+def test_caller_arrays_that_change_are_refused(normal):
+    x, counter = normal(8, 8), jax.new_ref(jnp.float32(2))
+
+    def counting(z):
+        counter[...] += 1
+        return z
+
+    with pytest.raises(TypeError, match="side effects"):
+        jax.jit(lambda x: gemm(x, x, epilogue=counting))(x)
+
+
+def test_named_axes_are_refused(normal):
+    """A function with an axis of ``vmap`` cannot be traced without the axis."""
+    x = normal(3, 8, 8)
+    for function in (lambda z: z - lax.pmean(z, "i"), lambda z: z * lax.axis_index("i")):
+        with pytest.raises(TypeError, match=r"named axes \['i'\]"):
+            jax.vmap(lambda x, f=function: gemm(x, x, epilogue=f), axis_name="i")(x)
+
+
+@pytest.mark.parametrize("checks", [True, False])
+def test_axes_of_shard_map(checks, normal):
+    x, w = normal(16, 8), normal(8, 8)
+
+    def part(x, w):
+        return gemm(x, w, epilogue=lambda z: z * lax.axis_index("x"))
+
+    run = jax.shard_map(
+        part, mesh=mesh_of((4,)), in_specs=(P("x"), P()), out_specs=P("x"), check_vma=checks
+    )
+    if checks:
+        with pytest.raises(TypeError, match=r"named axes \['x'\]"):
+            run(x, w)
+        return
+    expected = (x @ w) * jnp.repeat(jnp.arange(4), 4)[:, None]
+    np.testing.assert_allclose(run(x, w), expected, rtol=1e-4, atol=1e-4)

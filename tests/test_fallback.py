@@ -52,7 +52,7 @@ def _of_groups(a, b, **options):
     ("call", "reason"),
     [
         (_of_integers, "no kernel algorithm for int16"),
-        (_highest, "no kernel algorithm for float32 .* precision"),
+        (_highest, "F32_F32_F32 without a GPU of compute capability 9.0"),
         (_function_of_few_rows, "the function: no kernel computes this: 8 x 64 results"),
         (_gated, "a has .* unaligned"),
         (_of_groups, "no ragged kernel for None"),

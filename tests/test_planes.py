@@ -114,9 +114,9 @@ def test_dot_general_and_batches(cuda_module):
 @pytest.mark.parametrize(
     ("capability", "shapes", "options", "reason"),
     [
-        (None, ((1024, 512), (512, 1024)), {}, "no kernel algorithm for float32 and float32"),
-        ("8.0", ((1024, 512), (512, 1024)), {}, "no kernel algorithm for float32 and float32"),
-        ("10.0", ((1024, 512), (512, 1024)), {}, "no kernel algorithm for float32 and float32"),
+        (None, ((1024, 512), (512, 1024)), {}, "F32_F32_F32 without a GPU of compute capability"),
+        ("8.0", ((1024, 512), (512, 1024)), {}, "F32_F32_F32 without a GPU of compute capability"),
+        ("10.0", ((1024, 512), (512, 1024)), {}, "F32_F32_F32 without a GPU of compute capability"),
         ("9.0", ((16, 4096), (4096, 4096)), {}, "16 x 4096 x 4096 is too little"),
         ("9.0", ((4096, 64), (64, 4096)), {}, "4096 x 4096 x 64 is too little"),
         ("9.0", ((600, 256), (256, 600)), {}, "600 x 600 x 256 is too little"),

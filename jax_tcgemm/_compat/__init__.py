@@ -292,6 +292,11 @@ def has_manual_axes() -> bool:
     return bool(_mesh.get_abstract_mesh().manual_axes)
 
 
+def is_unchecked_manual() -> bool:
+    """Returns true inside ``shard_map`` with ``check_vma=False``."""
+    return has_manual_axes() and not _config._check_vma.value
+
+
 def has_explicit_axes() -> bool:
     """Returns true if the mesh of the current trace has explicit axes."""
     return jax.sharding.AxisType.Explicit in _mesh.get_abstract_mesh().axis_types

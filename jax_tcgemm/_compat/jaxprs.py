@@ -183,6 +183,14 @@ def with_scope(source_info: Any, scope: Any) -> Any:
     return source_info.replace(name_stack=scope + source_info.name_stack)
 
 
+def effects_and_axes(closed: Any) -> tuple[list[str], list[str]]:
+    """Returns the names of effects of a jaxpr that reach its caller, and of the axes it uses."""
+    axes = {str(x.name) for x in closed.effects if isinstance(x, _core.NamedAxisEffect)}
+    none = (_core.NamedAxisEffect, _core.InternalMutableArrayEffect)
+    effects = {type(x).__name__ for x in closed.effects if not isinstance(x, none)}
+    return sorted(effects), sorted(axes)
+
+
 def has_input_effects(eqn_or_jaxpr: Any) -> bool:
     """Returns true if effects refer to an input, as those of mutable arrays do.
 

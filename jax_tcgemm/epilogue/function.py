@@ -237,17 +237,34 @@ def _derived(
 
 
 def _traced(function: Callable[..., Any], avals: Sequence[Any]) -> core.ClosedJaxpr:
-    """Traces a function so that the result holds for any mesh."""
+    """Traces a function so that the result holds for any mesh.
+
+    Raises:
+        TypeError: the function has effects, which its primitive cannot have.
+    """
+    may_name_axes = _compat.is_unchecked_manual()
     try:
         with _compat.no_mesh():
-            return jax.make_jaxpr(function)(*avals)
+            return _without_effects(jax.make_jaxpr(function)(*avals), may_name_axes)
     except Exception:
         # Within ``shard_map`` the function may close over varying values, whose types need a mesh.
         if not _compat.has_manual_axes():
             raise
-    closed = jax.make_jaxpr(function)(*avals)
+    closed = _without_effects(jax.make_jaxpr(function)(*avals), may_name_axes)
     with _compat.no_mesh():
         return of_no_axes(closed)
+
+
+def _without_effects(closed: core.ClosedJaxpr, may_name_axes: bool) -> core.ClosedJaxpr:
+    effects, axes = jaxprs.effects_and_axes(closed)
+    if effects or (axes and not may_name_axes):
+        what = f"side effects {effects}" if effects else f"named axes {axes}"
+        raise TypeError(
+            f"epilogue= has {what}; accepted: functions without side effects, and without named "
+            "axes except under shard_map with check_vma=False. Apply this function to the product "
+            "instead: f(gemm(a, b, preferred_element_type=jnp.float32))"
+        )
+    return closed
 
 
 def _is_mask(var: Any, shape: tuple[int, ...]) -> bool:

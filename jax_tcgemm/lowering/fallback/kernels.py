@@ -19,7 +19,7 @@ from jax_tcgemm.lowering.custom_call import (
 )
 from jax_tcgemm.lowering.fallback.times import why_slower
 from jax_tcgemm.problem.alignment import COPY_BYTES, misalignment
-from jax_tcgemm.problem.arithmetic import INPUT_DTYPES, sum_dtype
+from jax_tcgemm.problem.arithmetic import INPUT_DTYPES, resolve_planes, sum_dtype
 from jax_tcgemm.problem.spec import GemmSpec, with_kernel_layouts
 from jax_tcgemm.problem.strides import MAX_EXTENT, Operands, fold
 
@@ -40,6 +40,12 @@ def no_kernel(algorithm: str | None, spec: GemmSpec, x: Operands) -> str | None:
 
 def _no_kernel(algorithm: str | None, spec: GemmSpec, x: Operands) -> str | None:
     if algorithm is None:
+        planes = resolve_planes(x.a.dtype, x.b.dtype, spec.out_dtype, spec.precision)
+        if planes is not None:
+            return (
+                f"{planes.name} without a GPU of compute capability 9.0 on this machine, for "
+                f"precision {spec.precision}"
+            )
         return (
             f"no kernel algorithm for {x.a.dtype} and {x.b.dtype} to {spec.out_dtype} "
             f"with precision {spec.precision}"
