@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from jax.extend.core import Literal
 
 from jax_tcgemm._compat import jaxprs
 
-SIGNS = 1000  # as many results are changed independently
+SIGNS = 1000  # signs of a computation; after as many results they repeat
 
 # Operations that round. Others, such as maxima, must keep equal numbers equal.
 _ROUNDED = {
@@ -36,7 +37,7 @@ def with_errors(function: Any, rounding: float) -> Callable[..., Any]:
 
     def run(signs: Any, *args: Any) -> Any:
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-        factors = (1 + rounding * signs[i] for i in range(SIGNS))
+        factors = (1 + rounding * signs[i % SIGNS] for i in itertools.count())
         results = _evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(args), factors)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 

@@ -186,8 +186,8 @@ def with_scope(source_info: Any, scope: Any) -> Any:
 def effects_and_axes(closed: Any) -> tuple[list[str], list[str]]:
     """Returns the names of effects of a jaxpr that reach its caller, and of the axes it uses."""
     axes = {str(x.name) for x in closed.effects if isinstance(x, _core.NamedAxisEffect)}
-    none = (_core.NamedAxisEffect, _core.InternalMutableArrayEffect)
-    effects = {type(x).__name__ for x in closed.effects if not isinstance(x, none)}
+    others = (_core.NamedAxisEffect, _core.InternalMutableArrayEffect)
+    effects = {type(x).__name__ for x in closed.effects if not isinstance(x, others)}
     return sorted(effects), sorted(axes)
 
 

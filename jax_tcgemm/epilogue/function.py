@@ -256,6 +256,7 @@ def _traced(function: Callable[..., Any], avals: Sequence[Any]) -> core.ClosedJa
 
 
 def _without_effects(closed: core.ClosedJaxpr, may_name_axes: bool) -> core.ClosedJaxpr:
+    """Returns its argument, or raises ``TypeError`` if that has effects."""
     effects, axes = jaxprs.effects_and_axes(closed)
     if effects or (axes and not may_name_axes):
         what = f"side effects {effects}" if effects else f"named axes {axes}"
