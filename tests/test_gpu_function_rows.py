@@ -158,6 +158,8 @@ def test_few_rows_have_accurate_sums(rng, m, n):
     plain = jnp.matmul(a, b, preferred_element_type=jnp.float32)
     error, theirs = (np.abs(np.asarray(x, np.float64) - exact).max() for x in (got, plain))
     assert error <= 2 * theirs + 2**-23 * np.abs(exact).max()
+    # Tensor cores that truncate the sum over all of k lose 2**-17.6.
+    assert error <= 2**-19 * np.abs(exact).max()
 
 
 def test_batches_of_few_rows(rng):

@@ -62,7 +62,7 @@ Status decode_problem(const CompiledAttributes& at, GemmProblem* problem) {
 EpilogueProgram program_of(const CompiledAttributes& at) {
   EpilogueProgram program = {at.digest, at.source, at.warp_bytes};
   program.widens = program.reduces = number_after(at.source, "kReductions = ") > 0;
-  KindReader reader(at.source, "kResult[] = ");
+  KindReader reader(at.source, "kResult");
   ElementKind kind = {};
   for (int64_t i = number_after(at.source, "kResults = "); i > 0; --i) {
     if (!reader.next(&kind).ok()) break;

@@ -71,7 +71,7 @@ Status decode_epilogue(const EpilogueOperands& at, ffi::RemainingArgs& operands,
                      " strides; at most ", kMaxCompiledOperands);
   JAX_TCGEMM_REQUIRE(number_after(at.source, "kOperands = ") == static_cast<int64_t>(count), count,
                      " operands, not as the source says");
-  KindReader operand_kinds(at.source, "kOperand[] = {");
+  KindReader operand_kinds(at.source, "kOperand");
   for (size_t i = 0; i < count; ++i) {
     ElementKind kind;
     JAX_TCGEMM_RETURN_IF_ERROR(operand_kinds.next(&kind));
@@ -85,7 +85,7 @@ Status decode_epilogue(const EpilogueOperands& at, ffi::RemainingArgs& operands,
   JAX_TCGEMM_REQUIRE(0 <= matrices && 0 <= reductions &&
                          matrices + reductions == static_cast<int64_t>(results.size()),
                      results.size(), " results, not as the source says");
-  KindReader result_kinds(at.source, "kResult[] = {");
+  KindReader result_kinds(at.source, "kResult");
   ReductionReader reductions_of_source(at.source);
   for (size_t i = 0; i < results.size(); ++i) {
     auto result = results.get<ffi::AnyBuffer>(i);

@@ -1,6 +1,7 @@
 #include "ffi/program_source.h"
 
 #include <charconv>
+#include <string>
 
 namespace jax_tcgemm {
 namespace {
@@ -28,7 +29,7 @@ bool is_true_after(std::string_view source, std::string_view name) {
 }
 
 KindReader::KindReader(std::string_view source, std::string_view name)
-    : rest_(after(source, name)) {
+    : rest_(after(source, std::string(name) + "[] = {")) {
   rest_ = rest_.substr(0, rest_.find(';'));
 }
 

@@ -23,8 +23,9 @@ struct ElementKind {
   bool is_vector;  // read or written by vectors of 16 bytes
 };
 
-// Reads the kinds after `name`, one after the other: `kResult[] = {{2, true}, {4, false}};`, or
-// `kOperand[] = {{Along::kRows, 2, false}};`.
+// Reads the kinds in the array `name`, one after the other: "kResult", of which the source has
+// `kResult[] = {{2, true}, {4, false}};`, or "kOperand", `kOperand[] = {{Along::kRows, 2,
+// false}};`.
 class KindReader {
  public:
   KindReader(std::string_view source, std::string_view name);
