@@ -57,9 +57,10 @@ def test_nan_and_infinity_of_x_go_where_jnp_has_them(rng, qtype, m):
     assert_right(jnp.asarray(got[3:], BF16), x[3:], q)
 
 
+@pytest.mark.parametrize("scale_dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("m", [3, 40])
-def test_special_scales_stay_in_their_columns(rng, m):
-    x, q, _ = operands(rng, Problem(m, 70, 256, 64))
+def test_special_scales_stay_in_their_columns(rng, m, scale_dtype):
+    x, q, _ = operands(rng, Problem(m, 70, 256, 64, scale=scale_dtype))
     special = {1: jnp.nan, 30: jnp.inf, 66: 0.0}
     scale = q.scale
     for column, value in special.items():
@@ -71,6 +72,18 @@ def test_special_scales_stay_in_their_columns(rng, m):
     finite = [column for column in range(70) if column not in (1, 30)]
     kept = jax.tree.map(lambda y: y[:, np.asarray(finite)], q)
     assert_right(got[:, np.asarray(finite)], x, kept)
+
+
+@pytest.mark.parametrize(("qtype", "largest"), [("int8", 127), ("float8_e4m3fn", 448)])
+def test_scaled_weights_are_rounded_once(rng, qtype, largest):
+    """A scale rounded to bfloat16 would be 2**-8.4 off; roundings of its products cancel."""
+    x, q, _ = operands(rng, Problem(40, 100, 4096, 4096, qtype, scale="float32"))
+    codes = jnp.abs(q.qvalue.astype("float32")).clip(max=largest).astype(qtype)
+    q = dataclasses.replace(q, qvalue=codes, scale=jnp.full_like(q.scale, 1 + 75 / 256))
+    x = abs(x)
+    got = jax.jit(functools.partial(by_kernel, preferred_element_type="float32"))(x, pack(q))
+    exact = np.asarray(x, np.float64) @ exact_weight(q)
+    assert np.max(np.abs(np.asarray(got, np.float64) / exact - 1)) < 2.0**-11
 
 
 # Memory

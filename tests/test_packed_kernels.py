@@ -18,6 +18,7 @@ from native_packed import MOST_SHARED_BYTES, buffers, draw_packed, shared_bytes
 from packed_problems import FLOATS, Problem
 
 from jax_tcgemm import FallbackError, _compat, _core, _extension, gemm, pack
+from jax_tcgemm.epilogue import compiler, source
 from jax_tcgemm.kernels import packed as kernels
 from jax_tcgemm.kernels import packed_configs
 from jax_tcgemm.problem.packed import BITS
@@ -137,6 +138,21 @@ def test_programs_use_the_names_of_the_headers():
         assert int(numbers["group"]) == row.stage_k
         for name, value in dataclasses.asdict(row).items():
             assert int(numbers[name]) == value
+
+
+@pytest.mark.parametrize("rows", [16, 64])
+@pytest.mark.parametrize("qtype", ["uint4", "float8_e4m3fn"])
+@pytest.mark.parametrize(
+    ("activation", "scale"),
+    [("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float16", "float16")],
+)
+def test_programs_compile(rows, qtype, activation, scale, tmp_path, monkeypatch):
+    """A product whose program does not compile is computed by other kernels."""
+    monkeypatch.setenv("JAX_TCGEMM_CACHE_DIR", str(tmp_path))
+    row = chosen(BITS[qtype], rows, 4096, 4096)
+    types = (qtype, activation, scale, "float32")
+    text = kernels.program(row, *types, zeros=qtype == "uint4", group=128)
+    assert compiler.compile_kernel(text, source.PACKED, "")
 
 
 # Custom calls

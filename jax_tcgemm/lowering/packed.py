@@ -64,8 +64,8 @@ def lower_cuda(
     """Computes the product on CUDA devices; operands and results are those of ``reference``.
 
     Up to 16 rows, a kernel multiplies by the exact values, and scales the sums in float32. With
-    more rows it multiplies by dequantized weights; scales of another dtype than that of ``x`` are
-    rounded to it first. With many rows, one kernel dequantizes the weight for an ordinary product.
+    more rows it multiplies by dequantized weights, which are rounded once. With many rows, one
+    kernel dequantizes the weight for an ordinary product.
     """
     call = f"tcgemm_packed {spec.qtype} {x.dtype}{list(x.shape)} n={spec.n}"
     reason, told = unfit(x, values, scales, spec), ""

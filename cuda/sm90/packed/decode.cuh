@@ -72,6 +72,13 @@ class PackedTile {
     return result;
   }
 
+  // Returns a * b + c in bfloat16, rounded once.
+  static __device__ __forceinline__ uint32_t multiply_add(uint32_t a, uint32_t b, uint32_t c) {
+    uint32_t result;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;\n" : "=r"(result) : "r"(a), "r"(b), "r"(c));
+    return result;
+  }
+
  private:
   // 128 in bfloat16, 1024 in float16: the last bits of the mantissa count in ones.
   static constexpr uint32_t kMagic = kIsBf16 ? 0x43004300u : 0x64006400u;
@@ -129,9 +136,32 @@ class PackedScales {
   __device__ __forceinline__ float scale(int group, int half) const {
     return number(at(group) + 8 * half * kBytes);
   }
-  // The scale twice, rounded to the type of the activations.
-  __device__ __forceinline__ uint32_t pair(int group, int half) const {
-    return twice(scale(group, half));
+  // A factor of pairs of values, as a sum of two numbers of the activations' type, each twice.
+  struct Factor {
+    uint32_t high;
+    uint32_t low;  // unused if the scale has the type of the activations
+
+    // Returns the products, rounded once; 0 if the mask is 0.
+    __device__ __forceinline__ uint32_t times(uint32_t values, uint32_t mask) const {
+      using Tile = PackedTile<kConfig>;
+      if constexpr (kConfig.scale == kConfig.activation) {
+        return Tile::multiply(values, high & mask);
+      } else {
+        return Tile::multiply_add(values, high & mask, Tile::multiply(values, low & mask));
+      }
+    }
+  };
+  __device__ __forceinline__ Factor factor(int group, int half) const {
+    const float number = scale(group, half);
+    if constexpr (kConfig.scale == kConfig.activation) {
+      return {twice(number), 0u};
+    } else {
+      static_assert(PackedTile<kConfig>::kIsBf16, "a scale may not fit into float16");
+      // The high part of infinity is the largest number: infinity would leave NaN for the low part.
+      uint32_t high;
+      asm("cvt.rn.satfinite.bf16x2.f32 %0, %1, %1;\n" : "=r"(high) : "f"(number));
+      return {high, twice(number - __uint_as_float(high << 16))};
+    }
   }
   // The zero point as PackedTile::value takes it.
   __device__ __forceinline__ uint32_t zero(int group, int half) const {

@@ -149,19 +149,32 @@ struct PackedConsumer {
   // The fragments of a tile.
   using Fragments = uint32_t[4][4];
 
+  // Zero points and scales of a group, for rows g and g + 8.
+  struct Group {
+    uint32_t zeros[2];
+    typename Scales::Factor factors[2];
+  };
+
   // Decodes tile `i` of a stage that has `count` tiles. Behind them, shared memory has codes of an
-  // earlier stage: with the scale they might overflow, and no 0 of x would cancel that.
+  // earlier stage: with the scale they might overflow, and no 0 of x would cancel that. `group` is
+  // that of the tile before, or is read here.
   __device__ __forceinline__ void decode(Fragments& fragments, const Tile& tile, int i, int count,
-                                         const Scales& scales) const {
+                                         const Scales& scales, Group& group) const {
     const uint32_t mask = i < count ? ~0u : 0u;
 #pragma unroll
     for (int b = 0; b < 4; ++b) {
-      const int group = group_of(64 * i + 16 * b);
-      const uint32_t zeros[2] = {scales.zero(group, 0), scales.zero(group, 1)};
-      const uint32_t pairs[2] = {scales.pair(group, 0) & mask, scales.pair(group, 1) & mask};
+      const int k = 64 * i + 16 * b;
+      if (k % kConfig.unit() == 0) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          group.zeros[half] = scales.zero(group_of(k), half);
+          group.factors[half] = scales.factor(group_of(k), half);
+        }
+      }
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
-        fragments[b][r] = Tile::multiply(tile.value(b, r, zeros[r % 2]), pairs[r % 2]);
+        const uint32_t value = tile.value(b, r, group.zeros[r % 2]);
+        fragments[b][r] = group.factors[r % 2].times(value, mask);
         // Keeps the decoding in front of the multiplications, which the compiler would otherwise
         // run one by one.
         asm volatile("" : "+r"(fragments[b][r])::"memory");
@@ -195,15 +208,16 @@ struct PackedConsumer {
       ptx::mbarrier_wait(memory.full(at.stage), at.phase);
       const Scales own = scales(i);
       const int count = params.k_tiles - kConfig.k_blocks * i;
+      Group group;
       Tile tiles[kConfig.k_blocks];
 #pragma unroll
       for (int tile = 0; tile < kConfig.k_blocks; ++tile) tiles[tile].load(values(tile));
 #pragma unroll
       for (int tile = 0; tile < kConfig.k_blocks; tile += 2) {
-        decode(even, tiles[tile], tile, count, own);
+        decode(even, tiles[tile], tile, count, own, group);
         multiply_tile(acc, even, tile, i > place.begin || tile > 0);
         if (tile == 0 && i > place.begin) release(previous);
-        decode(odd, tiles[tile + 1], tile + 1, count, own);
+        decode(odd, tiles[tile + 1], tile + 1, count, own, group);
         multiply_tile(acc, odd, tile + 1, true);
       }
       previous = at.stage;
