@@ -72,6 +72,7 @@ ROWS = [row for row in kernel_table.RUN_TIME_CONFIGS if not (row.streams_b or ro
 )
 def test_every_row(rng, row):
     m, n, k = (int(rng.integers(1, 600)) for _ in range(3))
+    k += row.tile_k * (row.split_k - 1)  # each block has a part
     arithmetic = row.arithmetic
     a = drawn(rng, (m, k), TYPES[arithmetic.a.tag])
     b = drawn(rng, (k, n), TYPES[arithmetic.b.tag])
@@ -83,6 +84,27 @@ def test_every_row(rng, row):
         *(a, b, "nt"), preferred_element_type=jnp.int32 if is_integer else jnp.float32, **options
     )
     assert worst(y, exact, sizes) <= (0 if is_integer else 8 * STEP)
+
+
+@pytest.mark.parametrize("batch", [(), (3,)], ids=["", "batch"])
+@pytest.mark.parametrize(("m", "n"), [(1, 4096), (5, 300), (300, 5), (40, 700), (64, 64)])
+def test_few_rows_or_columns_with_a_function(rng, m, n, batch):
+    k = int(rng.integers(1, 2000))
+    a, b = drawn(rng, (*batch, m, k), E4M3), drawn(rng, (*batch, k, n), E4M3)
+    column = jnp.asarray(rng.normal(size=n), jnp.float32)
+    matrix = jnp.asarray(rng.normal(size=(*batch, m, n)), BF16)
+
+    def f(z, column, matrix):
+        y = z.astype(jnp.float32) * column + matrix.astype(jnp.float32)
+        return y, y.astype(BF16), jnp.max(y, -1)
+
+    got = product(a, b, "nt", epilogue=f, epilogue_operands=(column, matrix))
+    exact, sizes = wide(a) @ wide(b), np.abs(wide(a)) @ np.abs(wide(b))
+    wanted = exact * wide(column) + wide(matrix)
+    allowed = sizes * np.abs(wide(column)) * 8 * STEP + 2.0**-22 * np.abs(wanted) + 1e-6
+    assert np.all(np.abs(wide(got[0]) - wanted) <= allowed)
+    assert np.all(np.abs(wide(got[1]) - wanted) <= allowed + 2.0**-8 * np.abs(wanted))
+    np.testing.assert_array_equal(np.asarray(got[2]), np.asarray(got[0]).max(-1))
 
 
 @pytest.mark.parametrize(

@@ -140,9 +140,11 @@ def test_every_row_of_groups(rng, row):
     assert_groups(rng, types, sizes, n, k, precision=precision, config=row.name)
 
 
+@pytest.mark.parametrize("is_transposed", [False, True])
 @pytest.mark.parametrize("m", [3, 24])
 @pytest.mark.parametrize("out", [E4M3, INT8], ids=lambda dtype: dtype.__name__)
-def test_epilogues(rng, out, m):
+def test_epilogues(rng, out, m, is_transposed):
+    """A weight that is contiguous along k has the skinny kernels."""
     n, k = 528, 1024
     a, b = drawn(rng, (m, k), E4M3), drawn(rng, (k, n), E4M3)
     of_a = jnp.asarray(rng.uniform(0.5, 2, (m, 1)), jnp.float32)
@@ -160,16 +162,17 @@ def test_epilogues(rng, out, m):
         lambda a, b: gemm(
             *(a, b),
             a_scale=of_a,
-            b_scale=of_b,
+            b_scale=of_b.T if is_transposed else of_b,
             bias=bias,
             residual=residual,
             activation="gelu",
             out_scale=jnp.float32(0.25),
             return_amax=True,
             preferred_element_type=out,
+            transpose_b=is_transposed,
         )
     )
-    d, amax = run(a, b)
+    d, amax = run(a, b.T if is_transposed else b)
     expected, largest = formula(jnp.asarray(wide(a) @ wide(b), jnp.float32))
     assert abs(float(amax) - float(largest)) < 1e-5 * float(largest)
     steps = np.abs(wide(d) - wide(expected)) / (np.abs(wide(expected)) + 1)

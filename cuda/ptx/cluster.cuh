@@ -31,6 +31,15 @@ __device__ __forceinline__ void replace_if(float& value, float other, bool condi
       : "+f"(value)
       : "f"(other), "r"(static_cast<uint32_t>(condition)));
 }
+__device__ __forceinline__ void replace_if(int32_t& value, int32_t other, bool condition) {
+  asm("{\n"
+      ".reg .pred chosen;\n"
+      "setp.ne.u32 chosen, %2, 0;\n"
+      "@chosen mov.s32 %0, %1;\n"
+      "}\n"
+      : "+r"(value)
+      : "r"(other), "r"(static_cast<uint32_t>(condition)));
+}
 
 // The two halves of a barrier of all threads of a cluster. It orders no memory except initialised
 // barriers (fence_mbarrier_init): a release at cluster scope would be a fence of the whole GPU.
@@ -55,6 +64,10 @@ __device__ __forceinline__ void store_cluster_8(uint32_t address, uint32_t barri
       "}\n" ::"r"(address),
       "r"(barrier), "r"(rank), "f"(first), "f"(second)
       : "memory");
+}
+__device__ __forceinline__ void store_cluster_8(uint32_t address, uint32_t barrier, uint32_t rank,
+                                                int32_t first, int32_t second) {
+  store_cluster_8(address, barrier, rank, __int_as_float(first), __int_as_float(second));
 }
 
 // Loads 16 bytes from the shared memory of block `rank` of the cluster.

@@ -35,6 +35,13 @@ __device__ __forceinline__ void load_shared_8(float& first, float& second,
                : "r"(shared_address));
 }
 
+__device__ __forceinline__ void load_shared_8(int32_t& first, int32_t& second,
+                                              uint32_t shared_address) {
+  asm volatile("ld.shared.v2.s32 {%0, %1}, [%2];\n"
+               : "=r"(first), "=r"(second)
+               : "r"(shared_address));
+}
+
 __device__ __forceinline__ void load_shared_16(float (&value)[4], uint32_t shared_address) {
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];\n"
                : "=f"(value[0]), "=f"(value[1]), "=f"(value[2]), "=f"(value[3])
@@ -58,6 +65,10 @@ __device__ __forceinline__ void store_shared_2(uint32_t shared_address, uint16_t
 
 __device__ __forceinline__ void store_shared_4(uint32_t shared_address, float value) {
   asm volatile("st.shared.f32 [%0], %1;\n" ::"r"(shared_address), "f"(value) : "memory");
+}
+
+__device__ __forceinline__ void store_shared_4(uint32_t shared_address, int32_t value) {
+  asm volatile("st.shared.s32 [%0], %1;\n" ::"r"(shared_address), "r"(value) : "memory");
 }
 
 __device__ __forceinline__ void store_shared_8(uint32_t shared_address, float first, float second) {

@@ -269,7 +269,7 @@ def of_kernel(program: str, row: str, layout: str) -> str:
     if config.streams_b:
         includes, kernel = _STREAMED, _STREAMED_KERNEL
     elif config.skinny:
-        includes, kernel, cluster = _SKINNY, _SKINNY_KERNEL, _SKINNY_CLUSTER
+        includes, kernel, cluster = of_8_bits + _SKINNY, _SKINNY_KERNEL, _SKINNY_CLUSTER
     return _SOURCE.format(
         program=program,
         includes=includes,

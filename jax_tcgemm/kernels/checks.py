@@ -237,7 +237,15 @@ def _check_swap_ab(row: KernelConfig, require: Require) -> None:
 
 
 def _check_skinny(row: KernelConfig, require: Require) -> None:
-    require(row.element_bytes == 2, "float32 operands have layouts of their own")
+    require(row.element_bytes <= 2, "float32 operands have layouts of their own")
+    require(
+        row.element_bytes == 2 or not row.arithmetic.promotes,
+        "a kernel scaled by blocks is not skinny, and has the rows that promote",
+    )
+    require(
+        row.arithmetic.a == row.arithmetic.b,
+        "the kernel calls the longer operand A, which is B if there are few rows",
+    )
     require(row.tile_n in (16, 32, 64), "a skinny tile_n is 16, 32 or 64")
     require(row.epilogue != "sum", "a skinny kernel has no epilogue or any")
     require(row.warps_m == 4, "a skinny kernel has one consumer warpgroup")

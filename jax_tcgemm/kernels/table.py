@@ -278,6 +278,12 @@ def _run_time_rows() -> list[KernelConfig]:
                 _sm90(algorithm, 128, 128, 6, schedule="pingpong", **groups),
                 _sm90(algorithm, 64, 128, 6, schedule="pingpong", **groups),
             ]
+            if arithmetic.a == arithmetic.b:
+                # For few rows or columns, both operands contiguous along k.
+                rows += [
+                    _sm90(algorithm, 64, n, 8, split_k=split_k, skinny=True, **common)
+                    for n, split_k in ((16, 1), (16, 2), (32, 2), (64, 2))
+                ]
         rows += [
             _sm90(algorithm, m, n, stages, schedule=schedule, cluster=cluster, **common)
             for m, n, stages, schedule, cluster in tiles

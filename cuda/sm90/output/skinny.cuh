@@ -1,6 +1,6 @@
 // Turns the accumulators of a skinny kernel into D. Each of the blocks that share a tile adds up a
-// share of the sums. A share goes as float32 through a slab in shared memory, from which threads
-// read it in the order of D.
+// share of the sums. A share goes through a slab in shared memory, from which threads read it in
+// the order of D.
 //
 // A thread's accumulators form kSplit equal shares, one for each block. A block sends each share to
 // its owner, which adds in the order of the blocks, so the sum is the same every time. The data
@@ -17,6 +17,7 @@
 #include "ptx/cluster.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/shared_memory.cuh"
+#include "ptx/wgmma.cuh"
 #include "sm90/output/output_tile.h"
 #include "sm90/ring.cuh"
 
@@ -30,7 +31,8 @@ class SkinnyOutput {
   static constexpr int kSplit = kConfig.split_k;
   static constexpr int kShare = kBlockValues / kSplit;  // values of a thread in a share
   static constexpr int kThreads = 128;
-  using Accumulators = float[kBlocks][kBlockValues];
+  using Sum = ptx::SumOf<kConfig.algorithm>;
+  using Accumulators = Sum[kBlocks][kBlockValues];
   using Element = typename AlgorithmTraits<kConfig.algorithm>::Output;
   using Epilogue = FusedEpilogue<Element, kVectorColumns>;
   // Bytes that a block receives for a tile.
@@ -77,7 +79,7 @@ class SkinnyOutput {
   // Called after the mainloop: adds up this block's share and writes it to the slab. `last`: the
   // block has no other tile.
   __device__ __forceinline__ void collect(const Accumulators& acc, bool last) {
-    float sum[kBlocks][kShare];
+    Sum sum[kBlocks][kShare];
     if constexpr (kSplit == 1) {
       static_assert(kShare == kBlockValues);
 #pragma unroll
@@ -188,7 +190,7 @@ class SkinnyOutput {
   __device__ __forceinline__ uint32_t slab() const { return smem_.output(0) + kReceivedBytes; }
 
   // Sends a share. The owner has slots for the other blocks in their order, and none for itself.
-  __device__ __forceinline__ void send(const float (&share)[kBlocks][kShare], int owner) const {
+  __device__ __forceinline__ void send(const Sum (&share)[kBlocks][kShare], int owner) const {
     const uint32_t first = slot(block_ < owner ? block_ : block_ - 1);
 #pragma unroll
     for (int i = 0; i < kBlocks; ++i) {
@@ -201,7 +203,7 @@ class SkinnyOutput {
   }
 
   // Copies a share out of the accumulators.
-  static __device__ __forceinline__ void take(float (&share)[kBlocks][kShare],
+  static __device__ __forceinline__ void take(Sum (&share)[kBlocks][kShare],
                                               const Accumulators& acc, int number) {
 #pragma unroll
     for (int i = 0; i < kBlocks; ++i) {
@@ -216,7 +218,7 @@ class SkinnyOutput {
     }
   }
 
-  __device__ __forceinline__ void add_up(float (&sum)[kBlocks][kShare], const Accumulators& acc,
+  __device__ __forceinline__ void add_up(Sum (&sum)[kBlocks][kShare], const Accumulators& acc,
                                          bool last) {
     // After the wait, the other blocks have started and have read the sums of the previous tile.
     __syncwarp();
@@ -225,12 +227,12 @@ class SkinnyOutput {
     } else {
       ptx::mbarrier_wait_cluster(smem_.partial_empty(), phase_ ^ 1);
     }
-    float own[kBlocks][kShare];
+    Sum own[kBlocks][kShare];
     take(own, acc, block_);
 #pragma unroll
     for (int distance = 1; distance < kSplit; ++distance) {
       const int owner = block_ ^ distance;
-      float share[kBlocks][kShare];
+      Sum share[kBlocks][kShare];
       take(share, acc, owner);
       send(share, owner);
     }
@@ -245,7 +247,7 @@ class SkinnyOutput {
       for (int i = 0; i < kBlocks; ++i) {
 #pragma unroll
         for (int j = 0; j < kShare; j += 2) {
-          float part[2] = {own[i][j], own[i][j + 1]};
+          Sum part[2] = {own[i][j], own[i][j + 1]};
           if (block != block_) {
             ptx::load_shared_8(part[0], part[1], first + (i * kShare + j) / 2 * kThreads * 8);
           }
@@ -265,7 +267,7 @@ class SkinnyOutput {
 
   // kSwapAb: rows of the accumulators are columns of D.
   template <bool kSwapAb>
-  __device__ __forceinline__ void write(const float (&sum)[kBlocks][kShare]) const {
+  __device__ __forceinline__ void write(const Sum (&sum)[kBlocks][kShare]) const {
     constexpr int kLongStep = kSwapAb ? 4 : kRow;
     constexpr int kShortStep = kSwapAb ? kSwappedRow : 4;
     const int lane = threadIdx.x % 32;
