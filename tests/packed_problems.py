@@ -11,7 +11,7 @@ import numpy as np
 from gpu_accuracy import poison
 from packed_values import QTYPES, weight
 
-from jax_tcgemm import Quantized, gemm, pack
+from jax_tcgemm import Quantized, _extension, gemm, pack
 from jax_tcgemm.kernels import packed as kernels
 
 FLOATS = ("bfloat16", "float16", "float32")
@@ -187,12 +187,18 @@ def wrong(got: jax.Array, x: jax.Array, q: Quantized, *, is_exact: bool = False)
 
 
 def compute(problem: Problem, x: jax.Array, q: Quantized) -> jax.Array:
-    """Computes a problem by ``gemm``; where a kernel must compute it, nothing else may."""
+    """Computes a problem by ``gemm``; where a kernel must compute it, nothing else may.
+
+    Also not the kernel that dequantizes: it takes the place of one that does not compile.
+    """
     config = "kernel" if problem.has_kernel else None
     options = {"preferred_element_type": problem.output, "config": config}
     w = pack(q)
     poison((*problem.batch, problem.m, problem.n), problem.output)
-    return jax.jit(lambda x, w: gemm(x, w, **options))(x, w)
+    run = jax.jit(lambda x, w: gemm(x, w, **options))
+    if problem.has_kernel and jax.default_backend() == "gpu":
+        assert f"@{_extension.PACKED_TARGET}(" in run.lower(x, w).as_text(), problem
+    return run(x, w)
 
 
 def failure(problem: Problem, rng: np.random.Generator) -> str | None:

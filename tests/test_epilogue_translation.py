@@ -183,6 +183,7 @@ def _programs_of(row):
 
 
 _ROWS = [row for row in table.RUN_TIME_CONFIGS if row.algorithm in ("E4M3_E4M3_F32", "S8_S8_S32")]
+_ROWS += [row for row in table.RUN_TIME_CONFIGS if row.skinny and row.tag == "e4m3e4m3_fast"]
 
 
 @pytest.mark.parametrize(

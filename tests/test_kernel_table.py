@@ -173,6 +173,9 @@ def test_impossible_rows_of_three_consumers(changes):
         dataclasses.replace(row, **changes)
 
 
+_OF_8_BITS = {"tile_k": 128, "epilogue": "none"}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -186,6 +189,9 @@ def test_impossible_rows_of_three_consumers(changes):
         ({"tile_m": 256, "split_k": 4, "stages": 3}, "128 rows at most"),
         ({"stages": 25}, "shared memory"),
         ({"tile_m": 256, "tile_n": 64, "stages": 3}, "of at most 64"),
+        ({"algorithm": "E4M3_E4M3_F32", **_OF_8_BITS}, "scaled by blocks"),
+        ({"algorithm": "S8_S8_S32", **_OF_8_BITS, "promote": True}, "scaled by blocks"),
+        ({"algorithm": "E4M3_E5M2_F32_FAST", **_OF_8_BITS, "promote": False}, "calls the longer"),
     ],
 )
 def test_impossible_skinny_rows(changes, message):

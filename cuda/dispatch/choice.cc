@@ -81,6 +81,12 @@ constexpr double kLeastGain = 1.06;
 // (lab/epilogues.md).
 constexpr double kSharedFunctionFactor = 0.94;
 
+// 8-bit sums that are promoted have none: see _check_skinny of jax_tcgemm/kernels/checks.py.
+bool has_skinny_rows(Algorithm algorithm) {
+  const int bytes = element_bytes(algorithm);
+  return bytes == 2 || (bytes == 1 && !arithmetic_of(algorithm).promotes);
+}
+
 void correct(const ChoiceInput& input, std::vector<Estimate>* estimates) {
   const auto of_run_time = [&](const Choice& choice) {
     return choice.is_built || input.compiled ? 1.0 : kRunTimeFactor;
@@ -91,14 +97,14 @@ void correct(const ChoiceInput& input, std::vector<Estimate>* estimates) {
     estimate.cycles *= of_run_time(estimate.choice);
     if (estimate.cycles < least) least = estimate.cycles, own = &estimate;
   }
-  const double limit = least * (has_few_rows(input) ? kTimedFactorOfFew : kTimedFactor);
+  const double limit = least * (input.has_few_rows() ? kTimedFactorOfFew : kTimedFactor);
   for (auto& [choice, cycles] : *estimates) {
     if (cycles > limit) continue;
     const double modelled = cycles / of_run_time(choice);
     cycles *= time_correction(*choice.entry, input, choice.splits, modelled);
     const KernelConfig& config = choice.entry->config;
     const bool is_shared = config.skinny && config.split_k > 1;
-    if (input.compiled && is_shared && has_few_rows(input)) cycles *= kSharedFunctionFactor;
+    if (input.compiled && is_shared && input.has_few_rows()) cycles *= kSharedFunctionFactor;
   }
   const bool is_plain = !input.compiled;  // the factor was found with built epilogues
   if (own != nullptr && is_plain && has_timed_kin(input)) own->cycles /= kLeastGain;
@@ -168,7 +174,7 @@ std::vector<Estimate> ranked_choices(const ChoiceInput& given, bool dense_splits
   ChoiceInput input = given;
   // A function of few results costs less than a built epilogue, and about the same in each row.
   const bool is_dense = !input.gated && input.grouped == Grouped::kNone;
-  if (input.compiled && is_dense && element_bytes(input.algorithm) == 2 && has_few_rows(input)) {
+  if (input.compiled && is_dense && has_skinny_rows(input.algorithm) && input.has_few_rows()) {
     input.epilogue = EpilogueWork::kNone;
   }
   std::vector<Estimate> ranked = modelled_choices(input, dense_splits);

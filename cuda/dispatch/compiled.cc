@@ -63,7 +63,7 @@ ChoiceInput compiled_input(const GemmProblem& problem, const EpilogueProgram& pr
   input.compiled = true;
   input.reduces = program.reduces;
   const bool is_dense = !input.gated && input.grouped == Grouped::kNone;
-  if (program.widens && is_dense && element_bytes(problem.algorithm) == 2 && has_few_rows(input)) {
+  if (program.widens && is_dense && element_bytes(problem.algorithm) == 2 && input.has_few_rows()) {
     input.d_type = ElementType::kF32;  // the sums are promoted
   }
   return input;

@@ -1,5 +1,5 @@
-// The constants were fitted to measurements on H100s, those for 8-bit operands on an H200
-// (lab/README.md); only their ratios matter.
+// The constants were fitted to measurements on H100s, those of rows that stream an 8-bit B on an
+// H200 (lab/README.md); only their ratios matter.
 
 #include "dispatch/few_rows_time_model.h"
 

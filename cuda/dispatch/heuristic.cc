@@ -175,10 +175,9 @@ bool wants_promotion(const ChoiceInput& input) {
   if (element_bytes(input.algorithm) == 1) return arithmetic_of(input.algorithm).promotes;
   if (!input.widens() || !arithmetic_of(input.algorithm).promotes) return false;
   if (input.compute_capability != 90 || input.grouped != Grouped::kNone) return true;
-  constexpr int64_t kFewRows = 64;
   constexpr int64_t kLongestMeasured = 8192;
   constexpr int64_t kLargeTile = 128 * 256;
-  if (std::min(input.m, input.n) <= kFewRows || input.k > kLongestMeasured) return true;
+  if (input.has_few_rows() || input.k > kLongestMeasured) return true;
   return 4 * input.batch * input.m * input.n < 3 * input.sm_count * kLargeTile;
 }
 
@@ -241,10 +240,13 @@ bool supports(const KernelConfig& config, const ChoiceInput& input, int splits) 
 
 Rank rank_of(const KernelConfig& config, const ChoiceInput& input) {
   if (config.is_fallback()) return Rank::kFallback;
-  // These rows are taken by name alone: sm75 rows where later instructions exist, and direct rows
-  // where nobody has timed them.
+  // These rows are taken by name alone: sm75 rows where later instructions exist, direct rows and
+  // skinny 8-bit rows where nobody has timed them.
   if (config.arch == Arch::kSm75 && input.compute_capability >= 80) return Rank::kFallback;
   if (config.is_direct() && input.compute_capability != 90) return Rank::kFallback;
+  if (config.skinny && element_bytes(config.algorithm) == 1 && !input.has_few_rows()) {
+    return Rank::kFallback;
+  }
   // Promotion costs time if the result does not need it, except in rows for little work.
   const bool takes_both = config.promote && (config.skinny || config.is_direct());
   const bool suits = config.promote == wants_promotion(input) || takes_both || config.planes;

@@ -10,6 +10,8 @@
 
 namespace jax_tcgemm {
 
+constexpr int64_t kFewRows = 64;
+
 // All facts that the choice depends on, so that it can be tested without a GPU.
 struct ChoiceInput {
   Algorithm algorithm;
@@ -39,6 +41,8 @@ struct ChoiceInput {
   bool reduces = false;        // such an epilogue reduces blocks of 16 x 16 results
   bool run_time_rows = false;  // kernels that the build lacks may be compiled
 
+  // Checks if D has few rows or columns. Such products have rows of the table of their own.
+  bool has_few_rows() const { return (m < n ? m : n) <= kFewRows; }
   // Checks if D has the wider of its two possible types.
   bool widens() const { return d_type != arithmetic_of(algorithm).output; }
 

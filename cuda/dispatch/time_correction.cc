@@ -68,10 +68,8 @@ const TimeTerms* weights_of(const KernelEntry& entry, bool has_few) {
 
 }  // namespace
 
-bool has_few_rows(const ChoiceInput& input) { return std::min(input.m, input.n) <= kFewRows; }
-
 bool has_timed_kin(const ChoiceInput& input) {
-  const bool is_function = input.compiled && !has_few_rows(input);
+  const bool is_function = input.compiled && !input.has_few_rows();
   const bool is_kin = input.compute_capability == 90 && !is_function && !input.gated &&
                       input.grouped == Grouped::kNone && !input.of_planes && !input.pairs &&
                       input.tma_addressable && input.d_by_tma;
@@ -79,7 +77,7 @@ bool has_timed_kin(const ChoiceInput& input) {
   const double k = static_cast<double>(input.k), batch = static_cast<double>(input.batch);
   const double products = m * n * k * batch;
   const double bytes = (m * k + k * n + m * n) * batch * element_bytes(input.algorithm);
-  const TimedSizes& timed = has_few_rows(input) ? kTimedOfFewRows : kTimed;
+  const TimedSizes& timed = input.has_few_rows() ? kTimedOfFewRows : kTimed;
   return is_kin && kLeastProducts <= products && products <= timed.most_products &&
          bytes <= timed.most_bytes && input.k <= timed.most_k;
 }
@@ -125,7 +123,7 @@ TimeTerms time_terms(const KernelConfig& config, const ChoiceInput& input, int s
 
 double time_correction(const KernelEntry& entry, const ChoiceInput& input, int splits,
                        double cycles) {
-  const TimeTerms* const weights = weights_of(entry, has_few_rows(input));
+  const TimeTerms* const weights = weights_of(entry, input.has_few_rows());
   if (weights == nullptr || !has_timed_kin(input)) return 1.0;
   const TimeTerms terms = time_terms(entry.config, input, splits, cycles);
   const double logarithm = std::inner_product(terms.begin(), terms.end(), weights->begin(), 0.0);

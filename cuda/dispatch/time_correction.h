@@ -12,18 +12,12 @@
 
 namespace jax_tcgemm {
 
-// If D has at most so many rows or columns, products were timed with more rows of the table and
-// longer k.
-constexpr int64_t kFewRows = 64;
-
 constexpr int kTimeTerms = 22;
 using TimeTerms = std::array<double, kTimeTerms>;
 
-bool has_few_rows(const ChoiceInput& input);
-
 // Checks if products of this kind and size were timed: dense ones with aligned rows, on GPUs of
-// compute capability 9.0. Products of few rows may have a function, which costs about the same in
-// each row.
+// compute capability 9.0. Products of few rows were timed with more rows of the table and longer k,
+// and may have a function, which costs about the same in each row.
 bool has_timed_kin(const ChoiceInput& input);
 
 // Returns facts about a product and a row. The row takes `cycles` by the model with k in `splits`

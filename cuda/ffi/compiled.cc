@@ -59,18 +59,18 @@ Status decode_problem(const CompiledAttributes& at, GemmProblem* problem) {
   return decode_shape(gemm_attributes(at), &problem->params);
 }
 
-EpilogueProgram program_of(const CompiledAttributes& at) {
-  EpilogueProgram program = {at.digest, at.source, at.warp_bytes};
-  program.widens = program.reduces = number_after(at.source, "kReductions = ") > 0;
+Status decode_program(const CompiledAttributes& at, EpilogueProgram* program) {
+  *program = {at.digest, at.source, at.warp_bytes};
+  program->widens = program->reduces = number_after(at.source, "kReductions = ") > 0;
   KindReader reader(at.source, "kResult");
   ElementKind kind = {};
   for (int64_t i = number_after(at.source, "kResults = "); i > 0; --i) {
-    if (!reader.next(&kind).ok()) break;
+    JAX_TCGEMM_RETURN_IF_ERROR(reader.next(&kind));
     constexpr int64_t kGap = 16;  // bytes, between two rows: see CompiledPlan
-    program.result_bytes += kReducedBlock * (kReducedBlock * kind.bytes + kGap);
-    program.widens = program.widens || kind.bytes > 2;
+    program->result_bytes += kReducedBlock * (kReducedBlock * kind.bytes + kGap);
+    program->widens = program->widens || kind.bytes > 2;
   }
-  return program;
+  return Status();
 }
 
 EpilogueOperands epilogue_operands(const CompiledAttributes& at, int64_t matrices) {
@@ -194,10 +194,11 @@ Status decode_compiled(const CompiledAttributes& at, ffi::RemainingArgs& operand
                        "scales by blocks of two weights or of groups");
     JAX_TCGEMM_RETURN_IF_ERROR(decode_block_scales(at, operands, &params.scales));
   }
-  call->program = program_of(at);
   // Groups divide the rows of one matrix.
   const int64_t matrices = at.has_groups ? 1 : params.batch;
-  return decode_epilogue(epilogue_operands(at, matrices), operands, results, &params);
+  JAX_TCGEMM_RETURN_IF_ERROR(
+      decode_epilogue(epilogue_operands(at, matrices), operands, results, &params));
+  return decode_program(at, &call->program);
 }
 
 Status prepare_rows(const CompiledAttributes& at, int64_t rows) {
@@ -214,7 +215,9 @@ Status prepare_rows(const CompiledAttributes& at, int64_t rows) {
   JAX_TCGEMM_RETURN_IF_ERROR(decode_layouts(gemm_attributes(part), &problem));
   const DeviceProperties* device = nullptr;
   JAX_TCGEMM_RETURN_IF_ERROR(get_device_properties(ordinal, &device));
-  return prepare_compiled(problem, program_of(part), *device);
+  EpilogueProgram program;
+  JAX_TCGEMM_RETURN_IF_ERROR(decode_program(part, &program));
+  return prepare_compiled(problem, program, *device);
 }
 
 void* compiled_gemm_handler() { return reinterpret_cast<void*>(+kCompiledGemmHandler); }

@@ -239,7 +239,7 @@ def _check_swap_ab(row: KernelConfig, require: Require) -> None:
 def _check_skinny(row: KernelConfig, require: Require) -> None:
     require(row.element_bytes <= 2, "float32 operands have layouts of their own")
     require(
-        row.element_bytes == 2 or not row.arithmetic.promotes,
+        row.element_bytes == 2 or not (row.promote or row.arithmetic.promotes),
         "a kernel scaled by blocks is not skinny, and has the rows that promote",
     )
     require(

@@ -195,9 +195,18 @@ def _of_compiled(product: Product, device: Mapping[str, Any], most: int) -> list
         calls.setdefault(call.layout, call)
     chosen: list[str] = []
     for call in calls.values():
-        ranked = jit_rows.ranked_rows(call, spec, device)[: most // len(calls)]
-        chosen += [name for name, cycles, _ in ranked if cycles <= _FACTOR * ranked[0][1]]
+        ranked = jit_rows.ranked_rows(call, spec, device)
+        near = [name for name, cycles, _ in ranked if cycles <= _FACTOR * ranked[0][1]]
+        chosen += _with_both_kinds(near, most // len(calls))
     return chosen
+
+
+def _with_both_kinds(rows: Sequence[str], most: int) -> list[str]:
+    """Returns the first rows, but a later one for the last if no other is (or is not) skinny."""
+    chosen = list(rows[:most])
+    kinds = {names.by_name(row).skinny for row in chosen}
+    other = next((row for row in rows if names.by_name(row).skinny not in kinds), None)
+    return chosen if other is None else [*chosen[:-1], other]
 
 
 def _of_gemm(product: Product) -> dict[str, Any]:

@@ -11,9 +11,9 @@
 namespace jax_tcgemm::sm90 {
 
 // Returns how many rows of a k-major operand TMA loads for a tile. An 8-bit operand may have fewer
-// rows than the tile; TMA then loads few rows beyond the operand. Tiles of skinny kernels are
-// small. The kernel multiplies the remaining content of shared memory into rows or columns that D
-// does not have.
+// rows than the tile; TMA then loads few rows beyond the operand. The kernel multiplies the
+// remaining content of shared memory into rows or columns that D does not have. A skinny kernel
+// waits for whole tiles, which are small.
 constexpr int loaded_rows(const KernelConfig& config, int extent, int tile, int sharers) {
   const bool is_few = element_bytes(config.algorithm) == 1 && config.grouped == Grouped::kNone &&
                       !config.skinny && sharers == 1 && extent < tile;

@@ -141,7 +141,7 @@ class PackedScales {
     uint32_t high;
     uint32_t low;  // unused if the scale has the type of the activations
 
-    // Returns the products, rounded once; 0 if the mask is 0.
+    // Returns the products, as if rounded once; 0 if the mask is 0.
     __device__ __forceinline__ uint32_t times(uint32_t values, uint32_t mask) const {
       using Tile = PackedTile<kConfig>;
       if constexpr (kConfig.scale == kConfig.activation) {

@@ -9,8 +9,8 @@ from jax_tcgemm.lowering.custom_call import MAX_TMA_BATCH_NDIM
 from jax_tcgemm.problem.alignment import COPY_BYTES, unaligned_stride
 from jax_tcgemm.problem.strides import MAX_EXTENT, StridedGemm
 
-# 16-bit products with up to this many rows or columns have kernels of their own, for one weight and
-# up to one batch dimension. There are none for float32.
+# Products of 8 and 16 bits with up to this many rows or columns have kernels of their own. Those of
+# 16 bits are for one weight and up to one batch dimension. There are none for float32.
 FEW_ROWS = 64
 
 
