@@ -8,16 +8,12 @@ import random_epilogues
 from kernel_rows import rank_rows
 
 from jax_tcgemm import gated_gemm, gemm
-from jax_tcgemm.epilogue import function
-from jax_tcgemm.epilogue.spec import CompiledSpec
 from jax_tcgemm.kernels import table
 from jax_tcgemm.lowering import jit_epilogue, jit_rows
-from jax_tcgemm.problem.spec import GemmSpec
-from jax_tcgemm.problem.strides import Operands
 from jax_tcgemm.transforms import tune as tune_module
-from jax_tcgemm.transforms.candidates import candidates, row_of
-from jax_tcgemm.tuning import lookup
+from jax_tcgemm.transforms.candidates import candidates, rows_of_relative
 
+_H200 = {"sm_count": 132, "shared_memory_per_block": 232448, "compute_capability": 90}
 _KINDS = {
     "tf32": lambda row: row.tag == "tf32",
     "swapped": lambda row: row.swap_ab,
@@ -79,8 +75,7 @@ def test_few_measured_rows_are_of_both_kinds():
     options = {"transpose_b": True, "preferred_element_type": "bfloat16"}
     scaled = lambda a, b, s: gemm(a, b, row_scale=s, **options)  # noqa: E731
     (product,) = tune_module.find_products(scaled, *operands, scale)
-    device = {"sm_count": 132, "shared_memory_per_block": 232448, "compute_capability": 90}
-    names = candidates(product, device, 3)
+    names = candidates(product, _H200, 3)
     assert [table.BY_NAME[name].skinny for name in names] == [True, True, False]
 
 
@@ -142,8 +137,7 @@ def test_results_of_8_bit_rows_have_room(monkeypatch, m, count):
     ((spec, plan),) = plans
     assert isinstance(plan, str) != ("compiled_gemm" in text)
     if not isinstance(plan, str):
-        device = {"sm_count": 132, "shared_memory_per_block": 232448, "compute_capability": 90}
-        assert jit_rows.ranked_rows(plan, spec, device)
+        assert jit_rows.ranked_rows(plan, spec, _H200)
 
 
 def test_one_row_of_each_batch_is_folded():
@@ -173,18 +167,23 @@ def test_few_rows_promote_sums_that_show():
     assert not all(row.promote for row in _rows(48, 8192, 4096))
 
 
-def test_a_tuning_of_another_product_names_no_row_that_divides_blocks():
-    (row, *_) = [row for row in table.CONFIGS if row.divides_blocks and row.tag == "bf16"]
-    assert row.takes(reduces=False)
-    assert not row.takes(reduces=True)
-    for f, expected in ((jnp.sin, row.name), (lambda z: (jnp.sin(z), z.max(0)), None)):
-        traced, _ = function.trace(
-            lambda z, f=f: jax.tree.leaves(f(z)), [jax.ShapeDtypeStruct((16, 256), jnp.float32)], 1
-        )
-        product = GemmSpec(Operands((0, 1), (0, 1)), jnp.dtype(jnp.bfloat16), None)
-        types = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((16, 512), (512, 256))]
-        spec, problem = CompiledSpec(product, traced), '{"algorithm": "BF16_BF16_F32"}'
-        assert row_of(lookup.Product("compiled", spec, types, problem), row.name) == expected
+@pytest.mark.parametrize(
+    "f", [jnp.sin, lambda z: jnp.sin(z).astype(jnp.bfloat16), lambda z: (jnp.sin(z), z.max(0))]
+)
+@pytest.mark.parametrize("shape", [(16, 256, 512), (64, 512, 8192), (512, 4096, 512)])
+def test_rows_of_the_plain_product_compute_the_function_as_accurately(f, shape):
+    m, k, n = shape
+    types = [jax.ShapeDtypeStruct(x, jnp.bfloat16) for x in ((m, k), (k, n))]
+    (product,) = tune_module.find_products(lambda a, b: gemm(a, b, epilogue=f), *types)
+    every = [row.name for row in table.CONFIGS if row.tag == "bf16"]
+    names = rows_of_relative(product, [*every, f"{every[0]}/splits=2"], _H200)
+    rows = [table.BY_NAME[name] for name in names]
+    assert rows
+    results = jax.tree.leaves(jax.eval_shape(f, jax.ShapeDtypeStruct((m, n), jnp.float32)))
+    is_wide = any(x.dtype.itemsize > 2 for x in results)
+    for row in rows:
+        assert row.takes(reduces=len(results) > 1)
+        assert row.promote or not (is_wide and m <= 64)
 
 
 def test_values_of_float32_and_of_few_rows(normal):

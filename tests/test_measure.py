@@ -28,7 +28,12 @@ from jax_tcgemm.transforms import decision
 from jax_tcgemm.transforms import measure as measure_module
 from jax_tcgemm.transforms import race as race_module
 from jax_tcgemm.transforms import tune as tune_module
-from jax_tcgemm.transforms.candidates import built_candidates, candidates, relative, row_of
+from jax_tcgemm.transforms.candidates import (
+    built_candidates,
+    candidates,
+    relative,
+    rows_of_relative,
+)
 from jax_tcgemm.transforms.numbers import Numbers
 from jax_tcgemm.transforms.roofline import least_seconds
 
@@ -153,7 +158,7 @@ def test_rows_that_are_to_be_compiled_have_relatives_in_the_build(f, arrays, op)
     assert [x.shape for x in plain.types[:2]] == [x.shape for x in product.types[:2]]
     names = built_candidates(plain, H200)
     assert names
-    possible = {row_of(product, name) for name in names} - {None}
+    possible = rows_of_relative(product, names, H200)
     assert possible
     for name in possible:
         with Tunings({(KIND, product.problem): entry(name)}):

@@ -217,7 +217,13 @@ Choice named_or_chosen(std::string_view config, const ChoiceInput& input) {
     Choice choice;
     if (found != rows.end() && can_take(*found, input, splits, &choice)) return choice;
   }
-  return choose_kernel(input);
+  const Choice choice = choose_kernel(input);
+  if (is_logging() && !config.empty() && choice.entry != nullptr) {
+    log_line(std::string(config) + " does not compute m=" + std::to_string(input.m) +
+             " n=" + std::to_string(input.n) + " k=" + std::to_string(input.k) + ": " +
+             config_of(choice) + " takes its place");
+  }
+  return choice;
 }
 
 int row_alignment(const Operand& operand, Algorithm algorithm) {

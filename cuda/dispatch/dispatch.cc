@@ -198,6 +198,8 @@ bool cluster_too_large(cudaError_t launched, const KernelConfig& config,
   const int size = config.arch == Arch::kSm90 ? config.cluster_size() : 1;
   if (launched != cudaErrorLaunchOutOfResources || size == 1) return false;
   cudaGetLastError();  // clears the error, or another library's check would report it
+  log_line("a cluster of " + std::to_string(size) + " blocks does not fit on " + device.name +
+           " now; smaller ones take its place until the process ends");
   int known = device.max_cluster_size.load(std::memory_order_relaxed);
   while (known >= size && !device.max_cluster_size.compare_exchange_weak(known, size - 1)) {
   }

@@ -150,7 +150,9 @@ bool sm90_supports(const KernelConfig& config, const ChoiceInput& input) {
   if (ceil_div(input.k, config.tile_k) < config.split_k) return false;
   if (config.skinny && input.batch_rank > 1) return false;
   if (config.grouped != Grouped::kNone && !input.d_by_tma) return false;
-  if (config.swap_ab) return input.major_a == Major::kK && !input.widens();
+  if (config.swap_ab) {
+    return input.major_a == Major::kK && (input.compiled || !input.widens());
+  }
   if (element_bytes(config.algorithm) == 2) return true;
   if (config.streams_b()) {
     return input.major_a == Major::kK && input.major_b == Major::kMn;

@@ -94,7 +94,8 @@ ChoiceInput choice_input(const nb::object& problem) {
   if (!decoded) throw std::invalid_argument("unknown algorithm '" + algorithm + "'");
   if (layout.size() != 2) throw std::invalid_argument("layout '" + layout + "'");
   input.algorithm = *decoded;
-  input.tma_addressable = input.aligned;
+  const nb::object by_tma = problem.attr("tma_addressable");
+  input.tma_addressable = by_tma.is_none() ? input.aligned : nb::cast<bool>(by_tma);
   const EpilogueWork work = work_called(epilogue);
   input.epilogue = input.gated ? EpilogueWork::kAny : work;
   input.grouped = grouped == "m" ? Grouped::kM : grouped == "k" ? Grouped::kK : Grouped::kNone;

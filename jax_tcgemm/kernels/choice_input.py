@@ -37,6 +37,7 @@ class ChoiceInput:
         compiled: whether the epilogue is compiled at run time.
         reduces: whether such an epilogue reduces blocks of 16 x 16 results.
         run_time_rows: whether kernels that the build lacks may be compiled.
+        tma_addressable: whether TMA can address both operands; ``None`` if ``aligned`` says it.
     """
 
     algorithm: str
@@ -64,3 +65,4 @@ class ChoiceInput:
     compiled: bool = False
     reduces: bool = False
     run_time_rows: bool = True
+    tma_addressable: bool | None = None

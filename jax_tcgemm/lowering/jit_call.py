@@ -90,6 +90,11 @@ class Call:
         """Returns true if the program has results of more than 16 bits, or reduces."""
         return self.reduces or any(x.dtype.itemsize > 2 for x in self.program.matrices)
 
+    @property
+    def promotes(self) -> bool:
+        """Returns true if sums are promoted: those of few rows, if the results show it."""
+        return self.is_few and self.widens
+
     def _attributes(self, spec: CompiledSpec) -> dict[str, Any]:
         """Returns the ``CompiledAttributes`` of ``cuda/ffi/compiled.cc``."""
         gemm, product = self.gemm, spec.product

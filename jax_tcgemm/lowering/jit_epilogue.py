@@ -13,7 +13,7 @@ from jax_tcgemm.epilogue import compiler, translation
 from jax_tcgemm.epilogue.program import Program
 from jax_tcgemm.epilogue.spec import CompiledSpec
 from jax_tcgemm.kernels.arithmetic import ALL_ARITHMETIC
-from jax_tcgemm.kernels.names import KERNEL, XLA
+from jax_tcgemm.kernels.names import KERNEL, XLA, by_name
 from jax_tcgemm.lowering import devices, fallback, jit_problem, layout
 from jax_tcgemm.lowering.custom_call import (
     second_weight_offset,
@@ -122,6 +122,8 @@ def _tuned(
         return spec, plan, ""
     if config is None:
         return spec, plan, told
+    if config != XLA and plan.promotes and not by_name(config).promote:  # an earlier version's
+        return spec, plan, ""
     spec = spec.with_config(config)
     return spec, planned(own, spec, made), told
 

@@ -74,7 +74,7 @@ def ranked_rows(
         True,
         device["sm_count"],
         device["shared_memory_per_block"],
-        float32_result=call.is_few and call.widens,  # the sums are promoted
+        float32_result=call.promotes,
         compute_capability=device["compute_capability"],
         layout=call.layout,
         epilogue="any",

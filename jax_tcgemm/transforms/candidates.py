@@ -15,6 +15,7 @@ from jax_tcgemm import _core
 from jax_tcgemm.epilogue import compiler, translation
 from jax_tcgemm.epilogue.spec import CompiledSpec
 from jax_tcgemm.kernels import names
+from jax_tcgemm.kernels.arithmetic import ARITHMETIC
 from jax_tcgemm.kernels.choice_input import ChoiceInput
 from jax_tcgemm.kernels.names import read_config
 from jax_tcgemm.lowering import jit_epilogue, jit_rows
@@ -28,6 +29,7 @@ from jax_tcgemm.problem.alignment import (
     most_split_bytes,
     padding_bytes,
     row_alignment,
+    unaligned_stride,
 )
 from jax_tcgemm.problem.arithmetic import INPUT_DTYPES, resolve_algorithm, written_dtype
 from jax_tcgemm.problem.spec import GemmSpec, flatten, with_kernel_layouts
@@ -51,7 +53,7 @@ def is_batch_of_few_rows(product: Product) -> bool:
     """Returns true for a batch of products of 2 to 64 rows, as in a decode step."""
     if product.primitive != "gemm":
         return False
-    problem = _of_gemm(product)
+    problem = _of_gemm(product, is_hopper=True)
     return problem["batch"] > 1 and 2 <= problem["m"] <= _MOST_FEW_ROWS
 
 
@@ -124,23 +126,27 @@ def relative(product: Product) -> Product | None:
     return Product(primitive, spec, types, product.problem)
 
 
-def row_of(product: Product, config: str) -> str | None:
-    """Returns a product's configuration that corresponds to one of its relative; else ``None``.
+def rows_of_relative(
+    product: Product, configs: Sequence[str], device: Mapping[str, Any]
+) -> list[str]:
+    """Returns a product's configurations that correspond to those of its relative.
+
+    Others are left out if they cannot compute the product, or less accurately than it should be.
 
     Args:
         product: the product to compute.
-        config: a configuration of ``relative(product)``.
+        configs: configurations of ``relative(product)``.
+        device: the result of ``_core.device_properties``.
     """
     if algorithm_of(product) == _HALF:
-        config = config.replace("_bf16_", "_f16_")
-    row, splits = read_config(config)
-    found = names.find(row)
-    if found is None:
-        return None
-    function = product.spec.function
-    if function is not None and (splits > 1 or not found.takes(reduces=function.reduces)):
-        return None
-    return config
+        configs = [config.replace("_bf16_", "_f16_") for config in configs]
+    if product.spec.function is None:
+        ranked = _ranked(product, device, run_time_rows=compiler.may_compile_rows())
+    else:
+        calls = _calls(product)
+        ranked = [x for call in calls for x in jit_rows.ranked_rows(call, product.spec, device)]
+    possible = {name for name, _, _ in ranked}
+    return [config for config in configs if config in possible]
 
 
 def _spread(ranked: Sequence[tuple[str, float, bool]], most: int) -> list[str]:
@@ -167,7 +173,8 @@ def _spread(ranked: Sequence[tuple[str, float, bool]], most: int) -> list[str]:
 def _ranked(
     product: Product, device: Mapping[str, Any], *, run_time_rows: bool
 ) -> list[tuple[str, float, bool]]:
-    problem = _of_groups(product) if product.spec.is_grouped else _of_gemm(product)
+    is_hopper = device["compute_capability"] == 90
+    problem = _of_groups(product) if product.spec.is_grouped else _of_gemm(product, is_hopper)
     choice = ChoiceInput(
         **problem,
         sm_count=device["sm_count"],
@@ -184,6 +191,17 @@ def _of_compiled(product: Product, device: Mapping[str, Any], most: int) -> list
     For few rows of 8-bit operands, separate kernels read the weights as stored or transposed. The
     model does not compare the times of the two groups, so the result has some of each.
     """
+    calls = _calls(product)
+    chosen: list[str] = []
+    for call in calls:
+        ranked = jit_rows.ranked_rows(call, product.spec, device)
+        near = [name for name, cycles, _ in ranked if cycles <= _FACTOR * ranked[0][1]]
+        chosen += _with_both_kinds(near, most // len(calls))
+    return chosen
+
+
+def _calls(product: Product) -> list[Call]:
+    """Returns the calls of a product with a function, one for each layout that kernels may read."""
     spec: CompiledSpec = product.spec
     own, _ = spec.split(product.types)
     made = translation.translate(spec.function)
@@ -193,12 +211,7 @@ def _of_compiled(product: Product, device: Mapping[str, Any], most: int) -> list
         call = jit_epilogue.planned(own, spec, made, may_stream=may_stream)
         assert not isinstance(call, str), product
         calls.setdefault(call.layout, call)
-    chosen: list[str] = []
-    for call in calls.values():
-        ranked = jit_rows.ranked_rows(call, spec, device)
-        near = [name for name, cycles, _ in ranked if cycles <= _FACTOR * ranked[0][1]]
-        chosen += _with_both_kinds(near, most // len(calls))
-    return chosen
+    return list(calls.values())
 
 
 def _with_both_kinds(rows: Sequence[str], most: int) -> list[str]:
@@ -209,7 +222,8 @@ def _with_both_kinds(rows: Sequence[str], most: int) -> list[str]:
     return chosen if other is None else [*chosen[:-1], other]
 
 
-def _of_gemm(product: Product) -> dict[str, Any]:
+def _of_gemm(product: Product, is_hopper: bool) -> dict[str, Any]:
+    """Returns the model's input, like ``choice_input`` of ``cuda/dispatch/dispatch.cc``."""
     spec: GemmSpec = product.spec
     x: Operands = spec.unflatten(product.types)
     algorithm = _algorithm(product, x.a, x.b)
@@ -224,8 +238,13 @@ def _of_gemm(product: Product) -> dict[str, Any]:
     gemm = fold(spec.strided(shapes))
     itemsize = INPUT_DTYPES[algorithm].itemsize
     out = written_dtype(algorithm, spec.out_dtype)
-    is_odd = any(misalignment(gemm, name, itemsize) for name in ("a", "b"))
-    is_padded = is_odd and not spec.is_gated and padding_bytes(gemm, itemsize) > 0
+    fits_tma = len(gemm.batch) <= _core.MAX_TMA_BATCH_RANK
+    # As pad_unaligned_operands of cuda/dispatch/operand_copies.cc.
+    by_tma = is_hopper and fits_tma and ARITHMETIC[algorithm].wgmma
+    may_pad = not spec.is_gated and padding_bytes(gemm, itemsize) > 0
+    odd = {name for name in ("a", "b") if misalignment(gemm, name, itemsize)}
+    odd_for_tma = {name for name in odd if unaligned_stride(gemm, name, itemsize)}
+    padded = (odd_for_tma if by_tma else odd) if may_pad else set()
     return {
         "algorithm": algorithm,
         "m": gemm.m,
@@ -233,14 +252,15 @@ def _of_gemm(product: Product) -> dict[str, Any]:
         "k": gemm.k,
         "batch": math.prod(gemm.batch),
         "batch_rank": len(gemm.batch),
-        "aligned": (is_padded or not is_odd) and len(gemm.batch) <= _core.MAX_TMA_BATCH_RANK,
+        "aligned": odd <= padded and fits_tma,
+        "tma_addressable": odd_for_tma <= padded and fits_tma,
         "float32_result": out.itemsize > itemsize,
         "layout": "".join("t" if is_transposed(gemm, name) else "n" for name in ("a", "b")),
         "workspace_bytes": 0 if spec.is_gated else most_split_bytes(gemm),
         "epilogue": spec.work,
         "gated": spec.is_gated,
-        "row_alignment_a": row_alignment(gemm, "a", itemsize, is_padded=is_padded),
-        "row_alignment_b": row_alignment(gemm, "b", itemsize, is_padded=is_padded),
+        "row_alignment_a": row_alignment(gemm, "a", itemsize, is_padded="a" in padded),
+        "row_alignment_b": row_alignment(gemm, "b", itemsize, is_padded="b" in padded),
         "d_by_tma": gemm.n * out.itemsize % COPY_BYTES == 0,
         "has_c": x.c is not None,
         "c_by_tma": c_by_tma(gemm, x.c, out),
@@ -271,7 +291,7 @@ def _of_groups(product: Product) -> dict[str, Any]:
         "row_alignment_a": math.gcd(LINE_BYTES, row_a * itemsize),
         "row_alignment_b": math.gcd(LINE_BYTES, row_b * itemsize),
         "layout": "nt" if spec.transposes_b else "nn" if by_rows else "tn",
-        "epilogue": "none" if spec.work == "none" else "any",
+        "epilogue": spec.work,
         "grouped": spec.grouped,
     }
 

@@ -26,7 +26,13 @@ from jax_tcgemm.problem.log import log
 from jax_tcgemm.tools import stopwatch
 from jax_tcgemm.tools.benchmarking import Timing, time_chains
 from jax_tcgemm.tools.chain import Chain, argument_set_count, compile_call, default_device
-from jax_tcgemm.transforms.candidates import MOST, built_candidates, candidates, relative, row_of
+from jax_tcgemm.transforms.candidates import (
+    MOST,
+    built_candidates,
+    candidates,
+    relative,
+    rows_of_relative,
+)
 from jax_tcgemm.transforms.decision import CUBLAS, UNTUNED, is_untuned
 from jax_tcgemm.transforms.numbers import Numbers, operand_sets, size_of, unread_size
 from jax_tcgemm.transforms.roofline import least_seconds
@@ -120,11 +126,11 @@ class Race:
             return built
         if plain is None:  # the first row of each layout of the weights
             return list(dict.fromkeys([*ranked[:_MOST_COMPILED], ranked[len(ranked) // 2]]))
-        named = [row_of(self._product, name) for name in self._fastest_relatives(plain)]
+        fastest = self._fastest_relatives(plain)
+        possible = rows_of_relative(self._product, fastest, self._properties)
         known = set(built)
         if is_untuned(ranked[0]):  # the race times the untuned choice anyway
             known.add(ranked[0])
-        possible = [name for name in named if name is not None]
         others = dict.fromkeys(name for name in (*possible, *ranked) if name not in known)
         return [*built, *list(others)[:_MOST_COMPILED]]
 

@@ -19,7 +19,12 @@ from jax_tcgemm.lowering.custom_call import (
 )
 from jax_tcgemm.lowering.fallback.times import why_slower
 from jax_tcgemm.problem.alignment import COPY_BYTES, misalignment
-from jax_tcgemm.problem.arithmetic import INPUT_DTYPES, resolve_planes, sum_dtype
+from jax_tcgemm.problem.arithmetic import (
+    INPUT_DTYPES,
+    resolve_planes,
+    sum_dtype,
+    written_dtype,
+)
 from jax_tcgemm.problem.spec import GemmSpec, with_kernel_layouts
 from jax_tcgemm.problem.strides import MAX_EXTENT, Operands, fold
 
@@ -147,7 +152,11 @@ def no_gated_kernel(algorithm: str, spec: GemmSpec, x: Operands) -> str | None:
 def no_ragged_kernel(algorithm: str | None, spec: GemmSpec, extents: tuple[Any, ...]) -> str | None:
     """Returns why no kernel can be used, or ``None``; slow kernels must be requested by name."""
     config, grouped = spec.config, spec.grouped
-    work = "none" if spec.work == "none" else "any"
+    work = spec.work
+    if work != "none" and algorithm is not None:
+        # Built rows add vectors in the narrower type of a result alone.
+        is_wide = written_dtype(algorithm, spec.out_dtype) != INPUT_DTYPES[algorithm]
+        work = "any" if is_wide else work
     if config == kernel_names.XLA:
         return "by config"
     if algorithm is None or not kernel_names.for_algorithm(algorithm, grouped):

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from jax_tcgemm import _extension
+from jax_tcgemm.epilogue import compiler
 from jax_tcgemm.kernels import names as kernel_names
 from jax_tcgemm.kernels.arithmetic import PlaneProduct
 from jax_tcgemm.lowering import devices
@@ -60,6 +61,8 @@ def no_planes(
         return "by config"
     if not _extension.has_plane_kernel(planes.factors):
         return f"no kernel for {planes.name} in this build"
+    if spec.work != "none" and not compiler.may_compile_rows():
+        return f"no fused kernel for {planes.name} in this build"
     if spec.is_gated:
         return f"no gated kernel for {planes.name}"
     odd = odd_operands(spec, x)
