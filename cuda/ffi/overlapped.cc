@@ -209,6 +209,13 @@ ffi::Error overlapped(cudaStream_t stream, int32_t ordinal, ffi::RunId run,
 
 ffi::Error instantiate_overlapped(ffi::RemainingArgs, ffi::RemainingRets results,
                                   OverlappedAttributes attributes) {
+  Kind kind = {};
+  if (decode_kind(attributes.kind, &kind).ok() && kind == Kind::kRowsOfA &&
+      attributes.group_size > 1) {
+    GemmAttributes part = attributes.gemm;  // the first product of the rows runs in parts
+    part.m /= attributes.group_size;
+    static_cast<void>(begin_kernels(part, results));
+  }
   static_cast<void>(begin_kernels(attributes.gemm, results));
   count_executable(attributes.call);
   return ffi::Error::Success();
