@@ -44,8 +44,6 @@ def test_float16_with_c_has_other_rows_than_its_relative():
     every = built_candidates(relative(product), H200)
     rows = rows_of_relative(product, every, H200)
     assert rows
-    for row in {read_config(name)[0] for name in rows}:
-        assert not table.BY_NAME[row].swap_ab
     assert not any(name.endswith("pingpong/splits=3") for name in rows)
 
 
@@ -76,6 +74,13 @@ def test_rows_that_swap_operands_compute_wide_functions():
 
     assert any(table.BY_NAME[name].swap_ab for name in names(wide=False))
     assert names(wide=True) == names(wide=False)
+
+
+def test_copies_by_threads_take_any_number_of_batches():
+    product = only(gemm, array(2, 1, 3, 1, 128, 512), array(1, 5, 1, 7, 512, 256))
+    rows = [table.BY_NAME[read_config(name)[0]] for name in candidates(product, H200)]
+    assert any(row.copies_whole_chunks for row in rows)
+    assert not any(row.arch == "sm90" for row in rows)
 
 
 @pytest.mark.parametrize("k", [1001, 201])

@@ -217,13 +217,7 @@ Choice named_or_chosen(std::string_view config, const ChoiceInput& input) {
     Choice choice;
     if (found != rows.end() && can_take(*found, input, splits, &choice)) return choice;
   }
-  const Choice choice = choose_kernel(input);
-  if (is_logging() && !config.empty() && choice.entry != nullptr) {
-    log_line(std::string(config) + " does not compute m=" + std::to_string(input.m) +
-             " n=" + std::to_string(input.n) + " k=" + std::to_string(input.k) + ": " +
-             config_of(choice) + " takes its place");
-  }
-  return choice;
+  return choose_kernel(input);
 }
 
 int row_alignment(const Operand& operand, Algorithm algorithm) {
@@ -241,9 +235,16 @@ void log_line(const std::string& text) {
 void log_choice(const GemmProblem& problem, const KernelEntry& entry) {
   if (!is_logging()) return;
   const GemmParams& p = problem.params;
+  const std::string size = "m=" + std::to_string(p.m) + " n=" + std::to_string(p.n) +
+                           " k=" + std::to_string(p.k) + " batch=" + std::to_string(p.batch);
+  std::string_view named;
+  int splits = 1;
+  read_config(problem.config, &named, &splits);
+  if (!named.empty() && (named != entry.name || (splits > 1) != (p.split_stages > 0))) {
+    log_line(size + ": another row computes this than " + std::string(problem.config));
+  }
   const std::string line =
-      "m=" + std::to_string(p.m) + " n=" + std::to_string(p.n) + " k=" + std::to_string(p.k) +
-      " batch=" + std::to_string(p.batch) + (problem.aligned() ? "" : " unaligned") +
+      size + (problem.aligned() ? "" : " unaligned") +
       (p.split_stages > 0 ? " split_stages=" + std::to_string(p.split_stages) : "") +
       (p.fixup.parts > 0 ? " fixup" : "") + " -> " + entry.name;
   log_line(line);

@@ -58,7 +58,7 @@ bool has_epilogue(const KernelConfig& config, const ChoiceInput& input);
 // The rank counts before the time: only configurations of the highest rank among those that support
 // a problem are considered.
 enum class Rank {
-  kFallback,  // see KernelConfig::is_fallback
+  kFallback,  // for other products, or by name alone
   kRough,     // the result is less accurate than it should be
   kAccurate,
 };

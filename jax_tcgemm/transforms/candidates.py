@@ -219,7 +219,7 @@ def _with_both_kinds(rows: Sequence[str], most: int) -> list[str]:
     chosen = list(rows[:most])
     kinds = {names.by_name(row).skinny for row in chosen}
     other = next((row for row in rows if names.by_name(row).skinny not in kinds), None)
-    return chosen if other is None else [*chosen[:-1], other]
+    return chosen if other is None or most < 2 else [*chosen[:-1], other]
 
 
 def _of_gemm(product: Product, is_hopper: bool) -> dict[str, Any]:
@@ -252,7 +252,7 @@ def _of_gemm(product: Product, is_hopper: bool) -> dict[str, Any]:
         "k": gemm.k,
         "batch": math.prod(gemm.batch),
         "batch_rank": len(gemm.batch),
-        "aligned": odd <= padded and fits_tma,
+        "aligned": odd <= padded,
         "tma_addressable": odd_for_tma <= padded and fits_tma,
         "float32_result": out.itemsize > itemsize,
         "layout": "".join("t" if is_transposed(gemm, name) else "n" for name in ("a", "b")),
