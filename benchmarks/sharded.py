@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
+import functools
 import os
 import pathlib
 import statistics
@@ -56,6 +57,7 @@ class Program:
         extents: the values of the letters.
         out: the sharding of the result, if it is requested.
         wrt_x: whether the gradient of ``x`` is computed, too.
+        hidden: the sharding of the hidden layer, if it is requested.
     """
 
     ours: Callable[..., jax.Array]
@@ -66,6 +68,7 @@ class Program:
     extents: tuple[int, ...] = _EXTENTS
     out: P | None = None
     wrt_x: bool = False
+    hidden: P | None = None
 
     def shape(self, letters: str, scale: int) -> tuple[int, ...]:
         """Returns an operand's shape, with each extent except the batch's divided by ``scale``."""
@@ -149,10 +152,14 @@ def _tensor_parallel() -> dict[str, Program]:
         ):
             name = f"{layer} {m}x{k}x{n}"
             given: dict[str, Any] = {"extents": extents, "out": _SHARD}
-            programs[name] = _layers(step, _SEQUENCE | specs, **given)
-            programs[f"{name} gradients"] = _layers(
-                step, _SEQUENCE | specs, True, wrt_x=True, **given
-            )
+            # If the rows take more memory than a weight, the partitioner gathers the weights.
+            hidden = {f"{name} hidden by columns": _COLUMNS} if m * k > k * n else {}
+            for each, columns in ({name: None} | hidden).items():
+                given["hidden"] = columns
+                programs[each] = _layers(step, _SEQUENCE | specs, **given)
+                programs[f"{each} gradients"] = _layers(
+                    step, _SEQUENCE | specs, True, wrt_x=True, **given
+                )
             programs[f"{name} all-reduce"] = _layers(step, specs, extents=extents, out=P())
     programs["FSDP gated mlp gradients"] = _layers(_GATED, _FSDP, True)
     return programs
@@ -176,6 +183,9 @@ def _compiled(
     function: Callable, program: Program, operands: Mapping[str, jax.Array], mesh: Mesh
 ) -> Any:
     out = None if program.out is None else NamedSharding(mesh, program.out)
+    if program.hidden is not None:
+        hidden = NamedSharding(mesh, program.hidden)
+        function = functools.partial(function, hidden_sharding=hidden)
     if not program.gradients:
         return (
             jax.jit(lambda arrays: function(**arrays), out_shardings=out).lower(operands).compile()

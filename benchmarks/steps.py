@@ -64,14 +64,30 @@ def _xla_layer(x: jax.Array, w: jax.Array, bias: jax.Array) -> jax.Array:
     return jax.nn.gelu(x @ w + bias)
 
 
-def _xla_mlp(x: jax.Array, w1: jax.Array, b1: jax.Array, w2: jax.Array, b2: jax.Array) -> jax.Array:
-    return jax.nn.gelu(x @ w1 + b1) @ w2 + b2
+def _constrained(hidden: jax.Array, sharding: Any) -> jax.Array:
+    return hidden if sharding is None else jax.lax.with_sharding_constraint(hidden, sharding)
+
+
+def _xla_mlp(
+    x: jax.Array,
+    w1: jax.Array,
+    b1: jax.Array,
+    w2: jax.Array,
+    b2: jax.Array,
+    hidden_sharding: Any = None,
+) -> jax.Array:
+    return _constrained(jax.nn.gelu(x @ w1 + b1), hidden_sharding) @ w2 + b2
 
 
 def _xla_gated_mlp(
-    x: jax.Array, w_gate: jax.Array, w_up: jax.Array, w_down: jax.Array
+    x: jax.Array,
+    w_gate: jax.Array,
+    w_up: jax.Array,
+    w_down: jax.Array,
+    hidden_sharding: Any = None,
 ) -> jax.Array:
-    return (jax.nn.silu(x @ w_gate) * (x @ w_up)) @ w_down
+    hidden = jax.nn.silu(x @ w_gate) * (x @ w_up)
+    return _constrained(hidden, hidden_sharding) @ w_down
 
 
 def _normalized(x: jax.Array, gain: jax.Array) -> jax.Array:

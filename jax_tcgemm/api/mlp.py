@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ from jax_tcgemm.problem.strides import Operands
 
 _STATIC = (
     *("activation", "transpose_w", "precision", "preferred_element_type"),
-    *("recompute_activation", "out_sharding"),
+    *("recompute_activation", "hidden_sharding", "out_sharding"),
 )
 
 
@@ -41,6 +42,7 @@ def mlp(
     precision: Any = None,
     preferred_element_type: DTypeLike | None = None,
     recompute_activation: bool = False,
+    hidden_sharding: Any = None,
     out_sharding: Any = None,
     epilogue: Callable[..., Any] | None = None,
     epilogue_operands: Sequence[Any] = (),
@@ -75,6 +77,8 @@ def mlp(
         recompute_activation: whether to keep the hidden layer only before the activation. The
             reverse pass then computes the activation again for the gradient of ``w2``: one more
             pass over the hidden layer, and half of the memory.
+        hidden_sharding: a ``PartitionSpec`` or ``NamedSharding`` of the hidden layer, as for
+            ``jax.lax.with_sharding_constraint``; ``None`` leaves it to the partitioner.
         out_sharding: as in ``gemm``.
         epilogue: a function of ``x @ w1`` and ``epilogue_operands`` that replaces ``b1`` and the
             activation, as in ``gemm``. Its only result is the hidden layer, and ``activation`` has
@@ -102,6 +106,7 @@ def mlp(
             transpose_w=transpose_w,
             precision=precision,
             preferred_element_type=preferred_element_type,
+            hidden_sharding=hidden_sharding,
             out_sharding=out_sharding,
             epilogue=epilogue,
             epilogue_operands=epilogue_operands,
@@ -131,6 +136,7 @@ def mlp(
         transpose_w,
         preferred_element_type,
         recompute_activation,
+        hidden_sharding,
         out_sharding,
         epilogue and (epilogue, epilogue_operands),
     )
@@ -152,6 +158,7 @@ def gated_mlp(
     precision: Any = None,
     preferred_element_type: DTypeLike | None = None,
     recompute_activation: bool = False,
+    hidden_sharding: Any = None,
     out_sharding: Any = None,
     epilogue: Callable[..., Any] | None = None,
     epilogue_operands: Sequence[Any] = (),
@@ -177,6 +184,7 @@ def gated_mlp(
         precision: as in ``mlp``.
         preferred_element_type: as in ``mlp``.
         recompute_activation: as in ``mlp``; ``x @ w_gate`` and ``x @ w_up`` are kept then.
+        hidden_sharding: as in ``mlp``.
         out_sharding: as in ``gemm``.
         epilogue: as in ``mlp``, but a function of ``x @ w_gate``, ``x @ w_up`` and
             ``epilogue_operands`` that replaces both biases and the activation.
@@ -204,6 +212,7 @@ def gated_mlp(
             transpose_w=transpose_w,
             precision=precision,
             preferred_element_type=preferred_element_type,
+            hidden_sharding=hidden_sharding,
             out_sharding=out_sharding,
             epilogue=epilogue,
             epilogue_operands=epilogue_operands,
@@ -233,6 +242,7 @@ def gated_mlp(
         transpose_w,
         preferred_element_type,
         recompute_activation,
+        hidden_sharding,
         out_sharding,
         epilogue and (epilogue, epilogue_operands),
     )
@@ -247,14 +257,13 @@ def _check_alone(name: str, recompute_activation: bool, out_sharding: Any, **bia
 
 def _of_function(
     first: Sequence[jax.Array],
-    first_spec: GemmSpec,
+    both: layers.Layers,
     hidden: Any,
     epilogue: tuple[Callable[..., Any], Sequence[Any]],
     second: Operands,
-    second_spec: GemmSpec,
 ) -> jax.Array:
     """Runs both layers; the first has a function as its epilogue."""
-    products = first_spec.accumulators(out_dtype=first_spec.out_dtype)
+    products = both.first.accumulators(out_dtype=both.first.out_dtype)
     given, compiled_spec, _ = epilogues.traced(
         first, products, hidden.shape, *epilogue, preferred_element_type=hidden.dtype
     )
@@ -264,7 +273,7 @@ def _of_function(
             f"epilogue returned arrays of {results}; accepted: one of {hidden.shape} and a "
             "floating-point type, the hidden layer"
         )
-    return layers.forward(layers.Layers(compiled_spec, second_spec), given, second)
+    return layers.forward(dataclasses.replace(both, first=compiled_spec), given, second)
 
 
 def _weight(name: str, value: Any) -> jax.Array:
@@ -309,6 +318,7 @@ def _two_layers(
     transpose_w: bool,
     preferred_element_type: DTypeLike | None,
     recompute_activation: bool,
+    hidden_sharding: Any,
     out_sharding: Any,
     epilogue: tuple[Callable[..., Any], Sequence[Any]] | None,
 ) -> jax.Array:
@@ -332,8 +342,8 @@ def _two_layers(
     second, axes = _unzipped(placed)
     axes = axes._replace(a=tuple(range(len(hidden.shape))))
     spec = GemmSpec(axes, out_dtype, first_spec.precision)
+    both = layers.Layers(first_spec, spec, bool(recompute_activation), hidden_sharding)
     if epilogue is not None:
-        return _of_function(flatten(first), first_spec, hidden, epilogue, second, spec)
+        return _of_function(flatten(first), both, hidden, epilogue, second)
     out_sharding = _compat.out_sharding_of(out_sharding, "mlp" if w_name == "w2" else "gated_mlp")
-    both = layers.Layers(first_spec, spec, bool(recompute_activation))
     return layers.apply(both, first, second, out_sharding)

@@ -26,6 +26,7 @@ def two_products(
     transpose_w: bool,
     precision: Any,
     preferred_element_type: DTypeLike | None,
+    hidden_sharding: Any,
     out_sharding: Any,
     epilogue: Callable[..., Any] | None,
     epilogue_operands: Sequence[Any],
@@ -46,6 +47,7 @@ def two_products(
         transpose_w: as in ``mlp``.
         precision: as in ``mlp``.
         preferred_element_type: as in ``mlp``.
+        hidden_sharding: as in ``mlp``.
         out_sharding: as in ``mlp``.
         epilogue: as in ``mlp``.
         epilogue_operands: as in ``mlp``.
@@ -75,6 +77,8 @@ def two_products(
             f"epilogue and {', '.join(first)} give a hidden layer of "
             f"{jax.tree.map(lambda y: y.shape, hidden)}; accepted: one array of {shape}"
         )
+    if hidden_sharding is not None:
+        hidden = jax.lax.with_sharding_constraint(hidden, hidden_sharding)
     (w2,) = second.values()
     return gemm(
         hidden,

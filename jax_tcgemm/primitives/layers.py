@@ -43,11 +43,19 @@ class Layers:
         first: the hidden layer, a ``GemmSpec``, or a ``CompiledSpec`` with one result.
         second: the second layer.
         recompute_activation: whether the reverse pass computes a named activation again.
+        hidden_sharding: the sharding of the hidden layer; ``None`` leaves it to the partitioner.
     """
 
     first: Any
     second: GemmSpec
     recompute_activation: bool = False
+    hidden_sharding: Any = None
+
+    def placed(self, hidden: jax.Array) -> jax.Array:
+        """Returns the hidden layer, or a pre-activation, with the constraint on its sharding."""
+        if self.hidden_sharding is None:
+            return hidden
+        return jax.lax.with_sharding_constraint(hidden, self.hidden_sharding)
 
 
 def apply(layers: Layers, first: Operands, second: Operands, out_sharding: Any) -> jax.Array:
@@ -68,7 +76,9 @@ def apply(layers: Layers, first: Operands, second: Operands, out_sharding: Any) 
         out_sharding = _compat.shardings_of(composed, first, second)
     if out_sharding is None:
         return forward(layers, first, second)
-    run = functools.partial(forward, layers)
+    # Inside, the mesh of the context has other axis types than the caller's.
+    wanted = getattr(layers.hidden_sharding, "spec", layers.hidden_sharding)
+    run = functools.partial(forward, dataclasses.replace(layers, hidden_sharding=wanted))
     return _compat.with_automatic_axes(run, (first, second), out_sharding)
 
 
@@ -87,7 +97,7 @@ def forward(layers: Layers, first: Sequence[Any], second: Operands) -> jax.Array
         second: the operands of the second layer; ``a`` is None and becomes the hidden layer.
     """
     bind: Any = gemm_primitive.bind if layers.first.function is None else jit_epilogue.bind
-    (hidden,) = bind(first, layers.first)
+    hidden = layers.placed(bind(first, layers.first)[0])
     return gemm_primitive.bind(second._replace(a=hidden), layers.second)[0]
 
 
@@ -141,7 +151,7 @@ def _named_layer(layers: Layers, x: Operands, tangents: Sequence[Any], w: jax.Ar
     """Derives a hidden layer with a named activation."""
     spec = layers.first
     every = (True,) * len(spec.epilogue.results)
-    hidden, *saved = gemm_primitive.bind(x, spec.replace(results=every))
+    hidden, *saved = map(layers.placed, gemm_primitive.bind(x, spec.replace(results=every)))
     moving = linear_tangents(x, Operands(*tangents), spec, gemm_primitive.bind)
     saved = [checkpoint_name(z, PREACTIVATION) for z in saved]
     if all(t is None for t in moving):
@@ -162,7 +172,8 @@ def _function_layer(
 ) -> _Hidden:
     """Derives a hidden layer with a function; it is kept, so no pre-activations are returned."""
     spec = layers.first
-    (hidden,), values, slopes = jit_epilogue.with_slopes(operands, tangents, spec)
+    results, values, slopes = jit_epilogue.with_slopes(operands, tangents, spec)
+    hidden = layers.placed(results[0])
     moving = [i for i, slope in enumerate(slopes) if slope is not None]
     if not moving:
         return hidden, [], None
