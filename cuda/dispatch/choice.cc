@@ -87,6 +87,19 @@ bool has_skinny_rows(Algorithm algorithm) {
   return bytes == 2 || (bytes == 1 && !arithmetic_of(algorithm).promotes);
 }
 
+// Returns the problem as the model sees it for a row. A function of few results costs less than a
+// built epilogue in skinny rows with small tiles, and about the same in each of them. In other rows
+// nothing hides it if there are few blocks (lab/epilogues.md).
+ChoiceInput as_modelled(ChoiceInput input, const KernelConfig& config) {
+  const bool is_dense = !input.gated && input.grouped == Grouped::kNone;
+  const bool is_small = is_dense && has_skinny_rows(input.algorithm) && input.has_few_rows();
+  const bool has_small_tiles = config.tile_m == 64 || config.tile_m * config.tile_n <= 128 * 16;
+  if (input.compiled && is_small && config.skinny && has_small_tiles) {
+    input.epilogue = EpilogueWork::kNone;
+  }
+  return input;
+}
+
 void correct(const ChoiceInput& input, std::vector<Estimate>* estimates) {
   const auto of_run_time = [&](const Choice& choice) {
     return choice.is_built || input.compiled ? 1.0 : kRunTimeFactor;
@@ -101,8 +114,9 @@ void correct(const ChoiceInput& input, std::vector<Estimate>* estimates) {
   for (auto& [choice, cycles] : *estimates) {
     if (cycles > limit) continue;
     const double modelled = cycles / of_run_time(choice);
-    cycles *= time_correction(*choice.entry, input, choice.splits, modelled);
     const KernelConfig& config = choice.entry->config;
+    const ChoiceInput given = as_modelled(input, config);
+    cycles *= time_correction(*choice.entry, given, choice.splits, modelled);
     const bool is_shared = config.skinny && config.split_k > 1;
     if (input.compiled && is_shared && input.has_few_rows()) cycles *= kSharedFunctionFactor;
   }
@@ -159,24 +173,19 @@ std::vector<Estimate> modelled_choices(const ChoiceInput& input, bool dense_spli
   for (const KernelEntry& entry : kernel_registry()) {
     const Rank rank = rank_of(entry.config, input);
     if (rank < best_rank) continue;
+    const ChoiceInput modelled = as_modelled(input, entry.config);
     for (int splits = 1; splits <= most_splits; splits = next_splits(splits, dense_splits)) {
       Choice choice;
       if (!can_take(entry, input, splits, &choice)) continue;
       if (rank > best_rank) estimates.clear();
       best_rank = rank;
-      estimates.push_back({choice, estimated_cycles(entry.config, input, splits)});
+      estimates.push_back({choice, estimated_cycles(entry.config, modelled, splits)});
     }
   }
   return estimates;
 }
 
-std::vector<Estimate> ranked_choices(const ChoiceInput& given, bool dense_splits) {
-  ChoiceInput input = given;
-  // A function of few results costs less than a built epilogue, and about the same in each row.
-  const bool is_dense = !input.gated && input.grouped == Grouped::kNone;
-  if (input.compiled && is_dense && has_skinny_rows(input.algorithm) && input.has_few_rows()) {
-    input.epilogue = EpilogueWork::kNone;
-  }
+std::vector<Estimate> ranked_choices(const ChoiceInput& input, bool dense_splits) {
   std::vector<Estimate> ranked = modelled_choices(input, dense_splits);
   correct(input, &ranked);
   std::stable_sort(ranked.begin(), ranked.end(), is_faster);
