@@ -292,6 +292,20 @@ def test_heuristic_knows_what_an_epilogue_costs():
         choice("gelu")
 
 
+def test_functions_of_few_results_are_free_in_small_tiles_alone(rank_on_h200):
+    def cycles(**options):
+        ranked = rank_on_h200("BF16_BF16_F32", 32, 8192, 2048, **options)
+        return {name: cycles for name, cycles, _ in ranked}
+
+    plain, function = cycles(), cycles(compiled=True, epilogue="any")
+    assert next(iter(function)) == "sm90_bf16_64x32x64_s8_c1x1_k2_skinny"
+    small, large = "sm90_bf16_64x32x64_s8_c1x1_skinny", "sm90_bf16_128x32x64_s3_c1x1_skinny"
+    other = "sm90_bf16_64x128x64_s6_c1x4_pingpong"
+    assert function[small] == pytest.approx(plain[small])
+    assert function[large] > 1.1 * plain[large]
+    assert function[other] > 1.1 * plain[other]
+
+
 @ALL_KERNELS
 @pytest.mark.parametrize(
     ("row", "own", "shared"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 
 import jax
@@ -125,18 +126,55 @@ def test_under_transformations(normal):
         assert_trees_close(rolled, _formula(expected, w, v), 1e-3)
 
 
-def test_on_explicit_axes(normal):
+@pytest.mark.parametrize("name", LAYERS)
+def test_on_explicit_axes(normal, name):
     mesh = mesh_of((4,), AxisType.Explicit)
+    layer, formula = LAYERS[name]
     for given in (COLUMNS, NamedSharding(mesh, COLUMNS)):
         with jax.set_mesh(mesh):
             operands = _drawn(mesh, normal)
             options = {"hidden_sharding": given, "out_sharding": P("x")}
-            ours = functools.partial(_mlp, **options)
+            ours = functools.partial(layer, **options)
             assert kinds(ours, *operands) == ["all-gather", "reduce-scatter"]
             result = jax.jit(ours)(*operands)
             assert spec_of(result) == P("x", None)
         plain = map(np.asarray, operands)
-        assert_trees_close(result, _formula(*plain), 1e-3)
+        assert_trees_close(result, formula(*plain), 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("specs", "has_context"),
+    [((P(), P(), P()), True), ((P(), P(), P()), False), ((P("x"), P(), P()), True)],
+)
+@pytest.mark.parametrize("name", [*LAYERS, "quantized"])
+def test_layers_on_explicit_axes(normal, name, specs, has_context):
+    """Layers that get no automatic axes: replicated operands, functions, quantized weights."""
+    mesh = mesh_of((4,), AxisType.Explicit)
+    sharding = COLUMNS if has_context else NamedSharding(mesh, COLUMNS)
+    shapes = ((ROWS, FEATURES), (FEATURES, HIDDEN), (HIDDEN, FEATURES))
+    plain = [np.asarray(normal(*shape) / 4) for shape in shapes]
+    ours, formula = LAYERS.get(name, LAYERS["mlp"])
+
+    def run(x, w, v):
+        if name == "quantized":
+            w = tc.quantize(w, jnp.int8, tile=(-1, 1))
+        return ours(x, w, v, hidden_sharding=sharding)
+
+    with jax.set_mesh(mesh) if has_context else contextlib.nullcontext():
+        operands = [put(mesh, x, *spec) for x, spec in zip(plain, specs, strict=True)]
+        result = jax.jit(run)(*operands)
+    assert_trees_close(result, formula(*plain), 3e-2 if name == "quantized" else 1e-3)
+
+
+def test_mixed_axes(normal):
+    mesh = jax.make_mesh((4, 2), ("x", "y"), (AxisType.Explicit, AxisType.Auto))
+    with jax.set_mesh(mesh):
+        x, w, v = (put(mesh, normal(*shape) / 4) for shape in ((64, 32), (32, 64), (64, 32)))
+        expected = _formula(*map(np.asarray, (x, w, v)))
+        for sharding in (P(None, "y"), P("x"), P()):
+            for layer in (_mlp, _function):
+                result = jax.jit(functools.partial(layer, hidden_sharding=sharding))(x, w, v)
+                assert_trees_close(result, expected, 1e-3)
 
 
 def test_what_is_no_sharding(normal):

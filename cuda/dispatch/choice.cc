@@ -87,19 +87,6 @@ bool has_skinny_rows(Algorithm algorithm) {
   return bytes == 2 || (bytes == 1 && !arithmetic_of(algorithm).promotes);
 }
 
-// Returns the problem as the model sees it for a row. A function of few results costs less than a
-// built epilogue in skinny rows with small tiles, and about the same in each of them. In other rows
-// nothing hides it if there are few blocks (lab/epilogues.md).
-ChoiceInput as_modelled(ChoiceInput input, const KernelConfig& config) {
-  const bool is_dense = !input.gated && input.grouped == Grouped::kNone;
-  const bool is_small = is_dense && has_skinny_rows(input.algorithm) && input.has_few_rows();
-  const bool has_small_tiles = config.tile_m == 64 || config.tile_m * config.tile_n <= 128 * 16;
-  if (input.compiled && is_small && config.skinny && has_small_tiles) {
-    input.epilogue = EpilogueWork::kNone;
-  }
-  return input;
-}
-
 void correct(const ChoiceInput& input, std::vector<Estimate>* estimates) {
   const auto of_run_time = [&](const Choice& choice) {
     return choice.is_built || input.compiled ? 1.0 : kRunTimeFactor;
@@ -154,6 +141,16 @@ bool is_logging() {
 }
 
 }  // namespace
+
+ChoiceInput as_modelled(ChoiceInput input, const KernelConfig& config) {
+  const bool is_dense = !input.gated && input.grouped == Grouped::kNone;
+  const bool is_small = is_dense && has_skinny_rows(input.algorithm) && input.has_few_rows();
+  const bool has_small_tiles = config.tile_m == 64 || config.tile_m * config.tile_n <= 128 * 16;
+  if (input.compiled && is_small && config.skinny && has_small_tiles) {
+    input.epilogue = EpilogueWork::kNone;
+  }
+  return input;
+}
 
 std::span<const KernelEntry> kernel_registry() { return kKernelEntries; }
 

@@ -35,6 +35,11 @@ struct Estimate {
   double cycles;  // clock cycles without launch overhead; only their ratios matter
 };
 
+// Returns the problem as the model sees it for a row. A function of few results costs less than a
+// built epilogue in skinny rows with small tiles, and about the same in each of them. In other rows
+// nothing hides it if there are few blocks (lab/epilogues.md).
+ChoiceInput as_modelled(ChoiceInput input, const KernelConfig& config);
+
 // Returns the choices that compute the problem with the best available accuracy, the expected
 // fastest first. choose_kernel looks at numbers of parts of k that are powers of two;
 // `dense_splits` tries up to 4 numbers to each doubling.

@@ -17,7 +17,7 @@ using TimeTerms = std::array<double, kTimeTerms>;
 
 // Checks if products of this kind and size were timed: dense ones with aligned rows, on GPUs of
 // compute capability 9.0. Products of few rows were timed with more rows of the table and longer k,
-// and may have a function, which costs about the same in each row.
+// and may have a function, which the model counts as in choice.cc.
 bool has_timed_kin(const ChoiceInput& input);
 
 // Returns facts about a product and a row. The row takes `cycles` by the model with k in `splits`

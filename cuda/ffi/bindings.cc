@@ -127,7 +127,8 @@ std::vector<TimedConfig> time_terms_of(const nb::object& problem) {
   const ChoiceInput input = choice_input(problem);
   std::vector<TimedConfig> result;
   for (const auto& [choice, cycles] : modelled_choices(input, true)) {
-    const TimeTerms terms = time_terms(choice.entry->config, input, choice.splits, cycles);
+    const KernelConfig& config = choice.entry->config;
+    const TimeTerms terms = time_terms(config, as_modelled(input, config), choice.splits, cycles);
     result.emplace_back(config_of(choice), cycles, terms);
   }
   return result;

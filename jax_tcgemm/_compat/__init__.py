@@ -127,6 +127,26 @@ def resharded(x: jax.Array, sharding: Any) -> jax.Array:
     return reshard(x, sharding)
 
 
+def constrained(x: jax.Array, sharding: Any) -> jax.Array:
+    """Returns ``x`` with a constraint on its sharding; on explicit axes, with a type that has it.
+
+    Args:
+        x: an array.
+        sharding: a ``PartitionSpec`` or ``NamedSharding``.
+
+    Raises:
+        ValueError: the sharding does not fit the array or the mesh.
+    """
+    mesh = getattr(sharding, "mesh", jax.typeof(x).sharding.mesh)
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    spec = getattr(sharding, "spec", sharding)
+    named = jax.tree.leaves(tuple(spec)) if isinstance(spec, jax.sharding.PartitionSpec) else []
+    is_automatic = any(kinds.get(axis) == jax.sharding.AxisType.Auto for axis in named)
+    if is_automatic or jax.sharding.AxisType.Explicit not in kinds.values():
+        return jax.lax.with_sharding_constraint(x, sharding)
+    return resharded(x, sharding)
+
+
 def is_unreduced(*operands: Any) -> bool:
     """Returns true if an operand's type is unreduced or reduced over mesh axes."""
     return any(_leaves_sums(jax.typeof(x).sharding) for x in operands)

@@ -126,7 +126,7 @@ def mlp(
         placed["bias"] = arguments.placed(arguments.vector("b1", b1, (f,), dtype), (*batch, f))
     first, axes = _unzipped(placed)
     if epilogue is not None:
-        _check_alone("mlp", recompute_activation, out_sharding, b1=b1)
+        _check_alone("mlp", recompute_activation, b1=b1)
         activation = None
     spec = GemmSpec(axes, dtype, precision, Epilogue(activation=activation))
     return _two_layers(
@@ -233,7 +233,7 @@ def gated_mlp(
     arguments.check_activation(activation, dtype)
     if epilogue is not None:
         biases = {"bias_gate": bias_gate, "bias_up": bias_up}
-        _check_alone("gated_mlp", recompute_activation, out_sharding, **biases)
+        _check_alone("gated_mlp", recompute_activation, **biases)
         activation = None
     return _two_layers(
         first,
@@ -248,11 +248,9 @@ def gated_mlp(
     )
 
 
-def _check_alone(name: str, recompute_activation: bool, out_sharding: Any, **biases: Any) -> None:
+def _check_alone(name: str, recompute_activation: bool, **biases: Any) -> None:
     """Checks that no argument conflicts with ``epilogue=``."""
-    recomputes = recompute_activation or None
-    others = {"recompute_activation": recomputes, "out_sharding": out_sharding, **biases}
-    epilogues.check_alone(name, **others)
+    epilogues.check_alone(name, recompute_activation=recompute_activation or None, **biases)
 
 
 def _of_function(
@@ -261,6 +259,7 @@ def _of_function(
     hidden: Any,
     epilogue: tuple[Callable[..., Any], Sequence[Any]],
     second: Operands,
+    out_sharding: Any,
 ) -> jax.Array:
     """Runs both layers; the first has a function as its epilogue."""
     products = both.first.accumulators(out_dtype=both.first.out_dtype)
@@ -273,7 +272,8 @@ def _of_function(
             f"epilogue returned arrays of {results}; accepted: one of {hidden.shape} and a "
             "floating-point type, the hidden layer"
         )
-    return layers.forward(dataclasses.replace(both, first=compiled_spec), given, second)
+    both = dataclasses.replace(both, first=compiled_spec)
+    return layers.apply(both, given, second, out_sharding)
 
 
 def _weight(name: str, value: Any) -> jax.Array:
@@ -343,7 +343,7 @@ def _two_layers(
     axes = axes._replace(a=tuple(range(len(hidden.shape))))
     spec = GemmSpec(axes, out_dtype, first_spec.precision)
     both = layers.Layers(first_spec, spec, bool(recompute_activation), hidden_sharding)
-    if epilogue is not None:
-        return _of_function(flatten(first), both, hidden, epilogue, second)
     out_sharding = _compat.out_sharding_of(out_sharding, "mlp" if w_name == "w2" else "gated_mlp")
+    if epilogue is not None:
+        return _of_function(flatten(first), both, hidden, epilogue, second, out_sharding)
     return layers.apply(both, first, second, out_sharding)

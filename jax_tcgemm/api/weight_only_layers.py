@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax.typing import DTypeLike
 
+from jax_tcgemm import _compat
 from jax_tcgemm.api import epilogue as epilogues
 from jax_tcgemm.api.gated_gemm import gated_gemm
 from jax_tcgemm.api.gemm import gemm
@@ -63,7 +64,7 @@ def two_products(
             )
     options: dict[str, Any] = {"activation": activation, "precision": precision}
     if epilogue is not None:
-        epilogues.check_alone(name, out_sharding=out_sharding, **first_biases)
+        epilogues.check_alone(name, **first_biases)
         options |= {"epilogue": epilogue, "epilogue_operands": epilogue_operands}
     if name == "mlp":
         (w1,), (b1,) = first.values(), first_biases.values()
@@ -78,7 +79,7 @@ def two_products(
             f"{jax.tree.map(lambda y: y.shape, hidden)}; accepted: one array of {shape}"
         )
     if hidden_sharding is not None:
-        hidden = jax.lax.with_sharding_constraint(hidden, hidden_sharding)
+        hidden = _compat.constrained(hidden, hidden_sharding)
     (w2,) = second.values()
     return gemm(
         hidden,

@@ -55,23 +55,24 @@ class Layers:
         """Returns the hidden layer, or a pre-activation, with the constraint on its sharding."""
         if self.hidden_sharding is None:
             return hidden
-        return jax.lax.with_sharding_constraint(hidden, self.hidden_sharding)
+        return _compat.constrained(hidden, self.hidden_sharding)
 
 
-def apply(layers: Layers, first: Operands, second: Operands, out_sharding: Any) -> jax.Array:
+def apply(layers: Layers, first: Sequence[Any], second: Operands, out_sharding: Any) -> jax.Array:
     """Computes both layers; inside, the explicit axes of a mesh are automatic.
 
     Args:
         layers: the static parameters.
-        first: the operands of the first layer.
+        first: the operands of the first layer; ``Operands`` if it has no function.
         second: the operands of the second layer; ``a`` is None and becomes the hidden layer.
         out_sharding: sharding of the result's type. By default it is that of the same operations of
-            JAX.
+            JAX, or of both layers' types if the first one has a function.
     """
     operands = [x for x in (*first, *second) if x is not None]
     if _compat.is_unreduced(*operands):
         return _compat.resharded(forward(layers, first, second), out_sharding)
-    if out_sharding is None and _compat.is_sharded(*operands):
+    is_named = layers.first.function is None
+    if out_sharding is None and is_named and _compat.is_sharded(*operands):
         composed = functools.partial(_composed, layers)
         out_sharding = _compat.shardings_of(composed, first, second)
     if out_sharding is None:
