@@ -25,7 +25,6 @@
 #include "compiled_params.h"
 #include "kernel_config.h"
 #include "ptx/cluster.cuh"
-#include "ptx/global_memory.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/shared_memory.cuh"
 #include "ptx/tma.cuh"
@@ -66,19 +65,10 @@ struct StreamedKernel {
 
   __device__ __forceinline__ Sums sums() const { return {smem, place.k}; }
 
-  // Prefetches the operands of the warp's first 16 x 16 values while B is loaded.
-  __device__ __forceinline__ void prefetch_operands(const OutputPlace& at) const {
-    const int lane = threadIdx.x % 32;
-    const int first = at.column + threadIdx.x / 32 * kChunkColumns;
-    const int row = min(at.row + lane % 16, params.m - 1);
-    const int column = min(first + lane / 16 * 8, params.n - 1);
-    each<Program::kOperands>([&]<int kIndex>() {
-      const CompiledOperand& operand = params.operands[kIndex];
-      const int64_t element = batch_offset_if<Program::kBatched>(params, at.batch, operand.batch) +
-                              row * operand.stride_m + column * operand.stride_n;
-      ptx::prefetch_line(static_cast<const char*>(operand.data) +
-                         element * Program::kOperand[kIndex].bytes);
-    });
+  // Prefetches the operands of the warp's first values while B is loaded.
+  __device__ __forceinline__ void prefetch(OutputPlace at) const {
+    at.column += threadIdx.x / 32 * kChunkColumns;
+    prefetch_operands<Program>(params, at);
   }
 
   // `at` holds the tile's first row and the first of the block's columns.
@@ -152,13 +142,13 @@ struct StreamedKernel {
     Tile tile;
     if constexpr (!kGroups) {
       tile = tile_of_grid();
-      prefetch_operands(own_columns(tile));
+      prefetch(own_columns(tile));
     }
     ptx::named_barrier_sync(kStartBarrier, kThreads + 32);
     if constexpr (kGroups) {
       tile = published();
       if (tile.at.batch == kNone) return;
-      prefetch_operands(own_columns(tile));
+      prefetch(own_columns(tile));
     }
     multiply(tile);
     Out output(params, maps, smem, 0);

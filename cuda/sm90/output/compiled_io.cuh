@@ -11,6 +11,7 @@
 #include "epilogue/compiled_functions.cuh"
 #include "epilogue/compiled_rounding.cuh"
 #include "epilogue/compiled_values.cuh"
+#include "ptx/global_memory.cuh"
 #include "ptx/shared_memory.cuh"
 #include "ptx/wgmma.cuh"
 #include "scheduler/raster.cuh"
@@ -18,6 +19,22 @@
 #include "sm90/output/subtile.cuh"
 
 namespace jax_tcgemm::sm90 {
+
+// Prefetches a program's operands of the 16 x 16 values from `at` on.
+template <typename Program>
+__device__ __forceinline__ void prefetch_operands(const CompiledParams& params,
+                                                  const OutputPlace& at) {
+  const int lane = threadIdx.x % 32;
+  const int row = min(at.row + lane % 16, params.m - 1);
+  const int column = min(at.column + lane / 16 * 8, params.n - 1);
+  each<Program::kOperands>([&]<int kIndex>() {
+    const CompiledOperand& operand = params.operands[kIndex];
+    const int64_t element = batch_offset_if<Program::kBatched>(params, at.batch, operand.batch) +
+                            row * operand.stride_m + column * operand.stride_n;
+    ptx::prefetch_line(static_cast<const char*>(operand.data) +
+                       element * Program::kOperand[kIndex].bytes);
+  });
+}
 
 // Places of a sub-tile's operands and results in a warp's part of shared memory. A sub-tile has
 // kRows x kColumns values of D. kSwapAb: rows of the accumulators are columns of D.

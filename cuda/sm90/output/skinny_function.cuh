@@ -77,17 +77,7 @@ class SkinnyFunction : public SkinnyOutput<kConfig> {
 
   // Called before the mainloop: prefetches the operands of the warp's first block.
   __device__ __forceinline__ void prefetch() const {
-    const int lane = threadIdx.x % 32;
-    const OutputPlace at = place_of(threadIdx.x / 32 % kCount);
-    const int row = min(at.row + lane % 16, params_.m - 1);
-    const int column = min(at.column + lane / 16 * 8, params_.n - 1);
-    each<Program::kOperands>([&]<int kIndex>() {
-      const CompiledOperand& operand = params_.operands[kIndex];
-      const int64_t element = batch_offset_if<Program::kBatched>(params_, at.batch, operand.batch) +
-                              row * operand.stride_m + column * operand.stride_n;
-      ptx::prefetch_line(static_cast<const char*>(operand.data) +
-                         element * Program::kOperand[kIndex].bytes);
-    });
+    prefetch_operands<Program>(params_, place_of(threadIdx.x / 32 % kCount));
   }
 
   // Called after collect.
