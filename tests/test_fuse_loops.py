@@ -43,13 +43,8 @@ def layers(x, stack):
     return lax.scan(lambda x, q: (layer(x, q), None), x, stack)[0]
 
 
-def total(x):
-    """Returns a sum whose terms do not cancel, so that its error is of the size of a rounding."""
-    return jnp.abs(x).sum()
-
-
-def repeated(body, x):
-    return lax.scan(lambda x, _: (body(x), total(x)), x, None, length=TURNS)
+def repeated(body, x):  # the terms of the sums do not cancel
+    return lax.scan(lambda x, _: (body(x), jnp.abs(x).sum()), x, None, length=TURNS)
 
 
 def turns(body, *state):
@@ -113,7 +108,7 @@ LOOPS = {
     ),
     "reversed": (
         lambda x, q, stack: lax.scan(
-            lambda x, p: (layer(layer(x, p), q), total(x)), x, stack, reverse=True, unroll=2
+            lambda x, p: (layer(layer(x, p), q), jnp.abs(x).sum()), x, stack, reverse=True, unroll=2
         ),
         [(0, ONE), (1, ONE)],
     ),
