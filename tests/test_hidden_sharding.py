@@ -37,18 +37,16 @@ def _gated(x, w, v, **options):
     return tc.gated_mlp(x, w, 2 * w, v, **options)
 
 
+def _second(hidden, v, sharding):
+    return (hidden if sharding is None else jax.lax.with_sharding_constraint(hidden, sharding)) @ v
+
+
 def _formula(x, w, v, hidden_sharding=None):
-    hidden = jax.nn.silu(x @ w)
-    if hidden_sharding is not None:
-        hidden = jax.lax.with_sharding_constraint(hidden, hidden_sharding)
-    return hidden @ v
+    return _second(jax.nn.silu(x @ w), v, hidden_sharding)
 
 
 def _gated_formula(x, w, v, hidden_sharding=None):
-    hidden = jax.nn.silu(x @ w) * (x @ (2 * w))
-    if hidden_sharding is not None:
-        hidden = jax.lax.with_sharding_constraint(hidden, hidden_sharding)
-    return hidden @ v
+    return _second(jax.nn.silu(x @ w) * (x @ (2 * w)), v, hidden_sharding)
 
 
 LAYERS = {
@@ -103,9 +101,7 @@ def test_the_reverse_pass_of_named_activations(normal, recompute):
 def test_quantized_weights(normal):
     mesh = mesh_of((4,))
     x, w, v = _drawn(mesh, normal)
-    w = tc.Quantized(
-        jnp.round(jnp.asarray(np.asarray(w)) * 10).astype(jnp.int8), jnp.full((1, HIDDEN), 0.1)
-    )
+    w = tc.quantize(w, jnp.int8, tile=(-1, 1))
     with jax.set_mesh(mesh):
         hidden = tc.gemm(x, w, activation="silu")
         expected = tc.gemm(jax.lax.with_sharding_constraint(hidden, COLUMNS), v)
