@@ -23,7 +23,6 @@ except ImportError as error:
 
 GEMM_TARGET = "jax_tcgemm_gemm_v1"
 RAGGED_DOT_TARGET = "jax_tcgemm_ragged_dot_v1"
-ACTIVATION_GRADIENT_TARGET = "jax_tcgemm_activation_gradient_v1"
 COMPILED_TARGET = "jax_tcgemm_compiled_gemm_v4"
 COMPILED_PASS_TARGET = "jax_tcgemm_compiled_pass_v2"
 PACKED_TARGET = "jax_tcgemm_packed_v1"
@@ -40,7 +39,6 @@ MARK_TARGET = "jax_tcgemm_mark_v1"
 TARGETS = (
     GEMM_TARGET,
     RAGGED_DOT_TARGET,
-    ACTIVATION_GRADIENT_TARGET,
     COMPILED_TARGET,
     COMPILED_PASS_TARGET,
     PACKED_TARGET,

@@ -309,6 +309,7 @@ def never_apart(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(lowering, "_call_or_reason", made)
     monkeypatch.setattr(fallback.functions, "_FEW_DRAWN", 0)
     monkeypatch.setattr(jit_pass, "LARGE_MATRIX", 0)
+    monkeypatch.setattr(jit_pass, "_slower", lambda *_: None)
 
 
 @pytest.fixture

@@ -209,44 +209,10 @@ def transpose_is_within(call: Call) -> bool:
     )
 
 
-def draw_activation_gradient(rng: random.Random) -> Call:
-    rows, n = rng.choice([1, 7, 64]), 8 * rng.choice([1, 2, 33])
-    parts = rng.choice([1, 4])
-    attributes = {"n": n, "parts": parts, "activation_p0": 0.0, "activation_p1": 0.0}
-    matrix: Buffer = ("bf16", [rows, n])
-    results: list[Buffer] = [matrix]
-    if rng.random() < 0.5:
-        results += [("f32", [n]), ("f32", [parts, n])]
-    return Call(attributes | {"activation": "Gelu"}, [matrix, matrix], results)
-
-
-def activation_gradient_is_within(call: Call) -> bool:
-    at = call.attributes
-    elements = count(call.operands[1])
-    return (
-        [count(each) for each in (*call.operands, call.results[0])] == [elements] * 3
-        and elements % at["n"] == 0
-        and all(BYTES[each[0]] == 2 for each in (*call.operands, call.results[0]))
-        # Offsets beyond the remaining buffers have no effect.
-        and not any(offset % 16 for offset in call.offsets[: 2 + len(call.results)])
-        and (
-            len(call.results) == 1
-            or (
-                count(call.results[1]) == at["n"]
-                and count(call.results[2]) * BYTES[call.results[2][0]] == 4 * at["n"] * at["parts"]
-            )
-        )
-    )
-
-
 TARGETS: dict[str, tuple[str, Callable[[random.Random], Call], Callable[[Call], bool]]] = {
     "gemm": (_extension.GEMM_TARGET, draw_gemm, gemm_is_within),
     "ragged_dot": (_extension.RAGGED_DOT_TARGET, draw_ragged, ragged_is_within),
     "transpose": (_extension.TRANSPOSE_TARGET, draw_transpose, transpose_is_within),
-    "activation_gradient": (
-        *(_extension.ACTIVATION_GRADIENT_TARGET, draw_activation_gradient),
-        activation_gradient_is_within,
-    ),
 }
 
 

@@ -133,13 +133,14 @@ def draw_pass(
     return Call(attributes, operands, results, program=program)
 
 
-def pass_is_within(call: Call, before: int = 0, groups: bool = False) -> bool:
+def pass_is_within(call: Call, before: int = 0, groups: bool = False, workspaces: int = 0) -> bool:
     """Checks if the handler may accept a call.
 
     Args:
         call: the call.
         before: the number of operands before those of the program.
         groups: whether the batch divides the rows of one matrix.
+        workspaces: the most results of any size after those of the program.
     """
     at, program = call.attributes, call.program
     m, n = at["m"], at["n"]
@@ -153,7 +154,9 @@ def pass_is_within(call: Call, before: int = 0, groups: bool = False) -> bool:
     matrices = 1 if groups else math.prod(at["batch_shape"])
     counts = [matrices * m * n] * len(program.results)
     counts += [program.reduced(along, matrices, m, n) for along in program.reductions]
-    if len(own) < len(program.operands) or len(call.results) != len(counts):
+    results = call.results[: len(counts)]
+    has_results = 0 <= len(call.results) - len(counts) <= workspaces
+    if len(own) < len(program.operands) or not has_results:
         return False
     for i, (_, size, is_vector) in enumerate(program.operands):
         moves = steps[i * rank : (i + 1) * rank]
@@ -166,8 +169,8 @@ def pass_is_within(call: Call, before: int = 0, groups: bool = False) -> bool:
             return False
     sizes = [size for size, _ in program.results] + [4] * len(program.reductions)
     return (
-        [count(each) for each in call.results] == counts
-        and [BYTES[dtype] for dtype, _ in call.results] == sizes
+        [count(each) for each in results] == counts
+        and [BYTES[dtype] for dtype, _ in results] == sizes
         and all(n * size % 16 == 0 for size, is_vector in program.results if is_vector)
         and all(offset % 16 == 0 for offset in of_results)
     )
@@ -202,6 +205,8 @@ def draw_compiled(rng: random.Random) -> Call:
             at[f"{name}_scale_strides"] = contiguous(extents)
             own.append(("f32", extents))
     call.operands = [*own, *call.operands]
+    if kind == "plain" and rng.random() < 0.5:
+        call.results.append(("u8", [rng.choice([1, 8192, 1 << 20])]))
     return call
 
 
@@ -232,5 +237,5 @@ def compiled_is_within(call: Call) -> bool:
         and all(BYTES[each[0]] == size for each in operands[: 2 + at["has_b2"]])
         and call.program.scaled == is_scaled
         and (not groups or size_of(operands[2]) == 4 * math.prod(at["batch_shape"]))
-        and pass_is_within(call, len(wanted), groups)
+        and pass_is_within(call, len(wanted), groups, workspaces=1)
     )

@@ -82,6 +82,10 @@ def _power(power: int, x: Any) -> Any:
     return lax.integer_pow(x, power)
 
 
+def _polynomial(x: Any) -> Any:
+    return lax.polynomial(x, [lax.full_like(x, each, shape=()) for each in (1.5, -0.25, 0.125)])
+
+
 def _reduced(precision: tuple[int, int], x: Any) -> Any:
     return lax.reduce_precision(x, *precision)
 
@@ -122,6 +126,8 @@ def _of_floats(dtype: str) -> Iterator[Case]:
         yield one(f"div by {divisor}", functools.partial(_divided, divisor), exact=True)
     if (bind := _one_minus_square()) is not None:
         yield one("one_minus_square", bind, exact=True)
+    if hasattr(lax, "polynomial"):  # since JAX 0.12
+        yield one("polynomial", _polynomial, exact=False)
     for name in (*_EXACT_OF_TWO, *_INEXACT_OF_TWO):
         yield Case(name, _of_name(name), (dtype, dtype), name in _EXACT_OF_TWO)
     if dtype in FLOATS[:3]:

@@ -17,7 +17,7 @@ from mlp_forms import FORMS as MLPS
 from packed_values import weight
 
 import jax_tcgemm as tc
-from jax_tcgemm.primitives.activation_gradient import activation_tangent
+from jax_tcgemm.primitives.epilogue_derivative import activation_tangent
 from jax_tcgemm.problem.activations import ACTIVATIONS, resolve
 
 C64, F32 = jnp.complex64, jnp.float32

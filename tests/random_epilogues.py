@@ -61,6 +61,7 @@ _SMOOTH: dict[str, Callable[[Any], Any]] = {
     "tanh_slope": lambda x: jax.jvp(jnp.tanh, (x,), (jnp.ones_like(x),))[1],
     "square": jnp.square,
     "cube": lambda x: lax.integer_pow(jnp.clip(x, -9, 9), 3),
+    "gelu_exact_slope": lambda x: jax.grad(lambda y: jax.nn.gelu(y, approximate=False).sum())(x),
     "fifth": lambda x: lax.integer_pow(jnp.clip(x, -3, 3), 5),
     "reciprocal": lambda x: lax.integer_pow(jnp.abs(x) + 0.5, -1),
     "inverse_square": lambda x: lax.integer_pow(jnp.abs(x) + 0.5, -2),

@@ -76,12 +76,10 @@ def spec_of(x):
     return jax.typeof(x).sharding.spec
 
 
-_CALL = r"\22primitive\22:\22tcgemm_compiled\22"
-
-
-def is_divided(function, *operands) -> bool:
-    """Checks if our rules partition a product and its epilogue."""
-    return _CALL in jax.jit(function).lower(*operands).as_text()
+def is_divided(function, *operands, primitive="tcgemm_compiled") -> bool:
+    """Checks if our rules partition a primitive, by default a product with its epilogue."""
+    call = rf"\22primitive\22:\22{primitive}\22"
+    return call in jax.jit(function).lower(*operands).as_text()
 
 
 def both(function, *operands):

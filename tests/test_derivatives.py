@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -175,7 +176,8 @@ def test_reverse_pass_forms_the_inner_cotangent_once(normal, cuda_module):
 
     text, calls = cuda_module(lambda g, *args: jax.vjp(f, *args)[1](g), f(*args), *args)
     assert len(calls) == 3
-    assert [text.count(f"stablehlo.{op}") for op in ("tanh", "reduce(")] == [1, 1]
+    assert text.count("stablehlo.tanh") == 1
+    assert len(re.findall(r"stablehlo.reduce\(.*\(tensor<16x8xf32>", text)) == 1
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,25 @@ def test_every_row(rng, name):
         _check(got, jax.jit(function)(product, *others))
 
 
+_ADDING = [name for name in _PLAIN if table.BY_NAME[name].adds_parts]
+
+
+@pytest.mark.parametrize("name", _ADDING)
+@pytest.mark.parametrize("splits", [2, 3, 4])
+def test_rows_whose_blocks_add_up_parts_of_k(rng, name, splits):
+    """Products are exact in any order, so the results have no error but the function's."""
+    row = table.BY_NAME[name]
+    layout = str(rng.choice(_LAYOUTS))
+    m, n = (8 * int(x) for x in rng.integers(9, 50, 2))
+    k = 8 * int(rng.integers(130, 400))
+    factors, others, product = _operands(rng, m, n, k, layout, _DTYPES[row.tag])
+    function = _function_for(row)
+    config = f"{name}/splits={splits}"
+    expected = jax.jit(function)(product, *others)
+    for _ in range(3):  # flags of one launch are cleared for the next
+        _check(_run(function, factors, others, layout, config), expected)
+
+
 def test_reductions_have_the_same_bits_in_all_rows(rng):
     m, n, k = 304, 272, 256
 

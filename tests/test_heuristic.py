@@ -301,8 +301,9 @@ def test_functions_of_few_results_are_free_in_small_tiles_alone(rank_on_h200):
     assert next(iter(function)) == "sm90_bf16_64x32x64_s8_c1x1_k2_skinny"
     small, large = "sm90_bf16_64x32x64_s8_c1x1_skinny", "sm90_bf16_128x32x64_s3_c1x1_skinny"
     other = "sm90_bf16_64x128x64_s6_c1x4_pingpong"
-    assert function[small] == pytest.approx(plain[small])
-    assert function[large] > 1.1 * plain[large]
+    skinny = 1.15  # the factor of cuda/dispatch/choice.cc on functions in skinny rows
+    assert function[small] == pytest.approx(skinny * plain[small])
+    assert function[large] > 1.1 * skinny * plain[large]
     assert function[other] > 1.1 * plain[other]
 
 

@@ -23,7 +23,6 @@ from jax_tcgemm.partitioning.mesh import (
 from jax_tcgemm.partitioning.plan import make_plan
 from jax_tcgemm.partitioning.ragged import RaggedSpec, dot_rule
 from jax_tcgemm.partitioning.work import Array, Work
-from jax_tcgemm.primitives.activation_gradient import ActivationSpec
 from jax_tcgemm.problem import ragged
 from jax_tcgemm.problem.activations import ACTIVATIONS, resolve
 from jax_tcgemm.problem.epilogue import FORMS, Epilogue
@@ -178,11 +177,10 @@ def specs():
             overwrite_c=True,
         )
     yield RaggedSpec(jnp.dtype(jnp.float32), (lax.Precision.HIGH,) * 2, True)
-    yield ActivationSpec("silu", (jnp.dtype(jnp.float32),))
 
 
 def test_parameters_come_back_from_text():
-    classes = (GemmSpec, RaggedSpec, ActivationSpec, Epilogue)
+    classes = (GemmSpec, RaggedSpec, Epilogue)
     for spec in specs():
         text = to_json(spec)
         assert from_json(text, classes) == spec

@@ -19,7 +19,6 @@ from gpu_accuracy import FLOATS, in_float64
 
 from jax_tcgemm import clip, fuse, gated_gemm, gemm, mlp, softcap
 from jax_tcgemm.lowering import jit_pass
-from jax_tcgemm.primitives import activation_gradient
 from jax_tcgemm.problem.activations import ACTIVATIONS, Activation, resolve
 
 pytestmark = pytest.mark.any_jax
@@ -225,7 +224,6 @@ def test_without_a_kernel(way, dtype):
 @EACH_TYPE
 @EACH_WAY
 def test_on_a_gpu(request, monkeypatch, way, dtype):
-    monkeypatch.setattr(activation_gradient, "LARGE_MATRIX", 0)
     monkeypatch.setattr(jit_pass, "LARGE_MATRIX", 0)
     if way in COMPILED and dtype != jnp.float32 and jax.devices()[0].compute_capability == "9.0":
         request.getfixturevalue("never_apart")

@@ -10,6 +10,7 @@
 #include "dispatch/choice.h"
 #include "dispatch/dispatch.h"
 #include "dispatch/launch.h"
+#include "dispatch/parts.h"
 #include "dispatch/program_library.h"
 #include "dispatch/ragged.h"
 #include "dispatch/time_correction.h"
@@ -58,6 +59,7 @@ ChoiceInput compiled_input(const GemmProblem& problem, const EpilogueProgram& pr
   input.shared_memory_per_block = device.shared_memory_per_block;
   input.max_cluster_size = device.max_cluster_size.load(std::memory_order_relaxed);
   input.batch_rank = p.batch_rank;
+  input.workspace_bytes = problem.workspace_bytes;
   input.row_alignment_a = row_alignment(p.a, problem.algorithm);
   input.row_alignment_b = row_alignment(p.b, problem.algorithm);
   input.compiled = true;
@@ -71,22 +73,22 @@ ChoiceInput compiled_input(const GemmProblem& problem, const EpilogueProgram& pr
 
 // Returns the rows to try: the one that is named, or those with room for the program, the expected
 // fastest first.
-std::vector<const KernelEntry*> candidates(std::string_view config, const ChoiceInput& input,
-                                           const EpilogueProgram& program) {
+std::vector<Choice> candidates(std::string_view config, const ChoiceInput& input,
+                               const EpilogueProgram& program) {
   constexpr double kMostFactor = 1.3;  // a guess: nobody measured what spilling costs
   if (!config.empty()) {
-    const KernelEntry* const named = named_or_chosen(config, input).entry;
-    const bool is_named = named != nullptr && config == named->name;
-    const bool has_room = is_named && (named->config.skinny ||
-                                       named->config.staging_bytes() / 4 >= program.result_bytes);
-    if (has_room) return {named};
+    const Choice named = named_or_chosen(config, input);
+    if (named.entry != nullptr && config == config_of(named)) {
+      const KernelConfig& row = named.entry->config;
+      if (row.skinny || row.staging_bytes() / 4 >= program.result_bytes) return {named};
+    }
   }
-  std::vector<const KernelEntry*> rows;
+  std::vector<Choice> rows;
   const auto ranked =
       with_room(ranked_choices(input, false), program.warp_bytes, program.result_bytes);
   for (const Estimate& estimate : ranked) {
     if (estimate.cycles > kMostFactor * ranked.front().cycles) break;
-    rows.push_back(estimate.choice.entry);
+    rows.push_back(estimate.choice);
   }
   return rows;
 }
@@ -104,58 +106,91 @@ bool has_same_registers(const KernelConfig& x, const KernelConfig& y) {
 // Chooses the kernel for a problem: the fastest row whose registers suffice for the program. If all
 // rows spill, it takes the fastest one.
 Status choose(const EpilogueProgram& program, const GemmProblem& problem, const ChoiceInput& input,
-              std::unique_lock<std::mutex>* lock, LoadedProgram* loaded, LoadedKernel** kernel) {
+              const DeviceProperties& device, std::unique_lock<std::mutex>* lock,
+              LoadedProgram* loaded, LoadedProgram::Chosen* chosen) {
   const auto rows = candidates(problem.config, input, program);
   JAX_TCGEMM_REQUIRE(!rows.empty(), "no kernel for m=", input.m, " n=", input.n, " k=", input.k,
                      " tma_addressable=", input.tma_addressable, " gated=", input.gated,
                      " with a compiled epilogue on compute capability ", input.compute_capability);
   constexpr size_t kMost = 3;
-  std::vector<LoadedKernel*> spilling;
-  for (const KernelEntry* row : rows) {
-    const auto is_alike = [&](const LoadedKernel* other) {
-      return has_same_registers(other->entry->config, row->config);
+  std::vector<LoadedProgram::Chosen> spilling;
+  for (const Choice& row : rows) {
+    const KernelConfig& config = row.entry->config;
+    const auto is_alike = [&](const LoadedProgram::Chosen& other) {
+      const KernelKey& key = other.kernel->key;
+      return key.adds_parts == row.has_fixup && has_same_registers(key.entry->config, config);
     };
     if (std::any_of(spilling.begin(), spilling.end(), is_alike)) continue;
-    JAX_TCGEMM_RETURN_IF_ERROR(
-        find_or_make_kernel(program, row, layout_name(problem, row->config), lock, loaded, kernel));
-    if ((*kernel)->made.local_bytes == 0) return Status();
-    spilling.push_back(*kernel);
+    const KernelKey key = {row.entry, layout_name(problem, config), row.has_fixup};
+    LoadedKernel* kernel = nullptr;
+    JAX_TCGEMM_RETURN_IF_ERROR(find_or_make_kernel(program, key, lock, loaded, &kernel));
+    if (row.has_fixup) {
+      GemmParams params = problem.params;
+      JAX_TCGEMM_RETURN_IF_ERROR(set_tile_order(config, swaps_operands(problem, config), &params));
+      params.batch = parts_of_k(params.k, config, row.splits).count;
+      if (!fits_at_once(config, &kernel->made.handle, params, device)) continue;
+    }
+    *chosen = {input, std::string(problem.config), kernel, row.splits};
+    if (kernel->made.local_bytes == 0) return Status();
+    spilling.push_back(*chosen);
     if (spilling.size() == kMost) break;
   }
-  *kernel = spilling.front();
+  if (!spilling.empty()) {
+    *chosen = spilling.front();
+    return Status();
+  }
+  JAX_TCGEMM_REQUIRE(input.workspace_bytes > 0, "no kernel fits on ", device.name);
+  ChoiceInput whole = input;
+  whole.workspace_bytes = 0;  // another process holds some of the SMs: no k is split
+  JAX_TCGEMM_RETURN_IF_ERROR(choose(program, problem, whole, device, lock, loaded, chosen));
+  chosen->input = input;
   return Status();
 }
 
-// Returns any loaded kernel that can compute the problem, for when nothing can be compiled now.
-LoadedKernel* any_loaded(LoadedProgram* loaded, const GemmProblem& problem,
-                         const ChoiceInput& input) {
+// Finds any loaded kernel that can compute the problem, for when nothing can be compiled now.
+LoadedProgram::Chosen any_loaded(LoadedProgram* loaded, const GemmProblem& problem,
+                                 const ChoiceInput& input) {
   for (LoadedKernel& kernel : loaded->kernels) {
-    const KernelConfig& config = kernel.entry->config;
-    if (kernel.layout == layout_name(problem, config) && supports(config, input)) return &kernel;
+    const KernelConfig& config = kernel.key.entry->config;
+    if (kernel.key.layout != layout_name(problem, config)) continue;
+    for (int splits = kernel.key.adds_parts ? config.warps_m : 1; splits > 0; --splits) {
+      if (kernel.key.adds_parts && (splits == 1 || !supports_splits(config, input, splits))) break;
+      if (supports(config, input, splits)) return {input, {}, &kernel, splits};
+    }
   }
-  return nullptr;
+  return {input, {}, nullptr, 1};
 }
 
 // Finds or chooses the kernel for a problem. `lock` is the program's.
 Status find_or_choose(const EpilogueProgram& program, const GemmProblem& problem,
-                      const ChoiceInput& input, bool may_compile,
+                      const DeviceProperties& device, bool may_compile,
                       std::unique_lock<std::mutex>* lock, LoadedProgram* loaded,
-                      LoadedKernel** kernel) {
+                      LoadedProgram::Chosen* chosen) {
+  const ChoiceInput input = compiled_input(problem, program, device);
   for (const LoadedProgram::Chosen& known : loaded->chosen) {
     if (known.input == input && known.config == problem.config) {
-      *kernel = known.kernel;
+      *chosen = known;
       return Status();
     }
   }
   if (!may_compile) {
-    *kernel = any_loaded(loaded, problem, input);
-    JAX_TCGEMM_REQUIRE(*kernel != nullptr, "no kernel with this epilogue is loaded for m=", input.m,
-                       " n=", input.n, " k=", input.k, " while a graph is captured");
+    *chosen = any_loaded(loaded, problem, input);
+    JAX_TCGEMM_REQUIRE(chosen->kernel != nullptr,
+                       "no kernel with this epilogue is loaded for m=", input.m, " n=", input.n,
+                       " k=", input.k, " while a graph is captured");
     return Status();
   }
-  JAX_TCGEMM_RETURN_IF_ERROR(choose(program, problem, input, lock, loaded, kernel));
-  loaded->chosen.push_back({input, std::string(problem.config), *kernel});
+  JAX_TCGEMM_RETURN_IF_ERROR(choose(program, problem, input, device, lock, loaded, chosen));
+  loaded->chosen.push_back(*chosen);
   return Status();
+}
+
+// Launches a kernel. `problem` describes the factors, `params` the whole product.
+cudaError_t launch(const LoadedProgram::Chosen& chosen, const GemmProblem& problem,
+                   const CompiledParams& params, const sm90::TensorMaps& maps,
+                   const DeviceProperties& device, cudaStream_t stream) {
+  const LaunchRequest request = {params, problem.major_a, problem.major_b, &maps, device, stream};
+  return launch_compiled(chosen.kernel->key.entry->config, &chosen.kernel->made.handle, request);
 }
 
 }  // namespace
@@ -164,12 +199,11 @@ Status prepare_compiled(const GemmProblem& problem, const EpilogueProgram& progr
                         const DeviceProperties& device) {
   const auto loaded = loaded_program(program);
   std::unique_lock<std::mutex> lock(loaded->mutex);
-  LoadedKernel* kernel = nullptr;
-  return find_or_choose(program, problem, compiled_input(problem, program, device), true, &lock,
-                        loaded.get(), &kernel);
+  LoadedProgram::Chosen chosen = {};
+  return find_or_choose(program, problem, device, true, &lock, loaded.get(), &chosen);
 }
 
-Status run_compiled(const GemmProblem& problem, const CompiledParams& params,
+Status run_compiled(GemmProblem problem, const CompiledParams& params,
                     const EpilogueProgram& program, const DeviceProperties& device,
                     cudaStream_t stream) {
   cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
@@ -177,14 +211,14 @@ Status run_compiled(const GemmProblem& problem, const CompiledParams& params,
   const bool may_compile = capturing == cudaStreamCaptureStatusNone;
   const auto loaded = loaded_program(program);
   for (;;) {
-    LoadedKernel* kernel = nullptr;
+    LoadedProgram::Chosen chosen = {};
     {
       std::unique_lock<std::mutex> lock(loaded->mutex);
-      JAX_TCGEMM_RETURN_IF_ERROR(find_or_choose(program, problem,
-                                                compiled_input(problem, program, device),
-                                                may_compile, &lock, loaded.get(), &kernel));
+      JAX_TCGEMM_RETURN_IF_ERROR(
+          find_or_choose(program, problem, device, may_compile, &lock, loaded.get(), &chosen));
     }
-    const KernelConfig& config = kernel->entry->config;
+    const KernelEntry& entry = *chosen.kernel->key.entry;
+    const KernelConfig& config = entry.config;
     CompiledParams complete = params;
     // Skinny rows with few sums then promote them, which costs no time.
     if (config.skinny) complete.epilogue.d_type = ElementType::kF32;
@@ -194,14 +228,23 @@ Status run_compiled(const GemmProblem& problem, const CompiledParams& params,
       JAX_TCGEMM_RETURN_IF_ERROR(
           set_tile_order(config, swaps_operands(problem, config), &complete));
     }
+    if (chosen.kernel->key.adds_parts) {
+      add_up_in_workspace(parts_of_k(params.k, config, chosen.splits), problem.workspace,
+                          &complete);
+    }
     sm90::TensorMaps maps = {};
     JAX_TCGEMM_RETURN_IF_ERROR(sm90::encode_factors(problem, config, &maps));
-    const LaunchRequest request = {complete, problem.major_a, problem.major_b,
-                                   &maps,    device,          stream};
-    const cudaError_t launched = launch_compiled(config, &kernel->made.handle, request);
+    const cudaError_t launched = launch(chosen, problem, complete, maps, device, stream);
     if (cluster_too_large(launched, config, device)) continue;
-    log_choice(problem, *kernel->entry);
-    JAX_TCGEMM_CUDA_CHECK(launched, "launching ", kernel->entry->name, " with a compiled epilogue",
+    if (launched == cudaErrorCooperativeLaunchTooLarge && chosen.kernel->key.adds_parts) {
+      cudaGetLastError();           // clears the error, if CUDA found it
+      problem.workspace_bytes = 0;  // another process holds some of the SMs: no k is split
+      continue;
+    }
+    problem.params.split_stages = complete.split_stages;
+    problem.params.fixup = complete.fixup;
+    log_choice(problem, entry);
+    JAX_TCGEMM_CUDA_CHECK(launched, "launching ", entry.name, " with a compiled epilogue",
                           " for m=", params.m, " n=", params.n, " k=", params.k, " on ",
                           device.name);
     return Status();

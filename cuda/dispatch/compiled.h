@@ -21,7 +21,7 @@ Status prepare_compiled(const GemmProblem& problem, const EpilogueProgram& progr
 
 // Enqueues the product. `params` are complete except for the tile order, and include those of
 // `problem`.
-Status run_compiled(const GemmProblem& problem, const CompiledParams& params,
+Status run_compiled(GemmProblem problem, const CompiledParams& params,
                     const EpilogueProgram& program, const DeviceProperties& device,
                     cudaStream_t stream);
 

@@ -9,26 +9,45 @@
 
 namespace jax_tcgemm {
 
-Status prepare_pass(const EpilogueProgram& program) {
+namespace {
+
+KernelKey key_on(const DeviceProperties& device) {
+  return {.compute_capability = device.compute_capability};
+}
+
+// Returns an error for a GPU that lacks instructions of the pass.
+Status check_pass(const DeviceProperties& device) {
+  JAX_TCGEMM_REQUIRE(device.compute_capability >= 80, device.name, " has compute capability ",
+                     device.compute_capability / 10, ".", device.compute_capability % 10,
+                     "; a pass for derivatives needs 8.0 or later");
+  return Status();
+}
+
+}  // namespace
+
+Status prepare_pass(const EpilogueProgram& program, const DeviceProperties& device) {
+  JAX_TCGEMM_RETURN_IF_ERROR(check_pass(device));
   const auto loaded = loaded_program(program);
   std::unique_lock<std::mutex> lock(loaded->mutex);
   LoadedKernel* kernel = nullptr;
-  return find_or_make_kernel(program, nullptr, "", &lock, loaded.get(), &kernel);
+  return find_or_make_kernel(program, key_on(device), &lock, loaded.get(), &kernel);
 }
 
-Status run_pass(const CompiledParams& params, const EpilogueProgram& program, cudaStream_t stream) {
+Status run_pass(const CompiledParams& params, const EpilogueProgram& program,
+                const DeviceProperties& device, cudaStream_t stream) {
+  JAX_TCGEMM_RETURN_IF_ERROR(check_pass(device));
   cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
   JAX_TCGEMM_CUDA_CHECK(cudaStreamIsCapturing(stream, &capturing), "asking for a capture");
   const auto loaded = loaded_program(program);
   LoadedKernel* kernel = nullptr;
   {
     std::unique_lock<std::mutex> lock(loaded->mutex);
-    kernel = find_kernel(loaded.get(), nullptr, "");
+    kernel = find_kernel(loaded.get(), key_on(device));
     JAX_TCGEMM_REQUIRE(kernel != nullptr || capturing == cudaStreamCaptureStatusNone,
                        "no kernel of this pass is loaded while a graph is captured");
     if (kernel == nullptr) {
       JAX_TCGEMM_RETURN_IF_ERROR(
-          find_or_make_kernel(program, nullptr, "", &lock, loaded.get(), &kernel));
+          find_or_make_kernel(program, key_on(device), &lock, loaded.get(), &kernel));
     }
   }
   const int64_t blocks = mul_sat(mul_sat(params.batch, ceil_div(params.m, kPassRows)),

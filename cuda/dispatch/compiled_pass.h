@@ -7,15 +7,17 @@
 
 #include "common/status.h"
 #include "compiled_params.h"
+#include "dispatch/device.h"
 #include "dispatch/run_time_kernel.h"
 
 namespace jax_tcgemm {
 
-// Compiles and loads the kernel that run_pass will launch on the current device.
-Status prepare_pass(const EpilogueProgram& program);
+// Compiles and loads the kernel that run_pass will launch.
+Status prepare_pass(const EpilogueProgram& program, const DeviceProperties& device);
 
 // Enqueues the pass. `params` hold the shape, the operands and the results.
-Status run_pass(const CompiledParams& params, const EpilogueProgram& program, cudaStream_t stream);
+Status run_pass(const CompiledParams& params, const EpilogueProgram& program,
+                const DeviceProperties& device, cudaStream_t stream);
 
 }  // namespace jax_tcgemm
 

@@ -1,8 +1,6 @@
 #include "dispatch/dispatch.h"
 
 #include <algorithm>
-#include <atomic>
-#include <chrono>
 #include <iterator>
 #include <limits>
 
@@ -11,6 +9,7 @@
 #include "dispatch/choice.h"
 #include "dispatch/launch.h"
 #include "dispatch/operand_copies.h"
+#include "dispatch/parts.h"
 #include "dispatch/run_time_row.h"
 #include "dispatch/sm90_time_model.h"
 #include "epilogue/work.h"
@@ -36,34 +35,16 @@ Status find_kernel(const GemmProblem& problem, const DeviceProperties& device, i
 }
 
 // Returns the products over parts of k, as a batch of float32 matrices in the workspace.
-GemmProblem split_problem(const GemmProblem& whole, int stages, int splits, void* partial) {
+GemmProblem split_problem(const GemmProblem& whole, const Parts& parts, void* partial) {
   GemmProblem problem = whole;
-  problem.params.split_stages = stages;
-  problem.params.batch = splits;
+  problem.params.split_stages = parts.stages;
+  problem.params.batch = parts.count;
   problem.params.batch_rank = 0;
   problem.params.epilogue = {};
   problem.params.epilogue.alpha.value = 1.f;
   problem.params.epilogue.d = partial;
   problem.params.epilogue.d_type = ElementType::kF32;
   problem.params.epilogue.d_vectorizable = true;
-  return problem;
-}
-
-// Returns a launch's number, which a workspace is unlikely to hold by accident.
-uint64_t next_launch() {
-  static std::atomic<uint64_t> count{
-      static_cast<uint64_t>(std::chrono::system_clock::now().time_since_epoch().count())};
-  return ++count * 0x9e3779b97f4a7c15u | 1;
-}
-
-// Returns the whole problem for a kernel whose blocks add up parts of k.
-GemmProblem fixup_problem(const GemmProblem& whole, int stages, int parts, char* workspace) {
-  GemmProblem problem = whole;
-  problem.params.split_stages = stages;
-  problem.params.batch = parts;
-  problem.params.batch_rank = 0;
-  problem.params.fixup = {parts, workspace + kFixupFlagBytes,
-                          reinterpret_cast<uint64_t*>(workspace), next_launch()};
   return problem;
 }
 
@@ -114,21 +95,18 @@ Status launch(GemmProblem* problem, const Choice& choice, const DeviceProperties
 Status run_choice(GemmProblem problem, const Choice& choice, char* workspace,
                   const DeviceProperties& device, cudaStream_t stream, Fit* fit) {
   if (choice.splits == 1) return launch(&problem, choice, device, stream, fit);
-  // The parts are equal except for the last one, and none is empty.
-  const int64_t k_tiles = ceil_div(problem.params.k, choice.entry->config.tile_k);
-  const int stages = static_cast<int>(ceil_div(k_tiles, choice.splits));
-  const int splits = static_cast<int>(ceil_div(k_tiles, stages));
+  const Parts parts = parts_of_k(problem.params.k, choice.entry->config, choice.splits);
   if (choice.has_fixup) {
-    GemmProblem whole = fixup_problem(problem, stages, splits, workspace);
-    return launch(&whole, choice, device, stream, fit);
+    add_up_in_workspace(parts, workspace, &problem.params);
+    return launch(&problem, choice, device, stream, fit);
   }
-  GemmProblem parts = split_problem(problem, stages, splits, workspace);
-  JAX_TCGEMM_RETURN_IF_ERROR(launch(&parts, choice, device, stream, fit));
+  GemmProblem products = split_problem(problem, parts, workspace);
+  JAX_TCGEMM_RETURN_IF_ERROR(launch(&products, choice, device, stream, fit));
   if (*fit != Fit::kFits) return Status();
   const float* const partial = reinterpret_cast<const float*>(workspace);
   JAX_TCGEMM_CUDA_CHECK(launch_sum_splits(problem.params, arithmetic_of(problem.algorithm).output,
-                                          partial, splits, stream),
-                        "adding ", splits, " products of m=", problem.params.m,
+                                          partial, parts.count, stream),
+                        "adding ", parts.count, " products of m=", problem.params.m,
                         " n=", problem.params.n);
   return Status();
 }
@@ -239,7 +217,7 @@ void begin_gemm(GemmProblem problem, const DeviceProperties& device) {
   const Choice choice = named_or_chosen(problem.config, choice_input(problem, device, 0));
   if (choice.entry == nullptr || choice.is_built) return;
   const KernelConfig& config = choice.entry->config;
-  if (choice.splits > 1 && !choice.has_fixup) problem = split_problem(problem, 1, 1, nullptr);
+  if (choice.splits > 1 && !choice.has_fixup) problem = split_problem(problem, {1, 1}, nullptr);
   sm90::TensorMaps maps = {};
   if (config.arch == Arch::kSm90) sm90::describe(problem, config, &maps);
   begin_row_kernel(*choice.entry,

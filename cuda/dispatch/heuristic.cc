@@ -222,7 +222,8 @@ bool has_epilogue(const KernelConfig& config, const ChoiceInput& input) {
 bool supports(const KernelConfig& config, const ChoiceInput& input, int splits) {
   if (!input.compiled && arithmetic_of(config.algorithm).at_run_time) return false;
   if (input.compiled) {
-    if (splits > 1 || !takes_compiled_epilogue(config, input.reduces)) return false;
+    if (!takes_compiled_epilogue(config, input.reduces)) return false;
+    if (splits > 1 && !sm90::has_fixup(config, input, splits)) return false;
   } else if (splits == 1 && !has_epilogue(config, input)) {
     return false;  // where k is split, the kernel that adds up the parts has every epilogue
   }

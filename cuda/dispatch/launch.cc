@@ -81,24 +81,42 @@ int clusters_of_generations(const KernelConfig& config, const GemmParams& params
   return static_cast<int>(std::min(tiles, clusters));
 }
 
+// A launch of one cluster. The second attribute, a cooperative launch, is not counted yet.
+struct ClusterLaunch {
+  cudaLaunchAttribute attributes[2] = {};
+  cudaLaunchConfig_t launch;
+
+  ClusterLaunch(const KernelConfig& config, cudaStream_t stream)
+      : launch(launch_config(config, stream)) {
+    attributes[0].id = cudaLaunchAttributeClusterDimension;
+    attributes[0].val.clusterDim = {static_cast<unsigned>(config.cluster_size()), 1, 1};
+    attributes[1].id = cudaLaunchAttributeCooperative;
+    attributes[1].val.cooperative = 1;
+    launch.gridDim = dim3(config.cluster_size());
+    launch.attrs = attributes;
+    launch.numAttrs = 1;
+  }
+  ClusterLaunch(const ClusterLaunch&) = delete;
+  ClusterLaunch& operator=(const ClusterLaunch&) = delete;
+};
+
+// Stores the number of clusters that run at once.
+cudaError_t find_capacity(const KernelConfig& config, KernelHandle* kernel, int device,
+                          const cudaLaunchConfig_t& launch, int* capacity) {
+  return resident(kernel, config, device, capacity, [&](int* clusters) {
+    return cudaOccupancyMaxActiveClusters(clusters, kernel->function, &launch);
+  });
+}
+
 // Launches an sm90 kernel. `Params` is the type of request.params.
 template <typename Params = GemmParams>
 cudaError_t launch_sm90(const KernelConfig& config, KernelHandle* kernel,
                         const LaunchRequest& request) {
-  cudaLaunchAttribute attributes[2] = {};
-  attributes[0].id = cudaLaunchAttributeClusterDimension;
-  attributes[0].val.clusterDim = {static_cast<unsigned>(config.cluster_size()), 1, 1};
-  attributes[1].id = cudaLaunchAttributeCooperative;
-  attributes[1].val.cooperative = 1;
-  cudaLaunchConfig_t launch = launch_config(config, request.stream);
-  launch.gridDim = dim3(config.cluster_size());
-  launch.attrs = attributes;
-  launch.numAttrs = 1;
+  ClusterLaunch of_clusters(config, request.stream);
+  cudaLaunchConfig_t& launch = of_clusters.launch;
   int capacity = 0;
   const cudaError_t error =
-      resident(kernel, config, request.device.ordinal, &capacity, [&](int* clusters) {
-        return cudaOccupancyMaxActiveClusters(clusters, kernel->function, &launch);
-      });
+      find_capacity(config, kernel, request.device.ordinal, launch, &capacity);
   if (error != cudaSuccess) return error;
 
   Params params = static_cast<const Params&>(request.params);
@@ -266,6 +284,15 @@ cudaError_t launch_kernel(const KernelConfig& config, KernelHandle* kernel,
       return launch_simt(config, kernel, request);
   }
   return cudaErrorInvalidValue;
+}
+
+bool fits_at_once(const KernelConfig& config, KernelHandle* kernel, const GemmParams& params,
+                  const DeviceProperties& device) {
+  const ClusterLaunch of_clusters(config, nullptr);
+  int capacity = 0;
+  const cudaError_t error =
+      find_capacity(config, kernel, device.ordinal, of_clusters.launch, &capacity);
+  return error == cudaSuccess && tile_count(params) <= capacity;
 }
 
 cudaError_t launch_compiled(const KernelConfig& config, KernelHandle* kernel,

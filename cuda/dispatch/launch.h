@@ -41,6 +41,10 @@ KernelHandle* built_kernel(const KernelConfig& config, const KernelSet& kernels,
 cudaError_t launch_kernel(const KernelConfig& config, KernelHandle* kernel,
                           const LaunchRequest& request);
 
+// Checks if all blocks of an sm90 kernel run at the same time, as they must to add up parts of k.
+bool fits_at_once(const KernelConfig& config, KernelHandle* kernel, const GemmParams& params,
+                  const DeviceProperties& device);
+
 // Enqueues an sm90 kernel with an epilogue compiled at run time; request.params are CompiledParams.
 cudaError_t launch_compiled(const KernelConfig& config, KernelHandle* kernel,
                             const LaunchRequest& request);

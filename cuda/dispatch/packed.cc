@@ -75,10 +75,10 @@ Status find(const PackedConfig& config, std::string_view digest, std::string_vie
   const EpilogueProgram program = {digest, program_text.empty() ? source : program_text};
   *loaded = loaded_program(program);
   std::unique_lock<std::mutex> lock((*loaded)->mutex);
-  *kernel = find_kernel(loaded->get(), nullptr, layout);
+  *kernel = find_kernel(loaded->get(), {nullptr, layout});
   if (*kernel != nullptr) return Status();
   JAX_TCGEMM_REQUIRE(may_make, "no kernel for packed weights is loaded while a graph is captured");
-  return find_or_make_kernel(program, nullptr, layout, &lock, loaded->get(), kernel);
+  return find_or_make_kernel(program, {nullptr, layout}, &lock, loaded->get(), kernel);
 }
 
 }  // namespace

@@ -9,6 +9,19 @@ namespace {
 // Stands for a row's name; the same as PASS in jax_tcgemm/epilogue/source.py.
 constexpr const char* kPass = "pass";
 
+// Follows the name of a row whose blocks add up parts of k; the same as ADDS_PARTS there.
+constexpr const char* kAddsParts = "/parts";
+
+// Returns the row as jax_tcgemm/epilogue/source.py names it.
+std::string row_of(const KernelKey& key) {
+  const std::string& layout = key.layout;
+  if (layout == kPackedLayout || layout == kPackedFunctionLayout || layout == kUnpackLayout) {
+    return layout;
+  }
+  if (key.entry == nullptr) return kPass;
+  return std::string(key.entry->name) + (key.adds_parts ? kAddsParts : "");
+}
+
 struct Library {
   std::mutex mutex;
   std::map<ByProgram::Owned, std::shared_ptr<LoadedProgram>, ByProgram> programs;
@@ -53,28 +66,26 @@ std::shared_ptr<LoadedProgram> loaded_program(const EpilogueProgram& program) {
       .first->second;
 }
 
-LoadedKernel* find_kernel(LoadedProgram* loaded, const KernelEntry* entry,
-                          const std::string& layout) {
+LoadedKernel* find_kernel(LoadedProgram* loaded, const KernelKey& key) {
   for (LoadedKernel& known : loaded->kernels) {
-    if (known.entry == entry && known.layout == layout) return &known;
+    if (known.key == key) return &known;
   }
   return nullptr;
 }
 
-Status find_or_make_kernel(const EpilogueProgram& program, const KernelEntry* entry,
-                           const std::string& layout, std::unique_lock<std::mutex>* lock,
-                           LoadedProgram* loaded, LoadedKernel** kernel) {
-  *kernel = find_kernel(loaded, entry, layout);
+Status find_or_make_kernel(const EpilogueProgram& program, const KernelKey& key,
+                           std::unique_lock<std::mutex>* lock, LoadedProgram* loaded,
+                           LoadedKernel** kernel) {
+  *kernel = find_kernel(loaded, key);
   if (*kernel != nullptr) return Status();
   lock->unlock();
-  LoadedKernel fresh = {entry, layout, {}};
-  const bool is_packed =
-      layout == kPackedLayout || layout == kPackedFunctionLayout || layout == kUnpackLayout;
-  const char* const row = is_packed ? layout.c_str() : entry == nullptr ? kPass : entry->name;
-  const Status status = make_kernel({program.source, row, layout}, &fresh.made);
+  LoadedKernel fresh = {key, {}};
+  const std::string row = row_of(key);
+  const Status status =
+      make_kernel({program.source, row, key.layout, true, key.compute_capability}, &fresh.made);
   lock->lock();
   JAX_TCGEMM_RETURN_IF_ERROR(status);
-  *kernel = find_kernel(loaded, entry, layout);
+  *kernel = find_kernel(loaded, key);
   if (*kernel != nullptr) {  // another thread has made it meanwhile
     unload(fresh.made);
     return Status();

@@ -25,9 +25,18 @@ inline constexpr const char kPackedLayout[] = "packed";
 inline constexpr const char kPackedFunctionLayout[] = "packed_function";
 inline constexpr const char kUnpackLayout[] = "unpack";
 
+// Identifies a kernel among those of a program.
+struct KernelKey {
+  const KernelEntry* entry = nullptr;  // null: a pass, or a kernel for packed weights
+  std::string layout = {};
+  bool adds_parts = false;  // its blocks add up parts of k: sm90/split_k/in_workspace.cuh
+  int compute_capability = 90;
+
+  bool operator==(const KernelKey&) const = default;
+};
+
 struct LoadedKernel {
-  const KernelEntry* entry;  // null: a pass, or a kernel for packed weights
-  std::string layout;
+  KernelKey key;
   RunTimeKernel made;
 };
 
@@ -37,6 +46,7 @@ struct LoadedProgram {
     ChoiceInput input;
     std::string config;  // the config that the call names, or empty
     LoadedKernel* kernel;
+    int splits;  // parts of k
   };
 
   LoadedProgram() = default;
@@ -55,16 +65,14 @@ struct LoadedProgram {
 // kernels keeps the pointer until the kernel is enqueued.
 std::shared_ptr<LoadedProgram> loaded_program(const EpilogueProgram& program);
 
-// Returns the kernel of a row and a layout, or null if it is not loaded. The caller holds the
-// program's mutex.
-LoadedKernel* find_kernel(LoadedProgram* loaded, const KernelEntry* entry,
-                          const std::string& layout);
+// Returns a kernel, or null if it is not loaded. The caller holds the program's mutex.
+LoadedKernel* find_kernel(LoadedProgram* loaded, const KernelKey& key);
 
-// Finds the kernel of a row and a layout, or compiles and loads it. The function releases `lock`,
-// the program's, while it compiles.
-Status find_or_make_kernel(const EpilogueProgram& program, const KernelEntry* entry,
-                           const std::string& layout, std::unique_lock<std::mutex>* lock,
-                           LoadedProgram* loaded, LoadedKernel** kernel);
+// Finds a kernel, or compiles and loads it. The function releases `lock`, the program's, while it
+// compiles.
+Status find_or_make_kernel(const EpilogueProgram& program, const KernelKey& key,
+                           std::unique_lock<std::mutex>* lock, LoadedProgram* loaded,
+                           LoadedKernel** kernel);
 
 // Releases the programs that an earlier call found unused, at least `grace_seconds` ago, and that
 // nobody has asked for since. A program is unused if no executable of this process has its digest.

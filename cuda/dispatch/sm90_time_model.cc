@@ -254,10 +254,11 @@ double pipelined_cycles(const KernelConfig& config, const ChoiceInput& input, in
 }  // namespace
 
 bool has_fixup(const KernelConfig& config, const ChoiceInput& input, int splits) {
-  if (!config.has_fixup() || input.epilogue > config.epilogue || input.has_c ||
-      result_bytes(input) == 4 || !input.d_by_tma || splits == 1 || splits > config.warps_m) {
-    return false;
-  }
+  if (!config.has_fixup() || splits == 1 || splits > config.warps_m) return false;
+  const bool is_fit = input.compiled ? element_bytes(input.algorithm) > 1  // the sums are float32
+                                     : input.epilogue <= config.epilogue && !input.has_c &&
+                                           result_bytes(input) != 4 && input.d_by_tma;
+  if (!is_fit) return false;
   const int64_t clusters = cluster_tiles(config, input, splits);
   const int64_t blocks = clusters * config.cluster_size();
   return clusters <= concurrent_clusters(config, input) &&

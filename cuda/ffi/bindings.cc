@@ -148,8 +148,6 @@ nb::dict registrations() {
   result["jax_tcgemm_gemm_v1"] = stages(gemm_instantiate_handler(), gemm_handler());
   result["jax_tcgemm_ragged_dot_v1"] =
       stages(ragged_dot_instantiate_handler(), ragged_dot_handler());
-  result["jax_tcgemm_activation_gradient_v1"] =
-      nb::capsule(activation_gradient_handler(), "xla._CUSTOM_CALL_TARGET");
   result["jax_tcgemm_transpose_v1"] = nb::capsule(transpose_handler(), "xla._CUSTOM_CALL_TARGET");
   result["jax_tcgemm_pack_v1"] = nb::capsule(pack_handler(), "xla._CUSTOM_CALL_TARGET");
   result["jax_tcgemm_mark_v1"] = nb::capsule(mark_handler(), "xla._CUSTOM_CALL_TARGET");

@@ -59,6 +59,12 @@ Status decode_problem(const CompiledAttributes& at, GemmProblem* problem) {
   return decode_shape(gemm_attributes(at), &problem->params);
 }
 
+// Returns the number of results with a workspace, in which blocks add up parts of k, in place of a
+// further result.
+size_t results_with_workspace(const CompiledAttributes& at) {
+  return at.result_elements.size() + 1;
+}
+
 Status decode_program(const CompiledAttributes& at, EpilogueProgram* program) {
   *program = {at.digest, at.source, at.warp_bytes};
   program->widens = program->reduces = number_after(at.source, "kReductions = ") > 0;
@@ -73,7 +79,8 @@ Status decode_program(const CompiledAttributes& at, EpilogueProgram* program) {
   return Status();
 }
 
-EpilogueOperands epilogue_operands(const CompiledAttributes& at, int64_t matrices) {
+EpilogueOperands epilogue_operands(const CompiledAttributes& at, int64_t matrices,
+                                   bool has_workspace) {
   return {at.m,
           at.n,
           at.batch_shape,
@@ -84,7 +91,8 @@ EpilogueOperands epilogue_operands(const CompiledAttributes& at, int64_t matrice
           matrices,
           kReducedBlock,
           kReducedBlock,
-          at.source};
+          at.source,
+          has_workspace};
 }
 
 // Reads the scales of one operand, (batch..., first, second).
@@ -156,9 +164,14 @@ ffi::Error compiled_gemm(cudaStream_t stream, int32_t ordinal, ffi::RemainingArg
 }
 
 // XLA may pass buffers without addresses, or none.
-ffi::Error instantiate_compiled_gemm(ffi::RemainingArgs, ffi::RemainingRets,
+ffi::Error instantiate_compiled_gemm(ffi::RemainingArgs, ffi::RemainingRets results,
                                      CompiledAttributes attributes) {
-  return as_error(prepare_rows(attributes, attributes.m));
+  int64_t workspace_bytes = 0;
+  if (results.size() == results_with_workspace(attributes)) {
+    auto workspace = results.get<ffi::AnyBuffer>(results.size() - 1);
+    if (workspace.has_value()) workspace_bytes = static_cast<int64_t>((*workspace)->size_bytes());
+  }
+  return as_error(prepare_rows(attributes, attributes.m, workspace_bytes));
 }
 
 // Capturable into a CUDA graph: the handler only enqueues a kernel.
@@ -189,6 +202,15 @@ Status decode_compiled(const CompiledAttributes& at, ffi::RemainingArgs& operand
                      "scales by blocks, not as the source says");
   CompiledParams& params = call->params;
   params = {problem.params, {}, {}, {}};
+  const bool has_workspace = results.size() == results_with_workspace(at);
+  if (has_workspace) {
+    auto workspace = results.get<ffi::AnyBuffer>(results.size() - 1);
+    JAX_TCGEMM_REQUIRE(workspace.has_value(), "the workspace is missing");
+    problem.workspace = (*workspace)->untyped_data();
+    JAX_TCGEMM_REQUIRE(reinterpret_cast<uintptr_t>(problem.workspace) % 16 == 0,
+                       "the workspace lies at ", problem.workspace);
+    problem.workspace_bytes = static_cast<int64_t>((*workspace)->size_bytes());
+  }
   if (at.has_scales()) {
     JAX_TCGEMM_REQUIRE(!at.has_b2 && !at.gated && !at.has_groups,
                        "scales by blocks of two weights or of groups");
@@ -197,11 +219,11 @@ Status decode_compiled(const CompiledAttributes& at, ffi::RemainingArgs& operand
   // Groups divide the rows of one matrix.
   const int64_t matrices = at.has_groups ? 1 : params.batch;
   JAX_TCGEMM_RETURN_IF_ERROR(
-      decode_epilogue(epilogue_operands(at, matrices), operands, results, &params));
+      decode_epilogue(epilogue_operands(at, matrices, has_workspace), operands, results, &params));
   return decode_program(at, &call->program);
 }
 
-Status prepare_rows(const CompiledAttributes& at, int64_t rows) {
+Status prepare_rows(const CompiledAttributes& at, int64_t rows, int64_t workspace_bytes) {
   int ordinal = 0;
   if (cudaGetDevice(&ordinal) != cudaSuccess) {
     cudaGetLastError();
@@ -212,6 +234,7 @@ Status prepare_rows(const CompiledAttributes& at, int64_t rows) {
   GemmProblem problem = {};
   JAX_TCGEMM_RETURN_IF_ERROR(decode_problem(part, &problem));
   if (is_empty(problem)) return Status();
+  problem.workspace_bytes = workspace_bytes;
   JAX_TCGEMM_RETURN_IF_ERROR(decode_layouts(gemm_attributes(part), &problem));
   const DeviceProperties* device = nullptr;
   JAX_TCGEMM_RETURN_IF_ERROR(get_device_properties(ordinal, &device));

@@ -15,9 +15,9 @@
 
 namespace jax_tcgemm {
 
-// Set by jax_tcgemm/lowering/jit_epilogue.py. Operands: a, b, [b2 or group_sizes], [block scales of
-// a and b], those of the epilogue. Groups divide the rows; the batch of b then has a matrix for
-// each group.
+// Set by jax_tcgemm/lowering/jit_call.py. Operands: a, b, [b2 or group_sizes], [block scales of a
+// and b], those of the epilogue. Results: those of the epilogue, [the workspace]. Groups divide the
+// rows; the batch of b then has a matrix for each group.
 struct CompiledAttributes {
   int64_t m, n, k;
   int64_t b2_offset;
@@ -53,7 +53,7 @@ Status decode_compiled(const CompiledAttributes& at, ffi::RemainingArgs& operand
 
 // Prepares the kernel of `rows` rows for the process's current GPU. For another kind of GPU the
 // first run compiles it.
-Status prepare_rows(const CompiledAttributes& at, int64_t rows);
+Status prepare_rows(const CompiledAttributes& at, int64_t rows, int64_t workspace_bytes = 0);
 
 }  // namespace jax_tcgemm
 

@@ -77,17 +77,18 @@ Status decode_epilogue(const EpilogueOperands& at, ffi::RemainingArgs& operands,
     JAX_TCGEMM_RETURN_IF_ERROR(operand_kinds.next(&kind));
     JAX_TCGEMM_RETURN_IF_ERROR(decode_operand(at, operands, i, kind, &params->operands[i]));
   }
-  JAX_TCGEMM_REQUIRE(
-      results.size() == at.result_elements.size() && results.size() <= size_t{kMaxCompiledResults},
-      results.size(), " results, at most ", kMaxCompiledResults);
+  const size_t count_of_results = at.result_elements.size();
+  JAX_TCGEMM_REQUIRE(results.size() == count_of_results + (at.has_workspace ? 1 : 0) &&
+                         count_of_results <= size_t{kMaxCompiledResults},
+                     results.size(), " results, at most ", kMaxCompiledResults);
   const int64_t matrices = number_after(at.source, "kResults = ");
   const int64_t reductions = number_after(at.source, "kReductions = ");
   JAX_TCGEMM_REQUIRE(0 <= matrices && 0 <= reductions &&
-                         matrices + reductions == static_cast<int64_t>(results.size()),
-                     results.size(), " results, not as the source says");
+                         matrices + reductions == static_cast<int64_t>(count_of_results),
+                     count_of_results, " results, not as the source says");
   KindReader result_kinds(at.source, "kResult");
   ReductionReader reductions_of_source(at.source);
-  for (size_t i = 0; i < results.size(); ++i) {
+  for (size_t i = 0; i < count_of_results; ++i) {
     auto result = results.get<ffi::AnyBuffer>(i);
     JAX_TCGEMM_REQUIRE(result.has_value(), "result ", i, " is missing");
     ffi::AnyBuffer buffer = **result;

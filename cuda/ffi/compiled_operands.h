@@ -24,6 +24,7 @@ struct EpilogueOperands {
   int64_t matrices;                   // of m x n
   int64_t block_rows, block_columns;  // of a block of results that a reduction joins
   std::string_view source;
+  bool has_workspace = false;  // it follows the results
 };
 
 // Reads the addresses and strides. It checks that the buffers have the elements that the strides

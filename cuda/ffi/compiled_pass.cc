@@ -44,7 +44,7 @@ namespace jax_tcgemm {
 namespace {
 
 Status decode_and_run(const PassAttributes& at, ffi::RemainingArgs& operands,
-                      ffi::RemainingRets& results, cudaStream_t stream) {
+                      ffi::RemainingRets& results, int32_t ordinal, cudaStream_t stream) {
   GemmAttributes shape = {};
   shape.m = at.m;
   shape.n = at.n;
@@ -64,24 +64,38 @@ Status decode_and_run(const PassAttributes& at, ffi::RemainingArgs& operands,
                                        kPassColumns,
                                        at.source};
   JAX_TCGEMM_RETURN_IF_ERROR(decode_epilogue(of_program, operands, results, &params));
-  return run_pass(params, {at.digest, at.source}, stream);
+  const DeviceProperties* device = nullptr;
+  JAX_TCGEMM_RETURN_IF_ERROR(get_device_properties(ordinal, &device));
+  return run_pass(params, {at.digest, at.source}, *device, stream);
 }
 
-ffi::Error compiled_pass(cudaStream_t stream, ffi::RemainingArgs operands,
+ffi::Error compiled_pass(cudaStream_t stream, int32_t ordinal, ffi::RemainingArgs operands,
                          ffi::RemainingRets results, PassAttributes attributes) {
-  return as_error(decode_and_run(attributes, operands, results, stream));
+  return as_error(decode_and_run(attributes, operands, results, ordinal, stream));
+}
+
+Status prepare(const PassAttributes& at) {
+  int ordinal = 0;
+  if (cudaGetDevice(&ordinal) != cudaSuccess) {
+    cudaGetLastError();
+    return Status();
+  }
+  const DeviceProperties* device = nullptr;
+  JAX_TCGEMM_RETURN_IF_ERROR(get_device_properties(ordinal, &device));
+  return prepare_pass({at.digest, at.source}, *device);
 }
 
 // XLA may pass buffers without addresses, or none.
 ffi::Error instantiate_compiled_pass(ffi::RemainingArgs, ffi::RemainingRets,
                                      PassAttributes attributes) {
-  return as_error(prepare_pass({attributes.digest, attributes.source}));
+  return as_error(prepare(attributes));
 }
 
 // Capturable into a CUDA graph: the handler only enqueues a kernel.
 XLA_FFI_DEFINE_HANDLER(kCompiledPassHandler, compiled_pass,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .Ctx<ffi::DeviceOrdinal>()
                            .RemainingArgs()
                            .RemainingRets()
                            .Attrs<PassAttributes>(),

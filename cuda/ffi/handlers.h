@@ -8,12 +8,11 @@
 namespace jax_tcgemm {
 
 // Each returns an XLA_FFI_Handler*. The first four are for the stages of the targets
-// jax_tcgemm_gemm_v1 and jax_tcgemm_ragged_dot_v1, the fifth for jax_tcgemm_activation_gradient_v1.
+// jax_tcgemm_gemm_v1 and jax_tcgemm_ragged_dot_v1.
 void* gemm_handler();
 void* gemm_instantiate_handler();
 void* ragged_dot_handler();
 void* ragged_dot_instantiate_handler();
-void* activation_gradient_handler();
 void* transpose_handler();  // for jax_tcgemm_transpose_v1
 void* pack_handler();       // for jax_tcgemm_pack_v1
 void* mark_handler();       // for jax_tcgemm_mark_v1

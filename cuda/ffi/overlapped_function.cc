@@ -78,6 +78,7 @@ Status decode_and_run(const OverlappedFunctionAttributes& at, ffi::RemainingArgs
   JAX_TCGEMM_RETURN_IF_ERROR(check_uncaptured(stream));
   const CompiledAttributes& compiled = at.compiled;
   JAX_TCGEMM_RETURN_IF_ERROR(check_function(compiled));
+  JAX_TCGEMM_REQUIRE(results.size() == compiled.result_elements.size(), results.size(), " results");
   const int64_t signature = signature_of(compiled.m, compiled.n, compiled.k, kSignature);
   Peers peers;
   JAX_TCGEMM_RETURN_IF_ERROR(

@@ -5,7 +5,7 @@
 // Roles: block: kPassRows rows of kPassColumns columns of one matrix; a warp: every kPassWarps-th
 //        of these rows; a thread: kValues neighbouring columns of a row, and their joined values.
 // Barriers: two __syncthreads() for each reduction over rows, after the last row.
-// Timeline: [load -> Program -> store, join] for each row -> join the warps' values.
+// Timeline: [load -> Program -> store, join] for two rows at a time -> join the warps' values.
 //
 // A Program is as in sm90/output/compiled.cuh. It also has each_reduction(visitor), which calls
 // visitor.reduction<element, number of the result, along, join>(neutral) for each reduction.
@@ -171,12 +171,17 @@ class CompiledPass {
     const int end = min((row_block + 1) * kPassRows, params.m);
     const int column =
         column_block * kPassColumns + static_cast<int>(threadIdx.x % 32) * kPassValues;
-#pragma unroll 1
-    for (int row = row_block * kPassRows + static_cast<int>(threadIdx.x) / 32; row < end;
-         row += kPassWarps) {
+    const auto finish = [&](int row) {
       const Io io = {params, matrices, batch, column, row, column_block, totals};
       Program::run(io);
+    };
+    int row = row_block * kPassRows + static_cast<int>(threadIdx.x) / 32;
+#pragma unroll 1
+    for (; row + kPassWarps < end; row += 2 * kPassWarps) {
+      finish(row);  // the loads of both rows are in flight together
+      finish(row + kPassWarps);
     }
+    if (row < end) finish(row);
     __shared__ Joined of_warps;
     Program::each_reduction(Ending{params, totals, of_warps,
                                    int64_t{batch} * row_blocks + row_block, column_block,

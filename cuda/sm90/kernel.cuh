@@ -65,6 +65,10 @@ struct MainloopOf {
   using Type = Mainloop<kConfig, Layouts>;
 };
 
+// Checks if a Program is the epilogue of the sum of parts of k.
+template <typename Program>
+concept AddsParts = requires { Program::kAddsParts; };
+
 // Program: an epilogue compiled at run time (sm90/output/compiled.cuh), or void.
 template <KernelConfig kConfig, bool kSwapAb, typename Layouts, typename Program = void>
 struct Kernel {
@@ -130,7 +134,12 @@ struct Kernel {
           break;
         }
       }
-      if constexpr (kConfig.split_k > 1) {
+      if constexpr (AddsParts<Program>) {
+        if (SplitFixup<kConfig>(params, smem, walk.batch).run(acc)) {
+          output.finish(acc, {at.row, at.column, 0});
+        }
+        break;
+      } else if constexpr (kConfig.split_k > 1) {
         split_output.finish(acc, row, at);
       } else {
         output.finish(acc, at);

@@ -145,13 +145,14 @@ def install() -> None:
     _core.set_compiler(compile_kernel, begin)
 
 
-def obstacle(program: str, expected: tuple[str, str] | None) -> str | None:
+def obstacle(program: str, expected: tuple[str, str] | None, capability: int = 90) -> str | None:
     """Returns why a program cannot be compiled, ``None`` if it can.
 
     Args:
         program: as ``source.of_program`` returns it.
         expected: the row and layout that will be compiled first, with ``source.PASS`` in place of a
             row for a pass. ``None`` if this process has no GPU, so that another one compiles it.
+        capability: as in ``compile_kernel``.
     """
     if expected is None:
         return None
@@ -159,7 +160,7 @@ def obstacle(program: str, expected: tuple[str, str] | None) -> str | None:
     if isinstance(found, str):
         return found
     try:
-        compile_kernel(program, *expected)
+        compile_kernel(program, *expected, capability=capability)
     except nvrtc.CompileError as error:
         log(f"NVRTC refused an epilogue for {expected[0]}:\n{error}")
         return "NVRTC refused it"

@@ -49,6 +49,9 @@ class EpilogueFunction:
 
     def __call__(self, *values: Any) -> list[Any]:
         """Computes the results with JAX operations, which can be differentiated."""
+        if _compat.has_manual_axes():  # the operands may vary over mesh axes, the numbers do not
+            kept = jaxprs.CUSTOM_CALLS
+            return evaluate(self.jaxpr.jaxpr, self.jaxpr.consts, values, kept=kept)
         return core.jaxpr_as_fun(self.jaxpr)(*values)
 
     def computed(self, *values: Any) -> list[Any]:

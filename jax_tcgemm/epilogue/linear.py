@@ -9,10 +9,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jax_tcgemm import _compat
 from jax_tcgemm.epilogue import function as functions
 from jax_tcgemm.epilogue.function import EpilogueFunction
+from jax_tcgemm.problem.activations import Activation, resolve
+from jax_tcgemm.problem.arithmetic import accumulator_dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,6 +144,24 @@ def of_epilogue(
     return _called(traced, function, wide, types, tuple(moving), _compat.trace_context())
 
 
+def of_activation(
+    activation: str | Activation | None, z: Any, terms: Sequence[Any]
+) -> tuple[LinearSpec, list[int]]:
+    """Returns the derivative ``f'(z) (t + bias)`` of an activation that follows a bias.
+
+    Args:
+        activation: the activation ``f``.
+        z: type of the pre-activation, ``(..., n)``, which is the derivative's value.
+        terms: types of ``t`` and, if there is one, of the bias's tangent ``(n,)``: the slopes.
+
+    Returns:
+        The derivative, rounded once to the type of ``z``, and which of the values it depends on.
+    """
+    types = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*terms, z))
+    traced = _of_activation if _are_known(types) else _of_activation.__wrapped__
+    return traced(activation, types, _compat.trace_context())
+
+
 def _are_known(avals: Sequence[Any]) -> bool:
     """Checks if no extent is symbolic; different symbols may share a name."""
     return all(isinstance(extent, int) for x in avals for extent in x.shape)
@@ -190,6 +211,26 @@ def _of_epilogue(
     if held:
         raise _HoldsArrays(spec, kept, held)
     return spec, kept, []
+
+
+@functools.lru_cache(maxsize=256)
+def _of_activation(
+    activation: str | Activation | None, types: tuple[Any, ...], tracing: Any
+) -> tuple[LinearSpec, list[int]]:
+    del tracing
+    z = types[-1]
+    dtype = accumulator_dtype(z.dtype, z.dtype, z.dtype)
+
+    def tangent(*operands: Any) -> list[Any]:
+        # All get one rank, because JAX can be configured to insist on it.
+        wide = [lax.expand_dims(x.astype(dtype), range(len(z.shape) - x.ndim)) for x in operands]
+        *terms, at = wide
+        total = sum(terms[1:], terms[0])
+        return [jax.jvp(resolve(activation).reference, (at,), (total,))[1].astype(z.dtype)]
+
+    spec, kept, held = linear(tangent, types, len(types) - 1, z.shape)
+    assert not held, "activations close over no arrays"
+    return spec, kept
 
 
 def of_wanted(found: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:

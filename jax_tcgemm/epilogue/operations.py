@@ -228,6 +228,17 @@ def _integer_pow(values: list[str], dtypes: list[Any], params: Mapping[str, Any]
     return f"integer_power<{element(dtypes[0]).cpp}, {power}>({values[0]})"
 
 
+def _polynomial(values: list[str], dtypes: list[Any], params: Mapping[str, Any]) -> str:
+    """Evaluates a polynomial by Horner's rule; the coefficients follow the lowest degree first."""
+    x, *coefficients, total = values
+    if not is_float(dtypes[0]):
+        raise NotTranslatableError(f"polynomial of {dtypes[0]}")
+    for coefficient in reversed(coefficients):
+        product = rounded(f"({total}) * {x}", dtypes[0])
+        total = rounded(f"{product} + {coefficient}", dtypes[0])
+    return total
+
+
 def _round(values: list[str], dtypes: list[Any], params: Mapping[str, Any]) -> str:
     to_even = int(params["rounding_method"]) == 1
     return rounded(f"{'rintf' if to_even else 'roundf'}({values[0]})", dtypes[0])
@@ -274,6 +285,7 @@ _Special = Callable[[list[str], list[Any], Mapping[str, Any]], str]
 
 _SPECIAL: Mapping[str, _Special] = {
     "integer_pow": _integer_pow,
+    "polynomial": _polynomial,
     "round": _round,
     "select_n": _select_n,
     "convert_element_type": _convert,

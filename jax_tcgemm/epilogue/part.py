@@ -36,6 +36,19 @@ class Part:
         """Computes ``PortableFunction.made_within``: values before reductions are joined."""
         return self._evaluated(dict(enumerate(arguments)), self.function.made_within)
 
+    def joined(self, made: Sequence[Any], join: Callable[..., Any]) -> list[Any]:
+        """Joins the reductions among the values that ``within`` returned.
+
+        Args:
+            made: the values.
+            join: joins the devices' parts of a value, given the axes and the name of the join.
+        """
+        joined = {each.value: each for each in self.function.joined}
+        return [
+            join(value, joined[which].over, joined[which].join) if which in joined else value
+            for which, value in zip(self.function.made_within, made, strict=True)
+        ]
+
     def after(self, made: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
         """Computes the results.
 
@@ -120,6 +133,9 @@ def elementwise(name: str) -> Callable[..., Any]:
         return lambda x: x
     if name == "one_minus_square":
         return lambda x: (1 - x) * (1 + x)
+    if name == "polynomial":
+        polynomial = getattr(lax, name)  # since JAX 0.12
+        return lambda x, *coefficients: polynomial(x, coefficients)
     if name == "round":
         return lambda x, method: lax.round(x, lax.RoundingMethod(method))
     return getattr(lax, _ALIASES.get(name, name))

@@ -111,6 +111,9 @@ namespace jax_tcgemm {{
 namespace {{
 
 {program}
+struct OfParts : Program {{
+  static constexpr bool kAddsParts = true;
+}};
 struct Row {{
   static constexpr KernelConfig kConfig{config};
 }};
@@ -226,7 +229,10 @@ PACKED_FUNCTION = "packed_function"
 UNPACK = "unpack"
 _ALONE = {PASS: _PASS_SOURCE, PACKED: _PACKED_SOURCE, UNPACK: _UNPACK_SOURCE}
 
-_KERNEL = "Kernel<Row::kConfig, {swap_ab}, Layouts, Program>"
+_KERNEL = "Kernel<Row::kConfig, {swap_ab}, Layouts, {program}>"
+# Follows the name of a row whose blocks add up parts of k; the same as kAddsParts of
+# cuda/dispatch/program_library.cc.
+ADDS_PARTS = "/parts"
 _OF_8_BITS = """\
 #include "ptx/run_time_wgmma.cuh"
 #include "sm90/scaled_mainloop.cuh"
@@ -250,7 +256,8 @@ def of_kernel(program: str, row: str, layout: str) -> str:
     Args:
         program: as ``of_program`` returns it; for ``PACKED`` and ``UNPACK``, the
             initialiser of a configuration; for ``PACKED_FUNCTION``, both.
-        row: the row's name, ``PASS``, ``PACKED``, ``PACKED_FUNCTION`` or ``UNPACK``.
+        row: the row's name, which ``ADDS_PARTS`` may follow, ``PASS``, ``PACKED``,
+            ``PACKED_FUNCTION`` or ``UNPACK``.
         layout: ``"n"`` or ``"t"`` for each of ``a`` and ``b``; for a skinny row, of the operands
             that the kernel calls A and B.
     """
@@ -259,13 +266,15 @@ def of_kernel(program: str, row: str, layout: str) -> str:
         return _PACKED_FUNCTION_SOURCE.format(config=packed, function=function)
     if row in _ALONE:
         return _ALONE[row].format(program=program)
-    config = kernel_names.by_name(row)
+    config = kernel_names.by_name(row.removesuffix(ADDS_PARTS))
     of_8_bits = _OF_8_BITS if config.arithmetic.at_run_time else ""
     # As swaps_operands of cuda/sm90/output/output_tile.h.
     swap_ab = config.swap_ab or (config.element_bytes == 4 and layout == "nn")
     if swap_ab:
         layout = swapped(layout)
-    includes, kernel, cluster = of_8_bits, _KERNEL.format(swap_ab=str(swap_ab).lower()), ""
+    name = "OfParts" if row.endswith(ADDS_PARTS) else "Program"
+    kernel = _KERNEL.format(swap_ab=str(swap_ab).lower(), program=name)
+    includes, cluster = of_8_bits, ""
     if config.streams_b:
         includes, kernel = _STREAMED, _STREAMED_KERNEL
     elif config.skinny:

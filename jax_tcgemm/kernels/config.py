@@ -150,6 +150,22 @@ class KernelConfig:
         )
 
     @property
+    def adds_parts(self) -> bool:
+        """Returns true if blocks that multiply parts of k may also add them up.
+
+        The condition is that of ``has_fixup`` of ``cuda/kernel_config.h``.
+        """
+        is_special = self.promote or self.planes or self.gated or self.swap_ab
+        accumulators = self.tile_m * self.tile_n // (32 * self.warps_m * self.warps_n)
+        return (
+            self.arch == "sm90"
+            and self.schedule == "pingpong"
+            and not is_special
+            and self.grouped == "none"
+            and accumulators <= 128
+        )
+
+    @property
     def takes_functions(self) -> bool:
         """Returns true if the row can be compiled with some function; see ``takes``."""
         if self.arch != "sm90" or not self.goes_by_name or self.grouped == "k":

@@ -205,14 +205,14 @@ def attributes(
         "activation_p1": np.float32(p1),
         "gated": spec.is_gated,
         "pairs_of_b": pairs_of_b,
-        "beside_collectives": devices.is_one_of_several() and _contracts_rows(gemm),
+        "beside_collectives": devices.is_one_of_several() and contracts_rows(gemm),
         "b2_offset": np.int64(second_weight_offset(gemm, spec)),
         "algorithm": algorithm,
         "config": spec.config or "",
     }
 
 
-def _contracts_rows(gemm: StridedGemm) -> bool:
+def contracts_rows(gemm: StridedGemm) -> bool:
     """Checks if this is ``x.T @ y`` of row-major operands, as for the gradients of weights.
 
     Only the optimizer waits for the sum of these gradients over devices, so XLA lets the next

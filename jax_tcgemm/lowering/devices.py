@@ -15,7 +15,8 @@ from jax_tcgemm.tuning import lookup
 from jax_tcgemm.tuning.entry import Entry
 
 # Compute capabilities with tensor cores for the arithmetic. Most kernels are made for HOPPER.
-_TURING, _AMPERE = (7, 5), (8, 0)
+_TURING = (7, 5)
+AMPERE = (8, 0)
 HOPPER = (9, 0)
 
 
@@ -51,6 +52,11 @@ def is_one_of_several() -> bool:
     return _PROGRAM.get().device_count > 1
 
 
+def is_program_here() -> bool:
+    """Checks if the program that is lowered runs on devices of this process."""
+    return _PROGRAM.get().runs_here
+
+
 def find_choice(product: lookup.Product) -> tuple[Entry, str] | None:
     """Returns the tuning entry of a product on the local GPUs, and where it was found."""
     return lookup.find(local_kind(), product, runs_here=_PROGRAM.get().runs_here)
@@ -58,7 +64,7 @@ def find_choice(product: lookup.Product) -> tuple[Entry, str] | None:
 
 def too_old_for(row: Arithmetic) -> str | None:
     """Returns why a local GPU has no kernels with this arithmetic, if one has none."""
-    oldest = _TURING if row.turing else _AMPERE
+    oldest = _TURING if row.turing else AMPERE
     old = local_device(lambda capability: capability < oldest)
     if old is not None:
         major, minor = oldest

@@ -11,7 +11,14 @@ import jax.numpy as jnp
 from jax_tcgemm import _extension
 from jax_tcgemm.kernels.arithmetic import PlaneProduct
 from jax_tcgemm.kernels.names import KERNEL, XLA, by_name, can_be, find, is_row, read_config
-from jax_tcgemm.lowering import complex_product, devices, fallback, quantized, reference
+from jax_tcgemm.lowering import (
+    complex_product,
+    devices,
+    fallback,
+    named_function,
+    quantized,
+    reference,
+)
 from jax_tcgemm.lowering.custom_call import custom_call, shapes_of
 from jax_tcgemm.lowering.row_epilogue import lacks_epilogue
 from jax_tcgemm.problem.activations import resolve
@@ -73,6 +80,30 @@ def cuda_gemm(*operands: jax.Array, spec: GemmSpec) -> list[jax.Array]:
         fallback.report(_describe(x, spec), f"{reason}{source}", strict=strict)
         asked = spec.config == XLA
         return (reference.natural_gemm if asked else reference.reference_gemm)(*operands, spec=spec)
+    results = _by_function(x, spec, algorithm, source)
+    return _by_row(x, spec, algorithm, source) if results is None else results
+
+
+def _by_function(
+    x: Operands, spec: GemmSpec, algorithm: str, source: str = ""
+) -> list[jax.Array] | None:
+    """Computes a gemm whose epilogue is compiled as a function; ``None`` if it is a built one."""
+    made = named_function.as_function(x, spec, algorithm)
+    if made is None:
+        return None
+    log(f"{_describe(x, spec)}: {algorithm}, its epilogue compiled into the kernel{source}")
+    return made.emit()
+
+
+def _by_row(x: Operands, spec: GemmSpec, algorithm: str, source: str = "") -> list[jax.Array]:
+    """Computes a gemm by a kernel with a built epilogue.
+
+    Args:
+        x: the operands.
+        spec: the primitive's parameters.
+        algorithm: name of the arithmetic.
+        source: where the configuration was found.
+    """
     apart = _is_finished_apart(x, spec, algorithm)
     how = f"{algorithm}, config {spec.config or 'by heuristic'}{source}"
     log(f"{_describe(x, spec)}: {how}" + ", epilogue in a pass after it" * apart)
@@ -210,7 +241,9 @@ def _gated_by_products(x: Operands, spec: GemmSpec, algorithm: str) -> list[jax.
         axes=Operands(axes.a, axes.b, c=whole, bias=axes.bias),
         epilogue=Epilogue("factor", spec.activation, results=(True, saves_gate)),
     )
-    d, *g = custom_call(Operands(x.a, x.b, c=u, bias=x.bias), gate, algorithm)
+    factored = Operands(x.a, x.b, c=u, bias=x.bias)
+    found = _by_function(factored, gate, algorithm)
+    d, *g = custom_call(factored, gate, algorithm) if found is None else found
     return spec.epilogue.picked((d, *(g or [None]), u))
 
 

@@ -36,6 +36,7 @@ class Call:
     warp_bytes: int
     factors: tuple[layout.Factor, ...] = ()  # 8-bit operands, which emit makes k-major
     scale_strides: tuple[Shape, ...] = ()  # of a and b, along batches and then m, k or k, n
+    workspace_bytes: int = 0  # in which blocks add up parts of k
 
     def emit(
         self,
@@ -64,10 +65,13 @@ class Call:
             count = len(own) - spec.is_grouped  # group_sizes are no factor
             factors = [operand.astype(INPUT_DTYPES[self.algorithm]) for operand in own[:count]]
         known = [jnp.asarray(value) for value in self.program.known(others)]
-        call = jax.ffi.ffi_call(target, self.program.outputs)
+        results = self.program.outputs
+        if self.workspace_bytes and target == _extension.COMPILED_TARGET:
+            results = (*results, jax.ShapeDtypeStruct((self.workspace_bytes,), jnp.uint8))
+        call = jax.ffi.ffi_call(target, results)
         named = {**self._attributes(spec), **(more or {})}
         outputs = call(*factors, *own[count:], *known, *last, **named)
-        return self.program.finished(outputs, others)
+        return self.program.finished(outputs[: len(self.program.outputs)], others)
 
     @property
     def layout(self) -> str:

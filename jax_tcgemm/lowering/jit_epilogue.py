@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from jax_tcgemm.epilogue import compiler, translation
 from jax_tcgemm.epilogue.program import Program
 from jax_tcgemm.epilogue.spec import CompiledSpec
 from jax_tcgemm.kernels.arithmetic import ALL_ARITHMETIC
-from jax_tcgemm.kernels.names import KERNEL, XLA, by_name
+from jax_tcgemm.kernels.names import KERNEL, XLA, by_name, read_config
 from jax_tcgemm.lowering import devices, fallback, jit_problem, layout
 from jax_tcgemm.lowering.custom_call import (
     second_weight_offset,
@@ -29,6 +30,7 @@ from jax_tcgemm.lowering.jit_source import (
     staged_of,
     warp_bytes,
 )
+from jax_tcgemm.problem.alignment import bytes_of_added_parts
 from jax_tcgemm.problem.arithmetic import resolve_algorithm, resolve_run_time
 from jax_tcgemm.problem.log import log
 from jax_tcgemm.problem.spec import GemmSpec, with_kernel_layouts
@@ -85,6 +87,8 @@ def kernel_call(
 ) -> tuple[CompiledSpec, Call] | str:
     """Returns the custom call of a product with a function, although XLA may be faster.
 
+    The call has no workspace, so it does not split k.
+
     Args:
         own: the types of the product's operands.
         others: the types of the function's operands.
@@ -99,6 +103,8 @@ def kernel_call(
     if spec.product.config == KERNEL:
         spec = spec.with_config(None)
     spec, plan, _ = _tuned([*own, *others], spec, made, strict=True)
+    if not isinstance(plan, str):
+        plan = dataclasses.replace(plan, workspace_bytes=0)
     call = _call_or_reason(spec, plan)
     return call if isinstance(call, str) else (spec, call)
 
@@ -122,7 +128,8 @@ def _tuned(
         return spec, plan, ""
     if config is None:
         return spec, plan, told
-    if config != XLA and plan.promotes and not by_name(config).promote:  # an earlier version's
+    is_rough = config != XLA and not by_name(read_config(config)[0]).promote
+    if plan.promotes and is_rough:  # an earlier version's
         return spec, plan, ""
     spec = spec.with_config(config)
     return spec, planned(own, spec, made), told
@@ -210,7 +217,10 @@ def _planned(own: Sequence[Any], spec: CompiledSpec, made: Program, may_stream: 
     staged = staged_of(made, strides, gemm.n)
     source_text = source_of(made, strides, gemm.n, batched=bool(gemm.batch), scaled=spec.scaled)
     ordered = tuple(factors.values())
-    return Call(made, source_text, gemm, strides, staged, algorithm, needed, ordered, scale_strides)
+    call = Call(made, source_text, gemm, strides, staged, algorithm, needed, ordered, scale_strides)
+    if not has_one_weight or arithmetic.a.bytes == 1:
+        return call
+    return dataclasses.replace(call, workspace_bytes=bytes_of_added_parts(gemm))
 
 
 def _algorithm(a: np.dtype, b: np.dtype, product: GemmSpec) -> str | None:

@@ -1,4 +1,4 @@
-"""Lowering of the pullback of a user's epilogue to one pass over the matrices."""
+"""Lowering of the pullback of an epilogue to one pass over the matrices."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_tcgemm import _compat, _extension
+from jax_tcgemm import _compat, _core, _extension
 from jax_tcgemm.epilogue import compiler, source, translation
-from jax_tcgemm.epilogue.linear import LinearSpec
+from jax_tcgemm.epilogue.function import EpilogueFunction
 from jax_tcgemm.epilogue.program import Program
 from jax_tcgemm.lowering import devices
 from jax_tcgemm.lowering.custom_call import MAX_BATCH_NDIM
 from jax_tcgemm.lowering.jit_source import kinds_of, source_of
+from jax_tcgemm.problem.alignment import COPY_BYTES
 from jax_tcgemm.problem.log import log
 from jax_tcgemm.problem.spec import LARGE_MATRIX
 from jax_tcgemm.problem.strides import (
@@ -31,18 +32,31 @@ from jax_tcgemm.problem.strides import (
 )
 
 
-def cuda_pullback(*operands: jax.Array, spec: LinearSpec) -> list[jax.Array]:
-    """Computes the transpose on CUDA devices.
+@dataclasses.dataclass(frozen=True)
+class PassSpec:
+    """A function that is computed without a product.
+
+    Attributes:
+        function: the function, for example the transpose of an epilogue's derivative.
+        shape: shape of the matrices, ``(..., m, n)``.
+    """
+
+    function: EpilogueFunction
+    shape: tuple[int, ...]
+
+
+def cuda_pass(*operands: jax.Array, spec: PassSpec) -> list[jax.Array]:
+    """Computes a function on CUDA devices, in one pass if the matrices are large.
 
     Args:
-        *operands: the cotangents of the tangents, then the values.
+        *operands: the operands of the function.
         spec: the static parameters.
     """
     types = ", ".join(f"{x.dtype}{list(x.shape)}" for x in operands)
     call = _call_or_reason(spec)
     if isinstance(call, str):
         log(f"cotangent of an epilogue {types}: XLA's: {call}")
-        return spec.pullback.computed(*operands)
+        return spec.function.computed(*operands)
     log(f"cotangent of an epilogue {types}: one pass ({len(call.program.outputs)} results)")
     return call.emit(operands)
 
@@ -80,7 +94,7 @@ class _Call:
         }
 
 
-def _call_or_reason(spec: LinearSpec) -> _Call | str:
+def _call_or_reason(spec: PassSpec) -> _Call | str:
     """Returns the custom call, or why there can be none."""
     shape = spec.shape
     if not all(isinstance(extent, int) for extent in shape):
@@ -91,10 +105,10 @@ def _call_or_reason(spec: LinearSpec) -> _Call | str:
         return "an extent beyond 2^30"
     if _extension.COMPILED_PASS_TARGET not in _extension.BUILT_TARGETS:
         return "no kernels were built"
-    other = devices.other_than(devices.HOPPER)
-    if other is not None:
-        return f"no kernel on {other}"
-    made = translation.translate(spec.pullback, shape)
+    old = devices.local_device(lambda capability: capability < devices.AMPERE)
+    if old is not None:
+        return f"no pass on {old}"
+    made = translation.translate(spec.function, shape)
     if isinstance(made, str):
         return made
     folded, strides = _folded(shape, made)
@@ -102,10 +116,30 @@ def _call_or_reason(spec: LinearSpec) -> _Call | str:
         return "an index along a batch"
     if len(folded.batch) > MAX_BATCH_NDIM:
         return f"{len(folded.batch)} batch dimensions that do not fold"
+    reason = _slower(made, strides, folded.n)
+    if reason is not None:
+        return reason
     text = source_of(made, strides, folded.n, batched=bool(folded.batch))
     call = _Call(made, text, folded, strides)
-    is_here = bool(_compat.initialized_cuda_devices())
-    return compiler.obstacle(call.source, (source.PASS, "") if is_here else None) or call
+    gpus = _compat.initialized_cuda_devices()
+    if not gpus:
+        return call
+    capability = _core.device_properties(gpus[0].local_hardware_id)["compute_capability"]
+    return compiler.obstacle(call.source, (source.PASS, ""), capability) or call
+
+
+def _slower(made: Program, strides: Sequence[Shape], n: int) -> str | None:
+    """Returns why XLA takes less time, if so; "One pass for derivatives" in lab/epilogues.md."""
+    kinds = kinds_of(made, strides, n)
+    if any(kind == ("kMatrix", False) for kind in kinds) or any(
+        n * result.dtype.itemsize % COPY_BYTES for result in made.matrices
+    ):
+        return "a matrix whose rows do not begin at multiples of 16 bytes"
+    pairs = zip(made.leaves, kinds, strict=True)
+    matrices = [leaf for leaf, (along, _) in pairs if along == "kMatrix"]
+    if all(x.dtype.itemsize > 2 for x in (*matrices, *made.matrices)):
+        return "matrices of more than 16 bits"
+    return None
 
 
 def _folded(shape: Shape, made: Program) -> tuple[StridedGemm, tuple[Shape, ...]]:

@@ -45,7 +45,8 @@ def _can_be(config: str | None, spec: CompiledSpec, algorithm: str) -> bool:
         return False
     if config in (None, kernel_names.XLA):
         return True
-    return kernel_names.by_name(config).takes(reduces=spec.function.reduces)
+    row, _ = kernel_names.read_config(config)
+    return kernel_names.by_name(row).takes(reduces=spec.function.reduces)
 
 
 def _problem(

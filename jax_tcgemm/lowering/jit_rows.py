@@ -11,8 +11,7 @@ from jax_tcgemm.epilogue import compiler, nvrtc, source
 from jax_tcgemm.epilogue.spec import CompiledSpec
 from jax_tcgemm.kernels.arithmetic import ALL_ARITHMETIC
 from jax_tcgemm.kernels.choice_input import ChoiceInput
-from jax_tcgemm.kernels.config import KernelConfig
-from jax_tcgemm.kernels.names import by_name
+from jax_tcgemm.kernels.names import by_name, read_config
 from jax_tcgemm.lowering.jit_call import Call
 from jax_tcgemm.lowering.jit_source import result_bytes
 from jax_tcgemm.problem.alignment import row_alignment
@@ -30,21 +29,37 @@ def expected_row(call: Call, spec: CompiledSpec) -> tuple[str, str] | None:
 
     ``None`` without a GPU, or if no row has room for the function.
     """
-    gpus = _compat.initialized_cuda_devices()
-    if not gpus:
+    if not _compat.initialized_cuda_devices():
         return None
     row = spec.product.config
-    if row is None or not _can_be_compiled(by_name(row), call):  # another row takes its place
-        ranked = ranked_rows(call, spec, _core.device_properties(gpus[0].local_hardware_id))
-        if not ranked:
+    if row is None or not _can_be_compiled(row, call):  # another row takes its place
+        row = row_by_model(call, spec)
+        if row is None:
             return None
-        row = ranked[0][0]
+    name, splits = read_config(row)
     # As layout_name of cuda/dispatch/compiled.cc.
-    is_swapped = by_name(row).skinny and call.gemm.m < call.gemm.n
+    is_swapped = by_name(name).skinny and call.gemm.m < call.gemm.n
+    row = name + source.ADDS_PARTS * (splits > 1)
     return row, source.swapped(call.layout) if is_swapped else call.layout
 
 
-def _can_be_compiled(row: KernelConfig, call: Call) -> bool:
+def row_by_model(call: Call, spec: CompiledSpec) -> str | None:
+    """Returns the row, with the parts of k, that the time model puts first on the local GPU.
+
+    ``None`` without a GPU, or if no row has room for the function.
+    """
+    gpus = _compat.initialized_cuda_devices()
+    if not gpus:
+        return None
+    ranked = ranked_rows(call, spec, _core.device_properties(gpus[0].local_hardware_id))
+    return ranked[0][0] if ranked else None
+
+
+def _can_be_compiled(config: str, call: Call) -> bool:
+    name, splits = read_config(config)
+    row = by_name(name)
+    if splits > 1 and not (row.adds_parts and call.workspace_bytes):
+        return False
     has_room = row.skinny or row.warp_buffer_bytes >= result_bytes(call.program)
     return has_room and row.takes(reduces=call.reduces)
 
@@ -77,6 +92,7 @@ def ranked_rows(
         float32_result=call.promotes,
         compute_capability=device["compute_capability"],
         layout=call.layout,
+        workspace_bytes=call.workspace_bytes,
         epilogue="any",
         gated=spec.is_gated,
         grouped=spec.product.grouped,

@@ -157,12 +157,7 @@ def _local(
             made = apply(*_within_kernel(part, product, x, wide, others))
         else:
             made = part.within(*sums, *others)
-    joined = {each.value: each for each in function.joined}
-    made = [
-        shard.joined(value, joined[which].over, joined[which].join) if which in joined else value
-        for which, value in zip(function.made_within, made, strict=True)
-    ]
-    return part.after(made, others)
+    return part.after(part.joined(made, shard.joined), others)
 
 
 def _within_kernel(

@@ -1,9 +1,9 @@
-"""The derivative of a user's epilogue at known values, and its transpose.
+"""The derivative of an epilogue at known values, and its transpose.
 
 Both are primitives for the sake of the transpose, which is one pass over the matrices on a GPU.
-That pass is compiled from the function, like the epilogue itself. It reads each matrix once and, in
-the same pass, computes the sums for the cotangents of smaller operands. All other rules are those
-of the function.
+That pass is compiled from the function, or from the activation's. It reads each matrix once and, in
+the same pass, computes the sums for the cotangents of smaller operands, such as a bias. All other
+rules are those of the function.
 """
 
 from __future__ import annotations
@@ -20,10 +20,16 @@ from jax_tcgemm.epilogue import linear
 from jax_tcgemm.epilogue.linear import LinearSpec
 from jax_tcgemm.epilogue.spec import CompiledSpec, PackedFunctionSpec
 from jax_tcgemm.lowering import jit_pass
+from jax_tcgemm.lowering.jit_pass import PassSpec
+from jax_tcgemm.partitioning import passes as division
+from jax_tcgemm.partitioning import rules
 from jax_tcgemm.primitives import registration
+from jax_tcgemm.problem.activations import Activation
 
 tangent_p = Primitive("tcgemm_epilogue_tangent")
 pullback_p = Primitive("tcgemm_epilogue_pullback")
+# A device's part of a transpose. Nothing differentiates or maps it.
+pass_p = Primitive("tcgemm_epilogue_pass")
 
 
 def tangents(
@@ -43,12 +49,35 @@ def tangents(
     return _bind_tangent(given, derivative)
 
 
+def activation_tangent(
+    activation: str | Activation | None,
+    z: jax.Array,
+    t: jax.Array,
+    bias: jax.Array | None = None,
+) -> jax.Array:
+    """Returns ``f'(z) (t + bias)``, rounded once.
+
+    Args:
+        activation: the activation ``f``.
+        z: the pre-activation, ``(..., n)``.
+        t: the tangent of ``z`` without the bias's part, of the same shape and dtype.
+        bias: the bias's tangent, ``(n,)``.
+    """
+    terms = [t] if bias is None else [t, bias]
+    derivative, needed = linear.of_activation(activation, z, terms)
+    return _bind_tangent([*terms, *([z] * len(needed))], derivative)[0]
+
+
 def _bind_tangent(operands: Sequence[Any], spec: LinearSpec) -> list[jax.Array]:
     return registration.bind(tangent_p, operands, spec, _tangent)
 
 
 def _bind_pullback(operands: Sequence[Any], spec: LinearSpec) -> list[jax.Array]:
     return registration.bind(pullback_p, operands, spec, _pullback)
+
+
+def _bind_pass(operands: Sequence[Any], spec: PassSpec) -> list[jax.Array]:
+    return registration.bind(pass_p, operands, spec, _computed_pass)
 
 
 def _tangent(*operands: Any, spec: LinearSpec) -> list[Any]:
@@ -67,12 +96,24 @@ def _computed_pullback(*operands: Any, spec: LinearSpec) -> list[Any]:
     return spec.pullback.computed(*operands)
 
 
+def _computed_pass(*operands: Any, spec: PassSpec) -> list[Any]:
+    return spec.function.computed(*operands)
+
+
+def _cuda_pullback(*operands: jax.Array, spec: LinearSpec) -> list[jax.Array]:
+    return jit_pass.cuda_pass(*operands, spec=PassSpec(spec.pullback, spec.shape))
+
+
 def _tangent_avals(*avals: Any, spec: LinearSpec) -> list[Any]:
     return [_compat.result_aval(avals, x.shape, x.dtype) for x in spec.tangent.results]
 
 
 def _pullback_avals(*avals: Any, spec: LinearSpec) -> list[Any]:
     return [_compat.result_aval(avals, x.shape, x.dtype) for x in spec.pullback.results]
+
+
+def _pass_avals(*avals: Any, spec: PassSpec) -> list[Any]:
+    return [_compat.result_aval(avals, x.shape, x.dtype) for x in spec.function.results]
 
 
 # Transposition
@@ -162,11 +203,13 @@ def _pullback_batch(
 
 # Registration
 
-for _primitive in (tangent_p, pullback_p):
+for _primitive in (tangent_p, pullback_p, pass_p):
     _primitive.multiple_results = True
-    registration.evaluate_by_jit(_primitive, lambda spec: spec.without_rules)
+registration.evaluate_by_jit(tangent_p, lambda spec: spec.without_rules)
+registration.evaluate_by_jit(pullback_p, lambda spec: spec.without_rules)
 tangent_p.def_abstract_eval(_tangent_avals)
 pullback_p.def_abstract_eval(_pullback_avals)
+pass_p.def_abstract_eval(_pass_avals)
 registration.derive_linear(tangent_p, _tangent, lambda spec: spec.slopes)
 registration.derive_linear(pullback_p, _pullback, lambda spec: len(spec.tangent.results))
 registration.drop_unread_results(pullback_p, _read_cotangents)
@@ -175,6 +218,6 @@ ad.primitive_transposes[pullback_p] = _pullback_transpose
 batching.fancy_primitive_batchers[tangent_p] = _tangent_batch
 batching.fancy_primitive_batchers[pullback_p] = _pullback_batch
 registration.lower(tangent_p, reference=_computed_tangent, cuda=_computed_tangent, is_product=False)
-registration.lower(
-    pullback_p, reference=_computed_pullback, cuda=jit_pass.cuda_pullback, is_product=False
-)
+registration.lower(pullback_p, reference=_computed_pullback, cuda=_cuda_pullback, is_product=False)
+registration.lower(pass_p, reference=_computed_pass, cuda=jit_pass.cuda_pass, is_product=False)
+rules.register(pullback_p, division.rule(_bind_pass))

@@ -26,7 +26,7 @@ from jax_tcgemm.epilogue.linear import LinearSpec
 from jax_tcgemm.epilogue.spec import CompiledSpec
 from jax_tcgemm.primitives import gemm as gemm_primitive
 from jax_tcgemm.primitives import jit_epilogue, registration
-from jax_tcgemm.primitives.activation_gradient import activation_tangent
+from jax_tcgemm.primitives.epilogue_derivative import activation_tangent
 from jax_tcgemm.primitives.gated import product_tangent
 from jax_tcgemm.problem.arithmetic import accumulator_dtype
 from jax_tcgemm.problem.spec import GemmSpec

@@ -160,7 +160,7 @@ def derive_linear(
                 operands = list(primals)
                 for i, value in zip(others, values, strict=True):
                     operands[i] = value
-                return composed(*operands, spec=spec)
+                return composed(*_compat.match_varying(operands), spec=spec)
 
             slopes = [tangents[i] for i in others]
             terms.append(jax.jvp(of_others, [primals[i] for i in others], slopes)[1])

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jax_tcgemm.lowering import reference
 from jax_tcgemm.primitives import gated, ragged
-from jax_tcgemm.primitives.activation_gradient import activation_tangent
+from jax_tcgemm.primitives.epilogue_derivative import activation_tangent
 from jax_tcgemm.primitives.factor_cotangent import Bind
 from jax_tcgemm.problem.arithmetic import accumulator_dtype
 from jax_tcgemm.problem.epilogue import Use

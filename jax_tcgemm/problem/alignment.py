@@ -103,6 +103,22 @@ def named_split_bytes(gemm: StridedGemm, splits: int, tile_m: int, tile_n: int) 
     return 4 * splits * m * n + _core.FIXUP_FLAG_BYTES
 
 
+# Blocks that add up parts of k: how many run at once on the largest GPU, and the largest tile.
+_ADDING_BLOCKS, _ADDED_TILE = 132, 128
+
+
+def bytes_of_added_parts(gemm: StridedGemm) -> int:
+    """Returns the bytes in which the blocks of a kernel may add up parts of k.
+
+    There are none if more than half of the blocks that run at once would have a tile of their own.
+    The dispatch decides if they add up parts.
+    """
+    tiles = math.prod(-(-extent // _ADDED_TILE) for extent in (gemm.m, gemm.n))
+    if gemm.k < _SPLIT_K or 2 * tiles > _ADDING_BLOCKS or math.prod(gemm.batch) != 1:
+        return 0
+    return 4 * _ADDING_BLOCKS * _ADDED_TILE**2 + _core.FIXUP_FLAG_BYTES
+
+
 # From these sizes on, copies cost less than realigning, although they take one more kernel:
 # lab/README.md. If k is short, the kernel must read an operand often enough.
 _PADDED_K = 224

@@ -217,9 +217,13 @@ def _calls(product: Product) -> list[Call]:
 def _with_both_kinds(rows: Sequence[str], most: int) -> list[str]:
     """Returns the first rows, but a later one for the last if no other is (or is not) skinny."""
     chosen = list(rows[:most])
-    kinds = {names.by_name(row).skinny for row in chosen}
-    other = next((row for row in rows if names.by_name(row).skinny not in kinds), None)
+    kinds = {_is_skinny(row) for row in chosen}
+    other = next((row for row in rows if _is_skinny(row) not in kinds), None)
     return chosen if other is None or most < 2 else [*chosen[:-1], other]
+
+
+def _is_skinny(config: str) -> bool:
+    return names.by_name(read_config(config)[0]).skinny
 
 
 def _of_gemm(product: Product, is_hopper: bool) -> dict[str, Any]:

@@ -129,7 +129,8 @@ class Race:
         fastest = self._fastest_relatives(plain)
         possible = rows_of_relative(self._product, fastest, self._properties)
         known = set(built)
-        if is_untuned(ranked[0]):  # the race times the untuned choice anyway
+        # The race times the untuned choice anyway. It may be a function, which no row's name means.
+        if is_untuned(ranked[0]) and self._product.primitive != "gemm":
             known.add(ranked[0])
         others = dict.fromkeys(name for name in (*possible, *ranked) if name not in known)
         return [*built, *list(others)[:_MOST_COMPILED]]

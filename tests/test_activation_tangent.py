@@ -1,4 +1,4 @@
-"""The tangent of a biased activation, its transpose, and when one kernel computes both."""
+"""The tangent of a biased activation, its transpose, and when one pass computes both."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pytest
 from sharded_checks import put
 from sharded_program import mesh_of
 
-from jax_tcgemm import gemm
-from jax_tcgemm.primitives.activation_gradient import activation_tangent
-from jax_tcgemm.problem.activations import resolve
+from jax_tcgemm import clip, gemm, softcap
+from jax_tcgemm.primitives.epilogue_derivative import activation_tangent
+from jax_tcgemm.problem.activations import ACTIVATIONS, resolve
 
 pytestmark = pytest.mark.any_jax
 
-TARGET = "jax_tcgemm_activation_gradient_v1"
+TARGET = "jax_tcgemm_compiled_pass_v2"
 
 
 def plain(activation, z, t, bias=None):
@@ -113,27 +113,28 @@ def layer(normal, rows, n, dtype=jnp.bfloat16, bias_dtype=None):
     return x, w, normal(n, dtype=bias_dtype or dtype)
 
 
+def passes(text):
+    """Returns the source and the types of the results of each pass."""
+    found = re.findall(rf'custom_call @{TARGET}.*?source = "(.*?)".*-> (.*)', text)
+    return [(source, re.findall(r"tensor<([\w<>]+)>", results)) for source, results in found]
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("bias_dtype", [None, jnp.float32])
-def test_large_layer_has_one_kernel_for_both(normal, cuda_module, dtype, bias_dtype):
-    """Three products run beside this kernel; no other operation sums or differentiates."""
+def test_large_layer_has_one_pass_for_both(normal, cuda_module, dtype, bias_dtype):
+    """Three products run beside this pass. XLA adds up the sums of 64 rows each."""
     args = layer(normal, 4096, 1024, dtype, bias_dtype)
     text, calls = cuda_module(layer_gradients(0, 1, 2), *args)
     assert len(calls) == 3
-    (call,) = re.findall(rf"custom_call @{TARGET}.*", text)
-    for attribute in ("n = 1024", "parts = 64", 'activation = "Gelu"'):
-        assert attribute in call
-    tag = "bf16" if dtype == jnp.bfloat16 else "f16"
-    sums = tag if bias_dtype is None else "f32"
-    results = f"(tensor<4096x1024x{tag}>, tensor<1024x{sums}>, tensor<64x1024xf32>)"
-    assert call.endswith(f"-> {results}")
+    ((source, results),) = passes(text)
+    assert results == [f"4096x1024x{'bf16' if dtype == jnp.bfloat16 else 'f16'}", "64x1024xf32"]
+    assert source.count("BesideTanh") == 1
     assert "stablehlo.tanh" not in text
 
 
 def test_without_a_bias_there_are_no_sums(normal, cuda_module):
     text, _ = cuda_module(layer_gradients(0, 1), *layer(normal, 4096, 1024))
-    (call,) = re.findall(rf"custom_call @{TARGET}.*", text)
-    assert call.endswith("-> tensor<4096x1024xbf16>")
+    assert [results for _, results in passes(text)] == [["4096x1024xbf16"]]
 
 
 @pytest.mark.parametrize(
@@ -149,6 +150,17 @@ def test_what_is_left_to_xla(normal, cuda_module, rows, n, dtype, products):
     text, calls = cuda_module(layer_gradients(0, 1, 2), *layer(normal, rows, n, dtype))
     assert TARGET not in text
     assert len(calls) == products
+
+
+@pytest.mark.parametrize("activation", [*ACTIVATIONS, softcap(30.0), clip(0.0, 6.0)], ids=str)
+def test_a_pass_of_every_activation(cuda_module, activation):
+    z = jax.ShapeDtypeStruct((4096, 1024), jnp.bfloat16)
+
+    def f(z, g):
+        return jax.linear_transpose(lambda t: activation_tangent(activation, z, t), g)(g)[0]
+
+    text, _ = cuda_module(f, z, z)
+    assert len(passes(text)) == 1
 
 
 def test_symbolic_shapes_are_left_to_xla(all_kernels):

@@ -1,0 +1,112 @@
+"""How the transpose of an epilogue's derivative is divided.
+
+Each device computes its part of the matrices, and reductions over rows or columns are joined over
+devices before they are rounded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from jax_tcgemm.epilogue import function as functions
+from jax_tcgemm.epilogue import portable, translation
+from jax_tcgemm.epilogue.function import EpilogueFunction
+from jax_tcgemm.epilogue.linear import LinearSpec
+from jax_tcgemm.epilogue.part import Part
+from jax_tcgemm.epilogue.portable import Joined, Number, Operation, PortableFunction
+from jax_tcgemm.lowering.jit_pass import PassSpec
+from jax_tcgemm.partitioning.rules import Rule
+from jax_tcgemm.partitioning.shard import Shard
+from jax_tcgemm.partitioning.work import Array, Work
+
+
+@dataclasses.dataclass(frozen=True)
+class DividedPass:
+    """The transpose in the form that the custom call carries.
+
+    Attributes:
+        function: the transpose. The cotangents of whole matrices are its accumulators.
+        names: names of the matrices' dimensions.
+    """
+
+    function: PortableFunction
+    names: tuple[str, ...]
+
+
+def rule(apply: Callable[[Sequence[jax.Array], PassSpec], list[jax.Array]]) -> Rule:
+    """Returns the rule of ``pullback_p``; ``apply`` computes a function in one pass."""
+
+    def local(shard: Shard, spec: DividedPass, *operands: jax.Array) -> list[jax.Array]:
+        return _local(shard, spec, operands, apply)
+
+    classes = (DividedPass, PortableFunction, Operation, Number, Joined)
+    return Rule(_accepts, _work, local, classes, _told)
+
+
+def _divided(spec: LinearSpec) -> DividedPass | str:
+    """Returns the transpose with named dimensions, or why they cannot be named."""
+    names = (*(f"batch{i}" for i in range(len(spec.shape) - 2)), "m", "n")
+    pullback, held = spec.transposed()
+    whole = [x.shape == spec.shape for x in pullback.types]
+    count = [*whole, False].index(False)
+    if held or len(spec.shape) < 2 or count == 0:
+        return "no cotangent of a whole matrix" if count == 0 else "arrays of a backward rule"
+    function = portable.portable(EpilogueFunction(pullback.jaxpr, count), names)
+    return function if isinstance(function, str) else DividedPass(function, names)
+
+
+def _accepts(spec: LinearSpec, types: Sequence[Any]) -> bool:
+    """Checks if each device can compute a part; XLA divides all else itself."""
+    if spec.has_opaque_rule or not all(x.size for x in types):
+        return False
+    if isinstance(translation.translate(spec.pullback, spec.shape), str):
+        return False
+    return not isinstance(_divided(spec), str)
+
+
+def _told(spec: LinearSpec) -> DividedPass:
+    divided = _divided(spec)
+    assert isinstance(divided, DividedPass)
+    return divided
+
+
+def _work(spec: DividedPass, types: Sequence[Any]) -> Work:
+    function = spec.function
+    size = types[0].dtype.itemsize
+    operands = tuple(
+        Array(_names(dims), x.dtype.itemsize, f"operand {i}")
+        for i, (dims, x) in enumerate(zip(function.arguments, types, strict=True))
+    )
+    return Work(
+        extents=dict(zip(spec.names, types[0].shape, strict=True)),
+        operands=operands,
+        product=Array(spec.names, size, "the cotangent"),
+        results=tuple(Array(_names(dims), size, "the result") for dims in function.result_dims),
+        factors=frozenset(i for i, x in enumerate(operands) if x.dims == spec.names),
+        operations=0,
+        whole=frozenset(name for each in function.joined for name in each.over),
+    )
+
+
+def _names(dims: portable.Dims) -> tuple[str | None, ...]:
+    return tuple(name if isinstance(name, str) else None for name in dims)
+
+
+def _local(
+    shard: Shard,
+    spec: DividedPass,
+    operands: Sequence[jax.Array],
+    apply: Callable[[Sequence[jax.Array], PassSpec], list[jax.Array]],
+) -> list[jax.Array]:
+    function = spec.function
+    extents = {name: shard.plan.part(name) for name in spec.names}
+    part = Part(function, extents, {name: shard.start(name) for name in spec.names})
+    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
+    within, held = functions.trace(part.within, types, 0)
+    made = apply([*operands, *held], PassSpec(within, tuple(extents.values())))
+    made = part.joined(made, shard.joined)
+    return part.after(made, operands[function.accumulators :])
