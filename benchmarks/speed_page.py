@@ -27,6 +27,7 @@ _SUITES = {
     "unaligned": "rows that are not aligned to 16 bytes",
     "batched": "batches",
     "epilogue": "bias, activation, C, residual",
+    "medium_epilogue": "epilogues and functions of 128 to 512 rows",
     "gated": "gated products",
     "backward": "layers with gradients",
     "fused": "transformer blocks through `fuse`",

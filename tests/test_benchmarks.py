@@ -61,7 +61,17 @@ def test_labels_are_unique():
 def test_every_suite_is_there_and_what_is_unsupported_says_so():
     assert list(dict.fromkeys(case.suite for case in CASES)) == [
         *("large", "medium", "decode", "unaligned", "batched"),
-        *("epilogue", "gated", "backward", "fused", "tf32", "ragged", "f32_out", "precise"),
+        *(
+            "epilogue",
+            "medium_epilogue",
+            "gated",
+            "backward",
+            "fused",
+            "tf32",
+            "ragged",
+            "f32_out",
+            "precise",
+        ),
         *("user_epilogue", "fp8", "int8", "decode_8_bits", "complex", "weight_only"),
         *("random", "random_decode"),
     ]
