@@ -299,6 +299,19 @@ def test_batches_of_few_rows_take_the_models_choice(
     assert found == ("measured" if is_measured else None)
 
 
+@pytest.mark.parametrize(
+    ("rows", "columns", "is_measured"),
+    [(256, 512, True), (64, 512, False), (16384, 2048, False)],
+)
+def test_functions_of_medium_rows_are_measured(monkeypatch, rows, columns, is_measured):
+    """XLA is faster for some of them; the others' kernels would be compiled to be timed."""
+    monkeypatch.setattr(measure_module, "measure", lambda *_, **__: "measured")
+    a, b = jnp.zeros((rows, 512), jnp.bfloat16), jnp.zeros((512, columns), jnp.bfloat16)
+    (product,) = tune_module.find_products(lambda a, b: gemm(a, b, epilogue=jnp.tanh), a, b)
+    found = measure_module.measure_while_lowering(product, 5.0)
+    assert found == ("measured" if is_measured else None)
+
+
 def test_a_candidate_that_fails_is_left_out(monkeypatch):
     monkeypatch.setattr(_core, "device_properties", lambda ordinal: H200)
     for name in ("candidates", "built_candidates"):

@@ -28,7 +28,7 @@ from jax_tcgemm.problem.strides import Operands, fold
 
 # Above this many results, 8 tiles of 128 x 128 for each SM of an H200, both kinds of kernels were
 # within 1 % of each other. Below this much work, the smallest kernels are those of the build.
-_MOST_RESULTS = 132 * 128 * 128 * 8
+MOST_RESULTS = 132 * 128 * 128 * 8
 _LEAST_WORK = 2**24
 
 
@@ -110,7 +110,7 @@ def _may_be_function(x: Operands, spec: GemmSpec, algorithm: str) -> bool:
     is_few = min(gemm.m, gemm.n) <= fallback.FEW_ROWS
     if spec.is_gated and is_few:
         return False
-    return results <= _MOST_RESULTS and results * gemm.k >= _LEAST_WORK
+    return results <= MOST_RESULTS and results * gemm.k >= _LEAST_WORK
 
 
 # True if NVRTC compiled the first named epilogue of this process; empty before that.

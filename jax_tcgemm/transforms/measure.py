@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 import threading
 import time
@@ -12,6 +13,8 @@ import jax
 
 from jax_tcgemm import _compat
 from jax_tcgemm.kernels.names import XLA
+from jax_tcgemm.lowering.fallback.functions import FEW_ROWS
+from jax_tcgemm.lowering.named_function import MOST_RESULTS
 from jax_tcgemm.problem.log import log
 from jax_tcgemm.tools.benchmarking import Timing
 from jax_tcgemm.transforms.candidates import MOST, is_batch_of_few_rows
@@ -50,7 +53,8 @@ def measure(
 
     If the build contains the rows, they are timed directly. If the epilogue or the type needs rows
     that NVRTC compiles, their relatives in the build are timed first (``candidates.relative``), and
-    then at most two of the rows themselves.
+    then at most two of the rows themselves. With little patience, a function is only compared with
+    XLA.
 
     Args:
         product: the product, as the lowering describes it.
@@ -79,7 +83,9 @@ def measure(
         race.enter({UNTUNED: None} | ({CUBLAS: XLA} if race.has_rival else {}))
         if race.is_near(NEAR_LIMIT):
             race.leave(CUBLAS)
-        elif not (race.is_as_fast_as(CUBLAS) and race.is_near(_NEAR_ENOUGH)):
+        elif product.spec.function is None and not (
+            race.is_as_fast_as(CUBLAS) and race.is_near(_NEAR_ENOUGH)
+        ):
             race.enter({name: name for name in race.rows()})
             race.narrow_down()
     blocks = _blocks(race)
@@ -99,6 +105,19 @@ def measure(
     return Measured(entry, is_certain)
 
 
+def _is_timed(product: Product) -> bool:
+    """Checks if the kernel of a function is compared with XLA while a program is lowered.
+
+    It is if XLA was faster in some cases: for 65 rows and columns up to a few tiles an SM. NVRTC
+    compiles no other kernels only to time them.
+    """
+    if product.primitive != "compiled" or product.spec.is_gated or product.spec.scaled:
+        return False
+    problem = json.loads(product.problem)
+    m, n = problem["m"], problem["n"]
+    return not problem["batch"] and min(m, n) > FEW_ROWS and m * n <= MOST_RESULTS
+
+
 def _blocks(race: Race) -> list[dict[str, Timing]]:
     """Returns two blocks of samples, or more if these leave the choice unclear."""
     blocks: list[dict[str, Timing]] = []
@@ -112,12 +131,13 @@ def measure_while_lowering(product: Product, patience: float) -> Measured | None
 
     Args:
         product: the product, as the lowering describes it.
-        patience: as for ``measure``. If little is left, two kinds of products are not measured. For
-            a product with the user's own epilogue, NVRTC would compile kernels only to time them.
-            For a batch of few rows, the model's choice was at most a tenth slower than the fastest
-            kernel, and XLA's product slower in most cases (lab/fusion.md).
+        patience: as for ``measure``. If little is left, two kinds of products are not measured:
+            most functions (``_is_timed``), and batches of few rows. For those the model's choice
+            was at most a tenth slower than the fastest kernel, and XLA's product slower in most
+            cases (lab/fusion.md).
     """
-    is_left_out = product.spec.function is not None or is_batch_of_few_rows(product)
+    is_function = product.spec.function is not None
+    is_left_out = not _is_timed(product) if is_function else is_batch_of_few_rows(product)
     if patience < _PATIENT_SECONDS and is_left_out:
         return None
     return in_a_thread(functools.partial(measure, product, patience=patience))
