@@ -81,9 +81,9 @@ constexpr double kLeastGain = 1.06;
 // (lab/epilogues.md).
 constexpr double kSharedFunctionFactor = 0.94;
 
-// Factors on the expected time of a function in a skinny row, and in a row whose blocks add up parts
-// of k. With them, the choices for 90 random products of 24 to 1024 rows lose 2.6 % in the mean of
-// what the best row takes, and 3.8 % without them (lab/epilogues.md).
+// Factors on the expected time of a function in a skinny row, and in a row whose blocks add up
+// parts of k. With them, the choices for 90 random products of 24 to 1024 rows lose 2.6 % in the
+// mean of what the best row takes, and 3.8 % without them (lab/epilogues.md).
 constexpr double kSkinnyFunctionFactor = 1.15;
 constexpr double kAddedPartsFactor = 0.95;
 
