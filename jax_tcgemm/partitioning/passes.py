@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jax_tcgemm.epilogue import function as functions
 from jax_tcgemm.epilogue import portable, translation
@@ -29,12 +30,24 @@ class DividedPass:
     """The transpose in the form that the custom call carries.
 
     Attributes:
-        function: the transpose. The cotangents of whole matrices are its accumulators.
+        function: the transpose. Its accumulators are its first arguments that are whole matrices.
         names: names of the matrices' dimensions.
+        cotangents: how many of them are cotangents, if all cotangents are whole matrices; else 0.
     """
 
     function: PortableFunction
     names: tuple[str, ...]
+    cotangents: int
+
+    @property
+    def summed(self) -> tuple[str, ...]:
+        """The names along which values are joined that padding could change."""
+        return tuple({name: None for each in self.function.joined for name in each.over})
+
+    @property
+    def is_linear(self) -> bool:
+        """Returns true if rows of zeros in the cotangents change no joined value."""
+        return self.cotangents > 0 and all(x.join == "Sum" for x in self.function.joined)
 
 
 def rule(apply: Callable[[Sequence[jax.Array], PassSpec], list[jax.Array]]) -> Rule:
@@ -56,7 +69,12 @@ def _divided(spec: LinearSpec) -> DividedPass | str:
     if held or len(spec.shape) < 2 or count == 0:
         return "no cotangent of a whole matrix" if count == 0 else "arrays of a backward rule"
     function = portable.portable(EpilogueFunction(pullback.jaxpr, count), names)
-    return function if isinstance(function, str) else DividedPass(function, names)
+    cotangents = len(spec.tangent.results)
+    return (
+        function
+        if isinstance(function, str)
+        else DividedPass(function, names, cotangents if cotangents <= count else 0)
+    )
 
 
 def _accepts(spec: LinearSpec, types: Sequence[Any]) -> bool:
@@ -88,7 +106,7 @@ def _work(spec: DividedPass, types: Sequence[Any]) -> Work:
         results=tuple(Array(_names(dims), size, "the result") for dims in function.result_dims),
         factors=frozenset(i for i, x in enumerate(operands) if x.dims == spec.names),
         operations=0,
-        whole=frozenset(name for each in function.joined for name in each.over),
+        whole=frozenset() if spec.is_linear else frozenset(spec.summed),
     )
 
 
@@ -105,8 +123,30 @@ def _local(
     function = spec.function
     extents = {name: shard.plan.part(name) for name in spec.names}
     part = Part(function, extents, {name: shard.start(name) for name in spec.names})
+    padded = [name for name in spec.summed if not shard.plan.is_even(name)]
+    operands = [_without_padding(shard, spec, i, x, padded) for i, x in enumerate(operands)]
     types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
     within, held = functions.trace(part.within, types, 0)
     made = apply([*operands, *held], PassSpec(within, tuple(extents.values())))
-    made = part.joined(made, shard.joined)
-    return part.after(made, operands[function.accumulators :])
+
+    def joined(x: jax.Array, names: Sequence[str], join: str) -> jax.Array:
+        for name in set(names).intersection(padded):  # a part may be nothing but padding
+            x = jnp.where(shard.left(name) > 0, x, jnp.zeros_like(x))
+        return shard.joined(x, names, join)
+
+    return part.after(part.joined(made, joined), operands[function.accumulators :])
+
+
+def _without_padding(
+    shard: Shard, spec: DividedPass, index: int, x: jax.Array, padded: Sequence[str]
+) -> jax.Array:
+    """Replaces padding by zeros in cotangents, and by the part's first row in other operands.
+
+    The derivative at the first row times zero is zero, or what that row adds to the sum anyway.
+    """
+    for axis, name in enumerate(spec.function.arguments[index]):
+        if name in padded:
+            first = jax.lax.slice_in_dim(x, 0, 1, axis=axis)
+            filler = jnp.zeros_like(first) if index < spec.cotangents else first
+            x = shard.without_padding(x, axis, str(name), filler)
+    return x

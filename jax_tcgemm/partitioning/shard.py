@@ -60,13 +60,27 @@ class Shard:
             start = start + self._value(beyond) * self.plan.part(name, after_sum=True)
         return start
 
-    def without_padding(self, x: jax.Array, axis: int, name: str) -> jax.Array:
-        """Sets elements beyond the end of a dimension to zero; XLA leaves anything there."""
+    def left(self, name: str) -> jax.Array | int:
+        """Returns how far a dimension reaches beyond the beginning of this device's part."""
+        return self.plan.work.extents[name] - self.start(name)
+
+    def without_padding(
+        self, x: jax.Array, axis: int, name: str, filler: jax.Array | None = None
+    ) -> jax.Array:
+        """Replaces elements beyond the end of a dimension; XLA leaves anything there.
+
+        Args:
+            x: the part of this device.
+            axis: the axis of the dimension.
+            name: the name of the dimension.
+            filler: what replaces them, of extent 1 along the axis; by default zeros.
+        """
         if self.plan.is_even(name):
             return x
-        left = self.plan.work.extents[name] - self.start(name)
         index = lax.broadcasted_iota(jnp.int32, x.shape, axis)
-        return jnp.where(index < left, x, jnp.zeros_like(x))
+        return jnp.where(
+            index < self.left(name), x, jnp.zeros_like(x) if filler is None else filler
+        )
 
     def total(self, x: jax.Array, array: Array | None = None) -> jax.Array:
         """Adds up the devices' parts of a sum.
