@@ -134,8 +134,8 @@ def elementwise(name: str) -> Callable[..., Any]:
     if name == "one_minus_square":
         return lambda x: (1 - x) * (1 + x)
     if name == "polynomial":
-        polynomial = getattr(lax, name)  # since JAX 0.12
-        return lambda x, *coefficients: polynomial(x, coefficients)
+        # Older JAX has no such operation, and no name for it.
+        return lambda x, *coefficients: getattr(lax, name)(x, coefficients)
     if name == "round":
         return lambda x, method: lax.round(x, lax.RoundingMethod(method))
     return getattr(lax, _ALIASES.get(name, name))
