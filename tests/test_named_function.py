@@ -143,6 +143,7 @@ def test_the_function_has_the_values_of_the_epilogue(here, normal, monkeypatch, 
         "gated": {"bias_gate": normal(N)},
     }[form]
     a, b = normal(*batch, M, K, dtype=jnp.bfloat16), normal(K, N, dtype=jnp.bfloat16)
+    a = a / 32  # so that sums in another order differ by 1e-6 only
 
     def f(a, b, options):
         types = {"preferred_element_type": jnp.float32, "activation": "silu"}
@@ -159,4 +160,4 @@ def test_the_function_has_the_values_of_the_epilogue(here, normal, monkeypatch, 
     weights = [b, b[:, ::-1]][: 1 + spec.is_gated]
     products = [jnp.matmul(a, w, preferred_element_type=jnp.float32) for w in weights]
     (got,) = jaxpr_as_fun(found.spec.function.jaxpr)(*products, *(given[name] for name in names))
-    np.testing.assert_allclose(got, f(a, b, options), rtol=1e-4, atol=1e-3)
+    np.testing.assert_allclose(got, f(a, b, options), rtol=1e-4, atol=1e-4)
