@@ -142,6 +142,11 @@ def portable(function: EpilogueFunction, names: tuple[str, ...]) -> PortableFunc
         return str(error)
 
 
+def dim_names(dims: Dims) -> tuple[str | None, ...]:
+    """The names of dimensions, None for one of a fixed size."""
+    return tuple(dim if isinstance(dim, str) else None for dim in dims)
+
+
 def _portable(jaxpr: Any, accumulators: int, axes: Axes) -> PortableFunction:
     numbers = {var: i for i, var in enumerate(jaxpr.invars)}
     numbers |= {eqn.outvars[0]: i for i, eqn in enumerate(jaxpr.eqns, len(numbers))}

@@ -94,13 +94,13 @@ def _work(spec: DividedSpec, types: Sequence[Any]) -> Work:
     function, count = spec.function, len(spec.product.operand_names)
     work = products.work(spec.product, types[:count])
     others = tuple(
-        Array(_names(dims), each.dtype.itemsize, f"operand {i} of the function")
+        Array(portable.dim_names(dims), each.dtype.itemsize, f"operand {i} of the function")
         for i, (dims, each) in enumerate(
             zip(function.arguments[function.accumulators :], types[count:], strict=True)
         )
     )
     results = tuple(
-        Array(_names(dims), spec.product.out_dtype.itemsize, "the result")
+        Array(portable.dim_names(dims), spec.product.out_dtype.itemsize, "the result")
         for dims in function.result_dims
     )
     return dataclasses.replace(
@@ -116,10 +116,6 @@ def _is_by_rows(function: PortableFunction) -> bool:
     """Checks if the rows of a function's results can be computed apart."""
     names = {operation.name for operation in function.operations}
     return not function.joined and not names & {"iota", *rng.DRAWS, *rng.KEYS}
-
-
-def _names(dims: portable.Dims) -> tuple[str | None, ...]:
-    return tuple(name if isinstance(name, str) else None for name in dims)
 
 
 def _local(

@@ -96,22 +96,20 @@ def _work(spec: DividedPass, types: Sequence[Any]) -> Work:
     function = spec.function
     size = types[0].dtype.itemsize
     operands = tuple(
-        Array(_names(dims), x.dtype.itemsize, f"operand {i}")
+        Array(portable.dim_names(dims), x.dtype.itemsize, f"operand {i}")
         for i, (dims, x) in enumerate(zip(function.arguments, types, strict=True))
     )
     return Work(
         extents=dict(zip(spec.names, types[0].shape, strict=True)),
         operands=operands,
         product=Array(spec.names, size, "the cotangent"),
-        results=tuple(Array(_names(dims), size, "the result") for dims in function.result_dims),
+        results=tuple(
+            Array(portable.dim_names(dims), size, "the result") for dims in function.result_dims
+        ),
         factors=frozenset(i for i, x in enumerate(operands) if x.dims == spec.names),
         operations=0,
         whole=frozenset() if spec.is_linear else frozenset(spec.summed),
     )
-
-
-def _names(dims: portable.Dims) -> tuple[str | None, ...]:
-    return tuple(name if isinstance(name, str) else None for name in dims)
 
 
 def _local(
