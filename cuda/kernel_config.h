@@ -220,7 +220,7 @@ struct KernelConfig {
     return by_memory < by_registers ? by_memory : by_registers;
   }
   static constexpr int kBarrierBytes = 512;
-  static constexpr int kMaxSharedMemoryBytes = 227 * 1024;
+  static constexpr int kMaxSharedMemoryBytes = 227 * 1024;  // on sm_90, which has the most
   constexpr int shared_memory_bytes() const {
     if (arch == Arch::kSimt) return 0;
     if (is_direct()) return split_k * tile_m * direct_pitch() * 4;
@@ -229,6 +229,14 @@ struct KernelConfig {
     }
     const int extra = arch == Arch::kSm90 ? kBarrierBytes + bias_bytes() : 0;
     return ring_bytes() + output_bytes() + extra;
+  }
+
+  // Checks if a block has enough shared memory and registers on some GPU. Rows above a device's
+  // own limit are skipped at run time: sm_80 has 163 KiB, sm_86 and sm_89 have 99 KiB.
+  constexpr bool fits() const {
+    const bool has_unrolled_sums = arch == Arch::kSm90 && epilogue == EpilogueWork::kSum &&
+                                   !skinny && !swap_ab && !streams_b();
+    return shared_memory_bytes() <= kMaxSharedMemoryBytes && (!has_unrolled_sums || unrolls_sums());
   }
 };
 

@@ -3,9 +3,12 @@ from typing import Any
 
 from jax_tcgemm.kernels.choice_input import ChoiceInput
 
-# Constants of cuda/shared_limits.h.
+# Constants of C++; most are in cuda/shared_limits.h.
+MOST_SPLITS: int
 VECTOR_COLUMNS: int
 FIXUP_FLAG_BYTES: int
+FEW_ROWS: int
+MAX_BATCH_RANK: int
 MAX_TMA_BATCH_RANK: int
 PLANE_TILE_K: int
 SPLIT_STATE_BYTES: int
@@ -20,6 +23,30 @@ NVLINK: int
 
 def registrations() -> dict[str, object]: ...
 def kernel_names() -> list[str]: ...
+
+class RowFacts:
+    """Abilities of a row of the kernel table, whatever the product.
+
+    Attributes:
+        splits_k: whether it can multiply parts of k, as ``config="NAME/splits=N"`` asks.
+        adds_parts: whether the blocks that multiply parts of k may also add them up.
+        takes_functions: whether it can be compiled with a function that reduces nothing.
+        takes_reductions: whether it can be compiled with a function that reduces its results.
+        warp_buffer_bytes: shared memory of a warp for the operands and results of a function; 0
+            if it has none.
+        shared_memory_bytes: shared memory of a block.
+    """
+
+    splits_k: bool
+    adds_parts: bool
+    takes_functions: bool
+    takes_reductions: bool
+    warp_buffer_bytes: int
+    shared_memory_bytes: int
+
+def row_facts(name: str) -> RowFacts:
+    """Returns the facts of a row. A row that this build left out can do nothing."""
+
 def build_info() -> dict[str, str]: ...
 def set_compiler(
     compile_kernel: Callable[[str, str, str, bool, int], bytes],

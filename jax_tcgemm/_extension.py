@@ -7,11 +7,6 @@ import pathlib
 
 import jax
 
-from jax_tcgemm.kernels import names as kernel_names
-from jax_tcgemm.kernels import packed_configs
-from jax_tcgemm.kernels import table as kernel_table
-from jax_tcgemm.kernels.built import built_epilogue
-
 try:
     from jax_tcgemm import _core
 except ImportError as error:
@@ -20,6 +15,11 @@ except ImportError as error:
         f"cannot be loaded ({error}). In a clone of the repository, run `pip install .`; otherwise "
         "reinstall jax_tcgemm."
     ) from error
+
+from jax_tcgemm.kernels import names as kernel_names
+from jax_tcgemm.kernels import packed_configs
+from jax_tcgemm.kernels import table as kernel_table
+from jax_tcgemm.kernels.built import built_epilogue
 
 GEMM_TARGET = "jax_tcgemm_gemm_v1"
 RAGGED_DOT_TARGET = "jax_tcgemm_ragged_dot_v1"

@@ -23,6 +23,12 @@ def _ranked(m, n, k, workspace=1 << 24, algorithm="BF16_BF16_F32", **more):
     )  # fmt: skip
 
 
+def _adding():
+    """Returns the rows for functions whose blocks add up parts of k."""
+    facts = {row: _core.row_facts(row.name) for row in table.CONFIGS}
+    return [row for row, each in facts.items() if each.adds_parts and each.takes_reductions]
+
+
 @pytest.mark.parametrize("algorithm", ["BF16_BF16_F32", "F16_F16_F32"])
 @pytest.mark.parametrize("reduces", [False, True])
 def test_the_rows_that_split_are_those_of_the_table(algorithm, reduces):
@@ -33,12 +39,7 @@ def test_the_rows_that_split_are_those_of_the_table(algorithm, reduces):
         if adds
     ]
     names = {read_config(name)[0] for name in split}
-    expected = {
-        row.name
-        for row in (*table.CONFIGS, *table.RUN_TIME_CONFIGS)
-        if row.algorithm == algorithm and row.adds_parts and row.takes(reduces=reduces)
-    }
-    assert names == expected
+    assert names == {row.name for row in _adding() if row.algorithm == algorithm}
     assert {read_config(name)[1] for name in split} == {2, 4}
     others = [name for name, _, adds in _ranked(128, 128, 8192) if not adds]
     assert not any("/splits" in name for name in others)
@@ -80,14 +81,13 @@ def test_which_calls_have_a_workspace():
 
 def test_bytes_hold_every_tile_of_the_blocks_that_run_at_once():
     gemm_of = lambda m, n, k: StridedGemm(m, n, k, (), Operands((), ()))  # noqa: E731
-    for row in table.CONFIGS:
-        if row.adds_parts:
-            tile = 4 * row.tile_m * row.tile_n * (2 if row.tile_m * row.tile_n <= 64 * 128 else 1)
-            assert 132 * tile <= alignment.bytes_of_added_parts(gemm_of(128, 128, 8192))
+    for row in _adding():
+        tile = 4 * row.tile_m * row.tile_n * (2 if row.tile_m * row.tile_n <= 64 * 128 else 1)
+        assert 132 * tile <= alignment.bytes_of_added_parts(gemm_of(128, 128, 8192))
 
 
 def test_a_row_that_adds_parts_compiles(rng):
-    rows = [row for row in table.CONFIGS if row.adds_parts and row.takes_functions]
+    rows = _adding()
     for i in rng.choice(len(rows), 4, replace=False):
         epilogue = random_epilogues.draw_smooth(int(rng.integers(2**31)))
         name = rows[i].name + source.ADDS_PARTS

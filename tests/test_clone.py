@@ -108,6 +108,14 @@ def test_a_clone_of_another_version_says_so(run, clone):
     assert "pip install ." in said
 
 
+def test_an_extension_that_cannot_be_loaded(run, clone):
+    (clone / "jax_tcgemm" / "_core.abi3.so").write_text("no library")
+    said = run("-c", "import jax_tcgemm", works=False)
+    assert (
+        f"imported from {clone / 'jax_tcgemm'}, whose compiled extension cannot be loaded" in said
+    )
+
+
 # The import rules, for a package that has nothing else.
 INIT = """
 import sys

@@ -7,7 +7,7 @@ import pytest
 import random_epilogues
 from kernel_rows import rank_rows
 
-from jax_tcgemm import gated_gemm, gemm
+from jax_tcgemm import _core, gated_gemm, gemm
 from jax_tcgemm.kernels import table
 from jax_tcgemm.lowering import jit_epilogue, jit_rows
 from jax_tcgemm.transforms import tune as tune_module
@@ -25,8 +25,8 @@ _KINDS = {
 @pytest.mark.parametrize("kind", _KINDS)
 def test_rows_compile_with_a_function(rng, kind, tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_TCGEMM_CACHE_DIR", str(tmp_path))
-    rows = [row for row in table.CONFIGS if row.takes_functions and _KINDS[kind](row)]
-    rows = [row for row in rows if not row.gated]
+    rows = [row for row in table.CONFIGS if _KINDS[kind](row)]
+    rows = [x for x in rows if _core.row_facts(x.name).takes_functions and not x.gated]
     assert len(rows) > 5
     for i in rng.choice(len(rows), min(6, len(rows)), replace=False):
         row = rows[i]
@@ -44,12 +44,18 @@ def _rows(m, n, k, algorithm="BF16_BF16_F32", **more):
     return [table.BY_NAME[name] for name, _, _ in ranked]
 
 
+def _divides_blocks(row):
+    """Checks if thread blocks share 16 x 16 results, so that none can reduce them."""
+    facts = _core.row_facts(row.name)
+    return facts.takes_functions and not facts.takes_reductions
+
+
 @pytest.mark.parametrize("m", [1, 16, 40])
 def test_few_rows_take_skinny_rows(m):
     rows = _rows(m, 4096, 4096)
     assert rows[0].skinny
-    assert any(row.divides_blocks for row in rows)
-    assert not any(row.divides_blocks for row in _rows(m, 4096, 4096, reduces=True))
+    assert any(_divides_blocks(row) for row in rows)
+    assert not any(_divides_blocks(row) for row in _rows(m, 4096, 4096, reduces=True))
 
 
 @pytest.mark.parametrize("algorithm", ["S8_S8_S32", "E4M3_E4M3_F32_FAST"])
@@ -106,7 +112,7 @@ def test_float32_has_no_function_of_two_weights():
 
 
 def test_another_row_takes_the_place_of_one_that_divides_blocks():
-    (row, *_) = [row for row in table.CONFIGS if row.divides_blocks and row.tag == "bf16"]
+    (row, *_) = [row for row in table.CONFIGS if _divides_blocks(row) and row.tag == "bf16"]
     for f in (jnp.sin, lambda z: (jnp.sin(z), z.max(0))):
         run = lambda a, b, f=f: gemm(a, b, epilogue=f, config=row.name)  # noqa: E731
         text = _lowered(run, (16, 512), (512, 256), dtype=jnp.bfloat16)
@@ -182,7 +188,8 @@ def test_rows_of_the_plain_product_compute_the_function_as_accurately(f, shape):
     results = jax.tree.leaves(jax.eval_shape(f, jax.ShapeDtypeStruct((m, n), jnp.float32)))
     is_wide = any(x.dtype.itemsize > 2 for x in results)
     for row in rows:
-        assert row.takes(reduces=len(results) > 1)
+        facts = _core.row_facts(row.name)
+        assert facts.takes_reductions if len(results) > 1 else facts.takes_functions
         assert row.promote or not (is_wide and m <= 64)
 
 

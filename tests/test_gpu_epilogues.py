@@ -10,7 +10,6 @@ from gpu_accuracy import EVERY_ACTIVATION, accumulation_slack, some
 from kernel_rows import by_config, rank_rows
 
 from jax_tcgemm import _compat, _core, _extension, gemm
-from jax_tcgemm.kernels.config import KernelConfig
 from jax_tcgemm.kernels.names import by_name
 from jax_tcgemm.kernels.table import CONFIGS
 from jax_tcgemm.primitives import gemm as gemm_primitive
@@ -70,15 +69,11 @@ def check_residual_and_scales(compare, normal, rng, config, activation):
     compare(ours, formula, args, out_dtype, algorithm, slack)
 
 
-def adds_up_parts(row: KernelConfig) -> bool:
-    """Computes `has_fixup` of cuda/kernel_config.h."""
-    is_pingpong = row.splits_k and row.schedule == "pingpong" and not row.promote
-    return is_pingpong and row.tile_m * row.tile_n <= 128 * 128
-
-
 @pytest.mark.sm90
 @pytest.mark.parametrize("splits", [2, 3, 4])
-@pytest.mark.parametrize("row", [row.name for row in CONFIGS if adds_up_parts(row)])
+@pytest.mark.parametrize(
+    "row", [row.name for row in CONFIGS if _core.row_facts(row.name).adds_parts]
+)
 def test_after_parts_of_k(compare, normal, rng, row, splits):
     """The kernel applies the epilogue if the row has it; extents are not multiples of a tile."""
     if row not in _extension.KERNEL_NAMES:

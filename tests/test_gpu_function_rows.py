@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_tcgemm import gemm
+from jax_tcgemm import _core, gemm
 from jax_tcgemm.kernels import table
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90, pytest.mark.usefixtures("never_apart")]
 
-_ROWS = [row for row in table.CONFIGS if row.takes_functions and row.goes_by_name]
+_ROWS = [row for row in table.CONFIGS if _core.row_facts(row.name).takes_functions]
 _PLAIN = [row.name for row in _ROWS if not (row.gated or row.grouped != "none")]
 _LAYOUTS = ("nn", "nt", "tn", "tt")
 _DTYPES = {"bf16": jnp.bfloat16, "f16": jnp.float16, "tf32": jnp.float32}
@@ -44,7 +44,7 @@ def _no_reduction(*operands):
 
 def _function_for(row):
     """Returns a function that the row can compute, and for which it has shared memory."""
-    if row.divides_blocks:
+    if not _core.row_facts(row.name).takes_reductions:
         return _no_reduction
     return _little if row.tile_m == 192 else _everything
 
@@ -113,7 +113,7 @@ def test_every_row(rng, name):
         _check(got, jax.jit(function)(product, *others))
 
 
-_ADDING = [name for name in _PLAIN if table.BY_NAME[name].adds_parts]
+_ADDING = [name for name in _PLAIN if _core.row_facts(name).adds_parts]
 
 
 @pytest.mark.parametrize("name", _ADDING)

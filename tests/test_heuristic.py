@@ -42,7 +42,7 @@ def test_heuristic_chooses_a_row_that_fits(algorithm, aligned, sm_count, shared_
         row = by_name(name)
         chosen.add(name)
         assert row.algorithm == algorithm
-        assert row.shared_memory_bytes <= shared_memory
+        assert _core.row_facts(name).shared_memory_bytes <= shared_memory
         assert aligned or not row.copies_whole_chunks
         assert row.arch in ("sm80", "simt")  # sm90 does not run here, sm75 has a successor
     assert len(chosen) > 1

@@ -6,10 +6,13 @@ import dataclasses
 import importlib.resources
 import itertools
 import re
+import shutil
+import subprocess
 
 import pytest
 
 from jax_tcgemm import _core, _extension
+from jax_tcgemm.kernels import cpp
 from jax_tcgemm.kernels.arithmetic import ARITHMETIC
 from jax_tcgemm.kernels.built import built_epilogue
 from jax_tcgemm.kernels.names import by_name, for_algorithm
@@ -57,7 +60,6 @@ def test_unknown_name():
         ({"tile_m": 120}, "rows"),
         ({"tile_n": 40}, "columns"),
         ({"stages": 2}, "stages"),
-        ({"stages": 12}, "shared memory"),
         ({"arch": "simt"}, "directly"),
         ({"arch": "simt", "loader": "direct"}, "one element"),
         ({"algorithm": "F16_F16_F16", "promote": True}, "promoted"),
@@ -99,7 +101,6 @@ def test_impossible_direct_rows(changes, message):
         ({"tile_k": 32}, "128 bytes"),
         ({"tile_m": 96}, "64 rows"),
         ({"tile_n": 40}, "multiple of 32"),
-        ({"stages": 12}, "shared memory"),
         ({"schedule": "streaming"}, "schedule"),
         ({"schedule": "pingpong", "split_k": 2}, "pingpong"),
         ({"split_k": 3}, "split_k"),
@@ -112,7 +113,6 @@ def test_impossible_direct_rows(changes, message):
         ({"planes": True}, "every epilogue"),
         ({"epilogue": "all"}, "unknown epilogue"),
         ({"epilogue": "none", "algorithm": "TF32_TF32_F32", "tile_k": 32}, "swapped"),
-        ({"epilogue": "sum", "tile_m": 256, "tile_n": 160, "stages": 3}, "accumulators for sums"),
         ({"epilogue": "sum", "split_k": 2}, "every epilogue"),
         ({"epilogue": "none", "tile_n": 128, "stages": 4, "gated": True}, "gating"),
         ({"algorithm": "S8_S8_S32", "tile_k": 128, "stages": 4}, "the build has no kernel"),
@@ -148,7 +148,6 @@ def test_impossible_grouped_rows(changes, message):
         ({"tile_n": 68}, "multiple of 8"),
         ({"grouped": "m"}, "a bias at most"),
         ({"promote": True, "tile_n": 32}, "a bias at most"),
-        ({"stages": 9}, "shared memory"),
         ({"swap_ab": False, "stages": 4}, "multiple of 32"),
     ],
 )
@@ -187,7 +186,6 @@ _OF_8_BITS = {"tile_k": 128, "epilogue": "none"}
         ({"split_k": 3}, "split_k"),
         ({"split_k": 8}, "a share of the sums"),
         ({"tile_m": 256, "split_k": 4, "stages": 3}, "128 rows at most"),
-        ({"stages": 25}, "shared memory"),
         ({"tile_m": 256, "tile_n": 64, "stages": 3}, "of at most 64"),
         ({"algorithm": "E4M3_E4M3_F32", **_OF_8_BITS}, "scaled by blocks"),
         ({"algorithm": "S8_S8_S32", **_OF_8_BITS, "promote": True}, "scaled by blocks"),
@@ -198,6 +196,34 @@ def test_impossible_skinny_rows(changes, message):
     row = next(row for row in CONFIGS if row.skinny and (row.tile_m, row.tile_n) == (64, 16))
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(row, **changes)
+
+
+_INCLUDE = importlib.resources.files("jax_tcgemm") / "include"
+
+
+@pytest.mark.skipif(shutil.which("g++") is None or not _INCLUDE.is_dir(), reason="no g++")
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        (CONFIGS[0].name, {"stages": 12}),
+        ("sm90_bf16_128x64x64_s8_c1x1_cooperative", {"stages": 12}),
+        ("sm90_bf16_128x72x64_s8_c2x1_cooperative_swap_ab", {"stages": 9}),
+        ("sm90_bf16_64x16x64_s8_c1x1_skinny", {"stages": 25}),
+        # more sums than an unrolled epilogue has registers for
+        ("sm90_bf16_128x64x64_s8_c1x1_cooperative", {"tile_m": 256, "tile_n": 160, "stages": 3}),
+    ],
+)
+def test_the_compiler_refuses_rows_that_no_block_fits(tmp_path, name, changes):
+    row = by_name(name)
+    source = tmp_path / "rows.cc"
+    source.write_text(
+        '#include "kernel_config.h"\n'
+        "using namespace jax_tcgemm;\n"
+        f"static_assert(KernelConfig{cpp.config(row)}.fits());\n"
+        f"static_assert(!KernelConfig{cpp.config(dataclasses.replace(row, **changes))}.fits());\n"
+    )
+    command = ["g++", "-std=c++20", "-fsyntax-only", "-I", str(_INCLUDE), source]
+    subprocess.run(command, check=True)
 
 
 def test_extension_holds_rows_of_the_table():

@@ -20,6 +20,7 @@ from native_calls import custom_calls_of
 from test_lowered_calls import PROGRAMS, lowered, of
 
 import jax_tcgemm
+from jax_tcgemm import _core
 from jax_tcgemm.epilogue import compiler
 from jax_tcgemm.kernels import table
 
@@ -51,7 +52,7 @@ def _row_for(attributes: dict[str, Any]) -> str:
     return next(
         row.name
         for row in (*table.CONFIGS, *table.RUN_TIME_CONFIGS)
-        if row.takes_functions
+        if _core.row_facts(row.name).takes_functions
         and not row.streams_b
         and (row.algorithm, row.gated, row.grouped)
         == (attributes["algorithm"], attributes["gated"], grouped)

@@ -68,8 +68,6 @@ def test_the_build_has_rows_of_the_table():
         row = by_name(name)
         assert WORK[epilogue] <= WORK[row.epilogue], name
         assert built.built_epilogue(row) == epilogue
-        if row.arch == "sm90" and epilogue == "sum":
-            assert row.skinny or row.swap_ab or row.unrolls_sums, name
     for row in CONFIGS:
         if row.arch in ("sm75", "simt"):
             assert built.built_epilogue(row) == row.epilogue

@@ -189,7 +189,7 @@ bool fits_grid(const KernelConfig& config, const ChoiceInput& input) {
 }
 
 // Checks if a row takes an epilogue that is compiled at run time: see sm90/output/compiled.cuh and
-// sm90/output/skinny_function.cuh. KernelConfig.takes_functions in Python is the same.
+// sm90/output/skinny_function.cuh. Blocks that share 16 x 16 results cannot reduce them.
 bool takes_compiled_epilogue(const KernelConfig& config, bool reduces) {
   if (config.arch != Arch::kSm90 || config.planes || config.pairs ||
       config.grouped == Grouped::kK) {
@@ -200,7 +200,26 @@ bool takes_compiled_epilogue(const KernelConfig& config, bool reduces) {
          (config.split_k == 1 || config.streams_b()) && config.output_n() % 32 == 0;
 }
 
+// Checks if a row can compute products over parts of k.
+bool splits_k(const KernelConfig& config) {
+  const bool is_of_family = config.arch == Arch::kSm75 || config.arch == Arch::kSm90;
+  const bool is_special = config.planes || config.pairs || config.gated || config.skinny ||
+                          config.swap_ab || config.grouped != Grouped::kNone;
+  return is_of_family && !is_special && config.split_k == 1 &&
+         !arithmetic_of(config.algorithm).at_run_time;
+}
+
 }  // namespace
+
+RowFacts facts_of(const KernelConfig& config) {
+  const bool has_buffers = config.arch == Arch::kSm90 && !config.skinny;
+  return {.splits_k = splits_k(config),
+          .adds_parts = config.has_fixup(),
+          .takes_functions = takes_compiled_epilogue(config, false),
+          .takes_reductions = takes_compiled_epilogue(config, true),
+          .warp_buffer_bytes = has_buffers ? config.staging_bytes() / 4 : 0,
+          .shared_memory_bytes = config.shared_memory_bytes()};
+}
 
 // finish_of (sm90/tma_descriptor.cc) decides which of these epilogues an sm90 kernel runs.
 bool has_epilogue(const KernelConfig& config, const ChoiceInput& input) {
@@ -268,9 +287,7 @@ bool supports_splits(const KernelConfig& config, const ChoiceInput& input, int s
   // In pingpong each consumer skips as many stages for the other's tile as its own tile has.
   const bool even = config.schedule == Schedule::kCooperative || k_tiles % splits == 0 ||
                     sm90::has_fixup(config, input, splits);
-  const bool splits_k = config.arch == Arch::kSm75 || config.arch == Arch::kSm90;
-  return splits_k && config.split_k == 1 && !config.planes && !config.pairs && !config.gated &&
-         !config.skinny && !config.swap_ab && even && input.batch == 1 && k_tiles >= splits;
+  return splits_k(config) && even && input.batch == 1 && k_tiles >= splits;
 }
 
 double estimated_cycles(const KernelConfig& config, const ChoiceInput& input, int splits) {

@@ -49,6 +49,13 @@ struct ChoiceInput {
   bool operator==(const ChoiceInput&) const = default;
 };
 
+// Abilities of a configuration, whatever the problem. jax_tcgemm/_core.pyi describes the fields.
+struct RowFacts {
+  bool splits_k, adds_parts, takes_functions, takes_reductions;
+  int warp_buffer_bytes, shared_memory_bytes;
+};
+RowFacts facts_of(const KernelConfig& config);
+
 // Checks if a configuration can compute the problem with k split into `splits` products.
 bool supports(const KernelConfig& config, const ChoiceInput& input, int splits = 1);
 

@@ -4,17 +4,20 @@
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/set.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/string_view.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <set>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <tuple>
 #include <utility>
 #include <vector>
 
 #include "dispatch/choice.h"
+#include "dispatch/heuristic.h"
 #include "dispatch/time_correction.h"
 #include "ffi/algorithm_names.h"
 #include "shared_limits.h"
@@ -47,6 +50,14 @@ std::vector<std::string> kernel_names() {
     if (JAX_TCGEMM_HAS_CUDA && !is_of_8_bits) names.emplace_back(entry.name);
   }
   return names;
+}
+
+// See _core.pyi.
+RowFacts row_facts(std::string_view name) {
+  for (const KernelEntry& entry : kernel_registry()) {
+    if (name == entry.name) return facts_of(entry.config);
+  }
+  return {};
 }
 
 EpilogueWork work_called(const std::string& name) {
@@ -295,6 +306,14 @@ NB_MODULE(_core, module) {
   using namespace jax_tcgemm;
   module.def("registrations", &registrations);
   module.def("kernel_names", &kernel_names);
+  nb::class_<RowFacts>(module, "RowFacts")
+      .def_ro("splits_k", &RowFacts::splits_k)
+      .def_ro("adds_parts", &RowFacts::adds_parts)
+      .def_ro("takes_functions", &RowFacts::takes_functions)
+      .def_ro("takes_reductions", &RowFacts::takes_reductions)
+      .def_ro("warp_buffer_bytes", &RowFacts::warp_buffer_bytes)
+      .def_ro("shared_memory_bytes", &RowFacts::shared_memory_bytes);
+  module.def("row_facts", &row_facts, nb::arg("name"));
   module.def("build_info", &build_info);
   module.def("release_unused_programs", &release_unused_programs, nb::arg("used_digests"),
              nb::arg("grace_seconds"), nb::call_guard<nb::gil_scoped_release>());
@@ -314,8 +333,11 @@ NB_MODULE(_core, module) {
   module.attr("NO_LINK") = kNoLink;
   module.attr("SLOW_LINK") = kSlowLink;
   module.attr("NVLINK") = kNvlink;
+  module.attr("MOST_SPLITS") = kMostSplits;
   module.attr("VECTOR_COLUMNS") = kVectorColumns;
   module.attr("FIXUP_FLAG_BYTES") = kFixupFlagBytes;
+  module.attr("FEW_ROWS") = kFewRows;
+  module.attr("MAX_BATCH_RANK") = kMaxBatchRank;
   module.attr("MAX_TMA_BATCH_RANK") = kMaxTmaBatchRank;
   module.attr("PLANE_TILE_K") = kPlaneTileK;
   module.attr("SPLIT_STATE_BYTES") = kSplitStateBytes;

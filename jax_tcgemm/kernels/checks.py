@@ -1,7 +1,8 @@
 """Checks rows of the kernel table, family by family.
 
 This module imports only the standard library, so that the build can run it before anything is
-installed.
+installed. The build checks shared memory and registers (``KernelConfig::fits`` of
+``cuda/kernel_config.h``).
 """
 
 from __future__ import annotations
@@ -15,10 +16,6 @@ if TYPE_CHECKING:
     from jax_tcgemm.kernels.config import KernelConfig
 
 Require = Callable[[bool, str], None]
-
-# Bytes of shared memory that a thread block may use on sm_90, which has the most. sm_80 has
-# 163 KiB, sm_86 and sm_89 have 99 KiB. Rows above a device's own limit are skipped at run time.
-MAX_SHARED_MEMORY_BYTES = 227 * 1024
 
 
 def check(row: KernelConfig) -> None:
@@ -44,17 +41,14 @@ def check(row: KernelConfig) -> None:
     require(row.arch in ("sm75", "sm80", "sm90"), "arch must be sm90, sm80, sm75 or simt")
     if row.arithmetic.at_run_time:
         require(row.arch == "sm90" and row.epilogue == "none", "the build has no kernel")
-    require(
-        row.shared_memory_bytes <= MAX_SHARED_MEMORY_BYTES,
-        f"{row.shared_memory_bytes} bytes of shared memory",
-    )
     of_family = {"sm75": _check_sm75, "sm80": _check_sm80, "sm90": _check_sm90}
     of_family[row.arch](row, require)
 
 
 def _check_simt(row: KernelConfig, require: Require) -> None:
     require(row.loader == "direct", "simt kernels load directly")
-    require(row.tile_m * row.output_n == row.threads, "a thread computes one element")
+    threads = 32 * row.consumer_warps
+    require(row.tile_m * row.output_n == threads, "a thread computes one element")
     require(row.epilogue == "any", "simt kernels have every epilogue")
     require(row.grouped in ("none", "m", "k"), "unknown grouped")
     require(not row.gated or row.grouped == "none", "grouped rows have one weight")
@@ -114,7 +108,8 @@ def _check_mma_sync(row: KernelConfig, require: Require) -> None:
     require(not row.swap_ab, "mma.sync kernels compute D, not its transpose")
     chunks = row_bytes // 16
     for extent in (row.tile_m, row.tile_n):
-        require(extent * chunks % row.threads == 0, "tile must be a whole number of passes")
+        passes = extent * chunks / (32 * row.consumer_warps)
+        require(passes.is_integer(), "tile must be a whole number of passes")
 
 
 def _check_streamed(row: KernelConfig, require: Require) -> None:
@@ -191,8 +186,6 @@ def _check_sm90(row: KernelConfig, require: Require) -> None:
     unit = 8 if row.swap_ab else 32
     require(row.tile_n % unit == 0 and row.tile_n <= 256, f"tile_n must be a multiple of {unit}")
     require(row.schedule in ("cooperative", "pingpong"), "unknown schedule")
-    sums = row.epilogue != "sum" or row.swap_ab or row.unrolls_sums
-    require(sums, "too many accumulators for sums")
     require(row.split_k in (1, 2, 4, 8), "split_k must be 1, 2, 4 or 8")
     require(row.cluster_size <= 8, "a cluster has at most 8 blocks")
     if row.split_k > 1:

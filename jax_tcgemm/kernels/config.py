@@ -132,62 +132,6 @@ class KernelConfig:
         """Returns true if the row is slow, and used only if no other row computes a product."""
         return self.arch == "simt" and (self.gated or self.pairs or self.grouped != "none")
 
-    @property
-    def splits_k(self) -> bool:
-        """Returns true if the row can split k, as ``config="NAME/splits=N"`` asks.
-
-        The conditions are those of ``supports_splits`` of ``cuda/dispatch/heuristic.cc``, except
-        the conditions on the problem.
-        """
-        alone = self.split_k == 1 and not (self.gated or self.skinny or self.swap_ab)
-        is_built = not self.arithmetic.at_run_time
-        return (
-            self.arch in ("sm75", "sm90")
-            and alone
-            and self.grouped == "none"
-            and is_built
-            and self.goes_by_name
-        )
-
-    @property
-    def adds_parts(self) -> bool:
-        """Returns true if blocks that multiply parts of k may also add them up.
-
-        The condition is that of ``has_fixup`` of ``cuda/kernel_config.h``.
-        """
-        is_special = self.promote or self.planes or self.gated or self.swap_ab
-        accumulators = self.tile_m * self.tile_n // (32 * self.warps_m * self.warps_n)
-        return (
-            self.arch == "sm90"
-            and self.schedule == "pingpong"
-            and not is_special
-            and self.grouped == "none"
-            and accumulators <= 128
-        )
-
-    @property
-    def takes_functions(self) -> bool:
-        """Returns true if the row can be compiled with some function; see ``takes``."""
-        if self.arch != "sm90" or not self.goes_by_name or self.grouped == "k":
-            return False
-        if self.skinny:
-            return True
-        sums = not self.promote or self.element_bytes == 1
-        alone = self.split_k == 1 or self.streams_b
-        return sums and alone and self.output_n % 32 == 0
-
-    @property
-    def divides_blocks(self) -> bool:
-        """Returns true if thread blocks share 16 x 16 results, so that none can reduce them."""
-        return self.skinny and self.tile_n // self.split_k % 16 != 0
-
-    def takes(self, *, reduces: bool) -> bool:
-        """Returns true if the row can be compiled with a function that reduces its results or not.
-
-        The condition is that of ``takes_compiled_epilogue`` of ``cuda/dispatch/heuristic.cc``.
-        """
-        return self.takes_functions and not (reduces and self.divides_blocks)
-
     def has_every(self, work: str) -> bool:
         """Checks if the row has all epilogues of this work, for any operands and layouts.
 
@@ -223,15 +167,6 @@ class KernelConfig:
         return self.tile_n // 2 if self.gated else self.tile_n
 
     @property
-    def unrolls_sums(self) -> bool:
-        """Returns true if registers suffice for a sum's unrolled code.
-
-        See ``cuda/kernel_config.h``.
-        """
-        accumulators = self.tile_m * self.tile_n // (32 * self.warps_m * self.warps_n)
-        return accumulators <= 128 and not self.gated and self.element_bytes * self.tile_m <= 512
-
-    @property
     def warp_m(self) -> int:
         return self.tile_m // self.warps_m
 
@@ -247,76 +182,6 @@ class KernelConfig:
     def consumer_warps(self) -> int:
         """Warps that multiply."""
         return self.warps_m * self.warps_n * (2 if self.schedule == "pingpong" else 1)
-
-    @property
-    def threads(self) -> int:
-        if self.is_direct:
-            return 32 * self.split_k
-        producers = 0 if self.arch != "sm90" else 4 if self.consumer_warps > 4 else 1
-        return 32 * (self.consumer_warps + producers)
-
-    @property
-    def shared_memory_bytes(self) -> int:
-        """Bytes of the ring and of the epilogue's buffers: see ``cuda/kernel_config.h``."""
-        if self.arch == "simt":
-            return 0
-        if self.is_direct:
-            return self.split_k * self.tile_m * (self.tile_n + 4) * 4
-        if self.arch in ("sm75", "sm80"):
-            ring = self.stages * (self.tile_m + self.tile_n) * self.tile_k * self.element_bytes
-            slabs = self.warps_m * 16 * self.tile_n * 4
-            return max(ring, slabs) if self.arch == "sm75" else ring + slabs
-        if self.skinny:
-            ring = self.stages * (self.tile_m + self.tile_n) * 128
-            return ring + self.tile_m * (self.tile_n + 4) * 4 + 512
-        if self.streams_b:
-            ring = self.stages * (self.tile_m + self.output_n) * self.tile_k
-            partials = self.consumer_warps * self.tile_m * (128 + 8) * 4
-            pitch = self.output_n // self.split_k + 8
-            sums = (1 + self.gated) * self.split_k * self.tile_m * pitch * 4
-            ring = ring + partials if self.gated else max(ring, partials)
-            return ring + sums + self._staging_bytes + 512
-        if self.split_k > 1:
-            return self._bytes_beside_buffers
-        return self._bytes_beside_buffers + self.consumer_warps // 4 * self._staging_bytes
-
-    @property
-    def warp_buffer_bytes(self) -> int:
-        """Bytes of a warp's buffers for the operands and results of a function; 0 if it has none.
-
-        sm90 only: see ``staging_bytes`` of ``cuda/kernel_config.h``.
-        """
-        return 0 if self.skinny else self._staging_bytes // 4
-
-    @property
-    def _bytes_beside_buffers(self) -> int:
-        warpgroups = self.consumer_warps // 4
-        if self.swap_ab:
-            return self.stages * (self.tile_m + self.tile_n) * 128 + 512
-        # 8-bit operands are all k-major, so they have no rows along m or n.
-        row = 128 // self.element_bytes if self.element_bytes > 1 else 1
-        rows = sum(-(-extent // row) * row for extent in (self.tile_m, self.tile_n))
-        return self.stages * rows * 128 + 512 + warpgroups * self.tile_n * 4
-
-    @property
-    def _staging_bytes(self) -> int:
-        """Bytes of a warpgroup's buffers."""
-        warpgroups, buffer = self.consumer_warps // 4, 4 * 2 * 1024
-        if self.swap_ab:
-            return self._transposed_bytes
-        if self.streams_b:
-            return 2 * buffer
-        buffers = 4 if 4 * self.warp_m * self.output_n * 2 > 2 * buffer else 2
-        most = checks.MAX_SHARED_MEMORY_BYTES
-        while buffers > 1 and self._bytes_beside_buffers + warpgroups * buffers * buffer > most:
-            buffers //= 2
-        return buffers * buffer
-
-    @property
-    def _transposed_bytes(self) -> int:
-        """Bytes of the buffers in which a warpgroup transposes its tile of swapped operands."""
-        rows = next((rows for rows in range(48, 8, -8) if self.tile_n % rows == 0), 8)
-        return min(4, self.tile_n // rows * (self.warp_m // 16)) * rows * 128
 
     @property
     def name(self) -> str:

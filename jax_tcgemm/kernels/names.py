@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Collection
 from typing import TypeGuard
 
+from jax_tcgemm import _core
 from jax_tcgemm.kernels.config import KernelConfig
 from jax_tcgemm.kernels.table import BY_NAME, CONFIGS, RUN_TIME_CONFIGS
 
@@ -44,8 +45,6 @@ NO_ROWS = (None, XLA, KERNEL)
 MEASURED = "measured"
 
 _SPLITS = "/splits="
-# The build checks that kMostSplits of cuda/shared_limits.h has the same value.
-MAX_SPLITS = 64
 
 
 def read_config(config: str) -> tuple[str, int]:
@@ -57,7 +56,7 @@ def read_config(config: str) -> tuple[str, int]:
     name, _, number = config.partition(_SPLITS)
     if not number:
         return config, 1
-    is_number = number in map(str, range(2, MAX_SPLITS + 1))
+    is_number = number in map(str, range(2, _core.MOST_SPLITS + 1))
     return name, int(number) if is_number else 0
 
 
@@ -73,7 +72,7 @@ def accepted(name: str, rows: Collection[KernelConfig]) -> str:
         name: the name that is not accepted.
         rows: the rows that are.
     """
-    splitting = _nearest(name, [row.name for row in rows if row.splits_k])[:1]
+    splitting = _nearest(name, [row.name for row in rows if _core.row_facts(row.name).splits_k])[:1]
     text = f"{', '.join(map(repr, NO_ROWS))}, or one of {len(rows)} rows of "
     text += "jax_tcgemm/kernels/table.py"
     if rows:
@@ -91,7 +90,7 @@ def can_be(
         return True
     name, splits = read_config(config)
     row = find(name)
-    if row is None or splits == 0 or (splits > 1 and not row.splits_k):
+    if row is None or splits == 0 or (splits > 1 and not _core.row_facts(name).splits_k):
         return False
     return row in for_algorithm(algorithm, grouped) and row.gated == gated
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_tcgemm import _extension
+from jax_tcgemm import _core, _extension
 from jax_tcgemm.kernels.arithmetic import PLANE_PRODUCTS, PlaneProduct
 from jax_tcgemm.kernels.names import MEASURED, by_name, read_config
 from jax_tcgemm.kernels.table import BY_NAME
@@ -26,10 +26,8 @@ from jax_tcgemm.problem.arithmetic import INPUT_DTYPES, written_dtype
 from jax_tcgemm.problem.spec import GemmSpec, flatten, with_kernel_layouts
 from jax_tcgemm.problem.strides import ROLES, Operands, StridedGemm, fold
 
-# The most batch dimensions of the custom call, kMaxBatchRank of cuda/gemm_params.h: the kernel
-# walks the batch with this many strides. The fast kernels use TMA, which takes fewer.
-MAX_BATCH_NDIM = 4
-MAX_TMA_BATCH_NDIM = 3
+# The most batch dimensions of the custom call: the kernel walks the batch with this many strides.
+MAX_BATCH_NDIM = _core.MAX_BATCH_RANK
 
 _FLOAT32 = jnp.dtype(jnp.float32)
 
@@ -104,7 +102,7 @@ def _measured_split_bytes(gemm: StridedGemm) -> int:
     splits = most_split_bytes(gemm) // max(1, 4 * gemm.m * gemm.n)
     if splits < 2:
         return 0
-    rows = [row for row in BY_NAME.values() if row.splits_k]
+    rows = [row for name, row in BY_NAME.items() if _core.row_facts(name).splits_k]
     tiles = {(row.tile_m * row.cluster_m, row.tile_n * row.cluster_n) for row in rows}
     return max((named_split_bytes(gemm, splits, *tile) for tile in tiles), default=0)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from jax_tcgemm import _core
 from jax_tcgemm.epilogue import source
 from jax_tcgemm.epilogue.spec import CompiledSpec
 from jax_tcgemm.kernels import names as kernel_names
@@ -46,7 +47,8 @@ def _can_be(config: str | None, spec: CompiledSpec, algorithm: str) -> bool:
     if config in (None, kernel_names.XLA):
         return True
     row, _ = kernel_names.read_config(config)
-    return kernel_names.by_name(row).takes(reduces=spec.function.reduces)
+    facts = _core.row_facts(row)
+    return facts.takes_reductions if spec.function.reduces else facts.takes_functions
 
 
 def _problem(

@@ -57,11 +57,12 @@ def row_by_model(call: Call, spec: CompiledSpec) -> str | None:
 
 def _can_be_compiled(config: str, call: Call) -> bool:
     name, splits = read_config(config)
-    row = by_name(name)
-    if splits > 1 and not (row.adds_parts and call.workspace_bytes):
+    facts = _core.row_facts(name)
+    if splits > 1 and not (facts.adds_parts and call.workspace_bytes):
         return False
-    has_room = row.skinny or row.warp_buffer_bytes >= result_bytes(call.program)
-    return has_room and row.takes(reduces=call.reduces)
+    if not by_name(name).skinny and facts.warp_buffer_bytes < result_bytes(call.program):
+        return False
+    return facts.takes_reductions if call.reduces else facts.takes_functions
 
 
 def ranked_rows(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 
+from jax_tcgemm import _core
 from jax_tcgemm.epilogue import source
 from jax_tcgemm.epilogue.program import Leaf, Program
 from jax_tcgemm.kernels import table
@@ -56,11 +57,10 @@ def most_result_bytes(algorithm: str, *, gated: bool, grouped: str, streams: boo
         streams: whether rows read an 8-bit weight in place.
     """
     kind = algorithm, gated, grouped, streams
-    return max(
-        row.warp_buffer_bytes
-        for row in (*table.CONFIGS, *table.RUN_TIME_CONFIGS)
-        if row.takes_functions and (row.algorithm, row.gated, row.grouped, row.streams_b) == kind
-    )
+    every = (*table.CONFIGS, *table.RUN_TIME_CONFIGS)
+    rows = [x for x in every if (x.algorithm, x.gated, x.grouped, x.streams_b) == kind]
+    facts = [_core.row_facts(row.name) for row in rows]
+    return max((row.warp_buffer_bytes for row in facts if row.takes_functions), default=0)
 
 
 def result_bytes(made: Program) -> int:

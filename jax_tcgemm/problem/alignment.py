@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 from jax_tcgemm import _core
-from jax_tcgemm.kernels.names import MAX_SPLITS
 from jax_tcgemm.problem.strides import StridedGemm
 
 # cp.async copies this many bytes at a time, between addresses that are multiples of it.
@@ -84,7 +83,7 @@ def most_split_bytes(gemm: StridedGemm) -> int:
     results = gemm.m * gemm.n
     if not results or math.prod(gemm.batch) != 1:
         return 0
-    splits = min(MAX_SPLITS, _SPLIT_ELEMENTS // results)
+    splits = min(_core.MOST_SPLITS, _SPLIT_ELEMENTS // results)
     return 4 * splits * results if splits > 1 else 0
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 
+from jax_tcgemm import _core
 from jax_tcgemm.epilogue.program import Program
-from jax_tcgemm.lowering.custom_call import MAX_TMA_BATCH_NDIM
 from jax_tcgemm.problem.alignment import COPY_BYTES, unaligned_stride
 from jax_tcgemm.problem.strides import MAX_EXTENT, StridedGemm
 
 # Products of 8 and 16 bits with up to this many rows or columns have kernels of their own. Those of
 # 16 bits are for one weight and up to one batch dimension. There are none for float32.
-FEW_ROWS = 64
+FEW_ROWS = _core.FEW_ROWS
 
 
 def unfit_for_functions(
@@ -27,7 +27,7 @@ def unfit_for_functions(
     """
     if not gemm.m * gemm.n * gemm.k * math.prod(gemm.batch):
         return "an extent of 0"
-    if len(gemm.batch) > MAX_TMA_BATCH_NDIM:
+    if len(gemm.batch) > _core.MAX_TMA_BATCH_RANK:
         return f"{len(gemm.batch)} batch dimensions that do not fold"
     if math.prod(gemm.batch) > MAX_EXTENT:
         return "a batch beyond 2^30"

@@ -7,13 +7,12 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jax_tcgemm import _extension
+from jax_tcgemm import _core, _extension
 from jax_tcgemm.kernels import names as kernel_names
 from jax_tcgemm.kernels.arithmetic import ARITHMETIC
 from jax_tcgemm.lowering import devices
 from jax_tcgemm.lowering.custom_call import (
     MAX_BATCH_NDIM,
-    MAX_TMA_BATCH_NDIM,
     second_weight_offset,
     shapes_of,
 )
@@ -130,7 +129,7 @@ def no_gated_kernel(algorithm: str, spec: GemmSpec, x: Operands) -> str | None:
         return "nothing to multiply"
     row = kernel_names.find(spec.config or "")
     takes_any = row is not None and row.is_fallback
-    if len(gemm.batch) > (MAX_BATCH_NDIM if takes_any else MAX_TMA_BATCH_NDIM):
+    if len(gemm.batch) > (MAX_BATCH_NDIM if takes_any else _core.MAX_TMA_BATCH_RANK):
         return f"{len(gemm.batch)} batch dimensions that do not fold"
     if with_kernel_layouts(spec, shapes_of(x))[0] != spec:
         return "an operand without a contiguous axis"

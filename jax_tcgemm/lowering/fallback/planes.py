@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from jax_tcgemm import _extension
+from jax_tcgemm import _core, _extension
 from jax_tcgemm.epilogue import compiler
 from jax_tcgemm.kernels import names as kernel_names
 from jax_tcgemm.kernels.arithmetic import PlaneProduct
 from jax_tcgemm.lowering import devices
-from jax_tcgemm.lowering.custom_call import MAX_TMA_BATCH_NDIM, shapes_of
+from jax_tcgemm.lowering.custom_call import shapes_of
 from jax_tcgemm.lowering.fallback.kernels import odd_operands
 from jax_tcgemm.problem.arithmetic import resolve_planes
 from jax_tcgemm.problem.spec import GemmSpec, with_kernel_layouts
@@ -71,7 +71,7 @@ def no_planes(
     if with_kernel_layouts(spec, shapes_of(x))[0] != spec:
         return "an operand without a contiguous axis"
     gemm = fold(spec.strided(shapes_of(x)))
-    if len(gemm.batch) > MAX_TMA_BATCH_NDIM:
+    if len(gemm.batch) > _core.MAX_TMA_BATCH_RANK:
         return f"{len(gemm.batch)} batch dimensions that do not fold"
     if len(planes.pairs) * gemm.k > MAX_EXTENT:
         return f"k={gemm.k} as that of {len(planes.pairs)} products"
@@ -128,7 +128,7 @@ def no_complex_kernel(
     if odd is not None:
         return odd
     gemm = fold(spec.strided(shapes_of(x)))
-    if len(gemm.batch) > MAX_TMA_BATCH_NDIM or 2 * max(gemm.n, gemm.k) > MAX_EXTENT:
+    if len(gemm.batch) > _core.MAX_TMA_BATCH_RANK or 2 * max(gemm.n, gemm.k) > MAX_EXTENT:
         return "batch dimensions that do not fold, or an extent beyond 2^29"
     extents = (gemm.m, gemm.n, gemm.k)
     is_large = math.prod(extents) >= _PAIR_PRODUCTS and min(extents) >= _PAIR_ROWS
