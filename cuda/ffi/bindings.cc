@@ -147,36 +147,25 @@ std::vector<TimedConfig> time_terms_of(const nb::object& problem) {
 
 #if JAX_TCGEMM_HAS_CUDA
 
-nb::dict stages(void* instantiate, void* execute) {
-  nb::dict result;
-  result["instantiate"] = nb::capsule(instantiate, "xla._CUSTOM_CALL_TARGET");
-  result["execute"] = nb::capsule(execute, "xla._CUSTOM_CALL_TARGET");
-  return result;
-}
-
 nb::dict registrations() {
   nb::dict result;
-  result["jax_tcgemm_gemm_v1"] = stages(gemm_instantiate_handler(), gemm_handler());
-  result["jax_tcgemm_ragged_dot_v1"] =
-      stages(ragged_dot_instantiate_handler(), ragged_dot_handler());
-  result["jax_tcgemm_transpose_v1"] = nb::capsule(transpose_handler(), "xla._CUSTOM_CALL_TARGET");
-  result["jax_tcgemm_pack_v1"] = nb::capsule(pack_handler(), "xla._CUSTOM_CALL_TARGET");
-  result["jax_tcgemm_mark_v1"] = nb::capsule(mark_handler(), "xla._CUSTOM_CALL_TARGET");
-  result["jax_tcgemm_compiled_gemm_v4"] =
-      stages(compiled_gemm_instantiate_handler(), compiled_gemm_handler());
-  result["jax_tcgemm_compiled_pass_v2"] =
-      stages(compiled_pass_instantiate_handler(), compiled_pass_handler());
-  result["jax_tcgemm_packed_v1"] = stages(packed_instantiate_handler(), packed_handler());
-  result["jax_tcgemm_packed_ragged_v1"] =
-      stages(packed_ragged_instantiate_handler(), packed_ragged_handler());
-  result["jax_tcgemm_packed_function_v1"] =
-      stages(packed_function_instantiate_handler(), packed_function_handler());
-  result["jax_tcgemm_overlapped_v2"] =
-      stages(overlapped_instantiate_handler(), overlapped_handler());
-  result["jax_tcgemm_overlapped_function_v1"] =
-      stages(overlapped_function_instantiate_handler(), overlapped_function_handler());
-  result["jax_tcgemm_gathers_v1"] = nb::capsule(gathers_handler(), "xla._CUSTOM_CALL_TARGET");
-  result["jax_tcgemm_unpack_v1"] = stages(unpack_instantiate_handler(), unpack_handler());
+  const auto capsule = [](void* handler) {
+    return nb::capsule(handler, "xla._CUSTOM_CALL_TARGET");
+  };
+  for (const Target& target :
+       {gemm_target(), ragged_dot_target(), compiled_gemm_target(), compiled_pass_target(),
+        packed_target(), packed_ragged_target(), packed_function_target(), overlapped_target(),
+        overlapped_function_target(), gathers_target(), pack_target(), unpack_target(),
+        transpose_target(), mark_target()}) {
+    if (target.instantiate == nullptr) {
+      result[target.name] = capsule(target.execute);
+      continue;
+    }
+    nb::dict stages;
+    stages["instantiate"] = capsule(target.instantiate);
+    stages["execute"] = capsule(target.execute);
+    result[target.name] = stages;
+  }
   return result;
 }
 

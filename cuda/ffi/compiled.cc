@@ -243,7 +243,8 @@ Status prepare_rows(const CompiledAttributes& at, int64_t rows, int64_t workspac
   return prepare_compiled(problem, program, *device);
 }
 
-void* compiled_gemm_handler() { return reinterpret_cast<void*>(+kCompiledGemmHandler); }
-void* compiled_gemm_instantiate_handler() { return reinterpret_cast<void*>(+kInstantiateHandler); }
+Target compiled_gemm_target() {
+  return {"jax_tcgemm_compiled_gemm_v4", kCompiledGemmHandler, kInstantiateHandler};
+}
 
 }  // namespace jax_tcgemm

@@ -107,7 +107,8 @@ XLA_FFI_DEFINE_HANDLER(
 
 }  // namespace
 
-void* compiled_pass_handler() { return reinterpret_cast<void*>(+kCompiledPassHandler); }
-void* compiled_pass_instantiate_handler() { return reinterpret_cast<void*>(+kInstantiateHandler); }
+Target compiled_pass_target() {
+  return {"jax_tcgemm_compiled_pass_v2", kCompiledPassHandler, kInstantiateHandler};
+}
 
 }  // namespace jax_tcgemm

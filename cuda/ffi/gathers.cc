@@ -58,6 +58,6 @@ XLA_FFI_DEFINE_HANDLER(kGathersHandler, gathers,
 
 }  // namespace
 
-void* gathers_handler() { return reinterpret_cast<void*>(+kGathersHandler); }
+Target gathers_target() { return {"jax_tcgemm_gathers_v1", kGathersHandler}; }
 
 }  // namespace jax_tcgemm

@@ -187,8 +187,7 @@ Status begin_kernels(const GemmAttributes& at, ffi::RemainingRets& results) {
   return Status();
 }
 
-void* gemm_handler() { return reinterpret_cast<void*>(+kGemmHandler); }
-void* gemm_instantiate_handler() { return reinterpret_cast<void*>(+kInstantiateHandler); }
+Target gemm_target() { return {"jax_tcgemm_gemm_v1", kGemmHandler, kInstantiateHandler}; }
 
 const char* xla_ffi_api_version() {
   return JAX_TCGEMM_VALUE(XLA_FFI_API_MAJOR) "." JAX_TCGEMM_VALUE(XLA_FFI_API_MINOR);

@@ -236,7 +236,8 @@ XLA_FFI_DEFINE_HANDLER(
 
 }  // namespace
 
-void* overlapped_handler() { return reinterpret_cast<void*>(+kOverlappedHandler); }
-void* overlapped_instantiate_handler() { return reinterpret_cast<void*>(+kInstantiateHandler); }
+Target overlapped_target() {
+  return {"jax_tcgemm_overlapped_v2", kOverlappedHandler, kInstantiateHandler};
+}
 
 }  // namespace jax_tcgemm

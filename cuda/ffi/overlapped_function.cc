@@ -138,9 +138,8 @@ XLA_FFI_DEFINE_HANDLER(kInstantiateHandler, instantiate_overlapped_function,
 
 }  // namespace
 
-void* overlapped_function_handler() { return reinterpret_cast<void*>(+kOverlappedFunctionHandler); }
-void* overlapped_function_instantiate_handler() {
-  return reinterpret_cast<void*>(+kInstantiateHandler);
+Target overlapped_function_target() {
+  return {"jax_tcgemm_overlapped_function_v1", kOverlappedFunctionHandler, kInstantiateHandler};
 }
 
 }  // namespace jax_tcgemm

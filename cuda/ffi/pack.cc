@@ -90,6 +90,6 @@ XLA_FFI_DEFINE_HANDLER(kPackHandler, pack,
 
 }  // namespace
 
-void* pack_handler() { return reinterpret_cast<void*>(+kPackHandler); }
+Target pack_target() { return {"jax_tcgemm_pack_v1", kPackHandler}; }
 
 }  // namespace jax_tcgemm

@@ -121,11 +121,9 @@ XLA_FFI_DEFINE_HANDLER(
 
 }  // namespace
 
-void* packed_handler() { return reinterpret_cast<void*>(+kPackedHandler); }
-void* packed_instantiate_handler() { return reinterpret_cast<void*>(+kInstantiateHandler); }
-void* packed_ragged_handler() { return reinterpret_cast<void*>(+kPackedRaggedHandler); }
-void* packed_ragged_instantiate_handler() {
-  return reinterpret_cast<void*>(+kInstantiateRaggedHandler);
+Target packed_target() { return {"jax_tcgemm_packed_v1", kPackedHandler, kInstantiateHandler}; }
+Target packed_ragged_target() {
+  return {"jax_tcgemm_packed_ragged_v1", kPackedRaggedHandler, kInstantiateRaggedHandler};
 }
 
 }  // namespace jax_tcgemm

@@ -148,9 +148,8 @@ XLA_FFI_DEFINE_HANDLER(
 
 }  // namespace
 
-void* packed_function_handler() { return reinterpret_cast<void*>(+kPackedFunctionHandler); }
-void* packed_function_instantiate_handler() {
-  return reinterpret_cast<void*>(+kInstantiateHandler);
+Target packed_function_target() {
+  return {"jax_tcgemm_packed_function_v1", kPackedFunctionHandler, kInstantiateHandler};
 }
 
 }  // namespace jax_tcgemm

@@ -228,7 +228,8 @@ XLA_FFI_DEFINE_HANDLER(
 
 }  // namespace
 
-void* ragged_dot_handler() { return reinterpret_cast<void*>(+kRaggedDotHandler); }
-void* ragged_dot_instantiate_handler() { return reinterpret_cast<void*>(+kInstantiateHandler); }
+Target ragged_dot_target() {
+  return {"jax_tcgemm_ragged_dot_v1", kRaggedDotHandler, kInstantiateHandler};
+}
 
 }  // namespace jax_tcgemm

@@ -88,6 +88,6 @@ XLA_FFI_DEFINE_HANDLER(kTransposeHandler, transpose,
 
 }  // namespace
 
-void* transpose_handler() { return reinterpret_cast<void*>(+kTransposeHandler); }
+Target transpose_target() { return {"jax_tcgemm_transpose_v1", kTransposeHandler}; }
 
 }  // namespace jax_tcgemm

@@ -128,7 +128,6 @@ XLA_FFI_DEFINE_HANDLER(
 
 }  // namespace
 
-void* unpack_handler() { return reinterpret_cast<void*>(+kUnpackHandler); }
-void* unpack_instantiate_handler() { return reinterpret_cast<void*>(+kInstantiateHandler); }
+Target unpack_target() { return {"jax_tcgemm_unpack_v1", kUnpackHandler, kInstantiateHandler}; }
 
 }  // namespace jax_tcgemm
