@@ -70,9 +70,13 @@ def test_random_orders_of_dimensions(rng, number, monkeypatch):
     assert np.abs(got - want).max() <= limit * np.abs(want).max()
 
 
+def repeated(keys):
+    return jnp.repeat(keys, R, axis=2).astype(F32)
+
+
 def wide(q, keys, **options):
     """The scores of float32 queries."""
-    k = jnp.repeat(keys, R, axis=2).astype(F32)
+    k = repeated(keys)
     return jnp.einsum("bqhd,bkhd->bhqk", q, k, **{"precision": "highest", **options})
 
 
@@ -101,11 +105,18 @@ def test_special_values(wide_arrays, value, where):
     else:
         keys = keys.at[0, 0, 0, 0].set(BF16(value))
     for x in (q, jnp.ones_like(q)):
-        got, want = jax.jit(fuse(wide))(x, keys), jax.jit(wide)(x, keys)
-        is_finite = jnp.isfinite(want)
-        np.testing.assert_array_equal(jnp.isnan(got), jnp.isnan(want))
-        np.testing.assert_array_equal(jnp.isfinite(got), is_finite)
-        np.testing.assert_array_equal(jnp.sign(got)[~is_finite], jnp.sign(want)[~is_finite])
+        got, want = np.asarray(jax.jit(fuse(wide))(x, keys)), np.asarray(jax.jit(wide)(x, keys))
+        # A plane of a query may exceed it by 2^-8, and so overflow alone.
+        with np.errstate(all="ignore"):
+            exact = np.einsum(
+                "bqhd,bkhd->bhqk", *(np.asarray(y, np.float64) for y in (x, repeated(keys)))
+            )
+            is_safe = ~(abs(abs(exact) / float(jnp.finfo(F32).max) - 1) < 2.0**-7)
+        got, want = got[is_safe], want[is_safe]
+        is_finite = np.isfinite(want)
+        np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
+        np.testing.assert_array_equal(np.isfinite(got), is_finite)
+        np.testing.assert_array_equal(np.sign(got)[~is_finite], np.sign(want)[~is_finite])
         np.testing.assert_allclose(got[is_finite], want[is_finite], rtol=1e-4, atol=1e-3)
 
 
