@@ -166,14 +166,18 @@ def packing(jaxpr, depth=0):
     return sorted(found)
 
 
-def assert_right(found, f, x, *others):
-    """Checks that the error against float32 is at most twice that of the function itself."""
-    theirs, exact = (jax.jit(f)(y, *others) for y in (x, x.astype(jnp.float32)))
+def assert_close(found, theirs, exact, rounding):
+    """Checks that the error is at most twice that of the other results, and a rounding."""
     for ours, other, wanted in zip(*map(jax.tree.leaves, (found, theirs, exact)), strict=True):
         assert ours.dtype == other.dtype
         ours, other, wanted = (np.asarray(y, np.float64) for y in (ours, other, wanted))
-        allowed = 2 * np.linalg.norm(other - wanted) + 2**-7 * np.linalg.norm(wanted)
+        allowed = 2 * np.linalg.norm(other - wanted) + rounding * np.linalg.norm(wanted)
         assert np.linalg.norm(ours - wanted) <= allowed
+
+
+def assert_right(found, f, x, *others):
+    """Compares with the function itself, both against float32."""
+    assert_close(found, *(jax.jit(f)(y, *others) for y in (x, x.astype(jnp.float32))), 2**-7)
 
 
 @pytest.mark.parametrize("name", LOOPS)
@@ -185,10 +189,7 @@ def test_loops(args, name):
 
 @pytest.fixture
 def by_packed_values():
-    """Multiplies by the packed values on CPUs, too, which otherwise read the stored ones.
-
-    Returns a list with an item for each product that is lowered so.
-    """
+    """Multiplies by the packed values on CPUs, too; returns the products lowered so."""
     lowered = []
 
     def product(x, values, packed, scale, *zero, spec):
@@ -229,11 +230,7 @@ def test_derivatives(args, name):
 
     ours, theirs = (jax.jit(lambda *z, f=f: derivatives(f, *z))(x, q.scale) for f in (fuse(f), f))
     exact = jax.jit(lambda *z: derivatives(f, *z))(x.astype(jnp.float32), q.scale)
-    for got, other, wanted in zip(ours, theirs, exact, strict=True):
-        assert got.dtype == other.dtype
-        got, other, wanted = (np.asarray(y, np.float64) for y in (got, other, wanted))
-        allowed = 2 * np.linalg.norm(other - wanted) + 2**-8 * np.linalg.norm(wanted)
-        assert np.linalg.norm(got - wanted) <= allowed
+    assert_close(ours, theirs, exact, 2**-8)
 
 
 def test_a_batch_of_rows(args):
@@ -248,13 +245,12 @@ def test_a_batch_of_rows(args):
 def test_a_loop_within_shard_map(args):
     f, expected = LOOPS["both"]
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-    specs = {"in_specs": (P("x"), P(), P()), "out_specs": (P("x"), P(None))}
 
     def divided(*args):
         y, sums = f(*args)
         return y, lax.psum(sums, "x")
 
-    g = jax.shard_map(divided, mesh=mesh, **specs)
+    g = jax.shard_map(divided, mesh=mesh, in_specs=(P("x"), P(), P()), out_specs=(P("x"), P(None)))
     assert packing(jax.make_jaxpr(fuse(g))(*args).jaxpr) == expected
     assert_right(jax.jit(fuse(g))(*args), g, *args)
 
@@ -303,8 +299,7 @@ def test_a_batch_of_conditions(args):
         return lax.while_loop(lambda s: s[0] < limit, body, (0, x))[1]
 
     mapped = jax.vmap(f, (0, None, None))
-    limits = jnp.arange(3)
-    run = lambda g: lambda x: g(limits, x, q)  # noqa: E731
+    run = lambda g: lambda x: g(jnp.arange(3), x, q)  # noqa: E731
     assert_right(jax.jit(run(fuse(mapped)))(x), run(mapped), x)
 
 

@@ -107,9 +107,9 @@ def _check_mma_sync(row: KernelConfig, require: Require) -> None:
     require(row.grouped == "none", "mma.sync kernels know no groups")
     require(not row.swap_ab, "mma.sync kernels compute D, not its transpose")
     chunks = row_bytes // 16
+    threads = 32 * row.consumer_warps
     for extent in (row.tile_m, row.tile_n):
-        passes = extent * chunks / (32 * row.consumer_warps)
-        require(passes.is_integer(), "tile must be a whole number of passes")
+        require(extent * chunks % threads == 0, "tile must be a whole number of passes")
 
 
 def _check_streamed(row: KernelConfig, require: Require) -> None:
