@@ -116,6 +116,7 @@ def rank_configs(
     dense_splits: bool = False,
     warp_bytes: int = 0,
     result_bytes: int = 0,
+    config: str = "",
 ) -> list[tuple[str, float, bool]]:
     """Returns the rows that can compute a problem on a device, fastest first by the time model.
 
@@ -125,6 +126,8 @@ def rank_configs(
         warp_bytes: shared memory that each warp needs for an epilogue that is compiled at run time.
             Rows without room for it are left out if others have room.
         result_bytes: the part for the results. Rows without room for it are left out.
+        config: the name of a row, as for ``config=``, for an epilogue that is compiled at run time.
+            If the row can compute the problem, it is the only one.
 
     Returns:
         For each row its name (as for ``config=``), its expected cycles, and whether its blocks add

@@ -25,7 +25,7 @@ def here(monkeypatch):
     """Lowers for this process's GPUs of compute capability 9.0."""
     monkeypatch.setattr(devices, "are_all", lambda capability: capability == (9, 0))
     monkeypatch.setattr(devices, "is_program_here", lambda: True)
-    monkeypatch.setattr(jit_rows, "row_by_model", lambda call, spec: ROW)
+    monkeypatch.setattr(jit_rows, "first_row", lambda call, spec: ROW)
     monkeypatch.setattr(named_function, "_OUTCOMES", [True])
 
 
@@ -84,9 +84,9 @@ def test_what_stays_built(here, monkeypatch):
     wide = [each.astype(jnp.float32) for each in x]
     assert lowered(gelu, *wide) == BUILT
     assert lowered(lambda a, b: gelu(a, b, config=ROW), *x) == BUILT
-    monkeypatch.setattr(jit_rows, "row_by_model", lambda call, spec: f"{ROW}/splits=2")
+    monkeypatch.setattr(jit_rows, "first_row", lambda call, spec: f"{ROW}/splits=2")
     assert lowered(gelu, *x) == BUILT
-    monkeypatch.setattr(jit_rows, "row_by_model", lambda call, spec: ROW)
+    monkeypatch.setattr(jit_rows, "first_row", lambda call, spec: ROW)
     assert lowered(gelu, *x) == FUNCTION
     monkeypatch.setattr(devices, "is_program_here", lambda: False)
     assert lowered(gelu, *x) == BUILT

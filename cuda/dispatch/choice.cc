@@ -142,6 +142,39 @@ bool read_config(std::string_view config, std::string_view* row, int* splits) {
   return read.ec == std::errc() && read.ptr == end && *splits > 1;
 }
 
+// Returns the choice named `config`, or none if there is none that can compute the problem.
+Choice named_choice(std::string_view config, const ChoiceInput& input) {
+  std::string_view name;
+  int splits = 1;
+  if (config.empty() || !read_config(config, &name, &splits) || splits > max_splits(input)) {
+    return {};
+  }
+  const auto rows = kernel_registry();
+  const auto found = std::find_if(rows.begin(), rows.end(),
+                                  [&](const KernelEntry& row) { return row.name == name; });
+  Choice choice;
+  return found != rows.end() && can_take(*found, input, splits, &choice) ? choice : Choice();
+}
+
+// Keeps the rows with room for an epilogue; see compiled_choices.
+std::vector<Estimate> with_room(std::vector<Estimate> ranked, int64_t warp_bytes,
+                                int64_t result_bytes) {
+  const auto warp_room = [](const Estimate& estimate) {
+    return estimate.choice.entry->config.staging_bytes() / 4;
+  };
+  const auto lacks_room = [&](const Estimate& estimate) {
+    return !estimate.choice.entry->config.skinny && warp_room(estimate) < result_bytes;
+  };
+  const auto has_room = [&](const Estimate& estimate) {
+    const KernelConfig& config = estimate.choice.entry->config;
+    return config.streams_b() || config.skinny || warp_room(estimate) >= warp_bytes;
+  };
+  std::erase_if(ranked, lacks_room);
+  if (std::any_of(ranked.begin(), ranked.end(), has_room))
+    std::erase_if(ranked, std::not_fn(has_room));
+  return ranked;
+}
+
 bool is_logging() {
   static const bool enabled = [] {
     const char* value = std::getenv("JAX_TCGEMM_LOG");
@@ -199,22 +232,14 @@ std::vector<Estimate> ranked_choices(const ChoiceInput& input, bool dense_splits
   return ranked;
 }
 
-std::vector<Estimate> with_room(std::vector<Estimate> ranked, int64_t warp_bytes,
-                                int64_t result_bytes) {
-  const auto warp_room = [](const Estimate& estimate) {
-    return estimate.choice.entry->config.staging_bytes() / 4;
-  };
-  const auto lacks_room = [&](const Estimate& estimate) {
-    return !estimate.choice.entry->config.skinny && warp_room(estimate) < result_bytes;
-  };
-  const auto has_room = [&](const Estimate& estimate) {
-    const KernelConfig& config = estimate.choice.entry->config;
-    return config.streams_b() || config.skinny || warp_room(estimate) >= warp_bytes;
-  };
-  std::erase_if(ranked, lacks_room);
-  if (std::any_of(ranked.begin(), ranked.end(), has_room))
-    std::erase_if(ranked, std::not_fn(has_room));
-  return ranked;
+std::vector<Estimate> compiled_choices(std::string_view config, const ChoiceInput& input,
+                                       bool dense_splits, int64_t warp_bytes,
+                                       int64_t result_bytes) {
+  if (const Choice named = named_choice(config, input); named.entry != nullptr) {
+    const auto row = with_room({{named, 0}}, warp_bytes, result_bytes);
+    if (!row.empty()) return row;
+  }
+  return with_room(ranked_choices(input, dense_splits), warp_bytes, result_bytes);
 }
 
 std::string config_of(const Choice& choice) {
@@ -224,16 +249,8 @@ std::string config_of(const Choice& choice) {
 }
 
 Choice named_or_chosen(std::string_view config, const ChoiceInput& input) {
-  std::string_view name;
-  int splits = 1;
-  if (!config.empty() && read_config(config, &name, &splits) && splits <= max_splits(input)) {
-    const auto rows = kernel_registry();
-    const auto found = std::find_if(rows.begin(), rows.end(),
-                                    [&](const KernelEntry& row) { return row.name == name; });
-    Choice choice;
-    if (found != rows.end() && can_take(*found, input, splits, &choice)) return choice;
-  }
-  return choose_kernel(input);
+  const Choice named = named_choice(config, input);
+  return named.entry != nullptr ? named : choose_kernel(input);
 }
 
 int row_alignment(const Operand& operand, Algorithm algorithm) {

@@ -48,12 +48,14 @@ std::vector<Estimate> ranked_choices(const ChoiceInput& input, bool dense_splits
 // Returns the same choices in no order, timed by the model without dispatch/time_correction.h.
 std::vector<Estimate> modelled_choices(const ChoiceInput& input, bool dense_splits);
 
-// Keeps the rows that have room in shared memory for an epilogue that is compiled at run time. A
-// warp needs `warp_bytes` for the epilogue's operands and results, and `result_bytes` for the
-// results alone. Without room for the results, it cannot be compiled. Without room for the operands
-// it takes longer than with registers that spill, so such rows stay only if there are no others.
-std::vector<Estimate> with_room(std::vector<Estimate> ranked, int64_t warp_bytes,
-                                int64_t result_bytes);
+// Returns the choices for an epilogue that is compiled at run time: the one named `config` if it
+// can compute the problem, else all, the expected fastest first. They have room in shared memory
+// for the epilogue. A warp needs `warp_bytes` for the epilogue's operands and results, and
+// `result_bytes` for the results alone. Without room for the results, it cannot be compiled.
+// Without room for the operands it takes longer than with registers that spill, so such rows stay
+// only if there are no others.
+std::vector<Estimate> compiled_choices(std::string_view config, const ChoiceInput& input,
+                                       bool dense_splits, int64_t warp_bytes, int64_t result_bytes);
 
 // Returns the name of a choice: its row's name, followed by "/splits=N" if k is split into N parts.
 std::string config_of(const Choice& choice);

@@ -71,21 +71,13 @@ ChoiceInput compiled_input(const GemmProblem& problem, const EpilogueProgram& pr
   return input;
 }
 
-// Returns the rows to try: the one that is named, or those with room for the program, the expected
-// fastest first.
+// Returns the rows to try, the expected fastest first.
 std::vector<Choice> candidates(std::string_view config, const ChoiceInput& input,
                                const EpilogueProgram& program) {
   constexpr double kMostFactor = 1.3;  // a guess: nobody measured what spilling costs
-  if (!config.empty()) {
-    const Choice named = named_or_chosen(config, input);
-    if (named.entry != nullptr && config == config_of(named)) {
-      const KernelConfig& row = named.entry->config;
-      if (row.skinny || row.staging_bytes() / 4 >= program.result_bytes) return {named};
-    }
-  }
   std::vector<Choice> rows;
   const auto ranked =
-      with_room(ranked_choices(input, false), program.warp_bytes, program.result_bytes);
+      compiled_choices(config, input, false, program.warp_bytes, program.result_bytes);
   for (const Estimate& estimate : ranked) {
     if (estimate.cycles > kMostFactor * ranked.front().cycles) break;
     rows.push_back(estimate.choice);

@@ -119,13 +119,13 @@ ChoiceInput choice_input(const nb::object& problem) {
 
 // See _core.pyi.
 std::vector<RankedConfig> rank_configs(const nb::object& problem, bool dense_splits,
-                                       int64_t warp_bytes, int64_t result_bytes) {
+                                       int64_t warp_bytes, int64_t result_bytes,
+                                       std::string_view config) {
   const ChoiceInput input = choice_input(problem);
   std::vector<RankedConfig> ranked;
-  std::vector<Estimate> estimates = ranked_choices(input, dense_splits);
-  if (input.compiled) {
-    estimates = with_room(std::move(estimates), warp_bytes, result_bytes);
-  }
+  const std::vector<Estimate> estimates =
+      input.compiled ? compiled_choices(config, input, dense_splits, warp_bytes, result_bytes)
+                     : ranked_choices(input, dense_splits);
   for (const Estimate& estimate : estimates) {
     ranked.emplace_back(config_of(estimate.choice), estimate.cycles, estimate.choice.has_fixup);
   }
@@ -336,6 +336,6 @@ NB_MODULE(_core, module) {
   module.attr("MOST_PEERS") = kMostPeers;
   module.attr("PASS_BLOCK") = nb::make_tuple(kPassRows, kPassColumns);
   module.def("rank_configs", &rank_configs, nb::arg("problem"), nb::arg("dense_splits") = false,
-             nb::arg("warp_bytes") = 0, nb::arg("result_bytes") = 0);
+             nb::arg("warp_bytes") = 0, nb::arg("result_bytes") = 0, nb::arg("config") = "");
   module.def("time_terms", &time_terms_of, nb::arg("problem"));
 }

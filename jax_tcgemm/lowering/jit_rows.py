@@ -29,13 +29,9 @@ def expected_row(call: Call, spec: CompiledSpec) -> tuple[str, str] | None:
 
     ``None`` without a GPU, or if no row has room for the function.
     """
-    if not _compat.initialized_cuda_devices():
+    row = first_row(call, spec)
+    if row is None:
         return None
-    row = spec.product.config
-    if row is None or not _can_be_compiled(row, call):  # another row takes its place
-        row = row_by_model(call, spec)
-        if row is None:
-            return None
     name, splits = read_config(row)
     # As layout_name of cuda/dispatch/compiled.cc.
     is_swapped = by_name(name).skinny and call.gemm.m < call.gemm.n
@@ -43,8 +39,8 @@ def expected_row(call: Call, spec: CompiledSpec) -> tuple[str, str] | None:
     return row, source.swapped(call.layout) if is_swapped else call.layout
 
 
-def row_by_model(call: Call, spec: CompiledSpec) -> str | None:
-    """Returns the row, with the parts of k, that the time model puts first on the local GPU.
+def first_row(call: Call, spec: CompiledSpec) -> str | None:
+    """Returns the row, with the parts of k, that comes first in ``ranked_rows`` on the local GPU.
 
     ``None`` without a GPU, or if no row has room for the function.
     """
@@ -55,23 +51,14 @@ def row_by_model(call: Call, spec: CompiledSpec) -> str | None:
     return ranked[0][0] if ranked else None
 
 
-def _can_be_compiled(config: str, call: Call) -> bool:
-    name, splits = read_config(config)
-    facts = _core.row_facts(name)
-    if splits > 1 and not (facts.adds_parts and call.workspace_bytes):
-        return False
-    if not by_name(name).skinny and facts.warp_buffer_bytes < result_bytes(call.program):
-        return False
-    return facts.takes_reductions if call.reduces else facts.takes_functions
-
-
 def ranked_rows(
     call: Call, spec: CompiledSpec, device: Mapping[str, Any]
 ) -> list[tuple[str, float, bool]]:
     """Returns rows and their modeled times, fastest first, as ``_core.rank_configs`` does.
 
-    Rows without room for the data that the epilogue reads and writes are left out if others have
-    room. The groups of ``ragged_dot`` are assumed to be of one size, at least one row.
+    If the row that ``spec`` names can compute the product, it is the only one. Rows without room
+    for the data that the epilogue reads and writes are left out if others have room. The groups of
+    ``ragged_dot`` are assumed to be of one size, at least one row.
 
     Args:
         call: the product as a kernel sees it.
@@ -104,5 +91,8 @@ def ranked_rows(
         reduces=call.reduces,
     )
     return _core.rank_configs(
-        choice, warp_bytes=call.warp_bytes, result_bytes=result_bytes(call.program)
+        choice,
+        warp_bytes=call.warp_bytes,
+        result_bytes=result_bytes(call.program),
+        config=spec.product.config or "",
     )

@@ -82,7 +82,7 @@ def as_function(x: Operands, spec: GemmSpec, algorithm: str) -> NamedFunction | 
         return None
     compiled = CompiledSpec(inner, function)
     call = jit_epilogue.planned(own, compiled, made)
-    row = None if isinstance(call, str) else jit_rows.row_by_model(call, compiled)
+    row = None if isinstance(call, str) else jit_rows.first_row(call, compiled)
     # The built kernels split k in more ways.
     if isinstance(call, str) or row is None or read_config(row)[1] > 1:
         return None
