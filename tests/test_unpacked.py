@@ -182,7 +182,6 @@ def test_symbolic_and_empty_extents(rng):
     np.testing.assert_array_equal(gemm(x[:, :0], empty), jnp.zeros((M, N)))
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize("name", ["qvalue", "scale", "zero_point"])
 def test_explicitly_sharded_weights_are_dequantized(rng, name):
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))

@@ -126,9 +126,11 @@ def dequantize(x: Any, dtype: DTypeLike = jnp.float32) -> jax.Array:
 
 def spread(scale: jax.Array, shape: Shape) -> jax.Array:
     """Repeats each element of ``scale`` over its block of an array of ``shape``."""
-    pairs = split(scale.shape, shape)
-    once = scale.reshape([extent for count, _ in pairs for extent in (count, 1)])
-    return jnp.broadcast_to(once, [extent for pair in pairs for extent in pair]).reshape(shape)
+    # Blocks of one element get no dimension: JAX 0.8.0 inserts none where an axis has an explicit
+    # sharding.
+    axes = [axis if axis[1] != 1 else axis[:1] for axis in split(scale.shape, shape)]
+    once = scale.reshape([extent for axis in axes for extent in (axis[0], 1)[: len(axis)]])
+    return jnp.broadcast_to(once, [extent for axis in axes for extent in axis]).reshape(shape)
 
 
 def divides(own: Shape, shape: Shape) -> bool:
