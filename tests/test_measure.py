@@ -224,9 +224,9 @@ def test_no_kernel_is_faster_than_the_gpu(m, n, k, us):
     assert least_seconds(product, size, H200) == 0
 
 
-def race_of(monkeypatch):
+def race_of(monkeypatch, m=8):
     monkeypatch.setattr(_core, "device_properties", lambda ordinal: PEAKS)
-    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((8, 1024), (1024, 6144))]
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((m, 1024), (1024, 6144))]
     (product,) = tune_module.find_products(f, *arrays)
     return race_module.Race(product, Numbers(), threading.Event())
 
@@ -247,20 +247,23 @@ def test_when_xla_is_asked(monkeypatch, best, expected):
 
 
 @pytest.mark.parametrize(
-    ("untuned_us", "cublas_us", "xla_us", "entered", "best"),
+    ("m", "untuned", "cublas", "xla", "entered", "best"),
     [
-        (4.0, 4.1, None, ["untuned"], None),  # about a launch plus reading the operands
-        (5.0, 6.0, None, ["untuned", "cublas"], None),
-        (5.2, 5.05, None, ["untuned", "cublas", ROW], ROW),
-        (8.0, 10.0, None, ["untuned", "cublas", ROW], ROW),  # the GPU could do better
-        (4.94, None, None, ["untuned", ROW], None),  # XLA could not compile it
-        (8.0, 4.5, 4.5, ["untuned", "xla", ROW], "xla"),
-        (8.0, 4.5, 7.0, ["untuned", "xla", ROW], ROW),  # XLA would take another kernel
+        (8, 4.0, 4.1, None, ["untuned"], None),  # about a launch plus reading the operands
+        (8, 5.0, 6.0, None, ["untuned", "cublas"], None),
+        (8, 5.2, 5.05, None, ["untuned", "cublas", ROW], ROW),
+        (8, 8.0, 10.0, None, ["untuned", "cublas", ROW], ROW),  # the GPU could do better
+        (8, 4.94, None, None, ["untuned", ROW], None),  # XLA could not compile it
+        (8, 8.0, 4.5, 4.5, ["untuned", "xla", ROW], "xla"),
+        (8, 8.0, 4.5, 7.0, ["untuned", "xla", ROW], ROW),  # XLA would take another kernel
+        (256, 9.0, 11.0, 4.5, ["untuned", "xla", ROW], "xla"),  # so it would here
+        (256, 7.2, 8.0, 4.5, ["untuned", "cublas", ROW], ROW),  # not far from the GPU's limit
+        (1024, 40.0, 50.0, 4.5, ["untuned", "cublas", ROW], ROW),  # many tiles
     ],
 )
-def test_who_is_asked_with_little_time(monkeypatch, untuned_us, cublas_us, xla_us, entered, best):
+def test_who_is_asked_with_little_time(monkeypatch, m, untuned, cublas, xla, entered, best):
     """With few seconds left, nothing is compiled that hardly matters."""
-    times = {"untuned": untuned_us, "cublas": cublas_us, "xla": xla_us, ROW: 4.9}
+    times = {"untuned": untuned, "cublas": cublas, "xla": xla, ROW: 4.9}
 
     def enter(race, configs):
         race._chains |= {name: None for name in configs if times[name] is not None}
@@ -273,11 +276,11 @@ def test_who_is_asked_with_little_time(monkeypatch, untuned_us, cublas_us, xla_u
     monkeypatch.setattr(race_module.Race, "enter", enter)
     monkeypatch.setattr(race_module.Race, "timed", timed)
     monkeypatch.setattr(race_module.Race, "rows", lambda race: [ROW])
-    product = race_of(monkeypatch)._product
+    product = race_of(monkeypatch, m)._product
     entry = measure_module.measure(product, patience=5.0).entry
     assert set(timed_at[-1]) == set(entered)
     assert entry.config == best
-    of_xla = xla_us or ("cublas" in entered and cublas_us) or None
+    of_xla = cublas if "cublas" in entered else xla if "xla" in entered else None
     assert entry.xla_seconds == (of_xla and pytest.approx(1e-6 * of_xla))
 
 

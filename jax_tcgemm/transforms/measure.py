@@ -33,11 +33,15 @@ _FINAL_REPS, _BLOCK, _MOST_BLOCKS = 8, 2, 8
 # products, the best of them takes 0.3 % longer than the best of all rows.
 _FEW_ROWS = 6
 # XLA's autotuning takes most of a measurement (0.75 of 1.1 s on 16 cores). With less time left than
-# this, the measurement times cuBLAS first, and XLA's own choice only if cuBLAS is fastest.
+# this, the measurement times cuBLAS first, and XLA's own choice only where it may be the fastest.
 _PATIENT_SECONDS = 60.0
 # With less time left, the untuned choice is good enough if it is as fast as cuBLAS and the GPU's
 # limit is at least this share of its time.
 _NEAR_ENOUGH = 0.75
+# XLA's own choice may be the fastest although cuBLAS is not if there are at most this many results,
+# and the GPU's limit is less than this share of the time. It was for 20 of 160 products with 65 to
+# 1100 rows (lab/choice.md).
+_MEDIUM_RESULTS, _NEAR_ENOUGH_IF_MEDIUM = 3_500_000, 0.65
 
 _NUMBERS = Numbers()
 
@@ -60,7 +64,8 @@ def measure(
         product: the product, as the lowering describes it.
         numbers: the source of the operands' elements; by default shared by all measurements.
         patience: seconds that this and other measurements may still take. If few are left, fewer
-            rows are timed (none if the untuned choice is good), and cuBLAS stands for XLA.
+            rows are timed (none if the untuned choice is good), and cuBLAS stands for XLA in most
+            measurements.
         stop: once set, the measurement ends.
 
     Returns:
@@ -90,7 +95,9 @@ def measure(
             race.narrow_down()
     blocks = _blocks(race)
     best, is_certain = decided(blocks)
-    if best == CUBLAS:  # XLA's own choice in the program may be slower than cuBLAS
+    # XLA's own choice in the program may be slower than cuBLAS, or faster.
+    is_medium = not is_patient and _has_results(product, _MEDIUM_RESULTS)
+    if best == CUBLAS or (is_medium and not race.is_near(_NEAR_ENOUGH_IF_MEDIUM)):
         race.leave(CUBLAS)
         race.enter({XLA: XLA})
         blocks = _blocks(race)
@@ -111,11 +118,15 @@ def _is_timed(product: Product) -> bool:
     It is if XLA was faster in some cases: for 65 rows and columns up to a few tiles an SM. NVRTC
     compiles no other kernels only to time them.
     """
-    if product.primitive != "compiled" or product.spec.is_gated or product.spec.scaled:
-        return False
+    return _has_results(product, MOST_RESULTS) and not product.spec.scaled
+
+
+def _has_results(product: Product, most: int) -> bool:
+    """Checks for one dense product of 65 or more rows and columns and ``most`` or less results."""
     problem = json.loads(product.problem)
     m, n = problem["m"], problem["n"]
-    return not problem["batch"] and min(m, n) > FEW_ROWS and m * n <= MOST_RESULTS
+    is_one = product.primitive in ("gemm", "compiled") and not problem["batch"]
+    return is_one and min(m, n) > FEW_ROWS and m * n <= most
 
 
 def _blocks(race: Race) -> list[dict[str, Timing]]:
