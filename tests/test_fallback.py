@@ -1,12 +1,13 @@
 """When XLA computes a product instead of a kernel, and the modes that forbid it."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_tcgemm import FallbackError, dot_general, gated_gemm, gemm, ragged_dot
+from jax_tcgemm import FallbackError, dot_general, fuse, gated_gemm, gemm, ragged_dot
 from jax_tcgemm.lowering import devices, fallback
 from jax_tcgemm.partitioning import rules
 from jax_tcgemm.tuning.entry import Entry
@@ -91,6 +92,21 @@ def test_a_measured_choice_of_xla_is_not_taken(cuda_module, monkeypatch):
     groups = shape(2, 512, 512), shape(2, dtype=jnp.int32)
     assert "ragged_dot_v1" not in lower(ragged_dot, a, *groups)
     assert "ragged_dot_v1" in lower(functools.partial(ragged_dot, config="kernel"), a, *groups)
+
+
+@pytest.mark.parametrize(("of_program", "product"), [(True, "bf16"), (False, "f32")])
+def test_xla_rounds_a_product_that_the_program_rounds(monkeypatch, of_program, product):
+    """XLA writes the products of a region of `fuse` as the program without `fuse` does."""
+    found = Entry("xla", 1e-6, 2e-6, 1e-6), "the tunings"
+    monkeypatch.setattr(devices, "find_choice", lambda product: found)
+
+    def in_a_program(a, b):
+        return jnp.tanh(a @ b)
+
+    x = shape(512, 512)
+    call = fuse(in_a_program) if of_program else functools.partial(gemm, epilogue=jnp.tanh)
+    text = lower(call, x, x)
+    assert re.findall(r"dot_general .* -> tensor<512x512x(\w+)>", text) == [product]
 
 
 def test_other_platforms_have_no_kernels_to_ask_for(normal, monkeypatch):

@@ -25,11 +25,14 @@ class CompiledSpec:
         scaled: whether the 8-bit operands ``a`` and ``b`` have block scales: two more operands of
             the product, in float32, with the axes of ``a`` and ``b``. A block is 1 x
             ``SCALE_BLOCK`` (k) of ``a``, ``SCALE_BLOCK`` x ``SCALE_BLOCK`` of ``b``.
+        rounds: whether the user's program rounds the product to ``product.out_dtype`` before the
+            function. A kernel does not; a product of XLA does, which then takes less time.
     """
 
     product: GemmSpec
     function: EpilogueFunction
     scaled: bool = False
+    rounds: bool = False
 
     @property
     def is_gated(self) -> bool:

@@ -70,7 +70,11 @@ def _problem(
         **extents,
         dtypes=[x.dtype.name for x in own] + [x.dtype.name for x in spec.function.results],
         strides={name: list(getattr(gemm.strides, name)) for name in ("a", "b")},
-        epilogue={"has": ["function"], "program": source.digest(program)[:16]},
+        epilogue={
+            "has": ["function"],
+            "program": source.digest(program)[:16],
+            **({"rounds": True} if spec.rounds else {}),
+        },
     )
 
 

@@ -116,6 +116,7 @@ def _region(fused: Fused, values: Sequence[Any]) -> Sequence[Any]:
     every, compiled_spec, _ = epilogues.traced(
         own, spec, shape, region_function(fused), values[fused.factors :], None
     )
+    compiled_spec = compiled_spec.replace(rounds=True)
     made = translation.translate(compiled_spec.function)
     if isinstance(made, str):
         raise NoKernelError(made)
