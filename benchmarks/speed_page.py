@@ -28,6 +28,7 @@ _SUITES = {
     "batched": "batches",
     "epilogue": "bias, activation, C, residual",
     "medium_epilogue": "epilogues and functions of 128 to 512 rows",
+    "medium_epilogue_tuned": "the same, measured while lowering",
     "gated": "gated products",
     "backward": "layers with gradients",
     "fused": "transformer blocks through `fuse`",
