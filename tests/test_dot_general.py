@@ -32,21 +32,29 @@ def results(problems: list[Problem], arrays: list, on_cpu: bool):
     try:
         together = jax.jit(functools.partial(run, problems))(arrays)
     except jax.errors.JaxRuntimeError:
-        # XLA cannot compile some products. They are few; this drops them. It may also fail for a
-        # product because others stand beside it.
-        compiled = [(p, x) for p, x in zip(problems, arrays, strict=True) if lax_compiles(p, x)]
+        # XLA cannot compile some products. They are few; this drops them.
+        compiled = [pair for pair in zip(problems, arrays, strict=True) if lax_compiles([pair])]
         assert len(compiled) > 0.8 * len(problems)
         problems, arrays = map(list, zip(*compiled, strict=True))
-        together = [jax.jit(functools.partial(run, [p]))([x])[0] for p, x in compiled]
+        if lax_compiles(compiled):
+            together = jax.jit(functools.partial(run, problems))(arrays)
+        else:  # XLA can compile each, but not all in one program
+            together = [jax.jit(functools.partial(run, [p]))([x])[0] for p, x in compiled]
     yield from zip(problems, arrays, together, strict=True)
 
 
-def lax_compiles(problem: Problem, x: list) -> bool:
-    def run(*x):
-        return problem.by(lax.dot_general, *x), problem.baseline(*x, False)
+def lax_compiles(pairs: list[tuple[Problem, list]]) -> bool:
+    """Checks if XLA compiles these problems in one program, with its own `dot_general`."""
+    problems = [problem for problem, _ in pairs]
+
+    def run(arrays):
+        return [
+            (problem.by(lax.dot_general, *x), problem.baseline(*x, False))
+            for problem, x in zip(problems, arrays, strict=True)
+        ]
 
     try:
-        jax.jit(run).lower(*x).compile()
+        jax.jit(run).lower([x for _, x in pairs]).compile()
     except jax.errors.JaxRuntimeError:
         return False
     return True

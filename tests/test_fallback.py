@@ -94,19 +94,26 @@ def test_a_measured_choice_of_xla_is_not_taken(cuda_module, monkeypatch):
     assert "ragged_dot_v1" in lower(functools.partial(ragged_dot, config="kernel"), a, *groups)
 
 
-@pytest.mark.parametrize(("of_program", "product"), [(True, "bf16"), (False, "f32")])
-def test_xla_rounds_a_product_that_the_program_rounds(monkeypatch, of_program, product):
+@pytest.mark.parametrize(
+    ("call", "products"),
+    [
+        (fuse(lambda a, b: jnp.tanh(a @ b)), ["bf16"]),
+        (fuse(lambda a, b: jax.nn.silu(a @ b) * (a @ b.T)), ["bf16", "bf16"]),
+        (functools.partial(gemm, epilogue=jnp.tanh), ["f32"]),
+    ],
+)
+def test_xla_rounds_a_product_that_the_program_rounds(monkeypatch, call, products):
     """XLA writes the products of a region of `fuse` as the program without `fuse` does."""
-    found = Entry("xla", 1e-6, 2e-6, 1e-6), "the tunings"
-    monkeypatch.setattr(devices, "find_choice", lambda product: found)
+    asked = []
 
-    def in_a_program(a, b):
-        return jnp.tanh(a @ b)
+    def find_choice(product):
+        asked.append(product.primitive)
+        return Entry("xla", 1e-6, 2e-6, 1e-6), "the tunings"
 
+    monkeypatch.setattr(devices, "find_choice", find_choice)
     x = shape(512, 512)
-    call = fuse(in_a_program) if of_program else functools.partial(gemm, epilogue=jnp.tanh)
-    text = lower(call, x, x)
-    assert re.findall(r"dot_general .* -> tensor<512x512x(\w+)>", text) == [product]
+    assert re.findall(r"dot_general .* -> tensor<512x512x(\w+)>", lower(call, x, x)) == products
+    assert "compiled" in asked
 
 
 def test_other_platforms_have_no_kernels_to_ask_for(normal, monkeypatch):

@@ -21,7 +21,8 @@ from jax._src.lib.mlir import ir
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_tcgemm import Tunings, dot_general, gated_gemm, gated_mlp, gemm, mlp, ragged_dot
+from jax_tcgemm import Tunings, dot_general, fuse, gated_gemm, gated_mlp, gemm, mlp, ragged_dot
+from jax_tcgemm.lowering import devices
 from jax_tcgemm.partitioning import partitioner
 from jax_tcgemm.tuning import lookup
 from jax_tcgemm.tuning.entry import Entry
@@ -135,6 +136,18 @@ def test_each_device_calls_kernels_of_its_part(args):
     assert text.count("custom_call @jax_tcgemm_gemm") == 1
     assert "tensor<128x64xbf16>, tensor<64x256xbf16>) -> tensor<128x256xbf16>" in text
     assert "all_reduce" not in text
+
+
+@pytest.mark.parametrize(
+    ("call", "product"),
+    [(fuse(lambda x, w: jnp.tanh(x @ w)), "bf16"), (FUNCTIONS["function"][0], "f32")],
+)
+def test_xla_rounds_the_product_of_a_part_if_the_program_does(args, monkeypatch, call, product):
+    found = Entry("xla", 1e-6, 2e-6, 1e-6), "the tunings"
+    monkeypatch.setattr(devices, "find_choice", lambda product: found)
+    x, w = args
+    text = part(call, (x, P("x")), (w, P()), out=P("x"))
+    assert re.findall(r"dot_general .* -> tensor<128x256x(\w+)>", text) == [product]
 
 
 def test_weight_gradients_are_told_of_collectives_beside_them(args):

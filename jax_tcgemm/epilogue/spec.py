@@ -26,7 +26,8 @@ class CompiledSpec:
             the product, in float32, with the axes of ``a`` and ``b``. A block is 1 x
             ``SCALE_BLOCK`` (k) of ``a``, ``SCALE_BLOCK`` x ``SCALE_BLOCK`` of ``b``.
         rounds: whether the user's program rounds the product to ``product.out_dtype`` before the
-            function. A kernel does not; a product of XLA does, which then takes less time.
+            function. Kernels and the reference do not. If a measurement chooses XLA's product, XLA
+            writes it in that type, which takes less time.
     """
 
     product: GemmSpec

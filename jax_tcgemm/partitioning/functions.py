@@ -40,10 +40,12 @@ class DividedSpec:
     Attributes:
         product: the product.
         function: the epilogue.
+        rounds: as in ``CompiledSpec``.
     """
 
     product: GemmSpec
     function: PortableFunction
+    rounds: bool
 
 
 _Apply = Callable[[Sequence[jax.Array], CompiledSpec], list[jax.Array]]
@@ -87,7 +89,7 @@ def _accepts(spec: CompiledSpec, types: Sequence[Any]) -> bool:
 def _told(spec: CompiledSpec) -> DividedSpec:
     function = _portable(spec)
     assert isinstance(function, PortableFunction)
-    return DividedSpec(spec.product, function)
+    return DividedSpec(spec.product, function, spec.rounds)
 
 
 def _work(spec: DividedSpec, types: Sequence[Any]) -> Work:
@@ -139,43 +141,44 @@ def _local(
     # Computed outside the function, because a kernel cannot ask which device it runs on.
     starts = {name: shard.start(name, after_sum=True) for name in names}
     part = Part(function, extents, starts)
-    product = spec.product if of_8_bits else products.with_local_config(spec.product, x)
+    if not of_8_bits:
+        spec = dataclasses.replace(spec, product=products.with_local_config(spec.product, x))
     made = None
     if shard.plan.overlap == GATHER:
         made = products.with_transfer(
-            lambda exchange: _beside_gather(part, product, x, wide, others, exchange), shard, names
+            lambda exchange: _beside_gather(part, spec, x, wide, others, exchange), shard, names
         )
         if made is None:
             x = x._replace(a=shard.gathered(x.a))
     if made is None:
         x, sums = products.summed(shard, alone, x, multiply)
         if sums is None:
-            made = apply(*_within_kernel(part, product, x, wide, others))
+            made = apply(*_within_kernel(part, spec, x, wide, others))
         else:
             made = part.within(*sums, *others)
     return part.after(part.joined(made, shard.joined), others)
 
 
 def _within_kernel(
-    part: Part, product: GemmSpec, x: Operands, wide: Any, others: Sequence[jax.Array]
+    part: Part, spec: DividedSpec, x: Operands, wide: Any, others: Sequence[jax.Array]
 ) -> tuple[list[jax.Array], CompiledSpec]:
     """Returns the operands and the spec of the product with the function's part."""
     count = part.function.accumulators
     accumulator = jax.ShapeDtypeStruct(tuple(part.extents.values()), wide)
     types = [accumulator] * count + [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in others]
     function, held = functions.trace(part.within, types, count)
-    return [*flatten(x), *others, *held], CompiledSpec(product, function)
+    return [*flatten(x), *others, *held], CompiledSpec(spec.product, function, rounds=spec.rounds)
 
 
 def _beside_gather(
     part: Part,
-    product: GemmSpec,
+    spec: DividedSpec,
     x: Operands,
     wide: Any,
     others: Sequence[jax.Array],
     exchange: Exchange,
 ) -> list[jax.Array] | str:
     """Computes the same of all rows, of which ``x.a`` has those of this device."""
-    operands, spec = _within_kernel(part, product, x, wide, others)
+    operands, whole = _within_kernel(part, spec, x, wide, others)
     count = len(flatten(x))
-    return gathered_function(operands[:count], operands[count:], spec, exchange)
+    return gathered_function(operands[:count], operands[count:], whole, exchange)

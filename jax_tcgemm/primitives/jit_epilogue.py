@@ -22,6 +22,7 @@ from jax_tcgemm.epilogue.linear import is_smooth
 from jax_tcgemm.epilogue.spec import CompiledSpec
 from jax_tcgemm.kernels.names import NO_ROWS, XLA
 from jax_tcgemm.lowering import jit_epilogue as compiled_lowering
+from jax_tcgemm.lowering import reference
 from jax_tcgemm.partitioning import functions as division
 from jax_tcgemm.partitioning import rules
 from jax_tcgemm.primitives import epilogue_derivative, gated, ragged, registration
@@ -78,9 +79,10 @@ def _accumulators(own: Sequence[jax.Array], spec: CompiledSpec) -> list[jax.Arra
     config = product.config_of_products
     if is_quantized(own[0].dtype, own[1].dtype) or spec.scaled:  # only this primitive has rows
         config = config if config in NO_ROWS else None
-    stored = product.out_dtype if spec.rounds and config == XLA else dtype
-    inner = product.replace(out_dtype=stored, config=config)
-    return [x.astype(dtype) for x in gemm_primitive.bind(product.unflatten(own), inner)]
+    x = product.unflatten(own)
+    if spec.rounds and config == XLA:
+        return [each.astype(dtype) for each in reference.accumulators(x, product, rounds=True)]
+    return gemm_primitive.bind(x, product.replace(out_dtype=dtype, config=config))
 
 
 def _scaled(x: jax.Array, scale: jax.Array) -> jax.Array:

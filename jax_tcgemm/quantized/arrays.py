@@ -126,8 +126,8 @@ def dequantize(x: Any, dtype: DTypeLike = jnp.float32) -> jax.Array:
 
 def spread(scale: jax.Array, shape: Shape) -> jax.Array:
     """Repeats each element of ``scale`` over its block of an array of ``shape``."""
-    # Blocks of one element get no dimension: JAX 0.8.0 inserts none where an axis has an explicit
-    # sharding.
+    # Blocks of one element get no dimension: with explicit shardings, JAX 0.8.0 cannot merge a last
+    # dimension of 1 into another.
     axes = [axis if axis[1] != 1 else axis[:1] for axis in split(scale.shape, shape)]
     once = scale.reshape([extent for axis in axes for extent in (axis[0], 1)[: len(axis)]])
     return jnp.broadcast_to(once, [extent for axis in axes for extent in axis]).reshape(shape)

@@ -116,7 +116,8 @@ def _region(fused: Fused, values: Sequence[Any]) -> Sequence[Any]:
     every, compiled_spec, _ = epilogues.traced(
         own, spec, shape, region_function(fused), values[fused.factors :], None
     )
-    compiled_spec = compiled_spec.replace(rounds=True)
+    rounds = spec.out_dtype in HALF_TYPES and not isinstance(fused.form, RaggedForm)
+    compiled_spec = compiled_spec.replace(rounds=rounds)
     made = translation.translate(compiled_spec.function)
     if isinstance(made, str):
         raise NoKernelError(made)

@@ -39,9 +39,9 @@ _PATIENT_SECONDS = 60.0
 # limit is at least this share of its time.
 _NEAR_ENOUGH = 0.75
 # XLA's own choice may be the fastest although cuBLAS is not if there are at most this many results,
-# and the GPU's limit is less than this share of the time. It was for 20 of 160 products with 65 to
-# 1100 rows (lab/choice.md).
-_MEDIUM_RESULTS, _NEAR_ENOUGH_IF_MEDIUM = 3_500_000, 0.65
+# and the GPU's limit is less than this share of the untuned choice's time. It was for 20 of 160
+# products with 65 to 1100 rows (lab/choice.md).
+_MEDIUM_RESULTS, _FAR = 3_500_000, 0.65
 
 _NUMBERS = Numbers()
 
@@ -97,7 +97,7 @@ def measure(
     best, is_certain = decided(blocks)
     # XLA's own choice in the program may be slower than cuBLAS, or faster.
     is_medium = not is_patient and _has_results(product, _MEDIUM_RESULTS)
-    if best == CUBLAS or (is_medium and not race.is_near(_NEAR_ENOUGH_IF_MEDIUM)):
+    if best == CUBLAS or (is_medium and race.is_far(_FAR)):
         race.leave(CUBLAS)
         race.enter({XLA: XLA})
         blocks = _blocks(race)

@@ -234,6 +234,11 @@ class Race:
         """Returns true if the GPU's limit is at least this share of the untuned choice's time."""
         return share * self._time_of(UNTUNED) <= self._limit()
 
+    def is_far(self, share: float) -> bool:
+        """Returns true if the GPU's known limit is less than this share of the same time."""
+        seconds = self._time_of(UNTUNED)
+        return seconds > _LEAST_ASKED_SECONDS and 0 < self._limit() < share * seconds
+
     def is_as_fast_as(self, other: str) -> bool:
         """Returns true if the untuned choice is at least as fast as another competitor."""
         return self._time_of(UNTUNED) <= _AS_FAST * self._time_of(other)
