@@ -163,9 +163,9 @@ def test_what_a_device_is_told_to_compute_has_a_translation(normal, monkeypatch)
     """The part's offset is an operand: a kernel cannot ask which device it runs on."""
     told = []
 
-    def spec(product, function):
+    def spec(product, function, **options):
         told.append(function)
-        return CompiledSpec(product, function)
+        return CompiledSpec(product, function, **options)
 
     monkeypatch.setattr(partitioning_functions, "CompiledSpec", spec)
 
