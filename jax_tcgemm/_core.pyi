@@ -127,7 +127,7 @@ def rank_configs(
             Rows without room for it are left out if others have room.
         result_bytes: the part for the results. Rows without room for it are left out.
         config: the name of a row, as for ``config=``, for an epilogue that is compiled at run time.
-            If the row can compute the problem, it is the only one.
+            If the row can compute the problem, it is the only one, with 0 cycles.
 
     Returns:
         For each row its name (as for ``config=``), its expected cycles, and whether its blocks add

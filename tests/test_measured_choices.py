@@ -11,9 +11,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 from cuda_calls import bf16
-from tuned_calls import ARRAYS, KIND, ROW, SQUARE, configs, entry, f, tuned
+from tuned_calls import ARRAYS, H200, KIND, ROW, SQUARE, configs, entry, f, tuned
 
+from jax_tcgemm import _core
 from jax_tcgemm.transforms import measure as measure_module
+from jax_tcgemm.transforms.numbers import Numbers
+from jax_tcgemm.transforms.race import Race
+from jax_tcgemm.transforms.tune import find_products
 from jax_tcgemm.tuning import cache, lookup
 from jax_tcgemm.tuning.lookup import Measured
 
@@ -148,3 +152,20 @@ def test_who_interrupts_a_measurement_ends_it(monkeypatch):
         lookup, "measure", lambda product, patience: Measured(entry(ROW), is_certain=True)
     )
     assert configs(f, *ARRAYS) == [ROW]
+
+
+@pytest.mark.parametrize(
+    ("peaks", "seconds", "expected"),
+    [
+        ({"clock_rate": 1.98e9, "memory_bandwidth": 4.9e12}, 1e-3, True),
+        ({"clock_rate": 1.98e9, "memory_bandwidth": 4.9e12}, 1.9e-6, False),  # about a launch
+        ({}, 1e-3, False),
+    ],
+)
+def test_no_time_is_far_from_an_unknown_limit(monkeypatch, peaks, seconds, expected):
+    """Otherwise XLA would autotune each medium product on GPUs that nobody measured."""
+    monkeypatch.setattr(_core, "device_properties", lambda ordinal: H200 | peaks)
+    (product,) = find_products(f, *SQUARE)
+    race = Race(product, Numbers(), threading.Event())
+    race._chains, race._least = {"untuned": None}, {"untuned": seconds}
+    assert race.is_far(0.65) == expected
