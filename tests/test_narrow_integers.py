@@ -195,3 +195,23 @@ def test_a_refused_pair_is_named(rng):
         gemm(x, w)
     with pytest.raises(TypeError, match=r"x\.dtype=bfloat16, w_gate\.dtype=int4"):
         gated_gemm(x, w, w)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "int4", "uint2"])
+def test_functions_get_whole_sums_of_integers(dtype):
+    rng = np.random.default_rng()
+    limits = jnp.iinfo(dtype)
+    x, w = (
+        jnp.asarray(rng.integers(limits.max // 2, limits.max, shape, endpoint=True), dtype)
+        for shape in ((3, 70), (70, 5))
+    )
+    product = np.asarray(x).astype(np.int64) @ np.asarray(w).astype(np.int64)
+    ours = (
+        gemm(x, w, epilogue=lambda z: z),
+        gated_gemm(x, w, w, epilogue=lambda z, _: z),
+        ragged_dot(x, jnp.stack([w, w]), _SIZES, epilogue=lambda z: z),
+    )
+    name = "uint32" if dtype.startswith("u") else "int32"
+    for result in ours:
+        assert result.dtype == name
+        np.testing.assert_array_equal(result, product.astype(name))

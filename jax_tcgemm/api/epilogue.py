@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from jax_tcgemm.api import arguments
@@ -71,10 +72,19 @@ def applied(
         TypeError: ``epilogue`` is not a function, or an operand is not an array.
         ValueError: a result is neither of the product's shape nor a reduction of it.
     """
+    if preferred_element_type is None:
+        spec = spec.replace(out_dtype=_whole(spec.out_dtype))
     every, compiled_spec, out_tree = traced(
         own, spec, shape, epilogue, operands, preferred_element_type
     )
     return jax.tree.unflatten(out_tree, jit_epilogue.bind(every, compiled_spec))
+
+
+def _whole(dtype: np.dtype) -> np.dtype:
+    """Returns the dtype in which a function gets a product: 32 bits for narrower integers."""
+    if not jnp.issubdtype(dtype, jnp.integer) or dtype.itemsize >= 4:
+        return dtype
+    return jnp.dtype(jnp.uint32 if jnp.issubdtype(dtype, jnp.unsignedinteger) else jnp.int32)
 
 
 def traced(
