@@ -139,6 +139,9 @@ def _rows() -> list[KernelConfig]:
             # For two weights.
             _sm90(algorithm, 128, 256, 4, cluster=(2, 1), gated=True),
             _sm90(algorithm, 128, 128, 6, cluster=(2, 1), schedule="pingpong", gated=True),
+            # For odd numbers of tiles along m.
+            _sm90(algorithm, 128, 256, 4, cluster=(1, 2), gated=True),
+            _sm90(algorithm, 128, 128, 6, cluster=(1, 4), schedule="pingpong", gated=True),
             # For groups of rows. Where memory makes tiles equally fast, the smallest tile comes
             # first. Blocks that share rows of one group waste nothing, whatever the group's size.
             _sm90(algorithm, 64, 128, 6, schedule="pingpong", grouped="m"),
@@ -254,6 +257,7 @@ def _run_time_rows() -> list[KernelConfig]:
             ]
             rows += [
                 _sm90(algorithm, 128, 128, 6, cluster=(2, 1), gated=True, **common),
+                _sm90(algorithm, 128, 128, 6, cluster=(1, 2), gated=True, **common),
                 _sm90(algorithm, 128, 128, 6, grouped="m", **common),
             ]
         else:
@@ -273,6 +277,7 @@ def _run_time_rows() -> list[KernelConfig]:
             groups = {"grouped": "m", **common}
             rows += [
                 _sm90(algorithm, 128, 256, 4, cluster=(2, 1), gated=True, **common),
+                _sm90(algorithm, 128, 256, 4, cluster=(1, 2), gated=True, **common),
                 _sm90(algorithm, 128, 256, 4, cluster=(1, 2), **groups),
                 _sm90(algorithm, 128, 192, 4, cluster=(1, 2), schedule="pingpong", **groups),
                 _sm90(algorithm, 128, 128, 6, schedule="pingpong", **groups),
