@@ -1,6 +1,8 @@
 """When XLA computes a product instead of a kernel, and the modes that forbid it."""
 
+import collections
 import functools
+import json
 import re
 
 import jax
@@ -94,26 +96,79 @@ def test_a_measured_choice_of_xla_is_not_taken(cuda_module, monkeypatch):
     assert "ragged_dot_v1" in lower(functools.partial(ragged_dot, config="kernel"), a, *groups)
 
 
-@pytest.mark.parametrize(
-    ("call", "products"),
-    [
-        (fuse(lambda a, b: jnp.tanh(a @ b)), ["bf16"]),
-        (fuse(lambda a, b: jax.nn.silu(a @ b) * (a @ b.T)), ["bf16", "bf16"]),
-        (functools.partial(gemm, epilogue=jnp.tanh), ["f32"]),
-    ],
-)
-def test_xla_rounds_a_product_that_the_program_rounds(monkeypatch, call, products):
-    """XLA writes the products of a region of `fuse` as the program without `fuse` does."""
-    asked = []
+@pytest.fixture
+def asked(monkeypatch):
+    """The tuning keys that are looked up; each has the measured choice of XLA."""
+    keys = []
 
     def find_choice(product):
-        asked.append(product.primitive)
+        keys.append(product.problem)
         return Entry("xla", 1e-6, 2e-6, 1e-6), "the tunings"
 
     monkeypatch.setattr(devices, "find_choice", find_choice)
+    return keys
+
+
+def operations(text):
+    """Counts the operations of a module by name and result; those of control flow are left out."""
+    found = re.findall(r"= stablehlo\.(\w+) .* (tensor<[\w-]+>)$", text, re.MULTILINE)
+    return collections.Counter(x for x in found if x != ("constant", "tensor<i32>"))
+
+
+def residual(a, b):
+    return a @ b + b
+
+
+def two_results(a, b):
+    z = a @ b
+    return z, jax.nn.gelu(z + b[0]), jnp.max(z.astype(jnp.float32), axis=1)
+
+
+PROGRAMS = [
+    residual,
+    two_results,
+    lambda a, b: jax.nn.silu(a @ b) * (a @ a),
+    lambda a, b: jnp.exp((a @ b).astype(jnp.float16)) * jnp.float16(0.3),
+]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_xla_computes_a_region_as_the_program_does(asked, program, dtype):
+    x = jax.ShapeDtypeStruct((512, 512), dtype)
+    assert operations(lower(fuse(program), x, x)) == operations(lower(program, x, x))
+    assert '"unfused"' in asked[0]
+
+
+def test_xla_computes_a_mapped_region_as_the_program_does(asked):
+    mapped, x = (lambda f: jax.vmap(f, (0, None))), (shape(4, 512, 512), shape(512, 512))
+    fused, plain = (operations(lower(mapped(f), *x)) for f in (fuse(residual), residual))
+    assert fused == plain
+    assert '"unfused"' in asked[0]
+
+
+def test_xla_computes_a_differentiated_region_as_the_program_does(asked):
     x = shape(512, 512)
-    assert re.findall(r"dot_general .* -> tensor<512x512x(\w+)>", lower(call, x, x)) == products
-    assert "compiled" in asked
+    text = lower(lambda *x: jax.linearize(fuse(two_results), *x)[0], x, x)
+    assert operations(text) == operations(lower(two_results, x, x))
+    text = lower(lambda *x: jax.vjp(fuse(jnp.matmul), *x)[1](x[0]), x, x)
+    assert "f32" not in text
+
+
+def test_programs_that_xla_computes_differently_have_tunings_of_their_own(asked):
+    def by_float32(a, b):
+        return ((a @ b).astype(jnp.float32) + b).astype(jnp.bfloat16)
+
+    for program in (residual, by_float32):
+        lower(fuse(program), shape(512, 512), shape(512, 512))
+    keys = [json.loads(key) for key in asked]
+    assert keys[0]["epilogue"]["program"] == keys[1]["epilogue"]["program"]
+    assert keys[0]["epilogue"]["unfused"] != keys[1]["epilogue"]["unfused"]
+
+
+def test_xla_writes_the_accumulators_of_an_epilogue(asked):
+    text = lower(functools.partial(gemm, epilogue=jnp.tanh), shape(512, 512), shape(512, 512))
+    assert re.findall(r"dot_general .* -> tensor<512x512x(\w+)>", text) == ["f32"]
 
 
 def test_other_platforms_have_no_kernels_to_ask_for(normal, monkeypatch):

@@ -142,12 +142,13 @@ def test_each_device_calls_kernels_of_its_part(args):
     ("call", "product"),
     [(fuse(lambda x, w: jnp.tanh(x @ w)), "bf16"), (FUNCTIONS["function"][0], "f32")],
 )
-def test_xla_rounds_the_product_of_a_part_if_the_program_does(args, monkeypatch, call, product):
+def test_xla_computes_a_part_as_the_program_does(args, monkeypatch, call, product):
     found = Entry("xla", 1e-6, 2e-6, 1e-6), "the tunings"
     monkeypatch.setattr(devices, "find_choice", lambda product: found)
     x, w = args
     text = part(call, (x, P("x")), (w, P()), out=P("x"))
     assert re.findall(r"dot_general .* -> tensor<128x256x(\w+)>", text) == [product]
+    assert re.findall(r"tanh .* : tensor<128x256x(\w+)>", text) == [product]
 
 
 def test_weight_gradients_are_told_of_collectives_beside_them(args):

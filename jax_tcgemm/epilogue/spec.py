@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax_tcgemm import _core
@@ -25,15 +25,15 @@ class CompiledSpec:
         scaled: whether the 8-bit operands ``a`` and ``b`` have block scales: two more operands of
             the product, in float32, with the axes of ``a`` and ``b``. A block is 1 x
             ``SCALE_BLOCK`` (k) of ``a``, ``SCALE_BLOCK`` x ``SCALE_BLOCK`` of ``b``.
-        rounds: whether the user's program rounds the product to ``product.out_dtype`` before the
-            function. Kernels and the reference do not. If a measurement chooses XLA's product, XLA
-            writes it in that type, which takes less time.
+        unfused: the same function in the operations of the user's program, where a program
+            computes the product apart: of products in ``product.out_dtype``. XLA computes it if a
+            measurement chooses XLA. ``None`` if the user wrote a function of the accumulators.
     """
 
     product: GemmSpec
     function: EpilogueFunction
     scaled: bool = False
-    rounds: bool = False
+    unfused: EpilogueFunction | None = None
 
     @property
     def is_gated(self) -> bool:
@@ -58,7 +58,12 @@ class CompiledSpec:
     @property
     def without_rules(self) -> CompiledSpec:
         """The spec without custom derivatives: see ``EpilogueFunction.without_rules``."""
-        return self.replace(function=self.function.without_rules)
+        return self.changed(lambda function: function.without_rules)
+
+    def changed(self, change: Callable[[EpilogueFunction], EpilogueFunction]) -> CompiledSpec:
+        """Returns a copy whose functions were changed in the same way."""
+        unfused = None if self.unfused is None else change(self.unfused)
+        return self.replace(function=change(self.function), unfused=unfused)
 
     def split(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Splits values into those of the product and those of the function's operands."""

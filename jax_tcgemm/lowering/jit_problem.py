@@ -8,7 +8,8 @@ from typing import Any
 import jax
 
 from jax_tcgemm import _core
-from jax_tcgemm.epilogue import source
+from jax_tcgemm.epilogue import source, translation
+from jax_tcgemm.epilogue.function import EpilogueFunction
 from jax_tcgemm.epilogue.spec import CompiledSpec
 from jax_tcgemm.kernels import names as kernel_names
 from jax_tcgemm.lowering import devices
@@ -73,9 +74,16 @@ def _problem(
         epilogue={
             "has": ["function"],
             "program": source.digest(program)[:16],
-            **({"rounds": True} if spec.rounds else {}),
+            **({"unfused": _lines(spec.unfused)} if spec.unfused is not None else {}),
         },
     )
+
+
+def _lines(function: EpilogueFunction) -> str:
+    """Returns a digest of a function that XLA computes; it is the same in each version of JAX."""
+    made = translation.translate(function)
+    lines = (made,) if isinstance(made, str) else (*made.lines, *made.written)
+    return source.digest("\n".join(lines))[:16]
 
 
 def _layout(own: Sequence[Any], product: GemmSpec) -> str:

@@ -40,12 +40,13 @@ class DividedSpec:
     Attributes:
         product: the product.
         function: the epilogue.
-        rounds: as in ``CompiledSpec``.
+        unfused: as in ``CompiledSpec``; ``None`` if devices join reductions, because what follows
+            them does not depend on who computed the part.
     """
 
     product: GemmSpec
     function: PortableFunction
-    rounds: bool
+    unfused: PortableFunction | None
 
 
 _Apply = Callable[[Sequence[jax.Array], CompiledSpec], list[jax.Array]]
@@ -71,6 +72,16 @@ def _portable(spec: CompiledSpec) -> PortableFunction | str:
     return portable.portable(spec.function, products.result_dims(spec.product))
 
 
+def _unfused(spec: CompiledSpec, function: PortableFunction) -> PortableFunction | None:
+    """Returns the function with which XLA may compute the same values of a device's part."""
+    if spec.unfused is None or function.joined:
+        return None
+    unfused = portable.portable(spec.unfused, products.result_dims(spec.product))
+    if isinstance(unfused, str) or len(unfused.made_within) != len(function.made_within):
+        return None
+    return unfused
+
+
 def _accepts(spec: CompiledSpec, types: Sequence[Any]) -> bool:
     """Checks if a kernel can compute this; XLA divides all else itself."""
     own, others = spec.split(types)
@@ -89,7 +100,7 @@ def _accepts(spec: CompiledSpec, types: Sequence[Any]) -> bool:
 def _told(spec: CompiledSpec) -> DividedSpec:
     function = _portable(spec)
     assert isinstance(function, PortableFunction)
-    return DividedSpec(spec.product, function, spec.rounds)
+    return DividedSpec(spec.product, function, _unfused(spec, function))
 
 
 def _work(spec: DividedSpec, types: Sequence[Any]) -> Work:
@@ -167,7 +178,12 @@ def _within_kernel(
     accumulator = jax.ShapeDtypeStruct(tuple(part.extents.values()), wide)
     types = [accumulator] * count + [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in others]
     function, held = functions.trace(part.within, types, count)
-    return [*flatten(x), *others, *held], CompiledSpec(spec.product, function, rounds=spec.rounds)
+    unfused = None
+    if spec.unfused is not None and not held:
+        types[:count] = [accumulator.update(dtype=spec.product.out_dtype)] * count
+        within = dataclasses.replace(part, function=spec.unfused).within
+        unfused, _ = functions.trace(within, types, count)
+    return [*flatten(x), *others, *held], CompiledSpec(spec.product, function, unfused=unfused)
 
 
 def _beside_gather(

@@ -60,6 +60,10 @@ def composed(*operands: jax.Array, spec: CompiledSpec) -> list[jax.Array]:
 def _computed(*operands: jax.Array, spec: CompiledSpec) -> list[jax.Array]:
     """Does the same when a program is lowered."""
     own, others = spec.split(operands)
+    product = spec.product
+    if spec.unfused is not None and product.config_of_products == XLA:
+        stored = reference.accumulators(product.unflatten(own), product, rounds=True)
+        return spec.unfused.computed(*(x.astype(product.out_dtype) for x in stored), *others)
     return spec.function.computed(*_accumulators(own, spec), *others)
 
 
@@ -80,8 +84,6 @@ def _accumulators(own: Sequence[jax.Array], spec: CompiledSpec) -> list[jax.Arra
     if is_quantized(own[0].dtype, own[1].dtype) or spec.scaled:  # only this primitive has rows
         config = config if config in NO_ROWS else None
     x = product.unflatten(own)
-    if spec.rounds and config == XLA:
-        return [each.astype(dtype) for each in reference.accumulators(x, product, rounds=True)]
     return gemm_primitive.bind(x, product.replace(out_dtype=dtype, config=config))
 
 
@@ -101,7 +103,7 @@ def _abstract_eval(*avals: Any, spec: CompiledSpec) -> list[Any]:
 
 def _read(spec: CompiledSpec, used: Sequence[bool], count: int) -> tuple[CompiledSpec, list[bool]]:
     """Returns the spec of the results that are read; it keeps all operands."""
-    return spec.replace(function=spec.function.only(used)), [True] * count
+    return spec.changed(lambda function: function.only(used)), [True] * count
 
 
 # Forward derivative
@@ -134,8 +136,8 @@ def with_slopes(
     own, others = spec.split(primals)
     down, dothers = spec.split(tangents)
     count = spec.function.accumulators
-    kept = spec.function.with_residuals(spec.product.out_dtype)
-    results = bind(primals, spec.replace(function=kept))
+    kept = spec.changed(lambda function: function.with_residuals(spec.product.out_dtype))
+    results = bind(primals, kept)
     own_count = len(spec.function.results)
     results, saved = results[:own_count], results[own_count:]
     saved = [checkpoint_name(x, PREACTIVATION) for x in saved]
@@ -183,10 +185,9 @@ def _batch(
     x, dim = product.unflatten(own), product.unflatten(own_dims)
     x, dim = gated.with_like_weights(x, dim, product, size)
     dim = Operands(*dim)
-    batched = spec.replace(
-        product=product.replace(axes=insert_batches(product.axes, dim)),
-        function=spec.function.mapped((*(0,) * count, *other_dims), size),
-    )
+    function_dims = (*(0,) * count, *other_dims)
+    batched = spec.changed(lambda function: function.mapped(function_dims, size))
+    batched = batched.replace(product=product.replace(axes=insert_batches(product.axes, dim)))
     results = bind([*flatten(x), *scales, *others], batched)
     return results, [0] * len(results)
 

@@ -17,7 +17,10 @@ from jax_tcgemm.api.dot_general import dot_general
 from jax_tcgemm.api.gated_gemm import gated_operands
 from jax_tcgemm.api.gemm import gemm
 from jax_tcgemm.api.ragged_dot import ragged_dot
+from jax_tcgemm.epilogue import function as functions
 from jax_tcgemm.epilogue import translation
+from jax_tcgemm.epilogue.function import EpilogueFunction
+from jax_tcgemm.epilogue.spec import CompiledSpec
 from jax_tcgemm.lowering import jit_epilogue as compiled_lowering
 from jax_tcgemm.lowering import jit_rows
 from jax_tcgemm.primitives import gemm as gemm_primitive
@@ -29,7 +32,7 @@ from jax_tcgemm.transforms.fused import Fused
 from jax_tcgemm.transforms.graph import Node, Value
 from jax_tcgemm.transforms.matrix_form import MatrixForm, RaggedForm, ragged_form
 from jax_tcgemm.transforms.products import HALF_TYPES, form_of, is_typed
-from jax_tcgemm.transforms.region_function import literal, region_function
+from jax_tcgemm.transforms.region_function import literal, region_function, unfused_function
 
 
 class NoKernelError(Exception):
@@ -116,8 +119,7 @@ def _region(fused: Fused, values: Sequence[Any]) -> Sequence[Any]:
     every, compiled_spec, _ = epilogues.traced(
         own, spec, shape, region_function(fused), values[fused.factors :], None
     )
-    rounds = spec.out_dtype in HALF_TYPES and not isinstance(fused.form, RaggedForm)
-    compiled_spec = compiled_spec.replace(rounds=rounds)
+    compiled_spec = compiled_spec.replace(unfused=_unfused(fused, compiled_spec))
     made = translation.translate(compiled_spec.function)
     if isinstance(made, str):
         raise NoKernelError(made)
@@ -126,6 +128,18 @@ def _region(fused: Fused, values: Sequence[Any]) -> Sequence[Any]:
         raise NoKernelError(plan)
     jit_rows.begin_compiling(plan, compiled_spec)
     return jit_epilogue.bind(every, compiled_spec)
+
+
+def _unfused(fused: Fused, spec: CompiledSpec) -> EpilogueFunction | None:
+    """Returns the region's own operations as ``CompiledSpec.unfused``."""
+    if isinstance(fused.form, RaggedForm):
+        return None
+    count = len(fused.accumulators)
+    avals = [value.aval for value in (*fused.accumulators, *fused.leaves)]
+    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
+    function, held = functions.trace(unfused_function(fused), types, count)
+    is_other = function != spec.function and function.types[count:] == spec.function.types[count:]
+    return function if is_other and not held else None
 
 
 def _is_wide_product(fused: Fused) -> bool:

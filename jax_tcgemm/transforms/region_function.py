@@ -54,6 +54,22 @@ def region_function(fused: Fused) -> Callable[..., list[Any]]:
     return function
 
 
+def unfused_function(fused: Fused) -> Callable[..., list[Any]]:
+    """Returns a function that computes the outputs as the user's program does.
+
+    Its arguments are the products in their dtype in the program, then the leaves.
+    """
+
+    def function(*values: Any) -> list[Any]:
+        env = dict(zip((*fused.accumulators, *fused.leaves), values, strict=True))
+        for node in fused.nodes:
+            inputs = [env[x] if isinstance(x, Value) else literal(x) for x in node.inputs]
+            (env[node.outputs[0]],) = jaxprs.bind_again(node.eqn, inputs)
+        return [env[x] for x in fused.outputs]
+
+    return function
+
+
 def _read(env: dict[Value, Any], atom: Atom) -> Any:
     """Returns a value, or the number of a literal in its dtype of the program."""
     return env[atom] if isinstance(atom, Value) else _wide(literal(atom))
