@@ -111,7 +111,7 @@ def asked(monkeypatch):
 
 def operations(text):
     """Counts the operations of a module by name and result; those of control flow are left out."""
-    found = re.findall(r"= stablehlo\.(\w+) .* (tensor<[\w-]+>)$", text, re.MULTILINE)
+    found = re.findall(r"= stablehlo\.(\w+)\b.* (tensor<[\w-]+>)$", text, re.MULTILINE)
     return collections.Counter(x for x in found if x != ("constant", "tensor<i32>"))
 
 
@@ -151,8 +151,14 @@ def test_xla_computes_a_differentiated_region_as_the_program_does(asked):
     x = shape(512, 512)
     text = lower(lambda *x: jax.linearize(fuse(two_results), *x)[0], x, x)
     assert operations(text) == operations(lower(two_results, x, x))
-    text = lower(lambda *x: jax.vjp(fuse(jnp.matmul), *x)[1](x[0]), x, x)
-    assert "f32" not in text
+
+
+def test_a_region_without_rounding_has_one_function(asked):
+    def relu(a, b):
+        return jax.nn.relu(jnp.matmul(a, b, preferred_element_type=jnp.float32))
+
+    lower(fuse(relu), shape(512, 512), shape(512, 512))
+    assert '"unfused"' not in asked[0]
 
 
 def test_programs_that_xla_computes_differently_have_tunings_of_their_own(asked):

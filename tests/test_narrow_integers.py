@@ -215,3 +215,27 @@ def test_functions_get_whole_sums_of_integers(dtype):
     for result in ours:
         assert result.dtype == name
         np.testing.assert_array_equal(result, product.astype(name))
+
+
+@pytest.mark.parametrize(
+    ("preferred", "product"),
+    [(None, "int32"), ("int8", "int8"), ("int32", "int32"), ("bfloat16", "int32")],
+)
+def test_functions_of_int8_get_the_integers_that_are_asked_for(preferred, product):
+    x, w = jnp.full((3, 70), 100, jnp.int8), jnp.full((70, 5), 100, jnp.int8)
+    seen = []
+
+    def epilogue(z, *_):
+        seen.append(z.dtype)
+        return z.astype(jnp.float32)
+
+    ours = (
+        gemm(x, w, epilogue=epilogue, preferred_element_type=preferred),
+        gated_gemm(x, w, w, epilogue=epilogue, preferred_element_type=preferred),
+        ragged_dot(x, w[None], _SIZES[1:] + 1, epilogue=epilogue, preferred_element_type=preferred),
+    )
+    assert seen == [product] * 3
+    expected = np.full((3, 5), 700_000).astype(product).astype(np.float32)
+    for result in ours:
+        assert result.dtype == (preferred or "float32")
+        np.testing.assert_array_equal(result, expected.astype(result.dtype))

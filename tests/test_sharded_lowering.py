@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 from cuda_calls import bf16
 from fused_call import square_sum
+from fusions import equations
+from jax import lax
 from jax._src.interpreters import mlir
 from jax._src.lib import xla_client
 from jax._src.lib.mlir import ir
@@ -22,7 +24,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_tcgemm import Tunings, dot_general, fuse, gated_gemm, gated_mlp, gemm, mlp, ragged_dot
+from jax_tcgemm.epilogue.part import Part
 from jax_tcgemm.lowering import devices
+from jax_tcgemm.partitioning import functions as division
 from jax_tcgemm.partitioning import partitioner
 from jax_tcgemm.tuning import lookup
 from jax_tcgemm.tuning.entry import Entry
@@ -138,17 +142,47 @@ def test_each_device_calls_kernels_of_its_part(args):
     assert "all_reduce" not in text
 
 
+def masked(x, w):
+    rows, columns = (lax.broadcasted_iota(jnp.int32, (512, 256), axis) for axis in (0, 1))
+    return jnp.tanh(x @ w) * (rows >= columns).astype(x.dtype)
+
+
 @pytest.mark.parametrize(
-    ("call", "product"),
-    [(fuse(lambda x, w: jnp.tanh(x @ w)), "bf16"), (FUNCTIONS["function"][0], "f32")],
+    ("call", "product", "function"),
+    [
+        (fuse(lambda x, w: jnp.tanh(x @ w)), "bf16", "bf16"),
+        (fuse(masked), "bf16", "bf16"),
+        (FUNCTIONS["function"][0], "f32", "f32"),
+    ],
 )
-def test_xla_computes_a_part_as_the_program_does(args, monkeypatch, call, product):
+def test_xla_computes_a_part_as_the_program_does(args, monkeypatch, call, product, function):
     found = Entry("xla", 1e-6, 2e-6, 1e-6), "the tunings"
     monkeypatch.setattr(devices, "find_choice", lambda product: found)
     x, w = args
     text = part(call, (x, P("x")), (w, P()), out=P("x"))
     assert re.findall(r"dot_general .* -> tensor<128x256x(\w+)>", text) == [product]
-    assert re.findall(r"tanh .* : tensor<128x256x(\w+)>", text) == [product]
+    assert set(re.findall(r"tanh .* : tensor<128x256x(\w+)>", text)) == {function}
+
+
+def test_xla_rounds_the_product_of_a_part_with_joined_sums(args):
+    def with_sums(x, w):
+        z = jnp.tanh(x @ w)
+        return z, jnp.sum(z.astype(jnp.float32), axis=0)
+
+    x, w = args
+    names = [eqn for eqn in equations(fuse(with_sums), x, w) if "compiled" in eqn.primitive.name]
+    (spec,) = (eqn.params["spec"] for eqn in names)
+    divided = division.rule(None, None).told(spec)
+    assert divided.function.joined
+    # Programs that 0.2.0 exported lack the field.
+    assert division.DividedSpec(spec.product, divided.function).unfused is None
+    given = Part(divided.function, {"m": 128, "n": 256}, {"m": 0, "n": 0})
+    operands = spec.product.unflatten([x[:128], w])
+    _, made = division._within_kernel(given, divided, operands, jnp.float32, [])
+    assert [each.types[0].dtype for each in (made.function, made.unfused)] == ["f4", jnp.bfloat16]
+    z = (x[:128] @ w).astype(jnp.bfloat16)
+    for ours, wide in zip(made.unfused(z), made.function(z.astype(jnp.float32)), strict=True):
+        np.testing.assert_array_equal(ours, wide)
 
 
 def test_weight_gradients_are_told_of_collectives_beside_them(args):

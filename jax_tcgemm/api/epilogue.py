@@ -72,19 +72,27 @@ def applied(
         TypeError: ``epilogue`` is not a function, or an operand is not an array.
         ValueError: a result is neither of the product's shape nor a reduction of it.
     """
-    if preferred_element_type is None:
-        spec = spec.replace(out_dtype=_whole(spec.out_dtype))
+    spec = spec.replace(out_dtype=_product_dtype(own, spec.out_dtype, preferred_element_type))
     every, compiled_spec, out_tree = traced(
         own, spec, shape, epilogue, operands, preferred_element_type
     )
     return jax.tree.unflatten(out_tree, jit_epilogue.bind(every, compiled_spec))
 
 
-def _whole(dtype: np.dtype) -> np.dtype:
-    """Returns the dtype in which a function gets a product: 32 bits for narrower integers."""
-    if not jnp.issubdtype(dtype, jnp.integer) or dtype.itemsize >= 4:
-        return dtype
-    return jnp.dtype(jnp.uint32 if jnp.issubdtype(dtype, jnp.unsignedinteger) else jnp.int32)
+def _product_dtype(
+    own: Sequence[jax.Array], out: np.dtype, preferred: DTypeLike | None
+) -> np.dtype:
+    """Returns the dtype of a product that a function takes; float32 stands for narrower floats.
+
+    Integers have at least 32 bits unless the user asks for fewer. Sums of int8 are exact, also if
+    the user asks for floating-point results.
+    """
+    is_asked = preferred is not None and not jnp.issubdtype(preferred, jnp.inexact)
+    if not is_asked and all(x.dtype == jnp.int8 for x in own[:2]):
+        return jnp.dtype(jnp.int32)
+    if preferred is not None or not jnp.issubdtype(out, jnp.integer) or out.itemsize >= 4:
+        return out
+    return jnp.dtype(jnp.uint32 if jnp.issubdtype(out, jnp.unsignedinteger) else jnp.int32)
 
 
 def traced(

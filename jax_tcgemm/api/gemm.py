@@ -137,8 +137,9 @@ def gemm(
             on a mesh with explicit axes. It is required if the contracted dimensions of both
             operands are sharded. It must not be ``unreduced``.
         epilogue: a ``jax.numpy`` function that replaces the epilogue above. It takes the whole
-            product ``op(A) @ op(B)``, ``(..., m, n)`` in float32 (for integers without scales in
-            int32 or uint32), and ``epilogue_operands``. On GPUs of compute capability 9.0, for
+            product ``op(A) @ op(B)``, ``(..., m, n)``, and ``epilogue_operands``. The product is
+            float32 or wider; for integers without scales, int32 or uint32 or wider, or the integer
+            type that ``preferred_element_type`` names. On GPUs of compute capability 9.0, for
             operands of 16 bits or fewer and for float32 in TF32, it is compiled into the kernel.
             Elsewhere, and if it cannot be compiled, it runs after the product (docs/epilogues.md).
             Values that it closes over are differentiated like its operands.

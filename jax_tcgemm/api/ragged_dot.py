@@ -155,7 +155,7 @@ def ragged_dot(
         epilogues.check_alone(
             "ragged_dot", bias=bias, activation=activation, out_sharding=out_sharding
         )
-        spec = ragged.dot(sums, precision, config, transpose_b=bool(transpose_rhs))
+        spec = ragged.dot(out_dtype, precision, config, transpose_b=bool(transpose_rhs))
         shape = (lhs.shape[0], n)
         return epilogues.applied(
             operands, spec, shape, epilogue, epilogue_operands, preferred_element_type

@@ -25,9 +25,9 @@ class CompiledSpec:
         scaled: whether the 8-bit operands ``a`` and ``b`` have block scales: two more operands of
             the product, in float32, with the axes of ``a`` and ``b``. A block is 1 x
             ``SCALE_BLOCK`` (k) of ``a``, ``SCALE_BLOCK`` x ``SCALE_BLOCK`` of ``b``.
-        unfused: the same function in the operations of the user's program, where a program
-            computes the product apart: of products in ``product.out_dtype``. XLA computes it if a
-            measurement chooses XLA. ``None`` if the user wrote a function of the accumulators.
+        unfused: the operations of the user's program, as a function of products in
+            ``product.out_dtype``. XLA computes them if ``config`` is ``"xla"``. If this is
+            ``None``, XLA computes ``function``.
     """
 
     product: GemmSpec

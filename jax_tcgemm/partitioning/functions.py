@@ -8,6 +8,7 @@ are computed after that.
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 
 from jax_tcgemm.epilogue import function as functions
 from jax_tcgemm.epilogue import portable, rng, translation
+from jax_tcgemm.epilogue.function import EpilogueFunction
 from jax_tcgemm.epilogue.part import Part
 from jax_tcgemm.epilogue.portable import Joined, Number, Operation, PortableFunction
 from jax_tcgemm.epilogue.spec import CompiledSpec
@@ -26,7 +28,7 @@ from jax_tcgemm.partitioning import products
 from jax_tcgemm.partitioning.rules import Rule
 from jax_tcgemm.partitioning.shard import Shard
 from jax_tcgemm.partitioning.work import GATHER, SCATTER, SUM, Array, Work
-from jax_tcgemm.problem.arithmetic import accumulator_dtype, is_quantized
+from jax_tcgemm.problem.arithmetic import accumulator_dtype, at_least_float32, is_quantized
 from jax_tcgemm.problem.epilogue import Epilogue
 from jax_tcgemm.problem.log import log
 from jax_tcgemm.problem.spec import GemmSpec, flatten
@@ -40,13 +42,14 @@ class DividedSpec:
     Attributes:
         product: the product.
         function: the epilogue.
-        unfused: as in ``CompiledSpec``; ``None`` if devices join reductions, because what follows
-            them does not depend on who computed the part.
+        unfused: as in ``CompiledSpec``. It is ``function`` where XLA can only round the product:
+            for example, if values follow from joined reductions, because ``Part.after`` takes
+            the reductions in their types in ``function``.
     """
 
     product: GemmSpec
     function: PortableFunction
-    unfused: PortableFunction | None
+    unfused: PortableFunction | None = None
 
 
 _Apply = Callable[[Sequence[jax.Array], CompiledSpec], list[jax.Array]]
@@ -73,13 +76,19 @@ def _portable(spec: CompiledSpec) -> PortableFunction | str:
 
 
 def _unfused(spec: CompiledSpec, function: PortableFunction) -> PortableFunction | None:
-    """Returns the function with which XLA may compute the same values of a device's part."""
-    if spec.unfused is None or function.joined:
+    """Returns the function with which XLA computes the same values of a device's part."""
+    if spec.unfused is None:
         return None
     unfused = portable.portable(spec.unfused, products.result_dims(spec.product))
-    if isinstance(unfused, str) or len(unfused.made_within) != len(function.made_within):
-        return None
+    if function.joined or isinstance(unfused, str) or _places(unfused) != _places(function):
+        return function
     return unfused
+
+
+def _places(function: PortableFunction) -> list[int | None]:
+    """Returns each result's place among the values that are computed within the kernel."""
+    made = function.made_within
+    return [made.index(x) if isinstance(x, int) and x in made else None for x in function.results]
 
 
 def _accepts(spec: CompiledSpec, types: Sequence[Any]) -> bool:
@@ -178,12 +187,36 @@ def _within_kernel(
     accumulator = jax.ShapeDtypeStruct(tuple(part.extents.values()), wide)
     types = [accumulator] * count + [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in others]
     function, held = functions.trace(part.within, types, count)
-    unfused = None
-    if spec.unfused is not None and not held:
+    made = CompiledSpec(spec.product, function)
+    if spec.unfused is not None:
+        own = dataclasses.replace(part, function=spec.unfused)
         types[:count] = [accumulator.update(dtype=spec.product.out_dtype)] * count
-        within = dataclasses.replace(part, function=spec.unfused).within
-        unfused, _ = functions.trace(within, types, count)
-    return [*flatten(x), *others, *held], CompiledSpec(spec.product, function, unfused=unfused)
+        made = made.replace(unfused=_unfused_part(part, own, types, held))
+    return [*flatten(x), *others, *held], made
+
+
+def _unfused_part(
+    part: Part, own: Part, types: Sequence[Any], held: Sequence[jax.Array]
+) -> EpilogueFunction | None:
+    """Returns the part of the function that XLA computes.
+
+    Args:
+        part: the part within a kernel.
+        own: the part in the operations of the user's program, or ``part``.
+        types: types of the products as the program stores them, and of the operands.
+        held: the arrays that the part within a kernel closes over.
+    """
+    count = part.function.accumulators
+
+    def rounded(*values: jax.Array) -> list[jax.Array]:
+        wide = [z.astype(at_least_float32(z.dtype)) for z in values[:count]]
+        return part.within(*wide, *values[count:])
+
+    for within in (rounded,) if own.function == part.function else (own.within, rounded):
+        function, arrays = functions.trace(within, types, count)
+        if len(arrays) == len(held) and all(map(operator.is_, arrays, held)):
+            return function
+    return None
 
 
 def _beside_gather(

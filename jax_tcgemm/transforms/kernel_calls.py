@@ -138,8 +138,9 @@ def _unfused(fused: Fused, spec: CompiledSpec) -> EpilogueFunction | None:
     avals = [value.aval for value in (*fused.accumulators, *fused.leaves)]
     types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
     function, held = functions.trace(unfused_function(fused), types, count)
-    is_other = function != spec.function and function.types[count:] == spec.function.types[count:]
-    return function if is_other and not held else None
+    is_other = function.without_rules != spec.function.without_rules
+    has_operands = function.types[count:] == spec.function.types[count:]
+    return function if is_other and has_operands and not held else None
 
 
 def _is_wide_product(fused: Fused) -> bool:
