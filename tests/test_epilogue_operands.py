@@ -186,3 +186,11 @@ def test_derivative_roles_round_once(normal, exact):
     with jax.enable_x64(True):
         (expected,) = composed(*(jnp.asarray(exact(x)) for x in (a, b, c)))
     np.testing.assert_allclose(exact(got), expected, rtol=1.01 * 2**-8, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8])
+def test_python_numbers_among_operands_are_weakly_typed(normal, dtype):
+    a, b = normal(4, 6), normal(6, 5)
+    for number in (2, jnp.asarray(2)):
+        y = gemm(a, b, epilogue=lambda z, s: z.astype(dtype) * s, epilogue_operands=(number,))
+        assert y.dtype == ((a @ b).astype(dtype) * number).dtype

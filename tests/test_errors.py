@@ -67,6 +67,11 @@ CASES = {
     "activation type": ({"activation": jnp.tanh}, ValueError, ["activation=", "'tanh'"]),
     "activation of integers": ({**INTS, "activation": "relu"}, TypeError, ["'relu'", "int32"]),
     "activation of complex": ({**COMPLEX, "activation": "tanh"}, TypeError, ["'tanh'", "complex"]),
+    "real activation of complex": (
+        {**COMPLEX, "activation": "tanh", "preferred_element_type": jnp.float32},
+        TypeError,
+        ["'tanh'", "float32 needs real operands", "complex64"],
+    ),
     "precision": ({"precision": "best"}, ValueError, ["best", "highest"]),
     "fp8 of two kinds": (
         {"a": A.astype(jnp.float8_e4m3fn), "b": B.astype(jnp.bfloat16)},

@@ -219,6 +219,7 @@ def test_policy_decides_whether_products_are_computed_again(args, count_gemms):
 # Errors
 
 X, W = jnp.zeros((4, 6)), jnp.zeros((6, 5))
+LINEAR = {"activation": None, "preferred_element_type": jnp.float32}
 
 
 @pytest.mark.parametrize(
@@ -235,6 +236,7 @@ X, W = jnp.zeros((4, 6)), jnp.zeros((6, 5))
         ((X, W, W), {"activation": "swish"}, ValueError, ["activation='swish'", "silu"]),
         ((X, W, W), {"config": 3}, TypeError, ["config=3"]),
         ((X, W, W), {"config": "fast"}, ValueError, ["config='fast'", "TF32_TF32_F32"]),
+        ((X * 1j, W, W), LINEAR, TypeError, ["real operands", "complex64"]),
         ((X[0], W, W), {}, ValueError, ["x must have at least 2 dimensions"]),
         ((X, None), {}, TypeError, ["w_gate must be an array"]),
         ((jnp.zeros((3, 4, 6)), jnp.zeros((2, 6, 4))), {}, ValueError, ["x and w_gate"]),

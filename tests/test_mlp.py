@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fused_call import assert_trees_close, square_sum
+from fusions import operations
 from jax.sharding import PartitionSpec
 from mlp_forms import (
     EACH,
@@ -182,9 +183,28 @@ def test_shard_map_of_what_varies_less_than_the_result(normal, argnums, recomput
     assert_trees_close(actual, jax.grad(square_sum(form), argnums)(*args))
 
 
+@pytest.mark.parametrize("loss", [jnp.sum, lambda y: jnp.sum(y * y)])
+def test_named_values_are_not_computed_again(normal, loss):
+    x, w1, b1, w2 = normal(4, 6), normal(6, 8), normal(8), normal(8, 3)
+    names = jax_tcgemm.PREACTIVATION, jax_tcgemm.ACTIVATION
+    policy = jax.checkpoint_policies.save_only_these_names(*names)
+
+    def product_count(policy):
+        layers = jax.checkpoint(lambda w1, w2: loss(mlp(x, w1, b1, w2)), policy=policy)
+        counts = operations(jax.grad(layers, (0, 1)), w1, w2)
+        return counts["tcgemm"]
+
+    # The forward pass has two products. The derivative has two by weights and one by the hidden
+    # layer. A loss that needs its argument has the second product once more.
+    expected = 5 if loss is jnp.sum else 6
+    assert product_count(policy) == expected
+    assert product_count(jax.checkpoint_policies.nothing_saveable) > expected
+
+
 # Errors
 
 X, W1, W2 = jnp.zeros((4, 6)), jnp.zeros((6, 8)), jnp.zeros((8, 3))
+INTEGERS = jnp.zeros((8, 8), jnp.int8)
 
 
 @pytest.mark.parametrize(
@@ -198,6 +218,16 @@ X, W1, W2 = jnp.zeros((4, 6)), jnp.zeros((6, 8)), jnp.zeros((8, 3))
         (lambda: mlp(X, W1, None, W2, residual=X), ValueError, ["residual.shape=(4, 6)", "(4, 3)"]),
         (lambda: mlp(X, W1, None, W2, activation="swish"), ValueError, ["'swish'"]),
         (lambda: mlp(X, W1, None, None), TypeError, ["w2 must be an array"]),
+        (
+            lambda: mlp(INTEGERS, INTEGERS, None, W2, epilogue=jnp.negative),
+            TypeError,
+            ["hidden layer of int8"],
+        ),
+        (
+            lambda: gated_mlp(*[INTEGERS] * 3, W2, epilogue=jnp.add),
+            TypeError,
+            ["hidden layer of int8"],
+        ),
         (lambda: gated_mlp(X, W1, None, W2), ValueError, ["hidden layer and w_down", "4 and 8"]),
         (lambda: gated_mlp(X, W1, W1.T, W2), ValueError, ["w_up.shape=(8, 6)"]),
         (lambda: gated_mlp(X, W1, W1, W2, bias_down=X), ValueError, ["bias_down.shape=(4, 6)"]),

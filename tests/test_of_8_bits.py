@@ -262,6 +262,17 @@ def test_integers_of_symbolic_shape_are_exported():
     assert exported.out_avals[0].shape[1] == 32
 
 
+@pytest.mark.parametrize("epilogue", [None, lambda z: z])
+def test_long_sums_of_int32_wrap_around(epilogue):
+    x = jnp.full((1, 140_000), 11, jnp.int8).at[0, 0].set(10)
+    most = jnp.full((1, 140_000), 127, jnp.int8)
+    for a in (x, most):
+        expected = np.square(np.asarray(a).astype(np.int64)).sum().astype(np.int32)
+        z = gemm(a, a.T, preferred_element_type=jnp.int32, epilogue=epilogue)
+        assert z.dtype == jnp.int32
+        assert z[0, 0] == expected
+
+
 def test_no_integers_are_given_to_xla_on_gpus(cuda_module):
     x = jax.ShapeDtypeStruct((64, 64), jnp.int8)
     text, _ = cuda_module(lambda a, b: gemm(a, b, config="xla"), x, x)

@@ -243,3 +243,10 @@ def test_weights_divided_among_devices(rng, count):
     odd = pack(weight(rng, "int4", (64, 64 * count - 1), 64))
     with pytest.raises(ValueError, match="accepted: multiples of 64"):
         parts(P("x"), P(None, "x"))(odd)
+
+
+@pytest.mark.parametrize("zero", [-9, 17, 300])
+def test_zero_points_out_of_range_are_refused(zero):
+    q = Quantized(jnp.zeros((64, 1), jnp.int4), jnp.ones((1, 1)), jnp.full((1, 1), zero, jnp.int32))
+    with pytest.raises(ValueError, match=f"from {zero} to {zero}; accepted: integers from -8 to"):
+        pack(q)

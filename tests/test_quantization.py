@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from quantized_values import E4M3, E5M2, INT8, LARGEST, dequantized, repeated
 
-from jax_tcgemm import Quantized, quantize, ragged_dot
+from jax_tcgemm import Quantized, pack, quantize, ragged_dot
 
 TYPES = pytest.mark.parametrize("dtype", LARGEST, ids=lambda dtype: dtype.__name__)
 TILES = [None, (1, 128), (128, 128), (1, -1), (None, 1), (2, 64), (1, 1)]
@@ -267,3 +267,32 @@ def test_ragged_dot_of_quantized_operands_refuses_and_keeps_types():
     assert y.dtype == jnp.bfloat16
     nothing = quantize(np.ones((0, 8), np.float32), INT8, tile=(1, -1))
     assert ragged_dot(nothing, w, sizes).shape == (0, 4)
+
+
+@TYPES
+@pytest.mark.parametrize("dtype_of_x", [jnp.float32, jnp.bfloat16])
+def test_a_nan_anywhere_shows(dtype, dtype_of_x):
+    """XLA's maximum may ignore a NaN on CPUs, above all the last one of a large array."""
+    rng = np.random.default_rng()
+    for at in (0, 8191, *rng.integers(0, 8192, 4)):
+        x = rng.standard_normal(8192).astype(np.float32) * 1e-3
+        x[at] = np.nan
+        x = jnp.asarray(x.reshape(64, 128), dtype_of_x)
+        whole = quantize(x, dtype)
+        rows = np.asarray(quantize(x, dtype, tile=(1, -1)).scale)[:, 0]
+        assert np.isnan(whole.scale).all()
+        assert np.isnan(whole.dequantize()).all()
+        assert np.flatnonzero(np.isnan(rows)).tolist() == [at // 128]
+
+
+def test_a_block_whose_span_overflows_has_a_finite_scale():
+    q = quantize(jnp.asarray([[3e38, -3e38, 1.0]]), jnp.uint4)
+    assert np.isfinite(q.scale).all()
+    assert np.isfinite(q.dequantize()).all()
+
+
+@pytest.mark.parametrize("dtype", [jnp.int16, jnp.int32, jnp.uint32])
+def test_integers_are_dequantized_in_float32(dtype):
+    x = jnp.full((64, 64), 5.0)
+    for q in (quantize(x, jnp.int8), pack(quantize(x, jnp.int8))):
+        np.testing.assert_array_equal(q.dequantize(dtype), np.full((64, 64), 5))

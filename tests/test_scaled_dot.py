@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from quantized_values import BF16_ROUNDING, E4M3, E5M2, INT8, MATRIX, assert_close, dequantized
 
+from jax_tcgemm import ragged_dot
 from jax_tcgemm.api.quantization import Quantized, quantize
 from jax_tcgemm.api.scaled_dot import quantized_dot_general, scaled_dot
 
@@ -217,3 +218,26 @@ def test_what_quantized_dot_general_refuses(normal):
         )
     with pytest.raises(TypeError, match="lhs must be an array"):
         quantized_dot_general("x", q, MATRIX)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"bias": jnp.full((2, 6), 1j)}, TypeError),
+        ({"bias": jnp.float32(1)}, ValueError),
+        ({"bias": jnp.ones((2, 1))}, ValueError),
+        ({"preferred_element_type": jnp.int32}, TypeError),
+        ({"preferred_element_type": jnp.int32, "activation": "tanh"}, TypeError),
+    ],
+)
+@pytest.mark.parametrize("dtype", [INT8, jnp.int4], ids=lambda dtype: dtype.__name__)
+def test_ragged_dot_checks_arguments_of_quantized_operands(options, error, dtype):
+    x, w = quantize(jnp.ones((4, 8)), dtype), quantize(jnp.ones((2, 8, 6)), dtype)
+    with pytest.raises(error, match=r"bias|preferred_element_type"):
+        ragged_dot(x, w, jnp.asarray([2, 1]), **options)
+
+
+def test_products_without_zero_points_are_floats():
+    x = Quantized(jnp.ones((4, 4), jnp.int8), jnp.ones((1, 1)), jnp.ones((1, 1), jnp.int8))
+    with pytest.raises(TypeError, match="int32 is not the type of a product with scales"):
+        quantized_dot_general(x, x, (((1,), (0,)), ((), ())), preferred_element_type=jnp.int32)

@@ -123,14 +123,27 @@ def _strong(x: jax.Array, dtype: np.dtype) -> jax.Array:
     return x.astype(dtype) if jax.typeof(x).weak_type and x.dtype != dtype else x
 
 
-def check_activation(activation: str | Activation | None, out_dtype: np.dtype) -> None:
-    """Checks that the activation exists and that the result can have one."""
+def check_activation(
+    activation: str | Activation | None, out_dtype: np.dtype, *factors: jax.Array
+) -> None:
+    """Checks that the activation exists and that the product of the factors can have one."""
     if activation is None:
         return
     resolve(activation)
+    check_real(f"activation={activation!r}", out_dtype, *factors)
     if not jnp.issubdtype(out_dtype, jnp.floating):
         raise TypeError(
             f"activation={activation!r} needs a real floating-point result, got {out_dtype}"
+        )
+
+
+def check_real(what: str, out_dtype: np.dtype, *factors: jax.Array) -> None:
+    """Checks that a nonlinear epilogue with a real result has no complex product."""
+    types = [x.dtype for x in factors if jnp.issubdtype(x.dtype, jnp.complexfloating)]
+    if types and not jnp.issubdtype(out_dtype, jnp.complexfloating):
+        raise TypeError(
+            f"{what} with a result in {out_dtype} needs real operands, got {types[0]}; accepted: "
+            "the operation on the real part of gemm"
         )
 
 

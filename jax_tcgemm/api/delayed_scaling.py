@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jax_tcgemm.api.quantization import largest, saturated
+from jax_tcgemm.api.quantization import largest, not_nan, saturated
 from jax_tcgemm.quantized.arrays import Quantized
 
 _HISTORY = 1024
@@ -24,7 +24,7 @@ def _amax(x: jax.Array, history: jax.Array) -> jax.Array:
         history: has any leading dimensions, then the steps.
     """
     axes = tuple(range(history.ndim - 1, x.ndim))
-    return jnp.max(jnp.abs(x), axes, initial=0).astype(jnp.float32)
+    return jnp.max(not_nan(jnp.abs(x)), axes, initial=0).astype(jnp.float32)
 
 
 @_amax.def_vmap

@@ -95,6 +95,12 @@ def _product_dtype(
     return jnp.dtype(jnp.uint32 if jnp.issubdtype(out, jnp.unsignedinteger) else jnp.int32)
 
 
+def type_of(operand: jax.Array) -> jax.ShapeDtypeStruct:
+    """Returns the type of an operand; that of a Python number is weak, as in ``jnp``."""
+    weak = jax.typeof(operand).weak_type
+    return jax.ShapeDtypeStruct(operand.shape, operand.dtype, weak_type=weak)
+
+
 def traced(
     own: Sequence[jax.Array],
     spec: GemmSpec,
@@ -111,7 +117,7 @@ def traced(
     listed, flat, out_trees = as_listed(epilogue, operands, count, shape, preferred_element_type)
     dtype = accumulator_dtype(own[0].dtype, own[1].dtype, spec.out_dtype)
     product = jax.ShapeDtypeStruct(shape, dtype)
-    types = [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in flat]
+    types = [*map(type_of, flat)]
     function, held = functions.trace(listed, [*[product] * count, *types], count)
     every = [*own, *rng.words(flat), *held]
     return every, CompiledSpec(spec, function), out_trees[0]

@@ -117,6 +117,7 @@ def gated_gemm(
     )
     if epilogue is None:
         arguments.check_activation(activation, spec.out_dtype)
+        arguments.check_real("the product of both gates", spec.out_dtype, operands.a, operands.b)
     arguments.check_config(config)
     if epilogue is not None:
         epilogues.check_alone(

@@ -209,7 +209,7 @@ def gemm(
             epilogue_operands=epilogue_operands,
         )
     a, b, out_dtype = arguments.promoted(a, b, precision, preferred_element_type)
-    arguments.check_activation(activation, out_dtype)
+    arguments.check_activation(activation, out_dtype, a, b)
     arguments.check_config(config)
     if epilogue is not None:
         constants = {"alpha": alpha, "beta": beta}

@@ -117,7 +117,7 @@ def mlp(
     batch, m, f, k = arguments.extents(x, w1, False, transpose_w, names)
     x, w1, dtype = arguments.promoted(x, w1, precision, _named_dtype(x, w1, precision), names)
     dtype = _hidden_dtype(x, w1, dtype, precision)
-    arguments.check_activation(activation, dtype)
+    arguments.check_activation(None if epilogue is not None else activation, dtype)
     placed = {
         "a": arguments.placed(x, (*batch, m, k)),
         "b": arguments.placed(w1, (*batch, k, f), transpose_w),
@@ -230,7 +230,7 @@ def gated_mlp(
         preferred_element_type=_named_dtype(x, w_gate, precision),
     )
     dtype = _hidden_dtype(first.a, first.b, spec.out_dtype, precision)
-    arguments.check_activation(activation, dtype)
+    arguments.check_activation(None if epilogue is not None else activation, dtype)
     if epilogue is not None:
         biases = {"bias_gate": bias_gate, "bias_up": bias_up}
         _check_alone("gated_mlp", recompute_activation, **biases)
@@ -262,6 +262,11 @@ def _of_function(
     out_sharding: Any,
 ) -> jax.Array:
     """Runs both layers; the first has a function as its epilogue."""
+    if not jnp.issubdtype(hidden.dtype, jnp.inexact):
+        raise TypeError(
+            f"epilogue= makes a hidden layer of {hidden.dtype} here; accepted: operands with a "
+            "floating-point product"
+        )
     products = both.first.accumulators(out_dtype=both.first.out_dtype)
     given, compiled_spec, _ = epilogues.traced(
         first, products, hidden.shape, *epilogue, preferred_element_type=hidden.dtype

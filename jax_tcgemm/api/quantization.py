@@ -52,13 +52,15 @@ def _quantize(
     axes = tuple(range(1, len(shape), 2))
     if target == jnp.uint4:
         low = jnp.min(blocks, axes, keepdims=True, initial=0)
-        span = jnp.max(blocks, axes, keepdims=True, initial=0) - low
+        high = jnp.max(not_nan(blocks), axes, keepdims=True, initial=0)
+        span = jnp.minimum(high - low, float(jnp.finfo(wide).max))  # finite for finite blocks
+        span = jnp.where(jnp.isfinite(high) & jnp.isfinite(low), span, jnp.inf)
         scale = _scale(span, target, scale_type, power_of_two)
         zero = saturated(-low, scale.astype(wide), target)
         qvalue = saturated(blocks, scale.astype(wide), target, zero.astype(wide))
         zero = zero.reshape(counts)
     else:
-        amax = jnp.max(jnp.abs(blocks), axes, keepdims=True, initial=0)
+        amax = jnp.max(not_nan(jnp.abs(blocks)), axes, keepdims=True, initial=0)
         scale = _scale(amax, target, scale_type, power_of_two)
         qvalue, zero = saturated(blocks, scale.astype(wide), target), None
     return Quantized(qvalue.reshape(x.shape), scale.reshape(counts), zero, target)
@@ -134,6 +136,11 @@ def saturated(
     bound = largest(dtype)
     low = 0.0 if jnp.issubdtype(dtype, jnp.unsignedinteger) else -bound
     return jnp.clip(values if zero is None else values + zero, low, bound).astype(dtype)
+
+
+def not_nan(x: jax.Array) -> jax.Array:
+    """Replaces NaN by infinity, because XLA's maximum may ignore NaN on CPUs."""
+    return jnp.where(jnp.isnan(x), jnp.inf, x)
 
 
 def _scale(amax: jax.Array, target: Any, dtype: np.dtype, power_of_two: bool) -> jax.Array:

@@ -94,6 +94,9 @@ def _sums(a: jax.Array) -> np.dtype:
     return jnp.dtype(jnp.int32 if a.dtype == jnp.int8 else jnp.float32)
 
 
+# Types of results that ``out_scale`` quantizes.
+_OUT_SCALED = ("float8_e4m3fn", "float8_e5m2", "int8")
+
 # The largest k for which sums of int8 products stay within int32.
 _MOST_INTEGER_K = (2**31 - 1) // 128**2
 
@@ -152,7 +155,7 @@ def quantized_gemm(
     asked_dtype = jax.dtypes.canonicalize_dtype(default if preferred is None else preferred)
     out_dtype = jnp.dtype(asked_dtype)
     kept = jnp.dtype(jnp.float32 if out_dtype.itemsize >= 4 else jnp.bfloat16)
-    wraps = out_dtype == jnp.int32 and not asked.names and epilogue is None
+    wraps = out_dtype == jnp.int32 and not asked.names
     factors = Factors(scaled_a, scaled_b, shape, transposed, precision, config, wraps)
     _check_row(factors)
     if asked.return_amax and 0 in shape:  # an empty result has no largest value
@@ -210,7 +213,7 @@ def formula_of(
     """Checks the operands of the epilogue and returns its formula."""
     *batch, m, n = shape
     quantizes = asked.out_scale is not None
-    if quantizes and out_dtype.itemsize != 1:
+    if quantizes and out_dtype.name not in _OUT_SCALED:
         raise ValueError(
             "out_scale needs an 8-bit result (float8_e4m3fn, float8_e5m2, int8), got "
             f"preferred_element_type={out_dtype}"
@@ -272,7 +275,8 @@ def _bind(
     along: list[jax.Array] = []
     if not x.is_scaled_along_k:
         along = along_results((x.a, x.b), x.transposed)
-        if a.dtype == jnp.int8 and k > _MOST_INTEGER_K and not x.wraps:
+        is_long = isinstance(k, int) and k > _MOST_INTEGER_K
+        if a.dtype == jnp.int8 and is_long and not x.wraps:
             a, b = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)  # bfloat16 holds all int8 values
     elif a.dtype != jnp.int8 and are_kernel_blocks((x.a, x.b), x.transposed):
         by_blocks = [alike(y.scale, y.value, batch) for y in (x.a, x.b) if y.scale is not None]
@@ -297,7 +301,7 @@ def _bind(
         return function(z, *values[count:])
 
     flat = [*along, *operands]
-    types = [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in flat]
+    types = [*map(epilogues.type_of, flat)]
     traced, held = functions.trace(listed, [jax.ShapeDtypeStruct(x.shape, sums), *types], 1)
     whole = CompiledSpec(spec, traced, scaled=bool(by_blocks))
     return jit_epilogue.bind([a, b, *by_blocks, *rng.words(flat), *held], whole)

@@ -53,6 +53,12 @@ def quantized_ragged_dot(
     dtype = jnp.dtype(
         result_dtype(lhs, rhs) if preferred_element_type is None else preferred_element_type
     )
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(
+            f"preferred_element_type={dtype} is not the type of a product with scales; accepted: "
+            "floating-point numbers"
+        )
+    arguments.check_activation(activation, dtype)
     a, b = ScaledArray.of(lhs), ScaledArray.of(rhs)
     if len(a.shape) != 2 or len(b.shape) != 3:
         raise ValueError(
@@ -86,7 +92,10 @@ def quantized_ragged_dot(
     scales = _along_results(a, b, k_axis, of_row)
     if epilogue is None:
         n = b.shape[3 - k_axis]
-        terms = [] if bias is None else [of_rows(bias, (groups, n), of_row)]
+        shape = groups, n
+        terms = []
+        if bias is not None:
+            terms.append(of_rows(arguments.vector("bias", bias, shape, dtype), shape, of_row))
         epilogue_operands = (is_inside, *terms)
         epilogue = finished_by(activation, dtype)
 

@@ -303,7 +303,7 @@ def function_of_products(
         epilogue, operands, len(weights), shape, preferred
     )
     types = [jax.ShapeDtypeStruct(shape, wide)] * len(weights)
-    types += [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in flat]
+    types += map(epilogues.type_of, flat)
     function, held = functions.trace(listed, types, len(weights))
     every = [x, *map(lax.stop_gradient, arrays), *rng.words(flat), *held]
     described = PackedFunctionSpec(spec, len(weights), function)

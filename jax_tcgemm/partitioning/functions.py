@@ -28,7 +28,7 @@ from jax_tcgemm.partitioning import products
 from jax_tcgemm.partitioning.rules import Rule
 from jax_tcgemm.partitioning.shard import Shard
 from jax_tcgemm.partitioning.work import GATHER, SCATTER, SUM, Array, Work
-from jax_tcgemm.problem.arithmetic import accumulator_dtype, at_least_float32, is_quantized
+from jax_tcgemm.problem.arithmetic import accumulator_dtype, is_quantized
 from jax_tcgemm.problem.epilogue import Epilogue
 from jax_tcgemm.problem.log import log
 from jax_tcgemm.problem.spec import GemmSpec, flatten
@@ -191,26 +191,26 @@ def _within_kernel(
     if spec.unfused is not None:
         own = dataclasses.replace(part, function=spec.unfused)
         types[:count] = [accumulator.update(dtype=spec.product.out_dtype)] * count
-        made = made.replace(unfused=_unfused_part(part, own, types, held))
+        made = made.replace(unfused=_unfused_part(part, own, wide, types, held))
     return [*flatten(x), *others, *held], made
 
 
 def _unfused_part(
-    part: Part, own: Part, types: Sequence[Any], held: Sequence[jax.Array]
+    part: Part, own: Part, wide: Any, types: Sequence[Any], held: Sequence[jax.Array]
 ) -> EpilogueFunction | None:
     """Returns the part of the function that XLA computes.
 
     Args:
         part: the part within a kernel.
         own: the part in the operations of the user's program, or ``part``.
+        wide: type of the accumulators within a kernel.
         types: types of the products as the program stores them, and of the operands.
         held: the arrays that the part within a kernel closes over.
     """
     count = part.function.accumulators
 
     def rounded(*values: jax.Array) -> list[jax.Array]:
-        wide = [z.astype(at_least_float32(z.dtype)) for z in values[:count]]
-        return part.within(*wide, *values[count:])
+        return part.within(*(z.astype(wide) for z in values[:count]), *values[count:])
 
     for within in (rounded,) if own.function == part.function else (own.within, rounded):
         function, arrays = functions.trace(within, types, count)

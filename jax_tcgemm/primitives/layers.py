@@ -114,6 +114,8 @@ def _jvp(
     )
     derived: Any = _named_layer if layers.first.function is None else _function_layer
     hidden, saved, through = derived(layers, first, d_first, second.b)
+    if not layers.recompute_activation:
+        hidden = checkpoint_name(hidden, ACTIVATION)
     y = gemm_primitive.bind(second._replace(a=hidden), layers.second)[0]
     d_second = Operands(*d_second)
     addends = [] if d_second.c is None else [_full(d_second.c, y, layers.second)]
@@ -145,7 +147,7 @@ def _second_layer(
 
     if layers.recompute_activation:
         return jax.checkpoint(product_again, prevent_cse=False)(saved, dx)
-    return product(checkpoint_name(hidden, ACTIVATION), dx)
+    return product(hidden, dx)
 
 
 def _named_layer(layers: Layers, x: Operands, tangents: Sequence[Any], w: jax.Array) -> _Hidden:

@@ -224,6 +224,7 @@ def accumulator_dtype(a: np.dtype, b: np.dtype, out: np.dtype) -> np.dtype:
 
 
 def at_least_float32(dtype: np.dtype) -> np.dtype:
-    """Returns an inexact ``dtype``, or float32 if it is narrower."""
+    """Returns an inexact ``dtype``, or float32 if it is narrower or no inexact type."""
+    is_inexact = jnp.issubdtype(dtype, jnp.inexact)
     is_wide = jnp.issubdtype(dtype, jnp.complexfloating) or dtype.itemsize >= 4
-    return jnp.dtype(dtype if is_wide else jnp.float32)
+    return jnp.dtype(dtype if is_inexact and is_wide else jnp.float32)

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.typing import DTypeLike
 
 from jax_tcgemm import _compat
@@ -168,7 +169,7 @@ def pack(q: Any, *, transpose: bool = False) -> PackedWeight:
 
     Raises:
         TypeError: ``q`` is not a quantized array, or a dtype is not accepted.
-        ValueError: a shape is not accepted.
+        ValueError: a shape is not accepted, or a zero point, if its value is known.
 
     Example:
         >>> p = pack(quantize(w, jnp.int4, tile=(128, 1)))  # once
@@ -185,12 +186,25 @@ def pack(q: Any, *, transpose: bool = False) -> PackedWeight:
     reason = why_unpackable(q)
     if reason is not None:
         raise reason
+    _check_zero_points(q.zero_point)
     parts = (q.qvalue, q.scale, q.zero_point)
     values, scales = _packed(*parts, transpose=bool(transpose))
     k, n = q.qvalue.shape[-2:][::-1] if transpose else q.qvalue.shape[-2:]
     group = k // scales.shape[-3]
     has_zeros = q.zero_point is not None
     return PackedWeight(values, scales, (k, n), q.qvalue.dtype.name, group, has_zeros)
+
+
+def _check_zero_points(zero: Any) -> None:
+    """Checks the range of zero points whose values are known."""
+    if zero is None or isinstance(zero, Tracer) or not getattr(zero, "is_fully_addressable", True):
+        return
+    values = np.asarray(zero).astype(np.float32)
+    if values.size and not (values.min() >= -8 and values.max() <= 16):
+        raise ValueError(
+            f"q.zero_point has values from {values.min():g} to {values.max():g}; accepted: "
+            "integers from -8 to 16"
+        )
 
 
 def unpack(p: PackedWeight) -> Quantized:
