@@ -269,3 +269,21 @@ def test_dot_general(normal):
     np.testing.assert_array_equal(got, wanted.reshape(2, 4, 6, 7))
     with pytest.raises(NotImplementedError, match="batch"):
         fp8_dot_general(x, x, (((3,), (3,)), ((0,), (0,))))
+
+
+def test_a_state_that_a_step_did_not_use_begins_again():
+    x, w = jnp.eye(8, 128, dtype=jnp.bfloat16), jnp.ones((128, 256), jnp.bfloat16)
+
+    def loss(w, state, is_used):
+        def used():
+            return fp8_dot(x, w, recipe="delayed", state=state).astype(jnp.float32).sum()
+
+        return jax.lax.cond(is_used, used, lambda: 0.0)
+
+    state = Fp8State.create(4)
+    values = []
+    for is_used in (True, True, False, True, True):
+        value, (dw, state) = jax.value_and_grad(loss, (0, 1))(w, state, is_used)
+        values.append(float(value))
+        assert bool(jnp.isfinite(dw.astype(jnp.float32)).all())
+    assert values == [2048, 2048, 0, 2048, 2048]

@@ -154,3 +154,33 @@ def test_parts_of_a_program_on_a_mesh_of_their_own(normal):
             for one, other in zip(own, plain, strict=True):
                 one, other = (np.asarray(y, np.float32) for y in (one, other))
                 np.testing.assert_allclose(one, other, atol=0.02 * np.abs(other).max())
+
+
+def test_results_that_are_constants_are_arrays():
+    """Without ``jit``, too: the jaxpr has them as literals and as arrays of NumPy."""
+    numbers = np.arange(65536, dtype=np.float32)
+
+    def f(x):
+        constants = jnp.asarray(True), jnp.asarray(3), jnp.asarray(0.1), jnp.float32(2)
+        key = jax.random.key(0)
+        return x @ x, constants, jnp.array([1, 2, 3]), jnp.asarray(numbers), key, None
+
+    x = jnp.ones((8, 8))
+    own, plain = fuse(f)(x), f(x)
+    assert jax.tree.structure(own) == jax.tree.structure(plain)
+    for each, other in zip(*map(jax.tree.leaves, (own, plain)), strict=True):
+        assert isinstance(each, jax.Array)
+        assert jax.typeof(each) == jax.typeof(other)
+    numbers[0] = 99
+    assert own[3][0] == 0
+    _, auxiliary = jax.value_and_grad(fuse(lambda x: (x.sum(), jnp.asarray(True))), has_aux=True)(x)
+    assert isinstance(auxiliary, jax.Array)
+
+
+def test_results_without_bits_stay_what_they_are():
+    def gradients(x, i):
+        return jax.grad(lambda x, i: jnp.sum(x * i), (0, 1), allow_int=True)(x, i)
+
+    x, i = jnp.ones(3), jnp.arange(3)
+    for each, other in zip(fuse(gradients)(x, i), gradients(x, i), strict=True):
+        assert each.dtype == other.dtype

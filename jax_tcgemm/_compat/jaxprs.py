@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax._src import core as _core
 from jax._src import effects as _effects
 from jax._src import mesh as _mesh
@@ -14,6 +15,7 @@ from jax._src import sharding_impls as _sharding_impls
 from jax._src import source_info_util as _source_info_util
 from jax._src import util as _util
 from jax._src.interpreters import partial_eval as _pe
+from jax._src.lax import lax as _lax
 from jax.extend import core as _extended
 from jax.interpreters import partial_eval as _partial_eval
 
@@ -248,7 +250,8 @@ def call(jaxpr: Any, consts: Sequence[Any], values: Sequence[Any], name: str) ->
         name: the name of the ``jit`` equation.
     """
     if not is_staging():
-        return eval_jaxpr(jaxpr, consts, *values)
+        results = eval_jaxpr(jaxpr, consts, *values)
+        return [_array(x, var.aval) for x, var in zip(results, jaxpr.outvars, strict=True)]
     jaxpr = _pe.convert_constvars_jaxpr(jaxpr)
     arguments, results = len(jaxpr.invars), len(jaxpr.outvars)
     (eqn,) = jax.make_jaxpr(jax.jit(lambda x: x))(0).eqns  # has this JAX version's parameters
@@ -261,6 +264,14 @@ def call(jaxpr: Any, consts: Sequence[Any], values: Sequence[Any], name: str) ->
     old = params["jaxpr"]
     params |= {"name": name, "jaxpr": with_jaxpr(old, _extended.ClosedJaxpr(jaxpr, ()))}
     return list(eqn.primitive.bind(*consts, *values, **params))
+
+
+def _array(x: Any, aval: Any) -> Any:
+    """Returns a result as an array; literals and constants of a jaxpr are numbers or of NumPy."""
+    if isinstance(x, (jax.Array, _core.Tracer)) or aval.dtype == jax.dtypes.float0:
+        return x
+    weak = getattr(aval, "weak_type", False)
+    return _lax._convert_element_type(np.array(x), aval.dtype, weak_type=weak)
 
 
 def by_shards(eqn: Any, function: Any, values: Sequence[Any]) -> list[Any]:

@@ -72,13 +72,15 @@ class DelayedScale:
     def updated(self, x: jax.Array, dtype: DTypeLike) -> DelayedScale:
         """Returns the scale for quantizing ``x``, and a history that includes ``x``.
 
-        The scale stays the same while the history is all zeros. A largest magnitude that is not
-        finite enters the history as 0.
+        The scale stays the same while the history is all zeros; if it is 0, it becomes 1. A largest
+        magnitude that is not finite enters the history as 0.
         """
         amax = jnp.max(self.amax_history)
         smallest = float(jnp.finfo(jnp.float32).smallest_normal)
         scale = jnp.maximum(amax / largest(dtype), smallest)
-        scale = jnp.where((amax > 0) & jnp.isfinite(amax), scale, self.scale)
+        # A scale is 0 where nothing used the state in the step before: its gradient is zeros.
+        old = jnp.where(self.scale > 0, self.scale, 1)
+        scale = jnp.where((amax > 0) & jnp.isfinite(amax), scale, old)
         latest = _amax(x, self.amax_history)
         latest = jnp.where(jnp.isfinite(latest), latest, 0)
         return DelayedScale(scale, jnp.concatenate([latest[None], self.amax_history[:-1]]))
