@@ -147,6 +147,15 @@ def check_real(what: str, out_dtype: np.dtype, *factors: jax.Array) -> None:
         )
 
 
+def check_scaled(out_dtype: np.dtype) -> None:
+    """Checks that a product with scales has a result of floating-point numbers."""
+    if not jnp.issubdtype(out_dtype, jnp.floating):
+        raise TypeError(
+            f"preferred_element_type={out_dtype} is not the type of a product with scales; "
+            "accepted: floating-point numbers"
+        )
+
+
 def check_config(config: str | None) -> None:
     """Checks the type of ``config``; which configurations exist depends on the operands.
 

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_tcgemm import _compat
-from jax_tcgemm.api import arguments, eager, weight_only
+from jax_tcgemm.api import arguments, eager, two_layers, weight_only
 from jax_tcgemm.api import epilogue as epilogues
 from jax_tcgemm.api.gated_gemm import gated_operands
 from jax_tcgemm.api.weight_only_layers import two_products
-from jax_tcgemm.primitives import layers
 from jax_tcgemm.problem.activations import Activation
-from jax_tcgemm.problem.arithmetic import INPUT_DTYPES, resolve_algorithm
 from jax_tcgemm.problem.epilogue import Epilogue
-from jax_tcgemm.problem.spec import GemmSpec, flatten
-from jax_tcgemm.problem.strides import Operands
+from jax_tcgemm.problem.spec import GemmSpec
 
 _STATIC = (
     *("activation", "transpose_w", "precision", "preferred_element_type"),
@@ -111,25 +106,27 @@ def mlp(
             epilogue=epilogue,
             epilogue_operands=epilogue_operands,
         )
-    w1, w2 = _weight("w1", w1), _weight("w2", w2)
+    w1, w2 = two_layers.weight("w1", w1), two_layers.weight("w2", w2)
     precision = _compat.canonicalize_precision(precision)
     names = arguments.Names("x", "w1", "", "transpose_w")
     batch, m, f, k = arguments.extents(x, w1, False, transpose_w, names)
-    x, w1, dtype = arguments.promoted(x, w1, precision, _named_dtype(x, w1, precision), names)
-    dtype = _hidden_dtype(x, w1, dtype, precision)
-    arguments.check_activation(None if epilogue is not None else activation, dtype)
+    x, w1, dtype = arguments.promoted(
+        x, w1, precision, two_layers.named_dtype(x, w1, precision), names
+    )
+    dtype = two_layers.hidden_dtype(x, w1, dtype, precision)
     placed = {
         "a": arguments.placed(x, (*batch, m, k)),
         "b": arguments.placed(w1, (*batch, k, f), transpose_w),
     }
     if b1 is not None:
         placed["bias"] = arguments.placed(arguments.vector("b1", b1, (f,), dtype), (*batch, f))
-    first, axes = _unzipped(placed)
+    first, axes = two_layers.unzipped(placed)
     if epilogue is not None:
         _check_alone("mlp", recompute_activation, b1=b1)
         activation = None
+    arguments.check_activation(activation, dtype)
     spec = GemmSpec(axes, dtype, precision, Epilogue(activation=activation))
-    return _two_layers(
+    return two_layers.apply(
         first,
         spec,
         {"w2": w2, "b2": b2, "residual": residual},
@@ -217,7 +214,7 @@ def gated_mlp(
             epilogue=epilogue,
             epilogue_operands=epilogue_operands,
         )
-    w_gate, w_down = _weight("w_gate", w_gate), _weight("w_down", w_down)
+    w_gate, w_down = two_layers.weight("w_gate", w_gate), two_layers.weight("w_down", w_down)
     precision = _compat.canonicalize_precision(precision)
     first, spec = gated_operands(
         x,
@@ -227,15 +224,15 @@ def gated_mlp(
         bias_up,
         transpose_w=transpose_w,
         precision=precision,
-        preferred_element_type=_named_dtype(x, w_gate, precision),
+        preferred_element_type=two_layers.named_dtype(x, w_gate, precision),
     )
-    dtype = _hidden_dtype(first.a, first.b, spec.out_dtype, precision)
-    arguments.check_activation(None if epilogue is not None else activation, dtype)
+    dtype = two_layers.hidden_dtype(first.a, first.b, spec.out_dtype, precision)
     if epilogue is not None:
         biases = {"bias_gate": bias_gate, "bias_up": bias_up}
         _check_alone("gated_mlp", recompute_activation, **biases)
         activation = None
-    return _two_layers(
+    arguments.check_activation(activation, dtype)
+    return two_layers.apply(
         first,
         spec.replace(out_dtype=dtype, activation=activation),
         {"w_down": w_down, "bias_down": bias_down, "residual": residual},
@@ -251,104 +248,3 @@ def gated_mlp(
 def _check_alone(name: str, recompute_activation: bool, **biases: Any) -> None:
     """Checks that no argument conflicts with ``epilogue=``."""
     epilogues.check_alone(name, recompute_activation=recompute_activation or None, **biases)
-
-
-def _of_function(
-    first: Sequence[jax.Array],
-    both: layers.Layers,
-    hidden: Any,
-    epilogue: tuple[Callable[..., Any], Sequence[Any]],
-    second: Operands,
-    out_sharding: Any,
-) -> jax.Array:
-    """Runs both layers; the first has a function as its epilogue."""
-    if not jnp.issubdtype(hidden.dtype, jnp.inexact):
-        raise TypeError(
-            f"epilogue= makes a hidden layer of {hidden.dtype} here; accepted: operands with a "
-            "floating-point product"
-        )
-    products = both.first.accumulators(out_dtype=both.first.out_dtype)
-    given, compiled_spec, _ = epilogues.traced(
-        first, products, hidden.shape, *epilogue, preferred_element_type=hidden.dtype
-    )
-    results = [(x.shape, x.dtype) for x in compiled_spec.function.results]
-    if results != [(hidden.shape, hidden.dtype)]:
-        raise ValueError(
-            f"epilogue returned arrays of {results}; accepted: one of {hidden.shape} and a "
-            "floating-point type, the hidden layer"
-        )
-    both = dataclasses.replace(both, first=compiled_spec)
-    return layers.apply(both, given, second, out_sharding)
-
-
-def _weight(name: str, value: Any) -> jax.Array:
-    w = arguments.array(name, value)
-    if w.ndim != 2:
-        raise ValueError(
-            f"{name} must have 2 dimensions, got {name}.shape={w.shape}; for stacks of weights use "
-            "jax.vmap"
-        )
-    return w
-
-
-def _named_dtype(x: jax.Array, w: jax.Array, precision: Any) -> Any:
-    """Returns the dtype in which ``precision`` says that two types are multiplied.
-
-    The operands then need no common dtype, which ``jax_numpy_dtype_promotion="strict"`` would
-    refuse.
-    """
-    named = INPUT_DTYPES.get(getattr(precision, "name", ""))
-    are_floats = all(
-        jnp.issubdtype(operand.dtype, jnp.floating) and operand.dtype.itemsize <= 4
-        for operand in (x, w)
-    )
-    return named if x.dtype != w.dtype and are_floats else None
-
-
-def _hidden_dtype(x: jax.Array, w: jax.Array, dtype: Any, precision: Any) -> Any:
-    """Returns the dtype in which the second product multiplies, so that nothing is lost."""
-    algorithm = resolve_algorithm(x.dtype, w.dtype, dtype, precision)
-    return dtype if algorithm is None else INPUT_DTYPES[algorithm]
-
-
-def _unzipped(placed: dict[str, Any]) -> tuple[Operands, Operands]:
-    operands = Operands(None, None)._replace(**{name: x for name, (x, _) in placed.items()})
-    return operands, Operands(None, None)._replace(**{name: x for name, (_, x) in placed.items()})
-
-
-def _two_layers(
-    first: Operands,
-    first_spec: GemmSpec,
-    others: dict[str, Any],
-    transpose_w: bool,
-    preferred_element_type: DTypeLike | None,
-    recompute_activation: bool,
-    hidden_sharding: Any,
-    out_sharding: Any,
-    epilogue: tuple[Callable[..., Any], Sequence[Any]] | None,
-) -> jax.Array:
-    """Checks the second layer's operands, by the names that its caller gives; runs both layers."""
-    (w_name, w), (bias_name, bias), (_, residual) = others.items()
-    shapes = Operands(*(None if x is None else x.shape for x in first))
-    *batch, m, f = first_spec.result_shape(shapes)
-    hidden: Any = jax.ShapeDtypeStruct((*batch, m, f), first_spec.out_dtype)
-    names = arguments.Names("the hidden layer", w_name, "", "transpose_w")
-    _, _, n, _ = arguments.extents(hidden, w, False, transpose_w, names)
-    _, w, out_dtype = arguments.promoted(
-        hidden, w, first_spec.precision, preferred_element_type, names
-    )
-    placed = {"b": arguments.placed(w, (*batch, f, n), transpose_w)}
-    if bias is not None:
-        vector = arguments.vector(bias_name, bias, (n,), out_dtype)
-        placed["bias"] = arguments.placed(vector, (*batch, n))
-    if residual is not None:
-        addend = arguments.addend("residual", residual, (*batch, m, n), out_dtype)
-        placed["c"] = arguments.placed(addend, (*batch, m, n))
-    second, axes = _unzipped(placed)
-    axes = axes._replace(a=tuple(range(len(hidden.shape))))
-    spec = GemmSpec(axes, out_dtype, first_spec.precision)
-    both = layers.Layers(first_spec, spec, bool(recompute_activation), hidden_sharding)
-    out_sharding = _compat.out_sharding_of(out_sharding, "mlp" if w_name == "w2" else "gated_mlp")
-    if epilogue is not None:
-        return _of_function(flatten(first), both, hidden, epilogue, second, out_sharding)
-    return layers.apply(both, first, second, out_sharding)

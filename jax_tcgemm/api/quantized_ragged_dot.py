@@ -53,11 +53,7 @@ def quantized_ragged_dot(
     dtype = jnp.dtype(
         result_dtype(lhs, rhs) if preferred_element_type is None else preferred_element_type
     )
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(
-            f"preferred_element_type={dtype} is not the type of a product with scales; accepted: "
-            "floating-point numbers"
-        )
+    arguments.check_scaled(dtype)
     arguments.check_activation(activation, dtype)
     a, b = ScaledArray.of(lhs), ScaledArray.of(rhs)
     if len(a.shape) != 2 or len(b.shape) != 3:

@@ -179,11 +179,7 @@ def _contracted(
     shape = _result_shape(lhs.shape, rhs.shape, dims)
     sides = matrices(lhs, rhs, dims)
     if is_corrected:
-        if not jnp.issubdtype(dtype, jnp.floating):
-            raise TypeError(
-                f"preferred_element_type={dtype} is not the type of a product with scales; "
-                "accepted: floating-point numbers"
-            )
+        arguments.check_scaled(dtype)
         return _without_zero_points(*sides).astype(dtype).reshape(shape)
     (a, transpose_a), (b, transpose_b) = sides
     scales: dict[str, Any] = {

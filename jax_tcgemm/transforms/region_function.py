@@ -38,18 +38,14 @@ def region_function(fused: Fused) -> Callable[..., list[Any]]:
     off.
     """
     count = len(fused.products)
-    leaves = fused.leaves
 
     def function(*values: Any) -> list[Any]:
-        env: dict[Value, Any] = {
-            product: _wide(x.astype(product.dtype)) if product.dtype == jnp.float16 else x
+        products = (
+            _wide(x.astype(product.dtype)) if product.dtype == jnp.float16 else x
             for product, x in zip(fused.accumulators, values[:count], strict=True)
-        }
-        env.update((leaf, _wide(x)) for leaf, x in zip(leaves, values[count:], strict=True))
-        for node in fused.nodes:
-            inputs = [_read(env, atom) for atom in node.inputs]
-            (env[node.outputs[0]],) = _applied(node, inputs)
-        return [env[x].astype(x.dtype) for x in fused.outputs]
+        )
+        outputs = _computed(fused, [*products, *map(_wide, values[count:])], _applied, _wide)
+        return [y.astype(x.dtype) for y, x in zip(outputs, fused.outputs, strict=True)]
 
     return function
 
@@ -60,19 +56,31 @@ def unfused_function(fused: Fused) -> Callable[..., list[Any]]:
     Its arguments are the products in their dtype in the program, then the leaves.
     """
 
-    def function(*values: Any) -> list[Any]:
-        env = dict(zip((*fused.accumulators, *fused.leaves), values, strict=True))
-        for node in fused.nodes:
-            inputs = [env[x] if isinstance(x, Value) else literal(x) for x in node.inputs]
-            (env[node.outputs[0]],) = jaxprs.bind_again(node.eqn, inputs)
-        return [env[x] for x in fused.outputs]
+    def applied(node: Node, inputs: Sequence[Any]) -> list[Any]:
+        return jaxprs.bind_again(node.eqn, inputs)
 
-    return function
+    return lambda *values: _computed(fused, values, applied, lambda number: number)
 
 
-def _read(env: dict[Value, Any], atom: Atom) -> Any:
-    """Returns a value, or the number of a literal in its dtype of the program."""
-    return env[atom] if isinstance(atom, Value) else _wide(literal(atom))
+def _computed(
+    fused: Fused,
+    values: Sequence[Any],
+    applied: Callable[[Node, Sequence[Any]], list[Any]],
+    number: Callable[[Any], Any],
+) -> list[Any]:
+    """Computes the outputs from the products and the leaves.
+
+    Args:
+        fused: the region.
+        values: the products, then the leaves.
+        applied: computes a node.
+        number: converts the number of a literal, which has its dtype of the program.
+    """
+    env: dict[Atom, Any] = dict(zip((*fused.accumulators, *fused.leaves), values, strict=True))
+    for node in fused.nodes:
+        inputs = [env[x] if isinstance(x, Value) else number(literal(x)) for x in node.inputs]
+        (env[node.outputs[0]],) = applied(node, inputs)
+    return [env[x] for x in fused.outputs]
 
 
 def literal(atom: Any) -> np.ndarray:
