@@ -114,6 +114,67 @@ def test_objects_that_are_replaced(x):
     check_equal(state["layer"].w, x @ x)
 
 
+@jax.tree_util.register_pytree_node_class
+class Boxed:
+    """An object that makes a dict of its layers whenever it is flattened."""
+
+    def __init__(self, w, table):
+        self.w, self.table = w, table
+
+    def tree_flatten(self):
+        return [{"w": [self.w], "empty": {}, "none": None}, self.table], None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(children[0]["w"][0], children[1])
+
+
+def test_objects_that_make_containers_when_flattened(x):
+    def f(boxed):
+        boxed.table["count"] += 1
+        return boxed.w @ boxed.w, boxed
+
+    table = {"count": 1}
+    result, boxed = fuse(f)(Boxed(x, table))
+    check_equal(result, x @ x)
+    assert isinstance(boxed, Boxed)
+    assert table == {"count": 2}
+
+    def replace(boxed):
+        boxed.w = boxed.w @ boxed.w
+
+    with pytest.raises(TypeError, match=r"changes an argument in place, an object of .*Boxed"):
+        fuse(replace)(Boxed(x, {}))
+
+
+def test_dicts_that_move_are_changed(x):
+    """A dict or list that the function changes and moves is the caller's, also when removed."""
+
+    def f(layers, state):
+        layers.append({"w": x @ x})
+        layers[0]["w"] = layers[0]["w"] + 1
+        layers.pop(1)["w"] = None
+        state["first"] = (layers[0], state["list"])
+        state.pop("list").append(3)
+
+    def arguments():
+        return [{"w": x}, {"w": x}, {"w": x}], {"list": [x]}
+
+    plain, ours = arguments(), arguments()
+    first, second, third = ours[0]
+    inner = ours[1]["list"]
+    f(*plain)
+    fuse(f)(*ours)
+    assert jax.tree.structure(ours) == jax.tree.structure(plain)
+    jax.tree.map(lambda a, b: check_equal(a, b) if isinstance(a, jax.Array) else None, ours, plain)
+    assert ours[0][0] is first
+    assert ours[0][1] is third
+    assert second == {"w": None}
+    assert ours[1]["first"][0] is first
+    assert ours[1]["first"][1] is inner
+    assert inner[1:] == [3]
+
+
 nnx = pytest.importorskip("flax.nnx")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,8 +26,8 @@ def never_xla(monkeypatch):
         assert results is not None, how
         return results, how
 
-    monkeypatch.setattr(fallback.planes, "_PAIR_PRODUCTS", 0)
-    monkeypatch.setattr(fallback.planes, "_PAIR_ROWS", 0)
+    monkeypatch.setattr(fallback.planes, "_SHARE", math.inf)
+    monkeypatch.setattr(fallback.planes, "_LEAST_K", 0)
     monkeypatch.setattr(complex_product, "by_real_product", made)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +28,8 @@ ERRORS |= {"BF16_BF16_F32_X9": 0.0, "TF32_TF32_F32_X3": 0.0}
 @pytest.fixture
 def any_size(monkeypatch):
     """Makes products of planes compute small problems, too."""
-    for name in ("_PLANE_PRODUCTS", "_PLANE_RESULTS", "_PLANE_ROWS", "_PLANE_K"):
-        monkeypatch.setattr(fallback.planes, name, 0)
+    monkeypatch.setattr(fallback.planes, "_SHARE", math.inf)
+    monkeypatch.setattr(fallback.planes, "_LEAST_K", 0)
 
 
 @pytest.fixture

@@ -81,12 +81,12 @@ def test_one_call_with_the_epilogue(cuda_module, said, precision):
     def f(a, b, bias):
         return gemm(a, b, bias=bias, activation="gelu", precision=precision)
 
-    _, (call,) = cuda_module(f, f32(1000, 520), f32(520, 1100), f32(1100))
+    _, (call,) = cuda_module(f, f32(1700, 520), f32(520, 1140), f32(1140))
     name = "F32_F32_F32" if precision in ("highest", "float32") else precision
     assert picked(call, "algorithm", "activation", "has_bias") == (name, "Gelu", True)
-    bytes_of_planes = 2 * 3 * 576 * (1000 + 1100) + 128 + 1024 * 4
+    bytes_of_planes = 2 * 3 * 576 * (1700 + 1140) + 128 + 1024 * 4
     assert picked(call, "padding_bytes", "has_workspace") == (bytes_of_planes, True)
-    assert call["operands"][:2] == ["1000x520xf32", "520x1100xf32"]
+    assert call["operands"][:2] == ["1700x520xf32", "520x1140xf32"]
     count = len(PLANE_PRODUCTS[name].pairs)
     assert said[-1].endswith(f"{name}, {count} products of 3 planes in BF16_BF16_F32")
 
@@ -96,7 +96,7 @@ def test_gradients_are_products_of_planes_too(cuda_module):
     def loss(a, b):
         return gemm(a, b, activation="silu", precision="highest").sum()
 
-    _, calls = cuda_module(jax.grad(loss, argnums=(0, 1)), f32(1024, 512), f32(512, 1024))
+    _, calls = cuda_module(jax.grad(loss, argnums=(0, 1)), f32(1024, 1024), f32(1024, 1024))
     assert [call["algorithm"] for call in calls] == 3 * ["F32_F32_F32"]
 
 
@@ -117,10 +117,10 @@ def test_dot_general_and_batches(cuda_module):
         (None, ((1024, 512), (512, 1024)), {}, "F32_F32_F32 without a GPU of compute capability"),
         ("8.0", ((1024, 512), (512, 1024)), {}, "F32_F32_F32 without a GPU of compute capability"),
         ("10.0", ((1024, 512), (512, 1024)), {}, "F32_F32_F32 without a GPU of compute capability"),
-        ("9.0", ((16, 4096), (4096, 4096)), {}, "16 x 4096 x 4096 is too little"),
-        ("9.0", ((4096, 64), (64, 4096)), {}, "4096 x 4096 x 64 is too little"),
-        ("9.0", ((600, 256), (256, 600)), {}, "600 x 600 x 256 is too little"),
-        ("9.0", ((256, 8192), (8192, 512)), {}, "256 x 512 x 8192 is too little"),
+        ("9.0", ((16, 4096), (4096, 4096)), {}, "16 x 4096 x 4096, for which XLA"),
+        ("9.0", ((4096, 64), (64, 4096)), {}, "4096 x 4096 x 64, for which XLA"),
+        ("9.0", ((600, 256), (256, 600)), {}, "600 x 600 x 256, for which XLA takes less time"),
+        ("9.0", ((512, 8192), (8192, 512)), {}, "512 x 512 x 8192, for which XLA takes"),
         ("9.0", ((1024, 512), (512, 1024)), {"config": "xla"}, "by config"),
         ("9.0", ((1024, 2**29), (2**29, 1024)), {}, "k=536870912 as that of 6 products"),
     ],
@@ -150,9 +150,42 @@ def test_what_xla_multiplies(cuda_module, monkeypatch, said, capability, shapes,
 )
 def test_xla_multiplies_what_it_adds_up_in_parts(cuda_module, said, precision, k, is_xla):
     f = jax.jit(lambda a, b: gemm(a, b, precision=precision))
-    _, calls = cuda_module(f, f32(334, k), f32(k, 1184))
+    _, calls = cuda_module(f, f32(1000, k), f32(k, 1000))
     assert len(calls) == (not is_xla)
     assert said[-1].endswith("XLA adds up in parts") == is_xla
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    ("shape", "dtype", "precision", "transpose_b", "is_xla"),
+    [  # measured on an H200: XLA's time over the kernel's
+        ((192, 4096, 1024), "float32", "highest", True, False),  # 1.17
+        ((224, 4096, 4096), "float32", "highest", False, False),  # 1.34
+        ((128, 4096, 4096), "float32", "highest", True, True),  # 0.84
+        ((512, 512, 1024), "float32", "highest", False, True),  # 0.73
+        ((256, 1024, 8192), "float32", "highest", False, True),  # 0.59
+        ((1586, 6040, 536), "float32", "BF16_BF16_F32_X3", False, False),  # 1.77
+        ((32, 256, 256, 1024), "float32", "highest", True, True),  # 0.91
+        ((16, 512, 512, 512), "float32", "highest", False, False),  # 1.10
+        ((128, 8192, 2048), "complex64", None, False, False),  # 2.13
+        ((256, 256, 8192), "complex64", None, False, True),  # 0.25
+        ((512, 512, 2048), "complex64", None, False, True),  # 0.88
+        ((384, 1024, 1024), "complex64", None, False, False),  # 1.15
+        ((384, 1024, 1024), "complex64", None, True, True),  # its B takes another pass
+        ((384, 1024, 1024), "complex64", "highest", False, False),  # 1.26
+        ((192, 1024, 1024), "complex64", "highest", False, True),  # 0.74
+    ],
+)
+def test_the_faster_one_multiplies(
+    cuda_module, said, shape, dtype, precision, transpose_b, is_xla
+):
+    *batch, m, n, k = shape
+    a = jax.ShapeDtypeStruct((*batch, m, k), jnp.dtype(dtype))
+    b = jax.ShapeDtypeStruct((*batch, n, k) if transpose_b else (*batch, k, n), jnp.dtype(dtype))
+    product = jax.jit(lambda a, b: gemm(a, b, transpose_b=transpose_b, precision=precision))
+    _, calls = cuda_module(product, a, b)
+    assert len(calls) == (not is_xla)
+    assert ("XLA takes less time" in said[-1]) == is_xla
 
 
 @pytest.mark.usefixtures("hopper")

@@ -57,6 +57,7 @@ constexpr double kPartSectorFactor = 1.55;  // for rows that begin within sector
 constexpr double kMemorySms = 0.466;        // share of the SMs that saturates memory
 constexpr double kLimitPower = 3.55;        // how much memory's and the SMs' time add up
 constexpr double kAgainShare = 0.14;        // share of repeated loads from L2 that adds to memory's
+constexpr double kPlaneShare = 0.5;         // of loads: a plane is loaded once for several products
 // Cycles to write 2 bytes of D: for any tile, and an addition that grows with fewer warps.
 constexpr double kElementCycles = 0.0786;
 constexpr double kWarpElementCycles = 0.183;  // divided by the warps of a tile
@@ -97,6 +98,11 @@ double starved_rate(const KernelConfig& config, const ChoiceInput& input, double
   return operand_bytes > kColdBytes32 && fewer ? kColdRowsRate32 : 0.0;
 }
 
+// Returns the part of the operands' stages that is loaded.
+double loaded_share(const KernelConfig& config) {
+  return config.planes ? pipelined_model::kPlaneShare : 1.0;
+}
+
 // Returns the bytes of an element of D.
 int result_bytes(const ChoiceInput& input) { return element_bytes(input.d_type); }
 
@@ -107,10 +113,10 @@ double stage_cycles(const KernelConfig& config, const ChoiceInput& input, int64_
   using namespace pipelined_model;
   const int bytes = element_bytes(config.algorithm);
   const double ideal = config.tile_m * config.tile_n / 32.0;
-  const double shared_bytes =
-      config.tile_m / 64.0 * (64 + config.tile_n) * 128 + config.stage_bytes();
-  const double operand_bytes =
-      static_cast<double>(bytes) * input.k * (input.m + input.n) * input.batch;
+  const double stage_bytes = loaded_share(config) * config.stage_bytes();
+  const double shared_bytes = config.tile_m / 64.0 * (64 + config.tile_n) * 128 + stage_bytes;
+  const double operand_bytes = loaded_share(config) * static_cast<double>(bytes) * input.k *
+                               (input.m + input.n) * input.batch;
   const double d_bytes = static_cast<double>(result_bytes(input)) * input.m * input.n *
                          static_cast<double>(input.batch);
   const bool cold = operand_bytes > kColdBytes || operand_bytes + d_bytes > kColdBytesWithD;
@@ -118,11 +124,12 @@ double stage_cycles(const KernelConfig& config, const ChoiceInput& input, int64_
   const double excess = std::max(0.0, shared_bytes / (kSharedMemoryPeak * ideal) - 1.0);
   const double tensor = kTensorFactor * ideal * (cold ? 1.0 + contention * excess : 1.0);
   const double on_sm = std::max(1.0, static_cast<double>(blocks) / input.sm_count);
-  const double from_l2[] = {asked_cost(config, input) * blocks / (bytes == 4 ? kL2Rate32 : kL2Rate),
-                            on_sm * config.stage_bytes() / kReceiveRate};
+  const double asked = loaded_share(config) * asked_cost(config, input);
+  const double from_l2[] = {asked * blocks / (bytes == 4 ? kL2Rate32 : kL2Rate),
+                            on_sm * stage_bytes / kReceiveRate};
   double cycles = std::max(on_sm * tensor, power_mean(from_l2, kLoadPower));
   if (const double rate = starved_rate(config, input, operand_bytes); rate > 0.0) {
-    cycles = std::max(cycles, on_sm * config.stage_bytes() / rate);
+    cycles = std::max(cycles, on_sm * stage_bytes / rate);
   }
   if (cold && config.cluster_size() == 1) cycles *= kUnsharedFactor;
   if (bytes == 4 && (input.major_a == Major::kMn || input.major_b == Major::kMn)) {
@@ -188,7 +195,7 @@ double memory_cycles(const KernelConfig& config, const ChoiceInput& input, int64
                      double loaded) {
   using namespace pipelined_model;
   const int bytes = element_bytes(input.algorithm);
-  const double read = static_cast<double>(input.batch) * bytes * input.k *
+  const double read = loaded_share(config) * static_cast<double>(input.batch) * bytes * input.k *
                       (input.m + (input.gated ? 2.0 : 1.0) * input.n);
   const double written = static_cast<double>(input.batch) * result_bytes(input) * input.m *
                          input.n * width_factor(config, input);
@@ -246,7 +253,8 @@ double pipelined_cycles(const KernelConfig& config, const ChoiceInput& input, in
   const int size = config.cluster_size();
   const double start = kStartCycles + fused.start +
                        (size > 1 ? kClusterStartCycles + kClusterBlockCycles * size : 0.0);
-  const double loaded = tiles * config.cluster_size() * stages * asked_bytes(config);
+  const double loaded =
+      loaded_share(config) * tiles * config.cluster_size() * stages * asked_bytes(config);
   const double limits[] = {tensor_time, memory_cycles(config, input, blocks, loaded)};
   return start + power_mean(limits, kLimitPower) + sum_cycles(config, input, splits);
 }

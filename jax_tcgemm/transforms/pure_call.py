@@ -74,7 +74,7 @@ class _Call:
         arrays = [jnp.asarray(x) for x in self.leaves if is_array(x)]
         computed = iter(evaluate(self.of_arrays, arrays))
         leaves = [next(computed) if x is _ARRAY else x for x in self.results]
-        leaves = [x.leaf if isinstance(x, _Given) else x for x in leaves]
+        leaves = [x.part if isinstance(x, _Given) else x for x in leaves]
         result, changes = jax.tree.unflatten(self.result_tree, leaves)
         for (container, key), (value,) in zip(self.changes, changes, strict=True):
             if value is _REMOVED:
@@ -88,10 +88,10 @@ class _Call:
         given = iter(arrays)
         leaves = [next(given) if is_array(x) else x for x in self.leaves]
         args, kwargs = arguments = jax.tree.unflatten(self.tree, leaves)
-        before = _Snapshot.of(arguments)
+        before = _Snapshot.of(arguments, self.arguments)
         result = self.f(*args, **kwargs)
         try:
-            changes = [*_changes(self.arguments, before)]
+            changes = [*_changes(before)]
         except _CannotChangeError as error:
             name = getattr(self.f, "__qualname__", self.f)
             raise TypeError(
@@ -99,23 +99,28 @@ class _Call:
                 "would know nothing; accepted: a function that returns the new value, or one that "
                 "changes dicts, lists and objects of Flax NNX"
             ) from None
-        changed = [(value,) for _, _, value in changes]
         self.changes = [(container, key) for container, key, _ in changes]
-        results, self.result_tree = jax.tree.flatten((result, changed))
         # If the function stores an argument elsewhere, the caller's object itself is stored.
-        count = len(jax.tree.leaves(result))
-        own = {id(x): old for x, old in zip(leaves, self.leaves, strict=True)}
-        for i, x in enumerate(results[count:], count):
-            results[i] = _Given(own[id(x)]) if id(x) in own else x
+        own = {id(each.node): each.original for each in before.walk()}
+        changed = jax.tree.map(
+            lambda x: _Given(own[id(x)]) if id(x) in own else x,
+            [(value,) for _, _, value in changes],
+            is_leaf=lambda x: id(x) in own,
+        )
+        results, self.result_tree = jax.tree.flatten((result, changed))
         self.results = [_ARRAY if is_array(x) else x for x in results]
         return [x for x in results if is_array(x)]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Given:
-    """Stands for a leaf of the caller's arguments."""
+    """Stands for a part of the caller's arguments.
 
-    leaf: Any
+    Attributes:
+        part: the part.
+    """
+
+    part: Any
 
 
 class _Array:
@@ -138,20 +143,40 @@ class _CannotChangeError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class _Snapshot:
-    """A node of a pytree with its children at one point in time.
+    """A node of a copy of the arguments with its children at one point in time.
 
     Attributes:
-        node: the object itself.
+        node: the node itself.
+        original: the caller's object that it is a copy of.
         children: snapshots of its children by key; empty for a leaf.
     """
 
     node: Any
+    original: Any
     children: dict[Any, _Snapshot]
 
     @classmethod
-    def of(cls, node: Any) -> _Snapshot:
+    def of(cls, node: Any, original: Any) -> _Snapshot:
         """Returns a snapshot of a node and all nodes below it."""
-        return cls(node, {key: cls.of(child) for key, child in _children(node).items()})
+        own = _children(original)
+        children = {key: cls.of(child, own[key]) for key, child in _children(node).items()}
+        return cls(node, original, children)
+
+    def walk(self) -> Iterator[_Snapshot]:
+        """Yields this node and all nodes below it."""
+        yield self
+        for child in self.children.values():
+            yield from child.walk()
+
+    def is_like(self, node: Any) -> bool:
+        """Returns true if a node has the same leaves in containers of the same types."""
+        if node is self.node:
+            return True
+        now = _children(node)
+        if type(node) is not type(self.node) or now.keys() != self.children.keys():
+            return False
+        is_leaf = jax.tree_util.all_leaves([node])
+        return not is_leaf and all(self.children[k].is_like(x) for k, x in now.items())
 
 
 def _children(node: Any) -> dict[Any, Any]:
@@ -162,11 +187,10 @@ def _children(node: Any) -> dict[Any, Any]:
     return {} if len(children) == 1 and children[0] is node else dict(enumerate(children))
 
 
-def _changes(old: Any, before: _Snapshot) -> Iterator[tuple[Any, Any, Any]]:
-    """Yields the changes that make an argument equal to its changed copy.
+def _changes(before: _Snapshot) -> Iterator[tuple[Any, Any, Any]]:
+    """Yields the changes that make the caller's arguments equal to their changed copy.
 
     Args:
-        old: the caller's object.
         before: a snapshot of the copy before the function changed it.
 
     Yields:
@@ -175,19 +199,20 @@ def _changes(old: Any, before: _Snapshot) -> Iterator[tuple[Any, Any, Any]]:
     Raises:
         _CannotChangeError: the function changed an object that is no dict or list.
     """
-    node, own = before.node, _children(old)
-    now = _children(node)
-    if isinstance(node, list) and len(now) != len(own):
-        yield old, slice(None), [*node]
-        return
-    for key in {**before.children, **now}:
-        was = before.children.get(key)
-        if was is not None and key in now and now[key] is was.node:
-            yield from _changes(own[key], was)
-        elif isinstance(node, dict | list):
-            yield old, key, now.get(key, _REMOVED)
-        else:
-            raise _CannotChangeError(f"an object of {type(node)}")
+    for each in before.walk():
+        node, now = each.node, _children(each.node)
+        if isinstance(node, list) and len(now) != len(each.children):
+            yield each.original, slice(None), [*node]
+            continue
+        for key in {**each.children, **now}:
+            was = each.children.get(key)
+            if was is not None and key in now and now[key] is was.node:
+                continue
+            if isinstance(node, dict | list):
+                yield each.original, key, now.get(key, _REMOVED)
+            # An object may make containers whenever it is flattened.
+            elif was is None or key not in now or not was.is_like(now[key]):
+                raise _CannotChangeError(f"an object of {type(node)}")
 
 
 # Flax NNX

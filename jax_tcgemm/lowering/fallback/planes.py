@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -14,23 +15,45 @@ from jax_tcgemm.kernels.arithmetic import PlaneProduct
 from jax_tcgemm.lowering import devices
 from jax_tcgemm.lowering.custom_call import shapes_of
 from jax_tcgemm.lowering.fallback.kernels import odd_operands
+from jax_tcgemm.problem.alignment import elements, is_transposed
 from jax_tcgemm.problem.arithmetic import resolve_planes
 from jax_tcgemm.problem.spec import GemmSpec, with_kernel_layouts
-from jax_tcgemm.problem.strides import MAX_EXTENT, Operands, fold
+from jax_tcgemm.problem.strides import MAX_EXTENT, Operands, StridedGemm, fold
 
-# Complex products take less time than XLA's own from this many multiplications per matrix of the
-# batch on, and from this many rows, columns and k on. Measured on an H200 (lab/README.md).
-_PAIR_PRODUCTS = 2**29
-_PAIR_ROWS = 256
-
-# Products of planes take less time than XLA's own product from these numbers per matrix of the
-# batch on: multiplications, results, rows or columns, and k. Measured on an H200
-# (lab/README.md). With fewer results XLA adds up parts of k, in less time and with less
-# error.
-_PLANE_PRODUCTS = 2**28
-_PLANE_RESULTS = 2**18
-_PLANE_ROWS = 256
-_PLANE_K = 256
+# Times in microseconds, fitted to 100 products on an H200 (lab/precision.md). A wave is one tile for
+# each multiprocessor. Products of planes and of pairs have no kernels that divide k, so few results
+# of a long k take less time by XLA, which adds up parts of k.
+_SMS = 132
+_PLANE_TILES = {(64, 128): 1.0, (128, 128): 1.8}  # with the time of a wave, in those of the first
+_PLANE_START = 10.0
+# For each k, by the number of products of planes; nine were not timed.
+_PLANE_WAVE = {3: 8.5e-3, 6: 15.2e-3, 9: 22.8e-3}
+# To split an element into planes, by their number; more if k is not contiguous; to write a result.
+_SPLIT = {2: 2.2e-6, 3: 2.6e-6}
+_SPLIT_TURNED = 0.8e-6
+_SPLIT_OF_BATCHES = 1.5  # times as long
+_RESULT = 1.2e-6
+_PAIR_TILE = (128, 128)
+_PAIR_START = 4.5
+_PAIR_WAVE = 10.5e-3  # for each k of the real product
+# XLA writes a complex element of A in another order, and one of B as four numbers.
+_MOVED = 4e-6
+_EXPANDED = 10e-6
+# XLA's start, and its real operations in a microsecond.
+_XLA_START = 6.5
+_XLA_PAIR_START = 8.0
+_XLA_RATE = {
+    "F32_F32_F32": 47e6,
+    "BF16_BF16_F32_X9": 47e6,
+    "BF16_BF16_F32_X6": 64e6,
+    "TF32_TF32_F32_X3": 75e6,
+    "BF16_BF16_F32_X3": 130e6,
+}
+_XLA_PAIR_RATE = 160e6
+# A kernel takes products for which it needs less than this share of XLA's time. Shorter k were not
+# fitted.
+_SHARE = 0.95
+_LEAST_K = 256
 # XLA adds up parts of k if there are fewer results than this. If k is also longer than this, XLA is
 # more accurate than float32 sums over all k-tiles (lab/precision.md).
 _RESULTS_IN_PARTS = 2**20
@@ -75,12 +98,43 @@ def no_planes(
         return f"{len(gemm.batch)} batch dimensions that do not fold"
     if len(planes.pairs) * gemm.k > MAX_EXTENT:
         return f"k={gemm.k} as that of {len(planes.pairs)} products"
-    results = gemm.m * gemm.n
-    is_large = results >= _PLANE_RESULTS and results * gemm.k >= _PLANE_PRODUCTS
-    is_large = is_large and min(gemm.m, gemm.n) >= _PLANE_ROWS and gemm.k >= _PLANE_K
-    if not (is_large or (strict and min(results, gemm.k) > 0)):
-        return f"{gemm.m} x {gemm.n} x {gemm.k} is too little to multiply by planes"
-    return added_up_in_parts(planes, results, gemm.k)
+    if not math.prod((gemm.m, gemm.n, gemm.k)):
+        return "nothing to multiply"
+    slower = None if strict else _slower(gemm, _plane_time(planes, gemm), _XLA_RATE[planes.name])
+    return slower or added_up_in_parts(planes, gemm.m * gemm.n, gemm.k)
+
+
+def _slower(gemm: StridedGemm, time: float, rate: float, start: float = _XLA_START) -> str | None:
+    """Returns why XLA is expected to take less time, if it is.
+
+    Args:
+        gemm: the folded product of real numbers.
+        time: microseconds by a kernel.
+        rate: real operations of XLA in a microsecond.
+        start: microseconds of XLA for few operations.
+    """
+    operations = 2 * gemm.m * gemm.n * gemm.k * math.prod(gemm.batch)
+    if gemm.k >= _LEAST_K and time < _SHARE * (start + operations / rate):
+        return None
+    return f"{gemm.m} x {gemm.n} x {gemm.k}, for which XLA takes less time"
+
+
+def _plane_time(planes: PlaneProduct, gemm: StridedGemm) -> float:
+    """Returns the microseconds to split operands into planes and to multiply these."""
+    split = _SPLIT[planes.count]
+    of_a = split + is_transposed(gemm, "a") * _SPLIT_TURNED
+    of_b = split + (not is_transposed(gemm, "b")) * _SPLIT_TURNED
+    passes = elements(gemm, "a") * of_a + elements(gemm, "b") * of_b
+    passes *= _SPLIT_OF_BATCHES if gemm.batch else 1.0
+    waves = min(_waves(gemm, tile) * time for tile, time in _PLANE_TILES.items())
+    product = waves * gemm.k * _PLANE_WAVE[len(planes.pairs)]
+    written = gemm.m * gemm.n * math.prod(gemm.batch) * _RESULT
+    return _PLANE_START + passes + product + written
+
+
+def _waves(gemm: StridedGemm, tile: tuple[int, int]) -> int:
+    tiles = math.ceil(gemm.m / tile[0]) * math.ceil(gemm.n / tile[1]) * math.prod(gemm.batch)
+    return math.ceil(tiles / _SMS)
 
 
 def added_up_in_parts(planes: PlaneProduct, results: int, k: int) -> str | None:
@@ -130,8 +184,17 @@ def no_complex_kernel(
     gemm = fold(spec.strided(shapes_of(x)))
     if len(gemm.batch) > _core.MAX_TMA_BATCH_RANK or 2 * max(gemm.n, gemm.k) > MAX_EXTENT:
         return "batch dimensions that do not fold, or an extent beyond 2^29"
-    extents = (gemm.m, gemm.n, gemm.k)
-    is_large = math.prod(extents) >= _PAIR_PRODUCTS and min(extents) >= _PAIR_ROWS
-    if not (is_large or (strict and min(extents) > 0)):
-        return f"{gemm.m} x {gemm.n} x {gemm.k} is too little"
-    return planes and added_up_in_parts(planes, 2 * gemm.m * gemm.n, 2 * gemm.k)
+    if not math.prod((gemm.m, gemm.n, gemm.k)):
+        return "nothing to multiply"
+    real = dataclasses.replace(gemm, n=2 * gemm.n, k=2 * gemm.k)
+    time = _MOVED * elements(gemm, "a") if is_transposed(gemm, "a") else 0.0
+    if planes is not None:
+        slower = _slower(real, time + _plane_time(planes, real), _XLA_RATE[planes.name])
+    else:
+        time += _PAIR_START + _waves(real, _PAIR_TILE) * real.k * _PAIR_WAVE
+        if is_transposed(gemm, "b"):
+            time += _EXPANDED * elements(gemm, "b")
+        slower = _slower(real, time, _XLA_PAIR_RATE, _XLA_PAIR_START)
+    if slower is not None and not strict:
+        return slower
+    return planes and added_up_in_parts(planes, real.m * real.n, real.k)
