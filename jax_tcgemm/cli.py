@@ -76,6 +76,9 @@ def _tune(args: argparse.Namespace) -> int:
     if args.weight is None and args.group is not None:
         print("tune: --group is for packed weights; accepted beside --weight")
         return 1
+    if args.out is not None and not args.out.absolute().parent.is_dir():
+        print(f"tune: there is no folder {args.out.parent} for the file")
+        return 1
     dtype = args.dtype
     found = Tunings()
     for m, n, k in args.products:
@@ -83,7 +86,7 @@ def _tune(args: argparse.Namespace) -> int:
         b = jax.ShapeDtypeStruct((n, k) if args.transpose_b else (k, n), dtype)
         flags = {"transpose_a": args.transpose_a, "transpose_b": args.transpose_b}
         if args.weight is not None:
-            tile = (args.group or -1, 1)
+            tile = (-1 if args.group is None else args.group, 1)
             packed = functools.partial(_packed, dtype=args.weight, tile=tile)
             b, flags = jax.eval_shape(packed, b), {}
         found |= tune(functools.partial(gemm, **flags), a, b, progress=False)
@@ -105,13 +108,16 @@ def _cache(args: argparse.Namespace) -> int:
     """Prints what the cache folder holds; saves the choices, or removes choices and kernels."""
     folder = cache.base()
     if folder is None:
-        print(f"There is no cache folder: {cache.SETTING} is empty")
+        print(f"There is no cache folder: {cache.SETTING} is empty, or there is no such home")
         return 1
     if args.save is not None:
         cache.everything().save(args.save)
     if args.clear:
         for path in [*folder.glob("tunings-*"), *folder.glob("cubins-*")]:
-            shutil.rmtree(path)
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
     files = [path for path in folder.rglob("*") if path.is_file()]
     megabytes = sum(path.stat().st_size for path in files) / 1e6
     print(f"folder: {folder} ({len(files)} files, {megabytes:.1f} MB)")
@@ -131,19 +137,47 @@ def _product(text: str) -> tuple[int, int, int]:
 
 def _dtype(text: str) -> np.dtype:
     try:
-        return jnp.dtype(text)
+        dtype = jnp.dtype(text)
     except TypeError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is no dtype; accepted: bfloat16") from error
+    if not jnp.issubdtype(dtype, jnp.number):
+        raise argparse.ArgumentTypeError(f"{text!r} holds no numbers; accepted: bfloat16")
+    return dtype
+
+
+def _number(least: int, *others: int) -> Callable[[str], int]:
+    """Returns a type of arguments: integers from ``least`` on, and others."""
+
+    def parse(text: str) -> int:
+        value = int(text)
+        if value < least and value not in others:
+            accepted = " or ".join([f"{least} and more", *map(str, others)])
+            raise argparse.ArgumentTypeError(f"{text} is too small; accepted: {accepted}")
+        return value
+
+    parse.__name__ = "integer"  # for the errors of argparse
+    return parse
+
+
+def _checks(**defaults: Any) -> argparse.ArgumentParser:
+    """Returns a parser of the arguments for the checks.
+
+    A command has them without defaults, which would replace what stands before the command.
+    """
+    checks = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
+    text = "of the random problems; by default a new one"
+    checks.add_argument("--seed", type=_number(0), help=text)
+    checks.add_argument("--jobs", type=_number(1), help="threads")
+    checks.set_defaults(**defaults)
+    return checks
 
 
 def _parser() -> argparse.ArgumentParser:
-    checks = argparse.ArgumentParser(add_help=False)
-    checks.add_argument("--seed", type=int, help="of the random problems; by default a new one")
-    checks.add_argument("--jobs", type=int, default=min(16, os.cpu_count() or 1), help="threads")
+    jobs = min(16, os.cpu_count() or 1)
     parser = argparse.ArgumentParser(
         prog="jax-tcgemm",
         description="Without a command: prints the installation, checks results, measures speed.",
-        parents=[checks],
+        parents=[_checks(seed=None, jobs=jobs)],
     )
     parser.add_argument("--no-speed", action="store_true", help="leave the speed table out")
     parser.set_defaults(run=_report)
@@ -156,7 +190,7 @@ def _parser() -> argparse.ArgumentParser:
         added.set_defaults(run=run)
         return added
 
-    command(_doctor, "doctor", "print the installation and check the kernels", parents=[checks])
+    command(_doctor, "doctor", "print the installation and check the kernels", parents=[_checks()])
     command(_bench, "bench", "time a few products beside jnp.matmul")
     tuned = command(_tune, "tune", "measure products and keep the fastest choices")
     tuned.add_argument("products", nargs="+", type=_product, metavar="MxNxK")
@@ -166,7 +200,7 @@ def _parser() -> argparse.ArgumentParser:
     tuned.add_argument("--transpose-b", action="store_true", help="b is (n, k)")
     tuned.add_argument("--weight", choices=BITS, help="b is a packed weight of this dtype")
     text = "rows of the packed weight that share a scale; default all"
-    tuned.add_argument("--group", type=int, help=text)
+    tuned.add_argument("--group", type=_number(1, -1), help=text)
     tuned.add_argument("--out", type=pathlib.Path, metavar="FILE", help="instead of the cache")
     kept = command(_cache, "cache", "print what the cache folder holds")
     kept.add_argument("--save", type=pathlib.Path, metavar="FILE", help="of all measured choices")
@@ -184,4 +218,8 @@ def main(arguments: list[str] | None = None) -> int:
         The exit status: 0, or 1 if anything is wrong.
     """
     args = _parser().parse_args(arguments)
-    return args.run(args)
+    try:
+        return args.run(args)
+    except (OSError, ValueError) as error:
+        print(f"jax-tcgemm: {error}")
+        return 1

@@ -17,8 +17,6 @@ from jax_tcgemm import checkpoints
 from jax_tcgemm.quantized.arrays import Quantized
 from jax_tcgemm.quantized.packed import PackedWeight, unpack
 
-pytestmark = pytest.mark.any_jax
-
 pytest.importorskip("safetensors")
 
 FORMATS = {
@@ -139,11 +137,77 @@ def test_refused_configurations(rng, tmp_path, write, changes, message):
         checkpoints.load(tmp_path)
 
 
-def test_quantized_activations_are_refused(rng, tmp_path):
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("input_activations", {"num_bits": 8}, r"input_activations=\{'num_bits': 8\}"),
+        ("output_activations", {"num_bits": 8}, r"output_activations=\{'num_bits': 8\}"),
+        ("targets", "re:.*", r"targets='re:\.\*'"),
+        ("targets", ["re:("], r"targets=\['re:\('\]"),
+    ],
+)
+def test_refused_groups(rng, tmp_path, key, value, message):
     tensors, config = compressed(Drawn(rng, 64, 16, 32, symmetric=True))
-    config["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8}
+    config["config_groups"]["group_0"][key] = value
     save(tmp_path, named(tensors), config)
-    with pytest.raises(ValueError, match=r"group_0.input_activations=\{'num_bits': 8\}"):
+    with pytest.raises(ValueError, match=f"group_0.{message}"):
+        checkpoints.load(tmp_path)
+
+
+@pytest.mark.parametrize("config", [[], None])
+def test_what_is_no_configuration_is_refused(tmp_path, config):
+    save(tmp_path, {"x": np.zeros(3, np.float32)}, config)
+    with pytest.raises(ValueError, match=r"config.json: quantization_config="):
+        checkpoints.load(tmp_path)
+
+
+def test_an_array_beside_the_codes_is_refused(rng, tmp_path):
+    tensors, config = compressed(Drawn(rng, 64, 16, 32, symmetric=True))
+    save(tmp_path, named(tensors | {"weight": np.zeros((16, 64), np.float16)}), config)
+    with pytest.raises(ValueError, match=r"up_proj.weight' twice, quantized and not"):
+        checkpoints.load(tmp_path)
+
+
+def test_scales_alone_are_an_array(rng, tmp_path):
+    """AWQ also scales activations."""
+    x = Drawn(rng, 64, 16, 32, symmetric=False)
+    tensors, config = awq(x)
+    save(tmp_path, named(tensors) | {"act.scales": np.full(64, 2, np.float16)}, config)
+    found = checkpoints.load(tmp_path)
+    np.testing.assert_array_equal(found["act.scales"], np.full(64, 2))
+    np.testing.assert_array_equal(found[f"{MODULE}.weight"].dequantize(), x.array)
+
+
+def test_a_module_without_a_name(rng, tmp_path):
+    x = Drawn(rng, 64, 16, 32, symmetric=True)
+    tensors, config = gptq(x)
+    save(tmp_path, tensors, config)
+    np.testing.assert_array_equal(checkpoints.load(tmp_path)["weight"].dequantize(), x.array)
+    del tensors["qweight"]
+    save(tmp_path, tensors, config)
+    with pytest.raises(ValueError, match="has no qweight, which"):
+        checkpoints.load(tmp_path)
+
+
+def test_damaged_files(rng, tmp_path):
+    tensors, config = gptq(Drawn(rng, 64, 16, 32, symmetric=True))
+    save(tmp_path, named(tensors), config)
+    index = tmp_path / "model.safetensors.index.json"
+    for content, message in (
+        ({}, "weight_map=None"),
+        ({"weight_map": {}}, "weight_map={}"),
+        ({"weight_map": {"lost": "model.safetensors"}}, "lists 'lost', which model.safetensors"),
+    ):
+        index.write_text(json.dumps(content))
+        with pytest.raises(ValueError, match=message):
+            checkpoints.load(tmp_path)
+    index.write_text("{")
+    with pytest.raises(ValueError, match=r"index.json is no JSON"):
+        checkpoints.load(tmp_path)
+    index.unlink()
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:40])
+    with pytest.raises(ValueError, match=r"model.safetensors is no safetensors file"):
         checkpoints.load(tmp_path)
 
 
@@ -173,6 +237,11 @@ def test_permuted_groups_are_refused(rng, tmp_path, write):
         ("qzeros", np.zeros((2, 1), np.int32), r"qzeros.shape=\(2, 1\) .* \(2, 2\)"),
         ("qzeros", np.zeros((2, 2), np.int32), r"qzeros=1 .* a zero point of 8, because sym=True"),
         ("weight", np.zeros((16, 64), np.float16), "'model.*up_proj.weight' twice"),
+        ("g_idx", np.zeros(0, np.int32), r"g_idx.shape=\(0,\) .* \(64,\)"),
+        ("g_idx", np.zeros((64, 1), np.int32), r"g_idx.shape=\(64, 1\)"),
+        ("g_idx", np.full(64, -1, np.int32), r"g_idx\[0\]=-1"),
+        ("g_idx", np.zeros(64, np.float32), "g_idx.dtype='float32'"),
+        ("steps", np.array([1, 2**40]), "steps=1099511627776 .* accepted: values of int32"),
     ],
 )
 def test_refused_tensors(rng, tmp_path, key, value, message):

@@ -112,3 +112,54 @@ def test_cache(tuned, folder, capsys):
     assert cli.main(["cache", "--clear"]) == 0
     assert "measured choices: 0" in capsys.readouterr().out
     assert {path.name for path in folder.iterdir()} == {"of the user", "saved.json"}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--seed", "7", "--jobs", "2", "doctor"], ["doctor", "--seed", "7", "--jobs", "2"]],
+)
+def test_options_may_stand_before_the_command(monkeypatch, arguments):
+    seen = []
+    monkeypatch.setattr(cli.doctor, "print_installation", lambda device: None)
+    monkeypatch.setattr(cli.doctor, "run_checks", lambda *given: seen.append(given[1:]))
+    assert cli.main(arguments) == 0
+    assert seen == [(7, 2)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["doctor", "--jobs", "0"], "0 is too small; accepted: 1 and more"),
+        (["--seed", "-1"], "-1 is too small; accepted: 0 and more"),
+        (["tune", "8x8x8", "--weight", "int4", "--group", "0"], "accepted: 1 and more or -1"),
+        (["tune", "8x8x8", "--dtype", "str"], "'str' holds no numbers"),
+        (["tune", "8x8x8", "--group", "x"], "invalid integer value"),
+    ],
+)
+def test_refused_arguments(capsys, arguments, message):
+    with pytest.raises(SystemExit):
+        cli.main(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_errors_are_lines(tuned, folder, monkeypatch, capsys):
+    lost = folder / "lost" / "choices.json"
+    assert cli.main(["tune", "8x8x8", "--out", str(lost)]) == 1
+    assert not tuned
+    assert f"no folder {lost.parent}" in capsys.readouterr().out
+    assert cli.main(["cache", "--save", str(lost)]) == 1
+    assert f"jax-tcgemm: [Errno 2] No such file or directory: '{lost}'" in capsys.readouterr().out
+    monkeypatch.setenv("JAX_TCGEMM_TUNING", "foo")
+    assert cli.main(["cache"]) == 1
+    assert "jax-tcgemm: JAX_TCGEMM_TUNING" in capsys.readouterr().out
+
+
+def test_clear_removes_whatever_has_such_a_name(folder, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (elsewhere / "kept").touch()
+    (folder / "tunings-1").symlink_to(elsewhere)
+    (folder / "cubins-x").touch()
+    (folder / "cubins-y").mkdir()
+    assert cli.main(["cache", "--clear"]) == 0
+    assert not [*folder.iterdir()]
+    assert (elsewhere / "kept").exists()

@@ -16,6 +16,7 @@ from sharded_program import TARGET, mesh_of
 
 from jax_tcgemm import (
     dot_general,
+    fuse,
     gated_gemm,
     gated_mlp,
     gated_ragged_dot,
@@ -172,3 +173,56 @@ def test_an_addend_beside_c_goes_where_the_result_does(explicit, normal):
         expected = jax.nn.relu(np.asarray(x) @ np.asarray(w) + np.asarray(c)) + np.asarray(r)
         assert spec_of(result) == P("x", None)
         assert_trees_close(result, expected, 1e-3)
+
+
+@pytest.mark.parametrize("activation", [jnp.tanh, jax.nn.gelu])
+def test_derivatives_on_some_manual_axes(explicit, normal, activation):
+    """The other axes are explicit: no operation may claim that there is no mesh."""
+
+    def mapped(x, w):
+        return activation(x @ w)
+
+    def gradient(f):
+        return jax.grad(lambda x: jnp.sum(f(x).astype(jnp.float32)))
+
+    with jax.set_mesh(explicit):
+        x = put(explicit, normal(64, 32, dtype=jnp.bfloat16), "x")
+        w = normal(32, 48, dtype=jnp.bfloat16)
+        specs = {"in_specs": (P("x"), P()), "out_specs": P("x"), "axis_names": {"x"}}
+        f = jax.shard_map(mapped, **specs)
+        ours, plain = (gradient(lambda x, g=g: g(x, w))(x) for g in (fuse(f), f))
+        inside = jax.shard_map(fuse(mapped), **specs)
+        also = gradient(lambda x: inside(x, w))(x)
+    for each in (ours, also):
+        assert jax.typeof(each) == jax.typeof(plain)
+        np.testing.assert_allclose(
+            np.asarray(each, np.float32), np.asarray(plain, np.float32), rtol=0.05, atol=0.05
+        )
+
+
+@jax.custom_jvp
+def scaled_square(x):
+    return 3 * x * x
+
+
+@scaled_square.defjvp
+def _scaled_square_jvp(primals, tangents):
+    (x,), (t,) = primals, tangents
+    return 3 * x * x, 6 * x * t
+
+
+@pytest.mark.parametrize("inner", [lambda f: f, jax.jit, jax.checkpoint])
+def test_rules_of_a_user_within_shard_map(normal, inner):
+    """JAX keeps a rule with values that vary over axes, and the epilogue has no axes."""
+    mesh = mesh_of((8,))
+    x, w = normal(64, 32, dtype=jnp.bfloat16), normal(32, 48, dtype=jnp.bfloat16)
+
+    def f(x, w):
+        return inner(scaled_square)(x @ w)
+
+    def gradient(f):
+        mapped = jax.shard_map(f, mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x"))
+        return jax.jit(jax.grad(lambda x: jnp.sum(mapped(x, w).astype(jnp.float32))))(x)
+
+    ours, plain = (np.asarray(gradient(g), np.float32) for g in (fuse(f), f))
+    np.testing.assert_allclose(ours, plain, rtol=0.05, atol=0.05 * np.max(np.abs(plain)))

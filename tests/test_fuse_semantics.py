@@ -238,3 +238,26 @@ def test_no_tracer_is_kept(normal, compose):
     with jax.checking_leaks():
         found = jax.grad(compose(loss))(x, w)
     np.testing.assert_allclose(found, jax.grad(loss)(x, w), rtol=1e-5, atol=1e-5)
+
+
+def test_without_jit(arrays):
+    """``jax.disable_jit`` leaves ``eval_shape`` and ``checkpoint`` that record operations."""
+    x, w = arrays["x"], arrays["w"]
+
+    def f(x, w):
+        return jnp.tanh(x @ w)
+
+    def loss(f):
+        return jax.grad(lambda x, w: jnp.sum(jax.checkpoint(f)(x, w).astype(jnp.float32)))
+
+    def without_jit(f):
+        def g(x, w):
+            with jax.disable_jit():
+                return f(x, w)
+
+        return g
+
+    with jax.disable_jit():
+        assert jax.eval_shape(fuse(f), x, w) == jax.eval_shape(f, x, w)
+    assert worst(f, without_jit(fuse(lambda x, w: fuse(f)(x, w) + 0)), (x, w)) <= 1
+    assert worst(loss(f), without_jit(loss(fuse(f))), (x, w)) <= 1

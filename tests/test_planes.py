@@ -176,9 +176,7 @@ def test_xla_multiplies_what_it_adds_up_in_parts(cuda_module, said, precision, k
         ((192, 1024, 1024), "complex64", "highest", False, True),  # 0.74
     ],
 )
-def test_the_faster_one_multiplies(
-    cuda_module, said, shape, dtype, precision, transpose_b, is_xla
-):
+def test_the_faster_one_multiplies(cuda_module, said, shape, dtype, precision, transpose_b, is_xla):
     *batch, m, n, k = shape
     a = jax.ShapeDtypeStruct((*batch, m, k), jnp.dtype(dtype))
     b = jax.ShapeDtypeStruct((*batch, n, k) if transpose_b else (*batch, k, n), jnp.dtype(dtype))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax._src import core as _core
 from jax._src import effects as _effects
+from jax._src import linear_util as _linear_util
 from jax._src import mesh as _mesh
 from jax._src import sharding_impls as _sharding_impls
 from jax._src import source_info_util as _source_info_util
@@ -26,6 +27,9 @@ _PLAIN_CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
 CUSTOM_CALLS = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
 OTHER_CALLS = _PLAIN_CALLS | {"remat", "remat2", "checkpoint"}
 CALLS = CUSTOM_CALLS | OTHER_CALLS
+
+# Parameters with the sharding of a result.
+_SHARDINGS = frozenset({"sharding", "out_sharding"})
 
 # The abstract value of every array, PRNG keys included.
 ShapedArray = _core.ShapedArray
@@ -68,10 +72,46 @@ def bind_again(eqn: Any, values: Sequence[Any], *, match: bool = True) -> list[A
         match: whether the new operands may vary over more mesh axes than the original ones.
     """
     values = match_varying(values) if match and len(values) > 1 else values
-    params = eqn.primitive.get_bind_params(eqn.params)
+    # Transposes record that there was no mesh, which JAX refuses for values that vary over one.
+    given = {
+        key: None if key in _SHARDINGS and _has_empty_mesh(value) else value
+        for key, value in eqn.params.items()
+    }
+    params = eqn.primitive.get_bind_params(given)
     functions, params = params if isinstance(params, tuple) else ((), params)  # before 0.12
     results = eqn.primitive.bind(*functions, *values, **params)
     return list(results) if eqn.primitive.multiple_results else [results]
+
+
+def _has_empty_mesh(sharding: Any) -> bool:
+    return getattr(getattr(sharding, "mesh", None), "empty", False)
+
+
+def with_rule(eqn: Any, change: Callable[[Any], Any]) -> Any:
+    """Returns a ``custom_jvp_call`` whose rule, once it is traced, has another jaxpr.
+
+    Args:
+        eqn: an equation; others are returned unchanged.
+        change: returns the jaxpr in place of a closed one.
+    """
+    rule = eqn.params.get("jvp_jaxpr_fun")
+    if rule is None:
+        return eqn
+
+    def changed(*zeros: bool) -> tuple[Any, ...]:
+        with _mesh.use_abstract_mesh(eqn.ctx.cur_abstract_mesh):  # the rule may be traced now
+            jaxpr, consts, *others = rule.call_wrapped(*zeros)
+        closed = change(_extended.ClosedJaxpr(jaxpr, consts))
+        return closed.jaxpr, closed.consts, *others
+
+    wrapped = _linear_util.wrap_init(changed, debug_info=rule.debug_info)
+    return eqn.replace(params={**eqn.params, "jvp_jaxpr_fun": wrapped})
+
+
+def varies(avals: Iterable[Any]) -> bool:
+    """Returns true if one of some types varies over axes of ``shard_map``."""
+    manual = [getattr(aval, "manual_axis_type", aval) for aval in avals]  # since 0.12
+    return any(getattr(x, "varying", None) or getattr(x, "vma", None) for x in manual)
 
 
 def is_rule(value: Any) -> bool:
@@ -254,7 +294,8 @@ def call(jaxpr: Any, consts: Sequence[Any], values: Sequence[Any], name: str) ->
         return [_array(x, var.aval) for x, var in zip(results, jaxpr.outvars, strict=True)]
     jaxpr = _pe.convert_constvars_jaxpr(jaxpr)
     arguments, results = len(jaxpr.invars), len(jaxpr.outvars)
-    (eqn,) = jax.make_jaxpr(jax.jit(lambda x: x))(0).eqns  # has this JAX version's parameters
+    with jax.disable_jit(False):
+        (eqn,) = jax.make_jaxpr(jax.jit(lambda x: x))(0).eqns  # has this JAX's parameters
     params = {
         key: each * (arguments if key.startswith(("in_", "donated_")) else results)
         if key.startswith(("in_", "out_", "donated_"))

@@ -115,3 +115,13 @@ class Fp8State:
     def create(history: int = _HISTORY) -> Fp8State:
         """Returns the initial state: scales of 1 and histories of ``history`` zeros."""
         return Fp8State(*(DelayedScale.create(history) for _ in range(3)))
+
+
+# Exported programs may have states as arguments; all that these classes hold are arrays.
+for _class in (DelayedScale, Fp8State):
+    jax.export.register_pytree_node_serialization(
+        _class,
+        serialized_name=f"jax_tcgemm.{_class.__name__}",
+        serialize_auxdata=lambda _: b"",
+        deserialize_auxdata=lambda _: (),
+    )

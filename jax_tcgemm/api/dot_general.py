@@ -19,11 +19,12 @@ from jax_tcgemm import _compat
 from jax_tcgemm.api import eager, quantized, weight_only
 from jax_tcgemm.api.packed_dot_general import multiplied_weight, packed_dot_general
 from jax_tcgemm.api.scaled_dot import quantized_dot_general
-from jax_tcgemm.lowering import fallback
+from jax_tcgemm.lowering import dots, fallback
 from jax_tcgemm.primitives import gemm as gemm_primitive
 from jax_tcgemm.problem.arithmetic import (
     is_quantized,
     resolve_algorithm,
+    resolve_planes,
     resolve_run_time,
     types_of_parts,
 )
@@ -56,9 +57,10 @@ def dot_general(
     - The free dimensions of ``lhs`` are so scattered that rows in place would take many times the
       tiles.
 
-    Calls that no kernel serves go to ``lax.dot_general`` unchanged: other dtypes and precisions,
+    Calls that no kernel serves go to ``lax.dot_general``: other dtypes and precisions,
     dimensions of extent 0, products without a contracted or without a free dimension, symbolic
-    shapes, and operands that are unreduced (sums over mesh axes yet to be made).
+    shapes, and operands that are unreduced (sums over mesh axes yet to be made). The precision is
+    ``"highest"`` there in place of a preset that JAX lacks on CPUs, and of BF16_BF16_F32_X9.
     ``JAX_TCGEMM_LOG=1`` prints which calls those are.
 
     16-bit operands are accumulated in float32 unless ``precision`` says otherwise. The result is
@@ -150,10 +152,13 @@ def _contract(
     if is_typed and not _compat.is_unreduced(a, b):
         own = functools.partial(_contract, **options)
         return _compat.with_automatic_axes(own, (a, b), _compat.shardings_of(by_lax, lhs, rhs))
-    problem = _problem(a, b, dims, _compat.canonicalize_precision(precision), result)
+    asked = _compat.canonicalize_precision(precision)
+    problem = _problem(a, b, dims, asked, result)
     if isinstance(problem, str):
         operands = " x ".join(f"{x.dtype}{list(x.shape)}" for x in (a, b))
         fallback.report(f"dot_general {operands} -> {result.dtype}", problem, strict=False)
+        if out_sharding is None and dots.lacks_preset(asked):
+            return dots.by_preset(lhs, rhs, dims, asked, preferred_element_type)
         return by_lax(lhs, rhs)
     operands, spec = problem
     if is_quantized(a.dtype, b.dtype):
@@ -207,7 +212,9 @@ def _has_kernel(lhs: np.dtype, rhs: np.dtype, out: np.dtype, precision: Any) -> 
     try:
         if is_quantized(lhs, rhs):
             return resolve_run_time(*types) is not None  # integers only to int32
-        return any(f(*types) is not None for f in (resolve_algorithm, fallback.possible_planes))
+        # The primitive also knows what to do with presets that JAX lacks on CPUs.
+        planes = resolve_planes if dots.lacks_preset(precision) else fallback.possible_planes
+        return any(f(*types) is not None for f in (resolve_algorithm, planes))
     except (TypeError, ValueError):  # lax multiplies types that do not promote, such as float8
         return False
 

@@ -274,9 +274,11 @@ def _gemm(
 
 
 def _whole_blocks(x: jax.Array) -> jax.Array:
-    """Appends rows of zeros up to a multiple of the block."""
-    missing = -x.shape[0] % _BLOCK
-    return jnp.pad(x, ((0, missing), (0, 0))) if missing else x
+    """Appends rows of zeros up to a multiple of the block; there may be a symbolic number."""
+    rows = x.shape[0]
+    missing = (rows + _BLOCK - 1) // _BLOCK * _BLOCK - rows
+    is_whole = isinstance(missing, int) and missing == 0
+    return x if is_whole else jnp.pad(x, ((0, missing), (0, 0)))
 
 
 def _check_recipe(recipe: Any, state: Any, w_shape: tuple[int, ...]) -> None:

@@ -284,6 +284,8 @@ def _check_config(config: str | None, algorithm: str | None) -> None:
 def _sizes(group_sizes: ArrayLike, groups: int) -> jax.Array:
     """Returns the sizes as int32; too large ones become its maximum, too small ones 0."""
     sizes = arguments.array("group_sizes", group_sizes)
+    if not isinstance(groups, int):
+        raise TypeError(f"the number of groups must be known, got rhs with {groups} matrices")
     if not jnp.issubdtype(sizes.dtype, jnp.integer):
         raise TypeError(f"group_sizes must be integers, got group_sizes.dtype={sizes.dtype}")
     if sizes.shape != (groups,):

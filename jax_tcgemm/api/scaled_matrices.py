@@ -73,7 +73,7 @@ def _refined(factor: jax.Array, shape: Shape, start: int, middle: int) -> jax.Ar
     for dim in range(start):
         full[dim] = 1 if full[dim] == 1 else shape[dim]
     for group in (range(start, middle), range(middle, len(shape))):
-        last = max((dim for dim in group if factor.shape[dim] > 1), default=0)
+        last = max((dim for dim in group if factor.shape[dim] not in (0, 1)), default=0)
         for dim in group:
             full[dim] = shape[dim] if dim < last else full[dim]
     return arrays.spread(factor, tuple(full))

@@ -6,10 +6,12 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_tcgemm.checkpoints import formats
-from jax_tcgemm.checkpoints.scheme import scheme_of, schemes
+from jax_tcgemm.checkpoints.scheme import refused, scheme_of, schemes
 from jax_tcgemm.checkpoints.tensors import Tensors, config_of
 
 __all__ = ["load"]
@@ -66,18 +68,26 @@ def load(
     form = formats.FORMATS[found[0].method]
     result: dict[str, Any] = {}
     with Tensors(path) as tensors:
+        modules = form.modules(tensors)
         for name in tensors:
-            module = form.module_of(name)
-            key = name if module is None else f"{module}.weight"
+            module = form.module_of(name, modules)
+            key = name if module is None else formats.joined(module, "weight")
             if keep is not None and not keep(key):
                 continue
             if module is None:
-                if key in result:
-                    raise ValueError(f"the checkpoint has {key!r} twice, quantized and not")
-                result[key] = jnp.asarray(tensors[name])
-            elif key in result:
-                continue
-            else:
+                result[key] = _array(name, tensors[name])
+            elif key in tensors:
+                raise ValueError(f"the checkpoint has {key!r} twice, quantized and not")
+            elif key not in result:
                 scheme = scheme_of(where, module, found)
                 result[key] = formats.weight(module, tensors, scheme, packed)
     return result
+
+
+def _array(name: str, x: np.ndarray) -> jax.Array:
+    """Returns a tensor as an array; integers keep their values, floats are rounded as in JAX."""
+    made = jnp.asarray(x)
+    if x.dtype.kind in "iu" and (wrong := np.asarray(made) != x).any():
+        accepted = f"values of {made.dtype}, unless jax_enable_x64 is set"
+        raise refused("checkpoint", name, int(x[wrong][0]), accepted)
+    return made

@@ -53,7 +53,10 @@ def schemes(where: str, config: Mapping[str, Any]) -> tuple[Scheme, ...]:
     Raises:
         ValueError: a key is missing, or its value is not accepted.
     """
-    config = config.get("quantization_config", config)
+    if isinstance(config, Mapping):
+        config = config.get("quantization_config", config)
+    if not isinstance(config, Mapping):
+        raise refused(where, "quantization_config", config, "an object")
     method = config.get("quant_method")
     if method not in METHODS:
         raise refused(where, "quant_method", method, ", ".join(METHODS))
@@ -105,8 +108,14 @@ def _compressed_tensors(where: str, config: Mapping[str, Any]) -> tuple[Scheme, 
     found = []
     for name, group in groups.items():
         prefix = f"config_groups.{name}"
-        if (activations := group.get("input_activations")) is not None:
-            raise refused(where, f"{prefix}.input_activations", activations, "None")
+        if not isinstance(group, Mapping):
+            raise refused(where, prefix, group, "a group")
+        for side in ("input_activations", "output_activations"):
+            if (activations := group.get(side)) is not None:
+                raise refused(where, f"{prefix}.{side}", activations, "None")
+        targets = group.get("targets") or ()
+        if isinstance(targets, str) or not all(map(_is_pattern, targets)):
+            raise refused(where, f"{prefix}.targets", targets, "names, or patterns after 're:'")
         weights = group.get("weights") or {}
         prefix += ".weights"
         _check_bits(where, f"{prefix}.num_bits", weights.get("num_bits"))
@@ -119,9 +128,16 @@ def _compressed_tensors(where: str, config: Mapping[str, Any]) -> tuple[Scheme, 
         if strategy == "group":
             size = _group(where, f"{prefix}.group_size", weights.get("group_size"))
         symmetric = bool(weights.get("symmetric", True))
-        targets = tuple(group.get("targets") or ())
-        found.append(Scheme(str(config["quant_method"]), size, symmetric, targets=targets))
+        found.append(Scheme(str(config["quant_method"]), size, symmetric, targets=tuple(targets)))
     return tuple(found)
+
+
+def _is_pattern(target: Any) -> bool:
+    """Checks for the name of a module, or ``re:`` and a regular expression."""
+    try:
+        return isinstance(target, str) and bool(re.compile(target.removeprefix("re:")))
+    except re.error:
+        return not target.startswith("re:")
 
 
 def _check_bits(where: str, key: str, bits: Any) -> None:

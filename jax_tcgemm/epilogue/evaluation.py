@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from jax_tcgemm._compat import HOST_ARRAYS, jaxprs
+from jax_tcgemm._compat import HOST_ARRAYS, jaxprs, no_mesh
 
 # Names of the parameters in which calls hold the jaxpr that they run.
 _CALLS = ("call_jaxpr", "fun_jaxpr", "jaxpr")
@@ -69,7 +69,19 @@ def apply(
         params = {key: _parameter_of_no_axes(value) for key, value in eqn.params.items()}
         eqn = eqn.replace(params=params)
     with jaxprs.in_context(eqn):
-        return jaxprs.bind_again(eqn, values)
+        return bind_again(eqn, values)
+
+
+def bind_again(eqn: Any, values: Sequence[Any]) -> list[Any]:
+    """Applies an operation to values that may vary over fewer mesh axes than before."""
+    if jaxprs.varies(x.aval for x in eqn.invars) and not jaxprs.varies(map(jax.typeof, values)):
+        eqn = jaxprs.with_rule(eqn, _rule_of_no_axes)
+    return jaxprs.bind_again(eqn, values)
+
+
+def _rule_of_no_axes(closed: Any) -> Any:
+    with no_mesh():
+        return of_no_axes(closed)
 
 
 def _called(eqn: Any, kept: frozenset[str]) -> tuple[Any, Sequence[Any]] | None:

@@ -57,9 +57,9 @@ def dot(a: jax.Array, b: jax.Array, dimension_numbers: Any, precision: Any, dtyp
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
         return lax.dot_general(a, b, dimension_numbers, precision, jnp.float32).astype(dtype)
 
-    if jnp.issubdtype(dtype, jnp.inexact) and not any(
-        jnp.issubdtype(x.dtype, jnp.inexact) for x in (a, b)
-    ):
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        precision = lax.Precision.DEFAULT  # integers are exact, whatever the default is
+    elif not any(jnp.issubdtype(x.dtype, jnp.inexact) for x in (a, b)):
         a, b, precision = a.astype(dtype), b.astype(dtype), lax.Precision.HIGHEST
     wide = at_least_8_bits(dtype)
     if any(at_least_8_bits(x.dtype) != x.dtype for x in (a, b)):
@@ -70,20 +70,54 @@ def dot(a: jax.Array, b: jax.Array, dimension_numbers: Any, precision: Any, dtyp
     if all(x.dtype == jnp.int8 for x in (a, b)) and dtype == jnp.int32 and isinstance(of_k, int):
         exact = functools.partial(_dot_of_int8, dimension_numbers=dimension_numbers)
         return lax.platform_dependent(a, b, cuda=exact, default=narrow)
-    if precision is lax.DotAlgorithmPreset.TF32_TF32_F32_X3:  # unknown on CPUs
-        exact = functools.partial(
-            lax.dot_general,
-            dimension_numbers=dimension_numbers,
-            precision=lax.Precision.HIGHEST,
-            preferred_element_type=dtype,
-        )
-        by_platform = functools.partial(lax.platform_dependent, cpu=exact, default=narrow)
-        return jax.checkpoint(by_platform, prevent_cse=False)(a, b)
+    if lacks_preset(precision):
+        return by_preset(a, b, dimension_numbers, precision, dtype)
     is_narrow = all(jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 2 for x in (a, b))
     if not is_narrow or dtype.itemsize > 4:
         return narrow(a, b)
     # The residuals are a and b, not their conversions on each platform.
     by_platform = functools.partial(lax.platform_dependent, cpu=widened, default=narrow)
+    return jax.checkpoint(by_platform, prevent_cse=False)(a, b)
+
+
+# JAX refuses the other presets on CPUs.
+_PRESETS_OF_CPUS = {
+    lax.DotAlgorithmPreset.DEFAULT,
+    lax.DotAlgorithmPreset.F16_F16_F16,
+    lax.DotAlgorithmPreset.F32_F32_F32,
+    lax.DotAlgorithmPreset.F64_F64_F64,
+    lax.DotAlgorithmPreset.BF16_BF16_F32,
+    lax.DotAlgorithmPreset.BF16_BF16_F32_X3,
+    lax.DotAlgorithmPreset.BF16_BF16_F32_X6,
+}
+
+
+def lacks_preset(precision: Any) -> bool:
+    """Checks for a preset that JAX refuses on CPUs."""
+    return isinstance(precision, lax.DotAlgorithmPreset) and precision not in _PRESETS_OF_CPUS
+
+
+def by_preset(
+    a: jax.Array,
+    b: jax.Array,
+    dimension_numbers: Any,
+    precision: lax.DotAlgorithmPreset,
+    dtype: np.dtype | None,
+) -> jax.Array:
+    """Returns ``lax.dot_general`` at a preset that CPUs lack, and there at the highest precision.
+
+    BF16_BF16_F32_X9 is the highest precision everywhere: XLA's own has errors of 1e-4 on GPUs.
+    """
+
+    def product(a: jax.Array, b: jax.Array, precision: Any) -> jax.Array:
+        return lax.dot_general(a, b, dimension_numbers, precision, dtype)
+
+    exact = functools.partial(product, precision=lax.Precision.HIGHEST)
+    if precision is lax.DotAlgorithmPreset.BF16_BF16_F32_X9:
+        return exact(a, b)
+    by_name = functools.partial(product, precision=precision)
+    others = dict.fromkeys(("cuda", "rocm", "tpu"), by_name)
+    by_platform = functools.partial(lax.platform_dependent, default=exact, **others)
     return jax.checkpoint(by_platform, prevent_cse=False)(a, b)
 
 
@@ -102,7 +136,8 @@ def _dot_of_int8(a: jax.Array, b: jax.Array, dimension_numbers: Any) -> jax.Arra
     def whole(a: jax.Array, b: jax.Array, batch: Any = (batch_a, batch_b), at: Any = (of_a, of_b)):
         numbers = (([at[0]], [at[1]]), batch)
         a, b = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)
-        return lax.dot_general(a, b, numbers, preferred_element_type=jnp.float32).astype(jnp.int32)
+        precision = lax.Precision.DEFAULT
+        return lax.dot_general(a, b, numbers, precision, jnp.float32).astype(jnp.int32)
 
     if parts == 1:
         return whole(a, b)

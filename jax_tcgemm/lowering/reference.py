@@ -111,9 +111,6 @@ def product(a: jax.Array, b: jax.Array, spec: GemmSpec, rounds: bool = False) ->
         precision = lax.Precision.DEFAULT
     else:
         a, b = dots.alike(a, b, dtype)
-        # XLA's preset of this name has errors of 1e-4 on GPUs and is unknown on CPUs.
-        if precision is lax.DotAlgorithmPreset.BF16_BF16_F32_X9:
-            precision = lax.Precision.HIGHEST
     return _dot(a, b, spec, precision, dtype)
 
 

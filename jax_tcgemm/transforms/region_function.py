@@ -10,6 +10,7 @@ import numpy as np
 from jax.extend import core
 
 from jax_tcgemm._compat import jaxprs
+from jax_tcgemm.epilogue import evaluation
 from jax_tcgemm.transforms.fused import Fused
 from jax_tcgemm.transforms.graph import Atom, Node, Value
 from jax_tcgemm.transforms.products import COMPARISONS
@@ -57,7 +58,7 @@ def unfused_function(fused: Fused) -> Callable[..., list[Any]]:
     """
 
     def applied(node: Node, inputs: Sequence[Any]) -> list[Any]:
-        return jaxprs.bind_again(node.eqn, inputs)
+        return evaluation.bind_again(node.eqn, inputs)
 
     return lambda *values: _computed(fused, values, applied, lambda number: number)
 
@@ -97,7 +98,7 @@ def _applied(node: Node, inputs: Sequence[Any]) -> list[Any]:
         return [_wide(x) for x in jaxprs.bind_again(node.eqn, [])]
     if _is_exact(node):
         inputs = [_of(x, atom.aval) for x, atom in zip(inputs, node.inputs, strict=True)]
-    return [_wide(x) for x in jaxprs.bind_again(node.eqn, inputs)]
+    return [_wide(x) for x in evaluation.bind_again(node.eqn, inputs)]
 
 
 def _converted(node: Node, x: Any) -> Any:

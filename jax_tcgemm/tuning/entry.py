@@ -77,7 +77,8 @@ class Entry:
         needed = times if config == kernel_names.XLA or times[2] is not None else times[:2]
         are_times = all(isinstance(time, float) and 0 < time < math.inf for time in needed)
         are_texts = all(isinstance(text, str) for text in texts)
-        if not (row in named and splits > 0 and are_times and are_texts):
+        is_known = row in named and splits > 0 and (splits == 1 or row not in _NO_ROWS)
+        if not (is_known and are_times and are_texts):
             raise ValueError(f"not an entry: {content!r}")
         return cls(config, *times, rows)
 

@@ -135,7 +135,11 @@ class Tunings:
             OSError: the file cannot be read.
             ValueError: ``save`` did not write the file.
         """
-        return cls.from_text(pathlib.Path(path).read_text(), str(path))
+        try:
+            text = pathlib.Path(path).read_text()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} holds no tunings: {error}") from error
+        return cls.from_text(text, str(path))
 
     @classmethod
     def from_text(cls, text: str, source: str) -> Tunings:
@@ -286,7 +290,9 @@ def write_atomically(path: pathlib.Path, text: str) -> None:
     try:
         partial.write_text(text)
         os.replace(partial, path)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, OSError):
+            error.filename, error.filename2 = str(path), None
         with contextlib.suppress(OSError):
             partial.unlink()
         raise
