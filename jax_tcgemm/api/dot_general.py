@@ -158,7 +158,7 @@ def _contract(
         operands = " x ".join(f"{x.dtype}{list(x.shape)}" for x in (a, b))
         fallback.report(f"dot_general {operands} -> {result.dtype}", problem, strict=False)
         if out_sharding is None and dots.lacks_preset(asked):
-            return dots.by_preset(lhs, rhs, dims, asked, preferred_element_type)
+            return dots.by_preset(a, b, dims, asked, preferred_element_type)
         return by_lax(lhs, rhs)
     operands, spec = problem
     if is_quantized(a.dtype, b.dtype):

@@ -120,10 +120,9 @@ def weight(module: str, tensors: Mapping[str, np.ndarray], scheme: Scheme, packe
     axis = form.codes_axis
     if form.is_transposed:
         # XLA of JAX 0.8.0 writes beyond transposed arrays of 4 bits if there are other results.
-        codes, scales, axis = np.ascontiguousarray(codes.T), np.ascontiguousarray(scales.T), 1 - axis
-    return _decoded(
-        codes, scales, zeros, axis=axis, order=form.order, shape=(k, n), packed=packed
-    )
+        codes, scales = (np.ascontiguousarray(x.T) for x in (codes, scales))
+        axis = 1 - axis
+    return _decoded(codes, scales, zeros, axis=axis, order=form.order, shape=(k, n), packed=packed)
 
 
 @functools.partial(jax.jit, static_argnames=("axis", "order", "shape", "packed"))

@@ -21,8 +21,8 @@ from jax_tcgemm.problem.spec import GemmSpec, with_kernel_layouts
 from jax_tcgemm.problem.strides import MAX_EXTENT, Operands, StridedGemm, fold
 
 # Times in microseconds, fitted to 100 products on an H200 (lab/precision.md). A wave is one tile on
-# each multiprocessor. The kernels for planes and for pairs do not divide k, as XLA does, so XLA takes
-# less time for few results of a long k.
+# each multiprocessor. XLA takes less time for few results of a long k, because no kernel for planes
+# or pairs divides k.
 _SMS = 132
 _PLANE_TILES = {(64, 128): 1.0, (128, 128): 1.8}  # with the time of a wave, in those of the first
 _PLANE_START = 10.0
