@@ -142,6 +142,7 @@ ChoiceInput choice_input(const GemmProblem& problem, const DeviceProperties& dev
       .has_c = p.epilogue.c.data != nullptr,
       .c_by_tma = sm90::c_by_tma(problem),
       .of_planes = of_planes,
+      .loaded_share = of_planes ? 1.0 * p.planes.count / problem.planes->products : 1.0,
       .pairs = p.pairs_of_b,
       .run_time_rows = may_compile_rows(device),
   };

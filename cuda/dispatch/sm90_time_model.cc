@@ -57,7 +57,6 @@ constexpr double kPartSectorFactor = 1.55;  // for rows that begin within sector
 constexpr double kMemorySms = 0.466;        // share of the SMs that saturates memory
 constexpr double kLimitPower = 3.55;        // how much memory's and the SMs' time add up
 constexpr double kAgainShare = 0.14;        // share of repeated loads from L2 that adds to memory's
-constexpr double kPlaneShare = 0.5;         // of loads: a plane is loaded once for several products
 // Cycles to write 2 bytes of D: for any tile, and an addition that grows with fewer warps.
 constexpr double kElementCycles = 0.0786;
 constexpr double kWarpElementCycles = 0.183;  // divided by the warps of a tile
@@ -98,11 +97,6 @@ double starved_rate(const KernelConfig& config, const ChoiceInput& input, double
   return operand_bytes > kColdBytes32 && fewer ? kColdRowsRate32 : 0.0;
 }
 
-// Returns the part of the operands' stages that is loaded.
-double loaded_share(const KernelConfig& config) {
-  return config.planes ? pipelined_model::kPlaneShare : 1.0;
-}
-
 // Returns the bytes of an element of D.
 int result_bytes(const ChoiceInput& input) { return element_bytes(input.d_type); }
 
@@ -113,10 +107,10 @@ double stage_cycles(const KernelConfig& config, const ChoiceInput& input, int64_
   using namespace pipelined_model;
   const int bytes = element_bytes(config.algorithm);
   const double ideal = config.tile_m * config.tile_n / 32.0;
-  const double stage_bytes = loaded_share(config) * config.stage_bytes();
+  const double stage_bytes = input.loaded_share * config.stage_bytes();
   const double shared_bytes = config.tile_m / 64.0 * (64 + config.tile_n) * 128 + stage_bytes;
-  const double operand_bytes = loaded_share(config) * static_cast<double>(bytes) * input.k *
-                               (input.m + input.n) * input.batch;
+  const double operand_bytes =
+      input.loaded_share * static_cast<double>(bytes) * input.k * (input.m + input.n) * input.batch;
   const double d_bytes = static_cast<double>(result_bytes(input)) * input.m * input.n *
                          static_cast<double>(input.batch);
   const bool cold = operand_bytes > kColdBytes || operand_bytes + d_bytes > kColdBytesWithD;
@@ -124,7 +118,7 @@ double stage_cycles(const KernelConfig& config, const ChoiceInput& input, int64_
   const double excess = std::max(0.0, shared_bytes / (kSharedMemoryPeak * ideal) - 1.0);
   const double tensor = kTensorFactor * ideal * (cold ? 1.0 + contention * excess : 1.0);
   const double on_sm = std::max(1.0, static_cast<double>(blocks) / input.sm_count);
-  const double asked = loaded_share(config) * asked_cost(config, input);
+  const double asked = input.loaded_share * asked_cost(config, input);
   const double from_l2[] = {asked * blocks / (bytes == 4 ? kL2Rate32 : kL2Rate),
                             on_sm * stage_bytes / kReceiveRate};
   double cycles = std::max(on_sm * tensor, power_mean(from_l2, kLoadPower));
@@ -195,7 +189,7 @@ double memory_cycles(const KernelConfig& config, const ChoiceInput& input, int64
                      double loaded) {
   using namespace pipelined_model;
   const int bytes = element_bytes(input.algorithm);
-  const double read = loaded_share(config) * static_cast<double>(input.batch) * bytes * input.k *
+  const double read = input.loaded_share * static_cast<double>(input.batch) * bytes * input.k *
                       (input.m + (input.gated ? 2.0 : 1.0) * input.n);
   const double written = static_cast<double>(input.batch) * result_bytes(input) * input.m *
                          input.n * width_factor(config, input);
@@ -254,7 +248,7 @@ double pipelined_cycles(const KernelConfig& config, const ChoiceInput& input, in
   const double start = kStartCycles + fused.start +
                        (size > 1 ? kClusterStartCycles + kClusterBlockCycles * size : 0.0);
   const double loaded =
-      loaded_share(config) * tiles * config.cluster_size() * stages * asked_bytes(config);
+      input.loaded_share * tiles * config.cluster_size() * stages * asked_bytes(config);
   const double limits[] = {tensor_time, memory_cycles(config, input, blocks, loaded)};
   return start + power_mean(limits, kLimitPower) + sum_cycles(config, input, splits);
 }

@@ -47,7 +47,7 @@ _XLA_RATE = {
     "BF16_BF16_F32_X9": 47e6,
     "BF16_BF16_F32_X6": 64e6,
     "TF32_TF32_F32_X3": 75e6,
-    "BF16_BF16_F32_X3": 130e6,
+    "BF16_BF16_F32_X3": 100e6,
 }
 _XLA_PAIR_RATE = 160e6
 # A kernel takes products for which it needs less than this share of XLA's time. Shorter k were not
