@@ -73,7 +73,8 @@ struct KernelConfig {
   int cluster_n;
   int split_k;
   Schedule schedule;
-  // Two weights: half of tile_n holds columns of the first one, half those of the second.
+  // Two weights: half of tile_n holds columns of the first one, half those of the second. In skinny
+  // kernels it is tile_m, which then goes along the columns of D.
   bool gated;
   // sm90: for few rows or few columns. tile_m is along the longer of m and n. If n is longer, the
   // kernel computes D^T = B^T A^T.
@@ -99,8 +100,10 @@ struct KernelConfig {
   constexpr int warp_n() const { return tile_n / warps_n; }
   constexpr int cluster_size() const { return cluster_m * cluster_n * split_k; }
 
-  // Columns of D in a tile.
-  constexpr int output_n() const { return gated ? tile_n / 2 : tile_n; }
+  // Columns of D in a tile, or rows of D^T.
+  constexpr int output_n() const { return gated && !skinny ? tile_n / 2 : tile_n; }
+  // Rows of D in a tile, or columns of D^T.
+  constexpr int output_m() const { return gated && skinny ? tile_m / 2 : tile_m; }
 
   // Kernels for products that only sm90 kernels compute fast: for other GPUs, and for operands that
   // TMA cannot address. They run only if no other row can.

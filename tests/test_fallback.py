@@ -38,8 +38,8 @@ def _highest(a, b, **options):
     return gemm(a.astype(jnp.float32), b.astype(jnp.float32), precision="highest", **options)
 
 
-def _function_of_few_rows(a, b, **options):
-    return gated_gemm(a[:8], b, b, epilogue=lambda g, u: jnp.tanh(g) * u, **options)
+def _function_of_few_columns(a, b, **options):
+    return gated_gemm(a, b[:, :8], b[:, 8:16], epilogue=lambda g, u: jnp.tanh(g) * u, **options)
 
 
 def _gated(a, b, **options):
@@ -56,7 +56,7 @@ def _of_groups(a, b, **options):
     [
         (_of_integers, "no kernel algorithm for int16"),
         (_highest, "F32_F32_F32 without a GPU of compute capability 9.0"),
-        (_function_of_few_rows, "the function: no kernel computes this: 8 x 64 results"),
+        (_function_of_few_columns, "the function: no kernel computes this: 64 x 8 results"),
         (_gated, "a has .* unaligned"),
         (_of_groups, "no ragged kernel for None"),
     ],

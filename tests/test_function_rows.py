@@ -8,8 +8,9 @@ import random_epilogues
 from kernel_rows import rank_rows
 
 from jax_tcgemm import _core, gated_gemm, gemm
+from jax_tcgemm.epilogue import compiler, function, translation
 from jax_tcgemm.kernels import table
-from jax_tcgemm.lowering import jit_epilogue, jit_rows
+from jax_tcgemm.lowering import jit_epilogue, jit_rows, jit_source
 from jax_tcgemm.transforms import tune as tune_module
 from jax_tcgemm.transforms.candidates import candidates, rows_of_relative
 
@@ -48,6 +49,38 @@ def _divides_blocks(row):
     """Checks if thread blocks share 16 x 16 results, so that none can reduce them."""
     facts = _core.row_facts(row.name)
     return facts.takes_functions and not facts.takes_reductions
+
+
+def test_rows_of_two_weights_compile(rng, tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_TCGEMM_CACHE_DIR", str(tmp_path))
+    rows = [row for row in table.CONFIGS if row.gated and row.skinny]
+    product = jax.ShapeDtypeStruct((24, 64), jnp.float32)
+    bias = jax.ShapeDtypeStruct((64,), jnp.bfloat16)
+
+    def gate(z, u, bias):
+        y = jax.nn.silu(z + bias) * u
+        return [y.astype(jnp.bfloat16), z.astype(jnp.bfloat16), y]
+
+    made, _ = function.trace(gate, [product, product, bias], 2)
+    translated = translation.translate(made)
+    strides = [(0, *leaf.strides(2)) for leaf in translated.leaves]
+    text = jit_source.source_of(translated, strides, 64, batched=True, scaled=False)
+    for i in rng.choice(len(rows), 3, replace=False):
+        layout = str(rng.choice(["nn", "nt", "tn", "tt"]))
+        assert compiler.compile_kernel(text, rows[i].name, layout), rows[i].name
+
+
+@pytest.mark.parametrize("m", [1, 16, 40, 64])
+def test_few_rows_of_two_weights_take_skinny_rows(m):
+    rows = _rows(m, 4096, 4096, gated=True)
+    assert rows[0].skinny
+    assert all(row.gated for row in rows)
+    # A tile goes along the columns of both weights, so there must not be fewer of those.
+    assert not any(row.skinny for row in _rows(4096, m, 4096, gated=True))
+    assert not any(
+        row.skinny and _divides_blocks(row)
+        for row in _rows(m, 4096, 4096, gated=True, reduces=True)
+    )
 
 
 @pytest.mark.parametrize("m", [1, 16, 40])

@@ -150,7 +150,7 @@ ChoiceInput choice_input(const GemmProblem& problem, const DeviceProperties& dev
 
 Status set_tile_order(const KernelConfig& config, bool swap_ab, GemmParams* params) {
   const int64_t group_rows = config.arch == Arch::kSm90 ? 2048 : 1024;
-  const int64_t rows = config.tile_m * config.cluster_m;
+  const int64_t rows = config.output_m() * config.cluster_m;
   const int64_t tiles_m = ceil_div(swap_ab ? params->n : params->m, rows);
   const int64_t tiles_n =
       ceil_div(swap_ab ? params->m : params->n, config.output_n() * config.cluster_n);

@@ -149,6 +149,7 @@ bool sm90_supports(const KernelConfig& config, const ChoiceInput& input) {
   if (config.cluster_size() > input.max_cluster_size) return false;
   if (ceil_div(input.k, config.tile_k) < config.split_k) return false;
   if (config.skinny && input.batch_rank > 1) return false;
+  if (config.skinny && config.gated && input.m >= input.n) return false;  // see swaps_operands
   if (config.grouped != Grouped::kNone && !input.d_by_tma) return false;
   if (config.swap_ab) {
     return input.major_a == Major::kK && (input.compiled || !input.widens());

@@ -49,7 +49,7 @@ inline Extents computed_extents(const KernelConfig& config, const ChoiceInput& i
 // Returns the number of cluster tiles in all batches, with k in `splits` parts.
 inline int64_t cluster_tiles(const KernelConfig& config, const ChoiceInput& input, int splits) {
   const Extents extents = computed_extents(config, input);
-  return ceil_div(extents.rows, config.tile_m * config.cluster_m) *
+  return ceil_div(extents.rows, config.output_m() * config.cluster_m) *
          ceil_div(extents.columns, config.output_n() * config.cluster_n) * input.batch * splits;
 }
 

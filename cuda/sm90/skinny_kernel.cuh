@@ -63,7 +63,8 @@ struct SkinnyKernel {
   };
   static __device__ __forceinline__ TilePlace tile_place(const GemmParams& params, int index) {
     const int tile = params.raster.width.divide(index);  // all tiles are one group
-    return {(index - tile * params.raster.width.divisor) * kConfig.tile_m, tile * kConfig.tile_n};
+    return {(index - tile * params.raster.width.divisor) * kConfig.output_m(),
+            tile * kConfig.tile_n};
   }
 
   static __device__ __forceinline__ void consume(const Params& params, const TensorMaps& maps,
@@ -145,7 +146,10 @@ struct SkinnyKernel {
                                                  const Smem& smem, const Place& place) {
     constexpr int kStageBytes = kConfig.stage_bytes();
     const int k_tiles = (params.k - 1) / kConfig.tile_k + 1;
-    OperandLoader<kConfig, kConfig.tile_m, Layout::kMajorA, 1> a = {&maps.a, false, 0, 0, 0, {}};
+    // A tile has rows of one weight, and below them those of a second one.
+    constexpr int kWeightBytes = kConfig.operand_bytes(kConfig.output_m());
+    OperandLoader<kConfig, kConfig.output_m(), Layout::kMajorA, 1> a = {&maps.a, false, 0,
+                                                                        0,       0,     {}};
     OperandLoader<kConfig, kConfig.tile_n, Layout::kMajorB, 1> b = {&maps.b, false, 0, 0, 0, {}};
     RingPosition<kConfig.stages> at;
 #pragma unroll 1
@@ -165,6 +169,11 @@ struct SkinnyKernel {
         ptx::mbarrier_wait(smem.empty(at.stage), at.phase ^ 1);
         ptx::mbarrier_arrive_expect(smem.full(at.stage), kStageBytes);
         a.load(smem.a(at.stage), smem.full(at.stage), k * kConfig.tile_k);
+        if constexpr (kConfig.gated) {
+          auto a2 = a;
+          a2.map = &maps.b2;
+          a2.load(smem.a(at.stage) + kWeightBytes, smem.full(at.stage), k * kConfig.tile_k);
+        }
         b.load(smem.b(at.stage), smem.full(at.stage), k * kConfig.tile_k);
       }
     }

@@ -250,15 +250,16 @@ Status encode_factors(const GemmProblem& problem, const KernelConfig& config, Te
       swap_ab ? config.cluster_m : config.cluster_n, params, config, swap_ab ? &maps->b : &maps->a,
       swap_ab ? &maps->b_moves : &maps->a_moves));
   JAX_TCGEMM_RETURN_IF_ERROR(encode_operand(
-      "b", params.b, problem.major_b, params.n, swap_ab ? config.tile_m : config.output_n(),
+      "b", params.b, problem.major_b, params.n, swap_ab ? config.output_m() : config.output_n(),
       swap_ab ? config.cluster_n : config.cluster_m, params, config, swap_ab ? &maps->a : &maps->b,
       swap_ab ? &maps->a_moves : &maps->b_moves, config.pairs));
   if (config.gated) {
     Operand b2 = params.b;
     b2.data = params.b2;
-    JAX_TCGEMM_RETURN_IF_ERROR(encode_operand("b2", b2, problem.major_b, params.n,
-                                              config.output_n(), config.cluster_m, params, config,
-                                              &maps->b2, &maps->b_moves));
+    JAX_TCGEMM_RETURN_IF_ERROR(encode_operand(
+        "b2", b2, problem.major_b, params.n, swap_ab ? config.output_m() : config.output_n(),
+        swap_ab ? config.cluster_n : config.cluster_m, params, config, &maps->b2,
+        swap_ab ? &maps->a_moves : &maps->b_moves));
   }
   return Status();
 }

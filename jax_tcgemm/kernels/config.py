@@ -53,7 +53,8 @@ class KernelConfig:
         schedule: ``"cooperative"``: all consumer warps compute one tile; ``"pingpong"`` (sm90):
             two warpgroups compute a tile each, and one multiplies while the other writes.
         gated: half of ``tile_n`` is columns of one weight, half is columns of the other, and D has
-            as many columns as one weight (sm90, simt).
+            as many columns as one weight (sm90, simt). In skinny rows it is half of ``tile_m``,
+            which then goes along n.
         skinny: for few rows or few columns (sm90): ``tile_m`` goes along the longer of m and n,
             whichever operand that belongs to, and ``tile_n`` along the shorter.
         grouped: the dimension that consecutive groups divide; only the device knows their sizes
@@ -164,7 +165,7 @@ class KernelConfig:
     @property
     def output_n(self) -> int:
         """Columns of D in a tile."""
-        return self.tile_n // 2 if self.gated else self.tile_n
+        return self.tile_n // 2 if self.gated and not self.skinny else self.tile_n
 
     @property
     def warp_m(self) -> int:

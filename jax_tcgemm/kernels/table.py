@@ -181,6 +181,27 @@ def _rows() -> list[KernelConfig]:
                 (256, 64, 3, 1, "none"),
             )
         ]
+        # The same for two weights, with functions only.
+        rows += [
+            _sm90(
+                *(algorithm, tile_m, tile_n, stages),
+                split_k=split_k,
+                skinny=True,
+                gated=True,
+                promote=tile_m * tile_n <= 64 * 128,
+                epilogue="none",
+            )
+            for tile_m, tile_n, stages, split_k in (
+                (128, 16, 4, 1),
+                (128, 16, 4, 2),
+                (128, 16, 4, 4),
+                (256, 16, 3, 1),
+                (128, 32, 3, 1),
+                (128, 32, 3, 2),
+                (256, 32, 3, 1),
+                (128, 64, 3, 1),
+            )
+        ]
     rows += [
         _sm90("TF32_TF32_F32", 128, 256, 4, cluster=(2, 1)),
         _sm90("TF32_TF32_F32", 256, 128, 4, cluster=(1, 2)),

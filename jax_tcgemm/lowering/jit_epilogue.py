@@ -201,7 +201,11 @@ def _planned(own: Sequence[Any], spec: CompiledSpec, made: Program, may_stream: 
     has_one_weight = not (spec.is_gated or product.is_grouped)
     is_plain = has_one_weight and a.dtype.itemsize == b.dtype.itemsize == 2
     reason = fallback.unfit_for_functions(
-        gemm, offset, arithmetic.a.bytes, has_one_weight=has_one_weight
+        gemm,
+        offset,
+        arithmetic.a.bytes,
+        is_gated=spec.is_gated,
+        is_grouped=product.is_grouped,
     )
     reason = reason or fallback.slower_function(gemm, made, is_plain)
     if reason is not None:

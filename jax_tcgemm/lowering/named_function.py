@@ -108,7 +108,7 @@ def _may_be_function(x: Operands, spec: GemmSpec, algorithm: str) -> bool:
         return False
     results = gemm.m * gemm.n * math.prod(gemm.batch)
     is_few = min(gemm.m, gemm.n) <= fallback.FEW_ROWS
-    if spec.is_gated and is_few:
+    if spec.is_gated and is_few and gemm.m >= gemm.n:
         return False
     return results <= MOST_RESULTS and results * gemm.k >= _LEAST_WORK
 

@@ -89,6 +89,8 @@ def _fallback_reason(
             return "few rows or columns, and few bytes: a launch takes as long"
         if min(m, n) == 1:
             return None
+        if m < n and larger.aval.dtype in HALF_TYPES and _is_gated(product, users):
+            return None
         is_whole = k % _WHOLE == max(m, n) % _WHOLE == 0
         if maker is None and is_whole and larger.aval.dtype in HALF_TYPES:
             return "few rows: XLA adds up parts of k in the kernel that follows"
@@ -134,6 +136,38 @@ def _has_sibling(product: Node, users: Mapping[Value, Sequence[Any]]) -> bool:
         and min(_size(product), _size(user)) <= _JOINED_BYTES
         for user in users.get(shared, ())
     )
+
+
+def _is_gated(product: Node, users: Mapping[Value, Sequence[Any]]) -> bool:
+    """Returns true if another product of the same left operand meets this one, as in a gated layer.
+
+    One kernel of this package then reads both weights.
+    """
+    shared, own = product.inputs[0], product.outputs[0]
+    if not isinstance(shared, Value):
+        return False
+    reached = _elementwise_after(own, users)
+    return any(
+        user is not product
+        and is_plain_product(user)
+        and user.inputs[0] is shared
+        and user.context == product.context
+        and user.params["dimension_numbers"] == product.params["dimension_numbers"]
+        and user.outputs[0].aval.shape == own.aval.shape
+        and not reached.isdisjoint(_elementwise_after(user.outputs[0], users))
+        for user in users.get(shared, ())
+    )
+
+
+def _elementwise_after(value: Value, users: Mapping[Value, Sequence[Any]]) -> set[Any]:
+    """Returns element-wise operations that follow from a value, at most ``_MOST_LOOKED_AT``."""
+    waiting, found = [value], set()
+    while waiting and len(found) < _MOST_LOOKED_AT:
+        for item in users.get(waiting.pop(), ()):
+            if isinstance(item, Node) and is_elementwise(item) and item not in found:
+                found.add(item)
+                waiting += item.outputs
+    return found
 
 
 def _size(product: Node) -> int:

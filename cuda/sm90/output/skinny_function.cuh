@@ -98,31 +98,41 @@ class SkinnyFunction : public SkinnyOutput<kConfig> {
       if constexpr (kIsNarrow) {
         NarrowIo<kConfig, Program, kStep> io = {wide, Base::swap_ab_};
         const uint32_t step = Base::swap_ab_ ? 8 * 4 : 8 * row_bytes;
-#pragma unroll
-        for (int i = 0; i < kChunkValues; i += 2) {
-          ptx::load_shared_8(io.acc[0][i], io.acc[0][i + 1], from + i / 2 * step);
-        }
+        take(io.acc, from, row_bytes, [&](int i) { return i / 2 * step; });
         Program::run(io);
       } else {
         auto io = wide;
-#pragma unroll
-        for (int i = 0; i < kChunkValues; i += 2) {
-          ptx::load_shared_8(io.acc[0][i], io.acc[0][i + 1],
-                             from + i / 2 % 2 * 8 * row_bytes + i / 4 * 8 * 4);
-        }
+        take(io.acc, from, row_bytes,
+             [&](int i) { return i / 2 % 2 * 8 * row_bytes + i / 4 * 8 * 4; });
         Program::run(io);
       }
     }
   }
 
  private:
+  // Loads the sums of the products of each weight. offset(i): where value i lies in the slab.
+  template <typename Offset>
+  __device__ __forceinline__ void take(typename Base::Sum (&acc)[2][kChunkValues], uint32_t from,
+                                       int row_bytes, Offset&& offset) const {
+    const uint32_t weight = kWeightLong * (Base::swap_ab_ ? 4 : row_bytes);
+#pragma unroll
+    for (int product = 0; product < (kConfig.gated ? 2 : 1); ++product) {
+#pragma unroll
+      for (int i = 0; i < kChunkValues; i += 2) {
+        ptx::load_shared_8(acc[product][i], acc[product][i + 1],
+                           from + product * weight + offset(i));
+      }
+    }
+  }
+
   // A share has blocks of 16 x 16 values of D; a narrow one has blocks of 8 values along the
   // shorter extent and 32 along the longer one.
   static constexpr bool kIsNarrow = Base::kShort % kChunkColumns != 0;
   static constexpr int kAcross = kIsNarrow ? 8 : kChunkColumns;
   static constexpr int kAlong = kIsNarrow ? 32 : kChunkColumns;
   static constexpr int kStep = Base::kHalves ? 16 : 8;
-  static constexpr int kLongBlocks = Base::kLong / kAlong;
+  static constexpr int kWeightLong = kConfig.gated ? Base::kLong / 2 : Base::kLong;
+  static constexpr int kLongBlocks = kWeightLong / kAlong;
   static constexpr int kCount = kLongBlocks * (Base::kShort / kAcross);
 
   struct SlabPlace {

@@ -10,12 +10,13 @@ from jax_tcgemm.problem.alignment import COPY_BYTES, unaligned_stride
 from jax_tcgemm.problem.strides import MAX_EXTENT, StridedGemm
 
 # Products of 8 and 16 bits with up to this many rows or columns have kernels of their own. Those of
-# 16 bits are for one weight and up to one batch dimension. There are none for float32.
+# 16 bits are for up to one batch dimension; if there are two weights, for few rows. There are none
+# for float32.
 FEW_ROWS = _core.FEW_ROWS
 
 
 def unfit_for_functions(
-    gemm: StridedGemm, second_weight: int, itemsize: int, *, has_one_weight: bool
+    gemm: StridedGemm, second_weight: int, itemsize: int, *, is_gated: bool, is_grouped: bool
 ) -> str | None:
     """Returns why TMA cannot read the factors or why the kernels would be slow, if so.
 
@@ -23,7 +24,8 @@ def unfit_for_functions(
         gemm: the product as a kernel sees it.
         second_weight: distance of the second weight from the first one, in elements.
         itemsize: bytes of an element of a factor.
-        has_one_weight: whether there is one weight, and not two or one for each group.
+        is_gated: whether there are two weights.
+        is_grouped: whether each group has a weight.
     """
     if not gemm.m * gemm.n * gemm.k * math.prod(gemm.batch):
         return "an extent of 0"
@@ -31,7 +33,8 @@ def unfit_for_functions(
         return f"{len(gemm.batch)} batch dimensions that do not fold"
     if math.prod(gemm.batch) > MAX_EXTENT:
         return "a batch beyond 2^30"
-    is_for_few = has_one_weight and len(gemm.batch) <= 1 and itemsize == 2
+    is_for_few = not is_grouped and len(gemm.batch) <= 1 and itemsize == 2
+    is_for_few = is_for_few and (not is_gated or gemm.m < gemm.n)
     if min(gemm.m, gemm.n) <= FEW_ROWS and not (is_for_few or itemsize == 1):
         return f"{gemm.m} x {gemm.n} results of a matrix"
     for name in ("a", "b"):
