@@ -343,9 +343,7 @@ def test_few_rows_of_a_gated_layer_are_one_kernel(normal, rows, wide):
             gate, up = (y.astype(jnp.float32) for y in (gate, up))
         return (jax.nn.silu(gate) * up).astype(x.dtype)
 
-    def apart(x, v, w):
-        return jax.nn.silu(x @ v), x @ w
-
+    apart = lambda x, v, w: (jax.nn.silu(x @ v), x @ w)  # noqa: E731
     assert len(with_epilogues(gated, x, v, w)) == 1
     check(gated, x, v, w)
     assert len(with_epilogues(apart, x, v, w)) == (rows == 1)
