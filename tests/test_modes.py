@@ -14,7 +14,16 @@ from sharded_checks import put
 from sharded_program import mesh_of
 
 import jax_tcgemm
-from jax_tcgemm import dot_general, gated_gemm, gated_mlp, gemm, mlp, ragged_dot
+from jax_tcgemm import (
+    dot_general,
+    gated_gemm,
+    gated_mlp,
+    gemm,
+    mlp,
+    pack,
+    quantize,
+    ragged_dot,
+)
 from jax_tcgemm.partitioning.partitioner import TARGET
 
 FLOAT8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
@@ -92,6 +101,23 @@ def test_rank_promotion(normal):
         assert_trees_close(f(*args), expected)
         jax.grad(lambda *args: sum(y.sum() for y in f(*args)), range(6))(*args)
         jax.jvp(f, args, args)
+
+
+def test_rank_promotion_of_quantized_operands(normal):
+    x, w, r = normal(4, 8), normal(8, 8), normal(8)
+    a, b = quantize(x, jnp.int8, tile=(1, -1)), quantize(w, jnp.int8, tile=(-1, 1))
+    packed = pack(quantize(w, jnp.int4, tile=(8, 1)))
+    scales = {"a_scale": a.scale, "b_scale": b.scale}
+    calls = (
+        lambda: gemm(a.qvalue, b.qvalue, r, residual=r, bias=r, **scales),
+        lambda: gemm(a.qvalue[None], b.qvalue, bias=r, b_scale=b.scale),
+        lambda: gemm(x, packed, residual=r, bias=r),
+        lambda: gemm(x[None], packed, bias=r),
+    )
+    for call in calls:
+        expected = call()
+        with jax.numpy_rank_promotion("raise"):
+            np.testing.assert_array_equal(call(), expected)
 
 
 def test_rank_promotion_of_tangents(normal):

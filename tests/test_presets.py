@@ -73,9 +73,29 @@ def test_float8(normal, precision):
     assert worst(result, *(x.dequantize() for x in quantized)) < 1e-5
 
 
-def test_complex_numbers_in_tf32(normal):
-    a = (normal(16, 32) + 1j * normal(16, 32)).astype(jnp.complex64)
-    assert worst(gemm(a, a.T, precision="TF32_TF32_F32"), a, a.T) < 1e-6
+COMPLEX = ["TF32_TF32_F32", "BF16_BF16_F32", "F32_F32_F32", "F64_F64_F64", X3, X9]
+COMPLEX += ["BF16_BF16_F32_X3", "BF16_BF16_F32_X6"]
+
+
+@pytest.mark.parametrize("precision", COMPLEX)
+@pytest.mark.parametrize("columns", [1, 4])
+def test_complex_numbers_keep_their_imaginary_parts(normal, precision, columns):
+    a = (normal(32, 8) + 1j * normal(32, 8)).astype(jnp.complex64)
+    b = (normal(8, columns) + 1j * normal(8, columns)).astype(jnp.complex64)
+    assert worst(gemm(a, b, precision=precision), a, b) < 1e-6
+    assert worst(dot_general(a, b, MATRICES, precision=precision), a, b) < 1e-6
+    real = normal(32, 8)
+    assert worst(dot_general(real, b, MATRICES, precision=precision), real, b) < 1e-6
+
+
+@pytest.mark.parametrize("precision", ["BF16_BF16_F32_X3", "BF16_BF16_F32_X6"])
+@pytest.mark.parametrize(("m", "n"), [(1, 1), (32, 1), (1, 5)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_few_rows(normal, precision, m, n, dtype):
+    a, b = normal(m, 8).astype(dtype), normal(8, n).astype(dtype)
+    rounded = 2**-7 if dtype == "bfloat16" else 1e-6
+    assert worst(gemm(a, b, precision=precision), a, b) < rounded
+    assert worst(dot_general(a, b, MATRICES, precision=precision), a, b) < rounded
 
 
 @pytest.mark.parametrize("platforms", [("cpu", "tpu"), ("cpu", "rocm"), ("cpu", "cuda")])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from quantized_values import E4M3, E5M2, INT8, LARGEST, dequantized, repeated
 
-from jax_tcgemm import Quantized, pack, quantize, ragged_dot
+from jax_tcgemm import Quantized, pack, quantize, ragged_dot, unpack
 
 TYPES = pytest.mark.parametrize("dtype", LARGEST, ids=lambda dtype: dtype.__name__)
 TILES = [None, (1, 128), (128, 128), (1, -1), (None, 1), (2, 64), (1, 1)]
@@ -296,3 +296,20 @@ def test_integers_are_dequantized_in_float32(dtype):
     x = jnp.full((64, 64), 5.0)
     for q in (quantize(x, jnp.int8), pack(quantize(x, jnp.int8))):
         np.testing.assert_array_equal(q.dequantize(dtype), np.full((64, 64), 5))
+
+
+@pytest.mark.parametrize("qtype", [jnp.int4, jnp.uint4])
+def test_transposed_values_of_4_bits_beside_other_results(normal, qtype):
+    """XLA of JAX 0.8.0 writes beyond such results."""
+    w = normal(256, 512)
+    q = quantize(w, qtype, tile=(32, 1))
+    expected = np.asarray(q.dequantize()).T
+    functions = (
+        (lambda q: (q.mT, q.dequantize()), q),
+        (lambda q: (q.T, q), q),
+        (lambda w: (quantize(w, qtype, tile=(32, 1)).mT, w), w),
+        (lambda p: (unpack(p).mT, unpack(p)), pack(q)),
+    )
+    for f, argument in functions:
+        for _ in range(3):
+            np.testing.assert_array_equal(jax.jit(f)(argument)[0].dequantize(), expected)

@@ -157,7 +157,7 @@ def _contract(
     if isinstance(problem, str):
         operands = " x ".join(f"{x.dtype}{list(x.shape)}" for x in (a, b))
         fallback.report(f"dot_general {operands} -> {result.dtype}", problem, strict=False)
-        if out_sharding is None and dots.lacks_preset(asked):
+        if out_sharding is None and dots.lacks_preset(asked, a.dtype, b.dtype):
             return dots.by_preset(a, b, dims, asked, preferred_element_type)
         return by_lax(lhs, rhs)
     operands, spec = problem

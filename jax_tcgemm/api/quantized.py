@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from jax_tcgemm import _compat
 from jax_tcgemm.api import arguments
 from jax_tcgemm.api import epilogue as epilogues
-from jax_tcgemm.api.quantized_formula import Formula
+from jax_tcgemm.api.quantized_formula import Formula, of_rank
 from jax_tcgemm.api.scales import alike, along_k, along_results, are_kernel_blocks, with_scale
 from jax_tcgemm.epilogue import function as functions
 from jax_tcgemm.epilogue import rng
@@ -297,7 +297,10 @@ def _bind(
     def listed(product: jax.Array, *values: jax.Array) -> list[jax.Array]:
         z = product
         if count:
-            z = z.astype(jnp.float32) * math.prod(values[1:count], start=values[0])
+            factor = math.prod(
+                (of_rank(x, z) for x in values[1:count]), start=of_rank(values[0], z)
+            )
+            z = z.astype(jnp.float32) * factor
         return function(z, *values[count:])
 
     flat = [*along, *operands]

@@ -8,8 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jax_tcgemm.problem.activations import resolve
+
+
+def of_rank(x: jax.Array, z: jax.Array) -> jax.Array:
+    """Returns ``x`` with leading dimensions of 1, which ``jax.numpy_rank_promotion`` may demand."""
+    return lax.expand_dims(x, range(z.ndim - x.ndim)) if x.ndim < z.ndim else x
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,16 +63,17 @@ class Formula:
             z = z * alpha
         for name, axis in (("row_scale", -1), ("column_scale", -2)):
             if name in x:
-                z = z * jnp.expand_dims(x[name], axis)
+                z = z * of_rank(jnp.expand_dims(x[name], axis), z)
         if "c" in x:
             is_sum = "beta" not in x and beta == 1
-            z = z + (x["c"] if is_sum else x["c"] * beta)
+            c = of_rank(x["c"], z)
+            z = z + (c if is_sum else c * beta)
         if "bias" in x:
-            z = z + jnp.expand_dims(x["bias"], -2)
+            z = z + of_rank(jnp.expand_dims(x["bias"], -2), z)
         if self.activation is not None:
             z = resolve(self.activation).reference(z).astype(self.wide)
         if "residual" in x:
-            z = z + x["residual"]
+            z = z + of_rank(x["residual"], z)
         results = [self._rounded(z, x)]
         if self.returns_amax:
             results.append(jnp.max(jnp.abs(z), axis=(-2, -1)).astype(jnp.float32))

@@ -119,7 +119,7 @@ def weight(module: str, tensors: Mapping[str, np.ndarray], scheme: Scheme, packe
         _check_groups(module, form, tensors, k, k // groups)
     axis = form.codes_axis
     if form.is_transposed:
-        # XLA of JAX 0.8.0 writes beyond transposed arrays of 4 bits if there are other results.
+        # On CPUs, XLA of JAX 0.8.0 writes beyond arrays of 4 bits that it transposes.
         codes, scales = (np.ascontiguousarray(x.T) for x in (codes, scales))
         axis = 1 - axis
     return _decoded(codes, scales, zeros, axis=axis, order=form.order, shape=(k, n), packed=packed)

@@ -70,7 +70,7 @@ def dot(a: jax.Array, b: jax.Array, dimension_numbers: Any, precision: Any, dtyp
     if all(x.dtype == jnp.int8 for x in (a, b)) and dtype == jnp.int32 and isinstance(of_k, int):
         exact = functools.partial(_dot_of_int8, dimension_numbers=dimension_numbers)
         return lax.platform_dependent(a, b, cuda=exact, default=narrow)
-    if lacks_preset(precision):
+    if lacks_preset(precision, a.dtype, b.dtype):
         return by_preset(a, b, dimension_numbers, precision, dtype)
     is_narrow = all(jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 2 for x in (a, b))
     if not is_narrow or dtype.itemsize > 4:
@@ -80,21 +80,33 @@ def dot(a: jax.Array, b: jax.Array, dimension_numbers: Any, precision: Any, dtyp
     return jax.checkpoint(by_platform, prevent_cse=False)(a, b)
 
 
-# JAX refuses the other presets on CPUs.
+# JAX refuses most other presets on CPUs, and XLA some of them for few rows or columns.
 _PRESETS_OF_CPUS = {
     lax.DotAlgorithmPreset.DEFAULT,
     lax.DotAlgorithmPreset.F16_F16_F16,
     lax.DotAlgorithmPreset.F32_F32_F32,
-    lax.DotAlgorithmPreset.F64_F64_F64,
     lax.DotAlgorithmPreset.BF16_BF16_F32,
-    lax.DotAlgorithmPreset.BF16_BF16_F32_X3,
-    lax.DotAlgorithmPreset.BF16_BF16_F32_X6,
+}
+# Those that round more than float32 does in each factor.
+_ROUGH_PRESETS = {
+    lax.DotAlgorithmPreset.DEFAULT,
+    lax.DotAlgorithmPreset.BF16_BF16_F32,
+    lax.DotAlgorithmPreset.TF32_TF32_F32,
 }
 
 
-def lacks_preset(precision: Any) -> bool:
-    """Checks for a preset that JAX refuses on CPUs."""
-    return isinstance(precision, lax.DotAlgorithmPreset) and precision not in _PRESETS_OF_CPUS
+def lacks_preset(precision: Any, *dtypes: np.dtype) -> bool:
+    """Checks for a preset that JAX or XLA may not have on CPUs.
+
+    Args:
+        precision: any precision.
+        dtypes: dtypes of the factors. XLA drops the imaginary parts of complex ones at a preset
+            (seen with JAX 0.8 and 0.12, on CPUs).
+    """
+    if not isinstance(precision, lax.DotAlgorithmPreset):
+        return False
+    is_complex = any(jnp.issubdtype(dtype, jnp.complexfloating) for dtype in dtypes)
+    return is_complex or precision not in _PRESETS_OF_CPUS
 
 
 def by_preset(
@@ -107,12 +119,16 @@ def by_preset(
     """Returns ``lax.dot_general`` at a preset that CPUs lack, and there at the highest precision.
 
     BF16_BF16_F32_X9 is the highest precision everywhere: XLA's own has errors of 1e-4 on GPUs.
+    Complex factors are multiplied at the default or at the highest precision everywhere.
     """
 
     def product(a: jax.Array, b: jax.Array, precision: Any) -> jax.Array:
         return lax.dot_general(a, b, dimension_numbers, precision, dtype)
 
     exact = functools.partial(product, precision=lax.Precision.HIGHEST)
+    if jnp.iscomplexobj(a) or jnp.iscomplexobj(b):
+        is_rough = precision in _ROUGH_PRESETS
+        return product(a, b, lax.Precision.DEFAULT) if is_rough else exact(a, b)
     if precision is lax.DotAlgorithmPreset.BF16_BF16_F32_X9:
         return exact(a, b)
     by_name = functools.partial(product, precision=precision)
