@@ -11,6 +11,7 @@ import functools
 import os
 import pathlib
 import shutil
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -108,7 +109,8 @@ def _cache(args: argparse.Namespace) -> int:
     """Prints what the cache folder holds; saves the choices, or removes choices and kernels."""
     folder = cache.base()
     if folder is None:
-        print(f"There is no cache folder: {cache.SETTING} is empty, or there is no such home")
+        reason = f"{cache.SETTING} is empty, or there is no home folder of that name"
+        print(f"There is no cache folder: {reason}")
         return 1
     if args.save is not None:
         cache.everything().save(args.save)
@@ -221,5 +223,5 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return args.run(args)
     except (OSError, ValueError) as error:
-        print(f"jax-tcgemm: {error}")
+        print(f"jax-tcgemm: {error}", file=sys.stderr)
         return 1

@@ -148,10 +148,10 @@ def test_errors_are_lines(tuned, folder, monkeypatch, capsys):
     assert not tuned
     assert f"no folder {lost.parent}" in capsys.readouterr().out
     assert cli.main(["cache", "--save", str(lost)]) == 1
-    assert f"jax-tcgemm: [Errno 2] No such file or directory: '{lost}'" in capsys.readouterr().out
+    assert f"jax-tcgemm: [Errno 2] No such file or directory: '{lost}'" in capsys.readouterr().err
     monkeypatch.setenv("JAX_TCGEMM_TUNING", "foo")
     assert cli.main(["cache"]) == 1
-    assert "jax-tcgemm: JAX_TCGEMM_TUNING" in capsys.readouterr().out
+    assert "jax-tcgemm: JAX_TCGEMM_TUNING" in capsys.readouterr().err
 
 
 def test_clear_removes_whatever_has_such_a_name(folder, tmp_path_factory):

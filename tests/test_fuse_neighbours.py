@@ -328,22 +328,3 @@ def test_many_products_by_a_weight_that_others_read_as_well(arrays, monkeypatch)
 
     jax.make_jaxpr(fuse(f))(arrays["x"], arrays["master"])
     assert len(looked_at) <= 80
-
-
-@pytest.mark.parametrize("wide", [False, True])
-@pytest.mark.parametrize("rows", [1, 16, 64])
-def test_few_rows_of_a_gated_layer_are_one_kernel(normal, rows, wide):
-    """A kernel reads both weights; XLA computes the products of few rows that do not meet."""
-    x = normal(rows, 1024, dtype=jnp.bfloat16)
-    v, w = (normal(1024, 2048, dtype=jnp.bfloat16) / 32 for _ in range(2))
-
-    def gated(x, v, w):
-        gate, up = x @ v, x @ w
-        if wide:
-            gate, up = (y.astype(jnp.float32) for y in (gate, up))
-        return (jax.nn.silu(gate) * up).astype(x.dtype)
-
-    apart = lambda x, v, w: (jax.nn.silu(x @ v), x @ w)  # noqa: E731
-    assert len(with_epilogues(gated, x, v, w)) == 1
-    check(gated, x, v, w)
-    assert len(with_epilogues(apart, x, v, w)) == (rows == 1)

@@ -28,6 +28,7 @@ def never_xla(monkeypatch):
 
     monkeypatch.setattr(fallback.planes, "_SHARE", math.inf)
     monkeypatch.setattr(fallback.planes, "_LEAST_K", 0)
+    monkeypatch.setattr(fallback.planes, "_LEAST_WORK", 0)
     monkeypatch.setattr(complex_product, "by_real_product", made)
 
 

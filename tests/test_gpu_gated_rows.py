@@ -76,7 +76,7 @@ def test_every_row(rng, name, batch):
 
 
 @pytest.mark.parametrize("m", [1, 2, 9, 16, 17, 33, 64])
-@pytest.mark.parametrize(("n", "k"), [(1000, 520), (4096, 4096), (200, 16384)])
+@pytest.mark.parametrize(("n", "k"), [(1000, 520), (4096, 4096), (200, 16384), (28672, 1536)])
 def test_few_rows(rng, m, n, k):
     """The default choice, and a wide result: its error is at most that of the plain products."""
     x = jnp.asarray(rng.normal(size=(m, k)), jnp.bfloat16)
@@ -91,13 +91,15 @@ def test_few_rows(rng, m, n, k):
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_named_activations_and_gradients(rng, bias):
-    x = jnp.asarray(rng.normal(size=(16, 512)), jnp.bfloat16)
-    v, w = (jnp.asarray(rng.normal(size=(512, 1024)) / 16, jnp.bfloat16) for _ in range(2))
-    biases = [jnp.asarray(rng.normal(size=1024), jnp.bfloat16) for _ in range(2 * bias)]
+    x = jnp.asarray(rng.normal(size=(16, 1024)), jnp.bfloat16)
+    v, w = (jnp.asarray(rng.normal(size=(1024, 2048)) / 32, jnp.bfloat16) for _ in range(2))
+    biases = [jnp.asarray(rng.normal(size=2048), jnp.bfloat16) for _ in range(2 * bias)]
     names = dict(zip(("bias_gate", "bias_up"), biases, strict=False))
 
     def ours(x, v, w):
         return gated_gemm(x, v, w, activation="silu", **names)
+
+    assert "compiled_gemm" in jax.jit(ours).lower(x, v, w).as_text()
 
     def theirs(x, v, w):
         products = [jnp.matmul(x, y, preferred_element_type=jnp.float32) for y in (v, w)]
@@ -114,6 +116,22 @@ def test_named_activations_and_gradients(rng, bias):
     for got, expected in pairs:
         got, expected = (np.asarray(y, np.float32) for y in (got, expected))
         assert np.linalg.norm(got - expected) <= 2**-6 * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("batch", [(), (5,)])
+def test_one_array_with_both_weights(rng, batch):
+    """The second weight begins within the rows of the first one; a batch shares both."""
+    m, n, k = 12, 1048, 520
+    factors, others, products = _drawn(rng, batch, m, n, k, False, jnp.bfloat16)
+    x, v, w = factors
+    if batch:
+        v, w = v[0], w[0]
+        products = [jnp.matmul(x, y, preferred_element_type=jnp.float32) for y in (v, w)]
+    both = jnp.concatenate([v, w], -1)
+    got = jax.jit(lambda x, both, *y: gated_gemm(x, both, epilogue=_function, epilogue_operands=y))(
+        x, both, *others
+    )
+    _check(got, jax.jit(_function)(*products, *others))
 
 
 def test_a_decode_step_of_a_gated_layer(rng):

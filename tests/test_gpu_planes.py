@@ -30,6 +30,7 @@ def any_size(monkeypatch):
     """Makes products of planes compute small problems, too."""
     monkeypatch.setattr(fallback.planes, "_SHARE", math.inf)
     monkeypatch.setattr(fallback.planes, "_LEAST_K", 0)
+    monkeypatch.setattr(fallback.planes, "_LEAST_WORK", 0)
 
 
 @pytest.fixture

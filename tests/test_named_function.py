@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from jax_tcgemm import gated_gemm, gemm, mlp
 from jax_tcgemm.epilogue import compiler, nvrtc
+from jax_tcgemm.kernels import table
 from jax_tcgemm.lowering import devices, jit_rows, named_function
 from jax_tcgemm.tuning.entry import Entry
 from jax_tcgemm.tuning.tunings import Tunings
@@ -164,3 +167,23 @@ def test_the_function_has_the_values_of_the_epilogue(here, normal, monkeypatch, 
     products = [jnp.matmul(a, w, preferred_element_type=jnp.float32) for w in weights]
     (got,) = jaxpr_as_fun(found.spec.function.jaxpr)(*products, *(given[name] for name in names))
     np.testing.assert_allclose(got, f(a, b, options), rtol=1e-4, atol=1e-4)
+
+
+FUNCTIONS_ALONE = [row.name for row in table.CONFIGS if row.gated and row.epilogue == "none"]
+
+
+@pytest.mark.parametrize("m", [16, 64, 256])
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS_ALONE if "bf16" in name])
+def test_a_row_for_functions_alone_may_be_named(here, name, m):
+    """With fewer columns than rows, another row takes its place."""
+    named = functools.partial(gated_gemm, config=name)
+    written = functools.partial(named, epilogue=lambda gate, up: gate * up)
+    x, w = bf16(m, 1024), bf16(1024, 2048)
+    assert lowered(named, x, w, w) == lowered(written, x, w, w) == FUNCTION
+    assert lowered(named, x, bf16(1024, 8), bf16(1024, 8)) == BUILT
+
+
+def test_such_a_row_elsewhere(here, monkeypatch):
+    monkeypatch.setattr(devices, "is_program_here", lambda: False)
+    named = functools.partial(gated_gemm, config=FUNCTIONS_ALONE[0])
+    assert lowered(named, bf16(16, 1024), bf16(1024, 2048), bf16(1024, 2048)) == BUILT

@@ -36,7 +36,7 @@ struct ChoiceInput {
   bool has_c = false;
   bool c_by_tma = true;        // if there is a C
   bool of_planes = false;      // A and B are planes, and k is the sum over all their products
-  double loaded_share = 1.0;   // of the stages of all these products: each plane is loaded once
+  double loaded_share = 1.0;   // of the stages: a kernel loads each plane once for all its products
   bool pairs = false;          // B consists of complex numbers
   bool compiled = false;       // the epilogue is compiled at run time, into any row that takes one
   bool reduces = false;        // such an epilogue reduces blocks of 16 x 16 results

@@ -3,6 +3,8 @@
 //
 // Roles: One consumer warpgroup computes rows of the longer operand (wgmma's M). In the one
 //        producer warp a single thread works.
+//        If there are two weights, a tile has rows of both: the first half of the accumulators
+//        belongs to the first weight, the gate.
 // Barriers: full[stage]: 1 arrival of the producer + the bytes of the stage. empty[stage]: 4 warps.
 //        partial_full (split k): 1 + the bytes of the other blocks' sums. partial_empty: all
 //        consumer warps of the cluster, when they have read those sums. Named barrier 0: the
@@ -146,7 +148,6 @@ struct SkinnyKernel {
                                                  const Smem& smem, const Place& place) {
     constexpr int kStageBytes = kConfig.stage_bytes();
     const int k_tiles = (params.k - 1) / kConfig.tile_k + 1;
-    // A tile has rows of one weight, and below them those of a second one.
     constexpr int kWeightBytes = kConfig.operand_bytes(kConfig.output_m());
     OperandLoader<kConfig, kConfig.output_m(), Layout::kMajorA, 1> a = {&maps.a, false, 0,
                                                                         0,       0,     {}};

@@ -59,8 +59,9 @@ def dot_general(
 
     Calls that no kernel serves go to ``lax.dot_general``: other dtypes and precisions,
     dimensions of extent 0, products without a contracted or without a free dimension, symbolic
-    shapes, and operands that are unreduced (sums over mesh axes yet to be made). The precision is
-    ``"highest"`` there in place of a preset that JAX lacks on CPUs, and of BF16_BF16_F32_X9.
+    shapes, and operands that are unreduced (sums over mesh axes yet to be made). Such a call has
+    the precision ``"highest"`` in place of BF16_BF16_F32_X9, on CPUs in place of all presets that
+    JAX lacks there, and, for complex operands, in place of all but the least precise presets.
     ``JAX_TCGEMM_LOG=1`` prints which calls those are.
 
     16-bit operands are accumulated in float32 unless ``precision`` says otherwise. The result is

@@ -44,9 +44,10 @@ def gated_gemm(
     improve transformer").
 
     On GPUs of compute capability 9.0, for bfloat16 and float16, this is one kernel that reads ``x``
-    once. It accumulates and joins both products in float32 and rounds the result once. Exception:
-    up to 64 rows take two kernels, which round ``x @ w_up`` in between (for packed weights, both
-    products). Elsewhere, and for float32, XLA computes the same formula in ``jax.numpy``.
+    once. It accumulates and joins both products in float32 and rounds the result once. Exceptions
+    with up to 64 rows are exported programs and less than 2^24 multiplications: they take two
+    kernels, which round ``x @ w_up`` in between (for packed weights, both products). Elsewhere, and
+    for float32, XLA computes the same formula in ``jax.numpy``.
 
     The function can be differentiated and batched like ``gemm``. The forward pass of a derivative
     also writes the two pre-activations.

@@ -269,9 +269,9 @@ def _check_groups(
     if key not in tensors:
         return
     found = tensors[key]
+    _check(module, form.groups, found, (k,), ("int32", "int64"))
     if form.is_transposed and (found == -1).all():
         return  # compressed-tensors stores this for no permutation
-    _check(module, form.groups, found, (k,), ("int32", "int64"))
     expected = np.arange(k) // group
     if (wrong := found != expected).any():
         at = int(np.argmax(wrong))

@@ -114,10 +114,12 @@ def _compressed_tensors(where: str, config: Mapping[str, Any]) -> tuple[Scheme, 
             if (activations := group.get(side)) is not None:
                 raise refused(where, f"{prefix}.{side}", activations, "None")
         targets = group.get("targets") or ()
-        if isinstance(targets, str) or not all(map(_is_pattern, targets)):
+        if not isinstance(targets, (list, tuple)) or not all(map(_is_pattern, targets)):
             raise refused(where, f"{prefix}.targets", targets, "names, or patterns after 're:'")
         weights = group.get("weights") or {}
         prefix += ".weights"
+        if not isinstance(weights, Mapping):
+            raise refused(where, prefix, weights, "an object")
         _check_bits(where, f"{prefix}.num_bits", weights.get("num_bits"))
         if weights.get("type", "int") != "int":
             raise refused(where, f"{prefix}.type", weights["type"], "int")

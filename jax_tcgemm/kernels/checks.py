@@ -245,7 +245,7 @@ def _check_skinny(row: KernelConfig, require: Require) -> None:
         not row.gated or (row.tile_m % 128 == 0 and row.epilogue == "none"),
         "half of tile_m must be a multiple of 64, and two weights take functions only",
     )
-    require(row.grouped == "none" and not row.swap_ab, "of one kind")
+    require(row.grouped == "none" and not row.swap_ab, "skinny rows have neither groups nor D^T")
     require(row.warps_m == 4, "a skinny kernel has one consumer warpgroup")
     require(row.schedule == "cooperative", "a lone warpgroup has no other to alternate with")
     require(row.cluster_m == row.cluster_n == 1, "skinny blocks share no operand")

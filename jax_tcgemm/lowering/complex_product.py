@@ -52,10 +52,11 @@ def by_real_product(
     types = (*types_of_parts(x.a.dtype, x.b.dtype, spec.out_dtype), spec.precision)
     planes = possible_planes(*types)
     algorithm = planes.name if planes is not None else resolve_algorithm(*types)
-    reason = no_complex_kernel(x, spec, algorithm, planes, strict=strict)
+    in_pairs = algorithm is not None and _takes_pairs(x, spec, algorithm)
+    reason = no_complex_kernel(x, spec, algorithm, planes, in_pairs=in_pairs, strict=strict)
     if reason is not None or algorithm is None:
         return None, f"{reason}"
-    by_pairs = planes is not None or _takes_pairs(x, spec, algorithm)
+    by_pairs = planes is not None or in_pairs
     a, b, real, gemm = _as_real(x, spec, by_pairs=by_pairs)
     padding, workspace = workspace_bytes(gemm, real, _FLOAT32.itemsize, planes)
     result = jax.ShapeDtypeStruct(spec.result_shape(shapes_of(x)), jnp.complex64)

@@ -87,7 +87,7 @@ _PRESETS_OF_CPUS = {
     lax.DotAlgorithmPreset.F32_F32_F32,
     lax.DotAlgorithmPreset.BF16_BF16_F32,
 }
-# Those that round more than float32 does in each factor.
+# Those of complex factors for which the default precision is enough. Others are the highest.
 _ROUGH_PRESETS = {
     lax.DotAlgorithmPreset.DEFAULT,
     lax.DotAlgorithmPreset.BF16_BF16_F32,
@@ -116,10 +116,11 @@ def by_preset(
     precision: lax.DotAlgorithmPreset,
     dtype: np.dtype | None,
 ) -> jax.Array:
-    """Returns ``lax.dot_general`` at a preset that CPUs lack, and there at the highest precision.
+    """Returns ``lax.dot_general`` at a preset for which ``lacks_preset`` is true.
 
-    BF16_BF16_F32_X9 is the highest precision everywhere: XLA's own has errors of 1e-4 on GPUs.
-    Complex factors are multiplied at the default or at the highest precision everywhere.
+    CPUs multiply at the highest precision, other platforms at the preset. Exceptions on all
+    platforms: BF16_BF16_F32_X9 is the highest precision, because XLA's own has errors of 1e-4 on
+    GPUs, and complex factors are multiplied at the default or at the highest precision.
     """
 
     def product(a: jax.Array, b: jax.Array, precision: Any) -> jax.Array:

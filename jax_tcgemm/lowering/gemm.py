@@ -226,8 +226,9 @@ def _problem(x: Operands, spec: GemmSpec, algorithm: str) -> str:
 def _gated_by_products(x: Operands, spec: GemmSpec, algorithm: str) -> list[jax.Array]:
     """Computes a gated product of few rows, whose time is that of reading the weights.
 
-    The kernels for few rows have one weight. The first call computes ``U``, rounded, and the second
-    product takes ``U`` as a factor. For a packed weight, one call computes both products, rounded.
+    The built kernels for few rows have one weight. The first call computes ``U``, rounded, and the
+    second product takes ``U`` as a factor. For a packed weight, one call computes both products,
+    rounded.
     """
     axes = spec.axes
     if spec.packed:
@@ -248,8 +249,11 @@ def _gated_by_products(x: Operands, spec: GemmSpec, algorithm: str) -> list[jax.
 
 
 def _is_finished_apart(x: Operands, spec: GemmSpec, algorithm: str) -> bool:
-    """Checks if ``spec.config`` names a row that lacks the requested epilogue."""
-    if not is_row(spec.config):
+    """Checks if ``spec.config`` names a row that lacks the requested epilogue.
+
+    If a row for two weights lacks it, another row computes the product.
+    """
+    if not is_row(spec.config) or spec.is_gated:
         return False
     written = spec.replace(out_dtype=written_dtype(algorithm, spec.out_dtype))
     name, splits = read_config(spec.config)

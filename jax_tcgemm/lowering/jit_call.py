@@ -80,7 +80,7 @@ class Call:
 
     @property
     def is_few(self) -> bool:
-        """Returns true if there are few rows or columns of 16-bit operands and one weight."""
+        """Returns true if there are few rows or columns of 16-bit operands."""
         is_half = ALL_ARITHMETIC[self.algorithm].a.bytes == 2
         return is_half and min(self.gemm.m, self.gemm.n) <= fallback.FEW_ROWS
 

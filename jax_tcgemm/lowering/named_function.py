@@ -19,7 +19,7 @@ from jax_tcgemm.epilogue import compiler, translation
 from jax_tcgemm.epilogue import function as functions
 from jax_tcgemm.epilogue.spec import CompiledSpec
 from jax_tcgemm.kernels.arithmetic import ALL_ARITHMETIC
-from jax_tcgemm.kernels.names import read_config
+from jax_tcgemm.kernels.names import by_name, is_row, read_config
 from jax_tcgemm.lowering import devices, fallback, jit_epilogue, jit_rows, reference
 from jax_tcgemm.lowering.custom_call import contracts_rows, shapes_of
 from jax_tcgemm.lowering.jit_call import Call
@@ -94,7 +94,8 @@ def as_function(x: Operands, spec: GemmSpec, algorithm: str) -> NamedFunction | 
 def _may_be_function(x: Operands, spec: GemmSpec, algorithm: str) -> bool:
     has_many_parts = spec.work == "any" or x.c is not None
     is_of_numbers = spec.alpha == 1 and (x.c is None or x.beta is not None or spec.beta == 1)
-    if not (has_many_parts and is_of_numbers) or spec.config is not None:
+    is_named = is_row(spec.config) and _takes_functions_alone(spec.config)
+    if not (has_many_parts and is_of_numbers) or (spec.config is not None and not is_named):
         return False
     if spec.is_grouped or spec.packed or spec.overwrite_c:
         return False
@@ -110,7 +111,13 @@ def _may_be_function(x: Operands, spec: GemmSpec, algorithm: str) -> bool:
     is_few = min(gemm.m, gemm.n) <= fallback.FEW_ROWS
     if spec.is_gated and is_few and gemm.m >= gemm.n:
         return False
-    return results <= MOST_RESULTS and results * gemm.k >= _LEAST_WORK
+    return is_named or (results <= MOST_RESULTS and results * gemm.k >= _LEAST_WORK)
+
+
+def _takes_functions_alone(config: str) -> bool:
+    """Checks if the named row computes gated products, and has no built epilogue for them."""
+    row = by_name(read_config(config)[0])
+    return row.gated and row.epilogue == "none"
 
 
 # True if NVRTC compiled the first named epilogue of this process; empty before that.

@@ -253,7 +253,8 @@ def lower(
         fallback.report(_call(primitive, spec, context.avals_in), reason, strict=strict)
         return rule(divided or reference)(context, *values, **params)
 
-    # A program for several platforms gets both: they differ in the presets of precision.
+    # JAX lowers the first rule once for all platforms of a program. CPUs need one of their own,
+    # because JAX lacks some presets of precision there.
     mlir.register_lowering(primitive, elsewhere)
     mlir.register_lowering(primitive, elsewhere, platform="cpu")
     mlir.register_lowering(primitive, on_cuda, platform="cuda")

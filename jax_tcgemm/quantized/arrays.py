@@ -79,12 +79,16 @@ class Quantized:
         return dequantize(self, dtype)
 
 
-# Before 0.8.2, XLA writes beyond an array of 4 bits that it copies to another layout on CPUs.
-_COPIES_4_BITS = jax.__version_info__ >= (0, 8, 2)
+# On CPUs, XLA before 0.8.2 writes beyond an array of 4 bits that it copies to another layout.
+_XLA_TRANSPOSES_4_BITS = jax.__version_info__ >= (0, 8, 2)
 
 
 def _transposed(x: Any, axes: tuple[Any, ...]) -> Any:
-    if _COPIES_4_BITS or not isinstance(x, jax.Array) or at_least_8_bits(x.dtype) == x.dtype:
+    if (
+        _XLA_TRANSPOSES_4_BITS
+        or not isinstance(x, jax.Array)
+        or at_least_8_bits(x.dtype) == x.dtype
+    ):
         return x.transpose(*axes)
     wide = x.astype(at_least_8_bits(x.dtype)).transpose(*axes)
     return lax.optimization_barrier(wide).astype(x.dtype)

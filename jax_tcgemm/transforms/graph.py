@@ -74,6 +74,7 @@ class Node(Item):
             call.
         fallback_reason: why XLA should compute this product; ``None`` if it should not.
         plain_reason: why XLA should compute this product if it gets no epilogue, likewise.
+        single_reason: why XLA should compute this product if no kernel joins it with another one.
         is_sequence_last: whether the kernel of this projection writes the sequence after the
             features; see ``heads``.
         stored: how the product reads an array that is stored in another form, as in ``dequantized``
@@ -88,6 +89,7 @@ class Node(Item):
     elementwise: bool | None = None
     fallback_reason: str | None = None
     plain_reason: str | None = None
+    single_reason: str | None = None
     is_sequence_last: bool = False
     stored: Any = None
     name: str = dataclasses.field(init=False)

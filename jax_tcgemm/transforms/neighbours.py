@@ -26,6 +26,12 @@ _WHOLE = 128
 _JOINED_BYTES = 32 * 2**20
 # The search for a product before an operand visits at most this many operations.
 _MOST_LOOKED_AT = 50
+_PARTS = "few rows: XLA adds up parts of k in the kernel that follows"
+_JOINED = "few rows, and XLA joins it with another product of the same operand"
+# Reasons that do not hold if a kernel reads two weights at once.
+_OF_NEIGHBOURS = frozenset({_PARTS, _JOINED})
+# Kernels read rows of multiples of this many bytes.
+_ROW_BYTES = 16
 # Operations that leave the bytes of an array in its declared layout unchanged.
 VIEWS = frozenset({"reshape", "squeeze", "expand_dims"})
 # Operations that XLA fuses into its own product, in addition to element-wise ones.
@@ -33,7 +39,7 @@ _FUSIBLE = SPREADING | {"transpose", "slice", "dynamic_slice", "rev", "pad", "co
 
 
 def note_fallbacks(items: Iterable[Any], sliced: Collection[Value]) -> None:
-    """Sets ``fallback_reason`` of each product that XLA computes.
+    """Sets ``fallback_reason`` or ``single_reason`` of each product that XLA should compute.
 
     Args:
         items: those of a graph.
@@ -46,7 +52,11 @@ def note_fallbacks(items: Iterable[Any], sliced: Collection[Value]) -> None:
     makers = {value: item for item in items for value in item.outputs}
     users = users_of(items)
     for item in items:
-        item.fallback_reason = _fallback_reason(item, makers, users, sliced)
+        reason = _fallback_reason(item, makers, users, sliced)
+        if reason in _OF_NEIGHBOURS and _is_gated(item, users):
+            item.single_reason = reason
+        else:
+            item.fallback_reason = reason
 
 
 def _fallback_reason(
@@ -89,13 +99,11 @@ def _fallback_reason(
             return "few rows or columns, and few bytes: a launch takes as long"
         if min(m, n) == 1:
             return None
-        if m < n and larger.aval.dtype in HALF_TYPES and _is_gated(product, users):
-            return None
         is_whole = k % _WHOLE == max(m, n) % _WHOLE == 0
         if maker is None and is_whole and larger.aval.dtype in HALF_TYPES:
-            return "few rows: XLA adds up parts of k in the kernel that follows"
+            return _PARTS
         if _has_sibling(product, users):
-            return "few rows, and XLA joins it with another product of the same operand"
+            return _JOINED
     return None
 
 
@@ -141,10 +149,14 @@ def _has_sibling(product: Node, users: Mapping[Value, Sequence[Any]]) -> bool:
 def _is_gated(product: Node, users: Mapping[Value, Sequence[Any]]) -> bool:
     """Returns true if another product of the same left operand meets this one, as in a gated layer.
 
-    One kernel of this package then reads both weights.
+    One kernel of this package may then read both weights, if the right operand is the larger one.
     """
-    shared, own = product.inputs[0], product.outputs[0]
-    if not isinstance(shared, Value):
+    shared, weight = product.inputs
+    own = product.outputs[0]
+    if not isinstance(shared, Value) or shared.bytes >= weight.bytes:
+        return False
+    rows = [x.aval.shape[-1] * x.aval.dtype.itemsize for x in product.inputs]
+    if weight.aval.dtype not in HALF_TYPES or any(each % _ROW_BYTES for each in rows):
         return False
     reached = _elementwise_after(own, users)
     return any(

@@ -58,10 +58,14 @@ def with_regions(graph: Graph) -> Graph:
         wiring, frozenset(graph.arguments), graph.returned, graph.stacked, compared(items)
     )
     for product in products:
-        if product in wiring.position:
-            kernel = _kernel_of(program, (product,))
-            if kernel is not None:
-                kernel.contract()
+        if product not in wiring.position:
+            continue
+        kernel = _kernel_of(program, (product,))
+        is_single = kernel is None or len(kernel.region.products) == 1
+        if is_single and product.single_reason is not None:
+            product.fallback_reason = product.single_reason
+        elif kernel is not None:
+            kernel.contract()
     joined = dataclasses.replace(graph, items=wiring.items, sliced=sliced)
     return dataclasses.replace(joined, items=joined.used())
 

@@ -98,22 +98,22 @@ class SkinnyFunction : public SkinnyOutput<kConfig> {
       if constexpr (kIsNarrow) {
         NarrowIo<kConfig, Program, kStep> io = {wide, Base::swap_ab_};
         const uint32_t step = Base::swap_ab_ ? 8 * 4 : 8 * row_bytes;
-        take(io.acc, from, row_bytes, [&](int i) { return i / 2 * step; });
+        load_sums(io.acc, from, row_bytes, [&](int i) { return i / 2 * step; });
         Program::run(io);
       } else {
         auto io = wide;
-        take(io.acc, from, row_bytes,
-             [&](int i) { return i / 2 % 2 * 8 * row_bytes + i / 4 * 8 * 4; });
+        load_sums(io.acc, from, row_bytes,
+                  [&](int i) { return i / 2 % 2 * 8 * row_bytes + i / 4 * 8 * 4; });
         Program::run(io);
       }
     }
   }
 
  private:
-  // Loads the sums of the products of each weight. offset(i): where value i lies in the slab.
+  // Loads the sums of the product with each weight. offset(i) is the place of value i in the slab.
   template <typename Offset>
-  __device__ __forceinline__ void take(typename Base::Sum (&acc)[2][kChunkValues], uint32_t from,
-                                       int row_bytes, Offset&& offset) const {
+  __device__ __forceinline__ void load_sums(typename Base::Sum (&acc)[2][kChunkValues],
+                                            uint32_t from, int row_bytes, Offset&& offset) const {
     const uint32_t weight = kWeightLong * (Base::swap_ab_ ? 4 : row_bytes);
 #pragma unroll
     for (int product = 0; product < (kConfig.gated ? 2 : 1); ++product) {

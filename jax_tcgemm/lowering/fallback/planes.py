@@ -20,7 +20,7 @@ from jax_tcgemm.problem.arithmetic import resolve_planes
 from jax_tcgemm.problem.spec import GemmSpec, with_kernel_layouts
 from jax_tcgemm.problem.strides import MAX_EXTENT, Operands, StridedGemm, fold
 
-# Times in microseconds, fitted to 100 products on an H200 (lab/precision.md). A wave is one tile on
+# Times in microseconds, fitted to 120 products on an H200 (lab/precision.md). A wave is one tile on
 # each multiprocessor. XLA takes less time for few results of a long k, because no kernel for planes
 # or pairs divides k.
 _SMS = 132
@@ -50,10 +50,11 @@ _XLA_RATE = {
     "BF16_BF16_F32_X3": 100e6,
 }
 _XLA_PAIR_RATE = 160e6
-# A kernel takes products for which it needs less than this share of XLA's time. Shorter k were not
-# fitted.
+# A kernel takes products for which it needs less than this share of XLA's time. A shorter real k,
+# and fewer multiplications of real or complex numbers, were not measured.
 _SHARE = 0.95
 _LEAST_K = 256
+_LEAST_WORK = 2**26
 # XLA adds up parts of k if there are fewer results than this. If k is also longer than this, XLA is
 # more accurate than float32 sums over all k-tiles (lab/precision.md).
 _RESULTS_IN_PARTS = 2**20
@@ -100,23 +101,30 @@ def no_planes(
         return f"k={gemm.k} as that of {len(planes.pairs)} products"
     if not math.prod((gemm.m, gemm.n, gemm.k)):
         return "nothing to multiply"
-    slower = None if strict else _slower(gemm, _plane_time(planes, gemm), _XLA_RATE[planes.name])
+    xla_time = _XLA_START + 2 * _work(gemm) / _XLA_RATE[planes.name]
+    slower = None if strict else _slower(gemm, 1, _plane_time(planes, gemm), xla_time)
     return slower or added_up_in_parts(planes, gemm.m * gemm.n, gemm.k)
 
 
-def _slower(gemm: StridedGemm, time: float, rate: float, start: float = _XLA_START) -> str | None:
+def _slower(gemm: StridedGemm, parts: int, time: float, xla_time: float) -> str | None:
     """Returns why XLA is expected to take less time, if it is.
 
     Args:
-        gemm: the folded product of real numbers.
+        gemm: the folded product.
+        parts: real numbers of an element.
         time: microseconds by a kernel.
-        rate: real operations of XLA in a microsecond.
-        start: microseconds of XLA for few operations.
+        xla_time: microseconds by XLA.
     """
-    operations = 2 * gemm.m * gemm.n * gemm.k * math.prod(gemm.batch)
-    if gemm.k >= _LEAST_K and time < _SHARE * (start + operations / rate):
-        return None
-    return f"{gemm.m} x {gemm.n} x {gemm.k}, for which XLA takes less time"
+    shown = " x ".join(map(str, (gemm.m, gemm.n, gemm.k)))
+    batch = f", batch {math.prod(gemm.batch)}" if gemm.batch else ""
+    if parts * gemm.k < _LEAST_K or _work(gemm) < _LEAST_WORK:
+        return f"{shown}{batch}, for which no kernel was measured"
+    is_faster = time < _SHARE * xla_time
+    return None if is_faster else f"{shown}{batch}, for which XLA takes less time"
+
+
+def _work(gemm: StridedGemm) -> int:
+    return gemm.m * gemm.n * gemm.k * math.prod(gemm.batch)
 
 
 def _plane_time(planes: PlaneProduct, gemm: StridedGemm) -> float:
@@ -156,6 +164,7 @@ def no_complex_kernel(
     algorithm: str | None,
     planes: PlaneProduct | None,
     *,
+    in_pairs: bool,
     strict: bool = False,
 ) -> str | None:
     """Returns why complex numbers are not multiplied as pairs of real ones, or ``None``.
@@ -165,6 +174,7 @@ def no_complex_kernel(
         spec: the primitive's parameters.
         algorithm: algorithm of the real product; ``None`` if there is none.
         planes: the products of planes that would compute it, if any.
+        in_pairs: whether a kernel reads B as it is, without planes.
         strict: as for ``no_planes``.
     """
     if algorithm is None:
@@ -189,12 +199,13 @@ def no_complex_kernel(
     real = dataclasses.replace(gemm, n=2 * gemm.n, k=2 * gemm.k)
     time = _MOVED * elements(gemm, "a") if is_transposed(gemm, "a") else 0.0
     if planes is not None:
-        slower = _slower(real, time + _plane_time(planes, real), _XLA_RATE[planes.name])
+        time += _plane_time(planes, real)
+        xla_time = _XLA_START + 8 * _work(gemm) / _XLA_RATE[planes.name]
     else:
         time += _PAIR_START + _waves(real, _PAIR_TILE) * real.k * _PAIR_WAVE
-        if is_transposed(gemm, "b"):
-            time += _EXPANDED * elements(gemm, "b")
-        slower = _slower(real, time, _XLA_PAIR_RATE, _XLA_PAIR_START)
-    if slower is not None and not strict:
+        time += 0.0 if in_pairs else _EXPANDED * elements(gemm, "b")
+        xla_time = _XLA_PAIR_START + 8 * _work(gemm) / _XLA_PAIR_RATE
+    slower = None if strict else _slower(gemm, 2, time, xla_time)
+    if slower is not None:
         return slower
     return planes and added_up_in_parts(planes, real.m * real.n, real.k)
