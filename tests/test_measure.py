@@ -307,7 +307,7 @@ def test_batches_of_few_rows_take_the_models_choice(
 
 @pytest.mark.parametrize(
     ("rows", "columns", "expected"),
-    [(65, 512, ["measured"] * 2), (64, 512, [None]), (16384, 2048, [None] * 2)],
+    [(65, 512, ["measured"] * 2), (64, 512, [None] * 2), (16384, 2048, [None] * 2)],
 )
 def test_functions_of_medium_rows_are_measured(monkeypatch, rows, columns, expected):
     def both(a, b):
