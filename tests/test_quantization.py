@@ -298,9 +298,9 @@ def test_integers_are_dequantized_in_float32(dtype):
         np.testing.assert_array_equal(q.dequantize(dtype), np.full((64, 64), 5))
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 8, 2), reason="XLA writes beyond such results")
 @pytest.mark.parametrize("qtype", [jnp.int4, jnp.uint4])
 def test_transposed_values_of_4_bits_beside_other_results(normal, qtype):
-    """XLA of JAX 0.8.0 writes beyond such results."""
     w = normal(256, 512)
     q = quantize(w, qtype, tile=(32, 1))
     expected = np.asarray(q.dequantize()).T

@@ -10,10 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.typing import DTypeLike
 
-from jax_tcgemm.problem.arithmetic import at_least_8_bits, at_least_float32
+from jax_tcgemm.problem.arithmetic import at_least_float32
 from jax_tcgemm.problem.strides import Shape
 
 
@@ -72,26 +71,11 @@ class Quantized:
 
     def transpose(self, *axes: Any) -> Quantized:
         """Returns the array with permuted axes; without ``axes``, with reversed axes."""
-        return jax.tree.map(functools.partial(_transposed, axes=axes), self)
+        return jax.tree.map(lambda x: x.transpose(*axes), self)
 
     def dequantize(self, dtype: DTypeLike = jnp.float32) -> jax.Array:
         """Returns the represented array; see ``dequantize``."""
         return dequantize(self, dtype)
-
-
-# On CPUs, XLA before 0.8.2 writes beyond an array of 4 bits that it copies to another layout.
-_XLA_TRANSPOSES_4_BITS = jax.__version_info__ >= (0, 8, 2)
-
-
-def _transposed(x: Any, axes: tuple[Any, ...]) -> Any:
-    if (
-        _XLA_TRANSPOSES_4_BITS
-        or not isinstance(x, jax.Array)
-        or at_least_8_bits(x.dtype) == x.dtype
-    ):
-        return x.transpose(*axes)
-    wide = x.astype(at_least_8_bits(x.dtype)).transpose(*axes)
-    return lax.optimization_barrier(wide).astype(x.dtype)
 
 
 def _qtype_name(meta: Any) -> bytes:
