@@ -87,7 +87,8 @@ _PRESETS_OF_CPUS = {
     lax.DotAlgorithmPreset.F32_F32_F32,
     lax.DotAlgorithmPreset.BF16_BF16_F32,
 }
-# Those of complex factors for which the default precision is enough. Others are the highest.
+# Complex factors at these presets are multiplied at the default precision, at all others at the
+# highest.
 _ROUGH_PRESETS = {
     lax.DotAlgorithmPreset.DEFAULT,
     lax.DotAlgorithmPreset.BF16_BF16_F32,
