@@ -201,9 +201,33 @@ def test_small_batches_are_xlas_unless_a_kernel_is_asked_for():
     assert "compiled_gemm" in _lowered(strict, *shapes, dtype=jnp.bfloat16)
 
 
-def test_few_rows_promote_sums_that_show():
-    assert all(row.promote for row in _rows(48, 8192, 4096, float32_result=True)[:8])
-    assert not all(row.promote for row in _rows(48, 8192, 4096))
+def test_sums_that_show_are_promoted():
+    for m, n, more in (
+        (48, 8192, {}),
+        (768, 64, {"gated": True}),
+        (512, 1024, {"gated": True}),
+    ):
+        rows = _rows(m, n, 4096, float32_result=True, **more)
+        assert all(row.promote for row in rows[:8]), (m, n)
+        assert not all(row.promote for row in _rows(m, n, 4096, **more)[:8])
+    rows = _rows(4096, 4096, 4096, float32_result=True, gated=True)
+    assert not any(row.promote for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("f", "shows"),
+    [
+        (jnp.sin, True),
+        (lambda z: jnp.sin(z).astype(jnp.bfloat16), False),
+        (lambda z: (z.astype(jnp.bfloat16), z.max(0)), True),
+        (lambda z: (y := z.astype(jnp.bfloat16), (y.astype(jnp.float32) ** 2).sum(-1)), False),
+        (lambda z: jnp.sin(z.astype(jnp.bfloat16)).astype(jnp.float32), False),
+    ],
+)
+def test_sums_do_not_show_behind_a_rounding(f, shows):
+    product = jax.ShapeDtypeStruct((512, 1024), jnp.float32)
+    made, _ = function.trace(f, [product], 1)
+    assert translation.translate(made).shows_sums == shows
 
 
 @pytest.mark.parametrize(

@@ -144,3 +144,29 @@ def test_a_decode_step_of_a_gated_layer(rng):
 
     got, plain = (np.asarray(jax.jit(f)(x), np.float32) for f in (fuse(layer), layer))
     assert np.linalg.norm(got - plain) <= 2**-6 * np.linalg.norm(plain)
+
+
+@pytest.mark.parametrize("activation", [None, "silu", "function"])
+@pytest.mark.parametrize(("m", "n"), [(48, 48), (48, 1000), (768, 64), (300, 1000), (300, 72)])
+def test_float32_results_have_accurate_sums(rng, m, n, activation):
+    k = 4096
+    a = jnp.asarray(rng.normal(size=(m, k)), jnp.bfloat16)
+    v, w = (jnp.asarray(rng.normal(size=(k, n)) / 64, jnp.bfloat16) for _ in range(2))
+    if activation == "function":
+        if n <= 64 or m == n:
+            pytest.skip("no kernel for few columns takes functions")
+        options = {"epilogue": lambda gate, up: gate * up}
+    else:
+        options = {"activation": activation, "preferred_element_type": jnp.float32}
+    got = jax.jit(lambda *x: gated_gemm(*x, **options))(a, v, w)
+
+    def formula(numpy, gate, up):
+        return (gate / (1 + numpy.exp(-gate)) if activation == "silu" else gate) * up
+
+    sums = [jnp.matmul(a, x, preferred_element_type=jnp.float32) for x in (v, w)]
+    of_xla = formula(jnp, *sums)
+    exact = formula(np, *(np.asarray(a, np.float64) @ np.asarray(x, np.float64) for x in (v, w)))
+    error, theirs = (np.abs(np.asarray(x, np.float64) - exact).max() for x in (got, of_xla))
+    assert error <= 2 * theirs + 2**-23 * np.abs(exact).max()
+    # Tensor cores that truncate the sums over all of k lose 2**-17.
+    assert error <= 2**-19 * np.abs(exact).max()

@@ -64,9 +64,9 @@ ChoiceInput compiled_input(const GemmProblem& problem, const EpilogueProgram& pr
   input.row_alignment_b = row_alignment(p.b, problem.algorithm);
   input.compiled = true;
   input.reduces = program.reduces;
-  const bool is_dense = input.grouped == Grouped::kNone;
-  if (program.widens && is_dense && element_bytes(problem.algorithm) == 2 && input.has_few_rows()) {
-    input.d_type = ElementType::kF32;  // the sums are promoted
+  const bool may_promote = input.gated || (input.grouped == Grouped::kNone && input.has_few_rows());
+  if (program.shows_sums && may_promote && element_bytes(problem.algorithm) == 2) {
+    input.d_type = ElementType::kF32;  // see wants_promotion
   }
   return input;
 }

@@ -25,7 +25,7 @@ struct EpilogueProgram {
   int64_t warp_bytes = 0;
   int64_t result_bytes = 0;  // the results alone
   bool reduces = false;      // it has results that are reduced from blocks of 16 x 16 values
-  bool widens = false;       // it has results of more than 16 bits
+  bool shows_sums = false;   // results may show the last bits of the sums
 };
 
 // Orders programs by digest and then by source. The digest alone does not identify a program,

@@ -67,15 +67,19 @@ size_t results_with_workspace(const CompiledAttributes& at) {
 
 Status decode_program(const CompiledAttributes& at, EpilogueProgram* program) {
   *program = {at.digest, at.source, at.warp_bytes};
-  program->widens = program->reduces = number_after(at.source, "kReductions = ") > 0;
+  program->reduces = number_after(at.source, "kReductions = ") > 0;
+  bool is_wide = program->reduces;
   KindReader reader(at.source, "kResult");
   ElementKind kind = {};
   for (int64_t i = number_after(at.source, "kResults = "); i > 0; --i) {
     JAX_TCGEMM_RETURN_IF_ERROR(reader.next(&kind));
     constexpr int64_t kGap = 16;  // bytes, between two rows: see CompiledPlan
     program->result_bytes += kReducedBlock * (kReducedBlock * kind.bytes + kGap);
-    program->widens = program->widens || kind.bytes > 2;
+    is_wide = is_wide || kind.bytes > 2;
   }
+  // Sources of earlier versions do not say it.
+  const bool is_hidden = at.source.find("kShowsSums = false") != std::string_view::npos;
+  program->shows_sums = is_wide && !is_hidden;
   return Status();
 }
 

@@ -59,7 +59,7 @@ def gemm(
 
     On NVIDIA GPUs of compute capability 8.0 and newer this is one hand-written tensor-core kernel
     for bfloat16, float16 and (in TF32 arithmetic) float32 operands. XLA computes the same formula
-    in ``jax.numpy`` in these cases:
+    in ``jax.numpy`` in these cases, among others (docs/fallback.md):
 
     - on other platforms;
     - for operands that have no kernel but that ``jnp.matmul`` takes;

@@ -53,8 +53,8 @@ def ragged_dot(
 
     The first ``group_sizes[0]`` rows are ``activation(lhs @ rhs[0] + bias[0])``, the next
     ``group_sizes[1]`` rows use ``rhs[1]`` and ``bias[1]``, and so on. Rows beyond the last group
-    are zero. This is ``jax.lax.ragged_dot`` with an epilogue, as for the tokens of a mixture of
-    experts, sorted by expert.
+    are zero; with ``epilogue``, the product is zero there. This is ``jax.lax.ragged_dot`` with an
+    epilogue, as for the tokens of a mixture of experts, sorted by expert.
 
     On NVIDIA GPUs of compute capability 9.0 this is one tensor-core kernel for bfloat16, float16
     and 8-bit operands. Exception: for 8-bit operands without scales, the kernel takes neither

@@ -50,7 +50,10 @@ def scaled_dot(
     the result's dtype.
 
     Operands are read in place if batch dimensions come first, then the free and the contracted ones
-    in either order. Otherwise they are copied. 8-bit operands are not differentiated.
+    in either order. Otherwise they are copied.
+
+    Cotangents of 8-bit operands are rounded to 8 bits, and those of the scales are 0. Scales of
+    blocks raise ``TypeError`` when they are differentiated.
 
     Args:
         lhs: array of any rank.

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_tcgemm import _compat
 from jax_tcgemm.api import epilogue as epilogues
+from jax_tcgemm.api import weight_only
 from jax_tcgemm.api.gated_gemm import gated_gemm
 from jax_tcgemm.api.gemm import gemm
 
@@ -65,7 +68,10 @@ def two_products(
     options: dict[str, Any] = {"activation": activation, "precision": precision}
     if epilogue is not None:
         epilogues.check_alone(name, **first_biases)
+        arrays = (w.dtype for w in first.values() if not weight_only.is_weight(w))
+        dtype = functools.reduce(jnp.promote_types, arrays, x.dtype)
         options |= {"epilogue": epilogue, "epilogue_operands": epilogue_operands}
+        options |= {"preferred_element_type": dtype}
     if name == "mlp":
         (w1,), (b1,) = first.values(), first_biases.values()
         options["activation"] = None if epilogue is not None else activation

@@ -123,6 +123,7 @@ class Program:
         counts_rows: whether the statements use the row of an element within its matrix.
         flat_rows: whether the statements use the row among all matrices of a batch. The kernel must
             then treat the batch as more rows of one matrix.
+        shows_sums: whether results may show the last bits of the accumulators.
     """
 
     leaves: tuple[Leaf, ...]
@@ -134,6 +135,7 @@ class Program:
     flat: Any
     counts_rows: bool
     flat_rows: bool
+    shows_sums: bool
 
     @property
     def keeps_rows(self) -> bool:

@@ -61,6 +61,7 @@ def of_program(
         results=len(results),
         result_kinds=", ".join(results) or "{4, false}",
         reductions=len(reductions),
+        shows_sums=str(program.shows_sums).lower(),
         visits="\n".join(visits),
         loads="\n".join([*loads, *declared]),
         lines="\n".join([*(f"      {line}" for line in program.lines), *stored]),
@@ -84,6 +85,7 @@ struct Program {{
   static constexpr int kResults = {results};
   static constexpr CompiledResultKind kResult[] = {{{result_kinds}}};
   static constexpr int kReductions = {reductions};
+  static constexpr bool kShowsSums = {shows_sums};
 
   template <typename Visitor>
   static __device__ __forceinline__ void each_reduction(const Visitor& visitor) {{

@@ -108,6 +108,7 @@ class _Translation:
             flat,
             values.counts_rows,
             values.flat_rows,
+            not values.in_full.isdisjoint(values.accumulators),
         )
 
     @property

@@ -142,6 +142,8 @@ def _rows() -> list[KernelConfig]:
             # For odd numbers of tiles along m.
             _sm90(algorithm, 128, 256, 4, cluster=(1, 2), gated=True),
             _sm90(algorithm, 128, 128, 6, cluster=(1, 4), schedule="pingpong", gated=True),
+            # For two weights and a float32 result.
+            _sm90(algorithm, 128, 128, 6, cluster=(2, 1), gated=True, promote=True),
             # For groups of rows. Where memory makes tiles equally fast, the smallest tile comes
             # first. Blocks that share rows of one group waste nothing, whatever the group's size.
             _sm90(algorithm, 64, 128, 6, schedule="pingpong", grouped="m"),

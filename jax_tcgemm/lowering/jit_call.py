@@ -89,15 +89,15 @@ class Call:
         """Returns true if the program reduces blocks of 16 x 16 results."""
         return bool(self.program.reductions)
 
-    @property
-    def widens(self) -> bool:
-        """Returns true if the program has results of more than 16 bits, or reduces."""
-        return self.reduces or any(x.dtype.itemsize > 2 for x in self.program.matrices)
+    def may_promote(self, *, gated: bool) -> bool:
+        """Checks if rows are chosen as for float32 results, which may need promoted sums.
 
-    @property
-    def promotes(self) -> bool:
-        """Returns true if sums are promoted: those of few rows, if the results show it."""
-        return self.is_few and self.widens
+        This is so if results show the last bits of the sums, and there are few rows or two weights:
+        see ``cuda/dispatch/compiled.cc``.
+        """
+        is_half = ALL_ARITHMETIC[self.algorithm].a.bytes == 2
+        is_wide = self.reduces or any(x.dtype.itemsize > 2 for x in self.program.matrices)
+        return is_half and (self.is_few or gated) and is_wide and self.program.shows_sums
 
     def _attributes(self, spec: CompiledSpec) -> dict[str, Any]:
         """Returns the ``CompiledAttributes`` of ``cuda/ffi/compiled.cc``."""

@@ -77,7 +77,7 @@ def ranked_rows(
         True,
         device["sm_count"],
         device["shared_memory_per_block"],
-        float32_result=call.promotes,
+        float32_result=call.may_promote(gated=spec.is_gated),
         compute_capability=device["compute_capability"],
         layout=call.layout,
         workspace_bytes=call.workspace_bytes,

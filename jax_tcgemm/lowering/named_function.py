@@ -64,7 +64,7 @@ def as_function(x: Operands, spec: GemmSpec, algorithm: str) -> NamedFunction | 
     """
     if not _may_be_function(x, spec, algorithm):
         return None
-    inner = spec.accumulators()
+    inner = spec.accumulators(config=spec.config)
     names = [name for name in spec.operand_names if name not in inner.operand_names]
     own = [getattr(x, name) for name in inner.operand_names]
     others = [getattr(x, name) for name in names]

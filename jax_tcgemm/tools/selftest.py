@@ -104,12 +104,16 @@ def draw_problem(
     has_epilogue = not plain and config.grouped != "k"
     # The other rows truncate their sums, which would be visible in a float32 result.
     rounds_sums = config.rounds_sums or config.element_bytes == 4
-    is_turned = config.swap_ab or (config.gated and config.skinny)  # tile_m goes along n
+    has_few_rows = config.gated and config.skinny  # fewer than columns, in all of the batch
+    is_turned = config.swap_ab or has_few_rows  # tile_m goes along n
+    batch = 1 if plain else int(rng.integers(1, 4))
+    m = extent(config.tile_n if is_turned else config.tile_m)
+    n = extent(config.tile_m if is_turned else config.tile_n)
     return Problem(
         config=config,
-        batch=1 if plain else int(rng.integers(1, 4)),
-        m=extent(config.tile_n if is_turned else config.tile_m),
-        n=extent(config.tile_m if is_turned else config.tile_n),
+        batch=batch,
+        m=m,
+        n=max(n, unit * (batch * m // unit + 1)) if has_few_rows else n,
         k=extent(4 * config.tile_k),
         # Groups of k are groups of rows of both operands.
         transpose_a=config.grouped == "k" or (not plain and is_gemm and bool(rng.integers(2))),
