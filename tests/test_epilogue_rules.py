@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from sharded_program import mesh_of
 
 import jax_tcgemm
-from jax_tcgemm import gemm, mlp
+from jax_tcgemm import gated_gemm, gated_mlp, gemm, mlp, ragged_dot
 
 pytestmark = pytest.mark.any_jax
 
@@ -176,3 +176,45 @@ def test_axes_of_shard_map(checks, normal):
         return
     expected = (x @ w) * jnp.repeat(jnp.arange(4), 4)[:, None]
     np.testing.assert_allclose(run(x, w), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("function", ["gemm", "ragged_dot"])
+def test_second_gradients_of_custom_vjp(normal, function):
+    scale = normal(1)
+
+    @jax.custom_vjp
+    def sine(p, q):
+        return jnp.sin(p) * q
+
+    def back(residuals, g):
+        p, q = residuals
+        return jnp.cos(p) * g * q * scale / scale, jnp.sin(p) * g
+
+    sine.defvjp(lambda p, q: (jnp.sin(p) * q, (p, q)), back)
+    x, w, q = normal(3, 4), normal(4, 5), normal(3, 5)
+
+    def ours(x, q):
+        options = {"epilogue": sine, "epilogue_operands": (q,)}
+        if function == "gemm":
+            return gemm(x, w, **options)
+        return ragged_dot(x, w[None], jnp.array([3]), **options)
+
+    def second(f):
+        first = jax.grad(lambda x, q: (f(x, q) ** 2).sum(), (0, 1))
+        return jax.grad(lambda x, q: sum((g**2).sum() for g in first(x, q)), (0, 1))(x, q)
+
+    for got, expected in zip(second(ours), second(lambda x, q: sine(x @ w, q)), strict=True):
+        np.testing.assert_allclose(got, expected, 1e-4, 1e-4)
+
+
+def test_operands_without_a_function_are_refused(normal):
+    x, w = normal(4, 8), normal(8, 8)
+    for call in (
+        lambda **more: gemm(x, w, **more),
+        lambda **more: gated_gemm(x, w, w, **more),
+        lambda **more: mlp(x, w, None, w, **more),
+        lambda **more: gated_mlp(x, w, w, w, **more),
+        lambda **more: ragged_dot(x, w[None], jnp.array([4]), **more),
+    ):
+        with pytest.raises(ValueError, match="1 epilogue_operands are given without epilogue="):
+            call(epilogue_operands=(x,))

@@ -73,6 +73,42 @@ def test_explicit_axes(explicit, normal, name, specs):
             assert size(mine, *args) <= 1.05 * size(other, *args)
 
 
+def _dropout(p, key):
+    return jnp.where(jax.random.bernoulli(key, 0.5, p.shape), 2 * p, 0)
+
+
+@pytest.mark.parametrize("specs", [(("x",), ()), ((), (None, "y")), (("x",), (None, "y"))])
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda p, _: jax.nn.relu(p),
+        lambda p, _: jax.nn.silu(p),
+        lambda p, _: jnp.where(p > 0, p, -p),
+        lambda p, _: (jnp.clip(p, 0, 1), p.sum(0), p.max(1), p.sum()),
+        lambda p, key: p * jax.random.uniform(key, p.shape),
+        _dropout,
+    ],
+)
+def test_functions_on_explicit_axes(explicit, normal, f, specs):
+    """JAX gives constants and random numbers the sharding of the product beside them."""
+    key = jax.random.key(7)
+
+    def of_square(g):
+        return lambda x, w: square_sum(lambda *y: jax.tree.leaves(g(*y))[0])(x, w)
+
+    with jax.set_mesh(explicit):
+        pairs = zip(((64, 32), (32, 48)), specs, strict=True)
+        args = [put(explicit, normal(*shape) / 4, *spec) for shape, spec in pairs]
+        ours = lambda x, w: gemm(x, w, epilogue=f, epilogue_operands=(key,))  # noqa: E731
+        theirs = lambda x, w: f(x @ w, key)  # noqa: E731
+        for transformed in (lambda g: g, lambda g: jax.grad(of_square(g), (0, 1))):
+            mine, other = map(transformed, (ours, theirs))
+            for jit in (lambda g: g, jax.jit):
+                actual, expected = jit(mine)(*args), jit(other)(*args)
+                assert jax.tree.map(spec_of, actual) == jax.tree.map(spec_of, expected)
+                assert_trees_close(actual, expected, 1e-3)
+
+
 def test_out_sharding(explicit, normal):
     """If both contraction dimensions are sharded, the caller must give out_sharding, as for jnp."""
     with jax.set_mesh(explicit):

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from native_calls import calls_of
 from packed_values import BF16, drawn, weight, wide
 
-from jax_tcgemm import _core, _extension, gated_gemm, gemm, pack
+from jax_tcgemm import _core, _extension, gated_gemm, gated_mlp, gemm, mlp, pack, quantize
 from jax_tcgemm.kernels import packed as kernels
 
 F32 = jnp.float32
@@ -195,3 +195,16 @@ def test_pairs():
             assert row.row_blocks % 2 == 0
             assert 32 * (4 * row.row_blocks + 2) * row.blocks_on_sm <= 2048
     assert kernels.choose_pair(4, kernels.MOST_ROWS + 1, 64, 4096, 128) is None
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_layers_round_what_a_function_makes(normal, packed):
+    x = normal(16, 128).astype(BF16)
+    made = [quantize(normal(*shape), jnp.int8, tile=(-1, 1)) for shape in ((128, 256), (256, 64))]
+    up, down = map(pack, made) if packed else made
+    for y in (
+        mlp(x, up, None, down, epilogue=jnp.tanh),
+        mlp(x, up, None, made[1].dequantize(BF16), epilogue=jnp.tanh),
+        gated_mlp(x, up, up, down, epilogue=jnp.multiply),
+    ):
+        assert y.dtype == BF16

@@ -120,6 +120,29 @@ def test_nnx(normal, packed_products, weight, tile, activation):
     assert_close(again(x), expected, jnp.float32)
 
 
+def test_values_of_a_table_are_dequantized_by_qwix(normal):
+    x, own = normal(5, FEATURES), rules("nf4")
+    expected, found = (
+        qwix.quantize_model(Nnx(jnp.float32, nnx.Rngs(0)), provider(own), x)
+        for provider in (qwix.PtqProvider, qwix_ptq.PtqProvider)
+    )
+    assert_close(found(x), expected(x), jnp.float32)
+    assert_close(qwix_ptq.pack_params(found)(x), expected(x), jnp.float32)
+    weight = qwix.quantize(normal(FEATURES, HIDDEN), "nf4", channelwise_axes=[1])
+    dims = (((1,), (0,)), ((), ()))
+    assert_close(
+        qwix_ptq.dot_general(x, weight, dims), qwix.dot_general(x, weight, dims), jnp.float32
+    )
+    for refused in (
+        lambda: jax_tcgemm.gemm(x, weight),
+        lambda: jax_tcgemm.gated_gemm(x, weight, weight),
+        lambda: jax_tcgemm.dot_general(x, weight, dims),
+        lambda: jax_tcgemm.pack(weight),
+    ):
+        with pytest.raises(TypeError, match=r"'nf4': the values are places in a table"):
+            refused()
+
+
 def test_a_fault_would_be_seen(normal, monkeypatch):
     x, own = normal(5, FEATURES), rules("int4")
     right = qwix_ptq.dot_general_of_arrays

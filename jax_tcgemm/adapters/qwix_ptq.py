@@ -18,7 +18,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jax_tcgemm.api.dot_general import dot_general as dot_general_of_arrays
-from jax_tcgemm.quantized.arrays import dequantize, is_quantized
+from jax_tcgemm.quantized.arrays import dequantize, has_table, is_quantized
 from jax_tcgemm.quantized.packed import PackedWeight, pack
 
 _PACKED_DTYPES = ("int4", "uint4", "int8", "float8_e4m3fn")
@@ -35,7 +35,8 @@ def dot_general(
 ) -> jax.Array:
     """Computes ``qwix.dot_general`` by ``jax_tcgemm.dot_general``.
 
-    A quantized activation beside a ``PackedWeight`` is dequantized to the dtype of its scale.
+    A quantized activation beside a ``PackedWeight`` is dequantized to the dtype of its scale. qwix
+    dequantizes operands of the type ``"nf4"``.
 
     Args:
         lhs: array, ``QArray`` or ``PackedWeight``; only one operand may be packed.
@@ -54,6 +55,7 @@ def dot_general(
         ValueError: as ``jax_tcgemm.dot_general`` does.
     """
     dtype = _result_dtype(lhs, rhs) if preferred_element_type is None else preferred_element_type
+    lhs, rhs = (qwix.dequantize(x) if has_table(x) else x for x in (lhs, rhs))
     if any(isinstance(x, PackedWeight) for x in (lhs, rhs)):
         lhs, rhs = (dequantize(x, x.scale.dtype) if is_quantized(x) else x for x in (lhs, rhs))
     return dot_general_of_arrays(
@@ -86,7 +88,8 @@ def _result_dtype(*operands: Any) -> Any:
 
     qwix's products have this dtype. 8-bit scales count as bfloat16.
     """
-    dtypes = [jnp.dtype((x.scale if is_quantized(x) else x).dtype) for x in operands]
+    scaled = (x.scale if has_table(x) or is_quantized(x) else x for x in operands)
+    dtypes = [jnp.dtype(x.dtype) for x in scaled]
     return jnp.result_type(*(t if t.itemsize > 1 else jnp.bfloat16 for t in dtypes))
 
 
@@ -142,7 +145,7 @@ def _is_with_aux(x: Any) -> bool:
 
 def _packed(x: Any, *, predicate: Any, box: Any) -> Any:
     """Returns a ``WithAux`` with a packed weight; all else is returned as it is."""
-    if not _is_with_aux(x) or not is_quantized(x.array):
+    if not _is_with_aux(x) or has_table(x.array) or not is_quantized(x.array):
         return x
     array = jax.tree.map(_unboxed, x.array, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
     if not _is_packable(array) or (predicate is not None and not predicate(x)):

@@ -37,6 +37,19 @@ def check_alone(name: str, **others: Any) -> None:
         )
 
 
+def check_operands(epilogue: Any, operands: Sequence[Any]) -> None:
+    """Checks that there are operands only for a function.
+
+    Raises:
+        ValueError: there are operands and no function.
+    """
+    if epilogue is None and len(operands):
+        raise ValueError(
+            f"{len(operands)} epilogue_operands are given without epilogue=; accepted: both, or "
+            "neither"
+        )
+
+
 def check_function(epilogue: Any) -> None:
     """Checks that an epilogue can be called.
 

@@ -85,6 +85,7 @@ def gated_gemm(
         >>> h.shape
         (8, 256)
     """
+    epilogues.check_operands(epilogue, epilogue_operands)
     x = arguments.matrix("x", x)
     if weight_only.is_weight(w_gate) or weight_only.is_weight(w_up):
         gate, up = (

@@ -162,6 +162,7 @@ def gemm(
         (8, 256)
         >>> z = gemm(x, w, epilogue=lambda p, y: jnp.tanh(p) * y, epilogue_operands=(y,))
     """
+    epilogues.check_operands(epilogue, epilogue_operands)
     a = arguments.matrix("a", a)
     asked = quantized.Asked(a_scale, b_scale, out_scale, return_amax)
     given = {

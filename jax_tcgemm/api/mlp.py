@@ -92,6 +92,7 @@ def mlp(
         >>> y.shape
         (8, 128)
     """
+    epilogues.check_operands(epilogue, epilogue_operands)
     x = arguments.matrix("x", x)
     if any(map(weight_only.is_weight, (w1, w2))):
         return two_products(
@@ -199,6 +200,7 @@ def gated_mlp(
         >>> y.shape
         (8, 128)
     """
+    epilogues.check_operands(epilogue, epilogue_operands)
     x = arguments.matrix("x", x)
     if any(map(weight_only.is_weight, (w_gate, w_up, w_down))):
         return two_products(

@@ -102,6 +102,7 @@ def ragged_dot(
         >>> y.shape
         (8, 256)
     """
+    epilogues.check_operands(epilogue, epilogue_operands)
     if isinstance(rhs, PackedWeight):
         lhs = arguments.matrix("lhs", lhs)
         if weights.multiplied(rhs, lhs, precision, transposed=transpose_rhs) is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +22,7 @@ def evaluate(
     env: dict[Any, Any] | None = None,
     forget_axes: bool = False,
     given: Mapping[int, Any] | None = None,
+    placed: Callable[[Any], Any] | None = None,
 ) -> list[Any]:
     """Evaluates a jaxpr and inlines its calls.
 
@@ -33,6 +34,7 @@ def evaluate(
         env: values of known variables; the evaluation adds those of all others.
         forget_axes: whether the jaxpr varies over mesh axes, which do not exist here.
         given: replacements for arrays of ``held_arrays``, by the array's ``id``.
+        placed: is applied to each result of each operation.
     """
     env, given = {} if env is None else env, given or {}
     env.update(zip(jaxpr.constvars, (given.get(id(x), x) for x in consts), strict=True))
@@ -46,7 +48,7 @@ def evaluate(
     for eqn in jaxpr.eqns:
         if any(var not in env for var in eqn.outvars):
             values = [*map(read, eqn.invars)]
-            results = apply(eqn, values, kept, forget_axes, given)
+            results = apply(eqn, values, kept, forget_axes, given, placed)
             env.update(zip(eqn.outvars, results, strict=True))
     return [*map(read, jaxpr.outvars)]
 
@@ -57,6 +59,7 @@ def apply(
     kept: frozenset[str] = frozenset(),
     forget_axes: bool = False,
     given: Mapping[int, Any] | None = None,
+    placed: Callable[[Any], Any] | None = None,
 ) -> list[Any]:
     """Evaluates one operation; inlines it if it is a call."""
     if forget_axes and eqn.primitive.name in jaxprs.VARYING:
@@ -64,12 +67,15 @@ def apply(
     called = _called(eqn, kept)
     if called is not None:
         jaxpr, consts = called
-        return evaluate(jaxpr, consts, values, kept, forget_axes=forget_axes, given=given)
+        return evaluate(
+            jaxpr, consts, values, kept, forget_axes=forget_axes, given=given, placed=placed
+        )
     if forget_axes:
         params = {key: _parameter_of_no_axes(value) for key, value in eqn.params.items()}
         eqn = eqn.replace(params=params)
     with jaxprs.in_context(eqn):
-        return bind_again(eqn, values)
+        results = bind_again(eqn, values)
+    return results if placed is None else [*map(placed, results)]
 
 
 def bind_again(eqn: Any, values: Sequence[Any]) -> list[Any]:

@@ -62,6 +62,27 @@ class EpilogueFunction:
         """
         return evaluate(self.flat.jaxpr, self.flat.consts, values)
 
+    def of_shardings(self, *values: Any, shape: tuple[int, ...]) -> list[Any]:
+        """Computes results whose types have the shardings that they have without this package.
+
+        The function was traced without a mesh. Constants and random numbers of the product's shape
+        get the sharding of the product here, as JAX gives it to them.
+
+        Args:
+            *values: the arguments.
+            shape: shape of the product.
+        """
+        matrices = [x for x in values if x.shape == shape and _compat.is_sharded(x)]
+        if not matrices:
+            return self(*values)
+        sharding = jax.typeof(matrices[0]).sharding
+
+        def placed(x: Any) -> Any:
+            is_free = x.shape == shape and not _compat.is_sharded(x)
+            return _compat.resharded(x, sharding) if is_free else x
+
+        return evaluate(self.jaxpr.jaxpr, self.jaxpr.consts, values, placed=placed)
+
     @property
     def types(self) -> list[jax.ShapeDtypeStruct]:
         """Types of the accumulators and the operands."""
@@ -84,7 +105,8 @@ class EpilogueFunction:
         def inlined(*values: Any) -> list[Any]:
             return evaluate(self.jaxpr.jaxpr, self.jaxpr.consts, values)
 
-        return jax.make_jaxpr(inlined)(*self.types)
+        with _compat.no_mesh():
+            return jax.make_jaxpr(inlined)(*self.types)
 
     @functools.cached_property
     def without_rules(self) -> EpilogueFunction:
@@ -117,7 +139,8 @@ class EpilogueFunction:
         def inlined(*values: Any) -> list[Any]:
             return evaluate(self.jaxpr.jaxpr, self.jaxpr.consts, values, kept=jaxprs.CUSTOM_CALLS)
 
-        return jax.make_jaxpr(inlined)(*self.types)
+        with _compat.no_mesh():
+            return jax.make_jaxpr(inlined)(*self.types)
 
     @functools.cached_property
     def masks(self) -> tuple[Any, ...]:

@@ -48,13 +48,21 @@ def bind(operands: Sequence[jax.Array], spec: CompiledSpec) -> list[jax.Array]:
         The results of the function.
     """
     primitive = compiled_ragged_p if spec.is_grouped else compiled_p
-    return registration.bind(primitive, operands, spec, composed)
+    return registration.bind(primitive, operands, spec, composed, typed=_typed)
 
 
 def composed(*operands: jax.Array, spec: CompiledSpec) -> list[jax.Array]:
     """Computes the product and then the function, in operations of JAX."""
     own, others = spec.split(operands)
     return spec.function(*_accumulators(own, spec), *others)
+
+
+def _typed(*operands: jax.Array, spec: CompiledSpec) -> list[jax.Array]:
+    """Does the same for the types of the results, on a mesh with explicit axes."""
+    own, others = spec.split(operands)
+    accumulators = _accumulators(own, spec)
+    shape = accumulators[0].shape
+    return spec.function.of_shardings(*accumulators, *others, shape=shape)
 
 
 def _computed(*operands: jax.Array, spec: CompiledSpec) -> list[jax.Array]:

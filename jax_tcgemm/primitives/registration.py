@@ -25,6 +25,7 @@ def bind(
     spec: Any,
     composed: Callable[..., Any],
     out_sharding: Any = None,
+    typed: Callable[..., Any] | None = None,
 ) -> Any:
     """Applies a primitive; inside, the explicit axes of a mesh are automatic.
 
@@ -34,6 +35,7 @@ def bind(
         spec: its static parameters.
         composed: does the same by operations of JAX; the results have the types of its results.
         out_sharding: sharding of the type of every result, in place of that.
+        typed: gives the results their types in place of ``composed``.
 
     Returns:
         The results of the primitive.
@@ -51,8 +53,8 @@ def bind(
     def whole(*values: jax.Array) -> Any:
         return apply(primitive, values, spec)
 
-    typed = whole if out_sharding else functools.partial(composed, spec=spec)
-    shardings = _compat.shardings_of(typed, *operands)
+    given = whole if out_sharding else functools.partial(typed or composed, spec=spec)
+    shardings = _compat.shardings_of(given, *operands)
     if out_sharding is not None:
         shardings = jax.tree.map(lambda _: out_sharding, shardings)
     return apply(primitive, operands, spec, shardings)

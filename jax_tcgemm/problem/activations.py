@@ -142,6 +142,8 @@ def clip(lower: float, upper: float) -> Activation:
 
 
 def _parameter(name: str, value: float) -> float:
+    if isinstance(value, (str, bytes)):
+        raise TypeError(f"{name}={value!r} must be a Python number")
     try:
         return float(value)
     except (TypeError, ValueError) as error:  # A tracer raises a TypeError of JAX's own.
