@@ -85,6 +85,8 @@ def _dropout(p, key):
         lambda p, _: jax.nn.silu(p),
         lambda p, _: jnp.where(p > 0, p, -p),
         lambda p, _: (jnp.clip(p, 0, 1), p.sum(0), p.max(1), p.sum()),
+        lambda p, _: (p, jnp.where(p.sum(-1) > 0, p.sum(-1), 0.0), jax.nn.logsumexp(p, 0)),
+        lambda p, _: (p, jnp.ones(p.shape)),
         lambda p, key: p * jax.random.uniform(key, p.shape),
         _dropout,
     ],
@@ -107,6 +109,17 @@ def test_functions_on_explicit_axes(explicit, normal, f, specs):
                 actual, expected = jit(mine)(*args), jit(other)(*args)
                 assert jax.tree.map(spec_of, actual) == jax.tree.map(spec_of, expected)
                 assert_trees_close(actual, expected, 1e-3)
+
+
+def test_operands_of_a_function_that_are_sharded_unlike_the_product(explicit, normal):
+    f = lambda p, y: (2 * p, p + jnp.where(y > 0, y, 0.0))  # noqa: E731
+    with jax.set_mesh(explicit):
+        x, w = (put(explicit, normal(*shape) / 4) for shape in ((64, 32), (32, 64)))
+        y = put(explicit, normal(64, 64), None, "x")
+        got = jax.jit(lambda *a: gemm(*a[:2], epilogue=f, epilogue_operands=a[2:]))(x, w, y)
+        expected = jax.jit(lambda x, w, y: f(x @ w, y))(x, w, y)
+        assert jax.tree.map(spec_of, got) == jax.tree.map(spec_of, expected)
+        assert_trees_close(got, expected, 1e-3)
 
 
 def test_out_sharding(explicit, normal):

@@ -202,9 +202,12 @@ def test_layers_round_what_a_function_makes(normal, packed):
     x = normal(16, 128).astype(BF16)
     made = [quantize(normal(*shape), jnp.int8, tile=(-1, 1)) for shape in ((128, 256), (256, 64))]
     up, down = map(pack, made) if packed else made
+    bytes_of_both = jnp.ones((16, 128), jnp.int8), made[0].qvalue
     for y in (
         mlp(x, up, None, down, epilogue=jnp.tanh),
         mlp(x, up, None, made[1].dequantize(BF16), epilogue=jnp.tanh),
         gated_mlp(x, up, up, down, epilogue=jnp.multiply),
+        gated_mlp(x, normal(128, 512), None, down, epilogue=jnp.multiply).astype(BF16),
+        mlp(*bytes_of_both, None, down, epilogue=lambda p: p * 1e-3).astype(BF16),
     ):
         assert y.dtype == BF16

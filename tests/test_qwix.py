@@ -51,7 +51,13 @@ def rules(weight, tile=32, activation=None):
 
 
 OF_LINEN = [("int4", 32, None), ("int8", None, None), ("int4", 32, "int8")]
-OF_NNX = [("int4", 32, None), ("float8_e4m3fn", None, None), ("int8", None, "int8")]
+OF_NNX = [
+    ("int3", 32, None),
+    ("int6", None, None),
+    ("int4", 32, None),
+    ("float8_e4m3fn", None, None),
+    ("int8", None, "int8"),
+]
 
 
 def assert_close(found, expected, dtype):

@@ -88,8 +88,7 @@ def _result_dtype(*operands: Any) -> Any:
 
     qwix's products have this dtype. 8-bit scales count as bfloat16.
     """
-    scaled = (x.scale if has_table(x) or is_quantized(x) else x for x in operands)
-    dtypes = [jnp.dtype(x.dtype) for x in scaled]
+    dtypes = [jnp.dtype((x.scale if is_quantized(x) else x).dtype) for x in operands]
     return jnp.result_type(*(t if t.itemsize > 1 else jnp.bfloat16 for t in dtypes))
 
 
@@ -145,7 +144,7 @@ def _is_with_aux(x: Any) -> bool:
 
 def _packed(x: Any, *, predicate: Any, box: Any) -> Any:
     """Returns a ``WithAux`` with a packed weight; all else is returned as it is."""
-    if not _is_with_aux(x) or has_table(x.array) or not is_quantized(x.array):
+    if not _is_with_aux(x) or not is_quantized(x.array) or has_table(x.array):
         return x
     array = jax.tree.map(_unboxed, x.array, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
     if not _is_packable(array) or (predicate is not None and not predicate(x)):

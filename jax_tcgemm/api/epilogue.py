@@ -37,17 +37,14 @@ def check_alone(name: str, **others: Any) -> None:
         )
 
 
-def check_operands(epilogue: Any, operands: Sequence[Any]) -> None:
+def check_operands(epilogue: Any, operands: Any) -> None:
     """Checks that there are operands only for a function.
 
     Raises:
         ValueError: there are operands and no function.
     """
-    if epilogue is None and len(operands):
-        raise ValueError(
-            f"{len(operands)} epilogue_operands are given without epilogue=; accepted: both, or "
-            "neither"
-        )
+    if epilogue is None and jax.tree.leaves(operands):
+        raise ValueError("epilogue_operands= has no effect without epilogue=; accepted: both")
 
 
 def check_function(epilogue: Any) -> None:

@@ -68,10 +68,12 @@ def two_products(
     options: dict[str, Any] = {"activation": activation, "precision": precision}
     if epilogue is not None:
         epilogues.check_alone(name, **first_biases)
-        arrays = (w.dtype for w in first.values() if not weight_only.is_weight(w))
-        dtype = functools.reduce(jnp.promote_types, arrays, x.dtype)
         options |= {"epilogue": epilogue, "epilogue_operands": epilogue_operands}
-        options |= {"preferred_element_type": dtype}
+        arrays = [w for w in first.values() if w is not None and not weight_only.is_weight(w)]
+        dtypes = [x.dtype, *(w.dtype for w in arrays)]
+        if all(jnp.issubdtype(t, jnp.floating) and jnp.dtype(t).itemsize > 1 for t in dtypes):
+            dtype = functools.reduce(jnp.promote_types, dtypes)
+            options |= {"preferred_element_type": dtype}
     if name == "mlp":
         (w1,), (b1,) = first.values(), first_biases.values()
         options["activation"] = None if epilogue is not None else activation

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core
 
-from jax_tcgemm._compat import HOST_ARRAYS, jaxprs, no_mesh
+from jax_tcgemm._compat import HOST_ARRAYS, is_sharded, jaxprs, no_mesh, resharded
 
 # Names of the parameters in which calls hold the jaxpr that they run.
 _CALLS = ("call_jaxpr", "fun_jaxpr", "jaxpr")
@@ -22,7 +23,7 @@ def evaluate(
     env: dict[Any, Any] | None = None,
     forget_axes: bool = False,
     given: Mapping[int, Any] | None = None,
-    placed: Callable[[Any], Any] | None = None,
+    places: bool = False,
 ) -> list[Any]:
     """Evaluates a jaxpr and inlines its calls.
 
@@ -34,7 +35,7 @@ def evaluate(
         env: values of known variables; the evaluation adds those of all others.
         forget_axes: whether the jaxpr varies over mesh axes, which do not exist here.
         given: replacements for arrays of ``held_arrays``, by the array's ``id``.
-        placed: is applied to each result of each operation.
+        places: whether operands get the sharding of a sharded one beside them, on explicit axes.
     """
     env, given = {} if env is None else env, given or {}
     env.update(zip(jaxpr.constvars, (given.get(id(x), x) for x in consts), strict=True))
@@ -48,7 +49,7 @@ def evaluate(
     for eqn in jaxpr.eqns:
         if any(var not in env for var in eqn.outvars):
             values = [*map(read, eqn.invars)]
-            results = apply(eqn, values, kept, forget_axes, given, placed)
+            results = apply(eqn, values, kept, forget_axes, given, places)
             env.update(zip(eqn.outvars, results, strict=True))
     return [*map(read, jaxpr.outvars)]
 
@@ -59,7 +60,7 @@ def apply(
     kept: frozenset[str] = frozenset(),
     forget_axes: bool = False,
     given: Mapping[int, Any] | None = None,
-    placed: Callable[[Any], Any] | None = None,
+    places: bool = False,
 ) -> list[Any]:
     """Evaluates one operation; inlines it if it is a call."""
     if forget_axes and eqn.primitive.name in jaxprs.VARYING:
@@ -68,14 +69,29 @@ def apply(
     if called is not None:
         jaxpr, consts = called
         return evaluate(
-            jaxpr, consts, values, kept, forget_axes=forget_axes, given=given, placed=placed
+            jaxpr, consts, values, kept, forget_axes=forget_axes, given=given, places=places
         )
     if forget_axes:
         params = {key: _parameter_of_no_axes(value) for key, value in eqn.params.items()}
         eqn = eqn.replace(params=params)
     with jaxprs.in_context(eqn):
-        results = bind_again(eqn, values)
-    return results if placed is None else [*map(placed, results)]
+        return bind_again(eqn, _like_sharded(eqn, values) if places else values)
+
+
+def _like_sharded(eqn: Any, values: Sequence[Any]) -> list[Any]:
+    """Gives operands of an elementwise operation the sharding of a sharded one.
+
+    JAX does so when a function is traced on a mesh with explicit axes. This one was traced without.
+    """
+    shape = eqn.outvars[0].aval.shape
+    peers = [x for x in values if jnp.shape(x) == shape and is_sharded(x)]
+    is_elementwise = all(x.aval.shape == shape for x in eqn.outvars)
+    if not peers or not is_elementwise or eqn.primitive.name == "dot_general":
+        return list(values)
+    sharding = jax.typeof(peers[0]).sharding
+    return [
+        resharded(x, sharding) if jnp.shape(x) == shape and not is_sharded(x) else x for x in values
+    ]
 
 
 def bind_again(eqn: Any, values: Sequence[Any]) -> list[Any]:

@@ -62,26 +62,20 @@ class EpilogueFunction:
         """
         return evaluate(self.flat.jaxpr, self.flat.consts, values)
 
-    def of_shardings(self, *values: Any, shape: tuple[int, ...]) -> list[Any]:
+    def of_shardings(self, *values: Any, beside: Any = None) -> list[Any]:
         """Computes results whose types have the shardings that they have without this package.
-
-        The function was traced without a mesh. Constants and random numbers of the product's shape
-        get the sharding of the product here, as JAX gives it to them.
 
         Args:
             *values: the arguments.
-            shape: shape of the product.
+            beside: the product, whose sharding masks have.
         """
-        matrices = [x for x in values if x.shape == shape and _compat.is_sharded(x)]
-        if not matrices:
-            return self(*values)
-        sharding = jax.typeof(matrices[0]).sharding
-
-        def placed(x: Any) -> Any:
-            is_free = x.shape == shape and not _compat.is_sharded(x)
-            return _compat.resharded(x, sharding) if is_free else x
-
-        return evaluate(self.jaxpr.jaxpr, self.jaxpr.consts, values, placed=placed)
+        results = evaluate(self.jaxpr.jaxpr, self.jaxpr.consts, values, places=True)
+        if beside is None or not _compat.is_sharded(beside):
+            return results
+        sharding = jax.typeof(beside).sharding
+        is_mask = [_is_mask(x, beside.shape) and not _compat.is_sharded(x) for x in results]
+        pairs = zip(results, is_mask, strict=True)
+        return [_compat.resharded(x, sharding) if mask else x for x, mask in pairs]
 
     @property
     def types(self) -> list[jax.ShapeDtypeStruct]:

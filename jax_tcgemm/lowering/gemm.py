@@ -204,6 +204,8 @@ def _problem(x: Operands, spec: GemmSpec, algorithm: str) -> str:
     activation = spec.activation and resolve(spec.activation).name
     has = [activation, *(name for name in present if name not in ("a", "b", "b2"))]
     has += [name for name in ("alpha", "beta") if getattr(spec, name) != 1 and name not in present]
+    if spec.is_gated and spec.out_dtype == jnp.float32:  # earlier versions did not promote sums
+        has += ["promoted"]
     return problem_key(
         op="gated" if spec.is_gated else "gemm",
         algorithm=algorithm,

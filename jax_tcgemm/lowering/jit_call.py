@@ -92,7 +92,7 @@ class Call:
     def may_promote(self, *, gated: bool) -> bool:
         """Checks if rows are chosen as for float32 results, which may need promoted sums.
 
-        This is so if results show the last bits of the sums, and there are few rows or two weights:
+        Results must show the last bits of the sums, and there must be few rows, or two weights:
         see ``cuda/dispatch/compiled.cc``.
         """
         is_half = ALL_ARITHMETIC[self.algorithm].a.bytes == 2

@@ -14,8 +14,8 @@ from jax_tcgemm.epilogue import compiler, translation
 from jax_tcgemm.epilogue.program import Program
 from jax_tcgemm.epilogue.spec import CompiledSpec
 from jax_tcgemm.kernels.arithmetic import ALL_ARITHMETIC
-from jax_tcgemm.kernels.names import KERNEL, XLA, by_name, read_config
-from jax_tcgemm.lowering import devices, fallback, jit_problem, jit_rows, layout
+from jax_tcgemm.kernels.names import KERNEL, XLA
+from jax_tcgemm.lowering import devices, fallback, jit_problem, layout
 from jax_tcgemm.lowering.custom_call import (
     second_weight_offset,
     shapes_of,
@@ -128,17 +128,8 @@ def _tuned(
         return spec, plan, ""
     if config is None:
         return spec, plan, told
-    may_promote = plan.may_promote(gated=spec.is_gated)
-    if may_promote and config != XLA and not _promotes(config):
-        expected = jit_rows.first_row(plan, spec)
-        if expected is not None and _promotes(expected):  # an earlier version measured it
-            return spec, plan, ""
     spec = spec.with_config(config)
     return spec, planned(own, spec, made), told
-
-
-def _promotes(config: str) -> bool:
-    return by_name(read_config(config)[0]).promote
 
 
 def _call_or_reason(spec: CompiledSpec, plan: Call | str) -> Call | str:

@@ -89,11 +89,11 @@ def _pullback(*operands: Any, spec: LinearSpec) -> list[Any]:
 
 
 def _typed_tangent(*operands: Any, spec: LinearSpec) -> list[Any]:
-    return spec.tangent.of_shardings(*operands, shape=spec.shape)
+    return spec.tangent.of_shardings(*operands)
 
 
 def _typed_pullback(*operands: Any, spec: LinearSpec) -> list[Any]:
-    return spec.pullback.of_shardings(*operands, shape=spec.shape)
+    return spec.pullback.of_shardings(*operands)
 
 
 def _computed_tangent(*operands: Any, spec: LinearSpec) -> list[Any]:
@@ -158,27 +158,14 @@ def _pullback_transpose(cotangents: Sequence[Any], *operands: Any, spec: LinearS
     count = len(spec.tangent.results)
     linear_operands, values = operands[:count], operands[count:]
     wanted = [ad.is_undefined_primal(x) for x in linear_operands]
-    slopes = [*map(ad.instantiate_zeros, cotangents)]
-    if spec.has_opaque_rule:  # its tangent can only be transposed
-        made = iter(_transposed_rule(slopes, linear_operands, values, spec))
-    else:
-        made = iter(_bind_tangent([*slopes, *values], spec.of_results(wanted)))
+    if spec.has_opaque_rule:
+        raise NotImplementedError(
+            "second derivatives of an epilogue with a jax.custom_vjp; accepted: the same function "
+            "after the product, without epilogue="
+        )
+    slopes = map(ad.instantiate_zeros, cotangents)
+    made = iter(_bind_tangent([*slopes, *values], spec.of_results(wanted)))
     return [next(made) if is_wanted else None for is_wanted in wanted] + [None] * len(values)
-
-
-def _transposed_rule(
-    slopes: Sequence[Any], linear_operands: Sequence[Any], values: Sequence[Any], spec: LinearSpec
-) -> list[Any]:
-    """Transposes the backward rule of a ``jax.custom_vjp`` itself."""
-    pullback, held = spec.transposed()
-
-    def of_unknown(*unknown: Any) -> list[Any]:
-        left = iter(unknown)
-        given = [next(left) if ad.is_undefined_primal(x) else x for x in linear_operands]
-        return pullback(*given, *values, *held)
-
-    avals = [x.aval for x in linear_operands if ad.is_undefined_primal(x)]
-    return list(jax.linear_transpose(of_unknown, *avals)(slopes))
 
 
 # Dead code elimination

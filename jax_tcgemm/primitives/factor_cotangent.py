@@ -142,3 +142,15 @@ def _side_by_side(factor: Factor, outer: int, inner: int) -> Factor:
     order.insert(order.index(stays), moved)
     axes = tuple(None if axis is None else order.index(axis) for axis in factor.axes)
     return Factor(lax.transpose(factor.array, order), axes)
+
+
+def check_linear(is_linear: bool, what: str) -> None:
+    """Checks that a product is linear in what a user transposes.
+
+    Raises:
+        NotImplementedError: it is not, as JAX raises for its own functions.
+    """
+    if not is_linear:
+        raise NotImplementedError(
+            f"Transpose rule (for reverse-mode differentiation) for {what} not implemented"
+        )

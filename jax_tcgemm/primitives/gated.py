@@ -16,7 +16,12 @@ import jax.numpy as jnp
 from jax.interpreters import ad
 
 from jax_tcgemm.lowering import reference
-from jax_tcgemm.primitives.factor_cotangent import Bind, Factor, factor_cotangent
+from jax_tcgemm.primitives.factor_cotangent import (
+    Bind,
+    Factor,
+    check_linear,
+    factor_cotangent,
+)
 from jax_tcgemm.problem.activations import Activation, resolve
 from jax_tcgemm.problem.arithmetic import accumulator_dtype, common_dtype
 from jax_tcgemm.problem.spec import GemmSpec
@@ -147,7 +152,7 @@ def _transpose_in_second_weight(
     This is for products that a user transposes. The reverse pass of a derivative goes through the
     pair of products instead.
     """
-    assert set(linear) <= {"b2", "bias2"}, f"{spec} is transposed in {linear}"
+    check_linear(set(linear) <= {"b2", "bias2"}, "gated_gemm by x or w_gate")
     dtype = accumulator_dtype(x.a.dtype, x.b.dtype, spec.out_dtype)
     axes = spec.axes
     terms = []

@@ -58,11 +58,10 @@ def composed(*operands: jax.Array, spec: CompiledSpec) -> list[jax.Array]:
 
 
 def _typed(*operands: jax.Array, spec: CompiledSpec) -> list[jax.Array]:
-    """Does the same for the types of the results, on a mesh with explicit axes."""
+    """Computes results for the sake of their types, on a mesh with explicit axes."""
     own, others = spec.split(operands)
-    accumulators = _accumulators(own, spec)
-    shape = accumulators[0].shape
-    return spec.function.of_shardings(*accumulators, *others, shape=shape)
+    products = _accumulators(own, spec)
+    return spec.function.of_shardings(*products, *others, beside=products[0])
 
 
 def _computed(*operands: jax.Array, spec: CompiledSpec) -> list[jax.Array]:

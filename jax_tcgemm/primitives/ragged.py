@@ -16,7 +16,7 @@ from jax.interpreters import ad
 
 from jax_tcgemm import _compat
 from jax_tcgemm.kernels.names import XLA
-from jax_tcgemm.primitives.factor_cotangent import Bind
+from jax_tcgemm.primitives.factor_cotangent import Bind, check_linear
 from jax_tcgemm.problem import ragged
 from jax_tcgemm.problem.arithmetic import resolve_algorithm
 from jax_tcgemm.problem.spec import GemmSpec
@@ -91,7 +91,7 @@ def transpose(
         spec: the primitive's parameters.
         bind: applies the primitive.
     """
-    assert spec.activation is None, spec
+    check_linear(spec.activation is None, f"activation={spec.activation!r}")
     (ct,) = cotangents
     results = {}
     for name in (name for name, o in x._asdict().items() if ad.is_undefined_primal(o)):

@@ -17,7 +17,12 @@ from jax import lax
 from jax.interpreters import ad
 
 from jax_tcgemm.lowering import reference
-from jax_tcgemm.primitives.factor_cotangent import Bind, Factor, factor_cotangent
+from jax_tcgemm.primitives.factor_cotangent import (
+    Bind,
+    Factor,
+    check_linear,
+    factor_cotangent,
+)
 from jax_tcgemm.problem.arithmetic import accumulator_dtype
 from jax_tcgemm.problem.epilogue import Use
 from jax_tcgemm.problem.spec import LARGE_MATRIX, GemmSpec
@@ -45,7 +50,7 @@ def transpose(
         spec = spec.preactivations(config=None)
         x = spec.select(x)
     else:
-        assert spec.activation is None, spec
+        check_linear(spec.activation is None, f"activation={spec.activation!r}")
         (g,) = cotangents
     results = _scale_cotangents(g, x, spec, bind) | _addend_cotangents(g, x, spec, bind)
     a, b = Factor(x.a, axes.a), Factor(x.b, axes.b)

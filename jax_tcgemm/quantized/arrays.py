@@ -96,39 +96,35 @@ jax.export.register_pytree_node_serialization(
 )
 
 
+# Formats of qwix whose values are places in a table of numbers.
+_FORMATS_WITH_TABLES = ("nf4",)
+
+
 def is_quantized(x: Any) -> bool:
-    """Checks if this is a ``Quantized`` or has its fields, like qwix's ``QArray``.
-
-    Raises:
-        TypeError: its values are places in a table of numbers.
-    """
-    is_like = _has_fields(x)
-    if is_like:
-        _check_linear(x)
-    return is_like
-
-
-def has_table(x: Any) -> bool:
-    """Checks if the values of a quantized array are places in a table, like qwix's ``"nf4"``."""
-    if not _has_fields(x) or not isinstance(x.qtype, str):
-        return False
-    try:
-        jnp.dtype(x.qtype)
-    except TypeError:  # the name of a format; those of floating-point numbers have no table
-        return jnp.issubdtype(x.qvalue.dtype, jnp.integer)
-    return False
-
-
-def _has_fields(x: Any) -> bool:
+    """Checks if this is a ``Quantized`` or has its fields, like qwix's ``QArray``."""
     return all(hasattr(x, field.name) for field in dataclasses.fields(Quantized))
 
 
-def _check_linear(x: Any) -> None:
-    if has_table(x):
-        raise TypeError(
-            f"qtype={x.qtype!r}: the values are places in a table of numbers; accepted: values "
-            "that are multiplied by their scales. Its own library dequantizes such an array"
-        )
+def has_table(x: Any) -> bool:
+    """Checks if the values of a quantized array are places in a table of numbers."""
+    return is_quantized(x) and isinstance(x.qtype, str) and x.qtype in _FORMATS_WITH_TABLES
+
+
+def why_unreadable(x: Any) -> TypeError | None:
+    """Returns the error for a quantized array whose values are not multiplied by its scales."""
+    if not has_table(x):
+        return None
+    return TypeError(
+        f"qtype={x.qtype!r}: the values are places in a table of numbers; accepted: values that "
+        "are multiplied by their scales. Its own library dequantizes such an array"
+    )
+
+
+def check_readable(x: Any) -> None:
+    """Raises the error of ``why_unreadable``."""
+    error = why_unreadable(x)
+    if error is not None:
+        raise error
 
 
 def dequantize(x: Any, dtype: DTypeLike = jnp.float32) -> jax.Array:
@@ -146,7 +142,7 @@ def dequantize(x: Any, dtype: DTypeLike = jnp.float32) -> jax.Array:
         TypeError: its values are places in a table of numbers.
         ValueError: the shape of the scale or of the zero point does not fit.
     """
-    _check_linear(x)
+    check_readable(x)
     wide, shape = at_least_float32(jnp.dtype(dtype)), x.qvalue.shape
     values = x.qvalue.astype(wide)
     if x.zero_point is not None:

@@ -19,7 +19,13 @@ from jax_tcgemm import _compat
 from jax_tcgemm.lowering import packed_layout
 from jax_tcgemm.problem.packed import BITS, TILE, VERSION, PackedSpec, tiles
 from jax_tcgemm.problem.strides import Shape
-from jax_tcgemm.quantized.arrays import Quantized, check_divides, is_quantized, spread
+from jax_tcgemm.quantized.arrays import (
+    Quantized,
+    check_divides,
+    is_quantized,
+    spread,
+    why_unreadable,
+)
 
 _SCALE_DTYPES = ("bfloat16", "float16", "float32")
 
@@ -283,6 +289,8 @@ def quantized_of(x: Any) -> Any:
 
 def why_unpackable(q: Any) -> Exception | None:
     """Returns the error that ``pack`` raises for a quantized array, or ``None``."""
+    if (error := why_unreadable(q)) is not None:
+        return error
     shape, name = q.qvalue.shape, q.qvalue.dtype.name
     if name not in BITS:
         return TypeError(f"q.qvalue.dtype={name} is not packed; accepted: {', '.join(BITS)}")

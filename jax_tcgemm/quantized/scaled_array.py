@@ -35,10 +35,12 @@ class ScaledArray:
         """Returns the parts of a quantized operand; any other operand is its own value.
 
         Raises:
+            TypeError: the values are places in a table of numbers.
             ValueError: the shape of the scale or of the zero point does not fit.
         """
         if not arrays.is_quantized(x):
             return ScaledArray(x)
+        arrays.check_readable(x)
         for name in ("scale", "zero_point"):
             if getattr(x, name) is not None:
                 shape = getattr(x, name).shape
