@@ -26,7 +26,6 @@ from jax.interpreters import ad
 # Tells ``jax.jit`` to inline the function into an outer trace. JAX 0.11 has several inline modes.
 INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True  # pyright: ignore
 
-
 _JITTED = type(jax.jit(lambda: None))
 
 # Arrays on the host. JAX 0.8 wraps NumPy arrays in a class that does not inherit from
@@ -121,10 +120,8 @@ def typed_as(model: jax.Array, x: jax.Array) -> jax.Array:
 
 def resharded(x: jax.Array, sharding: Any) -> jax.Array:
     """Returns ``x`` with a type of this sharding; returns it unchanged for ``None``."""
-    if sharding is None:
-        return x
     reshard = jax.reshard if hasattr(jax, "reshard") else jax.sharding.reshard  # before 0.9
-    return reshard(x, sharding)
+    return x if sharding is None else reshard(x, sharding)
 
 
 def constrained(x: jax.Array, sharding: Any) -> jax.Array:
@@ -204,7 +201,10 @@ def shardings_of(function: Callable[..., Any], *operands: Any) -> Any:
     """Returns the shardings of the types of a function's results."""
     # ``jax.eval_shape`` gives no shardings if some axes of the mesh are not explicit.
     jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*operands)
-    return jax.tree.unflatten(jax.tree.structure(shapes), [x.sharding for x in jaxpr.out_avals])
+    mesh = jax.sharding.get_abstract_mesh()  # JAX 0.8.0 gives constants an empty one
+    none = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    found = [none if x.sharding.mesh.empty else x.sharding for x in jaxpr.out_avals]
+    return jax.tree.unflatten(jax.tree.structure(shapes), found)
 
 
 def with_automatic_axes(function: Callable[..., Any], operands: Any, shardings: Any) -> Any:
